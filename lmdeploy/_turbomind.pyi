@@ -1,0 +1,182 @@
+"""Typed face of the C++ engine. Only turbomind/ imports it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+class InvalidArgument(ValueError): ...
+class InternalError(RuntimeError): ...
+
+class RopeConfig:
+    kind: str  # none, default, linear, dynamic, llama3, yarn
+    theta: float
+    dim: int
+    factor: float
+    original_max_position: int
+    low_freq_factor: float
+    high_freq_factor: float
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float
+    truncate: bool
+    def __init__(self) -> None: ...
+
+class ModelConfig:
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position: int
+    norm_eps: float
+    softmax_scale: float
+    activation: str  # silu, gelu_tanh
+    rope: RopeConfig
+    windows: list[int]
+    dtype: str  # float32, float16, bfloat16
+    def __init__(self) -> None: ...
+    def validate(self) -> None: ...
+
+class EngineConfig:
+    kv_mode: str  # a resolved name: none, int8, int4, fp8, fp8_e5m2, mxfp4, nvfp4
+    max_batch_size: int
+    session_len: int
+    max_prefill_token_num: int
+    cache_block_seq_len: int
+    cache_max_entry_count: float
+    enable_prefix_caching: bool
+    deterministic: bool
+    check_integrity: bool
+    def __init__(self) -> None: ...
+
+class MemoryPlan:
+    num_blocks: int
+    reserved_bytes: int
+    touched_bytes: int
+    bytes_per_token: float
+    bytes_per_token_none: float
+    max_tokens: int
+
+class Device:
+    @property
+    def name(self) -> str: ...
+
+class Weights:
+    @property
+    def num_bytes(self) -> int: ...
+
+class WeightsBuilder:
+    def __init__(self, config: ModelConfig, device: Device, exact: bool) -> None: ...
+    def add_matrix(
+        self, name: str, format: str, data: npt.NDArray[Any], rows: int, cols: int
+    ) -> None:
+        """`format`: f32, bf16 (as uint16), q4_0, q4_1, q8_0 (as raw uint8, GGUF byte layout).
+
+        `data` must be C-contiguous with exactly the bytes of rows x cols values. GIL released.
+        """
+    def add_vector(self, name: str, data: npt.NDArray[np.float32]) -> None: ...
+    def build(self) -> Weights: ...
+
+class Request:
+    id: int
+    prompt: list[int]
+    max_new_tokens: int
+    min_new_tokens: int
+    ignore_eos: bool
+    eos_ids: list[int]
+    stop_sequences: list[list[int]]
+    bad_sequences: list[list[int]]
+    do_sample: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int
+    num_logprobs: int
+    logit_bias: list[tuple[int, float]]
+    num_prompt_logprobs: int
+    logits_output: str  # none, generation, all
+    # fn(new_tokens, mask) -> bool: writes the bitmask into `mask` (int32, in place).
+    token_mask: Callable[[Sequence[int], npt.NDArray[np.int32]], bool] | None
+    def __init__(self) -> None: ...
+
+class TokenLogprobs:
+    chosen: float
+    top: list[tuple[int, float]]
+
+class RequestOutput:
+    request_id: int
+    tokens: list[int]
+    logprobs: list[TokenLogprobs]
+    prompt_logprobs: list[TokenLogprobs]
+    logits: npt.NDArray[np.float32] | None  # [n, vocab]
+    finish_reason: str  # none, stop, length, cancelled, error
+    stop_tokens: int
+    cached_tokens: int
+    error: str
+
+class EngineStats:
+    num_waiting: int
+    num_running: int
+    blocks_total: int
+    blocks_free: int
+    blocks_cached: int
+    blocks_active: int
+    prefix_queried_tokens: int
+    prefix_hit_tokens: int
+    num_preemptions: int
+    num_steps: int
+    prompt_tokens: int
+    generated_tokens: int
+    num_nonfinite: int
+
+class Engine:
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: EngineConfig,
+        weights: Weights,
+        device: Device,
+        free_bytes: int,
+    ) -> None: ...
+    def submit(self, request: Request) -> None: ...
+    def cancel(self, request_id: int) -> None: ...
+    def wait_outputs(self, timeout_ms: int) -> list[RequestOutput]: ...
+    def stats(self) -> EngineStats: ...
+    def memory_plan(self) -> MemoryPlan: ...
+    @property
+    def healthy(self) -> bool: ...
+    @property
+    def failure(self) -> str: ...
+    def clear_prefix_cache(self) -> None: ...
+    def check_integrity(self) -> None: ...
+    def close(self) -> None: ...
+
+def make_cpu_device(num_threads: int, isa: str = "") -> Device: ...
+def available_cpu_isas() -> list[str]: ...
+def plan_memory(model: ModelConfig, config: EngineConfig, free_bytes: int) -> MemoryPlan: ...
+def kv_cache_mode_names() -> list[tuple[str, str]]: ...
+def get_kv_cache_mode(quant_policy: int | str, sm: int = 0, strict_arch: bool = False) -> str:
+    """`sm` 0: CPU."""
+
+# Codecs and ops, for tests and reports.
+def encode_rows(
+    mode: str, rows: npt.NDArray[np.float32], dtype: str, g: float = 1.0, isa: str = ""
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+    """Rows [n, head_dim] → (payload [n, row bytes], metadata [n, param or scale bytes])."""
+
+def decode_rows(
+    mode: str,
+    payload: npt.NDArray[np.uint8],
+    metadata: npt.NDArray[np.uint8],
+    head_dim: int,
+    dtype: str,
+    g: float = 1.0,
+) -> npt.NDArray[np.float32]: ...

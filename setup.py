@@ -1,0 +1,45 @@
+"""Builds the C++ engine with CMake and packs it into the wheel."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+
+
+class CMakeBuild(build_ext):
+    """Runs CMake once and puts the module beside the package."""
+
+    def build_extension(self, ext: Extension) -> None:
+        """Build `ext`; `CMAKE_ARGS` and `CMAKE_BUILD_PARALLEL_LEVEL` are honoured."""
+        import pybind11
+
+        target = Path(self.get_ext_fullpath(ext.name)).resolve().parent
+        build = Path(self.build_temp).resolve()
+        build.mkdir(parents=True, exist_ok=True)
+        configure = [
+            "cmake",
+            "-S",
+            str(ROOT),
+            "-B",
+            str(build),
+            "-G",
+            "Ninja",
+            "-DCMAKE_BUILD_TYPE=Release",
+            f"-DPython_EXECUTABLE={sys.executable}",
+            f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+            f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={target}",
+            *os.environ.get("CMAKE_ARGS", "").split(),
+        ]
+        subprocess.run(configure, check=True)
+        jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(os.cpu_count() or 2))
+        subprocess.run(
+            ["cmake", "--build", str(build), "--target", "_turbomind", "-j", jobs], check=True
+        )
+
+
+setup(ext_modules=[Extension("lmdeploy._turbomind", [])], cmdclass={"build_ext": CMakeBuild})

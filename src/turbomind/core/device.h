@@ -1,0 +1,47 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "turbomind/kv/kv_cache_mode.h"
+#include "turbomind/ops/params.h"
+
+namespace turbomind {
+
+// Everything the engine asks of a device. Two backends: CPU (backend/cpu) and CUDA.
+// The checks of an op's arguments are in ops/*.cc, before the call comes here.
+// One thread, the engine's, calls a device; work is done when a call returns (CPU) or when
+// Synchronize() does.
+class Device {
+ public:
+  virtual ~Device() = default;
+
+  virtual DeviceCapability capability() const = 0;
+  virtual std::string name() const = 0;  // e.g. "cpu (avx512, 2 threads)"
+
+  // Zero-filled memory, 64-byte aligned at least; physical pages are taken when first touched where
+  // the system can. Throws std::bad_alloc.
+  virtual void* Reserve(size_t num_bytes) = 0;
+  virtual void Release(void* memory, size_t num_bytes) = 0;
+  virtual void Copy(void* to, const void* from, size_t num_bytes) = 0;
+  virtual void Synchronize() {}
+
+  // Packs a matrix; the source may be freed afterwards. `exact` asks for FP32 compute: quantised
+  // sources are dequantised and activations are not rounded.
+  virtual std::unique_ptr<PackedMatrix> PackMatrix(const MatrixSource& source, bool exact) = 0;
+
+  virtual void Embed(const EmbedParams& params) = 0;
+  virtual void RmsNorm(const RmsNormParams& params) = 0;
+  virtual void Linear(const LinearParams& params) = 0;
+  virtual void GatedActivation(const GatedActivationParams& params) = 0;
+  virtual void ProcessKV(const ProcessKVParams& params) = 0;
+  virtual void FlattenKV(const FlattenKVParams& params) = 0;
+  // Sequences [num_decode, num_seqs) of the batch.
+  virtual void PrefillAttention(const AttentionParams& params) = 0;
+  // Sequences [0, num_decode) of the batch: reads packed payload and scales, no flatten.
+  virtual void DecodeAttention(const AttentionParams& params) = 0;
+};
+
+}  // namespace turbomind

@@ -1,0 +1,34 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+namespace turbomind {
+
+// A fixed set of workers that run loops of independent items.
+//
+// Invariants:
+//  1. Items are handed out dynamically from one atomic counter, so a worker whose core is taken
+//     away delays at most the item it holds.
+//  2. The caller takes part. A waiting worker spins for a bounded time, then sleeps.
+//  3. `worker` in the callback is in [0, num_threads) and unique among concurrent calls.
+// Only one thread at a time may call ParallelFor. Items must not throw.
+class ThreadPool {
+ public:
+  explicit ThreadPool(int num_threads);
+  ~ThreadPool();
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
+
+  int num_threads() const;
+
+  // Runs fn(item, worker) for every item in [0, num_items); returns when all are done.
+  void ParallelFor(int64_t num_items, const std::function<void(int64_t item, int worker)>& fn);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace turbomind

@@ -1,0 +1,51 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "turbomind/core/dtype.h"
+#include "turbomind/ops/params.h"
+
+namespace turbomind {
+
+enum class RopeKind : uint8_t { kNone, kDefault, kLinear, kDynamic, kLlama3, kYarn };
+
+// Rotary position embedding; names and meaning as in Hugging Face configs.
+struct RopeConfig {
+  RopeKind kind = RopeKind::kDefault;
+  float theta = 10000.f;
+  int dim = 0;  // rotated values of head_dim
+  float factor = 1.f;
+  int original_max_position = 0;  // original_max_position_embeddings
+  float low_freq_factor = 1.f;    // llama3
+  float high_freq_factor = 4.f;   // llama3
+  float beta_fast = 32.f;         // yarn
+  float beta_slow = 1.f;          // yarn
+  float attention_factor = 0.f;   // yarn; 0: derive from factor
+  bool truncate = true;           // yarn: round the correction range to integers
+};
+
+// A dense decoder as data. Optional parts (biases, q_norm and k_norm, sinks, tied head) are present
+// when their weights are.
+struct ModelConfig {
+  int num_layers = 0;
+  int hidden_size = 0;
+  int intermediate_size = 0;
+  int num_heads = 0;
+  int num_kv_heads = 0;
+  int head_dim = 0;
+  int vocab_size = 0;
+  int max_position = 0;  // max_position_embeddings
+  float norm_eps = 1e-6f;
+  float softmax_scale = 0.f;  // 0: 1 / sqrt(head_dim)
+  Activation activation = Activation::kSilu;
+  RopeConfig rope;
+  std::vector<int> windows;              // per layer; 0: full attention
+  DataType dtype = DataType::kBFloat16;  // cache dtype (mode none, inline metadata)
+
+  // Throws InvalidArgument naming the field.
+  void Validate() const;
+};
+
+}  // namespace turbomind

@@ -1,0 +1,68 @@
+#pragma once
+
+#include <memory>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "turbomind/core/device.h"
+#include "turbomind/model/model_config.h"
+
+namespace turbomind {
+
+// A linear layer: one or more matrices stacked along their outputs (q, k and v; gate and up), each
+// in a format of its own.
+struct LinearWeight {
+  std::vector<std::unique_ptr<PackedMatrix>> parts;
+  std::vector<float> bias;  // [sum of rows] or empty
+
+  bool empty() const { return parts.empty(); }
+  int64_t rows() const;
+  int64_t cols() const;
+};
+
+struct LayerWeights {
+  std::vector<float> attention_norm;  // [hidden]
+  std::vector<float> ffn_norm;        // [hidden]
+  std::vector<float> q_norm, k_norm;  // [head_dim] or empty
+  std::vector<float> sinks;           // [num_heads] or empty
+  LinearWeight qkv;                   // [(heads + 2 kv_heads) * head_dim, hidden]
+  LinearWeight output;                // [hidden, heads * head_dim]
+  LinearWeight gate_up;               // [2 * intermediate, hidden]
+  LinearWeight down;                  // [hidden, intermediate]
+};
+
+struct Weights {
+  std::unique_ptr<PackedMatrix> embedding;  // [vocab, hidden]
+  std::vector<LayerWeights> layers;
+  std::vector<float> final_norm;       // [hidden]
+  std::unique_ptr<PackedMatrix> head;  // [vocab, hidden]; null: tied to the embedding
+
+  const PackedMatrix& output_head() const { return head ? *head : *embedding; }
+  int64_t num_bytes() const;
+};
+
+// Fills Weights by name, each name once:
+//   embedding, final_norm, head,
+//   layers.{i}.{attention_norm, ffn_norm, q_norm, k_norm, sinks},
+//   layers.{i}.{q, k, v, o, gate, up, down} and the same with ".bias".
+class WeightsBuilder {
+ public:
+  WeightsBuilder(const ModelConfig& config, Device& device, bool exact);
+  ~WeightsBuilder();
+
+  // Copies and packs. Throws InvalidArgument for an unknown or repeated name and for a shape that
+  // does not match the config (naming both).
+  void AddMatrix(std::string_view name, const MatrixSource& source);
+  void AddVector(std::string_view name, const float* data, int64_t size);
+
+  // Throws InvalidArgument listing what is missing.
+  std::shared_ptr<const Weights> Build();
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace turbomind

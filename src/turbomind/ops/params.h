@@ -1,0 +1,136 @@
+#pragma once
+
+// ⑥⑦ Arguments of the ops that touch the cache and of the dense ops: one struct each, a shape
+// beside each pointer. Plain data, read by every backend. Everything is row-major; activations are
+// FP32.
+
+#include <cstdint>
+
+#include "turbomind/kv/layout.h"
+
+namespace turbomind {
+
+// One step's flat arrays. Sequences with one new token (decode) come first.
+struct BatchView {
+  int num_seqs = 0;
+  int num_decode = 0;                     // the first num_decode sequences have exactly one token
+  int num_tokens = 0;                     // cu_seqlens[num_seqs]
+  const int32_t* cu_seqlens = nullptr;    // [num_seqs + 1] new tokens of each sequence
+  const int32_t* context_lens = nullptr;  // [num_seqs] tokens in the cache after this step's write
+  const int32_t* positions = nullptr;     // [num_tokens] context_len - new tokens + i
+  // [num_seqs, block_table_stride] of the layer's group, indexed by position / block_seq_len; -1
+  // where a sliding group has freed the block.
+  const int32_t* block_tables = nullptr;
+  int64_t block_table_stride = 0;
+};
+
+// Bias, qk-norm and RoPE on Q, K (bias on V) in place; K and V rounded to the cache dtype,
+// quantised and stored.
+struct ProcessKVParams {
+  float* qkv = nullptr;           // [num_tokens, q_heads + 2 * kv_heads, head_dim]
+  const float* bias = nullptr;    // [q_heads + 2 * kv_heads, head_dim] or null
+  const float* q_norm = nullptr;  // [head_dim] or null
+  const float* k_norm = nullptr;  // [head_dim] or null
+  float norm_eps = 1e-6f;
+  const float* rope_cos = nullptr;  // [num_tokens, rope_dim / 2]; null: no RoPE
+  const float* rope_sin = nullptr;  // [num_tokens, rope_dim / 2]
+  int rope_dim = 0;  // the first rope_dim values rotate, halves paired (i, i + dim/2)
+  int q_heads = 0;
+  KvLayerView kv;
+  BatchView batch;
+  int64_t* num_nonfinite = nullptr;  // counter, added to (atomically); never null
+};
+
+// The cache of some sequences → dense FP32, values as stored (K after RoPE), dequantised.
+struct FlattenKVParams {
+  float* k = nullptr;  // [num_seqs, kv_heads, max_len, head_dim]
+  float* v = nullptr;  // same; slots at or beyond context_len are not written
+  int max_len = 0;
+  KvLayerView kv;
+  BatchView batch;
+};
+
+// Attention of new tokens over the cache (their own K and V included, read back as stored).
+//
+// Defined arithmetic, the same for prefill and decode, so that logits do not depend on chunking,
+// batching, prefix hits or the number of threads: positions are cut into splits of kSplitTokens and
+// tiles of kTileTokens at absolute positions; FP32 online softmax over the tiles of a split, splits
+// merged in order of position.
+struct AttentionParams {
+  const float* q = nullptr;  // row i at q + i * q_stride: [q_heads, head_dim]
+  int64_t q_stride = 0;      // floats between tokens (q lies inside qkv)
+  float* out = nullptr;      // [num_tokens, q_heads, head_dim]
+  int q_heads = 0;
+  float softmax_scale = 1.f;
+  int window = 0;                // 0: full; else a query at p sees positions in (p - window, p]
+  const float* sinks = nullptr;  // [q_heads] learned sink logits or null
+  KvLayerView kv;
+  BatchView batch;
+};
+
+inline constexpr int kTileTokens = 64;
+inline constexpr int kSplitTokens = 256;
+
+// How a matrix is stored in a checkpoint. The rest of GGUF's types are expanded by the loader.
+enum class MatrixFormat : uint8_t { kF32, kBF16, kQ4_0, kQ4_1, kQ8_0 };
+
+// One matrix as it lies in the checkpoint: [rows, cols], rows are outputs.
+struct MatrixSource {
+  MatrixFormat format = MatrixFormat::kF32;
+  const void* data = nullptr;
+  int64_t rows = 0;
+  int64_t cols = 0;
+};
+
+// A matrix packed by a device for its kernels. Made by Device::PackMatrix.
+class PackedMatrix {
+ public:
+  virtual ~PackedMatrix() = default;
+  int64_t rows = 0;
+  int64_t cols = 0;
+  MatrixFormat format = MatrixFormat::kF32;
+  virtual int64_t num_bytes() const = 0;
+};
+
+// y = x · wᵀ + bias (+ y if accumulate). Each output is summed in one fixed order over cols,
+// whatever num_rows is.
+struct LinearParams {
+  const float* x = nullptr;  // [num_rows, cols], row stride x_stride floats
+  int64_t x_stride = 0;
+  const PackedMatrix* weight = nullptr;  // [out, cols]
+  const float* bias = nullptr;           // [out] or null
+  float* y = nullptr;                    // [num_rows, out], row stride y_stride floats
+  int64_t y_stride = 0;
+  int num_rows = 0;
+  bool accumulate = false;
+};
+
+struct EmbedParams {
+  const PackedMatrix* table = nullptr;  // [vocab, hidden]
+  const int32_t* ids = nullptr;         // [num_tokens], each in [0, vocab)
+  float* out = nullptr;                 // [num_tokens, hidden]
+  int num_tokens = 0;
+};
+
+// out = x / rms(x) * weight; out may be x.
+struct RmsNormParams {
+  const float* x = nullptr;       // [num_rows, dim]
+  const float* weight = nullptr;  // [dim]
+  float* out = nullptr;           // [num_rows, dim]
+  int num_rows = 0;
+  int dim = 0;
+  float eps = 1e-6f;
+};
+
+enum class Activation : uint8_t { kSilu, kGeluTanh };
+
+// out = act(gate) * up
+struct GatedActivationParams {
+  const float* gate_up = nullptr;  // [num_rows, 2 * dim]: gate, then up
+  float* out = nullptr;            // [num_rows, dim]
+  int num_rows = 0;
+  int dim = 0;
+  Activation activation = Activation::kSilu;
+};
+
+}  // namespace turbomind
