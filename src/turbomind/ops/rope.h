@@ -1,0 +1,37 @@
+#pragma once
+
+// ⑥ Rotary position embedding: the angles of each token of a step, for ProcessKVParams.
+
+#include <cstdint>
+#include <vector>
+
+#include "turbomind/model/model_config.h"
+
+namespace turbomind {
+
+// Cos and sin of every (position, frequency) as Hugging Face transformers computes them.
+//
+// Invariants:
+//  1. The values of a position depend on nothing but the config and the position, so that cached
+//     keys may be shared. For kDynamic this means: position p < original_max_position has the plain
+//     base, a later one the base of a sequence of p + 1 tokens.
+//  2. The attention factor (yarn) is part of cos and sin.
+// Immutable: any thread may use it.
+class RopeTable {
+ public:
+  // Throws InvalidArgument naming the field (dim odd or not positive, factor <= 0, ...).
+  explicit RopeTable(const RopeConfig& config);
+
+  // Fills cos and sin, each [num_tokens, dim / 2]. Nothing is written for kNone.
+  void Fill(const int32_t* positions, int num_tokens, float* cos, float* sin) const;
+
+  bool enabled() const { return config_.kind != RopeKind::kNone; }
+  int dim() const { return config_.dim; }
+
+ private:
+  RopeConfig config_;
+  std::vector<float> inv_freq_;  // [dim / 2]
+  float attention_factor_ = 1.f;
+};
+
+}  // namespace turbomind

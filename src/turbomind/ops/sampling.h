@@ -1,0 +1,63 @@
+#pragma once
+
+// ⑧ From one row of logits to one token. Host code; each row stands alone, so a token never
+// depends on the batch it was computed in.
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "turbomind/engine/request.h"
+
+namespace turbomind {
+
+// One sequence that needs its next token.
+struct SampleInput {
+  float* logits = nullptr;               // [vocab_size], overwritten
+  const Request* request = nullptr;      // sampling, bad and stop sequences, min_new_tokens
+  const int32_t* tokens = nullptr;       // [num_tokens] prompt, then generated
+  int64_t num_tokens = 0;                // prompt included
+  int64_t num_generated = 0;             // the last num_generated of tokens
+  const uint32_t* token_mask = nullptr;  // [ceil(vocab_size / 32)] allowed tokens, or null: all
+};
+
+// `error` is empty on success; else token is -1 and the request must end with kError.
+struct SampleResult {
+  int32_t token = -1;
+  TokenLogprobs logprobs;  // when num_logprobs >= 0
+  std::string error;
+};
+
+// Chooses tokens. Order: logit_bias; repetition penalty (prompt and generated, as transformers);
+// presence and frequency penalty (generated); bad sequences; EOS and stop sequences while
+// num_generated < min_new_tokens; token mask; then the highest logit (greedy, ties to the lowest
+// id), or temperature, top-k, top-p, min-p and a draw that depends on seed and num_generated alone.
+// Log-probabilities are of the row as it came from the model, before all of that.
+// Owns scratch: one thread at a time.
+class Sampler {
+ public:
+  explicit Sampler(int vocab_size);
+
+  SampleResult Sample(const SampleInput& input);
+
+ private:
+  struct Candidate {
+    int32_t id;
+    float weight;  // exp of the scaled logit, highest = 1
+  };
+
+  std::string ApplyPenalties(const SampleInput& input);
+  int32_t Draw(const float* logits, float max_logit, const SamplingParams& params, double uniform);
+  int32_t DrawFiltered(const float* logits, const SamplingParams& params, double uniform);
+
+  int vocab_size_;
+  std::vector<float> weights_;         // [vocab_size]
+  std::vector<int32_t> counts_;        // [vocab_size], all zero between calls
+  std::vector<Candidate> candidates_;  // of one draw
+};
+
+// Log-softmax of a row at `token`, and its `num_top` most likely tokens (ties to the lowest id).
+// A row with NaN gives NaN. REQUIRES: token in [0, vocab_size).
+TokenLogprobs ComputeLogprobs(const float* logits, int vocab_size, int32_t token, int num_top);
+
+}  // namespace turbomind
