@@ -48,9 +48,10 @@ class Sampler {
 
   std::string ApplyPenalties(const SampleInput& input);
   int32_t Draw(const float* logits, float max_logit, const SamplingParams& params, double uniform);
-  int32_t DrawFiltered(const float* logits, const SamplingParams& params, double uniform);
+  void SelectLargest(const SamplingParams& params);
 
   int vocab_size_;
+  std::vector<float> raw_;             // [vocab_size] before anything was changed
   std::vector<float> weights_;         // [vocab_size]
   std::vector<int32_t> counts_;        // [vocab_size], all zero between calls
   std::vector<Candidate> candidates_;  // of one draw

@@ -1,0 +1,28 @@
+#pragma once
+
+// The dense ops of the CPU device: they check shapes, cut the work into items of the thread pool
+// and call the kernels of one instruction set. How the work is cut never changes a bit of the
+// result.
+
+#include <cstdint>
+#include <vector>
+
+#include "turbomind/backend/cpu/dense_kernels.h"
+#include "turbomind/core/thread_pool.h"
+#include "turbomind/ops/params.h"
+
+namespace turbomind {
+
+// Packed activations of one call; grows to the largest call.
+struct CpuLinearScratch {
+  std::vector<uint8_t> panels;
+};
+
+void CpuLinear(const CpuDenseKernels& kernels, ThreadPool& pool, CpuLinearScratch& scratch,
+               const LinearParams& params);
+void CpuEmbed(ThreadPool& pool, const EmbedParams& params);
+void CpuRmsNorm(const CpuDenseKernels& kernels, ThreadPool& pool, const RmsNormParams& params);
+void CpuGatedActivation(const CpuDenseKernels& kernels, ThreadPool& pool,
+                        const GatedActivationParams& params);
+
+}  // namespace turbomind

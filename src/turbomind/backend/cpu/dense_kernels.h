@@ -1,0 +1,59 @@
+#pragma once
+
+// The dense kernels that are compiled once per instruction set (isa/), as function pointers.
+// Plain structs: files of different instruction sets share no inline code through this header.
+// Every kernel gives the same bits with every instruction set, tile shape and split of the work.
+
+#include <cstdint>
+
+#include "turbomind/ops/params.h"
+
+namespace turbomind {
+
+// Up to kPanelRows rows of activations → one panel (packed_layout.h). Rounds to int8 with an FP32
+// scale amax / 127 per block of 32, to BF16, or not at all; a block with NaN or an infinity gets
+// the scale NaN.
+struct PackPanelArgs {
+  MatrixFormat format = MatrixFormat::kF32;
+  const float* x = nullptr;  // [num_rows, cols]
+  int64_t x_stride = 0;
+  int num_rows = 0;  // at most kPanelRows
+  int64_t cols = 0;
+  uint8_t* panel = nullptr;
+};
+
+// A run of weight tiles times a run of panels.
+struct MultiplyArgs {
+  MatrixFormat format = MatrixFormat::kF32;
+  int64_t cols = 0;
+  const uint8_t* tiles = nullptr;  // [num_tiles, TileBytes], 64-byte aligned
+  int num_tiles = 0;
+  int64_t num_outputs = 0;          // of this run: at most 16 * num_tiles
+  const uint8_t* panels = nullptr;  // full panels, the last one with what remains of num_rows
+  int num_rows = 0;
+  const float* bias = nullptr;  // [num_outputs] or null
+  float* y = nullptr;           // [num_rows, num_outputs]
+  int64_t y_stride = 0;
+  bool accumulate = false;
+};
+
+struct CpuDenseKernels {
+  void (*pack_panel)(const PackPanelArgs&) = nullptr;
+  void (*multiply)(const MultiplyArgs&) = nullptr;
+  void (*rms_norm)(const float* x, const float* weight, float eps, int dim, float* out) = nullptr;
+  // out[i] = act(gate[i]) * up[i]
+  void (*gated_activation)(const float* gate, const float* up, Activation activation, int dim,
+                           float* out) = nullptr;
+};
+
+namespace scalar {
+void FillDenseKernels(CpuDenseKernels& kernels);
+}
+namespace avx2 {
+void FillDenseKernels(CpuDenseKernels& kernels);
+}
+namespace avx512 {
+void FillDenseKernels(CpuDenseKernels& kernels);
+}
+
+}  // namespace turbomind

@@ -1,0 +1,13 @@
+#pragma once
+
+// Row kernels of one instruction set; see dense_kernels.h for the arguments.
+
+#include "turbomind/backend/cpu/dense_kernels.h"
+
+namespace turbomind::TM_ISA {
+
+void RmsNormRow(const float* x, const float* weight, float eps, int dim, float* out);
+void GatedActivationRow(const float* gate, const float* up, Activation activation, int dim,
+                        float* out);
+
+}  // namespace turbomind::TM_ISA

@@ -1,0 +1,216 @@
+// ⑥⑦ Linear layers: the loop over tiles and panels, and the packing of activations. The arithmetic
+// of one tile is in linear_<instruction set>.h.
+
+#include "turbomind/backend/cpu/isa/linear.h"
+
+#include <cstdint>
+
+#include "turbomind/backend/cpu/packed_layout.h"
+
+#if defined(TM_ISA_avx512)
+#include "turbomind/backend/cpu/isa/linear_avx512.h"
+#elif defined(TM_ISA_avx2)
+#include "turbomind/backend/cpu/isa/linear_avx2.h"
+#else
+#include "turbomind/backend/cpu/isa/linear_scalar.h"
+#endif
+
+namespace turbomind::TM_ISA {
+namespace {
+
+constexpr uint32_t kInfinityBits = 0x7f800000u;
+constexpr float kMinAmax = 1e-36f;  // below, 127 / amax overflows: the block counts as zero
+
+TM_HD uint32_t Bits(float x) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &x, sizeof(bits));
+  return bits;
+}
+
+TM_HD float FromBits(uint32_t bits) {
+  float x;
+  __builtin_memcpy(&x, &bits, sizeof(x));
+  return x;
+}
+
+TM_HD void StoreFloat(float x, uint8_t* to) { __builtin_memcpy(to, &x, sizeof(x)); }
+
+// Round to nearest even; subnormals become zero, as vdpbf16ps treats them.
+TM_HD uint16_t ToBF16(float x) {
+  const uint32_t bits = Bits(x);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > kInfinityBits) {
+    return static_cast<uint16_t>((bits >> 16) | 0x40u);
+  }
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return (rounded & 0x7f80u) == 0 ? static_cast<uint16_t>(rounded & 0x8000u)
+                                  : static_cast<uint16_t>(rounded);
+}
+
+// One block of 32 → codes, its scale, and the sum of the codes.
+TM_HD float QuantizeBlock(const float* x, int8_t* codes, int32_t& sum) {
+  uint32_t amax_bits = 0;
+  for (int i = 0; i < kQuantBlock; ++i) {
+    const uint32_t magnitude = Bits(x[i]) & 0x7fffffffu;
+    amax_bits = magnitude > amax_bits ? magnitude : amax_bits;
+  }
+  const float amax = FromBits(amax_bits);
+  const bool finite = amax_bits < kInfinityBits;
+  sum = 0;
+  if (!finite || amax < kMinAmax) {
+    __builtin_memset(codes, 0, kQuantBlock);
+    return finite ? 0.f : __builtin_nanf("");
+  }
+  constexpr float kRound = 12582912.f;  // 1.5 · 2^23: adding it rounds to an integer, ties to even
+  const float inverse = 127.f / amax;
+  int32_t total = 0;
+  for (int i = 0; i < kQuantBlock; ++i) {
+    const int32_t code = static_cast<int32_t>(Bits(x[i] * inverse + kRound) - Bits(kRound));
+    codes[i] = static_cast<int8_t>(code);
+    total += code;
+  }
+  sum = total;
+  return amax / 127.f;
+}
+
+void PackQuantPanel(const PackPanelArgs& a) {
+  const int rows = a.num_rows;
+  const int64_t steps = NumSteps(a.format, a.cols);
+  const int32_t zero_point = ZeroPoint(a.format);
+  for (int r = 0; r < rows; ++r) {
+    const float* x = a.x + r * a.x_stride;
+    for (int64_t s = 0; s < steps; ++s) {
+      uint8_t* step = a.panel + s * PanelStepBytes(a.format, rows);
+      uint8_t* scales = step + rows * kQuantBlock;
+      uint8_t* offsets = scales + rows * 4;
+      int32_t sum;
+      const float scale = QuantizeBlock(x + s * kQuantBlock,
+                                        reinterpret_cast<int8_t*>(step + r * kQuantBlock), sum);
+      StoreFloat(scale, scales + 4 * r);
+      if (a.format == MatrixFormat::kQ4_1) {
+        StoreFloat(scale * static_cast<float>(sum), offsets + 4 * r);
+      } else {
+        const int32_t offset = -zero_point * sum;
+        __builtin_memcpy(offsets + 4 * r, &offset, sizeof(offset));
+      }
+    }
+  }
+}
+
+void PackBF16Panel(const PackPanelArgs& a) {
+  for (int r = 0; r < a.num_rows; ++r) {
+    const float* x = a.x + r * a.x_stride;
+    for (int64_t c = 0; c < a.cols; c += 2) {
+      const uint16_t pair[2] = {ToBF16(x[c]), c + 1 < a.cols ? ToBF16(x[c + 1]) : uint16_t{0}};
+      __builtin_memcpy(a.panel + (c / 2 * a.num_rows + r) * 4, pair, sizeof(pair));
+    }
+  }
+}
+
+void PackF32Panel(const PackPanelArgs& a) {
+  for (int r = 0; r < a.num_rows; ++r) {
+    const float* x = a.x + r * a.x_stride;
+    for (int64_t c = 0; c < a.cols; ++c) {
+      StoreFloat(x[c], a.panel + (c * a.num_rows + r) * 4);
+    }
+  }
+}
+
+template <MatrixFormat F>
+TileRun RunAt(const MultiplyArgs& a, int tile, int row) {
+  TileRun run;
+  run.tile_bytes = TileBytes(F, a.cols);
+  run.tile = a.tiles + tile * run.tile_bytes;
+  run.meta_offset = TileMetaOffset(F, a.cols);
+  run.steps = NumSteps(F, a.cols);
+  run.panel = a.panels + row / kPanelRows * PanelBytes(F, a.cols, kPanelRows);
+  run.bias = a.bias == nullptr ? nullptr : a.bias + tile * kTileRows;
+  run.y = a.y + row * a.y_stride + tile * kTileRows;
+  run.y_stride = a.y_stride;
+  run.num_outputs = a.num_outputs - tile * kTileRows;
+  run.accumulate = a.accumulate;
+  return run;
+}
+
+// All tiles times the last panel, which has R rows.
+template <MatrixFormat F, int R>
+void MultiplyPanel(const MultiplyArgs& a, int row) {
+  constexpr int kTiles = kTilesAtOnce<R>;
+  int tile = 0;
+  for (; tile + kTiles <= a.num_tiles; tile += kTiles) {
+    MultiplyTiles<F, R, kTiles>(RunAt<F>(a, tile, row));
+  }
+  if constexpr (kTiles > 1) {
+    for (; tile < a.num_tiles; ++tile) {
+      MultiplyTiles<F, R, 1>(RunAt<F>(a, tile, row));
+    }
+  }
+}
+
+template <MatrixFormat F>
+void MultiplyFormat(const MultiplyArgs& a) {
+  const int full_rows = a.num_rows / kPanelRows * kPanelRows;
+  for (int tile = 0; full_rows > 0 && tile < a.num_tiles; ++tile) {
+    for (int row = 0; row < full_rows; row += kPanelRows) {
+      MultiplyTiles<F, kPanelRows, 1>(RunAt<F>(a, tile, row));
+    }
+  }
+  switch (a.num_rows - full_rows) {
+    case 1:
+      return MultiplyPanel<F, 1>(a, full_rows);
+    case 2:
+      return MultiplyPanel<F, 2>(a, full_rows);
+    case 3:
+      return MultiplyPanel<F, 3>(a, full_rows);
+    case 4:
+      return MultiplyPanel<F, 4>(a, full_rows);
+    case 5:
+      return MultiplyPanel<F, 5>(a, full_rows);
+    case 6:
+      return MultiplyPanel<F, 6>(a, full_rows);
+    case 7:
+      return MultiplyPanel<F, 7>(a, full_rows);
+    case 8:
+      return MultiplyPanel<F, 8>(a, full_rows);
+    case 9:
+      return MultiplyPanel<F, 9>(a, full_rows);
+    case 10:
+      return MultiplyPanel<F, 10>(a, full_rows);
+    case 11:
+      return MultiplyPanel<F, 11>(a, full_rows);
+    default:
+      return;
+  }
+}
+
+}  // namespace
+
+void PackPanel(const PackPanelArgs& args) {
+  switch (args.format) {
+    case MatrixFormat::kF32:
+      return PackF32Panel(args);
+    case MatrixFormat::kBF16:
+      return PackBF16Panel(args);
+    case MatrixFormat::kQ4_0:
+    case MatrixFormat::kQ4_1:
+    case MatrixFormat::kQ8_0:
+      return PackQuantPanel(args);
+  }
+}
+
+void Multiply(const MultiplyArgs& args) {
+  switch (args.format) {
+    case MatrixFormat::kF32:
+      return MultiplyFormat<MatrixFormat::kF32>(args);
+    case MatrixFormat::kBF16:
+      return MultiplyFormat<MatrixFormat::kBF16>(args);
+    case MatrixFormat::kQ4_0:
+      return MultiplyFormat<MatrixFormat::kQ4_0>(args);
+    case MatrixFormat::kQ4_1:
+      return MultiplyFormat<MatrixFormat::kQ4_1>(args);
+    case MatrixFormat::kQ8_0:
+      return MultiplyFormat<MatrixFormat::kQ8_0>(args);
+  }
+}
+
+}  // namespace turbomind::TM_ISA

@@ -1,0 +1,26 @@
+#pragma once
+
+// Linear layers of one instruction set; see dense_kernels.h for the arguments.
+
+#include "turbomind/backend/cpu/dense_kernels.h"
+
+namespace turbomind::TM_ISA {
+
+// One call: T neighbouring tiles, R rows.
+struct TileRun {
+  const uint8_t* tile = nullptr;
+  int64_t tile_bytes = 0;
+  int64_t meta_offset = 0;
+  int64_t steps = 0;
+  const uint8_t* panel = nullptr;  // packed for R rows
+  const float* bias = nullptr;     // [num_outputs] or null
+  float* y = nullptr;              // [R, num_outputs]
+  int64_t y_stride = 0;
+  int64_t num_outputs = 0;  // may be less than 16 T
+  bool accumulate = false;
+};
+
+void PackPanel(const PackPanelArgs& args);
+void Multiply(const MultiplyArgs& args);
+
+}  // namespace turbomind::TM_ISA

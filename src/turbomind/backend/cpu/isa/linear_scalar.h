@@ -1,0 +1,81 @@
+#pragma once
+
+// y tile = tile · panelᵀ in portable code: slow, and the plainest statement of the arithmetic. The
+// same sums in the same order as linear_avx512.h, so the same bits.
+
+#include <cstdint>
+
+#include "turbomind/backend/cpu/isa/linear.h"
+#include "turbomind/backend/cpu/packed_layout.h"
+
+namespace turbomind::TM_ISA {
+
+template <int R>
+inline constexpr int kTilesAtOnce = 1;
+
+template <class V>
+TM_HD V LoadAs(const uint8_t* p) {
+  V value;
+  __builtin_memcpy(&value, p, sizeof(value));
+  return value;
+}
+
+// Σ code * activation of one block, one output, one row; the zero point taken off.
+template <MatrixFormat F>
+TM_HD int32_t DotBlock(const uint8_t* w, const uint8_t* a) {
+  int32_t sum = 0;
+  for (int c = 0; c < kQuantBlock; ++c) {
+    const int group = c / 4;
+    int32_t code;
+    if constexpr (F == MatrixFormat::kQ8_0) {
+      code = w[64 * group + c % 4];
+    } else {
+      const uint8_t pair = w[64 * (group % 4) + c % 4];
+      code = group < 4 ? pair & 0x0f : pair >> 4;
+    }
+    sum += (code - ZeroPoint(F)) * static_cast<int8_t>(a[c]);
+  }
+  return sum;
+}
+
+// One step of one output (`w` and `meta` point at it) and row r of a panel of R rows.
+template <MatrixFormat F, int R>
+TM_HD float AddStep(const uint8_t* w, const uint8_t* meta, const uint8_t* a, int r, float acc) {
+  if constexpr (F == MatrixFormat::kF32) {
+    return __builtin_fmaf(LoadAs<float>(w), LoadAs<float>(a + 4 * r), acc);
+  } else if constexpr (F == MatrixFormat::kBF16) {
+    const uint8_t* x = a + 4 * r;  // the odd element first: the order of vdpbf16ps
+    acc = __builtin_fmaf(ReadBF16(w + 2), ReadBF16(x + 2), acc);
+    return __builtin_fmaf(ReadBF16(w), ReadBF16(x), acc);
+  } else {
+    const uint8_t* scales = a + R * kQuantBlock;
+    const float scale = ReadHalf(meta) * LoadAs<float>(scales + 4 * r);
+    acc = __builtin_fmaf(static_cast<float>(DotBlock<F>(w, a + r * kQuantBlock)), scale, acc);
+    if constexpr (F == MatrixFormat::kQ4_1) {
+      acc = __builtin_fmaf(ReadHalf(meta + 32), LoadAs<float>(scales + R * 4 + 4 * r), acc);
+    }
+    return acc;
+  }
+}
+
+template <MatrixFormat F, int R, int T>
+void MultiplyTiles(const TileRun& run) {
+  static_assert(T == 1);
+  const int64_t outputs = run.num_outputs < kTileRows ? run.num_outputs : kTileRows;
+  for (int64_t output = 0; output < outputs; ++output) {
+    const uint8_t* tile = run.tile + output * 4;
+    const uint8_t* meta = run.tile + run.meta_offset + output * 2;
+    for (int r = 0; r < R; ++r) {
+      float acc = 0.f;
+      for (int64_t s = 0; s < run.steps; ++s) {
+        acc = AddStep<F, R>(tile + s * TileStepBytes(F), meta + s * TileMetaBytes(F),
+                            run.panel + s * PanelStepBytes(F, R), r, acc);
+      }
+      float* y = run.y + r * run.y_stride + output;
+      const float out = run.bias != nullptr ? acc + run.bias[output] : acc;
+      *y = run.accumulate ? out + *y : out;
+    }
+  }
+}
+
+}  // namespace turbomind::TM_ISA

@@ -1,0 +1,117 @@
+#pragma once
+
+// Where each byte of a packed weight matrix and of packed activations lies. Arithmetic only: shared
+// by the packer and by the kernels of every instruction set.
+//
+// Weights are cut into tiles of 16 outputs. A tile is a run of steps, each a multiple of 64 bytes
+// so that one 512-bit lane group holds the same columns of all 16 outputs:
+//   kF32   one column:  float[16]
+//   kBF16  2 columns:   bf16[16][2]
+//   kQ8_0  32 columns:  8 groups of uint8[16][4] (value + 128)
+//   kQ4_x  32 columns:  4 groups of uint8[16][4], low nibbles columns 4g.., high 16 + 4g..
+// Quantised tiles are followed by the blocks' metadata: fp16 d[16] per step, for kQ4_1 also m[16].
+// Outputs and columns beyond the matrix are zero.
+//
+// Activations are cut into panels of kPanelRows rows; the last panel is packed for the R rows that
+// it has. A step of a panel:
+//   kF32   float[R]
+//   kBF16  bf16[R][2]
+//   quantised  int8[R][32], float d[R], then int32 -zero_point * sum[R] or, kQ4_1, float d*sum[R]
+
+#include <cstdint>
+
+#include "turbomind/core/host_device.h"
+#include "turbomind/ops/params.h"
+
+namespace turbomind {
+
+inline constexpr int kTileRows = 16;
+inline constexpr int kQuantBlock = 32;  // columns that share one scale, weights and activations
+inline constexpr int kPanelRows = 12;   // 12 sums and 12 accumulators fit in 32 registers
+
+TM_HD constexpr bool IsQuantized(MatrixFormat format) {
+  return format == MatrixFormat::kQ4_0 || format == MatrixFormat::kQ4_1 ||
+         format == MatrixFormat::kQ8_0;
+}
+
+// What unsigned weight codes subtract to become signed. kQ4_1 has a minimum instead.
+TM_HD constexpr int ZeroPoint(MatrixFormat format) {
+  return format == MatrixFormat::kQ4_0 ? 8 : format == MatrixFormat::kQ8_0 ? 128 : 0;
+}
+
+TM_HD constexpr int StepCols(MatrixFormat format) {
+  return IsQuantized(format) ? kQuantBlock : format == MatrixFormat::kBF16 ? 2 : 1;
+}
+
+TM_HD constexpr int64_t NumSteps(MatrixFormat format, int64_t cols) {
+  return (cols + StepCols(format) - 1) / StepCols(format);
+}
+
+TM_HD constexpr int TileStepBytes(MatrixFormat format) {
+  switch (format) {
+    case MatrixFormat::kF32:
+    case MatrixFormat::kBF16:
+      return 64;
+    case MatrixFormat::kQ4_0:
+    case MatrixFormat::kQ4_1:
+      return 256;
+    case MatrixFormat::kQ8_0:
+      return 512;
+  }
+  return 0;
+}
+
+TM_HD constexpr int TileMetaBytes(MatrixFormat format) {
+  return format == MatrixFormat::kQ4_1 ? 64 : IsQuantized(format) ? 32 : 0;
+}
+
+TM_HD constexpr int64_t TileMetaOffset(MatrixFormat format, int64_t cols) {
+  return NumSteps(format, cols) * TileStepBytes(format);
+}
+
+TM_HD constexpr int64_t TileBytes(MatrixFormat format, int64_t cols) {
+  const int64_t bytes =
+      TileMetaOffset(format, cols) + NumSteps(format, cols) * TileMetaBytes(format);
+  return (bytes + 63) / 64 * 64;
+}
+
+TM_HD constexpr int PanelStepBytes(MatrixFormat format, int rows) {
+  return rows * (IsQuantized(format) ? kQuantBlock + 8 : 4);
+}
+
+TM_HD constexpr int64_t PanelBytes(MatrixFormat format, int64_t cols, int rows) {
+  return NumSteps(format, cols) * PanelStepBytes(format, rows);
+}
+
+// FP16 and BF16 metadata and weights as they lie in memory.
+TM_HD float ReadBF16(const uint8_t* p) {
+  uint16_t bits;
+  __builtin_memcpy(&bits, p, sizeof(bits));
+  const uint32_t wide = uint32_t{bits} << 16;
+  float value;
+  __builtin_memcpy(&value, &wide, sizeof(value));
+  return value;
+}
+
+TM_HD float ReadHalf(const uint8_t* p) {
+  uint16_t bits;
+  __builtin_memcpy(&bits, p, sizeof(bits));
+  const uint32_t sign = static_cast<uint32_t>(bits & 0x8000u) << 16;
+  const uint32_t exponent = (bits >> 10) & 0x1fu;
+  const uint32_t mantissa = bits & 0x3ffu;
+  if (exponent == 0) {
+    const float magnitude = static_cast<float>(mantissa) * 0x1p-24f;
+    return sign != 0 ? -magnitude : magnitude;
+  }
+  const uint32_t wide = sign | ((exponent == 31 ? 255u : exponent + 112u) << 23) | (mantissa << 13);
+  float value;
+  __builtin_memcpy(&value, &wide, sizeof(value));
+  return value;
+}
+
+static_assert(TileBytes(MatrixFormat::kQ4_0, 576) == 18 * (256 + 32));
+static_assert(TileBytes(MatrixFormat::kQ4_1, 576) == 18 * (256 + 64));
+static_assert(TileBytes(MatrixFormat::kQ8_0, 32) == 512 + 64);
+static_assert(TileBytes(MatrixFormat::kBF16, 5) == 3 * 64);
+
+}  // namespace turbomind

@@ -1,0 +1,219 @@
+#include "turbomind/backend/cpu/packed_matrix.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "turbomind/backend/cpu/packed_layout.h"
+#include "turbomind/core/check.h"
+
+namespace turbomind {
+namespace {
+
+// GGUF blocks of 32 values: fp16 d, for Q4_1 fp16 m, then the codes.
+int64_t SourceBlockBytes(MatrixFormat format) {
+  switch (format) {
+    case MatrixFormat::kF32:
+      return 4 * kQuantBlock;
+    case MatrixFormat::kBF16:
+      return 2 * kQuantBlock;
+    case MatrixFormat::kQ4_0:
+      return 2 + 16;
+    case MatrixFormat::kQ4_1:
+      return 4 + 16;
+    case MatrixFormat::kQ8_0:
+      return 2 + 32;
+  }
+  return 0;
+}
+
+const uint8_t* SourceRow(const MatrixSource& source, int64_t row) {
+  const auto* data = static_cast<const uint8_t*>(source.data);
+  if (!IsQuantized(source.format)) {
+    return data + row * source.cols * (source.format == MatrixFormat::kF32 ? 4 : 2);
+  }
+  return data + row * (source.cols / kQuantBlock) * SourceBlockBytes(source.format);
+}
+
+template <class V>
+V LoadAs(const uint8_t* p) {
+  V value;
+  std::memcpy(&value, p, sizeof(value));
+  return value;
+}
+
+uint16_t FlushSubnormal(uint16_t bf16) {
+  return (bf16 & 0x7f80) == 0 ? static_cast<uint16_t>(bf16 & 0x8000) : bf16;
+}
+
+void DequantizeBlock(MatrixFormat format, const uint8_t* block, float* out) {
+  const float d = ReadHalf(block);
+  if (format == MatrixFormat::kQ8_0) {
+    for (int c = 0; c < kQuantBlock; ++c) {
+      out[c] = d * static_cast<float>(static_cast<int8_t>(block[2 + c]));
+    }
+    return;
+  }
+  const bool has_min = format == MatrixFormat::kQ4_1;
+  const float m = has_min ? ReadHalf(block + 2) : 0.f;
+  const uint8_t* codes = block + (has_min ? 4 : 2);
+  const int zero_point = ZeroPoint(format);
+  for (int c = 0; c < kQuantBlock; ++c) {
+    const int code = c < 16 ? codes[c] & 0x0f : codes[c - 16] >> 4;
+    out[c] = d * static_cast<float>(code - zero_point) + m;
+  }
+}
+
+// One row of the source as FP32.
+void DequantizeRow(const MatrixSource& source, int64_t row, float* out) {
+  const uint8_t* data = SourceRow(source, row);
+  if (source.format == MatrixFormat::kF32) {
+    std::memcpy(out, data, static_cast<size_t>(source.cols) * sizeof(float));
+  } else if (source.format == MatrixFormat::kBF16) {
+    for (int64_t c = 0; c < source.cols; ++c) {
+      out[c] = ReadBF16(data + 2 * c);
+    }
+  } else {
+    for (int64_t c = 0; c < source.cols; c += kQuantBlock) {
+      DequantizeBlock(source.format, data + c / kQuantBlock * SourceBlockBytes(source.format),
+                      out + c);
+    }
+  }
+}
+
+// Lane `lane` of a tile from one quantised row of the source.
+void PackQuantRow(const MatrixSource& source, int64_t row, int lane, uint8_t* tile) {
+  const MatrixFormat format = source.format;
+  const uint8_t* block = SourceRow(source, row);
+  uint8_t* meta = tile + TileMetaOffset(format, source.cols) + 2 * lane;
+  const int meta_bytes = format == MatrixFormat::kQ4_1 ? 4 : 2;
+  const int groups = format == MatrixFormat::kQ8_0 ? 8 : 4;
+  const uint8_t flip = format == MatrixFormat::kQ8_0 ? 0x80 : 0;
+  for (int64_t s = 0; s < NumSteps(format, source.cols); ++s) {
+    std::memcpy(meta, block, 2);
+    if (meta_bytes == 4) {
+      std::memcpy(meta + 32, block + 2, 2);
+    }
+    for (int g = 0; g < groups; ++g) {
+      for (int i = 0; i < 4; ++i) {
+        tile[64 * g + 4 * lane + i] = block[meta_bytes + 4 * g + i] ^ flip;
+      }
+    }
+    block += SourceBlockBytes(format);
+    tile += TileStepBytes(format);
+    meta += TileMetaBytes(format);
+  }
+}
+
+void PackBF16Row(const MatrixSource& source, int64_t row, int lane, uint8_t* tile) {
+  const uint8_t* data = SourceRow(source, row);
+  for (int64_t c = 0; c < source.cols; ++c) {
+    const uint16_t value = FlushSubnormal(LoadAs<uint16_t>(data + 2 * c));
+    std::memcpy(tile + c / 2 * 64 + 4 * lane + 2 * (c % 2), &value, sizeof(value));
+  }
+}
+
+void PackTile(const MatrixSource& source, MatrixFormat format, int64_t index, uint8_t* tile) {
+  std::vector<float> values(format == MatrixFormat::kF32 ? static_cast<size_t>(source.cols) : 0);
+  const int64_t first = index * kTileRows;
+  const int lanes = static_cast<int>(std::min<int64_t>(kTileRows, source.rows - first));
+  for (int lane = 0; lane < lanes; ++lane) {
+    if (IsQuantized(format)) {
+      PackQuantRow(source, first + lane, lane, tile);
+    } else if (format == MatrixFormat::kBF16) {
+      PackBF16Row(source, first + lane, lane, tile);
+    } else {
+      DequantizeRow(source, first + lane, values.data());
+      for (int64_t c = 0; c < source.cols; ++c) {
+        std::memcpy(tile + 64 * c + 4 * lane, &values[static_cast<size_t>(c)], sizeof(float));
+      }
+    }
+  }
+}
+
+void CheckSource(const MatrixSource& source) {
+  const std::string shape = std::to_string(source.rows) + " x " + std::to_string(source.cols);
+  if (source.data == nullptr || source.rows <= 0 || source.cols <= 0) {
+    throw InvalidArgument("matrix: got " + shape + ", want at least one row and one column");
+  }
+  if (IsQuantized(source.format) && source.cols % kQuantBlock != 0) {
+    throw InvalidArgument("quantised matrix: got " + shape +
+                          ", want columns in blocks of 32; expand it to BF16");
+  }
+}
+
+}  // namespace
+
+void* ReservePages(size_t num_bytes) {
+  if (num_bytes == 0) {
+    return nullptr;
+  }
+  void* memory = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) {
+    throw std::bad_alloc();
+  }
+  return memory;
+}
+
+void ReleasePages(void* memory, size_t num_bytes) {
+  if (memory != nullptr) {
+    munmap(memory, num_bytes);
+  }
+}
+
+CpuPackedMatrix::CpuPackedMatrix(const MatrixSource& source, bool exact, ThreadPool& pool) {
+  CheckSource(source);
+  rows = source.rows;
+  cols = source.cols;
+  format = exact ? MatrixFormat::kF32 : source.format;
+  tile_bytes_ = TileBytes(format, cols);
+  const auto size = static_cast<size_t>(num_bytes());
+  data_ = static_cast<uint8_t*>(ReservePages(size));
+  madvise(data_, size, MADV_HUGEPAGE);  // streamed on every step: fewer TLB misses; a hint only
+  pool.ParallelFor(num_tiles(), [&](int64_t index, int) {
+    PackTile(source, format, index, data_ + index * tile_bytes_);
+  });
+}
+
+CpuPackedMatrix::~CpuPackedMatrix() { ReleasePages(data_, static_cast<size_t>(num_bytes())); }
+
+int64_t CpuPackedMatrix::num_tiles() const { return (rows + kTileRows - 1) / kTileRows; }
+
+void CpuPackedMatrix::ReadRow(int64_t row, float* out) const {
+  const int lane = static_cast<int>(row % kTileRows);
+  const uint8_t* codes = tile(row / kTileRows) + 4 * lane;
+  if (format == MatrixFormat::kF32) {
+    for (int64_t c = 0; c < cols; ++c) {
+      out[c] = LoadAs<float>(codes + 64 * c);
+    }
+    return;
+  }
+  if (format == MatrixFormat::kBF16) {
+    for (int64_t c = 0; c < cols; ++c) {
+      out[c] = ReadBF16(codes + c / 2 * 64 + 2 * (c % 2));
+    }
+    return;
+  }
+  const int meta_bytes = format == MatrixFormat::kQ4_1 ? 4 : 2;
+  const uint8_t* meta = tile(row / kTileRows) + TileMetaOffset(format, cols) + 2 * lane;
+  for (int64_t s = 0; s < NumSteps(format, cols); ++s) {
+    uint8_t block[2 + kQuantBlock];  // back in the source's form
+    std::memcpy(block, meta + s * TileMetaBytes(format), 2);
+    if (meta_bytes == 4) {
+      std::memcpy(block + 2, meta + s * TileMetaBytes(format) + 32, 2);
+    }
+    const bool wide = format == MatrixFormat::kQ8_0;
+    for (int i = 0; i < (wide ? 32 : 16); ++i) {
+      const uint8_t code = codes[s * TileStepBytes(format) + i / 4 * 64 + i % 4];
+      block[meta_bytes + i] = wide ? code ^ 0x80 : code;
+    }
+    DequantizeBlock(format, block, out + s * kQuantBlock);
+  }
+}
+
+}  // namespace turbomind

@@ -1,0 +1,161 @@
+#include "turbomind/ops/rope.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numbers>
+#include <string>
+
+#include "turbomind/core/check.h"
+
+namespace turbomind {
+namespace {
+
+// 1 / theta^(2i / dim), rounded to FP32 where transformers rounds.
+float InvFreq(double theta, int i, int dim) {
+  const float exponent = static_cast<float>(2 * i) / static_cast<float>(dim);
+  const double base = static_cast<float>(theta);
+  return 1.f / static_cast<float>(std::pow(base, static_cast<double>(exponent)));
+}
+
+void Llama3(const RopeConfig& config, std::vector<float>& inv_freq) {
+  const float context = static_cast<float>(config.original_max_position);
+  const float low = context / config.low_freq_factor;
+  const float high = context / config.high_freq_factor;
+  for (float& f : inv_freq) {
+    const float wavelength = 2.f * std::numbers::pi_v<float> / f;
+    if (wavelength > low) {
+      f /= config.factor;
+    } else if (wavelength >= high) {
+      const float smooth = (context / wavelength - config.low_freq_factor) /
+                           (config.high_freq_factor - config.low_freq_factor);
+      f = (1.f - smooth) * f / config.factor + smooth * f;
+    }
+  }
+}
+
+// The dimension that turns `rotations` times over the original context.
+double CorrectionDim(const RopeConfig& config, double rotations) {
+  return config.dim * std::log(config.original_max_position / (rotations * 2 * std::numbers::pi)) /
+         (2 * std::log(static_cast<double>(config.theta)));
+}
+
+void Yarn(const RopeConfig& config, std::vector<float>& inv_freq) {
+  double low = CorrectionDim(config, config.beta_fast);
+  double high = CorrectionDim(config, config.beta_slow);
+  if (config.truncate) {
+    low = std::floor(low);
+    high = std::ceil(high);
+  }
+  low = std::max(low, 0.0);
+  high = std::min(high, config.dim - 1.0);
+  if (low == high) {
+    high += 0.001;  // as transformers: no division by zero
+  }
+  for (int i = 0; i < config.dim / 2; ++i) {
+    const float ramp =
+        (static_cast<float>(i) - static_cast<float>(low)) / static_cast<float>(high - low);
+    const float extrapolation = 1.f - std::clamp(ramp, 0.f, 1.f);
+    float& f = inv_freq[static_cast<size_t>(i)];
+    const float interpolated = 1.f / (config.factor * (1.f / f));
+    f = interpolated * (1.f - extrapolation) + f * extrapolation;
+  }
+}
+
+void Require(bool ok, const char* field, double got, const char* want) {
+  if (!ok) {
+    throw InvalidArgument("rope." + std::string(field) + ": got " + std::to_string(got) +
+                          ", want " + want);
+  }
+}
+
+void Validate(const RopeConfig& c) {
+  if (c.kind == RopeKind::kNone) {
+    return;
+  }
+  const bool dynamic = c.kind == RopeKind::kDynamic;
+  Require(c.dim > 0 && c.dim % 2 == 0, "dim", c.dim, "a positive even number");
+  Require(std::isfinite(c.theta) && c.theta > 1.f, "theta", c.theta, "a finite value above 1");
+  if (c.kind == RopeKind::kDefault) {
+    return;
+  }
+  Require(std::isfinite(c.factor) && c.factor > 0.f, "factor", c.factor, "a positive value");
+  if (c.kind == RopeKind::kLinear) {
+    return;
+  }
+  Require(c.original_max_position > 0, "original_max_position", c.original_max_position,
+          "a positive number of tokens");
+  Require(!dynamic || c.dim > 2, "dim", c.dim, "at least 4 for dynamic scaling");
+  Require(!dynamic || c.factor >= 1.f, "factor", c.factor, "at least 1 for dynamic scaling");
+  if (c.kind == RopeKind::kLlama3) {
+    Require(c.low_freq_factor > 0.f, "low_freq_factor", c.low_freq_factor, "a positive value");
+    Require(c.high_freq_factor > c.low_freq_factor, "high_freq_factor", c.high_freq_factor,
+            "a value above low_freq_factor");
+  }
+  if (c.kind == RopeKind::kYarn) {
+    Require(c.beta_fast > 0.f, "beta_fast", c.beta_fast, "a positive value");
+    Require(c.beta_slow > 0.f, "beta_slow", c.beta_slow, "a positive value");
+    Require(std::isfinite(c.attention_factor) && c.attention_factor >= 0.f, "attention_factor",
+            c.attention_factor, "a positive value, or 0 to derive it from factor");
+  }
+}
+
+}  // namespace
+
+RopeTable::RopeTable(const RopeConfig& config) : config_(config) {
+  Validate(config);
+  if (!enabled()) {
+    return;
+  }
+  for (int i = 0; i < config.dim / 2; ++i) {
+    inv_freq_.push_back(InvFreq(config.theta, i, config.dim));
+  }
+  switch (config.kind) {
+    case RopeKind::kLinear:
+      for (float& f : inv_freq_) {
+        f /= config.factor;
+      }
+      break;
+    case RopeKind::kLlama3:
+      Llama3(config, inv_freq_);
+      break;
+    case RopeKind::kYarn:
+      Yarn(config, inv_freq_);
+      attention_factor_ =
+          config.attention_factor > 0.f
+              ? config.attention_factor
+              : static_cast<float>(0.1 * std::log(std::max(1.0, double{config.factor})) + 1.0);
+      break;
+    case RopeKind::kNone:
+    case RopeKind::kDefault:
+    case RopeKind::kDynamic:
+      break;
+  }
+}
+
+void RopeTable::Fill(const int32_t* positions, int num_tokens, float* cos, float* sin) const {
+  const int half = static_cast<int>(inv_freq_.size());
+  std::vector<float> stretched;
+  for (int t = 0; t < num_tokens; ++t) {
+    const float* inv_freq = inv_freq_.data();
+    if (config_.kind == RopeKind::kDynamic && positions[t] >= config_.original_max_position) {
+      const double length = positions[t] + 1.0;
+      const double scale =
+          config_.factor * length / config_.original_max_position - (config_.factor - 1.0);
+      const double theta =
+          config_.theta * std::pow(scale, config_.dim / static_cast<double>(config_.dim - 2));
+      stretched.resize(inv_freq_.size());
+      for (int i = 0; i < half; ++i) {
+        stretched[static_cast<size_t>(i)] = InvFreq(theta, i, config_.dim);
+      }
+      inv_freq = stretched.data();
+    }
+    const float position = static_cast<float>(positions[t]);
+    for (int i = 0; i < half; ++i) {
+      const float angle = inv_freq[i] * position;
+      *cos++ = std::cos(angle) * attention_factor_;
+      *sin++ = std::sin(angle) * attention_factor_;
+    }
+  }
+}
+
+}  // namespace turbomind

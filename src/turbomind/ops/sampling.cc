@@ -1,0 +1,287 @@
+#include "turbomind/ops/sampling.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+
+#include "turbomind/core/check.h"
+#include "turbomind/ops/row_math.h"
+
+namespace turbomind {
+namespace {
+
+constexpr float kGreedyTemperature = 1e-6f;  // from here down the limit, greedy, is meant
+
+int32_t FirstOf(const float* logits, float value) {
+  int32_t i = 0;
+  while (logits[i] != value) {
+    ++i;
+  }
+  return i;
+}
+
+// A counter-based generator: SplitMix64's finaliser over (seed, step), twice. In [0, 1).
+double Uniform(uint64_t seed, uint64_t step) {
+  const auto mix = [](uint64_t x) {
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+    return x ^ (x >> 31);
+  };
+  constexpr uint64_t kGolden = 0x9e3779b97f4a7c15ull;
+  const uint64_t bits = mix(mix(seed + kGolden) + (step + 1) * kGolden);
+  return static_cast<double>(bits >> 11) * 0x1p-53;
+}
+
+// Masks the last token of each sequence whose other tokens end `tokens`.
+void MaskCompletions(const std::vector<std::vector<int32_t>>& sequences, const int32_t* tokens,
+                     int64_t num_tokens, int vocab_size, float* logits) {
+  for (const std::vector<int32_t>& sequence : sequences) {
+    if (sequence.empty() || sequence.back() < 0 || sequence.back() >= vocab_size) {
+      continue;  // can never be chosen
+    }
+    const auto prefix = static_cast<int64_t>(sequence.size()) - 1;
+    if (prefix <= num_tokens &&
+        std::equal(sequence.begin(), sequence.end() - 1, tokens + num_tokens - prefix)) {
+      logits[sequence.back()] = kMasked;
+    }
+  }
+}
+
+void MaskEarlyStop(const SampleInput& input, int vocab_size) {
+  const Request& request = *input.request;
+  if (input.num_generated >= request.min_new_tokens) {
+    return;
+  }
+  for (int32_t id : request.eos_ids) {
+    if (id >= 0 && id < vocab_size) {
+      input.logits[id] = kMasked;
+    }
+  }
+  MaskCompletions(request.stop_sequences, input.tokens + input.num_tokens - input.num_generated,
+                  input.num_generated, vocab_size, input.logits);
+}
+
+void ApplyTokenMask(const uint32_t* mask, int vocab_size, float* logits) {
+  for (int i = 0; i < vocab_size; ++i) {
+    logits[i] = (mask[i / 32] >> (i % 32) & 1u) != 0 ? logits[i] : kMasked;
+  }
+}
+
+// Names the first parameter out of range, or nothing.
+std::string CheckParams(const SamplingParams& p) {
+  const auto wrong = [](const char* name, float got, const char* want) {
+    return std::string(name) + ": got " + std::to_string(got) + ", want " + want;
+  };
+  if (!(p.temperature >= 0.f) || std::isinf(p.temperature)) {
+    return wrong("temperature", p.temperature, "a finite value of at least 0");
+  }
+  if (!(p.top_p >= 0.f && p.top_p <= 1.f)) {
+    return wrong("top_p", p.top_p, "0 to 1");
+  }
+  if (!(p.min_p >= 0.f && p.min_p <= 1.f)) {
+    return wrong("min_p", p.min_p, "0 to 1");
+  }
+  if (!(p.repetition_penalty > 0.f) || std::isinf(p.repetition_penalty)) {
+    return wrong("repetition_penalty", p.repetition_penalty, "a finite value above 0");
+  }
+  if (!std::isfinite(p.presence_penalty) || !std::isfinite(p.frequency_penalty)) {
+    return "presence_penalty, frequency_penalty: want finite values";
+  }
+  return {};
+}
+
+}  // namespace
+
+Sampler::Sampler(int vocab_size) : vocab_size_(vocab_size) {
+  Check(vocab_size > 0, "the vocabulary has tokens");
+  weights_.resize(static_cast<size_t>(vocab_size));
+  counts_.resize(static_cast<size_t>(vocab_size));
+}
+
+// Logit bias and penalties. Returns an error or an empty string.
+std::string Sampler::ApplyPenalties(const SampleInput& input) {
+  const SamplingParams& params = input.request->sampling;
+  for (const auto& [id, bias] : params.logit_bias) {
+    if (id < 0 || id >= vocab_size_) {
+      return "logit_bias: got token id " + std::to_string(id) + ", want 0 to " +
+             std::to_string(vocab_size_ - 1);
+    }
+    input.logits[id] += bias;
+  }
+  const bool repetition = params.repetition_penalty != 1.f;
+  const bool additive = params.presence_penalty != 0.f || params.frequency_penalty != 0.f;
+  if (!repetition && !additive) {
+    return {};
+  }
+  // counts_[id]: 1 + times generated, 0 for a token never seen. Undone below.
+  const int64_t num_prompt = input.num_tokens - input.num_generated;
+  int64_t counted = repetition ? 0 : num_prompt;
+  const int64_t first = counted;
+  std::string error;
+  for (; counted < input.num_tokens; ++counted) {
+    const int32_t id = input.tokens[counted];
+    if (id < 0 || id >= vocab_size_) {
+      error =
+          "token id: got " + std::to_string(id) + ", want 0 to " + std::to_string(vocab_size_ - 1);
+      break;
+    }
+    int32_t& count = counts_[static_cast<size_t>(id)];
+    count = std::max(count, 1) + (counted >= num_prompt ? 1 : 0);
+  }
+  for (int64_t i = first; i < counted; ++i) {
+    const int32_t id = input.tokens[i];
+    int32_t& count = counts_[static_cast<size_t>(id)];
+    if (count == 0) {
+      continue;  // done at an earlier occurrence
+    }
+    float& logit = input.logits[id];
+    if (repetition) {
+      logit = logit > 0.f ? logit / params.repetition_penalty : logit * params.repetition_penalty;
+    }
+    if (count > 1) {
+      logit -= params.presence_penalty + params.frequency_penalty * static_cast<float>(count - 1);
+    }
+    count = 0;
+  }
+  return error;
+}
+
+// A draw from softmax(logits / temperature), filtered.
+int32_t Sampler::Draw(const float* logits, float max_logit, const SamplingParams& params,
+                      double uniform) {
+  const float inverse = 1.f / params.temperature;
+  for (int i = 0; i < vocab_size_; ++i) {
+    weights_[static_cast<size_t>(i)] = ExpNegative((logits[i] - max_logit) * inverse);
+  }
+  const bool all = params.top_k <= 0 || params.top_k >= vocab_size_;
+  candidates_.clear();
+  if (!all || params.top_p < 1.f) {
+    SelectLargest(params);
+  } else {
+    for (int i = 0; i < vocab_size_; ++i) {
+      const float weight = weights_[static_cast<size_t>(i)];
+      if (weight > 0.f && weight >= params.min_p) {
+        candidates_.push_back({i, weight});
+      }
+    }
+  }
+  double total = 0;
+  for (const Candidate& candidate : candidates_) {
+    total += candidate.weight;
+  }
+  double left = uniform * total;
+  for (const Candidate& candidate : candidates_) {
+    if (left < candidate.weight) {
+      return candidate.id;
+    }
+    left -= candidate.weight;
+  }
+  return candidates_.back().id;  // rounding took the last step
+}
+
+// Fills candidates_ with what top-k, top-p and min-p leave, by decreasing weight, ties by id. Sorts
+// only the weights that can be among them: a histogram over the leading bits of the weights gives
+// the least weight that matters.
+void Sampler::SelectLargest(const SamplingParams& params) {
+  constexpr int kShift = 19;  // 16 bins per power of two
+  constexpr uint32_t kOne = 0x3f800000u;
+  constexpr size_t kBins = (kOne >> kShift) + 1;
+  const auto bin_of = [kOne](float weight) {  // weight in (0, 1]: the largest come first
+    uint32_t bits;
+    std::memcpy(&bits, &weight, sizeof(bits));
+    return static_cast<size_t>((kOne - std::min(bits, kOne)) >> kShift);
+  };
+  std::array<int32_t, kBins> counts{};
+  std::array<double, kBins> masses{};
+  double total = 0;
+  for (float weight : weights_) {
+    if (weight > 0.f) {
+      ++counts[bin_of(weight)];
+      masses[bin_of(weight)] += weight;
+      total += weight;
+    }
+  }
+  const int64_t keep = params.top_k > 0 ? params.top_k : vocab_size_;
+  const bool by_mass = keep >= vocab_size_;  // else top-p is of what top-k leaves
+  size_t last_bin = 0;
+  int64_t count = counts[0];
+  double mass = masses[0];
+  while (last_bin + 1 < kBins && count < keep && !(by_mass && mass >= params.top_p * total)) {
+    ++last_bin;
+    count += counts[last_bin];
+    mass += masses[last_bin];
+  }
+  for (int i = 0; i < vocab_size_; ++i) {
+    const float weight = weights_[static_cast<size_t>(i)];
+    if (weight > 0.f && bin_of(weight) <= last_bin) {
+      candidates_.push_back({i, weight});
+    }
+  }
+  std::sort(candidates_.begin(), candidates_.end(), [](const Candidate& a, const Candidate& b) {
+    return a.weight > b.weight || (a.weight == b.weight && a.id < b.id);
+  });
+  if (static_cast<int64_t>(candidates_.size()) > keep) {
+    candidates_.resize(static_cast<size_t>(keep));
+  }
+  if (!by_mass) {
+    total = 0;
+    for (const Candidate& candidate : candidates_) {
+      total += candidate.weight;
+    }
+  }
+  // The smallest set that reaches top_p, never empty; then min-p.
+  size_t size = 0;
+  double reached = 0;
+  while (size < candidates_.size() && (size == 0 || reached < params.top_p * total) &&
+         candidates_[size].weight >= params.min_p) {
+    reached += candidates_[size].weight;
+    ++size;
+  }
+  candidates_.resize(size);
+}
+
+SampleResult Sampler::Sample(const SampleInput& input) {
+  SampleResult result;
+  const SamplingParams& params = input.request->sampling;
+  result.error = CheckParams(params);
+  if (!result.error.empty()) {
+    return result;
+  }
+  if (!MaxLogit(input.logits, vocab_size_).valid) {
+    result.error = "the model gave NaN or infinite logits";
+    return result;
+  }
+  const bool wants_logprobs = params.num_logprobs >= 0;
+  if (wants_logprobs) {
+    raw_.assign(input.logits, input.logits + vocab_size_);
+  }
+  result.error = ApplyPenalties(input);
+  if (!result.error.empty()) {
+    return result;
+  }
+  MaskCompletions(input.request->bad_sequences, input.tokens, input.num_tokens, vocab_size_,
+                  input.logits);
+  MaskEarlyStop(input, vocab_size_);
+  if (input.token_mask != nullptr) {
+    ApplyTokenMask(input.token_mask, vocab_size_, input.logits);
+  }
+  const RowMax max = MaxLogit(input.logits, vocab_size_);
+  if (!max.valid || max.value == kMasked) {
+    result.error = max.valid ? "no token is allowed: bad words, min_new_tokens and the grammar "
+                               "together exclude the whole vocabulary"
+                             : "penalties or logit_bias made the logits NaN or infinite";
+    return result;
+  }
+  const bool greedy =
+      !params.do_sample || params.top_k == 1 || params.temperature <= kGreedyTemperature;
+  result.token = greedy ? FirstOf(input.logits, max.value)
+                        : Draw(input.logits, max.value, params,
+                               Uniform(params.seed, static_cast<uint64_t>(input.num_generated)));
+  if (wants_logprobs) {
+    result.logprobs = ComputeLogprobs(raw_.data(), vocab_size_, result.token, params.num_logprobs);
+  }
+  return result;
+}
+
+}  // namespace turbomind
