@@ -21,6 +21,7 @@ class RopeConfig:
     beta_slow: float
     attention_factor: float
     truncate: bool
+    freq_factors: list[float]
     def __init__(self) -> None: ...
 
 class ModelConfig:

@@ -24,6 +24,8 @@ struct RopeConfig {
   float beta_slow = 1.f;          // yarn
   float attention_factor = 0.f;   // yarn; 0: derive from factor
   bool truncate = true;           // yarn: round the correction range to integers
+  // Divisors of the dim / 2 frequencies, or empty: GGUF's rope_freqs (llama3) as stored.
+  std::vector<float> freq_factors;
 };
 
 // A dense decoder as data. Optional parts (biases, q_norm and k_norm, sinks, tied head) are present
