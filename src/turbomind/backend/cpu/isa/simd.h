@@ -1,0 +1,51 @@
+#pragma once
+
+// ⑥⑦ Sixteen FP32 or int32 lanes, the same operations for every instruction set. Each operation has
+// the same result, bit for bit, in all three forms (sums over lanes have one fixed order), so a
+// kernel written with them is equal on every CPU. Everything is always inlined and lives in
+// the per-target namespace.
+//
+// Types: F32x16, I32x16, Mask16 (one flag per lane), Table16 (16 floats, looked up by low 4 bits).
+
+#include <cstdint>
+
+#include "turbomind/core/host_device.h"
+
+#if defined(TM_ISA_avx512)
+#include "turbomind/backend/cpu/isa/simd_avx512.h"
+#elif defined(TM_ISA_avx2)
+#include "turbomind/backend/cpu/isa/simd_avx2.h"
+#else
+#include "turbomind/backend/cpu/isa/simd_scalar.h"
+#endif
+
+namespace turbomind::TM_ISA {
+
+inline constexpr int kLanes = 16;
+
+TM_HD F32x16 Zero() { return Set1(0.f); }
+
+// 2^x for x <= 0, relative error below 1e-7 (about one ulp); exactly 1 at 0, 0 below -126, NaN for
+// NaN. Rounds x to the nearest integer n and evaluates a polynomial on [-0.5, 0.5].
+TM_HD F32x16 Exp2(F32x16 x) {
+  const F32x16 lowest = Set1(-126.f);
+  const Mask16 vanishes = Less(x, lowest);
+  const F32x16 clamped = Max(lowest, x);
+  const F32x16 magic = Set1(12582912.f);  // 1.5 * 2^23: the sum's low bits are the integer
+  const F32x16 shifted = Add(clamped, magic);
+  const F32x16 f = Sub(clamped, Sub(shifted, magic));
+  F32x16 p = Set1(1.53536763e-4f);
+  p = Fma(p, f, Set1(1.3398896e-3f));
+  p = Fma(p, f, Set1(9.61843599e-3f));
+  p = Fma(p, f, Set1(5.55033237e-2f));
+  p = Fma(p, f, Set1(2.40226477e-1f));
+  p = Fma(p, f, Set1(6.93147182e-1f));
+  p = Fma(p, f, Set1(1.f));
+  const I32x16 exponent = ShiftLeft<23>(Bits(shifted));
+  return Select(vanishes, Zero(), FromBits(Add(Bits(p), exponent)));
+}
+
+// The value of lane 0 of a vector function of one number.
+TM_HD float Exp2Scalar(float x) { return First(Exp2(Set1(x))); }
+
+}  // namespace turbomind::TM_ISA

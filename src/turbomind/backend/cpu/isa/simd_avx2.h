@@ -1,0 +1,251 @@
+#pragma once
+
+// simd.h with AVX2, FMA and F16C: two registers of eight lanes.
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "turbomind/core/host_device.h"
+
+namespace turbomind::TM_ISA {
+
+struct F32x16 {
+  __m256 a, b;
+};
+struct I32x16 {
+  __m256i a, b;
+};
+struct Mask16 {
+  __m256i a, b;  // all ones or all zeros
+};
+struct Table16 {
+  __m256 a, b;
+};
+
+TM_HD F32x16 Set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+TM_HD F32x16 Load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+TM_HD void Store(float* p, F32x16 x) {
+  _mm256_storeu_ps(p, x.a);
+  _mm256_storeu_ps(p + 8, x.b);
+}
+TM_HD F32x16 Add(F32x16 x, F32x16 y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+TM_HD F32x16 Sub(F32x16 x, F32x16 y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+TM_HD F32x16 Mul(F32x16 x, F32x16 y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+TM_HD F32x16 Div(F32x16 x, F32x16 y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+// x * y + z, rounded once.
+TM_HD F32x16 Fma(F32x16 x, F32x16 y, F32x16 z) {
+  return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
+}
+// x > y ? x : y, so y where either is NaN.
+TM_HD F32x16 Max(F32x16 x, F32x16 y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+// x < y ? x : y, so y where either is NaN.
+TM_HD F32x16 Min(F32x16 x, F32x16 y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+TM_HD float First(F32x16 x) { return _mm256_cvtss_f32(x.a); }
+
+TM_HD I32x16 Set1Int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+TM_HD I32x16 LoadInt(const void* p) {
+  const __m256i* from = static_cast<const __m256i*>(p);
+  return {_mm256_loadu_si256(from), _mm256_loadu_si256(from + 1)};
+}
+TM_HD void StoreInt(void* p, I32x16 x) {
+  _mm256_storeu_si256(static_cast<__m256i*>(p), x.a);
+  _mm256_storeu_si256(static_cast<__m256i*>(p) + 1, x.b);
+}
+TM_HD I32x16 Bits(F32x16 x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
+TM_HD F32x16 FromBits(I32x16 x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
+TM_HD F32x16 ToFloat(I32x16 x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+// Nearest integer, ties to even; 0x80000000 where it does not fit.
+TM_HD I32x16 ToInt(F32x16 x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+TM_HD I32x16 Add(I32x16 x, I32x16 y) {
+  return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)};
+}
+TM_HD I32x16 Sub(I32x16 x, I32x16 y) {
+  return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)};
+}
+TM_HD I32x16 And(I32x16 x, I32x16 y) {
+  return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)};
+}
+TM_HD I32x16 Or(I32x16 x, I32x16 y) {
+  return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)};
+}
+TM_HD I32x16 Xor(I32x16 x, I32x16 y) {
+  return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)};
+}
+TM_HD I32x16 MaxInt(I32x16 x, I32x16 y) {
+  return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)};
+}
+TM_HD I32x16 MinInt(I32x16 x, I32x16 y) {
+  return {_mm256_min_epi32(x.a, y.a), _mm256_min_epi32(x.b, y.b)};
+}
+template <int N>
+TM_HD I32x16 ShiftLeft(I32x16 x) {
+  return {_mm256_slli_epi32(x.a, N), _mm256_slli_epi32(x.b, N)};
+}
+// Logical.
+template <int N>
+TM_HD I32x16 ShiftRight(I32x16 x) {
+  return {_mm256_srli_epi32(x.a, N), _mm256_srli_epi32(x.b, N)};
+}
+TM_HD I32x16 ShiftRight(I32x16 x, I32x16 counts) {
+  return {_mm256_srlv_epi32(x.a, counts.a), _mm256_srlv_epi32(x.b, counts.b)};
+}
+
+TM_HD Mask16 Less(F32x16 x, F32x16 y) {
+  return {_mm256_castps_si256(_mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ)),
+          _mm256_castps_si256(_mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ))};
+}
+TM_HD Mask16 Equal(I32x16 x, I32x16 y) {
+  return {_mm256_cmpeq_epi32(x.a, y.a), _mm256_cmpeq_epi32(x.b, y.b)};
+}
+// Signed.
+TM_HD Mask16 Less(I32x16 x, I32x16 y) {
+  return {_mm256_cmpgt_epi32(y.a, x.a), _mm256_cmpgt_epi32(y.b, x.b)};
+}
+// Lanes lo <= lane < hi.
+TM_HD Mask16 LaneRange(int lo, int hi) {
+  const __m256i first = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const __m256i second = _mm256_add_epi32(first, _mm256_set1_epi32(8));
+  const __m256i low = _mm256_set1_epi32(lo);
+  const __m256i high = _mm256_set1_epi32(hi);
+  return {_mm256_andnot_si256(_mm256_cmpgt_epi32(low, first), _mm256_cmpgt_epi32(high, first)),
+          _mm256_andnot_si256(_mm256_cmpgt_epi32(low, second), _mm256_cmpgt_epi32(high, second))};
+}
+TM_HD int Count(Mask16 m) {
+  return __builtin_popcount(static_cast<unsigned>(_mm256_movemask_ps(_mm256_castsi256_ps(m.a))) |
+                            static_cast<unsigned>(_mm256_movemask_ps(_mm256_castsi256_ps(m.b)))
+                                << 8);
+}
+TM_HD F32x16 Select(Mask16 m, F32x16 x, F32x16 y) {
+  return {_mm256_blendv_ps(y.a, x.a, _mm256_castsi256_ps(m.a)),
+          _mm256_blendv_ps(y.b, x.b, _mm256_castsi256_ps(m.b))};
+}
+TM_HD I32x16 Select(Mask16 m, I32x16 x, I32x16 y) {
+  return {_mm256_blendv_epi8(y.a, x.a, m.a), _mm256_blendv_epi8(y.b, x.b, m.b)};
+}
+
+// ((i + i+8) + (i+4 + i+12)) and so on: halves are added until one lane is left.
+TM_HD float ReduceAdd(F32x16 x) {
+  const __m256 h = _mm256_add_ps(x.a, x.b);
+  const __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  const __m128 d = _mm_add_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_add_ss(d, _mm_shuffle_ps(d, d, 1)));
+}
+TM_HD float ReduceMax(F32x16 x) {
+  const __m256 h = _mm256_max_ps(x.a, x.b);
+  const __m128 q = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  const __m128 d = _mm_max_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_max_ss(d, _mm_shuffle_ps(d, d, 1)));
+}
+TM_HD float ReduceMin(F32x16 x) {
+  const __m256 h = _mm256_min_ps(x.a, x.b);
+  const __m128 q = _mm_min_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  const __m128 d = _mm_min_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_min_ss(d, _mm_shuffle_ps(d, d, 1)));
+}
+
+TM_HD I32x16 LoadBytes(const void* p) {
+  const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(p));
+  return {_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
+}
+// The low 16 bits of each lane, in order.
+TM_HD __m256i PackShorts(I32x16 x) {
+  const __m256i mask = _mm256_set1_epi32(0xffff);
+  const __m256i mixed =
+      _mm256_packus_epi32(_mm256_and_si256(x.a, mask), _mm256_and_si256(x.b, mask));
+  return _mm256_permute4x64_epi64(mixed, 0xd8);
+}
+TM_HD void StoreBytes(void* p, I32x16 x) {
+  const __m256i shorts = _mm256_and_si256(PackShorts(x), _mm256_set1_epi16(0xff));
+  const __m128i bytes =
+      _mm_packus_epi16(_mm256_castsi256_si128(shorts), _mm256_extracti128_si256(shorts, 1));
+  _mm_storeu_si128(static_cast<__m128i*>(p), bytes);
+}
+TM_HD I32x16 LoadShorts(const void* p) {
+  const __m128i* from = static_cast<const __m128i*>(p);
+  return {_mm256_cvtepu16_epi32(_mm_loadu_si128(from)),
+          _mm256_cvtepu16_epi32(_mm_loadu_si128(from + 1))};
+}
+TM_HD void StoreShorts(void* p, I32x16 x) {
+  _mm256_storeu_si256(static_cast<__m256i*>(p), PackShorts(x));
+}
+// 16 codes below 16 → 8 bytes, code 2i in the low nibble of byte i.
+TM_HD void StoreNibbles(void* p, I32x16 codes) {
+  const __m256i shorts = PackShorts(codes);
+  const __m256i pairs = _mm256_madd_epi16(shorts, _mm256_set1_epi32(0x00100001));
+  const __m256i narrow = _mm256_packus_epi32(pairs, pairs);
+  const __m128i both =
+      _mm_unpacklo_epi64(_mm256_castsi256_si128(narrow), _mm256_extracti128_si256(narrow, 1));
+  _mm_storel_epi64(static_cast<__m128i*>(p), _mm_packus_epi16(both, both));
+}
+// The low 16 bits of each lane as FP16.
+TM_HD F32x16 HalfToFloat(I32x16 x) {
+  const __m256i shorts = PackShorts(x);
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(shorts)),
+          _mm256_cvtph_ps(_mm256_extracti128_si256(shorts, 1))};
+}
+// Nearest FP16, ties to even, as bits.
+TM_HD I32x16 FloatToHalf(F32x16 x) {
+  return {_mm256_cvtepu16_epi32(_mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT)),
+          _mm256_cvtepu16_epi32(_mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT))};
+}
+
+TM_HD Table16 LoadTable(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+// table[lane & 15]
+TM_HD F32x16 Lookup(Table16 t, I32x16 index) {
+  const auto half = [&](__m256i i) {
+    const __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(i, 28));  // bit 3 as the sign
+    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(t.a, i), _mm256_permutevar8x32_ps(t.b, i),
+                            upper);
+  };
+  return {half(index.a), half(index.b)};
+}
+
+// Eight bytes, repeated: even lanes hold the first four, odd lanes the last four.
+TM_HD I32x16 Broadcast8(const void* p) {
+  int64_t bits;
+  __builtin_memcpy(&bits, p, sizeof(bits));
+  const __m256i both = _mm256_set1_epi64x(bits);
+  return {both, both};
+}
+// Lane i is the dword at p + i * stride.
+TM_HD I32x16 GatherDwords(const void* p, int stride) {
+  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const __m256i offset = _mm256_mullo_epi32(lane, _mm256_set1_epi32(stride));
+  const uint8_t* base = static_cast<const uint8_t*>(p);
+  return {_mm256_i32gather_epi32(reinterpret_cast<const int*>(base), offset, 1),
+          _mm256_i32gather_epi32(reinterpret_cast<const int*>(base + 8 * stride), offset, 1)};
+}
+
+TM_HD void TransposeEight(const uint8_t* p, int64_t stride, __m256i (&out)[4]) {
+  const auto rows = [&](int i) {  // row i below row i + 4
+    const __m128i* low = reinterpret_cast<const __m128i*>(p + i * stride);
+    const __m128i* high = reinterpret_cast<const __m128i*>(p + (i + 4) * stride);
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(low)),
+                                   _mm_loadu_si128(high), 1);
+  };
+  const __m256i r0 = rows(0);
+  const __m256i r1 = rows(1);
+  const __m256i r2 = rows(2);
+  const __m256i r3 = rows(3);
+  const __m256i low01 = _mm256_unpacklo_epi32(r0, r1);
+  const __m256i high01 = _mm256_unpackhi_epi32(r0, r1);
+  const __m256i low23 = _mm256_unpacklo_epi32(r2, r3);
+  const __m256i high23 = _mm256_unpackhi_epi32(r2, r3);
+  out[0] = _mm256_unpacklo_epi64(low01, low23);
+  out[1] = _mm256_unpackhi_epi64(low01, low23);
+  out[2] = _mm256_unpacklo_epi64(high01, high23);
+  out[3] = _mm256_unpackhi_epi64(high01, high23);
+}
+// 16 rows of 16 bytes: lane i of out[c] is dword c of row i.
+TM_HD void LoadTransposed(const uint8_t* p, int64_t stride, I32x16 (&out)[4]) {
+  __m256i low[4];
+  __m256i high[4];
+  TransposeEight(p, stride, low);
+  TransposeEight(p + 8 * stride, stride, high);
+  for (int c = 0; c < 4; ++c) {
+    out[c] = {low[c], high[c]};
+  }
+}
+
+}  // namespace turbomind::TM_ISA

@@ -1,0 +1,165 @@
+#pragma once
+
+// simd.h with AVX-512 (F, BW, DQ, VL).
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "turbomind/core/host_device.h"
+
+namespace turbomind::TM_ISA {
+
+struct F32x16 {
+  __m512 v;
+};
+struct I32x16 {
+  __m512i v;
+};
+struct Mask16 {
+  __mmask16 v;
+};
+struct Table16 {
+  __m512 v;
+};
+
+TM_HD F32x16 Set1(float x) { return {_mm512_set1_ps(x)}; }
+TM_HD F32x16 Load(const float* p) { return {_mm512_loadu_ps(p)}; }
+TM_HD void Store(float* p, F32x16 a) { _mm512_storeu_ps(p, a.v); }
+TM_HD F32x16 Add(F32x16 a, F32x16 b) { return {_mm512_add_ps(a.v, b.v)}; }
+TM_HD F32x16 Sub(F32x16 a, F32x16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
+TM_HD F32x16 Mul(F32x16 a, F32x16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+TM_HD F32x16 Div(F32x16 a, F32x16 b) { return {_mm512_div_ps(a.v, b.v)}; }
+// a * b + c, rounded once.
+TM_HD F32x16 Fma(F32x16 a, F32x16 b, F32x16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+// a > b ? a : b, so b where either is NaN.
+TM_HD F32x16 Max(F32x16 a, F32x16 b) { return {_mm512_max_ps(a.v, b.v)}; }
+// a < b ? a : b, so b where either is NaN.
+TM_HD F32x16 Min(F32x16 a, F32x16 b) { return {_mm512_min_ps(a.v, b.v)}; }
+TM_HD float First(F32x16 a) { return _mm512_cvtss_f32(a.v); }
+
+TM_HD I32x16 Set1Int(int32_t x) { return {_mm512_set1_epi32(x)}; }
+TM_HD I32x16 LoadInt(const void* p) { return {_mm512_loadu_si512(p)}; }
+TM_HD void StoreInt(void* p, I32x16 a) { _mm512_storeu_si512(p, a.v); }
+TM_HD I32x16 Bits(F32x16 a) { return {_mm512_castps_si512(a.v)}; }
+TM_HD F32x16 FromBits(I32x16 a) { return {_mm512_castsi512_ps(a.v)}; }
+TM_HD F32x16 ToFloat(I32x16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
+// Nearest integer, ties to even; 0x80000000 where it does not fit.
+TM_HD I32x16 ToInt(F32x16 a) { return {_mm512_cvtps_epi32(a.v)}; }
+TM_HD I32x16 Add(I32x16 a, I32x16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
+TM_HD I32x16 Sub(I32x16 a, I32x16 b) { return {_mm512_sub_epi32(a.v, b.v)}; }
+TM_HD I32x16 And(I32x16 a, I32x16 b) { return {_mm512_and_si512(a.v, b.v)}; }
+TM_HD I32x16 Or(I32x16 a, I32x16 b) { return {_mm512_or_si512(a.v, b.v)}; }
+TM_HD I32x16 Xor(I32x16 a, I32x16 b) { return {_mm512_xor_si512(a.v, b.v)}; }
+TM_HD I32x16 MaxInt(I32x16 a, I32x16 b) { return {_mm512_max_epi32(a.v, b.v)}; }
+TM_HD I32x16 MinInt(I32x16 a, I32x16 b) { return {_mm512_min_epi32(a.v, b.v)}; }
+template <int N>
+TM_HD I32x16 ShiftLeft(I32x16 a) {
+  return {_mm512_slli_epi32(a.v, N)};
+}
+// Logical.
+template <int N>
+TM_HD I32x16 ShiftRight(I32x16 a) {
+  return {_mm512_srli_epi32(a.v, N)};
+}
+TM_HD I32x16 ShiftRight(I32x16 a, I32x16 counts) { return {_mm512_srlv_epi32(a.v, counts.v)}; }
+
+TM_HD Mask16 Less(F32x16 a, F32x16 b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ)}; }
+TM_HD Mask16 Equal(I32x16 a, I32x16 b) { return {_mm512_cmpeq_epi32_mask(a.v, b.v)}; }
+// Signed.
+TM_HD Mask16 Less(I32x16 a, I32x16 b) { return {_mm512_cmplt_epi32_mask(a.v, b.v)}; }
+// Lanes lo <= lane < hi.
+TM_HD Mask16 LaneRange(int lo, int hi) {
+  const unsigned from = lo <= 0 ? 0xffffu : lo >= 16 ? 0u : (0xffffu << lo) & 0xffffu;
+  const unsigned below = hi >= 16 ? 0xffffu : hi <= 0 ? 0u : (1u << hi) - 1u;
+  return {static_cast<__mmask16>(from & below)};
+}
+TM_HD int Count(Mask16 m) { return __builtin_popcount(m.v); }
+TM_HD F32x16 Select(Mask16 m, F32x16 a, F32x16 b) { return {_mm512_mask_mov_ps(b.v, m.v, a.v)}; }
+TM_HD I32x16 Select(Mask16 m, I32x16 a, I32x16 b) { return {_mm512_mask_mov_epi32(b.v, m.v, a.v)}; }
+
+// ((i + i+8) + (i+4 + i+12)) and so on: halves are added until one lane is left.
+TM_HD float ReduceAdd(F32x16 a) {
+  const __m256 h = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+  const __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  const __m128 d = _mm_add_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_add_ss(d, _mm_shuffle_ps(d, d, 1)));
+}
+TM_HD float ReduceMax(F32x16 a) {
+  const __m256 h = _mm256_max_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+  const __m128 q = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  const __m128 d = _mm_max_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_max_ss(d, _mm_shuffle_ps(d, d, 1)));
+}
+TM_HD float ReduceMin(F32x16 a) {
+  const __m256 h = _mm256_min_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+  const __m128 q = _mm_min_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  const __m128 d = _mm_min_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_min_ss(d, _mm_shuffle_ps(d, d, 1)));
+}
+
+TM_HD I32x16 LoadBytes(const void* p) {
+  return {_mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)))};
+}
+TM_HD void StoreBytes(void* p, I32x16 a) {
+  _mm_storeu_si128(static_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v));
+}
+TM_HD I32x16 LoadShorts(const void* p) {
+  return {_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p)))};
+}
+TM_HD void StoreShorts(void* p, I32x16 a) {
+  _mm256_storeu_si256(static_cast<__m256i*>(p), _mm512_cvtepi32_epi16(a.v));
+}
+// 16 codes below 16 → 8 bytes, code 2i in the low nibble of byte i.
+TM_HD void StoreNibbles(void* p, I32x16 codes) {
+  const __m512i both = _mm512_or_si512(codes.v, _mm512_srli_epi64(codes.v, 28));
+  _mm_storel_epi64(static_cast<__m128i*>(p), _mm512_cvtepi64_epi8(both));
+}
+// The low 16 bits of each lane as FP16.
+TM_HD F32x16 HalfToFloat(I32x16 a) { return {_mm512_cvtph_ps(_mm512_cvtepi32_epi16(a.v))}; }
+// Nearest FP16, ties to even, as bits.
+TM_HD I32x16 FloatToHalf(F32x16 a) {
+  return {_mm512_cvtepu16_epi32(_mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT))};
+}
+
+TM_HD Table16 LoadTable(const float* p) { return {_mm512_loadu_ps(p)}; }
+// table[lane & 15]
+TM_HD F32x16 Lookup(Table16 t, I32x16 index) { return {_mm512_permutexvar_ps(index.v, t.v)}; }
+
+// Eight bytes, repeated: even lanes hold the first four, odd lanes the last four.
+TM_HD I32x16 Broadcast8(const void* p) {
+  int64_t bits;
+  __builtin_memcpy(&bits, p, sizeof(bits));
+  return {_mm512_set1_epi64(bits)};
+}
+// Lane i is the dword at p + i * stride.
+TM_HD I32x16 GatherDwords(const void* p, int stride) {
+  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  return {_mm512_i32gather_epi32(_mm512_mullo_epi32(lane, _mm512_set1_epi32(stride)), p, 1)};
+}
+
+TM_HD __m512i LoadFourRows(const uint8_t* p, int64_t stride) {
+  const auto row = [&](int i) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 4 * i * stride));
+  };
+  const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(row(0)), row(1), 1);
+  const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(row(2)), row(3), 1);
+  return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+}
+// 16 rows of 16 bytes: lane i of out[c] is dword c of row i.
+TM_HD void LoadTransposed(const uint8_t* p, int64_t stride, I32x16 (&out)[4]) {
+  const __m512i a = LoadFourRows(p, stride);
+  const __m512i b = LoadFourRows(p + stride, stride);
+  const __m512i c = LoadFourRows(p + 2 * stride, stride);
+  const __m512i d = LoadFourRows(p + 3 * stride, stride);
+  const __m512i ab_low = _mm512_unpacklo_epi32(a, b);
+  const __m512i ab_high = _mm512_unpackhi_epi32(a, b);
+  const __m512i cd_low = _mm512_unpacklo_epi32(c, d);
+  const __m512i cd_high = _mm512_unpackhi_epi32(c, d);
+  out[0].v = _mm512_unpacklo_epi64(ab_low, cd_low);
+  out[1].v = _mm512_unpackhi_epi64(ab_low, cd_low);
+  out[2].v = _mm512_unpacklo_epi64(ab_high, cd_high);
+  out[3].v = _mm512_unpackhi_epi64(ab_high, cd_high);
+}
+
+}  // namespace turbomind::TM_ISA

@@ -1,0 +1,280 @@
+#pragma once
+
+// simd.h in plain C++: the readable definition of every operation.
+
+#include <cstdint>
+
+#include "turbomind/core/host_device.h"
+
+namespace turbomind::TM_ISA {
+
+struct F32x16 {
+  float v[16];
+};
+struct I32x16 {
+  int32_t v[16];
+};
+struct Mask16 {
+  bool v[16];
+};
+struct Table16 {
+  float v[16];
+};
+
+template <class R, class F>
+TM_HD R EachLane(F fn) {
+  R r;
+  for (int i = 0; i < 16; ++i) {
+    r.v[i] = fn(i);
+  }
+  return r;
+}
+
+TM_HD F32x16 Set1(float x) {
+  return EachLane<F32x16>([&](int) { return x; });
+}
+TM_HD F32x16 Load(const float* p) {
+  return EachLane<F32x16>([&](int i) { return p[i]; });
+}
+TM_HD void Store(float* p, const F32x16& a) { __builtin_memcpy(p, a.v, sizeof(a.v)); }
+TM_HD F32x16 Add(const F32x16& a, const F32x16& b) {
+  return EachLane<F32x16>([&](int i) { return a.v[i] + b.v[i]; });
+}
+TM_HD F32x16 Sub(const F32x16& a, const F32x16& b) {
+  return EachLane<F32x16>([&](int i) { return a.v[i] - b.v[i]; });
+}
+TM_HD F32x16 Mul(const F32x16& a, const F32x16& b) {
+  return EachLane<F32x16>([&](int i) { return a.v[i] * b.v[i]; });
+}
+TM_HD F32x16 Div(const F32x16& a, const F32x16& b) {
+  return EachLane<F32x16>([&](int i) { return a.v[i] / b.v[i]; });
+}
+// a * b + c, rounded once.
+TM_HD F32x16 Fma(const F32x16& a, const F32x16& b, const F32x16& c) {
+  return EachLane<F32x16>([&](int i) { return __builtin_fmaf(a.v[i], b.v[i], c.v[i]); });
+}
+// a > b ? a : b, so b where either is NaN.
+TM_HD F32x16 Max(const F32x16& a, const F32x16& b) {
+  return EachLane<F32x16>([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+}
+// a < b ? a : b, so b where either is NaN.
+TM_HD F32x16 Min(const F32x16& a, const F32x16& b) {
+  return EachLane<F32x16>([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
+}
+TM_HD float First(const F32x16& a) { return a.v[0]; }
+
+TM_HD I32x16 Set1Int(int32_t x) {
+  return EachLane<I32x16>([&](int) { return x; });
+}
+TM_HD I32x16 LoadInt(const void* p) {
+  I32x16 r;
+  __builtin_memcpy(r.v, p, sizeof(r.v));
+  return r;
+}
+TM_HD void StoreInt(void* p, const I32x16& a) { __builtin_memcpy(p, a.v, sizeof(a.v)); }
+TM_HD I32x16 Bits(const F32x16& a) { return LoadInt(a.v); }
+TM_HD F32x16 FromBits(const I32x16& a) {
+  F32x16 r;
+  __builtin_memcpy(r.v, a.v, sizeof(r.v));
+  return r;
+}
+TM_HD F32x16 ToFloat(const I32x16& a) {
+  return EachLane<F32x16>([&](int i) { return static_cast<float>(a.v[i]); });
+}
+// Nearest integer, ties to even; 0x80000000 where it does not fit.
+TM_HD I32x16 ToInt(const F32x16& a) {
+  return EachLane<I32x16>([&](int i) {
+    const float x = __builtin_rintf(a.v[i]);
+    return x >= -2147483648.f && x < 2147483648.f ? static_cast<int32_t>(x)
+                                                  : static_cast<int32_t>(0x80000000u);
+  });
+}
+TM_HD int32_t Wrap(uint32_t x) { return static_cast<int32_t>(x); }
+TM_HD uint32_t Unsigned(int32_t x) { return static_cast<uint32_t>(x); }
+TM_HD I32x16 Add(const I32x16& a, const I32x16& b) {
+  return EachLane<I32x16>([&](int i) { return Wrap(Unsigned(a.v[i]) + Unsigned(b.v[i])); });
+}
+TM_HD I32x16 Sub(const I32x16& a, const I32x16& b) {
+  return EachLane<I32x16>([&](int i) { return Wrap(Unsigned(a.v[i]) - Unsigned(b.v[i])); });
+}
+TM_HD I32x16 And(const I32x16& a, const I32x16& b) {
+  return EachLane<I32x16>([&](int i) { return a.v[i] & b.v[i]; });
+}
+TM_HD I32x16 Or(const I32x16& a, const I32x16& b) {
+  return EachLane<I32x16>([&](int i) { return a.v[i] | b.v[i]; });
+}
+TM_HD I32x16 Xor(const I32x16& a, const I32x16& b) {
+  return EachLane<I32x16>([&](int i) { return a.v[i] ^ b.v[i]; });
+}
+TM_HD I32x16 MaxInt(const I32x16& a, const I32x16& b) {
+  return EachLane<I32x16>([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+}
+TM_HD I32x16 MinInt(const I32x16& a, const I32x16& b) {
+  return EachLane<I32x16>([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
+}
+template <int N>
+TM_HD I32x16 ShiftLeft(const I32x16& a) {
+  return EachLane<I32x16>([&](int i) { return Wrap(Unsigned(a.v[i]) << N); });
+}
+// Logical.
+template <int N>
+TM_HD I32x16 ShiftRight(const I32x16& a) {
+  return EachLane<I32x16>([&](int i) { return Wrap(Unsigned(a.v[i]) >> N); });
+}
+TM_HD I32x16 ShiftRight(const I32x16& a, const I32x16& counts) {
+  return EachLane<I32x16>([&](int i) { return Wrap(Unsigned(a.v[i]) >> counts.v[i]); });
+}
+
+TM_HD Mask16 Less(const F32x16& a, const F32x16& b) {
+  return EachLane<Mask16>([&](int i) { return a.v[i] < b.v[i]; });
+}
+TM_HD Mask16 Equal(const I32x16& a, const I32x16& b) {
+  return EachLane<Mask16>([&](int i) { return a.v[i] == b.v[i]; });
+}
+// Signed.
+TM_HD Mask16 Less(const I32x16& a, const I32x16& b) {
+  return EachLane<Mask16>([&](int i) { return a.v[i] < b.v[i]; });
+}
+// Lanes lo <= lane < hi.
+TM_HD Mask16 LaneRange(int lo, int hi) {
+  return EachLane<Mask16>([&](int i) { return lo <= i && i < hi; });
+}
+TM_HD int Count(const Mask16& m) {
+  int n = 0;
+  for (int i = 0; i < 16; ++i) {
+    n += m.v[i];
+  }
+  return n;
+}
+TM_HD F32x16 Select(const Mask16& m, const F32x16& a, const F32x16& b) {
+  return EachLane<F32x16>([&](int i) { return m.v[i] ? a.v[i] : b.v[i]; });
+}
+TM_HD I32x16 Select(const Mask16& m, const I32x16& a, const I32x16& b) {
+  return EachLane<I32x16>([&](int i) { return m.v[i] ? a.v[i] : b.v[i]; });
+}
+
+// ((i + i+8) + (i+4 + i+12)) and so on: halves are added until one lane is left.
+template <class F>
+TM_HD float Halve(const F32x16& a, F fn) {
+  F32x16 r = a;
+  for (int n = 8; n >= 1; n /= 2) {
+    for (int i = 0; i < n; ++i) {
+      r.v[i] = fn(r.v[i], r.v[i + n]);
+    }
+  }
+  return r.v[0];
+}
+TM_HD float ReduceAdd(const F32x16& a) {
+  return Halve(a, [](float x, float y) { return x + y; });
+}
+TM_HD float ReduceMax(const F32x16& a) {
+  return Halve(a, [](float x, float y) { return x > y ? x : y; });
+}
+TM_HD float ReduceMin(const F32x16& a) {
+  return Halve(a, [](float x, float y) { return x < y ? x : y; });
+}
+
+TM_HD I32x16 LoadBytes(const void* p) {
+  return EachLane<I32x16>([&](int i) { return static_cast<const uint8_t*>(p)[i]; });
+}
+TM_HD void StoreBytes(void* p, const I32x16& a) {
+  for (int i = 0; i < 16; ++i) {
+    static_cast<uint8_t*>(p)[i] = static_cast<uint8_t>(a.v[i]);
+  }
+}
+TM_HD I32x16 LoadShorts(const void* p) {
+  uint16_t s[16];
+  __builtin_memcpy(s, p, sizeof(s));
+  return EachLane<I32x16>([&](int i) { return s[i]; });
+}
+TM_HD void StoreShorts(void* p, const I32x16& a) {
+  uint16_t s[16];
+  for (int i = 0; i < 16; ++i) {
+    s[i] = static_cast<uint16_t>(a.v[i]);
+  }
+  __builtin_memcpy(p, s, sizeof(s));
+}
+// 16 codes below 16 → 8 bytes, code 2i in the low nibble of byte i.
+TM_HD void StoreNibbles(void* p, const I32x16& codes) {
+  for (int i = 0; i < 8; ++i) {
+    static_cast<uint8_t*>(p)[i] = static_cast<uint8_t>(codes.v[2 * i] | codes.v[2 * i + 1] << 4);
+  }
+}
+// The low 16 bits of each lane as FP16.
+TM_HD F32x16 HalfToFloat(const I32x16& a) {
+  return EachLane<F32x16>([&](int i) {
+    const uint32_t sign = (Unsigned(a.v[i]) & 0x8000u) << 16;
+    const uint32_t rest = (Unsigned(a.v[i]) & 0x7fffu) << 13;
+    uint32_t bits;
+    if ((rest & 0x0f800000u) == 0x0f800000u) {
+      // A NaN comes out quiet, as the hardware conversion makes it.
+      bits = rest | 0x70000000u | ((rest & 0x007fffffu) != 0 ? 0x00400000u : 0u);
+    } else if (rest >= 0x00800000u) {
+      bits = rest + 0x38000000u;
+    } else {
+      const float f = static_cast<float>(rest >> 13) * 0x1p-24f;
+      __builtin_memcpy(&bits, &f, sizeof(bits));
+    }
+    bits |= sign;
+    float f;
+    __builtin_memcpy(&f, &bits, sizeof(f));
+    return f;
+  });
+}
+// Nearest FP16, ties to even, as bits.
+TM_HD I32x16 FloatToHalf(const F32x16& a) {
+  return EachLane<I32x16>([&](int i) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, &a.v[i], sizeof(bits));
+    const uint32_t sign = bits >> 16 & 0x8000u;
+    bits &= 0x7fffffffu;
+    uint32_t half;
+    if (bits > 0x7f800000u) {
+      half = 0x7e00u | (bits >> 13 & 0x3ffu);
+    } else if (bits >= 0x47800000u) {
+      half = 0x7c00u;
+    } else if (bits >= 0x38800000u) {
+      const uint32_t rounded = bits + 0x0fffu + (bits >> 13 & 1u);
+      half = (rounded - 0x38000000u) >> 13;
+    } else {
+      float x;  // adding 0.5 leaves multiples of 2^-24 in the low bits, rounded to even
+      __builtin_memcpy(&x, &bits, sizeof(x));
+      x += 0.5f;
+      __builtin_memcpy(&half, &x, sizeof(half));
+      half -= 0x3f000000u;
+    }
+    return Wrap(sign | half);
+  });
+}
+
+TM_HD Table16 LoadTable(const float* p) {
+  return EachLane<Table16>([&](int i) { return p[i]; });
+}
+// table[lane & 15]
+TM_HD F32x16 Lookup(const Table16& t, const I32x16& index) {
+  return EachLane<F32x16>([&](int i) { return t.v[index.v[i] & 15]; });
+}
+
+TM_HD int32_t LoadDword(const void* p) {
+  int32_t bits;
+  __builtin_memcpy(&bits, p, sizeof(bits));
+  return bits;
+}
+// Eight bytes, repeated: even lanes hold the first four, odd lanes the last four.
+TM_HD I32x16 Broadcast8(const void* p) {
+  const uint8_t* bytes = static_cast<const uint8_t*>(p);
+  return EachLane<I32x16>([&](int i) { return LoadDword(bytes + 4 * (i & 1)); });
+}
+// Lane i is the dword at p + i * stride.
+TM_HD I32x16 GatherDwords(const void* p, int stride) {
+  const uint8_t* bytes = static_cast<const uint8_t*>(p);
+  return EachLane<I32x16>([&](int i) { return LoadDword(bytes + i * stride); });
+}
+// 16 rows of 16 bytes: lane i of out[c] is dword c of row i.
+TM_HD void LoadTransposed(const uint8_t* p, int64_t stride, I32x16 (&out)[4]) {
+  for (int c = 0; c < 4; ++c) {
+    out[c] = EachLane<I32x16>([&](int i) { return LoadDword(p + i * stride + 4 * c); });
+  }
+}
+
+}  // namespace turbomind::TM_ISA
