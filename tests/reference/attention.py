@@ -1,0 +1,43 @@
+"""Softmax attention in double precision: causal, with a window and sinks."""
+
+import numpy as np
+import numpy.typing as npt
+
+Doubles = npt.NDArray[np.float64]
+
+
+def attention(
+    q: Doubles,
+    k: Doubles,
+    v: Doubles,
+    *,
+    scale: float,
+    window: int = 0,
+    sinks: Doubles | None = None,
+) -> Doubles:
+    """The last len(q) tokens look at all of k and v.
+
+    q is [queries, heads, d], k and v are [tokens, kv_heads, d] as decoded from the cache. A query
+    at position p sees positions p - window + 1 .. p (window 0: 0 .. p). `sinks` [heads] are logits
+    that take part in the sum of the softmax and carry no value.
+    """
+    queries, heads, _ = q.shape
+    tokens, kv_heads, _ = k.shape
+    out = np.empty((queries, heads, v.shape[-1]))
+    query_position = np.arange(tokens - queries, tokens)[:, None]
+    position = np.arange(tokens)[None, :]
+    visible = position <= query_position
+    if window:
+        visible &= position > query_position - window
+    for head in range(heads):
+        kv_head = head * kv_heads // heads
+        scores = np.where(visible, q[:, head] @ k[:, kv_head].T * scale, -np.inf)
+        top = scores.max(axis=1, keepdims=True)
+        if sinks is not None:
+            top = np.maximum(top, sinks[head])
+        weights = np.exp(scores - top)
+        total = weights.sum(axis=1, keepdims=True)
+        if sinks is not None:
+            total += np.exp(sinks[head] - top)
+        out[:, head] = (weights / total) @ v[:, kv_head]
+    return out

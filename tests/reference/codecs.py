@@ -1,0 +1,189 @@
+"""Encoders and decoders of every KV format, one row of head_dim values per token and head.
+
+`encode(mode, rows, …)` gives (payload, metadata); metadata is (scale, zero) for int8 and int4, the
+scale bytes for FP4, and empty otherwise.
+"""
+
+import numpy as np
+
+from reference.floats import (
+    E2M1_VALUES,
+    E4M3_VALUES,
+    E5M2_VALUES,
+    LARGEST_FINITE,
+    Bytes,
+    Floats,
+    encode_e2m1,
+    encode_e4m3,
+    encode_e5m2,
+    from_bits,
+    round_to,
+    to_bits,
+)
+
+MODES = ("none", "int8", "int4", "fp8", "fp8_e5m2", "mxfp4", "nvfp4")
+GROUP = 16
+MX_LEAST, MX_MOST = 112, 136
+NV_SEARCH = (0, -1, -2, 1, 2, 3, 4, 5)
+
+
+def finite(x: Floats, dtype: str) -> Floats:
+    """What counts for amax, min and max: NaN as 0, infinities as the largest finite value."""
+    most = LARGEST_FINITE[dtype]
+    return np.clip(np.nan_to_num(x, nan=0.0, posinf=most, neginf=-most), -most, most)
+
+
+def pack_nibbles(codes: Bytes) -> Bytes:
+    """Element 2i in the low nibble of byte i."""
+    return (codes[:, 0::2] | (codes[:, 1::2] << 4)).astype(np.uint8)
+
+
+def unpack_nibbles(payload: Bytes) -> Bytes:
+    """The inverse of `pack_nibbles`."""
+    return np.stack([payload & 15, payload >> 4], axis=-1).reshape(payload.shape[0], -1)
+
+
+def encode_int(x: Floats, bits: int, dtype: str) -> tuple[Bytes, Bytes]:
+    """Asymmetric, per row; the code uses scale and zero as stored."""
+    x = finite(x, dtype)
+    low = x.min(axis=1, keepdims=True)
+    levels = np.float32(2**bits - 1)
+    scale = round_to((x.max(axis=1, keepdims=True) - low) / levels, dtype)
+    zero = round_to(low, dtype)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        steps = np.rint((x - zero) / scale)
+    codes = np.where(scale > 0, np.clip(steps, 0, levels), 0).astype(np.uint8)
+    metadata = to_bits(np.concatenate([scale, zero], axis=1), dtype)
+    return (codes if bits == 8 else pack_nibbles(codes)), metadata
+
+
+def decode_int(codes: Bytes, metadata: Bytes, dtype: str) -> Floats:
+    """code * scale + zero, two rounded operations."""
+    scale, zero = np.split(from_bits(metadata, dtype).reshape(-1, 2), 2, axis=1)
+    return (codes.astype(np.float32) * scale + zero).astype(np.float32)
+
+
+def mx_exponent(amax: Floats) -> np.ndarray:
+    """Least e with amax <= 6 * 2^e, exactly, for amax > 0."""
+    mantissa, exponent = np.frexp(amax.astype(np.float64))  # amax = mantissa * 2^exponent, [.5, 1)
+    return exponent - 3 + (mantissa > 0.75)  # 6 = 0.75 * 2^3
+
+
+def grouped_error(x: Floats, decoded: Floats) -> Floats:
+    """Squared error per group: FP32, in order, without contraction."""
+    total = np.zeros(x.shape[:-1], np.float32)
+    for i in range(GROUP):
+        difference = x[..., i] - decoded[..., i]
+        total = (total + (difference * difference).astype(np.float32)).astype(np.float32)
+    return total
+
+
+def encode_mxfp4(x: Floats, dtype: str, search: bool) -> tuple[Bytes, Bytes]:
+    """E8M0 scale bytes, one per 16 values."""
+    groups = x.reshape(x.shape[0], -1, GROUP)
+    amax = np.abs(finite(groups, dtype)).max(axis=-1)
+    safe = np.where(amax > 0, amax, np.float32(1))
+    plain = np.clip(mx_exponent(safe) + 127, MX_LEAST, MX_MOST)
+    best = plain
+    if search:
+        lower = np.maximum(plain - 1, MX_LEAST)
+        known = finite(groups, dtype)
+        errors = [grouped_error(known, mx_round(known, byte)) for byte in (plain, lower)]
+        best = np.where(errors[1] < errors[0], lower, plain)
+    codes = encode_e2m1(groups / mx_step(best)[..., None])
+    codes = np.where(amax[..., None] > 0, codes, 0).astype(np.uint8)
+    scales = np.where(amax > 0, best, MX_LEAST).astype(np.uint8)
+    return pack_nibbles(codes.reshape(x.shape)), scales
+
+
+def mx_step(byte: np.ndarray) -> Floats:
+    """2^(byte - 127)."""
+    return np.ldexp(np.float64(1), byte.astype(np.int64) - 127).astype(np.float32)
+
+
+def mx_round(groups: Floats, byte: np.ndarray) -> Floats:
+    step = mx_step(byte)[..., None]
+    return E2M1_VALUES[encode_e2m1(groups / step)] * step
+
+
+def nv_round(groups: Floats, codes: Bytes, g: np.float32) -> Floats:
+    return nv_values(encode_e2m1(groups / nv_divisor(codes, g)), codes, g)
+
+
+def nv_divisor(scales: Bytes, g: np.float32) -> Floats:
+    return (E4M3_VALUES[scales] * g)[..., None]
+
+
+def nv_values(codes: Bytes, scales: Bytes, g: np.float32) -> Floats:
+    return (E2M1_VALUES[codes] * E4M3_VALUES[scales][..., None]) * g
+
+
+def encode_nvfp4(x: Floats, dtype: str, g: np.float32, search: bool) -> tuple[Bytes, Bytes]:
+    """E4M3 scale bytes, one per 16 values; the payload is divided by the scale as stored."""
+    groups = x.reshape(x.shape[0], -1, GROUP)
+    known = finite(groups, dtype)
+    amax = np.abs(known).max(axis=-1)
+    plain = encode_e4m3((amax / (np.float32(6) * g)).astype(np.float32))
+    plain = np.where((amax > 0) & (plain == 0), 1, plain).astype(np.uint8)
+    best = np.maximum(plain, 1)
+    if search:
+        start = best.astype(np.int64)
+        least = np.full(amax.shape, np.inf, np.float32)
+        for k in NV_SEARCH:
+            candidate = np.clip(start + k, 0x01, 0x7E).astype(np.uint8)
+            error = grouped_error(known, nv_round(known, candidate, g))
+            best = np.where(error < least, candidate, best)
+            least = np.minimum(error, least)
+    codes = encode_e2m1(groups / nv_divisor(best, g))
+    codes = np.where(amax[..., None] > 0, codes, 0).astype(np.uint8)
+    scales = np.where(amax > 0, best, 0).astype(np.uint8)
+    return pack_nibbles(codes.reshape(x.shape)), scales
+
+
+def encode(
+    mode: str, rows: Floats, *, dtype: str, g: float = 1.0, search: bool = False
+) -> tuple[Bytes, Bytes]:
+    """Rows [n, head_dim] → (payload, metadata), after rounding them to the cache dtype."""
+    x = round_to(np.ascontiguousarray(rows, np.float32), dtype)
+    factor = np.float32(g)
+    nothing = np.empty((len(x), 0), np.uint8)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if mode == "none":
+            return to_bits(x, dtype), nothing
+        if mode in ("int8", "int4"):
+            return encode_int(x, int(mode[3:]), dtype)
+        if mode == "fp8":
+            return encode_e4m3(x / factor), nothing
+        if mode == "fp8_e5m2":
+            return encode_e5m2(x / factor), nothing
+        if mode == "mxfp4":
+            return encode_mxfp4(x, dtype, search)
+        if mode == "nvfp4":
+            return encode_nvfp4(x, dtype, factor, search)
+    raise ValueError(f"unknown mode {mode!r}: {', '.join(MODES)}")
+
+
+def decode(mode: str, payload: Bytes, metadata: Bytes, *, dtype: str, g: float = 1.0) -> Floats:
+    """The inverse of `encode`: FP32 rows."""
+    factor = np.float32(g)
+    if mode == "none":
+        return from_bits(payload, dtype)
+    if mode in ("int8", "int4"):
+        codes = payload if mode == "int8" else unpack_nibbles(payload)
+        return decode_int(codes, metadata, dtype)
+    if mode in ("fp8", "fp8_e5m2"):
+        return (E4M3_VALUES if mode == "fp8" else E5M2_VALUES)[payload] * factor
+    codes = unpack_nibbles(payload)
+    groups = codes.reshape(len(codes), -1, GROUP)
+    if mode == "mxfp4":
+        with np.errstate(over="ignore"):
+            return (E2M1_VALUES[groups] * mx_step(metadata)[..., None]).reshape(codes.shape)
+    return nv_values(groups, metadata, factor).reshape(codes.shape)
+
+
+def round_trip(
+    mode: str, rows: Floats, *, dtype: str, g: float = 1.0, search: bool = False
+) -> Floats:
+    """What attention sees of rows [n, head_dim] once they have been stored."""
+    payload, metadata = encode(mode, rows, dtype=dtype, g=g, search=search)
+    return decode(mode, payload, metadata, dtype=dtype, g=g)

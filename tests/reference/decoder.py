@@ -1,0 +1,140 @@
+"""A whole decoder in NumPy: what the logits must be when K and V are stored in a format.
+
+Double precision everywhere except the cache, which holds exactly what the codecs give.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from reference.attention import attention
+from reference.codecs import round_trip
+from reference.rope import Rope, rotate
+
+Doubles = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a small dense decoder."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    rope: Rope
+    windows: tuple[int, ...] = ()
+    norm_eps: float = 1e-5
+    optional: frozenset[str] = field(default_factory=frozenset)  # bias, qk_norm, sinks, head
+
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """Name → (outputs, inputs)."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        shapes = {"embedding": (self.vocab, self.hidden)}
+        if "head" in self.optional:
+            shapes["head"] = (self.vocab, self.hidden)
+        for i in range(self.layers):
+            shapes |= {
+                f"layers.{i}.q": (q, self.hidden),
+                f"layers.{i}.k": (kv, self.hidden),
+                f"layers.{i}.v": (kv, self.hidden),
+                f"layers.{i}.o": (self.hidden, q),
+                f"layers.{i}.gate": (self.intermediate, self.hidden),
+                f"layers.{i}.up": (self.intermediate, self.hidden),
+                f"layers.{i}.down": (self.hidden, self.intermediate),
+            }
+        return shapes
+
+    def vectors(self) -> dict[str, int]:
+        """Name → length."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        lengths = {"final_norm": self.hidden}
+        for i in range(self.layers):
+            lengths |= {
+                f"layers.{i}.attention_norm": self.hidden,
+                f"layers.{i}.ffn_norm": self.hidden,
+            }
+            if "bias" in self.optional:
+                lengths |= {
+                    f"layers.{i}.{n}.bias": size for n, size in zip("qkv", (q, kv, kv), strict=True)
+                }
+            if "qk_norm" in self.optional:
+                lengths |= {f"layers.{i}.{n}_norm": self.head_dim for n in "qk"}
+            if "sinks" in self.optional:
+                lengths |= {f"layers.{i}.sinks": self.heads}
+        return lengths
+
+
+def random_weights(shape: Shape, seed: int) -> dict[str, npt.NDArray[np.float32]]:
+    """Weights under which activations keep their size and attention is not flat."""
+    rng = np.random.default_rng(seed)
+    weights = {}
+    for name, (rows, cols) in shape.matrices().items():
+        spread = 1.0 if name == "embedding" else 1.5 / np.sqrt(cols)
+        weights[name] = (rng.standard_normal((rows, cols)) * spread).astype(np.float32)
+    for name, size in shape.vectors().items():
+        middle = 1.0 if name.endswith("norm") else 0.0
+        weights[name] = (middle + 0.3 * rng.standard_normal(size)).astype(np.float32)
+    return weights
+
+
+def rms_norm(x: Doubles, weight: npt.NDArray[np.float32], eps: float) -> Doubles:
+    """x / sqrt(mean(x²) + eps) * weight."""
+    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight
+
+
+@dataclass
+class Decoder:
+    """`mode` and `dtype` are those of the KV cache."""
+
+    shape: Shape
+    weights: dict[str, npt.NDArray[np.float32]]
+    mode: str = "none"
+    dtype: str = "float32"
+
+    def logits(self, ids: npt.NDArray[np.int64]) -> Doubles:
+        """[tokens, vocab] for a whole prompt."""
+        x = self.weights["embedding"][ids].astype(np.float64)
+        for layer in range(self.shape.layers):
+            x = x + self._attention(layer, x)
+            x = x + self._feed_forward(layer, x)
+        x = rms_norm(x, self.weights["final_norm"], self.shape.norm_eps)
+        return x @ self.weights.get("head", self.weights["embedding"]).T.astype(np.float64)
+
+    def _stored(self, x: Doubles) -> Doubles:
+        """What the cache gives back of rows [tokens, kv_heads, head_dim]."""
+        rows = x.astype(np.float32).reshape(-1, self.shape.head_dim)
+        return round_trip(self.mode, rows, dtype=self.dtype).reshape(x.shape).astype(np.float64)
+
+    def _project(self, layer: int, name: str, x: Doubles) -> Doubles:
+        out = x @ self.weights[f"layers.{layer}.{name}"].T.astype(np.float64)
+        out = out + self.weights.get(f"layers.{layer}.{name}.bias", np.float32(0))
+        out = out.reshape(len(x), -1, self.shape.head_dim)
+        norm = self.weights.get(f"layers.{layer}.{name}_norm")
+        return out if norm is None else rms_norm(out, norm, self.shape.norm_eps)
+
+    def _attention(self, layer: int, x: Doubles) -> Doubles:
+        shape = self.shape
+        x = rms_norm(x, self.weights[f"layers.{layer}.attention_norm"], shape.norm_eps)
+        positions = np.arange(len(x))
+        sinks = self.weights.get(f"layers.{layer}.sinks")
+        out = attention(
+            rotate(shape.rope, self._project(layer, "q", x), positions),
+            self._stored(rotate(shape.rope, self._project(layer, "k", x), positions)),
+            self._stored(self._project(layer, "v", x)),
+            scale=shape.head_dim**-0.5,
+            window=shape.windows[layer] if shape.windows else 0,
+            sinks=None if sinks is None else sinks.astype(np.float64),
+        )
+        return out.reshape(len(x), -1) @ self.weights[f"layers.{layer}.o"].T.astype(np.float64)
+
+    def _feed_forward(self, layer: int, x: Doubles) -> Doubles:
+        x = rms_norm(x, self.weights[f"layers.{layer}.ffn_norm"], self.shape.norm_eps)
+        gate = x @ self.weights[f"layers.{layer}.gate"].T.astype(np.float64)
+        up = x @ self.weights[f"layers.{layer}.up"].T.astype(np.float64)
+        hidden = gate / (1 + np.exp(-gate)) * up
+        return hidden @ self.weights[f"layers.{layer}.down"].T.astype(np.float64)

@@ -1,0 +1,82 @@
+"""Bytes of rows, tokens and blocks, from the layout formulas."""
+
+from dataclasses import dataclass
+
+ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+BITS = {"int8": 8, "int4": 4, "fp8": 8, "fp8_e5m2": 8, "mxfp4": 4, "nvfp4": 4}
+ALIGNMENT = 16
+
+
+def payload_bytes(mode: str, head_dim: int, dtype: str) -> int:
+    """Payload of one row of K or V."""
+    if mode == "none":
+        return head_dim * ELEMENT_BYTES[dtype]
+    return head_dim * BITS[mode] // 8
+
+
+def param_bytes(mode: str, dtype: str) -> int:
+    """(scale, zero) of one row, inline in the data pool."""
+    return 2 * ELEMENT_BYTES[dtype] if mode in ("int8", "int4") else 0
+
+
+def scale_bytes(mode: str, head_dim: int) -> int:
+    """Scale pool bytes of one row."""
+    return head_dim // 16 if mode in ("mxfp4", "nvfp4") else 0
+
+
+def row_bytes(mode: str, head_dim: int, dtype: str = "bfloat16") -> int:
+    """Everything that one row of K or V takes."""
+    return (
+        payload_bytes(mode, head_dim, dtype)
+        + param_bytes(mode, dtype)
+        + scale_bytes(mode, head_dim)
+    )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One layer group with the same mode for K and V everywhere."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    block_seq_len: int = 64
+    dtype: str = "bfloat16"
+
+    def bytes_per_token(self, mode: str) -> int:
+        """K and V of one token in all layers, metadata and scales included."""
+        return 2 * self.layers * self.kv_heads * row_bytes(mode, self.head_dim, self.dtype)
+
+    def block_bytes(self, mode: str) -> int:
+        """One block in the data pool."""
+        rows = 2 * self.layers * self.kv_heads * self.block_seq_len
+        return rows * (
+            payload_bytes(mode, self.head_dim, self.dtype) + param_bytes(mode, self.dtype)
+        )
+
+    def scale_block_bytes(self, mode: str) -> int:
+        """One block in the scale pool."""
+        rows = 2 * self.layers * self.kv_heads * self.block_seq_len
+        return rows * scale_bytes(mode, self.head_dim)
+
+    def payload_offset(self, mode: str, *, layer: int, head: int, side: int, token: int) -> int:
+        """First payload byte of a row inside a block; side 0 is K, 1 is V."""
+        row = payload_bytes(mode, self.head_dim, self.dtype)
+        rows = (head * 2 + side) * self.block_seq_len + token
+        return layer * self.block_bytes(mode) // self.layers + rows * row
+
+    def param_offset(self, mode: str, *, layer: int, head: int, side: int, token: int) -> int:
+        """First byte of (scale, zero) of a row inside a block."""
+        row = payload_bytes(mode, self.head_dim, self.dtype)
+        payload = 2 * self.kv_heads * self.block_seq_len * row
+        rows = (head * 2 + side) * self.block_seq_len + token
+        return (
+            layer * self.block_bytes(mode) // self.layers
+            + payload
+            + rows * param_bytes(mode, self.dtype)
+        )
+
+    def scale_offset(self, mode: str, *, layer: int, head: int, side: int, token: int) -> int:
+        """First scale byte of a row inside a block of the scale pool: K and V lie side by side."""
+        rows = (layer * self.kv_heads + head) * self.block_seq_len + token
+        return (rows * 2 + side) * scale_bytes(mode, self.head_dim)

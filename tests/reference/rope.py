@@ -1,0 +1,81 @@
+"""Rotary position embedding as Hugging Face configs define it, in double precision."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Doubles = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Names as in Hugging Face configs; `dim` is the number of rotated values of a head."""
+
+    dim: int
+    kind: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+
+def plain_frequencies(dim: int, theta: float) -> Doubles:
+    """theta^(-2i/dim)."""
+    return theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
+
+
+def llama3_frequencies(rope: Rope) -> Doubles:
+    """Long waves are stretched by `factor`, short ones kept, those between are blended."""
+    frequencies = plain_frequencies(rope.dim, rope.theta)
+    turns = rope.original_max_position * frequencies / (2 * math.pi)
+    span = rope.high_freq_factor - rope.low_freq_factor
+    keep = np.clip((turns - rope.low_freq_factor) / span, 0, 1)
+    return frequencies * (keep + (1 - keep) / rope.factor)
+
+
+def yarn_frequencies(rope: Rope) -> Doubles:
+    """A linear ramp over the index, between two numbers of turns in the original length."""
+
+    def index_of(turns: float) -> float:
+        ratio = rope.original_max_position / (turns * 2 * math.pi)
+        return rope.dim * math.log(ratio) / (2 * math.log(rope.theta))
+
+    low = max(math.floor(index_of(rope.beta_fast)), 0)
+    high = min(math.ceil(index_of(rope.beta_slow)), rope.dim - 1)
+    span = high - low if high != low else 0.001
+    stretch = np.clip((np.arange(rope.dim // 2) - low) / span, 0, 1)
+    frequencies = plain_frequencies(rope.dim, rope.theta)
+    return frequencies * (stretch / rope.factor + (1 - stretch))
+
+
+def frequencies_at(rope: Rope, position: int) -> Doubles:
+    """Angles per position step; only `dynamic` depends on the position."""
+    if rope.kind == "default":
+        return plain_frequencies(rope.dim, rope.theta)
+    if rope.kind == "linear":
+        return plain_frequencies(rope.dim, rope.theta) / rope.factor
+    if rope.kind == "llama3":
+        return llama3_frequencies(rope)
+    if rope.kind == "yarn":
+        return yarn_frequencies(rope)
+    if rope.kind != "dynamic":
+        raise ValueError(f"unknown RoPE kind {rope.kind!r}")
+    length = max(position + 1, rope.original_max_position)
+    growth = rope.factor * length / rope.original_max_position - (rope.factor - 1)
+    return plain_frequencies(rope.dim, rope.theta * growth ** (rope.dim / (rope.dim - 2)))
+
+
+def rotate(rope: Rope, x: Doubles, positions: npt.NDArray[np.int64]) -> Doubles:
+    """x [tokens, heads, head_dim]; value i is paired with value i + dim / 2."""
+    angles = np.stack([position * frequencies_at(rope, int(position)) for position in positions])
+    yarn = rope.kind == "yarn" and rope.factor > 1
+    size = 0.1 * math.log(rope.factor) + 1 if yarn else 1.0
+    cos, sin = (size * f(angles)[:, None, :] for f in (np.cos, np.sin))
+    half = rope.dim // 2
+    first, second, rest = x[..., :half], x[..., half : rope.dim], x[..., rope.dim :]
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
