@@ -1,0 +1,313 @@
+#pragma once
+
+// ⑥⑦ The meaning of every byte in the KV cache: THE definition, for host and device. Faster paths
+// must equal it bit for bit. Always inlined, no library call: safe in files compiled for a newer
+// instruction set. Compile without FMA contraction (-ffp-contract=off, -fmad=false).
+//
+// Codec<M> has
+//   kBits        payload bits per value
+//   kGroup       values per scale byte; 0 where metadata is per row or absent
+//   kHasParams   an inline (scale, zero) per row, in the cache dtype
+//   kHasScales   scale bytes in the scale pool, n / kGroup per row
+//   EncodeRow    x[n] → payload[n * kBits / 8] and meta; returns the number of NaN and infinities.
+//                x is rounded to `dtype` first. `g` is the FP32 factor of FP8 and NVFP4 (1 if none).
+//                kSearch picks FP4 scales by least squared error; without it the plain rule holds.
+//   DecodeRow    the inverse.
+// meta is (scale, zero) for int8 and int4, the scale bytes for FP4; never read or written otherwise.
+// REQUIRES: n is even for 4-bit modes and a multiple of kGroup; g > 0.
+
+#include <cstdint>
+
+#include "turbomind/core/dtype.h"
+#include "turbomind/core/float_convert.h"
+#include "turbomind/core/host_device.h"
+#include "turbomind/kv/kv_cache_mode.h"
+
+namespace turbomind {
+
+// The highest value for amax, min and max: NaN counts as 0, infinities as the largest finite value.
+TM_HD float FiniteValue(float x, DataType dtype) {
+  if (IsFinite(x)) {
+    return x;
+  }
+  if (IsNan(x)) {
+    return 0.f;
+  }
+  return x < 0.f ? -LargestFinite(dtype) : LargestFinite(dtype);
+}
+
+// --- Scales of FP4 ----------------------------------------------------------------------------
+
+inline constexpr int kFp4Group = 16;
+inline constexpr int kMxLeast = 112;  // 2^-15; a zero block stores it
+inline constexpr int kMxMost = 136;   // 2^9
+inline constexpr int kNvLeast = 0x01;
+inline constexpr int kNvMost = 0x7E;
+
+// 2^(byte - 127), exact for every byte below 255 (byte 0 is subnormal).
+TM_HD float MxStep(int byte) {
+  return BitsFloat(byte ? static_cast<uint32_t>(byte) << 23 : 0x00400000u);
+}
+
+// Scale byte of the least e with amax <= 6 * 2^e, clamped to what is stored. REQUIRES: amax > 0.
+TM_HD int MxPlainByte(float amax) {
+  const uint32_t bits = FloatBits(amax);
+  const int byte = static_cast<int>(bits >> 23) - 2 + ((bits & 0x7FFFFFu) > 0x400000u);
+  return byte < kMxLeast ? kMxLeast : (byte > kMxMost ? kMxMost : byte);
+}
+
+// E4M3 code of amax / (6 g), at least 0x01. REQUIRES: amax > 0.
+TM_HD int NvPlainByte(float amax, float g) {
+  const int byte = FloatToE4M3(amax / (6.f * g));
+  return byte < kNvLeast ? kNvLeast : byte;
+}
+
+// Scale bytes that the encoder stores; the integrity check refuses every other byte.
+template <KvCacheMode M>
+TM_HD bool IsLegalScale(uint8_t byte) {
+  static_assert(M == KvCacheMode::kFp4Mx || M == KvCacheMode::kFp4Nv);
+  return M == KvCacheMode::kFp4Mx ? (byte >= kMxLeast && byte <= kMxMost) : byte <= kNvMost;
+}
+
+// --- The codecs -------------------------------------------------------------------------------
+
+template <KvCacheMode M>
+struct Codec;  // undefined: a mode without a codec does not compile
+
+template <>
+struct Codec<KvCacheMode::kNone> {
+  static constexpr int kBits = 16;
+  static constexpr int kGroup = 0;
+  static constexpr bool kHasParams = false;
+  static constexpr bool kHasScales = false;
+
+  template <bool kSearch = false>
+  static TM_HD int EncodeRow(const float* x, int n, DataType dtype, float /*g*/, uint8_t* payload,
+                             uint8_t* /*meta*/) {
+    int nonfinite = 0;
+    for (int i = 0; i < n; ++i) {
+      nonfinite += !IsFinite(RoundTo(x[i], dtype));
+      StoreAs(x[i], dtype, payload, i);
+    }
+    return nonfinite;
+  }
+
+  static TM_HD void DecodeRow(const uint8_t* payload, const uint8_t* /*meta*/, int n,
+                              DataType dtype, float /*g*/, float* out) {
+    for (int i = 0; i < n; ++i) {
+      out[i] = LoadAs(payload, dtype, i);
+    }
+  }
+};
+
+// Asymmetric integers, one (scale, zero) per row.
+template <int kIntBits>
+struct IntCodec {
+  static constexpr int kBits = kIntBits;
+  static constexpr int kGroup = 0;
+  static constexpr bool kHasParams = true;
+  static constexpr bool kHasScales = false;
+  static constexpr float kLevels = static_cast<float>((1 << kIntBits) - 1);
+  // A wider row saturates here, so that scale, code * scale and their sum with zero stay finite.
+  static constexpr float kWidest = 1.7014118346046923e38f;  // 2^127
+
+  template <bool kSearch = false>
+  static TM_HD int EncodeRow(const float* x, int n, DataType dtype, float /*g*/, uint8_t* payload,
+                             uint8_t* meta) {
+    int nonfinite = 0;
+    float least = 0.f;
+    float most = 0.f;
+    for (int i = 0; i < n; ++i) {
+      const float rounded = RoundTo(x[i], dtype);
+      const float value = FiniteValue(rounded, dtype);
+      nonfinite += !IsFinite(rounded);
+      least = i == 0 || value < least ? value : least;
+      most = i == 0 || value > most ? value : most;
+    }
+    const float range = most - least;
+    const float scale = RoundTo((range < kWidest ? range : kWidest) / kLevels, dtype);
+    const float zero = least + 0.f;  // -0 is stored as +0: the order of min must not matter
+    StoreAs(scale, dtype, meta, 0);
+    StoreAs(zero, dtype, meta, 1);
+    for (int i = 0; i < n; ++i) {
+      const float value = FiniteValue(RoundTo(x[i], dtype), dtype);
+      Put(payload, i, scale > 0.f ? Quantise(value, scale, zero) : 0);
+    }
+    return nonfinite;
+  }
+
+  static TM_HD void DecodeRow(const uint8_t* payload, const uint8_t* meta, int n, DataType dtype,
+                              float /*g*/, float* out) {
+    const float scale = LoadAs(meta, dtype, 0);
+    const float zero = LoadAs(meta, dtype, 1);
+    for (int i = 0; i < n; ++i) {
+      const int code = kIntBits == 8 ? payload[i] : Nibble(payload, i);
+      out[i] = static_cast<float>(code) * scale + zero;
+    }
+  }
+
+  static TM_HD uint8_t Quantise(float value, float scale, float zero) {
+    const float steps = (value - zero) / scale;
+    return static_cast<uint8_t>(
+        RoundSmall(steps > 0.f ? (steps < kLevels ? steps : kLevels) : 0.f));
+  }
+
+  static TM_HD void Put(uint8_t* payload, int i, uint8_t code) {
+    if (kIntBits == 8) {
+      payload[i] = code;
+    } else if (i & 1) {
+      payload[i >> 1] = static_cast<uint8_t>(payload[i >> 1] | (code << 4));
+    } else {
+      payload[i >> 1] = code;
+    }
+  }
+};
+
+template <>
+struct Codec<KvCacheMode::kInt8> : IntCodec<8> {};
+template <>
+struct Codec<KvCacheMode::kInt4> : IntCodec<4> {};
+
+// Small floats with one FP32 factor per layer, head and side.
+template <bool kE4M3>
+struct Fp8Codec {
+  static constexpr int kBits = 8;
+  static constexpr int kGroup = 0;
+  static constexpr bool kHasParams = false;
+  static constexpr bool kHasScales = false;
+
+  template <bool kSearch = false>
+  static TM_HD int EncodeRow(const float* x, int n, DataType dtype, float g, uint8_t* payload,
+                             uint8_t* /*meta*/) {
+    int nonfinite = 0;
+    for (int i = 0; i < n; ++i) {
+      const float value = RoundTo(x[i], dtype);
+      nonfinite += !IsFinite(value);
+      payload[i] = kE4M3 ? FloatToE4M3(value / g) : FloatToE5M2(value / g);
+    }
+    return nonfinite;
+  }
+
+  static TM_HD void DecodeRow(const uint8_t* payload, const uint8_t* /*meta*/, int n,
+                              DataType /*dtype*/, float g, float* out) {
+    for (int i = 0; i < n; ++i) {
+      out[i] = (kE4M3 ? E4M3ToFloat(payload[i]) : E5M2ToFloat(payload[i])) * g;
+    }
+  }
+};
+
+template <>
+struct Codec<KvCacheMode::kFp8E4m3> : Fp8Codec<true> {};
+template <>
+struct Codec<KvCacheMode::kFp8E5m2> : Fp8Codec<false> {};
+
+// E2M1 values with one scale byte per 16. `Scale` supplies the zero block's byte, the candidates,
+// the divisor of the encoder and the value of a code.
+template <class Scale>
+struct Fp4Codec {
+  static constexpr int kBits = 4;
+  static constexpr int kGroup = kFp4Group;
+  static constexpr bool kHasParams = false;
+  static constexpr bool kHasScales = true;
+
+  template <bool kSearch = false>
+  static TM_HD int EncodeRow(const float* x, int n, DataType dtype, float g, uint8_t* payload,
+                             uint8_t* meta) {
+    int nonfinite = 0;
+    for (int i = 0; i < n; i += kGroup) {
+      nonfinite += EncodeGroup<kSearch>(x + i, dtype, g, payload + i / 2, meta + i / kGroup);
+    }
+    return nonfinite;
+  }
+
+  static TM_HD void DecodeRow(const uint8_t* payload, const uint8_t* meta, int n,
+                              DataType /*dtype*/, float g, float* out) {
+    for (int i = 0; i < n; ++i) {
+      out[i] = Scale::Value(Nibble(payload, i), meta[i / kGroup], g);
+    }
+  }
+
+  template <bool kSearch>
+  static TM_HD int EncodeGroup(const float* x, DataType dtype, float g, uint8_t* payload,
+                               uint8_t* meta) {
+    int nonfinite = 0;
+    float amax = 0.f;
+    float value[kGroup];   // as stored by the cache dtype
+    float finite[kGroup];  // what scales are chosen by
+    for (int i = 0; i < kGroup; ++i) {
+      value[i] = RoundTo(x[i], dtype);
+      finite[i] = FiniteValue(value[i], dtype);
+      nonfinite += !IsFinite(value[i]);
+      amax = Magnitude(finite[i]) > amax ? Magnitude(finite[i]) : amax;
+    }
+    int byte = Scale::kZeroBlock;
+    if (amax > 0.f) {
+      byte = Scale::PlainByte(amax, g);
+      byte = kSearch ? SearchByte(finite, byte, g) : byte;
+    }
+    *meta = static_cast<uint8_t>(byte);
+    const float divisor = Scale::Divisor(byte, g);
+    for (int i = 0; i < kGroup; i += 2) {
+      const uint8_t low = amax > 0.f ? FloatToE2M1(value[i] / divisor) : 0;
+      const uint8_t high = amax > 0.f ? FloatToE2M1(value[i + 1] / divisor) : 0;
+      payload[i / 2] = static_cast<uint8_t>(low | (high << 4));
+    }
+    return nonfinite;
+  }
+
+  // The candidate with the least squared error, summed in order in FP32; ties to the first.
+  static TM_HD int SearchByte(const float* finite, int plain, float g) {
+    int best = plain;
+    float least = BitsFloat(0x7F800000u);
+    for (int k = 0; k < Scale::kCandidates; ++k) {
+      const int byte = Scale::Candidate(plain, k);
+      const float divisor = Scale::Divisor(byte, g);
+      float error = 0.f;
+      for (int i = 0; i < kGroup; ++i) {
+        const uint8_t code = FloatToE2M1(finite[i] / divisor);
+        const float difference = finite[i] - Scale::Value(code, static_cast<uint8_t>(byte), g);
+        error = error + difference * difference;
+      }
+      best = error < least ? byte : best;
+      least = error < least ? error : least;
+    }
+    return best;
+  }
+};
+
+struct MxScale {
+  static constexpr int kZeroBlock = kMxLeast;
+  static constexpr int kCandidates = 2;
+  static TM_HD int PlainByte(float amax, float /*g*/) { return MxPlainByte(amax); }
+  static TM_HD int Candidate(int plain, int k) {
+    return plain - k < kMxLeast ? kMxLeast : plain - k;
+  }
+  static TM_HD float Divisor(int byte, float /*g*/) { return MxStep(byte); }
+  static TM_HD float Value(uint8_t code, uint8_t byte, float /*g*/) {
+    return E2M1ToFloat(code) * MxStep(byte);
+  }
+};
+
+struct NvScale {
+  static constexpr int kZeroBlock = 0;
+  static constexpr int kCandidates = 8;
+  static TM_HD int PlainByte(float amax, float g) { return NvPlainByte(amax, g); }
+  // Offsets 0, -1, -2, +1, +2, +3, +4, +5.
+  static TM_HD int Candidate(int plain, int k) {
+    const int byte = plain + (k <= 2 ? -k : k - 2);
+    return byte < kNvLeast ? kNvLeast : (byte > kNvMost ? kNvMost : byte);
+  }
+  static TM_HD float Divisor(int byte, float g) {
+    return E4M3ToFloat(static_cast<uint8_t>(byte)) * g;
+  }
+  static TM_HD float Value(uint8_t code, uint8_t byte, float g) {
+    return E2M1ToFloat(code) * E4M3ToFloat(byte) * g;
+  }
+};
+
+template <>
+struct Codec<KvCacheMode::kFp4Mx> : Fp4Codec<MxScale> {};
+template <>
+struct Codec<KvCacheMode::kFp4Nv> : Fp4Codec<NvScale> {};
+
+}  // namespace turbomind
