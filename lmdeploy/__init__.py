@@ -1,0 +1,25 @@
+"""LLM inference with a quantised, paged KV cache: LMDeploy's public names, our own engine."""
+
+from __future__ import annotations
+
+from lmdeploy.api import pipeline, serve
+from lmdeploy.environment import warn_of_namesake
+from lmdeploy.messages import GenerationConfig, Response, ResponseType, TurbomindEngineConfig
+from lmdeploy.model import ChatTemplateConfig
+from lmdeploy.pipeline import Pipeline
+from lmdeploy.version import __version__, version_info
+
+__all__ = [
+    "ChatTemplateConfig",
+    "GenerationConfig",
+    "Pipeline",
+    "Response",
+    "ResponseType",
+    "TurbomindEngineConfig",
+    "__version__",
+    "pipeline",
+    "serve",
+    "version_info",
+]
+
+warn_of_namesake()

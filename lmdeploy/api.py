@@ -1,0 +1,57 @@
+"""The two entry points of LMDeploy's Python API."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lmdeploy.messages import TurbomindEngineConfig
+    from lmdeploy.model import ChatTemplateConfig
+    from lmdeploy.pipeline import Pipeline
+
+
+def pipeline(
+    model_path: str,
+    backend_config: TurbomindEngineConfig | None = None,
+    chat_template_config: ChatTemplateConfig | None = None,
+    log_level: str = "WARNING",
+) -> Pipeline:
+    """Loads a model for offline use.
+
+    Args:
+        model_path: a Hugging Face folder, a GGUF file, a hub id, or `smollm2`.
+        backend_config: options of the engine.
+        chat_template_config: replaces the model's own template.
+        log_level: DEBUG, INFO, WARNING, ERROR or CRITICAL.
+
+    Raises:
+        ValueError: a wrong option, or a model that cannot be loaded.
+    """
+    from lmdeploy.pipeline import Pipeline
+
+    return Pipeline(model_path, backend_config, chat_template_config, log_level)
+
+
+def serve(
+    model_path: str,
+    model_name: str | None = None,
+    backend_config: TurbomindEngineConfig | None = None,
+    chat_template_config: ChatTemplateConfig | None = None,
+    *,
+    server_name: str = "127.0.0.1",
+    server_port: int = 23333,
+    log_level: str = "WARNING",
+    api_keys: list[str] | str | None = None,
+) -> None:
+    """Serves a model over HTTP until interrupted (what `lmdeploy serve api_server` does)."""
+    from lmdeploy.serve.app import ServerOptions
+    from lmdeploy.serve.server import run_server
+
+    options = ServerOptions(
+        model_name=model_name,
+        server_name=server_name,
+        server_port=server_port,
+        log_level=log_level,
+        api_keys=[api_keys] if isinstance(api_keys, str) else list(api_keys or []),
+    )
+    run_server(model_path, backend_config, chat_template_config, options)

@@ -1,0 +1,99 @@
+"""② Which chat template to use: the option; rendering is in chat_template.py."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+from lmdeploy.checks import refuse
+
+_MAX_JSON_BYTES = 1 << 20
+
+
+@dataclass
+class ChatTemplateConfig:
+    """Fields and defaults as in LMDeploy.
+
+    Args:
+        model_name: a name for the template; not looked up.
+        model_path: a Jinja file to use instead of the model's own template.
+        meta_instruction: the system prompt when the conversation has none.
+        system, eosys, user, eoh, assistant, eoa: texts around the parts of a conversation; any of
+            them replaces the model's template by these texts.
+        capability: None, `chat` or `completion` (no template at all).
+        stop_words: end every answer, beside those of the request.
+    """
+
+    model_name: str
+    model_path: str | None = None
+    system: str | None = None
+    meta_instruction: str | None = None
+    eosys: str | None = None
+    user: str | None = None
+    eoh: str | None = None
+    assistant: str | None = None
+    eoa: str | None = None
+    tool: str | None = None
+    eotool: str | None = None
+    separator: str | None = None
+    capability: Literal["completion", "infilling", "chat", "python"] | None = None
+    stop_words: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tool", "eotool"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name}: tool calls are not supported; remove {name}")
+        if self.capability not in (None, "chat", "completion"):
+            raise refuse("capability", self.capability, "chat or completion")
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name != "stop_words" and not isinstance(value, (str, type(None))):
+                raise refuse(item.name, value, "a text", f"--chat-template ({item.name})")
+        words = self.stop_words
+        if words is not None and not (
+            isinstance(words, list) and all(isinstance(w, str) and w for w in words)
+        ):
+            raise refuse("stop_words", words, "a list of texts", "--chat-template (stop_words)")
+
+    def to_json(self, file_path: str | None = None) -> str:
+        """As JSON text, written to `file_path` too when that is given."""
+        text = json.dumps(asdict(self), ensure_ascii=False, indent=2)
+        if file_path:
+            Path(file_path).write_text(text, encoding="utf-8")
+        return text
+
+    @classmethod
+    def from_json(cls, file_or_string: str) -> ChatTemplateConfig:
+        """From a JSON file or JSON text. ValueError names what is wrong."""
+        text = file_or_string
+        if not text.lstrip().startswith("{"):
+            path = Path(text)
+            if not path.is_file():
+                raise refuse("chat_template", text, "JSON or a JSON file", "--chat-template")
+            if path.stat().st_size > _MAX_JSON_BYTES:
+                raise refuse("chat_template", text, "a file of at most 1 MiB", "--chat-template")
+            text = path.read_text(encoding="utf-8")
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"chat_template: not JSON ({error}); change --chat-template") from None
+        known = {item.name for item in fields(cls)}
+        unknown = sorted(set(values) - known) if isinstance(values, dict) else ["no object"]
+        if unknown:
+            raise ValueError(
+                f"chat_template: unknown fields {', '.join(unknown)}; wanted {', '.join(known)}"
+            )
+        return cls(**{"model_name": "custom", **values})
+
+
+def parse_chat_template(argument: str | None) -> ChatTemplateConfig | None:
+    """`--chat-template`: a Jinja file, a JSON file or JSON text. None stays None."""
+    if argument is None:
+        return None
+    if not argument.lstrip().startswith("{") and Path(argument).suffix in (".jinja", ".j2"):
+        if not Path(argument).is_file():
+            raise refuse("chat_template", argument, "an existing file", "--chat-template")
+        return ChatTemplateConfig(model_name="custom", model_path=argument)
+    return ChatTemplateConfig.from_json(argument)

@@ -1,0 +1,368 @@
+"""② Offline use: prompts → responses.
+
+The engine's event loop runs in a thread of its own, so every method here is an ordinary blocking
+call and may be used from any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import queue
+import threading
+from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+
+from lmdeploy.checks import check_choice, refuse, show
+from lmdeploy.messages import GenerationConfig, Response, TurbomindEngineConfig
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from lmdeploy.model import ChatTemplateConfig
+    from lmdeploy.turbomind.engine import AsyncEngine, RequestStream
+
+Message: TypeAlias = dict[str, Any]
+Prompt: TypeAlias = "str | list[Message]"
+T = TypeVar("T")
+
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+_MAX_IN_FLIGHT = 256  # prompts handed to the engine at a time
+
+
+@dataclass
+class Session:
+    """A conversation of `Pipeline.chat`: (question, answer) pairs."""
+
+    history: list[tuple[str, str]] = field(default_factory=list)
+    response: Response | None = None
+
+    def messages(self, prompt: str) -> list[Message]:
+        """The conversation so far with `prompt` as the next question."""
+        result: list[Message] = []
+        for question, answer in self.history:
+            result.append({"role": "user", "content": question})
+            result.append({"role": "assistant", "content": answer})
+        return [*result, {"role": "user", "content": prompt}]
+
+
+class _LoopThread:
+    """An event loop in a thread."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="tm-loop", daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs `coroutine` there and waits. An interrupt cancels it."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """Stops the loop and joins the thread."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+class Pipeline:
+    """A loaded model. Close it, or use it as a context manager."""
+
+    def __init__(
+        self,
+        model_path: str,
+        backend_config: TurbomindEngineConfig | None = None,
+        chat_template_config: ChatTemplateConfig | None = None,
+        log_level: str = "WARNING",
+        *,
+        engine: AsyncEngine | None = None,
+    ) -> None:
+        check_choice("log_level", log_level, LOG_LEVELS)
+        logging.getLogger("lmdeploy").setLevel(log_level)
+        if backend_config is not None and not isinstance(backend_config, TurbomindEngineConfig):
+            raise refuse("backend_config", backend_config, "a TurbomindEngineConfig")
+        if engine is None:
+            from lmdeploy.turbomind.engine import AsyncEngine
+
+            engine = AsyncEngine.load(model_path, backend_config, chat_template_config)
+        self.engine = engine
+        self._loop = _LoopThread()
+        self._closed = False
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stops the engine and frees the model. May be called more than once."""
+        if not self._closed:
+            self._closed = True
+            self.engine.close()
+            self._loop.close()
+
+    def __call__(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        gen_config: GenerationConfig | list[GenerationConfig] | None = None,
+        *,
+        do_preprocess: bool = True,
+        use_tqdm: bool = False,
+    ) -> Response | list[Response]:
+        """The same as `infer`."""
+        return self.infer(prompts, gen_config, do_preprocess=do_preprocess, use_tqdm=use_tqdm)
+
+    def infer(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        gen_config: GenerationConfig | list[GenerationConfig] | None = None,
+        *,
+        do_preprocess: bool = True,
+        use_tqdm: bool = False,
+    ) -> Response | list[Response]:
+        """Answers one prompt (a Response) or several (a list in the same order).
+
+        Args:
+            prompts: a text, a list of texts, a conversation (list of messages), or a list of
+                conversations.
+            gen_config: one for all prompts, or one per prompt. With n > 1 the list holds n
+                responses per prompt, one after the other, and is a list for a single prompt too.
+            do_preprocess: apply the chat template.
+            use_tqdm: show a progress bar.
+
+        Raises:
+            ValueError: a wrong prompt, e.g. longer than session_len. No prompt runs then.
+        """
+        from tqdm import tqdm
+
+        jobs, single = self._jobs(prompts, gen_config, do_preprocess)
+        answers: list[Response | None] = [None] * len(jobs)
+        with tqdm(total=len(jobs), disable=not use_tqdm, unit="prompt") as bar:
+
+            async def run_one(slot: int, job: _Job, room: asyncio.Semaphore) -> None:
+                async with room:
+                    answers[slot] = await self._answer(job)
+                bar.update(1)
+
+            async def run_all() -> None:
+                room = asyncio.Semaphore(_MAX_IN_FLIGHT)
+                tasks = [asyncio.ensure_future(run_one(i, job, room)) for i, job in enumerate(jobs)]
+                try:
+                    await asyncio.gather(*tasks)
+                finally:
+                    for task in tasks:
+                        task.cancel()
+
+            self._loop.run(run_all())
+        result = cast("list[Response]", answers)
+        return result[0] if single and len(result) == 1 else result
+
+    def batch_infer(
+        self,
+        prompts: Sequence[Prompt],
+        gen_config: GenerationConfig | list[GenerationConfig] | None = None,
+        *,
+        do_preprocess: bool = True,
+        use_tqdm: bool = False,
+    ) -> Response | list[Response]:
+        """LMDeploy's older name of `infer`."""
+        return self.infer(prompts, gen_config, do_preprocess=do_preprocess, use_tqdm=use_tqdm)
+
+    def stream_infer(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        gen_config: GenerationConfig | list[GenerationConfig] | None = None,
+        *,
+        do_preprocess: bool = True,
+    ) -> Iterator[Response]:
+        """Pieces of all answers as they come; `index` tells the prompt.
+
+        The last piece of an answer has a finish_reason. Leaving the iterator early cancels the
+        rest.
+        """
+        jobs, _ = self._jobs(prompts, gen_config, do_preprocess)
+        pieces: queue.Queue[Response | BaseException | None] = queue.Queue()
+
+        async def run_one(job: _Job) -> None:
+            stream = await self.engine.submit(job.ids, job.config, index=job.choice)
+            try:
+                async for piece in stream:
+                    pieces.put(replace(piece, index=job.index))
+            finally:
+                stream.close()
+
+        async def run_all() -> None:
+            tasks = [asyncio.ensure_future(run_one(job)) for job in jobs]
+            try:
+                await asyncio.gather(*tasks)
+                pieces.put(None)
+            except BaseException as error:
+                pieces.put(error)
+            finally:
+                for task in tasks:
+                    task.cancel()
+
+        future = asyncio.run_coroutine_threadsafe(run_all(), self._loop.loop)
+        try:
+            while (piece := pieces.get()) is not None:
+                if isinstance(piece, BaseException):
+                    raise piece
+                yield piece
+        finally:
+            future.cancel()
+
+    def chat(
+        self,
+        prompt: str,
+        session: Session | None = None,
+        gen_config: GenerationConfig | None = None,
+        *,
+        stream_response: bool = False,
+    ) -> Session | Iterator[Response]:
+        """One turn of a conversation.
+
+        Returns the session with the answer in `response` and the turn in `history`, or with
+        `stream_response` an iterator of pieces; the session is updated when it ends.
+        """
+        session = session or self.session()
+        pieces = self._chat_pieces(prompt, session, gen_config)
+        if stream_response:
+            return pieces
+        for _ in pieces:
+            pass
+        return session
+
+    def session(self) -> Session:
+        """A new, empty conversation for `chat`."""
+        return Session()
+
+    def get_ppl(self, input_ids: list[int] | list[list[int]]) -> list[float]:
+        """Perplexity of each token list: exp of the mean negative log likelihood after the first.
+
+        Raises ValueError for lists shorter than 2 tokens.
+        """
+        batch = cast(
+            "list[list[int]]",
+            [input_ids] if input_ids and isinstance(input_ids[0], int) else input_ids,
+        )
+        for ids in batch:
+            if not isinstance(ids, list) or len(ids) < 2:
+                raise refuse("input_ids", ids, "lists of at least 2 token ids")
+        config = GenerationConfig(max_new_tokens=0, prompt_logprobs=0)
+        jobs = [_Job(ids, config, index=i) for i, ids in enumerate(batch)]
+
+        async def run_all() -> list[Response]:
+            return list(await asyncio.gather(*(self._answer(job) for job in jobs)))
+
+        result = []
+        for response, ids in zip(self._loop.run(run_all()), batch, strict=True):
+            values = [
+                logprobs[token]
+                for logprobs, token in zip(response.prompt_logprobs or [], ids[1:], strict=True)
+            ]
+            result.append(math.exp(-sum(values) / len(values)))
+        return result
+
+    def _chat_pieces(
+        self, prompt: str, session: Session, gen_config: GenerationConfig | None
+    ) -> Iterator[Response]:
+        whole: Response | None = None
+        for piece in self.stream_infer(session.messages(prompt), gen_config):
+            if whole is None:
+                whole = replace(piece, token_ids=list(piece.token_ids))
+            else:
+                whole.extend(piece)
+            yield piece
+        if whole is not None:
+            session.response = whole
+            session.history.append((prompt, whole.text))
+
+    async def _answer(self, job: _Job) -> Response:
+        stream = await self.engine.submit(job.ids, job.config, index=job.choice)
+        return replace(await collect(stream), index=job.index)
+
+    def _jobs(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        gen_config: GenerationConfig | list[GenerationConfig] | None,
+        do_preprocess: bool,
+    ) -> tuple[list[_Job], bool]:
+        if self._closed:
+            raise ValueError("pipeline: got a closed one, wanted an open one; make a new pipeline")
+        single = isinstance(prompts, str) or _is_conversation(prompts)
+        batch: list[Any] = [prompts] if single else list(prompts)
+        configs: list[Any] = (
+            list(gen_config) if isinstance(gen_config, list) else [gen_config] * len(batch)
+        )
+        if len(configs) != len(batch):
+            raise ValueError(
+                f"gen_config: got {len(configs)} for {len(batch)} prompts, wanted one or one each"
+            )
+        jobs = []
+        for i, (prompt, config) in enumerate(zip(batch, configs, strict=True)):
+            config = GenerationConfig() if config is None else config
+            if not isinstance(config, GenerationConfig):
+                raise refuse("gen_config", config, "a GenerationConfig")
+            ids = self._encode(prompt, do_preprocess)
+            self.engine.check_prompt(ids, f"prompt {i}")
+            jobs += [_Job(ids, config, index=i, choice=choice) for choice in range(config.n)]
+        return jobs, single
+
+    def _encode(self, prompt: Any, do_preprocess: bool) -> list[int]:
+        from lmdeploy.turbomind.prompts import encode_chat
+
+        if isinstance(prompt, str) and not do_preprocess:
+            return list(self.engine.parts.tokenizer.encode(prompt, add_special=True))
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        if not _is_conversation(prompt):
+            raise refuse("prompt", prompt, "a text or a list of messages")
+        if not do_preprocess:
+            wanted = "a text, because do_preprocess=False skips the chat template"
+            raise ValueError(f"prompt: got {show(prompt)}, wanted {wanted}")
+        return encode_chat(self.engine.parts, prompt)
+
+
+@dataclass
+class _Job:
+    ids: list[int]
+    config: GenerationConfig
+    index: int = 0
+    choice: int = 0
+
+
+def _is_conversation(prompts: Any) -> bool:
+    return (
+        isinstance(prompts, list)
+        and len(prompts) > 0
+        and all(isinstance(item, dict) for item in prompts)
+    )
+
+
+async def collect(stream: RequestStream) -> Response:
+    """A whole answer. Leaving early, e.g. by cancellation, cancels the request."""
+    whole: Response | None = None
+    try:
+        async for piece in stream:
+            if whole is None:
+                whole = piece
+            else:
+                whole.extend(piece)
+    finally:
+        stream.close()
+    if whole is None:
+        raise RuntimeError("a stream ended without a last piece")
+    return whole

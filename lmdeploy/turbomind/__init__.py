@@ -1,0 +1,1 @@
+"""The engine: loading, the asynchronous face, and the only users of the C++ module."""

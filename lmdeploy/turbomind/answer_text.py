@@ -1,0 +1,145 @@
+"""⑨ From token ids to text that may be shown: stop words and the hold-back they need.
+
+Pure and synchronous; one object per answer, used by one coroutine.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class Detokenizer(Protocol):
+    """Turns ids into text one at a time and keeps back half a character."""
+
+    def push(self, token: int) -> str:
+        """Text that `token` completes."""
+        ...
+
+    def finish(self) -> str:
+        """What is left; incomplete characters become U+FFFD."""
+        ...
+
+
+class StopMatcher:
+    """Finds the first of several words in a text that arrives in pieces.
+
+    Knuth-Morris-Pratt with one state per word, so the cost per character does not depend on the
+    length of the words. Invariant: `held` is the length of the longest end of the text so far that
+    begins some word, so text before it can never become part of a match.
+    """
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self._words = sorted(set(words), key=len, reverse=True)
+        self._failures = [_failure_table(word) for word in self._words]
+        self._states = [0] * len(self._words)
+
+    @property
+    def held(self) -> int:
+        """Characters at the end of the text that may begin a word."""
+        return max(self._states, default=0)
+
+    def find(self, text: str) -> tuple[int, int] | None:
+        """Feeds `text`; (end of the match in `text`, length of the word), or None.
+
+        Of words that end at the same character the longest counts.
+        """
+        if not self._words:
+            return None
+        for position, char in enumerate(text):
+            for i, word in enumerate(self._words):
+                state = self._advance(i, char)
+                self._states[i] = state
+                if state == len(word):
+                    return position + 1, len(word)
+        return None
+
+    def _advance(self, index: int, char: str) -> int:
+        word, failure, state = self._words[index], self._failures[index], self._states[index]
+        while state and word[state] != char:
+            state = failure[state - 1]
+        return state + 1 if word[state] == char else 0
+
+
+def _failure_table(word: str) -> list[int]:
+    table = [0] * len(word)
+    state = 0
+    for i in range(1, len(word)):
+        while state and word[i] != word[state]:
+            state = table[state - 1]
+        if word[i] == word[state]:
+            state += 1
+        table[i] = state
+    return table
+
+
+class AnswerText:
+    """The text of one answer and the tokens it came from.
+
+    A token is released together with the last character of its text, so that streamed text, tokens
+    and log probabilities stay aligned. Tokens whose text begins at or after a stop word's beginning
+    are dropped.
+    """
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stop_words: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._matcher = StopMatcher(stop_words)
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+        self._held = ""
+        self._released = 0  # characters given away
+        self._spans: deque[tuple[int, int]] = deque()  # (begin, end) of tokens not given away
+        self._done = False
+        self.stopped = False
+
+    def push(self, token: int) -> None:
+        """Adds a token. REQUIRES: not stopped."""
+        self._num_tokens += 1
+        begin = self._released + len(self._held)
+        text = self._detokenizer.push(token)
+        self._spans.append((begin, begin + len(text)))
+        self._append(text)
+
+    def finish(self) -> None:
+        """No token follows: what was held back may go out."""
+        if not self.stopped:
+            self._append(self._detokenizer.finish())
+        self._done = True
+
+    def _append(self, text: str) -> None:
+        self._held += text
+        if self._num_tokens < self._min_tokens:
+            return
+        match = self._matcher.find(text)
+        if match is None:
+            return
+        end, length = match
+        cut = len(self._held) - len(text) + end
+        if not self._include_stop:
+            cut -= length
+        self._held = self._held[:cut]
+        limit = self._released + cut
+        while self._spans and self._spans[-1][0] >= limit:
+            self._spans.pop()
+        self.stopped = self._done = True
+
+    def take(self) -> tuple[str, int]:
+        """(text that may be shown, number of tokens that it completes)."""
+        keep = 0 if self._done else self._matcher.held
+        cut = len(self._held) - keep
+        text, self._held = self._held[:cut], self._held[cut:]
+        self._released += cut
+        num_tokens = 0
+        while self._spans and (self._done or self._spans[0][1] <= self._released):
+            self._spans.popleft()
+            num_tokens += 1
+        return text, num_tokens

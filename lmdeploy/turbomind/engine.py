@@ -1,0 +1,470 @@
+"""③⑨ The asynchronous engine: ids in, pieces of text out, one stream per request.
+
+The only importer of `_turbomind` beside the loader. One thread waits for the C++ engine's outputs
+and hands each to the event loop its request came from; everything about a request's text happens in
+that loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from lmdeploy.checks import flag_of
+from lmdeploy.environment import free_memory_bytes, usable_cores
+from lmdeploy.messages import FinishReason, GenerationConfig, Response, TurbomindEngineConfig
+from lmdeploy.turbomind.answer_text import AnswerText
+from lmdeploy.turbomind.grammar import make_token_mask
+
+if TYPE_CHECKING:
+    from lmdeploy import _turbomind
+    from lmdeploy.chat_template import ChatTemplate
+    from lmdeploy.model import ChatTemplateConfig
+    from lmdeploy.tokenizer import Tokenizer
+
+logger = logging.getLogger("lmdeploy")
+
+DEFAULT_CPU_BATCH_SIZE = 32
+_WAIT_MS = 200
+_FINISH_REASONS: dict[str, FinishReason] = {
+    "stop": "stop",
+    "length": "length",
+    "cancelled": "abort",
+    "error": "error",
+}
+
+
+class EngineFailure(RuntimeError):
+    """The engine itself has failed; no request can be served any more."""
+
+
+@dataclass
+class EngineParts:
+    """What an engine is made of. Tests pass fakes with the same methods."""
+
+    core: _turbomind.Engine
+    new_request: Callable[[], _turbomind.Request]
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    vocab_size: int
+    session_len: int
+    eos_ids: list[int]
+    kv_mode: str
+    generation_config: dict[str, Any] = field(default_factory=dict)
+    model_path: str = ""
+    model_type: str = ""
+
+
+def engine_config_of(config: TurbomindEngineConfig, max_position: int) -> _turbomind.EngineConfig:
+    """The C++ engine's options for a model trained on `max_position` tokens."""
+    from lmdeploy import _turbomind
+
+    native = _turbomind.EngineConfig()
+    native.kv_mode = _turbomind.get_kv_cache_mode(config.kv_format, 0, config.strict_arch)
+    native.max_batch_size = config.max_batch_size or DEFAULT_CPU_BATCH_SIZE
+    native.session_len = config.session_len or max_position
+    native.max_prefill_token_num = config.max_prefill_token_num
+    native.cache_block_seq_len = config.cache_block_seq_len
+    native.cache_max_entry_count = float(config.cache_max_entry_count)
+    native.enable_prefix_caching = config.enable_prefix_caching
+    native.deterministic = config.deterministic
+    if config.session_len is not None and config.session_len > max_position:
+        logger.warning(
+            "session_len %d is longer than the %d positions the model was trained for",
+            config.session_len,
+            max_position,
+        )
+    return native
+
+
+def cache_line(mode: str, plan: _turbomind.MemoryPlan) -> str:
+    """One line on the cache: mode, bytes per token, tokens that fit, comparison with 16 bit."""
+    ratio = plan.bytes_per_token_none / plan.bytes_per_token
+    return (
+        f"KV cache: mode {mode}, {plan.bytes_per_token:,.0f} bytes per token, "
+        f"{plan.max_tokens:,} tokens fit in {plan.reserved_bytes / 2**20:,.1f} MiB; "
+        f"{ratio:.2f}x the tokens of 16 bit ({plan.bytes_per_token_none:,.0f} bytes per token)"
+    )
+
+
+def load_parts(
+    model_path: str,
+    config: TurbomindEngineConfig,
+    chat_template_config: ChatTemplateConfig | None = None,
+    *,
+    progress: bool = True,
+) -> EngineParts:
+    """Loads the model and starts the C++ engine. ValueError says what is wrong with the input."""
+    from lmdeploy import _turbomind
+    from lmdeploy.turbomind.loader import load_model
+
+    device = _turbomind.make_cpu_device(config.num_threads or usable_cores())
+    model = load_model(
+        model_path, dtype=config.dtype, exact=config.exact, device=device, progress=progress
+    )
+    native = engine_config_of(config, model.config.max_position)
+    core = _turbomind.Engine(model.config, native, model.weights, device, free_memory_bytes())
+    return EngineParts(
+        core=core,
+        new_request=_turbomind.Request,
+        tokenizer=model.tokenizer,
+        chat_template=model.chat_template,
+        vocab_size=model.config.vocab_size,
+        session_len=native.session_len,
+        eos_ids=sorted(model.tokenizer.eos_ids),
+        kv_mode=native.kv_mode,
+        generation_config=model.generation_config,
+        model_path=model_path,
+        model_type=model.model_type,
+    )
+
+
+class RequestStream:
+    """One answer as an asynchronous iterator of Response pieces; the last has a finish_reason.
+
+    Used in the event loop that created it. `close()` cancels what still runs; it is safe to call it
+    at any time and more than once.
+    """
+
+    def __init__(self, engine: AsyncEngine, request: Any, config: GenerationConfig) -> None:
+        self.request_id: int = request.id
+        self.prompt_ids: list[int] = list(request.prompt)
+        self.config = config
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[Any] = asyncio.Queue()
+        self._done = False
+        tokenizer = engine.parts.tokenizer
+        self._answer = AnswerText(
+            tokenizer.detokenizer(skip_special=config.skip_special_tokens),
+            [w for w in config.stop_words or [] if not engine.stop_ids_of(w)],
+            include_stop=config.include_stop_str_in_output,
+            min_tokens=config.min_new_tokens or 0,
+        )
+        self._tokens: list[int] = []  # pushed, not yet released
+        self._logprobs: list[dict[int, float]] = []
+        self._num_released = 0
+        self._num_prompt_logprobs = 0
+        self._cached_tokens = 0
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> Response:
+        while not self._done:
+            output = await self._queue.get()
+            if isinstance(output, BaseException):
+                self._done = True
+                raise output
+            piece = self._assemble(output)
+            if piece.finish_reason is not None:
+                self._done = True
+                return piece
+            if piece.token_ids or piece.text or piece.logits is not None or piece.prompt_logprobs:
+                return piece
+        raise StopAsyncIteration
+
+    def close(self) -> None:
+        """Cancels the request unless it has ended."""
+        self._done = True
+        self._engine.forget(self.request_id)
+
+    def deliver(self, output: Any) -> None:
+        """Called by the engine's drain thread: an output, or the exception that ends the stream."""
+        self._loop.call_soon_threadsafe(self._queue.put_nowait, output)
+
+    def _assemble(self, output: Any) -> Response:
+        self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
+        include_stop = self.config.include_stop_str_in_output
+        drop = 0 if include_stop else output.stop_tokens
+        reason: FinishReason | None = _FINISH_REASONS.get(output.finish_reason)
+        self._push(output.tokens[: len(output.tokens) - drop], output.logprobs)
+        if self._answer.stopped:
+            reason = "stop"
+            self._engine.forget(self.request_id)
+        elif reason is not None:
+            self._answer.finish()
+            if self._answer.stopped:
+                reason = "stop"
+        text, count = self._answer.take()
+        tokens, self._tokens = self._tokens[:count], self._tokens[count:]
+        logprobs, self._logprobs = self._logprobs[:count], self._logprobs[count:]
+        self._num_released += count
+        return Response(
+            text=text,
+            generate_token_len=self._num_released,
+            input_token_len=len(self.prompt_ids),
+            finish_reason=reason,
+            token_ids=tokens,
+            logprobs=logprobs if self.config.logprobs is not None else None,
+            logits=output.logits,
+            cached_tokens=self._cached_tokens,
+            prompt_logprobs=self._prompt_logprobs(output),
+            error_code="engine_error" if reason == "error" else None,
+            error_message=output.error if reason == "error" else None,
+        )
+
+    def _push(self, tokens: list[int], logprobs: list[Any]) -> None:
+        for i, token in enumerate(tokens):
+            self._answer.push(token)
+            self._tokens.append(token)
+            if self.config.logprobs is not None and i < len(logprobs):
+                self._logprobs.append(_logprob_dict(token, logprobs[i]))
+            if self._answer.stopped:
+                return
+
+    def _prompt_logprobs(self, output: Any) -> list[dict[int, float]] | None:
+        if self.config.prompt_logprobs is None or not output.prompt_logprobs:
+            return None
+        offset = self._num_prompt_logprobs + 1
+        self._num_prompt_logprobs += len(output.prompt_logprobs)
+        return [
+            _logprob_dict(self.prompt_ids[offset + i], item)
+            for i, item in enumerate(output.prompt_logprobs)
+        ]
+
+
+def _logprob_dict(token: int, logprobs: Any) -> dict[int, float]:
+    result: dict[int, float] = dict(logprobs.top)
+    result.setdefault(token, logprobs.chosen)
+    return result
+
+
+class AsyncEngine:
+    """Owns the C++ engine, the tokenizer and the template of one model.
+
+    `submit` and `generate` may be called from any event loop; `close` from any thread.
+    """
+
+    def __init__(self, parts: EngineParts) -> None:
+        self.parts = parts
+        self._ids = itertools.count(1)
+        self._streams: dict[int, RequestStream] = {}
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._drain_thread = threading.Thread(target=self._drain, name="tm-drain", daemon=True)
+        self._drain_thread.start()
+
+    @classmethod
+    def load(
+        cls,
+        model_path: str,
+        config: TurbomindEngineConfig | None = None,
+        chat_template_config: ChatTemplateConfig | None = None,
+        *,
+        progress: bool = True,
+    ) -> AsyncEngine:
+        """Loads a folder, GGUF file, hub id or `smollm2`."""
+        config = config or TurbomindEngineConfig()
+        return cls(load_parts(model_path, config, chat_template_config, progress=progress))
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Longest prompt plus answer: what session_len and the cache allow."""
+        return min(self.parts.session_len, self.parts.core.memory_plan().max_tokens)
+
+    @property
+    def healthy(self) -> bool:
+        """False from the moment the engine has failed or been closed."""
+        return not self._closing.is_set() and self.parts.core.healthy
+
+    @property
+    def failure(self) -> str:
+        """Why the engine is not healthy."""
+        return "the engine is closed" if self._closing.is_set() else self.parts.core.failure
+
+    def cache_line(self) -> str:
+        """One line on the cache, for the start of a server."""
+        return cache_line(self.parts.kv_mode, self.parts.core.memory_plan())
+
+    def stats(self) -> _turbomind.EngineStats:
+        """Counters of the C++ engine."""
+        return self.parts.core.stats()
+
+    def check_prompt(self, prompt_ids: list[int], flag: str = "the prompt") -> None:
+        """ValueError with the numbers when a prompt can never be served."""
+        if not prompt_ids:
+            raise ValueError("prompt: got no tokens, wanted at least 1; change the prompt")
+        limit = self.max_request_tokens
+        if len(prompt_ids) >= limit and len(prompt_ids) >= self.parts.session_len:
+            raise ValueError(
+                f"prompt: got {len(prompt_ids)} tokens, wanted fewer than session_len "
+                f"{self.parts.session_len}; shorten the prompt or raise {flag_of('session_len')}"
+            )
+        if len(prompt_ids) >= limit:
+            raise ValueError(
+                f"prompt: got {len(prompt_ids)} tokens, wanted fewer than the {limit} that the KV "
+                f"cache holds; shorten {flag} or raise {flag_of('cache_max_entry_count')}"
+            )
+        top = max(prompt_ids)
+        if top >= self.parts.vocab_size or min(prompt_ids) < 0:
+            bad = top if top >= self.parts.vocab_size else min(prompt_ids)
+            raise ValueError(
+                f"prompt: got token id {bad}, wanted 0 to {self.parts.vocab_size - 1}; "
+                f"change the prompt"
+            )
+
+    async def submit(
+        self, prompt_ids: list[int], config: GenerationConfig | None = None, *, index: int = 0
+    ) -> RequestStream:
+        """Starts one answer. `index` tells the n answers of one prompt apart (their seeds).
+
+        Raises ValueError when the request is wrong and EngineFailure when the engine has failed.
+        """
+        config = config or GenerationConfig()
+        self._check_healthy()
+        request = await asyncio.to_thread(self._make_request, prompt_ids, config, index)
+        stream = RequestStream(self, request, config)
+        with self._lock:
+            self._streams[stream.request_id] = stream
+        try:
+            self.parts.core.submit(request)
+        except BaseException:
+            with self._lock:
+                self._streams.pop(stream.request_id, None)
+            self._check_healthy()
+            raise
+        self._check_healthy()
+        return stream
+
+    async def generate(
+        self, prompt_ids: list[int], config: GenerationConfig | None = None, *, index: int = 0
+    ) -> AsyncIterator[Response]:
+        """`submit` as one iterator; leaving it early cancels the request."""
+        stream = await self.submit(prompt_ids, config, index=index)
+        try:
+            async for piece in stream:
+                yield piece
+        finally:
+            stream.close()
+
+    def forget(self, request_id: int) -> None:
+        """Cancels a request whose outputs nobody wants any more."""
+        with self._lock:
+            known = self._streams.pop(request_id, None)
+        if known is not None and not self._closing.is_set():
+            self.parts.core.cancel(request_id)
+
+    def close(self) -> None:
+        """Stops the engine; streams that still run end with EngineFailure."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._drain_thread.join()
+        self.parts.core.close()
+
+    def stop_ids_of(self, word: str) -> list[int]:
+        """Token ids of a stop word that plain text cannot show (special tokens), else []."""
+        tokenizer = self.parts.tokenizer
+        ids = tokenizer.encode(word, add_special=False)
+        return ids if word not in tokenizer.decode(ids, skip_special=True) else []
+
+    def _check_healthy(self) -> None:
+        if not self.healthy:
+            raise EngineFailure(f"the engine has failed: {self.failure}")
+
+    def _make_request(self, prompt_ids: list[int], config: GenerationConfig, index: int) -> Any:
+        self.check_prompt(prompt_ids)
+        self._check_token_ids(config)
+        room = self.max_request_tokens - len(prompt_ids)
+        request = self.parts.new_request()
+        request.id = next(self._ids)
+        request.prompt = list(prompt_ids)
+        request.max_new_tokens = min(config.max_new_tokens, room)
+        request.min_new_tokens = min(config.min_new_tokens or 0, request.max_new_tokens)
+        request.ignore_eos = config.ignore_eos
+        request.eos_ids = [] if config.ignore_eos else list(self.parts.eos_ids)
+        request.stop_sequences = [[i] for i in config.stop_token_ids or []]
+        request.stop_sequences += [
+            ids for word in config.stop_words or [] if (ids := self.stop_ids_of(word))
+        ]
+        request.bad_sequences = self._bad_sequences(config)
+        request.num_logprobs = -1 if config.logprobs is None else config.logprobs
+        request.num_prompt_logprobs = (
+            -1 if config.prompt_logprobs is None else config.prompt_logprobs
+        )
+        request.logits_output = config.output_logits or "none"
+        _set_sampling(request, config, index)
+        if config.response_format is not None:
+            request.token_mask = make_token_mask(
+                self.parts.tokenizer.llguidance(self.parts.vocab_size), config.response_format
+            )
+        return request
+
+    def _check_token_ids(self, config: GenerationConfig) -> None:
+        limit = self.parts.vocab_size
+        for name in ("stop_token_ids", "bad_token_ids", "logit_bias"):
+            for token in getattr(config, name) or ():
+                if token >= limit:
+                    raise ValueError(
+                        f"{name}: got token id {token}, wanted 0 to {limit - 1}; change {name}"
+                    )
+
+    def _bad_sequences(self, config: GenerationConfig) -> list[list[int]]:
+        sequences = [[i] for i in config.bad_token_ids or []]
+        for word in config.bad_words or []:
+            for spelling in (word, " " + word):
+                ids = self.parts.tokenizer.encode(spelling, add_special=False)
+                if ids and ids not in sequences:
+                    sequences.append(ids)
+        return sequences
+
+    def _drain(self) -> None:
+        core = self.parts.core
+        while not self._closing.is_set():
+            try:
+                outputs = core.wait_outputs(_WAIT_MS)
+            except Exception as error:
+                logger.error("the engine's outputs cannot be read: %s", error)
+                self._end_all(EngineFailure(f"the engine has failed: {error}"))
+                return
+            for output in outputs:
+                self._deliver(output)
+            if not outputs and not core.healthy:
+                self._end_all(EngineFailure(f"the engine has failed: {core.failure}"))
+                return
+        self._end_all(EngineFailure("the engine has been closed"))
+
+    def _deliver(self, output: Any) -> None:
+        with self._lock:
+            if output.finish_reason == "none":
+                stream = self._streams.get(output.request_id)
+            else:
+                stream = self._streams.pop(output.request_id, None)
+        if stream is not None:
+            try:
+                stream.deliver(output)
+            except RuntimeError:  # its event loop is closed: nobody waits any more
+                self.forget(output.request_id)
+
+    def _end_all(self, error: EngineFailure) -> None:
+        with self._lock:
+            streams, self._streams = list(self._streams.values()), {}
+        for stream in streams:
+            try:
+                stream.deliver(error)
+            except RuntimeError:
+                logger.debug("request %d: its event loop is closed", stream.request_id)
+
+
+def _set_sampling(request: Any, config: GenerationConfig, index: int) -> None:
+    request.do_sample = config.do_sample and config.temperature > 0
+    request.temperature = config.temperature or 1.0
+    for name in (
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+    ):
+        setattr(request, name, getattr(config, name))
+    seed = secrets.randbits(64) if config.random_seed is None else config.random_seed
+    request.seed = (seed + index) % 2**64
+    request.logit_bias = list((config.logit_bias or {}).items())

@@ -1,0 +1,78 @@
+"""④ `response_format` → a mask over the vocabulary before every token, by llguidance."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lmdeploy.checks import refuse
+
+MAX_GRAMMAR_CHARS = 1 << 17
+
+TokenMask = Callable[[Sequence[int], npt.NDArray[np.int32]], bool]
+
+
+def grammar_text(response_format: dict[str, Any]) -> str | None:
+    """The grammar in llguidance's notation; None for {"type": "text"}.
+
+    Raises ValueError for an unknown type, a missing part or a schema that is not an object.
+    """
+    import llguidance
+
+    kind = response_format.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return str(llguidance.LLMatcher.grammar_from_json_schema('{"type": "object"}'))
+    if kind == "json_schema":
+        holder = response_format.get("json_schema")
+        schema = holder.get("schema", holder) if isinstance(holder, dict) else None
+        if not isinstance(schema, dict):
+            wanted = '{"name": ..., "schema": {...}}'
+            raise refuse("response_format.json_schema", holder, wanted, "response_format")
+        text = json.dumps(schema)
+        _check_size("response_format.json_schema", text)
+        return str(llguidance.LLMatcher.grammar_from_json_schema(text))
+    if kind in ("regex_schema", "regex"):
+        pattern = response_format.get(kind)
+        if not isinstance(pattern, str) or not pattern:
+            raise refuse(f"response_format.{kind}", pattern, "a regular expression")
+        _check_size(f"response_format.{kind}", pattern)
+        return str(llguidance.LLMatcher.grammar_from_regex(pattern))
+    wanted = "text, json_object, json_schema or regex_schema"
+    raise refuse("response_format.type", kind, wanted, "response_format")
+
+
+def _check_size(name: str, text: str) -> None:
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise ValueError(
+            f"{name}: got {len(text)} characters, wanted at most {MAX_GRAMMAR_CHARS}; "
+            f"change response_format"
+        )
+
+
+def make_token_mask(ll_tokenizer: Any, response_format: dict[str, Any]) -> TokenMask | None:
+    """The callback for one request, None for plain text. ValueError for a bad grammar."""
+    import llguidance
+
+    grammar = grammar_text(response_format)
+    if grammar is None:
+        return None
+    matcher = llguidance.LLMatcher(ll_tokenizer, grammar)
+    if matcher.is_error():
+        reason = matcher.get_error().splitlines()[0]
+        raise ValueError(f"response_format: {reason}; change response_format")
+
+    def token_mask(new_tokens: Sequence[int], mask: npt.NDArray[np.int32]) -> bool:
+        if new_tokens and not matcher.consume_tokens(list(new_tokens)):
+            raise RuntimeError(f"grammar: {matcher.get_error() or 'a token outside the mask'}")
+        if matcher.is_stopped():
+            return False
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.size * mask.itemsize)
+        return True
+
+    return token_mask

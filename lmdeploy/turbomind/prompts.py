@@ -1,0 +1,72 @@
+"""②③ A conversation → text by the chat template → token ids."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lmdeploy.checks import refuse, show
+
+if TYPE_CHECKING:
+    from lmdeploy.turbomind.engine import EngineParts
+
+MAX_MESSAGES = 4096
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def check_messages(messages: Any) -> list[dict[str, str]]:
+    """A conversation with plain text contents. ValueError names the message that is wrong.
+
+    A content may be a text or a list of `{"type": "text", "text": ...}` parts.
+    """
+    if not isinstance(messages, list) or not 0 < len(messages) <= MAX_MESSAGES:
+        raise refuse("messages", messages, f"a list of 1 to {MAX_MESSAGES} messages")
+    return [_check_message(i, message) for i, message in enumerate(messages)]
+
+
+def _check_message(index: int, message: Any) -> dict[str, str]:
+    name = f"messages[{index}]"
+    if not isinstance(message, dict):
+        raise refuse(name, message, "an object with role and content")
+    for key, value in message.items():
+        if key not in ("role", "content", "name") and value not in (None, []):
+            raise ValueError(f"{name}.{key}: not supported, wanted role and content; remove it")
+    role = message.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise refuse(f"{name}.role", role, "one of " + ", ".join(_ROLES))
+    if role == "tool":
+        raise ValueError(f"{name}.role: tool calls are not supported; remove the message")
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(_check_part(name, part) for part in content)
+    if not isinstance(content, str):
+        raise refuse(f"{name}.content", content, "a text or a list of text parts")
+    return {"role": "system" if role == "developer" else role, "content": content}
+
+
+def _check_part(name: str, part: Any) -> str:
+    if not isinstance(part, dict) or part.get("type") != "text":
+        kind = part.get("type") if isinstance(part, dict) else part
+        raise ValueError(
+            f"{name}.content: got a part of type {show(kind)}, wanted text; remove the part"
+        )
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise refuse(f"{name}.content.text", text, "a text")
+    return text
+
+
+def encode_chat(
+    parts: EngineParts, messages: Any, template_options: dict[str, Any] | None = None
+) -> list[int]:
+    """Token ids of a conversation with the answer's beginning appended.
+
+    Raises ValueError for a wrong conversation, a model without a chat template, or what the
+    template itself refuses.
+    """
+    if parts.chat_template is None:
+        raise ValueError(
+            "messages: the model has no chat template; use /v1/completions (do_preprocess=False) "
+            "or give one with --chat-template"
+        )
+    text = parts.chat_template.render(check_messages(messages), **(template_options or {}))
+    return list(parts.tokenizer.encode(text, add_special=False))
