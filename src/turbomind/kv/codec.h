@@ -10,11 +10,12 @@
 //   kHasParams   an inline (scale, zero) per row, in the cache dtype
 //   kHasScales   scale bytes in the scale pool, n / kGroup per row
 //   EncodeRow    x[n] → payload[n * kBits / 8] and meta; returns the number of NaN and infinities.
-//                x is rounded to `dtype` first. `g` is the FP32 factor of FP8 and NVFP4 (1 if none).
-//                kSearch picks FP4 scales by least squared error; without it the plain rule holds.
+//                x is rounded to `dtype` first. `g` is the FP32 factor of FP8 and NVFP4 (1 if
+//                none). kSearch picks FP4 scales by least squared error; without it the plain rule
+//                holds.
 //   DecodeRow    the inverse.
-// meta is (scale, zero) for int8 and int4, the scale bytes for FP4; never read or written otherwise.
-// REQUIRES: n is even for 4-bit modes and a multiple of kGroup; g > 0.
+// meta is (scale, zero) for int8 and int4, the scale bytes for FP4; never read or written
+// otherwise. REQUIRES: n is even for 4-bit modes and a multiple of kGroup; g > 0.
 
 #include <cstdint>
 

@@ -1,0 +1,124 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "turbomind/kv/block_manager.h"
+#include "turbomind/kv/block_trie.h"
+#include "turbomind/kv/kv_cache.h"
+
+namespace turbomind {
+
+// Blocks of one layer group by state: free + cached + active = total.
+struct BlockCounts {
+  int64_t total = 0;
+  int64_t free = 0;
+  int64_t cached = 0;
+  int64_t active = 0;
+};
+
+// Sequences and their blocks, in every layer group at once; data and scales in lockstep, since one
+// id addresses both.
+//
+// The life of a sequence:
+//   Create      looks its prompt up in the prefix cache and locks what it finds. The result is how
+//               many tokens need not be computed: whole blocks, always fewer than the prompt has.
+//   AllocateDataAndScaleBlocks
+//               before each step: slots for the tokens that the step will write. All or nothing;
+//               cached blocks are evicted, least recently used first, when no block is free. False
+//               means that someone has to be preempted: FreeDataAndScaleBlocks on a victim.
+//   BlockTable  goes into the step's batch.
+//   Commit      after the step: K and V of tokens [0, n) are written. Whole blocks enter the prefix
+//               cache; blocks that fell behind a window are unlocked and become -1 in the table.
+//   FreeDataAndScaleBlocks
+//               ends it, also for preemption. What was committed stays cached, so that a new
+//               Create with the same tokens finds it, until it is evicted.
+// Fork makes an independent copy of a sequence, bytes included (no block is shared).
+//
+// Invariants (CheckIntegrity):
+//  1. In each group free + cached + active = total, and both pools have exactly `total` blocks.
+//  2. A block's users are the sequences that have it in their tables, no more and no less.
+//  3. A block is kept if and only if it is in the trie; only written whole blocks are.
+//  4. A table has a block for every slot from the first visible one on, and -1 before.
+//  5. FP4: every scale byte of a block in the trie is one that an encoder stores.
+// An unknown id, or one used twice, is our own bug: InternalError. Not thread-safe: the engine
+// thread's.
+class SequenceManager {
+ public:
+  // `cache` must outlive the manager.
+  SequenceManager(KvCache& cache, bool enable_prefix_caching);
+  virtual ~SequenceManager();
+
+  // Starts a sequence; returns the number of tokens found in the prefix cache. `use_prefix_cache`
+  // false starts from nothing (prompt logprobs). REQUIRES: the prompt is not empty.
+  int64_t Create(uint64_t id, std::span<const int32_t> prompt, bool use_prefix_cache = true);
+
+  // Makes slots for tokens [0, num_tokens) in every group. False, and nothing has changed, when
+  // there are not enough free and cached blocks.
+  bool AllocateDataAndScaleBlocks(uint64_t id, int64_t num_tokens);
+
+  // K and V of all of `tokens` are written. REQUIRES: slots exist; no fewer tokens than last time,
+  // and the same ones.
+  void Commit(uint64_t id, std::span<const int32_t> tokens);
+
+  void FreeDataAndScaleBlocks(uint64_t id);
+
+  // Copies `source`'s written tokens into a new sequence. False when there are not enough blocks.
+  bool Fork(uint64_t source, uint64_t id);
+
+  // Drops everything cached. Running sequences keep their blocks.
+  void ClearPrefixCache();
+
+  bool Contains(uint64_t id) const { return sequences_.contains(id); }
+  int num_sequences() const { return static_cast<int>(sequences_.size()); }
+  int64_t num_written(uint64_t id) const;  // tokens committed or found in the prefix cache
+  // Block ids by position / block_seq_len; -1 behind a window. Valid until the next call.
+  std::span<const int32_t> BlockTable(uint64_t id, int group) const;
+
+  BlockCounts counts(int group) const;
+  // Blocks that have ever been used: memory beyond them is untouched.
+  int64_t high_water(int group) const;
+  int64_t touched_bytes() const;
+  // Blocks that AllocateDataAndScaleBlocks would take in a group; for planning.
+  int64_t BlocksNeeded(uint64_t id, int group, int64_t num_tokens) const;
+  // True if one sequence of this length fits into the empty pools, computed `chunk` tokens at a
+  // time. False: refuse the request.
+  bool CanEverFit(int64_t num_tokens, int64_t chunk) const;
+
+  std::byte* GetBlockPtr(int64_t block, int group = 0) const;
+  std::byte* GetScaleBlockPtr(int64_t block, int group = 0) const;  // null without FP4
+
+  // Throws InternalError naming a broken invariant. Reads every cached scale byte if asked to.
+  void CheckIntegrity(bool check_scale_bytes = true) const;
+
+ protected:
+  // Unlocks a block that a sequence no longer uses. Virtual so that a test can plant a leak.
+  virtual void UnlockBlock(GroupBlock block);
+
+ private:
+  struct Sequence {
+    int64_t num_written = 0;
+    int64_t num_entered = 0;                   // whole blocks offered to the trie so far
+    std::vector<std::vector<int32_t>> tables;  // by group
+  };
+  const Sequence& At(uint64_t id) const;
+  Sequence& At(uint64_t id);
+  bool TakeBlocks(const std::vector<int64_t>& needed, std::vector<std::vector<int>>* taken);
+  void EvictOldest(int group);
+  void DropFromTrie(const std::vector<GroupBlock>& blocks);
+  void TrimBehindWindows(Sequence& sequence);
+  int64_t LongestHit(const std::vector<std::vector<int>>& path) const;
+  void CheckGroup(int group, bool check_scale_bytes) const;
+
+  KvCache& cache_;
+  bool enable_prefix_caching_;
+  std::vector<BlockManager> managers_;  // by group
+  BlockTrie trie_;
+  std::unordered_map<uint64_t, Sequence> sequences_;
+};
+
+}  // namespace turbomind
