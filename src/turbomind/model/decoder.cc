@@ -1,0 +1,184 @@
+// ⑥⑦ The forward pass: embed; per layer attention and feed-forward, each behind a norm and added to
+// the residual; final norm and logits of the rows that need them.
+
+#include "turbomind/model/decoder.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "turbomind/core/check.h"
+
+namespace turbomind {
+namespace {
+
+// Rows of the feed-forward done at a time: their activations stay in the caches, and scratch does
+// not grow with the step. Rows are independent, so the cut changes no result.
+constexpr int kFfnRows = 512;
+
+const float* OrNull(const std::vector<float>& v) { return v.empty() ? nullptr : v.data(); }
+
+}  // namespace
+
+Decoder::Decoder(const ModelConfig& config, std::shared_ptr<const Weights> weights, Device& device,
+                 std::vector<LayerCache> layers, int max_tokens, int max_logit_rows)
+    : config_(config),
+      weights_(std::move(weights)),
+      device_(device),
+      layers_(std::move(layers)),
+      rope_(config.rope),
+      max_tokens_(max_tokens),
+      max_logit_rows_(max_logit_rows) {
+  Check(layers_.size() == weights_->layers.size(), "one cache view per layer");
+  Check(max_tokens_ > 0 && max_logit_rows_ > 0, "a step has tokens and logits");
+  if (config_.softmax_scale == 0.f) {
+    config_.softmax_scale = 1.f / std::sqrt(static_cast<float>(config_.head_dim));
+  }
+  const int64_t tokens = max_tokens_;
+  const int64_t ffn_rows = std::min(max_tokens_, kFfnRows);
+  const int64_t q_size = int64_t{config_.num_heads} * config_.head_dim;
+  const int64_t kv_size = int64_t{config_.num_kv_heads} * config_.head_dim;
+  const int64_t half_rope = rope_.enabled() ? rope_.dim() / 2 : 0;
+  const std::pair<float**, int64_t> buffers[] = {
+      {&hidden_, tokens * config_.hidden_size},
+      {&normed_, tokens * config_.hidden_size},
+      {&qkv_, tokens * (q_size + 2 * kv_size)},
+      {&attended_, tokens * q_size},
+      {&gate_up_, ffn_rows * 2 * config_.intermediate_size},
+      {&activated_, ffn_rows * config_.intermediate_size},
+      {&cos_, tokens * half_rope},
+      {&sin_, tokens * half_rope},
+      {&selected_, int64_t{max_logit_rows_} * config_.hidden_size},
+      {&logits_, int64_t{max_logit_rows_} * config_.vocab_size},
+  };
+  const auto padded = [](int64_t floats) { return (floats * 4 + 63) / 64 * 64; };
+  for (const auto& [target, floats] : buffers) {
+    scratch_bytes_ += padded(floats);
+  }
+  scratch_ = static_cast<std::byte*>(device_.Reserve(static_cast<size_t>(scratch_bytes_)));
+  std::byte* next = scratch_;
+  for (const auto& [target, floats] : buffers) {
+    *target = reinterpret_cast<float*>(next);
+    next += padded(floats);
+  }
+}
+
+Decoder::~Decoder() { device_.Release(scratch_, static_cast<size_t>(scratch_bytes_)); }
+
+void Decoder::Forward(const DecoderInput& input) {
+  const BatchView& batch = input.batch.front();
+  Check(batch.num_tokens > 0 && batch.num_tokens <= max_tokens_, "the step fits the scratch");
+  device_.Embed({.table = weights_->embedding.get(),
+                 .ids = input.tokens,
+                 .out = hidden_,
+                 .num_tokens = batch.num_tokens});
+  if (rope_.enabled()) {
+    rope_.Fill(batch.positions, batch.num_tokens, cos_, sin_);
+  }
+  for (size_t i = 0; i < layers_.size(); ++i) {
+    const LayerWeights& layer = weights_->layers[i];
+    Norm(layer.attention_norm, hidden_, normed_, batch.num_tokens);
+    Attention(layer, layers_[i], input.batch[static_cast<size_t>(layers_[i].group)]);
+    Norm(layer.ffn_norm, hidden_, normed_, batch.num_tokens);
+    FeedForward(layer, batch.num_tokens);
+  }
+}
+
+float* Decoder::Logits(const int32_t* rows, int num_rows) {
+  Check(num_rows > 0 && num_rows <= max_logit_rows_, "the logits fit the scratch");
+  const int64_t width = config_.hidden_size;
+  for (int i = 0; i < num_rows; ++i) {
+    device_.Copy(selected_ + i * width, hidden_ + rows[i] * width,
+                 static_cast<size_t>(width) * sizeof(float));
+  }
+  Norm(weights_->final_norm, selected_, selected_, num_rows);
+  device_.Linear({.x = selected_,
+                  .x_stride = width,
+                  .weight = &weights_->output_head(),
+                  .y = logits_,
+                  .y_stride = config_.vocab_size,
+                  .num_rows = num_rows});
+  device_.Synchronize();
+  return logits_;
+}
+
+// normed_ → hidden_ += output(attention(qkv(normed_))), K and V stored on the way.
+void Decoder::Attention(const LayerWeights& layer, const LayerCache& cache,
+                        const BatchView& batch) {
+  const int64_t q_size = int64_t{config_.num_heads} * config_.head_dim;
+  const int64_t qkv_size = q_size + 2 * int64_t{config_.num_kv_heads} * config_.head_dim;
+  const bool rotates = rope_.enabled();
+  Project(layer.qkv, nullptr, normed_, {qkv_, batch.num_tokens});
+  device_.ProcessKV({.qkv = qkv_,
+                     .bias = OrNull(layer.qkv.bias),
+                     .q_norm = OrNull(layer.q_norm),
+                     .k_norm = OrNull(layer.k_norm),
+                     .norm_eps = config_.norm_eps,
+                     .rope_cos = rotates ? cos_ : nullptr,
+                     .rope_sin = rotates ? sin_ : nullptr,
+                     .rope_dim = rotates ? rope_.dim() : 0,
+                     .q_heads = config_.num_heads,
+                     .kv = cache.kv,
+                     .batch = batch,
+                     .num_nonfinite = &num_nonfinite_});
+  const AttentionParams attention = {.q = qkv_,
+                                     .q_stride = qkv_size,
+                                     .out = attended_,
+                                     .q_heads = config_.num_heads,
+                                     .softmax_scale = config_.softmax_scale,
+                                     .window = cache.window,
+                                     .sinks = OrNull(layer.sinks),
+                                     .kv = cache.kv,
+                                     .batch = batch};
+  if (batch.num_decode > 0) {
+    device_.DecodeAttention(attention);
+  }
+  if (batch.num_decode < batch.num_seqs) {
+    device_.PrefillAttention(attention);
+  }
+  Project(layer.output, OrNull(layer.output.bias), attended_, {hidden_, batch.num_tokens, true});
+}
+
+// normed_ → hidden_ += down(activation(gate_up(normed_))).
+void Decoder::FeedForward(const LayerWeights& layer, int num_tokens) {
+  for (int first = 0; first < num_tokens; first += kFfnRows) {
+    const int rows = std::min(kFfnRows, num_tokens - first);
+    const int64_t offset = int64_t{first} * config_.hidden_size;
+    Project(layer.gate_up, OrNull(layer.gate_up.bias), normed_ + offset, {gate_up_, rows});
+    device_.GatedActivation({.gate_up = gate_up_,
+                             .out = activated_,
+                             .num_rows = rows,
+                             .dim = config_.intermediate_size,
+                             .activation = config_.activation});
+    Project(layer.down, OrNull(layer.down.bias), activated_, {hidden_ + offset, rows, true});
+  }
+}
+
+// Each part of the weight fills its own columns of y.
+void Decoder::Project(const LinearWeight& weight, const float* bias, const float* x,
+                      const Output& out) {
+  const int64_t width = weight.rows();
+  int64_t column = 0;
+  for (const auto& part : weight.parts) {
+    device_.Linear({.x = x,
+                    .x_stride = weight.cols(),
+                    .weight = part.get(),
+                    .bias = bias != nullptr ? bias + column : nullptr,
+                    .y = out.y + column,
+                    .y_stride = width,
+                    .num_rows = out.num_rows,
+                    .accumulate = out.accumulate});
+    column += part->rows;
+  }
+}
+
+void Decoder::Norm(const std::vector<float>& weight, const float* x, float* out, int num_rows) {
+  device_.RmsNorm({.x = x,
+                   .weight = weight.data(),
+                   .out = out,
+                   .num_rows = num_rows,
+                   .dim = config_.hidden_size,
+                   .eps = config_.norm_eps});
+}
+
+}  // namespace turbomind

@@ -1,0 +1,92 @@
+#pragma once
+
+// ⑤→⑧ One forward pass over one batch. What a step computes; not what it plans (engine/scheduler)
+// nor what it stores where (kv/).
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "turbomind/core/device.h"
+#include "turbomind/model/model_config.h"
+#include "turbomind/model/weights.h"
+#include "turbomind/ops/rope.h"
+
+namespace turbomind {
+
+// Where a layer's K and V of this step go and come from.
+struct LayerCache {
+  KvLayerView kv;
+  int group = 0;   // of the batch views
+  int window = 0;  // 0: full attention
+};
+
+// One step's input. `batch` has one view per layer group: they differ in their block tables alone.
+struct DecoderInput {
+  const int32_t* tokens = nullptr;  // [num_tokens]
+  std::vector<BatchView> batch;     // [num_groups]
+};
+
+// A dense decoder over a device. Owns its scratch, sized once for `max_tokens` new tokens a step
+// and `max_logit_rows` rows of logits; a step allocates nothing that grows with either.
+//
+// Invariant: a row of hidden() and of Logits() depends on its own sequence alone, bit for bit
+// (each op's contract), whatever the batch, the chunking or the number of threads.
+// Called by the engine thread alone.
+class Decoder {
+ public:
+  // `layers` has one entry per layer. Throws std::bad_alloc.
+  Decoder(const ModelConfig& config, std::shared_ptr<const Weights> weights, Device& device,
+          std::vector<LayerCache> layers, int max_tokens, int max_logit_rows);
+  ~Decoder();
+  Decoder(const Decoder&) = delete;
+  Decoder& operator=(const Decoder&) = delete;
+
+  // Runs all layers; the hidden states of the batch stay until the next call.
+  // REQUIRES: num_tokens <= max_tokens, every token id in the vocabulary, the blocks of every
+  // position present.
+  void Forward(const DecoderInput& input);
+
+  // Logits of rows (token indices of the last batch): [num_rows, vocab_size], valid until the next
+  // call, free to overwrite. REQUIRES: num_rows <= max_logit_rows.
+  float* Logits(const int32_t* rows, int num_rows);
+
+  int max_logit_rows() const { return max_logit_rows_; }
+  int64_t scratch_bytes() const { return scratch_bytes_; }
+  int64_t num_nonfinite() const { return num_nonfinite_; }
+
+ private:
+  struct Output {
+    float* y = nullptr;
+    int num_rows = 0;
+    bool accumulate = false;
+  };
+
+  void Attention(const LayerWeights& layer, const LayerCache& cache, const BatchView& batch);
+  void FeedForward(const LayerWeights& layer, int num_tokens);
+  void Project(const LinearWeight& weight, const float* bias, const float* x, const Output& out);
+  void Norm(const std::vector<float>& weight, const float* x, float* out, int num_rows);
+
+  ModelConfig config_;
+  std::shared_ptr<const Weights> weights_;
+  Device& device_;
+  std::vector<LayerCache> layers_;
+  RopeTable rope_;
+  int max_tokens_;
+  int max_logit_rows_;
+  int64_t scratch_bytes_ = 0;
+  int64_t num_nonfinite_ = 0;
+  std::byte* scratch_ = nullptr;
+  float* hidden_ = nullptr;     // [max_tokens, hidden]
+  float* normed_ = nullptr;     // [max_tokens, hidden]
+  float* qkv_ = nullptr;        // [max_tokens, (heads + 2 kv_heads) * head_dim]
+  float* attended_ = nullptr;   // [max_tokens, heads * head_dim]
+  float* gate_up_ = nullptr;    // [ffn rows, 2 * intermediate]
+  float* activated_ = nullptr;  // [ffn rows, intermediate]
+  float* cos_ = nullptr;        // [max_tokens, rope_dim / 2]
+  float* sin_ = nullptr;        // [max_tokens, rope_dim / 2]
+  float* selected_ = nullptr;   // [max_logit_rows, hidden]
+  float* logits_ = nullptr;     // [max_logit_rows, vocab]
+};
+
+}  // namespace turbomind
