@@ -1,0 +1,119 @@
+#include "turbomind/kv/kv_cache_mode.h"
+
+#include "turbomind/core/check.h"
+
+namespace turbomind {
+namespace {
+
+std::string DeviceText(DeviceCapability device) {
+  return device.is_cuda ? "a CUDA device of SM " + std::to_string(device.sm) : "the CPU";
+}
+
+bool HasFp4(DeviceCapability device) { return !device.is_cuda || device.sm >= 80; }
+
+// The devices that KV_FORMATS lists; a newer one is at least as able as SM 100.
+bool HasNativeNvFp4(DeviceCapability device) { return device.is_cuda && device.sm >= 100; }
+
+void RequireFp4(const std::string& asked, DeviceCapability device) {
+  if (!HasFp4(device)) {
+    throw InvalidArgument("quant_policy " + asked +
+                          " needs a CUDA device of SM 80 or higher, got " + DeviceText(device) +
+                          "; 0 (none), 4 (int4), 8 (int8), fp8 and fp8_e5m2 work there");
+  }
+}
+
+KvCacheMode ResolveFp4(const std::string& asked, DeviceCapability device) {
+  RequireFp4(asked, device);
+  return !device.is_cuda || HasNativeNvFp4(device) ? KvCacheMode::kFp4Nv : KvCacheMode::kFp4Mx;
+}
+
+constexpr const char* kNames = "none, int8, int4, fp8, fp8_e4m3, fp8_e5m2, fp4, mxfp4, nvfp4";
+
+}  // namespace
+
+KvCacheMode GetKvCacheMode(int quant_policy, DeviceCapability device) {
+  switch (quant_policy) {
+    case static_cast<int>(QuantPolicy::kNone):
+      return KvCacheMode::kNone;
+    case static_cast<int>(QuantPolicy::kCacheKVInt4):
+      return KvCacheMode::kInt4;
+    case static_cast<int>(QuantPolicy::kCacheKVInt8):
+      return KvCacheMode::kInt8;
+    case static_cast<int>(QuantPolicy::kCacheKVFp4):
+      return ResolveFp4("16 (fp4)", device);
+    default:
+      break;
+  }
+  throw InvalidArgument("quant_policy: got " + std::to_string(quant_policy) +
+                        (quant_policy == 12 ? " (int4 and int8 together)" : "") +
+                        ", wanted 0 (none), 4 (int4), 8 (int8), 16 (fp4) or one of the names " +
+                        kNames);
+}
+
+KvCacheMode GetKvCacheMode(std::string_view name, DeviceCapability device, bool strict_arch) {
+  const std::string asked(name);
+  KvCacheMode mode = KvCacheMode::kNone;
+  if (asked == "fp4") {
+    mode = ResolveFp4(asked, device);
+  } else if (asked == "fp8_e4m3") {
+    mode = KvCacheMode::kFp8E4m3;
+  } else {
+    bool found = false;
+    for (const KvCacheMode candidate : kAllKvCacheModes) {
+      if (asked == ToString(candidate)) {
+        mode = candidate;
+        found = true;
+      }
+    }
+    if (!found) {
+      throw InvalidArgument("quant_policy: got \"" + asked.substr(0, 64) +
+                            "\", wanted 0, 4, 8, 16 or one of the names " + kNames);
+    }
+  }
+  if (mode == KvCacheMode::kFp4Mx || mode == KvCacheMode::kFp4Nv) {
+    RequireFp4(asked, device);
+  }
+  if (strict_arch && mode == KvCacheMode::kFp4Nv && device.is_cuda && !HasNativeNvFp4(device)) {
+    throw InvalidArgument("quant_policy " + asked +
+                          " with strict_arch=True needs SM 100 or higher"
+                          ", got " +
+                          DeviceText(device) + "; use mxfp4 or strict_arch=False");
+  }
+  return mode;
+}
+
+const char* ToString(KvCacheMode mode) {
+  switch (mode) {
+    case KvCacheMode::kNone:
+      return "none";
+    case KvCacheMode::kInt8:
+      return "int8";
+    case KvCacheMode::kInt4:
+      return "int4";
+    case KvCacheMode::kFp8E4m3:
+      return "fp8";
+    case KvCacheMode::kFp8E5m2:
+      return "fp8_e5m2";
+    case KvCacheMode::kFp4Mx:
+      return "mxfp4";
+    case KvCacheMode::kFp4Nv:
+      return "nvfp4";
+  }
+  return "?";
+}
+
+std::vector<std::pair<std::string, std::string>> KvCacheModeNames() {
+  return {
+      {"none", "the model's 16-bit dtype"},
+      {"int8", "8-bit integers, a scale and a zero per token and head"},
+      {"int4", "4-bit integers, a scale and a zero per token and head"},
+      {"fp8", "8-bit floats (E4M3), one factor per layer and head"},
+      {"fp8_e4m3", "the same as fp8"},
+      {"fp8_e5m2", "8-bit floats (E5M2), one factor per layer and head"},
+      {"fp4", "nvfp4 or mxfp4, whichever suits the device"},
+      {"mxfp4", "4-bit floats (E2M1), a power-of-two scale per 16 values"},
+      {"nvfp4", "4-bit floats (E2M1), an E4M3 scale per 16 values"},
+  };
+}
+
+}  // namespace turbomind

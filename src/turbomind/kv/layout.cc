@@ -1,0 +1,139 @@
+#include "turbomind/kv/layout.h"
+
+#include <string>
+#include <utility>
+
+#include "turbomind/core/check.h"
+#include "turbomind/kv/codec.h"
+
+namespace turbomind::block {
+namespace {
+
+constexpr int64_t kAlignment = 16;
+
+bool IsListedPair(KvCacheMode k, KvCacheMode v) {
+  return k == v || (k == KvCacheMode::kFp8E4m3 && v == KvCacheMode::kFp4Nv) ||
+         (k == KvCacheMode::kInt8 && v == KvCacheMode::kInt4);
+}
+
+void CheckMode(KvCacheMode mode, int head_dim) {
+  const int group = DispatchMode(mode, []<KvCacheMode M>() { return Codec<M>::kGroup; });
+  const int multiple = group ? group : 2;
+  if (head_dim % multiple != 0) {
+    throw InvalidArgument(std::string("head_dim: got ") + std::to_string(head_dim) +
+                          ", wanted a multiple of " + std::to_string(multiple) +
+                          " for quant_policy " + ToString(mode) + "; use another quant_policy");
+  }
+}
+
+void CheckConfig(const Config& config) {
+  const int length = config.block_seq_len;
+  if (length != 16 && length != 32 && length != 64 && length != 128) {
+    throw InvalidArgument("cache_block_seq_len: got " + std::to_string(length) +
+                          ", wanted 16, 32, 64 or 128");
+  }
+  if (config.head_dim < 1 || config.head_dim > 4096) {
+    throw InvalidArgument("head_dim: got " + std::to_string(config.head_dim) +
+                          ", wanted 1 to 4096");
+  }
+  if (config.kv_heads < 1 || config.kv_heads > 65536) {
+    throw InvalidArgument("number of kv heads: got " + std::to_string(config.kv_heads) +
+                          ", wanted 1 to 65536");
+  }
+  if (config.layers.empty()) {
+    throw InvalidArgument("layers of a block: got 0, wanted at least 1");
+  }
+  for (const Config::LayerModes& modes : config.layers) {
+    CheckMode(modes.k, config.head_dim);
+    CheckMode(modes.v, config.head_dim);
+    if (!IsListedPair(modes.k, modes.v)) {
+      throw InvalidArgument(std::string("KV formats of a layer: got K ") + ToString(modes.k) +
+                            " and V " + ToString(modes.v) +
+                            ", wanted the same for both, K fp8 with V nvfp4, or K int8 with V int4"
+                            "; change quant_policy");
+    }
+  }
+}
+
+// Sizes of one layer; offsets and pointers stay empty.
+KvLayerView Shape(const Config& config, const Config::LayerModes& modes) {
+  KvLayerView view;
+  view.dtype = config.dtype;
+  view.block_seq_len = config.block_seq_len;
+  view.kv_heads = config.kv_heads;
+  view.head_dim = config.head_dim;
+  view.mode[0] = modes.k;
+  view.mode[1] = modes.v;
+  for (int side = 0; side < 2; ++side) {
+    view.row_bytes[side] = RowBytes(view.mode[side], config.head_dim, config.dtype);
+    view.param_bytes[side] = ParamBytes(view.mode[side], config.dtype);
+    view.scale_bytes[side] = ScaleBytes(view.mode[side], config.head_dim);
+  }
+  const int64_t slots = static_cast<int64_t>(config.kv_heads) * config.block_seq_len;
+  view.param_offset = slots * (view.row_bytes[0] + view.row_bytes[1]);
+  return view;
+}
+
+int64_t LayerBytes(const KvLayerView& view) {
+  return view.param_offset + static_cast<int64_t>(view.kv_heads) * view.block_seq_len *
+                                 (view.param_bytes[0] + view.param_bytes[1]);
+}
+
+int64_t LayerScaleBytes(const KvLayerView& view) {
+  return static_cast<int64_t>(view.kv_heads) * view.block_seq_len * view.ScaleStride();
+}
+
+}  // namespace
+
+int RowBytes(KvCacheMode mode, int head_dim, DataType dtype) {
+  if (mode == KvCacheMode::kNone) {
+    return head_dim * SizeOf(dtype);
+  }
+  return DispatchMode(mode, [&]<KvCacheMode M>() { return head_dim * Codec<M>::kBits / 8; });
+}
+
+int ParamBytes(KvCacheMode mode, DataType dtype) {
+  return DispatchMode(
+      mode, [&]<KvCacheMode M>() { return Codec<M>::kHasParams ? 2 * SizeOf(dtype) : 0; });
+}
+
+int ScaleBytes(KvCacheMode mode, int head_dim) {
+  return DispatchMode(mode, [&]<KvCacheMode M>() {
+    if constexpr (Codec<M>::kHasScales) {
+      return head_dim / Codec<M>::kGroup;
+    } else {
+      return 0;
+    }
+  });
+}
+
+Layout::Layout(Config config) : config_(std::move(config)) {
+  CheckConfig(config_);
+  for (const Config::LayerModes& modes : config_.layers) {
+    const KvLayerView view = Shape(config_, modes);
+    layer_offset_.push_back(block_bytes_);
+    scale_layer_offset_.push_back(scale_block_bytes_);
+    block_bytes_ += LayerBytes(view);
+    scale_block_bytes_ += LayerScaleBytes(view);
+    Check(block_bytes_ % kAlignment == 0 && scale_block_bytes_ % kAlignment == 0,
+          "layers of a block are multiples of 16 bytes");
+  }
+}
+
+double Layout::bytes_per_token() const {
+  return static_cast<double>(block_bytes_ + scale_block_bytes_) / config_.block_seq_len;
+}
+
+KvLayerView Layout::LayerView(int layer, std::byte* data_pool, std::byte* scale_pool) const {
+  const auto index = static_cast<size_t>(layer);
+  Check(layer >= 0 && index < config_.layers.size(), "the layer is in the group");
+  KvLayerView view = Shape(config_, config_.layers[index]);
+  view.data = data_pool ? data_pool + layer_offset_[index] : nullptr;
+  view.scales =
+      scale_pool && view.ScaleStride() ? scale_pool + scale_layer_offset_[index] : nullptr;
+  view.block_bytes = block_bytes_;
+  view.scale_block_bytes = scale_block_bytes_;
+  return view;
+}
+
+}  // namespace turbomind::block
