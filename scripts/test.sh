@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Everything from nothing: system packages where this may install them, a virtual environment, a
+# build, and all checks (scripts/check.sh). Arguments go to check.sh.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+started=$SECONDS
+
+missing=()
+need() { # need COMMAND-OR-HEADER PACKAGE
+  command -v "$1" >/dev/null || [ -e "/usr/include/$1" ] || missing+=("$2")
+}
+need g++ g++
+need cmake cmake
+need ninja ninja-build
+need ccache ccache
+need clang-format clang-format
+need clang-tidy clang-tidy
+need doctest/doctest.h doctest-dev
+python3 -c 'import venv, ensurepip' 2>/dev/null || missing+=(python3-venv)
+if [ "${#missing[@]}" -gt 0 ]; then
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    echo "== installing system packages: ${missing[*]}"
+    apt-get update -qq
+    DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends "${missing[@]}"
+  else
+    echo "test.sh: missing: ${missing[*]}; install them, e.g. sudo apt-get install ${missing[*]}" >&2
+    exit 1
+  fi
+fi
+
+scripts/setup.sh test
+status=0
+scripts/check.sh "$@" || status=$?
+echo "== test.sh: $((SECONDS - started)) s in total, $([ $status = 0 ] && echo passed || echo FAILED)"
+exit "$status"

