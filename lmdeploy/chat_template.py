@@ -1,0 +1,204 @@
+"""② Messages → prompt text, with the Jinja template of the checkpoint in a sandbox.
+
+A template comes from a download: it runs in jinja2's immutable sandbox, with limits on its size,
+its output and the ranges it may loop over.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lmdeploy.turbomind.model_errors import ModelFormatError
+from lmdeploy.turbomind.safetensors_file import read_json_object
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+    from lmdeploy.tokenizer import Tokenizer
+
+_MAX_TEMPLATE_CHARS = 1 << 20
+_MAX_OUTPUT_CHARS = 64 << 20
+_MAX_CONFIG_BYTES = 16 << 20
+_FILE_NAMES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+
+Message = Mapping[str, Any]
+
+
+class _TemplateError(Exception):
+    """Raised by a template through raise_exception()."""
+
+
+class ChatTemplate:
+    """A compiled template. Immutable; any thread may use it.
+
+    Raises ModelFormatError when the source does not compile.
+    """
+
+    def __init__(
+        self, source: str, *, origin: str, bos_token: str = "", eos_token: str = ""
+    ) -> None:
+        self.source = source
+        self.origin = origin
+        self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        self._template = _compile(source, origin)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt of a conversation; encode it without special tokens.
+
+        Args:
+            messages: mappings with `role` and `content`.
+            add_generation_prompt: whether the assistant's turn is opened at the end.
+            variables: further names the template may use (enable_thinking, ...).
+
+        Raises ValueError with the template's own words when it refuses the messages.
+        """
+        from jinja2 import TemplateError
+
+        context = {
+            "tools": None,
+            "documents": None,
+            **(variables or {}),
+            "messages": [dict(message) for message in messages],
+            "add_generation_prompt": add_generation_prompt,
+            **self._tokens,
+        }
+        pieces: list[str] = []
+        size = 0
+        try:
+            for piece in self._template.generate(context):
+                pieces.append(piece)
+                size += len(piece)
+                if size > _MAX_OUTPUT_CHARS:
+                    raise _TemplateError(f"the prompt passes {_MAX_OUTPUT_CHARS} characters")
+        except (_TemplateError, TemplateError) as error:
+            raise ValueError(f"chat template refused the messages: {error}") from error
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            MemoryError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
+            raise ValueError(
+                f"chat template failed on the messages: {type(error).__name__}: {error}"
+            ) from error
+        return "".join(pieces)
+
+
+def template_from_file(path: str | Path, tokenizer: Tokenizer) -> ChatTemplate:
+    """A Jinja file, or a JSON file with `chat_template` (for --chat-template)."""
+    file = Path(path)
+    if file.suffix == ".json":
+        source = _source_from_json(file)
+        if source is None:
+            raise ModelFormatError(f"{file}: no chat_template in it")
+    else:
+        source = _read_text(file)
+    return _make(source, str(file), tokenizer)
+
+
+def template_from_folder(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The template of a Hugging Face folder; None when it has none."""
+    for name in _FILE_NAMES:
+        file = folder / name
+        if file.is_file():
+            source = _read_text(file) if file.suffix == ".jinja" else _source_from_json(file)
+            if source is not None:
+                return _make(source, str(file), tokenizer)
+    return None
+
+
+def template_from_gguf(metadata: Mapping[str, Any], tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The template in GGUF metadata; None when it has none."""
+    source = metadata.get("tokenizer.chat_template")
+    return _make(source, "tokenizer.chat_template", tokenizer) if isinstance(source, str) else None
+
+
+def _make(source: str, origin: str, tokenizer: Tokenizer) -> ChatTemplate:
+    return ChatTemplate(
+        source, origin=origin, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token
+    )
+
+
+def _read_text(file: Path) -> str:
+    try:
+        if file.stat().st_size > 4 * _MAX_TEMPLATE_CHARS:
+            raise ModelFormatError(
+                f"{file}: a chat template has at most {_MAX_TEMPLATE_CHARS} chars"
+            )
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelFormatError(f"{file}: cannot be read: {error}") from error
+
+
+def _source_from_json(file: Path) -> str | None:
+    value = read_json_object(file, _MAX_CONFIG_BYTES).get("chat_template")
+    if isinstance(value, list):  # several named templates: the one for chat is "default"
+        named = [item for item in value if isinstance(item, dict) and item.get("name") == "default"]
+        value = named[0].get("template") if named else None
+    if value is not None and not isinstance(value, str):
+        raise ModelFormatError(f"{file}: chat_template is not a text")
+    return value
+
+
+def _compile(source: str, origin: str) -> Template:
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    if len(source) > _MAX_TEMPLATE_CHARS:
+        raise ModelFormatError(
+            f"{origin}: a chat template of {len(source)} characters; at most "
+            f"{_MAX_TEMPLATE_CHARS} are accepted"
+        )
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    try:
+        return environment.from_string(_without_generation_marks(source))
+    except (TemplateError, RecursionError, ValueError, SyntaxError) as error:
+        raise ModelFormatError(f"{origin}: the chat template does not compile: {error}") from error
+
+
+def _without_generation_marks(source: str) -> str:
+    """Drops `{% generation %}`, which only marks text for training."""
+    import re
+
+    return re.sub(
+        r"\{%(-?)\s*(?:end)?generation\s*(-?)%\}", r"{%\1 if true \2%}{% endif %}", source
+    )
+
+
+def _raise_exception(message: object) -> None:
+    raise _TemplateError(str(message)[:1000])
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Unlike Jinja's own filter it does not escape for HTML.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

@@ -1,0 +1,94 @@
+"""Stored tensors → the formats the engine packs, in row chunks so that memory stays bounded."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lmdeploy.turbomind.tensor_file import BLOCK_FORMATS, StoredTensor
+
+# Computed as they are; everything else becomes BF16 (or F32 where exact results are asked for).
+_RAW_FORMATS = {"Q4_0": "q4_0", "Q4_1": "q4_1", "Q8_0": "q8_0"}
+_CHUNK_VALUES = 1 << 20
+
+
+def engine_format(tensor: StoredTensor, exact: bool) -> str:
+    """The format `matrix_for_engine` will give."""
+    if tensor.format in _RAW_FORMATS:
+        return _RAW_FORMATS[tensor.format]
+    return "f32" if exact and tensor.format != "BF16" else "bf16"
+
+
+def engine_bytes(tensor: StoredTensor, exact: bool) -> int:
+    """Bytes the engine keeps for the tensor, before padding of its own."""
+    values = tensor.rows * tensor.cols
+    if len(tensor.shape) == 1:
+        return 4 * values
+    if exact:
+        return 4 * values  # exact compute keeps every matrix in FP32
+    kind = engine_format(tensor, exact)
+    return 2 * values if kind == "bf16" else tensor.num_bytes
+
+
+def matrix_for_engine(
+    tensor: StoredTensor, *, exact: bool, interleaved_heads: int = 0
+) -> tuple[str, npt.NDArray[Any]]:
+    """(format, C-contiguous array [rows, ...]) for WeightsBuilder.add_matrix.
+
+    `interleaved_heads` > 0 undoes GGUF's row order of q and k; rows move whole, so this holds for
+    quantised ones too.
+    """
+    kind = engine_format(tensor, exact)
+    stored = tensor.raw.reshape(tensor.rows, -1)
+    if kind in _RAW_FORMATS.values():
+        return kind, np.ascontiguousarray(_separate_halves(stored, interleaved_heads))
+    if tensor.format == "BF16":
+        halves = stored.view("<u2")
+        return kind, np.ascontiguousarray(_separate_halves(halves, interleaved_heads))
+    out = np.empty((tensor.rows, tensor.cols), np.float32 if kind == "f32" else np.uint16)
+    step = max(1, _CHUNK_VALUES // tensor.cols)
+    for start in range(0, tensor.rows, step):
+        values = _to_f32(tensor.format, stored[start : start + step])
+        out[start : start + step] = values if kind == "f32" else bf16_bits(values)
+    return kind, np.ascontiguousarray(_separate_halves(out, interleaved_heads))
+
+
+def vector_for_engine(
+    tensor: StoredTensor, *, interleaved_heads: int = 0
+) -> npt.NDArray[np.float32]:
+    """The FP32 values of a vector; a bias of q or k follows the rows of its matrix."""
+    values = _to_f32(tensor.format, tensor.raw.reshape(1, -1)).reshape(-1, 1)
+    return np.ascontiguousarray(_separate_halves(values, interleaved_heads).reshape(-1))
+
+
+def bf16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """FP32 → BF16 bits, rounded to nearest even; a NaN stays one."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(
+        16
+    )
+    quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
+    return np.where(np.isnan(values), quiet, rounded).astype(np.uint16)
+
+
+def _to_f32(stored_format: str, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    if stored_format == "F32":
+        return np.asarray(rows.view("<f4"), np.float32)
+    if stored_format == "F16":
+        return rows.view("<f2").astype(np.float32)
+    if stored_format == "BF16":
+        return (rows.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
+    assert stored_format in BLOCK_FORMATS
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    values: npt.NDArray[np.float32] = dequantize(rows, GGMLQuantizationType[stored_format])
+    return values
+
+
+def _separate_halves(rows: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
+    """Rows (0, d/2, 1, d/2 + 1, ...) of every head back to (0, 1, ..., d - 1)."""
+    if not num_heads:
+        return rows
+    pairs = rows.reshape(num_heads, -1, 2, rows.shape[1])
+    return pairs.swapaxes(1, 2).reshape(rows.shape)

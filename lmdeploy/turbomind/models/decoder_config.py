@@ -1,0 +1,85 @@
+"""A dense decoder as plain data; the engine's ModelConfig is made from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lmdeploy._turbomind import ModelConfig
+
+
+@dataclass(frozen=True)
+class RopeSettings:
+    """Rotary embedding; names and defaults as in Hugging Face configs."""
+
+    kind: str = "default"  # default, linear, dynamic, llama3, yarn
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 0.0  # yarn; 0: derived from the factor
+    truncate: bool = True
+    freq_factors: tuple[float, ...] = ()  # divisors of the frequencies (GGUF rope_freqs)
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes and settings of a model; every field was checked when it was read."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position: int
+    norm_eps: float
+    windows: tuple[int, ...]  # per layer; 0: full attention
+    tied_head: bool
+    activation: str = "silu"
+    rope: RopeSettings = field(default_factory=RopeSettings)
+
+    def to_engine(self, dtype: str) -> ModelConfig:
+        """The engine's form, with `dtype` as the cache dtype."""
+        from lmdeploy._turbomind import ModelConfig, RopeConfig
+
+        rope = RopeConfig()
+        for name in (
+            "kind",
+            "theta",
+            "factor",
+            "original_max_position",
+            "low_freq_factor",
+            "high_freq_factor",
+            "beta_fast",
+            "beta_slow",
+            "attention_factor",
+            "truncate",
+        ):
+            setattr(rope, name, getattr(self.rope, name))
+        rope.dim = self.head_dim
+        rope.freq_factors = list(self.rope.freq_factors)
+        config = ModelConfig()
+        for name in (
+            "num_layers",
+            "hidden_size",
+            "intermediate_size",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "vocab_size",
+            "max_position",
+            "norm_eps",
+            "activation",
+        ):
+            setattr(config, name, getattr(self, name))
+        config.windows = list(self.windows)
+        config.rope = rope
+        config.dtype = dtype
+        config.validate()
+        return config

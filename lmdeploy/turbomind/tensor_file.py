@@ -1,0 +1,102 @@
+"""Tensors as they lie in a memory-mapped file, before any conversion."""
+
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from lmdeploy.turbomind.model_errors import ModelFormatError
+
+Bytes = npt.NDArray[np.uint8]
+
+# Bytes of one element, for the formats that are not made of blocks.
+PLAIN_FORMATS = {"F32": 4, "F16": 2, "BF16": 2}
+# (values, bytes) of one block, as GGUF lays it out.
+BLOCK_FORMATS = {
+    "Q4_0": (32, 18),
+    "Q4_1": (32, 20),
+    "Q5_0": (32, 22),
+    "Q5_1": (32, 24),
+    "Q8_0": (32, 34),
+    "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
+    "MXFP4": (32, 17),
+}
+SUPPORTED_FORMATS = (*PLAIN_FORMATS, *BLOCK_FORMATS)
+
+
+def row_bytes(tensor_format: str, cols: int) -> int:
+    """Bytes of one row of `cols` values; ValueError when they do not fill whole blocks."""
+    if tensor_format in PLAIN_FORMATS:
+        return cols * PLAIN_FORMATS[tensor_format]
+    values, size = BLOCK_FORMATS[tensor_format]
+    if cols % values:
+        raise ValueError(f"{cols} columns are not a multiple of the {values} values of a block")
+    return cols // values * size
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of one or two dimensions: its place was checked against the file's size."""
+
+    name: str
+    format: str  # one of SUPPORTED_FORMATS
+    shape: tuple[int, ...]  # rows first
+    raw: Bytes  # the bytes of the tensor, a view into the mapped file
+
+    @property
+    def rows(self) -> int:
+        """Outputs of a matrix; 1 for a vector."""
+        return self.shape[0] if len(self.shape) == 2 else 1
+
+    @property
+    def cols(self) -> int:
+        """Inputs of a matrix, or the length of a vector."""
+        return self.shape[-1]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in the file."""
+        return int(self.raw.size)
+
+
+class TensorFile(Protocol):
+    """Named tensors of a checkpoint, whatever its container."""
+
+    @property
+    def names(self) -> list[str]:
+        """Every tensor of the checkpoint."""
+
+    def tensor(self, name: str) -> StoredTensor:
+        """The tensor of that name; ModelFormatError when its format or rank is not supported."""
+
+
+def map_file(path: Path) -> Bytes:
+    """The whole file, mapped read-only; ModelFormatError when it cannot be."""
+    try:
+        with path.open("rb") as file:
+            if path.stat().st_size == 0:
+                raise ModelFormatError(f"{path}: the file is empty")
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise ModelFormatError(f"{path}: cannot be read: {error.strerror}") from error
+    return np.frombuffer(mapped, dtype=np.uint8)
+
+
+def check_shape(where: str, dims: list[Any], file_bytes: int) -> tuple[int, ...]:
+    """`dims` as a shape whose element count the file could hold at all."""
+    count = 1
+    for dim in dims:
+        if isinstance(dim, bool) or not isinstance(dim, int) or dim <= 0:
+            raise ModelFormatError(f"{where}: bad shape {str(dims)[:80]}: sizes must be positive")
+        count *= dim
+        # Four values in two bytes is the densest format (MXFP4 has 17 bytes for 32 values).
+        if count > 2 * file_bytes:
+            raise ModelFormatError(
+                f"{where}: shape {str(dims)[:80]} is beyond the file of {file_bytes} bytes"
+            )
+    return tuple(dims)
