@@ -1,0 +1,218 @@
+"""Prefill and decode speed per KV format, beside llama.cpp on the same GGUF file.
+
+    python benchmarks/bench_engine.py --json results.json          # everything
+    python benchmarks/bench_engine.py --quick                      # a few minutes
+
+Both engines run in this process with the same number of threads, in turns; a figure is the median
+of the repetitions. llama.cpp runs with the KV type and attention that are fastest for the cell.
+Cells with more prompt tokens than --max-fill share one prompt between all sequences, in both
+engines; their prefill is left out. Ours chooses each token by argmax over the vocabulary;
+llama.cpp is given its next token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from our_engine import Cell, OurEngine, Timing
+
+if TYPE_CHECKING:
+    from llama_cpp_peer import LlamaCpp, PeerSetting
+
+MODES = ("none", "int8", "fp8", "nvfp4", "int4", "mxfp4")
+BLOCK_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured figure in tokens per second."""
+
+    work: str
+    mode: str
+    batch: int
+    context: int
+    ours: float
+    peer: float | None
+    peer_setting: str
+    ratio: float | None
+
+
+def cells_of(options: argparse.Namespace) -> Iterator[Cell]:
+    """What is timed, in order; prints what is left out."""
+    for context in options.contexts:
+        for batch in options.batches:
+            shared = context * batch > options.max_fill
+            if shared:
+                print(f"prefill {context} x {batch}: skipped, over --max-fill {options.max_fill}")
+            yield Cell(context, batch, options.steps, shared)
+
+
+def best_settings(peer: LlamaCpp, cell: Cell) -> dict[str, PeerSetting]:
+    """The fastest setting of the peer for prefill and for decode."""
+    from llama_cpp_peer import SETTINGS
+
+    timings: dict[PeerSetting, Timing] = {}
+    for setting in SETTINGS:
+        try:
+            timings[setting] = peer.run(cell, setting)
+        except RuntimeError as error:
+            print(f"llama.cpp {setting.name}: skipped: {error}")
+    return {
+        "prefill": max(timings, key=lambda setting: timings[setting].prefill or 0.0),
+        "decode": max(timings, key=lambda setting: timings[setting].decode),
+    }
+
+
+def measure(
+    cell: Cell, engines: Sequence[OurEngine], peer: LlamaCpp | None, *, repeats: int
+) -> Iterator[Row]:
+    """Rows of one cell: the engines take turns, `repeats` times."""
+    settings = best_settings(peer, cell) if peer else {}
+    ours: dict[str, list[Timing]] = {engine.mode: [] for engine in engines}
+    theirs: dict[str, list[Timing]] = {setting.name: [] for setting in settings.values()}
+    for _ in range(repeats):
+        if peer:
+            for setting in dict.fromkeys(settings.values()):
+                theirs[setting.name].append(peer.run(cell, setting))
+        for engine in engines:
+            ours[engine.mode].append(engine.run(cell))
+    for work in ("prefill", "decode"):
+        if work == "prefill" and cell.shared:
+            continue
+        setting_name = settings[work].name if peer else ""
+        other = median(theirs[setting_name], work) if peer else None
+        for mode, timings in ours.items():
+            speed = median(timings, work)
+            yield Row(
+                work=work,
+                mode=mode,
+                batch=cell.batch,
+                context=cell.context,
+                ours=round(speed, 1),
+                peer=round(other, 1) if other else None,
+                peer_setting=setting_name + (", shared prompt" if cell.shared and peer else ""),
+                ratio=round(speed / other, 3) if other else None,
+            )
+
+
+def median(timings: Sequence[Timing], work: str) -> float:
+    """Median tokens per second."""
+    return statistics.median(getattr(timing, work) for timing in timings)
+
+
+def make_peer(options: argparse.Namespace, path: Path) -> LlamaCpp | None:
+    """llama.cpp, or None where it is not wanted or not installed (says so)."""
+    if options.no_peer:
+        return None
+    try:
+        from llama_cpp_peer import LlamaCpp
+    except ImportError as error:
+        print(f"no peer: {error}; pip install llama-cpp-python, or pass --no-peer")
+        return None
+    return LlamaCpp(str(path), threads=options.num_threads)
+
+
+def run(options: argparse.Namespace) -> list[Row]:
+    """All rows."""
+    from tqdm import tqdm
+
+    from lmdeploy import _turbomind
+    from lmdeploy.turbomind.loader import load_model
+
+    device = _turbomind.make_cpu_device(options.num_threads)
+    loaded = load_model(options.model, device=device)
+    longest = max(options.contexts) + options.steps + 128
+    tokens = options.max_fill + max(options.contexts) + 32 * (options.steps + 192)
+    engines = [
+        OurEngine(
+            loaded.config,
+            loaded.weights,
+            mode=mode,
+            threads=options.num_threads,
+            session_len=longest,
+            num_blocks=-(-tokens // BLOCK_TOKENS),
+        )
+        for mode in options.modes
+    ]
+    peer = make_peer(options, Path(loaded.path))
+    rows: list[Row] = []
+    print(f"ours on {device.name}; {options.num_threads} threads; median of {options.repeats}")
+    try:
+        for cell in tqdm(list(cells_of(options)), unit="cell", disable=None):
+            for row in measure(cell, engines, peer, repeats=options.repeats):
+                rows.append(row)
+                tqdm.write(format_row(row))
+    finally:
+        for engine in engines:
+            engine.close()
+        if peer:
+            peer.close()
+    return rows
+
+
+def format_row(row: Row) -> str:
+    """One line of the table."""
+    beside = "" if row.peer is None else f"{row.peer:>10.1f} {row.ratio:>7.2f}  {row.peer_setting}"
+    return (
+        f"{row.work:<8} {row.mode:<8} batch {row.batch:>2} context {row.context:>5} "
+        f"{row.ours:>10.1f} {beside}"
+    )
+
+
+def numbers(text: str) -> list[int]:
+    """An argument such as 128,2048."""
+    values = text.split(",")
+    if not all(value.isdecimal() and int(value) > 0 for value in values):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected positive integers with commas")
+    return [int(value) for value in values]
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    threads = len(os.sched_getaffinity(0))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--model", default="smollm2", help="GGUF file or smollm2")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--modes", default=",".join(MODES), help="default: %(default)s")
+    parser.add_argument("--contexts", type=numbers, default=None, help="default: 128,2048,8192")
+    parser.add_argument("--batches", type=numbers, default=None, help="default: 1,8,32")
+    parser.add_argument("--steps", type=int, default=32, help="decode steps timed")
+    parser.add_argument("--repeats", type=int, default=None, help="default: 3; quick: 1")
+    parser.add_argument("--max-fill", type=int, default=16384, help="prompt tokens of a cell")
+    parser.add_argument("--num-threads", type=int, default=threads)
+    parser.add_argument("--no-peer", action="store_true", help="do not run llama.cpp")
+    parser.add_argument("--quick", action="store_true", help="contexts 128, 2048; batches 1, 8")
+    options = parser.parse_args(arguments)
+    options.modes = options.modes.split(",")
+    options.contexts = options.contexts or ([128, 2048] if options.quick else [128, 2048, 8192])
+    options.batches = options.batches or ([1, 8] if options.quick else [1, 8, 32])
+    options.repeats = options.repeats or (1 if options.quick else 3)
+    if max(options.batches) > 32:
+        parser.error(f"--batches {max(options.batches)}: at most 32")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, write the JSON file."""
+    options = parse_arguments(arguments)
+    try:
+        rows = run(options)
+    except ValueError as error:
+        print(f"bench_engine.py: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        text = json.dumps([asdict(row) for row in rows], indent=1)
+        options.json.write_text(text + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
