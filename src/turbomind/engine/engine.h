@@ -22,15 +22,19 @@ struct EngineConfig {
   // In (0, 1): share of the memory free after the weights; >= 1: number of blocks.
   double cache_max_entry_count = 0.8;
   bool enable_prefix_caching = true;
+  // Results are bit-equal whatever the batch, chunking, prefix hits, preemption and threads. The
+  // arithmetic of the CPU backend always is; a backend that cannot be refuses the flag.
   bool deterministic = false;
   bool check_integrity = false;  // CheckIntegrity after every step (tests)
 };
 
 // What the pools take. All layer groups together.
 struct MemoryPlan {
-  int64_t num_blocks = 0;           // of the full-attention group, or the largest group
-  int64_t reserved_bytes = 0;       // address space of data and scale pools
-  int64_t touched_bytes = 0;        // pages of the pools in use so far
+  int64_t num_blocks = 0;      // of the full-attention group, or the largest group
+  int64_t reserved_bytes = 0;  // address space of data and scale pools
+  // Of blocks ever used: those never used are handed out last (kv/block_manager.h), so that this
+  // is what the pools add to the resident set, up to pages.
+  int64_t touched_bytes = 0;
   double bytes_per_token = 0;       // metadata and scales included
   double bytes_per_token_none = 0;  // the same model with mode none
   int64_t max_tokens = 0;           // tokens that fit
@@ -64,7 +68,10 @@ class Engine {
   // Starts the engine thread. `weights` and `device` are used by that thread alone from then on.
   Engine(ModelConfig model, EngineConfig config, std::shared_ptr<const Weights> weights,
          std::shared_ptr<Device> device, int64_t free_bytes);
-  ~Engine();  // cancels what runs and joins
+  ~Engine();  // Stop()
+  // Cancels what runs, lets its last outputs be collected, joins the engine thread. Submit throws
+  // from then on. May be called twice, and while others wait for outputs.
+  void Stop();
 
   // Throws InvalidArgument for a request that can never fit (with the numbers), token ids outside
   // the vocabulary, or an empty prompt; InternalError when the engine has failed.

@@ -28,6 +28,8 @@ struct SamplingParams {
   std::vector<std::pair<int32_t, float>> logit_bias;
 };
 
+// kGeneration: the rows that new tokens were chosen from; kAll: of every token that was run, the
+// prompt's included.
 enum class LogitsOutput : uint8_t { kNone, kGeneration, kAll };
 
 enum class FinishReason : uint8_t { kNone, kStop, kLength, kCancelled, kError };
@@ -41,7 +43,7 @@ using TokenMaskFn =
 struct Request {
   uint64_t id = 0;  // unique; given by the caller
   std::vector<int32_t> prompt;
-  int max_new_tokens = 0;
+  int max_new_tokens = 0;  // 0: only run the prompt (log-probabilities, logits)
   int min_new_tokens = 0;
   bool ignore_eos = false;
   std::vector<int32_t> eos_ids;
@@ -65,7 +67,8 @@ struct RequestOutput {
   std::vector<int32_t> tokens;          // new tokens, a matched stop sequence's or EOS included
   std::vector<TokenLogprobs> logprobs;  // of `tokens`, when asked for
   std::vector<TokenLogprobs> prompt_logprobs;  // of prompt[1..], in pieces, when asked for
-  std::vector<float> logits;                   // [n, vocab] when asked for
+  std::vector<float> logits;                   // [logits_rows, vocab] when asked for
+  int64_t logits_rows = 0;
   FinishReason finish_reason = FinishReason::kNone;
   int stop_tokens = 0;    // how many trailing tokens are EOS or a matched stop sequence
   int cached_tokens = 0;  // prompt tokens taken from the prefix cache

@@ -1,0 +1,468 @@
+// ④ The boundary: everything before and after token ids is Python, everything between is C++.
+// Mirrors lmdeploy/_turbomind.pyi. The GIL is released around every call that may take long or
+// that needs the engine thread, which itself takes it to call a token mask.
+
+#include <pybind11/functional.h>
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstring>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "turbomind/backend/cpu/cpu_device.h"
+#include "turbomind/bindings_codec.h"
+#include "turbomind/core/check.h"
+#include "turbomind/engine/engine.h"
+
+namespace py = pybind11;
+
+namespace turbomind {
+namespace {
+
+// An enum crosses as a string; the list is also what an error names.
+template <class E>
+struct EnumName {
+  E value;
+  const char* name;
+};
+
+constexpr EnumName<DataType> kDataTypes[] = {{DataType::kFloat32, "float32"},
+                                             {DataType::kFloat16, "float16"},
+                                             {DataType::kBFloat16, "bfloat16"}};
+constexpr EnumName<Activation> kActivations[] = {{Activation::kSilu, "silu"},
+                                                 {Activation::kGeluTanh, "gelu_tanh"}};
+constexpr EnumName<RopeKind> kRopeKinds[] = {
+    {RopeKind::kNone, "none"},       {RopeKind::kDefault, "default"}, {RopeKind::kLinear, "linear"},
+    {RopeKind::kDynamic, "dynamic"}, {RopeKind::kLlama3, "llama3"},   {RopeKind::kYarn, "yarn"}};
+constexpr EnumName<MatrixFormat> kMatrixFormats[] = {{MatrixFormat::kF32, "f32"},
+                                                     {MatrixFormat::kBF16, "bf16"},
+                                                     {MatrixFormat::kQ4_0, "q4_0"},
+                                                     {MatrixFormat::kQ4_1, "q4_1"},
+                                                     {MatrixFormat::kQ8_0, "q8_0"}};
+constexpr EnumName<LogitsOutput> kLogitsOutputs[] = {{LogitsOutput::kNone, "none"},
+                                                     {LogitsOutput::kGeneration, "generation"},
+                                                     {LogitsOutput::kAll, "all"}};
+constexpr EnumName<FinishReason> kFinishReasons[] = {{FinishReason::kNone, "none"},
+                                                     {FinishReason::kStop, "stop"},
+                                                     {FinishReason::kLength, "length"},
+                                                     {FinishReason::kCancelled, "cancelled"},
+                                                     {FinishReason::kError, "error"}};
+// Canonical names alone: an alias is resolved by get_kv_cache_mode.
+constexpr EnumName<KvCacheMode> kModes[] = {
+    {KvCacheMode::kNone, "none"},        {KvCacheMode::kInt8, "int8"},
+    {KvCacheMode::kInt4, "int4"},        {KvCacheMode::kFp8E4m3, "fp8"},
+    {KvCacheMode::kFp8E5m2, "fp8_e5m2"}, {KvCacheMode::kFp4Mx, "mxfp4"},
+    {KvCacheMode::kFp4Nv, "nvfp4"}};
+
+template <class E, size_t N>
+E Parse(const char* what, const EnumName<E> (&names)[N], const std::string& text) {
+  std::string choices;
+  for (const EnumName<E>& entry : names) {
+    if (text == entry.name) {
+      return entry.value;
+    }
+    choices += (choices.empty() ? "" : ", ") + std::string(entry.name);
+  }
+  throw InvalidArgument(std::string(what) + ": got \"" + text + "\", want one of " + choices);
+}
+
+template <class E, size_t N>
+std::string Name(const EnumName<E> (&names)[N], E value) {
+  for (const EnumName<E>& entry : names) {
+    if (entry.value == value) {
+      return entry.name;
+    }
+  }
+  throw InternalError("an enum value without a name");
+}
+
+// A string property over an enum member.
+template <class C, class... Options, class E, size_t N>
+void DefEnum(py::class_<C, Options...>& target, const char* name, E C::*member,
+             const EnumName<E> (&names)[N]) {
+  target.def_property(
+      name, [member, &names](const C& self) { return Name(names, self.*member); },
+      [name, member, &names](C& self, const std::string& text) {
+        self.*member = Parse(name, names, text);
+      });
+}
+
+// --- Weights ----------------------------------------------------------------------------------
+
+int64_t SourceBytes(MatrixFormat format, int64_t values) {
+  switch (format) {
+    case MatrixFormat::kF32:
+      return values * 4;
+    case MatrixFormat::kBF16:
+      return values * 2;
+    case MatrixFormat::kQ4_0:
+      return values / 32 * 18;
+    case MatrixFormat::kQ4_1:
+      return values / 32 * 20;
+    case MatrixFormat::kQ8_0:
+      return values / 32 * 34;
+  }
+  throw InternalError("a matrix format without a size");
+}
+
+// A device outlives what packs on it.
+struct PyWeightsBuilder {
+  std::shared_ptr<Device> device;
+  WeightsBuilder builder;
+
+  PyWeightsBuilder(const ModelConfig& config, std::shared_ptr<Device> target, bool exact)
+      : device(std::move(target)), builder(config, *device, exact) {}
+
+  void AddMatrix(const std::string& name, const std::string& format_name, const py::array& data,
+                 int64_t rows, int64_t cols) {
+    const MatrixFormat format = Parse("format", kMatrixFormats, format_name);
+    constexpr int64_t kMost = int64_t{1} << 30;
+    if (rows < 1 || cols < 1 || rows > kMost || cols > kMost) {
+      throw InvalidArgument("matrix " + name + ": got shape [" + std::to_string(rows) + ", " +
+                            std::to_string(cols) + "], want positive sizes");
+    }
+    const bool in_blocks = format != MatrixFormat::kF32 && format != MatrixFormat::kBF16;
+    if (in_blocks && cols % 32 != 0) {
+      throw InvalidArgument("matrix " + name + ": got " + std::to_string(cols) + " columns, " +
+                            format_name + " wants a multiple of 32");
+    }
+    const char expected = format == MatrixFormat::kF32 ? 'f' : 'u';
+    const int64_t expected_size = format == MatrixFormat::kF32    ? 4
+                                  : format == MatrixFormat::kBF16 ? 2
+                                                                  : 1;
+    if (data.dtype().kind() != expected || data.itemsize() != expected_size) {
+      throw InvalidArgument("matrix " + name + ": got values of dtype " +
+                            py::str(data.dtype()).cast<std::string>() + ", " + format_name +
+                            " wants " + expected + std::to_string(expected_size));
+    }
+    if ((data.flags() & py::array::c_style) == 0) {
+      throw InvalidArgument("matrix " + name + ": got a strided array, want a C-contiguous one");
+    }
+    const int64_t want = SourceBytes(format, rows * cols);
+    if (data.nbytes() != want) {
+      throw InvalidArgument("matrix " + name + ": got " + std::to_string(data.nbytes()) +
+                            " bytes, want " + std::to_string(want) + " (" + format_name + ")");
+    }
+    const MatrixSource source{format, data.data(), rows, cols};
+    py::gil_scoped_release released;
+    builder.AddMatrix(name, source);
+  }
+
+  void AddVector(const std::string& name,
+                 const py::array_t<float, py::array::c_style | py::array::forcecast>& data) {
+    builder.AddVector(name, data.data(), data.size());
+  }
+};
+
+// --- Requests and outputs -----------------------------------------------------------------------
+
+// Calls and destroys a Python callable with the GIL held, from any thread.
+class PyTokenMask {
+ public:
+  explicit PyTokenMask(py::object fn)
+      : fn_(new py::object(std::move(fn)), [](py::object* object) {
+          py::gil_scoped_acquire gil;
+          delete object;
+        }) {}
+
+  bool operator()(const std::vector<int32_t>& new_tokens, std::vector<uint32_t>& mask) const {
+    py::gil_scoped_acquire gil;
+    try {
+      // The array belongs to Python: a callback may keep it without reaching our memory.
+      py::array_t<int32_t> words(static_cast<py::ssize_t>(mask.size()));
+      std::memcpy(words.mutable_data(), mask.data(), mask.size() * sizeof(uint32_t));
+      const bool go_on = (*fn_)(new_tokens, words).cast<bool>();
+      std::memcpy(mask.data(), words.data(), mask.size() * sizeof(uint32_t));
+      return go_on;
+    } catch (const py::error_already_set& error) {
+      throw std::runtime_error(py::str(error.type().attr("__name__")).cast<std::string>() + ": " +
+                               py::str(error.value()).cast<std::string>());
+    } catch (const py::cast_error&) {
+      throw std::runtime_error("token_mask: want a bool from the callback");
+    }
+  }
+
+  py::object object() const { return *fn_; }
+
+ private:
+  std::shared_ptr<py::object> fn_;
+};
+
+py::object GetTokenMask(const Request& request) {
+  const auto* mask = request.token_mask.target<PyTokenMask>();
+  return mask == nullptr ? py::object(py::none()) : mask->object();
+}
+
+void SetTokenMask(Request& request, const py::object& fn) {
+  if (fn.is_none()) {
+    request.token_mask = nullptr;
+    return;
+  }
+  if (PyCallable_Check(fn.ptr()) == 0) {
+    throw InvalidArgument("token_mask: got " + py::str(py::type::of(fn)).cast<std::string>() +
+                          ", want a callable or None");
+  }
+  request.token_mask = PyTokenMask(fn);
+}
+
+// [n, vocab] over the output's own memory; the array keeps the output alive.
+py::object GetLogits(const py::object& self) {
+  auto& output = self.cast<RequestOutput&>();
+  if (output.logits.empty()) {
+    return py::none();
+  }
+  const auto rows = static_cast<py::ssize_t>(output.logits_rows);
+  const auto cols = static_cast<py::ssize_t>(output.logits.size()) / rows;
+  return py::array_t<float>({rows, cols}, output.logits.data(), self);
+}
+
+// --- Engine -------------------------------------------------------------------------------------
+
+// close() may come while other threads wait: they hold the engine until their call returns.
+class PyEngine {
+ public:
+  PyEngine(const ModelConfig& model, const EngineConfig& config, std::shared_ptr<Weights> weights,
+           std::shared_ptr<Device> device, int64_t free_bytes)
+      : engine_(std::make_unique<Engine>(model, config, std::move(weights), std::move(device),
+                                         free_bytes)) {}
+  ~PyEngine() {
+    py::gil_scoped_release released;
+    engine_.reset();
+  }
+  PyEngine(const PyEngine&) = delete;
+  PyEngine& operator=(const PyEngine&) = delete;
+
+  Engine& operator*() { return *engine_; }
+
+ private:
+  std::unique_ptr<Engine> engine_;
+};
+
+void DefConfigs(py::module_& m) {
+  py::class_<RopeConfig> rope(m, "RopeConfig");
+  rope.def(py::init<>());
+  DefEnum(rope, "kind", &RopeConfig::kind, kRopeKinds);
+  rope.def_readwrite("theta", &RopeConfig::theta)
+      .def_readwrite("dim", &RopeConfig::dim)
+      .def_readwrite("factor", &RopeConfig::factor)
+      .def_readwrite("original_max_position", &RopeConfig::original_max_position)
+      .def_readwrite("low_freq_factor", &RopeConfig::low_freq_factor)
+      .def_readwrite("high_freq_factor", &RopeConfig::high_freq_factor)
+      .def_readwrite("beta_fast", &RopeConfig::beta_fast)
+      .def_readwrite("beta_slow", &RopeConfig::beta_slow)
+      .def_readwrite("attention_factor", &RopeConfig::attention_factor)
+      .def_readwrite("truncate", &RopeConfig::truncate)
+      .def_readwrite("freq_factors", &RopeConfig::freq_factors);
+
+  py::class_<ModelConfig> model(m, "ModelConfig");
+  model.def(py::init<>())
+      .def_readwrite("num_layers", &ModelConfig::num_layers)
+      .def_readwrite("hidden_size", &ModelConfig::hidden_size)
+      .def_readwrite("intermediate_size", &ModelConfig::intermediate_size)
+      .def_readwrite("num_heads", &ModelConfig::num_heads)
+      .def_readwrite("num_kv_heads", &ModelConfig::num_kv_heads)
+      .def_readwrite("head_dim", &ModelConfig::head_dim)
+      .def_readwrite("vocab_size", &ModelConfig::vocab_size)
+      .def_readwrite("max_position", &ModelConfig::max_position)
+      .def_readwrite("norm_eps", &ModelConfig::norm_eps)
+      .def_readwrite("softmax_scale", &ModelConfig::softmax_scale)
+      .def_readwrite("rope", &ModelConfig::rope)
+      .def_readwrite("windows", &ModelConfig::windows)
+      .def("validate", &ModelConfig::Validate);
+  DefEnum(model, "activation", &ModelConfig::activation, kActivations);
+  DefEnum(model, "dtype", &ModelConfig::dtype, kDataTypes);
+
+  py::class_<EngineConfig> config(m, "EngineConfig");
+  config.def(py::init<>())
+      .def_readwrite("max_batch_size", &EngineConfig::max_batch_size)
+      .def_readwrite("session_len", &EngineConfig::session_len)
+      .def_readwrite("max_prefill_token_num", &EngineConfig::max_prefill_token_num)
+      .def_readwrite("cache_block_seq_len", &EngineConfig::cache_block_seq_len)
+      .def_readwrite("cache_max_entry_count", &EngineConfig::cache_max_entry_count)
+      .def_readwrite("enable_prefix_caching", &EngineConfig::enable_prefix_caching)
+      .def_readwrite("deterministic", &EngineConfig::deterministic)
+      .def_readwrite("check_integrity", &EngineConfig::check_integrity);
+  DefEnum(config, "kv_mode", &EngineConfig::kv_mode, kModes);
+
+  py::class_<MemoryPlan>(m, "MemoryPlan")
+      .def_readonly("num_blocks", &MemoryPlan::num_blocks)
+      .def_readonly("reserved_bytes", &MemoryPlan::reserved_bytes)
+      .def_readonly("touched_bytes", &MemoryPlan::touched_bytes)
+      .def_readonly("bytes_per_token", &MemoryPlan::bytes_per_token)
+      .def_readonly("bytes_per_token_none", &MemoryPlan::bytes_per_token_none)
+      .def_readonly("max_tokens", &MemoryPlan::max_tokens);
+}
+
+void DefWeights(py::module_& m) {
+  py::class_<Device, std::shared_ptr<Device>>(m, "Device")
+      .def_property_readonly("name", &Device::name);
+  py::class_<Weights, std::shared_ptr<Weights>>(m, "Weights")
+      .def_property_readonly("num_bytes", &Weights::num_bytes);
+  py::class_<PyWeightsBuilder>(m, "WeightsBuilder")
+      .def(py::init<const ModelConfig&, std::shared_ptr<Device>, bool>(), py::arg("config"),
+           py::arg("device"), py::arg("exact"))
+      .def("add_matrix", &PyWeightsBuilder::AddMatrix, py::arg("name"), py::arg("format"),
+           py::arg("data"), py::arg("rows"), py::arg("cols"))
+      .def("add_vector", &PyWeightsBuilder::AddVector, py::arg("name"), py::arg("data"))
+      .def("build", [](PyWeightsBuilder& self) {
+        // Python sees nothing that could change them.
+        return std::const_pointer_cast<Weights>(self.builder.Build());
+      });
+}
+
+// A member of Request::sampling as a property of Request.
+template <class T>
+void DefSampling(py::class_<Request, std::shared_ptr<Request>>& target, const char* name,
+                 T SamplingParams::*member) {
+  target.def_property(
+      name, [member](const Request& self) { return self.sampling.*member; },
+      [member](Request& self, T value) { self.sampling.*member = std::move(value); });
+}
+
+void DefRequest(py::module_& m) {
+  py::class_<Request, std::shared_ptr<Request>> request(m, "Request");
+  request.def(py::init<>())
+      .def_readwrite("id", &Request::id)
+      .def_readwrite("prompt", &Request::prompt)
+      .def_readwrite("max_new_tokens", &Request::max_new_tokens)
+      .def_readwrite("min_new_tokens", &Request::min_new_tokens)
+      .def_readwrite("ignore_eos", &Request::ignore_eos)
+      .def_readwrite("eos_ids", &Request::eos_ids)
+      .def_readwrite("stop_sequences", &Request::stop_sequences)
+      .def_readwrite("bad_sequences", &Request::bad_sequences)
+      .def_readwrite("num_prompt_logprobs", &Request::num_prompt_logprobs)
+      .def_property("token_mask", &GetTokenMask, &SetTokenMask);
+  DefEnum(request, "logits_output", &Request::logits_output, kLogitsOutputs);
+  DefSampling(request, "do_sample", &SamplingParams::do_sample);
+  DefSampling(request, "temperature", &SamplingParams::temperature);
+  DefSampling(request, "top_k", &SamplingParams::top_k);
+  DefSampling(request, "top_p", &SamplingParams::top_p);
+  DefSampling(request, "min_p", &SamplingParams::min_p);
+  DefSampling(request, "repetition_penalty", &SamplingParams::repetition_penalty);
+  DefSampling(request, "presence_penalty", &SamplingParams::presence_penalty);
+  DefSampling(request, "frequency_penalty", &SamplingParams::frequency_penalty);
+  DefSampling(request, "seed", &SamplingParams::seed);
+  DefSampling(request, "num_logprobs", &SamplingParams::num_logprobs);
+  DefSampling(request, "logit_bias", &SamplingParams::logit_bias);
+
+  py::class_<TokenLogprobs>(m, "TokenLogprobs")
+      .def_readonly("chosen", &TokenLogprobs::chosen)
+      .def_readonly("top", &TokenLogprobs::top);
+  py::class_<RequestOutput>(m, "RequestOutput")
+      .def_readonly("request_id", &RequestOutput::request_id)
+      .def_readonly("tokens", &RequestOutput::tokens)
+      .def_readonly("logprobs", &RequestOutput::logprobs)
+      .def_readonly("prompt_logprobs", &RequestOutput::prompt_logprobs)
+      .def_property_readonly("logits", &GetLogits)
+      .def_property_readonly(
+          "finish_reason",
+          [](const RequestOutput& self) { return Name(kFinishReasons, self.finish_reason); })
+      .def_readonly("stop_tokens", &RequestOutput::stop_tokens)
+      .def_readonly("cached_tokens", &RequestOutput::cached_tokens)
+      .def_readonly("error", &RequestOutput::error);
+}
+
+void DefEngine(py::module_& m) {
+  py::class_<EngineStats>(m, "EngineStats")
+      .def_readonly("num_waiting", &EngineStats::num_waiting)
+      .def_readonly("num_running", &EngineStats::num_running)
+      .def_readonly("blocks_total", &EngineStats::blocks_total)
+      .def_readonly("blocks_free", &EngineStats::blocks_free)
+      .def_readonly("blocks_cached", &EngineStats::blocks_cached)
+      .def_readonly("blocks_active", &EngineStats::blocks_active)
+      .def_readonly("prefix_queried_tokens", &EngineStats::prefix_queried_tokens)
+      .def_readonly("prefix_hit_tokens", &EngineStats::prefix_hit_tokens)
+      .def_readonly("num_preemptions", &EngineStats::num_preemptions)
+      .def_readonly("num_steps", &EngineStats::num_steps)
+      .def_readonly("prompt_tokens", &EngineStats::prompt_tokens)
+      .def_readonly("generated_tokens", &EngineStats::generated_tokens)
+      .def_readonly("num_nonfinite", &EngineStats::num_nonfinite);
+
+  using release = py::call_guard<py::gil_scoped_release>;
+  py::class_<PyEngine>(m, "Engine")
+      .def(py::init<const ModelConfig&, const EngineConfig&, std::shared_ptr<Weights>,
+                    std::shared_ptr<Device>, int64_t>(),
+           py::arg("model"), py::arg("config"), py::arg("weights"), py::arg("device"),
+           py::arg("free_bytes"))
+      .def(
+          "submit",
+          [](PyEngine& self, const std::shared_ptr<Request>& request) { (*self).Submit(request); },
+          py::arg("request"), release())
+      .def(
+          "cancel", [](PyEngine& self, uint64_t id) { (*self).Cancel(id); }, py::arg("request_id"),
+          release())
+      .def(
+          "wait_outputs", [](PyEngine& self, int ms) { return (*self).WaitOutputs(ms); },
+          py::arg("timeout_ms"), release())
+      .def(
+          "stats", [](PyEngine& self) { return (*self).stats(); }, release())
+      .def(
+          "memory_plan", [](PyEngine& self) { return (*self).memory_plan(); }, release())
+      .def_property_readonly("healthy", [](PyEngine& self) { return (*self).healthy(); })
+      .def_property_readonly("failure", [](PyEngine& self) { return (*self).failure(); })
+      .def(
+          "clear_prefix_cache", [](PyEngine& self) { (*self).ClearPrefixCache(); }, release())
+      .def(
+          "check_integrity", [](PyEngine& self) { (*self).CheckIntegrity(); }, release())
+      .def(
+          "close", [](PyEngine& self) { (*self).Stop(); }, release());
+}
+
+void DefFunctions(py::module_& m) {
+  m.def(
+      "make_cpu_device",
+      [](int num_threads, const std::string& isa) {
+        return std::shared_ptr<Device>(MakeCpuDevice(num_threads, isa));
+      },
+      py::arg("num_threads"), py::arg("isa") = "");
+  m.def("available_cpu_isas", &AvailableCpuIsas);
+  m.def(
+      "plan_memory",
+      [](const ModelConfig& model, const EngineConfig& config, int64_t free_bytes) {
+        return PlanMemory(model, config, free_bytes, true);
+      },
+      py::arg("model"), py::arg("config"), py::arg("free_bytes"));
+  m.def("kv_cache_mode_names", &KvCacheModeNames);
+  m.def(
+      "get_kv_cache_mode",
+      [](const py::object& policy, int sm, bool strict_arch) {
+        const DeviceCapability device{sm != 0, sm};
+        if (py::isinstance<py::str>(policy)) {
+          return std::string(
+              ToString(GetKvCacheMode(policy.cast<std::string>(), device, strict_arch)));
+        }
+        if (py::isinstance<py::bool_>(policy) || !py::isinstance<py::int_>(policy)) {
+          throw InvalidArgument("quant_policy: got " + py::repr(policy).cast<std::string>() +
+                                ", want an integer or a format name");
+        }
+        int overflow = 0;
+        const int64_t value = PyLong_AsLongLongAndOverflow(policy.ptr(), &overflow);
+        const bool fits = overflow == 0 && value >= INT32_MIN && value <= INT32_MAX;
+        if (!fits) {
+          throw InvalidArgument("quant_policy: got " + py::str(policy).cast<std::string>() +
+                                ", want 0, 4, 8 or 16");
+        }
+        return std::string(ToString(GetKvCacheMode(static_cast<int>(value), device)));
+      },
+      py::arg("quant_policy"), py::arg("sm") = 0, py::arg("strict_arch") = false);
+}
+
+}  // namespace
+}  // namespace turbomind
+
+PYBIND11_MODULE(_turbomind, m) {
+  using namespace turbomind;
+  m.doc() = "The C++ engine of lmdeploy.";
+  py::register_exception<InvalidArgument>(m, "InvalidArgument", PyExc_ValueError);
+  py::register_exception<InternalError>(m, "InternalError", PyExc_RuntimeError);
+  DefConfigs(m);
+  DefWeights(m);
+  DefRequest(m);
+  DefEngine(m);
+  DefFunctions(m);
+  DefCodecs(m);
+}

@@ -1,0 +1,465 @@
+// ④⑤ The engine loop: requests in through one locked queue, a step at a time, outputs out through
+// another.
+
+#include "turbomind/engine/engine.h"
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <future>
+#include <mutex>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+
+#include "turbomind/core/check.h"
+#include "turbomind/engine/generation.h"
+#include "turbomind/engine/memory_plan.h"
+#include "turbomind/engine/scheduler.h"
+#include "turbomind/kv/sequence_manager.h"
+#include "turbomind/model/decoder.h"
+
+namespace turbomind {
+namespace {
+
+// Rows of logits computed at a time: a few MB at any vocabulary, and enough rows to share each pass
+// over the head's weights.
+constexpr int kLogitRows = 32;
+
+std::vector<LayerCache> LayerCaches(const ModelConfig& model, const KvCache& cache) {
+  std::vector<LayerCache> layers;
+  for (int i = 0; i < model.num_layers; ++i) {
+    layers.push_back({.kv = cache.LayerView(i),
+                      .group = cache.GroupOf(i),
+                      .window = model.windows[static_cast<size_t>(i)]});
+  }
+  return layers;
+}
+
+// The longest sequence, at most session_len, that the empty pools hold.
+int64_t LongestSequence(const SequenceManager& manager, int session_len, int chunk) {
+  int64_t fits = 0;
+  int64_t too_long = int64_t{session_len} + 1;
+  while (too_long - fits > 1) {
+    const int64_t middle = (fits + too_long) / 2;
+    (manager.CanEverFit(middle, chunk) ? fits : too_long) = middle;
+  }
+  return fits;
+}
+
+void RequireIds(const char* field, const std::vector<int32_t>& ids, int vocab_size) {
+  for (int32_t id : ids) {
+    if (id < 0 || id >= vocab_size) {
+      throw InvalidArgument(std::string(field) + ": got token id " + std::to_string(id) +
+                            ", want 0 to " + std::to_string(vocab_size - 1));
+    }
+  }
+}
+
+void RequireNonEmpty(const char* field, const std::vector<std::vector<int32_t>>& sequences) {
+  for (const auto& sequence : sequences) {
+    if (sequence.empty()) {
+      throw InvalidArgument(std::string(field) + ": got an empty sequence of tokens");
+    }
+  }
+}
+
+}  // namespace
+
+struct Engine::Impl {
+  Impl(ModelConfig model_config, EngineConfig engine_config,
+       std::shared_ptr<const Weights> model_weights, std::shared_ptr<Device> target,
+       int64_t free_bytes)
+      : model((model_config.Validate(), std::move(model_config))),
+        config(engine_config),
+        device(std::move(target)),
+        plan(PlanMemory(model, config, free_bytes, !device->capability().is_cuda)),
+        cache_config(CacheConfig(model, config, config.kv_mode)),
+        cache(*device, cache_config,
+              PlanBlocks(MakeLayerGroups(cache_config), config, free_bytes,
+                         !device->capability().is_cuda)),
+        manager(cache, config.enable_prefix_caching),
+        max_sequence_len(LongestSequence(manager, config.session_len, StepTokens(config))),
+        scheduler({config.max_batch_size, StepTokens(config)}, manager, cache.groups()),
+        decoder(model, std::move(model_weights), *device, LayerCaches(model, cache),
+                StepTokens(config), kLogitRows),
+        generation(model.vocab_size, max_sequence_len) {
+    UpdateStats();
+    thread = std::thread([this] { Loop(); });
+  }
+
+  // --- Any thread
+  // ---------------------------------------------------------------------------------
+
+  void CheckRequest(const Request& request) const;
+  void Submit(std::shared_ptr<Request> request);
+  void Stop();
+  // Runs `work` on the engine thread between two steps; rethrows what it throws.
+  void RunBetweenSteps(std::function<void()> work);
+
+  // --- Engine thread
+  // ------------------------------------------------------------------------------
+
+  void Loop();
+  bool Wait();  // for something to do; false: stop
+  void TakeRequests();
+  void EndCancelled();
+  void Step();
+  void EndAll(FinishReason reason, const std::string& error);
+  void End(const Sequence* sequence);
+  void Publish(Sequence& sequence);
+  void UpdateStats();
+
+  const ModelConfig model;
+  const EngineConfig config;
+  const std::shared_ptr<Device> device;
+  const MemoryPlan plan;
+
+  // Engine thread's.
+  const KvCacheConfig cache_config;
+  KvCache cache;
+  SequenceManager manager;
+  const int64_t max_sequence_len;
+  Scheduler scheduler;
+  Decoder decoder;
+  Generation generation;
+  EngineStats totals;
+  bool checked_idle = false;
+  uint64_t next_arrival = 0;
+  std::vector<RequestOutput> ready;  // of this step
+
+  // Shared, under `mutex`.
+  mutable std::mutex mutex;
+  std::condition_variable work_arrived;
+  std::condition_variable outputs_arrived;
+  std::vector<std::shared_ptr<Request>> submitted;
+  std::vector<std::packaged_task<void()>> tasks;
+  std::unordered_map<uint64_t, std::shared_ptr<Request>> live;  // until the last output
+  std::vector<RequestOutput> outputs;
+  EngineStats stats;
+  int64_t touched_bytes = 0;
+  bool any_cancelled = false;
+  bool stopping = false;
+  bool stopped = false;  // the loop has ended: no output will follow
+  bool healthy = true;
+  std::string failure;
+
+  std::mutex join_mutex;
+  std::thread thread;
+};
+
+void Engine::Impl::CheckRequest(const Request& request) const {
+  if (request.prompt.empty()) {
+    throw InvalidArgument("prompt: got no tokens, want at least one");
+  }
+  const auto length = static_cast<int64_t>(request.prompt.size());
+  if (request.max_new_tokens < 0 || request.min_new_tokens < 0) {
+    throw InvalidArgument("max_new_tokens, min_new_tokens: got " +
+                          std::to_string(request.max_new_tokens) + ", " +
+                          std::to_string(request.min_new_tokens) + ", want 0 or more");
+  }
+  const int64_t wanted = length + (request.max_new_tokens > 0 ? 1 : 0);
+  const std::string got = "prompt: got " + std::to_string(length) + " tokens" +
+                          (request.max_new_tokens > 0 ? " and at least one to generate" : "");
+  if (wanted > config.session_len) {
+    throw InvalidArgument(got + ", session_len is " + std::to_string(config.session_len) +
+                          " (shorten the prompt or raise --session-len)");
+  }
+  if (wanted > max_sequence_len) {
+    throw InvalidArgument(got + ", the whole KV cache holds " + std::to_string(max_sequence_len) +
+                          " (shorten the prompt or raise --cache-max-entry-count)");
+  }
+  RequireIds("prompt", request.prompt, model.vocab_size);
+  RequireNonEmpty("stop_sequences", request.stop_sequences);
+  RequireNonEmpty("bad_sequences", request.bad_sequences);
+}
+
+void Engine::Impl::Submit(std::shared_ptr<Request> request) {
+  CheckRequest(*request);
+  const std::lock_guard lock(mutex);
+  if (!healthy) {
+    throw InternalError("the engine has failed: " + failure);
+  }
+  if (stopping) {
+    throw InternalError("the engine is closed");
+  }
+  if (!live.emplace(request->id, request).second) {
+    throw InvalidArgument("request id: got " + std::to_string(request->id) +
+                          ", which is in use; want a new one");
+  }
+  submitted.push_back(std::move(request));
+  work_arrived.notify_one();
+}
+
+void Engine::Impl::Stop() {
+  {
+    const std::lock_guard lock(mutex);
+    stopping = true;
+    work_arrived.notify_one();
+  }
+  const std::lock_guard lock(join_mutex);
+  if (thread.joinable()) {
+    thread.join();
+  }
+}
+
+void Engine::Impl::RunBetweenSteps(std::function<void()> work) {
+  std::packaged_task<void()> task(std::move(work));
+  std::future<void> done = task.get_future();
+  {
+    const std::lock_guard lock(mutex);
+    if (stopped) {
+      throw InternalError(healthy ? "the engine is closed" : "the engine has failed: " + failure);
+    }
+    tasks.push_back(std::move(task));
+    work_arrived.notify_one();
+  }
+  done.get();
+}
+
+void Engine::Impl::Loop() {
+  try {
+    while (Wait()) {
+      TakeRequests();
+      EndCancelled();
+      Step();
+    }
+    EndAll(FinishReason::kCancelled, "");
+  } catch (const std::exception& error) {
+    {
+      const std::lock_guard lock(mutex);
+      healthy = false;
+      failure = error.what();
+    }
+    EndAll(FinishReason::kError, std::string("the engine has failed: ") + error.what());
+  }
+  // Whoever waits for a task finds its promise broken, or done here.
+  std::vector<std::packaged_task<void()>> rest;
+  {
+    const std::lock_guard lock(mutex);
+    stopped = true;
+    rest.swap(tasks);
+    outputs_arrived.notify_all();
+  }
+  for (auto& task : rest) {
+    task();
+  }
+}
+
+bool Engine::Impl::Wait() {
+  const bool is_idle = scheduler.waiting().empty() && scheduler.running().empty();
+  if (is_idle && !checked_idle) {
+    manager.CheckIntegrity(config.check_integrity);
+    checked_idle = true;
+  }
+  std::vector<std::packaged_task<void()>> now;
+  {
+    std::unique_lock lock(mutex);
+    if (is_idle) {
+      work_arrived.wait(lock, [this] { return stopping || !submitted.empty() || !tasks.empty(); });
+    }
+    if (stopping) {
+      return false;
+    }
+    now.swap(tasks);
+  }
+  for (auto& task : now) {
+    task();
+  }
+  if (!now.empty()) {
+    UpdateStats();
+  }
+  return true;
+}
+
+void Engine::Impl::TakeRequests() {
+  std::vector<std::shared_ptr<Request>> taken;
+  {
+    const std::lock_guard lock(mutex);
+    taken.swap(submitted);
+  }
+  for (auto& request : taken) {
+    auto sequence = std::make_unique<Sequence>();
+    sequence->arrival = next_arrival++;
+    sequence->tokens = request->prompt;
+    sequence->num_prompt = sequence->num_tokens();
+    sequence->output.request_id = request->id;
+    totals.prompt_tokens += sequence->num_prompt;
+    sequence->request = std::move(request);
+    scheduler.Add(std::move(sequence));
+    checked_idle = false;
+  }
+}
+
+void Engine::Impl::EndCancelled() {
+  {
+    const std::lock_guard lock(mutex);
+    if (!std::exchange(any_cancelled, false)) {
+      return;
+    }
+  }
+  std::vector<Sequence*> cancelled;
+  for (const auto* queue : {&scheduler.waiting(), &scheduler.running()}) {
+    for (const auto& sequence : *queue) {
+      if (sequence->request->cancelled.load(std::memory_order_relaxed)) {
+        cancelled.push_back(sequence.get());
+      }
+    }
+  }
+  for (Sequence* sequence : cancelled) {
+    sequence->output.finish_reason = FinishReason::kCancelled;
+    End(sequence);
+  }
+  UpdateStats();
+}
+
+void Engine::Impl::Step() {
+  const Batch& batch = scheduler.Plan();
+  if (!batch.empty()) {
+    decoder.Forward({.tokens = batch.tokens.data(), .batch = batch.Views()});
+    scheduler.StepDone();
+    generation.Run(batch, decoder);
+    ++totals.num_steps;
+    for (Sequence* sequence : batch.sequences) {
+      totals.generated_tokens += static_cast<int64_t>(sequence->output.tokens.size());
+      if (sequence->finished()) {
+        End(sequence);
+      } else {
+        Publish(*sequence);
+      }
+    }
+    if (config.check_integrity) {
+      manager.CheckIntegrity(true);
+    }
+  }
+  UpdateStats();
+}
+
+// Takes the sequence out of the scheduler; its last output carries the reason.
+void Engine::Impl::End(const Sequence* sequence) {
+  const std::unique_ptr<Sequence> ended = scheduler.Remove(sequence);
+  Publish(*ended);
+}
+
+void Engine::Impl::Publish(Sequence& sequence) {
+  RequestOutput& output = sequence.output;
+  const bool is_empty =
+      output.tokens.empty() && output.prompt_logprobs.empty() && output.logits.empty();
+  if (is_empty && !sequence.finished()) {
+    return;
+  }
+  output.cached_tokens = sequence.cached_tokens;
+  ready.push_back(std::exchange(output, RequestOutput{.request_id = sequence.request->id}));
+}
+
+void Engine::Impl::EndAll(FinishReason reason, const std::string& error) {
+  ready.clear();
+  const std::lock_guard lock(mutex);
+  std::vector<uint64_t> ids;
+  for (const auto& [id, request] : live) {
+    ids.push_back(id);
+  }
+  std::sort(ids.begin(), ids.end());
+  for (uint64_t id : ids) {
+    outputs.push_back({.request_id = id, .finish_reason = reason, .error = error});
+  }
+  live.clear();
+  submitted.clear();
+  outputs_arrived.notify_all();
+}
+
+// Hands over the step's outputs and what others may read.
+void Engine::Impl::UpdateStats() {
+  totals.num_running = static_cast<int>(scheduler.running().size());
+  totals.num_waiting = static_cast<int>(scheduler.waiting().size());
+  totals.blocks_total = totals.blocks_free = totals.blocks_cached = totals.blocks_active = 0;
+  for (int group = 0; group < cache.num_groups(); ++group) {
+    const BlockCounts counts = manager.counts(group);
+    totals.blocks_total += counts.total;
+    totals.blocks_free += counts.free;
+    totals.blocks_cached += counts.cached;
+    totals.blocks_active += counts.active;
+  }
+  totals.prefix_queried_tokens = scheduler.stats().prefix_queried_tokens;
+  totals.prefix_hit_tokens = scheduler.stats().prefix_hit_tokens;
+  totals.num_preemptions = scheduler.stats().num_preemptions;
+  totals.num_nonfinite = decoder.num_nonfinite();
+  const std::lock_guard lock(mutex);
+  stats = totals;
+  touched_bytes = manager.touched_bytes();
+  if (ready.empty()) {
+    return;
+  }
+  for (RequestOutput& output : ready) {
+    if (output.finish_reason != FinishReason::kNone) {
+      live.erase(output.request_id);
+    }
+    outputs.push_back(std::move(output));
+  }
+  ready.clear();
+  outputs_arrived.notify_all();
+}
+
+Engine::Engine(ModelConfig model, EngineConfig config, std::shared_ptr<const Weights> weights,
+               std::shared_ptr<Device> device, int64_t free_bytes)
+    : impl_(std::make_unique<Impl>(std::move(model), config, std::move(weights), std::move(device),
+                                   free_bytes)) {}
+
+Engine::~Engine() { Stop(); }
+
+void Engine::Stop() { impl_->Stop(); }
+
+void Engine::Submit(std::shared_ptr<Request> request) { impl_->Submit(std::move(request)); }
+
+void Engine::Cancel(uint64_t request_id) {
+  const std::lock_guard lock(impl_->mutex);
+  const auto found = impl_->live.find(request_id);
+  if (found != impl_->live.end()) {
+    found->second->cancelled.store(true, std::memory_order_relaxed);
+    impl_->any_cancelled = true;
+  }
+}
+
+std::vector<RequestOutput> Engine::WaitOutputs(int timeout_ms) {
+  if (timeout_ms < 0) {
+    throw InvalidArgument("timeout_ms: got " + std::to_string(timeout_ms) + ", want 0 or more");
+  }
+  std::unique_lock lock(impl_->mutex);
+  impl_->outputs_arrived.wait_for(lock, std::chrono::milliseconds(timeout_ms),
+                                  [this] { return !impl_->outputs.empty() || impl_->stopped; });
+  return std::exchange(impl_->outputs, {});
+}
+
+EngineStats Engine::stats() const {
+  const std::lock_guard lock(impl_->mutex);
+  EngineStats stats = impl_->stats;
+  stats.num_waiting += static_cast<int>(impl_->submitted.size());
+  return stats;
+}
+
+MemoryPlan Engine::memory_plan() const {
+  const std::lock_guard lock(impl_->mutex);
+  MemoryPlan plan = impl_->plan;
+  plan.touched_bytes = impl_->touched_bytes;
+  return plan;
+}
+
+bool Engine::healthy() const {
+  const std::lock_guard lock(impl_->mutex);
+  return impl_->healthy;
+}
+
+std::string Engine::failure() const {
+  const std::lock_guard lock(impl_->mutex);
+  return impl_->failure;
+}
+
+void Engine::ClearPrefixCache() {
+  impl_->RunBetweenSteps([this] { impl_->manager.ClearPrefixCache(); });
+}
+
+void Engine::CheckIntegrity() {
+  impl_->RunBetweenSteps([this] { impl_->manager.CheckIntegrity(true); });
+}
+
+}  // namespace turbomind

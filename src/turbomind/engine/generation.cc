@@ -1,0 +1,168 @@
+// ⑧ From a step's hidden states to tokens.
+
+#include "turbomind/engine/generation.h"
+
+#include <algorithm>
+#include <exception>
+
+#include "turbomind/core/check.h"
+
+namespace turbomind {
+namespace {
+
+// First of the positions [begin, end) of this step whose logits are needed.
+int64_t FirstRow(const Sequence& sequence, int64_t begin, int64_t end) {
+  const bool is_last = end == sequence.num_tokens();
+  int64_t first = is_last ? end - 1 : end;
+  const Request& request = *sequence.request;
+  if (request.logits_output == LogitsOutput::kAll) {
+    first = std::min(first, std::max(begin, sequence.next_logits_row));
+  }
+  const int64_t next = std::max(begin, sequence.next_prompt_row);
+  if (request.num_prompt_logprobs >= 0 && next + 1 < sequence.num_prompt) {
+    first = std::min(first, next);
+  }
+  return first;
+}
+
+// Length of the longest stop sequence that the generated tokens end with.
+int64_t MatchedStop(const Sequence& sequence) {
+  int64_t longest = 0;
+  for (const std::vector<int32_t>& stop : sequence.request->stop_sequences) {
+    const auto size = static_cast<int64_t>(stop.size());
+    if (size > longest && size <= sequence.num_generated() &&
+        std::equal(stop.begin(), stop.end(), sequence.tokens.end() - size)) {
+      longest = size;
+    }
+  }
+  return longest;
+}
+
+}  // namespace
+
+void Fail(Sequence& sequence, const std::string& error) {
+  sequence.output.finish_reason = FinishReason::kError;
+  sequence.output.error = error;
+}
+
+Generation::Generation(int vocab_size, int64_t max_sequence_len)
+    : vocab_size_(vocab_size), max_sequence_len_(max_sequence_len), sampler_(vocab_size) {}
+
+void Generation::Run(const Batch& batch, Decoder& decoder) {
+  rows_.clear();
+  row_indices_.clear();
+  for (int i = 0; i < batch.num_seqs(); ++i) {
+    Sequence& sequence = *batch.sequences[static_cast<size_t>(i)];
+    const int64_t end = sequence.num_computed;
+    const int64_t begin = end - sequence.num_planned;
+    for (int64_t p = FirstRow(sequence, begin, end); p < end; ++p) {
+      rows_.push_back({&sequence, p});
+      row_indices_.push_back(batch.cu_seqlens[static_cast<size_t>(i)] +
+                             static_cast<int32_t>(p - begin));
+    }
+  }
+  const auto most = static_cast<size_t>(decoder.max_logit_rows());
+  for (size_t first = 0; first < rows_.size(); first += most) {
+    const size_t count = std::min(most, rows_.size() - first);
+    float* logits = decoder.Logits(row_indices_.data() + first, static_cast<int>(count));
+    for (size_t i = 0; i < count; ++i) {
+      const Row& row = rows_[first + i];
+      if (row.sequence->finished()) {
+        continue;
+      }
+      try {
+        HandleRow(row, logits + i * static_cast<size_t>(vocab_size_));
+      } catch (const std::exception& error) {
+        Fail(*row.sequence, error.what());
+      }
+    }
+  }
+}
+
+void Generation::HandleRow(const Row& row, float* logits) {
+  Sequence& sequence = *row.sequence;
+  const Request& request = *sequence.request;
+  const int64_t next = row.position + 1;
+  if (request.num_prompt_logprobs >= 0 && next < sequence.num_prompt &&
+      row.position >= sequence.next_prompt_row) {
+    sequence.output.prompt_logprobs.push_back(
+        ComputeLogprobs(logits, vocab_size_, sequence.tokens[static_cast<size_t>(next)],
+                        request.num_prompt_logprobs));
+    sequence.next_prompt_row = next;
+  }
+  if (request.logits_output == LogitsOutput::kAll && row.position >= sequence.next_logits_row) {
+    AppendLogits(sequence, logits);
+    sequence.next_logits_row = next;
+  }
+  if (next < sequence.num_tokens()) {
+    return;
+  }
+  if (request.max_new_tokens == 0) {
+    sequence.output.finish_reason = FinishReason::kLength;
+    return;
+  }
+  ChooseToken(sequence, logits);
+}
+
+void Generation::ChooseToken(Sequence& sequence, float* logits) {
+  const Request& request = *sequence.request;
+  const bool is_masked = request.token_mask != nullptr;
+  if (is_masked && !AskTokenMask(sequence)) {
+    sequence.output.finish_reason = FinishReason::kStop;
+    return;
+  }
+  if (request.logits_output == LogitsOutput::kGeneration) {
+    AppendLogits(sequence, logits);
+  }
+  SampleResult result = sampler_.Sample({.logits = logits,
+                                         .request = &request,
+                                         .tokens = sequence.tokens.data(),
+                                         .num_tokens = sequence.num_tokens(),
+                                         .num_generated = sequence.num_generated(),
+                                         .token_mask = is_masked ? mask_.data() : nullptr});
+  if (!result.error.empty()) {
+    Fail(sequence, result.error);
+    return;
+  }
+  sequence.tokens.push_back(result.token);
+  sequence.output.tokens.push_back(result.token);
+  if (request.sampling.num_logprobs >= 0) {
+    sequence.output.logprobs.push_back(std::move(result.logprobs));
+  }
+  CheckStop(sequence);
+}
+
+bool Generation::AskTokenMask(Sequence& sequence) {
+  const std::vector<int32_t> fresh(
+      sequence.tokens.begin() + sequence.num_prompt + sequence.num_told, sequence.tokens.end());
+  sequence.num_told = sequence.num_generated();
+  mask_.assign(static_cast<size_t>(vocab_size_ + 31) / 32, 0);
+  try {
+    return sequence.request->token_mask(fresh, mask_);
+  } catch (const std::exception& error) {
+    throw InvalidArgument(std::string("token_mask: ") + error.what());
+  }
+}
+
+void Generation::AppendLogits(Sequence& sequence, const float* logits) {
+  sequence.output.logits.insert(sequence.output.logits.end(), logits, logits + vocab_size_);
+  ++sequence.output.logits_rows;
+}
+
+void Generation::CheckStop(Sequence& sequence) const {
+  const Request& request = *sequence.request;
+  RequestOutput& output = sequence.output;
+  const std::vector<int32_t>& eos = request.eos_ids;
+  const bool is_eos =
+      !request.ignore_eos && std::find(eos.begin(), eos.end(), sequence.tokens.back()) != eos.end();
+  const int64_t stop = std::max<int64_t>(MatchedStop(sequence), is_eos ? 1 : 0);
+  if (stop > 0) {
+    output.finish_reason = FinishReason::kStop;
+    output.stop_tokens = static_cast<int>(stop);
+  } else if (sequence.num_generated() >= request.max_new_tokens ||
+             sequence.num_tokens() >= max_sequence_len_) {
+    output.finish_reason = FinishReason::kLength;
+  }
+}
+
+}  // namespace turbomind

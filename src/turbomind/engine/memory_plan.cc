@@ -1,0 +1,102 @@
+// What the pools will take, computed before anything is allocated.
+
+#include "turbomind/engine/memory_plan.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "turbomind/core/check.h"
+
+namespace turbomind {
+namespace {
+
+void RequirePositive(const char* field, int got, const char* flag) {
+  constexpr int kMost = 1 << 24;
+  if (got < 1 || got > kMost) {
+    throw InvalidArgument(std::string(field) + ": got " + std::to_string(got) + ", want 1 to " +
+                          std::to_string(kMost) + " (" + flag + ")");
+  }
+}
+
+double BytesPerToken(const std::vector<LayerGroup>& groups) {
+  double bytes = 0;
+  for (const LayerGroup& group : groups) {
+    bytes += group.layout.bytes_per_token();
+  }
+  return bytes;
+}
+
+}  // namespace
+
+void ValidateEngineConfig(const EngineConfig& config) {
+  RequirePositive("max_batch_size", config.max_batch_size, "--max-batch-size");
+  RequirePositive("session_len", config.session_len, "--session-len");
+  RequirePositive("max_prefill_token_num", config.max_prefill_token_num, "--max-prefill-token-num");
+  RequirePositive("cache_block_seq_len", config.cache_block_seq_len, "--cache-block-seq-len");
+  const double count = config.cache_max_entry_count;
+  constexpr double kMostBlocks = 1 << 30;
+  if (!std::isfinite(count) || count <= 0 || count > kMostBlocks ||
+      (count > 1 && count != std::floor(count))) {
+    throw InvalidArgument("cache_max_entry_count: got " + std::to_string(count) +
+                          ", want a share of the free memory in (0, 1) or a whole number of "
+                          "blocks (--cache-max-entry-count)");
+  }
+}
+
+KvCacheConfig CacheConfig(const ModelConfig& model, const EngineConfig& config, KvCacheMode mode) {
+  return MakeKvCacheConfig(model.windows, mode, model.num_kv_heads, model.head_dim,
+                           config.cache_block_seq_len, model.dtype);
+}
+
+int StepTokens(const EngineConfig& config) {
+  const int64_t most = int64_t{config.max_batch_size} * config.session_len;
+  return static_cast<int>(std::min<int64_t>(config.max_prefill_token_num, most));
+}
+
+std::vector<int64_t> PlanBlocks(const std::vector<LayerGroup>& groups, const EngineConfig& config,
+                                int64_t free_bytes, bool is_cpu) {
+  const KvDemand demand{.session_len = config.session_len,
+                        .chunk = StepTokens(config),
+                        .max_sequences = is_cpu ? config.max_batch_size : 0};
+  const double count = config.cache_max_entry_count;
+  if (count >= 1) {
+    return BlocksForCount(groups, static_cast<int64_t>(count), demand);
+  }
+  const auto budget =
+      static_cast<int64_t>(static_cast<double>(std::max<int64_t>(free_bytes, 0)) * count);
+  return BlocksForBudget(groups, budget, demand);
+}
+
+MemoryPlan PlanMemory(const ModelConfig& model, const EngineConfig& config, int64_t free_bytes,
+                      bool is_cpu) {
+  model.Validate();
+  ValidateEngineConfig(config);
+  const auto groups = MakeLayerGroups(CacheConfig(model, config, config.kv_mode));
+  const std::vector<int64_t> blocks = PlanBlocks(groups, config, free_bytes, is_cpu);
+  MemoryPlan plan;
+  int64_t least_bytes = 0;
+  bool fits = true;
+  for (size_t g = 0; g < groups.size(); ++g) {
+    const int64_t least =
+        groups[g].BlocksPerSequence(config.cache_block_seq_len, StepTokens(config));
+    fits = fits && blocks[g] >= least;
+    least_bytes += least * groups[g].bytes_per_block();
+    plan.reserved_bytes += blocks[g] * groups[g].bytes_per_block();
+    plan.num_blocks =
+        groups.front().window == 0 ? blocks.front() : std::max(plan.num_blocks, blocks[g]);
+  }
+  if (!fits) {
+    throw InvalidArgument("KV cache: cache_max_entry_count " +
+                          std::to_string(config.cache_max_entry_count) + " of " +
+                          std::to_string(free_bytes) +
+                          " free bytes does not hold one sequence of one block, which takes " +
+                          std::to_string(least_bytes) + " bytes (--cache-max-entry-count)");
+  }
+  plan.bytes_per_token = BytesPerToken(groups);
+  plan.bytes_per_token_none =
+      BytesPerToken(MakeLayerGroups(CacheConfig(model, config, KvCacheMode::kNone)));
+  plan.max_tokens = plan.num_blocks * config.cache_block_seq_len;
+  return plan;
+}
+
+}  // namespace turbomind

@@ -1,0 +1,25 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "turbomind/engine/engine.h"
+#include "turbomind/kv/kv_cache.h"
+
+namespace turbomind {
+
+// The parts of PlanMemory that the engine needs too, so that the plan and the pools cannot differ.
+
+// Throws InvalidArgument naming the field and its flag.
+void ValidateEngineConfig(const EngineConfig& config);
+
+KvCacheConfig CacheConfig(const ModelConfig& model, const EngineConfig& config, KvCacheMode mode);
+
+// New tokens of one step at most: max_prefill_token_num, or less where all sequences are shorter.
+int StepTokens(const EngineConfig& config);
+
+// Blocks of each layer group.
+std::vector<int64_t> PlanBlocks(const std::vector<LayerGroup>& groups, const EngineConfig& config,
+                                int64_t free_bytes, bool is_cpu);
+
+}  // namespace turbomind

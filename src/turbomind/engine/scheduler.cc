@@ -1,0 +1,180 @@
+// ⑤ Plans steps: continuous batching, chunked prefill mixed with decode, preemption by recompute.
+
+#include "turbomind/engine/scheduler.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "turbomind/core/check.h"
+
+namespace turbomind {
+
+Scheduler::Scheduler(const SchedulerConfig& config, SequenceManager& manager,
+                     const std::vector<LayerGroup>& groups)
+    : config_(config), manager_(manager), groups_(groups) {
+  Check(config_.max_batch_size > 0 && config_.max_step_tokens > 0, "a step has room");
+}
+
+void Scheduler::Add(std::unique_ptr<Sequence> sequence) {
+  Check(waiting_.empty() || waiting_.back()->arrival < sequence->arrival, "arrivals ascend");
+  waiting_.push_back(std::move(sequence));
+}
+
+const Batch& Scheduler::Plan() {
+  batch_.Clear();
+  for (auto& sequence : running_) {
+    sequence->num_planned = 0;
+  }
+  int64_t budget = config_.max_step_tokens;
+  const int64_t preemptions_before = stats_.num_preemptions;
+  for (const bool decode : {true, false}) {
+    // By index: planning one may preempt the newest ones, at the end.
+    for (size_t i = 0; i < running_.size(); ++i) {
+      Sequence& sequence = *running_[i];
+      if ((sequence.num_missing() == 1) == decode) {
+        budget -= PlanRunning(sequence, budget);
+      }
+    }
+  }
+  if (stats_.num_preemptions == preemptions_before) {
+    budget -= Admit(budget);
+  }
+  Build();
+  Check(!batch_.empty() || (waiting_.empty() && running_.empty()), "something can run");
+  return batch_;
+}
+
+int64_t Scheduler::PlanRunning(Sequence& sequence, int64_t budget) {
+  const int64_t wanted = std::min(budget, sequence.num_missing());
+  if (wanted <= 0) {
+    return 0;
+  }
+  const uint64_t id = sequence.request->id;
+  while (!manager_.AllocateDataAndScaleBlocks(id, sequence.num_computed + wanted)) {
+    const bool is_newest = running_.back().get() == &sequence;
+    PreemptNewest();
+    if (is_newest) {
+      return 0;
+    }
+  }
+  sequence.num_planned = wanted;
+  return wanted;
+}
+
+void Scheduler::PreemptNewest() {
+  std::unique_ptr<Sequence> sequence = std::move(running_.back());
+  running_.pop_back();
+  manager_.FreeDataAndScaleBlocks(sequence->request->id);
+  sequence->num_computed = 0;
+  sequence->num_planned = 0;
+  waiting_.push_front(std::move(sequence));
+  ++stats_.num_preemptions;
+}
+
+// Starts waiting sequences while there is room; returns how many tokens they take.
+int64_t Scheduler::Admit(int64_t budget) {
+  const int most = std::min(config_.max_batch_size, config_.max_step_tokens);
+  int64_t used = 0;
+  while (!waiting_.empty() && used < budget && static_cast<int>(running_.size()) < most) {
+    Sequence& sequence = *waiting_.front();
+    const uint64_t id = sequence.request->id;
+    const std::vector<int64_t> promised = Promised();
+    sequence.num_computed = manager_.Create(id, sequence.tokens, sequence.may_use_prefix_cache());
+    const int64_t wanted = std::min(budget - used, sequence.num_missing());
+    if (!Fits(sequence, promised) ||
+        !manager_.AllocateDataAndScaleBlocks(id, sequence.num_computed + wanted)) {
+      manager_.FreeDataAndScaleBlocks(id);
+      sequence.num_computed = 0;
+      return used;
+    }
+    if (!sequence.was_admitted) {
+      sequence.was_admitted = true;
+      sequence.cached_tokens = static_cast<int>(sequence.num_computed);
+      stats_.prefix_queried_tokens += sequence.may_use_prefix_cache() ? sequence.num_prompt : 0;
+      stats_.prefix_hit_tokens += sequence.num_computed;
+    }
+    sequence.num_planned = wanted;
+    used += wanted;
+    running_.push_back(std::move(waiting_.front()));
+    waiting_.pop_front();
+  }
+  return used;
+}
+
+// Blocks that a sequence will still ask for until all its tokens are computed.
+int64_t Scheduler::BlocksToCome(const Sequence& sequence, int group) const {
+  const int64_t all = manager_.BlocksNeeded(sequence.request->id, group, sequence.num_tokens());
+  const int64_t at_once = groups_[static_cast<size_t>(group)].BlocksPerSequence(
+      sequence.num_tokens(), config_.max_step_tokens);
+  return std::min(all, at_once);
+}
+
+// Blocks that the running sequences will still take for their prompts, by group.
+std::vector<int64_t> Scheduler::Promised() const {
+  std::vector<int64_t> promised(groups_.size(), 0);
+  for (const auto& sequence : running_) {
+    for (size_t g = 0; g < groups_.size(); ++g) {
+      promised[g] += BlocksToCome(*sequence, static_cast<int>(g));
+    }
+  }
+  return promised;
+}
+
+// Alone, a sequence always starts: it was checked when it came.
+bool Scheduler::Fits(const Sequence& sequence, const std::vector<int64_t>& promised) const {
+  if (running_.empty()) {
+    return true;
+  }
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    const BlockCounts counts = manager_.counts(static_cast<int>(g));
+    const int64_t needed = BlocksToCome(sequence, static_cast<int>(g)) + promised[g];
+    if (needed > counts.free + counts.cached) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void Scheduler::Build() {
+  for (const bool decode : {true, false}) {
+    for (auto& sequence : running_) {
+      if (sequence->num_planned > 0 && (sequence->num_planned == 1) == decode) {
+        batch_.Add(*sequence);
+      }
+    }
+  }
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    std::vector<std::span<const int32_t>> tables;
+    for (const Sequence* sequence : batch_.sequences) {
+      tables.push_back(manager_.BlockTable(sequence->request->id, static_cast<int>(g)));
+    }
+    batch_.AddTables(tables);
+  }
+}
+
+void Scheduler::StepDone() {
+  for (Sequence* sequence : batch_.sequences) {
+    sequence->num_computed += sequence->num_planned;
+    manager_.Commit(sequence->request->id,
+                    std::span(sequence->tokens).first(static_cast<size_t>(sequence->num_computed)));
+  }
+}
+
+std::unique_ptr<Sequence> Scheduler::Remove(const Sequence* sequence) {
+  const auto is_it = [sequence](const auto& entry) { return entry.get() == sequence; };
+  for (auto* queue : {&running_, &waiting_}) {
+    const auto found = std::find_if(queue->begin(), queue->end(), is_it);
+    if (found == queue->end()) {
+      continue;
+    }
+    std::unique_ptr<Sequence> taken = std::move(*found);
+    queue->erase(found);
+    if (queue == &running_) {
+      manager_.FreeDataAndScaleBlocks(taken->request->id);
+    }
+    return taken;
+  }
+  throw InternalError("a sequence that neither waits nor runs");
+}
+
+}  // namespace turbomind

@@ -1,0 +1,80 @@
+#pragma once
+
+// ⑤ Plans steps: which sequences run, how many tokens each, who waits, who is preempted.
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "turbomind/engine/batch.h"
+#include "turbomind/engine/sequence.h"
+#include "turbomind/kv/sequence_manager.h"
+
+namespace turbomind {
+
+struct SchedulerConfig {
+  int max_batch_size = 0;
+  int max_step_tokens = 0;  // max_prefill_token_num
+};
+
+struct SchedulerStats {
+  int64_t prefix_queried_tokens = 0;
+  int64_t prefix_hit_tokens = 0;
+  int64_t num_preemptions = 0;
+};
+
+// The planner. It touches block ids and tokens alone, never a device: the same calls give the same
+// plans, so that a test can replay them.
+//
+// Each step, within max_step_tokens new tokens:
+//   1. sequences that decode, oldest first;
+//   2. sequences in the middle of their prompt, oldest first, each as large a chunk as is left;
+//   3. waiting ones, oldest first, while their whole prompt fits beside what is promised to those
+//      that run. None overtakes another, so none starves.
+// Where no block is free for a sequence that runs, the newest running one is preempted: its blocks
+// are freed and it waits at its old place, to be computed again (cached blocks permitting).
+//
+// Invariants:
+//  1. Every running sequence is older than every waiting one (by `arrival`).
+//  2. At most min(max_batch_size, max_step_tokens) run, so that each of them advances each step.
+//  3. While anything waits or runs, Plan() returns a batch that is not empty. This holds because
+//     requests that could not run alone are refused before (SequenceManager::CanEverFit).
+// Engine thread only.
+class Scheduler {
+ public:
+  Scheduler(const SchedulerConfig& config, SequenceManager& manager,
+            const std::vector<LayerGroup>& groups);
+
+  void Add(std::unique_ptr<Sequence> sequence);
+  // The next step; valid until the next call. Empty when there is nothing to do.
+  const Batch& Plan();
+  // The planned step has run: its K and V are written. Committed blocks enter the prefix cache.
+  void StepDone();
+  // Takes a sequence out, in whatever state, and frees its blocks.
+  std::unique_ptr<Sequence> Remove(const Sequence* sequence);
+
+  const std::deque<std::unique_ptr<Sequence>>& waiting() const { return waiting_; }
+  const std::deque<std::unique_ptr<Sequence>>& running() const { return running_; }
+  const SchedulerStats& stats() const { return stats_; }
+
+ private:
+  // Plans up to `budget` tokens of a running sequence; returns how many.
+  int64_t PlanRunning(Sequence& sequence, int64_t budget);
+  void PreemptNewest();
+  int64_t Admit(int64_t budget);
+  bool Fits(const Sequence& sequence, const std::vector<int64_t>& promised) const;
+  std::vector<int64_t> Promised() const;
+  int64_t BlocksToCome(const Sequence& sequence, int group) const;
+  void Build();
+
+  SchedulerConfig config_;
+  SequenceManager& manager_;
+  const std::vector<LayerGroup>& groups_;
+  std::deque<std::unique_ptr<Sequence>> waiting_;  // by arrival
+  std::deque<std::unique_ptr<Sequence>> running_;  // by arrival
+  Batch batch_;
+  SchedulerStats stats_;
+};
+
+}  // namespace turbomind

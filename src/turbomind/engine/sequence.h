@@ -1,0 +1,44 @@
+#pragma once
+
+// ⑤ A request's state in the engine.
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "turbomind/engine/request.h"
+
+namespace turbomind {
+
+// Engine thread only. `request` is shared with the submitter, who may set its cancel flag.
+//
+// Invariants:
+//  1. tokens = prompt, then generated; it never shrinks. A preempted sequence computes all of it
+//     again, generated tokens as prompt.
+//  2. num_computed < tokens.size() between steps, until the sequence is finished.
+//  3. `output` collects what the current step adds; the engine empties it after each step.
+struct Sequence {
+  std::shared_ptr<Request> request;
+  uint64_t arrival = 0;  // order of Submit: first come, first served
+  std::vector<int32_t> tokens;
+  int64_t num_prompt = 0;
+  int64_t num_computed = 0;  // tokens whose K and V are in the cache
+  int64_t num_planned = 0;   // new tokens in the current step
+  bool was_admitted = false;
+  int cached_tokens = 0;        // at the first admission
+  int64_t next_prompt_row = 0;  // first position whose prompt log-probabilities were not yet sent
+  int64_t next_logits_row = 0;  // first position whose logits were not yet sent (kAll)
+  int64_t num_told = 0;         // generated tokens that token_mask has seen
+  RequestOutput output;
+
+  int64_t num_tokens() const { return static_cast<int64_t>(tokens.size()); }
+  int64_t num_generated() const { return num_tokens() - num_prompt; }
+  int64_t num_missing() const { return num_tokens() - num_computed; }
+  bool finished() const { return output.finish_reason != FinishReason::kNone; }
+  // Rows of cached tokens would be missing from the answer.
+  bool may_use_prefix_cache() const {
+    return request->num_prompt_logprobs < 0 && request->logits_output != LogitsOutput::kAll;
+  }
+};
+
+}  // namespace turbomind
