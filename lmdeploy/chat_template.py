@@ -1,12 +1,13 @@
 """② Messages → prompt text, with the Jinja template of the checkpoint in a sandbox.
 
-A template comes from a download: it runs in jinja2's immutable sandbox, with limits on its size,
-its output and the ranges it may loop over.
+A template comes from a download: it runs in jinja2's immutable sandbox (whose ranges are bounded),
+with limits on the sizes of the template and of the prompt.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -176,8 +177,6 @@ def _compile(source: str, origin: str) -> Template:
 
 def _without_generation_marks(source: str) -> str:
     """Drops `{% generation %}`, which only marks text for training."""
-    import re
-
     return re.sub(
         r"\{%(-?)\s*(?:end)?generation\s*(-?)%\}", r"{%\1 if true \2%}{% endif %}", source
     )
