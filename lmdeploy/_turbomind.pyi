@@ -180,4 +180,5 @@ def decode_rows(
     head_dim: int,
     dtype: str,
     g: float = 1.0,
+    isa: str = "",
 ) -> npt.NDArray[np.float32]: ...

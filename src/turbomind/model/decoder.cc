@@ -8,6 +8,8 @@
 #include <utility>
 
 #include "turbomind/core/check.h"
+#include "turbomind/ops/attention.h"
+#include "turbomind/ops/process_kv.h"
 
 namespace turbomind {
 namespace {
@@ -109,18 +111,18 @@ void Decoder::Attention(const LayerWeights& layer, const LayerCache& cache,
   const int64_t qkv_size = q_size + 2 * int64_t{config_.num_kv_heads} * config_.head_dim;
   const bool rotates = rope_.enabled();
   Project(layer.qkv, nullptr, normed_, {qkv_, batch.num_tokens});
-  device_.ProcessKV({.qkv = qkv_,
-                     .bias = OrNull(layer.qkv.bias),
-                     .q_norm = OrNull(layer.q_norm),
-                     .k_norm = OrNull(layer.k_norm),
-                     .norm_eps = config_.norm_eps,
-                     .rope_cos = rotates ? cos_ : nullptr,
-                     .rope_sin = rotates ? sin_ : nullptr,
-                     .rope_dim = rotates ? rope_.dim() : 0,
-                     .q_heads = config_.num_heads,
-                     .kv = cache.kv,
-                     .batch = batch,
-                     .num_nonfinite = &num_nonfinite_});
+  invokeProcessKV_v2(device_, {.qkv = qkv_,
+                               .bias = OrNull(layer.qkv.bias),
+                               .q_norm = OrNull(layer.q_norm),
+                               .k_norm = OrNull(layer.k_norm),
+                               .norm_eps = config_.norm_eps,
+                               .rope_cos = rotates ? cos_ : nullptr,
+                               .rope_sin = rotates ? sin_ : nullptr,
+                               .rope_dim = rotates ? rope_.dim() : 0,
+                               .q_heads = config_.num_heads,
+                               .kv = cache.kv,
+                               .batch = batch,
+                               .num_nonfinite = &num_nonfinite_});
   const AttentionParams attention = {.q = qkv_,
                                      .q_stride = qkv_size,
                                      .out = attended_,
@@ -131,10 +133,10 @@ void Decoder::Attention(const LayerWeights& layer, const LayerCache& cache,
                                      .kv = cache.kv,
                                      .batch = batch};
   if (batch.num_decode > 0) {
-    device_.DecodeAttention(attention);
+    dispatchDecoding(device_, attention);
   }
   if (batch.num_decode < batch.num_seqs) {
-    device_.PrefillAttention(attention);
+    invokePrefillAttention(device_, attention);
   }
   Project(layer.output, OrNull(layer.output.bias), attended_, {hidden_, batch.num_tokens, true});
 }

@@ -1,0 +1,130 @@
+// The codecs over NumPy arrays.
+
+#include "turbomind/bindings_codec.h"
+
+#include <pybind11/numpy.h>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "turbomind/backend/cpu/cpu_device.h"
+#include "turbomind/backend/cpu/cpu_kv_ops.h"
+#include "turbomind/core/check.h"
+
+namespace py = pybind11;
+
+namespace turbomind {
+namespace {
+
+template <class T>
+using Array = py::array_t<T, py::array::c_style | py::array::forcecast>;
+
+DataType ParseDataType(const std::string& name) {
+  for (DataType dtype : {DataType::kFloat32, DataType::kFloat16, DataType::kBFloat16}) {
+    if (name == ToString(dtype)) {
+      return dtype;
+    }
+  }
+  throw InvalidArgument("dtype: got \"" + name + "\", want one of float32, float16, bfloat16");
+}
+
+// Kernels of an instruction set that this machine can run; empty: the best.
+CpuKvKernels Kernels(const std::string& isa) {
+  const std::vector<std::string> isas = AvailableCpuIsas();
+  if (isa.empty()) {
+    return CpuKvKernelsFor(isas.back());
+  }
+  std::string choices;
+  for (const std::string& choice : isas) {
+    choices += (choices.empty() ? "" : ", ") + choice;
+  }
+  if (std::find(isas.begin(), isas.end(), isa) == isas.end()) {
+    throw InvalidArgument("isa: got \"" + isa + "\", this machine can run: " + choices);
+  }
+  return CpuKvKernelsFor(isa);
+}
+
+struct RowShape {
+  CodecRows rows;
+  py::ssize_t payload_bytes = 0;
+  py::ssize_t metadata_bytes = 0;
+};
+
+RowShape Shape(const std::string& mode_name, const std::string& dtype, py::ssize_t num_rows,
+               int64_t head_dim) {
+  if (head_dim < 1 || head_dim > 65536) {
+    throw InvalidArgument("head_dim: got " + std::to_string(head_dim) + ", want 1 to 65536");
+  }
+  RowShape shape;
+  shape.rows.mode = GetKvCacheMode(mode_name, DeviceCapability{});
+  shape.rows.dtype = ParseDataType(dtype);
+  shape.rows.num_rows = num_rows;
+  shape.rows.head_dim = static_cast<int>(head_dim);
+  const int dim = shape.rows.head_dim;
+  shape.payload_bytes = block::RowBytes(shape.rows.mode, dim, shape.rows.dtype);
+  shape.metadata_bytes = block::ParamBytes(shape.rows.mode, shape.rows.dtype) +
+                         block::ScaleBytes(shape.rows.mode, dim);
+  return shape;
+}
+
+py::tuple Encode(const std::string& mode, const Array<float>& rows, const std::string& dtype,
+                 float g, const std::string& isa) {
+  if (rows.ndim() != 2) {
+    throw InvalidArgument("rows: got " + std::to_string(rows.ndim()) +
+                          " dimensions, want [n, head_dim]");
+  }
+  RowShape shape = Shape(mode, dtype, rows.shape(0), rows.shape(1));
+  shape.rows.g = g;
+  const CpuKvKernels kernels = Kernels(isa);
+  py::array_t<uint8_t> payload({rows.shape(0), shape.payload_bytes});
+  py::array_t<uint8_t> metadata({rows.shape(0), shape.metadata_bytes});
+  EncodeRows(kernels, shape.rows, rows.data(), payload.mutable_data(), metadata.mutable_data());
+  return py::make_tuple(payload, metadata);
+}
+
+void RequireShape(const char* what, const Array<uint8_t>& array, py::ssize_t rows,
+                  py::ssize_t cols) {
+  if (array.ndim() != 2 || array.shape(0) != rows || array.shape(1) != cols) {
+    throw InvalidArgument(std::string(what) + ": got " + std::to_string(array.size()) +
+                          " bytes in " + std::to_string(array.ndim()) + " dimensions, want [" +
+                          std::to_string(rows) + ", " + std::to_string(cols) + "]");
+  }
+}
+
+struct DecodeOptions {
+  std::string mode;
+  std::string dtype;
+  float g;
+  std::string isa;
+};
+
+Array<float> Decode(const Array<uint8_t>& payload, const Array<uint8_t>& metadata, int64_t head_dim,
+                    const DecodeOptions& options) {
+  const py::ssize_t num_rows = payload.ndim() == 2 ? payload.shape(0) : 0;
+  RowShape shape = Shape(options.mode, options.dtype, num_rows, head_dim);
+  shape.rows.g = options.g;
+  RequireShape("payload", payload, num_rows, shape.payload_bytes);
+  RequireShape("metadata", metadata, num_rows, shape.metadata_bytes);
+  const CpuKvKernels kernels = Kernels(options.isa);
+  Array<float> rows({num_rows, static_cast<py::ssize_t>(head_dim)});
+  DecodeRows(kernels, shape.rows, payload.data(), metadata.data(), rows.mutable_data());
+  return rows;
+}
+
+}  // namespace
+
+void DefCodecs(py::module_& module) {
+  module.def("encode_rows", &Encode, py::arg("mode"), py::arg("rows"), py::arg("dtype"),
+             py::arg("g") = 1.f, py::arg("isa") = "");
+  module.def(
+      "decode_rows",
+      [](const std::string& mode, const Array<uint8_t>& payload, const Array<uint8_t>& metadata,
+         int64_t head_dim, const std::string& dtype, float g, const std::string& isa) {
+        return Decode(payload, metadata, head_dim, {mode, dtype, g, isa});
+      },
+      py::arg("mode"), py::arg("payload"), py::arg("metadata"), py::arg("head_dim"),
+      py::arg("dtype"), py::arg("g") = 1.f, py::arg("isa") = "");
+}
+
+}  // namespace turbomind
