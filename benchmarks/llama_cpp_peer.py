@@ -11,7 +11,7 @@ from our_engine import Cell, Timing
 
 BATCH_TOKENS = 2048
 MICRO_BATCH_TOKENS = 512
-MAX_SEQUENCES = 32
+GGML_TYPE_BF16 = 30  # not among the names of llama-cpp-python
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class PeerSetting:
 SETTINGS = (
     PeerSetting("f16", llama_cpp.GGML_TYPE_F16, False),
     PeerSetting("f16, flash attention", llama_cpp.GGML_TYPE_F16, True),
-    PeerSetting("bf16, flash attention", llama_cpp.GGML_TYPE_BF16, True),
+    PeerSetting("bf16, flash attention", GGML_TYPE_BF16, True),
     PeerSetting("q8_0, flash attention", llama_cpp.GGML_TYPE_Q8_0, True),
     PeerSetting("q4_0, flash attention", llama_cpp.GGML_TYPE_Q4_0, True),
 )
