@@ -72,9 +72,18 @@ void Validate(const RopeConfig& c) {
   if (c.kind == RopeKind::kNone) {
     return;
   }
+  for (float divisor : c.freq_factors) {
+    Require(std::isfinite(divisor) && divisor > 0.f, "freq_factors", divisor, "positive values");
+  }
   const bool dynamic = c.kind == RopeKind::kDynamic;
   Require(c.dim > 0 && c.dim % 2 == 0, "dim", c.dim, "a positive even number");
   Require(std::isfinite(c.theta) && c.theta > 1.f, "theta", c.theta, "a finite value above 1");
+  if (!c.freq_factors.empty()) {
+    Require(c.freq_factors.size() == static_cast<size_t>(c.dim / 2), "freq_factors: size",
+            static_cast<double>(c.freq_factors.size()), "dim / 2 values");
+    Require(!dynamic, "freq_factors: size", static_cast<double>(c.freq_factors.size()),
+            "none for dynamic scaling");
+  }
   if (c.kind == RopeKind::kDefault) {
     return;
   }
@@ -129,6 +138,9 @@ RopeTable::RopeTable(const RopeConfig& config) : config_(config) {
     case RopeKind::kDefault:
     case RopeKind::kDynamic:
       break;
+  }
+  for (size_t i = 0; i < config.freq_factors.size(); ++i) {
+    inv_freq_[i] /= config.freq_factors[i];
   }
 }
 

@@ -85,7 +85,7 @@ class CpuDevice final : public Device {
   }
 
   std::unique_ptr<PackedMatrix> PackMatrix(const MatrixSource& source, bool exact) override {
-    return std::make_unique<CpuPackedMatrix>(source, exact, pool_);
+    return std::make_unique<CpuPackedMatrix>(source, exact, arena_, pool_);
   }
 
   void Embed(const EmbedParams& params) override { CpuEmbed(pool_, params); }
@@ -110,6 +110,7 @@ class CpuDevice final : public Device {
   std::string isa_;
   CpuDenseKernels dense_;
   CpuKvKernels kv_;
+  MatrixArena arena_;
   CpuLinearScratch linear_scratch_;
 };
 

@@ -3,13 +3,14 @@
 // Where each byte of a packed weight matrix and of packed activations lies. Arithmetic only: shared
 // by the packer and by the kernels of every instruction set.
 //
-// Weights are cut into tiles of 16 outputs. A tile is a run of steps, each a multiple of 64 bytes
-// so that one 512-bit lane group holds the same columns of all 16 outputs:
+// Weights are cut into tiles of 16 outputs, read from the first byte to the last. A tile is a run
+// of steps; one 512-bit register holds the same columns of all 16 outputs:
 //   kF32   one column:  float[16]
 //   kBF16  2 columns:   bf16[16][2]
-//   kQ8_0  32 columns:  8 groups of uint8[16][4] (value + 128)
-//   kQ4_x  32 columns:  4 groups of uint8[16][4], low nibbles columns 4g.., high 16 + 4g..
-// Quantised tiles are followed by the blocks' metadata: fp16 d[16] per step, for kQ4_1 also m[16].
+//   kQ8_0  32 columns:  fp16 d[16], then 8 groups of uint8[16][4] (value + 128)
+//   kQ4_0  32 columns:  fp16 d[16], then 4 groups of uint8[16][4], low nibbles columns 4g.., high
+//          nibbles 16 + 4g..
+//   kQ4_1  as kQ4_0, with fp16 m[16] after d
 // Outputs and columns beyond the matrix are zero.
 //
 // Activations are cut into panels of kPanelRows rows; the last panel is packed for the R rows that
@@ -47,6 +48,11 @@ TM_HD constexpr int64_t NumSteps(MatrixFormat format, int64_t cols) {
   return (cols + StepCols(format) - 1) / StepCols(format);
 }
 
+// Scales (and minima) at the start of each step of a tile.
+TM_HD constexpr int TileMetaBytes(MatrixFormat format) {
+  return format == MatrixFormat::kQ4_1 ? 64 : IsQuantized(format) ? 32 : 0;
+}
+
 TM_HD constexpr int TileStepBytes(MatrixFormat format) {
   switch (format) {
     case MatrixFormat::kF32:
@@ -54,25 +60,15 @@ TM_HD constexpr int TileStepBytes(MatrixFormat format) {
       return 64;
     case MatrixFormat::kQ4_0:
     case MatrixFormat::kQ4_1:
-      return 256;
+      return TileMetaBytes(format) + 256;
     case MatrixFormat::kQ8_0:
-      return 512;
+      return TileMetaBytes(format) + 512;
   }
   return 0;
 }
 
-TM_HD constexpr int TileMetaBytes(MatrixFormat format) {
-  return format == MatrixFormat::kQ4_1 ? 64 : IsQuantized(format) ? 32 : 0;
-}
-
-TM_HD constexpr int64_t TileMetaOffset(MatrixFormat format, int64_t cols) {
-  return NumSteps(format, cols) * TileStepBytes(format);
-}
-
 TM_HD constexpr int64_t TileBytes(MatrixFormat format, int64_t cols) {
-  const int64_t bytes =
-      TileMetaOffset(format, cols) + NumSteps(format, cols) * TileMetaBytes(format);
-  return (bytes + 63) / 64 * 64;
+  return NumSteps(format, cols) * TileStepBytes(format);
 }
 
 TM_HD constexpr int PanelStepBytes(MatrixFormat format, int rows) {
@@ -111,7 +107,7 @@ TM_HD float ReadHalf(const uint8_t* p) {
 
 static_assert(TileBytes(MatrixFormat::kQ4_0, 576) == 18 * (256 + 32));
 static_assert(TileBytes(MatrixFormat::kQ4_1, 576) == 18 * (256 + 64));
-static_assert(TileBytes(MatrixFormat::kQ8_0, 32) == 512 + 64);
+static_assert(TileBytes(MatrixFormat::kQ8_0, 32) == 512 + 32);
 static_assert(TileBytes(MatrixFormat::kBF16, 5) == 3 * 64);
 
 }  // namespace turbomind

@@ -14,6 +14,9 @@
 namespace turbomind {
 namespace {
 
+constexpr size_t kHugePageBytes = size_t{2} << 20;
+constexpr size_t kRegionBytes = size_t{64} << 20;
+
 // GGUF blocks of 32 values: fp16 d, for Q4_1 fp16 m, then the codes.
 int64_t SourceBlockBytes(MatrixFormat format) {
   switch (format) {
@@ -89,23 +92,22 @@ void DequantizeRow(const MatrixSource& source, int64_t row, float* out) {
 void PackQuantRow(const MatrixSource& source, int64_t row, int lane, uint8_t* tile) {
   const MatrixFormat format = source.format;
   const uint8_t* block = SourceRow(source, row);
-  uint8_t* meta = tile + TileMetaOffset(format, source.cols) + 2 * lane;
   const int meta_bytes = format == MatrixFormat::kQ4_1 ? 4 : 2;
   const int groups = format == MatrixFormat::kQ8_0 ? 8 : 4;
   const uint8_t flip = format == MatrixFormat::kQ8_0 ? 0x80 : 0;
   for (int64_t s = 0; s < NumSteps(format, source.cols); ++s) {
-    std::memcpy(meta, block, 2);
+    std::memcpy(tile + 2 * lane, block, 2);
     if (meta_bytes == 4) {
-      std::memcpy(meta + 32, block + 2, 2);
+      std::memcpy(tile + 32 + 2 * lane, block + 2, 2);
     }
+    uint8_t* codes = tile + TileMetaBytes(format) + 4 * lane;
     for (int g = 0; g < groups; ++g) {
       for (int i = 0; i < 4; ++i) {
-        tile[64 * g + 4 * lane + i] = block[meta_bytes + 4 * g + i] ^ flip;
+        codes[64 * g + i] = block[meta_bytes + 4 * g + i] ^ flip;
       }
     }
     block += SourceBlockBytes(format);
     tile += TileStepBytes(format);
-    meta += TileMetaBytes(format);
   }
 }
 
@@ -166,27 +168,42 @@ void ReleasePages(void* memory, size_t num_bytes) {
   }
 }
 
-CpuPackedMatrix::CpuPackedMatrix(const MatrixSource& source, bool exact, ThreadPool& pool) {
+std::shared_ptr<uint8_t> MatrixArena::Allocate(size_t num_bytes) {
+  const size_t size = (num_bytes + 63) / 64 * 64;
+  if (region_ == nullptr || size > region_bytes_ - used_bytes_) {
+    const size_t bytes = std::max(kRegionBytes, size) + kHugePageBytes;
+    auto* pages = static_cast<uint8_t*>(ReservePages(bytes));
+    const std::shared_ptr<uint8_t> whole(pages, [bytes](uint8_t* p) { ReleasePages(p, bytes); });
+    const size_t skip = -reinterpret_cast<uintptr_t>(pages) % kHugePageBytes;
+    region_ = std::shared_ptr<uint8_t>(whole, pages + skip);
+    region_bytes_ = bytes - skip;
+    used_bytes_ = 0;
+    madvise(region_.get(), region_bytes_, MADV_HUGEPAGE);  // a hint: failure costs only speed
+  }
+  std::shared_ptr<uint8_t> result(region_, region_.get() + used_bytes_);
+  used_bytes_ += size;
+  return result;
+}
+
+CpuPackedMatrix::CpuPackedMatrix(const MatrixSource& source, bool exact, MatrixArena& arena,
+                                 ThreadPool& pool) {
   CheckSource(source);
   rows = source.rows;
   cols = source.cols;
   format = exact ? MatrixFormat::kF32 : source.format;
   tile_bytes_ = TileBytes(format, cols);
-  const auto size = static_cast<size_t>(num_bytes());
-  data_ = static_cast<uint8_t*>(ReservePages(size));
-  madvise(data_, size, MADV_HUGEPAGE);  // streamed on every step: fewer TLB misses; a hint only
+  data_ = arena.Allocate(static_cast<size_t>(num_bytes()));
   pool.ParallelFor(num_tiles(), [&](int64_t index, int) {
-    PackTile(source, format, index, data_ + index * tile_bytes_);
+    PackTile(source, format, index, data_.get() + index * tile_bytes_);
   });
 }
-
-CpuPackedMatrix::~CpuPackedMatrix() { ReleasePages(data_, static_cast<size_t>(num_bytes())); }
 
 int64_t CpuPackedMatrix::num_tiles() const { return (rows + kTileRows - 1) / kTileRows; }
 
 void CpuPackedMatrix::ReadRow(int64_t row, float* out) const {
   const int lane = static_cast<int>(row % kTileRows);
-  const uint8_t* codes = tile(row / kTileRows) + 4 * lane;
+  const uint8_t* first = tile(row / kTileRows);
+  const uint8_t* codes = first + TileMetaBytes(format) + 4 * lane;
   if (format == MatrixFormat::kF32) {
     for (int64_t c = 0; c < cols; ++c) {
       out[c] = LoadAs<float>(codes + 64 * c);
@@ -200,12 +217,12 @@ void CpuPackedMatrix::ReadRow(int64_t row, float* out) const {
     return;
   }
   const int meta_bytes = format == MatrixFormat::kQ4_1 ? 4 : 2;
-  const uint8_t* meta = tile(row / kTileRows) + TileMetaOffset(format, cols) + 2 * lane;
+  const uint8_t* meta = first + 2 * lane;
   for (int64_t s = 0; s < NumSteps(format, cols); ++s) {
     uint8_t block[2 + kQuantBlock];  // back in the source's form
-    std::memcpy(block, meta + s * TileMetaBytes(format), 2);
+    std::memcpy(block, meta + s * TileStepBytes(format), 2);
     if (meta_bytes == 4) {
-      std::memcpy(block + 2, meta + s * TileMetaBytes(format) + 32, 2);
+      std::memcpy(block + 2, meta + s * TileStepBytes(format) + 32, 2);
     }
     const bool wide = format == MatrixFormat::kQ8_0;
     for (int i = 0; i < (wide ? 32 : 16); ++i) {

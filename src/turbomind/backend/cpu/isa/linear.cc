@@ -18,6 +18,7 @@
 namespace turbomind::TM_ISA {
 namespace {
 
+constexpr int64_t kPrefetchBytes = 4096;  // ahead of a tile with 2 to 11 rows
 constexpr uint32_t kInfinityBits = 0x7f800000u;
 constexpr float kMinAmax = 1e-36f;  // below, 127 / amax overflows: the block counts as zero
 
@@ -121,8 +122,8 @@ TileRun RunAt(const MultiplyArgs& a, int tile, int row) {
   TileRun run;
   run.tile_bytes = TileBytes(F, a.cols);
   run.tile = a.tiles + tile * run.tile_bytes;
-  run.meta_offset = TileMetaOffset(F, a.cols);
   run.steps = NumSteps(F, a.cols);
+  run.next = run.tile;
   run.panel = a.panels + row / kPanelRows * PanelBytes(F, a.cols, kPanelRows);
   run.bias = a.bias == nullptr ? nullptr : a.bias + tile * kTileRows;
   run.y = a.y + row * a.y_stride + tile * kTileRows;
@@ -138,7 +139,9 @@ void MultiplyPanel(const MultiplyArgs& a, int row) {
   constexpr int kTiles = kTilesAtOnce<R>;
   int tile = 0;
   for (; tile + kTiles <= a.num_tiles; tile += kTiles) {
-    MultiplyTiles<F, R, kTiles>(RunAt<F>(a, tile, row));
+    TileRun run = RunAt<F>(a, tile, row);
+    run.next = run.tile + kPrefetchBytes;
+    MultiplyTiles<F, R, kTiles>(run);
   }
   if constexpr (kTiles > 1) {
     for (; tile < a.num_tiles; ++tile) {
@@ -152,7 +155,9 @@ void MultiplyFormat(const MultiplyArgs& a) {
   const int full_rows = a.num_rows / kPanelRows * kPanelRows;
   for (int tile = 0; full_rows > 0 && tile < a.num_tiles; ++tile) {
     for (int row = 0; row < full_rows; row += kPanelRows) {
-      MultiplyTiles<F, kPanelRows, 1>(RunAt<F>(a, tile, row));
+      TileRun run = RunAt<F>(a, tile, row);
+      run.next = row == 0 ? run.tile + run.tile_bytes : run.tile;
+      MultiplyTiles<F, kPanelRows, 1>(run);
     }
   }
   switch (a.num_rows - full_rows) {

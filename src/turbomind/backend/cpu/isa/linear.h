@@ -10,8 +10,8 @@ namespace turbomind::TM_ISA {
 struct TileRun {
   const uint8_t* tile = nullptr;
   int64_t tile_bytes = 0;
-  int64_t meta_offset = 0;
   int64_t steps = 0;
+  const uint8_t* next = nullptr;   // fetched meanwhile, as many bytes as the tiles have
   const uint8_t* panel = nullptr;  // packed for R rows
   const float* bias = nullptr;     // [num_outputs] or null
   float* y = nullptr;              // [R, num_outputs]

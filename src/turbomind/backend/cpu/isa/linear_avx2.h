@@ -77,10 +77,11 @@ TM_HD __m256 OddBF16(__m256i pairs) {
 }
 TM_HD __m256 EvenBF16(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
 
-// Rows [row, row + N) of a panel of R rows, 8 outputs. `w` and `meta` point at the half.
+// Rows [row, row + N) of a panel of R rows, 8 outputs: half 0 or 1 of the step at `w`.
 template <MatrixFormat F, int R, int N>
-TM_HD void AddStep(const uint8_t* w, const uint8_t* meta, const uint8_t* a, int row,
-                   __m256 (&acc)[N]) {
+TM_HD void AddStep(const uint8_t* w, int half, const uint8_t* a, int row, __m256 (&acc)[N]) {
+  const uint8_t* meta = w + 16 * half;
+  w += TileMetaBytes(F) + 32 * half;
   if constexpr (F == MatrixFormat::kF32) {
     const __m256 column = _mm256_loadu_ps(reinterpret_cast<const float*>(w));
     for (int n = 0; n < N; ++n) {
@@ -125,15 +126,13 @@ TM_HD void StoreHalf(const TileRun& run, int row, int half, __m256 acc) {
 
 template <MatrixFormat F, int R, int N>
 void MultiplyHalf(const TileRun& run, int row, int half) {
-  const uint8_t* tile = run.tile + half * 32;
-  const uint8_t* meta = run.tile + run.meta_offset + half * 16;
   __m256 acc[N];
   for (int n = 0; n < N; ++n) {
     acc[n] = _mm256_setzero_ps();
   }
   for (int64_t s = 0; s < run.steps; ++s) {
-    AddStep<F, R, N>(tile + s * TileStepBytes(F), meta + s * TileMetaBytes(F),
-                     run.panel + s * PanelStepBytes(F, R), row, acc);
+    AddStep<F, R, N>(run.tile + s * TileStepBytes(F), half, run.panel + s * PanelStepBytes(F, R),
+                     row, acc);
   }
   for (int n = 0; n < N; ++n) {
     StoreHalf(run, row + n, half, acc[n]);

@@ -44,7 +44,7 @@ TM_HD void DotBlock(const uint8_t* w, const uint8_t* a, __m512i (&sum)[R]) {
   if constexpr (F == MatrixFormat::kQ8_0) {
 #pragma GCC unroll 8
     for (int g = 0; g < 8; ++g) {
-      const __m512i codes = _mm512_load_si512(w + 64 * g);
+      const __m512i codes = _mm512_loadu_si512(w + 64 * g);
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r) {
         sum[r] = _mm512_dpbusd_epi32(sum[r], codes, Broadcast32(a + kQuantBlock * r + 4 * g));
@@ -54,7 +54,7 @@ TM_HD void DotBlock(const uint8_t* w, const uint8_t* a, __m512i (&sum)[R]) {
     const __m512i mask = _mm512_set1_epi8(0x0f);
 #pragma GCC unroll 4
     for (int g = 0; g < 4; ++g) {
-      const __m512i codes = _mm512_load_si512(w + 64 * g);
+      const __m512i codes = _mm512_loadu_si512(w + 64 * g);
       const __m512i low = _mm512_and_si512(codes, mask);
       const __m512i high = _mm512_and_si512(_mm512_srli_epi16(codes, 4), mask);
 #pragma GCC unroll 12
@@ -70,7 +70,7 @@ TM_HD void DotBlock(const uint8_t* w, const uint8_t* a, __m512i (&sum)[R]) {
 }
 
 template <MatrixFormat F, int R>
-TM_HD void AddQuantStep(const uint8_t* w, const uint8_t* meta, const uint8_t* a, __m512 (&acc)[R]) {
+TM_HD void AddQuantStep(const uint8_t* w, const uint8_t* a, __m512 (&acc)[R]) {
   const uint8_t* scales = a + R * kQuantBlock;  // float d[R]
   const uint8_t* offsets = scales + R * 4;
   __m512i sum[R];
@@ -78,15 +78,15 @@ TM_HD void AddQuantStep(const uint8_t* w, const uint8_t* meta, const uint8_t* a,
   for (int r = 0; r < R; ++r) {
     sum[r] = F == MatrixFormat::kQ4_1 ? _mm512_setzero_si512() : Broadcast32(offsets + 4 * r);
   }
-  DotBlock<F, R>(w, a, sum);
-  const __m512 d = LoadHalf16(meta);
+  DotBlock<F, R>(w + TileMetaBytes(F), a, sum);
+  const __m512 d = LoadHalf16(w);
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r) {
     acc[r] = _mm512_fmadd_ps(_mm512_maskz_cvtepi32_ps(0xffff, sum[r]),
                              _mm512_mul_ps(d, BroadcastFloat(scales + 4 * r)), acc[r]);
   }
   if constexpr (F == MatrixFormat::kQ4_1) {
-    const __m512 m = LoadHalf16(meta + 32);
+    const __m512 m = LoadHalf16(w + 32);
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
       acc[r] = _mm512_fmadd_ps(m, BroadcastFloat(offsets + 4 * r), acc[r]);
@@ -95,21 +95,21 @@ TM_HD void AddQuantStep(const uint8_t* w, const uint8_t* meta, const uint8_t* a,
 }
 
 template <MatrixFormat F, int R>
-TM_HD void AddStep(const uint8_t* w, const uint8_t* meta, const uint8_t* a, __m512 (&acc)[R]) {
+TM_HD void AddStep(const uint8_t* w, const uint8_t* a, __m512 (&acc)[R]) {
   if constexpr (F == MatrixFormat::kF32) {
-    const __m512 column = _mm512_load_ps(w);
+    const __m512 column = _mm512_loadu_ps(w);
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
       acc[r] = _mm512_fmadd_ps(column, BroadcastFloat(a + 4 * r), acc[r]);
     }
   } else if constexpr (F == MatrixFormat::kBF16) {
-    const __m512bh columns = (__m512bh)_mm512_load_si512(w);
+    const __m512bh columns = (__m512bh)_mm512_loadu_si512(w);
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
       acc[r] = _mm512_dpbf16_ps(acc[r], columns, (__m512bh)Broadcast32(a + 4 * r));
     }
   } else {
-    AddQuantStep<F, R>(w, meta, a, acc);
+    AddQuantStep<F, R>(w, a, acc);
   }
 }
 
@@ -136,7 +136,6 @@ TM_HD void StoreTiles(const TileRun& run, const __m512 (&acc)[T][R]) {
 template <MatrixFormat F, int R, int T>
 void MultiplyTiles(const TileRun& run) {
   constexpr int kStep = TileStepBytes(F);
-  constexpr int kMeta = TileMetaBytes(F);
   constexpr int kPanelStep = PanelStepBytes(F, R);
   __m512 acc[T][R];
 #pragma GCC unroll 4
@@ -146,12 +145,17 @@ void MultiplyTiles(const TileRun& run) {
       acc[t][r] = _mm512_setzero_ps();
     }
   }
-  for (int64_t s = 0; s < run.steps; ++s) {
+  const uint8_t* next = run.next;
+  for (int64_t s = 0; s < run.steps; ++s, next += T * kStep) {
+    if constexpr (R > 1) {  // one row is left to the hardware's prefetcher
+#pragma GCC unroll 18
+      for (int line = 0; line < T * kStep; line += 64) {
+        _mm_prefetch(next + line, _MM_HINT_T0);
+      }
+    }
 #pragma GCC unroll 4
     for (int t = 0; t < T; ++t) {
-      const uint8_t* tile = run.tile + t * run.tile_bytes;
-      AddStep<F, R>(tile + s * kStep, tile + run.meta_offset + s * kMeta,
-                    run.panel + s * kPanelStep, acc[t]);
+      AddStep<F, R>(run.tile + t * run.tile_bytes + s * kStep, run.panel + s * kPanelStep, acc[t]);
     }
   }
   StoreTiles<F, R, T>(run, acc);

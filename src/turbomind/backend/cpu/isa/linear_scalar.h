@@ -38,9 +38,11 @@ TM_HD int32_t DotBlock(const uint8_t* w, const uint8_t* a) {
   return sum;
 }
 
-// One step of one output (`w` and `meta` point at it) and row r of a panel of R rows.
+// One output of the step at `w` and row r of a panel of R rows.
 template <MatrixFormat F, int R>
-TM_HD float AddStep(const uint8_t* w, const uint8_t* meta, const uint8_t* a, int r, float acc) {
+TM_HD float AddStep(const uint8_t* w, int64_t output, const uint8_t* a, int r, float acc) {
+  const uint8_t* meta = w + 2 * output;
+  w += TileMetaBytes(F) + 4 * output;
   if constexpr (F == MatrixFormat::kF32) {
     return __builtin_fmaf(LoadAs<float>(w), LoadAs<float>(a + 4 * r), acc);
   } else if constexpr (F == MatrixFormat::kBF16) {
@@ -63,12 +65,10 @@ void MultiplyTiles(const TileRun& run) {
   static_assert(T == 1);
   const int64_t outputs = run.num_outputs < kTileRows ? run.num_outputs : kTileRows;
   for (int64_t output = 0; output < outputs; ++output) {
-    const uint8_t* tile = run.tile + output * 4;
-    const uint8_t* meta = run.tile + run.meta_offset + output * 2;
     for (int r = 0; r < R; ++r) {
       float acc = 0.f;
       for (int64_t s = 0; s < run.steps; ++s) {
-        acc = AddStep<F, R>(tile + s * TileStepBytes(F), meta + s * TileMetaBytes(F),
+        acc = AddStep<F, R>(run.tile + s * TileStepBytes(F), output,
                             run.panel + s * PanelStepBytes(F, R), r, acc);
       }
       float* y = run.y + r * run.y_stride + output;
