@@ -23,6 +23,19 @@ namespace turbomind::TM_ISA {
 
 inline constexpr int kLanes = 16;
 
+// fn(Index<0>()), ..., fn(Index<N - 1>()): a loop whose index is a constant in each round.
+template <int I>
+struct Index {
+  static constexpr int value = I;
+};
+template <int N, class F>
+TM_HD void Unroll(F fn) {
+  if constexpr (N > 0) {
+    Unroll<N - 1>(fn);
+    fn(Index<N - 1>());
+  }
+}
+
 TM_HD F32x16 Zero() { return Set1(0.f); }
 
 // 2^x for x <= 0, relative error below 1e-7 (about one ulp); exactly 1 at 0, 0 below -126, NaN for

@@ -184,6 +184,10 @@ TM_HD F32x16 HalfToFloat(I32x16 x) {
   return {_mm256_cvtph_ps(_mm256_castsi256_si128(shorts)),
           _mm256_cvtph_ps(_mm256_extracti128_si256(shorts, 1))};
 }
+TM_HD F32x16 LoadHalf(const void* p) {
+  const __m128i* from = static_cast<const __m128i*>(p);
+  return {_mm256_cvtph_ps(_mm_loadu_si128(from)), _mm256_cvtph_ps(_mm_loadu_si128(from + 1))};
+}
 // Nearest FP16, ties to even, as bits.
 TM_HD I32x16 FloatToHalf(F32x16 x) {
   return {_mm256_cvtepu16_epi32(_mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT)),

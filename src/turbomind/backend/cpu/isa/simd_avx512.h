@@ -2,7 +2,12 @@
 
 // simd.h with AVX-512 (F, BW, DQ, VL).
 
+// GCC 12 takes the undefined operands inside its own header for a mistake.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 
 #include <cstdint>
 
@@ -117,6 +122,9 @@ TM_HD void StoreNibbles(void* p, I32x16 codes) {
 }
 // The low 16 bits of each lane as FP16.
 TM_HD F32x16 HalfToFloat(I32x16 a) { return {_mm512_cvtph_ps(_mm512_cvtepi32_epi16(a.v))}; }
+TM_HD F32x16 LoadHalf(const void* p) {
+  return {_mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p)))};
+}
 // Nearest FP16, ties to even, as bits.
 TM_HD I32x16 FloatToHalf(F32x16 a) {
   return {_mm512_cvtepu16_epi32(_mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT))};

@@ -221,6 +221,7 @@ TM_HD F32x16 HalfToFloat(const I32x16& a) {
     return f;
   });
 }
+TM_HD F32x16 LoadHalf(const void* p) { return HalfToFloat(LoadShorts(p)); }
 // Nearest FP16, ties to even, as bits.
 TM_HD I32x16 FloatToHalf(const F32x16& a) {
   return EachLane<I32x16>([&](int i) {

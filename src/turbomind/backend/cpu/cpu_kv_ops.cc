@@ -1,0 +1,283 @@
+#include "turbomind/backend/cpu/cpu_kv_ops.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <memory>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "turbomind/core/check.h"
+#include "turbomind/kv/layout.h"
+
+namespace turbomind {
+namespace {
+
+// 64-byte aligned floats. Pages come from the system already zero or are recycled: what the kernels
+// read they have written.
+class Scratch {
+ public:
+  explicit Scratch(int64_t num_floats)
+      : floats_(static_cast<float*>(
+            ::operator new(static_cast<size_t>(num_floats) * sizeof(float), kAlignment))) {}
+  ~Scratch() { ::operator delete(floats_, kAlignment); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  float* get() const { return floats_; }
+
+ private:
+  static constexpr std::align_val_t kAlignment{64};
+  float* floats_;
+};
+
+// Sequence s holds the items [starts[s], starts[s + 1]).
+int SequenceOf(const std::vector<int64_t>& starts, int64_t item) {
+  return static_cast<int>(std::upper_bound(starts.begin(), starts.end(), item) - starts.begin()) -
+         1;
+}
+
+KvHead HeadOf(const KvLayerView& kv, const BatchView& batch, int seq, int head) {
+  return {&kv, batch.block_tables + seq * batch.block_table_stride, head};
+}
+
+int WindowBegin(const AttentionParams& p, int end) {
+  return p.window > 0 && end > p.window ? end - p.window : 0;
+}
+
+float ValueFactor(const KvLayerView& kv, int head) {
+  return kv.g[1] != nullptr ? kv.g[1][head] : 1.f;
+}
+
+}  // namespace
+
+CpuKvKernels CpuKvKernelsFor(std::string_view isa) {
+  CpuKvKernels kernels;
+  if (isa == "scalar") {
+    scalar::FillKvKernels(kernels);
+  } else if (isa == "avx2") {
+    avx2::FillKvKernels(kernels);
+  } else if (isa == "avx512") {
+    avx512::FillKvKernels(kernels);
+  } else {
+    throw InvalidArgument("isa: got \"" + std::string(isa) + "\", want scalar, avx2 or avx512");
+  }
+  return kernels;
+}
+
+void CpuProcessKV(const CpuKvKernels& kernels, ThreadPool& pool, const ProcessKVParams& params) {
+  constexpr int64_t kHeadsPerItem = 8;
+  const BatchView& batch = params.batch;
+  const int kv_heads = params.kv.kv_heads;
+  const std::vector<int64_t> starts(batch.cu_seqlens, batch.cu_seqlens + batch.num_seqs + 1);
+  const int64_t num_heads = static_cast<int64_t>(batch.num_tokens) * kv_heads;
+  std::atomic<int64_t> num_nonfinite{0};
+  pool.ParallelFor((num_heads + kHeadsPerItem - 1) / kHeadsPerItem, [&](int64_t item, int) {
+    int64_t found = 0;
+    const int64_t end = std::min(num_heads, (item + 1) * kHeadsPerItem);
+    for (int64_t i = item * kHeadsPerItem; i < end; ++i) {
+      ProcessHeadArgs args;
+      args.params = &params;
+      args.token = static_cast<int>(i / kv_heads);
+      args.head = static_cast<int>(i % kv_heads);
+      const int32_t* table =
+          batch.block_tables + SequenceOf(starts, args.token) * batch.block_table_stride;
+      const int position = batch.positions[args.token];
+      args.block = table[position / params.kv.block_seq_len];
+      args.slot = position % params.kv.block_seq_len;
+      found += kernels.process_head(args);
+    }
+    if (found != 0) {
+      num_nonfinite.fetch_add(found, std::memory_order_relaxed);
+    }
+  });
+  if (num_nonfinite != 0) {
+    __atomic_fetch_add(params.num_nonfinite, num_nonfinite.load(), __ATOMIC_RELAXED);
+  }
+}
+
+void CpuFlattenKV(const CpuKvKernels& kernels, ThreadPool& pool, const FlattenKVParams& params) {
+  const KvLayerView& kv = params.kv;
+  const BatchView& batch = params.batch;
+  const int64_t num_items = static_cast<int64_t>(batch.num_seqs) * kv.kv_heads * 2;
+  pool.ParallelFor(num_items, [&](int64_t item, int) {
+    const KvSide side = item % 2 == 0 ? KvSide::kK : KvSide::kV;
+    const int s = static_cast<int>(side);
+    const int head = static_cast<int>(item / 2 % kv.kv_heads);
+    const int seq = static_cast<int>(item / 2 / kv.kv_heads);
+    const int32_t* blocks = batch.block_tables + seq * batch.block_table_stride;
+    const float g = kv.g[s] != nullptr ? kv.g[s][head] : 1.f;
+    float* out = (side == KvSide::kK ? params.k : params.v) +
+                 item / 2 * static_cast<int64_t>(params.max_len) * kv.head_dim;
+    for (int t = 0; t < batch.context_lens[seq]; ++t, out += kv.head_dim) {
+      const int64_t block = blocks[t / kv.block_seq_len];
+      const int64_t slot = t % kv.block_seq_len;
+      if (block < 0) {
+        std::fill_n(out, kv.head_dim, 0.f);
+        continue;
+      }
+      const std::byte* metadata = nullptr;
+      if (kv.scale_bytes[s] > 0) {
+        metadata = kv.Scales(side, block, head) + slot * kv.ScaleStride();
+      } else if (kv.param_bytes[s] > 0) {
+        metadata = kv.Params(side, block, head) + slot * kv.param_bytes[s];
+      }
+      kernels.decode_row(
+          kv.mode[s],
+          reinterpret_cast<const uint8_t*>(kv.Payload(side, block, head) + slot * kv.row_bytes[s]),
+          reinterpret_cast<const uint8_t*>(metadata), kv.head_dim, kv.dtype, g, out);
+    }
+  });
+}
+
+void CpuPrefillAttention(const CpuKvKernels& kernels, ThreadPool& pool,
+                         const AttentionParams& params) {
+  const KvLayerView& kv = params.kv;
+  const BatchView& batch = params.batch;
+  const int group = params.q_heads / kv.kv_heads;
+  const int tokens_per_item = std::max(1, kPrefillRows / group);
+  std::vector<int64_t> starts = {0};
+  for (int seq = batch.num_decode; seq < batch.num_seqs; ++seq) {
+    const int64_t tokens = batch.cu_seqlens[seq + 1] - batch.cu_seqlens[seq];
+    starts.push_back(starts.back() +
+                     (tokens + tokens_per_item - 1) / tokens_per_item * kv.kv_heads);
+  }
+  const int64_t scratch_floats = (PrefillScratchFloats(group, kv.head_dim) + 15) / 16 * 16;
+  const Scratch scratch(scratch_floats * pool.num_threads());
+  const int64_t num_items = starts.back();
+  pool.ParallelFor(num_items, [&](int64_t reversed, int worker) {
+    const int64_t item = num_items - 1 - reversed;  // the longest items of a sequence first
+    const int seq = batch.num_decode + SequenceOf(starts, item);
+    const int64_t local = item - starts[seq - batch.num_decode];
+    const int head = static_cast<int>(local % kv.kv_heads);
+    const int first = static_cast<int>(local / kv.kv_heads) * tokens_per_item;
+    const int new_tokens = batch.cu_seqlens[seq + 1] - batch.cu_seqlens[seq];
+    const int64_t token = batch.cu_seqlens[seq] + first;
+    PrefillRowsArgs args;
+    args.kv = HeadOf(kv, batch, seq, head);
+    args.q = params.q + token * params.q_stride + static_cast<int64_t>(head) * group * kv.head_dim;
+    args.q_stride = params.q_stride;
+    args.out_stride = static_cast<int64_t>(params.q_heads) * kv.head_dim;
+    args.out =
+        params.out + token * args.out_stride + static_cast<int64_t>(head) * group * kv.head_dim;
+    args.num_tokens = std::min(tokens_per_item, new_tokens - first);
+    args.position = batch.positions[token];
+    args.context_len = batch.context_lens[seq];
+    args.group = group;
+    args.softmax_scale = params.softmax_scale;
+    args.window = params.window;
+    args.sinks = params.sinks != nullptr ? params.sinks + head * group : nullptr;
+    args.scratch = scratch.get() + worker * scratch_floats;
+    kernels.prefill_rows(args);
+  });
+}
+
+void CpuDecodeAttention(const CpuKvKernels& kernels, ThreadPool& pool,
+                        const AttentionParams& params) {
+  const KvLayerView& kv = params.kv;
+  const BatchView& batch = params.batch;
+  const int group = params.q_heads / kv.kv_heads;
+  const int64_t head_stride = kStateHeader + kv.head_dim;
+  const int64_t split_stride = head_stride * group;
+  std::vector<int64_t> starts = {0};  // in splits, all KV heads
+  for (int seq = 0; seq < batch.num_decode; ++seq) {
+    const int end = batch.context_lens[seq];
+    const int64_t first = WindowBegin(params, end) / kSplitTokens;
+    const int64_t last = (end + kSplitTokens - 1) / kSplitTokens;
+    starts.push_back(starts.back() + (last - first) * kv.kv_heads);
+  }
+  const Scratch states(starts.back() * split_stride);
+  pool.ParallelFor(starts.back(), [&](int64_t item, int) {
+    const int seq = SequenceOf(starts, item);
+    const int64_t num_splits = (starts[seq + 1] - starts[seq]) / kv.kv_heads;
+    const int64_t local = item - starts[seq];
+    const int head = static_cast<int>(local / num_splits);
+    const int context = batch.context_lens[seq];
+    const int begin = WindowBegin(params, context);
+    const int split = (begin / kSplitTokens + static_cast<int>(local % num_splits)) * kSplitTokens;
+    DecodeSplitArgs args;
+    args.kv = HeadOf(kv, batch, seq, head);
+    args.q = params.q + batch.cu_seqlens[seq] * params.q_stride +
+             static_cast<int64_t>(head) * group * kv.head_dim;
+    args.group = group;
+    args.softmax_scale = params.softmax_scale;
+    args.begin = std::max(begin, split);
+    args.end = std::min(context, split + kSplitTokens);
+    args.states = states.get() + item * split_stride;
+    kernels.decode_split(args);
+  });
+  const auto merge = [&](int64_t i, int) {
+    const int seq = static_cast<int>(i / params.q_heads);
+    const int q_head = static_cast<int>(i % params.q_heads);
+    const int head = q_head / group;
+    MergeSplitsArgs args;
+    args.num_splits = static_cast<int>((starts[seq + 1] - starts[seq]) / kv.kv_heads);
+    args.states = states.get() + (starts[seq] + head * args.num_splits) * split_stride +
+                  (q_head % group) * head_stride;
+    args.state_stride = split_stride;
+    args.head_dim = kv.head_dim;
+    args.sink = params.sinks != nullptr ? params.sinks + q_head : nullptr;
+    args.value_factor = ValueFactor(kv, head);
+    args.out =
+        params.out +
+        (batch.cu_seqlens[seq] * static_cast<int64_t>(params.q_heads) + q_head) * kv.head_dim;
+    kernels.merge_splits(args);
+  };
+  // Merging is short: a second round of the pool pays only for many splits.
+  const int64_t num_outputs = static_cast<int64_t>(batch.num_decode) * params.q_heads;
+  if (starts.back() < 64) {
+    for (int64_t i = 0; i < num_outputs; ++i) {
+      merge(i, 0);
+    }
+  } else {
+    pool.ParallelFor(num_outputs, merge);
+  }
+}
+
+namespace {
+
+struct RowSizes {
+  int64_t payload;
+  int64_t metadata;
+};
+
+RowSizes CheckRows(const CodecRows& shape) {
+  const bool fp4 = shape.mode == KvCacheMode::kFp4Mx || shape.mode == KvCacheMode::kFp4Nv;
+  const int multiple = fp4 ? 16 : 2;
+  if (shape.head_dim <= 0 || shape.head_dim % multiple != 0) {
+    throw InvalidArgument("head_dim: got " + std::to_string(shape.head_dim) + ", " +
+                          ToString(shape.mode) + " needs a positive multiple of " +
+                          std::to_string(multiple));
+  }
+  if (!(shape.g > 0.f) || !std::isfinite(shape.g)) {
+    throw InvalidArgument("g: got " + std::to_string(shape.g) + ", want a positive finite factor");
+  }
+  return {
+      block::RowBytes(shape.mode, shape.head_dim, shape.dtype),
+      block::ParamBytes(shape.mode, shape.dtype) + block::ScaleBytes(shape.mode, shape.head_dim)};
+}
+
+}  // namespace
+
+int64_t EncodeRows(const CpuKvKernels& kernels, const CodecRows& shape, const float* rows,
+                   uint8_t* payload, uint8_t* metadata) {
+  const RowSizes sizes = CheckRows(shape);
+  int64_t num_nonfinite = 0;
+  for (int64_t i = 0; i < shape.num_rows; ++i) {
+    num_nonfinite +=
+        kernels.encode_row(shape.mode, rows + i * shape.head_dim, shape.head_dim, shape.dtype,
+                           shape.g, payload + i * sizes.payload, metadata + i * sizes.metadata);
+  }
+  return num_nonfinite;
+}
+
+void DecodeRows(const CpuKvKernels& kernels, const CodecRows& shape, const uint8_t* payload,
+                const uint8_t* metadata, float* rows) {
+  const RowSizes sizes = CheckRows(shape);
+  for (int64_t i = 0; i < shape.num_rows; ++i) {
+    kernels.decode_row(shape.mode, payload + i * sizes.payload, metadata + i * sizes.metadata,
+                       shape.head_dim, shape.dtype, shape.g, rows + i * shape.head_dim);
+  }
+}
+
+}  // namespace turbomind

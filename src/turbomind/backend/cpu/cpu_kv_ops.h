@@ -1,0 +1,44 @@
+#pragma once
+
+// ⑥⑦ The KV cache ops of the CPU device: they cut the work into items of the thread pool and call
+// the kernels of one instruction set. How the work is cut never changes a bit of the result. The
+// arguments have been checked (ops/). One thread calls them.
+
+#include <cstdint>
+#include <string_view>
+
+#include "turbomind/backend/cpu/kv_kernels.h"
+#include "turbomind/core/thread_pool.h"
+#include "turbomind/ops/params.h"
+
+namespace turbomind {
+
+// The kernels of "scalar", "avx2" or "avx512", which this machine must be able to run
+// (AvailableCpuIsas). Throws InvalidArgument for another name.
+CpuKvKernels CpuKvKernelsFor(std::string_view isa);
+
+void CpuProcessKV(const CpuKvKernels& kernels, ThreadPool& pool, const ProcessKVParams& params);
+void CpuFlattenKV(const CpuKvKernels& kernels, ThreadPool& pool, const FlattenKVParams& params);
+void CpuPrefillAttention(const CpuKvKernels& kernels, ThreadPool& pool,
+                         const AttentionParams& params);
+void CpuDecodeAttention(const CpuKvKernels& kernels, ThreadPool& pool,
+                        const AttentionParams& params);
+
+// Rows without a cache around them, for tests and reports.
+struct CodecRows {
+  KvCacheMode mode = KvCacheMode::kNone;
+  DataType dtype = DataType::kBFloat16;
+  float g = 1.f;
+  int64_t num_rows = 0;
+  int head_dim = 0;
+};
+// rows [num_rows, head_dim] → payload [num_rows, block::RowBytes] and metadata [num_rows,
+// block::ParamBytes + block::ScaleBytes]. Returns the number of NaN and infinite values. Throws
+// InvalidArgument for a head_dim that the mode cannot store and for a factor g that is not positive
+// and finite.
+int64_t EncodeRows(const CpuKvKernels& kernels, const CodecRows& shape, const float* rows,
+                   uint8_t* payload, uint8_t* metadata);
+void DecodeRows(const CpuKvKernels& kernels, const CodecRows& shape, const uint8_t* payload,
+                const uint8_t* metadata, float* rows);
+
+}  // namespace turbomind

@@ -1,0 +1,13 @@
+#pragma once
+
+// ⑦ The attention kernels of one instruction set, for FillKvKernels.
+
+#include "turbomind/backend/cpu/kv_kernels.h"
+
+namespace turbomind::TM_ISA {
+
+void DecodeSplit(const DecodeSplitArgs& args);
+void MergeSplits(const MergeSplitsArgs& args);
+void PrefillRows(const PrefillRowsArgs& args);
+
+}  // namespace turbomind::TM_ISA

@@ -1,0 +1,61 @@
+// ⑥ Codecs of whole rows.
+
+#include "turbomind/backend/cpu/isa/kv_rows.h"
+
+#include "turbomind/backend/cpu/isa/attention.h"
+#include "turbomind/kv/codec.h"
+
+namespace turbomind::TM_ISA {
+
+int EncodeRow(KvCacheMode mode, const float* row, int n, DataType dtype, float g, uint8_t* payload,
+              uint8_t* metadata) {
+  switch (mode) {
+    case KvCacheMode::kNone:
+      return Codec<KvCacheMode::kNone>::EncodeRow(row, n, dtype, g, payload, metadata);
+    case KvCacheMode::kInt8:
+      return Codec<KvCacheMode::kInt8>::EncodeRow(row, n, dtype, g, payload, metadata);
+    case KvCacheMode::kInt4:
+      return Codec<KvCacheMode::kInt4>::EncodeRow(row, n, dtype, g, payload, metadata);
+    case KvCacheMode::kFp8E4m3:
+      return Codec<KvCacheMode::kFp8E4m3>::EncodeRow(row, n, dtype, g, payload, metadata);
+    case KvCacheMode::kFp8E5m2:
+      return Codec<KvCacheMode::kFp8E5m2>::EncodeRow(row, n, dtype, g, payload, metadata);
+    case KvCacheMode::kFp4Mx:
+      return Codec<KvCacheMode::kFp4Mx>::EncodeRow(row, n, dtype, g, payload, metadata);
+    case KvCacheMode::kFp4Nv:
+      return Codec<KvCacheMode::kFp4Nv>::EncodeRow(row, n, dtype, g, payload, metadata);
+  }
+  __builtin_unreachable();
+}
+
+void DecodeRow(KvCacheMode mode, const uint8_t* payload, const uint8_t* metadata, int n,
+               DataType dtype, float g, float* row) {
+  switch (mode) {
+    case KvCacheMode::kNone:
+      return Codec<KvCacheMode::kNone>::DecodeRow(payload, metadata, n, dtype, g, row);
+    case KvCacheMode::kInt8:
+      return Codec<KvCacheMode::kInt8>::DecodeRow(payload, metadata, n, dtype, g, row);
+    case KvCacheMode::kInt4:
+      return Codec<KvCacheMode::kInt4>::DecodeRow(payload, metadata, n, dtype, g, row);
+    case KvCacheMode::kFp8E4m3:
+      return Codec<KvCacheMode::kFp8E4m3>::DecodeRow(payload, metadata, n, dtype, g, row);
+    case KvCacheMode::kFp8E5m2:
+      return Codec<KvCacheMode::kFp8E5m2>::DecodeRow(payload, metadata, n, dtype, g, row);
+    case KvCacheMode::kFp4Mx:
+      return Codec<KvCacheMode::kFp4Mx>::DecodeRow(payload, metadata, n, dtype, g, row);
+    case KvCacheMode::kFp4Nv:
+      return Codec<KvCacheMode::kFp4Nv>::DecodeRow(payload, metadata, n, dtype, g, row);
+  }
+  __builtin_unreachable();
+}
+
+void FillKvKernels(CpuKvKernels& kernels) {
+  kernels.decode_split = DecodeSplit;
+  kernels.merge_splits = MergeSplits;
+  kernels.prefill_rows = PrefillRows;
+  kernels.process_head = ProcessHead;
+  kernels.encode_row = EncodeRow;
+  kernels.decode_row = DecodeRow;
+}
+
+}  // namespace turbomind::TM_ISA

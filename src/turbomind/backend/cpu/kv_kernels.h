@@ -1,0 +1,110 @@
+#pragma once
+
+// ⑥⑦ The kernels over the KV cache that are compiled once per instruction set (isa/), as function
+// pointers. Plain structs: files of different instruction sets share no inline code through this
+// header. Every kernel gives the same bits with every instruction set.
+//
+// Attention state of one query head over some positions, kStateHeader + head_dim floats:
+// (m, l, o[head_dim]) with m the largest score in units of log2, l = Σ 2^(score - m) and
+// o = Σ 2^(score - m) · v. l == 0 means that no position was seen.
+
+#include <cstdint>
+
+#include "turbomind/ops/params.h"
+
+namespace turbomind {
+
+inline constexpr int kStateHeader = 2;
+inline constexpr int kMaxHeadDim = 256;
+// Query rows (new tokens × heads of a group) that one prefill item holds at most.
+inline constexpr int kPrefillRows = 96;
+
+// One head of one sequence's cache.
+struct KvHead {
+  const KvLayerView* layer = nullptr;
+  const int32_t* blocks = nullptr;  // by position / block_seq_len; -1 where nothing is kept
+  int head = 0;
+};
+
+// One split of one query token: all query heads of a KV head.
+struct DecodeSplitArgs {
+  KvHead kv;
+  const float* q = nullptr;  // [group, head_dim]
+  int group = 0;
+  float softmax_scale = 1.f;
+  int begin = 0;  // visible positions [begin, end), inside one split, not empty
+  int end = 0;
+  float* states = nullptr;  // [group, kStateHeader + head_dim]
+};
+
+// The splits of one query head, in order of position → its output.
+struct MergeSplitsArgs {
+  const float* states = nullptr;  // first split's; next ones at state_stride floats
+  int64_t state_stride = 0;
+  int num_splits = 0;
+  int head_dim = 0;
+  const float* sink = nullptr;  // one logit or null
+  float value_factor = 1.f;
+  float* out = nullptr;  // [head_dim]
+};
+
+// A run of new tokens of one sequence: all query heads of a KV head.
+struct PrefillRowsArgs {
+  KvHead kv;
+  const float* q = nullptr;  // first token's [group, head_dim]
+  int64_t q_stride = 0;      // floats between tokens
+  float* out = nullptr;      // first token's [group, head_dim]
+  int64_t out_stride = 0;
+  int num_tokens = 0;  // num_tokens * group <= kPrefillRows, or 1 token of a larger group
+  int position = 0;    // of the first token
+  int context_len = 0;
+  int group = 0;
+  float softmax_scale = 1.f;
+  int window = 0;
+  const float* sinks = nullptr;  // [group] or null
+  float* scratch = nullptr;      // PrefillScratchFloats(group, head_dim), 64-byte aligned
+};
+
+// K and V of one token and kv head: bias, norm and RoPE of the head and of its query heads, then
+// the write.
+struct ProcessHeadArgs {
+  const ProcessKVParams* params = nullptr;
+  int token = 0;
+  int head = 0;
+  int64_t block = 0;
+  int slot = 0;  // inside the block
+};
+
+struct CpuKvKernels {
+  void (*decode_split)(const DecodeSplitArgs&) = nullptr;
+  void (*merge_splits)(const MergeSplitsArgs&) = nullptr;
+  void (*prefill_rows)(const PrefillRowsArgs&) = nullptr;
+  // Returns the number of NaN and infinite values of K and V.
+  int (*process_head)(const ProcessHeadArgs&) = nullptr;
+  // One row of n values ↔ payload and metadata (docs/kv_cache.md). `encode_row` returns the number
+  // of NaN and infinite values.
+  int (*encode_row)(KvCacheMode mode, const float* row, int n, DataType dtype, float g,
+                    uint8_t* payload, uint8_t* metadata) = nullptr;
+  void (*decode_row)(KvCacheMode mode, const uint8_t* payload, const uint8_t* metadata, int n,
+                     DataType dtype, float g, float* row) = nullptr;
+};
+
+// Scratch of prefill_rows.
+constexpr int64_t PrefillScratchFloats(int group, int head_dim) {
+  const int64_t rows = (group > kPrefillRows ? group : kPrefillRows) + 8;
+  // K and V tile, their metadata, scores, queries, running and finished states.
+  return 2 * kTileTokens * head_dim + 2 * kTileTokens * (head_dim / 16 + 2) + rows * kTileTokens +
+         3 * rows * head_dim + 8 * rows;
+}
+
+namespace scalar {
+void FillKvKernels(CpuKvKernels& kernels);
+}
+namespace avx2 {
+void FillKvKernels(CpuKvKernels& kernels);
+}
+namespace avx512 {
+void FillKvKernels(CpuKvKernels& kernels);
+}
+
+}  // namespace turbomind

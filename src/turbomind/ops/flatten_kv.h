@@ -1,0 +1,13 @@
+#pragma once
+
+// ⑥ The cache as dense FP32, for tests and reports; attention reads the packed form.
+
+#include "turbomind/core/device.h"
+
+namespace turbomind {
+
+// K (after RoPE) and V of every sequence as stored, dequantised; zeros where a sliding group has
+// freed the block. Checks the shapes, then calls the device. Throws InternalError.
+void invokeFlattenKV_v2(Device& device, const FlattenKVParams& params);
+
+}  // namespace turbomind

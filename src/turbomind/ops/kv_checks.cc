@@ -1,0 +1,50 @@
+#include "turbomind/ops/kv_checks.h"
+
+#include "turbomind/core/check.h"
+
+namespace turbomind {
+
+void CheckLayer(const KvLayerView& kv) {
+  Check(kv.data != nullptr, "kv.data is set");
+  Check(kv.kv_heads > 0, "kv.kv_heads is positive");
+  Check(kv.head_dim > 0 && kv.head_dim % 16 == 0 && kv.head_dim <= 256,
+        "kv.head_dim is a multiple of 16, at most 256");
+  Check(kv.head_dim >= 64, "kv.head_dim is at least 64");
+  Check(kv.block_seq_len == 16 || kv.block_seq_len == 32 || kv.block_seq_len == 64 ||
+            kv.block_seq_len == 128,
+        "kv.block_seq_len is 16, 32, 64 or 128");
+  for (int side = 0; side < 2; ++side) {
+    Check(kv.row_bytes[side] > 0, "kv.row_bytes is positive");
+    Check(kv.scale_bytes[side] == 0 || kv.scales != nullptr, "kv.scales is set");
+  }
+}
+
+void CheckBatch(const BatchView& batch) {
+  Check(batch.num_seqs > 0 && batch.num_tokens > 0, "the batch is not empty");
+  Check(batch.num_decode >= 0 && batch.num_decode <= batch.num_seqs,
+        "num_decode is at most num_seqs");
+  Check(batch.cu_seqlens[0] == 0 && batch.cu_seqlens[batch.num_seqs] == batch.num_tokens,
+        "cu_seqlens runs from 0 to num_tokens");
+  for (int seq = 0; seq < batch.num_seqs; ++seq) {
+    const int first = batch.cu_seqlens[seq];
+    const int new_tokens = batch.cu_seqlens[seq + 1] - first;
+    Check(new_tokens > 0, "every sequence has a new token");
+    Check(seq >= batch.num_decode || new_tokens == 1, "decode sequences have one new token");
+    Check(batch.context_lens[seq] >= new_tokens, "context_len covers the new tokens");
+    const int position = batch.context_lens[seq] - new_tokens;
+    for (int i = 0; i < new_tokens; ++i) {
+      Check(batch.positions[first + i] == position + i, "positions follow from context_lens");
+    }
+  }
+}
+
+void CheckBlocks(const BatchView& batch, int seq, int begin, int end, int block_seq_len) {
+  const int32_t* blocks = batch.block_tables + seq * batch.block_table_stride;
+  Check((end + block_seq_len - 1) / block_seq_len <= batch.block_table_stride,
+        "the block table covers the context");
+  for (int i = begin / block_seq_len; i * block_seq_len < end; ++i) {
+    Check(blocks[i] >= 0, "every position that is used has a block");
+  }
+}
+
+}  // namespace turbomind

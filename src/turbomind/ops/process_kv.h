@@ -1,0 +1,14 @@
+#pragma once
+
+// ⑥ Writes the K and V of a step's tokens into the cache.
+
+#include "turbomind/core/device.h"
+
+namespace turbomind {
+
+// Bias, qk-norm and RoPE on Q and K in place; K and V rounded to the cache dtype, quantised and
+// stored. Checks the shapes and that every new token has a block, then calls the device. Throws
+// InternalError: the engine builds these arguments.
+void invokeProcessKV_v2(Device& device, const ProcessKVParams& params);
+
+}  // namespace turbomind
