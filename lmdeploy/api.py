@@ -44,8 +44,8 @@ def serve(
     api_keys: list[str] | str | None = None,
 ) -> None:
     """Serves a model over HTTP until interrupted (what `lmdeploy serve api_server` does)."""
-    from lmdeploy.serve.app import ServerOptions
     from lmdeploy.serve.server import run_server
+    from lmdeploy.serve.state import ServerOptions
 
     options = ServerOptions(
         model_name=model_name,

@@ -72,7 +72,7 @@ def _refuse_unsupported(config: Any, names: dict[str, Any]) -> None:
         value = getattr(config, name)
         if type(value) is not type(default) or value != default:
             raise ValueError(
-                f"{name}: got {value!r}, but this is not supported; wanted the default {default!r}; "
+                f"{name}: got {value!r}, which is not supported; wanted the default {default!r}; "
                 f"remove {name} ({flag_of(name)})"
             )
 

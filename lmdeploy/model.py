@@ -96,4 +96,17 @@ def parse_chat_template(argument: str | None) -> ChatTemplateConfig | None:
         if not Path(argument).is_file():
             raise refuse("chat_template", argument, "an existing file", "--chat-template")
         return ChatTemplateConfig(model_name="custom", model_path=argument)
+    if _is_hub_json(argument):
+        return ChatTemplateConfig(model_name="custom", model_path=argument)
     return ChatTemplateConfig.from_json(argument)
+
+
+def _is_hub_json(argument: str) -> bool:
+    """Whether this is a JSON file in the hub's form, with the Jinja text in `chat_template`."""
+    path = Path(argument) if not argument.lstrip().startswith("{") else None
+    if path is None or not path.is_file() or path.stat().st_size > _MAX_JSON_BYTES:
+        return False
+    try:
+        return "chat_template" in json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, TypeError):
+        return False

@@ -318,6 +318,10 @@ class Pipeline:
                 raise refuse("gen_config", config, "a GenerationConfig")
             ids = self._encode(prompt, do_preprocess)
             self.engine.check_prompt(ids, f"prompt {i}")
+            template = self.engine.parts.chat_template
+            if do_preprocess and template is not None and template.stop_words:
+                words = [*(config.stop_words or []), *template.stop_words]
+                config = replace(config, stop_words=words)
             jobs += [_Job(ids, config, index=i, choice=choice) for choice in range(config.n)]
         return jobs, single
 

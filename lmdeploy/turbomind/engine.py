@@ -12,6 +12,7 @@ import itertools
 import logging
 import secrets
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -24,9 +25,9 @@ from lmdeploy.turbomind.grammar import make_token_mask
 
 if TYPE_CHECKING:
     from lmdeploy import _turbomind
-    from lmdeploy.chat_template import ChatTemplate
     from lmdeploy.model import ChatTemplateConfig
     from lmdeploy.tokenizer import Tokenizer
+    from lmdeploy.turbomind.prompts import PromptTemplate
 
 logger = logging.getLogger("lmdeploy")
 
@@ -51,7 +52,7 @@ class EngineParts:
     core: _turbomind.Engine
     new_request: Callable[[], _turbomind.Request]
     tokenizer: Tokenizer
-    chat_template: ChatTemplate | None
+    chat_template: PromptTemplate | None
     vocab_size: int
     session_len: int
     eos_ids: list[int]
@@ -103,6 +104,7 @@ def load_parts(
     """Loads the model and starts the C++ engine. ValueError says what is wrong with the input."""
     from lmdeploy import _turbomind
     from lmdeploy.turbomind.loader import load_model
+    from lmdeploy.turbomind.prompts import choose_template
 
     device = _turbomind.make_cpu_device(config.num_threads or usable_cores())
     model = load_model(
@@ -114,15 +116,35 @@ def load_parts(
         core=core,
         new_request=_turbomind.Request,
         tokenizer=model.tokenizer,
-        chat_template=model.chat_template,
+        chat_template=choose_template(model.chat_template, chat_template_config, model.tokenizer),
         vocab_size=model.config.vocab_size,
         session_len=native.session_len,
-        eos_ids=sorted(model.tokenizer.eos_ids),
+        eos_ids=_eos_ids(model.tokenizer.stop_ids, model.generation_config),
         kv_mode=native.kv_mode,
         generation_config=model.generation_config,
         model_path=model_path,
         model_type=model.model_type,
     )
+
+
+def _eos_ids(stop_ids: list[int], generation_config: dict[str, Any]) -> list[int]:
+    more = generation_config.get("eos_token_id")
+    ids = more if isinstance(more, list) else [more]
+    return sorted({*stop_ids, *(i for i in ids if isinstance(i, int))})
+
+
+class _KnownIds:
+    """A tokenizer's incremental decoder. Ids that only pad the model's vocabulary have no text."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
+        self._stream = tokenizer.stream(skip_special=skip_special)
+        self._vocab_size = tokenizer.vocab_size
+
+    def push(self, token: int) -> str:
+        return self._stream.push(token) if token < self._vocab_size else ""
+
+    def finish(self) -> str:
+        return self._stream.finish()
 
 
 class RequestStream:
@@ -138,11 +160,12 @@ class RequestStream:
         self.config = config
         self._engine = engine
         self._loop = asyncio.get_running_loop()
+        self.created = time.monotonic()
         self._queue: asyncio.Queue[Any] = asyncio.Queue()
         self._done = False
         tokenizer = engine.parts.tokenizer
         self._answer = AnswerText(
-            tokenizer.detokenizer(skip_special=config.skip_special_tokens),
+            _KnownIds(tokenizer, config.skip_special_tokens),
             [w for w in config.stop_words or [] if not engine.stop_ids_of(w)],
             include_stop=config.include_stop_str_in_output,
             min_tokens=config.min_new_tokens or 0,
@@ -393,7 +416,8 @@ class AsyncEngine:
         _set_sampling(request, config, index)
         if config.response_format is not None:
             request.token_mask = make_token_mask(
-                self.parts.tokenizer.llguidance(self.parts.vocab_size), config.response_format
+                self.parts.tokenizer.grammar_tokenizer(self.parts.vocab_size),
+                config.response_format,
             )
         return request
 

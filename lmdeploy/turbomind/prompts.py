@@ -7,9 +7,24 @@ from typing import TYPE_CHECKING, Any
 from lmdeploy.checks import refuse, show
 
 if TYPE_CHECKING:
+    from lmdeploy.chat_template import ChatTemplate
+    from lmdeploy.model import ChatTemplateConfig
+    from lmdeploy.tokenizer import Tokenizer
     from lmdeploy.turbomind.engine import EngineParts
 
 MAX_MESSAGES = 4096
+_PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
+_FROM_TEXTS = """\
+{{- bos_token }}
+{%- for m in messages %}
+{%- if m.role == 'system' %}{{ texts.system }}{{ m.content }}{{ texts.eosys }}
+{%- elif m.role == 'user' %}{{ texts.user }}{{ m.content }}{{ texts.eoh }}
+{%- else %}{{ texts.assistant }}{{ m.content }}{{ texts.eoa }}{{ texts.separator }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ texts.assistant }}{% endif -%}
+"""
+_TEXTS = ("system", "eosys", "user", "eoh", "assistant", "eoa", "separator")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -68,5 +83,55 @@ def encode_chat(
             "messages: the model has no chat template; use /v1/completions (do_preprocess=False) "
             "or give one with --chat-template"
         )
-    text = parts.chat_template.render(check_messages(messages), **(template_options or {}))
+    text = parts.chat_template.render(check_messages(messages), template_options or {})
     return list(parts.tokenizer.encode(text, add_special=False))
+
+
+class PromptTemplate:
+    """The model's template, or the one that a ChatTemplateConfig asks for. Immutable."""
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        *,
+        meta_instruction: str | None = None,
+        texts: dict[str, str] | None = None,
+        stop_words: list[str] | None = None,
+    ) -> None:
+        self._template = template
+        self._meta_instruction = meta_instruction
+        self._texts = texts or {}
+        self.stop_words = list(stop_words or [])
+
+    def render(self, messages: list[dict[str, str]], options: dict[str, Any]) -> str:
+        """The prompt. `options` are further names the template may use."""
+        if self._meta_instruction and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self._meta_instruction}, *messages]
+        return self._template.render(messages, variables={**options, "texts": self._texts})
+
+
+def choose_template(
+    own: ChatTemplate | None, config: ChatTemplateConfig | None, tokenizer: Tokenizer
+) -> PromptTemplate | None:
+    """The template to use; None when neither the model nor `config` has one."""
+    from lmdeploy.chat_template import ChatTemplate, template_from_file
+
+    if config is None:
+        return None if own is None else PromptTemplate(own)
+    texts = {name: getattr(config, name) or "" for name in _TEXTS}
+    tokens = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
+    template = own
+    if config.model_path is not None:
+        template = template_from_file(config.model_path, tokenizer)
+    elif config.capability == "completion":
+        template = ChatTemplate(_PLAIN, origin="capability", **tokens)
+    elif any(texts.values()):
+        template = ChatTemplate(_FROM_TEXTS, origin="ChatTemplateConfig", **tokens)
+    if template is None:
+        return None
+    return PromptTemplate(
+        template,
+        meta_instruction=config.meta_instruction,
+        texts=texts,
+        stop_words=config.stop_words,
+    )

@@ -1,0 +1,7 @@
+"""`python -m lmdeploy`."""
+
+import sys
+
+from lmdeploy.cli.entrypoint import main
+
+sys.exit(main())

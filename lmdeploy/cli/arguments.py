@@ -1,0 +1,224 @@
+"""Flags: those that are built, and a list of LMDeploy's others, refused by name."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from lmdeploy.messages import BLOCK_LENGTHS, DEVICE_TYPES, DTYPES, TurbomindEngineConfig
+from lmdeploy.messages import parse_quant_policy as _check_quant_policy
+
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+# Flags of LMDeploy 0.18 that are not built → (number of arguments, accepted values). A flag is
+# accepted with its default, which changes nothing.
+UNSUPPORTED_FLAGS: dict[str, tuple[str | int, tuple[str, ...]]] = {
+    "--adapters": ("*", ()),
+    "--allow-terminate-by-client": (0, ()),
+    "--allowed-media-domains": ("+", ()),
+    "--async": (1, ("1",)),
+    "--backend": (1, ("turbomind",)),
+    "--block-size": (1, ("64",)),
+    "--communicator": (1, ("nccl",)),
+    "--cp": (1, ("1",)),
+    "--cudagraph-capture-batch-sizes": ("+", ()),
+    "--dist-init-addr": (1, ()),
+    "--distributed-executor-backend": (1, ()),
+    "--dllm-block-length": (1, ()),
+    "--dllm-confidence-threshold": (1, ("0.85",)),
+    "--dllm-denoising-steps": (1, ()),
+    "--dllm-unmasking-strategy": (1, ("low_confidence_dynamic",)),
+    "--download-dir": (1, ()),
+    "--dp": (1, ("1",)),
+    "--dp-rank": (1, ("0",)),
+    "--eager-mode": (0, ()),
+    "--empty-init": (0, ()),
+    "--enable-eplb": (0, ()),
+    "--enable-microbatch": (0, ()),
+    "--enable-return-routed-experts": (0, ()),
+    "--ep": (1, ("1",)),
+    "--generation-config": (1, ("auto",)),
+    "--hf-overrides": (1, ()),
+    "--kernel-block-size": (1, ("-1",)),
+    "--kv-transfer-config": (1, ()),
+    "--language-model-only": (0, ()),
+    "--logprobs-mode": (1, ()),
+    "--max-concurrent-requests": (1, ()),
+    "--max-log-len": (1, ()),
+    "--max-prefill-iters": (1, ("1",)),
+    "--migration-backend": (1, ("DLSlime",)),
+    "--moe-a2a-backend": (1, ("auto",)),
+    "--nnodes": (1, ("1",)),
+    "--node-rank": (1, ("0",)),
+    "--num-gpu-blocks": (1, ("0",)),
+    "--num-tokens-per-iter": (1, ("0",)),
+    "--piecewise-cudagraph-max-tokens": (1, ()),
+    "--prefix-cache-decode-state-interval": (1, ("0",)),
+    "--prefix-cache-state-budget": (1, ("0",)),
+    "--proxy-url": (1, ()),
+    "--reasoning-parser": (1, ()),
+    "--revision": (1, ()),
+    "--role": (1, ("Hybrid",)),
+    "--rope-scaling-factor": (1, ("0.0", "0")),
+    "--speculative-algorithm": (1, ()),
+    "--speculative-dflash-block-size": (1, ()),
+    "--speculative-draft-model": (1, ()),
+    "--speculative-num-draft-tokens": (1, ("1",)),
+    "--ssl": (0, ()),
+    "--tool-call-parser": (1, ()),
+    "--tp": (1, ("1",)),
+    "--trust-remote-code": (0, ()),
+    "--use-logn-attn": (0, ()),
+    "--vision-max-batch-size": (1, ("1",)),
+}
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Reports errors in one line, exit status 2, and takes no abbreviated flags."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(*args, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        """Prints `message` and exits."""
+        fail(message)
+
+
+def fail(message: str, status: int = 2) -> NoReturn:
+    """Prints one line to stderr and exits."""
+    print("lmdeploy: error: " + " ".join(message.split()), file=sys.stderr)
+    raise SystemExit(status)
+
+
+class _Refuse(argparse.Action):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        flag = option_string or self.dest
+        accepted = UNSUPPORTED_FLAGS[flag][1]
+        given = [str(value) for value in values] if values else []
+        if len(given) == 1 and given[0] in accepted:
+            return
+        shown = " ".join([flag, *given])[:120]
+        wanted = f"; wanted {flag} {accepted[0]}, its default, or nothing" if accepted else ""
+        parser.error(f"{shown}: not supported{wanted}; remove {flag}")
+
+
+def add_unsupported(parser: argparse.ArgumentParser) -> None:
+    """Registers the refused flags, hidden from the help text."""
+    for flag, (count, _) in UNSUPPORTED_FLAGS.items():
+        parser.add_argument(
+            flag, nargs=count, action=_Refuse, help=argparse.SUPPRESS, default=argparse.SUPPRESS
+        )
+
+
+def quant_policy(text: str) -> int | str:
+    """`--quant-policy` as a number or a name."""
+    _check_quant_policy(text)
+    value = text.strip().lower()
+    return int(value) if value.isdigit() else value
+
+
+def _strict_number(kind: type[int] | type[float]) -> Any:
+    def parse(text: str) -> int | float:
+        return kind(text)
+
+    parse.__name__ = "whole number" if kind is int else "number"
+    return parse
+
+
+_INT = _strict_number(int)
+_FLOAT = _strict_number(float)
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags of TurbomindEngineConfig."""
+    default = TurbomindEngineConfig()
+    group = parser.add_argument_group("engine")
+
+    def add(flag: str, text: str, **options: Any) -> None:
+        group.add_argument(flag, help=text, **options)
+
+    add("--dtype", "of activations and an unquantised cache", choices=DTYPES, default="auto")
+    add("--model-format", "hf or gguf; found from the files when absent", default=None)
+    add("--device", "auto or cpu", choices=DEVICE_TYPES, default="auto")
+    add("--num-threads", "worker threads; all usable cores when absent", type=_INT)
+    add("--session-len", "longest prompt plus answer in tokens", type=_INT)
+    add("--max-batch-size", "most sequences in one step", type=_INT)
+    add(
+        "--cache-max-entry-count",
+        "below 1: share of free memory for the KV cache; from 1 on: number of blocks",
+        type=_FLOAT,
+        default=default.cache_max_entry_count,
+    )
+    add(
+        "--cache-block-seq-len",
+        "tokens in a block",
+        type=_INT,
+        choices=BLOCK_LENGTHS,
+        default=default.cache_block_seq_len,
+    )
+    add(
+        "--quant-policy",
+        "format of the KV cache: 0, 4, 8, 16, none, int4, int8, fp8, fp8_e5m2, fp4, mxfp4, nvfp4",
+        default="0",
+    )
+    add(
+        "--max-prefill-token-num",
+        "most new tokens of one step",
+        type=_INT,
+        default=default.max_prefill_token_num,
+    )
+    caching = group.add_mutually_exclusive_group()
+    caching.add_argument(
+        "--enable-prefix-caching", action="store_true", default=True, help="on by default"
+    )
+    caching.add_argument(
+        "--disable-prefix-caching",
+        dest="enable_prefix_caching",
+        action="store_false",
+        help="never reuse the blocks of equal prompt beginnings",
+    )
+    add("--disable-metrics", "no /metrics", action="store_true")
+    add("--deterministic", "bit-equal results whatever the batch", action="store_true")
+    add("--exact", "compute in FP32, for comparisons", action="store_true")
+    add("--strict-arch", "refuse NVFP4 without FP4 instructions (CUDA)", action="store_true")
+
+
+def add_common_flags(parser: argparse.ArgumentParser) -> None:
+    """The model and what every command on a model takes."""
+    parser.add_argument("model_path", help="smollm2, a folder, a .gguf file or a hub id")
+    parser.add_argument(
+        "--chat-template", default=None, help="a .jinja file, a JSON file or JSON text"
+    )
+    parser.add_argument("--log-level", default="WARNING", choices=LOG_LEVELS)
+    add_engine_flags(parser)
+    add_unsupported(parser)
+
+
+def engine_config(args: argparse.Namespace) -> TurbomindEngineConfig:
+    """The engine's options from parsed flags. ValueError for what is out of range."""
+    return TurbomindEngineConfig(
+        dtype=args.dtype,
+        model_format=args.model_format,
+        session_len=args.session_len,
+        max_batch_size=args.max_batch_size,
+        cache_max_entry_count=args.cache_max_entry_count,
+        cache_block_seq_len=args.cache_block_seq_len,
+        enable_prefix_caching=args.enable_prefix_caching,
+        quant_policy=quant_policy(args.quant_policy),
+        max_prefill_token_num=args.max_prefill_token_num,
+        enable_metrics=not args.disable_metrics,
+        device_type=args.device,
+        num_threads=args.num_threads,
+        deterministic=args.deterministic,
+        exact=args.exact,
+        strict_arch=args.strict_arch,
+    )

@@ -1,0 +1,77 @@
+"""`lmdeploy chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from lmdeploy.cli.arguments import engine_config
+from lmdeploy.messages import GenerationConfig
+from lmdeploy.model import parse_chat_template
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lmdeploy.pipeline import Pipeline, Session
+
+_HELP = "/help: this text   /clear: forget the conversation   /exit: leave   Ctrl-C: stop an answer"
+
+
+def run_chat(args: argparse.Namespace) -> int:
+    """Loads the model and talks until /exit or the end of the input."""
+    from rich.console import Console
+
+    from lmdeploy.pipeline import Pipeline
+
+    config, template = engine_config(args), parse_chat_template(args.chat_template)
+    console = Console(highlight=False)
+    with Pipeline(args.model_path, config, template, args.log_level) as pipeline:
+        console.print(pipeline.engine.cache_line(), markup=False)
+        console.print(_HELP, style="dim", markup=False)
+        talk(pipeline, console, lambda: console.input("[bold]you>[/bold] "))
+    return 0
+
+
+def talk(pipeline: Pipeline, console: Console, read: Callable[[], str]) -> None:
+    """The loop: reads questions with `read` and prints answers as they come."""
+    session = pipeline.session()
+    while True:
+        try:
+            line = read().strip()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            console.print()
+            continue
+        if line in ("/exit", "/quit"):
+            return
+        if line == "/clear":
+            session = pipeline.session()
+            console.print("The conversation is forgotten.", style="dim")
+        elif line.startswith("/"):
+            console.print(_HELP, style="dim", markup=False)
+        elif line:
+            _answer(pipeline, session, console, line)
+
+
+def _answer(pipeline: Pipeline, session: Session, console: Console, line: str) -> None:
+    limit = pipeline.engine.max_request_tokens
+    config = GenerationConfig(do_sample=True, max_new_tokens=limit)
+    text = ""
+    try:
+        for piece in pipeline.stream_infer(session.messages(line), config):
+            text += piece.text
+            console.print(piece.text, end="", markup=False, soft_wrap=True)
+            if piece.finish_reason == "error":
+                console.print(f"\nerror: {piece.error_message}", style="red", markup=False)
+                return
+    except KeyboardInterrupt:
+        console.print(" [stopped]", style="dim", markup=False)
+        session.history.append((line, text))
+        return
+    except ValueError as error:
+        console.print(f"error: {error}", style="red", markup=False)
+        return
+    console.print()
+    session.history.append((line, text))

@@ -1,0 +1,94 @@
+"""`lmdeploy …`: parse, run, and turn every expected failure into one line and a status."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Sequence
+
+from lmdeploy.cli.arguments import OneLineParser, add_common_flags, fail
+from lmdeploy.version import __version__
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = OneLineParser(prog="lmdeploy", description="LLM inference with a quantised KV cache.")
+    parser.add_argument("-v", "--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    chat = commands.add_parser("chat", help="talk to a model in the terminal")
+    add_common_flags(chat)
+    chat.set_defaults(run=_chat)
+    serve = commands.add_parser("serve", help="serve a model")
+    servers = serve.add_subparsers(dest="server", required=True, metavar="SERVER")
+    api_server = servers.add_parser("api_server", help="an OpenAI-compatible HTTP server")
+    add_common_flags(api_server)
+    _add_server_flags(api_server)
+    api_server.set_defaults(run=_api_server)
+    check_env = commands.add_parser("check_env", help="what is installed, what the machine has")
+    check_env.add_argument("--dump-file", default=None, help="write the report there as well")
+    check_env.set_defaults(run=_check_env, log_level="WARNING")
+    return parser
+
+
+def _add_server_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("server")
+    group.add_argument("--server-name", default="127.0.0.1", help="address to listen on")
+    group.add_argument("--server-port", type=int, default=23333, help="0: any free port")
+    group.add_argument("--model-name", default=None, help="its name in the API; default: the path")
+    group.add_argument("--api-keys", nargs="*", default=None, help="keys that clients must send")
+    group.add_argument("--allow-origins", nargs="+", default=["*"], help="CORS")
+    group.add_argument("--allow-credentials", action="store_true", help="CORS")
+    group.add_argument("--allow-methods", nargs="+", default=["*"], help="CORS")
+    group.add_argument("--allow-headers", nargs="+", default=["*"], help="CORS")
+    group.add_argument("--disable-fastapi-docs", action="store_true", help="no /docs")
+    group.add_argument(
+        "--enable-abort-handling", action="store_true", help="accepted; always on here"
+    )
+    group.add_argument(
+        "--dry-run", action="store_true", help="print the memory plan and exit, loading nothing"
+    )
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from lmdeploy.cli.chat import run_chat
+
+    return run_chat(args)
+
+
+def _api_server(args: argparse.Namespace) -> int:
+    from lmdeploy.cli.serve import run_api_server
+
+    return run_api_server(args)
+
+
+def _check_env(args: argparse.Namespace) -> int:
+    from lmdeploy.cli.check_env import run_check_env
+
+    return run_check_env(args.dump_file)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; the exit status. 2: wrong input, 1: our failure, 130: interrupted."""
+    args = make_parser().parse_args(argv)
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("lmdeploy").setLevel(args.log_level)
+    run: Callable[[argparse.Namespace], int] = args.run
+    try:
+        return run(args)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        return 1
+    except (ValueError, OSError, MemoryError) as error:
+        if args.log_level == "DEBUG":
+            raise
+        fail(str(error) or type(error).__name__)
+    except Exception as error:
+        if args.log_level == "DEBUG":
+            raise
+        fail(f"{type(error).__name__}: {error} (--log-level DEBUG shows where)", 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""`lmdeploy serve api_server`."""
+
+from __future__ import annotations
+
+import argparse
+
+from lmdeploy.checks import check_int
+from lmdeploy.cli.arguments import engine_config
+from lmdeploy.messages import TurbomindEngineConfig
+from lmdeploy.model import parse_chat_template
+from lmdeploy.serve.state import ServerOptions
+
+
+def run_api_server(args: argparse.Namespace) -> int:
+    """Serves until interrupted, or prints the memory plan with --dry-run."""
+    config = engine_config(args)
+    template = parse_chat_template(args.chat_template)
+    check_int("server_port", args.server_port, 0, 65535, "--server-port")
+    if args.dry_run:
+        for line in dry_run_lines(args.model_path, config):
+            print(line)
+        return 0
+    from lmdeploy.serve.server import run_server
+
+    keys = [key for key in args.api_keys or [] if key]
+    if args.api_keys is not None and not keys:
+        raise ValueError("api_keys: got none, wanted at least one key; change --api-keys")
+    options = ServerOptions(
+        model_name=args.model_name,
+        server_name=args.server_name,
+        server_port=args.server_port,
+        api_keys=keys,
+        allow_origins=args.allow_origins,
+        allow_credentials=args.allow_credentials,
+        allow_methods=args.allow_methods,
+        allow_headers=args.allow_headers,
+        disable_fastapi_docs=args.disable_fastapi_docs,
+        log_level=args.log_level,
+    )
+    run_server(args.model_path, config, template, options)
+    return 0
+
+
+def dry_run_lines(model_path: str, config: TurbomindEngineConfig) -> list[str]:
+    """The memory plan of a model that is not loaded."""
+    from lmdeploy import _turbomind
+    from lmdeploy.environment import free_memory_bytes
+    from lmdeploy.turbomind.engine import cache_line, engine_config_of
+    from lmdeploy.turbomind.loader import read_model_info
+
+    info = read_model_info(model_path, dtype=config.dtype, exact=config.exact)
+    native = engine_config_of(config, info.config.max_position)
+    free = free_memory_bytes()
+    plan = _turbomind.plan_memory(info.config, native, max(free - info.weight_bytes, 0))
+    return [
+        f"model: {model_path} ({info.model_type}), weights {info.weight_bytes:,} bytes",
+        f"free memory: {free:,} bytes",
+        cache_line(native.kv_mode, plan),
+        f"blocks: {plan.num_blocks:,} of {native.cache_block_seq_len} tokens",
+        f"reserved bytes: {plan.reserved_bytes:,}",
+        f"touched bytes: {plan.touched_bytes:,} (pages are taken as tokens arrive)",
+    ]

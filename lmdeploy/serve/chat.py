@@ -1,0 +1,140 @@
+"""②⑨ POST /v1/chat/completions: messages → prompt → answer, whole or as events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from lmdeploy.messages import Response
+from lmdeploy.serve.errors import ApiError, error_body
+from lmdeploy.serve.generation import Job, Limits, Usage, make_config, merge
+from lmdeploy.serve.logprobs import chat_logprobs
+from lmdeploy.serve.protocol import ChatCompletionRequest
+from lmdeploy.turbomind.prompts import encode_chat
+
+if TYPE_CHECKING:
+    from lmdeploy.messages import GenerationConfig
+    from lmdeploy.serve.state import ServerState
+
+
+def event(body: dict[str, Any]) -> str:
+    """One server-sent event."""
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+
+
+DONE = "data: [DONE]\n\n"
+
+
+async def prepare_chat(
+    state: ServerState, request: ChatCompletionRequest
+) -> tuple[list[int], GenerationConfig]:
+    """Prompt ids and options. ApiError or ValueError for what cannot be served."""
+    if request.top_logprobs is not None and not request.logprobs:
+        raise ApiError(400, "top_logprobs: wanted logprobs true beside it; add logprobs")
+    if request.messages:
+        options = dict(request.chat_template_kwargs or {})
+        if request.enable_thinking is not None:
+            options["enable_thinking"] = request.enable_thinking
+        ids = await asyncio.to_thread(encode_chat, state.engine.parts, request.messages, options)
+    elif request.input_ids:
+        ids = request.input_ids
+    else:
+        raise ApiError(400, "messages: got none, wanted at least one; add messages", "messages")
+    limits = Limits(
+        max_new_tokens=request.max_completion_tokens or request.max_tokens,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        n=request.n or 1,
+        stop_words=state.stop_words,
+    )
+    room = max(state.engine.max_request_tokens - len(ids), 1)
+    return ids, make_config(request, limits, state.engine.parts.generation_config, room)
+
+
+class ChatReply:
+    """Builds the JSON of one chat response."""
+
+    def __init__(self, state: ServerState, request: ChatCompletionRequest) -> None:
+        self._state = state
+        self._request = request
+        self._id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+
+    def whole(self, jobs: Sequence[Job], answers: Sequence[Response]) -> dict[str, Any]:
+        """The answer to a request without `stream`."""
+        usage = Usage()
+        choices = []
+        for job, answer in zip(jobs, answers, strict=True):
+            usage.add(job, answer)
+            message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+            if self._request.return_token_ids:
+                message["gen_tokens"] = answer.token_ids
+            choices.append(
+                {
+                    "index": job.index,
+                    "message": message,
+                    "logprobs": self._logprobs(answer),
+                    "finish_reason": answer.finish_reason,
+                }
+            )
+        return {**self._head("chat.completion"), "choices": choices, "usage": usage.body()}
+
+    async def events(self, jobs: Sequence[Job]) -> AsyncIterator[str]:
+        """The answer to a request with `stream`."""
+        options = self._request.stream_options
+        with_usage = options is not None and bool(options.include_usage)
+        usage = Usage()
+        for job in jobs:
+            yield self._chunk(job, {"role": "assistant", "content": ""}, None, with_usage)
+        try:
+            async with aclosing(merge(jobs, self._state.metrics)) as pieces:
+                async for job, piece in pieces:
+                    usage.add(job, piece)
+                    if piece.finish_reason == "error":
+                        yield event(error_body(500, piece.error_message or "the request failed"))
+                        return
+                    delta: dict[str, Any] = {"content": piece.text}
+                    if self._request.return_token_ids:
+                        delta["gen_tokens"] = piece.token_ids
+                    yield self._chunk(job, delta, piece, with_usage)
+        except Exception as error:
+            yield event(error_body(500, str(error)))
+            return
+        if with_usage:
+            head = self._head("chat.completion.chunk")
+            yield event({**head, "choices": [], "usage": usage.body()})
+        yield DONE
+
+    def _chunk(
+        self, job: Job, delta: dict[str, Any], piece: Response | None, with_usage: bool
+    ) -> str:
+        choice = {
+            "index": job.index,
+            "delta": delta,
+            "logprobs": None if piece is None else self._logprobs(piece),
+            "finish_reason": None if piece is None else piece.finish_reason,
+        }
+        body = {**self._head("chat.completion.chunk"), "choices": [choice]}
+        return event({**body, "usage": None} if with_usage else body)
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._state.model_name,
+        }
+
+    def _logprobs(self, piece: Response) -> dict[str, Any] | None:
+        if not self._request.logprobs:
+            return None
+        return chat_logprobs(
+            self._state.engine.parts.tokenizer,
+            piece.token_ids,
+            piece.logprobs or [],
+            self._request.top_logprobs or 0,
+        )

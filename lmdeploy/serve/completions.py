@@ -1,0 +1,131 @@
+"""②⑨ POST /v1/completions: a prompt as it is → answer, whole or as events."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from lmdeploy.messages import Response
+from lmdeploy.serve.chat import DONE, event
+from lmdeploy.serve.errors import error_body
+from lmdeploy.serve.generation import Job, Limits, Usage, encode_prompts, make_config, merge
+from lmdeploy.serve.logprobs import CompletionLogprobs
+from lmdeploy.serve.protocol import CompletionRequest
+
+if TYPE_CHECKING:
+    from lmdeploy.messages import GenerationConfig
+    from lmdeploy.serve.state import ServerState
+
+
+async def prepare_completion(
+    state: ServerState, request: CompletionRequest
+) -> tuple[list[list[int]], GenerationConfig]:
+    """Prompts' ids and options. ApiError or ValueError for what cannot be served."""
+    prompts = await encode_prompts(state.engine, request.prompt)
+    limit = request.max_completion_tokens
+    if limit is None:
+        limit = 16 if request.max_tokens is None else request.max_tokens
+    limits = Limits(
+        max_new_tokens=limit,
+        logprobs=request.logprobs,
+        prompt_logprobs=request.logprobs if request.echo else None,
+        n=request.n or 1,
+    )
+    return prompts, make_config(request, limits, state.engine.parts.generation_config, 0)
+
+
+class CompletionReply:
+    """Builds the JSON of one completion response."""
+
+    def __init__(self, state: ServerState, request: CompletionRequest) -> None:
+        self._state = state
+        self._request = request
+        self._tokenizer = state.engine.parts.tokenizer
+        self._id = f"cmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._logprobs: dict[int, CompletionLogprobs] = {}
+        self._echoed: set[int] = set()
+
+    def whole(self, jobs: Sequence[Job], answers: Sequence[Response]) -> dict[str, Any]:
+        """The answer to a request without `stream`."""
+        usage = Usage()
+        choices = []
+        for job, answer in zip(jobs, answers, strict=True):
+            usage.add(job, answer)
+            choices.append(self._choice(job, answer))
+        return {**self._head(), "choices": choices, "usage": usage.body()}
+
+    async def events(self, jobs: Sequence[Job]) -> AsyncIterator[str]:
+        """The answer to a request with `stream`."""
+        options = self._request.stream_options
+        with_usage = options is not None and bool(options.include_usage)
+        usage = Usage()
+        held: dict[int, Response] = {}  # pieces that only carry prompt logprobs
+        try:
+            async with aclosing(merge(jobs, self._state.metrics)) as pieces:
+                async for job, piece in pieces:
+                    usage.add(job, piece)
+                    if piece.finish_reason == "error":
+                        yield event(error_body(500, piece.error_message or "the request failed"))
+                        return
+                    if job.index in held:
+                        held[job.index].extend(piece)
+                        piece = held.pop(job.index)
+                    if not piece.token_ids and not piece.text and piece.finish_reason is None:
+                        held[job.index] = piece
+                        continue
+                    body = {**self._head(), "choices": [self._choice(job, piece)]}
+                    yield event({**body, "usage": None} if with_usage else body)
+        except Exception as error:
+            yield event(error_body(500, str(error)))
+            return
+        if with_usage:
+            yield event({**self._head(), "choices": [], "usage": usage.body()})
+        yield DONE
+
+    def _choice(self, job: Job, piece: Response) -> dict[str, Any]:
+        echo = bool(self._request.echo) and job.index not in self._echoed
+        self._echoed.add(job.index)
+        prompt_ids = job.stream.prompt_ids
+        text = (self._prompt_text(job) if echo else "") + piece.text
+        choice: dict[str, Any] = {
+            "index": job.index,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": piece.finish_reason,
+        }
+        if self._request.return_token_ids:
+            choice["gen_tokens"] = piece.token_ids
+        if self._request.logprobs is not None:
+            maker = self._logprobs.setdefault(
+                job.index, CompletionLogprobs(self._tokenizer, self._request.logprobs)
+            )
+            tokens: list[int] = []
+            values: list[dict[int, float] | None] = []
+            if echo:
+                tokens += prompt_ids
+                values += [None, *(piece.prompt_logprobs or [])]
+            choice["logprobs"] = maker.body(
+                tokens + piece.token_ids, [*values, *(piece.logprobs or [])]
+            )
+        return choice
+
+    def _prompt_text(self, job: Job) -> str:
+        prompt = self._request.prompt
+        if isinstance(prompt, str):
+            return prompt
+        given = prompt[job.prompt_index] if job.prompt_index < len(prompt) else None
+        if isinstance(given, str):
+            return given
+        return self._tokenizer.decode(job.stream.prompt_ids, skip_special=False)
+
+    def _head(self) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._state.model_name,
+        }

@@ -1,0 +1,60 @@
+"""① The outermost layer of the server: API keys, and no exception past this point."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from starlette.datastructures import Headers
+
+from lmdeploy.serve.errors import error_response
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+logger = logging.getLogger("lmdeploy")
+
+PUBLIC_PATHS = ("/health",)
+
+
+class Edge:
+    """ASGI middleware. Every path but /health needs a key when keys are set."""
+
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str] = ()) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one connection."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if not self._allowed(scope):
+            message = "api key: missing or wrong, wanted one of --api-keys as Bearer; change it"
+            await error_response(401, message, "authorization")(scope, receive, send)
+            return
+        started = False
+
+        async def note_start(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note_start)
+        except Exception as error:
+            logger.error("%s: %s: %s", scope["path"], type(error).__name__, error)
+            logger.debug("traceback", exc_info=error)
+            if not started:
+                text = f"internal error: {type(error).__name__}: {error}"
+                await error_response(500, text)(scope, receive, send)
+
+    def _allowed(self, scope: Scope) -> bool:
+        if not self._keys or scope["path"] in PUBLIC_PATHS or scope["method"] == "OPTIONS":
+            return True
+        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        # Every key is compared, each in constant time.
+        matches = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
+        return scheme.lower() == "bearer" and any(matches)

@@ -1,0 +1,80 @@
+"""②⑨ POST /generate: LMDeploy's plain endpoint, text or ids in, text and ids out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from lmdeploy.messages import Response
+from lmdeploy.serve.chat import DONE, event
+from lmdeploy.serve.errors import ApiError, error_body
+from lmdeploy.serve.generation import Job, Limits, make_config, merge
+from lmdeploy.serve.protocol import GenerateRequest
+
+if TYPE_CHECKING:
+    from lmdeploy.messages import GenerationConfig
+    from lmdeploy.serve.state import ServerState
+
+
+async def prepare_generate(
+    state: ServerState, request: GenerateRequest
+) -> tuple[list[int], GenerationConfig]:
+    """Prompt ids and options. ApiError or ValueError for what cannot be served."""
+    if (request.prompt is None) == (request.input_ids is None):
+        raise ApiError(400, "prompt: wanted exactly one of prompt and input_ids", "prompt")
+    if request.top_logprobs_num is not None and not request.return_logprob:
+        raise ApiError(400, "top_logprobs_num: wanted return_logprob true; add return_logprob")
+    ids = request.input_ids
+    if ids is None:
+        encode = state.engine.parts.tokenizer.encode
+        ids = list(await asyncio.to_thread(encode, request.prompt or "", add_special=True))
+    limits = Limits(
+        max_new_tokens=request.max_tokens,
+        logprobs=(request.top_logprobs_num or 0) if request.return_logprob else None,
+    )
+    return ids, make_config(request, limits, state.engine.parts.generation_config, 0)
+
+
+class GenerateReply:
+    """Builds the JSON of one response. In a stream every event carries the new part."""
+
+    def __init__(self, state: ServerState, request: GenerateRequest) -> None:
+        self._state = state
+        self._request = request
+
+    def whole(self, answer: Response) -> dict[str, Any]:
+        """One object with `text`, `output_ids` and `meta_info`."""
+        reason = answer.finish_reason
+        meta: dict[str, Any] = {
+            "prompt_tokens": answer.input_token_len,
+            "completion_tokens": answer.generate_token_len,
+            "cached_tokens": answer.cached_tokens,
+            "finish_reason": None if reason is None else {"type": reason},
+        }
+        if self._request.return_logprob:
+            values = answer.logprobs or []
+            pairs = zip(answer.token_ids, values, strict=True)
+            meta["output_token_logprobs"] = [[item[token], token] for token, item in pairs]
+            if self._request.top_logprobs_num:
+                meta["output_top_logprobs"] = [self._top(item) for item in values]
+        return {"text": answer.text, "output_ids": answer.token_ids, "meta_info": meta}
+
+    def _top(self, item: dict[int, float]) -> list[list[float]]:
+        ranked = sorted(item.items(), key=lambda pair: -pair[1])
+        return [[value, token] for token, value in ranked[: self._request.top_logprobs_num]]
+
+    async def events(self, jobs: Sequence[Job]) -> AsyncIterator[str]:
+        """The answer to a request with `stream`."""
+        try:
+            async with aclosing(merge(jobs, self._state.metrics)) as pieces:
+                async for _, piece in pieces:
+                    if piece.finish_reason == "error":
+                        yield event(error_body(500, piece.error_message or "the request failed"))
+                        return
+                    yield event(self.whole(piece))
+        except Exception as error:
+            yield event(error_body(500, str(error)))
+            return
+        yield DONE

@@ -1,0 +1,230 @@
+"""② From a request's fields to prompt ids and a GenerationConfig, and streams back to choices."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fastapi.responses import StreamingResponse
+
+from lmdeploy.messages import GenerationConfig, Response
+from lmdeploy.serve.errors import ApiError
+from lmdeploy.serve.protocol import MAX_PROMPTS, SamplingFields, check_stop
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+    from lmdeploy.serve.metrics import ServerMetrics
+    from lmdeploy.turbomind.engine import AsyncEngine, RequestStream
+
+# Used where neither the request nor the model's generation_config.json says otherwise.
+SAMPLING_DEFAULTS: dict[str, float | int] = {
+    "temperature": 0.7,
+    "top_p": 1.0,
+    "top_k": 40,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
+
+
+@dataclass
+class Limits:
+    """What an endpoint adds to the shared sampling fields."""
+
+    max_new_tokens: int | None  # None: all that session_len leaves
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
+    stop_words: Sequence[str] = ()  # of the chat template
+
+
+@dataclass
+class Job:
+    """One answer that was asked for."""
+
+    index: int  # of the choice
+    prompt_index: int
+    stream: RequestStream
+
+
+@dataclass
+class Usage:
+    """Token counts over all choices of a response."""
+
+    prompt: dict[int, tuple[int, int]] = field(default_factory=dict)  # index → tokens, cached
+    completion: dict[int, int] = field(default_factory=dict)
+
+    def add(self, job: Job, piece: Response) -> None:
+        """Takes the counts of a piece; later pieces replace earlier ones."""
+        cached = max(piece.cached_tokens, self.prompt.get(job.prompt_index, (0, 0))[1])
+        self.prompt[job.prompt_index] = (piece.input_token_len, cached)
+        self.completion[job.index] = piece.generate_token_len
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object `usage`."""
+        prompt = sum(tokens for tokens, _ in self.prompt.values())
+        completion = sum(self.completion.values())
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(c for _, c in self.prompt.values())},
+        }
+
+
+def make_config(
+    fields: SamplingFields, limits: Limits, model_defaults: dict[str, Any], room: int
+) -> GenerationConfig:
+    """The GenerationConfig of a request. ApiError 400 when the two disagree."""
+
+    def sampling(name: str) -> Any:
+        for value in (getattr(fields, name), model_defaults.get(name), SAMPLING_DEFAULTS[name]):
+            if value is not None:
+                return value
+        raise AssertionError(name)
+
+    try:
+        bias = {int(token): value for token, value in (fields.logit_bias or {}).items()}
+    except ValueError:
+        raise ApiError(400, "logit_bias: wanted token ids as keys; change logit_bias") from None
+    try:
+        return GenerationConfig(
+            n=limits.n,
+            max_new_tokens=room if limits.max_new_tokens is None else limits.max_new_tokens,
+            min_new_tokens=fields.min_new_tokens,
+            do_sample=True,
+            temperature=float(sampling("temperature")),
+            top_p=float(sampling("top_p")),
+            top_k=sampling("top_k"),
+            min_p=float(sampling("min_p")),
+            repetition_penalty=float(sampling("repetition_penalty")),
+            presence_penalty=fields.presence_penalty or 0.0,
+            frequency_penalty=fields.frequency_penalty or 0.0,
+            random_seed=None if fields.seed is None else fields.seed % 2**64,
+            stop_words=[*check_stop(fields.stop), *limits.stop_words],
+            stop_token_ids=fields.stop_token_ids,
+            ignore_eos=bool(fields.ignore_eos),
+            skip_special_tokens=fields.skip_special_tokens is not False,
+            spaces_between_special_tokens=fields.spaces_between_special_tokens is not False,
+            include_stop_str_in_output=bool(fields.include_stop_str_in_output),
+            logit_bias=bias or None,
+            logprobs=limits.logprobs,
+            prompt_logprobs=limits.prompt_logprobs,
+            response_format=fields.response_format,
+        )
+    except ValueError as error:
+        raise ApiError(400, str(error), str(error).split(":")[0]) from None
+
+
+async def encode_prompts(engine: AsyncEngine, prompt: str | list[Any]) -> list[list[int]]:
+    """Token ids of a text, a list of texts, ids, or a list of ids. ApiError 400 for the rest."""
+    prompts: list[Any] = [prompt] if isinstance(prompt, str) else prompt
+    if prompts and all(type(item) is int for item in prompts):
+        prompts = [prompts]
+    if not 0 < len(prompts) <= MAX_PROMPTS:
+        message = f"prompt: got {len(prompts)} prompts, wanted 1 to {MAX_PROMPTS}; change prompt"
+        raise ApiError(400, message, "prompt")
+    is_ids = [isinstance(p, list) and all(type(i) is int for i in p) for p in prompts]
+    if not all(ids or isinstance(p, str) for p, ids in zip(prompts, is_ids, strict=True)):
+        wanted = "a text, a list of texts, token ids, or a list of token ids"
+        raise ApiError(400, f"prompt: wanted {wanted}; change prompt", "prompt")
+    encode = engine.parts.tokenizer.encode
+    return [
+        list(p) if ids else list(await asyncio.to_thread(encode, p, add_special=True))
+        for p, ids in zip(prompts, is_ids, strict=True)
+    ]
+
+
+async def submit_all(
+    engine: AsyncEngine, prompts: Sequence[list[int]], config: GenerationConfig
+) -> list[Job]:
+    """Starts n answers for every prompt, or none of them."""
+    jobs: list[Job] = []
+    try:
+        for prompt_index, ids in enumerate(prompts):
+            for choice in range(config.n):
+                stream = await engine.submit(ids, config, index=choice)
+                jobs.append(Job(len(jobs), prompt_index, stream))
+    except BaseException:
+        close_all(jobs)
+        raise
+    return jobs
+
+
+def close_all(jobs: Sequence[Job]) -> None:
+    """Cancels what still runs."""
+    for job in jobs:
+        job.stream.close()
+
+
+async def collect_all(jobs: Sequence[Job], metrics: ServerMetrics) -> list[Response]:
+    """Whole answers, in order. Cancelling this cancels the requests."""
+
+    async def one(job: Job) -> Response:
+        whole: Response | None = None
+        async with aclosing(metrics.observe(job.stream)) as pieces:
+            async for piece in pieces:
+                if whole is None:
+                    whole = piece
+                else:
+                    whole.extend(piece)
+        if whole is None or whole.finish_reason == "error":
+            raise ApiError(500, (whole and whole.error_message) or "the request failed")
+        return whole
+
+    try:
+        return list(await asyncio.gather(*(one(job) for job in jobs)))
+    finally:
+        close_all(jobs)
+
+
+async def merge(
+    jobs: Sequence[Job], metrics: ServerMetrics
+) -> AsyncGenerator[tuple[Job, Response], None]:
+    """Pieces of all answers as they come."""
+    queue: asyncio.Queue[tuple[Job, Response] | BaseException | None] = asyncio.Queue()
+
+    async def one(job: Job) -> None:
+        try:
+            async with aclosing(metrics.observe(job.stream)) as pieces:
+                async for piece in pieces:
+                    queue.put_nowait((job, piece))
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.ensure_future(one(job)) for job in jobs]
+    running = len(tasks)
+    try:
+        while running:
+            item = await queue.get()
+            if item is None:
+                running -= 1
+            elif isinstance(item, BaseException):
+                raise item
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        close_all(jobs)
+
+
+class SseResponse(StreamingResponse):
+    """A stream of events whose requests end with it, whether or not it was ever read."""
+
+    def __init__(self, events: AsyncIterator[str], jobs: Sequence[Job]) -> None:
+        super().__init__(
+            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
+        self._jobs = jobs
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the events; afterwards, however it ended, nothing of the requests runs."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            close_all(self._jobs)

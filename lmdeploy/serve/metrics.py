@@ -1,0 +1,126 @@
+"""Prometheus metrics with LMDeploy's names, `lmdeploy:*`. One registry per server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from lmdeploy.messages import Response
+    from lmdeploy.turbomind.engine import AsyncEngine, RequestStream
+
+_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_TOKENS = (1, 8, 32, 128, 512, 2048, 8192, 32768, 131072)
+
+
+class _EngineCollector(Collector):
+    """Reads the engine's own counters at the moment of the scrape."""
+
+    def __init__(self, engine: AsyncEngine, model_name: str) -> None:
+        self._engine = engine
+        self._labels = [model_name]
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._engine.stats()
+        total = max(stats.blocks_total, 1)
+        queried = max(stats.prefix_queried_tokens, 1)
+        gauges = {
+            "num_requests_running": ("Requests in the batch.", stats.num_running),
+            "num_requests_waiting": ("Requests in the queue.", stats.num_waiting),
+            "gpu_cache_usage_perc": ("Share of cache blocks in use.", stats.blocks_active / total),
+            "kv_cache_usage_perc": ("Share of cache blocks in use.", stats.blocks_active / total),
+            "kv_cache_blocks_total": ("Cache blocks.", stats.blocks_total),
+            "kv_cache_blocks_cached": ("Blocks kept for prefix reuse.", stats.blocks_cached),
+            "prefix_cache_hit_rate": (
+                "Share of prompt tokens found in the prefix cache.",
+                stats.prefix_hit_tokens / queried,
+            ),
+            "engine_healthy": ("1 while the engine works.", int(self._engine.healthy)),
+        }
+        for name, (text, value) in gauges.items():
+            gauge = GaugeMetricFamily(f"lmdeploy:{name}", text, labels=["model_name"])
+            gauge.add_metric(self._labels, value)
+            yield gauge
+        counters = {
+            "prompt_tokens_total": ("Prompt tokens processed.", stats.prompt_tokens),
+            "generation_tokens_total": ("Tokens generated.", stats.generated_tokens),
+            "cached_tokens_total": ("Prompt tokens from the cache.", stats.prefix_hit_tokens),
+            "num_preemptions_total": ("Sequences preempted.", stats.num_preemptions),
+            "num_nonfinite_kv_total": ("NaN and infinities in K or V.", stats.num_nonfinite),
+        }
+        for name, (text, value) in counters.items():
+            counter = CounterMetricFamily(f"lmdeploy:{name}", text, labels=["model_name"])
+            counter.add_metric(self._labels, value)
+            yield counter
+
+
+class ServerMetrics:
+    """Counts and times the requests of one server. Used in its event loop."""
+
+    def __init__(self, engine: AsyncEngine, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_EngineCollector(engine, model_name))
+        self._model_name = model_name
+        self._success = Counter(
+            "lmdeploy:request_success_total",
+            "Requests that ended, by reason.",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        self._first_token = self._histogram("time_to_first_token_seconds", "First token.", _SECONDS)
+        self._iteration = self._histogram("iter_token_latency", "Between tokens.", _SECONDS)
+        self._per_token = self._histogram(
+            "time_per_output_token_seconds", "Mean time per token after the first.", _SECONDS
+        )
+        self._latency = self._histogram("e2e_request_latency_seconds", "Whole request.", _SECONDS)
+        self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens.", _TOKENS)
+        self._generated = self._histogram("request_generation_tokens", "New tokens.", _TOKENS)
+        self._cached = self._histogram("request_cached_tokens", "Cached tokens.", _TOKENS)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        family = Histogram(
+            f"lmdeploy:{name}", text, ["model_name"], registry=self.registry, buckets=buckets
+        )
+        child: Histogram = family.labels(self._model_name)
+        return child
+
+    def text(self) -> bytes:
+        """What /metrics answers."""
+        return generate_latest(self.registry)
+
+    async def observe(self, stream: RequestStream) -> AsyncGenerator[Response, None]:
+        """Passes the pieces of `stream` on and measures them; cancels the request when left."""
+        begin = last = stream.created
+        first: float | None = None
+        piece: Response | None = None
+        try:
+            async for piece in stream:
+                now = time.monotonic()
+                if piece.token_ids and first is None:
+                    first = now
+                    self._first_token.observe(now - begin)
+                elif piece.token_ids:
+                    self._iteration.observe(now - last)
+                last = now
+                yield piece
+        finally:
+            stream.close()
+            self._end(piece, begin, first)
+
+    def _end(self, piece: Response | None, begin: float, first: float | None) -> None:
+        now = time.monotonic()
+        reason = (piece.finish_reason if piece is not None else None) or "abort"
+        self._success.labels(self._model_name, reason).inc()
+        self._latency.observe(now - begin)
+        if piece is None:
+            return
+        self._prompt.observe(piece.input_token_len)
+        self._generated.observe(piece.generate_token_len)
+        self._cached.observe(piece.cached_tokens)
+        if first is not None and piece.generate_token_len > 1:
+            self._per_token.observe((now - first) / (piece.generate_token_len - 1))

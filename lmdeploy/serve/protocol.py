@@ -1,0 +1,228 @@
+"""① Request schemas: names and defaults as in LMDeploy 0.18, checked strictly.
+
+A field of LMDeploy's or OpenAI's API that is not built is accepted with the value that means "not
+used" and refused by name otherwise. A field that nobody knows is refused as well.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from lmdeploy.checks import show
+from lmdeploy.messages import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_STOP_WORD_CHARS,
+    MAX_STOP_WORDS,
+    MAX_TOKEN_IDS,
+)
+from lmdeploy.serve.errors import ApiError
+
+MAX_BODY_BYTES = 32 << 20
+MAX_PROMPTS = 1024
+
+_Word = Field(min_length=1, max_length=MAX_STOP_WORD_CHARS)
+R = TypeVar("R", bound="ApiRequest")
+
+
+class ApiRequest(BaseModel):
+    """Base of all requests: strict types, no NaN, unknown fields refused by name."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    # Fields that are not built → values that mean "not used".
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+
+class StreamOptions(ApiRequest):
+    """`stream_options`."""
+
+    include_usage: bool | None = False
+
+
+_COMMON_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "session_id": (None, -1),
+    "repetition_ngram_size": (None, 0),
+    "repetition_ngram_threshold": (None, 0),
+    "media_io_kwargs": (None,),
+    "mm_processor_kwargs": (None,),
+    "image_data": (None,),
+    "return_routed_experts": (None, False),
+    "adapter_name": (None,),
+    "best_of": (None, 1),
+    "suffix": (None, ""),
+}
+
+
+class SamplingFields(ApiRequest):
+    """What all generating endpoints share."""
+
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    top_k: int | None = Field(default=None, ge=0, lt=2**31)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
+    presence_penalty: float | None = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=0.0, ge=-2, le=2)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = Field(default=None, max_length=MAX_TOKEN_IDS)
+    ignore_eos: bool | None = False
+    min_new_tokens: int | None = Field(default=None, ge=0, lt=2**31)
+    skip_special_tokens: bool | None = True
+    spaces_between_special_tokens: bool | None = True
+    include_stop_str_in_output: bool | None = False
+    stream: bool | None = False
+    logit_bias: dict[str, float] | None = Field(default=None, max_length=MAX_LOGIT_BIAS)
+    response_format: dict[str, Any] | None = None
+    user: str | None = None
+
+
+class CompletionFields(SamplingFields):
+    """What the two OpenAI endpoints share."""
+
+    model: str
+    n: int | None = Field(default=1, ge=1, le=MAX_N)
+    stream_options: StreamOptions | None = None
+    max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+
+
+class ChatCompletionRequest(CompletionFields):
+    """Body of POST /v1/chat/completions."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **_COMMON_UNSUPPORTED,
+        "tools": (None, []),
+        "tool_choice": (None, "none", "auto"),
+        "parallel_tool_calls": (None, True),
+        "functions": (None, []),
+        "function_call": (None, "none", "auto"),
+        "reasoning_effort": (None,),
+        "return_logprob": (None, False),
+        "modalities": (None, ["text"]),
+        "audio": (None,),
+        "prediction": (None,),
+        "store": (None, False),
+        "service_tier": (None, "auto", "default"),
+        "metadata": (None,),
+        "web_search_options": (None,),
+    }
+
+    messages: list[dict[str, Any]] | None = None
+    input_ids: list[int] | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    return_token_ids: bool | None = False
+    enable_thinking: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionRequest(CompletionFields):
+    """Body of POST /v1/completions."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = _COMMON_UNSUPPORTED
+
+    prompt: str | list[Any]
+    echo: bool | None = False
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    max_tokens: int | None = Field(default=16, ge=0, lt=2**31)
+    return_token_ids: bool | None = False
+
+
+class GenerateRequest(SamplingFields):
+    """Body of POST /generate."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **_COMMON_UNSUPPORTED,
+        "logprob_start_len": (None, -1),
+    }
+
+    prompt: str | None = None
+    input_ids: list[int] | None = None
+    return_logprob: bool | None = None
+    top_logprobs_num: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    max_tokens: int = Field(default=128, ge=1, lt=2**31)
+
+
+class EncodeRequest(ApiRequest):
+    """Body of POST /v1/encode."""
+
+    input: str | list[str]
+    do_preprocess: bool | None = False
+    add_bos: bool | None = True
+
+
+EngineState = Literal["ok", "failed"]
+
+
+def parse_json(body: bytes) -> Any:
+    """JSON without NaN and infinities. ApiError 400 for anything else."""
+
+    def refuse_constant(name: str) -> Any:
+        raise ValueError(f"{name} is not allowed")
+
+    try:
+        return json.loads(body, parse_constant=refuse_constant)
+    except RecursionError:
+        raise ApiError(400, "body: nested too deep, wanted plain JSON; change the body") from None
+    except ValueError as error:
+        raise ApiError(400, f"body: not valid JSON ({error}); change the body") from None
+
+
+def parse_request(model: type[R], body: bytes) -> R:
+    """A checked request. ApiError 400 names the first field that is wrong."""
+    values = parse_json(body)
+    if not isinstance(values, dict):
+        raise ApiError(400, f"body: got {show(values)}, wanted a JSON object; change the body")
+    for name, accepted in model.unsupported.items():
+        if name in values:
+            value = values.pop(name)
+            if not any(type(value) is type(a) and value == a for a in accepted):
+                raise ApiError(
+                    400, f"{name}: not supported (got {show(value)}); remove {name}", name
+                )
+    try:
+        request = model.model_validate(values)
+    except ValidationError as error:
+        raise _first_error(error, values) from None
+    check_stop(getattr(request, "stop", None))
+    return request
+
+
+def check_stop(stop: str | list[str] | None) -> list[str]:
+    """`stop` as a list. ApiError 400 for too many, too long or empty words."""
+    words = [stop] if isinstance(stop, str) else stop or []
+    if len(words) > MAX_STOP_WORDS:
+        raise ApiError(
+            400,
+            f"stop: got {len(words)} words, wanted at most {MAX_STOP_WORDS}; change stop",
+            "stop",
+        )
+    for word in words:
+        if not 0 < len(word) <= MAX_STOP_WORD_CHARS:
+            wanted = f"1 to {MAX_STOP_WORD_CHARS} characters"
+            raise ApiError(
+                400,
+                f"stop: got a word of {len(word)} characters, wanted {wanted}; change stop",
+                "stop",
+            )
+    return words
+
+
+def _first_error(error: ValidationError, values: dict[str, Any]) -> ApiError:
+    details = error.errors(include_url=False)
+    first = details[0]
+    name = str(first["loc"][0]) if first["loc"] else "body"
+    if first["type"] == "extra_forbidden":
+        path = ".".join(str(part) for part in first["loc"])
+        return ApiError(400, f"{path}: unknown field; remove {path}", path)
+    if first["type"] == "missing":
+        return ApiError(400, f"{name}: missing, wanted a value; add {name}", name)
+    same = [d["msg"] for d in details if d["loc"] and d["loc"][0] == name]
+    wanted = " or ".join(dict.fromkeys(text.removeprefix("Input should be ") for text in same[:4]))
+    got = show(values.get(name))
+    return ApiError(400, f"{name}: got {got}, wanted {wanted}; change {name}", name)

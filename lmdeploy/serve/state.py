@@ -1,0 +1,43 @@
+"""What the routes of one server share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lmdeploy.serve.metrics import ServerMetrics
+    from lmdeploy.turbomind.engine import AsyncEngine
+
+
+@dataclass
+class ServerOptions:
+    """How to serve; the engine's own options are in TurbomindEngineConfig."""
+
+    model_name: str | None = None
+    server_name: str = "127.0.0.1"
+    server_port: int = 23333
+    api_keys: list[str] = field(default_factory=list)
+    allow_origins: list[str] = field(default_factory=lambda: ["*"])
+    allow_credentials: bool = False
+    allow_methods: list[str] = field(default_factory=lambda: ["*"])
+    allow_headers: list[str] = field(default_factory=lambda: ["*"])
+    disable_fastapi_docs: bool = False
+    log_level: str = "WARNING"
+
+
+@dataclass
+class ServerState:
+    """Used in the server's event loop."""
+
+    engine: AsyncEngine
+    model_name: str
+    metrics: ServerMetrics
+    enable_metrics: bool = True
+    created: int = 0
+
+    @property
+    def stop_words(self) -> list[str]:
+        """Words of the chat template that end every answer."""
+        template = self.engine.parts.chat_template
+        return list(template.stop_words) if template is not None else []
