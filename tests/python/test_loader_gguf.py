@@ -1,0 +1,254 @@
+"""GGUF files: every format, the row order of q and k, and files that lie about themselves."""
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_gguf import interleave, write_gguf
+from tiny_models import TINY_MODELS, TinyModel, make_model
+
+from lmdeploy.gguf_tokenizer import tokenizer_from_gguf
+from lmdeploy.turbomind.checkpoint import Checkpoint, open_checkpoint
+from lmdeploy.turbomind.conversion import bf16_bits, matrix_for_engine, vector_for_engine
+from lmdeploy.turbomind.gguf_file import GgufFile
+from lmdeploy.turbomind.model_errors import ModelFormatError
+from lmdeploy.turbomind.tensor_file import BLOCK_FORMATS, StoredTensor, row_bytes
+
+LLAMA = TINY_MODELS[0]
+WRITABLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4")
+
+
+def by_name(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {planned.name: planned for planned in checkpoint.tensors}
+
+
+def values_of(planned: Any, exact: bool = True) -> np.ndarray:
+    """What the engine will compute with, as FP32."""
+    import gguf
+
+    kind, data = matrix_for_engine(
+        planned.tensor, exact=exact, interleaved_heads=planned.interleaved_heads
+    )
+    assert data.flags.c_contiguous
+    if kind == "f32":
+        return data
+    if kind == "bf16":
+        return (data.astype(np.uint32) << 16).view(np.float32)
+    assert data.dtype == np.uint8
+    return gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind.upper()])
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    write_gguf(make_model(LLAMA), path)
+    return path
+
+
+@pytest.mark.parametrize("weight_format", WRITABLE)
+def test_every_format_gives_its_values(weight_format: str, tmp_path: Path) -> None:
+    model = make_model(LLAMA)
+    stored = write_gguf(model, tmp_path / "m.gguf", weight_format=weight_format)
+    planned = by_name(open_checkpoint(tmp_path / "m.gguf"))
+    for ours, name in (
+        ("embedding", "model.embed_tokens.weight"),
+        ("layers.0.q", "model.layers.0.self_attn.q_proj.weight"),
+        ("layers.1.k", "model.layers.1.self_attn.k_proj.weight"),
+        ("layers.1.down", "model.layers.1.mlp.down_proj.weight"),
+    ):
+        np.testing.assert_array_equal(values_of(planned[ours]), stored[name])
+    if weight_format in ("F32", "F16", "Q5_0", "Q5_1", "MXFP4"):
+        wanted = (bf16_bits(stored[name]).astype(np.uint32) << 16).view(np.float32)
+        np.testing.assert_array_equal(values_of(planned[ours], exact=False), wanted)
+
+
+@pytest.mark.parametrize("weight_format", sorted(BLOCK_FORMATS))
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # random bits are often huge scales
+def test_chunks_do_not_change_values(weight_format: str) -> None:
+    import gguf
+
+    # More values than one chunk of the conversion, so that borders are inside.
+    rows, cols = 1500, 1024
+    raw = np.random.default_rng(1).integers(
+        0, 255, (rows, row_bytes(weight_format, cols)), dtype=np.uint8
+    )
+    tensor = StoredTensor("x", weight_format, (rows, cols), raw.reshape(-1))
+    kind, data = matrix_for_engine(tensor, exact=True)
+    if kind != "f32":
+        np.testing.assert_array_equal(data, raw)
+        return
+    wanted = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[weight_format])
+    np.testing.assert_array_equal(data.view(np.uint32), wanted.view(np.uint32))
+
+
+@pytest.mark.parametrize(
+    "tiny",
+    [t for t in TINY_MODELS if not t.rope and "bias" not in t.settings],
+    ids=lambda tiny: tiny.name,
+)
+def test_families_and_their_row_order(tiny: TinyModel, tmp_path: Path) -> None:
+    model = make_model(tiny)
+    stored = write_gguf(model, tmp_path / "m.gguf")
+    checkpoint = open_checkpoint(tmp_path / "m.gguf")
+    planned = by_name(checkpoint)
+    assert len(planned) == len(stored)
+    assert checkpoint.config.head_dim == model.config.head_dim
+    for letter in "qkv":
+        name = f"model.layers.1.self_attn.{letter}_proj.weight"
+        np.testing.assert_array_equal(values_of(planned[f"layers.1.{letter}"]), stored[name])
+        if f"layers.1.{letter}.bias" in planned:
+            bias = planned[f"layers.1.{letter}.bias"]
+            np.testing.assert_array_equal(
+                vector_for_engine(bias.tensor, interleaved_heads=bias.interleaved_heads),
+                stored[name.replace("weight", "bias")],
+            )
+    assert (planned["layers.0.q"].interleaved_heads > 0) == (
+        tiny.architecture in ("Llama", "Mistral")
+    )
+
+
+def test_interleaving_is_seen() -> None:
+    rows = np.arange(16, dtype=np.float32).reshape(16, 1)
+    stored = interleave(rows, 2)
+    assert stored[:8, 0].tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
+    raw = np.ascontiguousarray(stored).view(np.uint8).reshape(-1)
+    _, data = matrix_for_engine(
+        StoredTensor("q", "F32", (16, 1), raw), exact=True, interleaved_heads=2
+    )
+    np.testing.assert_array_equal(data, rows)
+
+
+def test_rope_metadata(tmp_path: Path) -> None:
+    model = make_model(LLAMA)
+    factors = np.linspace(1.0, 8.0, 32)
+    write_gguf(model, tmp_path / "f.gguf", freq_factors=factors)
+    rope = open_checkpoint(tmp_path / "f.gguf").config.rope
+    np.testing.assert_allclose(rope.freq_factors, factors, rtol=1e-7)
+    extra = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
+    write_gguf(model, tmp_path / "l.gguf", extra=extra)
+    rope = open_checkpoint(tmp_path / "l.gguf").config.rope
+    assert (rope.kind, rope.factor) == ("linear", 4.0)
+    write_gguf(model, tmp_path / "bad.gguf", freq_factors=-factors)
+    with pytest.raises(ModelFormatError, match="rope_freqs"):
+        open_checkpoint(tmp_path / "bad.gguf")
+
+
+BAD_METADATA: list[tuple[dict[str, Any], str]] = [
+    ({"rope.scaling.type": "longrope"}, "longrope"),
+    ({"rope.dimension_count": 32}, "rope.dimension_count is not the head_dim"),
+    ({"expert_count": 8}, "expert_count is 8"),
+]
+
+
+@pytest.mark.parametrize(("extra", "message"), BAD_METADATA, ids=str)
+def test_metadata_that_is_not_supported(
+    extra: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    write_gguf(make_model(LLAMA), tmp_path / "m.gguf", extra=extra)
+    with pytest.raises(ModelFormatError, match=message):
+        open_checkpoint(tmp_path / "m.gguf")
+
+
+# --- files that lie -------------------------------------------------------------------------------
+
+
+def damaged(good: Path, tmp_path: Path, change: Any) -> Path:
+    data = bytearray(good.read_bytes())
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(bytes(change(data) or data))
+    return path
+
+
+def replaced(old: bytes, new: bytes) -> Any:
+    def change(data: bytearray) -> bytes:
+        assert old in data
+        return bytes(data).replace(old, new, 1)
+
+    return change
+
+
+def number_at(offset: int, code: str, value: int) -> Any:
+    def change(data: bytearray) -> None:
+        struct.pack_into(code, data, offset, value)
+
+    return change
+
+
+def tensor_record(name: bytes, shift: int, code: str, value: int) -> Any:
+    """Changes a number `shift` bytes after a tensor's name."""
+
+    def change(data: bytearray) -> None:
+        struct.pack_into(code, data, data.rindex(name) + len(name) + shift, value)
+
+    return change
+
+
+DAMAGES: list[tuple[Any, str]] = [
+    (lambda data: data[:3], "truncated"),
+    (lambda data: data[:40], "truncated"),
+    (lambda data: data[:5000], "truncated"),
+    (lambda data: data[: len(data) // 2], "truncated"),
+    (lambda data: data[:-64], "truncated"),
+    (number_at(0, "<I", 0x12345678), "not a GGUF file"),
+    (number_at(4, "<I", 1), "GGUF version 1"),
+    (number_at(4, "<I", 0x03000000), "little endian"),
+    (number_at(8, "<Q", 1 << 60), "tensors"),
+    (number_at(16, "<Q", 1 << 60), "keys"),
+    (number_at(8, "<Q", 5000), "0 dimensions"),
+    (number_at(24, "<Q", 1 << 62), "needs bytes"),
+    (replaced(b"llama.block_count", b"llama.block_cound"), "block_count is missing"),
+    (replaced(b"general.architecture\x08\0\0\0\5\0\0\0\0\0\0\0llama",
+              b"general.architecture\x08\0\0\0\5\0\0\0\0\0\0\0mamba"), "'mamba'.*llama, qwen2"),
+    (tensor_record(b"blk.0.ffn_up.weight", 0, "<I", 9), "9 dimensions"),
+    (tensor_record(b"blk.0.ffn_up.weight", 4, "<Q", 0), "sizes must be positive"),
+    (tensor_record(b"blk.0.ffn_up.weight", 4, "<Q", 1 << 63), "beyond the file"),
+    (tensor_record(b"blk.0.ffn_up.weight", 4, "<Q", 32), "has shape"),
+    (tensor_record(b"blk.0.ffn_up.weight", 20, "<I", 99), "format number 99"),
+    (tensor_record(b"blk.0.ffn_up.weight", 20, "<I", 16), "format IQ2_XXS.*MXFP4"),
+    (tensor_record(b"blk.0.ffn_up.weight", 20, "<I", 12), "256 values of a block"),
+    (tensor_record(b"blk.0.ffn_up.weight", 24, "<Q", 1 << 62), "beyond the file"),
+    (tensor_record(b"blk.0.ffn_up.weight", 24, "<Q", 7), "not aligned"),
+    (replaced(b"blk.0.ffn_up.weight", b"blk.0.ffn_ux.weight"), "ffn_up.weight is missing"),
+    (replaced(b"blk.0.ffn_up.weight", b"blk.1.ffn_up.weight"), "appears twice"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), DAMAGES, ids=[text for _, text in DAMAGES])
+def test_damage_is_one_clear_line(good: Path, tmp_path: Path, change: Any, message: str) -> None:
+    with pytest.raises(ModelFormatError, match=message) as caught:
+        open_checkpoint(damaged(good, tmp_path, change))
+    assert "\n" not in str(caught.value)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_damaged_headers_never_crash(
+    good: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    content = bytearray(good.read_bytes())
+    header = content.rindex(b"blk.1.ffn_down.weight") + 64
+    for _ in range(data.draw(st.integers(1, 6))):
+        content[data.draw(st.integers(0, header))] = data.draw(st.integers(0, 255))
+    path = tmp_path_factory.getbasetemp() / "fuzz.gguf"
+    path.write_bytes(content)
+    try:
+        checkpoint = open_checkpoint(path)
+        tokenizer_from_gguf(checkpoint.metadata, "fuzz")
+    except ModelFormatError as error:
+        assert len(str(error)) < 1000
+
+
+def test_metadata_matches_the_library(good: Path) -> None:
+    import gguf
+
+    reader = gguf.GGUFReader(good)
+    ours = GgufFile(good)
+    theirs = {
+        key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")
+    }
+    assert ours.metadata == theirs
+    assert ours.names == [tensor.name for tensor in reader.tensors]

@@ -1,0 +1,116 @@
+"""GGUF files of tiny models, laid out as llama.cpp's converter does it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tiny_models import byte_tokenizer
+
+_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+_LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def gguf_name(name: str) -> str:
+    """The GGUF name of a Hugging Face parameter."""
+    if name in _NAMES:
+        return _NAMES[name]
+    layer, rest = name.removeprefix("model.layers.").split(".", 1)
+    inner, suffix = rest.rsplit(".", 1)
+    return f"blk.{layer}.{_LAYER_NAMES[inner]}.{suffix}"
+
+
+def interleave(values: np.ndarray, num_heads: int) -> np.ndarray:
+    """Rows of each head from halves (i, i + d/2) to pairs, as the converter stores Llama's q, k."""
+    halves = values.reshape(num_heads, 2, -1, *values.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
+
+
+def write_gguf(
+    model: Any,
+    path: Path,
+    *,
+    weight_format: str = "F32",
+    extra: dict[str, Any] | None = None,
+    freq_factors: np.ndarray | None = None,
+) -> dict[str, np.ndarray]:
+    """Writes the model; returns the values that a reader must get, by Hugging Face name."""
+    import gguf
+
+    config = model.config
+    arch = {"mistral": "llama"}.get(config.model_type, config.model_type)
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    for key, value in (extra or {}).items():
+        add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
+        add[type(value)](f"{arch}.{key}", value)
+    _write_tokenizer(writer)
+    if freq_factors is not None:
+        writer.add_tensor("rope_freqs.weight", freq_factors.astype(np.float32))
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    stored = {}
+    for name, parameter in model.named_parameters():
+        values = parameter.detach().numpy()
+        num_heads = heads.get(name.split(".")[-2], 0) if arch == "llama" else 0
+        stored[name] = _write(writer, name, values, weight_format, num_heads)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return stored
+
+
+def _write(
+    writer: Any, name: str, values: np.ndarray, weight_format: str, num_heads: int
+) -> np.ndarray:
+    import gguf
+
+    ordered = interleave(values, num_heads) if num_heads else values
+    if values.ndim == 1 or weight_format == "F32":
+        writer.add_tensor(gguf_name(name), ordered)
+        return values
+    kind = gguf.GGMLQuantizationType[weight_format]
+    raw = gguf.quants.quantize(np.ascontiguousarray(ordered), kind)
+    writer.add_tensor(gguf_name(name), raw, raw_dtype=kind)
+    # Quantisation works along rows, so it commutes with their order.
+    plain = gguf.quants.quantize(np.ascontiguousarray(values), kind)
+    return gguf.quants.dequantize(plain, kind).reshape(values.shape)
+
+
+def _write_tokenizer(writer: Any) -> None:
+    backend = byte_tokenizer()
+    vocab = sorted(backend.get_vocab().items(), key=lambda item: item[1])
+    tokens = [token for token, _ in vocab]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3, 3] + [1] * (len(tokens) - 3))
+    writer.add_token_merges([f"{token[0]} {token[1]}" for token in tokens[259:]])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
