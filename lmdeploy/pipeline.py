@@ -303,6 +303,8 @@ class Pipeline:
         if self._closed:
             raise ValueError("pipeline: got a closed one, wanted an open one; make a new pipeline")
         single = isinstance(prompts, str) or _is_conversation(prompts)
+        if not single and not isinstance(prompts, (list, tuple)):
+            raise refuse("prompts", prompts, "a text, a conversation, or a list of either")
         batch: list[Any] = [prompts] if single else list(prompts)
         configs: list[Any] = (
             list(gen_config) if isinstance(gen_config, list) else [gen_config] * len(batch)

@@ -416,7 +416,7 @@ class AsyncEngine:
         _set_sampling(request, config, index)
         if config.response_format is not None:
             request.token_mask = make_token_mask(
-                self.parts.tokenizer.grammar_tokenizer(self.parts.vocab_size),
+                lambda: self.parts.tokenizer.grammar_tokenizer(self.parts.vocab_size),
                 config.response_format,
             )
         return request

@@ -55,14 +55,19 @@ def _check_size(name: str, text: str) -> None:
         )
 
 
-def make_token_mask(ll_tokenizer: Any, response_format: dict[str, Any]) -> TokenMask | None:
-    """The callback for one request, None for plain text. ValueError for a bad grammar."""
+def make_token_mask(
+    get_tokenizer: Callable[[], Any], response_format: dict[str, Any]
+) -> TokenMask | None:
+    """The callback for one request, None for plain text. ValueError for a bad grammar.
+
+    `get_tokenizer` gives llguidance's tokenizer and is called only when it is needed.
+    """
     import llguidance
 
     grammar = grammar_text(response_format)
     if grammar is None:
         return None
-    matcher = llguidance.LLMatcher(ll_tokenizer, grammar)
+    matcher = llguidance.LLMatcher(get_tokenizer(), grammar)
     if matcher.is_error():
         reason = matcher.get_error().splitlines()[0]
         raise ValueError(f"response_format: {reason}; change response_format")

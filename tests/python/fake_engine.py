@@ -1,0 +1,206 @@
+"""A stand-in for the C++ engine and the tokenizer: bytes are tokens, answers are scripted."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from lmdeploy.chat_template import ChatTemplate
+from lmdeploy.turbomind.engine import AsyncEngine, EngineParts
+from lmdeploy.turbomind.prompts import PromptTemplate
+
+EOS = 256
+VOCAB_SIZE = 258
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+
+
+class FakeTextStream:
+    def __init__(self, skip_special: bool) -> None:
+        import codecs
+
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._skip_special = skip_special
+
+    def push(self, token: int) -> str:
+        if token >= 256:
+            return "" if self._skip_special else "<eos>"
+        return self._decoder.decode(bytes([token]))
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", True)
+
+
+class FakeTokenizer:
+    vocab_size = 257
+    stop_ids = (EOS,)
+    bos_token = eos_token = ""
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        if text == "<eos>":
+            return [EOS]
+        return list(text.encode("utf-8", "replace"))
+
+    def decode(self, ids: Any, skip_special: bool = True) -> str:
+        stream = self.stream(skip_special)
+        return "".join(stream.push(i) for i in ids) + stream.finish()
+
+    def stream(self, skip_special: bool = True) -> FakeTextStream:
+        return FakeTextStream(skip_special)
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token]) if token < 256 else b"<eos>"
+
+
+class FakeRequest(SimpleNamespace):
+    pass
+
+
+class FakeCore:
+    """Generates `script(prompt text)` as bytes, one token per step, then EOS."""
+
+    def __init__(self, script: Callable[[str], str], step_seconds: float = 0.0) -> None:
+        self.script = script
+        self.step_seconds = step_seconds
+        self.failure = ""
+        self.requests: list[Any] = []
+        self.cancelled: list[int] = []
+        self._running: dict[int, tuple[Any, list[int]]] = {}
+        self._ready: list[Any] = []
+        self._changed = threading.Condition()
+
+    @property
+    def healthy(self) -> bool:
+        return not self.failure
+
+    def submit(self, request: Any) -> None:
+        with self._changed:
+            answer = [*self.script(bytes(request.prompt).decode()).encode(), EOS]
+            self.requests.append(request)
+            self._running[request.id] = (request, answer)
+            self._changed.notify()
+
+    def cancel(self, request_id: int) -> None:
+        with self._changed:
+            self.cancelled.append(request_id)
+            if self._running.pop(request_id, None) is not None:
+                self._ready.append(self._output(request_id, [], "cancelled"))
+            self._changed.notify()
+
+    def fail(self, reason: str) -> None:
+        with self._changed:
+            self.failure = reason
+            self._running.clear()
+            self._changed.notify()
+
+    def wait_outputs(self, timeout_ms: int) -> list[Any]:
+        with self._changed:
+            if not self._running and not self._ready and self.healthy:
+                self._changed.wait(timeout_ms / 1000)
+            outputs, self._ready = self._ready, []
+            for request_id, (request, answer) in list(self._running.items()):
+                outputs.append(self._step(request_id, request, answer))
+        if self.step_seconds:
+            time.sleep(self.step_seconds)
+        return outputs
+
+    def _step(self, request_id: int, request: Any, answer: list[int]) -> Any:
+        done = getattr(request, "done", 0)
+        prompt_logprobs = []
+        if done == 0 and request.num_prompt_logprobs >= 0:
+            prompt_logprobs = [self._logprobs(t) for t in request.prompt[1:]]
+        if request.max_new_tokens == 0:
+            del self._running[request_id]
+            return self._output(request_id, [], "length", prompt_logprobs=prompt_logprobs)
+        token = answer[done % len(answer)]
+        request.done = done + 1
+        reason, stop = "none", 0
+        if token in request.eos_ids or [token] in request.stop_sequences:
+            reason, stop = "stop", 1
+        elif request.done >= request.max_new_tokens:
+            reason = "length"
+        if reason != "none":
+            del self._running[request_id]
+        logprobs = [self._logprobs(token)] if request.num_logprobs >= 0 else []
+        return self._output(
+            request_id,
+            [token],
+            reason,
+            stop_tokens=stop,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    @staticmethod
+    def _logprobs(token: int) -> Any:
+        return SimpleNamespace(chosen=-0.5, top=[(token, -0.5), ((token + 1) % 256, -1.5)])
+
+    @staticmethod
+    def _output(request_id: int, tokens: list[int], reason: str, **more: Any) -> Any:
+        values = {
+            "stop_tokens": 0,
+            "cached_tokens": 3,
+            "logprobs": [],
+            "prompt_logprobs": [],
+            "logits": None,
+            "error": "",
+        }
+        return SimpleNamespace(
+            request_id=request_id, tokens=tokens, finish_reason=reason, **{**values, **more}
+        )
+
+    def stats(self) -> Any:
+        return SimpleNamespace(
+            num_waiting=0,
+            num_running=len(self._running),
+            blocks_total=10,
+            blocks_free=10,
+            blocks_cached=0,
+            blocks_active=0,
+            prefix_queried_tokens=8,
+            prefix_hit_tokens=4,
+            num_preemptions=0,
+            num_steps=0,
+            prompt_tokens=0,
+            generated_tokens=0,
+            num_nonfinite=0,
+        )
+
+    def memory_plan(self) -> Any:
+        return SimpleNamespace(
+            num_blocks=10,
+            reserved_bytes=1 << 20,
+            touched_bytes=0,
+            bytes_per_token=100.0,
+            bytes_per_token_none=300.0,
+            max_tokens=640,
+        )
+
+    def close(self) -> None:
+        self.failure = "closed"
+
+
+def echo(prompt: str) -> str:
+    """The default script: the last line that the user wrote, in capitals."""
+    return "You said: " + prompt.split("<user>")[-1].split("\n")[0].upper()
+
+
+def make_engine(
+    script: Callable[[str], str] = echo, *, step_seconds: float = 0.0, session_len: int = 512
+) -> AsyncEngine:
+    template = PromptTemplate(ChatTemplate(TEMPLATE, origin="test"))
+    return AsyncEngine(
+        EngineParts(
+            core=FakeCore(script, step_seconds),  # type: ignore[arg-type]
+            new_request=FakeRequest,  # type: ignore[arg-type]
+            tokenizer=FakeTokenizer(),  # type: ignore[arg-type]
+            chat_template=template,
+            vocab_size=VOCAB_SIZE,
+            session_len=session_len,
+            eos_ids=[EOS],
+            kv_mode="nvfp4",
+            model_path="fake",
+        )
+    )

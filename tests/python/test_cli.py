@@ -1,0 +1,111 @@
+"""The command line: refusal by name, one line, exit status 2, no traceback."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from fake_engine import make_engine
+from rich.console import Console
+
+from lmdeploy import Pipeline
+from lmdeploy.cli.arguments import UNSUPPORTED_FLAGS, engine_config
+from lmdeploy.cli.chat import talk
+from lmdeploy.cli.entrypoint import main, make_parser
+
+
+def parse(*flags):
+    return make_parser().parse_args(["serve", "api_server", "smollm2", *flags])
+
+
+def refused(capsys, *flags, command=("serve", "api_server", "smollm2")):
+    with pytest.raises(SystemExit) as info:
+        main([*command, *flags])
+    assert info.value.code == 2
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1 and "Traceback" not in text
+    return text
+
+
+@pytest.mark.parametrize("flag", UNSUPPORTED_FLAGS)
+def test_flags_that_are_not_built(capsys, flag):
+    count, accepted = UNSUPPORTED_FLAGS[flag]
+    values = [] if count == 0 else ["other"]
+    assert f"{flag}" in refused(capsys, flag, *values)
+    for value in accepted:
+        parse(flag, value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--tp", "2"], "--tp 2: not supported"),
+        (["--tp=2"], "--tp 2: not supported"),
+        (["--model-format", "awq"], "model_format: got 'awq'"),
+        (["--quant-policy", "5"], "quant_policy: got '5'"),
+        (["--quant-policy", "12"], "quant_policy: got '12'"),
+        (["--quant-policy", "fp3"], "quant_policy: got 'fp3'"),
+        (["--session-len", "0"], "session_len: got 0"),
+        (["--session-len", "-1"], "session_len: got -1"),
+        (["--session-len", "many"], "--session-len"),
+        (["--max-batch-size", "0"], "max_batch_size: got 0"),
+        (["--cache-max-entry-count", "0"], "cache_max_entry_count: got 0"),
+        (["--cache-max-entry-count", "nan"], "cache_max_entry_count: got nan"),
+        (["--cache-block-seq-len", "48"], "--cache-block-seq-len"),
+        (["--max-prefill-token-num", "-3"], "max_prefill_token_num: got -3"),
+        (["--server-port", "70000"], "server_port: got 70000"),
+        (["--api-keys"], "api_keys: got none"),
+        (["--device", "cuda"], "--device"),
+        (["--chat-template", "/no/such/file.jinja"], "--chat-template"),
+        (["--chat-template", "{"], "--chat-template"),
+        (["--no-such-flag"], "--no-such-flag"),
+        (["--session", "5"], "--session"),
+    ],
+)
+def test_bad_flags(capsys, flags, text):
+    assert text in refused(capsys, *flags)
+
+
+def test_bad_commands(capsys):
+    refused(capsys, command=())
+    refused(capsys, command=("serve", "gradio"))
+    refused(capsys, command=("convert",))
+
+
+def test_flags_reach_the_config():
+    config = engine_config(
+        parse(
+            *("--quant-policy", "16", "--session-len", "4096", "--max-batch-size", "4"),
+            *("--cache-max-entry-count", "100", "--cache-block-seq-len", "32"),
+            *("--disable-prefix-caching", "--num-threads", "3", "--deterministic"),
+        )
+    )
+    assert (config.kv_format, config.session_len, config.max_batch_size) == ("fp4", 4096, 4)
+    assert (config.cache_max_entry_count, config.cache_block_seq_len) == (100, 32)
+    assert not config.enable_prefix_caching and config.deterministic
+    assert engine_config(parse()).enable_prefix_caching
+    args = parse()
+    assert (args.server_name, args.server_port) == ("127.0.0.1", 23333)
+
+
+def test_missing_model(capsys):
+    text = refused(capsys, "--server-port", "0", command=("serve", "api_server", "/no/such/model"))
+    assert "/no/such/model" in text
+
+
+def test_chat_loop():
+    lines = iter(["/help", "hello", "", "/clear", "again", "/exit"])
+    out = io.StringIO()
+    console = Console(file=out, width=200)
+    with Pipeline("fake", engine=make_engine()) as pipeline:
+        talk(pipeline, console, lambda: next(lines))
+    text = out.getvalue()
+    assert "You said: HELLO" in text and "You said: AGAIN" in text and "/clear" in text
+
+
+def test_chat_loop_ends_with_the_input():
+    def read():
+        raise EOFError
+
+    with Pipeline("fake", engine=make_engine()) as pipeline:
+        talk(pipeline, Console(file=io.StringIO()), read)

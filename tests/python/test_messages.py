@@ -1,0 +1,145 @@
+"""Options: defaults, ranges, refusal by name, quant_policy → format name."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from lmdeploy import ChatTemplateConfig, GenerationConfig, Response, TurbomindEngineConfig
+from lmdeploy.messages import (
+    QUANT_POLICY_NAMES,
+    UNSUPPORTED_ENGINE_FIELDS,
+    UNSUPPORTED_GENERATION_FIELDS,
+    parse_quant_policy,
+)
+
+
+@pytest.mark.parametrize(("given", "name"), list(QUANT_POLICY_NAMES.items()))
+def test_quant_policy_names(given, name):
+    assert TurbomindEngineConfig(quant_policy=given).kv_format == name
+    assert parse_quant_policy(str(given).upper()) == name
+
+
+@pytest.mark.parametrize("bad", [5, 12, 17, 42, -1, "fp3", "", "5", None, 4.0, True, [4], 10**400])
+def test_quant_policy_refused(bad):
+    with pytest.raises(ValueError, match=r"quant_policy: got .*wanted 0, 4, 8, 16.*--quant-policy"):
+        TurbomindEngineConfig(quant_policy=bad)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("session_len", 0),
+        ("session_len", -5),
+        ("session_len", True),
+        ("session_len", 2.5),
+        ("max_batch_size", 0),
+        ("max_batch_size", -1),
+        ("cache_max_entry_count", 0),
+        ("cache_max_entry_count", -0.1),
+        ("cache_max_entry_count", math.nan),
+        ("cache_max_entry_count", math.inf),
+        ("cache_max_entry_count", 1.5),
+        ("cache_max_entry_count", True),
+        ("cache_block_seq_len", 0),
+        ("cache_block_seq_len", 48),
+        ("cache_block_seq_len", "64"),
+        ("max_prefill_token_num", 0),
+        ("num_threads", 0),
+        ("dtype", "int8"),
+        ("model_format", "awq"),
+        ("device_type", "cuda"),
+        ("enable_prefix_caching", 1),
+        ("deterministic", "yes"),
+    ],
+)
+def test_engine_config_ranges(field, value):
+    with pytest.raises(ValueError, match=rf"{field}: got .*wanted .*; change"):
+        TurbomindEngineConfig(**{field: value})
+
+
+@pytest.mark.parametrize("field", UNSUPPORTED_ENGINE_FIELDS)
+def test_unsupported_engine_fields_take_their_default_only(field):
+    default = UNSUPPORTED_ENGINE_FIELDS[field]
+    TurbomindEngineConfig(**{field: default})
+    for other in (2, "other"):
+        with pytest.raises(ValueError, match=rf"^{field}: got .* not supported"):
+            TurbomindEngineConfig(**{field: other})
+
+
+@pytest.mark.parametrize("field", UNSUPPORTED_GENERATION_FIELDS)
+def test_unsupported_generation_fields_take_their_default_only(field):
+    GenerationConfig(**{field: UNSUPPORTED_GENERATION_FIELDS[field]})
+    with pytest.raises(ValueError, match=rf"^{field}: got .* not supported"):
+        GenerationConfig(**{field: "other"})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 0),
+        ("n", True),
+        ("max_new_tokens", -1),
+        ("temperature", math.nan),
+        ("temperature", 2.1),
+        ("temperature", "hot"),
+        ("top_p", 1.1),
+        ("top_k", -1),
+        ("top_k", 1.0),
+        ("min_p", -0.1),
+        ("repetition_penalty", 0),
+        ("presence_penalty", 3),
+        ("random_seed", -1),
+        ("random_seed", 2**64),
+        ("stop_words", ["a"] * 1000),
+        ("stop_words", [""]),
+        ("stop_words", "text"),
+        ("stop_words", [1]),
+        ("bad_token_ids", [-1]),
+        ("logprobs", 1000),
+        ("logit_bias", {1: math.nan}),
+        ("logit_bias", {-1: 0.0}),
+        ("output_logits", "some"),
+        ("do_sample", 1),
+        ("response_format", "json"),
+        ("min_new_tokens", -1),
+    ],
+)
+def test_generation_config_ranges(field, value):
+    with pytest.raises(ValueError, match=rf"^{field}: got .*wanted .*; change"):
+        GenerationConfig(**{field: value})
+
+
+def test_defaults_are_those_of_lmdeploy():
+    config = GenerationConfig()
+    assert (config.max_new_tokens, config.top_k, config.temperature) == (512, 50, 0.8)
+    assert (config.do_sample, config.top_p, config.repetition_penalty) == (False, 1.0, 1.0)
+    engine = TurbomindEngineConfig()
+    assert (engine.cache_max_entry_count, engine.cache_block_seq_len) == (0.8, 64)
+    assert (engine.max_prefill_token_num, engine.quant_policy, engine.dtype) == (8192, 0, "auto")
+    assert engine.enable_prefix_caching
+
+
+def test_error_messages_stay_short():
+    with pytest.raises(ValueError, match="1000000") as info:
+        GenerationConfig(stop_words=["word"] * 10**6)
+    assert len(str(info.value)) < 300
+
+
+def test_response_extend():
+    whole = Response("a", 1, 5, token_ids=[1], logprobs=[{1: -0.5}])
+    whole.extend(Response("b", 2, 5, "stop", [2], [{2: -0.25}], cached_tokens=4))
+    assert (whole.text, whole.token_ids, whole.finish_reason) == ("ab", [1, 2], "stop")
+    assert whole.logprobs == [{1: -0.5}, {2: -0.25}]
+    assert (whole.generate_token_len, whole.cached_tokens) == (2, 4)
+
+
+def test_chat_template_config(tmp_path):
+    config = ChatTemplateConfig(model_name="m", user="U:", stop_words=["X"])
+    path = tmp_path / "template.json"
+    config.to_json(str(path))
+    assert ChatTemplateConfig.from_json(str(path)) == config
+    for bad in ('{"nonsense": 1}', "[1]", "{", str(tmp_path / "none.json"), '{"user": 3}'):
+        with pytest.raises(ValueError, match=r"chat[_-]template"):
+            ChatTemplateConfig.from_json(bad)

@@ -1,0 +1,332 @@
+"""The HTTP server against the openai package and raw requests, with a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import openai
+import pytest
+import uvicorn
+from fake_engine import make_engine
+
+from lmdeploy.serve.app import make_app
+from lmdeploy.serve.server import bind, curl_line
+from lmdeploy.serve.state import ServerOptions
+
+USER = [{"role": "user", "content": "hello"}]
+CHAT = {"model": "m", "messages": USER}
+ANSWER = "You said: HELLO"
+
+
+@contextmanager
+def serving(engine, **options) -> Iterator[str]:
+    app = make_app(engine, ServerOptions(model_name="m", **options))
+    sock = bind("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        sock.close()
+
+
+@pytest.fixture(scope="module")
+def url():
+    with serving(make_engine()) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def post(url, path, body, **options):
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return httpx.post(url + path, content=data, timeout=60, **options)
+
+
+def test_models_and_health(url, client):
+    assert [model.id for model in client.models.list()] == ["m"]
+    assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_chat(client):
+    reply = client.chat.completions.create(**CHAT, seed=1, temperature=0)
+    choice = reply.choices[0]
+    assert (choice.message.content, choice.finish_reason) == (ANSWER, "stop")
+    assert choice.message.role == "assistant"
+    assert reply.usage.completion_tokens == len(ANSWER)
+    assert reply.usage.prompt_tokens_details.cached_tokens == 3
+    assert reply.usage.total_tokens == reply.usage.prompt_tokens + len(ANSWER)
+
+
+@pytest.mark.parametrize("stop", [None, "HELLO", ["said: H", "zzz"], [" said"]])
+@pytest.mark.parametrize("n", [1, 3])
+def test_stream_equals_whole(client, stop, n):
+    options = {**CHAT, "n": n, **({"stop": stop} if stop else {})}
+    whole = client.chat.completions.create(**options)
+    texts, reasons, usage = [""] * n, [None] * n, None
+    stream = client.chat.completions.create(
+        **options, stream=True, stream_options={"include_usage": True}
+    )
+    for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+        usage = chunk.usage or usage
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert reasons == ["stop"] * n
+    assert usage == whole.usage
+
+
+def test_chat_logprobs(client):
+    reply = client.chat.completions.create(**CHAT, logprobs=True, top_logprobs=2, max_tokens=2)
+    content = reply.choices[0].logprobs.content
+    assert [item.token for item in content] == ["Y", "o"]
+    assert content[0].bytes == [ord("Y")] and len(content[0].top_logprobs) == 2
+    assert reply.choices[0].finish_reason == "length"
+
+
+def test_completion_forms(client):
+    def texts(prompt, **options):
+        reply = client.completions.create(model="m", prompt=prompt, max_tokens=64, **options)
+        return [choice.text for choice in reply.choices]
+
+    assert texts("a") == ["You said: A"]
+    assert texts(["a", "b"]) == ["You said: A", "You said: B"]
+    assert texts([97, 98]) == ["You said: AB"]
+    assert texts([[97], [98]], n=2) == ["You said: A"] * 2 + ["You said: B"] * 2
+    assert texts("a", echo=True) == ["aYou said: A"]
+    assert texts([97], echo=True) == ["aYou said: A"]
+
+
+def test_completion_stream(client):
+    stream = client.completions.create(
+        model="m", prompt=["a", "b"], max_tokens=64, stream=True, echo=True, logprobs=1
+    )
+    texts = ["", ""]
+    tokens = [[], []]
+    for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            tokens[choice.index] += choice.logprobs.tokens
+    assert texts == ["aYou said: A", "bYou said: B"] == ["".join(item) for item in tokens]
+
+
+def test_echo_with_prompt_logprobs(client):
+    reply = client.completions.create(model="m", prompt="abc", max_tokens=0, echo=True, logprobs=1)
+    choice = reply.choices[0]
+    assert choice.text == "abc" and choice.logprobs.tokens == ["a", "b", "c"]
+    assert choice.logprobs.token_logprobs == [None, -0.5, -0.5]
+    assert choice.logprobs.text_offset == [0, 1, 2]
+
+
+def test_generate_and_encode(url):
+    body = {"prompt": "hi", "return_logprob": True, "max_tokens": 4}
+    reply = post(url, "/generate", body).json()
+    assert reply["text"] == "You " and len(reply["output_ids"]) == 4
+    assert reply["meta_info"]["finish_reason"] == {"type": "length"}
+    assert reply["meta_info"]["output_token_logprobs"][0] == [-0.5, ord("Y")]
+    events = post(url, "/generate", {"prompt": "hi", "stream": True}).text.split("\n\n")
+    assert events[-2] == "data: [DONE]"
+    parts = [json.loads(event[6:])["text"] for event in events[:-2]]
+    assert "".join(parts) == "You said: HI"
+    assert post(url, "/v1/encode", {"input": "ab"}).json() == {"input_ids": [97, 98], "length": 2}
+    assert post(url, "/v1/encode", {"input": ["a", "bc"]}).json()["length"] == [1, 2]
+
+
+def test_metrics(url):
+    post(url, "/v1/chat/completions", CHAT)
+    text = httpx.get(f"{url}/metrics").text
+    for name in (
+        "num_requests_running",
+        "num_requests_waiting",
+        "gpu_cache_usage_perc",
+        "prefix_cache_hit_rate",
+        "prompt_tokens_total",
+        "generation_tokens_total",
+        "request_success_total",
+        "time_to_first_token_seconds_bucket",
+        "iter_token_latency_bucket",
+        "e2e_request_latency_seconds_bucket",
+    ):
+        assert f"lmdeploy:{name}{{" in text, name
+    assert 'prefix_cache_hit_rate{model_name="m"} 0.5' in text
+
+
+BAD_CHAT = [
+    ({"tools": [{"type": "function"}]}, "tools: not supported"),
+    ({"tool_choice": "required"}, "tool_choice: not supported"),
+    ({"functions": [{}]}, "functions: not supported"),
+    ({"reasoning_effort": "high"}, "reasoning_effort: not supported"),
+    ({"session_id": 7}, "session_id: not supported"),
+    ({"no_such_field": 1}, "no_such_field: unknown field"),
+    ({"stream_options": {"x": 1}}, "stream_options.x: unknown field"),
+    ({"temperature": "hot"}, "temperature: got 'hot'"),
+    ({"temperature": 9}, "temperature: got 9"),
+    ({"temperature": True}, "temperature: got True"),
+    ({"top_k": -1}, "top_k: got -1"),
+    ({"top_k": 1.5}, "top_k: got 1.5"),
+    ({"max_tokens": 0}, "max_tokens: got 0"),
+    ({"max_tokens": 10**30}, "max_tokens: got "),
+    ({"n": 0}, "n: got 0"),
+    ({"n": 10**6}, "n: got 1000000"),
+    ({"stop": ["a"] * 10**6}, "stop: got 1000000 words, wanted at most 256"),
+    ({"stop": [""]}, "stop: got a word of 0"),
+    ({"stop": 3}, "stop: got 3"),
+    ({"logit_bias": {"x": 1}}, "logit_bias: wanted token ids"),
+    ({"logit_bias": {"99999": 1}}, "logit_bias: got token id 99999"),
+    ({"logit_bias": {"1": 1000}}, "logit_bias: got 1000"),
+    ({"stop_token_ids": [99999]}, "stop_token_ids: got token id 99999"),
+    ({"top_logprobs": 3}, "top_logprobs: wanted logprobs"),
+    ({"response_format": {"type": "xml"}}, "response_format.type: got 'xml'"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"messages": []}, "messages: got none"),
+    ({"messages": "hi"}, "messages: got 'hi'"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content: got None"),
+    ({"messages": [{"role": "alien", "content": ""}]}, "messages[0].role: got 'alien'"),
+    ({"messages": [{"role": "user", "content": "x" * 600}]}, "session_len 512"),
+    ({"messages": None, "input_ids": [99999]}, "token id 99999"),
+]
+
+
+@pytest.mark.parametrize(("change", "text"), BAD_CHAT, ids=[text for _, text in BAD_CHAT])
+def test_bad_chat(url, change, text):
+    reply = post(url, "/v1/chat/completions", {**CHAT, **change})
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    assert text in error["message"] and "\n" not in error["message"]
+    assert error["type"] == "invalid_request_error" and error["code"] == 400
+    assert len(error["message"]) < 500
+    assert post(url, "/v1/chat/completions", CHAT).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (b"{", "not valid JSON"),
+        (b"", "not valid JSON"),
+        (b"\xff\xfe\x00", "not valid JSON"),
+        (b"[1]", "wanted a JSON object"),
+        (b'{"model": "m", "prompt": "a", "temperature": NaN}', "NaN is not allowed"),
+        (b'{"model": "m", "prompt": "a", "temperature": 1e999}', "temperature"),
+        (b'{"a": ' + b"[" * 100_000, "JSON"),
+        (b'{"model": "m", "prompt": "a", "seed": ' + b"9" * 5000 + b"}", "JSON"),
+        (b'{"model": "m"}', "prompt: missing"),
+        (b'{"model": "m", "prompt": []}', "prompt: got 0 prompts"),
+        (b'{"model": "m", "prompt": ""}', "prompt: got no tokens"),
+        (b'{"model": "m", "prompt": ["a", 1]}', "prompt: wanted a text"),
+        (b'{"model": "m", "prompt": [999999]}', "token id 999999"),
+        (b'{"model": "m", "prompt": [-1]}', "token id -1"),
+        (b'{"model": "m", "prompt": "a", "suffix": "b"}', "suffix: not supported"),
+        (b'{"model": "m", "prompt": "a", "best_of": 4}', "best_of: not supported"),
+    ],
+)
+def test_bad_completion_bodies(url, body, text):
+    reply = post(url, "/v1/completions", body)
+    assert reply.status_code == 400
+    assert text in reply.json()["error"]["message"]
+
+
+def test_other_statuses(url):
+    reply = post(url, "/v1/chat/completions", {**CHAT, "model": "gpt-99"})
+    assert reply.status_code == 404 and reply.json()["error"]["param"] == "model"
+    assert httpx.get(f"{url}/nothing").status_code == 404
+    assert httpx.get(f"{url}/nothing").json()["error"]["code"] == 404
+    assert httpx.get(f"{url}/v1/chat/completions").status_code == 405
+    assert post(url, "/v1/completions", b" " * (33 << 20)).status_code == 413
+
+
+def test_api_keys():
+    with serving(make_engine(), api_keys=["first", "second"]) as url:
+        for key in ("", "Bearer", "Bearer wrong", "Basic first", "Bearer firs\u00e9"):
+            headers = {"authorization": key.encode()}
+            reply = post(url, "/v1/chat/completions", CHAT, headers=headers)
+            assert reply.status_code == 401
+            assert reply.json()["error"]["type"] == "authentication_error"
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        assert httpx.get(f"{url}/health").status_code == 200
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="second")
+        assert client.chat.completions.create(**CHAT).choices[0].message.content == ANSWER
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=f"{url}/v1", api_key="x").models.list()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_disconnect_cancels(stream):
+    engine = make_engine(lambda _: "a" * 450, step_seconds=0.005)
+    with serving(engine) as url:
+        host, port = url.removeprefix("http://").split(":")
+        body = json.dumps({**CHAT, "stream": stream}).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+        with socket.create_connection((host, int(port))) as sock:
+            sock.sendall(head.encode() + b"\r\n" + body)
+            if stream:
+                assert sock.recv(100)
+            time.sleep(0.1)
+        deadline = time.monotonic() + 5
+        while not engine.parts.core.cancelled and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert engine.parts.core.cancelled == [1]
+        assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_concurrent_clients():
+    with serving(make_engine(step_seconds=0.001)) as url:
+
+        async def run():
+            client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none")
+
+            async def one(i):
+                message = {"role": "user", "content": f"number {i}"}
+                stream = await client.chat.completions.create(
+                    model="m", messages=[message], stream=True
+                )
+                return "".join([c.choices[0].delta.content or "" async for c in stream])
+
+            return await asyncio.gather(*(one(i) for i in range(40)))
+
+        assert asyncio.run(run()) == [f"You said: NUMBER {i}" for i in range(40)]
+
+
+def test_failed_engine_is_not_healthy():
+    engine = make_engine(lambda _: "a" * 450, step_seconds=0.005)
+    with serving(engine) as url:
+        with httpx.stream(
+            "POST", f"{url}/v1/chat/completions", json={**CHAT, "stream": True}
+        ) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            engine.parts.core.fail("out of luck")
+            rest = "\n".join(lines)
+        assert "out of luck" in rest and "[DONE]" not in rest
+        reply = httpx.get(f"{url}/health")
+        assert reply.status_code == 503 and "out of luck" in reply.json()["error"]["message"]
+        assert post(url, "/v1/chat/completions", CHAT).status_code == 503
+
+
+def test_port_in_use():
+    with bind("127.0.0.1", 0) as sock, pytest.raises(ValueError, match=r"--server-port"):
+        bind("127.0.0.1", sock.getsockname()[1])
+    with pytest.raises(ValueError, match="server_port: got 70000"):
+        bind("127.0.0.1", 70000)
+    with pytest.raises(ValueError, match="server_name"):
+        bind("no such host", 0)
+
+
+def test_curl_line():
+    line = curl_line("http://127.0.0.1:23333", "smollm2", True)
+    assert line.startswith("curl http://127.0.0.1:23333/v1/chat/completions") and "Bearer" in line
