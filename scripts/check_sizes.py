@@ -27,7 +27,7 @@ IGNORED_IN_CPP = re.compile(
     re.DOTALL | re.MULTILINE | re.VERBOSE,
 )
 FUNCTION_HEADER = re.compile(
-    r"""\)\s*(?:const|noexcept|override|final|mutable|&&?|requires[^{]*|->[^{]*)*\s*$""",
+    r"""\)(?:\s*(?:const|noexcept|override|final|mutable|&&?|requires[^{]*|->[^{]*))*\s*$""",
     re.VERBOSE,
 )
 

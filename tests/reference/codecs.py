@@ -24,6 +24,7 @@ from reference.floats import (
 MODES = ("none", "int8", "int4", "fp8", "fp8_e5m2", "mxfp4", "nvfp4")
 GROUP = 16
 MX_LEAST, MX_MOST = 112, 136
+WIDEST = np.float32(2.0**127)  # a wider row saturates: scale and sums stay finite
 NV_SEARCH = (0, -1, -2, 1, 2, 3, 4, 5)
 
 
@@ -46,9 +47,10 @@ def unpack_nibbles(payload: Bytes) -> Bytes:
 def encode_int(x: Floats, bits: int, dtype: str) -> tuple[Bytes, Bytes]:
     """Asymmetric, per row; the code uses scale and zero as stored."""
     x = finite(x, dtype)
-    low = x.min(axis=1, keepdims=True)
+    low = x.min(axis=1, keepdims=True) + np.float32(0)  # a minimum of -0 is stored as +0
     levels = np.float32(2**bits - 1)
-    scale = round_to((x.max(axis=1, keepdims=True) - low) / levels, dtype)
+    span = np.minimum(np.abs(x.max(axis=1, keepdims=True) - low), WIDEST)
+    scale = round_to((span / levels).astype(np.float32), dtype)
     zero = round_to(low, dtype)
     with np.errstate(divide="ignore", invalid="ignore"):
         steps = np.rint((x - zero) / scale)
