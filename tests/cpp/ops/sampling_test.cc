@@ -1,0 +1,363 @@
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include "turbomind/ops/sampling.h"
+
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <map>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+using namespace turbomind;
+
+namespace {
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+
+SampleResult Sample(const std::vector<float>& logits, const Request& request,
+                    const std::vector<int32_t>& generated = {},
+                    const std::vector<uint32_t>* mask = nullptr) {
+  std::vector<float> row = logits;
+  std::vector<int32_t> tokens = request.prompt;
+  tokens.insert(tokens.end(), generated.begin(), generated.end());
+  Sampler sampler(static_cast<int>(logits.size()));
+  SampleInput input;
+  input.logits = row.data();
+  input.request = &request;
+  input.tokens = tokens.data();
+  input.num_tokens = static_cast<int64_t>(tokens.size());
+  input.num_generated = static_cast<int64_t>(generated.size());
+  input.token_mask = mask == nullptr ? nullptr : mask->data();
+  return sampler.Sample(input);
+}
+
+std::vector<float> RandomLogits(int n, uint32_t seed) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal(0.f, 3.f);
+  std::vector<float> logits(static_cast<size_t>(n));
+  for (float& logit : logits) {
+    logit = normal(random);
+  }
+  return logits;
+}
+
+// The tokens of many seeds.
+std::map<int32_t, int> Draws(const std::vector<float>& logits, Request& request, int count) {
+  std::map<int32_t, int> counts;
+  request.sampling.do_sample = true;
+  for (int seed = 0; seed < count; ++seed) {
+    request.sampling.seed = static_cast<uint64_t>(seed);
+    const SampleResult result = Sample(logits, request);
+    REQUIRE(result.error == "");
+    ++counts[result.token];
+  }
+  return counts;
+}
+
+// Probabilities by the plain definition: sort everything, filter, renormalise.
+std::map<int32_t, double> Reference(const std::vector<float>& logits, const SamplingParams& p) {
+  std::vector<std::pair<double, int32_t>> all;
+  const double max = *std::max_element(logits.begin(), logits.end());
+  for (size_t i = 0; i < logits.size(); ++i) {
+    all.emplace_back(std::exp((logits[i] - max) / p.temperature), static_cast<int32_t>(i));
+  }
+  std::stable_sort(all.begin(), all.end(),
+                   [](const auto& a, const auto& b) { return a.first > b.first; });
+  if (p.top_k > 0 && p.top_k < static_cast<int>(all.size())) {
+    all.resize(static_cast<size_t>(p.top_k));
+  }
+  double total = 0;
+  for (const auto& [weight, id] : all) {
+    total += weight;
+  }
+  std::map<int32_t, double> kept;
+  double reached = 0;
+  double sum = 0;
+  for (const auto& [weight, id] : all) {
+    if ((!kept.empty() && reached >= p.top_p * total) || weight < p.min_p) {
+      break;
+    }
+    reached += weight;
+    kept[id] = weight;
+    sum += weight;
+  }
+  for (auto& [id, weight] : kept) {
+    weight /= sum;
+  }
+  return kept;
+}
+
+// Pearson's statistic over the tokens that are expected at least 5 times, the rest as one.
+void CheckDistribution(const std::vector<float>& logits, Request& request) {
+  constexpr int kDraws = 20000;
+  const std::map<int32_t, double> want = Reference(logits, request.sampling);
+  std::map<int32_t, int> got = Draws(logits, request, kDraws);
+  double chi2 = 0;
+  int cells = 0;
+  double rest_want = 0;
+  double rest_got = 0;
+  for (const auto& [id, probability] : want) {
+    const double expected = probability * kDraws;
+    if (expected < 5) {
+      rest_want += expected;
+      rest_got += got[id];
+      continue;
+    }
+    chi2 += (got[id] - expected) * (got[id] - expected) / expected;
+    ++cells;
+  }
+  if (rest_want > 0) {
+    chi2 += (rest_got - rest_want) * (rest_got - rest_want) / std::max(rest_want, 1.0);
+    ++cells;
+  }
+  for (const auto& [id, count] : got) {
+    CHECK_MESSAGE((count == 0 || want.contains(id)), "token " << id << " was filtered");
+  }
+  // Mean cells - 1, deviation sqrt(2 (cells - 1)): five deviations, seeds are fixed.
+  CHECK(chi2 < cells + 5 * std::sqrt(2.0 * cells) + 5);
+}
+
+}  // namespace
+
+TEST_CASE("greedy takes the highest logit, ties the lowest id") {
+  for (int vocab : {1, 15, 16, 17, 1000}) {
+    Request request;
+    std::vector<float> logits(static_cast<size_t>(vocab), -1.f);
+    CHECK(Sample(logits, request).token == 0);
+    logits.back() = 2.f;
+    CHECK(Sample(logits, request).token == vocab - 1);
+    logits[logits.size() / 2] = 2.f;
+    CHECK(Sample(logits, request).token == vocab / 2);
+  }
+}
+
+TEST_CASE("top_k 1 and temperature 0 are greedy") {
+  const std::vector<float> logits = RandomLogits(100, 1);
+  Request request;
+  const int32_t best = Sample(logits, request).token;
+  request.sampling.do_sample = true;
+  request.sampling.temperature = 0.f;
+  CHECK(Sample(logits, request).token == best);
+  request.sampling.temperature = 5.f;
+  request.sampling.top_k = 1;
+  CHECK(Sample(logits, request).token == best);
+}
+
+TEST_CASE("draws follow the filtered distribution") {
+  const std::vector<float> logits = RandomLogits(500, 2);
+  const auto check = [&](const std::function<void(SamplingParams&)>& set) {
+    Request request;
+    set(request.sampling);
+    CheckDistribution(logits, request);
+  };
+  check([](SamplingParams&) {});
+  check([](SamplingParams& p) { p.temperature = 0.5f; });
+  check([](SamplingParams& p) { p.temperature = 3.f; });
+  check([](SamplingParams& p) { p.top_k = 7; });
+  check([](SamplingParams& p) { p.top_p = 0.8f; });
+  check([](SamplingParams& p) { p.min_p = 0.1f; });
+  check([](SamplingParams& p) {
+    p.top_k = 20;
+    p.top_p = 0.9f;
+    p.min_p = 0.02f;
+    p.temperature = 1.5f;
+  });
+}
+
+TEST_CASE("filters keep exactly the right tokens in a large vocabulary") {
+  const std::vector<float> logits = RandomLogits(150000, 3);
+  for (int top_k : {0, 3, 40, 149999}) {
+    for (float top_p : {0.f, 0.3f, 0.95f, 1.f}) {
+      for (float min_p : {0.f, 0.05f}) {
+        if (top_k == 149999 && top_p == 1.f) {
+          continue;  // covered by the distribution test
+        }
+        Request request;
+        request.sampling.top_k = top_k;
+        request.sampling.top_p = top_p;
+        request.sampling.min_p = min_p;
+        const auto want = Reference(logits, request.sampling);
+        for (const auto& [id, count] : Draws(logits, request, 20)) {
+          CHECK(want.contains(id));
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("equal logits: top_k keeps the lowest ids") {
+  const std::vector<float> logits(64, 0.5f);
+  Request request;
+  request.sampling.top_k = 4;
+  std::set<int32_t> seen;
+  for (const auto& [id, count] : Draws(logits, request, 300)) {
+    seen.insert(id);
+  }
+  CHECK(seen == std::set<int32_t>{0, 1, 2, 3});
+}
+
+TEST_CASE("a token depends on seed and step alone") {
+  const std::vector<float> logits = RandomLogits(1000, 4);
+  Request request;
+  request.sampling.do_sample = true;
+  request.sampling.seed = 99;
+  const int32_t first = Sample(logits, request, {1, 2}).token;
+  CHECK(Sample(logits, request, {1, 2}).token == first);
+  CHECK(Sample(logits, request, {7, 8}).token == first);  // same step
+  std::set<int32_t> steps;
+  std::set<int32_t> seeds;
+  std::vector<int32_t> generated;
+  for (int i = 0; i < 30; ++i) {
+    request.sampling.seed = 99;
+    steps.insert(Sample(logits, request, generated).token);
+    generated.push_back(1);
+    request.sampling.seed = static_cast<uint64_t>(i);
+    seeds.insert(Sample(logits, request).token);
+  }
+  CHECK(steps.size() > 5);
+  CHECK(seeds.size() > 5);
+}
+
+TEST_CASE("penalties and bias") {
+  Request request;
+  request.prompt = {0, 0};
+  const std::vector<float> logits = {4.f, 3.f, -1.f, -1.5f};
+  SUBCASE("repetition: prompt and generated, once each, divides or multiplies") {
+    request.sampling.repetition_penalty = 2.f;
+    CHECK(Sample(logits, request).token == 1);             // 2, 3
+    CHECK(Sample(logits, request, {1}).token == 0);        // 2, 1.5
+    CHECK(Sample(logits, request, {1, 1, 1}).token == 0);  // not more for more
+    CHECK(Sample({-1.f, -1.9f}, request).token == 1);      // -2, -1.9
+  }
+  SUBCASE("presence: generated only, once") {
+    request.sampling.presence_penalty = 1.5f;
+    CHECK(Sample(logits, request).token == 0);
+    CHECK(Sample(logits, request, {0}).token == 1);
+    CHECK(Sample({4.f, 2.4f}, request, {0, 0, 0}).token == 0);
+  }
+  SUBCASE("frequency: per occurrence") {
+    request.sampling.frequency_penalty = 0.6f;
+    CHECK(Sample(logits, request, {0}).token == 0);
+    CHECK(Sample(logits, request, {0, 0}).token == 1);
+  }
+  SUBCASE("logit_bias") {
+    request.sampling.logit_bias = {{2, 10.f}, {0, -1.f}};
+    CHECK(Sample(logits, request).token == 2);
+    request.sampling.logit_bias = {{4, 1.f}};
+    CHECK(Sample(logits, request).error.find("logit_bias") == 0);
+  }
+  SUBCASE("scratch is clean for the next row") {
+    request.sampling.repetition_penalty = 2.f;
+    Sampler sampler(4);
+    std::vector<float> row = logits;
+    const std::vector<int32_t> bad = {0, 1, 77};
+    SampleInput input{row.data(), &request, bad.data(), 3, 1, nullptr};
+    CHECK(sampler.Sample(input).error != "");
+    const std::vector<int32_t> none;
+    row = logits;
+    input = {row.data(), &request, none.data(), 0, 0, nullptr};
+    CHECK(sampler.Sample(input).token == 0);
+  }
+}
+
+TEST_CASE("bad sequences, early stops and the mask exclude tokens") {
+  Request request;
+  request.prompt = {5, 6};
+  const std::vector<float> logits = {1.f, 5.f, 4.f, 3.f, 2.f, 0.f, 0.f, 0.f};
+  SUBCASE("bad sequences of any length, over prompt and generated") {
+    request.bad_sequences = {{1}, {5, 6, 2}, {9, 9, 9, 3}, {}};
+    CHECK(Sample(logits, request).token == 3);
+    CHECK(Sample(logits, request, {0}).token == 2);
+  }
+  SUBCASE("EOS and stop sequences wait for min_new_tokens") {
+    request.eos_ids = {1};
+    request.stop_sequences = {{7, 2}, {3}};
+    request.min_new_tokens = 2;
+    CHECK(Sample(logits, request).token == 2);
+    CHECK(Sample(logits, request, {7}).token == 4);
+    CHECK(Sample(logits, request, {7, 7}).token == 1);
+  }
+  SUBCASE("token mask") {
+    const std::vector<uint32_t> mask = {0b11101001};
+    CHECK(Sample(logits, request, {}, &mask).token == 3);
+    const std::vector<uint32_t> nothing = {0};
+    CHECK(Sample(logits, request, {}, &nothing).error != "");
+  }
+}
+
+TEST_CASE("NaN and infinite logits end the request with an error") {
+  for (bool do_sample : {false, true}) {
+    for (float poison : {kNaN, -kNaN, kInf}) {
+      for (size_t at : {size_t{0}, size_t{40}, size_t{99}}) {
+        std::vector<float> logits = RandomLogits(100, 5);
+        logits[at] = poison;
+        Request request;
+        request.sampling.do_sample = do_sample;
+        const SampleResult result = Sample(logits, request);
+        CHECK(result.token == -1);
+        CHECK(result.error != "");
+      }
+    }
+  }
+  std::vector<float> logits = RandomLogits(100, 5);
+  logits[3] = -kInf;  // a model may mask tokens itself
+  CHECK(Sample(logits, Request()).error == "");
+}
+
+TEST_CASE("parameters out of range are errors") {
+  const auto error = [](const std::function<void(SamplingParams&)>& set) {
+    Request request;
+    request.sampling.do_sample = true;
+    set(request.sampling);
+    return Sample(RandomLogits(10, 6), request).error;
+  };
+  CHECK(error([](SamplingParams& p) { p.temperature = kNaN; }).find("temperature") == 0);
+  CHECK(error([](SamplingParams& p) { p.temperature = -1.f; }).find("temperature") == 0);
+  CHECK(error([](SamplingParams& p) { p.top_p = 1.5f; }).find("top_p") == 0);
+  CHECK(error([](SamplingParams& p) { p.min_p = kNaN; }).find("min_p") == 0);
+  CHECK(error([](SamplingParams& p) { p.repetition_penalty = 0.f; }).find("repetition") == 0);
+  CHECK(error([](SamplingParams& p) { p.presence_penalty = kInf; }).find("presence") == 0);
+}
+
+TEST_CASE("log-probabilities are of the model's row, before filters") {
+  const std::vector<float> logits = RandomLogits(5003, 7);
+  double total = 0;
+  for (float logit : logits) {
+    total += std::exp(static_cast<double>(logit));
+  }
+  Request request;
+  request.sampling.do_sample = true;
+  request.sampling.temperature = 0.3f;
+  request.sampling.top_k = 2;
+  request.sampling.num_logprobs = 5;
+  const SampleResult result = Sample(logits, request);
+  const auto logprob = [&](int32_t id) {
+    return logits[static_cast<size_t>(id)] - std::log(total);
+  };
+  constexpr double kTolerance = 2e-6;
+  CHECK(std::abs(result.logprobs.chosen - logprob(result.token)) < kTolerance);
+  std::vector<int32_t> order(logits.size());
+  for (size_t i = 0; i < order.size(); ++i) {
+    order[i] = static_cast<int32_t>(i);
+  }
+  std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
+    return logits[static_cast<size_t>(a)] > logits[static_cast<size_t>(b)];
+  });
+  REQUIRE(result.logprobs.top.size() == 5);
+  for (size_t i = 0; i < 5; ++i) {
+    CHECK(result.logprobs.top[i].first == order[i]);
+    CHECK(std::abs(result.logprobs.top[i].second - logprob(order[i])) < kTolerance);
+  }
+  request.sampling.num_logprobs = 0;
+  CHECK(Sample(logits, request).logprobs.top.empty());
+  const TokenLogprobs ties = ComputeLogprobs(std::vector<float>(9, 1.f).data(), 9, 8, 3);
+  CHECK(ties.top[0].first == 0);
+  CHECK(ties.top[2].first == 2);
+  CHECK(std::abs(ties.chosen + std::log(9.f)) < kTolerance);
+}
