@@ -204,7 +204,10 @@ void Engine::Impl::Stop() {
 }
 
 void Engine::Impl::RunBetweenSteps(std::function<void()> work) {
-  std::packaged_task<void()> task(std::move(work));
+  std::packaged_task<void()> task([this, work = std::move(work)] {
+    work();
+    UpdateStats();
+  });
   std::future<void> done = task.get_future();
   {
     const std::lock_guard lock(mutex);
@@ -265,9 +268,6 @@ bool Engine::Impl::Wait() {
   }
   for (auto& task : now) {
     task();
-  }
-  if (!now.empty()) {
-    UpdateStats();
   }
   return true;
 }
@@ -349,7 +349,8 @@ void Engine::Impl::Publish(Sequence& sequence) {
     return;
   }
   output.cached_tokens = sequence.cached_tokens;
-  ready.push_back(std::exchange(output, RequestOutput{.request_id = sequence.request->id}));
+  ready.push_back(std::exchange(output, {}));
+  output.request_id = sequence.request->id;
 }
 
 void Engine::Impl::EndAll(FinishReason reason, const std::string& error) {
@@ -361,7 +362,10 @@ void Engine::Impl::EndAll(FinishReason reason, const std::string& error) {
   }
   std::sort(ids.begin(), ids.end());
   for (uint64_t id : ids) {
-    outputs.push_back({.request_id = id, .finish_reason = reason, .error = error});
+    RequestOutput& output = outputs.emplace_back();
+    output.request_id = id;
+    output.finish_reason = reason;
+    output.error = error;
   }
   live.clear();
   submitted.clear();

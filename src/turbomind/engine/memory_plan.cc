@@ -55,16 +55,38 @@ int StepTokens(const EngineConfig& config) {
 
 std::vector<int64_t> PlanBlocks(const std::vector<LayerGroup>& groups, const EngineConfig& config,
                                 int64_t free_bytes, bool is_cpu) {
-  const KvDemand demand{.session_len = config.session_len,
-                        .chunk = StepTokens(config),
-                        .max_sequences = is_cpu ? config.max_batch_size : 0};
   const double count = config.cache_max_entry_count;
-  if (count >= 1) {
-    return BlocksForCount(groups, static_cast<int64_t>(count), demand);
+  KvDemand demand{.session_len = config.session_len,
+                  .chunk = StepTokens(config),
+                  .max_sequences = is_cpu ? config.max_batch_size : 0};
+  const auto blocks = [&] {
+    if (count >= 1) {
+      return BlocksForCount(groups, static_cast<int64_t>(count), demand);
+    }
+    const double budget = static_cast<double>(std::max<int64_t>(free_bytes, 0)) * count;
+    return BlocksForBudget(groups, static_cast<int64_t>(budget), demand);
+  };
+  const auto holds_one = [&] {
+    const std::vector<int64_t> planned = blocks();
+    for (size_t g = 0; g < groups.size(); ++g) {
+      if (planned[g] < groups[g].BlocksPerSequence(demand.session_len, demand.chunk)) {
+        return false;
+      }
+    }
+    return true;
+  };
+  if (holds_one()) {
+    return blocks();
   }
-  const auto budget =
-      static_cast<int64_t>(static_cast<double>(std::max<int64_t>(free_bytes, 0)) * count);
-  return BlocksForBudget(groups, budget, demand);
+  // Less than one sequence of session_len: share by the longest one that every group holds.
+  int64_t fits = 0;
+  int64_t too_long = demand.session_len;
+  while (too_long - fits > 1) {
+    demand.session_len = (fits + too_long) / 2;
+    (holds_one() ? fits : too_long) = demand.session_len;
+  }
+  demand.session_len = std::max<int64_t>(fits, 1);
+  return blocks();
 }
 
 MemoryPlan PlanMemory(const ModelConfig& model, const EngineConfig& config, int64_t free_bytes,

@@ -1,0 +1,275 @@
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <set>
+#include <thread>
+
+#include "engine/tiny_model.h"
+#include "turbomind/core/check.h"
+#include "turbomind/ops/sampling.h"
+
+namespace turbomind {
+namespace {
+
+using testing::Collect;
+using testing::kVocab;
+using testing::MakeRequest;
+using testing::RandomPrompt;
+using testing::RunOne;
+using testing::TinyEngine;
+using testing::TinyEngineConfig;
+
+constexpr KvCacheMode kMode = KvCacheMode::kFp4Nv;
+
+std::unique_ptr<Engine> DefaultEngine() { return TinyEngine(TinyEngineConfig(kMode)); }
+
+TEST_CASE("EOS, stop sequences and limits end a request") {
+  auto engine = DefaultEngine();
+  const auto prompt = RandomPrompt(1, 30);
+  const RequestOutput free_run = RunOne(*engine, MakeRequest(1, prompt, 12));
+  CHECK(free_run.finish_reason == FinishReason::kLength);
+  REQUIRE(free_run.tokens.size() == 12);
+  const std::vector<int32_t>& tokens = free_run.tokens;
+
+  auto request = MakeRequest(2, prompt, 12);
+  request->stop_sequences = {{tokens[4], tokens[5]}, {tokens[3], tokens[4], tokens[5]}};
+  RequestOutput output = RunOne(*engine, request);
+  CHECK(output.finish_reason == FinishReason::kStop);
+  CHECK(output.stop_tokens == 3);
+  CHECK(output.tokens == std::vector<int32_t>(tokens.begin(), tokens.begin() + 6));
+
+  request = MakeRequest(3, prompt, 12);
+  request->eos_ids = {tokens[0]};
+  output = RunOne(*engine, request);
+  CHECK(output.finish_reason == FinishReason::kStop);
+  CHECK(output.stop_tokens == 1);
+  CHECK(output.tokens.size() == 1);
+
+  request = MakeRequest(4, prompt, 12);
+  request->eos_ids = {tokens[0]};
+  request->ignore_eos = true;
+  CHECK(RunOne(*engine, request).tokens == tokens);
+
+  request = MakeRequest(5, prompt, 12);
+  request->eos_ids = {tokens[0]};
+  request->min_new_tokens = 5;
+  output = RunOne(*engine, request);
+  CHECK(output.tokens.size() >= 5);
+  CHECK(std::count(output.tokens.begin(), output.tokens.begin() + 5, tokens[0]) == 0);
+
+  request = MakeRequest(6, prompt, 12);
+  request->bad_sequences = {{tokens[0], tokens[1]}};
+  output = RunOne(*engine, request);
+  CHECK(output.tokens[0] == tokens[0]);
+  CHECK(output.tokens[1] != tokens[1]);
+}
+
+TEST_CASE("a sequence ends at session_len") {
+  EngineConfig config = TinyEngineConfig(kMode);
+  config.session_len = 40;
+  auto engine = TinyEngine(config);
+  const RequestOutput output = RunOne(*engine, MakeRequest(1, RandomPrompt(1, 30), 100));
+  CHECK(output.finish_reason == FinishReason::kLength);
+  CHECK(output.tokens.size() == 10);
+}
+
+TEST_CASE("log-probabilities and logits of prompt and answer") {
+  EngineConfig config = TinyEngineConfig(kMode);
+  config.max_prefill_token_num = 16;
+  auto engine = TinyEngine(config);
+  const auto prompt = RandomPrompt(3, 50);
+  for (uint64_t id : {1, 2}) {  // the second would hit the prefix cache
+    auto request = MakeRequest(id, prompt, 3);
+    request->num_prompt_logprobs = 2;
+    request->sampling.num_logprobs = 4;
+    request->logits_output = LogitsOutput::kAll;
+    const RequestOutput output = RunOne(*engine, request);
+    REQUIRE(output.prompt_logprobs.size() == 49);
+    CHECK(output.prompt_logprobs[0].top.size() == 2);
+    REQUIRE(output.logprobs.size() == 3);
+    CHECK(output.logprobs[0].top.size() == 4);
+    CHECK(output.logprobs[0].chosen == output.logprobs[0].top[0].second);
+    CHECK(output.cached_tokens == 0);
+    REQUIRE(output.logits_rows == 52);
+    CHECK(output.logits.size() == static_cast<size_t>(52 * kVocab));
+    const float* last = output.logits.data() + 49 * kVocab;
+    CHECK(std::max_element(last, last + kVocab) - last == output.tokens[0]);
+    const TokenLogprobs expected =
+        ComputeLogprobs(output.logits.data() + 10 * kVocab, kVocab, prompt[11], 2);
+    CHECK(output.prompt_logprobs[10].chosen == expected.chosen);
+  }
+  auto request = MakeRequest(3, prompt, 0);
+  request->num_prompt_logprobs = 0;
+  const RequestOutput output = RunOne(*engine, request);
+  CHECK(output.prompt_logprobs.size() == 49);
+  CHECK(output.tokens.empty());
+  CHECK(output.finish_reason == FinishReason::kLength);
+}
+
+TEST_CASE("a failing token mask ends its request alone") {
+  auto engine = DefaultEngine();
+  auto broken = MakeRequest(1, RandomPrompt(1, 20), 20);
+  broken->token_mask = [calls = 0](const auto&, auto& mask) mutable {
+    if (++calls == 3) {
+      throw std::runtime_error("no such rule");
+    }
+    mask.assign(mask.size(), 0xffffffffu);
+    return true;
+  };
+  auto only_five = MakeRequest(2, RandomPrompt(2, 20), 20);
+  std::vector<int32_t> told;
+  only_five->token_mask = [&told](const std::vector<int32_t>& fresh, auto& mask) {
+    told.insert(told.end(), fresh.begin(), fresh.end());
+    mask[0] = 1u << 5;
+    return told.size() < 4;
+  };
+  auto nothing = MakeRequest(3, RandomPrompt(3, 20), 20);
+  nothing->token_mask = [](const auto&, auto&) { return true; };
+  engine->Submit(broken);
+  engine->Submit(only_five);
+  engine->Submit(nothing);
+  engine->Submit(MakeRequest(4, RandomPrompt(4, 20), 20));
+  auto outputs = Collect(*engine, 4);
+  CHECK(outputs[1].finish_reason == FinishReason::kError);
+  CHECK(outputs[1].error == "token_mask: no such rule");
+  CHECK(outputs[1].tokens.size() == 2);
+  CHECK(outputs[2].finish_reason == FinishReason::kStop);
+  CHECK(outputs[2].tokens == std::vector<int32_t>(4, 5));
+  CHECK(outputs[3].finish_reason == FinishReason::kError);
+  CHECK(outputs[4].finish_reason == FinishReason::kLength);
+  CHECK(engine->healthy());
+  engine->ClearPrefixCache();
+  CHECK(engine->stats().blocks_free == engine->stats().blocks_total);
+}
+
+TEST_CASE("requests that cannot run are refused with the numbers") {
+  EngineConfig config = TinyEngineConfig(kMode);
+  config.cache_max_entry_count = 8;  // 128 tokens
+  auto engine = TinyEngine(config);
+  const auto text = [&](const std::shared_ptr<Request>& request) {
+    try {
+      engine->Submit(request);
+    } catch (const InvalidArgument& error) {
+      return std::string(error.what());
+    }
+    return std::string();
+  };
+  CHECK(text(MakeRequest(1, {}, 1)).find("at least one") != std::string::npos);
+  CHECK(text(MakeRequest(1, RandomPrompt(1, 512), 1)).find("session_len is 512") !=
+        std::string::npos);
+  CHECK(text(MakeRequest(1, RandomPrompt(1, 300), 1)).find("128") != std::string::npos);
+  CHECK(text(MakeRequest(1, {kVocab}, 1)).find("token id 97") != std::string::npos);
+  CHECK(text(MakeRequest(1, {-1}, 1)).find("token id -1") != std::string::npos);
+  CHECK(text(MakeRequest(1, {1}, -1)).find("max_new_tokens") != std::string::npos);
+  auto empty_stop = MakeRequest(1, {1}, 1);
+  empty_stop->stop_sequences = {{}};
+  CHECK(text(empty_stop).find("stop_sequences") != std::string::npos);
+  const RequestOutput output = RunOne(*engine, MakeRequest(1, RandomPrompt(1, 100), 400));
+  CHECK(output.finish_reason == FinishReason::kLength);  // the pool is full
+  CHECK(output.tokens.size() == 28);
+}
+
+TEST_CASE("an id in use is refused and free again after the last output") {
+  auto engine = DefaultEngine();
+  engine->Submit(MakeRequest(1, RandomPrompt(1, 100), 300));
+  CHECK_THROWS_AS(engine->Submit(MakeRequest(1, {1}, 1)), InvalidArgument);
+  engine->Cancel(1);
+  CHECK(Collect(*engine, 1)[1].finish_reason == FinishReason::kCancelled);
+  CHECK(RunOne(*engine, MakeRequest(1, {1}, 1)).tokens.size() == 1);
+  engine->Cancel(1);   // finished
+  engine->Cancel(77);  // unknown
+}
+
+TEST_CASE("500 requests cancelled at random points leave every block free") {
+  EngineConfig config = TinyEngineConfig(kMode);
+  config.cache_max_entry_count = 40;
+  config.max_prefill_token_num = 64;
+  auto engine = TinyEngine(config);
+  constexpr uint64_t kCount = 500;
+  std::thread client([&engine] {
+    std::mt19937 random(5);
+    for (uint64_t id = 0; id < kCount; ++id) {
+      const auto length = static_cast<int>(1 + random() % 200);
+      engine->Submit(MakeRequest(id, RandomPrompt(static_cast<uint32_t>(random() % 20), length),
+                                 static_cast<int>(1 + random() % 60)));
+      if (random() % 4 != 0) {
+        std::this_thread::sleep_for(std::chrono::microseconds(random() % 1500));
+      }
+      engine->Cancel(id - random() % 8);  // maybe unknown, maybe finished
+      engine->Cancel(id);
+    }
+  });
+  const auto outputs = Collect(*engine, kCount);
+  client.join();
+  CHECK(outputs.size() == kCount);
+  std::map<FinishReason, int> reasons;
+  for (const auto& [id, output] : outputs) {
+    ++reasons[output.finish_reason];
+  }
+  CHECK(reasons[FinishReason::kCancelled] > 0);
+  CHECK(reasons[FinishReason::kError] == 0);
+  engine->CheckIntegrity();
+  engine->ClearPrefixCache();
+  const EngineStats stats = engine->stats();
+  CHECK(stats.blocks_free == stats.blocks_total);
+  CHECK(stats.num_running == 0);
+  CHECK(stats.num_waiting == 0);
+  CHECK(engine->healthy());
+}
+
+TEST_CASE("stopping ends what runs, and nothing enters afterwards") {
+  auto engine = DefaultEngine();
+  for (uint64_t id = 0; id < 20; ++id) {
+    engine->Submit(MakeRequest(id, RandomPrompt(static_cast<uint32_t>(id), 100), 400));
+  }
+  CHECK(engine->WaitOutputs(10'000).size() > 0);
+  engine->Stop();
+  engine->Stop();
+  std::set<uint64_t> ended;
+  for (const RequestOutput& output : engine->WaitOutputs(0)) {
+    if (output.finish_reason == FinishReason::kCancelled) {
+      ended.insert(output.request_id);
+    }
+  }
+  CHECK(ended.size() == 20);
+  CHECK(engine->healthy());
+  CHECK_THROWS_AS(engine->Submit(MakeRequest(30, {1}, 1)), InternalError);
+  CHECK_THROWS_AS(engine->ClearPrefixCache(), InternalError);
+  CHECK(engine->WaitOutputs(10'000).empty());  // returns at once
+}
+
+TEST_CASE("the plan holds for the pools, and refuses what does not fit") {
+  const ModelConfig model = testing::TinyConfig();
+  EngineConfig config = TinyEngineConfig(kMode);
+  const MemoryPlan plan = PlanMemory(model, config, testing::kFreeBytes, true);
+  auto engine = TinyEngine(config);
+  CHECK(engine->memory_plan().reserved_bytes == plan.reserved_bytes);
+  CHECK(engine->memory_plan().num_blocks == plan.num_blocks);
+  CHECK(engine->memory_plan().touched_bytes == 0);
+  // Two layers, two heads, K and V: 36 bytes a row of 64.
+  CHECK(plan.bytes_per_token == 2 * 2 * 2 * 36);
+  CHECK(plan.bytes_per_token_none == 2 * 2 * 2 * 128);
+  CHECK(plan.num_blocks <= 8 * (512 / 16) + 8);
+  RunOne(*engine, MakeRequest(1, RandomPrompt(1, 100), 4));
+  CHECK(engine->memory_plan().touched_bytes > 0);
+  CHECK(engine->memory_plan().touched_bytes < plan.reserved_bytes);
+  CHECK_THROWS_AS(PlanMemory(model, config, 1000, true), InvalidArgument);
+  for (int bad : {0, -1}) {
+    for (int EngineConfig::*field :
+         {&EngineConfig::max_batch_size, &EngineConfig::session_len,
+          &EngineConfig::max_prefill_token_num, &EngineConfig::cache_block_seq_len}) {
+      EngineConfig wrong = config;
+      wrong.*field = bad;
+      CHECK_THROWS_AS(PlanMemory(model, wrong, testing::kFreeBytes, true), InvalidArgument);
+    }
+  }
+  for (double bad : {0.0, -1.0, 1.5, std::nan("")}) {
+    config.cache_max_entry_count = bad;
+    CHECK_THROWS_AS(PlanMemory(model, config, testing::kFreeBytes, true), InvalidArgument);
+  }
+}
+
+}  // namespace
+}  // namespace turbomind
