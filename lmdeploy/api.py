@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+# Imported here so that binding the submodule `lmdeploy.pipeline` happens before the package binds
+# the function of that name.
+from lmdeploy.pipeline import Pipeline
+
 if TYPE_CHECKING:
     from lmdeploy.messages import TurbomindEngineConfig
     from lmdeploy.model import ChatTemplateConfig
-    from lmdeploy.pipeline import Pipeline
 
 
 def pipeline(
@@ -27,8 +30,6 @@ def pipeline(
     Raises:
         ValueError: a wrong option, or a model that cannot be loaded.
     """
-    from lmdeploy.pipeline import Pipeline
-
     return Pipeline(model_path, backend_config, chat_template_config, log_level)
 
 

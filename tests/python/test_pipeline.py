@@ -95,3 +95,12 @@ def test_closed_pipeline_refuses(pipe):
     pipe.close()
     with pytest.raises(ValueError, match="closed"):
         pipe("a")
+
+
+def test_the_package_exports_the_function():
+    import lmdeploy
+    import lmdeploy.pipeline  # the submodule of the same name must not replace it
+
+    assert callable(lmdeploy.pipeline)
+    with pytest.raises(ValueError, match="no/such/model"):
+        lmdeploy.pipeline("no/such/model/at/all")
