@@ -1,0 +1,98 @@
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <doctest/doctest.h>
+
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "turbomind/backend/cpu/cpu_device.h"
+
+using namespace turbomind;
+
+namespace {
+
+constexpr double kRelative = 1e-6;  // a handful of FP32 roundings, exp within 2 ulp
+
+std::vector<float> RandomVector(size_t size, float scale) {
+  std::mt19937 random(17);
+  std::normal_distribution<float> normal(0.f, scale);
+  std::vector<float> x(size);
+  for (float& value : x) {
+    value = normal(random);
+  }
+  return x;
+}
+
+bool SameBits(const std::vector<float>& a, const std::vector<float>& b) {
+  return std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+}  // namespace
+
+TEST_CASE("RMSNorm agrees with double and has the same bits everywhere") {
+  for (int dim : {1, 63, 64, 576, 2051}) {
+    constexpr int kRows = 41;
+    const auto size = static_cast<size_t>(dim);
+    const std::vector<float> x = RandomVector(kRows * size, 3.f);
+    const std::vector<float> weight = RandomVector(size, 1.f);
+    std::vector<float> first;
+    for (const std::string& isa : AvailableCpuIsas()) {
+      for (int threads : {1, 3}) {
+        std::vector<float> out = x;  // in place
+        MakeCpuDevice(threads, isa)
+            ->RmsNorm({out.data(), weight.data(), out.data(), kRows, dim, 1e-5f});
+        if (first.empty()) {
+          first = out;
+        }
+        REQUIRE(SameBits(first, out));
+      }
+    }
+    for (size_t r = 0; r < kRows; ++r) {
+      double squares = 0;
+      for (size_t i = 0; i < size; ++i) {
+        squares += static_cast<double>(x[r * size + i]) * x[r * size + i];
+      }
+      const double scale = 1 / std::sqrt(squares / dim + 1e-5f);
+      for (size_t i = 0; i < size; ++i) {
+        const double want = x[r * size + i] * scale * weight[i];
+        REQUIRE(std::abs(first[r * size + i] - want) <= kRelative * std::abs(want));
+      }
+    }
+  }
+}
+
+TEST_CASE("gated activations agree with double and have the same bits everywhere") {
+  constexpr int kRows = 21;
+  constexpr int kDim = 1001;
+  std::vector<float> gate_up = RandomVector(kRows * 2 * kDim, 6.f);
+  gate_up[0] = -200.f;
+  gate_up[1] = 200.f;
+  gate_up[2] = 0.f;
+  for (Activation activation : {Activation::kSilu, Activation::kGeluTanh}) {
+    std::vector<float> first;
+    for (const std::string& isa : AvailableCpuIsas()) {
+      std::vector<float> out(kRows * kDim);
+      MakeCpuDevice(2, isa)->GatedActivation({gate_up.data(), out.data(), kRows, kDim, activation});
+      if (first.empty()) {
+        first = out;
+      }
+      REQUIRE(SameBits(first, out));
+    }
+    for (size_t r = 0; r < kRows; ++r) {
+      for (size_t i = 0; i < kDim; ++i) {
+        const double g = gate_up[r * 2 * kDim + i];
+        const double up = gate_up[r * 2 * kDim + kDim + i];
+        const double u = std::sqrt(2 / M_PI) * (g + 0.044715 * g * g * g);
+        // 0.5 (1 + tanh u) written so that large negative u keeps its digits.
+        const double act =
+            activation == Activation::kSilu ? g / (1 + std::exp(-g)) : g / (1 + std::exp(-2 * u));
+        // An FP32 exponent x is off by |x| 2^-24, which exp turns into a relative error.
+        const double exponent = activation == Activation::kSilu ? std::abs(g) : 2 * std::abs(u);
+        const double bound = (kRelative + 4 * exponent * 0x1p-24) * std::abs(act * up) + 1e-30;
+        REQUIRE(std::abs(first[r * kDim + i] - act * up) <= bound);
+      }
+    }
+  }
+}

@@ -1,0 +1,50 @@
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <string>
+
+#include "turbomind/backend/cpu/cpu_device.h"
+#include "turbomind/core/check.h"
+
+using namespace turbomind;
+
+TEST_CASE("the best instruction set is chosen, and the environment pins one") {
+  unsetenv("LMDEPLOY_CPU_ISA");
+  const auto isas = AvailableCpuIsas();
+  REQUIRE(isas.front() == "scalar");
+  CHECK(MakeCpuDevice(2)->name() == "cpu (" + isas.back() + ", 2 threads)");
+  CHECK(MakeCpuDevice(1, "scalar")->name() == "cpu (scalar, 1 thread)");
+  setenv("LMDEPLOY_CPU_ISA", "scalar", 1);
+  CHECK(MakeCpuDevice(1)->name() == "cpu (scalar, 1 thread)");
+  CHECK(MakeCpuDevice(1, isas.back())->name() == "cpu (" + isas.back() + ", 1 thread)");
+  setenv("LMDEPLOY_CPU_ISA", "neon", 1);
+  CHECK_THROWS_WITH_AS(MakeCpuDevice(1), doctest::Contains("LMDEPLOY_CPU_ISA: got \"neon\""),
+                       InvalidArgument);
+  CHECK_THROWS_WITH_AS(MakeCpuDevice(1, "sse9"), doctest::Contains("scalar"), InvalidArgument);
+  unsetenv("LMDEPLOY_CPU_ISA");
+}
+
+TEST_CASE("thread counts out of range are refused") {
+  CHECK_THROWS_AS(MakeCpuDevice(0), InvalidArgument);
+  CHECK_THROWS_AS(MakeCpuDevice(-3), InvalidArgument);
+  CHECK_THROWS_AS(MakeCpuDevice(1 << 20), InvalidArgument);
+}
+
+TEST_CASE("reserved memory is zero, aligned and lazy") {
+  const auto device = MakeCpuDevice(1);
+  CHECK_FALSE(device->capability().is_cuda);
+  constexpr size_t kHuge = size_t{1} << 40;  // far beyond the machine: only address space
+  auto* memory = static_cast<uint8_t*>(device->Reserve(kHuge));
+  CHECK(reinterpret_cast<uintptr_t>(memory) % 64 == 0);
+  CHECK(memory[0] == 0);
+  CHECK(memory[kHuge - 1] == 0);
+  const char text[] = "block";
+  device->Copy(memory + kHuge - sizeof(text), text, sizeof(text));
+  CHECK(std::equal(text, text + sizeof(text), memory + kHuge - sizeof(text)));
+  device->Release(memory, kHuge);
+  CHECK(device->Reserve(0) == nullptr);
+  device->Release(nullptr, 0);
+}
