@@ -1,0 +1,104 @@
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include "turbomind/kv/kv_cache_mode.h"
+
+#include <doctest/doctest.h>
+
+#include <functional>
+#include <string>
+
+#include "turbomind/core/check.h"
+
+namespace turbomind {
+namespace {
+
+constexpr DeviceCapability kCpu = {};
+
+DeviceCapability Cuda(int sm) { return {true, sm}; }
+
+std::string ErrorOf(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const InvalidArgument& error) {
+    return error.what();
+  }
+  return "";
+}
+
+bool Mentions(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+TEST_CASE("the four integers") {
+  for (const DeviceCapability device : {kCpu, Cuda(75), Cuda(90)}) {
+    CHECK(GetKvCacheMode(0, device) == KvCacheMode::kNone);
+    CHECK(GetKvCacheMode(4, device) == KvCacheMode::kInt4);
+    CHECK(GetKvCacheMode(8, device) == KvCacheMode::kInt8);
+  }
+}
+
+TEST_CASE("16 resolves by device") {
+  CHECK(GetKvCacheMode(16, kCpu) == KvCacheMode::kFp4Nv);
+  for (const int sm : {80, 86, 87, 89, 90}) {
+    CHECK(GetKvCacheMode(16, Cuda(sm)) == KvCacheMode::kFp4Mx);
+    CHECK(GetKvCacheMode("fp4", Cuda(sm)) == KvCacheMode::kFp4Mx);
+    CHECK(GetKvCacheMode("nvfp4", Cuda(sm)) == KvCacheMode::kFp4Nv);
+  }
+  for (const int sm : {100, 101, 103, 110, 120, 121}) {
+    CHECK(GetKvCacheMode(16, Cuda(sm)) == KvCacheMode::kFp4Nv);
+    CHECK(GetKvCacheMode("mxfp4", Cuda(sm)) == KvCacheMode::kFp4Mx);
+    CHECK(GetKvCacheMode("nvfp4", Cuda(sm), true) == KvCacheMode::kFp4Nv);
+  }
+}
+
+TEST_CASE("devices without FP4 are named, with what works there") {
+  for (const char* name : {"fp4", "mxfp4", "nvfp4"}) {
+    const std::string text = ErrorOf([&] { GetKvCacheMode(name, Cuda(75)); });
+    CHECK(Mentions(text, name));
+    CHECK(Mentions(text, "SM 75"));
+    CHECK(Mentions(text, "SM 80"));
+    CHECK(Mentions(text, "int8"));
+  }
+  CHECK(Mentions(ErrorOf([] { GetKvCacheMode(16, Cuda(70)); }), "SM 70"));
+}
+
+TEST_CASE("every other integer is refused by value") {
+  for (int value = -40; value <= 300; ++value) {
+    if (value == 0 || value == 4 || value == 8 || value == 16) {
+      continue;
+    }
+    const std::string text = ErrorOf([&] { GetKvCacheMode(value, kCpu); });
+    CHECK(Mentions(text, "got " + std::to_string(value)));
+    CHECK(Mentions(text, "0 (none), 4 (int4), 8 (int8), 16 (fp4)"));
+    CHECK(Mentions(text, "nvfp4"));
+    CHECK(!Mentions(text, "\n"));
+  }
+  CHECK(Mentions(ErrorOf([] { GetKvCacheMode(12, kCpu); }), "int4 and int8 together"));
+}
+
+TEST_CASE("every listed name resolves, and every mode has its name") {
+  for (const auto& [name, meaning] : KvCacheModeNames()) {
+    CHECK_NOTHROW(GetKvCacheMode(name, kCpu));
+    CHECK(!meaning.empty());
+    CHECK(Mentions(ErrorOf([] { GetKvCacheMode("fp3", kCpu); }), name));
+  }
+  for (const KvCacheMode mode : kAllKvCacheModes) {
+    CHECK(GetKvCacheMode(ToString(mode), kCpu) == mode);
+  }
+  CHECK(GetKvCacheMode("fp8_e4m3", kCpu) == KvCacheMode::kFp8E4m3);
+  CHECK(Mentions(ErrorOf([] { GetKvCacheMode("fp3", kCpu); }), "\"fp3\""));
+  for (const char* bad : {"", "NVFP4", "nvfp4 ", "16"}) {
+    CHECK_THROWS_AS(GetKvCacheMode(bad, kCpu), InvalidArgument);
+  }
+}
+
+TEST_CASE("strict_arch gates NVFP4 on CUDA only") {
+  CHECK(GetKvCacheMode("nvfp4", kCpu, true) == KvCacheMode::kFp4Nv);
+  CHECK(GetKvCacheMode("mxfp4", Cuda(90), true) == KvCacheMode::kFp4Mx);
+  const std::string text = ErrorOf([] { GetKvCacheMode("nvfp4", Cuda(90), true); });
+  CHECK(Mentions(text, "strict_arch"));
+  CHECK(Mentions(text, "SM 90"));
+  CHECK(Mentions(text, "mxfp4"));
+}
+
+}  // namespace
+}  // namespace turbomind

@@ -1,0 +1,191 @@
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include "turbomind/kv/layout.h"
+
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "turbomind/core/check.h"
+#include "turbomind/kv/codec.h"
+
+namespace turbomind {
+namespace {
+
+using block::Config;
+using block::Layout;
+
+constexpr KvCacheMode kNone = KvCacheMode::kNone;
+constexpr KvCacheMode kInt8 = KvCacheMode::kInt8;
+constexpr KvCacheMode kInt4 = KvCacheMode::kInt4;
+constexpr KvCacheMode kFp8 = KvCacheMode::kFp8E4m3;
+constexpr KvCacheMode kFp8E5m2 = KvCacheMode::kFp8E5m2;
+constexpr KvCacheMode kMx = KvCacheMode::kFp4Mx;
+constexpr KvCacheMode kNv = KvCacheMode::kFp4Nv;
+
+static_assert(Codec<kNone>::kBits == 16 && Codec<kInt8>::kBits == 8 && Codec<kInt4>::kBits == 4);
+static_assert(Codec<kFp8>::kBits == 8 && Codec<kMx>::kBits == 4 && Codec<kNv>::kBits == 4);
+static_assert(Codec<kMx>::kGroup == 16 && Codec<kNv>::kGroup == 16 && Codec<kInt4>::kGroup == 0);
+static_assert(Codec<kInt8>::kHasParams && !Codec<kNv>::kHasParams && !Codec<kFp8>::kHasScales);
+static_assert(Codec<kNv>::kHasScales && Codec<kMx>::kHasScales && !Codec<kInt4>::kHasScales);
+
+Config OneLayer(KvCacheMode k, KvCacheMode v, int head_dim) {
+  Config config;
+  config.layers = {{k, v}};
+  config.kv_heads = 3;
+  config.head_dim = head_dim;
+  return config;
+}
+
+TEST_CASE("bytes per K or V row are those of the format table") {
+  struct Row {
+    KvCacheMode mode;
+    int bytes_128;
+    int bytes_64;
+  };
+  for (const Row& row :
+       {Row{kNone, 256, 128}, Row{kInt8, 132, 68}, Row{kInt4, 68, 36}, Row{kFp8, 128, 64},
+        Row{kFp8E5m2, 128, 64}, Row{kMx, 72, 36}, Row{kNv, 72, 36}}) {
+    CAPTURE(ToString(row.mode));
+    for (const int head_dim : {128, 64}) {
+      const int expected = head_dim == 128 ? row.bytes_128 : row.bytes_64;
+      CHECK(block::RowBytes(row.mode, head_dim, DataType::kBFloat16) +
+                block::ParamBytes(row.mode, DataType::kBFloat16) +
+                block::ScaleBytes(row.mode, head_dim) ==
+            expected);
+      const Layout layout(OneLayer(row.mode, row.mode, head_dim));
+      CHECK(layout.bytes_per_token() == 2.0 * 3 * expected);
+      CHECK(layout.scale_block_bytes() ==
+            (row.mode == kMx || row.mode == kNv ? 3 * 64 * 2 * head_dim / 16 : 0));
+    }
+  }
+  CHECK(block::RowBytes(kNone, 64, DataType::kFloat32) == 256);
+  CHECK(block::ParamBytes(kInt8, DataType::kFloat32) == 8);
+}
+
+TEST_CASE("FP4 holds 3.55 times the tokens of 16 bit, scales included") {
+  for (const int head_dim : {64, 128}) {
+    const double ratio = Layout(OneLayer(kNone, kNone, head_dim)).bytes_per_token() /
+                         Layout(OneLayer(kNv, kNv, head_dim)).bytes_per_token();
+    CHECK(ratio == doctest::Approx(256.0 / 72));
+    CHECK(ratio >= 3.5);
+  }
+}
+
+// Every byte of two blocks belongs to exactly one of: a payload row, a (scale, zero), scale bytes.
+void CheckTiling(const Config& config) {
+  const Layout layout(config);
+  const int64_t data_bytes = layout.block_bytes();
+  const int64_t scale_bytes = layout.scale_block_bytes();
+  std::vector<std::byte> data(static_cast<size_t>(2 * data_bytes));
+  std::vector<std::byte> scales(static_cast<size_t>(2 * scale_bytes) + 1);
+  std::vector<int> data_uses(data.size(), 0);
+  std::vector<int> scale_uses(scales.size() - 1, 0);
+  bool aligned = data_bytes % 16 == 0 && scale_bytes % 16 == 0;
+  const auto use = [](std::vector<int>& uses, int64_t begin, int64_t n) {
+    REQUIRE(begin >= 0);
+    REQUIRE(begin + n <= static_cast<int64_t>(uses.size()));
+    for (int64_t i = begin; i < begin + n; ++i) {
+      ++uses[static_cast<size_t>(i)];
+    }
+  };
+  for (int layer = 0; layer < static_cast<int>(config.layers.size()); ++layer) {
+    const KvLayerView view = layout.LayerView(layer, data.data(), scales.data());
+    for (int block = 0; block < 2; ++block) {
+      for (int head = 0; head < config.kv_heads; ++head) {
+        for (const KvSide side : {KvSide::kK, KvSide::kV}) {
+          const int s = static_cast<int>(side);
+          const int64_t rows = view.Payload(side, block, head) - data.data();
+          aligned = aligned && rows % 16 == 0;
+          use(data_uses, rows, int64_t{view.row_bytes[s]} * config.block_seq_len);
+          if (view.param_bytes[s]) {
+            const int64_t params = view.Params(side, block, head) - data.data();
+            aligned = aligned && params % 16 == 0;
+            use(data_uses, params, int64_t{view.param_bytes[s]} * config.block_seq_len);
+          }
+          for (int token = 0; view.scale_bytes[s] && token < config.block_seq_len; ++token) {
+            use(scale_uses,
+                view.Scales(side, block, head) + token * view.ScaleStride() - scales.data(),
+                view.scale_bytes[s]);
+          }
+        }
+        if (view.ScaleStride()) {
+          aligned = aligned && (view.Scales(KvSide::kK, block, head) - scales.data()) % 16 == 0;
+        } else {
+          aligned = aligned && view.scales == nullptr;
+        }
+      }
+    }
+  }
+  CHECK(aligned);
+  CHECK(std::all_of(data_uses.begin(), data_uses.end(), [](int n) { return n == 1; }));
+  CHECK(std::all_of(scale_uses.begin(), scale_uses.end(), [](int n) { return n == 1; }));
+}
+
+TEST_CASE("payload, parameters and scales tile a block without gap or overlap, 16-byte aligned") {
+  for (const int head_dim : {64, 80, 96, 128, 256}) {
+    for (const int block_seq_len : {16, 32, 64, 128}) {
+      for (const DataType dtype : {DataType::kBFloat16, DataType::kFloat32}) {
+        Config config = OneLayer(kNone, kNone, head_dim);
+        config.layers.clear();
+        for (const KvCacheMode mode : kAllKvCacheModes) {
+          config.layers.push_back({mode, mode});
+        }
+        config.layers.push_back({kFp8, kNv});
+        config.layers.push_back({kInt8, kInt4});
+        config.block_seq_len = block_seq_len;
+        config.dtype = dtype;
+        CheckTiling(config);
+      }
+    }
+  }
+}
+
+TEST_CASE("mixed pairs sum their sides") {
+  const Layout fp8_nv(OneLayer(kFp8, kNv, 128));
+  CHECK(fp8_nv.block_bytes() == 3 * 64 * (128 + 64));
+  CHECK(fp8_nv.scale_block_bytes() == 3 * 64 * 8);
+  const KvLayerView view = fp8_nv.LayerView(0, nullptr, nullptr);
+  CHECK(view.scale_bytes[0] == 0);
+  CHECK(view.scale_bytes[1] == 8);
+  CHECK(Layout(OneLayer(kInt8, kInt4, 128)).bytes_per_token() == 3.0 * (132 + 68));
+}
+
+TEST_CASE("pairs that are not listed, and sizes that a mode cannot store, are refused") {
+  int listed = 0;
+  for (const KvCacheMode k : kAllKvCacheModes) {
+    for (const KvCacheMode v : kAllKvCacheModes) {
+      const bool known = k == v || (k == kFp8 && v == kNv) || (k == kInt8 && v == kInt4);
+      listed += known;
+      if (known) {
+        CHECK_NOTHROW(Layout(OneLayer(k, v, 64)));
+      } else {
+        CHECK_THROWS_AS(Layout(OneLayer(k, v, 64)), InvalidArgument);
+      }
+    }
+  }
+  CHECK(listed == 9);
+  CHECK_THROWS_WITH_AS(Layout(OneLayer(kNv, kNv, 72)),
+                       "head_dim: got 72, wanted a multiple of 16 for quant_policy nvfp4; use "
+                       "another quant_policy",
+                       InvalidArgument);
+  CHECK_NOTHROW(Layout(OneLayer(kInt4, kInt4, 72)));
+  CHECK_THROWS_AS(Layout(OneLayer(kInt4, kInt4, 71)), InvalidArgument);
+  for (const int head_dim : {0, -64, 1 << 30}) {
+    CHECK_THROWS_AS(Layout(OneLayer(kNone, kNone, head_dim)), InvalidArgument);
+  }
+  for (const int block_seq_len : {0, -64, 8, 48, 256}) {
+    Config config = OneLayer(kNone, kNone, 64);
+    config.block_seq_len = block_seq_len;
+    CHECK_THROWS_AS(Layout{config}, InvalidArgument);
+  }
+  Config config = OneLayer(kNone, kNone, 64);
+  config.kv_heads = 0;
+  CHECK_THROWS_AS(Layout{config}, InvalidArgument);
+  config.kv_heads = 1;
+  config.layers.clear();
+  CHECK_THROWS_AS(Layout{config}, InvalidArgument);
+}
+
+}  // namespace
+}  // namespace turbomind
