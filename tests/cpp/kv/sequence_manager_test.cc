@@ -1,0 +1,311 @@
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include "turbomind/kv/sequence_manager.h"
+
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <vector>
+
+#include "kv/memory_device.h"
+#include "turbomind/core/check.h"
+
+namespace turbomind {
+namespace {
+
+constexpr int kLength = 16;
+
+std::vector<int32_t> Tokens(int n, int first = 0) {
+  std::vector<int32_t> tokens(static_cast<size_t>(n));
+  std::iota(tokens.begin(), tokens.end(), first);
+  return tokens;
+}
+
+struct Pools {
+  explicit Pools(std::vector<int> windows, std::vector<int64_t> num_blocks, bool prefix = true)
+      : cache(device,
+              MakeKvCacheConfig(windows, KvCacheMode::kFp4Nv, 1, 16, kLength, DataType::kBFloat16),
+              num_blocks),
+        manager(cache, prefix) {
+    for (int group = 0; group < cache.num_groups(); ++group) {
+      std::memset(cache.GetScaleBlockPtr(group, 0), 1,
+                  static_cast<size_t>(cache.scale_bytes(group)));
+    }
+  }
+
+  // Computes tokens[from..] of a sequence in chunks.
+  bool Compute(uint64_t id, const std::vector<int32_t>& tokens, int64_t chunk = 1000) {
+    const auto total = static_cast<int64_t>(tokens.size());
+    while (manager.num_written(id) < total) {
+      const int64_t next = std::min(total, manager.num_written(id) + chunk);
+      if (!manager.AllocateDataAndScaleBlocks(id, next)) {
+        return false;
+      }
+      manager.Commit(id, std::span(tokens).first(static_cast<size_t>(next)));
+      manager.CheckIntegrity();
+    }
+    return true;
+  }
+
+  void RunAndFree(uint64_t id, const std::vector<int32_t>& tokens, int64_t chunk = 1000) {
+    manager.Create(id, tokens);
+    REQUIRE(Compute(id, tokens, chunk));
+    manager.FreeDataAndScaleBlocks(id);
+    manager.CheckIntegrity();
+  }
+
+  MemoryDevice device;
+  KvCache cache;
+  SequenceManager manager;
+};
+
+TEST_CASE("a hit is every committed whole block, but never the whole prompt") {
+  Pools pools({0, 40}, {64, 64});
+  pools.RunAndFree(1, Tokens(100));
+  CHECK(pools.manager.counts(0).cached == 6);
+  CHECK(pools.manager.counts(1).cached == 6);
+  const struct {
+    int length;
+    int hit;
+  } cases[] = {{1, 0}, {16, 0}, {17, 16}, {96, 80}, {97, 96}, {100, 96}, {300, 96}};
+  uint64_t id = 10;
+  for (const auto& [length, hit] : cases) {
+    CHECK(pools.manager.Create(++id, Tokens(length)) == hit);
+    CHECK(pools.manager.num_written(id) == hit);
+    pools.manager.CheckIntegrity();
+    pools.manager.FreeDataAndScaleBlocks(id);
+  }
+  CHECK(pools.manager.Create(100, Tokens(100, 1)) == 0);      // other tokens
+  CHECK(pools.manager.Create(101, Tokens(100), false) == 0);  // asked not to look
+  std::vector<int32_t> late = Tokens(100);
+  late[50] = -1;
+  CHECK(pools.manager.Create(102, late) == 48);
+}
+
+TEST_CASE("a hit shares blocks of the full group and only the visible ones of a window") {
+  Pools pools({0, 40}, {64, 64});
+  pools.RunAndFree(1, Tokens(161));
+  CHECK(pools.manager.Create(2, Tokens(161)) == 160);
+  CHECK(pools.manager.Create(3, Tokens(161)) == 160);
+  const auto full = pools.manager.BlockTable(2, 0);
+  const auto window = pools.manager.BlockTable(2, 1);
+  REQUIRE(full.size() == 10);
+  REQUIRE(window.size() == 10);
+  for (size_t i = 0; i < 10; ++i) {
+    CHECK(full[i] >= 0);
+    CHECK(full[i] == pools.manager.BlockTable(3, 0)[i]);
+    CHECK((window[i] >= 0) == (i >= 7));  // ⌈40 / 16⌉ = 3
+  }
+  CHECK(pools.manager.counts(0).active == 10);
+  CHECK(pools.manager.counts(1).active == 3);
+}
+
+TEST_CASE("a window's blocks behind it are freed while the sequence grows") {
+  Pools pools({0, 40}, {64, 64}, false);
+  pools.manager.Create(1, Tokens(400));
+  REQUIRE(pools.Compute(1, Tokens(400), 10));
+  CHECK(pools.manager.counts(0).active == 25);
+  CHECK(pools.manager.counts(1).active == 3);
+  CHECK(pools.manager.counts(1).cached == 0);
+  CHECK(pools.manager.BlockTable(1, 1)[21] == -1);
+  CHECK(pools.manager.BlockTable(1, 1)[22] >= 0);
+  CHECK(pools.manager.high_water(1) <= pools.cache.groups()[1].BlocksPerSequence(400, 10));
+}
+
+TEST_CASE("a window that lost one block shortens the hit to where all of it is there") {
+  Pools pools({0, 32}, {64, 8});
+  pools.RunAndFree(1, Tokens(113), 16);  // 7 blocks, all cached in both groups
+  CHECK(pools.manager.counts(1).cached == 7);
+  // Takes the free block of the window group and evicts the oldest cached ones.
+  pools.manager.Create(2, Tokens(64, 5000));
+  REQUIRE(pools.Compute(2, Tokens(64, 5000)));
+  CHECK(pools.manager.counts(1).cached > 0);
+  const int64_t hit = pools.manager.Create(3, Tokens(113));
+  pools.manager.CheckIntegrity();
+  CHECK(hit == 112);  // the oldest went first: the end of the prefix still has its window
+  pools.manager.FreeDataAndScaleBlocks(3);
+  CHECK(pools.manager.Create(4, Tokens(33)) == 0);  // its beginning has not
+  CHECK(pools.manager.counts(0).cached == 7);
+}
+
+TEST_CASE("growing is all or nothing, and evicts only what nobody uses") {
+  Pools pools({0, 40}, {10, 10});
+  pools.RunAndFree(1, Tokens(64));
+  pools.manager.Create(2, Tokens(96, 1000));
+  REQUIRE(pools.manager.AllocateDataAndScaleBlocks(2, 96));
+  CHECK(pools.manager.counts(0).cached == 4);
+  pools.manager.Create(3, Tokens(200, 2000));
+  CHECK_FALSE(pools.manager.AllocateDataAndScaleBlocks(3, 65));  // 5 blocks of 4
+  CHECK(pools.manager.counts(0).cached == 4);
+  CHECK(pools.manager.BlockTable(3, 0).empty());
+  CHECK(pools.manager.AllocateDataAndScaleBlocks(3, 64));
+  CHECK(pools.manager.counts(0).cached == 0);
+  CHECK(pools.manager.counts(0).active == 10);
+  CHECK_FALSE(pools.manager.AllocateDataAndScaleBlocks(3, 65));
+  CHECK(pools.manager.AllocateDataAndScaleBlocks(3, 10));  // fewer than it has: nothing to do
+  pools.manager.CheckIntegrity();
+  CHECK(pools.manager.CanEverFit(160, 16));
+  CHECK_FALSE(pools.manager.CanEverFit(161, 16));
+}
+
+TEST_CASE("a preempted sequence finds what it had committed") {
+  Pools pools({0}, {16});
+  pools.manager.Create(1, Tokens(70));
+  REQUIRE(pools.Compute(1, Tokens(70)));
+  pools.manager.FreeDataAndScaleBlocks(1);
+  CHECK(pools.manager.Create(1, Tokens(70)) == 64);
+}
+
+TEST_CASE("slots that were never written are not found") {
+  Pools pools({0}, {16});
+  pools.manager.Create(1, Tokens(70));
+  REQUIRE(pools.manager.AllocateDataAndScaleBlocks(1, 70));
+  CHECK(pools.manager.Create(2, Tokens(70)) == 0);
+  pools.manager.Commit(1, Tokens(40));
+  CHECK(pools.manager.Create(3, Tokens(70)) == 32);
+  pools.manager.FreeDataAndScaleBlocks(1);
+  pools.manager.CheckIntegrity();
+  CHECK(pools.manager.counts(0).free == 14);
+}
+
+TEST_CASE("two sequences that compute the same prompt at once keep their own blocks") {
+  Pools pools({0}, {32});
+  const std::vector<int32_t> tokens = Tokens(80);
+  pools.manager.Create(1, tokens);
+  pools.manager.Create(2, tokens);
+  REQUIRE(pools.Compute(1, tokens));
+  REQUIRE(pools.Compute(2, tokens));
+  CHECK(pools.manager.counts(0).active == 10);
+  pools.manager.FreeDataAndScaleBlocks(1);
+  pools.manager.FreeDataAndScaleBlocks(2);
+  CHECK(pools.manager.counts(0).cached == 5);
+  CHECK(pools.manager.counts(0).free == 27);
+  pools.manager.CheckIntegrity();
+}
+
+TEST_CASE("evicting the root of a prefix that another sequence goes on with") {
+  Pools pools({0}, {12});
+  const std::vector<int32_t> tokens = Tokens(64);
+  pools.manager.Create(1, tokens);
+  pools.manager.Create(2, Tokens(96));
+  REQUIRE(pools.Compute(1, tokens));
+  REQUIRE(pools.Compute(2, Tokens(80)));  // 4 of its own, the 5th under those of sequence 1
+  pools.manager.FreeDataAndScaleBlocks(1);
+  pools.manager.Create(3, Tokens(112, 9000));
+  REQUIRE(pools.Compute(3, Tokens(112, 9000)));  // takes all that is left
+  CHECK(pools.manager.counts(0).cached == 0);
+  pools.manager.FreeDataAndScaleBlocks(3);
+  REQUIRE(pools.Compute(2, Tokens(96)));  // enters its own blocks from the root
+  pools.manager.FreeDataAndScaleBlocks(2);
+  CHECK(pools.manager.Create(4, Tokens(97)) == 96);
+  pools.manager.CheckIntegrity();
+}
+
+TEST_CASE("a fork is a copy of its own") {
+  Pools pools({0, 40}, {32, 32});
+  pools.manager.Create(1, Tokens(100));
+  REQUIRE(pools.Compute(1, Tokens(100), 20));
+  for (int group = 0; group < 2; ++group) {
+    for (const int32_t block : pools.manager.BlockTable(1, group)) {
+      if (block >= 0) {
+        *pools.manager.GetBlockPtr(block, group) = static_cast<std::byte>(block + 100);
+        *pools.manager.GetScaleBlockPtr(block, group) = static_cast<std::byte>(block + 1);
+      }
+    }
+  }
+  REQUIRE(pools.manager.Fork(1, 2));
+  pools.manager.CheckIntegrity();
+  CHECK(pools.manager.num_written(2) == 100);
+  for (int group = 0; group < 2; ++group) {
+    const auto from = pools.manager.BlockTable(1, group);
+    const auto to = pools.manager.BlockTable(2, group);
+    REQUIRE(from.size() == to.size());
+    for (size_t i = 0; i < from.size(); ++i) {
+      REQUIRE((from[i] < 0) == (to[i] < 0));
+      if (from[i] >= 0) {
+        CHECK(from[i] != to[i]);
+        CHECK(*pools.manager.GetBlockPtr(to[i], group) == static_cast<std::byte>(from[i] + 100));
+        CHECK(*pools.manager.GetScaleBlockPtr(to[i], group) == static_cast<std::byte>(from[i] + 1));
+      }
+    }
+  }
+  REQUIRE(pools.Compute(2, Tokens(130), 7));
+  int copies = 2;
+  while (pools.manager.Fork(1, static_cast<uint64_t>(copies) + 1)) {
+    ++copies;
+  }
+  CHECK(copies == 4);  // 7 + 9 + 7 + 7 of 32 blocks
+  pools.manager.CheckIntegrity();
+}
+
+TEST_CASE("clearing drops what is cached and leaves what runs") {
+  Pools pools({0, 40}, {32, 32});
+  pools.RunAndFree(1, Tokens(100));
+  pools.manager.Create(2, Tokens(100));
+  REQUIRE(pools.Compute(2, Tokens(100)));
+  pools.RunAndFree(3, Tokens(100, 700));
+  pools.manager.ClearPrefixCache();
+  pools.manager.CheckIntegrity();
+  CHECK(pools.manager.counts(0).cached == 0);
+  CHECK(pools.manager.counts(0).active == 7);
+  CHECK(pools.manager.Create(4, Tokens(100)) == 0);
+  pools.manager.FreeDataAndScaleBlocks(2);
+  pools.manager.FreeDataAndScaleBlocks(4);
+  CHECK(pools.manager.counts(0).free == 32);
+}
+
+TEST_CASE("fresh blocks are touched last") {
+  Pools pools({0}, {100}, false);
+  for (uint64_t id = 1; id < 20; ++id) {
+    pools.RunAndFree(id, Tokens(64));
+  }
+  CHECK(pools.manager.high_water(0) == 4);
+  CHECK(pools.manager.touched_bytes() == 4 * pools.cache.groups()[0].bytes_per_block());
+}
+
+TEST_CASE("wrong use is found") {
+  Pools pools({0}, {8});
+  CHECK_THROWS_AS(pools.manager.Create(1, {}), InternalError);
+  pools.manager.Create(1, Tokens(10));
+  CHECK_THROWS_AS(pools.manager.Create(1, Tokens(10)), InternalError);
+  CHECK_THROWS_AS(pools.manager.Commit(1, Tokens(10)), InternalError);  // no slots
+  CHECK_THROWS_AS(pools.manager.FreeDataAndScaleBlocks(2), InternalError);
+  CHECK_THROWS_AS(pools.manager.Fork(2, 3), InternalError);
+  CHECK_THROWS_AS(pools.manager.BlockTable(9, 0), InternalError);
+  REQUIRE(pools.Compute(1, Tokens(10)));
+  CHECK_THROWS_AS(pools.manager.Commit(1, Tokens(9)), InternalError);
+}
+
+TEST_CASE("a bad scale byte in a committed block is found") {
+  Pools pools({0}, {8});
+  pools.RunAndFree(1, Tokens(40));
+  *(pools.manager.GetScaleBlockPtr(1) + 5) = std::byte{0x7F};
+  CHECK_THROWS_AS(pools.manager.CheckIntegrity(), InternalError);
+  CHECK_NOTHROW(pools.manager.CheckIntegrity(false));
+}
+
+TEST_CASE("the managers' own check and requirements") {
+  BlockManager manager(2);
+  const int a = manager.Allocate();
+  CHECK(manager.Allocate() == 1);
+  CHECK(manager.Allocate() == -1);
+  manager.Keep(a);
+  manager.Lock(a);
+  manager.Unlock(a);
+  manager.Unlock(a);
+  CHECK(manager.OldestCached() == a);
+  CHECK_THROWS_AS(manager.Unlock(a), InternalError);
+  CHECK_THROWS_AS(manager.Keep(a), InternalError);
+  CHECK_THROWS_AS(manager.Drop(1), InternalError);
+  CHECK_THROWS_AS(manager.Lock(2), InternalError);
+  CHECK_THROWS_AS(manager.Lock(-1), InternalError);
+  manager.CheckIntegrity();
+  manager.Drop(a);
+  CHECK_THROWS_AS(manager.Lock(a), InternalError);
+  CHECK(manager.free() == 1);
+  manager.CheckIntegrity();
+}
+
+}  // namespace
+}  // namespace turbomind
