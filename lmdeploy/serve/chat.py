@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmdeploy.messages import Response
 from lmdeploy.serve.errors import ApiError, error_body
-from lmdeploy.serve.generation import Job, Limits, Usage, make_config, merge
+from lmdeploy.serve.generation import Job, Limits, Usage, make_config, merge, request_error
 from lmdeploy.serve.logprobs import chat_logprobs
 from lmdeploy.serve.protocol import ChatCompletionRequest
 from lmdeploy.turbomind.prompts import encode_chat
@@ -95,14 +95,15 @@ class ChatReply:
                 async for job, piece in pieces:
                     usage.add(job, piece)
                     if piece.finish_reason == "error":
-                        yield event(error_body(500, piece.error_message or "the request failed"))
+                        error = request_error(piece)
+                        yield event(error_body(error.status, error.message))
                         return
                     delta: dict[str, Any] = {"content": piece.text}
                     if self._request.return_token_ids:
                         delta["gen_tokens"] = piece.token_ids
                     yield self._chunk(job, delta, piece, with_usage)
-        except Exception as error:
-            yield event(error_body(500, str(error)))
+        except Exception as failure:
+            yield event(error_body(500, str(failure)))
             return
         if with_usage:
             head = self._head("chat.completion.chunk")

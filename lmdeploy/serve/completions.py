@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 from lmdeploy.messages import Response
 from lmdeploy.serve.chat import DONE, event
 from lmdeploy.serve.errors import error_body
-from lmdeploy.serve.generation import Job, Limits, Usage, encode_prompts, make_config, merge
+from lmdeploy.serve.generation import (
+    Job,
+    Limits,
+    Usage,
+    encode_prompts,
+    make_config,
+    merge,
+    request_error,
+)
 from lmdeploy.serve.logprobs import CompletionLogprobs
 from lmdeploy.serve.protocol import CompletionRequest
 
@@ -69,7 +77,8 @@ class CompletionReply:
                 async for job, piece in pieces:
                     usage.add(job, piece)
                     if piece.finish_reason == "error":
-                        yield event(error_body(500, piece.error_message or "the request failed"))
+                        error = request_error(piece)
+                        yield event(error_body(error.status, error.message))
                         return
                     if job.index in held:
                         held[job.index].extend(piece)
@@ -79,8 +88,8 @@ class CompletionReply:
                         continue
                     body = {**self._head(), "choices": [self._choice(job, piece)]}
                     yield event({**body, "usage": None} if with_usage else body)
-        except Exception as error:
-            yield event(error_body(500, str(error)))
+        except Exception as failure:
+            yield event(error_body(500, str(failure)))
             return
         if with_usage:
             yield event({**self._head(), "choices": [], "usage": usage.body()})

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lmdeploy.messages import Response
 from lmdeploy.serve.chat import DONE, event
 from lmdeploy.serve.errors import ApiError, error_body
-from lmdeploy.serve.generation import Job, Limits, make_config, merge
+from lmdeploy.serve.generation import Job, Limits, make_config, merge, request_error
 from lmdeploy.serve.protocol import GenerateRequest
 
 if TYPE_CHECKING:
@@ -71,10 +71,11 @@ class GenerateReply:
             async with aclosing(merge(jobs, self._state.metrics)) as pieces:
                 async for _, piece in pieces:
                     if piece.finish_reason == "error":
-                        yield event(error_body(500, piece.error_message or "the request failed"))
+                        error = request_error(piece)
+                        yield event(error_body(error.status, error.message))
                         return
                     yield event(self.whole(piece))
-        except Exception as error:
-            yield event(error_body(500, str(error)))
+        except Exception as failure:
+            yield event(error_body(500, str(failure)))
             return
         yield DONE

@@ -160,6 +160,14 @@ def close_all(jobs: Sequence[Job]) -> None:
         job.stream.close()
 
 
+def request_error(piece: Response | None) -> ApiError:
+    """The error of an answer that ended with finish_reason `error`."""
+    if piece is None:
+        return ApiError(500, "the request ended without an answer")
+    status = 400 if piece.error_code == "bad_request" else 500
+    return ApiError(status, piece.error_message or "the request failed")
+
+
 async def collect_all(jobs: Sequence[Job], metrics: ServerMetrics) -> list[Response]:
     """Whole answers, in order. Cancelling this cancels the requests."""
 
@@ -172,7 +180,7 @@ async def collect_all(jobs: Sequence[Job], metrics: ServerMetrics) -> list[Respo
                 else:
                     whole.extend(piece)
         if whole is None or whole.finish_reason == "error":
-            raise ApiError(500, (whole and whole.error_message) or "the request failed")
+            raise request_error(whole)
         return whole
 
     try:

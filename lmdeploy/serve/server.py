@@ -15,6 +15,8 @@ from lmdeploy.serve.state import ServerOptions
 if TYPE_CHECKING:
     from lmdeploy.model import ChatTemplateConfig
 
+_SHUTDOWN_SECONDS = 3  # for running streams, then they are cut
+
 
 def bind(server_name: str, server_port: int) -> socket.socket:
     """A listening socket. ValueError when the address cannot be used. Port 0: any free one."""
@@ -76,7 +78,12 @@ def run_server(
         sys.stdout.flush()
         level = options.log_level.lower()
         server = uvicorn.Server(
-            uvicorn.Config(app, log_level=level, access_log=level in ("debug", "info"))
+            uvicorn.Config(
+                app,
+                log_level=level,
+                access_log=level in ("debug", "info"),
+                timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+            )
         )
         server.run(sockets=[sock])
     finally:

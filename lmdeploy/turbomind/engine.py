@@ -147,6 +147,11 @@ class _KnownIds:
         return self._stream.finish()
 
 
+def _error_code(text: str) -> str:
+    """`bad_request` when the request's own grammar failed, else `engine_error`."""
+    return "bad_request" if "response_format" in text else "engine_error"
+
+
 class RequestStream:
     """One answer as an asynchronous iterator of Response pieces; the last has a finish_reason.
 
@@ -229,7 +234,7 @@ class RequestStream:
             logits=output.logits,
             cached_tokens=self._cached_tokens,
             prompt_logprobs=self._prompt_logprobs(output),
-            error_code="engine_error" if reason == "error" else None,
+            error_code=_error_code(output.error) if reason == "error" else None,
             error_message=output.error if reason == "error" else None,
         )
 

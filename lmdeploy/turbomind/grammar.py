@@ -12,6 +12,8 @@ import numpy.typing as npt
 from lmdeploy.checks import refuse
 
 MAX_GRAMMAR_CHARS = 1 << 17
+_MAX_LEXER_STATES = 50_000  # about 1 to 2 kB each
+_MAX_REASON_CHARS = 300
 
 TokenMask = Callable[[Sequence[int], npt.NDArray[np.int32]], bool]
 
@@ -67,17 +69,26 @@ def make_token_mask(
     grammar = grammar_text(response_format)
     if grammar is None:
         return None
-    matcher = llguidance.LLMatcher(get_tokenizer(), grammar)
+    limits = llguidance.LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
+    matcher = llguidance.LLMatcher(get_tokenizer(), grammar, log_level=0, limits=limits)
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # a grammar that explodes shows here or at its first tokens
     if matcher.is_error():
-        reason = matcher.get_error().splitlines()[0]
-        raise ValueError(f"response_format: {reason}; change response_format")
+        raise ValueError(f"response_format: {_reason(matcher)}; change response_format")
 
     def token_mask(new_tokens: Sequence[int], mask: npt.NDArray[np.int32]) -> bool:
         if new_tokens and not matcher.consume_tokens(list(new_tokens)):
-            raise RuntimeError(f"grammar: {matcher.get_error() or 'a token outside the mask'}")
+            raise ValueError(f"response_format: {_reason(matcher)}")
         if matcher.is_stopped():
             return False
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.size * mask.itemsize)
+        if matcher.is_error():
+            raise ValueError(f"response_format: {_reason(matcher)}")
         return True
 
     return token_mask
+
+
+def _reason(matcher: Any) -> str:
+    text = str(matcher.get_error() or "a token outside the grammar")
+    return " ".join(text.split("<state>")[0].split())[:_MAX_REASON_CHARS]

@@ -1,0 +1,153 @@
+"""The whole way with the embedded model: server, grammar, prefix cache, cancel, dry run."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import httpx
+import openai
+import pytest
+from test_serve import serving
+
+from lmdeploy import GenerationConfig, Pipeline, TurbomindEngineConfig
+from lmdeploy.cli.entrypoint import main
+from lmdeploy.turbomind.engine import AsyncEngine
+
+PARIS = [{"role": "user", "content": "What is the capital of France?"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 10}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    config = TurbomindEngineConfig(quant_policy=16, session_len=2048, max_batch_size=8)
+    return AsyncEngine.load("smollm2", config, progress=False)
+
+
+@pytest.fixture(scope="module")
+def url(engine):
+    with serving(engine) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def wait_until_idle(engine):
+    deadline = time.monotonic() + 10
+    while engine.stats().num_running + engine.stats().num_waiting:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_answer_makes_sense(client):
+    options = {"model": "m", "messages": PARIS, "temperature": 0}
+    whole = client.chat.completions.create(**options).choices[0].message.content
+    assert "Paris" in whole
+    stream = client.chat.completions.create(**options, stream=True)
+    assert "".join(chunk.choices[0].delta.content for chunk in stream) == whole
+
+
+def test_seed_repeats_a_sample(client):
+    def sample(seed):
+        reply = client.chat.completions.create(
+            model="m", messages=PARIS, temperature=1.5, seed=seed, max_tokens=24, n=2
+        )
+        return [choice.message.content for choice in reply.choices]
+
+    assert sample(1) == sample(1)
+    assert sample(1) != sample(2)
+    assert len(set(sample(1))) == 2
+
+
+def test_cached_tokens(client):
+    messages = [{"role": "user", "content": "Tell me about the sea. " * 40}]
+    options = {"model": "m", "messages": messages, "temperature": 0, "max_tokens": 8}
+    client.chat.completions.create(**options)
+    usage = client.chat.completions.create(**options).usage
+    assert usage.prompt_tokens_details.cached_tokens >= usage.prompt_tokens - 128
+
+
+def test_json_schema(client):
+    reply = client.chat.completions.create(
+        model="m",
+        messages=[{"role": "user", "content": "Invent a person."}],
+        response_format={"type": "json_schema", "json_schema": {"name": "p", "schema": SCHEMA}},
+        temperature=0,
+        max_tokens=200,
+    )
+    person = json.loads(reply.choices[0].message.content)
+    assert set(person) == {"name", "age"} and isinstance(person["age"], int)
+
+
+def test_regex_and_bad_grammars(url):
+    def ask(response_format):
+        body = {"model": "m", "messages": PARIS, "response_format": response_format}
+        return httpx.post(f"{url}/v1/chat/completions", json={**body, "max_tokens": 30}, timeout=60)
+
+    reply = ask({"type": "regex_schema", "regex_schema": "call me [a-z]{1,10}"})
+    assert reply.json()["choices"][0]["message"]["content"].startswith("call me ")
+    for bad in (
+        {"type": "regex_schema", "regex_schema": "(("},
+        {"type": "regex_schema", "regex_schema": "(a{1000}){1000}{1000}"},
+        {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}},
+    ):
+        reply = ask(bad)
+        assert reply.status_code == 400
+        assert "response_format" in reply.json()["error"]["message"]
+    assert httpx.get(f"{url}/health").status_code == 200
+
+
+def test_stop_word_is_never_shown(client):
+    messages = [{"role": "user", "content": "Write a short story about a lighthouse."}]
+    options = {"model": "m", "messages": messages, "temperature": 0, "max_tokens": 40}
+    whole = client.chat.completions.create(**options).choices[0].message.content
+    assert len(whole) > 60
+    for start in range(5, 50, 7):
+        stop = whole[start : start + 5]
+        stream = client.chat.completions.create(**options, stop=stop, stream=True)
+        text = "".join(chunk.choices[0].delta.content for chunk in stream)
+        assert text == whole[: whole.index(stop)]
+
+
+def test_cancelled_streams_free_everything(engine, client):
+    for i in range(10):
+        stream = client.chat.completions.create(
+            model="m", messages=PARIS, stream=True, max_tokens=500, extra_body={"ignore_eos": True}
+        )
+        for _, _chunk in zip(range(i), stream, strict=False):
+            pass
+        stream.close()
+    wait_until_idle(engine)
+    stats = engine.stats()
+    assert stats.blocks_active == 0
+    assert stats.blocks_free + stats.blocks_cached == stats.blocks_total
+    engine.parts.core.check_integrity()
+
+
+def test_logprobs_agree_with_logits(engine):
+    import numpy as np
+
+    pipeline = Pipeline("", engine=engine)
+    config = GenerationConfig(max_new_tokens=4, logprobs=3, output_logits="generation")
+    answer = pipeline("Hello", config)
+    assert answer.logits.shape[0] == 4
+    for row, token, values in zip(answer.logits, answer.token_ids, answer.logprobs, strict=True):
+        row = row.astype(np.float64)
+        reference = row - row.max() - np.log(np.exp(row - row.max()).sum())
+        assert values[token] == pytest.approx(reference[token], abs=1e-4)
+        assert len(values) == 3
+
+
+def test_dry_run(capsys):
+    assert main(["serve", "api_server", "smollm2", "--dry-run", "--quant-policy", "16"]) == 0
+    text = capsys.readouterr().out
+    for part in ("mode nvfp4", "6,480 bytes per token", "reserved bytes", "touched bytes"):
+        assert part in text
