@@ -1,0 +1,36 @@
+// The engine itself fails: everything ends, and it says so from then on.
+
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <doctest/doctest.h>
+
+#include "engine/null_device.h"
+#include "engine/tiny_model.h"
+#include "turbomind/core/check.h"
+
+namespace turbomind {
+namespace {
+
+TEST_CASE("a failed engine ends its requests and is not healthy") {
+  const ModelConfig model = testing::TinyConfig();
+  auto device = std::make_shared<testing::FailingDevice>(MakeCpuDevice(1), 5);
+  Engine engine(model, testing::TinyEngineConfig(KvCacheMode::kNone),
+                testing::TinyWeights(model, *device), device, testing::kFreeBytes);
+  for (uint64_t id : {1, 2}) {
+    engine.Submit(testing::MakeRequest(id, testing::RandomPrompt(1, 40), 50));
+  }
+  auto outputs = testing::Collect(engine, 2);
+  REQUIRE(outputs.size() == 2);
+  for (const auto& [id, output] : outputs) {
+    CHECK(output.finish_reason == FinishReason::kError);
+    CHECK(output.error.find("the device is gone") != std::string::npos);
+  }
+  CHECK_FALSE(engine.healthy());
+  CHECK(engine.failure().find("the device is gone") != std::string::npos);
+  CHECK_THROWS_AS(engine.Submit(testing::MakeRequest(3, {1}, 1)), InternalError);
+  CHECK_THROWS_AS(engine.CheckIntegrity(), InternalError);
+  engine.Cancel(1);
+  CHECK(engine.WaitOutputs(10'000).empty());  // returns at once
+}
+
+}  // namespace
+}  // namespace turbomind

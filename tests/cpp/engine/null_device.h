@@ -1,0 +1,77 @@
+#pragma once
+
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "turbomind/core/check.h"
+#include "turbomind/core/device.h"
+
+namespace turbomind::testing {
+
+// Memory and nothing else: whoever asks it to compute fails.
+class NullDevice : public Device {
+ public:
+  DeviceCapability capability() const override { return {}; }
+  std::string name() const override { return "null"; }
+  void* Reserve(size_t num_bytes) override { return std::calloc(num_bytes + 1, 1); }
+  void Release(void* memory, size_t) override { std::free(memory); }
+  void Copy(void* to, const void* from, size_t num_bytes) override {
+    std::memcpy(to, from, num_bytes);
+  }
+  std::unique_ptr<PackedMatrix> PackMatrix(const MatrixSource&, bool) override {
+    Refuse();
+    return nullptr;
+  }
+  void Embed(const EmbedParams&) override { Refuse(); }
+  void RmsNorm(const RmsNormParams&) override { Refuse(); }
+  void Linear(const LinearParams&) override { Refuse(); }
+  void GatedActivation(const GatedActivationParams&) override { Refuse(); }
+  void ProcessKV(const ProcessKVParams&) override { Refuse(); }
+  void FlattenKV(const FlattenKVParams&) override { Refuse(); }
+  void PrefillAttention(const AttentionParams&) override { Refuse(); }
+  void DecodeAttention(const AttentionParams&) override { Refuse(); }
+
+ private:
+  static void Refuse() { throw InternalError("the null device computes nothing"); }
+};
+
+// Hands everything to another device, except that one Embed call fails: an engine's own failure.
+class FailingDevice : public Device {
+ public:
+  FailingDevice(std::shared_ptr<Device> device, int fails_at)
+      : device_(std::move(device)), left_(fails_at) {}
+  DeviceCapability capability() const override { return device_->capability(); }
+  std::string name() const override { return device_->name(); }
+  void* Reserve(size_t num_bytes) override { return device_->Reserve(num_bytes); }
+  void Release(void* memory, size_t n) override { device_->Release(memory, n); }
+  void Copy(void* to, const void* from, size_t n) override { device_->Copy(to, from, n); }
+  std::unique_ptr<PackedMatrix> PackMatrix(const MatrixSource& source, bool exact) override {
+    return device_->PackMatrix(source, exact);
+  }
+  void Embed(const EmbedParams& params) override {
+    if (--left_ == 0) {
+      throw InternalError("the device is gone");
+    }
+    device_->Embed(params);
+  }
+  void RmsNorm(const RmsNormParams& params) override { device_->RmsNorm(params); }
+  void Linear(const LinearParams& params) override { device_->Linear(params); }
+  void GatedActivation(const GatedActivationParams& params) override {
+    device_->GatedActivation(params);
+  }
+  void ProcessKV(const ProcessKVParams& params) override { device_->ProcessKV(params); }
+  void FlattenKV(const FlattenKVParams& params) override { device_->FlattenKV(params); }
+  void PrefillAttention(const AttentionParams& params) override {
+    device_->PrefillAttention(params);
+  }
+  void DecodeAttention(const AttentionParams& params) override { device_->DecodeAttention(params); }
+
+ private:
+  std::shared_ptr<Device> device_;
+  int left_;
+};
+
+}  // namespace turbomind::testing
