@@ -1,0 +1,70 @@
+"""Runs of the C++ engine from tests: logits of every position, and greedy tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+TIMEOUT_MS = 2000
+
+
+class EngineRun:
+    """An engine over one loaded model, closed at the end of a `with` block."""
+
+    def __init__(
+        self, path: str, *, exact: bool, kv_mode: str = "none", max_prefill: int = 64
+    ) -> None:
+        from lmdeploy import _turbomind
+        from lmdeploy.turbomind.loader import load_model
+
+        self._native = _turbomind
+        device = _turbomind.make_cpu_device(2)
+        self.model = load_model(path, exact=exact, device=device, progress=False)
+        config = _turbomind.EngineConfig()
+        config.kv_mode = kv_mode
+        config.max_batch_size = 4
+        config.session_len = 1024
+        config.max_prefill_token_num = max_prefill
+        config.cache_block_seq_len = 16
+        config.cache_max_entry_count = 0.5
+        config.enable_prefix_caching = False
+        config.deterministic = True
+        config.check_integrity = True
+        self._engine = _turbomind.Engine(
+            self.model.config, config, self.model.weights, device, 2 << 30
+        )
+        self._next_id = 1
+
+    def __enter__(self) -> EngineRun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.close()
+
+    def logits(self, ids: list[int]) -> np.ndarray:
+        """[len(ids), vocab]: the logits after every token of the prompt."""
+        outputs = self._run(ids, 1, "all")
+        pieces = [output.logits for output in outputs if output.logits is not None]
+        return np.concatenate(pieces)[: len(ids)]
+
+    def greedy(self, ids: list[int], num_tokens: int) -> list[int]:
+        """The next tokens, each the most likely one."""
+        return [token for output in self._run(ids, num_tokens, "none") for token in output.tokens]
+
+    def _run(self, ids: list[int], num_tokens: int, logits_output: str) -> list[Any]:
+        request = self._native.Request()
+        request.id = self._next_id
+        self._next_id += 1
+        request.prompt = ids
+        request.max_new_tokens = num_tokens
+        request.ignore_eos = True
+        request.do_sample = False
+        request.logits_output = logits_output
+        self._engine.submit(request)
+        outputs: list[Any] = []
+        while not outputs or outputs[-1].finish_reason == "none":
+            outputs += self._engine.wait_outputs(TIMEOUT_MS)
+            assert self._engine.healthy, self._engine.failure
+        assert not outputs[-1].error, outputs[-1].error
+        return outputs

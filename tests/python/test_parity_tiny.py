@@ -1,0 +1,131 @@
+"""Logits and greedy tokens against transformers in FP32, for tiny models of every family."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_runs import EngineRun
+from tiny_gguf import write_gguf
+from tiny_models import TINY_MODELS, VOCAB_SIZE, TinyModel, make_model, save_model
+
+# Largest difference of a logit, relative to the largest logit. Both sides compute in FP32 and sum
+# in different orders: 1.3e-6 to 5.5e-6 were measured with these widths and depths.
+MAX_RELATIVE_ERROR = 3e-5
+# Beyond every window and every original_max_position_embeddings of TINY_MODELS.
+NUM_TOKENS = 150
+NUM_GREEDY = 24
+
+
+def prompt(num_tokens: int = NUM_TOKENS, seed: int = 3) -> list[int]:
+    return np.random.default_rng(seed).integers(3, VOCAB_SIZE, num_tokens).tolist()
+
+
+def use_positional_dynamic_rope(model: Any) -> None:
+    """Gives a model with dynamic scaling the rule of docs: the base follows a token's position.
+
+    transformers takes one base, of the longest length so far, for all tokens of a call, so that
+    its keys depend on how the text was cut into calls. Below the original length the two agree.
+    """
+    config = model.config
+    rope = config.rope_parameters
+    original, dim = config.max_position_embeddings, config.head_dim
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+
+    def forward(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        lengths = torch.clamp(position_ids[0] + 1, min=original).double()
+        scale = rope["factor"] * lengths / original - (rope["factor"] - 1)
+        bases = (rope["rope_theta"] * scale ** (dim / (dim - 2))).float()
+        angles = position_ids[0, :, None].float() / bases[:, None] ** exponents
+        both = torch.cat((angles, angles), dim=-1)[None]
+        return both.cos(), both.sin()
+
+    model.model.rotary_emb.forward = forward
+
+
+def reference_logits(model: Any, ids: list[int]) -> np.ndarray:
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0].float().numpy()
+
+
+def reference_greedy(model: Any, ids: list[int], num_tokens: int) -> list[int]:
+    ids = list(ids)
+    for _ in range(num_tokens):
+        ids.append(int(reference_logits(model, ids)[-1].argmax()))
+    return ids[-num_tokens:]
+
+
+def relative_error(got: np.ndarray, wanted: np.ndarray) -> float:
+    assert got.shape == wanted.shape
+    return float(np.abs(got - wanted).max() / np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("tiny", TINY_MODELS, ids=lambda tiny: tiny.name)
+def test_logits_and_greedy_tokens(tiny: TinyModel, tmp_path: Path) -> None:
+    model = make_model(tiny)
+    folder = save_model(model, tmp_path)
+    if tiny.rope.get("rope_type") == "dynamic":
+        short = prompt(tiny.config_values()["max_position_embeddings"])
+        with EngineRun(str(folder), exact=True) as run:
+            error = relative_error(run.logits(short), reference_logits(model, short))
+        assert error <= MAX_RELATIVE_ERROR
+        use_positional_dynamic_rope(model)
+    ids = prompt()
+    with EngineRun(str(folder), exact=True) as run:
+        error = relative_error(run.logits(ids), reference_logits(model, ids))
+        print(f"{tiny.name}: relative error {error:.2e}")
+        assert error <= MAX_RELATIVE_ERROR
+        assert run.greedy(ids, NUM_GREEDY) == reference_greedy(model, ids, NUM_GREEDY)
+
+
+@pytest.mark.parametrize("weight_format", ["F32", "Q8_0", "Q4_0", "Q4_1", "Q5_1"])
+@pytest.mark.parametrize("index", [0, 10, 12], ids=["llama", "qwen2", "qwen3"])
+def test_gguf_with_the_same_values(weight_format: str, index: int, tmp_path: Path) -> None:
+    """Dequantised weights in transformers, raw ones in the exact engine: the same function."""
+    model = make_model(TINY_MODELS[index])
+    stored = write_gguf(model, tmp_path / "m.gguf", weight_format=weight_format)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.from_numpy(stored[name]))
+    ids = prompt(80)
+    with EngineRun(str(tmp_path / "m.gguf"), exact=True) as run:
+        error = relative_error(run.logits(ids), reference_logits(model, ids))
+    print(f"{weight_format}: relative error {error:.2e}")
+    assert error <= MAX_RELATIVE_ERROR
+
+
+def test_gguf_frequency_factors_are_llama3_scaling(tmp_path: Path) -> None:
+    """rope_freqs.weight holds plain frequency / scaled frequency, as the converter writes it."""
+    tiny = next(tiny for tiny in TINY_MODELS if tiny.name == "llama-llama3-dim128")
+    model = make_model(tiny)
+    scaled = model.model.rotary_emb.inv_freq.numpy()
+    plain = 10000.0 ** -(np.arange(0, 128, 2) / 128)
+    write_gguf(model, tmp_path / "m.gguf", freq_factors=plain / scaled)
+    ids = prompt()
+    with EngineRun(str(tmp_path / "m.gguf"), exact=True) as run:
+        assert relative_error(run.logits(ids), reference_logits(model, ids)) <= MAX_RELATIVE_ERROR
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"sliding_window": 25}, {"rope_theta": 10500.0}, {"rms_norm_eps": 1e-3}],
+    ids=lambda change: next(iter(change)),
+)
+def test_the_bound_sees_small_mistakes(change: dict[str, Any], tmp_path: Path) -> None:
+    """A window one longer, a slightly other base or epsilon must fail the comparison."""
+    import json
+
+    tiny = next(tiny for tiny in TINY_MODELS if tiny.name == "mistral-window-mqa")
+    model = make_model(tiny)
+    folder = save_model(model, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    if "rope_theta" in change:
+        config["rope_parameters"].update(change)
+    else:
+        config.update(change)
+    (folder / "config.json").write_text(json.dumps(config))
+    ids = prompt()
+    with EngineRun(str(folder), exact=True) as run:
+        error = relative_error(run.logits(ids), reference_logits(model, ids))
+    assert error > 10 * MAX_RELATIVE_ERROR
