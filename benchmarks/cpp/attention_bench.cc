@@ -1,5 +1,5 @@
 // ns per cached token and query head of decode attention, and FMA rate of prefill attention, for
-// every mode; one thread. Usage: attention_bench [isa]
+// every mode; one thread. Usage: attention_bench [isa [mode]]
 
 #include <algorithm>
 #include <chrono>
@@ -82,6 +82,9 @@ int main(int argc, char** argv) {
   for (int head_dim : {64, 128}) {
     for (int context : {2048, 8192}) {
       for (KvCacheMode mode : kAllKvCacheModes) {
+        if (argc > 2 && std::string(argv[2]) != ToString(mode)) {
+          continue;
+        }
         Measure(kernels, mode, context, head_dim);
       }
     }

@@ -146,22 +146,43 @@ inline void RestoreOrder(Stored s, const float* from, int head_dim, float* to) {
   }
 }
 
-// Scale bytes in the lanes → FP32. E8M0: bytes 1..254, readers need 112..136.
+// Legal scale bytes in the lanes → FP32. E8M0: 112..136; E4M3: 0..0x7e.
 TM_HD F32x16 ScaleValue(KvCacheMode mode, I32x16 byte) {
-  return mode == KvCacheMode::kFp4Mx ? FromBits(ShiftLeft<23>(byte)) : FromE4m3(byte);
+  if (mode == KvCacheMode::kFp4Mx) {
+    return FromBits(ShiftLeft<23>(byte));
+  }
+  const I32x16 bits = ShiftLeft<20>(byte);
+  const F32x16 subnormal = Sub(FromBits(Add(bits, Set1Int(121 << 23))), Set1(0x1p-6f));
+  return Select(Less(byte, Set1Int(8)), subnormal, FromBits(Add(bits, Set1Int(120 << 23))));
 }
 
-// 16 tokens' scales → meta[group][kTileTokens] at column `column`.
-inline void LoadScales(KvCacheMode mode, const uint8_t* scales, int stride, int num_groups,
-                       float* meta, int column) {
-  const I32x16 mask = Set1Int(0xff);
+// Scales of groups [first, first + 4) of 16 tokens, one byte each in `words` → meta.
+TM_HD void StoreScales(KvCacheMode mode, I32x16 words, float* meta) {
+  Unroll<4>([&](auto i) __attribute__((always_inline)) {
+    constexpr int at = decltype(i)::value;
+    const I32x16 byte = And(ShiftRight<8 * at>(words), Set1Int(0xff));
+    Store(meta + at * kTileTokens, ScaleValue(mode, byte));
+  });
+}
+
+// 16 tokens' scales → meta[group][kTileTokens]. `rows` are the tokens' scale rows, `stride` bytes
+// each; this side's bytes begin at `offset`. The common shapes avoid the slow gather.
+inline void LoadScales(KvCacheMode mode, const uint8_t* rows, int stride, int offset,
+                       int num_groups, float* meta) {
+  if (stride == 8 && num_groups == 4) {
+    StoreScales(mode, offset == 0 ? LoadEverySecond<0>(rows) : LoadEverySecond<1>(rows), meta);
+    return;
+  }
+  if (stride == 16 && num_groups == 8) {
+    I32x16 words[4];
+    LoadTransposed(rows, stride, words);
+    StoreScales(mode, offset == 0 ? words[0] : words[2], meta);
+    StoreScales(mode, offset == 0 ? words[1] : words[3], meta + 4 * kTileTokens);
+    return;
+  }
   for (int group = 0; group < num_groups; group += 4) {
     const int first = group + 4 <= num_groups ? group : num_groups - 4;  // never past the row
-    const I32x16 words = GatherDwords(scales + first, stride);
-    for (int i = group - first; i < 4; ++i) {
-      const I32x16 byte = And(ShiftRight(words, Set1Int(8 * i)), mask);
-      Store(meta + (first + i) * kTileTokens + column, ScaleValue(mode, byte));
-    }
+    StoreScales(mode, GatherDwords(rows + offset + first, stride), meta + first * kTileTokens);
   }
 }
 
@@ -217,9 +238,10 @@ inline void OpenTile(const KvHead& kv, KvSide side, int tile, int begin, int end
     if (layer.scale_bytes[s] > 0) {
       const int stride = layer.ScaleStride();
       LoadScales(mode,
-                 reinterpret_cast<const uint8_t*>(layer.Scales(side, block, kv.head)) +
+                 reinterpret_cast<const uint8_t*>(layer.Scales(KvSide::kK, block, kv.head)) +
                      static_cast<int64_t>(slot) * stride,
-                 stride, layer.scale_bytes[s], out->meta, 16 * i);
+                 stride, s == 1 ? layer.scale_bytes[0] : 0, layer.scale_bytes[s],
+                 out->meta + 16 * i);
     } else if (layer.param_bytes[s] > 0) {
       LoadAffine(layer.dtype,
                  reinterpret_cast<const uint8_t*>(layer.Params(side, block, kv.head)) +

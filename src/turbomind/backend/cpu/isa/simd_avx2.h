@@ -212,6 +212,18 @@ TM_HD I32x16 Broadcast8(const void* p) {
   const __m256i both = _mm256_set1_epi64x(bits);
   return {both, both};
 }
+// Of 32 dwords, the even or odd ones.
+template <int kOdd>
+TM_HD I32x16 LoadEverySecond(const void* p) {
+  const float* from = static_cast<const float*>(p);
+  const auto half = [&](int i) {
+    const __m256 mixed =
+        _mm256_shuffle_ps(_mm256_loadu_ps(from + i), _mm256_loadu_ps(from + i + 8),
+                          kOdd ? _MM_SHUFFLE(3, 1, 3, 1) : _MM_SHUFFLE(2, 0, 2, 0));
+    return _mm256_permute4x64_epi64(_mm256_castps_si256(mixed), 0xd8);
+  };
+  return {half(0), half(16)};
+}
 // Lane i is the dword at p + i * stride.
 TM_HD I32x16 GatherDwords(const void* p, int stride) {
   const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);

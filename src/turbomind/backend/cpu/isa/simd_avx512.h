@@ -140,6 +140,16 @@ TM_HD I32x16 Broadcast8(const void* p) {
   __builtin_memcpy(&bits, p, sizeof(bits));
   return {_mm512_set1_epi64(bits)};
 }
+// Of 32 dwords, the even or odd ones.
+template <int kOdd>
+TM_HD I32x16 LoadEverySecond(const void* p) {
+  const __m512i index =
+      _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const uint8_t* from = static_cast<const uint8_t*>(p);
+  return {_mm512_permutex2var_epi32(_mm512_loadu_si512(from),
+                                    _mm512_add_epi32(index, _mm512_set1_epi32(kOdd)),
+                                    _mm512_loadu_si512(from + 64))};
+}
 // Lane i is the dword at p + i * stride.
 TM_HD I32x16 GatherDwords(const void* p, int stride) {
   const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);

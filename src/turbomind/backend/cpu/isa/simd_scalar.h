@@ -266,6 +266,12 @@ TM_HD I32x16 Broadcast8(const void* p) {
   const uint8_t* bytes = static_cast<const uint8_t*>(p);
   return EachLane<I32x16>([&](int i) { return LoadDword(bytes + 4 * (i & 1)); });
 }
+// Of 32 dwords, the even or odd ones.
+template <int kOdd>
+TM_HD I32x16 LoadEverySecond(const void* p) {
+  const uint8_t* bytes = static_cast<const uint8_t*>(p);
+  return EachLane<I32x16>([&](int i) { return LoadDword(bytes + 8 * i + 4 * kOdd); });
+}
 // Lane i is the dword at p + i * stride.
 TM_HD I32x16 GatherDwords(const void* p, int stride) {
   const uint8_t* bytes = static_cast<const uint8_t*>(p);
