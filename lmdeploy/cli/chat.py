@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _HELP = "/help: this text   /clear: forget the conversation   /exit: leave   Ctrl-C: stop an answer"
 
+MAX_ANSWER_TOKENS = 1024
+
 
 def run_chat(args: argparse.Namespace) -> int:
     """Loads the model and talks until /exit or the end of the input."""
@@ -57,7 +59,7 @@ def talk(pipeline: Pipeline, console: Console, read: Callable[[], str]) -> None:
 
 def _answer(pipeline: Pipeline, session: Session, console: Console, line: str) -> None:
     limit = pipeline.engine.max_request_tokens
-    config = GenerationConfig(do_sample=True, max_new_tokens=limit)
+    config = GenerationConfig(do_sample=True, max_new_tokens=min(limit, MAX_ANSWER_TOKENS))
     text = ""
     try:
         for piece in pipeline.stream_infer(session.messages(line), config):

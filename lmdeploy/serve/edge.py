@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 from collections.abc import Sequence
@@ -44,6 +45,8 @@ class Edge:
 
         try:
             await self._app(scope, receive, note_start)
+        except asyncio.CancelledError:  # the server stops; nothing above us waits for this task
+            logger.info("%s: cut by the end of the server", scope["path"])
         except Exception as error:
             logger.error("%s: %s: %s", scope["path"], type(error).__name__, error)
             logger.debug("traceback", exc_info=error)
