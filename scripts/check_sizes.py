@@ -161,9 +161,11 @@ def is_fixed(path: Path, function: Function) -> bool:
     """Functions whose signature users know from LMDeploy, or that a library calls by position."""
     fixed = {
         "lmdeploy/api.py": {"pipeline", "serve", "client"},
-        "lmdeploy/pipeline.py": {"__call__", "stream_infer", "chat", "get_ppl", "infer"},
+        "lmdeploy/pipeline.py": {"__init__", "stream_infer", "chat", "get_ppl", "infer"},
     }
-    return function.name == "__exit__" or function.name in fixed.get(path.as_posix(), set())
+    return function.name in ("__exit__", "__call__") or function.name in fixed.get(
+        path.as_posix(), set()
+    )
 
 
 def tracked_files() -> list[Path]:

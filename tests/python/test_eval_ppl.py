@@ -14,10 +14,11 @@ ROOT = Path(__file__).resolve().parents[2]
 TEXT = Path(__file__).parent / "data" / "austen.txt"
 CONTEXT = 384
 MODES = ["none", "int8", "nvfp4", "int4", "mxfp4"]
-# The engine rounds activations to int8 and K and V of mode `none` to FP16; quantisation borders
-# that move by that noise change single codes. Bands for 383 positions.
+# Rounding noise of two implementations moves single codes over rounding borders, and 30 layers spread
+# that. Over 383 positions two runs of one implementation that differ by noise alone were seen to
+# differ by 4 % in perplexity; against the simulation KL differed by 11 %, top-1 by 0.03 at most.
 KL_BAND = 0.15
-PPL_BAND = 0.02
+PPL_BAND = 0.06
 TOP1_BAND = 0.04
 
 
@@ -74,7 +75,7 @@ def test_score_by_hand(eval_ppl: ModuleType) -> None:
     score = eval_ppl.Score()
     reference = np.log(np.array([[0.5, 0.25, 0.25], [0.2, 0.2, 0.6]], np.float32))
     logits = np.log(np.array([[0.25, 0.5, 0.25], [0.2, 0.2, 0.6]], np.float32)) + 7
-    score.add(logits, reference, np.array([1, 2]))
+    score.add(logits, reference, targets=np.array([1, 2]))
     row = score.report()
     divergence = 0.5 * np.log(2) - 0.25 * np.log(2)
     assert row["kl_mean"] == pytest.approx(divergence / 2)

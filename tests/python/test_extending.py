@@ -13,7 +13,8 @@ from reference.decoder import Decoder, Shape, random_weights
 from reference.rope import Rope
 from safetensors.numpy import save_file
 from test_reference_engine import collect_logits
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, decoders, models
+from tokenizers.pre_tokenizers import ByteLevel
 
 from lmdeploy import _turbomind
 from lmdeploy.turbomind import models as families
@@ -21,7 +22,7 @@ from lmdeploy.turbomind.loader import load_model
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
-SHAPE = Shape(2, 64, 96, 4, 2, 32, 80, Rope(32), optional=frozenset({"bias", "qk_norm", "head"}))
+SHAPE = Shape(2, 64, 96, 4, 2, 64, 80, Rope(64), optional=frozenset({"bias", "qk_norm", "head"}))
 # BF16 weights are exact here (they are rounded first); what is left is FP32 rounding.
 LOGIT_TOLERANCE = 5e-4
 
@@ -67,8 +68,10 @@ def write_checkpoint(folder: Path) -> dict[str, np.ndarray]:
         "eos_token_id": 1,
     }
     (folder / "config.json").write_text(json.dumps(config))
-    vocabulary = {f"w{i}": i for i in range(SHAPE.vocab)}
-    Tokenizer(models.WordLevel(vocabulary, unk_token="w0")).save(str(folder / "tokenizer.json"))
+    vocabulary = {char: i for i, char in enumerate(sorted(ByteLevel.alphabet())[: SHAPE.vocab])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
     return weights
 
 

@@ -13,11 +13,11 @@ from lmdeploy import _turbomind
 VOCAB = 97
 TIMEOUT_MS = 60_000
 # FP32 engine against a double-precision decoder: rounding noise of 2 layers, relative to the
-# spread of the logits. Quantised formats differ by more where noise moves a value over a rounding
-# border: one code step of one value, so the mean is bounded instead of the maximum.
-EXACT_MAX = 2e-4
-QUANTISED_MEAN = {"int8": 2e-3, "int4": 4e-2, "fp8": 2e-2, "fp8_e5m2": 2e-2}
-FP4_MEAN = 4e-2
+# spread of the logits (measured: 2e-5).
+EXACT_MAX = 1e-4
+# Where that noise moves a value over a rounding border of the cache, one code differs by a step:
+# the mean is bounded instead (measured: 6e-5). One format passed for another differs by 1e-2.
+STORED_MEAN = 2e-4
 
 
 def make_shape(**changes: object) -> Shape:
@@ -128,10 +128,10 @@ def test_parts_of_the_decoder(changes: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("mode", [mode for mode in codecs.MODES if mode != "none"])
+@pytest.mark.parametrize("mode", codecs.MODES)
 def test_every_format(mode: str, dtype: str) -> None:
     shape = make_shape(windows=(0, 70), optional=frozenset({"sinks"}))
-    assert compare(shape, mode=mode, dtype=dtype)[1] < QUANTISED_MEAN.get(mode, FP4_MEAN)
+    assert compare(shape, mode=mode, dtype=dtype)[1] < STORED_MEAN
 
 
 def test_the_comparison_tells_formats_apart() -> None:
@@ -141,7 +141,7 @@ def test_the_comparison_tells_formats_apart() -> None:
     ids = np.random.default_rng(4).integers(0, shape.vocab, 150)
     wanted = Decoder(shape, weights, "nvfp4", "float16").logits(ids)
     other = Decoder(shape, weights, "mxfp4", "float16").logits(ids)
-    assert np.abs(wanted - other).mean() / wanted.std() > FP4_MEAN
+    assert np.abs(wanted - other).mean() / wanted.std() > 100 * STORED_MEAN
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -116,7 +116,9 @@ def figures(
         targets = torch.tensor(ids[1:])
         plain = torch.from_numpy(logits(model, ids, "none")[:-1]).double().log_softmax(-1)
         for mode in modes:
-            ours = torch.from_numpy(logits(model, ids, mode)[:-1]).double().log_softmax(-1)
+            ours = plain
+            if mode != "none":
+                ours = torch.from_numpy(logits(model, ids, mode)[:-1]).double().log_softmax(-1)
             loss = -ours.gather(1, targets[:, None]).sum()
             divergence = (plain.exp() * (plain - ours)).sum()
             agreed = (plain.argmax(-1) == ours.argmax(-1)).sum()
