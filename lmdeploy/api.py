@@ -55,4 +55,6 @@ def serve(
         log_level=log_level,
         api_keys=[api_keys] if isinstance(api_keys, str) else list(api_keys or []),
     )
-    run_server(model_path, backend_config, chat_template_config, options)
+    run_server(
+        model_path, backend_config, chat_template_config=chat_template_config, options=options
+    )

@@ -24,59 +24,59 @@ def flag_of(name: str) -> str:
     return "--" + name.rstrip("_").replace("_", "-")
 
 
-def refuse(name: str, value: Any, wanted: str, flag: str | None = None) -> ValueError:
+def refuse(name: str, value: Any, *, wanted: str, flag: str | None = None) -> ValueError:
     """The error for one bad value; `flag` names what to change when it is not `name` itself."""
     return ValueError(f"{name}: got {show(value)}, wanted {wanted}; change {flag or name}")
 
 
 def check_int(
-    name: str, value: Any, low: int, high: int = 2**31 - 1, flag: str | None = None
+    name: str, value: Any, *, low: int, high: int = 2**31 - 1, flag: str | None = None
 ) -> int:
     """`value` when it is an integer (no bool) in [low, high]; ValueError otherwise."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         upper = "" if high >= 2**31 - 1 else f" and at most {high}"
-        raise refuse(name, value, f"an integer of at least {low}{upper}", flag)
+        raise refuse(name, value, wanted=f"an integer of at least {low}{upper}", flag=flag)
     return value
 
 
 def check_number(
-    name: str, value: Any, wanted: tuple[float, float], flag: str | None = None
+    name: str, value: Any, *, wanted: tuple[float, float], flag: str | None = None
 ) -> float:
     """`value` as a finite number (no bool) in the closed range `wanted`; ValueError otherwise."""
     low, high = wanted
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not low <= value <= high or not math.isfinite(value):
         upper = "" if math.isinf(high) else f" and at most {high:g}"
-        raise refuse(name, value, f"a finite number of at least {low:g}{upper}", flag)
+        raise refuse(name, value, wanted=f"a finite number of at least {low:g}{upper}", flag=flag)
     return float(value)
 
 
-def check_bool(name: str, value: Any, flag: str | None = None) -> bool:
+def check_bool(name: str, value: Any, *, flag: str | None = None) -> bool:
     """`value` when it is True or False; ValueError otherwise."""
     if not isinstance(value, bool):
-        raise refuse(name, value, "True or False", flag)
+        raise refuse(name, value, wanted="True or False", flag=flag)
     return value
 
 
-def check_choice(name: str, value: Any, choices: Sequence[Any], flag: str | None = None) -> Any:
+def check_choice(name: str, value: Any, *, choices: Sequence[Any], flag: str | None = None) -> Any:
     """`value` when it is one of `choices` and of the same type; ValueError otherwise."""
     if not any(type(value) is type(choice) and value == choice for choice in choices):
-        raise refuse(name, value, "one of " + ", ".join(str(c) for c in choices), flag)
+        raise refuse(name, value, wanted="one of " + ", ".join(str(c) for c in choices), flag=flag)
     return value
 
 
-def check_strings(name: str, value: Any, max_items: int, max_chars: int) -> list[str]:
+def check_strings(name: str, value: Any, *, max_items: int, max_chars: int) -> list[str]:
     """`value` as a list of non-empty strings within the limits; ValueError otherwise."""
     if not isinstance(value, (list, tuple)) or len(value) > max_items:
-        raise refuse(name, value, f"a list of at most {max_items} strings")
+        raise refuse(name, value, wanted=f"a list of at most {max_items} strings")
     for item in value:
         if not isinstance(item, str) or not item or len(item) > max_chars:
-            raise refuse(name, item, f"a non-empty string of at most {max_chars} characters")
+            raise refuse(name, item, wanted=f"a non-empty string of at most {max_chars} characters")
     return list(value)
 
 
-def check_ids(name: str, value: Any, max_items: int) -> list[int]:
+def check_ids(name: str, value: Any, *, max_items: int) -> list[int]:
     """`value` as a list of token ids (their upper bound is checked where the model is known)."""
     if not isinstance(value, (list, tuple)) or len(value) > max_items:
-        raise refuse(name, value, f"a list of at most {max_items} token ids")
-    return [check_int(name, item, 0) for item in value]
+        raise refuse(name, value, wanted=f"a list of at most {max_items} token ids")
+    return [check_int(name, item, low=0) for item in value]

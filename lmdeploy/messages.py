@@ -63,7 +63,7 @@ def parse_quant_policy(value: Any) -> str:
         wanted = "0, 4, 8, 16 or one of " + ", ".join(
             k for k in QUANT_POLICY_NAMES if isinstance(k, str)
         )
-        raise refuse("quant_policy", value, wanted, "--quant-policy")
+        raise refuse("quant_policy", value, wanted=wanted, flag="--quant-policy")
     return QUANT_POLICY_NAMES[key]
 
 
@@ -197,17 +197,24 @@ class TurbomindEngineConfig:
 
     def __post_init__(self) -> None:
         _refuse_unsupported(self, UNSUPPORTED_ENGINE_FIELDS)
-        check_choice("dtype", self.dtype, DTYPES, "--dtype")
-        check_choice("model_format", self.model_format, (None, "hf", "gguf"), "--model-format")
-        check_choice("device_type", self.device_type, DEVICE_TYPES, "--device")
+        check_choice("dtype", self.dtype, choices=DTYPES, flag="--dtype")
+        check_choice(
+            "model_format", self.model_format, choices=(None, "hf", "gguf"), flag="--model-format"
+        )
+        check_choice("device_type", self.device_type, choices=DEVICE_TYPES, flag="--device")
         if self.session_len is not None:
-            check_int("session_len", self.session_len, 1, flag="--session-len")
+            check_int("session_len", self.session_len, low=1, flag="--session-len")
         if self.max_batch_size is not None:
-            check_int("max_batch_size", self.max_batch_size, 1, 4096, "--max-batch-size")
+            check_int(
+                "max_batch_size", self.max_batch_size, low=1, high=4096, flag="--max-batch-size"
+            )
         if self.num_threads is not None:
-            check_int("num_threads", self.num_threads, 1, 1024, "--num-threads")
+            check_int("num_threads", self.num_threads, low=1, high=1024, flag="--num-threads")
         check_int(
-            "max_prefill_token_num", self.max_prefill_token_num, 1, flag="--max-prefill-token-num"
+            "max_prefill_token_num",
+            self.max_prefill_token_num,
+            low=1,
+            flag="--max-prefill-token-num",
         )
         self._check_cache()
         for name in ("enable_metrics", "deterministic", "exact", "strict_arch"):
@@ -216,15 +223,25 @@ class TurbomindEngineConfig:
     def _check_cache(self) -> None:
         flag = "--cache-max-entry-count"
         count = check_number(
-            "cache_max_entry_count", self.cache_max_entry_count, (0.0, 2.0**31 - 1), flag
+            "cache_max_entry_count",
+            self.cache_max_entry_count,
+            wanted=(0.0, 2.0**31 - 1),
+            flag=flag,
         )
         if count == 0 or (count >= 1 and count != int(count)):
             wanted = "a share above 0 and below 1, or a whole number of blocks"
-            raise refuse("cache_max_entry_count", self.cache_max_entry_count, wanted, flag)
+            raise refuse(
+                "cache_max_entry_count", self.cache_max_entry_count, wanted=wanted, flag=flag
+            )
         check_choice(
-            "cache_block_seq_len", self.cache_block_seq_len, BLOCK_LENGTHS, "--cache-block-seq-len"
+            "cache_block_seq_len",
+            self.cache_block_seq_len,
+            choices=BLOCK_LENGTHS,
+            flag="--cache-block-seq-len",
         )
-        check_bool("enable_prefix_caching", self.enable_prefix_caching, "--enable-prefix-caching")
+        check_bool(
+            "enable_prefix_caching", self.enable_prefix_caching, flag="--enable-prefix-caching"
+        )
         parse_quant_policy(self.quant_policy)
 
     @property
@@ -316,43 +333,48 @@ class GenerationConfig:
 
     def __post_init__(self) -> None:
         _refuse_unsupported(self, UNSUPPORTED_GENERATION_FIELDS)
-        check_int("n", self.n, 1, MAX_N)
-        check_int("max_new_tokens", self.max_new_tokens, 0)
+        check_int("n", self.n, low=1, high=MAX_N)
+        check_int("max_new_tokens", self.max_new_tokens, low=0)
         if self.min_new_tokens is not None:
-            check_int("min_new_tokens", self.min_new_tokens, 0)
+            check_int("min_new_tokens", self.min_new_tokens, low=0)
         self._check_sampling()
         self._check_words()
         self._check_output()
 
     def _check_sampling(self) -> None:
-        check_number("top_p", self.top_p, (0.0, 1.0))
-        check_number("min_p", self.min_p, (0.0, 1.0))
-        check_number("temperature", self.temperature, (0.0, 2.0))
-        check_int("top_k", self.top_k, 0)
-        if check_number("repetition_penalty", self.repetition_penalty, (0.0, 100.0)) == 0:
-            raise refuse("repetition_penalty", self.repetition_penalty, "a number above 0")
-        check_number("presence_penalty", self.presence_penalty, (-2.0, 2.0))
-        check_number("frequency_penalty", self.frequency_penalty, (-2.0, 2.0))
+        check_number("top_p", self.top_p, wanted=(0.0, 1.0))
+        check_number("min_p", self.min_p, wanted=(0.0, 1.0))
+        check_number("temperature", self.temperature, wanted=(0.0, 2.0))
+        check_int("top_k", self.top_k, low=0)
+        if check_number("repetition_penalty", self.repetition_penalty, wanted=(0.0, 100.0)) == 0:
+            raise refuse("repetition_penalty", self.repetition_penalty, wanted="a number above 0")
+        check_number("presence_penalty", self.presence_penalty, wanted=(-2.0, 2.0))
+        check_number("frequency_penalty", self.frequency_penalty, wanted=(-2.0, 2.0))
         if self.random_seed is not None:
-            check_int("random_seed", self.random_seed, 0, 2**64 - 1, "random_seed (seed)")
+            check_int(
+                "random_seed", self.random_seed, low=0, high=2**64 - 1, flag="random_seed (seed)"
+            )
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, dict) or len(self.logit_bias) > MAX_LOGIT_BIAS:
                 wanted = f"a dict of at most {MAX_LOGIT_BIAS} token ids and numbers"
-                raise refuse("logit_bias", self.logit_bias, wanted)
+                raise refuse("logit_bias", self.logit_bias, wanted=wanted)
             for token, bias in self.logit_bias.items():
-                check_int("logit_bias", token, 0)
-                check_number("logit_bias", bias, (-100.0, 100.0))
+                check_int("logit_bias", token, low=0)
+                check_number("logit_bias", bias, wanted=(-100.0, 100.0))
 
     def _check_words(self) -> None:
         for name in ("stop_words", "bad_words"):
             if getattr(self, name) is not None:
                 words = check_strings(
-                    name, getattr(self, name), MAX_STOP_WORDS, MAX_STOP_WORD_CHARS
+                    name,
+                    getattr(self, name),
+                    max_items=MAX_STOP_WORDS,
+                    max_chars=MAX_STOP_WORD_CHARS,
                 )
                 setattr(self, name, words)
         for name in ("stop_token_ids", "bad_token_ids"):
             if getattr(self, name) is not None:
-                setattr(self, name, check_ids(name, getattr(self, name), MAX_TOKEN_IDS))
+                setattr(self, name, check_ids(name, getattr(self, name), max_items=MAX_TOKEN_IDS))
 
     def _check_output(self) -> None:
         for name in (
@@ -365,10 +387,12 @@ class GenerationConfig:
             check_bool(name, getattr(self, name))
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
-        check_choice("output_logits", self.output_logits, (None, "generation", "all"))
+                check_int(name, getattr(self, name), low=0, high=MAX_LOGPROBS)
+        check_choice("output_logits", self.output_logits, choices=(None, "generation", "all"))
         if self.response_format is not None and not isinstance(self.response_format, dict):
-            raise refuse("response_format", self.response_format, "a dict with the key 'type'")
+            raise refuse(
+                "response_format", self.response_format, wanted="a dict with the key 'type'"
+            )
 
 
 class ResponseType(enum.Enum):

@@ -46,16 +46,20 @@ class ChatTemplateConfig:
             if getattr(self, name) is not None:
                 raise ValueError(f"{name}: tool calls are not supported; remove {name}")
         if self.capability not in (None, "chat", "completion"):
-            raise refuse("capability", self.capability, "chat or completion")
+            raise refuse("capability", self.capability, wanted="chat or completion")
         for item in fields(self):
             value = getattr(self, item.name)
             if item.name != "stop_words" and not isinstance(value, (str, type(None))):
-                raise refuse(item.name, value, "a text", f"--chat-template ({item.name})")
+                raise refuse(
+                    item.name, value, wanted="a text", flag=f"--chat-template ({item.name})"
+                )
         words = self.stop_words
         if words is not None and not (
             isinstance(words, list) and all(isinstance(w, str) and w for w in words)
         ):
-            raise refuse("stop_words", words, "a list of texts", "--chat-template (stop_words)")
+            raise refuse(
+                "stop_words", words, wanted="a list of texts", flag="--chat-template (stop_words)"
+            )
 
     def to_json(self, file_path: str | None = None) -> str:
         """As JSON text, written to `file_path` too when that is given."""
@@ -71,9 +75,13 @@ class ChatTemplateConfig:
         if not text.lstrip().startswith("{"):
             path = Path(text)
             if not path.is_file():
-                raise refuse("chat_template", text, "JSON or a JSON file", "--chat-template")
+                raise refuse(
+                    "chat_template", text, wanted="JSON or a JSON file", flag="--chat-template"
+                )
             if path.stat().st_size > _MAX_JSON_BYTES:
-                raise refuse("chat_template", text, "a file of at most 1 MiB", "--chat-template")
+                raise refuse(
+                    "chat_template", text, wanted="a file of at most 1 MiB", flag="--chat-template"
+                )
             text = path.read_text(encoding="utf-8")
         try:
             values = json.loads(text)
@@ -94,7 +102,9 @@ def parse_chat_template(argument: str | None) -> ChatTemplateConfig | None:
         return None
     if not argument.lstrip().startswith("{") and Path(argument).suffix in (".jinja", ".j2"):
         if not Path(argument).is_file():
-            raise refuse("chat_template", argument, "an existing file", "--chat-template")
+            raise refuse(
+                "chat_template", argument, wanted="an existing file", flag="--chat-template"
+            )
         return ChatTemplateConfig(model_name="custom", model_path=argument)
     if _is_hub_json(argument):
         return ChatTemplateConfig(model_name="custom", model_path=argument)

@@ -84,14 +84,16 @@ class Pipeline:
         *,
         engine: AsyncEngine | None = None,
     ) -> None:
-        check_choice("log_level", log_level, LOG_LEVELS)
+        check_choice("log_level", log_level, choices=LOG_LEVELS)
         logging.getLogger("lmdeploy").setLevel(log_level)
         if backend_config is not None and not isinstance(backend_config, TurbomindEngineConfig):
-            raise refuse("backend_config", backend_config, "a TurbomindEngineConfig")
+            raise refuse("backend_config", backend_config, wanted="a TurbomindEngineConfig")
         if engine is None:
             from lmdeploy.turbomind.engine import AsyncEngine
 
-            engine = AsyncEngine.load(model_path, backend_config, chat_template_config)
+            engine = AsyncEngine.load(
+                model_path, backend_config, chat_template_config=chat_template_config
+            )
         self.engine = engine
         self._loop = _LoopThread()
         self._closed = False
@@ -148,18 +150,20 @@ class Pipeline:
         """
         from tqdm import tqdm
 
-        jobs, single = self._jobs(prompts, gen_config, do_preprocess)
+        jobs, single = self._jobs(prompts, gen_config, do_preprocess=do_preprocess)
         answers: list[Response | None] = [None] * len(jobs)
         with tqdm(total=len(jobs), disable=not use_tqdm, unit="prompt") as bar:
 
-            async def run_one(slot: int, job: _Job, room: asyncio.Semaphore) -> None:
+            async def run_one(slot: int, job: _Job, *, room: asyncio.Semaphore) -> None:
                 async with room:
                     answers[slot] = await self._answer(job)
                 bar.update(1)
 
             async def run_all() -> None:
                 room = asyncio.Semaphore(_MAX_IN_FLIGHT)
-                tasks = [asyncio.ensure_future(run_one(i, job, room)) for i, job in enumerate(jobs)]
+                tasks = [
+                    asyncio.ensure_future(run_one(i, job, room=room)) for i, job in enumerate(jobs)
+                ]
                 try:
                     await asyncio.gather(*tasks)
                 finally:
@@ -193,7 +197,7 @@ class Pipeline:
         The last piece of an answer has a finish_reason. Leaving the iterator early cancels the
         rest.
         """
-        jobs, _ = self._jobs(prompts, gen_config, do_preprocess)
+        jobs, _ = self._jobs(prompts, gen_config, do_preprocess=do_preprocess)
         pieces: queue.Queue[Response | BaseException | None] = queue.Queue()
 
         async def run_one(job: _Job) -> None:
@@ -238,7 +242,7 @@ class Pipeline:
         `stream_response` an iterator of pieces; the session is updated when it ends.
         """
         session = session or self.session()
-        pieces = self._chat_pieces(prompt, session, gen_config)
+        pieces = self._chat_pieces(prompt, session, gen_config=gen_config)
         if stream_response:
             return pieces
         for _ in pieces:
@@ -260,7 +264,7 @@ class Pipeline:
         )
         for ids in batch:
             if not isinstance(ids, list) or len(ids) < 2:
-                raise refuse("input_ids", ids, "lists of at least 2 token ids")
+                raise refuse("input_ids", ids, wanted="lists of at least 2 token ids")
         config = GenerationConfig(max_new_tokens=0, prompt_logprobs=0)
         jobs = [_Job(ids, config, index=i) for i, ids in enumerate(batch)]
 
@@ -277,7 +281,7 @@ class Pipeline:
         return result
 
     def _chat_pieces(
-        self, prompt: str, session: Session, gen_config: GenerationConfig | None
+        self, prompt: str, session: Session, *, gen_config: GenerationConfig | None
     ) -> Iterator[Response]:
         whole: Response | None = None
         for piece in self.stream_infer(session.messages(prompt), gen_config):
@@ -298,13 +302,14 @@ class Pipeline:
         self,
         prompts: Prompt | Sequence[Prompt],
         gen_config: GenerationConfig | list[GenerationConfig] | None,
+        *,
         do_preprocess: bool,
     ) -> tuple[list[_Job], bool]:
         if self._closed:
             raise ValueError("pipeline: got a closed one, wanted an open one; make a new pipeline")
         single = isinstance(prompts, str) or _is_conversation(prompts)
         if not single and not isinstance(prompts, (list, tuple)):
-            raise refuse("prompts", prompts, "a text, a conversation, or a list of either")
+            raise refuse("prompts", prompts, wanted="a text, a conversation, or a list of either")
         batch: list[Any] = [prompts] if single else list(prompts)
         configs: list[Any] = (
             list(gen_config) if isinstance(gen_config, list) else [gen_config] * len(batch)
@@ -317,7 +322,7 @@ class Pipeline:
         for i, (prompt, config) in enumerate(zip(batch, configs, strict=True)):
             config = GenerationConfig() if config is None else config
             if not isinstance(config, GenerationConfig):
-                raise refuse("gen_config", config, "a GenerationConfig")
+                raise refuse("gen_config", config, wanted="a GenerationConfig")
             ids = self._encode(prompt, do_preprocess)
             self.engine.check_prompt(ids, f"prompt {i}")
             template = self.engine.parts.chat_template
@@ -335,7 +340,7 @@ class Pipeline:
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         if not _is_conversation(prompt):
-            raise refuse("prompt", prompt, "a text or a list of messages")
+            raise refuse("prompt", prompt, wanted="a text or a list of messages")
         if not do_preprocess:
             wanted = "a text, because do_preprocess=False skips the chat template"
             raise ValueError(f"prompt: got {show(prompt)}, wanted {wanted}")

@@ -31,11 +31,11 @@ def run_chat(args: argparse.Namespace) -> int:
     with Pipeline(args.model_path, config, template, args.log_level) as pipeline:
         console.print(pipeline.engine.cache_line(), markup=False)
         console.print(_HELP, style="dim", markup=False)
-        talk(pipeline, console, lambda: console.input("[bold]you>[/bold] "))
+        talk(pipeline, console, read=lambda: console.input("[bold]you>[/bold] "))
     return 0
 
 
-def talk(pipeline: Pipeline, console: Console, read: Callable[[], str]) -> None:
+def talk(pipeline: Pipeline, console: Console, *, read: Callable[[], str]) -> None:
     """The loop: reads questions with `read` and prints answers as they come."""
     session = pipeline.session()
     while True:
@@ -54,10 +54,10 @@ def talk(pipeline: Pipeline, console: Console, read: Callable[[], str]) -> None:
         elif line.startswith("/"):
             console.print(_HELP, style="dim", markup=False)
         elif line:
-            _answer(pipeline, session, console, line)
+            _answer(pipeline, session, console=console, line=line)
 
 
-def _answer(pipeline: Pipeline, session: Session, console: Console, line: str) -> None:
+def _answer(pipeline: Pipeline, session: Session, *, console: Console, line: str) -> None:
     limit = pipeline.engine.max_request_tokens
     config = GenerationConfig(do_sample=True, max_new_tokens=min(limit, MAX_ANSWER_TOKENS))
     text = ""

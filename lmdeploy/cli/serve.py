@@ -15,7 +15,7 @@ def run_api_server(args: argparse.Namespace) -> int:
     """Serves until interrupted, or prints the memory plan with --dry-run."""
     config = engine_config(args)
     template = parse_chat_template(args.chat_template)
-    check_int("server_port", args.server_port, 0, 65535, "--server-port")
+    check_int("server_port", args.server_port, low=0, high=65535, flag="--server-port")
     if args.dry_run:
         for line in dry_run_lines(args.model_path, config):
             print(line)
@@ -37,7 +37,7 @@ def run_api_server(args: argparse.Namespace) -> int:
         disable_fastapi_docs=args.disable_fastapi_docs,
         log_level=args.log_level,
     )
-    run_server(args.model_path, config, template, options)
+    run_server(args.model_path, config, chat_template_config=template, options=options)
     return 0
 
 

@@ -82,11 +82,11 @@ def make_app(
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def on_api_error(_: Request, error: ApiError) -> JSONResponse:
-        return error_response(error.status, error.message, error.param)
+        return error_response(error.status, error.message, param=error.param)
 
     @app.exception_handler(ValueError)
     async def on_value_error(_: Request, error: ValueError) -> JSONResponse:
-        return error_response(400, str(error), str(error).split(":")[0])
+        return error_response(400, str(error), param=str(error).split(":")[0])
 
     @app.exception_handler(EngineFailure)
     async def on_engine_failure(_: Request, error: EngineFailure) -> JSONResponse:
@@ -137,7 +137,7 @@ def _add_generation_routes(app: FastAPI, state: ServerState) -> None:
         body = await _read(request, ChatCompletionRequest)
         _check_model(state, body.model)
         ids, config = await prepare_chat(state, body)
-        jobs = await submit_all(engine, [ids], config)
+        jobs = await submit_all(engine, [ids], config=config)
         reply = ChatReply(state, body)
         if body.stream:
             return SseResponse(reply.events(jobs), jobs)
@@ -150,7 +150,7 @@ def _add_generation_routes(app: FastAPI, state: ServerState) -> None:
         body = await _read(request, CompletionRequest)
         _check_model(state, body.model)
         prompts, config = await prepare_completion(state, body)
-        jobs = await submit_all(engine, prompts, config)
+        jobs = await submit_all(engine, prompts, config=config)
         reply = CompletionReply(state, body)
         if body.stream:
             return SseResponse(reply.events(jobs), jobs)
@@ -162,7 +162,7 @@ def _add_generation_routes(app: FastAPI, state: ServerState) -> None:
         """LMDeploy's plain generation."""
         body = await _read(request, GenerateRequest)
         ids, config = await prepare_generate(state, body)
-        jobs = await submit_all(engine, [ids], config)
+        jobs = await submit_all(engine, [ids], config=config)
         reply = GenerateReply(state, body)
         if body.stream:
             return SseResponse(reply.events(jobs), jobs)
@@ -176,13 +176,13 @@ def _add_generation_routes(app: FastAPI, state: ServerState) -> None:
         texts = [body.input] if isinstance(body.input, str) else body.input
         if len(texts) > MAX_PROMPTS:
             raise ApiError(400, f"input: got {len(texts)} texts, wanted at most {MAX_PROMPTS}")
-        ids = [await asyncio.to_thread(_encode_one, engine, body, text) for text in texts]
+        ids = [await asyncio.to_thread(_encode_one, engine, body, text=text) for text in texts]
         if isinstance(body.input, str):
             return {"input_ids": ids[0], "length": len(ids[0])}
         return {"input_ids": ids, "length": [len(item) for item in ids]}
 
 
-def _encode_one(engine: AsyncEngine, body: EncodeRequest, text: str) -> list[int]:
+def _encode_one(engine: AsyncEngine, body: EncodeRequest, *, text: str) -> list[int]:
     if body.do_preprocess:
         return encode_chat(engine.parts, [{"role": "user", "content": text}])
     return list(engine.parts.tokenizer.encode(text, add_special=body.add_bos is not False))
@@ -191,7 +191,7 @@ def _encode_one(engine: AsyncEngine, body: EncodeRequest, text: str) -> list[int
 def _check_model(state: ServerState, name: str) -> None:
     if name != state.model_name:
         message = f"model: got {name[:100]!r}, wanted {state.model_name!r}; change model"
-        raise ApiError(404, message, "model")
+        raise ApiError(404, message, param="model")
 
 
 async def _read(request: Request, model: type[R]) -> R:

@@ -40,11 +40,15 @@ async def prepare_chat(
         options = dict(request.chat_template_kwargs or {})
         if request.enable_thinking is not None:
             options["enable_thinking"] = request.enable_thinking
-        ids = await asyncio.to_thread(encode_chat, state.engine.parts, request.messages, options)
+        ids = await asyncio.to_thread(
+            encode_chat, state.engine.parts, request.messages, template_options=options
+        )
     elif request.input_ids:
         ids = request.input_ids
     else:
-        raise ApiError(400, "messages: got none, wanted at least one; add messages", "messages")
+        raise ApiError(
+            400, "messages: got none, wanted at least one; add messages", param="messages"
+        )
     limits = Limits(
         max_new_tokens=request.max_completion_tokens or request.max_tokens,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
@@ -52,7 +56,9 @@ async def prepare_chat(
         stop_words=state.stop_words,
     )
     room = max(state.engine.max_request_tokens - len(ids), 1)
-    return ids, make_config(request, limits, state.engine.parts.generation_config, room)
+    return ids, make_config(
+        request, limits, model_defaults=state.engine.parts.generation_config, room=room
+    )
 
 
 class ChatReply:
@@ -89,7 +95,9 @@ class ChatReply:
         with_usage = options is not None and bool(options.include_usage)
         usage = Usage()
         for job in jobs:
-            yield self._chunk(job, {"role": "assistant", "content": ""}, None, with_usage)
+            yield self._chunk(
+                job, {"role": "assistant", "content": ""}, piece=None, with_usage=with_usage
+            )
         try:
             async with aclosing(merge(jobs, self._state.metrics)) as pieces:
                 async for job, piece in pieces:
@@ -101,7 +109,7 @@ class ChatReply:
                     delta: dict[str, Any] = {"content": piece.text}
                     if self._request.return_token_ids:
                         delta["gen_tokens"] = piece.token_ids
-                    yield self._chunk(job, delta, piece, with_usage)
+                    yield self._chunk(job, delta, piece=piece, with_usage=with_usage)
         except Exception as failure:
             yield event(error_body(500, str(failure)))
             return
@@ -111,7 +119,7 @@ class ChatReply:
         yield DONE
 
     def _chunk(
-        self, job: Job, delta: dict[str, Any], piece: Response | None, with_usage: bool
+        self, job: Job, delta: dict[str, Any], *, piece: Response | None, with_usage: bool
     ) -> str:
         choice = {
             "index": job.index,
@@ -136,6 +144,6 @@ class ChatReply:
         return chat_logprobs(
             self._state.engine.parts.tokenizer,
             piece.token_ids,
-            piece.logprobs or [],
-            self._request.top_logprobs or 0,
+            logprobs=piece.logprobs or [],
+            num_top=self._request.top_logprobs or 0,
         )

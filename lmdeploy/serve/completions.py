@@ -42,7 +42,9 @@ async def prepare_completion(
         prompt_logprobs=request.logprobs if request.echo else None,
         n=request.n or 1,
     )
-    return prompts, make_config(request, limits, state.engine.parts.generation_config, 0)
+    return prompts, make_config(
+        request, limits, model_defaults=state.engine.parts.generation_config, room=0
+    )
 
 
 class CompletionReply:

@@ -34,7 +34,7 @@ class Edge:
             return
         if not self._allowed(scope):
             message = "api key: missing or wrong, wanted one of --api-keys as Bearer; change it"
-            await error_response(401, message, "authorization")(scope, receive, send)
+            await error_response(401, message, param="authorization")(scope, receive, send)
             return
         started = False
 

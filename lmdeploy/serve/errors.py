@@ -18,14 +18,14 @@ _TYPES = {
 class ApiError(Exception):
     """An answer with an error status; `param` names the field of the request."""
 
-    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+    def __init__(self, status: int, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
 
 
-def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+def error_body(status: int, message: str, *, param: str | None = None) -> dict[str, Any]:
     """The JSON of an error: one line of text, a type, the field and the status."""
     return {
         "error": {
@@ -37,7 +37,7 @@ def error_body(status: int, message: str, param: str | None = None) -> dict[str,
     }
 
 
-def error_response(status: int, message: str, param: str | None = None) -> JSONResponse:
+def error_response(status: int, message: str, *, param: str | None = None) -> JSONResponse:
     """`error_body` as a response."""
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
-    return JSONResponse(error_body(status, message, param), status, headers)
+    return JSONResponse(error_body(status, message, param=param), status, headers)

@@ -23,7 +23,7 @@ async def prepare_generate(
 ) -> tuple[list[int], GenerationConfig]:
     """Prompt ids and options. ApiError or ValueError for what cannot be served."""
     if (request.prompt is None) == (request.input_ids is None):
-        raise ApiError(400, "prompt: wanted exactly one of prompt and input_ids", "prompt")
+        raise ApiError(400, "prompt: wanted exactly one of prompt and input_ids", param="prompt")
     if request.top_logprobs_num is not None and not request.return_logprob:
         raise ApiError(400, "top_logprobs_num: wanted return_logprob true; add return_logprob")
     ids = request.input_ids
@@ -34,7 +34,9 @@ async def prepare_generate(
         max_new_tokens=request.max_tokens,
         logprobs=(request.top_logprobs_num or 0) if request.return_logprob else None,
     )
-    return ids, make_config(request, limits, state.engine.parts.generation_config, 0)
+    return ids, make_config(
+        request, limits, model_defaults=state.engine.parts.generation_config, room=0
+    )
 
 
 class GenerateReply:

@@ -76,7 +76,7 @@ class Usage:
 
 
 def make_config(
-    fields: SamplingFields, limits: Limits, model_defaults: dict[str, Any], room: int
+    fields: SamplingFields, limits: Limits, *, model_defaults: dict[str, Any], room: int
 ) -> GenerationConfig:
     """The GenerationConfig of a request. ApiError 400 when the two disagree."""
 
@@ -116,7 +116,7 @@ def make_config(
             response_format=fields.response_format,
         )
     except ValueError as error:
-        raise ApiError(400, str(error), str(error).split(":")[0]) from None
+        raise ApiError(400, str(error), param=str(error).split(":")[0]) from None
 
 
 async def encode_prompts(engine: AsyncEngine, prompt: str | list[Any]) -> list[list[int]]:
@@ -126,11 +126,11 @@ async def encode_prompts(engine: AsyncEngine, prompt: str | list[Any]) -> list[l
         prompts = [prompts]
     if not 0 < len(prompts) <= MAX_PROMPTS:
         message = f"prompt: got {len(prompts)} prompts, wanted 1 to {MAX_PROMPTS}; change prompt"
-        raise ApiError(400, message, "prompt")
+        raise ApiError(400, message, param="prompt")
     is_ids = [isinstance(p, list) and all(type(i) is int for i in p) for p in prompts]
     if not all(ids or isinstance(p, str) for p, ids in zip(prompts, is_ids, strict=True)):
         wanted = "a text, a list of texts, token ids, or a list of token ids"
-        raise ApiError(400, f"prompt: wanted {wanted}; change prompt", "prompt")
+        raise ApiError(400, f"prompt: wanted {wanted}; change prompt", param="prompt")
     encode = engine.parts.tokenizer.encode
     return [
         list(p) if ids else list(await asyncio.to_thread(encode, p, add_special=True))
@@ -139,7 +139,7 @@ async def encode_prompts(engine: AsyncEngine, prompt: str | list[Any]) -> list[l
 
 
 async def submit_all(
-    engine: AsyncEngine, prompts: Sequence[list[int]], config: GenerationConfig
+    engine: AsyncEngine, prompts: Sequence[list[int]], *, config: GenerationConfig
 ) -> list[Job]:
     """Starts n answers for every prompt, or none of them."""
     jobs: list[Job] = []

@@ -18,7 +18,7 @@ def token_text(tokenizer: Tokenizer, token: int) -> tuple[str, list[int]]:
 
 
 def chat_logprobs(
-    tokenizer: Tokenizer, tokens: list[int], logprobs: list[dict[int, float]], num_top: int
+    tokenizer: Tokenizer, tokens: list[int], *, logprobs: list[dict[int, float]], num_top: int
 ) -> dict[str, Any]:
     """`choices[].logprobs` of /v1/chat/completions."""
 

@@ -72,17 +72,25 @@ class ServerMetrics:
             ["model_name", "finished_reason"],
             registry=self.registry,
         )
-        self._first_token = self._histogram("time_to_first_token_seconds", "First token.", _SECONDS)
-        self._iteration = self._histogram("iter_token_latency", "Between tokens.", _SECONDS)
-        self._per_token = self._histogram(
-            "time_per_output_token_seconds", "Mean time per token after the first.", _SECONDS
+        self._first_token = self._histogram(
+            "time_to_first_token_seconds", "First token.", buckets=_SECONDS
         )
-        self._latency = self._histogram("e2e_request_latency_seconds", "Whole request.", _SECONDS)
-        self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens.", _TOKENS)
-        self._generated = self._histogram("request_generation_tokens", "New tokens.", _TOKENS)
-        self._cached = self._histogram("request_cached_tokens", "Cached tokens.", _TOKENS)
+        self._iteration = self._histogram("iter_token_latency", "Between tokens.", buckets=_SECONDS)
+        self._per_token = self._histogram(
+            "time_per_output_token_seconds",
+            "Mean time per token after the first.",
+            buckets=_SECONDS,
+        )
+        self._latency = self._histogram(
+            "e2e_request_latency_seconds", "Whole request.", buckets=_SECONDS
+        )
+        self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens.", buckets=_TOKENS)
+        self._generated = self._histogram(
+            "request_generation_tokens", "New tokens.", buckets=_TOKENS
+        )
+        self._cached = self._histogram("request_cached_tokens", "Cached tokens.", buckets=_TOKENS)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+    def _histogram(self, name: str, text: str, *, buckets: tuple[float, ...]) -> Histogram:
         family = Histogram(
             f"lmdeploy:{name}", text, ["model_name"], registry=self.registry, buckets=buckets
         )
@@ -110,9 +118,9 @@ class ServerMetrics:
                 yield piece
         finally:
             stream.close()
-            self._end(piece, begin, first)
+            self._end(piece, begin, first=first)
 
-    def _end(self, piece: Response | None, begin: float, first: float | None) -> None:
+    def _end(self, piece: Response | None, begin: float, *, first: float | None) -> None:
         now = time.monotonic()
         reason = (piece.finish_reason if piece is not None else None) or "abort"
         self._success.labels(self._model_name, reason).inc()

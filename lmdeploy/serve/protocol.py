@@ -183,7 +183,7 @@ def parse_request(model: type[R], body: bytes) -> R:
             value = values.pop(name)
             if not any(type(value) is type(a) and value == a for a in accepted):
                 raise ApiError(
-                    400, f"{name}: not supported (got {show(value)}); remove {name}", name
+                    400, f"{name}: not supported (got {show(value)}); remove {name}", param=name
                 )
     try:
         request = model.model_validate(values)
@@ -200,7 +200,7 @@ def check_stop(stop: str | list[str] | None) -> list[str]:
         raise ApiError(
             400,
             f"stop: got {len(words)} words, wanted at most {MAX_STOP_WORDS}; change stop",
-            "stop",
+            param="stop",
         )
     for word in words:
         if not 0 < len(word) <= MAX_STOP_WORD_CHARS:
@@ -208,7 +208,7 @@ def check_stop(stop: str | list[str] | None) -> list[str]:
             raise ApiError(
                 400,
                 f"stop: got a word of {len(word)} characters, wanted {wanted}; change stop",
-                "stop",
+                param="stop",
             )
     return words
 
@@ -219,10 +219,10 @@ def _first_error(error: ValidationError, values: dict[str, Any]) -> ApiError:
     name = str(first["loc"][0]) if first["loc"] else "body"
     if first["type"] == "extra_forbidden":
         path = ".".join(str(part) for part in first["loc"])
-        return ApiError(400, f"{path}: unknown field; remove {path}", path)
+        return ApiError(400, f"{path}: unknown field; remove {path}", param=path)
     if first["type"] == "missing":
-        return ApiError(400, f"{name}: missing, wanted a value; add {name}", name)
+        return ApiError(400, f"{name}: missing, wanted a value; add {name}", param=name)
     same = [d["msg"] for d in details if d["loc"] and d["loc"][0] == name]
     wanted = " or ".join(dict.fromkeys(text.removeprefix("Input should be ") for text in same[:4]))
     got = show(values.get(name))
-    return ApiError(400, f"{name}: got {got}, wanted {wanted}; change {name}", name)
+    return ApiError(400, f"{name}: got {got}, wanted {wanted}; change {name}", param=name)

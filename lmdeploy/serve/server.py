@@ -20,11 +20,13 @@ _SHUTDOWN_SECONDS = 3  # for running streams, then they are cut
 
 def bind(server_name: str, server_port: int) -> socket.socket:
     """A listening socket. ValueError when the address cannot be used. Port 0: any free one."""
-    check_int("server_port", server_port, 0, 65535, "--server-port")
+    check_int("server_port", server_port, low=0, high=65535, flag="--server-port")
     try:
         info = socket.getaddrinfo(server_name, server_port, type=socket.SOCK_STREAM)[0]
     except OSError:
-        raise refuse("server_name", server_name, "an address", "--server-name") from None
+        raise refuse(
+            "server_name", server_name, wanted="an address", flag="--server-name"
+        ) from None
     sock = socket.socket(info[0], socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -40,7 +42,7 @@ def bind(server_name: str, server_port: int) -> socket.socket:
     return sock
 
 
-def curl_line(url: str, model_name: str, with_key: bool) -> str:
+def curl_line(url: str, model_name: str, *, with_key: bool) -> str:
     """A command to paste."""
     body = {"model": model_name, "messages": [{"role": "user", "content": "Who are you?"}]}
     key = " -H 'Authorization: Bearer YOUR_KEY'" if with_key else ""
@@ -53,6 +55,7 @@ def curl_line(url: str, model_name: str, with_key: bool) -> str:
 def run_server(
     model_path: str,
     backend_config: TurbomindEngineConfig | None,
+    *,
     chat_template_config: ChatTemplateConfig | None,
     options: ServerOptions,
 ) -> None:
@@ -66,7 +69,7 @@ def run_server(
     config = backend_config or TurbomindEngineConfig()
     sock = bind(options.server_name, options.server_port)
     try:
-        engine = AsyncEngine.load(model_path, config, chat_template_config)
+        engine = AsyncEngine.load(model_path, config, chat_template_config=chat_template_config)
         name = options.model_name or model_path
         options.model_name = name
         app = make_app(engine, options, enable_metrics=config.enable_metrics)
@@ -74,7 +77,7 @@ def run_server(
         url = f"http://{host}:{sock.getsockname()[1]}"
         print(engine.cache_line())
         print(f"Serving {name} at {url}  (try:)")
-        print(curl_line(url, name, bool(options.api_keys)))
+        print(curl_line(url, name, with_key=bool(options.api_keys)))
         sys.stdout.flush()
         level = options.log_level.lower()
         server = uvicorn.Server(

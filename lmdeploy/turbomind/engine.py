@@ -97,8 +97,8 @@ def cache_line(mode: str, plan: _turbomind.MemoryPlan) -> str:
 def load_parts(
     model_path: str,
     config: TurbomindEngineConfig,
-    chat_template_config: ChatTemplateConfig | None = None,
     *,
+    chat_template_config: ChatTemplateConfig | None = None,
     progress: bool = True,
 ) -> EngineParts:
     """Loads the model and starts the C++ engine. ValueError says what is wrong with the input."""
@@ -116,7 +116,9 @@ def load_parts(
         core=core,
         new_request=_turbomind.Request,
         tokenizer=model.tokenizer,
-        chat_template=choose_template(model.chat_template, chat_template_config, model.tokenizer),
+        chat_template=choose_template(
+            model.chat_template, chat_template_config, tokenizer=model.tokenizer
+        ),
         vocab_size=model.config.vocab_size,
         session_len=native.session_len,
         eos_ids=_eos_ids(model.tokenizer.stop_ids, model.generation_config),
@@ -159,7 +161,7 @@ class RequestStream:
     at any time and more than once.
     """
 
-    def __init__(self, engine: AsyncEngine, request: Any, config: GenerationConfig) -> None:
+    def __init__(self, engine: AsyncEngine, request: Any, *, config: GenerationConfig) -> None:
         self.request_id: int = request.id
         self.prompt_ids: list[int] = list(request.prompt)
         self.config = config
@@ -284,13 +286,17 @@ class AsyncEngine:
         cls,
         model_path: str,
         config: TurbomindEngineConfig | None = None,
-        chat_template_config: ChatTemplateConfig | None = None,
         *,
+        chat_template_config: ChatTemplateConfig | None = None,
         progress: bool = True,
     ) -> AsyncEngine:
         """Loads a folder, GGUF file, hub id or `smollm2`."""
         config = config or TurbomindEngineConfig()
-        return cls(load_parts(model_path, config, chat_template_config, progress=progress))
+        return cls(
+            load_parts(
+                model_path, config, chat_template_config=chat_template_config, progress=progress
+            )
+        )
 
     @property
     def max_request_tokens(self) -> int:
@@ -347,8 +353,8 @@ class AsyncEngine:
         """
         config = config or GenerationConfig()
         self._check_healthy()
-        request = await asyncio.to_thread(self._make_request, prompt_ids, config, index)
-        stream = RequestStream(self, request, config)
+        request = await asyncio.to_thread(self._make_request, prompt_ids, config, index=index)
+        stream = RequestStream(self, request, config=config)
         with self._lock:
             self._streams[stream.request_id] = stream
         try:
@@ -397,7 +403,7 @@ class AsyncEngine:
         if not self.healthy:
             raise EngineFailure(f"the engine has failed: {self.failure}")
 
-    def _make_request(self, prompt_ids: list[int], config: GenerationConfig, index: int) -> Any:
+    def _make_request(self, prompt_ids: list[int], config: GenerationConfig, *, index: int) -> Any:
         self.check_prompt(prompt_ids)
         self._check_token_ids(config)
         room = self.max_request_tokens - len(prompt_ids)
@@ -418,7 +424,7 @@ class AsyncEngine:
             -1 if config.prompt_logprobs is None else config.prompt_logprobs
         )
         request.logits_output = config.output_logits or "none"
-        _set_sampling(request, config, index)
+        _set_sampling(request, config, index=index)
         if config.response_format is not None:
             request.token_mask = make_token_mask(
                 lambda: self.parts.tokenizer.grammar_tokenizer(self.parts.vocab_size),
@@ -482,7 +488,7 @@ class AsyncEngine:
                 logger.debug("request %d: its event loop is closed", stream.request_id)
 
 
-def _set_sampling(request: Any, config: GenerationConfig, index: int) -> None:
+def _set_sampling(request: Any, config: GenerationConfig, *, index: int) -> None:
     request.do_sample = config.do_sample and config.temperature > 0
     request.temperature = config.temperature or 1.0
     for name in (

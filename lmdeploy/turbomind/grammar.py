@@ -35,18 +35,20 @@ def grammar_text(response_format: dict[str, Any]) -> str | None:
         schema = holder.get("schema", holder) if isinstance(holder, dict) else None
         if not isinstance(schema, dict):
             wanted = '{"name": ..., "schema": {...}}'
-            raise refuse("response_format.json_schema", holder, wanted, "response_format")
+            raise refuse(
+                "response_format.json_schema", holder, wanted=wanted, flag="response_format"
+            )
         text = json.dumps(schema)
         _check_size("response_format.json_schema", text)
         return str(llguidance.LLMatcher.grammar_from_json_schema(text))
     if kind in ("regex_schema", "regex"):
         pattern = response_format.get(kind)
         if not isinstance(pattern, str) or not pattern:
-            raise refuse(f"response_format.{kind}", pattern, "a regular expression")
+            raise refuse(f"response_format.{kind}", pattern, wanted="a regular expression")
         _check_size(f"response_format.{kind}", pattern)
         return str(llguidance.LLMatcher.grammar_from_regex(pattern))
     wanted = "text, json_object, json_schema or regex_schema"
-    raise refuse("response_format.type", kind, wanted, "response_format")
+    raise refuse("response_format.type", kind, wanted=wanted, flag="response_format")
 
 
 def _check_size(name: str, text: str) -> None:

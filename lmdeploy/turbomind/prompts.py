@@ -34,27 +34,27 @@ def check_messages(messages: Any) -> list[dict[str, str]]:
     A content may be a text or a list of `{"type": "text", "text": ...}` parts.
     """
     if not isinstance(messages, list) or not 0 < len(messages) <= MAX_MESSAGES:
-        raise refuse("messages", messages, f"a list of 1 to {MAX_MESSAGES} messages")
+        raise refuse("messages", messages, wanted=f"a list of 1 to {MAX_MESSAGES} messages")
     return [_check_message(i, message) for i, message in enumerate(messages)]
 
 
 def _check_message(index: int, message: Any) -> dict[str, str]:
     name = f"messages[{index}]"
     if not isinstance(message, dict):
-        raise refuse(name, message, "an object with role and content")
+        raise refuse(name, message, wanted="an object with role and content")
     for key, value in message.items():
         if key not in ("role", "content", "name") and value not in (None, []):
             raise ValueError(f"{name}.{key}: not supported, wanted role and content; remove it")
     role = message.get("role")
     if not isinstance(role, str) or role not in _ROLES:
-        raise refuse(f"{name}.role", role, "one of " + ", ".join(_ROLES))
+        raise refuse(f"{name}.role", role, wanted="one of " + ", ".join(_ROLES))
     if role == "tool":
         raise ValueError(f"{name}.role: tool calls are not supported; remove the message")
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(_check_part(name, part) for part in content)
     if not isinstance(content, str):
-        raise refuse(f"{name}.content", content, "a text or a list of text parts")
+        raise refuse(f"{name}.content", content, wanted="a text or a list of text parts")
     return {"role": "system" if role == "developer" else role, "content": content}
 
 
@@ -66,12 +66,12 @@ def _check_part(name: str, part: Any) -> str:
         )
     text = part.get("text")
     if not isinstance(text, str):
-        raise refuse(f"{name}.content.text", text, "a text")
+        raise refuse(f"{name}.content.text", text, wanted="a text")
     return text
 
 
 def encode_chat(
-    parts: EngineParts, messages: Any, template_options: dict[str, Any] | None = None
+    parts: EngineParts, messages: Any, *, template_options: dict[str, Any] | None = None
 ) -> list[int]:
     """Token ids of a conversation with the answer's beginning appended.
 
@@ -111,7 +111,7 @@ class PromptTemplate:
 
 
 def choose_template(
-    own: ChatTemplate | None, config: ChatTemplateConfig | None, tokenizer: Tokenizer
+    own: ChatTemplate | None, config: ChatTemplateConfig | None, *, tokenizer: Tokenizer
 ) -> PromptTemplate | None:
     """The template to use; None when neither the model nor `config` has one."""
     from lmdeploy.chat_template import ChatTemplate, template_from_file

@@ -98,7 +98,7 @@ def test_chat_loop():
     out = io.StringIO()
     console = Console(file=out, width=200)
     with Pipeline("fake", engine=make_engine()) as pipeline:
-        talk(pipeline, console, lambda: next(lines))
+        talk(pipeline, console, read=lambda: next(lines))
     text = out.getvalue()
     assert "You said: HELLO" in text and "You said: AGAIN" in text and "/clear" in text
 
@@ -108,4 +108,4 @@ def test_chat_loop_ends_with_the_input():
         raise EOFError
 
     with Pipeline("fake", engine=make_engine()) as pipeline:
-        talk(pipeline, Console(file=io.StringIO()), read)
+        talk(pipeline, Console(file=io.StringIO()), read=read)

@@ -328,5 +328,5 @@ def test_port_in_use():
 
 
 def test_curl_line():
-    line = curl_line("http://127.0.0.1:23333", "smollm2", True)
+    line = curl_line("http://127.0.0.1:23333", "smollm2", with_key=True)
     assert line.startswith("curl http://127.0.0.1:23333/v1/chat/completions") and "Bearer" in line
