@@ -105,7 +105,7 @@ def measure(
 
 def median(timings: Sequence[Timing], work: str) -> float:
     """Median tokens per second."""
-    return statistics.median(getattr(timing, work) for timing in timings)
+    return float(statistics.median(getattr(timing, work) for timing in timings))
 
 
 def make_peer(options: argparse.Namespace, path: Path) -> LlamaCpp | None:

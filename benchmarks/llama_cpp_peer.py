@@ -32,9 +32,11 @@ SETTINGS = (
 )
 
 
-@llama_cpp.llama_log_callback
-def silent(level: int, text: bytes, user_data: ctypes.c_void_p) -> None:
+def discard(level: int, text: bytes, user_data: ctypes.c_void_p) -> None:
     """llama.cpp logs nothing."""
+
+
+silent = llama_cpp.llama_log_callback(discard)
 
 
 class LlamaCpp:
