@@ -3,12 +3,16 @@
 #include "turbomind/backend/cpu/isa/kv_rows.h"
 
 #include "turbomind/backend/cpu/isa/attention.h"
+#include "turbomind/backend/cpu/isa/kv_encode.h"
 #include "turbomind/kv/codec.h"
 
 namespace turbomind::TM_ISA {
 
-int EncodeRow(KvCacheMode mode, const float* row, int n, DataType dtype, float g, uint8_t* payload,
-              uint8_t* metadata) {
+namespace {
+
+// Any length, by the definition.
+int EncodeByDefinition(KvCacheMode mode, const float* row, int n, DataType dtype, float g,
+                       uint8_t* payload, uint8_t* metadata) {
   switch (mode) {
     case KvCacheMode::kNone:
       return Codec<KvCacheMode::kNone>::EncodeRow(row, n, dtype, g, payload, metadata);
@@ -26,6 +30,27 @@ int EncodeRow(KvCacheMode mode, const float* row, int n, DataType dtype, float g
       return Codec<KvCacheMode::kFp4Nv>::EncodeRow(row, n, dtype, g, payload, metadata);
   }
   __builtin_unreachable();
+}
+
+}  // namespace
+
+int EncodeRow(KvCacheMode mode, const float* row, int n, DataType dtype, float g, uint8_t* payload,
+              uint8_t* metadata) {
+  if (n % kLanes == 0) {
+    if (mode == KvCacheMode::kFp4Nv) {
+      return EncodeFp4<NvScale>(row, n, dtype, g, payload, metadata);
+    }
+    if (mode == KvCacheMode::kFp4Mx) {
+      return EncodeFp4<MxScale>(row, n, dtype, g, payload, metadata);
+    }
+    if (mode == KvCacheMode::kInt8) {
+      return EncodeInt<8>(row, n, dtype, payload, metadata);
+    }
+    if (mode == KvCacheMode::kInt4) {
+      return EncodeInt<4>(row, n, dtype, payload, metadata);
+    }
+  }
+  return EncodeByDefinition(mode, row, n, dtype, g, payload, metadata);
 }
 
 void DecodeRow(KvCacheMode mode, const uint8_t* payload, const uint8_t* metadata, int n,
