@@ -72,7 +72,7 @@ def best_settings(peer: LlamaCpp, cell: Cell) -> dict[str, PeerSetting]:
 
 
 def measure(
-    cell: Cell, engines: Sequence[OurEngine], peer: LlamaCpp | None, *, repeats: int
+    cell: Cell, engines: Sequence[OurEngine], *, peer: LlamaCpp | None, repeats: int
 ) -> Iterator[Row]:
     """Rows of one cell: the engines take turns, `repeats` times."""
     settings = best_settings(peer, cell) if peer else {}
@@ -147,7 +147,7 @@ def run(options: argparse.Namespace) -> list[Row]:
     print(f"ours on {device.name}; {options.num_threads} threads; median of {options.repeats}")
     try:
         for cell in tqdm(list(cells_of(options)), unit="cell", disable=None):
-            for row in measure(cell, engines, peer, repeats=options.repeats):
+            for row in measure(cell, engines, peer=peer, repeats=options.repeats):
                 rows.append(row)
                 tqdm.write(format_row(row))
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import llama_cpp
 from our_engine import Cell, Timing
@@ -32,7 +33,7 @@ SETTINGS = (
 )
 
 
-def discard(level: int, text: bytes, user_data: ctypes.c_void_p) -> None:
+def discard(*arguments: object) -> None:
     """llama.cpp logs nothing."""
 
 
@@ -71,12 +72,12 @@ class LlamaCpp:
             raise RuntimeError(f"llama.cpp refuses {setting.name} with {parameters.n_ctx} tokens")
         batch = llama_cpp.llama_batch_init(BATCH_TOKENS, 0, 1)
         try:
-            return self._timed(context, batch, cell)
+            return self._timed(context, batch, cell=cell)
         finally:
             llama_cpp.llama_batch_free(batch)
             llama_cpp.llama_free(context)
 
-    def _timed(self, context: ctypes.c_void_p, batch: llama_cpp.llama_batch, cell: Cell) -> Timing:
+    def _timed(self, context: ctypes.c_void_p, batch: Any, *, cell: Cell) -> Timing:
         prompts = cell.prompts(self.vocab_size)
         begun = time.perf_counter()
         pending = [
@@ -85,7 +86,7 @@ class LlamaCpp:
             for position, token in enumerate(prompt)
         ]
         for start in range(0, len(pending), BATCH_TOKENS):
-            decode(context, batch, pending[start : start + BATCH_TOKENS])
+            decode(context, batch, tokens=pending[start : start + BATCH_TOKENS])
         if cell.shared:
             memory = llama_cpp.llama_get_memory(context)
             for sequence in range(1, cell.batch):
@@ -93,7 +94,7 @@ class LlamaCpp:
         started = time.perf_counter()
         for step in range(cell.steps):
             position = cell.context + step
-            decode(context, batch, [(17 + s, position, s, True) for s in range(cell.batch)])
+            decode(context, batch, tokens=[(17 + s, position, s, True) for s in range(cell.batch)])
         seconds = time.perf_counter() - started
         prefill = None if cell.shared else cell.context * cell.batch / (started - begun)
         return Timing(prefill, cell.steps * cell.batch / seconds)
@@ -105,7 +106,8 @@ class LlamaCpp:
 
 def decode(
     context: ctypes.c_void_p,
-    batch: llama_cpp.llama_batch,
+    batch: Any,  # llama_batch; its pointers have no useful types
+    *,
     tokens: list[tuple[int, int, int, bool]],
 ) -> None:
     """One call of llama_decode for (token, position, sequence, wants logits), to its end."""

@@ -5,8 +5,8 @@
 The text is cut into contexts of N tokens that know nothing of each other. Every position but the
 last of each context counts: its logits come from the engine while it reads the prompt, with K and
 V stored in the format. KL is KL(none || mode) in nats. Int8 activations answer to the smallest
-change with noise of their own (about 0.004), so the default is to compute in FP32. Memory is bounded
-by one piece of logits; those of `none` wait in a temporary file for one context at a time.
+change with noise of their own (about 0.004), so the default is to compute in FP32. Memory is
+bounded by one piece of logits; those of `none` wait in a temporary file for one context at a time.
 """
 
 from __future__ import annotations
