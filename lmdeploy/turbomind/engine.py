@@ -84,6 +84,19 @@ def engine_config_of(config: TurbomindEngineConfig, max_position: int) -> _turbo
     return native
 
 
+def check_model_format(model_path: str, wanted: str | None) -> None:
+    """ValueError when `--model-format` contradicts the files; None: whatever they are."""
+    from lmdeploy.hub import resolve_model
+
+    if wanted is None:
+        return
+    actual = "gguf" if resolve_model(model_path).is_file() else "hf"
+    if actual != wanted:
+        raise ValueError(
+            f"model_format: got {wanted}, but {model_path} is {actual}; change --model-format"
+        )
+
+
 def cache_line(mode: str, plan: _turbomind.MemoryPlan) -> str:
     """One line on the cache: mode, bytes per token, tokens that fit, comparison with 16 bit."""
     ratio = plan.bytes_per_token_none / plan.bytes_per_token
@@ -106,6 +119,7 @@ def load_parts(
     from lmdeploy.turbomind.loader import load_model
     from lmdeploy.turbomind.prompts import choose_template
 
+    check_model_format(model_path, config.model_format)
     device = _turbomind.make_cpu_device(config.num_threads or usable_cores())
     model = load_model(
         model_path, dtype=config.dtype, exact=config.exact, device=device, progress=progress

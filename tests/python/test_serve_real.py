@@ -151,3 +151,12 @@ def test_dry_run(capsys):
     text = capsys.readouterr().out
     for part in ("mode nvfp4", "6,480 bytes per token", "reserved bytes", "touched bytes"):
         assert part in text
+
+
+def test_model_format_must_match(capsys):
+    command = ["serve", "api_server", "smollm2", "--dry-run", "--model-format"]
+    assert main([*command, "gguf"]) == 0
+    with pytest.raises(SystemExit) as info:
+        main([*command, "hf"])
+    assert info.value.code == 2
+    assert "model_format: got hf, but smollm2 is gguf" in capsys.readouterr().err
