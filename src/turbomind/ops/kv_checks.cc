@@ -9,7 +9,6 @@ void CheckLayer(const KvLayerView& kv) {
   Check(kv.kv_heads > 0, "kv.kv_heads is positive");
   Check(kv.head_dim > 0 && kv.head_dim % 16 == 0 && kv.head_dim <= 256,
         "kv.head_dim is a multiple of 16, at most 256");
-  Check(kv.head_dim >= 64, "kv.head_dim is at least 64");
   Check(kv.block_seq_len == 16 || kv.block_seq_len == 32 || kv.block_seq_len == 64 ||
             kv.block_seq_len == 128,
         "kv.block_seq_len is 16, 32, 64 or 128");

@@ -263,6 +263,20 @@ TEST_CASE("block lengths, cache types and short contexts") {
   }
 }
 
+TEST_CASE("small heads") {
+  for (const ModePair& pair : ListedPairs()) {
+    for (int dim : {16, 32, 48}) {
+      Case c;
+      c.shape.k = pair.k;
+      c.shape.v = pair.v;
+      c.shape.head_dim = dim;
+      c.shape.context = 100;
+      c.first = 0;
+      CheckCase(c, BestIsa(), Affine(pair));
+    }
+  }
+}
+
 TEST_CASE("slots and blocks outside what a query sees do not matter") {
   ThreadPool pool(1);
   const CpuKvKernels kernels = CpuKvKernelsFor(BestIsa());

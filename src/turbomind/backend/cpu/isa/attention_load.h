@@ -180,6 +180,16 @@ inline void LoadScales(KvCacheMode mode, const uint8_t* rows, int stride, int of
     StoreScales(mode, offset == 0 ? words[1] : words[3], meta + 4 * kTileTokens);
     return;
   }
+  if (num_groups < 4) {  // head_dim below 64: a dword would run past the row
+    for (int group = 0; group < num_groups; ++group) {
+      int32_t bytes[16];
+      for (int i = 0; i < 16; ++i) {
+        bytes[i] = rows[i * stride + offset + group];
+      }
+      Store(meta + group * kTileTokens, ScaleValue(mode, LoadInt(bytes)));
+    }
+    return;
+  }
   for (int group = 0; group < num_groups; group += 4) {
     const int first = group + 4 <= num_groups ? group : num_groups - 4;  // never past the row
     StoreScales(mode, GatherDwords(rows + offset + first, stride), meta + first * kTileTokens);
