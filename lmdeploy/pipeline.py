@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import queue
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
@@ -254,7 +253,9 @@ class Pipeline:
         return Session()
 
     def get_ppl(self, input_ids: list[int] | list[list[int]]) -> list[float]:
-        """Perplexity of each token list: exp of the mean negative log likelihood after the first.
+        """Mean negative log likelihood of each token list after its first token, as in LMDeploy.
+
+        The exponential of a value is the perplexity that the name speaks of.
 
         Raises ValueError for lists shorter than 2 tokens.
         """
@@ -277,7 +278,7 @@ class Pipeline:
                 logprobs[token]
                 for logprobs, token in zip(response.prompt_logprobs or [], ids[1:], strict=True)
             ]
-            result.append(math.exp(-sum(values) / len(values)))
+            result.append(-sum(values) / len(values))
         return result
 
     def _chat_pieces(
