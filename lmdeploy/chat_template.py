@@ -107,7 +107,7 @@ def template_from_file(path: str | Path, tokenizer: Tokenizer) -> ChatTemplate:
             raise ModelFormatError(f"{file}: no chat_template in it")
     else:
         source = _read_text(file)
-    return _make(source, str(file), tokenizer)
+    return _make(source, str(file), tokenizer=tokenizer)
 
 
 def template_from_folder(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
@@ -117,17 +117,19 @@ def template_from_folder(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | N
         if file.is_file():
             source = _read_text(file) if file.suffix == ".jinja" else _source_from_json(file)
             if source is not None:
-                return _make(source, str(file), tokenizer)
+                return _make(source, str(file), tokenizer=tokenizer)
     return None
 
 
 def template_from_gguf(metadata: Mapping[str, Any], tokenizer: Tokenizer) -> ChatTemplate | None:
     """The template in GGUF metadata; None when it has none."""
     source = metadata.get("tokenizer.chat_template")
-    return _make(source, "tokenizer.chat_template", tokenizer) if isinstance(source, str) else None
+    if not isinstance(source, str):
+        return None
+    return _make(source, "tokenizer.chat_template", tokenizer=tokenizer)
 
 
-def _make(source: str, origin: str, tokenizer: Tokenizer) -> ChatTemplate:
+def _make(source: str, origin: str, *, tokenizer: Tokenizer) -> ChatTemplate:
     return ChatTemplate(
         source, origin=origin, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token
     )
@@ -193,6 +195,7 @@ def _strftime_now(pattern: str) -> str:
 def _to_json(
     value: Any,
     ensure_ascii: bool = False,
+    *,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,

@@ -182,7 +182,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     _add_special_tokens(backend, vocabulary)
     bos_id = vocabulary.token_id("bos")
     _add_template(
-        backend, vocabulary, bos_id if vocabulary.flag("add_bos_token", add_bos) else None
+        backend, vocabulary, bos_id=bos_id if vocabulary.flag("add_bos_token", add_bos) else None
     )
     ends = [vocabulary.token_id(name) for name in ("eos", "eot", "eom")]
     return Tokenizer(
@@ -257,7 +257,7 @@ def _sentence_piece(vocabulary: _Vocabulary) -> Backend:
     unknown = vocabulary.token_id("unknown")
     model = models.BPE(
         ids,
-        _merges_from_scores(vocabulary, ids, scores),
+        _merges_from_scores(vocabulary, ids, scores=scores),
         unk_token=None if unknown is None else vocabulary.tokens[unknown],
         fuse_unk=True,
         byte_fallback=True,
@@ -276,7 +276,7 @@ def _sentence_piece(vocabulary: _Vocabulary) -> Backend:
 
 
 def _merges_from_scores(
-    vocabulary: _Vocabulary, ids: Mapping[str, int], scores: list[float]
+    vocabulary: _Vocabulary, ids: Mapping[str, int], *, scores: list[float]
 ) -> list[tuple[str, str]]:
     """Every way to make a piece of two pieces, best score first."""
     plain = {
@@ -306,7 +306,7 @@ def _add_special_tokens(backend: Backend, vocabulary: _Vocabulary) -> None:
     backend.add_tokens(added)
 
 
-def _add_template(backend: Backend, vocabulary: _Vocabulary, bos_id: int | None) -> None:
+def _add_template(backend: Backend, vocabulary: _Vocabulary, *, bos_id: int | None) -> None:
     """What `encode` puts around a text."""
     from tokenizers import processors
 

@@ -87,17 +87,17 @@ def _open_folder(folder: Path) -> Checkpoint:
             f"{source}: quantization_config with quant_method {method[:40]!r} is not supported; "
             "wanted F32, F16 or BF16 weights, or a GGUF file"
         )
-    config = _config_from_hf(reader, values, family)
+    config = _config_from_hf(reader, values, family=family)
     file = SafetensorsFile(folder)
     names = dict(family.hf_tensors)
     for matrix in family.hf_bias(reader):
         names[f"{matrix}.bias"] = family.hf_tensors[matrix].removesuffix("weight") + "bias"
-    tensors = tuple(_plan(file, config, names, interleaved=False, source=str(folder)))
+    tensors = tuple(_plan(file, config, names=names, interleaved=False, source=str(folder)))
     return Checkpoint(folder, family, config, tensors, _stored_dtype(tensors), values, False)
 
 
 def _config_from_hf(
-    reader: ConfigReader, values: Mapping[str, Any], family: ModelFamily
+    reader: ConfigReader, values: Mapping[str, Any], *, family: ModelFamily
 ) -> DecoderConfig:
     hidden = reader.integer("hidden_size", high=_MAX_WIDTH)
     heads = reader.integer("num_attention_heads", high=_MAX_WIDTH)
@@ -142,7 +142,7 @@ def _open_gguf(path: Path) -> Checkpoint:
         count = reader.integer(key, default=0, low=0)
         if count > 1:
             raise reader.refuse(f"{key} is {count}: split files and experts are not supported")
-    config = _config_from_gguf(reader, file, prefix)
+    config = _config_from_gguf(reader, file, prefix=prefix)
     if _GGUF_ROPE_FACTORS in file.names:
         config = replace(config, rope=replace(config.rope, freq_factors=_factors(file, config)))
     names = dict(family.gguf_tensors)
@@ -152,12 +152,12 @@ def _open_gguf(path: Path) -> Checkpoint:
         if bias.format(i=0) in present:
             names[f"{matrix}.bias"] = bias
     tensors = tuple(
-        _plan(file, config, names, interleaved=family.gguf_interleaved_rope, source=str(path))
+        _plan(file, config, names=names, interleaved=family.gguf_interleaved_rope, source=str(path))
     )
     return Checkpoint(path, family, config, tensors, _stored_dtype(tensors), file.metadata, True)
 
 
-def _config_from_gguf(reader: ConfigReader, file: GgufFile, prefix: str) -> DecoderConfig:
+def _config_from_gguf(reader: ConfigReader, file: GgufFile, *, prefix: str) -> DecoderConfig:
     if "token_embd.weight" not in file.names:
         raise reader.refuse("tensor token_embd.weight is missing")
     hidden = reader.integer(f"{prefix}.embedding_length", high=_MAX_WIDTH)
@@ -188,7 +188,7 @@ def _config_from_gguf(reader: ConfigReader, file: GgufFile, prefix: str) -> Deco
             norm_eps=reader.number(f"{prefix}.attention.layer_norm_rms_epsilon", high=1.0),
             windows=(window,) * layers,
             tied_head="output.weight" not in file.names,
-            rope=rope_from_gguf(reader, prefix, max_position),
+            rope=rope_from_gguf(reader, prefix, max_position=max_position),
         ),
     )
 
@@ -244,8 +244,8 @@ def _shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 def _plan(
     file: TensorFile,
     config: DecoderConfig,
-    names: Mapping[str, str],
     *,
+    names: Mapping[str, str],
     interleaved: bool,
     source: str,
 ) -> Iterator[PlannedTensor]:
@@ -255,7 +255,7 @@ def _plan(
     shapes = _shapes(config)
     heads = {"q": config.num_heads, "k": config.num_kv_heads}
 
-    def plan(engine_name: str, kind: str, stored_name: str) -> PlannedTensor:
+    def plan(kind: str, stored_name: str, *, engine_name: str) -> PlannedTensor:
         if stored_name not in left:
             raise ModelFormatError(f"{source}: tensor {stored_name} is missing")
         left.remove(stored_name)
@@ -271,7 +271,7 @@ def _plan(
     outer = ("embedding", "final_norm", "head")
     for kind in outer:
         if kind != "head" or not config.tied_head:
-            yield plan(kind, kind, names[kind])
+            yield plan(kind, names[kind], engine_name=kind)
     if config.tied_head:
         left.discard(names["head"])
     inner = [kind for kind in names if kind not in outer]
@@ -280,7 +280,7 @@ def _plan(
         raise ModelFormatError(f"{source}: the model family names no tensor for {sorted(missing)}")
     for layer in range(config.num_layers):
         for kind in inner:
-            yield plan(f"layers.{layer}.{kind}", kind, names[kind].format(i=layer))
+            yield plan(kind, names[kind].format(i=layer), engine_name=f"layers.{layer}.{kind}")
     if left:
         raise ModelFormatError(
             f"{source}: {len(left)} tensors that this architecture does not know, such as "

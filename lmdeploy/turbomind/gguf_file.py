@@ -174,7 +174,7 @@ class GgufFile:
             if not 1 <= num_dims <= _MAX_DIMS:
                 raise ModelFormatError(f"{where} has {num_dims} dimensions; wanted 1..{_MAX_DIMS}")
             dims = [cursor.u64(name) for _ in range(num_dims)]
-            shape = check_shape(where, dims[::-1], int(self._data.size))
+            shape = check_shape(where, dims[::-1], file_bytes=int(self._data.size))
             kind, offset = cursor.u32(name), cursor.u64(name)
             try:
                 tensor_format = GGMLQuantizationType(kind).name

@@ -63,7 +63,7 @@ def read_model_info(path: str, *, dtype: str = "auto", exact: bool = False) -> M
 
     Raises ModelFormatError (a ValueError) for everything that could not be loaded.
     """
-    return _info(open_checkpoint(resolve_model(path)), dtype, exact)
+    return _info(open_checkpoint(resolve_model(path)), dtype=dtype, exact=exact)
 
 
 def load_model(
@@ -84,7 +84,7 @@ def load_model(
         progress: whether to show a bar.
     """
     checkpoint = open_checkpoint(resolve_model(path))
-    info = _info(checkpoint, dtype, exact)
+    info = _info(checkpoint, dtype=dtype, exact=exact)
     # The small parts first: they fail fast.
     tokenizer = _tokenizer(checkpoint)
     if tokenizer.vocab_size > checkpoint.config.vocab_size:
@@ -103,7 +103,7 @@ def load_model(
     )
 
 
-def cache_dtype(stored_dtype: str, dtype: str, exact: bool) -> str:
+def cache_dtype(stored_dtype: str, dtype: str, *, exact: bool) -> str:
     """BF16 for BF16 models, else FP16; `dtype` overrides it, exact compute means FP32."""
     if dtype != "auto":
         if dtype not in DTYPES:
@@ -114,12 +114,14 @@ def cache_dtype(stored_dtype: str, dtype: str, exact: bool) -> str:
     return "bfloat16" if stored_dtype == "bfloat16" else "float16"
 
 
-def _info(checkpoint: Checkpoint, dtype: str, exact: bool) -> ModelInfo:
+def _info(checkpoint: Checkpoint, *, dtype: str, exact: bool) -> ModelInfo:
     tensors = [planned.tensor for planned in checkpoint.tensors]
     return ModelInfo(
         path=checkpoint.path,
         model_type=checkpoint.family.name,
-        config=checkpoint.config.to_engine(cache_dtype(checkpoint.stored_dtype, dtype, exact)),
+        config=checkpoint.config.to_engine(
+            cache_dtype(checkpoint.stored_dtype, dtype, exact=exact)
+        ),
         weight_bytes=sum(engine_bytes(tensor, exact) for tensor in tensors),
         file_bytes=sum(tensor.num_bytes for tensor in tensors),
         stored_dtype=checkpoint.stored_dtype,

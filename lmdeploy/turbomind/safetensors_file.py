@@ -79,7 +79,7 @@ class _Shard:
         dims = record.get("shape")
         if not isinstance(dims, list) or not 1 <= len(dims) <= 2:
             raise ModelFormatError(f"{where}: bad shape {str(dims)[:80]}: wanted 1 or 2 sizes")
-        shape = check_shape(where, dims, int(self._data.size))
+        shape = check_shape(where, dims, file_bytes=int(self._data.size))
         begin, end = self._span(name)
         wanted = PLAIN_FORMATS[kind]
         for dim in shape:

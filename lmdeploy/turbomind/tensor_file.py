@@ -87,7 +87,7 @@ def map_file(path: Path) -> Bytes:
     return np.frombuffer(mapped, dtype=np.uint8)
 
 
-def check_shape(where: str, dims: list[Any], file_bytes: int) -> tuple[int, ...]:
+def check_shape(where: str, dims: list[Any], *, file_bytes: int) -> tuple[int, ...]:
     """`dims` as a shape whose element count the file could hold at all."""
     count = 1
     for dim in dims:

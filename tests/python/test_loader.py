@@ -98,13 +98,13 @@ def test_dtypes_on_disk_decide_the_cache_dtype(tmp_path: Path) -> None:
         model = make_model(LLAMA).to(getattr(torch, name))
         checkpoint = open_checkpoint(save_model(model, tmp_path / name))
         assert checkpoint.stored_dtype == name
-    assert cache_dtype("bfloat16", "auto", False) == "bfloat16"
+    assert cache_dtype("bfloat16", "auto", exact=False) == "bfloat16"
     for stored in ("float32", "float16", "quantized"):
-        assert cache_dtype(stored, "auto", False) == "float16"
-        assert cache_dtype(stored, "auto", True) == "float32"
-        assert cache_dtype(stored, "bf16", True) == "bfloat16"
+        assert cache_dtype(stored, "auto", exact=False) == "float16"
+        assert cache_dtype(stored, "auto", exact=True) == "float32"
+        assert cache_dtype(stored, "bf16", exact=True) == "bfloat16"
     with pytest.raises(ValueError, match=r"'fp3'.*--dtype"):
-        cache_dtype("float32", "fp3", False)
+        cache_dtype("float32", "fp3", exact=False)
 
 
 def test_bf16_rounds_to_nearest_even() -> None:
@@ -302,9 +302,9 @@ def test_yarn_attention_factor() -> None:
     assert factor(attention_factor=1.5) == 1.5
     assert factor(mscale=1.0, mscale_all_dim=1.0) == pytest.approx(1.0)
     gguf = {"m.rope.scaling.type": "yarn", "m.rope.scaling.factor": 4.0}
-    assert rope_from_gguf(ConfigReader(gguf, "x"), "m", 512).attention_factor == pytest.approx(
-        plain
-    )
+    assert rope_from_gguf(
+        ConfigReader(gguf, "x"), "m", max_position=512
+    ).attention_factor == pytest.approx(plain)
 
 
 # --- fuzzing --------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ class ConfigReader:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            self._refuse(key, value, f"a whole number in {low}..{high}")
+            self._refuse(key, value, wanted=f"a whole number in {low}..{high}")
         return int(value)
 
     def number(
@@ -38,23 +38,23 @@ class ConfigReader:
         """A finite number in [low, high]."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            self._refuse(key, value, "a number")
+            self._refuse(key, value, wanted="a number")
         if not math.isfinite(value) or not low <= value <= high:
-            self._refuse(key, value, f"a number in {low:g}..{high:g}")
+            self._refuse(key, value, wanted=f"a number in {low:g}..{high:g}")
         return float(value)
 
     def flag(self, key: str, *, default: bool) -> bool:
         """True or false."""
         value = self._get(key, default)
         if not isinstance(value, bool):
-            self._refuse(key, value, "true or false")
+            self._refuse(key, value, wanted="true or false")
         return bool(value)
 
     def text(self, key: str, *, default: str | None = None) -> str:
         """A string."""
         value = self._get(key, default)
         if not isinstance(value, str):
-            self._refuse(key, value, "a string")
+            self._refuse(key, value, wanted="a string")
         return str(value)
 
     def texts(self, key: str) -> list[str]:
@@ -63,7 +63,7 @@ class ConfigReader:
         if value is None:
             return []
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            self._refuse(key, value, "a list of strings")
+            self._refuse(key, value, wanted="a list of strings")
         return list(value)
 
     def child(self, key: str) -> "ConfigReader | None":
@@ -72,7 +72,7 @@ class ConfigReader:
         if not value and not isinstance(value, int | float | str):
             return None
         if not isinstance(value, dict):
-            self._refuse(key, value, "an object")
+            self._refuse(key, value, wanted="an object")
         return ConfigReader(value, f"{self.source}: {key}")
 
     def has_objects(self) -> bool:
@@ -91,5 +91,5 @@ class ConfigReader:
             raise self.refuse(f"{key} is missing")
         return value
 
-    def _refuse(self, key: str, value: Any, wanted: str) -> None:
+    def _refuse(self, key: str, value: Any, *, wanted: str) -> None:
         raise self.refuse(f"{key} is {str(value)[:80]!r}; wanted {wanted}")

@@ -56,7 +56,7 @@ def rope_from_hf(config: ConfigReader, max_position: int) -> RopeSettings:
     )
 
 
-def rope_from_gguf(config: ConfigReader, prefix: str, max_position: int) -> RopeSettings:
+def rope_from_gguf(config: ConfigReader, prefix: str, *, max_position: int) -> RopeSettings:
     """`<architecture>.rope.*`; the divisors of llama3 are a tensor, added by the caller."""
     theta = config.number(f"{prefix}.rope.freq_base", default=_DEFAULT_THETA, low=1.0)
     kind = config.text(f"{prefix}.rope.scaling.type", default="none")
