@@ -402,8 +402,10 @@ void DefEngine(py::module_& m) {
           "stats", [](PyEngine& self) { return (*self).stats(); }, release())
       .def(
           "memory_plan", [](PyEngine& self) { return (*self).memory_plan(); }, release())
-      .def_property_readonly("healthy", [](PyEngine& self) { return (*self).healthy(); })
-      .def_property_readonly("failure", [](PyEngine& self) { return (*self).failure(); })
+      .def_property_readonly(
+          "healthy", py::cpp_function([](PyEngine& self) { return (*self).healthy(); }, release()))
+      .def_property_readonly(
+          "failure", py::cpp_function([](PyEngine& self) { return (*self).failure(); }, release()))
       .def(
           "clear_prefix_cache", [](PyEngine& self) { (*self).ClearPrefixCache(); }, release())
       .def(

@@ -101,8 +101,8 @@ struct Engine::Impl {
   // ------------------------------------------------------------------------------
 
   void Loop();
-  bool Wait();  // for something to do; false: stop
-  void TakeRequests();
+  bool Wait();          // for something to do; false: stop
+  bool TakeRequests();  // true: some request was cancelled
   void EndCancelled();
   void Step();
   void EndAll(FinishReason reason, const std::string& error);
@@ -223,8 +223,9 @@ void Engine::Impl::RunBetweenSteps(std::function<void()> work) {
 void Engine::Impl::Loop() {
   try {
     while (Wait()) {
-      TakeRequests();
-      EndCancelled();
+      if (TakeRequests()) {
+        EndCancelled();
+      }
       Step();
     }
     EndAll(FinishReason::kCancelled, "");
@@ -272,11 +273,14 @@ bool Engine::Impl::Wait() {
   return true;
 }
 
-void Engine::Impl::TakeRequests() {
+// Requests and the cancel mark leave under one lock: a mark never outruns its request.
+bool Engine::Impl::TakeRequests() {
   std::vector<std::shared_ptr<Request>> taken;
+  bool cancelled = false;
   {
     const std::lock_guard lock(mutex);
     taken.swap(submitted);
+    cancelled = std::exchange(any_cancelled, false);
   }
   for (auto& request : taken) {
     auto sequence = std::make_unique<Sequence>();
@@ -289,15 +293,10 @@ void Engine::Impl::TakeRequests() {
     scheduler.Add(std::move(sequence));
     checked_idle = false;
   }
+  return cancelled;
 }
 
 void Engine::Impl::EndCancelled() {
-  {
-    const std::lock_guard lock(mutex);
-    if (!std::exchange(any_cancelled, false)) {
-      return;
-    }
-  }
   std::vector<Sequence*> cancelled;
   for (const auto* queue : {&scheduler.waiting(), &scheduler.running()}) {
     for (const auto& sequence : *queue) {
@@ -355,9 +354,13 @@ void Engine::Impl::Publish(Sequence& sequence) {
 
 void Engine::Impl::EndAll(FinishReason reason, const std::string& error) {
   ready.clear();
+  decltype(live) ended;  // goes after the lock: see UpdateStats
+  decltype(submitted) refused;
   const std::lock_guard lock(mutex);
+  ended.swap(live);
+  refused.swap(submitted);
   std::vector<uint64_t> ids;
-  for (const auto& [id, request] : live) {
+  for (const auto& [id, request] : ended) {
     ids.push_back(id);
   }
   std::sort(ids.begin(), ids.end());
@@ -367,8 +370,6 @@ void Engine::Impl::EndAll(FinishReason reason, const std::string& error) {
     output.finish_reason = reason;
     output.error = error;
   }
-  live.clear();
-  submitted.clear();
   outputs_arrived.notify_all();
 }
 
@@ -388,6 +389,9 @@ void Engine::Impl::UpdateStats() {
   totals.prefix_hit_tokens = scheduler.stats().prefix_hit_tokens;
   totals.num_preemptions = scheduler.stats().num_preemptions;
   totals.num_nonfinite = decoder.num_nonfinite();
+  // Destroyed after the lock is given back: a request's callback may take other locks (Python's)
+  // whose holder waits for ours.
+  std::vector<std::shared_ptr<Request>> ended;
   const std::lock_guard lock(mutex);
   stats = totals;
   touched_bytes = manager.touched_bytes();
@@ -396,7 +400,9 @@ void Engine::Impl::UpdateStats() {
   }
   for (RequestOutput& output : ready) {
     if (output.finish_reason != FinishReason::kNone) {
-      live.erase(output.request_id);
+      const auto found = live.find(output.request_id);
+      ended.push_back(std::move(found->second));
+      live.erase(found);
     }
     outputs.push_back(std::move(output));
   }

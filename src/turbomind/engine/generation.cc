@@ -136,12 +136,19 @@ bool Generation::AskTokenMask(Sequence& sequence) {
   const std::vector<int32_t> fresh(
       sequence.tokens.begin() + sequence.num_prompt + sequence.num_told, sequence.tokens.end());
   sequence.num_told = sequence.num_generated();
-  mask_.assign(static_cast<size_t>(vocab_size_ + 31) / 32, 0);
+  const auto num_words = static_cast<size_t>(vocab_size_ + 31) / 32;
+  mask_.assign(num_words, 0);
+  bool goes_on = false;
   try {
-    return sequence.request->token_mask(fresh, mask_);
+    goes_on = sequence.request->token_mask(fresh, mask_);
   } catch (const std::exception& error) {
     throw InvalidArgument(std::string("token_mask: ") + error.what());
   }
+  if (mask_.size() != num_words) {
+    throw InvalidArgument("token_mask: got " + std::to_string(mask_.size()) + " words, want " +
+                          std::to_string(num_words) + "; change the callback");
+  }
+  return goes_on;
 }
 
 void Generation::AppendLogits(Sequence& sequence, const float* logits) {

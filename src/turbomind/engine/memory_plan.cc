@@ -26,6 +26,17 @@ double BytesPerToken(const std::vector<LayerGroup>& groups) {
   return bytes;
 }
 
+// What attention can compute; a KV format may ask for more (kv/layout.cc).
+void RequireHeadDim(int head_dim) {
+  constexpr int kMultiple = 16;
+  constexpr int kMost = 256;
+  if (head_dim % kMultiple != 0 || head_dim > kMost) {
+    throw InvalidArgument("head_dim: got " + std::to_string(head_dim) + ", want a multiple of " +
+                          std::to_string(kMultiple) + " of at most " + std::to_string(kMost) +
+                          "; use another model");
+  }
+}
+
 }  // namespace
 
 void ValidateEngineConfig(const EngineConfig& config) {
@@ -94,6 +105,7 @@ MemoryPlan PlanMemory(const ModelConfig& model, const EngineConfig& config, int6
   model.Validate();
   ValidateEngineConfig(config);
   const auto groups = MakeLayerGroups(CacheConfig(model, config, config.kv_mode));
+  RequireHeadDim(model.head_dim);
   const std::vector<int64_t> blocks = PlanBlocks(groups, config, free_bytes, is_cpu);
   MemoryPlan plan;
   int64_t least_bytes = 0;
