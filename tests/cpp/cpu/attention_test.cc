@@ -51,9 +51,18 @@ Inputs MakeInputs(const Case& c) {
   return in;
 }
 
+// What the steps of one run share.
+struct Run {
+  const CpuKvKernels& kernels;
+  ThreadPool& pool;
+  const Case& c;
+  TestCache& cache;
+  const Inputs& in;
+};
+
 // Attention of the queries [begin, begin + count), as one step.
-void RunStep(const CpuKvKernels& kernels, ThreadPool& pool, const Case& c, TestCache& cache,
-             const Inputs& in, int begin, int count, float* out) {
+void RunStep(const Run& run, int begin, int count, float* out) {
+  const Case& c = run.c;
   const int q_heads = c.group * c.shape.kv_heads;
   const int32_t cu_seqlens[2] = {0, count};
   const int32_t context = begin + count;
@@ -61,25 +70,25 @@ void RunStep(const CpuKvKernels& kernels, ThreadPool& pool, const Case& c, TestC
   std::iota(positions.begin(), positions.end(), begin);
   AttentionParams p;
   p.q_stride = static_cast<int64_t>(q_heads) * c.shape.head_dim;
-  p.q = in.q.data() + begin * p.q_stride;
+  p.q = run.in.q.data() + begin * p.q_stride;
   p.out = out;
   p.q_heads = q_heads;
   p.softmax_scale = 1.f / std::sqrt(static_cast<float>(c.shape.head_dim));
   p.window = c.window;
-  p.sinks = c.sinks ? in.sinks.data() : nullptr;
-  p.kv = cache.view();
+  p.sinks = c.sinks ? run.in.sinks.data() : nullptr;
+  p.kv = run.cache.view();
   p.batch = {1,
              count == 1 ? 1 : 0,
              count,
              cu_seqlens,
              &context,
              positions.data(),
-             cache.table().data(),
-             static_cast<int64_t>(cache.table().size())};
+             run.cache.table().data(),
+             static_cast<int64_t>(run.cache.table().size())};
   if (count == 1) {
-    CpuDecodeAttention(kernels, pool, p);
+    CpuDecodeAttention(run.kernels, run.pool, p);
   } else {
-    CpuPrefillAttention(kernels, pool, p);
+    CpuPrefillAttention(run.kernels, run.pool, p);
   }
 }
 
@@ -89,7 +98,7 @@ std::vector<float> RunChunks(const CpuKvKernels& kernels, ThreadPool& pool, cons
   std::vector<float> out(static_cast<size_t>((c.shape.context - c.first) * row) + 1, kSentinel);
   for (int begin = c.first; begin < c.shape.context; begin += chunk) {
     const int count = std::min(chunk, c.shape.context - begin);
-    RunStep(kernels, pool, c, cache, in, begin, count, out.data() + (begin - c.first) * row);
+    RunStep({kernels, pool, c, cache, in}, begin, count, out.data() + (begin - c.first) * row);
   }
   CHECK(out.back() == kSentinel);
   out.pop_back();

@@ -9,6 +9,7 @@
 #include <random>
 #include <vector>
 
+#include "turbomind/backend/cpu/kv_kernels.h"
 #include "turbomind/kv/codec.h"
 #include "turbomind/kv/layout.h"
 
@@ -29,16 +30,16 @@ inline bool UsesFactor(KvCacheMode mode) {
          mode == KvCacheMode::kFp4Nv;
 }
 
-inline int EncodeByCodec(KvCacheMode mode, const float* row, int n, DataType dtype, float g,
-                         uint8_t* payload, uint8_t* meta) {
-  return DispatchMode(
-      mode, [&]<KvCacheMode M>() { return Codec<M>::EncodeRow(row, n, dtype, g, payload, meta); });
+inline int EncodeByCodec(const RowFormat& f, const float* row, uint8_t* payload, uint8_t* meta) {
+  return DispatchMode(f.mode, [&]<KvCacheMode M>() {
+    return Codec<M>::EncodeRow(row, f.n, f.dtype, f.g, payload, meta);
+  });
 }
 
-inline void DecodeByCodec(KvCacheMode mode, const uint8_t* payload, const uint8_t* meta, int n,
-                          DataType dtype, float g, float* row) {
-  DispatchMode(mode,
-               [&]<KvCacheMode M>() { Codec<M>::DecodeRow(payload, meta, n, dtype, g, row); });
+inline void DecodeByCodec(const RowFormat& f, const uint8_t* payload, const uint8_t* meta,
+                          float* row) {
+  DispatchMode(
+      f.mode, [&]<KvCacheMode M>() { Codec<M>::DecodeRow(payload, meta, f.n, f.dtype, f.g, row); });
 }
 
 class TestCache {
@@ -83,10 +84,9 @@ class TestCache {
     const int s = static_cast<int>(side);
     uint8_t* meta = Metadata(side, head, token);
     uint8_t* payload = PayloadRow(side, head, token);
-    EncodeByCodec(view_.mode[s], row, shape_.head_dim, shape_.dtype, Factor(side, head), payload,
-                  meta);
-    DecodeByCodec(view_.mode[s], payload, meta, shape_.head_dim, shape_.dtype, Factor(side, head),
-                  Decoded(side, head, token));
+    const RowFormat format = {view_.mode[s], shape_.head_dim, shape_.dtype, Factor(side, head)};
+    EncodeByCodec(format, row, payload, meta);
+    DecodeByCodec(format, payload, meta, Decoded(side, head, token));
   }
 
   uint8_t* PayloadRow(KvSide side, int head, int token) {

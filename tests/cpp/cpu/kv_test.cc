@@ -74,14 +74,12 @@ TEST_CASE("encoders equal the codec bit for bit on a million random rows") {
         for (float& x : row) {
           x = RandomValue(random, i % 6);
         }
-        const float g = UsesFactor(mode) ? factors[i / 6 % 4] : 1.f;
+        const RowFormat format = {mode, kDim, dtype, UsesFactor(mode) ? factors[i / 6 % 4] : 1.f};
         Encoded want = Empty(mode, kDim, dtype);
-        want.nonfinite =
-            EncodeByCodec(mode, row, kDim, dtype, g, want.payload.data(), want.meta.data());
+        want.nonfinite = EncodeByCodec(format, row, want.payload.data(), want.meta.data());
         for (const CpuKvKernels& kernels : isas) {
           Encoded got = Empty(mode, kDim, dtype);
-          got.nonfinite =
-              kernels.encode_row(mode, row, kDim, dtype, g, got.payload.data(), got.meta.data());
+          got.nonfinite = kernels.encode_row(format, row, got.payload.data(), got.meta.data());
           different += got == want ? 0 : 1;
         }
       }
@@ -105,8 +103,9 @@ TEST_CASE("decoders equal the codec for every code and every scale byte") {
         const std::vector<uint8_t> meta(16, static_cast<uint8_t>(meta_byte));
         float want[kDim];
         float got[kDim];
-        DecodeByCodec(mode, payload.data(), meta.data(), kDim, dtype, 0.7f, want);
-        kernels.decode_row(mode, payload.data(), meta.data(), kDim, dtype, 0.7f, got);
+        const RowFormat format = {mode, kDim, dtype, 0.7f};
+        DecodeByCodec(format, payload.data(), meta.data(), want);
+        kernels.decode_row(format, payload.data(), meta.data(), got);
         INFO(isa << " " << ToString(mode) << " byte " << meta_byte);
         CHECK(std::memcmp(want, got, sizeof(want)) == 0);
       }
@@ -117,47 +116,175 @@ TEST_CASE("decoders equal the codec for every code and every scale byte") {
 // One step of two sequences through ProcessKV: 5 new tokens at 3, 1 at 20.
 struct Step {
   static constexpr int kTokens = 6;
+  static constexpr int kMaxLen = 21;
   int32_t cu_seqlens[3] = {0, 1, kTokens};
-  int32_t context_lens[2] = {21, 8};
+  int32_t context_lens[2] = {kMaxLen, 8};
   int32_t positions[kTokens] = {20, 3, 4, 5, 6, 7};
   int32_t tables[4] = {3, 1, 2, -1};
   BatchView View() const { return {2, 1, kTokens, cu_seqlens, context_lens, positions, tables, 2}; }
 };
 
-// The reference of one head row, in double precision.
-std::vector<double> ReferenceRow(std::vector<double> x, const float* bias, const float* norm,
-                                 const float* cos, const float* sin, int rope_dim) {
-  const int n = static_cast<int>(x.size());
-  double squares = 0;
-  for (int d = 0; d < n; ++d) {
-    x[d] += bias[d];
-    squares += x[d] * x[d];
+// Random inputs of ProcessKV for one step, the rows that it changes, and the cache it writes.
+class ProcessCase {
+ public:
+  static constexpr int kQHeads = 4;
+  static constexpr int kHeads = 2;
+  static constexpr int kAllHeads = kQHeads + 2 * kHeads;
+
+  ProcessCase(const CacheShape& shape, int rope_dim, std::mt19937& random)
+      : dim_(shape.head_dim), rope_dim_(rope_dim), cache_(shape) {
+    const auto fill = [&](size_t n) {
+      std::normal_distribution<float> normal;
+      std::vector<float> x(n);
+      for (float& v : x) {
+        v = normal(random);
+      }
+      return x;
+    };
+    input_ = fill(static_cast<size_t>(Step::kTokens) * kAllHeads * dim_);
+    bias_ = fill(static_cast<size_t>(kAllHeads) * dim_);
+    q_norm_ = fill(dim_);
+    k_norm_ = fill(dim_);
+    cos_ = fill(static_cast<size_t>(Step::kTokens) * rope_dim / 2);
+    sin_ = fill(static_cast<size_t>(Step::kTokens) * rope_dim / 2);
+    qkv_ = input_;
   }
-  for (int d = 0; norm != nullptr && d < n; ++d) {
-    x[d] = x[d] / std::sqrt(squares / n + 1e-6) * norm[d];
+
+  // Returns the number of NaN and infinite values.
+  int64_t Process(Device& device) {
+    int64_t num_nonfinite = 0;
+    ProcessKVParams p;
+    p.qkv = qkv_.data();
+    p.bias = bias_.data();
+    p.q_norm = q_norm_.data();
+    p.k_norm = k_norm_.data();
+    p.rope_cos = cos_.data();
+    p.rope_sin = sin_.data();
+    p.rope_dim = rope_dim_;
+    p.q_heads = kQHeads;
+    p.kv = cache_.view();
+    p.batch = step_.View();
+    p.num_nonfinite = &num_nonfinite;
+    invokeProcessKV_v2(device, p);
+    return num_nonfinite;
   }
-  for (int i = 0; cos != nullptr && i < rope_dim / 2; ++i) {
-    const double a = x[i];
-    const double b = x[rope_dim / 2 + i];
-    x[i] = a * cos[i] - b * sin[i];
-    x[rope_dim / 2 + i] = b * cos[i] + a * sin[i];
+
+  // Both sides of the cache as [sequence, head, kMaxLen, dim]; slots that hold nothing stay -1.
+  void Flatten(Device& device) {
+    flat_[0].assign(static_cast<size_t>(2) * kHeads * Step::kMaxLen * dim_, -1.f);
+    flat_[1] = flat_[0];
+    FlattenKVParams f;
+    f.k = flat_[0].data();
+    f.v = flat_[1].data();
+    f.max_len = Step::kMaxLen;
+    f.kv = cache_.view();
+    f.batch = step_.View();
+    invokeFlattenKV_v2(device, f);
   }
-  return x;
+
+  // Largest error of the row in place against double precision, relative to 1 + |value|.
+  double RowError(int token, int head) const {
+    const size_t at = RowAt(token, head);
+    const bool value = head >= kQHeads + kHeads;
+    std::vector<double> want(input_.begin() + at, input_.begin() + at + dim_);
+    Add(want, bias_.data() + head * dim_);
+    if (!value) {
+      Normalize(want, head < kQHeads ? q_norm_ : k_norm_);
+      Rotate(want, token);
+    }
+    double error = 0;
+    for (int d = 0; d < dim_; ++d) {
+      error = std::max(error, std::fabs(want[d] - qkv_[at + d]) / (1 + std::fabs(want[d])));
+    }
+    return error;
+  }
+
+  // Whether the cache holds the codec's image of the row in place.
+  bool StoresTheRow(int token, KvSide side, int head) const {
+    const int s = static_cast<int>(side);
+    const RowFormat format = {cache_.view().mode[s], dim_, cache_.shape().dtype,
+                              cache_.Factor(side, head)};
+    Encoded e = Empty(format.mode, dim_, format.dtype);
+    std::vector<float> decoded(dim_);
+    EncodeByCodec(format, qkv_.data() + RowAt(token, kQHeads + s * kHeads + head), e.payload.data(),
+                  e.meta.data());
+    DecodeByCodec(format, e.payload.data(), e.meta.data(), decoded.data());
+    return std::memcmp(Flat(side, token == 0 ? 0 : 1, head, step_.positions[token]), decoded.data(),
+                       dim_ * sizeof(float)) == 0;
+  }
+
+  const float* Flat(KvSide side, int seq, int head, int position) const {
+    return flat_[static_cast<int>(side)].data() +
+           (static_cast<size_t>(seq * kHeads + head) * Step::kMaxLen + position) * dim_;
+  }
+
+ private:
+  size_t RowAt(int token, int head) const {
+    return (static_cast<size_t>(token) * kAllHeads + head) * dim_;
+  }
+  static void Add(std::vector<double>& x, const float* bias) {
+    for (size_t d = 0; d < x.size(); ++d) {
+      x[d] += bias[d];
+    }
+  }
+  static void Normalize(std::vector<double>& x, const std::vector<float>& weight) {
+    double squares = 0;
+    for (double value : x) {
+      squares += value * value;
+    }
+    for (size_t d = 0; d < x.size(); ++d) {
+      x[d] = x[d] / std::sqrt(squares / static_cast<double>(x.size()) + 1e-6) * weight[d];
+    }
+  }
+  void Rotate(std::vector<double>& x, int token) const {
+    const int half = rope_dim_ / 2;
+    for (int i = 0; i < half; ++i) {
+      const double cos = cos_[token * half + i];
+      const double sin = sin_[token * half + i];
+      const double a = x[i];
+      const double b = x[half + i];
+      x[i] = a * cos - b * sin;
+      x[half + i] = b * cos + a * sin;
+    }
+  }
+
+  int dim_;
+  int rope_dim_;
+  Step step_;
+  TestCache cache_;
+  std::vector<float> input_;
+  std::vector<float> bias_;
+  std::vector<float> q_norm_;
+  std::vector<float> k_norm_;
+  std::vector<float> cos_;
+  std::vector<float> sin_;
+  std::vector<float> qkv_;
+  std::vector<float> flat_[2];
+};
+
+void CheckProcess(Device& device, const CacheShape& shape, int rope_dim, std::mt19937& random) {
+  constexpr double kMaxError = 1e-5;  // a dozen FP32 operations on values below 8
+  ProcessCase c(shape, rope_dim, random);
+  CHECK(c.Process(device) == 0);
+  c.Flatten(device);
+  double error = 0;
+  bool stored = true;
+  for (int t = 0; t < Step::kTokens; ++t) {
+    for (int h = 0; h < ProcessCase::kAllHeads; ++h) {
+      error = std::max(error, c.RowError(t, h));
+    }
+    for (int h = 0; h < ProcessCase::kHeads; ++h) {
+      stored &= c.StoresTheRow(t, KvSide::kK, h) && c.StoresTheRow(t, KvSide::kV, h);
+    }
+  }
+  CHECK(error < kMaxError);
+  CHECK(stored);
+  // Slots at or beyond the context stay as they were.
+  CHECK(*c.Flat(KvSide::kK, 1, 0, 8) == -1.f);
 }
 
 TEST_CASE("ProcessKV transforms rows in place and stores what the codec says") {
-  constexpr int kQHeads = 4;
-  constexpr int kHeads = 2;
-  constexpr double kMaxError = 1e-5;  // a dozen FP32 operations on values below 8
   std::mt19937 random(3);
-  std::normal_distribution<float> normal;
-  const auto fill = [&](size_t n) {
-    std::vector<float> x(n);
-    for (float& v : x) {
-      v = normal(random);
-    }
-    return x;
-  };
   for (const std::string& isa : AvailableCpuIsas()) {
     const auto device = MakeCpuDevice(2, isa);
     for (KvCacheMode mode : kAllKvCacheModes) {
@@ -167,85 +294,10 @@ TEST_CASE("ProcessKV transforms rows in place and stores what the codec says") {
           CacheShape shape;
           shape.k = shape.v = mode;
           shape.head_dim = dim;
-          shape.kv_heads = kHeads;
+          shape.kv_heads = ProcessCase::kHeads;
           shape.block_seq_len = 16;
           shape.context = 64;
-          TestCache cache(shape);
-          const Step step;
-          const int heads = kQHeads + 2 * kHeads;
-          const std::vector<float> input = fill(static_cast<size_t>(Step::kTokens) * heads * dim);
-          const std::vector<float> bias = fill(static_cast<size_t>(heads) * dim);
-          const std::vector<float> q_norm = fill(dim);
-          const std::vector<float> k_norm = fill(dim);
-          const std::vector<float> cos = fill(static_cast<size_t>(Step::kTokens) * rope_dim / 2);
-          const std::vector<float> sin = fill(static_cast<size_t>(Step::kTokens) * rope_dim / 2);
-          std::vector<float> qkv = input;
-          int64_t num_nonfinite = 0;
-          ProcessKVParams p;
-          p.qkv = qkv.data();
-          p.bias = bias.data();
-          p.q_norm = q_norm.data();
-          p.k_norm = k_norm.data();
-          p.rope_cos = cos.data();
-          p.rope_sin = sin.data();
-          p.rope_dim = rope_dim;
-          p.q_heads = kQHeads;
-          p.kv = cache.view();
-          p.batch = step.View();
-          p.num_nonfinite = &num_nonfinite;
-          invokeProcessKV_v2(*device, p);
-          CHECK(num_nonfinite == 0);
-
-          std::vector<float> k(static_cast<size_t>(2) * kHeads * 21 * dim, -1.f);
-          std::vector<float> v = k;
-          FlattenKVParams f;
-          f.k = k.data();
-          f.v = v.data();
-          f.max_len = 21;
-          f.kv = cache.view();
-          f.batch = step.View();
-          invokeFlattenKV_v2(*device, f);
-
-          double error = 0;
-          bool stored = true;
-          for (int t = 0; t < Step::kTokens; ++t) {
-            for (int h = 0; h < heads; ++h) {
-              const size_t at = (static_cast<size_t>(t) * heads + h) * dim;
-              const bool value = h >= kQHeads + kHeads;
-              const std::vector<double> want = ReferenceRow(
-                  {input.begin() + at, input.begin() + at + dim}, bias.data() + h * dim,
-                  value         ? nullptr
-                  : h < kQHeads ? q_norm.data()
-                                : k_norm.data(),
-                  value ? nullptr : cos.data() + t * rope_dim / 2, sin.data() + t * rope_dim / 2,
-                  rope_dim);
-              for (int d = 0; d < dim; ++d) {
-                error =
-                    std::max(error, std::fabs(want[d] - qkv[at + d]) / (1 + std::fabs(want[d])));
-              }
-              if (h < kQHeads) {
-                continue;
-              }
-              // The stored row is the codec's image of the row in place.
-              const int head = (h - kQHeads) % kHeads;
-              const KvSide side = value ? KvSide::kV : KvSide::kK;
-              Encoded e = Empty(mode, dim, shape.dtype);
-              std::vector<float> decoded(dim);
-              const float g = cache.Factor(side, head);
-              EncodeByCodec(mode, qkv.data() + at, dim, shape.dtype, g, e.payload.data(),
-                            e.meta.data());
-              DecodeByCodec(mode, e.payload.data(), e.meta.data(), dim, shape.dtype, g,
-                            decoded.data());
-              const int seq = t == 0 ? 0 : 1;
-              const float* flat =
-                  (value ? v : k).data() + ((seq * kHeads + head) * 21 + step.positions[t]) * dim;
-              stored &= std::memcmp(flat, decoded.data(), dim * sizeof(float)) == 0;
-            }
-          }
-          CHECK(error < kMaxError);
-          CHECK(stored);
-          // Slots at or beyond the context stay as they were.
-          CHECK(k[(1 * kHeads * 21 + 8) * dim] == -1.f);
+          CheckProcess(*device, shape, rope_dim, random);
         }
       }
     }

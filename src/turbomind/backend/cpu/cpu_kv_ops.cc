@@ -123,9 +123,9 @@ void CpuFlattenKV(const CpuKvKernels& kernels, ThreadPool& pool, const FlattenKV
         metadata = kv.Params(side, block, head) + slot * kv.param_bytes[s];
       }
       kernels.decode_row(
-          kv.mode[s],
+          {kv.mode[s], kv.head_dim, kv.dtype, g},
           reinterpret_cast<const uint8_t*>(kv.Payload(side, block, head) + slot * kv.row_bytes[s]),
-          reinterpret_cast<const uint8_t*>(metadata), kv.head_dim, kv.dtype, g, out);
+          reinterpret_cast<const uint8_t*>(metadata), out);
     }
   });
 }
@@ -262,11 +262,11 @@ RowSizes CheckRows(const CodecRows& shape) {
 int64_t EncodeRows(const CpuKvKernels& kernels, const CodecRows& shape, const float* rows,
                    uint8_t* payload, uint8_t* metadata) {
   const RowSizes sizes = CheckRows(shape);
+  const RowFormat format = {shape.mode, shape.head_dim, shape.dtype, shape.g};
   int64_t num_nonfinite = 0;
   for (int64_t i = 0; i < shape.num_rows; ++i) {
-    num_nonfinite +=
-        kernels.encode_row(shape.mode, rows + i * shape.head_dim, shape.head_dim, shape.dtype,
-                           shape.g, payload + i * sizes.payload, metadata + i * sizes.metadata);
+    num_nonfinite += kernels.encode_row(format, rows + i * shape.head_dim,
+                                        payload + i * sizes.payload, metadata + i * sizes.metadata);
   }
   return num_nonfinite;
 }
@@ -274,9 +274,10 @@ int64_t EncodeRows(const CpuKvKernels& kernels, const CodecRows& shape, const fl
 void DecodeRows(const CpuKvKernels& kernels, const CodecRows& shape, const uint8_t* payload,
                 const uint8_t* metadata, float* rows) {
   const RowSizes sizes = CheckRows(shape);
+  const RowFormat format = {shape.mode, shape.head_dim, shape.dtype, shape.g};
   for (int64_t i = 0; i < shape.num_rows; ++i) {
-    kernels.decode_row(shape.mode, payload + i * sizes.payload, metadata + i * sizes.metadata,
-                       shape.head_dim, shape.dtype, shape.g, rows + i * shape.head_dim);
+    kernels.decode_row(format, payload + i * sizes.payload, metadata + i * sizes.metadata,
+                       rows + i * shape.head_dim);
   }
 }
 

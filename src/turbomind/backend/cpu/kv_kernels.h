@@ -75,18 +75,25 @@ struct ProcessHeadArgs {
   int slot = 0;  // inside the block
 };
 
+// How one row of n values is stored (docs/kv_cache.md).
+struct RowFormat {
+  KvCacheMode mode = KvCacheMode::kNone;
+  int n = 0;
+  DataType dtype = DataType::kBFloat16;
+  float g = 1.f;
+};
+
 struct CpuKvKernels {
   void (*decode_split)(const DecodeSplitArgs&) = nullptr;
   void (*merge_splits)(const MergeSplitsArgs&) = nullptr;
   void (*prefill_rows)(const PrefillRowsArgs&) = nullptr;
   // Returns the number of NaN and infinite values of K and V.
   int (*process_head)(const ProcessHeadArgs&) = nullptr;
-  // One row of n values ↔ payload and metadata (docs/kv_cache.md). `encode_row` returns the number
-  // of NaN and infinite values.
-  int (*encode_row)(KvCacheMode mode, const float* row, int n, DataType dtype, float g,
-                    uint8_t* payload, uint8_t* metadata) = nullptr;
-  void (*decode_row)(KvCacheMode mode, const uint8_t* payload, const uint8_t* metadata, int n,
-                     DataType dtype, float g, float* row) = nullptr;
+  // One row ↔ payload and metadata. `encode_row` returns the number of NaN and infinite values.
+  int (*encode_row)(const RowFormat&, const float* row, uint8_t* payload,
+                    uint8_t* metadata) = nullptr;
+  void (*decode_row)(const RowFormat&, const uint8_t* payload, const uint8_t* metadata,
+                     float* row) = nullptr;
 };
 
 // Scratch of prefill_rows.

@@ -83,7 +83,7 @@ int StoreRow(const ProcessHeadArgs& args, KvSide side, const float* row) {
     metadata = slot(kv.Params(side, args.block, args.head), kv.param_bytes[s]);
   }
   const float g = kv.g[s] != nullptr ? kv.g[s][args.head] : 1.f;
-  return EncodeRow(kv.mode[s], row, kv.head_dim, kv.dtype, g,
+  return EncodeRow({kv.mode[s], kv.head_dim, kv.dtype, g}, row,
                    slot(kv.Payload(side, args.block, args.head), kv.row_bytes[s]), metadata);
 }
 

@@ -11,8 +11,9 @@ namespace turbomind::TM_ISA {
 namespace {
 
 // Any length, by the definition.
-int EncodeByDefinition(KvCacheMode mode, const float* row, int n, DataType dtype, float g,
-                       uint8_t* payload, uint8_t* metadata) {
+int EncodeByDefinition(const RowFormat& format, const float* row, uint8_t* payload,
+                       uint8_t* metadata) {
+  const auto [mode, n, dtype, g] = format;
   switch (mode) {
     case KvCacheMode::kNone:
       return Codec<KvCacheMode::kNone>::EncodeRow(row, n, dtype, g, payload, metadata);
@@ -34,8 +35,8 @@ int EncodeByDefinition(KvCacheMode mode, const float* row, int n, DataType dtype
 
 }  // namespace
 
-int EncodeRow(KvCacheMode mode, const float* row, int n, DataType dtype, float g, uint8_t* payload,
-              uint8_t* metadata) {
+int EncodeRow(const RowFormat& format, const float* row, uint8_t* payload, uint8_t* metadata) {
+  const auto [mode, n, dtype, g] = format;
   if (n % kLanes == 0) {
     if (mode == KvCacheMode::kFp4Nv) {
       return EncodeFp4<NvScale>(row, n, dtype, g, payload, metadata);
@@ -50,11 +51,12 @@ int EncodeRow(KvCacheMode mode, const float* row, int n, DataType dtype, float g
       return EncodeInt<4>(row, n, dtype, payload, metadata);
     }
   }
-  return EncodeByDefinition(mode, row, n, dtype, g, payload, metadata);
+  return EncodeByDefinition(format, row, payload, metadata);
 }
 
-void DecodeRow(KvCacheMode mode, const uint8_t* payload, const uint8_t* metadata, int n,
-               DataType dtype, float g, float* row) {
+void DecodeRow(const RowFormat& format, const uint8_t* payload, const uint8_t* metadata,
+               float* row) {
+  const auto [mode, n, dtype, g] = format;
   switch (mode) {
     case KvCacheMode::kNone:
       return Codec<KvCacheMode::kNone>::DecodeRow(payload, metadata, n, dtype, g, row);

@@ -6,10 +6,9 @@
 
 namespace turbomind::TM_ISA {
 
-int EncodeRow(KvCacheMode mode, const float* row, int n, DataType dtype, float g, uint8_t* payload,
-              uint8_t* metadata);
-void DecodeRow(KvCacheMode mode, const uint8_t* payload, const uint8_t* metadata, int n,
-               DataType dtype, float g, float* row);
+int EncodeRow(const RowFormat& format, const float* row, uint8_t* payload, uint8_t* metadata);
+void DecodeRow(const RowFormat& format, const uint8_t* payload, const uint8_t* metadata,
+               float* row);
 int ProcessHead(const ProcessHeadArgs& args);
 
 }  // namespace turbomind::TM_ISA
