@@ -127,7 +127,7 @@ def test_int8_activations_add_little(wanted_logits: np.ndarray) -> None:
     with EngineRun("smollm2", exact=False, max_prefill=512) as run:
         got = run.logits(run.model.tokenizer.encode(TEXT))
     kl = mean_kl(wanted_logits, got)
-    print(f"int8 activations, FP16 cache: KL {kl:.2e}")
+    print(f"activations of two int8 halves, FP16 cache: KL {kl:.2e}")
     assert 0 < kl <= MAX_KL_INT8_ACTIVATIONS
 
 

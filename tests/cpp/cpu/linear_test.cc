@@ -24,8 +24,9 @@ constexpr int kPad = 3;  // floats between the rows of x and of y
 
 // FP32 sums in a fixed order: n roundings of at most 2^-24 of the sum of magnitudes.
 double SumBound(int64_t cols) { return (cols + 8) * 0x1p-24; }
-// An int8 activation is off by at most half a step of amax / 127, plus FP32 rounding of the scale.
-constexpr double kInt8HalfStep = 0.5 / 127 * (1 + 1e-5);
+// A 16-bit activation is off by at most one and a half steps of amax / 32512 (half from rounding,
+// one where a low half of -128 is moved to -127), plus FP32 rounding of the scale.
+constexpr double kActivationError = 1.5 / 32512 * (1 + 1e-5);
 constexpr double kBF16Rounding = 0x1p-8;  // 8 significant bits, round to nearest
 
 struct Matrix {
@@ -162,7 +163,7 @@ double Bound(const Matrix& m, const float* x, int64_t o, bool exact) {
       for (int i = 0; i < 32; ++i) {
         amax = std::max<double>(amax, std::abs(block[i]));
       }
-      rounding += w * amax * kInt8HalfStep;
+      rounding += w * amax * kActivationError;
     }
   }
   return rounding + magnitude * SumBound(m.cols) + 1e-6;
@@ -291,7 +292,7 @@ TEST_CASE("NaN and infinite activations reach the outputs of their row and no ot
   }
 }
 
-TEST_CASE("zero, tiny and huge activations do not overflow the int8 scale") {
+TEST_CASE("zero, tiny and huge activations do not overflow the scale of 16 bits") {
   const auto device = MakeCpuDevice(1);
   const Matrix m = RandomMatrix(MatrixFormat::kQ8_0, 16, 32, 31);
   const auto weight = device->PackMatrix(m.source(), false);

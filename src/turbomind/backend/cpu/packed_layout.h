@@ -17,7 +17,9 @@
 // it has. A step of a panel:
 //   kF32   float[R]
 //   kBF16  bf16[R][2]
-//   quantised  int8[R][32], float d[R], then int32 -zero_point * sum[R] or, kQ4_1, float d*sum[R]
+//   quantised  int8[R][2][32], float d[R], then int32 -zero_point * sum[R] or, kQ4_1, float
+//   d*sum[R];
+//              an activation is (256 * high + low) * d: the high bytes of a row, then the low ones
 
 #include <cstdint>
 
@@ -28,7 +30,8 @@ namespace turbomind {
 
 inline constexpr int kTileRows = 16;
 inline constexpr int kQuantBlock = 32;  // columns that share one scale, weights and activations
-inline constexpr int kPanelRows = 12;   // 12 sums and 12 accumulators fit in 32 registers
+inline constexpr int kQuantRowBytes = 2 * kQuantBlock;  // of a row in a step of a panel
+inline constexpr int kPanelRows = 12;  // 12 sums and 12 accumulators fit in 32 registers
 
 TM_HD constexpr bool IsQuantized(MatrixFormat format) {
   return format == MatrixFormat::kQ4_0 || format == MatrixFormat::kQ4_1 ||
@@ -72,7 +75,7 @@ TM_HD constexpr int64_t TileBytes(MatrixFormat format, int64_t cols) {
 }
 
 TM_HD constexpr int PanelStepBytes(MatrixFormat format, int rows) {
-  return rows * (IsQuantized(format) ? kQuantBlock + 8 : 4);
+  return rows * (IsQuantized(format) ? kQuantRowBytes + 8 : 4);
 }
 
 TM_HD constexpr int64_t PanelBytes(MatrixFormat format, int64_t cols, int rows) {

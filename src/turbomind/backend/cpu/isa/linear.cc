@@ -20,7 +20,8 @@ namespace {
 
 constexpr int64_t kPrefetchBytes = 4096;  // ahead of a tile with 2 to 11 rows
 constexpr uint32_t kInfinityBits = 0x7f800000u;
-constexpr float kMinAmax = 1e-36f;  // below, 127 / amax overflows: the block counts as zero
+constexpr float kMostCode = 127.f * 256.f;
+constexpr float kMinAmax = 1e-33f;  // below, kMostCode / amax overflows: the block counts as zero
 
 TM_HD uint32_t Bits(float x) {
   uint32_t bits;
@@ -48,8 +49,9 @@ TM_HD uint16_t ToBF16(float x) {
                                   : static_cast<uint16_t>(rounded);
 }
 
-// One block of 32 → codes, its scale, and the sum of the codes.
-TM_HD float QuantizeBlock(const float* x, int8_t* codes, int32_t& sum) {
+// One block of 32 → high and low halves of its codes, its scale, and the sum of the codes.
+TM_HD float QuantizeBlock(const float* x, int8_t* high, int32_t& sum) {
+  int8_t* low = high + kQuantBlock;
   uint32_t amax_bits = 0;
   for (int i = 0; i < kQuantBlock; ++i) {
     const uint32_t magnitude = Bits(x[i]) & 0x7fffffffu;
@@ -59,19 +61,23 @@ TM_HD float QuantizeBlock(const float* x, int8_t* codes, int32_t& sum) {
   const bool finite = amax_bits < kInfinityBits;
   sum = 0;
   if (!finite || amax < kMinAmax) {
-    __builtin_memset(codes, 0, kQuantBlock);
+    __builtin_memset(high, 0, kQuantRowBytes);
     return finite ? 0.f : __builtin_nanf("");
   }
   constexpr float kRound = 12582912.f;  // 1.5 · 2^23: adding it rounds to an integer, ties to even
-  const float inverse = 127.f / amax;
+  const float inverse = kMostCode / amax;
   int32_t total = 0;
   for (int i = 0; i < kQuantBlock; ++i) {
     const int32_t code = static_cast<int32_t>(Bits(x[i] * inverse + kRound) - Bits(kRound));
-    codes[i] = static_cast<int8_t>(code);
-    total += code;
+    const int32_t upper = (code + 128) >> 8;
+    const int32_t rest = code - upper * 256;
+    const int32_t lower = rest < -127 ? -127 : rest;  // -128 has no negative: AVX2 needs one
+    high[i] = static_cast<int8_t>(upper);
+    low[i] = static_cast<int8_t>(lower);
+    total += upper * 256 + lower;
   }
   sum = total;
-  return amax / 127.f;
+  return amax / kMostCode;
 }
 
 void PackQuantPanel(const PackPanelArgs& a) {
@@ -82,11 +88,11 @@ void PackQuantPanel(const PackPanelArgs& a) {
     const float* x = a.x + r * a.x_stride;
     for (int64_t s = 0; s < steps; ++s) {
       uint8_t* step = a.panel + s * PanelStepBytes(a.format, rows);
-      uint8_t* scales = step + rows * kQuantBlock;
+      uint8_t* scales = step + rows * kQuantRowBytes;
       uint8_t* offsets = scales + rows * 4;
       int32_t sum;
       const float scale = QuantizeBlock(x + s * kQuantBlock,
-                                        reinterpret_cast<int8_t*>(step + r * kQuantBlock), sum);
+                                        reinterpret_cast<int8_t*>(step + r * kQuantRowBytes), sum);
       StoreFloat(scale, scales + 4 * r);
       if (a.format == MatrixFormat::kQ4_1) {
         StoreFloat(scale * static_cast<float>(sum), offsets + 4 * r);

@@ -37,9 +37,9 @@ TM_HD __m256i LoadCodes(const uint8_t* p) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
 }
 
-// Σ code * activation of one block, 8 outputs, one row; the zero point taken off.
+// Σ code * half of one block, 8 outputs, one row, one half of the activations.
 template <MatrixFormat F>
-TM_HD __m256i DotBlock(const uint8_t* w, const uint8_t* a, const uint8_t* offset) {
+TM_HD __m256i DotHalf(const uint8_t* w, const uint8_t* a) {
   const __m256i ones = _mm256_set1_epi16(1);
   if constexpr (F == MatrixFormat::kQ8_0) {
     // Signed codes: |w| * sign(a, w), whose pairs stay within 2 * 128 * 127 < 2^15.
@@ -65,9 +65,16 @@ TM_HD __m256i DotBlock(const uint8_t* w, const uint8_t* a, const uint8_t* offset
       pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(low, Broadcast32(a + 4 * g)));
       pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(high, Broadcast32(a + 16 + 4 * g)));
     }
-    const __m256i sum = _mm256_madd_epi16(pairs, ones);
-    return F == MatrixFormat::kQ4_0 ? _mm256_add_epi32(sum, Broadcast32(offset)) : sum;
+    return _mm256_madd_epi16(pairs, ones);
   }
+}
+
+// Σ code * activation of one block, 8 outputs, one row; the zero point taken off.
+template <MatrixFormat F>
+TM_HD __m256i DotBlock(const uint8_t* w, const uint8_t* a, const uint8_t* offset) {
+  const __m256i sum =
+      _mm256_add_epi32(_mm256_slli_epi32(DotHalf<F>(w, a), 8), DotHalf<F>(w, a + kQuantBlock));
+  return F == MatrixFormat::kQ4_0 ? _mm256_add_epi32(sum, Broadcast32(offset)) : sum;
 }
 
 // BF16 pairs → the odd and the even element as floats. The odd one is added first: the order of
@@ -96,12 +103,12 @@ TM_HD void AddStep(const uint8_t* w, int half, const uint8_t* a, int row, __m256
       acc[n] = _mm256_fmadd_ps(even, EvenBF16(x), _mm256_fmadd_ps(odd, OddBF16(x), acc[n]));
     }
   } else {
-    const uint8_t* scales = a + R * kQuantBlock;
+    const uint8_t* scales = a + R * kQuantRowBytes;
     const uint8_t* offsets = scales + R * 4;
     const __m256 d = LoadHalf8(meta);
     for (int n = 0; n < N; ++n) {
       const int r = row + n;
-      const __m256i sum = DotBlock<F>(w, a + r * kQuantBlock, offsets + 4 * r);
+      const __m256i sum = DotBlock<F>(w, a + r * kQuantRowBytes, offsets + 4 * r);
       acc[n] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum),
                                _mm256_mul_ps(d, BroadcastFloat(scales + 4 * r)), acc[n]);
       if constexpr (F == MatrixFormat::kQ4_1) {

@@ -2,9 +2,10 @@
 
 // y tile = tile · panelᵀ with AVX-512 VNNI and BF16. Lanes are the 16 outputs of a tile.
 //
-// Per block of 32 columns, row and tile: 8 vpdpbusd (64 products each), one conversion, one
-// multiply, one FMA into the FP32 accumulator. Zen 4 retires one 512-bit vpdpbusd per cycle, so
-// R >= 8 rows reach about 80 % of that; one row is bound by reading the weights.
+// Per block of 32 columns, row and tile: 16 vpdpbusd (64 products each; 8 for the high halves of
+// the activations, 8 for the low ones), one shift, one addition, one conversion, one multiply, one
+// FMA into the FP32 accumulator. Zen 4 retires one 512-bit vpdpbusd per cycle, so R >= 8 rows reach
+// about 80 % of that; one row is bound by reading the weights.
 
 #include <immintrin.h>
 
@@ -38,7 +39,7 @@ TM_HD __m512 LoadHalf16(const uint8_t* p) {
   return _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 
-// Integer sums of one block: sum[r] += Σ code * activation.
+// Integer sums of one block and one half of the activations: sum[r] += Σ code * half.
 template <MatrixFormat F, int R>
 TM_HD void DotBlock(const uint8_t* w, const uint8_t* a, __m512i (&sum)[R]) {
   if constexpr (F == MatrixFormat::kQ8_0) {
@@ -47,7 +48,7 @@ TM_HD void DotBlock(const uint8_t* w, const uint8_t* a, __m512i (&sum)[R]) {
       const __m512i codes = _mm512_loadu_si512(w + 64 * g);
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r) {
-        sum[r] = _mm512_dpbusd_epi32(sum[r], codes, Broadcast32(a + kQuantBlock * r + 4 * g));
+        sum[r] = _mm512_dpbusd_epi32(sum[r], codes, Broadcast32(a + kQuantRowBytes * r + 4 * g));
       }
     }
   } else {
@@ -59,11 +60,12 @@ TM_HD void DotBlock(const uint8_t* w, const uint8_t* a, __m512i (&sum)[R]) {
       const __m512i high = _mm512_and_si512(_mm512_srli_epi16(codes, 4), mask);
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r) {
-        sum[r] = _mm512_dpbusd_epi32(sum[r], low, Broadcast32(a + kQuantBlock * r + 4 * g));
+        sum[r] = _mm512_dpbusd_epi32(sum[r], low, Broadcast32(a + kQuantRowBytes * r + 4 * g));
       }
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r) {
-        sum[r] = _mm512_dpbusd_epi32(sum[r], high, Broadcast32(a + kQuantBlock * r + 16 + 4 * g));
+        sum[r] =
+            _mm512_dpbusd_epi32(sum[r], high, Broadcast32(a + kQuantRowBytes * r + 16 + 4 * g));
       }
     }
   }
@@ -71,14 +73,22 @@ TM_HD void DotBlock(const uint8_t* w, const uint8_t* a, __m512i (&sum)[R]) {
 
 template <MatrixFormat F, int R>
 TM_HD void AddQuantStep(const uint8_t* w, const uint8_t* a, __m512 (&acc)[R]) {
-  const uint8_t* scales = a + R * kQuantBlock;  // float d[R]
+  const uint8_t* scales = a + R * kQuantRowBytes;  // float d[R]
   const uint8_t* offsets = scales + R * 4;
   __m512i sum[R];
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r) {
-    sum[r] = F == MatrixFormat::kQ4_1 ? _mm512_setzero_si512() : Broadcast32(offsets + 4 * r);
+    sum[r] = _mm512_setzero_si512();
   }
   DotBlock<F, R>(w + TileMetaBytes(F), a, sum);
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r) {
+    sum[r] = _mm512_slli_epi32(sum[r], 8);
+    if constexpr (F != MatrixFormat::kQ4_1) {
+      sum[r] = _mm512_add_epi32(sum[r], Broadcast32(offsets + 4 * r));
+    }
+  }
+  DotBlock<F, R>(w + TileMetaBytes(F), a + kQuantBlock, sum);
   const __m512 d = LoadHalf16(w);
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r) {

@@ -33,7 +33,8 @@ TM_HD int32_t DotBlock(const uint8_t* w, const uint8_t* a) {
       const uint8_t pair = w[64 * (group % 4) + c % 4];
       code = group < 4 ? pair & 0x0f : pair >> 4;
     }
-    sum += (code - ZeroPoint(F)) * static_cast<int8_t>(a[c]);
+    const int32_t x = 256 * static_cast<int8_t>(a[c]) + static_cast<int8_t>(a[kQuantBlock + c]);
+    sum += (code - ZeroPoint(F)) * x;
   }
   return sum;
 }
@@ -50,9 +51,9 @@ TM_HD float AddStep(const uint8_t* w, int64_t output, const uint8_t* a, int r, f
     acc = __builtin_fmaf(ReadBF16(w + 2), ReadBF16(x + 2), acc);
     return __builtin_fmaf(ReadBF16(w), ReadBF16(x), acc);
   } else {
-    const uint8_t* scales = a + R * kQuantBlock;
+    const uint8_t* scales = a + R * kQuantRowBytes;
     const float scale = ReadHalf(meta) * LoadAs<float>(scales + 4 * r);
-    acc = __builtin_fmaf(static_cast<float>(DotBlock<F>(w, a + r * kQuantBlock)), scale, acc);
+    acc = __builtin_fmaf(static_cast<float>(DotBlock<F>(w, a + r * kQuantRowBytes)), scale, acc);
     if constexpr (F == MatrixFormat::kQ4_1) {
       acc = __builtin_fmaf(ReadHalf(meta + 32), LoadAs<float>(scales + R * 4 + 4 * r), acc);
     }
