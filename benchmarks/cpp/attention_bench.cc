@@ -42,6 +42,7 @@ void Measure(const CpuKvKernels& kernels, KvCacheMode mode, int context, int hea
   shape.context = context;
   TestCache cache(shape);
   ThreadPool pool(1);
+  CpuKvScratch memory;
   const int q_heads = kGroup * kKvHeads;
   const int chunk = 256;
   std::vector<float> q(static_cast<size_t>(chunk) * q_heads * head_dim, 0.1f);
@@ -61,9 +62,9 @@ void Measure(const CpuKvKernels& kernels, KvCacheMode mode, int context, int hea
   p.kv = cache.view();
   const int64_t stride = static_cast<int64_t>(cache.table().size());
   p.batch = {1, 1, 1, decode_cu, &length, &last, cache.table().data(), stride};
-  const double decode = Best(60, [&] { CpuDecodeAttention(kernels, pool, p); });
+  const double decode = Best(60, [&] { CpuDecodeAttention(kernels, pool, memory, p); });
   p.batch = {1, 0, chunk, prefill_cu, &length, positions.data(), cache.table().data(), stride};
-  const double prefill = Best(5, [&] { CpuPrefillAttention(kernels, pool, p); });
+  const double prefill = Best(5, [&] { CpuPrefillAttention(kernels, pool, memory, p); });
   const double fmas = 2.0 * chunk * (context - chunk / 2.0) * q_heads * head_dim;
   std::printf("%-9s D=%-4d context %5d   decode %7.3f ns/(token*q_head)   prefill %6.1f GFMA/s\n",
               ToString(mode), head_dim, context, decode * 1e9 / (context * double(q_heads)),

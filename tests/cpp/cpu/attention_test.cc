@@ -85,10 +85,11 @@ void RunStep(const Run& run, int begin, int count, float* out) {
              positions.data(),
              run.cache.table().data(),
              static_cast<int64_t>(run.cache.table().size())};
+  CpuKvScratch memory;
   if (count == 1) {
-    CpuDecodeAttention(run.kernels, run.pool, p);
+    CpuDecodeAttention(run.kernels, run.pool, memory, p);
   } else {
-    CpuPrefillAttention(run.kernels, run.pool, p);
+    CpuPrefillAttention(run.kernels, run.pool, memory, p);
   }
 }
 

@@ -99,10 +99,10 @@ class CpuDevice final : public Device {
   void ProcessKV(const ProcessKVParams& params) override { CpuProcessKV(kv_, pool_, params); }
   void FlattenKV(const FlattenKVParams& params) override { CpuFlattenKV(kv_, pool_, params); }
   void PrefillAttention(const AttentionParams& params) override {
-    CpuPrefillAttention(kv_, pool_, params);
+    CpuPrefillAttention(kv_, pool_, kv_scratch_, params);
   }
   void DecodeAttention(const AttentionParams& params) override {
-    CpuDecodeAttention(kv_, pool_, params);
+    CpuDecodeAttention(kv_, pool_, kv_scratch_, params);
   }
 
  private:
@@ -112,6 +112,7 @@ class CpuDevice final : public Device {
   CpuKvKernels kv_;
   MatrixArena arena_;
   CpuLinearScratch linear_scratch_;
+  CpuKvScratch kv_scratch_;
 };
 
 }  // namespace

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cmath>
-#include <memory>
 #include <new>
 #include <string>
 #include <vector>
@@ -13,23 +13,6 @@
 
 namespace turbomind {
 namespace {
-
-// 64-byte aligned floats. Pages come from the system already zero or are recycled: what the kernels
-// read they have written.
-class Scratch {
- public:
-  explicit Scratch(int64_t num_floats)
-      : floats_(static_cast<float*>(
-            ::operator new(static_cast<size_t>(num_floats) * sizeof(float), kAlignment))) {}
-  ~Scratch() { ::operator delete(floats_, kAlignment); }
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-  float* get() const { return floats_; }
-
- private:
-  static constexpr std::align_val_t kAlignment{64};
-  float* floats_;
-};
 
 // Sequence s holds the items [starts[s], starts[s + 1]).
 int SequenceOf(const std::vector<int64_t>& starts, int64_t item) {
@@ -50,6 +33,23 @@ float ValueFactor(const KvLayerView& kv, int head) {
 }
 
 }  // namespace
+
+float* CpuKvScratch::Get(int64_t num_floats) {
+  const auto wanted = static_cast<size_t>(num_floats);
+  if (wanted > size_) {
+    Free();
+    const size_t size = std::bit_ceil(wanted);
+    floats_ = static_cast<float*>(::operator new(size * sizeof(float), kAlignment));
+    size_ = size;
+  }
+  return floats_;
+}
+
+void CpuKvScratch::Free() {
+  ::operator delete(floats_, kAlignment);
+  floats_ = nullptr;
+  size_ = 0;
+}
 
 CpuKvKernels CpuKvKernelsFor(std::string_view isa) {
   CpuKvKernels kernels;
@@ -130,7 +130,7 @@ void CpuFlattenKV(const CpuKvKernels& kernels, ThreadPool& pool, const FlattenKV
   });
 }
 
-void CpuPrefillAttention(const CpuKvKernels& kernels, ThreadPool& pool,
+void CpuPrefillAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScratch& memory,
                          const AttentionParams& params) {
   const KvLayerView& kv = params.kv;
   const BatchView& batch = params.batch;
@@ -143,7 +143,7 @@ void CpuPrefillAttention(const CpuKvKernels& kernels, ThreadPool& pool,
                      (tokens + tokens_per_item - 1) / tokens_per_item * kv.kv_heads);
   }
   const int64_t scratch_floats = (PrefillScratchFloats(group, kv.head_dim) + 15) / 16 * 16;
-  const Scratch scratch(scratch_floats * pool.num_threads());
+  float* const scratch = memory.Get(scratch_floats * pool.num_threads());
   const int64_t num_items = starts.back();
   pool.ParallelFor(num_items, [&](int64_t reversed, int worker) {
     const int64_t item = num_items - 1 - reversed;  // the longest items of a sequence first
@@ -167,12 +167,12 @@ void CpuPrefillAttention(const CpuKvKernels& kernels, ThreadPool& pool,
     args.softmax_scale = params.softmax_scale;
     args.window = params.window;
     args.sinks = params.sinks != nullptr ? params.sinks + head * group : nullptr;
-    args.scratch = scratch.get() + worker * scratch_floats;
+    args.scratch = scratch + worker * scratch_floats;
     kernels.prefill_rows(args);
   });
 }
 
-void CpuDecodeAttention(const CpuKvKernels& kernels, ThreadPool& pool,
+void CpuDecodeAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScratch& memory,
                         const AttentionParams& params) {
   const KvLayerView& kv = params.kv;
   const BatchView& batch = params.batch;
@@ -186,7 +186,7 @@ void CpuDecodeAttention(const CpuKvKernels& kernels, ThreadPool& pool,
     const int64_t last = (end + kSplitTokens - 1) / kSplitTokens;
     starts.push_back(starts.back() + (last - first) * kv.kv_heads);
   }
-  const Scratch states(starts.back() * split_stride);
+  float* const states = memory.Get(starts.back() * split_stride);
   pool.ParallelFor(starts.back(), [&](int64_t item, int) {
     const int seq = SequenceOf(starts, item);
     const int64_t num_splits = (starts[seq + 1] - starts[seq]) / kv.kv_heads;
@@ -203,7 +203,7 @@ void CpuDecodeAttention(const CpuKvKernels& kernels, ThreadPool& pool,
     args.softmax_scale = params.softmax_scale;
     args.begin = std::max(begin, split);
     args.end = std::min(context, split + kSplitTokens);
-    args.states = states.get() + item * split_stride;
+    args.states = states + item * split_stride;
     kernels.decode_split(args);
   });
   const auto merge = [&](int64_t i, int) {
@@ -212,7 +212,7 @@ void CpuDecodeAttention(const CpuKvKernels& kernels, ThreadPool& pool,
     const int head = q_head / group;
     MergeSplitsArgs args;
     args.num_splits = static_cast<int>((starts[seq + 1] - starts[seq]) / kv.kv_heads);
-    args.states = states.get() + (starts[seq] + head * args.num_splits) * split_stride +
+    args.states = states + (starts[seq] + head * args.num_splits) * split_stride +
                   (q_head % group) * head_stride;
     args.state_stride = split_stride;
     args.head_dim = kv.head_dim;

@@ -4,7 +4,9 @@
 // the kernels of one instruction set. How the work is cut never changes a bit of the result. The
 // arguments have been checked (ops/). One thread calls them.
 
+#include <cstddef>
 #include <cstdint>
+#include <new>
 #include <string_view>
 
 #include "turbomind/backend/cpu/kv_kernels.h"
@@ -19,9 +21,30 @@ CpuKvKernels CpuKvKernelsFor(std::string_view isa);
 
 void CpuProcessKV(const CpuKvKernels& kernels, ThreadPool& pool, const ProcessKVParams& params);
 void CpuFlattenKV(const CpuKvKernels& kernels, ThreadPool& pool, const FlattenKVParams& params);
-void CpuPrefillAttention(const CpuKvKernels& kernels, ThreadPool& pool,
+
+// Working memory of the attention ops, kept from call to call: taken and given back in each, it
+// would leave holes between the small things that stay, and the heap would grow with the cache.
+class CpuKvScratch {
+ public:
+  CpuKvScratch() = default;
+  ~CpuKvScratch() { Free(); }
+  CpuKvScratch(const CpuKvScratch&) = delete;
+  CpuKvScratch& operator=(const CpuKvScratch&) = delete;
+
+  // 64-byte aligned, of undefined content; valid until the next call. Throws std::bad_alloc.
+  float* Get(int64_t num_floats);
+
+ private:
+  static constexpr std::align_val_t kAlignment{64};
+  void Free();
+
+  float* floats_ = nullptr;
+  size_t size_ = 0;
+};
+
+void CpuPrefillAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScratch& memory,
                          const AttentionParams& params);
-void CpuDecodeAttention(const CpuKvKernels& kernels, ThreadPool& pool,
+void CpuDecodeAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScratch& memory,
                         const AttentionParams& params);
 
 // Rows without a cache around them, for tests and reports.
