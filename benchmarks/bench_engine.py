@@ -4,10 +4,11 @@
     python benchmarks/bench_engine.py --quick                      # a few minutes
 
 Both engines run in this process with the same number of threads, in turns; a figure is the median
-of the repetitions. llama.cpp runs with the KV type and attention that are fastest for the cell.
-Cells with more prompt tokens than --max-fill share one prompt between all sequences, in both
-engines; their prefill is left out. Ours chooses each token by argmax over the vocabulary;
-llama.cpp is given its next token.
+of the repetitions. llama.cpp runs with the KV type and attention that are fastest for the cell; for
+contexts over --search-context the search is made at that length. Cells with more than
+--long-context tokens run once. Batches with more prompt tokens than --max-fill share one prompt
+between all sequences, in both engines; their prefill is left out. Ours chooses each token by argmax
+over the vocabulary; llama.cpp is given its next token. The file is written after every cell.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import os
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,7 +50,7 @@ def cells_of(options: argparse.Namespace) -> Iterator[Cell]:
     """What is timed, in order; prints what is left out."""
     for context in options.contexts:
         for batch in options.batches:
-            shared = context * batch > options.max_fill
+            shared = batch > 1 and context * batch > options.max_fill
             if shared:
                 print(f"prefill {context} x {batch}: skipped, over --max-fill {options.max_fill}")
             yield Cell(context, batch, options.steps, shared)
@@ -72,10 +73,14 @@ def best_settings(peer: LlamaCpp, cell: Cell) -> dict[str, PeerSetting]:
 
 
 def measure(
-    cell: Cell, engines: Sequence[OurEngine], *, peer: LlamaCpp | None, repeats: int
+    cell: Cell,
+    engines: Sequence[OurEngine],
+    *,
+    peer: LlamaCpp | None,
+    settings: dict[str, PeerSetting],
+    repeats: int,
 ) -> Iterator[Row]:
     """Rows of one cell: the engines take turns, `repeats` times."""
-    settings = best_settings(peer, cell) if peer else {}
     ours: dict[str, list[Timing]] = {engine.mode: [] for engine in engines}
     theirs: dict[str, list[Timing]] = {setting.name: [] for setting in settings.values()}
     for _ in range(repeats):
@@ -144,18 +149,33 @@ def run(options: argparse.Namespace) -> list[Row]:
     ]
     peer = make_peer(options, Path(loaded.path))
     rows: list[Row] = []
+    settings: dict[Cell, dict[str, PeerSetting]] = {}
     print(f"ours on {device.name}; {options.num_threads} threads; median of {options.repeats}")
     try:
         for cell in tqdm(list(cells_of(options)), unit="cell", disable=None):
-            for row in measure(cell, engines, peer=peer, repeats=options.repeats):
+            searched = replace(cell, context=min(cell.context, options.search_context))
+            if peer and searched not in settings:
+                settings[searched] = best_settings(peer, searched)
+            repeats = 1 if cell.context > options.long_context else options.repeats
+            for row in measure(
+                cell, engines, peer=peer, settings=settings.get(searched, {}), repeats=repeats
+            ):
                 rows.append(row)
                 tqdm.write(format_row(row))
+            write_rows(rows, options.json)
     finally:
         for engine in engines:
             engine.close()
         if peer:
             peer.close()
     return rows
+
+
+def write_rows(rows: Sequence[Row], path: Path | None) -> None:
+    """All rows so far."""
+    if path:
+        text = json.dumps([asdict(row) for row in rows], indent=1)
+        path.write_text(text + "\n", encoding="utf-8")
 
 
 def format_row(row: Row) -> str:
@@ -187,6 +207,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=32, help="decode steps timed")
     parser.add_argument("--repeats", type=int, default=None, help="default: 3; quick: 1")
     parser.add_argument("--max-fill", type=int, default=16384, help="prompt tokens of a cell")
+    parser.add_argument(
+        "--search-context", type=int, default=2048, help="longest cell that tries all settings"
+    )
+    parser.add_argument(
+        "--long-context", type=int, default=4096, help="longer cells run once (default: 4096)"
+    )
     parser.add_argument("--num-threads", type=int, default=threads)
     parser.add_argument("--no-peer", action="store_true", help="do not run llama.cpp")
     parser.add_argument("--quick", action="store_true", help="contexts 128, 2048; batches 1, 8")
@@ -204,13 +230,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write the JSON file."""
     options = parse_arguments(arguments)
     try:
-        rows = run(options)
+        run(options)
     except ValueError as error:
         print(f"bench_engine.py: {error}", file=sys.stderr)
         return 2
-    if options.json:
-        text = json.dumps([asdict(row) for row in rows], indent=1)
-        options.json.write_text(text + "\n", encoding="utf-8")
     return 0
 
 
