@@ -103,5 +103,17 @@ TEST_CASE("the same bits however a request is run") {
   }
 }
 
+TEST_CASE("the same bits with BF16 and Q8_0 weights, whose activations are rounded") {
+  EngineConfig config = TinyEngineConfig(KvCacheMode::kFp4Nv);
+  config.deterministic = true;
+  const Answers want = RunAll(*TinyEngine(config, 1, true), 0, true);
+  for (const int chunk : {16, 64, 2048}) {
+    for (const int threads : {1, 2}) {
+      config.max_prefill_token_num = chunk;
+      CheckEqual(RunAll(*TinyEngine(config, threads, true), 0, false), 0, want);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace turbomind

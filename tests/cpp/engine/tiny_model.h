@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "turbomind/backend/cpu/cpu_device.h"
+#include "turbomind/core/float_convert.h"
 #include "turbomind/engine/engine.h"
 
 namespace turbomind::testing {
@@ -50,10 +51,41 @@ class RandomValues {
   std::mt19937 generator_;
 };
 
-inline std::shared_ptr<const Weights> TinyWeights(const ModelConfig& config, Device& device) {
+inline std::vector<uint16_t> RandomBF16(RandomValues& random, int64_t size, float range) {
+  std::vector<uint16_t> data;
+  for (const float value : random.Uniform(size, -range, range)) {
+    data.push_back(FloatToBFloat16(value));
+  }
+  return data;
+}
+
+// Blocks of an FP16 scale, 2^-9, and 32 codes.
+inline std::vector<uint16_t> RandomQ8(RandomValues& random, int64_t num_blocks) {
+  std::vector<uint16_t> data;
+  for (int64_t block = 0; block < num_blocks; ++block) {
+    data.push_back(0x1800);
+    for (const float pair : random.Uniform(16, 0.f, 65536.f)) {
+      data.push_back(static_cast<uint16_t>(pair));
+    }
+  }
+  return data;
+}
+
+// FP32 and exact; `quantised`: BF16 and Q8_0 in turn, as a checkpoint has them.
+inline std::shared_ptr<const Weights> TinyWeights(const ModelConfig& config, Device& device,
+                                                  bool quantised = false) {
   RandomValues random(7);
-  WeightsBuilder builder(config, device, true);
+  WeightsBuilder builder(config, device, !quantised);
+  bool is_bf16 = false;
   const auto matrix = [&](const std::string& name, int64_t rows, int64_t cols, float range) {
+    if (quantised) {
+      is_bf16 = !is_bf16;
+      const std::vector<uint16_t> data =
+          is_bf16 ? RandomBF16(random, rows * cols, range) : RandomQ8(random, rows * cols / 32);
+      const auto format = is_bf16 ? MatrixFormat::kBF16 : MatrixFormat::kQ8_0;
+      builder.AddMatrix(name, {format, data.data(), rows, cols});
+      return;
+    }
     const std::vector<float> values = random.Uniform(rows * cols, -range, range);
     builder.AddMatrix(name, {MatrixFormat::kF32, values.data(), rows, cols});
   };
@@ -92,10 +124,11 @@ inline EngineConfig TinyEngineConfig(KvCacheMode mode) {
   return config;
 }
 
-inline std::unique_ptr<Engine> TinyEngine(const EngineConfig& config, int num_threads = 1) {
+inline std::unique_ptr<Engine> TinyEngine(const EngineConfig& config, int num_threads = 1,
+                                          bool quantised = false) {
   const ModelConfig model = TinyConfig();
   std::shared_ptr<Device> device = MakeCpuDevice(num_threads);
-  auto weights = TinyWeights(model, *device);
+  auto weights = TinyWeights(model, *device, quantised);
   return std::make_unique<Engine>(model, config, std::move(weights), std::move(device), kFreeBytes);
 }
 
