@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
-MODES = ("none", "int8", "fp8", "nvfp4", "int4", "mxfp4")
+MODES = ("none", "int8", "fp8", "fp8_e5m2", "nvfp4", "int4", "mxfp4")
 PIECE_TOKENS = 128  # positions per piece of logits: 25 MB with a vocabulary of 49 152
 STALL_MS = 600_000
 
@@ -189,14 +189,16 @@ def evaluate(
     from tqdm import tqdm
 
     from lmdeploy import _turbomind
-    from lmdeploy.turbomind.loader import load_model
+    from lmdeploy.turbomind.loader import load_model, read_model_info
 
     threads = len(os.sched_getaffinity(0))
     resolved = ["none", *(mode for mode in modes if mode != "none")]
     for mode in resolved:
         _turbomind.get_kv_cache_mode(mode)
     device = _turbomind.make_cpu_device(threads)
-    loaded = load_model(model, exact=exact, device=device)
+    # Exact compute alone would keep `none`, scales and zeros in FP32, which no server stores.
+    served_dtype = read_model_info(model).config.dtype
+    loaded = load_model(model, dtype=served_dtype, exact=exact, device=device)
     ids = loaded.tokenizer.encode(text, add_special=False)
     contexts = cut_contexts(ids, context, max_tokens=max_tokens)
     engines = {
@@ -276,7 +278,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     print_table(figures)
     if options.json:
-        options.json.write_text(json.dumps({"modes": figures}, indent=1) + "\n", encoding="utf-8")
+        facts = {
+            "model": options.model,
+            "text": options.text.name,
+            "context": options.context,
+            "exact": options.exact,
+            "modes": figures,
+        }
+        options.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
