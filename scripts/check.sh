@@ -8,7 +8,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 
 readonly MAX_WHEEL_BYTES=$((15 * 1024 * 1024))
-readonly TIDY_BUDGET_S="${TIDY_BUDGET_S:-180}"
+readonly TIDY_BUDGET_S="${TIDY_BUDGET_S:-120}"
 readonly TIDY_CHECKS='-*,bugprone-use-after-move,bugprone-dangling-handle,bugprone-infinite-loop,bugprone-sizeof-expression,bugprone-undefined-memory-manipulation,bugprone-unhandled-self-assignment,clang-analyzer-core.*,clang-analyzer-cplusplus.*,misc-unused-using-decls,performance-for-range-copy,performance-unnecessary-value-param'
 readonly BUILD_ROOT="${CHECK_BUILD_ROOT:-$PWD/build}"
 readonly VENV="${LMDEPLOY_VENV:-$PWD/.venv}"
@@ -52,29 +52,32 @@ step_build() {
 step_ctest() { ctest --test-dir "$BUILD_ROOT/release" --output-on-failure -j "$JOBS" --timeout 300; }
 
 step_pytest() {
-  cp "$BUILD_ROOT"/release/_turbomind*.so lmdeploy/ && "$python" -m pytest -q --timeout 300
+  cp "$BUILD_ROOT"/release/_turbomind*.so lmdeploy/ && "$python" -m pytest --timeout 300
+}
+
+# tidy_one DEADLINE FILE: past the deadline (seconds since 1970) it only names the file.
+tidy_one() {
+  if [ "$(date +%s)" -ge "$1" ]; then
+    echo "clang-tidy: $2 left out: the budget of $TIDY_BUDGET_S s is spent (TIDY_BUDGET_S)"
+    return 0
+  fi
+  clang-tidy -p "$BUILD_ROOT/release" --quiet --checks="$TIDY_CHECKS" --warnings-as-errors='*' \
+    "$2" 2>/dev/null
 }
 
 # Host files, those that differ from the main line first, until the budget is spent.
 step_clang_tidy() {
-  local deadline=$((SECONDS + TIDY_BUDGET_S)) left=0 failed=0 file files
-  files=$( (git diff --name-only origin/main... -- 'src/*.cc' 2>/dev/null
-    git ls-files 'src/**/*.cc' 'src/*.cc') | grep -v backend/cpu/isa/ | awk '!seen[$0]++')
-  for file in $files; do
-    [ -e "$file" ] || continue
-    if [ "$SECONDS" -ge "$deadline" ]; then left=$((left + 1)); continue; fi
-    clang-tidy -p "$BUILD_ROOT/release" --quiet --checks="$TIDY_CHECKS" --warnings-as-errors='*' \
-      "$file" 2>/dev/null || failed=1
-  done
-  [ "$left" -gt 0 ] && echo "clang-tidy: $left files left out: the budget of $TIDY_BUDGET_S s is spent (TIDY_BUDGET_S)"
-  return "$failed"
+  export -f tidy_one
+  export TIDY_BUDGET_S TIDY_CHECKS BUILD_ROOT
+  (git diff --name-only --diff-filter=d origin/main... -- 'src/*.cc' 2>/dev/null
+    git ls-files 'src/**/*.cc' 'src/*.cc') | grep -v backend/cpu/isa/ | awk '!seen[$0]++' |
+    xargs -P "$JOBS" -n 1 bash -c 'tidy_one "$@"' _ $(($(date +%s) + TIDY_BUDGET_S))
 }
 
 # run_sanitized NAME FLAGS FOLDERS: builds and runs the C++ tests of some folders.
 run_sanitized() {
   local name="$1" flags="$2" folders="$3" folder="$BUILD_ROOT/$1" tests
-  configure "$name" -DTM_BUILD_PYTHON=OFF -DTM_SANITIZE="$flags" -DCMAKE_BUILD_TYPE=None \
-    -DCMAKE_CXX_FLAGS="-O1 -g1" || return 1
+  configure "$name" -DTM_BUILD_PYTHON=OFF -DTM_SANITIZE="$flags" || return 1
   tests=$(git ls-files 'tests/cpp/*_test.cc' | grep -E "tests/cpp/($folders)/" |
     xargs -r -n1 basename | sed 's/\.cc$//')
   [ -n "$tests" ] || { echo "no tests in tests/cpp/($folders)"; return 1; }
@@ -93,7 +96,7 @@ step_tsan() { TSAN_OPTIONS=halt_on_error=1 run_sanitized tsan thread 'core|engin
 step_wheel() {
   local folder="$BUILD_ROOT/wheel" wheel bytes
   rm -rf "$folder"
-  CMAKE_ARGS="$(command -v ccache >/dev/null && echo -DCMAKE_CXX_COMPILER_LAUNCHER=ccache)" \
+  CMAKE_ARGS="-DCMAKE_CXX_FLAGS=-Werror $(command -v ccache >/dev/null && echo -DCMAKE_CXX_COMPILER_LAUNCHER=ccache)" \
     "$python" -m pip wheel -q --no-deps --no-build-isolation -w "$folder" . || return 1
   wheel=$(ls "$folder"/*.whl) && bytes=$(stat -c %s "$wheel")
   echo "wheel: $(basename "$wheel"), $bytes bytes, at most $MAX_WHEEL_BYTES"
@@ -110,15 +113,35 @@ for step in "${steps[@]}"; do
   }
 done
 
+# count_tests VERDICT LOG: "PASSED FAILED" from the closing line of pytest or ctest, else one for
+# the step itself; a step that failed never counts as nothing failed.
+count_tests() {
+  local passed failed
+  passed=$(grep -oE '^=*[ ]?([0-9]+ failed, )?[0-9]+ passed' "$2" | grep -oE '[0-9]+ passed' | tail -n 1)
+  failed=$(grep -oE '[0-9]+ (failed|error)' "$2" | tail -n 1)
+  if grep -qE 'tests passed, [0-9]+ tests failed out of' "$2"; then
+    failed=$(grep -oE '[0-9]+ tests failed' "$2" | tail -n 1)
+    passed=$(($(grep -oE 'out of [0-9]+' "$2" | tail -n 1 | grep -oE '[0-9]+') - ${failed%% *}))
+  fi
+  passed=${passed%% *} failed=${failed%% *}
+  [ "$1" = ok ] && echo "${passed:-1} 0" && return
+  [ "${failed:-0}" -gt 0 ] || failed=1
+  echo "${passed:-0} $failed"
+}
+
 mkdir -p "$BUILD_ROOT"
 summary=()
-status=0
+status=0 all_passed=0 all_failed=0
 for step in "${steps[@]}"; do
   echo "== $step"
-  begun=$SECONDS
-  if "step_$step"; then verdict=ok; else verdict=FAILED status=1; fi
+  begun=$SECONDS log="$BUILD_ROOT/step_$step.log"
+  "step_$step" 2>&1 | tee "$log"
+  if [ "${PIPESTATUS[0]}" = 0 ]; then verdict=ok; else verdict=FAILED status=1; fi
+  read -r passed failed <<<"$(count_tests "$verdict" "$log")"
+  all_passed=$((all_passed + passed)) all_failed=$((all_failed + failed))
   summary+=("$(printf '%-14s %-7s %4d s' "$step" "$verdict" $((SECONDS - begun)))")
 done
-printf '\n== summary (%d s)\n' "$SECONDS"
+printf '\n== summary\n'
 printf '%s\n' "${summary[@]}"
+echo "== $all_passed passed, $all_failed failed in $SECONDS s (tests; other steps count as one)"
 exit "$status"

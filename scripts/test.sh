@@ -29,7 +29,5 @@ if [ "${#missing[@]}" -gt 0 ]; then
 fi
 
 scripts/setup.sh test
-status=0
-scripts/check.sh "$@" || status=$?
-echo "== test.sh: $((SECONDS - started)) s in total, $([ $status = 0 ] && echo passed || echo FAILED)"
-exit "$status"
+echo "== set up in $((SECONDS - started)) s"
+exec scripts/check.sh "$@"
