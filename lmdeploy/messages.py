@@ -27,6 +27,7 @@ from lmdeploy.checks import (
 
 MAX_STOP_WORDS = 256
 MAX_STOP_WORD_CHARS = 4096
+MAX_ALL_STOP_CHARS = 1 << 16
 MAX_TOKEN_IDS = 4096
 MAX_LOGIT_BIAS = 4096
 MAX_LOGPROBS = 100
@@ -371,6 +372,12 @@ class GenerationConfig:
                     max_items=MAX_STOP_WORDS,
                     max_chars=MAX_STOP_WORD_CHARS,
                 )
+                total = sum(len(word) for word in words)
+                if total > MAX_ALL_STOP_CHARS:
+                    raise ValueError(
+                        f"{name}: got {total} characters in {len(words)} words, wanted at most "
+                        f"{MAX_ALL_STOP_CHARS}; change {name}"
+                    )
                 setattr(self, name, words)
         for name in ("stop_token_ids", "bad_token_ids"):
             if getattr(self, name) is not None:

@@ -32,6 +32,8 @@ _END_OF_TURN = (
     "</s>",
 )
 
+_LONG_TEXT = 4096  # characters
+
 
 def byte_alphabet() -> dict[str, int]:
     """GPT-2's printable stand-ins of the 256 bytes: character → byte."""
@@ -101,11 +103,17 @@ class Tokenizer:
         already.
         """
         try:
-            encoding = self._backend.encode(text, add_special_tokens=add_special)
+            return self._encode(text, add_special)
         except (TypeError, UnicodeEncodeError):
             # Lone surrogates (from JSON escapes) are no text: they count as U+FFFD.
             clean = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            encoding = self._backend.encode(clean, add_special_tokens=add_special)
+            return self._encode(clean, add_special)
+
+    def _encode(self, text: str, add_special: bool) -> list[int]:
+        if len(text) < _LONG_TEXT:
+            encoding = self._backend.encode(text, add_special_tokens=add_special)
+        else:  # only the batch call lets other Python threads run meanwhile
+            encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special)[0]
         ids: list[int] = encoding.ids
         return ids
 

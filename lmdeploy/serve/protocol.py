@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lmdeploy.checks import show
 from lmdeploy.messages import (
+    MAX_ALL_STOP_CHARS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_N,
@@ -200,6 +201,14 @@ def check_stop(stop: str | list[str] | None) -> list[str]:
         raise ApiError(
             400,
             f"stop: got {len(words)} words, wanted at most {MAX_STOP_WORDS}; change stop",
+            param="stop",
+        )
+    total = sum(len(word) for word in words)
+    if total > MAX_ALL_STOP_CHARS:
+        raise ApiError(
+            400,
+            f"stop: got {total} characters in {len(words)} words, wanted at most "
+            f"{MAX_ALL_STOP_CHARS}; change stop",
             param="stop",
         )
     for word in words:

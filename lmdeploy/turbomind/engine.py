@@ -175,7 +175,9 @@ class RequestStream:
     at any time and more than once.
     """
 
-    def __init__(self, engine: AsyncEngine, request: Any, *, config: GenerationConfig) -> None:
+    def __init__(
+        self, engine: AsyncEngine, request: Any, *, config: GenerationConfig, answer: AnswerText
+    ) -> None:
         self.request_id: int = request.id
         self.prompt_ids: list[int] = list(request.prompt)
         self.config = config
@@ -184,13 +186,7 @@ class RequestStream:
         self.created = time.monotonic()
         self._queue: asyncio.Queue[Any] = asyncio.Queue()
         self._done = False
-        tokenizer = engine.parts.tokenizer
-        self._answer = AnswerText(
-            _KnownIds(tokenizer, config.skip_special_tokens),
-            [w for w in config.stop_words or [] if not engine.stop_ids_of(w)],
-            include_stop=config.include_stop_str_in_output,
-            min_tokens=config.min_new_tokens or 0,
-        )
+        self._answer = answer
         self._tokens: list[int] = []  # pushed, not yet released
         self._logprobs: list[dict[int, float]] = []
         self._num_released = 0
@@ -367,8 +363,10 @@ class AsyncEngine:
         """
         config = config or GenerationConfig()
         self._check_healthy()
-        request = await asyncio.to_thread(self._make_request, prompt_ids, config, index=index)
-        stream = RequestStream(self, request, config=config)
+        request, answer = await asyncio.to_thread(
+            self._make_request, prompt_ids, config, index=index
+        )
+        stream = RequestStream(self, request, config=config, answer=answer)
         with self._lock:
             self._streams[stream.request_id] = stream
         try:
@@ -417,7 +415,10 @@ class AsyncEngine:
         if not self.healthy:
             raise EngineFailure(f"the engine has failed: {self.failure}")
 
-    def _make_request(self, prompt_ids: list[int], config: GenerationConfig, *, index: int) -> Any:
+    def _make_request(
+        self, prompt_ids: list[int], config: GenerationConfig, *, index: int
+    ) -> tuple[Any, AnswerText]:
+        # In a worker thread: tokenising words and compiling a grammar take time.
         self.check_prompt(prompt_ids)
         self._check_token_ids(config)
         room = self.max_request_tokens - len(prompt_ids)
@@ -429,9 +430,13 @@ class AsyncEngine:
         request.ignore_eos = config.ignore_eos
         request.eos_ids = [] if config.ignore_eos else list(self.parts.eos_ids)
         request.stop_sequences = [[i] for i in config.stop_token_ids or []]
-        request.stop_sequences += [
-            ids for word in config.stop_words or [] if (ids := self.stop_ids_of(word))
-        ]
+        text_words = []
+        for word in config.stop_words or []:
+            ids = self.stop_ids_of(word)
+            if ids:
+                request.stop_sequences.append(ids)
+            else:
+                text_words.append(word)
         request.bad_sequences = self._bad_sequences(config)
         request.num_logprobs = -1 if config.logprobs is None else config.logprobs
         request.num_prompt_logprobs = (
@@ -444,7 +449,15 @@ class AsyncEngine:
                 lambda: self.parts.tokenizer.grammar_tokenizer(self.parts.vocab_size),
                 config.response_format,
             )
-        return request
+        return request, self._answer_text(config, text_words)
+
+    def _answer_text(self, config: GenerationConfig, text_words: list[str]) -> AnswerText:
+        return AnswerText(
+            _KnownIds(self.parts.tokenizer, config.skip_special_tokens),
+            text_words,
+            include_stop=config.include_stop_str_in_output,
+            min_tokens=config.min_new_tokens or 0,
+        )
 
     def _check_token_ids(self, config: GenerationConfig) -> None:
         limit = self.parts.vocab_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 from fake_engine import EOS, FakeTextStream, make_engine
@@ -242,3 +243,25 @@ def test_cache_line(engine):
     line = engine.cache_line()
     assert "mode nvfp4" in line and "100 bytes per token" in line
     assert "640 tokens fit" in line and "3.00x" in line
+
+
+def test_stop_words_are_prepared_outside_the_loop():
+    async def run():
+        engine = make_engine()
+        threads = []
+        encode = engine.parts.tokenizer.encode
+
+        def spy(text, add_special=True):
+            threads.append(threading.current_thread())
+            return encode(text, add_special)
+
+        engine.parts.tokenizer.encode = spy
+        config = GenerationConfig(stop_words=["SAID", "<eos>"])
+        stream = await engine.submit(list(b"x"), config)
+        stream.close()
+        engine.close()
+        return threads
+
+    threads = asyncio.run(run())
+    assert len(threads) == 2
+    assert threading.main_thread() not in threads

@@ -94,6 +94,7 @@ def test_unsupported_generation_fields_take_their_default_only(field):
         ("random_seed", 2**64),
         ("stop_words", ["a"] * 1000),
         ("stop_words", [""]),
+        ("stop_words", ["a" * 4096] * 17),
         ("stop_words", "text"),
         ("stop_words", [1]),
         ("bad_token_ids", [-1]),

@@ -186,6 +186,7 @@ BAD_CHAT = [
     ({"n": 10**6}, "n: got 1000000"),
     ({"stop": ["a"] * 10**6}, "stop: got 1000000 words, wanted at most 256"),
     ({"stop": [""]}, "stop: got a word of 0"),
+    ({"stop": ["a" * 4096] * 17}, "stop: got 69632 characters in 17 words"),
     ({"stop": 3}, "stop: got 3"),
     ({"logit_bias": {"x": 1}}, "logit_bias: wanted token ids"),
     ({"logit_bias": {"99999": 1}}, "logit_bias: got token id 99999"),

@@ -1,6 +1,8 @@
 """Ids equal llama.cpp's, streams equal whole decoding, and bad vocabularies are refused."""
 
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +147,23 @@ def test_special_tokens_can_be_skipped(smollm2: Tokenizer) -> None:
 
 def test_lone_surrogates_are_no_text(tiny: Tokenizer) -> None:
     assert tiny.decode(tiny.encode("a\ud800b", add_special=False)) == "a�b"
+    assert tiny.decode(tiny.encode("a\ud800b" * 2000, add_special=False)) == "a�b" * 2000
+
+
+def test_long_texts_give_the_same_ids(smollm2: Tokenizer) -> None:
+    words = [f"It was {year}, café \u2014\n" for year in range(1000, 3000)]
+    ids = smollm2.encode("".join(words))
+    assert ids == [i for word in words for i in smollm2.encode(word)]
+
+
+def test_a_long_text_lets_other_threads_run(smollm2: Tokenizer) -> None:
+    running = threading.Thread(target=smollm2.encode, args=("It was 1984. " * 40_000,))
+    running.start()
+    turns = 0
+    while running.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert turns > 5
 
 
 @pytest.mark.parametrize("token_id", [-1, VOCAB_SIZE, 1 << 40])
