@@ -15,6 +15,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from reference.codecs import round_trip
 
+CACHE_DTYPE = "float16"  # of quantised GGUF files
 NAMES = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -43,9 +44,28 @@ def halves_order(rows: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.fl
     return np.ascontiguousarray(split.transpose(0, 2, 1, 3)).reshape(rows.shape)
 
 
-def load_model() -> LlamaForCausalLM:
-    """FP32, on CPU."""
+def write_first_layers(path: Path, layers: int) -> None:
+    """A GGUF file of the first `layers` layers, with everything else as it is."""
     reader = gguf.GGUFReader(gguf_path())
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, field in reader.fields.items():
+        if name.startswith("GGUF.") or name == "general.architecture":
+            continue
+        value = layers if name == "llama.block_count" else field.contents()
+        writer.add_key_value(name, value, *field.types[:2])
+    for tensor in reader.tensors:
+        parts = tensor.name.split(".")
+        if parts[0] != "blk" or int(parts[1]) < layers:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def load_model(path: Path | None = None) -> LlamaForCausalLM:
+    """FP32, on CPU; the whole model or a file of its first layers."""
+    reader = gguf.GGUFReader(path or gguf_path())
 
     def fact(name: str) -> float:
         return float(reader.fields[f"llama.{name}"].contents())
@@ -100,25 +120,36 @@ class StoredCache(DynamicCache):
         return super().update(self._stored(key_states), self._stored(value_states), *args, **kwargs)
 
 
-def logits(model: LlamaForCausalLM, ids: list[int], mode: str) -> npt.NDArray[np.float32]:
-    """[tokens, vocab] of one context. The cache dtype of a quantised GGUF file is FP16."""
+def logits(
+    model: LlamaForCausalLM, ids: list[int], mode: str, *, dtype: str = CACHE_DTYPE
+) -> npt.NDArray[np.float32]:
+    """[tokens, vocab] of one context."""
     with torch.no_grad():
-        out = model(torch.tensor([ids]), past_key_values=StoredCache(mode, "float16"))
+        out = model(torch.tensor([ids]), past_key_values=StoredCache(mode, dtype))
     return out.logits[0].numpy()
 
 
+def log_probs(values: npt.NDArray[np.float32]) -> torch.Tensor:
+    """Of all positions but the last, which predicts nothing that is known."""
+    return torch.from_numpy(values[:-1]).double().log_softmax(-1)
+
+
 def figures(
-    model: LlamaForCausalLM, contexts: list[list[int]], modes: list[str]
+    model: LlamaForCausalLM,
+    contexts: list[list[int]],
+    *,
+    modes: list[str],
+    dtype: str = CACHE_DTYPE,
 ) -> dict[str, dict[str, float]]:
     """Perplexity, KL(none || mode) and top-1 agreement, over all positions but the last."""
     sums = {mode: np.zeros(3) for mode in modes}
     for ids in contexts:
         targets = torch.tensor(ids[1:])
-        plain = torch.from_numpy(logits(model, ids, "none")[:-1]).double().log_softmax(-1)
+        plain = log_probs(logits(model, ids, "none", dtype=dtype))
         for mode in modes:
             ours = plain
             if mode != "none":
-                ours = torch.from_numpy(logits(model, ids, mode)[:-1]).double().log_softmax(-1)
+                ours = log_probs(logits(model, ids, mode, dtype=dtype))
             loss = -ours.gather(1, targets[:, None]).sum()
             divergence = (plain.exp() * (plain - ours)).sum()
             agreed = (plain.argmax(-1) == ours.argmax(-1)).sum()
@@ -127,8 +158,8 @@ def figures(
     return {
         mode: {
             "ppl": float(np.exp(loss / tokens)),
-            "kl_mean": divergence / tokens,
-            "top1": agreed / tokens,
+            "kl_mean": float(divergence / tokens),
+            "top1": float(agreed / tokens),
         }
         for mode, (loss, divergence, agreed) in sums.items()
     }
