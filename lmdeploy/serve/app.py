@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
+from lmdeploy.messages import Response as Answer
 from lmdeploy.serve.chat import ChatReply, prepare_chat
 from lmdeploy.serve.completions import CompletionReply, prepare_completion
 from lmdeploy.serve.edge import Edge
@@ -142,7 +143,7 @@ def _add_generation_routes(app: FastAPI, state: ServerState) -> None:
         if body.stream:
             return SseResponse(reply.events(jobs), jobs)
         answers = await _until_disconnect(request, collect_all(jobs, state.metrics))
-        return JSONResponse(reply.whole(jobs, answers))
+        return await _render(lambda: reply.whole(jobs, answers), answers)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -155,7 +156,7 @@ def _add_generation_routes(app: FastAPI, state: ServerState) -> None:
         if body.stream:
             return SseResponse(reply.events(jobs), jobs)
         answers = await _until_disconnect(request, collect_all(jobs, state.metrics))
-        return JSONResponse(reply.whole(jobs, answers))
+        return await _render(lambda: reply.whole(jobs, answers), answers)
 
     @app.post("/generate")
     async def generate(request: Request) -> Response:
@@ -167,7 +168,7 @@ def _add_generation_routes(app: FastAPI, state: ServerState) -> None:
         if body.stream:
             return SseResponse(reply.events(jobs), jobs)
         answers = await _until_disconnect(request, collect_all(jobs, state.metrics))
-        return JSONResponse(reply.whole(answers[0]))
+        return await _render(lambda: reply.whole(answers[0]), answers)
 
     @app.post("/v1/encode")
     async def encode(request: Request) -> dict[str, Any]:
@@ -192,6 +193,13 @@ def _check_model(state: ServerState, name: str) -> None:
     if name != state.model_name:
         message = f"model: got {name[:100]!r}, wanted {state.model_name!r}; change model"
         raise ApiError(404, message, param="model")
+
+
+async def _render(build: Callable[[], dict[str, Any]], answers: Sequence[Answer]) -> Response:
+    """The body of a whole reply; in a worker thread when log probabilities make it large."""
+    if any(answer.logprobs or answer.prompt_logprobs for answer in answers):
+        return await asyncio.to_thread(lambda: JSONResponse(build()))
+    return JSONResponse(build())
 
 
 async def _read(request: Request, model: type[R]) -> R:

@@ -47,6 +47,8 @@ class Edge:
             await self._app(scope, receive, note_start)
         except asyncio.CancelledError:  # the server stops; nothing above us waits for this task
             logger.info("%s: cut by the end of the server", scope["path"])
+            if not started:
+                await error_response(503, "the server stops; ask again later")(scope, receive, send)
         except Exception as error:
             logger.error("%s: %s: %s", scope["path"], type(error).__name__, error)
             logger.debug("traceback", exc_info=error)

@@ -29,6 +29,9 @@ SAMPLING_DEFAULTS: dict[str, float | int] = {
     "repetition_penalty": 1.0,
 }
 
+MAX_ANSWERS = 1024  # of one HTTP request
+MAX_LOGPROB_VALUES = 1 << 22  # of one HTTP request; about 100 bytes each
+
 
 @dataclass
 class Limits:
@@ -138,10 +141,40 @@ async def encode_prompts(engine: AsyncEngine, prompt: str | list[Any]) -> list[l
     ]
 
 
+def check_size(prompts: Sequence[list[int]], config: GenerationConfig, *, max_tokens: int) -> None:
+    """ApiError 400 for more answers or log probabilities than one response may hold.
+
+    `max_tokens` bounds a prompt and its answer together.
+    """
+    num_answers = len(prompts) * config.n
+    if num_answers > MAX_ANSWERS:
+        raise ApiError(
+            400,
+            f"n: got {len(prompts)} prompts with {config.n} answers each, wanted at most "
+            f"{MAX_ANSWERS} answers; change n",
+            param="n",
+        )
+    values = 0
+    for ids in prompts:
+        room = max(max_tokens - len(ids), 0)
+        if config.logprobs is not None:
+            values += min(config.max_new_tokens, room) * (config.logprobs + 1)
+        if config.prompt_logprobs is not None:
+            values += len(ids) * (config.prompt_logprobs + 1)
+    if values * config.n > MAX_LOGPROB_VALUES:
+        raise ApiError(
+            400,
+            f"logprobs: got a request for up to {values * config.n} log probabilities, wanted at "
+            f"most {MAX_LOGPROB_VALUES}; lower n, max_tokens or the number of logprobs",
+            param="logprobs",
+        )
+
+
 async def submit_all(
     engine: AsyncEngine, prompts: Sequence[list[int]], *, config: GenerationConfig
 ) -> list[Job]:
     """Starts n answers for every prompt, or none of them."""
+    check_size(prompts, config, max_tokens=engine.max_request_tokens)
     jobs: list[Job] = []
     try:
         for prompt_index, ids in enumerate(prompts):

@@ -26,10 +26,11 @@ ANSWER = "You said: HELLO"
 
 
 @contextmanager
-def serving(engine, **options) -> Iterator[str]:
+def serving(engine, *, grace_seconds=None, **options) -> Iterator[str]:
     app = make_app(engine, ServerOptions(model_name="m", **options))
     sock = bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+    config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=grace_seconds)
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     thread.start()
     while not server.started:
@@ -184,6 +185,10 @@ BAD_CHAT = [
     ({"max_tokens": 10**30}, "max_tokens: got "),
     ({"n": 0}, "n: got 0"),
     ({"n": 10**6}, "n: got 1000000"),
+    (
+        {"n": 128, "logprobs": True, "top_logprobs": 100},
+        "log probabilities, wanted at most 4194304",
+    ),
     ({"stop": ["a"] * 10**6}, "stop: got 1000000 words, wanted at most 256"),
     ({"stop": [""]}, "stop: got a word of 0"),
     ({"stop": ["a" * 4096] * 17}, "stop: got 69632 characters in 17 words"),
@@ -232,6 +237,10 @@ def test_bad_chat(url, change, text):
         (b'{"model": "m", "prompt": ["a", 1]}', "prompt: wanted a text"),
         (b'{"model": "m", "prompt": [999999]}', "token id 999999"),
         (b'{"model": "m", "prompt": [-1]}', "token id -1"),
+        (
+            json.dumps({"model": "m", "prompt": ["a"] * 9, "n": 128}).encode(),
+            "n: got 9 prompts with 128 answers each, wanted at most 1024",
+        ),
         (b'{"model": "m", "prompt": "a", "suffix": "b"}', "suffix: not supported"),
         (b'{"model": "m", "prompt": "a", "best_of": 4}', "best_of: not supported"),
     ],
@@ -283,6 +292,31 @@ def test_disconnect_cancels(stream):
             time.sleep(0.01)
         assert engine.parts.core.cancelled == [1]
         assert httpx.get(f"{url}/health").status_code == 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_end_of_the_server_ends_requests(stream):
+    engine = make_engine(lambda _: "a" * 450, step_seconds=0.05)
+    replies = []
+
+    def ask(url):
+        try:
+            replies.append(post(url, "/v1/chat/completions", {**CHAT, "stream": stream}))
+        except httpx.RemoteProtocolError as error:  # a cut stream
+            replies.append(error)
+
+    with serving(engine, grace_seconds=1) as url:
+        client = threading.Thread(target=ask, args=(url,))
+        client.start()
+        while not engine.parts.core.requests:
+            time.sleep(0.01)
+        time.sleep(0.2)
+    client.join()
+    if stream:
+        assert isinstance(replies[0], httpx.RemoteProtocolError)
+    else:
+        assert replies[0].status_code == 503
+        assert "the server stops" in replies[0].json()["error"]["message"]
 
 
 def test_concurrent_clients():
