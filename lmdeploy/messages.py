@@ -7,8 +7,8 @@ refused by name. `quant_policy` becomes a format name here and nowhere else.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -468,6 +468,27 @@ class Response:
         for name in ("generate_token_len", "input_token_len", "finish_reason", "cached_tokens"):
             setattr(self, name, getattr(other, name))
         self.error_code, self.error_message = other.error_code, other.error_message
+
+
+def join_pieces(pieces: Sequence[Response]) -> Response:
+    """The whole answer; linear in its length, and the pieces stay as they are.
+
+    REQUIRES: `pieces` is not empty.
+    """
+
+    def joined(name: str) -> list[dict[int, float]] | None:
+        parts = [part for p in pieces if (part := getattr(p, name)) is not None]
+        return [item for part in parts for item in part] if parts else None
+
+    logits = [piece.logits for piece in pieces if piece.logits is not None]
+    return replace(
+        pieces[-1],
+        text="".join(piece.text for piece in pieces),
+        token_ids=[token for piece in pieces for token in piece.token_ids],
+        logprobs=joined("logprobs"),
+        prompt_logprobs=joined("prompt_logprobs"),
+        logits=np.concatenate(logits) if logits else None,
+    )
 
 
 def public_fields(config_class: type) -> list[str]:

@@ -15,7 +15,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from lmdeploy.checks import check_choice, refuse, show
-from lmdeploy.messages import GenerationConfig, Response, TurbomindEngineConfig
+from lmdeploy.messages import (
+    GenerationConfig,
+    Response,
+    TurbomindEngineConfig,
+    join_pieces,
+)
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -284,16 +289,13 @@ class Pipeline:
     def _chat_pieces(
         self, prompt: str, session: Session, *, gen_config: GenerationConfig | None
     ) -> Iterator[Response]:
-        whole: Response | None = None
+        pieces = []
         for piece in self.stream_infer(session.messages(prompt), gen_config):
-            if whole is None:
-                whole = replace(piece, token_ids=list(piece.token_ids))
-            else:
-                whole.extend(piece)
+            pieces.append(piece)
             yield piece
-        if whole is not None:
-            session.response = whole
-            session.history.append((prompt, whole.text))
+        if pieces:
+            session.response = join_pieces(pieces)
+            session.history.append((prompt, session.response.text))
 
     async def _answer(self, job: _Job) -> Response:
         stream = await self.engine.submit(job.ids, job.config, index=job.choice)
@@ -366,15 +368,10 @@ def _is_conversation(prompts: Any) -> bool:
 
 async def collect(stream: RequestStream) -> Response:
     """A whole answer. Leaving early, e.g. by cancellation, cancels the request."""
-    whole: Response | None = None
     try:
-        async for piece in stream:
-            if whole is None:
-                whole = piece
-            else:
-                whole.extend(piece)
+        pieces = [piece async for piece in stream]
     finally:
         stream.close()
-    if whole is None:
+    if not pieces:
         raise RuntimeError("a stream ended without a last piece")
-    return whole
+    return join_pieces(pieces)

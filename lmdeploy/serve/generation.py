@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi.responses import StreamingResponse
 
-from lmdeploy.messages import GenerationConfig, Response
+from lmdeploy.messages import GenerationConfig, Response, join_pieces
 from lmdeploy.serve.errors import ApiError
 from lmdeploy.serve.protocol import MAX_PROMPTS, SamplingFields, check_stop
 
@@ -205,16 +205,11 @@ async def collect_all(jobs: Sequence[Job], metrics: ServerMetrics) -> list[Respo
     """Whole answers, in order. Cancelling this cancels the requests."""
 
     async def one(job: Job) -> Response:
-        whole: Response | None = None
-        async with aclosing(metrics.observe(job.stream)) as pieces:
-            async for piece in pieces:
-                if whole is None:
-                    whole = piece
-                else:
-                    whole.extend(piece)
-        if whole is None or whole.finish_reason == "error":
-            raise request_error(whole)
-        return whole
+        async with aclosing(metrics.observe(job.stream)) as stream:
+            pieces = [piece async for piece in stream]
+        if not pieces or pieces[-1].finish_reason == "error":
+            raise request_error(pieces[-1] if pieces else None)
+        return join_pieces(pieces)
 
     try:
         return list(await asyncio.gather(*(one(job) for job in jobs)))

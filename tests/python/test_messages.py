@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
+import numpy as np
 import pytest
 
 from lmdeploy import ChatTemplateConfig, GenerationConfig, Response, TurbomindEngineConfig
@@ -11,6 +13,7 @@ from lmdeploy.messages import (
     QUANT_POLICY_NAMES,
     UNSUPPORTED_ENGINE_FIELDS,
     UNSUPPORTED_GENERATION_FIELDS,
+    join_pieces,
     parse_quant_policy,
 )
 
@@ -144,3 +147,21 @@ def test_chat_template_config(tmp_path):
     for bad in ('{"nonsense": 1}', "[1]", "{", str(tmp_path / "none.json"), '{"user": 3}'):
         with pytest.raises(ValueError, match=r"chat[_-]template"):
             ChatTemplateConfig.from_json(bad)
+
+
+def test_join_pieces_gives_the_whole_and_changes_no_piece():
+    pieces = [
+        Response("", 0, 3, prompt_logprobs=[{1: -1.0}], logits=np.ones((2, 4), np.float32)),
+        Response("a", 1, 3, token_ids=[5], logprobs=[{5: -0.5}], index=1, cached_tokens=2),
+        Response("bc", 2, 3, finish_reason="stop", token_ids=[6], logprobs=[{6: -0.1}], index=1),
+        Response("", 2, 3, finish_reason="length", logits=np.zeros((1, 4), np.float32), index=1),
+    ]
+    before = copy.deepcopy(pieces)
+    whole = join_pieces(pieces)
+    assert (whole.text, whole.token_ids, whole.generate_token_len) == ("abc", [5, 6], 2)
+    assert (whole.finish_reason, whole.index) == ("length", 1)
+    assert whole.logprobs == [{5: -0.5}, {6: -0.1}] and whole.prompt_logprobs == [{1: -1.0}]
+    assert whole.logits is not None and whole.logits.sum(1).tolist() == [4.0, 4.0, 0.0]
+    assert [p.text for p in pieces] == [p.text for p in before]
+    assert [p.logprobs for p in pieces] == [p.logprobs for p in before]
+    assert join_pieces([Response("x", 1, 1)]).logprobs is None
