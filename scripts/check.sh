@@ -63,6 +63,7 @@ step_pytest() {
   cp "$BUILD_ROOT"/release/_turbomind*.so lmdeploy/ && "$python" -m pytest --timeout 300
 }
 
+# The wheel's clang-tidy: Debian 12's does not know std::source_location.
 # tidy_one DEADLINE FILE: past the deadline (seconds since 1970) it only names the file.
 tidy_one() {
   if [ "$(date +%s)" -ge "$1" ]; then

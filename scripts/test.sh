@@ -14,7 +14,6 @@ need cmake cmake
 need ninja ninja-build
 need ccache ccache
 need clang-format clang-format
-need clang-tidy clang-tidy
 need doctest/doctest.h doctest-dev
 python3 -c 'import venv, ensurepip' 2>/dev/null || missing+=(python3-venv)
 if [ "${#missing[@]}" -gt 0 ]; then
