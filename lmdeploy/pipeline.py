@@ -336,10 +336,10 @@ class Pipeline:
         return jobs, single
 
     def _encode(self, prompt: Any, do_preprocess: bool) -> list[int]:
-        from lmdeploy.turbomind.prompts import encode_chat
+        from lmdeploy.turbomind.prompts import encode_chat, encode_text
 
         if isinstance(prompt, str) and not do_preprocess:
-            return list(self.engine.parts.tokenizer.encode(prompt, add_special=True))
+            return encode_text(self.engine.parts, prompt, add_special=True)
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         if not _is_conversation(prompt):

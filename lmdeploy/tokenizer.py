@@ -67,6 +67,7 @@ class Tokenizer:
         self.bos_id = bos_id
         state = parse_json_object(backend.to_str().encode(), "tokenizer")
         self._token_bytes, strip = _bytes_of_tokens(backend, state)
+        self._max_token_bytes = max(map(len, self._token_bytes), default=1)
         self._strip_first_space = strip if strip_first_space is None else strip_first_space
         self._special = {
             token_id
@@ -80,6 +81,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """One more than the largest id."""
         return len(self._token_bytes)
+
+    @property
+    def max_token_bytes(self) -> int:
+        """Bytes of the longest token."""
+        return self._max_token_bytes
 
     @property
     def stop_ids(self) -> list[int]:

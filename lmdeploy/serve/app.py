@@ -34,7 +34,7 @@ from lmdeploy.serve.protocol import (
 )
 from lmdeploy.serve.state import ServerOptions, ServerState
 from lmdeploy.turbomind.engine import AsyncEngine, EngineFailure
-from lmdeploy.turbomind.prompts import encode_chat
+from lmdeploy.turbomind.prompts import encode_chat, encode_text
 from lmdeploy.version import __version__
 
 R = TypeVar("R", bound=ApiRequest)
@@ -186,7 +186,7 @@ def _add_generation_routes(app: FastAPI, state: ServerState) -> None:
 def _encode_one(engine: AsyncEngine, body: EncodeRequest, *, text: str) -> list[int]:
     if body.do_preprocess:
         return encode_chat(engine.parts, [{"role": "user", "content": text}])
-    return list(engine.parts.tokenizer.encode(text, add_special=body.add_bos is not False))
+    return encode_text(engine.parts, text, add_special=body.add_bos is not False)
 
 
 def _check_model(state: ServerState, name: str) -> None:

@@ -12,6 +12,7 @@ from lmdeploy.serve.chat import DONE, event
 from lmdeploy.serve.errors import ApiError, error_body
 from lmdeploy.serve.generation import Job, Limits, make_config, merge, request_error
 from lmdeploy.serve.protocol import GenerateRequest
+from lmdeploy.turbomind.prompts import encode_text
 
 if TYPE_CHECKING:
     from lmdeploy.messages import GenerationConfig
@@ -28,8 +29,9 @@ async def prepare_generate(
         raise ApiError(400, "top_logprobs_num: wanted return_logprob true; add return_logprob")
     ids = request.input_ids
     if ids is None:
-        encode = state.engine.parts.tokenizer.encode
-        ids = list(await asyncio.to_thread(encode, request.prompt or "", add_special=True))
+        ids = await asyncio.to_thread(
+            encode_text, state.engine.parts, request.prompt or "", add_special=True
+        )
     limits = Limits(
         max_new_tokens=request.max_tokens,
         logprobs=(request.top_logprobs_num or 0) if request.return_logprob else None,

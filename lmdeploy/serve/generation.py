@@ -13,6 +13,7 @@ from fastapi.responses import StreamingResponse
 from lmdeploy.messages import GenerationConfig, Response, join_pieces
 from lmdeploy.serve.errors import ApiError
 from lmdeploy.serve.protocol import MAX_PROMPTS, SamplingFields, check_stop
+from lmdeploy.turbomind.prompts import encode_text
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -134,9 +135,8 @@ async def encode_prompts(engine: AsyncEngine, prompt: str | list[Any]) -> list[l
     if not all(ids or isinstance(p, str) for p, ids in zip(prompts, is_ids, strict=True)):
         wanted = "a text, a list of texts, token ids, or a list of token ids"
         raise ApiError(400, f"prompt: wanted {wanted}; change prompt", param="prompt")
-    encode = engine.parts.tokenizer.encode
     return [
-        list(p) if ids else list(await asyncio.to_thread(encode, p, add_special=True))
+        list(p) if ids else await asyncio.to_thread(encode_text, engine.parts, p, add_special=True)
         for p, ids in zip(prompts, is_ids, strict=True)
     ]
 

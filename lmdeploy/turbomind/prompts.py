@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lmdeploy.checks import refuse, show
+from lmdeploy.checks import flag_of, refuse, show
 
 if TYPE_CHECKING:
     from lmdeploy.chat_template import ChatTemplate
@@ -70,6 +70,21 @@ def _check_part(name: str, part: Any) -> str:
     return text
 
 
+def encode_text(parts: EngineParts, text: str, *, add_special: bool) -> list[int]:
+    """Token ids of a prompt. ValueError, before any work, for one that can never fit.
+
+    The library takes hundreds of bytes of memory per token, so this bounds what a client can cost.
+    """
+    limit = parts.session_len * parts.tokenizer.max_token_bytes
+    if len(text) > limit:
+        raise ValueError(
+            f"prompt: got {len(text)} characters, wanted at most {limit}, which is more than "
+            f"session_len {parts.session_len} tokens hold; shorten the prompt or raise "
+            f"{flag_of('session_len')}"
+        )
+    return list(parts.tokenizer.encode(text, add_special=add_special))
+
+
 def encode_chat(
     parts: EngineParts, messages: Any, *, template_options: dict[str, Any] | None = None
 ) -> list[int]:
@@ -84,7 +99,7 @@ def encode_chat(
             "or give one with --chat-template"
         )
     text = parts.chat_template.render(check_messages(messages), template_options or {})
-    return list(parts.tokenizer.encode(text, add_special=False))
+    return encode_text(parts, text, add_special=False)
 
 
 class PromptTemplate:

@@ -35,6 +35,7 @@ class FakeTextStream:
 
 class FakeTokenizer:
     vocab_size = 257
+    max_token_bytes = 5
     stop_ids = (EOS,)
     bos_token = eos_token = ""
 

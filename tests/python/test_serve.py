@@ -205,6 +205,7 @@ BAD_CHAT = [
     ({"messages": [{"role": "user"}]}, "messages[0].content: got None"),
     ({"messages": [{"role": "alien", "content": ""}]}, "messages[0].role: got 'alien'"),
     ({"messages": [{"role": "user", "content": "x" * 600}]}, "session_len 512"),
+    ({"messages": [{"role": "user", "content": "x" * 3000}]}, "wanted at most 2560, which is"),
     ({"messages": None, "input_ids": [99999]}, "token id 99999"),
 ]
 
@@ -237,6 +238,7 @@ def test_bad_chat(url, change, text):
         (b'{"model": "m", "prompt": ["a", 1]}', "prompt: wanted a text"),
         (b'{"model": "m", "prompt": [999999]}', "token id 999999"),
         (b'{"model": "m", "prompt": [-1]}', "token id -1"),
+        (b'{"model": "m", "prompt": "' + b"x" * 3000 + b'"}', "prompt: got 3000 characters"),
         (
             json.dumps({"model": "m", "prompt": ["a"] * 9, "n": 128}).encode(),
             "n: got 9 prompts with 128 answers each, wanted at most 1024",
