@@ -128,8 +128,9 @@ count_tests() {
   local passed failed
   passed=$(grep -oE '^=*[ ]?([0-9]+ failed, )?[0-9]+ passed' "$2" | grep -oE '[0-9]+ passed' | tail -n 1)
   failed=$(grep -oE '[0-9]+ (failed|error)' "$2" | tail -n 1)
-  if grep -qE 'tests passed, [0-9]+ tests failed out of' "$2"; then
+  if grep -qE 'tests passed(, [0-9]+ tests failed)? out of' "$2"; then
     failed=$(grep -oE '[0-9]+ tests failed' "$2" | tail -n 1)
+    failed=${failed:-0}
     passed=$(($(grep -oE 'out of [0-9]+' "$2" | tail -n 1 | grep -oE '[0-9]+') - ${failed%% *}))
   fi
   passed=${passed%% *} failed=${failed%% *}
