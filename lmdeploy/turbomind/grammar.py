@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from lmdeploy.checks import refuse
 
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
 MAX_GRAMMAR_CHARS = 1 << 17
 _MAX_LEXER_STATES = 50_000  # about 1 to 2 kB each
 _MAX_REASON_CHARS = 300
+# Bounded: small models like to go on with blank lines until max_tokens.
+_JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"[ \n\t]{0,16}"}
 
 TokenMask = Callable[[Sequence[int], npt.NDArray[np.int32]], bool]
 
@@ -25,11 +30,12 @@ def grammar_text(response_format: dict[str, Any]) -> str | None:
     """
     import llguidance
 
+    _from_schema = llguidance.LLMatcher.grammar_from_json_schema
     kind = response_format.get("type")
     if kind == "text":
         return None
     if kind == "json_object":
-        return str(llguidance.LLMatcher.grammar_from_json_schema('{"type": "object"}'))
+        return str(_from_schema('{"type": "object"}', overrides=_JSON_OPTIONS))
     if kind == "json_schema":
         holder = response_format.get("json_schema")
         schema = holder.get("schema", holder) if isinstance(holder, dict) else None
@@ -40,7 +46,7 @@ def grammar_text(response_format: dict[str, Any]) -> str | None:
             )
         text = json.dumps(schema)
         _check_size("response_format.json_schema", text)
-        return str(llguidance.LLMatcher.grammar_from_json_schema(text))
+        return str(_from_schema(text, overrides=_JSON_OPTIONS))
     if kind in ("regex_schema", "regex"):
         pattern = response_format.get(kind)
         if not isinstance(pattern, str) or not pattern:
