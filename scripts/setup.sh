@@ -35,11 +35,10 @@ say "build tools"
 "${pip[@]}" install "setuptools>=77" wheel "cmake>=3.25,<5" "ninja>=1.11" "pybind11>=3.0,<4"
 if [ "$purpose" = test ]; then
   say "torch for CPU (tests only)"
-  # From the configured indexes, then PyTorch's own; PyPI's build, with CUDA, is gigabytes larger.
-  # Without its dependencies: they come with the tests', and from the configured indexes only.
+  # PyPI's build brings gigabytes of CUDA: the CPU build first, where a configured index has it
+  # (PyTorch publishes an index of CPU builds; name it in PIP_EXTRA_INDEX_URL). Its dependencies come
+  # with the tests'.
   "${pip[@]}" install --no-deps "torch==$TORCH_VERSION+cpu" 2>/dev/null ||
-    "${pip[@]}" install --no-deps --retries 1 --timeout 20 "torch==$TORCH_VERSION+cpu" \
-      --index-url https://download.pytorch.org/whl/cpu ||
     { say "no CPU build of torch $TORCH_VERSION found: PyPI's, with CUDA" &&
       "${pip[@]}" install "torch==$TORCH_VERSION"; }
 fi
