@@ -204,7 +204,14 @@ void Engine::Impl::Stop() {
 }
 
 void Engine::Impl::RunBetweenSteps(std::function<void()> work) {
+  // A task that is left when the engine fails is run by the loop as it ends: it must say so, too.
   std::packaged_task<void()> task([this, work = std::move(work)] {
+    {
+      const std::lock_guard lock(mutex);
+      if (!healthy) {
+        throw InternalError("the engine has failed: " + failure);
+      }
+    }
     work();
     UpdateStats();
   });

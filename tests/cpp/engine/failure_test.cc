@@ -18,6 +18,7 @@ TEST_CASE("a failed engine ends its requests and is not healthy") {
   for (uint64_t id : {1, 2}) {
     engine.Submit(testing::MakeRequest(id, testing::RandomPrompt(1, 40), 50));
   }
+  device->LetFail();
   auto outputs = testing::Collect(engine, 2);
   REQUIRE(outputs.size() == 2);
   for (const auto& [id, output] : outputs) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -38,11 +39,16 @@ class NullDevice : public Device {
   static void Refuse() { throw InternalError("the null device computes nothing"); }
 };
 
-// Hands everything to another device, except that one Embed call fails: an engine's own failure.
+// Hands everything to another device, except that one Embed call waits for LetFail() and fails: an
+// engine's own failure.
 class FailingDevice : public Device {
  public:
   FailingDevice(std::shared_ptr<Device> device, int fails_at)
       : device_(std::move(device)), left_(fails_at) {}
+  void LetFail() {
+    may_fail_ = true;
+    may_fail_.notify_all();
+  }
   DeviceCapability capability() const override { return device_->capability(); }
   std::string name() const override { return device_->name(); }
   void* Reserve(size_t num_bytes) override { return device_->Reserve(num_bytes); }
@@ -53,6 +59,7 @@ class FailingDevice : public Device {
   }
   void Embed(const EmbedParams& params) override {
     if (--left_ == 0) {
+      may_fail_.wait(false);
       throw InternalError("the device is gone");
     }
     device_->Embed(params);
@@ -72,6 +79,7 @@ class FailingDevice : public Device {
  private:
   std::shared_ptr<Device> device_;
   int left_;
+  std::atomic<bool> may_fail_ = false;
 };
 
 }  // namespace turbomind::testing
