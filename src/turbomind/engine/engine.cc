@@ -94,7 +94,7 @@ struct Engine::Impl {
   void CheckRequest(const Request& request) const;
   void Submit(std::shared_ptr<Request> request);
   void Stop();
-  // Runs `work` on the engine thread between two steps; rethrows what it throws.
+  // Runs `work` on the engine thread between two steps; what it throws comes as InternalError.
   void RunBetweenSteps(std::function<void()> work);
 
   // --- Engine thread
@@ -133,7 +133,7 @@ struct Engine::Impl {
   std::condition_variable work_arrived;
   std::condition_variable outputs_arrived;
   std::vector<std::shared_ptr<Request>> submitted;
-  std::vector<std::packaged_task<void()>> tasks;
+  std::vector<std::packaged_task<std::string()>> tasks;
   std::unordered_map<uint64_t, std::shared_ptr<Request>> live;  // until the last output
   std::vector<RequestOutput> outputs;
   EngineStats stats;
@@ -205,17 +205,23 @@ void Engine::Impl::Stop() {
 
 void Engine::Impl::RunBetweenSteps(std::function<void()> work) {
   // A task that is left when the engine fails is run by the loop as it ends: it must say so, too.
-  std::packaged_task<void()> task([this, work = std::move(work)] {
+  // What went wrong travels as text: an exception would be shared by two threads.
+  std::packaged_task<std::string()> task([this, work = std::move(work)]() -> std::string {
     {
       const std::lock_guard lock(mutex);
       if (!healthy) {
-        throw InternalError("the engine has failed: " + failure);
+        return "the engine has failed: " + failure;
       }
     }
-    work();
-    UpdateStats();
+    try {
+      work();
+      UpdateStats();
+      return "";
+    } catch (const std::exception& error) {
+      return error.what();
+    }
   });
-  std::future<void> done = task.get_future();
+  std::future<std::string> done = task.get_future();
   {
     const std::lock_guard lock(mutex);
     if (stopped) {
@@ -224,7 +230,9 @@ void Engine::Impl::RunBetweenSteps(std::function<void()> work) {
     tasks.push_back(std::move(task));
     work_arrived.notify_one();
   }
-  done.get();
+  if (const std::string wrong = done.get(); !wrong.empty()) {
+    throw InternalError(wrong);
+  }
 }
 
 void Engine::Impl::Loop() {
@@ -245,7 +253,7 @@ void Engine::Impl::Loop() {
     EndAll(FinishReason::kError, std::string("the engine has failed: ") + error.what());
   }
   // Whoever waits for a task finds its promise broken, or done here.
-  std::vector<std::packaged_task<void()>> rest;
+  std::vector<std::packaged_task<std::string()>> rest;
   {
     const std::lock_guard lock(mutex);
     stopped = true;
@@ -263,7 +271,7 @@ bool Engine::Impl::Wait() {
     manager.CheckIntegrity(config.check_integrity);
     checked_idle = true;
   }
-  std::vector<std::packaged_task<void()>> now;
+  std::vector<std::packaged_task<std::string()>> now;
   {
     std::unique_lock lock(mutex);
     if (is_idle) {
