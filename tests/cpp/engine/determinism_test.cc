@@ -4,6 +4,7 @@
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
+#include "engine/null_device.h"
 #include "engine/tiny_model.h"
 
 namespace turbomind {
@@ -95,9 +96,16 @@ TEST_CASE("the same bits however a request is run") {
         config.enable_prefix_caching = prefix_caching;
         config.max_prefill_token_num = 32;
         config.cache_max_entry_count = 16;
-        auto engine = TinyEngine(config);
-        CheckEqual(RunAll(*engine, 0, false), 0, want);
-        CHECK(engine->stats().num_preemptions > 0);
+        const ModelConfig model = testing::TinyConfig();
+        auto device = std::make_shared<testing::WaitingDevice>(MakeCpuDevice(1));
+        Engine engine(model, config, testing::TinyWeights(model, *device), device,
+                      testing::kFreeBytes);
+        for (auto& request : Requests(0)) {
+          engine.Submit(request);
+        }
+        device->LetStart();
+        CheckEqual(Collect(engine, kNumRequests), 0, want);
+        CHECK(engine.stats().num_preemptions > 0);
       }
     }
   }

@@ -39,16 +39,10 @@ class NullDevice : public Device {
   static void Refuse() { throw InternalError("the null device computes nothing"); }
 };
 
-// Hands everything to another device, except that one Embed call waits for LetFail() and fails: an
-// engine's own failure.
-class FailingDevice : public Device {
+// Hands everything to another device.
+class ForwardingDevice : public Device {
  public:
-  FailingDevice(std::shared_ptr<Device> device, int fails_at)
-      : device_(std::move(device)), left_(fails_at) {}
-  void LetFail() {
-    may_fail_ = true;
-    may_fail_.notify_all();
-  }
+  explicit ForwardingDevice(std::shared_ptr<Device> device) : device_(std::move(device)) {}
   DeviceCapability capability() const override { return device_->capability(); }
   std::string name() const override { return device_->name(); }
   void* Reserve(size_t num_bytes) override { return device_->Reserve(num_bytes); }
@@ -57,13 +51,7 @@ class FailingDevice : public Device {
   std::unique_ptr<PackedMatrix> PackMatrix(const MatrixSource& source, bool exact) override {
     return device_->PackMatrix(source, exact);
   }
-  void Embed(const EmbedParams& params) override {
-    if (--left_ == 0) {
-      may_fail_.wait(false);
-      throw InternalError("the device is gone");
-    }
-    device_->Embed(params);
-  }
+  void Embed(const EmbedParams& params) override { device_->Embed(params); }
   void RmsNorm(const RmsNormParams& params) override { device_->RmsNorm(params); }
   void Linear(const LinearParams& params) override { device_->Linear(params); }
   void GatedActivation(const GatedActivationParams& params) override {
@@ -78,8 +66,53 @@ class FailingDevice : public Device {
 
  private:
   std::shared_ptr<Device> device_;
+};
+
+// A latch that opens once and stays open.
+class Gate {
+ public:
+  void Open() {
+    is_open_ = true;
+    is_open_.notify_all();
+  }
+  void Wait() { is_open_.wait(false); }
+
+ private:
+  std::atomic<bool> is_open_ = false;
+};
+
+// One Embed call waits for LetFail() and fails: an engine's own failure.
+class FailingDevice : public ForwardingDevice {
+ public:
+  FailingDevice(std::shared_ptr<Device> device, int fails_at)
+      : ForwardingDevice(std::move(device)), left_(fails_at) {}
+  void LetFail() { may_fail_.Open(); }
+  void Embed(const EmbedParams& params) override {
+    if (--left_ == 0) {
+      may_fail_.Wait();
+      throw InternalError("the device is gone");
+    }
+    ForwardingDevice::Embed(params);
+  }
+
+ private:
   int left_;
-  std::atomic<bool> may_fail_ = false;
+  Gate may_fail_;
+};
+
+// Computes nothing until LetStart(): requests submitted before it run together, whatever the
+// machine does between two calls of Submit.
+class WaitingDevice : public ForwardingDevice {
+ public:
+  using ForwardingDevice::ForwardingDevice;
+  void LetStart() { may_start_.Open(); }
+  void Embed(const EmbedParams& params) override {
+    may_start_.Wait();
+    ForwardingDevice::Embed(params);
+  }
+
+ private:
+  Gate may_start_;
 };
 
 }  // namespace turbomind::testing
