@@ -107,19 +107,26 @@ def _add_status_routes(app: FastAPI, state: ServerState) -> None:
             return error_response(503, f"the engine has failed: {state.engine.failure}")
         return JSONResponse({"status": "ok"})
 
+    card = {
+        "id": state.model_name,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "lmdeploy",
+        "root": state.model_name,
+        "parent": None,
+    }
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         """The one model."""
-        card = {
-            "id": state.model_name,
-            "object": "model",
-            "created": state.created,
-            "owned_by": "lmdeploy",
-            "root": state.model_name,
-            "parent": None,
-            "max_model_len": state.engine.max_request_tokens,
-        }
-        return {"object": "list", "data": [card]}
+        data = [{**card, "max_model_len": state.engine.max_request_tokens}]
+        return {"object": "list", "data": data}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        """The one model, by its name, which may hold slashes."""
+        _check_model(state, name)
+        return {**card, "max_model_len": state.engine.max_request_tokens}
 
     @app.get("/metrics")
     async def metrics() -> Response:

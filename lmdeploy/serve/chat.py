@@ -40,8 +40,11 @@ async def prepare_chat(
         options = dict(request.chat_template_kwargs or {})
         if request.enable_thinking is not None:
             options["enable_thinking"] = request.enable_thinking
+        messages = request.messages
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
         ids = await asyncio.to_thread(
-            encode_chat, state.engine.parts, request.messages, template_options=options
+            encode_chat, state.engine.parts, messages, template_options=options
         )
     elif request.input_ids:
         ids = request.input_ids

@@ -112,7 +112,7 @@ class ChatCompletionRequest(CompletionFields):
         "web_search_options": (None,),
     }
 
-    messages: list[dict[str, Any]] | None = None
+    messages: str | list[dict[str, Any]] | None = None  # a string: one user message
     input_ids: list[int] | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)

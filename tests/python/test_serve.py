@@ -61,6 +61,8 @@ def post(url, path, body, **options):
 
 def test_models_and_health(url, client):
     assert [model.id for model in client.models.list()] == ["m"]
+    assert client.models.retrieve("m").id == "m"
+    assert "wanted 'm'" in httpx.get(f"{url}/v1/models/other/one").json()["error"]["message"]
     assert httpx.get(f"{url}/health").status_code == 200
 
 
@@ -72,6 +74,12 @@ def test_chat(client):
     assert reply.usage.completion_tokens == len(ANSWER)
     assert reply.usage.prompt_tokens_details.cached_tokens == 3
     assert reply.usage.total_tokens == reply.usage.prompt_tokens + len(ANSWER)
+
+
+def test_messages_may_be_one_text(url):
+    reply = post(url, "/v1/chat/completions", {**CHAT, "messages": "hello"})
+    assert reply.status_code == 200
+    assert reply.json()["choices"][0]["message"]["role"] == "assistant"
 
 
 @pytest.mark.parametrize("stop", [None, "HELLO", ["said: H", "zzz"], [" said"]])
@@ -201,7 +209,7 @@ BAD_CHAT = [
     ({"response_format": {"type": "xml"}}, "response_format.type: got 'xml'"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"messages": []}, "messages: got none"),
-    ({"messages": "hi"}, "messages: got 'hi'"),
+    ({"messages": 7}, "messages: got 7"),
     ({"messages": [{"role": "user"}]}, "messages[0].content: got None"),
     ({"messages": [{"role": "alien", "content": ""}]}, "messages[0].role: got 'alien'"),
     ({"messages": [{"role": "user", "content": "x" * 600}]}, "session_len 512"),
