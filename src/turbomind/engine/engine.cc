@@ -30,6 +30,9 @@ std::vector<LayerCache> LayerCaches(const ModelConfig& model, const KvCache& cac
   std::vector<LayerCache> layers;
   for (int i = 0; i < model.num_layers; ++i) {
     layers.push_back({.kv = cache.LayerView(i),
+                      .hot = cache.HotLayerView(i),
+                      .rule = cache.rule(),
+                      .k_mean = cache.KMean(i),
                       .group = cache.GroupOf(i),
                       .window = model.windows[static_cast<size_t>(i)]});
   }
@@ -71,10 +74,10 @@ struct Engine::Impl {
        std::shared_ptr<const Weights> model_weights, std::shared_ptr<Device> target,
        int64_t free_bytes)
       : model((model_config.Validate(), std::move(model_config))),
-        config(engine_config),
+        config(std::move(engine_config)),
         device(std::move(target)),
         plan(PlanMemory(model, config, free_bytes, !device->capability().is_cuda)),
-        cache_config(CacheConfig(model, config, config.kv_mode)),
+        cache_config(CacheConfig(model, config)),
         cache(*device, cache_config,
               PlanBlocks(MakeLayerGroups(cache_config), config, free_bytes,
                          !device->capability().is_cuda)),

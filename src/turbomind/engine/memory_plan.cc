@@ -54,9 +54,19 @@ void ValidateEngineConfig(const EngineConfig& config) {
   }
 }
 
-KvCacheConfig CacheConfig(const ModelConfig& model, const EngineConfig& config, KvCacheMode mode) {
-  return MakeKvCacheConfig(model.windows, mode, model.num_kv_heads, model.head_dim,
-                           config.cache_block_seq_len, model.dtype);
+KvCacheConfig CacheConfig(const ModelConfig& model, const EngineConfig& config) {
+  KvCacheConfig cache = MakeKvCacheConfig(model.windows, config.kv_mode, model.num_kv_heads,
+                                          model.head_dim, config.cache_block_seq_len, model.dtype);
+  if (!config.kv_layers.empty()) {
+    if (config.kv_layers.size() != cache.layers.size()) {
+      throw InvalidArgument("kv_cache_format: got formats of " +
+                            std::to_string(config.kv_layers.size()) + " layers, the model has " +
+                            std::to_string(cache.layers.size()));
+    }
+    cache.layers = config.kv_layers;
+  }
+  cache.hot = config.kv_quality.hot;
+  return cache;
 }
 
 int StepTokens(const EngineConfig& config) {
@@ -100,11 +110,19 @@ std::vector<int64_t> PlanBlocks(const std::vector<LayerGroup>& groups, const Eng
   return blocks();
 }
 
+int64_t SequenceBytes(const ModelConfig& model, const EngineConfig& config, int64_t num_tokens) {
+  int64_t bytes = 0;
+  for (const LayerGroup& group : MakeLayerGroups(CacheConfig(model, config))) {
+    bytes += group.BlocksPerSequence(num_tokens, 1) * group.bytes_per_block();
+  }
+  return bytes;
+}
+
 MemoryPlan PlanMemory(const ModelConfig& model, const EngineConfig& config, int64_t free_bytes,
                       bool is_cpu) {
   model.Validate();
   ValidateEngineConfig(config);
-  const auto groups = MakeLayerGroups(CacheConfig(model, config, config.kv_mode));
+  const auto groups = MakeLayerGroups(CacheConfig(model, config));
   RequireHeadDim(model.head_dim);
   const std::vector<int64_t> blocks = PlanBlocks(groups, config, free_bytes, is_cpu);
   MemoryPlan plan;
@@ -127,8 +145,11 @@ MemoryPlan PlanMemory(const ModelConfig& model, const EngineConfig& config, int6
                           std::to_string(least_bytes) + " bytes (--cache-max-entry-count)");
   }
   plan.bytes_per_token = BytesPerToken(groups);
-  plan.bytes_per_token_none =
-      BytesPerToken(MakeLayerGroups(CacheConfig(model, config, KvCacheMode::kNone)));
+  EngineConfig none = config;
+  none.kv_mode = KvCacheMode::kNone;
+  none.kv_layers.clear();
+  none.kv_quality = {};
+  plan.bytes_per_token_none = BytesPerToken(MakeLayerGroups(CacheConfig(model, none)));
   plan.max_tokens = plan.num_blocks * config.cache_block_seq_len;
   return plan;
 }

@@ -102,11 +102,9 @@ int64_t Scheduler::Admit(int64_t budget) {
 }
 
 // Blocks that a sequence will still ask for until all its tokens are computed.
-int64_t Scheduler::BlocksToCome(const Sequence& sequence, int group) const {
-  const int64_t all = manager_.BlocksNeeded(sequence.request->id, group, sequence.num_tokens());
-  const int64_t at_once = groups_[static_cast<size_t>(group)].BlocksPerSequence(
-      sequence.num_tokens(), config_.max_step_tokens);
-  return std::min(all, at_once);
+int64_t Scheduler::BlocksToCome(const Sequence& sequence, int pool) const {
+  return manager_.BlocksToCome(sequence.request->id, pool, sequence.num_tokens(),
+                               config_.max_step_tokens);
 }
 
 // Blocks that the running sequences will still take for their prompts, by group.
@@ -148,7 +146,7 @@ void Scheduler::Build() {
     for (const Sequence* sequence : batch_.sequences) {
       tables.push_back(manager_.BlockTable(sequence->request->id, static_cast<int>(g)));
     }
-    batch_.AddTables(tables);
+    batch_.AddTables(tables, {}, {});
   }
 }
 

@@ -65,7 +65,7 @@ class Scheduler {
   int64_t Admit(int64_t budget);
   bool Fits(const Sequence& sequence, const std::vector<int64_t>& promised) const;
   std::vector<int64_t> Promised() const;
-  int64_t BlocksToCome(const Sequence& sequence, int group) const;
+  int64_t BlocksToCome(const Sequence& sequence, int pool) const;
   void Build();
 
   SchedulerConfig config_;

@@ -66,6 +66,8 @@ int64_t LayerGroup::BlocksPerSequence(int64_t num_tokens, int64_t chunk) const {
   return std::min(all, CeilDiv(window, length) + 2 + CeilDiv(std::min(chunk, num_tokens), length));
 }
 
+int64_t LayerGroup::HotBlocksPerSequence(int64_t, int64_t) const { return 0; }
+
 int64_t LayerGroup::FirstVisibleBlock(int64_t position) const {
   if (window == 0 || position < window) {
     return 0;
@@ -96,7 +98,13 @@ std::vector<LayerGroup> MakeLayerGroups(const KvCacheConfig& config) {
     block.head_dim = config.head_dim;
     block.block_seq_len = config.block_seq_len;
     block.dtype = config.dtype;
-    groups.push_back({window, std::move(layers), block::Layout(std::move(block))});
+    LayerGroup& group = groups.emplace_back(
+        LayerGroup{window, std::move(layers), block::Layout(block), std::nullopt,
+                   MakeHotRule(config.hot, config.block_seq_len)});
+    if (group.rule.enabled()) {
+      block.layers.assign(block.layers.size(), {KvCacheMode::kNone, KvCacheMode::kNone});
+      group.hot_layout.emplace(std::move(block));
+    }
   }
   return groups;
 }
@@ -137,23 +145,27 @@ KvCache::KvCache(Device& device, const KvCacheConfig& config, std::vector<int64_
       num_blocks_(std::move(num_blocks)),
       group_of_(config.layers.size()),
       index_in_group_(config.layers.size()),
-      factors_(2 * config.layers.size()) {
-  Check(num_blocks_.size() == groups_.size(), "each layer group has a number of blocks");
+      factors_(2 * config.layers.size()),
+      k_means_(config.layers.size()) {
+  const size_t num_pools = groups_.size() * (groups_.front().hot_layout ? 2 : 1);
+  Check(num_blocks_.size() == num_pools, "each pool has a number of blocks");
   for (size_t g = 0; g < groups_.size(); ++g) {
     for (size_t i = 0; i < groups_[g].layers.size(); ++i) {
       const auto layer = static_cast<size_t>(groups_[g].layers[i]);
       group_of_[layer] = static_cast<int>(g);
       index_in_group_[layer] = static_cast<int>(i);
     }
-    if (num_blocks_[g] < 1 || num_blocks_[g] > std::numeric_limits<int32_t>::max()) {
-      throw InvalidArgument("blocks of the KV cache: got " + std::to_string(num_blocks_[g]) +
+  }
+  for (const int64_t blocks : num_blocks_) {
+    if (blocks < 1 || blocks > std::numeric_limits<int32_t>::max()) {
+      throw InvalidArgument("blocks of the KV cache: got " + std::to_string(blocks) +
                             ", wanted 1 to 2147483647; change cache_max_entry_count");
     }
   }
   try {
-    for (size_t g = 0; g < groups_.size(); ++g) {
-      data_.push_back(Reserve(num_blocks_[g] * groups_[g].layout.block_bytes()));
-      scales_.push_back(Reserve(num_blocks_[g] * groups_[g].layout.scale_block_bytes()));
+    for (int pool = 0; pool < this->num_pools(); ++pool) {
+      data_.push_back(Reserve(this->num_blocks(pool) * PoolLayout(pool).block_bytes()));
+      scales_.push_back(Reserve(this->num_blocks(pool) * PoolLayout(pool).scale_block_bytes()));
     }
   } catch (...) {
     ReleaseAll();
@@ -173,7 +185,7 @@ KvCache::Pool KvCache::Reserve(int64_t num_bytes) {
 }
 
 void KvCache::ReleaseAll() {
-  for (std::vector<Pool>* pools : {&data_, &scales_, &factors_}) {
+  for (std::vector<Pool>* pools : {&data_, &scales_, &factors_, &k_means_}) {
     for (Pool& pool : *pools) {
       if (pool.memory) {
         device_.Release(pool.memory, static_cast<size_t>(pool.num_bytes));
@@ -183,27 +195,37 @@ void KvCache::ReleaseAll() {
   }
 }
 
-void KvCache::CheckId(int group, int64_t block) const {
-  Check(group >= 0 && group < num_groups(), "the layer group exists");
-  Check(block >= 0 && block < num_blocks_[static_cast<size_t>(group)], "the block exists");
+const block::Layout& KvCache::PoolLayout(int pool) const {
+  Check(pool >= 0 && pool < num_pools(), "the pool exists");
+  const LayerGroup& group = groups_[static_cast<size_t>(pool % num_groups())];
+  return pool < num_groups() ? group.layout : *group.hot_layout;
+}
+
+void KvCache::CheckId(int pool, int64_t block) const {
+  Check(pool >= 0 && pool < num_pools(), "the pool exists");
+  Check(block >= 0 && block < num_blocks_[static_cast<size_t>(pool)], "the block exists");
 }
 
 int KvCache::GroupOf(int layer) const { return group_of_.at(static_cast<size_t>(layer)); }
 
-int64_t KvCache::num_blocks(int group) const { return num_blocks_.at(static_cast<size_t>(group)); }
+int64_t KvCache::num_blocks(int pool) const { return num_blocks_.at(static_cast<size_t>(pool)); }
 
-int64_t KvCache::data_bytes(int group) const {
-  return data_.at(static_cast<size_t>(group)).num_bytes;
+int64_t KvCache::bytes_per_block(int pool) const {
+  return PoolLayout(pool).block_bytes() + PoolLayout(pool).scale_block_bytes();
 }
 
-int64_t KvCache::scale_bytes(int group) const {
-  return scales_.at(static_cast<size_t>(group)).num_bytes;
+int64_t KvCache::data_bytes(int pool) const {
+  return data_.at(static_cast<size_t>(pool)).num_bytes;
+}
+
+int64_t KvCache::scale_bytes(int pool) const {
+  return scales_.at(static_cast<size_t>(pool)).num_bytes;
 }
 
 int64_t KvCache::reserved_bytes() const {
   int64_t sum = 0;
-  for (int group = 0; group < num_groups(); ++group) {
-    sum += data_bytes(group) + scale_bytes(group);
+  for (int pool = 0; pool < num_pools(); ++pool) {
+    sum += data_bytes(pool) + scale_bytes(pool);
   }
   return sum;
 }
@@ -219,27 +241,36 @@ KvLayerView KvCache::LayerView(int layer) const {
   return view;
 }
 
-std::byte* KvCache::GetBlockPtr(int group, int64_t block) const {
-  CheckId(group, block);
-  const auto g = static_cast<size_t>(group);
-  return data_[g].memory + block * groups_[g].layout.block_bytes();
+KvLayerView KvCache::HotLayerView(int layer) const {
+  const auto l = static_cast<size_t>(layer);
+  const int group = GroupOf(layer);
+  if (!has_hot_pools()) {
+    return {};
+  }
+  const int pool = HotPool(group);
+  return PoolLayout(pool).LayerView(index_in_group_[l], data_[static_cast<size_t>(pool)].memory,
+                                    nullptr);
 }
 
-std::byte* KvCache::GetScaleBlockPtr(int group, int64_t block) const {
-  CheckId(group, block);
-  const auto g = static_cast<size_t>(group);
-  return scales_[g].memory ? scales_[g].memory + block * groups_[g].layout.scale_block_bytes()
-                           : nullptr;
+std::byte* KvCache::GetBlockPtr(int pool, int64_t block) const {
+  CheckId(pool, block);
+  return data_[static_cast<size_t>(pool)].memory + block * PoolLayout(pool).block_bytes();
 }
 
-void KvCache::CopyBlock(int group, int64_t to, int64_t from) {
-  CheckId(group, to);
-  CheckId(group, from);
-  const block::Layout& layout = groups_[static_cast<size_t>(group)].layout;
-  device_.Copy(GetBlockPtr(group, to), GetBlockPtr(group, from),
+std::byte* KvCache::GetScaleBlockPtr(int pool, int64_t block) const {
+  CheckId(pool, block);
+  std::byte* memory = scales_[static_cast<size_t>(pool)].memory;
+  return memory ? memory + block * PoolLayout(pool).scale_block_bytes() : nullptr;
+}
+
+void KvCache::CopyBlock(int pool, int64_t to, int64_t from) {
+  CheckId(pool, to);
+  CheckId(pool, from);
+  const block::Layout& layout = PoolLayout(pool);
+  device_.Copy(GetBlockPtr(pool, to), GetBlockPtr(pool, from),
                static_cast<size_t>(layout.block_bytes()));
   if (layout.scale_block_bytes() > 0) {
-    device_.Copy(GetScaleBlockPtr(group, to), GetScaleBlockPtr(group, from),
+    device_.Copy(GetScaleBlockPtr(pool, to), GetScaleBlockPtr(pool, from),
                  static_cast<size_t>(layout.scale_block_bytes()));
   }
 }
@@ -268,13 +299,39 @@ void KvCache::SetFactors(int layer, KvSide side, const std::vector<float>& facto
   device_.Copy(pool.memory, factors.data(), num_bytes);
 }
 
-void KvCache::CheckScaleBytes(int group, int64_t block) const {
-  const block::Layout& layout = groups_.at(static_cast<size_t>(group)).layout;
+void KvCache::SetKMean(int layer, const std::vector<float>& mean) {
+  const std::string what = "K mean of layer " + std::to_string(layer);
+  if (layer < 0 || static_cast<size_t>(layer) >= group_of_.size()) {
+    throw InvalidArgument(what + ": wanted a layer below " + std::to_string(group_of_.size()));
+  }
+  const size_t wanted = static_cast<size_t>(kv_heads_) *
+                        static_cast<size_t>(groups_.front().layout.config().head_dim);
+  if (mean.size() != wanted) {
+    throw InvalidArgument(what + ": got " + std::to_string(mean.size()) + " values, wanted " +
+                          std::to_string(wanted) + ", kv heads times head_dim");
+  }
+  if (!std::all_of(mean.begin(), mean.end(), [](float x) { return std::isfinite(x); })) {
+    throw InvalidArgument(what + ": got a value that is not finite");
+  }
+  const size_t num_bytes = mean.size() * sizeof(float);
+  Pool& pool = k_means_[static_cast<size_t>(layer)];
+  if (!pool.memory) {
+    pool = Reserve(static_cast<int64_t>(num_bytes));
+  }
+  device_.Copy(pool.memory, mean.data(), num_bytes);
+}
+
+const float* KvCache::KMean(int layer) const {
+  return reinterpret_cast<const float*>(k_means_.at(static_cast<size_t>(layer)).memory);
+}
+
+void KvCache::CheckScaleBytes(int pool, int64_t block) const {
+  const block::Layout& layout = PoolLayout(pool);
   if (layout.scale_block_bytes() == 0) {
     return;
   }
   std::vector<std::byte> bytes(static_cast<size_t>(layout.scale_block_bytes()));
-  device_.Copy(bytes.data(), GetScaleBlockPtr(group, block), bytes.size());
+  device_.Copy(bytes.data(), GetScaleBlockPtr(pool, block), bytes.size());
   const int num_layers = static_cast<int>(layout.config().layers.size());
   for (int layer = 0; layer < num_layers; ++layer) {
     const KvLayerView view = layout.LayerView(layer, nullptr, bytes.data());

@@ -83,6 +83,14 @@ int64_t SequenceManager::BlocksNeeded(uint64_t id, int group, int64_t num_tokens
   return std::max<int64_t>(CeilDiv(num_tokens, cache_.block_seq_len()) - have, 0);
 }
 
+int64_t SequenceManager::BlocksToCome(uint64_t id, int pool, int64_t num_tokens,
+                                      int64_t chunk) const {
+  return std::min(BlocksNeeded(id, pool, num_tokens),
+                  cache_.groups()[static_cast<size_t>(pool)].BlocksPerSequence(num_tokens, chunk));
+}
+
+std::span<const BlockMove> SequenceManager::Moves(uint64_t, int) const { return {}; }
+
 void SequenceManager::DropFromTrie(const std::vector<GroupBlock>& blocks) {
   for (const GroupBlock& block : blocks) {
     managers_[static_cast<size_t>(block.group)].Drop(block.block);

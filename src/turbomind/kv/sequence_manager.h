@@ -13,7 +13,7 @@
 
 namespace turbomind {
 
-// Blocks of one layer group by state: free + cached + active = total.
+// Blocks of one pool by state: free + cached + active = total.
 struct BlockCounts {
   int64_t total = 0;
   int64_t free = 0;
@@ -21,8 +21,8 @@ struct BlockCounts {
   int64_t active = 0;
 };
 
-// Sequences and their blocks, in every layer group at once; data and scales in lockstep, since one
-// id addresses both.
+// Sequences and their blocks, in every pool at once (kv_cache.h); data and scales in lockstep,
+// since one id addresses both.
 //
 // The life of a sequence:
 //   Create      looks its prompt up in the prefix cache and locks what it finds. The result is how
@@ -31,19 +31,29 @@ struct BlockCounts {
 //               before each step: slots for the tokens that the step will write. All or nothing;
 //               cached blocks are evicted, least recently used first, when no block is free. False
 //               means that someone has to be preempted: FreeDataAndScaleBlocks on a victim.
-//   BlockTable  goes into the step's batch.
-//   Commit      after the step: K and V of tokens [0, n) are written. Whole blocks enter the prefix
-//               cache; blocks that fell behind a window are unlocked and become -1 in the table.
+//   BlockTable, Moves
+//               go into the step's batch.
+//   Commit      after the step: K and V of tokens [0, n) are written, the moves are done. Whole
+//               blocks enter the prefix cache; blocks that fell behind a window, and hot blocks
+//               that have been quantised, are unlocked and become -1 in the table.
 //   FreeDataAndScaleBlocks
 //               ends it, also for preemption. What was committed stays cached, so that a new
 //               Create with the same tokens finds it, until it is evicted.
 // Fork makes an independent copy of a sequence, bytes included (no block is shared).
 //
+// Hot blocks (kv/hot_rule.h). Tokens are written to hot blocks. A block gets a cold slot, and is
+// quantised into it, in the step whose last query no longer sees it hot; its hot slot is given back
+// after that step. Sinks stay hot. With the prefix cache a whole block keeps its 16-bit copy as a
+// cached block of the hot pool, evicted on its own; a hit of n blocks needs, of what the query
+// after it sees, the hot blocks hot and the cold ones cold, and is cut to the longest such prefix.
+//
 // Invariants (CheckIntegrity):
-//  1. In each group free + cached + active = total, and both pools have exactly `total` blocks.
+//  1. In each pool free + cached + active = total, and data and scales have exactly `total` blocks.
 //  2. A block's users are the sequences that have it in their tables, no more and no less.
 //  3. A block is kept if and only if it is in the trie; only written whole blocks are.
-//  4. A table has a block for every slot from the first visible one on, and -1 before.
+//  4. Of the blocks from the first visible one on, each that a query at num_written - 1 sees hot is
+//     in the hot table, each that it sees cold in the cold one; behind the window there is none.
+//     (Nothing hot: every visible block is in the cold table.)
 //  5. FP4: every scale byte of a block in the trie is one that an encoder stores.
 // An unknown id, or one used twice, is our own bug: InternalError. Not thread-safe: the engine
 // thread's.
@@ -57,8 +67,9 @@ class SequenceManager {
   // false starts from nothing (prompt logprobs). REQUIRES: the prompt is not empty.
   int64_t Create(uint64_t id, std::span<const int32_t> prompt, bool use_prefix_cache = true);
 
-  // Makes slots for tokens [0, num_tokens) in every group. False, and nothing has changed, when
-  // there are not enough free and cached blocks.
+  // Makes slots for tokens [0, num_tokens) in every pool, and cold slots for the blocks that a
+  // query at num_tokens - 1 sees cold. False, and nothing has changed, when there are not enough
+  // free and cached blocks.
   bool AllocateDataAndScaleBlocks(uint64_t id, int64_t num_tokens);
 
   // K and V of all of `tokens` are written. REQUIRES: slots exist; no fewer tokens than last time,
@@ -76,21 +87,28 @@ class SequenceManager {
   bool Contains(uint64_t id) const { return sequences_.contains(id); }
   int num_sequences() const { return static_cast<int>(sequences_.size()); }
   int64_t num_written(uint64_t id) const;  // tokens committed or found in the prefix cache
-  // Block ids by position / block_seq_len; -1 behind a window. Valid until the next call.
-  std::span<const int32_t> BlockTable(uint64_t id, int group) const;
+  // Block ids of a pool by position / block_seq_len; -1 where the block is not in that pool. Tables
+  // of one group's pools have the same length. Valid until the next call.
+  std::span<const int32_t> BlockTable(uint64_t id, int pool) const;
+  // What the step planned last has to quantise; empty after Commit.
+  std::span<const BlockMove> Moves(uint64_t id, int group) const;
 
-  BlockCounts counts(int group) const;
+  int num_pools() const { return static_cast<int>(managers_.size()); }
+  BlockCounts counts(int pool) const;
   // Blocks that have ever been used: memory beyond them is untouched.
-  int64_t high_water(int group) const;
+  int64_t high_water(int pool) const;
   int64_t touched_bytes() const;
-  // Blocks that AllocateDataAndScaleBlocks would take in a group; for planning.
-  int64_t BlocksNeeded(uint64_t id, int group, int64_t num_tokens) const;
+  // Blocks that AllocateDataAndScaleBlocks would take in a pool.
+  int64_t BlocksNeeded(uint64_t id, int pool, int64_t num_tokens) const;
+  // Blocks of a pool that a sequence will still take, at most, until `num_tokens` are written,
+  // `chunk` at a time; for planning.
+  int64_t BlocksToCome(uint64_t id, int pool, int64_t num_tokens, int64_t chunk) const;
   // True if one sequence of this length fits into the empty pools, computed `chunk` tokens at a
   // time. False: refuse the request.
   bool CanEverFit(int64_t num_tokens, int64_t chunk) const;
 
-  std::byte* GetBlockPtr(int64_t block, int group = 0) const;
-  std::byte* GetScaleBlockPtr(int64_t block, int group = 0) const;  // null without FP4
+  std::byte* GetBlockPtr(int64_t block, int pool = 0) const;
+  std::byte* GetScaleBlockPtr(int64_t block, int pool = 0) const;  // null without FP4
 
   // Throws InternalError naming a broken invariant. Reads every cached scale byte if asked to.
   void CheckIntegrity(bool check_scale_bytes = true) const;

@@ -17,8 +17,17 @@ namespace turbomind {
 // Where a layer's K and V of this step go and come from.
 struct LayerCache {
   KvLayerView kv;
+  KvLayerView hot;  // data null where nothing is hot
+  HotRule rule;
+  const float* k_mean = nullptr;
   int group = 0;   // of the batch views
   int window = 0;  // 0: full attention
+};
+
+// What holds for every layer's cache.
+struct CacheRules {
+  bool rotate_k = false;
+  bool search_scales = false;
 };
 
 // One step's input. `batch` has one view per layer group: they differ in their block tables alone.
