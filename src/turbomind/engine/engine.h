@@ -28,7 +28,7 @@ struct KvQuality {
   bool rotate_k = false;
   bool search_scales = false;  // FP4
   HotTokens hot;
-  KvCalibration calibration;
+  KvCalibration calibration = {};
 };
 
 struct EngineConfig {
