@@ -128,14 +128,15 @@ int64_t SequenceManager::BlocksToCome(uint64_t id, int pool, int64_t num_tokens,
     return std::min(needed, layers.BlocksPerSequence(num_tokens, chunk));
   }
   const LayerGroup& layers = cache_.groups()[static_cast<size_t>(pool - cache_.num_groups())];
+  const int64_t most = layers.HotBlocksPerSequence(num_tokens, chunk);
+  if (layers.window > 0) {
+    return std::min(needed, most);
+  }
   // Sinks that it has already stay. The recent ones are given back as others come, but somebody
   // else may go on using them.
-  const std::vector<int32_t>& table = At(id).tables[static_cast<size_t>(pool)];
-  const auto sinks_end = std::min(static_cast<size_t>(layers.rule.sink_blocks), table.size());
-  const auto sinks =
-      std::count_if(table.begin(), table.begin() + static_cast<std::ptrdiff_t>(sinks_end),
-                    [](int32_t block) { return block >= 0; });
-  return std::min(needed, layers.HotBlocksPerSequence(num_tokens, chunk) - sinks);
+  const auto have = static_cast<int64_t>(At(id).tables[static_cast<size_t>(pool)].size());
+  const int64_t sinks = std::min<int64_t>(layers.rule.sink_blocks, have);
+  return std::min(needed, std::max<int64_t>(most - sinks, 0));
 }
 
 std::span<const BlockMove> SequenceManager::Moves(uint64_t id, int group) const {

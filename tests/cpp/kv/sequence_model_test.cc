@@ -337,8 +337,9 @@ class RandomOperations {
       for (int64_t i = first; i < n; ++i) {
         const auto b = static_cast<size_t>(i / kLength);
         bool is_hot = layers.rule.enabled() && layers.rule.IsHot(i / kLength, n);
-        if (layers.rule.enabled() && manager_.BlockTable(id, group)[b] < 0) {
-          is_hot = layers.rule.IsHot(i / kLength, n - 1);  // not quantised before the next step
+        if (layers.rule.enabled() && layers.rule.IsHot(i / kLength, n - 1)) {
+          // Not quantised before the next step, unless it was found cold.
+          is_hot = manager_.BlockTable(id, cache_.HotPool(group))[b] >= 0;
         }
         const int pool = is_hot ? cache_.HotPool(group) : group;
         const int32_t block = manager_.BlockTable(id, pool)[b];
@@ -423,14 +424,14 @@ constexpr Lengths kLong = {.shared = 260, .chunk = 70};
 // long, and shorter; a full-attention group or none.
 TEST_CASE("random operations agree with the model where blocks are hot") {
   const HotCase cases[] = {
-      {{64, 64}, {0, 120}, {60, 40, 70, 60}},
-      {{64, 0}, {0, 40}, {60, 30, 40, 30}},
-      {{0, 64}, {0, 66}, {80, 12, 50, 50}},
-      {{0, 0}, {0, 65}, {90, 45, 16, 16}},
-      {{64, 64}, {0, 65}, {60, 1, 70, 60}},
-      {{0, 64}, {24, 90}, {1, 30, 30, 50}},
-      {{64, 128}, {0}, {50, 90}},
-      {{0, 0}, {17}, {30, 16}},
+      {{64, 64}, {0, 120}, {30, 14, 44, 40}},
+      {{64, 0}, {0, 40}, {40, 10, 26, 16}},
+      {{0, 64}, {0, 66}, {44, 5, 32, 28}},
+      {{0, 0}, {0, 65}, {44, 20, 9, 8}},
+      {{64, 64}, {0, 65}, {30, 1, 44, 36}},
+      {{0, 64}, {24, 90}, {1, 8, 12, 26}},
+      {{64, 128}, {0}, {10, 52}},
+      {{0, 0}, {17}, {7, 7}},
   };
   for (const HotCase& one : cases) {
     CAPTURE(one.tokens.sink_tokens);
@@ -441,12 +442,13 @@ TEST_CASE("random operations agree with the model where blocks are hot") {
     SequenceManager manager(cache, true);
     RandomOperations operations(manager, cache, 4, kLong);
     // 10^5 in all, most of them in the default setting.
-    operations.Run(&one == cases ? kNumOperations / 2 : kNumOperations / 14);
+    operations.Run(&one == cases ? kNumOperations / 2 : kNumOperations / 10);
     CHECK(operations.num_hit_tokens > 1000);
-    CHECK(operations.num_cut_tokens > 100);
+    // Without recent blocks only sinks are read hot, and nothing is cached without them.
+    CHECK((operations.num_cut_tokens > 300 || one.tokens.recent_tokens == 0));
     CHECK(operations.num_refused > 100);
     CHECK(operations.num_forks > 10);
-    CHECK(operations.num_moves > 500);
+    CHECK(operations.num_moves > 200);
     MESSAGE("hit tokens " << operations.num_hit_tokens << ", cut " << operations.num_cut_tokens
                           << ", moves " << operations.num_moves << ", refused "
                           << operations.num_refused << ", forks " << operations.num_forks);
@@ -500,7 +502,7 @@ class SoundManager : public FaultyManager {
 
 template <class Manager>
 void RunPlanted(bool hot) {
-  const HotCase one = {{64, 64}, {0, 120}, {60, 40, 70, 60}};
+  const HotCase one = {{64, 64}, {0, 120}, {30, 14, 44, 40}};
   MemoryDevice device;
   KvCache cache(device, hot ? HotConfig(one) : TwoGroups(),
                 hot ? one.num_blocks : std::vector<int64_t>{36, 26});
