@@ -44,7 +44,7 @@ class ModelConfig:
 
 class EngineConfig:
     kv_mode: str  # a resolved name: none, int8, int4, fp8, fp8_e5m2, mxfp4, nvfp4
-    kv_layers: list[tuple[str, str]]  # (K, V) by model layer; empty: kv_mode for all
+    kv_layers: list[tuple[str, str]]  # (K, V) of each layer; empty: kv_mode for all
     kv_rotate_k: bool
     kv_search_scales: bool
     kv_sink_tokens: int
@@ -71,11 +71,11 @@ class MemoryPlan:
     reserved_bytes: int
     touched_bytes: int
     bytes_per_token: float
-    hot_bytes_per_sequence: int
     bytes_per_token_none: float
-    max_tokens: int
+    hot_bytes_per_sequence: int
     session_bytes: int
     session_bytes_none: int
+    max_tokens: int
 
 class Device:
     @property
@@ -172,25 +172,21 @@ class Engine:
     def wait_outputs(self, timeout_ms: int) -> list[RequestOutput]: ...
     def stats(self) -> EngineStats: ...
     def memory_plan(self) -> MemoryPlan: ...
-    def kv_statistics(self) -> dict[str, Any]:
-        """Of K after RoPE (before mean and rotation) and V, over all tokens since the start.
-
-        tokens: int; k_sum, k_square_sum: float64 [layers, kv_heads, head_dim]; k_amax, v_amax:
-        float32 [layers, kv_heads]; k_histogram, v_histogram: int64 [layers, kv_heads, 640], counts
-        of |x| in 16 bins per octave from 2^-20.
-        """
     @property
     def healthy(self) -> bool: ...
     @property
     def failure(self) -> str: ...
     def clear_prefix_cache(self) -> None: ...
     def check_integrity(self) -> None: ...
+    def kv_statistics(self) -> dict[str, Any]: ...
     def close(self) -> None: ...
 
 def make_cpu_device(num_threads: int, isa: str = "") -> Device: ...
 def available_cpu_isas() -> list[str]: ...
 def plan_memory(model: ModelConfig, config: EngineConfig, free_bytes: int) -> MemoryPlan: ...
-def sequence_bytes(model: ModelConfig, config: EngineConfig, num_tokens: int) -> int: ...
+def sequence_bytes(model: ModelConfig, config: EngineConfig, num_tokens: int) -> int:
+    """Of one sequence between steps, whole blocks of every pool."""
+
 def kv_cache_mode_names() -> list[tuple[str, str]]: ...
 def get_kv_cache_mode(quant_policy: int | str, sm: int = 0, strict_arch: bool = False) -> str:
     """`sm` 0: CPU."""
