@@ -110,8 +110,8 @@ Scheduler::Promise Scheduler::ToCome(const Sequence& sequence, int pool) const {
   if (pool < static_cast<int>(groups_.size())) {
     return {blocks, 0};
   }
-  const int64_t decode = most(1);
-  return {decode, blocks - decode};
+  const int64_t each = most(std::min(block_seq_len(), config_.max_step_tokens));
+  return {each, blocks - each};
 }
 
 // By pool.
@@ -132,8 +132,7 @@ bool Scheduler::Fits(const Sequence& sequence, const std::vector<Promise>& promi
   if (running_.empty()) {
     return true;
   }
-  const int64_t chunk_blocks =
-      (config_.max_step_tokens - 1) / groups_.front().layout.config().block_seq_len;
+  const int64_t chunk_blocks = (config_.max_step_tokens - 1) / block_seq_len();
   for (size_t pool = 0; pool < promised.size(); ++pool) {
     const BlockCounts counts = manager_.counts(static_cast<int>(pool));
     const Promise own = ToCome(sequence, static_cast<int>(pool));

@@ -68,11 +68,12 @@ class Scheduler {
   // Blocks of a pool that sequences will still take for their prompts.
   struct Promise {
     int64_t blocks = 0;
-    int64_t chunk_blocks = 0;  // hot ones beyond them, while a sequence has a step to itself
+    int64_t chunk_blocks = 0;  // hot ones beyond them, if a sequence has a step to itself
   };
   bool Fits(const Sequence& sequence, const std::vector<Promise>& promised) const;
   std::vector<Promise> Promised() const;
   Promise ToCome(const Sequence& sequence, int pool) const;
+  int block_seq_len() const { return groups_.front().layout.config().block_seq_len; }
   void Build();
 
   SchedulerConfig config_;
