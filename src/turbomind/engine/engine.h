@@ -10,6 +10,7 @@
 #include "turbomind/kv/hot_rule.h"
 #include "turbomind/kv/kv_cache_mode.h"
 #include "turbomind/kv/layout.h"
+#include "turbomind/model/kv_statistics.h"
 #include "turbomind/model/model_config.h"
 #include "turbomind/model/weights.h"
 
@@ -27,7 +28,7 @@ struct KvQuality {
   bool rotate_k = false;
   bool search_scales = false;  // FP4
   HotTokens hot;
-  KvCalibration calibration;
+  KvCalibration calibration = {};
 };
 
 struct EngineConfig {
@@ -45,7 +46,8 @@ struct EngineConfig {
   // Results are bit-equal whatever the batch, chunking, prefix hits, preemption and threads. The
   // arithmetic of the CPU backend always is; a backend that cannot be refuses the flag.
   bool deterministic = false;
-  bool check_integrity = false;  // CheckIntegrity after every step (tests)
+  bool check_integrity = false;        // CheckIntegrity after every step (tests)
+  bool collect_kv_statistics = false;  // for calibration; costs about as much as writing K and V
 };
 
 // What the pools take. All layer groups together.
@@ -120,6 +122,8 @@ class Engine {
   std::string failure() const;  // why
   // Drops all cached prefixes. Sequences that run are not touched.
   void ClearPrefixCache();
+  // What has been stored so far. Throws InvalidArgument unless collect_kv_statistics is set.
+  KvStatistics kv_statistics();
   // Throws InternalError naming a broken invariant of the pools. For tests and debug builds.
   void CheckIntegrity();
 
