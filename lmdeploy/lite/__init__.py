@@ -1,0 +1,1 @@
+"""Offline tools around the KV cache: calibration, search and reports."""
