@@ -9,11 +9,21 @@ from types import SimpleNamespace
 from typing import Any
 
 from lmdeploy.chat_template import ChatTemplate
+from lmdeploy.kv_formats import FormatPair
 from lmdeploy.turbomind.engine import AsyncEngine, EngineParts
+from lmdeploy.turbomind.kv_quality import KvOptions
 from lmdeploy.turbomind.prompts import PromptTemplate
 
 EOS = 256
 VOCAB_SIZE = 258
+BALANCED = KvOptions(
+    layers=(FormatPair("nvfp4", "nvfp4"),),
+    quality="balanced",
+    rotation=True,
+    scale_search=True,
+    sink_tokens=64,
+    recent_tokens=64,
+)
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 
 
@@ -160,8 +170,13 @@ class FakeCore:
             blocks_free=10,
             blocks_cached=0,
             blocks_active=0,
+            hot_blocks_total=6,
+            hot_blocks_free=3,
+            hot_blocks_cached=1,
+            hot_blocks_active=2,
             prefix_queried_tokens=8,
             prefix_hit_tokens=4,
+            prefix_cut_tokens=7,
             num_preemptions=0,
             num_steps=0,
             prompt_tokens=0,
@@ -175,8 +190,11 @@ class FakeCore:
             reserved_bytes=1 << 20,
             touched_bytes=0,
             bytes_per_token=100.0,
+            hot_bytes_per_sequence=5000,
             bytes_per_token_none=300.0,
             max_tokens=640,
+            session_bytes=60_000,
+            session_bytes_none=150_000,
         )
 
     def close(self) -> None:
@@ -201,7 +219,7 @@ def make_engine(
             vocab_size=VOCAB_SIZE,
             session_len=session_len,
             eos_ids=[EOS],
-            kv_mode="nvfp4",
+            kv=BALANCED,
             model_path="fake",
         )
     )

@@ -10,7 +10,7 @@ import pytest
 from reference.codecs import MODES
 from reference.layout import row_bytes
 
-from lmdeploy import _turbomind, messages
+from lmdeploy import _turbomind, kv_formats, messages
 from lmdeploy.cli.arguments import UNSUPPORTED_FLAGS
 from lmdeploy.cli.entrypoint import make_parser
 from lmdeploy.serve import protocol
@@ -125,7 +125,7 @@ def test_format_table() -> None:
 def test_every_name_of_the_engine_is_documented() -> None:
     names = {name for name, _ in _turbomind.kv_cache_mode_names()}
     assert names <= quoted(FORMATS)
-    assert {name for name in messages.QUANT_POLICY_NAMES if isinstance(name, str)} <= names
+    assert {name for name in kv_formats.QUANT_POLICY_NAMES if isinstance(name, str)} <= names
 
 
 def test_device_table() -> None:
