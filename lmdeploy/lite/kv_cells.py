@@ -1,143 +1,124 @@
-"""What a report compares: KV formats by quality, and engines that run them over a prompt."""
+"""What a report compares: KV formats by quality, and engines that time them."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
+from lmdeploy.environment import free_memory_bytes
+from lmdeploy.lite.evaluation import cache_variants
+from lmdeploy.lite.prompt_engine import STALL_MS, Configure, Floats, OpenModel, prompt_config
 
 if TYPE_CHECKING:
     from lmdeploy import _turbomind
-    from lmdeploy.turbomind.loader import LoadedModel
-
-Floats = npt.NDArray[np.float32]
+    from lmdeploy.messages import TurbomindEngineConfig
 
 FORMATS = ("none", "int8", "fp8", "fp8_e5m2", "nvfp4", "int4", "mxfp4")
 QUALITIES = ("raw", "balanced", "best")
-PIECE_TOKENS = 128  # positions per piece of logits: 25 MB with a vocabulary of 49 152
-STALL_MS = 600_000
+REFERENCE = "none"
 
 
 @dataclass(frozen=True)
 class KvCell:
-    """One row of the report."""
+    """One row of the report: `label` is `none`, `nvfp4` (raw), `nvfp4/balanced` and so on."""
 
-    format: str
-    quality: str = "raw"
+    label: str
+    configure: Configure
+    factors: tuple[Floats, Floats] | None = None  # of K and V, [layers, kv_heads]; None: 1
 
     @property
-    def name(self) -> str:
-        """`nvfp4/balanced`; the quality of `none` is nothing."""
-        return self.format if self.format == "none" else f"{self.format}/{self.quality}"
+    def format(self) -> str:
+        """The first part of the label."""
+        return self.label.partition("/")[0]
+
+    @property
+    def quality(self) -> str:
+        """The second part; raw where there is none."""
+        return self.label.partition("/")[2] or "raw"
 
     @property
     def slug(self) -> str:
-        """The name as part of a file name."""
-        return self.name.replace("/", "-")
+        """The label as part of a file name."""
+        return self.label.replace("/", "-")
+
+    def native(self, context: int) -> _turbomind.EngineConfig:
+        """The engine's options for single prompts of `context` tokens."""
+        return prompt_config(self.configure, context)
 
 
-REFERENCE = KvCell("none")
-
-
-def make_cells(formats: Sequence[str], qualities: Sequence[str]) -> list[KvCell]:
-    """Formats × qualities in the order given, `none` once and first.
+def make_cells(
+    model: OpenModel,
+    formats: Sequence[str],
+    *,
+    qualities: Sequence[str],
+    calibration: Path | None,
+) -> list[KvCell]:
+    """`none`, then formats × qualities in the order given.
 
     Raises:
-        ValueError: for a name that is neither.
+        ValueError: for an unknown name, or a calibration file that does not fit the model.
     """
-    for what, names, known in (
-        ("--formats", formats, FORMATS),
-        ("--qualities", qualities, QUALITIES),
-    ):
-        for name in names:
-            if name not in known:
-                raise ValueError(f"{what}: got {name!r}; wanted some of {', '.join(known)}")
-    pairs = [KvCell(f, q) for f in dict.fromkeys(formats) if f != "none" for q in qualities]
-    return [REFERENCE, *dict.fromkeys(pairs)]
+    path = None if calibration is None else str(calibration)
+    variants = cache_variants([REFERENCE, *formats], qualities, calibration=path)
+    return [
+        KvCell(label, model.configure(config), _factors(model, config))
+        for label, config in variants.items()
+    ]
 
 
-def free_memory() -> int:
-    """Bytes that the system would still hand out."""
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/meminfo names no MemAvailable")
+def _factors(model: OpenModel, config: TurbomindEngineConfig) -> tuple[Floats, Floats] | None:
+    """Of K and V, where the cell has a calibration file."""
+    from lmdeploy.turbomind.kv_calibration import engine_constants, read_calibration
+    from lmdeploy.turbomind.kv_quality import resolve_kv_options
+
+    options = resolve_kv_options(config, model.config.windows)
+    if options.calibration is None:
+        return None
+    calibration = read_calibration(options.calibration, model.config, model_hash=model.hash)
+    _, k, v = engine_constants(calibration, options.layers, rotated=options.rotation)
+    return k, v
 
 
-def num_threads() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+class DecodeEngine:
+    """One engine with the prefix cache on: times decode steps after a prompt, again and again."""
 
-
-class CellEngine:
-    """One engine that runs one cell, a prompt at a time."""
-
-    def __init__(
-        self, loaded: LoadedModel, options: _turbomind.EngineConfig, *, context: int
-    ) -> None:
+    def __init__(self, model: OpenModel, configure: Configure, *, context: int) -> None:
         from lmdeploy import _turbomind
 
-        options.max_batch_size, options.session_len = 1, context
-        options.cache_max_entry_count = 0.5
-        device = _turbomind.make_cpu_device(num_threads())
+        options = prompt_config(configure, context)
+        options.enable_prefix_caching = True
+        options.max_prefill_token_num = 2048
         self._request_type = _turbomind.Request
+        device = _turbomind.make_cpu_device(model.threads)
         self._engine = _turbomind.Engine(
-            loaded.config, options, loaded.weights, device, free_memory()
+            model.config, options, model.loaded.weights, device, free_memory_bytes()
         )
         self._next_id = 1
 
-    def pieces(self, prompt: Sequence[int]) -> Iterator[Floats]:
-        """Logits [n, vocab] that cover the prompt in order."""
-        self._submit(prompt, 1, logits_output="all")
-        wanted = len(prompt)
-        for output in self._outputs():
-            if output.logits is not None and wanted > 0:
-                yield output.logits[:wanted]
-                wanted -= len(output.logits)
-        if wanted > 0:
-            raise RuntimeError(f"logits of {wanted} positions did not come")
-
-    def decode_times(self, prompt: Sequence[int], num_tokens: int) -> list[float]:
-        """When each of `num_tokens` generated tokens came, in seconds."""
-        import time
-
-        self._submit(prompt, num_tokens)
-        times: list[float] = []
-        for output in self._outputs():
-            times += [time.perf_counter()] * len(output.tokens)
-        return times
-
-    def stats(self) -> _turbomind.EngineStats:
-        """Counters since the start."""
-        return self._engine.stats()
-
-    def close(self) -> None:
-        """Stop the engine."""
-        self._engine.close()
-
-    def _submit(
-        self, prompt: Sequence[int], num_tokens: int, *, logits_output: str = "none"
-    ) -> None:
+    def step_seconds(self, prompt: Sequence[int], steps: int) -> float:
+        """Mean time of `steps` decode steps after the first token."""
         request = self._request_type()
         request.id, request.prompt = self._next_id, list(prompt)
-        request.max_new_tokens, request.ignore_eos = num_tokens, True
-        request.logits_output = logits_output
+        request.max_new_tokens, request.ignore_eos = steps + 1, True
         self._next_id += 1
         self._engine.submit(request)
-
-    def _outputs(self) -> Iterator[_turbomind.RequestOutput]:
-        while True:
+        times: list[float] = []
+        while len(times) <= steps:
             outputs = self._engine.wait_outputs(STALL_MS)
             if not outputs:
                 raise RuntimeError(f"no output within {STALL_MS} ms: {self._engine.failure}")
             for output in outputs:
                 if output.error:
                     raise RuntimeError(output.error)
-                yield output
-                if output.finish_reason != "none":
-                    return
+                times += [time.perf_counter()] * len(output.tokens)
+        return (times[steps] - times[0]) / steps
+
+    def close(self) -> None:
+        """Stops the engine."""
+        self._engine.close()
+
+
+Done = Callable[[str], None]  # hears the label of a cell of which a part is measured

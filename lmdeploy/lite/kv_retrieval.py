@@ -1,8 +1,9 @@
 """Key-value pairs planted over a whole context: how many values are found again, by depth.
 
-A prompt is filler text with one line per pair, such as "lantern = 4193;", spread evenly from
-its beginning to its end; then every line once more in another order, as a question. The values are forced, so one prompt asks for all its pairs: a value counts as recalled
-when each of its tokens is the most likely one. Its log-probability says more where recall is low.
+A prompt is filler text with one line per pair, such as "lantern = 4193;", spread evenly from its
+beginning to its end; then every line once more in another order, as a question. The values are
+forced, so one prompt asks for all its pairs: a value counts as recalled when each of its tokens is
+the most likely one. Its log-probability says more where recall is low.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lmdeploy.lite.kv_cells import CellEngine
 from lmdeploy.lite.kv_scores import Doubles, log_sums
+from lmdeploy.lite.prompt_engine import PromptEngine
 
 DEPTHS = 10  # tenths of the context
 # Keys share no word: a model as small as SmolLM2-135M finds them by their first token.
-KEYS = (
+WORDS = (
     "lantern bridge garden castle wagon mirror bottle candle hammer basket window ladder pocket "
     "saddle trumpet anchor blanket kettle compass drawer feather helmet jacket needle pillow "
     "ribbon spoon table violin wheel barrel carpet apple river copper winter market doctor "
@@ -29,7 +30,8 @@ KEYS = (
     "lizard mustard nest orange pebble queen robin salmon tiger umbrella village whistle acorn "
     "beetle cherry donkey fabric goose hazel icicle lobster marble onion pencil rifle spider "
     "tomato turtle wallet"
-).split()
+)
+KEYS = tuple(WORDS.split(" "))
 
 Encode = Callable[[str], Sequence[int]]
 
@@ -98,7 +100,7 @@ def make_prompt(
     return RetrievalPrompt(ids, questions)
 
 
-def ask(engine: CellEngine, prompt: RetrievalPrompt) -> Doubles:
+def ask(engine: PromptEngine, prompt: RetrievalPrompt) -> Doubles:
     """[questions, 3]: depth, 1 if recalled, log-probability of the value."""
     predictors = {
         question.start + i - 1: (index, prompt.ids[question.start + i])

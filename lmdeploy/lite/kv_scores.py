@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from lmdeploy.lite.kv_cells import REFERENCE, CellEngine, Floats, KvCell
+from lmdeploy.lite.evaluation import fill_reference, reference_logits
+from lmdeploy.lite.kv_cells import REFERENCE, Done, KvCell
+from lmdeploy.lite.prompt_engine import Floats, OpenModel, PromptEngine
 
 Doubles = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
@@ -20,74 +20,49 @@ Ids = npt.NDArray[np.int64]
 LOSS, KL, AGREED = range(3)
 
 
-def cut_contexts(ids: Sequence[int], context: int, *, max_tokens: int) -> list[list[int]]:
-    """Whole contexts of the first `max_tokens` ids.
-
-    Raises:
-        ValueError: when there is not one whole context.
-    """
-    usable = min(len(ids), max_tokens)
-    if usable < context:
-        raise ValueError(
-            f"{usable} tokens do not fill one context of {context}: give a longer text, "
-            "a larger --max-tokens or a smaller --context"
-        )
-    return [list(ids[i : i + context]) for i in range(0, usable - context + 1, context)]
-
-
 def log_sums(logits: Floats) -> Doubles:
     """log Σ exp of each row, the sum in double precision."""
-    top = logits.max(axis=1, keepdims=True)
-    total = np.exp(logits - top).sum(axis=1, dtype=np.float64)
-    return np.asarray(top[:, 0] + np.log(total), np.float64)
+    top = logits.max(axis=1)
+    total = np.exp(logits - top[:, None]).sum(axis=1, dtype=np.float64)
+    return np.asarray(top + np.log(total), np.float64)
 
 
-@dataclass
-class ReferenceLogits:
-    """The logits of `none` for one context, and what every cell needs of them."""
+def score_rows(logits: Floats, reference: Floats, *, targets: Ids) -> Doubles:
+    """[n, 3] of logits [n, vocab] that predict `targets` [n].
 
-    logits: Floats  # [context, vocab]
-    log_sum: Doubles  # [context]
-
-    def fill(self, start: int, piece: Floats) -> None:
-        """Positions from `start` on."""
-        self.logits[start : start + len(piece)] = piece
-        self.log_sum[start : start + len(piece)] = log_sums(piece)
-
-    def score(self, start: int, piece: Floats, *, targets: Ids) -> Doubles:
-        """Rows [n, 3] of the positions from `start` on that have a target."""
-        rows = slice(start, start + len(targets))
-        ours, theirs = piece[: len(targets)], self.logits[rows]
-        own_sum = log_sums(ours)
-        log_sum = self.log_sum[rows]
-        scores = np.empty((len(targets), 3))
-        scores[:, LOSS] = own_sum - ours[np.arange(len(targets)), targets]
-        # KL = Σ p (log p - log q), with log p - log q = (theirs - ours) + (own_sum - log_sum).
-        weight = np.exp(theirs - log_sum[:, None].astype(np.float32))
-        apart = (weight * (theirs - ours)).sum(axis=1, dtype=np.float64)
-        mass = weight.sum(axis=1, dtype=np.float64)
-        scores[:, KL] = apart / mass + own_sum - log_sum
-        scores[:, AGREED] = ours.argmax(axis=1) == theirs.argmax(axis=1)
-        return scores
+    KL = Σ p (log p - log q), with log p - log q as the difference of the logits and that of the
+    log sums: exact enough in FP32, since nearly equal logits are subtracted without error.
+    """
+    own_sums, sums = log_sums(logits), log_sums(reference)
+    weight = np.exp(reference - sums[:, None].astype(np.float32))
+    apart = (weight * (reference - logits)).sum(axis=1, dtype=np.float64)
+    scores = np.empty((len(targets), 3))
+    scores[:, LOSS] = own_sums - logits[np.arange(len(targets)), targets]
+    scores[:, KL] = apart / weight.sum(axis=1, dtype=np.float64) + own_sums - sums
+    scores[:, AGREED] = logits.argmax(axis=1) == reference.argmax(axis=1)
+    return scores
 
 
-@contextmanager
-def reference_room(context: int, vocab_size: int) -> Iterator[ReferenceLogits]:
-    """Room for one context, in a temporary file: a context of 8192 takes 1.6 GB."""
-    with tempfile.TemporaryFile() as file:
-        shape = (context, vocab_size)
-        logits: Floats = np.memmap(file, np.float32, "w+", shape=shape)
-        yield ReferenceLogits(logits, np.empty(context))
-
-
-def score_prompt(engine: CellEngine, ids: Sequence[int], *, reference: ReferenceLogits) -> Doubles:
+def score_prompt(engine: PromptEngine, ids: Sequence[int], *, reference: Floats) -> Doubles:
     """[len(ids) - 1, 3] for every position but the last."""
     targets = np.array(ids[1:], np.int64)
     scores, start = [], 0
     for piece in engine.pieces(ids):
-        scores.append(reference.score(start, piece, targets=targets[start : start + len(piece)]))
+        wanted = targets[start : start + len(piece)]
+        rows = slice(start, start + len(wanted))
+        scores.append(score_rows(piece[: len(wanted)], reference[rows], targets=wanted))
         start += len(piece)
     return np.concatenate(scores)
+
+
+def reference_scores(reference: Floats, ids: Sequence[int]) -> Doubles:
+    """`none` against itself: its loss alone is worth knowing."""
+    targets = np.array(ids[1:], np.int64)
+    scores = np.zeros((len(targets), 3))
+    sums = np.concatenate([log_sums(reference[i : i + 1]) for i in range(len(targets))])
+    scores[:, LOSS] = sums - reference[np.arange(len(targets)), targets]
+    scores[:, AGREED] = 1
+    return scores
 
 
 def summary(scores: Doubles) -> dict[str, float | int]:
@@ -117,46 +92,33 @@ class ScoreFolder:
         """Prompts still to be read, those of `none` for the others included."""
         return sum(len(self._missing(i)) for i in range(len(self.contexts)))
 
-    def _missing(self, index: int) -> list[KvCell]:
-        missing = [cell for cell in self.cells if not self.path(index, cell).exists()]
-        return [REFERENCE, *(c for c in missing if c != REFERENCE)] if missing else []
-
-    def fill(
-        self,
-        engine_of: Callable[[KvCell], CellEngine],
-        *,
-        vocab_size: int,
-        done: Callable[[KvCell], None],
-    ) -> None:
-        """Measure what is missing; `done` hears of every prompt."""
+    def fill(self, model: OpenModel, done: Done) -> None:
+        """Measures what is missing; `done` hears of every prompt."""
+        if self.num_missing() == 0:
+            return
         self.folder.mkdir(parents=True, exist_ok=True)
-        with reference_room(len(self.contexts[0]), vocab_size) as room:
+        with reference_logits(len(self.contexts[0]), model.config.vocab_size) as reference:
             for index, ids in enumerate(self.contexts):
                 for cell in self._missing(index):
-                    if cell == REFERENCE:
-                        start = 0
-                        for piece in engine_of(cell).pieces(ids):
-                            room.fill(start, piece)
-                            start += len(piece)
-                        scores = reference_scores(room, ids)
-                    else:
-                        scores = score_prompt(engine_of(cell), ids, reference=room)
+                    with PromptEngine(model, cell.configure, context=len(ids)) as engine:
+                        if cell.label == REFERENCE:
+                            fill_reference(engine, ids, reference)
+                            scores = reference_scores(reference, ids)
+                        else:
+                            scores = score_prompt(engine, ids, reference=reference)
                     save_array(self.path(index, cell), scores)
-                    done(cell)
+                    done(cell.label)
 
     def summary(self, cell: KvCell) -> dict[str, float | int]:
         """The figures of one cell over all contexts."""
         paths = [self.path(index, cell) for index in range(len(self.contexts))]
         return summary(np.concatenate([np.load(path) for path in paths]))
 
-
-def reference_scores(room: ReferenceLogits, ids: Sequence[int]) -> Doubles:
-    """`none` against itself: its loss alone is worth knowing."""
-    targets = np.array(ids[1:], np.int64)
-    scores = np.zeros((len(targets), 3))
-    scores[:, LOSS] = room.log_sum[: len(targets)] - room.logits[np.arange(len(targets)), targets]
-    scores[:, AGREED] = 1
-    return scores
+    def _missing(self, index: int) -> list[KvCell]:
+        """In order, `none` first: it is read again for whatever else is missing."""
+        missing = [cell for cell in self.cells if not self.path(index, cell).exists()]
+        reference = [cell for cell in self.cells if cell.label == REFERENCE]
+        return [*reference, *(c for c in missing if c.label != REFERENCE)] if missing else []
 
 
 def save_array(path: Path, array: Doubles) -> None:
