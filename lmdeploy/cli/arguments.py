@@ -211,6 +211,15 @@ def add_kv_flags(group: argparse._ActionsContainer) -> None:
         choices=KV_QUALITIES,
     )
     add("--kv-calibration", "file of `lmdeploy lite calibrate`; best needs it")
+    add_kv_ingredient_flags(group)
+
+
+def add_kv_ingredient_flags(group: argparse._ActionsContainer) -> None:
+    """Flags that replace one ingredient of a quality each."""
+
+    def add(flag: str, text: str, **options: Any) -> None:
+        group.add_argument(flag, help=text, **options)
+
     switch: Any = argparse.BooleanOptionalAction
     add("--kv-rotation", "rotate K and Q by a Hadamard matrix", action=switch)
     add("--kv-scale-search", "choose FP4 scales by the error they leave", action=switch)
@@ -222,18 +231,12 @@ def add_kv_flags(group: argparse._ActionsContainer) -> None:
     )
 
 
-def kv_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """Fields of TurbomindEngineConfig from the flags of add_kv_flags."""
-    names = (
-        "kv_cache_format",
-        "kv_quality",
-        "kv_calibration",
-        "kv_rotation",
-        "kv_scale_search",
-        "kv_sink_tokens",
-        "kv_recent_tokens",
-    )
-    return {name: getattr(args, name) for name in names}
+KV_INGREDIENTS = ("kv_rotation", "kv_scale_search", "kv_sink_tokens", "kv_recent_tokens")
+
+
+def kv_ingredients(args: argparse.Namespace) -> dict[str, Any]:
+    """Fields of TurbomindEngineConfig from the flags of add_kv_ingredient_flags."""
+    return {name: getattr(args, name) for name in KV_INGREDIENTS}
 
 
 def add_common_flags(parser: argparse.ArgumentParser) -> None:
@@ -265,7 +268,10 @@ def engine_config(args: argparse.Namespace) -> TurbomindEngineConfig:
         deterministic=args.deterministic,
         exact=args.exact,
         strict_arch=args.strict_arch,
-        **kv_fields(args),
+        kv_cache_format=args.kv_cache_format,
+        kv_quality=args.kv_quality,
+        kv_calibration=args.kv_calibration,
+        **kv_ingredients(args),
     )
 
 

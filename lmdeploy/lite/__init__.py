@@ -1,1 +1,1 @@
-"""Offline tools around the KV cache: calibration, search and reports."""
+"""Tools around a model: calibration, and the search for a table of cache formats."""

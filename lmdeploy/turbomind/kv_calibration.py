@@ -7,7 +7,6 @@ serves all formats.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -30,9 +29,6 @@ _MAX_FILE_BYTES = 1 << 28
 # The largest code of a format times the largest scale that calibration may use. NVFP4: 256 of 448,
 # so that the search has room above the largest group.
 _LARGEST = {"nvfp4": 6.0 * 256.0, "fp8": 448.0, "fp8_e5m2": 57344.0}
-# No row of K is longer than so many times the root mean square length. Longer ones would saturate
-# a group, not more.
-_MAX_LENGTH_RATIO = 16.0
 _MIN_FACTOR = 2.0**-60
 
 
@@ -51,18 +47,19 @@ class CalibrationFacts:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Constants of one model's cache, K after RoPE and before rotation, by model layer."""
+    """Constants of one model's cache, K after RoPE, by model layer."""
 
     facts: CalibrationFacts
-    k_mean: Floats  # [layers, kv_heads, head_dim]
-    k_amax: Floats  # [layers, kv_heads], before the mean is subtracted
-    k_norm: Floats  # [layers, kv_heads], root mean square length of K - mean over a rotated run
+    k_mean: Floats  # [layers, kv_heads, head_dim], before the rotation
+    k_amax: Floats  # [layers, kv_heads], of K - mean: at least the largest value
+    k_amax_rotated: Floats  # [layers, kv_heads], of K - mean after the rotation
     v_amax: Floats  # [layers, kv_heads]
 
 
 def _shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     heads = (model.num_layers, model.num_kv_heads)
-    return {"k_mean": (*heads, model.head_dim), "k_amax": heads, "k_norm": heads, "v_amax": heads}
+    shapes: dict[str, tuple[int, ...]] = {"k_mean": (*heads, model.head_dim)}
+    return {**shapes, **dict.fromkeys(("k_amax", "k_amax_rotated", "v_amax"), heads)}
 
 
 def write_calibration(path: Path, calibration: Calibration) -> None:
@@ -73,7 +70,7 @@ def write_calibration(path: Path, calibration: Calibration) -> None:
     facts = json.dumps(asdict(calibration.facts), sort_keys=True)
     tensors = {
         name: np.ascontiguousarray(getattr(calibration, name), np.float32)
-        for name in ("k_mean", "k_amax", "k_norm", "v_amax")
+        for name in ("k_mean", "k_amax", "k_amax_rotated", "v_amax")
     }
     save_file(tensors, path, metadata={_METADATA_KEY: facts})
 
@@ -133,8 +130,8 @@ def _read_facts(path: Path, metadata: dict[str, str], model_hash: str) -> Calibr
             f"model has {model_hash[:12]}); make one with lmdeploy lite calibrate or change "
             "--kv-calibration"
         )
-    names = {field.name for field in fields(CalibrationFacts)}
-    if set(values) != names:
+    names = {field.name: field.type for field in fields(CalibrationFacts)}
+    if {name: type(value).__name__ for name, value in values.items()} != names:
         raise ModelFormatError(f"{path}: {_METADATA_KEY} has other fields than version 1")
     return CalibrationFacts(**values)
 
@@ -143,28 +140,12 @@ def engine_constants(
     calibration: Calibration, layers: Sequence[FormatPair], *, rotated: bool
 ) -> tuple[Floats | None, Floats, Floats]:
     """(k_mean, k_factors, v_factors) for the engine; k_mean None where all of it is 0."""
-    k_mean = calibration.k_mean if calibration.k_mean.any() else None
-    k_amax = stored_k_amax(calibration, rotated=rotated)
+    k_amax = calibration.k_amax_rotated if rotated else calibration.k_amax
     return (
-        k_mean,
+        calibration.k_mean if calibration.k_mean.any() else None,
         _factors(k_amax, [pair.k for pair in layers]),
         _factors(calibration.v_amax, [pair.v for pair in layers]),
     )
-
-
-def stored_k_amax(calibration: Calibration, *, rotated: bool) -> Floats:
-    """A bound [layers, kv_heads] on |K| as stored: mean subtracted, and rotated or not.
-
-    Subtraction adds at most the mean's largest value, and a rotation over n values multiplies the
-    largest by at most sqrt(n). Neither is near what happens where the mean is large, so the length
-    of K - mean bounds it as well. A `g` that is too large by 2^k costs nothing until the smallest
-    group that matters is 2^-14 / 2^k of the bound: scales of E4M3 are exact to 2^-6 of 256.
-    """
-    head_dim = calibration.k_mean.shape[-1]
-    growth = math.sqrt(head_dim & -head_dim) if rotated else 1.0
-    largest = calibration.k_amax + np.abs(calibration.k_mean).max(axis=-1)
-    bound = np.minimum(growth * largest, _MAX_LENGTH_RATIO * calibration.k_norm)
-    return np.asarray(bound, np.float32)
 
 
 def _factors(amax: Floats, formats: Sequence[str]) -> Floats:

@@ -4,8 +4,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 
 #include "turbomind/core/check.h"
+#include "turbomind/kv/pool_sizes.h"
 
 namespace turbomind {
 namespace {
@@ -22,6 +24,31 @@ double BytesPerToken(const std::vector<LayerGroup>& groups) {
   double bytes = 0;
   for (const LayerGroup& group : groups) {
     bytes += group.layout.bytes_per_token();
+  }
+  return bytes;
+}
+
+bool HasRoom(const std::vector<int64_t>& blocks, const std::vector<int64_t>& needed) {
+  return std::ranges::equal(blocks, needed, std::greater_equal<>());
+}
+
+// Bytes of so many blocks of each pool.
+int64_t PoolBytes(const std::vector<LayerGroup>& groups, const std::vector<int64_t>& blocks) {
+  int64_t bytes = 0;
+  for (size_t pool = 0; pool < blocks.size(); ++pool) {
+    const LayerGroup& group = groups[pool % groups.size()];
+    bytes += blocks[pool] *
+             (pool < groups.size() ? group.bytes_per_block() : group.hot_bytes_per_block());
+  }
+  return bytes;
+}
+
+// Hot blocks of a sequence longer than every window, between steps, its last block full.
+int64_t LongSequenceHotBytes(const std::vector<LayerGroup>& groups) {
+  constexpr int64_t kLong = int64_t{1} << 40;
+  int64_t bytes = 0;
+  for (const LayerGroup& group : groups) {
+    bytes += group.HotBlocksHeld(kLong) * group.hot_bytes_per_block();
   }
   return bytes;
 }
@@ -79,7 +106,8 @@ std::vector<int64_t> PlanBlocks(const std::vector<LayerGroup>& groups, const Eng
   const double count = config.cache_max_entry_count;
   KvDemand demand{.session_len = config.session_len,
                   .chunk = StepTokens(config),
-                  .max_sequences = is_cpu ? config.max_batch_size : 0};
+                  .max_sequences = is_cpu ? config.max_batch_size : 0,
+                  .num_running = config.max_batch_size};
   const auto blocks = [&] {
     if (count >= 1) {
       return BlocksForCount(groups, static_cast<int64_t>(count), demand);
@@ -87,19 +115,11 @@ std::vector<int64_t> PlanBlocks(const std::vector<LayerGroup>& groups, const Eng
     const double budget = static_cast<double>(std::max<int64_t>(free_bytes, 0)) * count;
     return BlocksForBudget(groups, static_cast<int64_t>(budget), demand);
   };
-  const auto holds_one = [&] {
-    const std::vector<int64_t> planned = blocks();
-    for (size_t g = 0; g < groups.size(); ++g) {
-      if (planned[g] < groups[g].BlocksPerSequence(demand.session_len, demand.chunk)) {
-        return false;
-      }
-    }
-    return true;
-  };
+  const auto holds_one = [&] { return HasRoom(blocks(), BlocksForSequences(groups, 1, demand)); };
   if (holds_one()) {
     return blocks();
   }
-  // Less than one sequence of session_len: share by the longest one that every group holds.
+  // Less than one sequence of session_len: share by the longest one that every pool holds.
   int64_t fits = 0;
   int64_t too_long = demand.session_len;
   while (too_long - fits > 1) {
@@ -113,7 +133,8 @@ std::vector<int64_t> PlanBlocks(const std::vector<LayerGroup>& groups, const Eng
 int64_t SequenceBytes(const ModelConfig& model, const EngineConfig& config, int64_t num_tokens) {
   int64_t bytes = 0;
   for (const LayerGroup& group : MakeLayerGroups(CacheConfig(model, config))) {
-    bytes += group.BlocksPerSequence(num_tokens, 1) * group.bytes_per_block();
+    bytes += group.ColdBlocksHeld(num_tokens) * group.bytes_per_block() +
+             group.HotBlocksHeld(num_tokens) * group.hot_bytes_per_block();
   }
   return bytes;
 }
@@ -125,31 +146,29 @@ MemoryPlan PlanMemory(const ModelConfig& model, const EngineConfig& config, int6
   const auto groups = MakeLayerGroups(CacheConfig(model, config));
   RequireHeadDim(model.head_dim);
   const std::vector<int64_t> blocks = PlanBlocks(groups, config, free_bytes, is_cpu);
+  const std::vector<int64_t> least = BlocksForSequences(
+      groups, 1, {.session_len = config.cache_block_seq_len, .chunk = StepTokens(config)});
+  if (!HasRoom(blocks, least)) {
+    throw InvalidArgument(
+        "KV cache: cache_max_entry_count " + std::to_string(config.cache_max_entry_count) + " of " +
+        std::to_string(free_bytes) +
+        " free bytes does not hold one sequence of one block, which takes " +
+        std::to_string(PoolBytes(groups, least)) + " bytes (--cache-max-entry-count)");
+  }
   MemoryPlan plan;
-  int64_t least_bytes = 0;
-  bool fits = true;
-  for (size_t g = 0; g < groups.size(); ++g) {
-    const int64_t least =
-        groups[g].BlocksPerSequence(config.cache_block_seq_len, StepTokens(config));
-    fits = fits && blocks[g] >= least;
-    least_bytes += least * groups[g].bytes_per_block();
-    plan.reserved_bytes += blocks[g] * groups[g].bytes_per_block();
-    plan.num_blocks =
-        groups.front().window == 0 ? blocks.front() : std::max(plan.num_blocks, blocks[g]);
-  }
-  if (!fits) {
-    throw InvalidArgument("KV cache: cache_max_entry_count " +
-                          std::to_string(config.cache_max_entry_count) + " of " +
-                          std::to_string(free_bytes) +
-                          " free bytes does not hold one sequence of one block, which takes " +
-                          std::to_string(least_bytes) + " bytes (--cache-max-entry-count)");
-  }
+  plan.reserved_bytes = PoolBytes(groups, blocks);
+  const auto cold_end = blocks.begin() + static_cast<std::ptrdiff_t>(groups.size());
+  plan.num_blocks =
+      groups.front().window == 0 ? blocks.front() : *std::max_element(blocks.begin(), cold_end);
   plan.bytes_per_token = BytesPerToken(groups);
+  plan.hot_bytes_per_sequence = LongSequenceHotBytes(groups);
+  plan.session_bytes = SequenceBytes(model, config, config.session_len);
   EngineConfig none = config;
   none.kv_mode = KvCacheMode::kNone;
   none.kv_layers.clear();
   none.kv_quality = {};
   plan.bytes_per_token_none = BytesPerToken(MakeLayerGroups(CacheConfig(model, none)));
+  plan.session_bytes_none = SequenceBytes(model, none, config.session_len);
   plan.max_tokens = plan.num_blocks * config.cache_block_seq_len;
   return plan;
 }

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "turbomind/engine/engine.h"
-#include "turbomind/kv/kv_cache.h"
+#include "turbomind/kv/layer_group.h"
 
 namespace turbomind {
 

@@ -78,7 +78,7 @@ int64_t Scheduler::Admit(int64_t budget) {
   while (!waiting_.empty() && used < budget && static_cast<int>(running_.size()) < most) {
     Sequence& sequence = *waiting_.front();
     const uint64_t id = sequence.request->id;
-    const std::vector<int64_t> promised = Promised();
+    const std::vector<Promise> promised = Promised();
     sequence.num_computed = manager_.Create(id, sequence.tokens, sequence.may_use_prefix_cache());
     const int64_t wanted = std::min(budget - used, sequence.num_missing());
     if (!Fits(sequence, promised) ||
@@ -92,6 +92,7 @@ int64_t Scheduler::Admit(int64_t budget) {
       sequence.cached_tokens = static_cast<int>(sequence.num_computed);
       stats_.prefix_queried_tokens += sequence.may_use_prefix_cache() ? sequence.num_prompt : 0;
       stats_.prefix_hit_tokens += sequence.num_computed;
+      stats_.prefix_cut_tokens += manager_.num_cut(id);
     }
     sequence.num_planned = wanted;
     used += wanted;
@@ -101,31 +102,43 @@ int64_t Scheduler::Admit(int64_t budget) {
   return used;
 }
 
-// Blocks that a sequence will still ask for until all its tokens are computed.
-int64_t Scheduler::BlocksToCome(const Sequence& sequence, int pool) const {
-  return manager_.BlocksToCome(sequence.request->id, pool, sequence.num_tokens(),
-                               config_.max_step_tokens);
+Scheduler::Promise Scheduler::ToCome(const Sequence& sequence, int pool) const {
+  const auto most = [&](int64_t chunk) {
+    return manager_.BlocksToCome(sequence.request->id, pool, sequence.num_tokens(), chunk);
+  };
+  const int64_t blocks = most(config_.max_step_tokens);
+  if (pool < static_cast<int>(groups_.size())) {
+    return {blocks, 0};
+  }
+  const int64_t decode = most(1);
+  return {decode, blocks - decode};
 }
 
-// Blocks that the running sequences will still take for their prompts, by group.
-std::vector<int64_t> Scheduler::Promised() const {
-  std::vector<int64_t> promised(groups_.size(), 0);
+// By pool.
+std::vector<Scheduler::Promise> Scheduler::Promised() const {
+  std::vector<Promise> promised(static_cast<size_t>(manager_.num_pools()));
   for (const auto& sequence : running_) {
-    for (size_t g = 0; g < groups_.size(); ++g) {
-      promised[g] += BlocksToCome(*sequence, static_cast<int>(g));
+    for (size_t pool = 0; pool < promised.size(); ++pool) {
+      const Promise more = ToCome(*sequence, static_cast<int>(pool));
+      promised[pool].blocks += more.blocks;
+      promised[pool].chunk_blocks += more.chunk_blocks;
     }
   }
   return promised;
 }
 
 // Alone, a sequence always starts: it was checked when it came.
-bool Scheduler::Fits(const Sequence& sequence, const std::vector<int64_t>& promised) const {
+bool Scheduler::Fits(const Sequence& sequence, const std::vector<Promise>& promised) const {
   if (running_.empty()) {
     return true;
   }
-  for (size_t g = 0; g < groups_.size(); ++g) {
-    const BlockCounts counts = manager_.counts(static_cast<int>(g));
-    const int64_t needed = BlocksToCome(sequence, static_cast<int>(g)) + promised[g];
+  const int64_t chunk_blocks =
+      (config_.max_step_tokens - 1) / groups_.front().layout.config().block_seq_len;
+  for (size_t pool = 0; pool < promised.size(); ++pool) {
+    const BlockCounts counts = manager_.counts(static_cast<int>(pool));
+    const Promise own = ToCome(sequence, static_cast<int>(pool));
+    const int64_t needed = own.blocks + promised[pool].blocks +
+                           std::min(own.chunk_blocks + promised[pool].chunk_blocks, chunk_blocks);
     if (needed > counts.free + counts.cached) {
       return false;
     }
@@ -141,12 +154,21 @@ void Scheduler::Build() {
       }
     }
   }
-  for (size_t g = 0; g < groups_.size(); ++g) {
-    std::vector<std::span<const int32_t>> tables;
+  const int num_groups = static_cast<int>(groups_.size());
+  for (int group = 0; group < num_groups; ++group) {
+    std::vector<std::span<const int32_t>> cold;
+    std::vector<std::span<const int32_t>> hot;
+    std::vector<BlockMove> moves;
     for (const Sequence* sequence : batch_.sequences) {
-      tables.push_back(manager_.BlockTable(sequence->request->id, static_cast<int>(g)));
+      const uint64_t id = sequence->request->id;
+      cold.push_back(manager_.BlockTable(id, group));
+      if (manager_.num_pools() > num_groups) {
+        hot.push_back(manager_.BlockTable(id, num_groups + group));
+      }
+      const std::span<const BlockMove> own = manager_.Moves(id, group);
+      moves.insert(moves.end(), own.begin(), own.end());
     }
-    batch_.AddTables(tables, {}, {});
+    batch_.AddTables(cold, hot, std::move(moves));
   }
 }
 

@@ -2,72 +2,12 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <vector>
 
 #include "turbomind/core/device.h"
-#include "turbomind/kv/hot_rule.h"
-#include "turbomind/kv/layout.h"
+#include "turbomind/kv/layer_group.h"
 
 namespace turbomind {
-
-// What the cache stores, by model layer.
-struct KvCacheConfig {
-  std::vector<block::Config::LayerModes> layers;
-  std::vector<int> windows;  // 0: full attention. Same length as layers
-  int kv_heads = 0;
-  int head_dim = 0;
-  int block_seq_len = 64;
-  DataType dtype = DataType::kBFloat16;
-  HotTokens hot;  // off unless set
-};
-
-// Every layer with the same mode for K and V.
-KvCacheConfig MakeKvCacheConfig(const std::vector<int>& windows, KvCacheMode mode, int kv_heads,
-                                int head_dim, int block_seq_len, DataType dtype);
-
-// The layers that share block ids: full attention, or one sliding window length.
-struct LayerGroup {
-  int window = 0;                           // 0: full attention
-  std::vector<int> layers;                  // model layers, ascending
-  block::Layout layout;                     // of the cold pool
-  std::optional<block::Layout> hot_layout;  // the same layers in mode none; empty: nothing is hot
-  HotRule rule;
-
-  int64_t bytes_per_block() const { return layout.block_bytes() + layout.scale_block_bytes(); }
-  int64_t hot_bytes_per_block() const { return hot_layout ? hot_layout->block_bytes() : 0; }
-  // Cold blocks that a sequence of `num_tokens` needs, while at most `chunk` tokens are added at
-  // once: all its blocks, or those of its window, without the sinks.
-  int64_t BlocksPerSequence(int64_t num_tokens, int64_t chunk) const;
-  // Hot blocks, while at most `chunk` tokens are added at once (1: decode): sinks, the recent ones,
-  // the one that is being quantised, and those of the chunk. 0 where nothing is hot.
-  int64_t HotBlocksPerSequence(int64_t num_tokens, int64_t chunk) const;
-  // First block of a sequence that a query at `position`, or any later one, can see.
-  int64_t FirstVisibleBlock(int64_t position) const;
-};
-
-// Full attention first, then windows in ascending order. Throws InvalidArgument for negative
-// windows and whatever block::Layout refuses.
-std::vector<LayerGroup> MakeLayerGroups(const KvCacheConfig& config);
-
-// How long and how many sequences are; what a budget is shared by.
-struct KvDemand {
-  int64_t session_len = 0;
-  int64_t chunk = 0;          // new tokens of one step at most
-  int64_t max_sequences = 0;  // never more blocks than these need; 0: no such limit
-};
-
-// Blocks of each pool (below) for a budget in bytes: shared so that the same number of sequences of
-// session_len fits in every pool, chunk blocks of the hot pools counted once and not per sequence.
-// The hot pools have room for max_sequences short sequences too, as far as a quarter of the budget
-// goes. One pool: floor(budget / bytes_per_block). Computed before anything is allocated; a pool
-// may get 0.
-std::vector<int64_t> BlocksForBudget(const std::vector<LayerGroup>& groups, int64_t budget_bytes,
-                                     const KvDemand& demand);
-// The same for a given number of cold blocks of the first group (full attention, where there is
-// one); the hot pools come on top.
-std::vector<int64_t> BlocksForCount(const std::vector<LayerGroup>& groups, int64_t num_blocks,
-                                    const KvDemand& demand);
 
 // The pools' memory, reserved at once, touched as blocks are used. Who uses which block is
 // SequenceManager's business. Engine thread; kernels read it through LayerView.

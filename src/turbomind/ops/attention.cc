@@ -20,7 +20,8 @@ void CheckAttention(const AttentionParams& params, int first_seq, int last_seq) 
     const int first_query = params.batch.positions[params.batch.cu_seqlens[seq]];
     const int begin =
         params.window > 0 && first_query + 1 > params.window ? first_query + 1 - params.window : 0;
-    CheckBlocks(params.batch, seq, begin, end, params.kv.block_seq_len);
+    CheckBlocks(params.batch, params.batch.block_tables, {seq, begin, end},
+                params.kv.block_seq_len);
   }
 }
 

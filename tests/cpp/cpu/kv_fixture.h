@@ -32,7 +32,8 @@ inline bool UsesFactor(KvCacheMode mode) {
 
 inline int EncodeByCodec(const RowFormat& f, const float* row, uint8_t* payload, uint8_t* meta) {
   return DispatchMode(f.mode, [&]<KvCacheMode M>() {
-    return Codec<M>::EncodeRow(row, f.n, f.dtype, f.g, payload, meta);
+    return f.search ? Codec<M>::template EncodeRow<true>(row, f.n, f.dtype, f.g, payload, meta)
+                    : Codec<M>::EncodeRow(row, f.n, f.dtype, f.g, payload, meta);
   });
 }
 
@@ -84,7 +85,8 @@ class TestCache {
     const int s = static_cast<int>(side);
     uint8_t* meta = Metadata(side, head, token);
     uint8_t* payload = PayloadRow(side, head, token);
-    const RowFormat format = {view_.mode[s], shape_.head_dim, shape_.dtype, Factor(side, head)};
+    const RowFormat format = {view_.mode[s], shape_.head_dim, shape_.dtype, Factor(side, head),
+                              false};
     EncodeByCodec(format, row, payload, meta);
     DecodeByCodec(format, payload, meta, Decoded(side, head, token));
   }

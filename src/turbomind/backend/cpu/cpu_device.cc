@@ -97,8 +97,8 @@ class CpuDevice final : public Device {
     CpuGatedActivation(dense_, pool_, params);
   }
   void ProcessKV(const ProcessKVParams& params) override { CpuProcessKV(kv_, pool_, params); }
-  void QuantiseBlocks(const QuantiseBlocksParams&) override {
-    throw InternalError("QuantiseBlocks is not there yet");
+  void QuantiseBlocks(const QuantiseBlocksParams& params) override {
+    CpuQuantiseBlocks(kv_, pool_, params);
   }
   void FlattenKV(const FlattenKVParams& params) override { CpuFlattenKV(kv_, pool_, params); }
   void PrefillAttention(const AttentionParams& params) override {

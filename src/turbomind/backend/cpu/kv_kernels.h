@@ -65,14 +65,14 @@ struct PrefillRowsArgs {
   float* scratch = nullptr;      // PrefillScratchFloats(group, head_dim), 64-byte aligned
 };
 
-// K and V of one token and kv head: bias, norm and RoPE of the head and of its query heads, then
-// the write.
+// K and V of one token and kv head: bias, norm, RoPE, mean and rotation of the head and of its
+// query heads, then the write.
 struct ProcessHeadArgs {
   const ProcessKVParams* params = nullptr;
   int token = 0;
   int head = 0;
-  int64_t block = 0;
-  int slot = 0;  // inside the block
+  int64_t block = 0;  // of the hot pool where there is one
+  int slot = 0;       // inside the block
 };
 
 // How one row of n values is stored (docs/kv_cache.md).
@@ -81,6 +81,7 @@ struct RowFormat {
   int n = 0;
   DataType dtype = DataType::kBFloat16;
   float g = 1.f;
+  bool search = false;  // FP4 scales by least squared error
 };
 
 struct CpuKvKernels {

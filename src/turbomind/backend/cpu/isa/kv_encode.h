@@ -1,11 +1,13 @@
 #pragma once
 
 // ⑥ Encoders of rows whose length is a multiple of 16, in lanes: bit for bit what kv/codec.h
-// defines (plain rule).
+// defines.
 
 #include <cstdint>
 
+#include "turbomind/backend/cpu/isa/attention_load.h"
 #include "turbomind/backend/cpu/isa/simd.h"
+#include "turbomind/backend/cpu/kv_kernels.h"
 #include "turbomind/kv/codec.h"
 
 namespace turbomind::TM_ISA {
@@ -55,21 +57,201 @@ TM_HD I32x16 E2m1Lanes(F32x16 x) {
   return Select(NanLanes(x), Set1Int(7), Or(sign, Add(low, high)));
 }
 
+// --- FP4 --------------------------------------------------------------------------------------
+
+// One group as stored by the cache dtype, and its plain scale byte.
+struct Fp4Input {
+  F32x16 value;
+  F32x16 sizes;  // of the finite values
+  float amax;
+  int plain;
+};
+
 template <class Scale>
-int EncodeFp4(const float* row, int n, DataType dtype, float g, uint8_t* payload, uint8_t* meta) {
+TM_HD Fp4Input LoadGroup(const float* x, DataType dtype, float g) {
+  Fp4Input in;
+  in.value = RoundLanes(Load(x), dtype);
+  in.sizes = FromBits(MagnitudeBits(FiniteLanes(in.value, dtype)));
+  in.amax = ReduceMax(in.sizes);
+  in.plain = in.amax > 0.f ? Scale::PlainByte(in.amax, g) : Scale::kZeroBlock;
+  return in;
+}
+
+template <class Scale>
+TM_HD void StoreGroup(const Fp4Input& in, int byte, float g, uint8_t* payload, uint8_t* meta) {
+  *meta = static_cast<uint8_t>(byte);
+  const I32x16 codes = E2m1Lanes(Div(in.value, Set1(Scale::Divisor(byte, g))));
+  StoreNibbles(payload, in.amax > 0.f ? codes : Set1Int(0));
+}
+
+// The E2M1 value nearest to x >= 0, ties to the even code. Adding 1.5 * 2^22 times x's binade
+// leaves one bit behind its leading one; below 1 the steps stay 0.5.
+TM_HD F32x16 NearestE2m1(F32x16 x) {
+  const F32x16 clipped = Min(x, Set1(6.f));
+  const I32x16 binade = And(Bits(Max(clipped, Set1(1.f))), Set1Int(0x7f800000));
+  const F32x16 magic = FromBits(Add(binade, Set1Int((22 << 23) + 0x400000)));
+  return Sub(Add(clipped, magic), magic);
+}
+
+// Lanes 0 to 7: candidates of one group, lanes 8 to 15: of another, in the order of the search.
+template <class Scale>
+struct CandidateLanes;
+
+template <>
+struct CandidateLanes<NvScale> {
+  static TM_HD I32x16 Bytes(I32x16 plain) {
+    alignas(64) static constexpr int32_t kOffsets[16] = {0, -1, -2, 1, 2, 3, 4, 5,
+                                                         0, -1, -2, 1, 2, 3, 4, 5};
+    const I32x16 bytes = Add(plain, LoadInt(kOffsets));
+    return MinInt(MaxInt(bytes, Set1Int(kNvLeast)), Set1Int(kNvMost));
+  }
+  static TM_HD F32x16 Steps(I32x16 bytes) { return ScaleValue(KvCacheMode::kFp4Nv, bytes); }
+};
+
+template <>
+struct CandidateLanes<MxScale> {
+  static TM_HD I32x16 Bytes(I32x16 plain) {  // two of eight lanes are used
+    alignas(64) static constexpr int32_t kOffsets[16] = {0, -1, 0, 0, 0, 0, 0, 0,
+                                                         0, -1, 0, 0, 0, 0, 0, 0};
+    return MaxInt(Add(plain, LoadInt(kOffsets)), Set1Int(kMxLeast));
+  }
+  static TM_HD F32x16 Steps(I32x16 bytes) { return ScaleValue(KvCacheMode::kFp4Mx, bytes); }
+};
+
+// Whether x / divisor may be x * (1 / divisor) and the decoded value may stay in the product of an
+// FMA: powers of two; or a divisor of 4 bits below a 16-bit x. There x either lies at a tie, whose
+// two sides give the same error, or 2^-11 of it away, and the decoded value is exact.
+template <class Scale>
+TM_HD bool HasShortDivisor(const RowFormat& f) {
+  const bool short_g = (FloatBits(f.g) & 0x7FFFFFu) == 0 && f.g >= 0x1p-64f && f.g <= 0x1p64f;
+  return Scale::kCandidates == MxScale::kCandidates || (f.dtype != DataType::kFloat32 && short_g);
+}
+
+// Squared errors of a candidate per lane, summed over the 16 values in order. `sizes` has both
+// groups.
+template <bool kShort>
+TM_HD F32x16 SquaredErrors(const float (&sizes)[2][kLanes], F32x16 steps, float g) {
+  const F32x16 divisor = Mul(steps, Set1(g));
+  const F32x16 inverse = Div(Set1(1.f), divisor);
+  const F32x16 negative = Sub(Zero(), divisor);
+  const Mask16 first = LaneRange(0, 8);
+  F32x16 sum = Zero();
+  Unroll<kLanes>([&](auto index) __attribute__((always_inline)) {
+    constexpr int i = decltype(index)::value;
+    const F32x16 x = Select(first, Set1(sizes[0][i]), Set1(sizes[1][i]));
+    F32x16 difference;
+    if constexpr (kShort) {
+      difference = Fma(NearestE2m1(Mul(x, inverse)), negative, x);
+    } else {
+      difference = Sub(x, Mul(Mul(NearestE2m1(Div(x, divisor)), steps), Set1(g)));
+    }
+    sum = Add(sum, Mul(difference, difference));
+  });
+  return sum;
+}
+
+// Fp4Codec::SearchByte of two groups at once.
+template <class Scale>
+TM_HD void SearchBytes(const RowFormat& f, const Fp4Input (&in)[2], int (&bytes)[2]) {
+  alignas(64) float sizes[2][kLanes];
+  Store(sizes[0], in[0].sizes);
+  Store(sizes[1], in[1].sizes);
+  const I32x16 plain = Select(LaneRange(0, 8), Set1Int(in[0].plain), Set1Int(in[1].plain));
+  const I32x16 candidates = CandidateLanes<Scale>::Bytes(plain);
+  const F32x16 steps = CandidateLanes<Scale>::Steps(candidates);
+  const float g = Scale::kCandidates == MxScale::kCandidates ? 1.f : f.g;
+  const F32x16 errors = HasShortDivisor<Scale>(f) ? SquaredErrors<true>(sizes, steps, g)
+                                                  : SquaredErrors<false>(sizes, steps, g);
+  alignas(64) float error[kLanes];
+  Store(error, errors);
+  for (int group = 0; group < 2; ++group) {
+    int best = in[group].plain;
+    float least = __builtin_inff();
+    for (int k = 0; k < Scale::kCandidates; ++k) {
+      const bool better = error[8 * group + k] < least;
+      best = better ? Scale::Candidate(in[group].plain, k) : best;
+      least = better ? error[8 * group + k] : least;
+    }
+    bytes[group] = in[group].amax > 0.f ? best : Scale::kZeroBlock;
+  }
+}
+
+template <class Scale>
+int EncodeFp4Searching(const RowFormat& f, const float* row, uint8_t* payload, uint8_t* meta) {
   int nonfinite = 0;
-  for (int d = 0; d < n; d += kLanes) {
-    const F32x16 value = RoundLanes(Load(row + d), dtype);
-    nonfinite += CountNonfinite(value);
-    const F32x16 sizes = FromBits(MagnitudeBits(FiniteLanes(value, dtype)));
-    const float amax = ReduceMax(sizes);
-    const int byte = amax > 0.f ? Scale::PlainByte(amax, g) : Scale::kZeroBlock;
-    meta[d / kLanes] = static_cast<uint8_t>(byte);
-    const I32x16 codes = E2m1Lanes(Div(value, Set1(Scale::Divisor(byte, g))));
-    StoreNibbles(payload + d / 2, amax > 0.f ? codes : Set1Int(0));
+  for (int d = 0; d < f.n; d += 2 * kLanes) {
+    const int groups = d + kLanes < f.n ? 2 : 1;
+    Fp4Input in[2];
+    in[0] = LoadGroup<Scale>(row + d, f.dtype, f.g);
+    in[1] = groups == 2 ? LoadGroup<Scale>(row + d + kLanes, f.dtype, f.g) : in[0];
+    int bytes[2];
+    SearchBytes<Scale>(f, in, bytes);
+    for (int i = 0; i < groups; ++i) {
+      nonfinite += CountNonfinite(in[i].value);
+      const int at = d + i * kLanes;
+      StoreGroup<Scale>(in[i], bytes[i], f.g, payload + at / 2, meta + at / kLanes);
+    }
   }
   return nonfinite;
 }
+
+template <class Scale>
+int EncodeFp4(const RowFormat& f, const float* row, uint8_t* payload, uint8_t* meta) {
+  if (f.search) {
+    return EncodeFp4Searching<Scale>(f, row, payload, meta);
+  }
+  int nonfinite = 0;
+  for (int d = 0; d < f.n; d += kLanes) {
+    const Fp4Input in = LoadGroup<Scale>(row + d, f.dtype, f.g);
+    nonfinite += CountNonfinite(in.value);
+    StoreGroup<Scale>(in, in.plain, f.g, payload + d / 2, meta + d / kLanes);
+  }
+  return nonfinite;
+}
+
+// --- The cache dtype --------------------------------------------------------------------------
+
+inline int EncodeNone(const float* row, int n, DataType dtype, uint8_t* payload) {
+  int nonfinite = 0;
+  for (int d = 0; d < n; d += kLanes) {
+    const F32x16 x = Load(row + d);
+    if (dtype == DataType::kFloat32) {
+      nonfinite += CountNonfinite(x);
+      StoreInt(payload + 4 * d, Bits(x));
+    } else if (dtype == DataType::kFloat16) {
+      const I32x16 half = FloatToHalf(x);
+      nonfinite += CountNonfinite(HalfToFloat(half));
+      StoreShorts(payload + 2 * d, half);
+    } else {
+      const F32x16 rounded = RoundLanes(x, dtype);
+      nonfinite += CountNonfinite(rounded);
+      const I32x16 quiet = Or(ShiftRight<16>(Bits(x)), Set1Int(0x40));
+      StoreShorts(payload + 2 * d, Select(NanLanes(x), quiet, ShiftRight<16>(Bits(rounded))));
+    }
+  }
+  return nonfinite;
+}
+
+inline void DecodeNone(const uint8_t* payload, int n, DataType dtype, float* row) {
+  int nans = 0;
+  for (int d = 0; d < n; d += kLanes) {
+    F32x16 x;
+    if (dtype == DataType::kFloat32) {
+      x = FromBits(LoadInt(payload + 4 * d));
+    } else if (dtype == DataType::kFloat16) {
+      x = HalfToFloat(LoadShorts(payload + 2 * d));
+      nans += Count(NanLanes(x));
+    } else {
+      x = FromBits(ShiftLeft<16>(LoadShorts(payload + 2 * d)));
+    }
+    Store(row + d, x);
+  }
+  if (nans != 0) {  // the hardware makes signalling NaN quiet
+    Codec<KvCacheMode::kNone>::DecodeRow(payload, nullptr, n, dtype, 1.f, row);
+  }
+}
+
+// --- Integers ---------------------------------------------------------------------------------
 
 template <int kIntBits>
 int EncodeInt(const float* row, int n, DataType dtype, uint8_t* payload, uint8_t* meta) {

@@ -144,6 +144,36 @@ TM_HD float ReduceMin(F32x16 x) {
   return _mm_cvtss_f32(_mm_min_ss(d, _mm_shuffle_ps(d, d, 1)));
 }
 
+// Lane i is lane i ^ kDistance, a power of two below 16.
+template <int kDistance>
+TM_HD F32x16 SwapLanes(F32x16 x) {
+  switch (kDistance) {
+    case 1:
+      return {_mm256_permute_ps(x.a, _MM_SHUFFLE(2, 3, 0, 1)),
+              _mm256_permute_ps(x.b, _MM_SHUFFLE(2, 3, 0, 1))};
+    case 2:
+      return {_mm256_permute_ps(x.a, _MM_SHUFFLE(1, 0, 3, 2)),
+              _mm256_permute_ps(x.b, _MM_SHUFFLE(1, 0, 3, 2))};
+    case 4:
+      return {_mm256_permute2f128_ps(x.a, x.a, 1), _mm256_permute2f128_ps(x.b, x.b, 1)};
+    default:
+      return {x.b, x.a};
+  }
+}
+// Lane 2k is lane k, lane 2k + 1 is lane 8 + k; and back.
+TM_HD F32x16 Interleave(F32x16 x) {
+  const __m256 low = _mm256_unpacklo_ps(x.a, x.b);
+  const __m256 high = _mm256_unpackhi_ps(x.a, x.b);
+  return {_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31)};
+}
+TM_HD F32x16 Deinterleave(F32x16 x) {
+  const auto ordered = [](__m256 mixed) {
+    return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(mixed), 0xd8));
+  };
+  return {ordered(_mm256_shuffle_ps(x.a, x.b, _MM_SHUFFLE(2, 0, 2, 0))),
+          ordered(_mm256_shuffle_ps(x.a, x.b, _MM_SHUFFLE(3, 1, 3, 1)))};
+}
+
 TM_HD I32x16 LoadBytes(const void* p) {
   const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(p));
   return {_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};

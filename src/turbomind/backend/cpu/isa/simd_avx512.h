@@ -103,6 +103,30 @@ TM_HD float ReduceMin(F32x16 a) {
   return _mm_cvtss_f32(_mm_min_ss(d, _mm_shuffle_ps(d, d, 1)));
 }
 
+// Lane i is lane i ^ kDistance, a power of two below 16.
+template <int kDistance>
+TM_HD F32x16 SwapLanes(F32x16 a) {
+  switch (kDistance) {
+    case 1:
+      return {_mm512_permute_ps(a.v, _MM_SHUFFLE(2, 3, 0, 1))};
+    case 2:
+      return {_mm512_permute_ps(a.v, _MM_SHUFFLE(1, 0, 3, 2))};
+    case 4:
+      return {_mm512_shuffle_f32x4(a.v, a.v, _MM_SHUFFLE(2, 3, 0, 1))};
+    default:
+      return {_mm512_shuffle_f32x4(a.v, a.v, _MM_SHUFFLE(1, 0, 3, 2))};
+  }
+}
+// Lane 2k is lane k, lane 2k + 1 is lane 8 + k; and back.
+TM_HD F32x16 Interleave(F32x16 a) {
+  const __m512i index = _mm512_setr_epi32(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
+  return {_mm512_permutexvar_ps(index, a.v)};
+}
+TM_HD F32x16 Deinterleave(F32x16 a) {
+  const __m512i index = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+  return {_mm512_permutexvar_ps(index, a.v)};
+}
+
 TM_HD I32x16 LoadBytes(const void* p) {
   return {_mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)))};
 }

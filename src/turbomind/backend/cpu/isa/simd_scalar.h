@@ -174,6 +174,19 @@ TM_HD float ReduceMin(const F32x16& a) {
   return Halve(a, [](float x, float y) { return x < y ? x : y; });
 }
 
+// Lane i is lane i ^ kDistance, a power of two below 16.
+template <int kDistance>
+TM_HD F32x16 SwapLanes(const F32x16& a) {
+  return EachLane<F32x16>([&](int i) { return a.v[i ^ kDistance]; });
+}
+// Lane 2k is lane k, lane 2k + 1 is lane 8 + k; and back.
+TM_HD F32x16 Interleave(const F32x16& a) {
+  return EachLane<F32x16>([&](int i) { return a.v[(i >> 1) + ((i & 1) << 3)]; });
+}
+TM_HD F32x16 Deinterleave(const F32x16& a) {
+  return EachLane<F32x16>([&](int i) { return a.v[i < 8 ? 2 * i : 2 * i - 15]; });
+}
+
 TM_HD I32x16 LoadBytes(const void* p) {
   return EachLane<I32x16>([&](int i) { return static_cast<const uint8_t*>(p)[i]; });
 }
