@@ -53,22 +53,18 @@ def write_ns_per_token(model: OpenModel, cell: KvCell) -> float:
     modes = [cell.format]
     if options.kv_recent_tokens >= 0 and cell.format != REFERENCE:
         modes.append(REFERENCE)
-    per_row = sum(_encode_ns(mode, rows, model.config, options) for mode in modes)
+    dtype, search = model.config.dtype, options.kv_search_scales
+    per_row = sum(_encode_ns(mode, rows, dtype=dtype, search=search) for mode in modes)
     return per_row * 2 * model.config.num_layers * model.config.num_kv_heads
 
 
-def _encode_ns(
-    mode: str,
-    rows: npt.NDArray[np.float32],
-    model: _turbomind.ModelConfig,
-    options: _turbomind.EngineConfig,
-) -> float:
+def _encode_ns(mode: str, rows: npt.NDArray[np.float32], *, dtype: str, search: bool) -> float:
     from lmdeploy import _turbomind
 
     best = float("inf")
     for _ in range(WRITE_ROUNDS):
         begun = time.perf_counter()
-        _turbomind.encode_rows(mode, rows, model.dtype, search=options.kv_search_scales)
+        _turbomind.encode_rows(mode, rows, dtype, search=search)
         best = min(best, time.perf_counter() - begun)
     return best / len(rows) * 1e9
 
@@ -105,7 +101,7 @@ def families(cells: Sequence[KvCell]) -> list[list[KvCell]]:
     return [[*none, *(c for c in cells if c.format == name)] for name in formats]
 
 
-def stored_histograms(model: OpenModel, cell: KvCell, prompt: Sequence[int]) -> dict[str, Any]:
+def stored_histograms(model: OpenModel, cell: KvCell, *, prompt: Sequence[int]) -> dict[str, Any]:
     """How large K and V are, in the basis in which this cell stores them."""
 
     def configure(native: _turbomind.EngineConfig) -> None:

@@ -202,7 +202,7 @@ class Report:
                 row["saturated"] = self.measured.get(
                     f"saturated/{cell.label}",
                     lambda cell=cell: kv_costs.num_saturated(  # type: ignore[misc]
-                        kv_costs.stored_histograms(self.model, cell, prompt), cell
+                        kv_costs.stored_histograms(self.model, cell, prompt=prompt), cell
                     ),
                 )
                 bar(cell.label)

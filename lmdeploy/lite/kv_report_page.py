@@ -38,7 +38,7 @@ def page_lines(report: Report) -> Iterator[str]:
         yield ""
         yield f"## Context {context}"
         yield ""
-        yield from _accuracy(report, first, context)
+        yield from _accuracy(report, first, context=context)
     yield ""
     yield "## Retrieval by depth"
     yield ""
@@ -90,11 +90,11 @@ def _introduction(report: Report) -> Iterator[str]:
     yield "  for at its end; the share of numbers whose every digit is the likeliest token, and the"
     yield "  mean log-probability of a number. The recall of `none` is what the model can do at all."
     yield "* Bits per value count everything that a sequence holds between steps: payload, scales,"
-    yield "  metadata and 16-bit blocks; not cached copies, which are evicted when memory is short."
+    yield "  metadata, 16-bit blocks; not cached copies, which are evicted when memory is short."
     yield "* Accuracy is computed in FP32; decode speed as when serving."
 
 
-def _accuracy(report: Report, text: str, context: str) -> Iterator[str]:
+def _accuracy(report: Report, text: str, *, context: str) -> Iterator[str]:
     tokens = report.figures[REFERENCE]["texts"][text][context]["tokens"]
     questions = report.figures[REFERENCE]["retrieval"][context]["questions"]
     yield f"{tokens} positions of {text}; {questions} questions."
@@ -175,11 +175,11 @@ def _texts(report: Report, texts: Sequence[str]) -> Iterator[str]:
         yield table_row([f"`{label}`", *cells])
     yield ""
     for name in texts:
-        order = ranking(report.figures, name, context)
+        order = ranking(report.figures, name, context=context)
         yield f"* {name}, from the least divergence: {', '.join(f'`{label}`' for label in order)}"
 
 
-def ranking(figures: dict[str, dict[str, Any]], text: str, context: str) -> list[str]:
+def ranking(figures: dict[str, dict[str, Any]], text: str, *, context: str) -> list[str]:
     """Labels but `none`, by KL."""
     labels = [label for label in figures if label != REFERENCE]
     return sorted(labels, key=lambda label: figures[label]["texts"][text][context]["kl_mean"])

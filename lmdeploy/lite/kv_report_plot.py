@@ -47,23 +47,18 @@ def _divergence(report: Report, axes: Any) -> None:
         if cell.label == REFERENCE:
             continue
         row = report.figures[cell.label]
+        place = (row["bits_per_value"]["8192"], row["texts"][text][context]["kl_mean"])
         axes.scatter(
-            row["bits_per_value"]["8192"],
-            row["texts"][text][context]["kl_mean"],
+            *place,
             marker=MARKERS[cell.quality],
             color=f"C{formats.index(cell.format)}",
             s=70,
         )
-        axes.annotate(cell.format, (row["bits_per_value"]["8192"], _kl(row, text, context)))
+        axes.annotate(cell.format, place)
     axes.set_yscale("log")
     axes.set_xlabel("bits per value at 8192 tokens")
     axes.set_ylabel("KL(none || format), nats")
     axes.set_title(f"context {context}: ○ raw  □ balanced  ☆ best", fontsize=10)
-
-
-def _kl(row: dict[str, Any], text: str, context: str) -> float:
-    value: float = row["texts"][text][context]["kl_mean"]
-    return value
 
 
 def _retrieval(report: Report, axes: Any) -> None:
