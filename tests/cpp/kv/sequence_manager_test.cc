@@ -264,5 +264,40 @@ TEST_CASE("the managers' own check and requirements") {
   manager.CheckIntegrity();
 }
 
+TEST_CASE("spare blocks are evicted before others, each kind in the order of its last use") {
+  BlockManager manager(6);
+  for (int i = 0; i < 6; ++i) {
+    CHECK(manager.Allocate() == i);
+  }
+  CHECK_THROWS_AS(manager.MarkSpare(0), InternalError);  // not kept
+  for (int i = 0; i < 6; ++i) {
+    manager.Keep(i);
+  }
+  manager.MarkSpare(4);
+  for (int i = 0; i < 6; ++i) {
+    manager.Unlock(i);
+  }
+  manager.CheckIntegrity();
+  CHECK(manager.OldestCached() == 4);
+  manager.MarkSpare(2);  // while it is cached
+  manager.MarkSpare(2);
+  manager.Lock(4);
+  CHECK(manager.OldestCached() == 2);
+  manager.Unlock(4);
+  manager.CheckIntegrity();
+  for (const int id : {2, 4, 0, 1, 3, 5}) {
+    CHECK(manager.OldestCached() == id);
+    manager.Drop(id);
+    manager.CheckIntegrity();
+  }
+  CHECK(manager.OldestCached() == -1);
+  CHECK(manager.free() == 6);
+  // A block that comes back is spare no more.
+  const int id = manager.Allocate();
+  manager.Keep(id);
+  manager.Unlock(id);
+  manager.CheckIntegrity();
+}
+
 }  // namespace
 }  // namespace turbomind
