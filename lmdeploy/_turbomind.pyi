@@ -193,7 +193,13 @@ def get_kv_cache_mode(quant_policy: int | str, sm: int = 0, strict_arch: bool = 
 
 # Codecs and ops, for tests and reports.
 def encode_rows(
-    mode: str, rows: npt.NDArray[np.float32], dtype: str, g: float = 1.0, isa: str = ""
+    mode: str,
+    rows: npt.NDArray[np.float32],
+    dtype: str,
+    g: float = 1.0,
+    isa: str = "",
+    *,
+    search: bool = False,
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
     """Rows [n, head_dim] → (payload [n, row bytes], metadata [n, param or scale bytes])."""
 

@@ -14,6 +14,7 @@ def add_lite_commands(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="lite", required=True, metavar="COMMAND")
     _add_calibrate(commands)
     _add_kv_search(commands)
+    _add_kv_report(commands)
 
 
 def add_text_flags(parser: argparse.ArgumentParser, *, tokens: int) -> None:
@@ -99,4 +100,51 @@ def _kv_search(args: argparse.Namespace) -> int:
         args.output.write_text(result.yaml, encoding="utf-8")
     else:
         print(result.yaml, end="")
+    return 0
+
+
+def _add_kv_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("kv-report", help="accuracy and cost of every format, on one page")
+    parser.add_argument("model_path", help="smollm2, a folder, a .gguf file or a hub id")
+    parser.add_argument(
+        "--text",
+        required=True,
+        type=Path,
+        nargs="+",
+        help="UTF-8 text files; those after the first at the first context only",
+    )
+    parser.add_argument("--formats", default=None, help="with commas; default: all")
+    parser.add_argument("--qualities", default=None, help="with commas; default: all")
+    parser.add_argument("--contexts", default="2048,8192", help="tokens of one prompt, with commas")
+    parser.add_argument("--max-tokens", type=int, default=1 << 30, help="of each text")
+    parser.add_argument("--calibration", type=Path, default=None, help="file for quality best")
+    parser.add_argument(
+        "--calibration-text", type=Path, default=None, help="text to make that file of"
+    )
+    parser.add_argument("--retrieval-prompts", type=int, default=4, help="per context")
+    parser.add_argument("--output", type=Path, default=Path("."), help="folder of the page")
+    parser.add_argument("--name", default="kv-report", help="of its files, without an ending")
+    parser.add_argument("--log-level", default="WARNING", choices=LOG_LEVELS)
+    parser.set_defaults(run=_kv_report)
+
+
+def _kv_report(args: argparse.Namespace) -> int:
+    from lmdeploy.lite.kv_cells import FORMATS, QUALITIES
+    from lmdeploy.lite.kv_report import ReportOptions, make_report, names, numbers
+
+    options = ReportOptions(
+        model_path=args.model_path,
+        texts=tuple(args.text),
+        formats=FORMATS if args.formats is None else names(args.formats),
+        qualities=QUALITIES if args.qualities is None else names(args.qualities),
+        contexts=numbers(args.contexts, "--contexts"),
+        max_tokens=args.max_tokens,
+        calibration=args.calibration,
+        calibration_text=args.calibration_text,
+        retrieval_prompts=args.retrieval_prompts,
+        output=args.output,
+        name=args.name,
+    )
+    make_report(options)
+    print(f"{args.output / args.name}.md, .json and .png")
     return 0

@@ -93,7 +93,10 @@ struct FlattenKVParams {
 // batching, prefix hits or the number of threads: positions are cut into splits of kSplitTokens and
 // tiles of kTileTokens at absolute positions; FP32 online softmax over the tiles of a split, splits
 // merged in order of position. With hot blocks a tile is read up to twice, each time with the
-// positions that the query sees there: first the cold view, then the hot one (kv/hot_rule.h).
+// positions that the query sees there: first the cold view, then the hot one (kv/hot_rule.h). The
+// factor g of K is part of the scale of the cold scores. The factor g of V multiplies the output;
+// with hot blocks it multiplies the softmax weight of every cold value instead (the sum of weights
+// stays without it).
 struct AttentionParams {
   const float* q = nullptr;  // row i at q + i * q_stride: [q_heads, head_dim]
   int64_t q_stride = 0;      // floats between tokens (q lies inside qkv)

@@ -5,60 +5,17 @@
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 #include <vector>
 
-#include "kv/memory_device.h"
+#include "kv/test_pools.h"
 #include "turbomind/core/check.h"
 
 namespace turbomind {
 namespace {
 
-constexpr int kLength = 16;
-
-std::vector<int32_t> Tokens(int n, int first = 0) {
-  std::vector<int32_t> tokens(static_cast<size_t>(n));
-  std::iota(tokens.begin(), tokens.end(), first);
-  return tokens;
-}
-
-struct Pools {
-  explicit Pools(std::vector<int> windows, std::vector<int64_t> num_blocks, bool prefix = true)
-      : cache(device,
-              MakeKvCacheConfig(windows, KvCacheMode::kFp4Nv, 1, 16, kLength, DataType::kBFloat16),
-              num_blocks),
-        manager(cache, prefix) {
-    for (int group = 0; group < cache.num_groups(); ++group) {
-      std::memset(cache.GetScaleBlockPtr(group, 0), 1,
-                  static_cast<size_t>(cache.scale_bytes(group)));
-    }
-  }
-
-  // Computes tokens[from..] of a sequence in chunks.
-  bool Compute(uint64_t id, const std::vector<int32_t>& tokens, int64_t chunk = 1000) {
-    const auto total = static_cast<int64_t>(tokens.size());
-    while (manager.num_written(id) < total) {
-      const int64_t next = std::min(total, manager.num_written(id) + chunk);
-      if (!manager.AllocateDataAndScaleBlocks(id, next)) {
-        return false;
-      }
-      manager.Commit(id, std::span(tokens).first(static_cast<size_t>(next)));
-      manager.CheckIntegrity();
-    }
-    return true;
-  }
-
-  void RunAndFree(uint64_t id, const std::vector<int32_t>& tokens, int64_t chunk = 1000) {
-    manager.Create(id, tokens);
-    REQUIRE(Compute(id, tokens, chunk));
-    manager.FreeDataAndScaleBlocks(id);
-    manager.CheckIntegrity();
-  }
-
-  MemoryDevice device;
-  KvCache cache;
-  SequenceManager manager;
-};
+using testing::kLength;
+using testing::Pools;
+using testing::Tokens;
 
 TEST_CASE("a hit is every committed whole block, but never the whole prompt") {
   Pools pools({0, 40}, {64, 64});

@@ -21,8 +21,15 @@ int SequenceOf(const std::vector<int64_t>& starts, int64_t item) {
          1;
 }
 
-KvHead HeadOf(const KvLayerView& kv, const BatchView& batch, int seq, int head) {
-  return {&kv, batch.block_tables + seq * batch.block_table_stride, head};
+KvHead HeadOf(const AttentionParams& p, int seq, int head) {
+  return {&p.kv, p.batch.block_tables + seq * p.batch.block_table_stride, head};
+}
+
+KvHead HotHeadOf(const AttentionParams& p, int seq, int head) {
+  if (p.hot.data == nullptr) {
+    return {};
+  }
+  return {&p.hot, p.batch.hot_tables + seq * p.batch.block_table_stride, head};
 }
 
 int WindowBegin(const AttentionParams& p, int end) {
@@ -197,7 +204,9 @@ void CpuPrefillAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScr
     const int new_tokens = batch.cu_seqlens[seq + 1] - batch.cu_seqlens[seq];
     const int64_t token = batch.cu_seqlens[seq] + first;
     PrefillRowsArgs args;
-    args.kv = HeadOf(kv, batch, seq, head);
+    args.kv = HeadOf(params, seq, head);
+    args.hot = HotHeadOf(params, seq, head);
+    args.rule = params.rule;
     args.q = params.q + token * params.q_stride + static_cast<int64_t>(head) * group * kv.head_dim;
     args.q_stride = params.q_stride;
     args.out_stride = static_cast<int64_t>(params.q_heads) * kv.head_dim;
@@ -210,6 +219,10 @@ void CpuPrefillAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScr
     args.softmax_scale = params.softmax_scale;
     args.window = params.window;
     args.sinks = params.sinks != nullptr ? params.sinks + head * group : nullptr;
+    args.q_dot_mean_stride = params.q_heads;
+    args.q_dot_mean = params.q_dot_mean != nullptr
+                          ? params.q_dot_mean + token * params.q_heads + head * group
+                          : nullptr;
     args.scratch = scratch + worker * scratch_floats;
     kernels.prefill_rows(args);
   });
@@ -239,11 +252,14 @@ void CpuDecodeAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScra
     const int begin = WindowBegin(params, context);
     const int split = (begin / kSplitTokens + static_cast<int>(local % num_splits)) * kSplitTokens;
     DecodeSplitArgs args;
-    args.kv = HeadOf(kv, batch, seq, head);
+    args.kv = HeadOf(params, seq, head);
+    args.hot = HotHeadOf(params, seq, head);
+    args.rule = params.rule;
     args.q = params.q + batch.cu_seqlens[seq] * params.q_stride +
              static_cast<int64_t>(head) * group * kv.head_dim;
     args.group = group;
     args.softmax_scale = params.softmax_scale;
+    args.position = context - 1;
     args.begin = std::max(begin, split);
     args.end = std::min(context, split + kSplitTokens);
     args.states = states + item * split_stride;
@@ -260,7 +276,11 @@ void CpuDecodeAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScra
     args.state_stride = split_stride;
     args.head_dim = kv.head_dim;
     args.sink = params.sinks != nullptr ? params.sinks + q_head : nullptr;
-    args.value_factor = Factor(kv, KvSide::kV, head);
+    if (params.q_dot_mean != nullptr) {
+      const int64_t row = batch.cu_seqlens[seq] * static_cast<int64_t>(params.q_heads) + q_head;
+      args.sink_shift = params.softmax_scale * params.q_dot_mean[row];
+    }
+    args.value_factor = params.hot.data != nullptr ? 1.f : Factor(kv, KvSide::kV, head);
     args.out =
         params.out +
         (batch.cu_seqlens[seq] * static_cast<int64_t>(params.q_heads) + q_head) * kv.head_dim;

@@ -1,0 +1,245 @@
+"""The engine in every quality against the specification: prefill and decode at block edges."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from reference import codecs
+from reference.decoder import Decoder, Shape, random_weights
+from reference.quality import BALANCED, RAW, LayerStore, Quality
+from test_reference_engine import STORED_MEAN, TIMEOUT_MS, make_engine, make_shape
+
+from lmdeploy import _turbomind
+
+QUANTISED = [mode for mode in codecs.MODES if mode != "none"]
+QUALITIES = ["raw", "balanced", "best"]
+# Prompts that end before, at and behind the edges where the hot blocks change.
+PROMPTS = {
+    16: [15, 16, 17, 63, 64, 65, 79, 80, 81, 95, 96, 97],
+    64: [63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257],
+}
+DECODED = 3  # tokens after each prompt
+# A wrong rule or view differs by 50 times STORED_MEAN or more (test_a_wrong_rule_is_caught).
+PLANTED = 5 * STORED_MEAN
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What a calibration file holds, by layer."""
+
+    k_mean: np.ndarray  # [layers, kv_heads, head_dim]
+    k_factors: np.ndarray  # [layers, kv_heads]
+    v_factors: np.ndarray
+
+
+def make_constants(shape: Shape, weights: dict[str, np.ndarray], mode: str) -> Constants:
+    """A mean as calibration finds it, and factors that suit none of the heads exactly."""
+    ids = np.random.default_rng(8).integers(0, shape.vocab, 200)
+    keys = Decoder(shape, weights).keys_after_rope(ids)
+    heads = (shape.layers, shape.kv_heads)
+    factors = np.random.default_rng(9).uniform(0.01, 0.03, (2, *heads)).astype(np.float32)
+    if mode not in ("fp8", "fp8_e5m2", "nvfp4"):
+        factors[:] = 1
+    mean = np.array([k.mean(axis=0) for k in keys], np.float32)
+    return Constants(mean, factors[0], factors[1])
+
+
+@dataclass
+class Case:
+    """One model with one cache, for the engine and for the specification."""
+
+    shape: Shape
+    weights: dict[str, np.ndarray]
+    mode: str
+    dtype: str
+    quality: Quality
+    constants: Constants | None = None
+    v_mode: str = ""  # as K where empty
+
+    def engine(self) -> "_turbomind.Engine":
+        options = _turbomind.EngineConfig()
+        options.kv_mode = self.mode
+        if self.v_mode:
+            options.kv_layers = [(self.mode, self.v_mode)] * self.shape.layers
+        options.cache_block_seq_len = self.quality.block_len
+        options.kv_rotate_k, options.kv_search_scales = self.quality.rotate, self.quality.search
+        options.kv_sink_tokens = self.quality.sink_tokens
+        options.kv_recent_tokens = self.quality.recent_tokens
+        c = self.constants
+        if c is not None:
+            options.set_kv_calibration(c.k_mean, c.k_factors, c.v_factors)
+        return make_engine(self.shape, self.weights, dtype=self.dtype, options=options)
+
+    def decoder(self, quality: Quality | None = None) -> Decoder:
+        """`quality`: another one than the engine has."""
+        store = LayerStore(self.mode, self.v_mode or self.mode, self.dtype, quality or self.quality)
+        stores = [store] * self.shape.layers
+        c = self.constants
+        if c is not None:
+            stores = [
+                replace(store, k_mean=c.k_mean[i], k_factors=c.k_factors[i], v_factors=f)
+                for i, f in enumerate(c.v_factors)
+            ]
+        return Decoder(self.shape, self.weights, stores=stores)
+
+
+def make_case(
+    mode: str, quality: str, *, block_len: int = 64, dtype: str = "float16", **changes: object
+) -> Case:
+    shape = make_shape(**changes)
+    weights = random_weights(shape, seed=3)
+    constants = make_constants(shape, weights, mode) if quality == "best" else None
+    chosen = replace(RAW if quality == "raw" else BALANCED, block_len=block_len)
+    return Case(shape, weights, mode, dtype, chosen, constants)
+
+
+def run(engine: "_turbomind.Engine", prompt: list[int], *, number: int, decoded: int) -> tuple:
+    """The ids of prompt and answer, and the logits of all but the last."""
+    request = _turbomind.Request()
+    request.id, request.prompt, request.max_new_tokens = number, prompt, decoded + 1
+    request.ignore_eos, request.logits_output = True, "all"
+    engine.submit(request)
+    pieces: list[np.ndarray] = []
+    ids = list(prompt)
+    while True:
+        outputs = engine.wait_outputs(TIMEOUT_MS)
+        assert outputs, "the engine gave no output in time"
+        for output in outputs:
+            assert not output.error, output.error
+            ids += output.tokens
+            if output.logits is not None:
+                pieces.append(output.logits)
+            if output.finish_reason != "none":
+                return ids[:-1], np.concatenate(pieces)[: len(ids) - 1]
+
+
+def difference(got: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Mean absolute difference by position, over the spread of the wanted logits."""
+    assert got.shape == wanted.shape
+    return np.abs(got - wanted).mean(axis=1) / wanted.std()
+
+
+def check_prompts(case: Case, prompts: list[int], decoded: int = DECODED) -> None:
+    engine = case.engine()
+    rng = np.random.default_rng(4)
+    try:
+        for number, length in enumerate(prompts, 1):
+            prompt = rng.integers(0, case.shape.vocab, length).tolist()
+            ids, got = run(engine, prompt, number=number, decoded=decoded)
+            assert len(ids) == length + decoded
+            apart = difference(got, case.decoder().logits(np.array(ids)))
+            assert apart.mean() < STORED_MEAN, (length, apart.mean())
+            assert apart[length:].mean() < PLANTED, (length, apart[length:])
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("quality", QUALITIES)
+@pytest.mark.parametrize("mode", QUANTISED)
+def test_every_format_and_quality(mode: str, quality: str) -> None:
+    for block_len in (16, 64):
+        case = make_case(mode, quality, block_len=block_len)
+        check_prompts(case, [257])
+    check_prompts(make_case(mode, quality, dtype="bfloat16"), [200])
+
+
+@pytest.mark.parametrize("block_len", PROMPTS)
+@pytest.mark.parametrize("quality", ["balanced", "best"])
+@pytest.mark.parametrize("mode", ["nvfp4", "int4"])
+def test_block_edges(mode: str, quality: str, block_len: int) -> None:
+    check_prompts(make_case(mode, quality, block_len=block_len), PROMPTS[block_len])
+
+
+@pytest.mark.parametrize("block_len", [32, 128])
+def test_other_block_lengths(block_len: int) -> None:
+    check_prompts(make_case("nvfp4", "balanced", block_len=block_len), [127, 256, 400])
+
+
+@pytest.mark.parametrize("quality", ["balanced", "best"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"windows": (0, 70)},
+        {"windows": (33, 200)},
+        {"optional": frozenset({"sinks"})},
+        {"optional": frozenset({"sinks"}), "windows": (100, 0)},
+        {"optional": frozenset({"bias"})},
+        {"optional": frozenset({"qk_norm"}), "kv_heads": 1},
+        {"head_dim": 80, "kv_heads": 4, "rope": None},
+        {"head_dim": 96, "rope": None},
+        {"head_dim": 128, "heads": 6, "rope": None},
+    ],
+    ids=["window", "windows", "sinks", "sinks-window", "bias", "qk-norm", "d80", "d96", "d128"],
+)
+def test_parts_of_the_decoder(changes: dict[str, object], quality: str) -> None:
+    if "rope" in changes:
+        from reference.rope import Rope
+
+        changes = {**changes, "rope": Rope(int(str(changes["head_dim"])))}
+    check_prompts(make_case("nvfp4", quality, **changes), [193, 258])
+
+
+def test_other_sizes_of_hot_ends() -> None:
+    for sink, recent in ((0, 0), (0, 64), (128, 0), (64, 128)):
+        case = make_case("mxfp4", "balanced")
+        case.quality = replace(BALANCED, sink_tokens=sink, recent_tokens=recent)
+        check_prompts(case, [321])
+
+
+@pytest.mark.parametrize(("k_mode", "v_mode"), [("fp8", "nvfp4"), ("nvfp4", "int4")])
+def test_formats_by_side(k_mode: str, v_mode: str) -> None:
+    case = make_case(k_mode, "balanced")
+    case.v_mode = v_mode
+    check_prompts(case, [257])
+
+
+@pytest.mark.parametrize("block_len", [16, 64])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"recent_tokens": 128},
+        {"recent_tokens": 0},
+        {"sink_tokens": 0},
+        {"rotate": False},
+        {"search": False},
+    ],
+    ids=["recent-more", "recent-less", "sink-quantised", "no-rotation", "no-search"],
+)
+def test_a_wrong_rule_is_caught(wrong: dict[str, object], block_len: int) -> None:
+    """The engine's logits do not pass for those of another rule."""
+    case = make_case("nvfp4", "balanced", block_len=block_len)
+    prompt = np.random.default_rng(4).integers(0, case.shape.vocab, 300).tolist()
+    engine = case.engine()
+    try:
+        ids, got = run(engine, prompt, number=1, decoded=DECODED)
+    finally:
+        engine.close()
+    other = replace(case.quality, **wrong)  # type: ignore[arg-type]
+    apart = difference(got, case.decoder(other).logits(np.array(ids)))
+    assert apart.mean() > PLANTED
+    assert apart[len(prompt) :].mean() > PLANTED
+
+
+def test_one_block_more_is_caught() -> None:
+    """A recent window that is one block of 16 too long, at the very position where it matters."""
+    case = make_case("nvfp4", "balanced", block_len=16)
+    wrong = replace(case.quality, recent_tokens=80)
+    ids = np.random.default_rng(4).integers(0, case.shape.vocab, 160)
+    apart = difference(case.decoder().logits(ids), case.decoder(wrong).logits(ids))
+    first = 64 + 16 + 64  # the first position that sees a cold block
+    assert (apart[:first] == 0).all() and apart[first:].mean() > PLANTED
+
+
+def test_the_mean_cancels_in_the_softmax_and_in_learned_sinks() -> None:
+    """In FP32, where nothing is rounded away, a mean changes nothing, sinks or not."""
+    for optional in (frozenset[str](), frozenset({"sinks"})):
+        case = make_case("none", "balanced", dtype="float32", optional=optional)
+        case.constants = make_constants(case.shape, case.weights, "none")
+        ids = np.random.default_rng(4).integers(0, case.shape.vocab, 200).tolist()
+        engine = case.engine()
+        try:
+            got = run(engine, ids, number=1, decoded=0)[1]
+        finally:
+            engine.close()
+        wanted = Decoder(case.shape, case.weights).logits(np.array(ids))
+        assert difference(got, wanted).max() < STORED_MEAN
