@@ -16,7 +16,6 @@ void invokeProcessKV_v2(Device& device, const ProcessKVParams& params) {
   Check(params.rope_cos == nullptr || (params.rope_dim > 0 && params.rope_dim % 2 == 0 &&
                                        params.rope_dim <= params.kv.head_dim),
         "rope_dim is even and at most head_dim");
-  Check(params.k_mean == nullptr || params.q_dot_mean != nullptr, "q_dot_mean goes with k_mean");
   const bool hot = params.hot.data != nullptr;
   const int32_t* tables = hot ? params.batch.hot_tables : params.batch.block_tables;
   for (int seq = 0; seq < params.batch.num_seqs; ++seq) {

@@ -160,7 +160,7 @@ int ProcessHead(const ProcessHeadArgs& args) {
   for (int h = 0; h < group; ++h) {
     const int q_head = args.head * group + h;
     float* q = PrepareHead(t, q_head, p.q_norm, true);
-    if (mean != nullptr) {
+    if (mean != nullptr && p.q_dot_mean != nullptr) {
       p.q_dot_mean[static_cast<int64_t>(args.token) * p.q_heads + q_head] = DotRow(q, mean, n);
     }
     if (p.rotate) {
