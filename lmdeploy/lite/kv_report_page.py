@@ -88,7 +88,7 @@ def _introduction(report: Report) -> Iterator[str]:
     yield "  p99 its 99th percentile; top-1 the share of positions with the same likeliest token."
     yield "* Recall: lines such as `lantern = 4193;` are planted over the whole context and asked"
     yield "  for at its end; the share of numbers whose every digit is the likeliest token, and the"
-    yield "  mean log-probability of a number. The recall of `none` is what the model can do at all."
+    yield "  mean log-probability of a number. What `none` recalls is what the model can do at all."
     yield "* Bits per value count everything that a sequence holds between steps: payload, scales,"
     yield "  metadata, 16-bit blocks; not cached copies, which are evicted when memory is short."
     yield "* Accuracy is computed in FP32; decode speed as when serving."
