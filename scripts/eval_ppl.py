@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> tuple[Figures, dict[str, dict[str, str]]
     configures = {label: model.configure(config) for label, config in variants.items()}
     ids = model.loaded.tokenizer.encode(text, add_special=False)
     contexts = cut_contexts(ids, options.context, max_tokens=options.max_tokens)
-    scores = evaluate(model, contexts, configures)
+    scores = evaluate(model, contexts, variants=configures)
     return {label: score.report() for label, score in scores.items()}, setups(model, variants)
 
 

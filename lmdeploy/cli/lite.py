@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
+from lmdeploy.checks import refuse
 from lmdeploy.cli.arguments import LOG_LEVELS, add_kv_ingredient_flags, kv_ingredients
 from lmdeploy.messages import KV_QUALITIES
 
@@ -26,6 +28,12 @@ def add_text_flags(parser: argparse.ArgumentParser, *, tokens: int) -> None:
     parser.add_argument("--log-level", default="WARNING", choices=LOG_LEVELS)
 
 
+def check_output(path: Path) -> None:
+    """ValueError, before minutes of work, for a file that could not be written."""
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise refuse("output", str(path), wanted="a file in a folder that exists", flag="--output")
+
+
 def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("calibrate", help="make the file that --kv-quality best needs")
     add_text_flags(parser, tokens=16384)
@@ -45,6 +53,7 @@ def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]
 def _calibrate(args: argparse.Namespace) -> int:
     from lmdeploy.lite.calibrate import CalibrationOptions, calibrate_file
 
+    check_output(args.output)
     options = CalibrationOptions(
         tokens=args.tokens, context=args.context, mean=args.mean, percentile=args.percentile
     )
@@ -81,6 +90,8 @@ def _add_kv_search(commands: argparse._SubParsersAction[argparse.ArgumentParser]
 def _kv_search(args: argparse.Namespace) -> int:
     from lmdeploy.lite.kv_search import SearchOptions, report_lines, search_file
 
+    if args.output is not None:
+        check_output(args.output)
     options = SearchOptions(
         budget_bits=args.budget,
         at_tokens=args.at_tokens,

@@ -50,7 +50,7 @@ def dry_run_lines(model_path: str, config: TurbomindEngineConfig) -> list[str]:
 
     check_model_format(model_path, config.model_format)
     info = read_model_info(model_path, dtype=config.dtype, exact=config.exact)
-    native, kv = engine_config_of(config, info.config, model_path=model_path)
+    native, kv = engine_config_of(config, info.config, model_path=str(info.path))
     free = free_memory_bytes()
     plan = _turbomind.plan_memory(info.config, native, max(free - info.weight_bytes, 0))
     return [

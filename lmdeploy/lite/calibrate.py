@@ -63,8 +63,6 @@ def calibrate_file(
     Raises ValueError or OSError for a text, model or path that cannot be used.
     """
     data = text_path.read_bytes()
-    if not output.parent.is_dir():
-        raise ValueError(f"output: {output.parent} is no folder; change --output")
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -89,9 +87,9 @@ def calibrate(
     if not ids:
         raise ValueError("text: got no tokens, wanted at least 1; change --text")
     prompts = [ids[i : i + context] for i in range(0, len(ids), context)]
-    first = _collect(model, prompts, None, context=context)
+    first = _collect(model, prompts, mean=None, context=context)
     mean = k_mean(first, model.config, which=options.mean, context=context)
-    second = _collect(model, prompts, mean, context=context)
+    second = _collect(model, prompts, mean=mean, context=context)
     facts = CalibrationFacts(
         model_hash=model.hash,
         text_hash=text_hash,
@@ -100,18 +98,18 @@ def calibrate(
         mean=options.mean,
         percentile=float(options.percentile),
     )
-    plain = clipped_amax(first, "k", options.percentile) + np.abs(mean).max(axis=-1)
+    plain = clipped_amax(first, "k", percentile=options.percentile) + np.abs(mean).max(axis=-1)
     return Calibration(
         facts=facts,
         k_mean=mean,
         k_amax=np.asarray(plain, np.float32),
-        k_amax_rotated=clipped_amax(second, "k", options.percentile),
-        v_amax=clipped_amax(second, "v", options.percentile),
+        k_amax_rotated=clipped_amax(second, "k", percentile=options.percentile),
+        v_amax=clipped_amax(second, "v", percentile=options.percentile),
     )
 
 
 def _collect(
-    model: OpenModel, prompts: Sequence[Sequence[int]], mean: Floats | None, *, context: int
+    model: OpenModel, prompts: Sequence[Sequence[int]], *, mean: Floats | None, context: int
 ) -> Statistics:
     """Statistics of one pass; with `mean`, of K as it is stored then."""
     from tqdm import tqdm
@@ -145,7 +143,7 @@ def k_mean(
     return np.asarray(mean, np.float32)
 
 
-def clipped_amax(statistics: Statistics, side: str, percentile: float) -> Floats:
+def clipped_amax(statistics: Statistics, side: str, *, percentile: float) -> Floats:
     """|x| that `percentile` percent of the values do not exceed, [layers, kv_heads].
 
     The upper edge of a bin (at most 1/16 too large), never above the largest value.

@@ -120,6 +120,7 @@ def raw_none(native: _turbomind.EngineConfig) -> None:
 def evaluate(
     model: OpenModel,
     contexts: Sequence[Sequence[int]],
+    *,
     variants: Mapping[str, Configure],
 ) -> dict[str, Score]:
     """Scores by label, against the 16-bit cache. One engine at a time; `none` is not run again."""
@@ -134,7 +135,7 @@ def evaluate(
         for ids in contexts:
             bar.set_postfix_str(REFERENCE)
             with PromptEngine(model, raw_none, context=length) as engine:
-                fill_reference(engine, ids, reference)
+                fill_reference(engine, ids, reference=reference)
             bar.update()
             for label, configure in variants.items():
                 bar.set_postfix_str(label)
@@ -157,7 +158,7 @@ def reference_logits(context: int, vocab_size: int) -> Iterator[Floats]:
         yield np.memmap(file, np.float32, "w+", shape=(context, vocab_size))
 
 
-def fill_reference(engine: PromptEngine, ids: Sequence[int], reference: Floats) -> None:
+def fill_reference(engine: PromptEngine, ids: Sequence[int], *, reference: Floats) -> None:
     """Writes the logits of `ids` into the first rows of `reference`."""
     start = 0
     for piece in engine.pieces(ids):

@@ -102,7 +102,7 @@ class ScoreFolder:
                 for cell in self._missing(index):
                     with PromptEngine(model, cell.configure, context=len(ids)) as engine:
                         if cell.label == REFERENCE:
-                            fill_reference(engine, ids, reference)
+                            fill_reference(engine, ids, reference=reference)
                             scores = reference_scores(reference, ids)
                         else:
                             scores = score_prompt(engine, ids, reference=reference)

@@ -107,17 +107,22 @@ def search(
         for (pair, layer), table in tables.items()
     }
     configures |= {str(pair): model.configure(options.config(pair)) for pair in candidates}
-    scores = evaluate(model, contexts, configures)
+    scores = evaluate(model, contexts, variants=configures)
     kl = {label: float(score.report()["kl_mean"]) for label, score in scores.items()}
     layer_kl = {pair: [kl[f"layer {layer} {pair}"] for layer in layers] for pair in candidates}
     choices = [
-        [(NONE, sizes.extra(cheapest, layer, NONE), 0.0)]
-        + [(pair, sizes.extra(cheapest, layer, pair), layer_kl[pair][layer]) for pair in candidates]
+        [(NONE, sizes.extra(NONE, layer, over=cheapest), 0.0)]
+        + [
+            (pair, sizes.extra(pair, layer, over=cheapest), layer_kl[pair][layer])
+            for pair in candidates
+        ]
         for layer in layers
     ]
     table = best_table(choices, room)
     proposal = model.configure(options.config(_as_dict(table)))
-    measured = float(evaluate(model, contexts, {_RESULT: proposal})[_RESULT].report()["kl_mean"])
+    measured = float(
+        evaluate(model, contexts, variants={_RESULT: proposal})[_RESULT].report()["kl_mean"]
+    )
     uniform = {pair: Measured(sizes.bits(pair), kl[str(pair)]) for pair in candidates}
     # The sum over layers is an estimate: what was measured has the last word.
     for pair, found in uniform.items():
@@ -184,10 +189,10 @@ class Sizes:
             )
         return int(budget * self._none_bytes / 16.0) - self.bytes(cheapest)
 
-    def extra(self, cheapest: FormatPair, layer: int, pair: FormatPair) -> int:
-        """Bytes that `pair` in one layer adds to the cheapest candidate in all."""
-        table = {"default": str(cheapest), layer: str(pair)}
-        return self.bytes(table) - self.bytes(cheapest)
+    def extra(self, pair: FormatPair, layer: int, *, over: FormatPair) -> int:
+        """Bytes that `pair` in one layer adds to `over` in all."""
+        table = {"default": str(over), layer: str(pair)}
+        return self.bytes(table) - self.bytes(over)
 
 
 Choice = tuple[FormatPair, int, float]  # a format, its extra bytes, its KL

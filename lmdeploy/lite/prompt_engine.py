@@ -42,7 +42,7 @@ class OpenModel:
         """Fingerprint that calibration files carry."""
         from lmdeploy.turbomind.model_hash import hash_model
 
-        return hash_model(self.path)
+        return hash_model(str(self.loaded.path))
 
     def configure(self, config: TurbomindEngineConfig) -> Configure:
         """Sets the cache as `config` says; what is wrong with it is found here.

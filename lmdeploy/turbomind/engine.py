@@ -140,7 +140,7 @@ def load_parts(
     model = load_model(
         model_path, dtype=config.dtype, exact=config.exact, device=device, progress=progress
     )
-    native, kv = engine_config_of(config, model.config, model_path=model_path)
+    native, kv = engine_config_of(config, model.config, model_path=str(model.path))
     core = _turbomind.Engine(model.config, native, model.weights, device, free_memory_bytes())
     return EngineParts(
         core=core,

@@ -86,7 +86,7 @@ def read_calibration(path: Path, model: ModelConfig, *, model_hash: str) -> Cali
         if path.stat().st_size > _MAX_FILE_BYTES:
             raise ModelFormatError(f"{path}: more than {_MAX_FILE_BYTES} bytes: no calibration")
         with safe_open(path, framework="np") as file:
-            facts = _read_facts(path, file.metadata() or {}, model_hash)
+            facts = _read_facts(path, file.metadata() or {}, model_hash=model_hash)
             # The sizes first: nothing of a wrong shape is read.
             for name, shape in _shapes(model).items():
                 if name not in file.keys():  # noqa: SIM118  the handle is not a mapping
@@ -109,7 +109,7 @@ def read_calibration(path: Path, model: ModelConfig, *, model_hash: str) -> Cali
     return Calibration(facts=facts, **tensors)
 
 
-def _read_facts(path: Path, metadata: dict[str, str], model_hash: str) -> CalibrationFacts:
+def _read_facts(path: Path, metadata: dict[str, str], *, model_hash: str) -> CalibrationFacts:
     if _METADATA_KEY not in metadata:
         raise ModelFormatError(
             f"{path}: no file of lmdeploy lite calibrate: {_METADATA_KEY} is missing"

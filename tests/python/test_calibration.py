@@ -202,10 +202,10 @@ def test_percentile_of_the_histogram(percentile):
         "k_amax": np.abs(values).max()[None, None],
         "k_histogram": histogram_of(values)[None, None],
     }
-    clipped = clipped_amax(statistics, "k", percentile)[0, 0]
+    clipped = clipped_amax(statistics, "k", percentile=percentile)[0, 0]
     exact = np.quantile(np.abs(values), percentile / 100, method="higher")
     assert exact <= clipped <= exact * (17 / 16) * (1 + 1e-6)
-    assert clipped_amax(statistics, "k", 100.0)[0, 0] == np.abs(values).max()
+    assert clipped_amax(statistics, "k", percentile=100.0)[0, 0] == np.abs(values).max()
 
 
 def test_percentile_is_never_above_the_largest_value():
@@ -214,7 +214,7 @@ def test_percentile_is_never_above_the_largest_value():
         "v_amax": values.max()[None, None],
         "v_histogram": histogram_of(values)[None, None],
     }
-    assert clipped_amax(statistics, "v", 99.0)[0, 0] == np.float32(1.01)
+    assert clipped_amax(statistics, "v", percentile=99.0)[0, 0] == np.float32(1.01)
 
 
 @pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn"])
@@ -350,6 +350,7 @@ def test_the_hash_names_a_model(folder, tmp_path):
         (["calibrate", "smollm2"], "--text"),
         (["calibrate", "smollm2", "--text", "no.txt", "--output", "o"], "no.txt"),
         (["calibrate", "smollm2", "--text", __file__, "--output", "/no/such/o"], "--output"),
+        (["calibrate", "smollm2", "--text", __file__, "--output", "."], "--output"),
         (["calibrate", "smollm2", "--text", __file__, "--output", "o", "--tokens", "0"], "tokens"),
         (["calibrate", "no.gguf", "--text", __file__, "--output", "o"], "no.gguf"),
         (["kv-search", "smollm2", "--text", __file__], "--budget"),

@@ -56,7 +56,7 @@ def measure(model: OpenModel, folder: Path) -> tuple[Divergence, Agreement]:
     )
     variants = cache_variants(["int4", "nvfp4"], ["raw", "balanced", "best"], calibration=str(path))
     configured = {label: model.configure(config) for label, config in variants.items()}
-    scores = evaluate(model, [random_ids(2, CONTEXT)], configured)
+    scores = evaluate(model, [random_ids(2, CONTEXT)], variants=configured)
     rows = {label: score.report() for label, score in scores.items()}
     for label, row in rows.items():
         print(f"{label:16} KL {row['kl_mean']:.5f}  top-1 {row['top1']:.3f}")

@@ -155,7 +155,7 @@ def test_quality_pays(opened, ids, file):
     configures = {label: opened.configure(config) for label, config in variants.items()}
     # Longer than what is hot, so that the format matters.
     contexts = cut_contexts(ids, TOKENS, max_tokens=TOKENS)
-    scores = evaluate(opened, contexts, configures)
+    scores = evaluate(opened, contexts, variants=configures)
     kl = {label: score.report()["kl_mean"] for label, score in scores.items()}
     print(kl)
     assert kl["none"] == 0
@@ -174,7 +174,9 @@ def test_tables_of_formats_reach_the_cache(opened, ids):
         label: opened.configure(TurbomindEngineConfig(kv_cache_format=table, kv_quality="raw"))
         for label, table in tables.items()
     }
-    kl = {k: s.report()["kl_mean"] for k, s in evaluate(opened, contexts, configures).items()}
+    kl = {
+        k: s.report()["kl_mean"] for k, s in evaluate(opened, contexts, variants=configures).items()
+    }
     assert 0 < kl["0"] < kl["nvfp4"] and 0 < kl["1"] < kl["nvfp4"] and kl["0"] != kl["1"]
 
 
