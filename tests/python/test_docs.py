@@ -68,6 +68,35 @@ def test_a_flag_that_is_not_documented_is_found() -> None:
     assert documented - {"--dry-run"} != flags_of("serve", "api_server")
 
 
+def test_flags_of_lite() -> None:
+    common = {"--log-level"}
+    options = table(section(FORMATS, "Quality"))
+    ingredients = {flag for row in options for flag in quoted(row[1])}
+    for command, title in (
+        ("calibrate", "Calibration"),
+        ("kv-search", "A format per side and per layer"),
+    ):
+        rows = table(section(FORMATS, title))
+        documented = {flag for row in rows for flag in quoted(row[0])}
+        ingredients = {
+            flag for row in table(section(FORMATS, "Quality")) for flag in quoted(row[1])
+        }
+        assert documented <= flags_of("lite", command)
+        assert flags_of("lite", command) - common - documented <= ingredients
+
+
+def test_quality_options() -> None:
+    rows = [row for row in table(section(FORMATS, "Quality")) if row[0].startswith("`kv_")]
+    fields = {field.name for field in dataclasses.fields(messages.TurbomindEngineConfig)}
+    assert {row[0].strip("`") for row in rows} == {
+        name for name in fields if name.startswith("kv_")
+    } - {"kv_quality", "kv_cache_format"}
+    documented = {flag for row in rows for flag in quoted(row[1])}
+    assert documented <= flags_of("serve", "api_server")
+    qualities = {row[0].strip("`") for row in table(section(FORMATS, "Quality"))}
+    assert set(messages.KV_QUALITIES) <= qualities
+
+
 def test_endpoints() -> None:
     source = (ROOT / "lmdeploy/serve/app.py").read_text(encoding="utf-8")
     routes = {f"{m.upper()} {p}" for m, p in re.findall(r'@app\.(get|post)\("([^"]+)"', source)}

@@ -472,6 +472,7 @@ void Engine::Impl::UpdateStats() {
   totals.hot_blocks_active = hot.active;
   totals.prefix_queried_tokens = scheduler.stats().prefix_queried_tokens;
   totals.prefix_hit_tokens = scheduler.stats().prefix_hit_tokens;
+  totals.prefix_cut_tokens = scheduler.stats().prefix_cut_tokens;
   totals.num_preemptions = scheduler.stats().num_preemptions;
   totals.num_nonfinite = decoder.num_nonfinite();
   // Destroyed after the lock is given back: a request's callback may take other locks (Python's)

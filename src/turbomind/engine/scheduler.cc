@@ -78,7 +78,7 @@ int64_t Scheduler::Admit(int64_t budget) {
   while (!waiting_.empty() && used < budget && static_cast<int>(running_.size()) < most) {
     Sequence& sequence = *waiting_.front();
     const uint64_t id = sequence.request->id;
-    const std::vector<Promise> promised = Promised();
+    const std::vector<int64_t> promised = Promised();
     sequence.num_computed = manager_.Create(id, sequence.tokens, sequence.may_use_prefix_cache());
     const int64_t wanted = std::min(budget - used, sequence.num_missing());
     if (!Fits(sequence, promised) ||
@@ -102,43 +102,33 @@ int64_t Scheduler::Admit(int64_t budget) {
   return used;
 }
 
-Scheduler::Promise Scheduler::ToCome(const Sequence& sequence, int pool) const {
-  const auto most = [&](int64_t chunk) {
-    return manager_.BlocksToCome(sequence.request->id, pool, sequence.num_tokens(), chunk);
-  };
-  const int64_t blocks = most(config_.max_step_tokens);
-  if (pool < static_cast<int>(groups_.size())) {
-    return {blocks, 0};
-  }
-  const int64_t decode = most(1);
-  return {decode, blocks - decode};
+// Blocks that a sequence will still ask for until all its tokens are computed.
+int64_t Scheduler::BlocksToCome(const Sequence& sequence, int pool) const {
+  return manager_.BlocksToCome(sequence.request->id, pool, sequence.num_tokens(),
+                               config_.max_step_tokens);
 }
 
-// By pool.
-std::vector<Scheduler::Promise> Scheduler::Promised() const {
-  std::vector<Promise> promised(static_cast<size_t>(manager_.num_pools()));
+// Blocks that the running sequences will still take for their prompts, by pool. In hot pools a
+// step's chunk would count for each of them, but while there is room in the step for another
+// sequence, all tokens of those that run are in it and have their slots.
+std::vector<int64_t> Scheduler::Promised() const {
+  std::vector<int64_t> promised(static_cast<size_t>(manager_.num_pools()), 0);
   for (const auto& sequence : running_) {
     for (size_t pool = 0; pool < promised.size(); ++pool) {
-      const Promise more = ToCome(*sequence, static_cast<int>(pool));
-      promised[pool].blocks += more.blocks;
-      promised[pool].chunk_blocks += more.chunk_blocks;
+      promised[pool] += BlocksToCome(*sequence, static_cast<int>(pool));
     }
   }
   return promised;
 }
 
 // Alone, a sequence always starts: it was checked when it came.
-bool Scheduler::Fits(const Sequence& sequence, const std::vector<Promise>& promised) const {
+bool Scheduler::Fits(const Sequence& sequence, const std::vector<int64_t>& promised) const {
   if (running_.empty()) {
     return true;
   }
-  const int64_t chunk_blocks =
-      (config_.max_step_tokens - 1) / groups_.front().layout.config().block_seq_len;
   for (size_t pool = 0; pool < promised.size(); ++pool) {
     const BlockCounts counts = manager_.counts(static_cast<int>(pool));
-    const Promise own = ToCome(sequence, static_cast<int>(pool));
-    const int64_t needed = own.blocks + promised[pool].blocks +
-                           std::min(own.chunk_blocks + promised[pool].chunk_blocks, chunk_blocks);
+    const int64_t needed = BlocksToCome(sequence, static_cast<int>(pool)) + promised[pool];
     if (needed > counts.free + counts.cached) {
       return false;
     }

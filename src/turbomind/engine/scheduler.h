@@ -32,8 +32,7 @@ struct SchedulerStats {
 //   1. sequences that decode, oldest first;
 //   2. sequences in the middle of their prompt, oldest first, each as large a chunk as is left;
 //   3. waiting ones, oldest first, while their whole prompt fits beside what is promised to those
-//      that run, in every pool; the hot blocks of a step's chunk are counted once, whoever has the
-//      tokens. None overtakes another, so none starves.
+//      that run, in every pool. None overtakes another, so none starves.
 // Where no block is free for a sequence that runs, the newest running one is preempted: its blocks
 // are freed and it waits at its old place, to be computed again (cached blocks permitting).
 //
@@ -65,14 +64,9 @@ class Scheduler {
   int64_t PlanRunning(Sequence& sequence, int64_t budget);
   void PreemptNewest();
   int64_t Admit(int64_t budget);
-  // Blocks of a pool that sequences will still take for their prompts.
-  struct Promise {
-    int64_t blocks = 0;
-    int64_t chunk_blocks = 0;  // hot ones beyond them, while a sequence has a step to itself
-  };
-  bool Fits(const Sequence& sequence, const std::vector<Promise>& promised) const;
-  std::vector<Promise> Promised() const;
-  Promise ToCome(const Sequence& sequence, int pool) const;
+  bool Fits(const Sequence& sequence, const std::vector<int64_t>& promised) const;
+  std::vector<int64_t> Promised() const;
+  int64_t BlocksToCome(const Sequence& sequence, int pool) const;
   void Build();
 
   SchedulerConfig config_;

@@ -37,13 +37,14 @@ int64_t ColdBlocks(const LayerGroup& group, const KvDemand& demand) {
   return std::max<int64_t>(group.BlocksPerSequence(demand.session_len, demand.chunk), 1);
 }
 
-// Hot blocks of `n` sequences. Each has those of decode; of the tokens of one step, shared by all,
-// only those count that do not fit into a block that was counted already.
+// Hot blocks of `n` sequences. Each has those of a step of one block; of the tokens of one step,
+// shared by all, only those count that do not fit into a block that was counted already.
 int64_t HotBlocks(const LayerGroup& group, int64_t n, const KvDemand& demand) {
   const int64_t alone = group.HotBlocksPerSequence(demand.session_len, demand.chunk);
-  const int64_t decode = group.HotBlocksPerSequence(demand.session_len, 1);
-  const int64_t chunk = (demand.chunk - 1) / group.layout.config().block_seq_len;
-  return Saturate(std::min(Wide{n} * alone, Wide{n} * decode + chunk));
+  const int64_t length = group.layout.config().block_seq_len;
+  const int64_t each = group.HotBlocksPerSequence(demand.session_len, length);
+  const int64_t chunk = (demand.chunk - 1) / length;
+  return Saturate(std::min(Wide{n} * alone, Wide{n} * each + chunk));
 }
 
 bool HasHot(const std::vector<LayerGroup>& groups) { return groups.front().rule.enabled(); }

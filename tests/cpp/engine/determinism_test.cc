@@ -182,7 +182,7 @@ TEST_CASE("the same bits in balanced and best, with blocks that were hot and are
       SUBCASE("chunks of 16 and 64") { CheckChunks(setting, want); }
       SUBCASE("two threads") { CheckEqual(RunAll(setting, 2), 0, want); }
       SUBCASE("prefix hits") { CheckPrefixHits(setting, want); }
-      SUBCASE("preemption") { CheckPreemption(setting, 30, want); }
+      SUBCASE("preemption") { CheckPreemption(setting, 26, want); }
     }
   }
 }

@@ -51,6 +51,39 @@ TEST_CASE("pools: addresses, sizes, copies, release") {
   CHECK(device.reserved_bytes == 0);
 }
 
+TEST_CASE("hot pools lie after the cold ones, in 16 bit") {
+  MemoryDevice device;
+  {
+    KvCacheConfig config = Config({40, 0, 40});
+    config.hot = {64, 64};
+    KvCache cache(device, config, {3, 5, 4, 6});
+    CHECK(cache.has_hot_pools());
+    CHECK(cache.num_groups() == 2);
+    CHECK(cache.num_pools() == 4);
+    CHECK(cache.HotPool(1) == 3);
+    CHECK(cache.rule().recent_blocks == 4);
+    CHECK(cache.bytes_per_block(3) == 2 * 16 * 2 * 2 * 64);  // layers, tokens, heads, K and V
+    CHECK(cache.data_bytes(3) == 6 * cache.bytes_per_block(3));
+    CHECK(cache.scale_bytes(3) == 0);
+    CHECK(cache.GetScaleBlockPtr(3, 0) == nullptr);
+    CHECK(cache.reserved_bytes() == static_cast<int64_t>(device.reserved_bytes));
+    CHECK(cache.HotLayerView(0).Payload(KvSide::kK, 5, 0) == cache.GetBlockPtr(3, 5));
+    CHECK(cache.HotLayerView(1).Payload(KvSide::kK, 3, 0) == cache.GetBlockPtr(2, 3));
+    CHECK(cache.HotLayerView(0).mode[0] == KvCacheMode::kNone);
+    std::memset(cache.GetBlockPtr(3, 1), 7, static_cast<size_t>(cache.bytes_per_block(3)));
+    cache.CopyBlock(3, 2, 1);
+    CHECK(std::memcmp(cache.GetBlockPtr(3, 2), cache.GetBlockPtr(3, 1),
+                      static_cast<size_t>(cache.bytes_per_block(3))) == 0);
+    CHECK(static_cast<unsigned char>(*cache.GetBlockPtr(3, 3)) == MemoryDevice::kSentinel);
+    CHECK_NOTHROW(cache.CheckScaleBytes(3, 3));
+    CHECK_THROWS_AS(cache.GetBlockPtr(2, 4), InternalError);
+    CHECK_THROWS_AS(KvCache(device, config, {3, 5}), InternalError);
+    CHECK_THROWS_AS(KvCache(device, config, {3, 5, 4, 0}), InvalidArgument);
+    CHECK(KvCache(device, Config({0}), {3}).HotLayerView(0).data == nullptr);
+  }
+  CHECK(device.reserved_bytes == 0);
+}
+
 TEST_CASE("no scale pool without FP4; a failing reservation gives everything back") {
   MemoryDevice device;
   KvCache cache(device, Config({0}, KvCacheMode::kInt8), {4});

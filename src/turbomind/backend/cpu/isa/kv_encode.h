@@ -40,24 +40,26 @@ TM_HD F32x16 FiniteLanes(F32x16 x, DataType dtype) {
   return Select(NanLanes(x), Zero(), Max(least, Min(most, x)));
 }
 
-// Nearest E2M1 code, ties to even, saturating; NaN gives 7.
-TM_HD I32x16 E2m1Lanes(F32x16 x) {
-  const F32x16 size = FromBits(MagnitudeBits(x));
-  const I32x16 one = Set1Int(1);
-  const I32x16 none = Set1Int(0);
-  const auto above = [&](float limit) __attribute__((always_inline)) {
-    return Select(Less(Set1(limit), size), one, none);
-  };
-  const auto below = [&](float limit) __attribute__((always_inline)) {
-    return Select(Less(size, Set1(limit)), none, one);
-  };
-  const I32x16 low = Add(Add(above(.25f), below(.75f)), Add(above(1.25f), below(1.75f)));
-  const I32x16 high = Add(Add(above(2.5f), below(3.5f)), above(5.f));
-  const I32x16 sign = And(ShiftRight<28>(Bits(x)), Set1Int(8));
-  return Select(NanLanes(x), Set1Int(7), Or(sign, Add(low, high)));
+// --- FP4 --------------------------------------------------------------------------------------
+
+// The E2M1 value nearest to x >= 0, ties to the even code. Adding 1.5 * 2^22 times x's binade
+// leaves one bit behind its leading one; below 1 the steps stay 0.5.
+TM_HD F32x16 NearestE2m1(F32x16 x) {
+  const F32x16 clipped = Min(x, Set1(6.f));
+  const I32x16 binade = And(Bits(Max(clipped, Set1(1.f))), Set1Int(0x7f800000));
+  const F32x16 magic = FromBits(Add(binade, Set1Int((22 << 23) + 0x400000)));
+  return Sub(Add(clipped, magic), magic);
 }
 
-// --- FP4 --------------------------------------------------------------------------------------
+// Nearest E2M1 code, ties to even, saturating; NaN gives 7.
+TM_HD I32x16 E2m1Lanes(F32x16 x) {
+  const F32x16 size = NearestE2m1(FromBits(MagnitudeBits(x)));
+  // From 1 on, exponent and leading bit of the mantissa count the codes; below, halves do.
+  const I32x16 from_one = Sub(ShiftRight<22>(Bits(size)), Set1Int(252));
+  const I32x16 below_one = ToInt(Min(Add(size, size), Set1(1.f)));
+  const I32x16 sign = And(ShiftRight<28>(Bits(x)), Set1Int(8));
+  return Select(NanLanes(x), Set1Int(7), Or(sign, MaxInt(from_one, below_one)));
+}
 
 // One group as stored by the cache dtype, and its plain scale byte.
 struct Fp4Input {
@@ -82,15 +84,6 @@ TM_HD void StoreGroup(const Fp4Input& in, int byte, float g, uint8_t* payload, u
   *meta = static_cast<uint8_t>(byte);
   const I32x16 codes = E2m1Lanes(Div(in.value, Set1(Scale::Divisor(byte, g))));
   StoreNibbles(payload, in.amax > 0.f ? codes : Set1Int(0));
-}
-
-// The E2M1 value nearest to x >= 0, ties to the even code. Adding 1.5 * 2^22 times x's binade
-// leaves one bit behind its leading one; below 1 the steps stay 0.5.
-TM_HD F32x16 NearestE2m1(F32x16 x) {
-  const F32x16 clipped = Min(x, Set1(6.f));
-  const I32x16 binade = And(Bits(Max(clipped, Set1(1.f))), Set1Int(0x7f800000));
-  const F32x16 magic = FromBits(Add(binade, Set1Int((22 << 23) + 0x400000)));
-  return Sub(Add(clipped, magic), magic);
 }
 
 // Lanes 0 to 7: candidates of one group, lanes 8 to 15: of another, in the order of the search.
@@ -118,79 +111,157 @@ struct CandidateLanes<MxScale> {
   static TM_HD F32x16 Steps(I32x16 bytes) { return ScaleValue(KvCacheMode::kFp4Mx, bytes); }
 };
 
-// Whether x / divisor may be x * (1 / divisor) and the decoded value may stay in the product of an
-// FMA: powers of two; or a divisor of 4 bits below a 16-bit x. There x either lies at a tie, whose
-// two sides give the same error, or 2^-11 of it away, and the decoded value is exact.
-template <class Scale>
-TM_HD bool HasShortDivisor(const RowFormat& f) {
+// How the ratio x / divisor of the search becomes an E2M1 value.
+enum class Ratio {
+  kExact,  // division, ties to even
+  kShort,  // x * (1 / divisor), ties to even
+  kTable,  // x * (4 / divisor) below 32, ties to either side
+};
+
+// Minus the E2M1 value nearest to i / 4 and above.
+alignas(64) inline constexpr float kQuarters[32] = {
+    -0.f, -.5f, -.5f, -1.f, -1.f, -1.5f, -1.5f, -2.f, -2.f, -2.f, -3.f,
+    -3.f, -3.f, -3.f, -4.f, -4.f, -4.f,  -4.f,  -4.f, -4.f, -6.f, -6.f,
+    -6.f, -6.f, -6.f, -6.f, -6.f, -6.f,  -6.f,  -6.f, -6.f, -6.f};
+
+// Without division, the reciprocal must not change a result. MXFP4: both are powers of two, so it
+// is exact. NVFP4 with a power of two for g: divisors have 4 bits and 16-bit values at most 11, so
+// the decoded value and the difference are exact; x lies 2^-11 of it away from every midpoint
+// between two codes, or on it, where both give the same error. The table takes plain bytes whose
+// candidates all keep x / divisor below 8: 6 * 10.5 / 8 for the byte 10, and less above.
+template <class Scale, int kGroups>
+TM_HD Ratio RatioFor(const RowFormat& f, const Fp4Input (&in)[kGroups]) {
+  if (Scale::kCandidates == MxScale::kCandidates) {
+    return Ratio::kShort;
+  }
   const bool short_g = (FloatBits(f.g) & 0x7FFFFFu) == 0 && f.g >= 0x1p-64f && f.g <= 0x1p64f;
-  return Scale::kCandidates == MxScale::kCandidates || (f.dtype != DataType::kFloat32 && short_g);
+  if (f.dtype == DataType::kFloat32 || !short_g) {
+    return Ratio::kExact;
+  }
+  bool in_table = true;
+  for (const Fp4Input& group : in) {
+    in_table = in_table && group.plain >= 10 && group.plain < kNvMost;
+  }
+  return in_table ? Ratio::kTable : Ratio::kShort;
 }
 
-// Squared errors of a candidate per lane, summed over the 16 values in order. `sizes` has both
-// groups.
-template <bool kShort>
-TM_HD F32x16 SquaredErrors(const float (&sizes)[2][kLanes], F32x16 steps, float g) {
-  const F32x16 divisor = Mul(steps, Set1(g));
-  const F32x16 inverse = Div(Set1(1.f), divisor);
-  const F32x16 negative = Sub(Zero(), divisor);
+// What the search knows of pairs of groups: the sizes of their values, the steps of their
+// candidates (one per lane), and in the end the squared errors.
+template <int kPairs>
+struct PairLanes {
+  alignas(64) float sizes[2 * kPairs][kLanes];
+  F32x16 steps[kPairs];
+  F32x16 errors[kPairs];
+};
+
+// Errors summed over the 16 values in order. Several pairs hide the latency of one another.
+template <Ratio kRatio, int kPairs>
+TM_HD void SumErrors(PairLanes<kPairs>& lanes, float g) {
+  const Table32 quarters = LoadTable32(kQuarters);
   const Mask16 first = LaneRange(0, 8);
-  F32x16 sum = Zero();
+  F32x16 divisor[kPairs];
+  F32x16 inverse[kPairs];
+  F32x16 sum[kPairs];
+  Unroll<kPairs>([&](auto pair) __attribute__((always_inline)) {
+    constexpr int p = decltype(pair)::value;
+    divisor[p] = Mul(lanes.steps[p], Set1(g));
+    inverse[p] = Div(Set1(kRatio == Ratio::kTable ? 4.f : 1.f), divisor[p]);
+    sum[p] = Zero();
+  });
   Unroll<kLanes>([&](auto index) __attribute__((always_inline)) {
     constexpr int i = decltype(index)::value;
-    const F32x16 x = Select(first, Set1(sizes[0][i]), Set1(sizes[1][i]));
-    F32x16 difference;
-    if constexpr (kShort) {
-      difference = Fma(NearestE2m1(Mul(x, inverse)), negative, x);
-    } else {
-      difference = Sub(x, Mul(Mul(NearestE2m1(Div(x, divisor)), steps), Set1(g)));
-    }
-    sum = Add(sum, Mul(difference, difference));
+    Unroll<kPairs>([&](auto pair) __attribute__((always_inline)) {
+      constexpr int p = decltype(pair)::value;
+      const F32x16 x = Select(first, Set1(lanes.sizes[2 * p][i]), Set1(lanes.sizes[2 * p + 1][i]));
+      F32x16 difference;
+      if constexpr (kRatio == Ratio::kTable) {
+        difference = Fma(Lookup(quarters, Truncate(Mul(x, inverse[p]))), divisor[p], x);
+      } else if constexpr (kRatio == Ratio::kShort) {
+        difference = Fma(NearestE2m1(Mul(x, inverse[p])), Sub(Zero(), divisor[p]), x);
+      } else {
+        const F32x16 ratio = NearestE2m1(Div(x, divisor[p]));
+        difference = Sub(x, Mul(Mul(ratio, lanes.steps[p]), Set1(g)));
+      }
+      sum[p] = Add(sum[p], Mul(difference, difference));
+    });
   });
-  return sum;
+  for (int p = 0; p < kPairs; ++p) {
+    lanes.errors[p] = sum[p];
+  }
 }
 
-// Fp4Codec::SearchByte of two groups at once.
-template <class Scale>
-TM_HD void SearchBytes(const RowFormat& f, const Fp4Input (&in)[2], int (&bytes)[2]) {
-  alignas(64) float sizes[2][kLanes];
-  Store(sizes[0], in[0].sizes);
-  Store(sizes[1], in[1].sizes);
-  const I32x16 plain = Select(LaneRange(0, 8), Set1Int(in[0].plain), Set1Int(in[1].plain));
-  const I32x16 candidates = CandidateLanes<Scale>::Bytes(plain);
-  const F32x16 steps = CandidateLanes<Scale>::Steps(candidates);
-  const float g = Scale::kCandidates == MxScale::kCandidates ? 1.f : f.g;
-  const F32x16 errors = HasShortDivisor<Scale>(f) ? SquaredErrors<true>(sizes, steps, g)
-                                                  : SquaredErrors<false>(sizes, steps, g);
-  alignas(64) float error[kLanes];
-  Store(error, errors);
-  for (int group = 0; group < 2; ++group) {
-    int best = in[group].plain;
-    float least = __builtin_inff();
-    for (int k = 0; k < Scale::kCandidates; ++k) {
-      const bool better = error[8 * group + k] < least;
-      best = better ? Scale::Candidate(in[group].plain, k) : best;
-      least = better ? error[8 * group + k] : least;
-    }
-    bytes[group] = in[group].amax > 0.f ? best : Scale::kZeroBlock;
+// Bit i: lane i's error is not the least of its group of 8 lanes.
+TM_HD unsigned WorseLanes(F32x16 errors) {
+  F32x16 least = Min(errors, SwapLanes<4>(errors));
+  least = Min(least, SwapLanes<2>(least));
+  least = Min(least, SwapLanes<1>(least));
+  return MaskBits(Less(least, errors));
+}
+
+// Fp4Codec::SearchByte of 2 * kPairs groups.
+template <class Scale, int kPairs>
+TM_HD void SearchBytes(const RowFormat& f, const Fp4Input (&in)[2 * kPairs],
+                       int (&bytes)[2 * kPairs]) {
+  PairLanes<kPairs> lanes;
+  for (int p = 0; p < kPairs; ++p) {
+    Store(lanes.sizes[2 * p], in[2 * p].sizes);
+    Store(lanes.sizes[2 * p + 1], in[2 * p + 1].sizes);
+    const I32x16 plain =
+        Select(LaneRange(0, 8), Set1Int(in[2 * p].plain), Set1Int(in[2 * p + 1].plain));
+    lanes.steps[p] = CandidateLanes<Scale>::Steps(CandidateLanes<Scale>::Bytes(plain));
   }
+  const float g = Scale::kCandidates == MxScale::kCandidates ? 1.f : f.g;
+  const Ratio ratio = RatioFor<Scale>(f, in);
+  if (ratio == Ratio::kTable) {
+    SumErrors<Ratio::kTable>(lanes, g);
+  } else if (ratio == Ratio::kShort) {
+    SumErrors<Ratio::kShort>(lanes, g);
+  } else {
+    SumErrors<Ratio::kExact>(lanes, g);
+  }
+  for (int p = 0; p < kPairs; ++p) {
+    const unsigned worse = WorseLanes(lanes.errors[p]);
+    for (int i = 2 * p; i < 2 * p + 2; ++i) {
+      const int k = __builtin_ctz(~worse >> (8 * (i - 2 * p)));
+      bytes[i] = in[i].amax > 0.f ? Scale::Candidate(in[i].plain, k) : Scale::kZeroBlock;
+    }
+  }
+}
+
+// Where `count` groups of a row go.
+struct GroupTarget {
+  uint8_t* payload;
+  uint8_t* meta;
+  int count;
+};
+
+template <class Scale, int kPairs>
+TM_HD int EncodeGroups(const RowFormat& f, const float* row, const GroupTarget& to) {
+  Fp4Input in[2 * kPairs];
+  for (int i = 0; i < 2 * kPairs; ++i) {  // lanes without a group repeat the last one
+    const int group = i < to.count ? i : to.count - 1;
+    in[i] = LoadGroup<Scale>(row + group * kLanes, f.dtype, f.g);
+  }
+  int bytes[2 * kPairs];
+  SearchBytes<Scale, kPairs>(f, in, bytes);
+  int nonfinite = 0;
+  for (int i = 0; i < to.count; ++i) {
+    nonfinite += CountNonfinite(in[i].value);
+    StoreGroup<Scale>(in[i], bytes[i], f.g, to.payload + i * kLanes / 2, to.meta + i);
+  }
+  return nonfinite;
 }
 
 template <class Scale>
 int EncodeFp4Searching(const RowFormat& f, const float* row, uint8_t* payload, uint8_t* meta) {
   int nonfinite = 0;
-  for (int d = 0; d < f.n; d += 2 * kLanes) {
-    const int groups = d + kLanes < f.n ? 2 : 1;
-    Fp4Input in[2];
-    in[0] = LoadGroup<Scale>(row + d, f.dtype, f.g);
-    in[1] = groups == 2 ? LoadGroup<Scale>(row + d + kLanes, f.dtype, f.g) : in[0];
-    int bytes[2];
-    SearchBytes<Scale>(f, in, bytes);
-    for (int i = 0; i < groups; ++i) {
-      nonfinite += CountNonfinite(in[i].value);
-      const int at = d + i * kLanes;
-      StoreGroup<Scale>(in[i], bytes[i], f.g, payload + at / 2, meta + at / kLanes);
-    }
+  int d = 0;
+  for (; d + 4 * kLanes <= f.n; d += 4 * kLanes) {
+    nonfinite += EncodeGroups<Scale, 2>(f, row + d, {payload + d / 2, meta + d / kLanes, 4});
+  }
+  for (; d < f.n; d += 2 * kLanes) {
+    const int count = d + kLanes < f.n ? 2 : 1;
+    nonfinite += EncodeGroups<Scale, 1>(f, row + d, {payload + d / 2, meta + d / kLanes, count});
   }
   return nonfinite;
 }

@@ -111,11 +111,12 @@ TM_HD Mask16 LaneRange(int lo, int hi) {
   return {_mm256_andnot_si256(_mm256_cmpgt_epi32(low, first), _mm256_cmpgt_epi32(high, first)),
           _mm256_andnot_si256(_mm256_cmpgt_epi32(low, second), _mm256_cmpgt_epi32(high, second))};
 }
-TM_HD int Count(Mask16 m) {
-  return __builtin_popcount(static_cast<unsigned>(_mm256_movemask_ps(_mm256_castsi256_ps(m.a))) |
-                            static_cast<unsigned>(_mm256_movemask_ps(_mm256_castsi256_ps(m.b)))
-                                << 8);
+// Lane i as bit i.
+TM_HD unsigned MaskBits(Mask16 m) {
+  return static_cast<unsigned>(_mm256_movemask_ps(_mm256_castsi256_ps(m.a))) |
+         static_cast<unsigned>(_mm256_movemask_ps(_mm256_castsi256_ps(m.b))) << 8;
 }
+TM_HD int Count(Mask16 m) { return __builtin_popcount(MaskBits(m)); }
 TM_HD F32x16 Select(Mask16 m, F32x16 x, F32x16 y) {
   return {_mm256_blendv_ps(y.a, x.a, _mm256_castsi256_ps(m.a)),
           _mm256_blendv_ps(y.b, x.b, _mm256_castsi256_ps(m.b))};
@@ -234,6 +235,21 @@ TM_HD F32x16 Lookup(Table16 t, I32x16 index) {
   };
   return {half(index.a), half(index.b)};
 }
+
+struct Table32 {
+  Table16 low, high;
+};
+TM_HD Table32 LoadTable32(const float* p) { return {LoadTable(p), LoadTable(p + 16)}; }
+// table[lane & 31]
+TM_HD F32x16 Lookup(Table32 t, I32x16 index) {
+  const I32x16 bit = ShiftLeft<27>(index);  // bit 4 as the sign
+  const F32x16 low = Lookup(t.low, index);
+  const F32x16 high = Lookup(t.high, index);
+  return {_mm256_blendv_ps(low.a, high.a, _mm256_castsi256_ps(bit.a)),
+          _mm256_blendv_ps(low.b, high.b, _mm256_castsi256_ps(bit.b))};
+}
+// Towards zero; 0x80000000 where it does not fit.
+TM_HD I32x16 Truncate(F32x16 x) { return {_mm256_cvttps_epi32(x.a), _mm256_cvttps_epi32(x.b)}; }
 
 // Eight bytes, repeated: even lanes hold the first four, odd lanes the last four.
 TM_HD I32x16 Broadcast8(const void* p) {

@@ -80,6 +80,8 @@ TM_HD Mask16 LaneRange(int lo, int hi) {
   return {static_cast<__mmask16>(from & below)};
 }
 TM_HD int Count(Mask16 m) { return __builtin_popcount(m.v); }
+// Lane i as bit i.
+TM_HD unsigned MaskBits(Mask16 m) { return m.v; }
 TM_HD F32x16 Select(Mask16 m, F32x16 a, F32x16 b) { return {_mm512_mask_mov_ps(b.v, m.v, a.v)}; }
 TM_HD I32x16 Select(Mask16 m, I32x16 a, I32x16 b) { return {_mm512_mask_mov_epi32(b.v, m.v, a.v)}; }
 
@@ -157,6 +159,17 @@ TM_HD I32x16 FloatToHalf(F32x16 a) {
 TM_HD Table16 LoadTable(const float* p) { return {_mm512_loadu_ps(p)}; }
 // table[lane & 15]
 TM_HD F32x16 Lookup(Table16 t, I32x16 index) { return {_mm512_permutexvar_ps(index.v, t.v)}; }
+
+struct Table32 {
+  __m512 low, high;
+};
+TM_HD Table32 LoadTable32(const float* p) { return {_mm512_loadu_ps(p), _mm512_loadu_ps(p + 16)}; }
+// table[lane & 31]
+TM_HD F32x16 Lookup(Table32 t, I32x16 index) {
+  return {_mm512_permutex2var_ps(t.low, index.v, t.high)};
+}
+// Towards zero; 0x80000000 where it does not fit.
+TM_HD I32x16 Truncate(F32x16 a) { return {_mm512_cvttps_epi32(a.v)}; }
 
 // Eight bytes, repeated: even lanes hold the first four, odd lanes the last four.
 TM_HD I32x16 Broadcast8(const void* p) {
