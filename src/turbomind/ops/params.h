@@ -53,8 +53,8 @@ struct ProcessKVParams {
   bool rotate = false;
   bool search_scales = false;     // FP4: the search rule of kv/codec.h, not the plain one
   const float* k_mean = nullptr;  // [kv_heads, head_dim] before the rotation, or null
-  // [num_tokens, q_heads] out: q · k_mean of the head's group, what each score has lost. Sinks need
-  // it; null where there are none.
+  // [num_tokens, q_heads] out: q · k_mean of the head's group, what each score has lost. Written
+  // when it and k_mean are set; sinks need it.
   float* q_dot_mean = nullptr;
   KvLayerView kv;
   KvLayerView hot = {};  // mode none; data null where nothing is hot

@@ -111,38 +111,21 @@ struct CandidateLanes<MxScale> {
   static TM_HD F32x16 Steps(I32x16 bytes) { return ScaleValue(KvCacheMode::kFp4Mx, bytes); }
 };
 
-// How the ratio x / divisor of the search becomes an E2M1 value.
-enum class Ratio {
-  kExact,  // division, ties to even
-  kShort,  // x * (1 / divisor), ties to even
-  kTable,  // x * (4 / divisor) below 32, ties to either side
-};
-
 // Minus the E2M1 value nearest to i / 4 and above.
 alignas(64) inline constexpr float kQuarters[32] = {
     -0.f, -.5f, -.5f, -1.f, -1.f, -1.5f, -1.5f, -2.f, -2.f, -2.f, -3.f,
     -3.f, -3.f, -3.f, -4.f, -4.f, -4.f,  -4.f,  -4.f, -4.f, -6.f, -6.f,
     -6.f, -6.f, -6.f, -6.f, -6.f, -6.f,  -6.f,  -6.f, -6.f, -6.f};
 
-// Without division, the reciprocal must not change a result. MXFP4: both are powers of two, so it
-// is exact. NVFP4 with a power of two for g: divisors have 4 bits and 16-bit values at most 11, so
-// the decoded value and the difference are exact; x lies 2^-11 of it away from every midpoint
-// between two codes, or on it, where both give the same error. The table takes plain bytes whose
-// candidates all keep x / divisor below 8: 6 * 10.5 / 8 for the byte 10, and less above.
-template <class Scale, int kGroups>
-TM_HD Ratio RatioFor(const RowFormat& f, const Fp4Input (&in)[kGroups]) {
-  if (Scale::kCandidates == MxScale::kCandidates) {
-    return Ratio::kShort;
-  }
+// Whether the search may multiply by 4 / divisor and look the quarters up. MXFP4: the divisor is a
+// power of two, so the product is exact. NVFP4 with a power of two for g: divisors have 4 bits and
+// 16-bit values at most 11, so x lies 2^-11 of it away from every midpoint between two codes, or on
+// it. There the table goes to either side: both give the same error, since decoded values and
+// differences are exact.
+template <class Scale>
+TM_HD bool CanLookUp(const RowFormat& f) {
   const bool short_g = (FloatBits(f.g) & 0x7FFFFFu) == 0 && f.g >= 0x1p-64f && f.g <= 0x1p64f;
-  if (f.dtype == DataType::kFloat32 || !short_g) {
-    return Ratio::kExact;
-  }
-  bool in_table = true;
-  for (const Fp4Input& group : in) {
-    in_table = in_table && group.plain >= 10 && group.plain < kNvMost;
-  }
-  return in_table ? Ratio::kTable : Ratio::kShort;
+  return Scale::kCandidates == MxScale::kCandidates || (f.dtype != DataType::kFloat32 && short_g);
 }
 
 // What the search knows of pairs of groups: the sizes of their values, the steps of their
@@ -155,7 +138,7 @@ struct PairLanes {
 };
 
 // Errors summed over the 16 values in order. Several pairs hide the latency of one another.
-template <Ratio kRatio, int kPairs>
+template <bool kLookUp, int kPairs>
 TM_HD void SumErrors(PairLanes<kPairs>& lanes, float g) {
   const Table32 quarters = LoadTable32(kQuarters);
   const Mask16 first = LaneRange(0, 8);
@@ -165,26 +148,25 @@ TM_HD void SumErrors(PairLanes<kPairs>& lanes, float g) {
   Unroll<kPairs>([&](auto pair) __attribute__((always_inline)) {
     constexpr int p = decltype(pair)::value;
     divisor[p] = Mul(lanes.steps[p], Set1(g));
-    inverse[p] = Div(Set1(kRatio == Ratio::kTable ? 4.f : 1.f), divisor[p]);
+    inverse[p] = Div(Set1(4.f), divisor[p]);
     sum[p] = Zero();
   });
-  Unroll<kLanes>([&](auto index) __attribute__((always_inline)) {
-    constexpr int i = decltype(index)::value;
+#pragma GCC unroll 2  // more, and the compiler spills what it gathers
+  for (int i = 0; i < kLanes; ++i) {
     Unroll<kPairs>([&](auto pair) __attribute__((always_inline)) {
       constexpr int p = decltype(pair)::value;
       const F32x16 x = Select(first, Set1(lanes.sizes[2 * p][i]), Set1(lanes.sizes[2 * p + 1][i]));
       F32x16 difference;
-      if constexpr (kRatio == Ratio::kTable) {
-        difference = Fma(Lookup(quarters, Truncate(Mul(x, inverse[p]))), divisor[p], x);
-      } else if constexpr (kRatio == Ratio::kShort) {
-        difference = Fma(NearestE2m1(Mul(x, inverse[p])), Sub(Zero(), divisor[p]), x);
+      if constexpr (kLookUp) {
+        const F32x16 ratio = Min(Mul(x, inverse[p]), Set1(31.f));
+        difference = Fma(Lookup(quarters, Truncate(ratio)), divisor[p], x);
       } else {
         const F32x16 ratio = NearestE2m1(Div(x, divisor[p]));
         difference = Sub(x, Mul(Mul(ratio, lanes.steps[p]), Set1(g)));
       }
       sum[p] = Add(sum[p], Mul(difference, difference));
     });
-  });
+  }
   for (int p = 0; p < kPairs; ++p) {
     lanes.errors[p] = sum[p];
   }
@@ -211,13 +193,10 @@ TM_HD void SearchBytes(const RowFormat& f, const Fp4Input (&in)[2 * kPairs],
     lanes.steps[p] = CandidateLanes<Scale>::Steps(CandidateLanes<Scale>::Bytes(plain));
   }
   const float g = Scale::kCandidates == MxScale::kCandidates ? 1.f : f.g;
-  const Ratio ratio = RatioFor<Scale>(f, in);
-  if (ratio == Ratio::kTable) {
-    SumErrors<Ratio::kTable>(lanes, g);
-  } else if (ratio == Ratio::kShort) {
-    SumErrors<Ratio::kShort>(lanes, g);
+  if (CanLookUp<Scale>(f)) {
+    SumErrors<true>(lanes, g);
   } else {
-    SumErrors<Ratio::kExact>(lanes, g);
+    SumErrors<false>(lanes, g);
   }
   for (int p = 0; p < kPairs; ++p) {
     const unsigned worse = WorseLanes(lanes.errors[p]);
