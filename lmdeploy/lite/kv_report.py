@@ -226,7 +226,7 @@ class Report:
 
     def _add_speeds(self, context: str, speeds: dict[str, float]) -> None:
         for label, speed in speeds.items():
-            raw = speeds.get(label.partition("/")[0])
+            raw = None if label == REFERENCE else speeds.get(label.partition("/")[0])
             row = {"tokens_per_s": speed, "to_raw": speed / raw if raw else None}
             row["to_none"] = speed / speeds[REFERENCE]
             self.figures[label]["decode"].setdefault(context, row)

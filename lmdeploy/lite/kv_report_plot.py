@@ -42,23 +42,24 @@ def write_plot(report: Report, path: Path) -> None:
 
 def _divergence(report: Report, axes: Any) -> None:
     text, context = next(iter(report.ids)), str(report.options.contexts[0])
-    formats = [f for f in report.options.formats if f != REFERENCE]
+    formats = list(dict.fromkeys(cell.format for cell in report.cells if cell.label != REFERENCE))
     for cell in report.cells:
         if cell.label == REFERENCE:
             continue
         row = report.figures[cell.label]
-        place = (row["bits_per_value"]["8192"], row["texts"][text][context]["kl_mean"])
         axes.scatter(
-            *place,
+            row["bits_per_value"]["8192"],
+            row["texts"][text][context]["kl_mean"],
             marker=MARKERS[cell.quality],
             color=f"C{formats.index(cell.format)}",
-            s=70,
+            label=cell.format if cell.quality == report.options.qualities[0] else None,
+            s=60,
         )
-        axes.annotate(cell.format, place)
     axes.set_yscale("log")
     axes.set_xlabel("bits per value at 8192 tokens")
     axes.set_ylabel("KL(none || format), nats")
     axes.set_title(f"context {context}: ○ raw  □ balanced  ☆ best", fontsize=10)
+    axes.legend(fontsize=8)
 
 
 def _retrieval(report: Report, axes: Any) -> None:

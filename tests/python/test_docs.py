@@ -75,6 +75,7 @@ def test_flags_of_lite() -> None:
     for command, title in (
         ("calibrate", "Calibration"),
         ("kv-search", "A format per side and per layer"),
+        ("kv-report", "A report on every format"),
     ):
         rows = table(section(FORMATS, title))
         documented = {flag for row in rows for flag in quoted(row[0])}

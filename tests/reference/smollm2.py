@@ -107,12 +107,12 @@ def load_model(path: Path | None = None) -> LlamaForCausalLM:
 class StoredCache(DynamicCache):
     """A cache that gives K and V back as stored: the cold views of all tokens, then the hot ones.
 
-    For one call of the model with the whole context. `means` are [kv_heads, head_dim] by layer.
+    For one call of the model with the whole context. One store for all layers, or one for each.
     """
 
-    def __init__(self, store: LayerStore, means: list[npt.NDArray[np.float32]] | None) -> None:
+    def __init__(self, stores: list[LayerStore]) -> None:
         super().__init__()
-        self.store, self.means = store, means
+        self.stores = stores
 
     def update(
         self,
@@ -122,9 +122,7 @@ class StoredCache(DynamicCache):
         *args: object,
         **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        store = self.store
-        if self.means is not None:
-            store = replace(store, k_mean=self.means[layer_idx])
+        store = self.stores[layer_idx % len(self.stores)]
         keys = store.keys(token_major(key_states))
         values = store.values(token_major(value_states))
         return both_views(keys), both_views(values)
@@ -156,10 +154,11 @@ def logits(
     *,
     dtype: str = CACHE_DTYPE,
     quality: Quality = RAW,
-    means: list[npt.NDArray[np.float32]] | None = None,
+    constants: list[dict[str, npt.NDArray[np.float32]]] | None = None,
 ) -> npt.NDArray[np.float32]:
-    """[tokens, vocab] of one context."""
-    cache = StoredCache(LayerStore(mode, mode, dtype, quality), means)
+    """[tokens, vocab] of one context; `constants` are fields of LayerStore by layer."""
+    store = LayerStore(mode, mode, dtype, quality)
+    cache = StoredCache([replace(store, **fields) for fields in constants or [{}]])
     with torch.no_grad():
         out = model(
             torch.tensor([ids]),
@@ -167,14 +166,6 @@ def logits(
             past_key_values=cache,
         )
     return out.logits[0].numpy()
-
-
-def key_means(model: LlamaForCausalLM, ids: list[int]) -> list[npt.NDArray[np.float32]]:
-    """[kv_heads, head_dim] by layer: the mean of K after RoPE, of a plain run."""
-    cache = DynamicCache()
-    with torch.no_grad():
-        model(torch.tensor([ids]), past_key_values=cache)
-    return [layer.keys[0].double().mean(dim=1).float().numpy() for layer in cache.layers]
 
 
 def log_probs(values: npt.NDArray[np.float32]) -> torch.Tensor:
@@ -189,7 +180,7 @@ def figures(
     modes: list[str],
     dtype: str = CACHE_DTYPE,
     quality: Quality = RAW,
-    means: list[npt.NDArray[np.float32]] | None = None,
+    constants: list[dict[str, npt.NDArray[np.float32]]] | None = None,
 ) -> dict[str, dict[str, float]]:
     """Perplexity, KL(none || mode) and top-1 agreement, over all positions but the last."""
     sums = {mode: np.zeros(3) for mode in modes}
@@ -200,7 +191,7 @@ def figures(
             ours = plain
             if mode != "none":
                 ours = log_probs(
-                    logits(model, ids, mode, dtype=dtype, quality=quality, means=means)
+                    logits(model, ids, mode, dtype=dtype, quality=quality, constants=constants)
                 )
             loss = -ours.gather(1, targets[:, None]).sum()
             divergence = (plain.exp() * (plain - ours)).sum()
