@@ -77,7 +77,7 @@ def _add_kv_search(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     )
     parser.add_argument(
         "--formats",
-        default="nvfp4;k=fp8,v=nvfp4;fp8;int8",
+        default="nvfp4;k=fp8,v=nvfp4;k=none,v=nvfp4;fp8;int8",
         help="candidates, with semicolons between them; default: %(default)s",
     )
     parser.add_argument("--kv-quality", choices=KV_QUALITIES, default="balanced")

@@ -39,7 +39,7 @@ class SearchOptions:
 
     budget_bits: float
     at_tokens: int = 8192
-    formats: tuple[str, ...] = ("nvfp4", "k=fp8,v=nvfp4", "fp8", "int8")
+    formats: tuple[str, ...] = ("nvfp4", "k=fp8,v=nvfp4", "k=none,v=nvfp4", "fp8", "int8")
     tokens: int = 2048
     context: int = 2048
     cache: Mapping[str, Any] = field(default_factory=dict)

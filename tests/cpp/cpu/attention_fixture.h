@@ -252,8 +252,11 @@ inline std::vector<ModePair> ListedPairs() {
   for (KvCacheMode mode : kAllKvCacheModes) {
     pairs.push_back({mode, mode});
   }
-  pairs.push_back({KvCacheMode::kFp8E4m3, KvCacheMode::kFp4Nv});
-  pairs.push_back({KvCacheMode::kInt8, KvCacheMode::kInt4});
+  for (KvCacheMode k : {KvCacheMode::kNone, KvCacheMode::kInt8, KvCacheMode::kFp8E4m3}) {
+    for (KvCacheMode v : {KvCacheMode::kInt4, KvCacheMode::kFp4Mx, KvCacheMode::kFp4Nv}) {
+      pairs.push_back({k, v});
+    }
+  }
   return pairs;
 }
 
