@@ -294,7 +294,7 @@ def test_first_layers_of_smollm2(tmp_path: Path) -> None:
     scores = evaluate(
         model,
         [ids[:SMOLLM2_CONTEXT]],
-        {label: model.configure(config) for label, config in variants.items()},
+        variants={label: model.configure(config) for label, config in variants.items()},
     )
     simulated = smollm2.load_model(path)
     for label, score in scores.items():
