@@ -38,7 +38,7 @@ FOUR_BIT_FORMATS = FP4_FORMATS | {"int4"}
 FLAG = "--kv-cache-format"
 MAX_TABLE_BYTES = 1 << 16
 _LAYERS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
-_SUFFIXES = (".yaml", ".yml")
+TABLE_SUFFIXES = (".yaml", ".yml")
 
 
 def parse_quant_policy(value: Any) -> str:
@@ -113,7 +113,7 @@ def parse_cache_format(value: Any) -> FormatTable:
         value = os.fspath(value)
     if isinstance(value, dict):
         return _parse_table(value, "kv_cache_format")
-    if isinstance(value, str) and value.strip().lower().endswith(_SUFFIXES):
+    if isinstance(value, str) and value.strip().lower().endswith(TABLE_SUFFIXES):
         return _parse_table(_read_table(Path(value).expanduser()), value)
     return FormatTable(default=parse_pair(value))
 

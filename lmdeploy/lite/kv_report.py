@@ -17,7 +17,7 @@ import numpy as np
 
 from lmdeploy.checks import check_int
 from lmdeploy.lite import kv_costs
-from lmdeploy.lite.evaluation import cut_contexts
+from lmdeploy.lite.evaluation import cut_contexts, read_text
 from lmdeploy.lite.kv_cells import FORMATS, QUALITIES, REFERENCE, KvCell, make_cells
 from lmdeploy.lite.kv_retrieval import ask, make_prompt, recall_summary
 from lmdeploy.lite.kv_scores import ScoreFolder
@@ -257,14 +257,6 @@ class Progress:
         """One step more."""
         self._bar.set_postfix_str(label)
         self._bar.update()
-
-
-def read_text(path: Path) -> str:
-    """The text of a file. ValueError when it is not UTF-8."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--text: {path} is not UTF-8 ({error.reason})") from error
 
 
 def check_length(name: str, tokens: int, *, longest: int, max_tokens: int) -> None:
