@@ -344,8 +344,8 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def numbers(text: str, flag: str) -> tuple[int, ...]:
-    """A comma-separated list of integers. ValueError when it is none."""
+    """A comma-separated list of integers, each once. ValueError when it is none."""
     parts: Sequence[str] = names(text)
     if not parts or not all(part.isascii() and part.isdigit() for part in parts):
         raise ValueError(f"{flag}: got {text!r}; wanted numbers with commas between them")
-    return tuple(int(part) for part in parts)
+    return tuple(dict.fromkeys(int(part) for part in parts))

@@ -59,7 +59,8 @@ def _divergence(report: Report, axes: Any) -> None:
     axes.set_xlabel("bits per value at 8192 tokens")
     axes.set_ylabel("KL(none || format), nats")
     axes.set_title(f"context {context}: ○ raw  □ balanced  ☆ best", fontsize=10)
-    axes.legend(fontsize=8)
+    if formats:
+        axes.legend(fontsize=8)
 
 
 def _retrieval(report: Report, axes: Any) -> None:

@@ -14,7 +14,7 @@ from lmdeploy.cli.entrypoint import main
 from lmdeploy.lite import kv_costs, kv_report
 from lmdeploy.lite.evaluation import Score
 from lmdeploy.lite.kv_cells import KvCell
-from lmdeploy.lite.kv_report import Measurements, ReportOptions, check_length
+from lmdeploy.lite.kv_report import Measurements, ReportOptions, check_length, numbers
 from lmdeploy.lite.kv_report_plot import require_matplotlib
 from lmdeploy.lite.kv_retrieval import KEYS, ask, make_prompt, recall_summary
 from lmdeploy.lite.kv_scores import score_rows, summary
@@ -133,6 +133,22 @@ def test_a_text_that_is_too_short_for_the_longest_context() -> None:
     for tokens, max_tokens in ((2047, 9999), (9999, 2047)):
         with pytest.raises(ValueError, match=r"text x: got 2047 tokens.*--contexts"):
             check_length("x", tokens, longest=2048, max_tokens=max_tokens)
+
+
+def test_numbers_of_a_flag() -> None:
+    assert numbers("2048, 8192,2048", "--contexts") == (2048, 8192)
+    for text in ("", "a", "1,-2", "1.5"):
+        with pytest.raises(ValueError, match="--contexts"):
+            numbers(text, "--contexts")
+
+
+def test_a_report_on_nothing_but_none(
+    arguments: list[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    pytest.importorskip("matplotlib")
+    flags = ["--formats", "none", "--qualities", "raw", "--name", "none"]
+    assert main([*arguments[:-2], *flags, *arguments[-2:]]) == 0
+    assert (Path(arguments[-1]) / "none.png").exists() and not recwarn.list
 
 
 def test_matplotlib_is_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
