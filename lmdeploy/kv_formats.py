@@ -118,14 +118,14 @@ def parse_cache_format(value: Any) -> FormatTable:
     return FormatTable(default=parse_pair(value))
 
 
-def parse_pair(value: Any, where: str = "kv_cache_format") -> FormatPair:
+def parse_pair(value: Any, where: str = "kv_cache_format", *, flag: str = FLAG) -> FormatPair:
     """A format for both sides, or `k=NAME,v=NAME`."""
     wanted = f"k=NAME,v=NAME or NAME, one of {', '.join(FORMAT_NAMES)}"
     if where == "kv_cache_format":
         wanted += ", or a .yaml file"
     if not isinstance(value, str):
         shown = value if isinstance(value, (int, float, bool)) else f"a {type(value).__name__}"
-        raise refuse(where, shown, wanted=wanted, flag=FLAG)
+        raise refuse(where, shown, wanted=wanted, flag=flag)
     text = value.strip().lower()
     if text in FORMAT_NAMES:
         return FormatPair(QUANT_POLICY_NAMES[text], QUANT_POLICY_NAMES[text])
@@ -133,10 +133,10 @@ def parse_pair(value: Any, where: str = "kv_cache_format") -> FormatPair:
     for part in text.split(","):
         side, _, name = (piece.strip() for piece in part.partition("="))
         if side not in ("k", "v") or side in sides or name not in FORMAT_NAMES:
-            raise refuse(where, value, wanted=wanted, flag=FLAG)
+            raise refuse(where, value, wanted=wanted, flag=flag)
         sides[side] = QUANT_POLICY_NAMES[name]
     if len(sides) < 2:
-        raise refuse(where, value, wanted=wanted, flag=FLAG)
+        raise refuse(where, value, wanted=wanted, flag=flag)
     return FormatPair(sides["k"], sides["v"])
 
 

@@ -50,7 +50,7 @@ class SearchOptions:
         check_int("tokens", self.tokens, low=2, flag="--tokens")
         check_int("context", self.context, low=2, flag="--context")
         for name in self.formats:
-            parse_pair(name, "--formats")
+            parse_pair(name, "formats", flag="--formats")
 
     def config(self, table: FormatPair | dict[Any, str]) -> TurbomindEngineConfig:
         """Engine options with this format, or this table of formats."""
@@ -148,7 +148,11 @@ def search(
         predicted_kl=_predicted(table, layer_kl),
         layer_kl=layer_kl,
         uniform=uniform,
-        yaml=_as_yaml(table, f"{bits:.3f} bits per value, KL {measured:.6f}"),
+        yaml=_as_yaml(
+            table,
+            f"{bits:.3f} bits per value at {options.at_tokens} tokens, KL {measured:.6f}, "
+            f"measured with --kv-quality {options.cache.get('kv_quality') or 'not given'}",
+        ),
     )
 
 

@@ -183,6 +183,16 @@ def test_files_that_cannot_be_used(tmp_path, capsys):
         assert info.value.code == 2 and message in error and error.count("\n") == 1
 
 
+def test_an_unknown_candidate_names_its_flag():
+    with pytest.raises(ValueError, match=r"formats: got 'fp3', .*; change --formats$"):
+        SearchOptions(budget_bits=8, formats=("fp3",))
+
+
+def test_the_table_says_what_it_is_for(fakes):
+    text = run(fakes, 6.0, cache={"kv_quality": "balanced"}).yaml
+    assert "at 8192 tokens" in text and "--kv-quality balanced" in text.splitlines()[0]
+
+
 def test_report(fakes):
     lines = report_lines(run(fakes, 6.0))
     assert sum(line.lstrip()[:1].isdigit() for line in lines) == LAYERS
