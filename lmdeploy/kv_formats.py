@@ -6,8 +6,9 @@ A name becomes a format here and nowhere else; `fp4` stays `fp4` until the devic
 from __future__ import annotations
 
 import itertools
+import os
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,9 @@ FP4_FORMATS = frozenset({"fp4", "mxfp4", "nvfp4"})
 FOUR_BIT_FORMATS = FP4_FORMATS | {"int4"}
 
 FLAG = "--kv-cache-format"
-MAX_TABLE_BYTES = 1 << 20
+MAX_TABLE_BYTES = 1 << 16
 _LAYERS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
-_SUFFIXES = (".yaml", ".yml")
+TABLE_SUFFIXES = (".yaml", ".yml")
 
 
 def parse_quant_policy(value: Any) -> str:
@@ -108,9 +109,11 @@ def parse_cache_format(value: Any) -> FormatTable:
 
     Raises ValueError in one line for everything that is wrong before the model is known.
     """
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
     if isinstance(value, dict):
         return _parse_table(value, "kv_cache_format")
-    if isinstance(value, str) and value.strip().lower().endswith(_SUFFIXES):
+    if isinstance(value, str) and value.strip().lower().endswith(TABLE_SUFFIXES):
         return _parse_table(_read_table(Path(value).expanduser()), value)
     return FormatTable(default=parse_pair(value))
 
@@ -173,22 +176,27 @@ def _read_table(path: Path) -> dict[Any, Any]:
     import yaml
 
     try:
-        if path.stat().st_size > MAX_TABLE_BYTES:
-            raise refuse(
-                "kv_cache_format", str(path), wanted=f"at most {MAX_TABLE_BYTES} bytes", flag=FLAG
-            )
-        text = path.read_text(encoding="utf-8")
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        table = yaml.safe_load(text)
+        if not path.is_file() and path.exists():
+            raise refuse("kv_cache_format", str(path), wanted="a regular file", flag=FLAG)
+        with path.open("rb") as file:
+            data = file.read(MAX_TABLE_BYTES + 1)
     except OSError as error:
         raise ValueError(f"kv_cache_format: {path}: {error.strerror}; change {FLAG}") from error
-    except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
+    if len(data) > MAX_TABLE_BYTES:
+        wanted = f"at most {MAX_TABLE_BYTES} bytes"
+        raise refuse("kv_cache_format", str(path), wanted=wanted, flag=FLAG)
+    try:
+        text = data.decode("utf-8")
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        # Every scalar stays the text that stands there: 010 is layer 10, not octal.
+        table = yaml.load(text, Loader=yaml.BaseLoader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())[:160]
         raise ValueError(f"kv_cache_format: {path}: not YAML: {reason}; change {FLAG}") from error
     if not isinstance(table, dict) or not isinstance(node, yaml.MappingNode):
-        raise refuse(str(path), f"a {type(table).__name__}", wanted="a table", flag=FLAG)
+        got = "an empty file" if node is None else f"a {type(table).__name__}"
+        raise refuse(str(path), got, wanted="a table", flag=FLAG)
     # PyYAML keeps the last of two equal keys without a word.
-    keys: list[Hashable] = [str(key.value) for key, _ in node.value]
-    if len(set(keys)) < len(keys):
+    if len(table) < len(node.value):
         raise refuse(str(path), "an entry twice", wanted="one entry per selector", flag=FLAG)
     return table

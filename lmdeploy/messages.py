@@ -184,7 +184,7 @@ class TurbomindEngineConfig:
     kv_sink_tokens: int | None = None
     kv_recent_tokens: int | None = None
     kv_calibration: str | os.PathLike[str] | None = None
-    kv_cache_format: str | dict[Any, str] | None = None
+    kv_cache_format: str | os.PathLike[str] | dict[Any, str] | None = None
 
     def __post_init__(self) -> None:
         _refuse_unsupported(self, UNSUPPORTED_ENGINE_FIELDS)

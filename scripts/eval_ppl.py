@@ -1,7 +1,7 @@
 """What a KV format costs in accuracy: perplexity, KL divergence and top-1 agreement with `none`.
 
-    scripts/eval_ppl.py MODEL TEXT --modes none,int8,nvfp4 --context 2048 --max-tokens 20000
-    scripts/eval_ppl.py MODEL TEXT --modes nvfp4 --kv-quality raw,balanced,best --calibration FILE
+    python scripts/eval_ppl.py MODEL TEXT --modes none,int8,nvfp4 --context 2048 --max-tokens 20000
+    python scripts/eval_ppl.py MODEL TEXT --modes nvfp4 --kv-quality raw,best --kv-calibration FILE
 
 Int8 activations answer to the smallest change with noise of their own (about 0.004), so the default
 is to compute in FP32. See lmdeploy/lite/evaluation.py for what is measured.
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lmdeploy.cli.arguments import add_kv_ingredient_flags, kv_ingredients
-from lmdeploy.lite.evaluation import Score, cache_variants, cut_contexts, evaluate
+from lmdeploy.lite.evaluation import Score, cache_variants, cut_contexts, evaluate, read_text
 from lmdeploy.lite.prompt_engine import OpenModel, open_model
 from lmdeploy.messages import TurbomindEngineConfig
 from lmdeploy.turbomind.kv_quality import resolve_kv_options
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> tuple[Figures, dict[str, dict[str, str]]
         calibration=options.calibration,
         ingredients=kv_ingredients(options),
     )
-    text = options.text.read_text(encoding="utf-8")
+    text = read_text(options.text)
     model = open_model(options.model, exact=options.exact)
     configures = {label: model.configure(config) for label, config in variants.items()}
     ids = model.loaded.tokenizer.encode(text, add_special=False)
@@ -101,7 +101,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="a pair (k=fp8,v=nvfp4) or a YAML file beside the modes; may be repeated",
     )
     parser.add_argument("--kv-quality", default="raw", help="with commas; default: %(default)s")
-    parser.add_argument("--calibration", help="file of `lmdeploy lite calibrate`, for best")
+    parser.add_argument(
+        "--kv-calibration",
+        "--calibration",
+        dest="calibration",
+        metavar="FILE",
+        help="file of `lmdeploy lite calibrate`, for best",
+    )
     add_kv_ingredient_flags(parser.add_argument_group("ingredients, for every quality"))
     parser.add_argument("--context", type=positive, default=2048)
     parser.add_argument("--max-tokens", type=positive, default=1 << 30, help="of the text")

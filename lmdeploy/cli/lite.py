@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lmdeploy.checks import refuse
 from lmdeploy.cli.arguments import LOG_LEVELS, add_kv_ingredient_flags, kv_ingredients
+from lmdeploy.kv_formats import TABLE_SUFFIXES
 from lmdeploy.messages import KV_QUALITIES
 
 
@@ -92,6 +93,9 @@ def _kv_search(args: argparse.Namespace) -> int:
 
     if args.output is not None:
         check_output(args.output)
+        if args.output.suffix.lower() not in TABLE_SUFFIXES:
+            wanted = f"a name that ends in {' or '.join(TABLE_SUFFIXES)}, as --kv-cache-format does"
+            raise refuse("output", str(args.output), wanted=wanted, flag="--output")
     options = SearchOptions(
         budget_bits=args.budget,
         at_tokens=args.at_tokens,
@@ -128,7 +132,15 @@ def _add_kv_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument("--qualities", default=None, help="with commas; default: all")
     parser.add_argument("--contexts", default="2048,8192", help="tokens of one prompt, with commas")
     parser.add_argument("--max-tokens", type=int, default=1 << 30, help="of each text")
-    parser.add_argument("--calibration", type=Path, default=None, help="file for quality best")
+    parser.add_argument(
+        "--kv-calibration",
+        "--calibration",
+        dest="calibration",
+        metavar="FILE",
+        type=Path,
+        default=None,
+        help="file for quality best",
+    )
     parser.add_argument(
         "--calibration-text", type=Path, default=None, help="text to make that file of"
     )

@@ -12,6 +12,7 @@ import contextlib
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -67,6 +68,16 @@ def log_softmax(logits: Floats) -> Doubles:
     """Rows of logits to log-probabilities, in double precision."""
     shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
     return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)))
+
+
+def read_text(path: Path) -> str:
+    """The text of a file. ValueError when it is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"text: {path} is not UTF-8 ({error.reason}), wanted a UTF-8 text file; change --text"
+        ) from error
 
 
 def cut_contexts(ids: Sequence[int], context: int, *, max_tokens: int) -> list[list[int]]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from lmdeploy.checks import check_int
 from lmdeploy.lite import kv_costs
-from lmdeploy.lite.evaluation import cut_contexts
+from lmdeploy.lite.evaluation import cut_contexts, read_text
 from lmdeploy.lite.kv_cells import FORMATS, QUALITIES, REFERENCE, KvCell, make_cells
 from lmdeploy.lite.kv_retrieval import ask, make_prompt, recall_summary
 from lmdeploy.lite.kv_scores import ScoreFolder
@@ -82,7 +82,10 @@ class Measurements:
     """Values by key in a JSON file; what is there is not measured again."""
 
     def __init__(self, path: Path, facts: dict[str, Any]) -> None:
-        """`facts` are what the values depend on.
+        """`facts` are what the values, and the scores beside them, depend on.
+
+        They are written at once, so that not even an interrupted run leaves scores without them. A
+        fact that the file does not hold yet (a calibration, another text) is added.
 
         Raises:
             ValueError: when the file holds values of other facts, or is none of ours.
@@ -90,10 +93,12 @@ class Measurements:
         self._path, self._facts = path, facts
         self._values: dict[str, Any] = {}
         if not path.exists():
+            self.put({})
             return
         try:
             held = json.loads(path.read_text(encoding="utf-8"))
-            different = [name for name in facts if held["facts"].get(name) != facts[name]]
+            known = dict(held["facts"])
+            different = [name for name in facts if known.get(name, facts[name]) != facts[name]]
             self._values = dict(held["values"])
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path}: not a file of kv-report; delete its folder") from error
@@ -102,6 +107,8 @@ class Measurements:
                 f"{path.parent}: measured with another {', '.join(different)}; delete the folder "
                 "or change --output or --name"
             )
+        self._facts = known | facts
+        self.put({})
 
     def get(self, key: str, measure: Callable[[], Any]) -> Any:
         """The value of `key`, measured if it is not there."""
@@ -249,12 +256,14 @@ class Progress:
         self._bar.update()
 
 
-def read_text(path: Path) -> str:
-    """The text of a file. ValueError when it is not UTF-8."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--text: {path} is not UTF-8 ({error.reason})") from error
+def check_length(name: str, tokens: int, *, longest: int, max_tokens: int) -> None:
+    """ValueError for a text without one whole context."""
+    usable = min(tokens, max_tokens)
+    if usable < longest:
+        raise ValueError(
+            f"text {name}: got {usable} tokens, wanted at least the {longest} of one context; "
+            "change --text, --max-tokens or --contexts"
+        )
 
 
 def calibration_file(options: ReportOptions, model: OpenModel) -> Path | None:
@@ -290,6 +299,13 @@ def make_report(options: ReportOptions) -> Report:
     texts = {path.stem: read_text(path) for path in options.texts}
     # As a server computes: 16-bit activations add a KL below 1e-6, exact compute doubles the time.
     model = open_model(options.model_path, exact=False)
+    ids = {
+        name: model.loaded.tokenizer.encode(text, add_special=False) for name, text in texts.items()
+    }
+    for index, (name, text_ids) in enumerate(ids.items()):
+        # Before hours of work, not after them.
+        longest = max(options.contexts) if index == 0 else options.contexts[0]
+        check_length(name, len(text_ids), longest=longest, max_tokens=options.max_tokens)
     options.parts.mkdir(parents=True, exist_ok=True)
     calibration = calibration_file(options, model)
     facts = {
@@ -297,6 +313,7 @@ def make_report(options: ReportOptions) -> Report:
         "model": model.hash,
         "max_tokens": options.max_tokens,
         "retrieval_prompts": options.retrieval_prompts,
+        "first text": options.texts[0].stem,
         **{f"text {name}": hash_of(text.encode()) for name, text in texts.items()},
     }
     if calibration is not None:
@@ -307,10 +324,7 @@ def make_report(options: ReportOptions) -> Report:
         cells=make_cells(
             model, options.formats, qualities=options.qualities, calibration=calibration
         ),
-        ids={
-            name: model.loaded.tokenizer.encode(text, add_special=False)
-            for name, text in texts.items()
-        },
+        ids=ids,
         measured=Measurements(options.parts / "measured.json", facts),
     )
     report.run()

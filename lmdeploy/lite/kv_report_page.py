@@ -91,7 +91,7 @@ def _introduction(report: Report) -> Iterator[str]:
     yield "  mean log-probability of a number. What `none` recalls is what the model can do at all."
     yield "* Bits per value count everything that a sequence holds between steps: payload, scales,"
     yield "  metadata, 16-bit blocks; not cached copies, which are evicted when memory is short."
-    yield "* Accuracy is computed in FP32; decode speed as when serving."
+    yield "* Everything is computed as a server does, not with `exact`."
 
 
 def _accuracy(report: Report, text: str, *, context: str) -> Iterator[str]:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lmdeploy.checks import check_int, check_number
+from lmdeploy.checks import check_int, check_number, refuse
 from lmdeploy.kv_formats import FormatPair, parse_pair
-from lmdeploy.lite.evaluation import cut_contexts, evaluate
+from lmdeploy.lite.evaluation import cut_contexts, evaluate, read_text
 from lmdeploy.lite.prompt_engine import OpenModel, open_model
 from lmdeploy.messages import TurbomindEngineConfig
 from lmdeploy.turbomind.kv_quality import resolve_kv_options
@@ -81,11 +81,23 @@ class SearchResult:
 
 def search_file(model_path: str, text_path: Path, *, options: SearchOptions) -> SearchResult:
     """Searches on a UTF-8 text. ValueError for a budget or format that cannot be met."""
-    text = text_path.read_text(encoding="utf-8")
+    text = read_text(text_path)
     model = open_model(model_path)
     ids = model.loaded.tokenizer.encode(text, add_special=False)
     context = min(options.context, model.config.max_position)
+    check_context(model, context, options=options)
     return search(model, cut_contexts(ids, context, max_tokens=options.tokens), options=options)
+
+
+def check_context(model: OpenModel, context: int, *, options: SearchOptions) -> None:
+    """ValueError for prompts that would lie in 16 bit whole: every format would look perfect."""
+    for name in options.formats:
+        kv = resolve_kv_options(options.config(parse_pair(name)), model.config.windows)
+        block = TurbomindEngineConfig().cache_block_seq_len
+        hot = 0 if kv.recent_tokens < 0 else kv.sink_tokens + kv.recent_tokens + block
+        if context <= hot:
+            wanted = f"more than {hot}, all of which this quality keeps in 16 bit"
+            raise refuse("context", context, wanted=wanted, flag="--context or --kv-quality")
 
 
 def search(

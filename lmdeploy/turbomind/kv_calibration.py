@@ -25,11 +25,13 @@ Floats = npt.NDArray[np.float32]
 
 FORMAT_VERSION = 1
 _METADATA_KEY = "kv_calibration"
-_MAX_FILE_BYTES = 1 << 28
+_MAX_FILE_BYTES = 1 << 26
 # The largest code of a format times the largest scale that calibration may use. NVFP4: 256 of 448,
 # so that the search has room above the largest group.
 _LARGEST = {"nvfp4": 6.0 * 256.0, "fp8": 448.0, "fp8_e5m2": 57344.0}
 _MIN_FACTOR = 2.0**-60
+# Far above K and V of any model, far below where sums of them overflow.
+_MAX_VALUE = 2.0**24
 
 
 @dataclass(frozen=True)
@@ -80,9 +82,18 @@ def read_calibration(path: Path, model: ModelConfig, *, model_hash: str) -> Cali
 
     Raises ModelFormatError when it cannot be read, is of another version or for another model.
     """
+    try:
+        return _read_calibration(path, model, model_hash=model_hash)
+    except ModelFormatError as error:
+        raise ModelFormatError(f"kv_calibration: {error}; change --kv-calibration") from error
+
+
+def _read_calibration(path: Path, model: ModelConfig, *, model_hash: str) -> Calibration:
     from safetensors import SafetensorError, safe_open
 
     try:
+        if not path.is_file() and path.exists():
+            raise ModelFormatError(f"{path}: cannot be read: wanted a regular file")
         if path.stat().st_size > _MAX_FILE_BYTES:
             raise ModelFormatError(f"{path}: more than {_MAX_FILE_BYTES} bytes: no calibration")
         with safe_open(path, framework="np") as file:
@@ -100,12 +111,15 @@ def read_calibration(path: Path, model: ModelConfig, *, model_hash: str) -> Cali
             tensors = {name: file.get_tensor(name) for name in _shapes(model)}
     except OSError as error:
         reason = error.strerror or str(error)
-        raise ModelFormatError(f"{path}: cannot be read: {reason}; --kv-calibration") from error
+        raise ModelFormatError(f"{path}: cannot be read: {reason}") from error
     except SafetensorError as error:
         raise ModelFormatError(f"{path}: truncated or corrupt safetensors: {error}") from error
     for name, values in tensors.items():
-        if not np.isfinite(values).all() or (name != "k_mean" and (values < 0).any()):
-            raise ModelFormatError(f"{path}: {name} holds values that are not finite or negative")
+        least = -_MAX_VALUE if name == "k_mean" else 0.0
+        if not ((values >= least) & (values <= _MAX_VALUE)).all():  # a NaN is not
+            raise ModelFormatError(
+                f"{path}: {name} holds values beyond [{least:g}, {_MAX_VALUE:g}] or NaN"
+            )
     return Calibration(facts=facts, **tensors)
 
 
@@ -127,8 +141,7 @@ def _read_facts(path: Path, metadata: dict[str, str], *, model_hash: str) -> Cal
     if values.get("model_hash") != model_hash:
         raise ModelFormatError(
             f"{path}: made for another model (hash {str(values.get('model_hash'))[:12]}, this "
-            f"model has {model_hash[:12]}); make one with lmdeploy lite calibrate or change "
-            "--kv-calibration"
+            f"model has {model_hash[:12]}); make one with lmdeploy lite calibrate"
         )
     names = {field.name: field.type for field in fields(CalibrationFacts)}
     if {name: type(value).__name__ for name, value in values.items()} != names:

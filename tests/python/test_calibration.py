@@ -143,6 +143,8 @@ NAN = np.full((LAYERS, HEADS), np.nan, np.float32)
         (FACTS, {"v_amax": np.zeros((HEADS, LAYERS), np.float32)}, "wanted F32"),
         (FACTS, {"v_amax": NAN}, "v_amax holds"),
         (FACTS, {"k_amax": np.full((LAYERS, HEADS), -1, np.float32)}, "k_amax holds"),
+        (FACTS, {"v_amax": np.full((LAYERS, HEADS), 3e38, np.float32)}, "v_amax holds"),
+        (FACTS, {"k_mean": np.full((LAYERS, HEADS, HEAD_DIM), -3e38, np.float32)}, "k_mean holds"),
         (FACTS | {"version": 2}, {}, "version 2, wanted 1"),
         (FACTS | {"tokens": "many"}, {}, "other fields"),
         (FACTS | {"more": 1}, {}, "other fields"),
@@ -155,8 +157,9 @@ NAN = np.full((LAYERS, HEADS), np.nan, np.float32)
 def test_files_that_are_wrong(tmp_path, facts, changes, text):
     path = tmp_path / "wrong"
     write_raw(path, facts, **changes)
-    with pytest.raises(ModelFormatError, match=text):
+    with pytest.raises(ModelFormatError, match=text) as info:
         read(path)
+    assert str(info.value).endswith("; change --kv-calibration")
 
 
 def test_a_checkpoint_is_no_calibration(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from lmdeploy import TurbomindEngineConfig
 from lmdeploy.cli.arguments import engine_config
 from lmdeploy.cli.entrypoint import main, make_parser
-from lmdeploy.kv_formats import FormatPair, parse_cache_format
+from lmdeploy.kv_formats import MAX_TABLE_BYTES, FormatPair, parse_cache_format
 from lmdeploy.turbomind.kv_quality import KvOptions, apply_kv_options, resolve_kv_options
 
 FULL = [0, 0, 0, 0]
@@ -191,16 +191,19 @@ def test_yaml_file(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "got 'a NoneType', wanted a table"),
+        ("", "got 'an empty file', wanted a table"),
         ("- fp8\n", "got 'a list'"),
         ("default: fp8\ndefault: int8\n", "an entry twice"),
         ("default: [fp8\n", "not YAML"),
-        ("default: !!python/object/apply:os.system ['true']\n", "not YAML"),
+        ("default: !!python/object/apply:os.system ['true']\n", "got 'a list'"),
+        ("default: fp8\n3: int8\n03: int4\n", "layer 3 twice"),
+        ("default: fp8\n0x3: int8\n", "entry: got '0x3'"),
+        ("default: fp8\n<<: {0: int8}\n", "entry '<<': got 'a dict'"),
         ("default: {k: fp8}\n", "entry 'default': got 'a dict'"),
         ("? [1, 2]\n: fp8\n", "not YAML|wanted default"),
         ("a: &a [x, x]\nb: &b [*a, *a]\ndefault: [*b, *b]\n", "entry 'a': got 'a list'"),
         ("\0", "not YAML"),
-        ("[" * 100_000, "not YAML"),
+        ("[" * 60_000, "not YAML"),
     ],
 )
 def test_bad_yaml(tmp_path, text, message):
@@ -211,11 +214,26 @@ def test_bad_yaml(tmp_path, text, message):
     assert "\n" not in str(info.value) and len(str(info.value)) < 1000
 
 
+def test_numbers_in_yaml_are_decimal(tmp_path):
+    path = tmp_path / "table.yaml"
+    path.write_text("default: fp8\n010: int8\n")  # YAML 1.1 reads 8
+    layers = parse_cache_format(path).by_layer([0] * 12)
+    assert [i for i, pair in enumerate(layers) if pair.k == "int8"] == [10]
+
+
 def test_huge_yaml(tmp_path):
     path = tmp_path / "table.yaml"
-    path.write_text("#" * ((1 << 20) + 1))
-    with pytest.raises(ValueError, match="at most"):
+    path.write_text("#" * (MAX_TABLE_BYTES + 1))
+    with pytest.raises(ValueError, match=f"wanted at most {MAX_TABLE_BYTES} bytes") as info:
         TurbomindEngineConfig(kv_cache_format=str(path))
+    assert str(info.value).count("change") == 1
+
+
+def test_a_folder_is_no_table(tmp_path):
+    path = tmp_path / "table.yaml"
+    path.mkdir()
+    with pytest.raises(ValueError, match="wanted a regular file"):
+        TurbomindEngineConfig(kv_cache_format=path)
 
 
 def applied(options):

@@ -14,7 +14,7 @@ from lmdeploy.cli.entrypoint import main
 from lmdeploy.lite import kv_costs, kv_report
 from lmdeploy.lite.evaluation import Score
 from lmdeploy.lite.kv_cells import KvCell
-from lmdeploy.lite.kv_report import Measurements, ReportOptions
+from lmdeploy.lite.kv_report import Measurements, ReportOptions, check_length
 from lmdeploy.lite.kv_report_plot import require_matplotlib
 from lmdeploy.lite.kv_retrieval import KEYS, ask, make_prompt, recall_summary
 from lmdeploy.lite.kv_scores import score_rows, summary
@@ -111,6 +111,28 @@ def test_measurements_are_kept_and_other_facts_refused(tmp_path: Path) -> None:
     path.write_text("[1]")
     with pytest.raises(ValueError, match="not a file of kv-report"):
         Measurements(path, {"model": "a"})
+
+
+def test_facts_are_there_before_the_first_value(tmp_path: Path) -> None:
+    Measurements(tmp_path / "measured.json", {"model": "a"})  # interrupted while it scores
+    with pytest.raises(ValueError, match="another model"):
+        Measurements(tmp_path / "measured.json", {"model": "b"})
+
+
+def test_a_calibration_may_come_later(tmp_path: Path) -> None:
+    path = tmp_path / "measured.json"
+    Measurements(path, {"model": "a"}).put({"x": 3})
+    assert Measurements(path, {"model": "a", "calibration": "c"}).has("x")
+    assert Measurements(path, {"model": "a"}).has("x")
+    with pytest.raises(ValueError, match="another calibration"):
+        Measurements(path, {"model": "a", "calibration": "d"})
+
+
+def test_a_text_that_is_too_short_for_the_longest_context() -> None:
+    check_length("x", 2048, longest=2048, max_tokens=9999)
+    for tokens, max_tokens in ((2047, 9999), (9999, 2047)):
+        with pytest.raises(ValueError, match=r"text x: got 2047 tokens.*--contexts"):
+            check_length("x", tokens, longest=2048, max_tokens=max_tokens)
 
 
 def test_matplotlib_is_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lmdeploy.cli.entrypoint import main
 from lmdeploy.kv_formats import FormatPair, parse_cache_format, parse_pair
 from lmdeploy.lite import kv_search
 from lmdeploy.lite.evaluation import cache_variants
@@ -19,6 +20,7 @@ from lmdeploy.lite.kv_search import (
     _as_dict,
     _as_yaml,
     best_table,
+    check_context,
     report_lines,
     search,
 )
@@ -76,9 +78,11 @@ def test_variants_that_are_refused():
 
 LAYERS = 4
 BYTES = {"none": 1600, "nvfp4": 450, "fp8": 800, "int8": 850, "k=fp8,v=nvfp4": 625}
+BYTES["k=none,v=nvfp4"] = 1025
 # Layer 2 suffers most; the last entry is what a whole table adds to the sum of its layers.
 WEIGHTS = (1.0, 2.0, 9.0, 0.5)
 KL = {"none": 0.0, "nvfp4": 0.1, "fp8": 0.02, "int8": 0.001, "k=fp8,v=nvfp4": 0.05}
+KL["k=none,v=nvfp4"] = 0.04
 
 
 def rows(config):
@@ -157,6 +161,26 @@ def test_candidates(fakes):
         run(fakes, 8, formats=("none",))
     result = run(fakes, 8, formats=("fp4", "nvfp4", "none"))
     assert list(result.layer_kl) == [FormatPair("nvfp4", "nvfp4")]
+
+
+def test_prompts_that_lie_in_16_bit_are_refused(fakes):
+    balanced = SearchOptions(budget_bits=8, formats=("fp8",), cache={"kv_quality": "balanced"})
+    check_context(fakes.model, 193, options=balanced)
+    with pytest.raises(ValueError, match=r"context: got 192, wanted more than 192.*--context"):
+        check_context(fakes.model, 192, options=balanced)
+    raw = SearchOptions(budget_bits=8, cache={"kv_quality": "raw"})
+    check_context(fakes.model, 2, options=raw)
+
+
+def test_files_that_cannot_be_used(tmp_path, capsys):
+    text = tmp_path / "text"
+    text.write_bytes(b"caf\xe9")
+    arguments = ["lite", "kv-search", "smollm2", "--text", str(text), "--budget", "8"]
+    for flags, message in ((["--output", str(tmp_path / "x")], ".yaml"), ([], "is not UTF-8")):
+        with pytest.raises(SystemExit) as info:
+            main([*arguments, *flags])
+        error = capsys.readouterr().err
+        assert info.value.code == 2 and message in error and error.count("\n") == 1
 
 
 def test_report(fakes):

@@ -204,7 +204,7 @@ def test_eval_ppl_labels(folder, file, tmp_path):
     spec.loader.exec_module(script)
     out = tmp_path / "figures.json"
     flags = ("--context", "256", "--max-tokens", "256", "--json", str(out))
-    quality = ("--kv-quality", "raw,balanced,best", "--calibration", str(file))
+    quality = ("--kv-quality", "raw,balanced,best", "--kv-calibration", str(file))
     table = ("--kv-cache-format", "k=fp8,v=nvfp4")
     assert script.main([folder, str(TEXT), "--modes", "none,int4", *quality, *table, *flags]) == 0
     facts = json.loads(out.read_text())
