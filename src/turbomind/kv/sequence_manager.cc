@@ -85,9 +85,12 @@ void SequenceManager::LockHit(Sequence& sequence, const std::vector<std::vector<
   };
   for (int group = 0; group < cache_.num_groups(); ++group) {
     const LayerGroup& layers = cache_.groups()[static_cast<size_t>(group)];
+    const HotRule& rule = layers.rule;
+    bool has_gap = false;  // a block before this one, not a sink, has yet to be quantised
     for (auto i = static_cast<size_t>(layers.FirstVisibleBlock(n)); i < num_blocks; ++i) {
-      const bool is_cold = take(group, i);
-      if (layers.rule.enabled() && (!is_cold || layers.rule.IsHot(static_cast<int64_t>(i), n))) {
+      const bool is_cold = !has_gap && take(group, i);
+      has_gap = !is_cold && static_cast<int64_t>(i) >= rule.sink_blocks;
+      if (rule.enabled() && (!is_cold || rule.IsHot(static_cast<int64_t>(i), n))) {
         Check(take(cache_.HotPool(group), i), "a hit has every block");
       }
     }
