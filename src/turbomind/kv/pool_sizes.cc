@@ -201,4 +201,16 @@ std::vector<int64_t> BlocksForCount(const std::vector<LayerGroup>& groups, int64
   return Limit(groups, std::move(blocks), demand);
 }
 
+bool HoldSequence(const std::vector<LayerGroup>& groups, const std::vector<int64_t>& blocks,
+                  int64_t num_tokens, int64_t chunk) {
+  for (size_t g = 0; g < groups.size(); ++g) {
+    if (groups[g].BlocksPerSequence(num_tokens, chunk) > blocks[g] ||
+        (HasHot(groups) &&
+         groups[g].HotBlocksPerSequence(num_tokens, chunk) > blocks[groups.size() + g])) {
+      return false;
+    }
+  }
+  return true;
+}
+
 }  // namespace turbomind

@@ -38,4 +38,9 @@ std::vector<int64_t> BlocksForBudget(const std::vector<LayerGroup>& groups, int6
 std::vector<int64_t> BlocksForCount(const std::vector<LayerGroup>& groups, int64_t num_blocks,
                                     const KvDemand& demand);
 
+// Whether pools of so many blocks hold one sequence of `num_tokens`, computed `chunk` tokens at a
+// time.
+bool HoldSequence(const std::vector<LayerGroup>& groups, const std::vector<int64_t>& blocks,
+                  int64_t num_tokens, int64_t chunk);
+
 }  // namespace turbomind

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "turbomind/core/check.h"
+#include "turbomind/kv/pool_sizes.h"
 #include "turbomind/kv/prefix_hit.h"
 
 namespace turbomind {
@@ -407,15 +408,11 @@ int64_t SequenceManager::touched_bytes() const {
 }
 
 bool SequenceManager::CanEverFit(int64_t num_tokens, int64_t chunk) const {
-  for (int group = 0; group < cache_.num_groups(); ++group) {
-    const LayerGroup& layers = cache_.groups()[static_cast<size_t>(group)];
-    if (layers.BlocksPerSequence(num_tokens, chunk) > counts(group).total ||
-        (cache_.has_hot_pools() &&
-         layers.HotBlocksPerSequence(num_tokens, chunk) > counts(cache_.HotPool(group)).total)) {
-      return false;
-    }
+  std::vector<int64_t> blocks;
+  for (int pool = 0; pool < num_pools(); ++pool) {
+    blocks.push_back(cache_.num_blocks(pool));
   }
-  return true;
+  return HoldSequence(cache_.groups(), blocks, num_tokens, chunk);
 }
 
 std::byte* SequenceManager::GetBlockPtr(int64_t block, int pool) const {
