@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <numeric>
 
 #include "turbomind/core/check.h"
 #include "turbomind/kv/pool_sizes.h"
@@ -34,13 +35,8 @@ bool HasRoom(const std::vector<int64_t>& blocks, const std::vector<int64_t>& nee
 
 // Bytes of so many blocks of each pool.
 int64_t PoolBytes(const std::vector<LayerGroup>& groups, const std::vector<int64_t>& blocks) {
-  int64_t bytes = 0;
-  for (size_t pool = 0; pool < blocks.size(); ++pool) {
-    const LayerGroup& group = groups[pool % groups.size()];
-    bytes += blocks[pool] *
-             (pool < groups.size() ? group.bytes_per_block() : group.hot_bytes_per_block());
-  }
-  return bytes;
+  const std::vector<int64_t> bytes = BlockBytes(groups);
+  return std::inner_product(blocks.begin(), blocks.end(), bytes.begin(), int64_t{0});
 }
 
 // Hot blocks of a sequence longer than every window, between steps, its last block full.

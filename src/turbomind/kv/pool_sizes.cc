@@ -49,18 +49,6 @@ int64_t HotBlocks(const LayerGroup& group, int64_t n, const KvDemand& demand) {
 
 bool HasHot(const std::vector<LayerGroup>& groups) { return groups.front().rule.enabled(); }
 
-// Bytes of a block, by pool.
-std::vector<int64_t> BlockBytes(const std::vector<LayerGroup>& groups) {
-  std::vector<int64_t> bytes;
-  for (const LayerGroup& group : groups) {
-    bytes.push_back(group.bytes_per_block());
-  }
-  for (size_t g = 0; HasHot(groups) && g < groups.size(); ++g) {
-    bytes.push_back(groups[g].hot_bytes_per_block());
-  }
-  return bytes;
-}
-
 Wide SumBytes(const std::vector<int64_t>& blocks, const std::vector<int64_t>& block_bytes,
               size_t first_pool = 0) {
   Wide sum = 0;
@@ -152,6 +140,17 @@ int64_t LongestSequence(const LayerGroup& group, int64_t num_blocks, const KvDem
 }
 
 }  // namespace
+
+std::vector<int64_t> BlockBytes(const std::vector<LayerGroup>& groups) {
+  std::vector<int64_t> bytes;
+  for (const LayerGroup& group : groups) {
+    bytes.push_back(group.bytes_per_block());
+  }
+  for (size_t g = 0; HasHot(groups) && g < groups.size(); ++g) {
+    bytes.push_back(groups[g].hot_bytes_per_block());
+  }
+  return bytes;
+}
 
 std::vector<int64_t> BlocksForSequences(const std::vector<LayerGroup>& groups,
                                         int64_t num_sequences, const KvDemand& demand) {

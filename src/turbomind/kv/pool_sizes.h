@@ -19,6 +19,9 @@ struct KvDemand {
 
 // Pools are numbered as in KvCache: cold ones of all groups, then, where blocks are hot, hot ones.
 
+// Bytes of a block, data and scales, by pool.
+std::vector<int64_t> BlockBytes(const std::vector<LayerGroup>& groups);
+
 // Blocks that `num_sequences` sequences of session_len need in each pool, at most, while they share
 // the chunk. Saturates.
 std::vector<int64_t> BlocksForSequences(const std::vector<LayerGroup>& groups,
