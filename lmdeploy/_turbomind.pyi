@@ -76,6 +76,7 @@ class MemoryPlan:
     session_bytes: int
     session_bytes_none: int
     max_tokens: int
+    max_sequence_tokens: int
 
 class Device:
     @property

@@ -327,7 +327,7 @@ class AsyncEngine:
     @property
     def max_request_tokens(self) -> int:
         """Longest prompt plus answer: what session_len and the cache allow."""
-        return min(self.parts.session_len, self.parts.core.memory_plan().max_tokens)
+        return self.parts.core.memory_plan().max_sequence_tokens
 
     @property
     def healthy(self) -> bool:

@@ -127,7 +127,8 @@ void DefKv(py::module_& m) {
       .def_readonly("hot_bytes_per_sequence", &MemoryPlan::hot_bytes_per_sequence)
       .def_readonly("session_bytes", &MemoryPlan::session_bytes)
       .def_readonly("session_bytes_none", &MemoryPlan::session_bytes_none)
-      .def_readonly("max_tokens", &MemoryPlan::max_tokens);
+      .def_readonly("max_tokens", &MemoryPlan::max_tokens)
+      .def_readonly("max_sequence_tokens", &MemoryPlan::max_sequence_tokens);
   DefStats(m);
   m.def("sequence_bytes", &SequenceBytes, py::arg("model"), py::arg("config"),
         py::arg("num_tokens"));

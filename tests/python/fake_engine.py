@@ -72,9 +72,12 @@ class FakeRequest(SimpleNamespace):
 class FakeCore:
     """Generates `script(prompt text)` as bytes, one token per step, then EOS."""
 
-    def __init__(self, script: Callable[[str], str], step_seconds: float = 0.0) -> None:
+    def __init__(
+        self, script: Callable[[str], str], *, step_seconds: float, session_len: int
+    ) -> None:
         self.script = script
         self.step_seconds = step_seconds
+        self.session_len = session_len
         self.failure = ""
         self.requests: list[Any] = []
         self.cancelled: list[int] = []
@@ -193,6 +196,7 @@ class FakeCore:
             hot_bytes_per_sequence=5000,
             bytes_per_token_none=300.0,
             max_tokens=640,
+            max_sequence_tokens=min(self.session_len, 640),
             session_bytes=60_000,
             session_bytes_none=150_000,
         )
@@ -212,7 +216,9 @@ def make_engine(
     template = PromptTemplate(ChatTemplate(TEMPLATE, origin="test"))
     return AsyncEngine(
         EngineParts(
-            core=FakeCore(script, step_seconds),  # type: ignore[arg-type]
+            core=FakeCore(  # type: ignore[arg-type]
+                script, step_seconds=step_seconds, session_len=session_len
+            ),
             new_request=FakeRequest,  # type: ignore[arg-type]
             tokenizer=FakeTokenizer(),  # type: ignore[arg-type]
             chat_template=template,

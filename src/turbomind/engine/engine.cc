@@ -85,17 +85,6 @@ std::unique_ptr<KvStatistics> MakeStatistics(const ModelConfig& model, const Eng
   return std::make_unique<KvStatistics>(model.num_layers, model.num_kv_heads, model.head_dim);
 }
 
-// The longest sequence, at most session_len, that the empty pools hold.
-int64_t LongestSequence(const SequenceManager& manager, int session_len, int chunk) {
-  int64_t fits = 0;
-  int64_t too_long = int64_t{session_len} + 1;
-  while (too_long - fits > 1) {
-    const int64_t middle = (fits + too_long) / 2;
-    (manager.CanEverFit(middle, chunk) ? fits : too_long) = middle;
-  }
-  return fits;
-}
-
 void RequireIds(const char* field, const std::vector<int32_t>& ids, int vocab_size) {
   for (int32_t id : ids) {
     if (id < 0 || id >= vocab_size) {
@@ -128,7 +117,6 @@ struct Engine::Impl {
               PlanBlocks(MakeLayerGroups(cache_config), config, free_bytes,
                          !device->capability().is_cuda)),
         manager(cache, config.enable_prefix_caching),
-        max_sequence_len(LongestSequence(manager, config.session_len, StepTokens(config))),
         scheduler({config.max_batch_size, StepTokens(config)}, manager, cache.groups()),
         statistics(MakeStatistics(model, config, *device)),
         decoder({.model = model,
@@ -139,7 +127,7 @@ struct Engine::Impl {
                  .max_logit_rows = kLogitRows,
                  .statistics = statistics.get()},
                 std::move(model_weights), *device),
-        generation(model.vocab_size, max_sequence_len) {
+        generation(model.vocab_size, plan.max_sequence_tokens) {
     UpdateStats();
     thread = std::thread([this] { Loop(); });
   }
@@ -175,7 +163,6 @@ struct Engine::Impl {
   const KvCacheConfig cache_config;
   KvCache cache;
   SequenceManager manager;
-  const int64_t max_sequence_len;
   Scheduler scheduler;
   const std::unique_ptr<KvStatistics> statistics;  // null: not collected
   Decoder decoder;
@@ -222,8 +209,9 @@ void Engine::Impl::CheckRequest(const Request& request) const {
     throw InvalidArgument(got + ", session_len is " + std::to_string(config.session_len) +
                           " (shorten the prompt or raise --session-len)");
   }
-  if (wanted > max_sequence_len) {
-    throw InvalidArgument(got + ", the whole KV cache holds " + std::to_string(max_sequence_len) +
+  if (wanted > plan.max_sequence_tokens) {
+    throw InvalidArgument(got + ", the whole KV cache holds " +
+                          std::to_string(plan.max_sequence_tokens) +
                           " (shorten the prompt or raise --cache-max-entry-count)");
   }
   RequireIds("prompt", request.prompt, model.vocab_size);

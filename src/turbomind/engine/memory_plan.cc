@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <numeric>
 
 #include "turbomind/core/check.h"
 #include "turbomind/kv/pool_sizes.h"
@@ -34,13 +35,8 @@ bool HasRoom(const std::vector<int64_t>& blocks, const std::vector<int64_t>& nee
 
 // Bytes of so many blocks of each pool.
 int64_t PoolBytes(const std::vector<LayerGroup>& groups, const std::vector<int64_t>& blocks) {
-  int64_t bytes = 0;
-  for (size_t pool = 0; pool < blocks.size(); ++pool) {
-    const LayerGroup& group = groups[pool % groups.size()];
-    bytes += blocks[pool] *
-             (pool < groups.size() ? group.bytes_per_block() : group.hot_bytes_per_block());
-  }
-  return bytes;
+  const std::vector<int64_t> bytes = BlockBytes(groups);
+  return std::inner_product(blocks.begin(), blocks.end(), bytes.begin(), int64_t{0});
 }
 
 // Hot blocks of a sequence longer than every window, between steps, its last block full.
@@ -51,6 +47,29 @@ int64_t LongSequenceHotBytes(const std::vector<LayerGroup>& groups) {
     bytes += group.HotBlocksHeld(kLong) * group.hot_bytes_per_block();
   }
   return bytes;
+}
+
+// Tokens of as many sequences of session_len as run at once, in pools of one group.
+int64_t TokensThatFit(const LayerGroup& group, int64_t cold, int64_t hot,
+                      const EngineConfig& config) {
+  if (group.rule.enabled()) {
+    const bool uses_cold = group.ColdBlocksHeld(config.session_len) > 0;
+    const int64_t held = group.HotBlocksHeld(config.session_len) * config.max_batch_size;
+    cold = (uses_cold ? cold : 0) + std::min(hot, held);
+  }
+  return cold * config.cache_block_seq_len;
+}
+
+// The longest sequence, at most session_len, that pools of so many blocks hold.
+int64_t LongestSequence(const std::vector<LayerGroup>& groups, const std::vector<int64_t>& blocks,
+                        const EngineConfig& config) {
+  int64_t fits = 0;
+  int64_t too_long = int64_t{config.session_len} + 1;
+  while (too_long - fits > 1) {
+    const int64_t middle = (fits + too_long) / 2;
+    (HoldSequence(groups, blocks, middle, StepTokens(config)) ? fits : too_long) = middle;
+  }
+  return fits;
 }
 
 // What attention can compute; a KV format may ask for more (kv/layout.cc).
@@ -158,8 +177,9 @@ MemoryPlan PlanMemory(const ModelConfig& model, const EngineConfig& config, int6
   MemoryPlan plan;
   plan.reserved_bytes = PoolBytes(groups, blocks);
   const auto cold_end = blocks.begin() + static_cast<std::ptrdiff_t>(groups.size());
-  plan.num_blocks =
-      groups.front().window == 0 ? blocks.front() : *std::max_element(blocks.begin(), cold_end);
+  const auto largest =
+      groups.front().window == 0 ? blocks.begin() : std::max_element(blocks.begin(), cold_end);
+  plan.num_blocks = *largest;
   plan.bytes_per_token = BytesPerToken(groups);
   plan.hot_bytes_per_sequence = LongSequenceHotBytes(groups);
   plan.session_bytes = SequenceBytes(model, config, config.session_len);
@@ -169,7 +189,10 @@ MemoryPlan PlanMemory(const ModelConfig& model, const EngineConfig& config, int6
   none.kv_quality = {};
   plan.bytes_per_token_none = BytesPerToken(MakeLayerGroups(CacheConfig(model, none)));
   plan.session_bytes_none = SequenceBytes(model, none, config.session_len);
-  plan.max_tokens = plan.num_blocks * config.cache_block_seq_len;
+  const auto g = static_cast<size_t>(largest - blocks.begin());
+  const int64_t hot = groups[g].rule.enabled() ? blocks[groups.size() + g] : 0;
+  plan.max_tokens = TokensThatFit(groups[g], plan.num_blocks, hot, config);
+  plan.max_sequence_tokens = LongestSequence(groups, blocks, config);
   return plan;
 }
 

@@ -14,8 +14,7 @@ namespace turbomind {
 // and blocks j - recent_blocks .. j. All others are cold. Plain data, read by kernels.
 //
 // Positions: hot are [0, SinkEnd()) and [RecentBegin(p), p]; cold is [SinkEnd(), RecentBegin(p)).
-// SinkEnd() and 64 · recent blocks are multiples of 64 tokens, the tile of attention; RecentBegin
-// is a multiple of block_seq_len alone.
+// SinkEnd() is a multiple of 64 tokens, the tile of attention; RecentBegin of block_seq_len alone.
 struct HotRule {
   int block_seq_len = 0;
   int sink_blocks = 0;

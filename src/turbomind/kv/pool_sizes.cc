@@ -49,18 +49,6 @@ int64_t HotBlocks(const LayerGroup& group, int64_t n, const KvDemand& demand) {
 
 bool HasHot(const std::vector<LayerGroup>& groups) { return groups.front().rule.enabled(); }
 
-// Bytes of a block, by pool.
-std::vector<int64_t> BlockBytes(const std::vector<LayerGroup>& groups) {
-  std::vector<int64_t> bytes;
-  for (const LayerGroup& group : groups) {
-    bytes.push_back(group.bytes_per_block());
-  }
-  for (size_t g = 0; HasHot(groups) && g < groups.size(); ++g) {
-    bytes.push_back(groups[g].hot_bytes_per_block());
-  }
-  return bytes;
-}
-
 Wide SumBytes(const std::vector<int64_t>& blocks, const std::vector<int64_t>& block_bytes,
               size_t first_pool = 0) {
   Wide sum = 0;
@@ -153,6 +141,17 @@ int64_t LongestSequence(const LayerGroup& group, int64_t num_blocks, const KvDem
 
 }  // namespace
 
+std::vector<int64_t> BlockBytes(const std::vector<LayerGroup>& groups) {
+  std::vector<int64_t> bytes;
+  for (const LayerGroup& group : groups) {
+    bytes.push_back(group.bytes_per_block());
+  }
+  for (size_t g = 0; HasHot(groups) && g < groups.size(); ++g) {
+    bytes.push_back(groups[g].hot_bytes_per_block());
+  }
+  return bytes;
+}
+
 std::vector<int64_t> BlocksForSequences(const std::vector<LayerGroup>& groups,
                                         int64_t num_sequences, const KvDemand& demand) {
   CheckDemand(demand);
@@ -199,6 +198,18 @@ std::vector<int64_t> BlocksForCount(const std::vector<LayerGroup>& groups, int64
     blocks.push_back(hot);
   }
   return Limit(groups, std::move(blocks), demand);
+}
+
+bool HoldSequence(const std::vector<LayerGroup>& groups, const std::vector<int64_t>& blocks,
+                  int64_t num_tokens, int64_t chunk) {
+  for (size_t g = 0; g < groups.size(); ++g) {
+    if (groups[g].BlocksPerSequence(num_tokens, chunk) > blocks[g] ||
+        (HasHot(groups) &&
+         groups[g].HotBlocksPerSequence(num_tokens, chunk) > blocks[groups.size() + g])) {
+      return false;
+    }
+  }
+  return true;
 }
 
 }  // namespace turbomind

@@ -19,6 +19,9 @@ struct KvDemand {
 
 // Pools are numbered as in KvCache: cold ones of all groups, then, where blocks are hot, hot ones.
 
+// Bytes of a block, data and scales, by pool.
+std::vector<int64_t> BlockBytes(const std::vector<LayerGroup>& groups);
+
 // Blocks that `num_sequences` sequences of session_len need in each pool, at most, while they share
 // the chunk. Saturates.
 std::vector<int64_t> BlocksForSequences(const std::vector<LayerGroup>& groups,
@@ -37,5 +40,10 @@ std::vector<int64_t> BlocksForBudget(const std::vector<LayerGroup>& groups, int6
 // goes.
 std::vector<int64_t> BlocksForCount(const std::vector<LayerGroup>& groups, int64_t num_blocks,
                                     const KvDemand& demand);
+
+// Whether pools of so many blocks hold one sequence of `num_tokens`, computed `chunk` tokens at a
+// time.
+bool HoldSequence(const std::vector<LayerGroup>& groups, const std::vector<int64_t>& blocks,
+                  int64_t num_tokens, int64_t chunk);
 
 }  // namespace turbomind

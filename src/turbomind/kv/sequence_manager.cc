@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "turbomind/core/check.h"
+#include "turbomind/kv/pool_sizes.h"
 #include "turbomind/kv/prefix_hit.h"
 
 namespace turbomind {
@@ -85,9 +86,12 @@ void SequenceManager::LockHit(Sequence& sequence, const std::vector<std::vector<
   };
   for (int group = 0; group < cache_.num_groups(); ++group) {
     const LayerGroup& layers = cache_.groups()[static_cast<size_t>(group)];
+    const HotRule& rule = layers.rule;
+    bool has_gap = false;  // a block before this one, not a sink, has yet to be quantised
     for (auto i = static_cast<size_t>(layers.FirstVisibleBlock(n)); i < num_blocks; ++i) {
-      const bool is_cold = take(group, i);
-      if (layers.rule.enabled() && (!is_cold || layers.rule.IsHot(static_cast<int64_t>(i), n))) {
+      const bool is_cold = !has_gap && take(group, i);
+      has_gap = !is_cold && static_cast<int64_t>(i) >= rule.sink_blocks;
+      if (rule.enabled() && (!is_cold || rule.IsHot(static_cast<int64_t>(i), n))) {
         Check(take(cache_.HotPool(group), i), "a hit has every block");
       }
     }
@@ -404,15 +408,11 @@ int64_t SequenceManager::touched_bytes() const {
 }
 
 bool SequenceManager::CanEverFit(int64_t num_tokens, int64_t chunk) const {
-  for (int group = 0; group < cache_.num_groups(); ++group) {
-    const LayerGroup& layers = cache_.groups()[static_cast<size_t>(group)];
-    if (layers.BlocksPerSequence(num_tokens, chunk) > counts(group).total ||
-        (cache_.has_hot_pools() &&
-         layers.HotBlocksPerSequence(num_tokens, chunk) > counts(cache_.HotPool(group)).total)) {
-      return false;
-    }
+  std::vector<int64_t> blocks;
+  for (int pool = 0; pool < num_pools(); ++pool) {
+    blocks.push_back(cache_.num_blocks(pool));
   }
-  return true;
+  return HoldSequence(cache_.groups(), blocks, num_tokens, chunk);
 }
 
 std::byte* SequenceManager::GetBlockPtr(int64_t block, int pool) const {

@@ -46,7 +46,9 @@ struct BlockCounts {
 // quantised into it, in the first step with a query that sees it cold; its hot slot is given back
 // after that step. Sinks stay hot. With the prefix cache a whole block keeps its 16-bit copy as a
 // cached block of the hot pool, evicted on its own; a hit is cut to what can be used
-// (prefix_hit.h). A hot block found in both pools is taken from both, and not quantised again.
+// (prefix_hit.h). A hot block found in both pools is taken from both, and not quantised again,
+// unless a block before it has yet to be: a sequence then never has more cold blocks than one that
+// found nothing, and fits wherever that does.
 //
 // Invariants (CheckIntegrity):
 //  1. In each pool free + cached + active = total, and data and scales have exactly `total` blocks.

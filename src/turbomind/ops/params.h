@@ -26,7 +26,7 @@ struct BatchView {
   const int32_t* context_lens = nullptr;  // [num_seqs] tokens in the cache after this step's write
   const int32_t* positions = nullptr;     // [num_tokens] context_len - new tokens + i
   // [num_seqs, block_table_stride] of the layer's group, indexed by position / block_seq_len; -1
-  // where a sliding group has freed the block.
+  // where a sliding group has freed the block, or where it is in the hot pool alone.
   const int32_t* block_tables = nullptr;
   int64_t block_table_stride = 0;
   // Same shape, ids in the group's hot pool; -1 where the block has no 16-bit copy. Null where

@@ -346,7 +346,6 @@ TEST_CASE("a mean and a rotation change no output beyond rounding, sinks include
   Sequence plain(shape, 9);
   Sequence with_mean = plain;
   Layer raw(shape, {});
-  Layer best(shape, {true, false, true, kBalanced});
   const std::vector<float> want = RunSteps(raw, plain, shape.context, 50);
   for (int chunk : {50, 1}) {
     Sequence copy = with_mean;

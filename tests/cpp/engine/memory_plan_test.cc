@@ -120,6 +120,26 @@ TEST_CASE("whatever the budget, one sequence of the length that fits runs in ful
   }
 }
 
+TEST_CASE("tokens that fit count hot blocks; the longest sequence is what the pools hold") {
+  const ModelConfig model = Model();
+  for (const HotTokens& hot : {HotTokens{}, {64, 64}, {128, 256}}) {
+    for (const int session_len : {128, 192, 1024, 8192}) {
+      for (const int batch : {1, 3}) {
+        EngineConfig config = Config(KvCacheMode::kFp4Nv, hot);
+        config.session_len = session_len;
+        config.max_batch_size = batch;
+        const MemoryPlan plan = PlanMemory(model, config, kFreeBytes, true);
+        CHECK(plan.max_sequence_tokens == session_len);
+        CHECK(plan.max_tokens == batch * session_len);
+      }
+    }
+  }
+  // Three hot blocks and five cold ones.
+  EngineConfig config = Config(KvCacheMode::kFp4Nv, {64, 64});
+  config.cache_max_entry_count = 5;
+  CHECK(PlanMemory(model, config, kFreeBytes, true).max_sequence_tokens == 8 * 64);
+}
+
 TEST_CASE("what does not fit is refused with the bytes it takes") {
   EngineConfig config = Config(KvCacheMode::kFp4Nv, {64, 64});
   try {

@@ -1,7 +1,7 @@
 // ⑦ Prefill: a block of query rows (new tokens × heads of one group) over all their positions. Each
-// tile of the cache is dequantised once into scratch (keys transposed and unscaled, values scaled);
-// then every row does, in the same order, the operations that decode does, so the bits are the
-// same.
+// tile of the cache is dequantised into scratch, once per view (keys transposed and unscaled,
+// values scaled); then every row does, in the same order, the operations that decode does, so the
+// bits are the same.
 //
 // Compute bound: kRows × 4 registers of sums per pass, 24 FMAs for 10 loads with AVX-512.
 
