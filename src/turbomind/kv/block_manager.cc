@@ -84,6 +84,11 @@ void BlockManager::MarkSpare(int id) {
   block.spare = true;
 }
 
+void BlockManager::ClearSpare(int id) {
+  Check(At(id).num_users > 0, "a block that becomes plain is active");
+  At(id).spare = false;
+}
+
 int BlockManager::OldestCached() const {
   const std::list<int>& order = spare_.empty() ? plain_ : spare_;
   return order.empty() ? -1 : order.front();

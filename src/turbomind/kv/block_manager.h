@@ -40,6 +40,8 @@ class BlockManager {
   void Keep(int id);
   // Marks a kept block to be evicted before those that are not spare, until it is dropped.
   void MarkSpare(int id);
+  // Takes that mark back. REQUIRES: active.
+  void ClearSpare(int id);
   // Takes the marks back; a cached block becomes free.
   void Drop(int id);
 

@@ -92,7 +92,10 @@ void SequenceManager::LockHit(Sequence& sequence, const std::vector<std::vector<
       const bool is_cold = !has_gap && take(group, i);
       has_gap = !is_cold && static_cast<int64_t>(i) >= rule.sink_blocks;
       if (rule.enabled() && (!is_cold || rule.IsHot(static_cast<int64_t>(i), n))) {
-        Check(take(cache_.HotPool(group), i), "a hit has every block");
+        const int pool = cache_.HotPool(group);
+        Check(take(pool, i), "a hit has every block");
+        // A copy that has served a hit, at the end of a shared prefix, may serve the next one.
+        managers_[static_cast<size_t>(pool)].ClearSpare(path[i][static_cast<size_t>(pool)]);
       }
     }
   }

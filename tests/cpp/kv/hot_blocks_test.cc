@@ -195,6 +195,20 @@ TEST_CASE("a lost 16-bit copy cuts a hit, and is lost before sinks and blocks wi
   pools.manager.CheckIntegrity();
 }
 
+TEST_CASE("copies that have served a hit outlive those that have not") {
+  for (const bool was_hit : {false, true}) {
+    Pools pools(PoolConfig({0}, kLength, {64, 64}), {64, 24});
+    pools.RunAndFree(1, Tokens(300), 16);
+    if (was_hit) {
+      CHECK(pools.manager.Create(2, Tokens(163)) == 160);  // another end of the same beginning
+      pools.manager.FreeDataAndScaleBlocks(2);
+    }
+    pools.RunAndFree(3, Tokens(180, 9000), 16);  // needs the room of most copies without a hit
+    CHECK(pools.manager.Create(4, Tokens(163)) == (was_hit ? 160 : 64));
+    pools.manager.CheckIntegrity();
+  }
+}
+
 TEST_CASE("computing what was cut brings the copies back") {
   Pools pools(PoolConfig({0}, kLength, {64, 64}), {64, 20});
   pools.RunAndFree(1, Tokens(300), 16);

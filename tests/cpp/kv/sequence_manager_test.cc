@@ -284,6 +284,11 @@ TEST_CASE("spare blocks are evicted before others, each kind in the order of its
   manager.Lock(4);
   CHECK(manager.OldestCached() == 2);
   manager.Unlock(4);
+  CHECK_THROWS_AS(manager.ClearSpare(4), InternalError);  // not active
+  manager.MarkSpare(5);
+  manager.Lock(5);
+  manager.ClearSpare(5);
+  manager.Unlock(5);
   manager.CheckIntegrity();
   for (const int id : {2, 4, 0, 1, 3, 5}) {
     CHECK(manager.OldestCached() == id);
