@@ -103,7 +103,8 @@ class TurbomindEngineConfig:
         session_len: longest prompt plus answer; None: what the model was trained for.
         max_batch_size: most sequences in one step; None: 32 on CPU.
         cache_max_entry_count: below 1 the share of the memory left by the weights, from 1 on a
-            number of blocks. On CPU never more than max_batch_size x session_len needs.
+            number of blocks, 16-bit ones of balanced and best on top. On CPU never more than
+            max_batch_size x session_len needs.
         cache_block_seq_len: tokens in a block: 16, 32, 64 or 128.
         enable_prefix_caching: reuse the blocks of equal prompt beginnings (LMDeploy: False).
         quant_policy: format of the KV cache: 0, 4, 8, 16, or a name (docs/kv_cache.md).

@@ -160,7 +160,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--max-batch-size", "most sequences in one step", type=_INT)
     add(
         "--cache-max-entry-count",
-        "below 1: share of free memory for the KV cache; from 1 on: number of blocks",
+        "below 1: share of free memory for the KV cache; from 1 on: number of blocks, those in 16 "
+        "bit not counted",
         type=_FLOAT,
         default=default.cache_max_entry_count,
     )

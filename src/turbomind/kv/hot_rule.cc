@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "turbomind/core/ceil_div.h"
 #include "turbomind/core/check.h"
 
 namespace turbomind {
@@ -17,8 +18,6 @@ void RequireTokens(const char* field, const char* flag, int got) {
   }
 }
 
-int CeilDiv(int a, int b) { return (a + b - 1) / b; }
-
 }  // namespace
 
 HotRule MakeHotRule(const HotTokens& tokens, int block_seq_len) {
@@ -29,8 +28,8 @@ HotRule MakeHotRule(const HotTokens& tokens, int block_seq_len) {
   }
   RequireTokens("kv_sink_tokens", "--kv-sink-tokens", tokens.sink_tokens);
   RequireTokens("kv_recent_tokens", "--kv-recent-tokens", tokens.recent_tokens);
-  rule.sink_blocks = CeilDiv(tokens.sink_tokens, block_seq_len);
-  rule.recent_blocks = CeilDiv(tokens.recent_tokens, block_seq_len);
+  rule.sink_blocks = static_cast<int>(CeilDiv(tokens.sink_tokens, block_seq_len));
+  rule.recent_blocks = static_cast<int>(CeilDiv(tokens.recent_tokens, block_seq_len));
   return rule;
 }
 

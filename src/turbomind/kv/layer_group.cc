@@ -5,12 +5,11 @@
 #include <string>
 #include <utility>
 
+#include "turbomind/core/ceil_div.h"
 #include "turbomind/core/check.h"
 
 namespace turbomind {
 namespace {
-
-int64_t CeilDiv(int64_t a, int64_t b) { return a / b + (a % b > 0 ? 1 : 0); }
 
 // ⌈(a + b) / c⌉, whatever a and b are.
 int64_t CeilDivSum(int64_t a, int64_t b, int64_t c) {

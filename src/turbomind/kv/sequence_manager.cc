@@ -3,14 +3,13 @@
 #include <algorithm>
 #include <utility>
 
+#include "turbomind/core/ceil_div.h"
 #include "turbomind/core/check.h"
 #include "turbomind/kv/pool_sizes.h"
 #include "turbomind/kv/prefix_hit.h"
 
 namespace turbomind {
 namespace {
-
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 std::vector<int> FullPools(const KvCache& cache) {
   if (cache.groups().front().window != 0) {
