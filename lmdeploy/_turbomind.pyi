@@ -44,6 +44,12 @@ class ModelConfig:
 
 class EngineConfig:
     kv_mode: str  # a resolved name: none, int8, int4, fp8, fp8_e5m2, mxfp4, nvfp4
+    kv_layers: list[tuple[str, str]]  # (K, V) of each layer; empty: kv_mode for all
+    kv_rotate_k: bool
+    kv_search_scales: bool
+    kv_sink_tokens: int
+    kv_recent_tokens: int  # -1: nothing is kept in 16 bit
+    collect_kv_statistics: bool
     max_batch_size: int
     session_len: int
     max_prefill_token_num: int
@@ -53,6 +59,12 @@ class EngineConfig:
     deterministic: bool
     check_integrity: bool
     def __init__(self) -> None: ...
+    def set_kv_calibration(
+        self,
+        k_mean: npt.NDArray[np.float32] | None,  # [layers, kv_heads, head_dim]
+        k_factors: npt.NDArray[np.float32] | None,  # [layers, kv_heads]
+        v_factors: npt.NDArray[np.float32] | None,  # [layers, kv_heads]
+    ) -> None: ...
 
 class MemoryPlan:
     num_blocks: int
@@ -60,7 +72,11 @@ class MemoryPlan:
     touched_bytes: int
     bytes_per_token: float
     bytes_per_token_none: float
+    hot_bytes_per_sequence: int
+    session_bytes: int
+    session_bytes_none: int
     max_tokens: int
+    max_sequence_tokens: int
 
 class Device:
     @property
@@ -130,8 +146,13 @@ class EngineStats:
     blocks_free: int
     blocks_cached: int
     blocks_active: int
+    hot_blocks_total: int
+    hot_blocks_free: int
+    hot_blocks_cached: int
+    hot_blocks_active: int
     prefix_queried_tokens: int
     prefix_hit_tokens: int
+    prefix_cut_tokens: int
     num_preemptions: int
     num_steps: int
     prompt_tokens: int
@@ -158,18 +179,28 @@ class Engine:
     def failure(self) -> str: ...
     def clear_prefix_cache(self) -> None: ...
     def check_integrity(self) -> None: ...
+    def kv_statistics(self) -> dict[str, Any]: ...
     def close(self) -> None: ...
 
 def make_cpu_device(num_threads: int, isa: str = "") -> Device: ...
 def available_cpu_isas() -> list[str]: ...
 def plan_memory(model: ModelConfig, config: EngineConfig, free_bytes: int) -> MemoryPlan: ...
+def sequence_bytes(model: ModelConfig, config: EngineConfig, num_tokens: int) -> int:
+    """Of one sequence between steps, whole blocks of every pool."""
+
 def kv_cache_mode_names() -> list[tuple[str, str]]: ...
 def get_kv_cache_mode(quant_policy: int | str, sm: int = 0, strict_arch: bool = False) -> str:
     """`sm` 0: CPU."""
 
 # Codecs and ops, for tests and reports.
 def encode_rows(
-    mode: str, rows: npt.NDArray[np.float32], dtype: str, g: float = 1.0, isa: str = ""
+    mode: str,
+    rows: npt.NDArray[np.float32],
+    dtype: str,
+    g: float = 1.0,
+    isa: str = "",
+    *,
+    search: bool = False,
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
     """Rows [n, head_dim] → (payload [n, row bytes], metadata [n, param or scale bytes])."""
 

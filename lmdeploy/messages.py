@@ -1,12 +1,13 @@
 """Public options and results: names, fields and defaults as in LMDeploy 0.18.
 
 A field that belongs to a feature which is not built exists with its default, and any other value is
-refused by name. `quant_policy` becomes a format name here and nowhere else.
+refused by name.
 """
 
 from __future__ import annotations
 
 import enum
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, cast
@@ -23,7 +24,9 @@ from lmdeploy.checks import (
     check_strings,
     flag_of,
     refuse,
+    show,
 )
+from lmdeploy.kv_formats import FormatTable, parse_cache_format, parse_quant_policy
 
 MAX_STOP_WORDS = 256
 MAX_STOP_WORD_CHARS = 4096
@@ -32,40 +35,6 @@ MAX_TOKEN_IDS = 4096
 MAX_LOGIT_BIAS = 4096
 MAX_LOGPROBS = 100
 MAX_N = 128
-
-# Accepted values of `quant_policy` and the name that the engine resolves on its device.
-QUANT_POLICY_NAMES: dict[int | str, str] = {
-    0: "none",
-    4: "int4",
-    8: "int8",
-    16: "fp4",
-    "none": "none",
-    "int4": "int4",
-    "int8": "int8",
-    "fp8": "fp8",
-    "fp8_e4m3": "fp8",
-    "fp8_e5m2": "fp8_e5m2",
-    "fp4": "fp4",
-    "mxfp4": "mxfp4",
-    "nvfp4": "nvfp4",
-}
-
-
-def parse_quant_policy(value: Any) -> str:
-    """The format name of a `quant_policy` as a number (also in quotes) or a name, in any case.
-
-    Raises ValueError for anything else. `fp4` stays `fp4`: the device chooses NVFP4 or MXFP4.
-    """
-    key = value
-    if isinstance(value, str):
-        text = value.strip().lower()
-        key = int(text) if text.isascii() and text.isdigit() and len(text) < 4 else text
-    if isinstance(key, bool) or not isinstance(key, (int, str)) or key not in QUANT_POLICY_NAMES:
-        wanted = "0, 4, 8, 16 or one of " + ", ".join(
-            k for k in QUANT_POLICY_NAMES if isinstance(k, str)
-        )
-        raise refuse("quant_policy", value, wanted=wanted, flag="--quant-policy")
-    return QUANT_POLICY_NAMES[key]
 
 
 def _refuse_unsupported(config: Any, names: dict[str, Any]) -> None:
@@ -116,6 +85,10 @@ UNSUPPORTED_ENGINE_FIELDS: dict[str, Any] = {
 }
 
 BLOCK_LENGTHS = (16, 32, 64, 128)
+KV_QUALITIES = ("raw", "balanced", "best")
+# Tokens kept in 16 bit come in tiles of attention.
+HOT_TOKENS_STEP = 64
+MAX_HOT_TOKENS = 4096
 DTYPES = ("auto", "float16", "bfloat16", "float32")
 DEVICE_TYPES = ("auto", "cpu")
 
@@ -130,7 +103,8 @@ class TurbomindEngineConfig:
         session_len: longest prompt plus answer; None: what the model was trained for.
         max_batch_size: most sequences in one step; None: 32 on CPU.
         cache_max_entry_count: below 1 the share of the memory left by the weights, from 1 on a
-            number of blocks. On CPU never more than max_batch_size x session_len needs.
+            number of blocks, 16-bit ones of balanced and best on top. On CPU never more than
+            max_batch_size x session_len needs.
         cache_block_seq_len: tokens in a block: 16, 32, 64 or 128.
         enable_prefix_caching: reuse the blocks of equal prompt beginnings (LMDeploy: False).
         quant_policy: format of the KV cache: 0, 4, 8, 16, or a name (docs/kv_cache.md).
@@ -141,6 +115,16 @@ class TurbomindEngineConfig:
         deterministic: bit-equal results whatever the batch, the chunks and the threads.
         exact: compute in FP32, no int8 activations. Slower; for comparisons.
         strict_arch: refuse NVFP4 where the device has no FP4 instructions (no effect on CPU).
+        kv_quality: raw, balanced or best (docs/kv_cache.md, "Quality"); None: balanced for
+            four-bit formats, raw for the others. Each of the next four replaces one ingredient.
+        kv_rotation: rotate K (and Q) by a Hadamard matrix.
+        kv_scale_search: choose FP4 scales by the error that they leave. No effect without FP4.
+        kv_sink_tokens: first tokens kept in 16 bit, a multiple of 64.
+        kv_recent_tokens: tokens before the current block kept in 16 bit, a multiple of 64; -1: no
+            token is kept in 16 bit.
+        kv_calibration: file of `lmdeploy lite calibrate`; `best` needs it.
+        kv_cache_format: a format name, `k=fp8,v=nvfp4`, a YAML file or a dict with a format per
+            layer. Instead of quant_policy.
 
     Raises:
         ValueError: a value out of range, or a value of a feature that is not built.
@@ -195,6 +179,13 @@ class TurbomindEngineConfig:
     deterministic: bool = False
     exact: bool = False
     strict_arch: bool = False
+    kv_quality: Literal["raw", "balanced", "best"] | None = None
+    kv_rotation: bool | None = None
+    kv_scale_search: bool | None = None
+    kv_sink_tokens: int | None = None
+    kv_recent_tokens: int | None = None
+    kv_calibration: str | os.PathLike[str] | None = None
+    kv_cache_format: str | os.PathLike[str] | dict[Any, str] | None = None
 
     def __post_init__(self) -> None:
         _refuse_unsupported(self, UNSUPPORTED_ENGINE_FIELDS)
@@ -218,6 +209,7 @@ class TurbomindEngineConfig:
             flag="--max-prefill-token-num",
         )
         self._check_cache()
+        self._check_kv_quality()
         for name in ("enable_metrics", "deterministic", "exact", "strict_arch"):
             check_bool(name, getattr(self, name))
 
@@ -243,12 +235,67 @@ class TurbomindEngineConfig:
         check_bool(
             "enable_prefix_caching", self.enable_prefix_caching, flag="--enable-prefix-caching"
         )
-        parse_quant_policy(self.quant_policy)
+        name, table = parse_quant_policy(self.quant_policy), self.kv_table
+        # 0 is the default: it may mean "not given".
+        if self.kv_cache_format is not None and self.quant_policy != 0:
+            pairs = {str(pair) for pair in table.pairs}
+            if pairs != {name}:
+                raise ValueError(
+                    f"quant_policy: got {self.quant_policy!r} beside kv_cache_format "
+                    f"{show(self.kv_cache_format)}, wanted one of the two; "
+                    "remove --quant-policy or --kv-cache-format"
+                )
+
+    def _check_kv_quality(self) -> None:
+        choices = (None, *KV_QUALITIES)
+        check_choice("kv_quality", self.kv_quality, choices=choices, flag="--kv-quality")
+        for name in ("kv_rotation", "kv_scale_search"):
+            if getattr(self, name) is not None:
+                check_bool(name, getattr(self, name), flag=flag_of(name))
+        for name, least in (("kv_sink_tokens", 0), ("kv_recent_tokens", -1)):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            is_int = isinstance(value, int) and not isinstance(value, bool)
+            if not is_int or not (
+                value == least or (0 <= value <= MAX_HOT_TOKENS and value % HOT_TOKENS_STEP == 0)
+            ):
+                off = " or -1" if least < 0 else ""
+                wanted = f"a multiple of {HOT_TOKENS_STEP} from 0 to {MAX_HOT_TOKENS}{off}"
+                raise refuse(name, value, wanted=wanted, flag=flag_of(name))
+        if self.kv_recent_tokens == -1 and self.kv_sink_tokens:
+            wanted = "0 beside kv_recent_tokens -1, which keeps no token in 16 bit"
+            raise refuse(
+                "kv_sink_tokens", self.kv_sink_tokens, wanted=wanted, flag="--kv-sink-tokens"
+            )
+        self._check_kv_calibration()
+
+    def _check_kv_calibration(self) -> None:
+        path = self.kv_calibration
+        if path is not None and (not isinstance(path, (str, os.PathLike)) or not os.fspath(path)):
+            wanted = "a file of lmdeploy lite calibrate"
+            raise refuse("kv_calibration", path, wanted=wanted, flag="--kv-calibration")
+        if path is None and self.kv_quality == "best":
+            wanted = "a calibration file (make one: lmdeploy lite calibrate MODEL --text FILE)"
+            raise refuse("kv_quality", "best", wanted=wanted, flag="--kv-calibration")
+        if path is not None and self.kv_quality != "best":
+            raise ValueError(
+                f"kv_calibration: got {show(os.fspath(path))} with kv_quality "
+                f"{self.kv_quality or 'not given'}, wanted kv_quality best; "
+                "add --kv-quality best or remove --kv-calibration"
+            )
+
+    @property
+    def kv_table(self) -> FormatTable:
+        """Formats of the cache by layer. Reads the file when `kv_cache_format` is one."""
+        given = self.kv_cache_format
+        return parse_cache_format(parse_quant_policy(self.quant_policy) if given is None else given)
 
     @property
     def kv_format(self) -> str:
-        """The name of the cache format; `fp4` is resolved by the device."""
-        return parse_quant_policy(self.quant_policy)
+        """The cache's format, `mixed` where layers or sides differ; the device resolves `fp4`."""
+        pairs = {str(pair) for pair in self.kv_table.pairs}
+        return pairs.pop() if len(pairs) == 1 else "mixed"
 
 
 # Features of LMDeploy 0.18 that are not built: field → the only accepted value.

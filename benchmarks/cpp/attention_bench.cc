@@ -1,5 +1,6 @@
 // ns per cached token and query head of decode attention, and FMA rate of prefill attention, for
-// every mode; one thread. Usage: attention_bench [isa [mode]]
+// every mode, without hot blocks and with 64 sink and 64 recent tokens; one thread. Usage:
+// attention_bench [isa [mode]]
 
 #include <algorithm>
 #include <chrono>
@@ -34,18 +35,32 @@ double Best(int rounds, F fn) {
   return Seconds(times);
 }
 
-void Measure(const CpuKvKernels& kernels, KvCacheMode mode, int context, int head_dim) {
-  CacheShape shape;
-  shape.k = shape.v = mode;
-  shape.kv_heads = kKvHeads;
-  shape.head_dim = head_dim;
-  shape.context = context;
-  TestCache cache(shape);
+struct Times {
+  double decode;   // ns per cached token and query head
+  double prefill;  // GFMA/s
+};
+
+// One layer's cache, with hot blocks or without.
+struct Caches {
+  Caches(const CacheShape& shape, const HotTokens& tokens)
+      : cold(shape), hot(HotShape(shape)), rule(MakeHotRule(tokens, shape.block_seq_len)) {}
+  static CacheShape HotShape(CacheShape shape) {
+    shape.k = shape.v = KvCacheMode::kNone;
+    return shape;
+  }
+  TestCache cold;
+  TestCache hot;
+  HotRule rule;
+};
+
+Times Measure(const CpuKvKernels& kernels, Caches& caches) {
+  const CacheShape& shape = caches.cold.shape();
+  const int context = shape.context;
   ThreadPool pool(1);
   CpuKvScratch memory;
   const int q_heads = kGroup * kKvHeads;
-  const int chunk = 256;
-  std::vector<float> q(static_cast<size_t>(chunk) * q_heads * head_dim, 0.1f);
+  const int chunk = std::min(256, context);
+  std::vector<float> q(static_cast<size_t>(chunk) * q_heads * shape.head_dim, 0.1f);
   std::vector<float> out(q.size());
   std::vector<int32_t> positions(chunk);
   std::iota(positions.begin(), positions.end(), context - chunk);
@@ -55,20 +70,48 @@ void Measure(const CpuKvKernels& kernels, KvCacheMode mode, int context, int hea
   const int32_t length = context;
   AttentionParams p;
   p.q = q.data();
-  p.q_stride = static_cast<int64_t>(q_heads) * head_dim;
+  p.q_stride = static_cast<int64_t>(q_heads) * shape.head_dim;
   p.out = out.data();
   p.q_heads = q_heads;
   p.softmax_scale = 0.125f;
-  p.kv = cache.view();
-  const int64_t stride = static_cast<int64_t>(cache.table().size());
-  p.batch = {1, 1, 1, decode_cu, &length, &last, cache.table().data(), stride};
-  const double decode = Best(60, [&] { CpuDecodeAttention(kernels, pool, memory, p); });
-  p.batch = {1, 0, chunk, prefill_cu, &length, positions.data(), cache.table().data(), stride};
+  p.kv = caches.cold.view();
+  p.rule = caches.rule;
+  const auto with_tables = [&](BatchView batch) {
+    batch.block_tables = caches.cold.table().data();
+    batch.block_table_stride = static_cast<int64_t>(caches.cold.table().size());
+    batch.hot_tables = caches.hot.table().data();
+    return batch;
+  };
+  if (p.rule.enabled()) {
+    p.hot = caches.hot.view();
+  }
+  const int repeats = std::max(1, 2048 / context);
+  p.batch = with_tables({1, 1, 1, decode_cu, &length, &last});
+  const double decode = Best(100, [&] {
+    for (int i = 0; i < repeats; ++i) {
+      CpuDecodeAttention(kernels, pool, memory, p);
+    }
+  });
+  p.batch = with_tables({1, 0, chunk, prefill_cu, &length, positions.data()});
   const double prefill = Best(5, [&] { CpuPrefillAttention(kernels, pool, memory, p); });
-  const double fmas = 2.0 * chunk * (context - chunk / 2.0) * q_heads * head_dim;
-  std::printf("%-9s D=%-4d context %5d   decode %7.3f ns/(token*q_head)   prefill %6.1f GFMA/s\n",
-              ToString(mode), head_dim, context, decode * 1e9 / (context * double(q_heads)),
-              fmas / prefill * 1e-9);
+  const double fmas = 2.0 * chunk * (context - chunk / 2.0) * q_heads * shape.head_dim;
+  return {decode * 1e9 / (static_cast<double>(context) * q_heads * repeats), fmas / prefill * 1e-9};
+}
+
+void Report(const CpuKvKernels& kernels, KvCacheMode mode, int context, int head_dim) {
+  CacheShape shape;
+  shape.k = shape.v = mode;
+  shape.kv_heads = kKvHeads;
+  shape.head_dim = head_dim;
+  shape.context = context;
+  Caches raw(shape, {});
+  const Times a = Measure(kernels, raw);
+  Caches balanced(shape, {64, 64});
+  const Times b = Measure(kernels, balanced);
+  std::printf(
+      "%-9s D=%-4d context %5d   decode %7.3f %7.3f ns/(token*q_head)   prefill %6.1f %6.1f "
+      "GFMA/s\n",
+      ToString(mode), head_dim, context, a.decode, b.decode, a.prefill, b.prefill);
 }
 
 }  // namespace
@@ -81,12 +124,12 @@ int main(int argc, char** argv) {
   std::printf("isa %s, %d KV heads, %d query heads each, 1 thread\n", isa.c_str(), kKvHeads,
               kGroup);
   for (int head_dim : {64, 128}) {
-    for (int context : {2048, 8192}) {
+    for (int context : {128, 512, 2048, 8192}) {
       for (KvCacheMode mode : kAllKvCacheModes) {
         if (argc > 2 && std::string(argv[2]) != ToString(mode)) {
           continue;
         }
-        Measure(kernels, mode, context, head_dim);
+        Report(kernels, mode, context, head_dim);
       }
     }
   }

@@ -7,8 +7,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from lmdeploy.messages import BLOCK_LENGTHS, DEVICE_TYPES, DTYPES, TurbomindEngineConfig
-from lmdeploy.messages import parse_quant_policy as _check_quant_policy
+from lmdeploy.kv_formats import parse_quant_policy as _check_quant_policy
+from lmdeploy.messages import (
+    BLOCK_LENGTHS,
+    DEVICE_TYPES,
+    DTYPES,
+    KV_QUALITIES,
+    TurbomindEngineConfig,
+)
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
@@ -154,7 +160,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--max-batch-size", "most sequences in one step", type=_INT)
     add(
         "--cache-max-entry-count",
-        "below 1: share of free memory for the KV cache; from 1 on: number of blocks",
+        "below 1: share of free memory for the KV cache; from 1 on: number of blocks, those in 16 "
+        "bit not counted",
         type=_FLOAT,
         default=default.cache_max_entry_count,
     )
@@ -168,8 +175,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--quant-policy",
         "format of the KV cache: 0, 4, 8, 16, none, int4, int8, fp8, fp8_e5m2, fp4, mxfp4, nvfp4",
-        default="0",
     )
+    add_kv_flags(group)
     add(
         "--max-prefill-token-num",
         "most new tokens of one step",
@@ -190,6 +197,47 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--deterministic", "bit-equal results whatever the batch", action="store_true")
     add("--exact", "compute in FP32, for comparisons", action="store_true")
     add("--strict-arch", "refuse NVFP4 without FP4 instructions (CUDA)", action="store_true")
+
+
+def add_kv_flags(group: argparse._ActionsContainer) -> None:
+    """Flags of the cache's formats by layer and of its quality."""
+
+    def add(flag: str, text: str, **options: Any) -> None:
+        group.add_argument(flag, help=text, **options)
+
+    add("--kv-cache-format", "instead: a format, k=fp8,v=nvfp4, or a YAML file with layers")
+    add(
+        "--kv-quality",
+        "raw, balanced or best; when absent, balanced for four-bit formats, else raw",
+        choices=KV_QUALITIES,
+    )
+    add("--kv-calibration", "file of `lmdeploy lite calibrate`; best needs it")
+    add_kv_ingredient_flags(group)
+
+
+def add_kv_ingredient_flags(group: argparse._ActionsContainer) -> None:
+    """Flags that replace one ingredient of a quality each."""
+
+    def add(flag: str, text: str, **options: Any) -> None:
+        group.add_argument(flag, help=text, **options)
+
+    switch: Any = argparse.BooleanOptionalAction
+    add("--kv-rotation", "rotate K and Q by a Hadamard matrix", action=switch)
+    add("--kv-scale-search", "choose FP4 scales by the error they leave", action=switch)
+    add("--kv-sink-tokens", "first tokens kept in 16 bit, a multiple of 64", type=_INT)
+    add(
+        "--kv-recent-tokens",
+        "tokens before the current block kept in 16 bit, a multiple of 64; -1: none at all",
+        type=_INT,
+    )
+
+
+KV_INGREDIENTS = ("kv_rotation", "kv_scale_search", "kv_sink_tokens", "kv_recent_tokens")
+
+
+def kv_ingredients(args: argparse.Namespace) -> dict[str, Any]:
+    """Fields of TurbomindEngineConfig from the flags of add_kv_ingredient_flags."""
+    return {name: getattr(args, name) for name in KV_INGREDIENTS}
 
 
 def add_common_flags(parser: argparse.ArgumentParser) -> None:
@@ -213,7 +261,7 @@ def engine_config(args: argparse.Namespace) -> TurbomindEngineConfig:
         cache_max_entry_count=args.cache_max_entry_count,
         cache_block_seq_len=args.cache_block_seq_len,
         enable_prefix_caching=args.enable_prefix_caching,
-        quant_policy=quant_policy(args.quant_policy),
+        quant_policy=_given_quant_policy(args),
         max_prefill_token_num=args.max_prefill_token_num,
         enable_metrics=not args.disable_metrics,
         device_type=args.device,
@@ -221,4 +269,16 @@ def engine_config(args: argparse.Namespace) -> TurbomindEngineConfig:
         deterministic=args.deterministic,
         exact=args.exact,
         strict_arch=args.strict_arch,
+        kv_cache_format=args.kv_cache_format,
+        kv_quality=args.kv_quality,
+        kv_calibration=args.kv_calibration,
+        **kv_ingredients(args),
     )
+
+
+def _given_quant_policy(args: argparse.Namespace) -> int | str:
+    if args.quant_policy is None:
+        return 0
+    value = quant_policy(args.quant_policy)
+    # The config takes 0 for "not given"; here it was.
+    return "none" if value == 0 and args.kv_cache_format is not None else value

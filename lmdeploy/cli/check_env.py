@@ -37,7 +37,7 @@ def report() -> Iterator[str]:
     yield f"{OURS}: {__version__} ({Path(__file__).resolve().parents[1]})"
     yield f"python: {sys.version.split()[0]}"
     yield f"platform: {platform.platform()}"
-    yield f"cpu: {_cpu_name()}, {usable_cores()} usable cores"
+    yield f"cpu: {cpu_name()}, {usable_cores()} usable cores"
     yield f"free memory: {free_memory_bytes() / 2**30:.1f} GiB"
     try:
         from lmdeploy import _turbomind
@@ -52,7 +52,8 @@ def report() -> Iterator[str]:
         yield f"WARNING: {warning}"
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """Of the first core."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

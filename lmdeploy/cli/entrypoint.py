@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from lmdeploy.cli.arguments import OneLineParser, add_common_flags, fail
+from lmdeploy.cli.lite import add_lite_commands
 from lmdeploy.version import __version__
 
 
@@ -25,6 +26,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_common_flags(api_server)
     _add_server_flags(api_server)
     api_server.set_defaults(run=_api_server)
+    add_lite_commands(commands.add_parser("lite", help="calibrate a cache, choose its formats"))
     check_env = commands.add_parser("check_env", help="what is installed, what the machine has")
     check_env.add_argument("--dump-file", default=None, help="write the report there as well")
     check_env.set_defaults(run=_check_env, log_level="WARNING")

@@ -50,13 +50,13 @@ def dry_run_lines(model_path: str, config: TurbomindEngineConfig) -> list[str]:
 
     check_model_format(model_path, config.model_format)
     info = read_model_info(model_path, dtype=config.dtype, exact=config.exact)
-    native = engine_config_of(config, info.config.max_position)
+    native, kv = engine_config_of(config, info.config, model_path=str(info.path))
     free = free_memory_bytes()
     plan = _turbomind.plan_memory(info.config, native, max(free - info.weight_bytes, 0))
     return [
         f"model: {model_path} ({info.model_type}), weights {info.weight_bytes:,} bytes",
         f"free memory: {free:,} bytes",
-        cache_line(native.kv_mode, plan),
+        cache_line(kv, plan),
         f"blocks: {plan.num_blocks:,} of {native.cache_block_seq_len} tokens",
         f"reserved bytes: {plan.reserved_bytes:,}",
         f"touched bytes: {plan.touched_bytes:,} (pages are taken as tokens arrive)",

@@ -36,6 +36,12 @@ class _EngineCollector(Collector):
             "kv_cache_usage_perc": ("Share of cache blocks in use.", stats.blocks_active / total),
             "kv_cache_blocks_total": ("Cache blocks.", stats.blocks_total),
             "kv_cache_blocks_cached": ("Blocks kept for prefix reuse.", stats.blocks_cached),
+            "kv_cache_hot_blocks_total": ("Blocks of the 16-bit pools.", stats.hot_blocks_total),
+            "kv_cache_hot_blocks_active": ("16-bit blocks in use.", stats.hot_blocks_active),
+            "kv_cache_hot_blocks_cached": (
+                "16-bit blocks kept for prefix reuse.",
+                stats.hot_blocks_cached,
+            ),
             "prefix_cache_hit_rate": (
                 "Share of prompt tokens found in the prefix cache.",
                 stats.prefix_hit_tokens / queried,
@@ -50,6 +56,10 @@ class _EngineCollector(Collector):
             "prompt_tokens_total": ("Prompt tokens processed.", stats.prompt_tokens),
             "generation_tokens_total": ("Tokens generated.", stats.generated_tokens),
             "cached_tokens_total": ("Prompt tokens from the cache.", stats.prefix_hit_tokens),
+            "prefix_cut_tokens_total": (
+                "Prompt tokens found in the cache, not used for want of a 16-bit copy.",
+                stats.prefix_cut_tokens,
+            ),
             "num_preemptions_total": ("Sequences preempted.", stats.num_preemptions),
             "num_nonfinite_kv_total": ("NaN and infinities in K or V.", stats.num_nonfinite),
         }
@@ -57,6 +67,18 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(f"lmdeploy:{name}", text, labels=["model_name"])
             counter.add_metric(self._labels, value)
             yield counter
+        yield self._cache_info()
+
+    def _cache_info(self) -> Metric:
+        """What is stored how, as labels of a metric that is always 1."""
+        labels = self._engine.parts.kv.labels()
+        info = GaugeMetricFamily(
+            "lmdeploy:kv_cache_info",
+            "Format and quality of the KV cache.",
+            labels=["model_name", *labels],
+        )
+        info.add_metric([*self._labels, *labels.values()], 1)
+        return info
 
 
 class ServerMetrics:

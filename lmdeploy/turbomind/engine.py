@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lmdeploy import _turbomind
     from lmdeploy.model import ChatTemplateConfig
     from lmdeploy.tokenizer import Tokenizer
+    from lmdeploy.turbomind.kv_quality import KvOptions
     from lmdeploy.turbomind.prompts import PromptTemplate
 
 logger = logging.getLogger("lmdeploy")
@@ -56,32 +57,44 @@ class EngineParts:
     vocab_size: int
     session_len: int
     eos_ids: list[int]
-    kv_mode: str
+    kv: KvOptions
     generation_config: dict[str, Any] = field(default_factory=dict)
     model_path: str = ""
     model_type: str = ""
 
 
-def engine_config_of(config: TurbomindEngineConfig, max_position: int) -> _turbomind.EngineConfig:
-    """The C++ engine's options for a model trained on `max_position` tokens."""
+def engine_config_of(
+    config: TurbomindEngineConfig, model: _turbomind.ModelConfig, *, model_path: str
+) -> tuple[_turbomind.EngineConfig, KvOptions]:
+    """The C++ engine's options for a model, and what they say about the cache.
+
+    Raises ValueError for cache options that do not fit the model.
+    """
     from lmdeploy import _turbomind
+    from lmdeploy.turbomind.kv_quality import apply_kv_options, resolve_kv_options
 
     native = _turbomind.EngineConfig()
-    native.kv_mode = _turbomind.get_kv_cache_mode(config.kv_format, 0, config.strict_arch)
     native.max_batch_size = config.max_batch_size or DEFAULT_CPU_BATCH_SIZE
-    native.session_len = config.session_len or max_position
+    native.session_len = config.session_len or model.max_position
     native.max_prefill_token_num = config.max_prefill_token_num
     native.cache_block_seq_len = config.cache_block_seq_len
     native.cache_max_entry_count = float(config.cache_max_entry_count)
     native.enable_prefix_caching = config.enable_prefix_caching
     native.deterministic = config.deterministic
-    if config.session_len is not None and config.session_len > max_position:
+    if config.session_len is not None and config.session_len > model.max_position:
         logger.warning(
             "session_len %d is longer than the %d positions the model was trained for",
             config.session_len,
-            max_position,
+            model.max_position,
         )
-    return native
+    options = resolve_kv_options(config, model.windows)
+    model_hash = None
+    if options.calibration is not None:
+        from lmdeploy.turbomind.model_hash import hash_model
+
+        model_hash = hash_model(model_path)
+    apply_kv_options(options, native, model=model, model_hash=model_hash)
+    return native, options
 
 
 def check_model_format(model_path: str, wanted: str | None) -> None:
@@ -97,13 +110,16 @@ def check_model_format(model_path: str, wanted: str | None) -> None:
         )
 
 
-def cache_line(mode: str, plan: _turbomind.MemoryPlan) -> str:
-    """One line on the cache: mode, bytes per token, tokens that fit, comparison with 16 bit."""
-    ratio = plan.bytes_per_token_none / plan.bytes_per_token
+def cache_line(options: KvOptions, plan: _turbomind.MemoryPlan) -> str:
+    """One line on the cache: format, quality, bytes, tokens that fit, comparison with 16 bit."""
+    ratio = plan.session_bytes_none / plan.session_bytes
+    hot = f" + {plan.hot_bytes_per_sequence:,} per sequence" if plan.hot_bytes_per_sequence else ""
     return (
-        f"KV cache: mode {mode}, {plan.bytes_per_token:,.0f} bytes per token, "
+        f"KV cache: mode {options.mode}, quality {options.quality_text}, "
+        f"{plan.bytes_per_token:,.0f} bytes per token{hot}, "
         f"{plan.max_tokens:,} tokens fit in {plan.reserved_bytes / 2**20:,.1f} MiB; "
-        f"{ratio:.2f}x the tokens of 16 bit ({plan.bytes_per_token_none:,.0f} bytes per token)"
+        f"{ratio:.2f}x the tokens of 16 bit at session_len "
+        f"({plan.bytes_per_token_none:,.0f} bytes per token)"
     )
 
 
@@ -124,7 +140,7 @@ def load_parts(
     model = load_model(
         model_path, dtype=config.dtype, exact=config.exact, device=device, progress=progress
     )
-    native = engine_config_of(config, model.config.max_position)
+    native, kv = engine_config_of(config, model.config, model_path=str(model.path))
     core = _turbomind.Engine(model.config, native, model.weights, device, free_memory_bytes())
     return EngineParts(
         core=core,
@@ -136,7 +152,7 @@ def load_parts(
         vocab_size=model.config.vocab_size,
         session_len=native.session_len,
         eos_ids=_eos_ids(model.tokenizer.stop_ids, model.generation_config),
-        kv_mode=native.kv_mode,
+        kv=kv,
         generation_config=model.generation_config,
         model_path=model_path,
         model_type=model.model_type,
@@ -311,7 +327,7 @@ class AsyncEngine:
     @property
     def max_request_tokens(self) -> int:
         """Longest prompt plus answer: what session_len and the cache allow."""
-        return min(self.parts.session_len, self.parts.core.memory_plan().max_tokens)
+        return self.parts.core.memory_plan().max_sequence_tokens
 
     @property
     def healthy(self) -> bool:
@@ -325,7 +341,7 @@ class AsyncEngine:
 
     def cache_line(self) -> str:
         """One line on the cache, for the start of a server."""
-        return cache_line(self.parts.kv_mode, self.parts.core.memory_plan())
+        return cache_line(self.parts.kv, self.parts.core.memory_plan())
 
     def stats(self) -> _turbomind.EngineStats:
         """Counters of the C++ engine."""

@@ -15,6 +15,8 @@
 
 #include "turbomind/backend/cpu/cpu_device.h"
 #include "turbomind/bindings_codec.h"
+#include "turbomind/bindings_enum.h"
+#include "turbomind/bindings_kv.h"
 #include "turbomind/core/check.h"
 #include "turbomind/engine/engine.h"
 
@@ -22,13 +24,6 @@ namespace py = pybind11;
 
 namespace turbomind {
 namespace {
-
-// An enum crosses as a string; the list is also what an error names.
-template <class E>
-struct EnumName {
-  E value;
-  const char* name;
-};
 
 constexpr EnumName<DataType> kDataTypes[] = {{DataType::kFloat32, "float32"},
                                              {DataType::kFloat16, "float16"},
@@ -51,46 +46,6 @@ constexpr EnumName<FinishReason> kFinishReasons[] = {{FinishReason::kNone, "none
                                                      {FinishReason::kLength, "length"},
                                                      {FinishReason::kCancelled, "cancelled"},
                                                      {FinishReason::kError, "error"}};
-// Canonical names alone: an alias is resolved by get_kv_cache_mode.
-constexpr EnumName<KvCacheMode> kModes[] = {
-    {KvCacheMode::kNone, "none"},        {KvCacheMode::kInt8, "int8"},
-    {KvCacheMode::kInt4, "int4"},        {KvCacheMode::kFp8E4m3, "fp8"},
-    {KvCacheMode::kFp8E5m2, "fp8_e5m2"}, {KvCacheMode::kFp4Mx, "mxfp4"},
-    {KvCacheMode::kFp4Nv, "nvfp4"}};
-
-template <class E, size_t N>
-E Parse(const char* what, const EnumName<E> (&names)[N], const std::string& text) {
-  std::string choices;
-  for (const EnumName<E>& entry : names) {
-    if (text == entry.name) {
-      return entry.value;
-    }
-    choices += (choices.empty() ? "" : ", ") + std::string(entry.name);
-  }
-  throw InvalidArgument(std::string(what) + ": got \"" + text + "\", want one of " + choices);
-}
-
-template <class E, size_t N>
-std::string Name(const EnumName<E> (&names)[N], E value) {
-  for (const EnumName<E>& entry : names) {
-    if (entry.value == value) {
-      return entry.name;
-    }
-  }
-  throw InternalError("an enum value without a name");
-}
-
-// A string property over an enum member.
-template <class C, class... Options, class E, size_t N>
-void DefEnum(py::class_<C, Options...>& target, const char* name, E C::*member,
-             const EnumName<E> (&names)[N]) {
-  target.def_property(
-      name, [member, &names](const C& self) { return Name(names, self.*member); },
-      [name, member, &names](C& self, const std::string& text) {
-        self.*member = Parse(name, names, text);
-      });
-}
-
 // --- Weights ----------------------------------------------------------------------------------
 
 int64_t SourceBytes(MatrixFormat format, int64_t values) {
@@ -286,15 +241,7 @@ void DefConfigs(py::module_& m) {
       .def_readwrite("enable_prefix_caching", &EngineConfig::enable_prefix_caching)
       .def_readwrite("deterministic", &EngineConfig::deterministic)
       .def_readwrite("check_integrity", &EngineConfig::check_integrity);
-  DefEnum(config, "kv_mode", &EngineConfig::kv_mode, kModes);
-
-  py::class_<MemoryPlan>(m, "MemoryPlan")
-      .def_readonly("num_blocks", &MemoryPlan::num_blocks)
-      .def_readonly("reserved_bytes", &MemoryPlan::reserved_bytes)
-      .def_readonly("touched_bytes", &MemoryPlan::touched_bytes)
-      .def_readonly("bytes_per_token", &MemoryPlan::bytes_per_token)
-      .def_readonly("bytes_per_token_none", &MemoryPlan::bytes_per_token_none)
-      .def_readonly("max_tokens", &MemoryPlan::max_tokens);
+  DefKvOptions(config);
 }
 
 void DefWeights(py::module_& m) {
@@ -367,21 +314,6 @@ void DefRequest(py::module_& m) {
 }
 
 void DefEngine(py::module_& m) {
-  py::class_<EngineStats>(m, "EngineStats")
-      .def_readonly("num_waiting", &EngineStats::num_waiting)
-      .def_readonly("num_running", &EngineStats::num_running)
-      .def_readonly("blocks_total", &EngineStats::blocks_total)
-      .def_readonly("blocks_free", &EngineStats::blocks_free)
-      .def_readonly("blocks_cached", &EngineStats::blocks_cached)
-      .def_readonly("blocks_active", &EngineStats::blocks_active)
-      .def_readonly("prefix_queried_tokens", &EngineStats::prefix_queried_tokens)
-      .def_readonly("prefix_hit_tokens", &EngineStats::prefix_hit_tokens)
-      .def_readonly("num_preemptions", &EngineStats::num_preemptions)
-      .def_readonly("num_steps", &EngineStats::num_steps)
-      .def_readonly("prompt_tokens", &EngineStats::prompt_tokens)
-      .def_readonly("generated_tokens", &EngineStats::generated_tokens)
-      .def_readonly("num_nonfinite", &EngineStats::num_nonfinite);
-
   using release = py::call_guard<py::gil_scoped_release>;
   py::class_<PyEngine>(m, "Engine")
       .def(py::init<const ModelConfig&, const EngineConfig&, std::shared_ptr<Weights>,
@@ -408,6 +340,14 @@ void DefEngine(py::module_& m) {
           "failure", py::cpp_function([](PyEngine& self) { return (*self).failure(); }, release()))
       .def(
           "clear_prefix_cache", [](PyEngine& self) { (*self).ClearPrefixCache(); }, release())
+      .def("kv_statistics",
+           [](PyEngine& self) {
+             const auto collected = [&self] {
+               const py::gil_scoped_release unlocked;
+               return (*self).kv_statistics();
+             };
+             return ToDict(collected());
+           })
       .def(
           "check_integrity", [](PyEngine& self) { (*self).CheckIntegrity(); }, release())
       .def(
@@ -464,6 +404,7 @@ PYBIND11_MODULE(_turbomind, m) {
   DefConfigs(m);
   DefWeights(m);
   DefRequest(m);
+  DefKv(m);
   DefEngine(m);
   DefFunctions(m);
   DefCodecs(m);

@@ -69,13 +69,14 @@ RowShape Shape(const std::string& mode_name, const std::string& dtype, py::ssize
 }
 
 py::tuple Encode(const std::string& mode, const Array<float>& rows, const std::string& dtype,
-                 float g, const std::string& isa) {
+                 float g, const std::string& isa, bool search) {
   if (rows.ndim() != 2) {
     throw InvalidArgument("rows: got " + std::to_string(rows.ndim()) +
                           " dimensions, want [n, head_dim]");
   }
   RowShape shape = Shape(mode, dtype, rows.shape(0), rows.shape(1));
   shape.rows.g = g;
+  shape.rows.search = search;
   const CpuKvKernels kernels = Kernels(isa);
   py::array_t<uint8_t> payload({rows.shape(0), shape.payload_bytes});
   py::array_t<uint8_t> metadata({rows.shape(0), shape.metadata_bytes});
@@ -116,7 +117,7 @@ Array<float> Decode(const Array<uint8_t>& payload, const Array<uint8_t>& metadat
 
 void DefCodecs(py::module_& module) {
   module.def("encode_rows", &Encode, py::arg("mode"), py::arg("rows"), py::arg("dtype"),
-             py::arg("g") = 1.f, py::arg("isa") = "");
+             py::arg("g") = 1.f, py::arg("isa") = "", py::kw_only(), py::arg("search") = false);
   module.def(
       "decode_rows",
       [](const std::string& mode, const Array<uint8_t>& payload, const Array<uint8_t>& metadata,

@@ -9,11 +9,21 @@ from types import SimpleNamespace
 from typing import Any
 
 from lmdeploy.chat_template import ChatTemplate
+from lmdeploy.kv_formats import FormatPair
 from lmdeploy.turbomind.engine import AsyncEngine, EngineParts
+from lmdeploy.turbomind.kv_quality import KvOptions
 from lmdeploy.turbomind.prompts import PromptTemplate
 
 EOS = 256
 VOCAB_SIZE = 258
+BALANCED = KvOptions(
+    layers=(FormatPair("nvfp4", "nvfp4"),),
+    quality="balanced",
+    rotation=True,
+    scale_search=True,
+    sink_tokens=64,
+    recent_tokens=64,
+)
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 
 
@@ -62,9 +72,12 @@ class FakeRequest(SimpleNamespace):
 class FakeCore:
     """Generates `script(prompt text)` as bytes, one token per step, then EOS."""
 
-    def __init__(self, script: Callable[[str], str], step_seconds: float = 0.0) -> None:
+    def __init__(
+        self, script: Callable[[str], str], *, step_seconds: float, session_len: int
+    ) -> None:
         self.script = script
         self.step_seconds = step_seconds
+        self.session_len = session_len
         self.failure = ""
         self.requests: list[Any] = []
         self.cancelled: list[int] = []
@@ -160,8 +173,13 @@ class FakeCore:
             blocks_free=10,
             blocks_cached=0,
             blocks_active=0,
+            hot_blocks_total=6,
+            hot_blocks_free=3,
+            hot_blocks_cached=1,
+            hot_blocks_active=2,
             prefix_queried_tokens=8,
             prefix_hit_tokens=4,
+            prefix_cut_tokens=7,
             num_preemptions=0,
             num_steps=0,
             prompt_tokens=0,
@@ -175,8 +193,12 @@ class FakeCore:
             reserved_bytes=1 << 20,
             touched_bytes=0,
             bytes_per_token=100.0,
+            hot_bytes_per_sequence=5000,
             bytes_per_token_none=300.0,
             max_tokens=640,
+            max_sequence_tokens=min(self.session_len, 640),
+            session_bytes=60_000,
+            session_bytes_none=150_000,
         )
 
     def close(self) -> None:
@@ -194,14 +216,16 @@ def make_engine(
     template = PromptTemplate(ChatTemplate(TEMPLATE, origin="test"))
     return AsyncEngine(
         EngineParts(
-            core=FakeCore(script, step_seconds),  # type: ignore[arg-type]
+            core=FakeCore(  # type: ignore[arg-type]
+                script, step_seconds=step_seconds, session_len=session_len
+            ),
             new_request=FakeRequest,  # type: ignore[arg-type]
             tokenizer=FakeTokenizer(),  # type: ignore[arg-type]
             chat_template=template,
             vocab_size=VOCAB_SIZE,
             session_len=session_len,
             eos_ids=[EOS],
-            kv_mode="nvfp4",
+            kv=BALANCED,
             model_path="fake",
         )
     )

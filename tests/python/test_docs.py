@@ -10,7 +10,7 @@ import pytest
 from reference.codecs import MODES
 from reference.layout import row_bytes
 
-from lmdeploy import _turbomind, messages
+from lmdeploy import _turbomind, kv_formats, messages
 from lmdeploy.cli.arguments import UNSUPPORTED_FLAGS
 from lmdeploy.cli.entrypoint import make_parser
 from lmdeploy.serve import protocol
@@ -66,6 +66,36 @@ def test_flags() -> None:
 def test_a_flag_that_is_not_documented_is_found() -> None:
     documented = {row[0].strip("`") for row in table(section(SERVING, "Flags"))}
     assert documented - {"--dry-run"} != flags_of("serve", "api_server")
+
+
+def test_flags_of_lite() -> None:
+    common = {"--log-level"}
+    options = table(section(FORMATS, "Quality"))
+    ingredients = {flag for row in options for flag in quoted(row[1])}
+    for command, title in (
+        ("calibrate", "Calibration"),
+        ("kv-search", "A format per side and per layer"),
+        ("kv-report", "A report on every format"),
+    ):
+        rows = table(section(FORMATS, title))
+        documented = {flag for row in rows for flag in quoted(row[0])}
+        ingredients = {
+            flag for row in table(section(FORMATS, "Quality")) for flag in quoted(row[1])
+        }
+        assert documented <= flags_of("lite", command)
+        assert flags_of("lite", command) - common - documented <= ingredients
+
+
+def test_quality_options() -> None:
+    rows = [row for row in table(section(FORMATS, "Quality")) if row[0].startswith("`kv_")]
+    fields = {field.name for field in dataclasses.fields(messages.TurbomindEngineConfig)}
+    assert {row[0].strip("`") for row in rows} == {
+        name for name in fields if name.startswith("kv_")
+    } - {"kv_quality", "kv_cache_format"}
+    documented = {flag for row in rows for flag in quoted(row[1])}
+    assert documented <= flags_of("serve", "api_server")
+    qualities = {row[0].strip("`") for row in table(section(FORMATS, "Quality"))}
+    assert set(messages.KV_QUALITIES) <= qualities
 
 
 def test_endpoints() -> None:
@@ -126,7 +156,7 @@ def test_format_table() -> None:
 def test_every_name_of_the_engine_is_documented() -> None:
     names = {name for name, _ in _turbomind.kv_cache_mode_names()}
     assert names <= quoted(FORMATS)
-    assert {name for name in messages.QUANT_POLICY_NAMES if isinstance(name, str)} <= names
+    assert {name for name in kv_formats.QUANT_POLICY_NAMES if isinstance(name, str)} <= names
 
 
 def test_device_table() -> None:

@@ -241,8 +241,11 @@ async def test_prompt_logprobs(engine):
 
 def test_cache_line(engine):
     line = engine.cache_line()
-    assert "mode nvfp4" in line and "100 bytes per token" in line
-    assert "640 tokens fit" in line and "3.00x" in line
+    assert line == (
+        "KV cache: mode nvfp4, quality balanced (K rotation, scale search, first 64 and newest 64+ "
+        "tokens in 16 bit), 100 bytes per token + 5,000 per sequence, 640 tokens fit in 1.0 MiB; "
+        "2.50x the tokens of 16 bit at session_len (300 bytes per token)"
+    )
 
 
 def test_stop_words_are_prepared_outside_the_loop():

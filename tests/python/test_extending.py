@@ -161,6 +161,7 @@ class Other final : public Device {
   void Linear(const LinearParams&) override {}
   void GatedActivation(const GatedActivationParams&) override {}
   void ProcessKV(const ProcessKVParams&) override {}
+  void QuantiseBlocks(const QuantiseBlocksParams&) override {}
   void FlattenKV(const FlattenKVParams&) override {}
   void PrefillAttention(const AttentionParams&) override {}
   void DecodeAttention(const AttentionParams&) override {}

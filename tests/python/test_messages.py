@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from lmdeploy import ChatTemplateConfig, GenerationConfig, Response, TurbomindEngineConfig
+from lmdeploy.kv_formats import QUANT_POLICY_NAMES, parse_quant_policy
 from lmdeploy.messages import (
-    QUANT_POLICY_NAMES,
     UNSUPPORTED_ENGINE_FIELDS,
     UNSUPPORTED_GENERATION_FIELDS,
     join_pieces,
-    parse_quant_policy,
 )
 
 

@@ -49,9 +49,11 @@ def hostile_rows(head_dim: int, dtype: str) -> np.ndarray:
     return np.vstack([*scaled, *sizes, mixed, special, *constants]).astype(np.float32)
 
 
-def assert_same_bytes(mode: str, rows: np.ndarray, *, dtype: str, g: float, isa: str) -> None:
-    payload, metadata = _turbomind.encode_rows(mode, rows, dtype, g, isa)
-    wanted_payload, wanted_metadata = codecs.encode(mode, rows, dtype=dtype, g=g)
+def assert_same_bytes(
+    mode: str, rows: np.ndarray, *, dtype: str, g: float, isa: str, search: bool = False
+) -> None:
+    payload, metadata = _turbomind.encode_rows(mode, rows, dtype, g, isa, search=search)
+    wanted_payload, wanted_metadata = codecs.encode(mode, rows, dtype=dtype, g=g, search=search)
     np.testing.assert_array_equal(metadata, wanted_metadata)
     np.testing.assert_array_equal(payload, wanted_payload)
 
@@ -95,17 +97,33 @@ def test_encoders_equal_the_specification(mode: str, dtype: str, isa: str) -> No
             assert_same_bytes(mode, hostile, dtype=dtype, g=g, isa=isa)
 
 
+@pytest.mark.parametrize("isa", _turbomind.available_cpu_isas())
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", ["mxfp4", "nvfp4"])
+def test_encoders_with_the_search_equal_the_specification(mode: str, dtype: str, isa: str) -> None:
+    for g in [1.0, 0.0371, 11.5] if mode == "nvfp4" else [1.0]:
+        for head_dim in (64, 80, 96, 128, 256):
+            rows = gaussian(256, head_dim)
+            assert_same_bytes(mode, rows, dtype=dtype, g=g, isa=isa, search=True)
+            hostile = hostile_rows(head_dim, dtype)
+            assert_same_bytes(mode, hostile, dtype=dtype, g=g, isa=isa, search=True)
+    plain, _ = _turbomind.encode_rows(mode, rows, dtype)
+    searched, _ = _turbomind.encode_rows(mode, rows, dtype, search=True)
+    assert (plain != searched).any()
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     values=st.lists(st.floats(width=32, allow_nan=True), min_size=16, max_size=16),
     mode=st.sampled_from(["mxfp4", "nvfp4", "fp8", "fp8_e5m2"]),
     dtype=st.sampled_from(DTYPES),
+    search=st.booleans(),
 )
 def test_encoders_equal_the_specification_on_any_row(
-    values: list[float], mode: str, dtype: str
+    values: list[float], mode: str, dtype: str, search: bool
 ) -> None:
     rows = np.resize(np.array(values, np.float32), (1, 64))
-    assert_same_bytes(mode, rows, dtype=dtype, g=1.0, isa="")
+    assert_same_bytes(mode, rows, dtype=dtype, g=1.0, isa="", search=search)
 
 
 def all_codes(mode: str, metadata: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -37,6 +37,23 @@ def engine_logits(
     shape: Shape, weights: dict[str, np.ndarray], ids: np.ndarray, *, mode: str, dtype: str
 ) -> np.ndarray:
     """[tokens, vocab] of a prompt, from the C++ engine in its exact form."""
+    options = _turbomind.EngineConfig()
+    options.kv_mode = mode
+    engine = make_engine(shape, weights, dtype=dtype, options=options)
+    try:
+        return collect_logits(engine, ids)
+    finally:
+        engine.close()
+
+
+def make_engine(
+    shape: Shape,
+    weights: dict[str, np.ndarray],
+    *,
+    dtype: str,
+    options: "_turbomind.EngineConfig",
+) -> "_turbomind.Engine":
+    """The C++ engine in its exact form; `options` say what the cache stores."""
     config = _turbomind.ModelConfig()
     config.num_layers, config.hidden_size = shape.layers, shape.hidden
     config.intermediate_size, config.num_heads = shape.intermediate, shape.heads
@@ -56,14 +73,9 @@ def engine_logits(
         builder.add_matrix(name, "f32", weights[name], rows, cols)
     for name in shape.vectors():
         builder.add_vector(name, weights[name])
-    options = _turbomind.EngineConfig()
-    options.kv_mode, options.session_len, options.max_batch_size = mode, 1024, 2
+    options.session_len, options.max_batch_size = 1024, 2
     options.max_prefill_token_num, options.check_integrity = 48, True
-    engine = _turbomind.Engine(config, options, builder.build(), device, 1 << 30)
-    try:
-        return collect_logits(engine, ids)
-    finally:
-        engine.close()
+    return _turbomind.Engine(config, options, builder.build(), device, 1 << 30)
 
 
 def collect_logits(engine: "_turbomind.Engine", ids: np.ndarray) -> np.ndarray:

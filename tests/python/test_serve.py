@@ -174,6 +174,15 @@ def test_metrics(url):
     ):
         assert f"lmdeploy:{name}{{" in text, name
     assert 'prefix_cache_hit_rate{model_name="m"} 0.5' in text
+    for line in (
+        'kv_cache_info{calibration="",mode="nvfp4",model_name="m",quality="balanced",'
+        'recent_tokens="64",rotation="true",scale_search="true",sink_tokens="64"} 1.0',
+        'kv_cache_hot_blocks_total{model_name="m"} 6.0',
+        'kv_cache_hot_blocks_active{model_name="m"} 2.0',
+        'kv_cache_hot_blocks_cached{model_name="m"} 1.0',
+        'prefix_cut_tokens_total{model_name="m"} 7.0',
+    ):
+        assert f"lmdeploy:{line}" in text, line
 
 
 BAD_CHAT = [

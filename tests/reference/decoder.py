@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from reference.attention import attention
-from reference.codecs import round_trip
+from reference.quality import RAW, LayerStore, Quality, hot_mask, mixed_attention
 from reference.rope import Rope, rotate
 
 Doubles = npt.NDArray[np.float64]
@@ -89,12 +88,14 @@ def rms_norm(x: Doubles, weight: npt.NDArray[np.float32], eps: float) -> Doubles
 
 @dataclass
 class Decoder:
-    """`mode` and `dtype` are those of the KV cache."""
+    """`mode`, `dtype` and `quality` are those of the KV cache; `stores` are its layers if given."""
 
     shape: Shape
     weights: dict[str, npt.NDArray[np.float32]]
     mode: str = "none"
     dtype: str = "float32"
+    quality: Quality = RAW
+    stores: list[LayerStore] | None = None
 
     def logits(self, ids: npt.NDArray[np.int64]) -> Doubles:
         """[tokens, vocab] for a whole prompt."""
@@ -105,10 +106,26 @@ class Decoder:
         x = rms_norm(x, self.weights["final_norm"], self.shape.norm_eps)
         return x @ self.weights.get("head", self.weights["embedding"]).T.astype(np.float64)
 
-    def _stored(self, x: Doubles) -> Doubles:
-        """What the cache gives back of rows [tokens, kv_heads, head_dim]."""
-        rows = x.astype(np.float32).reshape(-1, self.shape.head_dim)
-        return round_trip(self.mode, rows, dtype=self.dtype).reshape(x.shape).astype(np.float64)
+    def keys_after_rope(self, ids: npt.NDArray[np.int64]) -> list[Doubles]:
+        """K of every layer, [tokens, kv_heads, head_dim], as calibration meets it."""
+        x = self.weights["embedding"][ids].astype(np.float64)
+        keys = []
+        for layer in range(self.shape.layers):
+            keys.append(self._keys(layer, self._normed(layer, x)))
+            x = x + self._attention(layer, x)
+            x = x + self._feed_forward(layer, x)
+        return keys
+
+    def _store(self, layer: int) -> LayerStore:
+        if self.stores is not None:
+            return self.stores[layer]
+        return LayerStore(self.mode, self.mode, self.dtype, self.quality)
+
+    def _normed(self, layer: int, x: Doubles) -> Doubles:
+        return rms_norm(x, self.weights[f"layers.{layer}.attention_norm"], self.shape.norm_eps)
+
+    def _keys(self, layer: int, x: Doubles) -> Doubles:
+        return rotate(self.shape.rope, self._project(layer, "k", x), np.arange(len(x)))
 
     def _project(self, layer: int, name: str, x: Doubles) -> Doubles:
         out = x @ self.weights[f"layers.{layer}.{name}"].T.astype(np.float64)
@@ -118,14 +135,14 @@ class Decoder:
         return out if norm is None else rms_norm(out, norm, self.shape.norm_eps)
 
     def _attention(self, layer: int, x: Doubles) -> Doubles:
-        shape = self.shape
-        x = rms_norm(x, self.weights[f"layers.{layer}.attention_norm"], shape.norm_eps)
-        positions = np.arange(len(x))
+        shape, store = self.shape, self._store(layer)
+        x = self._normed(layer, x)
         sinks = self.weights.get(f"layers.{layer}.sinks")
-        out = attention(
-            rotate(shape.rope, self._project(layer, "q", x), positions),
-            self._stored(rotate(shape.rope, self._project(layer, "k", x), positions)),
-            self._stored(self._project(layer, "v", x)),
+        out = mixed_attention(
+            rotate(shape.rope, self._project(layer, "q", x), np.arange(len(x))),
+            store.keys(self._keys(layer, x)),
+            values=store.values(self._project(layer, "v", x)),
+            hot=hot_mask(store.quality, np.arange(len(x)), len(x)),
             scale=shape.head_dim**-0.5,
             window=shape.windows[layer] if shape.windows else 0,
             sinks=None if sinks is None else sinks.astype(np.float64),

@@ -1,9 +1,11 @@
 """SmolLM2 in torch with a quantised KV cache: an independent simulation of the whole engine.
 
 transformers' Llama with the dequantised weights of the GGUF file, in FP32; every K and V, the
-query's own included, is read back as the NumPy codecs give it.
+query's own included, is read back as the NumPy codecs give it: cold and hot views side by side,
+and a mask that lets each query see each position once.
 """
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import numpy.typing as npt
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from reference.codecs import round_trip
+from reference.quality import RAW, LayerStore, Quality, hot_mask
 
 CACHE_DTYPE = "float16"  # of quantised GGUF files
 NAMES = {
@@ -103,29 +105,66 @@ def load_model(path: Path | None = None) -> LlamaForCausalLM:
 
 
 class StoredCache(DynamicCache):
-    """A cache that gives K and V back as a format stores them."""
+    """A cache that gives K and V back as stored: the cold views of all tokens, then the hot ones.
 
-    def __init__(self, mode: str, dtype: str) -> None:
+    For one call of the model with the whole context. One store for all layers, or one for each.
+    """
+
+    def __init__(self, stores: list[LayerStore]) -> None:
         super().__init__()
-        self.mode, self.dtype_name = mode, dtype
-
-    def _stored(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.detach().numpy().reshape(-1, x.shape[-1])
-        values = round_trip(self.mode, rows, dtype=self.dtype_name).reshape(tuple(x.shape))
-        return torch.from_numpy(np.ascontiguousarray(values, np.float32))
+        self.stores = stores
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return super().update(self._stored(key_states), self._stored(value_states), *args, **kwargs)
+        store = self.stores[layer_idx % len(self.stores)]
+        keys = store.keys(token_major(key_states))
+        values = store.values(token_major(value_states))
+        return both_views(keys), both_views(values)
+
+
+def token_major(x: torch.Tensor) -> npt.NDArray[np.float64]:
+    """[1, heads, tokens, d] → [tokens, heads, d]."""
+    return np.asarray(x[0].transpose(0, 1).detach().numpy(), np.float64)
+
+
+def both_views(views: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]) -> torch.Tensor:
+    """(hot, cold) of [tokens, heads, d] → [1, heads, 2 * tokens, d], cold first."""
+    rows = np.concatenate([views[1], views[0]]).astype(np.float32)
+    return torch.from_numpy(rows).transpose(0, 1)[None]
+
+
+def view_mask(quality: Quality, tokens: int) -> torch.Tensor:
+    """[1, 1, tokens, 2 * tokens], added to scores: the cold view of a position or the hot one."""
+    hot = hot_mask(quality, range(tokens), tokens)
+    causal = np.tri(tokens, dtype=np.bool_)
+    seen = np.concatenate([causal & ~hot, causal & hot], axis=1)
+    return torch.from_numpy(np.where(seen, 0.0, -np.inf).astype(np.float32))[None, None]
 
 
 def logits(
-    model: LlamaForCausalLM, ids: list[int], mode: str, *, dtype: str = CACHE_DTYPE
+    model: LlamaForCausalLM,
+    ids: list[int],
+    mode: str,
+    *,
+    dtype: str = CACHE_DTYPE,
+    quality: Quality = RAW,
+    constants: list[dict[str, npt.NDArray[np.float32]]] | None = None,
 ) -> npt.NDArray[np.float32]:
-    """[tokens, vocab] of one context."""
+    """[tokens, vocab] of one context; `constants` are fields of LayerStore by layer."""
+    store = LayerStore(mode, mode, dtype, quality)
+    cache = StoredCache([replace(store, **fields) for fields in constants or [{}]])
     with torch.no_grad():
-        out = model(torch.tensor([ids]), past_key_values=StoredCache(mode, dtype))
+        out = model(
+            torch.tensor([ids]),
+            attention_mask=view_mask(quality, len(ids)),
+            past_key_values=cache,
+        )
     return out.logits[0].numpy()
 
 
@@ -140,6 +179,8 @@ def figures(
     *,
     modes: list[str],
     dtype: str = CACHE_DTYPE,
+    quality: Quality = RAW,
+    constants: list[dict[str, npt.NDArray[np.float32]]] | None = None,
 ) -> dict[str, dict[str, float]]:
     """Perplexity, KL(none || mode) and top-1 agreement, over all positions but the last."""
     sums = {mode: np.zeros(3) for mode in modes}
@@ -149,7 +190,9 @@ def figures(
         for mode in modes:
             ours = plain
             if mode != "none":
-                ours = log_probs(logits(model, ids, mode, dtype=dtype))
+                ours = log_probs(
+                    logits(model, ids, mode, dtype=dtype, quality=quality, constants=constants)
+                )
             loss = -ours.gather(1, targets[:, None]).sum()
             divergence = (plain.exp() * (plain - ours)).sum()
             agreed = (plain.argmax(-1) == ours.argmax(-1)).sum()

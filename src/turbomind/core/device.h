@@ -37,6 +37,7 @@ class Device {
   virtual void Linear(const LinearParams& params) = 0;
   virtual void GatedActivation(const GatedActivationParams& params) = 0;
   virtual void ProcessKV(const ProcessKVParams& params) = 0;
+  virtual void QuantiseBlocks(const QuantiseBlocksParams& params) = 0;
   virtual void FlattenKV(const FlattenKVParams& params) = 0;
   // Sequences [num_decode, num_seqs) of the batch.
   virtual void PrefillAttention(const AttentionParams& params) = 0;

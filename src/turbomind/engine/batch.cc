@@ -3,6 +3,7 @@
 #include "turbomind/engine/batch.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace turbomind {
 
@@ -21,17 +22,25 @@ void Batch::Add(Sequence& sequence) {
   sequences.push_back(&sequence);
 }
 
-void Batch::AddTables(const std::vector<std::span<const int32_t>>& tables_of_group) {
+void Batch::AddTables(const std::vector<std::span<const int32_t>>& cold,
+                      const std::vector<std::span<const int32_t>>& hot,
+                      std::vector<BlockMove> moves) {
   BlockTables table;
-  for (const auto& ids : tables_of_group) {
+  for (const auto& ids : cold) {
     table.stride = std::max(table.stride, static_cast<int64_t>(ids.size()));
   }
-  table.ids.assign(tables_of_group.size() * static_cast<size_t>(table.stride), -1);
-  auto row = table.ids.begin();
-  for (const auto& ids : tables_of_group) {
-    std::copy(ids.begin(), ids.end(), row);
-    row += table.stride;
-  }
+  const auto flatten = [&](const std::vector<std::span<const int32_t>>& tables_of_pool) {
+    std::vector<int32_t> flat(tables_of_pool.size() * static_cast<size_t>(table.stride), -1);
+    auto row = flat.begin();
+    for (const auto& ids : tables_of_pool) {
+      std::copy(ids.begin(), ids.end(), row);
+      row += table.stride;
+    }
+    return flat;
+  };
+  table.ids = flatten(cold);
+  table.hot_ids = flatten(hot);
+  table.moves = std::move(moves);
   tables.push_back(std::move(table));
 }
 
@@ -47,7 +56,10 @@ std::vector<BatchView> Batch::Views() const {
                      .context_lens = context_lens.data(),
                      .positions = positions.data(),
                      .block_tables = table.ids.data(),
-                     .block_table_stride = table.stride});
+                     .block_table_stride = table.stride,
+                     .hot_tables = table.hot_ids.empty() ? nullptr : table.hot_ids.data(),
+                     .moves = table.moves.data(),
+                     .num_moves = static_cast<int>(table.moves.size())});
   }
   return views;
 }

@@ -15,8 +15,10 @@ namespace turbomind {
 // by the decoder through Views().
 struct Batch {
   struct BlockTables {
-    std::vector<int32_t> ids;  // [num_seqs, stride], -1 beyond a sequence's blocks
+    std::vector<int32_t> ids;      // [num_seqs, stride], -1 beyond a sequence's blocks
+    std::vector<int32_t> hot_ids;  // same shape; empty where nothing is hot
     int64_t stride = 0;
+    std::vector<BlockMove> moves;
   };
 
   std::vector<Sequence*> sequences;
@@ -33,8 +35,9 @@ struct Batch {
 
   // Appends a sequence's planned tokens (all groups' tables come after, by AddTables).
   void Add(Sequence& sequence);
-  // Block tables of one more group, one per sequence.
-  void AddTables(const std::vector<std::span<const int32_t>>& tables_of_group);
+  // Block tables of one more group, one per sequence; `hot` may be empty.
+  void AddTables(const std::vector<std::span<const int32_t>>& cold,
+                 const std::vector<std::span<const int32_t>>& hot, std::vector<BlockMove> moves);
   void Clear();
 
   // One view per group, valid while the batch is unchanged.

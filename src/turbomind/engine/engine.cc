@@ -26,25 +26,63 @@ namespace {
 // over the head's weights.
 constexpr int kLogitRows = 32;
 
-std::vector<LayerCache> LayerCaches(const ModelConfig& model, const KvCache& cache) {
+// The formats that one FP32 factor per head scales.
+bool HasFactor(KvCacheMode mode) {
+  return mode == KvCacheMode::kFp8E4m3 || mode == KvCacheMode::kFp8E5m2 ||
+         mode == KvCacheMode::kFp4Nv;
+}
+
+void SetCalibration(const KvCalibration& calibration, int num_layers, KvCache& cache) {
+  const auto per_layer = [num_layers](const char* what, const auto& values) {
+    if (!values.empty() && values.size() != static_cast<size_t>(num_layers)) {
+      throw InvalidArgument(std::string("KV calibration: got ") + what + " of " +
+                            std::to_string(values.size()) + " layers, the model has " +
+                            std::to_string(num_layers));
+    }
+    return !values.empty();
+  };
+  const bool has_mean = per_layer("K means", calibration.k_mean);
+  const bool has_factors[] = {per_layer("K factors", calibration.k_factors),
+                              per_layer("V factors", calibration.v_factors)};
+  for (int i = 0; i < num_layers; ++i) {
+    const auto layer = static_cast<size_t>(i);
+    if (has_mean) {
+      cache.SetKMean(i, calibration.k_mean[layer]);
+    }
+    for (const KvSide side : {KvSide::kK, KvSide::kV}) {
+      const auto& factors = side == KvSide::kK ? calibration.k_factors : calibration.v_factors;
+      const int s = static_cast<int>(side);
+      if (has_factors[s] && HasFactor(cache.LayerView(i).mode[s])) {
+        cache.SetFactors(i, side, factors[layer]);
+      }
+    }
+  }
+}
+
+std::vector<LayerCache> LayerCaches(const ModelConfig& model, const EngineConfig& config,
+                                    KvCache& cache) {
+  SetCalibration(config.kv_quality.calibration, model.num_layers, cache);
   std::vector<LayerCache> layers;
   for (int i = 0; i < model.num_layers; ++i) {
     layers.push_back({.kv = cache.LayerView(i),
+                      .hot = cache.HotLayerView(i),
+                      .rule = cache.rule(),
+                      .k_mean = cache.KMean(i),
                       .group = cache.GroupOf(i),
                       .window = model.windows[static_cast<size_t>(i)]});
   }
   return layers;
 }
 
-// The longest sequence, at most session_len, that the empty pools hold.
-int64_t LongestSequence(const SequenceManager& manager, int session_len, int chunk) {
-  int64_t fits = 0;
-  int64_t too_long = int64_t{session_len} + 1;
-  while (too_long - fits > 1) {
-    const int64_t middle = (fits + too_long) / 2;
-    (manager.CanEverFit(middle, chunk) ? fits : too_long) = middle;
+std::unique_ptr<KvStatistics> MakeStatistics(const ModelConfig& model, const EngineConfig& config,
+                                             const Device& device) {
+  if (!config.collect_kv_statistics) {
+    return nullptr;
   }
-  return fits;
+  if (device.capability().is_cuda) {
+    throw InvalidArgument("collect_kv_statistics: got True, is there on CPU only");
+  }
+  return std::make_unique<KvStatistics>(model.num_layers, model.num_kv_heads, model.head_dim);
 }
 
 void RequireIds(const char* field, const std::vector<int32_t>& ids, int vocab_size) {
@@ -71,19 +109,25 @@ struct Engine::Impl {
        std::shared_ptr<const Weights> model_weights, std::shared_ptr<Device> target,
        int64_t free_bytes)
       : model((model_config.Validate(), std::move(model_config))),
-        config(engine_config),
+        config(std::move(engine_config)),
         device(std::move(target)),
         plan(PlanMemory(model, config, free_bytes, !device->capability().is_cuda)),
-        cache_config(CacheConfig(model, config, config.kv_mode)),
+        cache_config(CacheConfig(model, config)),
         cache(*device, cache_config,
               PlanBlocks(MakeLayerGroups(cache_config), config, free_bytes,
                          !device->capability().is_cuda)),
         manager(cache, config.enable_prefix_caching),
-        max_sequence_len(LongestSequence(manager, config.session_len, StepTokens(config))),
         scheduler({config.max_batch_size, StepTokens(config)}, manager, cache.groups()),
-        decoder(model, std::move(model_weights), *device, LayerCaches(model, cache),
-                StepTokens(config), kLogitRows),
-        generation(model.vocab_size, max_sequence_len) {
+        statistics(MakeStatistics(model, config, *device)),
+        decoder({.model = model,
+                 .layers = LayerCaches(model, config, cache),
+                 .rotate_k = config.kv_quality.rotate_k,
+                 .search_scales = config.kv_quality.search_scales,
+                 .max_tokens = StepTokens(config),
+                 .max_logit_rows = kLogitRows,
+                 .statistics = statistics.get()},
+                std::move(model_weights), *device),
+        generation(model.vocab_size, plan.max_sequence_tokens) {
     UpdateStats();
     thread = std::thread([this] { Loop(); });
   }
@@ -119,8 +163,8 @@ struct Engine::Impl {
   const KvCacheConfig cache_config;
   KvCache cache;
   SequenceManager manager;
-  const int64_t max_sequence_len;
   Scheduler scheduler;
+  const std::unique_ptr<KvStatistics> statistics;  // null: not collected
   Decoder decoder;
   Generation generation;
   EngineStats totals;
@@ -165,8 +209,9 @@ void Engine::Impl::CheckRequest(const Request& request) const {
     throw InvalidArgument(got + ", session_len is " + std::to_string(config.session_len) +
                           " (shorten the prompt or raise --session-len)");
   }
-  if (wanted > max_sequence_len) {
-    throw InvalidArgument(got + ", the whole KV cache holds " + std::to_string(max_sequence_len) +
+  if (wanted > plan.max_sequence_tokens) {
+    throw InvalidArgument(got + ", the whole KV cache holds " +
+                          std::to_string(plan.max_sequence_tokens) +
                           " (shorten the prompt or raise --cache-max-entry-count)");
   }
   RequireIds("prompt", request.prompt, model.vocab_size);
@@ -392,16 +437,30 @@ void Engine::Impl::EndAll(FinishReason reason, const std::string& error) {
 void Engine::Impl::UpdateStats() {
   totals.num_running = static_cast<int>(scheduler.running().size());
   totals.num_waiting = static_cast<int>(scheduler.waiting().size());
-  totals.blocks_total = totals.blocks_free = totals.blocks_cached = totals.blocks_active = 0;
-  for (int group = 0; group < cache.num_groups(); ++group) {
-    const BlockCounts counts = manager.counts(group);
-    totals.blocks_total += counts.total;
-    totals.blocks_free += counts.free;
-    totals.blocks_cached += counts.cached;
-    totals.blocks_active += counts.active;
-  }
+  const auto sum = [this](int first, int last) {
+    BlockCounts sums;
+    for (int pool = first; pool < last; ++pool) {
+      const BlockCounts counts = manager.counts(pool);
+      sums.total += counts.total;
+      sums.free += counts.free;
+      sums.cached += counts.cached;
+      sums.active += counts.active;
+    }
+    return sums;
+  };
+  const BlockCounts cold = sum(0, cache.num_groups());
+  totals.blocks_total = cold.total;
+  totals.blocks_free = cold.free;
+  totals.blocks_cached = cold.cached;
+  totals.blocks_active = cold.active;
+  const BlockCounts hot = sum(cache.num_groups(), cache.num_pools());
+  totals.hot_blocks_total = hot.total;
+  totals.hot_blocks_free = hot.free;
+  totals.hot_blocks_cached = hot.cached;
+  totals.hot_blocks_active = hot.active;
   totals.prefix_queried_tokens = scheduler.stats().prefix_queried_tokens;
   totals.prefix_hit_tokens = scheduler.stats().prefix_hit_tokens;
+  totals.prefix_cut_tokens = scheduler.stats().prefix_cut_tokens;
   totals.num_preemptions = scheduler.stats().num_preemptions;
   totals.num_nonfinite = decoder.num_nonfinite();
   // Destroyed after the lock is given back: a request's callback may take other locks (Python's)
@@ -481,6 +540,15 @@ std::string Engine::failure() const {
 
 void Engine::ClearPrefixCache() {
   impl_->RunBetweenSteps([this] { impl_->manager.ClearPrefixCache(); });
+}
+
+KvStatistics Engine::kv_statistics() {
+  if (!impl_->statistics) {
+    throw InvalidArgument("kv_statistics: not collected; set collect_kv_statistics");
+  }
+  KvStatistics copy(impl_->model.num_layers, impl_->model.num_kv_heads, impl_->model.head_dim);
+  impl_->RunBetweenSteps([this, &copy] { copy = *impl_->statistics; });
+  return copy;
 }
 
 void Engine::CheckIntegrity() {

@@ -4,8 +4,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
+#include <numeric>
 
 #include "turbomind/core/check.h"
+#include "turbomind/kv/pool_sizes.h"
 
 namespace turbomind {
 namespace {
@@ -24,6 +27,49 @@ double BytesPerToken(const std::vector<LayerGroup>& groups) {
     bytes += group.layout.bytes_per_token();
   }
   return bytes;
+}
+
+bool HasRoom(const std::vector<int64_t>& blocks, const std::vector<int64_t>& needed) {
+  return std::ranges::equal(blocks, needed, std::greater_equal<>());
+}
+
+// Bytes of so many blocks of each pool.
+int64_t PoolBytes(const std::vector<LayerGroup>& groups, const std::vector<int64_t>& blocks) {
+  const std::vector<int64_t> bytes = BlockBytes(groups);
+  return std::inner_product(blocks.begin(), blocks.end(), bytes.begin(), int64_t{0});
+}
+
+// Hot blocks of a sequence longer than every window, between steps, its last block full.
+int64_t LongSequenceHotBytes(const std::vector<LayerGroup>& groups) {
+  constexpr int64_t kLong = int64_t{1} << 40;
+  int64_t bytes = 0;
+  for (const LayerGroup& group : groups) {
+    bytes += group.HotBlocksHeld(kLong) * group.hot_bytes_per_block();
+  }
+  return bytes;
+}
+
+// Tokens of as many sequences of session_len as run at once, in pools of one group.
+int64_t TokensThatFit(const LayerGroup& group, int64_t cold, int64_t hot,
+                      const EngineConfig& config) {
+  if (group.rule.enabled()) {
+    const bool uses_cold = group.ColdBlocksHeld(config.session_len) > 0;
+    const int64_t held = group.HotBlocksHeld(config.session_len) * config.max_batch_size;
+    cold = (uses_cold ? cold : 0) + std::min(hot, held);
+  }
+  return cold * config.cache_block_seq_len;
+}
+
+// The longest sequence, at most session_len, that pools of so many blocks hold.
+int64_t LongestSequence(const std::vector<LayerGroup>& groups, const std::vector<int64_t>& blocks,
+                        const EngineConfig& config) {
+  int64_t fits = 0;
+  int64_t too_long = int64_t{config.session_len} + 1;
+  while (too_long - fits > 1) {
+    const int64_t middle = (fits + too_long) / 2;
+    (HoldSequence(groups, blocks, middle, StepTokens(config)) ? fits : too_long) = middle;
+  }
+  return fits;
 }
 
 // What attention can compute; a KV format may ask for more (kv/layout.cc).
@@ -54,9 +100,19 @@ void ValidateEngineConfig(const EngineConfig& config) {
   }
 }
 
-KvCacheConfig CacheConfig(const ModelConfig& model, const EngineConfig& config, KvCacheMode mode) {
-  return MakeKvCacheConfig(model.windows, mode, model.num_kv_heads, model.head_dim,
-                           config.cache_block_seq_len, model.dtype);
+KvCacheConfig CacheConfig(const ModelConfig& model, const EngineConfig& config) {
+  KvCacheConfig cache = MakeKvCacheConfig(model.windows, config.kv_mode, model.num_kv_heads,
+                                          model.head_dim, config.cache_block_seq_len, model.dtype);
+  if (!config.kv_layers.empty()) {
+    if (config.kv_layers.size() != cache.layers.size()) {
+      throw InvalidArgument("kv_cache_format: got formats of " +
+                            std::to_string(config.kv_layers.size()) + " layers, the model has " +
+                            std::to_string(cache.layers.size()));
+    }
+    cache.layers = config.kv_layers;
+  }
+  cache.hot = config.kv_quality.hot;
+  return cache;
 }
 
 int StepTokens(const EngineConfig& config) {
@@ -69,7 +125,8 @@ std::vector<int64_t> PlanBlocks(const std::vector<LayerGroup>& groups, const Eng
   const double count = config.cache_max_entry_count;
   KvDemand demand{.session_len = config.session_len,
                   .chunk = StepTokens(config),
-                  .max_sequences = is_cpu ? config.max_batch_size : 0};
+                  .max_sequences = is_cpu ? config.max_batch_size : 0,
+                  .num_running = config.max_batch_size};
   const auto blocks = [&] {
     if (count >= 1) {
       return BlocksForCount(groups, static_cast<int64_t>(count), demand);
@@ -77,19 +134,11 @@ std::vector<int64_t> PlanBlocks(const std::vector<LayerGroup>& groups, const Eng
     const double budget = static_cast<double>(std::max<int64_t>(free_bytes, 0)) * count;
     return BlocksForBudget(groups, static_cast<int64_t>(budget), demand);
   };
-  const auto holds_one = [&] {
-    const std::vector<int64_t> planned = blocks();
-    for (size_t g = 0; g < groups.size(); ++g) {
-      if (planned[g] < groups[g].BlocksPerSequence(demand.session_len, demand.chunk)) {
-        return false;
-      }
-    }
-    return true;
-  };
+  const auto holds_one = [&] { return HasRoom(blocks(), BlocksForSequences(groups, 1, demand)); };
   if (holds_one()) {
     return blocks();
   }
-  // Less than one sequence of session_len: share by the longest one that every group holds.
+  // Less than one sequence of session_len: share by the longest one that every pool holds.
   int64_t fits = 0;
   int64_t too_long = demand.session_len;
   while (too_long - fits > 1) {
@@ -100,36 +149,50 @@ std::vector<int64_t> PlanBlocks(const std::vector<LayerGroup>& groups, const Eng
   return blocks();
 }
 
+int64_t SequenceBytes(const ModelConfig& model, const EngineConfig& config, int64_t num_tokens) {
+  int64_t bytes = 0;
+  for (const LayerGroup& group : MakeLayerGroups(CacheConfig(model, config))) {
+    bytes += group.ColdBlocksHeld(num_tokens) * group.bytes_per_block() +
+             group.HotBlocksHeld(num_tokens) * group.hot_bytes_per_block();
+  }
+  return bytes;
+}
+
 MemoryPlan PlanMemory(const ModelConfig& model, const EngineConfig& config, int64_t free_bytes,
                       bool is_cpu) {
   model.Validate();
   ValidateEngineConfig(config);
-  const auto groups = MakeLayerGroups(CacheConfig(model, config, config.kv_mode));
+  const auto groups = MakeLayerGroups(CacheConfig(model, config));
   RequireHeadDim(model.head_dim);
   const std::vector<int64_t> blocks = PlanBlocks(groups, config, free_bytes, is_cpu);
+  const std::vector<int64_t> least = BlocksForSequences(
+      groups, 1, {.session_len = config.cache_block_seq_len, .chunk = StepTokens(config)});
+  if (!HasRoom(blocks, least)) {
+    throw InvalidArgument(
+        "KV cache: cache_max_entry_count " + std::to_string(config.cache_max_entry_count) + " of " +
+        std::to_string(free_bytes) +
+        " free bytes does not hold one sequence of one block, which takes " +
+        std::to_string(PoolBytes(groups, least)) + " bytes (--cache-max-entry-count)");
+  }
   MemoryPlan plan;
-  int64_t least_bytes = 0;
-  bool fits = true;
-  for (size_t g = 0; g < groups.size(); ++g) {
-    const int64_t least =
-        groups[g].BlocksPerSequence(config.cache_block_seq_len, StepTokens(config));
-    fits = fits && blocks[g] >= least;
-    least_bytes += least * groups[g].bytes_per_block();
-    plan.reserved_bytes += blocks[g] * groups[g].bytes_per_block();
-    plan.num_blocks =
-        groups.front().window == 0 ? blocks.front() : std::max(plan.num_blocks, blocks[g]);
-  }
-  if (!fits) {
-    throw InvalidArgument("KV cache: cache_max_entry_count " +
-                          std::to_string(config.cache_max_entry_count) + " of " +
-                          std::to_string(free_bytes) +
-                          " free bytes does not hold one sequence of one block, which takes " +
-                          std::to_string(least_bytes) + " bytes (--cache-max-entry-count)");
-  }
+  plan.reserved_bytes = PoolBytes(groups, blocks);
+  const auto cold_end = blocks.begin() + static_cast<std::ptrdiff_t>(groups.size());
+  const auto largest =
+      groups.front().window == 0 ? blocks.begin() : std::max_element(blocks.begin(), cold_end);
+  plan.num_blocks = *largest;
   plan.bytes_per_token = BytesPerToken(groups);
-  plan.bytes_per_token_none =
-      BytesPerToken(MakeLayerGroups(CacheConfig(model, config, KvCacheMode::kNone)));
-  plan.max_tokens = plan.num_blocks * config.cache_block_seq_len;
+  plan.hot_bytes_per_sequence = LongSequenceHotBytes(groups);
+  plan.session_bytes = SequenceBytes(model, config, config.session_len);
+  EngineConfig none = config;
+  none.kv_mode = KvCacheMode::kNone;
+  none.kv_layers.clear();
+  none.kv_quality = {};
+  plan.bytes_per_token_none = BytesPerToken(MakeLayerGroups(CacheConfig(model, none)));
+  plan.session_bytes_none = SequenceBytes(model, none, config.session_len);
+  const auto g = static_cast<size_t>(largest - blocks.begin());
+  const int64_t hot = groups[g].rule.enabled() ? blocks[groups.size() + g] : 0;
+  plan.max_tokens = TokensThatFit(groups[g], plan.num_blocks, hot, config);
+  plan.max_sequence_tokens = LongestSequence(groups, blocks, config);
   return plan;
 }
 

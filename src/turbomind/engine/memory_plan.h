@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "turbomind/engine/engine.h"
-#include "turbomind/kv/kv_cache.h"
+#include "turbomind/kv/layer_group.h"
 
 namespace turbomind {
 
@@ -13,12 +13,13 @@ namespace turbomind {
 // Throws InvalidArgument naming the field and its flag.
 void ValidateEngineConfig(const EngineConfig& config);
 
-KvCacheConfig CacheConfig(const ModelConfig& model, const EngineConfig& config, KvCacheMode mode);
+// What the pools store. Throws InvalidArgument for a table of another length than the model has.
+KvCacheConfig CacheConfig(const ModelConfig& model, const EngineConfig& config);
 
 // New tokens of one step at most: max_prefill_token_num, or less where all sequences are shorter.
 int StepTokens(const EngineConfig& config);
 
-// Blocks of each layer group.
+// Blocks of each pool.
 std::vector<int64_t> PlanBlocks(const std::vector<LayerGroup>& groups, const EngineConfig& config,
                                 int64_t free_bytes, bool is_cpu);
 

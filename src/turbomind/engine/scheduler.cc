@@ -92,6 +92,7 @@ int64_t Scheduler::Admit(int64_t budget) {
       sequence.cached_tokens = static_cast<int>(sequence.num_computed);
       stats_.prefix_queried_tokens += sequence.may_use_prefix_cache() ? sequence.num_prompt : 0;
       stats_.prefix_hit_tokens += sequence.num_computed;
+      stats_.prefix_cut_tokens += manager_.num_cut(id);
     }
     sequence.num_planned = wanted;
     used += wanted;
@@ -102,19 +103,19 @@ int64_t Scheduler::Admit(int64_t budget) {
 }
 
 // Blocks that a sequence will still ask for until all its tokens are computed.
-int64_t Scheduler::BlocksToCome(const Sequence& sequence, int group) const {
-  const int64_t all = manager_.BlocksNeeded(sequence.request->id, group, sequence.num_tokens());
-  const int64_t at_once = groups_[static_cast<size_t>(group)].BlocksPerSequence(
-      sequence.num_tokens(), config_.max_step_tokens);
-  return std::min(all, at_once);
+int64_t Scheduler::BlocksToCome(const Sequence& sequence, int pool) const {
+  return manager_.BlocksToCome(sequence.request->id, pool, sequence.num_tokens(),
+                               config_.max_step_tokens);
 }
 
-// Blocks that the running sequences will still take for their prompts, by group.
+// Blocks that the running sequences will still take for their prompts, by pool. In hot pools a
+// step's chunk would count for each of them, but while there is room in the step for another
+// sequence, all tokens of those that run are in it and have their slots.
 std::vector<int64_t> Scheduler::Promised() const {
-  std::vector<int64_t> promised(groups_.size(), 0);
+  std::vector<int64_t> promised(static_cast<size_t>(manager_.num_pools()), 0);
   for (const auto& sequence : running_) {
-    for (size_t g = 0; g < groups_.size(); ++g) {
-      promised[g] += BlocksToCome(*sequence, static_cast<int>(g));
+    for (size_t pool = 0; pool < promised.size(); ++pool) {
+      promised[pool] += BlocksToCome(*sequence, static_cast<int>(pool));
     }
   }
   return promised;
@@ -125,9 +126,9 @@ bool Scheduler::Fits(const Sequence& sequence, const std::vector<int64_t>& promi
   if (running_.empty()) {
     return true;
   }
-  for (size_t g = 0; g < groups_.size(); ++g) {
-    const BlockCounts counts = manager_.counts(static_cast<int>(g));
-    const int64_t needed = BlocksToCome(sequence, static_cast<int>(g)) + promised[g];
+  for (size_t pool = 0; pool < promised.size(); ++pool) {
+    const BlockCounts counts = manager_.counts(static_cast<int>(pool));
+    const int64_t needed = BlocksToCome(sequence, static_cast<int>(pool)) + promised[pool];
     if (needed > counts.free + counts.cached) {
       return false;
     }
@@ -143,12 +144,21 @@ void Scheduler::Build() {
       }
     }
   }
-  for (size_t g = 0; g < groups_.size(); ++g) {
-    std::vector<std::span<const int32_t>> tables;
+  const int num_groups = static_cast<int>(groups_.size());
+  for (int group = 0; group < num_groups; ++group) {
+    std::vector<std::span<const int32_t>> cold;
+    std::vector<std::span<const int32_t>> hot;
+    std::vector<BlockMove> moves;
     for (const Sequence* sequence : batch_.sequences) {
-      tables.push_back(manager_.BlockTable(sequence->request->id, static_cast<int>(g)));
+      const uint64_t id = sequence->request->id;
+      cold.push_back(manager_.BlockTable(id, group));
+      if (manager_.num_pools() > num_groups) {
+        hot.push_back(manager_.BlockTable(id, num_groups + group));
+      }
+      const std::span<const BlockMove> own = manager_.Moves(id, group);
+      moves.insert(moves.end(), own.begin(), own.end());
     }
-    batch_.AddTables(tables);
+    batch_.AddTables(cold, hot, std::move(moves));
   }
 }
 

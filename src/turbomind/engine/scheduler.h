@@ -21,6 +21,7 @@ struct SchedulerConfig {
 struct SchedulerStats {
   int64_t prefix_queried_tokens = 0;
   int64_t prefix_hit_tokens = 0;
+  int64_t prefix_cut_tokens = 0;  // SequenceManager::num_cut
   int64_t num_preemptions = 0;
 };
 
@@ -31,7 +32,7 @@ struct SchedulerStats {
 //   1. sequences that decode, oldest first;
 //   2. sequences in the middle of their prompt, oldest first, each as large a chunk as is left;
 //   3. waiting ones, oldest first, while their whole prompt fits beside what is promised to those
-//      that run. None overtakes another, so none starves.
+//      that run, in every pool. None overtakes another, so none starves.
 // Where no block is free for a sequence that runs, the newest running one is preempted: its blocks
 // are freed and it waits at its old place, to be computed again (cached blocks permitting).
 //
@@ -65,7 +66,7 @@ class Scheduler {
   int64_t Admit(int64_t budget);
   bool Fits(const Sequence& sequence, const std::vector<int64_t>& promised) const;
   std::vector<int64_t> Promised() const;
-  int64_t BlocksToCome(const Sequence& sequence, int group) const;
+  int64_t BlocksToCome(const Sequence& sequence, int pool) const;
   void Build();
 
   SchedulerConfig config_;

@@ -40,7 +40,7 @@ void BlockManager::Lock(int id) {
   Block& block = At(id);
   Check(block.num_users > 0 || block.kept, "a locked block is cached or active");
   if (block.num_users++ == 0) {
-    cached_order_.erase(block.place);
+    Order(block).erase(block.place);
     ++active_;
   }
 }
@@ -53,7 +53,7 @@ void BlockManager::Unlock(int id) {
   }
   --active_;
   if (block.kept) {
-    block.place = cached_order_.insert(cached_order_.end(), id);
+    block.place = Order(block).insert(Order(block).end(), id);
   } else {
     returned_.push_back(id);
   }
@@ -67,11 +67,31 @@ void BlockManager::Keep(int id) {
 void BlockManager::Drop(int id) {
   Block& block = At(id);
   Check(block.kept, "a dropped block is kept");
-  block.kept = false;
   if (block.num_users == 0) {
-    cached_order_.erase(block.place);
+    Order(block).erase(block.place);
     returned_.push_back(id);
   }
+  block.kept = block.spare = false;
+}
+
+void BlockManager::MarkSpare(int id) {
+  Block& block = At(id);
+  Check(block.kept, "a spare block is kept");
+  if (block.num_users == 0 && !block.spare) {
+    plain_.erase(block.place);
+    block.place = spare_.insert(spare_.end(), id);
+  }
+  block.spare = true;
+}
+
+void BlockManager::ClearSpare(int id) {
+  Check(At(id).num_users > 0, "a block that becomes plain is active");
+  At(id).spare = false;
+}
+
+int BlockManager::OldestCached() const {
+  const std::list<int>& order = spare_.empty() ? plain_ : spare_;
+  return order.empty() ? -1 : order.front();
 }
 
 void BlockManager::CheckIntegrity() const {
@@ -80,14 +100,18 @@ void BlockManager::CheckIntegrity() const {
     Check(At(id).num_users == 0 && !At(id).kept, "a free block has no users and is not kept");
     ++places[static_cast<size_t>(id)];
   }
-  for (const int id : cached_order_) {
-    Check(At(id).num_users == 0 && At(id).kept, "a cached block has no users and is kept");
-    ++places[static_cast<size_t>(id)];
+  for (const std::list<int>* order : {&plain_, &spare_}) {
+    for (const int id : *order) {
+      Check(At(id).num_users == 0 && At(id).kept, "a cached block has no users and is kept");
+      Check(At(id).spare == (order == &spare_), "a cached block is in the list of its kind");
+      ++places[static_cast<size_t>(id)];
+    }
   }
   int64_t active = 0;
   for (size_t id = 0; id < blocks_.size(); ++id) {
     const bool used = blocks_[id].num_users > 0;
     active += used;
+    Check(blocks_[id].kept || !blocks_[id].spare, "a spare block is kept");
     Check(places[id] + used == 1, "a block is in exactly one of free, cached, active");
   }
   const int64_t fresh = total_ - high_water();

@@ -6,8 +6,8 @@
 
 namespace turbomind {
 
-// Who uses which block of one layer group: ids and reference counts, no memory. One id addresses a
-// block's data and its scales, so whatever happens here happens to both pools.
+// Who uses which block of one pool: ids and reference counts, no memory. One id addresses a
+// block's data and its scales, so whatever happens here happens to both.
 //
 // Invariants:
 //  1. Every id in [0, total) is in exactly one state:
@@ -17,6 +17,7 @@ namespace turbomind {
 //  2. free + cached + active = total.
 //  3. Ids that were never handed out are handed out last, in ascending order: memory beyond
 //     high_water() has never been touched.
+// A kept block may be marked spare: losing it costs little, so spare ones are evicted first.
 // Not thread-safe: the engine thread's.
 class BlockManager {
  public:
@@ -24,7 +25,7 @@ class BlockManager {
 
   int64_t total() const { return total_; }
   int64_t free() const { return total_ - cached() - active_; }
-  int64_t cached() const { return static_cast<int64_t>(cached_order_.size()); }
+  int64_t cached() const { return static_cast<int64_t>(plain_.size() + spare_.size()); }
   int64_t active() const { return active_; }
   int64_t high_water() const { return static_cast<int64_t>(blocks_.size()); }
 
@@ -37,11 +38,16 @@ class BlockManager {
   void Unlock(int id);
   // Marks a block to be kept when nobody uses it. REQUIRES: active.
   void Keep(int id);
-  // Takes the mark back; a cached block becomes free.
+  // Marks a kept block to be evicted before those that are not spare, until it is dropped.
+  void MarkSpare(int id);
+  // Takes that mark back. REQUIRES: active.
+  void ClearSpare(int id);
+  // Takes the marks back; a cached block becomes free.
   void Drop(int id);
 
-  // The cached block that was unlocked longest ago; -1 when there is none.
-  int OldestCached() const { return cached_order_.empty() ? -1 : cached_order_.front(); }
+  // The cached block that was unlocked longest ago, of the spare ones if there are any; -1 when
+  // there is none.
+  int OldestCached() const;
 
   int num_users(int id) const { return At(id).num_users; }
   bool is_kept(int id) const { return At(id).kept; }
@@ -53,16 +59,20 @@ class BlockManager {
   struct Block {
     int num_users = 0;
     bool kept = false;
-    std::list<int>::iterator place;  // in cached_order_, while cached
+    bool spare = false;
+    std::list<int>::iterator place;  // in Order(*this), while cached
   };
   const Block& At(int id) const;
   Block& At(int id);
+  std::list<int>& Order(const Block& block) { return block.spare ? spare_ : plain_; }
 
   int64_t total_;
   int64_t active_ = 0;
-  std::vector<Block> blocks_;    // handed out at least once
-  std::vector<int> returned_;    // free and handed out before
-  std::list<int> cached_order_;  // least recently used first
+  std::vector<Block> blocks_;  // handed out at least once
+  std::vector<int> returned_;  // free and handed out before
+  // Cached ones, least recently used first.
+  std::list<int> plain_;
+  std::list<int> spare_;
 };
 
 }  // namespace turbomind

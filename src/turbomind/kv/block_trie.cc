@@ -1,6 +1,7 @@
 #include "turbomind/kv/block_trie.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "turbomind/core/check.h"
 
@@ -22,20 +23,27 @@ struct BlockTrie::Node {
   Node* parent = nullptr;
   Children children;
   Children::iterator place;  // in the parent's children; not of the root
-  std::vector<int> blocks;   // by group
+  std::vector<int> blocks;   // by pool
 
   bool HasBlock() const {
     return std::any_of(blocks.begin(), blocks.end(), [](int block) { return block >= 0; });
   }
+  bool HasBlockIn(const std::vector<int>& pools) const {
+    return std::any_of(pools.begin(), pools.end(),
+                       [this](int pool) { return blocks[static_cast<size_t>(pool)] >= 0; });
+  }
 };
 
-BlockTrie::BlockTrie(int num_groups, int full_group, int block_seq_len)
-    : num_groups_(num_groups),
-      full_group_(full_group),
+BlockTrie::BlockTrie(int num_pools, std::vector<int> full_pools, int block_seq_len)
+    : num_pools_(num_pools),
+      full_pools_(std::move(full_pools)),
       block_seq_len_(static_cast<size_t>(block_seq_len)),
       root_(std::make_unique<Node>()),
-      node_of_(static_cast<size_t>(num_groups)) {
-  Check(num_groups > 0 && full_group < num_groups && block_seq_len > 0, "a trie has groups");
+      node_of_(static_cast<size_t>(num_pools)) {
+  Check(num_pools > 0 && block_seq_len > 0, "a trie has pools");
+  for (const int pool : full_pools_) {
+    Check(pool >= 0 && pool < num_pools, "the full-attention group's pools exist");
+  }
 }
 
 BlockTrie::~BlockTrie() { Clear(); }
@@ -58,9 +66,9 @@ std::vector<std::vector<int>> BlockTrie::Find(std::span<const int32_t> tokens) c
   return path;
 }
 
-std::vector<GroupBlock> BlockTrie::Insert(std::span<const int32_t> tokens,
-                                          const std::vector<std::vector<int32_t>>& tables) {
-  std::vector<GroupBlock> entered;
+std::vector<PoolBlock> BlockTrie::Insert(std::span<const int32_t> tokens,
+                                         const std::vector<std::vector<int32_t>>& tables) {
+  std::vector<PoolBlock> entered;
   Node* node = root_.get();
   for (size_t i = 0; (i + 1) * block_seq_len_ <= tokens.size(); ++i) {
     const auto key = tokens.subspan(i * block_seq_len_, block_seq_len_);
@@ -69,18 +77,18 @@ std::vector<GroupBlock> BlockTrie::Insert(std::span<const int32_t> tokens,
       auto made = std::make_unique<Node>();
       child = made.get();
       child->parent = node;
-      child->blocks.assign(static_cast<size_t>(num_groups_), -1);
+      child->blocks.assign(static_cast<size_t>(num_pools_), -1);
       child->place =
           node->children.emplace(std::vector<int32_t>(key.begin(), key.end()), std::move(made))
               .first;
     }
-    for (int group = 0; group < num_groups_; ++group) {
-      const auto g = static_cast<size_t>(group);
-      const int block = tables[g][i];
-      if (child->blocks[g] < 0 && block >= 0) {
-        Check(node_of_[g].emplace(block, child).second, "a block enters the trie once");
-        child->blocks[g] = block;
-        entered.push_back({group, block});
+    for (int pool = 0; pool < num_pools_; ++pool) {
+      const auto p = static_cast<size_t>(pool);
+      const int block = tables[p][i];
+      if (child->blocks[p] < 0 && block >= 0) {
+        Check(node_of_[p].emplace(block, child).second, "a block enters the trie once");
+        child->blocks[p] = block;
+        entered.push_back({pool, block});
       }
     }
     node = child;
@@ -94,21 +102,25 @@ std::vector<GroupBlock> BlockTrie::Insert(std::span<const int32_t> tokens,
   return entered;
 }
 
+bool BlockTrie::MustLeave(const Node& node) const {
+  return !full_pools_.empty() && !node.HasBlockIn(full_pools_);
+}
+
 void BlockTrie::Erase(Node* node) { node->parent->children.erase(node->place); }
 
 // Iterative: a prefix may be many thousand blocks deep.
-void BlockTrie::TakeSubtree(Node* node, std::vector<GroupBlock>* taken) {
+void BlockTrie::TakeSubtree(Node* node, std::vector<PoolBlock>* taken) {
   std::vector<Node*> pending = {node};
   std::vector<std::unique_ptr<Node>> doomed;
   while (!pending.empty()) {
     Node* current = pending.back();
     pending.pop_back();
-    for (int group = 0; group < num_groups_; ++group) {
-      const auto g = static_cast<size_t>(group);
-      if (!current->blocks.empty() && current->blocks[g] >= 0) {
-        taken->push_back({group, current->blocks[g]});
-        node_of_[g].erase(current->blocks[g]);
-        current->blocks[g] = -1;
+    for (int pool = 0; pool < num_pools_; ++pool) {
+      const auto p = static_cast<size_t>(pool);
+      if (!current->blocks.empty() && current->blocks[p] >= 0) {
+        taken->push_back({pool, current->blocks[p]});
+        node_of_[p].erase(current->blocks[p]);
+        current->blocks[p] = -1;
       }
     }
     for (auto& [key, child] : current->children) {
@@ -119,18 +131,16 @@ void BlockTrie::TakeSubtree(Node* node, std::vector<GroupBlock>* taken) {
   }
 }
 
-std::vector<GroupBlock> BlockTrie::Remove(GroupBlock block) {
-  const auto g = static_cast<size_t>(block.group);
-  const auto found = node_of_[g].find(block.block);
-  Check(found != node_of_[g].end(), "a removed block is in the trie");
+std::vector<PoolBlock> BlockTrie::Remove(PoolBlock block) {
+  const auto p = static_cast<size_t>(block.pool);
+  const auto found = node_of_[p].find(block.block);
+  Check(found != node_of_[p].end(), "a removed block is in the trie");
   Node* node = found->second;
-  std::vector<GroupBlock> taken;
-  if (block.group == full_group_) {
+  std::vector<PoolBlock> taken = {block};
+  node->blocks[p] = -1;
+  node_of_[p].erase(found);
+  if (MustLeave(*node)) {
     TakeSubtree(node, &taken);
-  } else {
-    taken.push_back(block);
-    node->blocks[g] = -1;
-    node_of_[g].erase(found);
   }
   while (node != root_.get() && !node->HasBlock() && node->children.empty()) {
     Node* parent = node->parent;
@@ -140,25 +150,32 @@ std::vector<GroupBlock> BlockTrie::Remove(GroupBlock block) {
   return taken;
 }
 
-std::vector<GroupBlock> BlockTrie::Clear() {
-  std::vector<GroupBlock> taken;
+std::vector<PoolBlock> BlockTrie::Clear() {
+  std::vector<PoolBlock> taken;
   TakeSubtree(root_.get(), &taken);
   return taken;
 }
 
-bool BlockTrie::Contains(GroupBlock block) const {
-  return node_of_[static_cast<size_t>(block.group)].contains(block.block);
+bool BlockTrie::Contains(PoolBlock block) const {
+  return node_of_[static_cast<size_t>(block.pool)].contains(block.block);
 }
 
-int64_t BlockTrie::num_blocks(int group) const {
-  return static_cast<int64_t>(node_of_[static_cast<size_t>(group)].size());
+int BlockTrie::Twin(PoolBlock block, int pool) const {
+  const auto& of_pool = node_of_[static_cast<size_t>(block.pool)];
+  const auto found = of_pool.find(block.block);
+  Check(found != of_pool.end(), "the block is in the trie");
+  return found->second->blocks.at(static_cast<size_t>(pool));
 }
 
-std::vector<GroupBlock> BlockTrie::Blocks() const {
-  std::vector<GroupBlock> blocks;
-  for (int group = 0; group < num_groups_; ++group) {
-    for (const auto& [block, node] : node_of_[static_cast<size_t>(group)]) {
-      blocks.push_back({group, block});
+int64_t BlockTrie::num_blocks(int pool) const {
+  return static_cast<int64_t>(node_of_[static_cast<size_t>(pool)].size());
+}
+
+std::vector<PoolBlock> BlockTrie::Blocks() const {
+  std::vector<PoolBlock> blocks;
+  for (int pool = 0; pool < num_pools_; ++pool) {
+    for (const auto& [block, node] : node_of_[static_cast<size_t>(pool)]) {
+      blocks.push_back({pool, block});
     }
   }
   return blocks;
@@ -166,8 +183,8 @@ std::vector<GroupBlock> BlockTrie::Blocks() const {
 
 void BlockTrie::CheckIntegrity() const {
   size_t listed = 0;
-  for (const auto& of_group : node_of_) {
-    listed += of_group.size();
+  for (const auto& of_pool : node_of_) {
+    listed += of_pool.size();
   }
   size_t held = 0;
   std::vector<const Node*> pending = {root_.get()};
@@ -176,13 +193,12 @@ void BlockTrie::CheckIntegrity() const {
     pending.pop_back();
     if (node != root_.get()) {
       Check(node->HasBlock() || !node->children.empty(), "an empty node has descendants");
-      Check(full_group_ < 0 || node->blocks[static_cast<size_t>(full_group_)] >= 0,
-            "a node has a block of the full-attention group");
+      Check(!MustLeave(*node), "a node has a block of the full-attention group");
       Check(node->place->second.get() == node, "a node is its parent's child");
-      for (size_t g = 0; g < node->blocks.size(); ++g) {
-        if (node->blocks[g] >= 0) {
-          const auto found = node_of_[g].find(node->blocks[g]);
-          Check(found != node_of_[g].end() && found->second == node, "a block is in one node");
+      for (size_t p = 0; p < node->blocks.size(); ++p) {
+        if (node->blocks[p] >= 0) {
+          const auto found = node_of_[p].find(node->blocks[p]);
+          Check(found != node_of_[p].end() && found->second == node, "a block is in one node");
           ++held;
         }
       }

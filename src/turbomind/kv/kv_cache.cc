@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <map>
 #include <string>
 #include <utility>
 
@@ -11,124 +10,6 @@
 #include "turbomind/kv/codec.h"
 
 namespace turbomind {
-namespace {
-
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// a * b / c without overflow, rounded down.
-int64_t MulDiv(int64_t a, int64_t b, int64_t c) {
-  return static_cast<int64_t>(static_cast<__int128>(a) * b / c);
-}
-
-// Blocks beyond what max_sequences sequences need are of no use; ids are int32.
-std::vector<int64_t> Limit(const std::vector<LayerGroup>& groups, std::vector<int64_t> blocks,
-                           const KvDemand& demand) {
-  for (size_t g = 0; g < groups.size(); ++g) {
-    int64_t most = std::numeric_limits<int32_t>::max();
-    if (demand.max_sequences > 0) {
-      const int64_t each = groups[g].BlocksPerSequence(demand.session_len, demand.chunk);
-      most = std::min(most, MulDiv(each, demand.max_sequences, 1));
-    }
-    blocks[g] = std::clamp<int64_t>(blocks[g], 0, most);
-  }
-  return blocks;
-}
-
-void CheckDemand(const KvDemand& demand) {
-  if (demand.session_len < 1 || demand.chunk < 1 || demand.max_sequences < 0) {
-    throw InvalidArgument("KV cache sizes: got session_len " + std::to_string(demand.session_len) +
-                          ", max_prefill_token_num " + std::to_string(demand.chunk) +
-                          ", max_batch_size " + std::to_string(demand.max_sequences) +
-                          ", wanted positive numbers");
-  }
-}
-
-}  // namespace
-
-KvCacheConfig MakeKvCacheConfig(const std::vector<int>& windows, KvCacheMode mode, int kv_heads,
-                                int head_dim, int block_seq_len, DataType dtype) {
-  KvCacheConfig config;
-  config.layers.assign(windows.size(), {mode, mode});
-  config.windows = windows;
-  config.kv_heads = kv_heads;
-  config.head_dim = head_dim;
-  config.block_seq_len = block_seq_len;
-  config.dtype = dtype;
-  return config;
-}
-
-int64_t LayerGroup::BlocksPerSequence(int64_t num_tokens, int64_t chunk) const {
-  const int64_t length = layout.config().block_seq_len;
-  const int64_t all = CeilDiv(num_tokens, length);
-  if (window == 0) {
-    return all;
-  }
-  return std::min(all, CeilDiv(window, length) + 2 + CeilDiv(std::min(chunk, num_tokens), length));
-}
-
-int64_t LayerGroup::FirstVisibleBlock(int64_t position) const {
-  if (window == 0 || position < window) {
-    return 0;
-  }
-  return (position - window + 1) / layout.config().block_seq_len;
-}
-
-std::vector<LayerGroup> MakeLayerGroups(const KvCacheConfig& config) {
-  Check(config.layers.size() == config.windows.size(), "each layer has a window");
-  std::map<int, std::vector<int>> by_window;
-  for (size_t layer = 0; layer < config.windows.size(); ++layer) {
-    if (config.windows[layer] < 0) {
-      throw InvalidArgument("sliding window of layer " + std::to_string(layer) + ": got " +
-                            std::to_string(config.windows[layer]) + ", wanted 0 (full) or more");
-    }
-    by_window[config.windows[layer]].push_back(static_cast<int>(layer));
-  }
-  if (by_window.empty()) {
-    throw InvalidArgument("layers of the KV cache: got 0, wanted at least 1");
-  }
-  std::vector<LayerGroup> groups;
-  for (auto& [window, layers] : by_window) {
-    block::Config block;
-    for (const int layer : layers) {
-      block.layers.push_back(config.layers[static_cast<size_t>(layer)]);
-    }
-    block.kv_heads = config.kv_heads;
-    block.head_dim = config.head_dim;
-    block.block_seq_len = config.block_seq_len;
-    block.dtype = config.dtype;
-    groups.push_back({window, std::move(layers), block::Layout(std::move(block))});
-  }
-  return groups;
-}
-
-std::vector<int64_t> BlocksForBudget(const std::vector<LayerGroup>& groups, int64_t budget_bytes,
-                                     const KvDemand& demand) {
-  CheckDemand(demand);
-  int64_t bytes_per_sequence = 0;
-  for (const LayerGroup& group : groups) {
-    bytes_per_sequence +=
-        group.BlocksPerSequence(demand.session_len, demand.chunk) * group.bytes_per_block();
-  }
-  std::vector<int64_t> blocks;
-  for (const LayerGroup& group : groups) {
-    const int64_t each = group.BlocksPerSequence(demand.session_len, demand.chunk);
-    blocks.push_back(MulDiv(std::max<int64_t>(budget_bytes, 0), each, bytes_per_sequence));
-  }
-  return Limit(groups, std::move(blocks), demand);
-}
-
-std::vector<int64_t> BlocksForCount(const std::vector<LayerGroup>& groups, int64_t num_blocks,
-                                    const KvDemand& demand) {
-  CheckDemand(demand);
-  const int64_t first = groups.front().BlocksPerSequence(demand.session_len, demand.chunk);
-  std::vector<int64_t> blocks;
-  for (const LayerGroup& group : groups) {
-    const int64_t each = group.BlocksPerSequence(demand.session_len, demand.chunk);
-    blocks.push_back(MulDiv(std::max<int64_t>(num_blocks, 0), each, first));
-  }
-  return Limit(groups, std::move(blocks), demand);
-}
-
 KvCache::KvCache(Device& device, const KvCacheConfig& config, std::vector<int64_t> num_blocks)
     : device_(device),
       block_seq_len_(config.block_seq_len),
@@ -137,23 +18,27 @@ KvCache::KvCache(Device& device, const KvCacheConfig& config, std::vector<int64_
       num_blocks_(std::move(num_blocks)),
       group_of_(config.layers.size()),
       index_in_group_(config.layers.size()),
-      factors_(2 * config.layers.size()) {
-  Check(num_blocks_.size() == groups_.size(), "each layer group has a number of blocks");
+      factors_(2 * config.layers.size()),
+      k_means_(config.layers.size()) {
+  const size_t num_pools = groups_.size() * (groups_.front().hot_layout ? 2 : 1);
+  Check(num_blocks_.size() == num_pools, "each pool has a number of blocks");
   for (size_t g = 0; g < groups_.size(); ++g) {
     for (size_t i = 0; i < groups_[g].layers.size(); ++i) {
       const auto layer = static_cast<size_t>(groups_[g].layers[i]);
       group_of_[layer] = static_cast<int>(g);
       index_in_group_[layer] = static_cast<int>(i);
     }
-    if (num_blocks_[g] < 1 || num_blocks_[g] > std::numeric_limits<int32_t>::max()) {
-      throw InvalidArgument("blocks of the KV cache: got " + std::to_string(num_blocks_[g]) +
+  }
+  for (const int64_t blocks : num_blocks_) {
+    if (blocks < 1 || blocks > std::numeric_limits<int32_t>::max()) {
+      throw InvalidArgument("blocks of the KV cache: got " + std::to_string(blocks) +
                             ", wanted 1 to 2147483647; change cache_max_entry_count");
     }
   }
   try {
-    for (size_t g = 0; g < groups_.size(); ++g) {
-      data_.push_back(Reserve(num_blocks_[g] * groups_[g].layout.block_bytes()));
-      scales_.push_back(Reserve(num_blocks_[g] * groups_[g].layout.scale_block_bytes()));
+    for (int pool = 0; pool < this->num_pools(); ++pool) {
+      data_.push_back(Reserve(this->num_blocks(pool) * PoolLayout(pool).block_bytes()));
+      scales_.push_back(Reserve(this->num_blocks(pool) * PoolLayout(pool).scale_block_bytes()));
     }
   } catch (...) {
     ReleaseAll();
@@ -173,7 +58,7 @@ KvCache::Pool KvCache::Reserve(int64_t num_bytes) {
 }
 
 void KvCache::ReleaseAll() {
-  for (std::vector<Pool>* pools : {&data_, &scales_, &factors_}) {
+  for (std::vector<Pool>* pools : {&data_, &scales_, &factors_, &k_means_}) {
     for (Pool& pool : *pools) {
       if (pool.memory) {
         device_.Release(pool.memory, static_cast<size_t>(pool.num_bytes));
@@ -183,27 +68,37 @@ void KvCache::ReleaseAll() {
   }
 }
 
-void KvCache::CheckId(int group, int64_t block) const {
-  Check(group >= 0 && group < num_groups(), "the layer group exists");
-  Check(block >= 0 && block < num_blocks_[static_cast<size_t>(group)], "the block exists");
+const block::Layout& KvCache::PoolLayout(int pool) const {
+  Check(pool >= 0 && pool < num_pools(), "the pool exists");
+  const LayerGroup& group = groups_[static_cast<size_t>(pool % num_groups())];
+  return pool < num_groups() ? group.layout : *group.hot_layout;
+}
+
+void KvCache::CheckId(int pool, int64_t block) const {
+  Check(pool >= 0 && pool < num_pools(), "the pool exists");
+  Check(block >= 0 && block < num_blocks_[static_cast<size_t>(pool)], "the block exists");
 }
 
 int KvCache::GroupOf(int layer) const { return group_of_.at(static_cast<size_t>(layer)); }
 
-int64_t KvCache::num_blocks(int group) const { return num_blocks_.at(static_cast<size_t>(group)); }
+int64_t KvCache::num_blocks(int pool) const { return num_blocks_.at(static_cast<size_t>(pool)); }
 
-int64_t KvCache::data_bytes(int group) const {
-  return data_.at(static_cast<size_t>(group)).num_bytes;
+int64_t KvCache::bytes_per_block(int pool) const {
+  return PoolLayout(pool).block_bytes() + PoolLayout(pool).scale_block_bytes();
 }
 
-int64_t KvCache::scale_bytes(int group) const {
-  return scales_.at(static_cast<size_t>(group)).num_bytes;
+int64_t KvCache::data_bytes(int pool) const {
+  return data_.at(static_cast<size_t>(pool)).num_bytes;
+}
+
+int64_t KvCache::scale_bytes(int pool) const {
+  return scales_.at(static_cast<size_t>(pool)).num_bytes;
 }
 
 int64_t KvCache::reserved_bytes() const {
   int64_t sum = 0;
-  for (int group = 0; group < num_groups(); ++group) {
-    sum += data_bytes(group) + scale_bytes(group);
+  for (int pool = 0; pool < num_pools(); ++pool) {
+    sum += data_bytes(pool) + scale_bytes(pool);
   }
   return sum;
 }
@@ -219,27 +114,36 @@ KvLayerView KvCache::LayerView(int layer) const {
   return view;
 }
 
-std::byte* KvCache::GetBlockPtr(int group, int64_t block) const {
-  CheckId(group, block);
-  const auto g = static_cast<size_t>(group);
-  return data_[g].memory + block * groups_[g].layout.block_bytes();
+KvLayerView KvCache::HotLayerView(int layer) const {
+  const auto l = static_cast<size_t>(layer);
+  const int group = GroupOf(layer);
+  if (!has_hot_pools()) {
+    return {};
+  }
+  const int pool = HotPool(group);
+  return PoolLayout(pool).LayerView(index_in_group_[l], data_[static_cast<size_t>(pool)].memory,
+                                    nullptr);
 }
 
-std::byte* KvCache::GetScaleBlockPtr(int group, int64_t block) const {
-  CheckId(group, block);
-  const auto g = static_cast<size_t>(group);
-  return scales_[g].memory ? scales_[g].memory + block * groups_[g].layout.scale_block_bytes()
-                           : nullptr;
+std::byte* KvCache::GetBlockPtr(int pool, int64_t block) const {
+  CheckId(pool, block);
+  return data_[static_cast<size_t>(pool)].memory + block * PoolLayout(pool).block_bytes();
 }
 
-void KvCache::CopyBlock(int group, int64_t to, int64_t from) {
-  CheckId(group, to);
-  CheckId(group, from);
-  const block::Layout& layout = groups_[static_cast<size_t>(group)].layout;
-  device_.Copy(GetBlockPtr(group, to), GetBlockPtr(group, from),
+std::byte* KvCache::GetScaleBlockPtr(int pool, int64_t block) const {
+  CheckId(pool, block);
+  std::byte* memory = scales_[static_cast<size_t>(pool)].memory;
+  return memory ? memory + block * PoolLayout(pool).scale_block_bytes() : nullptr;
+}
+
+void KvCache::CopyBlock(int pool, int64_t to, int64_t from) {
+  CheckId(pool, to);
+  CheckId(pool, from);
+  const block::Layout& layout = PoolLayout(pool);
+  device_.Copy(GetBlockPtr(pool, to), GetBlockPtr(pool, from),
                static_cast<size_t>(layout.block_bytes()));
   if (layout.scale_block_bytes() > 0) {
-    device_.Copy(GetScaleBlockPtr(group, to), GetScaleBlockPtr(group, from),
+    device_.Copy(GetScaleBlockPtr(pool, to), GetScaleBlockPtr(pool, from),
                  static_cast<size_t>(layout.scale_block_bytes()));
   }
 }
@@ -268,13 +172,39 @@ void KvCache::SetFactors(int layer, KvSide side, const std::vector<float>& facto
   device_.Copy(pool.memory, factors.data(), num_bytes);
 }
 
-void KvCache::CheckScaleBytes(int group, int64_t block) const {
-  const block::Layout& layout = groups_.at(static_cast<size_t>(group)).layout;
+void KvCache::SetKMean(int layer, const std::vector<float>& mean) {
+  const std::string what = "K mean of layer " + std::to_string(layer);
+  if (layer < 0 || static_cast<size_t>(layer) >= group_of_.size()) {
+    throw InvalidArgument(what + ": wanted a layer below " + std::to_string(group_of_.size()));
+  }
+  const size_t wanted = static_cast<size_t>(kv_heads_) *
+                        static_cast<size_t>(groups_.front().layout.config().head_dim);
+  if (mean.size() != wanted) {
+    throw InvalidArgument(what + ": got " + std::to_string(mean.size()) + " values, wanted " +
+                          std::to_string(wanted) + ", kv heads times head_dim");
+  }
+  if (!std::all_of(mean.begin(), mean.end(), [](float x) { return std::isfinite(x); })) {
+    throw InvalidArgument(what + ": got a value that is not finite");
+  }
+  const size_t num_bytes = mean.size() * sizeof(float);
+  Pool& pool = k_means_[static_cast<size_t>(layer)];
+  if (!pool.memory) {
+    pool = Reserve(static_cast<int64_t>(num_bytes));
+  }
+  device_.Copy(pool.memory, mean.data(), num_bytes);
+}
+
+const float* KvCache::KMean(int layer) const {
+  return reinterpret_cast<const float*>(k_means_.at(static_cast<size_t>(layer)).memory);
+}
+
+void KvCache::CheckScaleBytes(int pool, int64_t block) const {
+  const block::Layout& layout = PoolLayout(pool);
   if (layout.scale_block_bytes() == 0) {
     return;
   }
   std::vector<std::byte> bytes(static_cast<size_t>(layout.scale_block_bytes()));
-  device_.Copy(bytes.data(), GetScaleBlockPtr(group, block), bytes.size());
+  device_.Copy(bytes.data(), GetScaleBlockPtr(pool, block), bytes.size());
   const int num_layers = static_cast<int>(layout.config().layers.size());
   for (int layer = 0; layer < num_layers; ++layer) {
     const KvLayerView view = layout.LayerView(layer, nullptr, bytes.data());

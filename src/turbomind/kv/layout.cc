@@ -11,9 +11,13 @@ namespace {
 
 constexpr int64_t kAlignment = 16;
 
+// The same for both, or 16-bit or 8-bit keys, which carry most of the error, over 4-bit values.
 bool IsListedPair(KvCacheMode k, KvCacheMode v) {
-  return k == v || (k == KvCacheMode::kFp8E4m3 && v == KvCacheMode::kFp4Nv) ||
-         (k == KvCacheMode::kInt8 && v == KvCacheMode::kInt4);
+  const bool wide =
+      k == KvCacheMode::kNone || k == KvCacheMode::kInt8 || k == KvCacheMode::kFp8E4m3;
+  const bool narrow =
+      v == KvCacheMode::kInt4 || v == KvCacheMode::kFp4Mx || v == KvCacheMode::kFp4Nv;
+  return k == v || (wide && narrow);
 }
 
 void CheckMode(KvCacheMode mode, int head_dim) {
@@ -49,8 +53,8 @@ void CheckConfig(const Config& config) {
     if (!IsListedPair(modes.k, modes.v)) {
       throw InvalidArgument(std::string("KV formats of a layer: got K ") + ToString(modes.k) +
                             " and V " + ToString(modes.v) +
-                            ", wanted the same for both, K fp8 with V nvfp4, or K int8 with V int4"
-                            "; change quant_policy");
+                            ", wanted the same for both, or K none, int8 or fp8 with V int4, mxfp4 "
+                            "or nvfp4; change kv_cache_format");
     }
   }
 }

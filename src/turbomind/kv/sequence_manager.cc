@@ -3,23 +3,29 @@
 #include <algorithm>
 #include <utility>
 
+#include "turbomind/core/ceil_div.h"
 #include "turbomind/core/check.h"
+#include "turbomind/kv/pool_sizes.h"
+#include "turbomind/kv/prefix_hit.h"
 
 namespace turbomind {
 namespace {
 
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-int FullGroup(const KvCache& cache) { return cache.groups().front().window == 0 ? 0 : -1; }
+std::vector<int> FullPools(const KvCache& cache) {
+  if (cache.groups().front().window != 0) {
+    return {};
+  }
+  return cache.has_hot_pools() ? std::vector<int>{0, cache.HotPool(0)} : std::vector<int>{0};
+}
 
 }  // namespace
 
 SequenceManager::SequenceManager(KvCache& cache, bool enable_prefix_caching)
     : cache_(cache),
       enable_prefix_caching_(enable_prefix_caching),
-      trie_(cache.num_groups(), FullGroup(cache), cache.block_seq_len()) {
-  for (int group = 0; group < cache.num_groups(); ++group) {
-    managers_.emplace_back(cache.num_blocks(group));
+      trie_(cache.num_pools(), FullPools(cache), cache.block_seq_len()) {
+  for (int pool = 0; pool < cache.num_pools(); ++pool) {
+    managers_.emplace_back(cache.num_blocks(pool));
   }
 }
 
@@ -35,80 +41,140 @@ SequenceManager::Sequence& SequenceManager::At(uint64_t id) {
   return const_cast<Sequence&>(static_cast<const SequenceManager*>(this)->At(id));
 }
 
-int64_t SequenceManager::LongestHit(const std::vector<std::vector<int>>& path) const {
-  int64_t longest = 0;
-  std::vector<int64_t> run(managers_.size(), 0);  // blocks present without a gap up to here
-  for (int64_t n = 1; n <= static_cast<int64_t>(path.size()); ++n) {
-    bool usable = true;
-    for (size_t g = 0; g < managers_.size(); ++g) {
-      run[g] = path[static_cast<size_t>(n - 1)][g] >= 0 ? run[g] + 1 : 0;
-      const int64_t first = cache_.groups()[g].FirstVisibleBlock(n * cache_.block_seq_len());
-      usable = usable && n - first <= run[g];
-    }
-    longest = usable ? n : longest;
-  }
-  return longest;
+SequenceManager::Sequence SequenceManager::NewSequence() const {
+  Sequence sequence;
+  sequence.tables.resize(managers_.size());
+  sequence.unquantised.resize(cache_.groups().size());
+  sequence.moves.resize(cache_.groups().size());
+  return sequence;
 }
 
 int64_t SequenceManager::Create(uint64_t id, std::span<const int32_t> prompt,
                                 bool use_prefix_cache) {
   Check(!prompt.empty(), "a prompt has tokens");
   Check(!Contains(id), "a sequence id is used once");
-  Sequence sequence;
-  sequence.tables.resize(managers_.size());
+  Sequence sequence = NewSequence();
   if (enable_prefix_caching_ && use_prefix_cache) {
     // The last token is always computed: its logits are wanted.
     const std::vector<std::vector<int>> path = trie_.Find(prompt.first(prompt.size() - 1));
-    const int64_t num_blocks = LongestHit(path);
-    sequence.num_written = num_blocks * cache_.block_seq_len();
-    sequence.num_entered = num_blocks;
-    for (size_t g = 0; g < managers_.size(); ++g) {
-      std::vector<int32_t>& table = sequence.tables[g];
-      table.assign(static_cast<size_t>(num_blocks), -1);
-      for (int64_t i = cache_.groups()[g].FirstVisibleBlock(sequence.num_written); i < num_blocks;
-           ++i) {
-        const int block = path[static_cast<size_t>(i)][g];
-        managers_[g].Lock(block);
-        table[static_cast<size_t>(i)] = block;
-      }
-    }
+    const PrefixHit hit = FindPrefixHit(cache_.groups(), path);
+    sequence.num_written = hit.num_blocks * cache_.block_seq_len();
+    sequence.num_cut = (hit.num_found - hit.num_blocks) * cache_.block_seq_len();
+    sequence.num_entered = hit.num_blocks;
+    LockHit(sequence, path);
   }
   const int64_t num_hit = sequence.num_written;
   sequences_.emplace(id, std::move(sequence));
   return num_hit;
 }
 
-int64_t SequenceManager::BlocksNeeded(uint64_t id, int group, int64_t num_tokens) const {
-  const auto have = static_cast<int64_t>(At(id).tables.at(static_cast<size_t>(group)).size());
-  return std::max<int64_t>(CeilDiv(num_tokens, cache_.block_seq_len()) - have, 0);
-}
-
-void SequenceManager::DropFromTrie(const std::vector<GroupBlock>& blocks) {
-  for (const GroupBlock& block : blocks) {
-    managers_[static_cast<size_t>(block.group)].Drop(block.block);
+void SequenceManager::LockHit(Sequence& sequence, const std::vector<std::vector<int>>& path) {
+  const int64_t n = sequence.num_written;
+  const auto num_blocks = static_cast<size_t>(sequence.num_entered);
+  for (std::vector<int32_t>& table : sequence.tables) {
+    table.assign(num_blocks, -1);
+  }
+  const auto take = [&](int pool, size_t i) {
+    const auto p = static_cast<size_t>(pool);
+    const int block = path[i][p];
+    if (block >= 0) {
+      managers_[p].Lock(block);
+      sequence.tables[p][i] = block;
+    }
+    return block >= 0;
+  };
+  for (int group = 0; group < cache_.num_groups(); ++group) {
+    const LayerGroup& layers = cache_.groups()[static_cast<size_t>(group)];
+    const HotRule& rule = layers.rule;
+    bool has_gap = false;  // a block before this one, not a sink, has yet to be quantised
+    for (auto i = static_cast<size_t>(layers.FirstVisibleBlock(n)); i < num_blocks; ++i) {
+      const bool is_cold = !has_gap && take(group, i);
+      has_gap = !is_cold && static_cast<int64_t>(i) >= rule.sink_blocks;
+      if (rule.enabled() && (!is_cold || rule.IsHot(static_cast<int64_t>(i), n))) {
+        const int pool = cache_.HotPool(group);
+        Check(take(pool, i), "a hit has every block");
+        // A copy that has served a hit, at the end of a shared prefix, may serve the next one.
+        managers_[static_cast<size_t>(pool)].ClearSpare(path[i][static_cast<size_t>(pool)]);
+      }
+    }
   }
 }
 
-void SequenceManager::EvictOldest(int group) {
-  const int block = managers_[static_cast<size_t>(group)].OldestCached();
+int64_t SequenceManager::BlocksNeeded(uint64_t id, int pool, int64_t num_tokens) const {
+  const Sequence& sequence = At(id);
+  if (cache_.has_hot_pools() && pool < cache_.num_groups()) {
+    return static_cast<int64_t>(ColdSlotsMissing(sequence, pool, num_tokens).size());
+  }
+  const auto have = static_cast<int64_t>(sequence.tables.at(static_cast<size_t>(pool)).size());
+  return std::max<int64_t>(CeilDiv(num_tokens, cache_.block_seq_len()) - have, 0);
+}
+
+std::vector<int64_t> SequenceManager::ColdSlotsMissing(const Sequence& sequence, int group,
+                                                       int64_t num_tokens) const {
+  const LayerGroup& layers = cache_.groups()[static_cast<size_t>(group)];
+  const BlockRange cold = layers.ColdBlocks(sequence.num_written, num_tokens);
+  // Blocks that the last query before saw cold have a slot (invariant 4).
+  const int64_t known = std::max<int64_t>(sequence.num_written - 1, 0) / cache_.block_seq_len() -
+                        layers.rule.recent_blocks;
+  const std::vector<int32_t>& table = sequence.tables[static_cast<size_t>(group)];
+  std::vector<int64_t> missing;
+  for (int64_t i = std::max(cold.begin, known); i < cold.end; ++i) {
+    if (i >= static_cast<int64_t>(table.size()) || table[static_cast<size_t>(i)] < 0) {
+      missing.push_back(i);
+    }
+  }
+  return missing;
+}
+
+int64_t SequenceManager::BlocksToCome(uint64_t id, int pool, int64_t num_tokens,
+                                      int64_t chunk) const {
+  const int64_t needed = BlocksNeeded(id, pool, num_tokens);
+  if (pool < cache_.num_groups()) {
+    const LayerGroup& layers = cache_.groups()[static_cast<size_t>(pool)];
+    return std::min(needed, layers.BlocksPerSequence(num_tokens, chunk));
+  }
+  const LayerGroup& layers = cache_.groups()[static_cast<size_t>(pool - cache_.num_groups())];
+  const int64_t most = layers.HotBlocksPerSequence(num_tokens, chunk);
+  if (layers.window > 0) {
+    return std::min(needed, most);
+  }
+  // Sinks that it has already stay. The recent ones are given back as others come, but somebody
+  // else may go on using them.
+  const auto have = static_cast<int64_t>(At(id).tables[static_cast<size_t>(pool)].size());
+  const int64_t sinks = std::min<int64_t>(layers.rule.sink_blocks, have);
+  return std::min(needed, std::max<int64_t>(most - sinks, 0));
+}
+
+std::span<const BlockMove> SequenceManager::Moves(uint64_t id, int group) const {
+  return At(id).moves.at(static_cast<size_t>(group));
+}
+
+void SequenceManager::DropFromTrie(const std::vector<PoolBlock>& blocks) {
+  for (const PoolBlock& block : blocks) {
+    managers_[static_cast<size_t>(block.pool)].Drop(block.block);
+  }
+}
+
+void SequenceManager::EvictOldest(int pool) {
+  const int block = managers_[static_cast<size_t>(pool)].OldestCached();
   Check(block >= 0, "a block can be evicted");
-  DropFromTrie(trie_.Remove({group, block}));
+  DropFromTrie(trie_.Remove({pool, block}));
 }
 
 bool SequenceManager::TakeBlocks(const std::vector<int64_t>& needed,
                                  std::vector<std::vector<int>>* taken) {
-  for (size_t g = 0; g < managers_.size(); ++g) {
-    if (managers_[g].free() + managers_[g].cached() < needed[g]) {
+  for (size_t p = 0; p < managers_.size(); ++p) {
+    if (managers_[p].free() + managers_[p].cached() < needed[p]) {
       return false;
     }
   }
   taken->resize(managers_.size());
-  for (size_t g = 0; g < managers_.size(); ++g) {
-    for (int64_t i = 0; i < needed[g]; ++i) {
-      if (managers_[g].free() == 0) {
-        EvictOldest(static_cast<int>(g));
+  for (size_t p = 0; p < managers_.size(); ++p) {
+    for (int64_t i = 0; i < needed[p]; ++i) {
+      if (managers_[p].free() == 0) {
+        EvictOldest(static_cast<int>(p));
       }
-      (*taken)[g].push_back(managers_[g].Allocate());
+      (*taken)[p].push_back(managers_[p].Allocate());
     }
   }
   return true;
@@ -117,17 +183,46 @@ bool SequenceManager::TakeBlocks(const std::vector<int64_t>& needed,
 bool SequenceManager::AllocateDataAndScaleBlocks(uint64_t id, int64_t num_tokens) {
   Sequence& sequence = At(id);
   std::vector<int64_t> needed;
-  for (int group = 0; group < cache_.num_groups(); ++group) {
-    needed.push_back(BlocksNeeded(id, group, num_tokens));
+  for (int pool = 0; pool < num_pools(); ++pool) {
+    needed.push_back(BlocksNeeded(id, pool, num_tokens));
   }
   std::vector<std::vector<int>> taken;
   if (!TakeBlocks(needed, &taken)) {
     return false;
   }
-  for (size_t g = 0; g < managers_.size(); ++g) {
-    sequence.tables[g].insert(sequence.tables[g].end(), taken[g].begin(), taken[g].end());
+  sequence.num_planned = num_tokens;
+  // New tokens go to the last pool of a group.
+  for (size_t p = managers_.size() - cache_.groups().size(); p < managers_.size(); ++p) {
+    sequence.tables[p].insert(sequence.tables[p].end(), taken[p].begin(), taken[p].end());
+  }
+  for (int group = 0; cache_.has_hot_pools() && group < cache_.num_groups(); ++group) {
+    const auto g = static_cast<size_t>(group);
+    const std::vector<int64_t> missing = ColdSlotsMissing(sequence, group, num_tokens);
+    sequence.tables[g].resize(sequence.tables[static_cast<size_t>(cache_.HotPool(group))].size(),
+                              -1);
+    for (size_t i = 0; i < missing.size(); ++i) {
+      sequence.tables[g][static_cast<size_t>(missing[i])] = taken[g][i];
+      sequence.unquantised[g].push_back(missing[i]);
+    }
+    PlanMoves(sequence, group);
   }
   return true;
+}
+
+// Slots may be left from a step that was planned and never run.
+void SequenceManager::PlanMoves(Sequence& sequence, int group) {
+  const auto g = static_cast<size_t>(group);
+  std::ranges::sort(sequence.unquantised[g]);
+  const BlockRange cold = cache_.groups()[g].ColdBlocks(sequence.num_written, sequence.num_planned);
+  sequence.moves[g].clear();
+  for (const int64_t i : sequence.unquantised[g]) {
+    if (i >= cold.begin && i < cold.end) {
+      const auto index = static_cast<size_t>(i);
+      const int32_t hot = sequence.tables[static_cast<size_t>(cache_.HotPool(group))][index];
+      Check(hot >= 0, "a block that is to be quantised is hot");
+      sequence.moves[g].push_back({hot, sequence.tables[g][index]});
+    }
+  }
 }
 
 void SequenceManager::Commit(uint64_t id, std::span<const int32_t> tokens) {
@@ -138,42 +233,112 @@ void SequenceManager::Commit(uint64_t id, std::span<const int32_t> tokens) {
   for (const std::vector<int32_t>& table : sequence.tables) {
     Check(num_tokens <= static_cast<int64_t>(table.size()) * length, "written tokens have slots");
   }
+  bool any_quantised = false;
+  if (cache_.has_hot_pools()) {
+    Check(num_tokens <= std::max(sequence.num_planned, sequence.num_written),
+          "written tokens were planned");
+    sequence.num_planned = num_tokens;
+    for (int group = 0; group < cache_.num_groups(); ++group) {
+      any_quantised = FinishMoves(sequence, group) || any_quantised;
+    }
+  }
   sequence.num_written = num_tokens;
   const int64_t num_whole = num_tokens / length;
-  if (enable_prefix_caching_ && num_whole > sequence.num_entered) {
-    const auto whole = tokens.first(static_cast<size_t>(num_whole * length));
-    for (const GroupBlock& block : trie_.Insert(whole, sequence.tables)) {
-      managers_[static_cast<size_t>(block.group)].Keep(block.block);
-    }
+  if (enable_prefix_caching_ && (num_whole > sequence.num_entered || any_quantised)) {
+    Enter(sequence, tokens.first(static_cast<size_t>(num_whole * length)));
     sequence.num_entered = num_whole;
   }
-  TrimBehindWindows(sequence);
-}
-
-void SequenceManager::TrimBehindWindows(Sequence& sequence) {
-  for (size_t g = 0; g < managers_.size(); ++g) {
-    std::vector<int32_t>& table = sequence.tables[g];
-    // Backwards until the part that earlier calls have trimmed.
-    int64_t i = cache_.groups()[g].FirstVisibleBlock(sequence.num_written);
-    while (i > 0 && table[static_cast<size_t>(i - 1)] >= 0) {
-      --i;
-      UnlockBlock({static_cast<int>(g), std::exchange(table[static_cast<size_t>(i)], -1)});
+  for (int group = 0; group < cache_.num_groups(); ++group) {
+    TrimBehindWindow(sequence, group);
+    if (cache_.has_hot_pools()) {
+      TrimQuantised(sequence, group);
     }
   }
 }
 
-void SequenceManager::UnlockBlock(GroupBlock block) {
-  managers_[static_cast<size_t>(block.group)].Unlock(block.block);
+// Cold slots of the moves up to num_planned are written now; others, planned for a longer step than
+// the one that ran, are given back. True if there were any moves.
+bool SequenceManager::FinishMoves(Sequence& sequence, int group) {
+  const auto g = static_cast<size_t>(group);
+  const BlockRange cold = cache_.groups()[g].ColdBlocks(sequence.num_written, sequence.num_planned);
+  bool any = false;
+  for (const int64_t i : sequence.unquantised[g]) {
+    if (i >= cold.begin && i < cold.end) {
+      any = true;
+    } else {
+      Release(sequence, group, i);
+    }
+  }
+  sequence.unquantised[g].clear();
+  sequence.moves[g].clear();
+  return any;
+}
+
+void SequenceManager::Enter(const Sequence& sequence, std::span<const int32_t> whole) {
+  const std::vector<PoolBlock> entered = trie_.Insert(whole, sequence.tables);
+  for (const PoolBlock& block : entered) {
+    managers_[static_cast<size_t>(block.pool)].Keep(block.block);
+  }
+  if (!cache_.has_hot_pools()) {
+    return;
+  }
+  for (const PoolBlock& block : entered) {
+    const int group = block.pool % cache_.num_groups();
+    const int hot = trie_.Twin(block, cache_.HotPool(group));
+    if (hot >= 0 && trie_.Twin(block, group) >= 0) {
+      managers_[static_cast<size_t>(cache_.HotPool(group))].MarkSpare(hot);
+    }
+  }
+}
+
+void SequenceManager::Release(Sequence& sequence, int pool, int64_t index) {
+  int32_t& block = sequence.tables[static_cast<size_t>(pool)][static_cast<size_t>(index)];
+  if (block >= 0) {
+    UnlockBlock({pool, std::exchange(block, -1)});
+  }
+}
+
+void SequenceManager::TrimBehindWindow(Sequence& sequence, int group) {
+  const auto is_there = [&](int pool, int64_t i) {
+    return sequence.tables[static_cast<size_t>(pool)][static_cast<size_t>(i)] >= 0;
+  };
+  const int last_pool = cache_.has_hot_pools() ? cache_.HotPool(group) : group;
+  // Backwards until the part that earlier calls have trimmed.
+  int64_t i = cache_.groups()[static_cast<size_t>(group)].FirstVisibleBlock(sequence.num_written);
+  while (i > 0 && (is_there(group, i - 1) || is_there(last_pool, i - 1))) {
+    --i;
+    Release(sequence, group, i);
+    Release(sequence, last_pool, i);
+  }
+}
+
+// Gives back the hot slots of blocks that the last query saw cold.
+void SequenceManager::TrimQuantised(Sequence& sequence, int group) {
+  const HotRule& rule = cache_.rule();
+  const int pool = cache_.HotPool(group);
+  const std::vector<int32_t>& hot = sequence.tables[static_cast<size_t>(pool)];
+  const int64_t last = std::max<int64_t>(sequence.num_written - 1, 0) / rule.block_seq_len;
+  int64_t i = last - rule.recent_blocks;
+  while (i > rule.sink_blocks && hot[static_cast<size_t>(i - 1)] >= 0) {
+    --i;
+    Check(sequence.tables[static_cast<size_t>(group)][static_cast<size_t>(i)] >= 0,
+          "a block is quantised before its hot slot is given back");
+    Release(sequence, pool, i);
+  }
+}
+
+void SequenceManager::UnlockBlock(PoolBlock block) {
+  managers_[static_cast<size_t>(block.pool)].Unlock(block.block);
 }
 
 void SequenceManager::FreeDataAndScaleBlocks(uint64_t id) {
   const Sequence& sequence = At(id);
-  for (size_t g = 0; g < managers_.size(); ++g) {
+  for (size_t p = 0; p < managers_.size(); ++p) {
     // Last first: the end of a prefix is evicted before its beginning.
-    const std::vector<int32_t>& table = sequence.tables[g];
+    const std::vector<int32_t>& table = sequence.tables[p];
     for (auto block = table.rbegin(); block != table.rend(); ++block) {
       if (*block >= 0) {
-        UnlockBlock({static_cast<int>(g), *block});
+        UnlockBlock({static_cast<int>(p), *block});
       }
     }
   }
@@ -184,25 +349,32 @@ bool SequenceManager::Fork(uint64_t source, uint64_t id) {
   const Sequence& from = At(source);
   Check(!Contains(id), "a sequence id is used once");
   const auto num_blocks = static_cast<size_t>(CeilDiv(from.num_written, cache_.block_seq_len()));
+  Sequence copy = NewSequence();
+  copy.num_written = copy.num_planned = from.num_written;
   std::vector<int64_t> needed;
-  for (const std::vector<int32_t>& table : from.tables) {
-    const auto end = table.begin() + static_cast<std::ptrdiff_t>(num_blocks);
-    needed.push_back(std::count_if(table.begin(), end, [](int block) { return block >= 0; }));
+  for (size_t p = 0; p < managers_.size(); ++p) {
+    std::vector<int32_t>& table = copy.tables[p];
+    table.assign(from.tables[p].begin(),
+                 from.tables[p].begin() + static_cast<std::ptrdiff_t>(num_blocks));
+    for (const int64_t i :
+         p < from.unquantised.size() ? from.unquantised[p] : std::vector<int64_t>()) {
+      if (static_cast<size_t>(i) < num_blocks) {
+        table[static_cast<size_t>(i)] = -1;
+      }
+    }
+    needed.push_back(std::ranges::count_if(table, [](int32_t block) { return block >= 0; }));
   }
   std::vector<std::vector<int>> taken;
   if (!TakeBlocks(needed, &taken)) {
     return false;
   }
-  Sequence copy;
-  copy.num_written = from.num_written;
-  copy.tables.resize(managers_.size());
-  for (size_t g = 0; g < managers_.size(); ++g) {
+  for (size_t p = 0; p < managers_.size(); ++p) {
     size_t next = 0;
-    for (size_t i = 0; i < num_blocks; ++i) {
-      const int32_t block = from.tables[g][i];
-      copy.tables[g].push_back(block < 0 ? -1 : taken[g][next++]);
+    for (int32_t& block : copy.tables[p]) {
       if (block >= 0) {
-        cache_.CopyBlock(static_cast<int>(g), copy.tables[g].back(), block);
+        const int32_t to = taken[p][next++];
+        cache_.CopyBlock(static_cast<int>(p), to, block);
+        block = to;
       }
     }
   }
@@ -214,86 +386,43 @@ void SequenceManager::ClearPrefixCache() { DropFromTrie(trie_.Clear()); }
 
 int64_t SequenceManager::num_written(uint64_t id) const { return At(id).num_written; }
 
-std::span<const int32_t> SequenceManager::BlockTable(uint64_t id, int group) const {
-  return At(id).tables.at(static_cast<size_t>(group));
+int64_t SequenceManager::num_cut(uint64_t id) const { return At(id).num_cut; }
+
+std::span<const int32_t> SequenceManager::BlockTable(uint64_t id, int pool) const {
+  return At(id).tables.at(static_cast<size_t>(pool));
 }
 
-BlockCounts SequenceManager::counts(int group) const {
-  const BlockManager& manager = managers_.at(static_cast<size_t>(group));
+BlockCounts SequenceManager::counts(int pool) const {
+  const BlockManager& manager = managers_.at(static_cast<size_t>(pool));
   return {manager.total(), manager.free(), manager.cached(), manager.active()};
 }
 
-int64_t SequenceManager::high_water(int group) const {
-  return managers_.at(static_cast<size_t>(group)).high_water();
+int64_t SequenceManager::high_water(int pool) const {
+  return managers_.at(static_cast<size_t>(pool)).high_water();
 }
 
 int64_t SequenceManager::touched_bytes() const {
   int64_t sum = 0;
-  for (size_t g = 0; g < managers_.size(); ++g) {
-    sum += managers_[g].high_water() * cache_.groups()[g].bytes_per_block();
+  for (int pool = 0; pool < num_pools(); ++pool) {
+    sum += high_water(pool) * cache_.bytes_per_block(pool);
   }
   return sum;
 }
 
 bool SequenceManager::CanEverFit(int64_t num_tokens, int64_t chunk) const {
-  for (size_t g = 0; g < managers_.size(); ++g) {
-    if (cache_.groups()[g].BlocksPerSequence(num_tokens, chunk) > managers_[g].total()) {
-      return false;
-    }
+  std::vector<int64_t> blocks;
+  for (int pool = 0; pool < num_pools(); ++pool) {
+    blocks.push_back(cache_.num_blocks(pool));
   }
-  return true;
+  return HoldSequence(cache_.groups(), blocks, num_tokens, chunk);
 }
 
-std::byte* SequenceManager::GetBlockPtr(int64_t block, int group) const {
-  return cache_.GetBlockPtr(group, block);
+std::byte* SequenceManager::GetBlockPtr(int64_t block, int pool) const {
+  return cache_.GetBlockPtr(pool, block);
 }
 
-std::byte* SequenceManager::GetScaleBlockPtr(int64_t block, int group) const {
-  return cache_.GetScaleBlockPtr(group, block);
-}
-
-void SequenceManager::CheckGroup(int group, bool check_scale_bytes) const {
-  const BlockManager& manager = managers_[static_cast<size_t>(group)];
-  const LayerGroup& layers = cache_.groups()[static_cast<size_t>(group)];
-  manager.CheckIntegrity();
-  Check(cache_.data_bytes(group) == manager.total() * layers.layout.block_bytes() &&
-            cache_.scale_bytes(group) == manager.total() * layers.layout.scale_block_bytes(),
-        "both pools have a place for every block");
-  std::vector<int> users(static_cast<size_t>(manager.high_water()), 0);
-  for (const auto& [id, sequence] : sequences_) {
-    const std::vector<int32_t>& table = sequence.tables[static_cast<size_t>(group)];
-    const auto num_blocks = static_cast<int64_t>(table.size());
-    const int64_t first = layers.FirstVisibleBlock(sequence.num_written);
-    Check(sequence.num_written <= num_blocks * cache_.block_seq_len(), "written tokens have slots");
-    for (int64_t i = 0; i < num_blocks; ++i) {
-      const int32_t block = table[static_cast<size_t>(i)];
-      Check((block >= 0) == (i >= first), "a table has the visible blocks and no others");
-      if (block >= 0) {
-        ++users.at(static_cast<size_t>(block));
-      }
-    }
-  }
-  int64_t kept = 0;
-  for (int block = 0; block < static_cast<int>(users.size()); ++block) {
-    Check(manager.num_users(block) == users[static_cast<size_t>(block)],
-          "a block's reference count is the number of sequences that use it");
-    Check(manager.is_kept(block) == trie_.Contains({group, block}),
-          "a block is kept if and only if it is in the trie");
-    if (manager.is_kept(block)) {
-      ++kept;
-      if (check_scale_bytes) {
-        cache_.CheckScaleBytes(group, block);
-      }
-    }
-  }
-  Check(kept == trie_.num_blocks(group), "every block of the trie was handed out");
-}
-
-void SequenceManager::CheckIntegrity(bool check_scale_bytes) const {
-  trie_.CheckIntegrity();
-  for (int group = 0; group < cache_.num_groups(); ++group) {
-    CheckGroup(group, check_scale_bytes);
-  }
+std::byte* SequenceManager::GetScaleBlockPtr(int64_t block, int pool) const {
+  return cache_.GetScaleBlockPtr(pool, block);
 }
 
 }  // namespace turbomind

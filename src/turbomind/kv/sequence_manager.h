@@ -13,7 +13,7 @@
 
 namespace turbomind {
 
-// Blocks of one layer group by state: free + cached + active = total.
+// Blocks of one pool by state: free + cached + active = total.
 struct BlockCounts {
   int64_t total = 0;
   int64_t free = 0;
@@ -21,29 +21,43 @@ struct BlockCounts {
   int64_t active = 0;
 };
 
-// Sequences and their blocks, in every layer group at once; data and scales in lockstep, since one
-// id addresses both.
+// Sequences and their blocks, in every pool at once (kv_cache.h); data and scales in lockstep,
+// since one id addresses both.
 //
 // The life of a sequence:
 //   Create      looks its prompt up in the prefix cache and locks what it finds. The result is how
 //               many tokens need not be computed: whole blocks, always fewer than the prompt has.
 //   AllocateDataAndScaleBlocks
 //               before each step: slots for the tokens that the step will write. All or nothing;
-//               cached blocks are evicted, least recently used first, when no block is free. False
-//               means that someone has to be preempted: FreeDataAndScaleBlocks on a victim.
-//   BlockTable  goes into the step's batch.
-//   Commit      after the step: K and V of tokens [0, n) are written. Whole blocks enter the prefix
-//               cache; blocks that fell behind a window are unlocked and become -1 in the table.
+//               cached blocks are evicted when no block is free, least recently used first, 16-bit
+//               copies of quantised blocks before any other of their pool. False means that someone
+//               has to be preempted: FreeDataAndScaleBlocks on a victim.
+//   BlockTable, Moves
+//               go into the step's batch.
+//   Commit      after the step: K and V of tokens [0, n) are written, the moves are done. Whole
+//               blocks enter the prefix cache; blocks that fell behind a window, and hot blocks
+//               that have been quantised, are unlocked and become -1 in the table.
 //   FreeDataAndScaleBlocks
 //               ends it, also for preemption. What was committed stays cached, so that a new
 //               Create with the same tokens finds it, until it is evicted.
 // Fork makes an independent copy of a sequence, bytes included (no block is shared).
 //
+// Hot blocks (kv/hot_rule.h). Tokens are written to hot blocks. A block gets a cold slot, and is
+// quantised into it, in the first step with a query that sees it cold; its hot slot is given back
+// after that step. Sinks stay hot. With the prefix cache a whole block keeps its 16-bit copy as a
+// cached block of the hot pool, evicted on its own; a hit is cut to what can be used
+// (prefix_hit.h). A hot block found in both pools is taken from both, and not quantised again,
+// unless a block before it has yet to be: a sequence then never has more cold blocks than one that
+// found nothing, and fits wherever that does.
+//
 // Invariants (CheckIntegrity):
-//  1. In each group free + cached + active = total, and both pools have exactly `total` blocks.
+//  1. In each pool free + cached + active = total, and data and scales have exactly `total` blocks.
 //  2. A block's users are the sequences that have it in their tables, no more and no less.
 //  3. A block is kept if and only if it is in the trie; only written whole blocks are.
-//  4. A table has a block for every slot from the first visible one on, and -1 before.
+//  4. Of the blocks that the next query, at num_written, can see, each that it sees hot is in the
+//     hot table, each that it sees cold in the cold one alone; one that it is the first to see cold
+//     may be in either. Behind the window there is none. (Nothing hot: every visible block is in
+//     the cold table.)
 //  5. FP4: every scale byte of a block in the trie is one that an encoder stores.
 // An unknown id, or one used twice, is our own bug: InternalError. Not thread-safe: the engine
 // thread's.
@@ -57,12 +71,13 @@ class SequenceManager {
   // false starts from nothing (prompt logprobs). REQUIRES: the prompt is not empty.
   int64_t Create(uint64_t id, std::span<const int32_t> prompt, bool use_prefix_cache = true);
 
-  // Makes slots for tokens [0, num_tokens) in every group. False, and nothing has changed, when
-  // there are not enough free and cached blocks.
+  // Makes slots for tokens [0, num_tokens) in every pool, and cold slots for the blocks that a
+  // query of [num_written, num_tokens) sees cold. False, and nothing has changed, when there are
+  // not enough free and cached blocks.
   bool AllocateDataAndScaleBlocks(uint64_t id, int64_t num_tokens);
 
-  // K and V of all of `tokens` are written. REQUIRES: slots exist; no fewer tokens than last time,
-  // and the same ones.
+  // K and V of all of `tokens` are written. REQUIRES: slots exist and, where blocks are hot, the
+  // last step planned has so many tokens; no fewer than last time, and the same ones.
   void Commit(uint64_t id, std::span<const int32_t> tokens);
 
   void FreeDataAndScaleBlocks(uint64_t id);
@@ -76,47 +91,72 @@ class SequenceManager {
   bool Contains(uint64_t id) const { return sequences_.contains(id); }
   int num_sequences() const { return static_cast<int>(sequences_.size()); }
   int64_t num_written(uint64_t id) const;  // tokens committed or found in the prefix cache
-  // Block ids by position / block_seq_len; -1 behind a window. Valid until the next call.
-  std::span<const int32_t> BlockTable(uint64_t id, int group) const;
+  // Tokens that Create found but could not use for want of a 16-bit copy (or a quantised one).
+  int64_t num_cut(uint64_t id) const;
+  // Block ids of a pool by position / block_seq_len; -1 where the block is not in that pool. Tables
+  // of one group's pools have the same length. Valid until the next call.
+  std::span<const int32_t> BlockTable(uint64_t id, int pool) const;
+  // What the step planned last has to quantise; empty after Commit.
+  std::span<const BlockMove> Moves(uint64_t id, int group) const;
 
-  BlockCounts counts(int group) const;
+  int num_pools() const { return static_cast<int>(managers_.size()); }
+  BlockCounts counts(int pool) const;
   // Blocks that have ever been used: memory beyond them is untouched.
-  int64_t high_water(int group) const;
+  int64_t high_water(int pool) const;
   int64_t touched_bytes() const;
-  // Blocks that AllocateDataAndScaleBlocks would take in a group; for planning.
-  int64_t BlocksNeeded(uint64_t id, int group, int64_t num_tokens) const;
+  // Blocks that AllocateDataAndScaleBlocks would take in a pool.
+  int64_t BlocksNeeded(uint64_t id, int pool, int64_t num_tokens) const;
+  // Blocks of a pool that a sequence will still take, at most, until `num_tokens` are written,
+  // `chunk` at a time; for planning.
+  int64_t BlocksToCome(uint64_t id, int pool, int64_t num_tokens, int64_t chunk) const;
   // True if one sequence of this length fits into the empty pools, computed `chunk` tokens at a
   // time. False: refuse the request.
   bool CanEverFit(int64_t num_tokens, int64_t chunk) const;
 
-  std::byte* GetBlockPtr(int64_t block, int group = 0) const;
-  std::byte* GetScaleBlockPtr(int64_t block, int group = 0) const;  // null without FP4
+  std::byte* GetBlockPtr(int64_t block, int pool = 0) const;
+  std::byte* GetScaleBlockPtr(int64_t block, int pool = 0) const;  // null without FP4
 
   // Throws InternalError naming a broken invariant. Reads every cached scale byte if asked to.
   void CheckIntegrity(bool check_scale_bytes = true) const;
 
  protected:
   // Unlocks a block that a sequence no longer uses. Virtual so that a test can plant a leak.
-  virtual void UnlockBlock(GroupBlock block);
+  virtual void UnlockBlock(PoolBlock block);
 
  private:
   struct Sequence {
     int64_t num_written = 0;
-    int64_t num_entered = 0;                   // whole blocks offered to the trie so far
-    std::vector<std::vector<int32_t>> tables;  // by group
+    int64_t num_planned = 0;  // slots of the last step planned, for Commit
+    int64_t num_entered = 0;  // whole blocks offered to the trie so far
+    int64_t num_cut = 0;
+    std::vector<std::vector<int32_t>> tables;  // by pool
+    // By group: blocks with a cold slot that no committed step has written, ascending, and the
+    // moves of the last step planned.
+    std::vector<std::vector<int64_t>> unquantised;
+    std::vector<std::vector<BlockMove>> moves;
   };
+  Sequence NewSequence() const;
   const Sequence& At(uint64_t id) const;
   Sequence& At(uint64_t id);
+  // Blocks of a group that need a cold slot before num_tokens are written, and have none.
+  std::vector<int64_t> ColdSlotsMissing(const Sequence& sequence, int group,
+                                        int64_t num_tokens) const;
+  void LockHit(Sequence& sequence, const std::vector<std::vector<int>>& path);
   bool TakeBlocks(const std::vector<int64_t>& needed, std::vector<std::vector<int>>* taken);
-  void EvictOldest(int group);
-  void DropFromTrie(const std::vector<GroupBlock>& blocks);
-  void TrimBehindWindows(Sequence& sequence);
-  int64_t LongestHit(const std::vector<std::vector<int>>& path) const;
-  void CheckGroup(int group, bool check_scale_bytes) const;
+  void PlanMoves(Sequence& sequence, int group);
+  bool FinishMoves(Sequence& sequence, int group);
+  void Enter(const Sequence& sequence, std::span<const int32_t> whole);
+  void EvictOldest(int pool);
+  void DropFromTrie(const std::vector<PoolBlock>& blocks);
+  void TrimQuantised(Sequence& sequence, int group);
+  void TrimBehindWindow(Sequence& sequence, int group);
+  void Release(Sequence& sequence, int pool, int64_t index);
+  void CheckTables(const Sequence& sequence, int group) const;
+  void CheckPool(int pool, bool check_scale_bytes) const;
 
   KvCache& cache_;
   bool enable_prefix_caching_;
-  std::vector<BlockManager> managers_;  // by group
+  std::vector<BlockManager> managers_;  // by pool
   BlockTrie trie_;
   std::unordered_map<uint64_t, Sequence> sequences_;
 };

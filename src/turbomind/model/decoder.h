@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "turbomind/core/device.h"
+#include "turbomind/model/kv_statistics.h"
 #include "turbomind/model/model_config.h"
 #include "turbomind/model/weights.h"
 #include "turbomind/ops/rope.h"
@@ -17,8 +18,23 @@ namespace turbomind {
 // Where a layer's K and V of this step go and come from.
 struct LayerCache {
   KvLayerView kv;
+  KvLayerView hot;  // data null where nothing is hot
+  HotRule rule;
+  const float* k_mean = nullptr;
   int group = 0;   // of the batch views
   int window = 0;  // 0: full attention
+};
+
+// Everything a decoder is made of but the weights and the device.
+struct DecoderConfig {
+  ModelConfig model;
+  std::vector<LayerCache> layers;  // one per layer
+  bool rotate_k = false;
+  bool search_scales = false;
+  int max_tokens = 0;      // new tokens of a step at most
+  int max_logit_rows = 0;  // rows of logits at a time
+  // Sees K and V of every step as they are stored, if set. On CPU only.
+  KvStatistics* statistics = nullptr;
 };
 
 // One step's input. `batch` has one view per layer group: they differ in their block tables alone.
@@ -35,9 +51,8 @@ struct DecoderInput {
 // Called by the engine thread alone.
 class Decoder {
  public:
-  // `layers` has one entry per layer. Throws std::bad_alloc.
-  Decoder(const ModelConfig& config, std::shared_ptr<const Weights> weights, Device& device,
-          std::vector<LayerCache> layers, int max_tokens, int max_logit_rows);
+  // Throws std::bad_alloc.
+  Decoder(DecoderConfig config, std::shared_ptr<const Weights> weights, Device& device);
   ~Decoder();
   Decoder(const Decoder&) = delete;
   Decoder& operator=(const Decoder&) = delete;
@@ -51,7 +66,7 @@ class Decoder {
   // call, free to overwrite. REQUIRES: num_rows <= max_logit_rows.
   float* Logits(const int32_t* rows, int num_rows);
 
-  int max_logit_rows() const { return max_logit_rows_; }
+  int max_logit_rows() const { return config_.max_logit_rows; }
   int64_t scratch_bytes() const { return scratch_bytes_; }
   int64_t num_nonfinite() const { return num_nonfinite_; }
 
@@ -62,31 +77,32 @@ class Decoder {
     bool accumulate = false;
   };
 
-  void Attention(const LayerWeights& layer, const LayerCache& cache, const BatchView& batch);
+  void Attention(int index, const BatchView& batch);
+  void StoreKV(int index, const BatchView& batch);
   void FeedForward(const LayerWeights& layer, int num_tokens);
   void Project(const LinearWeight& weight, const float* bias, const float* x, const Output& out);
   void Norm(const std::vector<float>& weight, const float* x, float* out, int num_rows);
 
-  ModelConfig config_;
+  const ModelConfig& model() const { return config_.model; }
+
+  DecoderConfig config_;
   std::shared_ptr<const Weights> weights_;
   Device& device_;
-  std::vector<LayerCache> layers_;
   RopeTable rope_;
-  int max_tokens_;
-  int max_logit_rows_;
   int64_t scratch_bytes_ = 0;
   int64_t num_nonfinite_ = 0;
   std::byte* scratch_ = nullptr;
-  float* hidden_ = nullptr;     // [max_tokens, hidden]
-  float* normed_ = nullptr;     // [max_tokens, hidden]
-  float* qkv_ = nullptr;        // [max_tokens, (heads + 2 kv_heads) * head_dim]
-  float* attended_ = nullptr;   // [max_tokens, heads * head_dim]
-  float* gate_up_ = nullptr;    // [ffn rows, 2 * intermediate]
-  float* activated_ = nullptr;  // [ffn rows, intermediate]
-  float* cos_ = nullptr;        // [max_tokens, rope_dim / 2]
-  float* sin_ = nullptr;        // [max_tokens, rope_dim / 2]
-  float* selected_ = nullptr;   // [max_logit_rows, hidden]
-  float* logits_ = nullptr;     // [max_logit_rows, vocab]
+  float* hidden_ = nullptr;      // [max_tokens, hidden]
+  float* normed_ = nullptr;      // [max_tokens, hidden]
+  float* qkv_ = nullptr;         // [max_tokens, (heads + 2 kv_heads) * head_dim]
+  float* attended_ = nullptr;    // [max_tokens, heads * head_dim]
+  float* gate_up_ = nullptr;     // [ffn rows, 2 * intermediate]
+  float* activated_ = nullptr;   // [ffn rows, intermediate]
+  float* q_dot_mean_ = nullptr;  // [max_tokens, heads]; null: no layer has sinks and a mean
+  float* cos_ = nullptr;         // [max_tokens, rope_dim / 2]
+  float* sin_ = nullptr;         // [max_tokens, rope_dim / 2]
+  float* selected_ = nullptr;    // [max_logit_rows, hidden]
+  float* logits_ = nullptr;      // [max_logit_rows, vocab]
 };
 
 }  // namespace turbomind

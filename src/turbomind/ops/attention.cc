@@ -1,13 +1,56 @@
 #include "turbomind/ops/attention.h"
 
+#include <algorithm>
+
 #include "turbomind/core/check.h"
 #include "turbomind/ops/kv_checks.h"
 
 namespace turbomind {
 namespace {
 
+int WindowBegin(const AttentionParams& p, int position) {
+  return p.window > 0 && position + 1 > p.window ? position + 1 - p.window : 0;
+}
+
+// Blocks that the queries [first, last] of a sequence see in the cold view.
+void CheckColdBlocks(const AttentionParams& p, int seq, int first, int last) {
+  const HotRule& rule = p.rule;
+  PositionRange seen = {seq, last + 1, 0};
+  for (int position = first; position <= last; ++position) {
+    const int begin = std::max(WindowBegin(p, position), rule.SinkEnd());
+    const int end = rule.RecentBegin(position);
+    if (begin < end) {
+      seen = {seq, std::min(seen.begin, begin), std::max(seen.end, end)};
+    }
+  }
+  CheckBlocks(p.batch, p.batch.block_tables, seen, p.kv.block_seq_len);
+}
+
+void CheckSequence(const AttentionParams& p, int seq) {
+  const BatchView& batch = p.batch;
+  const int end = batch.context_lens[seq];
+  const int first = batch.positions[batch.cu_seqlens[seq]];
+  const int begin = WindowBegin(p, first);
+  const int block_seq_len = p.kv.block_seq_len;
+  if (!p.rule.enabled()) {
+    CheckBlocks(batch, batch.block_tables, {seq, begin, end}, block_seq_len);
+    return;
+  }
+  CheckColdBlocks(p, seq, first, end - 1);
+  const int recent = std::max(begin, p.rule.RecentBegin(first));
+  CheckBlocks(batch, batch.hot_tables, {seq, begin, std::min(end, p.rule.SinkEnd())},
+              block_seq_len);
+  CheckBlocks(batch, batch.hot_tables, {seq, recent, end}, block_seq_len);
+}
+
 void CheckAttention(const AttentionParams& params, int first_seq, int last_seq) {
   CheckLayer(params.kv);
+  CheckHotLayer(params.kv, params.hot);
+  Check((params.hot.data != nullptr) == params.rule.enabled(), "the hot pool goes with its rule");
+  Check(!params.rule.enabled() || params.rule.block_seq_len == params.kv.block_seq_len,
+        "the rule counts the layer's blocks");
+  Check(!params.rule.enabled() || params.rule.SinkEnd() % kTileTokens == 0,
+        "sinks end with a tile");
   CheckBatch(params.batch);
   Check(params.q != nullptr && params.out != nullptr, "q and out are set");
   Check(params.q_heads > 0 && params.q_heads % params.kv.kv_heads == 0,
@@ -16,11 +59,7 @@ void CheckAttention(const AttentionParams& params, int first_seq, int last_seq) 
         "q_stride covers the heads");
   Check(params.window >= 0, "window is not negative");
   for (int seq = first_seq; seq < last_seq; ++seq) {
-    const int end = params.batch.context_lens[seq];
-    const int first_query = params.batch.positions[params.batch.cu_seqlens[seq]];
-    const int begin =
-        params.window > 0 && first_query + 1 > params.window ? first_query + 1 - params.window : 0;
-    CheckBlocks(params.batch, seq, begin, end, params.kv.block_seq_len);
+    CheckSequence(params, seq);
   }
 }
 

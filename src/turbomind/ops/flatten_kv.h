@@ -6,8 +6,9 @@
 
 namespace turbomind {
 
-// K (after RoPE) and V of every sequence as stored, dequantised; zeros where a sliding group has
-// freed the block. Checks the shapes, then calls the device. Throws InternalError.
+// K (after RoPE, mean and rotation) and V of every sequence as the query at its last position sees
+// them, dequantised; zeros where a sliding group has freed the block. Checks the shapes, then calls
+// the device. Throws InternalError.
 void invokeFlattenKV_v2(Device& device, const FlattenKVParams& params);
 
 }  // namespace turbomind

@@ -37,11 +37,28 @@ void CheckBatch(const BatchView& batch) {
   }
 }
 
-void CheckBlocks(const BatchView& batch, int seq, int begin, int end, int block_seq_len) {
-  const int32_t* blocks = batch.block_tables + seq * batch.block_table_stride;
-  Check((end + block_seq_len - 1) / block_seq_len <= batch.block_table_stride,
+void CheckHotLayer(const KvLayerView& kv, const KvLayerView& hot) {
+  if (hot.data == nullptr) {
+    return;
+  }
+  CheckLayer(hot);
+  Check(hot.mode[0] == KvCacheMode::kNone && hot.mode[1] == KvCacheMode::kNone,
+        "the hot pool is not quantised");
+  Check(hot.kv_heads == kv.kv_heads && hot.head_dim == kv.head_dim && hot.dtype == kv.dtype &&
+            hot.block_seq_len == kv.block_seq_len,
+        "the hot pool has the layer's shape");
+}
+
+void CheckBlocks(const BatchView& batch, const int32_t* tables, const PositionRange& range,
+                 int block_seq_len) {
+  if (range.begin >= range.end) {
+    return;
+  }
+  Check(tables != nullptr, "the block tables are set");
+  const int32_t* blocks = tables + range.seq * batch.block_table_stride;
+  Check((range.end + block_seq_len - 1) / block_seq_len <= batch.block_table_stride,
         "the block table covers the context");
-  for (int i = begin / block_seq_len; i * block_seq_len < end; ++i) {
+  for (int i = range.begin / block_seq_len; i * block_seq_len < range.end; ++i) {
     Check(blocks[i] >= 0, "every position that is used has a block");
   }
 }

@@ -6,9 +6,16 @@
 
 #include <cstdint>
 
+#include "turbomind/kv/hot_rule.h"
 #include "turbomind/kv/layout.h"
 
 namespace turbomind {
+
+// A block that leaves the recent window: its slot in the hot pool and in the cold one.
+struct BlockMove {
+  int32_t hot = -1;
+  int32_t cold = -1;
+};
 
 // One step's flat arrays. Sequences with one new token (decode) come first.
 struct BatchView {
@@ -19,13 +26,19 @@ struct BatchView {
   const int32_t* context_lens = nullptr;  // [num_seqs] tokens in the cache after this step's write
   const int32_t* positions = nullptr;     // [num_tokens] context_len - new tokens + i
   // [num_seqs, block_table_stride] of the layer's group, indexed by position / block_seq_len; -1
-  // where a sliding group has freed the block.
+  // where a sliding group has freed the block, or where it is in the hot pool alone.
   const int32_t* block_tables = nullptr;
   int64_t block_table_stride = 0;
+  // Same shape, ids in the group's hot pool; -1 where the block has no 16-bit copy. Null where
+  // nothing is hot.
+  const int32_t* hot_tables = nullptr;
+  const BlockMove* moves = nullptr;  // [num_moves] to be quantised after the write of this step
+  int num_moves = 0;
 };
 
-// Bias, qk-norm and RoPE on Q, K (bias on V) in place; K and V rounded to the cache dtype,
-// quantised and stored.
+// Bias, qk-norm and RoPE on Q, K (bias on V) in place; then K loses its mean and Q and K are
+// rotated, in place too; K and V rounded to the cache dtype, quantised and stored. With hot blocks
+// they are stored in 16 bit, in the hot pool, and QuantiseBlocks follows.
 struct ProcessKVParams {
   float* qkv = nullptr;           // [num_tokens, q_heads + 2 * kv_heads, head_dim]
   const float* bias = nullptr;    // [q_heads + 2 * kv_heads, head_dim] or null
@@ -36,17 +49,41 @@ struct ProcessKVParams {
   const float* rope_sin = nullptr;  // [num_tokens, rope_dim / 2]
   int rope_dim = 0;  // the first rope_dim values rotate, halves paired (i, i + dim/2)
   int q_heads = 0;
+  // Hadamard rotation of every Q and K head, normalised, over runs of RotationSize(head_dim).
+  bool rotate = false;
+  bool search_scales = false;     // FP4: the search rule of kv/codec.h, not the plain one
+  const float* k_mean = nullptr;  // [kv_heads, head_dim] before the rotation, or null
+  // [num_tokens, q_heads] out: q · k_mean of the head's group, what each score has lost. Written
+  // when it and k_mean are set; sinks need it.
+  float* q_dot_mean = nullptr;
   KvLayerView kv;
+  KvLayerView hot = {};  // mode none; data null where nothing is hot
   BatchView batch;
   int64_t* num_nonfinite = nullptr;  // counter, added to (atomically); never null
 };
 
-// The cache of some sequences → dense FP32, values as stored (K after RoPE), dequantised.
+// Values that one Hadamard rotation mixes: the largest power of two that divides head_dim.
+inline constexpr int RotationSize(int head_dim) { return head_dim & -head_dim; }
+
+// The moves of a batch: every slot of the hot block, as stored, encoded into the cold block. The
+// same bytes as if the row had been encoded when it was written.
+struct QuantiseBlocksParams {
+  KvLayerView kv;
+  KvLayerView hot = {};  // mode none
+  bool search_scales = false;
+  const BlockMove* moves = nullptr;  // [num_moves], both ids valid
+  int num_moves = 0;
+};
+
+// The cache of some sequences → dense FP32, values as stored (K after RoPE, mean and rotation),
+// dequantised: what a query at position context_len - 1 sees.
 struct FlattenKVParams {
   float* k = nullptr;  // [num_seqs, kv_heads, max_len, head_dim]
   float* v = nullptr;  // same; slots at or beyond context_len are not written
   int max_len = 0;
   KvLayerView kv;
+  KvLayerView hot = {};  // data null where nothing is hot
+  HotRule rule = {};
   BatchView batch;
 };
 
@@ -55,7 +92,11 @@ struct FlattenKVParams {
 // Defined arithmetic, the same for prefill and decode, so that logits do not depend on chunking,
 // batching, prefix hits or the number of threads: positions are cut into splits of kSplitTokens and
 // tiles of kTileTokens at absolute positions; FP32 online softmax over the tiles of a split, splits
-// merged in order of position.
+// merged in order of position. With hot blocks a tile is read up to twice, each time with the
+// positions that the query sees there: first the cold view, then the hot one (kv/hot_rule.h). The
+// factor g of K is part of the scale of the cold scores. The factor g of V multiplies the output;
+// with hot blocks it multiplies the softmax weight of every cold value instead (the sum of weights
+// stays without it).
 struct AttentionParams {
   const float* q = nullptr;  // row i at q + i * q_stride: [q_heads, head_dim]
   int64_t q_stride = 0;      // floats between tokens (q lies inside qkv)
@@ -64,7 +105,12 @@ struct AttentionParams {
   float softmax_scale = 1.f;
   int window = 0;                // 0: full; else a query at p sees positions in (p - window, p]
   const float* sinks = nullptr;  // [q_heads] learned sink logits or null
+  // [num_tokens, q_heads] of ProcessKV where K has lost its mean: a sink's logit is lowered by
+  // softmax_scale times it, as all scores are. Null: no mean.
+  const float* q_dot_mean = nullptr;
   KvLayerView kv;
+  KvLayerView hot = {};  // mode none; data null where nothing is hot
+  HotRule rule = {};
   BatchView batch;
 };
 

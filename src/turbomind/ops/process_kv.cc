@@ -7,6 +7,7 @@ namespace turbomind {
 
 void invokeProcessKV_v2(Device& device, const ProcessKVParams& params) {
   CheckLayer(params.kv);
+  CheckHotLayer(params.kv, params.hot);
   CheckBatch(params.batch);
   Check(params.qkv != nullptr && params.num_nonfinite != nullptr, "qkv and num_nonfinite are set");
   Check(params.q_heads > 0 && params.q_heads % params.kv.kv_heads == 0,
@@ -15,10 +16,12 @@ void invokeProcessKV_v2(Device& device, const ProcessKVParams& params) {
   Check(params.rope_cos == nullptr || (params.rope_dim > 0 && params.rope_dim % 2 == 0 &&
                                        params.rope_dim <= params.kv.head_dim),
         "rope_dim is even and at most head_dim");
+  const bool hot = params.hot.data != nullptr;
+  const int32_t* tables = hot ? params.batch.hot_tables : params.batch.block_tables;
   for (int seq = 0; seq < params.batch.num_seqs; ++seq) {
     const int end = params.batch.context_lens[seq];
     const int new_tokens = params.batch.cu_seqlens[seq + 1] - params.batch.cu_seqlens[seq];
-    CheckBlocks(params.batch, seq, end - new_tokens, end, params.kv.block_seq_len);
+    CheckBlocks(params.batch, tables, {seq, end - new_tokens, end}, params.kv.block_seq_len);
   }
   device.ProcessKV(params);
 }

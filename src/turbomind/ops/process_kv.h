@@ -6,9 +6,10 @@
 
 namespace turbomind {
 
-// Bias, qk-norm and RoPE on Q and K in place; K and V rounded to the cache dtype, quantised and
-// stored. Checks the shapes and that every new token has a block, then calls the device. Throws
-// InternalError: the engine builds these arguments.
+// Bias, qk-norm and RoPE on Q and K in place, K less its mean, both rotated; K and V rounded to the
+// cache dtype, quantised and stored: with hot blocks in 16 bit, in the hot pool. Checks the shapes
+// and that every new token has a block, then calls the device. Throws InternalError: the engine
+// builds these arguments.
 void invokeProcessKV_v2(Device& device, const ProcessKVParams& params);
 
 }  // namespace turbomind

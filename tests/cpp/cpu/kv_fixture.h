@@ -23,6 +23,7 @@ struct CacheShape {
   int kv_heads = 2;
   int block_seq_len = 64;
   int context = 333;
+  int first_block = 1;  // least id in use; every second id is
 };
 
 inline bool UsesFactor(KvCacheMode mode) {
@@ -32,7 +33,8 @@ inline bool UsesFactor(KvCacheMode mode) {
 
 inline int EncodeByCodec(const RowFormat& f, const float* row, uint8_t* payload, uint8_t* meta) {
   return DispatchMode(f.mode, [&]<KvCacheMode M>() {
-    return Codec<M>::EncodeRow(row, f.n, f.dtype, f.g, payload, meta);
+    return f.search ? Codec<M>::template EncodeRow<true>(row, f.n, f.dtype, f.g, payload, meta)
+                    : Codec<M>::EncodeRow(row, f.n, f.dtype, f.g, payload, meta);
   });
 }
 
@@ -47,13 +49,13 @@ class TestCache {
   explicit TestCache(const CacheShape& shape, uint8_t poison = 0xff, unsigned seed = 1)
       : shape_(shape), layout_(MakeConfig(shape)), random_(seed) {
     const int blocks = (shape.context + shape.block_seq_len - 1) / shape.block_seq_len;
-    num_blocks_ = 2 * blocks + 1;  // neighbours stay poisoned
+    num_blocks_ = 2 * blocks + shape.first_block;  // neighbours stay poisoned
     data_.assign(static_cast<size_t>(num_blocks_ * layout_.block_bytes()),
                  static_cast<std::byte>(poison));
     scales_.assign(static_cast<size_t>(num_blocks_ * layout_.scale_block_bytes()),
                    static_cast<std::byte>(poison));
     for (int i = 0; i < blocks; ++i) {
-      table_.push_back(2 * (blocks - 1 - i) + 1);
+      table_.push_back(2 * (blocks - 1 - i) + shape.first_block);
     }
     view_ = layout_.LayerView(0, data_.data(), scales_.empty() ? nullptr : scales_.data());
     for (int head = 0; head < shape.kv_heads; ++head) {
@@ -84,7 +86,8 @@ class TestCache {
     const int s = static_cast<int>(side);
     uint8_t* meta = Metadata(side, head, token);
     uint8_t* payload = PayloadRow(side, head, token);
-    const RowFormat format = {view_.mode[s], shape_.head_dim, shape_.dtype, Factor(side, head)};
+    const RowFormat format = {view_.mode[s], shape_.head_dim, shape_.dtype, Factor(side, head),
+                              false};
     EncodeByCodec(format, row, payload, meta);
     DecodeByCodec(format, payload, meta, Decoded(side, head, token));
   }

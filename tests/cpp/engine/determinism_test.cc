@@ -1,8 +1,11 @@
 // Tokens and logits are the same bits whatever the batch, the chunking, prefix hits, preemption and
-// the number of threads, in every KV mode.
+// the number of threads, in every KV mode and quality.
 
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
+
+#include <algorithm>
+#include <array>
 
 #include "engine/null_device.h"
 #include "engine/tiny_model.h"
@@ -19,21 +22,28 @@ using testing::TinyEngineConfig;
 constexpr int kNewTokens = 24;
 constexpr int kNumRequests = 8;
 
-// Lengths around the block (16), the window (40) and the attention tile (64); the last ones share a
-// prefix of several blocks.
-std::vector<std::shared_ptr<Request>> Requests(uint64_t first_id) {
-  const int lengths[kNumRequests] = {1, 15, 16, 63, 65, 130, 150, 150};
-  const std::vector<int32_t> shared = RandomPrompt(99, 100);
+// Eight prompts; those of 130 tokens and more share a prefix of `shared` tokens.
+struct Prompts {
+  std::array<int, kNumRequests> lengths;
+  int shared;
+};
+// Around the block (16), the window (40) and the attention tile (64).
+constexpr Prompts kShort = {{1, 15, 16, 63, 65, 130, 150, 150}, 100};
+// With blocks that are quantised after they were hot: 64 first and 64 newest tokens are not.
+constexpr Prompts kLong = {{1, 63, 129, 144, 200, 290, 330, 330}, 250};
+
+std::vector<std::shared_ptr<Request>> Requests(uint64_t first_id, const Prompts& prompts) {
+  const std::vector<int32_t> shared = RandomPrompt(99, prompts.shared);
   std::vector<std::shared_ptr<Request>> requests;
-  for (int i = 0; i < kNumRequests; ++i) {
-    auto prompt = RandomPrompt(static_cast<uint32_t>(i), lengths[i]);
-    if (lengths[i] >= 130) {
+  for (size_t i = 0; i < kNumRequests; ++i) {
+    auto prompt = RandomPrompt(static_cast<uint32_t>(i), prompts.lengths[i]);
+    if (prompts.lengths[i] >= prompts.shared && prompts.lengths[i] >= 130) {
       std::copy(shared.begin(), shared.end(), prompt.begin());
     }
-    auto request = MakeRequest(first_id + static_cast<uint64_t>(i), prompt, kNewTokens);
+    auto request = MakeRequest(first_id + i, prompt, kNewTokens);
     request->logits_output = LogitsOutput::kGeneration;
     request->sampling.do_sample = i % 2 == 1;
-    request->sampling.seed = static_cast<uint64_t>(i);
+    request->sampling.seed = i;
     requests.push_back(request);
   }
   return requests;
@@ -41,15 +51,39 @@ std::vector<std::shared_ptr<Request>> Requests(uint64_t first_id) {
 
 using Answers = std::map<uint64_t, RequestOutput>;
 
-Answers RunAll(Engine& engine, uint64_t first_id, bool one_by_one) {
-  Answers answers;
-  for (auto& request : Requests(first_id)) {
+// One way to run the same requests.
+struct Setting {
+  ModelConfig model = testing::TinyConfig();
+  EngineConfig config;
+  Prompts prompts = kShort;
+};
+
+Answers RunAll(Engine& engine, uint64_t first_id, const Prompts& prompts) {
+  for (auto& request : Requests(first_id, prompts)) {
     engine.Submit(request);
-    if (one_by_one) {
-      answers.merge(Collect(engine, 1));
-    }
   }
-  return one_by_one ? answers : Collect(engine, kNumRequests);
+  return Collect(engine, kNumRequests);
+}
+
+std::unique_ptr<Engine> MakeEngine(const Setting& setting, int num_threads = 1) {
+  std::shared_ptr<Device> device = MakeCpuDevice(num_threads);
+  auto weights = testing::TinyWeights(setting.model, *device);
+  return std::make_unique<Engine>(setting.model, setting.config, std::move(weights),
+                                  std::move(device), testing::kFreeBytes);
+}
+
+Answers RunAll(const Setting& setting, int num_threads = 1) {
+  return RunAll(*MakeEngine(setting, num_threads), 0, setting.prompts);
+}
+
+Answers OneByOne(const Setting& setting) {
+  auto engine = MakeEngine(setting);
+  Answers answers;
+  for (auto& request : Requests(0, setting.prompts)) {
+    engine->Submit(request);
+    answers.merge(Collect(*engine, 1));
+  }
+  return answers;
 }
 
 void CheckEqual(const Answers& got, uint64_t got_first, const Answers& want) {
@@ -67,58 +101,117 @@ void CheckEqual(const Answers& got, uint64_t got_first, const Answers& want) {
   }
 }
 
+void CheckPrefixHits(Setting setting, const Answers& want) {
+  setting.config.enable_prefix_caching = true;
+  auto engine = MakeEngine(setting);
+  CheckEqual(RunAll(*engine, 0, setting.prompts), 0, want);
+  const Answers again = RunAll(*engine, 100, setting.prompts);
+  CheckEqual(again, 100, want);
+  CHECK(again.at(107).cached_tokens >= 96);
+  CHECK(engine->stats().prefix_hit_tokens > 0);
+}
+
+// Fewer blocks than the requests need together.
+void CheckPreemption(Setting setting, int num_blocks, const Answers& want) {
+  setting.config.max_prefill_token_num = 32;
+  setting.config.cache_max_entry_count = num_blocks;
+  for (const bool prefix_caching : {false, true}) {
+    setting.config.enable_prefix_caching = prefix_caching;
+    auto device = std::make_shared<testing::WaitingDevice>(MakeCpuDevice(1));
+    Engine engine(setting.model, setting.config, testing::TinyWeights(setting.model, *device),
+                  device, testing::kFreeBytes);
+    for (auto& request : Requests(0, setting.prompts)) {
+      engine.Submit(request);
+    }
+    device->LetStart();
+    CheckEqual(Collect(engine, kNumRequests), 0, want);
+    CHECK(engine.stats().num_preemptions > 0);
+  }
+}
+
+void CheckChunks(Setting setting, const Answers& want) {
+  for (const int chunk : {16, 64}) {
+    setting.config.max_prefill_token_num = chunk;
+    CheckEqual(RunAll(setting), 0, want);
+  }
+}
+
 TEST_CASE("the same bits however a request is run") {
   for (KvCacheMode mode : kAllKvCacheModes) {
     CAPTURE(std::string(ToString(mode)));
-    EngineConfig config = TinyEngineConfig(mode);
-    config.deterministic = true;
-    config.enable_prefix_caching = false;
-    const Answers want = RunAll(*TinyEngine(config), 0, true);
-    SUBCASE("a batch of eight") { CheckEqual(RunAll(*TinyEngine(config), 0, false), 0, want); }
-    SUBCASE("chunks of 16 and 64") {
-      for (int chunk : {16, 64}) {
-        config.max_prefill_token_num = chunk;
-        CheckEqual(RunAll(*TinyEngine(config), 0, false), 0, want);
+    Setting setting{.config = TinyEngineConfig(mode)};
+    setting.config.deterministic = true;
+    setting.config.enable_prefix_caching = false;
+    const Answers want = OneByOne(setting);
+    SUBCASE("a batch of eight") { CheckEqual(RunAll(setting), 0, want); }
+    SUBCASE("chunks of 16 and 64") { CheckChunks(setting, want); }
+    SUBCASE("two threads") { CheckEqual(RunAll(setting, 2), 0, want); }
+    SUBCASE("prefix hits") { CheckPrefixHits(setting, want); }
+    SUBCASE("preemption") { CheckPreemption(setting, 16, want); }
+  }
+}
+
+// Constants as a calibration gives them.
+KvCalibration TinyCalibration(const ModelConfig& model) {
+  testing::RandomValues random(3);
+  const int64_t heads = model.num_kv_heads;
+  KvCalibration calibration;
+  for (int i = 0; i < model.num_layers; ++i) {
+    calibration.k_mean.push_back(random.Uniform(heads * model.head_dim, -2.f, 2.f));
+    calibration.k_factors.push_back(random.Uniform(heads, 0.01f, 0.1f));
+    calibration.v_factors.push_back(random.Uniform(heads, 0.01f, 0.1f));
+  }
+  return calibration;
+}
+
+TEST_CASE("the same bits in balanced and best, with blocks that were hot and are cold") {
+  for (KvCacheMode mode : kAllKvCacheModes) {
+    for (const bool best : {false, true}) {
+      CAPTURE(std::string(ToString(mode)));
+      CAPTURE(best);
+      Setting setting{.config = TinyEngineConfig(mode), .prompts = kLong};
+      setting.model.windows = {0, 170};
+      setting.config.deterministic = true;
+      setting.config.enable_prefix_caching = false;
+      setting.config.kv_quality = {.rotate_k = true, .search_scales = true, .hot = {64, 64}};
+      if (best) {
+        setting.config.kv_quality.calibration = TinyCalibration(setting.model);
       }
-    }
-    SUBCASE("two threads") { CheckEqual(RunAll(*TinyEngine(config, 2), 0, false), 0, want); }
-    SUBCASE("prefix hits") {
-      config.enable_prefix_caching = true;
-      auto engine = TinyEngine(config);
-      CheckEqual(RunAll(*engine, 0, false), 0, want);
-      const Answers again = RunAll(*engine, 100, false);
-      CheckEqual(again, 100, want);
-      CHECK(again.at(107).cached_tokens >= 96);
-      CHECK(engine->stats().prefix_hit_tokens > 0);
-    }
-    SUBCASE("preemption") {
-      for (bool prefix_caching : {false, true}) {
-        config.enable_prefix_caching = prefix_caching;
-        config.max_prefill_token_num = 32;
-        config.cache_max_entry_count = 16;
-        const ModelConfig model = testing::TinyConfig();
-        auto device = std::make_shared<testing::WaitingDevice>(MakeCpuDevice(1));
-        Engine engine(model, config, testing::TinyWeights(model, *device), device,
-                      testing::kFreeBytes);
-        for (auto& request : Requests(0)) {
-          engine.Submit(request);
-        }
-        device->LetStart();
-        CheckEqual(Collect(engine, kNumRequests), 0, want);
-        CHECK(engine.stats().num_preemptions > 0);
-      }
+      const Answers want = OneByOne(setting);
+      SUBCASE("a batch of eight") { CheckEqual(RunAll(setting), 0, want); }
+      SUBCASE("chunks of 16 and 64") { CheckChunks(setting, want); }
+      SUBCASE("two threads") { CheckEqual(RunAll(setting, 2), 0, want); }
+      SUBCASE("prefix hits") { CheckPrefixHits(setting, want); }
+      SUBCASE("preemption") { CheckPreemption(setting, 26, want); }
     }
   }
+}
+
+TEST_CASE("a quality changes what is computed") {
+  Setting setting{.config = TinyEngineConfig(KvCacheMode::kFp4Nv), .prompts = kLong};
+  const Answers raw = OneByOne(setting);
+  setting.config.kv_quality.hot = {64, 64};
+  const Answers hot = OneByOne(setting);
+  setting.config.kv_quality.rotate_k = true;
+  const Answers rotated = OneByOne(setting);
+  setting.config.kv_quality.search_scales = true;
+  const Answers searched = OneByOne(setting);
+  setting.config.kv_quality.calibration = TinyCalibration(setting.model);
+  const Answers best = OneByOne(setting);
+  CHECK(raw.at(7).logits != hot.at(7).logits);
+  CHECK(hot.at(7).logits != rotated.at(7).logits);
+  CHECK(rotated.at(7).logits != searched.at(7).logits);
+  CHECK(searched.at(7).logits != best.at(7).logits);
 }
 
 TEST_CASE("the same bits with BF16 and Q8_0 weights, whose activations are rounded") {
   EngineConfig config = TinyEngineConfig(KvCacheMode::kFp4Nv);
   config.deterministic = true;
-  const Answers want = RunAll(*TinyEngine(config, 1, true), 0, true);
+  const Answers want = RunAll(*TinyEngine(config, 1, true), 0, kShort);
   for (const int chunk : {16, 64, 2048}) {
     for (const int threads : {1, 2}) {
       config.max_prefill_token_num = chunk;
-      CheckEqual(RunAll(*TinyEngine(config, threads, true), 0, false), 0, want);
+      CheckEqual(RunAll(*TinyEngine(config, threads, true), 0, kShort), 0, want);
     }
   }
 }

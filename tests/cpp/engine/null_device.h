@@ -31,6 +31,7 @@ class NullDevice : public Device {
   void Linear(const LinearParams&) override { Refuse(); }
   void GatedActivation(const GatedActivationParams&) override { Refuse(); }
   void ProcessKV(const ProcessKVParams&) override { Refuse(); }
+  void QuantiseBlocks(const QuantiseBlocksParams&) override { Refuse(); }
   void FlattenKV(const FlattenKVParams&) override { Refuse(); }
   void PrefillAttention(const AttentionParams&) override { Refuse(); }
   void DecodeAttention(const AttentionParams&) override { Refuse(); }
@@ -58,6 +59,9 @@ class ForwardingDevice : public Device {
     device_->GatedActivation(params);
   }
   void ProcessKV(const ProcessKVParams& params) override { device_->ProcessKV(params); }
+  void QuantiseBlocks(const QuantiseBlocksParams& params) override {
+    device_->QuantiseBlocks(params);
+  }
   void FlattenKV(const FlattenKVParams& params) override { device_->FlattenKV(params); }
   void PrefillAttention(const AttentionParams& params) override {
     device_->PrefillAttention(params);

@@ -15,12 +15,17 @@ namespace {
 
 struct Planner {
   Planner(int max_batch_size, int max_step_tokens, std::vector<int64_t> num_blocks,
-          std::vector<int> windows = {0}, bool prefix_caching = true)
-      : cache(device,
-              MakeKvCacheConfig(windows, KvCacheMode::kFp4Nv, 1, 64, 16, DataType::kBFloat16),
-              std::move(num_blocks)),
+          std::vector<int> windows = {0}, bool prefix_caching = true, HotTokens hot = {})
+      : cache(device, Config(windows, hot), std::move(num_blocks)),
         manager(cache, prefix_caching),
         scheduler({max_batch_size, max_step_tokens}, manager, cache.groups()) {}
+
+  static KvCacheConfig Config(const std::vector<int>& windows, HotTokens hot) {
+    KvCacheConfig config =
+        MakeKvCacheConfig(windows, KvCacheMode::kFp4Nv, 1, 64, 16, DataType::kBFloat16);
+    config.hot = hot;
+    return config;
+  }
 
   Sequence* Add(std::vector<int32_t> prompt) {
     auto sequence = std::make_unique<Sequence>();
@@ -140,43 +145,188 @@ TEST_CASE("a large request is not overtaken by smaller ones behind it") {
   CHECK(planner.Step() == "1:120");
 }
 
-// Random loads on tiny pools with a window: everything ends, every block comes back.
-TEST_CASE("random requests all finish, and the same calls give the same plans") {
-  std::string logs[2];
-  for (std::string& log : logs) {
-    std::mt19937 random(3);
-    Planner planner(5, 24, {14, 9}, {0, 20});
-    std::vector<std::pair<Sequence*, int64_t>> open;  // and the length at which it ends
-    int num_started = 0;
-    for (int step = 0; num_started < 300 || !open.empty(); ++step) {
-      REQUIRE(step < 20'000);
-      if (num_started < 300 && random() % 3 == 0) {
-        const auto length = static_cast<int>(1 + random() % 100);
-        const auto total = static_cast<int64_t>(length + 1 + random() % 50);
-        Sequence* sequence = planner.Add(Prompt(static_cast<int>(random() % 6), length));
-        REQUIRE(planner.manager.CanEverFit(total, 24));
-        open.emplace_back(sequence, total);
-        ++num_started;
+// --- Hot blocks ----------------------------------------------------------------------------------
+
+TEST_CASE("a batch carries tables of both kinds and every sequence's moves") {
+  Planner planner(4, 200, {32, 8, 32, 32}, {0, 40}, false, {0, 0});
+  planner.Add(Prompt(0, 40));
+  planner.Add(Prompt(1, 80));
+  const Batch& batch = planner.scheduler.Plan();
+  REQUIRE(batch.num_seqs() == 2);
+  REQUIRE(batch.tables.size() == 2);
+  const std::vector<BatchView> views = batch.Views();
+  const Batch::BlockTables& full = batch.tables[0];
+  CHECK(full.stride == 5);
+  REQUIRE(full.hot_ids.size() == 10);
+  REQUIRE(full.moves.size() == 2 + 4);
+  CHECK(views[0].hot_tables == full.hot_ids.data());
+  CHECK(views[0].num_moves == 6);
+  size_t next = 0;
+  for (size_t row : {0, 1}) {
+    const size_t num_blocks = row == 0 ? 3 : 5;
+    for (size_t i = 0; i < 5; ++i) {
+      CHECK((full.hot_ids[5 * row + i] >= 0) == (i < num_blocks));
+      CHECK((full.ids[5 * row + i] >= 0) == (i + 1 < num_blocks));
+      if (i + 1 < num_blocks) {
+        CHECK(full.moves[next].hot == full.hot_ids[5 * row + i]);
+        CHECK(full.moves[next].cold == full.ids[5 * row + i]);
+        ++next;
       }
-      log += planner.Step();
-      log += "\n";
-      for (size_t i = 0; i < open.size();) {
-        if (open[i].first->num_tokens() >= open[i].second || random() % 500 == 0) {
-          planner.scheduler.Remove(open[i].first);
-          open.erase(open.begin() + static_cast<std::ptrdiff_t>(i));
-        } else {
-          ++i;
+    }
+  }
+  planner.scheduler.StepDone();
+  planner.manager.CheckIntegrity(false);
+  for (Sequence* sequence :
+       {planner.scheduler.running()[0].get(), planner.scheduler.running()[1].get()}) {
+    sequence->tokens.push_back(7);
+  }
+  const Batch& second = planner.scheduler.Plan();
+  CHECK(second.tables[0].moves.size() == 1);  // 1 begins its sixth block, 0 is in its third
+  CHECK(second.tables[1].moves.size() == 1);
+  CHECK(second.tables[0].hot_ids[2] >= 0);
+}
+
+TEST_CASE("without hot blocks there are no hot tables") {
+  Planner planner(4, 200, {32});
+  planner.Add(Prompt(0, 40));
+  const Batch& batch = planner.scheduler.Plan();
+  CHECK(batch.tables[0].hot_ids.empty());
+  CHECK(batch.tables[0].moves.empty());
+  CHECK(batch.Views()[0].hot_tables == nullptr);
+}
+
+TEST_CASE("a prompt starts when the hot blocks of its chunk fit beside those that run") {
+  // Each prompt takes up to 1 + 4 hot blocks while it is computed, and one afterwards.
+  Planner planner(4, 64, {64, 9}, {0}, false, {0, 0});
+  planner.Add(Prompt(0, 100));
+  planner.Add(Prompt(1, 100));
+  planner.Add(Prompt(2, 100));
+  CHECK(planner.Step() == "0:64");
+  CHECK(planner.Step() == "0:36 1:28");
+  CHECK(planner.Step() == "0:1 1:63");
+  CHECK(planner.Step() == "0:1 1:9 2:54");
+  CHECK(planner.scheduler.stats().num_preemptions == 0);
+  // A pool that holds one alone: they come one after the other.
+  Planner narrow(4, 64, {64, 5}, {0}, false, {0, 0});
+  Sequence* first = narrow.Add(Prompt(0, 100));
+  narrow.Add(Prompt(1, 100));
+  REQUIRE(narrow.manager.CanEverFit(120, 64));
+  CHECK(narrow.Step() == "0:64");
+  CHECK(narrow.Step() == "0:36");
+  CHECK(narrow.Step() == "0:1");
+  narrow.scheduler.Remove(first);
+  CHECK(narrow.Step() == "1:64");
+}
+
+TEST_CASE("the newest is preempted when the hot pool is full") {
+  // Sequences keep sinks, the recent blocks and the current one: 4 + 4 + 1 of 16 blocks.
+  Planner planner(4, 64, {64, 16}, {0}, true, {64, 64});
+  planner.Add(Prompt(0, 60));
+  planner.Add(Prompt(1, 60));
+  CHECK(planner.Step() == "0:60 1:4");
+  int64_t steps = 0;
+  while (planner.scheduler.stats().num_preemptions == 0) {
+    planner.Step();
+    REQUIRE(++steps < 300);
+  }
+  CHECK(planner.scheduler.running().size() == 1);
+  CHECK(planner.scheduler.running().front()->arrival == 0);
+  for (int i = 0; i < 200; ++i) {
+    CHECK_FALSE(planner.Step().empty());
+  }
+}
+
+TEST_CASE("what a hit lost for want of 16-bit copies is counted once") {
+  Planner planner(4, 64, {64, 10}, {0}, true, {0, 64});
+  Sequence* first = planner.Add(Prompt(0, 130));
+  planner.Step();
+  planner.Step();
+  planner.Step();
+  planner.scheduler.Remove(first);  // blocks 4 to 7 hot alone, copies of 0 to 3
+  Sequence* other = planner.Add(Prompt(1, 80));
+  planner.Step();
+  planner.Step();
+  planner.scheduler.Remove(other);
+  planner.Add(Prompt(0, 60));
+  planner.Step();
+  CHECK(planner.scheduler.stats().prefix_cut_tokens == 48);
+  CHECK(planner.scheduler.stats().prefix_hit_tokens == 0);
+}
+
+struct Load {
+  std::vector<int64_t> num_blocks;
+  std::vector<int> windows;
+  HotTokens hot;
+  int max_step_tokens = 24;
+};
+
+// Random loads on tiny pools: everything ends, every block comes back. Returns the plans.
+std::string RunLoad(const Load& load) {
+  std::mt19937 random(3);
+  Planner planner(5, load.max_step_tokens, load.num_blocks, load.windows, true, load.hot);
+  std::vector<std::pair<Sequence*, int64_t>> open;  // and the length at which it ends
+  std::string log;
+  int num_started = 0;
+  for (int step = 0; num_started < 300 || !open.empty(); ++step) {
+    REQUIRE(step < 20'000);
+    if (num_started < 300 && random() % 3 == 0) {
+      const auto length = static_cast<int>(1 + random() % 100);
+      const auto total = static_cast<int64_t>(length + 1 + random() % 50);
+      Sequence* sequence = planner.Add(Prompt(static_cast<int>(random() % 6), length));
+      REQUIRE(planner.manager.CanEverFit(total, load.max_step_tokens));
+      open.emplace_back(sequence, total);
+      ++num_started;
+    }
+    log += planner.Step();
+    log += "\n";
+    for (size_t i = 0; i < open.size();) {
+      if (open[i].first->num_tokens() >= open[i].second || random() % 500 == 0) {
+        planner.scheduler.Remove(open[i].first);
+        open.erase(open.begin() + static_cast<std::ptrdiff_t>(i));
+      } else {
+        ++i;
+      }
+    }
+  }
+  CHECK(planner.scheduler.stats().num_preemptions > 0);
+  CHECK(planner.scheduler.stats().prefix_hit_tokens > 0);
+  planner.manager.ClearPrefixCache();
+  for (int pool = 0; pool < planner.manager.num_pools(); ++pool) {
+    CHECK(planner.manager.counts(pool).free == planner.manager.counts(pool).total);
+  }
+  return log;
+}
+
+TEST_CASE("random requests all finish, and the same calls give the same plans") {
+  const Load load = {{14, 9}, {0, 20}, {}, 24};
+  CHECK(RunLoad(load) == RunLoad(load));
+}
+
+// As small as CanEverFit allows for 149 tokens: 10 blocks.
+TEST_CASE("the same with hot pools that hold a single sequence and little more") {
+  for (const int max_step_tokens : {5, 24, 150}) {
+    for (const HotTokens& hot : {HotTokens{0, 0}, {64, 0}, {0, 64}, {64, 64}}) {
+      for (const std::vector<int>& windows : {std::vector<int>{0}, {0, 20}, {40}, {0, 90}}) {
+        for (const int64_t spare : {0, 3}) {
+          Load load = {{}, windows, hot, max_step_tokens};
+          const auto groups = MakeLayerGroups(Planner::Config(windows, hot));
+          for (const LayerGroup& group : groups) {
+            load.num_blocks.push_back(
+                std::max<int64_t>(group.BlocksPerSequence(150, max_step_tokens), 1) + spare);
+          }
+          for (const LayerGroup& group : groups) {
+            load.num_blocks.push_back(group.HotBlocksPerSequence(150, max_step_tokens) + spare);
+          }
+          CAPTURE(max_step_tokens);
+          CAPTURE(hot.sink_tokens);
+          CAPTURE(hot.recent_tokens);
+          CAPTURE(windows.back());
+          CAPTURE(spare);
+          CHECK(RunLoad(load) == RunLoad(load));
         }
       }
     }
-    CHECK(planner.scheduler.stats().num_preemptions > 0);
-    CHECK(planner.scheduler.stats().prefix_hit_tokens > 0);
-    planner.manager.ClearPrefixCache();
-    for (int group : {0, 1}) {
-      CHECK(planner.manager.counts(group).free == planner.manager.counts(group).total);
-    }
   }
-  CHECK(logs[0] == logs[1]);
 }
 
 }  // namespace

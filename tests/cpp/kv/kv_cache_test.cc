@@ -19,71 +19,6 @@ KvCacheConfig Config(std::vector<int> windows, KvCacheMode mode = KvCacheMode::k
   return MakeKvCacheConfig(windows, mode, 2, 32, 16, DataType::kBFloat16);
 }
 
-TEST_CASE("layers are grouped by what they keep") {
-  const std::vector<LayerGroup> groups = MakeLayerGroups(Config({40, 0, 40, 8, 0}));
-  REQUIRE(groups.size() == 3);
-  CHECK(groups[0].window == 0);
-  CHECK(groups[0].layers == std::vector<int>{1, 4});
-  CHECK(groups[1].window == 8);
-  CHECK(groups[1].layers == std::vector<int>{3});
-  CHECK(groups[2].window == 40);
-  CHECK(groups[2].layers == std::vector<int>{0, 2});
-  CHECK(groups[2].bytes_per_block() == 2 * groups[1].bytes_per_block());
-  CHECK_THROWS_AS(MakeLayerGroups(Config({0, -1})), InvalidArgument);
-  CHECK_THROWS_AS(MakeLayerGroups(Config({})), InvalidArgument);
-}
-
-TEST_CASE("the first visible block is that of the oldest position in the window") {
-  const std::vector<LayerGroup> groups = MakeLayerGroups(Config({0, 40}));
-  for (int64_t position = 0; position < 300; ++position) {
-    CHECK(groups[0].FirstVisibleBlock(position) == 0);
-    const int64_t oldest = position - 40 + 1 > 0 ? position - 40 + 1 : 0;  // in (p − window, p]
-    CHECK(groups[1].FirstVisibleBlock(position) == oldest / 16);
-  }
-  CHECK(groups[0].BlocksPerSequence(100, 8) == 7);
-  CHECK(groups[1].BlocksPerSequence(1000, 1) == 3 + 2 + 1);
-  CHECK(groups[1].BlocksPerSequence(20, 1) == 2);
-  // What a sequence really holds, step by step, never exceeds it.
-  for (const int64_t chunk : {1, 7, 16, 33, 100}) {
-    for (int64_t position = 0; position < 400; position += chunk) {
-      const int64_t held = (position + chunk + 15) / 16 - groups[1].FirstVisibleBlock(position);
-      CHECK(held <= groups[1].BlocksPerSequence(500, chunk));
-    }
-  }
-}
-
-TEST_CASE("one group: blocks are the budget over data and scales together") {
-  const std::vector<LayerGroup> groups = MakeLayerGroups(Config({0, 0, 0}));
-  const KvDemand demand = {1024, 256, 0};
-  const int64_t each = groups[0].bytes_per_block();
-  CHECK(each == 3 * 16 * 2 * 2 * (16 + 2));
-  for (const int64_t budget : {int64_t{0}, each - 1, each, 10 * each - 1, 10 * each + 3}) {
-    CHECK(BlocksForBudget(groups, budget, demand) == std::vector<int64_t>{budget / each});
-  }
-  CHECK(BlocksForBudget(groups, -5, demand) == std::vector<int64_t>{0});
-  CHECK(BlocksForBudget(groups, int64_t{1} << 50, {1024, 256, 4}) == std::vector<int64_t>{4 * 64});
-  CHECK(BlocksForCount(groups, 77, demand) == std::vector<int64_t>{77});
-}
-
-TEST_CASE("several groups: the budget serves the same number of sequences in each") {
-  const std::vector<LayerGroup> groups = MakeLayerGroups(Config({0, 40, 40, 40}));
-  const KvDemand demand = {4096, 64, 0};
-  const int64_t budget = 100 << 20;
-  const std::vector<int64_t> blocks = BlocksForBudget(groups, budget, demand);
-  const int64_t bytes =
-      blocks[0] * groups[0].bytes_per_block() + blocks[1] * groups[1].bytes_per_block();
-  CHECK(bytes <= budget);
-  CHECK(bytes > budget - groups[0].bytes_per_block() - groups[1].bytes_per_block());
-  const double sequences[] = {
-      static_cast<double>(blocks[0]) / static_cast<double>(groups[0].BlocksPerSequence(4096, 64)),
-      static_cast<double>(blocks[1]) / static_cast<double>(groups[1].BlocksPerSequence(4096, 64))};
-  CHECK(sequences[0] == doctest::Approx(sequences[1]).epsilon(0.01));
-  CHECK(BlocksForCount(groups, 512, demand) == std::vector<int64_t>{512, 18});
-  CHECK_THROWS_AS(BlocksForBudget(groups, budget, {0, 1, 1}), InvalidArgument);
-  CHECK_THROWS_AS(BlocksForBudget(groups, budget, {1, -1, 1}), InvalidArgument);
-  CHECK_THROWS_AS(BlocksForCount(groups, 1, {1, 1, -1}), InvalidArgument);
-}
-
 TEST_CASE("pools: addresses, sizes, copies, release") {
   MemoryDevice device;
   {
@@ -112,6 +47,39 @@ TEST_CASE("pools: addresses, sizes, copies, release") {
     CHECK_THROWS_AS(cache.GetBlockPtr(1, 5), InternalError);
     CHECK_THROWS_AS(cache.GetBlockPtr(0, -1), InternalError);
     CHECK_THROWS_AS(cache.CopyBlock(2, 0, 0), InternalError);
+  }
+  CHECK(device.reserved_bytes == 0);
+}
+
+TEST_CASE("hot pools lie after the cold ones, in 16 bit") {
+  MemoryDevice device;
+  {
+    KvCacheConfig config = Config({40, 0, 40});
+    config.hot = {64, 64};
+    KvCache cache(device, config, {3, 5, 4, 6});
+    CHECK(cache.has_hot_pools());
+    CHECK(cache.num_groups() == 2);
+    CHECK(cache.num_pools() == 4);
+    CHECK(cache.HotPool(1) == 3);
+    CHECK(cache.rule().recent_blocks == 4);
+    CHECK(cache.bytes_per_block(3) == 2 * 16 * 2 * 2 * 64);  // layers, tokens, heads, K and V
+    CHECK(cache.data_bytes(3) == 6 * cache.bytes_per_block(3));
+    CHECK(cache.scale_bytes(3) == 0);
+    CHECK(cache.GetScaleBlockPtr(3, 0) == nullptr);
+    CHECK(cache.reserved_bytes() == static_cast<int64_t>(device.reserved_bytes));
+    CHECK(cache.HotLayerView(0).Payload(KvSide::kK, 5, 0) == cache.GetBlockPtr(3, 5));
+    CHECK(cache.HotLayerView(1).Payload(KvSide::kK, 3, 0) == cache.GetBlockPtr(2, 3));
+    CHECK(cache.HotLayerView(0).mode[0] == KvCacheMode::kNone);
+    std::memset(cache.GetBlockPtr(3, 1), 7, static_cast<size_t>(cache.bytes_per_block(3)));
+    cache.CopyBlock(3, 2, 1);
+    CHECK(std::memcmp(cache.GetBlockPtr(3, 2), cache.GetBlockPtr(3, 1),
+                      static_cast<size_t>(cache.bytes_per_block(3))) == 0);
+    CHECK(static_cast<unsigned char>(*cache.GetBlockPtr(3, 3)) == MemoryDevice::kSentinel);
+    CHECK_NOTHROW(cache.CheckScaleBytes(3, 3));
+    CHECK_THROWS_AS(cache.GetBlockPtr(2, 4), InternalError);
+    CHECK_THROWS_AS(KvCache(device, config, {3, 5}), InternalError);
+    CHECK_THROWS_AS(KvCache(device, config, {3, 5, 4, 0}), InvalidArgument);
+    CHECK(KvCache(device, Config({0}), {3}).HotLayerView(0).data == nullptr);
   }
   CHECK(device.reserved_bytes == 0);
 }

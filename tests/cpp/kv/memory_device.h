@@ -41,6 +41,7 @@ class MemoryDevice : public Device {
   void Linear(const LinearParams&) override { Refuse(); }
   void GatedActivation(const GatedActivationParams&) override { Refuse(); }
   void ProcessKV(const ProcessKVParams&) override { Refuse(); }
+  void QuantiseBlocks(const QuantiseBlocksParams&) override { Refuse(); }
   void FlattenKV(const FlattenKVParams&) override { Refuse(); }
   void PrefillAttention(const AttentionParams&) override { Refuse(); }
   void DecodeAttention(const AttentionParams&) override { Refuse(); }

@@ -5,60 +5,17 @@
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 #include <vector>
 
-#include "kv/memory_device.h"
+#include "kv/test_pools.h"
 #include "turbomind/core/check.h"
 
 namespace turbomind {
 namespace {
 
-constexpr int kLength = 16;
-
-std::vector<int32_t> Tokens(int n, int first = 0) {
-  std::vector<int32_t> tokens(static_cast<size_t>(n));
-  std::iota(tokens.begin(), tokens.end(), first);
-  return tokens;
-}
-
-struct Pools {
-  explicit Pools(std::vector<int> windows, std::vector<int64_t> num_blocks, bool prefix = true)
-      : cache(device,
-              MakeKvCacheConfig(windows, KvCacheMode::kFp4Nv, 1, 16, kLength, DataType::kBFloat16),
-              num_blocks),
-        manager(cache, prefix) {
-    for (int group = 0; group < cache.num_groups(); ++group) {
-      std::memset(cache.GetScaleBlockPtr(group, 0), 1,
-                  static_cast<size_t>(cache.scale_bytes(group)));
-    }
-  }
-
-  // Computes tokens[from..] of a sequence in chunks.
-  bool Compute(uint64_t id, const std::vector<int32_t>& tokens, int64_t chunk = 1000) {
-    const auto total = static_cast<int64_t>(tokens.size());
-    while (manager.num_written(id) < total) {
-      const int64_t next = std::min(total, manager.num_written(id) + chunk);
-      if (!manager.AllocateDataAndScaleBlocks(id, next)) {
-        return false;
-      }
-      manager.Commit(id, std::span(tokens).first(static_cast<size_t>(next)));
-      manager.CheckIntegrity();
-    }
-    return true;
-  }
-
-  void RunAndFree(uint64_t id, const std::vector<int32_t>& tokens, int64_t chunk = 1000) {
-    manager.Create(id, tokens);
-    REQUIRE(Compute(id, tokens, chunk));
-    manager.FreeDataAndScaleBlocks(id);
-    manager.CheckIntegrity();
-  }
-
-  MemoryDevice device;
-  KvCache cache;
-  SequenceManager manager;
-};
+using testing::kLength;
+using testing::Pools;
+using testing::Tokens;
 
 TEST_CASE("a hit is every committed whole block, but never the whole prompt") {
   Pools pools({0, 40}, {64, 64});
@@ -304,6 +261,46 @@ TEST_CASE("the managers' own check and requirements") {
   manager.Drop(a);
   CHECK_THROWS_AS(manager.Lock(a), InternalError);
   CHECK(manager.free() == 1);
+  manager.CheckIntegrity();
+}
+
+TEST_CASE("spare blocks are evicted before others, each kind in the order of its last use") {
+  BlockManager manager(6);
+  for (int i = 0; i < 6; ++i) {
+    CHECK(manager.Allocate() == i);
+  }
+  CHECK_THROWS_AS(manager.MarkSpare(0), InternalError);  // not kept
+  for (int i = 0; i < 6; ++i) {
+    manager.Keep(i);
+  }
+  manager.MarkSpare(4);
+  for (int i = 0; i < 6; ++i) {
+    manager.Unlock(i);
+  }
+  manager.CheckIntegrity();
+  CHECK(manager.OldestCached() == 4);
+  manager.MarkSpare(2);  // while it is cached
+  manager.MarkSpare(2);
+  manager.Lock(4);
+  CHECK(manager.OldestCached() == 2);
+  manager.Unlock(4);
+  CHECK_THROWS_AS(manager.ClearSpare(4), InternalError);  // not active
+  manager.MarkSpare(5);
+  manager.Lock(5);
+  manager.ClearSpare(5);
+  manager.Unlock(5);
+  manager.CheckIntegrity();
+  for (const int id : {2, 4, 0, 1, 3, 5}) {
+    CHECK(manager.OldestCached() == id);
+    manager.Drop(id);
+    manager.CheckIntegrity();
+  }
+  CHECK(manager.OldestCached() == -1);
+  CHECK(manager.free() == 6);
+  // A block that comes back is spare no more.
+  const int id = manager.Allocate();
+  manager.Keep(id);
+  manager.Unlock(id);
   manager.CheckIntegrity();
 }
 

@@ -1,5 +1,6 @@
 // Random operations on SequenceManager against a plain model: what every slot must hold follows
-// from the tokens before it, and which blocks are in use follows from the tables alone.
+// from the tokens before it, which pool a query reads it from follows from its position, and which
+// blocks are in use follows from the tables alone.
 
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
@@ -43,14 +44,22 @@ std::vector<uint64_t> Stamps(const std::vector<int32_t>& tokens) {
 struct ModelSequence {
   std::vector<int32_t> tokens;  // all that the sequence will have
   int64_t num_written = 0;
+  std::set<std::pair<int, int32_t>> quantised;  // by this sequence: group and cold block
+};
+
+// How long prompts are.
+struct Lengths {
+  int shared = 120;  // prefixes, of which a prompt begins with a part of one
+  int chunk = 50;    // tokens of a step
 };
 
 class RandomOperations {
  public:
-  RandomOperations(SequenceManager& manager, const KvCache& cache, uint32_t seed)
-      : manager_(manager), cache_(cache), random_(seed) {
+  RandomOperations(SequenceManager& manager, const KvCache& cache, uint32_t seed,
+                   Lengths lengths = {})
+      : manager_(manager), cache_(cache), random_(seed), lengths_(lengths) {
     for (auto& prefix : shared_) {
-      prefix = RandomTokens(120);
+      prefix = RandomTokens(lengths.shared);
     }
   }
 
@@ -67,8 +76,8 @@ class RandomOperations {
     }
     manager_.ClearPrefixCache();
     manager_.CheckIntegrity();
-    for (int group = 0; group < cache_.num_groups(); ++group) {
-      Check(manager_.counts(group).free == cache_.num_blocks(group), "every block is free again");
+    for (int pool = 0; pool < cache_.num_pools(); ++pool) {
+      Check(manager_.counts(pool).free == cache_.num_blocks(pool), "every block is free again");
     }
   }
 
@@ -76,6 +85,8 @@ class RandomOperations {
   int64_t num_refused = 0;
   int64_t num_forks = 0;
   int64_t num_partial_hits = 0;
+  int64_t num_moves = 0;
+  int64_t num_cut_tokens = 0;
 
  private:
   int Below(int n) { return static_cast<int>(random_() % static_cast<unsigned>(n)); }
@@ -116,7 +127,7 @@ class RandomOperations {
   void Create() {
     ModelSequence sequence;
     const std::vector<int32_t>& prefix = shared_[static_cast<size_t>(Below(4))];
-    sequence.tokens.assign(prefix.begin(), prefix.begin() + Below(121));
+    sequence.tokens.assign(prefix.begin(), prefix.begin() + Below(lengths_.shared + 1));
     for (const int32_t token : RandomTokens(1 + Below(40))) {
       sequence.tokens.push_back(token);
     }
@@ -128,6 +139,8 @@ class RandomOperations {
           "a hit is whole blocks and leaves a token");
     Check(use_cache || hit == 0, "no hit without the prefix cache");
     num_hit_tokens += hit;
+    num_cut_tokens += manager_.num_cut(id);
+    Check(hit + manager_.num_cut(id) < length, "no more is cut than was found");
     num_partial_hits += hit > 0 && hit / kLength < (length - 1) / kLength;
     sequence.num_written = hit;
     model_[id] = sequence;
@@ -137,14 +150,19 @@ class RandomOperations {
     ModelSequence& sequence = model_[id];
     const int64_t before = sequence.num_written;
     const auto left = static_cast<int64_t>(sequence.tokens.size()) - before;
-    const int64_t num_tokens = before + std::min<int64_t>(left ? left : 1, 1 + Below(50));
+    const int64_t num_tokens =
+        before + std::min<int64_t>(left ? left : 1, 1 + Below(lengths_.chunk));
     while (static_cast<int64_t>(sequence.tokens.size()) < num_tokens) {
       sequence.tokens.push_back(Below(3));
     }
     bool fits = true;
-    for (int group = 0; group < cache_.num_groups(); ++group) {
-      const BlockCounts counts = manager_.counts(group);
-      fits = fits && manager_.BlocksNeeded(id, group, num_tokens) <= counts.free + counts.cached;
+    std::vector<int64_t> active;
+    for (int pool = 0; pool < cache_.num_pools(); ++pool) {
+      const BlockCounts counts = manager_.counts(pool);
+      const int64_t needed = manager_.BlocksNeeded(id, pool, num_tokens);
+      fits = fits && needed <= counts.free + counts.cached;
+      active.push_back(counts.active + needed);
+      Check(manager_.BlocksToCome(id, pool, num_tokens, num_tokens) >= 0, "nothing is owed");
     }
     const std::vector<std::vector<int32_t>> old = Tables(id);
     Check(manager_.AllocateDataAndScaleBlocks(id, num_tokens) == fits, "refused only when full");
@@ -156,22 +174,38 @@ class RandomOperations {
       }
       return;
     }
+    for (int pool = 0; pool < cache_.num_pools(); ++pool) {
+      Check(manager_.counts(pool).active == active[static_cast<size_t>(pool)],
+            "as many blocks are taken as were said to be needed");
+    }
     if (Below(10) == 0) {
       return;  // cancelled between planning and the step: slots without content
     }
     Write(id, before, num_tokens);
-    sequence.num_written = num_tokens;
-    manager_.Commit(id, std::span(sequence.tokens).first(static_cast<size_t>(num_tokens)));
+    MoveBlocks(id);
+    for (int64_t p = before; p < num_tokens; p = std::min(NextBlock(p), num_tokens)) {
+      CheckSeen(id, p);
+    }
+    CheckSeen(id, num_tokens - 1);
+    // Now and then fewer tokens than planned count.
+    const int64_t num_kept =
+        Below(10) == 0 ? std::max<int64_t>(before, num_tokens - Below(40)) : num_tokens;
+    sequence.num_written = num_kept;
+    manager_.Commit(id, std::span(sequence.tokens).first(static_cast<size_t>(num_kept)));
+    RememberMoves(id, sequence);
   }
+
+  static int64_t NextBlock(int64_t position) { return (position / kLength + 1) * kLength; }
 
   void Fork(uint64_t source) {
     const uint64_t id = next_id_++;
     if (model_.size() < 8 && manager_.Fork(source, id)) {
       model_[id] = model_[source];
+      model_[id].quantised.clear();
       ++num_forks;
-      for (int group = 0; group < cache_.num_groups(); ++group) {
-        for (const int32_t block : manager_.BlockTable(id, group)) {
-          const auto table = manager_.BlockTable(source, group);
+      for (int pool = 0; pool < cache_.num_pools(); ++pool) {
+        for (const int32_t block : manager_.BlockTable(id, pool)) {
+          const auto table = manager_.BlockTable(source, pool);
           Check(block < 0 || std::count(table.begin(), table.end(), block) == 0,
                 "a fork shares no block");
         }
@@ -186,77 +220,144 @@ class RandomOperations {
 
   std::vector<std::vector<int32_t>> Tables(uint64_t id) const {
     std::vector<std::vector<int32_t>> tables;
-    for (int group = 0; group < cache_.num_groups(); ++group) {
-      const auto table = manager_.BlockTable(id, group);
+    for (int pool = 0; pool < cache_.num_pools(); ++pool) {
+      const auto table = manager_.BlockTable(id, pool);
       tables.emplace_back(table.begin(), table.end());
     }
     return tables;
   }
 
   struct Slot {
-    std::byte* row;     // K, 8 bytes
-    std::byte* scales;  // K and V, 2 bytes
+    std::byte* row;     // K, at least 8 bytes
+    std::byte* scales;  // K and V, 2 bytes; null in a hot pool
   };
 
-  Slot SlotOf(int group, int32_t block, int64_t position) const {
-    const KvLayerView view = cache_.LayerView(group);
+  Slot SlotOf(int pool, int32_t block, int64_t position) const {
+    const bool is_hot = pool >= cache_.num_groups();
+    const int layer = pool % cache_.num_groups();  // groups have one layer each, in order
+    const KvLayerView view = is_hot ? cache_.HotLayerView(layer) : cache_.LayerView(layer);
     const int64_t token = position % kLength;
-    Check(manager_.GetBlockPtr(block, group) + token * view.row_bytes[0] ==
-                  view.Payload(KvSide::kK, block, 0) + token * view.row_bytes[0] &&
-              manager_.GetScaleBlockPtr(block, group) == view.Scales(KvSide::kK, block, 0),
+    std::byte* row = view.Payload(KvSide::kK, block, 0);
+    std::byte* scales = is_hot ? nullptr : view.Scales(KvSide::kK, block, 0);
+    Check(manager_.GetBlockPtr(block, pool) == row &&
+              manager_.GetScaleBlockPtr(block, pool) == scales,
           "a block of one layer starts where the layer does");
-    return {view.Payload(KvSide::kK, block, 0) + token * view.row_bytes[0],
-            view.Scales(KvSide::kK, block, 0) + token * view.ScaleStride()};
+    return {row + token * view.row_bytes[0],
+            is_hot ? nullptr : scales + token * view.ScaleStride()};
   }
 
+  static void Store(const Slot& slot, uint64_t stamp) {
+    std::memcpy(slot.row, &stamp, sizeof(stamp));
+    if (slot.scales) {
+      slot.scales[0] = slot.scales[1] = static_cast<std::byte>(stamp % 0x7F);
+    }
+  }
+
+  static void CheckSlot(const Slot& slot, uint64_t stamp) {
+    const auto scale = static_cast<std::byte>(stamp % 0x7F);
+    Check(std::memcmp(slot.row, &stamp, sizeof(stamp)) == 0 &&
+              (!slot.scales || (slot.scales[0] == scale && slot.scales[1] == scale)),
+          "a slot holds what its tokens say, data and scales");
+  }
+
+  // New tokens go to the hot pool where there is one.
   void Write(uint64_t id, int64_t begin, int64_t end) {
     const std::vector<uint64_t> stamps = Stamps(model_[id].tokens);
-    for (int group = 0; group < cache_.num_groups(); ++group) {
-      const auto table = manager_.BlockTable(id, group);
+    const int first_pool = cache_.num_pools() - cache_.num_groups();
+    for (int pool = first_pool; pool < cache_.num_pools(); ++pool) {
+      const auto table = manager_.BlockTable(id, pool);
       for (int64_t i = begin; i < end; ++i) {
-        const Slot slot = SlotOf(group, table[static_cast<size_t>(i / kLength)], i);
-        const uint64_t stamp = stamps[static_cast<size_t>(i)];
-        std::memcpy(slot.row, &stamp, sizeof(stamp));
-        slot.scales[0] = slot.scales[1] = static_cast<std::byte>(stamp % 0x7F);
+        Store(SlotOf(pool, table[static_cast<size_t>(i / kLength)], i),
+              stamps[static_cast<size_t>(i)]);
       }
     }
   }
 
-  // Every written slot that a later query can see holds what its tokens say.
+  // What the step's quantisation does.
+  void MoveBlocks(uint64_t id) {
+    for (int group = 0; group < cache_.num_groups(); ++group) {
+      for (const BlockMove& move : manager_.Moves(id, group)) {
+        Check(!model_[id].quantised.contains({group, move.cold}), "a block is quantised once");
+        for (int64_t i = 0; i < kLength; ++i) {
+          uint64_t stamp = 0;
+          std::memcpy(&stamp, SlotOf(cache_.HotPool(group), move.hot, i).row, sizeof(stamp));
+          Store(SlotOf(group, move.cold, i), stamp);
+        }
+        pending_.push_back({group, move.cold});
+        ++num_moves;
+      }
+    }
+  }
+
+  // A block in a table of cold ones after Commit is not moved again.
+  void RememberMoves(uint64_t id, ModelSequence& sequence) {
+    for (const auto& [group, block] : pending_) {
+      const auto table = manager_.BlockTable(id, group);
+      if (std::ranges::count(table, block)) {
+        sequence.quantised.insert({group, block});
+      }
+    }
+    pending_.clear();
+    // Ids behind a window come back for other blocks.
+    std::erase_if(sequence.quantised, [&](const std::pair<int, int32_t>& entry) {
+      return std::ranges::count(manager_.BlockTable(id, entry.first), entry.second) == 0;
+    });
+  }
+
+  // Every slot that a query at `position` sees is in the pool where the query looks for it, and
+  // holds what its tokens say.
+  void CheckSeen(uint64_t id, int64_t position) {
+    const std::vector<uint64_t> stamps = Stamps(model_[id].tokens);
+    for (int group = 0; group < cache_.num_groups(); ++group) {
+      const LayerGroup& layers = cache_.groups()[static_cast<size_t>(group)];
+      const int64_t first = layers.window ? std::max<int64_t>(position - layers.window + 1, 0) : 0;
+      for (int64_t i = first; i <= position; ++i) {
+        const bool is_hot = layers.rule.enabled() && layers.rule.IsHot(i / kLength, position);
+        const int pool = is_hot ? cache_.HotPool(group) : group;
+        const int32_t block = manager_.BlockTable(id, pool)[static_cast<size_t>(i / kLength)];
+        Check(block >= 0, "a visible slot has a block");
+        CheckSlot(SlotOf(pool, block, i), stamps[static_cast<size_t>(i)]);
+      }
+    }
+  }
+
+  // The same for what later queries will see of a sequence between steps, in whatever pool it is.
   void CheckContents() {
     if (model_.empty()) {
       return;
     }
     const uint64_t id = AnyId();
     const ModelSequence& sequence = model_[id];
-    Check(manager_.num_written(id) == sequence.num_written, "the model has the same length");
+    const int64_t n = sequence.num_written;
+    Check(manager_.num_written(id) == n, "the model has the same length");
     const std::vector<uint64_t> stamps = Stamps(sequence.tokens);
     for (int group = 0; group < cache_.num_groups(); ++group) {
-      const auto table = manager_.BlockTable(id, group);
-      const int window = cache_.groups()[static_cast<size_t>(group)].window;
-      const int64_t first = window ? std::max<int64_t>(sequence.num_written - window + 1, 0) : 0;
-      for (int64_t i = first; i < sequence.num_written; ++i) {
-        const int32_t block = table[static_cast<size_t>(i / kLength)];
+      const LayerGroup& layers = cache_.groups()[static_cast<size_t>(group)];
+      const int64_t first = layers.window ? std::max<int64_t>(n - layers.window + 1, 0) : 0;
+      for (int64_t i = first; i < n; ++i) {
+        const auto b = static_cast<size_t>(i / kLength);
+        bool is_hot = layers.rule.enabled() && layers.rule.IsHot(i / kLength, n);
+        if (layers.rule.enabled() && layers.rule.IsHot(i / kLength, n - 1)) {
+          // Not quantised before the next step, unless it was found cold.
+          is_hot = manager_.BlockTable(id, cache_.HotPool(group))[b] >= 0;
+        }
+        const int pool = is_hot ? cache_.HotPool(group) : group;
+        const int32_t block = manager_.BlockTable(id, pool)[b];
         Check(block >= 0, "a visible slot has a block");
-        const Slot slot = SlotOf(group, block, i);
-        const uint64_t stamp = stamps[static_cast<size_t>(i)];
-        Check(std::memcmp(slot.row, &stamp, sizeof(stamp)) == 0 &&
-                  slot.scales[0] == static_cast<std::byte>(stamp % 0x7F) &&
-                  slot.scales[1] == static_cast<std::byte>(stamp % 0x7F),
-              "a slot holds what its tokens say, in both pools");
+        CheckSlot(SlotOf(pool, block, i), stamps[static_cast<size_t>(i)]);
       }
     }
   }
 
   void CheckCounts() const {
-    for (int group = 0; group < cache_.num_groups(); ++group) {
+    for (int pool = 0; pool < cache_.num_pools(); ++pool) {
       std::set<int32_t> used;
       for (const auto& [id, sequence] : model_) {
-        const auto table = manager_.BlockTable(id, group);
+        const auto table = manager_.BlockTable(id, pool);
         used.insert(table.begin(), table.end());
       }
       used.erase(-1);
-      const BlockCounts counts = manager_.counts(group);
+      const BlockCounts counts = manager_.counts(pool);
       Check(counts.active == static_cast<int64_t>(used.size()),
             "active blocks are those in tables");
       Check(counts.free + counts.cached + counts.active == counts.total, "states add up");
@@ -266,6 +367,8 @@ class RandomOperations {
   SequenceManager& manager_;
   const KvCache& cache_;
   std::mt19937 random_;
+  Lengths lengths_;
+  std::vector<std::pair<int, int32_t>> pending_;  // of the step that runs: group and cold block
   std::vector<int32_t> shared_[4];
   std::map<uint64_t, ModelSequence> model_;
   uint64_t next_id_ = 1;
@@ -301,51 +404,119 @@ TEST_CASE("the same without a full-attention group, and without a window") {
   }
 }
 
-// Forgets one reference.
-class LeakyManager : public SequenceManager {
+struct HotCase {
+  HotTokens tokens;
+  std::vector<int> windows;
+  std::vector<int64_t> num_blocks;
+};
+
+KvCacheConfig HotConfig(const HotCase& one) {
+  KvCacheConfig config = TwoGroups();
+  config.windows = one.windows;
+  config.layers.resize(one.windows.size());
+  config.hot = one.tokens;
+  return config;
+}
+
+constexpr Lengths kLong = {.shared = 260, .chunk = 70};
+
+// Every combination of sinks and recent blocks; windows longer than what is hot, hardly longer, as
+// long, and shorter; a full-attention group or none.
+TEST_CASE("random operations agree with the model where blocks are hot") {
+  const HotCase cases[] = {
+      {{64, 64}, {0, 120}, {30, 14, 44, 40}},
+      {{64, 0}, {0, 40}, {40, 10, 26, 16}},
+      {{0, 64}, {0, 66}, {44, 5, 32, 28}},
+      {{0, 0}, {0, 65}, {44, 20, 9, 8}},
+      {{64, 64}, {0, 65}, {30, 1, 44, 36}},
+      {{0, 64}, {24, 90}, {1, 8, 12, 26}},
+      {{64, 128}, {0}, {10, 52}},
+      {{0, 0}, {17}, {7, 7}},
+  };
+  for (const HotCase& one : cases) {
+    CAPTURE(one.tokens.sink_tokens);
+    CAPTURE(one.tokens.recent_tokens);
+    CAPTURE(one.windows.back());
+    MemoryDevice device;
+    KvCache cache(device, HotConfig(one), one.num_blocks);
+    SequenceManager manager(cache, true);
+    RandomOperations operations(manager, cache, 4, kLong);
+    // 10^5 in all, most of them in the default setting.
+    operations.Run(&one == cases ? kNumOperations / 2 : kNumOperations / 10);
+    CHECK(operations.num_hit_tokens > 1000);
+    // Without recent blocks only sinks are read hot, and nothing is cached without them.
+    CHECK((operations.num_cut_tokens > 300 || one.tokens.recent_tokens == 0));
+    CHECK(operations.num_refused > 100);
+    CHECK(operations.num_forks > 10);
+    CHECK(operations.num_moves > 200);
+    MESSAGE("hit tokens " << operations.num_hit_tokens << ", cut " << operations.num_cut_tokens
+                          << ", moves " << operations.num_moves << ", refused "
+                          << operations.num_refused << ", forks " << operations.num_forks);
+  }
+}
+
+// The 5000th time that a block of pools [first_pool, ...) is unlocked, something goes wrong.
+class FaultyManager : public SequenceManager {
  public:
   using SequenceManager::SequenceManager;
+  int first_pool = 0;
 
  protected:
-  void UnlockBlock(GroupBlock block) override {
-    if (++num_unlocks_ != 5000) {
-      SequenceManager::UnlockBlock(block);
-    }
-  }
+  bool IsTheOne(PoolBlock block) { return block.pool >= first_pool && ++num_unlocks_ == 5000; }
 
  private:
   int num_unlocks_ = 0;
+};
+
+// Forgets one reference.
+class LeakyManager : public FaultyManager {
+ public:
+  using FaultyManager::FaultyManager;
+
+ protected:
+  void UnlockBlock(PoolBlock block) override {
+    if (!IsTheOne(block)) {
+      SequenceManager::UnlockBlock(block);
+    }
+  }
 };
 
 // Gives back a block twice where another sequence still uses it.
-class EagerManager : public SequenceManager {
+class EagerManager : public FaultyManager {
  public:
-  using SequenceManager::SequenceManager;
+  using FaultyManager::FaultyManager;
 
  protected:
-  void UnlockBlock(GroupBlock block) override {
+  void UnlockBlock(PoolBlock block) override {
     SequenceManager::UnlockBlock(block);
-    if (++num_unlocks_ == 5000) {
+    if (IsTheOne(block)) {
       SequenceManager::UnlockBlock(block);
     }
   }
+};
 
- private:
-  int num_unlocks_ = 0;
+class SoundManager : public FaultyManager {
+ public:
+  using FaultyManager::FaultyManager;
 };
 
 template <class Manager>
-void RunPlanted() {
+void RunPlanted(bool hot) {
+  const HotCase one = {{64, 64}, {0, 120}, {30, 14, 44, 40}};
   MemoryDevice device;
-  KvCache cache(device, TwoGroups(), {36, 26});
+  KvCache cache(device, hot ? HotConfig(one) : TwoGroups(),
+                hot ? one.num_blocks : std::vector<int64_t>{36, 26});
   Manager manager(cache, true);
-  RandomOperations(manager, cache, 3).Run(kNumOperations);
+  manager.first_pool = hot ? cache.num_groups() : 0;
+  RandomOperations(manager, cache, 3, hot ? kLong : Lengths()).Run(kNumOperations / 5);
 }
 
-TEST_CASE("a planted leak and a planted double release are found") {
-  RunPlanted<SequenceManager>();
-  CHECK_THROWS_AS(RunPlanted<LeakyManager>(), InternalError);
-  CHECK_THROWS_AS(RunPlanted<EagerManager>(), InternalError);
+TEST_CASE("a planted leak and a planted double release are found, in hot pools too") {
+  for (const bool hot : {false, true}) {
+    RunPlanted<SoundManager>(hot);
+    CHECK_THROWS_AS(RunPlanted<LeakyManager>(hot), InternalError);
+    CHECK_THROWS_AS(RunPlanted<EagerManager>(hot), InternalError);
+  }
 }
 
 }  // namespace

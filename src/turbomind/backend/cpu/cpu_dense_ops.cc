@@ -6,6 +6,7 @@
 
 #include "turbomind/backend/cpu/packed_layout.h"
 #include "turbomind/backend/cpu/packed_matrix.h"
+#include "turbomind/core/ceil_div.h"
 #include "turbomind/core/check.h"
 
 namespace turbomind {
@@ -16,8 +17,6 @@ constexpr int64_t kItemsPerThread = 8;         // work items, so that a slow cor
 constexpr int64_t kMinTilesPerItem = 4;        // what one row multiplies at once
 constexpr int64_t kMaxTilesPerItem = 64;
 constexpr int64_t kMinParallelValues = 16384;  // below, waking a worker costs more than the work
-
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // fn(begin, end) over chunks of rows; one call when there is little to do.
 void ForRows(ThreadPool& pool, int num_rows, int64_t values_per_row,

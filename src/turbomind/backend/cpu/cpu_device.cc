@@ -97,6 +97,9 @@ class CpuDevice final : public Device {
     CpuGatedActivation(dense_, pool_, params);
   }
   void ProcessKV(const ProcessKVParams& params) override { CpuProcessKV(kv_, pool_, params); }
+  void QuantiseBlocks(const QuantiseBlocksParams& params) override {
+    CpuQuantiseBlocks(kv_, pool_, params);
+  }
   void FlattenKV(const FlattenKVParams& params) override { CpuFlattenKV(kv_, pool_, params); }
   void PrefillAttention(const AttentionParams& params) override {
     CpuPrefillAttention(kv_, pool_, kv_scratch_, params);

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <bit>
 #include <cmath>
+#include <cstring>
 #include <new>
 #include <string>
 #include <vector>
@@ -20,16 +21,42 @@ int SequenceOf(const std::vector<int64_t>& starts, int64_t item) {
          1;
 }
 
-KvHead HeadOf(const KvLayerView& kv, const BatchView& batch, int seq, int head) {
-  return {&kv, batch.block_tables + seq * batch.block_table_stride, head};
+KvHead HeadOf(const AttentionParams& p, int seq, int head) {
+  return {&p.kv, p.batch.block_tables + seq * p.batch.block_table_stride, head};
+}
+
+KvHead HotHeadOf(const AttentionParams& p, int seq, int head) {
+  if (p.hot.data == nullptr) {
+    return {};
+  }
+  return {&p.hot, p.batch.hot_tables + seq * p.batch.block_table_stride, head};
 }
 
 int WindowBegin(const AttentionParams& p, int end) {
   return p.window > 0 && end > p.window ? end - p.window : 0;
 }
 
-float ValueFactor(const KvLayerView& kv, int head) {
-  return kv.g[1] != nullptr ? kv.g[1][head] : 1.f;
+float Factor(const KvLayerView& kv, KvSide side, int head) {
+  const float* g = kv.g[static_cast<int>(side)];
+  return g != nullptr ? g[head] : 1.f;
+}
+
+// One row of a block, and its metadata where the mode has any.
+struct RowAt {
+  uint8_t* payload;
+  uint8_t* metadata;
+};
+
+RowAt FindRow(const KvLayerView& kv, KvSide side, int head, int64_t block, int slot) {
+  const int s = static_cast<int>(side);
+  std::byte* metadata = nullptr;
+  if (kv.scale_bytes[s] > 0) {
+    metadata = kv.Scales(side, block, head) + static_cast<int64_t>(slot) * kv.ScaleStride();
+  } else if (kv.param_bytes[s] > 0) {
+    metadata = kv.Params(side, block, head) + static_cast<int64_t>(slot) * kv.param_bytes[s];
+  }
+  std::byte* payload = kv.Payload(side, block, head) + static_cast<int64_t>(slot) * kv.row_bytes[s];
+  return {reinterpret_cast<uint8_t*>(payload), reinterpret_cast<uint8_t*>(metadata)};
 }
 
 }  // namespace
@@ -68,6 +95,7 @@ CpuKvKernels CpuKvKernelsFor(std::string_view isa) {
 void CpuProcessKV(const CpuKvKernels& kernels, ThreadPool& pool, const ProcessKVParams& params) {
   constexpr int64_t kHeadsPerItem = 8;
   const BatchView& batch = params.batch;
+  const int32_t* const tables = params.hot.data != nullptr ? batch.hot_tables : batch.block_tables;
   const int kv_heads = params.kv.kv_heads;
   const std::vector<int64_t> starts(batch.cu_seqlens, batch.cu_seqlens + batch.num_seqs + 1);
   const int64_t num_heads = static_cast<int64_t>(batch.num_tokens) * kv_heads;
@@ -80,8 +108,7 @@ void CpuProcessKV(const CpuKvKernels& kernels, ThreadPool& pool, const ProcessKV
       args.params = &params;
       args.token = static_cast<int>(i / kv_heads);
       args.head = static_cast<int>(i % kv_heads);
-      const int32_t* table =
-          batch.block_tables + SequenceOf(starts, args.token) * batch.block_table_stride;
+      const int32_t* table = tables + SequenceOf(starts, args.token) * batch.block_table_stride;
       const int position = batch.positions[args.token];
       args.block = table[position / params.kv.block_seq_len];
       args.slot = position % params.kv.block_seq_len;
@@ -96,36 +123,59 @@ void CpuProcessKV(const CpuKvKernels& kernels, ThreadPool& pool, const ProcessKV
   }
 }
 
-void CpuFlattenKV(const CpuKvKernels& kernels, ThreadPool& pool, const FlattenKVParams& params) {
+void CpuQuantiseBlocks(const CpuKvKernels& kernels, ThreadPool& pool,
+                       const QuantiseBlocksParams& params) {
   const KvLayerView& kv = params.kv;
-  const BatchView& batch = params.batch;
-  const int64_t num_items = static_cast<int64_t>(batch.num_seqs) * kv.kv_heads * 2;
+  const KvLayerView& hot = params.hot;
+  const int64_t num_items = static_cast<int64_t>(params.num_moves) * kv.kv_heads * 2;
   pool.ParallelFor(num_items, [&](int64_t item, int) {
     const KvSide side = item % 2 == 0 ? KvSide::kK : KvSide::kV;
     const int s = static_cast<int>(side);
     const int head = static_cast<int>(item / 2 % kv.kv_heads);
-    const int seq = static_cast<int>(item / 2 / kv.kv_heads);
-    const int32_t* blocks = batch.block_tables + seq * batch.block_table_stride;
-    const float g = kv.g[s] != nullptr ? kv.g[s][head] : 1.f;
+    const BlockMove& move = params.moves[item / 2 / kv.kv_heads];
+    if (kv.mode[s] == KvCacheMode::kNone) {
+      std::memcpy(kv.Payload(side, move.cold, head), hot.Payload(side, move.hot, head),
+                  static_cast<size_t>(kv.row_bytes[s]) * kv.block_seq_len);
+      return;
+    }
+    const RowFormat from = {KvCacheMode::kNone, hot.head_dim, hot.dtype, 1.f, false};
+    const RowFormat to = {kv.mode[s], kv.head_dim, kv.dtype, Factor(kv, side, head),
+                          params.search_scales};
+    float row[kMaxHeadDim];
+    for (int slot = 0; slot < kv.block_seq_len; ++slot) {
+      kernels.decode_row(from, FindRow(hot, side, head, move.hot, slot).payload, nullptr, row);
+      const RowAt at = FindRow(kv, side, head, move.cold, slot);
+      kernels.encode_row(to, row, at.payload, at.metadata);  // bad numbers were counted before
+    }
+  });
+}
+
+void CpuFlattenKV(const CpuKvKernels& kernels, ThreadPool& pool, const FlattenKVParams& params) {
+  const BatchView& batch = params.batch;
+  const int kv_heads = params.kv.kv_heads;
+  const int head_dim = params.kv.head_dim;
+  const int64_t num_items = static_cast<int64_t>(batch.num_seqs) * kv_heads * 2;
+  pool.ParallelFor(num_items, [&](int64_t item, int) {
+    const KvSide side = item % 2 == 0 ? KvSide::kK : KvSide::kV;
+    const int head = static_cast<int>(item / 2 % kv_heads);
+    const int seq = static_cast<int>(item / 2 / kv_heads);
+    const int64_t row = seq * batch.block_table_stride;
+    const int context = batch.context_lens[seq];
     float* out = (side == KvSide::kK ? params.k : params.v) +
-                 item / 2 * static_cast<int64_t>(params.max_len) * kv.head_dim;
-    for (int t = 0; t < batch.context_lens[seq]; ++t, out += kv.head_dim) {
-      const int64_t block = blocks[t / kv.block_seq_len];
-      const int64_t slot = t % kv.block_seq_len;
+                 item / 2 * static_cast<int64_t>(params.max_len) * head_dim;
+    for (int t = 0; t < context; ++t, out += head_dim) {
+      const int index = t / params.kv.block_seq_len;
+      const bool is_hot = params.hot.data != nullptr && params.rule.IsHot(index, context - 1);
+      const KvLayerView& kv = is_hot ? params.hot : params.kv;
+      const int64_t block = (is_hot ? batch.hot_tables : batch.block_tables)[row + index];
       if (block < 0) {
-        std::fill_n(out, kv.head_dim, 0.f);
+        std::fill_n(out, head_dim, 0.f);
         continue;
       }
-      const std::byte* metadata = nullptr;
-      if (kv.scale_bytes[s] > 0) {
-        metadata = kv.Scales(side, block, head) + slot * kv.ScaleStride();
-      } else if (kv.param_bytes[s] > 0) {
-        metadata = kv.Params(side, block, head) + slot * kv.param_bytes[s];
-      }
+      const RowAt at = FindRow(kv, side, head, block, t % kv.block_seq_len);
       kernels.decode_row(
-          {kv.mode[s], kv.head_dim, kv.dtype, g},
-          reinterpret_cast<const uint8_t*>(kv.Payload(side, block, head) + slot * kv.row_bytes[s]),
-          reinterpret_cast<const uint8_t*>(metadata), out);
+          {kv.mode[static_cast<int>(side)], head_dim, kv.dtype, Factor(kv, side, head), false},
+          at.payload, at.metadata, out);
     }
   });
 }
@@ -154,7 +204,9 @@ void CpuPrefillAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScr
     const int new_tokens = batch.cu_seqlens[seq + 1] - batch.cu_seqlens[seq];
     const int64_t token = batch.cu_seqlens[seq] + first;
     PrefillRowsArgs args;
-    args.kv = HeadOf(kv, batch, seq, head);
+    args.kv = HeadOf(params, seq, head);
+    args.hot = HotHeadOf(params, seq, head);
+    args.rule = params.rule;
     args.q = params.q + token * params.q_stride + static_cast<int64_t>(head) * group * kv.head_dim;
     args.q_stride = params.q_stride;
     args.out_stride = static_cast<int64_t>(params.q_heads) * kv.head_dim;
@@ -167,6 +219,10 @@ void CpuPrefillAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScr
     args.softmax_scale = params.softmax_scale;
     args.window = params.window;
     args.sinks = params.sinks != nullptr ? params.sinks + head * group : nullptr;
+    args.q_dot_mean_stride = params.q_heads;
+    args.q_dot_mean = params.q_dot_mean != nullptr
+                          ? params.q_dot_mean + token * params.q_heads + head * group
+                          : nullptr;
     args.scratch = scratch + worker * scratch_floats;
     kernels.prefill_rows(args);
   });
@@ -196,11 +252,14 @@ void CpuDecodeAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScra
     const int begin = WindowBegin(params, context);
     const int split = (begin / kSplitTokens + static_cast<int>(local % num_splits)) * kSplitTokens;
     DecodeSplitArgs args;
-    args.kv = HeadOf(kv, batch, seq, head);
+    args.kv = HeadOf(params, seq, head);
+    args.hot = HotHeadOf(params, seq, head);
+    args.rule = params.rule;
     args.q = params.q + batch.cu_seqlens[seq] * params.q_stride +
              static_cast<int64_t>(head) * group * kv.head_dim;
     args.group = group;
     args.softmax_scale = params.softmax_scale;
+    args.position = context - 1;
     args.begin = std::max(begin, split);
     args.end = std::min(context, split + kSplitTokens);
     args.states = states + item * split_stride;
@@ -217,7 +276,11 @@ void CpuDecodeAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScra
     args.state_stride = split_stride;
     args.head_dim = kv.head_dim;
     args.sink = params.sinks != nullptr ? params.sinks + q_head : nullptr;
-    args.value_factor = ValueFactor(kv, head);
+    if (params.q_dot_mean != nullptr) {
+      const int64_t row = batch.cu_seqlens[seq] * static_cast<int64_t>(params.q_heads) + q_head;
+      args.sink_shift = params.softmax_scale * params.q_dot_mean[row];
+    }
+    args.value_factor = params.hot.data != nullptr ? 1.f : Factor(kv, KvSide::kV, head);
     args.out =
         params.out +
         (batch.cu_seqlens[seq] * static_cast<int64_t>(params.q_heads) + q_head) * kv.head_dim;
@@ -262,7 +325,7 @@ RowSizes CheckRows(const CodecRows& shape) {
 int64_t EncodeRows(const CpuKvKernels& kernels, const CodecRows& shape, const float* rows,
                    uint8_t* payload, uint8_t* metadata) {
   const RowSizes sizes = CheckRows(shape);
-  const RowFormat format = {shape.mode, shape.head_dim, shape.dtype, shape.g};
+  const RowFormat format = {shape.mode, shape.head_dim, shape.dtype, shape.g, shape.search};
   int64_t num_nonfinite = 0;
   for (int64_t i = 0; i < shape.num_rows; ++i) {
     num_nonfinite += kernels.encode_row(format, rows + i * shape.head_dim,
@@ -274,7 +337,7 @@ int64_t EncodeRows(const CpuKvKernels& kernels, const CodecRows& shape, const fl
 void DecodeRows(const CpuKvKernels& kernels, const CodecRows& shape, const uint8_t* payload,
                 const uint8_t* metadata, float* rows) {
   const RowSizes sizes = CheckRows(shape);
-  const RowFormat format = {shape.mode, shape.head_dim, shape.dtype, shape.g};
+  const RowFormat format = {shape.mode, shape.head_dim, shape.dtype, shape.g, false};
   for (int64_t i = 0; i < shape.num_rows; ++i) {
     kernels.decode_row(format, payload + i * sizes.payload, metadata + i * sizes.metadata,
                        rows + i * shape.head_dim);

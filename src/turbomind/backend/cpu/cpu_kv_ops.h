@@ -20,6 +20,8 @@ namespace turbomind {
 CpuKvKernels CpuKvKernelsFor(std::string_view isa);
 
 void CpuProcessKV(const CpuKvKernels& kernels, ThreadPool& pool, const ProcessKVParams& params);
+void CpuQuantiseBlocks(const CpuKvKernels& kernels, ThreadPool& pool,
+                       const QuantiseBlocksParams& params);
 void CpuFlattenKV(const CpuKvKernels& kernels, ThreadPool& pool, const FlattenKVParams& params);
 
 // Working memory of the attention ops, kept from call to call: taken and given back in each, it
@@ -54,6 +56,7 @@ struct CodecRows {
   float g = 1.f;
   int64_t num_rows = 0;
   int head_dim = 0;
+  bool search = false;  // FP4 scales by least squared error
 };
 // rows [num_rows, head_dim] → payload [num_rows, block::RowBytes] and metadata [num_rows,
 // block::ParamBytes + block::ScaleBytes]. Returns the number of NaN and infinite values. Throws

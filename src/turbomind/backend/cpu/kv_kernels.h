@@ -29,6 +29,9 @@ struct KvHead {
 // One split of one query token: all query heads of a KV head.
 struct DecodeSplitArgs {
   KvHead kv;
+  KvHead hot;  // layer null where nothing is hot
+  HotRule rule;
+  int position = 0;          // of the token
   const float* q = nullptr;  // [group, head_dim]
   int group = 0;
   float softmax_scale = 1.f;
@@ -44,6 +47,7 @@ struct MergeSplitsArgs {
   int num_splits = 0;
   int head_dim = 0;
   const float* sink = nullptr;  // one logit or null
+  float sink_shift = 0.f;       // what the sink is lowered by
   float value_factor = 1.f;
   float* out = nullptr;  // [head_dim]
 };
@@ -51,6 +55,8 @@ struct MergeSplitsArgs {
 // A run of new tokens of one sequence: all query heads of a KV head.
 struct PrefillRowsArgs {
   KvHead kv;
+  KvHead hot;  // layer null where nothing is hot
+  HotRule rule;
   const float* q = nullptr;  // first token's [group, head_dim]
   int64_t q_stride = 0;      // floats between tokens
   float* out = nullptr;      // first token's [group, head_dim]
@@ -62,17 +68,20 @@ struct PrefillRowsArgs {
   float softmax_scale = 1.f;
   int window = 0;
   const float* sinks = nullptr;  // [group] or null
-  float* scratch = nullptr;      // PrefillScratchFloats(group, head_dim), 64-byte aligned
+  // First token's [group], next ones at q_dot_mean_stride; null: no mean.
+  const float* q_dot_mean = nullptr;
+  int64_t q_dot_mean_stride = 0;
+  float* scratch = nullptr;  // PrefillScratchFloats(group, head_dim), 64-byte aligned
 };
 
-// K and V of one token and kv head: bias, norm and RoPE of the head and of its query heads, then
-// the write.
+// K and V of one token and kv head: bias, norm, RoPE, mean and rotation of the head and of its
+// query heads, then the write.
 struct ProcessHeadArgs {
   const ProcessKVParams* params = nullptr;
   int token = 0;
   int head = 0;
-  int64_t block = 0;
-  int slot = 0;  // inside the block
+  int64_t block = 0;  // of the hot pool where there is one
+  int slot = 0;       // inside the block
 };
 
 // How one row of n values is stored (docs/kv_cache.md).
@@ -81,6 +90,7 @@ struct RowFormat {
   int n = 0;
   DataType dtype = DataType::kBFloat16;
   float g = 1.f;
+  bool search = false;  // FP4 scales by least squared error
 };
 
 struct CpuKvKernels {
@@ -99,9 +109,9 @@ struct CpuKvKernels {
 // Scratch of prefill_rows.
 constexpr int64_t PrefillScratchFloats(int group, int head_dim) {
   const int64_t rows = (group > kPrefillRows ? group : kPrefillRows) + 8;
-  // K and V tile, their metadata, scores, queries, running and finished states.
+  // K and V tile, their metadata, scores, queries, running and finished states, what rows see.
   return 2 * kTileTokens * head_dim + 2 * kTileTokens * (head_dim / 16 + 2) + rows * kTileTokens +
-         3 * rows * head_dim + 8 * rows;
+         3 * rows * head_dim + 12 * rows;
 }
 
 namespace scalar {

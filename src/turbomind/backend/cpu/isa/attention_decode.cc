@@ -10,6 +10,7 @@
 #include "turbomind/backend/cpu/isa/attention.h"
 #include "turbomind/backend/cpu/isa/attention_load.h"
 #include "turbomind/backend/cpu/isa/attention_softmax.h"
+#include "turbomind/backend/cpu/isa/attention_views.h"
 
 namespace turbomind::TM_ISA {
 namespace {
@@ -96,7 +97,7 @@ struct ValueArgs {
   int begin = 0;                       // positions of the tile
   int end = 0;
   int head_dim = 0;
-  float* o = nullptr;  // [H, head_dim] in the order of DimOfLane
+  float* o = nullptr;  // [H, head_dim] in the order of the layer's values
 };
 
 template <Stored S, int H, int Groups>
@@ -224,54 +225,116 @@ SplitKernels FindKernels(const KvLayerView& layer, int heads_index) {
   return k;
 }
 
+// One view of the cache: the layer's pool or the 16-bit one.
+struct View {
+  KvHead kv;
+  SplitKernels kernels;
+  float scale = 1.f;         // from sums to scores
+  float value_factor = 1.f;  // of the weights of its values
+  bool interleaved = false;  // order of its value lanes
+};
+
+View OpenView(const KvHead& kv, int heads_index, const DecodeSplitArgs& args) {
+  View view;
+  view.kv = kv;
+  view.kernels = FindKernels(*kv.layer, heads_index);
+  view.scale = ScoreScale(kv, args.softmax_scale);
+  view.value_factor = args.hot.layer != nullptr ? ValueFactor(kv) : 1.f;
+  view.interleaved = HasInterleavedValues(kv);
+  return view;
+}
+
+// Up to kMaxHeads query heads and what they have seen of a split.
+struct Heads {
+  int num_heads = 0;
+  int head_dim = 0;
+  alignas(64) float q[kMaxHeads * kMaxHeadDim];
+  alignas(64) float o[kMaxHeads * kMaxHeadDim];
+  alignas(64) float scores[kMaxHeads * kTileTokens];
+  alignas(64) float meta[2][kMaxHeadDim / 16 * kTileTokens];
+  float qsum[kMaxHeads];
+  float corrections[kMaxHeads];
+  SoftmaxState state[kMaxHeads];
+  TileSide sides[2];
+  bool interleaved = false;  // order of o
+};
+
+void FillHeads(const DecodeSplitArgs& args, int first_head, int padded, Heads* heads) {
+  const int head_dim = heads->head_dim;
+  __builtin_memset(heads->q, 0, sizeof(float) * padded * head_dim);
+  __builtin_memset(heads->o, 0, sizeof(float) * padded * head_dim);
+  __builtin_memset(heads->scores, 0, sizeof(heads->scores));
+  __builtin_memset(heads->qsum, 0, sizeof(heads->qsum));
+  __builtin_memset(heads->corrections, 0, sizeof(heads->corrections));
+  __builtin_memcpy(heads->q, args.q + first_head * head_dim,
+                   sizeof(float) * heads->num_heads * head_dim);
+  for (int h = 0; h < heads->num_heads; ++h) {
+    heads->qsum[h] = SumRow(heads->q + h * head_dim, head_dim);
+  }
+  heads->sides[0].meta = heads->meta[0];
+  heads->sides[1].meta = heads->meta[1];
+}
+
+void Reorder(Heads& heads, bool interleaved) {
+  for (int h = 0; heads.interleaved != interleaved && h < heads.num_heads; ++h) {
+    float* o = heads.o + h * heads.head_dim;
+    if (interleaved) {
+      InterleaveRow(o, heads.head_dim);
+    } else {
+      DeinterleaveRow(o, heads.head_dim);
+    }
+  }
+  heads.interleaved = interleaved;
+}
+
+void ReadTile(const View& view, int tile, const Seen& seen, Heads& heads) {
+  OpenTile(view.kv, KvSide::kK, tile, seen.begin, seen.end, &heads.sides[0]);
+  OpenTile(view.kv, KvSide::kV, tile, seen.begin, seen.end, &heads.sides[1]);
+  view.kernels.score({&heads.sides[0], heads.q, heads.qsum, heads.head_dim, heads.scores});
+  for (int h = 0; h < heads.num_heads; ++h) {
+    float* scores = heads.scores + h * kTileTokens;
+    heads.corrections[h] = heads.state[h].Update(scores, view.scale, seen.begin, seen.end);
+    ScaleWeights(scores, view.value_factor);
+  }
+  Reorder(heads, view.interleaved);
+  view.kernels.value({&heads.sides[1], heads.scores, heads.corrections, seen.begin, seen.end,
+                      heads.head_dim, heads.o});
+}
+
 // Up to kMaxHeads query heads over one split.
 void DecodeHeads(const DecodeSplitArgs& args, int first_head, int num_heads) {
-  const KvLayerView& layer = *args.kv.layer;
-  const int head_dim = layer.head_dim;
   int index = 0;
   while (kHeadCounts[index] < num_heads) {
     ++index;
   }
-  const int padded = kHeadCounts[index];
-  const SplitKernels kernels = FindKernels(layer, index);
-
-  alignas(64) float q[kMaxHeads * kMaxHeadDim];
-  alignas(64) float o[kMaxHeads * kMaxHeadDim];
-  alignas(64) float scores[kMaxHeads * kTileTokens] = {};
-  alignas(64) float meta[2][kMaxHeadDim / 16 * kTileTokens];
-  float qsum[kMaxHeads] = {};
-  float corrections[kMaxHeads] = {};
-  SoftmaxState state[kMaxHeads];
-  __builtin_memset(q, 0, sizeof(float) * padded * head_dim);
-  __builtin_memset(o, 0, sizeof(float) * padded * head_dim);
-  __builtin_memcpy(q, args.q + first_head * head_dim, sizeof(float) * num_heads * head_dim);
-  for (int h = 0; h < num_heads; ++h) {
-    qsum[h] = SumRow(q + h * head_dim, head_dim);
+  Heads heads;
+  heads.num_heads = num_heads;
+  heads.head_dim = args.kv.layer->head_dim;
+  FillHeads(args, first_head, kHeadCounts[index], &heads);
+  const int num_views = args.hot.layer != nullptr ? 2 : 1;
+  View views[2];
+  views[0] = OpenView(args.kv, index, args);
+  if (num_views == 2) {
+    views[1] = OpenView(args.hot, index, args);
   }
-  const float scale = ScoreScale(args.kv, args.softmax_scale);
-
-  TileSide sides[2];
-  sides[0].meta = meta[0];
-  sides[1].meta = meta[1];
+  heads.interleaved = views[0].interleaved;  // o is still zero
+  const Visible visible = MakeVisible(args.rule, args.position, args.begin, args.end);
   const int first_tile = args.begin / kTileTokens * kTileTokens;
   for (int tile = first_tile; tile < args.end; tile += kTileTokens) {
-    const int begin = args.begin > tile ? args.begin - tile : 0;
-    const int end = args.end - tile < kTileTokens ? args.end - tile : kTileTokens;
-    OpenTile(args.kv, KvSide::kK, tile, begin, end, &sides[0]);
-    OpenTile(args.kv, KvSide::kV, tile, begin, end, &sides[1]);
-    kernels.score({&sides[0], q, qsum, head_dim, scores});
-    for (int h = 0; h < num_heads; ++h) {
-      corrections[h] = state[h].Update(scores + h * kTileTokens, scale, begin, end);
+    for (int i = 0; i < num_views; ++i) {
+      const Seen seen = SeenOf(visible, tile, i == 1);
+      if (seen.begin < seen.end) {
+        ReadTile(views[i], tile, seen, heads);
+      }
     }
-    kernels.value({&sides[1], scores, corrections, begin, end, head_dim, o});
   }
-
-  const Stored stored = StoredAs(layer.mode[1], layer.dtype);
+  Reorder(heads, false);
   for (int h = 0; h < num_heads; ++h) {
-    float* out = args.states + (first_head + h) * (kStateHeader + head_dim);
-    out[0] = state[h].m;
-    out[1] = state[h].l;
-    RestoreOrder(stored, o + h * head_dim, head_dim, out + kStateHeader);
+    float* out = args.states + (first_head + h) * (kStateHeader + heads.head_dim);
+    out[0] = heads.state[h].m;
+    out[1] = heads.state[h].l;
+    __builtin_memcpy(out + kStateHeader, heads.o + h * heads.head_dim,
+                     sizeof(float) * heads.head_dim);
   }
 }
 
@@ -294,7 +357,8 @@ void MergeSplits(const MergeSplitsArgs& args) {
     state.l = split[1];
     total.Merge(state, o, split + kStateHeader, args.head_dim);
   }
-  WriteOutput(o, args.head_dim, total.Finish(args.sink, args.value_factor), args.out);
+  WriteOutput(o, args.head_dim, total.Finish(args.sink, args.sink_shift, args.value_factor),
+              args.out);
 }
 
 }  // namespace turbomind::TM_ISA

@@ -98,10 +98,9 @@ TM_HD F32x16 KeyLane(const I32x16 (&words)[4], int j, const Table16& table) {
   }
 }
 
-// Where the value's 4-bit codes end up in the lanes: lane 2k is dimension k, lane 2k + 1 is 8 + k.
-constexpr int DimOfLane(Stored s, int lane) {
-  return BitsOf(s) == 4 ? (lane >> 1) + ((lane & 1) << 3) : lane;
-}
+// The order in which the values' 4-bit codes end up in the lanes (Interleave): lane 2k is dimension
+// k, lane 2k + 1 is 8 + k.
+constexpr bool IsInterleaved(Stored s) { return BitsOf(s) == 4; }
 
 alignas(64) inline constexpr int32_t kNibbleShifts[16] = {0,  0,  4,  4,  8,  8,  12, 12,
                                                           16, 16, 20, 20, 24, 24, 28, 28};
@@ -137,12 +136,19 @@ struct ValueReader {
   }
 };
 
-// Lanes as values were accumulated → dimensions in order.
-inline void RestoreOrder(Stored s, const float* from, int head_dim, float* to) {
-  for (int d = 0; d < head_dim; d += 16) {
-    for (int lane = 0; lane < 16; ++lane) {
-      to[d + DimOfLane(s, lane)] = from[d + lane];
-    }
+inline bool HasInterleavedValues(const KvHead& kv) {
+  return IsInterleaved(StoredAs(kv.layer->mode[1], kv.layer->dtype));
+}
+
+// Dimensions in order → the order of 4-bit codes, in place; and back.
+TM_HD void InterleaveRow(float* row, int head_dim) {
+  for (int d = 0; d < head_dim; d += kLanes) {
+    Store(row + d, Interleave(Load(row + d)));
+  }
+}
+TM_HD void DeinterleaveRow(float* row, int head_dim) {
+  for (int d = 0; d < head_dim; d += kLanes) {
+    Store(row + d, Deinterleave(Load(row + d)));
   }
 }
 

@@ -1,7 +1,7 @@
 // ⑦ Prefill: a block of query rows (new tokens × heads of one group) over all their positions. Each
-// tile of the cache is dequantised once into scratch (keys transposed and unscaled, values scaled);
-// then every row does, in the same order, the operations that decode does, so the bits are the
-// same.
+// tile of the cache is dequantised into scratch, once per view (keys transposed and unscaled,
+// values scaled); then every row does, in the same order, the operations that decode does, so the
+// bits are the same.
 //
 // Compute bound: kRows × 4 registers of sums per pass, 24 FMAs for 10 loads with AVX-512.
 
@@ -10,6 +10,7 @@
 #include "turbomind/backend/cpu/isa/attention.h"
 #include "turbomind/backend/cpu/isa/attention_load.h"
 #include "turbomind/backend/cpu/isa/attention_softmax.h"
+#include "turbomind/backend/cpu/isa/attention_views.h"
 
 namespace turbomind::TM_ISA {
 namespace {
@@ -28,7 +29,7 @@ struct Block {
   int head_dim = 0;
   int rows = 0;             // tokens * group
   float* keys = nullptr;    // [head_dim, kTileTokens]
-  float* values = nullptr;  // [kTileTokens, head_dim] in the order of DimOfLane
+  float* values = nullptr;  // [kTileTokens, head_dim] in the order of the layer's values
   TileSide side[2];
   float* scores = nullptr;  // [rows, kTileTokens]
   float* q = nullptr;       // [rows, head_dim]
@@ -38,18 +39,8 @@ struct Block {
   SoftmaxState* total = nullptr;
   float* corrections = nullptr;  // [rows]
   float* qsum = nullptr;         // [rows]
+  Visible* visible = nullptr;    // [tokens]
 };
-
-// Visible positions of a row's token.
-struct Visible {
-  int begin;
-  int end;
-};
-TM_HD Visible VisibleFrom(const PrefillRowsArgs& args, int token) {
-  const int end = args.position + token + 1;
-  return {args.window > 0 && end > args.window ? end - args.window : 0, end};
-}
-TM_HD int Clamp(int x) { return x < 0 ? 0 : x > kTileTokens ? kTileTokens : x; }
 
 template <Stored S>
 void UnpackKeys(const Block& b) {
@@ -207,49 +198,6 @@ void AddRowsAllDims(const Block& b, int row, int begin, int end) {
   }
 }
 
-void AddValues(const Block& b, int tile, int begin, int end, bool all_finite) {
-  const PrefillRowsArgs& args = *b.args;
-  int row = 0;
-  // A hidden token has weight 0 and leaves a sum as it is, unless its value is NaN or infinite.
-  for (; all_finite && row + kRows <= b.rows; row += kRows) {
-    AddRowsAllDims<kRows>(b, row, begin, end);
-  }
-  for (; row < b.rows; ++row) {
-    const Visible visible = VisibleFrom(args, row / args.group);
-    const int first = Clamp(visible.begin - tile);
-    const int last = Clamp(visible.end - tile);
-    if (first < last) {
-      AddRowsAllDims<1>(b, row, first, last);
-    }
-  }
-}
-
-void UpdateSoftmax(const Block& b, int tile) {
-  const PrefillRowsArgs& args = *b.args;
-  const float scale = ScoreScale(args.kv, args.softmax_scale);
-  for (int row = 0; row < b.rows; ++row) {
-    const Visible visible = VisibleFrom(args, row / args.group);
-    const int first = Clamp(visible.begin - tile);
-    const int last = Clamp(visible.end - tile);
-    float* scores = b.scores + row * kTileTokens;
-    if (first < last) {
-      b.corrections[row] = b.state[row].Update(scores, scale, first, last);
-    } else {
-      b.corrections[row] = 1.f;
-      __builtin_memset(scores, 0, kTileTokens * sizeof(float));
-    }
-  }
-}
-
-void FinishSplit(const Block& b) {
-  for (int row = 0; row < b.rows; ++row) {
-    float* o = b.o + row * b.head_dim;
-    b.total[row].Merge(b.state[row], b.total_o + row * b.head_dim, o, b.head_dim);
-    b.state[row] = SoftmaxState();
-    __builtin_memset(o, 0, b.head_dim * sizeof(float));
-  }
-}
-
 struct TileFns {
   void (*unpack_keys)(const Block&);
   bool (*unpack_values)(const Block&, int, int);
@@ -270,6 +218,86 @@ TileFns FindFns(const KvLayerView& layer) {
   const int k = static_cast<int>(StoredAs(layer.mode[0], layer.dtype));
   const int v = static_cast<int>(StoredAs(layer.mode[1], layer.dtype));
   return {AllStored::kUnpackKeys[k], AllStored::kUnpackValues[v], AllStored::kScore[k]};
+}
+
+// One view of the cache: the layer's pool or the 16-bit one.
+struct View {
+  KvHead kv;
+  TileFns fns;
+  float scale = 1.f;         // from sums to scores
+  float value_factor = 1.f;  // of the weights of its values
+  bool hot = false;
+  bool interleave = false;  // its values have yet to get the order of o
+};
+
+Seen SeenByRow(const Block& b, const View& view, int tile, int row) {
+  return SeenOf(b.visible[row / b.args->group], tile, view.hot);
+}
+
+// What any of the rows sees.
+Seen SeenByAny(const Block& b, const View& view, int tile) {
+  Seen all = {kTileTokens, 0};
+  for (int token = 0; token < b.args->num_tokens; ++token) {
+    const Seen seen = SeenOf(b.visible[token], tile, view.hot);
+    if (seen.begin < seen.end) {
+      all = {Smaller(all.begin, seen.begin), Larger(all.end, seen.end)};
+    }
+  }
+  return all;
+}
+
+void AddValues(const Block& b, const View& view, int tile, const Seen& any, bool all_finite) {
+  int row = 0;
+  // A hidden token has weight 0 and leaves a sum as it is, unless its value is NaN or infinite.
+  for (; all_finite && row + kRows <= b.rows; row += kRows) {
+    AddRowsAllDims<kRows>(b, row, any.begin, any.end);
+  }
+  for (; row < b.rows; ++row) {
+    const Seen seen = SeenByRow(b, view, tile, row);
+    if (seen.begin < seen.end) {
+      AddRowsAllDims<1>(b, row, seen.begin, seen.end);
+    }
+  }
+}
+
+void UpdateSoftmax(const Block& b, const View& view, int tile) {
+  for (int row = 0; row < b.rows; ++row) {
+    const Seen seen = SeenByRow(b, view, tile, row);
+    float* scores = b.scores + row * kTileTokens;
+    if (seen.begin < seen.end) {
+      b.corrections[row] = b.state[row].Update(scores, view.scale, seen.begin, seen.end);
+      ScaleWeights(scores, view.value_factor);
+    } else {
+      b.corrections[row] = 1.f;
+      __builtin_memset(scores, 0, kTileTokens * sizeof(float));
+    }
+  }
+}
+
+void ReadTile(Block& b, const View& view, int tile) {
+  const Seen any = SeenByAny(b, view, tile);
+  if (any.begin >= any.end) {
+    return;
+  }
+  OpenTile(view.kv, KvSide::kK, tile, any.begin, any.end, &b.side[0]);
+  OpenTile(view.kv, KvSide::kV, tile, any.begin, any.end, &b.side[1]);
+  view.fns.unpack_keys(b);
+  const bool all_finite = view.fns.unpack_values(b, any.begin, any.end);
+  for (int token = any.begin; view.interleave && token < any.end; ++token) {
+    InterleaveRow(b.values + token * b.head_dim, b.head_dim);
+  }
+  view.fns.score(b);
+  UpdateSoftmax(b, view, tile);
+  AddValues(b, view, tile, any, all_finite);
+}
+
+void FinishSplit(const Block& b) {
+  for (int row = 0; row < b.rows; ++row) {
+    float* o = b.o + row * b.head_dim;
+    b.total[row].Merge(b.state[row], b.total_o + row * b.head_dim, o, b.head_dim);
+    b.state[row] = SoftmaxState();
+    __builtin_memset(o, 0, b.head_dim * sizeof(float));
+  }
 }
 
 Block MakeBlock(const PrefillRowsArgs& args) {
@@ -297,6 +325,12 @@ Block MakeBlock(const PrefillRowsArgs& args) {
   b.qsum = take(b.rows);
   b.state = reinterpret_cast<SoftmaxState*>(take(2 * b.rows));
   b.total = reinterpret_cast<SoftmaxState*>(take(2 * b.rows));
+  b.visible = reinterpret_cast<Visible*>(take(4 * args.num_tokens));
+  for (int token = 0; token < args.num_tokens; ++token) {
+    const int position = args.position + token;
+    const int begin = args.window > 0 ? Larger(0, position + 1 - args.window) : 0;
+    b.visible[token] = MakeVisible(args.rule, position, begin, position + 1);
+  }
   for (int row = 0; row < b.rows; ++row) {
     b.state[row] = SoftmaxState();
     b.total[row] = SoftmaxState();
@@ -309,40 +343,59 @@ Block MakeBlock(const PrefillRowsArgs& args) {
   return b;
 }
 
+View MakeView(const PrefillRowsArgs& args, bool hot) {
+  View view;
+  view.kv = hot ? args.hot : args.kv;
+  view.fns = FindFns(*view.kv.layer);
+  view.scale = ScoreScale(view.kv, args.softmax_scale);
+  view.value_factor = args.hot.layer != nullptr ? ValueFactor(view.kv) : 1.f;
+  view.hot = hot;
+  view.interleave = hot && HasInterleavedValues(args.kv);
+  return view;
+}
+
+void WriteRow(const Block& b, int row) {
+  const PrefillRowsArgs& args = *b.args;
+  const int token = row / args.group;
+  const int head = row % args.group;
+  const float* sink = args.sinks != nullptr ? args.sinks + head : nullptr;
+  const float shift =
+      args.q_dot_mean != nullptr
+          ? args.softmax_scale * args.q_dot_mean[token * args.q_dot_mean_stride + head]
+          : 0.f;
+  const float value_factor = args.hot.layer != nullptr ? 1.f : ValueFactor(args.kv);
+  const float factor = b.total[row].Finish(sink, shift, value_factor);
+  float* o = b.total_o + row * b.head_dim;
+  if (HasInterleavedValues(args.kv)) {
+    DeinterleaveRow(o, b.head_dim);
+  }
+  WriteOutput(o, b.head_dim, factor,
+              args.out + token * args.out_stride + static_cast<int64_t>(head) * b.head_dim);
+}
+
 }  // namespace
 
 void PrefillRows(const PrefillRowsArgs& args) {
   Block b = MakeBlock(args);
-  const TileFns fns = FindFns(*args.kv.layer);
-  const int begin = VisibleFrom(args, 0).begin;
-  const int end = VisibleFrom(args, args.num_tokens - 1).end;
+  const int num_views = args.hot.layer != nullptr ? 2 : 1;
+  View views[2];
+  views[0] = MakeView(args, false);
+  if (num_views == 2) {
+    views[1] = MakeView(args, true);
+  }
+  const int begin = b.visible[0].begin;
+  const int end = b.visible[args.num_tokens - 1].end;
   for (int tile = begin / kTileTokens * kTileTokens; tile < end; tile += kTileTokens) {
     if (tile % kSplitTokens == 0) {
       FinishSplit(b);
     }
-    const int first = Clamp(begin - tile);
-    const int last = Clamp(end - tile);
-    OpenTile(args.kv, KvSide::kK, tile, first, last, &b.side[0]);
-    OpenTile(args.kv, KvSide::kV, tile, first, last, &b.side[1]);
-    fns.unpack_keys(b);
-    const bool all_finite = fns.unpack_values(b, first, last);
-    fns.score(b);
-    UpdateSoftmax(b, tile);
-    AddValues(b, tile, first, last, all_finite);
+    for (int i = 0; i < num_views; ++i) {
+      ReadTile(b, views[i], tile);
+    }
   }
   FinishSplit(b);
-
-  const Stored stored = StoredAs(args.kv.layer->mode[1], args.kv.layer->dtype);
-  const float* g = args.kv.layer->g[1];
-  const float value_factor = g != nullptr ? g[args.kv.head] : 1.f;
   for (int row = 0; row < b.rows; ++row) {
-    const int head = row % args.group;
-    const float factor =
-        b.total[row].Finish(args.sinks != nullptr ? args.sinks + head : nullptr, value_factor);
-    RestoreOrder(stored, b.total_o + row * b.head_dim, b.head_dim, b.o);
-    WriteOutput(
-        b.o, b.head_dim, factor,
-        args.out + row / args.group * args.out_stride + static_cast<int64_t>(head) * b.head_dim);
+    WriteRow(b, row);
   }
 }
 

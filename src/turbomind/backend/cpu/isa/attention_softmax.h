@@ -62,14 +62,14 @@ struct SoftmaxState {
     }
   }
 
-  // The factor that turns o into the output. A sink adds weight and no value.
-  TM_HD float Finish(const float* sink, float value_factor) {
+  // The factor that turns o into the output. A sink, lowered by `shift`, adds weight and no value.
+  TM_HD float Finish(const float* sink, float shift, float value_factor) {
     if (l == 0.f) {
       return 0.f;
     }
     float correction = 1.f;
     if (sink != nullptr) {
-      const float logit = *sink * kLog2E;
+      const float logit = (*sink - shift) * kLog2E;
       const float m_new = m > logit ? m : logit;
       correction = Exp2Scalar(m - m_new);
       l = l * correction + Exp2Scalar(logit - m_new);

@@ -13,7 +13,7 @@ namespace {
 // Any length, by the definition.
 int EncodeByDefinition(const RowFormat& format, const float* row, uint8_t* payload,
                        uint8_t* metadata) {
-  const auto [mode, n, dtype, g] = format;
+  const auto [mode, n, dtype, g, search] = format;
   switch (mode) {
     case KvCacheMode::kNone:
       return Codec<KvCacheMode::kNone>::EncodeRow(row, n, dtype, g, payload, metadata);
@@ -26,9 +26,8 @@ int EncodeByDefinition(const RowFormat& format, const float* row, uint8_t* paylo
     case KvCacheMode::kFp8E5m2:
       return Codec<KvCacheMode::kFp8E5m2>::EncodeRow(row, n, dtype, g, payload, metadata);
     case KvCacheMode::kFp4Mx:
-      return Codec<KvCacheMode::kFp4Mx>::EncodeRow(row, n, dtype, g, payload, metadata);
     case KvCacheMode::kFp4Nv:
-      return Codec<KvCacheMode::kFp4Nv>::EncodeRow(row, n, dtype, g, payload, metadata);
+      break;  // a multiple of 16
   }
   __builtin_unreachable();
 }
@@ -36,19 +35,23 @@ int EncodeByDefinition(const RowFormat& format, const float* row, uint8_t* paylo
 }  // namespace
 
 int EncodeRow(const RowFormat& format, const float* row, uint8_t* payload, uint8_t* metadata) {
-  const auto [mode, n, dtype, g] = format;
+  const int n = format.n;
+  const KvCacheMode mode = format.mode;
+  if (mode == KvCacheMode::kFp4Nv) {
+    return EncodeFp4<NvScale>(format, row, payload, metadata);
+  }
+  if (mode == KvCacheMode::kFp4Mx) {
+    return EncodeFp4<MxScale>(format, row, payload, metadata);
+  }
   if (n % kLanes == 0) {
-    if (mode == KvCacheMode::kFp4Nv) {
-      return EncodeFp4<NvScale>(row, n, dtype, g, payload, metadata);
-    }
-    if (mode == KvCacheMode::kFp4Mx) {
-      return EncodeFp4<MxScale>(row, n, dtype, g, payload, metadata);
-    }
     if (mode == KvCacheMode::kInt8) {
-      return EncodeInt<8>(row, n, dtype, payload, metadata);
+      return EncodeInt<8>(row, n, format.dtype, payload, metadata);
     }
     if (mode == KvCacheMode::kInt4) {
-      return EncodeInt<4>(row, n, dtype, payload, metadata);
+      return EncodeInt<4>(row, n, format.dtype, payload, metadata);
+    }
+    if (mode == KvCacheMode::kNone) {
+      return EncodeNone(row, n, format.dtype, payload);
     }
   }
   return EncodeByDefinition(format, row, payload, metadata);
@@ -56,9 +59,12 @@ int EncodeRow(const RowFormat& format, const float* row, uint8_t* payload, uint8
 
 void DecodeRow(const RowFormat& format, const uint8_t* payload, const uint8_t* metadata,
                float* row) {
-  const auto [mode, n, dtype, g] = format;
+  const auto [mode, n, dtype, g, search] = format;
   switch (mode) {
     case KvCacheMode::kNone:
+      if (n % kLanes == 0) {
+        return DecodeNone(payload, n, dtype, row);
+      }
       return Codec<KvCacheMode::kNone>::DecodeRow(payload, metadata, n, dtype, g, row);
     case KvCacheMode::kInt8:
       return Codec<KvCacheMode::kInt8>::DecodeRow(payload, metadata, n, dtype, g, row);

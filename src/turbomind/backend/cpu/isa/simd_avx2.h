@@ -111,11 +111,12 @@ TM_HD Mask16 LaneRange(int lo, int hi) {
   return {_mm256_andnot_si256(_mm256_cmpgt_epi32(low, first), _mm256_cmpgt_epi32(high, first)),
           _mm256_andnot_si256(_mm256_cmpgt_epi32(low, second), _mm256_cmpgt_epi32(high, second))};
 }
-TM_HD int Count(Mask16 m) {
-  return __builtin_popcount(static_cast<unsigned>(_mm256_movemask_ps(_mm256_castsi256_ps(m.a))) |
-                            static_cast<unsigned>(_mm256_movemask_ps(_mm256_castsi256_ps(m.b)))
-                                << 8);
+// Lane i as bit i.
+TM_HD unsigned MaskBits(Mask16 m) {
+  return static_cast<unsigned>(_mm256_movemask_ps(_mm256_castsi256_ps(m.a))) |
+         static_cast<unsigned>(_mm256_movemask_ps(_mm256_castsi256_ps(m.b))) << 8;
 }
+TM_HD int Count(Mask16 m) { return __builtin_popcount(MaskBits(m)); }
 TM_HD F32x16 Select(Mask16 m, F32x16 x, F32x16 y) {
   return {_mm256_blendv_ps(y.a, x.a, _mm256_castsi256_ps(m.a)),
           _mm256_blendv_ps(y.b, x.b, _mm256_castsi256_ps(m.b))};
@@ -142,6 +143,36 @@ TM_HD float ReduceMin(F32x16 x) {
   const __m128 q = _mm_min_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
   const __m128 d = _mm_min_ps(q, _mm_movehl_ps(q, q));
   return _mm_cvtss_f32(_mm_min_ss(d, _mm_shuffle_ps(d, d, 1)));
+}
+
+// Lane i is lane i ^ kDistance, a power of two below 16.
+template <int kDistance>
+TM_HD F32x16 SwapLanes(F32x16 x) {
+  switch (kDistance) {
+    case 1:
+      return {_mm256_permute_ps(x.a, _MM_SHUFFLE(2, 3, 0, 1)),
+              _mm256_permute_ps(x.b, _MM_SHUFFLE(2, 3, 0, 1))};
+    case 2:
+      return {_mm256_permute_ps(x.a, _MM_SHUFFLE(1, 0, 3, 2)),
+              _mm256_permute_ps(x.b, _MM_SHUFFLE(1, 0, 3, 2))};
+    case 4:
+      return {_mm256_permute2f128_ps(x.a, x.a, 1), _mm256_permute2f128_ps(x.b, x.b, 1)};
+    default:
+      return {x.b, x.a};
+  }
+}
+// Lane 2k is lane k, lane 2k + 1 is lane 8 + k; and back.
+TM_HD F32x16 Interleave(F32x16 x) {
+  const __m256 low = _mm256_unpacklo_ps(x.a, x.b);
+  const __m256 high = _mm256_unpackhi_ps(x.a, x.b);
+  return {_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31)};
+}
+TM_HD F32x16 Deinterleave(F32x16 x) {
+  const auto ordered = [](__m256 mixed) {
+    return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(mixed), 0xd8));
+  };
+  return {ordered(_mm256_shuffle_ps(x.a, x.b, _MM_SHUFFLE(2, 0, 2, 0))),
+          ordered(_mm256_shuffle_ps(x.a, x.b, _MM_SHUFFLE(3, 1, 3, 1)))};
 }
 
 TM_HD I32x16 LoadBytes(const void* p) {
@@ -204,6 +235,21 @@ TM_HD F32x16 Lookup(Table16 t, I32x16 index) {
   };
   return {half(index.a), half(index.b)};
 }
+
+struct Table32 {
+  Table16 low, high;
+};
+TM_HD Table32 LoadTable32(const float* p) { return {LoadTable(p), LoadTable(p + 16)}; }
+// table[lane & 31]
+TM_HD F32x16 Lookup(Table32 t, I32x16 index) {
+  const I32x16 bit = ShiftLeft<27>(index);  // bit 4 as the sign
+  const F32x16 low = Lookup(t.low, index);
+  const F32x16 high = Lookup(t.high, index);
+  return {_mm256_blendv_ps(low.a, high.a, _mm256_castsi256_ps(bit.a)),
+          _mm256_blendv_ps(low.b, high.b, _mm256_castsi256_ps(bit.b))};
+}
+// Towards zero; 0x80000000 where it does not fit.
+TM_HD I32x16 Truncate(F32x16 x) { return {_mm256_cvttps_epi32(x.a), _mm256_cvttps_epi32(x.b)}; }
 
 // Eight bytes, repeated: even lanes hold the first four, odd lanes the last four.
 TM_HD I32x16 Broadcast8(const void* p) {

@@ -80,6 +80,8 @@ TM_HD Mask16 LaneRange(int lo, int hi) {
   return {static_cast<__mmask16>(from & below)};
 }
 TM_HD int Count(Mask16 m) { return __builtin_popcount(m.v); }
+// Lane i as bit i.
+TM_HD unsigned MaskBits(Mask16 m) { return m.v; }
 TM_HD F32x16 Select(Mask16 m, F32x16 a, F32x16 b) { return {_mm512_mask_mov_ps(b.v, m.v, a.v)}; }
 TM_HD I32x16 Select(Mask16 m, I32x16 a, I32x16 b) { return {_mm512_mask_mov_epi32(b.v, m.v, a.v)}; }
 
@@ -101,6 +103,30 @@ TM_HD float ReduceMin(F32x16 a) {
   const __m128 q = _mm_min_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
   const __m128 d = _mm_min_ps(q, _mm_movehl_ps(q, q));
   return _mm_cvtss_f32(_mm_min_ss(d, _mm_shuffle_ps(d, d, 1)));
+}
+
+// Lane i is lane i ^ kDistance, a power of two below 16.
+template <int kDistance>
+TM_HD F32x16 SwapLanes(F32x16 a) {
+  switch (kDistance) {
+    case 1:
+      return {_mm512_permute_ps(a.v, _MM_SHUFFLE(2, 3, 0, 1))};
+    case 2:
+      return {_mm512_permute_ps(a.v, _MM_SHUFFLE(1, 0, 3, 2))};
+    case 4:
+      return {_mm512_shuffle_f32x4(a.v, a.v, _MM_SHUFFLE(2, 3, 0, 1))};
+    default:
+      return {_mm512_shuffle_f32x4(a.v, a.v, _MM_SHUFFLE(1, 0, 3, 2))};
+  }
+}
+// Lane 2k is lane k, lane 2k + 1 is lane 8 + k; and back.
+TM_HD F32x16 Interleave(F32x16 a) {
+  const __m512i index = _mm512_setr_epi32(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
+  return {_mm512_permutexvar_ps(index, a.v)};
+}
+TM_HD F32x16 Deinterleave(F32x16 a) {
+  const __m512i index = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+  return {_mm512_permutexvar_ps(index, a.v)};
 }
 
 TM_HD I32x16 LoadBytes(const void* p) {
@@ -133,6 +159,17 @@ TM_HD I32x16 FloatToHalf(F32x16 a) {
 TM_HD Table16 LoadTable(const float* p) { return {_mm512_loadu_ps(p)}; }
 // table[lane & 15]
 TM_HD F32x16 Lookup(Table16 t, I32x16 index) { return {_mm512_permutexvar_ps(index.v, t.v)}; }
+
+struct Table32 {
+  __m512 low, high;
+};
+TM_HD Table32 LoadTable32(const float* p) { return {_mm512_loadu_ps(p), _mm512_loadu_ps(p + 16)}; }
+// table[lane & 31]
+TM_HD F32x16 Lookup(Table32 t, I32x16 index) {
+  return {_mm512_permutex2var_ps(t.low, index.v, t.high)};
+}
+// Towards zero; 0x80000000 where it does not fit.
+TM_HD I32x16 Truncate(F32x16 a) { return {_mm512_cvttps_epi32(a.v)}; }
 
 // Eight bytes, repeated: even lanes hold the first four, odd lanes the last four.
 TM_HD I32x16 Broadcast8(const void* p) {

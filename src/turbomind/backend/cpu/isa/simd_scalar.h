@@ -146,6 +146,14 @@ TM_HD int Count(const Mask16& m) {
   }
   return n;
 }
+// Lane i as bit i.
+TM_HD unsigned MaskBits(const Mask16& m) {
+  unsigned bits = 0;
+  for (int i = 0; i < 16; ++i) {
+    bits |= static_cast<unsigned>(m.v[i]) << i;
+  }
+  return bits;
+}
 TM_HD F32x16 Select(const Mask16& m, const F32x16& a, const F32x16& b) {
   return EachLane<F32x16>([&](int i) { return m.v[i] ? a.v[i] : b.v[i]; });
 }
@@ -172,6 +180,19 @@ TM_HD float ReduceMax(const F32x16& a) {
 }
 TM_HD float ReduceMin(const F32x16& a) {
   return Halve(a, [](float x, float y) { return x < y ? x : y; });
+}
+
+// Lane i is lane i ^ kDistance, a power of two below 16.
+template <int kDistance>
+TM_HD F32x16 SwapLanes(const F32x16& a) {
+  return EachLane<F32x16>([&](int i) { return a.v[i ^ kDistance]; });
+}
+// Lane 2k is lane k, lane 2k + 1 is lane 8 + k; and back.
+TM_HD F32x16 Interleave(const F32x16& a) {
+  return EachLane<F32x16>([&](int i) { return a.v[(i >> 1) + ((i & 1) << 3)]; });
+}
+TM_HD F32x16 Deinterleave(const F32x16& a) {
+  return EachLane<F32x16>([&](int i) { return a.v[i < 8 ? 2 * i : 2 * i - 15]; });
 }
 
 TM_HD I32x16 LoadBytes(const void* p) {
@@ -254,6 +275,27 @@ TM_HD Table16 LoadTable(const float* p) {
 // table[lane & 15]
 TM_HD F32x16 Lookup(const Table16& t, const I32x16& index) {
   return EachLane<F32x16>([&](int i) { return t.v[index.v[i] & 15]; });
+}
+
+struct Table32 {
+  float v[32];
+};
+TM_HD Table32 LoadTable32(const float* p) {
+  Table32 t;
+  __builtin_memcpy(t.v, p, sizeof(t.v));
+  return t;
+}
+// table[lane & 31]
+TM_HD F32x16 Lookup(const Table32& t, const I32x16& index) {
+  return EachLane<F32x16>([&](int i) { return t.v[index.v[i] & 31]; });
+}
+// Towards zero; 0x80000000 where it does not fit.
+TM_HD I32x16 Truncate(const F32x16& a) {
+  return EachLane<I32x16>([&](int i) {
+    const float x = a.v[i];
+    return x > -2147483648.f && x < 2147483648.f ? static_cast<int32_t>(x)
+                                                 : static_cast<int32_t>(0x80000000u);
+  });
 }
 
 TM_HD int32_t LoadDword(const void* p) {

@@ -1,0 +1,173 @@
+"""`lmdeploy lite …`: tools around a model's KV cache."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from lmdeploy.checks import refuse
+from lmdeploy.cli.arguments import LOG_LEVELS, add_kv_ingredient_flags, kv_ingredients
+from lmdeploy.kv_formats import TABLE_SUFFIXES
+from lmdeploy.messages import KV_QUALITIES
+
+
+def add_lite_commands(parser: argparse.ArgumentParser) -> None:
+    """Registers the commands below `lite`."""
+    commands = parser.add_subparsers(dest="lite", required=True, metavar="COMMAND")
+    _add_calibrate(commands)
+    _add_kv_search(commands)
+    _add_kv_report(commands)
+
+
+def add_text_flags(parser: argparse.ArgumentParser, *, tokens: int) -> None:
+    """What every command takes that runs a model over a text."""
+    parser.add_argument("model_path", help="smollm2, a folder, a .gguf file or a hub id")
+    parser.add_argument("--text", required=True, type=Path, help="UTF-8 text file")
+    parser.add_argument("--tokens", type=int, default=tokens, help="at most so many of the text")
+    parser.add_argument("--context", type=int, default=2048, help="tokens of one prompt")
+    parser.add_argument("--log-level", default="WARNING", choices=LOG_LEVELS)
+
+
+def check_output(path: Path) -> None:
+    """ValueError, before minutes of work, for a file that could not be written."""
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise refuse("output", str(path), wanted="a file in a folder that exists", flag="--output")
+
+
+def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("calibrate", help="make the file that --kv-quality best needs")
+    add_text_flags(parser, tokens=16384)
+    parser.add_argument(
+        "--mean",
+        default="all",
+        choices=("all", "slow", "none"),
+        help="channels of K whose mean is subtracted; slow: that RoPE turns by less than a quarter",
+    )
+    parser.add_argument(
+        "--percentile", type=float, default=100.0, help="of values that the ranges cover"
+    )
+    parser.add_argument("--output", required=True, type=Path, help="file to write")
+    parser.set_defaults(run=_calibrate)
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    from lmdeploy.lite.calibrate import CalibrationOptions, calibrate_file
+
+    check_output(args.output)
+    options = CalibrationOptions(
+        tokens=args.tokens, context=args.context, mean=args.mean, percentile=args.percentile
+    )
+    calibration = calibrate_file(args.model_path, args.text, output=args.output, options=options)
+    facts = calibration.facts
+    print(
+        f"{args.output}: {facts.tokens:,} tokens in contexts of {facts.context:,}, mean of "
+        f"{facts.mean} channels, percentile {facts.percentile:g}, model {facts.model_hash[:12]}"
+    )
+    return 0
+
+
+def _add_kv_search(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("kv-search", help="find the best format per layer for a budget")
+    add_text_flags(parser, tokens=2048)
+    parser.add_argument(
+        "--budget", required=True, type=float, help="bits per value, all included (see --at-tokens)"
+    )
+    parser.add_argument(
+        "--at-tokens", type=int, default=8192, help="length of the sequence that the budget is for"
+    )
+    parser.add_argument(
+        "--formats",
+        default="nvfp4;k=fp8,v=nvfp4;k=none,v=nvfp4;fp8;int8",
+        help="candidates, with semicolons between them; default: %(default)s",
+    )
+    parser.add_argument("--kv-quality", choices=KV_QUALITIES, default="balanced")
+    parser.add_argument("--kv-calibration", default=None, help="for --kv-quality best")
+    add_kv_ingredient_flags(parser)
+    parser.add_argument("--output", type=Path, default=None, help="YAML file; default: print it")
+    parser.set_defaults(run=_kv_search)
+
+
+def _kv_search(args: argparse.Namespace) -> int:
+    from lmdeploy.lite.kv_search import SearchOptions, report_lines, search_file
+
+    if args.output is not None:
+        check_output(args.output)
+        if args.output.suffix.lower() not in TABLE_SUFFIXES:
+            wanted = f"a name that ends in {' or '.join(TABLE_SUFFIXES)}, as --kv-cache-format does"
+            raise refuse("output", str(args.output), wanted=wanted, flag="--output")
+    options = SearchOptions(
+        budget_bits=args.budget,
+        at_tokens=args.at_tokens,
+        formats=tuple(text.strip() for text in args.formats.split(";") if text.strip()),
+        tokens=args.tokens,
+        context=args.context,
+        cache={
+            "kv_quality": args.kv_quality,
+            "kv_calibration": args.kv_calibration,
+            **kv_ingredients(args),
+        },
+    )
+    result = search_file(args.model_path, args.text, options=options)
+    for line in report_lines(result):
+        print(line)
+    if args.output is not None:
+        args.output.write_text(result.yaml, encoding="utf-8")
+    else:
+        print(result.yaml, end="")
+    return 0
+
+
+def _add_kv_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("kv-report", help="accuracy and cost of every format, on one page")
+    parser.add_argument("model_path", help="smollm2, a folder, a .gguf file or a hub id")
+    parser.add_argument(
+        "--text",
+        required=True,
+        type=Path,
+        nargs="+",
+        help="UTF-8 text files; those after the first at the first context only",
+    )
+    parser.add_argument("--formats", default=None, help="with commas; default: all")
+    parser.add_argument("--qualities", default=None, help="with commas; default: all")
+    parser.add_argument("--contexts", default="2048,8192", help="tokens of one prompt, with commas")
+    parser.add_argument("--max-tokens", type=int, default=1 << 30, help="of each text")
+    parser.add_argument(
+        "--kv-calibration",
+        "--calibration",
+        dest="calibration",
+        metavar="FILE",
+        type=Path,
+        default=None,
+        help="file for quality best",
+    )
+    parser.add_argument(
+        "--calibration-text", type=Path, default=None, help="text to make that file of"
+    )
+    parser.add_argument("--retrieval-prompts", type=int, default=4, help="per context")
+    parser.add_argument("--output", type=Path, default=Path("."), help="folder of the page")
+    parser.add_argument("--name", default="kv-report", help="of its files, without an ending")
+    parser.add_argument("--log-level", default="WARNING", choices=LOG_LEVELS)
+    parser.set_defaults(run=_kv_report)
+
+
+def _kv_report(args: argparse.Namespace) -> int:
+    from lmdeploy.lite.kv_cells import FORMATS, QUALITIES
+    from lmdeploy.lite.kv_report import ReportOptions, make_report, names, numbers
+
+    options = ReportOptions(
+        model_path=args.model_path,
+        texts=tuple(args.text),
+        formats=FORMATS if args.formats is None else names(args.formats),
+        qualities=QUALITIES if args.qualities is None else names(args.qualities),
+        contexts=numbers(args.contexts, "--contexts"),
+        max_tokens=args.max_tokens,
+        calibration=args.calibration,
+        calibration_text=args.calibration_text,
+        retrieval_prompts=args.retrieval_prompts,
+        output=args.output,
+        name=args.name,
+    )
+    make_report(options)
+    print(f"{args.output / args.name}.md, .json and .png")
+    return 0

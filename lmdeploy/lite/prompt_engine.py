@@ -1,0 +1,154 @@
+"""An engine that only reads prompts: for logits of every position, and for statistics."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lmdeploy.environment import free_memory_bytes, usable_cores
+
+if TYPE_CHECKING:
+    from lmdeploy import _turbomind
+    from lmdeploy.messages import TurbomindEngineConfig
+    from lmdeploy.turbomind.loader import LoadedModel
+
+Floats = npt.NDArray[np.float32]
+Configure = Callable[["_turbomind.EngineConfig"], None]
+
+PIECE_TOKENS = 128  # positions per piece of logits: 25 MB with a vocabulary of 49 152
+STALL_MS = 600_000
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """A loaded model and where it came from."""
+
+    path: str
+    loaded: LoadedModel
+    threads: int
+
+    @property
+    def config(self) -> _turbomind.ModelConfig:
+        """Of the engine."""
+        return self.loaded.config
+
+    @functools.cached_property
+    def hash(self) -> str:
+        """Fingerprint that calibration files carry."""
+        from lmdeploy.turbomind.model_hash import hash_model
+
+        return hash_model(str(self.loaded.path))
+
+    def configure(self, config: TurbomindEngineConfig) -> Configure:
+        """Sets the cache as `config` says; what is wrong with it is found here.
+
+        Raises ValueError for options or a file that do not fit the model.
+        """
+        from lmdeploy import _turbomind
+        from lmdeploy.turbomind.kv_quality import apply_kv_options, resolve_kv_options
+
+        options = resolve_kv_options(config, self.config.windows)
+        model_hash = self.hash if options.calibration is not None else None
+
+        def apply(native: _turbomind.EngineConfig) -> None:
+            apply_kv_options(options, native, model=self.config, model_hash=model_hash)
+
+        apply(_turbomind.EngineConfig())
+        return apply
+
+
+def open_model(path: str, *, exact: bool = True, threads: int | None = None) -> OpenModel:
+    """Loads a model with the cache dtype that a server would use.
+
+    Exact compute alone would keep `none`, scales and zeros in FP32, which no server stores.
+    """
+    from lmdeploy import _turbomind
+    from lmdeploy.turbomind.loader import load_model, read_model_info
+
+    threads = threads or usable_cores()
+    device = _turbomind.make_cpu_device(threads)
+    dtype = read_model_info(path).config.dtype
+    return OpenModel(path, load_model(path, dtype=dtype, exact=exact, device=device), threads)
+
+
+class PromptEngine:
+    """One engine over a model, for prompts of at most `context` tokens, one at a time."""
+
+    def __init__(self, model: OpenModel, configure: Configure, *, context: int) -> None:
+        """`configure` sets what the cache stores."""
+        from lmdeploy import _turbomind
+
+        self._request_type = _turbomind.Request
+        device = _turbomind.make_cpu_device(model.threads)
+        self._engine = _turbomind.Engine(
+            model.config,
+            prompt_config(configure, context),
+            model.loaded.weights,
+            device,
+            free_memory_bytes(),
+        )
+        self._next_id = 1
+
+    def __enter__(self) -> PromptEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def pieces(self, prompt: Sequence[int]) -> Iterator[Floats]:
+        """Logits [n, vocab] of all positions of the prompt, in order."""
+        wanted = len(prompt)
+        for output in self._run(prompt, logits="all"):
+            if output.logits is not None and wanted > 0:
+                yield output.logits[:wanted]
+                wanted -= len(output.logits)
+        if wanted > 0:
+            raise RuntimeError(f"logits of {wanted} positions did not come")
+
+    def read(self, prompt: Sequence[int]) -> None:
+        """Runs the model over the prompt."""
+        for _ in self._run(prompt, logits="none"):
+            pass
+
+    def statistics(self) -> dict[str, Any]:
+        """Of K and V since the start; `configure` must have set collect_kv_statistics."""
+        return self._engine.kv_statistics()
+
+    def close(self) -> None:
+        """Stops the engine."""
+        self._engine.close()
+
+    def _run(self, prompt: Sequence[int], *, logits: str) -> Iterator[_turbomind.RequestOutput]:
+        request = self._request_type()
+        request.id, request.prompt, request.max_new_tokens = self._next_id, list(prompt), 1
+        request.ignore_eos, request.logits_output = True, logits
+        self._next_id += 1
+        self._engine.submit(request)
+        while True:
+            outputs = self._engine.wait_outputs(STALL_MS)
+            if not outputs:
+                raise RuntimeError(f"no output within {STALL_MS} ms: {self._engine.failure}")
+            for output in outputs:
+                if output.error:
+                    raise RuntimeError(output.error)
+                yield output
+                if output.finish_reason != "none":
+                    return
+
+
+def prompt_config(configure: Configure, context: int) -> _turbomind.EngineConfig:
+    """The engine's options for single prompts of `context` tokens."""
+    from lmdeploy import _turbomind
+
+    native = _turbomind.EngineConfig()
+    native.max_batch_size, native.session_len = 1, context + 1
+    native.max_prefill_token_num = PIECE_TOKENS
+    native.cache_max_entry_count = 0.5
+    native.enable_prefix_caching = False
+    configure(native)
+    return native

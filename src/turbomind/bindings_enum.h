@@ -1,0 +1,62 @@
+#pragma once
+
+// Enums of the core as strings of Python.
+
+#include <pybind11/pybind11.h>
+
+#include <cstddef>
+#include <string>
+
+#include "turbomind/core/check.h"
+#include "turbomind/kv/kv_cache_mode.h"
+
+namespace turbomind {
+
+// An enum crosses as a string; the list is also what an error names.
+template <class E>
+struct EnumName {
+  E value;
+  const char* name;
+};
+
+// Canonical names alone: an alias is resolved by get_kv_cache_mode.
+constexpr EnumName<KvCacheMode> kModes[] = {
+    {KvCacheMode::kNone, "none"},        {KvCacheMode::kInt8, "int8"},
+    {KvCacheMode::kInt4, "int4"},        {KvCacheMode::kFp8E4m3, "fp8"},
+    {KvCacheMode::kFp8E5m2, "fp8_e5m2"}, {KvCacheMode::kFp4Mx, "mxfp4"},
+    {KvCacheMode::kFp4Nv, "nvfp4"}};
+
+template <class E, size_t N>
+E Parse(const char* what, const EnumName<E> (&names)[N], const std::string& text) {
+  std::string choices;
+  for (const EnumName<E>& entry : names) {
+    if (text == entry.name) {
+      return entry.value;
+    }
+    choices += (choices.empty() ? "" : ", ") + std::string(entry.name);
+  }
+  throw InvalidArgument(std::string(what) + ": got \"" + text + "\", want one of " + choices);
+}
+
+template <class E, size_t N>
+std::string Name(const EnumName<E> (&names)[N], E value) {
+  for (const EnumName<E>& entry : names) {
+    if (entry.value == value) {
+      return entry.name;
+    }
+  }
+  throw InternalError("an enum value without a name");
+}
+
+// A string property over an enum member.
+template <class C, class... Options, class E, size_t N>
+void DefEnum(pybind11::class_<C, Options...>& target, const char* name, E C::*member,
+             const EnumName<E> (&names)[N]) {
+  target.def_property(
+      name, [member, &names](const C& self) { return Name(names, self.*member); },
+      [name, member, &names](C& self, const std::string& text) {
+        self.*member = Parse(name, names, text);
+      });
+}
+
+}  // namespace turbomind

@@ -1,0 +1,152 @@
+// What Python sets and sees of the KV cache.
+
+#include "turbomind/bindings_kv.h"
+
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "turbomind/bindings_enum.h"
+
+namespace py = pybind11;
+
+namespace turbomind {
+namespace {
+
+using Floats = py::array_t<float, py::array::c_style | py::array::forcecast>;
+using Pairs = std::vector<std::pair<std::string, std::string>>;
+
+Pairs GetLayers(const EngineConfig& config) {
+  Pairs pairs;
+  for (const auto& layer : config.kv_layers) {
+    pairs.emplace_back(Name(kModes, layer.k), Name(kModes, layer.v));
+  }
+  return pairs;
+}
+
+void SetLayers(EngineConfig& config, const Pairs& pairs) {
+  std::vector<block::Config::LayerModes> layers;
+  for (const auto& [k, v] : pairs) {
+    layers.push_back({Parse("kv_layers", kModes, k), Parse("kv_layers", kModes, v)});
+  }
+  config.kv_layers = std::move(layers);
+}
+
+// The first dimension is the layer; the others are one row. `ndim` is what is wanted.
+std::vector<std::vector<float>> Layers(const char* name, const py::object& object, int ndim) {
+  std::vector<std::vector<float>> layers;
+  if (object.is_none()) {
+    return layers;
+  }
+  const Floats array = Floats::ensure(object);
+  if (!array) {
+    PyErr_Clear();
+    throw InvalidArgument(std::string(name) + ": want an array of numbers");
+  }
+  if (array.ndim() != ndim) {
+    throw InvalidArgument(std::string(name) + ": got " + std::to_string(array.ndim()) +
+                          " dimensions, want " + std::to_string(ndim));
+  }
+  const py::ssize_t num_layers = array.shape(0);
+  const py::ssize_t row = num_layers > 0 ? array.size() / num_layers : 0;
+  for (py::ssize_t i = 0; i < num_layers; ++i) {
+    layers.emplace_back(array.data() + i * row, array.data() + (i + 1) * row);
+  }
+  return layers;
+}
+
+template <class T>
+py::array_t<T> Array(const std::vector<T>& values, const std::vector<py::ssize_t>& shape) {
+  return py::array_t<T>(shape, values.data());
+}
+
+void DefStats(py::module_& m) {
+  py::class_<EngineStats>(m, "EngineStats")
+      .def_readonly("num_waiting", &EngineStats::num_waiting)
+      .def_readonly("num_running", &EngineStats::num_running)
+      .def_readonly("blocks_total", &EngineStats::blocks_total)
+      .def_readonly("blocks_free", &EngineStats::blocks_free)
+      .def_readonly("blocks_cached", &EngineStats::blocks_cached)
+      .def_readonly("blocks_active", &EngineStats::blocks_active)
+      .def_readonly("hot_blocks_total", &EngineStats::hot_blocks_total)
+      .def_readonly("hot_blocks_free", &EngineStats::hot_blocks_free)
+      .def_readonly("hot_blocks_cached", &EngineStats::hot_blocks_cached)
+      .def_readonly("hot_blocks_active", &EngineStats::hot_blocks_active)
+      .def_readonly("prefix_queried_tokens", &EngineStats::prefix_queried_tokens)
+      .def_readonly("prefix_hit_tokens", &EngineStats::prefix_hit_tokens)
+      .def_readonly("prefix_cut_tokens", &EngineStats::prefix_cut_tokens)
+      .def_readonly("num_preemptions", &EngineStats::num_preemptions)
+      .def_readonly("num_steps", &EngineStats::num_steps)
+      .def_readonly("prompt_tokens", &EngineStats::prompt_tokens)
+      .def_readonly("generated_tokens", &EngineStats::generated_tokens)
+      .def_readonly("num_nonfinite", &EngineStats::num_nonfinite);
+}
+
+}  // namespace
+
+void DefKvOptions(py::class_<EngineConfig>& config) {
+  DefEnum(config, "kv_mode", &EngineConfig::kv_mode, kModes);
+  config.def_property("kv_layers", &GetLayers, &SetLayers)
+      .def_property(
+          "kv_rotate_k", [](const EngineConfig& self) { return self.kv_quality.rotate_k; },
+          [](EngineConfig& self, bool value) { self.kv_quality.rotate_k = value; })
+      .def_property(
+          "kv_search_scales",
+          [](const EngineConfig& self) { return self.kv_quality.search_scales; },
+          [](EngineConfig& self, bool value) { self.kv_quality.search_scales = value; })
+      .def_property(
+          "kv_sink_tokens",
+          [](const EngineConfig& self) { return self.kv_quality.hot.sink_tokens; },
+          [](EngineConfig& self, int value) { self.kv_quality.hot.sink_tokens = value; })
+      .def_property(
+          "kv_recent_tokens",
+          [](const EngineConfig& self) { return self.kv_quality.hot.recent_tokens; },
+          [](EngineConfig& self, int value) { self.kv_quality.hot.recent_tokens = value; })
+      .def_readwrite("collect_kv_statistics", &EngineConfig::collect_kv_statistics)
+      .def(
+          "set_kv_calibration",
+          [](EngineConfig& self, const py::object& k_mean, const py::object& k_factors,
+             const py::object& v_factors) {
+            self.kv_quality.calibration = {.k_mean = Layers("k_mean", k_mean, 3),
+                                           .k_factors = Layers("k_factors", k_factors, 2),
+                                           .v_factors = Layers("v_factors", v_factors, 2)};
+          },
+          py::arg("k_mean"), py::arg("k_factors"), py::arg("v_factors"));
+}
+
+void DefKv(py::module_& m) {
+  py::class_<MemoryPlan>(m, "MemoryPlan")
+      .def_readonly("num_blocks", &MemoryPlan::num_blocks)
+      .def_readonly("reserved_bytes", &MemoryPlan::reserved_bytes)
+      .def_readonly("touched_bytes", &MemoryPlan::touched_bytes)
+      .def_readonly("bytes_per_token", &MemoryPlan::bytes_per_token)
+      .def_readonly("bytes_per_token_none", &MemoryPlan::bytes_per_token_none)
+      .def_readonly("hot_bytes_per_sequence", &MemoryPlan::hot_bytes_per_sequence)
+      .def_readonly("session_bytes", &MemoryPlan::session_bytes)
+      .def_readonly("session_bytes_none", &MemoryPlan::session_bytes_none)
+      .def_readonly("max_tokens", &MemoryPlan::max_tokens)
+      .def_readonly("max_sequence_tokens", &MemoryPlan::max_sequence_tokens);
+  DefStats(m);
+  m.def("sequence_bytes", &SequenceBytes, py::arg("model"), py::arg("config"),
+        py::arg("num_tokens"));
+}
+
+py::dict ToDict(const KvStatistics& statistics) {
+  const py::ssize_t layers = statistics.num_layers();
+  const py::ssize_t heads = statistics.kv_heads();
+  const py::ssize_t channels = statistics.head_dim();
+  py::dict result;
+  result["tokens"] = statistics.num_tokens();
+  result["k_sum"] = Array(statistics.k_sum(), {layers, heads, channels});
+  result["k_square_sum"] = Array(statistics.k_square_sum(), {layers, heads, channels});
+  result["k_amax"] = Array(statistics.k().amax, {layers, heads});
+  result["v_amax"] = Array(statistics.v().amax, {layers, heads});
+  result["k_histogram"] = Array(statistics.k().histogram, {layers, heads, KvStatistics::kBins});
+  result["v_histogram"] = Array(statistics.v().histogram, {layers, heads, KvStatistics::kBins});
+  return result;
+}
+
+}  // namespace turbomind

@@ -1,0 +1,139 @@
+#include "turbomind/kv/layer_group.h"
+
+#include <algorithm>
+#include <map>
+#include <string>
+#include <utility>
+
+#include "turbomind/core/ceil_div.h"
+#include "turbomind/core/check.h"
+
+namespace turbomind {
+namespace {
+
+// ⌈(a + b) / c⌉, whatever a and b are.
+int64_t CeilDivSum(int64_t a, int64_t b, int64_t c) {
+  return static_cast<int64_t>((static_cast<__int128>(a) + b + c - 1) / c);
+}
+
+}  // namespace
+
+KvCacheConfig MakeKvCacheConfig(const std::vector<int>& windows, KvCacheMode mode, int kv_heads,
+                                int head_dim, int block_seq_len, DataType dtype) {
+  KvCacheConfig config;
+  config.layers.assign(windows.size(), {mode, mode});
+  config.windows = windows;
+  config.kv_heads = kv_heads;
+  config.head_dim = head_dim;
+  config.block_seq_len = block_seq_len;
+  config.dtype = dtype;
+  return config;
+}
+
+int64_t LayerGroup::BlocksPerSequence(int64_t num_tokens, int64_t chunk) const {
+  const int64_t length = layout.config().block_seq_len;
+  const int64_t all = CeilDiv(num_tokens, length);
+  const int64_t added = std::min(chunk, num_tokens);
+  if (!rule.enabled()) {
+    return window == 0 ? all : std::min(all, CeilDiv(window, length) + 2 + CeilDiv(added, length));
+  }
+  const int64_t cold = std::max<int64_t>(all - 1 - rule.recent_blocks - rule.sink_blocks, 0);
+  if (window == 0) {
+    return cold;
+  }
+  if (is_always_hot()) {
+    return 0;
+  }
+  // From the first block that the step's first query sees to the last one that its last query sees
+  // cold, at the worst of all places where the step can begin.
+  return std::min(cold, CeilDivSum(added, window - 2, length) - rule.recent_blocks);
+}
+
+int64_t LayerGroup::HotBlocksPerSequence(int64_t num_tokens, int64_t chunk) const {
+  if (!rule.enabled()) {
+    return 0;
+  }
+  const int64_t length = layout.config().block_seq_len;
+  const int64_t added = std::min(chunk, num_tokens);
+  const int64_t kept = rule.sink_blocks + rule.recent_blocks + 1 + CeilDiv(added, length);
+  int64_t most = std::min(CeilDiv(num_tokens, length), kept);
+  if (window > 0) {
+    most = std::min(most, CeilDivSum(added, window - 2, length) + 1);
+  }
+  return most;
+}
+
+// The first query that could see a block cold comes recent_blocks blocks after the block's end.
+bool LayerGroup::is_always_hot() const {
+  return rule.enabled() && window > 0 && window <= rule.recent_blocks * rule.block_seq_len + 1;
+}
+
+int64_t LayerGroup::ColdBlocksHeld(int64_t num_tokens) const {
+  const int64_t all = CeilDiv(num_tokens, layout.config().block_seq_len);
+  return all - FirstVisibleBlock(num_tokens) - HotBlocksHeld(num_tokens);
+}
+
+int64_t LayerGroup::HotBlocksHeld(int64_t num_tokens) const {
+  if (!rule.enabled() || num_tokens < 1) {
+    return 0;
+  }
+  const int64_t length = layout.config().block_seq_len;
+  const int64_t all = CeilDiv(num_tokens, length);
+  const int64_t first = FirstVisibleBlock(num_tokens);
+  const int64_t sinks_end = std::min<int64_t>(rule.sink_blocks, all);
+  const int64_t recent_begin = std::max({sinks_end, first, all - 1 - rule.recent_blocks});
+  return std::max<int64_t>(sinks_end - first, 0) + all - recent_begin;
+}
+
+int64_t LayerGroup::FirstVisibleBlock(int64_t position) const {
+  if (window == 0 || position < window) {
+    return 0;
+  }
+  return (position - window + 1) / layout.config().block_seq_len;
+}
+
+BlockRange LayerGroup::ColdBlocks(int64_t begin, int64_t end) const {
+  Check(rule.enabled(), "some blocks are hot");
+  const int64_t length = rule.block_seq_len;
+  if (end <= begin || is_always_hot()) {
+    return {};
+  }
+  return {std::max<int64_t>(rule.sink_blocks, FirstVisibleBlock(begin)),
+          (end - 1) / length - rule.recent_blocks};
+}
+
+std::vector<LayerGroup> MakeLayerGroups(const KvCacheConfig& config) {
+  Check(config.layers.size() == config.windows.size(), "each layer has a window");
+  std::map<int, std::vector<int>> by_window;
+  for (size_t layer = 0; layer < config.windows.size(); ++layer) {
+    if (config.windows[layer] < 0) {
+      throw InvalidArgument("sliding window of layer " + std::to_string(layer) + ": got " +
+                            std::to_string(config.windows[layer]) + ", wanted 0 (full) or more");
+    }
+    by_window[config.windows[layer]].push_back(static_cast<int>(layer));
+  }
+  if (by_window.empty()) {
+    throw InvalidArgument("layers of the KV cache: got 0, wanted at least 1");
+  }
+  std::vector<LayerGroup> groups;
+  for (auto& [window, layers] : by_window) {
+    block::Config block;
+    for (const int layer : layers) {
+      block.layers.push_back(config.layers[static_cast<size_t>(layer)]);
+    }
+    block.kv_heads = config.kv_heads;
+    block.head_dim = config.head_dim;
+    block.block_seq_len = config.block_seq_len;
+    block.dtype = config.dtype;
+    LayerGroup& group = groups.emplace_back(
+        LayerGroup{window, std::move(layers), block::Layout(block), std::nullopt,
+                   MakeHotRule(config.hot, config.block_seq_len)});
+    if (group.rule.enabled()) {
+      block.layers.assign(block.layers.size(), {KvCacheMode::kNone, KvCacheMode::kNone});
+      group.hot_layout.emplace(std::move(block));
+    }
+  }
+  return groups;
+}
+
+}  // namespace turbomind

@@ -1,0 +1,215 @@
+#include "turbomind/kv/pool_sizes.h"
+
+#include <algorithm>
+#include <limits>
+#include <string>
+
+#include "turbomind/core/check.h"
+
+namespace turbomind {
+namespace {
+
+// Products of three numbers from outside.
+using Wide = __int128;
+
+constexpr int64_t kMostBlocks = std::numeric_limits<int32_t>::max();  // ids are int32
+
+int64_t Saturate(Wide value) {
+  return static_cast<int64_t>(std::min<Wide>(value, std::numeric_limits<int64_t>::max()));
+}
+
+// a * b / c without overflow, rounded down.
+int64_t MulDiv(int64_t a, int64_t b, int64_t c) { return Saturate(Wide{a} * b / c); }
+
+void CheckDemand(const KvDemand& demand) {
+  if (demand.session_len < 1 || demand.chunk < 1 || demand.max_sequences < 0 ||
+      demand.num_running < 0) {
+    throw InvalidArgument("KV cache sizes: got session_len " + std::to_string(demand.session_len) +
+                          ", max_prefill_token_num " + std::to_string(demand.chunk) +
+                          ", max_batch_size " +
+                          std::to_string(std::max(demand.max_sequences, demand.num_running)) +
+                          ", wanted positive numbers");
+  }
+}
+
+// Cold blocks of one sequence. A pool that nothing is ever quantised into still has one.
+int64_t ColdBlocks(const LayerGroup& group, const KvDemand& demand) {
+  return std::max<int64_t>(group.BlocksPerSequence(demand.session_len, demand.chunk), 1);
+}
+
+// Hot blocks of `n` sequences. Each has those of a step of one block; of the tokens of one step,
+// shared by all, only those count that do not fit into a block that was counted already.
+int64_t HotBlocks(const LayerGroup& group, int64_t n, const KvDemand& demand) {
+  const int64_t alone = group.HotBlocksPerSequence(demand.session_len, demand.chunk);
+  const int64_t length = group.layout.config().block_seq_len;
+  const int64_t each = group.HotBlocksPerSequence(demand.session_len, length);
+  const int64_t chunk = (demand.chunk - 1) / length;
+  return Saturate(std::min(Wide{n} * alone, Wide{n} * each + chunk));
+}
+
+bool HasHot(const std::vector<LayerGroup>& groups) { return groups.front().rule.enabled(); }
+
+Wide SumBytes(const std::vector<int64_t>& blocks, const std::vector<int64_t>& block_bytes,
+              size_t first_pool = 0) {
+  Wide sum = 0;
+  for (size_t pool = first_pool; pool < blocks.size(); ++pool) {
+    sum += Wide{blocks[pool]} * block_bytes[pool];
+  }
+  return sum;
+}
+
+// The largest number of sequences whose blocks cost no more than the budget.
+int64_t SequencesThatFit(const std::vector<LayerGroup>& groups, int64_t budget,
+                         const KvDemand& demand) {
+  const std::vector<int64_t> bytes = BlockBytes(groups);
+  int64_t fits = 0;
+  int64_t too_many = kMostBlocks;
+  while (too_many - fits > 1) {
+    const int64_t middle = fits + (too_many - fits) / 2;
+    const Wide cost = SumBytes(BlocksForSequences(groups, middle, demand), bytes);
+    (cost <= budget ? fits : too_many) = middle;
+  }
+  return fits;
+}
+
+// What the budget buys when its last part, too small for one more sequence, is spent in the same
+// proportions as that sequence would be.
+std::vector<int64_t> ShareBudget(const std::vector<LayerGroup>& groups, int64_t budget,
+                                 const KvDemand& demand) {
+  const std::vector<int64_t> bytes = BlockBytes(groups);
+  const int64_t n = SequencesThatFit(groups, budget, demand);
+  std::vector<int64_t> blocks = BlocksForSequences(groups, n, demand);
+  const std::vector<int64_t> more = BlocksForSequences(groups, n + 1, demand);
+  const Wide rest = budget - SumBytes(blocks, bytes);
+  const Wide step = SumBytes(more, bytes) - SumBytes(blocks, bytes);
+  for (size_t pool = 0; pool < blocks.size(); ++pool) {
+    blocks[pool] = Saturate(blocks[pool] + rest * (more[pool] - blocks[pool]) / step);
+  }
+  return blocks;
+}
+
+// Grows the hot pools for num_running sequences, up to a quarter of the budget, and shares what is
+// left among the cold ones; but not so far that a sequence of session_len no longer fits.
+std::vector<int64_t> WidenHot(const std::vector<LayerGroup>& groups, int64_t budget,
+                              const KvDemand& demand, std::vector<int64_t> blocks) {
+  const std::vector<int64_t> bytes = BlockBytes(groups);
+  const std::vector<int64_t> one = BlocksForSequences(groups, 1, demand);
+  const std::vector<int64_t> wanted = BlocksForSequences(groups, demand.num_running, demand);
+  const Wide wanted_bytes = SumBytes(wanted, bytes, groups.size());
+  const Wide least_cold = SumBytes(one, bytes) - SumBytes(one, bytes, groups.size());
+  const Wide most = std::min<Wide>(budget / 4, budget - least_cold);
+  std::vector<int64_t> wide = blocks;
+  for (size_t pool = groups.size(); pool < blocks.size(); ++pool) {
+    const Wide fits =
+        wanted_bytes <= most ? Wide{wanted[pool]} : Wide{wanted[pool]} * most / wanted_bytes;
+    wide[pool] = std::max(blocks[pool], Saturate(fits));
+  }
+  const Wide left = budget - SumBytes(wide, bytes, groups.size());
+  for (size_t pool = 0; pool < groups.size(); ++pool) {
+    wide[pool] = Saturate(std::max<Wide>(left, 0) * one[pool] / least_cold);
+    if (wide[pool] < one[pool]) {
+      return blocks;
+    }
+  }
+  return wide;
+}
+
+// Blocks beyond what max_sequences sequences need are of no use.
+std::vector<int64_t> Limit(const std::vector<LayerGroup>& groups, std::vector<int64_t> blocks,
+                           const KvDemand& demand) {
+  const std::vector<int64_t> needed = BlocksForSequences(groups, demand.max_sequences, demand);
+  for (size_t pool = 0; pool < blocks.size(); ++pool) {
+    const int64_t most = demand.max_sequences > 0 ? needed[pool] : kMostBlocks;
+    blocks[pool] = std::clamp<int64_t>(blocks[pool], 0, std::min(most, kMostBlocks));
+  }
+  return blocks;
+}
+
+// The longest sequence of at most session_len that `num_blocks` cold blocks of a group hold.
+int64_t LongestSequence(const LayerGroup& group, int64_t num_blocks, const KvDemand& demand) {
+  int64_t fits = 0;
+  int64_t too_long = demand.session_len;
+  if (group.BlocksPerSequence(too_long, demand.chunk) <= num_blocks) {
+    return too_long;
+  }
+  while (too_long - fits > 1) {
+    const int64_t middle = fits + (too_long - fits) / 2;
+    (group.BlocksPerSequence(middle, demand.chunk) <= num_blocks ? fits : too_long) = middle;
+  }
+  return fits;
+}
+
+}  // namespace
+
+std::vector<int64_t> BlockBytes(const std::vector<LayerGroup>& groups) {
+  std::vector<int64_t> bytes;
+  for (const LayerGroup& group : groups) {
+    bytes.push_back(group.bytes_per_block());
+  }
+  for (size_t g = 0; HasHot(groups) && g < groups.size(); ++g) {
+    bytes.push_back(groups[g].hot_bytes_per_block());
+  }
+  return bytes;
+}
+
+std::vector<int64_t> BlocksForSequences(const std::vector<LayerGroup>& groups,
+                                        int64_t num_sequences, const KvDemand& demand) {
+  CheckDemand(demand);
+  std::vector<int64_t> blocks;
+  for (const LayerGroup& group : groups) {
+    blocks.push_back(MulDiv(num_sequences, ColdBlocks(group, demand), 1));
+  }
+  for (size_t g = 0; HasHot(groups) && g < groups.size(); ++g) {
+    blocks.push_back(HotBlocks(groups[g], num_sequences, demand));
+  }
+  return blocks;
+}
+
+std::vector<int64_t> BlocksForBudget(const std::vector<LayerGroup>& groups, int64_t budget_bytes,
+                                     const KvDemand& demand) {
+  CheckDemand(demand);
+  const int64_t budget = std::max<int64_t>(budget_bytes, 0);
+  std::vector<int64_t> blocks = ShareBudget(groups, budget, demand);
+  if (HasHot(groups) && demand.num_running > 0) {
+    blocks = WidenHot(groups, budget, demand, std::move(blocks));
+  }
+  return Limit(groups, std::move(blocks), demand);
+}
+
+std::vector<int64_t> BlocksForCount(const std::vector<LayerGroup>& groups, int64_t num_blocks,
+                                    const KvDemand& demand) {
+  CheckDemand(demand);
+  const int64_t count = std::max<int64_t>(num_blocks, 0);
+  const int64_t first = ColdBlocks(groups.front(), demand);
+  std::vector<int64_t> blocks;
+  for (const LayerGroup& group : groups) {
+    blocks.push_back(MulDiv(count, ColdBlocks(group, demand), first));
+  }
+  if (!HasHot(groups)) {
+    return Limit(groups, std::move(blocks), demand);
+  }
+  KvDemand longest = demand;
+  longest.session_len = std::max<int64_t>(LongestSequence(groups.front(), count, demand), 1);
+  for (size_t g = 0; g < groups.size(); ++g) {
+    blocks[g] = std::max<int64_t>(blocks[g], count > 0 ? 1 : 0);
+    const int64_t hot =
+        std::max({HotBlocks(groups[g], 1, longest), HotBlocks(groups[g], count / first, demand),
+                  std::min(HotBlocks(groups[g], demand.num_running, demand), count)});
+    blocks.push_back(hot);
+  }
+  return Limit(groups, std::move(blocks), demand);
+}
+
+bool HoldSequence(const std::vector<LayerGroup>& groups, const std::vector<int64_t>& blocks,
+                  int64_t num_tokens, int64_t chunk) {
+  for (size_t g = 0; g < groups.size(); ++g) {
+    if (groups[g].BlocksPerSequence(num_tokens, chunk) > blocks[g] ||
+        (HasHot(groups) &&
+         groups[g].HotBlocksPerSequence(num_tokens, chunk) > blocks[groups.size() + g])) {
+      return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace turbomind

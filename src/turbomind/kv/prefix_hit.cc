@@ -1,0 +1,83 @@
+#include "turbomind/kv/prefix_hit.h"
+
+#include <algorithm>
+#include <functional>
+
+namespace turbomind {
+namespace {
+
+// For ranges of blocks: is each of them there?
+class Presence {
+ public:
+  Presence(int64_t num_blocks, const std::function<bool(size_t)>& is_present) {
+    int64_t run = 0;
+    for (int64_t i = 0; i < num_blocks; ++i) {
+      run = is_present(static_cast<size_t>(i)) ? run + 1 : 0;
+      runs_.push_back(run);
+    }
+  }
+
+  bool Has(int64_t begin, int64_t end) const {
+    return begin >= end || runs_[static_cast<size_t>(end - 1)] >= end - begin;
+  }
+
+ private:
+  std::vector<int64_t> runs_;  // blocks present without a gap up to each
+};
+
+struct GroupPresence {
+  const LayerGroup& group;
+  Presence cold;
+  Presence hot;
+  Presence either;
+
+  bool IsFound(int64_t n) const { return either.Has(First(n), n); }
+  bool IsUsable(int64_t n) const {
+    const HotRule& rule = group.rule;
+    const int64_t first = First(n);
+    if (!rule.enabled()) {
+      return cold.Has(first, n);
+    }
+    const int64_t sinks_end = std::min<int64_t>(rule.sink_blocks, n);
+    const int64_t cold_begin = std::max(first, sinks_end);
+    const int64_t recent = std::max(cold_begin, n - rule.recent_blocks);
+    const int64_t leaving = std::max(cold_begin, recent - 1);
+    return hot.Has(first, sinks_end) && cold.Has(cold_begin, leaving) &&
+           either.Has(leaving, recent) && hot.Has(recent, n);
+  }
+
+ private:
+  int64_t First(int64_t n) const {
+    return group.FirstVisibleBlock(n * group.layout.config().block_seq_len);
+  }
+};
+
+}  // namespace
+
+PrefixHit FindPrefixHit(const std::vector<LayerGroup>& groups,
+                        const std::vector<std::vector<int>>& path) {
+  const auto num_blocks = static_cast<int64_t>(path.size());
+  std::vector<GroupPresence> present;
+  for (size_t g = 0; g < groups.size(); ++g) {
+    const auto has_cold = [&](size_t i) { return path[i][g] >= 0; };
+    const auto has_hot = [&](size_t i) {
+      return groups[g].rule.enabled() && path[i][groups.size() + g] >= 0;
+    };
+    const auto has_either = [&](size_t i) { return has_cold(i) || has_hot(i); };
+    present.push_back({groups[g], Presence(num_blocks, has_cold), Presence(num_blocks, has_hot),
+                       Presence(num_blocks, has_either)});
+  }
+  PrefixHit hit;
+  for (int64_t n = num_blocks; n > 0 && hit.num_blocks == 0; --n) {
+    const auto all = [&](auto of_group) { return std::ranges::all_of(present, of_group); };
+    if (hit.num_found == 0 && all([n](const GroupPresence& g) { return g.IsFound(n); })) {
+      hit.num_found = n;
+    }
+    if (all([n](const GroupPresence& g) { return g.IsUsable(n); })) {
+      hit.num_blocks = n;
+    }
+  }
+  return hit;
+}
+
+}  // namespace turbomind

@@ -1,0 +1,94 @@
+// SequenceManager::CheckIntegrity: the invariants of its header, read off the tables.
+
+#include <algorithm>
+
+#include "turbomind/core/check.h"
+#include "turbomind/kv/sequence_manager.h"
+
+namespace turbomind {
+
+void SequenceManager::CheckTables(const Sequence& sequence, int group) const {
+  const LayerGroup& layers = cache_.groups()[static_cast<size_t>(group)];
+  const HotRule& rule = layers.rule;
+  const std::vector<int32_t>& cold = sequence.tables[static_cast<size_t>(group)];
+  const std::vector<int64_t>& unquantised = sequence.unquantised[static_cast<size_t>(group)];
+  const auto num_blocks = static_cast<int64_t>(cold.size());
+  const int64_t n = sequence.num_written;
+  const int64_t first = layers.FirstVisibleBlock(n);
+  Check(n <= num_blocks * cache_.block_seq_len(), "written tokens have slots");
+  if (!rule.enabled()) {
+    for (int64_t i = 0; i < num_blocks; ++i) {
+      Check((cold[static_cast<size_t>(i)] >= 0) == (i >= first),
+            "a table has the visible blocks and no others");
+    }
+    return;
+  }
+  const std::vector<int32_t>& hot = sequence.tables[static_cast<size_t>(cache_.HotPool(group))];
+  Check(hot.size() == cold.size(), "the tables of a group have the same length");
+  Check(std::ranges::is_sorted(unquantised), "slots to be written are listed in order");
+  for (int64_t i = 0; i < num_blocks; ++i) {
+    const bool is_hot = hot[static_cast<size_t>(i)] >= 0;
+    const bool has_slot = cold[static_cast<size_t>(i)] >= 0;
+    const bool is_pending = std::ranges::binary_search(unquantised, i);
+    const bool is_cold = has_slot && !is_pending;
+    Check(has_slot || !is_pending, "a block that is to be quantised has a cold slot");
+    if (i < first) {
+      Check(!is_hot && !has_slot, "behind the window there is nothing");
+    } else if (i * cache_.block_seq_len() >= n) {
+      Check(is_hot && !is_cold, "tokens to come are written hot");
+    } else if (rule.IsHot(i, n)) {
+      Check(is_hot, "what the next query sees hot is hot");
+      Check(i >= rule.sink_blocks || !has_slot, "sinks are never quantised");
+    } else if (rule.IsHot(i, n - 1)) {
+      Check(is_hot || is_cold, "a block that leaves the recent ones is in one of the pools");
+    } else {
+      Check(is_cold && !is_hot, "what the last query saw cold is cold alone");
+    }
+  }
+}
+
+void SequenceManager::CheckPool(int pool, bool check_scale_bytes) const {
+  const BlockManager& manager = managers_[static_cast<size_t>(pool)];
+  const LayerGroup& layers = cache_.groups()[static_cast<size_t>(pool % cache_.num_groups())];
+  const block::Layout& layout = pool < cache_.num_groups() ? layers.layout : *layers.hot_layout;
+  manager.CheckIntegrity();
+  Check(cache_.data_bytes(pool) == manager.total() * layout.block_bytes() &&
+            cache_.scale_bytes(pool) == manager.total() * layout.scale_block_bytes(),
+        "data and scales have a place for every block");
+  std::vector<int> users(static_cast<size_t>(manager.high_water()), 0);
+  for (const auto& [id, sequence] : sequences_) {
+    for (const int32_t block : sequence.tables[static_cast<size_t>(pool)]) {
+      if (block >= 0) {
+        ++users.at(static_cast<size_t>(block));
+      }
+    }
+  }
+  int64_t kept = 0;
+  for (int block = 0; block < static_cast<int>(users.size()); ++block) {
+    Check(manager.num_users(block) == users[static_cast<size_t>(block)],
+          "a block's reference count is the number of sequences that use it");
+    Check(manager.is_kept(block) == trie_.Contains({pool, block}),
+          "a block is kept if and only if it is in the trie");
+    if (manager.is_kept(block)) {
+      ++kept;
+      if (check_scale_bytes) {
+        cache_.CheckScaleBytes(pool, block);
+      }
+    }
+  }
+  Check(kept == trie_.num_blocks(pool), "every block of the trie was handed out");
+}
+
+void SequenceManager::CheckIntegrity(bool check_scale_bytes) const {
+  trie_.CheckIntegrity();
+  for (const auto& [id, sequence] : sequences_) {
+    for (int group = 0; group < cache_.num_groups(); ++group) {
+      CheckTables(sequence, group);
+    }
+  }
+  for (int pool = 0; pool < num_pools(); ++pool) {
+    CheckPool(pool, check_scale_bytes);
+  }
+}
+
+}  // namespace turbomind

@@ -1,0 +1,293 @@
+#pragma once
+
+// Attention over a small cache, in chunks of any size, and the same in double precision, for the
+// tests of the attention ops.
+
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "cpu/kv_fixture.h"
+#include "turbomind/backend/cpu/cpu_device.h"
+#include "turbomind/backend/cpu/cpu_kv_ops.h"
+#include "turbomind/ops/attention.h"
+
+namespace turbomind {
+
+inline constexpr float kSentinel = 12345.f;
+// Largest error against double precision, as a share of the largest |v|: FP32 sums of up to 333
+// weights and 256 products (observed below 4e-6). Affine codes cancel: code * scale is up to
+// 2^bits times finer than the zero point it is added to.
+inline constexpr double kMaxError = 1e-5;
+inline constexpr double kMaxErrorAffine = 3e-5;
+
+struct Case {
+  CacheShape shape;
+  int group = 3;
+  int window = 0;
+  bool sinks = false;
+  int first = 200;  // queries are positions [first, context)
+  HotTokens hot;
+  bool mean = false;  // K has lost a mean: sinks are lowered
+};
+
+// The layer's pool and, where anything is hot, the 16-bit one with the same rows.
+struct Caches {
+  explicit Caches(const Case& c, uint8_t poison = 0xff)
+      : cold(c.shape, poison),
+        hot(HotShape(c.shape), poison),
+        rule(MakeHotRule(c.hot, c.shape.block_seq_len)) {}
+
+  static CacheShape HotShape(const CacheShape& shape) {
+    CacheShape hot = shape;
+    hot.k = hot.v = KvCacheMode::kNone;
+    hot.first_block = 2;
+    return hot;
+  }
+  // A row as the query at `position` sees it.
+  const float* Decoded(KvSide side, int head, int token, int position) {
+    const bool is_hot = rule.enabled() && rule.IsHot(token / cold.shape().block_seq_len, position);
+    return (is_hot ? hot : cold).Decoded(side, head, token);
+  }
+
+  TestCache cold;
+  TestCache hot;
+  HotRule rule;
+};
+
+struct Inputs {
+  std::vector<float> q;  // [context, q_heads, head_dim]; rows before `first` are not read
+  std::vector<float> sinks;
+  std::vector<float> q_dot_mean;  // [context, q_heads]
+};
+
+inline Inputs MakeInputs(const Case& c) {
+  std::mt19937 random(7);
+  std::normal_distribution<float> normal;
+  Inputs in;
+  const int q_heads = c.group * c.shape.kv_heads;
+  in.q.resize(static_cast<size_t>(c.shape.context) * q_heads * c.shape.head_dim);
+  for (float& x : in.q) {
+    x = normal(random);
+  }
+  for (int h = 0; h < q_heads; ++h) {
+    in.sinks.push_back(normal(random) + 4.f);  // heavy: a dropped sink must show
+  }
+  for (int i = 0; i < c.shape.context * q_heads; ++i) {
+    in.q_dot_mean.push_back(4.f * normal(random));
+  }
+  return in;
+}
+
+// What the steps of one run share.
+struct Run {
+  const CpuKvKernels& kernels;
+  ThreadPool& pool;
+  const Case& c;
+  Caches& caches;
+  const Inputs& in;
+};
+
+// The tables of one step: only blocks that some query of [begin, begin + count) sees in that view.
+struct StepTables {
+  std::vector<int32_t> cold;
+  std::vector<int32_t> hot;
+};
+
+inline StepTables TablesOf(const Run& run, int begin, int count) {
+  const Case& c = run.c;
+  if (!run.caches.rule.enabled()) {
+    return {run.caches.cold.table(), {}};
+  }
+  const size_t blocks = run.caches.cold.table().size();
+  StepTables tables = {std::vector<int32_t>(blocks, -1), std::vector<int32_t>(blocks, -1)};
+  for (int position = begin; position < begin + count; ++position) {
+    const int first = c.window > 0 ? std::max(0, position + 1 - c.window) : 0;
+    for (int t = first; t <= position; ++t) {
+      const auto block = static_cast<size_t>(t / c.shape.block_seq_len);
+      if (run.caches.rule.IsHot(static_cast<int64_t>(block), position)) {
+        tables.hot[block] = run.caches.hot.table()[block];
+      } else {
+        tables.cold[block] = run.caches.cold.table()[block];
+      }
+    }
+  }
+  return tables;
+}
+
+// Attention of the queries [begin, begin + count), as one step.
+inline void RunStep(const Run& run, int begin, int count, float* out) {
+  const Case& c = run.c;
+  const int q_heads = c.group * c.shape.kv_heads;
+  const int32_t cu_seqlens[2] = {0, count};
+  const int32_t context = begin + count;
+  std::vector<int32_t> positions(count);
+  std::iota(positions.begin(), positions.end(), begin);
+  AttentionParams p;
+  p.q_stride = static_cast<int64_t>(q_heads) * c.shape.head_dim;
+  p.q = run.in.q.data() + begin * p.q_stride;
+  p.out = out;
+  p.q_heads = q_heads;
+  p.softmax_scale = 1.f / std::sqrt(static_cast<float>(c.shape.head_dim));
+  p.window = c.window;
+  p.sinks = c.sinks ? run.in.sinks.data() : nullptr;
+  p.q_dot_mean = c.mean ? run.in.q_dot_mean.data() + begin * q_heads : nullptr;
+  p.kv = run.caches.cold.view();
+  p.rule = run.caches.rule;
+  const StepTables tables = TablesOf(run, begin, count);
+  p.batch = {1,
+             count == 1 ? 1 : 0,
+             count,
+             cu_seqlens,
+             &context,
+             positions.data(),
+             tables.cold.data(),
+             static_cast<int64_t>(tables.cold.size())};
+  if (p.rule.enabled()) {
+    p.hot = run.caches.hot.view();
+    p.batch.hot_tables = tables.hot.data();
+  }
+  CpuKvScratch memory;
+  if (count == 1) {
+    CpuDecodeAttention(run.kernels, run.pool, memory, p);
+  } else {
+    CpuPrefillAttention(run.kernels, run.pool, memory, p);
+  }
+}
+
+inline std::vector<float> RunChunks(const CpuKvKernels& kernels, ThreadPool& pool, const Case& c,
+                                    Caches& caches, const Inputs& in, int chunk) {
+  const int64_t row = static_cast<int64_t>(c.group) * c.shape.kv_heads * c.shape.head_dim;
+  std::vector<float> out(static_cast<size_t>((c.shape.context - c.first) * row) + 1, kSentinel);
+  for (int begin = c.first; begin < c.shape.context; begin += chunk) {
+    const int count = std::min(chunk, c.shape.context - begin);
+    RunStep({kernels, pool, c, caches, in}, begin, count, out.data() + (begin - c.first) * row);
+  }
+  CHECK(out.back() == kSentinel);
+  out.pop_back();
+  return out;
+}
+
+inline bool SameBits(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+// Plain attention in double precision over what the codecs decode: one query head.
+inline std::vector<double> Reference(const Case& c, Caches& caches, const Inputs& in, int position,
+                                     int q_head) {
+  const int dim = c.shape.head_dim;
+  const int head = q_head / c.group;
+  const int q_heads = c.group * c.shape.kv_heads;
+  const float* q = in.q.data() + (static_cast<int64_t>(position) * q_heads + q_head) * dim;
+  const int begin = c.window > 0 ? std::max(0, position + 1 - c.window) : 0;
+  const double scale = 1.f / std::sqrt(static_cast<float>(dim));
+  const double shift =
+      c.mean ? scale * in.q_dot_mean[static_cast<size_t>(position * q_heads + q_head)] : 0;
+  const double sink = in.sinks[static_cast<size_t>(q_head)] - shift;
+  std::vector<double> scores;
+  double largest = c.sinks ? sink : -1e300;
+  for (int t = begin; t <= position; ++t) {
+    const float* k = caches.Decoded(KvSide::kK, head, t, position);
+    double score = 0;
+    for (int d = 0; d < dim; ++d) {
+      score += static_cast<double>(q[d]) * k[d];
+    }
+    scores.push_back(score * scale);
+    largest = std::max(largest, scores.back());
+  }
+  double total = c.sinks ? std::exp(sink - largest) : 0;
+  std::vector<double> out(dim, 0.0);
+  for (int t = begin; t <= position; ++t) {
+    const double weight = std::exp(scores[t - begin] - largest);
+    total += weight;
+    for (int d = 0; d < dim; ++d) {
+      out[d] += weight * caches.Decoded(KvSide::kV, head, t, position)[d];
+    }
+  }
+  for (double& x : out) {
+    x /= total;
+  }
+  return out;
+}
+
+// Largest error of some queries, as a share of the largest |v|.
+inline double ErrorOf(const Case& c, Caches& caches, const Inputs& in,
+                      const std::vector<float>& out) {
+  const int q_heads = c.group * c.shape.kv_heads;
+  const int dim = c.shape.head_dim;
+  double largest = 0;
+  double error = 0;
+  for (int t = 0; t < c.shape.context; ++t) {
+    for (int d = 0; d < dim; ++d) {
+      largest = std::max<double>(largest, std::fabs(caches.hot.Decoded(KvSide::kV, 0, t)[d]));
+    }
+  }
+  for (int position = c.first; position < c.shape.context; position += 19) {
+    for (int h = 0; h < q_heads; ++h) {
+      const std::vector<double> want = Reference(c, caches, in, position, h);
+      const float* got =
+          out.data() + (static_cast<int64_t>(position - c.first) * q_heads + h) * dim;
+      for (int d = 0; d < dim; ++d) {
+        const double difference = std::fabs(got[d] - want[d]);
+        error = std::max(error, std::isnan(difference) ? 1e300 : difference);
+      }
+    }
+  }
+  return error / largest;
+}
+
+struct ModePair {
+  KvCacheMode k;
+  KvCacheMode v;
+};
+
+inline std::vector<ModePair> ListedPairs() {
+  std::vector<ModePair> pairs;
+  for (KvCacheMode mode : kAllKvCacheModes) {
+    pairs.push_back({mode, mode});
+  }
+  for (KvCacheMode k : {KvCacheMode::kNone, KvCacheMode::kInt8, KvCacheMode::kFp8E4m3}) {
+    for (KvCacheMode v : {KvCacheMode::kInt4, KvCacheMode::kFp4Mx, KvCacheMode::kFp4Nv}) {
+      pairs.push_back({k, v});
+    }
+  }
+  return pairs;
+}
+
+inline bool Affine(const ModePair& pair) {
+  return pair.k == KvCacheMode::kInt8 || pair.k == KvCacheMode::kInt4;
+}
+
+inline std::string Name(const Case& c, const std::string& isa) {
+  return isa + " k=" + ToString(c.shape.k) + " v=" + ToString(c.shape.v) + " " +
+         ToString(c.shape.dtype) + " dim=" + std::to_string(c.shape.head_dim) +
+         " group=" + std::to_string(c.group) + " window=" + std::to_string(c.window) +
+         " sinks=" + std::to_string(c.sinks) + " block=" + std::to_string(c.shape.block_seq_len) +
+         " hot=" + std::to_string(c.hot.sink_tokens) + "," + std::to_string(c.hot.recent_tokens);
+}
+
+// Every chunking gives the same bits, close to double precision. Returns the bits.
+inline std::vector<float> CheckCase(const Case& c, const std::string& isa, bool affine) {
+  INFO(Name(c, isa));
+  ThreadPool pool(2);
+  const CpuKvKernels kernels = CpuKvKernelsFor(isa);
+  Caches caches(c);
+  const Inputs in = MakeInputs(c);
+  const std::vector<float> whole = RunChunks(kernels, pool, c, caches, in, c.shape.context);
+  for (int chunk : {1, 16, 64}) {
+    INFO("chunk " << chunk);
+    CHECK(SameBits(whole, RunChunks(kernels, pool, c, caches, in, chunk)));
+  }
+  CHECK(ErrorOf(c, caches, in, whole) < (affine ? kMaxErrorAffine : kMaxError));
+  return whole;
+}
+
+inline std::string BestIsa() { return AvailableCpuIsas().back(); }
+
+}  // namespace turbomind

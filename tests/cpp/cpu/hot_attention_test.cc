@@ -1,0 +1,160 @@
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "cpu/attention_fixture.h"
+
+namespace turbomind {
+namespace {
+
+constexpr HotTokens kBalanced = {64, 64};
+
+TEST_CASE("hot blocks: prefill and decode agree bit for bit and with double precision") {
+  for (const ModePair& pair : ListedPairs()) {
+    for (int dim : {64, 80, 96, 128, 256}) {
+      for (int block : {16, 32, 64, 128}) {
+        Case c;
+        c.shape.k = pair.k;
+        c.shape.v = pair.v;
+        c.shape.head_dim = dim;
+        c.shape.block_seq_len = block;
+        c.shape.context = block == 64 ? 600 : 333;
+        c.shape.dtype = dim == 96    ? DataType::kFloat16
+                        : dim == 256 ? DataType::kFloat32
+                                     : DataType::kBFloat16;
+        c.group = block == 16 ? 1 : block == 32 ? 7 : 3;
+        c.window = block == 32 ? 100 : block == 128 ? 200 : 0;
+        c.sinks = block >= 64;
+        c.mean = block == 64;
+        c.first = c.shape.context - 140;
+        c.hot = kBalanced;
+        CheckCase(c, BestIsa(), Affine(pair));
+      }
+    }
+  }
+}
+
+TEST_CASE("hot blocks: every position from 0 on, other sizes of what is hot, windows") {
+  constexpr HotTokens kSizes[] = {{64, 64}, {64, 0}, {0, 64}, {0, 0}, {128, 128}, {64, 256}};
+  int i = 0;
+  for (const HotTokens& hot : kSizes) {
+    for (int block : {16, 32, 64, 128}) {
+      for (int window : {0, 30, 64, 100, 150}) {
+        Case c;
+        c.shape.k = c.shape.v = i % 3 == 0   ? KvCacheMode::kFp4Nv
+                                : i % 3 == 1 ? KvCacheMode::kInt4
+                                             : KvCacheMode::kFp8E4m3;
+        c.shape.kv_heads = 1;
+        c.shape.block_seq_len = block;
+        c.shape.context = 400;
+        c.group = 2;
+        c.window = window;
+        c.sinks = i % 2 == 0;
+        c.first = 0;
+        c.hot = hot;
+        CheckCase(c, BestIsa(), Affine({c.shape.k, c.shape.v}));
+        ++i;
+      }
+    }
+  }
+}
+
+TEST_CASE("hot blocks: every instruction set gives the same bits") {
+  for (const ModePair& pair : ListedPairs()) {
+    for (int block : {16, 64}) {
+      Case c;
+      c.shape.k = pair.k;
+      c.shape.v = pair.v;
+      c.shape.head_dim = block == 16 ? 80 : 64;
+      c.shape.block_seq_len = block;
+      c.shape.context = 270;
+      c.group = block == 16 ? 2 : 5;
+      c.sinks = true;
+      c.mean = true;
+      c.first = 250;
+      c.hot = kBalanced;
+      const std::vector<float> want = CheckCase(c, BestIsa(), Affine(pair));
+      for (const std::string& isa : AvailableCpuIsas()) {
+        CHECK(SameBits(want, CheckCase(c, isa, Affine(pair))));
+      }
+    }
+  }
+}
+
+TEST_CASE("hot blocks: slots and blocks that a query does not see do not matter") {
+  ThreadPool pool(1);
+  const CpuKvKernels kernels = CpuKvKernelsFor(BestIsa());
+  for (const ModePair& pair : ListedPairs()) {
+    Case c;
+    c.shape.k = pair.k;
+    c.shape.v = pair.v;
+    c.window = 150;
+    c.first = 300;
+    c.hot = kBalanced;
+    const Inputs in = MakeInputs(c);
+    Caches clean(c, 0x00);
+    const std::vector<float> want = RunChunks(kernels, pool, c, clean, in, 64);
+    for (int poison : {0x7f, 0xff, 0x7e}) {
+      Caches cache(c, static_cast<uint8_t>(poison));
+      CHECK(SameBits(want, RunChunks(kernels, pool, c, cache, in, 64)));
+      CHECK(SameBits(want, RunChunks(kernels, pool, c, cache, in, 1)));
+    }
+  }
+}
+
+// The reference tells one block more or less in 16 bit apart from what is asked.
+TEST_CASE("hot blocks: a wrong rule is caught") {
+  Case c;
+  c.shape.k = c.shape.v = KvCacheMode::kInt4;
+  c.shape.context = 400;
+  c.hot = kBalanced;
+  ThreadPool pool(2);
+  const CpuKvKernels kernels = CpuKvKernelsFor(BestIsa());
+  Caches cache(c);
+  const Inputs in = MakeInputs(c);
+  for (int chunk : {1, 64}) {
+    const std::vector<float> out = RunChunks(kernels, pool, c, cache, in, chunk);
+    CHECK(ErrorOf(c, cache, in, out) < kMaxErrorAffine);
+    for (const HotTokens& other : {HotTokens{0, 64}, HotTokens{64, 0}, HotTokens{64, 128},
+                                   HotTokens{128, 64}, HotTokens{}}) {
+      Case wrong = c;
+      wrong.hot = other;
+      Caches wrong_cache(wrong);
+      CHECK(ErrorOf(wrong, wrong_cache, in, out) > 100 * kMaxErrorAffine);
+    }
+    Case with_mean = c;
+    with_mean.sinks = with_mean.mean = true;
+    const std::vector<float> lowered = RunChunks(kernels, pool, with_mean, cache, in, chunk);
+    CHECK(ErrorOf(with_mean, cache, in, lowered) < kMaxErrorAffine);
+    Case dropped = with_mean;
+    dropped.mean = false;
+    CHECK(ErrorOf(dropped, cache, in, lowered) > 100 * kMaxErrorAffine);
+  }
+}
+
+TEST_CASE("hot blocks: contexts that are hot throughout equal mode none") {
+  ThreadPool pool(1);
+  const CpuKvKernels kernels = CpuKvKernelsFor(BestIsa());
+  Case c;
+  c.shape.k = c.shape.v = KvCacheMode::kFp4Nv;
+  c.shape.context = 192;
+  c.first = 100;
+  c.hot = kBalanced;
+  Case none = c;
+  none.shape.k = none.shape.v = KvCacheMode::kNone;
+  none.hot = {};
+  const Inputs in = MakeInputs(c);
+  Caches cache(c);
+  Caches plain(none);
+  for (int chunk : {1, 64}) {
+    CHECK(SameBits(RunChunks(kernels, pool, c, cache, in, chunk),
+                   RunChunks(kernels, pool, none, plain, in, chunk)));
+  }
+}
+
+}  // namespace
+}  // namespace turbomind

@@ -1,0 +1,158 @@
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include "turbomind/engine/memory_plan.h"
+
+#include <doctest/doctest.h>
+
+#include <string>
+#include <vector>
+
+#include "turbomind/core/check.h"
+
+namespace turbomind {
+namespace {
+
+constexpr int64_t kFreeBytes = int64_t{1} << 32;
+
+// As SmolLM2-135M: 30 layers, 3 kv heads of 64.
+ModelConfig Model(std::vector<int> windows = std::vector<int>(30, 0)) {
+  ModelConfig model;
+  model.num_layers = static_cast<int>(windows.size());
+  model.hidden_size = 576;
+  model.intermediate_size = 1536;
+  model.num_heads = 9;
+  model.num_kv_heads = 3;
+  model.head_dim = 64;
+  model.vocab_size = 49152;
+  model.max_position = 8192;
+  model.rope.dim = 64;
+  model.windows = std::move(windows);
+  return model;
+}
+
+EngineConfig Config(KvCacheMode mode, HotTokens hot = {}) {
+  EngineConfig config;
+  config.kv_mode = mode;
+  config.session_len = 8192;
+  config.kv_quality.hot = hot;
+  return config;
+}
+
+TEST_CASE("bytes of a sequence: whole blocks of every pool") {
+  const ModelConfig model = Model();
+  // Rows of 64 values, K and V of 3 heads in 30 layers.
+  constexpr int64_t kRows = 64 * 2 * 3 * 30;
+  const EngineConfig balanced = Config(KvCacheMode::kFp4Nv, {64, 64});
+  CHECK(SequenceBytes(model, balanced, 8192) == kRows * (125 * 36 + 3 * 128));
+  CHECK(SequenceBytes(model, balanced, 1) == kRows * 128);
+  CHECK(SequenceBytes(model, balanced, 192) == kRows * 3 * 128);
+  CHECK(SequenceBytes(model, balanced, 193) == kRows * (36 + 3 * 128));
+  CHECK(SequenceBytes(model, Config(KvCacheMode::kFp4Nv), 8192) == kRows * 128 * 36);
+  CHECK(SequenceBytes(model, Config(KvCacheMode::kNone), 8192) == kRows * 128 * 128);
+  // The limit.
+  const double bits =
+      static_cast<double>(SequenceBytes(model, balanced, 8192)) * 8 / (8192. * 64 * 2 * 3 * 30);
+  CHECK(bits < 4.8);
+  CHECK(bits > 4.7);
+}
+
+TEST_CASE("bytes of a sliding sequence: what its window keeps") {
+  const ModelConfig model = Model({0, 128, 300});
+  constexpr int64_t kRows = 64 * 2 * 3;
+  // The next query, at 8192, sees blocks 126 and 127 through the window of 128, and 123 to 127
+  // through that of 300.
+  CHECK(SequenceBytes(model, Config(KvCacheMode::kFp4Nv, {64, 64}), 8192) ==
+        kRows * ((125 * 36 + 3 * 128) + 2 * 128 + (3 * 36 + 2 * 128)));
+  CHECK(SequenceBytes(model, Config(KvCacheMode::kFp4Nv), 8192) == kRows * (128 + 2 + 5) * 36);
+}
+
+TEST_CASE("the plan counts all pools") {
+  const ModelConfig model = Model();
+  const EngineConfig config = Config(KvCacheMode::kFp4Nv, {64, 64});
+  constexpr int64_t kRows = 64 * 2 * 3 * 30;
+  const MemoryPlan plan = PlanMemory(model, config, kFreeBytes, true);
+  const auto groups = MakeLayerGroups(CacheConfig(model, config));
+  const std::vector<int64_t> blocks = PlanBlocks(groups, config, kFreeBytes, true);
+  REQUIRE(blocks.size() == 2);
+  CHECK(plan.num_blocks == blocks[0]);
+  CHECK(plan.reserved_bytes == kRows * (blocks[0] * 36 + blocks[1] * 128));
+  CHECK(plan.reserved_bytes <= static_cast<int64_t>(0.8 * static_cast<double>(kFreeBytes)));
+  CHECK(plan.hot_bytes_per_sequence == kRows * 3 * 128);
+  CHECK(plan.session_bytes == kRows * (125 * 36 + 3 * 128));
+  CHECK(plan.session_bytes_none == kRows * 128 * 128);
+  CHECK(plan.bytes_per_token == 2 * 3 * 30 * 36);
+  CHECK(blocks[1] >= 32 * 4 + 127);  // max_batch_size short sequences and a step's 8192 tokens
+
+  const MemoryPlan raw = PlanMemory(model, Config(KvCacheMode::kFp4Nv), kFreeBytes, true);
+  CHECK(raw.hot_bytes_per_sequence == 0);
+  CHECK(raw.session_bytes == kRows * 128 * 36);
+}
+
+TEST_CASE("whatever the budget, one sequence of the length that fits runs in full chunks") {
+  const ModelConfig model = Model({0, 300, 300});
+  for (const HotTokens& hot : {HotTokens{0, 0}, {64, 64}, {128, 256}}) {
+    EngineConfig config = Config(KvCacheMode::kFp4Nv, hot);
+    config.max_batch_size = 7;
+    const auto groups = MakeLayerGroups(CacheConfig(model, config));
+    for (const bool is_cpu : {true, false}) {
+      for (int64_t free_bytes = 1 << 18; free_bytes < (int64_t{1} << 34); free_bytes *= 3) {
+        const std::vector<int64_t> blocks = PlanBlocks(groups, config, free_bytes, is_cpu);
+        const MemoryPlan plan = PlanMemory(model, config, free_bytes, is_cpu);
+        CHECK(plan.reserved_bytes <= static_cast<int64_t>(0.8 * static_cast<double>(free_bytes)));
+        // The longest sequence of the first pool fits the others.
+        int64_t longest = 8192;
+        while (groups[0].BlocksPerSequence(longest, 8192) > blocks[0]) {
+          --longest;
+        }
+        const bool is_cut = longest < 8192;
+        for (size_t g = 0; g < groups.size(); ++g) {
+          CHECK(blocks[g] >= 1);
+          if (!is_cut) {
+            CHECK(blocks[g] >= groups[g].BlocksPerSequence(longest, 8192));
+            CHECK(blocks[groups.size() + g] >= groups[g].HotBlocksPerSequence(longest, 8192));
+          }
+        }
+      }
+    }
+    for (const double count : {1., 2., 5., 100., 4096.}) {
+      config.cache_max_entry_count = count;
+      CHECK_NOTHROW(PlanMemory(model, config, kFreeBytes, true));
+    }
+  }
+}
+
+TEST_CASE("tokens that fit count hot blocks; the longest sequence is what the pools hold") {
+  const ModelConfig model = Model();
+  for (const HotTokens& hot : {HotTokens{}, {64, 64}, {128, 256}}) {
+    for (const int session_len : {128, 192, 1024, 8192}) {
+      for (const int batch : {1, 3}) {
+        EngineConfig config = Config(KvCacheMode::kFp4Nv, hot);
+        config.session_len = session_len;
+        config.max_batch_size = batch;
+        const MemoryPlan plan = PlanMemory(model, config, kFreeBytes, true);
+        CHECK(plan.max_sequence_tokens == session_len);
+        CHECK(plan.max_tokens == batch * session_len);
+      }
+    }
+  }
+  // Three hot blocks and five cold ones.
+  EngineConfig config = Config(KvCacheMode::kFp4Nv, {64, 64});
+  config.cache_max_entry_count = 5;
+  CHECK(PlanMemory(model, config, kFreeBytes, true).max_sequence_tokens == 8 * 64);
+}
+
+TEST_CASE("what does not fit is refused with the bytes it takes") {
+  EngineConfig config = Config(KvCacheMode::kFp4Nv, {64, 64});
+  try {
+    PlanMemory(Model(), config, 100'000, true);
+    FAIL("100 kB were taken");
+  } catch (const InvalidArgument& error) {
+    // A cold block, unused, and a hot one.
+    const std::string bytes = std::to_string(64 * 2 * 3 * 30 * (36 + 128));
+    CHECK(std::string(error.what()).find(bytes) != std::string::npos);
+  }
+  config.kv_quality.hot = {64, 65};
+  CHECK_THROWS_AS(PlanMemory(Model(), config, kFreeBytes, true), InvalidArgument);
+}
+
+}  // namespace
+}  // namespace turbomind

@@ -1,0 +1,64 @@
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include "turbomind/kv/block_trie.h"
+
+#include <doctest/doctest.h>
+
+#include <vector>
+
+#include "turbomind/core/check.h"
+
+namespace turbomind {
+namespace {
+
+// Blocks of two tokens.
+const std::vector<int32_t> kTokens = {1, 2, 3, 4, 5, 6};
+
+TEST_CASE("a node lives while one pool of the full-attention group has its block") {
+  // Pools: full attention cold, a window's cold, then the hot ones.
+  BlockTrie trie(4, {0, 2}, 2);
+  trie.Insert(kTokens, {{-1, 11, 12}, {20, 21, 22}, {30, 31, -1}, {40, 41, 42}});
+  trie.CheckIntegrity();
+  CHECK(trie.Twin({2, 31}, 0) == 11);
+  CHECK(trie.Twin({2, 30}, 0) == -1);
+  CHECK(trie.Remove({2, 31}) == std::vector<PoolBlock>{{2, 31}});  // 11 is left
+  CHECK(trie.Remove({3, 41}) == std::vector<PoolBlock>{{3, 41}});
+  CHECK(trie.Find(kTokens).size() == 3);
+  trie.CheckIntegrity();
+  // The second node's last one: it leaves with what the window has, and with the third node.
+  const std::vector<PoolBlock> taken = trie.Remove({0, 11});
+  CHECK(taken == std::vector<PoolBlock>{{0, 11}, {1, 21}, {0, 12}, {1, 22}, {3, 42}});
+  CHECK(trie.Find(kTokens).size() == 1);
+  trie.CheckIntegrity();
+  CHECK_THROWS_AS(trie.Remove({0, 11}), InternalError);
+  CHECK_THROWS_AS(trie.Twin({0, 11}, 2), InternalError);
+  CHECK(trie.Remove({2, 30}).size() == 3);
+  CHECK(trie.Blocks().empty());
+}
+
+TEST_CASE("places that are free are taken, others are left alone") {
+  BlockTrie trie(2, {0, 1}, 2);
+  trie.Insert(kTokens, {{-1, -1, -1}, {1, 2, 3}});
+  const std::vector<PoolBlock> entered = trie.Insert(kTokens, {{4, 5, -1}, {6, -1, 7}});
+  CHECK(entered == std::vector<PoolBlock>{{0, 4}, {0, 5}});
+  CHECK(trie.Find(kTokens) == std::vector<std::vector<int>>{{4, 1}, {5, 2}, {-1, 3}});
+  CHECK(trie.num_blocks(0) == 2);
+  CHECK(trie.num_blocks(1) == 3);
+  trie.CheckIntegrity();
+}
+
+TEST_CASE("without a full-attention group a block goes alone") {
+  BlockTrie trie(2, {}, 2);
+  trie.Insert(kTokens, {{1, 2, 3}, {4, 5, 6}});
+  CHECK(trie.Remove({0, 1}).size() == 1);
+  CHECK(trie.Remove({1, 4}).size() == 1);
+  trie.CheckIntegrity();
+  CHECK(trie.Find(kTokens).size() == 3);
+  for (const PoolBlock& block : trie.Blocks()) {
+    trie.Remove(block);
+    trie.CheckIntegrity();
+  }
+  CHECK(trie.Find(kTokens).empty());
+}
+
+}  // namespace
+}  // namespace turbomind

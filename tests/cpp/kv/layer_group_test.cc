@@ -1,0 +1,204 @@
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include "turbomind/kv/layer_group.h"
+
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <set>
+#include <vector>
+
+#include "turbomind/core/check.h"
+
+namespace turbomind {
+namespace {
+
+KvCacheConfig Config(std::vector<int> windows, KvCacheMode mode = KvCacheMode::kFp4Nv) {
+  return MakeKvCacheConfig(windows, mode, 2, 32, 16, DataType::kBFloat16);
+}
+
+TEST_CASE("layers are grouped by what they keep") {
+  const std::vector<LayerGroup> groups = MakeLayerGroups(Config({40, 0, 40, 8, 0}));
+  REQUIRE(groups.size() == 3);
+  CHECK(groups[0].window == 0);
+  CHECK(groups[0].layers == std::vector<int>{1, 4});
+  CHECK(groups[1].window == 8);
+  CHECK(groups[1].layers == std::vector<int>{3});
+  CHECK(groups[2].window == 40);
+  CHECK(groups[2].layers == std::vector<int>{0, 2});
+  CHECK(groups[2].bytes_per_block() == 2 * groups[1].bytes_per_block());
+  CHECK_THROWS_AS(MakeLayerGroups(Config({0, -1})), InvalidArgument);
+  CHECK_THROWS_AS(MakeLayerGroups(Config({})), InvalidArgument);
+}
+
+TEST_CASE("the first visible block is that of the oldest position in the window") {
+  const std::vector<LayerGroup> groups = MakeLayerGroups(Config({0, 40}));
+  for (int64_t position = 0; position < 300; ++position) {
+    CHECK(groups[0].FirstVisibleBlock(position) == 0);
+    const int64_t oldest = position - 40 + 1 > 0 ? position - 40 + 1 : 0;  // in (p − window, p]
+    CHECK(groups[1].FirstVisibleBlock(position) == oldest / 16);
+  }
+  CHECK(groups[0].BlocksPerSequence(100, 8) == 7);
+  CHECK(groups[1].BlocksPerSequence(1000, 1) == 3 + 2 + 1);
+  CHECK(groups[1].BlocksPerSequence(20, 1) == 2);
+  // What a sequence really holds, step by step, never exceeds it.
+  for (const int64_t chunk : {1, 7, 16, 33, 100}) {
+    for (int64_t position = 0; position < 400; position += chunk) {
+      const int64_t held = (position + chunk + 15) / 16 - groups[1].FirstVisibleBlock(position);
+      CHECK(held <= groups[1].BlocksPerSequence(500, chunk));
+    }
+  }
+}
+
+LayerGroup HotGroup(HotTokens hot, int window, int block_seq_len) {
+  KvCacheConfig config =
+      MakeKvCacheConfig({window}, KvCacheMode::kFp4Nv, 2, 32, block_seq_len, DataType::kBFloat16);
+  config.hot = hot;
+  return MakeLayerGroups(config).front();
+}
+
+// Position by position, from the rule alone.
+std::set<int64_t> SeenCold(const LayerGroup& group, int64_t begin, int64_t end) {
+  const int64_t length = group.rule.block_seq_len;
+  std::set<int64_t> blocks;
+  for (int64_t p = begin; p < end; ++p) {
+    const int64_t oldest = group.window ? std::max<int64_t>(p - group.window + 1, 0) : 0;
+    for (int64_t b = oldest / length; b <= p / length; ++b) {
+      if (!group.rule.IsHot(b, p)) {
+        blocks.insert(b);
+      }
+    }
+  }
+  return blocks;
+}
+
+// Blocks that a query at `position` sees hot.
+std::set<int64_t> SeenHot(const LayerGroup& group, int64_t position) {
+  const int64_t length = group.rule.block_seq_len;
+  std::set<int64_t> blocks;
+  for (int64_t b = group.FirstVisibleBlock(position); b <= position / length; ++b) {
+    if (group.rule.IsHot(b, position)) {
+      blocks.insert(b);
+    }
+  }
+  return blocks;
+}
+
+struct Peak {
+  int64_t cold = 0;
+  int64_t hot = 0;
+};
+
+// Most blocks of a sequence of `total` tokens while steps of `chunk` tokens begin wherever they do.
+Peak PeakOf(const LayerGroup& group, int64_t total, int64_t chunk) {
+  const int64_t length = group.rule.block_seq_len;
+  Peak peak;
+  for (int64_t n = 0; n < total; ++n) {
+    const int64_t m = std::min(n + chunk, total);
+    const int64_t first = group.FirstVisibleBlock(n);
+    std::set<int64_t> cold = SeenCold(group, std::max<int64_t>(n - 1, 0), m);
+    cold.erase(cold.begin(), cold.lower_bound(first));
+    std::set<int64_t> hot = n > 0 ? SeenHot(group, n - 1) : std::set<int64_t>();
+    hot.erase(hot.begin(), hot.lower_bound(first));
+    for (int64_t b = n / length; b * length < m; ++b) {
+      hot.insert(b);
+    }
+    peak.cold = std::max(peak.cold, static_cast<int64_t>(cold.size()));
+    peak.hot = std::max(peak.hot, static_cast<int64_t>(hot.size()));
+  }
+  return peak;
+}
+
+constexpr HotTokens kHotTokens[] = {{0, 0}, {64, 0}, {0, 64}, {64, 64}, {128, 64}, {64, 192}};
+
+TEST_CASE("blocks that a step sees cold are those of the rule") {
+  for (const int length : {16, 32, 64, 128}) {
+    for (const HotTokens& tokens : kHotTokens) {
+      for (const int window : {0, 1, 17, 64, 65, 66, 129, 130, 200}) {
+        const LayerGroup group = HotGroup(tokens, window, length);
+        for (int64_t begin = 0; begin < 600; begin += 37) {
+          for (const int64_t chunk : {0, 1, 64, 150}) {
+            const BlockRange range = group.ColdBlocks(begin, begin + chunk);
+            std::set<int64_t> blocks;
+            for (int64_t b = range.begin; b < range.end; ++b) {
+              blocks.insert(b);
+            }
+            CHECK(blocks == SeenCold(group, begin, begin + chunk));
+            CHECK((!group.is_always_hot() || blocks.empty()));
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("a sequence's blocks: never more than said, and no fewer where it is long") {
+  for (const int length : {16, 64}) {
+    for (const HotTokens& tokens : kHotTokens) {
+      for (const int window : {0, 40, 65, 66, 200}) {
+        const LayerGroup group = HotGroup(tokens, window, length);
+        for (const int64_t chunk : {1, 16, 17, 100, 1000}) {
+          for (const int64_t total : {1, 64, 65, 300, 641}) {
+            const Peak peak = PeakOf(group, total, chunk);
+            CHECK(peak.cold <= group.BlocksPerSequence(total, chunk));
+            CHECK(peak.hot <= group.HotBlocksPerSequence(total, chunk));
+            if (total == 641 && chunk <= 17) {
+              CHECK(peak.cold == group.BlocksPerSequence(total, chunk));
+            }
+            if (total == 641 && chunk <= 17 && window == 0) {
+              CHECK(peak.hot == group.HotBlocksPerSequence(total, chunk));
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("blocks between steps") {
+  for (const int length : {16, 32, 64, 128}) {
+    for (const HotTokens& tokens : kHotTokens) {
+      for (const int window : {0, 40, 66, 200}) {
+        const LayerGroup group = HotGroup(tokens, window, length);
+        for (int64_t n = 1; n < 700; n += 9) {
+          std::set<int64_t> hot = SeenHot(group, n - 1);
+          hot.erase(hot.begin(), hot.lower_bound(group.FirstVisibleBlock(n)));
+          CHECK(group.HotBlocksHeld(n) == static_cast<int64_t>(hot.size()));
+          CHECK(group.ColdBlocksHeld(n) + group.HotBlocksHeld(n) ==
+                (n + length - 1) / length - group.FirstVisibleBlock(n));
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("known numbers") {
+  const LayerGroup full = HotGroup({64, 64}, 0, 64);
+  CHECK(full.ColdBlocksHeld(8192) == 125);
+  CHECK(full.HotBlocksHeld(8192) == 3);
+  CHECK(full.BlocksPerSequence(8192, 1) == 125);
+  CHECK(full.BlocksPerSequence(8192, 4096) == 125);
+  CHECK(full.HotBlocksPerSequence(8192, 1) == 4);
+  CHECK(full.HotBlocksPerSequence(8192, 4096) == 3 + 64);
+  CHECK(full.BlocksPerSequence(192, 192) == 0);
+  CHECK(full.HotBlocksPerSequence(192, 192) == 3);
+  CHECK(full.BlocksPerSequence(193, 1) == 1);
+  const LayerGroup sliding = HotGroup({64, 64}, 128, 64);  // as GPT-OSS
+  CHECK(sliding.BlocksPerSequence(8192, 1) == 1);
+  CHECK(sliding.HotBlocksPerSequence(8192, 1) == 3);  // never more than the window's blocks
+  CHECK(sliding.HotBlocksHeld(8192) == 2);
+  CHECK(sliding.ColdBlocksHeld(8192) == 0);
+  CHECK(sliding.ColdBlocksHeld(8129) == 1);
+  CHECK(HotGroup({64, 128}, 128, 64).BlocksPerSequence(8192, 8192) == 0);
+  const LayerGroup raw = HotGroup({}, 0, 64);
+  CHECK(raw.HotBlocksPerSequence(8192, 4096) == 0);
+  CHECK(raw.HotBlocksHeld(8192) == 0);
+  CHECK(raw.ColdBlocksHeld(8192) == 128);
+  // Absurd numbers do not overflow.
+  constexpr int64_t kHuge = int64_t{1} << 62;
+  CHECK(full.BlocksPerSequence(kHuge, kHuge) == kHuge / 64 - 3);
+  CHECK(full.HotBlocksPerSequence(kHuge, kHuge) == kHuge / 64);
+  CHECK(sliding.BlocksPerSequence(kHuge, kHuge) > 0);
+}
+
+}  // namespace
+}  // namespace turbomind

@@ -1,0 +1,170 @@
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include "turbomind/kv/pool_sizes.h"
+
+#include <doctest/doctest.h>
+
+#include <limits>
+#include <vector>
+
+#include "turbomind/core/check.h"
+
+namespace turbomind {
+namespace {
+
+KvCacheConfig Config(std::vector<int> windows, KvCacheMode mode = KvCacheMode::kFp4Nv) {
+  return MakeKvCacheConfig(windows, mode, 2, 32, 16, DataType::kBFloat16);
+}
+
+TEST_CASE("one group: blocks are the budget over data and scales together") {
+  const std::vector<LayerGroup> groups = MakeLayerGroups(Config({0, 0, 0}));
+  const KvDemand demand = {1024, 256, 0};
+  const int64_t each = groups[0].bytes_per_block();
+  CHECK(each == 3 * 16 * 2 * 2 * (16 + 2));
+  for (const int64_t budget : {int64_t{0}, each - 1, each, 10 * each - 1, 10 * each + 3}) {
+    CHECK(BlocksForBudget(groups, budget, demand) == std::vector<int64_t>{budget / each});
+  }
+  CHECK(BlocksForBudget(groups, -5, demand) == std::vector<int64_t>{0});
+  CHECK(BlocksForBudget(groups, int64_t{1} << 50, {1024, 256, 4}) == std::vector<int64_t>{4 * 64});
+  CHECK(BlocksForCount(groups, 77, demand) == std::vector<int64_t>{77});
+}
+
+TEST_CASE("several groups: the budget serves the same number of sequences in each") {
+  const std::vector<LayerGroup> groups = MakeLayerGroups(Config({0, 40, 40, 40}));
+  const KvDemand demand = {4096, 64, 0};
+  const int64_t budget = 100 << 20;
+  const std::vector<int64_t> blocks = BlocksForBudget(groups, budget, demand);
+  const int64_t bytes =
+      blocks[0] * groups[0].bytes_per_block() + blocks[1] * groups[1].bytes_per_block();
+  CHECK(bytes <= budget);
+  CHECK(bytes > budget - groups[0].bytes_per_block() - groups[1].bytes_per_block());
+  const double sequences[] = {
+      static_cast<double>(blocks[0]) / static_cast<double>(groups[0].BlocksPerSequence(4096, 64)),
+      static_cast<double>(blocks[1]) / static_cast<double>(groups[1].BlocksPerSequence(4096, 64))};
+  CHECK(sequences[0] == doctest::Approx(sequences[1]).epsilon(0.01));
+  CHECK(BlocksForCount(groups, 512, demand) == std::vector<int64_t>{512, 18});
+  CHECK_THROWS_AS(BlocksForBudget(groups, budget, {0, 1, 1}), InvalidArgument);
+  CHECK_THROWS_AS(BlocksForBudget(groups, budget, {1, -1, 1}), InvalidArgument);
+  CHECK_THROWS_AS(BlocksForCount(groups, 1, {1, 1, -1}), InvalidArgument);
+}
+
+std::vector<LayerGroup> HotGroups(std::vector<int> windows, HotTokens hot = {64, 64}) {
+  KvCacheConfig config =
+      MakeKvCacheConfig(windows, KvCacheMode::kFp4Nv, 2, 64, 64, DataType::kBFloat16);
+  config.hot = hot;
+  return MakeLayerGroups(config);
+}
+
+int64_t Bytes(const std::vector<LayerGroup>& groups, const std::vector<int64_t>& blocks) {
+  int64_t bytes = 0;
+  for (size_t g = 0; g < groups.size(); ++g) {
+    bytes += blocks[g] * groups[g].bytes_per_block() +
+             blocks[groups.size() + g] * groups[g].hot_bytes_per_block();
+  }
+  return bytes;
+}
+
+TEST_CASE("hot pools: what a number of sequences needs") {
+  const std::vector<LayerGroup> groups = HotGroups({0});
+  // 64 blocks each: 61 cold; sinks, recent, current, moving; a step's 512 tokens once.
+  const KvDemand demand = {.session_len = 4096, .chunk = 512};
+  CHECK(BlocksForSequences(groups, 0, demand) == std::vector<int64_t>{0, 0});
+  CHECK(BlocksForSequences(groups, 1, demand) == std::vector<int64_t>{61, 4 + 7});
+  CHECK(BlocksForSequences(groups, 10, demand) == std::vector<int64_t>{610, 40 + 7});
+  // Short sequences are hot altogether, whatever the chunk is.
+  const KvDemand brief = {.session_len = 128, .chunk = 8192};
+  CHECK(BlocksForSequences(groups, 10, brief) == std::vector<int64_t>{10, 20});
+  // Five blocks: one more than decode keeps, until the chunk is used up.
+  const KvDemand five = {.session_len = 320, .chunk = 512};
+  CHECK(BlocksForSequences(groups, 3, five) == std::vector<int64_t>{6, 15});
+  CHECK(BlocksForSequences(groups, 9, five) == std::vector<int64_t>{18, 9 * 4 + 7});
+}
+
+TEST_CASE("hot pools: the budget holds the same number of sequences in every pool") {
+  const std::vector<LayerGroup> groups = HotGroups({0, 128, 128});
+  const int64_t cold = groups[0].bytes_per_block();
+  const int64_t hot = groups[0].hot_bytes_per_block();
+  CHECK(cold == 2 * 2 * 64 * 36);
+  CHECK(hot == 2 * 2 * 64 * 128);
+  const KvDemand demand = {.session_len = 4096, .chunk = 512};
+  for (const int64_t n : {1, 2, 7, 100}) {
+    const std::vector<int64_t> needed = BlocksForSequences(groups, n, demand);
+    const int64_t budget = Bytes(groups, needed);
+    CHECK(BlocksForBudget(groups, budget, demand) == needed);
+    const std::vector<int64_t> less = BlocksForBudget(groups, budget - 1, demand);
+    const std::vector<int64_t> more = BlocksForBudget(groups, budget + 9 * (cold + hot), demand);
+    CHECK(Bytes(groups, more) <= budget + 9 * (cold + hot));
+    for (size_t pool = 0; pool < needed.size(); ++pool) {
+      CHECK(less[pool] <= needed[pool]);
+      CHECK(more[pool] >= needed[pool]);
+    }
+  }
+  CHECK(BlocksForBudget(groups, 0, demand) == std::vector<int64_t>(4, 0));
+  CHECK(BlocksForBudget(groups, -1, demand) == std::vector<int64_t>(4, 0));
+}
+
+TEST_CASE("hot pools: room for many short sequences, as far as a quarter of the budget goes") {
+  const std::vector<LayerGroup> groups = HotGroups({0});
+  const int64_t cold = groups[0].bytes_per_block();
+  const int64_t hot = groups[0].hot_bytes_per_block();
+  KvDemand demand = {.session_len = 65536, .chunk = 64};
+  const std::vector<int64_t> one = {1021, 4};
+  const int64_t budget = 4 * (one[0] * cold + one[1] * hot);
+  CHECK(BlocksForBudget(groups, budget, demand) == std::vector<int64_t>{4 * 1021, 16});
+  demand.num_running = 32;  // 128 blocks are less than a quarter
+  CHECK(BlocksForBudget(groups, budget, demand) ==
+        std::vector<int64_t>{(budget - 128 * hot) / cold, 128});
+  demand.num_running = 1000;
+  const int64_t quarter = budget / 4 / hot;
+  CHECK(quarter < 4000);
+  CHECK(BlocksForBudget(groups, budget, demand) ==
+        std::vector<int64_t>{(budget - quarter * hot) / cold, quarter});
+  // A sequence of session_len goes on to fit.
+  const int64_t tight = one[0] * cold + 10 * hot;
+  CHECK(BlocksForBudget(groups, tight, demand) == std::vector<int64_t>{1021, 10});
+  // Never more than max_sequences need.
+  demand.num_running = demand.max_sequences = 2;
+  CHECK(BlocksForBudget(groups, int64_t{1} << 50, demand) == std::vector<int64_t>{2042, 8});
+}
+
+TEST_CASE("hot pools: they come on top of a number of cold blocks") {
+  const std::vector<LayerGroup> groups = HotGroups({0});
+  KvDemand demand = {.session_len = 4096, .chunk = 8192};
+  // 61 cold blocks are one sequence of 4096 tokens, which may be written in one step.
+  CHECK(BlocksForCount(groups, 61, demand) == std::vector<int64_t>{61, 64});
+  // Shorter: 10 cold blocks, 13 in all.
+  CHECK(BlocksForCount(groups, 10, demand) == std::vector<int64_t>{10, 13});
+  CHECK(BlocksForCount(groups, 1, demand) == std::vector<int64_t>{1, 4});
+  CHECK(BlocksForCount(groups, 610, demand) == std::vector<int64_t>{610, 40 + 127});
+  demand.num_running = 50;
+  CHECK(BlocksForCount(groups, 610, demand) == std::vector<int64_t>{610, 200 + 127});
+  CHECK(BlocksForCount(groups, 10, demand) == std::vector<int64_t>{10, 13});
+  demand.max_sequences = 1;
+  CHECK(BlocksForCount(groups, 610, demand) == std::vector<int64_t>{61, 64});
+  CHECK(BlocksForCount(groups, 0, demand)[0] == 0);
+  // A pool into which nothing is quantised still exists.
+  const std::vector<int64_t> blocks =
+      BlocksForCount(HotGroups({0, 65}), 5, {.session_len = 4096, .chunk = 64});
+  CHECK(blocks == std::vector<int64_t>{5, 1, 4, 3});
+}
+
+TEST_CASE("absurd numbers saturate") {
+  const std::vector<LayerGroup> groups = HotGroups({0, 4096});
+  constexpr int64_t kHuge = std::numeric_limits<int64_t>::max();
+  const KvDemand demand = {
+      .session_len = kHuge / 2, .chunk = kHuge / 2, .max_sequences = 0, .num_running = kHuge};
+  for (const int64_t number : {int64_t{0}, int64_t{1}, int64_t{1} << 40, kHuge}) {
+    for (const auto& blocks :
+         {BlocksForBudget(groups, number, demand), BlocksForCount(groups, number, demand),
+          BlocksForBudget(groups, number, {1, 1, kHuge, kHuge}),
+          BlocksForCount(groups, number, {1, 1, kHuge, kHuge})}) {
+      REQUIRE(blocks.size() == 4);
+      for (const int64_t n : blocks) {
+        CHECK(n >= 0);
+        CHECK(n <= std::numeric_limits<int32_t>::max());
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace turbomind

@@ -1,0 +1,87 @@
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include "turbomind/kv/prefix_hit.h"
+
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <random>
+#include <vector>
+
+namespace turbomind {
+namespace {
+
+constexpr int kLength = 16;
+
+std::vector<LayerGroup> Groups(std::vector<int> windows, HotTokens hot) {
+  KvCacheConfig config =
+      MakeKvCacheConfig(windows, KvCacheMode::kFp4Nv, 1, 16, kLength, DataType::kBFloat16);
+  config.hot = hot;
+  return MakeLayerGroups(config);
+}
+
+bool Has(const std::vector<std::vector<int>>& path, int64_t block, size_t pool) {
+  return path[static_cast<size_t>(block)][pool] >= 0;
+}
+
+// The definition, block by block, for the query after n blocks.
+bool IsUsable(const std::vector<LayerGroup>& groups, const std::vector<std::vector<int>>& path,
+              int64_t n, bool any_pool) {
+  const int64_t position = n * kLength;
+  for (size_t g = 0; g < groups.size(); ++g) {
+    const int64_t oldest =
+        groups[g].window ? std::max<int64_t>(position - groups[g].window + 1, 0) : 0;
+    for (int64_t b = oldest / kLength; b < n; ++b) {
+      const HotRule& rule = groups[g].rule;
+      const bool cold = Has(path, b, g);
+      const bool hot = rule.enabled() && Has(path, b, groups.size() + g);
+      const bool seen_hot = rule.enabled() && rule.IsHot(b, position);
+      const bool just_left = rule.enabled() && !seen_hot && rule.IsHot(b, position - 1);
+      const bool usable = seen_hot ? hot : cold || (just_left && hot);
+      if (!(any_pool ? cold || hot : usable)) {
+        return false;
+      }
+    }
+  }
+  return true;
+}
+
+int64_t Longest(const std::vector<LayerGroup>& groups, const std::vector<std::vector<int>>& path,
+                bool any_pool) {
+  auto n = static_cast<int64_t>(path.size());
+  while (n > 0 && !IsUsable(groups, path, n, any_pool)) {
+    --n;
+  }
+  return n;
+}
+
+TEST_CASE("the longest usable prefix, whatever is missing") {
+  std::mt19937 random(1);
+  int64_t num_partial = 0;
+  int64_t num_cut = 0;
+  for (const HotTokens& hot : {HotTokens{}, {0, 0}, {64, 0}, {0, 64}, {64, 64}, {128, 192}}) {
+    for (const std::vector<int>& windows : {std::vector<int>{0}, {0, 40}, {66}, {0, 20, 150}}) {
+      const std::vector<LayerGroup> groups = Groups(windows, hot);
+      const size_t num_pools = groups.size() * (groups.front().rule.enabled() ? 2 : 1);
+      for (int round = 0; round < 300; ++round) {
+        const unsigned missing = 1 + random() % 20;  // percent
+        std::vector<std::vector<int>> path(random() % 24, std::vector<int>(num_pools, 1));
+        for (std::vector<int>& blocks : path) {
+          for (int& block : blocks) {
+            block = random() % 100 < missing ? -1 : 1;
+          }
+        }
+        const PrefixHit hit = FindPrefixHit(groups, path);
+        REQUIRE(hit.num_blocks == Longest(groups, path, false));
+        REQUIRE(hit.num_found == Longest(groups, path, true));
+        num_partial += hit.num_blocks > 0 && hit.num_blocks < static_cast<int64_t>(path.size());
+        num_cut += hit.num_found > hit.num_blocks;
+        REQUIRE((hot.recent_tokens >= 0 || hit.num_found == hit.num_blocks));
+      }
+    }
+  }
+  CHECK(num_partial > 1000);
+  CHECK(num_cut > 500);
+}
+
+}  // namespace
+}  // namespace turbomind

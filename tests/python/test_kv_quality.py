@@ -1,0 +1,291 @@
+"""Options of the cache's formats and quality: defaults, overrides, tables, errors in one line."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+
+from lmdeploy import TurbomindEngineConfig
+from lmdeploy.cli.arguments import engine_config
+from lmdeploy.cli.entrypoint import main, make_parser
+from lmdeploy.kv_formats import MAX_TABLE_BYTES, FormatPair, parse_cache_format
+from lmdeploy.turbomind.kv_quality import KvOptions, apply_kv_options, resolve_kv_options
+
+FULL = [0, 0, 0, 0]
+MIXED = [0, 16, 0, 16]
+FOUR_BIT = ["fp4", "mxfp4", "nvfp4", "int4"]
+
+
+def resolve(windows=FULL, **options) -> KvOptions:
+    return resolve_kv_options(TurbomindEngineConfig(**options), windows)
+
+
+def facts(options: KvOptions):
+    hot = (options.sink_tokens, options.recent_tokens)
+    return options.quality, options.rotation, options.scale_search, hot
+
+
+@pytest.mark.parametrize("name", FOUR_BIT)
+def test_balanced_is_the_default_of_four_bits(name):
+    assert facts(resolve(quant_policy=name)) == ("balanced", True, name != "int4", (64, 64))
+    assert resolve(quant_policy=name) == resolve(quant_policy=name, kv_quality="balanced")
+
+
+@pytest.mark.parametrize("name", ["none", "int8", "fp8", "fp8_e5m2", 0, 8])
+def test_raw_is_the_default_of_the_rest(name):
+    assert facts(resolve(quant_policy=name)) == ("raw", False, False, (0, -1))
+
+
+@pytest.mark.parametrize("name", [*FOUR_BIT, "int8", "fp8"])
+def test_raw_and_balanced_by_name(name):
+    assert facts(resolve(quant_policy=name, kv_quality="raw")) == ("raw", False, False, (0, -1))
+    quality, rotation, _, hot = facts(resolve(quant_policy=name, kv_quality="balanced"))
+    assert (quality, rotation, hot) == ("balanced", True, (64, 64))
+
+
+def test_sixteen_bits_have_nothing_to_improve(tmp_path):
+    for quality in ("raw", "balanced", "best"):
+        path = str(tmp_path / "c") if quality == "best" else None
+        options = resolve(kv_quality=quality, kv_calibration=path, kv_rotation=True)
+        assert facts(options) == ("raw", False, False, (0, -1)) and options.calibration is None
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"kv_rotation": False}, ("balanced", False, True, (64, 64))),
+        ({"kv_scale_search": False}, ("balanced", True, False, (64, 64))),
+        ({"kv_sink_tokens": 0}, ("balanced", True, True, (0, 64))),
+        ({"kv_recent_tokens": 128}, ("balanced", True, True, (64, 128))),
+        ({"kv_recent_tokens": -1}, ("balanced", True, True, (0, -1))),
+        ({"kv_recent_tokens": 0}, ("balanced", True, True, (64, 0))),
+        ({"kv_quality": "raw", "kv_rotation": True}, ("raw", True, False, (0, -1))),
+        ({"kv_quality": "raw", "kv_recent_tokens": 64}, ("raw", False, False, (0, 64))),
+        ({"kv_quality": "raw", "kv_sink_tokens": 64}, ("raw", False, False, (64, 0))),
+        ({"kv_quality": "raw", "kv_scale_search": True}, ("raw", False, True, (0, -1))),
+    ],
+)
+def test_each_option_replaces_one_ingredient(given, expected):
+    assert facts(resolve(quant_policy="nvfp4", **given)) == expected
+
+
+def test_what_is_shown():
+    assert resolve(quant_policy=8).quality_text == "raw"
+    text = resolve(quant_policy=4).quality_text
+    assert text == "balanced (K rotation, first 64 and newest 64+ tokens in 16 bit)"
+    options = resolve(quant_policy=16, kv_quality="best", kv_calibration="/a/b.safetensors")
+    assert options.quality_text.endswith("in 16 bit, calibration b.safetensors)")
+    assert options.labels() == {
+        "mode": "nvfp4",
+        "quality": "best",
+        "rotation": "true",
+        "scale_search": "true",
+        "sink_tokens": "64",
+        "recent_tokens": "64",
+        "calibration": "b.safetensors",
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"kv_quality": "good"}, r"kv_quality: got 'good', wanted one of .*best; .*--kv-quality"),
+        ({"kv_quality": ""}, "kv_quality: got ''"),
+        ({"kv_quality": "best"}, r"kv_quality: got 'best', wanted a calib.*--kv-calibration"),
+        ({"kv_calibration": "f"}, r"kv_calibration: got 'f' with kv_quality not given, wanted"),
+        ({"kv_calibration": "f", "kv_quality": "raw"}, r"with kv_quality raw, wanted .*best"),
+        ({"kv_calibration": "", "kv_quality": "best"}, r"kv_calibration: got ''"),
+        ({"kv_calibration": 3, "kv_quality": "best"}, r"kv_calibration: got 3"),
+        ({"kv_rotation": 1}, r"kv_rotation: got 1, wanted True or False; change --kv-rotation"),
+        ({"kv_scale_search": "on"}, "--kv-scale-search"),
+        ({"kv_sink_tokens": 4}, r"kv_sink_tokens: got 4, wanted a multiple of 64 .*--kv-sink-tok"),
+        ({"kv_sink_tokens": -1}, "kv_sink_tokens: got -1"),
+        ({"kv_sink_tokens": 4160}, "kv_sink_tokens: got 4160"),
+        ({"kv_sink_tokens": True}, "kv_sink_tokens: got True"),
+        ({"kv_recent_tokens": 100}, r"kv_recent_tokens: got 100, wanted .* or -1;"),
+        ({"kv_recent_tokens": -64}, "kv_recent_tokens: got -64"),
+        ({"kv_recent_tokens": 64.0}, "kv_recent_tokens: got 64.0"),
+        ({"kv_recent_tokens": -1, "kv_sink_tokens": 64}, r"kv_sink_tokens: got 64, wanted 0"),
+        ({"kv_cache_format": "fp3"}, r"kv_cache_format: got 'fp3', wanted k=NAME.*--kv-cache-f"),
+        ({"kv_cache_format": 16}, "kv_cache_format: got 16"),
+        ({"kv_cache_format": ["fp8"] * 9}, "kv_cache_format: got 'a list'"),
+        ({"kv_cache_format": "k=fp8"}, "kv_cache_format: got 'k=fp8'"),
+        ({"kv_cache_format": "k=fp8,k=fp8"}, "kv_cache_format"),
+        ({"kv_cache_format": "k=fp8,v=nvfp4,v=int4"}, "kv_cache_format"),
+        ({"kv_cache_format": "/no/such/table.yaml"}, r"table\.yaml: No such file.*--kv-cache"),
+        ({"kv_cache_format": {}}, "wanted at least the entry 'default'"),
+        ({"kv_cache_format": {"default": "fp3"}}, "entry 'default': got 'fp3'"),
+        ({"kv_cache_format": {"half": "fp8"}}, r"entry: got 'half', wanted default, sliding"),
+        ({"kv_cache_format": {"5-3": "fp8"}}, "got '5-3'"),
+        ({"kv_cache_format": {True: "fp8"}}, "got 'True'"),
+        ({"kv_cache_format": {-1: "fp8"}}, "got '-1'"),
+        ({"kv_cache_format": {"0-2": "fp8", 2: "int8"}}, "layer 2 twice"),
+        ({"kv_cache_format": "fp8", "quant_policy": 16}, "quant_policy: got 16 beside .*'fp8'"),
+        ({"kv_cache_format": "fp8", "quant_policy": "none"}, "quant_policy: got 'none' beside"),
+    ],
+)
+def test_refused(given, text):
+    with pytest.raises(ValueError, match=text) as info:
+        TurbomindEngineConfig(**given)
+    assert "\n" not in str(info.value)
+
+
+def test_equal_formats_given_twice():
+    config = TurbomindEngineConfig(quant_policy=8, kv_cache_format="INT8")
+    assert config.kv_format == "int8"
+    assert TurbomindEngineConfig(quant_policy=16, kv_cache_format="fp4").kv_format == "fp4"
+
+
+def test_formats_by_side():
+    options = resolve(kv_cache_format="k=fp8_e4m3, v=nvfp4")
+    assert options.layers == (FormatPair("fp8", "nvfp4"),) * 4
+    assert (options.mode, options.quality) == ("k=fp8,v=nvfp4", "balanced")
+    assert resolve(kv_cache_format="k=fp4,v=fp4").mode == "nvfp4"  # the CPU's choice
+
+
+def names(windows, table):
+    return [str(pair) for pair in parse_cache_format(table).by_layer(windows)]
+
+
+def test_formats_by_layer():
+    assert names(FULL, {"default": "nvfp4", 3: "fp8"}) == ["nvfp4"] * 3 + ["fp8"]
+    assert names(MIXED, {"sliding": "int8", "full": "fp8"}) == ["fp8", "int8"] * 2
+    table = {"default": "none", "sliding": "int8", "1-2": "k=fp8,v=nvfp4"}
+    assert names(MIXED, table) == ["none", "k=fp8,v=nvfp4", "k=fp8,v=nvfp4", "int8"]
+    assert names(FULL, {"0-3": "int4"}) == ["int4"] * 4
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(["default", "full", "1"])))
+def test_the_order_of_entries_does_not_matter(order):
+    table = {key: {"default": "int4", "full": "int8", "1": "fp8"}[key] for key in order}
+    assert names(MIXED, table) == ["int8", "fp8", "int8", "int4"]
+
+
+@pytest.mark.parametrize(
+    ("table", "text"),
+    [
+        ({"default": "fp8", 4: "int8"}, "got 'layer 4', wanted layers 0 to 3"),
+        ({"default": "fp8", "2-9": "int8"}, "got 'layer 9'"),
+        ({"sliding": "fp8"}, "nothing for layer 0"),
+        ({"0-2": "fp8"}, "nothing for layer 3"),
+    ],
+)
+def test_tables_that_do_not_fit_the_model(table, text):
+    with pytest.raises(ValueError, match=text):
+        resolve(kv_cache_format=table)
+
+
+def test_yaml_file(tmp_path):
+    path = tmp_path / "table.yaml"
+    path.write_text("default: nvfp4  # four bits\n0: int8\n2-3: k=fp8,v=nvfp4\n")
+    options = resolve(kv_cache_format=str(path))
+    assert [str(pair) for pair in options.layers] == ["int8", "nvfp4"] + ["k=fp8,v=nvfp4"] * 2
+    assert (options.mode, options.quality, options.scale_search) == ("mixed", "balanced", True)
+    assert TurbomindEngineConfig(kv_cache_format=str(path)).kv_format == "mixed"
+    with pytest.raises(ValueError, match="beside kv_cache_format"):
+        TurbomindEngineConfig(kv_cache_format=str(path), quant_policy="nvfp4")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "got 'an empty file', wanted a table"),
+        ("- fp8\n", "got 'a list'"),
+        ("default: fp8\ndefault: int8\n", "an entry twice"),
+        ("default: [fp8\n", "not YAML"),
+        ("default: !!python/object/apply:os.system ['true']\n", "got 'a list'"),
+        ("default: fp8\n3: int8\n03: int4\n", "layer 3 twice"),
+        ("default: fp8\n0x3: int8\n", "entry: got '0x3'"),
+        ("default: fp8\n<<: {0: int8}\n", "entry '<<': got 'a dict'"),
+        ("default: {k: fp8}\n", "entry 'default': got 'a dict'"),
+        ("? [1, 2]\n: fp8\n", "not YAML|wanted default"),
+        ("a: &a [x, x]\nb: &b [*a, *a]\ndefault: [*b, *b]\n", "entry 'a': got 'a list'"),
+        ("\0", "not YAML"),
+        ("[" * 60_000, "not YAML"),
+    ],
+)
+def test_bad_yaml(tmp_path, text, message):
+    path = tmp_path / "table.yml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as info:
+        TurbomindEngineConfig(kv_cache_format=str(path))
+    assert "\n" not in str(info.value) and len(str(info.value)) < 1000
+
+
+def test_numbers_in_yaml_are_decimal(tmp_path):
+    path = tmp_path / "table.yaml"
+    path.write_text("default: fp8\n010: int8\n")  # YAML 1.1 reads 8
+    layers = parse_cache_format(path).by_layer([0] * 12)
+    assert [i for i, pair in enumerate(layers) if pair.k == "int8"] == [10]
+
+
+def test_huge_yaml(tmp_path):
+    path = tmp_path / "table.yaml"
+    path.write_text("#" * (MAX_TABLE_BYTES + 1))
+    with pytest.raises(ValueError, match=f"wanted at most {MAX_TABLE_BYTES} bytes") as info:
+        TurbomindEngineConfig(kv_cache_format=str(path))
+    assert str(info.value).count("change") == 1
+
+
+def test_a_folder_is_no_table(tmp_path):
+    path = tmp_path / "table.yaml"
+    path.mkdir()
+    with pytest.raises(ValueError, match="wanted a regular file"):
+        TurbomindEngineConfig(kv_cache_format=path)
+
+
+def applied(options):
+    native = SimpleNamespace(calibrations=[])
+    apply_kv_options(options, native, model=SimpleNamespace())
+    return native
+
+
+def test_options_reach_the_engine():
+    native = applied(resolve(quant_policy=16, kv_recent_tokens=128))
+    assert (native.kv_mode, native.kv_rotate_k, native.kv_search_scales) == ("nvfp4", True, True)
+    assert (native.kv_sink_tokens, native.kv_recent_tokens) == (64, 128)
+    assert not hasattr(native, "kv_layers")
+    native = applied(resolve(quant_policy=8))
+    assert (native.kv_rotate_k, native.kv_sink_tokens, native.kv_recent_tokens) == (False, 0, -1)
+    native = applied(resolve(kv_cache_format="k=fp8,v=nvfp4"))
+    assert native.kv_layers == [("fp8", "nvfp4")] * 4
+
+
+def parse(*flags):
+    return engine_config(make_parser().parse_args(["serve", "api_server", "smollm2", *flags]))
+
+
+def test_flags():
+    config = parse(
+        *("--kv-cache-format", "k=fp8,v=nvfp4", "--kv-quality", "best", "--kv-calibration", "f"),
+        *("--no-kv-rotation", "--kv-scale-search", "--kv-sink-tokens", "128"),
+        *("--kv-recent-tokens", "-1", "--kv-sink-tokens", "0"),
+    )
+    assert (config.kv_quality, config.kv_calibration) == ("best", "f")
+    assert (config.kv_rotation, config.kv_scale_search) == (False, True)
+    assert (config.kv_sink_tokens, config.kv_recent_tokens) == (0, -1)
+    assert config.kv_format == "k=fp8,v=nvfp4"
+    config = parse()
+    assert (config.kv_quality, config.kv_rotation, config.kv_format) == (None, None, "none")
+    assert parse("--quant-policy", "0").quant_policy == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--kv-quality", "good"], "--kv-quality"),
+        (["--kv-quality", "best"], "--kv-calibration"),
+        (["--kv-sink-tokens", "5"], "--kv-sink-tokens"),
+        (["--kv-sink-tokens", "many"], "--kv-sink-tokens"),
+        (["--kv-cache-format", "fp8", "--quant-policy", "0"], "quant_policy: got 'none' beside"),
+        (["--kv-cache-format", "no.yaml"], "no.yaml"),
+    ],
+)
+def test_bad_flags_are_one_line(capsys, flags, text):
+    with pytest.raises(SystemExit) as info:
+        main(["serve", "api_server", "smollm2", *flags])
+    assert info.value.code == 2
+    message = capsys.readouterr().err
+    assert text in message and message.count("\n") == 1

@@ -1,0 +1,149 @@
+"""What a cache of a given quality gives back: rotation, mean, scale search, hot blocks.
+
+Everything is defined in the basis of K after RoPE: a stored row is rotated back and gets its mean
+again, so that queries and learned sinks are left alone. The engine rotates Q and shifts the sinks
+instead; in exact arithmetic that is the same.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from reference.codecs import round_trip
+from reference.floats import Floats, round_to
+
+Doubles = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Quality:
+    """What is done beside the format. Tokens are multiples of 64; `recent_tokens` -1: all cold."""
+
+    rotate: bool = False
+    search: bool = False
+    sink_tokens: int = 0
+    recent_tokens: int = -1
+    block_len: int = 64
+
+
+RAW = Quality()
+BALANCED = Quality(rotate=True, search=True, sink_tokens=64, recent_tokens=64)
+
+
+def hadamard(size: int) -> Doubles:
+    """Normalised, in Sylvester's order: entry (i, j) is negative where i & j has odd weight."""
+    index = np.arange(size)
+    weight = np.bitwise_count(index[:, None] & index[None, :])
+    return np.where(weight % 2 == 1, -1.0, 1.0) / np.sqrt(size)
+
+
+def rotation_size(head_dim: int) -> int:
+    """The largest power of two that divides head_dim."""
+    size = 1
+    while head_dim % (2 * size) == 0:
+        size *= 2
+    return size
+
+
+def rotate_rows(x: Doubles) -> Doubles:
+    """The rotation over runs of the last axis; its own inverse."""
+    size = rotation_size(x.shape[-1])
+    runs = x.reshape(*x.shape[:-1], -1, size)
+    return np.asarray(runs @ hadamard(size)).reshape(x.shape)
+
+
+def hot_mask(quality: Quality, queries: Sequence[int] | npt.NDArray[np.int64], keys: int) -> Mask:
+    """[queries, keys]: what a query at each position sees in 16 bit, among positions 0 .. keys-1.
+
+    A query in block j sees hot the sink blocks and blocks j - r .. j, where the sinks and r are the
+    tokens asked for in whole blocks, rounded up.
+    """
+    position = np.asarray(queries)[:, None]
+    key = np.arange(keys)[None, :]
+    if quality.recent_tokens < 0:
+        return np.zeros((len(position), keys), np.bool_)
+    length = quality.block_len
+    sinks = -(-quality.sink_tokens // length)
+    recent = -(-quality.recent_tokens // length)
+    return np.asarray((key // length < sinks) | (key // length >= position // length - recent))
+
+
+@dataclass(frozen=True)
+class LayerStore:
+    """One layer's cache: formats, constants and the dtype of its 16-bit rows.
+
+    Factors are [kv_heads], the mean is [kv_heads, head_dim].
+    """
+
+    k_mode: str
+    v_mode: str
+    dtype: str
+    quality: Quality = RAW
+    k_factors: npt.NDArray[np.float32] | None = None
+    v_factors: npt.NDArray[np.float32] | None = None
+    k_mean: npt.NDArray[np.float32] | None = field(default=None)
+
+    def keys(self, k: Doubles) -> tuple[Doubles, Doubles]:
+        """K [tokens, kv_heads, head_dim] as (hot, cold) views give it back."""
+        mean = np.float64(0) if self.k_mean is None else self.k_mean.astype(np.float64)
+        turned = rotate_rows(k - mean) if self.quality.rotate else k - mean
+        views = self._views(self.k_mode, turned, self.k_factors)
+        hot, cold = (rotate_rows(v) if self.quality.rotate else v for v in views)
+        return hot + mean, cold + mean
+
+    def values(self, v: Doubles) -> tuple[Doubles, Doubles]:
+        """V [tokens, kv_heads, head_dim] as (hot, cold) views give it back."""
+        return self._views(self.v_mode, v, self.v_factors)
+
+    def _views(
+        self, mode: str, x: Doubles, factors: npt.NDArray[np.float32] | None
+    ) -> tuple[Doubles, Doubles]:
+        rows: Floats = x.astype(np.float32)
+        hot = round_to(rows.reshape(-1, x.shape[-1]), self.dtype).reshape(x.shape)
+        cold = np.empty_like(rows)
+        for head in range(x.shape[1]):
+            g = 1.0 if factors is None else float(factors[head])
+            cold[:, head] = round_trip(
+                mode, rows[:, head], dtype=self.dtype, g=g, search=self.quality.search
+            )
+        return hot.astype(np.float64), cold.astype(np.float64)
+
+
+def mixed_attention(
+    q: Doubles,
+    keys: tuple[Doubles, Doubles],
+    *,
+    values: tuple[Doubles, Doubles],
+    hot: Mask,
+    scale: float,
+    window: int = 0,
+    sinks: Doubles | None = None,
+) -> Doubles:
+    """Attention of the last len(q) tokens, each key read in the view that `hot` names.
+
+    `keys` and `values` are (hot, cold), [tokens, kv_heads, d]; `hot` is [queries, tokens].
+    """
+    queries, heads, _ = q.shape
+    tokens, kv_heads, _ = keys[0].shape
+    query_position = np.arange(tokens - queries, tokens)[:, None]
+    position = np.arange(tokens)[None, :]
+    visible = position <= query_position
+    if window:
+        visible &= position > query_position - window
+    out = np.empty((queries, heads, values[0].shape[-1]))
+    for head in range(heads):
+        group = head * kv_heads // heads
+        scores = np.where(hot, q[:, head] @ keys[0][:, group].T, q[:, head] @ keys[1][:, group].T)
+        scores = np.where(visible, scores * scale, -np.inf)
+        logits = [scores]
+        if sinks is not None:
+            logits.append(np.full((queries, 1), sinks[head]))
+        every = np.concatenate(logits, axis=1)
+        weights = np.exp(every - every.max(axis=1, keepdims=True))
+        weights = (weights / weights.sum(axis=1, keepdims=True))[:, :tokens]
+        out[:, head] = (weights * hot) @ values[0][:, group]
+        out[:, head] += (weights * ~hot) @ values[1][:, group]
+    return out
