@@ -136,18 +136,28 @@ void CheckChunks(Setting setting, const Answers& want) {
   }
 }
 
+// `num_blocks`: fewer than the requests need together.
+void CheckEveryWay(const Setting& setting, int num_blocks) {
+  const Answers want = OneByOne(setting);
+  INFO("a batch of eight");
+  CheckEqual(RunAll(setting), 0, want);
+  INFO("chunks of 16 and 64");
+  CheckChunks(setting, want);
+  INFO("two threads");
+  CheckEqual(RunAll(setting, 2), 0, want);
+  INFO("prefix hits");
+  CheckPrefixHits(setting, want);
+  INFO("preemption");
+  CheckPreemption(setting, num_blocks, want);
+}
+
 TEST_CASE("the same bits however a request is run") {
   for (KvCacheMode mode : kAllKvCacheModes) {
     CAPTURE(std::string(ToString(mode)));
     Setting setting{.config = TinyEngineConfig(mode)};
     setting.config.deterministic = true;
     setting.config.enable_prefix_caching = false;
-    const Answers want = OneByOne(setting);
-    SUBCASE("a batch of eight") { CheckEqual(RunAll(setting), 0, want); }
-    SUBCASE("chunks of 16 and 64") { CheckChunks(setting, want); }
-    SUBCASE("two threads") { CheckEqual(RunAll(setting, 2), 0, want); }
-    SUBCASE("prefix hits") { CheckPrefixHits(setting, want); }
-    SUBCASE("preemption") { CheckPreemption(setting, 16, want); }
+    CheckEveryWay(setting, 16);
   }
 }
 
@@ -177,12 +187,7 @@ TEST_CASE("the same bits in balanced and best, with blocks that were hot and are
       if (best) {
         setting.config.kv_quality.calibration = TinyCalibration(setting.model);
       }
-      const Answers want = OneByOne(setting);
-      SUBCASE("a batch of eight") { CheckEqual(RunAll(setting), 0, want); }
-      SUBCASE("chunks of 16 and 64") { CheckChunks(setting, want); }
-      SUBCASE("two threads") { CheckEqual(RunAll(setting, 2), 0, want); }
-      SUBCASE("prefix hits") { CheckPrefixHits(setting, want); }
-      SUBCASE("preemption") { CheckPreemption(setting, 26, want); }
+      CheckEveryWay(setting, 26);
     }
   }
 }
