@@ -98,6 +98,9 @@ std::vector<int64_t> WidenHot(const std::vector<LayerGroup>& groups, int64_t bud
   const Wide wanted_bytes = SumBytes(wanted, bytes, groups.size());
   const Wide least_cold = SumBytes(one, bytes) - SumBytes(one, bytes, groups.size());
   const Wide most = std::min<Wide>(budget / 4, budget - least_cold);
+  if (most <= 0) {
+    return blocks;
+  }
   std::vector<int64_t> wide = blocks;
   for (size_t pool = groups.size(); pool < blocks.size(); ++pool) {
     const Wide fits =
