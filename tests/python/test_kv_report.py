@@ -145,7 +145,6 @@ def test_numbers_of_a_flag() -> None:
 def test_a_report_on_nothing_but_none(
     arguments: list[str], recwarn: pytest.WarningsRecorder
 ) -> None:
-    pytest.importorskip("matplotlib")
     flags = ["--formats", "none", "--qualities", "raw", "--name", "none"]
     assert main([*arguments[:-2], *flags, *arguments[-2:]]) == 0
     assert (Path(arguments[-1]) / "none.png").exists() and not recwarn.list
@@ -186,7 +185,6 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def test_the_whole_command(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
     assert main(arguments) == 0
     folder = Path(arguments[-1])
     page = (folder / "kv-report.md").read_text(encoding="utf-8")

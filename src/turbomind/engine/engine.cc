@@ -486,8 +486,8 @@ void Engine::Impl::UpdateStats() {
 
 Engine::Engine(ModelConfig model, EngineConfig config, std::shared_ptr<const Weights> weights,
                std::shared_ptr<Device> device, int64_t free_bytes)
-    : impl_(std::make_unique<Impl>(std::move(model), config, std::move(weights), std::move(device),
-                                   free_bytes)) {}
+    : impl_(std::make_unique<Impl>(std::move(model), std::move(config), std::move(weights),
+                                   std::move(device), free_bytes)) {}
 
 Engine::~Engine() { Stop(); }
 

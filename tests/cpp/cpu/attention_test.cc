@@ -8,15 +8,20 @@
 #include <vector>
 
 #include "cpu/attention_fixture.h"
+#include "sanitized_sample.h"
 
 namespace turbomind {
 namespace {
 
 TEST_CASE("prefill and decode agree bit for bit and with double precision") {
+  testing::SanitizedSample sample(7);
   for (const ModePair& pair : ListedPairs()) {
     for (int dim : {64, 80, 96, 128, 256}) {
       for (int group : {1, 3, 7, 9}) {
         for (int window : {0, 100}) {
+          if (!sample.Next()) {
+            continue;
+          }
           Case c;
           c.shape.k = pair.k;
           c.shape.v = pair.v;
