@@ -15,8 +15,6 @@ from lmdeploy.serve.state import ServerOptions
 if TYPE_CHECKING:
     from lmdeploy.model import ChatTemplateConfig
 
-_SHUTDOWN_SECONDS = 3  # for running streams, then they are cut
-
 
 def bind(server_name: str, server_port: int) -> socket.socket:
     """A listening socket. ValueError when the address cannot be used. Port 0: any free one."""
@@ -63,6 +61,7 @@ def run_server(
     import uvicorn
 
     from lmdeploy.serve.app import make_app
+    from lmdeploy.serve.graceful_server import GracefulServer
     from lmdeploy.turbomind.engine import AsyncEngine
 
     logging.getLogger("lmdeploy").setLevel(options.log_level)
@@ -80,14 +79,7 @@ def run_server(
         print(curl_line(url, name, with_key=bool(options.api_keys)))
         sys.stdout.flush()
         level = options.log_level.lower()
-        server = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                log_level=level,
-                access_log=level in ("debug", "info"),
-                timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
-            )
-        )
-        server.run(sockets=[sock])
+        settings = uvicorn.Config(app, log_level=level, access_log=level in ("debug", "info"))
+        GracefulServer(settings, engine).run(sockets=[sock])
     finally:
         sock.close()
