@@ -8,11 +8,13 @@ that loop.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import itertools
 import logging
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -306,6 +308,7 @@ class AsyncEngine:
         self._closing = threading.Event()
         self._drain_thread = threading.Thread(target=self._drain, name="tm-drain", daemon=True)
         self._drain_thread.start()
+        _running.add(self)
 
     @classmethod
     def load(
@@ -529,6 +532,16 @@ class AsyncEngine:
                 stream.deliver(error)
             except RuntimeError:
                 logger.debug("request %d: its event loop is closed", stream.request_id)
+
+
+_running: weakref.WeakSet[AsyncEngine] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A thread inside the C++ engine when the interpreter ends would abort the process."""
+    for engine in list(_running):
+        engine.close()
 
 
 def _set_sampling(request: Any, config: GenerationConfig, *, index: int) -> None:

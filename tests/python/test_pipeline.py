@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from fake_engine import make_engine
 
@@ -102,3 +105,10 @@ def test_the_package_exports_the_function():
     assert callable(lmdeploy.pipeline)
     with pytest.raises(ValueError, match="no/such/model"):
         lmdeploy.pipeline("no/such/model/at/all")
+
+
+def test_a_script_that_never_closes_ends_well():
+    script = "import lmdeploy; print(lmdeploy.pipeline('smollm2')('Hi').finish_reason)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, b"stop\n")
+    assert b"terminate" not in done.stderr
