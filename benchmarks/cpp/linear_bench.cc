@@ -51,6 +51,9 @@ int64_t RowBytes(const Shape& shape) {
       return shape.cols / 32 * 20;
     case MatrixFormat::kQ8_0:
       return shape.cols / 32 * 34;
+    case MatrixFormat::kMxfp4:
+    case MatrixFormat::kMxfp4Split:
+      return shape.cols / 32 * 17;
   }
   return 0;
 }

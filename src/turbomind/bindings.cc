@@ -60,6 +60,10 @@ int64_t SourceBytes(MatrixFormat format, int64_t values) {
       return values / 32 * 20;
     case MatrixFormat::kQ8_0:
       return values / 32 * 34;
+    case MatrixFormat::kMxfp4:
+      return values / 32 * 17;
+    case MatrixFormat::kMxfp4Split:
+      return values / 32 * 16;  // the scales are an array of their own
   }
   throw InternalError("a matrix format without a size");
 }

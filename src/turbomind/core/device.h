@@ -28,8 +28,10 @@ class Device {
   virtual void Copy(void* to, const void* from, size_t num_bytes) = 0;
   virtual void Synchronize() {}
 
-  // Packs a matrix; the source may be freed afterwards. `exact` asks for FP32 compute: quantised
-  // sources are dequantised and activations are not rounded.
+  // Packs a matrix; a source without an owner may be freed afterwards. MXFP4 is kept as it is
+  // stored: with an owner where it lies, which the result then holds, else as a copy. `exact` asks
+  // for FP32 compute, for tests: quantised sources are dequantised (8 times the bytes of MXFP4) and
+  // activations are not rounded. Throws InvalidArgument for shapes that the format cannot have.
   virtual std::unique_ptr<PackedMatrix> PackMatrix(const MatrixSource& source, bool exact) = 0;
 
   virtual void Embed(const EmbedParams& params) = 0;

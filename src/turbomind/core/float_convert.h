@@ -187,6 +187,12 @@ TM_HD float E2M1ToFloat(uint8_t code) {
   return BitsFloat(sign | bits);
 }
 
+// A power of two: 2^(code - 127), code 0 is subnormal, code 255 is NaN.
+TM_HD float E8M0ToFloat(uint8_t code) {
+  const uint32_t ends = code == 0 || code == 255 ? 0x00400000u : 0u;
+  return BitsFloat((static_cast<uint32_t>(code) << 23) | ends);
+}
+
 // Element i of a row of packed 4-bit codes: even elements in the low nibble.
 TM_HD uint8_t Nibble(const uint8_t* payload, int i) {
   return static_cast<uint8_t>((payload[i >> 1] >> ((i & 1) * 4)) & 15);

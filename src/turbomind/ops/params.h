@@ -5,6 +5,7 @@
 // FP32.
 
 #include <cstdint>
+#include <memory>
 
 #include "turbomind/kv/hot_rule.h"
 #include "turbomind/kv/layout.h"
@@ -118,7 +119,16 @@ inline constexpr int kTileTokens = 64;
 inline constexpr int kSplitTokens = 256;
 
 // How a matrix is stored in a checkpoint. The rest of GGUF's types are expanded by the loader.
-enum class MatrixFormat : uint8_t { kF32, kBF16, kQ4_0, kQ4_1, kQ8_0 };
+//   kMxfp4       GGUF's blocks of 17 bytes: E8M0 exponent e, then 16 bytes; byte j holds value j
+//                (low nibble) and 16 + j (high nibble)
+//   kMxfp4Split  Hugging Face's form: codes [rows, cols / 2], byte j of a row holds values 2j (low)
+//                and 2j + 1 (high); the exponents apart, [rows, cols / 32]
+// A value of MXFP4 is E2M1(code) * 2^(e - 127); e = 255 is NaN; cols is a multiple of 32.
+enum class MatrixFormat : uint8_t { kF32, kBF16, kQ4_0, kQ4_1, kQ8_0, kMxfp4, kMxfp4Split };
+
+inline constexpr bool IsMxfp4(MatrixFormat format) {
+  return format == MatrixFormat::kMxfp4 || format == MatrixFormat::kMxfp4Split;
+}
 
 // One matrix as it lies in the checkpoint: [rows, cols], rows are outputs.
 struct MatrixSource {
@@ -126,6 +136,10 @@ struct MatrixSource {
   const void* data = nullptr;
   int64_t rows = 0;
   int64_t cols = 0;
+  const void* scales = nullptr;  // kMxfp4Split only
+  // Holds data and scales where a device may read them in place, as long as it keeps a copy of
+  // this; null: they may go once they are packed.
+  std::shared_ptr<const void> owner = {};
 };
 
 // A matrix packed by a device for its kernels. Made by Device::PackMatrix.

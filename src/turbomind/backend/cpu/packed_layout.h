@@ -66,6 +66,9 @@ TM_HD constexpr int TileStepBytes(MatrixFormat format) {
       return TileMetaBytes(format) + 256;
     case MatrixFormat::kQ8_0:
       return TileMetaBytes(format) + 512;
+    case MatrixFormat::kMxfp4:
+    case MatrixFormat::kMxfp4Split:
+      break;
   }
   return 0;
 }

@@ -10,6 +10,7 @@
 
 #include "turbomind/backend/cpu/packed_layout.h"
 #include "turbomind/core/check.h"
+#include "turbomind/core/float_convert.h"
 
 namespace turbomind {
 namespace {
@@ -30,13 +31,17 @@ int64_t SourceBlockBytes(MatrixFormat format) {
       return 4 + 16;
     case MatrixFormat::kQ8_0:
       return 2 + 32;
+    case MatrixFormat::kMxfp4:
+      return 1 + 16;
+    case MatrixFormat::kMxfp4Split:
+      return 16;
   }
   return 0;
 }
 
 const uint8_t* SourceRow(const MatrixSource& source, int64_t row) {
   const auto* data = static_cast<const uint8_t*>(source.data);
-  if (!IsQuantized(source.format)) {
+  if (!IsQuantized(source.format) && !IsMxfp4(source.format)) {
     return data + row * source.cols * (source.format == MatrixFormat::kF32 ? 4 : 2);
   }
   return data + row * (source.cols / kQuantBlock) * SourceBlockBytes(source.format);
@@ -71,6 +76,23 @@ void DequantizeBlock(MatrixFormat format, const uint8_t* block, float* out) {
   }
 }
 
+void DequantizeMxfp4Row(const MatrixSource& source, int64_t row, float* out) {
+  const bool split = source.format == MatrixFormat::kMxfp4Split;
+  const int64_t blocks = source.cols / kQuantBlock;
+  const uint8_t* block = SourceRow(source, row);
+  for (int64_t b = 0; b < blocks; ++b, block += SourceBlockBytes(source.format)) {
+    const uint8_t exponent =
+        split ? static_cast<const uint8_t*>(source.scales)[row * blocks + b] : block[0];
+    const uint8_t* codes = split ? block : block + 1;
+    const float scale = E8M0ToFloat(exponent);
+    for (int j = 0; j < kQuantBlock / 2; ++j) {
+      float* pair = out + b * kQuantBlock + (split ? 2 * j : j);
+      pair[0] = E2M1ToFloat(codes[j] & 0x0f) * scale;
+      pair[split ? 1 : 16] = E2M1ToFloat(codes[j] >> 4) * scale;
+    }
+  }
+}
+
 // One row of the source as FP32.
 void DequantizeRow(const MatrixSource& source, int64_t row, float* out) {
   const uint8_t* data = SourceRow(source, row);
@@ -80,6 +102,8 @@ void DequantizeRow(const MatrixSource& source, int64_t row, float* out) {
     for (int64_t c = 0; c < source.cols; ++c) {
       out[c] = ReadBF16(data + 2 * c);
     }
+  } else if (IsMxfp4(source.format)) {
+    DequantizeMxfp4Row(source, row, out);
   } else {
     for (int64_t c = 0; c < source.cols; c += kQuantBlock) {
       DequantizeBlock(source.format, data + c / kQuantBlock * SourceBlockBytes(source.format),
@@ -142,9 +166,13 @@ void CheckSource(const MatrixSource& source) {
   if (source.data == nullptr || source.rows <= 0 || source.cols <= 0) {
     throw InvalidArgument("matrix: got " + shape + ", want at least one row and one column");
   }
-  if (IsQuantized(source.format) && source.cols % kQuantBlock != 0) {
+  if ((IsQuantized(source.format) || IsMxfp4(source.format)) && source.cols % kQuantBlock != 0) {
     throw InvalidArgument("quantised matrix: got " + shape +
                           ", want columns in blocks of 32; expand it to BF16");
+  }
+  if ((source.scales != nullptr) != (source.format == MatrixFormat::kMxfp4Split)) {
+    throw InvalidArgument("matrix of " + shape + ": scales apart come with the split form of " +
+                          "MXFP4, with it alone");
   }
 }
 
@@ -190,7 +218,7 @@ CpuPackedMatrix::CpuPackedMatrix(const MatrixSource& source, bool exact, MatrixA
   CheckSource(source);
   rows = source.rows;
   cols = source.cols;
-  format = exact ? MatrixFormat::kF32 : source.format;
+  format = exact || IsMxfp4(source.format) ? MatrixFormat::kF32 : source.format;
   tile_bytes_ = TileBytes(format, cols);
   data_ = arena.Allocate(static_cast<size_t>(num_bytes()));
   pool.ParallelFor(num_tiles(), [&](int64_t index, int) {

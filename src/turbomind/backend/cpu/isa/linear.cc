@@ -206,6 +206,9 @@ void PackPanel(const PackPanelArgs& args) {
     case MatrixFormat::kQ4_1:
     case MatrixFormat::kQ8_0:
       return PackQuantPanel(args);
+    case MatrixFormat::kMxfp4:
+    case MatrixFormat::kMxfp4Split:
+      return;
   }
 }
 
@@ -221,6 +224,9 @@ void Multiply(const MultiplyArgs& args) {
       return MultiplyFormat<MatrixFormat::kQ4_1>(args);
     case MatrixFormat::kQ8_0:
       return MultiplyFormat<MatrixFormat::kQ8_0>(args);
+    case MatrixFormat::kMxfp4:
+    case MatrixFormat::kMxfp4Split:
+      return;
   }
 }
 
