@@ -1,0 +1,91 @@
+"""A Hugging Face folder → Checkpoint: config.json with safetensors beside it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lmdeploy.turbomind.model_errors import ModelFormatError
+from lmdeploy.turbomind.models import family_of_hf
+from lmdeploy.turbomind.models.config_reader import ConfigReader
+from lmdeploy.turbomind.models.decoder_config import DecoderConfig
+from lmdeploy.turbomind.models.family import ModelFamily
+from lmdeploy.turbomind.models.rope import rope_from_hf
+from lmdeploy.turbomind.safetensors_file import SafetensorsFile, read_json_object
+from lmdeploy.turbomind.tensor_plan import (
+    MAX_LAYERS,
+    MAX_WIDTH,
+    Checkpoint,
+    check_heads,
+    plan_tensors,
+    stored_dtype,
+)
+
+_MAX_CONFIG_BYTES = 16 << 20
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+
+
+def open_folder(folder: Path) -> Checkpoint:
+    """Opens the folder; ModelFormatError for everything that does not fit."""
+    source = str(folder / "config.json")
+    values = read_json_object(folder / "config.json", _MAX_CONFIG_BYTES)
+    reader = ConfigReader(values, source)
+    architectures = reader.texts("architectures")
+    if not architectures:
+        raise reader.refuse("architectures is missing")
+    family = family_of_hf(architectures[0], source)
+    quantization = reader.child("quantization_config")
+    if quantization is not None:
+        method = quantization.text("quant_method", default="unknown")
+        raise ModelFormatError(
+            f"{source}: quantization_config with quant_method {method[:40]!r} is not supported; "
+            "wanted F32, F16 or BF16 weights, or a GGUF file"
+        )
+    config = _config_from_hf(reader, values, family=family)
+    file = SafetensorsFile(folder)
+    names = dict(family.hf_tensors)
+    for matrix in family.hf_bias(reader):
+        names[f"{matrix}.bias"] = family.hf_tensors[matrix].removesuffix("weight") + "bias"
+    tensors = tuple(plan_tensors(file, config, names=names, interleaved=False, source=str(folder)))
+    return Checkpoint(folder, family, config, tensors, stored_dtype(tensors), values, False)
+
+
+def _config_from_hf(
+    reader: ConfigReader, values: Mapping[str, Any], *, family: ModelFamily
+) -> DecoderConfig:
+    hidden = reader.integer("hidden_size", high=MAX_WIDTH)
+    heads = reader.integer("num_attention_heads", high=MAX_WIDTH)
+    head_dim = family.default_head_dim or max(hidden // heads, 1)
+    activation = reader.text("hidden_act", default="silu")
+    if activation not in _ACTIVATIONS:
+        raise reader.refuse(
+            f"hidden_act {activation[:40]!r} is not supported; {', '.join(_ACTIVATIONS)} are"
+        )
+    max_position = reader.integer("max_position_embeddings", default=2048)
+    layers = reader.integer("num_hidden_layers", high=MAX_LAYERS)
+    if family.default_sliding_window and "sliding_window" not in values:
+        reader = ConfigReader(
+            {**values, "sliding_window": family.default_sliding_window}, reader.source
+        )
+    return check_heads(
+        reader,
+        DecoderConfig(
+            num_layers=layers,
+            hidden_size=hidden,
+            intermediate_size=reader.integer("intermediate_size", high=MAX_WIDTH),
+            num_heads=heads,
+            num_kv_heads=reader.integer("num_key_value_heads", default=heads, high=MAX_WIDTH),
+            head_dim=reader.integer("head_dim", default=head_dim, high=MAX_WIDTH),
+            vocab_size=reader.integer("vocab_size", high=MAX_WIDTH),
+            max_position=max_position,
+            norm_eps=reader.number("rms_norm_eps", default=1e-6, high=1.0),
+            windows=family.windows(reader, layers),
+            tied_head=reader.flag("tie_word_embeddings", default=False),
+            activation=_ACTIVATIONS[activation],
+            rope=rope_from_hf(reader, max_position),
+        ),
+    )
