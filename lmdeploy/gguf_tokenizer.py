@@ -167,6 +167,11 @@ def supported_cuts() -> list[str]:
     return sorted(_CUTS)
 
 
+def cut_patterns(name: str) -> tuple[str, ...]:
+    """The regular expressions of one `tokenizer.ggml.pre`. KeyError when it is not known."""
+    return _CUTS[name].patterns
+
+
 def tokenizer_from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     """The tokenizer described by GGUF metadata. ModelFormatError when its kind is not known."""
     kind = metadata.get("tokenizer.ggml.model")
