@@ -24,6 +24,15 @@ class RopeConfig:
     freq_factors: list[float]
     def __init__(self) -> None: ...
 
+class MoeConfig:
+    num_experts: int  # 0: a dense model
+    top_k: int
+    intermediate_size: int  # of one expert
+    shared_intermediate_size: int  # 0: no shared expert
+    normalise: bool  # a token's weights sum to 1
+    layers: list[int]  # per layer; 1: experts, 0: dense feed-forward
+    def __init__(self) -> None: ...
+
 class ModelConfig:
     num_layers: int
     hidden_size: int
@@ -35,7 +44,9 @@ class ModelConfig:
     max_position: int
     norm_eps: float
     softmax_scale: float
-    activation: str  # silu, gelu_tanh
+    activation: str  # silu, gelu_tanh, clamped_swiglu
+    swiglu_limit: float  # of clamped_swiglu
+    moe: MoeConfig
     rope: RopeConfig
     windows: list[int]
     dtype: str  # float32, float16, bfloat16
@@ -70,6 +81,7 @@ class MemoryPlan:
     num_blocks: int
     reserved_bytes: int
     touched_bytes: int
+    scratch_bytes: int
     bytes_per_token: float
     bytes_per_token_none: float
     hot_bytes_per_sequence: int

@@ -29,7 +29,8 @@ constexpr EnumName<DataType> kDataTypes[] = {{DataType::kFloat32, "float32"},
                                              {DataType::kFloat16, "float16"},
                                              {DataType::kBFloat16, "bfloat16"}};
 constexpr EnumName<Activation> kActivations[] = {{Activation::kSilu, "silu"},
-                                                 {Activation::kGeluTanh, "gelu_tanh"}};
+                                                 {Activation::kGeluTanh, "gelu_tanh"},
+                                                 {Activation::kClampedSwiglu, "clamped_swiglu"}};
 constexpr EnumName<RopeKind> kRopeKinds[] = {
     {RopeKind::kNone, "none"},       {RopeKind::kDefault, "default"}, {RopeKind::kLinear, "linear"},
     {RopeKind::kDynamic, "dynamic"}, {RopeKind::kLlama3, "llama3"},   {RopeKind::kYarn, "yarn"}};
@@ -217,6 +218,15 @@ void DefConfigs(py::module_& m) {
       .def_readwrite("truncate", &RopeConfig::truncate)
       .def_readwrite("freq_factors", &RopeConfig::freq_factors);
 
+  py::class_<MoeConfig>(m, "MoeConfig")
+      .def(py::init<>())
+      .def_readwrite("num_experts", &MoeConfig::num_experts)
+      .def_readwrite("top_k", &MoeConfig::top_k)
+      .def_readwrite("intermediate_size", &MoeConfig::intermediate_size)
+      .def_readwrite("shared_intermediate_size", &MoeConfig::shared_intermediate_size)
+      .def_readwrite("normalise", &MoeConfig::normalise)
+      .def_readwrite("layers", &MoeConfig::layers);
+
   py::class_<ModelConfig> model(m, "ModelConfig");
   model.def(py::init<>())
       .def_readwrite("num_layers", &ModelConfig::num_layers)
@@ -229,6 +239,8 @@ void DefConfigs(py::module_& m) {
       .def_readwrite("max_position", &ModelConfig::max_position)
       .def_readwrite("norm_eps", &ModelConfig::norm_eps)
       .def_readwrite("softmax_scale", &ModelConfig::softmax_scale)
+      .def_readwrite("swiglu_limit", &ModelConfig::swiglu_limit)
+      .def_readwrite("moe", &ModelConfig::moe)
       .def_readwrite("rope", &ModelConfig::rope)
       .def_readwrite("windows", &ModelConfig::windows)
       .def("validate", &ModelConfig::Validate);

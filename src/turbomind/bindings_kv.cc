@@ -122,6 +122,7 @@ void DefKv(py::module_& m) {
       .def_readonly("num_blocks", &MemoryPlan::num_blocks)
       .def_readonly("reserved_bytes", &MemoryPlan::reserved_bytes)
       .def_readonly("touched_bytes", &MemoryPlan::touched_bytes)
+      .def_readonly("scratch_bytes", &MemoryPlan::scratch_bytes)
       .def_readonly("bytes_per_token", &MemoryPlan::bytes_per_token)
       .def_readonly("bytes_per_token_none", &MemoryPlan::bytes_per_token_none)
       .def_readonly("hot_bytes_per_sequence", &MemoryPlan::hot_bytes_per_sequence)

@@ -160,6 +160,9 @@ class Other final : public Device {
   void RmsNorm(const RmsNormParams&) override {}
   void Linear(const LinearParams&) override {}
   void GatedActivation(const GatedActivationParams&) override {}
+  void GroupedLinear(const GroupedLinearParams&) override {}
+  void RouteExperts(const RouteExpertsParams&) override {}
+  void CombineExperts(const CombineExpertsParams&) override {}
   void ProcessKV(const ProcessKVParams&) override {}
   void QuantiseBlocks(const QuantiseBlocksParams&) override {}
   void FlattenKV(const FlattenKVParams&) override {}

@@ -38,6 +38,9 @@ class Device {
   virtual void RmsNorm(const RmsNormParams& params) = 0;
   virtual void Linear(const LinearParams& params) = 0;
   virtual void GatedActivation(const GatedActivationParams& params) = 0;
+  virtual void GroupedLinear(const GroupedLinearParams& params) = 0;
+  virtual void RouteExperts(const RouteExpertsParams& params) = 0;
+  virtual void CombineExperts(const CombineExpertsParams& params) = 0;
   virtual void ProcessKV(const ProcessKVParams& params) = 0;
   virtual void QuantiseBlocks(const QuantiseBlocksParams& params) = 0;
   virtual void FlattenKV(const FlattenKVParams& params) = 0;

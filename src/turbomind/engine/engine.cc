@@ -22,10 +22,6 @@
 namespace turbomind {
 namespace {
 
-// Rows of logits computed at a time: a few MB at any vocabulary, and enough rows to share each pass
-// over the head's weights.
-constexpr int kLogitRows = 32;
-
 // The formats that one FP32 factor per head scales.
 bool HasFactor(KvCacheMode mode) {
   return mode == KvCacheMode::kFp8E4m3 || mode == KvCacheMode::kFp8E5m2 ||

@@ -57,6 +57,8 @@ struct MemoryPlan {
   // Of blocks ever used: those never used are handed out last (kv/block_manager.h), so that this
   // is what the pools add to the resident set, up to pages.
   int64_t touched_bytes = 0;
+  // The decoder's activations of a full step: beside the pools, touched as far as steps fill them.
+  int64_t scratch_bytes = 0;
   double bytes_per_token = 0;          // cold blocks; metadata and scales included
   int64_t hot_bytes_per_sequence = 0;  // of a long sequence, between steps
   double bytes_per_token_none = 0;     // the same model with mode none

@@ -9,6 +9,7 @@
 
 #include "turbomind/core/check.h"
 #include "turbomind/kv/pool_sizes.h"
+#include "turbomind/model/decoder_scratch.h"
 
 namespace turbomind {
 namespace {
@@ -70,6 +71,13 @@ int64_t LongestSequence(const std::vector<LayerGroup>& groups, const std::vector
     (HoldSequence(groups, blocks, middle, StepTokens(config)) ? fits : too_long) = middle;
   }
   return fits;
+}
+
+int64_t ScratchBytes(const ModelConfig& model, const EngineConfig& config) {
+  const StepLimits limits = {.max_tokens = StepTokens(config),
+                             .max_logit_rows = kLogitRows,
+                             .removes_mean = !config.kv_quality.calibration.k_mean.empty()};
+  return DecoderScratch().Place(model, limits, nullptr);
 }
 
 // What attention can compute; a KV format may ask for more (kv/layout.cc).
@@ -182,6 +190,7 @@ MemoryPlan PlanMemory(const ModelConfig& model, const EngineConfig& config, int6
   plan.num_blocks = *largest;
   plan.bytes_per_token = BytesPerToken(groups);
   plan.hot_bytes_per_sequence = LongSequenceHotBytes(groups);
+  plan.scratch_bytes = ScratchBytes(model, config);
   plan.session_bytes = SequenceBytes(model, config, config.session_len);
   EngineConfig none = config;
   none.kv_mode = KvCacheMode::kNone;

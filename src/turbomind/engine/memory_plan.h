@@ -10,6 +10,10 @@ namespace turbomind {
 
 // The parts of PlanMemory that the engine needs too, so that the plan and the pools cannot differ.
 
+// Rows of logits computed at a time: a few MB at any vocabulary, and enough rows to share each pass
+// over the head's weights.
+inline constexpr int kLogitRows = 32;
+
 // Throws InvalidArgument naming the field and its flag.
 void ValidateEngineConfig(const EngineConfig& config);
 

@@ -9,17 +9,55 @@
 
 #include "turbomind/core/check.h"
 #include "turbomind/ops/attention.h"
+#include "turbomind/ops/moe.h"
 #include "turbomind/ops/process_kv.h"
 #include "turbomind/ops/quantise_blocks.h"
 
 namespace turbomind {
 namespace {
 
-// Rows of the feed-forward done at a time: their activations stay in the caches, and scratch does
-// not grow with the step. Rows are independent, so the cut changes no result.
-constexpr int kFfnRows = 512;
-
 const float* OrNull(const std::vector<float>& v) { return v.empty() ? nullptr : v.data(); }
+
+// Part `index` of a linear layer.
+MatrixView ViewPart(const LinearWeight& linear, size_t index = 0) {
+  int64_t row = 0;
+  for (size_t i = 0; i < index; ++i) {
+    row += linear.parts[i]->rows;
+  }
+  const float* bias = OrNull(linear.bias);
+  return {linear.parts[index].get(), bias == nullptr ? nullptr : bias + row};
+}
+
+MoeLayer ViewExperts(const ModelConfig& model, const MoeWeights& weights) {
+  if (weights.experts.empty()) {
+    return {};
+  }
+  MoeLayer layer = {.hidden_size = model.hidden_size,
+                    .num_experts = model.moe.num_experts,
+                    .top_k = model.moe.top_k,
+                    .intermediate_size = model.moe.intermediate_size,
+                    .shared_intermediate_size = model.moe.shared_intermediate_size,
+                    .normalise = model.moe.normalise,
+                    .activation = model.activation,
+                    .swiglu_limit = model.swiglu_limit,
+                    .router = ViewPart(weights.router)};
+  for (const ExpertWeights& expert : weights.experts) {
+    if (expert.interleaved()) {
+      layer.gate_up.push_back(ViewPart(expert.gate_up));
+    } else {
+      layer.gate.push_back(ViewPart(expert.gate_up, 0));
+      layer.up.push_back(ViewPart(expert.gate_up, 1));
+    }
+    layer.down.push_back(ViewPart(expert.down));
+  }
+  if (layer.shared_intermediate_size > 0) {
+    layer.shared_gate = ViewPart(weights.shared_gate_up, 0);
+    layer.shared_up = ViewPart(weights.shared_gate_up, 1);
+    layer.shared_down = ViewPart(weights.shared_down);
+    layer.shared_router = ViewPart(weights.shared_router);
+  }
+  return layer;
+}
 
 }  // namespace
 
@@ -35,42 +73,25 @@ Decoder::Decoder(DecoderConfig config, std::shared_ptr<const Weights> weights, D
     model.softmax_scale = 1.f / std::sqrt(static_cast<float>(model.head_dim));
   }
   bool shifts_sinks = false;
+  StepLimits limits{config_.max_tokens, config_.max_logit_rows};
   for (size_t i = 0; i < config_.layers.size(); ++i) {
-    shifts_sinks =
-        shifts_sinks || (config_.layers[i].k_mean != nullptr && !weights_->layers[i].sinks.empty());
+    const bool removes_mean = config_.layers[i].k_mean != nullptr;
+    limits.removes_mean = limits.removes_mean || removes_mean;
+    shifts_sinks = shifts_sinks || (removes_mean && !weights_->layers[i].sinks.empty());
+    const MoeWeights& moe = weights_->layers[i].moe;
+    const int num_experts = model.moe.HasExperts(static_cast<int>(i)) ? model.moe.num_experts : 0;
+    Check(moe.experts.size() == static_cast<size_t>(num_experts), "the weights have the experts");
+    experts_.push_back(ViewExperts(model, moe));
   }
-  const int64_t tokens = config_.max_tokens;
-  const int64_t ffn_rows = std::min(config_.max_tokens, kFfnRows);
-  const int64_t q_size = int64_t{model.num_heads} * model.head_dim;
-  const int64_t kv_size = int64_t{model.num_kv_heads} * model.head_dim;
-  const int64_t half_rope = rope_.enabled() ? rope_.dim() / 2 : 0;
-  const std::pair<float**, int64_t> buffers[] = {
-      {&hidden_, tokens * model.hidden_size},
-      {&normed_, tokens * model.hidden_size},
-      {&qkv_, tokens * (q_size + 2 * kv_size)},
-      {&attended_, tokens * q_size},
-      {&gate_up_, ffn_rows * 2 * model.intermediate_size},
-      {&activated_, ffn_rows * model.intermediate_size},
-      {&q_dot_mean_, shifts_sinks ? tokens * model.num_heads : 0},
-      {&cos_, tokens * half_rope},
-      {&sin_, tokens * half_rope},
-      {&selected_, int64_t{config_.max_logit_rows} * model.hidden_size},
-      {&logits_, int64_t{config_.max_logit_rows} * model.vocab_size},
-  };
-  const auto padded = [](int64_t floats) { return (floats * 4 + 63) / 64 * 64; };
-  for (const auto& [target, floats] : buffers) {
-    scratch_bytes_ += padded(floats);
+  scratch_bytes_ = scratch_.Place(model, limits, nullptr);
+  memory_ = static_cast<std::byte*>(device_.Reserve(static_cast<size_t>(scratch_bytes_)));
+  scratch_.Place(model, limits, memory_);
+  if (!shifts_sinks) {
+    scratch_.q_dot_mean = nullptr;  // computed for sinks alone
   }
-  scratch_ = static_cast<std::byte*>(device_.Reserve(static_cast<size_t>(scratch_bytes_)));
-  std::byte* next = scratch_;
-  for (const auto& [target, floats] : buffers) {
-    *target = reinterpret_cast<float*>(next);
-    next += padded(floats);
-  }
-  q_dot_mean_ = shifts_sinks ? q_dot_mean_ : nullptr;
 }
 
-Decoder::~Decoder() { device_.Release(scratch_, static_cast<size_t>(scratch_bytes_)); }
+Decoder::~Decoder() { device_.Release(memory_, static_cast<size_t>(scratch_bytes_)); }
 
 void Decoder::Forward(const DecoderInput& input) {
   const BatchView& batch = input.batch.front();
@@ -78,18 +99,18 @@ void Decoder::Forward(const DecoderInput& input) {
         "the step fits the scratch");
   device_.Embed({.table = weights_->embedding.get(),
                  .ids = input.tokens,
-                 .out = hidden_,
+                 .out = scratch_.hidden,
                  .num_tokens = batch.num_tokens});
   if (rope_.enabled()) {
-    rope_.Fill(batch.positions, batch.num_tokens, cos_, sin_);
+    rope_.Fill(batch.positions, batch.num_tokens, scratch_.cos, scratch_.sin);
   }
   for (int i = 0; i < model().num_layers; ++i) {
     const LayerWeights& layer = weights_->layers[static_cast<size_t>(i)];
     const int group = config_.layers[static_cast<size_t>(i)].group;
-    Norm(layer.attention_norm, hidden_, normed_, batch.num_tokens);
+    Norm(layer.attention_norm, scratch_.hidden, scratch_.normed, batch.num_tokens);
     Attention(i, input.batch[static_cast<size_t>(group)]);
-    Norm(layer.ffn_norm, hidden_, normed_, batch.num_tokens);
-    FeedForward(layer, batch.num_tokens);
+    Norm(layer.ffn_norm, scratch_.hidden, scratch_.normed, batch.num_tokens);
+    FeedForward(i, batch.num_tokens);
   }
 }
 
@@ -97,39 +118,39 @@ float* Decoder::Logits(const int32_t* rows, int num_rows) {
   Check(num_rows > 0 && num_rows <= config_.max_logit_rows, "the logits fit the scratch");
   const int64_t width = model().hidden_size;
   for (int i = 0; i < num_rows; ++i) {
-    device_.Copy(selected_ + i * width, hidden_ + rows[i] * width,
+    device_.Copy(scratch_.selected + i * width, scratch_.hidden + rows[i] * width,
                  static_cast<size_t>(width) * sizeof(float));
   }
-  Norm(weights_->final_norm, selected_, selected_, num_rows);
-  device_.Linear({.x = selected_,
+  Norm(weights_->final_norm, scratch_.selected, scratch_.selected, num_rows);
+  device_.Linear({.x = scratch_.selected,
                   .x_stride = width,
                   .weight = &weights_->output_head(),
-                  .y = logits_,
+                  .y = scratch_.logits,
                   .y_stride = model().vocab_size,
                   .num_rows = num_rows});
   device_.Synchronize();
-  return logits_;
+  return scratch_.logits;
 }
 
-// qkv_ → Q ready for attention, K and V of this step in the cache, and blocks that leave the recent
+// qkv → Q ready for attention, K and V of this step in the cache, and blocks that leave the recent
 // window quantised.
 void Decoder::StoreKV(int index, const BatchView& batch) {
   const LayerWeights& layer = weights_->layers[static_cast<size_t>(index)];
   const LayerCache& cache = config_.layers[static_cast<size_t>(index)];
   const bool rotates = rope_.enabled();
-  invokeProcessKV_v2(device_, {.qkv = qkv_,
+  invokeProcessKV_v2(device_, {.qkv = scratch_.qkv,
                                .bias = OrNull(layer.qkv.bias),
                                .q_norm = OrNull(layer.q_norm),
                                .k_norm = OrNull(layer.k_norm),
                                .norm_eps = model().norm_eps,
-                               .rope_cos = rotates ? cos_ : nullptr,
-                               .rope_sin = rotates ? sin_ : nullptr,
+                               .rope_cos = rotates ? scratch_.cos : nullptr,
+                               .rope_sin = rotates ? scratch_.sin : nullptr,
                                .rope_dim = rotates ? rope_.dim() : 0,
                                .q_heads = model().num_heads,
                                .rotate = config_.rotate_k,
                                .search_scales = config_.search_scales,
                                .k_mean = cache.k_mean,
-                               .q_dot_mean = q_dot_mean_,
+                               .q_dot_mean = scratch_.q_dot_mean,
                                .kv = cache.kv,
                                .hot = cache.hot,
                                .batch = batch,
@@ -144,54 +165,74 @@ void Decoder::StoreKV(int index, const BatchView& batch) {
   if (config_.statistics != nullptr) {
     const int64_t q_size = int64_t{model().num_heads} * model().head_dim;
     const int64_t kv_size = int64_t{model().num_kv_heads} * model().head_dim;
-    config_.statistics->Add(index, {.k = qkv_ + q_size,
-                                    .v = qkv_ + q_size + kv_size,
+    config_.statistics->Add(index, {.k = scratch_.qkv + q_size,
+                                    .v = scratch_.qkv + q_size + kv_size,
                                     .stride = q_size + 2 * kv_size,
                                     .num_tokens = batch.num_tokens});
   }
 }
 
-// normed_ → hidden_ += output(attention(qkv(normed_))), K and V stored on the way.
+// normed → hidden += output(attention(qkv(normed))), K and V stored on the way.
 void Decoder::Attention(int index, const BatchView& batch) {
   const LayerWeights& layer = weights_->layers[static_cast<size_t>(index)];
   const LayerCache& cache = config_.layers[static_cast<size_t>(index)];
-  Project(layer.qkv, nullptr, normed_, {qkv_, batch.num_tokens});
+  Project(layer.qkv, nullptr, scratch_.normed, {scratch_.qkv, batch.num_tokens});
   StoreKV(index, batch);
   const int64_t heads = int64_t{model().num_heads} + 2 * int64_t{model().num_kv_heads};
-  const AttentionParams attention = {.q = qkv_,
-                                     .q_stride = heads * model().head_dim,
-                                     .out = attended_,
-                                     .q_heads = model().num_heads,
-                                     .softmax_scale = model().softmax_scale,
-                                     .window = cache.window,
-                                     .sinks = OrNull(layer.sinks),
-                                     .q_dot_mean = cache.k_mean != nullptr ? q_dot_mean_ : nullptr,
-                                     .kv = cache.kv,
-                                     .hot = cache.hot,
-                                     .rule = cache.rule,
-                                     .batch = batch};
+  const AttentionParams attention = {
+      .q = scratch_.qkv,
+      .q_stride = heads * model().head_dim,
+      .out = scratch_.attended,
+      .q_heads = model().num_heads,
+      .softmax_scale = model().softmax_scale,
+      .window = cache.window,
+      .sinks = OrNull(layer.sinks),
+      .q_dot_mean = cache.k_mean != nullptr ? scratch_.q_dot_mean : nullptr,
+      .kv = cache.kv,
+      .hot = cache.hot,
+      .rule = cache.rule,
+      .batch = batch};
   if (batch.num_decode > 0) {
     dispatchDecoding(device_, attention);
   }
   if (batch.num_decode < batch.num_seqs) {
     invokePrefillAttention(device_, attention);
   }
-  Project(layer.output, OrNull(layer.output.bias), attended_, {hidden_, batch.num_tokens, true});
+  Project(layer.output, OrNull(layer.output.bias), scratch_.attended,
+          {scratch_.hidden, batch.num_tokens, true});
 }
 
-// normed_ → hidden_ += down(activation(gate_up(normed_))).
-void Decoder::FeedForward(const LayerWeights& layer, int num_tokens) {
+// normed → hidden += feed-forward, in chunks of rows.
+void Decoder::FeedForward(int index, int num_tokens) {
+  const MoeLayer& experts = experts_[static_cast<size_t>(index)];
   for (int first = 0; first < num_tokens; first += kFfnRows) {
     const int rows = std::min(kFfnRows, num_tokens - first);
+    if (experts.empty()) {
+      DenseFeedForward(weights_->layers[static_cast<size_t>(index)], first, rows);
+      continue;
+    }
     const int64_t offset = int64_t{first} * model().hidden_size;
-    Project(layer.gate_up, OrNull(layer.gate_up.bias), normed_ + offset, {gate_up_, rows});
-    device_.GatedActivation({.gate_up = gate_up_,
-                             .out = activated_,
-                             .num_rows = rows,
-                             .dim = model().intermediate_size,
-                             .activation = model().activation});
-    Project(layer.down, OrNull(layer.down.bias), activated_, {hidden_ + offset, rows, true});
+    invokeMoe(device_, {.layer = &experts,
+                        .x = scratch_.normed + offset,
+                        .out = scratch_.hidden + offset,
+                        .num_tokens = rows,
+                        .scratch = scratch_.moe});
   }
+}
+
+// Rows of normed → the same rows of hidden += down(activation(gate_up(normed))).
+void Decoder::DenseFeedForward(const LayerWeights& layer, int64_t first, int num_rows) {
+  const int64_t offset = first * model().hidden_size;
+  Project(layer.gate_up, OrNull(layer.gate_up.bias), scratch_.normed + offset,
+          {scratch_.gate_up, num_rows});
+  device_.GatedActivation({.gate_up = scratch_.gate_up,
+                           .out = scratch_.activated,
+                           .num_rows = num_rows,
+                           .dim = model().intermediate_size,
+                           .activation = model().activation,
+                           .limit = model().swiglu_limit});
+  Project(layer.down, OrNull(layer.down.bias), scratch_.activated,
+          {scratch_.hidden + offset, num_rows, true});
 }
 
 // Each part of the weight fills its own columns of y.

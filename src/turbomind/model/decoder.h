@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "turbomind/core/device.h"
+#include "turbomind/model/decoder_scratch.h"
 #include "turbomind/model/kv_statistics.h"
 #include "turbomind/model/model_config.h"
 #include "turbomind/model/weights.h"
@@ -43,7 +44,7 @@ struct DecoderInput {
   std::vector<BatchView> batch;     // [num_groups]
 };
 
-// A dense decoder over a device. Owns its scratch, sized once for `max_tokens` new tokens a step
+// A decoder over a device. Owns its scratch, sized once for `max_tokens` new tokens a step
 // and `max_logit_rows` rows of logits; a step allocates nothing that grows with either.
 //
 // Invariant: a row of hidden() and of Logits() depends on its own sequence alone, bit for bit
@@ -79,7 +80,8 @@ class Decoder {
 
   void Attention(int index, const BatchView& batch);
   void StoreKV(int index, const BatchView& batch);
-  void FeedForward(const LayerWeights& layer, int num_tokens);
+  void FeedForward(int index, int num_tokens);
+  void DenseFeedForward(const LayerWeights& layer, int64_t first, int num_rows);
   void Project(const LinearWeight& weight, const float* bias, const float* x, const Output& out);
   void Norm(const std::vector<float>& weight, const float* x, float* out, int num_rows);
 
@@ -89,20 +91,11 @@ class Decoder {
   std::shared_ptr<const Weights> weights_;
   Device& device_;
   RopeTable rope_;
-  int64_t scratch_bytes_ = 0;
+  std::vector<MoeLayer> experts_;  // [num_layers], empty where a layer is dense
   int64_t num_nonfinite_ = 0;
-  std::byte* scratch_ = nullptr;
-  float* hidden_ = nullptr;      // [max_tokens, hidden]
-  float* normed_ = nullptr;      // [max_tokens, hidden]
-  float* qkv_ = nullptr;         // [max_tokens, (heads + 2 kv_heads) * head_dim]
-  float* attended_ = nullptr;    // [max_tokens, heads * head_dim]
-  float* gate_up_ = nullptr;     // [ffn rows, 2 * intermediate]
-  float* activated_ = nullptr;   // [ffn rows, intermediate]
-  float* q_dot_mean_ = nullptr;  // [max_tokens, heads]; null: no layer has sinks and a mean
-  float* cos_ = nullptr;         // [max_tokens, rope_dim / 2]
-  float* sin_ = nullptr;         // [max_tokens, rope_dim / 2]
-  float* selected_ = nullptr;    // [max_logit_rows, hidden]
-  float* logits_ = nullptr;      // [max_logit_rows, vocab]
+  int64_t scratch_bytes_ = 0;
+  std::byte* memory_ = nullptr;
+  DecoderScratch scratch_;
 };
 
 }  // namespace turbomind

@@ -1,5 +1,6 @@
 #include "turbomind/model/model_config.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "turbomind/core/check.h"
@@ -12,6 +13,9 @@ namespace {
 constexpr int64_t kMaxLayers = 4096;
 constexpr int64_t kMaxHeads = 65536;
 constexpr int64_t kMaxWidth = int64_t{1} << 24;
+// What the weights' names take grows with the experts of all layers.
+constexpr int64_t kMaxExperts = 1024;
+constexpr int64_t kMaxExpertsOfModel = 65536;
 
 void RequireSize(const char* field, int64_t got, int64_t most) {
   if (got < 1 || got > most) {
@@ -26,12 +30,41 @@ void Require(bool ok, const std::string& text) {
   }
 }
 
+void ValidateMoe(const MoeConfig& moe, int num_layers) {
+  const auto with_experts = std::ranges::count(moe.layers, uint8_t{1});
+  if (moe.num_experts == 0) {
+    Require(with_experts == 0, "moe.layers: got layers with experts, moe.num_experts is 0");
+    return;
+  }
+  RequireSize("moe.num_experts", moe.num_experts, kMaxExperts);
+  RequireSize("moe.top_k", moe.top_k, moe.num_experts);
+  RequireSize("moe.intermediate_size", moe.intermediate_size, kMaxWidth);
+  const int shared = moe.shared_intermediate_size;
+  Require(shared >= 0 && shared <= kMaxWidth, "moe.shared_intermediate_size: got " +
+                                                  std::to_string(shared) + ", want 0 to " +
+                                                  std::to_string(kMaxWidth));
+  Require(moe.layers.size() == static_cast<size_t>(num_layers),
+          "moe.layers: got " + std::to_string(moe.layers.size()) +
+              " entries, want one per layer (" + std::to_string(num_layers) + ")");
+  for (const uint8_t layer : moe.layers) {
+    Require(layer <= 1, "moe.layers: got " + std::to_string(layer) +
+                            ", want 1 (experts) or 0 (dense feed-forward)");
+  }
+  const int64_t experts = with_experts * moe.num_experts;
+  Require(experts <= kMaxExpertsOfModel, "moe.num_experts: got " + std::to_string(experts) +
+                                             " in all layers, want at most " +
+                                             std::to_string(kMaxExpertsOfModel));
+}
+
 }  // namespace
+
+bool ModelConfig::HasDenseLayer() const {
+  return moe.num_experts == 0 || std::ranges::find(moe.layers, uint8_t{0}) != moe.layers.end();
+}
 
 void ModelConfig::Validate() const {
   RequireSize("num_layers", num_layers, kMaxLayers);
   RequireSize("hidden_size", hidden_size, kMaxWidth);
-  RequireSize("intermediate_size", intermediate_size, kMaxWidth);
   RequireSize("num_heads", num_heads, kMaxHeads);
   RequireSize("num_kv_heads", num_kv_heads, kMaxHeads);
   RequireSize("head_dim", head_dim, 1024);
@@ -52,6 +85,13 @@ void ModelConfig::Validate() const {
     Require(window >= 0, "windows: got " + std::to_string(window) +
                              ", want a positive number of tokens, or 0 for full attention");
   }
+  ValidateMoe(moe, num_layers);
+  if (HasDenseLayer()) {
+    RequireSize("intermediate_size", intermediate_size, kMaxWidth);
+  }
+  Require(activation != Activation::kClampedSwiglu ||
+              (std::isfinite(swiglu_limit) && swiglu_limit > 0.f),
+          "swiglu_limit: got " + std::to_string(swiglu_limit) + ", want a positive value");
   const RopeTable checked(rope);
   Require(rope.kind == RopeKind::kNone || rope.dim <= head_dim,
           "rope.dim: got " + std::to_string(rope.dim) + ", want at most head_dim (" +

@@ -28,12 +28,26 @@ struct RopeConfig {
   std::vector<float> freq_factors;
 };
 
-// A dense decoder as data. Optional parts (biases, q_norm and k_norm, sinks, tied head) are present
+// Experts in place of the feed-forward of some layers. Names as in Hugging Face configs.
+struct MoeConfig {
+  int num_experts = 0;               // 0: a dense model
+  int top_k = 0;                     // num_experts_per_tok
+  int intermediate_size = 0;         // of one expert
+  int shared_intermediate_size = 0;  // 0: no shared expert
+  bool normalise = true;             // norm_topk_prob
+  std::vector<uint8_t> layers;       // per layer; 1: experts, 0: dense feed-forward
+
+  bool HasExperts(int layer) const {
+    return num_experts > 0 && layers[static_cast<size_t>(layer)] != 0;
+  }
+};
+
+// A decoder as data. Optional parts (biases, q_norm and k_norm, sinks, tied head) are present
 // when their weights are.
 struct ModelConfig {
   int num_layers = 0;
   int hidden_size = 0;
-  int intermediate_size = 0;
+  int intermediate_size = 0;  // of the dense feed-forward; 0 where every layer has experts
   int num_heads = 0;
   int num_kv_heads = 0;
   int head_dim = 0;
@@ -42,12 +56,16 @@ struct ModelConfig {
   float norm_eps = 1e-6f;
   float softmax_scale = 0.f;  // 0: 1 / sqrt(head_dim)
   Activation activation = Activation::kSilu;
+  float swiglu_limit = 7.f;  // of kClampedSwiglu
+  MoeConfig moe;
   RopeConfig rope;
   std::vector<int> windows;              // per layer; 0: full attention
   DataType dtype = DataType::kBFloat16;  // cache dtype (mode none, inline metadata)
 
   // Throws InvalidArgument naming the field.
   void Validate() const;
+  // Whether some layer has a feed-forward of intermediate_size.
+  bool HasDenseLayer() const;
 };
 
 }  // namespace turbomind

@@ -1,6 +1,7 @@
 #include "turbomind/model/weights.h"
 
 #include <algorithm>
+#include <deque>
 #include <utility>
 
 #include "turbomind/core/check.h"
@@ -17,6 +18,22 @@ int64_t LinearWeight::rows() const {
 
 int64_t LinearWeight::cols() const { return parts.empty() ? 0 : parts.front()->cols; }
 
+std::vector<const LinearWeight*> LayerWeights::linears() const {
+  std::vector<const LinearWeight*> all = {&qkv,
+                                          &output,
+                                          &gate_up,
+                                          &down,
+                                          &moe.router,
+                                          &moe.shared_gate_up,
+                                          &moe.shared_down,
+                                          &moe.shared_router};
+  for (const ExpertWeights& expert : moe.experts) {
+    all.push_back(&expert.gate_up);
+    all.push_back(&expert.down);
+  }
+  return all;
+}
+
 int64_t Weights::num_bytes() const {
   const auto vector_bytes = [](const std::vector<float>& v) {
     return static_cast<int64_t>(v.size() * sizeof(float));
@@ -28,7 +45,7 @@ int64_t Weights::num_bytes() const {
          {&layer.attention_norm, &layer.ffn_norm, &layer.q_norm, &layer.k_norm, &layer.sinks}) {
       total += vector_bytes(*vector);
     }
-    for (const auto* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down}) {
+    for (const LinearWeight* linear : layer.linears()) {
       total += vector_bytes(linear->bias);
       for (const auto& part : linear->parts) {
         total += part->num_bytes();
@@ -45,12 +62,20 @@ struct MatrixSlot {
   int64_t rows = 0;
   int64_t cols = 0;
   bool required = true;
+  bool exact = false;  // packed for FP32 compute whatever the others are
 };
 
 struct VectorSlot {
   std::vector<float>* target = nullptr;
   int64_t size = 0;
   bool required = true;
+};
+
+// An expert whose gate and up may still come in either form.
+struct ExpertSlot {
+  ExpertWeights* expert = nullptr;
+  std::string prefix;
+  LinearWeight interleaved;
 };
 
 std::string Shape(int64_t rows, int64_t cols) {
@@ -68,11 +93,18 @@ struct WeightsBuilder::Impl {
     Matrix("head", weights->head, config.vocab_size, config.hidden_size, false);
     Vector("final_norm", weights->final_norm, config.hidden_size);
     for (int i = 0; i < config.num_layers; ++i) {
-      AddLayer("layers." + std::to_string(i) + ".", weights->layers[static_cast<size_t>(i)]);
+      const std::string prefix = "layers." + std::to_string(i) + ".";
+      LayerWeights& layer = weights->layers[static_cast<size_t>(i)];
+      AddAttention(prefix, layer);
+      if (config.moe.HasExperts(i)) {
+        AddExperts(prefix, layer.moe);
+      } else {
+        AddFeedForward(prefix, layer);
+      }
     }
   }
 
-  void AddLayer(const std::string& prefix, LayerWeights& layer) {
+  void AddAttention(const std::string& prefix, LayerWeights& layer) {
     const int64_t hidden = config.hidden_size;
     const int64_t q_rows = int64_t{config.num_heads} * config.head_dim;
     const int64_t kv_rows = int64_t{config.num_kv_heads} * config.head_dim;
@@ -84,10 +116,42 @@ struct WeightsBuilder::Impl {
     Linear(layer.qkv, hidden,
            {{prefix + "q", q_rows}, {prefix + "k", kv_rows}, {prefix + "v", kv_rows}});
     Linear(layer.output, q_rows, {{prefix + "o", hidden}});
-    Linear(
-        layer.gate_up, hidden,
-        {{prefix + "gate", config.intermediate_size}, {prefix + "up", config.intermediate_size}});
-    Linear(layer.down, config.intermediate_size, {{prefix + "down", hidden}});
+  }
+
+  void AddFeedForward(const std::string& prefix, LayerWeights& layer) {
+    const int64_t inner = config.intermediate_size;
+    Linear(layer.gate_up, config.hidden_size, {{prefix + "gate", inner}, {prefix + "up", inner}});
+    Linear(layer.down, inner, {{prefix + "down", config.hidden_size}});
+  }
+
+  void AddExperts(const std::string& prefix, MoeWeights& moe) {
+    const int64_t hidden = config.hidden_size;
+    Linear(moe.router, hidden, {{prefix + "router", config.moe.num_experts}});
+    matrices[prefix + "router"].exact = true;
+    moe.experts.resize(static_cast<size_t>(config.moe.num_experts));
+    for (size_t e = 0; e < moe.experts.size(); ++e) {
+      AddExpert(prefix + "experts." + std::to_string(e) + ".", moe.experts[e]);
+    }
+    if (const int64_t shared = config.moe.shared_intermediate_size; shared > 0) {
+      const std::string name = prefix + "shared.";
+      Linear(moe.shared_gate_up, hidden, {{name + "gate", shared}, {name + "up", shared}});
+      Linear(moe.shared_down, shared, {{name + "down", hidden}});
+      Linear(moe.shared_router, hidden, {{name + "router", 1}});
+      matrices[name + "router"].exact = true;
+    }
+  }
+
+  // gate and up in either form; which one is required is known when all are there.
+  void AddExpert(const std::string& prefix, ExpertWeights& expert) {
+    const int64_t hidden = config.hidden_size;
+    const int64_t inner = config.moe.intermediate_size;
+    experts.push_back({&expert, prefix, LinearWeight{}});
+    Linear(expert.gate_up, hidden, {{prefix + "gate", inner}, {prefix + "up", inner}});
+    Linear(experts.back().interleaved, hidden, {{prefix + "gate_up", 2 * inner}});
+    for (const char* name : {"gate", "up", "gate_up"}) {
+      matrices[prefix + name].required = false;
+    }
+    Linear(expert.down, inner, {{prefix + "down", hidden}});
   }
 
   // A linear layer of one matrix per (name, rows), each with an optional bias.
@@ -129,6 +193,75 @@ struct WeightsBuilder::Impl {
     }
   }
 
+  bool Has(const std::string& matrix) const { return *matrices.at(matrix).target != nullptr; }
+
+  bool Interleaved() const {
+    return std::ranges::any_of(
+        experts, [this](const ExpertSlot& slot) { return Has(slot.prefix + "gate_up"); });
+  }
+
+  // What an expert's gate and up are called in one of the two forms.
+  static std::vector<std::string> GateNames(const ExpertSlot& slot, bool interleaved) {
+    if (interleaved) {
+      return {slot.prefix + "gate_up"};
+    }
+    return {slot.prefix + "gate", slot.prefix + "up"};
+  }
+
+  void AddMissingOfExperts(std::vector<std::string>& missing) const {
+    const bool interleaved = Interleaved();
+    for (const ExpertSlot& slot : experts) {
+      for (const std::string& name : GateNames(slot, interleaved)) {
+        if (!Has(name)) {
+          missing.push_back(name);
+        }
+      }
+    }
+  }
+
+  void RequireOneForm() const {
+    const bool interleaved = Interleaved();
+    for (const ExpertSlot& slot : experts) {
+      for (const std::string& name : GateNames(slot, !interleaved)) {
+        if (Has(name) || !biases.at(name + ".bias").empty()) {
+          throw InvalidArgument(
+              "weights: got " + name + (Has(name) ? "" : ".bias") + ", other experts have " +
+              (interleaved ? "gate_up; want one form" : "gate and up; want one form"));
+        }
+      }
+    }
+  }
+
+  // Rows of several experts go through one call, which knows one format.
+  void RequireOneFormat() const {
+    std::unordered_map<std::string, std::pair<std::string, MatrixFormat>> first;  // by layer, part
+    for (const ExpertSlot& slot : experts) {
+      const size_t layer_end = slot.prefix.find(".experts.");
+      for (const char* part : {"gate", "up", "gate_up", "down"}) {
+        const std::string name = slot.prefix + part;
+        if (!Has(name)) {
+          continue;
+        }
+        const MatrixFormat format = (*matrices.at(name).target)->format;
+        const auto [found, is_first] =
+            first.try_emplace(slot.prefix.substr(0, layer_end + 1) + part, name, format);
+        if (found->second.second != format) {
+          throw InvalidArgument("weights: " + name + " and " + found->second.first +
+                                " differ in their format; want one for the experts of a layer");
+        }
+      }
+    }
+  }
+
+  // The other form becomes what the decoder sees. After JoinBiases.
+  void ChooseForm() {
+    if (Interleaved()) {
+      for (ExpertSlot& slot : experts) {
+        slot.expert->gate_up = std::move(slot.interleaved);
+      }
+    }
+  }
+
   void RequireComplete() const {
     std::vector<std::string> missing;
     for (const auto& [name, slot] : matrices) {
@@ -141,8 +274,14 @@ struct WeightsBuilder::Impl {
         missing.push_back(name);
       }
     }
+    AddMissingOfExperts(missing);
+    const bool has_sinks = std::ranges::any_of(
+        weights->layers, [](const LayerWeights& layer) { return !layer.sinks.empty(); });
     for (size_t i = 0; i < weights->layers.size(); ++i) {
       const LayerWeights& layer = weights->layers[i];
+      if (has_sinks && layer.sinks.empty()) {
+        missing.push_back("layers." + std::to_string(i) + ".sinks");
+      }
       if (layer.q_norm.empty() != layer.k_norm.empty()) {
         missing.push_back("layers." + std::to_string(i) +
                           (layer.q_norm.empty() ? ".q_norm" : ".k_norm"));
@@ -168,6 +307,7 @@ struct WeightsBuilder::Impl {
   std::unordered_map<std::string, VectorSlot> vectors;
   std::unordered_map<std::string, std::vector<float>> biases;  // by name, until JoinBiases
   std::vector<std::pair<LinearWeight*, std::vector<std::string>>> linear_biases;
+  std::deque<ExpertSlot> experts;  // never moved: linear_biases points into it
 };
 
 WeightsBuilder::WeightsBuilder(const ModelConfig& config, Device& device, bool exact)
@@ -193,7 +333,7 @@ void WeightsBuilder::AddMatrix(std::string_view name, const MatrixSource& source
                           Shape(source.rows, source.cols) + ", the config wants " +
                           Shape(slot.rows, slot.cols));
   }
-  *slot.target = impl_->device.PackMatrix(source, impl_->exact);
+  *slot.target = impl_->device.PackMatrix(source, impl_->exact || slot.exact);
 }
 
 void WeightsBuilder::AddVector(std::string_view name, const float* data, int64_t size) {
@@ -220,8 +360,11 @@ std::shared_ptr<const Weights> WeightsBuilder::Build() {
   if (impl_->weights == nullptr) {
     throw InvalidArgument("weights: already built");
   }
+  impl_->RequireOneForm();
   impl_->RequireComplete();
+  impl_->RequireOneFormat();
   impl_->JoinBiases();
+  impl_->ChooseForm();
   return std::exchange(impl_->weights, nullptr);
 }
 

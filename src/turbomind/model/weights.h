@@ -22,6 +22,21 @@ struct LinearWeight {
   int64_t cols() const;
 };
 
+// One expert. gate_up has two parts, gate and up, or one whose rows alternate between them.
+struct ExpertWeights {
+  LinearWeight gate_up;  // [2 * intermediate, hidden]
+  LinearWeight down;     // [hidden, intermediate]
+
+  bool interleaved() const { return gate_up.parts.size() == 1; }
+};
+
+struct MoeWeights {
+  LinearWeight router;                 // [num_experts, hidden], FP32
+  std::vector<ExpertWeights> experts;  // [num_experts]; empty: a dense layer
+  LinearWeight shared_gate_up, shared_down;
+  LinearWeight shared_router;  // [1, hidden], FP32
+};
+
 struct LayerWeights {
   std::vector<float> attention_norm;  // [hidden]
   std::vector<float> ffn_norm;        // [hidden]
@@ -29,8 +44,12 @@ struct LayerWeights {
   std::vector<float> sinks;           // [num_heads] or empty
   LinearWeight qkv;                   // [(heads + 2 kv_heads) * head_dim, hidden]
   LinearWeight output;                // [hidden, heads * head_dim]
-  LinearWeight gate_up;               // [2 * intermediate, hidden]
-  LinearWeight down;                  // [hidden, intermediate]
+  LinearWeight gate_up;               // [2 * intermediate, hidden], of a dense layer
+  LinearWeight down;                  // [hidden, intermediate], of a dense layer
+  MoeWeights moe;
+
+  // Every linear layer, empty ones too.
+  std::vector<const LinearWeight*> linears() const;
 };
 
 struct Weights {
@@ -46,7 +65,12 @@ struct Weights {
 // Fills Weights by name, each name once:
 //   embedding, final_norm, head,
 //   layers.{i}.{attention_norm, ffn_norm, q_norm, k_norm, sinks},
-//   layers.{i}.{q, k, v, o, gate, up, down} and the same with ".bias".
+//   layers.{i}.{q, k, v, o, gate, up, down} and the same with ".bias";
+// and for a layer with experts, instead of gate, up and down:
+//   layers.{i}.router, layers.{i}.experts.{e}.{gate, up, down}, or gate_up with the rows gate0,
+//   up0, gate1, ... instead of gate and up, and the same with ".bias", layers.{i}.shared.{gate, up,
+//   down, router}, where the model has a shared expert.
+// Routers are packed exact: they are small, and a rounded logit chooses other experts.
 class WeightsBuilder {
  public:
   WeightsBuilder(const ModelConfig& config, Device& device, bool exact);

@@ -182,7 +182,9 @@ struct RmsNormParams {
   float eps = 1e-6f;
 };
 
-enum class Activation : uint8_t { kSilu, kGeluTanh };
+// kClampedSwiglu (GPT-OSS): g = min(gate, limit), u = clamp(up, -limit, limit);
+// out = g * sigmoid(1.702 g) * (u + 1).
+enum class Activation : uint8_t { kSilu, kGeluTanh, kClampedSwiglu };
 
 // out = act(gate) * up
 struct GatedActivationParams {
@@ -191,6 +193,51 @@ struct GatedActivationParams {
   int num_rows = 0;
   int dim = 0;
   Activation activation = Activation::kSilu;
+  bool interleaved = false;  // a row of gate_up is gate0, up0, gate1, up1, ...
+  float limit = 7.f;         // kClampedSwiglu
+};
+
+// Rows [first_row, first_row + num_rows) of y go through one weight.
+struct LinearGroup {
+  const PackedMatrix* weight = nullptr;  // [out, cols]
+  const float* bias = nullptr;           // [out] or null
+  int first_row = 0;
+  int num_rows = 0;
+};
+
+// y = x · wᵀ + bias, each group of rows with a weight of its own; all of one shape and one format.
+// A row of y has the bits of Linear with its row of x and its weight.
+struct GroupedLinearParams {
+  const float* x = nullptr;  // rows of [cols], x_stride floats apart
+  int64_t x_stride = 0;
+  const int32_t* x_rows = nullptr;  // [rows of y] the row of x of each row of y; null: the same
+  float* y = nullptr;               // rows of [out], y_stride floats apart
+  int64_t y_stride = 0;
+  const LinearGroup* groups = nullptr;  // [num_groups], of disjoint rows
+  int num_groups = 0;
+};
+
+// Softmax over all experts and the top_k highest of it; among equals the lower id, NaN last. A
+// token's experts come in order of their ids, whatever the logits hold.
+struct RouteExpertsParams {
+  const float* logits = nullptr;  // [num_tokens, num_experts]
+  int32_t* ids = nullptr;         // [num_tokens, top_k], ascending, each in [0, num_experts)
+  float* weights = nullptr;       // [num_tokens, top_k]
+  int num_tokens = 0;
+  int num_experts = 0;
+  int top_k = 0;           // 1 to num_experts
+  bool normalise = false;  // the weights of a token sum to 1
+};
+
+// out[t] += sum over j, ascending, of weights[t, j] * y[slots[t, j]]
+struct CombineExpertsParams {
+  const float* y = nullptr;        // rows of [dim]
+  const int32_t* slots = nullptr;  // [num_tokens, top_k] or null: t * top_k + j
+  const float* weights = nullptr;  // [num_tokens, top_k]
+  float* out = nullptr;            // [num_tokens, dim]
+  int num_tokens = 0;
+  int top_k = 0;
+  int dim = 0;
 };
 
 }  // namespace turbomind

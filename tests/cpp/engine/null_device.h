@@ -30,6 +30,9 @@ class NullDevice : public Device {
   void RmsNorm(const RmsNormParams&) override { Refuse(); }
   void Linear(const LinearParams&) override { Refuse(); }
   void GatedActivation(const GatedActivationParams&) override { Refuse(); }
+  void GroupedLinear(const GroupedLinearParams&) override { Refuse(); }
+  void RouteExperts(const RouteExpertsParams&) override { Refuse(); }
+  void CombineExperts(const CombineExpertsParams&) override { Refuse(); }
   void ProcessKV(const ProcessKVParams&) override { Refuse(); }
   void QuantiseBlocks(const QuantiseBlocksParams&) override { Refuse(); }
   void FlattenKV(const FlattenKVParams&) override { Refuse(); }
@@ -57,6 +60,11 @@ class ForwardingDevice : public Device {
   void Linear(const LinearParams& params) override { device_->Linear(params); }
   void GatedActivation(const GatedActivationParams& params) override {
     device_->GatedActivation(params);
+  }
+  void GroupedLinear(const GroupedLinearParams& params) override { device_->GroupedLinear(params); }
+  void RouteExperts(const RouteExpertsParams& params) override { device_->RouteExperts(params); }
+  void CombineExperts(const CombineExpertsParams& params) override {
+    device_->CombineExperts(params);
   }
   void ProcessKV(const ProcessKVParams& params) override { device_->ProcessKV(params); }
   void QuantiseBlocks(const QuantiseBlocksParams& params) override {

@@ -40,6 +40,9 @@ class MemoryDevice : public Device {
   void RmsNorm(const RmsNormParams&) override { Refuse(); }
   void Linear(const LinearParams&) override { Refuse(); }
   void GatedActivation(const GatedActivationParams&) override { Refuse(); }
+  void GroupedLinear(const GroupedLinearParams&) override { Refuse(); }
+  void RouteExperts(const RouteExpertsParams&) override { Refuse(); }
+  void CombineExperts(const CombineExpertsParams&) override { Refuse(); }
   void ProcessKV(const ProcessKVParams&) override { Refuse(); }
   void QuantiseBlocks(const QuantiseBlocksParams&) override { Refuse(); }
   void FlattenKV(const FlattenKVParams&) override { Refuse(); }

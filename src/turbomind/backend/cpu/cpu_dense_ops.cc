@@ -1,7 +1,9 @@
 #include "turbomind/backend/cpu/cpu_dense_ops.h"
 
 #include <algorithm>
+#include <cmath>
 #include <functional>
+#include <limits>
 #include <string>
 
 #include "turbomind/backend/cpu/packed_layout.h"
@@ -102,6 +104,71 @@ MultiplyArgs ItemArgs(const CpuPackedMatrix& weight, const LinearPlan& plan,
   return args;
 }
 
+// NaN counts as the lowest logit: an index is found whatever the logits hold.
+float RouteKey(float logit) {
+  return std::isnan(logit) ? -std::numeric_limits<float>::infinity() : logit;
+}
+
+// The expert that follows `last` in order of falling logits, then rising ids; -1: the first one.
+int32_t NextExpert(const float* logits, int num_experts, int32_t last) {
+  int32_t best = -1;
+  for (int32_t expert = 0; expert < num_experts; ++expert) {
+    const float key = RouteKey(logits[expert]);
+    const float last_key = last < 0 ? 0.f : RouteKey(logits[last]);
+    const bool follows = last < 0 || key < last_key || (key == last_key && expert > last);
+    if (follows && (best < 0 || key > RouteKey(logits[best]))) {
+      best = expert;
+    }
+  }
+  return best;
+}
+
+void RouteToken(const RouteExpertsParams& params, int64_t token) {
+  const float* logits = params.logits + token * params.num_experts;
+  int32_t* ids = params.ids + token * params.top_k;
+  float* weights = params.weights + token * params.top_k;
+  int32_t last = -1;
+  for (int rank = 0; rank < params.top_k; ++rank) {
+    last = NextExpert(logits, params.num_experts, last);
+    ids[rank] = last;
+  }
+  const float highest = logits[ids[0]];
+  std::sort(ids, ids + params.top_k);
+  double sum = 0;
+  for (int rank = 0; rank < params.top_k; ++rank) {
+    weights[rank] = std::exp(logits[ids[rank]] - highest);
+    sum += weights[rank];
+  }
+  if (!params.normalise) {
+    sum = 0;
+    for (int expert = 0; expert < params.num_experts; ++expert) {
+      sum += std::exp(logits[expert] - highest);
+    }
+  }
+  for (int rank = 0; rank < params.top_k; ++rank) {
+    weights[rank] = static_cast<float>(weights[rank] / sum);
+  }
+}
+
+void CombineToken(const CombineExpertsParams& params, int64_t token) {
+  constexpr int64_t kLanes = 64;
+  for (int64_t first = 0; first < params.dim; first += kLanes) {
+    const int64_t lanes = std::min(kLanes, params.dim - first);
+    float sums[kLanes] = {};
+    for (int64_t rank = token * params.top_k; rank < (token + 1) * params.top_k; ++rank) {
+      const int64_t slot = params.slots == nullptr ? rank : params.slots[rank];
+      const float* y = params.y + slot * params.dim + first;
+      for (int64_t i = 0; i < lanes; ++i) {
+        sums[i] += params.weights[rank] * y[i];
+      }
+    }
+    float* out = params.out + token * params.dim + first;
+    for (int64_t i = 0; i < lanes; ++i) {
+      out[i] += sums[i];
+    }
+  }
+}
+
 }  // namespace
 
 void CpuLinear(const CpuDenseKernels& kernels, ThreadPool& pool, CpuLinearScratch& scratch,
@@ -132,6 +199,32 @@ void CpuLinear(const CpuDenseKernels& kernels, ThreadPool& pool, CpuLinearScratc
   }
 }
 
+void CpuGroupedLinear(const CpuDenseKernels& kernels, ThreadPool& pool, CpuLinearScratch& scratch,
+                      const GroupedLinearParams& params) {
+  for (int i = 0; i < params.num_groups; ++i) {
+    const LinearGroup& group = params.groups[i];
+    const int64_t cols = group.weight->cols;
+    LinearParams linear;
+    linear.x = params.x + group.first_row * params.x_stride;
+    linear.x_stride = params.x_stride;
+    if (params.x_rows != nullptr) {
+      scratch.gathered.resize(static_cast<size_t>(group.num_rows * cols));
+      for (int row = 0; row < group.num_rows; ++row) {
+        const float* from = params.x + params.x_rows[group.first_row + row] * params.x_stride;
+        std::copy_n(from, cols, scratch.gathered.data() + row * cols);
+      }
+      linear.x = scratch.gathered.data();
+      linear.x_stride = cols;
+    }
+    linear.weight = group.weight;
+    linear.bias = group.bias;
+    linear.y = params.y + group.first_row * params.y_stride;
+    linear.y_stride = params.y_stride;
+    linear.num_rows = group.num_rows;
+    CpuLinear(kernels, pool, scratch, linear);
+  }
+}
+
 void CpuEmbed(ThreadPool& pool, const EmbedParams& params) {
   const CpuPackedMatrix& table = Packed(params.table);
   for (int i = 0; i < params.num_tokens; ++i) {
@@ -159,12 +252,26 @@ void CpuRmsNorm(const CpuDenseKernels& kernels, ThreadPool& pool, const RmsNormP
 
 void CpuGatedActivation(const CpuDenseKernels& kernels, ThreadPool& pool,
                         const GatedActivationParams& params) {
-  const int64_t dim = params.dim;
-  ForRows(pool, params.num_rows, dim, [&](int begin, int end) {
+  ForRows(pool, params.num_rows, params.dim, [&](int begin, int end) {
     for (int64_t i = begin; i < end; ++i) {
-      const float* gate = params.gate_up + 2 * i * dim;
-      kernels.gated_activation(gate, gate + dim, params.activation, params.dim,
-                               params.out + i * dim);
+      kernels.gated_activation(params, i);
+    }
+  });
+}
+
+void CpuRouteExperts(ThreadPool& pool, const RouteExpertsParams& params) {
+  ForRows(pool, params.num_tokens, int64_t{params.num_experts} * params.top_k,
+          [&](int begin, int end) {
+            for (int64_t t = begin; t < end; ++t) {
+              RouteToken(params, t);
+            }
+          });
+}
+
+void CpuCombineExperts(ThreadPool& pool, const CombineExpertsParams& params) {
+  ForRows(pool, params.num_tokens, int64_t{params.dim} * params.top_k, [&](int begin, int end) {
+    for (int64_t t = begin; t < end; ++t) {
+      CombineToken(params, t);
     }
   });
 }

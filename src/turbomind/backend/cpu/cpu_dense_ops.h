@@ -13,16 +13,21 @@
 
 namespace turbomind {
 
-// Packed activations of one call; grows to the largest call.
+// Activations of one call: packed, and gathered; grows to the largest call.
 struct CpuLinearScratch {
   std::vector<uint8_t> panels;
+  std::vector<float> gathered;
 };
 
 void CpuLinear(const CpuDenseKernels& kernels, ThreadPool& pool, CpuLinearScratch& scratch,
                const LinearParams& params);
+void CpuGroupedLinear(const CpuDenseKernels& kernels, ThreadPool& pool, CpuLinearScratch& scratch,
+                      const GroupedLinearParams& params);
 void CpuEmbed(ThreadPool& pool, const EmbedParams& params);
 void CpuRmsNorm(const CpuDenseKernels& kernels, ThreadPool& pool, const RmsNormParams& params);
 void CpuGatedActivation(const CpuDenseKernels& kernels, ThreadPool& pool,
                         const GatedActivationParams& params);
+void CpuRouteExperts(ThreadPool& pool, const RouteExpertsParams& params);
+void CpuCombineExperts(ThreadPool& pool, const CombineExpertsParams& params);
 
 }  // namespace turbomind

@@ -96,6 +96,13 @@ class CpuDevice final : public Device {
   void GatedActivation(const GatedActivationParams& params) override {
     CpuGatedActivation(dense_, pool_, params);
   }
+  void GroupedLinear(const GroupedLinearParams& params) override {
+    CpuGroupedLinear(dense_, pool_, linear_scratch_, params);
+  }
+  void RouteExperts(const RouteExpertsParams& params) override { CpuRouteExperts(pool_, params); }
+  void CombineExperts(const CombineExpertsParams& params) override {
+    CpuCombineExperts(pool_, params);
+  }
   void ProcessKV(const ProcessKVParams& params) override { CpuProcessKV(kv_, pool_, params); }
   void QuantiseBlocks(const QuantiseBlocksParams& params) override {
     CpuQuantiseBlocks(kv_, pool_, params);

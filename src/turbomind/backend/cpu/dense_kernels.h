@@ -42,9 +42,8 @@ struct CpuDenseKernels {
   void (*pack_panel)(const PackPanelArgs&) = nullptr;
   void (*multiply)(const MultiplyArgs&) = nullptr;
   void (*rms_norm)(const float* x, const float* weight, float eps, int dim, float* out) = nullptr;
-  // out[i] = act(gate[i]) * up[i]
-  void (*gated_activation)(const float* gate, const float* up, Activation activation, int dim,
-                           float* out) = nullptr;
+  // One row of the op.
+  void (*gated_activation)(const GatedActivationParams& params, int64_t row) = nullptr;
 };
 
 namespace scalar {

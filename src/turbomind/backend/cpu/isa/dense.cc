@@ -58,6 +58,23 @@ TM_HD float SumOfSquares(const float* x, int dim) {
   return lanes[0];
 }
 
+// out[i] = fn(gate[i], up[i]) of one row, in the form that gate_up has.
+template <class Fn>
+TM_HD void Gate(const GatedActivationParams& params, int64_t row, Fn fn) {
+  const int64_t dim = params.dim;
+  const float* in = params.gate_up + 2 * row * dim;
+  float* out = params.out + row * dim;
+  if (params.interleaved) {
+    for (int64_t i = 0; i < dim; ++i) {
+      out[i] = fn(in[2 * i], in[2 * i + 1]);
+    }
+    return;
+  }
+  for (int64_t i = 0; i < dim; ++i) {
+    out[i] = fn(in[i], in[dim + i]);
+  }
+}
+
 }  // namespace
 
 void RmsNormRow(const float* x, const float* weight, float eps, int dim, float* out) {
@@ -68,19 +85,24 @@ void RmsNormRow(const float* x, const float* weight, float eps, int dim, float* 
   }
 }
 
-void GatedActivationRow(const float* gate, const float* up, Activation activation, int dim,
-                        float* out) {
-  if (activation == Activation::kSilu) {
-    for (int i = 0; i < dim; ++i) {
-      out[i] = gate[i] * Sigmoid(gate[i]) * up[i];
-    }
-    return;
-  }
-  // gelu, tanh form: 0.5 (1 + tanh u) = sigmoid(2 u)
-  constexpr float kTwoSqrt2OverPi = 1.59576912f;
-  for (int i = 0; i < dim; ++i) {
-    const float g = gate[i];
-    out[i] = g * Sigmoid(kTwoSqrt2OverPi * (g + 0.044715f * g * g * g)) * up[i];
+void GatedActivationRow(const GatedActivationParams& params, int64_t row) {
+  switch (params.activation) {
+    case Activation::kSilu:
+      return Gate(params, row, [](float g, float up) { return g * Sigmoid(g) * up; });
+    case Activation::kGeluTanh:
+      return Gate(params, row, [](float g, float up) {
+        // tanh form: 0.5 (1 + tanh u) = sigmoid(2 u)
+        constexpr float kTwoSqrt2OverPi = 1.59576912f;
+        return g * Sigmoid(kTwoSqrt2OverPi * (g + 0.044715f * g * g * g)) * up;
+      });
+    case Activation::kClampedSwiglu:
+      return Gate(params, row, [limit = params.limit](float gate, float up) {
+        constexpr float kAlpha = 1.702f;
+        const float g = gate > limit ? limit : gate;  // NaN stays
+        const float high = up > limit ? limit : up;
+        const float u = high < -limit ? -limit : high;
+        return g * Sigmoid(kAlpha * g) * (u + 1.f);
+      });
   }
 }
 

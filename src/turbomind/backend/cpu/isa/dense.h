@@ -7,7 +7,6 @@
 namespace turbomind::TM_ISA {
 
 void RmsNormRow(const float* x, const float* weight, float eps, int dim, float* out);
-void GatedActivationRow(const float* gate, const float* up, Activation activation, int dim,
-                        float* out);
+void GatedActivationRow(const GatedActivationParams& params, int64_t row);
 
 }  // namespace turbomind::TM_ISA

@@ -1,0 +1,72 @@
+#include "turbomind/model/decoder_scratch.h"
+
+#include <algorithm>
+
+namespace turbomind {
+namespace {
+
+class Placer {
+ public:
+  explicit Placer(std::byte* memory) : memory_(memory) {}
+
+  template <class T>
+  void Add(T*& target, int64_t count) {
+    static_assert(sizeof(T) == 4);
+    target = memory_ == nullptr ? nullptr : reinterpret_cast<T*>(memory_ + num_bytes_);
+    num_bytes_ += (count * 4 + 63) / 64 * 64;
+  }
+
+  int64_t num_bytes() const { return num_bytes_; }
+
+ private:
+  std::byte* memory_;
+  int64_t num_bytes_ = 0;
+};
+
+void PlaceMoe(const ModelConfig& model, int64_t rows, MoeScratch& scratch, Placer& placer) {
+  const MoeConfig& moe = model.moe;
+  const int64_t slots = rows * moe.top_k;
+  const int64_t width =
+      std::max(int64_t{moe.top_k} * moe.intermediate_size, int64_t{moe.shared_intermediate_size});
+  scratch.max_tokens = static_cast<int>(rows);
+  placer.Add(scratch.logits, rows * moe.num_experts);
+  placer.Add(scratch.weights, slots);
+  placer.Add(scratch.ids, slots);
+  placer.Add(scratch.slots, slots);
+  placer.Add(scratch.x_rows, slots);
+  placer.Add(scratch.gate_up, rows * 2 * width);
+  placer.Add(scratch.activated, rows * width);
+  placer.Add(scratch.output, slots * model.hidden_size);
+}
+
+}  // namespace
+
+int64_t DecoderScratch::Place(const ModelConfig& model, const StepLimits& limits,
+                              std::byte* memory) {
+  const int64_t tokens = limits.max_tokens;
+  const int64_t logit_rows = limits.max_logit_rows;
+  const int64_t ffn_rows = std::min(limits.max_tokens, kFfnRows);
+  const int64_t q_size = int64_t{model.num_heads} * model.head_dim;
+  const int64_t kv_size = int64_t{model.num_kv_heads} * model.head_dim;
+  const int64_t half_rope = model.rope.kind == RopeKind::kNone ? 0 : model.rope.dim / 2;
+  Placer placer(memory);
+  placer.Add(hidden, tokens * model.hidden_size);
+  placer.Add(normed, tokens * model.hidden_size);
+  placer.Add(qkv, tokens * (q_size + 2 * kv_size));
+  placer.Add(attended, tokens * q_size);
+  placer.Add(q_dot_mean, limits.removes_mean ? tokens * model.num_heads : 0);
+  placer.Add(cos, tokens * half_rope);
+  placer.Add(sin, tokens * half_rope);
+  placer.Add(selected, logit_rows * model.hidden_size);
+  placer.Add(logits, logit_rows * model.vocab_size);
+  if (model.HasDenseLayer()) {
+    placer.Add(gate_up, ffn_rows * 2 * model.intermediate_size);
+    placer.Add(activated, ffn_rows * model.intermediate_size);
+  }
+  if (model.moe.num_experts > 0) {
+    PlaceMoe(model, ffn_rows, moe, placer);
+  }
+  return placer.num_bytes();
+}
+
+}  // namespace turbomind

@@ -1,0 +1,214 @@
+#include "turbomind/ops/moe.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "turbomind/core/check.h"
+
+namespace turbomind {
+namespace {
+
+void CheckMatrix(const MatrixView& matrix, int64_t rows, int64_t cols) {
+  Check(matrix.weight != nullptr, "every matrix of a layer of experts is there");
+  Check(matrix.weight->rows == rows && matrix.weight->cols == cols,
+        "the matrices of a layer of experts have its shapes");
+}
+
+void CheckExperts(const std::vector<MatrixView>& experts, int num_experts, int64_t rows,
+                  int64_t cols) {
+  Check(experts.size() == static_cast<size_t>(num_experts), "every expert is there");
+  for (const MatrixView& expert : experts) {
+    CheckMatrix(expert, rows, cols);
+    Check(expert.weight->format == experts.front().weight->format,
+          "the experts of a layer have one format");
+  }
+}
+
+void CheckLayer(const MoeLayer& layer) {
+  const int64_t hidden = layer.hidden_size;
+  const int64_t inner = layer.intermediate_size;
+  Check(hidden > 0 && inner > 0, "a layer of experts has sizes");
+  Check(layer.top_k > 0 && layer.top_k <= layer.num_experts, "top_k is at most num_experts");
+  CheckMatrix(layer.router, layer.num_experts, hidden);
+  CheckExperts(layer.down, layer.num_experts, hidden, inner);
+  if (layer.interleaved()) {
+    CheckExperts(layer.gate_up, layer.num_experts, 2 * inner, hidden);
+  } else {
+    CheckExperts(layer.gate, layer.num_experts, inner, hidden);
+    CheckExperts(layer.up, layer.num_experts, inner, hidden);
+  }
+  if (layer.shared_intermediate_size > 0) {
+    CheckMatrix(layer.shared_gate, layer.shared_intermediate_size, hidden);
+    CheckMatrix(layer.shared_up, layer.shared_intermediate_size, hidden);
+    CheckMatrix(layer.shared_down, hidden, layer.shared_intermediate_size);
+    CheckMatrix(layer.shared_router, 1, hidden);
+  }
+}
+
+void CheckParams(const MoeParams& p) {
+  Check(p.layer != nullptr && p.x != nullptr && p.out != nullptr, "layer, x and out are set");
+  CheckLayer(*p.layer);
+  const MoeScratch& s = p.scratch;
+  Check(s.logits != nullptr && s.weights != nullptr && s.ids != nullptr && s.slots != nullptr &&
+            s.x_rows != nullptr && s.gate_up != nullptr && s.activated != nullptr &&
+            s.output != nullptr,
+        "the scratch of the experts is there");
+  Check(p.num_tokens > 0 && p.num_tokens <= s.max_tokens, "the tokens fit the scratch");
+}
+
+void Project(Device& device, const MatrixView& matrix, const float* x, float* y, int64_t y_stride,
+             int num_rows) {
+  device.Linear({.x = x,
+                 .x_stride = matrix.weight->cols,
+                 .weight = matrix.weight,
+                 .bias = matrix.bias,
+                 .y = y,
+                 .y_stride = y_stride,
+                 .num_rows = num_rows});
+}
+
+void Activate(Device& device, const MoeParams& p, int num_rows, int dim, bool interleaved) {
+  device.GatedActivation({.gate_up = p.scratch.gate_up,
+                          .out = p.scratch.activated,
+                          .num_rows = num_rows,
+                          .dim = dim,
+                          .activation = p.layer->activation,
+                          .interleaved = interleaved,
+                          .limit = p.layer->swiglu_limit});
+}
+
+void Route(Device& device, const MoeParams& p) {
+  const MoeLayer& layer = *p.layer;
+  Project(device, layer.router, p.x, p.scratch.logits, layer.num_experts, p.num_tokens);
+  device.RouteExperts({.logits = p.scratch.logits,
+                       .ids = p.scratch.ids,
+                       .weights = p.scratch.weights,
+                       .num_tokens = p.num_tokens,
+                       .num_experts = layer.num_experts,
+                       .top_k = layer.top_k,
+                       .normalise = layer.normalise});
+  device.Synchronize();
+}
+
+// The rows of each expert that has any; its matrix is set for each projection.
+struct Grouping {
+  std::vector<int32_t> experts;
+  std::vector<LinearGroup> groups;
+};
+
+// Counting sort of (token, rank) by expert: fills slots, where each lies, and x_rows, its token.
+Grouping GroupByExpert(const MoeParams& p) {
+  const int num_slots = p.num_tokens * p.layer->top_k;
+  std::vector<int> next(static_cast<size_t>(p.layer->num_experts));
+  for (int i = 0; i < num_slots; ++i) {
+    const int32_t expert = p.scratch.ids[i];
+    Check(expert >= 0 && expert < p.layer->num_experts, "the router names experts that are there");
+    ++next[static_cast<size_t>(expert)];
+  }
+  Grouping grouping;
+  int first_row = 0;
+  for (int32_t expert = 0; expert < p.layer->num_experts; ++expert) {
+    const int count = next[static_cast<size_t>(expert)];
+    next[static_cast<size_t>(expert)] = first_row;
+    if (count > 0) {
+      grouping.experts.push_back(expert);
+      grouping.groups.push_back({.first_row = first_row, .num_rows = count});
+    }
+    first_row += count;
+  }
+  for (int i = 0; i < num_slots; ++i) {
+    const int slot = next[static_cast<size_t>(p.scratch.ids[i])]++;
+    p.scratch.slots[i] = slot;
+    p.scratch.x_rows[slot] = i / p.layer->top_k;
+  }
+  return grouping;
+}
+
+// One matrix of every expert that has rows; x_rows as in GroupedLinearParams.
+struct GroupedPart {
+  const std::vector<MatrixView>* matrices = nullptr;  // [num_experts]
+  const float* x = nullptr;
+  const int32_t* x_rows = nullptr;
+  float* y = nullptr;
+  int64_t y_stride = 0;
+};
+
+void ProjectGroups(Device& device, Grouping& grouping, const GroupedPart& part) {
+  for (size_t i = 0; i < grouping.groups.size(); ++i) {
+    const MatrixView& matrix = (*part.matrices)[static_cast<size_t>(grouping.experts[i])];
+    grouping.groups[i].weight = matrix.weight;
+    grouping.groups[i].bias = matrix.bias;
+  }
+  device.GroupedLinear({.x = part.x,
+                        .x_stride = part.matrices->front().weight->cols,
+                        .x_rows = part.x_rows,
+                        .y = part.y,
+                        .y_stride = part.y_stride,
+                        .groups = grouping.groups.data(),
+                        .num_groups = static_cast<int>(grouping.groups.size())});
+}
+
+void RunExperts(Device& device, const MoeParams& p) {
+  const MoeLayer& layer = *p.layer;
+  const MoeScratch& scratch = p.scratch;
+  const int64_t inner = layer.intermediate_size;
+  Grouping grouping = GroupByExpert(p);
+  GroupedPart part = {.x = p.x, .x_rows = scratch.x_rows, .y = scratch.gate_up};
+  part.y_stride = 2 * inner;
+  part.matrices = layer.interleaved() ? &layer.gate_up : &layer.gate;
+  ProjectGroups(device, grouping, part);
+  if (!layer.interleaved()) {
+    part.matrices = &layer.up;
+    part.y += inner;
+    ProjectGroups(device, grouping, part);
+  }
+  Activate(device, p, p.num_tokens * layer.top_k, layer.intermediate_size, layer.interleaved());
+  ProjectGroups(device, grouping,
+                {.matrices = &layer.down,
+                 .x = scratch.activated,
+                 .y = scratch.output,
+                 .y_stride = layer.hidden_size});
+  device.CombineExperts({.y = scratch.output,
+                         .slots = scratch.slots,
+                         .weights = scratch.weights,
+                         .out = p.out,
+                         .num_tokens = p.num_tokens,
+                         .top_k = layer.top_k,
+                         .dim = layer.hidden_size});
+}
+
+void RunSharedExpert(Device& device, const MoeParams& p) {
+  const MoeLayer& layer = *p.layer;
+  const MoeScratch& scratch = p.scratch;
+  const int inner = layer.shared_intermediate_size;
+  const int64_t stride = 2 * int64_t{inner};
+  Project(device, layer.shared_router, p.x, scratch.weights, 1, p.num_tokens);
+  device.Synchronize();
+  for (int t = 0; t < p.num_tokens; ++t) {
+    scratch.weights[t] = 1.f / (1.f + std::exp(-scratch.weights[t]));
+  }
+  Project(device, layer.shared_gate, p.x, scratch.gate_up, stride, p.num_tokens);
+  Project(device, layer.shared_up, p.x, scratch.gate_up + inner, stride, p.num_tokens);
+  Activate(device, p, p.num_tokens, inner, false);
+  Project(device, layer.shared_down, scratch.activated, scratch.output, layer.hidden_size,
+          p.num_tokens);
+  device.CombineExperts({.y = scratch.output,
+                         .weights = scratch.weights,
+                         .out = p.out,
+                         .num_tokens = p.num_tokens,
+                         .top_k = 1,
+                         .dim = layer.hidden_size});
+}
+
+}  // namespace
+
+void invokeMoe(Device& device, const MoeParams& params) {
+  CheckParams(params);
+  Route(device, params);
+  RunExperts(device, params);
+  if (params.layer->shared_intermediate_size > 0) {
+    RunSharedExpert(device, params);
+  }
+}
+
+}  // namespace turbomind
