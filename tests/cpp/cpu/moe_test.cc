@@ -1,0 +1,551 @@
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include "turbomind/ops/moe.h"
+
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "turbomind/backend/cpu/cpu_device.h"
+#include "turbomind/core/check.h"
+
+using namespace turbomind;
+
+namespace {
+
+// FP32 sums of at most 96 products each, thrice in a row, of values around 1; measured 2e-6.
+constexpr double kAbsolute = 2e-5;
+constexpr int kHidden = 64;
+constexpr int kInner = 48;
+constexpr int kShared = 80;
+constexpr int kExperts = 8;
+
+std::vector<float> Random(uint32_t seed, size_t size, float range) {
+  std::mt19937 generator(seed);
+  std::uniform_real_distribution<float> uniform(-range, range);
+  std::vector<float> values(size);
+  std::ranges::generate(values, [&] { return uniform(generator); });
+  return values;
+}
+
+// A matrix in the form of the reference and packed.
+struct Matrix {
+  int rows = 0;
+  int cols = 0;
+  std::vector<float> values;  // [rows, cols]
+  std::vector<float> bias;    // [rows] or empty
+  std::unique_ptr<PackedMatrix> packed;
+
+  MatrixView view() const { return {packed.get(), bias.empty() ? nullptr : bias.data()}; }
+
+  std::vector<double> Times(const double* x) const {
+    std::vector<double> y(static_cast<size_t>(rows));
+    for (size_t r = 0; r < y.size(); ++r) {
+      y[r] = bias.empty() ? 0. : double{bias[r]};
+      for (size_t c = 0; c < static_cast<size_t>(cols); ++c) {
+        y[r] += values[r * static_cast<size_t>(cols) + c] * x[c];
+      }
+    }
+    return y;
+  }
+};
+
+struct Shape {
+  int top_k = 3;
+  bool normalise = true;
+  bool interleaved = false;
+  bool has_bias = true;
+  bool has_shared = false;
+  Activation activation = Activation::kSilu;
+};
+
+// Everything about one random layer; scratch for `max_tokens`.
+class TestLayer {
+ public:
+  TestLayer(const Shape& shape, Device& device, int max_tokens, bool quantised = false)
+      : shape_(shape), device_(device), quantised_(quantised) {
+    router_ = Make(kExperts, kHidden, 1.f, true);
+    for (int e = 0; e < kExperts; ++e) {
+      gate_.push_back(Make(kInner, kHidden));
+      up_.push_back(Make(kInner, kHidden));
+      down_.push_back(Make(kHidden, kInner));
+    }
+    layer_ = {.hidden_size = kHidden,
+              .num_experts = kExperts,
+              .top_k = shape.top_k,
+              .intermediate_size = kInner,
+              .normalise = shape.normalise,
+              .activation = shape.activation,
+              .swiglu_limit = 0.9f,
+              .router = router_.view()};
+    for (size_t e = 0; e < kExperts; ++e) {
+      layer_.down.push_back(down_[e].view());
+      if (shape.interleaved) {
+        both_.push_back(Interleave(gate_[e], up_[e]));
+        layer_.gate_up.push_back(both_.back().view());
+      } else {
+        layer_.gate.push_back(gate_[e].view());
+        layer_.up.push_back(up_[e].view());
+      }
+    }
+    if (shape.has_shared) {
+      AddShared();
+    }
+    PlaceScratch(max_tokens);
+  }
+
+  const MoeLayer& layer() const { return layer_; }
+  MoeLayer& layer() { return layer_; }
+  const MoeScratch& scratch() const { return scratch_; }
+  Matrix& router() { return router_; }
+
+  // x → out, both [tokens, hidden].
+  void Run(const std::vector<float>& x, std::vector<float>& out) {
+    const int tokens = static_cast<int>(x.size()) / kHidden;
+    invokeMoe(device_, {.layer = &layer_,
+                        .x = x.data(),
+                        .out = out.data(),
+                        .num_tokens = tokens,
+                        .scratch = scratch_});
+  }
+
+  // The same in double, one token, from the definition.
+  std::vector<double> Reference(const float* token) const {
+    const std::vector<double> x(token, token + kHidden);
+    const std::vector<double> logits = router_.Times(x.data());
+    std::vector<size_t> order(kExperts);
+    std::iota(order.begin(), order.end(), size_t{0});
+    std::ranges::stable_sort(order, [&](size_t a, size_t b) { return logits[a] > logits[b]; });
+    order.resize(static_cast<size_t>(shape_.top_k));
+    double all = 0;
+    double chosen = 0;
+    for (size_t e = 0; e < kExperts; ++e) {
+      all += std::exp(logits[e]);
+      chosen += std::ranges::count(order, e) > 0 ? std::exp(logits[e]) : 0.;
+    }
+    std::vector<double> out(kHidden);
+    for (size_t e : order) {
+      const double weight = std::exp(logits[e]) / (shape_.normalise ? chosen : all);
+      Add(down_[e], Activate(gate_[e].Times(x.data()), up_[e].Times(x.data())), weight, out);
+    }
+    if (shape_.has_shared) {
+      const double logit = shared_router_.Times(x.data())[0];
+      Add(shared_down_, Activate(shared_gate_.Times(x.data()), shared_up_.Times(x.data())),
+          1 / (1 + std::exp(-logit)), out);
+    }
+    return out;
+  }
+
+ private:
+  Matrix Make(int rows, int cols, float range = 0.3f, bool exact = false) {
+    Matrix matrix{rows, cols, Random(seed_++, static_cast<size_t>(rows * cols), range), {}, {}};
+    if (shape_.has_bias) {
+      matrix.bias = Random(seed_++, static_cast<size_t>(rows), 0.2f);
+    }
+    Pack(matrix, exact);
+    return matrix;
+  }
+
+  void Pack(Matrix& matrix, bool exact) {
+    if (!quantised_ || exact) {
+      matrix.packed = device_.PackMatrix(
+          {MatrixFormat::kF32, matrix.values.data(), matrix.rows, matrix.cols}, true);
+      return;
+    }
+    std::vector<uint16_t> bf16(matrix.values.size());
+    for (size_t i = 0; i < bf16.size(); ++i) {
+      uint32_t bits;
+      std::memcpy(&bits, &matrix.values[i], sizeof(bits));
+      bf16[i] = static_cast<uint16_t>(bits >> 16);
+    }
+    matrix.packed =
+        device_.PackMatrix({MatrixFormat::kBF16, bf16.data(), matrix.rows, matrix.cols}, false);
+  }
+
+  Matrix Interleave(const Matrix& gate, const Matrix& up) {
+    Matrix both{2 * gate.rows, gate.cols, {}, {}, {}};
+    for (int r = 0; r < gate.rows; ++r) {
+      for (const Matrix* from : {&gate, &up}) {
+        const auto row = from->values.begin() + r * from->cols;
+        both.values.insert(both.values.end(), row, row + from->cols);
+        if (!from->bias.empty()) {
+          both.bias.push_back(from->bias[static_cast<size_t>(r)]);
+        }
+      }
+    }
+    Pack(both, false);
+    return both;
+  }
+
+  void AddShared() {
+    shared_gate_ = Make(kShared, kHidden);
+    shared_up_ = Make(kShared, kHidden);
+    shared_down_ = Make(kHidden, kShared);
+    shared_router_ = Make(1, kHidden, 1.f, true);
+    layer_.shared_intermediate_size = kShared;
+    layer_.shared_gate = shared_gate_.view();
+    layer_.shared_up = shared_up_.view();
+    layer_.shared_down = shared_down_.view();
+    layer_.shared_router = shared_router_.view();
+  }
+
+  // Filled with NaN and with ids out of range: what is not written before it is read shows.
+  void PlaceScratch(int max_tokens) {
+    const auto tokens = static_cast<size_t>(max_tokens);
+    const size_t width = std::max(shape_.top_k * kInner, kShared);
+    const auto floats = [this](size_t count) {
+      buffers_.emplace_back(count, std::numeric_limits<float>::quiet_NaN());
+      return buffers_.back().data();
+    };
+    const auto ints = [this](size_t count) {
+      ids_.emplace_back(count, -7);
+      return ids_.back().data();
+    };
+    const size_t slots = tokens * static_cast<size_t>(shape_.top_k);
+    scratch_.max_tokens = max_tokens;
+    scratch_.logits = floats(tokens * kExperts);
+    scratch_.weights = floats(slots);
+    scratch_.ids = ints(slots);
+    scratch_.slots = ints(slots);
+    scratch_.x_rows = ints(slots);
+    scratch_.gate_up = floats(tokens * 2 * width);
+    scratch_.activated = floats(tokens * width);
+    scratch_.output = floats(slots * kHidden);
+  }
+
+  std::vector<double> Activate(const std::vector<double>& gate,
+                               const std::vector<double>& up) const {
+    std::vector<double> out(gate.size());
+    for (size_t i = 0; i < out.size(); ++i) {
+      if (shape_.activation == Activation::kClampedSwiglu) {
+        const double limit = layer_.swiglu_limit;
+        const double g = std::min(gate[i], limit);
+        out[i] = g / (1 + std::exp(-1.702 * g)) * (std::clamp(up[i], -limit, limit) + 1);
+      } else {
+        out[i] = gate[i] / (1 + std::exp(-gate[i])) * up[i];
+      }
+    }
+    return out;
+  }
+
+  static void Add(const Matrix& down, const std::vector<double>& inner, double weight,
+                  std::vector<double>& out) {
+    const std::vector<double> y = down.Times(inner.data());
+    for (size_t i = 0; i < out.size(); ++i) {
+      out[i] += weight * y[i];
+    }
+  }
+
+  Shape shape_;
+  Device& device_;
+  bool quantised_;
+  uint32_t seed_ = 1;
+  Matrix router_;
+  std::vector<Matrix> gate_, up_, both_, down_;
+  Matrix shared_gate_, shared_up_, shared_down_, shared_router_;
+  MoeLayer layer_;
+  MoeScratch scratch_;
+  std::vector<std::vector<float>> buffers_;
+  std::vector<std::vector<int32_t>> ids_;
+};
+
+std::vector<Shape> AllShapes() {
+  std::vector<Shape> shapes;
+  for (int top_k : {1, 3, kExperts}) {
+    for (bool normalise : {false, true}) {
+      for (bool interleaved : {false, true}) {
+        for (bool has_shared : {false, true}) {
+          const Activation activation =
+              interleaved ? Activation::kClampedSwiglu : Activation::kSilu;
+          shapes.push_back({top_k, normalise, interleaved, top_k != 1, has_shared, activation});
+        }
+      }
+    }
+  }
+  shapes.push_back({.interleaved = false, .activation = Activation::kClampedSwiglu});
+  return shapes;
+}
+
+// The logits of `router` for every token, whatever its values are.
+void SetLogits(Matrix& router, Device& device, const std::vector<float>& logits) {
+  std::ranges::fill(router.values, 0.f);
+  router.bias = logits;
+  router.packed =
+      device.PackMatrix({MatrixFormat::kF32, router.values.data(), router.rows, router.cols}, true);
+}
+
+struct Routed {
+  std::vector<int32_t> ids;
+  std::vector<float> weights;
+};
+
+Routed Route(Device& device, const std::vector<float>& logits, int num_experts, int top_k,
+             bool normalise) {
+  const int tokens = static_cast<int>(logits.size()) / num_experts;
+  const auto size = static_cast<size_t>(tokens * top_k);
+  Routed routed{std::vector<int32_t>(size, -1), std::vector<float>(size, -1.f)};
+  device.RouteExperts({.logits = logits.data(),
+                       .ids = routed.ids.data(),
+                       .weights = routed.weights.data(),
+                       .num_tokens = tokens,
+                       .num_experts = num_experts,
+                       .top_k = top_k,
+                       .normalise = normalise});
+  return routed;
+}
+
+bool SameBits(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+}  // namespace
+
+TEST_CASE("experts agree with double precision") {
+  const auto device = MakeCpuDevice(2);
+  constexpr int kTokens = 29;
+  const std::vector<float> x = Random(91, kTokens * kHidden, 1.5f);
+  const std::vector<float> residual = Random(92, x.size(), 1.f);
+  for (const Shape& shape : AllShapes()) {
+    CAPTURE(shape.top_k);
+    CAPTURE(shape.normalise);
+    CAPTURE(shape.interleaved);
+    CAPTURE(shape.has_shared);
+    TestLayer layer(shape, *device, kTokens);
+    std::vector<float> out = residual;
+    layer.Run(x, out);
+    double most = 0;
+    for (size_t t = 0; t < kTokens; ++t) {
+      const std::vector<double> want = layer.Reference(x.data() + t * kHidden);
+      for (size_t i = 0; i < kHidden; ++i) {
+        const size_t at = t * kHidden + i;
+        most = std::max(most, std::abs(out[at] - residual[at] - want[i]));
+      }
+    }
+    CHECK(most < kAbsolute);
+    MESSAGE("largest error ", most);
+  }
+}
+
+TEST_CASE("clamped SwiGLU reaches its limits and keeps NaN") {
+  constexpr float kLimit = 7.f;
+  const std::vector<float> gate = {-30.f, -1.f, 0.f, 6.9f, 7.f, 7.1f, 1e30f, NAN, 1.f};
+  const std::vector<float> up = {-30.f, -7.f, 0.5f, -7.1f, 7.f, 7.1f, -1e30f, 1.f, NAN};
+  const size_t dim = gate.size();
+  for (const bool interleaved : {false, true}) {
+    std::vector<float> gate_up(2 * dim);
+    for (size_t i = 0; i < dim; ++i) {
+      gate_up[interleaved ? 2 * i : i] = gate[i];
+      gate_up[interleaved ? 2 * i + 1 : dim + i] = up[i];
+    }
+    std::vector<float> first;
+    for (const std::string& isa : AvailableCpuIsas()) {
+      std::vector<float> out(dim);
+      MakeCpuDevice(1, isa)->GatedActivation({.gate_up = gate_up.data(),
+                                              .out = out.data(),
+                                              .num_rows = 1,
+                                              .dim = static_cast<int>(dim),
+                                              .activation = Activation::kClampedSwiglu,
+                                              .interleaved = interleaved,
+                                              .limit = kLimit});
+      if (first.empty()) {
+        first = out;
+      }
+      CHECK(SameBits(first, out));
+    }
+    for (size_t i = 0; i < dim; ++i) {
+      if (std::isnan(gate[i]) || std::isnan(up[i])) {
+        CHECK(std::isnan(first[i]));
+        continue;
+      }
+      const double g = std::min(gate[i], kLimit);
+      const double u = std::clamp(up[i], -kLimit, kLimit);
+      const double want = g / (1 + std::exp(-1.702 * g)) * (u + 1);
+      CHECK(std::abs(first[i] - want) <= 1e-5 * std::abs(want) + 1e-30);
+    }
+  }
+}
+
+TEST_CASE("the highest experts are chosen, the lower id of equals, in order of ids") {
+  const auto device = MakeCpuDevice(1);
+  const std::vector<float> logits = {1.f, 3.f, 3.f, 2.f, 3.f};
+  Routed routed = Route(*device, logits, 5, 2, true);
+  CHECK(routed.ids == std::vector<int32_t>{1, 2});
+  CHECK(routed.weights == std::vector<float>{0.5f, 0.5f});
+  routed = Route(*device, logits, 5, 4, false);
+  CHECK(routed.ids == std::vector<int32_t>{1, 2, 3, 4});
+  const double sum = std::exp(-2) + std::exp(-1) + 3;
+  CHECK(routed.weights[0] == doctest::Approx(1 / sum));
+  CHECK(routed.weights[2] == doctest::Approx(std::exp(-1) / sum));
+  const Routed all_equal = Route(*device, std::vector<float>(7, 0.25f), 7, 3, true);
+  CHECK(all_equal.ids == std::vector<int32_t>{0, 1, 2});
+}
+
+TEST_CASE("logits that are no numbers name experts that are there") {
+  const auto device = MakeCpuDevice(1);
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  const std::vector<std::vector<float>> cases = {
+      {NAN, NAN, NAN, NAN},     {NAN, 1.f, NAN, 2.f},    {-kInf, -kInf, -kInf, -kInf},
+      {kInf, 1.f, 2.f, kInf},   {kInf, NAN, -kInf, 0.f}, {-kInf, NAN, -kInf, NAN},
+      {3e38f, -3e38f, 0.f, 1.f}};
+  for (const std::vector<float>& logits : cases) {
+    for (int top_k = 1; top_k <= 4; ++top_k) {
+      for (const bool normalise : {false, true}) {
+        const Routed routed = Route(*device, logits, 4, top_k, normalise);
+        for (size_t j = 0; j < routed.ids.size(); ++j) {
+          CHECK(routed.ids[j] >= 0);
+          CHECK(routed.ids[j] < 4);
+          CHECK((j == 0 || routed.ids[j] > routed.ids[j - 1]));
+        }
+      }
+    }
+  }
+  CHECK(Route(*device, cases[1], 4, 2, true).ids == std::vector<int32_t>{1, 3});
+  CHECK(Route(*device, cases[6], 4, 1, true).weights == std::vector<float>{1.f});
+}
+
+TEST_CASE("a token of NaN spoils its own row and no other") {
+  const auto device = MakeCpuDevice(2);
+  TestLayer layer({.has_shared = true}, *device, 5);
+  std::vector<float> x = Random(3, 5 * kHidden, 1.f);
+  std::vector<float> clean(x.size());
+  layer.Run(x, clean);
+  for (const float bad : {NAN, std::numeric_limits<float>::infinity()}) {
+    x[2 * kHidden + 7] = bad;
+    std::vector<float> out(x.size());
+    layer.Run(x, out);
+    for (size_t i = 0; i < out.size(); ++i) {
+      if (i / kHidden == 2) {
+        CHECK(!std::isfinite(out[i]));
+      } else {
+        CHECK(out[i] == clean[i]);
+      }
+    }
+  }
+}
+
+TEST_CASE(
+    "a token alone, in a batch, in chunks, on other threads and instruction sets: same bits") {
+  constexpr size_t kTokens = 64;
+  const std::vector<float> x = Random(17, kTokens * kHidden, 1.5f);
+  for (const bool quantised : {false, true}) {
+    std::vector<float> want;
+    for (const std::string& isa : AvailableCpuIsas()) {
+      for (const int threads : {1, 2}) {
+        const auto device = MakeCpuDevice(threads, isa);
+        TestLayer layer({.has_shared = true}, *device, kTokens, quantised);
+        for (const size_t chunk : {kTokens, size_t{1}, size_t{13}}) {
+          std::vector<float> out(x.size());
+          for (size_t first = 0; first < kTokens; first += chunk) {
+            const size_t tokens = std::min(chunk, kTokens - first);
+            const auto begin = static_cast<std::ptrdiff_t>(first * kHidden);
+            const auto end = static_cast<std::ptrdiff_t>((first + tokens) * kHidden);
+            std::vector<float> piece(tokens * kHidden);
+            layer.Run({x.begin() + begin, x.begin() + end}, piece);
+            std::ranges::copy(piece, out.begin() + begin);
+          }
+          if (want.empty()) {
+            want = out;
+          }
+          REQUIRE(SameBits(want, out));
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("tokens that all want the same experts, and experts that nobody wants") {
+  const auto device = MakeCpuDevice(2);
+  constexpr int kTokens = 40;
+  TestLayer layer({.top_k = 2}, *device, kTokens);
+  std::vector<float> logits(kExperts, -4.f);
+  logits[6] = 2.f;
+  logits[1] = 1.f;
+  SetLogits(layer.router(), *device, logits);
+  layer.layer().router = layer.router().view();
+  const std::vector<float> x = Random(5, kTokens * kHidden, 1.f);
+  std::vector<float> out(x.size());
+  layer.Run(x, out);
+  for (size_t t = 0; t < kTokens; ++t) {
+    CHECK(layer.scratch().ids[2 * t] == 1);
+    CHECK(layer.scratch().ids[2 * t + 1] == 6);
+    const std::vector<double> want = layer.Reference(x.data() + t * kHidden);
+    for (size_t i = 0; i < kHidden; ++i) {
+      CHECK(std::abs(out[t * kHidden + i] - want[i]) < kAbsolute);
+    }
+  }
+}
+
+TEST_CASE("a grouped layer is its groups one by one, bit for bit") {
+  constexpr size_t kRows = 23;
+  constexpr int64_t kStride = 2 * kInner + 5;
+  const std::vector<float> x = Random(8, 9 * kHidden, 1.f);
+  const auto device = MakeCpuDevice(2);
+  std::vector<Matrix> weights;
+  for (uint32_t i = 0; i < 3; ++i) {
+    Matrix matrix{kInner, kHidden, Random(20 + i, kInner * kHidden, 0.3f), {}, {}};
+    matrix.packed = device->PackMatrix(
+        {MatrixFormat::kF32, matrix.values.data(), matrix.rows, matrix.cols}, false);
+    if (i != 1) {
+      matrix.bias = Random(40 + i, kInner, 1.f);
+    }
+    weights.push_back(std::move(matrix));
+  }
+  std::vector<int32_t> x_rows(kRows);
+  for (size_t i = 0; i < kRows; ++i) {
+    x_rows[i] = static_cast<int32_t>((i * 5) % 9);
+  }
+  // Rows 14 to 16 belong to nobody and stay.
+  const LinearGroup groups[] = {{weights[0].packed.get(), weights[0].view().bias, 0, 13},
+                                {weights[1].packed.get(), weights[1].view().bias, 13, 1},
+                                {weights[2].packed.get(), weights[2].view().bias, 17, 6}};
+  std::vector<float> got(kRows * kStride, -1.f);
+  std::vector<float> want = got;
+  device->GroupedLinear({.x = x.data(),
+                         .x_stride = kHidden,
+                         .x_rows = x_rows.data(),
+                         .y = got.data(),
+                         .y_stride = kStride,
+                         .groups = groups,
+                         .num_groups = 3});
+  for (const LinearGroup& group : groups) {
+    for (int row = group.first_row; row < group.first_row + group.num_rows; ++row) {
+      device->Linear({.x = x.data() + x_rows[static_cast<size_t>(row)] * kHidden,
+                      .x_stride = kHidden,
+                      .weight = group.weight,
+                      .bias = group.bias,
+                      .y = want.data() + row * kStride,
+                      .y_stride = kStride,
+                      .num_rows = 1});
+    }
+  }
+  CHECK(SameBits(got, want));
+}
+
+TEST_CASE("arguments that do not fit are our own bug, and found") {
+  const auto device = MakeCpuDevice(1);
+  const std::vector<float> x(4 * kHidden, 0.5f);
+  std::vector<float> out(x.size());
+  const auto broken = [&](auto change) {
+    TestLayer layer({.has_shared = true}, *device, 4);
+    change(layer.layer());
+    CHECK_THROWS_AS(layer.Run(x, out), InternalError);
+  };
+  broken([](MoeLayer& layer) { layer.top_k = kExperts + 1; });
+  broken([](MoeLayer& layer) { layer.top_k = 0; });
+  broken([](MoeLayer& layer) { layer.num_experts = kExperts + 1; });
+  broken([](MoeLayer& layer) { layer.intermediate_size = kInner + 1; });
+  broken([](MoeLayer& layer) { layer.down.pop_back(); });
+  broken([](MoeLayer& layer) { layer.up[3].weight = nullptr; });
+  broken([](MoeLayer& layer) { layer.gate[3] = layer.down[3]; });
+  broken([](MoeLayer& layer) { layer.shared_down = {}; });
+  broken([](MoeLayer& layer) { layer.shared_router = layer.router; });
+  TestLayer narrow({}, *device, 3);
+  CHECK_THROWS_AS(narrow.Run(x, out), InternalError);
+}
