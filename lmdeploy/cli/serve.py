@@ -53,8 +53,11 @@ def dry_run_lines(model_path: str, config: TurbomindEngineConfig) -> list[str]:
     native, kv = engine_config_of(config, info.config, model_path=str(info.path))
     free = free_memory_bytes()
     plan = _turbomind.plan_memory(info.config, native, max(free - info.weight_bytes, 0))
+    mapped = ""
+    if info.mapped_bytes:
+        mapped = f" ({info.mapped_bytes:,} of them experts, used where they lie in the file)"
     return [
-        f"model: {model_path} ({info.model_type}), weights {info.weight_bytes:,} bytes",
+        f"model: {model_path} ({info.model_type}), weights {info.weight_bytes:,} bytes{mapped}",
         f"free memory: {free:,} bytes",
         cache_line(kv, plan),
         f"blocks: {plan.num_blocks:,} of {native.cache_block_seq_len} tokens",

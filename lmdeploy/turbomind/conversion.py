@@ -5,10 +5,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lmdeploy.turbomind.tensor_file import BLOCK_FORMATS, StoredTensor
+from lmdeploy.turbomind.tensor_file import BLOCK_FORMATS, SPLIT_MXFP4, StoredTensor
+from lmdeploy.turbomind.tensor_plan import PlannedTensor
 
 # Computed as they are; everything else becomes BF16 (or F32 where exact results are asked for).
 _RAW_FORMATS = {"Q4_0": "q4_0", "Q4_1": "q4_1", "Q8_0": "q8_0"}
+# Of experts: read by the engine where they lie in the file.
+MAPPED_FORMATS = {"MXFP4": "mxfp4", SPLIT_MXFP4: "mxfp4_split"}
 _CHUNK_VALUES = 1 << 20
 
 
@@ -19,24 +22,27 @@ def engine_format(tensor: StoredTensor, exact: bool) -> str:
     return "f32" if exact and tensor.format != "BF16" else "bf16"
 
 
-def engine_bytes(tensor: StoredTensor, exact: bool) -> int:
+def engine_bytes(planned: PlannedTensor, exact: bool) -> int:
     """Bytes the engine keeps for the tensor, before padding of its own."""
+    tensor = planned.tensor
     values = tensor.rows * tensor.cols
     if len(tensor.shape) == 1:
         return 4 * values
     if exact:
         return 4 * values  # exact compute keeps every matrix in FP32
+    if planned.mapped:
+        return tensor.num_bytes
     kind = engine_format(tensor, exact)
     return 2 * values if kind == "bf16" else tensor.num_bytes
 
 
 def matrix_for_engine(
-    tensor: StoredTensor, *, exact: bool, interleaved_heads: int = 0
+    tensor: StoredTensor, *, exact: bool, interleaved_heads: int = 0, transposed: bool = False
 ) -> tuple[str, npt.NDArray[Any]]:
     """(format, C-contiguous array [rows, ...]) for WeightsBuilder.add_matrix.
 
     `interleaved_heads` > 0 undoes GGUF's row order of q and k; rows move whole, so this holds for
-    quantised ones too.
+    quantised ones too. A tensor that is `transposed` in the file is F32, F16 or BF16, and turned.
     """
     kind = engine_format(tensor, exact)
     stored = tensor.raw.reshape(tensor.rows, -1)
@@ -44,12 +50,16 @@ def matrix_for_engine(
         return kind, np.ascontiguousarray(_separate_halves(stored, interleaved_heads))
     if tensor.format == "BF16":
         halves = stored.view("<u2")
+        if transposed:
+            return kind, np.ascontiguousarray(halves.T)
         return kind, np.ascontiguousarray(_separate_halves(halves, interleaved_heads))
     out = np.empty((tensor.rows, tensor.cols), np.float32 if kind == "f32" else np.uint16)
     step = max(1, _CHUNK_VALUES // tensor.cols)
     for start in range(0, tensor.rows, step):
         values = _to_f32(tensor.format, stored[start : start + step])
         out[start : start + step] = values if kind == "f32" else bf16_bits(values)
+    if transposed:
+        return kind, np.ascontiguousarray(out.T)
     return kind, np.ascontiguousarray(_separate_halves(out, interleaved_heads))
 
 

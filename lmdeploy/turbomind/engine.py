@@ -143,7 +143,8 @@ def load_parts(
         model_path, dtype=config.dtype, exact=config.exact, device=device, progress=progress
     )
     native, kv = engine_config_of(config, model.config, model_path=str(model.path))
-    core = _turbomind.Engine(model.config, native, model.weights, device, free_memory_bytes())
+    free = max(free_memory_bytes() - model.mapped_bytes, 0)
+    core = _turbomind.Engine(model.config, native, model.weights, device, free)
     return EngineParts(
         core=core,
         new_request=_turbomind.Request,

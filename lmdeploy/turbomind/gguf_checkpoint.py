@@ -10,14 +10,15 @@ from lmdeploy.turbomind.model_errors import ModelFormatError
 from lmdeploy.turbomind.models import family_of_gguf
 from lmdeploy.turbomind.models.config_reader import ConfigReader
 from lmdeploy.turbomind.models.decoder_config import DecoderConfig
-from lmdeploy.turbomind.models.family import REQUIRED_MATRICES
+from lmdeploy.turbomind.models.experts import moe_from_gguf
+from lmdeploy.turbomind.models.family import REQUIRED_MATRICES, ModelFamily
 from lmdeploy.turbomind.models.rope import rope_from_gguf
 from lmdeploy.turbomind.tensor_plan import (
     GGUF_ROPE_FACTORS,
     MAX_LAYERS,
     MAX_WIDTH,
     Checkpoint,
-    check_heads,
+    check_config,
     plan_tensors,
     stored_dtype,
 )
@@ -27,13 +28,12 @@ def open_gguf(path: Path) -> Checkpoint:
     """Opens the file; ModelFormatError for everything that does not fit."""
     file = GgufFile(path)
     reader = ConfigReader(file.metadata, str(path))
-    family = family_of_gguf(reader.text("general.architecture"), str(path))
     prefix = reader.text("general.architecture")
-    for key in ("split.count", f"{prefix}.expert_count"):
-        count = reader.integer(key, default=0, low=0)
-        if count > 1:
-            raise reader.refuse(f"{key} is {count}: split files and experts are not supported")
-    config = _config_from_gguf(reader, file, prefix=prefix)
+    if (count := reader.integer("split.count", default=0, low=0)) > 1:
+        raise reader.refuse(f"split.count is {count}: split files are not supported")
+    num_experts = reader.integer(f"{prefix}.expert_count", default=0, low=0)
+    family = family_of_gguf(prefix, str(path), has_experts=num_experts > 0)
+    config = _config_from_gguf(reader, file, family=family)
     if GGUF_ROPE_FACTORS in file.names:
         config = replace(config, rope=replace(config.rope, freq_factors=_factors(file, config)))
     names = dict(family.gguf_tensors)
@@ -44,13 +44,21 @@ def open_gguf(path: Path) -> Checkpoint:
             names[f"{matrix}.bias"] = bias
     tensors = tuple(
         plan_tensors(
-            file, config, names=names, interleaved=family.gguf_interleaved_rope, source=str(path)
+            file,
+            config,
+            names=names,
+            experts=family.experts.gguf if family.experts else (),
+            interleaved=family.gguf_interleaved_rope,
+            source=str(path),
         )
     )
     return Checkpoint(path, family, config, tensors, stored_dtype(tensors), file.metadata, True)
 
 
-def _config_from_gguf(reader: ConfigReader, file: GgufFile, *, prefix: str) -> DecoderConfig:
+def _config_from_gguf(
+    reader: ConfigReader, file: GgufFile, *, family: ModelFamily
+) -> DecoderConfig:
+    prefix = reader.text("general.architecture")
     if "token_embd.weight" not in file.names:
         raise reader.refuse("tensor token_embd.weight is missing")
     hidden = reader.integer(f"{prefix}.embedding_length", high=MAX_WIDTH)
@@ -63,9 +71,9 @@ def _config_from_gguf(reader: ConfigReader, file: GgufFile, *, prefix: str) -> D
             raise reader.refuse(f"{key} is not the head_dim {head_dim}: not supported")
     max_position = reader.integer(f"{prefix}.context_length")
     layers = reader.integer(f"{prefix}.block_count", high=MAX_LAYERS)
-    window_key = f"{prefix}.attention.sliding_window"
-    window = reader.integer(window_key, low=0) if reader.has(window_key) else 0
-    return check_heads(
+    rope = rope_from_gguf(reader, prefix, max_position=max_position)
+    moe = moe_from_gguf(reader, prefix, experts=family.experts) if family.experts else None
+    return check_config(
         reader,
         DecoderConfig(
             num_layers=layers,
@@ -79,9 +87,11 @@ def _config_from_gguf(reader: ConfigReader, file: GgufFile, *, prefix: str) -> D
             vocab_size=file.tensor("token_embd.weight").rows,
             max_position=max_position,
             norm_eps=reader.number(f"{prefix}.attention.layer_norm_rms_epsilon", high=1.0),
-            windows=(window,) * layers,
+            windows=family.gguf_windows(reader, prefix, layers),
             tied_head="output.weight" not in file.names,
-            rope=rope_from_gguf(reader, prefix, max_position=max_position),
+            activation=family.activation or "silu",
+            rope=replace(rope, truncate=family.gguf_yarn_truncate),
+            moe=moe,
         ),
     )
 

@@ -3,6 +3,7 @@
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little endian).
 """
 
+import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,21 +131,25 @@ class GgufFile:
         """Every tensor of the file, in its order."""
         return list(self._records)
 
-    def tensor(self, name: str) -> StoredTensor:
-        """The tensor of that name, mapped; ModelFormatError when its format is not supported."""
+    def tensor(
+        self, name: str, *, max_dims: int = 2, formats: tuple[str, ...] = SUPPORTED_FORMATS
+    ) -> StoredTensor:
+        """The tensor of that name, mapped; ModelFormatError when its format or rank is another."""
         record = self._records[name]
         where = f"{self.path}: tensor {name}"
-        if record.format not in SUPPORTED_FORMATS:
+        if record.format not in formats:
             raise ModelFormatError(
-                f"{where} has format {record.format}; supported: {', '.join(SUPPORTED_FORMATS)}"
+                f"{where} has format {record.format}; supported: {', '.join(formats)}"
             )
-        if len(record.shape) > 2:
-            raise ModelFormatError(f"{where} has {len(record.shape)} dimensions; at most 2 fit")
+        if len(record.shape) > max_dims:
+            raise ModelFormatError(
+                f"{where} has {len(record.shape)} dimensions; at most {max_dims} fit"
+            )
         try:
             size = row_bytes(record.format, record.shape[-1])
         except ValueError as error:
             raise ModelFormatError(f"{where}: {error}") from error
-        size *= record.shape[0] if len(record.shape) == 2 else 1
+        size *= math.prod(record.shape[:-1])
         end = record.offset + size
         if end > self._data.size:
             raise ModelFormatError(

@@ -1,8 +1,6 @@
 """A Hugging Face folder → Checkpoint: config.json with safetensors beside it."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from lmdeploy.turbomind.model_errors import ModelFormatError
 from lmdeploy.turbomind.models import family_of_hf
@@ -15,7 +13,7 @@ from lmdeploy.turbomind.tensor_plan import (
     MAX_LAYERS,
     MAX_WIDTH,
     Checkpoint,
-    check_heads,
+    check_config,
     plan_tensors,
     stored_dtype,
 )
@@ -38,28 +36,44 @@ def open_folder(folder: Path) -> Checkpoint:
     if not architectures:
         raise reader.refuse("architectures is missing")
     family = family_of_hf(architectures[0], source)
-    quantization = reader.child("quantization_config")
-    if quantization is not None:
-        method = quantization.text("quant_method", default="unknown")
-        raise ModelFormatError(
-            f"{source}: quantization_config with quant_method {method[:40]!r} is not supported; "
-            "wanted F32, F16 or BF16 weights, or a GGUF file"
-        )
-    config = _config_from_hf(reader, values, family=family)
+    _check_quantization(reader, family)
+    reader = reader.with_defaults(family.hf_defaults)
+    config = _config_from_hf(reader, family)
     file = SafetensorsFile(folder)
     names = dict(family.hf_tensors)
     for matrix in family.hf_bias(reader):
         names[f"{matrix}.bias"] = family.hf_tensors[matrix].removesuffix("weight") + "bias"
-    tensors = tuple(plan_tensors(file, config, names=names, interleaved=False, source=str(folder)))
+    tensors = tuple(
+        plan_tensors(
+            file,
+            config,
+            names=names,
+            experts=family.experts.hf if family.experts else (),
+            interleaved=False,
+            source=str(folder),
+        )
+    )
     return Checkpoint(folder, family, config, tensors, stored_dtype(tensors), values, False)
 
 
-def _config_from_hf(
-    reader: ConfigReader, values: Mapping[str, Any], *, family: ModelFamily
-) -> DecoderConfig:
+def _check_quantization(reader: ConfigReader, family: ModelFamily) -> None:
+    quantization = reader.child("quantization_config")
+    if quantization is None:
+        return
+    method = quantization.text("quant_method", default="unknown")
+    if method in family.hf_quant_methods:
+        return  # its modules_to_not_convert say nothing that the tensors do not
+    known = f"{' or '.join(family.hf_quant_methods)}, " if family.hf_quant_methods else ""
+    raise ModelFormatError(
+        f"{reader.source}: quantization_config with quant_method {method[:40]!r} is not supported; "
+        f"wanted {known}F32, F16 or BF16 weights, or a GGUF file"
+    )
+
+
+def _config_from_hf(reader: ConfigReader, family: ModelFamily) -> DecoderConfig:
     hidden = reader.integer("hidden_size", high=MAX_WIDTH)
     heads = reader.integer("num_attention_heads", high=MAX_WIDTH)
-    head_dim = family.default_head_dim or max(hidden // heads, 1)
+    head_dim = max(hidden // heads, 1)
     activation = reader.text("hidden_act", default="silu")
     if activation not in _ACTIVATIONS:
         raise reader.refuse(
@@ -67,11 +81,8 @@ def _config_from_hf(
         )
     max_position = reader.integer("max_position_embeddings", default=2048)
     layers = reader.integer("num_hidden_layers", high=MAX_LAYERS)
-    if family.default_sliding_window and "sliding_window" not in values:
-        reader = ConfigReader(
-            {**values, "sliding_window": family.default_sliding_window}, reader.source
-        )
-    return check_heads(
+    moe = family.experts.settings(reader, layers) if family.experts else None
+    return check_config(
         reader,
         DecoderConfig(
             num_layers=layers,
@@ -85,7 +96,9 @@ def _config_from_hf(
             norm_eps=reader.number("rms_norm_eps", default=1e-6, high=1.0),
             windows=family.windows(reader, layers),
             tied_head=reader.flag("tie_word_embeddings", default=False),
-            activation=_ACTIVATIONS[activation],
+            activation=family.activation or _ACTIVATIONS[activation],
             rope=rope_from_hf(reader, max_position),
+            moe=moe,
+            swiglu_limit=reader.number("swiglu_limit", default=7.0, low=1e-3),
         ),
     )

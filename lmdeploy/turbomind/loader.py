@@ -11,12 +11,19 @@ from lmdeploy.gguf_tokenizer import tokenizer_from_gguf
 from lmdeploy.hub import resolve_model
 from lmdeploy.tokenizer import Tokenizer, tokenizer_from_folder
 from lmdeploy.turbomind.checkpoint import Checkpoint, open_checkpoint
-from lmdeploy.turbomind.conversion import engine_bytes, matrix_for_engine, vector_for_engine
+from lmdeploy.turbomind.conversion import (
+    MAPPED_FORMATS,
+    engine_bytes,
+    matrix_for_engine,
+    vector_for_engine,
+)
 from lmdeploy.turbomind.model_errors import ModelFormatError
 from lmdeploy.turbomind.safetensors_file import read_json_object
+from lmdeploy.turbomind.tensor_file import release_pages
+from lmdeploy.turbomind.tensor_plan import PlannedTensor
 
 if TYPE_CHECKING:
-    from lmdeploy._turbomind import Device, ModelConfig, Weights
+    from lmdeploy._turbomind import Device, ModelConfig, Weights, WeightsBuilder
 
 __all__ = ["LoadedModel", "ModelFormatError", "ModelInfo", "load_model", "read_model_info"]
 
@@ -38,9 +45,10 @@ class ModelInfo:
     """A model without its weights: enough to plan memory and to refuse a bad checkpoint."""
 
     path: Path
-    model_type: str  # the family: llama, mistral, qwen2, qwen3
+    model_type: str  # the family: llama, mistral, gpt_oss, ...
     config: ModelConfig
     weight_bytes: int  # that the engine will keep, before padding
+    mapped_bytes: int  # of these, experts that are read where they lie in the file
     file_bytes: int  # that are read from the checkpoint
     stored_dtype: str  # float32, float16, bfloat16 or quantized
 
@@ -55,6 +63,7 @@ class LoadedModel:
     weights: Weights
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None  # None: the checkpoint has none
+    mapped_bytes: int = 0  # of weights in the mapped file, resident once they have been used
     generation_config: dict[str, Any] = field(default_factory=dict)
 
 
@@ -74,7 +83,8 @@ def load_model(
     device: Device,
     progress: bool = True,
 ) -> LoadedModel:
-    """Loads everything, tensor by tensor; the files stay mapped only while this runs.
+    """Loads everything, tensor by tensor. Of the mapped files only experts in MXFP4 stay, as long
+    as the weights live; the pages of every other tensor are given back once it is packed.
 
     Args:
         path: `smollm2`, a Hugging Face folder, a .gguf file or a hub id.
@@ -96,6 +106,7 @@ def load_model(
         path=checkpoint.path,
         model_type=checkpoint.family.name,
         config=info.config,
+        mapped_bytes=info.mapped_bytes,
         chat_template=_chat_template(checkpoint, tokenizer),
         generation_config=_generation_config(checkpoint),
         tokenizer=tokenizer,
@@ -115,15 +126,16 @@ def cache_dtype(stored_dtype: str, dtype: str, *, exact: bool) -> str:
 
 
 def _info(checkpoint: Checkpoint, *, dtype: str, exact: bool) -> ModelInfo:
-    tensors = [planned.tensor for planned in checkpoint.tensors]
+    mapped = [planned for planned in checkpoint.tensors if planned.mapped and not exact]
     return ModelInfo(
         path=checkpoint.path,
         model_type=checkpoint.family.name,
         config=checkpoint.config.to_engine(
             cache_dtype(checkpoint.stored_dtype, dtype, exact=exact)
         ),
-        weight_bytes=sum(engine_bytes(tensor, exact) for tensor in tensors),
-        file_bytes=sum(tensor.num_bytes for tensor in tensors),
+        weight_bytes=sum(engine_bytes(planned, exact) for planned in checkpoint.tensors),
+        mapped_bytes=sum(planned.tensor.num_bytes for planned in mapped),
+        file_bytes=sum(planned.tensor.num_bytes for planned in checkpoint.tensors),
         stored_dtype=checkpoint.stored_dtype,
     )
 
@@ -145,17 +157,36 @@ def _load_weights(
     )
     with bar:
         for planned in checkpoint.tensors:
-            tensor = planned.tensor
-            if len(tensor.shape) == 1:
-                values = vector_for_engine(tensor, interleaved_heads=planned.interleaved_heads)
-                builder.add_vector(planned.name, values)
-            else:
-                kind, data = matrix_for_engine(
-                    tensor, exact=exact, interleaved_heads=planned.interleaved_heads
-                )
-                builder.add_matrix(planned.name, kind, data, tensor.rows, tensor.cols)
-            bar.update(tensor.num_bytes)
+            _add(builder, planned, exact=exact)
+            bar.update(planned.tensor.num_bytes)
     return builder.build()
+
+
+def _add(builder: WeightsBuilder, planned: PlannedTensor, *, exact: bool) -> None:
+    tensor = planned.tensor
+    if planned.mapped:
+        builder.add_matrix(
+            planned.name,
+            MAPPED_FORMATS[tensor.format],
+            tensor.raw,
+            planned.rows,
+            planned.cols,
+            tensor.scales,
+        )
+        if not exact:
+            return
+    elif len(tensor.shape) == 1:
+        values = vector_for_engine(tensor, interleaved_heads=planned.interleaved_heads)
+        builder.add_vector(planned.name, values)
+    else:
+        kind, data = matrix_for_engine(
+            tensor,
+            exact=exact,
+            interleaved_heads=planned.interleaved_heads,
+            transposed=planned.transposed,
+        )
+        builder.add_matrix(planned.name, kind, data, planned.rows, planned.cols)
+    release_pages(tensor.raw)
 
 
 def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:

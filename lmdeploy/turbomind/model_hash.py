@@ -22,6 +22,9 @@ def hash_checkpoint(checkpoint: Checkpoint) -> str:
     """`hash_model` of an opened checkpoint. File names and places do not matter."""
     digest = hashlib.sha256()
     config = dataclasses.asdict(checkpoint.config)
+    if checkpoint.config.moe is None:
+        # As before there were experts, so that files made for a dense model stay valid.
+        del config["moe"], config["swiglu_limit"]
     digest.update(json.dumps([checkpoint.family.name, config], sort_keys=True).encode())
     for planned in sorted(checkpoint.tensors, key=lambda planned: planned.name):
         tensor = planned.tensor
@@ -29,4 +32,6 @@ def hash_checkpoint(checkpoint: Checkpoint) -> str:
         digest.update(json.dumps(facts).encode())
         digest.update(tensor.raw[:_SAMPLE_BYTES].tobytes())
         digest.update(tensor.raw[-_SAMPLE_BYTES:].tobytes())
+        if tensor.scales is not None:
+            digest.update(tensor.scales[-_SAMPLE_BYTES:].tobytes())
     return digest.hexdigest()

@@ -5,12 +5,14 @@ and copies; the format is eight bytes of length, JSON, data.
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any, NoReturn
 
 from lmdeploy.turbomind.model_errors import ModelFormatError
 from lmdeploy.turbomind.tensor_file import (
     PLAIN_FORMATS,
+    SUPPORTED_FORMATS,
     Bytes,
     StoredTensor,
     check_shape,
@@ -18,6 +20,7 @@ from lmdeploy.turbomind.tensor_file import (
 )
 
 _MAX_JSON_BYTES = 100 << 20  # the library's own limit for a header
+_DTYPE_BYTES = {**PLAIN_FORMATS, "U8": 1}
 
 
 def _refuse_constant(text: str) -> NoReturn:
@@ -67,23 +70,24 @@ class _Shard:
         for name in header:
             self._span(name)
 
-    def tensor(self, name: str) -> StoredTensor:
+    def tensor(self, name: str, *, max_dims: int, formats: tuple[str, ...]) -> StoredTensor:
         """The tensor of that name; its bytes fit its shape."""
         where = f"{self.path}: tensor {name}"
         record = self.records[name]
         kind = record.get("dtype")
-        if kind not in PLAIN_FORMATS:
+        wanted_kinds = [kind for kind in _DTYPE_BYTES if kind in formats]
+        if kind not in wanted_kinds:
             raise ModelFormatError(
-                f"{where} has dtype {str(kind)[:40]}; supported: {', '.join(PLAIN_FORMATS)}"
+                f"{where} has dtype {str(kind)[:40]}; supported: {', '.join(wanted_kinds)}"
             )
         dims = record.get("shape")
-        if not isinstance(dims, list) or not 1 <= len(dims) <= 2:
-            raise ModelFormatError(f"{where}: bad shape {str(dims)[:80]}: wanted 1 or 2 sizes")
+        if not isinstance(dims, list) or not 1 <= len(dims) <= max_dims:
+            raise ModelFormatError(
+                f"{where}: bad shape {str(dims)[:80]}: wanted 1 to {max_dims} sizes"
+            )
         shape = check_shape(where, dims, file_bytes=int(self._data.size))
         begin, end = self._span(name)
-        wanted = PLAIN_FORMATS[kind]
-        for dim in shape:
-            wanted *= dim
+        wanted = _DTYPE_BYTES[kind] * math.prod(shape)
         if end - begin != wanted:
             raise ModelFormatError(
                 f"{where}: {end - begin} bytes for shape {list(shape)} of {kind}; wanted {wanted}"
@@ -131,9 +135,11 @@ class SafetensorsFile:
         """Every tensor of the checkpoint."""
         return list(self._shard_of)
 
-    def tensor(self, name: str) -> StoredTensor:
-        """The tensor of that name, mapped."""
-        return self._shard_of[name].tensor(name)
+    def tensor(
+        self, name: str, *, max_dims: int = 2, formats: tuple[str, ...] = SUPPORTED_FORMATS
+    ) -> StoredTensor:
+        """The tensor of that name, mapped; ModelFormatError when its format or rank is another."""
+        return self._shard_of[name].tensor(name, max_dims=max_dims, formats=formats)
 
     def _open_shards(self, folder: Path, index: Path) -> None:
         weight_map = read_json_object(index).get("weight_map")

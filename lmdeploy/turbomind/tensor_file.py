@@ -1,7 +1,9 @@
 """Tensors as they lie in a memory-mapped file, before any conversion."""
 
+from __future__ import annotations
+
 import mmap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +29,8 @@ BLOCK_FORMATS = {
     "MXFP4": (32, 17),
 }
 SUPPORTED_FORMATS = (*PLAIN_FORMATS, *BLOCK_FORMATS)
+# MXFP4 as Hugging Face stores it: codes, and E8M0 scales in a tensor of their own.
+SPLIT_MXFP4 = "MXFP4_SPLIT"
 
 
 def row_bytes(tensor_format: str, cols: int) -> int:
@@ -41,12 +45,13 @@ def row_bytes(tensor_format: str, cols: int) -> int:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of one or two dimensions: its place was checked against the file's size."""
+    """A tensor as it lies in the file: its place was checked against the file's size."""
 
     name: str
-    format: str  # one of SUPPORTED_FORMATS
+    format: str  # one of SUPPORTED_FORMATS, SPLIT_MXFP4, or U8 for a part of that
     shape: tuple[int, ...]  # rows first
     raw: Bytes  # the bytes of the tensor, a view into the mapped file
+    scales: Bytes | None = None  # of SPLIT_MXFP4, a view too
 
     @property
     def rows(self) -> int:
@@ -61,7 +66,19 @@ class StoredTensor:
     @property
     def num_bytes(self) -> int:
         """Size in the file."""
-        return int(self.raw.size)
+        return int(self.raw.size) + (0 if self.scales is None else int(self.scales.size))
+
+    def item(self, index: int) -> StoredTensor:
+        """Entry `index` of the first dimension, of a tensor with at least two."""
+        size = self.raw.size // self.shape[0]
+        raw = self.raw[index * size : (index + 1) * size]
+        return replace(self, name=f"{self.name}[{index}]", shape=self.shape[1:], raw=raw)
+
+    def half(self, index: int) -> StoredTensor:
+        """The first (0) or second (1) half of the rows."""
+        size = self.raw.size // 2
+        raw = self.raw[index * size : (index + 1) * size]
+        return replace(self, shape=(self.shape[0] // 2, *self.shape[1:]), raw=raw)
 
 
 class TensorFile(Protocol):
@@ -71,8 +88,10 @@ class TensorFile(Protocol):
     def names(self) -> list[str]:
         """Every tensor of the checkpoint."""
 
-    def tensor(self, name: str) -> StoredTensor:
-        """The tensor of that name; ModelFormatError when its format or rank is not supported."""
+    def tensor(
+        self, name: str, *, max_dims: int = 2, formats: tuple[str, ...] = SUPPORTED_FORMATS
+    ) -> StoredTensor:
+        """The tensor of that name; ModelFormatError when its format or rank is another."""
 
 
 def map_file(path: Path) -> Bytes:
@@ -85,6 +104,20 @@ def map_file(path: Path) -> Bytes:
     except OSError as error:
         raise ModelFormatError(f"{path}: cannot be read: {error.strerror}") from error
     return np.frombuffer(mapped, dtype=np.uint8)
+
+
+def release_pages(raw: Bytes) -> None:
+    """Gives the resident pages of mapped bytes back to the system; touched again, they are read
+    again. Does nothing for an array that is not a view into a mapped file.
+    """
+    owner: Any = raw
+    while isinstance(owner, np.ndarray):
+        root, owner = owner, owner.base
+    if not isinstance(owner, mmap.mmap) or not raw.size:
+        return
+    offset = raw.ctypes.data - root.ctypes.data
+    begin = offset // mmap.PAGESIZE * mmap.PAGESIZE
+    owner.madvise(mmap.MADV_DONTNEED, begin, offset + int(raw.size) - begin)
 
 
 def check_shape(where: str, dims: list[Any], *, file_bytes: int) -> tuple[int, ...]:

@@ -1,25 +1,30 @@
 """Which tensors of a file the engine wants: each looked up, its shape compared with the config."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lmdeploy.turbomind.model_errors import ModelFormatError
 from lmdeploy.turbomind.models.config_reader import ConfigReader
 from lmdeploy.turbomind.models.decoder_config import DecoderConfig
+from lmdeploy.turbomind.models.experts import ExpertTensors, Place
 from lmdeploy.turbomind.models.family import (
+    FFN_MATRICES,
     REQUIRED_MATRICES,
     REQUIRED_VECTORS,
     ModelFamily,
 )
-from lmdeploy.turbomind.tensor_file import StoredTensor, TensorFile
+from lmdeploy.turbomind.tensor_file import SPLIT_MXFP4, SUPPORTED_FORMATS, StoredTensor, TensorFile
 
 MAX_LAYERS = 4096
 MAX_WIDTH = 1 << 22
 GGUF_ROPE_FACTORS = "rope_freqs.weight"
 # Tensors that carry no weights of ours: derived tables of older checkpoints.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+_MAX_STACKED = 16  # more than one layer has
 
 
 @dataclass(frozen=True)
@@ -27,8 +32,20 @@ class PlannedTensor:
     """One tensor to load: the engine's name, the stored bytes, how its rows are laid out."""
 
     name: str
-    tensor: StoredTensor
+    tensor: StoredTensor  # one or two dimensions
     interleaved_heads: int = 0  # > 0: rows of so many heads are interleaved for RoPE
+    transposed: bool = False  # stored [inputs, outputs]
+    mapped: bool = False  # an expert's MXFP4: the engine reads it where it lies in the file
+
+    @property
+    def rows(self) -> int:
+        """Outputs of the engine's matrix."""
+        return self.tensor.cols if self.transposed else self.tensor.rows
+
+    @property
+    def cols(self) -> int:
+        """Inputs of the engine's matrix."""
+        return self.tensor.rows if self.transposed else self.tensor.cols
 
 
 @dataclass(frozen=True)
@@ -39,23 +56,186 @@ class Checkpoint:
     family: ModelFamily
     config: DecoderConfig
     tensors: tuple[PlannedTensor, ...]
-    stored_dtype: str  # bfloat16, float16, float32 or quantized: what most weights are
+    stored_dtype: str  # bfloat16, float16, float32 or quantized: what most are, experts apart
     metadata: Mapping[str, Any]  # config.json, or GGUF's key-value pairs
     is_gguf: bool
 
 
-def check_heads(reader: ConfigReader, config: DecoderConfig) -> DecoderConfig:
-    """The config, if the engine can compute its heads."""
+def check_config(reader: ConfigReader, config: DecoderConfig) -> DecoderConfig:
+    """The config, if its heads and experts fit each other and the engine."""
     if config.num_heads % config.num_kv_heads:
         raise reader.refuse(
             f"{config.num_heads} query heads are not a multiple of {config.num_kv_heads} KV heads"
         )
     if config.head_dim % 16:
         raise reader.refuse(f"head_dim {config.head_dim} is not a multiple of 16: not supported")
+    if config.moe is not None and config.moe.top_k > config.moe.num_experts:
+        raise reader.refuse(
+            f"each token wants {config.moe.top_k} experts; there are {config.moe.num_experts}"
+        )
     return config
 
 
-def _shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+def plan_tensors(
+    file: TensorFile,
+    config: DecoderConfig,
+    *,
+    names: Mapping[str, str],
+    experts: tuple[ExpertTensors, ...] = (),
+    interleaved: bool,
+    source: str,
+) -> Iterator[PlannedTensor]:
+    """Every tensor to load, in order; refuses missing, misshapen and unknown ones.
+
+    `names` are those of dense layers, `experts` the alternatives for layers with experts.
+    """
+    required = {*REQUIRED_MATRICES, *REQUIRED_VECTORS}
+    if missing := required - set(names):
+        raise ModelFormatError(f"{source}: the model family names no tensor for {sorted(missing)}")
+    lookup = _Lookup(file, config, source=source)
+    outer = [
+        kind
+        for kind in ("embedding", "final_norm", "head")
+        if kind != "head" or not config.tied_head
+    ]
+    if config.tied_head:
+        lookup.ignore(names["head"])
+    for kind in outer:
+        yield PlannedTensor(kind, lookup.find(kind, Place(names[kind])))
+    heads = {"q": config.num_heads, "k": config.num_kv_heads} if interleaved else {}
+    places = _choose(experts, file, config)
+    for layer in range(config.num_layers):
+        sparse = config.has_experts(layer)
+        for kind, name in names.items():
+            base = kind.removesuffix(".bias")
+            if kind in ("embedding", "final_norm", "head") or (sparse and base in FFN_MATRICES):
+                continue
+            tensor = lookup.find(kind, Place(name), layer=layer)
+            yield PlannedTensor(f"layers.{layer}.{kind}", tensor, heads.get(base, 0))
+        if sparse:
+            yield from _plan_experts(lookup, places, layer=layer)
+    lookup.refuse_unknown()
+
+
+def _plan_experts(lookup: _Lookup, places: ExpertTensors, *, layer: int) -> Iterator[PlannedTensor]:
+    """The router and the shared expert of a layer, then its experts one after the other."""
+    moe = lookup.config.moe
+    assert moe is not None
+    of_layer = [kind for kind in places if not kind.startswith("experts.")]
+    for kind in of_layer:
+        tensor = lookup.find(kind, places[kind], layer=layer)
+        yield PlannedTensor(f"layers.{layer}.{kind}", tensor)
+    of_expert = [kind for kind in places if kind.startswith("experts.")]
+    for expert in range(moe.num_experts):
+        for kind in of_expert:
+            place = places[kind]
+            tensor = lookup.find(kind, place, layer=layer, expert=expert)
+            yield PlannedTensor(
+                f"layers.{layer}.experts.{expert}.{kind.removeprefix('experts.')}",
+                tensor,
+                transposed=place.transposed,
+                mapped=tensor.format in ("MXFP4", SPLIT_MXFP4) and len(tensor.shape) == 2,
+            )
+
+
+def _choose(
+    alternatives: tuple[ExpertTensors, ...], file: TensorFile, config: DecoderConfig
+) -> ExpertTensors:
+    """The alternative that the file follows: the one of which it has the most tensors."""
+    if config.moe is None or True not in config.moe.layers:
+        return {}
+    layer, present = config.moe.layers.index(True), set(file.names)
+
+    def found(places: ExpertTensors) -> int:
+        return sum(place.name.format(i=layer, e=0) in present for place in places.values())
+
+    return max(alternatives, key=found)
+
+
+class _Lookup:
+    """Finds tensors by name and checks their shapes; knows which ones nobody asked for."""
+
+    def __init__(self, file: TensorFile, config: DecoderConfig, *, source: str) -> None:
+        self.config = config
+        self._file = file
+        self._source = source
+        self._names = set(file.names)
+        self._left = {name for name in file.names if not name.endswith(_IGNORED_SUFFIXES)}
+        self._left.discard(GGUF_ROPE_FACTORS)
+        self._shapes = tensor_shapes(config)
+        self._stacked: dict[str, StoredTensor] = {}  # of the layer at hand
+
+    def find(self, kind: str, place: Place, *, layer: int = 0, expert: int = 0) -> StoredTensor:
+        """The tensor of an engine name, of one expert where it is one of many."""
+        name = place.name.format(i=layer, e=expert)
+        shape = self._shapes[kind]
+        if place.scales:
+            return self._split(kind, place, layer=layer, expert=expert)
+        shape = shape[::-1] if place.transposed else shape
+        if place.half is not None:
+            shape = (2 * shape[0], *shape[1:])
+        if not place.stacked:
+            tensor = self._stored(name, shape)
+        else:
+            tensor = self._stack(name, shape).item(expert)
+        return tensor if place.half is None else tensor.half(place.half)
+
+    def ignore(self, name: str) -> None:
+        """The file may have this tensor; it is not wanted."""
+        self._left.discard(name)
+
+    def refuse_unknown(self) -> None:
+        """ModelFormatError when the file has tensors that were not asked for."""
+        if self._left:
+            raise ModelFormatError(
+                f"{self._source}: {len(self._left)} tensors that this architecture does not know, "
+                f"such as {min(self._left)[:80]}"
+            )
+
+    def _split(self, kind: str, place: Place, *, layer: int, expert: int) -> StoredTensor:
+        rows, cols = self._shapes[kind]
+        if cols % 32:
+            raise ModelFormatError(
+                f"{self._source}: {place.name.format(i=layer)} needs a multiple of 32 inputs; the "
+                f"config gives {cols}"
+            )
+        names = [name.format(i=layer) for name in (place.name, place.scales)]
+        shapes = ((rows, cols // 32, 16), (rows, cols // 32))
+        codes, scales = (
+            self._stack(name, shape, formats=("U8",)).item(expert)
+            for name, shape in zip(names, shapes, strict=True)
+        )
+        return StoredTensor(codes.name, SPLIT_MXFP4, (rows, cols), codes.raw, scales.raw)
+
+    def _stack(
+        self, name: str, shape: tuple[int, ...], *, formats: tuple[str, ...] = SUPPORTED_FORMATS
+    ) -> StoredTensor:
+        if name not in self._stacked:
+            assert self.config.moe is not None
+            whole = (self.config.moe.num_experts, *shape)
+            if len(self._stacked) > _MAX_STACKED:
+                self._stacked.clear()
+            self._stacked[name] = self._stored(name, whole, formats=formats)
+        return self._stacked[name]
+
+    def _stored(
+        self, name: str, shape: tuple[int, ...], *, formats: tuple[str, ...] = SUPPORTED_FORMATS
+    ) -> StoredTensor:
+        if name not in self._names:
+            raise ModelFormatError(f"{self._source}: tensor {name} is missing")
+        self._left.discard(name)
+        tensor = self._file.tensor(name, max_dims=max(2, len(shape)), formats=formats)
+        if len(shape) == 2 and shape[0] == 1 and tensor.shape == shape[1:]:
+            return replace(tensor, shape=shape)  # GGUF drops the dimension of a single row
+        if tensor.shape != shape:
+            raise ModelFormatError(
+                f"{self._source}: tensor {name} has shape {list(tensor.shape)}; the config wants "
+                f"{list(shape)}"
+            )
+        return tensor
+
+
+def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every engine tensor, rows first; biases have the rows of their matrix."""
     hidden, inter = config.hidden_size, config.intermediate_size
     queries = config.num_heads * config.head_dim
@@ -68,6 +248,7 @@ def _shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         "ffn_norm": (hidden,),
         "q_norm": (config.head_dim,),
         "k_norm": (config.head_dim,),
+        "sinks": (config.num_heads,),
         "q": (queries, hidden),
         "k": (keys, hidden),
         "v": (keys, hidden),
@@ -76,63 +257,29 @@ def _shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         "up": (inter, hidden),
         "down": (hidden, inter),
     }
-    shapes.update({f"{name}.bias": shapes[name][:1] for name in REQUIRED_MATRICES})
+    if config.moe is not None:
+        width, shared = config.moe.intermediate_size, config.moe.shared_intermediate_size
+        shapes |= {
+            "router": (config.moe.num_experts, hidden),
+            "experts.gate": (width, hidden),
+            "experts.up": (width, hidden),
+            "experts.gate_up": (2 * width, hidden),
+            "experts.down": (hidden, width),
+            "shared.gate": (shared, hidden),
+            "shared.up": (shared, hidden),
+            "shared.down": (hidden, shared),
+            "shared.router": (1, hidden),
+        }
+    shapes |= {f"{name}.bias": shape[:1] for name, shape in shapes.items() if len(shape) == 2}
     return shapes
 
 
-def plan_tensors(
-    file: TensorFile,
-    config: DecoderConfig,
-    *,
-    names: Mapping[str, str],
-    interleaved: bool,
-    source: str,
-) -> Iterator[PlannedTensor]:
-    """Every tensor to load, in order; refuses missing, misshapen and unknown ones."""
-    left = {name for name in file.names if not name.endswith(_IGNORED_SUFFIXES)}
-    left.discard(GGUF_ROPE_FACTORS)
-    shapes = _shapes(config)
-    heads = {"q": config.num_heads, "k": config.num_kv_heads}
-
-    def plan(kind: str, stored_name: str, *, engine_name: str) -> PlannedTensor:
-        if stored_name not in left:
-            raise ModelFormatError(f"{source}: tensor {stored_name} is missing")
-        left.remove(stored_name)
-        tensor = file.tensor(stored_name)
-        if tensor.shape != shapes[kind]:
-            raise ModelFormatError(
-                f"{source}: tensor {stored_name} has shape {list(tensor.shape)}; the config wants "
-                f"{list(shapes[kind])}"
-            )
-        count = heads.get(kind.removesuffix(".bias"), 0) if interleaved else 0
-        return PlannedTensor(engine_name, tensor, count)
-
-    outer = ("embedding", "final_norm", "head")
-    for kind in outer:
-        if kind != "head" or not config.tied_head:
-            yield plan(kind, names[kind], engine_name=kind)
-    if config.tied_head:
-        left.discard(names["head"])
-    inner = [kind for kind in names if kind not in outer]
-    required = {*REQUIRED_MATRICES, *REQUIRED_VECTORS}
-    if missing := required - set(inner):
-        raise ModelFormatError(f"{source}: the model family names no tensor for {sorted(missing)}")
-    for layer in range(config.num_layers):
-        for kind in inner:
-            yield plan(kind, names[kind].format(i=layer), engine_name=f"layers.{layer}.{kind}")
-    if left:
-        raise ModelFormatError(
-            f"{source}: {len(left)} tensors that this architecture does not know, such as "
-            f"{min(left)[:80]}"
-        )
-
-
 def stored_dtype(tensors: tuple[PlannedTensor, ...]) -> str:
-    """What most of the matrix values are stored as."""
+    """What most of the matrix values are stored as; MXFP4 experts say nothing of the rest."""
     names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
     values: dict[str, int] = {}
     for planned in tensors:
-        if len(planned.tensor.shape) == 2:
+        if len(planned.tensor.shape) == 2 and not planned.mapped:
             kind = names.get(planned.tensor.format, "quantized")
             values[kind] = values.get(kind, 0) + planned.tensor.rows * planned.tensor.cols
     return max(values, key=lambda kind: values[kind])

@@ -140,7 +140,7 @@ def test_rope_metadata(tmp_path: Path) -> None:
 BAD_METADATA: list[tuple[dict[str, Any], str]] = [
     ({"rope.scaling.type": "longrope"}, "longrope"),
     ({"rope.dimension_count": 32}, "rope.dimension_count is not the head_dim"),
-    ({"expert_count": 8}, "expert_count is 8"),
+    ({"expert_count": 8}, "expert_used_count is missing"),
 ]
 
 

@@ -1,7 +1,16 @@
 """The registry of model families: import one more FAMILY here to add a model."""
 
 from lmdeploy.turbomind.model_errors import ModelFormatError
-from lmdeploy.turbomind.models import llama, mistral, qwen2, qwen3
+from lmdeploy.turbomind.models import (
+    gpt_oss,
+    llama,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
 from lmdeploy.turbomind.models.family import ModelFamily
 
 FAMILIES: tuple[ModelFamily, ...] = (
@@ -9,6 +18,10 @@ FAMILIES: tuple[ModelFamily, ...] = (
     mistral.FAMILY,
     qwen2.FAMILY,
     qwen3.FAMILY,
+    gpt_oss.FAMILY,
+    mixtral.FAMILY,
+    qwen2_moe.FAMILY,
+    qwen3_moe.FAMILY,
 )
 
 
@@ -28,12 +41,20 @@ def family_of_hf(architecture: str, source: str) -> ModelFamily:
     )
 
 
-def family_of_gguf(architecture: str, source: str) -> ModelFamily:
-    """The family of a GGUF `general.architecture`."""
-    for family in FAMILIES:
-        if architecture in family.gguf_architectures:
+def family_of_gguf(architecture: str, source: str, *, has_experts: bool) -> ModelFamily:
+    """The family of a GGUF `general.architecture`; some names are a dense family and one with
+    experts.
+    """
+    families = [family for family in FAMILIES if architecture in family.gguf_architectures]
+    for family in families:
+        if (family.experts is not None) == has_experts:
             return family
-    names = [name for family in FAMILIES for name in family.gguf_architectures]
+    if families:
+        raise ModelFormatError(
+            f"{source}: {architecture}.expert_count is {'above 0' if has_experts else 'missing'}: "
+            f"architecture {architecture!r} has {'no ' if has_experts else ''}experts"
+        )
+    names = dict.fromkeys(name for family in FAMILIES for name in family.gguf_architectures)
     raise ModelFormatError(
         f"{source}: architecture {architecture[:80]!r} is not supported; supported: "
         f"{', '.join(names)}"

@@ -66,6 +66,19 @@ class ConfigReader:
             self._refuse(key, value, wanted="a list of strings")
         return list(value)
 
+    def integers(self, key: str) -> list[int]:
+        """A list of whole numbers, none negative; empty when the key is missing."""
+        value = self._values.get(key)
+        if value is None:
+            return []
+        if not isinstance(value, list) or not all(type(i) is int and i >= 0 for i in value):
+            self._refuse(key, value, wanted="a list of whole numbers")
+        return list(value)
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> "ConfigReader":
+        """The same values, and these where a key is missing (not where it is null)."""
+        return ConfigReader({**defaults, **self._values}, self.source)
+
     def child(self, key: str) -> "ConfigReader | None":
         """The object under the key; None when it is missing, null or empty."""
         value = self._values.get(key)

@@ -1,4 +1,4 @@
-"""A dense decoder as plain data; the engine's ModelConfig is made from it."""
+"""A decoder as plain data; the engine's ModelConfig is made from it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lmdeploy._turbomind import ModelConfig
+    from lmdeploy._turbomind import ModelConfig, MoeConfig
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,34 @@ class RopeSettings:
 
 
 @dataclass(frozen=True)
+class MoeSettings:
+    """Mixture of experts: each token goes through `top_k` of `num_experts` feed-forward parts."""
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int  # of one expert
+    shared_intermediate_size: int = 0  # 0: no shared expert
+    normalise: bool = True  # the top_k weights of a token sum to 1
+    layers: tuple[bool, ...] = ()  # per layer; False: a dense feed-forward part
+
+    def to_engine(self) -> MoeConfig:
+        """The engine's form."""
+        from lmdeploy._turbomind import MoeConfig
+
+        config = MoeConfig()
+        for name in (
+            "num_experts",
+            "top_k",
+            "intermediate_size",
+            "shared_intermediate_size",
+            "normalise",
+        ):
+            setattr(config, name, getattr(self, name))
+        config.layers = [int(sparse) for sparse in self.layers]
+        return config
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """Sizes and settings of a model; every field was checked when it was read."""
 
@@ -43,6 +71,12 @@ class DecoderConfig:
     tied_head: bool
     activation: str = "silu"
     rope: RopeSettings = field(default_factory=RopeSettings)
+    moe: MoeSettings | None = None  # None: every layer is dense
+    swiglu_limit: float = 7.0  # of clamped_swiglu
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the layer routes tokens to experts."""
+        return self.moe is not None and self.moe.layers[layer]
 
     def to_engine(self, dtype: str) -> ModelConfig:
         """The engine's form, with `dtype` as the cache dtype."""
@@ -79,6 +113,10 @@ class DecoderConfig:
         ):
             setattr(config, name, getattr(self, name))
         config.windows = list(self.windows)
+        if self.activation == "clamped_swiglu":
+            config.swiglu_limit = self.swiglu_limit
+        if self.moe is not None:
+            config.moe = self.moe.to_engine()
         config.rope = rope
         config.dtype = dtype
         config.validate()

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from lmdeploy.turbomind.models.config_reader import ConfigReader
+from lmdeploy.turbomind.models.experts import Experts
 
 # The engine's names; `{i}` is the layer. Optional ones are loaded when the file has them.
 REQUIRED_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
@@ -50,6 +52,7 @@ ATTENTION_MATRICES = ("q", "k", "v", "o")
 FFN_MATRICES = ("gate", "up", "down")
 
 WindowRule = Callable[[ConfigReader, int], tuple[int, ...]]
+GgufWindowRule = Callable[[ConfigReader, str, int], tuple[int, ...]]
 BiasRule = Callable[[ConfigReader], tuple[str, ...]]
 
 
@@ -69,10 +72,15 @@ def layered_windows(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
     if not config.flag("use_sliding_window", default=False) or not config.has("sliding_window"):
         return no_windows(config, num_layers)
     window = config.integer("sliding_window")
+    if config.texts("layer_types"):
+        return windows_by_type(config, num_layers, window=window)
+    first = config.integer("max_window_layers", default=28, low=0)
+    return tuple(window if layer >= first else 0 for layer in range(num_layers))
+
+
+def windows_by_type(config: ConfigReader, num_layers: int, *, window: int) -> tuple[int, ...]:
+    """`layer_types`: full_attention or sliding_attention for every layer."""
     kinds = config.texts("layer_types")
-    if not kinds:
-        first = config.integer("max_window_layers", default=28, low=0)
-        return tuple(window if layer >= first else 0 for layer in range(num_layers))
     if len(kinds) != num_layers:
         raise config.refuse(f"layer_types has {len(kinds)} entries; wanted {num_layers}")
     known = {"full_attention": 0, "sliding_attention": window}
@@ -80,6 +88,12 @@ def layered_windows(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
         if kind not in known:
             raise config.refuse(f"layer_types has {kind[:40]!r}; supported: {', '.join(known)}")
     return tuple(known[kind] for kind in kinds)
+
+
+def gguf_one_window(config: ConfigReader, prefix: str, num_layers: int) -> tuple[int, ...]:
+    """`<architecture>.attention.sliding_window` in every layer; none when the key is missing."""
+    key = f"{prefix}.attention.sliding_window"
+    return ((config.integer(key, low=0) if config.has(key) else 0),) * num_layers
 
 
 def no_bias(config: ConfigReader) -> tuple[str, ...]:
@@ -110,11 +124,15 @@ class ModelFamily:
     hf_architectures: tuple[str, ...]
     gguf_architectures: tuple[str, ...]
     windows: WindowRule = no_windows
+    gguf_windows: GgufWindowRule = gguf_one_window
     hf_bias: BiasRule = no_bias
     hf_tensors: Mapping[str, str] = field(default_factory=lambda: HF_TENSORS)
     gguf_tensors: Mapping[str, str] = field(default_factory=lambda: GGUF_TENSORS)
     # GGUF stores q and k of these families with the rows of a head interleaved (i, i + dim / 2).
     gguf_interleaved_rope: bool = False
-    default_sliding_window: int | None = None  # where config.json has no such key
-    # transformers derives it as hidden_size / heads where config.json has no head_dim.
-    default_head_dim: int | None = None
+    # What transformers takes where config.json has no such key.
+    hf_defaults: Mapping[str, Any] = field(default_factory=dict)
+    activation: str = ""  # the engine's name, where hidden_act does not tell
+    experts: Experts | None = None
+    hf_quant_methods: tuple[str, ...] = ()  # of quantization_config, beside none
+    gguf_yarn_truncate: bool = True

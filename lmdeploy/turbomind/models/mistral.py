@@ -7,5 +7,5 @@ FAMILY = ModelFamily(
     hf_architectures=("MistralForCausalLM",),
     gguf_architectures=(),
     windows=one_window,
-    default_sliding_window=4096,
+    hf_defaults={"sliding_window": 4096},
 )

@@ -8,5 +8,5 @@ FAMILY = ModelFamily(
     gguf_architectures=("qwen2",),
     windows=layered_windows,
     hf_bias=qkv_bias,
-    default_sliding_window=4096,
+    hf_defaults={"sliding_window": 4096},
 )

@@ -20,6 +20,5 @@ FAMILY = ModelFamily(
     ),
     hf_tensors={**HF_TENSORS, **HF_QK_NORM},
     gguf_tensors={**GGUF_TENSORS, **GGUF_QK_NORM},
-    default_sliding_window=4096,
-    default_head_dim=128,
+    hf_defaults={"sliding_window": 4096, "head_dim": 128},
 )
