@@ -101,11 +101,20 @@ class Weights:
 class WeightsBuilder:
     def __init__(self, config: ModelConfig, device: Device, exact: bool) -> None: ...
     def add_matrix(
-        self, name: str, format: str, data: npt.NDArray[Any], rows: int, cols: int
+        self,
+        name: str,
+        format: str,
+        data: npt.NDArray[Any],
+        rows: int,
+        cols: int,
+        scales: npt.NDArray[np.uint8] | None = None,
     ) -> None:
-        """`format`: f32, bf16 (as uint16), q4_0, q4_1, q8_0 (as raw uint8, GGUF byte layout).
+        """`format`: f32, bf16 (as uint16), or raw uint8: q4_0, q4_1, q8_0 and mxfp4 in GGUF's byte
+        layout, mxfp4_split as Hugging Face's codes [rows, cols / 2] with `scales`
+        [rows, cols / 32].
 
-        `data` must be C-contiguous with exactly the bytes of rows x cols values. GIL released.
+        `data` must be C-contiguous with exactly the bytes of rows x cols values. MXFP4 arrays are
+        read where they lie: they are held as long as the weights and must not change. GIL released.
         """
     def add_vector(self, name: str, data: npt.NDArray[np.float32]) -> None: ...
     def build(self) -> Weights: ...

@@ -9,6 +9,7 @@
 
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -38,7 +39,9 @@ constexpr EnumName<MatrixFormat> kMatrixFormats[] = {{MatrixFormat::kF32, "f32"}
                                                      {MatrixFormat::kBF16, "bf16"},
                                                      {MatrixFormat::kQ4_0, "q4_0"},
                                                      {MatrixFormat::kQ4_1, "q4_1"},
-                                                     {MatrixFormat::kQ8_0, "q8_0"}};
+                                                     {MatrixFormat::kQ8_0, "q8_0"},
+                                                     {MatrixFormat::kMxfp4, "mxfp4"},
+                                                     {MatrixFormat::kMxfp4Split, "mxfp4_split"}};
 constexpr EnumName<LogitsOutput> kLogitsOutputs[] = {{LogitsOutput::kNone, "none"},
                                                      {LogitsOutput::kGeneration, "generation"},
                                                      {LogitsOutput::kAll, "all"}};
@@ -69,6 +72,37 @@ int64_t SourceBytes(MatrixFormat format, int64_t values) {
   throw InternalError("a matrix format without a size");
 }
 
+void RequireArray(const std::string& what, const py::array& data, char kind, int item_bytes) {
+  if (data.dtype().kind() != kind || data.itemsize() != item_bytes) {
+    throw InvalidArgument(what + ": got values of dtype " +
+                          py::str(data.dtype()).cast<std::string>() + ", want " + kind +
+                          std::to_string(item_bytes));
+  }
+  if ((data.flags() & py::array::c_style) == 0) {
+    throw InvalidArgument(what + ": got a strided array, want a C-contiguous one");
+  }
+}
+
+void RequireBytes(const std::string& what, const py::array& data, int64_t want) {
+  if (data.nbytes() != want) {
+    throw InvalidArgument(what + ": got " + std::to_string(data.nbytes()) + " bytes, want " +
+                          std::to_string(want));
+  }
+}
+
+// Holds the arrays' memory, from any thread; lets them go with the GIL held.
+std::shared_ptr<const void> KeepArrays(const py::array& data,
+                                       const std::optional<py::array>& scales) {
+  using Arrays = std::pair<py::array, std::optional<py::array>>;
+  return {new Arrays(data, scales), [](const Arrays* arrays) {
+            if (Py_IsInitialized() == 0) {
+              return;  // the interpreter has taken its objects with it
+            }
+            py::gil_scoped_acquire gil;
+            delete arrays;
+          }};
+}
+
 // A device outlives what packs on it.
 struct PyWeightsBuilder {
   std::shared_ptr<Device> device;
@@ -78,7 +112,7 @@ struct PyWeightsBuilder {
       : device(std::move(target)), builder(config, *device, exact) {}
 
   void AddMatrix(const std::string& name, const std::string& format_name, const py::array& data,
-                 int64_t rows, int64_t cols) {
+                 int64_t rows, int64_t cols, const std::optional<py::array>& scales) {
     const MatrixFormat format = Parse("format", kMatrixFormats, format_name);
     constexpr int64_t kMost = int64_t{1} << 30;
     if (rows < 1 || cols < 1 || rows > kMost || cols > kMost) {
@@ -90,24 +124,24 @@ struct PyWeightsBuilder {
       throw InvalidArgument("matrix " + name + ": got " + std::to_string(cols) + " columns, " +
                             format_name + " wants a multiple of 32");
     }
-    const char expected = format == MatrixFormat::kF32 ? 'f' : 'u';
-    const int64_t expected_size = format == MatrixFormat::kF32    ? 4
-                                  : format == MatrixFormat::kBF16 ? 2
-                                                                  : 1;
-    if (data.dtype().kind() != expected || data.itemsize() != expected_size) {
-      throw InvalidArgument("matrix " + name + ": got values of dtype " +
-                            py::str(data.dtype()).cast<std::string>() + ", " + format_name +
-                            " wants " + expected + std::to_string(expected_size));
+    const std::string what = "matrix " + name;
+    const bool is_f32 = format == MatrixFormat::kF32;
+    RequireArray(what, data, is_f32 ? 'f' : 'u', is_f32 ? 4 : in_blocks ? 1 : 2);
+    RequireBytes(what + " (" + format_name + ")", data, SourceBytes(format, rows * cols));
+    MatrixSource source{format, data.data(), rows, cols};
+    const bool is_split = format == MatrixFormat::kMxfp4Split;
+    if (is_split != scales.has_value()) {
+      throw InvalidArgument(what + ": got " + (is_split ? "no scales, " : "scales, ") +
+                            format_name + (is_split ? " has them apart" : " has none apart"));
     }
-    if ((data.flags() & py::array::c_style) == 0) {
-      throw InvalidArgument("matrix " + name + ": got a strided array, want a C-contiguous one");
+    if (scales) {
+      RequireArray(what + ", scales", *scales, 'u', 1);
+      RequireBytes(what + ", scales", *scales, rows * cols / 32);
+      source.scales = scales->data();
     }
-    const int64_t want = SourceBytes(format, rows * cols);
-    if (data.nbytes() != want) {
-      throw InvalidArgument("matrix " + name + ": got " + std::to_string(data.nbytes()) +
-                            " bytes, want " + std::to_string(want) + " (" + format_name + ")");
+    if (IsMxfp4(format)) {
+      source.owner = KeepArrays(data, scales);
     }
-    const MatrixSource source{format, data.data(), rows, cols};
     py::gil_scoped_release released;
     builder.AddMatrix(name, source);
   }
@@ -269,7 +303,7 @@ void DefWeights(py::module_& m) {
       .def(py::init<const ModelConfig&, std::shared_ptr<Device>, bool>(), py::arg("config"),
            py::arg("device"), py::arg("exact"))
       .def("add_matrix", &PyWeightsBuilder::AddMatrix, py::arg("name"), py::arg("format"),
-           py::arg("data"), py::arg("rows"), py::arg("cols"))
+           py::arg("data"), py::arg("rows"), py::arg("cols"), py::arg("scales") = py::none())
       .def("add_vector", &PyWeightsBuilder::AddVector, py::arg("name"), py::arg("data"))
       .def("build", [](PyWeightsBuilder& self) {
         // Python sees nothing that could change them.

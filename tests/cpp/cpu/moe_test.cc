@@ -20,8 +20,8 @@ using namespace turbomind;
 
 namespace {
 
-// FP32 sums of at most 96 products each, thrice in a row, of values around 1; measured 2e-6.
-constexpr double kAbsolute = 2e-5;
+// FP32 sums of at most 96 products each, thrice in a row, of values around 1; measured 1.7e-6.
+constexpr double kAbsolute = 5e-6;
 constexpr int kHidden = 64;
 constexpr int kInner = 48;
 constexpr int kShared = 80;
@@ -329,7 +329,6 @@ TEST_CASE("experts agree with double precision") {
       }
     }
     CHECK(most < kAbsolute);
-    MESSAGE("largest error ", most);
   }
 }
 
