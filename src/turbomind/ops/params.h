@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "turbomind/core/host_device.h"
 #include "turbomind/kv/hot_rule.h"
 #include "turbomind/kv/layout.h"
 
@@ -126,7 +127,7 @@ inline constexpr int kSplitTokens = 256;
 // A value of MXFP4 is E2M1(code) * 2^(e - 127); e = 255 is NaN; cols is a multiple of 32.
 enum class MatrixFormat : uint8_t { kF32, kBF16, kQ4_0, kQ4_1, kQ8_0, kMxfp4, kMxfp4Split };
 
-inline constexpr bool IsMxfp4(MatrixFormat format) {
+TM_HD constexpr bool IsMxfp4(MatrixFormat format) {
   return format == MatrixFormat::kMxfp4 || format == MatrixFormat::kMxfp4Split;
 }
 

@@ -35,8 +35,8 @@ void ForRows(ThreadPool& pool, int num_rows, int64_t values_per_row,
   });
 }
 
-const CpuPackedMatrix& Packed(const PackedMatrix* matrix) {
-  const auto* packed = dynamic_cast<const CpuPackedMatrix*>(matrix);
+const CpuMatrix& Packed(const PackedMatrix* matrix) {
+  const auto* packed = dynamic_cast<const CpuMatrix*>(matrix);
   Check(packed != nullptr, "the matrix was packed by this device");
   return *packed;
 }
@@ -51,7 +51,7 @@ struct LinearPlan {
   int64_t num_tile_groups = 0;
 };
 
-LinearPlan Plan(const CpuPackedMatrix& weight, int num_rows, int num_threads) {
+LinearPlan Plan(const CpuMatrix& weight, int num_rows, int num_threads) {
   LinearPlan plan;
   plan.panel_bytes = PanelBytes(weight.format, weight.cols, kPanelRows);
   plan.num_panels = CeilDiv(num_rows, kPanelRows);
@@ -83,8 +83,8 @@ void PackActivations(const CpuDenseKernels& kernels, ThreadPool& pool, const Lin
           });
 }
 
-MultiplyArgs ItemArgs(const CpuPackedMatrix& weight, const LinearPlan& plan,
-                      const LinearParams& params, int64_t item) {
+MultiplyArgs ItemArgs(const CpuMatrix& weight, const LinearPlan& plan, const LinearParams& params,
+                      int64_t item) {
   const int64_t first_tile = item % plan.num_tile_groups * plan.tiles_per_item;
   const int64_t first_panel = item / plan.num_tile_groups * plan.panels_per_block;
   const int64_t first_output = first_tile * kTileRows;
@@ -93,6 +93,7 @@ MultiplyArgs ItemArgs(const CpuPackedMatrix& weight, const LinearPlan& plan,
   args.format = weight.format;
   args.cols = weight.cols;
   args.tiles = weight.tile(first_tile);
+  args.scales = weight.tile_scales(first_tile);
   args.num_tiles = static_cast<int>(std::min(plan.tiles_per_item, weight.num_tiles() - first_tile));
   args.num_outputs = std::min(args.num_tiles * int64_t{kTileRows}, weight.rows - first_output);
   args.num_rows =
@@ -176,7 +177,7 @@ void CpuLinear(const CpuDenseKernels& kernels, ThreadPool& pool, CpuLinearScratc
   if (params.num_rows <= 0) {
     return;
   }
-  const CpuPackedMatrix& weight = Packed(params.weight);
+  const CpuMatrix& weight = Packed(params.weight);
   Check(params.x_stride >= weight.cols && params.y_stride >= weight.rows,
         "row strides of a linear layer cover its columns");
   const LinearPlan plan = Plan(weight, params.num_rows, pool.num_threads());
@@ -226,7 +227,7 @@ void CpuGroupedLinear(const CpuDenseKernels& kernels, ThreadPool& pool, CpuLinea
 }
 
 void CpuEmbed(ThreadPool& pool, const EmbedParams& params) {
-  const CpuPackedMatrix& table = Packed(params.table);
+  const CpuMatrix& table = Packed(params.table);
   for (int i = 0; i < params.num_tokens; ++i) {
     if (params.ids[i] < 0 || params.ids[i] >= table.rows) {
       throw InvalidArgument("token id: got " + std::to_string(params.ids[i]) + ", want 0 to " +

@@ -9,6 +9,7 @@
 #include "turbomind/backend/cpu/cpu_kv_ops.h"
 #include "turbomind/backend/cpu/dense_kernels.h"
 #include "turbomind/backend/cpu/kv_kernels.h"
+#include "turbomind/backend/cpu/mxfp4_matrix.h"
 #include "turbomind/backend/cpu/packed_matrix.h"
 #include "turbomind/core/check.h"
 #include "turbomind/core/thread_pool.h"
@@ -85,6 +86,9 @@ class CpuDevice final : public Device {
   }
 
   std::unique_ptr<PackedMatrix> PackMatrix(const MatrixSource& source, bool exact) override {
+    if (IsMxfp4(source.format) && !exact) {
+      return std::make_unique<CpuMxfp4Matrix>(source, arena_, pool_);
+    }
     return std::make_unique<CpuPackedMatrix>(source, exact, arena_, pool_);
   }
 

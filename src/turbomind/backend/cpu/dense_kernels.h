@@ -27,7 +27,8 @@ struct PackPanelArgs {
 struct MultiplyArgs {
   MatrixFormat format = MatrixFormat::kF32;
   int64_t cols = 0;
-  const uint8_t* tiles = nullptr;  // [num_tiles, TileBytes]
+  const uint8_t* tiles = nullptr;   // [num_tiles, TileBytes]
+  const uint8_t* scales = nullptr;  // kMxfp4Split: [num_outputs, cols / 32]
   int num_tiles = 0;
   int64_t num_outputs = 0;          // of this run: at most 16 * num_tiles
   const uint8_t* panels = nullptr;  // full panels, the last one with what remains of num_rows

@@ -13,6 +13,9 @@
 //   kQ4_1  as kQ4_0, with fp16 m[16] after d
 // Outputs and columns beyond the matrix are zero.
 //
+// MXFP4 stays as it is stored (ops/params.h): its tiles are 16 rows of the matrix, of which the
+// last one has what remains.
+//
 // Activations are cut into panels of kPanelRows rows; the last panel is packed for the R rows that
 // it has. A step of a panel:
 //   kF32   float[R]
@@ -20,6 +23,11 @@
 //   quantised  int8[R][2][32], float d[R], then int32 -zero_point * sum[R] or, kQ4_1, float
 //   d*sum[R];
 //              an activation is (256 * high + low) * d: the high bytes of a row, then the low ones
+//   MXFP4      128 columns, 4 blocks, for each row: int8 high[2][4][16], low[2][4][16] (block b,
+//   byte
+//              j: what the low nibble of the stored byte j multiplies, then the high nibble), float
+//              d[4][4], int32 -zero_point * sum[4][4]: each block's value 4 times. Columns beyond
+//              the matrix are zero, and so is their d.
 
 #include <cstdint>
 
@@ -31,7 +39,11 @@ namespace turbomind {
 inline constexpr int kTileRows = 16;
 inline constexpr int kQuantBlock = 32;  // columns that share one scale, weights and activations
 inline constexpr int kQuantRowBytes = 2 * kQuantBlock;  // of a row in a step of a panel
-inline constexpr int kPanelRows = 12;  // 12 sums and 12 accumulators fit in 32 registers
+inline constexpr int kMxStepBlocks = 4;  // blocks of MXFP4 whose codes fill one 512-bit register
+inline constexpr int kMxStepBytes = 16 * kMxStepBlocks;          // their codes: a nibble each
+inline constexpr int kMxPanelRowBytes = 4 * kMxStepBytes + 128;  // of a row in a step of a panel
+inline constexpr int kMxZeroPoint = 12;  // codes are looked up as 2 * E2M1 + 12, 0 to 24
+inline constexpr int kPanelRows = 12;    // 12 sums and 12 accumulators fit in 32 registers
 
 TM_HD constexpr bool IsQuantized(MatrixFormat format) {
   return format == MatrixFormat::kQ4_0 || format == MatrixFormat::kQ4_1 ||
@@ -44,7 +56,10 @@ TM_HD constexpr int ZeroPoint(MatrixFormat format) {
 }
 
 TM_HD constexpr int StepCols(MatrixFormat format) {
-  return IsQuantized(format) ? kQuantBlock : format == MatrixFormat::kBF16 ? 2 : 1;
+  return IsMxfp4(format)                 ? kMxStepBlocks * kQuantBlock
+         : IsQuantized(format)           ? kQuantBlock
+         : format == MatrixFormat::kBF16 ? 2
+                                         : 1;
 }
 
 TM_HD constexpr int64_t NumSteps(MatrixFormat format, int64_t cols) {
@@ -73,12 +88,20 @@ TM_HD constexpr int TileStepBytes(MatrixFormat format) {
   return 0;
 }
 
+// Of one row of MXFP4, scales apart.
+TM_HD constexpr int64_t MxRowBytes(MatrixFormat format, int64_t cols) {
+  return cols / kQuantBlock * (format == MatrixFormat::kMxfp4 ? 17 : 16);
+}
+
 TM_HD constexpr int64_t TileBytes(MatrixFormat format, int64_t cols) {
+  if (IsMxfp4(format)) {
+    return kTileRows * MxRowBytes(format, cols);
+  }
   return NumSteps(format, cols) * TileStepBytes(format);
 }
 
 TM_HD constexpr int PanelStepBytes(MatrixFormat format, int rows) {
-  return rows * (IsQuantized(format) ? kQuantRowBytes + 8 : 4);
+  return rows * (IsMxfp4(format) ? kMxPanelRowBytes : IsQuantized(format) ? kQuantRowBytes + 8 : 4);
 }
 
 TM_HD constexpr int64_t PanelBytes(MatrixFormat format, int64_t cols, int rows) {
@@ -115,5 +138,7 @@ static_assert(TileBytes(MatrixFormat::kQ4_0, 576) == 18 * (256 + 32));
 static_assert(TileBytes(MatrixFormat::kQ4_1, 576) == 18 * (256 + 64));
 static_assert(TileBytes(MatrixFormat::kQ8_0, 32) == 512 + 32);
 static_assert(TileBytes(MatrixFormat::kBF16, 5) == 3 * 64);
+static_assert(TileBytes(MatrixFormat::kMxfp4, 2880) == 16 * 90 * 17);
+static_assert(PanelBytes(MatrixFormat::kMxfp4Split, 2880, 1) == 23 * 384);
 
 }  // namespace turbomind

@@ -93,25 +93,6 @@ void DequantizeMxfp4Row(const MatrixSource& source, int64_t row, float* out) {
   }
 }
 
-// One row of the source as FP32.
-void DequantizeRow(const MatrixSource& source, int64_t row, float* out) {
-  const uint8_t* data = SourceRow(source, row);
-  if (source.format == MatrixFormat::kF32) {
-    std::memcpy(out, data, static_cast<size_t>(source.cols) * sizeof(float));
-  } else if (source.format == MatrixFormat::kBF16) {
-    for (int64_t c = 0; c < source.cols; ++c) {
-      out[c] = ReadBF16(data + 2 * c);
-    }
-  } else if (IsMxfp4(source.format)) {
-    DequantizeMxfp4Row(source, row, out);
-  } else {
-    for (int64_t c = 0; c < source.cols; c += kQuantBlock) {
-      DequantizeBlock(source.format, data + c / kQuantBlock * SourceBlockBytes(source.format),
-                      out + c);
-    }
-  }
-}
-
 // Lane `lane` of a tile from one quantised row of the source.
 void PackQuantRow(const MatrixSource& source, int64_t row, int lane, uint8_t* tile) {
   const MatrixFormat format = source.format;
@@ -153,7 +134,7 @@ void PackTile(const MatrixSource& source, MatrixFormat format, int64_t index, ui
     } else if (format == MatrixFormat::kBF16) {
       PackBF16Row(source, first + lane, lane, tile);
     } else {
-      DequantizeRow(source, first + lane, values.data());
+      DequantizeMatrixRow(source, first + lane, values.data());
       for (int64_t c = 0; c < source.cols; ++c) {
         std::memcpy(tile + 64 * c + 4 * lane, &values[static_cast<size_t>(c)], sizeof(float));
       }
@@ -161,7 +142,9 @@ void PackTile(const MatrixSource& source, MatrixFormat format, int64_t index, ui
   }
 }
 
-void CheckSource(const MatrixSource& source) {
+}  // namespace
+
+void CheckMatrixSource(const MatrixSource& source) {
   const std::string shape = std::to_string(source.rows) + " x " + std::to_string(source.cols);
   if (source.data == nullptr || source.rows <= 0 || source.cols <= 0) {
     throw InvalidArgument("matrix: got " + shape + ", want at least one row and one column");
@@ -176,7 +159,23 @@ void CheckSource(const MatrixSource& source) {
   }
 }
 
-}  // namespace
+void DequantizeMatrixRow(const MatrixSource& source, int64_t row, float* out) {
+  const uint8_t* data = SourceRow(source, row);
+  if (source.format == MatrixFormat::kF32) {
+    std::memcpy(out, data, static_cast<size_t>(source.cols) * sizeof(float));
+  } else if (source.format == MatrixFormat::kBF16) {
+    for (int64_t c = 0; c < source.cols; ++c) {
+      out[c] = ReadBF16(data + 2 * c);
+    }
+  } else if (IsMxfp4(source.format)) {
+    DequantizeMxfp4Row(source, row, out);
+  } else {
+    for (int64_t c = 0; c < source.cols; c += kQuantBlock) {
+      DequantizeBlock(source.format, data + c / kQuantBlock * SourceBlockBytes(source.format),
+                      out + c);
+    }
+  }
+}
 
 void* ReservePages(size_t num_bytes) {
   if (num_bytes == 0) {
@@ -215,10 +214,11 @@ std::shared_ptr<uint8_t> MatrixArena::Allocate(size_t num_bytes) {
 
 CpuPackedMatrix::CpuPackedMatrix(const MatrixSource& source, bool exact, MatrixArena& arena,
                                  ThreadPool& pool) {
-  CheckSource(source);
+  CheckMatrixSource(source);
+  Check(exact || !IsMxfp4(source.format), "MXFP4 is not packed in tiles");
   rows = source.rows;
   cols = source.cols;
-  format = exact || IsMxfp4(source.format) ? MatrixFormat::kF32 : source.format;
+  format = exact ? MatrixFormat::kF32 : source.format;
   tile_bytes_ = TileBytes(format, cols);
   data_ = arena.Allocate(static_cast<size_t>(num_bytes()));
   pool.ParallelFor(num_tiles(), [&](int64_t index, int) {
@@ -226,7 +226,7 @@ CpuPackedMatrix::CpuPackedMatrix(const MatrixSource& source, bool exact, MatrixA
   });
 }
 
-int64_t CpuPackedMatrix::num_tiles() const { return (rows + kTileRows - 1) / kTileRows; }
+int64_t CpuMatrix::num_tiles() const { return (rows + kTileRows - 1) / kTileRows; }
 
 void CpuPackedMatrix::ReadRow(int64_t row, float* out) const {
   const int lane = static_cast<int>(row % kTileRows);

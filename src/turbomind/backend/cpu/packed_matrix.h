@@ -28,21 +28,36 @@ class MatrixArena {
   size_t used_bytes_ = 0;
 };
 
-// Weights as the CPU kernels read them (packed_layout.h): tiles of 16 outputs. Immutable once
-// built. With `exact` every source becomes kF32.
-class CpuPackedMatrix final : public PackedMatrix {
+// Throws InvalidArgument for what no checkpoint can hold: no rows or columns, quantised columns
+// that are not a multiple of 32, scales apart where the format has none or none where it has.
+void CheckMatrixSource(const MatrixSource& source);
+
+// One row of a checkpoint's matrix as FP32 [cols]. REQUIRES: a checked source, row in [0, rows).
+void DequantizeMatrixRow(const MatrixSource& source, int64_t row, float* out);
+
+// Weights as the CPU kernels read them (packed_layout.h), in tiles of 16 outputs. Immutable once
+// built.
+class CpuMatrix : public PackedMatrix {
  public:
-  // Throws InvalidArgument for empty shapes and for quantised sources whose cols are not a multiple
-  // of 32.
+  int64_t num_tiles() const;
+  virtual const uint8_t* tile(int64_t index) const = 0;
+  // kMxfp4Split: the scales of a tile's outputs; else null.
+  virtual const uint8_t* tile_scales(int64_t /*index*/) const { return nullptr; }
+
+  // Dequantises one row. REQUIRES: row in [0, rows).
+  virtual void ReadRow(int64_t row, float* out) const = 0;
+};
+
+// A matrix in a form of its own; MXFP4 is in mxfp4_matrix.h.
+class CpuPackedMatrix final : public CpuMatrix {
+ public:
+  // With `exact` every source becomes kF32. Throws InvalidArgument as CheckMatrixSource does.
+  // REQUIRES: exact or not IsMxfp4(source.format).
   CpuPackedMatrix(const MatrixSource& source, bool exact, MatrixArena& arena, ThreadPool& pool);
 
   int64_t num_bytes() const override { return num_tiles() * tile_bytes_; }
-  int64_t num_tiles() const;
-  int64_t tile_bytes() const { return tile_bytes_; }
-  const uint8_t* tile(int64_t index) const { return data_.get() + index * tile_bytes_; }
-
-  // Dequantises one row. REQUIRES: row in [0, rows).
-  void ReadRow(int64_t row, float* out) const;
+  const uint8_t* tile(int64_t index) const override { return data_.get() + index * tile_bytes_; }
+  void ReadRow(int64_t row, float* out) const override;
 
  private:
   int64_t tile_bytes_ = 0;

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "turbomind/backend/cpu/isa/quantize_activations.h"
 #include "turbomind/backend/cpu/packed_layout.h"
 
 #if defined(TM_ISA_avx512)
@@ -19,23 +20,6 @@ namespace turbomind::TM_ISA {
 namespace {
 
 constexpr int64_t kPrefetchBytes = 4096;  // ahead of a tile with 2 to 11 rows
-constexpr uint32_t kInfinityBits = 0x7f800000u;
-constexpr float kMostCode = 127.f * 256.f;
-constexpr float kMinAmax = 1e-33f;  // below, kMostCode / amax overflows: the block counts as zero
-
-TM_HD uint32_t Bits(float x) {
-  uint32_t bits;
-  __builtin_memcpy(&bits, &x, sizeof(bits));
-  return bits;
-}
-
-TM_HD float FromBits(uint32_t bits) {
-  float x;
-  __builtin_memcpy(&x, &bits, sizeof(x));
-  return x;
-}
-
-TM_HD void StoreFloat(float x, uint8_t* to) { __builtin_memcpy(to, &x, sizeof(x)); }
 
 // Round to nearest even; subnormals become zero, as vdpbf16ps treats them.
 TM_HD uint16_t ToBF16(float x) {
@@ -47,37 +31,6 @@ TM_HD uint16_t ToBF16(float x) {
   const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   return (rounded & 0x7f80u) == 0 ? static_cast<uint16_t>(rounded & 0x8000u)
                                   : static_cast<uint16_t>(rounded);
-}
-
-// One block of 32 → high and low halves of its codes, its scale, and the sum of the codes.
-TM_HD float QuantizeBlock(const float* x, int8_t* high, int32_t& sum) {
-  int8_t* low = high + kQuantBlock;
-  uint32_t amax_bits = 0;
-  for (int i = 0; i < kQuantBlock; ++i) {
-    const uint32_t magnitude = Bits(x[i]) & 0x7fffffffu;
-    amax_bits = magnitude > amax_bits ? magnitude : amax_bits;
-  }
-  const float amax = FromBits(amax_bits);
-  const bool finite = amax_bits < kInfinityBits;
-  sum = 0;
-  if (!finite || amax < kMinAmax) {
-    __builtin_memset(high, 0, kQuantRowBytes);
-    return finite ? 0.f : __builtin_nanf("");
-  }
-  constexpr float kRound = 12582912.f;  // 1.5 · 2^23: adding it rounds to an integer, ties to even
-  const float inverse = kMostCode / amax;
-  int32_t total = 0;
-  for (int i = 0; i < kQuantBlock; ++i) {
-    const int32_t code = static_cast<int32_t>(Bits(x[i] * inverse + kRound) - Bits(kRound));
-    const int32_t upper = (code + 128) >> 8;
-    const int32_t rest = code - upper * 256;
-    const int32_t lower = rest < -127 ? -127 : rest;  // -128 has no negative: AVX2 needs one
-    high[i] = static_cast<int8_t>(upper);
-    low[i] = static_cast<int8_t>(lower);
-    total += upper * 256 + lower;
-  }
-  sum = total;
-  return amax / kMostCode;
 }
 
 void PackQuantPanel(const PackPanelArgs& a) {
@@ -208,7 +161,7 @@ void PackPanel(const PackPanelArgs& args) {
       return PackQuantPanel(args);
     case MatrixFormat::kMxfp4:
     case MatrixFormat::kMxfp4Split:
-      return;
+      return PackMxfp4Panel(args);
   }
 }
 
@@ -226,7 +179,7 @@ void Multiply(const MultiplyArgs& args) {
       return MultiplyFormat<MatrixFormat::kQ8_0>(args);
     case MatrixFormat::kMxfp4:
     case MatrixFormat::kMxfp4Split:
-      return;
+      return MultiplyMxfp4(args);
   }
 }
 

@@ -21,6 +21,8 @@ struct TileRun {
 };
 
 void PackPanel(const PackPanelArgs& args);
+void PackMxfp4Panel(const PackPanelArgs& args);
 void Multiply(const MultiplyArgs& args);
+void MultiplyMxfp4(const MultiplyArgs& args);
 
 }  // namespace turbomind::TM_ISA
