@@ -31,6 +31,8 @@ _END_OF_TURN = (
     "<|end|>",
     "</s>",
 )
+# Harmony, the chat format of GPT-OSS: <|end|> only ends one of the messages of an answer.
+_HARMONY_ENDS = ("<|return|>", "<|call|>")
 
 _LONG_TEXT = 4096  # characters
 
@@ -42,6 +44,15 @@ def byte_alphabet() -> dict[str, int]:
     others = [byte for byte in range(256) if byte not in set(printable)]
     alphabet.update({chr(256 + index): byte for index, byte in enumerate(others)})
     return alphabet
+
+
+def without_surrogates(text: str) -> str:
+    """`text` with U+FFFD for lone surrogates (from JSON escapes), which are no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 class Tokenizer:
@@ -111,9 +122,7 @@ class Tokenizer:
         try:
             return self._encode(text, add_special)
         except (TypeError, UnicodeEncodeError):
-            # Lone surrogates (from JSON escapes) are no text: they count as U+FFFD.
-            clean = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            return self._encode(clean, add_special)
+            return self._encode(without_surrogates(text), add_special)
 
     def _encode(self, text: str, add_special: bool) -> list[int]:
         if len(text) < _LONG_TEXT:
@@ -233,7 +242,10 @@ def end_of_turn_ids(backend: Backend) -> list[int]:
         for token_id, token in backend.get_added_tokens_decoder().items()
         if token.special
     }
-    return [special[text] for text in _END_OF_TURN if text in special]
+    ends: tuple[str, ...] = _END_OF_TURN
+    if {"<|channel|>", *_HARMONY_ENDS} <= set(special):
+        ends = (*_HARMONY_ENDS, *(text for text in _END_OF_TURN if text != "<|end|>"))
+    return [special[text] for text in ends if text in special]
 
 
 def _backend_from_file(path: Path) -> Backend:
