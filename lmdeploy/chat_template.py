@@ -29,6 +29,10 @@ _FILE_NAMES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.js
 Message = Mapping[str, Any]
 
 
+class RawText(str):
+    """A text that is JSON already, or goes in as it is: the filter `tojson` leaves it alone."""
+
+
 class _TemplateError(Exception):
     """Raised by a template through raise_exception()."""
 
@@ -200,6 +204,8 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    if isinstance(value, RawText):
+        return str(value)
     # Unlike Jinja's own filter it does not escape for HTML.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys

@@ -27,6 +27,7 @@ from lmdeploy.checks import (
     show,
 )
 from lmdeploy.kv_formats import FormatTable, parse_cache_format, parse_quant_policy
+from lmdeploy.tool_calls import ToolCall, join_tool_calls
 
 MAX_STOP_WORDS = 256
 MAX_STOP_WORD_CHARS = 4096
@@ -467,7 +468,7 @@ class ResponseType(enum.Enum):
     OUT_OF_MEMORY = 13
 
 
-FinishReason = Literal["stop", "length", "error", "abort"]
+FinishReason = Literal["stop", "length", "tool_calls", "error", "abort"]
 
 
 @dataclass
@@ -485,6 +486,9 @@ class Response:
         index: of the prompt in the call.
         cached_tokens: prompt tokens taken from the prefix cache.
         prompt_logprobs: as logprobs, of the prompt's tokens from the second on.
+        reasoning_content: of a model that tells it apart from its answer (GPT-OSS), else None.
+        tool_calls: calls that such a model asks for; in a stream parts of them, which
+            join_tool_calls makes whole.
     """
 
     text: str
@@ -501,11 +505,17 @@ class Response:
     error_code: str | None = None
     error_message: str | None = None
     prompt_logprobs: list[dict[int, float]] | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
     def extend(self, other: Response) -> None:
         """Appends a later piece of the same answer, in place."""
         self.text += other.text
         self.token_ids += other.token_ids
+        if other.reasoning_content is not None:
+            self.reasoning_content = (self.reasoning_content or "") + other.reasoning_content
+        if other.tool_calls is not None:
+            self.tool_calls = join_tool_calls([*(self.tool_calls or []), *other.tool_calls])
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(other, name):
                 setattr(self, name, (getattr(self, name) or []) + getattr(other, name))
@@ -528,6 +538,8 @@ def join_pieces(pieces: Sequence[Response]) -> Response:
         return [item for part in parts for item in part] if parts else None
 
     logits = [piece.logits for piece in pieces if piece.logits is not None]
+    reasoning = [p.reasoning_content for p in pieces if p.reasoning_content is not None]
+    calls = [call for piece in pieces for call in piece.tool_calls or []]
     return replace(
         pieces[-1],
         text="".join(piece.text for piece in pieces),
@@ -535,6 +547,8 @@ def join_pieces(pieces: Sequence[Response]) -> Response:
         logprobs=joined("logprobs"),
         prompt_logprobs=joined("prompt_logprobs"),
         logits=np.concatenate(logits) if logits else None,
+        reasoning_content="".join(reasoning) if reasoning else None,
+        tool_calls=join_tool_calls(calls) or None,
     )
 
 

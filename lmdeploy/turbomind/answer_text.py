@@ -90,7 +90,7 @@ class AnswerText:
         include_stop: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        self._detokenizer = detokenizer
+        self.detokenizer = detokenizer
         self._matcher = StopMatcher(stop_words)
         self._include_stop = include_stop
         self._min_tokens = min_tokens
@@ -105,14 +105,14 @@ class AnswerText:
         """Adds a token. REQUIRES: not stopped."""
         self._num_tokens += 1
         begin = self._released + len(self._held)
-        text = self._detokenizer.push(token)
+        text = self.detokenizer.push(token)
         self._spans.append((begin, begin + len(text)))
         self._append(text)
 
     def finish(self) -> None:
         """No token follows: what was held back may go out."""
         if not self.stopped:
-            self._append(self._detokenizer.finish())
+            self._append(self.detokenizer.finish())
         self._done = True
 
     def _append(self, text: str) -> None:

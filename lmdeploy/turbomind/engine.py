@@ -21,8 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from lmdeploy.checks import flag_of
 from lmdeploy.environment import free_memory_bytes, usable_cores
+from lmdeploy.harmony.parser import HarmonyText
+from lmdeploy.harmony.tokens import HarmonyTokens, find_harmony
 from lmdeploy.messages import FinishReason, GenerationConfig, Response, TurbomindEngineConfig
-from lmdeploy.turbomind.answer_text import AnswerText
+from lmdeploy.turbomind.answer_text import AnswerText, Detokenizer
 from lmdeploy.turbomind.grammar import make_token_mask
 
 if TYPE_CHECKING:
@@ -50,7 +52,10 @@ class EngineFailure(RuntimeError):
 
 @dataclass
 class EngineParts:
-    """What an engine is made of. Tests pass fakes with the same methods."""
+    """What an engine is made of. Tests pass fakes with the same methods.
+
+    `harmony` is there when answers to conversations come in the format of GPT-OSS.
+    """
 
     core: _turbomind.Engine
     new_request: Callable[[], _turbomind.Request]
@@ -63,6 +68,7 @@ class EngineParts:
     generation_config: dict[str, Any] = field(default_factory=dict)
     model_path: str = ""
     model_type: str = ""
+    harmony: HarmonyTokens | None = None
 
 
 def engine_config_of(
@@ -130,9 +136,13 @@ def load_parts(
     config: TurbomindEngineConfig,
     *,
     chat_template_config: ChatTemplateConfig | None = None,
+    answer_parser: str | None = None,
     progress: bool = True,
 ) -> EngineParts:
-    """Loads the model and starts the C++ engine. ValueError says what is wrong with the input."""
+    """Loads the model and starts the C++ engine. ValueError says what is wrong with the input.
+
+    `answer_parser` is "gpt-oss" where answers come in that format whatever the model's type.
+    """
     from lmdeploy import _turbomind
     from lmdeploy.turbomind.loader import load_model
     from lmdeploy.turbomind.prompts import choose_template
@@ -142,6 +152,7 @@ def load_parts(
     model = load_model(
         model_path, dtype=config.dtype, exact=config.exact, device=device, progress=progress
     )
+    harmony = find_harmony(model.model_type, model.tokenizer, answer_parser=answer_parser)
     native, kv = engine_config_of(config, model.config, model_path=str(model.path))
     free = max(free_memory_bytes() - model.mapped_bytes, 0)
     core = _turbomind.Engine(model.config, native, model.weights, device, free)
@@ -159,6 +170,7 @@ def load_parts(
         generation_config=model.generation_config,
         model_path=model_path,
         model_type=model.model_type,
+        harmony=harmony,
     )
 
 
@@ -197,6 +209,8 @@ class RequestStream:
     def __init__(
         self, engine: AsyncEngine, request: Any, *, config: GenerationConfig, answer: AnswerText
     ) -> None:
+        split = answer.detokenizer
+        self._split = split if isinstance(split, HarmonyText) else None
         self.request_id: int = request.id
         self.prompt_ids: list[int] = list(request.prompt)
         self.config = config
@@ -227,6 +241,8 @@ class RequestStream:
                 return piece
             if piece.token_ids or piece.text or piece.logits is not None or piece.prompt_logprobs:
                 return piece
+            if piece.reasoning_content or piece.tool_calls:
+                return piece
         raise StopAsyncIteration
 
     def close(self) -> None:
@@ -252,6 +268,9 @@ class RequestStream:
             if self._answer.stopped:
                 reason = "stop"
         text, count = self._answer.take()
+        reasoning, tool_calls = self._split.take_aside() if self._split is not None else ("", [])
+        if reason == "stop" and self._split is not None and self._split.num_calls:
+            reason = "tool_calls"
         tokens, self._tokens = self._tokens[:count], self._tokens[count:]
         logprobs, self._logprobs = self._logprobs[:count], self._logprobs[count:]
         self._num_released += count
@@ -267,6 +286,8 @@ class RequestStream:
             prompt_logprobs=self._prompt_logprobs(output),
             error_code=_error_code(output.error) if reason == "error" else None,
             error_message=output.error if reason == "error" else None,
+            reasoning_content=reasoning or None,
+            tool_calls=tool_calls or None,
         )
 
     def _push(self, tokens: list[int], logprobs: list[Any]) -> None:
@@ -318,13 +339,18 @@ class AsyncEngine:
         config: TurbomindEngineConfig | None = None,
         *,
         chat_template_config: ChatTemplateConfig | None = None,
+        answer_parser: str | None = None,
         progress: bool = True,
     ) -> AsyncEngine:
-        """Loads a folder, GGUF file, hub id or `smollm2`."""
+        """Loads a folder, GGUF file, hub id or `smollm2`; the options are those of `load_parts`."""
         config = config or TurbomindEngineConfig()
         return cls(
             load_parts(
-                model_path, config, chat_template_config=chat_template_config, progress=progress
+                model_path,
+                config,
+                chat_template_config=chat_template_config,
+                answer_parser=answer_parser,
+                progress=progress,
             )
         )
 
@@ -375,16 +401,24 @@ class AsyncEngine:
             )
 
     async def submit(
-        self, prompt_ids: list[int], config: GenerationConfig | None = None, *, index: int = 0
+        self,
+        prompt_ids: list[int],
+        config: GenerationConfig | None = None,
+        *,
+        index: int = 0,
+        chat: bool = False,
     ) -> RequestStream:
         """Starts one answer. `index` tells the n answers of one prompt apart (their seeds).
+
+        `chat` is whether the prompt is a conversation, whose answer a model with a format of its
+        own splits into reasoning, content (the text) and tool calls.
 
         Raises ValueError when the request is wrong and EngineFailure when the engine has failed.
         """
         config = config or GenerationConfig()
         self._check_healthy()
         request, answer = await asyncio.to_thread(
-            self._make_request, prompt_ids, config, index=index
+            self._make_request, prompt_ids, config, index=index, chat=chat
         )
         stream = RequestStream(self, request, config=config, answer=answer)
         with self._lock:
@@ -436,7 +470,7 @@ class AsyncEngine:
             raise EngineFailure(f"the engine has failed: {self.failure}")
 
     def _make_request(
-        self, prompt_ids: list[int], config: GenerationConfig, *, index: int
+        self, prompt_ids: list[int], config: GenerationConfig, *, index: int, chat: bool
     ) -> tuple[Any, AnswerText]:
         # In a worker thread: tokenising words and compiling a grammar take time.
         self.check_prompt(prompt_ids)
@@ -469,11 +503,17 @@ class AsyncEngine:
                 lambda: self.parts.tokenizer.grammar_tokenizer(self.parts.vocab_size),
                 config.response_format,
             )
-        return request, self._answer_text(config, text_words)
+        return request, self._answer_text(config, text_words, chat=chat)
 
-    def _answer_text(self, config: GenerationConfig, text_words: list[str]) -> AnswerText:
+    def _answer_text(
+        self, config: GenerationConfig, text_words: list[str], *, chat: bool
+    ) -> AnswerText:
+        tokenizer, harmony = self.parts.tokenizer, self.parts.harmony
+        detokenizer: Detokenizer = _KnownIds(tokenizer, config.skip_special_tokens)
+        if chat and harmony is not None:
+            detokenizer = HarmonyText(tokenizer, harmony, vocab_size=tokenizer.vocab_size)
         return AnswerText(
-            _KnownIds(self.parts.tokenizer, config.skip_special_tokens),
+            detokenizer,
             text_words,
             include_stop=config.include_stop_str_in_output,
             min_tokens=config.min_new_tokens or 0,

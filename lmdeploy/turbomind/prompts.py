@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lmdeploy.checks import flag_of, refuse, show
@@ -50,12 +51,17 @@ def _check_message(index: int, message: Any) -> dict[str, str]:
         raise refuse(f"{name}.role", role, wanted="one of " + ", ".join(_ROLES))
     if role == "tool":
         raise ValueError(f"{name}.role: tool calls are not supported; remove the message")
-    content = message.get("content")
+    content = text_of(name, message.get("content"))
+    return {"role": "system" if role == "developer" else role, "content": content}
+
+
+def text_of(name: str, content: Any) -> str:
+    """The text of a message's content, joined when it comes in parts. ValueError for others."""
     if isinstance(content, list):
         content = "".join(_check_part(name, part) for part in content)
     if not isinstance(content, str):
         raise refuse(f"{name}.content", content, wanted="a text or a list of text parts")
-    return {"role": "system" if role == "developer" else role, "content": content}
+    return content
 
 
 def _check_part(name: str, part: Any) -> str:
@@ -75,14 +81,18 @@ def encode_text(parts: EngineParts, text: str, *, add_special: bool) -> list[int
 
     The library takes hundreds of bytes of memory per token, so this bounds what a client can cost.
     """
+    _check_length(parts, len(text))
+    return list(parts.tokenizer.encode(text, add_special=add_special))
+
+
+def _check_length(parts: EngineParts, num_chars: int) -> None:
     limit = parts.session_len * parts.tokenizer.max_token_bytes
-    if len(text) > limit:
+    if num_chars > limit:
         raise ValueError(
-            f"prompt: got {len(text)} characters, wanted at most {limit}, which is more than "
+            f"prompt: got {num_chars} characters, wanted at most {limit}, which is more than "
             f"session_len {parts.session_len} tokens hold; shorten the prompt or raise "
             f"{flag_of('session_len')}"
         )
-    return list(parts.tokenizer.encode(text, add_special=add_special))
 
 
 def encode_chat(
@@ -93,6 +103,17 @@ def encode_chat(
     Raises ValueError for a wrong conversation, a model without a chat template, or what the
     template itself refuses.
     """
+    if parts.harmony is not None:
+        from lmdeploy.harmony.rendering import render_prompt
+
+        texts = render_prompt(parts.chat_template, messages, template_options or {})
+        _check_length(parts, sum(map(len, texts)))
+        if len(texts) > parts.session_len:  # each has a token of its own
+            raise ValueError(
+                f"prompt: got {len(texts)} texts that spell special tokens, wanted fewer than "
+                f"session_len {parts.session_len}; shorten the prompt"
+            )
+        return [i for text in texts for i in parts.tokenizer.encode(text, add_special=False)]
     if parts.chat_template is None:
         raise ValueError(
             "messages: the model has no chat template; use /v1/completions (do_preprocess=False) "
@@ -118,7 +139,7 @@ class PromptTemplate:
         self._texts = texts or {}
         self.stop_words = list(stop_words or [])
 
-    def render(self, messages: list[dict[str, str]], options: dict[str, Any]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], options: dict[str, Any]) -> str:
         """The prompt. `options` are further names the template may use."""
         if self._meta_instruction and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self._meta_instruction}, *messages]
