@@ -127,9 +127,16 @@ class Pipeline:
         *,
         do_preprocess: bool = True,
         use_tqdm: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> Response | list[Response]:
         """The same as `infer`."""
-        return self.infer(prompts, gen_config, do_preprocess=do_preprocess, use_tqdm=use_tqdm)
+        return self.infer(
+            prompts,
+            gen_config,
+            do_preprocess=do_preprocess,
+            use_tqdm=use_tqdm,
+            chat_template_kwargs=chat_template_kwargs,
+        )
 
     def infer(
         self,
@@ -138,6 +145,7 @@ class Pipeline:
         *,
         do_preprocess: bool = True,
         use_tqdm: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> Response | list[Response]:
         """Answers one prompt (a Response) or several (a list in the same order).
 
@@ -148,13 +156,16 @@ class Pipeline:
                 responses per prompt, one after the other, and is a list for a single prompt too.
             do_preprocess: apply the chat template.
             use_tqdm: show a progress bar.
+            chat_template_kwargs: variables of the chat template; for GPT-OSS `reasoning_effort`,
+                `tools` and `builtin_tools`, checked.
 
         Raises:
             ValueError: a wrong prompt, e.g. longer than session_len. No prompt runs then.
         """
         from tqdm import tqdm
 
-        jobs, single = self._jobs(prompts, gen_config, do_preprocess=do_preprocess)
+        options = (chat_template_kwargs or {}) if do_preprocess else None
+        jobs, single = self._jobs(prompts, gen_config, template_options=options)
         answers: list[Response | None] = [None] * len(jobs)
         with tqdm(total=len(jobs), disable=not use_tqdm, unit="prompt") as bar:
 
@@ -185,9 +196,16 @@ class Pipeline:
         *,
         do_preprocess: bool = True,
         use_tqdm: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> Response | list[Response]:
         """LMDeploy's older name of `infer`."""
-        return self.infer(prompts, gen_config, do_preprocess=do_preprocess, use_tqdm=use_tqdm)
+        return self.infer(
+            prompts,
+            gen_config,
+            do_preprocess=do_preprocess,
+            use_tqdm=use_tqdm,
+            chat_template_kwargs=chat_template_kwargs,
+        )
 
     def stream_infer(
         self,
@@ -195,17 +213,19 @@ class Pipeline:
         gen_config: GenerationConfig | list[GenerationConfig] | None = None,
         *,
         do_preprocess: bool = True,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> Iterator[Response]:
         """Pieces of all answers as they come; `index` tells the prompt.
 
         The last piece of an answer has a finish_reason. Leaving the iterator early cancels the
         rest.
         """
-        jobs, _ = self._jobs(prompts, gen_config, do_preprocess=do_preprocess)
+        options = (chat_template_kwargs or {}) if do_preprocess else None
+        jobs, _ = self._jobs(prompts, gen_config, template_options=options)
         pieces: queue.Queue[Response | BaseException | None] = queue.Queue()
 
         async def run_one(job: _Job) -> None:
-            stream = await self.engine.submit(job.ids, job.config, index=job.choice)
+            stream = await self._submit(job)
             try:
                 async for piece in stream:
                     pieces.put(replace(piece, index=job.index))
@@ -297,8 +317,11 @@ class Pipeline:
             session.response = join_pieces(pieces)
             session.history.append((prompt, session.response.text))
 
+    async def _submit(self, job: _Job) -> RequestStream:
+        return await self.engine.submit(job.ids, job.config, index=job.choice, chat=job.chat)
+
     async def _answer(self, job: _Job) -> Response:
-        stream = await self.engine.submit(job.ids, job.config, index=job.choice)
+        stream = await self._submit(job)
         return replace(await collect(stream), index=job.index)
 
     def _jobs(
@@ -306,8 +329,9 @@ class Pipeline:
         prompts: Prompt | Sequence[Prompt],
         gen_config: GenerationConfig | list[GenerationConfig] | None,
         *,
-        do_preprocess: bool,
+        template_options: dict[str, Any] | None,
     ) -> tuple[list[_Job], bool]:
+        # Options are None where no template is applied.
         if self._closed:
             raise ValueError("pipeline: got a closed one, wanted an open one; make a new pipeline")
         single = isinstance(prompts, str) or _is_conversation(prompts)
@@ -326,28 +350,29 @@ class Pipeline:
             config = GenerationConfig() if config is None else config
             if not isinstance(config, GenerationConfig):
                 raise refuse("gen_config", config, wanted="a GenerationConfig")
-            ids = self._encode(prompt, do_preprocess)
+            ids = self._encode(prompt, template_options)
             self.engine.check_prompt(ids, f"prompt {i}")
             template = self.engine.parts.chat_template
-            if do_preprocess and template is not None and template.stop_words:
+            chat = template_options is not None
+            if chat and template is not None and template.stop_words:
                 words = [*(config.stop_words or []), *template.stop_words]
                 config = replace(config, stop_words=words)
-            jobs += [_Job(ids, config, index=i, choice=choice) for choice in range(config.n)]
+            jobs += [_Job(ids, config, i, choice, chat) for choice in range(config.n)]
         return jobs, single
 
-    def _encode(self, prompt: Any, do_preprocess: bool) -> list[int]:
+    def _encode(self, prompt: Any, template_options: dict[str, Any] | None) -> list[int]:
         from lmdeploy.turbomind.prompts import encode_chat, encode_text
 
-        if isinstance(prompt, str) and not do_preprocess:
+        if isinstance(prompt, str) and template_options is None:
             return encode_text(self.engine.parts, prompt, add_special=True)
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         if not _is_conversation(prompt):
             raise refuse("prompt", prompt, wanted="a text or a list of messages")
-        if not do_preprocess:
+        if template_options is None:
             wanted = "a text, because do_preprocess=False skips the chat template"
             raise ValueError(f"prompt: got {show(prompt)}, wanted {wanted}")
-        return encode_chat(self.engine.parts, prompt)
+        return encode_chat(self.engine.parts, prompt, template_options=template_options)
 
 
 @dataclass
@@ -356,6 +381,7 @@ class _Job:
     config: GenerationConfig
     index: int = 0
     choice: int = 0
+    chat: bool = False
 
 
 def _is_conversation(prompts: Any) -> bool:

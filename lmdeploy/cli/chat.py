@@ -13,6 +13,7 @@ from lmdeploy.model import parse_chat_template
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from lmdeploy.messages import Response
     from lmdeploy.pipeline import Pipeline, Session
 
 _HELP = "/help: this text   /clear: forget the conversation   /exit: leave   Ctrl-C: stop an answer"
@@ -57,14 +58,40 @@ def talk(pipeline: Pipeline, console: Console, *, read: Callable[[], str]) -> No
             _answer(pipeline, session, console=console, line=line)
 
 
+class _Printer:
+    """Prints pieces of an answer as they come: reasoning dim, each kind in lines of its own."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._style: str | None = None
+
+    def __call__(self, piece: Response) -> None:
+        if piece.reasoning_content:
+            self._print(piece.reasoning_content, "dim")
+        self._print(piece.text, "none")
+        for call in piece.tool_calls or []:
+            if call.function.name:
+                self._print(f"\n[{call.function.name}] ", "dim")
+            self._print(call.function.arguments, "dim")
+
+    def _print(self, text: str, style: str) -> None:
+        if not text:
+            return
+        if self._style not in (None, style):
+            self._console.print()
+        self._style = style
+        self._console.print(text, end="", style=style, markup=False, soft_wrap=True)
+
+
 def _answer(pipeline: Pipeline, session: Session, *, console: Console, line: str) -> None:
     limit = pipeline.engine.max_request_tokens
     config = GenerationConfig(do_sample=True, max_new_tokens=min(limit, MAX_ANSWER_TOKENS))
     text = ""
+    show = _Printer(console)
     try:
         for piece in pipeline.stream_infer(session.messages(line), config):
             text += piece.text
-            console.print(piece.text, end="", markup=False, soft_wrap=True)
+            show(piece)
             if piece.finish_reason == "error":
                 console.print(f"\nerror: {piece.error_message}", style="red", markup=False)
                 return

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from lmdeploy.cli.arguments import OneLineParser, add_common_flags, fail
 from lmdeploy.cli.lite import add_lite_commands
+from lmdeploy.harmony.tokens import PARSER_NAME
 from lmdeploy.version import __version__
 
 
@@ -44,6 +45,13 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--allow-methods", nargs="+", default=["*"], help="CORS")
     group.add_argument("--allow-headers", nargs="+", default=["*"], help="CORS")
     group.add_argument("--disable-fastapi-docs", action="store_true", help="no /docs")
+    for flag in ("--reasoning-parser", "--tool-call-parser"):
+        group.add_argument(
+            flag,
+            choices=(PARSER_NAME,),
+            default=None,
+            help="answers come in the format of GPT-OSS; found from the model when absent",
+        )
     group.add_argument(
         "--enable-abort-handling", action="store_true", help="accepted; always on here"
     )

@@ -36,6 +36,8 @@ def run_api_server(args: argparse.Namespace) -> int:
         allow_headers=args.allow_headers,
         disable_fastapi_docs=args.disable_fastapi_docs,
         log_level=args.log_level,
+        reasoning_parser=args.reasoning_parser,
+        tool_call_parser=args.tool_call_parser,
     )
     run_server(args.model_path, config, chat_template_config=template, options=options)
     return 0

@@ -145,7 +145,7 @@ def _add_generation_routes(app: FastAPI, state: ServerState) -> None:
         body = await _read(request, ChatCompletionRequest)
         _check_model(state, body.model)
         ids, config = await prepare_chat(state, body)
-        jobs = await submit_all(engine, [ids], config=config)
+        jobs = await submit_all(engine, [ids], config=config, chat=True)
         reply = ChatReply(state, body)
         if body.stream:
             return SseResponse(reply.events(jobs), jobs)

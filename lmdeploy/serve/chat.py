@@ -8,13 +8,17 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from lmdeploy.checks import refuse
+from lmdeploy.harmony.conversation import read_options
 from lmdeploy.messages import Response
 from lmdeploy.serve.errors import ApiError, error_body
 from lmdeploy.serve.generation import Job, Limits, Usage, make_config, merge, request_error
 from lmdeploy.serve.logprobs import chat_logprobs
 from lmdeploy.serve.protocol import ChatCompletionRequest
+from lmdeploy.tool_calls import ToolCall
 from lmdeploy.turbomind.prompts import encode_chat
 
 if TYPE_CHECKING:
@@ -36,10 +40,8 @@ async def prepare_chat(
     """Prompt ids and options. ApiError or ValueError for what cannot be served."""
     if request.top_logprobs is not None and not request.logprobs:
         raise ApiError(400, "top_logprobs: wanted logprobs true beside it; add logprobs")
+    options = _template_options(request, splits_answers=state.splits_answers)
     if request.messages:
-        options = dict(request.chat_template_kwargs or {})
-        if request.enable_thinking is not None:
-            options["enable_thinking"] = request.enable_thinking
         messages = request.messages
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
@@ -64,6 +66,38 @@ async def prepare_chat(
     )
 
 
+def _template_options(request: ChatCompletionRequest, *, splits_answers: bool) -> dict[str, Any]:
+    """Variables of the chat template. ApiError or ValueError for fields that it cannot follow."""
+    options = dict(request.chat_template_kwargs or {})
+    if request.enable_thinking is not None:
+        options["enable_thinking"] = request.enable_thinking
+    if not splits_answers:
+        request.check_plain()
+        return options
+    if request.tool_choice not in (None, "none", "auto"):
+        raise refuse("tool_choice", request.tool_choice, wanted="none or auto")
+    if request.tools is not None:
+        options["tools"] = request.tools
+    if request.reasoning_effort is not None:
+        options["reasoning_effort"] = request.reasoning_effort
+    options = read_options(options)
+    if request.tool_choice == "none":
+        options.pop("tools", None)
+    return options
+
+
+def _call_body(call: ToolCall) -> dict[str, Any]:
+    """A whole tool call."""
+    return {"id": call.id, "type": call.type, "function": asdict(call.function)}
+
+
+def _call_delta(call: ToolCall) -> dict[str, Any]:
+    """A part of one: id, type and name come with the first, clients join the rest by index."""
+    if call.function.name:
+        return {"index": call.index, **_call_body(call)}
+    return {"index": call.index, "function": {"arguments": call.function.arguments}}
+
+
 class ChatReply:
     """Builds the JSON of one chat response."""
 
@@ -79,7 +113,7 @@ class ChatReply:
         choices = []
         for job, answer in zip(jobs, answers, strict=True):
             usage.add(job, answer)
-            message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+            message = {"role": "assistant", **self._message(answer)}
             if self._request.return_token_ids:
                 message["gen_tokens"] = answer.token_ids
             choices.append(
@@ -109,10 +143,9 @@ class ChatReply:
                         error = request_error(piece)
                         yield event(error_body(error.status, error.message))
                         return
-                    delta: dict[str, Any] = {"content": piece.text}
-                    if self._request.return_token_ids:
-                        delta["gen_tokens"] = piece.token_ids
-                    yield self._chunk(job, delta, piece=piece, with_usage=with_usage)
+                    delta = self._delta(piece)
+                    if delta or piece.finish_reason is not None or self._request.logprobs:
+                        yield self._chunk(job, delta, piece=piece, with_usage=with_usage)
         except Exception as failure:
             yield event(error_body(500, str(failure)))
             return
@@ -120,6 +153,28 @@ class ChatReply:
             head = self._head("chat.completion.chunk")
             yield event({**head, "choices": [], "usage": usage.body()})
         yield DONE
+
+    def _message(self, answer: Response) -> dict[str, Any]:
+        if not self._state.splits_answers:
+            return {"content": answer.text}
+        calls = [_call_body(call) for call in answer.tool_calls or []]
+        return {
+            "content": answer.text or (None if calls else ""),
+            "reasoning_content": answer.reasoning_content,
+            "tool_calls": calls or None,
+        }
+
+    def _delta(self, piece: Response) -> dict[str, Any]:
+        delta: dict[str, Any] = {}
+        if piece.text or not self._state.splits_answers:
+            delta["content"] = piece.text
+        if piece.reasoning_content:
+            delta["reasoning_content"] = piece.reasoning_content
+        if piece.tool_calls:
+            delta["tool_calls"] = [_call_delta(call) for call in piece.tool_calls]
+        if self._request.return_token_ids:
+            delta["gen_tokens"] = piece.token_ids
+        return delta
 
     def _chunk(
         self, job: Job, delta: dict[str, Any], *, piece: Response | None, with_usage: bool

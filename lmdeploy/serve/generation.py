@@ -171,15 +171,19 @@ def check_size(prompts: Sequence[list[int]], config: GenerationConfig, *, max_to
 
 
 async def submit_all(
-    engine: AsyncEngine, prompts: Sequence[list[int]], *, config: GenerationConfig
+    engine: AsyncEngine,
+    prompts: Sequence[list[int]],
+    *,
+    config: GenerationConfig,
+    chat: bool = False,
 ) -> list[Job]:
-    """Starts n answers for every prompt, or none of them."""
+    """Starts n answers for every prompt, or none of them. `chat`: prompts are conversations."""
     check_size(prompts, config, max_tokens=engine.max_request_tokens)
     jobs: list[Job] = []
     try:
         for prompt_index, ids in enumerate(prompts):
             for choice in range(config.n):
-                stream = await engine.submit(ids, config, index=choice)
+                stream = await engine.submit(ids, config, index=choice, chat=chat)
                 jobs.append(Job(len(jobs), prompt_index, stream))
     except BaseException:
         close_all(jobs)

@@ -96,12 +96,8 @@ class ChatCompletionRequest(CompletionFields):
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         **_COMMON_UNSUPPORTED,
-        "tools": (None, []),
-        "tool_choice": (None, "none", "auto"),
-        "parallel_tool_calls": (None, True),
         "functions": (None, []),
         "function_call": (None, "none", "auto"),
-        "reasoning_effort": (None,),
         "return_logprob": (None, False),
         "modalities": (None, ["text"]),
         "audio": (None,),
@@ -112,6 +108,14 @@ class ChatCompletionRequest(CompletionFields):
         "web_search_options": (None,),
     }
 
+    # Fields that only models with such an answer format have → values that others accept.
+    of_answer_format: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "tools": (None, []),
+        "tool_choice": (None, "none", "auto"),
+        "parallel_tool_calls": (None, True),
+        "reasoning_effort": (None,),
+    }
+
     messages: str | list[dict[str, Any]] | None = None  # a string: one user message
     input_ids: list[int] | None = None
     logprobs: bool | None = False
@@ -120,6 +124,15 @@ class ChatCompletionRequest(CompletionFields):
     return_token_ids: bool | None = False
     enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+
+    def check_plain(self) -> None:
+        """ApiError 400 for a field that only models with an answer format of their own have."""
+        for name, accepted in self.of_answer_format.items():
+            check_value(name, getattr(self, name), accepted=accepted)
 
 
 class CompletionRequest(CompletionFields):
@@ -160,6 +173,13 @@ class EncodeRequest(ApiRequest):
 EngineState = Literal["ok", "failed"]
 
 
+def check_value(name: str, value: Any, *, accepted: tuple[Any, ...]) -> None:
+    """ApiError 400 for a field that is not built, unless its value means "not used"."""
+    if not any(type(value) is type(a) and value == a for a in accepted):
+        message = f"{name}: not supported (got {show(value)}); remove {name}"
+        raise ApiError(400, message, param=name)
+
+
 def parse_json(body: bytes) -> Any:
     """JSON without NaN and infinities. ApiError 400 for anything else."""
 
@@ -181,11 +201,7 @@ def parse_request(model: type[R], body: bytes) -> R:
         raise ApiError(400, f"body: got {show(values)}, wanted a JSON object; change the body")
     for name, accepted in model.unsupported.items():
         if name in values:
-            value = values.pop(name)
-            if not any(type(value) is type(a) and value == a for a in accepted):
-                raise ApiError(
-                    400, f"{name}: not supported (got {show(value)}); remove {name}", param=name
-                )
+            check_value(name, values.pop(name), accepted=accepted)
     try:
         request = model.model_validate(values)
     except ValidationError as error:

@@ -68,7 +68,12 @@ def run_server(
     config = backend_config or TurbomindEngineConfig()
     sock = bind(options.server_name, options.server_port)
     try:
-        engine = AsyncEngine.load(model_path, config, chat_template_config=chat_template_config)
+        engine = AsyncEngine.load(
+            model_path,
+            config,
+            chat_template_config=chat_template_config,
+            answer_parser=options.reasoning_parser or options.tool_call_parser,
+        )
         name = options.model_name or model_path
         options.model_name = name
         app = make_app(engine, options, enable_metrics=config.enable_metrics)

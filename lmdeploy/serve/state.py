@@ -24,6 +24,8 @@ class ServerOptions:
     allow_headers: list[str] = field(default_factory=lambda: ["*"])
     disable_fastapi_docs: bool = False
     log_level: str = "WARNING"
+    reasoning_parser: str | None = None
+    tool_call_parser: str | None = None
 
 
 @dataclass
@@ -35,6 +37,11 @@ class ServerState:
     metrics: ServerMetrics
     enable_metrics: bool = True
     created: int = 0
+
+    @property
+    def splits_answers(self) -> bool:
+        """Whether answers to conversations come apart into reasoning, content and tool calls."""
+        return self.engine.parts.harmony is not None
 
     @property
     def stop_words(self) -> list[str]:
