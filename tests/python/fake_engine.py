@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from lmdeploy.chat_template import ChatTemplate
+from lmdeploy.harmony.tokens import HarmonyTokens
 from lmdeploy.kv_formats import FormatPair
 from lmdeploy.turbomind.engine import AsyncEngine, EngineParts
 from lmdeploy.turbomind.kv_quality import KvOptions
@@ -65,17 +67,59 @@ class FakeTokenizer:
         return bytes([token]) if token < 256 else b"<eos>"
 
 
+HARMONY = ("return", "constrain", "channel", "start", "end", "message", "call")
+
+
+class HarmonyTokenizer(FakeTokenizer):
+    """Bytes, EOS and the special tokens of GPT-OSS's chat format."""
+
+    names = tuple(f"<|{name}|>" for name in HARMONY)
+    vocab_size = 257 + len(HARMONY)
+    max_token_bytes = 13
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        pieces = re.split("(" + "|".join(map(re.escape, self.names)) + ")", text)
+        return [
+            i
+            for piece in pieces
+            for i in (
+                [self.token_id(piece)] if piece in self.names else piece.encode("utf-8", "replace")
+            )
+        ]
+
+    def decode(self, ids: Any, skip_special: bool = True) -> str:
+        kept = [i for i in ids if i < 256 or not skip_special]
+        return b"".join(map(self.token_bytes, kept)).decode("utf-8", "replace")
+
+    def token_id(self, token: str) -> int | None:
+        return 257 + self.names.index(token) if token in self.names else None
+
+    def token_bytes(self, token: int) -> bytes:
+        return self.names[token - 257].encode() if token > 256 else super().token_bytes(token)
+
+    def is_special(self, token: int) -> bool:
+        return token >= 256
+
+
 class FakeRequest(SimpleNamespace):
     pass
 
 
 class FakeCore:
-    """Generates `script(prompt text)` as bytes, one token per step, then EOS."""
+    """Generates the tokens of `script(prompt text)`, one per step, then EOS."""
 
     def __init__(
-        self, script: Callable[[str], str], *, step_seconds: float, session_len: int
+        self,
+        script: Callable[[str], str],
+        *,
+        step_seconds: float,
+        session_len: int,
+        tokenizer: FakeTokenizer,
     ) -> None:
         self.script = script
+        self.tokenizer = tokenizer
+        self.tokens_per_step = 1
+        self.cache_tokens = 640
         self.step_seconds = step_seconds
         self.session_len = session_len
         self.failure = ""
@@ -91,7 +135,8 @@ class FakeCore:
 
     def submit(self, request: Any) -> None:
         with self._changed:
-            answer = [*self.script(bytes(request.prompt).decode()).encode(), EOS]
+            prompt = self.tokenizer.decode(request.prompt, skip_special=False)
+            answer = [*self.tokenizer.encode(self.script(prompt)), EOS]
             self.requests.append(request)
             self._running[request.id] = (request, answer)
             self._changed.notify()
@@ -115,10 +160,20 @@ class FakeCore:
                 self._changed.wait(timeout_ms / 1000)
             outputs, self._ready = self._ready, []
             for request_id, (request, answer) in list(self._running.items()):
-                outputs.append(self._step(request_id, request, answer))
+                outputs.append(self._steps(request_id, request, answer))
         if self.step_seconds:
             time.sleep(self.step_seconds)
         return outputs
+
+    def _steps(self, request_id: int, request: Any, answer: list[int]) -> Any:
+        outputs = [self._step(request_id, request, answer)]
+        while len(outputs) < self.tokens_per_step and outputs[-1].finish_reason == "none":
+            outputs.append(self._step(request_id, request, answer))
+        last = outputs[-1]
+        last.tokens = [token for output in outputs for token in output.tokens]
+        last.logprobs = [item for output in outputs for item in output.logprobs]
+        last.prompt_logprobs = outputs[0].prompt_logprobs
+        return last
 
     def _step(self, request_id: int, request: Any, answer: list[int]) -> Any:
         done = getattr(request, "done", 0)
@@ -196,7 +251,7 @@ class FakeCore:
             hot_bytes_per_sequence=5000,
             bytes_per_token_none=300.0,
             max_tokens=640,
-            max_sequence_tokens=min(self.session_len, 640),
+            max_sequence_tokens=min(self.session_len, self.cache_tokens),
             session_bytes=60_000,
             session_bytes_none=150_000,
         )
@@ -211,20 +266,29 @@ def echo(prompt: str) -> str:
 
 
 def make_engine(
-    script: Callable[[str], str] = echo, *, step_seconds: float = 0.0, session_len: int = 512
+    script: Callable[[str], str] = echo,
+    *,
+    step_seconds: float = 0.0,
+    session_len: int = 512,
+    harmony_template: str | None = None,
 ) -> AsyncEngine:
-    template = PromptTemplate(ChatTemplate(TEMPLATE, origin="test"))
+    """`harmony_template`: the model is GPT-OSS's kind, with that template ("" for none)."""
+    source = TEMPLATE if harmony_template is None else harmony_template
+    tokenizer = FakeTokenizer() if harmony_template is None else HarmonyTokenizer()
+    harmony = None if harmony_template is None else HarmonyTokens.of(HarmonyTokenizer())
+    ends = [] if harmony is None else [harmony.return_, harmony.call]
     return AsyncEngine(
         EngineParts(
             core=FakeCore(  # type: ignore[arg-type]
-                script, step_seconds=step_seconds, session_len=session_len
+                script, step_seconds=step_seconds, session_len=session_len, tokenizer=tokenizer
             ),
             new_request=FakeRequest,  # type: ignore[arg-type]
-            tokenizer=FakeTokenizer(),  # type: ignore[arg-type]
-            chat_template=template,
-            vocab_size=VOCAB_SIZE,
+            tokenizer=tokenizer,  # type: ignore[arg-type]
+            chat_template=PromptTemplate(ChatTemplate(source, origin="test")) if source else None,
+            vocab_size=max(VOCAB_SIZE, tokenizer.vocab_size),
             session_len=session_len,
-            eos_ids=[EOS],
+            eos_ids=[EOS, *ends],
+            harmony=harmony,
             kv=BALANCED,
             model_path="fake",
         )

@@ -1,0 +1,326 @@
+"""Rendering GPT-OSS prompts: parse(render(x)) = x, and no text of a client is a special token."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from typing import Any
+
+import pytest
+from fake_engine import HARMONY, HarmonyTokenizer
+from harmony_cases import (
+    CONVERSATIONS,
+    TEMPLATES,
+    TOOL,
+    Conversation,
+    Vocabulary,
+    assistant_turns,
+    load_vocabulary,
+    parsed_turns,
+    prompt_template,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmdeploy.harmony.conversation import read_conversation, read_options, read_tools
+from lmdeploy.harmony.library import VARIABLE, VOCABULARY, load_encoding
+from lmdeploy.harmony.rendering import render_prompt
+
+BYTES = HarmonyTokenizer()
+USER = {"role": "user", "content": "Hi"}
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+
+
+@pytest.fixture(scope="module")
+def o200k() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        yield load_vocabulary(patch)
+
+
+@pytest.fixture(params=TEMPLATES)
+def template(request: Any) -> Any:
+    return prompt_template(TEMPLATES[request.param])
+
+
+def encode(tokenizer: Any, texts: list[str]) -> list[int]:
+    return [token for text in texts for token in tokenizer.encode(text)]
+
+
+def render(template: Any, messages: list[dict[str, Any]], **options: Any) -> str:
+    return "".join(render_prompt(template, messages, options))
+
+
+# --- parse(render(x)) = x -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", TEMPLATES)
+@settings(max_examples=150, deadline=None)
+@given(conversation=CONVERSATIONS)
+def test_round_trip_by_template(source: str, conversation: Conversation) -> None:
+    texts = render_prompt(
+        prompt_template(TEMPLATES[source]), conversation.messages, {"tools": [TOOL]}
+    )
+    assert parsed_turns(BYTES, encode(BYTES, texts)) == conversation.answers
+
+
+@settings(max_examples=150, deadline=None)
+@given(conversation=CONVERSATIONS)
+def test_round_trip_by_library(o200k: Vocabulary, conversation: Conversation) -> None:
+    texts = render_prompt(None, conversation.messages, {"tools": [TOOL]})
+    for tokenizer in (BYTES, o200k):
+        assert parsed_turns(tokenizer, encode(tokenizer, texts)) == conversation.answers
+
+
+@settings(max_examples=100, deadline=None)
+@given(conversation=CONVERSATIONS)
+def test_the_library_reads_what_the_template_wrote(
+    o200k: Vocabulary, conversation: Conversation
+) -> None:
+    """An independent parser finds the same messages in the template's prompt."""
+    from openai_harmony import Role
+
+    texts = render_prompt(prompt_template(TEMPLATES["own"]), conversation.messages, {})
+    turns = assistant_turns(o200k, encode(o200k, texts))
+    for ids, (content, reasoning, calls) in zip(turns, conversation.answers, strict=True):
+        messages = o200k.encoding.parse_messages_from_completion_tokens(ids, Role.ASSISTANT)
+        found = [(m.channel, m.recipient, m.content[0].text) for m in messages]
+        assert "".join(text for c, r, text in found if c == "analysis") == reasoning
+        assert "".join(text for c, r, text in found if c != "analysis" and r is None) == content
+        recipients = [(r.removeprefix("functions."), text) for _, r, text in found if r]
+        assert recipients == calls
+
+
+def test_reasoning_of_a_finished_turn_is_left_out(template: Any) -> None:
+    step = {"role": "assistant", "reasoning_content": "secret", "tool_calls": [CALL]}
+    result = {"role": "tool", "tool_call_id": "a", "content": "7"}
+    assert "analysis<|message|>secret" in render(template, [USER, step, result])
+    finished = [USER, step, result, {"role": "assistant", "content": "7."}, USER]
+    assert "secret" not in render(template, finished)
+    assert "secret" in render(template, [*finished, step, result])
+    assert render(template, [*finished, step, result]).count("secret") == 1
+
+
+def test_a_preamble_keeps_its_channel(template: Any) -> None:
+    step = {"role": "assistant", "content": "Let me look.", "tool_calls": [CALL]}
+    assert "<|channel|>commentary<|message|>Let me look.<|end|><|start|>assistant to=f" in (
+        render(template, [USER, step])
+    )
+    thoughtful = {**step, "thinking": "hm"}
+    assert (
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>"
+        "Let me look.<|end|>"
+    ) in render(template, [USER, thoughtful])
+
+
+# --- what the template gets -----------------------------------------------------------------------
+
+
+def test_options_reach_the_template(template: Any) -> None:
+    assert "Reasoning: medium" in render(template, [USER])
+    text = render(
+        template,
+        [{"role": "developer", "content": "Be kind."}, USER],
+        reasoning_effort="high",
+        tools=[TOOL],
+        builtin_tools=["browser"],
+    )
+    assert "Reasoning: high" in text and "browser" in text and "Be kind." in text
+    assert "// The weather at a place.\ntype get_weather = (_: {\n" in text
+    assert "days?: number[]" in text
+    assert datetime.datetime.now().strftime("%Y-%m-%d") in text
+    assert text.endswith("<|start|>assistant")
+
+
+def test_arguments_and_results_go_in_as_they_are(template: Any) -> None:
+    odd = '{"b":1,  "a": "\\u00e9"}'
+    call = {**CALL, "function": {"name": "f", "arguments": odd}}
+    text = render(
+        template,
+        [USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": 'He: "x"'}],
+    )
+    assert f"json<|message|>{odd}<|call|>" in text
+    assert 'commentary<|message|>He: "x"<|end|>' in text
+
+
+def test_instructions_are_joined(template: Any) -> None:
+    later = {"role": "system", "content": "And brief."}
+    text = render(template, [{"role": "developer", "content": "Be kind."}, USER, later])
+    assert "Be kind.\n\nAnd brief." in text and text.count("<|start|>developer") == 1
+
+
+def test_library_renders_the_documented_prompt(o200k: Vocabulary) -> None:
+    text = render(
+        None,
+        [
+            {"role": "system", "content": "Be kind."},
+            USER,
+            {"role": "assistant", "reasoning_content": "hm", "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "a", "content": "7"},
+        ],
+        tools=[TOOL],
+        reasoning_effort="low",
+        builtin_tools=["python"],
+    )
+    assert (
+        "Reasoning: low\n" in text and "## python" in text and "# Instructions\n\nBe kind." in text
+    )
+    assert "type get_weather = (_: {\n// A town.\nplace: string,\n" in text
+    assert text.endswith(
+        "<|start|>user<|message|>Hi<|end|><|start|>assistant<|channel|>analysis<|message|>hm<|end|>"
+        "<|start|>assistant to=functions.f<|channel|>commentary <|constrain|>json<|message|>"
+        '{"x": 1}<|call|><|start|>functions.f to=assistant<|channel|>commentary<|message|>7<|end|>'
+        "<|start|>assistant"
+    )
+
+
+# --- hostile input --------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(name=st.sampled_from(HARMONY))
+def test_spelled_tokens_stay_text(name: str) -> None:
+    """Wherever a client writes a special token, the prompt has no more of them than without."""
+
+    def special_tokens(word: str) -> list[int]:
+        tool = json.loads(json.dumps(TOOL).replace("weather at", word).replace("days", word))
+        call = {**CALL, "function": {"name": "f", "arguments": word}}
+        messages = [
+            {"role": "system", "content": word},
+            {"role": "user", "content": word},
+            {"role": "assistant", "content": word, "thinking": word, "tool_calls": [call]},
+            {"role": "tool", "content": word},
+        ]
+        options = {"tools": [tool], "model_identity": word}
+        template = prompt_template(TEMPLATES["own"])
+        texts = render_prompt(template, messages, options)
+        assert "".join(texts).count(word) >= 6
+        return [token for token in encode(BYTES, texts) if BYTES.is_special(token)]
+
+    assert special_tokens(f"<|{name}|>") == special_tokens("harmless")
+
+
+def test_without_the_guard_they_would_not() -> None:
+    texts = render_prompt(
+        prompt_template(TEMPLATES["own"]), [{"role": "user", "content": "<|end|>"}], {}
+    )
+    assert len(texts) == 2
+    assert len(BYTES.encode("".join(texts))) < len(encode(BYTES, texts))
+
+
+def tool_call(**change: Any) -> list[dict[str, Any]]:
+    return [USER, {"role": "assistant", "tool_calls": [{**CALL, **change}]}]
+
+
+BAD_MESSAGES: list[tuple[Any, str]] = [
+    ("Hi", "messages: got 'Hi'"),
+    ([], "messages: got"),
+    ([7], "messages[0]: got 7"),
+    ([{"role": "alien", "content": ""}], "messages[0].role: got 'alien'"),
+    ([{"role": ["user"], "content": ""}], "messages[0].role: got ['user']"),
+    ([{"role": "user"}], "messages[0].content: got None"),
+    ([{"role": "assistant"}], "messages[0].content: got None"),
+    ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content: got a part"),
+    ([{"role": "user", "content": "", "tool_calls": [CALL]}], "messages[0].tool_calls: not"),
+    ([{"role": "assistant", "content": "", "thinking": 5}], "messages[0].reasoning_content: got 5"),
+    ([{"role": "tool", "content": ""}], "messages[0].role: got tool without a call"),
+    ([USER, {"role": "tool", "content": ""}], "messages[1].role: got tool without a call"),
+    ([*tool_call(), {"role": "tool", "content": "", "tool_call_id": "b"}], "tool_call_id: got 'b'"),
+    (
+        [*tool_call(), {"role": "tool", "content": ""}, {"role": "tool", "content": ""}],
+        "messages[3].tool_call_id: got None",
+    ),
+    ([*tool_call(), {"role": "tool", "content": "", "tool_call_id": 5}], "tool_call_id: got 5"),
+    (tool_call(function=5), "messages[1].tool_calls[0]: got"),
+    (tool_call(function={"name": "a b", "arguments": ""}), "function.name: got 'a b'"),
+    (tool_call(function={"name": "a", "arguments": {}}), "function.arguments: got {}"),
+    (tool_call(id=7), "messages[1].tool_calls[0].id: got 7"),
+    ([USER, {"role": "assistant", "tool_calls": [CALL, CALL]}], "tool_calls[1].id: got 'a'"),
+    ([USER, {"role": "assistant", "tool_calls": {"a": 1}}], "messages[1].tool_calls: got"),
+]
+
+
+@pytest.mark.parametrize(("messages", "text"), BAD_MESSAGES, ids=[t for _, t in BAD_MESSAGES])
+def test_bad_messages(messages: Any, text: str) -> None:
+    with pytest.raises(ValueError) as info:
+        read_conversation(messages)
+    assert text in str(info.value)
+
+
+def function(**change: Any) -> list[Any]:
+    return [{"type": "function", "function": {**TOOL["function"], **change}}]
+
+
+BAD_TOOLS: list[tuple[Any, str]] = [
+    ({}, "tools: got {}"),
+    ([5], "tools[0].type: got 5"),
+    ([{"type": "web_search"}], "tools[0].type: got 'web_search'"),
+    ([{"type": "function"}], "tools[0].function: got None"),
+    (function(name="a b"), "tools[0].function.name: got 'a b'"),
+    (function(name="x" * 65), "tools[0].function.name: got 'xxx"),
+    (function(name=None), "tools[0].function.name: got None"),
+    (function(description=5), "tools[0].function.description: got 5"),
+    (function(parameters=[]), "tools[0].function.parameters: got []"),
+    ([TOOL, TOOL], "tools[1].function.name: got 'get_weather'"),
+]
+
+
+@pytest.mark.parametrize(("tools", "text"), BAD_TOOLS, ids=[t for _, t in BAD_TOOLS])
+def test_bad_tools(tools: Any, text: str) -> None:
+    with pytest.raises(ValueError) as info:
+        read_tools(tools)
+    assert text in str(info.value)
+
+
+def test_bad_options() -> None:
+    for effort in ("extreme", "", "HIGH", 5, ["low"]):
+        with pytest.raises(ValueError, match=r"reasoning_effort: got .*wanted low, medium or high"):
+            read_options({"reasoning_effort": effort})
+    for builtin in ("browser", ["shell"], [[]]):
+        with pytest.raises(ValueError, match="builtin_tools: got"):
+            read_options({"builtin_tools": builtin})
+    assert read_options({"reasoning_effort": None, "tools": [], "x": 1}) == {"x": 1}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": 5},
+        {"properties": {"a": 5}},
+        {"type": "object", "properties": {"a": {"type": "array", "items": "x"}}},
+        {"properties": {"\ud800": {"type": "string"}}},
+    ],
+)
+def test_odd_schemas_are_value_errors_or_rendered(template: Any, parameters: Any) -> None:
+    for renderer in (template, None):
+        try:
+            render(renderer, [USER], tools=function(parameters=parameters))
+        except ValueError as error:
+            assert "\n" not in str(error)
+
+
+def test_deep_schemas_are_value_errors(template: Any) -> None:
+    deep: Any = {}
+    for _ in range(2000):
+        deep = {"items": deep, "type": "array"}
+    with pytest.raises(ValueError, match="tools: nested too deep"):
+        render(template, [USER], tools=function(parameters=deep))
+
+
+def test_lone_surrogates_are_no_text(o200k: Vocabulary, template: Any) -> None:
+    message = {"role": "user", "content": "a\ud800b"}
+    for renderer in (template, None):
+        assert "<|message|>a\ufffdb<|end|>" in render(renderer, [message])
+
+
+def test_missing_vocabulary_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    pytest.importorskip("openai_harmony")
+    monkeypatch.delenv(VARIABLE, raising=False)
+    with pytest.raises(ValueError, match=rf"{VOCABULARY}: {VARIABLE} is not set") as info:
+        render(None, [USER])
+    assert "--chat-template" in str(info.value)
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    with pytest.raises(ValueError, match=rf"{VOCABULARY}: there is none in {tmp_path}"):
+        load_encoding()
+    (tmp_path / VOCABULARY).write_text("not a vocabulary\n")
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_encoding()
