@@ -32,6 +32,8 @@ def engine_bytes(planned: PlannedTensor, exact: bool) -> int:
         return 4 * values  # exact compute keeps every matrix in FP32
     if planned.mapped:
         return tensor.num_bytes
+    if planned.name.endswith(".router"):
+        return 4 * values  # a choice of experts is made in FP32
     kind = engine_format(tensor, exact)
     return 2 * values if kind == "bf16" else tensor.num_bytes
 

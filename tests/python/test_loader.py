@@ -45,7 +45,10 @@ def change_config(folder: Path, **values: Any) -> None:
 def matrix_f32(checkpoint: Checkpoint, name: str) -> np.ndarray:
     planned = {tensor.name: tensor for tensor in checkpoint.tensors}[name]
     kind, data = matrix_for_engine(
-        planned.tensor, exact=True, interleaved_heads=planned.interleaved_heads
+        planned.tensor,
+        exact=True,
+        interleaved_heads=planned.interleaved_heads,
+        transposed=planned.transposed,
     )
     if kind == "bf16":
         return (data.astype(np.uint32) << 16).view(np.float32)

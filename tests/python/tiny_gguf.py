@@ -8,6 +8,13 @@ from typing import Any
 import numpy as np
 from tiny_models import byte_tokenizer
 
+ARCHITECTURES = {
+    "mistral": "llama",
+    "mixtral": "llama",
+    "gpt_oss": "gpt-oss",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+}
 _NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -52,10 +59,26 @@ def write_gguf(
     freq_factors: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
     """Writes the model; returns the values that a reader must get, by Hugging Face name."""
+    config = model.config
+    writer, arch = start_gguf(model, path, extra=extra)
+    if freq_factors is not None:
+        writer.add_tensor("rope_freqs.weight", freq_factors.astype(np.float32))
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    stored = {}
+    for name, parameter in model.named_parameters():
+        values = parameter.detach().numpy()
+        num_heads = heads.get(name.split(".")[-2], 0) if arch == "llama" else 0
+        stored[name] = _write(writer, name, values, weight_format, num_heads)
+    finish_gguf(writer)
+    return stored
+
+
+def start_gguf(model: Any, path: Path, *, extra: dict[str, Any] | None = None) -> tuple[Any, str]:
+    """A writer with the metadata of the model and its tokenizer, and the architecture's name."""
     import gguf
 
     config = model.config
-    arch = {"mistral": "llama"}.get(config.model_type, config.model_type)
+    arch = ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -68,22 +91,23 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     for key, value in (extra or {}).items():
-        add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
+        add = {
+            str: writer.add_string,
+            float: writer.add_float32,
+            int: writer.add_uint32,
+            bool: writer.add_bool,
+        }
         add[type(value)](f"{arch}.{key}", value)
     _write_tokenizer(writer)
-    if freq_factors is not None:
-        writer.add_tensor("rope_freqs.weight", freq_factors.astype(np.float32))
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    stored = {}
-    for name, parameter in model.named_parameters():
-        values = parameter.detach().numpy()
-        num_heads = heads.get(name.split(".")[-2], 0) if arch == "llama" else 0
-        stored[name] = _write(writer, name, values, weight_format, num_heads)
+    return writer, arch
+
+
+def finish_gguf(writer: Any) -> None:
+    """Writes everything that was added."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return stored
 
 
 def _write(

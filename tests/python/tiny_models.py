@@ -57,8 +57,13 @@ def make_model(tiny: TinyModel, seed: int = 0) -> Any:
                 tensor.copy_(1.0 + 0.2 * noise)
             elif name.endswith("bias"):
                 tensor.copy_(0.5 * noise)
+            elif name.endswith("sinks"):
+                tensor.copy_(2.0 * noise)
             else:
-                tensor.copy_(noise * (1.5 / tensor.shape[-1] ** 0.5))
+                # The experts of GPT-OSS are [experts, inputs, outputs].
+                turned = tiny.architecture == "GptOss" and tensor.ndim == 3
+                inputs = tensor.shape[-2 if turned else -1]
+                tensor.copy_(noise * (1.5 / inputs**0.5))
     return model
 
 

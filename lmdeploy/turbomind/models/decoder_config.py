@@ -113,8 +113,7 @@ class DecoderConfig:
         ):
             setattr(config, name, getattr(self, name))
         config.windows = list(self.windows)
-        if self.activation == "clamped_swiglu":
-            config.swiglu_limit = self.swiglu_limit
+        config.swiglu_limit = self.swiglu_limit
         if self.moe is not None:
             config.moe = self.moe.to_engine()
         config.rope = rope
