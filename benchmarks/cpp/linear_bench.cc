@@ -1,14 +1,19 @@
 // Speed of linear layers on this machine: GB/s of weights for one row, GOP/s (2 per multiply-add)
 // for more, beside the machine's own peaks measured in the same run.
-// Usage: linear_bench [threads] [isa]
+// Then MXFP4 read in place beside Q4_0 of the same shape, an expert's of gpt-oss, in turn.
+// Usage: linear_bench [threads] [isa] [all | mxfp4]
+
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <random>
+#include <stdexcept>
 #include <vector>
 
 #include "turbomind/backend/cpu/cpu_device.h"
@@ -118,6 +123,124 @@ void Bench(Device& device, const Shape& shape) {
   std::printf("\n");
 }
 
+// Read-only bytes of a file without a name, in small pages as a mapped checkpoint.
+class MappedBytes {
+ public:
+  explicit MappedBytes(const std::vector<uint8_t>& bytes) : size_(bytes.size()) {
+    std::FILE* file = std::tmpfile();
+    if (file == nullptr || std::fwrite(bytes.data(), 1, size_, file) != size_ ||
+        std::fflush(file) != 0) {
+      throw std::runtime_error("cannot write a temporary file");
+    }
+    data_ = mmap(nullptr, size_, PROT_READ, MAP_SHARED | MAP_POPULATE, fileno(file), 0);
+    std::fclose(file);
+    if (data_ == MAP_FAILED) {
+      throw std::runtime_error("cannot map a temporary file");
+    }
+  }
+  ~MappedBytes() { munmap(data_, size_); }
+  MappedBytes(const MappedBytes&) = delete;
+  MappedBytes& operator=(const MappedBytes&) = delete;
+
+  const uint8_t* data() const { return static_cast<const uint8_t*>(data_); }
+
+ private:
+  size_t size_ = 0;
+  void* data_ = nullptr;
+};
+
+constexpr int64_t kExpertRows = 5760;
+constexpr int64_t kExpertCols = 2880;
+constexpr int kExpertCopies = 12;  // 108 MB
+constexpr int kRounds = 21;
+
+// One way to hold the weights of the comparison.
+struct Contender {
+  const char* name;
+  MatrixFormat format;
+  bool mapped;
+  std::vector<std::unique_ptr<PackedMatrix>> copies = {};
+  std::vector<double> seconds = {};  // of one matrix, one per round
+};
+
+void PackCopies(Device& device, Contender& contender) {
+  std::mt19937 random(2);
+  const int64_t blocks = kExpertRows * kExpertCols / 32;
+  const bool split = contender.format == MatrixFormat::kMxfp4Split;
+  std::vector<uint8_t> bytes(static_cast<size_t>(
+      kExpertRows * RowBytes({"", kExpertRows, kExpertCols, contender.format})));
+  for (size_t i = 0; i < bytes.size(); ++i) {
+    const bool is_scale = split ? i >= static_cast<size_t>(blocks) * 16
+                          : contender.format == MatrixFormat::kMxfp4 ? i % 17 == 0
+                                                                     : false;
+    bytes[i] = static_cast<uint8_t>(is_scale ? 115 + random() % 8 : random() & 0x3f);
+  }
+  for (int i = 0; i < kExpertCopies; ++i) {
+    MatrixSource source{contender.format, bytes.data(), kExpertRows, kExpertCols};
+    if (contender.mapped) {
+      const auto mapped = std::make_shared<MappedBytes>(bytes);
+      source.data = mapped->data();
+      source.owner = mapped;
+    }
+    source.scales = split ? static_cast<const uint8_t*>(source.data) + blocks * 16 : nullptr;
+    contender.copies.push_back(device.PackMatrix(source, false));
+  }
+}
+
+double SecondsPerMatrix(Device& device, const Contender& contender, LinearParams params) {
+  using Clock = std::chrono::steady_clock;
+  const auto begin = Clock::now();
+  for (const auto& copy : contender.copies) {
+    params.weight = copy.get();
+    device.Linear(params);
+  }
+  return std::chrono::duration<double>(Clock::now() - begin).count() / kExpertCopies;
+}
+
+double Median(std::vector<double> values) {
+  std::nth_element(values.begin(), values.begin() + kRounds / 2, values.end());
+  return values[kRounds / 2];
+}
+
+void CompareMxfp4(Device& device) {
+  Contender contenders[] = {{"q4_0", MatrixFormat::kQ4_0, false},
+                            {"mxfp4 copied", MatrixFormat::kMxfp4, false},
+                            {"mxfp4 mapped", MatrixFormat::kMxfp4, true},
+                            {"mxfp4_split copied", MatrixFormat::kMxfp4Split, false},
+                            {"mxfp4_split mapped", MatrixFormat::kMxfp4Split, true}};
+  for (Contender& contender : contenders) {
+    PackCopies(device, contender);
+  }
+  std::vector<float> x(256 * kExpertCols, 0.5f);
+  std::vector<float> y(256 * kExpertRows);
+  LinearParams params;
+  params.x = x.data();
+  params.x_stride = kExpertCols;
+  params.y = y.data();
+  params.y_stride = kExpertRows;
+  std::printf("%ld x %ld, medians of %d rounds in turn: ms, GB/s of weights, the same / q4_0's\n",
+              kExpertRows, kExpertCols, kRounds);
+  for (int num_rows : {1, 4, 32, 256}) {
+    params.num_rows = num_rows;
+    for (int round = 0; round < kRounds; ++round) {
+      for (Contender& contender : contenders) {
+        contender.seconds.resize(kRounds);
+        contender.seconds[static_cast<size_t>(round)] = SecondsPerMatrix(device, contender, params);
+      }
+    }
+    double reference = 0;
+    for (const Contender& contender : contenders) {
+      const double seconds = Median(contender.seconds);
+      const double speed =
+          static_cast<double>(contender.copies.front()->num_bytes()) / seconds * 1e-9;
+      reference = reference == 0 ? speed : reference;
+      std::printf("rows %3d  %-20s %8.3f ms %7.2f GB/s  %.3f\n", num_rows, contender.name,
+                  seconds * 1e3, speed, speed / reference);
+    }
+    std::fflush(stdout);
+  }
+}
+
 }  // namespace
 }  // namespace turbomind
 
@@ -125,7 +248,10 @@ int main(int argc, char** argv) {
   const int threads = argc > 1 ? std::atoi(argv[1]) : 1;
   const auto device = turbomind::MakeCpuDevice(threads, argc > 2 ? argv[2] : "");
   std::printf("%s\n", device->name().c_str());
-  for (const turbomind::Shape& shape : turbomind::kShapes) {
-    turbomind::Bench(*device, shape);
+  if (argc <= 3 || std::strcmp(argv[3], "mxfp4") != 0) {
+    for (const turbomind::Shape& shape : turbomind::kShapes) {
+      turbomind::Bench(*device, shape);
+    }
   }
+  turbomind::CompareMxfp4(*device);
 }
