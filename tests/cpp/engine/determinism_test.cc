@@ -57,6 +57,7 @@ struct Setting {
   ModelConfig model = testing::TinyConfig();
   EngineConfig config;
   Prompts prompts = kShort;
+  testing::TinyOptions weights = {};
 };
 
 Answers RunAll(Engine& engine, uint64_t first_id, const Prompts& prompts) {
@@ -68,7 +69,7 @@ Answers RunAll(Engine& engine, uint64_t first_id, const Prompts& prompts) {
 
 std::unique_ptr<Engine> MakeEngine(const Setting& setting, int num_threads = 1) {
   std::shared_ptr<Device> device = MakeCpuDevice(num_threads);
-  auto weights = testing::TinyWeights(setting.model, *device);
+  auto weights = testing::TinyWeights(setting.model, *device, setting.weights);
   return std::make_unique<Engine>(setting.model, setting.config, std::move(weights),
                                   std::move(device), testing::kFreeBytes);
 }
@@ -119,8 +120,9 @@ void CheckPreemption(Setting setting, int num_blocks, const Answers& want) {
   for (const bool prefix_caching : {false, true}) {
     setting.config.enable_prefix_caching = prefix_caching;
     auto device = std::make_shared<testing::WaitingDevice>(MakeCpuDevice(1));
-    Engine engine(setting.model, setting.config, testing::TinyWeights(setting.model, *device),
-                  device, testing::kFreeBytes);
+    Engine engine(setting.model, setting.config,
+                  testing::TinyWeights(setting.model, *device, setting.weights), device,
+                  testing::kFreeBytes);
     for (auto& request : Requests(0, setting.prompts)) {
       engine.Submit(request);
     }
@@ -228,6 +230,42 @@ TEST_CASE("the same bits with BF16 and Q8_0 weights, whose activations are round
       CheckEqual(RunAll(*TinyEngine(config, threads, true), 0, kShort), 0, want);
     }
   }
+}
+
+TEST_CASE("the same bits with experts, sinks and windows in every other layer") {
+  testing::SanitizedSample sample(2);
+  for (KvCacheMode mode : kAllKvCacheModes) {
+    if (!sample.Next()) {
+      continue;
+    }
+    CAPTURE(std::string(ToString(mode)));
+    Setting setting{.model = testing::TinyGptOss(), .config = TinyEngineConfig(mode)};
+    setting.config.deterministic = true;
+    setting.config.enable_prefix_caching = false;
+    CheckEveryWay(setting, 16);
+  }
+}
+
+TEST_CASE("the same bits with experts and sinks where blocks were hot and K has lost its mean") {
+  for (KvCacheMode mode : {KvCacheMode::kInt4, KvCacheMode::kFp4Nv}) {
+    CAPTURE(std::string(ToString(mode)));
+    Setting setting{.model = testing::TinyGptOss(),
+                    .config = TinyEngineConfig(mode),
+                    .prompts = kLong,
+                    .weights = {.quantised = true}};
+    setting.config.deterministic = true;
+    setting.config.enable_prefix_caching = false;
+    setting.config.kv_quality = {.rotate_k = true, .search_scales = true, .hot = {64, 64}};
+    setting.config.kv_quality.calibration = TinyCalibration(setting.model);
+    CheckEveryWay(setting, 26);
+  }
+}
+
+TEST_CASE("the same bits with a shared expert beside a dense layer") {
+  Setting setting{.model = testing::TinyQwenMoe(), .config = TinyEngineConfig(KvCacheMode::kInt8)};
+  setting.config.deterministic = true;
+  setting.config.enable_prefix_caching = false;
+  CheckEveryWay(setting, 16);
 }
 
 }  // namespace

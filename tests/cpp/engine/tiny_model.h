@@ -35,6 +35,31 @@ inline ModelConfig TinyConfig() {
   return config;
 }
 
+// As GPT-OSS: experts with biases in every layer, their gate and up interleaved; windows and full
+// attention in turn. TinyWeights adds sinks.
+inline ModelConfig TinyGptOss() {
+  ModelConfig config = TinyConfig();
+  config.num_layers = 4;
+  config.intermediate_size = 0;
+  config.windows = {16, 0, 16, 0};
+  config.activation = Activation::kClampedSwiglu;
+  config.swiglu_limit = 1.f;
+  config.moe = {.num_experts = 6, .top_k = 2, .intermediate_size = 32, .layers = {1, 1, 1, 1}};
+  return config;
+}
+
+// As Qwen2-MoE: one layer dense, one with experts and a shared one; weights do not sum to 1.
+inline ModelConfig TinyQwenMoe() {
+  ModelConfig config = TinyConfig();
+  config.moe = {.num_experts = 6,
+                .top_k = 3,
+                .intermediate_size = 32,
+                .shared_intermediate_size = 64,
+                .normalise = false,
+                .layers = {0, 1}};
+  return config;
+}
+
 class RandomValues {
  public:
   explicit RandomValues(uint32_t seed) : generator_(seed) {}
@@ -71,46 +96,113 @@ inline std::vector<uint16_t> RandomQ8(RandomValues& random, int64_t num_blocks) 
   return data;
 }
 
-// FP32 and exact; `quantised`: BF16 and Q8_0 in turn, as a checkpoint has them.
-inline std::shared_ptr<const Weights> TinyWeights(const ModelConfig& config, Device& device,
-                                                  bool quantised = false) {
-  RandomValues random(7);
-  WeightsBuilder builder(config, device, !quantised);
-  bool is_bf16 = false;
-  const auto matrix = [&](const std::string& name, int64_t rows, int64_t cols, float range) {
-    if (quantised) {
-      is_bf16 = !is_bf16;
+struct TinyOptions {
+  bool quantised = false;  // BF16 and Q8_0 in turn, as a checkpoint has them; else FP32 and exact
+  bool sinks = true;       // of TinyGptOss
+  float sink_offset = 0.f;
+};
+
+// Fills a builder with random values.
+class TinyBuilder {
+ public:
+  TinyBuilder(const ModelConfig& config, Device& device, const TinyOptions& options)
+      : config_(config), options_(options), builder_(config, device, !options.quantised) {}
+
+  std::shared_ptr<const Weights> Build() {
+    AddMatrix("embedding", config_.vocab_size, config_.hidden_size, 1.f);
+    AddVector("final_norm", config_.hidden_size, 0.5f, 1.5f);
+    for (int i = 0; i < config_.num_layers; ++i) {
+      const std::string prefix = "layers." + std::to_string(i) + ".";
+      AddAttention(prefix);
+      if (!config_.moe.HasExperts(i)) {
+        AddFeedForward(prefix, config_.intermediate_size);
+      } else {
+        AddExperts(prefix);
+      }
+    }
+    return builder_.Build();
+  }
+
+ private:
+  void AddMatrix(const std::string& name, int64_t rows, int64_t cols, float range) {
+    if (options_.quantised) {
+      is_bf16_ = !is_bf16_;
       const std::vector<uint16_t> data =
-          is_bf16 ? RandomBF16(random, rows * cols, range) : RandomQ8(random, rows * cols / 32);
-      const auto format = is_bf16 ? MatrixFormat::kBF16 : MatrixFormat::kQ8_0;
-      builder.AddMatrix(name, {format, data.data(), rows, cols});
+          is_bf16_ ? RandomBF16(random_, rows * cols, range) : RandomQ8(random_, rows * cols / 32);
+      const auto format = is_bf16_ ? MatrixFormat::kBF16 : MatrixFormat::kQ8_0;
+      builder_.AddMatrix(name, {format, data.data(), rows, cols});
       return;
     }
-    const std::vector<float> values = random.Uniform(rows * cols, -range, range);
-    builder.AddMatrix(name, {MatrixFormat::kF32, values.data(), rows, cols});
-  };
-  const auto vector = [&](const std::string& name, int64_t size, float low, float high) {
-    builder.AddVector(name, random.Uniform(size, low, high).data(), size);
-  };
-  const int64_t hidden = config.hidden_size;
-  const int64_t q = int64_t{config.num_heads} * config.head_dim;
-  const int64_t kv = int64_t{config.num_kv_heads} * config.head_dim;
-  matrix("embedding", config.vocab_size, hidden, 1.f);
-  vector("final_norm", hidden, 0.5f, 1.5f);
-  for (int i = 0; i < config.num_layers; ++i) {
-    const std::string prefix = "layers." + std::to_string(i) + ".";
-    vector(prefix + "attention_norm", hidden, 0.5f, 1.5f);
-    vector(prefix + "ffn_norm", hidden, 0.5f, 1.5f);
-    matrix(prefix + "q", q, hidden, 0.3f);
-    matrix(prefix + "k", kv, hidden, 0.3f);
-    matrix(prefix + "v", kv, hidden, 0.3f);
-    vector(prefix + "v.bias", kv, -0.1f, 0.1f);
-    matrix(prefix + "o", hidden, q, 0.3f);
-    matrix(prefix + "gate", config.intermediate_size, hidden, 0.3f);
-    matrix(prefix + "up", config.intermediate_size, hidden, 0.3f);
-    matrix(prefix + "down", hidden, config.intermediate_size, 0.3f);
+    const std::vector<float> values = random_.Uniform(rows * cols, -range, range);
+    builder_.AddMatrix(name, {MatrixFormat::kF32, values.data(), rows, cols});
   }
-  return builder.Build();
+
+  void AddVector(const std::string& name, int64_t size, float low, float high) {
+    builder_.AddVector(name, random_.Uniform(size, low, high).data(), size);
+  }
+
+  void AddAttention(const std::string& prefix) {
+    const int64_t hidden = config_.hidden_size;
+    const int64_t q = int64_t{config_.num_heads} * config_.head_dim;
+    const int64_t kv = int64_t{config_.num_kv_heads} * config_.head_dim;
+    AddVector(prefix + "attention_norm", hidden, 0.5f, 1.5f);
+    AddVector(prefix + "ffn_norm", hidden, 0.5f, 1.5f);
+    AddMatrix(prefix + "q", q, hidden, 0.3f);
+    AddMatrix(prefix + "k", kv, hidden, 0.3f);
+    AddMatrix(prefix + "v", kv, hidden, 0.3f);
+    AddVector(prefix + "v.bias", kv, -0.1f, 0.1f);
+    AddMatrix(prefix + "o", hidden, q, 0.3f);
+    if (is_gpt_oss() && options_.sinks) {
+      // Values of their own, so that the others are the same without them.
+      const auto sinks =
+          sink_values_.Uniform(config_.num_heads, options_.sink_offset, options_.sink_offset + 2.f);
+      builder_.AddVector(prefix + "sinks", sinks.data(), config_.num_heads);
+    }
+  }
+
+  void AddFeedForward(const std::string& prefix, int64_t inner) {
+    AddMatrix(prefix + "gate", inner, config_.hidden_size, 0.3f);
+    AddMatrix(prefix + "up", inner, config_.hidden_size, 0.3f);
+    AddMatrix(prefix + "down", config_.hidden_size, inner, 0.3f);
+  }
+
+  void AddExperts(const std::string& prefix) {
+    const MoeConfig& moe = config_.moe;
+    const int64_t hidden = config_.hidden_size;
+    AddMatrix(prefix + "router", moe.num_experts, hidden, 1.f);
+    for (int e = 0; e < moe.num_experts; ++e) {
+      const std::string expert = prefix + "experts." + std::to_string(e) + ".";
+      if (!is_gpt_oss()) {
+        AddFeedForward(expert, moe.intermediate_size);
+        continue;
+      }
+      AddMatrix(expert + "gate_up", 2 * moe.intermediate_size, hidden, 0.3f);
+      AddVector(expert + "gate_up.bias", 2 * moe.intermediate_size, -0.3f, 0.3f);
+      AddMatrix(expert + "down", hidden, moe.intermediate_size, 0.3f);
+      AddVector(expert + "down.bias", hidden, -0.3f, 0.3f);
+    }
+    if (is_gpt_oss()) {
+      AddVector(prefix + "router.bias", moe.num_experts, -0.5f, 0.5f);
+    }
+    if (moe.shared_intermediate_size > 0) {
+      AddFeedForward(prefix + "shared.", moe.shared_intermediate_size);
+      AddMatrix(prefix + "shared.router", 1, hidden, 1.f);
+    }
+  }
+
+  bool is_gpt_oss() const { return config_.activation == Activation::kClampedSwiglu; }
+
+  ModelConfig config_;
+  TinyOptions options_;
+  WeightsBuilder builder_;
+  RandomValues random_{7};
+  RandomValues sink_values_{11};
+  bool is_bf16_ = false;
+};
+
+inline std::shared_ptr<const Weights> TinyWeights(const ModelConfig& config, Device& device,
+                                                  const TinyOptions& options = {}) {
+  return TinyBuilder(config, device, options).Build();
 }
 
 inline EngineConfig TinyEngineConfig(KvCacheMode mode) {
@@ -128,7 +220,7 @@ inline std::unique_ptr<Engine> TinyEngine(const EngineConfig& config, int num_th
                                           bool quantised = false) {
   const ModelConfig model = TinyConfig();
   std::shared_ptr<Device> device = MakeCpuDevice(num_threads);
-  auto weights = TinyWeights(model, *device, quantised);
+  auto weights = TinyWeights(model, *device, {.quantised = quantised});
   return std::make_unique<Engine>(model, config, std::move(weights), std::move(device), kFreeBytes);
 }
 
