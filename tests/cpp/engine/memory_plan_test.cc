@@ -140,6 +140,34 @@ TEST_CASE("tokens that fit count hot blocks; the longest sequence is what the po
   CHECK(PlanMemory(model, config, kFreeBytes, true).max_sequence_tokens == 8 * 64);
 }
 
+TEST_CASE("the plan counts what the decoder reserves") {
+  for (const ModelConfig& model :
+       {testing::TinyConfig(), testing::TinyGptOss(), testing::TinyQwenMoe()}) {
+    for (const int tokens : {1, 40, 700}) {
+      for (const bool has_mean : {false, true}) {
+        EngineConfig config = testing::TinyEngineConfig(KvCacheMode::kNone);
+        config.max_prefill_token_num = tokens;
+        const auto device = MakeCpuDevice(1);
+        const std::vector<float> mean(1);
+        LayerCache cache;
+        if (has_mean) {
+          config.kv_quality.calibration.k_mean.assign(static_cast<size_t>(model.num_layers), mean);
+          cache.k_mean = mean.data();
+        }
+        const std::vector<LayerCache> layers(static_cast<size_t>(model.num_layers), cache);
+        const Decoder decoder({.model = model,
+                               .layers = layers,
+                               .max_tokens = tokens,
+                               .max_logit_rows = kLogitRows},
+                              testing::TinyWeights(model, *device), *device);
+        const int64_t planned = PlanMemory(model, config, kFreeBytes, true).scratch_bytes;
+        CHECK(planned == decoder.scratch_bytes());
+        CHECK(planned > int64_t{tokens} * model.hidden_size * 4);
+      }
+    }
+  }
+}
+
 TEST_CASE("what does not fit is refused with the bytes it takes") {
   EngineConfig config = Config(KvCacheMode::kFp4Nv, {64, 64});
   try {

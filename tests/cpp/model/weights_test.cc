@@ -92,5 +92,152 @@ TEST_CASE("names are known, given once, of the right shape, and complete") {
                        InvalidArgument);
 }
 
+TEST_CASE("a wrong config of experts is refused by the field's name") {
+  const auto error_of = [](auto change) {
+    ModelConfig config = testing::TinyGptOss();
+    change(config);
+    return ErrorOf(config);
+  };
+  CHECK(error_of([](ModelConfig&) {}).empty());
+  CHECK(error_of([](ModelConfig& c) { c.moe.num_experts = -1; }).find("moe.num_experts: got -1") ==
+        0);
+  CHECK(error_of([](ModelConfig& c) { c.moe.num_experts = 1 << 20; }).find("moe.num_experts") == 0);
+  CHECK(error_of([](ModelConfig& c) { c.moe.top_k = 7; }).find("moe.top_k: got 7, want 1 to 6") ==
+        0);
+  CHECK(error_of([](ModelConfig& c) { c.moe.layers = {1}; }).find("moe.layers: got 1 entries") ==
+        0);
+  CHECK(error_of([](ModelConfig& c) { c.moe.layers[2] = 2; }).find("moe.layers: got 2") == 0);
+  CHECK(error_of([](ModelConfig& c) { c.moe.layers[2] = 0; }).find("intermediate_size: got 0") ==
+        0);
+  CHECK(error_of([](ModelConfig& c) { c.moe.num_experts = 0; }).find("moe.layers: got layers") ==
+        0);
+  CHECK(error_of([](ModelConfig& c) { c.swiglu_limit = 0.f; }).find("swiglu_limit: got 0") == 0);
+  CHECK(error_of([](ModelConfig& c) {
+          c.num_layers = 4096;
+          c.windows.assign(4096, 0);
+          c.moe.layers.assign(4096, 1);
+          c.moe.num_experts = 1024;
+        }).find("moe.num_experts: got 4194304 in all layers") == 0);
+}
+
+// Everything that TinyGptOss wants but the experts' gates, with zeros for values.
+void AddAllButGates(WeightsBuilder& builder, const ModelConfig& config, bool sinks_everywhere) {
+  const std::vector<float> data(512 * 512);
+  const auto matrix = [&](const std::string& name, int64_t rows, int64_t cols) {
+    builder.AddMatrix(name, {MatrixFormat::kF32, data.data(), rows, cols});
+  };
+  matrix("embedding", config.vocab_size, 64);
+  builder.AddVector("final_norm", data.data(), 64);
+  for (int i = 0; i < config.num_layers; ++i) {
+    const std::string prefix = "layers." + std::to_string(i) + ".";
+    builder.AddVector(prefix + "attention_norm", data.data(), 64);
+    builder.AddVector(prefix + "ffn_norm", data.data(), 64);
+    if (sinks_everywhere || i % 2 == 1) {
+      builder.AddVector(prefix + "sinks", data.data(), config.num_heads);
+    }
+    matrix(prefix + "q", 256, 64);
+    matrix(prefix + "k", 128, 64);
+    matrix(prefix + "v", 128, 64);
+    matrix(prefix + "o", 64, 256);
+    matrix(prefix + "router", config.moe.num_experts, 64);
+    for (int e = 0; e < config.moe.num_experts; ++e) {
+      matrix(prefix + "experts." + std::to_string(e) + ".down", 64, 32);
+    }
+  }
+}
+
+struct Missing {
+  bool sinks_everywhere = true;
+  std::string other = "";  // gate and up instead of gate_up: of this expert
+  std::string bf16 = "";   // this matrix in another format
+  std::string bias = "";   // a bias without its matrix
+};
+
+std::string BuildErrorOf(const Missing& missing) {
+  const ModelConfig config = testing::TinyGptOss();
+  const auto device = MakeCpuDevice(1);
+  WeightsBuilder builder(config, *device, false);
+  AddAllButGates(builder, config, missing.sinks_everywhere);
+  const std::vector<float> data(64 * 64);
+  for (int i = 0; i < config.num_layers; ++i) {
+    for (int e = 0; e < config.moe.num_experts; ++e) {
+      const std::string name =
+          "layers." + std::to_string(i) + ".experts." + std::to_string(e) + ".";
+      if (name == missing.other) {
+        builder.AddMatrix(name + "gate", {MatrixFormat::kF32, data.data(), 32, 64});
+        builder.AddMatrix(name + "up", {MatrixFormat::kF32, data.data(), 32, 64});
+      } else {
+        const bool bf16 = name + "gate_up" == missing.bf16;
+        builder.AddMatrix(name + "gate_up",
+                          {bf16 ? MatrixFormat::kBF16 : MatrixFormat::kF32, data.data(), 64, 64});
+      }
+    }
+  }
+  if (!missing.bias.empty()) {
+    builder.AddVector(missing.bias, data.data(), 32);
+  }
+  try {
+    builder.Build();
+  } catch (const InvalidArgument& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST_CASE("experts are complete, in one form and one format, and sinks are in every layer") {
+  CHECK(BuildErrorOf({}) == "");
+  CHECK(BuildErrorOf({.sinks_everywhere = false}) ==
+        "weights: missing 2: layers.0.sinks, layers.2.sinks");
+  CHECK(BuildErrorOf({.other = "layers.1.experts.3."})
+            .find("got layers.1.experts.3.gate, other experts have gate_up") != std::string::npos);
+  CHECK(BuildErrorOf({.bias = "layers.2.experts.0.up.bias"})
+            .find("got layers.2.experts.0.up.bias, other experts have gate_up") !=
+        std::string::npos);
+  CHECK(BuildErrorOf({.bf16 = "layers.0.experts.5.gate_up"}) ==
+        "weights: layers.0.experts.5.gate_up and layers.0.experts.0.gate_up differ in their "
+        "format; want one for the experts of a layer");
+}
+
+TEST_CASE("thousands of missing experts make a short error that names some") {
+  ModelConfig config = testing::TinyGptOss();
+  config.moe.num_experts = 1000;
+  const auto device = MakeCpuDevice(1);
+  WeightsBuilder builder(config, *device, false);
+  try {
+    builder.Build();
+    FAIL("built without a weight");
+  } catch (const InvalidArgument& error) {
+    const std::string text = error.what();
+    CHECK(text.find("weights: missing 12030: embedding, final_norm, layers.0.attention_norm") == 0);
+    CHECK(text.size() < 400);
+  }
+}
+
+TEST_CASE("an expert's parts are what the op wants, and routers stay exact") {
+  const auto device = MakeCpuDevice(1);
+  const testing::TinyOptions quantised = {.quantised = true};
+  const auto gpt_oss = testing::TinyWeights(testing::TinyGptOss(), *device, quantised);
+  const MoeWeights& moe = gpt_oss->layers[2].moe;
+  REQUIRE(moe.experts.size() == 6);
+  CHECK(moe.router.parts[0]->format == MatrixFormat::kF32);
+  CHECK(moe.router.bias.size() == 6);
+  CHECK(moe.experts[5].interleaved());
+  CHECK(moe.experts[5].gate_up.rows() == 64);
+  CHECK(moe.experts[5].gate_up.bias.size() == 64);
+  CHECK(moe.experts[5].down.cols() == 32);
+  CHECK(gpt_oss->layers[2].gate_up.empty());
+  const auto qwen = testing::TinyWeights(testing::TinyQwenMoe(), *device);
+  CHECK(qwen->layers[0].moe.experts.empty());
+  CHECK(qwen->layers[0].gate_up.rows() == 192);
+  const MoeWeights& mixed = qwen->layers[1].moe;
+  CHECK_FALSE(mixed.experts[0].interleaved());
+  CHECK(mixed.experts[0].gate_up.parts.size() == 2);
+  CHECK(mixed.shared_gate_up.rows() == 128);
+  CHECK(mixed.shared_router.rows() == 1);
+  // Six experts of 3 x 64 x 32 values, a shared one of 3 x 64 x 64 and the dense layer's 3 x 64
+  // x 96.
+  CHECK(qwen->num_bytes() > (6 * 3 * 64 * 32 + 3 * 64 * 64 + 3 * 64 * 96) * 4);
+}
+
 }  // namespace
 }  // namespace turbomind
