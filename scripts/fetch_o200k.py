@@ -1,0 +1,61 @@
+"""Puts o200k_base.tiktoken, the vocabulary of GPT-OSS, into a folder for openai-harmony.
+
+    python scripts/fetch_o200k.py [FOLDER]        default: share/lmdeploy of this environment
+
+It is taken out of the package litellm, which pip downloads and which is not installed. Serving a
+model needs the file only where the checkpoint has no chat template; set TIKTOKEN_ENCODINGS_BASE to
+the folder then. The tests look in the default folder as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+PACKAGE = "litellm==1.109.1"
+# litellm keeps tiktoken's cache: files are named by the SHA-1 of the address they came from.
+MEMBER = "litellm/litellm_core_utils/tokenizers/fb374d419588a4632f3f557e76b4b70aebbca790"
+SHA256 = "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d"
+NAME = "o200k_base.tiktoken"
+
+
+def read_member(wheel: Path) -> bytes:
+    """The vocabulary in a wheel of litellm. ValueError when it is not the expected one."""
+    with zipfile.ZipFile(wheel) as archive:
+        data = archive.read(MEMBER)
+    found = hashlib.sha256(data).hexdigest()
+    if found != SHA256:
+        raise ValueError(f"{wheel.name}: {MEMBER} has SHA-256 {found}, wanted {SHA256}")
+    return data
+
+
+def main(folder: Path) -> int:
+    """Writes the file unless it is there; the exit status."""
+    target = folder / NAME
+    if target.is_file() and hashlib.sha256(target.read_bytes()).hexdigest() == SHA256:
+        print(f"{target} is there")
+        return 0
+    with tempfile.TemporaryDirectory() as scratch:
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+        subprocess.run(
+            [*pip, "download", "--no-deps", "--only-binary", ":all:", "-d", scratch, PACKAGE],
+            check=True,
+        )
+        (wheel,) = Path(scratch).glob("*.whl")
+        data = read_member(wheel)
+    folder.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(data)
+    print(target)
+    return 0
+
+
+if __name__ == "__main__":
+    given = sys.argv[1] if len(sys.argv) > 1 else f"{sys.prefix}/share/lmdeploy"
+    try:
+        sys.exit(main(Path(given)))
+    except (OSError, ValueError, KeyError, subprocess.CalledProcessError) as error:
+        sys.exit(f"fetch_o200k.py: {error}")

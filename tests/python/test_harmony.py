@@ -1,0 +1,435 @@
+"""The parser of GPT-OSS's answers: against openai-harmony, cut anywhere, on nonsense."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_engine import EOS, HARMONY, HarmonyTokenizer, make_engine
+from harmony_cases import OWN_TEMPLATE, TEXTS, Vocabulary, load_vocabulary, plain
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import byte_tokenizer
+
+from lmdeploy import GenerationConfig, Pipeline
+from lmdeploy.gguf_tokenizer import tokenizer_from_gguf
+from lmdeploy.harmony.parser import HarmonyParser, Parts, parse_answer
+from lmdeploy.harmony.tokens import HarmonyTokens, find_harmony
+from lmdeploy.messages import Response, join_pieces
+from lmdeploy.tokenizer import Tokenizer, tokenizer_from_folder
+from lmdeploy.tool_calls import FunctionCall, ToolCall, join_tool_calls
+
+BYTES = HarmonyTokenizer()
+CALL_ANSWER = (
+    "<|channel|>analysis<|message|>Größe? 你好 👧<|end|><|start|>assistant<|channel|>commentary"
+    "<|message|>I look it up: é.<|end|><|start|>assistant<|channel|>commentary "
+    'to=functions.get_weather <|constrain|>json<|message|>{"place": "Zürich"}<|call|>'
+)
+FINAL_ANSWER = (
+    "<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>final<|message|>"
+    "Ja, 你好 👧!<|return|>"
+)
+
+
+def tiny_harmony() -> Any:
+    """A byte-level BPE tokenizer with Harmony's tokens, of the library tokenizers."""
+    from tokenizers import AddedToken
+
+    backend = byte_tokenizer()
+    backend.add_special_tokens([AddedToken(f"<|{name}|>", special=True) for name in HARMONY])
+    return backend
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Tokenizer:
+    return Tokenizer(tiny_harmony(), eos_ids=[2], bos_id=1)
+
+
+@pytest.fixture(scope="module")
+def o200k() -> Iterator[Vocabulary]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield load_vocabulary(patch)
+
+
+def parse(text: str) -> tuple[str, str, list[tuple[str, str]]]:
+    return plain(parse_answer(BYTES, BYTES.encode(text)))
+
+
+# --- well-formed answers --------------------------------------------------------------------------
+
+
+def test_kinds() -> None:
+    calls = [("get_weather", '{"place": "Zürich"}')]
+    assert parse(CALL_ANSWER) == ("I look it up: é.", "Größe? 你好 👧", calls)
+    assert parse(FINAL_ANSWER) == ("Ja, 你好 👧!", "Easy.", [])
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        " to=functions.f<|channel|>commentary json",
+        "<|channel|>commentary to=functions.f",
+        "<|channel|>commentary to=functions.f json",
+        "<|channel|>commentary to=functions.f<|constrain|>json",
+        "<|channel|>analysis to=functions.f code",
+        "<|channel|>commentary to=f",
+        "<|start|>assistant to=functions.f<|channel|>commentary",
+        "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json",
+    ],
+)
+def test_where_a_recipient_may_stand(header: str) -> None:
+    assert parse(header + "<|message|>{}<|call|>") == ("", "", [("f", "{}")])
+
+
+def test_tools_of_the_model_itself() -> None:
+    assert parse("<|channel|>analysis to=python code<|message|>1+1<|call|>")[2] == [
+        ("python", "1+1")
+    ]
+
+
+def test_bodies_of_one_kind_are_lines() -> None:
+    one = "<|channel|>analysis<|message|>a<|end|><|start|>assistant"
+    assert parse(one * 2 + "<|channel|>commentary<|message|>b<|end|>" + FINAL_ANSWER)[:2] == (
+        "b\nJa, 你好 👧!",
+        "a\na\nEasy.",
+    )
+
+
+def test_calls_are_counted_and_have_ids() -> None:
+    call = "<|channel|>commentary to=functions.f<|message|>{}<|call|><|start|>assistant"
+    calls = parse_answer(BYTES, BYTES.encode(call * 3)).tool_calls
+    assert [call.index for call in calls] == [0, 1, 2]
+    assert len({call.id for call in calls}) == 3
+    assert all(call.id.startswith("chatcmpl-tool-") for call in calls)
+
+
+MESSAGES = st.lists(
+    st.tuples(
+        st.sampled_from(["analysis", "commentary", "final"]),
+        st.sampled_from([None, "functions.f", "functions.get_weather"]),
+        st.sampled_from([None, "<|constrain|>json", "json"]),
+        TEXTS,
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(messages=MESSAGES)
+def test_as_the_library_parses(o200k: Vocabulary, messages: list[Any]) -> None:
+    from openai_harmony import Message, Role
+
+    ids: list[int] = []
+    for channel, recipient, kind, text in messages:
+        message = Message.from_role_and_content(Role.ASSISTANT, text).with_channel(channel)
+        if recipient is not None and channel != "final":
+            message = message.with_recipient(recipient)
+            message = message if kind is None else message.with_content_type(kind)
+        ids += o200k.encoding.render(message)
+    ids = ids[1 + len(o200k.encode("assistant")) :]  # the prompt has them
+    found = o200k.encoding.parse_messages_from_completion_tokens(ids, Role.ASSISTANT)
+    content, reasoning, calls = [], [], []
+    for message in found:
+        text = message.content[0].text
+        if message.recipient is not None:
+            calls.append((message.recipient.removeprefix("functions."), text))
+        elif text:
+            (reasoning if message.channel == "analysis" else content).append(text)
+    assert plain(parse_answer(o200k, ids)) == ("\n".join(content), "\n".join(reasoning), calls)
+
+
+@pytest.mark.parametrize("answer", [CALL_ANSWER, FINAL_ANSWER])
+def test_any_tokenizer_gives_the_same(tiny: Tokenizer, o200k: Vocabulary, answer: str) -> None:
+    assert len(tiny.encode(answer, False)) < len(BYTES.encode(answer))
+    for tokenizer in (tiny, o200k):
+        ids = tokenizer.encode(answer, False)
+        assert plain(parse_answer(tokenizer, ids)) == parse(answer)
+
+
+# --- streams --------------------------------------------------------------------------------------
+
+
+def stream(tokenizer: Any, ids: list[int], cut: int) -> Parts:
+    """Two pieces, joined as a client joins them."""
+    parser = HarmonyParser(tokenizer)
+    pieces = [Parts(), Parts()]
+    for position, token in enumerate(ids):
+        pieces[position >= cut].add(parser.push(token))
+    pieces[1].add(parser.finish())
+    return Parts(
+        pieces[0].content + pieces[1].content,
+        pieces[0].reasoning + pieces[1].reasoning,
+        join_tool_calls(pieces[0].tool_calls + pieces[1].tool_calls),
+    )
+
+
+@pytest.mark.parametrize("answer", [CALL_ANSWER, FINAL_ANSWER])
+def test_every_split_point(tiny: Tokenizer, answer: str) -> None:
+    """By token, and with BYTES by byte of every character."""
+    for tokenizer in (BYTES, tiny):
+        ids = tokenizer.encode(answer, False)
+        whole = plain(parse_answer(tokenizer, ids))
+        for cut in range(len(ids) + 1):
+            assert plain(stream(tokenizer, ids, cut)) == whole
+
+
+@pytest.mark.parametrize("answer", [CALL_ANSWER, FINAL_ANSWER])
+def test_every_truncation(answer: str) -> None:
+    """A prefix of the tokens gives a prefix of each text, but for half a character."""
+    ids = BYTES.encode(answer)
+    content, reasoning, calls = parse(answer)
+    for cut in range(len(ids)):
+        parts = parse_answer(BYTES, ids[:cut])
+        assert content.startswith(parts.content.removesuffix("�"))
+        assert reasoning.startswith(parts.reasoning.removesuffix("�"))
+        for call, (name, arguments) in zip(parts.tool_calls, calls, strict=False):
+            assert call.function.name == name
+            assert arguments.startswith(call.function.arguments.removesuffix("�"))
+        assert len(parts.tool_calls) <= len(calls)
+
+
+def test_half_a_character_waits() -> None:
+    parser = HarmonyParser(BYTES)
+    for token in BYTES.encode("<|channel|>final<|message|>"):
+        assert parser.push(token) == Parts()
+    first, *rest = "👧".encode()
+    assert parser.push(first).content == ""
+    assert [parser.push(byte).content for byte in rest] == ["", "", "👧"]
+    parser.push(first)
+    assert parser.finish().content == "�"
+
+
+# --- odd answers ----------------------------------------------------------------------------------
+
+HEAD = "<|channel|>final<|message|>"
+ODD = {
+    "": ("", "", []),
+    "Just text.": ("Just text.", "", []),
+    " to=functions.f": ("", "", []),
+    "<|channel|>": ("", "", []),
+    "<|channel|>analysis": ("", "", []),
+    "<|channel|>analysis<|end|>" + "<|start|>assistant" + HEAD + "x": ("x", "", []),
+    "<|message|>no channel": ("no channel", "", []),
+    "analysis<|message|>hm": ("", "hm", []),
+    "<|channel|><|message|>x": ("x", "", []),
+    "<|channel|>mystery<|message|>x": ("x", "", []),
+    "<|channel|>analysis<|channel|>final<|message|>x": ("x", "", []),
+    HEAD + "a<|message|>b<|constrain|>c": ("abc", "", []),
+    HEAD + "a<|channel|>analysis<|message|>b": ("a", "b", []),
+    HEAD + "a<|start|>assistant<|channel|>analysis<|message|>b": ("a", "b", []),
+    HEAD + "a<|end|>lost": ("a", "", []),
+    HEAD + "a<|end|>lost<|start|>assistant" + HEAD + "b": ("a\nb", "", []),
+    HEAD + "a<|end|><|start|>user<|message|>me?<|end|>": ("a", "", []),
+    HEAD + "a<|end|><|start|>functions.f to=assistant<|channel|>commentary<|message|>7": (
+        "a",
+        "",
+        [],
+    ),
+    HEAD + "a<|end|><|start|>" + HEAD + "b": ("a\nb", "", []),
+    "<|end|><|return|><|call|><|start|><|start|>assistant" + HEAD + "x": ("x", "", []),
+    "<|channel|>commentary to=functions.<|message|>x": ("x", "", []),
+    "<|channel|>commentary to=functions.f<|message|>{": ("", "", [("f", "{")]),
+    "<|channel|>commentary to=functions.f<|message|>": ("", "", [("f", "")]),
+    "<|channel|>commentary to=functions.f<|message|><|call|>": ("", "", [("f", "")]),
+    "<|channel|>final to=user<|message|>x": ("x", "", []),
+    "<|channel|>final <|constrain|>json<|message|>{}": ("{}", "", []),
+    "x" * 300 + HEAD + "y": ("x" * 300 + "\ny", "", []),
+}
+
+
+@pytest.mark.parametrize("answer", ODD)
+def test_odd_answers(answer: str) -> None:
+    assert parse(answer) == ODD[answer]
+
+
+def test_bytes_that_are_no_text() -> None:
+    ids = [*BYTES.encode(HEAD), 0xE4, 0xFF, *BYTES.encode("<|end|>"), 0xE4]
+    assert plain(parse_answer(BYTES, ids)) == ("��", "", [])
+    assert parse_answer(BYTES, [0xE4]).content == "�"
+
+
+WORDS = ["assistant", "analysis", "final", "commentary", " to=functions.f", "user", "{}", "ä", " "]
+NONSENSE = st.lists(st.sampled_from([*BYTES.names, *WORDS]), max_size=40).map("".join)
+
+
+@settings(max_examples=500, deadline=None)
+@given(ids=st.lists(st.integers(0, BYTES.vocab_size - 1), max_size=60) | NONSENSE.map(BYTES.encode))
+def test_nonsense(ids: list[int]) -> None:
+    """No exception, no special token in a text, and the first piece of a call has the name."""
+    parser = HarmonyParser(BYTES)
+    pieces = [*(parser.push(token) for token in ids), parser.finish()]
+    calls = [part for piece in pieces for part in piece.tool_calls]
+    started: set[int] = set()
+    for part in calls:
+        assert (part.index not in started) == bool(part.function.name)
+        started.add(part.index)
+    whole = parse_answer(BYTES, ids)
+    assert "".join(piece.content for piece in pieces) == whole.content
+    assert "".join(piece.reasoning for piece in pieces) == whole.reasoning
+    assert len(whole.tool_calls) == parser.num_calls == len(started)
+    visible = whole.content + whole.reasoning + "".join(str(call) for call in whole.tool_calls)
+    assert not any(name in visible for name in BYTES.names)
+
+
+# --- in the engine --------------------------------------------------------------------------------
+
+
+class Asker:
+    """A model that says what it is told to, `per_step` tokens at a time."""
+
+    def __init__(self) -> None:
+        self._answer = ""
+        self._engine = make_engine(lambda _: self._answer, harmony_template=OWN_TEMPLATE)
+        self.pipe = Pipeline("fake", engine=self._engine)
+
+    def __call__(
+        self, answer: str, config: GenerationConfig | None = None, *, per_step: int = 1
+    ) -> list[Response]:
+        self._answer = answer
+        self._engine.parts.core.tokens_per_step = per_step  # type: ignore[attr-defined]
+        return list(self.pipe.stream_infer("Hi", config))
+
+
+@pytest.fixture(scope="module")
+def ask() -> Iterator[Asker]:
+    asker = Asker()
+    with asker.pipe:
+        yield asker
+
+
+def pairs(calls: list[ToolCall] | None) -> list[tuple[str, str]]:
+    return [(call.function.name, call.function.arguments) for call in calls or []]
+
+
+def test_answers_come_apart(ask: Asker) -> None:
+    whole = join_pieces(ask(CALL_ANSWER))
+    assert (whole.text, whole.reasoning_content) == ("I look it up: é.", "Größe? 你好 👧")
+    assert pairs(whole.tool_calls) == [("get_weather", '{"place": "Zürich"}')]
+    assert whole.finish_reason == "tool_calls"
+    last = join_pieces(ask(FINAL_ANSWER))
+    assert (last.text, last.reasoning_content, last.tool_calls) == ("Ja, 你好 👧!", "Easy.", None)
+    assert last.finish_reason == "stop"
+
+
+def test_every_step_size_gives_the_same(ask: Asker) -> None:
+    wanted = join_pieces(ask(CALL_ANSWER))
+    for per_step in range(2, len(BYTES.encode(CALL_ANSWER)) + 1):
+        whole = join_pieces(ask(CALL_ANSWER, per_step=per_step))
+        assert whole.token_ids == wanted.token_ids
+        assert (whole.text, whole.reasoning_content) == (wanted.text, wanted.reasoning_content)
+        assert pairs(whole.tool_calls) == pairs(wanted.tool_calls)
+
+
+def test_pieces_can_be_extended_as_well(ask: Asker) -> None:
+    first, *rest = ask(CALL_ANSWER)
+    for piece in rest:
+        first.extend(piece)
+    wanted = join_pieces(ask(CALL_ANSWER))
+    assert (first.text, first.reasoning_content) == (wanted.text, wanted.reasoning_content)
+    assert pairs(first.tool_calls) == pairs(wanted.tool_calls)
+
+
+def test_a_cut_call_ends_by_length(ask: Asker) -> None:
+    for limit in (1, 20, len(BYTES.encode(CALL_ANSWER)) - 6):
+        whole = join_pieces(ask(CALL_ANSWER, GenerationConfig(max_new_tokens=limit)))
+        assert whole.finish_reason == "length"
+    assert pairs(whole.tool_calls) == [("get_weather", '{"place": "Zür')]
+
+
+def test_stop_words_are_of_the_content(ask: Asker) -> None:
+    stopped = join_pieces(ask(FINAL_ANSWER, GenerationConfig(stop_words=["你"])))
+    assert (stopped.text, stopped.reasoning_content) == ("Ja, ", "Easy.")
+    assert stopped.finish_reason == "stop"
+    unaffected = join_pieces(ask(FINAL_ANSWER, GenerationConfig(stop_words=["Easy", "analysis"])))
+    assert unaffected.text == "Ja, 你好 👧!"
+
+
+def test_logprobs_are_of_all_tokens(ask: Asker) -> None:
+    whole = join_pieces(ask(FINAL_ANSWER, GenerationConfig(logprobs=0)))
+    assert len(whole.logprobs or []) == len(whole.token_ids) == whole.generate_token_len
+    assert whole.token_ids == BYTES.encode(FINAL_ANSWER)[:-1]
+
+
+def test_text_prompts_get_plain_text() -> None:
+    engine = make_engine(lambda _: FINAL_ANSWER, harmony_template=OWN_TEMPLATE)
+    with Pipeline("fake", engine=engine) as pipe:
+        answer = pipe("Hi", do_preprocess=False)
+    assert isinstance(answer, Response)
+    assert answer.text == "analysisEasy.assistantfinalJa, 你好 👧!"
+    assert answer.reasoning_content is None
+
+
+def test_options_of_the_template() -> None:
+    prompts: list[str] = []
+    engine = make_engine(lambda prompt: prompts.append(prompt) or "", harmony_template=OWN_TEMPLATE)
+    with Pipeline("fake", engine=engine) as pipe:
+        pipe("Hi", chat_template_kwargs={"reasoning_effort": "low"})
+        with pytest.raises(ValueError, match="reasoning_effort: got 'x'"):
+            pipe("Hi", chat_template_kwargs={"reasoning_effort": "x"})
+    assert len(prompts) == 1 and "Reasoning: low" in prompts[0]
+
+
+@settings(max_examples=150, deadline=None)
+@given(answer=NONSENSE, limit=st.integers(1, 200))
+def test_nonsense_has_a_finish_reason(ask: Asker, answer: str, limit: int) -> None:
+    pieces = ask(answer, GenerationConfig(max_new_tokens=limit), per_step=16)
+    assert pieces[-1].finish_reason in ("stop", "length", "tool_calls")
+
+
+# --- which models, which tokens -------------------------------------------------------------------
+
+
+def test_who_has_the_format() -> None:
+    class Bare(HarmonyTokenizer):
+        def token_id(self, token: str) -> int | None:
+            return None if token == "<|call|>" else super().token_id(token)
+
+    assert find_harmony("gpt_oss", BYTES, answer_parser=None) == HarmonyTokens.of(BYTES)
+    assert find_harmony("llama", BYTES, answer_parser=None) is None
+    assert find_harmony("llama", BYTES, answer_parser="gpt-oss") is not None
+    assert find_harmony("gpt_oss", Bare(), answer_parser=None) is None
+    with pytest.raises(ValueError, match=r"no <\|call\|>.*--reasoning-parser"):
+        find_harmony("llama", Bare(), answer_parser="gpt-oss")
+
+
+def test_ends_of_answers(tmp_path: Path) -> None:
+    """<|end|> ends a message; <|return|>, <|call|> and generation_config.json's an answer."""
+    backend = tiny_harmony()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    ids = {name: backend.token_to_id(f"<|{name}|>") for name in HARMONY}
+    eos = [ids["return"], EOS]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    stops = tokenizer_from_folder(tmp_path).stop_ids
+    assert {ids["return"], ids["call"], EOS} <= set(stops) and ids["end"] not in stops
+
+
+def test_ends_of_answers_in_gguf() -> None:
+    backend = tiny_harmony()
+    tokens = [backend.id_to_token(i) for i in range(backend.get_vocab_size())]
+    kinds = [3 if token.startswith("<") and len(token) > 2 else 1 for token in tokens]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-4o",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.merges": [],
+        "tokenizer.ggml.eos_token_id": backend.token_to_id("<|return|>"),
+    }
+    tokenizer = tokenizer_from_gguf(metadata, "test")
+    named = {tokenizer.token_bytes(i).decode() for i in tokenizer.stop_ids}
+    assert {"<|return|>", "<|call|>"} <= named and "<|end|>" not in named
+
+
+def test_join_tool_calls() -> None:
+    parts = [
+        ToolCall("a", FunctionCall("f", ""), 0),
+        ToolCall("b", FunctionCall("g", "{"), 1),
+        ToolCall("a", FunctionCall("", "{}"), 0),
+        ToolCall("b", FunctionCall("", "}"), 1),
+    ]
+    assert pairs(join_tool_calls(parts)) == [("f", "{}"), ("g", "{}")]
+    assert pairs(parts) == [("f", ""), ("g", "{"), ("", "{}"), ("", "}")]

@@ -1,0 +1,224 @@
+"""GPT-OSS behind the HTTP server: the openai package, streamed and not, with tools."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from fake_engine import make_engine
+from harmony_cases import OWN_TEMPLATE, TOOL
+from test_serve import post, serving
+
+from lmdeploy.cli.entrypoint import make_parser
+
+USER = {"role": "user", "content": "Weather in Zürich?"}
+CHAT = {"model": "m", "messages": [USER]}
+ARGUMENTS = '{"place": "Zürich"}'
+SEEN: list[str] = []  # prompts
+
+
+def model(prompt: str) -> str:
+    """Calls the tool when there is one and no result yet; echoes the result or the effort."""
+    SEEN.append(prompt)
+    effort = prompt.split("Reasoning: ")[1].split("<|end|>")[0].split("\n")[0]
+    last = prompt.removesuffix("<|start|>assistant").split("<|start|>")[-1]
+    if last.startswith("functions.get_weather"):
+        result = last.split("<|message|>")[1].removesuffix("<|end|>")
+        return f"<|channel|>final<|message|>It is {result}.<|return|>"
+    if "type get_weather" in prompt:
+        return (
+            "<|channel|>analysis<|message|>I need the wéather.<|end|><|start|>assistant<|channel|>"
+            "commentary<|message|>Let me see.<|end|><|start|>assistant<|channel|>commentary "
+            f"to=functions.get_weather <|constrain|>json<|message|>{ARGUMENTS}<|call|>"
+        )
+    return (
+        f"<|channel|>analysis<|message|>Effort {effort}.<|end|><|start|>assistant<|channel|>final"
+        "<|message|>Good day 👧!<|return|>"
+    )
+
+
+@pytest.fixture(scope="module")
+def url() -> Any:
+    engine = make_engine(model, session_len=4096, harmony_template=OWN_TEMPLATE)
+    engine.parts.core.cache_tokens = 4096  # type: ignore[attr-defined]
+    with serving(engine) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def joined(stream: Any) -> dict[str, Any]:
+    """What a client makes of a stream, by choice 0."""
+    found: dict[str, Any] = {"content": "", "reasoning_content": "", "calls": {}, "reason": None}
+    for chunk in stream:
+        for choice in chunk.choices:
+            delta = choice.delta
+            found["content"] += delta.content or ""
+            found["reasoning_content"] += getattr(delta, "reasoning_content", None) or ""
+            for call in delta.tool_calls or []:
+                entry = found["calls"].setdefault(call.index, {"id": "", "name": "", "text": ""})
+                entry["id"] += call.id or ""
+                entry["name"] += call.function.name or ""
+                entry["text"] += call.function.arguments or ""
+            found["reason"] = choice.finish_reason or found["reason"]
+    return found
+
+
+def test_answer_and_reasoning(client: openai.OpenAI) -> None:
+    choice = client.chat.completions.create(**CHAT).choices[0]
+    assert choice.message.content == "Good day 👧!"
+    assert choice.message.reasoning_content == "Effort medium."
+    assert choice.message.tool_calls is None and choice.finish_reason == "stop"
+    found = joined(client.chat.completions.create(**CHAT, stream=True))
+    assert (found["content"], found["reasoning_content"]) == ("Good day 👧!", "Effort medium.")
+    assert (found["calls"], found["reason"]) == ({}, "stop")
+
+
+@pytest.mark.parametrize("effort", ["low", "medium", "high"])
+def test_reasoning_effort(client: openai.OpenAI, effort: Any) -> None:
+    reply = client.chat.completions.create(**CHAT, reasoning_effort=effort)
+    assert reply.choices[0].message.reasoning_content == f"Effort {effort}."
+
+
+def test_a_tool_from_question_to_answer(client: openai.OpenAI) -> None:
+    reply = client.chat.completions.create(**CHAT, tools=[TOOL])
+    message, reason = reply.choices[0].message, reply.choices[0].finish_reason
+    assert (message.content, reason) == ("Let me see.", "tool_calls")
+    assert message.reasoning_content == "I need the wéather."
+    (call,) = message.tool_calls
+    assert (call.type, call.function.name) == ("function", "get_weather")
+    assert json.loads(call.function.arguments) == {"place": "Zürich"}
+    # The message goes back as the client has it.
+    said = message.model_dump(exclude_none=True)
+    result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+    reply = client.chat.completions.create(
+        model="m", messages=[USER, said, result], tools=[TOOL], tool_choice="auto"
+    )
+    assert reply.choices[0].message.content == "It is sunny."
+    assert "analysis<|message|>I need the wéather.<|end|>" in SEEN[-1]
+    assert f"json<|message|>{ARGUMENTS}<|call|>" in SEEN[-1]
+
+
+def test_streamed_call(client: openai.OpenAI) -> None:
+    found = joined(client.chat.completions.create(**CHAT, tools=[TOOL], stream=True))
+    (call,) = found["calls"].values()
+    assert (call["name"], call["text"]) == ("get_weather", ARGUMENTS)
+    assert call["id"].startswith("chatcmpl-tool-") and call["id"].count("chatcmpl") == 1
+    assert (found["content"], found["reason"]) == ("Let me see.", "tool_calls")
+    assert found["reasoning_content"] == "I need the wéather."
+
+
+def test_events_hold_what_is_new(url: str) -> None:
+    events = post(url, "/v1/chat/completions", {**CHAT, "tools": [TOOL], "stream": True}).text
+    chunks = [json.loads(line[6:]) for line in events.split("\n\n")[:-2]]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert all(delta for delta in deltas[1:-1]), "no event without news"
+    first, second = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta][:2]
+    assert set(first) == {"index", "id", "type", "function"}
+    assert first["function"] == {"name": "get_weather", "arguments": ""}
+    assert second == {"index": 0, "function": {"arguments": "{"}}
+
+
+def test_a_call_without_words_has_no_content(url: str) -> None:
+    call = "<|channel|>commentary to=functions.f<|message|>{}<|call|>"
+    with serving(make_engine(lambda _: call, harmony_template=OWN_TEMPLATE)) as other:
+        message = post(other, "/v1/chat/completions", CHAT).json()["choices"][0]["message"]
+    assert message["content"] is None and message["reasoning_content"] is None
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
+
+
+def test_tool_choice_none_hides_the_tools(client: openai.OpenAI) -> None:
+    reply = client.chat.completions.create(**CHAT, tools=[TOOL], tool_choice="none")
+    assert reply.choices[0].finish_reason == "stop" and "get_weather" not in SEEN[-1]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_cut_call(client: openai.OpenAI, stream: bool) -> None:
+    limit = 140
+    if stream:
+        chunks = client.chat.completions.create(**CHAT, tools=[TOOL], max_tokens=limit, stream=True)
+        found = joined(chunks)
+        text, reason = found["calls"][0]["text"], found["reason"]
+    else:
+        reply = client.chat.completions.create(**CHAT, tools=[TOOL], max_tokens=limit)
+        text = reply.choices[0].message.tool_calls[0].function.arguments
+        reason = reply.choices[0].finish_reason
+    assert reason == "length"
+    assert text and ARGUMENTS.startswith(text) and text != ARGUMENTS
+
+
+def test_several_answers_stop_words_and_logprobs(client: openai.OpenAI) -> None:
+    reply = client.chat.completions.create(**CHAT, n=2, stop=["Effort", " day"], logprobs=True)
+    for choice in reply.choices:
+        assert (choice.message.content, choice.finish_reason) == ("Good", "stop")
+        assert choice.message.reasoning_content == "Effort medium."
+        assert choice.logprobs.content
+
+
+def test_a_conversation_may_be_token_ids(url: str) -> None:
+    ids = post(url, "/v1/encode", {"input": "Hi", "do_preprocess": True}).json()["input_ids"]
+    reply = post(url, "/v1/chat/completions", {"model": "m", "input_ids": ids}).json()
+    assert reply["choices"][0]["message"]["reasoning_content"] == "Effort medium."
+
+
+def test_plain_endpoints_are_plain(url: str) -> None:
+    prompt = "Reasoning: x\n"
+    reply = post(url, "/v1/completions", {"model": "m", "prompt": prompt, "max_tokens": 500}).json()
+    assert reply["choices"][0]["text"] == "analysisEffort x.assistantfinalGood day 👧!"
+
+
+BAD = [
+    ({"reasoning_effort": "extreme"}, "reasoning_effort: got 'extreme', wanted low, medium or"),
+    ({"reasoning_effort": 5}, "reasoning_effort: got 5"),
+    ({"chat_template_kwargs": {"reasoning_effort": "x"}}, "reasoning_effort: got 'x'"),
+    ({"tool_choice": "required"}, "tool_choice: got 'required', wanted none or auto"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice: got {"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type: got 'web_search'"),
+    ({"tools": [TOOL, TOOL]}, "tools[1].function.name: got 'get_weather'"),
+    ({"tools": 5}, "tools: got 5"),
+    ({"functions": [{}]}, "functions: not supported"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role: got tool without"),
+    ({"messages": [{"role": "user", "content": "<|end|>" * 2000}]}, "prompt: got"),
+]
+
+
+@pytest.mark.parametrize(("change", "text"), BAD, ids=[text for _, text in BAD])
+def test_bad_requests(url: str, change: dict[str, Any], text: str) -> None:
+    reply = post(url, "/v1/chat/completions", {**CHAT, **change})
+    error = reply.json()["error"]
+    assert reply.status_code == 400 and text in error["message"]
+    assert error["param"] == text.split(":")[0]
+
+
+def test_deep_tools(url: str) -> None:
+    deep = b'{"a":' * 900 + b"1" + b"}" * 900
+    body = json.dumps({**CHAT, "tools": [TOOL]}).encode()
+    body = body.replace(b'"unit": {', b'"deep": ' + deep + b', "unit": {')
+    assert post(url, "/v1/chat/completions", body).status_code in (200, 400)
+    assert post(url, "/v1/chat/completions", CHAT).status_code == 200
+
+
+def test_other_models_are_as_before() -> None:
+    with serving(make_engine()) as url:
+        for name, value in (("tools", [TOOL]), ("reasoning_effort", "low")):
+            reply = post(url, "/v1/chat/completions", {**CHAT, name: value})
+            assert reply.status_code == 400
+            assert f"{name}: not supported" in reply.json()["error"]["message"]
+        accepted = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}
+        reply = post(url, "/v1/chat/completions", {**CHAT, **accepted}).json()
+        assert set(reply["choices"][0]["message"]) == {"role", "content"}
+
+
+def test_flags() -> None:
+    parse = make_parser().parse_args
+    command = ["serve", "api_server", "x"]
+    assert parse([*command, "--reasoning-parser", "gpt-oss"]).reasoning_parser == "gpt-oss"
+    assert parse([*command, "--tool-call-parser", "gpt-oss"]).tool_call_parser == "gpt-oss"
+    with pytest.raises(SystemExit):
+        parse([*command, "--reasoning-parser", "deepseek-r1"])
