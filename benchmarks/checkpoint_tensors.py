@@ -146,7 +146,7 @@ def _plain(name: str, *shape: int, std: float | None = None) -> RandomTensor:
     return RandomTensor(name, shape, Encoding.BF16, shape[-1] ** -0.5 if std is None else std)
 
 
-def _ones(name: str, length: int, encoding: Encoding = Encoding.BF16) -> RandomTensor:
+def _ones(name: str, length: int, *, encoding: Encoding = Encoding.BF16) -> RandomTensor:
     return RandomTensor(name, (length,), encoding, std=0.0, mean=1.0)
 
 
@@ -181,7 +181,7 @@ def _hf_layer(shape: Shape, layer: int) -> Iterator[RandomTensor]:
     yield _ones(f"{prefix}.post_attention_layernorm.weight", shape.hidden)
     experts = shape.experts_of(layer)
     if experts is None:
-        yield from _hf_gated(f"{prefix}.mlp", shape.hidden, shape.width)
+        yield from _hf_gated(f"{prefix}.mlp", shape.hidden, width=shape.width)
     elif shape.is_gpt_oss:
         yield from _gpt_oss_experts(f"{prefix}.mlp", shape.hidden, experts=experts)
     elif shape.architecture == "MixtralForCausalLM":
@@ -195,13 +195,13 @@ def _hf_layer(shape: Shape, layer: int) -> Iterator[RandomTensor]:
         moe = f"{prefix}.mlp"
         yield _plain(f"{moe}.gate.weight", experts.count, shape.hidden)
         for expert in range(experts.count):
-            yield from _hf_gated(f"{moe}.experts.{expert}", shape.hidden, experts.width)
+            yield from _hf_gated(f"{moe}.experts.{expert}", shape.hidden, width=experts.width)
         if experts.shared_width:
-            yield from _hf_gated(f"{moe}.shared_expert", shape.hidden, experts.shared_width)
+            yield from _hf_gated(f"{moe}.shared_expert", shape.hidden, width=experts.shared_width)
             yield _plain(f"{moe}.shared_expert_gate.weight", 1, shape.hidden)
 
 
-def _hf_gated(prefix: str, hidden: int, width: int) -> Iterator[RandomTensor]:
+def _hf_gated(prefix: str, hidden: int, *, width: int) -> Iterator[RandomTensor]:
     yield _plain(f"{prefix}.gate_proj.weight", width, hidden)
     yield _plain(f"{prefix}.up_proj.weight", width, hidden)
     yield _plain(f"{prefix}.down_proj.weight", hidden, width)
@@ -226,7 +226,7 @@ def gguf_tensors(shape: Shape) -> list[RandomTensor]:
     tensors = [_matrix("token_embd.weight", shape.vocab, shape.hidden, std=1.0)]
     for layer in range(shape.layers):
         tensors += _gguf_layer(shape, layer)
-    tensors.append(_ones("output_norm.weight", shape.hidden, Encoding.F32))
+    tensors.append(_ones("output_norm.weight", shape.hidden, encoding=Encoding.F32))
     if not shape.tied:
         std = LOGIT_STD * shape.hidden**-0.5
         tensors.append(_matrix("output.weight", shape.vocab, shape.hidden, std=std))
@@ -248,22 +248,22 @@ def _vector(name: str, *shape: int, std: float = SMALL_STD) -> RandomTensor:
 
 def _gguf_layer(shape: Shape, layer: int) -> Iterator[RandomTensor]:
     prefix = f"blk.{layer}"
-    yield _ones(f"{prefix}.attn_norm.weight", shape.hidden, Encoding.F32)
+    yield _ones(f"{prefix}.attn_norm.weight", shape.hidden, encoding=Encoding.F32)
     for matrix, (rows, columns) in shape.attention().items():
         name = f"{prefix}.attn_{'output' if matrix == 'o' else matrix}"
         yield _matrix(f"{name}.weight", rows, columns)
         if shape.has_bias(matrix):
             yield _vector(f"{name}.bias", rows)
     if shape.qk_norm:
-        yield _ones(f"{prefix}.attn_q_norm.weight", shape.head_dim, Encoding.F32)
-        yield _ones(f"{prefix}.attn_k_norm.weight", shape.head_dim, Encoding.F32)
+        yield _ones(f"{prefix}.attn_q_norm.weight", shape.head_dim, encoding=Encoding.F32)
+        yield _ones(f"{prefix}.attn_k_norm.weight", shape.head_dim, encoding=Encoding.F32)
     if shape.is_gpt_oss:
         yield _vector(f"{prefix}.attn_sinks.weight", shape.heads)
     norm = "post_attention_norm" if shape.is_gpt_oss else "ffn_norm"
-    yield _ones(f"{prefix}.{norm}.weight", shape.hidden, Encoding.F32)
+    yield _ones(f"{prefix}.{norm}.weight", shape.hidden, encoding=Encoding.F32)
     experts = shape.experts_of(layer)
     if experts is None:
-        for name, rows, columns in _gated("ffn_{}", shape.hidden, shape.width):
+        for name, rows, columns in _gated("ffn_{}", shape.hidden, width=shape.width):
             yield _matrix(f"{prefix}.{name}.weight", rows, columns)
         return
     encoding = Encoding.MXFP4 if shape.is_gpt_oss else Encoding.Q8_0
@@ -271,17 +271,17 @@ def _gguf_layer(shape: Shape, layer: int) -> Iterator[RandomTensor]:
     yield _vector(f"{prefix}.ffn_gate_inp.weight", experts.count, shape.hidden, std=std)
     if shape.is_gpt_oss:
         yield _vector(f"{prefix}.ffn_gate_inp.bias", experts.count)
-    for name, rows, columns in _gated("ffn_{}_exps", shape.hidden, experts.width):
+    for name, rows, columns in _gated("ffn_{}_exps", shape.hidden, width=experts.width):
         yield _matrix(f"{prefix}.{name}.weight", experts.count, rows, columns, encoding=encoding)
         if shape.is_gpt_oss:
             yield _vector(f"{prefix}.{name}.bias", experts.count, rows)
     if experts.shared_width:
         yield _vector(f"{prefix}.ffn_gate_inp_shexp.weight", shape.hidden, std=std)
-        for name, rows, columns in _gated("ffn_{}_shexp", shape.hidden, experts.shared_width):
+        for name, rows, columns in _gated("ffn_{}_shexp", shape.hidden, width=experts.shared_width):
             yield _matrix(f"{prefix}.{name}.weight", rows, columns)
 
 
-def _gated(pattern: str, hidden: int, width: int) -> Iterator[tuple[str, int, int]]:
+def _gated(pattern: str, hidden: int, *, width: int) -> Iterator[tuple[str, int, int]]:
     yield pattern.format("gate"), width, hidden
     yield pattern.format("down"), hidden, width
     yield pattern.format("up"), width, hidden

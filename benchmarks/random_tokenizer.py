@@ -35,7 +35,7 @@ class SpecialTokens:
     add_bos: bool = False
 
 
-def _reserved(names: dict[int, str], first: int, last: int) -> tuple[str, ...]:
+def _reserved(names: dict[int, str], *, first: int, last: int) -> tuple[str, ...]:
     return tuple(names.get(i, f"<|reserved_{i}|>") for i in range(first, last + 1))
 
 
@@ -104,7 +104,7 @@ _INSTRUCT = """\
 _GPT_OSS = SpecialTokens(
     cut="gpt-4o",
     first=199998,
-    names=_reserved(_HARMONY_NAMES, 199998, 200018),
+    names=_reserved(_HARMONY_NAMES, first=199998, last=200018),
     bos="<|startoftext|>",
     eos="<|return|>",
     pad="<|endoftext|>",
@@ -122,8 +122,8 @@ _LLAMA3 = SpecialTokens(
             128007: "<|end_header_id|>",
             128009: "<|eot_id|>",
         },
-        128000,
-        128009,
+        first=128000,
+        last=128009,
     ),
     bos="<|begin_of_text|>",
     eos="<|end_of_text|>",

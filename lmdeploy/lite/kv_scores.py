@@ -97,7 +97,8 @@ class ScoreFolder:
         if self.num_missing() == 0:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        with reference_logits(len(self.contexts[0]), model.config.vocab_size) as reference:
+        longest = max(map(len, self.contexts))
+        with reference_logits(longest, model.config.vocab_size) as reference:
             for index, ids in enumerate(self.contexts):
                 for cell in self._missing(index):
                     with PromptEngine(model, cell.configure, context=len(ids)) as engine:

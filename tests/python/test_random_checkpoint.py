@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import make_random_checkpoint as maker
 import numpy as np
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
+import random_tensors
 
 COMMON = {
     "hidden_size": 64,
@@ -55,20 +52,14 @@ IN_GGUF = {"mlp_only_layers": [], "decoder_sparse_step": 1}
 STD_TOLERANCE = 0.03  # of at least 2^18 random values, whose own deviation is below 0.2 %
 
 
-@pytest.fixture
-def maker(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("make_random_checkpoint")
-
-
-def tiny_config(maker: ModuleType, name: str, path: Path, **changes: Any) -> str:
+def tiny_config(name: str, path: Path, **changes: Any) -> str:
     path.write_text(json.dumps({**maker.NAMED_CONFIGS[name], **TINY[name], **changes}))
     return str(path)
 
 
-def make(maker: ModuleType, name: str, output: Path, *options: str) -> Path:
+def make(name: str, output: Path, *options: str) -> Path:
     changes = IN_GGUF if "gguf" in options else {}
-    config = tiny_config(maker, name, output.parent / f"{name}.json", **changes)
+    config = tiny_config(name, output.parent / f"{name}.json", **changes)
     assert maker.main([config, str(output), *options]) == 0
     return output
 
@@ -88,11 +79,11 @@ def stored(folder: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_transformers_finds_every_tensor(maker: ModuleType, name: str, tmp_path: Path) -> None:
+def test_transformers_finds_every_tensor(name: str, tmp_path: Path) -> None:
     import torch
     import transformers
 
-    folder = make(maker, name, tmp_path / "model")
+    folder = make(name, tmp_path / "model")
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         folder, output_loading_info=True, dtype=torch.float32
     )
@@ -101,11 +92,11 @@ def test_transformers_finds_every_tensor(maker: ModuleType, name: str, tmp_path:
     assert np.isfinite(logits).all() and 0.5 < logits.std() < 8
 
 
-def test_transformers_finds_every_tensor_of_gpt_oss(maker: ModuleType, tmp_path: Path) -> None:
+def test_transformers_finds_every_tensor_of_gpt_oss(tmp_path: Path) -> None:
     import torch
     import transformers
 
-    folder = make(maker, "gpt-oss-20b", tmp_path / "model")
+    folder = make("gpt-oss-20b", tmp_path / "model")
     config = transformers.AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         wanted = dict(transformers.GptOssForCausalLM(config).named_parameters())
@@ -121,8 +112,8 @@ def test_transformers_finds_every_tensor_of_gpt_oss(maker: ModuleType, tmp_path:
     assert not tensors
 
 
-def test_gpt_oss_folder_as_published(maker: ModuleType, tmp_path: Path) -> None:
-    folder = make(maker, "gpt-oss-20b", tmp_path / "model", "--shard-bytes", "100000")
+def test_gpt_oss_folder_as_published(tmp_path: Path) -> None:
+    folder = make("gpt-oss-20b", tmp_path / "model", "--shard-bytes", "100000")
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     shards = sorted(path.name for path in folder.glob("*.safetensors"))
     assert len(shards) > 2 and set(index["weight_map"].values()) == set(shards)
@@ -133,10 +124,10 @@ def test_gpt_oss_folder_as_published(maker: ModuleType, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_gguf_holds_what_its_architecture_has(maker: ModuleType, name: str, tmp_path: Path) -> None:
+def test_gguf_holds_what_its_architecture_has(name: str, tmp_path: Path) -> None:
     import gguf
 
-    reader = gguf.GGUFReader(make(maker, name, tmp_path / "m.gguf", "--format", "gguf"))
+    reader = gguf.GGUFReader(make(name, tmp_path / "m.gguf", "--format", "gguf"))
     architecture = reader.get_field("general.architecture").contents()
     arch = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}[architecture]
     known = {gguf.TENSOR_NAMES[kind] for kind in gguf.MODEL_TENSORS[arch]}
@@ -157,14 +148,14 @@ def test_gguf_holds_what_its_architecture_has(maker: ModuleType, name: str, tmp_
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_llama_cpp_generates(maker: ModuleType, name: str, tmp_path: Path) -> None:
+def test_llama_cpp_generates(name: str, tmp_path: Path) -> None:
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
-    path = make(maker, name, tmp_path / "m.gguf", "--format", "gguf")
+    path = make(name, tmp_path / "m.gguf", "--format", "gguf")
     model = llama_cpp.Llama(str(path), n_ctx=128, n_threads=1, verbose=False)
     ids = model.tokenize(b"Some words, 123 of them.", add_bos=False)
     tokens = [token for token, _ in zip(model.generate(ids, temp=0), range(5), strict=False)]
     assert len(set(tokens)) > 1 and all(0 <= token < 640 for token in tokens)
-    folder = make(maker, name, tmp_path / "model")
+    folder = make(name, tmp_path / "model")
     from lmdeploy.tokenizer import tokenizer_from_folder
 
     text = "It's 2024, “so be it”!\n\n  <|end|>\tdone"
@@ -173,11 +164,11 @@ def test_llama_cpp_generates(maker: ModuleType, name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "qwen3-8b"])
-def test_the_engine_loads_both_forms(maker: ModuleType, name: str, tmp_path: Path) -> None:
+def test_the_engine_loads_both_forms(name: str, tmp_path: Path) -> None:
     from lmdeploy import GenerationConfig, TurbomindEngineConfig, pipeline
 
-    folder = make(maker, name, tmp_path / "model")
-    file = make(maker, name, tmp_path / "m.gguf", "--format", "gguf")
+    folder = make(name, tmp_path / "model")
+    file = make(name, tmp_path / "m.gguf", "--format", "gguf")
     for path in (folder, file):
         with pipeline(str(path), TurbomindEngineConfig(cache_max_entry_count=4)) as pipe:
             messages = [{"role": "user", "content": "Good day"}]
@@ -185,10 +176,9 @@ def test_the_engine_loads_both_forms(maker: ModuleType, name: str, tmp_path: Pat
             assert answer.generate_token_len == 4
 
 
-def test_standard_deviations(maker: ModuleType) -> None:
+def test_standard_deviations() -> None:
     import gguf
 
-    random_tensors = sys.modules["random_tensors"]
     encodings = random_tensors.Encoding
     shape, std = (2048, 288), 0.0186
 
@@ -215,10 +205,10 @@ def test_standard_deviations(maker: ModuleType) -> None:
     assert split.std() == pytest.approx(std, rel=STD_TOLERANCE)
 
 
-def test_a_shorter_model_is_a_beginning(maker: ModuleType, tmp_path: Path) -> None:
-    whole = stored(make(maker, "gpt-oss-20b", tmp_path / "whole"))
-    short = stored(make(maker, "gpt-oss-20b", tmp_path / "short", "--layers", "2"))
-    other = stored(make(maker, "gpt-oss-20b", tmp_path / "other", "--seed", "1", "--layers", "1"))
+def test_a_shorter_model_is_a_beginning(tmp_path: Path) -> None:
+    whole = stored(make("gpt-oss-20b", tmp_path / "whole"))
+    short = stored(make("gpt-oss-20b", tmp_path / "short", "--layers", "2"))
+    other = stored(make("gpt-oss-20b", tmp_path / "other", "--seed", "1", "--layers", "1"))
     assert {name for name in whole if ".layers.2." not in name} == set(short)
     assert all(np.array_equal(whole[name], value) for name, value in short.items())
     name = "model.layers.0.mlp.experts.down_proj_blocks"
@@ -229,8 +219,7 @@ def test_a_shorter_model_is_a_beginning(maker: ModuleType, tmp_path: Path) -> No
     ]
 
 
-def test_pieces_are_bounded(maker: ModuleType) -> None:
-    random_tensors = sys.modules["random_tensors"]
+def test_pieces_are_bounded() -> None:
     model = maker.make_model("gpt-oss-120b", layers=1, seed=0)
     for tensor in [*maker.hf_tensors(model.shape), *maker.gguf_tensors(model.shape)]:
         sizes = tensor.encoding.num_bytes(min(tensor.num_values, random_tensors.PIECE_VALUES))
@@ -240,7 +229,7 @@ def test_pieces_are_bounded(maker: ModuleType) -> None:
     assert next(largest.pieces(0)).nbytes <= 16 << 20
 
 
-def test_sizes_of_the_published_models(maker: ModuleType) -> None:
+def test_sizes_of_the_published_models() -> None:
     def total(name: str) -> int:
         shape = maker.make_model(name, layers=None, seed=0).shape
         return sum(tensor.num_bytes for tensor in maker.hf_tensors(shape))
@@ -263,14 +252,13 @@ def test_sizes_of_the_published_models(maker: ModuleType) -> None:
     ],
 )
 def test_wrong_input_is_one_line(
-    maker: ModuleType,
     changes: dict[str, Any],
     options: list[str],
     words: list[str],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    config = tiny_config(maker, "gpt-oss-20b", tmp_path / "config.json", **changes)
+    config = tiny_config("gpt-oss-20b", tmp_path / "config.json", **changes)
     assert maker.main([config, str(tmp_path / "model"), *options]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert all(word in line for word in words), line
@@ -278,18 +266,16 @@ def test_wrong_input_is_one_line(
 
 
 def test_dense_layers_among_experts_have_no_gguf(
-    maker: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = tiny_config(maker, "qwen1.5-moe-a2.7b", tmp_path / "config.json")
+    config = tiny_config("qwen1.5-moe-a2.7b", tmp_path / "config.json")
     assert maker.main([config, str(tmp_path / "m.gguf"), "--format", "gguf"]) == 2
     assert "2 of 3 layers have experts" in capsys.readouterr().err
 
 
-def test_nothing_is_overwritten(
-    maker: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make(maker, "gpt-oss-20b", tmp_path / "m.gguf", "--format", "gguf")
-    config = tiny_config(maker, "gpt-oss-20b", tmp_path / "config.json")
+def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make("gpt-oss-20b", tmp_path / "m.gguf", "--format", "gguf")
+    config = tiny_config("gpt-oss-20b", tmp_path / "config.json")
     assert maker.main([config, str(tmp_path / "m.gguf"), "--format", "gguf"]) == 2
     assert "is there already" in capsys.readouterr().err
     assert maker.main(["gpt-oss-7b", str(tmp_path / "new")]) == 2

@@ -1,0 +1,107 @@
+"""A KV policy: what the server is told, and what the engine makes of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lmdeploy.cli.arguments import OneLineParser, add_engine_flags, engine_config
+from lmdeploy.kv_formats import TABLE_SUFFIXES
+from lmdeploy.messages import TurbomindEngineConfig
+
+REFERENCE = "0"
+REFERENCE_FORMAT = "none"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """`name` as given on the command line; quality None: the server's default."""
+
+    name: str
+    quality: str | None
+    server_flags: tuple[str, ...]  # for every policy
+
+    @property
+    def label(self) -> str:
+        """As it stands in the table."""
+        return self.name if self.quality is None else f"{self.name}/{self.quality}"
+
+    @property
+    def flags(self) -> list[str]:
+        """The server's flags."""
+        table = "=" in self.name or self.name.lower().endswith(TABLE_SUFFIXES)
+        flag = "--kv-cache-format" if table else "--quant-policy"
+        quality = [] if self.quality is None else ["--kv-quality", self.quality]
+        return [*self.server_flags, flag, self.name, *quality]
+
+    def facts(self) -> dict[str, str | list[str]]:
+        """What tells this policy from others: flags, and the content of files among them."""
+        config = self.config()
+        files = [config.kv_cache_format, config.kv_calibration]
+        paths = [Path(str(file)) for file in files if file is not None]
+        digests = [
+            hashlib.sha256(path.read_bytes()).hexdigest() for path in paths if path.is_file()
+        ]
+        return {"policy": self.label, "flags": self.flags, "files": digests}
+
+    def config(self) -> TurbomindEngineConfig:
+        """The engine options that the server will make of its flags.
+
+        Raises ValueError for an unknown name and for flags that contradict each other.
+        """
+        parser = _EngineParser(prog="server flags", add_help=False)
+        add_engine_flags(parser)
+        return engine_config(parser.parse_args(self.flags))
+
+
+class _EngineParser(OneLineParser):
+    def error(self, message: str) -> None:  # type: ignore[override]  # it raises all the same
+        raise ValueError(f"flags of the server: {message}")
+
+
+def make_policies(
+    names: Sequence[str], qualities: Sequence[str | None], *, server_flags: Sequence[str]
+) -> list[Policy]:
+    """Names × qualities in the order given; 16 bit once, since it has no qualities.
+
+    Raises ValueError for what no server would accept.
+    """
+    found: dict[str, Policy] = {}
+    for name in names:
+        for quality in qualities:
+            policy = Policy(name, quality, tuple(server_flags))
+            if policy.config().kv_format == REFERENCE_FORMAT:
+                policy = Policy(REFERENCE, None, tuple(server_flags))
+            found.setdefault(policy.label, policy)
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a cache holds, from the engine's own plan.
+
+    `hot_bytes` of the 16-bit blocks come on top, per sequence.
+    """
+
+    stored: str
+    bytes_per_token: float
+    hot_bytes: int
+
+
+def make_plan(model_path: str, policy: Policy) -> Plan:
+    """Reads the model's config but not its weights. ValueError for options that do not fit it."""
+    from lmdeploy import _turbomind
+    from lmdeploy.environment import free_memory_bytes
+    from lmdeploy.turbomind.engine import engine_config_of
+    from lmdeploy.turbomind.loader import read_model_info
+
+    config = policy.config()
+    info = read_model_info(model_path, dtype=config.dtype, exact=config.exact)
+    native, options = engine_config_of(config, info.config, model_path=str(info.path))
+    plan = _turbomind.plan_memory(info.config, native, free_memory_bytes())
+    stored = (
+        f"{options.mode} {options.quality}" if options.mode != REFERENCE_FORMAT else options.mode
+    )
+    return Plan(stored, plan.bytes_per_token, plan.hot_bytes_per_sequence)
