@@ -6,7 +6,9 @@
 #include <string>
 #include <vector>
 
+#include "engine/tiny_model.h"
 #include "turbomind/core/check.h"
+#include "turbomind/model/decoder.h"
 
 namespace turbomind {
 namespace {
@@ -155,11 +157,9 @@ TEST_CASE("the plan counts what the decoder reserves") {
           cache.k_mean = mean.data();
         }
         const std::vector<LayerCache> layers(static_cast<size_t>(model.num_layers), cache);
-        const Decoder decoder({.model = model,
-                               .layers = layers,
-                               .max_tokens = tokens,
-                               .max_logit_rows = kLogitRows},
-                              testing::TinyWeights(model, *device), *device);
+        const Decoder decoder(
+            {.model = model, .layers = layers, .max_tokens = tokens, .max_logit_rows = kLogitRows},
+            testing::TinyWeights(model, *device), *device);
         const int64_t planned = PlanMemory(model, config, kFreeBytes, true).scratch_bytes;
         CHECK(planned == decoder.scratch_bytes());
         CHECK(planned > int64_t{tokens} * model.hidden_size * 4);
