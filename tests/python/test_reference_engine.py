@@ -64,9 +64,11 @@ def make_engine(
     rope = _turbomind.RopeConfig()
     for name in ("kind", "theta", "dim", "factor", "original_max_position"):
         setattr(rope, name, getattr(shape.rope, name))
-    for name in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
+    for name in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate"):
         setattr(rope, name, getattr(shape.rope, name))
     config.rope = rope
+    if shape.experts is not None:
+        set_experts(config, shape)
     device = _turbomind.make_cpu_device(2)
     builder = _turbomind.WeightsBuilder(config, device, True)
     for name, (rows, cols) in shape.matrices().items():
@@ -76,6 +78,17 @@ def make_engine(
     options.session_len, options.max_batch_size = 1024, 2
     options.max_prefill_token_num, options.check_integrity = 48, True
     return _turbomind.Engine(config, options, builder.build(), device, 1 << 30)
+
+
+def set_experts(config: "_turbomind.ModelConfig", shape: Shape) -> None:
+    experts = shape.experts
+    assert experts is not None
+    moe = _turbomind.MoeConfig()
+    moe.num_experts, moe.top_k = experts.count, experts.top_k
+    moe.intermediate_size, moe.normalise = experts.width, experts.normalise
+    moe.layers = [1] * shape.layers
+    config.moe, config.swiglu_limit = moe, experts.limit
+    config.activation = "clamped_swiglu" if experts.gpt_oss else "silu"
 
 
 def collect_logits(engine: "_turbomind.Engine", ids: np.ndarray) -> np.ndarray:
@@ -112,10 +125,13 @@ ROPES = [
     Rope(64, "dynamic", factor=4.0, original_max_position=32),
     Rope(64, "llama3", theta=500000.0, factor=8.0, original_max_position=64),
     Rope(64, "yarn", factor=4.0, original_max_position=64),
+    Rope(64, "yarn", theta=150000.0, factor=32.0, original_max_position=64, truncate=False),
 ]
 
 
-@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope.kind)
+@pytest.mark.parametrize(
+    "rope", ROPES, ids=lambda rope: rope.kind if rope.truncate else "yarn-untruncated"
+)
 def test_rope_kinds(rope: Rope) -> None:
     assert compare(make_shape(rope=rope), mode="none", dtype="float32")[0] < EXACT_MAX
 

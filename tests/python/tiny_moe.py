@@ -88,7 +88,7 @@ TINY_MOE_MODELS = (
 
 def quantise_mxfp4(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """[.., n] → codes [.., n] of E2M1 and exponents [.., n / 32] of E8M0, nearest values."""
-    blocks = values.astype(np.float32).reshape(*values.shape[:-1], -1, BLOCK)
+    blocks = np.ascontiguousarray(values, np.float32).reshape(*values.shape[:-1], -1, BLOCK)
     top = np.abs(blocks).max(axis=-1)
     exponents = np.where(top > 0, np.floor(np.log2(np.maximum(top, 1e-30))) - 2, 0) + 127
     scales = np.exp2(exponents - 127)[..., None]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from reference.moe import Experts, feed_forward
 from reference.quality import RAW, LayerStore, Quality, hot_mask, mixed_attention
 from reference.rope import Rope, rotate
 
@@ -16,7 +17,7 @@ Doubles = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a small dense decoder."""
+    """Sizes of a small decoder; with `experts`, in every layer."""
 
     layers: int
     hidden: int
@@ -28,7 +29,9 @@ class Shape:
     rope: Rope
     windows: tuple[int, ...] = ()
     norm_eps: float = 1e-5
-    optional: frozenset[str] = field(default_factory=frozenset)  # bias, qk_norm, sinks, head
+    # bias (of q, k, v), o_bias, qk_norm, sinks, head
+    optional: frozenset[str] = field(default_factory=frozenset)
+    experts: Experts | None = None
 
     def matrices(self) -> dict[str, tuple[int, int]]:
         """Name → (outputs, inputs)."""
@@ -42,10 +45,13 @@ class Shape:
                 f"layers.{i}.k": (kv, self.hidden),
                 f"layers.{i}.v": (kv, self.hidden),
                 f"layers.{i}.o": (self.hidden, q),
-                f"layers.{i}.gate": (self.intermediate, self.hidden),
-                f"layers.{i}.up": (self.intermediate, self.hidden),
-                f"layers.{i}.down": (self.hidden, self.intermediate),
             }
+            if self.experts is not None:
+                parts = self.experts.matrices(self.hidden)
+            else:
+                wide = (self.intermediate, self.hidden)
+                parts = {"gate": wide, "up": wide, "down": wide[::-1]}
+            shapes |= {f"layers.{i}.{name}": shape for name, shape in parts.items()}
         return shapes
 
     def vectors(self) -> dict[str, int]:
@@ -61,6 +67,11 @@ class Shape:
                 lengths |= {
                     f"layers.{i}.{n}.bias": size for n, size in zip("qkv", (q, kv, kv), strict=True)
                 }
+            if "o_bias" in self.optional:
+                lengths[f"layers.{i}.o.bias"] = self.hidden
+            if self.experts is not None:
+                biases = self.experts.biases(self.hidden)
+                lengths |= {f"layers.{i}.{name}": size for name, size in biases.items()}
             if "qk_norm" in self.optional:
                 lengths |= {f"layers.{i}.{n}_norm": self.head_dim for n in "qk"}
             if "sinks" in self.optional:
@@ -147,10 +158,13 @@ class Decoder:
             window=shape.windows[layer] if shape.windows else 0,
             sinks=None if sinks is None else sinks.astype(np.float64),
         )
-        return out.reshape(len(x), -1) @ self.weights[f"layers.{layer}.o"].T.astype(np.float64)
+        out = out.reshape(len(x), -1) @ self.weights[f"layers.{layer}.o"].T.astype(np.float64)
+        return np.asarray(out + self.weights.get(f"layers.{layer}.o.bias", np.float32(0)))
 
     def _feed_forward(self, layer: int, x: Doubles) -> Doubles:
         x = rms_norm(x, self.weights[f"layers.{layer}.ffn_norm"], self.shape.norm_eps)
+        if self.shape.experts is not None:
+            return feed_forward(self.shape.experts, self.weights, f"layers.{layer}", x)
         gate = x @ self.weights[f"layers.{layer}.gate"].T.astype(np.float64)
         up = x @ self.weights[f"layers.{layer}.up"].T.astype(np.float64)
         hidden = gate / (1 + np.exp(-gate)) * up

@@ -22,6 +22,7 @@ class Rope:
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    truncate: bool = True  # yarn: the ends of the ramp are whole numbers
 
 
 def plain_frequencies(dim: int, theta: float) -> Doubles:
@@ -45,8 +46,10 @@ def yarn_frequencies(rope: Rope) -> Doubles:
         ratio = rope.original_max_position / (turns * 2 * math.pi)
         return rope.dim * math.log(ratio) / (2 * math.log(rope.theta))
 
-    low = max(math.floor(index_of(rope.beta_fast)), 0)
-    high = min(math.ceil(index_of(rope.beta_slow)), rope.dim - 1)
+    low, high = index_of(rope.beta_fast), index_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dim - 1)
     span = high - low if high != low else 0.001
     stretch = np.clip((np.arange(rope.dim // 2) - low) / span, 0, 1)
     frequencies = plain_frequencies(rope.dim, rope.theta)
