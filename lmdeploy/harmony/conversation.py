@@ -20,8 +20,8 @@ MAX_TOOLS = 1024
 MAX_TOOL_CALLS = 1024  # of one message
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-# Of a call that a client sends back: the model may have written built-in names (browser.search).
-_CALL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
+# Of a call that a client sends back: the model chose it.
+_CALL_NAME = re.compile(r"[^\s<>]{1,256}")
 _THOUGHTS = ("reasoning_content", "thinking")
 _KEYS = {
     "assistant": ("role", "content", "name", "tool_calls", *_THOUGHTS),
@@ -173,7 +173,7 @@ def _read_calls(name: str, calls: Any) -> Iterator[tuple[str, Call]]:
             raise refuse(where, call, wanted="an object with id, type and function")
         tool = function.get("name")
         if not isinstance(tool, str) or not _CALL_NAME.fullmatch(tool):
-            wanted = "a name of 1 to 128 letters, digits, dots, underscores and hyphens"
+            wanted = "a name of 1 to 256 characters without spaces, < and >"
             raise refuse(f"{where}.function.name", tool, wanted=wanted)
         arguments = function.get("arguments", "")
         if not isinstance(arguments, str):

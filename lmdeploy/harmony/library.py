@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 VOCABULARY = "o200k_base.tiktoken"
 VARIABLE = "TIKTOKEN_ENCODINGS_BASE"
+logger = logging.getLogger("lmdeploy")
 _load_lock = threading.Lock()
 
 
@@ -42,6 +44,14 @@ def load_encoding() -> HarmonyEncoding:
         )
     with _load_lock:
         return _load(folder)
+
+
+def warn_without_encoding() -> None:
+    """Logs what rendering will lack, at the start of a model without a template."""
+    try:
+        load_encoding()
+    except ValueError as error:
+        logger.warning("%s", error)
 
 
 @cache

@@ -28,7 +28,7 @@ _NEXT_MESSAGE = "<|end|><|start|>assistant"
 
 
 def render_prompt(
-    template: PromptTemplate | None, messages: Any, options: Mapping[str, Any]
+    template: PromptTemplate | None, messages: Any, *, options: Mapping[str, Any]
 ) -> list[str]:
     """The prompt as texts to be tokenised one by one and joined.
 
@@ -46,7 +46,7 @@ def render_prompt(
     guard = secrets.token_hex(16)
     try:
         turns = [_guard_turn(turn, guard) for turn in turns]
-        return _render(template, turns, _guarded(variables, guard)).split(guard)
+        return _render(template, turns, variables=_guarded(variables, guard)).split(guard)
     except RecursionError:
         raise ValueError(
             "tools: nested too deep, wanted a plain JSON schema; change tools"
@@ -54,10 +54,10 @@ def render_prompt(
 
 
 def _render(
-    template: PromptTemplate | None, turns: Sequence[Turn], variables: dict[str, Any]
+    template: PromptTemplate | None, turns: Sequence[Turn], *, variables: dict[str, Any]
 ) -> str:
     if template is not None:
-        return _render_by_template(template, turns, variables)
+        return _render_by_template(template, turns, variables=variables)
     from lmdeploy.harmony.library import render_by_library
 
     return render_by_library(turns, variables)
@@ -87,7 +87,7 @@ def _guarded(value: Any, guard: str) -> Any:
 
 
 def _render_by_template(
-    template: PromptTemplate, turns: Sequence[Turn], variables: dict[str, Any]
+    template: PromptTemplate, turns: Sequence[Turn], *, variables: dict[str, Any]
 ) -> str:
     # Templates know reasoning before a call, but no preamble: it goes in behind a mark and gets
     # its own channel afterwards.

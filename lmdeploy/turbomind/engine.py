@@ -154,15 +154,17 @@ def load_parts(
     )
     harmony = find_harmony(model.model_type, model.tokenizer, answer_parser=answer_parser)
     native, kv = engine_config_of(config, model.config, model_path=str(model.path))
-    free = max(free_memory_bytes() - model.mapped_bytes, 0)
-    core = _turbomind.Engine(model.config, native, model.weights, device, free)
+    core = _turbomind.Engine(model.config, native, model.weights, device, free_memory_bytes())
+    template = choose_template(model.chat_template, chat_template_config, tokenizer=model.tokenizer)
+    if harmony is not None and template is None:
+        from lmdeploy.harmony.library import warn_without_encoding
+
+        warn_without_encoding()
     return EngineParts(
         core=core,
         new_request=_turbomind.Request,
         tokenizer=model.tokenizer,
-        chat_template=choose_template(
-            model.chat_template, chat_template_config, tokenizer=model.tokenizer
-        ),
+        chat_template=template,
         vocab_size=model.config.vocab_size,
         session_len=native.session_len,
         eos_ids=_eos_ids(model.tokenizer.stop_ids, model.generation_config),

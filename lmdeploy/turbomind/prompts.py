@@ -106,7 +106,7 @@ def encode_chat(
     if parts.harmony is not None:
         from lmdeploy.harmony.rendering import render_prompt
 
-        texts = render_prompt(parts.chat_template, messages, template_options or {})
+        texts = render_prompt(parts.chat_template, messages, options=template_options or {})
         _check_length(parts, sum(map(len, texts)))
         if len(texts) > parts.session_len:  # each has a token of its own
             raise ValueError(

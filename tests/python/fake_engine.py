@@ -280,7 +280,10 @@ def make_engine(
     return AsyncEngine(
         EngineParts(
             core=FakeCore(  # type: ignore[arg-type]
-                script, step_seconds=step_seconds, session_len=session_len, tokenizer=tokenizer
+                script,
+                step_seconds=step_seconds,
+                session_len=session_len,
+                tokenizer=type(tokenizer)(),
             ),
             new_request=FakeRequest,  # type: ignore[arg-type]
             tokenizer=tokenizer,  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,15 +13,18 @@ from fake_engine import EOS, HARMONY, HarmonyTokenizer, make_engine
 from harmony_cases import OWN_TEMPLATE, TEXTS, Vocabulary, load_vocabulary, plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import byte_tokenizer
+from rich.console import Console
+from tiny_models import VOCAB_SIZE, TinyModel, byte_tokenizer, make_model, save_model
 
-from lmdeploy import GenerationConfig, Pipeline
+from lmdeploy import GenerationConfig, Pipeline, TurbomindEngineConfig
+from lmdeploy.cli.chat import talk
 from lmdeploy.gguf_tokenizer import tokenizer_from_gguf
 from lmdeploy.harmony.parser import HarmonyParser, Parts, parse_answer
 from lmdeploy.harmony.tokens import HarmonyTokens, find_harmony
 from lmdeploy.messages import Response, join_pieces
 from lmdeploy.tokenizer import Tokenizer, tokenizer_from_folder
 from lmdeploy.tool_calls import FunctionCall, ToolCall, join_tool_calls
+from lmdeploy.turbomind.engine import AsyncEngine
 
 BYTES = HarmonyTokenizer()
 CALL_ANSWER = (
@@ -378,6 +382,43 @@ def test_options_of_the_template() -> None:
 def test_nonsense_has_a_finish_reason(ask: Asker, answer: str, limit: int) -> None:
     pieces = ask(answer, GenerationConfig(max_new_tokens=limit), per_step=16)
     assert pieces[-1].finish_reason in ("stop", "length", "tool_calls")
+
+
+def test_a_real_engine(tmp_path: Path) -> None:
+    """A tiny model of another family, asked for the format: random answers, taken apart."""
+    vocab_size = VOCAB_SIZE + len(HARMONY)
+    folder = save_model(make_model(TinyModel("x", "Llama", {"vocab_size": vocab_size})), tmp_path)
+    tiny_harmony().save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(OWN_TEMPLATE)
+    config = TurbomindEngineConfig(session_len=256, max_batch_size=2)
+    engine = AsyncEngine.load(str(folder), config, answer_parser="gpt-oss", progress=False)
+    special = engine.parts.harmony
+    assert special is not None and special.end not in engine.parts.eos_ids
+    assert {special.return_, special.call} <= set(engine.parts.eos_ids)
+    likely = dict.fromkeys((special.start, special.channel, special.message, special.end), 4.0)
+    with Pipeline("x", engine=engine) as pipe:
+        for seed in range(8):
+            options = GenerationConfig(
+                max_new_tokens=64, do_sample=True, random_seed=seed, logit_bias=likely
+            )
+            whole = join_pieces(list(pipe.stream_infer("Hi", options)))
+            assert whole.finish_reason in ("stop", "length", "tool_calls")
+            parts = parse_answer(engine.parts.tokenizer, whole.token_ids)
+            assert (whole.text, whole.reasoning_content or "") == (parts.content, parts.reasoning)
+            assert pairs(whole.tool_calls) == pairs(parts.tool_calls)
+
+
+def test_the_terminal_shows_both(ask: Asker) -> None:
+    ask(CALL_ANSWER)  # tells the model what to say
+    lines = iter(["Hi", "/exit"])
+    out = io.StringIO()
+    talk(ask.pipe, Console(file=out, width=200), read=lambda: next(lines))
+    assert out.getvalue().splitlines() == [
+        "Größe? 你好 👧",
+        "I look it up: é.",
+        "",
+        '[get_weather] {"place": "Zürich"}',
+    ]
 
 
 # --- which models, which tokens -------------------------------------------------------------------

@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmdeploy.harmony.conversation import read_conversation, read_options, read_tools
-from lmdeploy.harmony.library import VARIABLE, VOCABULARY, load_encoding
+from lmdeploy.harmony.library import VARIABLE, VOCABULARY, load_encoding, warn_without_encoding
 from lmdeploy.harmony.rendering import render_prompt
 
 BYTES = HarmonyTokenizer()
@@ -47,7 +47,7 @@ def encode(tokenizer: Any, texts: list[str]) -> list[int]:
 
 
 def render(template: Any, messages: list[dict[str, Any]], **options: Any) -> str:
-    return "".join(render_prompt(template, messages, options))
+    return "".join(render_prompt(template, messages, options=options))
 
 
 # --- parse(render(x)) = x -------------------------------------------------------------------------
@@ -58,7 +58,7 @@ def render(template: Any, messages: list[dict[str, Any]], **options: Any) -> str
 @given(conversation=CONVERSATIONS)
 def test_round_trip_by_template(source: str, conversation: Conversation) -> None:
     texts = render_prompt(
-        prompt_template(TEMPLATES[source]), conversation.messages, {"tools": [TOOL]}
+        prompt_template(TEMPLATES[source]), conversation.messages, options={"tools": [TOOL]}
     )
     assert parsed_turns(BYTES, encode(BYTES, texts)) == conversation.answers
 
@@ -66,7 +66,7 @@ def test_round_trip_by_template(source: str, conversation: Conversation) -> None
 @settings(max_examples=150, deadline=None)
 @given(conversation=CONVERSATIONS)
 def test_round_trip_by_library(o200k: Vocabulary, conversation: Conversation) -> None:
-    texts = render_prompt(None, conversation.messages, {"tools": [TOOL]})
+    texts = render_prompt(None, conversation.messages, options={"tools": [TOOL]})
     for tokenizer in (BYTES, o200k):
         assert parsed_turns(tokenizer, encode(tokenizer, texts)) == conversation.answers
 
@@ -79,7 +79,7 @@ def test_the_library_reads_what_the_template_wrote(
     """An independent parser finds the same messages in the template's prompt."""
     from openai_harmony import Role
 
-    texts = render_prompt(prompt_template(TEMPLATES["own"]), conversation.messages, {})
+    texts = render_prompt(prompt_template(TEMPLATES["own"]), conversation.messages, options={})
     turns = assistant_turns(o200k, encode(o200k, texts))
     for ids, (content, reasoning, calls) in zip(turns, conversation.answers, strict=True):
         messages = o200k.encoding.parse_messages_from_completion_tokens(ids, Role.ASSISTANT)
@@ -192,7 +192,7 @@ def test_spelled_tokens_stay_text(name: str) -> None:
         ]
         options = {"tools": [tool], "model_identity": word}
         template = prompt_template(TEMPLATES["own"])
-        texts = render_prompt(template, messages, options)
+        texts = render_prompt(template, messages, options=options)
         assert "".join(texts).count(word) >= 6
         return [token for token in encode(BYTES, texts) if BYTES.is_special(token)]
 
@@ -201,7 +201,7 @@ def test_spelled_tokens_stay_text(name: str) -> None:
 
 def test_without_the_guard_they_would_not() -> None:
     texts = render_prompt(
-        prompt_template(TEMPLATES["own"]), [{"role": "user", "content": "<|end|>"}], {}
+        prompt_template(TEMPLATES["own"]), [{"role": "user", "content": "<|end|>"}], options={}
     )
     assert len(texts) == 2
     assert len(BYTES.encode("".join(texts))) < len(encode(BYTES, texts))
@@ -306,13 +306,37 @@ def test_deep_schemas_are_value_errors(template: Any) -> None:
         render(template, [USER], tools=function(parameters=deep))
 
 
+def test_the_prompt_has_the_ids_of_the_library(o200k: Vocabulary) -> None:
+    from openai_harmony import Conversation, Message, Role, SystemContent
+
+    date = datetime.datetime.now().strftime("%Y-%m-%d")
+    system = SystemContent.new().with_conversation_start_date(date)
+    messages = [
+        Message.from_role_and_content(Role.SYSTEM, system),
+        Message.from_role_and_content(Role.USER, "Größe, 你好?"),
+        Message.from_role_and_content(Role.ASSISTANT, "Ja.").with_channel("final"),
+        Message.from_role_and_content(Role.USER, "  x\n"),
+    ]
+    wanted = o200k.encoding.render_conversation_for_completion(
+        Conversation.from_messages(messages), Role.ASSISTANT
+    )
+    given = [
+        {"role": "user", "content": "Größe, 你好?"},
+        {"role": "assistant", "content": "Ja.", "reasoning_content": "hm"},
+        {"role": "user", "content": "  x\n"},
+    ]
+    assert encode(o200k, render_prompt(None, given, options={})) == wanted
+
+
 def test_lone_surrogates_are_no_text(o200k: Vocabulary, template: Any) -> None:
     message = {"role": "user", "content": "a\ud800b"}
     for renderer in (template, None):
         assert "<|message|>a\ufffdb<|end|>" in render(renderer, [message])
 
 
-def test_missing_vocabulary_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_missing_vocabulary_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     pytest.importorskip("openai_harmony")
     monkeypatch.delenv(VARIABLE, raising=False)
     with pytest.raises(ValueError, match=rf"{VOCABULARY}: {VARIABLE} is not set") as info:
@@ -321,6 +345,8 @@ def test_missing_vocabulary_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     with pytest.raises(ValueError, match=rf"{VOCABULARY}: there is none in {tmp_path}"):
         load_encoding()
+    warn_without_encoding()
+    assert f"{VOCABULARY}: there is none in {tmp_path}" in caplog.text
     (tmp_path / VOCABULARY).write_text("not a vocabulary\n")
     with pytest.raises(ValueError, match="cannot be read"):
         load_encoding()
