@@ -186,6 +186,34 @@ def test_mxfp4_arrays_live_as_long_as_their_weights() -> None:
     assert all(array() is None for array in arrays)
 
 
+def weights_with_biases(device: Any, *, interleaved: bool) -> Any:
+    builder = tm.WeightsBuilder(model_config(), device, True)
+    add_dense(builder)
+    rng = np.random.default_rng(5)
+    for name, (rows, cols) in expert_parts().items():
+        values = (0.3 * rng.standard_normal((rows, cols))).astype(np.float32)
+        bias = rng.standard_normal(rows).astype(np.float32)
+        parts = {name: slice(None)}
+        if name.endswith("gate_up") and not interleaved:
+            expert = name.removesuffix("gate_up")
+            parts = {f"{expert}gate": slice(0, None, 2), f"{expert}up": slice(1, None, 2)}
+        for part, which in parts.items():
+            matrix = np.ascontiguousarray(values[which])
+            builder.add_matrix(part, "f32", matrix, *matrix.shape)
+            builder.add_vector(f"{part}.bias", bias[which])
+    return builder.build()
+
+
+def test_gate_and_up_apart_are_the_same_as_interleaved() -> None:
+    device = tm.make_cpu_device(2)
+    logits = []
+    for interleaved in (True, False):
+        engine = make_engine(weights_with_biases(device, interleaved=interleaved), device)
+        logits.append(logits_of(engine))
+        engine.close()
+    assert np.array_equal(*logits)
+
+
 @pytest.mark.parametrize(
     ("form", "rows", "scales", "want"),
     [
