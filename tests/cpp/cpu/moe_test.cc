@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/null_device.h"
 #include "turbomind/backend/cpu/cpu_device.h"
 #include "turbomind/core/check.h"
 
@@ -301,6 +302,22 @@ Routed Route(Device& device, const std::vector<float>& logits, int num_experts, 
   return routed;
 }
 
+// Notes which matrices are read, how often, and by how many rows.
+class CountingDevice : public testing::ForwardingDevice {
+ public:
+  using ForwardingDevice::ForwardingDevice;
+  void GroupedLinear(const GroupedLinearParams& params) override {
+    for (int i = 0; i < params.num_groups; ++i) {
+      reads.push_back(params.groups[i].weight);
+      num_rows += params.groups[i].num_rows;
+    }
+    ForwardingDevice::GroupedLinear(params);
+  }
+
+  std::vector<const PackedMatrix*> reads;
+  int num_rows = 0;
+};
+
 bool SameBits(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
@@ -477,6 +494,33 @@ TEST_CASE("tokens that all want the same experts, and experts that nobody wants"
     const std::vector<double> want = layer.Reference(x.data() + t * kHidden);
     for (size_t i = 0; i < kHidden; ++i) {
       CHECK(std::abs(out[t * kHidden + i] - want[i]) < kAbsolute);
+    }
+  }
+}
+
+TEST_CASE("one token reads its experts alone, many tokens read each expert once") {
+  constexpr int kTokens = 64;
+  CountingDevice device(MakeCpuDevice(1));
+  TestLayer layer({.top_k = 3}, device, kTokens);
+  const std::vector<float> x = Random(6, kTokens * kHidden, 1.5f);
+  for (const int tokens : {1, kTokens}) {
+    device.reads.clear();
+    device.num_rows = 0;
+    const std::vector<float> some(x.begin(), x.begin() + tokens * kHidden);
+    std::vector<float> out(some.size());
+    layer.Run(some, out);
+    std::vector<int32_t> experts(layer.scratch().ids, layer.scratch().ids + 3 * tokens);
+    std::ranges::sort(experts);
+    const auto repeated = std::ranges::unique(experts);
+    experts.erase(repeated.begin(), repeated.end());
+    CHECK(experts.size() == (tokens == 1 ? 3 : kExperts));
+    CHECK(device.num_rows == 3 * 3 * tokens);  // gate, up and down; three experts of each token
+    REQUIRE(device.reads.size() == 3 * experts.size());
+    for (size_t i = 0; i < experts.size(); ++i) {
+      const auto expert = static_cast<size_t>(experts[i]);
+      CHECK(device.reads[i] == layer.layer().gate[expert].weight);
+      CHECK(device.reads[experts.size() + i] == layer.layer().up[expert].weight);
+      CHECK(device.reads[2 * experts.size() + i] == layer.layer().down[expert].weight);
     }
   }
 }
