@@ -1,6 +1,7 @@
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <memory>
@@ -89,6 +90,65 @@ TEST_CASE("a long matrix gives a row the same bits whatever is computed beside i
       const auto y = RunLinear(*device, *weight, one, {}, {1});
       const auto begin = all.begin() + row * (m.rows + kPad);
       CHECK(SameBits(y, {begin, begin + m.rows + kPad}));
+    }
+  }
+}
+
+TEST_CASE("rows grouped by weight have the bits of one row alone, however they are grouped") {
+  constexpr int kWeights = 5;
+  constexpr int64_t kRows = 70;
+  const std::vector<std::vector<int>> groupings = {
+      {70, 0, 0, 0, 0}, {1, 1, 1, 1, 1}, {0, 13, 1, 0, 30}, {2, 12, 24, 11, 3}};
+  for (const std::string& isa : AvailableCpuIsas()) {
+    for (MatrixFormat format : kFormats) {
+      const auto single = MakeCpuDevice(1, isa);
+      std::vector<std::unique_ptr<PackedMatrix>> weights;
+      std::vector<std::vector<float>> biases;
+      std::vector<std::vector<float>> want;  // [kWeights] of every row alone
+      const std::vector<float> x = RandomVector(kRows * (96 + kPad), 61);
+      for (uint32_t i = 0; i < kWeights; ++i) {
+        weights.push_back(single->PackMatrix(RandomMatrix(format, 150, 96, i).source(), false));
+        biases.push_back(RandomVector(150, 70 + i));
+        want.push_back(
+            RunLinear(*single, *weights.back(), x, biases.back(), {kRows, i % 2 == 0, false}));
+      }
+      for (int threads : {1, 2}) {
+        const auto device = MakeCpuDevice(threads, isa);
+        for (const std::vector<int>& sizes : groupings) {
+          for (bool gathered : {false, true}) {
+            std::vector<int32_t> x_rows(kRows);
+            for (int32_t row = 0; row < kRows; ++row) {
+              x_rows[static_cast<size_t>(row)] = gathered ? row * 37 % kRows : row;
+            }
+            std::vector<LinearGroup> groups;
+            int next = 0;
+            for (size_t i = 0; i < kWeights; ++i) {
+              const float* bias = i % 2 == 0 ? biases[i].data() : nullptr;
+              groups.push_back({weights[i].get(), bias, next, sizes[i]});
+              next += sizes[i];
+            }
+            std::vector<float> y(want[0].size(), kSentinel);
+            device->GroupedLinear({.x = x.data(),
+                                   .x_stride = 96 + kPad,
+                                   .x_rows = gathered ? x_rows.data() : nullptr,
+                                   .y = y.data(),
+                                   .y_stride = 150 + kPad,
+                                   .groups = groups.data(),
+                                   .num_groups = kWeights});
+            std::vector<float> expected(y.size(), kSentinel);
+            for (size_t i = 0; i < kWeights; ++i) {
+              for (int r = groups[i].first_row; r < groups[i].first_row + sizes[i]; ++r) {
+                std::copy_n(want[i].begin() + x_rows[static_cast<size_t>(r)] * (150 + kPad), 150,
+                            expected.begin() + r * (150 + kPad));
+              }
+            }
+            CAPTURE(isa);
+            CAPTURE(static_cast<int>(format));
+            CAPTURE(threads);
+            REQUIRE(SameBits(y, expected));
+          }
+        }
+      }
     }
   }
 }

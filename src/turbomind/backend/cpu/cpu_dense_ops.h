@@ -1,11 +1,8 @@
 #pragma once
 
-// The dense ops of the CPU device: they check shapes, cut the work into items of the thread pool
-// and call the kernels of one instruction set. How the work is cut never changes a bit of the
-// result.
-
-#include <cstdint>
-#include <vector>
+// The dense ops of the CPU device but linear layers (cpu_linear.h): they check shapes, cut the work
+// into items of the thread pool and call the kernels of one instruction set. How the work is cut
+// never changes a bit of the result.
 
 #include "turbomind/backend/cpu/dense_kernels.h"
 #include "turbomind/core/thread_pool.h"
@@ -13,16 +10,6 @@
 
 namespace turbomind {
 
-// Activations of one call: packed, and gathered; grows to the largest call.
-struct CpuLinearScratch {
-  std::vector<uint8_t> panels;
-  std::vector<float> gathered;
-};
-
-void CpuLinear(const CpuDenseKernels& kernels, ThreadPool& pool, CpuLinearScratch& scratch,
-               const LinearParams& params);
-void CpuGroupedLinear(const CpuDenseKernels& kernels, ThreadPool& pool, CpuLinearScratch& scratch,
-                      const GroupedLinearParams& params);
 void CpuEmbed(ThreadPool& pool, const EmbedParams& params);
 void CpuRmsNorm(const CpuDenseKernels& kernels, ThreadPool& pool, const RmsNormParams& params);
 void CpuGatedActivation(const CpuDenseKernels& kernels, ThreadPool& pool,

@@ -7,6 +7,7 @@
 
 #include "turbomind/backend/cpu/cpu_dense_ops.h"
 #include "turbomind/backend/cpu/cpu_kv_ops.h"
+#include "turbomind/backend/cpu/cpu_linear.h"
 #include "turbomind/backend/cpu/dense_kernels.h"
 #include "turbomind/backend/cpu/kv_kernels.h"
 #include "turbomind/backend/cpu/mxfp4_matrix.h"

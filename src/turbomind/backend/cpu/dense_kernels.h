@@ -18,7 +18,8 @@ struct PackPanelArgs {
   MatrixFormat format = MatrixFormat::kF32;
   const float* x = nullptr;  // [num_rows, cols]
   int64_t x_stride = 0;
-  int num_rows = 0;  // at most kPanelRows
+  const int32_t* x_rows = nullptr;  // [num_rows] which rows of x; null: the first ones
+  int num_rows = 0;                 // at most kPanelRows
   int64_t cols = 0;
   uint8_t* panel = nullptr;
 };

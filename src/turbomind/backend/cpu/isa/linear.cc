@@ -38,7 +38,7 @@ void PackQuantPanel(const PackPanelArgs& a) {
   const int64_t steps = NumSteps(a.format, a.cols);
   const int32_t zero_point = ZeroPoint(a.format);
   for (int r = 0; r < rows; ++r) {
-    const float* x = a.x + r * a.x_stride;
+    const float* x = RowToPack(a, r);
     for (int64_t s = 0; s < steps; ++s) {
       uint8_t* step = a.panel + s * PanelStepBytes(a.format, rows);
       uint8_t* scales = step + rows * kQuantRowBytes;
@@ -59,7 +59,7 @@ void PackQuantPanel(const PackPanelArgs& a) {
 
 void PackBF16Panel(const PackPanelArgs& a) {
   for (int r = 0; r < a.num_rows; ++r) {
-    const float* x = a.x + r * a.x_stride;
+    const float* x = RowToPack(a, r);
     for (int64_t c = 0; c < a.cols; c += 2) {
       const uint16_t pair[2] = {ToBF16(x[c]), c + 1 < a.cols ? ToBF16(x[c + 1]) : uint16_t{0}};
       __builtin_memcpy(a.panel + (c / 2 * a.num_rows + r) * 4, pair, sizeof(pair));
@@ -69,7 +69,7 @@ void PackBF16Panel(const PackPanelArgs& a) {
 
 void PackF32Panel(const PackPanelArgs& a) {
   for (int r = 0; r < a.num_rows; ++r) {
-    const float* x = a.x + r * a.x_stride;
+    const float* x = RowToPack(a, r);
     for (int64_t c = 0; c < a.cols; ++c) {
       StoreFloat(x[c], a.panel + (c * a.num_rows + r) * 4);
     }

@@ -20,6 +20,11 @@ struct TileRun {
   bool accumulate = false;
 };
 
+// Row `r` of what is packed.
+TM_HD const float* RowToPack(const PackPanelArgs& args, int r) {
+  return args.x + (args.x_rows == nullptr ? r : args.x_rows[r]) * args.x_stride;
+}
+
 void PackPanel(const PackPanelArgs& args);
 void PackMxfp4Panel(const PackPanelArgs& args);
 void Multiply(const MultiplyArgs& args);

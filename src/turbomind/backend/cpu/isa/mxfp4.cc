@@ -113,7 +113,7 @@ void PackMxfp4Panel(const PackPanelArgs& a) {
   const int64_t blocks = a.cols / kQuantBlock;
   const int64_t steps = MxSteps(blocks);
   for (int r = 0; r < a.num_rows; ++r) {
-    const float* x = a.x + r * a.x_stride;
+    const float* x = RowToPack(a, r);
     uint8_t* last = a.panel + ((steps - 1) * a.num_rows + r) * kMxPanelRowBytes;
     __builtin_memset(last, 0, kMxPanelRowBytes);
     for (int64_t b = 0; b < blocks; ++b) {
