@@ -28,8 +28,11 @@ from tiny_moe import (
 MAX_RELATIVE_ERROR = 3e-5
 # The same weights from two files: exact compute sees the same FP32 values.
 SAME_WEIGHTS = 1e-5
-# Serving rounds activations of MXFP4 experts and everything else to BF16 or int8 halves.
-MAX_KL = 2e-3
+# Serving rounds weights to BF16. In a random model with hard routing that alone (FP32 compute with
+# rounded weights) gives 0.002 to 0.010; served, MXFP4 experts gave 0.004 to 0.009, the same weights
+# in BF16 0.005 to 0.010.
+MAX_KL = 0.02
+MAX_KL_RATIO = 1.2
 # Beyond every window of TINY_MOE_MODELS and over 200 tokens.
 NUM_TOKENS = 210
 NUM_GREEDY = 64
@@ -69,10 +72,12 @@ def test_mxfp4_is_the_same_model_dequantised(tmp_path: Path) -> None:
         assert run.greedy(ids, NUM_GREEDY) == reference_greedy(model, ids, NUM_GREEDY)
     assert relative_error(got, wanted) <= MAX_RELATIVE_ERROR
     difference = relative_error(got, logits_of(plain, ids))
-    served = mean_kl(logits_of(stored, ids, exact=False), wanted)
-    print(f"mxfp4 against dequantised {difference:.2e}, KL when served {served:.2e}")
     assert difference <= SAME_WEIGHTS
-    assert served < MAX_KL
+    served, rounded = (
+        mean_kl(logits_of(folder, ids, exact=False), wanted) for folder in (stored, plain)
+    )
+    print(f"mxfp4 against dequantised {difference:.2e}, KL served {served:.2e}, BF16 {rounded:.2e}")
+    assert served < min(MAX_KL, MAX_KL_RATIO * rounded)
 
 
 def test_mxfp4_folder_is_what_transformers_reads(tmp_path: Path) -> None:
@@ -112,7 +117,7 @@ def test_gguf_of_an_mxfp4_folder(tmp_path: Path) -> None:
         SAME_WEIGHTS
     )
     served = [logits_of(path, ids, exact=False) for path in (tmp_path / "m.gguf", folder)]
-    assert mean_kl(*served) < MAX_KL
+    assert relative_error(*served) <= SAME_WEIGHTS
 
 
 @pytest.mark.parametrize(

@@ -101,11 +101,20 @@ def make_case(
     return Case(shape, weights, mode, dtype, chosen, constants)
 
 
-def run(engine: "_turbomind.Engine", prompt: list[int], *, number: int, decoded: int) -> tuple:
-    """The ids of prompt and answer, and the logits of all but the last."""
+def run(
+    engine: "_turbomind.Engine",
+    prompt: list[int],
+    *,
+    number: int,
+    decoded: int,
+    logits: str = "all",
+) -> tuple:
+    """The ids of prompt and answer but for the last, and the logits of all of them; or, for
+    `generation`, of those that chose the answer.
+    """
     request = _turbomind.Request()
     request.id, request.prompt, request.max_new_tokens = number, prompt, decoded + 1
-    request.ignore_eos, request.logits_output = True, "all"
+    request.ignore_eos, request.logits_output = True, logits
     engine.submit(request)
     pieces: list[np.ndarray] = []
     ids = list(prompt)

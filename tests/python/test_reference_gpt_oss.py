@@ -10,16 +10,15 @@ from reference.rope import Rope
 from test_quality_engine import (
     CLOSE,
     DECODED,
+    FAR,
     PLANTED,
-    PROMPTS,
     Case,
-    check_prompts,
     difference,
     make_case,
     random_prompt,
     run,
 )
-from test_reference_engine import EXACT_MAX, VOCAB, collect_logits, make_engine
+from test_reference_engine import EXACT_MAX, TIMEOUT_MS, VOCAB, collect_logits, make_engine
 
 from lmdeploy import _turbomind
 
@@ -33,46 +32,73 @@ GPT_OSS = {
     "optional": frozenset({"sinks", "bias", "o_bias", "head"}),
 }
 WINDOW = 128
+NUM_PROMPTS = 8
 # How far a format may move the logits of a layer with a window and one without, as a mean over the
-# spread: what rounding K and V costs GPT-OSS's attention (measured with `raw`, context 300, and
-# rounded up).
+# spread: what rounding K and V costs this random model (measured with `raw`, context 300: 7e-4,
+# 0.017, 0.089, 0.176, 0.273, 0.338, 0.284 in this order, and a third more).
 DEPARTURE = {
-    "none": 1e-3,
-    "int8": 8e-3,
-    "fp8": 4e-2,
-    "fp8_e5m2": 8e-2,
-    "int4": 0.15,
-    "mxfp4": 0.2,
-    "nvfp4": 0.15,
+    "none": 9e-4,
+    "int8": 0.022,
+    "fp8": 0.12,
+    "fp8_e5m2": 0.23,
+    "int4": 0.36,
+    "mxfp4": 0.44,
+    "nvfp4": 0.37,
 }
 
 
-def attention_case(mode: str, quality: str = "raw", *, windows: tuple[int, ...], **more) -> Case:
-    return make_case(
-        mode, quality, **{**GPT_OSS, "windows": windows, "layers": len(windows)}, **more
-    )
+def attention_case(
+    mode: str, quality: str = "raw", *, windows: tuple[int, ...], block_len: int = 64
+) -> Case:
+    changes = {**GPT_OSS, "windows": windows, "layers": len(windows)}
+    case = make_case(mode, quality, block_len=block_len, **changes)
+    for layer in range(len(windows)):  # large enough to take a good part of the weights
+        rng = np.random.default_rng([6, layer])
+        case.weights[f"layers.{layer}.sinks"] = rng.normal(4, 1.5, 16).astype(np.float32)
+    return case
+
+
+def check_positions(case: Case, length: int, decoded: int) -> None:
+    """Prefill and decode against the specification, position by position.
+
+    Rounding noise that crosses a border of the cache moves the positions that see it, here and
+    there; a wrong rule moves a position in every prompt. So each has to be right in one of them.
+    """
+    engine = case.engine()
+    try:
+        best = np.full(length + decoded, np.inf)
+        for seed in range(NUM_PROMPTS):
+            prompt = random_prompt(length, seed=seed)
+            ids, got = run(engine, prompt, number=1 + seed, decoded=decoded)
+            apart = difference(got, case.decoder().logits(np.array(ids)))
+            assert apart.mean() < FAR
+            best = np.minimum(best, apart)
+            if best.max() < CLOSE:
+                return
+        assert best.max() < CLOSE, (int(best.argmax()), float(best.max()))
+    finally:
+        engine.close()
 
 
 @pytest.mark.parametrize("quality", ["raw", "balanced"])
 @pytest.mark.parametrize("window", [0, WINDOW])
 @pytest.mark.parametrize("mode", codecs.MODES)
 def test_sinks_and_window_in_every_format(mode: str, window: int, quality: str) -> None:
-    """Prefill in pieces of 48 and decode, beyond the window and across edges of blocks."""
+    """Prefill in pieces of 48, and decode over an edge of blocks, beyond the window."""
     if mode == "none" and quality == "balanced":
         pytest.skip("16 bit has one quality")
-    for block_len in (16, 64):
-        case = attention_case(mode, quality, windows=(window,), block_len=block_len)
-        check_prompts(case, [190, 300])
+    case = attention_case(mode, quality, windows=(window,))
+    check_positions(case, 254, decoded=4)
 
 
-@pytest.mark.parametrize("block_len", PROMPTS)
+@pytest.mark.parametrize("block_len", [16, 64])
+@pytest.mark.parametrize("window", [24, WINDOW])
 @pytest.mark.parametrize("mode", ["int8", "nvfp4"])
-def test_edges_of_blocks_and_of_the_window(mode: str, block_len: int) -> None:
+def test_edges_of_blocks_and_of_the_window(mode: str, window: int, block_len: int) -> None:
     """Decode steps over every position where a block begins or leaves the window."""
-    case = attention_case(mode, windows=(WINDOW,), block_len=block_len)
-    edges = [WINDOW - 2, WINDOW + block_len - 2, WINDOW + 2 * block_len - 2]
-    check_prompts(case, edges, decoded=5)
-    check_prompts(attention_case(mode, windows=(24,), block_len=block_len), [22, 38, 62, 86])
+    case = attention_case(mode, windows=(window,), block_len=block_len)
+    length = max(window, block_len) - 2
+    check_positions(case, length, decoded=min(window, block_len) + 6)
 
 
 @pytest.mark.parametrize("mode", codecs.MODES)
@@ -87,7 +113,7 @@ def test_error_bound_of_every_format(mode: str) -> None:
         engine.close()
     moved = float(difference(got, exact.logits(np.array(ids))).mean())
     print(f"{mode}: {moved:.2e}")
-    assert DEPARTURE[mode] / 4 < moved < DEPARTURE[mode]
+    assert DEPARTURE[mode] / 2 < moved < DEPARTURE[mode]
 
 
 @pytest.mark.parametrize("mode", codecs.MODES)
@@ -112,28 +138,68 @@ def test_a_wrong_attention_is_caught(mode: str, wrong: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["none", "fp8", "nvfp4"])
-def test_prefix_hits_and_preemption(mode: str) -> None:
-    """A prompt that finds its beginning cached, and a sequence that is computed again."""
-    case = attention_case(mode, windows=(WINDOW, 0))
-    options = _turbomind.EngineConfig()
-    options.kv_mode, options.cache_block_seq_len = mode, 16
-    options.enable_prefix_caching = True
-    engine = make_engine(case.shape, case.weights, dtype="float16", options=options)
+def test_prefix_hits(mode: str) -> None:
+    """Prompts that find their beginning cached, in blocks that have left the window and others."""
+    case = attention_case(mode, windows=(WINDOW,), block_len=16)
+    engine = case.engine()
     shared = random_prompt(200, seed=5)
     try:
-        run(engine, shared, number=1, decoded=40)
-        for number in (2, 3):
+        best = np.full(DECODED + 1, np.inf)
+        for number in range(1, NUM_PROMPTS):
             prompt = shared + random_prompt(30, seed=number)
-            ids, got = run(engine, prompt, number=number, decoded=DECODED)
-            wanted = case.decoder().logits(np.array(ids))[-len(got) :]
-            assert difference(got, wanted).mean() < FAR_FROM_CLOSE
-        assert engine.stats().prefix_hit_tokens > 0
+            ids, got = run(engine, prompt, number=number, decoded=DECODED, logits="generation")
+            wanted = case.decoder().logits(np.array(ids))[len(prompt) - 1 :]
+            best = np.minimum(best, difference(got, wanted))
+        assert engine.stats().prefix_hit_tokens >= 192 * (NUM_PROMPTS - 2)
+        assert best.max() < CLOSE
     finally:
         engine.close()
 
 
-# A code that falls on the other side of a border may be met anywhere; see test_quality_engine.
-FAR_FROM_CLOSE = 5e-3
+@pytest.mark.parametrize("mode", ["none", "fp8", "nvfp4"])
+def test_preemption(mode: str) -> None:
+    """Two sequences with blocks for one and a half: the younger is computed again, and is right."""
+    case = attention_case(mode, windows=(WINDOW, 0), block_len=16)
+    options = _turbomind.EngineConfig()
+    options.kv_mode, options.cache_block_seq_len = mode, 16
+    options.cache_max_entry_count, options.deterministic = 18.0, True
+    alone = {}
+    prompts = {number: random_prompt(40, seed=number) for number in (1, 2)}
+    for together in (False, True):
+        engine = make_engine(case.shape, case.weights, dtype="float16", options=options)
+        try:
+            if together:
+                found = run_all(engine, prompts, decoded=150)
+                assert engine.stats().num_preemptions > 0
+                assert found == alone
+            else:
+                alone = {n: run(engine, p, number=n, decoded=150)[0] for n, p in prompts.items()}
+        finally:
+            engine.close()
+    wanted = case.decoder().logits(np.array(alone[1]))[39:].argmax(axis=1).tolist()
+    assert wanted[:5] == alone[1][40:45]
+
+
+def run_all(
+    engine: "_turbomind.Engine", prompts: dict[int, list[int]], *, decoded: int
+) -> dict[int, list[int]]:
+    """The ids of prompt and answer of requests that run at the same time, but for the last."""
+    ids = {number: list(prompt) for number, prompt in prompts.items()}
+    left = set(prompts)
+    for number, prompt in prompts.items():
+        request = _turbomind.Request()
+        request.id, request.prompt, request.max_new_tokens = number, prompt, decoded + 1
+        request.ignore_eos = True
+        engine.submit(request)
+    while left:
+        outputs = engine.wait_outputs(TIMEOUT_MS)
+        assert outputs, "the engine gave no output in time"
+        for output in outputs:
+            assert not output.error, output.error
+            ids[output.request_id] += output.tokens
+            if output.finish_reason != "none":
+                left.remove(output.request_id)
+    return {number: found[:-1] for number, found in ids.items()}
 
 
 def moe_shape(experts: Experts) -> Shape:
