@@ -1,6 +1,7 @@
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <random>
@@ -93,6 +94,45 @@ TEST_CASE("gated activations agree with double and have the same bits everywhere
         const double bound = (kRelative + 4 * exponent * 0x1p-24) * std::abs(act * up) + 1e-30;
         REQUIRE(std::abs(first[r * kDim + i] - act * up) <= bound);
       }
+    }
+  }
+}
+
+TEST_CASE("clamped SwiGLU reaches its limits and keeps NaN") {
+  constexpr float kLimit = 7.f;
+  const std::vector<float> gate = {-30.f, -1.f, 0.f, 6.9f, 7.f, 7.1f, 1e30f, NAN, 1.f};
+  const std::vector<float> up = {-30.f, -7.f, 0.5f, -7.1f, 7.f, 7.1f, -1e30f, 1.f, NAN};
+  const size_t dim = gate.size();
+  for (const bool interleaved : {false, true}) {
+    std::vector<float> gate_up(2 * dim);
+    for (size_t i = 0; i < dim; ++i) {
+      gate_up[interleaved ? 2 * i : i] = gate[i];
+      gate_up[interleaved ? 2 * i + 1 : dim + i] = up[i];
+    }
+    std::vector<float> first;
+    for (const std::string& isa : AvailableCpuIsas()) {
+      std::vector<float> out(dim);
+      MakeCpuDevice(1, isa)->GatedActivation({.gate_up = gate_up.data(),
+                                              .out = out.data(),
+                                              .num_rows = 1,
+                                              .dim = static_cast<int>(dim),
+                                              .activation = Activation::kClampedSwiglu,
+                                              .interleaved = interleaved,
+                                              .limit = kLimit});
+      if (first.empty()) {
+        first = out;
+      }
+      CHECK(SameBits(first, out));
+    }
+    for (size_t i = 0; i < dim; ++i) {
+      if (std::isnan(gate[i]) || std::isnan(up[i])) {
+        CHECK(std::isnan(first[i]));
+        continue;
+      }
+      const double g = std::min(gate[i], kLimit);
+      const double u = std::clamp(up[i], -kLimit, kLimit);
+      const double want = g / (1 + std::exp(-1.702 * g)) * (u + 1);
+      CHECK(std::abs(first[i] - want) <= 1e-5 * std::abs(want) + 1e-30);
     }
   }
 }

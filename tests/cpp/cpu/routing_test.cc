@@ -1,0 +1,72 @@
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <doctest/doctest.h>
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "turbomind/backend/cpu/cpu_device.h"
+
+using namespace turbomind;
+
+namespace {
+
+struct Routed {
+  std::vector<int32_t> ids;
+  std::vector<float> weights;
+};
+
+Routed Route(Device& device, const std::vector<float>& logits, int num_experts, int top_k,
+             bool normalise) {
+  const int tokens = static_cast<int>(logits.size()) / num_experts;
+  const auto size = static_cast<size_t>(tokens * top_k);
+  Routed routed{std::vector<int32_t>(size, -1), std::vector<float>(size, -1.f)};
+  device.RouteExperts({.logits = logits.data(),
+                       .ids = routed.ids.data(),
+                       .weights = routed.weights.data(),
+                       .num_tokens = tokens,
+                       .num_experts = num_experts,
+                       .top_k = top_k,
+                       .normalise = normalise});
+  return routed;
+}
+
+}  // namespace
+
+TEST_CASE("the highest experts are chosen, the lower id of equals, in order of ids") {
+  const auto device = MakeCpuDevice(1);
+  const std::vector<float> logits = {1.f, 3.f, 3.f, 2.f, 3.f};
+  Routed routed = Route(*device, logits, 5, 2, true);
+  CHECK(routed.ids == std::vector<int32_t>{1, 2});
+  CHECK(routed.weights == std::vector<float>{0.5f, 0.5f});
+  routed = Route(*device, logits, 5, 4, false);
+  CHECK(routed.ids == std::vector<int32_t>{1, 2, 3, 4});
+  const double sum = std::exp(-2) + std::exp(-1) + 3;
+  CHECK(routed.weights[0] == doctest::Approx(1 / sum));
+  CHECK(routed.weights[2] == doctest::Approx(std::exp(-1) / sum));
+  const Routed all_equal = Route(*device, std::vector<float>(7, 0.25f), 7, 3, true);
+  CHECK(all_equal.ids == std::vector<int32_t>{0, 1, 2});
+}
+
+TEST_CASE("logits that are no numbers name experts that are there") {
+  const auto device = MakeCpuDevice(1);
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  const std::vector<std::vector<float>> cases = {
+      {NAN, NAN, NAN, NAN},     {NAN, 1.f, NAN, 2.f},    {-kInf, -kInf, -kInf, -kInf},
+      {kInf, 1.f, 2.f, kInf},   {kInf, NAN, -kInf, 0.f}, {-kInf, NAN, -kInf, NAN},
+      {3e38f, -3e38f, 0.f, 1.f}};
+  for (const std::vector<float>& logits : cases) {
+    for (int top_k = 1; top_k <= 4; ++top_k) {
+      for (const bool normalise : {false, true}) {
+        const Routed routed = Route(*device, logits, 4, top_k, normalise);
+        for (size_t j = 0; j < routed.ids.size(); ++j) {
+          CHECK(routed.ids[j] >= 0);
+          CHECK(routed.ids[j] < 4);
+          CHECK((j == 0 || routed.ids[j] > routed.ids[j - 1]));
+        }
+      }
+    }
+  }
+  CHECK(Route(*device, cases[1], 4, 2, true).ids == std::vector<int32_t>{1, 3});
+  CHECK(Route(*device, cases[6], 4, 1, true).weights == std::vector<float>{1.f});
+}
