@@ -180,7 +180,6 @@ class HarmonyParser:
     def _begin_body(self, kind: Kind, name: str) -> Parts:
         self._header = None
         self._kind = kind
-        self._decoder.reset()
         self._owes_break = kind in self._written
         if kind is not Kind.TOOL_CALL:
             return Parts()

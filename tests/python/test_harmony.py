@@ -240,6 +240,7 @@ ODD = {
     "<|channel|>commentary to=functions.f<|message|>": ("", "", [("f", "")]),
     "<|channel|>commentary to=functions.f<|message|><|call|>": ("", "", [("f", "")]),
     "<|channel|>final to=user<|message|>x": ("x", "", []),
+    "<|constrain|>json<|channel|>analysis<|message|>x": ("", "x", []),
     "<|channel|>final <|constrain|>json<|message|>{}": ("{}", "", []),
     "x" * 300 + HEAD + "y": ("x" * 300 + "\ny", "", []),
 }
@@ -254,6 +255,12 @@ def test_bytes_that_are_no_text() -> None:
     ids = [*BYTES.encode(HEAD), 0xE4, 0xFF, *BYTES.encode("<|end|>"), 0xE4]
     assert plain(parse_answer(BYTES, ids)) == ("��", "", [])
     assert parse_answer(BYTES, [0xE4]).content == "�"
+    cut = [*BYTES.encode(HEAD), 0xE4, *BYTES.encode("<|end|><|start|>assistant" + HEAD), 0x41]
+    assert parse_answer(BYTES, cut).content == "�\nA"
+
+
+def test_other_special_tokens_are_no_text() -> None:
+    assert parse_answer(BYTES, [EOS, *BYTES.encode(HEAD), EOS, 0x41]).content == "A"
 
 
 WORDS = ["assistant", "analysis", "final", "commentary", " to=functions.f", "user", "{}", "ä", " "]

@@ -105,6 +105,7 @@ def test_a_preamble_keeps_its_channel(template: Any) -> None:
     assert "<|channel|>commentary<|message|>Let me look.<|end|><|start|>assistant to=f" in (
         render(template, [USER, step])
     )
+    assert "analysis<|message|>" not in render(template, [USER, step])
     thoughtful = {**step, "thinking": "hm"}
     assert (
         "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>"
