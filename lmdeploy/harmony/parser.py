@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import codecs
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
 
 from lmdeploy.harmony.tokens import HarmonyTokens, SpecialTokens
 from lmdeploy.tool_calls import FunctionCall, ToolCall, join_tool_calls
@@ -94,12 +95,10 @@ def _words(section: bytes | bytearray) -> list[str]:
     return section.decode("utf-8", "replace").split()
 
 
-def _new_id() -> str:
-    return f"chatcmpl-tool-{uuid.uuid4().hex}"
-
-
 class HarmonyParser:
     """The state machine. `push` every token, then `finish`; joined, the parts are the answer.
+
+    With `in_final` the prompt has opened the channel `final` already.
 
     Two bodies of the same kind are joined by a line break. A character whose bytes come in several
     tokens is given away when it is complete; bytes that are no UTF-8 become U+FFFD.
@@ -110,13 +109,13 @@ class HarmonyParser:
         tokenizer: SpecialTokens,
         tokens: HarmonyTokens | None = None,
         *,
-        new_id: Callable[[], str] = _new_id,
+        in_final: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._tokens = tokens or HarmonyTokens.of(tokenizer)
-        self._new_id = new_id
-        self._header: _Header | None = _Header(is_first=True)  # None: inside a body
-        self._kind = Kind.DROPPED
+        # None: inside a body, of `_kind`.
+        self._header: _Header | None = None if in_final else _Header(is_first=True)
+        self._kind = Kind.CONTENT
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._written: set[Kind] = set()
         self._owes_break = False
@@ -183,7 +182,7 @@ class HarmonyParser:
         self._owes_break = kind in self._written
         if kind is not Kind.TOOL_CALL:
             return Parts()
-        self._call_id = self._new_id()
+        self._call_id = f"chatcmpl-tool-{uuid.uuid4().hex}"
         self._num_calls += 1
         return Parts(tool_calls=[self._call_part(name=name)])
 
@@ -215,15 +214,26 @@ def parse_answer(tokenizer: SpecialTokens, token_ids: Iterable[int]) -> Parts:
     )
 
 
+class KnownTokens(SpecialTokens, Protocol):
+    """A tokenizer that says how many ids it has."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        ...
+
+
 class HarmonyText:
     """A Detokenizer (turbomind/answer_text.py): its text is the content, the rest is set aside.
 
     So stop words are matched against the content alone: one in the reasoning ends nothing.
     """
 
-    def __init__(self, tokenizer: SpecialTokens, tokens: HarmonyTokens, *, vocab_size: int) -> None:
-        self._parser = HarmonyParser(tokenizer, tokens)
-        self._vocab_size = vocab_size
+    def __init__(
+        self, tokenizer: KnownTokens, tokens: HarmonyTokens, *, in_final: bool = False
+    ) -> None:
+        self._parser = HarmonyParser(tokenizer, tokens, in_final=in_final)
+        self._vocab_size = tokenizer.vocab_size
         self._aside = Parts()
 
     @property

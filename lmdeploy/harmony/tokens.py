@@ -28,6 +28,14 @@ class SpecialTokens(Protocol):
         ...
 
 
+class Encoder(Protocol):
+    """What of a tokenizer makes tokens."""
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """Ids of a text."""
+        ...
+
+
 @dataclass(frozen=True)
 class HarmonyTokens:
     """Ids of the special tokens of the format."""
@@ -52,6 +60,10 @@ class HarmonyTokens:
                 "these tokens"
             )
         return cls(*(token_id for token_id in ids.values() if token_id is not None))
+
+    def begin_final(self, tokenizer: Encoder) -> list[int]:
+        """What opens the channel `final` behind a prompt, for an answer that follows a grammar."""
+        return [self.channel, *tokenizer.encode("final", add_special=False), self.message]
 
 
 def find_harmony(

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from lmdeploy.tokenizer import Tokenizer
 
 
 class Detokenizer(Protocol):
@@ -20,6 +23,22 @@ class Detokenizer(Protocol):
     def finish(self) -> str:
         """What is left; incomplete characters become U+FFFD."""
         ...
+
+
+class KnownIds:
+    """A tokenizer's incremental decoder. Ids that only pad the model's vocabulary have no text."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
+        self._stream = tokenizer.stream(skip_special=skip_special)
+        self._vocab_size = tokenizer.vocab_size
+
+    def push(self, token: int) -> str:
+        """Text that `token` completes."""
+        return self._stream.push(token) if token < self._vocab_size else ""
+
+    def finish(self) -> str:
+        """What is left."""
+        return self._stream.finish()
 
 
 class StopMatcher:

@@ -24,7 +24,7 @@ from lmdeploy.environment import free_memory_bytes, usable_cores
 from lmdeploy.harmony.parser import HarmonyText
 from lmdeploy.harmony.tokens import HarmonyTokens, find_harmony
 from lmdeploy.messages import FinishReason, GenerationConfig, Response, TurbomindEngineConfig
-from lmdeploy.turbomind.answer_text import AnswerText, Detokenizer
+from lmdeploy.turbomind.answer_text import AnswerText, Detokenizer, KnownIds
 from lmdeploy.turbomind.grammar import make_token_mask
 
 if TYPE_CHECKING:
@@ -180,20 +180,6 @@ def _eos_ids(stop_ids: list[int], generation_config: dict[str, Any]) -> list[int
     more = generation_config.get("eos_token_id")
     ids = more if isinstance(more, list) else [more]
     return sorted({*stop_ids, *(i for i in ids if isinstance(i, int))})
-
-
-class _KnownIds:
-    """A tokenizer's incremental decoder. Ids that only pad the model's vocabulary have no text."""
-
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
-        self._stream = tokenizer.stream(skip_special=skip_special)
-        self._vocab_size = tokenizer.vocab_size
-
-    def push(self, token: int) -> str:
-        return self._stream.push(token) if token < self._vocab_size else ""
-
-    def finish(self) -> str:
-        return self._stream.finish()
 
 
 def _error_code(text: str) -> str:
@@ -475,6 +461,9 @@ class AsyncEngine:
         self, prompt_ids: list[int], config: GenerationConfig, *, index: int, chat: bool
     ) -> tuple[Any, AnswerText]:
         # In a worker thread: tokenising words and compiling a grammar take time.
+        harmony = self.parts.harmony if chat else None
+        if harmony is not None and _is_constrained(config):
+            prompt_ids = [*prompt_ids, *harmony.begin_final(self.parts.tokenizer)]
         self.check_prompt(prompt_ids)
         self._check_token_ids(config)
         room = self.max_request_tokens - len(prompt_ids)
@@ -505,15 +494,15 @@ class AsyncEngine:
                 lambda: self.parts.tokenizer.grammar_tokenizer(self.parts.vocab_size),
                 config.response_format,
             )
-        return request, self._answer_text(config, text_words, chat=chat)
+        return request, self._answer_text(config, text_words, harmony=harmony)
 
     def _answer_text(
-        self, config: GenerationConfig, text_words: list[str], *, chat: bool
+        self, config: GenerationConfig, text_words: list[str], *, harmony: HarmonyTokens | None
     ) -> AnswerText:
-        tokenizer, harmony = self.parts.tokenizer, self.parts.harmony
-        detokenizer: Detokenizer = _KnownIds(tokenizer, config.skip_special_tokens)
-        if chat and harmony is not None:
-            detokenizer = HarmonyText(tokenizer, harmony, vocab_size=tokenizer.vocab_size)
+        tokenizer = self.parts.tokenizer
+        detokenizer: Detokenizer = KnownIds(tokenizer, config.skip_special_tokens)
+        if harmony is not None:
+            detokenizer = HarmonyText(tokenizer, harmony, in_final=_is_constrained(config))
         return AnswerText(
             detokenizer,
             text_words,
@@ -577,14 +566,8 @@ class AsyncEngine:
                 logger.debug("request %d: its event loop is closed", stream.request_id)
 
 
-_running: weakref.WeakSet[AsyncEngine] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    """A thread inside the C++ engine when the interpreter ends would abort the process."""
-    for engine in list(_running):
-        engine.close()
+def _is_constrained(config: GenerationConfig) -> bool:
+    return config.response_format is not None and config.response_format.get("type") != "text"
 
 
 def _set_sampling(request: Any, config: GenerationConfig, *, index: int) -> None:

@@ -359,6 +359,24 @@ def test_stop_words_are_of_the_content(ask: Asker) -> None:
     assert unaffected.text == "Ja, 你好 👧!"
 
 
+def test_a_grammar_is_of_the_final_channel(ask: Asker) -> None:
+    """The prompt opens the channel, which a grammar could not."""
+    tokenizer = ask.pipe.engine.parts.tokenizer
+    plain_ids = ask("x")[-1].input_token_len
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lmdeploy.turbomind.engine.make_token_mask", lambda *_: None)
+        json_object = GenerationConfig(response_format={"type": "json_object"})
+        whole = join_pieces(ask('{"a": 1}<|return|>', json_object))
+        assert (whole.text, whole.finish_reason) == ('{"a": 1}', "stop")
+        assert join_pieces(ask("to=", json_object)).text == "to="
+    header = tokenizer.encode("<|channel|>final<|message|>", add_special=False)
+    assert whole.input_token_len == plain_ids + len(header)
+    core: Any = ask.pipe.engine.parts.core
+    assert core.requests[-1].prompt[-len(header) :] == header
+    text = join_pieces(ask(FINAL_ANSWER, GenerationConfig(response_format={"type": "text"})))
+    assert text.reasoning_content == "Easy."
+
+
 def test_logprobs_are_of_all_tokens(ask: Asker) -> None:
     whole = join_pieces(ask(FINAL_ANSWER, GenerationConfig(logprobs=0)))
     assert len(whole.logprobs or []) == len(whole.token_ids) == whole.generate_token_len
