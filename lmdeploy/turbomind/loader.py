@@ -187,6 +187,8 @@ def _add(builder: WeightsBuilder, planned: PlannedTensor, *, exact: bool) -> Non
         )
         builder.add_matrix(planned.name, kind, data, planned.rows, planned.cols)
     release_pages(tensor.raw)
+    if tensor.scales is not None:
+        release_pages(tensor.scales)
 
 
 def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:

@@ -113,6 +113,8 @@ def release_pages(raw: Bytes) -> None:
     owner: Any = raw
     while isinstance(owner, np.ndarray):
         root, owner = owner, owner.base
+    if isinstance(owner, memoryview):
+        owner = owner.obj
     if not isinstance(owner, mmap.mmap) or not raw.size:
         return
     offset = raw.ctypes.data - root.ctypes.data

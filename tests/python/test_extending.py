@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from reference.decoder import Decoder, Shape, random_weights
+from reference.moe import Experts
 from reference.rope import Rope
 from safetensors.numpy import save_file
 from test_reference_engine import collect_logits
@@ -23,6 +24,9 @@ from lmdeploy.turbomind.loader import load_model
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
 SHAPE = Shape(2, 64, 96, 4, 2, 64, 80, Rope(64), optional=frozenset({"bias", "qk_norm", "head"}))
+MOE_SHAPE = Shape(
+    2, 64, 48, 4, 2, 64, 80, Rope(64), optional=frozenset({"head"}), experts=Experts(6, 2, 48)
+)
 # BF16 weights are exact here (they are rounded first); what is left is FP32 rounding.
 LOGIT_TOLERANCE = 5e-4
 
@@ -32,9 +36,9 @@ def recipe(title: str) -> str:
     return str(text)
 
 
-def write_checkpoint(folder: Path) -> dict[str, np.ndarray]:
-    """A tiny random Nova in Hugging Face's form; returns the engine's names of its weights."""
-    weights = random_weights(SHAPE, seed=5)
+def write_checkpoint(folder: Path, shape: Shape, architecture: str) -> dict[str, np.ndarray]:
+    """A tiny random model in Hugging Face's form; returns the engine's names of its weights."""
+    weights = random_weights(shape, seed=5)
     names = {"embedding": "model.embed_tokens.weight", "head": "lm_head.weight"}
     names["final_norm"] = "model.norm.weight"
     parts = {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
@@ -47,58 +51,86 @@ def write_checkpoint(folder: Path) -> dict[str, np.ndarray]:
             tensors[names[name]] = value
             continue
         _, layer, part, *bias = name.split(".")
+        if part == "router":
+            tensors[f"model.layers.{layer}.moe.router.weight"] = value
+            continue
+        if part == "experts":
+            continue
         tensors[f"model.layers.{layer}.{parts[part]}.{bias[0] if bias else 'weight'}"] = value
+    if shape.experts is not None:
+        tensors |= stacked_experts(shape, weights)
     save_file(tensors, folder / "model.safetensors")
     config = {
-        "architectures": ["NovaForCausalLM"],
-        "model_type": "nova",
-        "num_hidden_layers": SHAPE.layers,
-        "hidden_size": SHAPE.hidden,
-        "intermediate_size": SHAPE.intermediate,
-        "num_attention_heads": SHAPE.heads,
-        "num_key_value_heads": SHAPE.kv_heads,
-        "head_dim": SHAPE.head_dim,
-        "vocab_size": SHAPE.vocab,
+        "architectures": [architecture],
+        "num_hidden_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab,
         "max_position_embeddings": 512,
-        "rms_norm_eps": SHAPE.norm_eps,
-        "rope_theta": SHAPE.rope.theta,
+        "rms_norm_eps": shape.norm_eps,
+        "rope_theta": shape.rope.theta,
         "hidden_act": "silu",
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
         "eos_token_id": 1,
     }
+    if shape.experts is not None:
+        config["num_local_experts"] = shape.experts.count
+        config["num_experts_per_tok"] = shape.experts.top_k
     (folder / "config.json").write_text(json.dumps(config))
-    vocabulary = {char: i for i, char in enumerate(sorted(ByteLevel.alphabet())[: SHAPE.vocab])}
+    vocabulary = {char: i for i, char in enumerate(sorted(ByteLevel.alphabet())[: shape.vocab])}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
     return weights
 
 
-def test_a_model_is_a_file_of_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", recipe("A model"), re.S)
-    path = tmp_path / "nova.py"
+def stacked_experts(shape: Shape, weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    assert shape.experts is not None
+    return {
+        f"model.layers.{i}.moe.{part}": np.stack(
+            [weights[f"layers.{i}.experts.{e}.{part}"] for e in range(shape.experts.count)]
+        )
+        for i in range(shape.layers)
+        for part in ("gate", "up", "down")
+    }
+
+
+@pytest.mark.parametrize(
+    ("title", "name", "shape"),
+    [("A model", "nova", SHAPE), ("A model with experts", "orbit", MOE_SHAPE)],
+    ids=["dense", "experts"],
+)
+def test_a_model_is_a_file_of_data(
+    title: str, name: str, shape: Shape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", recipe(title), re.S)
+    path = tmp_path / f"{name}.py"
     path.write_text(re.sub(r"^   ", "", code, flags=re.M), encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("nova", path)
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
-    nova = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(nova)
-    weights = write_checkpoint(tmp_path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    architecture = f"{name.capitalize()}ForCausalLM"
+    weights = write_checkpoint(tmp_path, shape, architecture)
     device = _turbomind.make_cpu_device(1)
-    with pytest.raises(ValueError, match="NovaForCausalLM"):
+    with pytest.raises(ValueError, match=architecture):
         load_model(str(tmp_path), dtype="float32", exact=True, device=device, progress=False)
 
-    monkeypatch.setattr(families, "FAMILIES", (*families.FAMILIES, nova.FAMILY))
+    monkeypatch.setattr(families, "FAMILIES", (*families.FAMILIES, module.FAMILY))
     loaded = load_model(str(tmp_path), dtype="float32", exact=True, device=device, progress=False)
     options = _turbomind.EngineConfig()
     options.kv_mode, options.session_len, options.max_batch_size = "none", 256, 1
-    ids = np.random.default_rng(6).integers(0, SHAPE.vocab, 50)
+    ids = np.random.default_rng(6).integers(0, shape.vocab, 50)
     engine = _turbomind.Engine(loaded.config, options, loaded.weights, device, 1 << 28)
     try:
         got = collect_logits(engine, ids)
     finally:
         engine.close()
-    wanted = Decoder(SHAPE, weights).logits(ids)
+    wanted = Decoder(shape, weights).logits(ids)
     assert np.abs(got - wanted).max() / wanted.std() < LOGIT_TOLERANCE
 
 
