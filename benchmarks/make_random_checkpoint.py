@@ -160,7 +160,7 @@ def write_gguf(model: Model, path: Path) -> None:
 
 
 def add_gguf_keys(writer: Any, model: Model) -> None:
-    """Sizes and RoPE, under the names of llama.cpp's converter."""
+    """Sizes and RoPE, under the names of llama.cpp's converter. KeyError for a missing key."""
     import gguf
 
     shape, config = model.shape, model.config
@@ -172,7 +172,6 @@ def add_gguf_keys(writer: Any, model: Model) -> None:
     writer.add_feed_forward_length(shape.width)
     writer.add_head_count(shape.heads)
     writer.add_head_count_kv(shape.kv_heads)
-    writer.add_rope_freq_base(float(config.get("rope_theta", 10000.0)))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_key_length(shape.head_dim)
     writer.add_value_length(shape.head_dim)
@@ -188,13 +187,25 @@ def add_gguf_keys(writer: Any, model: Model) -> None:
             writer.add_expert_shared_feed_forward_length(shape.experts.shared_width)
     if shape.is_gpt_oss:
         writer.add_sliding_window(config["sliding_window"])
-        rope = config["rope_scaling"]
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(rope["factor"])
-        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    add_rope_keys(writer, config)
     mxfp4, q8_0 = gguf.LlamaFileType.MOSTLY_MXFP4_MOE, gguf.LlamaFileType.MOSTLY_Q8_0
     writer.add_file_type(mxfp4 if shape.is_gpt_oss else q8_0)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+
+
+def add_rope_keys(writer: Any, config: Config) -> None:
+    """RoPE as transformers 5 spells it, or as before. ValueError for a kind that is not built."""
+    import gguf
+
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    writer.add_rope_freq_base(float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0))
+    if kind == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    elif kind != "default":
+        raise ValueError(f"rope_type: got {kind!r}, wanted default or yarn with --format gguf")
 
 
 def write_pieces(file: BinaryIO, tensor: RandomTensor, *, seed: int, bar: tqdm[Any]) -> None:
@@ -253,7 +264,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             write_folder(model, options.output, shard_bytes=options.shard_bytes)
     except (ValueError, KeyError, OSError) as error:
-        print(f"make_random_checkpoint.py: {error}", file=sys.stderr)
+        missing = isinstance(error, KeyError)
+        text = f"config: {error}: missing, wanted a value" if missing else str(error)
+        print(f"make_random_checkpoint.py: {text}", file=sys.stderr)
         return 2
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     print(f"{options.output}: {model.shape.layers} layers; peak memory {peak} MiB")

@@ -271,7 +271,7 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     """The command line without what is meant for the server."""
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").split("\n\n")[0], epilog="Flags after -- go to the server."
@@ -294,7 +294,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     add("--skip-divergence", action="store_true", help="no KL and top-1")
     add("--start-timeout", type=positive, default=1800, help="seconds until a server is ready")
     add("--output", type=Path, default=Path("eval"), help="name of the table, without an ending")
-    return parser.parse_args(arguments)
+    return parser
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -309,7 +309,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def main(arguments: Sequence[str] | None = None, *, harness: Harness | None = None) -> int:
     """Evaluate. 1 when a policy failed, 2 for wrong input, 130 when interrupted."""
     own, server_flags = split_arguments(sys.argv[1:] if arguments is None else arguments)
-    options = parse_arguments(own)
+    options = make_parser().parse_args(own)
     with contextlib.suppress(ValueError):  # only the main thread may
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmdeploy.cli.arguments import OneLineParser, add_engine_flags, engine_config
+from lmdeploy.cli.arguments import engine_config
+from lmdeploy.cli.entrypoint import make_parser
 from lmdeploy.kv_formats import TABLE_SUFFIXES
 from lmdeploy.messages import TurbomindEngineConfig
 
 REFERENCE = "0"
 REFERENCE_FORMAT = "none"
+# What this script sets itself, or needs as it is.
+RESERVED_FLAGS = frozenset(
+    {
+        "--api-keys",
+        "--disable-metrics",
+        "--dry-run",
+        "--model-name",
+        "--server-name",
+        "--server-port",
+        "--help",
+        "-h",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -51,14 +67,16 @@ class Policy:
 
         Raises ValueError for an unknown name and for flags that contradict each other.
         """
-        parser = _EngineParser(prog="server flags", add_help=False)
-        add_engine_flags(parser)
-        return engine_config(parser.parse_args(self.flags))
-
-
-class _EngineParser(OneLineParser):
-    def error(self, message: str) -> None:  # type: ignore[override]  # it raises all the same
-        raise ValueError(f"flags of the server: {message}")
+        wrong = [flag for flag in self.server_flags if flag.partition("=")[0] in RESERVED_FLAGS]
+        if wrong:
+            raise ValueError(f"flags of the server: {wrong[0]} is not for this script to pass on")
+        told = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(told):
+                command = ["serve", "api_server", "MODEL", *self.flags]
+                return engine_config(make_parser().parse_args(command))
+        except SystemExit:
+            raise ValueError(f"flags of the server: {told.getvalue().strip()}") from None
 
 
 def make_policies(

@@ -267,10 +267,22 @@ def test_unknown_policy(name: str, tmp_path: Path, capsys: pytest.CaptureFixture
     assert name in line
 
 
-def test_unknown_server_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["smollm2", "--output", str(tmp_path / "eval"), "--", "--no-such-flag"]
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--no-such-flag", "--no-such-flag"),
+        ("--server-port=1", "--server-port"),
+        ("--disable-metrics", "--disable-metrics"),
+        ("--max-batch-size=0", "max_batch_size"),
+    ],
+)
+def test_wrong_server_flag(
+    flag: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["smollm2", "--output", str(tmp_path / "eval"), "--", flag]
     assert eval_gpt_oss.main(arguments, harness=StandIn()) == 2
-    assert "--no-such-flag" in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert words in line
 
 
 def test_a_table_of_formats_counts_by_content(tmp_path: Path) -> None:
@@ -286,8 +298,12 @@ def test_a_table_of_formats_counts_by_content(tmp_path: Path) -> None:
 
 
 def test_interrupted_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "eval"
+    output, prompts = tmp_path / "eval", tmp_path / "prompts.jsonl"
+    texts = [text[:1500] for text in divergence.read_prompts(tasks.FOLDER / "prompts.jsonl")[:2]]
+    texts[1] = texts[1][:700]  # of another length
+    prompts.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     options = ["--policies", "0", "nvfp4", "--limit", "3", "--max-new-tokens", "8"]
+    options += ["--prompts", str(prompts)]
 
     def interrupt(job: harness.Job) -> None:
         if len(first.jobs) == 2:
@@ -305,13 +321,13 @@ def test_interrupted_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[s
     text = output.with_suffix(".md").read_text(encoding="utf-8")
     assert capsys.readouterr().out.endswith(text + "\n")
     summary = json.loads(output.with_suffix(".json").read_text(encoding="utf-8"))
-    check_summary(summary)
+    check_summary(summary, texts)
     fourth = StandIn()
     assert evaluate_tiny(output, fourth, *options, "--seeds", "1234", "5") == 0
     assert [job.seed for job in fourth.jobs] == [5, 5]
 
 
-def check_summary(summary: dict[str, Any]) -> None:
+def check_summary(summary: dict[str, Any], texts: list[str]) -> None:
     none, nvfp4 = summary["policies"]["0"], summary["policies"]["nvfp4"]
     assert none["tasks"]["tiny"]["total"] == nvfp4["tasks"]["tiny"]["total"] == 3
     assert none["tasks"]["tiny"]["truncated"] + nvfp4["tasks"]["tiny"]["truncated"] > 0
@@ -319,14 +335,13 @@ def check_summary(summary: dict[str, Any]) -> None:
     assert 0 < nvfp4["kv_bytes_per_token"] < none["kv_bytes_per_token"] / 3
     assert nvfp4["kv_hot_bytes_per_sequence"] > 0 == none["kv_hot_bytes_per_sequence"]
     for row in (none, nvfp4):
-        assert 0 < row["per_token_seconds"] < row["first_token_seconds"] < 10
+        assert row["per_token_seconds"] > 0 and row["first_token_seconds"] > 0
         assert 100 << 20 < row["peak_memory_bytes"] < 2 << 30
     assert none["divergence"]["kl_mean"] == 0 and none["divergence"]["top1"] == 1
     # The same as the library's own evaluation of the same prompts.
     model = open_model("smollm2", exact=False, threads=1)
-    prompts = divergence.read_prompts(tasks.FOLDER / "prompts.jsonl")
     policy = policies.Policy("nvfp4", None, tuple(SERVER[1:]))
-    contexts = [model.loaded.tokenizer.encode(text) for text in prompts]
+    contexts = [model.loaded.tokenizer.encode(text) for text in texts]
     variants = {"x": model.configure(policy.config())}
     score = evaluate(model, contexts, variants=variants)["x"].report()
     assert nvfp4["divergence"]["kl_mean"] == pytest.approx(score["kl_mean"], rel=1e-3)
@@ -519,3 +534,19 @@ def test_gpqa(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source.write_text("Question,Correct Answer\na,b\n")
     assert make_eval_data.main(["gpqa", str(source), str(tmp_path / "x")]) == 2
     assert "Incorrect Answer 1" in capsys.readouterr().err
+
+
+def test_the_page_names_every_option_and_field() -> None:
+    page = (ROOT / "docs/evaluation.md").read_text(encoding="utf-8")
+    rows = [line.split("|") for line in page.splitlines() if line.startswith("| `")]
+    documented = {flag for row in rows for flag in re.findall(r"`(--[\w-]+)`", row[1])}
+    actions = eval_gpt_oss.make_parser()._actions
+    assert documented == {a.option_strings[-1] for a in actions if a.option_strings} - {"--help"}
+    data = {row[1].strip(" `"): row for row in rows if row[1].strip(" `") in tasks.known_tasks()}
+    assert sorted(data) == tasks.known_tasks()
+    for name, row in data.items():
+        settings = yaml.safe_load((tasks.FOLDER / f"{name}.yaml").read_text())
+        fields = settings["metadata"]["fields"].items()
+        assert row[4].strip() == ", ".join(f"`{field}` ({kind})" for field, kind in fields)
+        assert settings["metadata"]["file"] in row[3] or name == "tiny"
+    assert f"| {tasks.read_task('tiny', None).num_samples} |" in "|".join(data["tiny"])

@@ -265,6 +265,34 @@ def test_wrong_input_is_one_line(
     assert not (tmp_path / "model").exists()
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rope_scaling": {"rope_type": "llama3"}}, ["rope_type", "llama3", "yarn"]),
+        ({"rope_scaling": {"rope_type": "yarn"}}, ["'factor'", "missing"]),
+    ],
+)
+def test_rope_that_gguf_cannot_hold(
+    changes: dict[str, Any], words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config("llama-3-8b", tmp_path / "config.json", **changes)
+    assert maker.main([config, str(tmp_path / "m.gguf"), "--format", "gguf"]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert all(word in line for word in words), line
+    assert not (tmp_path / "m.gguf").exists()
+
+
+def test_rope_of_both_spellings(tmp_path: Path) -> None:
+    import gguf
+
+    new = {"rope_theta": 5000.0, "rope_type": "default"}
+    for name, changes in (("old", {"rope_theta": 5000.0}), ("new", {"rope_parameters": new})):
+        config = tiny_config("llama-3-8b", tmp_path / f"{name}.json", **changes)
+        path = tmp_path / f"{name}.gguf"
+        assert maker.main([config, str(path), "--format", "gguf"]) == 0
+        assert gguf.GGUFReader(path).get_field("llama.rope.freq_base").contents() == 5000.0
+
+
 def test_dense_layers_among_experts_have_no_gguf(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
