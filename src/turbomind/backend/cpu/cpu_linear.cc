@@ -39,6 +39,11 @@ int64_t GroupPanelBytes(const CpuLinearPlan& plan) {
          (rest == 0 ? 0 : PanelBytes(plan.weight->format, plan.weight->cols, rest));
 }
 
+// What a kernel may write for itself.
+int64_t TileScratchBytes(const CpuMatrix& weight) {
+  return IsMxfp4(weight.format) ? weight.cols / kQuantBlock * kMxTileBlockBytes : 0;
+}
+
 CpuLinearPlan PlanRows(const GroupedLinearParams& params, const LinearGroup& group) {
   CpuLinearPlan plan;
   plan.weight = &Packed(group.weight);
@@ -116,8 +121,8 @@ void PackOne(const CpuDenseKernels& kernels, const GroupedLinearParams& params,
   kernels.pack_panel(args);
 }
 
-void MultiplyOne(const CpuDenseKernels& kernels, const LinearCall& call,
-                 const CpuLinearScratch& scratch, int64_t index) {
+void MultiplyOne(const CpuDenseKernels& kernels, const LinearCall& call, CpuLinearScratch& scratch,
+                 int64_t index, int worker) {
   const CpuLinearPlan& plan = FindPlan(scratch.plans, &CpuLinearPlan::first_item, index);
   const CpuMatrix& weight = *plan.weight;
   const int64_t item = index - plan.first_item;
@@ -132,6 +137,7 @@ void MultiplyOne(const CpuDenseKernels& kernels, const LinearCall& call,
   args.scales = weight.tile_scales(first_tile);
   args.num_tiles = static_cast<int>(std::min(plan.tiles_per_item, weight.num_tiles() - first_tile));
   args.num_outputs = std::min(args.num_tiles * int64_t{kTileRows}, weight.rows - first_output);
+  args.scratch = scratch.tiles.data() + worker * TileScratchBytes(weight);
   args.panels = scratch.panels.data() + plan.panels + first_panel * FullPanelBytes(plan);
   args.num_rows =
       static_cast<int>(std::min(plan.panels_per_block * kPanelRows, plan.num_rows - first_row));
@@ -149,17 +155,18 @@ void Run(const CpuDenseKernels& kernels, ThreadPool& pool, CpuLinearScratch& scr
   if (totals.items == 0) {
     return;
   }
-  const auto bytes = static_cast<size_t>(totals.panel_bytes);
-  if (scratch.panels.size() < bytes) {
-    scratch.panels.resize(bytes);
-  }
-  const int64_t values = totals.rows * scratch.plans.front().weight->cols;
+  const CpuMatrix& first = *scratch.plans.front().weight;
+  scratch.panels.Grow(totals.panel_bytes);
+  scratch.tiles.Grow(pool.num_threads() * TileScratchBytes(first));
+  const int64_t values = totals.rows * first.cols;
   ForRows(pool, static_cast<int>(totals.panels), values / totals.panels, [&](int begin, int end) {
     for (int panel = begin; panel < end; ++panel) {
       PackOne(kernels, params, scratch, panel);
     }
   });
-  const auto run = [&](int64_t item, int) { MultiplyOne(kernels, call, scratch, item); };
+  const auto run = [&](int64_t item, int worker) {
+    MultiplyOne(kernels, call, scratch, item, worker);
+  };
   if (totals.items == 1) {
     run(0, 0);
   } else {
@@ -187,9 +194,9 @@ void CpuGroupedLinear(const CpuDenseKernels& kernels, ThreadPool& pool, CpuLinea
                       const GroupedLinearParams& params) {
   for (int i = 1; i < params.num_groups; ++i) {
     const PackedMatrix& weight = *params.groups[i].weight;
-    Check(weight.rows == params.groups[0].weight->rows &&
-              weight.cols == params.groups[0].weight->cols,
-          "the weights of a grouped layer have one shape");
+    const PackedMatrix& first = *params.groups[0].weight;
+    Check(weight.rows == first.rows && weight.cols == first.cols && weight.format == first.format,
+          "the weights of a grouped layer have one shape and format");
   }
   Run(kernels, pool, scratch, {params, false});
 }

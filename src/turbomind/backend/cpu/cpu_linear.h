@@ -29,9 +29,26 @@ struct CpuLinearPlan {
   int64_t first_item = 0;
 };
 
+// Bytes at a multiple of 64: a register that crosses a line is read twice. What they held is lost
+// when they grow.
+class CpuScratchBytes {
+ public:
+  void Grow(int64_t num_bytes) {
+    const auto size = static_cast<size_t>(num_bytes) + 63;
+    if (bytes_.size() < size) {
+      bytes_ = std::vector<uint8_t>(size);
+    }
+  }
+  uint8_t* data() { return bytes_.data() + (-reinterpret_cast<uintptr_t>(bytes_.data()) & 63); }
+
+ private:
+  std::vector<uint8_t> bytes_;
+};
+
 // Of one call; grows to the largest call.
 struct CpuLinearScratch {
-  std::vector<uint8_t> panels;       // packed activations
+  CpuScratchBytes panels;            // packed activations
+  CpuScratchBytes tiles;             // of each worker: MultiplyArgs::scratch
   std::vector<CpuLinearPlan> plans;  // of the weights that have rows, in order of their items
 };
 

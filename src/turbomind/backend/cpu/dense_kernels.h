@@ -32,6 +32,7 @@ struct MultiplyArgs {
   const uint8_t* scales = nullptr;  // kMxfp4Split: [num_outputs, cols / 32]
   int num_tiles = 0;
   int64_t num_outputs = 0;          // of this run: at most 16 * num_tiles
+  uint8_t* scratch = nullptr;       // MXFP4: [cols / 32, kMxTileBlockBytes] of this call's own
   const uint8_t* panels = nullptr;  // full panels, the last one with what remains of num_rows
   int num_rows = 0;
   const float* bias = nullptr;  // [num_outputs] or null

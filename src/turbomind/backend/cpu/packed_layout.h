@@ -42,8 +42,9 @@ inline constexpr int kQuantRowBytes = 2 * kQuantBlock;  // of a row in a step of
 inline constexpr int kMxStepBlocks = 4;  // blocks of MXFP4 whose codes fill one 512-bit register
 inline constexpr int kMxStepBytes = 16 * kMxStepBlocks;          // their codes: a nibble each
 inline constexpr int kMxPanelRowBytes = 4 * kMxStepBytes + 128;  // of a row in a step of a panel
-inline constexpr int kMxZeroPoint = 12;  // codes are looked up as 2 * E2M1 + 12, 0 to 24
-inline constexpr int kPanelRows = 12;    // 12 sums and 12 accumulators fit in 32 registers
+inline constexpr int kMxTileBlockBytes = 320;  // of 16 outputs, where a kernel transposes them
+inline constexpr int kMxZeroPoint = 12;        // codes are looked up as 2 * E2M1 + 12, 0 to 24
+inline constexpr int kPanelRows = 12;          // 12 sums and 12 accumulators fit in 32 registers
 
 TM_HD constexpr bool IsQuantized(MatrixFormat format) {
   return format == MatrixFormat::kQ4_0 || format == MatrixFormat::kQ4_1 ||

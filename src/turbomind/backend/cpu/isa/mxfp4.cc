@@ -10,6 +10,7 @@
 
 #if defined(TM_ISA_avx512)
 #include "turbomind/backend/cpu/isa/mxfp4_avx512.h"
+#include "turbomind/backend/cpu/isa/mxfp4_tiles_avx512.h"
 #elif defined(TM_ISA_avx2)
 #include "turbomind/backend/cpu/isa/mxfp4_avx2.h"
 #else
@@ -19,21 +20,31 @@
 namespace turbomind::TM_ISA {
 namespace {
 
+// The 32 activations that meet the low nibbles of a block's 16 bytes, then the high ones, quantised
+// as QuantizeBlock does; the scale is halved, since codes are looked up doubled.
+TM_HD float QuantizeMxBlock(const float* x, MatrixFormat format, int8_t* halves, int32_t& offset) {
+  float ordered[kQuantBlock];
+  if (format == MatrixFormat::kMxfp4Split) {
+    for (int j = 0; j < 16; ++j) {
+      ordered[j] = x[2 * j];
+      ordered[16 + j] = x[2 * j + 1];
+    }
+    x = ordered;
+  }
+  int32_t sum;
+  const float scale = 0.5f * QuantizeBlock(x, halves, sum);
+  offset = -kMxZeroPoint * sum;
+  return scale;
+}
+
 // One block of a row → its place in the panel's step at `to`.
 void PackMxBlock(const float* x, MatrixFormat format, int block, uint8_t* to) {
-  int8_t halves[2][kQuantBlock];
-  int32_t sum;
-  const float scale = 0.5f * QuantizeBlock(x, halves[0], sum);
-  const bool split = format == MatrixFormat::kMxfp4Split;
-  for (int half = 0; half < 2; ++half) {
-    uint8_t* low = to + 2 * half * kMxStepBytes + 16 * block;
-    uint8_t* high = low + kMxStepBytes;
-    for (int j = 0; j < 16; ++j) {
-      low[j] = static_cast<uint8_t>(halves[half][split ? 2 * j : j]);
-      high[j] = static_cast<uint8_t>(halves[half][split ? 2 * j + 1 : 16 + j]);
-    }
+  int8_t halves[2 * kQuantBlock];
+  int32_t offset;
+  const float scale = QuantizeMxBlock(x, format, halves, offset);
+  for (int part = 0; part < 4; ++part) {
+    __builtin_memcpy(to + part * kMxStepBytes + 16 * block, halves + 16 * part, 16);
   }
-  const int32_t offset = -kMxZeroPoint * sum;
   uint8_t* meta = to + 4 * kMxStepBytes + 16 * block;
   for (int o = 0; o < kMxOutputs; ++o) {
     StoreFloat(scale, meta + 4 * o);
@@ -64,52 +75,115 @@ MxRun RunAt(const MultiplyArgs& a, int64_t output, int row) {
   return run;
 }
 
-template <MatrixFormat F>
-void MultiplyLastPanel(const MxRun& run, int num_rows) {
+// fn.template operator()<R>() for the rows of a panel.
+template <class Fn>
+void WithRows(int num_rows, const Fn& fn) {
   switch (num_rows) {
     case 1:
-      return MultiplyMxRows<F, 1>(run);
+      return fn.template operator()<1>();
     case 2:
-      return MultiplyMxRows<F, 2>(run);
+      return fn.template operator()<2>();
     case 3:
-      return MultiplyMxRows<F, 3>(run);
+      return fn.template operator()<3>();
     case 4:
-      return MultiplyMxRows<F, 4>(run);
+      return fn.template operator()<4>();
     case 5:
-      return MultiplyMxRows<F, 5>(run);
+      return fn.template operator()<5>();
     case 6:
-      return MultiplyMxRows<F, 6>(run);
+      return fn.template operator()<6>();
     case 7:
-      return MultiplyMxRows<F, 7>(run);
+      return fn.template operator()<7>();
     case 8:
-      return MultiplyMxRows<F, 8>(run);
+      return fn.template operator()<8>();
     case 9:
-      return MultiplyMxRows<F, 9>(run);
+      return fn.template operator()<9>();
     case 10:
-      return MultiplyMxRows<F, 10>(run);
+      return fn.template operator()<10>();
     case 11:
-      return MultiplyMxRows<F, 11>(run);
+      return fn.template operator()<11>();
+    case 12:
+      return fn.template operator()<12>();
     default:
       return;
   }
 }
 
+#if defined(TM_ISA_avx512)
+// Whether a panel is read by MultiplyMxTile, and packed for it.
+constexpr bool UsesTile(int rows) { return rows >= kMxTileRows; }
+
+template <MatrixFormat F, int R>
+void MultiplyTile(const MultiplyArgs& a, int64_t output, int row) {
+  const MxRun rows = RunAt<F>(a, output, row);
+  MxTileRun run;
+  run.tile = a.scratch;
+  run.blocks = rows.blocks;
+  run.next = row == 0 ? rows.rows[0] + TileBytes(F, a.cols) : nullptr;
+  run.panel = rows.panel;
+  run.bias = rows.bias;
+  run.y = rows.y;
+  run.y_stride = rows.y_stride;
+  const int64_t left = a.num_outputs - output;
+  run.num_outputs = static_cast<int>(left < kTileRows ? left : kTileRows);
+  run.accumulate = a.accumulate;
+  MultiplyMxTile<R>(run);
+}
+
+template <MatrixFormat F>
+void Transpose(const MultiplyArgs& a, int64_t output) {
+  TransposeTile<F>(a, output);
+}
+#else
+constexpr bool UsesTile(int /*rows*/) { return false; }
+template <MatrixFormat F, int R>
+void MultiplyTile(const MultiplyArgs& /*args*/, int64_t /*output*/, int /*row*/) {}
+template <MatrixFormat F>
+void Transpose(const MultiplyArgs& /*args*/, int64_t /*output*/) {}
+#endif
+
+// Up to 16 outputs from `output` on.
+template <MatrixFormat F>
+void MultiplyOutputs(const MultiplyArgs& a, int64_t output) {
+  if (UsesTile(a.num_rows < kPanelRows ? a.num_rows : kPanelRows)) {
+    Transpose<F>(a, output);
+  }
+  for (int row = 0; row < a.num_rows; row += kPanelRows) {
+    WithRows(a.num_rows - row < kPanelRows ? a.num_rows - row : kPanelRows, [&]<int R>() {
+      if constexpr (UsesTile(R)) {
+        MultiplyTile<F, R>(a, output, row);
+      } else {
+        for (int64_t o = output; o < output + kTileRows && o < a.num_outputs; o += kMxOutputs) {
+          MultiplyMxRows<F, R>(RunAt<F>(a, o, row));
+        }
+      }
+    });
+  }
+}
+
 template <MatrixFormat F>
 void MultiplyFormat(const MultiplyArgs& a) {
-  const int full_rows = a.num_rows / kPanelRows * kPanelRows;
-  for (int64_t output = 0; output < a.num_outputs; output += kMxOutputs) {
-    for (int row = 0; row < full_rows; row += kPanelRows) {
-      MultiplyMxRows<F, kPanelRows>(RunAt<F>(a, output, row));
-    }
-    if (full_rows < a.num_rows) {
-      MultiplyLastPanel<F>(RunAt<F>(a, output, full_rows), a.num_rows - full_rows);
+  for (int64_t output = 0; output < a.num_outputs; output += kTileRows) {
+    MultiplyOutputs<F>(a, output);
+  }
+}
+
+// A panel for MultiplyMxTile: as that of kQ4_0, columns in the order of the nibbles.
+void PackTilePanel(const PackPanelArgs& a) {
+  const int rows = a.num_rows;
+  for (int r = 0; r < rows; ++r) {
+    const float* x = RowToPack(a, r);
+    for (int64_t b = 0; b < a.cols / kQuantBlock; ++b) {
+      uint8_t* step = a.panel + b * rows * (kQuantRowBytes + 8);
+      uint8_t* meta = step + rows * kQuantRowBytes + 4 * r;
+      auto* halves = reinterpret_cast<int8_t*>(step + r * kQuantRowBytes);
+      int32_t offset;
+      StoreFloat(QuantizeMxBlock(x + b * kQuantBlock, a.format, halves, offset), meta);
+      __builtin_memcpy(meta + 4 * rows, &offset, sizeof(offset));
     }
   }
 }
 
-}  // namespace
-
-void PackMxfp4Panel(const PackPanelArgs& a) {
+void PackRowPanel(const PackPanelArgs& a) {
   const int64_t blocks = a.cols / kQuantBlock;
   const int64_t steps = MxSteps(blocks);
   for (int r = 0; r < a.num_rows; ++r) {
@@ -120,6 +194,16 @@ void PackMxfp4Panel(const PackPanelArgs& a) {
       PackMxBlock(x + b * kQuantBlock, a.format, static_cast<int>(b % kMxStepBlocks),
                   a.panel + (b / kMxStepBlocks * a.num_rows + r) * kMxPanelRowBytes);
     }
+  }
+}
+
+}  // namespace
+
+void PackMxfp4Panel(const PackPanelArgs& args) {
+  if (UsesTile(args.num_rows)) {
+    PackTilePanel(args);
+  } else {
+    PackRowPanel(args);
   }
 }
 

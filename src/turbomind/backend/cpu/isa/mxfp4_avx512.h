@@ -41,10 +41,14 @@ struct MxWeights {
   __m512 scales;  // lane 4 * block + output
 };
 
-TM_HD void LookUp(__m512i codes, int o, MxWeights& w) {
-  // 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives, twice, plus 12.
-  const __m512i table = _mm512_broadcast_i32x4(
+// 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives, twice, plus 12.
+TM_HD __m512i CodeTable() {
+  return _mm512_broadcast_i32x4(
       _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+}
+
+TM_HD void LookUp(__m512i codes, int o, MxWeights& w) {
+  const __m512i table = CodeTable();
   const __m512i mask = _mm512_set1_epi8(0x0f);
   w.low[o] = _mm512_shuffle_epi8(table, _mm512_and_si512(codes, mask));
   w.high[o] = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(codes, 4), mask));
