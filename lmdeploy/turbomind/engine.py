@@ -153,13 +153,13 @@ def load_parts(
         model_path, dtype=config.dtype, exact=config.exact, device=device, progress=progress
     )
     harmony = find_harmony(model.model_type, model.tokenizer, answer_parser=answer_parser)
-    native, kv = engine_config_of(config, model.config, model_path=str(model.path))
-    core = _turbomind.Engine(model.config, native, model.weights, device, free_memory_bytes())
     template = choose_template(model.chat_template, chat_template_config, tokenizer=model.tokenizer)
     if harmony is not None and template is None:
         from lmdeploy.harmony.library import warn_without_encoding
 
         warn_without_encoding()
+    native, kv = engine_config_of(config, model.config, model_path=str(model.path))
+    core = _turbomind.Engine(model.config, native, model.weights, device, free_memory_bytes())
     return EngineParts(
         core=core,
         new_request=_turbomind.Request,
