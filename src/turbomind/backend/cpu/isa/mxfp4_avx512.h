@@ -3,10 +3,9 @@
 // MXFP4 with AVX-512 VNNI. A register holds 4 blocks of one output's row; 4 outputs go side by
 // side, so that one transposition gives a register of 16 sums: lane 4 * block + output.
 //
-// Per step (128 columns, 4 outputs: 272 bytes of weights): 20 instructions to look codes up, about
+// Per step (128 columns, 4 outputs: 272 bytes of weights): 12 instructions to look codes up, about
 // 10 for the scales; per row of activations 16 vpdpbusd, 4 shifts, 9 to transpose, 4 to scale. One
-// row is 63 instructions, 32 cycles on Zen 4: 8 bytes per cycle, above what a core reads from
-// memory.
+// XX
 
 #include <immintrin.h>
 
@@ -16,22 +15,30 @@
 
 namespace turbomind::TM_ISA {
 
-// Bytes and scales that exist in one step.
-struct MxMask {
-  __mmask64 codes;       // kMxfp4Split
-  __mmask16 scales;      // kMxfp4Split
-  __mmask64 blocks;      // kMxfp4: of the first 64 bytes
-  __mmask64 blocks_at4;  // kMxfp4: of the 64 bytes from the fourth one on
-};
-
 TM_HD __mmask64 FirstBytes(int64_t count) {
   return count <= 0 ? 0 : count >= 64 ? ~__mmask64{0} : (__mmask64{1} << count) - 1;
 }
 
-TM_HD MxMask MaskOf(int64_t blocks) {
-  const int64_t n = blocks < kMxStepBlocks ? blocks : kMxStepBlocks;
-  return {FirstBytes(16 * n), static_cast<__mmask16>((1 << n) - 1), FirstBytes(17 * n),
-          FirstBytes(17 * n - 4)};
+// `count` bytes, zeros after them; the rest is not read.
+template <bool kAll>
+TM_HD __m512i LoadBytes(const uint8_t* p, int64_t count) {
+  if constexpr (kAll) {
+    return _mm512_loadu_si512(p);
+  } else {
+    return _mm512_maskz_loadu_epi8(FirstBytes(count), p);
+  }
+}
+
+// Exponents of up to 4 blocks, as LoadBytes.
+template <bool kAll>
+TM_HD __m128i LoadExponents(const uint8_t* p, int64_t count) {
+  if constexpr (kAll) {
+    int32_t four;
+    __builtin_memcpy(&four, p, sizeof(four));
+    return _mm_cvtsi32_si128(four);
+  } else {
+    return _mm_maskz_loadu_epi8(static_cast<__mmask16>((1 << count) - 1), p);
+  }
 }
 
 // What the 4 outputs hold in one step.
@@ -41,17 +48,22 @@ struct MxWeights {
   __m512 scales;  // lane 4 * block + output
 };
 
-// 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives, twice, plus 12.
+// 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives, twice, plus 12; four times, because a permutation
+// of bytes looks at six bits of each index: a nibble needs no mask.
 TM_HD __m512i CodeTable() {
   return _mm512_broadcast_i32x4(
       _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
 }
 
+TM_HD __m512i LookUpLow(__m512i codes) { return _mm512_permutexvar_epi8(codes, CodeTable()); }
+
+TM_HD __m512i LookUpHigh(__m512i codes) {
+  return _mm512_permutexvar_epi8(_mm512_srli_epi16(codes, 4), CodeTable());
+}
+
 TM_HD void LookUp(__m512i codes, int o, MxWeights& w) {
-  const __m512i table = CodeTable();
-  const __m512i mask = _mm512_set1_epi8(0x0f);
-  w.low[o] = _mm512_shuffle_epi8(table, _mm512_and_si512(codes, mask));
-  w.high[o] = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(codes, 4), mask));
+  w.low[o] = LookUpLow(codes);
+  w.high[o] = LookUpHigh(codes);
 }
 
 // Exponents → powers of two; 0 and 255 are subnormal and NaN by the same bit.
@@ -62,13 +74,15 @@ TM_HD __m512 PowersOfTwo(__m128i e) {
   return _mm512_castsi512_ps(_mm512_mask_or_epi32(bits, ends, bits, _mm512_set1_epi32(0x00400000)));
 }
 
-TM_HD MxWeights LoadSplit(const MxRun& run, int64_t step, const MxMask& mask) {
+// The step has `count` blocks: kAll if 4.
+template <bool kAll>
+TM_HD MxWeights LoadSplit(const MxRun& run, int64_t step, int64_t count) {
   MxWeights w;
   __m128i e[kMxOutputs];
 #pragma GCC unroll 4
   for (int o = 0; o < kMxOutputs; ++o) {
-    LookUp(_mm512_maskz_loadu_epi8(mask.codes, run.rows[o] + step * kMxStepBytes), o, w);
-    e[o] = _mm_maskz_loadu_epi8(mask.scales, run.scales[o] + step * kMxStepBlocks);
+    LookUp(LoadBytes<kAll>(run.rows[o] + step * kMxStepBytes, 16 * count), o, w);
+    e[o] = LoadExponents<kAll>(run.scales[o] + step * kMxStepBlocks, count);
   }
   w.scales =
       PowersOfTwo(_mm_unpacklo_epi16(_mm_unpacklo_epi8(e[0], e[1]), _mm_unpacklo_epi8(e[2], e[3])));
@@ -96,7 +110,8 @@ constexpr BlockIndex MakeBlockIndex() {
 
 inline constexpr BlockIndex kBlockIndex = MakeBlockIndex();
 
-TM_HD MxWeights LoadBlocks(const MxRun& run, int64_t step, const MxMask& mask) {
+template <bool kAll>
+TM_HD MxWeights LoadBlocks(const MxRun& run, int64_t step, int64_t count) {
   MxWeights w;
   const __m512i index = _mm512_load_si512(kBlockIndex.codes);
   const __m512i scale_index =
@@ -105,8 +120,8 @@ TM_HD MxWeights LoadBlocks(const MxRun& run, int64_t step, const MxMask& mask) {
 #pragma GCC unroll 4
   for (int o = 0; o < kMxOutputs; ++o) {
     const uint8_t* at = run.rows[o] + step * (17 * kMxStepBlocks);
-    first[o] = _mm512_maskz_loadu_epi8(mask.blocks, at);
-    const __m512i rest = _mm512_maskz_loadu_epi8(mask.blocks_at4, at + 4);
+    first[o] = LoadBytes<kAll>(at, 17 * count);
+    const __m512i rest = LoadBytes<kAll>(at + 4, 17 * count - 4);
     LookUp(_mm512_permutex2var_epi8(first[o], index, rest), o, w);
   }
   const __m512i e01 = _mm512_permutex2var_epi8(first[0], scale_index, first[1]);
@@ -171,6 +186,21 @@ TM_HD void PrefetchStep(const MxRun& run, int64_t step) {
   }
 }
 
+// One step of `count` blocks: kAll if 4.
+template <MatrixFormat F, int R, bool kAll>
+TM_HD void AddMxSteps(const MxRun& run, int64_t step, int64_t count, __m512 (&acc)[R]) {
+  MxWeights w;
+  if constexpr (F == MatrixFormat::kMxfp4) {
+    w = LoadBlocks<kAll>(run, step, count);
+  } else {
+    w = LoadSplit<kAll>(run, step, count);
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r) {
+    acc[r] = AddMxStep(w, MxRowAt(run.panel, step, R, r), acc[r]);
+  }
+}
+
 template <MatrixFormat F, int R>
 void MultiplyMxRows(const MxRun& run) {
   __m512 acc[R];
@@ -178,23 +208,14 @@ void MultiplyMxRows(const MxRun& run) {
   for (int r = 0; r < R; ++r) {
     acc[r] = _mm512_setzero_ps();
   }
-  const int64_t steps = MxSteps(run.blocks);
-  MxMask mask = MaskOf(kMxStepBlocks);
-  for (int64_t s = 0; s < steps; ++s) {
+  const int64_t full = run.blocks / kMxStepBlocks;
+  for (int64_t s = 0; s < full; ++s) {
     PrefetchStep<F>(run, s);
-    if (s + 1 == steps) {
-      mask = MaskOf(run.blocks - s * kMxStepBlocks);
-    }
-    MxWeights w;
-    if constexpr (F == MatrixFormat::kMxfp4) {
-      w = LoadBlocks(run, s, mask);
-    } else {
-      w = LoadSplit(run, s, mask);
-    }
-#pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) {
-      acc[r] = AddMxStep(w, MxRowAt(run.panel, s, R, r), acc[r]);
-    }
+    AddMxSteps<F, R, true>(run, s, kMxStepBlocks, acc);
+  }
+  if (full * kMxStepBlocks < run.blocks) {
+    PrefetchStep<F>(run, full);
+    AddMxSteps<F, R, false>(run, full, run.blocks - full * kMxStepBlocks, acc);
   }
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r) {

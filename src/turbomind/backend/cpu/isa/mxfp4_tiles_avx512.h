@@ -105,14 +105,11 @@ TM_HD __m512 BroadcastScale(const uint8_t* p) {
 // sum[r] += Σ looked-up code * one half of the activations.
 template <int R>
 TM_HD void DotTileBlock(const uint8_t* codes, const uint8_t* x, __m512i (&sum)[R]) {
-  const __m512i table = CodeTable();
-  const __m512i mask = _mm512_set1_epi8(0x0f);
 #pragma GCC unroll 4
   for (int k = 0; k < 4; ++k) {
     const __m512i pairs = _mm512_loadu_si512(codes + 64 * k);
-    const __m512i low = _mm512_shuffle_epi8(table, _mm512_and_si512(pairs, mask));
-    const __m512i high =
-        _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(pairs, 4), mask));
+    const __m512i low = LookUpLow(pairs);
+    const __m512i high = LookUpHigh(pairs);
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
       sum[r] = _mm512_dpbusd_epi32(sum[r], low, BroadcastCodes(x + kQuantRowBytes * r + 4 * k));
