@@ -87,7 +87,7 @@ def _config_from_gguf(
             vocab_size=file.tensor("token_embd.weight").rows,
             max_position=max_position,
             norm_eps=reader.number(f"{prefix}.attention.layer_norm_rms_epsilon", high=1.0),
-            windows=family.gguf_windows(reader, prefix, layers),
+            windows=family.gguf_windows(reader, prefix),
             tied_head="output.weight" not in file.names,
             activation=family.activation or "silu",
             rope=replace(rope, truncate=family.gguf_yarn_truncate),

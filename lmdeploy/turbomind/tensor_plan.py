@@ -103,7 +103,7 @@ def plan_tensors(
     for kind in outer:
         yield PlannedTensor(kind, lookup.find(kind, Place(names[kind])))
     heads = {"q": config.num_heads, "k": config.num_kv_heads} if interleaved else {}
-    places = _choose(experts, file, config)
+    places = _choose(experts, file=file, config=config)
     for layer in range(config.num_layers):
         sparse = config.has_experts(layer)
         for kind, name in names.items():
@@ -139,7 +139,7 @@ def _plan_experts(lookup: _Lookup, places: ExpertTensors, *, layer: int) -> Iter
 
 
 def _choose(
-    alternatives: tuple[ExpertTensors, ...], file: TensorFile, config: DecoderConfig
+    alternatives: tuple[ExpertTensors, ...], *, file: TensorFile, config: DecoderConfig
 ) -> ExpertTensors:
     """The alternative that the file follows: the one of which it has the most tensors."""
     if config.moe is None or True not in config.moe.layers:

@@ -41,10 +41,10 @@ class Experts:
     gguf_normalise: bool = True  # where the file does not say whether top-k weights sum to 1
 
 
-def _hf(block: str, router: str, parts: Mapping[str, str]) -> ExpertTensors:
+def _hf(block: str, parts: Mapping[str, str]) -> ExpertTensors:
     """Hugging Face's names with one tensor per expert and matrix."""
     base = f"model.layers.{{i}}.{block}"
-    places = {"router": Place(f"{base}.{router}.weight")}
+    places = {"router": Place(f"{base}.gate.weight")}
     for engine, name in parts.items():
         places[f"experts.{engine}"] = Place(f"{base}.experts.{{e}}.{name}.weight")
     return places
@@ -52,8 +52,8 @@ def _hf(block: str, router: str, parts: Mapping[str, str]) -> ExpertTensors:
 
 # One tensor per expert, as published; and all experts of a layer in one, as transformers 5 holds
 # them in memory.
-HF_MIXTRAL = _hf("block_sparse_moe", "gate", {"gate": "w1", "up": "w3", "down": "w2"})
-HF_QWEN = _hf("mlp", "gate", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"})
+HF_MIXTRAL = _hf("block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"})
+HF_QWEN = _hf("mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"})
 HF_STACKED: ExpertTensors = {
     "router": Place("model.layers.{i}.mlp.gate.weight"),
     "experts.gate": Place("model.layers.{i}.mlp.experts.gate_up_proj", stacked=True, half=0),

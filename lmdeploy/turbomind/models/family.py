@@ -52,7 +52,7 @@ ATTENTION_MATRICES = ("q", "k", "v", "o")
 FFN_MATRICES = ("gate", "up", "down")
 
 WindowRule = Callable[[ConfigReader, int], tuple[int, ...]]
-GgufWindowRule = Callable[[ConfigReader, str, int], tuple[int, ...]]
+GgufWindowRule = Callable[[ConfigReader, str], tuple[int, ...]]
 BiasRule = Callable[[ConfigReader], tuple[str, ...]]
 
 
@@ -90,10 +90,11 @@ def windows_by_type(config: ConfigReader, num_layers: int, *, window: int) -> tu
     return tuple(known[kind] for kind in kinds)
 
 
-def gguf_one_window(config: ConfigReader, prefix: str, num_layers: int) -> tuple[int, ...]:
+def gguf_one_window(config: ConfigReader, prefix: str) -> tuple[int, ...]:
     """`<architecture>.attention.sliding_window` in every layer; none when the key is missing."""
     key = f"{prefix}.attention.sliding_window"
-    return ((config.integer(key, low=0) if config.has(key) else 0),) * num_layers
+    window = config.integer(key, low=0) if config.has(key) else 0
+    return (window,) * config.integer(f"{prefix}.block_count")
 
 
 def no_bias(config: ConfigReader) -> tuple[str, ...]:

@@ -1,7 +1,5 @@
 """GPT-OSS: sinks, every other layer with a window, a bias everywhere, MXFP4 experts."""
 
-from dataclasses import replace
-
 from lmdeploy.turbomind.models.config_reader import ConfigReader
 from lmdeploy.turbomind.models.decoder_config import MoeSettings
 from lmdeploy.turbomind.models.experts import Experts, ExpertTensors, Place, local_experts
@@ -59,15 +57,16 @@ def _windows(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
     return tuple(0 if layer % 2 else window for layer in range(num_layers))
 
 
-def _gguf_windows(config: ConfigReader, prefix: str, num_layers: int) -> tuple[int, ...]:
+def _gguf_windows(config: ConfigReader, prefix: str) -> tuple[int, ...]:
     window = config.integer(f"{prefix}.attention.sliding_window")
+    num_layers = config.integer(f"{prefix}.block_count")
     return tuple(0 if layer % 2 else window for layer in range(num_layers))
 
 
 def _settings(config: ConfigReader, num_layers: int) -> MoeSettings:
     if config.number("swiglu_alpha", default=1.702) != 1.702:
         raise config.refuse("swiglu_alpha other than 1.702 is not supported")
-    return replace(local_experts(config, num_layers), normalise=True)
+    return local_experts(config, num_layers)
 
 
 FAMILY = ModelFamily(
