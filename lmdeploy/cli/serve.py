@@ -55,6 +55,7 @@ def dry_run_lines(model_path: str, config: TurbomindEngineConfig) -> list[str]:
     native, kv = engine_config_of(config, info.config, model_path=str(info.path))
     free = free_memory_bytes()
     plan = _turbomind.plan_memory(info.config, native, max(free - info.weight_bytes, 0))
+    peak = info.weight_bytes + plan.reserved_bytes + plan.scratch_bytes
     mapped = ""
     if info.mapped_bytes:
         mapped = f" ({info.mapped_bytes:,} of them experts, used where they lie in the file)"
@@ -65,4 +66,6 @@ def dry_run_lines(model_path: str, config: TurbomindEngineConfig) -> list[str]:
         f"blocks: {plan.num_blocks:,} of {native.cache_block_seq_len} tokens",
         f"reserved bytes: {plan.reserved_bytes:,}",
         f"touched bytes: {plan.touched_bytes:,} (pages are taken as tokens arrive)",
+        f"scratch bytes: {plan.scratch_bytes:,} (activations of a full step)",
+        f"peak bytes: {peak:,} (weights, the reserved cache when full, scratch)",
     ]

@@ -255,17 +255,17 @@ def test_model_arguments_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_hub_id_is_downloaded_without_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    calls: list[tuple[str, list[str]]] = []
+    calls: list[tuple[str, list[str], list[str]]] = []
 
-    def download(model: str, *, allow_patterns: list[str]) -> str:
-        calls.append((model, allow_patterns))
+    def download(model: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        calls.append((model, allow_patterns, ignore_patterns))
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert resolve_model("owner/name") == tmp_path
-    assert calls == [("owner/name", ["*.json", "*.safetensors", "*.jinja"])]
+    assert calls == [("owner/name", ["*.json", "*.safetensors", "*.jinja"], ["*/*"])]
 
-    def fail(model: str, *, allow_patterns: list[str]) -> str:
+    def fail(model: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
         raise OSError("no network\nmore lines")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fail)

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from test_loader import matrix_f32
 from tiny_gguf import write_gguf
@@ -383,3 +385,53 @@ def test_shards_of_experts(gpt_oss: Path, tmp_path: Path) -> None:
     for one, other in zip(whole.tensors, shards.tensors, strict=True):
         assert one.name == other.name
         np.testing.assert_array_equal(one.tensor.raw, other.tensor.raw)
+
+
+# --- fuzzing --------------------------------------------------------------------------------------
+
+
+def read_all(path: Path) -> None:
+    """Opens a checkpoint and touches the ends of every tensor; a refusal is one short line."""
+    try:
+        for planned in open_checkpoint(path).tensors:
+            for raw in (planned.tensor.raw, planned.tensor.scales):
+                if raw is not None:
+                    raw[:4].sum() + raw[-4:].sum()
+    except ModelFormatError as error:
+        assert len(str(error)) < 1000
+
+
+def damage(content: bytes, end: int, data: st.DataObject) -> bytes:
+    damaged = bytearray(content)
+    for _ in range(data.draw(st.integers(1, 4))):
+        damaged[data.draw(st.integers(0, end - 1))] = data.draw(st.integers(0, 255))
+    return bytes(damaged)
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_damaged_folders_never_crash(
+    gpt_oss: Path, copy_of_gpt_oss: Path, data: st.DataObject
+) -> None:
+    content = (gpt_oss / "model.safetensors").read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    (copy_of_gpt_oss / "model.safetensors").write_bytes(damage(content, end, data))
+    read_all(copy_of_gpt_oss)
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gguf") / "m.gguf"
+    write_moe_gguf(make_model(GPT_OSS), path, expert_format="MXFP4")
+    return path
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_damaged_gguf_never_crashes(gguf_file: Path, data: st.DataObject) -> None:
+    content = gguf_file.read_bytes()
+    path = gguf_file.with_name("damaged.gguf")
+    path.write_bytes(damage(content, content.rindex(b"blk.3.ffn_down_exps") + 96, data))
+    read_all(path)

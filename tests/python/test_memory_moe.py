@@ -131,7 +131,11 @@ def test_memory_is_what_dry_run_says(big: Path, tmp_path: Path) -> None:
 
 def test_dry_run_names_the_experts(big: Path) -> None:
     info = read_model_info(str(big))
-    line = dry_run_lines(str(big), TurbomindEngineConfig(session_len=512))[0]
+    lines = dry_run_lines(str(big), TurbomindEngineConfig(session_len=512))
+    line = lines[0]
+    figures = {line.split(":")[0]: line.split()[2].replace(",", "") for line in lines[-4:]}
+    parts = ("reserved bytes", "scratch bytes")
+    assert int(figures["peak bytes"]) == info.weight_bytes + sum(int(figures[p]) for p in parts)
     assert f"weights {info.weight_bytes:,} bytes ({info.mapped_bytes:,} of them experts" in line
     values = LAYERS * EXPERTS * 3 * HIDDEN * HIDDEN
     assert info.mapped_bytes == values // 32 * 17
@@ -161,3 +165,19 @@ def test_experts_outlive_the_file_and_its_reader(tmp_path: Path) -> None:
         run.model.chat_template = None
         gc.collect()
         assert run.greedy(ids, 20) == wanted
+
+
+def test_the_cache_leaves_room_for_experts(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts are not resident when the cache is planned; their bytes are not free all the same."""
+    from lmdeploy.turbomind import engine
+
+    free = 64 << 20
+    monkeypatch.setattr(engine, "free_memory_bytes", lambda: free)
+    config = TurbomindEngineConfig(cache_max_entry_count=0.9, session_len=4096, max_batch_size=64)
+    parts = engine.load_parts(str(big), config, progress=False)
+    try:
+        reserved = parts.core.memory_plan().reserved_bytes
+    finally:
+        parts.core.close()
+    left = free - read_model_info(str(big)).mapped_bytes
+    assert 0.8 * left < reserved <= 0.9 * left
