@@ -127,7 +127,8 @@ def cache_line(options: KvOptions, plan: _turbomind.MemoryPlan) -> str:
         f"{plan.bytes_per_token:,.0f} bytes per token{hot}, "
         f"{plan.max_tokens:,} tokens fit in {plan.reserved_bytes / 2**20:,.1f} MiB; "
         f"{ratio:.2f}x the tokens of 16 bit at session_len "
-        f"({plan.bytes_per_token_none:,.0f} bytes per token)"
+        f"({plan.bytes_per_token_none:,.0f} bytes per token); "
+        f"a full session takes {plan.session_bytes / 2**20:,.1f} MiB"
     )
 
 
