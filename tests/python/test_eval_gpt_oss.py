@@ -300,7 +300,7 @@ def test_a_table_of_formats_counts_by_content(tmp_path: Path) -> None:
 def test_interrupted_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output, prompts = tmp_path / "eval", tmp_path / "prompts.jsonl"
     texts = [text[:1500] for text in divergence.read_prompts(tasks.FOLDER / "prompts.jsonl")[:2]]
-    texts[1] = texts[1][:700]  # of another length
+    texts[0] = texts[0][:700]  # the longest is not the first
     prompts.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     options = ["--policies", "0", "nvfp4", "--limit", "3", "--max-new-tokens", "8"]
     options += ["--prompts", str(prompts)]
