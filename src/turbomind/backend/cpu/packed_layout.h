@@ -24,10 +24,11 @@
 //   d*sum[R];
 //              an activation is (256 * high + low) * d: the high bytes of a row, then the low ones
 //   MXFP4      128 columns, 4 blocks, for each row: int8 high[2][4][16], low[2][4][16] (block b,
-//   byte
-//              j: what the low nibble of the stored byte j multiplies, then the high nibble), float
-//              d[4][4], int32 -zero_point * sum[4][4]: each block's value 4 times. Columns beyond
-//              the matrix are zero, and so is their d.
+//              byte j: what the low nibble of the stored byte j multiplies, then the high one),
+//              float d[4][4], int32 -zero_point * sum[4][4]: each block's value 4 times. Columns
+//              beyond the matrix are zero, and so is their d. A kernel that transposes weights
+//              (isa/mxfp4_tiles_avx512.h) has panels of many rows in the form of kQ4_0 instead,
+//              columns in the order of the nibbles, in the same space.
 
 #include <cstdint>
 

@@ -64,7 +64,8 @@ MxRun RunAt(const MultiplyArgs& a, int64_t output, int row) {
     run.rows[o] = a.tiles + at * row_bytes;
     run.scales[o] = F == MatrixFormat::kMxfp4Split ? a.scales + at * run.blocks : nullptr;
   }
-  run.next = run.rows[0] + kMxOutputs * row_bytes;
+  // One row further than the next ones: the last of them begins five steps after it is fetched.
+  run.next = run.rows[0] + (kMxOutputs + 1) * row_bytes;
   run.next_scales =
       F == MatrixFormat::kMxfp4Split ? run.scales[0] + kMxOutputs * run.blocks : nullptr;
   run.panel = a.panels + row / kPanelRows * PanelBytes(F, a.cols, kPanelRows);

