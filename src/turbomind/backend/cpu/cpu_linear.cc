@@ -11,7 +11,8 @@ namespace turbomind {
 namespace {
 
 constexpr int64_t kRowBlockBytes = 256 << 10;  // packed activations that stay in L2 (1 MiB, Zen 4)
-constexpr int64_t kMinTilesPerItem = 4;        // what one row multiplies at once
+constexpr int64_t kMxRowBlockBytes = 640 << 10;  // more, so that a transposed tile serves more rows
+constexpr int64_t kMinTilesPerItem = 4;          // what one row multiplies at once
 constexpr int64_t kMaxTilesPerItem = 64;
 
 // One call: the groups' rows of y, each with its row of x.
@@ -52,8 +53,9 @@ CpuLinearPlan PlanRows(const GroupedLinearParams& params, const LinearGroup& gro
   plan.bias = group.bias;
   plan.first_row = group.first_row;
   plan.num_rows = group.num_rows;
+  const int64_t block_bytes = IsMxfp4(plan.weight->format) ? kMxRowBlockBytes : kRowBlockBytes;
   plan.panels_per_block =
-      std::clamp<int64_t>(kRowBlockBytes / FullPanelBytes(plan), 1, NumPanels(plan));
+      std::clamp<int64_t>(block_bytes / FullPanelBytes(plan), 1, NumPanels(plan));
   plan.num_row_blocks = CeilDiv(NumPanels(plan), plan.panels_per_block);
   return plan;
 }

@@ -168,6 +168,8 @@ void MultiplyFormat(const MultiplyArgs& a) {
   }
 }
 
+static_assert(kMxStepBlocks * (kQuantRowBytes + 8) <= kMxPanelRowBytes);
+
 // A panel for MultiplyMxTile: as that of kQ4_0, columns in the order of the nibbles.
 void PackTilePanel(const PackPanelArgs& a) {
   const int rows = a.num_rows;
