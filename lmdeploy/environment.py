@@ -57,11 +57,12 @@ def free_memory_bytes() -> int:
     limit = _read("/sys/fs/cgroup/memory.max").strip()
     if limit.isdigit():
         used = _read("/sys/fs/cgroup/memory.current").strip()
-        inactive = 0
+        # Cached pages of files are given back, those that were used lately too.
+        cached = 0
         for line in _read("/sys/fs/cgroup/memory.stat").splitlines():
-            if line.startswith("inactive_file "):
-                inactive = int(line.split()[1])
-        free = min(free, int(limit) - int(used or 0) + inactive)
+            if line.startswith(("inactive_file ", "active_file ")):
+                cached += int(line.split()[1])
+        free = min(free, int(limit) - int(used or 0) + cached)
     return max(free, 0)
 
 

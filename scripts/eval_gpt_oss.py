@@ -237,6 +237,8 @@ def make_settings(options: argparse.Namespace, server_flags: Sequence[str]) -> S
     """Checks everything that can be checked before something is loaded. Raises ValueError."""
     from lmdeploy.turbomind.model_hash import hash_model
 
+    if options.reasoning_effort and options.api == "completions":
+        raise ValueError("--reasoning-effort: a field of chats; wanted --api chat")
     tasks = tuple(read_task(name, options.data) for name in dict.fromkeys(options.tasks))
     names = [task.name for task in tasks]
     if len(set(names)) < len(names):

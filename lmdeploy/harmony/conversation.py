@@ -6,6 +6,7 @@ message, followed by all results. `read_conversation` makes the former of the la
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -175,10 +176,12 @@ def _read_calls(name: str, calls: Any) -> Iterator[tuple[str, Call]]:
         if not isinstance(tool, str) or not _CALL_NAME.fullmatch(tool):
             wanted = "a name of 1 to 256 characters without spaces, < and >"
             raise refuse(f"{where}.function.name", tool, wanted=wanted)
-        arguments = function.get("arguments", "")
+        arguments = function.get("arguments") or ""
+        if isinstance(arguments, dict):  # as chat templates take them
+            arguments = json.dumps(arguments, ensure_ascii=False)
         if not isinstance(arguments, str):
             raise refuse(f"{where}.function.arguments", arguments, wanted="a text with JSON")
-        call_id = call.get("id", f"call {index}")
+        call_id = f"call {index}" if call.get("id") is None else call["id"]
         if not isinstance(call_id, str) or call_id in seen:
             raise refuse(f"{where}.id", call_id, wanted="a text that no other call of it has")
         seen.add(call_id)

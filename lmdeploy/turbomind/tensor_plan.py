@@ -10,7 +10,7 @@ from typing import Any
 from lmdeploy.turbomind.model_errors import ModelFormatError
 from lmdeploy.turbomind.models.config_reader import ConfigReader
 from lmdeploy.turbomind.models.decoder_config import DecoderConfig
-from lmdeploy.turbomind.models.experts import ExpertTensors, Place
+from lmdeploy.turbomind.models.experts import MAX_EXPERTS_OF_MODEL, ExpertTensors, Place
 from lmdeploy.turbomind.models.family import (
     FFN_MATRICES,
     REQUIRED_MATRICES,
@@ -69,10 +69,15 @@ def check_config(reader: ConfigReader, config: DecoderConfig) -> DecoderConfig:
         )
     if config.head_dim % 16:
         raise reader.refuse(f"head_dim {config.head_dim} is not a multiple of 16: not supported")
-    if config.moe is not None and config.moe.top_k > config.moe.num_experts:
-        raise reader.refuse(
-            f"each token wants {config.moe.top_k} experts; there are {config.moe.num_experts}"
-        )
+    if config.moe is not None:
+        experts = config.moe.num_experts
+        if config.moe.top_k > experts:
+            raise reader.refuse(f"each token wants {config.moe.top_k} experts; there are {experts}")
+        total = experts * sum(config.moe.layers)
+        if total > MAX_EXPERTS_OF_MODEL:
+            raise reader.refuse(
+                f"{total} experts in all layers; at most {MAX_EXPERTS_OF_MODEL} are supported"
+            )
     return config
 
 

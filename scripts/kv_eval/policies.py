@@ -55,8 +55,8 @@ class Policy:
     def facts(self) -> dict[str, str | list[str]]:
         """What tells this policy from others: flags, and the content of files among them."""
         config = self.config()
-        files = [config.kv_cache_format, config.kv_calibration]
-        paths = [Path(str(file)) for file in files if file is not None]
+        files = [config.kv_cache_format, config.kv_calibration, *self.server_flags]
+        paths = [Path(str(file).partition("=")[2] or str(file)) for file in files if file]
         digests = [
             hashlib.sha256(path.read_bytes()).hexdigest() for path in paths if path.is_file()
         ]

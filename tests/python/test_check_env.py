@@ -48,6 +48,17 @@ def test_machine_facts():
     assert environment.free_memory_bytes() > 1 << 20
 
 
+def test_cached_pages_of_a_cgroup_count_as_free(monkeypatch):
+    files = {
+        "/proc/meminfo": "MemAvailable: 99999999 kB\n",
+        "/sys/fs/cgroup/memory.max": "24000\n",
+        "/sys/fs/cgroup/memory.current": "15000\n",
+        "/sys/fs/cgroup/memory.stat": "anon 2000\ninactive_file 500\nactive_file 12500\n",
+    }
+    monkeypatch.setattr(environment, "_read", lambda path: files.get(path, ""))
+    assert environment.free_memory_bytes() == 22000
+
+
 def test_import_is_light():
     import subprocess
 

@@ -233,7 +233,7 @@ BAD_MESSAGES: list[tuple[Any, str]] = [
     ([*tool_call(), {"role": "tool", "content": "", "tool_call_id": 5}], "tool_call_id: got 5"),
     (tool_call(function=5), "messages[1].tool_calls[0]: got"),
     (tool_call(function={"name": "a b", "arguments": ""}), "function.name: got 'a b'"),
-    (tool_call(function={"name": "a", "arguments": {}}), "function.arguments: got {}"),
+    (tool_call(function={"name": "a", "arguments": 5}), "function.arguments: got 5"),
     (tool_call(id=7), "messages[1].tool_calls[0].id: got 7"),
     ([USER, {"role": "assistant", "tool_calls": [CALL, CALL]}], "tool_calls[1].id: got 'a'"),
     ([USER, {"role": "assistant", "tool_calls": {"a": 1}}], "messages[1].tool_calls: got"),
@@ -245,6 +245,12 @@ def test_bad_messages(messages: Any, text: str) -> None:
     with pytest.raises(ValueError) as info:
         read_conversation(messages)
     assert text in str(info.value)
+
+
+def test_calls_as_chat_templates_take_them() -> None:
+    as_object = tool_call(id=None, function={"name": "f", "arguments": {"x": "é"}})
+    as_text = tool_call(id="call 0", function={"name": "f", "arguments": '{"x": "é"}'})
+    assert read_conversation(as_object) == read_conversation(as_text)
 
 
 def function(**change: Any) -> list[Any]:

@@ -435,3 +435,20 @@ def test_damaged_gguf_never_crashes(gguf_file: Path, data: st.DataObject) -> Non
     path = gguf_file.with_name("damaged.gguf")
     path.write_bytes(damage(content, content.rindex(b"blk.3.ffn_down_exps") + 96, data))
     read_all(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_experts": 1025}, r"num_experts is '1025'; wanted a whole number in 1\.\.1024"),
+        ({"num_experts": 1024, "num_hidden_layers": 65}, "66560 experts in all layers; at most"),
+    ],
+    ids=["of a layer", "of all layers"],
+)
+def test_more_experts_than_the_engine_takes(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder = save_model(make_model(QWEN3_MOE), tmp_path)
+    change_config(folder, **change)
+    with pytest.raises(ModelFormatError, match=message):
+        open_checkpoint(folder)

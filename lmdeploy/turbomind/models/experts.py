@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from lmdeploy.turbomind.models.config_reader import ConfigReader
 from lmdeploy.turbomind.models.decoder_config import MoeSettings
 
-MAX_EXPERTS = 4096
+# Of the engine too: of a layer, and of all layers.
+MAX_EXPERTS = 1024
+MAX_EXPERTS_OF_MODEL = 65536
 MAX_WIDTH = 1 << 22
 
 
