@@ -25,6 +25,7 @@ _SPECIAL = re.compile(r"<(?=\|\w+\|>)")
 _ANALYSIS = "<|channel|>analysis<|message|>"
 _COMMENTARY = "<|channel|>commentary<|message|>"
 _NEXT_MESSAGE = "<|end|><|start|>assistant"
+_BROWSER = "browser."  # the namespace of a built-in tool
 
 
 def render_prompt(
@@ -90,9 +91,11 @@ def _render_by_template(
     template: PromptTemplate, turns: Sequence[Turn], *, variables: dict[str, Any]
 ) -> str:
     # Templates know reasoning before a call, but no preamble: it goes in behind a mark and gets
-    # its own channel afterwards.
+    # its own channel afterwards. They take every call for one of a function: those of the browser,
+    # whose names no function may have, are marked too.
     mark = secrets.token_hex(16)
     text = template.render(_template_messages(turns, mark), variables)
+    text = text.replace(f"functions.{mark}{_BROWSER}", _BROWSER)
     text = text.replace(_ANALYSIS + mark, _COMMENTARY)
     return text.replace(mark, _NEXT_MESSAGE + _COMMENTARY)
 
@@ -105,10 +108,10 @@ def _template_messages(turns: Sequence[Turn], mark: str) -> list[dict[str, Any]]
     """
     messages: list[dict[str, Any]] = []
     for turn in turns:
+        name = "" if turn.call is None else turn.call.name
+        name = mark + name if name.startswith(_BROWSER) else name
         if turn.role == "tool" and turn.call is not None:
-            messages.append(
-                {"role": "tool", "name": turn.call.name, "content": RawText(turn.content)}
-            )
+            messages.append({"role": "tool", "name": name, "content": RawText(turn.content)})
             continue
         if turn.call is None:
             role = "system" if turn.role == "developer" else turn.role
@@ -117,7 +120,7 @@ def _template_messages(turns: Sequence[Turn], mark: str) -> list[dict[str, Any]]
             continue
         if turn.content and not turn.keeps_thinking:
             messages.append({"role": "assistant", "content": turn.content})
-        function = {"name": turn.call.name, "arguments": RawText(turn.call.arguments)}
+        function = {"name": name, "arguments": RawText(turn.call.arguments)}
         calls = [{"type": "function", "function": function}]
         request: dict[str, Any] = {"role": "assistant", "tool_calls": calls}
         thinking = turn.thinking + (mark + turn.content if turn.content else "")

@@ -113,6 +113,15 @@ def test_a_preamble_keeps_its_channel(template: Any) -> None:
     ) in render(template, [USER, thoughtful])
 
 
+def test_calls_of_the_browser_are_no_functions(template: Any) -> None:
+    function = {"name": "browser.search", "arguments": "{}"}
+    result = {"role": "tool", "tool_call_id": "a", "content": "found"}
+    text = render(template, [*tool_call(function=function), result], builtin_tools=["browser"])
+    assert "<|start|>assistant to=browser.search<|channel|>" in text
+    assert "<|start|>browser.search to=assistant<|channel|>" in text
+    assert "functions.browser" not in text
+
+
 # --- what the template gets -----------------------------------------------------------------------
 
 
