@@ -160,7 +160,8 @@ def load_parts(
 
         warn_without_encoding()
     native, kv = engine_config_of(config, model.config, model_path=str(model.path))
-    core = _turbomind.Engine(model.config, native, model.weights, device, free_memory_bytes())
+    free = max(free_memory_bytes() - model.mapped_bytes, 0)
+    core = _turbomind.Engine(model.config, native, model.weights, device, free)
     return EngineParts(
         core=core,
         new_request=_turbomind.Request,
@@ -565,6 +566,16 @@ class AsyncEngine:
                 stream.deliver(error)
             except RuntimeError:
                 logger.debug("request %d: its event loop is closed", stream.request_id)
+
+
+_running: weakref.WeakSet[AsyncEngine] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A thread inside the C++ engine when the interpreter ends would abort the process."""
+    for engine in list(_running):
+        engine.close()
 
 
 def _is_constrained(config: GenerationConfig) -> bool:
