@@ -2,7 +2,6 @@
 
 #include <source_location>
 #include <stdexcept>
-#include <string>
 
 namespace turbomind {
 
@@ -19,12 +18,14 @@ class InternalError : public std::logic_error {
   using std::logic_error::logic_error;
 };
 
-// Throws InternalError naming the place unless `ok`.
+// Throws InternalError naming the place.
+[[noreturn]] void FailCheck(const char* what, const std::source_location& where);
+
+// FailCheck unless `ok`.
 inline void Check(bool ok, const char* what,
-                  std::source_location where = std::source_location::current()) {
+                  const std::source_location& where = std::source_location::current()) {
   if (!ok) {
-    throw InternalError(std::string(where.file_name()) + ":" + std::to_string(where.line()) +
-                        ": check failed: " + what);
+    FailCheck(what, where);
   }
 }
 

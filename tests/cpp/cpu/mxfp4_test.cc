@@ -1,6 +1,5 @@
 // MXFP4 as it is stored: both forms, in place, at the end of a mapping; what every format has in
 // common is in linear_test.cc.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 #include <sys/mman.h>
 #include <unistd.h>

@@ -1,6 +1,5 @@
 // The engine itself fails: everything ends, and it says so from then on.
 
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
 #include "engine/null_device.h"

@@ -1,7 +1,6 @@
 // What a request may do to the engine that runs it: be cancelled at once, bring a callback that
 // misbehaves or is slow to go.
 
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
 #include <chrono>

@@ -1,6 +1,5 @@
 // Plans replayed without computing anything: tokens come from a rule, not from a model.
 
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include "turbomind/engine/scheduler.h"
 
 #include <doctest/doctest.h>

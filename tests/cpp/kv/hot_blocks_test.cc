@@ -1,7 +1,6 @@
 // Sequences whose newest blocks and sinks are in 16 bit: when a block is quantised and given back,
 // and what that means for hits, forks and windows.
 
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
 #include <algorithm>

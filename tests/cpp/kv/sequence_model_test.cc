@@ -2,7 +2,6 @@
 // from the tokens before it, which pool a query reads it from follows from its position, and which
 // blocks are in use follows from the tables alone.
 
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
 #include <algorithm>

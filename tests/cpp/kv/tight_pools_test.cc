@@ -1,7 +1,6 @@
 // Whatever the pools hold, a sequence that fits alone runs: the scheduler has nobody left to
 // preempt then.
 
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
 #include <algorithm>

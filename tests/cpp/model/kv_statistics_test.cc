@@ -1,6 +1,5 @@
 // What calibration sees.
 
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include "turbomind/model/kv_statistics.h"
 
 #include <doctest/doctest.h>

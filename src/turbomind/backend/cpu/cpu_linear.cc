@@ -78,10 +78,10 @@ Totals PlanCall(const GroupedLinearParams& params, int num_threads,
       row_blocks += plans.back().num_row_blocks;
     }
   }
+  const int64_t groups = CeilDiv(num_threads * kItemsPerThread, std::max<int64_t>(row_blocks, 1));
   Totals totals;
   for (CpuLinearPlan& plan : plans) {
     const int64_t num_tiles = plan.weight->num_tiles();
-    const int64_t groups = CeilDiv(num_threads * kItemsPerThread, row_blocks);
     plan.tiles_per_item =
         std::clamp(CeilDiv(num_tiles / groups, kMinTilesPerItem) * kMinTilesPerItem,
                    kMinTilesPerItem, kMaxTilesPerItem);
