@@ -9,7 +9,9 @@ namespace turbomind {
 namespace {
 
 void CheckMatrix(const MatrixView& matrix, int64_t rows, int64_t cols) {
-  Check(matrix.weight != nullptr, "every matrix of a layer of experts is there");
+  if (matrix.weight == nullptr) {
+    FailCheck("every matrix of a layer of experts is there", std::source_location::current());
+  }
   Check(matrix.weight->rows == rows && matrix.weight->cols == cols,
         "the matrices of a layer of experts have its shapes");
 }
