@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cpu/kv_fixture.h"
+#include "sanitized_sample.h"
 #include "turbomind/backend/cpu/cpu_device.h"
 #include "turbomind/backend/cpu/cpu_kv_ops.h"
 #include "turbomind/core/check.h"
@@ -57,7 +58,8 @@ float RandomValue(std::mt19937& random, int kind) {
 }
 
 TEST_CASE("encoders equal the codec bit for bit on a million random rows") {
-  constexpr int kRowsPerCase = 48000;  // 7 modes * 3 dtypes * 48000 = 1,008,000, each ISA
+  // 7 modes * 3 dtypes * 48000 = 1,008,000, each ISA
+  constexpr int kRowsPerCase = testing::kSanitized ? 6000 : 48000;
   constexpr int kDim = 48;
   std::mt19937 random(11);
   std::vector<CpuKvKernels> isas;
@@ -105,7 +107,8 @@ void FillWithTies(std::mt19937& random, float* row, int n) {
 }
 
 TEST_CASE("searching encoders equal the codec bit for bit on a million random rows") {
-  constexpr int kRowsPerCase = 168000;  // 2 modes * 3 dtypes * 168000 = 1,008,000, each ISA
+  // 2 modes * 3 dtypes * 168000 = 1,008,000, each ISA
+  constexpr int kRowsPerCase = testing::kSanitized ? 21000 : 168000;
   constexpr int kMaxDim = 80;
   std::mt19937 random(12);
   std::vector<CpuKvKernels> isas;

@@ -12,13 +12,14 @@
 #include <vector>
 
 #include "kv/memory_device.h"
+#include "sanitized_sample.h"
 #include "turbomind/kv/sequence_manager.h"
 
 namespace turbomind {
 namespace {
 
 constexpr int kLength = 16;
-constexpr int kNumOperations = 100000;
+constexpr int kNumOperations = testing::kSanitized ? 20000 : 100000;
 
 // A full-attention layer and one with a window, each a group of its own.
 KvCacheConfig TwoGroups() {
