@@ -12,14 +12,13 @@
 #include <vector>
 
 #include "kv/memory_device.h"
-#include "sanitized_sample.h"
 #include "turbomind/kv/sequence_manager.h"
 
 namespace turbomind {
 namespace {
 
 constexpr int kLength = 16;
-constexpr int kNumOperations = testing::kSanitized ? 20000 : 100000;
+constexpr int kNumOperations = 100000;
 
 // A full-attention layer and one with a window, each a group of its own.
 KvCacheConfig TwoGroups() {
@@ -380,10 +379,10 @@ TEST_CASE("random operations agree with the model") {
   SequenceManager manager(cache, true);
   RandomOperations operations(manager, cache, 1);
   operations.Run(kNumOperations);
-  CHECK(operations.num_hit_tokens > kNumOperations / 2);
+  CHECK(operations.num_hit_tokens > 50000);
   CHECK(operations.num_partial_hits > 100);
-  CHECK(operations.num_refused > kNumOperations / 100);
-  CHECK(operations.num_forks > kNumOperations / 100);
+  CHECK(operations.num_refused > 1000);
+  CHECK(operations.num_forks > 1000);
   MESSAGE("hit tokens " << operations.num_hit_tokens << ", partial hits "
                         << operations.num_partial_hits << ", refused " << operations.num_refused
                         << ", forks " << operations.num_forks);
