@@ -185,6 +185,7 @@ void Decoder::Attention(int index, const BatchView& batch) {
       .out = scratch_.attended,
       .q_heads = model().num_heads,
       .softmax_scale = model().softmax_scale,
+      .exact = weights_->exact,
       .window = cache.window,
       .sinks = OrNull(layer.sinks),
       .q_dot_mean = cache.k_mean != nullptr ? scratch_.q_dot_mean : nullptr,

@@ -365,6 +365,7 @@ std::shared_ptr<const Weights> WeightsBuilder::Build() {
   impl_->RequireOneFormat();
   impl_->JoinBiases();
   impl_->ChooseForm();
+  impl_->weights->exact = impl_->exact;
   return std::exchange(impl_->weights, nullptr);
 }
 

@@ -57,6 +57,7 @@ struct Weights {
   std::vector<LayerWeights> layers;
   std::vector<float> final_norm;       // [hidden]
   std::unique_ptr<PackedMatrix> head;  // [vocab, hidden]; null: tied to the embedding
+  bool exact = false;                  // attention, too, is computed in FP32
 
   const PackedMatrix& output_head() const { return head ? *head : *embedding; }
   int64_t num_bytes() const;

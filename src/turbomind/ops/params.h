@@ -105,6 +105,7 @@ struct AttentionParams {
   float* out = nullptr;      // [num_tokens, q_heads, head_dim]
   int q_heads = 0;
   float softmax_scale = 1.f;
+  bool exact = false;            // FP32 where integer codes would be computed in integers
   int window = 0;                // 0: full; else a query at p sees positions in (p - window, p]
   const float* sinks = nullptr;  // [q_heads] learned sink logits or null
   // [num_tokens, q_heads] of ProcessKV where K has lost its mean: a sink's logit is lowered by

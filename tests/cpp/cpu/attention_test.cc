@@ -13,7 +13,7 @@ namespace turbomind {
 namespace {
 
 TEST_CASE("prefill and decode agree bit for bit and with double precision") {
-  testing::SanitizedSample sample(7);
+  testing::SanitizedSample sample(14);
   for (const ModePair& pair : ListedPairs()) {
     for (int dim : {64, 80, 96, 128, 256}) {
       for (int group : {1, 3, 7, 9}) {
@@ -93,20 +93,23 @@ TEST_CASE("slots and blocks outside what a query sees do not matter") {
   ThreadPool pool(1);
   const CpuKvKernels kernels = CpuKvKernelsFor(BestIsa());
   for (const ModePair& pair : ListedPairs()) {
-    Case c;
-    c.shape.k = pair.k;
-    c.shape.v = pair.v;
-    c.window = 100;
-    c.first = 300;
-    const Inputs in = MakeInputs(c);
-    Caches clean(c, 0x00);
-    const std::vector<float> want = RunChunks(kernels, pool, c, clean, in, 64);
-    for (int poison : {0x7f, 0xff, 0x7e}) {
-      Caches cache(c, static_cast<uint8_t>(poison));
-      cache.cold.table()[0] = cache.cold.table()[1] = cache.cold.table()[2] =
-          -1;  // before every window
-      CHECK(SameBits(want, RunChunks(kernels, pool, c, cache, in, 64)));
-      CHECK(SameBits(want, RunChunks(kernels, pool, c, cache, in, 1)));
+    for (bool exact : {true, false}) {
+      Case c;
+      c.shape.k = pair.k;
+      c.shape.v = pair.v;
+      c.window = 100;
+      c.first = 300;
+      c.exact = exact;
+      const Inputs in = MakeInputs(c);
+      Caches clean(c, 0x00);
+      const std::vector<float> want = RunChunks(kernels, pool, c, clean, in, 64);
+      for (int poison : {0x7f, 0xff, 0x7e}) {
+        Caches cache(c, static_cast<uint8_t>(poison));
+        cache.cold.table()[0] = cache.cold.table()[1] = cache.cold.table()[2] =
+            -1;  // before every window
+        CHECK(SameBits(want, RunChunks(kernels, pool, c, cache, in, 64)));
+        CHECK(SameBits(want, RunChunks(kernels, pool, c, cache, in, 1)));
+      }
     }
   }
 }
@@ -129,6 +132,58 @@ TEST_CASE("a NaN value reaches the queries that see it and no other") {
     const size_t before = static_cast<size_t>(300 - c.first) * c.group * c.shape.head_dim;
     CHECK(std::memcmp(want.data(), whole.data(), before * sizeof(float)) == 0);
     CHECK(std::all_of(whole.begin() + before, whole.end(), [](float x) { return std::isnan(x); }));
+  }
+}
+
+TEST_CASE("a NaN or an infinity in a query reaches its own head and no other") {
+  ThreadPool pool(1);
+  const CpuKvKernels kernels = CpuKvKernelsFor(BestIsa());
+  for (KvCacheMode mode : {KvCacheMode::kInt8, KvCacheMode::kInt4, KvCacheMode::kFp4Nv}) {
+    Case c;
+    c.shape.k = c.shape.v = mode;
+    c.first = 300;
+    c.exact = false;
+    Caches cache(c);
+    const Inputs clean = MakeInputs(c);
+    const int64_t row = int64_t{c.group} * c.shape.kv_heads * c.shape.head_dim;
+    for (float bad :
+         {std::numeric_limits<float>::quiet_NaN(), -std::numeric_limits<float>::infinity()}) {
+      Inputs in = clean;
+      in.q[static_cast<size_t>(310 * row + c.shape.head_dim + 5)] = bad;  // head 1
+      for (int chunk : {1, 64}) {
+        std::vector<float> want = RunChunks(kernels, pool, c, cache, clean, chunk);
+        std::vector<float> got = RunChunks(kernels, pool, c, cache, in, chunk);
+        const auto head = got.begin() + (310 - c.first) * row + c.shape.head_dim;
+        CHECK(std::all_of(head, head + c.shape.head_dim, [](float x) { return std::isnan(x); }));
+        std::copy_n(want.begin() + (head - got.begin()), c.shape.head_dim, head);
+        CHECK(SameBits(want, got));
+      }
+    }
+  }
+}
+
+TEST_CASE("queries and scales of zero") {
+  ThreadPool pool(1);
+  const CpuKvKernels kernels = CpuKvKernelsFor(BestIsa());
+  for (KvCacheMode mode : {KvCacheMode::kInt8, KvCacheMode::kInt4, KvCacheMode::kFp4Nv}) {
+    Case c;
+    c.shape.k = c.shape.v = mode;
+    c.shape.context = 100;
+    c.first = 90;
+    c.exact = false;
+    Caches cache(c);
+    const std::vector<float> zeros(static_cast<size_t>(c.shape.head_dim));
+    for (int head = 0; head < c.shape.kv_heads; ++head) {
+      for (int token = 0; token < c.shape.context; ++token) {
+        cache.cold.Write(KvSide::kV, head, token, zeros.data());
+      }
+    }
+    Inputs in = MakeInputs(c);
+    std::fill(in.q.begin(), in.q.end(), 0.f);
+    for (int chunk : {1, 64}) {
+      const std::vector<float> out = RunChunks(kernels, pool, c, cache, in, chunk);
+      CHECK(std::all_of(out.begin(), out.end(), [](float x) { return x == 0.f; }));
+    }
   }
 }
 
@@ -166,9 +221,12 @@ TEST_CASE("threads do not change a bit") {
   const Inputs in = MakeInputs(c);
   ThreadPool one(1);
   ThreadPool three(3);
-  for (int chunk : {1, 100}) {
-    CHECK(SameBits(RunChunks(kernels, one, c, cache, in, chunk),
-                   RunChunks(kernels, three, c, cache, in, chunk)));
+  for (bool exact : {true, false}) {
+    c.exact = exact;
+    for (int chunk : {1, 100}) {
+      CHECK(SameBits(RunChunks(kernels, one, c, cache, in, chunk),
+                     RunChunks(kernels, three, c, cache, in, chunk)));
+    }
   }
 }
 

@@ -217,6 +217,7 @@ void CpuPrefillAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScr
     args.context_len = batch.context_lens[seq];
     args.group = group;
     args.softmax_scale = params.softmax_scale;
+    args.exact = params.exact;
     args.window = params.window;
     args.sinks = params.sinks != nullptr ? params.sinks + head * group : nullptr;
     args.q_dot_mean_stride = params.q_heads;
@@ -259,6 +260,7 @@ void CpuDecodeAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScra
              static_cast<int64_t>(head) * group * kv.head_dim;
     args.group = group;
     args.softmax_scale = params.softmax_scale;
+    args.exact = params.exact;
     args.position = context - 1;
     args.begin = std::max(begin, split);
     args.end = std::min(context, split + kSplitTokens);

@@ -5,8 +5,8 @@
 // header. Every kernel gives the same bits with every instruction set.
 //
 // Attention state of one query head over some positions, kStateHeader + head_dim floats:
-// (m, l, o[head_dim]) with m the largest score in units of log2, l = Σ 2^(score - m) and
-// o = Σ 2^(score - m) · v. l == 0 means that no position was seen.
+// (m, l, o[head_dim]) with m the largest score in units of log2, rounded up, l = Σ 2^(score - m)
+// and o = Σ 2^(score - m) · v. l == 0 means that no position was seen.
 
 #include <cstdint>
 
@@ -35,6 +35,7 @@ struct DecodeSplitArgs {
   const float* q = nullptr;  // [group, head_dim]
   int group = 0;
   float softmax_scale = 1.f;
+  bool exact = false;
   int begin = 0;  // visible positions [begin, end), inside one split, not empty
   int end = 0;
   float* states = nullptr;  // [group, kStateHeader + head_dim]
@@ -66,6 +67,7 @@ struct PrefillRowsArgs {
   int context_len = 0;
   int group = 0;
   float softmax_scale = 1.f;
+  bool exact = false;
   int window = 0;
   const float* sinks = nullptr;  // [group] or null
   // First token's [group], next ones at q_dot_mean_stride; null: no mean.
@@ -109,9 +111,10 @@ struct CpuKvKernels {
 // Scratch of prefill_rows.
 constexpr int64_t PrefillScratchFloats(int group, int head_dim) {
   const int64_t rows = (group > kPrefillRows ? group : kPrefillRows) + 8;
-  // K and V tile, their metadata, scores, queries, running and finished states, what rows see.
+  // K and V tile, their metadata, scores, queries (and rounded), running and finished states, what
+  // rows see.
   return 2 * kTileTokens * head_dim + 2 * kTileTokens * (head_dim / 16 + 2) + rows * kTileTokens +
-         3 * rows * head_dim + 12 * rows;
+         (7 * rows * head_dim + 1) / 2 + 16 * rows;
 }
 
 namespace scalar {

@@ -1,155 +1,18 @@
 // ⑦ Decode: one query token, one KV head with all its query heads, one split of at most
-// kSplitTokens positions. Codes are dequantised in registers, once for up to kMaxHeads heads; no
-// tile is materialised.
-//
-// Instructions per 16 key or value elements with FP4 and AVX-512: shift, permute, and one FMA per
-// head; keys add 0.75 for the transposition, values 2 for broadcast and scale.
+// kSplitTokens positions. Codes are unpacked in registers, once for up to kMaxHeads heads; no tile
+// is materialised. Integer codes are computed in integers unless FP32 is asked for.
 
 #include <cstdint>
 
 #include "turbomind/backend/cpu/isa/attention.h"
+#include "turbomind/backend/cpu/isa/attention_decode_float.h"
+#include "turbomind/backend/cpu/isa/attention_decode_integer.h"
 #include "turbomind/backend/cpu/isa/attention_load.h"
 #include "turbomind/backend/cpu/isa/attention_softmax.h"
 #include "turbomind/backend/cpu/isa/attention_views.h"
 
 namespace turbomind::TM_ISA {
 namespace {
-
-struct ScoreArgs {
-  const TileSide* keys = nullptr;
-  const float* q = nullptr;     // [H, head_dim]
-  const float* qsum = nullptr;  // [H], for affine codes
-  int head_dim = 0;
-  float* scores = nullptr;  // [H, kTileTokens]
-};
-
-// Adds dimension d of a step, whose lanes are `key`, to the sums of a group of 16 dimensions, and a
-// full group to the totals.
-template <Stored S, int H>
-TM_HD void AddKey(F32x16 key, const ScoreArgs& args, const float* meta, int d, F32x16 (&sum)[H],
-                  F32x16 (&total)[H]) {
-  Unroll<H>([&](auto head) __attribute__((always_inline)) {
-    constexpr int h = decltype(head)::value;
-    sum[h] = Fma(key, Set1(args.q[h * args.head_dim + d]), sum[h]);
-    if (d % 16 == 15) {
-      total[h] = IsGrouped(S) ? Fma(sum[h], Load(meta + d / 16 * kTileTokens), total[h])
-                              : Add(total[h], sum[h]);
-      sum[h] = Zero();
-    }
-  });
-}
-
-// Scores of 16 tokens: sums over 16 dimensions at a time, each scaled as it is added.
-template <Stored S, int H>
-void ScoreTokens(const ScoreArgs& args, int part) {
-  constexpr int kStep = StepDims(S);
-  constexpr int kPiece = PieceDims(S);
-  const Table16 table = NibbleTable < BitsOf(S) == 4 ? S : Stored::kFp4 > ();
-  const TileSide& keys = *args.keys;
-  const float* meta = keys.meta + 16 * part;
-  F32x16 total[H];
-  F32x16 sum[H];
-  for (int h = 0; h < H; ++h) {
-    total[h] = Zero();
-    sum[h] = Zero();
-  }
-  for (int step = 0; step < args.head_dim; step += kStep) {
-    // With an odd number of groups the last load runs into the next row, which the block holds (a
-    // key row is never its last): those dimensions are skipped.
-    const bool two_groups = kStep == 16 || step + 16 < args.head_dim;
-    Unroll<kStep / kPiece>([&](auto piece) __attribute__((always_inline)) {
-      constexpr int first = decltype(piece)::value * kPiece;
-      I32x16 words[4];
-      LoadTransposed(keys.rows[part] + (step + first) * BitsOf(S) / 8, keys.stride, words);
-      Unroll<(kPiece < 16 ? kPiece : 16)>([&](auto j) __attribute__((always_inline)) {
-        constexpr int d = decltype(j)::value;
-        AddKey<S, H>(KeyLane<S>(words, d, table), args, meta, step + first + d, sum, total);
-      });
-      if (kPiece > 16 && two_groups) {
-        Unroll<(kPiece > 16 ? 16 : 0)>([&](auto j) __attribute__((always_inline)) {
-          constexpr int d = decltype(j)::value + 16;
-          AddKey<S, H>(KeyLane<S>(words, d, table), args, meta, step + first + d, sum, total);
-        });
-      }
-    });
-  }
-  for (int h = 0; h < H; ++h) {
-    if (IsAffine(S)) {
-      total[h] = Fma(Load(meta), total[h], Mul(Load(meta + kTileTokens), Set1(args.qsum[h])));
-    }
-    Store(args.scores + h * kTileTokens + 16 * part, total[h]);
-  }
-}
-
-template <Stored S, int H>
-void ScoreTile(const ScoreArgs& args) {
-  for (int part = 0; part < 4; ++part) {
-    if (args.keys->rows[part] != nullptr) {
-      ScoreTokens<S, H>(args, part);
-    }
-  }
-}
-
-struct ValueArgs {
-  const TileSide* values = nullptr;
-  const float* weights = nullptr;      // [H, kTileTokens]
-  const float* corrections = nullptr;  // [H]
-  int begin = 0;                       // positions of the tile
-  int end = 0;
-  int head_dim = 0;
-  float* o = nullptr;  // [H, head_dim] in the order of the layer's values
-};
-
-template <Stored S, int H, int Groups>
-TM_HD void AddGroups(const ValueArgs& args, int group) {
-  const ValueReader<S> reader;
-  const TileSide& values = *args.values;
-  F32x16 o[H][Groups];
-#pragma GCC unroll 8
-  for (int h = 0; h < H; ++h) {
-#pragma GCC unroll 4
-    for (int g = 0; g < Groups; ++g) {
-      o[h][g] = Mul(Load(args.o + h * args.head_dim + 16 * (group + g)), Set1(args.corrections[h]));
-    }
-  }
-  for (int part = args.begin / 16; part * 16 < args.end; ++part) {
-    const uint8_t* rows = values.rows[part];
-    const int first = args.begin > part * 16 ? args.begin : part * 16;
-    const int last = args.end < part * 16 + 16 ? args.end : part * 16 + 16;
-    for (int token = first; token < last; ++token) {
-      const uint8_t* row = rows + (token - part * 16) * values.stride;
-#pragma GCC unroll 4
-      for (int g = 0; g < Groups; ++g) {
-        const F32x16 value = reader.Read(row, group + g, values.meta, token);
-#pragma GCC unroll 8
-        for (int h = 0; h < H; ++h) {
-          o[h][g] = Fma(Set1(args.weights[h * kTileTokens + token]), value, o[h][g]);
-        }
-      }
-    }
-  }
-#pragma GCC unroll 8
-  for (int h = 0; h < H; ++h) {
-#pragma GCC unroll 4
-    for (int g = 0; g < Groups; ++g) {
-      Store(args.o + h * args.head_dim + 16 * (group + g), o[h][g]);
-    }
-  }
-}
-
-// o = o * correction + Σ weight · v, tokens in order.
-template <Stored S, int H>
-void AddValues(const ValueArgs& args) {
-  constexpr int kGroups = H <= 4 ? 4 : 2;
-  const int num_groups = args.head_dim / 16;
-  int group = 0;
-  for (; group + kGroups <= num_groups; group += kGroups) {
-    AddGroups<S, H, kGroups>(args, group);
-  }
-  for (; group < num_groups; ++group) {
-    AddGroups<S, H, 1>(args, group);
-  }
-}
 
 using ScoreFn = void (*)(const ScoreArgs&);
 using ValueFn = void (*)(const ValueArgs&);
@@ -169,59 +32,57 @@ constexpr int kNumHeadCounts = sizeof(kHeadCounts) / sizeof(int);
 constexpr int kMaxHeads = kHeadCounts[kNumHeadCounts - 1];
 
 template <Stored S>
-ScoreFn FindScore(int index) {
+ScoreFn FindScore(int index, bool exact) {
   ScoreFn fn = nullptr;
   Unroll<kNumHeadCounts>([&](auto i) {
     constexpr int at = decltype(i)::value;
-    fn = at == index ? ScoreTile<S, kHeadCounts[at]> : fn;
+    if (at == index) {
+      fn = ScoreTile<S, kHeadCounts[at]>;
+      if constexpr (IsInteger(S)) {
+        fn = exact ? fn : ScoreTileInteger<S, kHeadCounts[at]>;
+      }
+    }
   });
   return fn;
 }
 
 template <Stored S>
-ValueFn FindValue(int index) {
+ValueFn FindValue(int index, bool exact) {
   ValueFn fn = nullptr;
   Unroll<kNumHeadCounts>([&](auto i) {
     constexpr int at = decltype(i)::value;
-    fn = at == index ? AddValues<S, kHeadCounts[at]> : fn;
+    if (at == index) {
+      fn = AddValues<S, kHeadCounts[at]>;
+      if constexpr (IsInteger(S)) {
+        fn = exact ? fn : AddValuesInteger<S, kHeadCounts[at]>;
+      }
+    }
   });
   return fn;
 }
 
-template <class F>
-decltype(auto) DispatchStored(Stored s, F fn) {
-  switch (s) {
-    case Stored::kF32:
-      return fn.template operator()<Stored::kF32>();
-    case Stored::kF16:
-      return fn.template operator()<Stored::kF16>();
-    case Stored::kBF16:
-      return fn.template operator()<Stored::kBF16>();
-    case Stored::kInt8:
-      return fn.template operator()<Stored::kInt8>();
-    case Stored::kInt4:
-      return fn.template operator()<Stored::kInt4>();
-    case Stored::kE4m3:
-      return fn.template operator()<Stored::kE4m3>();
-    case Stored::kE5m2:
-      return fn.template operator()<Stored::kE5m2>();
-    case Stored::kFp4:
-      return fn.template operator()<Stored::kFp4>();
-  }
-  __builtin_unreachable();
-}
+using RoundFn = RoundedQuery (*)(const float* q, int head_dim, int32_t* pairs);
 
 struct SplitKernels {
   ScoreFn score;
   ValueFn value;
+  RoundFn round;  // null: keys are multiplied in FP32
+  bool rounds_weights;
 };
 
-SplitKernels FindKernels(const KvLayerView& layer, int heads_index) {
+SplitKernels FindKernels(const KvLayerView& layer, int heads_index, bool exact) {
   SplitKernels k;
-  k.score = DispatchStored(StoredAs(layer.mode[0], layer.dtype),
-                           [&]<Stored S>() { return FindScore<S>(heads_index); });
-  k.value = DispatchStored(StoredAs(layer.mode[1], layer.dtype),
-                           [&]<Stored S>() { return FindValue<S>(heads_index); });
+  DispatchStored(StoredAs(layer.mode[0], layer.dtype), [&]<Stored S>() {
+    k.score = FindScore<S>(heads_index, exact);
+    k.round = nullptr;
+    if constexpr (IsInteger(S)) {
+      k.round = exact ? nullptr : RoundQuery<S>;
+    }
+  });
+  DispatchStored(StoredAs(layer.mode[1], layer.dtype), [&]<Stored S>() {
+    k.value = FindValue<S>(heads_index, exact);
+    k.rounds_weights = IsInteger(S) && !exact;
+  });
   return k;
 }
 
@@ -237,10 +98,10 @@ struct View {
 View OpenView(const KvHead& kv, int heads_index, const DecodeSplitArgs& args) {
   View view;
   view.kv = kv;
-  view.kernels = FindKernels(*kv.layer, heads_index);
+  view.kernels = FindKernels(*kv.layer, heads_index, args.exact);
   view.scale = ScoreScale(kv, args.softmax_scale);
   view.value_factor = args.hot.layer != nullptr ? ValueFactor(kv) : 1.f;
-  view.interleaved = HasInterleavedValues(kv);
+  view.interleaved = HasInterleavedValues(kv, args.exact);
   return view;
 }
 
@@ -253,7 +114,13 @@ struct Heads {
   alignas(64) float scores[kMaxHeads * kTileTokens];
   alignas(64) float meta[2][kMaxHeadDim / 16 * kTileTokens];
   float qsum[kMaxHeads];
-  float corrections[kMaxHeads];
+  alignas(64) int32_t pairs[kMaxHeads * kMaxHeadDim / 2];  // q, rounded
+  RoundedQuery rounded[kMaxHeads];
+  float rounded_sum[kMaxHeads];
+  float old[kMaxHeads];  // of the tile at hand: SoftmaxState::Factors
+  float tile[kMaxHeads];
+  ValueScales value_scales;
+  alignas(64) int32_t weight_pairs[kMaxHeads * kMaxHeadDim / 16 * kTilePairs];
   SoftmaxState state[kMaxHeads];
   TileSide sides[2];
   bool interleaved = false;  // order of o
@@ -265,7 +132,8 @@ void FillHeads(const DecodeSplitArgs& args, int first_head, int padded, Heads* h
   __builtin_memset(heads->o, 0, sizeof(float) * padded * head_dim);
   __builtin_memset(heads->scores, 0, sizeof(heads->scores));
   __builtin_memset(heads->qsum, 0, sizeof(heads->qsum));
-  __builtin_memset(heads->corrections, 0, sizeof(heads->corrections));
+  __builtin_memset(heads->old, 0, sizeof(heads->old));
+  __builtin_memset(heads->tile, 0, sizeof(heads->tile));
   __builtin_memcpy(heads->q, args.q + first_head * head_dim,
                    sizeof(float) * heads->num_heads * head_dim);
   for (int h = 0; h < heads->num_heads; ++h) {
@@ -273,6 +141,15 @@ void FillHeads(const DecodeSplitArgs& args, int first_head, int padded, Heads* h
   }
   heads->sides[0].meta = heads->meta[0];
   heads->sides[1].meta = heads->meta[1];
+}
+
+// Heads that are padding have a query of zero.
+void RoundQueries(RoundFn round, int padded, Heads& heads) {
+  for (int h = 0; h < padded; ++h) {
+    heads.rounded[h] =
+        round(heads.q + h * heads.head_dim, heads.head_dim, heads.pairs + h * heads.head_dim / 2);
+    heads.rounded_sum[h] = heads.rounded[h].sum;
+  }
 }
 
 void Reorder(Heads& heads, bool interleaved) {
@@ -290,15 +167,24 @@ void Reorder(Heads& heads, bool interleaved) {
 void ReadTile(const View& view, int tile, const Seen& seen, Heads& heads) {
   OpenTile(view.kv, KvSide::kK, tile, seen.begin, seen.end, &heads.sides[0]);
   OpenTile(view.kv, KvSide::kV, tile, seen.begin, seen.end, &heads.sides[1]);
-  view.kernels.score({&heads.sides[0], heads.q, heads.qsum, heads.head_dim, heads.scores});
+  const bool rounded = view.kernels.round != nullptr;
+  view.kernels.score({&heads.sides[0], heads.q, heads.pairs,
+                      rounded ? heads.rounded_sum : heads.qsum, heads.head_dim, heads.scores});
   for (int h = 0; h < heads.num_heads; ++h) {
     float* scores = heads.scores + h * kTileTokens;
-    heads.corrections[h] = heads.state[h].Update(scores, view.scale, seen.begin, seen.end);
-    ScaleWeights(scores, view.value_factor);
+    const float scale = rounded ? view.scale * heads.rounded[h].scale : view.scale;
+    if (view.kernels.rounds_weights) {
+      const auto factors = heads.state[h].UpdateTile(scores, scale, seen.begin, seen.end);
+      heads.old[h] = factors.old;
+      heads.tile[h] = factors.tile * view.value_factor;
+    } else {
+      heads.old[h] = heads.state[h].Update(scores, scale, seen.begin, seen.end);
+      ScaleWeights(scores, view.value_factor);
+    }
   }
   Reorder(heads, view.interleaved);
-  view.kernels.value({&heads.sides[1], heads.scores, heads.corrections, seen.begin, seen.end,
-                      heads.head_dim, heads.o});
+  view.kernels.value({&heads.sides[1], heads.scores, heads.old, heads.tile, seen.begin, seen.end,
+                      heads.head_dim, heads.o, &heads.value_scales, heads.weight_pairs});
 }
 
 // Up to kMaxHeads query heads over one split.
@@ -315,7 +201,10 @@ void DecodeHeads(const DecodeSplitArgs& args, int first_head, int num_heads) {
   View views[2];
   views[0] = OpenView(args.kv, index, args);
   if (num_views == 2) {
-    views[1] = OpenView(args.hot, index, args);
+    views[1] = OpenView(args.hot, index, args);  // 16 bit: not rounded
+  }
+  if (views[0].kernels.round != nullptr) {
+    RoundQueries(views[0].kernels.round, kHeadCounts[index], heads);
   }
   heads.interleaved = views[0].interleaved;  // o is still zero
   const Visible visible = MakeVisible(args.rule, args.position, args.begin, args.end);

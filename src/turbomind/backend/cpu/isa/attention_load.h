@@ -45,6 +45,30 @@ constexpr int BitsOf(Stored s) {
 constexpr bool IsAffine(Stored s) { return s == Stored::kInt8 || s == Stored::kInt4; }
 constexpr bool IsGrouped(Stored s) { return s == Stored::kFp4; }
 
+// fn<S>() for what is stored so.
+template <class F>
+decltype(auto) DispatchStored(Stored s, F fn) {
+  switch (s) {
+    case Stored::kF32:
+      return fn.template operator()<Stored::kF32>();
+    case Stored::kF16:
+      return fn.template operator()<Stored::kF16>();
+    case Stored::kBF16:
+      return fn.template operator()<Stored::kBF16>();
+    case Stored::kInt8:
+      return fn.template operator()<Stored::kInt8>();
+    case Stored::kInt4:
+      return fn.template operator()<Stored::kInt4>();
+    case Stored::kE4m3:
+      return fn.template operator()<Stored::kE4m3>();
+    case Stored::kE5m2:
+      return fn.template operator()<Stored::kE5m2>();
+    case Stored::kFp4:
+      return fn.template operator()<Stored::kFp4>();
+  }
+  __builtin_unreachable();
+}
+
 alignas(64) inline constexpr float kE2m1Values[16] = {
     0.f, .5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f, -0.f, -.5f, -1.f, -1.5f, -2.f, -3.f, -4.f, -6.f};
 alignas(64) inline constexpr float kUint4Values[16] = {0, 1, 2,  3,  4,  5,  6,  7,
@@ -136,8 +160,9 @@ struct ValueReader {
   }
 };
 
-inline bool HasInterleavedValues(const KvHead& kv) {
-  return IsInterleaved(StoredAs(kv.layer->mode[1], kv.layer->dtype));
+// The FP32 kernels read them so, the integer ones in their own order.
+inline bool HasInterleavedValues(const KvHead& kv, bool exact) {
+  return exact && IsInterleaved(StoredAs(kv.layer->mode[1], kv.layer->dtype));
 }
 
 // Dimensions in order → the order of 4-bit codes, in place; and back.

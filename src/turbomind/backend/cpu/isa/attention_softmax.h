@@ -12,7 +12,47 @@ namespace turbomind::TM_ISA {
 
 inline constexpr float kLog2E = 1.44269504f;
 
-// (m, l) of a state; o is elsewhere.
+// The scores of a tile, the hidden ones -infinity.
+struct TileScores {
+  F32x16 s[4];
+  float largest;
+};
+
+TM_HD TileScores ReadScores(const float* scores, float scale, int begin, int end) {
+  const F32x16 factor = Set1(scale);
+  const F32x16 hidden = Set1(-__builtin_inff());
+  TileScores tile;
+  for (int i = 0; i < 4; ++i) {
+    tile.s[i] =
+        Select(LaneRange(begin - 16 * i, end - 16 * i), Mul(Load(scores + 16 * i), factor), hidden);
+  }
+  tile.largest = ReduceMax(Max(Max(tile.s[0], tile.s[1]), Max(tile.s[2], tile.s[3])));
+  return tile;
+}
+
+// 2^(score - shift) → weights; returns their sum.
+TM_HD float StoreWeights(const TileScores& tile, float shift, float* weights) {
+  const F32x16 lowered = Set1(shift);
+  F32x16 w[4];
+  for (int i = 0; i < 4; ++i) {
+    w[i] = Exp2(Sub(tile.s[i], lowered));
+    Store(weights + 16 * i, w[i]);
+  }
+  return ReduceAdd(Add(Add(w[0], w[1]), Add(w[2], w[3])));
+}
+
+// 2^n for an integer n <= 0; 0 below -126 and for NaN.
+TM_HD float PowerOfTwo(float n) {
+  if (!(n >= -126.f)) {
+    return 0.f;
+  }
+  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
+  float power;
+  __builtin_memcpy(&power, &bits, sizeof(power));
+  return power;
+}
+
+// (m, l) of a state; o is elsewhere. m is an integer, so that states are scaled by powers of two.
 struct SoftmaxState {
   float m = -__builtin_inff();
   float l = 0.f;
@@ -20,24 +60,30 @@ struct SoftmaxState {
   // Turns the scores of a tile (positions [begin, end) of it are visible) into 2^(score - m) in
   // place and returns what o has to be multiplied with. A NaN score makes the state NaN.
   TM_HD float Update(float* scores, float scale, int begin, int end) {
-    const F32x16 factor = Set1(scale);
-    const F32x16 hidden = Set1(-__builtin_inff());
-    F32x16 s[4];
-    for (int i = 0; i < 4; ++i) {
-      s[i] = Select(LaneRange(begin - 16 * i, end - 16 * i), Mul(Load(scores + 16 * i), factor),
-                    hidden);
-    }
-    const float largest = ReduceMax(Max(Max(s[0], s[1]), Max(s[2], s[3])));
-    const float m_new = largest <= m ? m : largest;
-    const F32x16 shift = Set1(m_new);
-    for (int i = 0; i < 4; ++i) {
-      s[i] = Exp2(Sub(s[i], shift));
-      Store(scores + 16 * i, s[i]);
-    }
-    const float correction = largest <= m ? 1.f : Exp2Scalar(m - m_new);
-    l = l * correction + ReduceAdd(Add(Add(s[0], s[1]), Add(s[2], s[3])));
+    const TileScores tile = ReadScores(scores, scale, begin, end);
+    const float top = __builtin_ceilf(tile.largest);
+    const float m_new = top <= m ? m : top;
+    const float correction = PowerOfTwo(m - m_new);
+    l = l * correction + StoreWeights(tile, m_new, scores);
     m = m_new;
     return correction;
+  }
+
+  // The same with 2^(score - n), n the tile's own largest score rounded up: the largest weight lies
+  // in (1/2, 1], and o becomes old * o + tile * (sum of the tile).
+  struct Factors {
+    float old;
+    float tile;
+  };
+  TM_HD Factors UpdateTile(float* scores, float scale, int begin, int end) {
+    const TileScores tile = ReadScores(scores, scale, begin, end);
+    const float top = __builtin_ceilf(tile.largest);
+    const bool lower = top <= m;
+    const float smaller = PowerOfTwo(lower ? top - m : m - top);
+    const Factors factors = lower ? Factors{1.f, smaller} : Factors{smaller, 1.f};
+    l = l * factors.old + factors.tile * StoreWeights(tile, top, scores);
+    m = lower ? m : top;
+    return factors;
   }
 
   // Adds a later split's state; o and other_o have head_dim values.
@@ -53,8 +99,8 @@ struct SoftmaxState {
       return;
     }
     const float m_new = m > other.m ? m : other.m;
-    const float a = Exp2Scalar(m - m_new);
-    const float b = Exp2Scalar(other.m - m_new);
+    const float a = PowerOfTwo(m - m_new);
+    const float b = PowerOfTwo(other.m - m_new);
     m = m_new;
     l = l * a + other.l * b;
     for (int d = 0; d < head_dim; d += kLanes) {

@@ -310,4 +310,58 @@ TM_HD void LoadTransposed(const uint8_t* p, int64_t stride, I32x16 (&out)[4]) {
   }
 }
 
+// --- Lanes as pairs of int16: the low and the high half of a dword. -----------------------------
+
+struct ShortTable {
+  __m256i v;  // the values' low bytes, in both 128-bit lanes: each fits in int8
+};
+TM_HD ShortTable LoadShortTable(const int16_t* p) {
+  const __m128i* from = reinterpret_cast<const __m128i*>(p);
+  return {_mm256_broadcastsi128_si256(
+      _mm_packs_epi16(_mm_loadu_si128(from), _mm_loadu_si128(from + 1)))};
+}
+// Each half is table[half & 15].
+TM_HD I32x16 LookupPairs(ShortTable t, I32x16 index) {
+  const auto half = [&](__m256i i) {
+    const __m256i code = _mm256_and_si256(i, _mm256_set1_epi16(15));
+    const __m256i value = _mm256_shuffle_epi8(t.v, code);
+    return _mm256_srai_epi16(_mm256_slli_epi16(value, 8), 8);
+  };
+  return {half(index.a), half(index.b)};
+}
+// sum + a.low * b.low + a.high * b.high
+TM_HD I32x16 DotPairs(I32x16 sum, I32x16 x, I32x16 y) {
+  return {_mm256_add_epi32(sum.a, _mm256_madd_epi16(x.a, y.a)),
+          _mm256_add_epi32(sum.b, _mm256_madd_epi16(x.b, y.b))};
+}
+// Of 16 nibbles at a (low halves) and b (high halves), as the low bits of each half; the bits above
+// are undefined.
+TM_HD I32x16 LoadNibblePairs(const void* a, const void* b) {
+  const __m256i shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
+  const auto eight = [&](int at) {
+    int32_t low;
+    int32_t high;
+    __builtin_memcpy(&low, static_cast<const uint8_t*>(a) + at, sizeof(low));
+    __builtin_memcpy(&high, static_cast<const uint8_t*>(b) + at, sizeof(high));
+    const __m256i upper = _mm256_srlv_epi32(_mm256_set1_epi32(high), shifts);
+    return _mm256_blend_epi16(_mm256_srlv_epi32(_mm256_set1_epi32(low), shifts),
+                              _mm256_slli_epi32(upper, 16), 0xaa);
+  };
+  return {eight(0), eight(4)};
+}
+// The same for 64 nibbles, 16 at a time.
+struct NibbleRows {
+  const uint8_t* a;
+  const uint8_t* b;
+};
+TM_HD NibbleRows LoadNibbleRows(const uint8_t* a, const uint8_t* b) { return {a, b}; }
+template <int G>
+TM_HD I32x16 NibblePairs(const NibbleRows& rows) {
+  return LoadNibblePairs(rows.a + 8 * G, rows.b + 8 * G);
+}
+// Of 16 bytes at a (low halves) and b (high halves).
+TM_HD I32x16 LoadBytePairs(const void* a, const void* b) {
+  return Or(LoadBytes(a), ShiftLeft<16>(LoadBytes(b)));
+}
+
 }  // namespace turbomind::TM_ISA

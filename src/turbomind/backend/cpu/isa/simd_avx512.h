@@ -217,4 +217,69 @@ TM_HD void LoadTransposed(const uint8_t* p, int64_t stride, I32x16 (&out)[4]) {
   out[3].v = _mm512_unpackhi_epi64(ab_high, cd_high);
 }
 
+// --- Lanes as pairs of int16: the low and the high half of a dword. -----------------------------
+
+struct ShortTable {
+  __m512i v;  // twice: the lookup uses five bits
+};
+TM_HD ShortTable LoadShortTable(const int16_t* p) {
+  return {_mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+// Each half is table[half & 15].
+TM_HD I32x16 LookupPairs(ShortTable t, I32x16 index) {
+  return {_mm512_permutexvar_epi16(index.v, t.v)};
+}
+// sum + a.low * b.low + a.high * b.high
+TM_HD I32x16 DotPairs(I32x16 sum, I32x16 a, I32x16 b) {
+  // GCC 12 copies every sum of an array through the stack around the intrinsic.
+  __m512i total = sum.v;
+  asm("vpdpwssd %2, %1, %0" : "+v"(total) : "v"(a.v), "v"(b.v));
+  return {total};
+}
+// Of 16 nibbles at a (low halves) and b (high halves), as the low bits of each half; the bits above
+// are undefined.
+TM_HD I32x16 LoadNibblePairs(const void* a, const void* b) {
+  int64_t x;
+  int64_t y;
+  __builtin_memcpy(&x, a, sizeof(x));
+  __builtin_memcpy(&y, b, sizeof(y));
+  // Qword i holds the lanes 2i and 2i + 1: for each byte the bit where it begins.
+  const __m512i from = _mm512_setr_epi64(0x0404040400000000, 0x0c0c0c0c08080808, 0x1414141410101010,
+                                         0x1c1c1c1c18181818, 0x2424242420202020, 0x2c2c2c2c28282828,
+                                         0x3434343430303030, 0x3c3c3c3c38383838);
+  const __m512i low = _mm512_multishift_epi64_epi8(from, _mm512_set1_epi64(x));
+  return {_mm512_mask_multishift_epi64_epi8(low, 0xcccccccccccccccc, from, _mm512_set1_epi64(y))};
+}
+// The same for 64 nibbles, 16 at a time. Qwords 2k and 2k + 1 hold the 16 nibbles of a group, eight
+// of a below eight of b: groups 0 and 2 in `even`, 1 and 3 in `odd`, twice.
+struct NibbleRows {
+  __m512i even, odd;
+};
+TM_HD NibbleRows LoadNibbleRows(const uint8_t* a, const uint8_t* b) {
+  const auto twice = [](const uint8_t* p) {
+    return _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  };
+  const __m512i x = twice(a);
+  const __m512i y = twice(b);
+  return {_mm512_unpacklo_epi32(x, y), _mm512_unpackhi_epi32(x, y)};
+}
+template <int G>
+TM_HD I32x16 NibblePairs(const NibbleRows& rows) {
+  constexpr int kFirst = G / 2 * 2;
+  const __m512i qwords = _mm512_setr_epi64(kFirst, kFirst, kFirst, kFirst, kFirst + 1, kFirst + 1,
+                                           kFirst + 1, kFirst + 1);
+  const __m512i from = _mm512_setr_epi64(0x2424040420200000, 0x2c2c0c0c28280808, 0x3434141430301010,
+                                         0x3c3c1c1c38381818, 0x2424040420200000, 0x2c2c0c0c28280808,
+                                         0x3434141430301010, 0x3c3c1c1c38381818);
+  const __m512i group = _mm512_permutexvar_epi64(qwords, G % 2 == 0 ? rows.even : rows.odd);
+  return {_mm512_multishift_epi64_epi8(from, group)};
+}
+// Of 16 bytes at a (low halves) and b (high halves).
+TM_HD I32x16 LoadBytePairs(const void* a, const void* b) {
+  const __m128i x = _mm_loadu_si128(static_cast<const __m128i*>(a));
+  const __m128i y = _mm_loadu_si128(static_cast<const __m128i*>(b));
+  return {_mm512_cvtepu8_epi16(_mm256_inserti128_si256(
+      _mm256_castsi128_si256(_mm_unpacklo_epi8(x, y)), _mm_unpackhi_epi8(x, y), 1))};
+}
+
 }  // namespace turbomind::TM_ISA

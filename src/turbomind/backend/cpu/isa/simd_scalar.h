@@ -326,4 +326,53 @@ TM_HD void LoadTransposed(const uint8_t* p, int64_t stride, I32x16 (&out)[4]) {
   }
 }
 
+// --- Lanes as pairs of int16: the low and the high half of a dword. -----------------------------
+
+struct ShortTable {
+  int16_t v[16];
+};
+TM_HD ShortTable LoadShortTable(const int16_t* p) {
+  ShortTable t;
+  __builtin_memcpy(t.v, p, sizeof(t.v));
+  return t;
+}
+TM_HD int32_t MakePair(int32_t low, int32_t high) {
+  return Wrap((Unsigned(low) & 0xffffu) | Unsigned(high) << 16);
+}
+// Each half is table[half & 15].
+TM_HD I32x16 LookupPairs(const ShortTable& t, const I32x16& index) {
+  return EachLane<I32x16>(
+      [&](int i) { return MakePair(t.v[index.v[i] & 15], t.v[Unsigned(index.v[i]) >> 16 & 15]); });
+}
+// sum + a.low * b.low + a.high * b.high
+TM_HD I32x16 DotPairs(const I32x16& sum, const I32x16& a, const I32x16& b) {
+  return EachLane<I32x16>([&](int i) {
+    const int32_t low = static_cast<int16_t>(a.v[i]) * static_cast<int16_t>(b.v[i]);
+    const int32_t high = (a.v[i] >> 16) * (b.v[i] >> 16);
+    return Wrap(Unsigned(sum.v[i]) + Unsigned(low) + Unsigned(high));
+  });
+}
+// Of 16 nibbles at a (low halves) and b (high halves), as the low bits of each half; the bits above
+// are undefined.
+TM_HD I32x16 LoadNibblePairs(const void* a, const void* b) {
+  const auto nibble = [](const void* p, int i) {
+    return static_cast<const uint8_t*>(p)[i / 2] >> (4 * (i & 1)) & 15;
+  };
+  return EachLane<I32x16>([&](int i) { return MakePair(nibble(a, i), nibble(b, i)); });
+}
+// The same for 64 nibbles, 16 at a time.
+struct NibbleRows {
+  const uint8_t* a;
+  const uint8_t* b;
+};
+TM_HD NibbleRows LoadNibbleRows(const uint8_t* a, const uint8_t* b) { return {a, b}; }
+template <int G>
+TM_HD I32x16 NibblePairs(const NibbleRows& rows) {
+  return LoadNibblePairs(rows.a + 8 * G, rows.b + 8 * G);
+}
+// Of 16 bytes at a (low halves) and b (high halves).
+TM_HD I32x16 LoadBytePairs(const void* a, const void* b) {
+  return Or(LoadBytes(a), ShiftLeft<16>(LoadBytes(b)));
+}
+
 }  // namespace turbomind::TM_ISA

@@ -1,0 +1,204 @@
+#pragma once
+
+// ⑦ Attention over integer codes (int8, int4, FP4) in integers. A query and the softmax weights are
+// rounded to 16 bits; codes are small integers (E2M1 doubled); their products are summed exactly,
+// so that the order of a sum does not matter. Relative to the FP32 kernels (`exact`) a score moves
+// by about 2^-16 of |q| |k|, an output by about 2^-16 of |v|.
+//
+//   score[t] = q_scale · Σ over groups g of 16 dimensions: scale[t, g] · Σ int16 q · code
+//   o[d] += tile · f[g] · Σ over tokens t: int16(weight[t] · r[t, g]) · code
+//
+// with r[t, g] = scale[t, g] / f[g] <= 32767: the scales of a tile are folded into its weights, of
+// which the largest is 1. What a query sees of a tile alone decides its bits.
+
+#include <cstdint>
+
+#include "turbomind/backend/cpu/isa/attention_load.h"
+#include "turbomind/backend/cpu/isa/simd.h"
+
+namespace turbomind::TM_ISA {
+
+constexpr bool IsInteger(Stored s) {
+  return s == Stored::kInt8 || s == Stored::kInt4 || s == Stored::kFp4;
+}
+
+inline constexpr float kMostShort = 32767.f;
+inline constexpr int kGroupPairs = 8;  // of 16 dimensions
+inline constexpr int kTilePairs = kTileTokens / 2;
+// Below, 32767 / largest overflows: such values count as zero.
+inline constexpr float kLeastLargest = 1e-30f;
+
+// Codes of FP4 are E2M1 values times two.
+alignas(64) inline constexpr int16_t kDoubledE2m1[16] = {0, 1,  2,  3,  4,  6,  8,  12,
+                                                         0, -1, -2, -3, -4, -6, -8, -12};
+alignas(64) inline constexpr int16_t kUint4Shorts[16] = {0, 1, 2,  3,  4,  5,  6,  7,
+                                                         8, 9, 10, 11, 12, 13, 14, 15};
+
+template <Stored S>
+TM_HD ShortTable CodeTable() {
+  return LoadShortTable(S == Stored::kFp4 ? kDoubledE2m1 : kUint4Shorts);
+}
+constexpr float CodeUnit(Stored s) { return s == Stored::kFp4 ? 0.5f : 1.f; }
+
+// Keys: a dword of a row holds the dimensions 0 .. 2n - 1, n = PairsPerWord; its pair k is (k, n +
+// k).
+constexpr int PairsPerWord(Stored s) { return 16 / BitsOf(s); }
+
+// Pair j of a piece; `words` is what LoadTransposed gave.
+template <Stored S>
+TM_HD I32x16 KeyPairs(const I32x16 (&words)[4], int j, const ShortTable& table) {
+  const I32x16 word = words[j / PairsPerWord(S)];
+  const int shift = j % PairsPerWord(S) * BitsOf(S);
+  const I32x16 shifted = shift == 0 ? word : ShiftRight(word, Set1Int(shift));
+  if constexpr (BitsOf(S) == 4) {
+    return LookupPairs(table, shifted);
+  } else {
+    return And(shifted, Set1Int(0x00ff00ff));
+  }
+}
+
+// fn(Index<g>(), values) for the groups [first, first + Groups) of 16 dimensions of two tokens.
+template <Stored S, int Groups, class F>
+TM_HD void EachValueGroup(const uint8_t* row, int64_t stride, int first, const ShortTable& table,
+                          F fn) {
+  if constexpr (BitsOf(S) == 8) {
+    const uint8_t* from = row + 16 * first;
+    Unroll<Groups>([&](auto g) __attribute__((always_inline)) {
+      constexpr int at = 16 * decltype(g)::value;
+      fn(g, LoadBytePairs(from + at, from + stride + at));
+    });
+  } else if constexpr (Groups == 4) {
+    const NibbleRows rows = LoadNibbleRows(row + 8 * first, row + stride + 8 * first);
+    Unroll<Groups>([&](auto g) __attribute__((always_inline)) {
+      fn(g, LookupPairs(table, NibblePairs<decltype(g)::value>(rows)));
+    });
+  } else {
+    const uint8_t* from = row + 8 * first;
+    Unroll<Groups>([&](auto g) __attribute__((always_inline)) {
+      constexpr int at = 8 * decltype(g)::value;
+      fn(g, LookupPairs(table, LoadNibblePairs(from + at, from + stride + at)));
+    });
+  }
+}
+
+// A query in the order of the keys' pairs.
+struct RoundedQuery {
+  float scale;  // of what the codes' sums have to be multiplied with; NaN: q has a NaN or infinity
+  float sum;    // Σ of the rounded values
+};
+
+// q[head_dim] → pairs[head_dim / 2].
+template <Stored S>
+TM_HD RoundedQuery RoundQuery(const float* q, int head_dim, int32_t* pairs) {
+  F32x16 magnitude = Zero();
+  I32x16 largest_bits = Set1Int(0);
+  for (int d = 0; d < head_dim; d += kLanes) {
+    const I32x16 bits = And(Bits(Load(q + d)), Set1Int(0x7fffffff));
+    largest_bits = MaxInt(largest_bits, bits);
+    magnitude = Max(magnitude, FromBits(bits));
+  }
+  const bool finite = Count(Less(largest_bits, Set1Int(0x7f800000))) == kLanes;
+  const float largest = ReduceMax(magnitude);
+  const F32x16 inverse = Set1(finite && largest >= kLeastLargest ? kMostShort / largest : 0.f);
+  I32x16 sum = Set1Int(0);
+  for (int d = 0; d < head_dim; d += kLanes) {
+    const I32x16 codes = finite ? ToInt(Mul(Load(q + d), inverse)) : Set1Int(0);
+    sum = Add(sum, codes);
+    // Lane i of a word's low half: codes i and i + kWord.
+    constexpr int kWord = PairsPerWord(S);
+    const I32x16 other = Bits(SwapLanes<kWord>(FromBits(codes)));
+    alignas(64) int32_t both[kLanes];
+    StoreInt(both, Or(And(codes, Set1Int(0xffff)), ShiftLeft<16>(other)));
+    for (int word = 0; word < kLanes / (2 * kWord); ++word) {
+      __builtin_memcpy(pairs + d / 2 + word * kWord, both + word * 2 * kWord,
+                       kWord * sizeof(int32_t));
+    }
+  }
+  const float total = ReduceAdd(ToFloat(sum));
+  return {finite ? largest / kMostShort * CodeUnit(S) : __builtin_nanf(""), total};
+}
+
+// Scores of 16 tokens from the sums over the codes of all dimensions; `meta` as LoadAffine made it.
+TM_HD F32x16 AffineScore(F32x16 total, float query_sum, const float* meta) {
+  return Fma(Load(meta), total, Mul(Load(meta + kTileTokens), Set1(query_sum)));
+}
+
+// Groups of dimensions that share a scale of the values: one if it is the token's.
+constexpr int ValueGroups(Stored s, int head_dim) { return IsAffine(s) ? 1 : head_dim / 16; }
+
+// r and f of the positions [begin, end) of a tile; r is zero at the others.
+struct ValueScales {
+  int begin = 0;
+  int end = 0;
+  alignas(64) float r[kMaxHeadDim / 16 * kTileTokens];
+  float f[kMaxHeadDim / 16];
+};
+
+template <Stored S>
+TM_HD void FillValueScales(const float* meta, int head_dim, int begin, int end, ValueScales* out) {
+  out->begin = begin;
+  out->end = end;
+  for (int group = 0; group < ValueGroups(S, head_dim); ++group) {
+    F32x16 scale[4];
+    for (int i = 0; i < 4; ++i) {
+      scale[i] = Select(LaneRange(begin - 16 * i, end - 16 * i),
+                        Load(meta + group * kTileTokens + 16 * i), Zero());
+    }
+    const float largest = ReduceMax(Max(Max(scale[0], scale[1]), Max(scale[2], scale[3])));
+    const F32x16 inverse = Set1(largest >= kLeastLargest ? kMostShort / largest : 0.f);
+    for (int i = 0; i < 4; ++i) {
+      Store(out->r + group * kTileTokens + 16 * i, Mul(scale[i], inverse));
+    }
+    out->f[group] = largest / kMostShort * CodeUnit(S);
+  }
+}
+
+// weights[kTileTokens] of one query head → pairs[groups][kTilePairs] of consecutive tokens.
+template <Stored S>
+TM_HD void RoundWeights(const float* weights, const ValueScales& scales, int head_dim,
+                        int32_t* pairs) {
+  F32x16 w[4];
+  for (int i = 0; i < 4; ++i) {
+    w[i] = Load(weights + 16 * i);
+  }
+  for (int group = 0; group < ValueGroups(S, head_dim); ++group) {
+    for (int i = 0; i < 4; ++i) {
+      StoreShorts(pairs + group * kTilePairs + 8 * i,
+                  ToInt(Mul(w[i], Load(scales.r + group * kTileTokens + 16 * i))));
+    }
+  }
+}
+
+// Σ weight · zero of affine values: what every dimension gets.
+template <Stored S>
+TM_HD float WeightedZero(const float* weights, const float* meta, int begin, int end) {
+  if constexpr (!IsAffine(S)) {
+    return 0.f;
+  }
+  F32x16 sum = Zero();
+  for (int i = 0; i < 4; ++i) {
+    const F32x16 zero =
+        Select(LaneRange(begin - 16 * i, end - 16 * i), Load(meta + kTileTokens + 16 * i), Zero());
+    sum = Fma(Load(weights + 16 * i), zero, sum);
+  }
+  return ReduceAdd(sum);
+}
+
+// How a tile's sum comes to o: tile = the factor of its softmax weights.
+struct TileFactors {
+  float old;
+  float tile;
+  float f;
+  float zero;  // WeightedZero
+};
+template <Stored S>
+TM_HD F32x16 AddTile(F32x16 o, F32x16 sum, const TileFactors& factors) {
+  const F32x16 scaled = Mul(o, Set1(factors.old));
+  if constexpr (IsAffine(S)) {
+    return Fma(Fma(sum, Set1(factors.f), Set1(factors.zero)), Set1(factors.tile), scaled);
+  } else {
+    return Fma(sum, Set1(factors.f * factors.tile), scaled);
+  }
+}
+
+}  // namespace turbomind::TM_ISA
