@@ -18,6 +18,7 @@
 #include "turbomind/bindings_codec.h"
 #include "turbomind/bindings_enum.h"
 #include "turbomind/bindings_kv.h"
+#include "turbomind/bindings_profile.h"
 #include "turbomind/core/check.h"
 #include "turbomind/engine/engine.h"
 
@@ -35,13 +36,6 @@ constexpr EnumName<Activation> kActivations[] = {{Activation::kSilu, "silu"},
 constexpr EnumName<RopeKind> kRopeKinds[] = {
     {RopeKind::kNone, "none"},       {RopeKind::kDefault, "default"}, {RopeKind::kLinear, "linear"},
     {RopeKind::kDynamic, "dynamic"}, {RopeKind::kLlama3, "llama3"},   {RopeKind::kYarn, "yarn"}};
-constexpr EnumName<MatrixFormat> kMatrixFormats[] = {{MatrixFormat::kF32, "f32"},
-                                                     {MatrixFormat::kBF16, "bf16"},
-                                                     {MatrixFormat::kQ4_0, "q4_0"},
-                                                     {MatrixFormat::kQ4_1, "q4_1"},
-                                                     {MatrixFormat::kQ8_0, "q8_0"},
-                                                     {MatrixFormat::kMxfp4, "mxfp4"},
-                                                     {MatrixFormat::kMxfp4Split, "mxfp4_split"}};
 constexpr EnumName<LogitsOutput> kLogitsOutputs[] = {{LogitsOutput::kNone, "none"},
                                                      {LogitsOutput::kGeneration, "generation"},
                                                      {LogitsOutput::kAll, "all"}};
@@ -458,4 +452,5 @@ PYBIND11_MODULE(_turbomind, m) {
   DefEngine(m);
   DefFunctions(m);
   DefCodecs(m);
+  DefProfile(m);
 }

@@ -9,6 +9,7 @@
 
 #include "turbomind/core/check.h"
 #include "turbomind/kv/kv_cache_mode.h"
+#include "turbomind/ops/params.h"
 
 namespace turbomind {
 
@@ -25,6 +26,14 @@ constexpr EnumName<KvCacheMode> kModes[] = {
     {KvCacheMode::kInt4, "int4"},        {KvCacheMode::kFp8E4m3, "fp8"},
     {KvCacheMode::kFp8E5m2, "fp8_e5m2"}, {KvCacheMode::kFp4Mx, "mxfp4"},
     {KvCacheMode::kFp4Nv, "nvfp4"}};
+
+constexpr EnumName<MatrixFormat> kMatrixFormats[] = {{MatrixFormat::kF32, "f32"},
+                                                     {MatrixFormat::kBF16, "bf16"},
+                                                     {MatrixFormat::kQ4_0, "q4_0"},
+                                                     {MatrixFormat::kQ4_1, "q4_1"},
+                                                     {MatrixFormat::kQ8_0, "q8_0"},
+                                                     {MatrixFormat::kMxfp4, "mxfp4"},
+                                                     {MatrixFormat::kMxfp4Split, "mxfp4_split"}};
 
 template <class E, size_t N>
 E Parse(const char* what, const EnumName<E> (&names)[N], const std::string& text) {

@@ -1,0 +1,173 @@
+#include "turbomind/ops/op_cost.h"
+
+#include <algorithm>
+
+namespace turbomind {
+namespace {
+
+constexpr int64_t kFloat = sizeof(float);
+
+// One position in one layer of the cache: K and V of every head.
+int64_t TokenBytes(const KvLayerView& kv) {
+  int64_t bytes = 0;
+  for (const int side : {0, 1}) {
+    bytes += kv.row_bytes[side] + kv.param_bytes[side] + kv.scale_bytes[side];
+  }
+  return bytes * kv.kv_heads;
+}
+
+// A stretch of positions, empty where end <= begin.
+struct Stretch {
+  int begin;
+  int end;
+
+  int64_t size() const { return std::max(end - begin, 0); }
+  Stretch Within(const Stretch& other) const {
+    return {std::max(begin, other.begin), std::min(end, other.end)};
+  }
+};
+
+// Positions from `begin` on that some query up to `last` sees cold: those of a block from the query
+// on that leaves it behind, as far as the window reaches back.
+int64_t ColdPositions(const AttentionParams& p, int begin, int last) {
+  const int length = p.rule.block_seq_len;
+  int64_t count = 0;
+  for (int block = p.rule.SinkEnd(); block < p.rule.RecentBegin(last); block += length) {
+    const int first_query = block + (p.rule.recent_blocks + 1) * length;
+    const int oldest = p.window > 0 ? first_query + 1 - p.window : 0;
+    count += Stretch{block, block + length}.Within({std::max(begin, oldest), last + 1}).size();
+  }
+  return count;
+}
+
+// What queries at [first, last] see. With hot blocks some positions are hot for the first of them
+// and cold for the last: they are read twice.
+int64_t VisibleBytes(const AttentionParams& p, int first, int last) {
+  const int begin = p.window > 0 ? std::max(first + 1 - p.window, 0) : 0;
+  const Stretch seen = {begin, last + 1};
+  if (p.hot.data == nullptr || !p.rule.enabled()) {
+    return seen.size() * TokenBytes(p.kv);
+  }
+  const int64_t hot = Stretch{0, p.rule.SinkEnd()}.Within(seen).size() +
+                      Stretch{p.rule.RecentBegin(first), last + 1}.Within(seen).size();
+  return hot * TokenBytes(p.hot) + ColdPositions(p, begin, last) * TokenBytes(p.kv);
+}
+
+OpCost AttentionCost(const AttentionParams& p, int first_seq, int last_seq) {
+  OpCost cost;
+  int64_t num_tokens = 0;
+  int64_t scores = 0;  // of one query head
+  for (int seq = first_seq; seq < last_seq; ++seq) {
+    const int tokens = p.batch.cu_seqlens[seq + 1] - p.batch.cu_seqlens[seq];
+    const int last = p.batch.context_lens[seq] - 1;
+    const int first = last + 1 - tokens;
+    cost.kv_bytes += VisibleBytes(p, first, last);
+    for (int position = first; position <= last; ++position) {
+      scores += p.window > 0 ? std::min(position + 1, p.window) : position + 1;
+    }
+    num_tokens += tokens;
+  }
+  const int64_t width = int64_t{p.q_heads} * p.kv.head_dim;
+  cost.activation_bytes = 2 * num_tokens * width * kFloat;
+  cost.operations = 2 * 2 * scores * width;  // q · k, then the weight times v
+  return cost;
+}
+
+OpCost MultiplyCost(const PackedMatrix& weight, bool has_bias, int64_t num_rows) {
+  return {
+      .weight_bytes = weight.num_bytes(),
+      .activation_bytes =
+          ((has_bias ? weight.rows : 0) + num_rows * weight.cols + num_rows * weight.rows) * kFloat,
+      .operations = 2 * num_rows * weight.rows * weight.cols};
+}
+
+}  // namespace
+
+void OpCost::Add(const OpCost& other) {
+  weight_bytes += other.weight_bytes;
+  kv_bytes += other.kv_bytes;
+  activation_bytes += other.activation_bytes;
+  operations += other.operations;
+}
+
+OpCost CostOf(const EmbedParams& p) {
+  return {.weight_bytes = p.num_tokens * (p.table->num_bytes() / p.table->rows),
+          .activation_bytes =
+              p.num_tokens * (p.table->cols * kFloat + static_cast<int64_t>(sizeof(int32_t)))};
+}
+
+OpCost CostOf(const RmsNormParams& p) {
+  return {.activation_bytes = (2 * int64_t{p.num_rows} + 1) * p.dim * kFloat};
+}
+
+OpCost CostOf(const LinearParams& p) {
+  OpCost cost = MultiplyCost(*p.weight, p.bias != nullptr, p.num_rows);
+  if (p.accumulate) {
+    cost.activation_bytes += p.num_rows * p.weight->rows * kFloat;
+  }
+  return cost;
+}
+
+OpCost CostOf(const GatedActivationParams& p) {
+  return {.activation_bytes = 3 * int64_t{p.num_rows} * p.dim * kFloat};
+}
+
+OpCost CostOf(const GroupedLinearParams& p) {
+  OpCost cost;
+  for (int i = 0; i < p.num_groups; ++i) {
+    const LinearGroup& group = p.groups[i];
+    if (group.num_rows > 0) {
+      cost.Add(MultiplyCost(*group.weight, group.bias != nullptr, group.num_rows));
+    }
+  }
+  return cost;
+}
+
+OpCost CostOf(const RouteExpertsParams& p) {
+  return {.activation_bytes = p.num_tokens * (int64_t{p.num_experts} + 2 * p.top_k) * kFloat};
+}
+
+OpCost CostOf(const CombineExpertsParams& p) {
+  return {.activation_bytes = p.num_tokens * (int64_t{p.top_k} + 2) * p.dim * kFloat};
+}
+
+OpCost CostOf(const ProcessKVParams& p) {
+  const KvLayerView& written = p.hot.data != nullptr ? p.hot : p.kv;
+  const int64_t read_heads = int64_t{p.q_heads} + 2 * int64_t{p.kv.kv_heads};
+  const int64_t written_heads = int64_t{p.q_heads} + p.kv.kv_heads;  // V stays as it is
+  const int64_t tokens = p.batch.num_tokens;
+  return {.kv_bytes = tokens * TokenBytes(written),
+          .activation_bytes =
+              tokens * ((read_heads + written_heads) * p.kv.head_dim + p.rope_dim) * kFloat};
+}
+
+OpCost CostOf(const QuantiseBlocksParams& p) {
+  const int64_t slots = int64_t{p.num_moves} * p.kv.block_seq_len;
+  return {.kv_bytes = slots * (TokenBytes(p.hot) + TokenBytes(p.kv))};
+}
+
+OpCost CostOf(const FlattenKVParams& p) {
+  OpCost cost;
+  for (int seq = 0; seq < p.batch.num_seqs; ++seq) {
+    const int context = p.batch.context_lens[seq];
+    AttentionParams seen;  // the same positions as a query at the end
+    seen.kv = p.kv;
+    seen.hot = p.hot;
+    seen.rule = p.rule;
+    cost.kv_bytes += VisibleBytes(seen, context - 1, context - 1);
+    cost.activation_bytes += 2 * int64_t{context} * p.kv.kv_heads * p.kv.head_dim * kFloat;
+  }
+  return cost;
+}
+
+OpCost PrefillCost(const AttentionParams& p) {
+  return AttentionCost(p, p.batch.num_decode, p.batch.num_seqs);
+}
+
+OpCost DecodeCost(const AttentionParams& p) { return AttentionCost(p, 0, p.batch.num_decode); }
+
+OpCost CopyCost(size_t num_bytes) {
+  return {.activation_bytes = 2 * static_cast<int64_t>(num_bytes)};
+}
+
+}  // namespace turbomind

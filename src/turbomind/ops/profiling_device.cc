@@ -1,0 +1,210 @@
+#include "turbomind/ops/profiling_device.h"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "turbomind/core/check.h"
+
+namespace turbomind {
+namespace {
+
+constexpr int kNumPhases = 4;
+
+int64_t NowNs() {
+  using std::chrono::nanoseconds;
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<nanoseconds>(now).count();
+}
+
+OpKey Key(OpKind kind) { return {.kind = kind}; }
+
+OpKey Key(OpKind kind, const PackedMatrix& matrix) {
+  return {kind, matrix.format, matrix.rows, matrix.cols};
+}
+
+// All groups have one shape and format.
+OpKey Key(const GroupedLinearParams& params) {
+  return params.num_groups == 0 ? Key(OpKind::kGroupedLinear)
+                                : Key(OpKind::kGroupedLinear, *params.groups[0].weight);
+}
+
+std::vector<PhaseProfile> EmptyPhases() {
+  std::vector<PhaseProfile> phases(kNumPhases);
+  for (int i = 0; i < kNumPhases; ++i) {
+    phases[static_cast<size_t>(i)].phase = static_cast<StepPhase>(i);
+  }
+  return phases;
+}
+
+}  // namespace
+
+ProfilingDevice::ProfilingDevice(std::shared_ptr<Device> device, int64_t max_events)
+    : device_(std::move(device)),
+      max_events_(static_cast<size_t>(std::max<int64_t>(max_events, 0))),
+      phases_(EmptyPhases()) {
+  if (device_ == nullptr) {
+    throw InvalidArgument("profiling device: got no device");
+  }
+  if (max_events < 0) {
+    throw InvalidArgument("max_events: got " + std::to_string(max_events) + ", want 0 or more");
+  }
+}
+
+Profile ProfilingDevice::profile() const {
+  const std::lock_guard lock(mutex_);
+  Profile result = {phases_, events_, num_dropped_events_};
+  AddStep(step_, result.phases);
+  std::erase_if(result.phases, [](const PhaseProfile& phase) { return phase.num_steps == 0; });
+  return result;
+}
+
+void ProfilingDevice::Clear() {
+  const std::lock_guard lock(mutex_);
+  phases_ = EmptyPhases();
+  step_ = {};
+  step_index_ = 0;
+  events_.clear();
+  num_dropped_events_ = 0;
+}
+
+template <class Fn>
+ProfilingDevice::Span ProfilingDevice::Time(const Fn& op) {
+  const int64_t begin = NowNs();
+  op();
+  device_->Synchronize();
+  return {begin, NowNs()};
+}
+
+template <class Fn>
+void ProfilingDevice::Run(const OpKey& key, const OpCost& cost, const Fn& op) {
+  const Span span = Time(op);
+  const std::lock_guard lock(mutex_);
+  Add(key, cost, span);
+}
+
+void ProfilingDevice::Add(const OpKey& key, const OpCost& cost, const Span& span) {
+  if (step_.last_end_ns) {
+    const int64_t gap = span.begin_ns - *step_.last_end_ns;
+    AddTo(step_.records, {Key(OpKind::kEngine), 1, gap, {}});
+    step_.nanoseconds += gap;
+  }
+  const int64_t spent = span.end_ns - span.begin_ns;
+  AddTo(step_.records, {key, 1, spent, cost});
+  step_.nanoseconds += spent;
+  step_.last_end_ns = span.end_ns;
+  if (events_.size() < max_events_) {
+    events_.push_back({key, step_index_, span.begin_ns, span.end_ns});
+  } else {
+    ++num_dropped_events_;
+  }
+}
+
+// The step before ends here, and so does the time after its last op.
+void ProfilingDevice::BeginStep(int64_t now_ns) {
+  if (!step_.last_end_ns) {
+    return;
+  }
+  AddTo(step_.records, {Key(OpKind::kBetweenSteps), 1, now_ns - *step_.last_end_ns, {}});
+  AddStep(step_, phases_);
+  Step next;
+  next.records.swap(step_.records);  // keeps its memory
+  next.records.clear();
+  step_ = std::move(next);
+  ++step_index_;
+}
+
+void ProfilingDevice::AddTo(std::vector<OpRecord>& records, const OpRecord& record) {
+  for (OpRecord& sum : records) {
+    if (sum.key == record.key) {
+      sum.calls += record.calls;
+      sum.nanoseconds += record.nanoseconds;
+      sum.cost.Add(record.cost);
+      return;
+    }
+  }
+  records.push_back(record);
+}
+
+void ProfilingDevice::AddStep(const Step& step, std::vector<PhaseProfile>& phases) {
+  if (!step.last_end_ns) {
+    return;
+  }
+  StepPhase phase = StepPhase::kOther;
+  if (step.prefills) {
+    phase = step.decodes ? StepPhase::kMixed : StepPhase::kPrefill;
+  } else if (step.decodes) {
+    phase = StepPhase::kDecode;
+  }
+  PhaseProfile& sum = phases[static_cast<size_t>(phase)];
+  ++sum.num_steps;
+  sum.num_tokens += step.num_tokens;
+  sum.nanoseconds += step.nanoseconds;
+  for (const OpRecord& record : step.records) {
+    AddTo(sum.records, record);
+  }
+}
+
+void ProfilingDevice::Copy(void* to, const void* from, size_t num_bytes) {
+  Run(Key(OpKind::kCopy), CopyCost(num_bytes), [&] { device_->Copy(to, from, num_bytes); });
+}
+
+void ProfilingDevice::Embed(const EmbedParams& params) {
+  const Span span = Time([&] { device_->Embed(params); });
+  const std::lock_guard lock(mutex_);
+  BeginStep(span.begin_ns);
+  step_.num_tokens += params.num_tokens;
+  Add(Key(OpKind::kEmbed, *params.table), CostOf(params), span);
+}
+
+void ProfilingDevice::RmsNorm(const RmsNormParams& params) {
+  Run(Key(OpKind::kNorm), CostOf(params), [&] { device_->RmsNorm(params); });
+}
+
+void ProfilingDevice::Linear(const LinearParams& params) {
+  Run(Key(OpKind::kLinear, *params.weight), CostOf(params), [&] { device_->Linear(params); });
+}
+
+void ProfilingDevice::GatedActivation(const GatedActivationParams& params) {
+  Run(Key(OpKind::kActivation), CostOf(params), [&] { device_->GatedActivation(params); });
+}
+
+void ProfilingDevice::GroupedLinear(const GroupedLinearParams& params) {
+  Run(Key(params), CostOf(params), [&] { device_->GroupedLinear(params); });
+}
+
+void ProfilingDevice::RouteExperts(const RouteExpertsParams& params) {
+  Run(Key(OpKind::kRouteExperts), CostOf(params), [&] { device_->RouteExperts(params); });
+}
+
+void ProfilingDevice::CombineExperts(const CombineExpertsParams& params) {
+  Run(Key(OpKind::kCombineExperts), CostOf(params), [&] { device_->CombineExperts(params); });
+}
+
+void ProfilingDevice::ProcessKV(const ProcessKVParams& params) {
+  Run(Key(OpKind::kProcessKv), CostOf(params), [&] { device_->ProcessKV(params); });
+}
+
+void ProfilingDevice::QuantiseBlocks(const QuantiseBlocksParams& params) {
+  Run(Key(OpKind::kQuantiseBlocks), CostOf(params), [&] { device_->QuantiseBlocks(params); });
+}
+
+void ProfilingDevice::FlattenKV(const FlattenKVParams& params) {
+  Run(Key(OpKind::kFlattenKv), CostOf(params), [&] { device_->FlattenKV(params); });
+}
+
+void ProfilingDevice::PrefillAttention(const AttentionParams& params) {
+  const Span span = Time([&] { device_->PrefillAttention(params); });
+  const std::lock_guard lock(mutex_);
+  step_.prefills = true;
+  Add(Key(OpKind::kPrefillAttention), PrefillCost(params), span);
+}
+
+void ProfilingDevice::DecodeAttention(const AttentionParams& params) {
+  const Span span = Time([&] { device_->DecodeAttention(params); });
+  const std::lock_guard lock(mutex_);
+  step_.decodes = true;
+  Add(Key(OpKind::kDecodeAttention), DecodeCost(params), span);
+}
+
+}  // namespace turbomind

@@ -1,0 +1,189 @@
+#include "turbomind/ops/op_cost.h"
+
+#include <doctest/doctest.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "turbomind/kv/hot_rule.h"
+
+using namespace turbomind;
+
+namespace {
+
+class FakeMatrix : public PackedMatrix {
+ public:
+  FakeMatrix(int64_t r, int64_t c, int64_t bytes) : bytes_(bytes) {
+    rows = r;
+    cols = c;
+  }
+  int64_t num_bytes() const override { return bytes_; }
+
+ private:
+  int64_t bytes_;
+};
+
+// A layer of 2 KV heads of 64 values; only sizes matter.
+KvLayerView View(KvCacheMode mode) {
+  const block::Config config = {.layers = {{mode, mode}}, .kv_heads = 2, .head_dim = 64};
+  return block::Layout(config).LayerView(0, nullptr, nullptr);
+}
+
+constexpr int64_t kNoneTokenBytes = 2 * 2 * 128;       // K and V, 2 heads, 64 BF16
+constexpr int64_t kNvTokenBytes = 2 * 2 * (32 + 4);    // 64 nibbles, a scale per 16
+constexpr int64_t kInt8TokenBytes = 2 * 2 * (64 + 4);  // codes, (scale, zero)
+
+// Two sequences: one decodes at position 299, one has tokens 100 .. 139 new.
+struct Batch {
+  std::vector<int32_t> cu_seqlens = {0, 1, 41};
+  std::vector<int32_t> context_lens = {300, 140};
+
+  AttentionParams Params(KvCacheMode mode) const {
+    AttentionParams params;
+    params.q_heads = 6;
+    params.kv = View(mode);
+    params.batch = {.num_seqs = 2,
+                    .num_decode = 1,
+                    .num_tokens = 41,
+                    .cu_seqlens = cu_seqlens.data(),
+                    .context_lens = context_lens.data()};
+    return params;
+  }
+};
+
+// The sum over queries and positions, one by one.
+int64_t CountScores(int first, int last, int window) {
+  int64_t count = 0;
+  for (int query = first; query <= last; ++query) {
+    for (int position = 0; position <= query; ++position) {
+      count += window == 0 || position > query - window;
+    }
+  }
+  return count;
+}
+
+// Positions that some query in [first, last] sees, in each pool, one by one.
+struct Seen {
+  int64_t hot = 0;
+  int64_t cold = 0;
+};
+
+Seen CountSeen(const HotRule& rule, int window, int first, int last) {
+  Seen seen;
+  for (int position = 0; position <= last; ++position) {
+    bool hot = false;
+    bool cold = false;
+    for (int query = first; query <= last; ++query) {
+      if (position <= query && (window == 0 || position > query - window)) {
+        (rule.IsHot(position / rule.block_seq_len, query) ? hot : cold) = true;
+      }
+    }
+    seen.hot += hot;
+    seen.cold += cold;
+  }
+  return seen;
+}
+
+}  // namespace
+
+TEST_CASE("a linear layer reads its packed bytes once, whatever the rows") {
+  const FakeMatrix weight(32, 64, 1234);
+  const std::vector<float> bias(32);
+  LinearParams params = {.weight = &weight, .num_rows = 1};
+  CHECK(CostOf(params).weight_bytes == 1234);
+  CHECK(CostOf(params).operations == 2 * 32 * 64);
+  CHECK(CostOf(params).activation_bytes == 4 * (64 + 32));
+  params.num_rows = 7;
+  CHECK(CostOf(params).weight_bytes == 1234);
+  CHECK(CostOf(params).operations == 7 * 2 * 32 * 64);
+  params.accumulate = true;
+  params.bias = bias.data();
+  CHECK(CostOf(params).activation_bytes == 4 * (7 * (64 + 2 * 32) + 32));
+}
+
+TEST_CASE("experts without rows cost nothing") {
+  const FakeMatrix used(32, 64, 1000);
+  const FakeMatrix unused(32, 64, 5000);
+  const LinearGroup groups[] = {{&used, nullptr, 0, 3}, {&unused, nullptr, 3, 0}};
+  const GroupedLinearParams params = {.groups = groups, .num_groups = 2};
+  CHECK(CostOf(params).weight_bytes == 1000);
+  CHECK(CostOf(params).operations == 3 * 2 * 32 * 64);
+}
+
+TEST_CASE("embedding reads a row of the table per token") {
+  const FakeMatrix table(100, 64, 100 * 128);
+  const OpCost cost = CostOf(EmbedParams{.table = &table, .num_tokens = 5});
+  CHECK(cost.weight_bytes == 5 * 128);
+  CHECK(cost.activation_bytes == 5 * (64 * 4 + 4));
+  CHECK(cost.operations == 0);
+}
+
+TEST_CASE("attention reads payload and scales of what its sequences see") {
+  const Batch batch;
+  const AttentionParams none = batch.Params(KvCacheMode::kNone);
+  CHECK(DecodeCost(none).kv_bytes == 300 * kNoneTokenBytes);
+  CHECK(PrefillCost(none).kv_bytes == 140 * kNoneTokenBytes);
+  CHECK(DecodeCost(batch.Params(KvCacheMode::kFp4Nv)).kv_bytes == 300 * kNvTokenBytes);
+  CHECK(PrefillCost(batch.Params(KvCacheMode::kInt8)).kv_bytes == 140 * kInt8TokenBytes);
+  CHECK(DecodeCost(none).operations == CountScores(299, 299, 0) * 6 * 64 * 4);
+  CHECK(PrefillCost(none).operations == CountScores(100, 139, 0) * 6 * 64 * 4);
+  CHECK(DecodeCost(none).activation_bytes == 2 * 1 * 6 * 64 * 4);
+  CHECK(PrefillCost(none).activation_bytes == 2 * 40 * 6 * 64 * 4);
+}
+
+TEST_CASE("a window cuts what attention reads and computes") {
+  const Batch batch;
+  AttentionParams params = batch.Params(KvCacheMode::kNone);
+  params.window = 24;
+  CHECK(DecodeCost(params).kv_bytes == 24 * kNoneTokenBytes);
+  CHECK(PrefillCost(params).kv_bytes == (24 + 39) * kNoneTokenBytes);
+  CHECK(PrefillCost(params).operations == CountScores(100, 139, 24) * 6 * 64 * 4);
+}
+
+TEST_CASE("hot blocks are read in 16 bit, the others as stored") {
+  std::byte byte{};
+  for (const int window : {0, 30, 100, 200}) {
+    for (const int first : {0, 5, 63, 64, 127, 200, 600}) {
+      for (const int tokens : {1, 40, 130}) {
+        CAPTURE(window);
+        CAPTURE(first);
+        CAPTURE(tokens);
+        const int32_t cu_seqlens[] = {0, tokens};
+        const int32_t context_lens[] = {first + tokens};
+        AttentionParams params;
+        params.q_heads = 2;
+        params.window = window;
+        params.kv = View(KvCacheMode::kFp4Nv);
+        params.hot = View(KvCacheMode::kNone);
+        params.hot.data = &byte;
+        params.rule = {.block_seq_len = 64, .sink_blocks = 1, .recent_blocks = 1};
+        params.batch = {.num_seqs = 1, .cu_seqlens = cu_seqlens, .context_lens = context_lens};
+        const Seen seen = CountSeen(params.rule, window, first, first + tokens - 1);
+        CHECK(PrefillCost(params).kv_bytes ==
+              seen.hot * kNoneTokenBytes + seen.cold * kNvTokenBytes);
+      }
+    }
+  }
+}
+
+TEST_CASE("new rows and moved blocks are written in their pool's format") {
+  const Batch batch;
+  std::byte byte{};
+  ProcessKVParams params;
+  params.q_heads = 6;
+  params.rope_dim = 64;
+  params.kv = View(KvCacheMode::kFp4Nv);
+  params.batch = batch.Params(KvCacheMode::kNone).batch;
+  CHECK(CostOf(params).kv_bytes == 41 * kNvTokenBytes);
+  CHECK(CostOf(params).activation_bytes == 41 * 4 * ((6 + 4) * 64 + (6 + 2) * 64 + 64));
+  params.hot = View(KvCacheMode::kNone);
+  params.hot.data = &byte;
+  CHECK(CostOf(params).kv_bytes == 41 * kNoneTokenBytes);
+  const QuantiseBlocksParams moves = {.kv = params.kv, .hot = params.hot, .num_moves = 3};
+  CHECK(CostOf(moves).kv_bytes == 3 * 64 * (kNvTokenBytes + kNoneTokenBytes));
+  FlattenKVParams flat;
+  flat.kv = params.kv;
+  flat.batch = params.batch;
+  CHECK(CostOf(flat).kv_bytes == (300 + 140) * kNvTokenBytes);
+  CHECK(CostOf(flat).activation_bytes == (300 + 140) * 2 * 2 * 64 * 4);
+}

@@ -1,0 +1,252 @@
+#include "turbomind/ops/profiling_device.h"
+
+#include <doctest/doctest.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/null_device.h"
+#include "turbomind/core/check.h"
+
+using namespace turbomind;
+using namespace turbomind::testing;
+
+namespace {
+
+class FakeMatrix : public PackedMatrix {
+ public:
+  FakeMatrix(int64_t r, int64_t c) {
+    rows = r;
+    cols = c;
+    format = MatrixFormat::kQ8_0;
+  }
+  int64_t num_bytes() const override { return rows * cols; }
+};
+
+void Sleep(int microseconds) {
+  std::this_thread::sleep_for(std::chrono::microseconds(microseconds));
+}
+
+// Logs every call; Linear takes its time.
+class LoggingDevice : public NullDevice {
+ public:
+  std::vector<std::string> calls;
+  int linear_us = 0;
+
+  std::string name() const override { return "logging"; }
+  DeviceCapability capability() const override { return {.is_cuda = true, .sm = 90}; }
+  void Synchronize() override { calls.emplace_back("Synchronize"); }
+  void Copy(void* to, const void* from, size_t n) override {
+    calls.emplace_back("Copy");
+    NullDevice::Copy(to, from, n);
+  }
+  std::unique_ptr<PackedMatrix> PackMatrix(const MatrixSource&, bool) override {
+    return std::make_unique<FakeMatrix>(3, 5);
+  }
+  void Embed(const EmbedParams&) override { calls.emplace_back("Embed"); }
+  void RmsNorm(const RmsNormParams&) override { calls.emplace_back("RmsNorm"); }
+  void Linear(const LinearParams&) override {
+    calls.emplace_back("Linear");
+    Sleep(linear_us);
+  }
+  void GatedActivation(const GatedActivationParams&) override { calls.emplace_back("Gated"); }
+  void GroupedLinear(const GroupedLinearParams&) override { calls.emplace_back("Grouped"); }
+  void RouteExperts(const RouteExpertsParams&) override { calls.emplace_back("Route"); }
+  void CombineExperts(const CombineExpertsParams&) override { calls.emplace_back("Combine"); }
+  void ProcessKV(const ProcessKVParams&) override { calls.emplace_back("ProcessKV"); }
+  void QuantiseBlocks(const QuantiseBlocksParams&) override { calls.emplace_back("Quantise"); }
+  void FlattenKV(const FlattenKVParams&) override { calls.emplace_back("Flatten"); }
+  void PrefillAttention(const AttentionParams&) override { calls.emplace_back("Prefill"); }
+  void DecodeAttention(const AttentionParams&) override { calls.emplace_back("Decode"); }
+};
+
+struct Fixture {
+  explicit Fixture(int64_t max_events = 0)
+      : inner(std::make_shared<LoggingDevice>()), device(inner, max_events) {}
+
+  void Embed(int num_tokens) { device.Embed({.table = &table, .num_tokens = num_tokens}); }
+  void Linear(const FakeMatrix& weight) { device.Linear({.weight = &weight, .num_rows = 1}); }
+  // Ops of one step; the attention names its phase.
+  void Step(bool prefills, bool decodes) {
+    Embed(2);
+    if (decodes) {
+      device.DecodeAttention({});
+    }
+    if (prefills) {
+      device.PrefillAttention({});
+    }
+    Linear(small);
+    Linear(large);
+    Linear(small);
+  }
+
+  std::shared_ptr<LoggingDevice> inner;
+  ProfilingDevice device;
+  FakeMatrix table{100, 8}, small{4, 8}, large{16, 8};
+};
+
+const PhaseProfile* Find(const Profile& profile, StepPhase phase) {
+  for (const PhaseProfile& found : profile.phases) {
+    if (found.phase == phase) {
+      return &found;
+    }
+  }
+  return nullptr;
+}
+
+const OpRecord& Find(const PhaseProfile& phase, const OpKey& key) {
+  for (const OpRecord& record : phase.records) {
+    if (record.key == key) {
+      return record;
+    }
+  }
+  FAIL("no such record");
+  return phase.records.front();
+}
+
+int64_t SumOfTimes(const PhaseProfile& phase) {
+  int64_t sum = 0;
+  for (const OpRecord& record : phase.records) {
+    sum += record.key.kind == OpKind::kBetweenSteps ? 0 : record.nanoseconds;
+  }
+  return sum;
+}
+
+OpKey LinearKey(const FakeMatrix& weight) {
+  return {OpKind::kLinear, MatrixFormat::kQ8_0, weight.rows, weight.cols};
+}
+
+}  // namespace
+
+TEST_CASE("everything reaches the device behind") {
+  Fixture f;
+  Device& device = f.device;
+  const float from[2] = {1.f, 2.f};
+  float to[2] = {};
+  f.Embed(1);
+  device.RmsNorm({});
+  f.Linear(f.small);
+  device.GatedActivation({});
+  device.GroupedLinear({});
+  device.RouteExperts({});
+  device.CombineExperts({});
+  device.ProcessKV({});
+  device.QuantiseBlocks({});
+  device.FlattenKV({});
+  device.PrefillAttention({});
+  device.DecodeAttention({});
+  device.Copy(to, from, sizeof(to));
+  CHECK(to[1] == 2.f);
+  // Each op is followed by Synchronize: its time is that of its work.
+  std::vector<std::string> ops;
+  for (size_t i = 0; i < f.inner->calls.size(); i += 2) {
+    ops.push_back(f.inner->calls[i]);
+    CHECK(f.inner->calls.at(i + 1) == "Synchronize");
+  }
+  CHECK(ops == std::vector<std::string>{"Embed", "RmsNorm", "Linear", "Gated", "Grouped", "Route",
+                                        "Combine", "ProcessKV", "Quantise", "Flatten", "Prefill",
+                                        "Decode", "Copy"});
+  CHECK(device.name() == "logging");
+  CHECK(device.capability().sm == 90);
+  CHECK(device.PackMatrix({}, false)->rows == 3);
+  CHECK(&f.device.inner() == f.inner.get());
+  void* memory = device.Reserve(64);
+  CHECK(memory != nullptr);
+  device.Release(memory, 64);
+  device.Synchronize();
+  const Profile profile = f.device.profile();
+  REQUIRE(profile.phases.size() == 1);
+  CHECK(profile.phases[0].records.size() == ops.size() + 1);  // and the engine's time
+}
+
+TEST_CASE("ops are summed by kind and matrix, per phase of their step") {
+  Fixture f;
+  f.Step(true, false);
+  f.Step(false, true);
+  f.Step(false, true);
+  f.Step(true, true);
+  const Profile profile = f.device.profile();
+  REQUIRE(profile.phases.size() == 3);
+  const PhaseProfile& decode = *Find(profile, StepPhase::kDecode);
+  CHECK(decode.num_steps == 2);
+  CHECK(decode.num_tokens == 4);
+  CHECK(Find(decode, LinearKey(f.small)).calls == 4);
+  CHECK(Find(decode, LinearKey(f.large)).calls == 2);
+  CHECK(Find(decode, LinearKey(f.large)).cost.weight_bytes == 2 * 16 * 8);
+  CHECK(Find(decode, LinearKey(f.large)).cost.operations == 2 * 2 * 16 * 8);
+  CHECK(Find(decode, {.kind = OpKind::kDecodeAttention}).calls == 2);
+  CHECK(Find(decode, {.kind = OpKind::kBetweenSteps}).calls == 2);
+  CHECK(Find(profile, StepPhase::kPrefill)->num_steps == 1);
+  CHECK(Find(profile, StepPhase::kMixed)->num_steps == 1);
+  f.device.Clear();
+  CHECK(f.device.profile().phases.empty());
+}
+
+TEST_CASE("times are those of the ops, and what is between them is the engine's") {
+  Fixture f;
+  f.inner->linear_us = 2000;
+  f.Embed(1);
+  f.device.DecodeAttention({});
+  Sleep(3000);
+  f.Linear(f.small);
+  Sleep(5000);
+  f.Step(false, true);
+  const Profile profile = f.device.profile();
+  const PhaseProfile& decode = *Find(profile, StepPhase::kDecode);
+  CHECK(Find(decode, LinearKey(f.small)).nanoseconds >= 3 * 2'000'000);
+  CHECK(Find(decode, {.kind = OpKind::kEngine}).nanoseconds >= 3'000'000);
+  CHECK(
+      Find(decode, {.kind = OpKind::kEmbed, .format = MatrixFormat::kQ8_0, .rows = 100, .cols = 8})
+          .calls == 2);
+  CHECK(Find(decode, {.kind = OpKind::kBetweenSteps}).nanoseconds >= 5'000'000);
+  CHECK(SumOfTimes(decode) == decode.nanoseconds);
+}
+
+TEST_CASE("events are kept up to the bound, in order, and the rest is counted") {
+  Fixture f(7);
+  f.Step(false, true);
+  f.Step(false, true);
+  const Profile profile = f.device.profile();
+  REQUIRE(profile.events.size() == 7);
+  CHECK(profile.num_dropped_events == 3);
+  CHECK(profile.events[4].step == 0);
+  CHECK(profile.events[5].step == 1);
+  for (size_t i = 0; i < profile.events.size(); ++i) {
+    CHECK(profile.events[i].begin_ns <= profile.events[i].end_ns);
+    CHECK((i == 0 || profile.events[i - 1].end_ns <= profile.events[i].begin_ns));
+  }
+  f.device.Clear();
+  CHECK(f.device.profile().num_dropped_events == 0);
+}
+
+TEST_CASE("an op that throws is not counted, wrong arguments are refused") {
+  ProfilingDevice device(std::make_shared<NullDevice>());
+  CHECK_THROWS_AS(device.RmsNorm({}), InternalError);
+  CHECK(device.profile().phases.empty());
+  CHECK_THROWS_WITH_AS(ProfilingDevice(nullptr), doctest::Contains("no device"), InvalidArgument);
+  CHECK_THROWS_WITH_AS(ProfilingDevice(std::make_shared<NullDevice>(), -1),
+                       doctest::Contains("max_events: got -1"), InvalidArgument);
+}
+
+TEST_CASE("a profile may be read and cleared while a step runs") {
+  Fixture f(10);
+  std::atomic<bool> done = false;
+  std::thread reader([&] {
+    while (!done) {
+      for (const PhaseProfile& phase : f.device.profile().phases) {
+        CHECK(SumOfTimes(phase) == phase.nanoseconds);
+      }
+      f.device.Clear();
+    }
+  });
+  for (int i = 0; i < 200; ++i) {
+    f.Step(false, true);
+  }
+  done = true;
+  reader.join();
+}
