@@ -9,6 +9,7 @@ contexts over --search-context the search is made at that length. Cells with mor
 --long-context tokens run once. Batches with more prompt tokens than --max-fill share one prompt
 between all sequences, in both engines; their prefill is left out. Ours chooses each token by argmax
 over the vocabulary; llama.cpp is given its next token. The file is written after every cell.
+--profile shows where the time of each cell's last repetition went, --trace writes it for a viewer.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from our_engine import Cell, OurEngine, Timing
 
 if TYPE_CHECKING:
     from llama_cpp_peer import LlamaCpp, PeerSetting
+    from profile_report import ProfileSession
+
+    from lmdeploy._turbomind import ModelConfig
 
 MODES = ("none", "int8", "fp8", "nvfp4", "int4", "mxfp4")
 BLOCK_TOKENS = 64
@@ -125,6 +129,24 @@ def make_peer(options: argparse.Namespace, path: Path) -> LlamaCpp | None:
     return LlamaCpp(str(path), threads=options.num_threads)
 
 
+def start_profiles(
+    options: argparse.Namespace, config: ModelConfig
+) -> tuple[ProfileSession | None, type[OurEngine]]:
+    """What collects profiles, None where they are not wanted, and the engines to run."""
+    if options.profile is None and options.trace is None:
+        return None, OurEngine
+    from profile_report import ProfiledEngine, ProfileSession, TracedEngine, format_ceilings
+
+    session = ProfileSession(
+        config,
+        threads=options.num_threads,
+        json_path=Path(options.profile) if options.profile else None,
+        trace_path=options.trace,
+    )
+    print(format_ceilings(session.ceilings))
+    return session, TracedEngine if options.trace else ProfiledEngine
+
+
 def run(options: argparse.Namespace) -> list[Row]:
     """All rows."""
     from tqdm import tqdm
@@ -136,8 +158,9 @@ def run(options: argparse.Namespace) -> list[Row]:
     loaded = load_model(options.model, device=device)
     longest = max(options.contexts) + options.steps + 128
     tokens = options.max_fill + max(options.contexts) + 32 * (options.steps + 192)
+    profiles, engine_class = start_profiles(options, loaded.config)
     engines = [
-        OurEngine(
+        engine_class(
             loaded.config,
             loaded.weights,
             mode=mode,
@@ -163,6 +186,9 @@ def run(options: argparse.Namespace) -> list[Row]:
                 rows.append(row)
                 tqdm.write(format_row(row))
             write_rows(rows, options.json)
+            for engine in engines:
+                if profiles:
+                    tqdm.write(profiles.add(cell, engine))
     finally:
         for engine in engines:
             engine.close()
@@ -201,6 +227,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--model", default="smollm2", help="GGUF file or smollm2")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument(
+        "--profile",
+        nargs="?",
+        const="",
+        metavar="FILE.json",
+        help="after each cell, time and ceilings per op; FILE.json: there as well",
+    )
+    parser.add_argument("--trace", type=Path, help="ops as Chrome trace events, for Perfetto")
     parser.add_argument("--modes", default=",".join(MODES), help="default: %(default)s")
     parser.add_argument("--contexts", type=numbers, default=None, help="default: 128,2048,8192")
     parser.add_argument("--batches", type=numbers, default=None, help="default: 1,8,32")

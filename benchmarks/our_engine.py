@@ -61,10 +61,13 @@ class OurEngine:
         options.max_prefill_token_num = 2048
         options.cache_max_entry_count = float(num_blocks)
         self.mode, self.vocab_size = mode, config.vocab_size
-        device = _turbomind.make_cpu_device(threads)
+        device = self._make_device(threads)
         free_bytes = 1 << 36  # the pool is given as a number of blocks and reserved lazily
         self._engine = _turbomind.Engine(config, options, weights, device, free_bytes)
         self._next_id = 1
+
+    def _make_device(self, threads: int) -> _turbomind.Device:
+        return _turbomind.make_cpu_device(threads)
 
     def _submit(self, prompt: list[int], max_new_tokens: int) -> int:
         request = _turbomind.Request()
@@ -99,10 +102,14 @@ class OurEngine:
         waiting = {self._submit(prompt, room) for prompt in prompts}
         running = set(waiting)
         while waiting:
-            waiting -= {output.request_id for output in self._outputs() if output.tokens}
+            for output in self._outputs():
+                if output.tokens:
+                    waiting.discard(output.request_id)
+                if output.finish_reason != "none":  # a tiny model may be done by now
+                    running.discard(output.request_id)
         started = time.perf_counter()
         tokens = 0
-        while tokens < cell.steps * cell.batch:
+        while running and tokens < cell.steps * cell.batch:
             for output in self._outputs():
                 tokens += len(output.tokens)
                 if output.finish_reason != "none":
