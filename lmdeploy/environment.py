@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import os
 import warnings
 
@@ -40,10 +41,16 @@ def warn_of_namesake() -> None:
 def usable_cores() -> int:
     """Cores that this process may use: its affinity, cut by the cgroup's CPU quota."""
     cores = len(os.sched_getaffinity(0))
+    quota = cpu_quota()
+    return cores if quota is None else min(cores, max(1, math.ceil(quota)))
+
+
+def cpu_quota() -> float | None:
+    """The cgroup's CPU quota in cores, None where there is none."""
     quota = _read("/sys/fs/cgroup/cpu.max").split()
     if len(quota) == 2 and quota[0].isdigit() and int(quota[1]) > 0:
-        cores = min(cores, max(1, -(-int(quota[0]) // int(quota[1]))))
-    return cores
+        return int(quota[0]) / int(quota[1])
+    return None
 
 
 def free_memory_bytes() -> int:

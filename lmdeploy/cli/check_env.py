@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lmdeploy.environment import (
     OURS,
+    cpu_quota,
     free_memory_bytes,
     installed_version,
     namesake_warning,
     usable_cores,
 )
 from lmdeploy.version import __version__
+
+if TYPE_CHECKING:
+    from lmdeploy._turbomind import CpuCeilings
+
+MEASURE_SECONDS = 0.25
+MEASURE_FREE_BYTES = 2 << 30  # twice what a fast machine writes and reads in that time
 
 _PACKAGES = (
     "fastapi",
@@ -37,12 +46,13 @@ def report() -> Iterator[str]:
     yield f"{OURS}: {__version__} ({Path(__file__).resolve().parents[1]})"
     yield f"python: {sys.version.split()[0]}"
     yield f"platform: {platform.platform()}"
-    yield f"cpu: {cpu_name()}, {usable_cores()} usable cores"
+    yield f"cpu: {cpu_name()}, {usable_cores()} usable cores ({core_limits()})"
     yield f"free memory: {free_memory_bytes() / 2**30:.1f} GiB"
     try:
         from lmdeploy import _turbomind
 
         yield f"engine: built, instruction sets {', '.join(_turbomind.available_cpu_isas())}"
+        yield from speed()
     except ImportError as error:
         yield f"engine: MISSING ({error}); build it with pip install ."
     for name in _PACKAGES:
@@ -52,15 +62,70 @@ def report() -> Iterator[str]:
         yield f"WARNING: {warning}"
 
 
+def core_limits() -> str:
+    """What decides how many cores are usable."""
+    quota = cpu_quota()
+    limit = "no cgroup quota" if quota is None else f"cgroup quota {quota:g}"
+    return f"affinity {len(os.sched_getaffinity(0))} of {os.cpu_count()}, {limit}"
+
+
+def speed() -> Iterator[str]:
+    """What the engine's default device may reach, by a measurement of MEASURE_SECONDS."""
+    from lmdeploy import _turbomind
+
+    threads = usable_cores()
+    try:
+        device = _turbomind.make_cpu_device(threads)
+    except ValueError as error:  # LMDEPLOY_CPU_ISA
+        yield f"device: ERROR {error}"
+        return
+    yield f"device: {device.name} by default; LMDEPLOY_CPU_ISA, --num-threads change it"
+    if free_memory_bytes() < MEASURE_FREE_BYTES:
+        yield f"speed: not measured, less than {MEASURE_FREE_BYTES >> 30} GiB are free"
+        return
+    ceilings = _turbomind.measure_ceilings(device, MEASURE_SECONDS)
+    reads = [f"{ceilings.memory.bytes_per_s / 1e9:.1f} GB/s from memory"]
+    reads += [
+        f"{read.bytes_per_s / 1e9:.1f} from {level}"
+        for level, read in (("L3", ceilings.l3), ("L2", ceilings.l2))
+        if read.bytes_per_s > 0
+    ]
+    if ceilings.memory.working_set < 2 * ceilings.l3_bytes:
+        size = ceilings.memory.working_set >> 20
+        reads[0] += f" (a quick look at {size} MiB, of which L3 holds a part)"
+    yield f"reads: {', '.join(reads)}"
+    yield f"products: {', '.join(product_rates(ceilings))}; AMX {amx_support()}"
+
+
+def product_rates(ceilings: CpuCeilings) -> Iterator[str]:
+    """Per kind of numbers, counting a multiply-add as two."""
+    for name, rate in (
+        ("int8", ceilings.int8_ops_per_s),
+        ("BF16", ceilings.bf16_ops_per_s),
+        ("FP32", ceilings.fp32_ops_per_s),
+    ):
+        yield f"{name} {rate / 1e9:.0f} GOP/s" if rate > 0 else f"{name} without an instruction"
+
+
+def amx_support() -> str:
+    """Whether the CPU has matrix tiles; the engine has no kernels for them."""
+    return "is there but not used" if "amx_tile" in _cpu_info("flags").split() else "not available"
+
+
 def cpu_name() -> str:
     """Of the first core."""
+    return _cpu_info("model name") or platform.machine()
+
+
+def _cpu_info(key: str) -> str:
+    """A line of the first core, empty where there is none."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
+            if line.startswith(key):
                 return line.partition(":")[2].strip()
     except OSError:
-        return platform.machine()
-    return platform.machine()
+        pass
+    return ""
 
 
 def run_check_env(dump_file: str | None) -> int:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
+import time
 import warnings
 
 import pytest
 
 import lmdeploy
 from lmdeploy import environment
+from lmdeploy.cli import check_env
 from lmdeploy.cli.entrypoint import main
 
 
@@ -19,6 +22,51 @@ def test_report(capsys, tmp_path):
     text = capsys.readouterr().out
     assert f"lmdeploy-fp4: {lmdeploy.__version__}" in text and "usable cores" in text
     assert path.read_text() == text
+
+
+def test_speed_of_the_default_device(capsys, monkeypatch):
+    begun = time.perf_counter()
+    lines = list(check_env.speed())
+    took = time.perf_counter() - begun
+    threads = environment.usable_cores()
+    assert re.match(rf"device: cpu \(\w+, {threads} threads?\) by default", lines[0])
+    found = re.match(r"reads: ([\d.]+) GB/s from memory", lines[1])
+    assert found and float(found[1]) > 0
+    assert re.match(r"products: int8 \d+ GOP/s, BF16 .*, FP32 \d+ GOP/s; AMX ", lines[2])
+    assert took < 10  # 0.3 s on a quiet machine
+    monkeypatch.setenv("LMDEPLOY_CPU_ISA", "scalar")
+    assert next(check_env.speed()).startswith("device: cpu (scalar")
+    monkeypatch.setenv("LMDEPLOY_CPU_ISA", "neon")
+    assert 'got "neon"' in next(check_env.speed())
+    assert main(["check_env"]) == 0
+    assert "device: ERROR LMDEPLOY_CPU_ISA" in capsys.readouterr().out
+
+
+def test_nothing_is_measured_where_memory_is_short(monkeypatch):
+    monkeypatch.setattr(check_env, "free_memory_bytes", lambda: 1 << 30)
+    assert list(check_env.speed())[1:] == ["speed: not measured, less than 2 GiB are free"]
+
+
+@pytest.mark.parametrize(
+    ("written", "quota", "cores"),
+    [("max 100000", None, 8), ("150000 100000", 1.5, 2), ("20000 100000", 0.2, 1), ("", None, 8)],
+)
+def test_a_quota_limits_the_cores(monkeypatch, written, quota, cores):
+    monkeypatch.setattr(environment, "_read", lambda path: written)
+    monkeypatch.setattr(environment.os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert environment.cpu_quota() == quota
+    assert environment.usable_cores() == cores
+    text = "no cgroup quota" if quota is None else f"cgroup quota {quota}"
+    assert check_env.core_limits() == f"affinity 8 of {check_env.os.cpu_count()}, {text}"
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [("fpu amx_bf16 amx_tile", "is there but not used"), ("fpu avx2", "not available")],
+)
+def test_amx_is_named(monkeypatch, flags, text):
+    monkeypatch.setattr(check_env, "_cpu_info", lambda key: flags)
+    assert check_env.amx_support() == text
 
 
 @pytest.fixture
