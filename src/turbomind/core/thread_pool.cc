@@ -1,6 +1,12 @@
 #include "turbomind/core/thread_pool.h"
 
+#if defined(__linux__)
+#include <sched.h>
+#endif
+
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <string>
@@ -12,9 +18,13 @@
 namespace turbomind {
 namespace {
 
-// About 0.1 ms: longer than the serial part between two ops of a step, much shorter than a time
-// slice.
-constexpr int kSpins = 8000;
+using Clock = std::chrono::steady_clock;
+using Job = FunctionRef<void(int64_t item, int worker)>;
+
+// Longer than the serial part between two ops of a step and about what it costs to fall asleep and
+// be woken; much shorter than a time slice.
+constexpr std::chrono::microseconds kMostSpinning{100};
+constexpr int kSpinsPerLook = 16;  // between two looks at the clock
 
 void Pause() {
 #if defined(__x86_64__)
@@ -24,25 +34,53 @@ void Pause() {
 #endif
 }
 
-// True as soon as `ready` is; false after the spins.
-template <class Ready>
-bool SpinUntil(const Ready& ready) {
-  for (int i = 0; i < kSpins; ++i) {
-    if (ready()) {
-      return true;
-    }
-    Pause();
+constexpr int kNoCore = -1;
+
+// The core that this thread runs on; kNoCore where the system does not tell.
+int CurrentCore() {
+#if defined(__linux__)
+  return sched_getcpu();
+#else
+  return kNoCore;
+#endif
+}
+
+// True as soon as `ready` is. False when time is up (it goes on while the thread's core is taken
+// away, so that spinning ends with it), or when `is_hopeless(core)`.
+template <class Ready, class IsHopeless>
+bool SpinUntil(const Ready& ready, const IsHopeless& is_hopeless) {
+  if (ready()) {
+    return true;
   }
+  const Clock::time_point end = Clock::now() + kMostSpinning;
+  do {
+    const int core = CurrentCore();
+    if (core != kNoCore && is_hopeless(core)) {
+      return false;
+    }
+    for (int i = 0; i < kSpinsPerLook; ++i) {
+      if (ready()) {
+        return true;
+      }
+      Pause();
+    }
+  } while (Clock::now() < end);
   return false;
 }
 
+// Where a thread was when it last began to run items; kNoCore while it has none to run.
+struct alignas(64) Place {
+  std::atomic<int> core = kNoCore;
+};
+
 }  // namespace
 
-// The whole protocol is two counters. `unclaimed_` is taken down by one to claim an item; only a
-// thread that holds a claim reads the job, and the job changes only when `unfinished_` is 0. So a
-// worker that slept through several jobs can never run an item twice or with an old function.
+// The whole protocol is two counters. `unclaimed` is taken down by one to claim an item; only a
+// thread that holds a claim reads the job, and the job changes only when `unfinished` is 0. A
+// thread reports what it has run once, when no item is left. So a worker that slept through several
+// jobs can never run an item twice or with an old function.
 struct ThreadPool::Impl {
-  explicit Impl(int num_threads) {
+  explicit Impl(int num_threads) : places(static_cast<size_t>(num_threads)) {
     for (int i = 1; i < num_threads; ++i) {
       workers.emplace_back([this, i] { WorkerLoop(i); });
     }
@@ -60,36 +98,51 @@ struct ThreadPool::Impl {
   bool HasWork() const { return unclaimed.load() > 0 || stop.load(); }
 
   void RunItems(int worker) {
-    int64_t left = unclaimed.load();
-    while (left > 0) {
-      if (!unclaimed.compare_exchange_weak(left, left - 1)) {
-        continue;
+    Place& place = places[static_cast<size_t>(worker)];
+    int64_t num_run = 0;
+    // The look before the claim keeps idle threads from taking the counter ever further below 0.
+    while (unclaimed.load(std::memory_order_relaxed) > 0) {
+      const int64_t left = unclaimed.fetch_sub(1, std::memory_order_acquire);
+      if (left <= 0) {
+        break;
       }
-      (*fn)(num_items - left, worker);
-      if (unfinished.fetch_sub(1) == 1 && caller_sleeps.load()) {
-        const std::lock_guard lock(mutex);
-        done.notify_one();
+      if (num_run++ == 0) {
+        place.core.store(CurrentCore(), std::memory_order_relaxed);
       }
-      left = unclaimed.load();
+      (*job)(num_items - left, worker);
+    }
+    if (num_run == 0) {
+      return;
+    }
+    if (worker != 0) {  // the caller's place stays: idle workers look at it
+      place.core.store(kNoCore, std::memory_order_relaxed);
+    }
+    if (unfinished.fetch_sub(num_run) == num_run && caller_sleeps.load()) {
+      const std::lock_guard lock(mutex);
+      done.notify_one();
     }
   }
 
   void WorkerLoop(int worker) {
+    const auto has_work = [this] { return HasWork(); };
+    const auto is_callers = [this](int core) {
+      return places[0].core.load(std::memory_order_relaxed) == core;
+    };
     while (!stop.load()) {
-      if (!SpinUntil([this] { return HasWork(); })) {
+      if (!SpinUntil(has_work, is_callers)) {
         std::unique_lock lock(mutex);
         sleepers.fetch_add(1);  // before the last look at the counters, see Run
-        work.wait(lock, [this] { return HasWork(); });
+        work.wait(lock, has_work);
         sleepers.fetch_sub(1);
       }
       RunItems(worker);
     }
   }
 
-  void Run(int64_t items, const std::function<void(int64_t, int)>& function) {
-    fn = &function;
+  void Run(int64_t items, const Job& function) {
+    job = &function;
     num_items = items;
-    unfinished.store(items);
+    unfinished.store(items, std::memory_order_relaxed);
     unclaimed.store(items);     // publishes the job
     if (sleepers.load() > 0) {  // a worker that we miss here sees `unclaimed` before it sleeps
       { const std::lock_guard lock(mutex); }
@@ -97,7 +150,12 @@ struct ThreadPool::Impl {
     }
     RunItems(0);
     const auto finished = [this] { return unfinished.load() == 0; };
-    if (!SpinUntil(finished)) {
+    const auto is_workers = [this](int core) {
+      return std::any_of(places.begin() + 1, places.end(), [core](const Place& place) {
+        return place.core.load(std::memory_order_relaxed) == core;
+      });
+    };
+    if (!SpinUntil(finished, is_workers)) {
       std::unique_lock lock(mutex);
       caller_sleeps.store(true);
       done.wait(lock, finished);
@@ -105,7 +163,7 @@ struct ThreadPool::Impl {
     }
   }
 
-  const std::function<void(int64_t, int)>* fn = nullptr;
+  const Job* job = nullptr;
   int64_t num_items = 0;
   alignas(64) std::atomic<int64_t> unclaimed = 0;
   alignas(64) std::atomic<int64_t> unfinished = 0;
@@ -115,6 +173,7 @@ struct ThreadPool::Impl {
   std::mutex mutex;
   std::condition_variable work;
   std::condition_variable done;
+  std::vector<Place> places;  // by worker
   std::vector<std::thread> workers;
 };
 
@@ -130,8 +189,7 @@ ThreadPool::~ThreadPool() = default;
 
 int ThreadPool::num_threads() const { return static_cast<int>(impl_->workers.size()) + 1; }
 
-void ThreadPool::ParallelFor(int64_t num_items,
-                             const std::function<void(int64_t item, int worker)>& fn) {
+void ThreadPool::ParallelFor(int64_t num_items, FunctionRef<void(int64_t item, int worker)> fn) {
   if (num_items == 1 || impl_->workers.empty()) {
     for (int64_t item = 0; item < num_items; ++item) {
       fn(item, 0);

@@ -1,8 +1,9 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
+
+#include "turbomind/core/function_ref.h"
 
 namespace turbomind {
 
@@ -11,8 +12,10 @@ namespace turbomind {
 // Invariants:
 //  1. Items are handed out dynamically from one atomic counter, so a worker whose core is taken
 //     away delays at most the item it holds.
-//  2. The caller takes part. A waiting worker spins for a bounded time, then sleeps.
+//  2. The caller takes part. A waiting thread spins for a bounded time, then sleeps; it does not
+//     spin for a thread that shares its core, which could not run meanwhile.
 //  3. `worker` in the callback is in [0, num_threads) and unique among concurrent calls.
+//  4. ParallelFor allocates nothing.
 // Only one thread at a time may call ParallelFor. Items must not throw.
 class ThreadPool {
  public:
@@ -24,7 +27,7 @@ class ThreadPool {
   int num_threads() const;
 
   // Runs fn(item, worker) for every item in [0, num_items); returns when all are done.
-  void ParallelFor(int64_t num_items, const std::function<void(int64_t item, int worker)>& fn);
+  void ParallelFor(int64_t num_items, FunctionRef<void(int64_t item, int worker)> fn);
 
  private:
   struct Impl;

@@ -1,13 +1,21 @@
 #include "turbomind/core/thread_pool.h"
 
 #include <doctest/doctest.h>
+#include <sched.h>
+#include <signal.h>
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
+#include <ctime>
+#include <memory>
 #include <set>
 #include <thread>
 #include <vector>
 
+#include "sanitized_sample.h"
 #include "turbomind/core/check.h"
 
 namespace turbomind {
@@ -111,6 +119,129 @@ TEST_CASE("correct beside busy threads that take the cores away") {
   for (std::thread& thread : busy) {
     thread.join();
   }
+}
+
+// --- A core that is shared -----------------------------------------------------------------------
+
+// What threads cost is told in seconds of CPU, which a busy machine does not stretch.
+double CpuSeconds() {
+  timespec now{};
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &now);
+  return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+}
+
+// Keeps this thread, and those that it makes, on the first core that it may use.
+class OneCore {
+ public:
+  OneCore() {
+    CHECK(sched_getaffinity(0, sizeof(before_), &before_) == 0);
+    int core = 0;
+    while (!CPU_ISSET(core, &before_)) {
+      ++core;
+    }
+    CPU_ZERO(&one_);
+    CPU_SET(core, &one_);
+    CHECK(sched_setaffinity(0, sizeof(one_), &one_) == 0);
+  }
+  ~OneCore() { sched_setaffinity(0, sizeof(before_), &before_); }
+  OneCore(const OneCore&) = delete;
+  OneCore& operator=(const OneCore&) = delete;
+
+ private:
+  cpu_set_t before_;
+  cpu_set_t one_;
+};
+
+// Another process that never rests; it inherits this thread's cores.
+class BusyProcess {
+ public:
+  BusyProcess() {
+    char shell[] = "/bin/sh";
+    char flag[] = "-c";
+    char loop[] = "while :; do :; done";
+    char* const arguments[] = {shell, flag, loop, nullptr};
+    CHECK(posix_spawn(&id_, shell, nullptr, nullptr, arguments, environ) == 0);
+  }
+  ~BusyProcess() {
+    kill(id_, SIGKILL);
+    waitpid(id_, nullptr, 0);
+  }
+  BusyProcess(const BusyProcess&) = delete;
+  BusyProcess& operator=(const BusyProcess&) = delete;
+
+ private:
+  pid_t id_ = -1;
+};
+
+// A few microseconds of work that the compiler keeps.
+void Work() {
+  volatile uint32_t value = 1;
+  for (int i = 0; i < 3000; ++i) {
+    value = value * 1664525u + 1013904223u;
+  }
+}
+
+constexpr int kItems = 16;
+constexpr int kLoops = testing::kSanitized ? 100 : 1000;
+
+// CPU seconds of loops as a step has them, many short ones.
+double CpuSecondsOfLoops(int num_threads) {
+  ThreadPool pool(num_threads);
+  const double begin = CpuSeconds();
+  std::atomic<int64_t> num_run = 0;
+  for (int loop = 0; loop < kLoops; ++loop) {
+    pool.ParallelFor(kItems, [&](int64_t, int) {
+      Work();
+      num_run.fetch_add(1, std::memory_order_relaxed);
+    });
+  }
+  CHECK(num_run == int64_t{kLoops} * kItems);
+  return CpuSeconds() - begin;
+}
+
+// Threads that spin for one another on one core, time slice by time slice, cost a multiple.
+constexpr double kMostOverhead = 1.4;
+
+TEST_CASE("threads on one core cost little more CPU than one thread") {
+  const OneCore one_core;
+  const double alone = CpuSecondsOfLoops(1);
+  for (const int num_threads : {2, 4}) {
+    CAPTURE(num_threads);
+    const double shared = CpuSecondsOfLoops(num_threads);
+    CAPTURE(shared / alone);
+    CHECK(shared < kMostOverhead * alone);
+  }
+}
+
+TEST_CASE("beside a busy process on the same core the work ends and costs no more CPU") {
+  const OneCore one_core;
+  const double alone = CpuSecondsOfLoops(1);
+  const BusyProcess busy;
+  const double shared = CpuSecondsOfLoops(2);
+  CAPTURE(shared / alone);
+  CHECK(shared < kMostOverhead * alone);
+}
+
+// The pool's threads may go anywhere, the busy process holds one of the cores.
+TEST_CASE("a core that somebody else keeps busy costs the pool no CPU") {
+  const double alone = CpuSecondsOfLoops(1);
+  std::unique_ptr<BusyProcess> busy;
+  {
+    const OneCore one_core;
+    busy = std::make_unique<BusyProcess>();
+  }
+  const double shared = CpuSecondsOfLoops(static_cast<int>(std::thread::hardware_concurrency()));
+  CAPTURE(shared / alone);
+  CHECK(shared < 2 * kMostOverhead * alone);
+}
+
+TEST_CASE("idle workers sleep") {
+  ThreadPool pool(4);
+  pool.ParallelFor(8, [](int64_t, int) { Work(); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  const double begin = CpuSeconds();
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  CHECK(CpuSeconds() - begin < 0.02);
 }
 
 TEST_CASE("the number of threads is checked") {

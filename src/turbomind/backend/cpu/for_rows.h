@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <functional>
 
 #include "turbomind/core/ceil_div.h"
+#include "turbomind/core/function_ref.h"
 #include "turbomind/core/thread_pool.h"
 
 namespace turbomind {
@@ -15,7 +15,7 @@ inline constexpr int64_t kMinParallelValues = 16384;
 
 // fn(begin, end) over chunks of rows; one call when there is little to do.
 inline void ForRows(ThreadPool& pool, int num_rows, int64_t values_per_row,
-                    const std::function<void(int begin, int end)>& fn) {
+                    FunctionRef<void(int begin, int end)> fn) {
   if (num_rows * values_per_row < kMinParallelValues || num_rows < 2) {
     fn(0, num_rows);
     return;
