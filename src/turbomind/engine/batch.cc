@@ -3,7 +3,8 @@
 #include "turbomind/engine/batch.h"
 
 #include <algorithm>
-#include <utility>
+
+#include "turbomind/core/check.h"
 
 namespace turbomind {
 
@@ -22,46 +23,50 @@ void Batch::Add(Sequence& sequence) {
   sequences.push_back(&sequence);
 }
 
-void Batch::AddTables(const std::vector<std::span<const int32_t>>& cold,
-                      const std::vector<std::span<const int32_t>>& hot,
-                      std::vector<BlockMove> moves) {
-  BlockTables table;
-  for (const auto& ids : cold) {
-    table.stride = std::max(table.stride, static_cast<int64_t>(ids.size()));
+void Batch::BlockTables::SetRow(size_t row, std::span<const int32_t> cold,
+                                std::span<const int32_t> hot) {
+  const auto width = static_cast<size_t>(stride);
+  Check(cold.size() <= width && hot.size() <= width, "a row of the block table fits");
+  std::copy(cold.begin(), cold.end(), ids.data() + row * width);
+  if (!hot.empty()) {
+    std::copy(hot.begin(), hot.end(), hot_ids.data() + row * width);
   }
-  const auto flatten = [&](const std::vector<std::span<const int32_t>>& tables_of_pool) {
-    std::vector<int32_t> flat(tables_of_pool.size() * static_cast<size_t>(table.stride), -1);
-    auto row = flat.begin();
-    for (const auto& ids : tables_of_pool) {
-      std::copy(ids.begin(), ids.end(), row);
-      row += table.stride;
-    }
-    return flat;
-  };
-  table.ids = flatten(cold);
-  table.hot_ids = flatten(hot);
-  table.moves = std::move(moves);
-  tables.push_back(std::move(table));
 }
 
-void Batch::Clear() { *this = Batch(); }
+Batch::BlockTables& Batch::ResetTables(size_t group, int64_t stride, bool has_hot) {
+  BlockTables& table = tables.at(group);
+  table.stride = stride;
+  const size_t size = sequences.size() * static_cast<size_t>(stride);
+  table.ids.assign(size, -1);
+  table.hot_ids.assign(has_hot ? size : 0, -1);
+  table.moves.clear();
+  return table;
+}
 
-std::vector<BatchView> Batch::Views() const {
-  std::vector<BatchView> views;
-  for (const BlockTables& table : tables) {
-    views.push_back({.num_seqs = num_seqs(),
-                     .num_decode = num_decode,
-                     .num_tokens = num_tokens(),
-                     .cu_seqlens = cu_seqlens.data(),
-                     .context_lens = context_lens.data(),
-                     .positions = positions.data(),
-                     .block_tables = table.ids.data(),
-                     .block_table_stride = table.stride,
-                     .hot_tables = table.hot_ids.empty() ? nullptr : table.hot_ids.data(),
-                     .moves = table.moves.data(),
-                     .num_moves = static_cast<int>(table.moves.size())});
+void Batch::Clear() {
+  sequences.clear();
+  num_decode = 0;
+  tokens.clear();
+  positions.clear();
+  cu_seqlens.clear();
+  context_lens.clear();
+}
+
+void Batch::Finish() {
+  for (size_t group = 0; group < tables.size(); ++group) {
+    const BlockTables& table = tables[group];
+    views[group] = {.num_seqs = num_seqs(),
+                    .num_decode = num_decode,
+                    .num_tokens = num_tokens(),
+                    .cu_seqlens = cu_seqlens.data(),
+                    .context_lens = context_lens.data(),
+                    .positions = positions.data(),
+                    .block_tables = table.ids.data(),
+                    .block_table_stride = table.stride,
+                    .hot_tables = table.hot_ids.empty() ? nullptr : table.hot_ids.data(),
+                    .moves = table.moves.data(),
+                    .num_moves = static_cast<int>(table.moves.size())};
   }
-  return views;
 }
 
 }  // namespace turbomind

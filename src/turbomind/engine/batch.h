@@ -2,6 +2,7 @@
 
 // ⑤ One step's flat arrays.
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -12,14 +13,23 @@
 namespace turbomind {
 
 // Sequences with exactly one new token come first (decode). Plain data: made by the scheduler, read
-// by the decoder through Views().
+// by the decoder through Views(). Made again for every step in the same memory, so that a step no
+// larger than those before allocates nothing.
 struct Batch {
   struct BlockTables {
     std::vector<int32_t> ids;      // [num_seqs, stride], -1 beyond a sequence's blocks
     std::vector<int32_t> hot_ids;  // same shape; empty where nothing is hot
     int64_t stride = 0;
     std::vector<BlockMove> moves;
+
+    // Writes a sequence's row. REQUIRES: at most `stride` blocks in either pool.
+    void SetRow(size_t row, std::span<const int32_t> cold, std::span<const int32_t> hot);
   };
+
+  explicit Batch(int num_groups)
+      : tables(static_cast<size_t>(num_groups)), views(static_cast<size_t>(num_groups)) {}
+  Batch(const Batch&) = delete;  // the views point into it
+  Batch& operator=(const Batch&) = delete;
 
   std::vector<Sequence*> sequences;
   int num_decode = 0;
@@ -28,20 +38,23 @@ struct Batch {
   std::vector<int32_t> cu_seqlens;    // [num_seqs + 1]
   std::vector<int32_t> context_lens;  // [num_seqs]
   std::vector<BlockTables> tables;    // by layer group
+  std::vector<BatchView> views;       // by layer group, see Views()
 
   bool empty() const { return sequences.empty(); }
   int num_seqs() const { return static_cast<int>(sequences.size()); }
   int num_tokens() const { return static_cast<int>(tokens.size()); }
 
-  // Appends a sequence's planned tokens (all groups' tables come after, by AddTables).
-  void Add(Sequence& sequence);
-  // Block tables of one more group, one per sequence; `hot` may be empty.
-  void AddTables(const std::vector<std::span<const int32_t>>& cold,
-                 const std::vector<std::span<const int32_t>>& hot, std::vector<BlockMove> moves);
   void Clear();
+  // Appends a sequence's planned tokens. All sequences come before the first table.
+  void Add(Sequence& sequence);
+  // Makes a group's tables for the sequences, `stride` blocks each and none of them there yet. The
+  // rows and the moves are the caller's to fill.
+  BlockTables& ResetTables(size_t group, int64_t stride, bool has_hot);
+  // The batch is complete.
+  void Finish();
 
-  // One view per group, valid while the batch is unchanged.
-  std::vector<BatchView> Views() const;
+  // One view per group, since Finish() and while the batch is unchanged.
+  std::span<const BatchView> Views() const { return views; }
 };
 
 }  // namespace turbomind

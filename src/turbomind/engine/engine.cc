@@ -15,6 +15,7 @@
 #include "turbomind/core/check.h"
 #include "turbomind/engine/generation.h"
 #include "turbomind/engine/memory_plan.h"
+#include "turbomind/engine/output_list.h"
 #include "turbomind/engine/scheduler.h"
 #include "turbomind/kv/sequence_manager.h"
 #include "turbomind/model/decoder.h"
@@ -166,7 +167,7 @@ struct Engine::Impl {
   EngineStats totals;
   bool checked_idle = false;
   uint64_t next_arrival = 0;
-  std::vector<RequestOutput> ready;  // of this step
+  OutputList ready;  // of this step
 
   // Shared, under `mutex`.
   mutable std::mutex mutex;
@@ -175,7 +176,8 @@ struct Engine::Impl {
   std::vector<std::shared_ptr<Request>> submitted;
   std::vector<std::packaged_task<std::string()>> tasks;
   std::unordered_map<uint64_t, std::shared_ptr<Request>> live;  // until the last output
-  std::vector<RequestOutput> outputs;
+  OutputList outputs;
+  size_t outputs_expected = 1;  // of a step
   EngineStats stats;
   int64_t touched_bytes = 0;
   bool any_cancelled = false;
@@ -341,6 +343,11 @@ bool Engine::Impl::TakeRequests() {
   for (auto& request : taken) {
     auto sequence = std::make_unique<Sequence>();
     sequence->arrival = next_arrival++;
+    // No step makes these grow.
+    sequence->tokens.reserve(
+        std::min(static_cast<size_t>(config.session_len),
+                 request->prompt.size() + static_cast<size_t>(request->max_new_tokens)));
+    sequence->output.tokens.reserve(1);
     sequence->tokens = request->prompt;
     sequence->num_prompt = sequence->num_tokens();
     sequence->output.request_id = request->id;
@@ -404,12 +411,12 @@ void Engine::Impl::Publish(Sequence& sequence) {
     return;
   }
   output.cached_tokens = sequence.cached_tokens;
-  ready.push_back(std::exchange(output, {}));
+  ready.Add(output);
   output.request_id = sequence.request->id;
 }
 
 void Engine::Impl::EndAll(FinishReason reason, const std::string& error) {
-  ready.clear();
+  ready.Clear();
   decltype(live) ended;  // goes after the lock: see UpdateStats
   decltype(submitted) refused;
   const std::lock_guard lock(mutex);
@@ -421,10 +428,11 @@ void Engine::Impl::EndAll(FinishReason reason, const std::string& error) {
   }
   std::sort(ids.begin(), ids.end());
   for (uint64_t id : ids) {
-    RequestOutput& output = outputs.emplace_back();
+    RequestOutput output;
     output.request_id = id;
     output.finish_reason = reason;
     output.error = error;
+    outputs.Add(output);
   }
   outputs_arrived.notify_all();
 }
@@ -468,15 +476,16 @@ void Engine::Impl::UpdateStats() {
   if (ready.empty()) {
     return;
   }
-  for (RequestOutput& output : ready) {
+  outputs_expected = ready.size();
+  for (RequestOutput& output : ready.items()) {
     if (output.finish_reason != FinishReason::kNone) {
       const auto found = live.find(output.request_id);
       ended.push_back(std::move(found->second));
       live.erase(found);
     }
-    outputs.push_back(std::move(output));
+    outputs.Add(output);
   }
-  ready.clear();
+  ready.Clear();
   outputs_arrived.notify_all();
 }
 
@@ -505,9 +514,19 @@ std::vector<RequestOutput> Engine::WaitOutputs(int timeout_ms) {
     throw InvalidArgument("timeout_ms: got " + std::to_string(timeout_ms) + ", want 0 or more");
   }
   std::unique_lock lock(impl_->mutex);
+  // What the engine will write the next outputs into is allocated here, on the client's thread.
+  const size_t expected = impl_->outputs_expected;
+  lock.unlock();
+  OutputList taken(expected);
+  lock.lock();
   impl_->outputs_arrived.wait_for(lock, std::chrono::milliseconds(timeout_ms),
                                   [this] { return !impl_->outputs.empty() || impl_->stopped; });
-  return std::exchange(impl_->outputs, {});
+  if (impl_->outputs.empty()) {
+    return {};
+  }
+  std::swap(impl_->outputs, taken);
+  lock.unlock();
+  return std::move(taken).TakeItems();
 }
 
 EngineStats Engine::stats() const {

@@ -11,7 +11,11 @@ namespace turbomind {
 
 Scheduler::Scheduler(const SchedulerConfig& config, SequenceManager& manager,
                      const std::vector<LayerGroup>& groups)
-    : config_(config), manager_(manager), groups_(groups) {
+    : config_(config),
+      manager_(manager),
+      groups_(groups),
+      batch_(static_cast<int>(groups.size())),
+      promised_(static_cast<size_t>(manager.num_pools())) {
   Check(config_.max_batch_size > 0 && config_.max_step_tokens > 0, "a step has room");
 }
 
@@ -78,10 +82,10 @@ int64_t Scheduler::Admit(int64_t budget) {
   while (!waiting_.empty() && used < budget && static_cast<int>(running_.size()) < most) {
     Sequence& sequence = *waiting_.front();
     const uint64_t id = sequence.request->id;
-    const std::vector<int64_t> promised = Promised();
+    CountPromised();
     sequence.num_computed = manager_.Create(id, sequence.tokens, sequence.may_use_prefix_cache());
     const int64_t wanted = std::min(budget - used, sequence.num_missing());
-    if (!Fits(sequence, promised) ||
+    if (!Fits(sequence) ||
         !manager_.AllocateDataAndScaleBlocks(id, sequence.num_computed + wanted)) {
       manager_.FreeDataAndScaleBlocks(id);
       sequence.num_computed = 0;
@@ -111,24 +115,23 @@ int64_t Scheduler::BlocksToCome(const Sequence& sequence, int pool) const {
 // Blocks that the running sequences will still take for their prompts, by pool. In hot pools a
 // step's chunk would count for each of them, but while there is room in the step for another
 // sequence, all tokens of those that run are in it and have their slots.
-std::vector<int64_t> Scheduler::Promised() const {
-  std::vector<int64_t> promised(static_cast<size_t>(manager_.num_pools()), 0);
+void Scheduler::CountPromised() {
+  std::fill(promised_.begin(), promised_.end(), 0);
   for (const auto& sequence : running_) {
-    for (size_t pool = 0; pool < promised.size(); ++pool) {
-      promised[pool] += BlocksToCome(*sequence, static_cast<int>(pool));
+    for (size_t pool = 0; pool < promised_.size(); ++pool) {
+      promised_[pool] += BlocksToCome(*sequence, static_cast<int>(pool));
     }
   }
-  return promised;
 }
 
 // Alone, a sequence always starts: it was checked when it came.
-bool Scheduler::Fits(const Sequence& sequence, const std::vector<int64_t>& promised) const {
+bool Scheduler::Fits(const Sequence& sequence) const {
   if (running_.empty()) {
     return true;
   }
-  for (size_t pool = 0; pool < promised.size(); ++pool) {
+  for (size_t pool = 0; pool < promised_.size(); ++pool) {
     const BlockCounts counts = manager_.counts(static_cast<int>(pool));
-    const int64_t needed = BlocksToCome(sequence, static_cast<int>(pool)) + promised[pool];
+    const int64_t needed = BlocksToCome(sequence, static_cast<int>(pool)) + promised_[pool];
     if (needed > counts.free + counts.cached) {
       return false;
     }
@@ -144,21 +147,29 @@ void Scheduler::Build() {
       }
     }
   }
+  for (int group = 0; group < static_cast<int>(groups_.size()); ++group) {
+    BuildTables(group);
+  }
+  batch_.Finish();
+}
+
+// A group's tables of both pools have the same length.
+void Scheduler::BuildTables(int group) {
   const int num_groups = static_cast<int>(groups_.size());
-  for (int group = 0; group < num_groups; ++group) {
-    std::vector<std::span<const int32_t>> cold;
-    std::vector<std::span<const int32_t>> hot;
-    std::vector<BlockMove> moves;
-    for (const Sequence* sequence : batch_.sequences) {
-      const uint64_t id = sequence->request->id;
-      cold.push_back(manager_.BlockTable(id, group));
-      if (manager_.num_pools() > num_groups) {
-        hot.push_back(manager_.BlockTable(id, num_groups + group));
-      }
-      const std::span<const BlockMove> own = manager_.Moves(id, group);
-      moves.insert(moves.end(), own.begin(), own.end());
-    }
-    batch_.AddTables(cold, hot, std::move(moves));
+  const bool has_hot = manager_.num_pools() > num_groups;
+  size_t stride = 0;
+  for (const Sequence* sequence : batch_.sequences) {
+    stride = std::max(stride, manager_.BlockTable(sequence->request->id, group).size());
+  }
+  Batch::BlockTables& tables =
+      batch_.ResetTables(static_cast<size_t>(group), static_cast<int64_t>(stride), has_hot);
+  for (size_t row = 0; row < batch_.sequences.size(); ++row) {
+    const uint64_t id = batch_.sequences[row]->request->id;
+    tables.SetRow(
+        row, manager_.BlockTable(id, group),
+        has_hot ? manager_.BlockTable(id, num_groups + group) : std::span<const int32_t>());
+    const std::span<const BlockMove> own = manager_.Moves(id, group);
+    tables.moves.insert(tables.moves.end(), own.begin(), own.end());
   }
 }
 

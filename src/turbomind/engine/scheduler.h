@@ -64,10 +64,11 @@ class Scheduler {
   int64_t PlanRunning(Sequence& sequence, int64_t budget);
   void PreemptNewest();
   int64_t Admit(int64_t budget);
-  bool Fits(const Sequence& sequence, const std::vector<int64_t>& promised) const;
-  std::vector<int64_t> Promised() const;
+  bool Fits(const Sequence& sequence) const;
+  void CountPromised();
   int64_t BlocksToCome(const Sequence& sequence, int pool) const;
   void Build();
+  void BuildTables(int group);
 
   SchedulerConfig config_;
   SequenceManager& manager_;
@@ -75,6 +76,7 @@ class Scheduler {
   std::deque<std::unique_ptr<Sequence>> waiting_;  // by arrival
   std::deque<std::unique_ptr<Sequence>> running_;  // by arrival
   Batch batch_;
+  std::vector<int64_t> promised_;  // by pool, of one admission
   SchedulerStats stats_;
 };
 

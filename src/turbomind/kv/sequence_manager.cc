@@ -161,20 +161,21 @@ void SequenceManager::EvictOldest(int pool) {
   DropFromTrie(trie_.Remove({pool, block}));
 }
 
-bool SequenceManager::TakeBlocks(const std::vector<int64_t>& needed,
-                                 std::vector<std::vector<int>>* taken) {
+// Fills taken_.
+bool SequenceManager::TakeBlocks(const std::vector<int64_t>& needed) {
   for (size_t p = 0; p < managers_.size(); ++p) {
     if (managers_[p].free() + managers_[p].cached() < needed[p]) {
       return false;
     }
   }
-  taken->resize(managers_.size());
+  taken_.resize(managers_.size());
   for (size_t p = 0; p < managers_.size(); ++p) {
+    taken_[p].clear();
     for (int64_t i = 0; i < needed[p]; ++i) {
       if (managers_[p].free() == 0) {
         EvictOldest(static_cast<int>(p));
       }
-      (*taken)[p].push_back(managers_[p].Allocate());
+      taken_[p].push_back(managers_[p].Allocate());
     }
   }
   return true;
@@ -182,18 +183,17 @@ bool SequenceManager::TakeBlocks(const std::vector<int64_t>& needed,
 
 bool SequenceManager::AllocateDataAndScaleBlocks(uint64_t id, int64_t num_tokens) {
   Sequence& sequence = At(id);
-  std::vector<int64_t> needed;
+  needed_.clear();
   for (int pool = 0; pool < num_pools(); ++pool) {
-    needed.push_back(BlocksNeeded(id, pool, num_tokens));
+    needed_.push_back(BlocksNeeded(id, pool, num_tokens));
   }
-  std::vector<std::vector<int>> taken;
-  if (!TakeBlocks(needed, &taken)) {
+  if (!TakeBlocks(needed_)) {
     return false;
   }
   sequence.num_planned = num_tokens;
   // New tokens go to the last pool of a group.
   for (size_t p = managers_.size() - cache_.groups().size(); p < managers_.size(); ++p) {
-    sequence.tables[p].insert(sequence.tables[p].end(), taken[p].begin(), taken[p].end());
+    sequence.tables[p].insert(sequence.tables[p].end(), taken_[p].begin(), taken_[p].end());
   }
   for (int group = 0; cache_.has_hot_pools() && group < cache_.num_groups(); ++group) {
     const auto g = static_cast<size_t>(group);
@@ -201,7 +201,7 @@ bool SequenceManager::AllocateDataAndScaleBlocks(uint64_t id, int64_t num_tokens
     sequence.tables[g].resize(sequence.tables[static_cast<size_t>(cache_.HotPool(group))].size(),
                               -1);
     for (size_t i = 0; i < missing.size(); ++i) {
-      sequence.tables[g][static_cast<size_t>(missing[i])] = taken[g][i];
+      sequence.tables[g][static_cast<size_t>(missing[i])] = taken_[g][i];
       sequence.unquantised[g].push_back(missing[i]);
     }
     PlanMoves(sequence, group);
@@ -364,15 +364,14 @@ bool SequenceManager::Fork(uint64_t source, uint64_t id) {
     }
     needed.push_back(std::ranges::count_if(table, [](int32_t block) { return block >= 0; }));
   }
-  std::vector<std::vector<int>> taken;
-  if (!TakeBlocks(needed, &taken)) {
+  if (!TakeBlocks(needed)) {
     return false;
   }
   for (size_t p = 0; p < managers_.size(); ++p) {
     size_t next = 0;
     for (int32_t& block : copy.tables[p]) {
       if (block >= 0) {
-        const int32_t to = taken[p][next++];
+        const int32_t to = taken_[p][next++];
         cache_.CopyBlock(static_cast<int>(p), to, block);
         block = to;
       }

@@ -142,7 +142,7 @@ class SequenceManager {
   std::vector<int64_t> ColdSlotsMissing(const Sequence& sequence, int group,
                                         int64_t num_tokens) const;
   void LockHit(Sequence& sequence, const std::vector<std::vector<int>>& path);
-  bool TakeBlocks(const std::vector<int64_t>& needed, std::vector<std::vector<int>>* taken);
+  bool TakeBlocks(const std::vector<int64_t>& needed);
   void PlanMoves(Sequence& sequence, int group);
   bool FinishMoves(Sequence& sequence, int group);
   void Enter(const Sequence& sequence, std::span<const int32_t> whole);
@@ -159,6 +159,9 @@ class SequenceManager {
   std::vector<BlockManager> managers_;  // by pool
   BlockTrie trie_;
   std::unordered_map<uint64_t, Sequence> sequences_;
+  // By pool, of one call: most steps need no block, and then allocate nothing.
+  std::vector<int64_t> needed_;
+  std::vector<std::vector<int>> taken_;
 };
 
 }  // namespace turbomind

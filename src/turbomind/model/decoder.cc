@@ -217,7 +217,8 @@ void Decoder::FeedForward(int index, int num_tokens) {
                         .x = scratch_.normed + offset,
                         .out = scratch_.hidden + offset,
                         .num_tokens = rows,
-                        .scratch = scratch_.moe});
+                        .scratch = scratch_.moe,
+                        .grouping = &moe_grouping_});
   }
 }
 

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "turbomind/core/device.h"
@@ -40,12 +41,12 @@ struct DecoderConfig {
 
 // One step's input. `batch` has one view per layer group: they differ in their block tables alone.
 struct DecoderInput {
-  const int32_t* tokens = nullptr;  // [num_tokens]
-  std::vector<BatchView> batch;     // [num_groups]
+  const int32_t* tokens = nullptr;   // [num_tokens]
+  std::span<const BatchView> batch;  // [num_groups]
 };
 
 // A decoder over a device. Owns its scratch, sized once for `max_tokens` new tokens a step
-// and `max_logit_rows` rows of logits; a step allocates nothing that grows with either.
+// and `max_logit_rows` rows of logits; a step allocates nothing.
 //
 // Invariant: a row of hidden() and of Logits() depends on its own sequence alone, bit for bit
 // (each op's contract), whatever the batch, the chunking or the number of threads.
@@ -96,6 +97,7 @@ class Decoder {
   int64_t scratch_bytes_ = 0;
   std::byte* memory_ = nullptr;
   DecoderScratch scratch_;
+  MoeGrouping moe_grouping_;
 };
 
 }  // namespace turbomind

@@ -55,6 +55,7 @@ void CheckParams(const MoeParams& p) {
             s.x_rows != nullptr && s.gate_up != nullptr && s.activated != nullptr &&
             s.output != nullptr,
         "the scratch of the experts is there");
+  Check(p.grouping != nullptr, "the grouping of the experts is there");
   Check(p.num_tokens > 0 && p.num_tokens <= s.max_tokens, "the tokens fit the scratch");
 }
 
@@ -92,22 +93,20 @@ void Route(Device& device, const MoeParams& p) {
   device.Synchronize();
 }
 
-// The rows of each expert that has any; its matrix is set for each projection.
-struct Grouping {
-  std::vector<int32_t> experts;
-  std::vector<LinearGroup> groups;
-};
-
 // Counting sort of (token, rank) by expert: fills slots, where each lies, and x_rows, its token.
-Grouping GroupByExpert(const MoeParams& p) {
+// The groups' matrices are set for each projection.
+void GroupByExpert(const MoeParams& p) {
   const int num_slots = p.num_tokens * p.layer->top_k;
-  std::vector<int> next(static_cast<size_t>(p.layer->num_experts));
+  MoeGrouping& grouping = *p.grouping;
+  std::vector<int32_t>& next = grouping.next;
+  next.assign(static_cast<size_t>(p.layer->num_experts), 0);
+  grouping.experts.clear();
+  grouping.groups.clear();
   for (int i = 0; i < num_slots; ++i) {
     const int32_t expert = p.scratch.ids[i];
     Check(expert >= 0 && expert < p.layer->num_experts, "the router names experts that are there");
     ++next[static_cast<size_t>(expert)];
   }
-  Grouping grouping;
   int first_row = 0;
   for (int32_t expert = 0; expert < p.layer->num_experts; ++expert) {
     const int count = next[static_cast<size_t>(expert)];
@@ -123,7 +122,6 @@ Grouping GroupByExpert(const MoeParams& p) {
     p.scratch.slots[i] = slot;
     p.scratch.x_rows[slot] = i / p.layer->top_k;
   }
-  return grouping;
 }
 
 // One matrix of every expert that has rows; x_rows as in GroupedLinearParams.
@@ -135,7 +133,7 @@ struct GroupedPart {
   int64_t y_stride = 0;
 };
 
-void ProjectGroups(Device& device, Grouping& grouping, const GroupedPart& part) {
+void ProjectGroups(Device& device, MoeGrouping& grouping, const GroupedPart& part) {
   for (size_t i = 0; i < grouping.groups.size(); ++i) {
     const MatrixView& matrix = (*part.matrices)[static_cast<size_t>(grouping.experts[i])];
     grouping.groups[i].weight = matrix.weight;
@@ -154,7 +152,8 @@ void RunExperts(Device& device, const MoeParams& p) {
   const MoeLayer& layer = *p.layer;
   const MoeScratch& scratch = p.scratch;
   const int64_t inner = layer.intermediate_size;
-  Grouping grouping = GroupByExpert(p);
+  GroupByExpert(p);
+  MoeGrouping& grouping = *p.grouping;
   GroupedPart part = {.x = p.x, .x_rows = scratch.x_rows, .y = scratch.gate_up};
   part.y_stride = 2 * inner;
   part.matrices = layer.interleaved() ? &layer.gate_up : &layer.gate;

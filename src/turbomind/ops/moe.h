@@ -55,12 +55,20 @@ struct MoeScratch {
   float* output = nullptr;     // [max_tokens, top_k * hidden]
 };
 
+// The host's notes on one call, kept from call to call for their memory.
+struct MoeGrouping {
+  std::vector<int32_t> next;     // [num_experts]
+  std::vector<int32_t> experts;  // that have rows, ascending
+  std::vector<LinearGroup> groups;
+};
+
 struct MoeParams {
   const MoeLayer* layer = nullptr;
   const float* x = nullptr;  // [num_tokens, hidden], normed
   float* out = nullptr;      // [num_tokens, hidden], added to
   int num_tokens = 0;        // at most scratch.max_tokens
   MoeScratch scratch;
+  MoeGrouping* grouping = nullptr;  // never null
 };
 
 // out += experts(x). Tokens are grouped by expert: each expert that any of them has is read once,

@@ -146,24 +146,21 @@ RopeTable::RopeTable(const RopeConfig& config) : config_(config) {
 
 void RopeTable::Fill(const int32_t* positions, int num_tokens, float* cos, float* sin) const {
   const int half = static_cast<int>(inv_freq_.size());
-  std::vector<float> stretched;
   for (int t = 0; t < num_tokens; ++t) {
-    const float* inv_freq = inv_freq_.data();
-    if (config_.kind == RopeKind::kDynamic && positions[t] >= config_.original_max_position) {
+    const bool is_stretched =
+        config_.kind == RopeKind::kDynamic && positions[t] >= config_.original_max_position;
+    double theta = 0;
+    if (is_stretched) {
       const double length = positions[t] + 1.0;
       const double scale =
           config_.factor * length / config_.original_max_position - (config_.factor - 1.0);
-      const double theta =
-          config_.theta * std::pow(scale, config_.dim / static_cast<double>(config_.dim - 2));
-      stretched.resize(inv_freq_.size());
-      for (int i = 0; i < half; ++i) {
-        stretched[static_cast<size_t>(i)] = InvFreq(theta, i, config_.dim);
-      }
-      inv_freq = stretched.data();
+      theta = config_.theta * std::pow(scale, config_.dim / static_cast<double>(config_.dim - 2));
     }
     const float position = static_cast<float>(positions[t]);
     for (int i = 0; i < half; ++i) {
-      const float angle = inv_freq[i] * position;
+      const float inv_freq =
+          is_stretched ? InvFreq(theta, i, config_.dim) : inv_freq_[static_cast<size_t>(i)];
+      const float angle = inv_freq * position;
       *cos++ = std::cos(angle) * attention_factor_;
       *sin++ = std::sin(angle) * attention_factor_;
     }

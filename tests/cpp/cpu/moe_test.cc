@@ -113,7 +113,8 @@ class TestLayer {
                         .x = x.data(),
                         .out = out.data(),
                         .num_tokens = tokens,
-                        .scratch = scratch_});
+                        .scratch = scratch_,
+                        .grouping = &grouping_});
   }
 
   // The same in double, one token, from the definition.
@@ -252,6 +253,7 @@ class TestLayer {
   Matrix shared_gate_, shared_up_, shared_down_, shared_router_;
   MoeLayer layer_;
   MoeScratch scratch_;
+  MoeGrouping grouping_;
   std::vector<std::vector<float>> buffers_;
   std::vector<std::vector<int32_t>> ids_;
 };

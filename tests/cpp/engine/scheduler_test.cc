@@ -153,7 +153,7 @@ TEST_CASE("a batch carries tables of both kinds and every sequence's moves") {
   const Batch& batch = planner.scheduler.Plan();
   REQUIRE(batch.num_seqs() == 2);
   REQUIRE(batch.tables.size() == 2);
-  const std::vector<BatchView> views = batch.Views();
+  const std::span<const BatchView> views = batch.Views();
   const Batch::BlockTables& full = batch.tables[0];
   CHECK(full.stride == 5);
   REQUIRE(full.hot_ids.size() == 10);

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 #include <new>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -16,7 +17,8 @@ namespace turbomind {
 namespace {
 
 // Sequence s holds the items [starts[s], starts[s + 1]).
-int SequenceOf(const std::vector<int64_t>& starts, int64_t item) {
+template <class Starts>
+int SequenceOf(const Starts& starts, int64_t item) {
   return static_cast<int>(std::upper_bound(starts.begin(), starts.end(), item) - starts.begin()) -
          1;
 }
@@ -97,7 +99,7 @@ void CpuProcessKV(const CpuKvKernels& kernels, ThreadPool& pool, const ProcessKV
   const BatchView& batch = params.batch;
   const int32_t* const tables = params.hot.data != nullptr ? batch.hot_tables : batch.block_tables;
   const int kv_heads = params.kv.kv_heads;
-  const std::vector<int64_t> starts(batch.cu_seqlens, batch.cu_seqlens + batch.num_seqs + 1);
+  const std::span starts(batch.cu_seqlens, static_cast<size_t>(batch.num_seqs) + 1);
   const int64_t num_heads = static_cast<int64_t>(batch.num_tokens) * kv_heads;
   std::atomic<int64_t> num_nonfinite{0};
   pool.ParallelFor((num_heads + kHeadsPerItem - 1) / kHeadsPerItem, [&](int64_t item, int) {
@@ -186,7 +188,8 @@ void CpuPrefillAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScr
   const BatchView& batch = params.batch;
   const int group = params.q_heads / kv.kv_heads;
   const int tokens_per_item = std::max(1, kPrefillRows / group);
-  std::vector<int64_t> starts = {0};
+  std::vector<int64_t>& starts = memory.starts;
+  starts.assign(1, 0);
   for (int seq = batch.num_decode; seq < batch.num_seqs; ++seq) {
     const int64_t tokens = batch.cu_seqlens[seq + 1] - batch.cu_seqlens[seq];
     starts.push_back(starts.back() +
@@ -236,7 +239,8 @@ void CpuDecodeAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScra
   const int group = params.q_heads / kv.kv_heads;
   const int64_t head_stride = kStateHeader + kv.head_dim;
   const int64_t split_stride = head_stride * group;
-  std::vector<int64_t> starts = {0};  // in splits, all KV heads
+  std::vector<int64_t>& starts = memory.starts;  // in splits, all KV heads
+  starts.assign(1, 0);
   for (int seq = 0; seq < batch.num_decode; ++seq) {
     const int end = batch.context_lens[seq];
     const int64_t first = WindowBegin(params, end) / kSplitTokens;

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <new>
 #include <string_view>
+#include <vector>
 
 #include "turbomind/backend/cpu/kv_kernels.h"
 #include "turbomind/core/thread_pool.h"
@@ -35,6 +36,8 @@ class CpuKvScratch {
 
   // 64-byte aligned, of undefined content; valid until the next call. Throws std::bad_alloc.
   float* Get(int64_t num_floats);
+
+  std::vector<int64_t> starts;  // of a call's sequences, in items
 
  private:
   static constexpr std::align_val_t kAlignment{64};

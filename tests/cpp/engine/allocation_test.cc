@@ -1,0 +1,223 @@
+// A step allocates nothing: neither the engine's thread nor the device's workers, from one forward
+// pass to the next, sampling, planning and the hand-over of outputs included.
+
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <new>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/null_device.h"
+#include "engine/tiny_model.h"
+
+namespace {
+
+thread_local bool is_counted = true;
+std::atomic<int64_t> num_allocations = 0;
+
+void* Allocate(size_t size, size_t alignment) {
+  num_allocations.fetch_add(is_counted ? 1 : 0, std::memory_order_relaxed);
+  const size_t rounded = (size + alignment - 1) / alignment * alignment;
+  void* memory = std::aligned_alloc(alignment, rounded == 0 ? alignment : rounded);
+  if (memory == nullptr) {
+    throw std::bad_alloc();
+  }
+  return memory;
+}
+
+void Free(void* memory) {
+  num_allocations.fetch_add(is_counted && memory != nullptr ? 1 : 0, std::memory_order_relaxed);
+  std::free(memory);
+}
+
+}  // namespace
+
+void* operator new(size_t size) { return Allocate(size, alignof(std::max_align_t)); }
+void* operator new(size_t size, std::align_val_t alignment) {
+  return Allocate(size, static_cast<size_t>(alignment));
+}
+void operator delete(void* memory) noexcept { Free(memory); }
+void operator delete(void* memory, size_t) noexcept { Free(memory); }
+void operator delete(void* memory, std::align_val_t) noexcept { Free(memory); }
+void operator delete(void* memory, size_t, std::align_val_t) noexcept { Free(memory); }
+
+namespace turbomind {
+namespace {
+
+using testing::MakeRequest;
+using testing::RandomPrompt;
+
+constexpr int kBlock = 128;
+constexpr int kChunk = 12;
+constexpr int kPrompt = 100;
+constexpr int kGenerated = 90;
+
+// What happened from one step's beginning to the next one's.
+struct StepRecord {
+  int num_tokens = 0;
+  int64_t num_allocations = 0;  // and deallocations
+  bool is_special = false;      // some sequence fills a block, leaves one behind a window, or ends
+};
+
+// Sees where steps begin, by their first op, and lets none begin before the client has all tokens:
+// to a client that lags behind the engine must allocate.
+class RecordingDevice : public testing::WaitingDevice {
+ public:
+  RecordingDevice(std::shared_ptr<Device> device, std::vector<int> windows)
+      : WaitingDevice(std::move(device)), windows_(std::move(windows)), steps_(kMost) {}
+
+  void Embed(const EmbedParams& params) override {
+    const int64_t now = num_allocations.load();
+    if (num_steps_ > 0) {
+      steps_[num_steps_ - 1].num_allocations = now - last_;
+    }
+    while (num_received_.load() < num_sampled_) {
+      std::this_thread::yield();
+    }
+    WaitingDevice::Embed(params);
+    if (num_steps_ < kMost) {
+      steps_[num_steps_++].num_tokens = params.num_tokens;
+    }
+    last_ = num_allocations.load();
+  }
+
+  void ProcessKV(const ProcessKVParams& params) override {
+    for (int seq = 0; seq < params.batch.num_seqs; ++seq) {
+      const int length = params.batch.context_lens[seq];
+      bool is_special = length == kPrompt + kGenerated - 1;
+      for (const int window : windows_) {
+        is_special = is_special || (length - window + 1) % kBlock <= 1;
+      }
+      steps_[num_steps_ - 1].is_special |= is_special;
+    }
+    WaitingDevice::ProcessKV(params);
+  }
+
+  void Linear(const LinearParams& params) override {
+    num_sampled_ += params.weight->rows == testing::kVocab ? params.num_rows : 0;
+    WaitingDevice::Linear(params);
+  }
+
+  void ClientHas(int64_t num_tokens) { num_received_ += num_tokens; }
+
+  // All steps but the last, which has no end. After the engine has stopped.
+  std::vector<StepRecord> Steps() const {
+    return {steps_.begin(), steps_.begin() + static_cast<std::ptrdiff_t>(num_steps_ - 1)};
+  }
+
+ private:
+  static constexpr size_t kMost = 1000;
+  const std::vector<int> windows_;  // of the layers, 0: none
+  std::vector<StepRecord> steps_;
+  size_t num_steps_ = 0;
+  int64_t last_ = 0;
+  int64_t num_sampled_ = 0;
+  std::atomic<int64_t> num_received_ = 0;
+};
+
+struct Case {
+  std::string name;
+  ModelConfig model = testing::TinyConfig();
+  EngineConfig config = testing::TinyEngineConfig(KvCacheMode::kFp4Nv);
+  bool quantised = true;
+};
+
+Case MakeCase(std::string name, KvCacheMode mode) {
+  Case made{.name = std::move(name)};
+  made.config = testing::TinyEngineConfig(mode);
+  made.config.check_integrity = false;
+  made.config.cache_block_seq_len = kBlock;
+  made.config.max_prefill_token_num = kChunk;
+  return made;
+}
+
+std::vector<Case> Cases() {
+  std::vector<Case> cases;
+  for (const KvCacheMode mode : {KvCacheMode::kNone, KvCacheMode::kInt4, KvCacheMode::kFp4Nv}) {
+    cases.push_back(MakeCase(ToString(mode), mode));
+  }
+  cases.push_back(MakeCase("exact weights", KvCacheMode::kFp4Mx));
+  cases.back().quantised = false;
+  cases.push_back(MakeCase("hot blocks", KvCacheMode::kFp4Nv));
+  cases.back().config.kv_quality.hot = {64, 64};
+  cases.push_back(MakeCase("experts", KvCacheMode::kFp4Nv));
+  cases.back().model = testing::TinyGptOss();
+  cases.push_back(MakeCase("experts, one shared", KvCacheMode::kFp4Nv));
+  cases.back().model = testing::TinyQwenMoe();
+  cases.back().quantised = false;  // its experts would differ in their formats
+  return cases;
+}
+
+// Runs requests, all at once, in steps of kChunk tokens.
+std::vector<StepRecord> Run(const Case& how, uint64_t num_requests, bool logprobs = false) {
+  is_counted = false;  // the client's thread
+  auto device = std::make_shared<RecordingDevice>(MakeCpuDevice(2), how.model.windows);
+  auto weights = testing::TinyWeights(how.model, *device, {.quantised = how.quantised});
+  Engine engine(how.model, how.config, std::move(weights), device, testing::kFreeBytes);
+  for (uint64_t id = 0; id < num_requests; ++id) {
+    auto request = MakeRequest(id, RandomPrompt(static_cast<uint32_t>(id), kPrompt), kGenerated);
+    request->sampling.do_sample = id % 2 == 1;
+    request->sampling.num_logprobs = logprobs ? 2 : -1;
+    engine.Submit(std::move(request));
+  }
+  device->LetStart();
+  for (uint64_t num_finished = 0; num_finished < num_requests;) {
+    for (const RequestOutput& output : engine.WaitOutputs(10'000)) {
+      device->ClientHas(static_cast<int64_t>(output.tokens.size()));
+      num_finished += output.finish_reason != FinishReason::kNone ? 1 : 0;
+    }
+  }
+  engine.Stop();
+  return device->Steps();
+}
+
+constexpr size_t kWarmUp = 3;  // steps of a kind, until what they keep has its size
+
+// Steps of `num_tokens` that are not special, after the first ones.
+std::vector<StepRecord> Steady(const std::vector<StepRecord>& steps, int num_tokens) {
+  std::vector<StepRecord> steady;
+  size_t num_seen = 0;
+  for (const StepRecord& step : steps) {
+    if (step.num_tokens == num_tokens && ++num_seen > kWarmUp && !step.is_special) {
+      steady.push_back(step);
+    }
+  }
+  return steady;
+}
+
+int NumAllocating(const std::vector<StepRecord>& steps) {
+  return static_cast<int>(std::count_if(
+      steps.begin(), steps.end(), [](const auto& step) { return step.num_allocations != 0; }));
+}
+
+TEST_CASE("a decode step allocates nothing, unless a block is filled or freed, or a request ends") {
+  for (const Case& how : Cases()) {
+    CAPTURE(how.name);
+    const auto steps = Steady(Run(how, 4), 4);
+    CHECK(steps.size() >= 35);
+    CHECK(NumAllocating(steps) == 0);
+  }
+}
+
+TEST_CASE("a step of a prompt allocates nothing, unless a block is filled or freed") {
+  for (const Case& how : Cases()) {
+    CAPTURE(how.name);
+    const auto all = Run(how, 1);  // 8 steps of 12 tokens, then 4
+    const auto steps = Steady(all, kChunk);
+    CHECK(steps.size() >= 4);
+    CHECK(NumAllocating(steps) == 0);
+  }
+}
+
+TEST_CASE("the count sees what a step allocates") {
+  const auto steps = Steady(Run(Cases().front(), 2, true), 2);  // log-probabilities are vectors
+  CHECK(steps.size() >= 35);
+  CHECK(NumAllocating(steps) == static_cast<int>(steps.size()));
+}
+
+}  // namespace
+}  // namespace turbomind
