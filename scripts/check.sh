@@ -60,7 +60,8 @@ step_build() {
 step_ctest() { ctest --test-dir "$BUILD_ROOT/release" --output-on-failure -j "$JOBS" --timeout 300; }
 
 step_pytest() {
-  cp "$BUILD_ROOT"/release/_turbomind*.so lmdeploy/ && "$python" -m pytest --timeout 300
+  cp "$BUILD_ROOT"/release/_turbomind*.so lmdeploy/ &&
+    TM_BUILD_FOLDER="$BUILD_ROOT/release" "$python" -m pytest --timeout 300
 }
 
 # The wheel's clang-tidy: Debian 12's does not know std::source_location.

@@ -15,6 +15,7 @@ need ninja ninja-build
 need ccache ccache
 need clang-format clang-format
 need doctest/doctest.h doctest-dev
+need valgrind/callgrind.h valgrind
 python3 -c 'import venv, ensurepip' 2>/dev/null || missing+=(python3-venv)
 if [ "${#missing[@]}" -gt 0 ]; then
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then

@@ -1,0 +1,149 @@
+// Decode steps of a small model on one thread, for callgrind to count (--instr-atstart=no): it is
+// asked for one dump per KV mode. scripts/count_instructions.py runs this.
+//
+//   step_guard compiler             name and version of the compiler
+//   step_guard steps                steps in a dump; 0: built without valgrind's header
+//   step_guard ISA BATCH MODE...    runs them once per mode
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "engine/null_device.h"
+#include "engine/tiny_model.h"
+
+#if __has_include(<valgrind/callgrind.h>)
+#include <valgrind/callgrind.h>
+#endif
+
+namespace turbomind {
+namespace {
+
+constexpr int kPromptTokens = 180;
+constexpr int kFirstStep = 6;  // of decode; what steps keep has been allocated by then
+constexpr int kNumSteps = 4;   // none of which fills a block of 64
+
+#if __has_include(<valgrind/callgrind.h>)
+constexpr bool kCanCount = true;
+void BeginCount() {
+  CALLGRIND_START_INSTRUMENTATION;
+  CALLGRIND_ZERO_STATS;
+}
+void EndCount() {
+  CALLGRIND_DUMP_STATS;
+  CALLGRIND_STOP_INSTRUMENTATION;
+}
+#else
+constexpr bool kCanCount = false;
+void BeginCount() {}
+void EndCount() {}
+#endif
+
+#if defined(__clang__)
+constexpr const char* kCompiler = "clang " __clang_version__;
+#elif defined(__GNUC__)
+constexpr const char* kCompiler = "gcc " __VERSION__;
+#else
+constexpr const char* kCompiler = "unknown";
+#endif
+
+// Three query heads per KV head, as SmolLM2; attention weighs about as much as the linear layers.
+ModelConfig GuardModel() {
+  ModelConfig model;
+  model.num_layers = 1;
+  model.hidden_size = 64;
+  model.intermediate_size = 32;
+  model.num_heads = 3;
+  model.num_kv_heads = 1;
+  model.head_dim = 64;
+  model.vocab_size = testing::kVocab;
+  model.max_position = 4096;
+  model.rope.dim = 64;
+  model.windows = {0};
+  return model;
+}
+
+// Marks the counted steps by where they begin.
+class GuardDevice : public testing::WaitingDevice {
+ public:
+  GuardDevice(std::shared_ptr<Device> device, int batch)
+      : WaitingDevice(std::move(device)), batch_(batch) {}
+
+  void Embed(const EmbedParams& params) override {
+    if (params.num_tokens == batch_) {
+      ++num_decode_steps_;
+      if (num_decode_steps_ == kFirstStep) {
+        BeginCount();
+      } else if (num_decode_steps_ == kFirstStep + kNumSteps) {
+        EndCount();
+        is_done_.Open();
+      }
+    }
+    WaitingDevice::Embed(params);
+  }
+
+  void WaitUntilCounted() { is_done_.Wait(); }
+
+ private:
+  int batch_;
+  int num_decode_steps_ = 0;
+  testing::Gate is_done_;
+};
+
+void Run(const std::string& isa, int batch, const std::string& mode_name) {
+  const ModelConfig model = GuardModel();
+  auto device = std::make_shared<GuardDevice>(MakeCpuDevice(1, isa), batch);
+  EngineConfig config;
+  config.kv_mode = GetKvCacheMode(mode_name, device->capability());
+  config.max_batch_size = batch;
+  config.max_prefill_token_num = batch * (kPromptTokens + 1);
+  auto weights = testing::TinyWeights(model, *device, {.quantised = true});
+  Engine engine(model, config, std::move(weights), device, int64_t{512} << 20);
+  for (int id = 0; id < batch; ++id) {
+    engine.Submit(testing::MakeRequest(
+        static_cast<uint64_t>(id), testing::RandomPrompt(static_cast<uint32_t>(id), kPromptTokens),
+        kFirstStep + kNumSteps + 4));
+  }
+  device->LetStart();
+  // Nobody waits for outputs meanwhile: how often a client wakes is chance.
+  device->WaitUntilCounted();
+  testing::Collect(engine, static_cast<size_t>(batch));
+}
+
+int Main(int argc, char** argv) {
+  const std::vector<std::string> arguments(argv + 1, argv + argc);
+  if (arguments == std::vector<std::string>{"compiler"}) {
+    std::puts(kCompiler);
+    return 0;
+  }
+  if (arguments == std::vector<std::string>{"steps"}) {
+    std::printf("%d\n", kCanCount ? kNumSteps : 0);
+    return 0;
+  }
+  if (arguments.size() < 3) {
+    std::fputs("usage: step_guard compiler | steps | ISA BATCH MODE...\n", stderr);
+    return 2;
+  }
+  for (size_t i = 2; i < arguments.size(); ++i) {
+    Run(arguments[0], std::atoi(arguments[1].c_str()), arguments[i]);
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace turbomind
+
+int main(int argc, char** argv) {
+  try {
+    return turbomind::Main(argc, argv);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "step_guard: %s\n", error.what());
+    return 1;
+  }
+}
