@@ -155,6 +155,30 @@ NAMED_CONFIGS: dict[str, Config] = {
         rope_theta=500000.0,
         vocab_size=128256,
     ),
+    "llama-3.2-1b": {
+        **_llama_like(
+            "LlamaForCausalLM",
+            "llama",
+            head_dim=64,
+            hidden_size=2048,
+            intermediate_size=8192,
+            max_position_embeddings=131072,
+            num_attention_heads=32,
+            num_hidden_layers=16,
+            num_key_value_heads=8,
+            rms_norm_eps=1e-05,
+            rope_scaling={
+                "factor": 32.0,
+                "high_freq_factor": 4.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "llama3",
+            },
+            rope_theta=500000.0,
+            vocab_size=128256,
+        ),
+        "tie_word_embeddings": True,
+    },
 }
 
 

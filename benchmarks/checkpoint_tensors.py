@@ -7,7 +7,7 @@ variance; norms are 1, biases and attention sinks small, and the head's logits h
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from random_tensors import BLOCK, Encoding, RandomTensor
@@ -155,7 +155,8 @@ def hf_tensors(shape: Shape) -> list[RandomTensor]:
 
     The shape of `_blocks` is given in values: two of them lie in a byte.
     """
-    tensors = [_plain("model.embed_tokens.weight", shape.vocab, shape.hidden, std=1.0)]
+    std = _embedding_std(shape)
+    tensors = [_plain("model.embed_tokens.weight", shape.vocab, shape.hidden, std=std)]
     for layer in range(shape.layers):
         tensors += _hf_layer(shape, layer)
     tensors.append(_ones("model.norm.weight", shape.hidden))
@@ -221,22 +222,30 @@ def _gpt_oss_experts(prefix: str, hidden: int, *, experts: Experts) -> Iterator[
         yield RandomTensor(f"{start}_scales", blocks, Encoding.E8M0, std)
 
 
-def gguf_tensors(shape: Shape) -> list[RandomTensor]:
-    """All tensors of a GGUF file: experts of GPT-OSS in MXFP4, other matrices in Q8_0."""
-    tensors = [_matrix("token_embd.weight", shape.vocab, shape.hidden, std=1.0)]
+def gguf_tensors(shape: Shape, encoding: Encoding = Encoding.Q8_0) -> list[RandomTensor]:
+    """All tensors of a GGUF file: experts of GPT-OSS in MXFP4, other matrices in `encoding`."""
+    tensors = [_matrix("token_embd.weight", shape.vocab, shape.hidden, std=_embedding_std(shape))]
     for layer in range(shape.layers):
         tensors += _gguf_layer(shape, layer)
     tensors.append(_ones("output_norm.weight", shape.hidden, encoding=Encoding.F32))
     if not shape.tied:
         std = LOGIT_STD * shape.hidden**-0.5
         tensors.append(_matrix("output.weight", shape.vocab, shape.hidden, std=std))
-    return tensors
+    return [
+        replace(tensor, encoding=encoding) if tensor.encoding is Encoding.Q8_0 else tensor
+        for tensor in tensors
+    ]
+
+
+def _embedding_std(shape: Shape) -> float:
+    """Of a tied embedding the head's: the first norm makes up for the size of its rows."""
+    return LOGIT_STD * shape.hidden**-0.5 if shape.tied else 1.0
 
 
 def _matrix(
     name: str, *shape: int, std: float | None = None, encoding: Encoding = Encoding.Q8_0
 ) -> RandomTensor:
-    """Quantised where whole blocks fit into a row."""
+    """Quantised where whole blocks fit into a row. Q8_0 stands for the file's encoding."""
     if shape[-1] % BLOCK:
         encoding = Encoding.F32
     return RandomTensor(name, shape, encoding, shape[-1] ** -0.5 if std is None else std)

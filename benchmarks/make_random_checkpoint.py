@@ -2,6 +2,7 @@
 
     python benchmarks/make_random_checkpoint.py gpt-oss-20b OUT_FOLDER
     python benchmarks/make_random_checkpoint.py gpt-oss-20b OUT.gguf --format gguf
+    python benchmarks/make_random_checkpoint.py llama-3.2-1b OUT.gguf --format gguf --type q4_0
     python benchmarks/make_random_checkpoint.py path/to/config.json OUT_FOLDER --layers 2
 
 The result loads like the real one: names, shapes, formats, tokenizer with the family's special
@@ -124,8 +125,8 @@ def write_shard(path: Path, tensors: Sequence[RandomTensor], *, seed: int, bar: 
             write_pieces(file, tensor, seed=seed, bar=bar)
 
 
-def write_gguf(model: Model, path: Path) -> None:
-    """A GGUF file as llama.cpp's converter lays it out.
+def write_gguf(model: Model, path: Path, encoding: Encoding) -> None:
+    """A GGUF file as llama.cpp's converter lays it out, matrices in Q8_0 or Q4_0.
 
     Raises ValueError for a mixture of dense layers and experts, which GGUF's architectures lack.
     """
@@ -137,11 +138,12 @@ def write_gguf(model: Model, path: Path) -> None:
             f"--format gguf: {len(experts.layers)} of {model.shape.layers} layers have experts "
             "(mlp_only_layers, decoder_sparse_step), wanted all of them"
         )
-    tensors = gguf_tensors(model.shape)
+    tensors = gguf_tensors(model.shape, encoding) + rope_tensors(model.config, model.shape)
     total = check_space(path.parent, tensors)
     unfinished = path.with_name(path.name + ".part")
     writer = gguf.GGUFWriter(unfinished, GGUF_ARCHITECTURES[model.shape.architecture])
     add_gguf_keys(writer, model)
+    add_file_type(writer, model.shape, encoding=encoding)
     model.tokenizer.add_to_gguf(writer)
     kinds = gguf.GGMLQuantizationType
     for tensor in tensors:
@@ -161,8 +163,6 @@ def write_gguf(model: Model, path: Path) -> None:
 
 def add_gguf_keys(writer: Any, model: Model) -> None:
     """Sizes and RoPE, under the names of llama.cpp's converter. KeyError for a missing key."""
-    import gguf
-
     shape, config = model.shape, model.config
     writer.add_type("model")
     writer.add_name(f"{Path(model.name).stem} random")
@@ -188,8 +188,14 @@ def add_gguf_keys(writer: Any, model: Model) -> None:
     if shape.is_gpt_oss:
         writer.add_sliding_window(config["sliding_window"])
     add_rope_keys(writer, config)
-    mxfp4, q8_0 = gguf.LlamaFileType.MOSTLY_MXFP4_MOE, gguf.LlamaFileType.MOSTLY_Q8_0
-    writer.add_file_type(mxfp4 if shape.is_gpt_oss else q8_0)
+
+
+def add_file_type(writer: Any, shape: Shape, *, encoding: Encoding) -> None:
+    """The format that most of the matrices have."""
+    import gguf
+
+    mostly = "MXFP4_MOE" if shape.is_gpt_oss else encoding.value
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{mostly}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
 
@@ -197,15 +203,43 @@ def add_rope_keys(writer: Any, config: Config) -> None:
     """RoPE as transformers 5 spells it, or as before. ValueError for a kind that is not built."""
     import gguf
 
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    writer.add_rope_freq_base(float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0))
+    rope, kind, theta = rope_of(config)
+    writer.add_rope_freq_base(theta)
     if kind == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    elif kind != "default":
-        raise ValueError(f"rope_type: got {kind!r}, wanted default or yarn with --format gguf")
+    elif kind not in ("default", "llama3"):
+        raise ValueError(
+            f"rope_type: got {kind!r}, wanted default, llama3 or yarn with --format gguf"
+        )
+
+
+def rope_of(config: Config) -> tuple[Config, str, float]:
+    """RoPE's own keys, its kind and its base."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    return rope, rope.get("rope_type", rope.get("type", "default")), theta
+
+
+def rope_tensors(config: Config, shape: Shape) -> list[RandomTensor]:
+    """The divisors of the frequencies, which GGUF has instead of the keys of `llama3`.
+
+    Frequencies whose wavelength is beyond original / low_freq_factor are divided by `factor`, those
+    below original / high_freq_factor stay, and between them the quotient changes linearly.
+    """
+    rope, kind, theta = rope_of(config)
+    if kind != "llama3":
+        return []
+    half = shape.head_dim // 2
+    turns = (
+        rope["original_max_position_embeddings"] / (2 * np.pi) * theta ** (-np.arange(half) / half)
+    )
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    factors = 1.0 / (kept + (1.0 - kept) / rope["factor"])
+    values = tuple(float(factor) for factor in factors)
+    return [RandomTensor("rope_freqs.weight", (half,), Encoding.F32, 0.0, values=values)]
 
 
 def write_pieces(file: BinaryIO, tensor: RandomTensor, *, seed: int, bar: tqdm[Any]) -> None:
@@ -242,6 +276,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("config", help=f"a config.json, or {', '.join(NAMED_CONFIGS)}")
     parser.add_argument("output", type=Path, help="folder (safetensors) or file (gguf) to make")
     parser.add_argument("--format", choices=("safetensors", "gguf"), default="safetensors")
+    parser.add_argument(
+        "--type", choices=("q8_0", "q4_0"), help="of a GGUF file's matrices (default: q8_0)"
+    )
     parser.add_argument("--layers", type=int, help="write only the first N layers")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -258,9 +295,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"output: {options.output} is there already, wanted a new name")
         if options.seed < 0:
             raise ValueError(f"--seed: got {options.seed}, wanted 0 or more")
+        if options.type and options.format != "gguf":
+            raise ValueError(f"--type {options.type}: wanted --format gguf beside it")
         model = make_model(options.config, layers=options.layers, seed=options.seed)
         if options.format == "gguf":
-            write_gguf(model, options.output)
+            write_gguf(model, options.output, Encoding[(options.type or "q8_0").upper()])
         else:
             write_folder(model, options.output, shard_bytes=options.shard_bytes)
     except (ValueError, KeyError, OSError) as error:

@@ -20,10 +20,11 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 
 PIECE_VALUES = 1 << 22  # values of one piece: no array of ours passes 16 MiB
-BLOCK = 32  # values of a block of Q8_0 and MXFP4
+BLOCK = 32  # values of a block of Q8_0, Q4_0 and MXFP4
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_STD = math.sqrt(sum(value * value for value in E2M1_MAGNITUDES) / 8)
 INT8_STD = math.sqrt((127 * 128 * 255 / 3 + 127 * 127) / 256)  # -127..127, -127 twice
+INT4_STD = math.sqrt(sum((code - 8) ** 2 for code in range(16)) / 16)
 EXPONENT_BIAS = 127
 
 
@@ -33,13 +34,15 @@ class Encoding(enum.Enum):
     F32 = "F32"
     BF16 = "BF16"
     Q8_0 = "Q8_0"
+    Q4_0 = "Q4_0"
     MXFP4 = "MXFP4"  # blocks of 17 bytes: exponent, then codes
     E2M1_PAIRS = "E2M1_PAIRS"  # the codes alone: two values in a byte
     E8M0 = "E8M0"  # the exponents alone: one value in a byte
 
     def num_bytes(self, num_values: int) -> int:
         """Bytes of that many values."""
-        per_block = {"F32": 128, "BF16": 64, "Q8_0": 34, "MXFP4": 17, "E2M1_PAIRS": 16, "E8M0": 32}
+        per_block = {"F32": 128, "BF16": 64, "Q8_0": 34, "Q4_0": 18, "MXFP4": 17}
+        per_block |= {"E2M1_PAIRS": 16, "E8M0": 32}
         return num_values * per_block[self.value] // BLOCK
 
 
@@ -47,7 +50,8 @@ class Encoding(enum.Enum):
 class RandomTensor:
     """Name, shape in values (outermost first) and distribution of one tensor.
 
-    `std` of E8M0 is that of the matrix which the scales belong to.
+    `std` of E8M0 is that of the matrix which the scales belong to. `values`: of an F32 vector that
+    is not random.
     """
 
     name: str
@@ -55,6 +59,7 @@ class RandomTensor:
     encoding: Encoding
     std: float
     mean: float = 0.0
+    values: tuple[float, ...] | None = None
 
     @property
     def num_values(self) -> int:
@@ -68,11 +73,15 @@ class RandomTensor:
 
     def pieces(self, seed: int) -> Iterator[Bytes]:
         """The bytes in order, PIECE_VALUES values at a time."""
+        if self.values is not None:
+            yield np.array(self.values, np.float32).view(np.uint8)
+            return
         rng = np.random.default_rng([seed, zlib.crc32(self.name.encode())])
         make = {
             Encoding.F32: self._floats,
             Encoding.BF16: self._bfloats,
             Encoding.Q8_0: self._q8_0,
+            Encoding.Q4_0: self._q4_0,
             Encoding.MXFP4: self._mxfp4,
             Encoding.E2M1_PAIRS: self._code_pairs,
             Encoding.E8M0: self._exponents,
@@ -98,6 +107,14 @@ class RandomTensor:
         blocks[:, :2] = np.array([self.std / INT8_STD], np.float16).view(np.uint8)
         codes = random_bytes(rng, count).view(np.int8)
         blocks[:, 2:] = np.maximum(codes, -127).view(np.uint8).reshape(-1, BLOCK)
+        return blocks.reshape(-1)
+
+    def _q4_0(self, rng: np.random.Generator, count: int) -> Bytes:
+        """Codes -8 to 7; every second scale is negative, so that the mean is zero."""
+        blocks = np.empty((count // BLOCK, 18), np.uint8)
+        scales = np.array([self.std / INT4_STD, -self.std / INT4_STD], np.float16)
+        blocks[:, :2] = scales.view(np.uint8).reshape(2, 2)[np.arange(count // BLOCK) % 2]
+        blocks[:, 2:] = random_bytes(rng, count // 2).reshape(-1, 16)
         return blocks.reshape(-1)
 
     def _mxfp4(self, rng: np.random.Generator, count: int) -> Bytes:

@@ -30,6 +30,7 @@ EXPERTS = {
 }
 TINY: dict[str, dict[str, Any]] = {
     "llama-3-8b": COMMON,
+    "llama-3.2-1b": COMMON,
     "qwen3-8b": COMMON,
     "mixtral-8x7b": {**COMMON, **EXPERTS},
     # Without head_dim: transformers has none for this family.
@@ -163,7 +164,7 @@ def test_llama_cpp_generates(name: str, tmp_path: Path) -> None:
     assert ours == model.tokenize(text.encode(), add_bos=False, special=True)
 
 
-@pytest.mark.parametrize("name", ["llama-3-8b", "qwen3-8b"])
+@pytest.mark.parametrize("name", ["llama-3-8b", "llama-3.2-1b", "qwen3-8b"])
 def test_the_engine_loads_both_forms(name: str, tmp_path: Path) -> None:
     from lmdeploy import GenerationConfig, TurbomindEngineConfig, pipeline
 
@@ -188,7 +189,7 @@ def test_standard_deviations() -> None:
         assert data.nbytes == tensor.num_bytes
         return gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])
 
-    for encoding in ("MXFP4", "Q8_0", "BF16"):
+    for encoding in ("MXFP4", "Q8_0", "Q4_0", "BF16"):
         got = values(encodings[encoding], encoding)
         assert got.shape == shape
         assert got.std() == pytest.approx(std, rel=STD_TOLERANCE)
@@ -249,6 +250,7 @@ def test_sizes_of_the_published_models() -> None:
         ({"architectures": ["BloomForCausalLM"]}, [], ["architectures", "Bloom"]),
         ({}, ["--layers", "9"], ["--layers", "9", "3"]),
         ({}, ["--seed", "-1"], ["--seed", "-1"]),
+        ({}, ["--type", "q4_0"], ["--type q4_0", "--format gguf"]),
     ],
 )
 def test_wrong_input_is_one_line(
@@ -268,7 +270,8 @@ def test_wrong_input_is_one_line(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"rope_scaling": {"rope_type": "llama3"}}, ["rope_type", "llama3", "yarn"]),
+        ({"rope_scaling": {"rope_type": "linear"}}, ["rope_type", "linear", "yarn"]),
+        ({"rope_scaling": {"rope_type": "llama3"}}, ["'original_max_position", "missing"]),
         ({"rope_scaling": {"rope_type": "yarn"}}, ["'factor'", "missing"]),
     ],
 )
@@ -280,6 +283,27 @@ def test_rope_that_gguf_cannot_hold(
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert all(word in line for word in words), line
     assert not (tmp_path / "m.gguf").exists()
+
+
+def test_llama3_frequencies_are_those_of_transformers(tmp_path: Path) -> None:
+    import gguf
+    import transformers
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = transformers.LlamaConfig(**maker.NAMED_CONFIGS["llama-3.2-1b"])
+    wanted, scale = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    (tensor,) = maker.rope_tensors(
+        maker.NAMED_CONFIGS["llama-3.2-1b"],
+        maker.make_model("llama-3.2-1b", layers=1, seed=0).shape,
+    )
+    factors = np.concatenate(list(tensor.pieces(0))).view(np.float32)
+    plain = 500000.0 ** -(np.arange(32) / 32)
+    np.testing.assert_allclose(plain / factors, wanted.numpy(), rtol=1e-5)
+    assert scale == 1.0 and factors[0] == 1.0 and factors[-1] == 32.0
+    path = make("llama-3.2-1b", tmp_path / "m.gguf", "--format", "gguf", "--type", "q4_0")
+    formats = {t.name: t.tensor_type.name for t in gguf.GGUFReader(path).tensors}
+    assert formats["rope_freqs.weight"] == "F32" and "output.weight" not in formats
+    assert formats["token_embd.weight"] == formats["blk.2.ffn_up.weight"] == "Q4_0"
 
 
 def test_rope_of_both_spellings(tmp_path: Path) -> None:
