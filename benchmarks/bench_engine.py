@@ -1,15 +1,20 @@
 """Prefill and decode speed per KV format, beside llama.cpp on the same GGUF file.
 
-    python benchmarks/bench_engine.py --json results.json          # everything
+    python benchmarks/bench_engine.py --suite targets --json targets.json
+    python benchmarks/bench_engine.py --json results.json          # cells of any size
     python benchmarks/bench_engine.py --quick                      # a few minutes
 
-Both engines run in this process with the same number of threads, in turns; a figure is the median
-of the repetitions. llama.cpp runs with the KV type and attention that are fastest for the cell; for
-contexts over --search-context the search is made at that length. Cells with more than
---long-context tokens run once. Batches with more prompt tokens than --max-fill share one prompt
-between all sequences, in both engines; their prefill is left out. Ours chooses each token by argmax
-over the vocabulary; llama.cpp is given its next token. The file is written after every cell.
---profile shows where the time of each cell's last repetition went, --trace writes it for a viewer.
+The suite measures the table of targets (targets.py): pairs of runs in turns, llama.cpp with the
+fastest of all its KV types with flash attention on and off, medians of the pairs' ratios. The file
+is written after every row, and a second run with the same file measures only what is missing;
+rows of several models share a file.
+
+Without --suite, cells of any size: both engines run in this process with the same number of
+threads, in turns; a figure is the median of the repetitions. llama.cpp runs with the fastest of
+five settings; for contexts over --search-context the search is made at that length. Cells with more
+than --long-context tokens run once. Batches with more prompt tokens than --max-fill share one
+prompt between all sequences, in both engines; their prefill is left out. Ours chooses each token by
+argmax over the vocabulary; llama.cpp is given its next token. The file is written after every cell.
 """
 
 from __future__ import annotations
@@ -24,16 +29,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from our_engine import Cell, OurEngine, Timing
+from our_engine import BLOCK_TOKENS, Cell, OurEngine, OurSetting, Timing
 
 if TYPE_CHECKING:
     from llama_cpp_peer import LlamaCpp, PeerSetting
-    from profile_report import ProfileSession
-
-    from lmdeploy._turbomind import ModelConfig
+    from targets import Target
 
 MODES = ("none", "int8", "fp8", "nvfp4", "int4", "mxfp4")
-BLOCK_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -163,10 +165,8 @@ def run(options: argparse.Namespace) -> list[Row]:
         engine_class(
             loaded.config,
             loaded.weights,
-            mode=mode,
+            setting=OurSetting(mode, longest, -(-tokens // BLOCK_TOKENS)),
             threads=options.num_threads,
-            session_len=longest,
-            num_blocks=-(-tokens // BLOCK_TOKENS),
         )
         for mode in options.modes
     ]
@@ -197,6 +197,37 @@ def run(options: argparse.Namespace) -> list[Row]:
     return rows
 
 
+def run_suite(options: argparse.Namespace) -> None:
+    """The table of targets for one model."""
+    from results_file import ResultsFile, describe_machine
+    from target_suite import SuiteOptions, TargetSuite, format_row
+
+    from lmdeploy import _turbomind
+    from lmdeploy.turbomind.loader import load_model
+
+    file = ResultsFile(options.json)
+    file.about = file.about or describe_machine(options.num_threads)
+    loaded = load_model(options.model, device=_turbomind.make_cpu_device(options.num_threads))
+    if options.again:
+        file.forget(options.targets, Path(loaded.path).stem)
+    peer = make_peer(options, Path(loaded.path))
+    suite_options = SuiteOptions(
+        threads=options.num_threads,
+        repeats=options.repeats,
+        steps=options.steps,
+        max_context=options.max_context,
+        peer_setting=options.peer_setting,
+        attention_bench=options.attention_bench,
+        llama_server=options.llama_server,
+    )
+    try:
+        suite = TargetSuite(loaded, peer, options=suite_options, file=file)
+        suite.run(options.targets, report=lambda row: print(format_row(row), flush=True))
+    finally:
+        if peer:
+            peer.close()
+
+
 def write_rows(rows: Sequence[Row], path: Path | None) -> None:
     """All rows so far."""
     if path:
@@ -221,6 +252,33 @@ def numbers(text: str) -> list[int]:
     return [int(value) for value in values]
 
 
+def targets_of(options: argparse.Namespace) -> list[Target]:
+    """What --only and --skip leave. ValueError for a name that is not in the table."""
+    from targets import BY_NAME, TARGETS
+
+    chosen, skipped = (
+        [n for n in (text or "").split(",") if n] for text in (options.only, options.skip)
+    )
+    for flag, names in (("--only", chosen), ("--skip", skipped)):
+        for name in names:
+            if name not in BY_NAME:
+                raise ValueError(f"{flag}: got {name!r}, wanted some of {', '.join(BY_NAME)}")
+    return [t for t in TARGETS if (not chosen or t.name in chosen) and t.name not in skipped]
+
+
+def add_suite_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of --suite."""
+    group = parser.add_argument_group("--suite targets")
+    group.add_argument("--suite", choices=("targets",), help="measure the table of targets")
+    group.add_argument("--only", help="names of targets, with commas")
+    group.add_argument("--skip", help="names of targets that are left out, with commas")
+    group.add_argument("--again", action="store_true", help="measure rows that the file has, too")
+    group.add_argument("--max-context", type=int, help="shorten longer targets, to try the suite")
+    group.add_argument("--peer-setting", help="name of llama.cpp's setting instead of a search")
+    group.add_argument("--attention-bench", type=Path, help="binary attention_alone_bench")
+    group.add_argument("--llama-server", type=Path, help="binary llama-server")
+
+
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     threads = len(os.sched_getaffinity(0))
@@ -238,8 +296,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--modes", default=",".join(MODES), help="default: %(default)s")
     parser.add_argument("--contexts", type=numbers, default=None, help="default: 128,2048,8192")
     parser.add_argument("--batches", type=numbers, default=None, help="default: 1,8,32")
-    parser.add_argument("--steps", type=int, default=32, help="decode steps timed")
-    parser.add_argument("--repeats", type=int, default=None, help="default: 3; quick: 1")
+    parser.add_argument(
+        "--steps", type=int, help="decode steps timed (default: 32; --suite: at most what each has)"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=None, help="default: 3; quick: 1; --suite: 5"
+    )
     parser.add_argument("--max-fill", type=int, default=16384, help="prompt tokens of a cell")
     parser.add_argument(
         "--search-context", type=int, default=2048, help="longest cell that tries all settings"
@@ -250,7 +312,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-threads", type=int, default=threads)
     parser.add_argument("--no-peer", action="store_true", help="do not run llama.cpp")
     parser.add_argument("--quick", action="store_true", help="contexts 128, 2048; batches 1, 8")
+    add_suite_arguments(parser)
     options = parser.parse_args(arguments)
+    if options.suite:
+        options.repeats = options.repeats or 5
+        return options
+    options.steps = options.steps or 32
     options.modes = options.modes.split(",")
     options.contexts = options.contexts or ([128, 2048] if options.quick else [128, 2048, 8192])
     options.batches = options.batches or ([1, 8] if options.quick else [1, 8, 32])
@@ -264,7 +331,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write the JSON file."""
     options = parse_arguments(arguments)
     try:
-        run(options)
+        if options.suite:
+            options.targets = targets_of(options)
+            run_suite(options)
+        else:
+            run(options)
     except ValueError as error:
         print(f"bench_engine.py: {error}", file=sys.stderr)
         return 2

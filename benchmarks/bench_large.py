@@ -21,10 +21,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from our_engine import Cell, OurEngine
+from our_engine import BLOCK_TOKENS, Cell, OurEngine, OurSetting
 
 MODES = "none,int8,nvfp4,mxfp4"
-BLOCK_TOKENS = 64
 
 
 def run_ours(path: str, cells: Sequence[Cell], *, modes: Sequence[str], threads: int) -> Any:
@@ -41,10 +40,12 @@ def run_ours(path: str, cells: Sequence[Cell], *, modes: Sequence[str], threads:
         engine = OurEngine(
             loaded.config,
             loaded.weights,
-            mode=mode,
+            setting=OurSetting(
+                mode,
+                session_len=max(cell.context + cell.steps for cell in cells) + 128,
+                num_blocks=sum(cell.context + 256 for cell in cells) // BLOCK_TOKENS + 8,
+            ),
             threads=threads,
-            session_len=max(cell.context + cell.steps for cell in cells) + 128,
-            num_blocks=sum(cell.context + 256 for cell in cells) // BLOCK_TOKENS + 8,
         )
         try:
             if not speeds:

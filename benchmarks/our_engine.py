@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from lmdeploy import _turbomind
 
 STALL_MS = 600_000
+BLOCK_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,16 @@ class Cell:
         rows: list[list[int]] = ids.tolist()
         return rows * self.batch if self.shared else rows
 
+    @property
+    def room(self) -> int:
+        """Tokens of an answer: early sequences decode while late ones are still read."""
+        return self.steps + 2 * self.batch + self.batch * self.context // 1024
+
+    @property
+    def session_len(self) -> int:
+        """Slots of one sequence, to whole blocks."""
+        return -(-(self.context + self.room + 1) // BLOCK_TOKENS) * BLOCK_TOKENS
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -40,8 +52,38 @@ class Timing:
     decode: float
 
 
+@dataclass(frozen=True)
+class OurSetting:
+    """What the engine's cache is like; sizes in tokens and blocks.
+
+    `quality` None: the default of the mode, as a user of `--quant-policy` gets it.
+    """
+
+    mode: str
+    session_len: int
+    num_blocks: int
+    quality: Literal["raw", "balanced"] | None = "raw"
+    max_batch_size: int = 32
+    max_prefill_token_num: int = 2048
+
+    @classmethod
+    def for_cell(
+        cls, cell: Cell, mode: str, *, quality: Literal["raw", "balanced"] | None = None
+    ) -> OurSetting:
+        """Room for one cell and its cached prompts; everything else as by default."""
+        blocks = cell.batch * (cell.session_len // BLOCK_TOKENS + 1)
+        return cls(
+            mode,
+            cell.session_len,
+            blocks,
+            quality=quality,
+            max_batch_size=cell.batch,
+            max_prefill_token_num=8192,
+        )
+
+
 class OurEngine:
-    """One engine with one KV format, used for all cells."""
+    """One engine with one KV format, used for all cells. `quality`: what it resolved to."""
 
     name = "ours"
 
@@ -50,24 +92,35 @@ class OurEngine:
         config: _turbomind.ModelConfig,
         weights: _turbomind.Weights,
         *,
-        mode: str,
+        setting: OurSetting,
         threads: int,
-        session_len: int,
-        num_blocks: int,
     ) -> None:
-        options = _turbomind.EngineConfig()
-        options.kv_mode = _turbomind.get_kv_cache_mode(mode)
-        options.max_batch_size, options.session_len = 32, session_len
-        options.max_prefill_token_num = 2048
-        options.cache_max_entry_count = float(num_blocks)
-        self.mode, self.vocab_size = mode, config.vocab_size
-        device = self._make_device(threads)
+        from lmdeploy import TurbomindEngineConfig
+        from lmdeploy.turbomind.engine import engine_config_of
+
+        options, kv = engine_config_of(
+            TurbomindEngineConfig(
+                quant_policy=setting.mode,
+                kv_quality=setting.quality,
+                max_batch_size=setting.max_batch_size,
+                session_len=setting.session_len,
+                max_prefill_token_num=setting.max_prefill_token_num,
+                cache_max_entry_count=setting.num_blocks,
+            ),
+            config,
+            model_path="",
+        )
+        self.mode, self.quality, self.vocab_size = setting.mode, kv.quality_text, config.vocab_size
+        device = _turbomind.make_cpu_device(threads)
         free_bytes = 1 << 36  # the pool is given as a number of blocks and reserved lazily
         self._engine = _turbomind.Engine(config, options, weights, device, free_bytes)
         self._next_id = 1
 
-    def _make_device(self, threads: int) -> _turbomind.Device:
-        return _turbomind.make_cpu_device(threads)
+    def __enter__(self) -> OurEngine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def _submit(self, prompt: list[int], max_new_tokens: int) -> int:
         request = _turbomind.Request()
@@ -90,16 +143,29 @@ class OurEngine:
         while ids:
             ids -= {o.request_id for o in self._outputs() if o.finish_reason != "none"}
 
+    def prefill(self, cell: Cell) -> float:
+        """Prompt tokens per second, to the first token of the last sequence; nothing is cached."""
+        self._engine.clear_prefix_cache()
+        prompts = cell.prompts(self.vocab_size)
+        begun = time.perf_counter()
+        self._drain({self._submit(prompt, 1) for prompt in prompts})
+        return cell.context * cell.batch / (time.perf_counter() - begun)
+
+    def decode(self, cell: Cell) -> float:
+        """Tokens per second with every sequence running; prompts read before are reused."""
+        return self._timed(cell).decode
+
     def run(self, cell: Cell) -> Timing:
         """Prefill, then decode with every sequence running."""
         self._engine.clear_prefix_cache()
-        prompts = cell.prompts(self.vocab_size)
         if cell.shared:
-            self._drain({self._submit(prompts[0], 1)})
+            self._drain({self._submit(cell.prompts(self.vocab_size)[0], 1)})
+        return self._timed(cell)
+
+    def _timed(self, cell: Cell) -> Timing:
+        prompts = cell.prompts(self.vocab_size)
         begun = time.perf_counter()
-        # Early sequences decode while late ones are still read: room for that.
-        room = cell.steps + 2 * cell.batch + cell.batch * cell.context // 1024
-        waiting = {self._submit(prompt, room) for prompt in prompts}
+        waiting = {self._submit(prompt, cell.room) for prompt in prompts}
         running = set(waiting)
         while waiting:
             for output in self._outputs():
@@ -120,6 +186,11 @@ class OurEngine:
         self._drain(running)
         prefill = None if cell.shared else cell.context * cell.batch / (started - begun)
         return Timing(prefill, tokens / seconds)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Of the cache, all layers, K and V."""
+        return self._engine.memory_plan().bytes_per_token
 
     def close(self) -> None:
         """Stop the engine."""

@@ -1,0 +1,227 @@
+"""Concurrent streaming clients against our server and llama.cpp's, in turns.
+
+    python benchmarks/bench_server.py --model smollm2 --llama-server BUILD/bin/llama-server
+
+16 clients, 512 tokens in, 128 out: requests per second, time to the first token, time per token.
+llama.cpp's server has a slot per client, continuous batching and the fastest of its KV types with
+flash attention on and off. It builds from the sources that llama-cpp-python comes with:
+
+    pip download --no-binary :all: --no-deps llama-cpp-python==0.3.36
+    tar xf llama_cpp_python-0.3.36.tar.gz
+    cmake -S llama_cpp_python-0.3.36/vendor/llama.cpp -B build-llama -G Ninja \\
+        -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF \\
+        -DGGML_AMX_TILE=OFF -DGGML_AMX_INT8=OFF -DGGML_AMX_BF16=OFF -DLLAMA_OPENSSL=OFF \\
+        -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF
+    ninja -C build-llama llama-server
+
+(gcc 12 miscompiles its AMX path; on a machine without AMX the three options change nothing.)
+Without --llama-server the peer is `python -m llama_cpp.server` with interruption off, which answers
+one request after the other. Both servers stay up during the run; the one that is not asked sleeps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from server_load import Load, LoadResult, run_load
+from server_processes import (
+    EVERY_PEER_SETTING,
+    MODEL_NAME,
+    PeerServerSetting,
+    ServerShape,
+    llama_cpp_python_command,
+    llama_server_command,
+    our_command,
+    running,
+)
+from targets import BY_NAME, FP4, Runs, row_of
+
+SLOT_MARGIN = 64
+PYTHON_PEER = "llama_cpp.server, interruption off, one request at a time"
+
+
+@dataclass(frozen=True)
+class ServerBench:
+    """What is measured. `setting` None: searched with a short load."""
+
+    model: str
+    vocab_size: int
+    load: Load
+    threads: int
+    mode: str = FP4
+    llama_server: Path | None = None
+    setting: PeerServerSetting | None = None
+
+    @property
+    def shape(self) -> ServerShape:
+        """Room for one request per client."""
+        length = self.load.prompt_tokens + self.load.answer_tokens + SLOT_MARGIN
+        return ServerShape(self.load.clients, -(-length // 256) * 256, self.threads)
+
+    def run(self, port: int, seed: int, *, load: Load | None = None) -> LoadResult:
+        """One run; other seeds have other prompts."""
+        return run_load(
+            port, load or self.load, model=MODEL_NAME, vocab_size=self.vocab_size, seed=seed
+        )
+
+    @contextmanager
+    def peer(self, setting: PeerServerSetting | None) -> Iterator[int]:
+        """llama.cpp's server, or that of llama-cpp-python."""
+        if self.llama_server is None:
+            command = llama_cpp_python_command(self.model, shape=self.shape)
+            with running(command, health="/v1/models") as port:
+                yield port
+            return
+        assert setting
+        command = llama_server_command(
+            self.llama_server, self.model, setting=setting, shape=self.shape
+        )
+        with running(command) as port:
+            yield port
+
+
+def search(bench: ServerBench) -> dict[str, float]:
+    """Requests per second of every setting, with a request per client and fewer tokens out."""
+    tried = replace(bench.load, requests=1, answer_tokens=max(2, bench.load.answer_tokens // 4))
+    speeds: dict[str, float] = {}
+    for setting in EVERY_PEER_SETTING:
+        try:
+            with bench.peer(setting) as port:
+                speeds[setting.name] = bench.run(port, 1, load=tried).requests_per_s
+        except RuntimeError as error:
+            print(f"llama-server, {setting.name}: left out: {error}", file=sys.stderr)
+            continue
+        print(f"llama-server, {setting.name}: {speeds[setting.name]:.3g} requests/s", flush=True)
+    return speeds
+
+
+def setting_named(name: str) -> PeerServerSetting:
+    """ValueError for a name that is not in the list."""
+    for setting in EVERY_PEER_SETTING:
+        if setting.name == name:
+            return setting
+    raise ValueError(
+        f"peer setting: got {name!r}, wanted one of {[s.name for s in EVERY_PEER_SETTING]}"
+    )
+
+
+def measure(
+    bench: ServerBench, setting: PeerServerSetting | None, *, repeats: int
+) -> dict[str, list[LoadResult]]:
+    """`ours` and `peer`: runs in turns, after one short run of each that does not count."""
+    warm = replace(bench.load, requests=1, answer_tokens=8)
+    results: dict[str, list[LoadResult]] = {"peer": [], "ours": []}
+    command = our_command(bench.model, bench.mode, shape=bench.shape)
+    with running(command) as our_port, bench.peer(setting) as peer_port:
+        ports = {"peer": peer_port, "ours": our_port}
+        for port in ports.values():
+            bench.run(port, 2, load=warm)
+        for turn in range(repeats):
+            for name in ports if turn % 2 == 0 else reversed(ports):
+                result = bench.run(ports[name], 3 + turn)
+                results[name].append(result)
+                print(f"run {turn + 1}, {name}: {asdict(result)}", flush=True)
+    return results
+
+
+def runs_of(
+    bench: ServerBench, results: dict[str, list[LoadResult]], *, field: str, peer_setting: str
+) -> Runs:
+    """One figure of all runs, with the others in the note."""
+    values = {name: [getattr(r, field) for r in runs] for name, runs in results.items()}
+    notes = []
+    for name, runs in results.items():
+        middle = sorted(runs, key=lambda r: r.requests_per_s)[len(runs) // 2]
+        notes.append(
+            f"{name}: first token {middle.p50_first:.3g} s (p99 {middle.p99_first:.3g}), token "
+            f"{middle.p50_token * 1e3:.3g} ms (p99 {middle.p99_token * 1e3:.3g}, mean of the "
+            f"slowest requests {middle.p99_request_mean * 1e3:.3g}), "
+            f"{middle.pieces_per_token:.2f} pieces per token"
+        )
+    load = bench.load
+    ours = f"{bench.mode}, {load.clients} clients with {load.requests} requests each"
+    return Runs(values["ours"], values["peer"], ours, peer_setting, "; ".join(notes))
+
+
+def target_runs(
+    bench: ServerBench, setting: PeerServerSetting | None, *, repeats: int
+) -> dict[str, Runs]:
+    """Of the targets `server-requests` and `server-p99`."""
+    results = measure(bench, setting, repeats=repeats)
+    name = f"llama-server, {setting.name}" if setting else PYTHON_PEER
+    fields = {"server-requests": "requests_per_s", "server-p99": "p99_token"}
+    return {
+        target: runs_of(bench, results, field=field, peer_setting=name)
+        for target, field in fields.items()
+    }
+
+
+def fastest(speeds: dict[str, Any]) -> PeerServerSetting:
+    """The setting with the most requests per second. RuntimeError when none ran."""
+    if not speeds:
+        raise RuntimeError("llama-server ran with none of its settings")
+    return setting_named(max(speeds, key=lambda name: speeds[name]))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Searches, measures, writes both rows."""
+    from results_file import ResultsFile, describe_machine
+    from target_suite import format_row
+
+    from lmdeploy.turbomind.loader import read_model_info
+
+    info = read_model_info(options.model)
+    file = ResultsFile(options.json)
+    file.about = file.about or describe_machine(options.num_threads)
+    load = Load(options.clients, options.requests, options.prompt_tokens, options.answer_tokens)
+    bench = ServerBench(
+        str(info.path),
+        info.config.vocab_size,
+        load,
+        threads=options.num_threads,
+        llama_server=options.llama_server,
+    )
+    name = Path(info.path).stem
+    setting = setting_named(options.peer_setting) if options.peer_setting else None
+    if options.llama_server and not setting:
+        key = f"{name}: llama-server, {load.clients} clients, {load.prompt_tokens} tokens in"
+        setting = fastest(file.search(key, lambda: search(bench)))
+    for target, runs in target_runs(bench, setting, repeats=options.repeats).items():
+        row = row_of(BY_NAME[target], runs, model=name)
+        file.add(row)
+        print(format_row(row))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, write the JSON file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="smollm2", help="GGUF file or smollm2")
+    parser.add_argument("--json", type=Path, help="add the rows to this file")
+    parser.add_argument("--llama-server", type=Path, help="binary of llama.cpp's server")
+    parser.add_argument("--peer-setting", help="its KV types by name, instead of a search")
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--requests", type=int, default=2, help="of each client (default: 2)")
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--answer-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--num-threads", type=int, default=len(os.sched_getaffinity(0)))
+    options = parser.parse_args(arguments)
+    try:
+        run(options)
+    except (ValueError, RuntimeError) as error:
+        print(f"bench_server.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

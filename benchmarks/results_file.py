@@ -1,0 +1,121 @@
+"""The JSON file of a suite: what was measured where, written after every row."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import platform
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from targets import Target, TargetRow
+
+
+def describe_machine(threads: int) -> dict[str, Any]:
+    """CPU, caches, compilers and versions that the figures depend on."""
+    from lmdeploy import __version__, _turbomind
+
+    about: dict[str, Any] = {
+        "cpu": cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": threads,
+        "caches": {f"l{level}": size for level, size in cache_bytes().items()},
+        "isa": _turbomind.available_cpu_isas()[-1],
+        "kernel": platform.release().split("-")[0],
+        "lmdeploy": __version__,
+        "load_average_at_start": round(os.getloadavg()[0], 2),
+    }
+    if importlib.util.find_spec("llama_cpp"):
+        from llama_cpp_peer import build_of_llama_cpp
+
+        about["llama_cpp"] = build_of_llama_cpp()
+    return about
+
+
+def cpu_name() -> str:
+    """As /proc/cpuinfo has it."""
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def cache_bytes() -> dict[int, int]:
+    """Level → bytes of the cache that the first core sees; levels that are not known are absent."""
+    sizes: dict[int, int] = {}
+    for folder in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
+        try:
+            level = int((folder / "level").read_text())
+            kind, size = ((folder / name).read_text().strip() for name in ("type", "size"))
+        except (OSError, ValueError):
+            continue
+        if kind != "Instruction" and size.endswith("K") and size[:-1].isdigit():
+            sizes[level] = int(size[:-1]) * 1024
+    return dict(sorted(sizes.items()))
+
+
+class ResultsFile:
+    """Rows by (model, name); `save` writes a whole file beside and renames it.
+
+    `path` None: nothing is written. Raises ValueError for a file that is not one of ours.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self.about: dict[str, Any] = {}
+        self.searches: dict[str, Any] = {}
+        self._rows: dict[tuple[str, str], TargetRow] = {}
+        if path and path.exists():
+            self._load(path)
+
+    def _load(self, path: Path) -> None:
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+            self.about, self.searches = dict(document["about"]), dict(document["searches"])
+            for fields in document["rows"]:
+                self._put(TargetRow.from_json(fields))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}: not results of this suite: {error!r}") from error
+
+    def _put(self, row: TargetRow) -> None:
+        self._rows[row.model, row.name] = row
+
+    @property
+    def rows(self) -> Sequence[TargetRow]:
+        """In the order of the first measurement."""
+        return list(self._rows.values())
+
+    def measured(self, model: str, target: Target, *, repeats: int) -> TargetRow | None:
+        """A row of the target's whole work with at least that many runs."""
+        row = self._rows.get((model, target.name))
+        return row if row and row.repeats >= repeats and not row.trial else None
+
+    def forget(self, targets: Sequence[Target], model: str) -> None:
+        """Rows of these targets are measured again."""
+        for target in targets:
+            self._rows.pop((model, target.name), None)
+
+    def add(self, row: TargetRow) -> None:
+        """Replaces the row of the same model and name, and saves."""
+        self._put(row)
+        self.save()
+
+    def search(self, key: str, measure: Callable[[], Any]) -> Any:
+        """What `measure` returned the first time."""
+        if key not in self.searches:
+            self.searches[key] = measure()
+            self.save()
+        return self.searches[key]
+
+    def save(self) -> None:
+        """All that is known so far."""
+        if not self._path:
+            return
+        rows = [dataclasses.asdict(row) for row in self.rows]
+        document = {"about": self.about, "searches": self.searches, "rows": rows}
+        unfinished = self._path.with_name(self._path.name + ".part")
+        unfinished.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        unfinished.replace(self._path)

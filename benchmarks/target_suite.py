@@ -1,0 +1,240 @@
+"""Measures the table of targets (targets.py), one row after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attention_alone import attention_runs
+from bench_server import ServerBench, fastest, search, target_runs
+from memory_probe import probe
+from our_engine import Cell, OurEngine, OurSetting
+from peer_search import Work, best_setting, run_search, search_lengths, setting_named
+from results_file import ResultsFile
+from server_load import Load
+from targets import Kind, Peers, Runs, Target, TargetRow, as_trial, row_of, unmeasured
+
+if TYPE_CHECKING:
+    from llama_cpp_peer import LlamaCpp, PeerSetting
+
+    from lmdeploy.turbomind.loader import LoadedModel
+
+MEMORY_SETTINGS = ("q4_0,on,mmap", "q4_0,on,read", "f16,on,mmap", "f16,off,mmap")
+
+
+class NotMeasured(Exception):
+    """Why a row has no figures."""
+
+
+@dataclass(frozen=True)
+class SuiteOptions:
+    """What the suite runs with. `steps` None: those of each target."""
+
+    threads: int
+    repeats: int
+    steps: int | None = None
+    max_context: int | None = None
+    peer_setting: str | None = None
+    attention_bench: Path | None = None
+    llama_server: Path | None = None
+    server_requests: int = 2
+
+    def cell_of(self, target: Target) -> Cell:
+        """The target's cell; shorter where the options say so, which only tries the suite."""
+        cell = target.cell
+        context = min(cell.context, self.max_context or cell.context)
+        return replace(cell, context=context, steps=min(cell.steps, self.steps or cell.steps))
+
+
+def alternate(
+    ours: Callable[[], float], theirs: Callable[[], float], *, repeats: int
+) -> tuple[list[float], list[float]]:
+    """`repeats` runs of each; who begins changes every time, so that a drift favours nobody."""
+    mine: list[float] = []
+    others: list[float] = []
+    for turn in range(repeats):
+        if turn % 2:
+            mine.append(ours())
+            others.append(theirs())
+        else:
+            others.append(theirs())
+            mine.append(ours())
+    return mine, others
+
+
+class TargetSuite:
+    """One model in both engines. Rows are written as they come; earlier ones are kept."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        peer: LlamaCpp | None,
+        *,
+        options: SuiteOptions,
+        file: ResultsFile,
+    ) -> None:
+        self._loaded, self._peer, self._options, self._file = loaded, peer, options, file
+        self._path = Path(loaded.path)
+        self._server_runs: dict[str, Runs] | None = None
+        self.model = self._path.stem
+
+    def run(self, targets: Sequence[Target], *, report: Callable[[TargetRow], None]) -> None:
+        """Measures what the file does not have yet."""
+        for target in targets:
+            earlier = self._file.measured(self.model, target, repeats=self._options.repeats)
+            report(earlier or self._measured(target))
+
+    def _measured(self, target: Target) -> TargetRow:
+        cell = self._options.cell_of(target)
+        try:
+            runs = self._runs(target, cell)
+            row = row_of(target, runs, model=self.model)
+            if cell != target.cell:
+                row = as_trial(row, f"context {cell.context}, {cell.steps} steps")
+        except NotMeasured as why:
+            row = unmeasured(target, str(why), model=self.model)
+        self._file.add(row)
+        return row
+
+    def _runs(self, target: Target, cell: Cell) -> Runs:
+        if target.kind in (Kind.DECODE, Kind.PREFILL):
+            return self._beside_peer(target, cell)
+        if target.kind is Kind.DECODE_OWN:
+            return self._own(target, cell)
+        if target.kind is Kind.MEMORY:
+            return self._memory(target, cell)
+        if target.kind is Kind.ATTENTION:
+            return self._attention(target, cell)
+        return self._server(target, cell)
+
+    def _engine(self, cell: Cell, mode: str) -> OurEngine:
+        return OurEngine(
+            self._loaded.config,
+            self._loaded.weights,
+            setting=OurSetting.for_cell(cell, mode),
+            threads=self._options.threads,
+        )
+
+    def _setting(self, target: Target, cell: Cell) -> PeerSetting:
+        """The peer's fastest setting for the cell."""
+        from llama_cpp_peer import EVERY_SETTING, SIXTEEN_BIT
+
+        assert self._peer
+        peer = self._peer
+        settings = EVERY_SETTING if target.peers is Peers.EVERY else SIXTEEN_BIT
+        if self._options.peer_setting:
+            return setting_named(self._options.peer_setting, EVERY_SETTING)
+        lengths = ",".join(map(str, search_lengths(cell)))
+        key = f"{self.model}: batch {cell.batch}, contexts {lengths}, {target.peers.value}"
+        speeds: Any = self._file.search(key, lambda: run_search(peer, cell, settings))
+        work: Work = "prefill" if target.kind is Kind.PREFILL else "decode"
+        return best_setting(speeds, work, context=cell.context, settings=settings)
+
+    def _beside_peer(self, target: Target, cell: Cell) -> Runs:
+        if not self._peer:
+            raise NotMeasured("llama.cpp is not there (--no-peer, or not installed)")
+        setting = self._setting(target, cell)
+        with ExitStack() as stack:
+            engine = stack.enter_context(self._engine(cell, target.mode))
+            context = stack.enter_context(self._peer.context(cell, setting))
+            if target.kind is Kind.PREFILL:
+                warm = replace(cell, context=min(cell.context, 512))
+                engine.prefill(warm)
+                ours, theirs = alternate(
+                    lambda: engine.prefill(cell), context.prefill, repeats=self._options.repeats
+                )
+            else:
+                context.fill()
+                context.decode()
+                engine.decode(cell)
+                ours, theirs = alternate(
+                    lambda: engine.decode(cell), context.decode, repeats=self._options.repeats
+                )
+            return Runs(ours, theirs, f"{engine.mode}, {engine.quality}", setting.name)
+
+    def _own(self, target: Target, cell: Cell) -> Runs:
+        """Both prompts stay in their caches; only decoding takes turns."""
+        with self._engine(cell, target.mode) as engine, self._engine(cell, "none") as plain:
+            engine.decode(cell)
+            plain.decode(cell)
+            ours, theirs = alternate(
+                lambda: engine.decode(cell),
+                lambda: plain.decode(cell),
+                repeats=self._options.repeats,
+            )
+            return Runs(ours, theirs, f"{engine.mode}, {engine.quality}", "ours, 16 bit")
+
+    def _memory(self, target: Target, cell: Cell) -> Runs:
+        """Beside the setting of llama.cpp that takes the least."""
+        if not self._peer:
+            raise NotMeasured("llama.cpp is not there (--no-peer, or not installed)")
+        path, threads = str(self._path), self._options.threads
+        peaks = {
+            setting: probe(path, cell, engine="peer", setting=setting, threads=threads)
+            for setting in MEMORY_SETTINGS
+        }
+        least = min(peaks, key=lambda setting: peaks[setting])
+        ours, theirs = alternate(
+            lambda: probe(path, cell, engine="ours", setting=target.mode, threads=threads),
+            lambda: probe(path, cell, engine="peer", setting=least, threads=threads),
+            repeats=self._options.repeats,
+        )
+        others = ", ".join(f"{s}: {b / 2**20:.0f} MiB" for s, b in peaks.items() if s != least)
+        kind, attention, reading = least.split(",")
+        name = f"{kind}, flash attention {attention}, {reading}"
+        return Runs(ours, theirs, target.mode, name, f"of llama.cpp also {others}")
+
+    def _server(self, target: Target, cell: Cell) -> Runs:
+        """Both rows come from one measurement."""
+        if self._server_runs is None:
+            self._server_runs = self._measured_servers(target, cell)
+        return self._server_runs[target.name]
+
+    def _measured_servers(self, target: Target, cell: Cell) -> dict[str, Runs]:
+        if self._options.llama_server is None:
+            raise NotMeasured("pass --llama-server BUILD/bin/llama-server (see bench_server.py)")
+        bench = ServerBench(
+            str(self._path),
+            self._loaded.config.vocab_size,
+            Load(cell.batch, self._options.server_requests, cell.context, cell.steps),
+            threads=self._options.threads,
+            mode=target.mode,
+            llama_server=self._options.llama_server,
+        )
+        key = f"{self.model}: llama-server, {cell.batch} clients, {cell.context} tokens in"
+        setting = fastest(self._file.search(key, lambda: search(bench)))
+        return target_runs(bench, setting, repeats=self._options.repeats)
+
+    def _attention(self, target: Target, cell: Cell) -> Runs:
+        bench = self._options.attention_bench
+        if bench is None or not bench.is_file():
+            raise NotMeasured(
+                "pass --attention-bench BUILD/attention_bench (ninja attention_bench)"
+            )
+        try:
+            return attention_runs(
+                self._loaded.config,
+                cell,
+                mode=target.mode,
+                bench=bench,
+                threads=self._options.threads,
+                repeats=self._options.repeats,
+            )
+        except LookupError as error:
+            raise NotMeasured(str(error)) from error
+
+
+def format_row(row: TargetRow) -> str:
+    """One line for the terminal."""
+    goal = f"{row.better} {row.target:g}"
+    if row.ratio is None:
+        return f"{row.name:<22} {'':>31} {goal:>7}  {row.note}"
+    verdict = {True: "met", False: "MISSED", None: ""}[row.met]
+    spread = f"{row.ratio_low:.2f}-{row.ratio_high:.2f}"
+    return (
+        f"{row.name:<22} {row.ours:>12.6g} {row.peer:>12.6g} {row.ratio:>6.3g} ({spread}) "
+        f"{goal:>7} {verdict:<6} {row.peer_setting}" + (f"; {row.note}" if row.note else "")
+    )
