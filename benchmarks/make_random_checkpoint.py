@@ -125,7 +125,7 @@ def write_shard(path: Path, tensors: Sequence[RandomTensor], *, seed: int, bar: 
             write_pieces(file, tensor, seed=seed, bar=bar)
 
 
-def write_gguf(model: Model, path: Path, encoding: Encoding) -> None:
+def write_gguf(model: Model, path: Path, *, encoding: Encoding) -> None:
     """A GGUF file as llama.cpp's converter lays it out, matrices in Q8_0 or Q4_0.
 
     Raises ValueError for a mixture of dense layers and experts, which GGUF's architectures lack.
@@ -299,7 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"--type {options.type}: wanted --format gguf beside it")
         model = make_model(options.config, layers=options.layers, seed=options.seed)
         if options.format == "gguf":
-            write_gguf(model, options.output, Encoding[(options.type or "q8_0").upper()])
+            write_gguf(model, options.output, encoding=Encoding[(options.type or "q8_0").upper()])
         else:
             write_folder(model, options.output, shard_bytes=options.shard_bytes)
     except (ValueError, KeyError, OSError) as error:

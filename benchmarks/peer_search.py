@@ -29,11 +29,13 @@ Speeds = dict[str, dict[str, dict[str, float]]]
 
 
 def search_lengths(cell: Cell) -> tuple[int, ...]:
-    """Prompts of the first and, for longer contexts, of the second round."""
+    """Prompts of the first round, with all settings, and of the second, with the fastest."""
     short, long = SHORT_BATCH_1, LONG_BATCH_1
     if cell.batch > 1:
         short, long = SHORT_BATCHED, LONG_BATCHED
-    return (cell.context,) if cell.context <= short else (short, min(long, cell.context))
+    if cell.context <= short:
+        return (max(1, cell.context // 2), cell.context)
+    return (short, min(long, cell.context))
 
 
 def predicted(points: Mapping[str, float], context: int) -> float:
@@ -54,14 +56,19 @@ def ranking(speeds: Speeds, work: Work, *, context: int) -> list[str]:
     return sorted(finalists, key=lambda name: -predicted(measured[name], context))
 
 
-def run_search(peer: LlamaCpp, cell: Cell, settings: Sequence[PeerSetting]) -> Speeds:
+def run_search(peer: LlamaCpp, cell: Cell, *, settings: Sequence[PeerSetting]) -> Speeds:
     """Both rounds for cells like this one."""
     speeds: Speeds = {}
     lengths = search_lengths(cell)
     left: Iterable[PeerSetting] = settings
     for length in lengths:
         for setting in left:
-            _measure(peer, replace(cell, context=length, steps=SEARCH_STEPS), setting, speeds)
+            _measure(
+                peer,
+                replace(cell, context=length, steps=SEARCH_STEPS),
+                setting=setting,
+                speeds=speeds,
+            )
         names = {n for w in WORKS for n in ranking(speeds, w, context=cell.context)[:FINALISTS]}
         left = [setting for setting in settings if setting.name in names]
     if cell.batch == 1:
@@ -70,12 +77,14 @@ def run_search(peer: LlamaCpp, cell: Cell, settings: Sequence[PeerSetting]) -> S
             for rows in MICRO_BATCHES:
                 wider = replace(setting, micro_batch=rows)
                 for length in lengths:
-                    _measure(peer, replace(cell, context=length, steps=1), wider, speeds)
+                    _measure(
+                        peer, replace(cell, context=length, steps=1), setting=wider, speeds=speeds
+                    )
                 speeds[wider.name].pop("decode", None)
     return speeds
 
 
-def _measure(peer: LlamaCpp, cell: Cell, setting: PeerSetting, speeds: Speeds) -> None:
+def _measure(peer: LlamaCpp, cell: Cell, *, setting: PeerSetting, speeds: Speeds) -> None:
     """Adds the figures of one run; a setting that llama.cpp refuses has none."""
     found = speeds.setdefault(setting.name, {work: {} for work in WORKS})
     try:

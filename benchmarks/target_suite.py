@@ -129,7 +129,7 @@ class TargetSuite:
             return setting_named(self._options.peer_setting, EVERY_SETTING)
         lengths = ",".join(map(str, search_lengths(cell)))
         key = f"{self.model}: batch {cell.batch}, contexts {lengths}, {target.peers.value}"
-        speeds: Any = self._file.search(key, lambda: run_search(peer, cell, settings))
+        speeds: Any = self._file.search(key, lambda: run_search(peer, cell, settings=settings))
         work: Work = "prefill" if target.kind is Kind.PREFILL else "decode"
         return best_setting(speeds, work, context=cell.context, settings=settings)
 

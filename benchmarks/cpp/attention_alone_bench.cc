@@ -47,7 +47,11 @@ Arguments Parse(int argc, char** argv) {
     const std::string text = argv[i];
     const size_t at = text.find('=');
     if (at == std::string::npos || !arguments.contains(text.substr(0, at))) {
-      throw std::invalid_argument("got " + text + ", wanted one of the keys above, as key=value");
+      std::string keys;
+      for (const auto& [key, value] : arguments) {
+        keys += " " + key;
+      }
+      throw std::invalid_argument("got " + text + ", wanted key=value with one of" + keys);
     }
     arguments[text.substr(0, at)] = text.substr(at + 1);
   }

@@ -1,0 +1,292 @@
+"""docs/performance.md between its markers, and the plot, from files of results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from results_file import ResultsFile
+from scaling_fit import Law, Point, fit
+from targets import BY_NAME, TargetRow
+
+BEGIN = "<!-- figures: begin. Made by benchmarks/scaling.py --from; do not edit by hand -->"
+END = "<!-- figures: end -->"
+NOT_MEASURED = "Not measured for this version."
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The cells of one format and number of threads with their law."""
+
+    mode: str
+    threads: int
+    cells: Sequence[Mapping[str, Any]]
+    law: Law
+
+    @property
+    def residuals(self) -> list[float]:
+        """Of every cell, relative."""
+        return [self.law.residual(point_of(cell)) for cell in self.cells]
+
+
+def point_of(cell: Mapping[str, Any]) -> Point:
+    """ValueError for a cell without its figures."""
+    try:
+        return Point(float(cell["mean_context"]), int(cell["batch"]), float(cell["seconds"]))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"cell: got {dict(cell)}, wanted context, batch, seconds") from error
+
+
+def curves_of(document: Mapping[str, Any]) -> list[Curve]:
+    """One per format and number of threads, in the order of the file; those that can be fitted."""
+    groups: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
+    for cell in document["cells"]:
+        groups.setdefault((cell["mode"], cell["threads"]), []).append(cell)
+    curves = []
+    for (mode, threads), cells in groups.items():
+        try:
+            law = fit([point_of(cell) for cell in cells])
+        except ValueError:
+            continue  # too few cells yet: the page lists what has a law
+        curves.append(Curve(mode, threads, cells, law))
+    return curves
+
+
+def load_targets(path: Path) -> ResultsFile | None:
+    """None where there is no such file."""
+    return ResultsFile(path) if path.exists() else None
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: int = 1) -> Iterator[str]:
+    """Markdown; the columns from `numbers` on are aligned to the right."""
+    yield "| " + " | ".join(head) + " |"
+    yield "|" + "|".join(" --- " if i < numbers else " ---: " for i in range(len(head))) + "|"
+    for row in rows:
+        yield "| " + " | ".join(row) + " |"
+
+
+def figure(value: float | None, unit: str) -> str:
+    """A value with a unit that fits."""
+    if value is None:
+        return ""
+    if unit == "bytes":
+        return f"{value / 2**20:,.0f} MiB"
+    if unit == "bytes/s":
+        return f"{value / 1e9:.3g} GB/s"
+    if unit == "s":
+        return f"{value * 1e3:.3g} ms"
+    return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
+
+
+def target_lines(file: ResultsFile) -> Iterator[str]:
+    """A table per model, in the order of the targets."""
+    order = list(BY_NAME)
+    for model in dict.fromkeys(row.model for row in file.rows):
+        rows = [row for row in file.rows if row.model == model and row.name in BY_NAME]
+        rows.sort(key=lambda row: order.index(row.name))
+        yield ""
+        yield f"### {model}"
+        yield ""
+        head = ("work", "beside", "ours", "theirs", "ratio", "spread", "target")
+        yield from table(head, [target_cells(row) for row in rows], numbers=2)
+        notes = [(row.work, row.note) for row in rows if row.note]
+        if notes:
+            yield ""
+            yield from (f"* {work}: {note}" for work, note in notes)
+
+
+def target_cells(row: TargetRow) -> tuple[str, ...]:
+    """The cells of one row; a missed target is in bold."""
+    sign = {">=": "≥", "<=": "≤"}[row.better]
+    goal = f"{sign} {row.target:g}"
+    if row.ratio is None or row.ratio_low is None or row.ratio_high is None:
+        return (row.work, "not measured", "", "", "", "", goal)
+    verdict = {True: f"{goal}, met", False: f"**{goal}, missed**", None: goal}[row.met]
+    return (
+        row.work,
+        row.peer_setting,
+        figure(row.ours, row.unit),
+        figure(row.peer, row.unit),
+        f"{row.ratio:.2f}",
+        f"{row.ratio_low:.2f}–{row.ratio_high:.2f}",
+        verdict,
+    )
+
+
+def machine_lines(about: Mapping[str, Any]) -> Iterator[str]:
+    """One sentence on the machine and one on the peer's build."""
+    caches = ", ".join(
+        f"{name.upper()} {size / 2**20:g} MiB"
+        if size >= 2**20
+        else f"{name.upper()} {size >> 10} KiB"
+        for name, size in about["caches"].items()
+    )
+    yield (
+        f"{about['cpu']}, {about['cores']} cores ({caches}), {about['threads']} threads; "
+        f"lmdeploy-fp4 {about['lmdeploy']}, instruction set {about['isa']}."
+    )
+    peer = about.get("llama_cpp")
+    if peer:
+        yield (
+            f"llama.cpp of llama-cpp-python {peer['llama_cpp_python']}, built from source by "
+            f"{peer['compiler']}: {peer['flags']}."
+        )
+
+
+def bandwidth(document: Mapping[str, Any], threads: int) -> float | None:
+    """Bytes per second read from memory; None where it was not measured."""
+    ceilings = document["ceilings"].get(str(threads)) or {}
+    value = (ceilings.get("read_bytes_per_s") or {}).get("memory")
+    return float(value) if value else None
+
+
+def law_lines(document: Mapping[str, Any]) -> Iterator[str]:
+    """The coefficients of every curve, beside what reading the same bytes from memory takes."""
+    rows = []
+    for curve in curves_of(document):
+        read = bandwidth(document, curve.threads)
+        per_token = document["bytes_per_token"].get(curve.mode)
+        weights = document["weight_bytes"] / read if read else None
+        slot = per_token / read if read and per_token else None
+        worst = max(curve.residuals, key=abs)
+        rows.append(
+            (
+                f"`{curve.mode}`, {curve.threads}",
+                f"{curve.law.fixed * 1e3:.3g} ms",
+                f"{weights * 1e3:.3g} ms" if weights else "",
+                f"{curve.law.per_slot * 1e9:.3g} ns",
+                f"{slot * 1e9:.3g} ns" if slot else "",
+                f"{curve.law.per_sequence * 1e3:.3g} ms",
+                f"{worst:+.0%}",
+            )
+        )
+    head = ("format, threads", "a: a step", "read weights", "b: a cached token", "read it")
+    yield from table((*head, "c: a sequence", "worst residual"), rows)
+
+
+def cell_lines(document: Mapping[str, Any]) -> Iterator[str]:
+    """Milliseconds of every cell and how far the law is from it."""
+    rows = [
+        (
+            f"`{curve.mode}`, {curve.threads}",
+            f"{cell['context']:,}",
+            str(cell["batch"]),
+            f"{cell['seconds'] * 1e3:.4g} ms",
+            f"{cell['batch'] / cell['seconds']:,.0f}",
+            f"{residual:+.0%}",
+        )
+        for curve in curves_of(document)
+        for cell, residual in zip(curve.cells, curve.residuals, strict=True)
+    ]
+    head = ("format, threads", "context", "batch", "step", "tokens/s", "residual")
+    yield from table(head, rows)
+
+
+def scaling_lines(document: Mapping[str, Any], plot: str) -> Iterator[str]:
+    """Laws, plot and cells."""
+    yield f"{document['model']}, decoding. {' '.join(machine_lines(document['about']))}"
+    yield ""
+    yield f"![cost of decoding against context, batch and threads]({plot})"
+    yield ""
+    yield "Time of a step = a + b · context · batch + c · batch, fitted by least squares of the"
+    yield "relative residuals (residual = 1 - law / measured). Beside a and b: the time to read the"
+    yield "weights, or the bytes of a cached token, at the read bandwidth of memory that was"
+    yield "measured in the same run."
+    yield ""
+    yield from law_lines(document)
+    yield ""
+    yield "<details><summary>All cells</summary>"
+    yield ""
+    yield from cell_lines(document)
+    yield ""
+    yield "</details>"
+
+
+def render(document: Mapping[str, Any] | None, targets: ResultsFile | None, *, plot: str) -> str:
+    """The generated part, markers included."""
+    lines = [BEGIN, "## Beside llama.cpp", ""]
+    if targets and targets.rows:
+        lines += machine_lines(targets.about)
+        lines += target_lines(targets)
+    else:
+        lines.append(NOT_MEASURED)
+    lines += ["", "## Scaling laws", ""]
+    if document and document["cells"]:
+        lines += scaling_lines(document, plot)
+    else:
+        lines.append(NOT_MEASURED)
+    return "\n".join([*lines, "", END])
+
+
+def put_in(page: str, generated: str) -> str:
+    """The page with its generated part replaced. ValueError when it lacks the markers."""
+    before, found, rest = page.partition(BEGIN)
+    _, found_end, after = rest.partition(END)
+    if not found or not found_end:
+        raise ValueError(f"page: wanted the lines {BEGIN!r} and {END!r}")
+    return before + generated + after
+
+
+def write_page(
+    page: Path, document: Mapping[str, Any] | None, *, targets: ResultsFile | None, plot: Path
+) -> None:
+    """Replaces the generated part, and draws the plot where there is something to draw."""
+    generated = render(document, targets, plot=plot.name)
+    page.write_text(put_in(page.read_text(encoding="utf-8"), generated), encoding="utf-8")
+    if document and curves_of(document):
+        draw(document, plot)
+
+
+def draw(document: Mapping[str, Any], path: Path) -> None:
+    """Step time against context at batch 1, and time per token against batch."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure_, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for index, curve in enumerate(curves_of(document)):
+        colour = f"C{index}"
+        _draw_contexts(left, document, curve=curve, colour=colour)
+        _draw_batches(right, curve, colour=colour)
+    left.set(xscale="log", yscale="log", xlabel="context", ylabel="ms per token, batch 1")
+    right.set(xscale="log", yscale="log", xlabel="sequences", ylabel="ms per token")
+    left.set_title("points: measured; lines: law; dotted: memory bandwidth", fontsize=9)
+    left.legend(fontsize=8)
+    right.legend(fontsize=8)
+    for axes in (left, right):
+        axes.grid(alpha=0.3, which="both")
+    figure_.savefig(path, dpi=110)
+    pyplot.close(figure_)
+
+
+def _draw_contexts(axes: Any, document: Mapping[str, Any], *, curve: Curve, colour: str) -> None:
+    cells = sorted((c for c in curve.cells if c["batch"] == 1), key=lambda c: c["mean_context"])
+    contexts = [cell["mean_context"] for cell in cells]
+    label = f"{curve.mode}, {curve.threads} threads"
+    axes.plot(contexts, [c["seconds"] * 1e3 for c in cells], "o", color=colour, label=label)
+    axes.plot(contexts, [curve.law.seconds(c, 1) * 1e3 for c in contexts], "-", color=colour)
+    read = bandwidth(document, curve.threads)
+    per_token = document["bytes_per_token"].get(curve.mode)
+    if read and per_token:
+        least = [(document["weight_bytes"] + per_token * c) / read * 1e3 for c in contexts]
+        axes.plot(contexts, least, ":", color=colour)
+
+
+def _draw_batches(axes: Any, curve: Curve, *, colour: str) -> None:
+    for context, style in zip(_batch_contexts(curve), ("-", "--", "-."), strict=False):
+        cells = sorted(
+            (c for c in curve.cells if c["context"] == context), key=lambda c: int(c["batch"])
+        )
+        batches = [cell["batch"] for cell in cells]
+        label = f"{curve.mode}, {curve.threads} threads, context {context}"
+        seconds = [cell["seconds"] * 1e3 / cell["batch"] for cell in cells]
+        axes.plot(batches, seconds, "o" + style, color=colour, label=label, markersize=4)
+
+
+def _batch_contexts(curve: Curve) -> list[int]:
+    """Contexts that have more than one batch."""
+    contexts = [cell["context"] for cell in curve.cells]
+    return sorted({context for context in contexts if contexts.count(context) > 1})
