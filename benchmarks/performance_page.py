@@ -115,23 +115,34 @@ def target_cells(row: TargetRow) -> tuple[str, ...]:
     )
 
 
-def machine_lines(about: Mapping[str, Any]) -> Iterator[str]:
-    """One sentence on the machine and one on the peer's build."""
+def counted(number: int, noun: str) -> str:
+    """`1 thread`, `2 threads`."""
+    return f"{number} {noun}" + "s" * (number != 1)
+
+
+def machine_line(about: Mapping[str, Any]) -> str:
+    """One sentence on the machine."""
     caches = ", ".join(
         f"{name.upper()} {size / 2**20:g} MiB"
         if size >= 2**20
         else f"{name.upper()} {size >> 10} KiB"
         for name, size in about["caches"].items()
     )
-    yield (
-        f"{about['cpu']}, {about['cores']} cores ({caches}), {about['threads']} threads; "
-        f"lmdeploy-fp4 {about['lmdeploy']}, instruction set {about['isa']}."
+    return (
+        f"{about['cpu']}, {counted(about['cores'], 'core')} ({caches}), "
+        f"{counted(about['threads'], 'thread')}; lmdeploy-fp4 {about['lmdeploy']}, instruction set "
+        f"{about['isa']}."
     )
+
+
+def peer_lines(about: Mapping[str, Any]) -> Iterator[str]:
+    """One sentence on llama.cpp's build, where it was there."""
     peer = about.get("llama_cpp")
     if peer:
+        flags = [flag.split("=")[0].strip() for flag in peer["flags"].split("|") if "= 1" in flag]
         yield (
             f"llama.cpp of llama-cpp-python {peer['llama_cpp_python']}, built from source by "
-            f"{peer['compiler']}: {peer['flags']}."
+            f"{peer['compiler']} with {', '.join(flags).removeprefix('CPU : ')}."
         )
 
 
@@ -186,7 +197,7 @@ def cell_lines(document: Mapping[str, Any]) -> Iterator[str]:
 
 def scaling_lines(document: Mapping[str, Any], plot: str) -> Iterator[str]:
     """Laws, plot and cells."""
-    yield f"{document['model']}, decoding. {' '.join(machine_lines(document['about']))}"
+    yield f"{document['model']}, decoding. {machine_line(document['about'])}"
     yield ""
     yield f"![cost of decoding against context, batch and threads]({plot})"
     yield ""
@@ -208,7 +219,7 @@ def render(document: Mapping[str, Any] | None, targets: ResultsFile | None, *, p
     """The generated part, markers included."""
     lines = [BEGIN, "## Beside llama.cpp", ""]
     if targets and targets.rows:
-        lines += machine_lines(targets.about)
+        lines += [machine_line(targets.about), *peer_lines(targets.about)]
         lines += target_lines(targets)
     else:
         lines.append(NOT_MEASURED)
@@ -265,7 +276,7 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
 def _draw_contexts(axes: Any, document: Mapping[str, Any], *, curve: Curve, colour: str) -> None:
     cells = sorted((c for c in curve.cells if c["batch"] == 1), key=lambda c: c["mean_context"])
     contexts = [cell["mean_context"] for cell in cells]
-    label = f"{curve.mode}, {curve.threads} threads"
+    label = f"{curve.mode}, {counted(curve.threads, 'thread')}"
     axes.plot(contexts, [c["seconds"] * 1e3 for c in cells], "o", color=colour, label=label)
     axes.plot(contexts, [curve.law.seconds(c, 1) * 1e3 for c in contexts], "-", color=colour)
     read = bandwidth(document, curve.threads)
@@ -281,7 +292,7 @@ def _draw_batches(axes: Any, curve: Curve, *, colour: str) -> None:
             (c for c in curve.cells if c["context"] == context), key=lambda c: int(c["batch"])
         )
         batches = [cell["batch"] for cell in cells]
-        label = f"{curve.mode}, {curve.threads} threads, context {context}"
+        label = f"{curve.mode}, {counted(curve.threads, 'thread')}, context {context}"
         seconds = [cell["seconds"] * 1e3 / cell["batch"] for cell in cells]
         axes.plot(batches, seconds, "o" + style, color=colour, label=label, markersize=4)
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from our_engine import BLOCK_TOKENS, Cell, OurEngine, OurSetting
-from performance_page import load_targets, write_page
+from performance_page import load_targets, put_in, write_page
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
@@ -209,6 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure or read, then write the page and the plot."""
     options = parse_arguments(arguments)
     try:
+        put_in(options.page.read_text(encoding="utf-8"), "")  # before hours of measuring
         path = options.json or options.source
         document = read_document(path) if path.exists() else None
         if options.json:

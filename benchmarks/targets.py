@@ -198,7 +198,7 @@ def row_of(target: Target, runs: Runs, *, model: str) -> TargetRow:
     ratios = [ours / peer for ours, peer in zip(runs.ours, runs.peer, strict=True)]
     ratio = statistics.median(ratios)
     few = len(ratios) < MIN_REPEATS and target.kind is not Kind.ATTENTION
-    note = f"only {len(ratios)} runs; " * few + runs.note
+    note = f"runs: only {len(ratios)}; " * few + runs.note
     return TargetRow(
         name=target.name,
         work=target.work,

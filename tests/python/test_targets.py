@@ -59,7 +59,7 @@ def test_verdicts():
     assert row_of(DECODE, runs([1.79] * 5, [1.0] * 5), model="m").met is False
     assert row_of(MEMORY, runs([1.0] * 5, [1.0] * 5), model="m").met is True
     assert row_of(MEMORY, runs([1.01] * 5, [1.0] * 5), model="m").met is False
-    assert "only 2 runs" in row_of(DECODE, runs([1.0] * 2, [1.0] * 2), model="m").note
+    assert "runs: only 2" in row_of(DECODE, runs([1.0] * 2, [1.0] * 2), model="m").note
     trial = as_trial(row_of(DECODE, runs([9.0] * 5, [1.0] * 5), model="m"), "context 64")
     assert trial.met is None and "context 64" in format_row(trial)
 
