@@ -206,7 +206,7 @@ def run_suite(options: argparse.Namespace) -> None:
     from lmdeploy.turbomind.loader import load_model
 
     file = ResultsFile(options.json)
-    file.about = file.about or describe_machine(options.num_threads)
+    file.measured_on(describe_machine(options.num_threads))
     loaded = load_model(options.model, device=_turbomind.make_cpu_device(options.num_threads))
     if options.again:
         file.forget(options.targets, Path(loaded.path).stem)

@@ -179,7 +179,7 @@ def run(options: argparse.Namespace) -> None:
 
     info = read_model_info(options.model)
     file = ResultsFile(options.json)
-    file.about = file.about or describe_machine(options.num_threads)
+    file.measured_on(describe_machine(options.num_threads))
     load = Load(options.clients, options.requests, options.prompt_tokens, options.answer_tokens)
     bench = ServerBench(
         str(info.path),

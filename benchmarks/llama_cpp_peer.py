@@ -135,12 +135,14 @@ class PeerContext:
 class LlamaCpp:
     """The model is loaded once; every run makes a context of the size it needs."""
 
-    def __init__(self, path: str, *, threads: int, use_mmap: bool = True) -> None:
+    def __init__(
+        self, path: str, *, threads: int, use_mmap: bool = True, repack: bool = True
+    ) -> None:
         llama_cpp.llama_log_set(silent, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         self._threads = threads
         parameters = llama_cpp.llama_model_default_params()
-        parameters.use_mmap = use_mmap
+        parameters.use_mmap, parameters.use_extra_bufts = use_mmap, repack
         self._model = llama_cpp.llama_model_load_from_file(path.encode(), parameters)
         if not self._model:
             raise ValueError(f"{path}: llama.cpp cannot load it")

@@ -42,12 +42,17 @@ def run_ours(path: str, cell: Cell, *, mode: str, threads: int) -> None:
 
 
 def run_peer(path: str, cell: Cell, *, setting: str, threads: int) -> None:
-    """`setting`: KV type, `on` or `off` for flash attention, `mmap` or `read`."""
+    """`setting`: KV type, `on` or `off` for flash attention, `mmap`, `read` or `as-stored`.
+
+    `as-stored`: mapped, and no matrix repacked, which costs llama.cpp speed.
+    """
     from llama_cpp_peer import FLOAT_TYPES, LlamaCpp, PeerSetting
 
     kind, attention, reading = setting.split(",")
     value_kind = kind if attention == "on" or kind in FLOAT_TYPES else "f16"
-    peer = LlamaCpp(path, threads=threads, use_mmap=reading == "mmap")
+    peer = LlamaCpp(
+        path, threads=threads, use_mmap=reading != "read", repack=reading != "as-stored"
+    )
     peer.run(cell, PeerSetting(kind, value_kind, attention == "on"))
     peer.close()
 
@@ -69,7 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("model", help="GGUF file")
     parser.add_argument("--engine", choices=("ours", "peer"), required=True)
-    parser.add_argument("--setting", required=True, help="KV mode; KV type,on|off,mmap|read")
+    parser.add_argument(
+        "--setting", required=True, help="KV mode; KV type,on|off,mmap|read|as-stored"
+    )
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--num-threads", type=int, default=2)

@@ -13,6 +13,8 @@ from typing import Any
 
 from targets import Target, TargetRow
 
+SAME_MACHINE = ("cpu", "cores", "threads", "caches", "isa", "llama_cpp")
+
 
 def describe_machine(threads: int) -> dict[str, Any]:
     """CPU, caches, compilers and versions that the figures depend on."""
@@ -79,6 +81,16 @@ class ResultsFile:
                 self._put(TargetRow.from_json(fields))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}: not results of this suite: {error!r}") from error
+
+    def measured_on(self, machine: dict[str, Any]) -> None:
+        """Notes the machine. ValueError when the file's rows come from another one."""
+        self.about = self.about or machine
+        for key in SAME_MACHINE:
+            if self.about.get(key) != machine.get(key):
+                raise ValueError(
+                    f"{self._path}: its rows were measured with {key} {self.about.get(key)}, here "
+                    f"it is {machine.get(key)}; give --json another file"
+                )
 
     def _put(self, row: TargetRow) -> None:
         self._rows[row.model, row.name] = row

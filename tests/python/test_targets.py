@@ -135,6 +135,14 @@ def test_file_continues(tmp_path):
     assert again.measured("m", DECODE, repeats=5) is None
 
 
+def test_rows_of_one_machine(tmp_path):
+    file = ResultsFile(tmp_path / "targets.json")
+    file.measured_on({"cpu": "x", "threads": 2, "load_average_at_start": 0.1})
+    file.measured_on({"cpu": "x", "threads": 2, "load_average_at_start": 9.9})
+    with pytest.raises(ValueError, match="threads 2, here it is 1"):
+        file.measured_on({"cpu": "x", "threads": 1})
+
+
 @pytest.mark.parametrize(
     "text", ["[", "[]", '{"rows": []}', '{"about":{},"searches":{},"rows":[1]}']
 )
