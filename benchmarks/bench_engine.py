@@ -219,6 +219,7 @@ def run_suite(options: argparse.Namespace) -> None:
         peer_setting=options.peer_setting,
         attention_bench=options.attention_bench,
         llama_server=options.llama_server,
+        server_requests=options.server_requests,
     )
     try:
         suite = TargetSuite(loaded, peer, options=suite_options, file=file)
@@ -277,6 +278,7 @@ def add_suite_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--peer-setting", help="name of llama.cpp's setting instead of a search")
     group.add_argument("--attention-bench", type=Path, help="binary attention_alone_bench")
     group.add_argument("--llama-server", type=Path, help="binary llama-server")
+    group.add_argument("--server-requests", type=int, default=1, help="of each of its 16 clients")
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

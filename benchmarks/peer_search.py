@@ -12,16 +12,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from our_engine import Cell
+from server_load import Load
 
 if TYPE_CHECKING:
     from llama_cpp_peer import LlamaCpp, PeerSetting
 
 Work = Literal["prefill", "decode"]
 WORKS: tuple[Work, ...] = ("prefill", "decode")
-FINALISTS = 5
-SEARCH_STEPS = 8
-LONG_BATCH_1, LONG_BATCHED = 2048, 1024
-SHORT_BATCH_1, SHORT_BATCHED = 512, 128
+FINALISTS = 3  # of either work
+STEPS_BATCH_1, STEPS_BATCHED = 8, 4
+SHORT_BATCH_1, LONG_BATCH_1 = 256, 1024
+SHORT_BATCHED, LONG_BATCHED = 64, 512
 MICRO_BATCHES = (128, 2048)
 
 # setting's name → work → context → tokens per second
@@ -60,12 +61,13 @@ def run_search(peer: LlamaCpp, cell: Cell, *, settings: Sequence[PeerSetting]) -
     """Both rounds for cells like this one."""
     speeds: Speeds = {}
     lengths = search_lengths(cell)
+    steps = STEPS_BATCH_1 if cell.batch == 1 else STEPS_BATCHED
     left: Iterable[PeerSetting] = settings
     for length in lengths:
         for setting in left:
             _measure(
                 peer,
-                replace(cell, context=length, steps=SEARCH_STEPS),
+                replace(cell, context=length, steps=steps),
                 setting=setting,
                 speeds=speeds,
             )
@@ -93,7 +95,6 @@ def _measure(peer: LlamaCpp, cell: Cell, *, setting: PeerSetting, speeds: Speeds
                 found["prefill"][str(cell.context)] = round(context.prefill(), 2)
             else:
                 context.fill()
-            context.decode()
             found["decode"][str(cell.context)] = round(context.decode(), 2)
     except RuntimeError as error:
         print(f"left out: {error}")
@@ -107,6 +108,23 @@ def setting_named(name: str, settings: Sequence[PeerSetting]) -> PeerSetting:
             if candidate.name == name:
                 return candidate
     raise ValueError(f"peer setting: got {name!r}, wanted one of {[s.name for s in settings]}")
+
+
+def seconds_of_requests(alone: Speeds, together: Speeds, *, load: Load) -> dict[str, float]:
+    """Setting → predicted seconds of a request per client: prompts read one by one, then decoding.
+
+    `alone` and `together` are the searches at batch 1 and with many sequences.
+    """
+    seconds = {}
+    middle = load.prompt_tokens + load.answer_tokens // 2
+    for name, points in alone.items():
+        decode = together.get(name, {}).get("decode")
+        if points.get("prefill") and decode:
+            reading = load.prompt_tokens / predicted(points["prefill"], load.prompt_tokens)
+            seconds[name] = load.clients * (
+                reading + load.answer_tokens / predicted(decode, middle)
+            )
+    return seconds
 
 
 def best_setting(

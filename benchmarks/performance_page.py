@@ -59,7 +59,7 @@ def load_targets(path: Path) -> ResultsFile | None:
     return ResultsFile(path) if path.exists() else None
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: int = 1) -> Iterator[str]:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: int = 1) -> Iterator[str]:
     """Markdown; the columns from `numbers` on are aligned to the right."""
     yield "| " + " | ".join(head) + " |"
     yield "|" + "|".join(" --- " if i < numbers else " ---: " for i in range(len(head))) + "|"

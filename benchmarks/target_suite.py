@@ -9,12 +9,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attention_alone import attention_runs
-from bench_server import ServerBench, fastest, search, target_runs
+from bench_server import ServerBench, fastest, target_runs
+from bench_server import setting_named as server_setting_named
 from memory_probe import probe
 from our_engine import Cell, OurEngine, OurSetting
-from peer_search import Work, best_setting, run_search, search_lengths, setting_named
+from peer_search import (
+    LONG_BATCH_1,
+    LONG_BATCHED,
+    Work,
+    best_setting,
+    run_search,
+    search_lengths,
+    seconds_of_requests,
+    setting_named,
+)
 from results_file import ResultsFile
 from server_load import Load
+from server_processes import EVERY_PEER_SETTING, PeerServerSetting
 from targets import Kind, Peers, Runs, Target, TargetRow, as_trial, row_of, unmeasured
 
 if TYPE_CHECKING:
@@ -41,7 +52,7 @@ class SuiteOptions:
     peer_setting: str | None = None
     attention_bench: Path | None = None
     llama_server: Path | None = None
-    server_requests: int = 2
+    server_requests: int = 1
 
     def cell_of(self, target: Target) -> Cell:
         """The target's cell; shorter where the options say so, which only tries the suite."""
@@ -123,16 +134,23 @@ class TargetSuite:
         """The peer's fastest setting for the cell."""
         from llama_cpp_peer import EVERY_SETTING, SIXTEEN_BIT
 
-        assert self._peer
-        peer = self._peer
         settings = EVERY_SETTING if target.peers is Peers.EVERY else SIXTEEN_BIT
         if self._options.peer_setting:
             return setting_named(self._options.peer_setting, EVERY_SETTING)
-        lengths = ",".join(map(str, search_lengths(cell)))
-        key = f"{self.model}: batch {cell.batch}, contexts {lengths}, {target.peers.value}"
-        speeds: Any = self._file.search(key, lambda: run_search(peer, cell, settings=settings))
+        speeds = self._search(cell, target.peers)
         work: Work = "prefill" if target.kind is Kind.PREFILL else "decode"
         return best_setting(speeds, work, context=cell.context, settings=settings)
+
+    def _search(self, cell: Cell, peers: Peers) -> Any:
+        """Speeds of the peer's settings, from the file where they were searched before."""
+        from llama_cpp_peer import EVERY_SETTING, SIXTEEN_BIT
+
+        assert self._peer
+        peer = self._peer
+        settings = EVERY_SETTING if peers is Peers.EVERY else SIXTEEN_BIT
+        lengths = ",".join(map(str, search_lengths(cell)))
+        key = f"{self.model}: batch {cell.batch}, contexts {lengths}, {peers.value}"
+        return self._file.search(key, lambda: run_search(peer, cell, settings=settings))
 
     def _beside_peer(self, target: Target, cell: Cell) -> Runs:
         if not self._peer:
@@ -205,9 +223,20 @@ class TargetSuite:
             mode=target.mode,
             llama_server=self._options.llama_server,
         )
-        key = f"{self.model}: llama-server, {cell.batch} clients, {cell.context} tokens in"
-        setting = fastest(self._file.search(key, lambda: search(bench)))
-        return target_runs(bench, setting, repeats=self._options.repeats)
+        return target_runs(bench, self._server_setting(bench), repeats=self._options.repeats)
+
+    def _server_setting(self, bench: ServerBench) -> PeerServerSetting:
+        """The fastest by what the engine's searches predict for the load."""
+        if self._options.peer_setting:
+            return server_setting_named(self._options.peer_setting)
+        if not self._peer:
+            raise NotMeasured("the search needs llama.cpp here, too (--no-peer, or not installed)")
+        alone = self._search(Cell(LONG_BATCH_1, 1, 1), Peers.EVERY)
+        together = self._search(Cell(LONG_BATCHED, 32, 1), Peers.EVERY)
+        seconds = seconds_of_requests(alone, together, load=bench.load)
+        return fastest(
+            {s.name: 1 / seconds[s.name] for s in EVERY_PEER_SETTING if s.name in seconds}
+        )
 
     def _attention(self, target: Target, cell: Cell) -> Runs:
         bench = self._options.attention_bench

@@ -13,7 +13,7 @@ import pytest
 import server_load
 from bench_server import fastest
 from our_engine import Cell
-from peer_search import predicted, ranking, search_lengths
+from peer_search import predicted, ranking, search_lengths, seconds_of_requests
 from results_file import ResultsFile
 from server_load import Load
 from target_suite import alternate, format_row
@@ -100,9 +100,18 @@ def test_search_follows_the_line_beyond_what_it_measured():
 
 
 def test_search_is_short():
-    assert search_lengths(Cell(8192, 1, 16)) == (512, 2048)
+    assert search_lengths(Cell(8192, 1, 16)) == (256, 1024)
+    assert search_lengths(Cell(2048, 1, 16)) == (256, 1024)
     assert search_lengths(Cell(128, 1, 64)) == (64, 128)
-    assert search_lengths(Cell(1024, 32, 16)) == (128, 1024)
+    assert search_lengths(Cell(1024, 32, 16)) == (64, 512)
+
+
+def test_the_servers_setting_is_predicted_from_both_searches():
+    alone = {"a": {"prefill": {"512": 100.0}}, "b": {"prefill": {"512": 200.0}}, "c": {}}
+    together = {"a": {"decode": {"512": 64.0}}, "b": {"decode": {"512": 32.0}}}
+    load = Load(clients=2, requests=1, prompt_tokens=512, answer_tokens=128)
+    seconds = seconds_of_requests(alone, together, load=load)
+    assert seconds == {"a": 2 * (5.12 + 2.0), "b": 2 * (2.56 + 4.0)}
 
 
 def test_peer_settings():
