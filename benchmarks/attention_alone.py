@@ -23,16 +23,23 @@ from lmdeploy import _turbomind
 
 CEILING_SECONDS = 1.5
 CACHED_CONTEXT = 256
+LEVELS = ("memory", "l3", "l2")
+KINDS = ("int8", "bf16", "fp32")
 BENCH_TIMEOUT_S = 600
 
 
 def measure_ceilings(threads: int) -> dict[str, Any]:
-    """Bytes and operations per second of this machine. LookupError where it cannot be measured."""
+    """Bytes per second by level, operations per second by kind; None: not on this machine.
+
+    LookupError where nothing can be measured.
+    """
     measure = getattr(_turbomind, "measure_ceilings", None)
     if measure is None:
         raise LookupError("this build has no _turbomind.measure_ceilings")
-    ceilings: dict[str, Any] = measure(_turbomind.make_cpu_device(threads), CEILING_SECONDS)
-    return ceilings
+    found = measure(_turbomind.make_cpu_device(threads), CEILING_SECONDS)
+    reads = {level: getattr(found, level).bytes_per_s or None for level in LEVELS}
+    rates = {f"{kind}_ops_per_s": getattr(found, f"{kind}_ops_per_s") or None for kind in KINDS}
+    return {"read_bytes_per_s": reads, **rates}
 
 
 def level_of(working_set: float, *, threads: int, caches: Mapping[int, int]) -> str:
@@ -49,8 +56,7 @@ def lower_limit(
     bandwidth = ceilings.get("read_bytes_per_s", {}).get(level)
     if not bandwidth:
         raise LookupError(f"measure_ceilings gave no read bandwidth of {level}")
-    kinds = ("int8", "bf16", "fp32")
-    rates = {kind: ceilings.get(f"{kind}_ops_per_s") or 0.0 for kind in kinds}
+    rates = {kind: ceilings.get(f"{kind}_ops_per_s") or 0.0 for kind in KINDS}
     kind = max(rates, key=lambda name: rates[name])
     arithmetic = rates[kind] / operations_per_byte
     if 0 < arithmetic < bandwidth:

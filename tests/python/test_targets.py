@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import attention_alone
@@ -186,6 +187,24 @@ def test_attention_is_held_against_the_lower_limit():
     assert limit == 25e9 and name.startswith("int8 arithmetic")
     with pytest.raises(LookupError, match="l2"):
         attention_alone.lower_limit(ceilings, "l2", operations_per_byte=4)
+
+
+def test_ceilings_of_the_build(monkeypatch):
+    """As the compiled module has them: 0 stands for what is not there."""
+
+    def measure(device: Any, seconds: float) -> Any:
+        read = SimpleNamespace(bytes_per_s=14e9)
+        rates = {"int8_ops_per_s": 1e12, "bf16_ops_per_s": 0.0, "fp32_ops_per_s": 2e11}
+        return SimpleNamespace(memory=read, l3=SimpleNamespace(bytes_per_s=0.0), l2=read, **rates)
+
+    module = attention_alone._turbomind
+    monkeypatch.setattr(module, "measure_ceilings", measure, raising=False)
+    ceilings = attention_alone.measure_ceilings(1)
+    assert ceilings["read_bytes_per_s"] == {"memory": 14e9, "l3": None, "l2": 14e9}
+    assert ceilings["bf16_ops_per_s"] is None and ceilings["int8_ops_per_s"] == 1e12
+    monkeypatch.delattr(module, "measure_ceilings")
+    with pytest.raises(LookupError, match="measure_ceilings"):
+        attention_alone.measure_ceilings(1)
 
 
 LOAD = Load(clients=2, requests=2, prompt_tokens=3, answer_tokens=4)
