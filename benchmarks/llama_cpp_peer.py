@@ -98,24 +98,27 @@ class PeerContext:
     def prefill(self) -> float:
         """Prompt tokens per second, all sequences; the cache then holds them."""
         llama_cpp.llama_memory_clear(self._memory, False)
+        pending = self._pending(self._prompts)
         begun = time.perf_counter()
-        self._read(self._prompts)
+        self._read(pending)
         return self._cell.context * self._cell.batch / (time.perf_counter() - begun)
 
     def fill(self) -> None:
         """One prompt in every sequence; each has its own copy unless the cell shares it."""
         llama_cpp.llama_memory_clear(self._memory, False)
-        self._read(self._prompts[:1])
+        self._read(self._pending(self._prompts[:1]))
         for sequence in range(1, self._cell.batch):
             llama_cpp.llama_memory_seq_cp(self._memory, 0, sequence, -1, -1)
 
-    def _read(self, prompts: list[list[int]]) -> None:
+    def _pending(self, prompts: list[list[int]]) -> list[tuple[int, int, int, bool]]:
         last = self._cell.context - 1
-        pending = [
+        return [
             (token, position, sequence, position == last)
             for sequence, prompt in enumerate(prompts)
             for position, token in enumerate(prompt)
         ]
+
+    def _read(self, pending: list[tuple[int, int, int, bool]]) -> None:
         for start in range(0, len(pending), BATCH_TOKENS):
             decode(self._context, self._batch, tokens=pending[start : start + BATCH_TOKENS])
 

@@ -167,8 +167,8 @@ def law_lines(document: Mapping[str, Any]) -> Iterator[str]:
                 f"`{curve.mode}`, {curve.threads}",
                 f"{curve.law.fixed * 1e3:.3g} ms",
                 f"{weights * 1e3:.3g} ms" if weights else "",
-                f"{curve.law.per_slot * 1e9:.3g} ns",
-                f"{slot * 1e9:.3g} ns" if slot else "",
+                f"{curve.law.per_slot * 1e6:.3g} µs",
+                f"{slot * 1e6:.3g} µs" if slot else "",
                 f"{curve.law.per_sequence * 1e3:.3g} ms",
                 f"{worst:+.0%}",
             )

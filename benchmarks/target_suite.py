@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from lmdeploy.turbomind.loader import LoadedModel
 
 MEMORY_SETTINGS = ("q4_0,on,mmap", "q4_0,on,read", "f16,on,mmap", "f16,off,mmap")
+REST_SECONDS = 0.2
 SLOW_MEMORY_SETTING = "q4_0,on,as-stored"  # noted, not compared: its matrix products are slower
 
 
@@ -64,17 +66,16 @@ class SuiteOptions:
 def alternate(
     ours: Callable[[], float], theirs: Callable[[], float], *, repeats: int
 ) -> tuple[list[float], list[float]]:
-    """`repeats` runs of each; who begins changes every time, so that a drift favours nobody."""
-    mine: list[float] = []
-    others: list[float] = []
+    """`repeats` runs of each; who begins changes every time, so that a drift favours nobody.
+
+    Between runs is a rest in which the waiting threads of the last one stop spinning.
+    """
+    sides: list[tuple[Callable[[], float], list[float]]] = [(theirs, []), (ours, [])]
     for turn in range(repeats):
-        if turn % 2:
-            mine.append(ours())
-            others.append(theirs())
-        else:
-            others.append(theirs())
-            mine.append(ours())
-    return mine, others
+        for run, values in sides if turn % 2 == 0 else reversed(sides):
+            time.sleep(REST_SECONDS)
+            values.append(run())
+    return sides[1][1], sides[0][1]
 
 
 class TargetSuite:
@@ -162,6 +163,8 @@ class TargetSuite:
             if target.kind is Kind.PREFILL:
                 warm = replace(cell, context=min(cell.context, 512))
                 engine.prefill(warm)
+                if cell.context <= LONG_BATCH_1 * 2:
+                    context.prefill()
                 ours, theirs = alternate(
                     lambda: engine.prefill(cell), context.prefill, repeats=self._options.repeats
                 )

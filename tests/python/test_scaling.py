@@ -108,7 +108,7 @@ def test_the_page_shows_laws_ceilings_and_targets(tmp_path):
     targets.add(row_of(BY_NAME["decode-8192-batch-1"], runs, model="m"))
     targets.add(unmeasured(BY_NAME["memory"], "no peer", model="m"))
     text = page.render(document(), targets, plot="plot.png")
-    assert "| `nvfp4`, 1 | 4 ms | 2 ms | 500 ns | 929 ns | 0.6 ms |" in text
+    assert "| `nvfp4`, 1 | 4 ms | 2 ms | 0.5 µs | 0.929 µs | 0.6 ms |" in text
     assert "| 3.00 | 3.00–3.00 | ≥ 1.8, met |" in text and "**≥ 3.5, missed**" in text
     assert "not measured" in text and "no peer" in text and "](plot.png)" in text
     file = tmp_path / "page.md"

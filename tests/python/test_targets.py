@@ -12,6 +12,7 @@ import attention_alone
 import bench_engine
 import pytest
 import server_load
+import target_suite
 from bench_server import fastest
 from our_engine import Cell
 from peer_search import predicted, ranking, search_lengths, seconds_of_requests
@@ -73,7 +74,8 @@ def test_runs_that_are_no_figures(ours, peer):
         row_of(DECODE, runs(ours, peer), model="m")
 
 
-def test_turns_alternate():
+def test_turns_alternate(monkeypatch):
+    monkeypatch.setattr(target_suite, "REST_SECONDS", 0.0)
     order: list[str] = []
 
     def run(name: str) -> float:
