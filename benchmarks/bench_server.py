@@ -6,7 +6,7 @@
 llama.cpp's server has a slot per client, continuous batching and the fastest of its KV types with
 flash attention on and off. It builds from the sources that llama-cpp-python comes with:
 
-    pip download --no-binary :all: --no-deps llama-cpp-python==0.3.36
+    pip download --no-binary llama-cpp-python --no-deps llama-cpp-python==0.3.36
     tar xf llama_cpp_python-0.3.36.tar.gz
     cmake -S llama_cpp_python-0.3.36/vendor/llama.cpp -B build-llama -G Ninja \\
         -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF \\
@@ -14,9 +14,9 @@ flash attention on and off. It builds from the sources that llama-cpp-python com
         -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF
     ninja -C build-llama llama-server
 
-(gcc 12 miscompiles its AMX path; on a machine without AMX the three options change nothing.)
-Without --llama-server the peer is `python -m llama_cpp.server` with interruption off, which answers
-one request after the other. Both servers stay up during the run; the one that is not asked sleeps.
+(gcc 12 miscompiles its AMX path; on a machine without AMX the three options change nothing.) Both
+servers stay up during the run; the one that is not asked sleeps. All prompts are different, given
+as token ids, and answers run to their limit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from server_processes import (
     MODEL_NAME,
     PeerServerSetting,
     ServerShape,
-    llama_cpp_python_command,
     llama_server_command,
     our_command,
     running,
@@ -44,20 +43,18 @@ from server_processes import (
 from targets import BY_NAME, FP4, Runs, row_of
 
 SLOT_MARGIN = 64
-PYTHON_PEER = "llama_cpp.server, interruption off, one request at a time"
 
 
 @dataclass(frozen=True)
 class ServerBench:
-    """What is measured. `setting` None: searched with a short load."""
+    """What is measured."""
 
     model: str
     vocab_size: int
     load: Load
+    llama_server: Path
     threads: int
     mode: str = FP4
-    llama_server: Path | None = None
-    setting: PeerServerSetting | None = None
 
     @property
     def shape(self) -> ServerShape:
@@ -72,14 +69,8 @@ class ServerBench:
         )
 
     @contextmanager
-    def peer(self, setting: PeerServerSetting | None) -> Iterator[int]:
-        """llama.cpp's server, or that of llama-cpp-python."""
-        if self.llama_server is None:
-            command = llama_cpp_python_command(self.model, shape=self.shape)
-            with running(command, health="/v1/models") as port:
-                yield port
-            return
-        assert setting
+    def peer(self, setting: PeerServerSetting) -> Iterator[int]:
+        """llama.cpp's server; yields its port."""
         command = llama_server_command(
             self.llama_server, self.model, setting=setting, shape=self.shape
         )
@@ -119,7 +110,7 @@ def setting_named(name: str) -> PeerServerSetting:
 
 
 def measure(
-    bench: ServerBench, setting: PeerServerSetting | None, *, repeats: int
+    bench: ServerBench, setting: PeerServerSetting, *, repeats: int
 ) -> dict[str, list[LoadResult]]:
     """`ours` and `peer`: runs in turns, after one short run of each that does not count."""
     warm = replace(bench.load, requests=1, answer_tokens=8)
@@ -156,12 +147,10 @@ def runs_of(
     return Runs(values["ours"], values["peer"], ours, peer_setting, "; ".join(notes))
 
 
-def target_runs(
-    bench: ServerBench, setting: PeerServerSetting | None, *, repeats: int
-) -> dict[str, Runs]:
+def target_runs(bench: ServerBench, setting: PeerServerSetting, *, repeats: int) -> dict[str, Runs]:
     """Of the targets `server-requests` and `server-p99`."""
     results = measure(bench, setting, repeats=repeats)
-    name = f"llama-server, {setting.name}" if setting else PYTHON_PEER
+    name = f"llama-server, {setting.name}"
     fields = {"server-requests": "requests_per_s", "server-p99": "p99_token"}
     return {
         target: runs_of(bench, results, field=field, peer_setting=name)
@@ -191,12 +180,13 @@ def run(options: argparse.Namespace) -> None:
         str(info.path),
         info.config.vocab_size,
         load,
+        options.llama_server,
         threads=options.num_threads,
-        llama_server=options.llama_server,
     )
     name = Path(info.path).stem
-    setting = setting_named(options.peer_setting) if options.peer_setting else None
-    if options.llama_server and not setting:
+    if options.peer_setting:
+        setting = setting_named(options.peer_setting)
+    else:
         key = f"{name}: llama-server, {load.clients} clients, {load.prompt_tokens} tokens in"
         setting = fastest(file.search(key, lambda: search(bench)))
     for target, runs in target_runs(bench, setting, repeats=options.repeats).items():
@@ -212,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--model", default="smollm2", help="GGUF file or smollm2")
     parser.add_argument("--json", type=Path, help="add the rows to this file")
-    parser.add_argument("--llama-server", type=Path, help="binary of llama.cpp's server")
+    parser.add_argument("--llama-server", type=Path, required=True, help="its binary")
     parser.add_argument("--peer-setting", help="its KV types by name, instead of a search")
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--requests", type=int, default=1, help="of each client (default: 1)")

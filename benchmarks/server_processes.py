@@ -82,15 +82,6 @@ def llama_server_command(
     ]
 
 
-def llama_cpp_python_command(model: str, *, shape: ServerShape) -> list[str]:
-    """The server of llama-cpp-python: one request at a time, which interruption would cut short."""
-    return [
-        *(sys.executable, "-m", "llama_cpp.server", "--model", model, "--host", "127.0.0.1"),
-        *("--n_ctx", str(shape.session_len), "--n_threads", str(shape.threads)),
-        *("--interrupt_requests", "false", "--model_alias", MODEL_NAME, "--port"),
-    ]
-
-
 def free_port() -> int:
     """A port of the loopback interface that nobody uses now."""
     with socket.socket() as taken:
@@ -100,8 +91,8 @@ def free_port() -> int:
 
 
 @contextmanager
-def running(command: Sequence[str], health: str = "/health") -> Iterator[int]:
-    """Starts a server, waits until `health` answers 200 and yields the port; stops it at the end.
+def running(command: Sequence[str]) -> Iterator[int]:
+    """Starts a server, waits until /health answers 200 and yields the port; stops it at the end.
 
     Raises RuntimeError with the end of the log when it does not start.
     """
@@ -112,7 +103,7 @@ def running(command: Sequence[str], health: str = "/health") -> Iterator[int]:
             [*command, str(port)], stdout=log, stderr=subprocess.STDOUT, env=environment
         )
         try:
-            _wait(process, f"http://127.0.0.1:{port}{health}", log=log)
+            _wait(process, f"http://127.0.0.1:{port}/health", log=log)
             yield port
         finally:
             process.terminate()

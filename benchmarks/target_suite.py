@@ -222,9 +222,9 @@ class TargetSuite:
             str(self._path),
             self._loaded.config.vocab_size,
             Load(cell.batch, self._options.server_requests, cell.context, cell.steps),
+            self._options.llama_server,
             threads=self._options.threads,
             mode=target.mode,
-            llama_server=self._options.llama_server,
         )
         return target_runs(bench, self._server_setting(bench), repeats=self._options.repeats)
 
