@@ -26,16 +26,18 @@ CEILING_SECONDS = 1.5
 TRACE_EVENTS = 100_000  # per cell and format: some hundred decode steps
 STEPS_TRACK, OPS_TRACK = 1, 2  # thread ids of a trace
 WITHOUT_CEILING = ("engine", "between_steps")
-# Weights in blocks meet activations of 16 bits, two int8 products for each value.
-INT8_PRODUCTS = 2
+# Weights in blocks meet activations of 16 bits, two int8 products for each value. Codes of these
+# caches meet queries and softmax weights of 16 bits, in products at half the rate of int8.
+INTEGER_CACHES = frozenset({"int8", "int4", "mxfp4", "nvfp4"})
+WIDE_PRODUCTS = 2
 
 
 @dataclass(frozen=True)
 class OpRow:
     """One op in one phase; rates are of all threads together.
 
-    `ceiling` names what binds the op (memory, L3, L2, int8, bf16, fp32), `of_ceiling` is the least
-    time that it allows divided by the time taken; both empty where the op moves nothing.
+    `ceiling` names what binds the op (memory, L3, L2, int8, int16, bf16, fp32), `of_ceiling` is
+    the least time that it allows divided by the time taken; both empty where it moves nothing.
     """
 
     op: str
@@ -158,9 +160,9 @@ def roles_of(config: ModelConfig) -> dict[tuple[str, int, int], str]:
 
 
 def name_of(op: OpRecord | OpEvent, roles: dict[tuple[str, int, int], str]) -> str:
-    """For example: linear 1536 x 576 q4_1 (gate, up)."""
+    """For example: linear 1536 x 576 q4_1 (gate, up); decode_attention nvfp4."""
     if not op.rows:
-        return op.kind
+        return " ".join([op.kind, "/".join(dict.fromkeys(op.kv_formats))]).rstrip()
     role = roles.get((op.kind, op.rows, op.cols))
     return f"{op.kind} {op.rows} x {op.cols} {op.format}" + (f" ({role})" if role else "")
 
@@ -176,11 +178,13 @@ def read_level(num_bytes: float, ceilings: CpuCeilings) -> tuple[str, float]:
 
 def product_rate(record: OpRecord, ceilings: CpuCeilings) -> tuple[str, float]:
     """What multiplies the op's numbers, and its operations per second for 2 per multiply-add."""
+    if record.kv_formats and INTEGER_CACHES.issuperset(record.kv_formats):
+        return "int16", ceilings.int8_ops_per_s / WIDE_PRODUCTS
     if record.format == "bf16" and ceilings.bf16_ops_per_s > 0:
         return "bf16", ceilings.bf16_ops_per_s
     if record.format in ("", "f32", "bf16"):
         return "fp32", ceilings.fp32_ops_per_s
-    return "int8", ceilings.int8_ops_per_s / INT8_PRODUCTS
+    return "int8", ceilings.int8_ops_per_s / WIDE_PRODUCTS
 
 
 def binding_ceiling(

@@ -221,6 +221,7 @@ class OpRecord:
     rows: int  # of the matrix (outputs); 0: the op has none
     cols: int
     format: str  # of the matrix: f32, bf16, q4_0, ...; empty without one
+    kv_formats: list[str]  # of K and V where the op touches the cache, else empty
     calls: int
     nanoseconds: int
     weight_bytes: int  # as packed
@@ -240,6 +241,7 @@ class OpEvent:
     rows: int
     cols: int
     format: str
+    kv_formats: list[str]
     step: int
     begin_ns: int
     end_ns: int

@@ -7,6 +7,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "turbomind/backend/cpu/cpu_device.h"
 #include "turbomind/bindings_enum.h"
@@ -43,8 +44,15 @@ void DefKey(py::class_<T>& target) {
   target.def_property_readonly("kind", [](const T& self) { return Name(kOpKinds, self.key.kind); })
       .def_property_readonly("rows", [](const T& self) { return self.key.rows; })
       .def_property_readonly("cols", [](const T& self) { return self.key.cols; })
-      .def_property_readonly("format", [](const T& self) {
-        return self.key.rows > 0 ? Name(kMatrixFormats, self.key.format) : std::string();
+      .def_property_readonly("format",
+                             [](const T& self) {
+                               return self.key.rows > 0 ? Name(kMatrixFormats, self.key.format)
+                                                        : std::string();
+                             })
+      .def_property_readonly("kv_formats", [](const T& self) {
+        return TouchesCache(self.key.kind)
+                   ? std::vector{Name(kModes, self.key.k_mode), Name(kModes, self.key.v_mode)}
+                   : std::vector<std::string>();
       });
 }
 

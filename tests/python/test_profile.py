@@ -107,6 +107,8 @@ def test_attention_bytes_are_the_visible_positions(mode):
     token = KV_TOKEN_BYTES[mode]
     contexts = [PROMPT + i for i in range(1, NEW_TOKENS)]
     record = find(phases["decode"], "decode_attention")
+    assert record.kv_formats == [mode, mode]
+    assert profile_report.name_of(record, {}) == f"decode_attention {mode}"
     assert record.kv_bytes == token * sum(context + min(context, WINDOW) for context in contexts)
     heads = 2 * 64
     scores = sum(context + min(context, WINDOW) for context in contexts)
@@ -195,7 +197,12 @@ def ceilings() -> Any:
 
 def record(kind: str, ms: float, **values: Any) -> Any:
     numbers = {"rows": 0, "cols": 0, "format": "", "calls": 1, "weight_bytes": 0, "kv_bytes": 0}
-    numbers |= {"activation_bytes": 0, "operations": 0, "nanoseconds": round(ms * 1e6)}
+    numbers |= {
+        "kv_formats": [],
+        "activation_bytes": 0,
+        "operations": 0,
+        "nanoseconds": round(ms * 1e6),
+    }
     return SimpleNamespace(kind=kind, **{**numbers, **values})
 
 
@@ -209,6 +216,8 @@ def record(kind: str, ms: float, **values: Any) -> Any:
         ({"kv_bytes": 40_000_000, "operations": 10**9}, 100e6, "memory", 4.0),
         # Two int8 products for each value of a quantised weight.
         ({"weight_bytes": 1000, "format": "q4_0", "operations": 10**9}, 1e8, "int8", 1.0),
+        ({"kv_formats": ["nvfp4", "int8"], "kv_bytes": 9, "operations": 10**9}, 1e8, "int16", 1.0),
+        ({"kv_formats": ["nvfp4", "fp8"], "kv_bytes": 9, "operations": 10**9}, 1e8, "fp32", 2.5),
         ({"weight_bytes": 1000, "format": "bf16", "operations": 8 * 10**8}, 1e8, "bf16", 1.0),
         ({"weight_bytes": 1000, "format": "f32", "operations": 4 * 10**8}, 1e8, "fp32", 1.0),
         # Activations live where those of one call fit, whatever the step streams.

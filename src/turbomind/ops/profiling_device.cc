@@ -20,7 +20,11 @@ int64_t NowNs() {
 OpKey Key(OpKind kind) { return {.kind = kind}; }
 
 OpKey Key(OpKind kind, const PackedMatrix& matrix) {
-  return {kind, matrix.format, matrix.rows, matrix.cols};
+  return {.kind = kind, .format = matrix.format, .rows = matrix.rows, .cols = matrix.cols};
+}
+
+OpKey Key(OpKind kind, const KvLayerView& kv) {
+  return {.kind = kind, .k_mode = kv.mode[0], .v_mode = kv.mode[1]};
 }
 
 // All groups have one shape and format.
@@ -182,29 +186,30 @@ void ProfilingDevice::CombineExperts(const CombineExpertsParams& params) {
 }
 
 void ProfilingDevice::ProcessKV(const ProcessKVParams& params) {
-  Run(Key(OpKind::kProcessKv), CostOf(params), [&] { device_->ProcessKV(params); });
+  Run(Key(OpKind::kProcessKv, params.kv), CostOf(params), [&] { device_->ProcessKV(params); });
 }
 
 void ProfilingDevice::QuantiseBlocks(const QuantiseBlocksParams& params) {
-  Run(Key(OpKind::kQuantiseBlocks), CostOf(params), [&] { device_->QuantiseBlocks(params); });
+  Run(Key(OpKind::kQuantiseBlocks, params.kv), CostOf(params),
+      [&] { device_->QuantiseBlocks(params); });
 }
 
 void ProfilingDevice::FlattenKV(const FlattenKVParams& params) {
-  Run(Key(OpKind::kFlattenKv), CostOf(params), [&] { device_->FlattenKV(params); });
+  Run(Key(OpKind::kFlattenKv, params.kv), CostOf(params), [&] { device_->FlattenKV(params); });
 }
 
 void ProfilingDevice::PrefillAttention(const AttentionParams& params) {
   const Span span = Time([&] { device_->PrefillAttention(params); });
   const std::lock_guard lock(mutex_);
   step_.prefills = true;
-  Add(Key(OpKind::kPrefillAttention), PrefillCost(params), span);
+  Add(Key(OpKind::kPrefillAttention, params.kv), PrefillCost(params), span);
 }
 
 void ProfilingDevice::DecodeAttention(const AttentionParams& params) {
   const Span span = Time([&] { device_->DecodeAttention(params); });
   const std::lock_guard lock(mutex_);
   step_.decodes = true;
-  Add(Key(OpKind::kDecodeAttention), DecodeCost(params), span);
+  Add(Key(OpKind::kDecodeAttention, params.kv), DecodeCost(params), span);
 }
 
 }  // namespace turbomind

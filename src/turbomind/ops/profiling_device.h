@@ -33,12 +33,20 @@ enum class OpKind : uint8_t {
   kBetweenSteps,  // from a step's last op to the next step: sampling, outputs, planning, waiting
 };
 
-// What is summed into one record: the op and, for Embed, Linear and GroupedLinear, its matrix.
+// Whether the op reads or writes the cache.
+constexpr bool TouchesCache(OpKind kind) {
+  return kind >= OpKind::kProcessKv && kind <= OpKind::kDecodeAttention;
+}
+
+// What is summed into one record: the op; for Embed, Linear and GroupedLinear its matrix; for those
+// that touch the cache its formats.
 struct OpKey {
   OpKind kind = OpKind::kEngine;
   MatrixFormat format = MatrixFormat::kF32;
   int64_t rows = 0;  // outputs; 0: no matrix
   int64_t cols = 0;
+  KvCacheMode k_mode = KvCacheMode::kNone;
+  KvCacheMode v_mode = KvCacheMode::kNone;
 
   bool operator==(const OpKey&) const = default;
 };

@@ -118,7 +118,10 @@ int64_t SumOfTimes(const PhaseProfile& phase) {
 }
 
 OpKey LinearKey(const FakeMatrix& weight) {
-  return {OpKind::kLinear, MatrixFormat::kQ8_0, weight.rows, weight.cols};
+  return {.kind = OpKind::kLinear,
+          .format = MatrixFormat::kQ8_0,
+          .rows = weight.rows,
+          .cols = weight.cols};
 }
 
 }  // namespace
@@ -185,6 +188,20 @@ TEST_CASE("ops are summed by kind and matrix, per phase of their step") {
   CHECK(Find(profile, StepPhase::kMixed)->num_steps == 1);
   f.device.Clear();
   CHECK(f.device.profile().phases.empty());
+}
+
+TEST_CASE("caches of different formats are apart") {
+  Fixture f;
+  AttentionParams params;
+  f.Embed(1);
+  f.device.DecodeAttention(params);
+  params.kv.mode[1] = KvCacheMode::kInt8;
+  f.device.DecodeAttention(params);
+  f.device.DecodeAttention(params);
+  const Profile profile = f.device.profile();
+  const PhaseProfile& decode = *Find(profile, StepPhase::kDecode);
+  CHECK(Find(decode, {.kind = OpKind::kDecodeAttention}).calls == 1);
+  CHECK(Find(decode, {.kind = OpKind::kDecodeAttention, .v_mode = KvCacheMode::kInt8}).calls == 2);
 }
 
 TEST_CASE("times are those of the ops, and what is between them is the engine's") {
