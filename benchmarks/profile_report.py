@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lmdeploy._turbomind import CpuCeilings, ModelConfig, OpEvent, OpRecord, PhaseProfile
 
 CEILING_SECONDS = 1.5
-TRACE_EVENTS = 100_000  # per cell and format: some hundred decode steps
+TRACE_EVENTS = 20_000  # per cell and format: some fifty steps
 STEPS_TRACK, OPS_TRACK = 1, 2  # thread ids of a trace
 WITHOUT_CEILING = ("engine", "between_steps")
 # Weights in blocks meet activations of 16 bits, two int8 products for each value. Codes of these
@@ -95,11 +95,11 @@ class ProfileSession:
         self, config: ModelConfig, *, threads: int, json_path: Path | None, trace_path: Path | None
     ) -> None:
         self._roles = roles_of(config)
-        self._json_path, self._trace_path = json_path, trace_path
+        self._json_path = json_path
+        self._trace = TraceFile(trace_path) if trace_path else None
         device = _turbomind.make_cpu_device(threads)
         self.ceilings = _turbomind.measure_ceilings(device, CEILING_SECONDS)
         self._cells: list[dict[str, Any]] = []
-        self._trace: list[dict[str, Any]] = []
 
     def add(self, cell: Cell, engine: OurEngine) -> str:
         """The tables of the last run of a ProfiledEngine."""
@@ -115,16 +115,35 @@ class ProfileSession:
             self._cells.append({**facts, "phases": [asdict(report) for report in reports]})
             text = json.dumps({"ceilings": ceiling_facts(self.ceilings), "cells": self._cells})
             self._json_path.write_text(text + "\n", encoding="utf-8")
-        if self._trace_path:
-            process = 1 + sum(event["name"] == "process_name" for event in self._trace)
-            self._trace += trace_events(
-                profile.events, self._roles, process=process, title=f"{title}, first ops"
-            )
-            text = json.dumps({"traceEvents": self._trace, "displayTimeUnit": "ms"})
-            self._trace_path.write_text(text + "\n", encoding="utf-8")
+        if self._trace:
+            self._trace.add(f"{title}, first ops", profile.events, roles=self._roles)
             if profile.num_dropped_events:
                 title += f" ({profile.num_dropped_events} ops are not in the trace)"
         return "\n".join([f"profile of {title}", *(format_phase(report) for report in reports)])
+
+
+class TraceFile:
+    """Chrome trace events in a file that is whole after each addition."""
+
+    _END = b"\n]}\n"
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._processes = path, 0
+        path.write_bytes(b'{"displayTimeUnit": "ms", "traceEvents": [' + self._END)
+
+    def add(
+        self, title: str, events: Sequence[OpEvent], *, roles: dict[tuple[str, int, int], str]
+    ) -> None:
+        """A process with its tracks."""
+        first, self._processes = self._processes == 0, self._processes + 1
+        lines = [
+            json.dumps(event)
+            for event in trace_events(events, roles, process=self._processes, title=title)
+        ]
+        with self._path.open("r+b") as file:
+            file.seek(-len(self._END), 2)
+            file.write(("\n" if first else ",\n").encode() + ",\n".join(lines).encode())
+            file.write(self._END)
 
 
 def roles_of(config: ModelConfig) -> dict[tuple[str, int, int], str]:

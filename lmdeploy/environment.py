@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import math
 import os
 import warnings
 
@@ -42,7 +41,7 @@ def usable_cores() -> int:
     """Cores that this process may use: its affinity, cut by the cgroup's CPU quota."""
     cores = len(os.sched_getaffinity(0))
     quota = cpu_quota()
-    return cores if quota is None else min(cores, max(1, math.ceil(quota)))
+    return cores if quota is None else min(cores, max(1, int(-(-quota // 1))))
 
 
 def cpu_quota() -> float | None:
