@@ -116,6 +116,23 @@ class WeightsBuilder:
         `data` must be C-contiguous with exactly the bytes of rows x cols values. MXFP4 arrays are
         read where they lie: they are held as long as the weights and must not change. GIL released.
         """
+    def add_packed(
+        self,
+        name: str,
+        format: str,
+        data: npt.NDArray[np.uint8],
+        rows: int,
+        cols: int,
+        *,
+        in_place: bool,
+    ) -> None:
+        """A matrix as `packed` gave it. `in_place`: `data` (aligned to 64 bytes) is held as long as
+        the weights and must not change; else it is copied. GIL released.
+        """
+    def packed(self) -> dict[str, tuple[str, int, int, npt.NDArray[np.uint8]]]:
+        """Before `build`: name → (format, rows, cols, tiles) of every packed matrix. The read-only
+        arrays hold the weights. MXFP4 that is used as stored is left out.
+        """
     def add_vector(self, name: str, data: npt.NDArray[np.float32]) -> None: ...
     def build(self) -> Weights: ...
 
@@ -202,6 +219,11 @@ class Engine:
     def check_integrity(self) -> None: ...
     def kv_statistics(self) -> dict[str, Any]: ...
     def close(self) -> None: ...
+
+packed_layout_id: int  # of the tiles that `packed` gives
+
+def packed_bytes(format: str, rows: int, cols: int) -> int:
+    """Of the tiles of one matrix; 0 for MXFP4."""
 
 def make_cpu_device(num_threads: int, isa: str = "") -> Device: ...
 def available_cpu_isas() -> list[str]: ...

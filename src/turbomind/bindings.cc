@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "turbomind/backend/cpu/cpu_device.h"
+#include "turbomind/backend/cpu/packed_layout.h"
 #include "turbomind/bindings_codec.h"
 #include "turbomind/bindings_enum.h"
 #include "turbomind/bindings_kv.h"
@@ -66,6 +67,22 @@ int64_t SourceBytes(MatrixFormat format, int64_t values) {
   throw InternalError("a matrix format without a size");
 }
 
+bool IsInBlocks(MatrixFormat format) {
+  return format != MatrixFormat::kF32 && format != MatrixFormat::kBF16;
+}
+
+void RequireShape(const std::string& what, MatrixFormat format, int64_t rows, int64_t cols) {
+  constexpr int64_t kMost = int64_t{1} << 30;
+  if (rows < 1 || cols < 1 || rows > kMost || cols > kMost) {
+    throw InvalidArgument(what + ": got shape [" + std::to_string(rows) + ", " +
+                          std::to_string(cols) + "], want positive sizes");
+  }
+  if (IsInBlocks(format) && cols % 32 != 0) {
+    throw InvalidArgument(what + ": got " + std::to_string(cols) + " columns, " +
+                          Name(kMatrixFormats, format) + " wants a multiple of 32");
+  }
+}
+
 void RequireArray(const std::string& what, const py::array& data, char kind, int item_bytes) {
   if (data.dtype().kind() != kind || data.itemsize() != item_bytes) {
     throw InvalidArgument(what + ": got values of dtype " +
@@ -108,17 +125,9 @@ struct PyWeightsBuilder {
   void AddMatrix(const std::string& name, const std::string& format_name, const py::array& data,
                  int64_t rows, int64_t cols, const std::optional<py::array>& scales) {
     const MatrixFormat format = Parse("format", kMatrixFormats, format_name);
-    constexpr int64_t kMost = int64_t{1} << 30;
-    if (rows < 1 || cols < 1 || rows > kMost || cols > kMost) {
-      throw InvalidArgument("matrix " + name + ": got shape [" + std::to_string(rows) + ", " +
-                            std::to_string(cols) + "], want positive sizes");
-    }
-    const bool in_blocks = format != MatrixFormat::kF32 && format != MatrixFormat::kBF16;
-    if (in_blocks && cols % 32 != 0) {
-      throw InvalidArgument("matrix " + name + ": got " + std::to_string(cols) + " columns, " +
-                            format_name + " wants a multiple of 32");
-    }
     const std::string what = "matrix " + name;
+    RequireShape(what, format, rows, cols);
+    const bool in_blocks = IsInBlocks(format);
     const bool is_f32 = format == MatrixFormat::kF32;
     RequireArray(what, data, is_f32 ? 'f' : 'u', is_f32 ? 4 : in_blocks ? 1 : 2);
     RequireBytes(what + " (" + format_name + ")", data, SourceBytes(format, rows * cols));
@@ -138,6 +147,44 @@ struct PyWeightsBuilder {
     }
     py::gil_scoped_release released;
     builder.AddMatrix(name, source);
+  }
+
+  // `in_place`: the array is read where it lies, and held.
+  void AddPacked(const std::string& name, const std::string& format_name, const py::array& data,
+                 int64_t rows, int64_t cols, bool in_place) {
+    const MatrixFormat format = Parse("format", kMatrixFormats, format_name);
+    const std::string what = "packed matrix " + name;
+    RequireShape(what, format, rows, cols);
+    if (IsMxfp4(format)) {
+      throw InvalidArgument(what + ": got " + format_name + ", which is never packed");
+    }
+    RequireArray(what, data, 'u', 1);
+    RequireBytes(what + " (" + format_name + ")", data, PackedBytes(format, rows, cols));
+    MatrixSource source{format, data.data(), rows, cols};
+    source.packed = true;
+    if (in_place) {
+      source.owner = KeepArrays(data, std::nullopt);
+    }
+    py::gil_scoped_release released;
+    builder.AddMatrix(name, source);
+  }
+
+  // The tiles of every matrix that has some, by name; an array holds the weights.
+  py::dict Packed() const {
+    py::dict result;
+    for (const auto& [name, matrix] : builder.Matrices()) {
+      if (matrix->packed_data() == nullptr) {
+        continue;
+      }
+      auto* weights = new std::shared_ptr<const Weights>(builder.weights());
+      const py::capsule owner(
+          weights, [](void* p) { delete static_cast<std::shared_ptr<const Weights>*>(p); });
+      py::array_t<uint8_t> bytes(matrix->num_bytes(), matrix->packed_data(), owner);
+      bytes.attr("setflags")(py::arg("write") = false);
+      result[py::str(name)] =
+          py::make_tuple(Name(kMatrixFormats, matrix->format), matrix->rows, matrix->cols, bytes);
+    }
+    return result;
   }
 
   void AddVector(const std::string& name,
@@ -298,7 +345,10 @@ void DefWeights(py::module_& m) {
            py::arg("device"), py::arg("exact"))
       .def("add_matrix", &PyWeightsBuilder::AddMatrix, py::arg("name"), py::arg("format"),
            py::arg("data"), py::arg("rows"), py::arg("cols"), py::arg("scales") = py::none())
+      .def("add_packed", &PyWeightsBuilder::AddPacked, py::arg("name"), py::arg("format"),
+           py::arg("data"), py::arg("rows"), py::arg("cols"), py::kw_only(), py::arg("in_place"))
       .def("add_vector", &PyWeightsBuilder::AddVector, py::arg("name"), py::arg("data"))
+      .def("packed", &PyWeightsBuilder::Packed)
       .def("build", [](PyWeightsBuilder& self) {
         // Python sees nothing that could change them.
         return std::const_pointer_cast<Weights>(self.builder.Build());
@@ -407,6 +457,14 @@ void DefFunctions(py::module_& m) {
       py::arg("num_threads"), py::arg("isa") = "");
   m.def("available_cpu_isas", &AvailableCpuIsas);
   m.def(
+      "packed_bytes",
+      [](const std::string& format, int64_t rows, int64_t cols) {
+        const MatrixFormat parsed = Parse("format", kMatrixFormats, format);
+        RequireShape("packed matrix", parsed, rows, cols);
+        return PackedBytes(parsed, rows, cols);
+      },
+      py::arg("format"), py::arg("rows"), py::arg("cols"));
+  m.def(
       "plan_memory",
       [](const ModelConfig& model, const EngineConfig& config, int64_t free_bytes) {
         return PlanMemory(model, config, free_bytes, true);
@@ -443,6 +501,7 @@ void DefFunctions(py::module_& m) {
 PYBIND11_MODULE(_turbomind, m) {
   using namespace turbomind;
   m.doc() = "The C++ engine of lmdeploy.";
+  m.attr("packed_layout_id") = kPackedLayoutId;
   py::register_exception<InvalidArgument>(m, "InvalidArgument", PyExc_ValueError);
   py::register_exception<InternalError>(m, "InternalError", PyExc_RuntimeError);
   DefConfigs(m);

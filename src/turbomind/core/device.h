@@ -31,7 +31,8 @@ class Device {
   // Packs a matrix; a source without an owner may be freed afterwards. MXFP4 is kept as it is
   // stored: with an owner where it lies, which the result then holds, else as a copy. `exact` asks
   // for FP32 compute, for tests: quantised sources are dequantised (8 times the bytes of MXFP4) and
-  // activations are not rounded. Throws InvalidArgument for shapes that the format cannot have.
+  // activations are not rounded. A source that is packed already is read in place with an owner,
+  // else copied. Throws InvalidArgument for shapes that the format cannot have.
   virtual std::unique_ptr<PackedMatrix> PackMatrix(const MatrixSource& source, bool exact) = 0;
 
   virtual void Embed(const EmbedParams& params) = 0;

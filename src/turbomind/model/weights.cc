@@ -356,6 +356,18 @@ void WeightsBuilder::AddVector(std::string_view name, const float* data, int64_t
   slot.target->assign(data, data + size);
 }
 
+std::vector<std::pair<std::string, const PackedMatrix*>> WeightsBuilder::Matrices() const {
+  std::vector<std::pair<std::string, const PackedMatrix*>> all;
+  for (const auto& [name, slot] : impl_->matrices) {
+    if (*slot.target != nullptr) {
+      all.emplace_back(name, slot.target->get());
+    }
+  }
+  return all;
+}
+
+std::shared_ptr<const Weights> WeightsBuilder::weights() const { return impl_->weights; }
+
 std::shared_ptr<const Weights> WeightsBuilder::Build() {
   if (impl_->weights == nullptr) {
     throw InvalidArgument("weights: already built");

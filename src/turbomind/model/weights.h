@@ -4,6 +4,7 @@
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "turbomind/core/device.h"
@@ -81,6 +82,13 @@ class WeightsBuilder {
   // does not match the config (naming both).
   void AddMatrix(std::string_view name, const MatrixSource& source);
   void AddVector(std::string_view name, const float* data, int64_t size);
+
+  // Matrices that are there, by name, in no order. They and what they point to live as long as the
+  // weights of Build(). REQUIRES: not yet built.
+  std::vector<std::pair<std::string, const PackedMatrix*>> Matrices() const;
+
+  // What Build() will return; holds the matrices.
+  std::shared_ptr<const Weights> weights() const;
 
   // Throws InvalidArgument listing what is missing.
   std::shared_ptr<const Weights> Build();

@@ -142,6 +142,8 @@ struct MatrixSource {
   // Holds data and scales where a device may read them in place, as long as it keeps a copy of
   // this; null: they may go once they are packed.
   std::shared_ptr<const void> owner = {};
+  // data is what PackedMatrix::packed_data() of an equal matrix was; format is that matrix's.
+  bool packed = false;
 };
 
 // A matrix packed by a device for its kernels. Made by Device::PackMatrix.
@@ -152,6 +154,8 @@ class PackedMatrix {
   int64_t cols = 0;
   MatrixFormat format = MatrixFormat::kF32;
   virtual int64_t num_bytes() const = 0;
+  // [num_bytes()] that the device takes back as a packed source; null: it takes none.
+  virtual const uint8_t* packed_data() const { return nullptr; }
 };
 
 // y = x · wᵀ + bias (+ y if accumulate). Each output is summed in one fixed order over cols,

@@ -2,13 +2,16 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cpu/linear_fixture.h"
 #include "turbomind/backend/cpu/cpu_device.h"
+#include "turbomind/backend/cpu/packed_layout.h"
 #include "turbomind/core/check.h"
 
 using namespace turbomind;
@@ -216,6 +219,63 @@ TEST_CASE("embedding rows come back exactly from the packed matrix") {
   }
 }
 
+MatrixSource PackedSource(const PackedMatrix& matrix, std::shared_ptr<const void> owner) {
+  MatrixSource source{matrix.format, matrix.packed_data(), matrix.rows, matrix.cols};
+  source.owner = std::move(owner);
+  source.packed = true;
+  return source;
+}
+
+TEST_CASE("a matrix is taken back from its packed bytes, in place or copied") {
+  for (MatrixFormat format : kFormats) {
+    const Matrix m = RandomMatrix(format, 50, 96, 47);
+    const auto device = MakeCpuDevice(2);
+    const std::shared_ptr<const PackedMatrix> first = device->PackMatrix(m.source(), false);
+    if (IsMxfp4(format)) {
+      CHECK(first->packed_data() == nullptr);
+      continue;
+    }
+    REQUIRE(first->packed_data() != nullptr);
+    REQUIRE(first->num_bytes() == PackedBytes(format, 50, 96));
+    const auto in_place = device->PackMatrix(PackedSource(*first, first), false);
+    const auto copied = device->PackMatrix(PackedSource(*first, nullptr), false);
+    CHECK(first.use_count() == 2);  // held by the one that reads it
+    CHECK(in_place->packed_data() == first->packed_data());
+    CHECK(copied->packed_data() != first->packed_data());
+    CHECK(std::memcmp(copied->packed_data(), first->packed_data(),
+                      static_cast<size_t>(first->num_bytes())) == 0);
+    if (format == MatrixFormat::kF32) {
+      device->PackMatrix(PackedSource(*first, first), true);
+    } else {
+      CHECK_THROWS_AS(device->PackMatrix(PackedSource(*first, first), true), InvalidArgument);
+    }
+    MatrixSource misaligned = PackedSource(*first, first);
+    misaligned.data = first->packed_data() + 4;
+    CHECK_THROWS_AS(device->PackMatrix(misaligned, false), InvalidArgument);
+  }
+}
+
+// Files of packed weights outlive a build: a change of the tiles must come with a new
+// kPackedLayoutId and then with new values here.
+TEST_CASE("the tiles are those of the layout's id") {
+  REQUIRE(kPackedLayoutId == 1);
+  const auto device = MakeCpuDevice(1);
+  const auto hash_of = [&](MatrixFormat format) {
+    const Matrix m = RandomMatrix(format, 20, 64, 53);
+    const auto packed = device->PackMatrix(m.source(), false);
+    uint64_t hash = 0xcbf29ce484222325;  // FNV-1a
+    for (int64_t i = 0; i < packed->num_bytes(); ++i) {
+      hash = (hash ^ packed->packed_data()[i]) * 0x100000001b3;
+    }
+    return hash;
+  };
+  CHECK(hash_of(MatrixFormat::kF32) == 7030175867461189190u);
+  CHECK(hash_of(MatrixFormat::kBF16) == 9555641935666747825u);
+  CHECK(hash_of(MatrixFormat::kQ4_0) == 12850000725789936096u);
+  CHECK(hash_of(MatrixFormat::kQ4_1) == 13224752672577948833u);
+  CHECK(hash_of(MatrixFormat::kQ8_0) == 4943437910362433791u);
+}
+
 TEST_CASE("matrices that cannot be packed are refused") {
   const auto device = MakeCpuDevice(1);
   std::vector<uint8_t> bytes(4096);
@@ -224,4 +284,7 @@ TEST_CASE("matrices that cannot be packed are refused") {
   CHECK_THROWS_AS(device->PackMatrix({MatrixFormat::kF32, bytes.data(), 0, 32}, false),
                   InvalidArgument);
   CHECK_THROWS_AS(device->PackMatrix({MatrixFormat::kF32, nullptr, 4, 32}, false), InvalidArgument);
+  MatrixSource packed{MatrixFormat::kMxfp4, bytes.data(), 4, 32};
+  packed.packed = true;
+  CHECK_THROWS_AS(device->PackMatrix(packed, false), InvalidArgument);
 }

@@ -85,6 +85,10 @@ TEST_CASE("names are known, given once, of the right shape, and complete") {
   builder.AddMatrix("layers.0.q", right);
   CHECK_THROWS_AS(builder.AddMatrix("layers.0.q", right), InvalidArgument);
   CHECK_THROWS_AS(builder.AddVector("layers.0.q.bias", data.data(), 255), InvalidArgument);
+  const auto matrices = builder.Matrices();
+  REQUIRE(matrices.size() == 1);
+  CHECK(matrices[0].first == "layers.0.q");
+  CHECK(matrices[0].second == builder.weights()->layers[0].qkv.parts[0].get());
   builder.AddVector("layers.0.q.bias", data.data(), 256);
   CHECK_THROWS_AS(builder.AddVector("layers.0.q.bias", data.data(), 256), InvalidArgument);
   CHECK_THROWS_WITH_AS(builder.Build(), doctest::Contains("missing 19: embedding, final_norm"),

@@ -90,7 +90,7 @@ class CpuDevice final : public Device {
   }
 
   std::unique_ptr<PackedMatrix> PackMatrix(const MatrixSource& source, bool exact) override {
-    if (IsMxfp4(source.format) && !exact) {
+    if (IsMxfp4(source.format) && !exact && !source.packed) {
       return std::make_unique<CpuMxfp4Matrix>(source, arena_, pool_);
     }
     return std::make_unique<CpuPackedMatrix>(source, exact, arena_, pool_);

@@ -1,23 +1,9 @@
 #include "turbomind/backend/cpu/mxfp4_matrix.h"
 
-#include <algorithm>
-#include <cstring>
-
 #include "turbomind/backend/cpu/packed_layout.h"
 
 namespace turbomind {
 namespace {
-
-constexpr int64_t kCopyBytes = 1 << 20;  // of one work item
-
-void CopyBytes(ThreadPool& pool, const void* from, int64_t num_bytes, uint8_t* to) {
-  const auto* source = static_cast<const uint8_t*>(from);
-  pool.ParallelFor((num_bytes + kCopyBytes - 1) / kCopyBytes, [&](int64_t item, int) {
-    const int64_t begin = item * kCopyBytes;
-    std::memcpy(to + begin, source + begin,
-                static_cast<size_t>(std::min(kCopyBytes, num_bytes - begin)));
-  });
-}
 
 int64_t ScaleBytes(MatrixFormat format, int64_t cols) {
   return format == MatrixFormat::kMxfp4Split ? cols / kQuantBlock : 0;

@@ -37,6 +37,9 @@
 
 namespace turbomind {
 
+// Changes with every change of the tiles: files of packed weights carry it.
+inline constexpr int kPackedLayoutId = 1;
+
 inline constexpr int kTileRows = 16;
 inline constexpr int kQuantBlock = 32;  // columns that share one scale, weights and activations
 inline constexpr int kQuantRowBytes = 2 * kQuantBlock;  // of a row in a step of a panel
@@ -100,6 +103,11 @@ TM_HD constexpr int64_t TileBytes(MatrixFormat format, int64_t cols) {
     return kTileRows * MxRowBytes(format, cols);
   }
   return NumSteps(format, cols) * TileStepBytes(format);
+}
+
+// Of a whole matrix in tiles; 0 for MXFP4, which has none.
+TM_HD constexpr int64_t PackedBytes(MatrixFormat format, int64_t rows, int64_t cols) {
+  return IsMxfp4(format) ? 0 : (rows + kTileRows - 1) / kTileRows * TileBytes(format, cols);
 }
 
 TM_HD constexpr int PanelStepBytes(MatrixFormat format, int rows) {

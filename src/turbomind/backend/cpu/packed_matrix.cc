@@ -17,6 +17,8 @@ namespace {
 
 constexpr size_t kHugePageBytes = size_t{2} << 20;
 constexpr size_t kRegionBytes = size_t{64} << 20;
+constexpr int64_t kCopyBytes = 1 << 20;  // of one work item
+constexpr size_t kTileAlignment = 64;
 
 // GGUF blocks of 32 values: fp16 d, for Q4_1 fp16 m, then the codes.
 int64_t SourceBlockBytes(MatrixFormat format) {
@@ -153,10 +155,22 @@ void CheckMatrixSource(const MatrixSource& source) {
     throw InvalidArgument("quantised matrix: got " + shape +
                           ", want columns in blocks of 32; expand it to BF16");
   }
+  if (source.packed && IsMxfp4(source.format)) {
+    throw InvalidArgument("packed matrix of " + shape + ": MXFP4 is never packed");
+  }
   if ((source.scales != nullptr) != (source.format == MatrixFormat::kMxfp4Split)) {
     throw InvalidArgument("matrix of " + shape + ": scales apart come with the split form of " +
                           "MXFP4, with it alone");
   }
+}
+
+void CopyBytes(ThreadPool& pool, const void* from, int64_t num_bytes, uint8_t* to) {
+  const auto* source = static_cast<const uint8_t*>(from);
+  pool.ParallelFor((num_bytes + kCopyBytes - 1) / kCopyBytes, [&](int64_t item, int) {
+    const int64_t begin = item * kCopyBytes;
+    std::memcpy(to + begin, source + begin,
+                static_cast<size_t>(std::min(kCopyBytes, num_bytes - begin)));
+  });
 }
 
 void DequantizeMatrixRow(const MatrixSource& source, int64_t row, float* out) {
@@ -220,10 +234,34 @@ CpuPackedMatrix::CpuPackedMatrix(const MatrixSource& source, bool exact, MatrixA
   cols = source.cols;
   format = exact ? MatrixFormat::kF32 : source.format;
   tile_bytes_ = TileBytes(format, cols);
-  data_ = arena.Allocate(static_cast<size_t>(num_bytes()));
+  if (source.packed) {
+    TakePacked(source, arena, pool);
+    return;
+  }
+  const std::shared_ptr<uint8_t> tiles = arena.Allocate(static_cast<size_t>(num_bytes()));
   pool.ParallelFor(num_tiles(), [&](int64_t index, int) {
-    PackTile(source, format, index, data_.get() + index * tile_bytes_);
+    PackTile(source, format, index, tiles.get() + index * tile_bytes_);
   });
+  data_ = tiles.get();
+  owner_ = tiles;
+}
+
+void CpuPackedMatrix::TakePacked(const MatrixSource& source, MatrixArena& arena, ThreadPool& pool) {
+  if (source.format != format) {
+    throw InvalidArgument("packed matrix: got rounded weights, want FP32");
+  }
+  if (source.owner != nullptr) {
+    if (reinterpret_cast<uintptr_t>(source.data) % kTileAlignment != 0) {
+      throw InvalidArgument("packed matrix: got bytes that are not aligned to 64");
+    }
+    data_ = static_cast<const uint8_t*>(source.data);
+    owner_ = source.owner;
+    return;
+  }
+  const std::shared_ptr<uint8_t> tiles = arena.Allocate(static_cast<size_t>(num_bytes()));
+  CopyBytes(pool, source.data, num_bytes(), tiles.get());
+  data_ = tiles.get();
+  owner_ = tiles;
 }
 
 int64_t CpuMatrix::num_tiles() const { return (rows + kTileRows - 1) / kTileRows; }

@@ -32,6 +32,9 @@ class MatrixArena {
 // that are not a multiple of 32, scales apart where the format has none or none where it has.
 void CheckMatrixSource(const MatrixSource& source);
 
+// Copies by all threads of the pool. REQUIRES: num_bytes readable and writable, no overlap.
+void CopyBytes(ThreadPool& pool, const void* from, int64_t num_bytes, uint8_t* to);
+
 // One row of a checkpoint's matrix as FP32 [cols]. REQUIRES: a checked source, row in [0, rows).
 void DequantizeMatrixRow(const MatrixSource& source, int64_t row, float* out);
 
@@ -51,17 +54,22 @@ class CpuMatrix : public PackedMatrix {
 // A matrix in a form of its own; MXFP4 is in mxfp4_matrix.h.
 class CpuPackedMatrix final : public CpuMatrix {
  public:
-  // With `exact` every source becomes kF32. Throws InvalidArgument as CheckMatrixSource does.
-  // REQUIRES: exact or not IsMxfp4(source.format).
+  // With `exact` every source becomes kF32. Throws InvalidArgument as CheckMatrixSource does, and
+  // for a packed source that is MXFP4, not aligned to 64 bytes, or not kF32 where `exact` wants it.
+  // REQUIRES: exact or not IsMxfp4(source.format); a packed source has PackedBytes() of its shape.
   CpuPackedMatrix(const MatrixSource& source, bool exact, MatrixArena& arena, ThreadPool& pool);
 
   int64_t num_bytes() const override { return num_tiles() * tile_bytes_; }
-  const uint8_t* tile(int64_t index) const override { return data_.get() + index * tile_bytes_; }
+  const uint8_t* tile(int64_t index) const override { return data_ + index * tile_bytes_; }
   void ReadRow(int64_t row, float* out) const override;
+  const uint8_t* packed_data() const override { return data_; }
 
  private:
+  void TakePacked(const MatrixSource& source, MatrixArena& arena, ThreadPool& pool);
+
   int64_t tile_bytes_ = 0;
-  std::shared_ptr<uint8_t> data_;  // [num_tiles, tile_bytes_]
+  std::shared_ptr<const void> owner_;
+  const uint8_t* data_ = nullptr;  // [num_tiles, tile_bytes_]
 };
 
 }  // namespace turbomind
