@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
+import sys
 import warnings
 
 OURS = "lmdeploy-fp4"
@@ -12,6 +12,8 @@ NAMESAKE = "lmdeploy"
 
 def installed_version(distribution: str) -> str | None:
     """The version of an installed distribution, None when it is absent."""
+    import importlib.metadata
+
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -20,7 +22,8 @@ def installed_version(distribution: str) -> str | None:
 
 def namesake_warning() -> str | None:
     """A sentence when the distribution `lmdeploy` shares our import name in this environment."""
-    version = installed_version(NAMESAKE)
+    # Asked at every import: the library that knows takes longer to import than this to look.
+    version = installed_version(NAMESAKE) if _may_be_installed(NAMESAKE) else None
     if version is None:
         return None
     return (
@@ -28,6 +31,20 @@ def namesake_warning() -> str | None:
         f"and the command lmdeploy; keep one of them, e.g. "
         f"pip uninstall lmdeploy && pip install --force-reinstall {OURS}"
     )
+
+
+def _may_be_installed(distribution: str) -> bool:
+    """Whether some folder of the path has metadata of that name, installed or unpacked."""
+    beginnings = (f"{distribution}-", f"{distribution}.egg-info")
+    for folder in sys.path:
+        try:
+            if any(name.lower().startswith(beginnings) for name in os.listdir(folder or ".")):
+                return True
+        except NotADirectoryError:
+            return True  # an archive: let the library look into it
+        except OSError:
+            continue
+    return False
 
 
 def warn_of_namesake() -> None:

@@ -228,10 +228,10 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Backend, bool]:
             f"{vocabulary.source}: tokenizer.ggml.pre is {str(name)[:40]!r}; supported: "
             f"{', '.join(supported_cuts())}"
         )
-    merges = []
-    for merge in vocabulary.items("merges", str):
-        middle = merge.find(" ", 1)
-        merges.append((merge[:middle], merge[middle + 1 :]))
+    merges = [
+        (text[: (middle := text.find(" ", 1))], text[middle + 1 :])
+        for text in vocabulary.items("merges", str)
+    ]
     ids = {token: token_id for token_id, token in enumerate(vocabulary.tokens)}
     try:
         model = models.BPE(ids, merges, ignore_merges=cut.ignore_merges)

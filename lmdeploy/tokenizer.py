@@ -76,8 +76,7 @@ class Tokenizer:
         self._backend = backend
         self.eos_ids = list(dict.fromkeys(eos_ids))
         self.bos_id = bos_id
-        state = parse_json_object(backend.to_str().encode(), "tokenizer")
-        self._token_bytes, strip = _bytes_of_tokens(backend, state)
+        self._token_bytes, strip = _bytes_of_tokens(backend)
         self._max_token_bytes = max(map(len, self._token_bytes), default=1)
         self._strip_first_space = strip if strip_first_space is None else strip_first_space
         self._special = {
@@ -265,16 +264,31 @@ def _id_list(value: Any) -> list[int]:
     return [item for item in values if type(item) is int and item >= 0]
 
 
-def _bytes_of_tokens(backend: Backend, state: dict[str, Any]) -> tuple[list[bytes], bool]:
+def _decoder_text(backend: Backend) -> str:
+    """The decoder's settings, as Python prints them."""
+    if backend.decoder is None:
+        return ""
+    # Its own state rather than the tokenizer's: that has the whole vocabulary, a tenth of a second.
+    return str(parse_json_object(backend.decoder.__getstate__(), "tokenizer: decoder"))
+
+
+def _byte_table() -> dict[int, str]:
+    """For str.translate: stand-ins → characters of Latin-1; all else → none of Latin-1."""
+    table = dict.fromkeys(range(256), "\uffff")
+    table.update({ord(char): chr(byte) for char, byte in byte_alphabet().items()})
+    return table
+
+
+def _bytes_of_tokens(backend: Backend) -> tuple[list[bytes], bool]:
     """The bytes of every id, and whether decoding drops a first space."""
-    decoder = str(state.get("decoder") or "")
+    decoder = _decoder_text(backend)
     if "ByteLevel" in decoder:
-        alphabet = byte_alphabet()
+        byte_table = _byte_table()
 
         def convert(token: str) -> bytes:
             try:
-                return bytes([alphabet[char] for char in token])
-            except KeyError:
+                return token.translate(byte_table).encode("latin-1")
+            except UnicodeEncodeError:
                 return token.encode("utf-8", "replace")
 
     elif "ByteFallback" in decoder or "Metaspace" in decoder or "'▁'" in decoder:

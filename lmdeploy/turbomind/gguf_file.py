@@ -42,6 +42,24 @@ _SCALARS: dict[int, np.dtype[Any]] = {
 }
 
 
+# GGML's numbers of the formats that can be loaded.
+_FORMATS = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0"}
+_FORMATS |= {12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 30: "BF16", 39: "MXFP4"}
+_U64 = struct.Struct("<Q")
+
+
+def format_name(kind: int) -> str:
+    """GGML's name of a tensor format, those included that are refused for it."""
+    if kind in _FORMATS:
+        return _FORMATS[kind]
+    from gguf.constants import GGMLQuantizationType  # slow to import
+
+    try:
+        return GGMLQuantizationType(kind).name
+    except ValueError:
+        return f"number {kind}"
+
+
 @dataclass(frozen=True)
 class _TensorRecord:
     shape: tuple[int, ...]  # rows first: GGUF's order reversed
@@ -92,10 +110,29 @@ class _Cursor:
             # A string takes at least the 8 bytes of its length.
             if count * 8 > len(self._view) - self.position:
                 self.take(count * 8, key)
-            return [self.string(key) for _ in range(count)]
+            return self._strings(count, key)
         scalar = self._scalar(kind, key)
         values: list[Any] = np.frombuffer(self.take(count * scalar.itemsize, key), scalar).tolist()
         return values
+
+    def _strings(self, count: int, key: str) -> list[str]:
+        """`string` a hundred thousand times, for a vocabulary."""
+        view, position, end = self._view, self.position, len(self._view)
+        read_size = _U64.unpack_from
+        strings = []
+        for _ in range(count):
+            after = position + 8
+            if after > end:
+                break
+            start, position = after, after + read_size(view, position)[0]
+            if position > end:
+                position = start - 8
+                break
+            strings.append(str(view[start:position], "utf-8", "replace"))
+        self.position = position
+        if len(strings) < count:
+            self.string(key)  # refuses what is cut off, with the numbers
+        return strings
 
     def _scalar(self, kind: int, key: str) -> np.dtype[Any]:
         scalar: np.dtype[Any] | None = _SCALARS.get(kind)
@@ -169,8 +206,6 @@ class GgufFile:
             )
 
     def _read_records(self, cursor: _Cursor, num_tensors: int) -> dict[str, _TensorRecord]:
-        from gguf.constants import GGMLQuantizationType
-
         raw: list[tuple[str, tuple[int, ...], str, int]] = []
         for _ in range(num_tensors):
             name = cursor.string("a tensor name")
@@ -181,11 +216,7 @@ class GgufFile:
             dims = [cursor.u64(name) for _ in range(num_dims)]
             shape = check_shape(where, dims[::-1], file_bytes=int(self._data.size))
             kind, offset = cursor.u32(name), cursor.u64(name)
-            try:
-                tensor_format = GGMLQuantizationType(kind).name
-            except ValueError:
-                tensor_format = f"number {kind}"
-            raw.append((name, shape, tensor_format, offset))
+            raw.append((name, shape, format_name(kind), offset))
         alignment = self.metadata.get("general.alignment", 32)
         if (
             not isinstance(alignment, int)
