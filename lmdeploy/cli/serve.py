@@ -47,7 +47,8 @@ def dry_run_lines(model_path: str, config: TurbomindEngineConfig) -> list[str]:
     """The memory plan of a model that is not loaded."""
     from lmdeploy import _turbomind
     from lmdeploy.environment import free_memory_bytes
-    from lmdeploy.turbomind.engine import cache_line, check_model_format, engine_config_of
+    from lmdeploy.turbomind.engine import check_model_format, engine_config_of
+    from lmdeploy.turbomind.kv_quality import cache_line
     from lmdeploy.turbomind.loader import read_model_info
 
     check_model_format(model_path, config.model_format)

@@ -22,6 +22,11 @@ def engine_format(tensor: StoredTensor, exact: bool) -> str:
     return "f32" if exact and tensor.format != "BF16" else "bf16"
 
 
+def is_router(planned: PlannedTensor) -> bool:
+    """Whether the tensor chooses experts: the engine keeps it in FP32."""
+    return planned.name.endswith(".router")
+
+
 def engine_bytes(planned: PlannedTensor, exact: bool) -> int:
     """Bytes the engine keeps for the tensor, before padding of its own."""
     tensor = planned.tensor
@@ -32,7 +37,7 @@ def engine_bytes(planned: PlannedTensor, exact: bool) -> int:
         return 4 * values  # exact compute keeps every matrix in FP32
     if planned.mapped:
         return tensor.num_bytes
-    if planned.name.endswith(".router"):
+    if is_router(planned):
         return 4 * values  # a choice of experts is made in FP32
     kind = engine_format(tensor, exact)
     return 2 * values if kind == "bf16" else tensor.num_bytes

@@ -69,6 +69,7 @@ class EngineParts:
     model_path: str = ""
     model_type: str = ""
     harmony: HarmonyTokens | None = None
+    on_close: Callable[[], None] = lambda: None
 
 
 def engine_config_of(
@@ -118,20 +119,6 @@ def check_model_format(model_path: str, wanted: str | None) -> None:
         )
 
 
-def cache_line(options: KvOptions, plan: _turbomind.MemoryPlan) -> str:
-    """One line on the cache: format, quality, bytes, tokens that fit, comparison with 16 bit."""
-    ratio = plan.session_bytes_none / plan.session_bytes
-    hot = f" + {plan.hot_bytes_per_sequence:,} per sequence" if plan.hot_bytes_per_sequence else ""
-    return (
-        f"KV cache: mode {options.mode}, quality {options.quality_text}, "
-        f"{plan.bytes_per_token:,.0f} bytes per token{hot}, "
-        f"{plan.max_tokens:,} tokens fit in {plan.reserved_bytes / 2**20:,.1f} MiB; "
-        f"{ratio:.2f}x the tokens of 16 bit at session_len "
-        f"({plan.bytes_per_token_none:,.0f} bytes per token); "
-        f"a full session takes {plan.session_bytes / 2**20:,.1f} MiB"
-    )
-
-
 def load_parts(
     model_path: str,
     config: TurbomindEngineConfig,
@@ -162,6 +149,8 @@ def load_parts(
     native, kv = engine_config_of(config, model.config, model_path=str(model.path))
     free = max(free_memory_bytes() - model.mapped_bytes, 0)
     core = _turbomind.Engine(model.config, native, model.weights, device, free)
+    if model.cache_writer is not None:
+        model.cache_writer.start(is_busy=lambda: core.stats().num_running > 0)
     return EngineParts(
         core=core,
         new_request=_turbomind.Request,
@@ -175,6 +164,7 @@ def load_parts(
         model_path=model_path,
         model_type=model.model_type,
         harmony=harmony,
+        on_close=lambda: None if model.cache_writer is None else model.cache_writer.stop(),
     )
 
 
@@ -361,6 +351,8 @@ class AsyncEngine:
 
     def cache_line(self) -> str:
         """One line on the cache, for the start of a server."""
+        from lmdeploy.turbomind.kv_quality import cache_line
+
         return cache_line(self.parts.kv, self.parts.core.memory_plan())
 
     def stats(self) -> _turbomind.EngineStats:
@@ -446,6 +438,7 @@ class AsyncEngine:
         if self._closing.is_set():
             return
         self._closing.set()
+        self.parts.on_close()
         self._drain_thread.join()
         self.parts.core.close()
 

@@ -144,3 +144,17 @@ def apply_kv_options(
         native.set_kv_calibration(
             *engine_constants(calibration, options.layers, rotated=options.rotation)
         )
+
+
+def cache_line(options: KvOptions, plan: _turbomind.MemoryPlan) -> str:
+    """One line on the cache: format, quality, bytes, tokens that fit, comparison with 16 bit."""
+    ratio = plan.session_bytes_none / plan.session_bytes
+    hot = f" + {plan.hot_bytes_per_sequence:,} per sequence" if plan.hot_bytes_per_sequence else ""
+    return (
+        f"KV cache: mode {options.mode}, quality {options.quality_text}, "
+        f"{plan.bytes_per_token:,.0f} bytes per token{hot}, "
+        f"{plan.max_tokens:,} tokens fit in {plan.reserved_bytes / 2**20:,.1f} MiB; "
+        f"{ratio:.2f}x the tokens of 16 bit at session_len "
+        f"({plan.bytes_per_token_none:,.0f} bytes per token); "
+        f"a full session takes {plan.session_bytes / 2**20:,.1f} MiB"
+    )

@@ -11,19 +11,14 @@ from lmdeploy.gguf_tokenizer import tokenizer_from_gguf
 from lmdeploy.hub import resolve_model
 from lmdeploy.tokenizer import Tokenizer, tokenizer_from_folder
 from lmdeploy.turbomind.checkpoint import Checkpoint, open_checkpoint
-from lmdeploy.turbomind.conversion import (
-    MAPPED_FORMATS,
-    engine_bytes,
-    matrix_for_engine,
-    vector_for_engine,
-)
+from lmdeploy.turbomind.conversion import engine_bytes
 from lmdeploy.turbomind.model_errors import ModelFormatError
+from lmdeploy.turbomind.packed_cache import CacheWriter, stamp_files
 from lmdeploy.turbomind.safetensors_file import read_json_object
-from lmdeploy.turbomind.tensor_file import release_pages
-from lmdeploy.turbomind.tensor_plan import PlannedTensor
+from lmdeploy.turbomind.weight_loader import cache_of, load_through_cache, load_weights
 
 if TYPE_CHECKING:
-    from lmdeploy._turbomind import Device, ModelConfig, Weights, WeightsBuilder
+    from lmdeploy._turbomind import Device, ModelConfig, Weights
 
 __all__ = ["LoadedModel", "ModelFormatError", "ModelInfo", "load_model", "read_model_info"]
 
@@ -63,8 +58,9 @@ class LoadedModel:
     weights: Weights
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None  # None: the checkpoint has none
-    mapped_bytes: int = 0  # of weights in the mapped file, resident once they have been used
+    mapped_bytes: int = 0  # of weights in mapped files, resident once they have been used
     generation_config: dict[str, Any] = field(default_factory=dict)
+    cache_writer: CacheWriter | None = None  # to be started when the engine is ready
 
 
 def read_model_info(path: str, *, dtype: str = "auto", exact: bool = False) -> ModelInfo:
@@ -83,8 +79,10 @@ def load_model(
     device: Device,
     progress: bool = True,
 ) -> LoadedModel:
-    """Loads everything, tensor by tensor. Of the mapped files only experts in MXFP4 stay, as long
-    as the weights live; the pages of every other tensor are given back once it is packed.
+    """Loads everything: the weights tensor by tensor, or packed from the cache (packed_cache.py).
+
+    Of the checkpoint's mapped files only experts in MXFP4 stay, as long as the weights live; the
+    pages of every other tensor are given back once it is packed.
 
     Args:
         path: `smollm2`, a Hugging Face folder, a .gguf file or a hub id.
@@ -92,8 +90,14 @@ def load_model(
         exact: FP32 compute, without BF16 weights or int8 activations.
         device: the engine's device, which packs the weights.
         progress: whether to show a bar.
+
+    Raises ModelFormatError, and ValueError for wrong options of the cache in the environment.
     """
-    checkpoint = open_checkpoint(resolve_model(path))
+    from lmdeploy._turbomind import WeightsBuilder
+
+    resolved = resolve_model(path)
+    source = stamp_files(resolved)
+    checkpoint = open_checkpoint(resolved)
     info = _info(checkpoint, dtype=dtype, exact=exact)
     # The small parts first: they fail fast.
     tokenizer = _tokenizer(checkpoint)
@@ -102,15 +106,24 @@ def load_model(
             f"{checkpoint.path}: the tokenizer has ids up to {tokenizer.vocab_size - 1}, the model "
             f"only {checkpoint.config.vocab_size} rows of embedding"
         )
+    template = _chat_template(checkpoint, tokenizer)
+    generation_config = _generation_config(checkpoint)
+    builder = WeightsBuilder(info.config, device, exact)
+    cache = None if exact else cache_of(checkpoint, source)
+    if cache is not None:
+        loaded = load_through_cache(builder, checkpoint, cache, progress=progress)
+    else:
+        loaded = load_weights(builder, checkpoint, exact=exact, progress=progress)
     return LoadedModel(
         path=checkpoint.path,
         model_type=checkpoint.family.name,
         config=info.config,
-        mapped_bytes=info.mapped_bytes,
-        chat_template=_chat_template(checkpoint, tokenizer),
-        generation_config=_generation_config(checkpoint),
+        mapped_bytes=info.mapped_bytes + loaded.mapped_bytes,
+        chat_template=template,
+        generation_config=generation_config,
         tokenizer=tokenizer,
-        weights=_load_weights(checkpoint, info, exact=exact, device=device, progress=progress),
+        weights=loaded.weights,
+        cache_writer=loaded.cache_writer,
     )
 
 
@@ -138,57 +151,6 @@ def _info(checkpoint: Checkpoint, *, dtype: str, exact: bool) -> ModelInfo:
         file_bytes=sum(planned.tensor.num_bytes for planned in checkpoint.tensors),
         stored_dtype=checkpoint.stored_dtype,
     )
-
-
-def _load_weights(
-    checkpoint: Checkpoint, info: ModelInfo, *, exact: bool, device: Device, progress: bool
-) -> Weights:
-    from tqdm import tqdm
-
-    from lmdeploy._turbomind import WeightsBuilder
-
-    builder = WeightsBuilder(info.config, device, exact)
-    bar = tqdm(
-        total=info.file_bytes,
-        desc=f"Loading {checkpoint.path.name}",
-        unit="B",
-        unit_scale=True,
-        disable=not progress,
-    )
-    with bar:
-        for planned in checkpoint.tensors:
-            _add(builder, planned, exact=exact)
-            bar.update(planned.tensor.num_bytes)
-    return builder.build()
-
-
-def _add(builder: WeightsBuilder, planned: PlannedTensor, *, exact: bool) -> None:
-    tensor = planned.tensor
-    if planned.mapped:
-        builder.add_matrix(
-            planned.name,
-            MAPPED_FORMATS[tensor.format],
-            tensor.raw,
-            planned.rows,
-            planned.cols,
-            tensor.scales,
-        )
-        if not exact:
-            return
-    elif len(tensor.shape) == 1:
-        values = vector_for_engine(tensor, interleaved_heads=planned.interleaved_heads)
-        builder.add_vector(planned.name, values)
-    else:
-        kind, data = matrix_for_engine(
-            tensor,
-            exact=exact,
-            interleaved_heads=planned.interleaved_heads,
-            transposed=planned.transposed,
-        )
-        builder.add_matrix(planned.name, kind, data, planned.rows, planned.cols)
-    release_pages(tensor.raw)
-    if tensor.scales is not None:
-        release_pages(tensor.scales)
 
 
 def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:

@@ -110,6 +110,15 @@ def release_pages(raw: Bytes) -> None:
     """Gives the resident pages of mapped bytes back to the system; touched again, they are read
     again. Does nothing for an array that is not a view into a mapped file.
     """
+    _advise(raw, mmap.MADV_DONTNEED)
+
+
+def prefetch_pages(raw: Bytes) -> None:
+    """Has the system read mapped bytes from the disk, without waiting for it."""
+    _advise(raw, mmap.MADV_WILLNEED)
+
+
+def _advise(raw: Bytes, advice: int) -> None:
     owner: Any = raw
     while isinstance(owner, np.ndarray):
         root, owner = owner, owner.base
@@ -119,7 +128,7 @@ def release_pages(raw: Bytes) -> None:
         return
     offset = raw.ctypes.data - root.ctypes.data
     begin = offset // mmap.PAGESIZE * mmap.PAGESIZE
-    owner.madvise(mmap.MADV_DONTNEED, begin, offset + int(raw.size) - begin)
+    owner.madvise(advice, begin, offset + int(raw.size) - begin)
 
 
 def check_shape(where: str, dims: list[Any], *, file_bytes: int) -> tuple[int, ...]:
