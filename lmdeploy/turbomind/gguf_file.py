@@ -43,15 +43,15 @@ _SCALARS: dict[int, np.dtype[Any]] = {
 
 
 # GGML's numbers of the formats that can be loaded.
-_FORMATS = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0"}
-_FORMATS |= {12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 30: "BF16", 39: "MXFP4"}
+FORMATS = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0"}
+FORMATS |= {12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 30: "BF16", 39: "MXFP4"}
 _U64 = struct.Struct("<Q")
 
 
 def format_name(kind: int) -> str:
     """GGML's name of a tensor format, those included that are refused for it."""
-    if kind in _FORMATS:
-        return _FORMATS[kind]
+    if kind in FORMATS:
+        return FORMATS[kind]
     from gguf.constants import GGMLQuantizationType  # slow to import
 
     try:

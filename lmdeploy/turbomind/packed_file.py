@@ -164,8 +164,8 @@ def read_packed(
         PackedFileError: anything else that differs from what `write_packed` makes.
     """
     data: Bytes = np.frombuffer(mapped, dtype=np.uint8)
-    entries = _read_table(data, key=key, layout=layout)
-    _check_entries(entries, wanted, size=int(data.size))
+    entries, table_end = _read_table(data, key=key, layout=layout)
+    _check_entries(entries, wanted, table_end=table_end, size=int(data.size))
     in_huge_pages = _is_in_huge_pages(mapped, data)
 
     def is_sound(entry: _Entry) -> bool:
@@ -186,7 +186,8 @@ def read_packed(
     return PackedFile(matrices, in_huge_pages)
 
 
-def _read_table(data: Bytes, *, key: bytes, layout: int) -> list[_Entry]:
+def _read_table(data: Bytes, *, key: bytes, layout: int) -> tuple[list[_Entry], int]:
+    """The entries, and where the table ends."""
     head = data[:_TABLE_OFFSET].tobytes()
     if len(head) < _TABLE_OFFSET:
         raise PackedFileError(f"{len(head)} bytes; a header has {_TABLE_OFFSET}")
@@ -206,7 +207,7 @@ def _read_table(data: Bytes, *, key: bytes, layout: int) -> list[_Entry]:
         raise PackedFileError("the header does not have its checksum")
     if file_key != key:
         raise OtherKeyError("packed from other files, or by another build")
-    return _parse_table(table)
+    return _parse_table(table), _TABLE_OFFSET + table_bytes
 
 
 def _parse_table(table: bytes) -> list[_Entry]:
@@ -232,12 +233,15 @@ def _parse_table(table: bytes) -> list[_Entry]:
     return entries
 
 
-def _check_entries(entries: list[_Entry], wanted: Mapping[str, Shape], *, size: int) -> None:
+def _check_entries(
+    entries: list[_Entry], wanted: Mapping[str, Shape], *, table_end: int, size: int
+) -> None:
     shapes = {entry.name: entry.shape for entry in entries}
     if len(shapes) != len(entries) or shapes != dict(wanted):
         raise PackedFileError("its matrices are not those of the model")
     placed, expected_size = _place(shapes)
-    if [entry.offset for entry in entries] != [entry.offset for entry in placed]:
+    offsets = [entry.offset for entry in placed]
+    if [entry.offset for entry in entries] != offsets or offsets[:1] != [table_end]:
         raise PackedFileError("its matrices are not where they should be")
     if expected_size != size:
         raise PackedFileError(f"{size} bytes; its matrices fill {expected_size}")

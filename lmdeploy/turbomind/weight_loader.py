@@ -119,6 +119,10 @@ def _add_all(
     exact: bool,
     progress: bool,
 ) -> None:
+    if not progress:
+        for converted in _convert_all(tensors, exact=exact):
+            _add(builder, converted, exact=exact)
+        return
     from tqdm import tqdm
 
     bar = tqdm(
@@ -126,7 +130,6 @@ def _add_all(
         desc=f"Loading {checkpoint.path.name}",
         unit="B",
         unit_scale=True,
-        disable=not progress,
     )
     with bar:
         for converted in _convert_all(tensors, exact=exact):

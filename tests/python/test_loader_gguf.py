@@ -14,9 +14,14 @@ from tiny_models import TINY_MODELS, TinyModel, make_model
 from lmdeploy.gguf_tokenizer import tokenizer_from_gguf
 from lmdeploy.turbomind.checkpoint import Checkpoint, open_checkpoint
 from lmdeploy.turbomind.conversion import bf16_bits, matrix_for_engine, vector_for_engine
-from lmdeploy.turbomind.gguf_file import GgufFile
+from lmdeploy.turbomind.gguf_file import FORMATS, GgufFile, format_name
 from lmdeploy.turbomind.model_errors import ModelFormatError
-from lmdeploy.turbomind.tensor_file import BLOCK_FORMATS, StoredTensor, row_bytes
+from lmdeploy.turbomind.tensor_file import (
+    BLOCK_FORMATS,
+    SUPPORTED_FORMATS,
+    StoredTensor,
+    row_bytes,
+)
 
 LLAMA = TINY_MODELS[0]
 WRITABLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4")
@@ -64,6 +69,15 @@ def test_every_format_gives_its_values(weight_format: str, tmp_path: Path) -> No
     if weight_format in ("F32", "F16", "Q5_0", "Q5_1", "MXFP4"):
         wanted = (bf16_bits(stored[name]).astype(np.uint32) << 16).view(np.float32)
         np.testing.assert_array_equal(values_of(planned[ours], exact=False), wanted)
+
+
+def test_numbers_of_formats_are_those_of_ggml() -> None:
+    import gguf
+
+    for kind in gguf.GGMLQuantizationType:
+        assert format_name(int(kind)) == kind.name
+    assert set(FORMATS.values()) == set(SUPPORTED_FORMATS)
+    assert format_name(12345) == "number 12345"
 
 
 @pytest.mark.parametrize("weight_format", sorted(BLOCK_FORMATS))
@@ -222,6 +236,21 @@ def test_damage_is_one_clear_line(good: Path, tmp_path: Path, change: Any, messa
     with pytest.raises(ModelFormatError, match=message) as caught:
         open_checkpoint(damaged(good, tmp_path, change))
     assert "\n" not in str(caught.value)
+
+
+def test_lists_of_strings_end_inside_the_file(good: Path, tmp_path: Path) -> None:
+    content = good.read_bytes()
+    key = b"tokenizer.ggml.tokens"
+    first = content.index(key) + len(key) + 16  # after the types and the count
+    path = tmp_path / "bad.gguf"
+    for end in range(first, first + 40):
+        path.write_bytes(content[:end])
+        with pytest.raises(ModelFormatError, match="truncated"):
+            GgufFile(path)
+    for size in (len(content), (1 << 63) - 1, (1 << 64) - 1):
+        path.write_bytes(content[:first] + struct.pack("<Q", size) + content[first + 8 :])
+        with pytest.raises(ModelFormatError, match="tokens needs bytes up to"):
+            GgufFile(path)
 
 
 @settings(max_examples=300, deadline=None)
