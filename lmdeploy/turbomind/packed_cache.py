@@ -100,13 +100,12 @@ def options_from_environment() -> CacheOptions | None:
         return None
     named = os.environ.get(FOLDER, "")
     if named:
-        return CacheOptions(Path(named).expanduser().absolute(), limit)
+        return CacheOptions(Path(os.path.expanduser(named)).absolute(), limit)
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not base.is_absolute():
-        home = Path("~").expanduser()
-        if not home.is_absolute():
-            return None
-        base = home / ".cache"
+        base = Path(os.path.expanduser("~/.cache"))
+    if not base.is_absolute():  # a user without a home
+        return None
     return CacheOptions(base / "lmdeploy" / "packed", limit)
 
 
@@ -353,6 +352,9 @@ def _make_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _open_folder(folder: Path) -> Iterator[int]:
+    link = os.lstat(folder)
+    if stat.S_ISLNK(link.st_mode) and link.st_uid not in (0, os.geteuid()):
+        raise PermissionError(errno.EACCES, f"the folder is another user's link; {FOLDER}")
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         if not _is_ours(os.fstat(fd)):

@@ -43,6 +43,8 @@ _TABLE_OFFSET = _HEADER.size + _DIGEST_BYTES
 _PAGE_BYTES = 4096
 _TILE_BYTES = 64
 _MAX_TABLE_BYTES = 64 << 20
+# A process cannot end while a thread waits for the disk: never for more than this.
+_SYNC_BYTES = 64 << 20
 # Written and aligned so, a file lies in huge pages where the file system has such.
 _HUGE_PAGE_BYTES = 2 << 20
 _ENTRY_FIELDS = 7
@@ -312,6 +314,8 @@ class _Pieces:
         _write_at(self._fd, self._buffer[: self._filled], self._written)
         self._written += self._filled
         self._filled = 0
+        if self._written % _SYNC_BYTES == 0:
+            os.fdatasync(self._fd)
 
 
 def _write_at(fd: int, data: memoryview, offset: int) -> None:

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,9 @@ from tiny_gguf import write_gguf
 from tiny_models import TINY_MODELS, make_model, save_model
 from tiny_moe import QWEN2_MOE
 
+from lmdeploy.messages import TurbomindEngineConfig
 from lmdeploy.turbomind import packed_cache, packed_file, weight_loader
+from lmdeploy.turbomind.engine import AsyncEngine
 from lmdeploy.turbomind.packed_cache import CacheOptions, options_from_environment
 
 IDS = [1, 5, 40, 7, 300, 12, 9, 9]
@@ -292,6 +295,46 @@ def test_a_folder_that_cannot_be_used(
     assert all("\n" not in record.getMessage() for record in warnings.records)
     if place in ("open", "other"):
         assert list(bad.iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's link")
+def test_another_users_link_is_not_followed(
+    gguf: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.mkdir(mode=0o700)
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    monkeypatch.setenv("LMDEPLOY_CACHE_DIR", str(link))
+    assert Start(gguf).stored  # our own link is as good as the folder
+    os.lchown(link, 12345, 12345)
+    assert not Start(gguf).from_cache
+
+
+def test_the_engine_writes_when_it_is_ready(gguf: Path, folder: Path) -> None:
+    config = TurbomindEngineConfig(session_len=128)
+    engine = AsyncEngine.load(str(gguf), config, progress=False)
+    try:
+        deadline = time.monotonic() + DEADLINE
+        while not (folder.exists() and list(folder.glob("*.packed"))):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        engine.close()
+    assert Start(gguf).from_cache
+
+
+def test_closing_the_engine_stops_the_writer(
+    gguf: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_cache, "_START_SECONDS", 1000.0)
+    before = threading.enumerate()
+    engine = AsyncEngine.load(str(gguf), TurbomindEngineConfig(session_len=128), progress=False)
+    started = [thread for thread in threading.enumerate() if thread not in before]
+    [writer] = [thread for thread in started if thread.name == "tm-cache"]
+    engine.close()
+    writer.join(DEADLINE)
+    assert not writer.is_alive()
+    assert not folder.exists() or list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.ENOSPC, errno.EDQUOT])
