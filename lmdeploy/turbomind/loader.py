@@ -111,7 +111,7 @@ def load_model(
     builder = WeightsBuilder(info.config, device, exact)
     cache = None if exact else cache_of(checkpoint, source)
     if cache is not None:
-        loaded = load_through_cache(builder, checkpoint, cache, progress=progress)
+        loaded = load_through_cache(builder, checkpoint, entry=cache, progress=progress)
     else:
         loaded = load_weights(builder, checkpoint, exact=exact, progress=progress)
     return LoadedModel(

@@ -144,8 +144,8 @@ class CacheEntry:
         self,
         options: CacheOptions,
         checkpoint: Checkpoint,
-        shapes: Mapping[str, Shape],
         *,
+        shapes: Mapping[str, Shape],
         source: Source,
     ) -> None:
         from lmdeploy._turbomind import packed_layout_id
@@ -154,7 +154,7 @@ class CacheEntry:
         self._model = checkpoint.path
         self._layout = packed_layout_id
         self._source = source
-        self._key = _key(source, _checkpoint_facts(checkpoint), packed_layout_id)
+        self._key = _key(source, _checkpoint_facts(checkpoint), layout=packed_layout_id)
         self.shapes = shapes
         self.name = _file_name(checkpoint.path)
 
@@ -201,7 +201,7 @@ class CacheEntry:
                         return False
                     os.fsync(fd)
                     pause()
-                    _publish(fd, folder, self.name)
+                    _publish(fd, folder, name=self.name)
         except OSError as error:
             logger.warning("weights are not cached in %s: %s", self._options.folder, _reason(error))
             return False
@@ -310,7 +310,7 @@ def _checkpoint_facts(checkpoint: Checkpoint) -> bytes:
     return digest.digest()
 
 
-def _key(source: Source, checkpoint_facts: bytes, layout: int) -> bytes:
+def _key(source: Source, checkpoint_facts: bytes, *, layout: int) -> bytes:
     facts = [VERSION, layout, __version__, _build_facts(), source.files, checkpoint_facts.hex()]
     return hashlib.sha256(json.dumps(facts).encode()).digest()
 
@@ -430,7 +430,7 @@ def _new_file(folder: int, name: str, *, size: int) -> Iterator[int]:
             os.unlink(temporary, dir_fd=folder)
 
 
-def _publish(fd: int, folder: int, name: str) -> None:
+def _publish(fd: int, folder: int, *, name: str) -> None:
     """Gives the finished file its name, in place of an older one."""
     temporary = f".{name}.{os.getpid()}{_TEMPORARY}"
     if os.fstat(fd).st_nlink == 0:

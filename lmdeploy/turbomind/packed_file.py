@@ -148,7 +148,7 @@ def write_packed(
     text = json.dumps([entry.fields() for entry in written]).encode()
     table = text.ljust((entries[0].offset if entries else size) - _TABLE_OFFSET)
     header = _HEADER.pack(_MAGIC, VERSION, layout, len(table), size, key)
-    _write_at(fd, memoryview(header + _digest(header, table) + table), 0)
+    _write_at(fd, memoryview(header + _digest(header, table) + table), offset=0)
 
 
 def read_packed(
@@ -311,14 +311,14 @@ class _Pieces:
 
     def flush(self) -> None:
         self._pause()
-        _write_at(self._fd, self._buffer[: self._filled], self._written)
+        _write_at(self._fd, self._buffer[: self._filled], offset=self._written)
         self._written += self._filled
         self._filled = 0
         if self._written % _SYNC_BYTES == 0:
             os.fdatasync(self._fd)
 
 
-def _write_at(fd: int, data: memoryview, offset: int) -> None:
+def _write_at(fd: int, data: memoryview, *, offset: int) -> None:
     while len(data):
         count = os.pwrite(fd, data, offset)
         data = data[count:]

@@ -63,24 +63,24 @@ def cache_of(checkpoint: Checkpoint, source: Source) -> CacheEntry | None:
     shapes = _packed_shapes(checkpoint)
     if options is None or sum(shape.num_bytes for shape in shapes.values()) < MIN_CACHED_BYTES:
         return None
-    return CacheEntry(options, checkpoint, shapes, source=source)
+    return CacheEntry(options, checkpoint, shapes=shapes, source=source)
 
 
 def load_weights(
     builder: WeightsBuilder, checkpoint: Checkpoint, *, exact: bool, progress: bool
 ) -> LoadedWeights:
     """Every tensor of the checkpoint, converted and packed."""
-    _add_all(builder, checkpoint, checkpoint.tensors, exact=exact, progress=progress)
+    _add_all(builder, checkpoint.tensors, exact=exact, progress=_title(checkpoint, progress))
     return LoadedWeights(builder.build())
 
 
 def load_through_cache(
-    builder: WeightsBuilder, checkpoint: Checkpoint, entry: CacheEntry, *, progress: bool
+    builder: WeightsBuilder, checkpoint: Checkpoint, *, entry: CacheEntry, progress: bool
 ) -> LoadedWeights:
     """The same from the cache; where it has none, with a writer that puts them there."""
     cached = entry.load()
     if cached is None:
-        _add_all(builder, checkpoint, checkpoint.tensors, exact=False, progress=progress)
+        _add_all(builder, checkpoint.tensors, exact=False, progress=_title(checkpoint, progress))
         packed = builder.packed()
         matrices = {name: Tiles(shape, packed[name][3]) for name, shape in entry.shapes.items()}
         return LoadedWeights(builder.build(), cache_writer=CacheWriter(entry, matrices))
@@ -93,7 +93,7 @@ def load_through_cache(
         if not in_place:
             release_pages(matrix.data)
     rest = [planned for planned in checkpoint.tensors if planned.name not in cached.matrices]
-    _add_all(builder, checkpoint, rest, exact=False, progress=False)
+    _add_all(builder, rest, exact=False, progress="")
     total = sum(shape.num_bytes for shape in entry.shapes.values())
     return LoadedWeights(builder.build(), mapped_bytes=total if in_place else 0)
 
@@ -111,14 +111,18 @@ def _packed_shapes(checkpoint: Checkpoint) -> Mapping[str, Shape]:
     return shapes
 
 
+def _title(checkpoint: Checkpoint, progress: bool) -> str:
+    return f"Loading {checkpoint.path.name}" if progress else ""
+
+
 def _add_all(
     builder: WeightsBuilder,
-    checkpoint: Checkpoint,
     tensors: Sequence[PlannedTensor],
     *,
     exact: bool,
-    progress: bool,
+    progress: str,
 ) -> None:
+    # `progress` is the title of a bar; empty: none, and nothing is imported for it.
     if not progress:
         for converted in _convert_all(tensors, exact=exact):
             _add(builder, converted, exact=exact)
@@ -127,7 +131,7 @@ def _add_all(
 
     bar = tqdm(
         total=sum(planned.tensor.num_bytes for planned in tensors),
-        desc=f"Loading {checkpoint.path.name}",
+        desc=progress,
         unit="B",
         unit_scale=True,
     )
