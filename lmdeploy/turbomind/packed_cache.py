@@ -123,12 +123,16 @@ def stamp_files(path: Path) -> Source:
     that was made of them is kept.
     """
     seen_ns = time.time_ns()
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors*"))  # the index too
     stamps = []
     for file in files:
-        facts = file.stat()
+        try:
+            facts = file.stat()
+            place = str(file.resolve())
+        except (OSError, RuntimeError):  # a link to nowhere, or to itself: not a file to be read
+            continue
         numbers = (facts.st_size, facts.st_ino, facts.st_mtime_ns, facts.st_ctime_ns)
-        stamps.append((str(file.resolve()), *numbers))
+        stamps.append((place, *numbers))
     return Source(tuple(stamps), seen_ns)
 
 

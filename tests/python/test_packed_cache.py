@@ -174,6 +174,21 @@ def test_a_changed_model_is_packed_anew(
     assert Start(model).from_cache
 
 
+def test_every_shard_and_the_index_count(tmp_path: Path) -> None:
+    for name in ("model-1.safetensors", "model-2.safetensors", "model.safetensors.index.json"):
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "nowhere.safetensors").symlink_to(tmp_path / "missing")
+    (tmp_path / "itself.safetensors").symlink_to("itself.safetensors")
+    before = packed_cache.stamp_files(tmp_path)
+    assert len(before.files) == 3
+    time.sleep(0.05)
+    for name in [Path(place).name for place, *_ in before.files]:
+        os.utime(tmp_path / name)
+        after = packed_cache.stamp_files(tmp_path)
+        assert after.files != before.files
+        before = after
+
+
 def test_a_file_that_may_still_change_is_not_kept(
     gguf: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
