@@ -15,6 +15,7 @@ five settings; for contexts over --search-context the search is made at that len
 than --long-context tokens run once. Batches with more prompt tokens than --max-fill share one
 prompt between all sequences, in both engines; their prefill is left out. Ours chooses each token by
 argmax over the vocabulary; llama.cpp is given its next token. The file is written after every cell.
+--profile shows where the time of each cell's last repetition went, --trace writes it for a viewer.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ from our_engine import BLOCK_TOKENS, Cell, OurEngine, OurSetting, Timing
 
 if TYPE_CHECKING:
     from llama_cpp_peer import LlamaCpp, PeerSetting
+    from profile_report import ProfileSession
     from targets import Target
+
+    from lmdeploy._turbomind import ModelConfig
 
 MODES = ("none", "int8", "fp8", "nvfp4", "int4", "mxfp4")
 
@@ -281,12 +285,8 @@ def add_suite_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--server-requests", type=int, default=1, help="of each of its 16 clients")
 
 
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    threads = len(os.sched_getaffinity(0))
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--model", default="smollm2", help="GGUF file or smollm2")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
+def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of cells, not of --suite."""
     parser.add_argument(
         "--profile",
         nargs="?",
@@ -295,6 +295,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="after each cell, time and ceilings per op; FILE.json: there as well",
     )
     parser.add_argument("--trace", type=Path, help="ops as Chrome trace events, for Perfetto")
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    threads = len(os.sched_getaffinity(0))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--model", default="smollm2", help="GGUF file or smollm2")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--modes", default=",".join(MODES), help="default: %(default)s")
     parser.add_argument("--contexts", type=numbers, default=None, help="default: 128,2048,8192")
     parser.add_argument("--batches", type=numbers, default=None, help="default: 1,8,32")
@@ -314,9 +322,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-threads", type=int, default=threads)
     parser.add_argument("--no-peer", action="store_true", help="do not run llama.cpp")
     parser.add_argument("--quick", action="store_true", help="contexts 128, 2048; batches 1, 8")
+    add_profile_arguments(parser)
     add_suite_arguments(parser)
     options = parser.parse_args(arguments)
     if options.suite:
+        if options.profile is not None or options.trace:
+            parser.error("--profile, --trace: of cells of any size, not of --suite")
         options.repeats = options.repeats or 5
         return options
     options.steps = options.steps or 32

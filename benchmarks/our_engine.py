@@ -111,7 +111,7 @@ class OurEngine:
             model_path="",
         )
         self.mode, self.quality, self.vocab_size = setting.mode, kv.quality_text, config.vocab_size
-        device = _turbomind.make_cpu_device(threads)
+        device = self._make_device(threads)
         free_bytes = 1 << 36  # the pool is given as a number of blocks and reserved lazily
         self._engine = _turbomind.Engine(config, options, weights, device, free_bytes)
         self._next_id = 1
@@ -121,6 +121,9 @@ class OurEngine:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _make_device(self, threads: int) -> _turbomind.Device:
+        return _turbomind.make_cpu_device(threads)
 
     def _submit(self, prompt: list[int], max_new_tokens: int) -> int:
         request = _turbomind.Request()

@@ -66,7 +66,7 @@ class PhaseReport:
 
 
 class ProfiledEngine(OurEngine):
-    """The engine on a device that is timed."""
+    """The engine on a device that is timed; the profile is that of the last timing."""
 
     max_events = 0
     profiling: _turbomind.ProfilingDevice
@@ -76,10 +76,14 @@ class ProfiledEngine(OurEngine):
         self.profiling = _turbomind.make_profiling_device(device, self.max_events)
         return self.profiling
 
-    def run(self, cell: Cell) -> Timing:
-        """As OurEngine.run; the profile is that of the last run."""
+    def prefill(self, cell: Cell) -> float:
+        """As OurEngine.prefill."""
         self.profiling.clear()
-        return super().run(cell)
+        return super().prefill(cell)
+
+    def _timed(self, cell: Cell) -> Timing:
+        self.profiling.clear()
+        return super()._timed(cell)
 
 
 class TracedEngine(ProfiledEngine):

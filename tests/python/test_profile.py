@@ -11,7 +11,7 @@ from typing import Any
 import bench_engine
 import profile_report
 import pytest
-from our_engine import Cell
+from our_engine import Cell, OurSetting
 from profile_report import ProfiledEngine, ProfileSession, TracedEngine
 from test_bindings import VOCAB, build_weights, collect, make_request, model_config, shapes
 
@@ -310,7 +310,8 @@ def session_run(tmp_path: Any, engine_class: type[ProfiledEngine]) -> tuple[str,
     weights = build_large_vocab(config, device)
     paths = tmp_path / "profile.json", tmp_path / "trace.json"
     session = ProfileSession(config, threads=1, json_path=paths[0], trace_path=paths[1])
-    engine = engine_class(config, weights, mode="nvfp4", threads=1, session_len=256, num_blocks=32)
+    setting = OurSetting("nvfp4", session_len=256, num_blocks=32)
+    engine = engine_class(config, weights, setting=setting, threads=1)
     cells = [Cell(context=64, batch=1, steps=4), Cell(context=32, batch=2, steps=4)]
     texts = []
     for cell in cells:
@@ -371,3 +372,33 @@ def test_flags_of_the_benchmark():
     assert bench_engine.parse_arguments(["--profile"]).profile == ""
     options = bench_engine.parse_arguments(["--profile", "p.json", "--trace", "t.json"])
     assert (options.profile, str(options.trace)) == ("p.json", "t.json")
+
+
+def test_a_suite_has_no_profile(capsys):
+    with pytest.raises(SystemExit):
+        bench_engine.parse_arguments(["--suite", "targets", "--profile"])
+    assert "not of --suite" in capsys.readouterr().err
+
+
+def test_each_timing_begins_anew():
+    config, device = model_config(), tm.make_cpu_device(1)
+    config.vocab_size = 304
+    weights = build_large_vocab(config, device)
+    setting = OurSetting("none", session_len=256, num_blocks=32)
+    with ProfiledEngine(config, weights, setting=setting, threads=1) as engine:
+        cell = Cell(context=130, batch=1, steps=4, shared=True)
+        for _ in range(2):
+            engine.prefill(cell)
+            (phase,) = engine.profiling.profile().phases
+            assert (phase.phase, phase.num_steps, phase.num_tokens) == ("prefill", 1, 130)
+        engine.run(cell)  # the shared prompt is read before the timing
+        phases = {p.phase: p for p in engine.profiling.profile().phases}
+        assert phases["prefill"].num_tokens == 130 - 128
+        assert phases["decode"].num_steps >= 4
+
+
+def test_a_plain_engine_has_no_profile(tmp_path, monkeypatch):
+    monkeypatch.setattr(profile_report, "CEILING_SECONDS", 0.01)
+    session = ProfileSession(model_config(), threads=1, json_path=None, trace_path=None)
+    with pytest.raises(TypeError, match="got object, want a ProfiledEngine"):
+        session.add(Cell(1, 1, 1), object())
