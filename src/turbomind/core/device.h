@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 
+#include "turbomind/core/function_ref.h"
 #include "turbomind/kv/kv_cache_mode.h"
 #include "turbomind/ops/params.h"
 
@@ -27,6 +28,17 @@ class Device {
   virtual void Release(void* memory, size_t num_bytes) = 0;
   virtual void Copy(void* to, const void* from, size_t num_bytes) = 0;
   virtual void Synchronize() {}
+
+  // Host work of a step that does not depend on itself (sampling): runs fn(item, thread) for every
+  // item in [0, num_items) on the threads that compute, where the device has any on the host; else
+  // here. `thread` is in [0, num_host_threads()) and unique among concurrent calls. Items do not
+  // throw.
+  virtual int num_host_threads() const { return 1; }
+  virtual void ForEachOnHost(int64_t num_items, FunctionRef<void(int64_t item, int thread)> fn) {
+    for (int64_t item = 0; item < num_items; ++item) {
+      fn(item, 0);
+    }
+  }
 
   // Packs a matrix; a source without an owner may be freed afterwards. MXFP4 is kept as it is
   // stored: with an owner where it lies, which the result then holds, else as a copy. `exact` asks

@@ -124,7 +124,7 @@ struct Engine::Impl {
                  .max_logit_rows = kLogitRows,
                  .statistics = statistics.get()},
                 std::move(model_weights), *device),
-        generation(model.vocab_size, plan.max_sequence_tokens) {
+        generation(model.vocab_size, plan.max_sequence_tokens, *device) {
     UpdateStats();
     thread = std::thread([this] { Loop(); });
   }

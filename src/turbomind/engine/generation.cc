@@ -10,6 +10,9 @@
 namespace turbomind {
 namespace {
 
+// Below, waking a thread costs more than the rows: 10 us of sampling.
+constexpr int64_t kMinParallelLogits = 1 << 15;
+
 // First of the positions [begin, end) of this step whose logits are needed.
 int64_t FirstRow(const Sequence& sequence, int64_t begin, int64_t end) {
   const bool is_last = end == sequence.num_tokens();
@@ -45,10 +48,24 @@ void Fail(Sequence& sequence, const std::string& error) {
   sequence.output.error = error;
 }
 
-Generation::Generation(int vocab_size, int64_t max_sequence_len)
-    : vocab_size_(vocab_size), max_sequence_len_(max_sequence_len), sampler_(vocab_size) {}
+Generation::Generation(int vocab_size, int64_t max_sequence_len, Device& device)
+    : vocab_size_(vocab_size), max_sequence_len_(max_sequence_len), device_(device) {
+  for (int thread = 0; thread < device.num_host_threads(); ++thread) {
+    samplers_.emplace_back(vocab_size);
+  }
+}
 
 void Generation::Run(const Batch& batch, Decoder& decoder) {
+  CollectRows(batch);
+  const auto most = static_cast<size_t>(decoder.max_logit_rows());
+  for (size_t first = 0; first < rows_.size(); first += most) {
+    const size_t count = std::min(most, rows_.size() - first);
+    float* logits = decoder.Logits(row_indices_.data() + first, static_cast<int>(count));
+    HandleRows(std::span(rows_).subspan(first, count), logits);
+  }
+}
+
+void Generation::CollectRows(const Batch& batch) {
   rows_.clear();
   row_indices_.clear();
   for (int i = 0; i < batch.num_seqs(); ++i) {
@@ -61,25 +78,46 @@ void Generation::Run(const Batch& batch, Decoder& decoder) {
                              static_cast<int32_t>(p - begin));
     }
   }
-  const auto most = static_cast<size_t>(decoder.max_logit_rows());
-  for (size_t first = 0; first < rows_.size(); first += most) {
-    const size_t count = std::min(most, rows_.size() - first);
-    float* logits = decoder.Logits(row_indices_.data() + first, static_cast<int>(count));
-    for (size_t i = 0; i < count; ++i) {
-      const Row& row = rows_[first + i];
-      if (row.sequence->finished()) {
-        continue;
-      }
-      try {
-        HandleRow(row, logits + i * static_cast<size_t>(vocab_size_));
-      } catch (const std::exception& error) {
-        Fail(*row.sequence, error.what());
-      }
+}
+
+void Generation::HandleRows(std::span<const Row> rows, float* logits) {
+  runs_.clear();
+  for (size_t first = 0; first < rows.size();) {
+    size_t end = first + 1;
+    while (end < rows.size() && rows[end].sequence == rows[first].sequence) {
+      ++end;
+    }
+    const SequenceRows run = {&rows[first], end - first,
+                              logits + first * static_cast<size_t>(vocab_size_)};
+    if (rows[first].sequence->request->token_mask != nullptr) {
+      HandleRun(run, samplers_.front());
+    } else {
+      runs_.push_back(run);
+    }
+    first = end;
+  }
+  if (static_cast<int64_t>(rows.size()) * vocab_size_ < kMinParallelLogits) {
+    for (const SequenceRows& run : runs_) {
+      HandleRun(run, samplers_.front());
+    }
+    return;
+  }
+  device_.ForEachOnHost(static_cast<int64_t>(runs_.size()), [this](int64_t item, int thread) {
+    HandleRun(runs_[static_cast<size_t>(item)], samplers_[static_cast<size_t>(thread)]);
+  });
+}
+
+void Generation::HandleRun(const SequenceRows& run, Sampler& sampler) {
+  for (size_t i = 0; i < run.num_rows && !run.rows[i].sequence->finished(); ++i) {
+    try {
+      HandleRow(run.rows[i], run.logits + i * static_cast<size_t>(vocab_size_), sampler);
+    } catch (const std::exception& error) {
+      Fail(*run.rows[i].sequence, error.what());
     }
   }
 }
 
-void Generation::HandleRow(const Row& row, float* logits) {
+void Generation::HandleRow(const Row& row, float* logits, Sampler& sampler) {
   Sequence& sequence = *row.sequence;
   const Request& request = *sequence.request;
   const int64_t next = row.position + 1;
@@ -101,10 +139,10 @@ void Generation::HandleRow(const Row& row, float* logits) {
     sequence.output.finish_reason = FinishReason::kLength;
     return;
   }
-  ChooseToken(sequence, logits);
+  ChooseToken(sequence, logits, sampler);
 }
 
-void Generation::ChooseToken(Sequence& sequence, float* logits) {
+void Generation::ChooseToken(Sequence& sequence, float* logits, Sampler& sampler) {
   const Request& request = *sequence.request;
   const bool is_masked = request.token_mask != nullptr;
   if (is_masked && !AskTokenMask(sequence)) {
@@ -114,12 +152,12 @@ void Generation::ChooseToken(Sequence& sequence, float* logits) {
   if (request.logits_output == LogitsOutput::kGeneration) {
     AppendLogits(sequence, logits);
   }
-  SampleResult result = sampler_.Sample({.logits = logits,
-                                         .request = &request,
-                                         .tokens = sequence.tokens.data(),
-                                         .num_tokens = sequence.num_tokens(),
-                                         .num_generated = sequence.num_generated(),
-                                         .token_mask = is_masked ? mask_.data() : nullptr});
+  SampleResult result = sampler.Sample({.logits = logits,
+                                        .request = &request,
+                                        .tokens = sequence.tokens.data(),
+                                        .num_tokens = sequence.num_tokens(),
+                                        .num_generated = sequence.num_generated(),
+                                        .token_mask = is_masked ? mask_.data() : nullptr});
   if (!result.error.empty()) {
     Fail(sequence, result.error);
     return;

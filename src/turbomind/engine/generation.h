@@ -4,6 +4,7 @@
 // sampling, stop conditions. Fills Sequence::tokens and Sequence::output.
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -17,8 +18,10 @@ namespace turbomind {
 // with kError; the others of the batch do not notice. Engine thread only.
 class Generation {
  public:
-  // `max_sequence_len`: a sequence that reaches it ends with kLength.
-  Generation(int vocab_size, int64_t max_sequence_len);
+  // `max_sequence_len`: a sequence that reaches it ends with kLength. Sequences without a token
+  // mask are handled on the host threads of `device`, side by side; masks are asked for on the
+  // engine's own, since a callback may wait for a lock for long (Python's).
+  Generation(int vocab_size, int64_t max_sequence_len, Device& device);
 
   // REQUIRES: the decoder has just run `batch`, and Scheduler::StepDone was called.
   void Run(const Batch& batch, Decoder& decoder);
@@ -28,19 +31,30 @@ class Generation {
     Sequence* sequence = nullptr;
     int64_t position = 0;
   };
+  // Rows of one sequence, in order, of those whose logits are there.
+  struct SequenceRows {
+    const Row* rows = nullptr;
+    size_t num_rows = 0;
+    float* logits = nullptr;  // [num_rows, vocab]
+  };
 
-  void HandleRow(const Row& row, float* logits);
-  void ChooseToken(Sequence& sequence, float* logits);
+  void CollectRows(const Batch& batch);
+  void HandleRows(std::span<const Row> rows, float* logits);
+  void HandleRun(const SequenceRows& run, Sampler& sampler);
+  void HandleRow(const Row& row, float* logits, Sampler& sampler);
+  void ChooseToken(Sequence& sequence, float* logits, Sampler& sampler);
   void AppendLogits(Sequence& sequence, const float* logits);
   bool AskTokenMask(Sequence& sequence);
   void CheckStop(Sequence& sequence) const;
 
   int vocab_size_;
   int64_t max_sequence_len_;
-  Sampler sampler_;
-  std::vector<uint32_t> mask_;  // [ceil(vocab / 32)]
+  Device& device_;
+  std::vector<Sampler> samplers_;  // by thread
+  std::vector<uint32_t> mask_;     // [ceil(vocab / 32)]
   std::vector<Row> rows_;
   std::vector<int32_t> row_indices_;
+  std::vector<SequenceRows> runs_;  // without a token mask
 };
 
 // Ends a sequence with kError.

@@ -21,19 +21,21 @@ TokenLogprobs ComputeLogprobs(const float* logits, int vocab_size, int32_t token
   }
   double total = 0;
   for (int begin = 0; begin < vocab_size; begin += 4096) {
-    std::array<float, kRowLanes> lanes{};  // short FP32 sums, then double
+    std::array<Float4, kRowLanes / 4> lanes{};  // short FP32 sums, then double
     const int end = std::min(vocab_size, begin + 4096);
     int i = begin;
     for (; i + kRowLanes <= end; i += kRowLanes) {
-      for (int j = 0; j < kRowLanes; ++j) {
-        lanes[static_cast<size_t>(j)] += ExpNegative(logits[i + j] - max.value);
+      for (size_t j = 0; j < lanes.size(); ++j) {
+        lanes[j] += ExpNegative(LoadFloat4(logits + i + 4 * j) - Splat(max.value));
       }
     }
     for (; i < end; ++i) {
-      lanes[0] += ExpNegative(logits[i] - max.value);
+      lanes[0][0] += ExpNegative(logits[i] - max.value);
     }
-    for (float lane : lanes) {
-      total += lane;
+    for (const Float4& lane : lanes) {
+      for (int k = 0; k < 4; ++k) {
+        total += lane[k];
+      }
     }
   }
   const double log_total = std::log(total);

@@ -13,14 +13,6 @@ namespace {
 
 constexpr float kGreedyTemperature = 1e-6f;  // from here down the limit, greedy, is meant
 
-int32_t FirstOf(const float* logits, float value) {
-  int32_t i = 0;
-  while (logits[i] != value) {
-    ++i;
-  }
-  return i;
-}
-
 // A counter-based generator: SplitMix64's finaliser over (seed, step), twice. In [0, 1).
 double Uniform(uint64_t seed, uint64_t step) {
   const auto mix = [](uint64_t x) {
@@ -68,6 +60,39 @@ void ApplyTokenMask(const uint32_t* mask, int vocab_size, float* logits) {
   }
 }
 
+// Sets weights below min_p to 0 and returns the sum of the others. Lanes hide the latency of
+// adding.
+double SumKept(float* weights, size_t size, float min_p) {
+  constexpr size_t kLanes = 8;
+  std::array<double, kLanes> sums{};
+  size_t i = 0;
+  for (; i < size && min_p > 0.f; ++i) {
+    weights[i] = weights[i] >= min_p ? weights[i] : 0.f;
+  }
+  for (i = 0; i + kLanes <= size; i += kLanes) {
+    for (size_t j = 0; j < kLanes; ++j) {
+      sums[j] += weights[i + j];
+    }
+  }
+  double sum = 0;
+  for (; i < size; ++i) {
+    sum += weights[i];
+  }
+  for (const double lane : sums) {
+    sum += lane;
+  }
+  return sum;
+}
+
+// What changes logits before a token is chosen.
+bool ChangesLogits(const SampleInput& input) {
+  const SamplingParams& params = input.request->sampling;
+  return !params.logit_bias.empty() || params.repetition_penalty != 1.f ||
+         params.presence_penalty != 0.f || params.frequency_penalty != 0.f ||
+         !input.request->bad_sequences.empty() ||
+         input.num_generated < input.request->min_new_tokens || input.token_mask != nullptr;
+}
+
 // Names the first parameter out of range, or nothing.
 std::string CheckParams(const SamplingParams& p) {
   const auto wrong = [](const char* name, float got, const char* want) {
@@ -95,8 +120,11 @@ std::string CheckParams(const SamplingParams& p) {
 
 Sampler::Sampler(int vocab_size) : vocab_size_(vocab_size) {
   Check(vocab_size > 0, "the vocabulary has tokens");
-  weights_.resize(static_cast<size_t>(vocab_size));
-  counts_.resize(static_cast<size_t>(vocab_size));
+  const auto size = static_cast<size_t>(vocab_size);
+  weights_.resize(size);
+  counts_.resize(size);
+  candidates_.reserve(size);
+  block_sums_.resize((size + kBlock - 1) / kBlock);
 }
 
 // Logit bias and penalties. Returns an error or an empty string.
@@ -150,22 +178,12 @@ std::string Sampler::ApplyPenalties(const SampleInput& input) {
 // A draw from softmax(logits / temperature), filtered.
 int32_t Sampler::Draw(const float* logits, float max_logit, const SamplingParams& params,
                       double uniform) {
-  const float inverse = 1.f / params.temperature;
-  for (int i = 0; i < vocab_size_; ++i) {
-    weights_[static_cast<size_t>(i)] = ExpNegative((logits[i] - max_logit) * inverse);
-  }
+  FillWeights(logits, max_logit, 1.f / params.temperature);
   const bool all = params.top_k <= 0 || params.top_k >= vocab_size_;
-  candidates_.clear();
-  if (!all || params.top_p < 1.f) {
-    SelectLargest(params);
-  } else {
-    for (int i = 0; i < vocab_size_; ++i) {
-      const float weight = weights_[static_cast<size_t>(i)];
-      if (weight > 0.f && weight >= params.min_p) {
-        candidates_.push_back({i, weight});
-      }
-    }
+  if (all && params.top_p >= 1.f) {
+    return DrawFromAll(params.min_p, uniform);
   }
+  SelectLargest(params);
   double total = 0;
   for (const Candidate& candidate : candidates_) {
     total += candidate.weight;
@@ -178,6 +196,52 @@ int32_t Sampler::Draw(const float* logits, float max_logit, const SamplingParams
     left -= candidate.weight;
   }
   return candidates_.back().id;  // rounding took the last step
+}
+
+// weights_ = exp((logits - max_logit) * inverse).
+void Sampler::FillWeights(const float* logits, float max_logit, float inverse) {
+  float* const weights = weights_.data();
+  int i = 0;
+  for (; i + 4 <= vocab_size_; i += 4) {
+    const Float4 weight = ExpNegative((LoadFloat4(logits + i) - Splat(max_logit)) * Splat(inverse));
+    std::memcpy(weights + i, &weight, sizeof(weight));
+  }
+  for (; i < vocab_size_; ++i) {
+    weights[i] = ExpNegative((logits[i] - max_logit) * inverse);
+  }
+}
+
+// A draw by weights_, of those that are at least min_p: the sums of blocks find the block.
+int32_t Sampler::DrawFromAll(float min_p, double uniform) {
+  double total = 0;
+  for (size_t block = 0; block < block_sums_.size(); ++block) {
+    const size_t begin = block * kBlock;
+    const size_t size = std::min(kBlock, weights_.size() - begin);
+    block_sums_[block] = SumKept(weights_.data() + begin, size, min_p);
+    total += block_sums_[block];
+  }
+  double left = uniform * total;
+  int32_t last = -1;
+  for (size_t block = 0; block < block_sums_.size(); ++block) {
+    if (left >= block_sums_[block] && block + 1 < block_sums_.size()) {
+      left -= block_sums_[block];
+      continue;
+    }
+    const size_t begin = block * kBlock;
+    const size_t end = std::min(begin + kBlock, weights_.size());
+    for (size_t i = begin; i < end; ++i) {
+      const double weight = weights_[i];
+      if (left < weight) {
+        return static_cast<int32_t>(i);
+      }
+      left -= weight;
+      last = weight > 0 ? static_cast<int32_t>(i) : last;
+    }
+    if (last >= 0) {
+      return last;  // rounding took the last step
+    }
+  }
+  return FirstOf(weights_.data(), vocab_size_, 1.f);
 }
 
 // Fills candidates_ with what top-k, top-p and min-p leave, by decreasing weight, ties by id. Sorts
@@ -212,6 +276,7 @@ void Sampler::SelectLargest(const SamplingParams& params) {
     count += counts[last_bin];
     mass += masses[last_bin];
   }
+  candidates_.clear();
   for (int i = 0; i < vocab_size_; ++i) {
     const float weight = weights_[static_cast<size_t>(i)];
     if (weight > 0.f && bin_of(weight) <= last_bin) {
@@ -241,6 +306,15 @@ void Sampler::SelectLargest(const SamplingParams& params) {
   candidates_.resize(size);
 }
 
+void Sampler::ApplyMasks(const SampleInput& input) const {
+  MaskCompletions(input.request->bad_sequences, input.tokens, input.num_tokens, vocab_size_,
+                  input.logits);
+  MaskEarlyStop(input, vocab_size_);
+  if (input.token_mask != nullptr) {
+    ApplyTokenMask(input.token_mask, vocab_size_, input.logits);
+  }
+}
+
 SampleResult Sampler::Sample(const SampleInput& input) {
   SampleResult result;
   const SamplingParams& params = input.request->sampling;
@@ -248,7 +322,8 @@ SampleResult Sampler::Sample(const SampleInput& input) {
   if (!result.error.empty()) {
     return result;
   }
-  if (!MaxLogit(input.logits, vocab_size_).valid) {
+  RowMax max = MaxLogit(input.logits, vocab_size_);
+  if (!max.valid) {
     result.error = "the model gave NaN or infinite logits";
     return result;
   }
@@ -256,17 +331,14 @@ SampleResult Sampler::Sample(const SampleInput& input) {
   if (wants_logprobs) {
     raw_.assign(input.logits, input.logits + vocab_size_);
   }
-  result.error = ApplyPenalties(input);
-  if (!result.error.empty()) {
-    return result;
+  if (ChangesLogits(input)) {
+    result.error = ApplyPenalties(input);
+    if (!result.error.empty()) {
+      return result;
+    }
+    ApplyMasks(input);
+    max = MaxLogit(input.logits, vocab_size_);
   }
-  MaskCompletions(input.request->bad_sequences, input.tokens, input.num_tokens, vocab_size_,
-                  input.logits);
-  MaskEarlyStop(input, vocab_size_);
-  if (input.token_mask != nullptr) {
-    ApplyTokenMask(input.token_mask, vocab_size_, input.logits);
-  }
-  const RowMax max = MaxLogit(input.logits, vocab_size_);
   if (!max.valid || max.value == kMasked) {
     result.error = max.valid ? "no token is allowed: bad words, min_new_tokens and the grammar "
                                "together exclude the whole vocabulary"
@@ -275,7 +347,7 @@ SampleResult Sampler::Sample(const SampleInput& input) {
   }
   const bool greedy =
       !params.do_sample || params.top_k == 1 || params.temperature <= kGreedyTemperature;
-  result.token = greedy ? FirstOf(input.logits, max.value)
+  result.token = greedy ? FirstOf(input.logits, vocab_size_, max.value)
                         : Draw(input.logits, max.value, params,
                                Uniform(params.seed, static_cast<uint64_t>(input.num_generated)));
   if (wants_logprobs) {

@@ -46,7 +46,12 @@ class Sampler {
     float weight;  // exp of the scaled logit, highest = 1
   };
 
+  static constexpr size_t kBlock = 512;  // weights that are summed together
+
   std::string ApplyPenalties(const SampleInput& input);
+  void ApplyMasks(const SampleInput& input) const;
+  void FillWeights(const float* logits, float max_logit, float inverse);
+  int32_t DrawFromAll(float min_p, double uniform);
   int32_t Draw(const float* logits, float max_logit, const SamplingParams& params, double uniform);
   void SelectLargest(const SamplingParams& params);
 
@@ -55,6 +60,7 @@ class Sampler {
   std::vector<float> weights_;         // [vocab_size]
   std::vector<int32_t> counts_;        // [vocab_size], all zero between calls
   std::vector<Candidate> candidates_;  // of one draw
+  std::vector<double> block_sums_;     // [ceil(vocab_size / kBlock)] of one draw
 };
 
 // Log-softmax of a row at `token`, and its `num_top` most likely tokens (ties to the lowest id).

@@ -52,6 +52,10 @@ class ForwardingDevice : public Device {
   void* Reserve(size_t num_bytes) override { return device_->Reserve(num_bytes); }
   void Release(void* memory, size_t n) override { device_->Release(memory, n); }
   void Copy(void* to, const void* from, size_t n) override { device_->Copy(to, from, n); }
+  int num_host_threads() const override { return device_->num_host_threads(); }
+  void ForEachOnHost(int64_t num_items, FunctionRef<void(int64_t item, int thread)> fn) override {
+    device_->ForEachOnHost(num_items, fn);
+  }
   std::unique_ptr<PackedMatrix> PackMatrix(const MatrixSource& source, bool exact) override {
     return device_->PackMatrix(source, exact);
   }

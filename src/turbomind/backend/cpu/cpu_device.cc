@@ -89,6 +89,11 @@ class CpuDevice final : public Device {
     }
   }
 
+  int num_host_threads() const override { return pool_.num_threads(); }
+  void ForEachOnHost(int64_t num_items, FunctionRef<void(int64_t item, int thread)> fn) override {
+    pool_.ParallelFor(num_items, fn);
+  }
+
   std::unique_ptr<PackedMatrix> PackMatrix(const MatrixSource& source, bool exact) override {
     if (IsMxfp4(source.format) && !exact && !source.packed) {
       return std::make_unique<CpuMxfp4Matrix>(source, arena_, pool_);
