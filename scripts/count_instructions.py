@@ -25,6 +25,7 @@ from typing import Any
 
 RECORD = Path(__file__).parents[1] / "tests" / "python" / "data" / "instruction_counts.json"
 MODES = ("none", "int8", "int4", "fp8", "mxfp4", "nvfp4")
+OVERHEAD_BATCHES = (1, 32)
 ISA = "avx2"  # the best that valgrind runs
 STEP_TOLERANCE = 0.03
 LOOP_TOLERANCE = 0.10
@@ -124,8 +125,8 @@ def read_totals(folder: Path, parts: int) -> list[int]:
     return totals
 
 
-def count_steps(build: Path) -> dict[str, int]:
-    """Instructions of one decode step by KV mode, on one thread.
+def count_dumps(build: Path, arguments: list[str], parts: int) -> list[int]:
+    """Instructions of one step in each of `parts` dumps of the driver.
 
     Raises:
         CountError: valgrind or what it runs failed, or cannot count.
@@ -136,10 +137,24 @@ def count_steps(build: Path) -> dict[str, int]:
         raise CountError(f"{program}: built without valgrind/callgrind.h; install valgrind")
     with tempfile.TemporaryDirectory() as folder:
         command = ["valgrind", "--tool=callgrind", "--instr-atstart=no"]
-        command += [f"--callgrind-out-file={folder}/callgrind.out.x", program, ISA, "1", *MODES]
+        command += [f"--callgrind-out-file={folder}/callgrind.out.x", program, *arguments]
         run(command)
-        totals = read_totals(Path(folder), len(MODES))
-    return {mode: total // steps for mode, total in zip(MODES, totals, strict=True)}
+        return [total // steps for total in read_totals(Path(folder), parts)]
+
+
+def count_steps(build: Path) -> dict[str, int]:
+    """Instructions of one decode step by KV mode, on one thread; and, as "overhead of 1" and "of
+    32" sequences, of a step whose ops compute nothing.
+
+    Raises:
+        CountError: as count_dumps.
+    """
+    totals = count_dumps(build, ["step", ISA, "1", *MODES], len(MODES))
+    counts = dict(zip(MODES, totals, strict=True))
+    for batch in OVERHEAD_BATCHES:
+        (total,) = count_dumps(build, ["overhead", ISA, str(batch), "nvfp4"], 1)
+        counts[f"overhead of {batch}"] = total
+    return counts
 
 
 def parse_functions(listing: str) -> dict[str, list[Instruction]]:
@@ -238,10 +253,10 @@ def count_loops(build: Path, record: dict[str, Any]) -> dict[str, dict[str, int]
 def compare_steps(got: dict[str, int], want: dict[str, int]) -> list[str]:
     """What is off by more than STEP_TOLERANCE, in words."""
     wrong = []
-    for mode in MODES:
-        change = got[mode] / want[mode] - 1
+    for name, count in want.items():
+        change = got[name] / count - 1
         if abs(change) > STEP_TOLERANCE:
-            wrong.append(f"step, {mode}: got {got[mode]}, want {want[mode]} ({change:+.1%})")
+            wrong.append(f"step, {name}: got {got[name]}, want {count} ({change:+.1%})")
     return wrong
 
 

@@ -1,9 +1,11 @@
 // Decode steps of a small model on one thread, for callgrind to count (--instr-atstart=no): it is
 // asked for one dump per KV mode. scripts/count_instructions.py runs this.
 //
-//   step_guard compiler             name and version of the compiler
-//   step_guard steps                steps in a dump; 0: built without valgrind's header
-//   step_guard ISA BATCH MODE...    runs them once per mode
+//   step_guard compiler                  name and version of the compiler
+//   step_guard steps                     steps in a dump; 0: built without valgrind's header
+//   step_guard step ISA BATCH MODE...    runs them once per mode
+//   step_guard overhead ISA BATCH MODE   the same, with ops that compute nothing: what planning,
+//                                        checks, sampling and the hand-over of outputs cost
 
 #include <cstdint>
 #include <cstdio>
@@ -69,11 +71,11 @@ ModelConfig GuardModel() {
   return model;
 }
 
-// Marks the counted steps by where they begin.
+// Marks the counted steps by where they begin; `computes` false leaves the ops out.
 class GuardDevice : public testing::WaitingDevice {
  public:
-  GuardDevice(std::shared_ptr<Device> device, int batch)
-      : WaitingDevice(std::move(device)), batch_(batch) {}
+  GuardDevice(std::shared_ptr<Device> device, int batch, bool computes)
+      : WaitingDevice(std::move(device)), batch_(batch), computes_(computes) {}
 
   void Embed(const EmbedParams& params) override {
     if (params.num_tokens == batch_) {
@@ -88,17 +90,56 @@ class GuardDevice : public testing::WaitingDevice {
     WaitingDevice::Embed(params);
   }
 
+  void RmsNorm(const RmsNormParams& params) override {
+    if (computes_) {
+      WaitingDevice::RmsNorm(params);
+    }
+  }
+  void Linear(const LinearParams& params) override {
+    if (computes_) {
+      WaitingDevice::Linear(params);
+    }
+  }
+  void GatedActivation(const GatedActivationParams& params) override {
+    if (computes_) {
+      WaitingDevice::GatedActivation(params);
+    }
+  }
+  void ProcessKV(const ProcessKVParams& params) override {
+    if (computes_) {
+      WaitingDevice::ProcessKV(params);
+    }
+  }
+  void PrefillAttention(const AttentionParams& params) override {
+    if (computes_) {
+      WaitingDevice::PrefillAttention(params);
+    }
+  }
+  void DecodeAttention(const AttentionParams& params) override {
+    if (computes_) {
+      WaitingDevice::DecodeAttention(params);
+    }
+  }
+
   void WaitUntilCounted() { is_done_.Wait(); }
 
  private:
   int batch_;
+  bool computes_;
   int num_decode_steps_ = 0;
   testing::Gate is_done_;
 };
 
-void Run(const std::string& isa, int batch, const std::string& mode_name) {
+struct How {
+  std::string isa;
+  int batch = 1;
+  bool computes = true;
+};
+
+void Run(const How& how, const std::string& mode_name) {
   const ModelConfig model = GuardModel();
-  auto device = std::make_shared<GuardDevice>(MakeCpuDevice(1, isa), batch);
+  const int batch = how.batch;
+  auto device = std::make_shared<GuardDevice>(MakeCpuDevice(1, how.isa), batch, how.computes);
   EngineConfig config;
   config.kv_mode = GetKvCacheMode(mode_name, device->capability());
   config.max_batch_size = batch;
@@ -126,12 +167,13 @@ int Main(int argc, char** argv) {
     std::printf("%d\n", kCanCount ? kNumSteps : 0);
     return 0;
   }
-  if (arguments.size() < 3) {
-    std::fputs("usage: step_guard compiler | steps | ISA BATCH MODE...\n", stderr);
+  if (arguments.size() < 4 || (arguments[0] != "step" && arguments[0] != "overhead")) {
+    std::fputs("usage: step_guard compiler | steps | step|overhead ISA BATCH MODE...\n", stderr);
     return 2;
   }
-  for (size_t i = 2; i < arguments.size(); ++i) {
-    Run(arguments[0], std::atoi(arguments[1].c_str()), arguments[i]);
+  const How how = {arguments[1], std::atoi(arguments[2].c_str()), arguments[0] == "step"};
+  for (size_t i = 3; i < arguments.size(); ++i) {
+    Run(how, arguments[i]);
   }
   return 0;
 }
