@@ -36,6 +36,12 @@ struct SchedulerStats {
 // Where no block is free for a sequence that runs, the newest running one is preempted: its blocks
 // are freed and it waits at its old place, to be computed again (cached blocks permitting).
 //
+// A step is planned when the one before it has ended. Counted by step_guard (benchmarks/cpp), Plan
+// and StepDone take 1,300 instructions for one decoding sequence and 28,000 for 32: some 10 us, a
+// thousandth of a step on CPU, where a thread that plans meanwhile would take a core from the ops.
+// A device that runs a step on its own could be planned for ahead: of a step's result, Plan needs
+// only which sequences have ended; Batch::Add is where chosen tokens enter.
+//
 // Invariants:
 //  1. Every running sequence is older than every waiting one (by `arrival`).
 //  2. At most min(max_batch_size, max_step_tokens) run, so that each of them advances each step.

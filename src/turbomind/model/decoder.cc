@@ -117,9 +117,12 @@ void Decoder::Forward(const DecoderInput& input) {
 float* Decoder::Logits(const int32_t* rows, int num_rows) {
   Check(num_rows > 0 && num_rows <= config_.max_logit_rows, "the logits fit the scratch");
   const int64_t width = model().hidden_size;
-  for (int i = 0; i < num_rows; ++i) {
-    device_.Copy(scratch_.selected + i * width, scratch_.hidden + rows[i] * width,
-                 static_cast<size_t>(width) * sizeof(float));
+  for (int first = 0, end = 0; first < num_rows; first = end) {
+    do {
+      ++end;  // of rows that follow one another, as those of decode do: one copy
+    } while (end < num_rows && rows[end] == rows[end - 1] + 1);
+    device_.Copy(scratch_.selected + first * width, scratch_.hidden + rows[first] * width,
+                 static_cast<size_t>((end - first) * width) * sizeof(float));
   }
   Norm(weights_->final_norm, scratch_.selected, scratch_.selected, num_rows);
   device_.Linear({.x = scratch_.selected,

@@ -201,6 +201,28 @@ TEST_CASE("equal logits: top_k keeps the lowest ids") {
   CHECK(seen == std::set<int32_t>{0, 1, 2, 3});
 }
 
+TEST_CASE("what a sampler chose before changes nothing") {
+  constexpr int kVocab = 1500;  // blocks of weights and a rest
+  Sampler used(kVocab);
+  for (uint32_t round = 0; round < 60; ++round) {
+    Request request;
+    request.prompt = {1, 2, 3};
+    request.sampling.do_sample = round % 7 != 0;
+    request.sampling.seed = round;
+    request.sampling.top_k = round % 3 == 1 ? 5 : 0;
+    request.sampling.top_p = round % 4 == 1 ? 0.7f : 1.f;
+    request.sampling.min_p = round % 5 == 1 ? 0.05f : 0.f;
+    request.sampling.repetition_penalty = round % 2 == 1 ? 1.5f : 1.f;
+    const std::vector<float> logits = RandomLogits(kVocab, round);
+    std::vector<float> row = logits;
+    const SampleInput input = {.logits = row.data(),
+                               .request = &request,
+                               .tokens = request.prompt.data(),
+                               .num_tokens = 3};
+    CHECK(used.Sample(input).token == Sample(logits, request).token);
+  }
+}
+
 TEST_CASE("a token depends on seed and step alone") {
   const std::vector<float> logits = RandomLogits(1000, 4);
   Request request;
