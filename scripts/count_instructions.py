@@ -125,7 +125,7 @@ def read_totals(folder: Path, parts: int) -> list[int]:
     return totals
 
 
-def count_dumps(build: Path, arguments: list[str], parts: int) -> list[int]:
+def count_dumps(build: Path, arguments: list[str], *, parts: int) -> list[int]:
     """Instructions of one step in each of `parts` dumps of the driver.
 
     Raises:
@@ -149,10 +149,10 @@ def count_steps(build: Path) -> dict[str, int]:
     Raises:
         CountError: as count_dumps.
     """
-    totals = count_dumps(build, ["step", ISA, "1", *MODES], len(MODES))
+    totals = count_dumps(build, ["step", ISA, "1", *MODES], parts=len(MODES))
     counts = dict(zip(MODES, totals, strict=True))
     for batch in OVERHEAD_BATCHES:
-        (total,) = count_dumps(build, ["overhead", ISA, str(batch), "nvfp4"], 1)
+        (total,) = count_dumps(build, ["overhead", ISA, str(batch), "nvfp4"], parts=1)
         counts[f"overhead of {batch}"] = total
     return counts
 
