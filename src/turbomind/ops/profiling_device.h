@@ -106,6 +106,10 @@ class ProfilingDevice final : public Device {
   void Release(void* memory, size_t num_bytes) override { device_->Release(memory, num_bytes); }
   void Copy(void* to, const void* from, size_t num_bytes) override;
   void Synchronize() override { device_->Synchronize(); }
+  int num_host_threads() const override { return device_->num_host_threads(); }
+  void ForEachOnHost(int64_t num_items, FunctionRef<void(int64_t item, int thread)> fn) override {
+    device_->ForEachOnHost(num_items, fn);
+  }
   std::unique_ptr<PackedMatrix> PackMatrix(const MatrixSource& source, bool exact) override {
     return device_->PackMatrix(source, exact);
   }

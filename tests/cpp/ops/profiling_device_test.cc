@@ -40,6 +40,10 @@ class LoggingDevice : public NullDevice {
 
   std::string name() const override { return "logging"; }
   DeviceCapability capability() const override { return {.is_cuda = true, .sm = 90}; }
+  int num_host_threads() const override { return 7; }
+  void ForEachOnHost(int64_t num_items, FunctionRef<void(int64_t item, int thread)> fn) override {
+    fn(num_items, 6);
+  }
   void Synchronize() override { calls.emplace_back("Synchronize"); }
   void Copy(void* to, const void* from, size_t n) override {
     calls.emplace_back("Copy");
@@ -156,6 +160,10 @@ TEST_CASE("everything reaches the device behind") {
                                         "Decode", "Copy"});
   CHECK(device.name() == "logging");
   CHECK(device.capability().sm == 90);
+  CHECK(device.num_host_threads() == 7);
+  int64_t seen = 0;
+  device.ForEachOnHost(5, [&](int64_t item, int thread) { seen = item * 10 + thread; });
+  CHECK(seen == 56);
   CHECK(device.PackMatrix({}, false)->rows == 3);
   CHECK(&f.device.inner() == f.inner.get());
   void* memory = device.Reserve(64);
