@@ -169,9 +169,11 @@ def test_preemption(mode: str) -> None:
         engine = make_engine(case.shape, case.weights, dtype="float16", options=options)
         try:
             if together:
-                found = run_all(engine, prompts, decoded=150)
+                for _ in range(20):  # the first may end before the second has come
+                    assert run_all(engine, prompts, decoded=150) == alone
+                    if engine.stats().num_preemptions > 0:
+                        break
                 assert engine.stats().num_preemptions > 0
-                assert found == alone
             else:
                 alone = {n: run(engine, p, number=n, decoded=150)[0] for n, p in prompts.items()}
         finally:
