@@ -14,7 +14,7 @@ namespace {
 constexpr HotTokens kBalanced = {64, 64};
 
 TEST_CASE("hot blocks: prefill and decode agree bit for bit and with double precision") {
-  testing::SanitizedSample sample(3);
+  testing::SanitizedSample sample(9);
   for (const ModePair& pair : ListedPairs()) {
     for (int dim : {64, 80, 96, 128, 256}) {
       for (int block : {16, 32, 64, 128}) {
@@ -45,7 +45,7 @@ TEST_CASE("hot blocks: prefill and decode agree bit for bit and with double prec
 TEST_CASE("hot blocks: every position from 0 on, other sizes of what is hot, windows") {
   constexpr HotTokens kSizes[] = {{64, 64}, {64, 0}, {0, 64}, {0, 0}, {128, 128}, {64, 256}};
   int i = 0;
-  testing::SanitizedSample sample(7);
+  testing::SanitizedSample sample(21);
   for (const HotTokens& hot : kSizes) {
     for (int block : {16, 32, 64, 128}) {
       for (int window : {0, 30, 64, 100, 150}) {
