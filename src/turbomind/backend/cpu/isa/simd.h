@@ -23,6 +23,23 @@ namespace turbomind::TM_ISA {
 
 inline constexpr int kLanes = 16;
 
+#if !defined(TM_ISA_avx512)  // which has instructions of its own for these
+// Of 64 nibbles at a (low halves) and b (high halves), 16 at a time: LoadNibblePairs.
+struct NibbleRows {
+  const uint8_t* a;
+  const uint8_t* b;
+};
+TM_HD NibbleRows LoadNibbleRows(const uint8_t* a, const uint8_t* b) { return {a, b}; }
+template <int G>
+TM_HD I32x16 NibblePairs(const NibbleRows& rows) {
+  return LoadNibblePairs(rows.a + 8 * G, rows.b + 8 * G);
+}
+// Of 16 bytes at a (low halves) and b (high halves).
+TM_HD I32x16 LoadBytePairs(const void* a, const void* b) {
+  return Or(LoadBytes(a), ShiftLeft<16>(LoadBytes(b)));
+}
+#endif
+
 // fn(Index<0>()), ..., fn(Index<N - 1>()): a loop whose index is a constant in each round.
 template <int I>
 struct Index {

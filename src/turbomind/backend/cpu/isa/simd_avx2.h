@@ -349,19 +349,5 @@ TM_HD I32x16 LoadNibblePairs(const void* a, const void* b) {
   };
   return {eight(0), eight(4)};
 }
-// The same for 64 nibbles, 16 at a time.
-struct NibbleRows {
-  const uint8_t* a;
-  const uint8_t* b;
-};
-TM_HD NibbleRows LoadNibbleRows(const uint8_t* a, const uint8_t* b) { return {a, b}; }
-template <int G>
-TM_HD I32x16 NibblePairs(const NibbleRows& rows) {
-  return LoadNibblePairs(rows.a + 8 * G, rows.b + 8 * G);
-}
-// Of 16 bytes at a (low halves) and b (high halves).
-TM_HD I32x16 LoadBytePairs(const void* a, const void* b) {
-  return Or(LoadBytes(a), ShiftLeft<16>(LoadBytes(b)));
-}
 
 }  // namespace turbomind::TM_ISA
