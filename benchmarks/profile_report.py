@@ -163,10 +163,9 @@ def roles_of(config: ModelConfig) -> dict[tuple[str, int, int], str]:
     found: dict[tuple[str, int, int], list[str]] = {}
     for kind, rows, cols, name in (
         ("embed", config.vocab_size, hidden, "embedding"),
-        ("linear", heads, hidden, "q"),
-        ("linear", kv_heads, hidden, "k, v"),
+        ("linear", heads + 2 * kv_heads, hidden, "q, k, v"),
         ("linear", hidden, heads, "output"),
-        ("linear", inner, hidden, "gate, up"),
+        ("linear", 2 * inner, hidden, "gate, up"),
         ("linear", hidden, inner, "down"),
         ("linear", config.vocab_size, hidden, "head"),
         ("linear", moe.num_experts, hidden, "router"),

@@ -99,7 +99,10 @@ void Bench(Device& device, const Shape& shape) {
   }
   std::printf("%s %6ld x %-5ld", shape.name, shape.rows, shape.cols);
   for (int num_rows : {1, 8, 32, kMaxRows}) {
+    LinearPart part;
     LinearParams params;
+    params.parts = &part;
+    params.num_parts = 1;
     params.x = x.data();
     params.x_stride = shape.cols;
     params.y = y.data();
@@ -107,7 +110,7 @@ void Bench(Device& device, const Shape& shape) {
     params.num_rows = num_rows;
     const double seconds = SecondsPerCall([&] {
                              for (const auto& copy : copies) {
-                               params.weight = copy.get();
+                               part.weight = copy.get();
                                device.Linear(params);
                              }
                            }) /
@@ -191,7 +194,9 @@ double SecondsPerMatrix(Device& device, const Contender& contender, LinearParams
   using Clock = std::chrono::steady_clock;
   const auto begin = Clock::now();
   for (const auto& copy : contender.copies) {
-    params.weight = copy.get();
+    const LinearPart part = {copy.get()};
+    params.parts = &part;
+    params.num_parts = 1;
     device.Linear(params);
   }
   return std::chrono::duration<double>(Clock::now() - begin).count() / kExpertCopies;

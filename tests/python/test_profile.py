@@ -69,10 +69,10 @@ def test_decode_steps_count_what_the_layers_imply():
     assert calls == {
         ("embed", VOCAB, 64): steps,
         ("norm", 0, 0): (2 * LAYERS + 1) * steps,
-        ("linear", 128, 64): LAYERS * steps,  # q
-        ("linear", 64, 64): (2 * LAYERS + 1) * steps,  # k, v and the head
+        ("linear", 256, 64): LAYERS * steps,  # q, k, v
+        ("linear", VOCAB, 64): steps,  # head
         ("linear", 64, 128): LAYERS * steps,  # output
-        ("linear", 96, 64): 2 * LAYERS * steps,  # gate, up
+        ("linear", 192, 64): LAYERS * steps,  # gate, up
         ("linear", 64, 96): LAYERS * steps,  # down
         ("process_kv", 0, 0): LAYERS * steps,
         ("decode_attention", 0, 0): LAYERS * steps,
@@ -264,8 +264,8 @@ def test_a_phase_in_numbers():
 
 def test_roles_name_every_matrix_of_the_model():
     roles = profile_report.roles_of(model_config())
-    assert roles["linear", 128, 64] == "q"
-    assert roles["linear", 64, 64] == "k, v, head"  # shapes that are alike
+    assert roles["linear", 256, 64] == "q, k, v"
+    assert roles["linear", VOCAB, 64] == "head"
     assert roles["embed", VOCAB, 64] == "embedding"
     phases, _, _ = run_profile("none")
     for op in phases["decode"].records:
@@ -342,7 +342,7 @@ def test_a_session_writes_tables_json_and_a_trace(tmp_path, monkeypatch):
     text, report, trace, profile = session_run(tmp_path, TracedEngine)
     assert "profile of nvfp4, batch 1, context 64" in text
     assert "profile of nvfp4, batch 2, context 32" in text
-    assert "linear 128 x 64 f32 (q)" in text and "decode_attention" in text
+    assert "linear 256 x 64 f32 (q, k, v)" in text and "decode_attention" in text
     assert report["ceilings"]["read"]["memory"]["gb_per_s"] > 0
     assert [cell["batch"] for cell in report["cells"]] == [1, 2]
     for cell in report["cells"]:

@@ -4,6 +4,7 @@
 #include "turbomind/model/decoder.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <utility>
 
@@ -125,9 +126,11 @@ float* Decoder::Logits(const int32_t* rows, int num_rows) {
                  static_cast<size_t>((end - first) * width) * sizeof(float));
   }
   Norm(weights_->final_norm, scratch_.selected, scratch_.selected, num_rows);
+  const LinearPart head = {&weights_->output_head()};
   device_.Linear({.x = scratch_.selected,
                   .x_stride = width,
-                  .weight = &weights_->output_head(),
+                  .parts = &head,
+                  .num_parts = 1,
                   .y = scratch_.logits,
                   .y_stride = model().vocab_size,
                   .num_rows = num_rows});
@@ -243,19 +246,21 @@ void Decoder::DenseFeedForward(const LayerWeights& layer, int64_t first, int num
 // Each part of the weight fills its own columns of y.
 void Decoder::Project(const LinearWeight& weight, const float* bias, const float* x,
                       const Output& out) {
-  const int64_t width = weight.rows();
-  int64_t column = 0;
-  for (const auto& part : weight.parts) {
-    device_.Linear({.x = x,
-                    .x_stride = weight.cols(),
-                    .weight = part.get(),
-                    .bias = bias != nullptr ? bias + column : nullptr,
-                    .y = out.y + column,
-                    .y_stride = width,
-                    .num_rows = out.num_rows,
-                    .accumulate = out.accumulate});
-    column += part->rows;
+  std::array<LinearPart, 3> parts;  // q, k and v
+  Check(weight.parts.size() <= parts.size(), "a linear layer has at most three parts");
+  int64_t output = 0;
+  for (size_t i = 0; i < weight.parts.size(); ++i) {
+    parts[i] = {weight.parts[i].get(), bias != nullptr ? bias + output : nullptr};
+    output += weight.parts[i]->rows;
   }
+  device_.Linear({.x = x,
+                  .x_stride = weight.cols(),
+                  .parts = parts.data(),
+                  .num_parts = static_cast<int>(weight.parts.size()),
+                  .y = out.y,
+                  .y_stride = weight.rows(),
+                  .num_rows = out.num_rows,
+                  .accumulate = out.accumulate});
 }
 
 void Decoder::Norm(const std::vector<float>& weight, const float* x, float* out, int num_rows) {

@@ -61,10 +61,11 @@ void CheckParams(const MoeParams& p) {
 
 void Project(Device& device, const MatrixView& matrix, const float* x, float* y, int64_t y_stride,
              int num_rows) {
+  const LinearPart part = {matrix.weight, matrix.bias};
   device.Linear({.x = x,
                  .x_stride = matrix.weight->cols,
-                 .weight = matrix.weight,
-                 .bias = matrix.bias,
+                 .parts = &part,
+                 .num_parts = 1,
                  .y = y,
                  .y_stride = y_stride,
                  .num_rows = num_rows});

@@ -101,9 +101,17 @@ OpCost CostOf(const RmsNormParams& p) {
 }
 
 OpCost CostOf(const LinearParams& p) {
-  OpCost cost = MultiplyCost(*p.weight, p.bias != nullptr, p.num_rows);
-  if (p.accumulate) {
-    cost.activation_bytes += p.num_rows * p.weight->rows * kFloat;
+  OpCost cost;
+  for (int i = 0; i < p.num_parts; ++i) {
+    const PackedMatrix& weight = *p.parts[i].weight;
+    OpCost part = MultiplyCost(weight, p.parts[i].bias != nullptr, p.num_rows);
+    if (i > 0) {
+      part.activation_bytes -= p.num_rows * weight.cols * kFloat;  // x is read once
+    }
+    if (p.accumulate) {
+      part.activation_bytes += p.num_rows * weight.rows * kFloat;
+    }
+    cost.Add(part);
   }
   return cost;
 }

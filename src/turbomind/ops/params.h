@@ -158,14 +158,19 @@ class PackedMatrix {
   virtual const uint8_t* packed_data() const { return nullptr; }
 };
 
-// y = x · wᵀ + bias (+ y if accumulate). Each output is summed in one fixed order over cols,
-// whatever num_rows is.
+struct LinearPart {
+  const PackedMatrix* weight = nullptr;  // [outputs, cols]
+  const float* bias = nullptr;           // [outputs] or null
+};
+
+// y = x · [w0; w1; ...]ᵀ + bias (+ y if accumulate): parts stacked along the outputs, each with a
+// format of its own. Each output is summed in one fixed order over cols, whatever num_rows is.
 struct LinearParams {
   const float* x = nullptr;  // [num_rows, cols], row stride x_stride floats
   int64_t x_stride = 0;
-  const PackedMatrix* weight = nullptr;  // [out, cols]
-  const float* bias = nullptr;           // [out] or null
-  float* y = nullptr;                    // [num_rows, out], row stride y_stride floats
+  const LinearPart* parts = nullptr;  // [num_parts], all with the same cols
+  int num_parts = 0;
+  float* y = nullptr;  // [num_rows, outputs of all parts], row stride y_stride floats
   int64_t y_stride = 0;
   int num_rows = 0;
   bool accumulate = false;

@@ -27,6 +27,18 @@ OpKey Key(OpKind kind, const KvLayerView& kv) {
   return {.kind = kind, .k_mode = kv.mode[0], .v_mode = kv.mode[1]};
 }
 
+// The outputs of all parts, in the format of the first.
+OpKey Key(const LinearParams& params) {
+  OpKey key = Key(OpKind::kLinear);
+  for (int i = 0; i < params.num_parts; ++i) {
+    const PackedMatrix& weight = *params.parts[i].weight;
+    key.format = i == 0 ? weight.format : key.format;
+    key.cols = weight.cols;
+    key.rows += weight.rows;
+  }
+  return key;
+}
+
 // All groups have one shape and format.
 OpKey Key(const GroupedLinearParams& params) {
   return params.num_groups == 0 ? Key(OpKind::kGroupedLinear)
@@ -166,7 +178,7 @@ void ProfilingDevice::RmsNorm(const RmsNormParams& params) {
 }
 
 void ProfilingDevice::Linear(const LinearParams& params) {
-  Run(Key(OpKind::kLinear, *params.weight), CostOf(params), [&] { device_->Linear(params); });
+  Run(Key(params), CostOf(params), [&] { device_->Linear(params); });
 }
 
 void ProfilingDevice::GatedActivation(const GatedActivationParams& params) {

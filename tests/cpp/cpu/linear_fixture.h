@@ -160,11 +160,12 @@ inline std::vector<float> RunLinear(Device& device, const PackedMatrix& weight,
                                     Call call) {
   const int64_t stride = weight.rows + kPad;
   std::vector<float> y(static_cast<size_t>(call.num_rows * stride), kSentinel);
+  const LinearPart part = {&weight, call.bias ? bias.data() : nullptr};
   LinearParams params;
   params.x = x.data();
   params.x_stride = weight.cols + kPad;
-  params.weight = &weight;
-  params.bias = call.bias ? bias.data() : nullptr;
+  params.parts = &part;
+  params.num_parts = 1;
   params.y = y.data();
   params.y_stride = stride;
   params.num_rows = call.num_rows;

@@ -155,6 +155,61 @@ TEST_CASE("rows grouped by weight have the bits of one row alone, however they a
   }
 }
 
+TEST_CASE("parts stacked along the outputs have the bits of one part alone") {
+  constexpr int64_t kCols = 96;
+  constexpr int64_t kRows[] = {40, 7, 150};
+  for (const std::string& isa : AvailableCpuIsas()) {
+    for (MatrixFormat format : kFormats) {
+      for (bool mixed : {false, true}) {
+        const auto single = MakeCpuDevice(1, isa);
+        std::vector<std::unique_ptr<PackedMatrix>> weights;
+        std::vector<std::vector<float>> biases;
+        std::vector<LinearPart> parts;
+        for (uint32_t i = 0; i < 3; ++i) {
+          const MatrixFormat own = mixed && i == 1 ? MatrixFormat::kQ4_1 : format;
+          weights.push_back(
+              single->PackMatrix(RandomMatrix(own, kRows[i], kCols, i).source(), false));
+          biases.push_back(RandomVector(kRows[i], 70 + i));
+          parts.push_back({weights.back().get(), i == 1 ? nullptr : biases.back().data()});
+        }
+        for (int num_rows : {1, 5, 12, 70}) {
+          for (bool accumulate : {false, true}) {
+            const std::vector<float> x = RandomVector(num_rows * (kCols + kPad), 61);
+            constexpr int64_t kStride = 40 + 7 + 150 + kPad;
+            std::vector<float> expected(static_cast<size_t>(num_rows * kStride), kSentinel);
+            int64_t output = 0;
+            for (size_t i = 0; i < 3; ++i) {
+              const auto alone = RunLinear(*single, *weights[i], x, biases[i],
+                                           {num_rows, parts[i].bias != nullptr, accumulate});
+              for (int r = 0; r < num_rows; ++r) {
+                std::copy_n(alone.begin() + r * (kRows[i] + kPad), kRows[i],
+                            expected.begin() + r * kStride + output);
+              }
+              output += kRows[i];
+            }
+            for (int threads : {1, 2}) {
+              const auto device = MakeCpuDevice(threads, isa);
+              std::vector<float> y(expected.size(), kSentinel);
+              device->Linear({.x = x.data(),
+                              .x_stride = kCols + kPad,
+                              .parts = parts.data(),
+                              .num_parts = 3,
+                              .y = y.data(),
+                              .y_stride = kStride,
+                              .num_rows = num_rows,
+                              .accumulate = accumulate});
+              CAPTURE(isa);
+              CAPTURE(static_cast<int>(format));
+              CAPTURE(num_rows);
+              REQUIRE(SameBits(y, expected));
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST_CASE("NaN and infinite activations reach the outputs of their row and no other") {
   constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
   constexpr float kInf = std::numeric_limits<float>::infinity();

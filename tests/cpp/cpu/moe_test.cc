@@ -463,10 +463,11 @@ TEST_CASE("a grouped layer is its groups one by one, bit for bit") {
                          .num_groups = 3});
   for (const LinearGroup& group : groups) {
     for (int row = group.first_row; row < group.first_row + group.num_rows; ++row) {
+      const LinearPart part = {group.weight, group.bias};
       device->Linear({.x = x.data() + x_rows[static_cast<size_t>(row)] * kHidden,
                       .x_stride = kHidden,
-                      .weight = group.weight,
-                      .bias = group.bias,
+                      .parts = &part,
+                      .num_parts = 1,
                       .y = want.data() + row * kStride,
                       .y_stride = kStride,
                       .num_rows = 1});

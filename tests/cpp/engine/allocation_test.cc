@@ -98,7 +98,7 @@ class RecordingDevice : public testing::WaitingDevice {
   }
 
   void Linear(const LinearParams& params) override {
-    num_sampled_ += params.weight->rows == testing::kVocab ? params.num_rows : 0;
+    num_sampled_ += params.parts[0].weight->rows == testing::kVocab ? params.num_rows : 0;
     WaitingDevice::Linear(params);
   }
 

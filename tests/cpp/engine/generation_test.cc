@@ -23,7 +23,7 @@ class CountingDevice : public testing::WaitingDevice {
   using WaitingDevice::WaitingDevice;
 
   void Linear(const LinearParams& params) override {
-    head_rows += params.weight->rows == vocab_size ? params.num_rows : 0;
+    head_rows += params.parts[0].weight->rows == vocab_size ? params.num_rows : 0;
     WaitingDevice::Linear(params);
   }
   // Three threads, and the last item first.

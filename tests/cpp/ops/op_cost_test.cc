@@ -89,7 +89,8 @@ Seen CountSeen(const HotRule& rule, int window, int first, int last) {
 TEST_CASE("a linear layer reads its packed bytes once, whatever the rows") {
   const FakeMatrix weight(32, 64, 1234);
   const std::vector<float> bias(32);
-  LinearParams params = {.weight = &weight, .num_rows = 1};
+  LinearPart part = {&weight};
+  LinearParams params = {.parts = &part, .num_parts = 1, .num_rows = 1};
   CHECK(CostOf(params).weight_bytes == 1234);
   CHECK(CostOf(params).operations == 2 * 32 * 64);
   CHECK(CostOf(params).activation_bytes == 4 * (64 + 32));
@@ -97,8 +98,18 @@ TEST_CASE("a linear layer reads its packed bytes once, whatever the rows") {
   CHECK(CostOf(params).weight_bytes == 1234);
   CHECK(CostOf(params).operations == 7 * 2 * 32 * 64);
   params.accumulate = true;
-  params.bias = bias.data();
+  part.bias = bias.data();
   CHECK(CostOf(params).activation_bytes == 4 * (7 * (64 + 2 * 32) + 32));
+}
+
+TEST_CASE("the parts of a linear layer read its input once") {
+  const FakeMatrix first(32, 64, 1000);
+  const FakeMatrix second(16, 64, 300);
+  const LinearPart parts[] = {{&first}, {&second}};
+  const OpCost cost = CostOf(LinearParams{.parts = parts, .num_parts = 2, .num_rows = 3});
+  CHECK(cost.weight_bytes == 1300);
+  CHECK(cost.operations == 3 * 2 * 48 * 64);
+  CHECK(cost.activation_bytes == 4 * 3 * (64 + 48));
 }
 
 TEST_CASE("experts without rows cost nothing") {

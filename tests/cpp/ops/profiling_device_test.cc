@@ -74,7 +74,10 @@ struct Fixture {
       : inner(std::make_shared<LoggingDevice>()), device(inner, max_events) {}
 
   void Embed(int num_tokens) { device.Embed({.table = &table, .num_tokens = num_tokens}); }
-  void Linear(const FakeMatrix& weight) { device.Linear({.weight = &weight, .num_rows = 1}); }
+  void Linear(const FakeMatrix& weight) {
+    const LinearPart part = {&weight};
+    device.Linear({.parts = &part, .num_parts = 1, .num_rows = 1});
+  }
   // Ops of one step; the attention names its phase.
   void Step(bool prefills, bool decodes) {
     Embed(2);

@@ -15,9 +15,13 @@ constexpr int64_t kMxRowBlockBytes = 640 << 10;  // more, so that a transposed t
 constexpr int64_t kMinTilesPerItem = 4;          // what one row multiplies at once
 constexpr int64_t kMaxTilesPerItem = 64;
 
-// One call: the groups' rows of y, each with its row of x.
+// What all weights of a call share.
 struct LinearCall {
-  GroupedLinearParams params;
+  const float* x = nullptr;
+  int64_t x_stride = 0;
+  const int32_t* x_rows = nullptr;  // [rows of y] or null, as in GroupedLinearParams
+  float* y = nullptr;
+  int64_t y_stride = 0;
   bool accumulate = false;
 };
 
@@ -45,53 +49,65 @@ int64_t TileScratchBytes(const CpuMatrix& weight) {
   return IsMxfp4(weight.format) ? weight.cols / kQuantBlock * kMxTileBlockBytes : 0;
 }
 
-CpuLinearPlan PlanRows(const GroupedLinearParams& params, const LinearGroup& group) {
+CpuLinearPlan PlanWeight(const LinearCall& call, const LinearPart& part) {
   CpuLinearPlan plan;
-  plan.weight = &Packed(group.weight);
-  Check(params.x_stride >= plan.weight->cols && params.y_stride >= plan.weight->rows,
-        "row strides of a linear layer cover its columns");
-  plan.bias = group.bias;
-  plan.first_row = group.first_row;
-  plan.num_rows = group.num_rows;
+  plan.weight = &Packed(part.weight);
+  plan.bias = part.bias;
+  Check(call.x_stride >= plan.weight->cols, "row strides of a linear layer cover its columns");
+  return plan;
+}
+
+void CutRows(CpuLinearPlan& plan) {
   const int64_t block_bytes = IsMxfp4(plan.weight->format) ? kMxRowBlockBytes : kRowBlockBytes;
   plan.panels_per_block =
       std::clamp<int64_t>(block_bytes / FullPanelBytes(plan), 1, NumPanels(plan));
   plan.num_row_blocks = CeilDiv(NumPanels(plan), plan.panels_per_block);
-  return plan;
 }
 
-// Where the parts of all groups lie in one list of panels, and one of items.
+// Whether a plan reads the panels of the one before it.
+bool SharesPanels(const std::vector<CpuLinearPlan>& plans, size_t i) {
+  return i > 0 && plans[i].first_row == plans[i - 1].first_row &&
+         plans[i].weight->format == plans[i - 1].weight->format;
+}
+
+// Where the parts of all weights lie in one list of panels, and one of items.
 struct Totals {
   int64_t panel_bytes = 0;
   int64_t panels = 0;
   int64_t items = 0;
   int64_t rows = 0;
+  int64_t tile_scratch = 0;  // of a worker
 };
 
-Totals PlanCall(const GroupedLinearParams& params, int num_threads,
-                std::vector<CpuLinearPlan>& plans) {
-  plans.clear();
+Totals PlanItems(const LinearCall& call, int num_threads, std::vector<CpuLinearPlan>& plans) {
   int64_t row_blocks = 0;
-  for (int i = 0; i < params.num_groups; ++i) {
-    if (params.groups[i].num_rows > 0) {
-      plans.push_back(PlanRows(params, params.groups[i]));
-      row_blocks += plans.back().num_row_blocks;
-    }
+  for (CpuLinearPlan& plan : plans) {
+    Check(call.y_stride >= plan.first_output + plan.weight->rows,
+          "row strides of a linear layer cover its columns");
+    CutRows(plan);
+    row_blocks += plan.num_row_blocks;
   }
   const int64_t groups = CeilDiv(num_threads * kItemsPerThread, std::max<int64_t>(row_blocks, 1));
   Totals totals;
-  for (CpuLinearPlan& plan : plans) {
+  for (size_t i = 0; i < plans.size(); ++i) {
+    CpuLinearPlan& plan = plans[i];
     const int64_t num_tiles = plan.weight->num_tiles();
     plan.tiles_per_item =
         std::clamp(CeilDiv(num_tiles / groups, kMinTilesPerItem) * kMinTilesPerItem,
                    kMinTilesPerItem, kMaxTilesPerItem);
     plan.num_tile_groups = CeilDiv(num_tiles, plan.tiles_per_item);
+    plan.first_item = totals.items;
+    totals.items += plan.num_row_blocks * plan.num_tile_groups;
+    totals.tile_scratch = std::max(totals.tile_scratch, TileScratchBytes(*plan.weight));
+    if (SharesPanels(plans, i)) {
+      plan.panels = plans[i - 1].panels;
+      plan.first_panel = plans[i - 1].first_panel;
+      continue;
+    }
     plan.panels = totals.panel_bytes;
     plan.first_panel = totals.panels;
-    plan.first_item = totals.items;
     totals.panel_bytes += CeilDiv(GroupPanelBytes(plan), 64) * 64;
     totals.panels += NumPanels(plan);
-    totals.items += plan.num_row_blocks * plan.num_tile_groups;
     totals.rows += plan.num_rows;
   }
   return totals;
@@ -106,16 +122,16 @@ const CpuLinearPlan& FindPlan(const std::vector<CpuLinearPlan>& plans,
   return *(after - 1);
 }
 
-void PackOne(const CpuDenseKernels& kernels, const GroupedLinearParams& params,
-             CpuLinearScratch& scratch, int64_t index) {
+void PackOne(const CpuDenseKernels& kernels, const LinearCall& call, CpuLinearScratch& scratch,
+             int64_t index) {
   const CpuLinearPlan& plan = FindPlan(scratch.plans, &CpuLinearPlan::first_panel, index);
   const int64_t panel = index - plan.first_panel;
   const int64_t first_row = plan.first_row + panel * kPanelRows;
   PackPanelArgs args;
   args.format = plan.weight->format;
-  args.x = params.x_rows == nullptr ? params.x + first_row * params.x_stride : params.x;
-  args.x_stride = params.x_stride;
-  args.x_rows = params.x_rows == nullptr ? nullptr : params.x_rows + first_row;
+  args.x = call.x_rows == nullptr ? call.x + first_row * call.x_stride : call.x;
+  args.x_stride = call.x_stride;
+  args.x_rows = call.x_rows == nullptr ? nullptr : call.x_rows + first_row;
   args.num_rows =
       static_cast<int>(std::min<int64_t>(kPanelRows, plan.num_rows - panel * kPanelRows));
   args.cols = plan.weight->cols;
@@ -139,31 +155,31 @@ void MultiplyOne(const CpuDenseKernels& kernels, const LinearCall& call, CpuLine
   args.scales = weight.tile_scales(first_tile);
   args.num_tiles = static_cast<int>(std::min(plan.tiles_per_item, weight.num_tiles() - first_tile));
   args.num_outputs = std::min(args.num_tiles * int64_t{kTileRows}, weight.rows - first_output);
-  args.scratch = scratch.tiles.data() + worker * TileScratchBytes(weight);
+  args.scratch = scratch.tiles.data() + worker * scratch.tile_stride;
   args.panels = scratch.panels.data() + plan.panels + first_panel * FullPanelBytes(plan);
   args.num_rows =
       static_cast<int>(std::min(plan.panels_per_block * kPanelRows, plan.num_rows - first_row));
   args.bias = plan.bias == nullptr ? nullptr : plan.bias + first_output;
-  args.y = call.params.y + (plan.first_row + first_row) * call.params.y_stride + first_output;
-  args.y_stride = call.params.y_stride;
+  args.y = call.y + (plan.first_row + first_row) * call.y_stride + plan.first_output + first_output;
+  args.y_stride = call.y_stride;
   args.accumulate = call.accumulate;
   kernels.multiply(args);
 }
 
+// Of scratch.plans, which say what is multiplied with what.
 void Run(const CpuDenseKernels& kernels, ThreadPool& pool, CpuLinearScratch& scratch,
          const LinearCall& call) {
-  const GroupedLinearParams& params = call.params;
-  const Totals totals = PlanCall(params, pool.num_threads(), scratch.plans);
+  const Totals totals = PlanItems(call, pool.num_threads(), scratch.plans);
   if (totals.items == 0) {
     return;
   }
-  const CpuMatrix& first = *scratch.plans.front().weight;
   scratch.panels.Grow(totals.panel_bytes);
-  scratch.tiles.Grow(pool.num_threads() * TileScratchBytes(first));
-  const int64_t values = totals.rows * first.cols;
+  scratch.tile_stride = totals.tile_scratch;
+  scratch.tiles.Grow(pool.num_threads() * totals.tile_scratch);
+  const int64_t values = totals.rows * scratch.plans.front().weight->cols;
   ForRows(pool, static_cast<int>(totals.panels), values / totals.panels, [&](int begin, int end) {
     for (int panel = begin; panel < end; ++panel) {
-      PackOne(kernels, params, scratch, panel);
+      PackOne(kernels, call, scratch, panel);
     }
   });
   const auto run = [&](int64_t item, int worker) {
@@ -180,27 +196,47 @@ void Run(const CpuDenseKernels& kernels, ThreadPool& pool, CpuLinearScratch& scr
 
 void CpuLinear(const CpuDenseKernels& kernels, ThreadPool& pool, CpuLinearScratch& scratch,
                const LinearParams& params) {
-  const LinearGroup group{params.weight, params.bias, 0, params.num_rows};
-  LinearCall call;
-  call.params = {.x = params.x,
-                 .x_stride = params.x_stride,
-                 .y = params.y,
-                 .y_stride = params.y_stride,
-                 .groups = &group,
-                 .num_groups = 1};
-  call.accumulate = params.accumulate;
+  const LinearCall call = {.x = params.x,
+                           .x_stride = params.x_stride,
+                           .y = params.y,
+                           .y_stride = params.y_stride,
+                           .accumulate = params.accumulate};
+  scratch.plans.clear();
+  int64_t first_output = 0;
+  for (int i = 0; i < params.num_parts && params.num_rows > 0; ++i) {
+    CpuLinearPlan plan = PlanWeight(call, params.parts[i]);
+    Check(plan.weight->cols == Packed(params.parts[0].weight).cols,
+          "the parts of a linear layer have the same columns");
+    plan.num_rows = params.num_rows;
+    plan.first_output = first_output;
+    first_output += plan.weight->rows;
+    scratch.plans.push_back(plan);
+  }
   Run(kernels, pool, scratch, call);
 }
 
 void CpuGroupedLinear(const CpuDenseKernels& kernels, ThreadPool& pool, CpuLinearScratch& scratch,
                       const GroupedLinearParams& params) {
-  for (int i = 1; i < params.num_groups; ++i) {
-    const PackedMatrix& weight = *params.groups[i].weight;
+  const LinearCall call = {.x = params.x,
+                           .x_stride = params.x_stride,
+                           .x_rows = params.x_rows,
+                           .y = params.y,
+                           .y_stride = params.y_stride};
+  scratch.plans.clear();
+  for (int i = 0; i < params.num_groups; ++i) {
+    const LinearGroup& group = params.groups[i];
     const PackedMatrix& first = *params.groups[0].weight;
-    Check(weight.rows == first.rows && weight.cols == first.cols && weight.format == first.format,
+    Check(group.weight->rows == first.rows && group.weight->cols == first.cols &&
+              group.weight->format == first.format,
           "the weights of a grouped layer have one shape and format");
+    if (group.num_rows > 0) {
+      CpuLinearPlan plan = PlanWeight(call, {group.weight, group.bias});
+      plan.first_row = group.first_row;
+      plan.num_rows = group.num_rows;
+      scratch.plans.push_back(plan);
+    }
   }
-  Run(kernels, pool, scratch, {params, false});
+  Run(kernels, pool, scratch, call);
 }
 
 }  // namespace turbomind

@@ -1,7 +1,7 @@
 #pragma once
 
 // Linear layers of the CPU device, one weight or many: they check shapes, cut the work of all
-// groups into items of one parallel section and call the kernels of one instruction set. How the
+// weights into items of one parallel section and call the kernels of one instruction set. How the
 // work is cut never changes a bit of the result.
 
 #include <cstdint>
@@ -20,7 +20,8 @@ struct CpuLinearPlan {
   const float* bias = nullptr;
   int64_t first_row = 0;  // of y
   int num_rows = 0;
-  int64_t panels = 0;  // where its packed activations begin, bytes
+  int64_t first_output = 0;  // column of y
+  int64_t panels = 0;  // where its packed activations begin, bytes; parts of a layer share them
   int64_t first_panel = 0;
   int64_t panels_per_block = 0;
   int64_t num_row_blocks = 0;
@@ -49,6 +50,7 @@ class CpuScratchBytes {
 struct CpuLinearScratch {
   CpuScratchBytes panels;            // packed activations
   CpuScratchBytes tiles;             // of each worker: MultiplyArgs::scratch
+  int64_t tile_stride = 0;           // bytes between workers
   std::vector<CpuLinearPlan> plans;  // of the weights that have rows, in order of their items
 };
 
