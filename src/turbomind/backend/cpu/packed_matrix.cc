@@ -191,6 +191,8 @@ void DequantizeMatrixRow(const MatrixSource& source, int64_t row, float* out) {
   }
 }
 
+constexpr size_t kLeastForHugePages = size_t{16} << 20;
+
 void* ReservePages(size_t num_bytes) {
   if (num_bytes == 0) {
     return nullptr;
@@ -199,6 +201,9 @@ void* ReservePages(size_t num_bytes) {
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) {
     throw std::bad_alloc();
+  }
+  if (num_bytes >= kLeastForHugePages) {
+    madvise(memory, num_bytes, MADV_HUGEPAGE);  // a hint: failure costs only speed
   }
   return memory;
 }
@@ -219,7 +224,6 @@ std::shared_ptr<uint8_t> MatrixArena::Allocate(size_t num_bytes) {
     region_ = std::shared_ptr<uint8_t>(whole, pages + skip);
     region_bytes_ = bytes - skip;
     used_bytes_ = 0;
-    madvise(region_.get(), region_bytes_, MADV_HUGEPAGE);  // a hint: failure costs only speed
   }
   std::shared_ptr<uint8_t> result(region_, region_.get() + used_bytes_);
   used_bytes_ += size;
