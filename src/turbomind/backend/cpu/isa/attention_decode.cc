@@ -114,7 +114,7 @@ struct Heads {
   alignas(64) float scores[kMaxHeads * kTileTokens];
   alignas(64) float meta[2][kMaxHeadDim / 16 * kTileTokens];
   float qsum[kMaxHeads];
-  alignas(64) int32_t pairs[kMaxHeads * kMaxHeadDim / 2];  // q, rounded
+  alignas(64) int32_t pairs[kMaxHeads * kMaxHeadDim / 2];  // q, rounded: ScoreArgs
   RoundedQuery rounded[kMaxHeads];
   float rounded_sum[kMaxHeads];
   float old[kMaxHeads];  // of the tile at hand: SoftmaxState::Factors
@@ -130,10 +130,12 @@ void FillHeads(const DecodeSplitArgs& args, int first_head, int padded, Heads* h
   const int head_dim = heads->head_dim;
   __builtin_memset(heads->q, 0, sizeof(float) * padded * head_dim);
   __builtin_memset(heads->o, 0, sizeof(float) * padded * head_dim);
-  __builtin_memset(heads->scores, 0, sizeof(heads->scores));
-  __builtin_memset(heads->qsum, 0, sizeof(heads->qsum));
-  __builtin_memset(heads->old, 0, sizeof(heads->old));
-  __builtin_memset(heads->tile, 0, sizeof(heads->tile));
+  __builtin_memset(heads->scores, 0, sizeof(float) * padded * kTileTokens);
+  for (int h = 0; h < padded; ++h) {
+    heads->qsum[h] = 0.f;
+    heads->old[h] = 0.f;
+    heads->tile[h] = 0.f;
+  }
   __builtin_memcpy(heads->q, args.q + first_head * head_dim,
                    sizeof(float) * heads->num_heads * head_dim);
   for (int h = 0; h < heads->num_heads; ++h) {
@@ -145,10 +147,13 @@ void FillHeads(const DecodeSplitArgs& args, int first_head, int padded, Heads* h
 
 // Heads that are padding have a query of zero.
 void RoundQueries(RoundFn round, int padded, Heads& heads) {
+  int32_t pairs[kMaxHeadDim / 2];
   for (int h = 0; h < padded; ++h) {
-    heads.rounded[h] =
-        round(heads.q + h * heads.head_dim, heads.head_dim, heads.pairs + h * heads.head_dim / 2);
+    heads.rounded[h] = round(heads.q + h * heads.head_dim, heads.head_dim, pairs);
     heads.rounded_sum[h] = heads.rounded[h].sum;
+    for (int i = 0; i < heads.head_dim / 2; ++i) {
+      heads.pairs[i * padded + h] = pairs[i];
+    }
   }
 }
 
@@ -164,10 +169,18 @@ void Reorder(Heads& heads, bool interleaved) {
   heads.interleaved = interleaved;
 }
 
-void ReadTile(const View& view, int tile, const Seen& seen, Heads& heads) {
+// What is read after a tile.
+struct Ahead {
+  const KvHead* kv;
+  int tile;
+  int end;
+};
+
+void ReadTile(const View& view, int tile, const Seen& seen, const Ahead& next, Heads& heads) {
   OpenTile(view.kv, KvSide::kK, tile, seen.begin, seen.end, &heads.sides[0]);
   OpenTile(view.kv, KvSide::kV, tile, seen.begin, seen.end, &heads.sides[1]);
   const bool rounded = view.kernels.round != nullptr;
+  PrefetchTile(*next.kv, KvSide::kK, next.tile, next.end);
   view.kernels.score({&heads.sides[0], heads.q, heads.pairs,
                       rounded ? heads.rounded_sum : heads.qsum, heads.head_dim, heads.scores});
   for (int h = 0; h < heads.num_heads; ++h) {
@@ -183,6 +196,7 @@ void ReadTile(const View& view, int tile, const Seen& seen, Heads& heads) {
     }
   }
   Reorder(heads, view.interleaved);
+  PrefetchTile(*next.kv, KvSide::kV, next.tile, next.end);
   view.kernels.value({&heads.sides[1], heads.scores, heads.old, heads.tile, seen.begin, seen.end,
                       heads.head_dim, heads.o, &heads.value_scales, heads.weight_pairs});
 }
@@ -213,7 +227,7 @@ void DecodeHeads(const DecodeSplitArgs& args, int first_head, int num_heads) {
     for (int i = 0; i < num_views; ++i) {
       const Seen seen = SeenOf(visible, tile, i == 1);
       if (seen.begin < seen.end) {
-        ReadTile(views[i], tile, seen, heads);
+        ReadTile(views[i], tile, seen, {&views[0].kv, tile + kTileTokens, args.end}, heads);
       }
     }
   }

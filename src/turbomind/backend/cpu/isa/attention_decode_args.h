@@ -12,7 +12,7 @@ namespace turbomind::TM_ISA {
 struct ScoreArgs {
   const TileSide* keys = nullptr;
   const float* q = nullptr;        // [H, head_dim]
-  const int32_t* pairs = nullptr;  // [H, head_dim / 2] of RoundQuery, for the integer kernels
+  const int32_t* pairs = nullptr;  // [head_dim / 2, H] of RoundQuery, for the integer kernels
   const float* qsum = nullptr;     // [H], for affine codes
   int head_dim = 0;
   float* scores = nullptr;  // [H, kTileTokens]; the integer kernels leave q_scale to the caller

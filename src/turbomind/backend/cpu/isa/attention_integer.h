@@ -14,6 +14,7 @@
 #include <cstdint>
 
 #include "turbomind/backend/cpu/isa/attention_load.h"
+#include "turbomind/backend/cpu/isa/attention_views.h"
 #include "turbomind/backend/cpu/isa/simd.h"
 
 namespace turbomind::TM_ISA {
@@ -44,12 +45,10 @@ constexpr float CodeUnit(Stored s) { return s == Stored::kFp4 ? 0.5f : 1.f; }
 // k).
 constexpr int PairsPerWord(Stored s) { return 16 / BitsOf(s); }
 
-// Pair j of a piece; `words` is what LoadTransposed gave.
-template <Stored S>
-TM_HD I32x16 KeyPairs(const I32x16 (&words)[4], int j, const ShortTable& table) {
-  const I32x16 word = words[j / PairsPerWord(S)];
-  const int shift = j % PairsPerWord(S) * BitsOf(S);
-  const I32x16 shifted = shift == 0 ? word : ShiftRight(word, Set1Int(shift));
+// Pair J of a piece; `words` is what LoadTransposed gave.
+template <Stored S, int J>
+TM_HD I32x16 KeyPairs(const I32x16 (&words)[4], const ShortTable& table) {
+  const I32x16 shifted = ShiftRight<J % PairsPerWord(S) * BitsOf(S)>(words[J / PairsPerWord(S)]);
   if constexpr (BitsOf(S) == 4) {
     return LookupPairs(table, shifted);
   } else {
@@ -57,27 +56,31 @@ TM_HD I32x16 KeyPairs(const I32x16 (&words)[4], int j, const ShortTable& table) 
   }
 }
 
-// fn(Index<g>(), values) for the groups [first, first + Groups) of 16 dimensions of two tokens.
-template <Stored S, int Groups, class F>
-TM_HD void EachValueGroup(const uint8_t* row, int64_t stride, int first, const ShortTable& table,
-                          F fn) {
+// Values of 4-bit codes are read four groups, or 64 dimensions, at a time: register k of a quad
+// holds in lane 4 j + g dimension 16 g + 4 j + k. Sums come back to the order of dimensions with
+// TransposeQuads. Groups from here on, and those of 8-bit codes, are read one by one.
+constexpr int GroupsInQuads(Stored s, int head_dim) {
+  return BitsOf(s) == 4 ? head_dim / 64 * 4 : 0;
+}
+
+// Two tokens' rows, at the first of the quad's groups.
+template <Stored S>
+TM_HD void LoadValueQuad(const uint8_t* row, int64_t stride, const ShortTable& table,
+                         I32x16 (&value)[4]) {
+  const NibbleRows rows = LoadNibbleRows(row, row + stride);
+  Unroll<4>([&](auto k) __attribute__((always_inline)) {
+    value[decltype(k)::value] = LookupPairs(table, NibblePairs<decltype(k)::value>(rows));
+  });
+}
+
+// One group of two tokens; `row` is where rows begin.
+template <Stored S>
+TM_HD I32x16 LoadValueGroup(const uint8_t* row, int64_t stride, int group,
+                            const ShortTable& table) {
   if constexpr (BitsOf(S) == 8) {
-    const uint8_t* from = row + 16 * first;
-    Unroll<Groups>([&](auto g) __attribute__((always_inline)) {
-      constexpr int at = 16 * decltype(g)::value;
-      fn(g, LoadBytePairs(from + at, from + stride + at));
-    });
-  } else if constexpr (Groups == 4) {
-    const NibbleRows rows = LoadNibbleRows(row + 8 * first, row + stride + 8 * first);
-    Unroll<Groups>([&](auto g) __attribute__((always_inline)) {
-      fn(g, LookupPairs(table, NibblePairs<decltype(g)::value>(rows)));
-    });
+    return LoadBytePairs(row + 16 * group, row + stride + 16 * group);
   } else {
-    const uint8_t* from = row + 8 * first;
-    Unroll<Groups>([&](auto g) __attribute__((always_inline)) {
-      constexpr int at = 8 * decltype(g)::value;
-      fn(g, LookupPairs(table, LoadNibblePairs(from + at, from + stride + at)));
-    });
+    return LookupPairs(table, LoadNibblePairs(row + 8 * group, row + stride + 8 * group));
   }
 }
 
@@ -134,26 +137,58 @@ struct ValueScales {
   float f[kMaxHeadDim / 16];
 };
 
+// The scales of positions [16 i, 16 i + 16) of a tile that are in [begin, end), else zero.
+TM_HD F32x16 SeenScales(const float* scales, int i, const Seen& seen) {
+  const F32x16 all = Load(scales + 16 * i);
+  return seen.begin == 0 && seen.end == kTileTokens
+             ? all
+             : Select(LaneRange(seen.begin - 16 * i, seen.end - 16 * i), all, Zero());
+}
+
+// Groups [group, group + N) of FillValueScales.
+template <Stored S, int N>
+TM_HD void FillScalesOf(const float* meta, int group, const Seen& seen, ValueScales* out) {
+  F32x16 most[4] = {Zero(), Zero(), Zero(), Zero()};
+  Unroll<N>([&](auto g) __attribute__((always_inline)) {
+    Unroll<4>([&](auto i) __attribute__((always_inline)) {
+      F32x16& to = most[decltype(g)::value];
+      const float* scales = meta + (group + decltype(g)::value) * kTileTokens;
+      to = Max(to, SeenScales(scales, decltype(i)::value, seen));
+    });
+  });
+  const F32x16 largest = MaxOfEach(most);
+  alignas(64) float inverse[kLanes];
+  alignas(64) float f[kLanes];
+  Store(inverse,
+        Select(Less(largest, Set1(kLeastLargest)), Zero(), Div(Set1(kMostShort), largest)));
+  Store(f, Mul(Div(largest, Set1(kMostShort)), Set1(CodeUnit(S))));
+  for (int g = 0; g < N; ++g) {
+    out->f[group + g] = f[g];
+    const F32x16 factor = Set1(inverse[g]);
+    const float* scales = meta + (group + g) * kTileTokens;
+    float* r = out->r + (group + g) * kTileTokens;
+    Unroll<4>([&](auto i) __attribute__((always_inline)) {
+      Store(r + 16 * decltype(i)::value, Mul(SeenScales(scales, decltype(i)::value, seen), factor));
+    });
+  }
+}
+
 template <Stored S>
 TM_HD void FillValueScales(const float* meta, int head_dim, int begin, int end, ValueScales* out) {
   out->begin = begin;
   out->end = end;
-  for (int group = 0; group < ValueGroups(S, head_dim); ++group) {
-    F32x16 scale[4];
-    for (int i = 0; i < 4; ++i) {
-      scale[i] = Select(LaneRange(begin - 16 * i, end - 16 * i),
-                        Load(meta + group * kTileTokens + 16 * i), Zero());
-    }
-    const float largest = ReduceMax(Max(Max(scale[0], scale[1]), Max(scale[2], scale[3])));
-    const F32x16 inverse = Set1(largest >= kLeastLargest ? kMostShort / largest : 0.f);
-    for (int i = 0; i < 4; ++i) {
-      Store(out->r + group * kTileTokens + 16 * i, Mul(scale[i], inverse));
-    }
-    out->f[group] = largest / kMostShort * CodeUnit(S);
+  int group = 0;
+  for (; group + 4 <= ValueGroups(S, head_dim); group += 4) {
+    FillScalesOf<S, 4>(meta, group, {begin, end}, out);
+  }
+  for (; group < ValueGroups(S, head_dim); ++group) {
+    FillScalesOf<S, 1>(meta, group, {begin, end}, out);
   }
 }
 
-// weights[kTileTokens] of one query head → pairs[groups][kTilePairs] of consecutive tokens.
+// weights[kTileTokens] of one query head → pairs of consecutive tokens, as PairWeight reads them:
+// [groups / 4][kTilePairs][4] in an order of pairs of its own, where values are read in quads, then
+// [groups][kTilePairs].
 template <Stored S>
 TM_HD void RoundWeights(const float* weights, const ValueScales& scales, int head_dim,
                         int32_t* pairs) {
@@ -161,11 +196,42 @@ TM_HD void RoundWeights(const float* weights, const ValueScales& scales, int hea
   for (int i = 0; i < 4; ++i) {
     w[i] = Load(weights + 16 * i);
   }
-  for (int group = 0; group < ValueGroups(S, head_dim); ++group) {
+  int group = 0;
+  if constexpr (!IsAffine(S)) {
+    for (; group < GroupsInQuads(S, head_dim); group += 4) {
+      const float* r = scales.r + group * kTileTokens;
+      Unroll<2>([&](auto half) __attribute__((always_inline)) {
+        constexpr int first = 2 * decltype(half)::value;
+        I32x16 quads[4];
+        Unroll<4>([&](auto g) __attribute__((always_inline)) {
+          const float* from = r + decltype(g)::value * kTileTokens + 16 * first;
+          quads[decltype(g)::value] = PackPairs(ToInt(Mul(w[first], Load(from))),
+                                                ToInt(Mul(w[first + 1], Load(from + 16))));
+        });
+        TransposeQuads(quads);
+        Unroll<4>([&](auto i) __attribute__((always_inline)) {
+          constexpr int at = (2 * first + decltype(i)::value) * kLanes;
+          StoreInt(pairs + group * kTilePairs + at, quads[decltype(i)::value]);
+        });
+      });
+    }
+  }
+  for (; group < ValueGroups(S, head_dim); ++group) {
     for (int i = 0; i < 4; ++i) {
       StoreShorts(pairs + group * kTilePairs + 8 * i,
                   ToInt(Mul(w[i], Load(scales.r + group * kTileTokens + 16 * i))));
     }
+  }
+}
+
+// The weights of pair 2 * j + kOdd of 16 tokens, for a quad of values; `pairs` is where the quad's
+// begin, or the head's if they share a scale.
+template <Stored S, int kOdd>
+TM_HD I32x16 PairWeight(const int32_t* pairs, int part, int j) {
+  if constexpr (IsAffine(S)) {
+    return Set1Int(pairs[8 * part + 2 * j + kOdd]);
+  } else {
+    return LoadQuad(pairs + (2 * part + kOdd) * kLanes + 4 * j);
   }
 }
 

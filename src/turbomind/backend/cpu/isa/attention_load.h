@@ -177,38 +177,46 @@ TM_HD void DeinterleaveRow(float* row, int head_dim) {
   }
 }
 
-// Legal scale bytes in the lanes → FP32. E8M0: 112..136; E4M3: 0..0x7e.
-TM_HD F32x16 ScaleValue(KvCacheMode mode, I32x16 byte) {
-  if (mode == KvCacheMode::kFp4Mx) {
-    return FromBits(ShiftLeft<23>(byte));
+// Byte I of each lane, a legal scale, → FP32. E8M0: 112..136; E4M3: 0..0x7e.
+template <KvCacheMode M, int I>
+TM_HD F32x16 ScaleValue(I32x16 words) {
+  constexpr int kBit = M == KvCacheMode::kFp4Mx ? 23 : 20;  // the lowest of the exponent
+  I32x16 bits;
+  if constexpr (8 * I <= kBit) {
+    bits = ShiftLeft<kBit - 8 * I>(words);
+  } else {
+    bits = ShiftRight<8 * I - kBit>(words);
   }
-  const I32x16 bits = ShiftLeft<20>(byte);
-  const F32x16 subnormal = Sub(FromBits(Add(bits, Set1Int(121 << 23))), Set1(0x1p-6f));
-  return Select(Less(byte, Set1Int(8)), subnormal, FromBits(Add(bits, Set1Int(120 << 23))));
+  if constexpr (M == KvCacheMode::kFp4Mx) {
+    return FromBits(And(bits, Set1Int(0xff << 23)));
+  } else {
+    bits = And(bits, Set1Int(0x7f << 20));
+    const F32x16 twice = FromBits(Add(bits, Set1Int(121 << 23)));
+    return Select(Less(bits, Set1Int(8 << 20)), Sub(twice, Set1(0x1p-6f)), Mul(twice, Set1(0.5f)));
+  }
 }
 
 // Scales of groups [first, first + 4) of 16 tokens, one byte each in `words` → meta.
-TM_HD void StoreScales(KvCacheMode mode, I32x16 words, float* meta) {
+template <KvCacheMode M>
+TM_HD void StoreScales(I32x16 words, float* meta) {
   Unroll<4>([&](auto i) __attribute__((always_inline)) {
-    constexpr int at = decltype(i)::value;
-    const I32x16 byte = And(ShiftRight<8 * at>(words), Set1Int(0xff));
-    Store(meta + at * kTileTokens, ScaleValue(mode, byte));
+    Store(meta + decltype(i)::value * kTileTokens, ScaleValue<M, decltype(i)::value>(words));
   });
 }
 
 // 16 tokens' scales → meta[group][kTileTokens]. `rows` are the tokens' scale rows, `stride` bytes
 // each; this side's bytes begin at `offset`. The common shapes avoid the slow gather.
-inline void LoadScales(KvCacheMode mode, const uint8_t* rows, int stride, int offset,
-                       int num_groups, float* meta) {
+template <KvCacheMode M>
+void LoadScales(const uint8_t* rows, int stride, int offset, int num_groups, float* meta) {
   if (stride == 8 && num_groups == 4) {
-    StoreScales(mode, offset == 0 ? LoadEverySecond<0>(rows) : LoadEverySecond<1>(rows), meta);
+    StoreScales<M>(offset == 0 ? LoadEverySecond<0>(rows) : LoadEverySecond<1>(rows), meta);
     return;
   }
   if (stride == 16 && num_groups == 8) {
     I32x16 words[4];
     LoadTransposed(rows, stride, words);
-    StoreScales(mode, offset == 0 ? words[0] : words[2], meta);
-    StoreScales(mode, offset == 0 ? words[1] : words[3], meta + 4 * kTileTokens);
+    StoreScales<M>(offset == 0 ? words[0] : words[2], meta);
+    StoreScales<M>(offset == 0 ? words[1] : words[3], meta + 4 * kTileTokens);
     return;
   }
   if (num_groups < 4) {  // head_dim below 64: a dword would run past the row
@@ -217,13 +225,13 @@ inline void LoadScales(KvCacheMode mode, const uint8_t* rows, int stride, int of
       for (int i = 0; i < 16; ++i) {
         bytes[i] = rows[i * stride + offset + group];
       }
-      Store(meta + group * kTileTokens, ScaleValue(mode, LoadInt(bytes)));
+      Store(meta + group * kTileTokens, ScaleValue<M, 0>(LoadInt(bytes)));
     }
     return;
   }
   for (int group = 0; group < num_groups; group += 4) {
     const int first = group + 4 <= num_groups ? group : num_groups - 4;  // never past the row
-    StoreScales(mode, GatherDwords(rows + offset + first, stride), meta + first * kTileTokens);
+    StoreScales<M>(GatherDwords(rows + offset + first, stride), meta + first * kTileTokens);
   }
 }
 
@@ -257,11 +265,43 @@ struct TileSide {
   float* meta = nullptr;
 };
 
+inline void PrefetchBytes(const std::byte* from, int64_t size) {
+  for (int64_t at = 0; at < size; at += 64) {
+    __builtin_prefetch(from + at);
+  }
+}
+
+// Asks for what OpenTile and the kernels will read of the positions [tile, end): blocks lie apart,
+// so that the hardware's prefetcher starts anew with each.
+inline void PrefetchTile(const KvHead& kv, KvSide side, int tile, int end) {
+  const KvLayerView& layer = *kv.layer;
+  const int s = static_cast<int>(side);
+  const int block_shift = __builtin_ctz(static_cast<unsigned>(layer.block_seq_len));
+  for (int position = tile; position < end && position < tile + kTileTokens; position += 16) {
+    const int64_t block = kv.blocks[position >> block_shift];
+    if (block < 0) {
+      continue;
+    }
+    const int slot = position & (layer.block_seq_len - 1);
+    PrefetchBytes(layer.Payload(side, block, kv.head) + slot * int64_t{layer.row_bytes[s]},
+                  16 * int64_t{layer.row_bytes[s]});
+    if (layer.scale_bytes[s] > 0 && side == KvSide::kK) {  // with the scales of V
+      const int64_t stride = layer.ScaleStride();
+      PrefetchBytes(layer.Scales(side, block, kv.head) + slot * stride, 16 * stride);
+    } else if (layer.param_bytes[s] > 0) {
+      const int64_t stride = layer.param_bytes[s];
+      PrefetchBytes(layer.Params(side, block, kv.head) + slot * stride, 16 * stride);
+    }
+  }
+}
+
 // Finds the rows of the positions [tile + begin, tile + end) and reads their metadata.
 inline void OpenTile(const KvHead& kv, KvSide side, int tile, int begin, int end, TileSide* out) {
   const KvLayerView& layer = *kv.layer;
   const int s = static_cast<int>(side);
-  const KvCacheMode mode = layer.mode[s];
+  const auto load_scales = layer.mode[s] == KvCacheMode::kFp4Mx ? LoadScales<KvCacheMode::kFp4Mx>
+                                                                : LoadScales<KvCacheMode::kFp4Nv>;
+  const int block_shift = __builtin_ctz(static_cast<unsigned>(layer.block_seq_len));  // 16 to 128
   out->stride = layer.row_bytes[s];
   for (int i = 0; i < 4; ++i) {
     out->rows[i] = nullptr;
@@ -269,20 +309,19 @@ inline void OpenTile(const KvHead& kv, KvSide side, int tile, int begin, int end
     if (16 * i >= end || 16 * i + 16 <= begin) {
       continue;
     }
-    const int64_t block = kv.blocks[position / layer.block_seq_len];
+    const int64_t block = kv.blocks[position >> block_shift];
     if (block < 0) {
       continue;
     }
-    const int slot = position % layer.block_seq_len;
+    const int slot = position & (layer.block_seq_len - 1);
     out->rows[i] =
         reinterpret_cast<const uint8_t*>(layer.Payload(side, block, kv.head)) + slot * out->stride;
     if (layer.scale_bytes[s] > 0) {
       const int stride = layer.ScaleStride();
-      LoadScales(mode,
-                 reinterpret_cast<const uint8_t*>(layer.Scales(KvSide::kK, block, kv.head)) +
-                     static_cast<int64_t>(slot) * stride,
-                 stride, s == 1 ? layer.scale_bytes[0] : 0, layer.scale_bytes[s],
-                 out->meta + 16 * i);
+      load_scales(reinterpret_cast<const uint8_t*>(layer.Scales(KvSide::kK, block, kv.head)) +
+                      static_cast<int64_t>(slot) * stride,
+                  stride, s == 1 ? layer.scale_bytes[0] : 0, layer.scale_bytes[s],
+                  out->meta + 16 * i);
     } else if (layer.param_bytes[s] > 0) {
       LoadAffine(layer.dtype,
                  reinterpret_cast<const uint8_t*>(layer.Params(side, block, kv.head)) +

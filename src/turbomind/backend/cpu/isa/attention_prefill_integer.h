@@ -26,7 +26,7 @@ void UnpackKeyPairs(const Block& b) {
       Unroll<PieceDims(S) / 2>([&](auto index) __attribute__((always_inline)) {
         constexpr int j = decltype(index)::value;
         if (j < kGroupPairs || base + 16 < b.head_dim) {  // else the load ran into the next row
-          StoreInt(keys + j * kTileTokens, KeyPairs<S>(words, j, table));
+          StoreInt(keys + j * kTileTokens, KeyPairs<S, j>(words, table));
         }
       });
     }
@@ -94,25 +94,27 @@ void ScoreTileInteger(const Block& b) {
   }
 }
 
+// Whole runs of 16 tokens: what is hidden has a weight of zero. Quads stay in the order of their
+// lanes.
 template <Stored S>
 void UnpackValuePairs(const Block& b, int begin, int end) {
   const ShortTable table = CodeTable<S>();
   const TileSide& side = b.side[1];
-  for (int pair = begin / 2; pair < (end + 1) / 2; ++pair) {
+  for (int pair = begin / 16 * 8; pair < (end + 15) / 16 * 8; ++pair) {
     const uint8_t* row = side.rows[pair / 8] + 2 * (pair % 8) * side.stride;
     int32_t* to = b.value_pairs() + pair * b.head_dim;
-    const auto store = [&](int group) {
-      return [=](auto g, I32x16 value) __attribute__((always_inline)) {
-        StoreInt(to + 16 * (group + decltype(g)::value), value);
-      };
-    };
-    const int num_groups = b.head_dim / 16;
     int group = 0;
-    for (; group + 4 <= num_groups; group += 4) {
-      EachValueGroup<S, 4>(row, side.stride, group, table, store(group));
+    if constexpr (BitsOf(S) == 4) {
+      for (; group < GroupsInQuads(S, b.head_dim); group += 4) {
+        I32x16 value[4];
+        LoadValueQuad<S>(row + 8 * group, side.stride, table, value);
+        for (int k = 0; k < 4; ++k) {
+          StoreInt(to + 16 * (group + k), value[k]);
+        }
+      }
     }
-    for (; group < num_groups; ++group) {
-      EachValueGroup<S, 1>(row, side.stride, group, table, store(group));
+    for (; group < b.head_dim / 16; ++group) {
+      StoreInt(to + 16 * group, LoadValueGroup<S>(row, side.stride, group, table));
     }
   }
 }
@@ -126,7 +128,58 @@ struct RowWeights {
   float zero[R];
 };
 
-// The pairs of `any`, for R rows and the dimensions of G groups.
+// Row `row + r` of o = o * old + tile * f * sum: 16 dimensions.
+template <Stored S, int R>
+TM_HD void AddRowSum(const Block& b, const RowWeights<R>& weights, int row, int r, int group,
+                     I32x16 sum) {
+  const int at = row + r;
+  float* o = b.o + at * b.head_dim + 16 * group;
+  Store(o, AddTile<S>(
+               Load(o), ToFloat(sum),
+               {b.old[at], b.tile[at], weights.f[r][IsAffine(S) ? 0 : group], weights.zero[r]}));
+}
+
+// The runs of 16 tokens that `any` touches, for the rows [row + first, row + first + N) and four
+// groups in a quad.
+template <Stored S, int N, int R>
+TM_HD void AddQuadOfRows(const Block& b, const RowWeights<R>& weights, int row, int first,
+                         int group, const Seen& any) {
+  I32x16 sum[N][4];
+  UnrollPairs<N, 4>([&](auto r, auto k) __attribute__((always_inline)) {
+    sum[decltype(r)::value][decltype(k)::value] = Set1Int(0);
+  });
+  const int32_t* w = weights.pairs[first] + (IsAffine(S) ? 0 : group * kTilePairs);
+  for (int part = any.begin / 16; part * 16 < any.end; ++part) {
+    const int32_t* from = b.value_pairs() + 8 * part * b.head_dim + 16 * group;
+    for (int j = 0; j < 4; ++j) {
+      Unroll<2>([&](auto odd) __attribute__((always_inline)) {
+        I32x16 value[4];
+        Unroll<4>([&](auto k) __attribute__((always_inline)) {
+          value[decltype(k)::value] = LoadInt(from + 16 * decltype(k)::value);
+        });
+        from += b.head_dim;
+        Unroll<N>([&](auto index) __attribute__((always_inline)) {
+          constexpr int r = decltype(index)::value;
+          const I32x16 weight =
+              PairWeight<S, decltype(odd)::value>(w + r * RowWeights<R>::kPairs, part, j);
+          Unroll<4>([&](auto k) __attribute__((always_inline)) {
+            I32x16& to = sum[r][decltype(k)::value];
+            to = DotPairs(to, value[decltype(k)::value], weight);
+          });
+        });
+      });
+    }
+  }
+  Unroll<N>([&](auto index) __attribute__((always_inline)) {
+    constexpr int r = decltype(index)::value;
+    TransposeQuads(sum[r]);
+    for (int g = 0; g < 4; ++g) {
+      AddRowSum<S>(b, weights, row, first + r, group + g, sum[r][g]);
+    }
+  });
+}
+
+// The same for G groups that are read one by one, and R rows.
 template <Stored S, int R, int G>
 TM_HD void AddPairs(const Block& b, const RowWeights<R>& weights, int row, int group,
                     const Seen& any) {
@@ -136,7 +189,7 @@ TM_HD void AddPairs(const Block& b, const RowWeights<R>& weights, int row, int g
     sum[decltype(r)::value][decltype(g)::value] = Set1Int(0);
   });
   const int32_t* w = weights.pairs[0] + kStep * group * kTilePairs;
-  for (int pair = any.begin / 2; pair < (any.end + 1) / 2; ++pair) {
+  for (int pair = any.begin / 16 * 8; pair < (any.end + 15) / 16 * 8; ++pair) {
     const int32_t* from = b.value_pairs() + pair * b.head_dim + 16 * group;
     Unroll<G>([&](auto g) __attribute__((always_inline)) {
       const I32x16 value = LoadInt(from + 16 * decltype(g)::value);
@@ -150,13 +203,12 @@ TM_HD void AddPairs(const Block& b, const RowWeights<R>& weights, int row, int g
   }
   UnrollPairs<R, G>([&](auto r, auto g) __attribute__((always_inline)) {
     constexpr int i = decltype(r)::value;
-    const int at = row + i;
-    float* o = b.o + at * b.head_dim + 16 * (group + decltype(g)::value);
-    Store(o, AddTile<S>(Load(o), ToFloat(sum[i][decltype(g)::value]),
-                        {b.old[at], b.tile[at], weights.f[i][kStep * (group + decltype(g)::value)],
-                         weights.zero[i]}));
+    AddRowSum<S>(b, weights, row, i, group + decltype(g)::value, sum[i][decltype(g)::value]);
   });
 }
+
+// Rows whose sums of a quad fit the registers.
+inline constexpr int kQuadRows = kRows * kColumns / 4;
 
 template <Stored S, int R>
 void AddRowPairs(const Block& b, const View& view, int tile, const ValueScales& shared, int row) {
@@ -179,8 +231,17 @@ void AddRowPairs(const Block& b, const View& view, int tile, const ValueScales& 
   }
   const int num_groups = b.head_dim / 16;
   int group = 0;
-  for (; group + kColumns <= num_groups; group += kColumns) {
-    AddPairs<S, R, kColumns>(b, weights, row, group, any);
+  if constexpr (BitsOf(S) == 4) {
+    constexpr int N = R < kQuadRows ? R : kQuadRows;
+    for (; group < GroupsInQuads(S, b.head_dim); group += 4) {
+      for (int first = 0; first < R; first += N) {
+        AddQuadOfRows<S, N>(b, weights, row, first, group, any);
+      }
+    }
+  } else {
+    for (; group + kColumns <= num_groups; group += kColumns) {
+      AddPairs<S, R, kColumns>(b, weights, row, group, any);
+    }
   }
   for (; group < num_groups; ++group) {
     AddPairs<S, R, 1>(b, weights, row, group, any);

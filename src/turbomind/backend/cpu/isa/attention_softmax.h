@@ -22,9 +22,12 @@ TM_HD TileScores ReadScores(const float* scores, float scale, int begin, int end
   const F32x16 factor = Set1(scale);
   const F32x16 hidden = Set1(-__builtin_inff());
   TileScores tile;
+  const bool all = begin == 0 && end == 4 * kLanes;
   for (int i = 0; i < 4; ++i) {
-    tile.s[i] =
-        Select(LaneRange(begin - 16 * i, end - 16 * i), Mul(Load(scores + 16 * i), factor), hidden);
+    tile.s[i] = Mul(Load(scores + 16 * i), factor);
+    if (!all) {
+      tile.s[i] = Select(LaneRange(begin - 16 * i, end - 16 * i), tile.s[i], hidden);
+    }
   }
   tile.largest = ReduceMax(Max(Max(tile.s[0], tile.s[1]), Max(tile.s[2], tile.s[3])));
   return tile;

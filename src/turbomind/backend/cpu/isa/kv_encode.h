@@ -98,7 +98,7 @@ struct CandidateLanes<NvScale> {
     const I32x16 bytes = Add(plain, LoadInt(kOffsets));
     return MinInt(MaxInt(bytes, Set1Int(kNvLeast)), Set1Int(kNvMost));
   }
-  static TM_HD F32x16 Steps(I32x16 bytes) { return ScaleValue(KvCacheMode::kFp4Nv, bytes); }
+  static TM_HD F32x16 Steps(I32x16 bytes) { return ScaleValue<KvCacheMode::kFp4Nv, 0>(bytes); }
 };
 
 template <>
@@ -108,7 +108,7 @@ struct CandidateLanes<MxScale> {
                                                          0, -1, 0, 0, 0, 0, 0, 0};
     return MaxInt(Add(plain, LoadInt(kOffsets)), Set1Int(kMxLeast));
   }
-  static TM_HD F32x16 Steps(I32x16 bytes) { return ScaleValue(KvCacheMode::kFp4Mx, bytes); }
+  static TM_HD F32x16 Steps(I32x16 bytes) { return ScaleValue<KvCacheMode::kFp4Mx, 0>(bytes); }
 };
 
 // Minus the E2M1 value nearest to i / 4 and above.

@@ -24,16 +24,6 @@ namespace turbomind::TM_ISA {
 inline constexpr int kLanes = 16;
 
 #if !defined(TM_ISA_avx512)  // which has instructions of its own for these
-// Of 64 nibbles at a (low halves) and b (high halves), 16 at a time: LoadNibblePairs.
-struct NibbleRows {
-  const uint8_t* a;
-  const uint8_t* b;
-};
-TM_HD NibbleRows LoadNibbleRows(const uint8_t* a, const uint8_t* b) { return {a, b}; }
-template <int G>
-TM_HD I32x16 NibblePairs(const NibbleRows& rows) {
-  return LoadNibblePairs(rows.a + 8 * G, rows.b + 8 * G);
-}
 // Of 16 bytes at a (low halves) and b (high halves).
 TM_HD I32x16 LoadBytePairs(const void* a, const void* b) {
   return Or(LoadBytes(a), ShiftLeft<16>(LoadBytes(b)));
@@ -54,6 +44,16 @@ TM_HD void Unroll(F fn) {
 }
 
 TM_HD F32x16 Zero() { return Set1(0.f); }
+
+// Lane i is the largest lane of a[i % 4]. No lane is NaN.
+TM_HD F32x16 MaxOfEach(const F32x16 (&a)[4]) {
+  I32x16 quads[4] = {Bits(a[0]), Bits(a[1]), Bits(a[2]), Bits(a[3])};
+  TransposeQuads(quads);
+  F32x16 most =
+      Max(Max(FromBits(quads[0]), FromBits(quads[1])), Max(FromBits(quads[2]), FromBits(quads[3])));
+  most = Max(most, SwapLanes<4>(most));
+  return Max(most, SwapLanes<8>(most));
+}
 
 // 2^x for x <= 0, relative error below 1e-7 (about one ulp); exactly 1 at 0, 0 below -126, NaN for
 // NaN. Rounds x to the nearest integer n and evaluates a polynomial on [-0.5, 0.5].

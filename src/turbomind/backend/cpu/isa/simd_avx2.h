@@ -349,5 +349,51 @@ TM_HD I32x16 LoadNibblePairs(const void* a, const void* b) {
   };
   return {eight(0), eight(4)};
 }
+// Of 64 nibbles at a (low halves) and b (high halves): lane 4 j + g holds nibbles 16 g + 4 j to
+// 16 g + 4 j + 3 of both.
+struct NibbleRows {
+  I32x16 words;
+};
+TM_HD NibbleRows LoadNibbleRows(const uint8_t* a, const uint8_t* b) {
+  const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(a));
+  const __m256i y = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b));
+  const __m256i even = _mm256_unpacklo_epi16(x, y);  // g = 0 below g = 2
+  const __m256i odd = _mm256_unpackhi_epi16(x, y);   // g = 1 below g = 3
+  return {{_mm256_permute4x64_epi64(_mm256_unpacklo_epi32(even, odd), 0xd8),
+           _mm256_permute4x64_epi64(_mm256_unpackhi_epi32(even, odd), 0xd8)}};
+}
+// Lane 4 j + g: nibble 16 g + 4 j + K of both, as the low bits of each half; the bits above are
+// undefined.
+template <int K>
+TM_HD I32x16 NibblePairs(const NibbleRows& rows) {
+  return ShiftRight<4 * K>(rows.words);
+}
+
+// --- Lanes as four runs of four. ----------------------------------------------------------------
+
+// Lane i is the dword p[i % 4].
+TM_HD I32x16 LoadQuad(const void* p) {
+  const __m256i both = _mm256_broadcastsi128_si256(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+  return {both, both};
+}
+TM_HD void TransposeQuads(__m256i& a, __m256i& b, __m256i& c, __m256i& d) {
+  const __m256i low01 = _mm256_unpacklo_epi32(a, b);
+  const __m256i high01 = _mm256_unpackhi_epi32(a, b);
+  const __m256i low23 = _mm256_unpacklo_epi32(c, d);
+  const __m256i high23 = _mm256_unpackhi_epi32(c, d);
+  a = _mm256_unpacklo_epi64(low01, low23);
+  b = _mm256_unpackhi_epi64(low01, low23);
+  c = _mm256_unpacklo_epi64(high01, high23);
+  d = _mm256_unpackhi_epi64(high01, high23);
+}
+// Each run is a matrix whose row r lies in a[r]: transposed.
+TM_HD void TransposeQuads(I32x16 (&a)[4]) {
+  TransposeQuads(a[0].a, a[1].a, a[2].a, a[3].a);
+  TransposeQuads(a[0].b, a[1].b, a[2].b, a[3].b);
+}
+// In each run: the four lanes of a as two pairs of int16, saturated, then those of b.
+TM_HD I32x16 PackPairs(I32x16 x, I32x16 y) {
+  return {_mm256_packs_epi32(x.a, y.a), _mm256_packs_epi32(x.b, y.b)};
+}
 
 }  // namespace turbomind::TM_ISA

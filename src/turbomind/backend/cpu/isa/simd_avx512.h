@@ -250,29 +250,25 @@ TM_HD I32x16 LoadNibblePairs(const void* a, const void* b) {
   const __m512i low = _mm512_multishift_epi64_epi8(from, _mm512_set1_epi64(x));
   return {_mm512_mask_multishift_epi64_epi8(low, 0xcccccccccccccccc, from, _mm512_set1_epi64(y))};
 }
-// The same for 64 nibbles, 16 at a time. Qwords 2k and 2k + 1 hold the 16 nibbles of a group, eight
-// of a below eight of b: groups 0 and 2 in `even`, 1 and 3 in `odd`, twice.
+// Of 64 nibbles at a (low halves) and b (high halves): lane 4 j + g holds nibbles 16 g + 4 j to
+// 16 g + 4 j + 3 of both.
 struct NibbleRows {
-  __m512i even, odd;
+  __m512i v;
 };
 TM_HD NibbleRows LoadNibbleRows(const uint8_t* a, const uint8_t* b) {
-  const auto twice = [](const uint8_t* p) {
-    return _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-  };
-  const __m512i x = twice(a);
-  const __m512i y = twice(b);
-  return {_mm512_unpacklo_epi32(x, y), _mm512_unpackhi_epi32(x, y)};
+  const __m512i both = _mm512_inserti64x4(
+      _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(a))),
+      _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b)), 1);
+  const __m512i words = _mm512_setr_epi32(
+      0x100000, 0x140004, 0x180008, 0x1c000c, 0x110001, 0x150005, 0x190009, 0x1d000d, 0x120002,
+      0x160006, 0x1a000a, 0x1e000e, 0x130003, 0x170007, 0x1b000b, 0x1f000f);
+  return {_mm512_permutexvar_epi16(words, both)};
 }
-template <int G>
+// Lane 4 j + g: nibble 16 g + 4 j + K of both, as the low bits of each half; the bits above are
+// undefined.
+template <int K>
 TM_HD I32x16 NibblePairs(const NibbleRows& rows) {
-  constexpr int kFirst = G / 2 * 2;
-  const __m512i qwords = _mm512_setr_epi64(kFirst, kFirst, kFirst, kFirst, kFirst + 1, kFirst + 1,
-                                           kFirst + 1, kFirst + 1);
-  const __m512i from = _mm512_setr_epi64(0x2424040420200000, 0x2c2c0c0c28280808, 0x3434141430301010,
-                                         0x3c3c1c1c38381818, 0x2424040420200000, 0x2c2c0c0c28280808,
-                                         0x3434141430301010, 0x3c3c1c1c38381818);
-  const __m512i group = _mm512_permutexvar_epi64(qwords, G % 2 == 0 ? rows.even : rows.odd);
-  return {_mm512_multishift_epi64_epi8(from, group)};
+  return {_mm512_srli_epi32(rows.v, 4 * K)};
 }
 // Of 16 bytes at a (low halves) and b (high halves).
 TM_HD I32x16 LoadBytePairs(const void* a, const void* b) {
@@ -281,5 +277,25 @@ TM_HD I32x16 LoadBytePairs(const void* a, const void* b) {
   return {_mm512_cvtepu8_epi16(_mm256_inserti128_si256(
       _mm256_castsi128_si256(_mm_unpacklo_epi8(x, y)), _mm_unpackhi_epi8(x, y), 1))};
 }
+
+// --- Lanes as four runs of four. ----------------------------------------------------------------
+
+// Lane i is the dword p[i % 4].
+TM_HD I32x16 LoadQuad(const void* p) {
+  return {_mm512_broadcast_i32x4(_mm_loadu_si128(static_cast<const __m128i*>(p)))};
+}
+// Each run is a matrix whose row r lies in a[r]: transposed.
+TM_HD void TransposeQuads(I32x16 (&a)[4]) {
+  const __m512i low01 = _mm512_unpacklo_epi32(a[0].v, a[1].v);
+  const __m512i high01 = _mm512_unpackhi_epi32(a[0].v, a[1].v);
+  const __m512i low23 = _mm512_unpacklo_epi32(a[2].v, a[3].v);
+  const __m512i high23 = _mm512_unpackhi_epi32(a[2].v, a[3].v);
+  a[0].v = _mm512_unpacklo_epi64(low01, low23);
+  a[1].v = _mm512_unpackhi_epi64(low01, low23);
+  a[2].v = _mm512_unpacklo_epi64(high01, high23);
+  a[3].v = _mm512_unpackhi_epi64(high01, high23);
+}
+// In each run: the four lanes of a as two pairs of int16, saturated, then those of b.
+TM_HD I32x16 PackPairs(I32x16 a, I32x16 b) { return {_mm512_packs_epi32(a.v, b.v)}; }
 
 }  // namespace turbomind::TM_ISA

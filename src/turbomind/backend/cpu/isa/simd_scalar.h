@@ -360,5 +360,47 @@ TM_HD I32x16 LoadNibblePairs(const void* a, const void* b) {
   };
   return EachLane<I32x16>([&](int i) { return MakePair(nibble(a, i), nibble(b, i)); });
 }
+// Of 64 nibbles at a (low halves) and b (high halves): lane 4 j + g holds nibbles 16 g + 4 j to
+// 16 g + 4 j + 3 of both.
+struct NibbleRows {
+  I32x16 words;
+};
+TM_HD NibbleRows LoadNibbleRows(const uint8_t* a, const uint8_t* b) {
+  const auto word = [](const uint8_t* p, int i) { return p[2 * i] | p[2 * i + 1] << 8; };
+  return {EachLane<I32x16>([&](int i) {
+    const int at = 4 * (i % 4) + i / 4;
+    return MakePair(word(a, at), word(b, at));
+  })};
+}
+// Lane 4 j + g: nibble 16 g + 4 j + K of both, as the low bits of each half; the bits above are
+// undefined.
+template <int K>
+TM_HD I32x16 NibblePairs(const NibbleRows& rows) {
+  return ShiftRight<4 * K>(rows.words);
+}
+
+// --- Lanes as four runs of four. ----------------------------------------------------------------
+
+// Lane i is the dword p[i % 4].
+TM_HD I32x16 LoadQuad(const void* p) {
+  const uint8_t* bytes = static_cast<const uint8_t*>(p);
+  return EachLane<I32x16>([&](int i) { return LoadDword(bytes + 4 * (i % 4)); });
+}
+// Each run is a matrix whose row r lies in a[r]: transposed.
+TM_HD void TransposeQuads(I32x16 (&a)[4]) {
+  I32x16 rows[4];
+  __builtin_memcpy(rows, a, sizeof(rows));
+  for (int r = 0; r < 4; ++r) {
+    a[r] = EachLane<I32x16>([&](int i) { return rows[i % 4].v[i / 4 * 4 + r]; });
+  }
+}
+// In each run: the four lanes of a as two pairs of int16, saturated, then those of b.
+TM_HD I32x16 PackPairs(const I32x16& a, const I32x16& b) {
+  const auto saturated = [](int32_t x) { return x < -32768 ? -32768 : x > 32767 ? 32767 : x; };
+  return EachLane<I32x16>([&](int i) {
+    const int32_t* from = (i % 4 < 2 ? a.v : b.v) + i / 4 * 4 + i % 2 * 2;
+    return MakePair(saturated(from[0]), saturated(from[1]));
+  });
+}
 
 }  // namespace turbomind::TM_ISA
