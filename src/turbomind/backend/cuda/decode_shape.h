@@ -1,0 +1,121 @@
+#pragma once
+
+// ⑦ What decode attention on a GPU is given, and how its shared memory is laid out: the constants
+// of one pair of formats, head_dim and tile.
+
+#include <cstdint>
+
+#include "turbomind/backend/cuda/decode_plan.h"
+#include "turbomind/backend/cuda/fragments.h"
+#include "turbomind/kv/layout.h"
+
+namespace turbomind::cuda {
+
+struct DecodeParams {
+  const float* q = nullptr;  // row i at q + i * q_stride: [q_heads, head_dim]
+  int64_t q_stride = 0;
+  int q_heads = 0;
+  float softmax_scale = 1.f;
+  KvLayerView kv;                         // pointers into the device's pools
+  const int32_t* block_tables = nullptr;  // [num_seqs, block_table_stride]
+  int64_t block_table_stride = 0;
+  const DecodeItem* items = nullptr;  // [gridDim.x]
+  // Of every partial result and query head: o, not normalised, and (m, l) with m in units of log2.
+  float* partial_o = nullptr;   // [num_partials, q_heads, head_dim]
+  float* partial_ml = nullptr;  // [num_partials, q_heads, 2]
+};
+
+inline constexpr int kDecodeWarps = 4;
+inline constexpr int kDecodeHeads = 8;  // of a block
+inline constexpr float kLeastMax = -1e30f;
+inline constexpr float kLazyMax = 8.f;
+inline constexpr float kLog2E = 1.44269504f;
+
+template <int kBytes>
+struct alignas(kBytes) Words {
+  uint32_t v[kBytes / 4];
+};
+
+// Of a run of words that begins at a multiple of its length.
+constexpr int WordsAtOnce(int words) { return words % 4 == 0 ? 4 : words % 2 == 0 ? 2 : 1; }
+
+// One side's rows of a tile in shared memory, and who reads what.
+template <KvCacheMode M, DataType T, int D>
+struct SideShape {
+  using F = Fragments<M, T>;
+  static constexpr int kRowBytes = D * F::kBits / 8;
+  static constexpr int kScaleBytes = IsFp4(M) ? D / 16 : 0;
+  static constexpr int kParamBytes = IsInteger(M) ? 4 : 0;
+  // Keys: lane t of four owns a quarter of a row in whole words, or every fourth word.
+  static constexpr int kRowWords = kRowBytes / 4;
+  static constexpr bool kQuarters = kRowWords % 4 == 0;
+  static constexpr int kKeyWords = (kRowWords + 3) / 4;
+  static constexpr int kKeyPiece = kQuarters ? WordsAtOnce(kKeyWords) : 1;
+  static TM_DEVICE int KeyWord(int t, int i) { return kQuarters ? t * kKeyWords + i : 4 * i + t; }
+  // Values: lane g of eight owns an eighth of a row in whole words, or two dimensions of every 16.
+  static constexpr bool kEighths = kRowWords % 8 == 0;
+  static constexpr int kValueWords = kEighths ? kRowWords / 8 : D / 16;
+  static constexpr int kValuePiece = kEighths ? WordsAtOnce(kValueWords) : 1;
+  static constexpr int kValueDims = kEighths ? F::kDims : 2;  // of a word
+  static TM_DEVICE int ValueDim(int g, int tile) {
+    return kEighths ? D / 8 * g + 2 * tile : 16 * tile + 2 * g;
+  }
+};
+
+template <KvCacheMode K, KvCacheMode V, DataType T, int D, int kTokens, int kStageCount>
+struct DecodeConfig {
+  using KeyShape = SideShape<K, T, D>;
+  using ValueShape = SideShape<V, T, D>;
+  static constexpr KvCacheMode kKeyMode = K;
+  static constexpr KvCacheMode kValueMode = V;
+  static constexpr DataType kType = T;
+  static constexpr int kHeadDim = D;
+  static constexpr int kTileTokens = kTokens;
+  static constexpr int kStages = kStageCount;
+  static constexpr int kSubTiles = kTokens / 16;
+  static constexpr int kScaleStride = KeyShape::kScaleBytes + ValueShape::kScaleBytes;
+  // A stage: keys, values, scales, parameters of keys, of values; each begins at 16 bytes.
+  static constexpr int kValuesAt = kTokens * KeyShape::kRowBytes;
+  static constexpr int kScalesAt = kValuesAt + kTokens * ValueShape::kRowBytes;
+  static constexpr int kKeyParamsAt = kScalesAt + kTokens * kScaleStride;
+  static constexpr int kValueParamsAt = kKeyParamsAt + kTokens * KeyShape::kParamBytes;
+  static constexpr int kStageBytes = kValueParamsAt + kTokens * ValueShape::kParamBytes;
+  static constexpr int kRingBytes = kStageBytes * kStageCount;
+  static constexpr int kMergeStride = D + 4;  // floats of a head when warps are merged
+  static constexpr int kMergeBytes = kDecodeWarps * kDecodeHeads * (kMergeStride + 2) * 4;
+  static constexpr int kSharedBytes =
+      kDecodeWarps * kRingBytes > kMergeBytes ? kDecodeWarps* kRingBytes : kMergeBytes;
+  static constexpr int kSteps = (KeyShape::kKeyWords * Fragments<K, T>::kDims / 2 + 1) / 2;
+  static constexpr int kOutTiles = D / 16;
+  // Values of FP4 at head_dim 128: the two halves of a row change places in every other pair of
+  // rows, so that rows read at once lie in different banks.
+  static constexpr bool kSwizzleValues = IsFp4(V) && D == 128;
+};
+
+// Row r of 16 of an operand is this position of the tile.
+TM_DEVICE int TileRow(int r) {
+  const int half = (r & 7) >> 1;
+  return (r & 8) + ((r & 1) != 0 ? (half ^ 3) + 4 : half);
+}
+
+// What a lane knows for the whole kernel.
+struct Lane {
+  int lane;
+  int warp;
+  int g;  // 0..7: its row of operands, its head of results
+  int t;  // 0..3: its columns
+};
+
+// One warp's view of its item.
+template <class C>
+struct DecodeTask {
+  const DecodeParams& params;
+  DecodeItem item;
+  int kv_head;
+  int first_head;  // query head of the layer
+  int num_heads;
+  char* ring;  // of the warp, in shared memory
+  Lane at;
+};
+
+}  // namespace turbomind::cuda

@@ -1,0 +1,189 @@
+#pragma once
+
+// How stored rows become operands of the tensor cores, by the way they are stored: registers of two
+// FP16 (BF16 for a BF16 cache that is not quantised). E2M1 in software goes through bytes of E5M2:
+// a code's bits are those of a small FP16 after two masks, and one multiplication by the scale
+// normalises them. Every product is exact for the scales that are stored (docs/kv_cache.md).
+//
+// Fragments<M, T> has
+//   kBits, kDims      payload bits per value, values per 32-bit word
+//   kBFloat           operands are BF16
+//   kUnit             what a raw product has to be multiplied with to be the value (FP4: 2^8)
+//   Expand            a word of one token → kDims / 2 pairs; pair p is the dimensions (Low(p),
+//                     High(p)) of the word
+//   ExpandTokens      the words of two tokens → kDims pairs, dimension i of the one and the other
+// Values come out raw: FP4 before its scale, integers as codes.
+
+#include <cstdint>
+
+#include "turbomind/backend/cuda/intrinsics.h"
+#include "turbomind/core/dtype.h"
+#include "turbomind/core/float_convert.h"
+#include "turbomind/kv/kv_cache_mode.h"
+
+namespace turbomind::cuda {
+
+// Eight nibbles → pairs (n_k, n_{k + 4}) in FP16 for k = 0..3, times 2^-14.
+TM_DEVICE void ExpandE2m1(uint32_t word, uint32_t (&out)[4]) {
+  const uint32_t odd = AndOr(word, 0x80808080u, (word >> 3) & 0x0e0e0e0eu);
+  const uint32_t even = AndOr(word << 4, 0x80808080u, (word << 1) & 0x0e0e0e0eu);
+  out[0] = SelectBytes(even, 0, 0x2404);
+  out[1] = SelectBytes(odd, 0, 0x2404);
+  out[2] = even & 0xff00ff00u;
+  out[3] = odd & 0xff00ff00u;
+}
+
+inline constexpr uint32_t kHalf1024 = 0x64006400u;  // bits 0..9 count in ones
+inline constexpr uint32_t kHalfMinus1024 = 0xe400e400u;
+inline constexpr uint32_t kHalfOne = 0x3c003c00u;
+
+TM_DEVICE uint32_t LessThan1024(uint32_t bits) {
+  return FmaHalf2(bits | kHalf1024, kHalfOne, kHalfMinus1024);
+}
+
+// Scale bytes of FP4 in bits 0..7 and 16..23 → FP16 pairs with which ExpandE2m1 gives the value
+// times 2^-8.
+template <KvCacheMode M>
+TM_DEVICE uint32_t ScalePair(uint32_t bytes) {
+  if constexpr (M == KvCacheMode::kFp4Mx) {
+    // The exponent field is byte - 106; zero, which stands for a slot that is not there, gives 0.
+    constexpr uint32_t kLeast = 106 * 0x10001u;
+    return MaxShorts(bytes, kLeast) * 1024u - kLeast * 1024u;
+  } else {
+    constexpr uint32_t k64 = 0x54005400u;
+    return MulHalf2(E4m3PairToHalf2(SelectBytes(bytes, 0, 0x4420)), k64);
+  }
+}
+
+template <KvCacheMode M, DataType T>
+struct Fragments;
+
+struct FourBits {
+  static constexpr int kBits = 4;
+  static constexpr int kDims = 8;
+  static constexpr bool kBFloat = false;
+  static TM_HD constexpr int Low(int pair) { return pair; }
+  static TM_HD constexpr int High(int pair) { return pair + 4; }
+};
+
+struct EightBits {
+  static constexpr int kBits = 8;
+  static constexpr int kDims = 4;
+  static constexpr bool kBFloat = false;
+  static TM_HD constexpr int Low(int pair) { return 2 * pair; }
+  static TM_HD constexpr int High(int pair) { return 2 * pair + 1; }
+};
+
+template <KvCacheMode M>
+struct Fp4Fragments : FourBits {
+  static constexpr float kUnit = 256.f;
+  static TM_DEVICE void Expand(uint32_t word, uint32_t (&out)[4]) { ExpandE2m1(word, out); }
+  static TM_DEVICE void ExpandTokens(uint32_t a, uint32_t b, uint32_t (&out)[8]) {
+    uint32_t half[4];
+    ExpandE2m1(SelectBytes(a, b, 0x5410), half);
+    for (int i = 0; i < 4; ++i) {
+      out[i] = half[i];
+    }
+    ExpandE2m1(SelectBytes(a, b, 0x7632), half);
+    for (int i = 0; i < 4; ++i) {
+      out[4 + i] = half[i];
+    }
+  }
+};
+template <DataType T>
+struct Fragments<KvCacheMode::kFp4Mx, T> : Fp4Fragments<KvCacheMode::kFp4Mx> {};
+template <DataType T>
+struct Fragments<KvCacheMode::kFp4Nv, T> : Fp4Fragments<KvCacheMode::kFp4Nv> {};
+
+template <DataType T>
+struct Fragments<KvCacheMode::kInt4, T> : FourBits {
+  static constexpr float kUnit = 1.f;
+  static TM_DEVICE void Expand(uint32_t word, uint32_t (&out)[4]) {
+    for (int i = 0; i < 4; ++i) {
+      out[i] = LessThan1024(word >> (4 * i) & 0x000f000fu);
+    }
+  }
+  static TM_DEVICE void ExpandTokens(uint32_t a, uint32_t b, uint32_t (&out)[8]) {
+    const uint32_t low = SelectBytes(a, b, 0x5410);
+    const uint32_t high = SelectBytes(a, b, 0x7632);
+    for (int i = 0; i < 4; ++i) {
+      out[i] = LessThan1024(low >> (4 * i) & 0x000f000fu);
+      out[4 + i] = LessThan1024(high >> (4 * i) & 0x000f000fu);
+    }
+  }
+};
+
+template <DataType T>
+struct Fragments<KvCacheMode::kInt8, T> : EightBits {
+  static constexpr float kUnit = 1.f;
+  static TM_DEVICE void Expand(uint32_t word, uint32_t (&out)[2]) {
+    out[0] = LessThan1024(SelectBytes(word, 0, 0x4140));
+    out[1] = LessThan1024(SelectBytes(word, 0, 0x4342));
+  }
+  static TM_DEVICE void ExpandTokens(uint32_t a, uint32_t b, uint32_t (&out)[4]) {
+    const uint32_t low = SelectBytes(a, b, 0x5140);   // a0 b0 a1 b1
+    const uint32_t high = SelectBytes(a, b, 0x7362);  // a2 b2 a3 b3
+    out[0] = LessThan1024(SelectBytes(low, 0, 0x4140));
+    out[1] = LessThan1024(SelectBytes(low, 0, 0x4342));
+    out[2] = LessThan1024(SelectBytes(high, 0, 0x4140));
+    out[3] = LessThan1024(SelectBytes(high, 0, 0x4342));
+  }
+};
+
+// Two codes in the low half of `codes` → FP16.
+template <bool kE4m3>
+TM_DEVICE uint32_t Fp8Pair(uint32_t codes) {
+  return kE4m3 ? E4m3PairToHalf2(codes) : SelectBytes(codes, 0, 0x1404);
+}
+
+template <bool kE4m3>
+struct Fp8Fragments : EightBits {
+  static constexpr float kUnit = 1.f;
+  static TM_DEVICE void Expand(uint32_t word, uint32_t (&out)[2]) {
+    out[0] = Fp8Pair<kE4m3>(word);
+    out[1] = Fp8Pair<kE4m3>(word >> 16);
+  }
+  static TM_DEVICE void ExpandTokens(uint32_t a, uint32_t b, uint32_t (&out)[4]) {
+    const uint32_t low = SelectBytes(a, b, 0x5140);
+    const uint32_t high = SelectBytes(a, b, 0x7362);
+    out[0] = Fp8Pair<kE4m3>(low);
+    out[1] = Fp8Pair<kE4m3>(low >> 16);
+    out[2] = Fp8Pair<kE4m3>(high);
+    out[3] = Fp8Pair<kE4m3>(high >> 16);
+  }
+};
+template <DataType T>
+struct Fragments<KvCacheMode::kFp8E4m3, T> : Fp8Fragments<true> {};
+template <DataType T>
+struct Fragments<KvCacheMode::kFp8E5m2, T> : Fp8Fragments<false> {};
+
+template <DataType T>
+struct Fragments<KvCacheMode::kNone, T> {
+  static_assert(T != DataType::kFloat32, "the GPU keeps no FP32 cache");
+  static constexpr int kBits = 16;
+  static constexpr int kDims = 2;
+  static constexpr bool kBFloat = T == DataType::kBFloat16;
+  static constexpr float kUnit = 1.f;
+  static TM_HD constexpr int Low(int) { return 0; }
+  static TM_HD constexpr int High(int) { return 1; }
+  static TM_DEVICE void Expand(uint32_t word, uint32_t (&out)[1]) { out[0] = word; }
+  static TM_DEVICE void ExpandTokens(uint32_t a, uint32_t b, uint32_t (&out)[2]) {
+    out[0] = SelectBytes(a, b, 0x5410);
+    out[1] = SelectBytes(a, b, 0x7632);
+  }
+};
+
+// A value of the cache dtype.
+template <DataType T>
+TM_DEVICE float ToFloat(uint16_t bits) {
+  return T == DataType::kBFloat16 ? BFloat16ToFloat(bits) : HalfToFloat(bits);
+}
+
+TM_HD constexpr bool IsFp4(KvCacheMode m) {
+  return m == KvCacheMode::kFp4Mx || m == KvCacheMode::kFp4Nv;
+}
+TM_HD constexpr bool IsInteger(KvCacheMode m) {
+  return m == KvCacheMode::kInt4 || m == KvCacheMode::kInt8;
+}
+
+}  // namespace turbomind::cuda

@@ -1,0 +1,142 @@
+#pragma once
+
+// Everything a kernel asks of the GPU beyond C++: instructions, memory spaces, the threads'
+// indices. The only file with inline assembly. Compiled for the host, kernels get their stand-ins
+// from the tests (tests/cpp/cuda_shim), which run them thread by thread and check what they touch.
+//
+// Registers of two FP16 (or BF16) are uint32_t, the first value in the low half.
+
+#include <cstdint>
+
+#if !defined(__CUDACC__)
+#include "cuda_shim/intrinsics.h"
+#else
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#define TM_DEVICE __device__ __forceinline__
+
+namespace turbomind::cuda {
+
+TM_DEVICE int ThreadIndexX() { return static_cast<int>(threadIdx.x); }
+TM_DEVICE int BlockIndexX() { return static_cast<int>(blockIdx.x); }
+TM_DEVICE int BlockIndexY() { return static_cast<int>(blockIdx.y); }
+TM_DEVICE char* SharedMemory() {
+  extern __shared__ __align__(128) char memory[];
+  return memory;
+}
+
+template <class T>
+TM_DEVICE T LoadGlobal(const T* p) {
+  return *p;
+}
+template <class T>
+TM_DEVICE void StoreGlobal(T* p, const T& value) {
+  *p = value;
+}
+template <class T>
+TM_DEVICE T LoadShared(const void* p) {
+  return *static_cast<const T*>(p);
+}
+template <class T>
+TM_DEVICE void StoreShared(void* p, const T& value) {
+  *static_cast<T*>(p) = value;
+}
+
+// Copies `valid` of 16 bytes to shared memory and zeros behind them. Done when WaitForCopies says
+// so, for the thread that copied.
+TM_DEVICE void CopyAsync(void* shared, const void* global, int valid) {
+  const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(valid));
+}
+TM_DEVICE void CommitCopies() { asm volatile("cp.async.commit_group;"); }
+// All groups but the newest kNewest.
+template <int kNewest>
+TM_DEVICE void WaitForCopies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kNewest));
+}
+
+TM_DEVICE void SyncWarp() { __syncwarp(); }
+TM_DEVICE void SyncBlock() { __syncthreads(); }
+TM_DEVICE float ShuffleXor(float value, int mask) { return __shfl_xor_sync(~0u, value, mask); }
+// The value of lane `lane`.
+TM_DEVICE float ShuffleTo(float value, int lane) { return __shfl_sync(~0u, value, lane); }
+TM_DEVICE bool AnyInWarp(bool flag) { return __any_sync(~0u, flag); }
+
+// c += a · b: a [16, 16] row-major, b [16, 8] column-major, as mma.m16n8k16 lays them out.
+TM_DEVICE void MmaHalf(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},"
+      "{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+TM_DEVICE void MmaBFloat(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},"
+      "{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// An 8 x 8 matrix of 16 bits, two values of row lane / 4 in each lane: transposed.
+TM_DEVICE uint32_t TransposeMatrix(uint32_t a) {
+  uint32_t out;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(a));
+  return out;
+}
+
+// Byte i of the result is byte (selector >> 4 i) & 7 of b:a.
+TM_DEVICE uint32_t SelectBytes(uint32_t a, uint32_t b, uint32_t selector) {
+  return __byte_perm(a, b, selector);
+}
+TM_DEVICE uint32_t AndOr(uint32_t a, uint32_t mask, uint32_t b) {
+  uint32_t out;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(out) : "r"(a), "r"(mask), "r"(b));
+  return out;
+}
+TM_DEVICE uint32_t MaxShorts(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }
+TM_DEVICE uint32_t MulHalf2(uint32_t a, uint32_t b) {
+  uint32_t out;
+  asm("mul.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  return out;
+}
+// a * b + c, rounded once.
+TM_DEVICE uint32_t FmaHalf2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t out;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
+  return out;
+}
+TM_DEVICE uint32_t PackHalf2(float low, float high) {
+  uint32_t out;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  return out;
+}
+TM_DEVICE uint32_t PackBFloat2(float low, float high) {
+  uint32_t out;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  return out;
+}
+// Two E4M3 codes in the low half, without NaN; two FP16.
+TM_DEVICE uint32_t E4m3PairToHalf2(uint32_t codes) {
+#if __CUDA_ARCH__ >= 890
+  uint32_t out;
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, low;}"
+      : "=r"(out)
+      : "r"(codes));
+  return out;
+#else
+  const uint32_t high = __byte_perm(codes, 0, 0x1404);  // each code in the high byte of a half
+  return MulHalf2(((high & 0x7f007f00u) >> 1) | (high & 0x80008000u), 0x5c005c00u);  // times 2^8
+#endif
+}
+// 2^x, to 2^-22; 0 for -infinity.
+TM_DEVICE float Exp2Approx(float x) {
+  float out;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+  return out;
+}
+
+}  // namespace turbomind::cuda
+
+#endif

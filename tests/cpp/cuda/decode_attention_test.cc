@@ -1,0 +1,439 @@
+// The decode kernels of backend/cuda, run thread by thread on the CPU (cuda_shim/shim.h), against
+// attention in FP64 over the values that the codecs define.
+
+#include "turbomind/backend/cuda/decode_attention.h"
+
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "turbomind/backend/cuda/decode_plan.h"
+#include "turbomind/kv/codec.h"
+#include "turbomind/kv/layout.h"
+
+namespace turbomind::cuda {
+namespace {
+
+using cuda_shim::Buffer;
+
+// Of the output's L2 norm. FP16 operands have 11 bits; weights of a BF16 cache have 8.
+constexpr double kMaxError = 1e-3;
+constexpr double kMaxErrorBFloat = 6e-3;
+
+struct Case {
+  std::vector<DecodeRange> ranges;  // of the sequences, whose caches end there
+  int kv_heads = 2;
+  int group = 4;
+  int block_seq_len = 64;
+  bool sinks = false;
+  bool mean = false;
+  bool factors = false;
+  int num_slots = 0;
+  uint64_t seed = 1;
+};
+
+// One layer's pools, filled with encoded rows; slots that no sequence has are poisoned.
+struct Pools {
+  Pools(KvCacheMode k, KvCacheMode v, DataType dtype, int head_dim, const Case& c);
+
+  void Fill(const Case& c, int sequence, int position, int head);
+  std::vector<float> Row(KvSide side, int sequence, int position, int head) const;
+  int32_t Block(int sequence, int position) const {
+    return table[static_cast<size_t>(sequence * blocks + position / view.block_seq_len)];
+  }
+  uint8_t* Payload(KvSide side, int sequence, int position, int head) const {
+    return reinterpret_cast<uint8_t*>(view.Payload(side, Block(sequence, position), head)) +
+           position % view.block_seq_len * view.row_bytes[static_cast<int>(side)];
+  }
+  uint8_t* Meta(KvSide side, int sequence, int position, int head) const;
+
+  int blocks;  // of a sequence
+  KvLayerView view;
+  std::vector<std::byte> data;
+  std::vector<std::byte> scales;
+  std::vector<int32_t> table;
+  std::vector<float> g[2];
+  std::mt19937 random;
+};
+
+block::Config ConfigOf(KvCacheMode k, KvCacheMode v, DataType dtype, int head_dim, const Case& c) {
+  block::Config config;
+  config.layers = {{k, v}};
+  config.kv_heads = c.kv_heads;
+  config.head_dim = head_dim;
+  config.block_seq_len = c.block_seq_len;
+  config.dtype = dtype;
+  return config;
+}
+
+bool HasFactor(KvCacheMode mode) {
+  return mode == KvCacheMode::kFp4Nv || mode == KvCacheMode::kFp8E4m3 ||
+         mode == KvCacheMode::kFp8E5m2;
+}
+
+Pools::Pools(KvCacheMode k, KvCacheMode v, DataType dtype, int head_dim, const Case& c)
+    : random(static_cast<unsigned>(c.seed)) {
+  int longest = 1;
+  for (const DecodeRange& range : c.ranges) {
+    longest = std::max(longest, range.end);
+  }
+  blocks = (longest - 1) / c.block_seq_len + 1;
+  const block::Layout layout(ConfigOf(k, v, dtype, head_dim, c));
+  const int total = blocks * static_cast<int>(c.ranges.size());
+  data.assign(static_cast<size_t>(total * layout.block_bytes()), std::byte{0xff});
+  scales.assign(static_cast<size_t>(total * layout.scale_block_bytes()), std::byte{0x7f});
+  view = layout.LayerView(0, data.data(), scales.empty() ? nullptr : scales.data());
+  for (int i = 0; i < total; ++i) {
+    table.push_back(i);
+  }
+  std::shuffle(table.begin(), table.end(), random);
+  for (int side = 0; side < 2 && c.factors; ++side) {
+    if (!HasFactor(view.mode[side])) {
+      continue;
+    }
+    for (int head = 0; head < c.kv_heads; ++head) {
+      g[side].push_back(0.25f * static_cast<float>(1 + head + side));
+    }
+    view.g[side] = g[side].data();
+  }
+  for (size_t i = 0; i < c.ranges.size(); ++i) {
+    // Behind a window lie rows of the same sequence, in the block that the window begins in.
+    const int first = c.ranges[i].begin / c.block_seq_len * c.block_seq_len;
+    for (int position = first; position < c.ranges[i].end; ++position) {
+      for (int head = 0; head < c.kv_heads; ++head) {
+        Fill(c, static_cast<int>(i), position, head);
+      }
+    }
+  }
+}
+
+uint8_t* Pools::Meta(KvSide side, int sequence, int position, int head) const {
+  const int s = static_cast<int>(side);
+  const int slot = position % view.block_seq_len;
+  const int64_t block = Block(sequence, position);
+  if (view.scale_bytes[s] > 0) {
+    return reinterpret_cast<uint8_t*>(view.Scales(side, block, head)) + slot * view.ScaleStride();
+  }
+  if (view.param_bytes[s] > 0) {
+    return reinterpret_cast<uint8_t*>(view.Params(side, block, head)) + slot * view.param_bytes[s];
+  }
+  return nullptr;
+}
+
+float FactorOf(const KvLayerView& view, int side, int head) {
+  return view.g[side] != nullptr ? view.g[side][head] : 1.f;
+}
+
+void Pools::Fill(const Case& c, int sequence, int position, int head) {
+  std::normal_distribution<float> normal(c.factors ? 0.3f : 0.f);
+  std::vector<float> row(static_cast<size_t>(view.head_dim));
+  for (int side = 0; side < 2; ++side) {
+    for (float& x : row) {
+      x = normal(random);
+    }
+    if (position < c.ranges[static_cast<size_t>(sequence)].begin) {
+      row[random() % row.size()] = NAN;
+    }
+    DispatchMode(view.mode[side], [&]<KvCacheMode M>() {
+      Codec<M>::EncodeRow(row.data(), view.head_dim, view.dtype, FactorOf(view, side, head),
+                          Payload(static_cast<KvSide>(side), sequence, position, head),
+                          Meta(static_cast<KvSide>(side), sequence, position, head));
+    });
+  }
+}
+
+std::vector<float> Pools::Row(KvSide side, int sequence, int position, int head) const {
+  std::vector<float> row(static_cast<size_t>(view.head_dim));
+  const int s = static_cast<int>(side);
+  DispatchMode(view.mode[s], [&]<KvCacheMode M>() {
+    Codec<M>::DecodeRow(Payload(side, sequence, position, head),
+                        Meta(side, sequence, position, head), view.head_dim, view.dtype,
+                        FactorOf(view, s, head), row.data());
+  });
+  return row;
+}
+
+// What attention is computed from, beside the pools.
+struct Inputs {
+  int q_heads;
+  std::vector<float> q;
+  std::vector<float> sinks;
+  std::vector<float> q_dot_mean;
+  float softmax_scale;
+};
+
+Inputs MakeInputs(const Case& c, int head_dim) {
+  std::mt19937 random(static_cast<unsigned>(c.seed) + 1000);
+  std::normal_distribution<float> normal;
+  const auto draw = [&](size_t count) {
+    std::vector<float> values(count);
+    std::generate(values.begin(), values.end(), [&] { return normal(random); });
+    return values;
+  };
+  Inputs in;
+  in.q_heads = c.kv_heads * c.group;
+  const size_t rows = c.ranges.size() * static_cast<size_t>(in.q_heads);
+  in.q = draw(rows * static_cast<size_t>(head_dim));
+  in.sinks = draw(c.sinks ? static_cast<size_t>(in.q_heads) : 0);
+  in.q_dot_mean = draw(c.mean ? rows : 0);
+  in.softmax_scale = 2.f / std::sqrt(static_cast<float>(head_dim));
+  return in;
+}
+
+std::vector<double> Reference(const Case& c, const Pools& pools, const Inputs& in) {
+  const int D = pools.view.head_dim;
+  std::vector<double> out(in.q.size());
+  for (size_t i = 0; i < c.ranges.size(); ++i) {
+    for (int head = 0; head < in.q_heads; ++head) {
+      const size_t row = i * static_cast<size_t>(in.q_heads) + static_cast<size_t>(head);
+      const float* q = in.q.data() + row * static_cast<size_t>(D);
+      double m = -1e300;
+      double l = 0;
+      std::vector<double> o(static_cast<size_t>(D));
+      const auto add = [&](double score, const std::vector<float>* v) {
+        const double next = std::max(m, score);
+        const double old = std::exp(m - next);
+        const double weight = std::exp(score - next);
+        l = l * old + weight;
+        for (int d = 0; d < D; ++d) {
+          o[static_cast<size_t>(d)] = o[static_cast<size_t>(d)] * old +
+                                      (v != nullptr ? weight * (*v)[static_cast<size_t>(d)] : 0.);
+        }
+        m = next;
+      };
+      for (int position = c.ranges[i].begin; position < c.ranges[i].end; ++position) {
+        const std::vector<float> k =
+            pools.Row(KvSide::kK, static_cast<int>(i), position, head / c.group);
+        const std::vector<float> v =
+            pools.Row(KvSide::kV, static_cast<int>(i), position, head / c.group);
+        double score = 0;
+        for (int d = 0; d < D; ++d) {
+          score += double{q[d]} * k[static_cast<size_t>(d)];
+        }
+        add(score * in.softmax_scale, &v);
+      }
+      if (c.sinks) {
+        const double shift = c.mean ? double{in.softmax_scale} * in.q_dot_mean[row] : 0.;
+        add(in.sinks[static_cast<size_t>(head)] - shift, nullptr);
+      }
+      for (int d = 0; d < D; ++d) {
+        out[row * static_cast<size_t>(D) + static_cast<size_t>(d)] = o[static_cast<size_t>(d)] / l;
+      }
+    }
+  }
+  return out;
+}
+
+// Runs the two kernels; everything they may touch is registered, nothing else.
+template <class C>
+std::vector<float> RunKernels(const Case& c, const Pools& pools, const Inputs& in) {
+  const int head_tiles = (c.group + kDecodeHeads - 1) / kDecodeHeads;
+  const DecodePlan plan = PlanDecode(c.ranges, c.kv_heads * head_tiles, c.num_slots);
+  const size_t partials = plan.items.size() * static_cast<size_t>(in.q_heads);
+  std::vector<float> partial_o(partials * C::kHeadDim, NAN);
+  std::vector<float> partial_ml(partials * 2, NAN);
+  std::vector<float> out(in.q.size(), NAN);
+  std::vector<std::unique_ptr<Buffer>> buffers;
+  const auto share = [&](const auto& v, Buffer::Access access = Buffer::kRead) {
+    if (!v.empty()) {
+      buffers.push_back(std::make_unique<Buffer>(v.data(), v.size() * sizeof(v[0]), access));
+    }
+  };
+  share(in.q);
+  share(in.sinks);
+  share(in.q_dot_mean);
+  share(pools.data);
+  share(pools.scales);
+  share(pools.table);
+  share(pools.g[0]);
+  share(pools.g[1]);
+  share(plan.items);
+  share(plan.first_partial);
+  share(partial_o, Buffer::kReadWrite);
+  share(partial_ml, Buffer::kReadWrite);
+  share(out, Buffer::kReadWrite);
+  DecodeParams decode;
+  decode.q = in.q.data();
+  decode.q_stride = int64_t{in.q_heads} * C::kHeadDim;
+  decode.q_heads = in.q_heads;
+  decode.softmax_scale = in.softmax_scale;
+  decode.kv = pools.view;
+  decode.block_tables = pools.table.data();
+  decode.block_table_stride = pools.blocks;
+  decode.items = plan.items.data();
+  decode.partial_o = partial_o.data();
+  decode.partial_ml = partial_ml.data();
+  const auto items = static_cast<unsigned>(plan.items.size());
+  cuda_shim::Launch({{items, static_cast<unsigned>(c.kv_heads * head_tiles)},
+                     {32 * kDecodeWarps},
+                     C::kSharedBytes,
+                     c.seed},
+                    [&] { DecodeKernel<C>(decode); });
+  CombineParams combine;
+  combine.partial_o = partial_o.data();
+  combine.partial_ml = partial_ml.data();
+  combine.first_partial = plan.first_partial.data();
+  combine.out = out.data();
+  combine.q_heads = in.q_heads;
+  combine.head_dim = C::kHeadDim;
+  combine.softmax_scale = in.softmax_scale;
+  combine.sinks = c.sinks ? in.sinks.data() : nullptr;
+  combine.q_dot_mean = c.mean ? in.q_dot_mean.data() : nullptr;
+  cuda_shim::Launch({{static_cast<unsigned>(c.ranges.size()), static_cast<unsigned>(in.q_heads)},
+                     {32},
+                     0,
+                     c.seed},
+                    [&] { CombineKernel<32>(combine); });
+  return out;
+}
+
+double RelativeError(const std::vector<float>& got, const std::vector<double>& want) {
+  double error = 0;
+  double norm = 0;
+  for (size_t i = 0; i < got.size(); ++i) {
+    error += (got[i] - want[i]) * (got[i] - want[i]);
+    norm += want[i] * want[i];
+  }
+  return std::sqrt(error / norm);
+}
+
+template <class C>
+void CheckCase(const Case& c) {
+  const Pools pools(C::kKeyMode, C::kValueMode, C::kType, C::kHeadDim, c);
+  const Inputs in = MakeInputs(c, C::kHeadDim);
+  const double error = RelativeError(RunKernels<C>(c, pools, in), Reference(c, pools, in));
+  const std::string formats =
+      std::string(ToString(C::kKeyMode)) + " " + ToString(C::kValueMode) + " " + ToString(C::kType);
+  CAPTURE(formats);
+  CAPTURE(C::kHeadDim);
+  CAPTURE(c.group);
+  const bool bfloat = Fragments<C::kValueMode, C::kType>::kBFloat;
+  CHECK(error < (bfloat ? kMaxErrorBFloat : kMaxError));
+}
+
+std::vector<Case> Cases() {
+  Case edges;  // lengths around tiles, blocks and items
+  edges.ranges = {{0, 1}, {0, 31}, {0, 33}, {0, 64}, {0, 129}};
+  Case windows;
+  windows.ranges = {{1, 129}, {100, 228}, {63, 64}, {37, 300}};
+  windows.sinks = true;
+  windows.group = 8;
+  windows.kv_heads = 1;
+  Case split;
+  split.ranges = {{0, 1300}, {5, 700}};
+  split.group = 3;
+  split.kv_heads = 1;
+  split.sinks = true;
+  split.mean = true;
+  split.factors = true;
+  return {edges, windows, split};
+}
+
+template <KvCacheMode K, KvCacheMode V, DataType T, int D, int kTokens = 32>
+void CheckAll(int block_seq_len = 64) {
+  uint64_t seed = 1;
+  for (Case c : Cases()) {
+    c.seed = ++seed;
+    c.block_seq_len = block_seq_len;
+    CheckCase<DecodeConfig<K, V, T, D, kTokens, 3>>(c);
+  }
+}
+
+using enum KvCacheMode;
+constexpr DataType kHalf = DataType::kFloat16;
+constexpr DataType kBFloat = DataType::kBFloat16;
+
+TEST_CASE("decode equals the codecs' values, head_dim 128") {
+  CheckAll<kNone, kNone, kHalf, 128>();
+  CheckAll<kNone, kNone, kBFloat, 128>();
+  CheckAll<kInt8, kInt8, kHalf, 128>();
+  CheckAll<kInt4, kInt4, kBFloat, 128>();
+  CheckAll<kFp8E4m3, kFp8E4m3, kHalf, 128>();
+  CheckAll<kFp8E5m2, kFp8E5m2, kHalf, 128>();
+  CheckAll<kFp4Mx, kFp4Mx, kBFloat, 128>();
+  CheckAll<kFp4Nv, kFp4Nv, kBFloat, 128>();
+}
+
+TEST_CASE("decode equals the codecs' values, head_dim 64") {
+  CheckAll<kNone, kNone, kHalf, 64>();
+  CheckAll<kInt8, kInt8, kBFloat, 64>();
+  CheckAll<kInt4, kInt4, kHalf, 64>();
+  CheckAll<kFp8E4m3, kFp8E4m3, kHalf, 64>();
+  CheckAll<kFp4Mx, kFp4Mx, kHalf, 64>();
+  CheckAll<kFp4Nv, kFp4Nv, kHalf, 64>();
+}
+
+TEST_CASE("decode equals the codecs' values, rows that are no multiple of a quarter") {
+  CheckAll<kFp4Nv, kFp4Nv, kHalf, 80>();
+  CheckAll<kFp4Mx, kFp4Mx, kHalf, 96>();
+  CheckAll<kInt4, kInt4, kHalf, 80>();
+  CheckAll<kInt8, kInt8, kHalf, 80>();
+  CheckAll<kFp8E4m3, kFp8E4m3, kHalf, 96>();
+  CheckAll<kNone, kNone, kBFloat, 80>();
+  CheckAll<kNone, kNone, kHalf, 96>();
+}
+
+TEST_CASE("decode equals the codecs' values, head_dim 256") {
+  CheckAll<kFp4Nv, kFp4Nv, kHalf, 256>();
+  CheckAll<kInt8, kInt8, kHalf, 256>();
+  CheckAll<kNone, kNone, kBFloat, 256>();
+}
+
+TEST_CASE("decode equals the codecs' values, K wider than V") {
+  CheckAll<kInt8, kFp4Nv, kHalf, 64>();
+  CheckAll<kFp8E4m3, kInt4, kHalf, 128>();
+  CheckAll<kNone, kFp4Mx, kHalf, 64>();
+}
+
+TEST_CASE("blocks of 16, 32 and 128 positions") {
+  CheckAll<kFp4Nv, kFp4Nv, kHalf, 64, 16>(16);
+  CheckAll<kNone, kNone, kHalf, 64, 16>(16);
+  CheckAll<kFp4Nv, kFp4Nv, kHalf, 128>(32);
+  CheckAll<kFp4Nv, kFp4Nv, kHalf, 64>(128);
+}
+
+TEST_CASE("every number of query heads, every order of threads") {
+  for (int group = 1; group <= 16; ++group) {
+    Case c;
+    c.ranges = {{0, 100}, {3, 40}};
+    c.group = group;
+    c.kv_heads = 1 + group % 2;
+    c.seed = static_cast<uint64_t>(group);
+    CheckCase<DecodeConfig<kFp4Nv, kFp4Nv, kHalf, 64, 32, 3>>(c);
+  }
+}
+
+TEST_CASE("a plan covers every range once, in items of at least kLeastItem") {
+  std::mt19937 random(5);
+  for (int round = 0; round < 200; ++round) {
+    std::vector<DecodeRange> ranges(1 + random() % 8);
+    for (DecodeRange& range : ranges) {
+      range.begin = static_cast<int>(random() % 3 == 0 ? random() % 5000 : 0);
+      range.end = range.begin + static_cast<int>(random() % 20000);
+    }
+    const DecodePlan plan = PlanDecode(ranges, 8, round % 2 == 0 ? 0 : 264);
+    REQUIRE(plan.first_partial.size() == ranges.size() + 1);
+    for (size_t i = 0; i < ranges.size(); ++i) {
+      int at = ranges[i].begin;
+      for (int32_t p = plan.first_partial[i]; p < plan.first_partial[i + 1]; ++p) {
+        const DecodeItem& item = plan.items[static_cast<size_t>(p)];
+        REQUIRE(item.sequence == static_cast<int32_t>(i));
+        REQUIRE(item.partial == p);
+        REQUIRE(item.begin == at);
+        REQUIRE((item.begin == ranges[i].begin || item.begin % kItemGranule == 0));
+        REQUIRE((item.end - item.begin >= kLeastItem || item.end == ranges[i].end));
+        at = item.end;
+      }
+      REQUIRE(at == ranges[i].end);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace turbomind::cuda

@@ -1,0 +1,210 @@
+#pragma once
+
+// backend/cuda/intrinsics.h for the CPU: the same functions, defined by what the PTX manual says.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "cuda_shim/shim.h"
+#include "turbomind/core/float_convert.h"
+
+#define TM_DEVICE inline
+#define __global__
+#define __launch_bounds__(...)
+
+namespace turbomind::cuda {
+
+namespace shim = ::turbomind::cuda_shim;
+
+inline int ThreadIndexX() { return static_cast<int>(shim::ThreadIndex().x); }
+inline int BlockIndexX() { return static_cast<int>(shim::BlockIndex().x); }
+inline int BlockIndexY() { return static_cast<int>(shim::BlockIndex().y); }
+inline char* SharedMemory() { return shim::SharedMemory(); }
+
+template <class T>
+T LoadGlobal(const T* p) {
+  shim::CheckAccess(shim::Space::kGlobalRead, p, sizeof(T), alignof(T));
+  return *p;
+}
+template <class T>
+void StoreGlobal(T* p, const T& value) {
+  shim::CheckAccess(shim::Space::kGlobalWrite, p, sizeof(T), alignof(T));
+  *p = value;
+}
+template <class T>
+T LoadShared(const void* p) {
+  shim::CheckAccess(shim::Space::kShared, p, sizeof(T), alignof(T));
+  T value;
+  std::memcpy(&value, p, sizeof(T));
+  return value;
+}
+template <class T>
+void StoreShared(void* p, const T& value) {
+  shim::CheckAccess(shim::Space::kShared, p, sizeof(T), alignof(T));
+  std::memcpy(p, &value, sizeof(T));
+}
+
+inline void CopyAsync(void* shared, const void* global, int valid) {
+  shim::CopyAsync(shared, global, valid);
+}
+inline void CommitCopies() { shim::CommitCopies(); }
+template <int kNewest>
+void WaitForCopies() {
+  shim::WaitForCopies(kNewest);
+}
+
+inline void SyncWarp() {
+  shim::MeetWarp({"syncwarp", nullptr, 0, nullptr, 0}, [](shim::LaneWords&) {});
+}
+inline void SyncBlock() { shim::MeetBlock(); }
+
+inline float ShuffleXor(float value, int mask) {
+  const uint32_t in[2] = {FloatBits(value), static_cast<uint32_t>(mask)};
+  uint32_t out;
+  shim::MeetWarp({"shfl.xor", in, 2, &out, 1}, [](shim::LaneWords& words) {
+    for (int lane = 0; lane < shim::kWarp; ++lane) {
+      words.out[lane][0] = words.in[lane ^ static_cast<int>(words.in[lane][1])][0];
+    }
+  });
+  return BitsFloat(out);
+}
+
+inline float ShuffleTo(float value, int lane) {
+  const uint32_t in[2] = {FloatBits(value), static_cast<uint32_t>(lane)};
+  uint32_t out;
+  shim::MeetWarp({"shfl.idx", in, 2, &out, 1}, [](shim::LaneWords& words) {
+    for (auto i = 0; i < shim::kWarp; ++i) {
+      words.out[i][0] = words.in[words.in[i][1] % shim::kWarp][0];
+    }
+  });
+  return BitsFloat(out);
+}
+
+inline bool AnyInWarp(bool flag) {
+  const uint32_t in = flag;
+  uint32_t out;
+  shim::MeetWarp({"vote.any", &in, 1, &out, 1}, [](shim::LaneWords& words) {
+    uint32_t any = 0;
+    for (const auto& lane : words.in) {
+      any |= lane[0];
+    }
+    for (auto& lane : words.out) {
+      lane[0] = any;
+    }
+  });
+  return out != 0;
+}
+
+template <bool kBFloat>
+float HalfOfPair(uint32_t pair, int which) {
+  const auto bits = static_cast<uint16_t>(pair >> (16 * which));
+  return kBFloat ? BFloat16ToFloat(bits) : HalfToFloat(bits);
+}
+
+// Row and column of register r of lane `lane`: PTX manual, "Matrix Fragments for mma.m16n8k16".
+template <bool kBFloat>
+void RunMma(shim::LaneWords& words) {
+  float a[16][16];
+  float b[16][8];
+  for (int lane = 0; lane < shim::kWarp; ++lane) {
+    const int group = lane / 4;
+    const int column = lane % 4 * 2;
+    for (int i = 0; i < 2; ++i) {
+      for (int r = 0; r < 4; ++r) {
+        a[group + r % 2 * 8][column + r / 2 * 8 + i] = HalfOfPair<kBFloat>(words.in[lane][r], i);
+      }
+      for (int r = 0; r < 2; ++r) {
+        b[column + r * 8 + i][group] = HalfOfPair<kBFloat>(words.in[lane][4 + r], i);
+      }
+    }
+  }
+  for (int lane = 0; lane < shim::kWarp; ++lane) {
+    for (int r = 0; r < 4; ++r) {
+      float sum = BitsFloat(words.in[lane][6 + r]);
+      for (int k = 0; k < 16; ++k) {
+        sum += a[lane / 4 + r / 2 * 8][k] * b[k][lane % 4 * 2 + r % 2];
+      }
+      words.out[lane][r] = FloatBits(sum);
+    }
+  }
+}
+
+template <bool kBFloat>
+void Mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  uint32_t in[10] = {a[0], a[1], a[2], a[3], b0, b1};
+  std::memcpy(in + 6, c, sizeof(c));
+  uint32_t out[4];
+  shim::MeetWarp({kBFloat ? "mma.bf16" : "mma.f16", in, 10, out, 4}, RunMma<kBFloat>);
+  std::memcpy(c, out, sizeof(c));
+}
+inline void MmaHalf(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  Mma<false>(c, a, b0, b1);
+}
+inline void MmaBFloat(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  Mma<true>(c, a, b0, b1);
+}
+
+inline uint32_t TransposeMatrix(uint32_t a) {
+  uint32_t out;
+  shim::MeetWarp({"movmatrix", &a, 1, &out, 1}, [](shim::LaneWords& words) {
+    const auto at = [&](int row, int column) {
+      return words.in[row * 4 + column / 2][0] >> (16 * (column % 2)) & 0xffffu;
+    };
+    for (int lane = 0; lane < shim::kWarp; ++lane) {
+      const int row = lane / 4;
+      const int column = lane % 4 * 2;
+      words.out[lane][0] = at(column, row) | at(column + 1, row) << 16;
+    }
+  });
+  return out;
+}
+
+inline uint32_t SelectBytes(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t bytes = uint64_t{b} << 32 | a;
+  uint32_t out = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t from = selector >> (4 * i) & 7;
+    out |= static_cast<uint32_t>(bytes >> (8 * from) & 0xff) << (8 * i);
+  }
+  return out;
+}
+inline uint32_t AndOr(uint32_t a, uint32_t mask, uint32_t b) { return (a & mask) | b; }
+inline uint32_t MaxShorts(uint32_t a, uint32_t b) {
+  const uint32_t low = std::max(a & 0xffff, b & 0xffff);
+  return low | std::max(a >> 16, b >> 16) << 16;
+}
+
+template <class F>
+uint32_t EachHalf(F fn) {
+  return uint32_t{FloatToHalf(fn(0))} | uint32_t{FloatToHalf(fn(1))} << 16;
+}
+inline uint32_t MulHalf2(uint32_t a, uint32_t b) {
+  return EachHalf([&](int i) { return HalfOfPair<false>(a, i) * HalfOfPair<false>(b, i); });
+}
+// The product of two FP16 is exact in FP32, and so is its sum with a third in double.
+inline uint32_t FmaHalf2(uint32_t a, uint32_t b, uint32_t c) {
+  return EachHalf([&](int i) {
+    const double sum =
+        double{HalfOfPair<false>(a, i)} * HalfOfPair<false>(b, i) + HalfOfPair<false>(c, i);
+    const float near = static_cast<float>(sum);
+    // Round to odd, so that rounding again to FP16 is rounding once.
+    if (near != sum && (FloatBits(near) & 1) == 0) {
+      return BitsFloat(FloatBits(near) + (std::fabs(sum) > std::fabs(double{near}) ? 1u : ~0u));
+    }
+    return near;
+  });
+}
+inline uint32_t PackHalf2(float low, float high) {
+  return EachHalf([&](int i) { return i == 0 ? low : high; });
+}
+inline uint32_t PackBFloat2(float low, float high) {
+  return uint32_t{FloatToBFloat16(low)} | uint32_t{FloatToBFloat16(high)} << 16;
+}
+inline uint32_t E4m3PairToHalf2(uint32_t codes) {
+  return EachHalf([&](int i) { return E4M3ToFloat(static_cast<uint8_t>(codes >> (8 * i))); });
+}
+inline float Exp2Approx(float x) { return std::exp2(x); }
+
+}  // namespace turbomind::cuda

@@ -1,0 +1,350 @@
+#include "cuda_shim/shim.h"
+
+#include <cstring>
+#include <deque>
+#include <map>
+#include <memory>
+
+// Saves the callee-saved registers on the stack of the one and takes those of the other.
+extern "C" void turbomind_shim_switch(void** from, void* to);
+asm(R"(
+.text
+.globl turbomind_shim_switch
+.type turbomind_shim_switch, @function
+turbomind_shim_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size turbomind_shim_switch, .-turbomind_shim_switch
+)");
+
+namespace turbomind::cuda_shim {
+namespace {
+
+constexpr size_t kStackBytes = 128 << 10;
+constexpr int kPoison = 0xff;  // NaN as FP32, FP16 and a scale
+constexpr size_t kCopyBytes = 16;
+
+struct Copy {
+  char* to;
+  const char* from;
+  int valid;
+};
+
+struct Thread {
+  Dim3 index;
+  int lane = 0;
+  int warp = 0;
+  bool done = false;
+  void* stack_pointer = nullptr;
+  std::vector<char> stack;
+  uint32_t out[kMaxWords];  // of the last meeting
+  std::vector<Copy> uncommitted;
+  std::deque<std::vector<Copy>> groups;  // oldest first
+};
+
+struct Warp {
+  LaneWords words;
+  const char* what = nullptr;
+  std::vector<int> waiting;
+  int alive = 0;
+};
+
+struct Region {
+  size_t bytes;
+  bool writable;
+};
+
+struct State {
+  std::map<const char*, Region> regions;  // by their first byte
+  const std::function<void()>* kernel = nullptr;
+  Dim3 block;
+  std::vector<char> shared;
+  char* shared_begin = nullptr;
+  size_t shared_bytes = 0;
+  std::vector<Thread> threads;
+  std::vector<Warp> warps;
+  std::vector<int> runnable;
+  std::vector<int> at_barrier;
+  int alive = 0;
+  int current = -1;
+  void* main_stack = nullptr;
+  std::mt19937_64 random;
+  std::string error;
+};
+
+State& TheState() {
+  static State state;
+  return state;
+}
+
+Thread& Current() {
+  State& s = TheState();
+  return s.threads[static_cast<size_t>(s.current)];
+}
+
+std::string Text(const Dim3& d) {
+  return "(" + std::to_string(d.x) + ", " + std::to_string(d.y) + ", " + std::to_string(d.z) + ")";
+}
+
+[[noreturn]] void Fail(const std::string& what) {
+  State& s = TheState();
+  Thread& me = Current();
+  s.error = what + ", block " + Text(s.block) + ", thread " + Text(me.index);
+  turbomind_shim_switch(&me.stack_pointer, s.main_stack);
+  std::abort();  // a failed launch is never resumed
+}
+
+// Leaves the current thread for another one that can run; back to the launch if there is none.
+void RunAnother() {
+  State& s = TheState();
+  Thread& me = Current();
+  if (s.runnable.empty()) {
+    turbomind_shim_switch(&me.stack_pointer, s.main_stack);
+    return;
+  }
+  const size_t pick = s.random() % s.runnable.size();
+  s.current = s.runnable[pick];
+  s.runnable[pick] = s.runnable.back();
+  s.runnable.pop_back();
+  if (&Current() != &me) {
+    turbomind_shim_switch(&me.stack_pointer, Current().stack_pointer);
+  }
+}
+
+void Wake(std::vector<int>& waiting) {
+  State& s = TheState();
+  s.runnable.insert(s.runnable.end(), waiting.begin(), waiting.end());
+  waiting.clear();
+}
+
+void EndThread() {
+  State& s = TheState();
+  Thread& me = Current();
+  me.done = true;
+  --s.alive;
+  Warp& warp = s.warps[static_cast<size_t>(me.warp)];
+  --warp.alive;
+  if (!warp.waiting.empty()) {
+    Fail(std::string("a lane ended while its warp waits at ") + warp.what);
+  }
+  if (!me.uncommitted.empty() || !me.groups.empty()) {
+    Fail("a thread ended with copies that it never waited for");
+  }
+  if (s.alive > 0 && static_cast<int>(s.at_barrier.size()) == s.alive) {
+    Wake(s.at_barrier);
+  }
+  RunAnother();
+  std::abort();
+}
+
+void Entry() {
+  (*TheState().kernel)();
+  EndThread();
+}
+
+void Prepare(Thread& thread) {
+  thread.stack.resize(kStackBytes);
+  const auto end = reinterpret_cast<uintptr_t>(thread.stack.data() + kStackBytes) & ~uintptr_t{15};
+  void** top = reinterpret_cast<void**>(end);
+  *--top = nullptr;  // Entry begins as if it had been called
+  *--top = reinterpret_cast<void*>(&Entry);
+  for (int i = 0; i < 6; ++i) {
+    *--top = nullptr;
+  }
+  thread.stack_pointer = top;
+}
+
+void StartBlock(const LaunchShape& shape) {
+  State& s = TheState();
+  std::memset(s.shared_begin, kPoison, s.shared_bytes);
+  const size_t count = size_t{shape.block.x} * shape.block.y * shape.block.z;
+  s.threads.resize(count);
+  s.warps.assign((count + kWarp - 1) / kWarp, Warp());
+  s.runnable.clear();
+  s.at_barrier.clear();
+  s.alive = static_cast<int>(count);
+  for (size_t i = 0; i < count; ++i) {
+    Thread& thread = s.threads[i];
+    const unsigned at = static_cast<unsigned>(i);
+    thread.index = {at % shape.block.x, at / shape.block.x % shape.block.y,
+                    at / shape.block.x / shape.block.y};
+    thread.lane = static_cast<int>(i % kWarp);
+    thread.warp = static_cast<int>(i / kWarp);
+    thread.done = false;
+    thread.uncommitted.clear();
+    thread.groups.clear();
+    ++s.warps[i / kWarp].alive;
+    Prepare(thread);
+    s.runnable.push_back(static_cast<int>(i));
+  }
+}
+
+void RunBlock(const LaunchShape& shape) {
+  State& s = TheState();
+  StartBlock(shape);
+  const size_t pick = s.random() % s.runnable.size();
+  s.current = s.runnable[pick];
+  s.runnable[pick] = s.runnable.back();
+  s.runnable.pop_back();
+  turbomind_shim_switch(&s.main_stack, Current().stack_pointer);
+  if (s.error.empty() && s.alive > 0) {
+    s.error = "block " + Text(s.block) + " hangs: " + std::to_string(s.alive) + " threads wait, " +
+              std::to_string(s.at_barrier.size()) + " of them at a barrier";
+  }
+}
+
+void Perform(const Copy& copy) {
+  std::memset(copy.to, 0, kCopyBytes);
+  std::memcpy(copy.to, copy.from, static_cast<size_t>(copy.valid));
+}
+
+}  // namespace
+
+Buffer::Buffer(const void* data, size_t bytes, Access access) : data_(data) {
+  TheState().regions[static_cast<const char*>(data)] = {bytes, access == kReadWrite};
+}
+
+Buffer::~Buffer() { TheState().regions.erase(static_cast<const char*>(data_)); }
+
+void Launch(const LaunchShape& shape, const std::function<void()>& kernel) {
+  State& s = TheState();
+  s.kernel = &kernel;
+  s.random.seed(shape.seed);
+  s.error.clear();
+  s.shared.assign(shape.shared_bytes + 128, 0);
+  s.shared_begin = s.shared.data() + (-reinterpret_cast<uintptr_t>(s.shared.data()) & 127);
+  s.shared_bytes = shape.shared_bytes;
+  for (unsigned z = 0; z < shape.grid.z; ++z) {
+    for (unsigned y = 0; y < shape.grid.y; ++y) {
+      for (unsigned x = 0; x < shape.grid.x; ++x) {
+        s.block = {x, y, z};
+        RunBlock(shape);
+        if (!s.error.empty()) {
+          throw KernelError(s.error);
+        }
+      }
+    }
+  }
+}
+
+Dim3 ThreadIndex() { return Current().index; }
+Dim3 BlockIndex() { return TheState().block; }
+char* SharedMemory() { return TheState().shared_begin; }
+
+void CheckAccess(Space space, const void* address, size_t bytes, size_t alignment) {
+  State& s = TheState();
+  const char* at = static_cast<const char*>(address);
+  if (reinterpret_cast<uintptr_t>(at) % alignment != 0) {
+    Fail("an access of " + std::to_string(bytes) + " bytes is not aligned");
+  }
+  if (space == Space::kShared) {
+    if (at < s.shared_begin || at + bytes > s.shared_begin + s.shared_bytes) {
+      Fail("an access of " + std::to_string(bytes) + " bytes is outside shared memory");
+    }
+    return;
+  }
+  auto region = s.regions.upper_bound(at);
+  if (region == s.regions.begin()) {
+    Fail("an address is in no buffer");
+  }
+  --region;
+  if (at + bytes > region->first + region->second.bytes) {
+    Fail("an access of " + std::to_string(bytes) + " bytes is outside its buffer by " +
+         std::to_string(at + bytes - region->first - region->second.bytes));
+  }
+  if (space == Space::kGlobalWrite && !region->second.writable) {
+    Fail("a write to a buffer that is only read");
+  }
+}
+
+void MeetWarp(const Meeting& meeting, void (*run)(LaneWords&)) {
+  State& s = TheState();
+  Thread& me = Current();
+  Warp& warp = s.warps[static_cast<size_t>(me.warp)];
+  if (warp.alive < kWarp) {
+    Fail(std::string("lanes have ended before ") + meeting.what);
+  }
+  if (!warp.waiting.empty() && std::strcmp(warp.what, meeting.what) != 0) {
+    Fail(std::string("lanes of a warp meet at ") + warp.what + " and at " + meeting.what);
+  }
+  warp.what = meeting.what;
+  const size_t in_bytes = sizeof(uint32_t) * static_cast<size_t>(meeting.num_in);
+  if (in_bytes > 0) {
+    std::memcpy(warp.words.in[me.lane], meeting.in, in_bytes);
+  }
+  if (static_cast<int>(warp.waiting.size()) + 1 < kWarp) {
+    warp.waiting.push_back(s.current);
+    RunAnother();
+  } else {
+    run(warp.words);
+    for (int lane : warp.waiting) {
+      Thread& other = s.threads[static_cast<size_t>(lane)];
+      std::memcpy(other.out, warp.words.out[other.lane], sizeof(other.out));
+    }
+    std::memcpy(me.out, warp.words.out[me.lane], sizeof(me.out));
+    Wake(warp.waiting);
+    s.runnable.push_back(s.current);
+    RunAnother();
+  }
+  if (meeting.num_out > 0) {
+    std::memcpy(meeting.out, Current().out,
+                sizeof(uint32_t) * static_cast<size_t>(meeting.num_out));
+  }
+}
+
+void MeetBlock() {
+  State& s = TheState();
+  s.at_barrier.push_back(s.current);
+  if (static_cast<int>(s.at_barrier.size()) == s.alive) {
+    Wake(s.at_barrier);
+  }
+  RunAnother();
+}
+
+void CopyAsync(void* shared, const void* global, int valid) {
+  if (valid < 0 || valid > static_cast<int>(kCopyBytes)) {
+    Fail("a copy of " + std::to_string(valid) + " of 16 bytes");
+  }
+  CheckAccess(Space::kShared, shared, kCopyBytes, kCopyBytes);
+  if (valid > 0) {
+    CheckAccess(Space::kGlobalRead, global, static_cast<size_t>(valid), kCopyBytes);
+  }
+  const Copy copy = {static_cast<char*>(shared), static_cast<const char*>(global), valid};
+  std::memset(shared, kPoison, kCopyBytes);
+  if (TheState().random() % 2 == 0) {
+    Perform(copy);
+  } else {
+    Current().uncommitted.push_back(copy);
+  }
+}
+
+void CommitCopies() {
+  Thread& me = Current();
+  me.groups.push_back(me.uncommitted);
+  me.uncommitted.clear();
+}
+
+void WaitForCopies(int newest) {
+  Thread& me = Current();
+  while (static_cast<int>(me.groups.size()) > newest) {
+    for (const Copy& copy : me.groups.front()) {
+      Perform(copy);
+    }
+    me.groups.pop_front();
+  }
+}
+
+}  // namespace turbomind::cuda_shim
