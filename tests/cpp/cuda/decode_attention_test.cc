@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "turbomind/backend/cuda/decode_combine.h"
 #include "turbomind/backend/cuda/decode_plan.h"
 #include "turbomind/kv/codec.h"
 #include "turbomind/kv/layout.h"

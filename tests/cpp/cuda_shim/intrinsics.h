@@ -161,6 +161,8 @@ inline uint32_t TransposeMatrix(uint32_t a) {
   return out;
 }
 
+inline int CountZeros(int x) { return __builtin_ctz(static_cast<unsigned>(x)); }
+
 inline uint32_t SelectBytes(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t bytes = uint64_t{b} << 32 | a;
   uint32_t out = 0;

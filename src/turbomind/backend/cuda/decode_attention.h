@@ -28,9 +28,10 @@
 
 namespace turbomind::cuda {
 
-// Asks for kRows rows that lie one after the other; those outside [begin, end) become zero.
-// place(chunk) says where 16 bytes go.
-template <int kRows, int kRowBytes, class Place>
+// Asks for kRows rows that lie one after the other; with kZeros those outside [begin, end) become
+// zero: rows that nobody wrote may hold NaN, codes of 4 bits cannot. place(chunk) says where 16
+// bytes go.
+template <int kRows, int kRowBytes, bool kZeros, class Place>
 TM_DEVICE void CopyRows(const Lane& at, char* to, const char* from, int begin, int end,
                         Place place) {
   constexpr int kChunks = kRows * kRowBytes / 16;
@@ -39,56 +40,87 @@ TM_DEVICE void CopyRows(const Lane& at, char* to, const char* from, int begin, i
   for (int first = 0; first < kChunks; first += 32) {
     const int chunk = first + at.lane;
     if (kChunks % 32 == 0 || chunk < kChunks) {
-      // Rows shorter than a chunk, or across two, are finite whatever they hold; only what lies
-      // beyond the end may be foreign.
-      const int valid = end * kRowBytes - chunk * 16;
-      const bool before = kRowBytes % 16 == 0 && (chunk * 16) / kRowBytes < begin;
-      CopyAsync(to + place(chunk) * 16, from + chunk * 16,
-                before || valid < 0 ? 0
-                : valid < 16        ? valid
-                                    : 16);
+      int valid = 16;
+      if constexpr (kZeros) {
+        const bool before = kRowBytes % 16 == 0 && (chunk * 16) / kRowBytes < begin;
+        const int left = end * kRowBytes - chunk * 16;
+        valid = before || left < 0 ? 0 : left < 16 ? left : 16;
+      }
+      CopyAsync(to + place(chunk) * 16, from + chunk * 16, valid);
     }
   }
 }
 
+// Where the rows of a KV head lie in block 0; block sizes fit 31 bits (the launcher's check), so
+// that an address is one multiplication.
+struct Sources {
+  const char* keys;
+  const char* values;
+  const char* scales;
+  const char* key_params;
+  const char* value_params;
+  int32_t block_bytes;
+  int32_t scale_block_bytes;
+  int block_mask;   // block_seq_len - 1
+  int block_shift;  // its log2
+};
+
+template <class C>
+TM_DEVICE Sources FindSources(const KvLayerView& kv, int kv_head) {
+  const auto bytes = [](const std::byte* p) { return reinterpret_cast<const char*>(p); };
+  Sources from = {};
+  from.keys = bytes(kv.Payload(KvSide::kK, 0, kv_head));
+  from.values = bytes(kv.Payload(KvSide::kV, 0, kv_head));
+  if constexpr (C::kScaleStride > 0) {
+    from.scales = bytes(kv.Scales(KvSide::kK, 0, kv_head));
+  }
+  if constexpr (C::KeyShape::kParamBytes > 0) {
+    from.key_params = bytes(kv.Params(KvSide::kK, 0, kv_head));
+  }
+  if constexpr (C::ValueShape::kParamBytes > 0) {
+    from.value_params = bytes(kv.Params(KvSide::kV, 0, kv_head));
+  }
+  from.block_bytes = static_cast<int32_t>(kv.block_bytes);
+  from.scale_block_bytes = static_cast<int32_t>(kv.scale_block_bytes);
+  from.block_mask = kv.block_seq_len - 1;
+  from.block_shift = CountZeros(kv.block_seq_len);
+  return from;
+}
+
 // The tile of positions [first, first + kTileTokens) into a stage. A committed group, even empty.
 template <class C>
-TM_DEVICE void LoadTile(const DecodeTask<C>& task, int first, int32_t block, char* stage) {
+TM_DEVICE void LoadTile(const DecodeTask<C>& task, const Sources& sources, int first, int32_t block,
+                        char* stage) {
   if (first < task.item.end) {
     using KeyShape = typename C::KeyShape;
     using ValueShape = typename C::ValueShape;
-    const KvLayerView& kv = task.params.kv;
-    const int slot = first & (kv.block_seq_len - 1);
+    constexpr int kRows = C::kTileTokens;
+    const int slot = first & sources.block_mask;
     const int begin = task.item.begin - first;
     const int end = task.item.end - first;
     const auto straight = [](int chunk) { return chunk; };
     const auto swizzled = [](int chunk) {
       return C::kSwizzleValues ? chunk ^ ((chunk >> 3 & 1) << 1) : chunk;
     };
-    const auto from = [&](const std::byte* base, int bytes) {
-      return reinterpret_cast<const char*>(base) + slot * bytes;
-    };
-    CopyRows<C::kTileTokens, KeyShape::kRowBytes>(
-        task.at, stage, from(kv.Payload(KvSide::kK, block, task.kv_head), KeyShape::kRowBytes),
-        begin, end, straight);
-    CopyRows<C::kTileTokens, ValueShape::kRowBytes>(
-        task.at, stage + C::kValuesAt,
-        from(kv.Payload(KvSide::kV, block, task.kv_head), ValueShape::kRowBytes), begin, end,
-        swizzled);
+    const int64_t at = static_cast<int64_t>(block) * sources.block_bytes;
+    CopyRows<kRows, KeyShape::kRowBytes, KeyShape::F::kBits != 4>(
+        task.at, stage, sources.keys + at + slot * KeyShape::kRowBytes, begin, end, straight);
+    CopyRows<kRows, ValueShape::kRowBytes, ValueShape::F::kBits != 4>(
+        task.at, stage + C::kValuesAt, sources.values + at + slot * ValueShape::kRowBytes, begin,
+        end, swizzled);
     if constexpr (C::kScaleStride > 0) {
-      CopyRows<C::kTileTokens, C::kScaleStride>(
-          task.at, stage + C::kScalesAt,
-          from(kv.Scales(KvSide::kK, block, task.kv_head), C::kScaleStride), begin, end, straight);
+      const int64_t scale_at = static_cast<int64_t>(block) * sources.scale_block_bytes;
+      CopyRows<kRows, C::kScaleStride, true>(task.at, stage + C::kScalesAt,
+                                             sources.scales + scale_at + slot * C::kScaleStride,
+                                             begin, end, straight);
     }
     if constexpr (KeyShape::kParamBytes > 0) {
-      CopyRows<C::kTileTokens, 4>(task.at, stage + C::kKeyParamsAt,
-                                  from(kv.Params(KvSide::kK, block, task.kv_head), 4), begin, end,
-                                  straight);
+      CopyRows<kRows, 4, true>(task.at, stage + C::kKeyParamsAt, sources.key_params + at + slot * 4,
+                               begin, end, straight);
     }
     if constexpr (ValueShape::kParamBytes > 0) {
-      CopyRows<C::kTileTokens, 4>(task.at, stage + C::kValueParamsAt,
-                                  from(kv.Params(KvSide::kV, block, task.kv_head), 4), begin, end,
-                                  straight);
+      CopyRows<kRows, 4, true>(task.at, stage + C::kValueParamsAt,
+                               sources.value_params + at + slot * 4, begin, end, straight);
     }
   }
   CommitCopies();
@@ -434,16 +466,16 @@ TM_DEVICE void ReadItem(const DecodeTask<C>& task, WarpState<C>* state) {
   constexpr int kStride = kDecodeWarps * kTile;
   const DecodeParams& p = task.params;
   const int32_t* table = p.block_tables + task.item.sequence * p.block_table_stride;
-  const int block_seq_len = p.kv.block_seq_len;
+  const Sources sources = FindSources<C>(p.kv, task.kv_head);
   const int start = task.item.begin / kTile * kTile + task.at.warp * kTile;
   // Read one tile ahead of its use: a load from the table is on the way while a tile is computed.
   const auto block_of = [&](int first) {
-    return first < task.item.end ? LoadGlobal(table + first / block_seq_len) : 0;
+    return first < task.item.end ? LoadGlobal(table + (first >> sources.block_shift)) : 0;
   };
 #pragma unroll
   for (int i = 0; i < C::kStages - 1; ++i) {
     const int first = start + i * kStride;
-    LoadTile<C>(task, first, block_of(first), task.ring + i * C::kStageBytes);
+    LoadTile<C>(task, sources, first, block_of(first), task.ring + i * C::kStageBytes);
   }
   Query<C> query;
   LoadQuery<C>(task, &query);
@@ -457,7 +489,7 @@ TM_DEVICE void ReadItem(const DecodeTask<C>& task, WarpState<C>* state) {
     SyncWarp();  // all lanes' copies are there, and nobody reads the stage that is filled next
     const int free = stage == 0 ? C::kStages - 1 : stage - 1;
     const int ahead = first + (C::kStages - 1) * kStride;
-    LoadTile<C>(task, ahead, next_block, task.ring + free * C::kStageBytes);
+    LoadTile<C>(task, sources, ahead, next_block, task.ring + free * C::kStageBytes);
     next_block = block_of(ahead + kStride);
     ReadTile<C>(task, query, scale, first, task.ring + stage * C::kStageBytes, state);
     stage = stage + 1 == C::kStages ? 0 : stage + 1;
@@ -544,55 +576,6 @@ __global__ void __launch_bounds__(32 * kDecodeWarps) DecodeKernel(DecodeParams p
   ReadItem<C>(task, &state);
   SyncBlock();  // the rings make room for the results
   MergeWarps<C>(task, state);
-}
-
-// The partial results of one query head of one sequence → its output.
-struct CombineParams {
-  const float* partial_o = nullptr;   // [num_partials, q_heads, head_dim]
-  const float* partial_ml = nullptr;  // [num_partials, q_heads, 2]
-  // [num_seqs + 1] partials of a sequence: first_partial[i] to first_partial[i + 1]
-  const int32_t* first_partial = nullptr;
-  float* out = nullptr;  // [num_seqs, q_heads, head_dim]
-  int q_heads = 0;
-  int head_dim = 0;
-  float softmax_scale = 1.f;
-  const float* sinks = nullptr;       // [q_heads] or null
-  const float* q_dot_mean = nullptr;  // [num_seqs, q_heads] or null: AttentionParams
-};
-
-// Grid: sequences × query heads; kThreads threads. A sink adds weight and no value.
-template <int kThreads>
-__global__ void CombineKernel(CombineParams p) {
-  const int sequence = BlockIndexX();
-  const int head = BlockIndexY();
-  const int begin = LoadGlobal(p.first_partial + sequence);
-  const int end = LoadGlobal(p.first_partial + sequence + 1);
-  const int64_t row = static_cast<int64_t>(sequence) * p.q_heads + head;
-  float sink = -INFINITY;
-  if (p.sinks != nullptr) {
-    const float shift =
-        p.q_dot_mean != nullptr ? p.softmax_scale * LoadGlobal(p.q_dot_mean + row) : 0.f;
-    sink = (LoadGlobal(p.sinks + head) - shift) * kLog2E;
-  }
-  const auto ml = [&](int i) {
-    return p.partial_ml + 2 * (static_cast<int64_t>(i) * p.q_heads + head);
-  };
-  float m = fmaxf(kLeastMax, sink);
-  for (int i = begin; i < end; ++i) {
-    m = fmaxf(m, LoadGlobal(ml(i)));
-  }
-  float l = Exp2Approx(sink - m);
-  for (int i = begin; i < end; ++i) {
-    l += Exp2Approx(LoadGlobal(ml(i)) - m) * LoadGlobal(ml(i) + 1);
-  }
-  for (int d = ThreadIndexX(); d < p.head_dim; d += kThreads) {
-    float o = 0.f;
-    for (int i = begin; i < end; ++i) {
-      const int64_t at = (static_cast<int64_t>(i) * p.q_heads + head) * p.head_dim + d;
-      o += Exp2Approx(LoadGlobal(ml(i)) - m) * LoadGlobal(p.partial_o + at);
-    }
-    StoreGlobal(p.out + row * p.head_dim + d, o / l);
-  }
 }
 
 }  // namespace turbomind::cuda

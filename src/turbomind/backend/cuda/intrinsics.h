@@ -86,6 +86,9 @@ TM_DEVICE uint32_t TransposeMatrix(uint32_t a) {
   return out;
 }
 
+// Of the low end; of a power of two its log2.
+TM_DEVICE int CountZeros(int x) { return __ffs(x) - 1; }
+
 // Byte i of the result is byte (selector >> 4 i) & 7 of b:a.
 TM_DEVICE uint32_t SelectBytes(uint32_t a, uint32_t b, uint32_t selector) {
   return __byte_perm(a, b, selector);
