@@ -145,7 +145,7 @@ template <class C>
 TM_DEVICE uint32_t KeyScale(const char* stage, int row, int word) {
   const char* from = stage + C::kScalesAt + row * C::kScaleStride + word / 2;
   const uint32_t byte = LoadShared<uint8_t>(from);
-  return ScalePair<C::kKeyMode>(byte * 0x10001u);
+  return ScalePair<C::kKeyMode>(byte, byte);
 }
 
 // (scale, zero) of a row of integer codes; zero where the position is not there.
@@ -302,7 +302,7 @@ TM_DEVICE void LoadValueScales(const char* stage, const int (&rows)[4], int grou
   }
 #pragma unroll
   for (int x = 0; x < 2; ++x) {
-    scales->scale[x] = ScalePair<C::kValueMode>(byte[2 * x] | byte[2 * x + 1] << 16);
+    scales->scale[x] = ScalePair<C::kValueMode>(byte[2 * x], byte[2 * x + 1]);
   }
 }
 

@@ -41,17 +41,16 @@ TM_DEVICE uint32_t LessThan1024(uint32_t bits) {
   return FmaHalf2(bits | kHalf1024, kHalfOne, kHalfMinus1024);
 }
 
-// Scale bytes of FP4 in bits 0..7 and 16..23 → FP16 pairs with which ExpandE2m1 gives the value
-// times 2^-8.
+// Two scale bytes of FP4 → FP16 pairs with which ExpandE2m1 gives the value times 2^-8.
 template <KvCacheMode M>
-TM_DEVICE uint32_t ScalePair(uint32_t bytes) {
+TM_DEVICE uint32_t ScalePair(uint32_t low, uint32_t high) {
   if constexpr (M == KvCacheMode::kFp4Mx) {
     // The exponent field is byte - 106; zero, which stands for a slot that is not there, gives 0.
     constexpr uint32_t kLeast = 106 * 0x10001u;
-    return MaxShorts(bytes, kLeast) * 1024u - kLeast * 1024u;
+    return MaxShorts(SelectBytes(low, high, 0x5410), kLeast) * 1024u - kLeast * 1024u;
   } else {
     constexpr uint32_t k64 = 0x54005400u;
-    return MulHalf2(E4m3PairToHalf2(SelectBytes(bytes, 0, 0x4420)), k64);
+    return MulHalf2(E4m3PairToHalf2(SelectBytes(low, high, 0x4440)), k64);
   }
 }
 
