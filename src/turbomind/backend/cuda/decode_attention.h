@@ -51,8 +51,8 @@ TM_DEVICE void CopyRows(const Lane& at, char* to, const char* from, int begin, i
   }
 }
 
-// Where the rows of a KV head lie in block 0; block sizes fit 31 bits (the launcher's check), so
-// that an address is one multiplication.
+// Where the rows of a KV head lie in block 0; block sizes fit 31 bits (DecodeParams), so that an
+// address is one multiplication.
 struct Sources {
   const char* keys;
   const char* values;

@@ -11,6 +11,8 @@
 
 namespace turbomind::cuda {
 
+// REQUIRES: block_bytes and scale_block_bytes below 2^31; block_seq_len a power of two and at least
+// the tile's positions; modes, dtype and head_dim those of the kernel.
 struct DecodeParams {
   const float* q = nullptr;  // row i at q + i * q_stride: [q_heads, head_dim]
   int64_t q_stride = 0;

@@ -279,35 +279,33 @@ TM_HD I32x16 GatherDwords(const void* p, int stride) {
           _mm256_i32gather_epi32(reinterpret_cast<const int*>(base + 8 * stride), offset, 1)};
 }
 
-TM_HD void TransposeEight(const uint8_t* p, int64_t stride, __m256i (&out)[4]) {
+TM_HD void TransposeQuads(__m256i& a, __m256i& b, __m256i& c, __m256i& d) {
+  const __m256i low01 = _mm256_unpacklo_epi32(a, b);
+  const __m256i high01 = _mm256_unpackhi_epi32(a, b);
+  const __m256i low23 = _mm256_unpacklo_epi32(c, d);
+  const __m256i high23 = _mm256_unpackhi_epi32(c, d);
+  a = _mm256_unpacklo_epi64(low01, low23);
+  b = _mm256_unpackhi_epi64(low01, low23);
+  c = _mm256_unpacklo_epi64(high01, high23);
+  d = _mm256_unpackhi_epi64(high01, high23);
+}
+// Each run of four lanes is a matrix whose row r lies in a[r]: transposed.
+TM_HD void TransposeQuads(I32x16 (&a)[4]) {
+  TransposeQuads(a[0].a, a[1].a, a[2].a, a[3].a);
+  TransposeQuads(a[0].b, a[1].b, a[2].b, a[3].b);
+}
+// 16 rows of 16 bytes: lane i of out[c] is dword c of row i.
+TM_HD void LoadTransposed(const uint8_t* p, int64_t stride, I32x16 (&out)[4]) {
   const auto rows = [&](int i) {  // row i below row i + 4
     const __m128i* low = reinterpret_cast<const __m128i*>(p + i * stride);
     const __m128i* high = reinterpret_cast<const __m128i*>(p + (i + 4) * stride);
     return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(low)),
                                    _mm_loadu_si128(high), 1);
   };
-  const __m256i r0 = rows(0);
-  const __m256i r1 = rows(1);
-  const __m256i r2 = rows(2);
-  const __m256i r3 = rows(3);
-  const __m256i low01 = _mm256_unpacklo_epi32(r0, r1);
-  const __m256i high01 = _mm256_unpackhi_epi32(r0, r1);
-  const __m256i low23 = _mm256_unpacklo_epi32(r2, r3);
-  const __m256i high23 = _mm256_unpackhi_epi32(r2, r3);
-  out[0] = _mm256_unpacklo_epi64(low01, low23);
-  out[1] = _mm256_unpackhi_epi64(low01, low23);
-  out[2] = _mm256_unpacklo_epi64(high01, high23);
-  out[3] = _mm256_unpackhi_epi64(high01, high23);
-}
-// 16 rows of 16 bytes: lane i of out[c] is dword c of row i.
-TM_HD void LoadTransposed(const uint8_t* p, int64_t stride, I32x16 (&out)[4]) {
-  __m256i low[4];
-  __m256i high[4];
-  TransposeEight(p, stride, low);
-  TransposeEight(p + 8 * stride, stride, high);
-  for (int c = 0; c < 4; ++c) {
-    out[c] = {low[c], high[c]};
+  for (int r = 0; r < 4; ++r) {
+    out[r] = {rows(r), rows(8 + r)};
   }
+  TransposeQuads(out);
 }
 
 // --- Lanes as pairs of int16: the low and the high half of a dword. -----------------------------
@@ -375,21 +373,6 @@ TM_HD I32x16 NibblePairs(const NibbleRows& rows) {
 TM_HD I32x16 LoadQuad(const void* p) {
   const __m256i both = _mm256_broadcastsi128_si256(_mm_loadu_si128(static_cast<const __m128i*>(p)));
   return {both, both};
-}
-TM_HD void TransposeQuads(__m256i& a, __m256i& b, __m256i& c, __m256i& d) {
-  const __m256i low01 = _mm256_unpacklo_epi32(a, b);
-  const __m256i high01 = _mm256_unpackhi_epi32(a, b);
-  const __m256i low23 = _mm256_unpacklo_epi32(c, d);
-  const __m256i high23 = _mm256_unpackhi_epi32(c, d);
-  a = _mm256_unpacklo_epi64(low01, low23);
-  b = _mm256_unpackhi_epi64(low01, low23);
-  c = _mm256_unpacklo_epi64(high01, high23);
-  d = _mm256_unpackhi_epi64(high01, high23);
-}
-// Each run is a matrix whose row r lies in a[r]: transposed.
-TM_HD void TransposeQuads(I32x16 (&a)[4]) {
-  TransposeQuads(a[0].a, a[1].a, a[2].a, a[3].a);
-  TransposeQuads(a[0].b, a[1].b, a[2].b, a[3].b);
 }
 // In each run: the four lanes of a as two pairs of int16, saturated, then those of b.
 TM_HD I32x16 PackPairs(I32x16 x, I32x16 y) {

@@ -201,20 +201,23 @@ TM_HD __m512i LoadFourRows(const uint8_t* p, int64_t stride) {
   const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(row(2)), row(3), 1);
   return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
 }
+// Each run of four lanes is a matrix whose row r lies in a[r]: transposed.
+TM_HD void TransposeQuads(I32x16 (&a)[4]) {
+  const __m512i low01 = _mm512_unpacklo_epi32(a[0].v, a[1].v);
+  const __m512i high01 = _mm512_unpackhi_epi32(a[0].v, a[1].v);
+  const __m512i low23 = _mm512_unpacklo_epi32(a[2].v, a[3].v);
+  const __m512i high23 = _mm512_unpackhi_epi32(a[2].v, a[3].v);
+  a[0].v = _mm512_unpacklo_epi64(low01, low23);
+  a[1].v = _mm512_unpackhi_epi64(low01, low23);
+  a[2].v = _mm512_unpacklo_epi64(high01, high23);
+  a[3].v = _mm512_unpackhi_epi64(high01, high23);
+}
 // 16 rows of 16 bytes: lane i of out[c] is dword c of row i.
 TM_HD void LoadTransposed(const uint8_t* p, int64_t stride, I32x16 (&out)[4]) {
-  const __m512i a = LoadFourRows(p, stride);
-  const __m512i b = LoadFourRows(p + stride, stride);
-  const __m512i c = LoadFourRows(p + 2 * stride, stride);
-  const __m512i d = LoadFourRows(p + 3 * stride, stride);
-  const __m512i ab_low = _mm512_unpacklo_epi32(a, b);
-  const __m512i ab_high = _mm512_unpackhi_epi32(a, b);
-  const __m512i cd_low = _mm512_unpacklo_epi32(c, d);
-  const __m512i cd_high = _mm512_unpackhi_epi32(c, d);
-  out[0].v = _mm512_unpacklo_epi64(ab_low, cd_low);
-  out[1].v = _mm512_unpackhi_epi64(ab_low, cd_low);
-  out[2].v = _mm512_unpacklo_epi64(ab_high, cd_high);
-  out[3].v = _mm512_unpackhi_epi64(ab_high, cd_high);
+  for (int r = 0; r < 4; ++r) {
+    out[r].v = LoadFourRows(p + r * stride, stride);
+  }
+  TransposeQuads(out);
 }
 
 // --- Lanes as pairs of int16: the low and the high half of a dword. -----------------------------
@@ -283,17 +286,6 @@ TM_HD I32x16 LoadBytePairs(const void* a, const void* b) {
 // Lane i is the dword p[i % 4].
 TM_HD I32x16 LoadQuad(const void* p) {
   return {_mm512_broadcast_i32x4(_mm_loadu_si128(static_cast<const __m128i*>(p)))};
-}
-// Each run is a matrix whose row r lies in a[r]: transposed.
-TM_HD void TransposeQuads(I32x16 (&a)[4]) {
-  const __m512i low01 = _mm512_unpacklo_epi32(a[0].v, a[1].v);
-  const __m512i high01 = _mm512_unpackhi_epi32(a[0].v, a[1].v);
-  const __m512i low23 = _mm512_unpacklo_epi32(a[2].v, a[3].v);
-  const __m512i high23 = _mm512_unpackhi_epi32(a[2].v, a[3].v);
-  a[0].v = _mm512_unpacklo_epi64(low01, low23);
-  a[1].v = _mm512_unpackhi_epi64(low01, low23);
-  a[2].v = _mm512_unpacklo_epi64(high01, high23);
-  a[3].v = _mm512_unpackhi_epi64(high01, high23);
 }
 // In each run: the four lanes of a as two pairs of int16, saturated, then those of b.
 TM_HD I32x16 PackPairs(I32x16 a, I32x16 b) { return {_mm512_packs_epi32(a.v, b.v)}; }
