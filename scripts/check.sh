@@ -23,7 +23,7 @@ python="$VENV/bin/python"
   exit 2
 }
 
-cpp_files() { git ls-files 'src/**/*.cc' 'src/**/*.h' 'src/*.cc' 'tests/cpp/**/*.cc' 'tests/cpp/**/*.h' 'benchmarks/**/*.cc'; }
+cpp_files() { git ls-files 'src/**/*.cc' 'src/**/*.cu' 'src/**/*.h' 'src/*.cc' 'tests/cpp/**/*.cc' 'tests/cpp/**/*.h' 'benchmarks/**/*.cc'; }
 
 # configure NAME EXTRA-CMAKE-ARGUMENTS…: a build folder of its own.
 configure() {

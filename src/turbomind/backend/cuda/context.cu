@@ -1,0 +1,27 @@
+#include "turbomind/backend/cuda/context.h"
+
+namespace turbomind::cuda {
+
+Workspace::~Workspace() {
+  if (memory_ != nullptr) {
+    FreeGpu(memory_);
+  }
+}
+
+void* Workspace::Get(size_t num_bytes) {
+  if (num_bytes <= num_bytes_) {
+    return memory_;
+  }
+  Synchronize(stream_);
+  if (memory_ != nullptr) {
+    FreeGpu(memory_);
+  }
+  memory_ = nullptr;
+  num_bytes_ = 0;
+  memory_ = AllocateGpu(num_bytes);
+  num_bytes_ = num_bytes;
+  ++generation_;
+  return memory_;
+}
+
+}  // namespace turbomind::cuda

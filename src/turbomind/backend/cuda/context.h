@@ -1,0 +1,39 @@
+#pragma once
+
+// What every launcher of the backend is given.
+
+#include <cstddef>
+
+#include "turbomind/backend/cuda/runtime.h"
+
+namespace turbomind::cuda {
+
+// GPU memory that one op uses at a time: what Get returns is the caller's until the next op of the
+// stream asks. Grows, never shrinks.
+class Workspace {
+ public:
+  explicit Workspace(Stream stream) : stream_(stream) {}
+  ~Workspace();
+  Workspace(const Workspace&) = delete;
+  Workspace& operator=(const Workspace&) = delete;
+
+  // 256-byte aligned, not cleared. Throws std::bad_alloc.
+  void* Get(size_t num_bytes);
+  // Changes whenever Get's address does: recorded graphs are void then.
+  int generation() const { return generation_; }
+
+ private:
+  Stream stream_;
+  void* memory_ = nullptr;
+  size_t num_bytes_ = 0;
+  int generation_ = 0;
+};
+
+struct Context {
+  Stream stream = nullptr;
+  GpuProperties gpu;
+  bool deterministic = false;  // sums of a row do not depend on the batch
+  Workspace* workspace = nullptr;
+};
+
+}  // namespace turbomind::cuda

@@ -1,0 +1,156 @@
+#include <cuda_runtime.h>
+
+#include <new>
+
+#include "turbomind/backend/cuda/launch.h"
+#include "turbomind/backend/cuda/runtime.h"
+#include "turbomind/core/check.h"
+
+namespace turbomind::cuda {
+namespace {
+
+constexpr size_t kSharedByDefault = 48 << 10;
+
+void Require(cudaError_t code, const char* what) {
+  if (code == cudaErrorMemoryAllocation) {
+    cudaGetLastError();  // the error is this call's alone
+    throw std::bad_alloc();
+  }
+  if (code != cudaSuccess) {
+    throw InternalError(std::string("CUDA: ") + what + ": " + cudaGetErrorString(code));
+  }
+}
+
+int Attribute(cudaDeviceAttr attribute, int gpu) {
+  int value = 0;
+  Require(cudaDeviceGetAttribute(&value, attribute, gpu), "cudaDeviceGetAttribute");
+  return value;
+}
+
+}  // namespace
+
+int NumGpus(std::string* why) {
+  int count = 0;
+  const cudaError_t code = cudaGetDeviceCount(&count);
+  if (code != cudaSuccess) {
+    cudaGetLastError();
+    count = 0;
+  }
+  if (count == 0 && why != nullptr) {
+    *why = code == cudaSuccess ? "no GPU found" : cudaGetErrorString(code);
+  }
+  return count;
+}
+
+GpuProperties PropertiesOf(int gpu) {
+  cudaDeviceProp all;
+  Require(cudaGetDeviceProperties(&all, gpu), "cudaGetDeviceProperties");
+  return {.name = all.name,
+          .sm = all.major * 10 + all.minor,
+          .num_sms = all.multiProcessorCount,
+          .memory_bytes = all.totalGlobalMem,
+          .shared_bytes_per_block =
+              static_cast<size_t>(Attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, gpu)),
+          .l2_bytes = static_cast<size_t>(all.l2CacheSize)};
+}
+
+void UseGpu(int gpu) { Require(cudaSetDevice(gpu), "cudaSetDevice"); }
+
+MemoryInfo GpuMemory() {
+  MemoryInfo info;
+  Require(cudaMemGetInfo(&info.free_bytes, &info.total_bytes), "cudaMemGetInfo");
+  return info;
+}
+
+void* AllocateGpu(size_t num_bytes) {
+  void* memory = nullptr;
+  Require(cudaMalloc(&memory, num_bytes), "cudaMalloc");
+  return memory;
+}
+
+void FreeGpu(void* memory) { Require(cudaFree(memory), "cudaFree"); }
+
+void* AllocatePinned(size_t num_bytes) {
+  void* memory = nullptr;
+  Require(cudaMallocHost(&memory, num_bytes), "cudaMallocHost");
+  return memory;
+}
+
+void FreePinned(void* memory) { Require(cudaFreeHost(memory), "cudaFreeHost"); }
+
+Stream CreateStream() {
+  cudaStream_t stream = nullptr;
+  Require(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+  return stream;
+}
+
+void DestroyStream(Stream stream) { Require(cudaStreamDestroy(stream), "cudaStreamDestroy"); }
+
+void Synchronize(Stream stream) { Require(cudaStreamSynchronize(stream), "a kernel or copy"); }
+
+void CopyBytes(void* to, const void* from, size_t num_bytes, Stream stream) {
+  if (num_bytes > 0) {
+    Require(cudaMemcpyAsync(to, from, num_bytes, cudaMemcpyDefault, stream), "cudaMemcpyAsync");
+  }
+}
+
+void ClearBytes(void* to, size_t num_bytes, Stream stream) {
+  if (num_bytes > 0) {
+    Require(cudaMemsetAsync(to, 0, num_bytes, stream), "cudaMemsetAsync");
+  }
+}
+
+Event CreateEvent() {
+  cudaEvent_t event = nullptr;
+  Require(cudaEventCreate(&event), "cudaEventCreate");
+  return event;
+}
+
+void DestroyEvent(Event event) { Require(cudaEventDestroy(event), "cudaEventDestroy"); }
+
+void Record(Event event, Stream stream) { Require(cudaEventRecord(event, stream), "cudaEvent"); }
+
+float Milliseconds(Event begin, Event end) {
+  Require(cudaEventSynchronize(end), "cudaEventSynchronize");
+  float ms = 0.f;
+  Require(cudaEventElapsedTime(&ms, begin, end), "cudaEventElapsedTime");
+  return ms;
+}
+
+void BeginCapture(Stream stream) {
+  Require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "begin of a graph");
+}
+
+Graph EndCapture(Stream stream) {
+  cudaGraph_t graph = nullptr;
+  Require(cudaStreamEndCapture(stream, &graph), "end of a graph");
+  cudaGraphExec_t runnable = nullptr;
+  const cudaError_t code = cudaGraphInstantiate(&runnable, graph, 0);
+  cudaGraphDestroy(graph);
+  Require(code, "cudaGraphInstantiate");
+  return runnable;
+}
+
+void LaunchGraph(Graph graph, Stream stream) {
+  Require(cudaGraphLaunch(graph, stream), "cudaGraphLaunch");
+}
+
+void DestroyGraph(Graph graph) { Require(cudaGraphExecDestroy(graph), "cudaGraphExecDestroy"); }
+
+void LaunchKernel(const void* kernel, const LaunchShape& shape, Stream stream, void** arguments) {
+  if (shape.grid_x == 0 || shape.grid_y == 0 || shape.grid_z == 0) {
+    return;
+  }
+  if (shape.shared_bytes > kSharedByDefault) {
+    Require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 static_cast<int>(shape.shared_bytes)),
+            "shared memory of a kernel");
+  }
+  const dim3 grid(static_cast<unsigned>(shape.grid_x), static_cast<unsigned>(shape.grid_y),
+                  static_cast<unsigned>(shape.grid_z));
+  Require(cudaLaunchKernel(kernel, grid, dim3(static_cast<unsigned>(shape.threads)), arguments,
+                           shape.shared_bytes, stream),
+          "a launch");
+}
+
+}  // namespace turbomind::cuda

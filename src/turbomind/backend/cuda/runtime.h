@@ -1,0 +1,68 @@
+#pragma once
+
+// What the CUDA backend's host code asks of the driver: memory, streams, events, graphs. The real
+// one is runtime.cu; the tests' own (tests/cpp/cuda_shim/runtime.cc) runs on the CPU and checks
+// that kernels touch nothing but what was allocated here. Every function throws InternalError with
+// the driver's words, or std::bad_alloc where memory is short. One thread at a time.
+
+#include <cstddef>
+#include <string>
+
+struct CUstream_st;
+struct CUevent_st;
+struct CUgraphExec_st;
+
+namespace turbomind::cuda {
+
+using Stream = CUstream_st*;
+using Event = CUevent_st*;
+using Graph = CUgraphExec_st*;
+
+struct GpuProperties {
+  std::string name;
+  int sm = 0;  // compute capability, e.g. 90
+  int num_sms = 0;
+  size_t memory_bytes = 0;
+  size_t shared_bytes_per_block = 0;  // with opt-in
+  size_t l2_bytes = 0;
+};
+
+// 0 where there is no driver or no GPU; then `why`, if given, says which.
+int NumGpus(std::string* why = nullptr);
+GpuProperties PropertiesOf(int gpu);
+// All that follows is about this GPU.
+void UseGpu(int gpu);
+
+struct MemoryInfo {
+  size_t free_bytes = 0;
+  size_t total_bytes = 0;
+};
+MemoryInfo GpuMemory();
+
+void* AllocateGpu(size_t num_bytes);  // not cleared; 256-byte aligned
+void FreeGpu(void* memory);
+void* AllocatePinned(size_t num_bytes);  // host memory that copies fast
+void FreePinned(void* memory);
+
+Stream CreateStream();
+void DestroyStream(Stream stream);
+void Synchronize(Stream stream);
+// In the order of the stream. Either address on the host or the GPU; host memory that is not
+// pinned has been read when the call returns.
+void CopyBytes(void* to, const void* from, size_t num_bytes, Stream stream);
+void ClearBytes(void* to, size_t num_bytes, Stream stream);
+
+Event CreateEvent();
+void DestroyEvent(Event event);
+void Record(Event event, Stream stream);
+// Waits for `end`.
+float Milliseconds(Event begin, Event end);
+
+// What the stream is given between the two is recorded, not run: kernels with their arguments,
+// copies with their addresses.
+void BeginCapture(Stream stream);
+Graph EndCapture(Stream stream);
+void LaunchGraph(Graph graph, Stream stream);
+void DestroyGraph(Graph graph);
+
+}  // namespace turbomind::cuda

@@ -1,0 +1,21 @@
+#pragma once
+
+// backend/cuda/launch.h for the CPU.
+
+#include <functional>
+
+#include "cuda_shim/shim.h"
+
+namespace turbomind::cuda {
+
+struct LaunchShape;
+
+// Runs now, or when its graph runs.
+void RunOnShim(const LaunchShape& shape, Stream stream, std::function<void()> kernel);
+
+template <class Params>
+void Launch(void (*kernel)(Params), const LaunchShape& shape, Stream stream, Params params) {
+  RunOnShim(shape, stream, [kernel, params] { kernel(params); });
+}
+
+}  // namespace turbomind::cuda

@@ -1,0 +1,205 @@
+// backend/cuda/runtime.h for the CPU: one make-believe GPU with one SM. Work runs when it is
+// given; kernels in an order of threads that changes from launch to launch.
+
+#include "turbomind/backend/cuda/runtime.h"
+
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "turbomind/backend/cuda/launch.h"
+#include "turbomind/core/check.h"
+
+struct CUstream_st {
+  std::vector<std::function<void()>>* recorded = nullptr;  // while a graph is recorded
+};
+
+struct CUevent_st {
+  std::chrono::steady_clock::time_point time;
+};
+
+struct CUgraphExec_st {
+  std::vector<std::function<void()>> work;
+};
+
+namespace turbomind::cuda {
+namespace {
+
+constexpr size_t kAlignment = 256;
+constexpr size_t kMemoryBytes = size_t{4} << 30;
+constexpr int kPoison = 0xff;  // NaN, and as an index far outside
+
+struct Allocation {
+  size_t num_bytes;
+  std::unique_ptr<cuda_shim::Buffer> buffer;
+};
+
+struct Gpu {
+  std::map<void*, Allocation> allocations;
+  size_t used_bytes = 0;
+  uint64_t num_launches = 0;
+};
+
+Gpu& TheGpu() {
+  static Gpu gpu;
+  return gpu;
+}
+
+void RunOrRecord(Stream stream, std::function<void()> work) {
+  if (stream->recorded != nullptr) {
+    stream->recorded->push_back(std::move(work));
+  } else {
+    work();
+  }
+}
+
+void* Allocate(size_t num_bytes) {
+  const size_t whole = (num_bytes + kAlignment - 1) / kAlignment * kAlignment;
+  void* memory = std::aligned_alloc(kAlignment, whole == 0 ? kAlignment : whole);
+  if (memory == nullptr) {
+    throw std::bad_alloc();
+  }
+  return memory;
+}
+
+// Whether a copy may touch the bytes: inside one allocation, or in no allocation (host memory).
+void CheckCopied(const void* address, size_t num_bytes) {
+  const auto& allocations = TheGpu().allocations;
+  auto after = allocations.upper_bound(const_cast<void*>(address));
+  const auto begin = reinterpret_cast<uintptr_t>(address);
+  if (after != allocations.end()) {
+    Check(begin + num_bytes <= reinterpret_cast<uintptr_t>(after->first),
+          "a copy stays outside what it does not begin in");
+  }
+  if (after != allocations.begin()) {
+    --after;
+    const auto first = reinterpret_cast<uintptr_t>(after->first);
+    const uintptr_t end = first + after->second.num_bytes;
+    const uintptr_t last =
+        first + (after->second.num_bytes + kAlignment - 1) / kAlignment * kAlignment;
+    Check(begin >= last || begin + num_bytes <= end, "a copy stays inside its allocation");
+  }
+}
+
+}  // namespace
+
+int NumGpus(std::string*) { return 1; }
+
+GpuProperties PropertiesOf(int) {
+  return {.name = "shim",
+          .sm = 90,
+          .num_sms = 1,
+          .memory_bytes = kMemoryBytes,
+          .shared_bytes_per_block = 227 << 10,
+          .l2_bytes = 1 << 20};
+}
+
+void UseGpu(int) {}
+
+MemoryInfo GpuMemory() { return {kMemoryBytes - TheGpu().used_bytes, kMemoryBytes}; }
+
+void* AllocateGpu(size_t num_bytes) {
+  Gpu& gpu = TheGpu();
+  if (num_bytes > kMemoryBytes - gpu.used_bytes) {
+    throw std::bad_alloc();
+  }
+  void* memory = Allocate(num_bytes);
+  std::memset(memory, kPoison, num_bytes);
+  gpu.allocations[memory] = {num_bytes, std::make_unique<cuda_shim::Buffer>(
+                                            memory, num_bytes, cuda_shim::Buffer::kReadWrite)};
+  gpu.used_bytes += num_bytes;
+  return memory;
+}
+
+void FreeGpu(void* memory) {
+  Gpu& gpu = TheGpu();
+  const auto found = gpu.allocations.find(memory);
+  Check(found != gpu.allocations.end(), "what is freed was allocated");
+  gpu.used_bytes -= found->second.num_bytes;
+  gpu.allocations.erase(found);
+  std::free(memory);
+}
+
+void* AllocatePinned(size_t num_bytes) { return Allocate(num_bytes); }
+void FreePinned(void* memory) { std::free(memory); }
+
+Stream CreateStream() { return new CUstream_st; }
+void DestroyStream(Stream stream) { delete stream; }
+
+void Synchronize(Stream stream) {
+  Check(stream->recorded == nullptr, "nothing waits while a graph is recorded");
+}
+
+void CopyBytes(void* to, const void* from, size_t num_bytes, Stream stream) {
+  RunOrRecord(stream, [=] {
+    CheckCopied(to, num_bytes);
+    CheckCopied(from, num_bytes);
+    if (num_bytes > 0) {
+      std::memmove(to, from, num_bytes);
+    }
+  });
+}
+
+void ClearBytes(void* to, size_t num_bytes, Stream stream) {
+  RunOrRecord(stream, [=] {
+    CheckCopied(to, num_bytes);
+    if (num_bytes > 0) {
+      std::memset(to, 0, num_bytes);
+    }
+  });
+}
+
+Event CreateEvent() { return new CUevent_st; }
+void DestroyEvent(Event event) { delete event; }
+void Record(Event event, Stream stream) {
+  RunOrRecord(stream, [event] { event->time = std::chrono::steady_clock::now(); });
+}
+float Milliseconds(Event begin, Event end) {
+  return std::chrono::duration<float, std::milli>(end->time - begin->time).count();
+}
+
+void BeginCapture(Stream stream) {
+  Check(stream->recorded == nullptr, "one graph is recorded at a time");
+  stream->recorded = new std::vector<std::function<void()>>;
+}
+
+Graph EndCapture(Stream stream) {
+  Check(stream->recorded != nullptr, "a graph is being recorded");
+  const std::unique_ptr<std::vector<std::function<void()>>> work(stream->recorded);
+  stream->recorded = nullptr;
+  return new CUgraphExec_st{std::move(*work)};
+}
+
+void LaunchGraph(Graph graph, Stream) {
+  for (const auto& work : graph->work) {
+    work();
+  }
+}
+
+void DestroyGraph(Graph graph) { delete graph; }
+
+void RunOnShim(const LaunchShape& shape, Stream stream, std::function<void()> kernel) {
+  constexpr int64_t kMostGridY = 65535;
+  Check(shape.grid_y <= kMostGridY && shape.grid_z <= kMostGridY && shape.threads <= 1024 &&
+            shape.shared_bytes <= PropertiesOf(0).shared_bytes_per_block,
+        "a launch stays inside what a GPU can");
+  if (shape.grid_x == 0 || shape.grid_y == 0 || shape.grid_z == 0) {
+    return;
+  }
+  RunOrRecord(stream, [shape, kernel = std::move(kernel)] {
+    cuda_shim::Launch(
+        {.grid = {static_cast<unsigned>(shape.grid_x), static_cast<unsigned>(shape.grid_y),
+                  static_cast<unsigned>(shape.grid_z)},
+         .block = {static_cast<unsigned>(shape.threads), 1, 1},
+         .shared_bytes = shape.shared_bytes,
+         .seed = ++TheGpu().num_launches},
+        kernel);
+  });
+}
+
+}  // namespace turbomind::cuda
