@@ -189,11 +189,13 @@ class Other final : public Device {
   void Copy(void*, const void*, size_t) override {}
   std::unique_ptr<PackedMatrix> PackMatrix(const MatrixSource&, bool) override { return nullptr; }
   void Embed(const EmbedParams&) override {}
+  void FillRope(const FillRopeParams&) override {}
   void RmsNorm(const RmsNormParams&) override {}
   void Linear(const LinearParams&) override {}
   void GatedActivation(const GatedActivationParams&) override {}
   void GroupedLinear(const GroupedLinearParams&) override {}
   void RouteExperts(const RouteExpertsParams&) override {}
+  void GroupRows(const GroupRowsParams&) override {}
   void CombineExperts(const CombineExpertsParams&) override {}
   void ProcessKV(const ProcessKVParams&) override {}
   void QuantiseBlocks(const QuantiseBlocksParams&) override {}

@@ -26,8 +26,25 @@ class Device {
   // the system can. Throws std::bad_alloc.
   virtual void* Reserve(size_t num_bytes) = 0;
   virtual void Release(void* memory, size_t num_bytes) = 0;
+  // In order with the ops; what it writes on the host is there after Synchronize().
   virtual void Copy(void* to, const void* from, size_t num_bytes) = 0;
   virtual void Synchronize() {}
+  // What lies at `memory` of this device, when all work so far is done, where the host can read and
+  // overwrite it: there, or in a copy that stays until the next call.
+  virtual void* ReadBack(void* memory, size_t num_bytes) {
+    static_cast<void>(num_bytes);
+    Synchronize();
+    return memory;
+  }
+
+  // Runs a step's ops. The arrays of `step` and of the batches in the ops' params are the host's;
+  // all other pointers of params are this device's memory. A device may record the ops of a step
+  // and run the record instead of `ops` when a step with the same numbers of sequences, tokens and
+  // moves comes again: ops may differ between two such steps in those arrays' contents alone.
+  virtual void RunStep(const StepParams& step, FunctionRef<void()> ops) {
+    static_cast<void>(step);
+    ops();
+  }
 
   // Host work of a step that does not depend on itself (sampling): runs fn(item, thread) for every
   // item in [0, num_items) on the threads that compute, where the device has any on the host; else
@@ -48,11 +65,13 @@ class Device {
   virtual std::unique_ptr<PackedMatrix> PackMatrix(const MatrixSource& source, bool exact) = 0;
 
   virtual void Embed(const EmbedParams& params) = 0;
+  virtual void FillRope(const FillRopeParams& params) = 0;
   virtual void RmsNorm(const RmsNormParams& params) = 0;
   virtual void Linear(const LinearParams& params) = 0;
   virtual void GatedActivation(const GatedActivationParams& params) = 0;
   virtual void GroupedLinear(const GroupedLinearParams& params) = 0;
   virtual void RouteExperts(const RouteExpertsParams& params) = 0;
+  virtual void GroupRows(const GroupRowsParams& params) = 0;
   virtual void CombineExperts(const CombineExpertsParams& params) = 0;
   virtual void ProcessKV(const ProcessKVParams& params) = 0;
   virtual void QuantiseBlocks(const QuantiseBlocksParams& params) = 0;

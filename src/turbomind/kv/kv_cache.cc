@@ -205,6 +205,7 @@ void KvCache::CheckScaleBytes(int pool, int64_t block) const {
   }
   std::vector<std::byte> bytes(static_cast<size_t>(layout.scale_block_bytes()));
   device_.Copy(bytes.data(), GetScaleBlockPtr(pool, block), bytes.size());
+  device_.Synchronize();
   const int num_layers = static_cast<int>(layout.config().layers.size());
   for (int layer = 0; layer < num_layers; ++layer) {
     const KvLayerView view = layout.LayerView(layer, nullptr, bytes.data());

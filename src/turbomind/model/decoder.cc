@@ -17,15 +17,13 @@
 namespace turbomind {
 namespace {
 
-const float* OrNull(const std::vector<float>& v) { return v.empty() ? nullptr : v.data(); }
-
 // Part `index` of a linear layer.
 MatrixView ViewPart(const LinearWeight& linear, size_t index = 0) {
   int64_t row = 0;
   for (size_t i = 0; i < index; ++i) {
     row += linear.parts[i]->rows;
   }
-  const float* bias = OrNull(linear.bias);
+  const float* bias = linear.bias.data;
   return {linear.parts[index].get(), bias == nullptr ? nullptr : bias + row};
 }
 
@@ -66,7 +64,8 @@ Decoder::Decoder(DecoderConfig config, std::shared_ptr<const Weights> weights, D
     : config_(std::move(config)),
       weights_(std::move(weights)),
       device_(device),
-      rope_(config_.model.rope) {
+      rope_(config_.model.rope),
+      inv_freq_(device, rope_.inv_freq().data(), static_cast<int64_t>(rope_.inv_freq().size())) {
   ModelConfig& model = config_.model;
   Check(config_.layers.size() == weights_->layers.size(), "one cache view per layer");
   Check(config_.max_tokens > 0 && config_.max_logit_rows > 0, "a step has tokens and logits");
@@ -83,6 +82,14 @@ Decoder::Decoder(DecoderConfig config, std::shared_ptr<const Weights> weights, D
     const int num_experts = model.moe.HasExperts(static_cast<int>(i)) ? model.moe.num_experts : 0;
     Check(moe.experts.size() == static_cast<size_t>(num_experts), "the weights have the experts");
     experts_.push_back(ViewExperts(model, moe));
+    const LayerCache& cache = config_.layers[i];
+    const auto group = static_cast<size_t>(cache.group);
+    step_groups_.resize(std::max(step_groups_.size(), group + 1));
+    step_groups_[group] = {.batch = {},
+                           .window = cache.window,
+                           .kv_heads = cache.kv.kv_heads,
+                           .has_hot = cache.hot.data != nullptr,
+                           .rule = cache.rule};
   }
   scratch_bytes_ = scratch_.Place(model, limits, nullptr);
   memory_ = static_cast<std::byte*>(device_.Reserve(static_cast<size_t>(scratch_bytes_)));
@@ -94,16 +101,39 @@ Decoder::Decoder(DecoderConfig config, std::shared_ptr<const Weights> weights, D
 
 Decoder::~Decoder() { device_.Release(memory_, static_cast<size_t>(scratch_bytes_)); }
 
+int64_t Decoder::num_nonfinite() const {
+  int64_t count = 0;
+  device_.Copy(&count, scratch_.num_nonfinite, sizeof(count));
+  device_.Synchronize();
+  return count;
+}
+
 void Decoder::Forward(const DecoderInput& input) {
-  const BatchView& batch = input.batch.front();
-  Check(batch.num_tokens > 0 && batch.num_tokens <= config_.max_tokens,
+  Check(input.batch.front().num_tokens > 0 && input.batch.front().num_tokens <= config_.max_tokens,
         "the step fits the scratch");
+  for (size_t i = 0; i < step_groups_.size(); ++i) {
+    step_groups_[i].batch = input.batch[i];
+  }
+  device_.RunStep({.tokens = input.tokens,
+                   .groups = step_groups_.data(),
+                   .num_groups = static_cast<int>(step_groups_.size()),
+                   .q_heads = model().num_heads},
+                  [&] { RunLayers(input); });
+}
+
+void Decoder::RunLayers(const DecoderInput& input) {
+  const BatchView& batch = input.batch.front();
   device_.Embed({.table = weights_->embedding.get(),
                  .ids = input.tokens,
                  .out = scratch_.hidden,
                  .num_tokens = batch.num_tokens});
   if (rope_.enabled()) {
-    rope_.Fill(batch.positions, batch.num_tokens, scratch_.cos, scratch_.sin);
+    device_.FillRope({.table = &rope_,
+                      .inv_freq = inv_freq_.data(),
+                      .positions = batch.positions,
+                      .cos = scratch_.cos,
+                      .sin = scratch_.sin,
+                      .num_tokens = batch.num_tokens});
   }
   for (int i = 0; i < model().num_layers; ++i) {
     const LayerWeights& layer = weights_->layers[static_cast<size_t>(i)];
@@ -134,8 +164,8 @@ float* Decoder::Logits(const int32_t* rows, int num_rows) {
                   .y = scratch_.logits,
                   .y_stride = model().vocab_size,
                   .num_rows = num_rows});
-  device_.Synchronize();
-  return scratch_.logits;
+  return static_cast<float*>(device_.ReadBack(
+      scratch_.logits, static_cast<size_t>(num_rows * model().vocab_size) * sizeof(float)));
 }
 
 // qkv → Q ready for attention, K and V of this step in the cache, and blocks that leave the recent
@@ -145,9 +175,9 @@ void Decoder::StoreKV(int index, const BatchView& batch) {
   const LayerCache& cache = config_.layers[static_cast<size_t>(index)];
   const bool rotates = rope_.enabled();
   invokeProcessKV_v2(device_, {.qkv = scratch_.qkv,
-                               .bias = OrNull(layer.qkv.bias),
-                               .q_norm = OrNull(layer.q_norm),
-                               .k_norm = OrNull(layer.k_norm),
+                               .bias = layer.qkv.bias.data,
+                               .q_norm = layer.q_norm.data,
+                               .k_norm = layer.k_norm.data,
                                .norm_eps = model().norm_eps,
                                .rope_cos = rotates ? scratch_.cos : nullptr,
                                .rope_sin = rotates ? scratch_.sin : nullptr,
@@ -160,7 +190,7 @@ void Decoder::StoreKV(int index, const BatchView& batch) {
                                .kv = cache.kv,
                                .hot = cache.hot,
                                .batch = batch,
-                               .num_nonfinite = &num_nonfinite_});
+                               .num_nonfinite = scratch_.num_nonfinite});
   if (batch.num_moves > 0) {
     invokeQuantiseBlocks(device_, {.kv = cache.kv,
                                    .hot = cache.hot,
@@ -193,7 +223,7 @@ void Decoder::Attention(int index, const BatchView& batch) {
       .softmax_scale = model().softmax_scale,
       .exact = weights_->exact,
       .window = cache.window,
-      .sinks = OrNull(layer.sinks),
+      .sinks = layer.sinks.data,
       .q_dot_mean = cache.k_mean != nullptr ? scratch_.q_dot_mean : nullptr,
       .kv = cache.kv,
       .hot = cache.hot,
@@ -205,7 +235,7 @@ void Decoder::Attention(int index, const BatchView& batch) {
   if (batch.num_decode < batch.num_seqs) {
     invokePrefillAttention(device_, attention);
   }
-  Project(layer.output, OrNull(layer.output.bias), scratch_.attended,
+  Project(layer.output, layer.output.bias.data, scratch_.attended,
           {scratch_.hidden, batch.num_tokens, true});
 }
 
@@ -223,15 +253,14 @@ void Decoder::FeedForward(int index, int num_tokens) {
                         .x = scratch_.normed + offset,
                         .out = scratch_.hidden + offset,
                         .num_tokens = rows,
-                        .scratch = scratch_.moe,
-                        .grouping = &moe_grouping_});
+                        .scratch = scratch_.moe});
   }
 }
 
 // Rows of normed → the same rows of hidden += down(activation(gate_up(normed))).
 void Decoder::DenseFeedForward(const LayerWeights& layer, int64_t first, int num_rows) {
   const int64_t offset = first * model().hidden_size;
-  Project(layer.gate_up, OrNull(layer.gate_up.bias), scratch_.normed + offset,
+  Project(layer.gate_up, layer.gate_up.bias.data, scratch_.normed + offset,
           {scratch_.gate_up, num_rows});
   device_.GatedActivation({.gate_up = scratch_.gate_up,
                            .out = scratch_.activated,
@@ -239,7 +268,7 @@ void Decoder::DenseFeedForward(const LayerWeights& layer, int64_t first, int num
                            .dim = model().intermediate_size,
                            .activation = model().activation,
                            .limit = model().swiglu_limit});
-  Project(layer.down, OrNull(layer.down.bias), scratch_.activated,
+  Project(layer.down, layer.down.bias.data, scratch_.activated,
           {scratch_.hidden + offset, num_rows, true});
 }
 
@@ -263,9 +292,9 @@ void Decoder::Project(const LinearWeight& weight, const float* bias, const float
                   .accumulate = out.accumulate});
 }
 
-void Decoder::Norm(const std::vector<float>& weight, const float* x, float* out, int num_rows) {
+void Decoder::Norm(const VectorWeight& weight, const float* x, float* out, int num_rows) {
   device_.RmsNorm({.x = x,
-                   .weight = weight.data(),
+                   .weight = weight.data,
                    .out = out,
                    .num_rows = num_rows,
                    .dim = model().hidden_size,

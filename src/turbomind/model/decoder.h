@@ -64,13 +64,14 @@ class Decoder {
   // position present.
   void Forward(const DecoderInput& input);
 
-  // Logits of rows (token indices of the last batch): [num_rows, vocab_size], valid until the next
-  // call, free to overwrite. REQUIRES: num_rows <= max_logit_rows.
+  // Logits of rows (token indices of the last batch): [num_rows, vocab_size] on the host, valid
+  // until the next call, free to overwrite. REQUIRES: num_rows <= max_logit_rows.
   float* Logits(const int32_t* rows, int num_rows);
 
   int max_logit_rows() const { return config_.max_logit_rows; }
   int64_t scratch_bytes() const { return scratch_bytes_; }
-  int64_t num_nonfinite() const { return num_nonfinite_; }
+  // Waits for the step.
+  int64_t num_nonfinite() const;
 
  private:
   struct Output {
@@ -79,12 +80,13 @@ class Decoder {
     bool accumulate = false;
   };
 
+  void RunLayers(const DecoderInput& input);
   void Attention(int index, const BatchView& batch);
   void StoreKV(int index, const BatchView& batch);
   void FeedForward(int index, int num_tokens);
   void DenseFeedForward(const LayerWeights& layer, int64_t first, int num_rows);
   void Project(const LinearWeight& weight, const float* bias, const float* x, const Output& out);
-  void Norm(const std::vector<float>& weight, const float* x, float* out, int num_rows);
+  void Norm(const VectorWeight& weight, const float* x, float* out, int num_rows);
 
   const ModelConfig& model() const { return config_.model; }
 
@@ -92,12 +94,12 @@ class Decoder {
   std::shared_ptr<const Weights> weights_;
   Device& device_;
   RopeTable rope_;
-  std::vector<MoeLayer> experts_;  // [num_layers], empty where a layer is dense
-  int64_t num_nonfinite_ = 0;
+  DeviceArray inv_freq_;                // of rope_
+  std::vector<StepGroup> step_groups_;  // by layer group
+  std::vector<MoeLayer> experts_;       // [num_layers], empty where a layer is dense
   int64_t scratch_bytes_ = 0;
   std::byte* memory_ = nullptr;
   DecoderScratch scratch_;
-  MoeGrouping moe_grouping_;
 };
 
 }  // namespace turbomind

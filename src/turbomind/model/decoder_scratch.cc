@@ -11,9 +11,8 @@ class Placer {
 
   template <class T>
   void Add(T*& target, int64_t count) {
-    static_assert(sizeof(T) == 4);
     target = memory_ == nullptr ? nullptr : reinterpret_cast<T*>(memory_ + num_bytes_);
-    num_bytes_ += (count * 4 + 63) / 64 * 64;
+    num_bytes_ += (count * int64_t{sizeof(T)} + 63) / 64 * 64;
   }
 
   int64_t num_bytes() const { return num_bytes_; }
@@ -34,6 +33,7 @@ void PlaceMoe(const ModelConfig& model, int64_t rows, MoeScratch& scratch, Place
   placer.Add(scratch.ids, slots);
   placer.Add(scratch.slots, slots);
   placer.Add(scratch.x_rows, slots);
+  placer.Add(scratch.offsets, moe.num_experts + 1);
   placer.Add(scratch.gate_up, rows * 2 * width);
   placer.Add(scratch.activated, rows * width);
   placer.Add(scratch.output, slots * model.hidden_size);
@@ -50,6 +50,7 @@ int64_t DecoderScratch::Place(const ModelConfig& model, const StepLimits& limits
   const int64_t kv_size = int64_t{model.num_kv_heads} * model.head_dim;
   const int64_t half_rope = model.rope.kind == RopeKind::kNone ? 0 : model.rope.dim / 2;
   Placer placer(memory);
+  placer.Add(num_nonfinite, 1);
   placer.Add(hidden, tokens * model.hidden_size);
   placer.Add(normed, tokens * model.hidden_size);
   placer.Add(qkv, tokens * (q_size + 2 * kv_size));

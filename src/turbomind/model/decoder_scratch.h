@@ -21,18 +21,19 @@ struct StepLimits {
 
 // The decoder's buffers, as arithmetic: the memory plan counts what the decoder reserves.
 struct DecoderScratch {
-  float* hidden = nullptr;      // [max_tokens, hidden]
-  float* normed = nullptr;      // [max_tokens, hidden]
-  float* qkv = nullptr;         // [max_tokens, (heads + 2 kv_heads) * head_dim]
-  float* attended = nullptr;    // [max_tokens, heads * head_dim]
-  float* q_dot_mean = nullptr;  // [max_tokens, heads]; where K loses its mean
-  float* cos = nullptr;         // [max_tokens, rope_dim / 2]
-  float* sin = nullptr;         // [max_tokens, rope_dim / 2]
-  float* selected = nullptr;    // [max_logit_rows, hidden]
-  float* logits = nullptr;      // [max_logit_rows, vocab]
-  float* gate_up = nullptr;     // [ffn rows, 2 * intermediate]; where a layer is dense
-  float* activated = nullptr;   // [ffn rows, intermediate]
-  MoeScratch moe;               // for ffn rows; where a layer has experts
+  float* hidden = nullptr;           // [max_tokens, hidden]
+  float* normed = nullptr;           // [max_tokens, hidden]
+  float* qkv = nullptr;              // [max_tokens, (heads + 2 kv_heads) * head_dim]
+  float* attended = nullptr;         // [max_tokens, heads * head_dim]
+  float* q_dot_mean = nullptr;       // [max_tokens, heads]; where K loses its mean
+  float* cos = nullptr;              // [max_tokens, rope_dim / 2]
+  float* sin = nullptr;              // [max_tokens, rope_dim / 2]
+  float* selected = nullptr;         // [max_logit_rows, hidden]
+  float* logits = nullptr;           // [max_logit_rows, vocab]
+  float* gate_up = nullptr;          // [ffn rows, 2 * intermediate]; where a layer is dense
+  float* activated = nullptr;        // [ffn rows, intermediate]
+  int64_t* num_nonfinite = nullptr;  // [1] counts all steps
+  MoeScratch moe;                    // for ffn rows; where a layer has experts
 
   // Lays the buffers out from `memory` on, each at a multiple of 64 bytes, and returns the bytes
   // they take. With null it only counts.

@@ -35,18 +35,10 @@ std::vector<const LinearWeight*> LayerWeights::linears() const {
 }
 
 int64_t Weights::num_bytes() const {
-  const auto vector_bytes = [](const std::vector<float>& v) {
-    return static_cast<int64_t>(v.size() * sizeof(float));
-  };
-  int64_t total = vector_bytes(final_norm) + embedding->num_bytes();
+  int64_t total = static_cast<int64_t>(vectors.num_bytes()) + embedding->num_bytes();
   total += head ? head->num_bytes() : 0;
   for (const LayerWeights& layer : layers) {
-    for (const auto* vector :
-         {&layer.attention_norm, &layer.ffn_norm, &layer.q_norm, &layer.k_norm, &layer.sinks}) {
-      total += vector_bytes(*vector);
-    }
     for (const LinearWeight* linear : layer.linears()) {
-      total += vector_bytes(linear->bias);
       for (const auto& part : linear->parts) {
         total += part->num_bytes();
       }
@@ -57,6 +49,8 @@ int64_t Weights::num_bytes() const {
 
 namespace {
 
+constexpr size_t kVectorAlignment = 16;
+
 struct MatrixSlot {
   std::unique_ptr<PackedMatrix>* target = nullptr;
   int64_t rows = 0;
@@ -66,9 +60,16 @@ struct MatrixSlot {
 };
 
 struct VectorSlot {
-  std::vector<float>* target = nullptr;
+  VectorWeight* target = nullptr;  // null: the bias of a part, see JoinBiases
   int64_t size = 0;
   bool required = true;
+  std::vector<float> values = {};
+};
+
+// What Upload puts where.
+struct VectorUpload {
+  VectorWeight* target = nullptr;
+  std::vector<float> values;
 };
 
 // An expert whose gate and up may still come in either form.
@@ -162,7 +163,7 @@ struct WeightsBuilder::Impl {
     for (size_t i = 0; i < parts.size(); ++i) {
       const auto& [name, rows] = parts[i];
       Matrix(name, linear.parts[i], rows, cols);
-      Vector(name + ".bias", biases[name + ".bias"], rows, false);
+      vectors[name + ".bias"] = {nullptr, rows, false};
       bias_names.push_back(name + ".bias");
     }
     linear_biases.emplace_back(&linear, std::move(bias_names));
@@ -172,24 +173,48 @@ struct WeightsBuilder::Impl {
               int64_t cols, bool required = true) {
     matrices[name] = {&target, rows, cols, required};
   }
-  void Vector(const std::string& name, std::vector<float>& target, int64_t size,
-              bool required = true) {
+  void Vector(const std::string& name, VectorWeight& target, int64_t size, bool required = true) {
     vectors[name] = {&target, size, required};
   }
 
+  bool HasVector(const std::string& name) const { return !vectors.at(name).values.empty(); }
+
   // The biases of a layer's parts, one after the other; a part without one has zeros.
-  void JoinBiases() {
+  void JoinBiases(std::vector<VectorUpload>& uploads) {
     for (auto& [linear, names] : linear_biases) {
-      bool any = false;
-      for (const std::string& name : names) {
-        any = any || !biases[name].empty();
+      if (std::ranges::none_of(names, [this](const auto& name) { return HasVector(name); })) {
+        continue;
       }
+      VectorUpload joined = {&linear->bias, {}};
       for (const std::string& name : names) {
-        const std::vector<float>& bias = biases[name];
-        const auto size = any ? static_cast<size_t>(vectors[name].size) : 0;
-        linear->bias.insert(linear->bias.end(), bias.begin(), bias.end());
-        linear->bias.insert(linear->bias.end(), size - bias.size(), 0.f);
+        VectorSlot& slot = vectors.at(name);
+        slot.values.resize(static_cast<size_t>(slot.size));
+        joined.values.insert(joined.values.end(), slot.values.begin(), slot.values.end());
       }
+      uploads.push_back(std::move(joined));
+    }
+  }
+
+  // All vectors to the device, in one array, each at a multiple of kVectorAlignment values.
+  void Upload() {
+    std::vector<VectorUpload> uploads;
+    JoinBiases(uploads);
+    for (auto& [name, slot] : vectors) {
+      if (slot.target != nullptr && !slot.values.empty()) {
+        uploads.push_back({slot.target, std::move(slot.values)});
+      }
+    }
+    std::vector<float> all;
+    std::vector<size_t> begins;
+    for (const VectorUpload& upload : uploads) {
+      begins.push_back(all.size());
+      all.insert(all.end(), upload.values.begin(), upload.values.end());
+      all.resize((all.size() + kVectorAlignment - 1) / kVectorAlignment * kVectorAlignment);
+    }
+    weights->vectors = DeviceArray(device, all.data(), static_cast<int64_t>(all.size()));
+    for (size_t i = 0; i < uploads.size(); ++i) {
+      *uploads[i].target = {weights->vectors.data() + begins[i],
+                            static_cast<int64_t>(uploads[i].values.size())};
     }
   }
 
@@ -223,7 +248,7 @@ struct WeightsBuilder::Impl {
     const bool interleaved = Interleaved();
     for (const ExpertSlot& slot : experts) {
       for (const std::string& name : GateNames(slot, !interleaved)) {
-        if (Has(name) || !biases.at(name + ".bias").empty()) {
+        if (Has(name) || HasVector(name + ".bias")) {
           throw InvalidArgument(
               "weights: got " + name + (Has(name) ? "" : ".bias") + ", other experts have " +
               (interleaved ? "gate_up; want one form" : "gate and up; want one form"));
@@ -253,7 +278,7 @@ struct WeightsBuilder::Impl {
     }
   }
 
-  // The other form becomes what the decoder sees. After JoinBiases.
+  // The other form becomes what the decoder sees. After Upload.
   void ChooseForm() {
     if (Interleaved()) {
       for (ExpertSlot& slot : experts) {
@@ -270,21 +295,23 @@ struct WeightsBuilder::Impl {
       }
     }
     for (const auto& [name, slot] : vectors) {
-      if (slot.required && slot.target->empty()) {
+      if (slot.required && slot.values.empty()) {
         missing.push_back(name);
       }
     }
     AddMissingOfExperts(missing);
-    const bool has_sinks = std::ranges::any_of(
-        weights->layers, [](const LayerWeights& layer) { return !layer.sinks.empty(); });
+    bool has_sinks = false;
     for (size_t i = 0; i < weights->layers.size(); ++i) {
-      const LayerWeights& layer = weights->layers[i];
-      if (has_sinks && layer.sinks.empty()) {
-        missing.push_back("layers." + std::to_string(i) + ".sinks");
+      has_sinks = has_sinks || HasVector("layers." + std::to_string(i) + ".sinks");
+    }
+    for (size_t i = 0; i < weights->layers.size(); ++i) {
+      const std::string layer = "layers." + std::to_string(i);
+      if (has_sinks && !HasVector(layer + ".sinks")) {
+        missing.push_back(layer + ".sinks");
       }
-      if (layer.q_norm.empty() != layer.k_norm.empty()) {
-        missing.push_back("layers." + std::to_string(i) +
-                          (layer.q_norm.empty() ? ".q_norm" : ".k_norm"));
+      const bool has_q_norm = HasVector(layer + ".q_norm");
+      if (has_q_norm != HasVector(layer + ".k_norm")) {
+        missing.push_back(layer + (has_q_norm ? ".k_norm" : ".q_norm"));
       }
     }
     if (missing.empty()) {
@@ -305,7 +332,6 @@ struct WeightsBuilder::Impl {
   std::shared_ptr<Weights> weights = std::make_shared<Weights>();
   std::unordered_map<std::string, MatrixSlot> matrices;
   std::unordered_map<std::string, VectorSlot> vectors;
-  std::unordered_map<std::string, std::vector<float>> biases;  // by name, until JoinBiases
   std::vector<std::pair<LinearWeight*, std::vector<std::string>>> linear_biases;
   std::deque<ExpertSlot> experts;  // never moved: linear_biases points into it
 };
@@ -345,15 +371,15 @@ void WeightsBuilder::AddVector(std::string_view name, const float* data, int64_t
   if (found == impl_->vectors.end()) {
     throw InvalidArgument("weights: unknown vector " + key);
   }
-  const VectorSlot& slot = found->second;
-  if (!slot.target->empty()) {
+  VectorSlot& slot = found->second;
+  if (!slot.values.empty()) {
     throw InvalidArgument("weights: vector " + key + " given twice");
   }
   if (size != slot.size) {
     throw InvalidArgument("weights: vector " + key + ": got " + std::to_string(size) +
                           " values, the config wants " + std::to_string(slot.size));
   }
-  slot.target->assign(data, data + size);
+  slot.values.assign(data, data + size);
 }
 
 std::vector<std::pair<std::string, const PackedMatrix*>> WeightsBuilder::Matrices() const {
@@ -375,7 +401,7 @@ std::shared_ptr<const Weights> WeightsBuilder::Build() {
   impl_->RequireOneForm();
   impl_->RequireComplete();
   impl_->RequireOneFormat();
-  impl_->JoinBiases();
+  impl_->Upload();
   impl_->ChooseForm();
   impl_->weights->exact = impl_->exact;
   return std::exchange(impl_->weights, nullptr);

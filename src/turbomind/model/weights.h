@@ -8,15 +8,24 @@
 #include <vector>
 
 #include "turbomind/core/device.h"
+#include "turbomind/core/device_array.h"
 #include "turbomind/model/model_config.h"
 
 namespace turbomind {
+
+// Part of Weights::vectors.
+struct VectorWeight {
+  const float* data = nullptr;  // null where empty; in the device's memory
+  int64_t size = 0;
+
+  bool empty() const { return size == 0; }
+};
 
 // A linear layer: one or more matrices stacked along their outputs (q, k and v; gate and up), each
 // in a format of its own.
 struct LinearWeight {
   std::vector<std::unique_ptr<PackedMatrix>> parts;
-  std::vector<float> bias;  // [sum of rows] or empty
+  VectorWeight bias;  // [sum of rows] or empty
 
   bool empty() const { return parts.empty(); }
   int64_t rows() const;
@@ -39,14 +48,14 @@ struct MoeWeights {
 };
 
 struct LayerWeights {
-  std::vector<float> attention_norm;  // [hidden]
-  std::vector<float> ffn_norm;        // [hidden]
-  std::vector<float> q_norm, k_norm;  // [head_dim] or empty
-  std::vector<float> sinks;           // [num_heads] or empty
-  LinearWeight qkv;                   // [(heads + 2 kv_heads) * head_dim, hidden]
-  LinearWeight output;                // [hidden, heads * head_dim]
-  LinearWeight gate_up;               // [2 * intermediate, hidden], of a dense layer
-  LinearWeight down;                  // [hidden, intermediate], of a dense layer
+  VectorWeight attention_norm;  // [hidden]
+  VectorWeight ffn_norm;        // [hidden]
+  VectorWeight q_norm, k_norm;  // [head_dim] or empty
+  VectorWeight sinks;           // [num_heads] or empty
+  LinearWeight qkv;             // [(heads + 2 kv_heads) * head_dim, hidden]
+  LinearWeight output;          // [hidden, heads * head_dim]
+  LinearWeight gate_up;         // [2 * intermediate, hidden], of a dense layer
+  LinearWeight down;            // [hidden, intermediate], of a dense layer
   MoeWeights moe;
 
   // Every linear layer, empty ones too.
@@ -56,9 +65,10 @@ struct LayerWeights {
 struct Weights {
   std::unique_ptr<PackedMatrix> embedding;  // [vocab, hidden]
   std::vector<LayerWeights> layers;
-  std::vector<float> final_norm;       // [hidden]
+  VectorWeight final_norm;             // [hidden]
   std::unique_ptr<PackedMatrix> head;  // [vocab, hidden]; null: tied to the embedding
   bool exact = false;                  // attention, too, is computed in FP32
+  DeviceArray vectors;                 // what every VectorWeight points into
 
   const PackedMatrix& output_head() const { return head ? *head : *embedding; }
   int64_t num_bytes() const;

@@ -1,7 +1,6 @@
 #include "turbomind/ops/moe.h"
 
 #include <algorithm>
-#include <cmath>
 
 #include "turbomind/core/check.h"
 
@@ -52,19 +51,17 @@ void CheckParams(const MoeParams& p) {
   CheckLayer(*p.layer);
   const MoeScratch& s = p.scratch;
   Check(s.logits != nullptr && s.weights != nullptr && s.ids != nullptr && s.slots != nullptr &&
-            s.x_rows != nullptr && s.gate_up != nullptr && s.activated != nullptr &&
-            s.output != nullptr,
+            s.x_rows != nullptr && s.offsets != nullptr && s.gate_up != nullptr &&
+            s.activated != nullptr && s.output != nullptr,
         "the scratch of the experts is there");
-  Check(p.grouping != nullptr, "the grouping of the experts is there");
   Check(p.num_tokens > 0 && p.num_tokens <= s.max_tokens, "the tokens fit the scratch");
 }
 
 void Project(Device& device, const MatrixView& matrix, const float* x, float* y, int64_t y_stride,
              int num_rows) {
-  const LinearPart part = {matrix.weight, matrix.bias};
   device.Linear({.x = x,
                  .x_stride = matrix.weight->cols,
-                 .parts = &part,
+                 .parts = &matrix,
                  .num_parts = 1,
                  .y = y,
                  .y_stride = y_stride,
@@ -91,41 +88,16 @@ void Route(Device& device, const MoeParams& p) {
                        .num_experts = layer.num_experts,
                        .top_k = layer.top_k,
                        .normalise = layer.normalise});
-  device.Synchronize();
+  device.GroupRows({.ids = p.scratch.ids,
+                    .slots = p.scratch.slots,
+                    .x_rows = p.scratch.x_rows,
+                    .offsets = p.scratch.offsets,
+                    .num_tokens = p.num_tokens,
+                    .num_experts = layer.num_experts,
+                    .top_k = layer.top_k});
 }
 
-// Counting sort of (token, rank) by expert: fills slots, where each lies, and x_rows, its token.
-// The groups' matrices are set for each projection.
-void GroupByExpert(const MoeParams& p) {
-  const int num_slots = p.num_tokens * p.layer->top_k;
-  MoeGrouping& grouping = *p.grouping;
-  std::vector<int32_t>& next = grouping.next;
-  next.assign(static_cast<size_t>(p.layer->num_experts), 0);
-  grouping.experts.clear();
-  grouping.groups.clear();
-  for (int i = 0; i < num_slots; ++i) {
-    const int32_t expert = p.scratch.ids[i];
-    Check(expert >= 0 && expert < p.layer->num_experts, "the router names experts that are there");
-    ++next[static_cast<size_t>(expert)];
-  }
-  int first_row = 0;
-  for (int32_t expert = 0; expert < p.layer->num_experts; ++expert) {
-    const int count = next[static_cast<size_t>(expert)];
-    next[static_cast<size_t>(expert)] = first_row;
-    if (count > 0) {
-      grouping.experts.push_back(expert);
-      grouping.groups.push_back({.first_row = first_row, .num_rows = count});
-    }
-    first_row += count;
-  }
-  for (int i = 0; i < num_slots; ++i) {
-    const int slot = next[static_cast<size_t>(p.scratch.ids[i])]++;
-    p.scratch.slots[i] = slot;
-    p.scratch.x_rows[slot] = i / p.layer->top_k;
-  }
-}
-
-// One matrix of every expert that has rows; x_rows as in GroupedLinearParams.
+// One matrix of every expert; x_rows as in GroupedLinearParams.
 struct GroupedPart {
   const std::vector<MatrixView>* matrices = nullptr;  // [num_experts]
   const float* x = nullptr;
@@ -134,38 +106,33 @@ struct GroupedPart {
   int64_t y_stride = 0;
 };
 
-void ProjectGroups(Device& device, MoeGrouping& grouping, const GroupedPart& part) {
-  for (size_t i = 0; i < grouping.groups.size(); ++i) {
-    const MatrixView& matrix = (*part.matrices)[static_cast<size_t>(grouping.experts[i])];
-    grouping.groups[i].weight = matrix.weight;
-    grouping.groups[i].bias = matrix.bias;
-  }
+void ProjectGroups(Device& device, const MoeParams& p, const GroupedPart& part) {
   device.GroupedLinear({.x = part.x,
                         .x_stride = part.matrices->front().weight->cols,
                         .x_rows = part.x_rows,
                         .y = part.y,
                         .y_stride = part.y_stride,
-                        .groups = grouping.groups.data(),
-                        .num_groups = static_cast<int>(grouping.groups.size())});
+                        .experts = part.matrices->data(),
+                        .num_experts = p.layer->num_experts,
+                        .offsets = p.scratch.offsets,
+                        .num_rows = p.num_tokens * p.layer->top_k});
 }
 
 void RunExperts(Device& device, const MoeParams& p) {
   const MoeLayer& layer = *p.layer;
   const MoeScratch& scratch = p.scratch;
   const int64_t inner = layer.intermediate_size;
-  GroupByExpert(p);
-  MoeGrouping& grouping = *p.grouping;
   GroupedPart part = {.x = p.x, .x_rows = scratch.x_rows, .y = scratch.gate_up};
   part.y_stride = 2 * inner;
   part.matrices = layer.interleaved() ? &layer.gate_up : &layer.gate;
-  ProjectGroups(device, grouping, part);
+  ProjectGroups(device, p, part);
   if (!layer.interleaved()) {
     part.matrices = &layer.up;
     part.y += inner;
-    ProjectGroups(device, grouping, part);
+    ProjectGroups(device, p, part);
   }
   Activate(device, p, p.num_tokens * layer.top_k, layer.intermediate_size, layer.interleaved());
-  ProjectGroups(device, grouping,
+  ProjectGroups(device, p,
                 {.matrices = &layer.down,
                  .x = scratch.activated,
                  .y = scratch.output,
@@ -185,10 +152,6 @@ void RunSharedExpert(Device& device, const MoeParams& p) {
   const int inner = layer.shared_intermediate_size;
   const int64_t stride = 2 * int64_t{inner};
   Project(device, layer.shared_router, p.x, scratch.weights, 1, p.num_tokens);
-  device.Synchronize();
-  for (int t = 0; t < p.num_tokens; ++t) {
-    scratch.weights[t] = 1.f / (1.f + std::exp(-scratch.weights[t]));
-  }
   Project(device, layer.shared_gate, p.x, scratch.gate_up, stride, p.num_tokens);
   Project(device, layer.shared_up, p.x, scratch.gate_up + inner, stride, p.num_tokens);
   Activate(device, p, p.num_tokens, inner, false);
@@ -196,6 +159,7 @@ void RunSharedExpert(Device& device, const MoeParams& p) {
           p.num_tokens);
   device.CombineExperts({.y = scratch.output,
                          .weights = scratch.weights,
+                         .sigmoid = true,
                          .out = p.out,
                          .num_tokens = p.num_tokens,
                          .top_k = 1,

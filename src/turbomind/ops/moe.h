@@ -12,10 +12,7 @@
 namespace turbomind {
 
 // One matrix and its bias.
-struct MatrixView {
-  const PackedMatrix* weight = nullptr;
-  const float* bias = nullptr;  // [rows] or null
-};
+using MatrixView = LinearPart;
 
 // The weights of one layer's experts, seen; they must outlive it.
 struct MoeLayer {
@@ -50,16 +47,10 @@ struct MoeScratch {
   int32_t* ids = nullptr;      // [max_tokens, top_k]
   int32_t* slots = nullptr;    // [max_tokens, top_k]
   int32_t* x_rows = nullptr;   // [max_tokens * top_k]
+  int32_t* offsets = nullptr;  // [num_experts + 1]
   float* gate_up = nullptr;    // [max_tokens, gate_up_width]
   float* activated = nullptr;  // [max_tokens, gate_up_width / 2]
   float* output = nullptr;     // [max_tokens, top_k * hidden]
-};
-
-// The host's notes on one call, kept from call to call for their memory.
-struct MoeGrouping {
-  std::vector<int32_t> next;     // [num_experts]
-  std::vector<int32_t> experts;  // that have rows, ascending
-  std::vector<LinearGroup> groups;
 };
 
 struct MoeParams {
@@ -68,13 +59,12 @@ struct MoeParams {
   float* out = nullptr;      // [num_tokens, hidden], added to
   int num_tokens = 0;        // at most scratch.max_tokens
   MoeScratch scratch;
-  MoeGrouping* grouping = nullptr;  // never null
 };
 
 // out += experts(x). Tokens are grouped by expert: each expert that any of them has is read once,
 // the others are not. A row of out depends on its own row of x alone, bit for bit, so that a caller
-// may cut the tokens as it likes. Throws InternalError: the engine builds these arguments, and a
-// router's ids index nothing before they are checked.
+// may cut the tokens as it likes. Waits for nothing. Throws InternalError: the engine builds these
+// arguments.
 void invokeMoe(Device& device, const MoeParams& params);
 
 }  // namespace turbomind

@@ -120,12 +120,12 @@ OpCost CostOf(const GatedActivationParams& p) {
   return {.activation_bytes = 3 * int64_t{p.num_rows} * p.dim * kFloat};
 }
 
-OpCost CostOf(const GroupedLinearParams& p) {
+OpCost CostOf(const GroupedLinearParams& p, const int32_t* offsets) {
   OpCost cost;
-  for (int i = 0; i < p.num_groups; ++i) {
-    const LinearGroup& group = p.groups[i];
-    if (group.num_rows > 0) {
-      cost.Add(MultiplyCost(*group.weight, group.bias != nullptr, group.num_rows));
+  for (int i = 0; i < p.num_experts; ++i) {
+    const int num_rows = offsets[i + 1] - offsets[i];
+    if (num_rows > 0) {
+      cost.Add(MultiplyCost(*p.experts[i].weight, p.experts[i].bias != nullptr, num_rows));
     }
   }
   return cost;

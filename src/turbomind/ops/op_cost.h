@@ -24,7 +24,8 @@ OpCost CostOf(const EmbedParams& params);
 OpCost CostOf(const RmsNormParams& params);
 OpCost CostOf(const LinearParams& params);
 OpCost CostOf(const GatedActivationParams& params);
-OpCost CostOf(const GroupedLinearParams& params);
+// `offsets`: those of the params, readable here.
+OpCost CostOf(const GroupedLinearParams& params, const int32_t* offsets);
 OpCost CostOf(const RouteExpertsParams& params);
 OpCost CostOf(const CombineExpertsParams& params);
 OpCost CostOf(const ProcessKVParams& params);

@@ -13,6 +13,8 @@
 
 namespace turbomind {
 
+class RopeTable;
+
 // A block that leaves the recent window: its slot in the hot pool and in the cold one.
 struct BlockMove {
   int32_t hot = -1;
@@ -36,6 +38,23 @@ struct BatchView {
   const int32_t* hot_tables = nullptr;
   const BlockMove* moves = nullptr;  // [num_moves] to be quantised after the write of this step
   int num_moves = 0;
+};
+
+// What the layers of a group share in a step.
+struct StepGroup {
+  BatchView batch;
+  int window = 0;  // 0: full attention
+  int kv_heads = 0;
+  bool has_hot = false;
+  HotRule rule = {};
+};
+
+struct StepParams {
+  const int32_t* tokens = nullptr;    // [num_tokens]
+  const StepGroup* groups = nullptr;  // [num_groups]
+  int num_groups = 0;
+  int q_heads = 0;
+  bool op_by_op = false;  // runs the ops themselves, whatever the device has recorded
 };
 
 // Bias, qk-norm and RoPE on Q, K (bias on V) in place; then K loses its mean and Q and K are
@@ -183,6 +202,16 @@ struct EmbedParams {
   int num_tokens = 0;
 };
 
+// cos and sin of RopeTable::Fill for the tokens of a step.
+struct FillRopeParams {
+  const RopeTable* table = nullptr;    // on the host
+  const float* inv_freq = nullptr;     // [dim / 2] table->inv_freq(), on the device
+  const int32_t* positions = nullptr;  // [num_tokens]
+  float* cos = nullptr;                // [num_tokens, dim / 2]
+  float* sin = nullptr;                // same
+  int num_tokens = 0;
+};
+
 // out = x / rms(x) * weight; out may be x.
 struct RmsNormParams {
   const float* x = nullptr;       // [num_rows, dim]
@@ -208,24 +237,19 @@ struct GatedActivationParams {
   float limit = 7.f;         // kClampedSwiglu
 };
 
-// Rows [first_row, first_row + num_rows) of y go through one weight.
-struct LinearGroup {
-  const PackedMatrix* weight = nullptr;  // [out, cols]
-  const float* bias = nullptr;           // [out] or null
-  int first_row = 0;
-  int num_rows = 0;
-};
-
-// y = x · wᵀ + bias, each group of rows with a weight of its own; all of one shape and one format.
-// A row of y has the bits of Linear with its row of x and its weight.
+// y = x · wᵀ + bias: rows [offsets[e], offsets[e + 1]) of y go through expert e's weight, [out,
+// cols]; all weights have one shape and one format. A row of y has the bits of Linear with its row
+// of x and its weight. The weights of experts without rows are not read.
 struct GroupedLinearParams {
   const float* x = nullptr;  // rows of [cols], x_stride floats apart
   int64_t x_stride = 0;
-  const int32_t* x_rows = nullptr;  // [rows of y] the row of x of each row of y; null: the same
-  float* y = nullptr;               // rows of [out], y_stride floats apart
+  const int32_t* x_rows = nullptr;  // [num_rows] the row of x of each row of y; null: the same
+  float* y = nullptr;               // [num_rows, out], rows y_stride floats apart
   int64_t y_stride = 0;
-  const LinearGroup* groups = nullptr;  // [num_groups], of disjoint rows
-  int num_groups = 0;
+  const LinearPart* experts = nullptr;  // [num_experts]; stays where it is as long as its weights
+  int num_experts = 0;
+  const int32_t* offsets = nullptr;  // [num_experts + 1] of GroupRows; its last is num_rows
+  int num_rows = 0;
 };
 
 // Softmax over all experts and the top_k highest of it; among equals the lower id, NaN last. A
@@ -240,12 +264,24 @@ struct RouteExpertsParams {
   bool normalise = false;  // the weights of a token sum to 1
 };
 
-// out[t] += sum over j, ascending, of weights[t, j] * y[slots[t, j]]
+// The (token, rank) pairs in order of their experts, those of one expert in order of tokens.
+struct GroupRowsParams {
+  const int32_t* ids = nullptr;  // [num_tokens, top_k] of RouteExperts
+  int32_t* slots = nullptr;      // [num_tokens, top_k] where each pair lies in that order
+  int32_t* x_rows = nullptr;     // [num_tokens * top_k] the token of each slot
+  int32_t* offsets = nullptr;  // [num_experts + 1] the first slot of each expert, then their number
+  int num_tokens = 0;
+  int num_experts = 0;
+  int top_k = 0;
+};
+
+// out[t] += sum over j, ascending, of w(t, j) * y[slots[t, j]], w being the weight or its sigmoid
 struct CombineExpertsParams {
   const float* y = nullptr;        // rows of [dim]
   const int32_t* slots = nullptr;  // [num_tokens, top_k] or null: t * top_k + j
   const float* weights = nullptr;  // [num_tokens, top_k]
-  float* out = nullptr;            // [num_tokens, dim]
+  bool sigmoid = false;
+  float* out = nullptr;  // [num_tokens, dim]
   int num_tokens = 0;
   int top_k = 0;
   int dim = 0;

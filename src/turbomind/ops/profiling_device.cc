@@ -41,8 +41,8 @@ OpKey Key(const LinearParams& params) {
 
 // All groups have one shape and format.
 OpKey Key(const GroupedLinearParams& params) {
-  return params.num_groups == 0 ? Key(OpKind::kGroupedLinear)
-                                : Key(OpKind::kGroupedLinear, *params.groups[0].weight);
+  return params.num_experts == 0 ? Key(OpKind::kGroupedLinear)
+                                 : Key(OpKind::kGroupedLinear, *params.experts[0].weight);
 }
 
 std::vector<PhaseProfile> EmptyPhases() {
@@ -165,6 +165,12 @@ void ProfilingDevice::Copy(void* to, const void* from, size_t num_bytes) {
   Run(Key(OpKind::kCopy), CopyCost(num_bytes), [&] { device_->Copy(to, from, num_bytes); });
 }
 
+void ProfilingDevice::RunStep(const StepParams& step, FunctionRef<void()> ops) {
+  StepParams each = step;
+  each.op_by_op = true;
+  device_->RunStep(each, ops);
+}
+
 void ProfilingDevice::Embed(const EmbedParams& params) {
   const Span span = Time([&] { device_->Embed(params); });
   const std::lock_guard lock(mutex_);
@@ -186,11 +192,21 @@ void ProfilingDevice::GatedActivation(const GatedActivationParams& params) {
 }
 
 void ProfilingDevice::GroupedLinear(const GroupedLinearParams& params) {
-  Run(Key(params), CostOf(params), [&] { device_->GroupedLinear(params); });
+  const auto num_experts = static_cast<size_t>(params.num_experts);
+  offsets_.resize(num_experts + 1);
+  if (num_experts > 0) {
+    device_->Copy(offsets_.data(), params.offsets, offsets_.size() * sizeof(int32_t));
+    device_->Synchronize();
+  }
+  Run(Key(params), CostOf(params, offsets_.data()), [&] { device_->GroupedLinear(params); });
 }
 
 void ProfilingDevice::RouteExperts(const RouteExpertsParams& params) {
   Run(Key(OpKind::kRouteExperts), CostOf(params), [&] { device_->RouteExperts(params); });
+}
+
+void ProfilingDevice::GroupRows(const GroupRowsParams& params) {
+  Run(Key(OpKind::kRouteExperts), {}, [&] { device_->GroupRows(params); });
 }
 
 void ProfilingDevice::CombineExperts(const CombineExpertsParams& params) {

@@ -106,6 +106,11 @@ class ProfilingDevice final : public Device {
   void Release(void* memory, size_t num_bytes) override { device_->Release(memory, num_bytes); }
   void Copy(void* to, const void* from, size_t num_bytes) override;
   void Synchronize() override { device_->Synchronize(); }
+  void* ReadBack(void* memory, size_t num_bytes) override {
+    return device_->ReadBack(memory, num_bytes);
+  }
+  // Never from a record: every op is timed.
+  void RunStep(const StepParams& step, FunctionRef<void()> ops) override;
   int num_host_threads() const override { return device_->num_host_threads(); }
   void ForEachOnHost(int64_t num_items, FunctionRef<void(int64_t item, int thread)> fn) override {
     device_->ForEachOnHost(num_items, fn);
@@ -114,11 +119,13 @@ class ProfilingDevice final : public Device {
     return device_->PackMatrix(source, exact);
   }
   void Embed(const EmbedParams& params) override;
+  void FillRope(const FillRopeParams& params) override { device_->FillRope(params); }
   void RmsNorm(const RmsNormParams& params) override;
   void Linear(const LinearParams& params) override;
   void GatedActivation(const GatedActivationParams& params) override;
   void GroupedLinear(const GroupedLinearParams& params) override;
   void RouteExperts(const RouteExpertsParams& params) override;
+  void GroupRows(const GroupRowsParams& params) override;
   void CombineExperts(const CombineExpertsParams& params) override;
   void ProcessKV(const ProcessKVParams& params) override;
   void QuantiseBlocks(const QuantiseBlocksParams& params) override;
@@ -153,6 +160,7 @@ class ProfilingDevice final : public Device {
 
   const std::shared_ptr<Device> device_;
   const size_t max_events_;
+  std::vector<int32_t> offsets_;  // of a grouped layer
 
   mutable std::mutex mutex_;
   Step step_;

@@ -27,6 +27,9 @@ class RopeTable {
 
   bool enabled() const { return config_.kind != RopeKind::kNone; }
   int dim() const { return config_.dim; }
+  const RopeConfig& config() const { return config_; }
+  const std::vector<float>& inv_freq() const { return inv_freq_; }  // [dim / 2]
+  float attention_factor() const { return attention_factor_; }
 
  private:
   RopeConfig config_;

@@ -122,12 +122,11 @@ TEST_CASE("rows grouped by weight have the bits of one row alone, however they a
             for (int32_t row = 0; row < kRows; ++row) {
               x_rows[static_cast<size_t>(row)] = gathered ? row * 37 % kRows : row;
             }
-            std::vector<LinearGroup> groups;
-            int next = 0;
+            std::vector<LinearPart> experts;
+            std::vector<int32_t> offsets = {0};
             for (size_t i = 0; i < kWeights; ++i) {
-              const float* bias = i % 2 == 0 ? biases[i].data() : nullptr;
-              groups.push_back({weights[i].get(), bias, next, sizes[i]});
-              next += sizes[i];
+              experts.push_back({weights[i].get(), i % 2 == 0 ? biases[i].data() : nullptr});
+              offsets.push_back(offsets.back() + sizes[i]);
             }
             std::vector<float> y(want[0].size(), kSentinel);
             device->GroupedLinear({.x = x.data(),
@@ -135,11 +134,13 @@ TEST_CASE("rows grouped by weight have the bits of one row alone, however they a
                                    .x_rows = gathered ? x_rows.data() : nullptr,
                                    .y = y.data(),
                                    .y_stride = 150 + kPad,
-                                   .groups = groups.data(),
-                                   .num_groups = kWeights});
+                                   .experts = experts.data(),
+                                   .num_experts = kWeights,
+                                   .offsets = offsets.data(),
+                                   .num_rows = kRows});
             std::vector<float> expected(y.size(), kSentinel);
             for (size_t i = 0; i < kWeights; ++i) {
-              for (int r = groups[i].first_row; r < groups[i].first_row + sizes[i]; ++r) {
+              for (int r = offsets[i]; r < offsets[i + 1]; ++r) {
                 std::copy_n(want[i].begin() + x_rows[static_cast<size_t>(r)] * (150 + kPad), 150,
                             expected.begin() + r * (150 + kPad));
               }

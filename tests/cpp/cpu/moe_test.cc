@@ -113,8 +113,7 @@ class TestLayer {
                         .x = x.data(),
                         .out = out.data(),
                         .num_tokens = tokens,
-                        .scratch = scratch_,
-                        .grouping = &grouping_});
+                        .scratch = scratch_});
   }
 
   // The same in double, one token, from the definition.
@@ -216,6 +215,7 @@ class TestLayer {
     scratch_.ids = ints(slots);
     scratch_.slots = ints(slots);
     scratch_.x_rows = ints(slots);
+    scratch_.offsets = ints(kExperts + 1);
     scratch_.gate_up = floats(tokens * 2 * width);
     scratch_.activated = floats(tokens * width);
     scratch_.output = floats(slots * kHidden);
@@ -253,7 +253,6 @@ class TestLayer {
   Matrix shared_gate_, shared_up_, shared_down_, shared_router_;
   MoeLayer layer_;
   MoeScratch scratch_;
-  MoeGrouping grouping_;
   std::vector<std::vector<float>> buffers_;
   std::vector<std::vector<int32_t>> ids_;
 };
@@ -288,10 +287,12 @@ class CountingDevice : public testing::ForwardingDevice {
  public:
   using ForwardingDevice::ForwardingDevice;
   void GroupedLinear(const GroupedLinearParams& params) override {
-    for (int i = 0; i < params.num_groups; ++i) {
-      reads.push_back(params.groups[i].weight);
-      num_rows += params.groups[i].num_rows;
+    for (int i = 0; i < params.num_experts; ++i) {
+      if (params.offsets[i] < params.offsets[i + 1]) {
+        reads.push_back(params.experts[i].weight);
+      }
     }
+    num_rows += params.num_rows;
     ForwardingDevice::GroupedLinear(params);
   }
 
@@ -448,10 +449,10 @@ TEST_CASE("a grouped layer is its groups one by one, bit for bit") {
   for (size_t i = 0; i < kRows; ++i) {
     x_rows[i] = static_cast<int32_t>((i * 5) % 9);
   }
-  // Rows 14 to 16 belong to nobody and stay.
-  const LinearGroup groups[] = {{weights[0].packed.get(), weights[0].view().bias, 0, 13},
-                                {weights[1].packed.get(), weights[1].view().bias, 13, 1},
-                                {weights[2].packed.get(), weights[2].view().bias, 17, 6}};
+  const LinearPart experts[] = {{weights[0].packed.get(), weights[0].view().bias},
+                                {weights[1].packed.get(), weights[1].view().bias},
+                                {weights[2].packed.get(), weights[2].view().bias}};
+  const int32_t offsets[] = {0, 16, 17, kRows};
   std::vector<float> got(kRows * kStride, -1.f);
   std::vector<float> want = got;
   device->GroupedLinear({.x = x.data(),
@@ -459,14 +460,15 @@ TEST_CASE("a grouped layer is its groups one by one, bit for bit") {
                          .x_rows = x_rows.data(),
                          .y = got.data(),
                          .y_stride = kStride,
-                         .groups = groups,
-                         .num_groups = 3});
-  for (const LinearGroup& group : groups) {
-    for (int row = group.first_row; row < group.first_row + group.num_rows; ++row) {
-      const LinearPart part = {group.weight, group.bias};
+                         .experts = experts,
+                         .num_experts = 3,
+                         .offsets = offsets,
+                         .num_rows = kRows});
+  for (int expert = 0; expert < 3; ++expert) {
+    for (int row = offsets[expert]; row < offsets[expert + 1]; ++row) {
       device->Linear({.x = x.data() + x_rows[static_cast<size_t>(row)] * kHidden,
                       .x_stride = kHidden,
-                      .parts = &part,
+                      .parts = &experts[expert],
                       .num_parts = 1,
                       .y = want.data() + row * kStride,
                       .y_stride = kStride,

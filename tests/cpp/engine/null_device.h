@@ -27,11 +27,13 @@ class NullDevice : public Device {
     return nullptr;
   }
   void Embed(const EmbedParams&) override { Refuse(); }
+  void FillRope(const FillRopeParams&) override { Refuse(); }
   void RmsNorm(const RmsNormParams&) override { Refuse(); }
   void Linear(const LinearParams&) override { Refuse(); }
   void GatedActivation(const GatedActivationParams&) override { Refuse(); }
   void GroupedLinear(const GroupedLinearParams&) override { Refuse(); }
   void RouteExperts(const RouteExpertsParams&) override { Refuse(); }
+  void GroupRows(const GroupRowsParams&) override { Refuse(); }
   void CombineExperts(const CombineExpertsParams&) override { Refuse(); }
   void ProcessKV(const ProcessKVParams&) override { Refuse(); }
   void QuantiseBlocks(const QuantiseBlocksParams&) override { Refuse(); }
@@ -52,6 +54,11 @@ class ForwardingDevice : public Device {
   void* Reserve(size_t num_bytes) override { return device_->Reserve(num_bytes); }
   void Release(void* memory, size_t n) override { device_->Release(memory, n); }
   void Copy(void* to, const void* from, size_t n) override { device_->Copy(to, from, n); }
+  void Synchronize() override { device_->Synchronize(); }
+  void* ReadBack(void* memory, size_t n) override { return device_->ReadBack(memory, n); }
+  void RunStep(const StepParams& step, FunctionRef<void()> ops) override {
+    device_->RunStep(step, ops);
+  }
   int num_host_threads() const override { return device_->num_host_threads(); }
   void ForEachOnHost(int64_t num_items, FunctionRef<void(int64_t item, int thread)> fn) override {
     device_->ForEachOnHost(num_items, fn);
@@ -60,6 +67,7 @@ class ForwardingDevice : public Device {
     return device_->PackMatrix(source, exact);
   }
   void Embed(const EmbedParams& params) override { device_->Embed(params); }
+  void FillRope(const FillRopeParams& params) override { device_->FillRope(params); }
   void RmsNorm(const RmsNormParams& params) override { device_->RmsNorm(params); }
   void Linear(const LinearParams& params) override { device_->Linear(params); }
   void GatedActivation(const GatedActivationParams& params) override {
@@ -67,6 +75,7 @@ class ForwardingDevice : public Device {
   }
   void GroupedLinear(const GroupedLinearParams& params) override { device_->GroupedLinear(params); }
   void RouteExperts(const RouteExpertsParams& params) override { device_->RouteExperts(params); }
+  void GroupRows(const GroupRowsParams& params) override { device_->GroupRows(params); }
   void CombineExperts(const CombineExpertsParams& params) override {
     device_->CombineExperts(params);
   }

@@ -37,11 +37,13 @@ class MemoryDevice : public Device {
 
   std::unique_ptr<PackedMatrix> PackMatrix(const MatrixSource&, bool) override { return Refuse(); }
   void Embed(const EmbedParams&) override { Refuse(); }
+  void FillRope(const FillRopeParams&) override { Refuse(); }
   void RmsNorm(const RmsNormParams&) override { Refuse(); }
   void Linear(const LinearParams&) override { Refuse(); }
   void GatedActivation(const GatedActivationParams&) override { Refuse(); }
   void GroupedLinear(const GroupedLinearParams&) override { Refuse(); }
   void RouteExperts(const RouteExpertsParams&) override { Refuse(); }
+  void GroupRows(const GroupRowsParams&) override { Refuse(); }
   void CombineExperts(const CombineExpertsParams&) override { Refuse(); }
   void ProcessKV(const ProcessKVParams&) override { Refuse(); }
   void QuantiseBlocks(const QuantiseBlocksParams&) override { Refuse(); }

@@ -64,11 +64,11 @@ TEST_CASE("a linear layer has its parts in order, and zeros where a part has no 
   CHECK(layer.qkv.parts[2]->rows == 128);
   CHECK(layer.qkv.rows() == 512);
   CHECK(layer.qkv.cols() == 64);
-  REQUIRE(layer.qkv.bias.size() == 512);  // only v has one
+  REQUIRE(layer.qkv.bias.size == 512);  // only v has one
   for (size_t i = 0; i < 384; ++i) {
-    CHECK(layer.qkv.bias[i] == 0.f);
+    CHECK(layer.qkv.bias.data[i] == 0.f);
   }
-  CHECK(layer.qkv.bias[384] != 0.f);
+  CHECK(layer.qkv.bias.data[384] != 0.f);
   CHECK(layer.output.bias.empty());
   CHECK(&weights->output_head() == weights->embedding.get());
   CHECK(weights->num_bytes() > 97 * 64 * 4);

@@ -115,10 +115,11 @@ TEST_CASE("the parts of a linear layer read its input once") {
 TEST_CASE("experts without rows cost nothing") {
   const FakeMatrix used(32, 64, 1000);
   const FakeMatrix unused(32, 64, 5000);
-  const LinearGroup groups[] = {{&used, nullptr, 0, 3}, {&unused, nullptr, 3, 0}};
-  const GroupedLinearParams params = {.groups = groups, .num_groups = 2};
-  CHECK(CostOf(params).weight_bytes == 1000);
-  CHECK(CostOf(params).operations == 3 * 2 * 32 * 64);
+  const LinearPart experts[] = {{&used}, {&unused}};
+  const int32_t offsets[] = {0, 3, 3};
+  const GroupedLinearParams params = {.experts = experts, .num_experts = 2};
+  CHECK(CostOf(params, offsets).weight_bytes == 1000);
+  CHECK(CostOf(params, offsets).operations == 3 * 2 * 32 * 64);
 }
 
 TEST_CASE("embedding reads a row of the table per token") {

@@ -61,6 +61,8 @@ class LoggingDevice : public NullDevice {
   void GatedActivation(const GatedActivationParams&) override { calls.emplace_back("Gated"); }
   void GroupedLinear(const GroupedLinearParams&) override { calls.emplace_back("Grouped"); }
   void RouteExperts(const RouteExpertsParams&) override { calls.emplace_back("Route"); }
+  void FillRope(const FillRopeParams&) override { calls.emplace_back("FillRope"); }
+  void GroupRows(const GroupRowsParams&) override { calls.emplace_back("GroupRows"); }
   void CombineExperts(const CombineExpertsParams&) override { calls.emplace_back("Combine"); }
   void ProcessKV(const ProcessKVParams&) override { calls.emplace_back("ProcessKV"); }
   void QuantiseBlocks(const QuantiseBlocksParams&) override { calls.emplace_back("Quantise"); }
@@ -152,6 +154,7 @@ TEST_CASE("everything reaches the device behind") {
   device.DecodeAttention({});
   device.Copy(to, from, sizeof(to));
   CHECK(to[1] == 2.f);
+  device.GroupRows({});
   // Each op is followed by Synchronize: its time is that of its work.
   std::vector<std::string> ops;
   for (size_t i = 0; i < f.inner->calls.size(); i += 2) {
@@ -160,7 +163,7 @@ TEST_CASE("everything reaches the device behind") {
   }
   CHECK(ops == std::vector<std::string>{"Embed", "RmsNorm", "Linear", "Gated", "Grouped", "Route",
                                         "Combine", "ProcessKV", "Quantise", "Flatten", "Prefill",
-                                        "Decode", "Copy"});
+                                        "Decode", "Copy", "GroupRows"});
   CHECK(device.name() == "logging");
   CHECK(device.capability().sm == 90);
   CHECK(device.num_host_threads() == 7);

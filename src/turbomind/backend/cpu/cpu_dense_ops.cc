@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 #include <string>
+#include <utility>
 
 #include "turbomind/backend/cpu/for_rows.h"
 #include "turbomind/backend/cpu/packed_matrix.h"
@@ -66,8 +67,10 @@ void CombineToken(const CombineExpertsParams& params, int64_t token) {
     for (int64_t rank = token * params.top_k; rank < (token + 1) * params.top_k; ++rank) {
       const int64_t slot = params.slots == nullptr ? rank : params.slots[rank];
       const float* y = params.y + slot * params.dim + first;
+      const float given = params.weights[rank];
+      const float weight = params.sigmoid ? 1.f / (1.f + std::exp(-given)) : given;
       for (int64_t i = 0; i < lanes; ++i) {
-        sums[i] += params.weights[rank] * y[i];
+        sums[i] += weight * y[i];
       }
     }
     float* out = params.out + token * params.dim + first;
@@ -122,6 +125,26 @@ void CpuRouteExperts(ThreadPool& pool, const RouteExpertsParams& params) {
               RouteToken(params, t);
             }
           });
+}
+
+void CpuGroupRows(const GroupRowsParams& params) {
+  const int64_t num_pairs = int64_t{params.num_tokens} * params.top_k;
+  int32_t* next = params.offsets + 1;  // of each expert: how many, then where the next one goes
+  std::fill_n(params.offsets, params.num_experts + 1, 0);
+  for (int64_t i = 0; i < num_pairs; ++i) {
+    const int32_t expert = params.ids[i];
+    Check(expert >= 0 && expert < params.num_experts, "the router names experts that are there");
+    ++next[expert];
+  }
+  int32_t first = 0;
+  for (int expert = 0; expert < params.num_experts; ++expert) {
+    first += std::exchange(next[expert], first);
+  }
+  for (int64_t i = 0; i < num_pairs; ++i) {
+    const int32_t slot = next[params.ids[i]]++;
+    params.slots[i] = slot;
+    params.x_rows[slot] = static_cast<int32_t>(i / params.top_k);
+  }
 }
 
 void CpuCombineExperts(ThreadPool& pool, const CombineExpertsParams& params) {

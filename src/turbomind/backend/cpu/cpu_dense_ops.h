@@ -15,6 +15,7 @@ void CpuRmsNorm(const CpuDenseKernels& kernels, ThreadPool& pool, const RmsNormP
 void CpuGatedActivation(const CpuDenseKernels& kernels, ThreadPool& pool,
                         const GatedActivationParams& params);
 void CpuRouteExperts(ThreadPool& pool, const RouteExpertsParams& params);
+void CpuGroupRows(const GroupRowsParams& params);
 void CpuCombineExperts(ThreadPool& pool, const CombineExpertsParams& params);
 
 }  // namespace turbomind

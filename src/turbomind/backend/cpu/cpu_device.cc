@@ -14,6 +14,7 @@
 #include "turbomind/backend/cpu/packed_matrix.h"
 #include "turbomind/core/check.h"
 #include "turbomind/core/thread_pool.h"
+#include "turbomind/ops/rope.h"
 
 namespace turbomind {
 namespace {
@@ -102,6 +103,9 @@ class CpuDevice final : public Device {
   }
 
   void Embed(const EmbedParams& params) override { CpuEmbed(pool_, params); }
+  void FillRope(const FillRopeParams& params) override {
+    params.table->Fill(params.positions, params.num_tokens, params.cos, params.sin);
+  }
   void RmsNorm(const RmsNormParams& params) override { CpuRmsNorm(dense_, pool_, params); }
   void Linear(const LinearParams& params) override {
     CpuLinear(dense_, pool_, linear_scratch_, params);
@@ -113,6 +117,7 @@ class CpuDevice final : public Device {
     CpuGroupedLinear(dense_, pool_, linear_scratch_, params);
   }
   void RouteExperts(const RouteExpertsParams& params) override { CpuRouteExperts(pool_, params); }
+  void GroupRows(const GroupRowsParams& params) override { CpuGroupRows(params); }
   void CombineExperts(const CombineExpertsParams& params) override {
     CpuCombineExperts(pool_, params);
   }

@@ -223,16 +223,19 @@ void CpuGroupedLinear(const CpuDenseKernels& kernels, ThreadPool& pool, CpuLinea
                            .y = params.y,
                            .y_stride = params.y_stride};
   scratch.plans.clear();
-  for (int i = 0; i < params.num_groups; ++i) {
-    const LinearGroup& group = params.groups[i];
-    const PackedMatrix& first = *params.groups[0].weight;
-    Check(group.weight->rows == first.rows && group.weight->cols == first.cols &&
-              group.weight->format == first.format,
+  for (int i = 0; i < params.num_experts; ++i) {
+    const LinearPart& expert = params.experts[i];
+    const PackedMatrix& first = *params.experts[0].weight;
+    Check(expert.weight->rows == first.rows && expert.weight->cols == first.cols &&
+              expert.weight->format == first.format,
           "the weights of a grouped layer have one shape and format");
-    if (group.num_rows > 0) {
-      CpuLinearPlan plan = PlanWeight(call, {group.weight, group.bias});
-      plan.first_row = group.first_row;
-      plan.num_rows = group.num_rows;
+    const int begin = params.offsets[i];
+    const int end = params.offsets[i + 1];
+    Check(0 <= begin && begin <= end && end <= params.num_rows, "the groups are rows of y");
+    if (begin < end) {
+      CpuLinearPlan plan = PlanWeight(call, expert);
+      plan.first_row = begin;
+      plan.num_rows = end - begin;
       scratch.plans.push_back(plan);
     }
   }
