@@ -223,10 +223,10 @@ TEST_CASE("an expert's parts are what the op wants, and routers stay exact") {
   const MoeWeights& moe = gpt_oss->layers[2].moe;
   REQUIRE(moe.experts.size() == 6);
   CHECK(moe.router.parts[0]->format == MatrixFormat::kF32);
-  CHECK(moe.router.bias.size() == 6);
+  CHECK(moe.router.bias.size == 6);
   CHECK(moe.experts[5].interleaved());
   CHECK(moe.experts[5].gate_up.rows() == 64);
-  CHECK(moe.experts[5].gate_up.bias.size() == 64);
+  CHECK(moe.experts[5].gate_up.bias.size == 64);
   CHECK(moe.experts[5].down.cols() == 32);
   CHECK(gpt_oss->layers[2].gate_up.empty());
   const auto qwen = testing::TinyWeights(testing::TinyQwenMoe(), *device);
