@@ -159,6 +159,7 @@ void DestroyEvent(Event event) { delete event; }
 void Record(Event event, Stream stream) {
   RunOrRecord(stream, [event] { event->time = std::chrono::steady_clock::now(); });
 }
+void WaitFor(Event) {}
 float Milliseconds(Event begin, Event end) {
   return std::chrono::duration<float, std::milli>(end->time - begin->time).count();
 }

@@ -110,8 +110,10 @@ void DestroyEvent(Event event) { Require(cudaEventDestroy(event), "cudaEventDest
 
 void Record(Event event, Stream stream) { Require(cudaEventRecord(event, stream), "cudaEvent"); }
 
+void WaitFor(Event event) { Require(cudaEventSynchronize(event), "cudaEventSynchronize"); }
+
 float Milliseconds(Event begin, Event end) {
-  Require(cudaEventSynchronize(end), "cudaEventSynchronize");
+  WaitFor(end);
   float ms = 0.f;
   Require(cudaEventElapsedTime(&ms, begin, end), "cudaEventElapsedTime");
   return ms;

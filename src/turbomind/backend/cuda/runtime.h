@@ -55,6 +55,7 @@ void ClearBytes(void* to, size_t num_bytes, Stream stream);
 Event CreateEvent();
 void DestroyEvent(Event event);
 void Record(Event event, Stream stream);
+void WaitFor(Event event);
 // Waits for `end`.
 float Milliseconds(Event begin, Event end);
 

@@ -1,0 +1,186 @@
+// A step's arrays on the GPU, and recorded steps.
+
+#include <doctest/doctest.h>
+
+#include <cstring>
+#include <stdexcept>
+#include <vector>
+
+#include "turbomind/backend/cuda/context.h"
+#include "turbomind/backend/cuda/step_arrays.h"
+#include "turbomind/backend/cuda/step_graphs.h"
+#include "turbomind/core/check.h"
+
+namespace turbomind::cuda {
+namespace {
+
+struct Step {
+  std::vector<int32_t> tokens = {7, 8, 9, 10};
+  std::vector<int32_t> positions = {5, 0, 1, 2};
+  std::vector<int32_t> cu_seqlens = {0, 1, 4};
+  std::vector<int32_t> context_lens = {6, 3};
+  std::vector<int32_t> tables[2] = {{1, 2, 3, 4, -1, -1}, {5, -1}};
+  std::vector<int32_t> hot = {9, 8, 7, 6, 5, 4};
+  std::vector<BlockMove> moves = {{3, 4}};
+  StepGroup groups[2];
+
+  StepParams Params() {
+    for (int g = 0; g < 2; ++g) {
+      groups[g].batch = {.num_seqs = 2,
+                         .num_decode = 1,
+                         .num_tokens = 4,
+                         .cu_seqlens = cu_seqlens.data(),
+                         .context_lens = context_lens.data(),
+                         .positions = positions.data(),
+                         .block_tables = tables[g].data(),
+                         .block_table_stride = static_cast<int64_t>(tables[g].size()) / 2,
+                         .hot_tables = g == 0 ? hot.data() : nullptr,
+                         .moves = moves.data(),
+                         .num_moves = g == 0 ? 1 : 0};
+    }
+    return {.tokens = tokens.data(), .groups = groups, .num_groups = 2, .q_heads = 4};
+  }
+};
+
+struct TestStream {
+  Stream stream = CreateStream();
+  ~TestStream() { DestroyStream(stream); }
+};
+
+template <class T>
+std::vector<T> Read(const T* gpu, int64_t size, Stream stream) {
+  std::vector<T> host(static_cast<size_t>(size));
+  CopyBytes(host.data(), gpu, host.size() * sizeof(T), stream);
+  Synchronize(stream);
+  return host;
+}
+
+TEST_CASE("the arrays of a step lie on the GPU, rows of tables padded with -1") {
+  TestStream s;
+  StepArrays arrays(s.stream);
+  Step step;
+  const StepParams params = step.Params();
+  arrays.Upload(params);
+  const BatchView& first = arrays.OnGpu(step.groups[0].batch);
+  const BatchView& second = arrays.OnGpu(step.groups[1].batch);
+  CHECK(Read(arrays.OnGpu(step.tokens.data()), 4, s.stream) == step.tokens);
+  CHECK(Read(arrays.OnGpu(step.positions.data()), 4, s.stream) == step.positions);
+  CHECK(Read(first.cu_seqlens, 3, s.stream) == step.cu_seqlens);
+  CHECK(Read(first.context_lens, 2, s.stream) == step.context_lens);
+  CHECK(first.block_table_stride == 8);
+  CHECK(Read(first.block_tables, 16, s.stream) ==
+        std::vector<int32_t>{1, 2, 3, -1, -1, -1, -1, -1, 4, -1, -1, -1, -1, -1, -1, -1});
+  CHECK(Read(first.hot_tables, 8, s.stream) == std::vector<int32_t>{9, 8, 7, -1, -1, -1, -1, -1});
+  CHECK(second.hot_tables == nullptr);
+  CHECK(Read(second.block_tables, 1, s.stream) == std::vector<int32_t>{5});
+  const BlockMove move = Read(arrays.OnGpu(step.moves.data()), 1, s.stream)[0];
+  CHECK(move.hot == 3);
+  CHECK(move.cold == 4);
+}
+
+TEST_CASE("steps of one shape have their arrays at the same addresses") {
+  TestStream s;
+  StepArrays arrays(s.stream);
+  Step a;
+  Step b;
+  b.tokens = {1, 2, 3, 4};
+  arrays.Upload(a.Params());
+  const StepShape shape = arrays.shape();
+  const int32_t* tokens = arrays.OnGpu(a.tokens.data());
+  const int32_t* tables = arrays.OnGpu(a.groups[1].batch).block_tables;
+  arrays.Upload(b.Params());
+  CHECK(arrays.shape() == shape);
+  CHECK(arrays.OnGpu(b.tokens.data()) == tokens);
+  CHECK(arrays.OnGpu(b.groups[1].batch).block_tables == tables);
+  CHECK(Read(tokens, 4, s.stream) == b.tokens);
+  b.moves.clear();
+  StepParams params = b.Params();
+  b.groups[0].batch.num_moves = 0;
+  arrays.Upload(params);
+  CHECK_FALSE(arrays.shape() == shape);
+}
+
+TEST_CASE("what is not of the step is our own bug, and found") {
+  TestStream s;
+  StepArrays arrays(s.stream);
+  Step step;
+  arrays.Upload(step.Params());
+  const std::vector<int32_t> other(4);
+  CHECK_THROWS_AS(arrays.OnGpu(other.data()), InternalError);
+  CHECK_THROWS_AS(arrays.OnGpu(BatchView{.block_tables = other.data()}), InternalError);
+  const BlockMove move;
+  CHECK_THROWS_AS(arrays.OnGpu(&move), InternalError);
+}
+
+// Copies the step's tokens, as an op would.
+struct Recorder {
+  explicit Recorder(Stream s) : stream(s), out(AllocateGpu(16)) {}
+  ~Recorder() { FreeGpu(out); }
+  void Run() {
+    ++num_runs;
+    CopyBytes(out, from, 16, stream);
+  }
+  Stream stream;
+  void* out;
+  const int32_t* from = nullptr;
+  int num_runs = 0;
+};
+
+TEST_CASE("the second step of a shape is recorded, later ones are replayed with new contents") {
+  TestStream s;
+  StepArrays arrays(s.stream);
+  StepGraphs graphs(s.stream);
+  Recorder recorder(s.stream);
+  int64_t generation = 1;
+  const auto run = [&](Step& step) {
+    arrays.Upload(step.Params());
+    recorder.from = arrays.OnGpu(step.tokens.data());
+    graphs.Run(
+        arrays.shape(), [&] { return generation; }, [&] { recorder.Run(); });
+    return Read(static_cast<const int32_t*>(recorder.out), 4, s.stream);
+  };
+  for (int32_t i = 0; i < 6; ++i) {
+    Step step;
+    step.tokens = {i, 2 * i, 3, 4};
+    CHECK(run(step) == step.tokens);
+  }
+  CHECK(recorder.num_runs == 2);
+  CHECK(graphs.num_recorded() == 1);
+  CHECK(graphs.num_replayed() == 4);
+  generation = 2;  // some address is another: everything is recorded anew
+  for (int32_t i = 0; i < 3; ++i) {
+    Step step;
+    step.tokens = {i, 5, 6, 7};
+    CHECK(run(step) == step.tokens);
+  }
+  CHECK(recorder.num_runs == 4);
+  CHECK(graphs.num_recorded() == 2);
+}
+
+TEST_CASE("an op that throws while it is recorded leaves a stream that works") {
+  TestStream s;
+  StepGraphs graphs(s.stream);
+  const StepShape shape = {.num_seqs = 1};
+  const auto generations = [] { return int64_t{1}; };
+  graphs.Run(shape, generations, [] {});
+  CHECK_THROWS_AS(graphs.Run(shape, generations, [] { throw std::runtime_error("an op"); }),
+                  std::runtime_error);
+  Synchronize(s.stream);
+  int runs = 0;
+  graphs.Run(shape, generations, [&] { ++runs; });
+  CHECK(runs == 1);
+  CHECK(graphs.num_recorded() == 1);
+}
+
+TEST_CASE("the workspace keeps its address until it must grow") {
+  TestStream s;
+  Workspace workspace(s.stream);
+  void* first = workspace.Get(1000);
+  CHECK(workspace.Get(10) == first);
+  CHECK(workspace.generation() == 1);
+  workspace.Get(5000);
+  CHECK(workspace.generation() == 2);
+}
+
+}  // namespace
+}  // namespace turbomind::cuda
