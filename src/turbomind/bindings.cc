@@ -122,6 +122,16 @@ struct PyWeightsBuilder {
   PyWeightsBuilder(const ModelConfig& config, std::shared_ptr<Device> target, bool exact)
       : device(std::move(target)), builder(config, *device, exact) {}
 
+  // The weights, and the device as long as they are there.
+  std::shared_ptr<const Weights> WithDevice(std::shared_ptr<const Weights> weights) const {
+    struct Both {
+      std::shared_ptr<Device> device;
+      std::shared_ptr<const Weights> weights;
+    };
+    const Weights* address = weights.get();
+    return {std::make_shared<Both>(device, std::move(weights)), address};
+  }
+
   void AddMatrix(const std::string& name, const std::string& format_name, const py::array& data,
                  int64_t rows, int64_t cols, const std::optional<py::array>& scales) {
     const MatrixFormat format = Parse("format", kMatrixFormats, format_name);
@@ -176,7 +186,7 @@ struct PyWeightsBuilder {
       if (matrix->packed_data() == nullptr) {
         continue;
       }
-      auto* weights = new std::shared_ptr<const Weights>(builder.weights());
+      auto* weights = new std::shared_ptr<const Weights>(WithDevice(builder.weights()));
       const py::capsule owner(
           weights, [](void* p) { delete static_cast<std::shared_ptr<const Weights>*>(p); });
       py::array_t<uint8_t> bytes(matrix->num_bytes(), matrix->packed_data(), owner);
@@ -351,7 +361,7 @@ void DefWeights(py::module_& m) {
       .def("packed", &PyWeightsBuilder::Packed)
       .def("build", [](PyWeightsBuilder& self) {
         // Python sees nothing that could change them.
-        return std::const_pointer_cast<Weights>(self.builder.Build());
+        return std::const_pointer_cast<Weights>(self.WithDevice(self.builder.Build()));
       });
 }
 
