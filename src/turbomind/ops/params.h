@@ -237,6 +237,15 @@ struct GatedActivationParams {
   float limit = 7.f;         // kClampedSwiglu
 };
 
+// The lowest id among the highest of each row, as greedy sampling chooses it; -1 for a row that it
+// refuses: NaN or +infinity somewhere, -infinity everywhere.
+struct ArgMaxRowsParams {
+  const float* logits = nullptr;  // [num_rows, vocab_size]
+  int32_t* ids = nullptr;         // [num_rows]
+  int num_rows = 0;
+  int vocab_size = 0;
+};
+
 // y = x · wᵀ + bias: rows [offsets[e], offsets[e + 1]) of y go through expert e's weight, [out,
 // cols]; all weights have one shape and one format. A row of y has the bits of Linear with its row
 // of x and its weight. The weights of experts without rows are not read.

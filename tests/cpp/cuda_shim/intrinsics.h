@@ -96,6 +96,48 @@ inline bool AnyInWarp(bool flag) {
   });
   return out != 0;
 }
+inline uint32_t BallotInWarp(bool flag) {
+  const uint32_t in = flag;
+  uint32_t out;
+  shim::MeetWarp({"vote.ballot", &in, 1, &out, 1}, [](shim::LaneWords& words) {
+    uint32_t flags = 0;
+    for (int lane = 0; lane < shim::kWarp; ++lane) {
+      flags |= words.in[lane][0] << lane;
+    }
+    for (auto& lane : words.out) {
+      lane[0] = flags;
+    }
+  });
+  return out;
+}
+
+inline uint32_t MaxInWarp(uint32_t value) {
+  uint32_t out;
+  shim::MeetWarp({"redux.max", &value, 1, &out, 1}, [](shim::LaneWords& words) {
+    uint32_t most = 0;
+    for (const auto& lane : words.in) {
+      most = std::max(most, lane[0]);
+    }
+    for (auto& lane : words.out) {
+      lane[0] = most;
+    }
+  });
+  return out;
+}
+inline int SumInWarp(int value) {
+  const auto in = static_cast<uint32_t>(value);
+  uint32_t out;
+  shim::MeetWarp({"redux.add", &in, 1, &out, 1}, [](shim::LaneWords& words) {
+    uint32_t sum = 0;
+    for (const auto& lane : words.in) {
+      sum += lane[0];
+    }
+    for (auto& lane : words.out) {
+      lane[0] = sum;
+    }
+  });
+  return static_cast<int>(out);
+}
 
 template <bool kBFloat>
 float HalfOfPair(uint32_t pair, int which) {
@@ -162,6 +204,7 @@ inline uint32_t TransposeMatrix(uint32_t a) {
 }
 
 inline int CountZeros(int x) { return __builtin_ctz(static_cast<unsigned>(x)); }
+inline int CountOnes(uint32_t x) { return __builtin_popcount(x); }
 
 inline uint32_t SelectBytes(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t bytes = uint64_t{b} << 32 | a;

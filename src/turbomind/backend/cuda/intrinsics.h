@@ -63,6 +63,10 @@ TM_DEVICE float ShuffleXor(float value, int mask) { return __shfl_xor_sync(~0u, 
 // The value of lane `lane`.
 TM_DEVICE float ShuffleTo(float value, int lane) { return __shfl_sync(~0u, value, lane); }
 TM_DEVICE bool AnyInWarp(bool flag) { return __any_sync(~0u, flag); }
+// Bit i: the flag of lane i.
+TM_DEVICE uint32_t BallotInWarp(bool flag) { return __ballot_sync(~0u, flag); }
+TM_DEVICE uint32_t MaxInWarp(uint32_t value) { return __reduce_max_sync(~0u, value); }
+TM_DEVICE int SumInWarp(int value) { return __reduce_add_sync(~0u, value); }
 
 // c += a · b: a [16, 16] row-major, b [16, 8] column-major, as mma.m16n8k16 lays them out.
 TM_DEVICE void MmaHalf(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -88,6 +92,7 @@ TM_DEVICE uint32_t TransposeMatrix(uint32_t a) {
 
 // Of the low end; of a power of two its log2.
 TM_DEVICE int CountZeros(int x) { return __ffs(x) - 1; }
+TM_DEVICE int CountOnes(uint32_t x) { return __popc(x); }
 
 // Byte i of the result is byte (selector >> 4 i) & 7 of b:a.
 TM_DEVICE uint32_t SelectBytes(uint32_t a, uint32_t b, uint32_t selector) {

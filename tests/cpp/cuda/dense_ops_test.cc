@@ -1,0 +1,383 @@
+// The small ops of backend/cuda against those of the CPU backend; argmax against the sampler.
+
+#include "turbomind/backend/cuda/dense_ops.h"
+
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "turbomind/backend/cpu/cpu_device.h"
+#include "turbomind/ops/rope.h"
+#include "turbomind/ops/sampling.h"
+
+namespace turbomind::cuda {
+namespace {
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+// Of a value: FP32 sums in another order, exp of two libraries (2 ulp on a GPU), a few roundings.
+constexpr float kRelative = 2e-6f;
+// Of cos and sin: libraries differ by 2 ulp of 1.
+constexpr float kAngleError = 3e-7f;
+// The CPU clips exp(88) where the GPU's sigmoid is 0: what that is worth times values below 1e3.
+constexpr float kTiny = 1e-34f;
+
+// A copy of values on the GPU, at `offset` values behind an aligned address.
+template <class T>
+class GpuArray {
+ public:
+  GpuArray(Stream stream, const std::vector<T>& values, size_t offset = 0)
+      : stream_(stream), size_(values.size()), offset_(offset) {
+    memory_ = static_cast<T*>(AllocateGpu((size_ + offset) * sizeof(T)));
+    CopyBytes(data(), values.data(), size_ * sizeof(T), stream);
+  }
+  ~GpuArray() { FreeGpu(memory_); }
+  GpuArray(const GpuArray&) = delete;
+  GpuArray& operator=(const GpuArray&) = delete;
+
+  T* data() const { return memory_ + offset_; }
+  std::vector<T> Read() const {
+    std::vector<T> values(size_);
+    CopyBytes(values.data(), data(), size_ * sizeof(T), stream_);
+    Synchronize(stream_);
+    return values;
+  }
+
+ private:
+  Stream stream_;
+  size_t size_;
+  size_t offset_;
+  T* memory_;
+};
+
+class Fixture {
+ public:
+  Fixture() : stream(CreateStream()), workspace(stream), cpu(MakeCpuDevice(1)) {
+    ctx = {.stream = stream, .gpu = PropertiesOf(0), .workspace = &workspace};
+  }
+  ~Fixture() { DestroyStream(stream); }
+
+  template <class T>
+  GpuArray<T> Put(const std::vector<T>& values, size_t offset = 0) const {
+    return GpuArray<T>(stream, values, offset);
+  }
+
+  Stream stream;
+  Workspace workspace;
+  std::unique_ptr<Device> cpu;
+  Context ctx;
+};
+
+std::vector<float> Random(uint32_t seed, int64_t size, float deviation = 1.f) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal(0.f, deviation);
+  std::vector<float> values(static_cast<size_t>(size));
+  std::ranges::generate(values, [&] { return normal(random); });
+  return values;
+}
+
+// Values that are not finite are equal when they are of one kind.
+void CheckNear(const std::vector<float>& got, const std::vector<float>& want, float relative,
+               float absolute = 0.f) {
+  REQUIRE(got.size() == want.size());
+  size_t wrong = 0;
+  for (size_t i = 0; i < got.size(); ++i) {
+    const bool near = std::isfinite(want[i])
+                          ? std::fabs(got[i] - want[i]) <= relative * std::fabs(want[i]) + absolute
+                          : (std::isnan(want[i]) ? std::isnan(got[i]) : got[i] == want[i]);
+    if (!near && wrong++ == 0) {
+      CAPTURE(i);
+      CHECK(got[i] == want[i]);
+    }
+  }
+  CHECK(wrong == 0);
+}
+
+TEST_CASE_FIXTURE(Fixture, "RoPE tables") {
+  std::vector<RopeConfig> configs(6);
+  for (RopeConfig& config : configs) {
+    config.dim = 64;
+    config.factor = 4.f;
+    config.original_max_position = 4096;
+  }
+  configs[1].kind = RopeKind::kDynamic;
+  configs[2].kind = RopeKind::kYarn;
+  configs[3].kind = RopeKind::kLlama3;
+  configs[4].kind = RopeKind::kNone;
+  configs[5].kind = RopeKind::kDynamic;
+  configs[5].dim = 6;  // rows of three
+  configs[5].theta = 1e6f;
+  const std::vector<int32_t> positions = {0, 1, 4095, 4096, 4097, 50000, 131071, 1 << 20, 7};
+  const auto tokens = static_cast<int>(positions.size());
+  const auto gpu_positions = Put(positions);
+  for (const RopeConfig& config : configs) {
+    const RopeTable table(config);
+    const auto inv_freq = Put(table.inv_freq());
+    std::vector<float> cos(static_cast<size_t>(tokens * config.dim / 2), kNaN);
+    std::vector<float> sin = cos;
+    const auto gpu_cos = Put(cos);
+    const auto gpu_sin = Put(sin);
+    CudaFillRope(ctx, {&table, inv_freq.data(), gpu_positions.data(), gpu_cos.data(),
+                       gpu_sin.data(), tokens});
+    cpu->FillRope(
+        {&table, table.inv_freq().data(), positions.data(), cos.data(), sin.data(), tokens});
+    CAPTURE(static_cast<int>(config.kind));
+    CheckNear(gpu_cos.Read(), cos, 0.f, kAngleError * table.attention_factor());
+    CheckNear(gpu_sin.Read(), sin, 0.f, kAngleError * table.attention_factor());
+  }
+}
+
+// Runs the norm of `rows` from `first` on, optionally in place and not aligned.
+std::vector<float> Norm(Fixture& f, const std::vector<float>& x, const std::vector<float>& weight,
+                        bool in_place = false, size_t offset = 0) {
+  const auto dim = static_cast<int>(weight.size());
+  const auto gpu_x = f.Put(x, offset);
+  const auto gpu_weight = f.Put(weight, offset);
+  const auto out = f.Put(std::vector<float>(x.size(), kNaN), offset);
+  float* to = in_place ? gpu_x.data() : out.data();
+  CudaRmsNorm(f.ctx, {gpu_x.data(), gpu_weight.data(), to, static_cast<int>(x.size()) / dim, dim});
+  return in_place ? gpu_x.Read() : out.Read();
+}
+
+TEST_CASE_FIXTURE(Fixture, "RMS norm: every way that a row is cut, odd and unaligned rows") {
+  for (const int dim : {1, 3, 4, 127, 128, 512, 516, 2880, 4097}) {
+    CAPTURE(dim);
+    constexpr int kRows = 3;
+    const std::vector<float> x = Random(static_cast<uint32_t>(dim), kRows * int64_t{dim});
+    const std::vector<float> weight = Random(1, dim);
+    std::vector<float> want(x.size());
+    cpu->RmsNorm({x.data(), weight.data(), want.data(), kRows, dim});
+    const std::vector<float> got = Norm(*this, x, weight);
+    CheckNear(got, want, kRelative);
+    CHECK(Norm(*this, x, weight, true) == got);
+    CheckNear(Norm(*this, x, weight, false, 1), want, kRelative);
+    const std::vector<float> last(x.end() - dim, x.end());
+    CHECK(Norm(*this, last, weight) == std::vector<float>(got.end() - dim, got.end()));
+  }
+}
+
+TEST_CASE_FIXTURE(Fixture, "RMS norm: rows longer than a block holds") {
+  const int dim = 4 * 4 * 1024 + 4;
+  const std::vector<float> x = Random(5, dim);
+  const std::vector<float> weight = Random(6, dim);
+  std::vector<float> want(x.size());
+  cpu->RmsNorm({x.data(), weight.data(), want.data(), 1, dim});
+  CheckNear(Norm(*this, x, weight), want, kRelative);
+  CheckNear(Norm(*this, x, weight, true, 1), want, kRelative);
+}
+
+TEST_CASE_FIXTURE(Fixture, "gated activations") {
+  using enum Activation;
+  constexpr int kRows = 3;
+  for (const int dim : {1, 7, 64, 1028, 1030}) {
+    std::vector<float> gate_up = Random(static_cast<uint32_t>(dim), kRows * 2 * int64_t{dim}, 5.f);
+    gate_up[0] = 300.f;
+    gate_up[1] = -300.f;
+    gate_up.back() = kNaN;
+    for (const size_t offset : {0, 1}) {
+      const auto gpu_gate_up = Put(gate_up, offset);
+      for (const Activation activation : {kSilu, kGeluTanh, kClampedSwiglu}) {
+        for (const bool interleaved : {false, true}) {
+          CAPTURE(dim);
+          CAPTURE(static_cast<int>(activation));
+          CAPTURE(interleaved);
+          std::vector<float> want(static_cast<size_t>(kRows * dim));
+          const auto out = Put(std::vector<float>(want.size(), 7.f), offset);
+          GatedActivationParams params = {gate_up.data(), want.data(), kRows, dim,
+                                          activation,     interleaved, 7.f};
+          cpu->GatedActivation(params);
+          params.gate_up = gpu_gate_up.data();
+          params.out = out.data();
+          CudaGatedActivation(ctx, params);
+          CheckNear(out.Read(), want, kRelative, kTiny);
+        }
+      }
+    }
+  }
+}
+
+struct Routes {
+  std::vector<int32_t> ids;
+  std::vector<float> weights;
+};
+
+Routes Route(Fixture& f, const std::vector<float>& logits, RouteExpertsParams params) {
+  const auto count = static_cast<size_t>(params.num_tokens * params.top_k);
+  const auto gpu_logits = f.Put(logits);
+  const auto ids = f.Put(std::vector<int32_t>(count, -1));
+  const auto weights = f.Put(std::vector<float>(count, 7.f));
+  params.logits = gpu_logits.data();
+  params.ids = ids.data();
+  params.weights = weights.data();
+  CudaRouteExperts(f.ctx, params);
+  return {ids.Read(), weights.Read()};
+}
+
+Routes RouteOnCpu(Fixture& f, const std::vector<float>& logits, RouteExpertsParams params) {
+  const auto count = static_cast<size_t>(params.num_tokens * params.top_k);
+  Routes routes = {std::vector<int32_t>(count), std::vector<float>(count)};
+  params.logits = logits.data();
+  params.ids = routes.ids.data();
+  params.weights = routes.weights.data();
+  f.cpu->RouteExperts(params);
+  return routes;
+}
+
+TEST_CASE_FIXTURE(Fixture, "routes: every number of experts, ties, NaN and infinities") {
+  constexpr int kTokens = 9;
+  const float odd_values[] = {0.f, -0.f, kNaN, -kInf, 1.f, 1.f, -1.f, -kNaN};
+  for (const int experts : {1, 2, 31, 32, 33, 128, 200}) {
+    std::vector<float> logits = Random(static_cast<uint32_t>(experts), kTokens * experts);
+    std::mt19937 random(static_cast<uint32_t>(experts));
+    for (int i = 0; i < 4 * experts; ++i) {  // tokens 0 to 3
+      logits[static_cast<size_t>(i)] = odd_values[random() % std::size(odd_values)];
+    }
+    std::fill_n(logits.begin(), experts, kNaN);
+    for (const int top_k : {1, 4, 8, 32, 33, experts}) {
+      if (top_k > experts) {
+        continue;
+      }
+      for (const bool normalise : {false, true}) {
+        CAPTURE(experts);
+        CAPTURE(top_k);
+        RouteExpertsParams params;
+        params.num_tokens = kTokens;
+        params.num_experts = experts;
+        params.top_k = top_k;
+        params.normalise = normalise;
+        const Routes got = Route(*this, logits, params);
+        const Routes want = RouteOnCpu(*this, logits, params);
+        CHECK(got.ids == want.ids);
+        CheckNear(got.weights, want.weights, kRelative);
+      }
+    }
+  }
+}
+
+TEST_CASE_FIXTURE(Fixture, "pairs are grouped as on the CPU") {
+  struct Shape {
+    int tokens, experts, top_k;
+  };
+  for (const Shape& s : {Shape{1, 1, 1}, Shape{1, 32, 4}, Shape{5, 3, 3}, Shape{130, 8, 2},
+                         Shape{4100, 7, 3}, Shape{64, 40, 1}}) {
+    const std::vector<float> logits = Random(3, int64_t{s.tokens} * s.experts);
+    RouteExpertsParams route;
+    route.num_tokens = s.tokens;
+    route.num_experts = s.experts;
+    route.top_k = s.top_k;
+    const std::vector<int32_t> ids = RouteOnCpu(*this, logits, route).ids;
+    std::vector<int32_t> slots(ids.size());
+    std::vector<int32_t> x_rows(ids.size());
+    std::vector<int32_t> offsets(static_cast<size_t>(s.experts) + 1);
+    const auto gpu_ids = Put(ids);
+    const auto gpu_slots = Put(std::vector<int32_t>(ids.size(), -1));
+    const auto gpu_x_rows = Put(std::vector<int32_t>(ids.size(), -1));
+    const auto gpu_offsets = Put(std::vector<int32_t>(offsets.size(), -1));
+    cpu->GroupRows(
+        {ids.data(), slots.data(), x_rows.data(), offsets.data(), s.tokens, s.experts, s.top_k});
+    CudaGroupRows(ctx, {gpu_ids.data(), gpu_slots.data(), gpu_x_rows.data(), gpu_offsets.data(),
+                        s.tokens, s.experts, s.top_k});
+    CAPTURE(s.tokens);
+    CHECK(gpu_slots.Read() == slots);
+    CHECK(gpu_x_rows.Read() == x_rows);
+    CHECK(gpu_offsets.Read() == offsets);
+  }
+}
+
+TEST_CASE_FIXTURE(Fixture, "experts' rows are combined") {
+  constexpr int kTokens = 5;
+  for (const int dim : {1, 64, 515, 1028}) {
+    for (const int top_k : {1, 3, 8}) {
+      const int pairs = kTokens * top_k;
+      std::vector<int32_t> slots(static_cast<size_t>(pairs));
+      std::iota(slots.begin(), slots.end(), 0);
+      std::shuffle(slots.begin(), slots.end(), std::mt19937(1));
+      const std::vector<float> y = Random(1, int64_t{pairs} * dim);
+      const std::vector<float> weights = Random(2, pairs);
+      const std::vector<float> before = Random(3, kTokens * int64_t{dim});
+      const auto gpu_slots = Put(slots);
+      const auto gpu_y = Put(y);
+      const auto gpu_weights = Put(weights);
+      for (const bool shared : {false, true}) {  // no slots and sigmoids, or slots and weights
+        CAPTURE(dim);
+        CAPTURE(shared);
+        std::vector<float> want = before;
+        const auto out = Put(before);
+        cpu->CombineExperts({y.data(), shared ? nullptr : slots.data(), weights.data(), shared,
+                             want.data(), kTokens, top_k, dim});
+        CudaCombineExperts(ctx, {gpu_y.data(), shared ? nullptr : gpu_slots.data(),
+                                 gpu_weights.data(), shared, out.data(), kTokens, top_k, dim});
+        // Sums of up to nine terms of about 1 that may cancel.
+        CheckNear(out.Read(), want, kRelative, kRelative);
+      }
+    }
+  }
+}
+
+// What the sampler says of greedy requests.
+std::vector<int32_t> SampleRows(std::vector<float> logits, int vocab_size) {
+  std::vector<int32_t> ids;
+  const Request request;
+  Sampler sampler(vocab_size);
+  for (size_t first = 0; first < logits.size(); first += static_cast<size_t>(vocab_size)) {
+    SampleInput input;
+    input.logits = logits.data() + first;
+    input.request = &request;
+    ids.push_back(sampler.Sample(input).token);
+  }
+  return ids;
+}
+
+TEST_CASE_FIXTURE(Fixture, "the highest logits of rows are the sampler's greedy tokens") {
+  for (const int vocab : {1, 5, 32, 1000, 8195, 20000}) {
+    constexpr int kRows = 9;
+    std::vector<float> logits = Random(static_cast<uint32_t>(vocab), kRows * int64_t{vocab});
+    const auto row = [&](int i) { return logits.begin() + i * vocab; };
+    std::fill_n(row(0), vocab, -kInf);
+    std::fill_n(row(1), vocab, kNaN);
+    *(row(2) + vocab / 2) = kNaN;
+    *(row(3) + vocab - 1) = kInf;
+    *(row(4) + vocab - 1) = *(row(4) + vocab / 2) = 50.f;
+    std::fill_n(row(5), vocab, -0.f);
+    *(row(5) + vocab - 1) = 0.f;  // equal: the lowest id
+    std::fill_n(row(6), vocab, -kInf);
+    *(row(6) + vocab - 1) = -3e38f;
+    const auto gpu_logits = Put(logits);
+    for (const int num_sms : {1, 132}) {
+      for (const int num_rows : {1, kRows}) {
+        const auto ids = Put(std::vector<int32_t>(static_cast<size_t>(num_rows), -7));
+        ctx.gpu.num_sms = num_sms;
+        const int first = kRows - num_rows;
+        CudaArgMaxRows(ctx,
+                       {gpu_logits.data() + int64_t{first} * vocab, ids.data(), num_rows, vocab});
+        CAPTURE(vocab);
+        CAPTURE(num_sms);
+        const std::vector<int32_t> want = SampleRows({row(first), logits.end()}, vocab);
+        CHECK(ids.Read() == want);
+      }
+    }
+  }
+}
+
+TEST_CASE_FIXTURE(Fixture, "nothing to do is nothing done") {
+  CudaRmsNorm(ctx, {.dim = 4});
+  CudaGatedActivation(ctx, {.dim = 4});
+  CudaRouteExperts(ctx, {.num_experts = 4, .top_k = 2});
+  CudaCombineExperts(ctx, {.top_k = 2, .dim = 4});
+  CudaArgMaxRows(ctx, {.vocab_size = 4});
+  RopeConfig config;
+  config.dim = 8;
+  const RopeTable table(config);
+  CudaFillRope(ctx, {.table = &table});
+  CHECK(workspace.generation() == 0);
+}
+
+}  // namespace
+}  // namespace turbomind::cuda
