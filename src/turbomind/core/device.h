@@ -80,6 +80,11 @@ class Device {
   virtual void PrefillAttention(const AttentionParams& params) = 0;
   // Sequences [0, num_decode) of the batch: reads packed payload and scales, no flatten.
   virtual void DecodeAttention(const AttentionParams& params) = 0;
+  // False, and nothing is written: the host reads the logits and finds it.
+  virtual bool ArgMaxRows(const ArgMaxRowsParams& params) {
+    static_cast<void>(params);
+    return false;
+  }
 };
 
 }  // namespace turbomind

@@ -41,6 +41,13 @@ int64_t MatchedStop(const Sequence& sequence) {
   return longest;
 }
 
+// Whether nothing is asked of the row but a token that the device may choose.
+bool MayStay(const Sequence& sequence, int64_t position) {
+  const Request& request = *sequence.request;
+  return position + 1 == sequence.num_tokens() && request.logits_output == LogitsOutput::kNone &&
+         TakesHighest(request, sequence.num_generated());
+}
+
 }  // namespace
 
 void Fail(Sequence& sequence, const std::string& error) {
@@ -60,8 +67,10 @@ void Generation::Run(const Batch& batch, Decoder& decoder) {
   const auto most = static_cast<size_t>(decoder.max_logit_rows());
   for (size_t first = 0; first < rows_.size(); first += most) {
     const size_t count = std::min(most, rows_.size() - first);
-    float* logits = decoder.Logits(row_indices_.data() + first, static_cast<int>(count));
-    HandleRows(std::span(rows_).subspan(first, count), logits);
+    const std::span<Row> rows = std::span(rows_).subspan(first, count);
+    decoder.ComputeLogits(row_indices_.data() + first, static_cast<int>(count));
+    AskHighest(rows, decoder);
+    HandleRows(rows, ReadLogits(rows, decoder));
   }
 }
 
@@ -80,6 +89,28 @@ void Generation::CollectRows(const Batch& batch) {
   }
 }
 
+void Generation::AskHighest(std::span<Row> rows, Decoder& decoder) {
+  const auto may_stay = [](const Row& row) { return MayStay(*row.sequence, row.position); };
+  highest_.resize(rows.size());
+  if (std::none_of(rows.begin(), rows.end(), may_stay) || !decoder.HighestTokens(highest_.data())) {
+    return;
+  }
+  for (size_t i = 0; i < rows.size(); ++i) {
+    rows[i].highest = may_stay(rows[i]) ? highest_[i] : -1;
+  }
+}
+
+// Fills read_rows_; null where no row is needed.
+float* Generation::ReadLogits(std::span<const Row> rows, Decoder& decoder) {
+  read_rows_.clear();
+  for (size_t i = 0; i < rows.size(); ++i) {
+    if (rows[i].highest < 0) {
+      read_rows_.push_back(static_cast<int32_t>(i));
+    }
+  }
+  return read_rows_.empty() ? nullptr : decoder.ReadLogits(read_rows_);
+}
+
 void Generation::HandleRows(std::span<const Row> rows, float* logits) {
   runs_.clear();
   for (size_t first = 0; first < rows.size();) {
@@ -87,16 +118,17 @@ void Generation::HandleRows(std::span<const Row> rows, float* logits) {
     while (end < rows.size() && rows[end].sequence == rows[first].sequence) {
       ++end;
     }
-    const SequenceRows run = {&rows[first], end - first,
-                              logits + first * static_cast<size_t>(vocab_size_)};
-    if (rows[first].sequence->request->token_mask != nullptr) {
+    const SequenceRows run = {&rows[first], end - first, logits};
+    if (rows[first].sequence->request->token_mask != nullptr || rows[first].highest >= 0) {
       HandleRun(run, samplers_.front());
     } else {
       runs_.push_back(run);
     }
-    first = end;
+    for (; first < end; ++first) {
+      logits += rows[first].highest < 0 ? vocab_size_ : 0;
+    }
   }
-  if (static_cast<int64_t>(rows.size()) * vocab_size_ < kMinParallelLogits) {
+  if (static_cast<int64_t>(read_rows_.size()) * vocab_size_ < kMinParallelLogits) {
     for (const SequenceRows& run : runs_) {
       HandleRun(run, samplers_.front());
     }
@@ -139,7 +171,11 @@ void Generation::HandleRow(const Row& row, float* logits, Sampler& sampler) {
     sequence.output.finish_reason = FinishReason::kLength;
     return;
   }
-  ChooseToken(sequence, logits, sampler);
+  if (row.highest >= 0) {
+    AppendToken(sequence, row.highest);
+  } else {
+    ChooseToken(sequence, logits, sampler);
+  }
 }
 
 void Generation::ChooseToken(Sequence& sequence, float* logits, Sampler& sampler) {
@@ -162,11 +198,15 @@ void Generation::ChooseToken(Sequence& sequence, float* logits, Sampler& sampler
     Fail(sequence, result.error);
     return;
   }
-  sequence.tokens.push_back(result.token);
-  sequence.output.tokens.push_back(result.token);
   if (request.sampling.num_logprobs >= 0) {
     sequence.output.logprobs.push_back(std::move(result.logprobs));
   }
+  AppendToken(sequence, result.token);
+}
+
+void Generation::AppendToken(Sequence& sequence, int32_t token) const {
+  sequence.tokens.push_back(token);
+  sequence.output.tokens.push_back(token);
   CheckStop(sequence);
 }
 

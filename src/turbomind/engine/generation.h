@@ -2,6 +2,9 @@
 
 // ⑧ From a step's hidden states to tokens: logits of the rows that need them, log-probabilities,
 // sampling, stop conditions. Fills Sequence::tokens and Sequence::output.
+//
+// A row whose token is the highest of its logits, and of which nothing else is asked, stays with a
+// device that finds the highest itself: its token alone comes to the host.
 
 #include <cstdint>
 #include <span>
@@ -30,19 +33,23 @@ class Generation {
   struct Row {
     Sequence* sequence = nullptr;
     int64_t position = 0;
+    int32_t highest = -1;  // the device's choice; -1: the row is on the host
   };
   // Rows of one sequence, in order, of those whose logits are there.
   struct SequenceRows {
     const Row* rows = nullptr;
     size_t num_rows = 0;
-    float* logits = nullptr;  // [num_rows, vocab]
+    float* logits = nullptr;  // [num_rows, vocab] of those without a token of the device
   };
 
   void CollectRows(const Batch& batch);
+  void AskHighest(std::span<Row> rows, Decoder& decoder);
+  float* ReadLogits(std::span<const Row> rows, Decoder& decoder);
   void HandleRows(std::span<const Row> rows, float* logits);
   void HandleRun(const SequenceRows& run, Sampler& sampler);
   void HandleRow(const Row& row, float* logits, Sampler& sampler);
   void ChooseToken(Sequence& sequence, float* logits, Sampler& sampler);
+  void AppendToken(Sequence& sequence, int32_t token) const;
   void AppendLogits(Sequence& sequence, const float* logits);
   bool AskTokenMask(Sequence& sequence);
   void CheckStop(Sequence& sequence) const;
@@ -54,7 +61,9 @@ class Generation {
   std::vector<uint32_t> mask_;     // [ceil(vocab / 32)]
   std::vector<Row> rows_;
   std::vector<int32_t> row_indices_;
-  std::vector<SequenceRows> runs_;  // without a token mask
+  std::vector<int32_t> highest_;
+  std::vector<int32_t> read_rows_;  // whose logits are on the host
+  std::vector<SequenceRows> runs_;  // that threads share
 };
 
 // Ends a sequence with kError.

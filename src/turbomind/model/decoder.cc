@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstring>
 #include <utility>
 
 #include "turbomind/core/check.h"
@@ -145,7 +146,7 @@ void Decoder::RunLayers(const DecoderInput& input) {
   }
 }
 
-float* Decoder::Logits(const int32_t* rows, int num_rows) {
+void Decoder::ComputeLogits(const int32_t* rows, int num_rows) {
   Check(num_rows > 0 && num_rows <= config_.max_logit_rows, "the logits fit the scratch");
   const int64_t width = model().hidden_size;
   for (int first = 0, end = 0; first < num_rows; first = end) {
@@ -164,8 +165,34 @@ float* Decoder::Logits(const int32_t* rows, int num_rows) {
                   .y = scratch_.logits,
                   .y_stride = model().vocab_size,
                   .num_rows = num_rows});
-  return static_cast<float*>(device_.ReadBack(
-      scratch_.logits, static_cast<size_t>(num_rows * model().vocab_size) * sizeof(float)));
+  num_logit_rows_ = num_rows;
+}
+
+bool Decoder::HighestTokens(int32_t* tokens) {
+  if (!device_.ArgMaxRows({.logits = scratch_.logits,
+                           .ids = scratch_.highest,
+                           .num_rows = num_logit_rows_,
+                           .vocab_size = model().vocab_size})) {
+    return false;
+  }
+  const auto count = static_cast<size_t>(num_logit_rows_);
+  std::memcpy(tokens, device_.ReadBack(scratch_.highest, count * sizeof(int32_t)),
+              count * sizeof(int32_t));
+  return true;
+}
+
+float* Decoder::ReadLogits(std::span<const int32_t> rows) {
+  Check(!rows.empty() && rows.back() < num_logit_rows_, "the logits have been computed");
+  num_logit_rows_ = 0;
+  const int64_t width = model().vocab_size;
+  const size_t row_bytes = static_cast<size_t>(width) * sizeof(float);
+  for (size_t i = 0; i < rows.size(); ++i) {  // what is read lies together
+    const auto to = static_cast<int64_t>(i);
+    if (rows[i] != to) {
+      device_.Copy(scratch_.logits + to * width, scratch_.logits + rows[i] * width, row_bytes);
+    }
+  }
+  return static_cast<float*>(device_.ReadBack(scratch_.logits, rows.size() * row_bytes));
 }
 
 // qkv → Q ready for attention, K and V of this step in the cache, and blocks that leave the recent

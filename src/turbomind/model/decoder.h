@@ -48,7 +48,7 @@ struct DecoderInput {
 // A decoder over a device. Owns its scratch, sized once for `max_tokens` new tokens a step
 // and `max_logit_rows` rows of logits; a step allocates nothing.
 //
-// Invariant: a row of hidden() and of Logits() depends on its own sequence alone, bit for bit
+// Invariant: a row of hidden() and of the logits depends on its own sequence alone, bit for bit
 // (each op's contract), whatever the batch, the chunking or the number of threads.
 // Called by the engine thread alone.
 class Decoder {
@@ -64,9 +64,15 @@ class Decoder {
   // position present.
   void Forward(const DecoderInput& input);
 
-  // Logits of rows (token indices of the last batch): [num_rows, vocab_size] on the host, valid
-  // until the next call, free to overwrite. REQUIRES: num_rows <= max_logit_rows.
-  float* Logits(const int32_t* rows, int num_rows);
+  // Logits of rows (token indices of the last batch), for the two functions that follow.
+  // REQUIRES: num_rows <= max_logit_rows.
+  void ComputeLogits(const int32_t* rows, int num_rows);
+  // Writes what ArgMaxRowsParams says of each of them, [num_rows]. False, and nothing is written,
+  // where the device leaves that to the host.
+  bool HighestTokens(int32_t* tokens);
+  // Some of them, ascending indices of [0, num_rows): [rows.size(), vocab_size] on the host, valid
+  // until the next call, free to overwrite. Then the logits are gone.
+  float* ReadLogits(std::span<const int32_t> rows);
 
   int max_logit_rows() const { return config_.max_logit_rows; }
   int64_t scratch_bytes() const { return scratch_bytes_; }
@@ -100,6 +106,7 @@ class Decoder {
   int64_t scratch_bytes_ = 0;
   std::byte* memory_ = nullptr;
   DecoderScratch scratch_;
+  int num_logit_rows_ = 0;  // that are in the scratch
 };
 
 }  // namespace turbomind

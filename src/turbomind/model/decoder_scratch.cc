@@ -60,6 +60,7 @@ int64_t DecoderScratch::Place(const ModelConfig& model, const StepLimits& limits
   placer.Add(sin, tokens * half_rope);
   placer.Add(selected, logit_rows * model.hidden_size);
   placer.Add(logits, logit_rows * model.vocab_size);
+  placer.Add(highest, logit_rows);
   if (model.HasDenseLayer()) {
     placer.Add(gate_up, ffn_rows * 2 * model.intermediate_size);
     placer.Add(activated, ffn_rows * model.intermediate_size);

@@ -30,6 +30,7 @@ struct DecoderScratch {
   float* sin = nullptr;              // [max_tokens, rope_dim / 2]
   float* selected = nullptr;         // [max_logit_rows, hidden]
   float* logits = nullptr;           // [max_logit_rows, vocab]
+  int32_t* highest = nullptr;        // [max_logit_rows]
   float* gate_up = nullptr;          // [ffn rows, 2 * intermediate]; where a layer is dense
   float* activated = nullptr;        // [ffn rows, intermediate]
   int64_t* num_nonfinite = nullptr;  // [1] counts all steps

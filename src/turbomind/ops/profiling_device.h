@@ -132,6 +132,7 @@ class ProfilingDevice final : public Device {
   void FlattenKV(const FlattenKVParams& params) override;
   void PrefillAttention(const AttentionParams& params) override;
   void DecodeAttention(const AttentionParams& params) override;
+  bool ArgMaxRows(const ArgMaxRowsParams& params) override { return device_->ArgMaxRows(params); }
 
  private:
   struct Span {

@@ -84,13 +84,16 @@ double SumKept(float* weights, size_t size, float min_p) {
   return sum;
 }
 
-// What changes logits before a token is chosen.
-bool ChangesLogits(const SampleInput& input) {
-  const SamplingParams& params = input.request->sampling;
+// What changes logits before a token is chosen, a token mask aside.
+bool ChangesLogits(const Request& request, int64_t num_generated) {
+  const SamplingParams& params = request.sampling;
   return !params.logit_bias.empty() || params.repetition_penalty != 1.f ||
          params.presence_penalty != 0.f || params.frequency_penalty != 0.f ||
-         !input.request->bad_sequences.empty() ||
-         input.num_generated < input.request->min_new_tokens || input.token_mask != nullptr;
+         !request.bad_sequences.empty() || num_generated < request.min_new_tokens;
+}
+
+bool IsGreedy(const SamplingParams& params) {
+  return !params.do_sample || params.top_k == 1 || params.temperature <= kGreedyTemperature;
 }
 
 // Names the first parameter out of range, or nothing.
@@ -117,6 +120,12 @@ std::string CheckParams(const SamplingParams& p) {
 }
 
 }  // namespace
+
+bool TakesHighest(const Request& request, int64_t num_generated) {
+  const SamplingParams& params = request.sampling;
+  return IsGreedy(params) && params.num_logprobs < 0 && request.token_mask == nullptr &&
+         !ChangesLogits(request, num_generated) && CheckParams(params).empty();
+}
 
 Sampler::Sampler(int vocab_size) : vocab_size_(vocab_size) {
   Check(vocab_size > 0, "the vocabulary has tokens");
@@ -331,7 +340,7 @@ SampleResult Sampler::Sample(const SampleInput& input) {
   if (wants_logprobs) {
     raw_.assign(input.logits, input.logits + vocab_size_);
   }
-  if (ChangesLogits(input)) {
+  if (ChangesLogits(*input.request, input.num_generated) || input.token_mask != nullptr) {
     result.error = ApplyPenalties(input);
     if (!result.error.empty()) {
       return result;
@@ -345,11 +354,10 @@ SampleResult Sampler::Sample(const SampleInput& input) {
                              : "penalties or logit_bias made the logits NaN or infinite";
     return result;
   }
-  const bool greedy =
-      !params.do_sample || params.top_k == 1 || params.temperature <= kGreedyTemperature;
-  result.token = greedy ? FirstOf(input.logits, vocab_size_, max.value)
-                        : Draw(input.logits, max.value, params,
-                               Uniform(params.seed, static_cast<uint64_t>(input.num_generated)));
+  result.token = IsGreedy(params)
+                     ? FirstOf(input.logits, vocab_size_, max.value)
+                     : Draw(input.logits, max.value, params,
+                            Uniform(params.seed, static_cast<uint64_t>(input.num_generated)));
   if (wants_logprobs) {
     result.logprobs = ComputeLogprobs(raw_.data(), vocab_size_, result.token, params.num_logprobs);
   }

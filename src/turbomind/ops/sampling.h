@@ -63,6 +63,11 @@ class Sampler {
   std::vector<double> block_sums_;     // [ceil(vocab_size / kBlock)] of one draw
 };
 
+// Whether Sample would choose the highest of the row as it came from the model, and nothing else is
+// asked of the row: the token is then that of ArgMaxRowsParams, or Sample has to tell what is wrong
+// with the row.
+bool TakesHighest(const Request& request, int64_t num_generated);
+
 // Log-softmax of a row at `token`, and its `num_top` most likely tokens (ties to the lowest id).
 // A row with NaN gives NaN. REQUIRES: token in [0, vocab_size).
 TokenLogprobs ComputeLogprobs(const float* logits, int vocab_size, int32_t token, int num_top);

@@ -1,14 +1,19 @@
-// Which rows get logits, and that rows are sampled side by side with the same result.
+// Which rows get logits, which of them come to the host, and that rows are sampled side by side
+// with the same result.
 
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <functional>
 #include <map>
 #include <thread>
 #include <vector>
 
 #include "engine/null_device.h"
 #include "engine/tiny_model.h"
+#include "turbomind/ops/row_math.h"
 
 namespace turbomind {
 namespace {
@@ -153,6 +158,143 @@ TEST_CASE("token masks are asked for on one thread") {
   CHECK(std::count(callers.begin(), callers.end(), callers.front()) == 2 * 12);
   CHECK(answer.outputs.at(1).tokens ==
         Run({SampledRequests()[1]}, kLargeVocab).outputs.at(1).tokens);
+}
+
+// Finds the highest logits itself, and has memory of its own: the host reads copies, once.
+class ChoosingDevice : public testing::WaitingDevice {
+ public:
+  using WaitingDevice::WaitingDevice;
+
+  void Linear(const LinearParams& params) override {
+    WaitingDevice::Linear(params);
+    const bool is_head = params.parts[0].weight->rows == testing::kVocab;
+    num_head_calls += is_head ? 1 : 0;
+    if (is_head && num_head_calls == nan_at) {
+      params.y[1] = NAN;
+    }
+  }
+  bool ArgMaxRows(const ArgMaxRowsParams& params) override {
+    for (int row = 0; row < params.num_rows; ++row) {
+      const float* logits = params.logits + int64_t{row} * params.vocab_size;
+      const RowMax max = MaxLogit(logits, params.vocab_size);
+      const bool refused = !max.valid || max.value == kMasked;
+      params.ids[row] = refused ? -1 : FirstOf(logits, params.vocab_size, max.value);
+    }
+    return true;
+  }
+  void* ReadBack(void* memory, size_t num_bytes) override {
+    constexpr size_t kRowBytes = testing::kVocab * sizeof(float);  // more than all ids of a step
+    copy_.resize(num_bytes / sizeof(float));
+    std::memcpy(copy_.data(), memory, num_bytes);
+    std::fill_n(static_cast<float*>(memory), copy_.size(), NAN);
+    rows_read += num_bytes / kRowBytes;
+    return copy_.data();
+  }
+
+  int num_head_calls = 0;
+  int nan_at = 0;  // a call of the output head
+  size_t rows_read = 0;
+
+ private:
+  std::vector<float> copy_;
+};
+
+using Change = void (*)(Request&);
+
+// One request for every change, together on one device.
+std::vector<RequestOutput> RunChanged(const std::vector<Change>& changes,
+                                      const std::shared_ptr<Device>& device,
+                                      const std::function<void()>& start) {
+  const ModelConfig model = testing::TinyConfig();
+  EngineConfig config = testing::TinyEngineConfig(KvCacheMode::kFp4Nv);
+  config.max_batch_size = 16;
+  Engine engine(model, config, testing::TinyWeights(model, *device), device, testing::kFreeBytes);
+  for (size_t id = 0; id < changes.size(); ++id) {
+    auto request = MakeRequest(id, RandomPrompt(static_cast<uint32_t>(id), 20), 6);
+    changes[id](*request);
+    engine.Submit(std::move(request));
+  }
+  start();
+  std::vector<RequestOutput> outputs;
+  for (auto& [id, output] : testing::Collect(engine, changes.size())) {
+    outputs.push_back(std::move(output));
+  }
+  engine.Stop();
+  return outputs;
+}
+
+void CheckSame(const std::vector<Change>& changes, size_t rows_read) {
+  auto device = std::make_shared<ChoosingDevice>(MakeCpuDevice(1));
+  const auto got = RunChanged(changes, device, [&] { device->LetStart(); });
+  const auto want = RunChanged(changes, MakeCpuDevice(1), [] {});
+  CHECK(device->rows_read == rows_read);
+  REQUIRE(got.size() == want.size());
+  for (size_t i = 0; i < got.size(); ++i) {
+    CAPTURE(i);
+    CHECK(got[i].tokens == want[i].tokens);
+    CHECK(got[i].logits == want[i].logits);
+    CHECK(got[i].error == want[i].error);
+    CHECK(got[i].finish_reason == want[i].finish_reason);
+    REQUIRE(got[i].logprobs.size() == want[i].logprobs.size());
+    for (size_t j = 0; j < got[i].logprobs.size(); ++j) {
+      CHECK(got[i].logprobs[j].top == want[i].logprobs[j].top);
+    }
+    REQUIRE(got[i].prompt_logprobs.size() == want[i].prompt_logprobs.size());
+    for (size_t j = 0; j < got[i].prompt_logprobs.size(); ++j) {
+      CHECK(got[i].prompt_logprobs[j].chosen == want[i].prompt_logprobs[j].chosen);
+    }
+  }
+}
+
+TEST_CASE("rows of which the highest token is all that is asked stay with the device") {
+  const Change greedy = [](Request&) {};
+  const Change top_1 = [](Request& r) {
+    r.sampling.do_sample = true;
+    r.sampling.top_k = 1;
+  };
+  const Change prompt_only = [](Request& r) { r.max_new_tokens = 0; };
+  CheckSame({greedy, top_1, prompt_only}, 0);
+  const Change sampled = [](Request& r) { r.sampling.do_sample = true; };
+  const Change late_stop = [](Request& r) { r.min_new_tokens = 2; };
+  const Change prompt_logprobs = [](Request& r) { r.num_prompt_logprobs = 0; };
+  const Change all_logits = [](Request& r) { r.logits_output = LogitsOutput::kAll; };
+  CheckSame({greedy, sampled, top_1, late_stop, greedy}, 6 + 2);
+  CheckSame({top_1, prompt_logprobs, greedy}, 19);
+  CheckSame({greedy, all_logits, greedy}, 20 + 5);
+}
+
+TEST_CASE("rows of which more is asked come to the host, each to its sequence") {
+  const std::vector<Change> changes = {
+      [](Request&) {},
+      [](Request& r) { r.logits_output = LogitsOutput::kGeneration; },
+      [](Request& r) { r.sampling.num_logprobs = 2; },
+      [](Request&) {},
+      [](Request& r) { r.sampling.repetition_penalty = 1.5f; },
+      [](Request& r) { r.sampling.presence_penalty = 1.f; },
+      [](Request& r) { r.sampling.frequency_penalty = 1.f; },
+      [](Request& r) {
+        r.sampling.logit_bias = {{3, 20.f}};
+      },
+      [](Request& r) { r.bad_sequences = {{1}}; },
+      [](Request& r) {
+        r.token_mask = [](const auto&, auto& mask) {
+          std::fill(mask.begin(), mask.end(), 0x55555555u);
+          return true;
+        };
+      },
+  };
+  CheckSame(changes, 6 * 8);
+}
+
+TEST_CASE("a row or parameters that sampling refuses are an error, in the same words") {
+  CheckSame({[](Request&) {}, [](Request& r) { r.sampling.temperature = NAN; }}, 1);
+  auto device = std::make_shared<ChoosingDevice>(MakeCpuDevice(1));
+  device->nan_at = 3;
+  const auto outputs = RunChanged({[](Request&) {}}, device, [&] { device->LetStart(); });
+  REQUIRE(outputs.size() == 1);
+  CHECK(outputs[0].tokens.size() == 2);
+  CHECK(outputs[0].error == "the model gave NaN or infinite logits");
+  CHECK(device->rows_read == 1);
 }
 
 }  // namespace

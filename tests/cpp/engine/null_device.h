@@ -88,6 +88,7 @@ class ForwardingDevice : public Device {
     device_->PrefillAttention(params);
   }
   void DecodeAttention(const AttentionParams& params) override { device_->DecodeAttention(params); }
+  bool ArgMaxRows(const ArgMaxRowsParams& params) override { return device_->ArgMaxRows(params); }
 
  private:
   std::shared_ptr<Device> device_;

@@ -148,6 +148,32 @@ TEST_CASE("top_k 1 and temperature 0 are greedy") {
   CHECK(Sample(logits, request).token == best);
 }
 
+TEST_CASE("whether the highest of the model's row is all that is asked") {
+  const auto takes = [](const std::function<void(Request&)>& set, int64_t num_generated = 0) {
+    Request request;
+    set(request);
+    return TakesHighest(request, num_generated);
+  };
+  CHECK(takes([](Request&) {}));
+  CHECK(takes([](Request& r) { r.sampling.temperature = 0.5f; }));
+  CHECK(takes([](Request& r) { r.stop_sequences = {{1}}; }));
+  CHECK(takes([](Request& r) {
+    r.sampling.do_sample = true;
+    r.sampling.temperature = 0.f;
+  }));
+  CHECK(takes([](Request& r) { r.min_new_tokens = 3; }, 3));
+  CHECK(!takes([](Request& r) { r.min_new_tokens = 3; }, 2));
+  CHECK(!takes([](Request& r) { r.sampling.do_sample = true; }));
+  CHECK(!takes([](Request& r) { r.sampling.num_logprobs = 0; }));
+  CHECK(!takes([](Request& r) { r.sampling.logit_bias = {{1, 1.f}}; }));
+  CHECK(!takes([](Request& r) { r.sampling.repetition_penalty = 2.f; }));
+  CHECK(!takes([](Request& r) { r.sampling.presence_penalty = 1.f; }));
+  CHECK(!takes([](Request& r) { r.sampling.frequency_penalty = 1.f; }));
+  CHECK(!takes([](Request& r) { r.bad_sequences = {{1}}; }));
+  CHECK(!takes([](Request& r) { r.token_mask = [](const auto&, auto&) { return true; }; }));
+  CHECK(!takes([](Request& r) { r.sampling.top_p = 2.f; }));  // an error, which Sample gives
+}
+
 TEST_CASE("draws follow the filtered distribution") {
   const std::vector<float> logits = RandomLogits(500, 2);
   const auto check = [&](const std::function<void(SamplingParams&)>& set) {
