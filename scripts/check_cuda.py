@@ -1,13 +1,20 @@
 """Compiles the CUDA kernels without a GPU and checks what the compiler made of them.
 
-    python scripts/check_cuda.py                   # sm_90a: FP4 and 16 bit, head_dim 64 and 128
-    python scripts/check_cuda.py --all             # every format, head_dim and architecture
+    python scripts/check_cuda.py          # what CI checks: minutes
+    python scripts/check_cuda.py --all    # every format, head_dim and architecture; every file too
 
-Fails where a decode kernel spills registers, and where the loop of an FP4 kernel on sm_90a takes
-more instructions per element than MOST_PER_ELEMENT: not met yet (3.2 at head_dim 128, 3.9 at 64),
-so no check calls this. Needs nvcc; for the instructions cuobjdump, from the toolkit or the package
-nvidia-cuda-cuobjdump (with nvidia-cuda-nvdisasm). Without nvcc it says so and ends with 0; without
-cuobjdump it checks the spills alone and says so.
+Compiles the decode kernels of a matrix of formats and architectures, and every *.cu of the CUDA
+backend. Fails where a kernel spills registers, and where the loop over tiles of an FP4 decode
+kernel on sm_90a takes more instructions per element than MOST_PER_ELEMENT.
+
+What is counted: the instructions of the loop, less what a branch leaves out in nearly every turn.
+There are two such paths: the maximum moves (it has shuffles), and the first or the last tile of an
+item, whose positions outside are hidden (it stores to shared memory). Code that a branch skips
+counts as such a path only if it has one of these instructions and no matrix product.
+
+Needs nvcc; for the instructions cuobjdump, from the toolkit or the package nvidia-cuda-cuobjdump
+(with nvidia-cuda-nvdisasm). Without nvcc it says so and ends with 0; without cuobjdump it checks
+the spills alone and says so.
 """
 
 from __future__ import annotations
@@ -19,49 +26,86 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-QUICK_ARCHS = ("sm_90a",)
-ALL_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100f", "sm_120f")
-QUICK_MODES = ("kFp4Mx", "kFp4Nv", "kNone")
-ALL_MODES = (*QUICK_MODES, "kInt8", "kInt4", "kFp8E4m3", "kFp8E5m2")
-QUICK_DIMS = (64, 128)
-ALL_DIMS = (64, 80, 96, 128, 256)
-TILE_TOKENS, STAGES = 32, 3
-# Per element of K and V and lane, of a tile whose maximum does not move.
-MOST_PER_ELEMENT = {64: 3.4, 128: 3.1}
+BACKEND = ROOT / "src/turbomind/backend/cuda"
 GATED_ARCH = "sm_90a"
+OTHER_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_100f", "sm_120f")
+FILE_ARCHS = ("sm_80", GATED_ARCH)
+# In the order of the enum: their numbers are in the names of kernels.
+MODES = ("kNone", "kInt8", "kInt4", "kFp8E4m3", "kFp8E5m2", "kFp4Mx", "kFp4Nv")
+QUICK_MODES = ("kFp4Mx", "kFp4Nv", "kNone")  # on the other architectures
+QUICK_DIMS = (64, 128)
+DIMS = (64, 80, 96, 128, 256)
+STAGES = 3
+JOBS = 2
+# Per element of K and V and lane.
+MOST_PER_ELEMENT = {64: 3.4, 128: 3.1}
+RARE_OPCODES = {"SHFL", "STS"}  # of paths that are not counted
 
-COMPILE_LINE = re.compile(r"Compiling entry function '(\S+)' for '(\S+)'")
-SPILL_LINE = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill")
+ENTRY_LINE = re.compile(r"Compiling entry function '(\S+)' for '(\S+)'")
+SPILL_LINE = re.compile(r"\d+ bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 REGISTERS_LINE = re.compile(r"Used (\d+) registers")
-SASS_FUNCTION = re.compile(r"Function : (\S+)")
+SASS_FUNCTION = re.compile(r"\s+Function : (\S+)")
 SASS_LINE = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+((?:@!?U?P\w+\s+)?)([A-Z0-9_.]+)\s*([^;]*);")
+KERNEL_NAME = re.compile(r"DecodeKernel.*KvCacheModeE(\d+)ELS\w*_(\d+)E.*Li(\d+)ELi(\d+)ELi(\d+)E")
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One instance of DecodeKernel."""
+    """One instance of DecodeKernel, with K and V of one format."""
 
     mode: str
     head_dim: int
 
+    @property
+    def tile_tokens(self) -> int:
+        """Positions of a tile: what four blocks' shared memory of an SM has room for."""
+        return 32 if self.mode in ("kFp4Mx", "kFp4Nv", "kInt4") and self.head_dim <= 128 else 16
+
     def instantiation(self) -> str:
-        """The line that makes the compiler build it."""
+        """The lines that make the compiler build it."""
         config = (
             f"DecodeConfig<{self.mode}, {self.mode}, DataType::kBFloat16, {self.head_dim}, "
-            f"{TILE_TOKENS}, {STAGES}>"
+            f"{self.tile_tokens}, {STAGES}>"
         )
-        return f"template __global__ void DecodeKernel<{config}>(DecodeParams);"
+        number = MODES.index(self.mode)
+        return (
+            f"static_assert(static_cast<int>({self.mode}) == {number});\n"
+            f"template __global__ void DecodeKernel<{config}>(DecodeParams);\n"
+        )
+
+    @staticmethod
+    def of(name: str) -> Kernel | None:
+        """The kernel with this mangled name."""
+        found = KERNEL_NAME.search(name)
+        return Kernel(MODES[int(found.group(1))], int(found.group(3))) if found else None
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One run of the compiler: a file of the backend, or decode kernels together."""
+
+    arch: str
+    file: Path | None = None
+    kernels: tuple[Kernel, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """How the table calls it."""
+        return self.file.name if self.file else "decode kernels"
 
 
 @dataclass
 class Compiled:
     """What ptxas says of one kernel."""
 
+    name: str
     registers: int = 0
     spilled: int = 0
 
@@ -82,6 +126,29 @@ class Instruction:
         return int(found.group(1), 16) if found else None
 
 
+@dataclass
+class Result:
+    """What became of a unit."""
+
+    unit: Unit
+    seconds: float = 0.0
+    error: str = ""
+    kernels: list[Compiled] = field(default_factory=list)
+    code: dict[str, list[Instruction]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Count:
+    """Instructions of a loop, and those of its rare paths."""
+
+    loop: int
+    rare: int
+
+    def per_element(self, kernel: Kernel) -> float:
+        """Of K and V and lane."""
+        return (self.loop - self.rare) / (2 * kernel.head_dim * kernel.tile_tokens / 32)
+
+
 def find_tool(name: str) -> str | None:
     """On the path, or in a wheel of this Python."""
     found = shutil.which(name)
@@ -91,49 +158,30 @@ def find_tool(name: str) -> str | None:
     return next((str(path) for path in wheels), None)
 
 
-def compile_kernel(nvcc: str, kernel: Kernel, *, arch: str, folder: Path) -> tuple[Path, Compiled]:
-    """The cubin and what ptxas said. Raises RuntimeError with the compiler's words."""
-    source = folder / f"{kernel.mode}_{kernel.head_dim}_{arch}.cu"
-    source.write_text(
-        '#include "turbomind/backend/cuda/decode_attention.h"\n'
-        "namespace turbomind::cuda {\nusing enum KvCacheMode;\n"
-        f"{kernel.instantiation()}\n}}\n",
-        encoding="utf-8",
-    )
-    cubin = source.with_suffix(".cubin")
-    command = [nvcc, "-std=c++20", "-O3", f"-arch={arch}", f"-I{ROOT / 'src'}", "-Xptxas", "-v"]
-    done = subprocess.run(
-        [*command, "-cubin", "-o", str(cubin), str(source)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"{kernel.mode} {kernel.head_dim} {arch}:\n{done.stderr[-2000:]}")
-    compiled = Compiled()
-    for line in done.stderr.splitlines():
-        if spill := SPILL_LINE.search(line):
-            compiled.spilled += sum(int(count) for count in spill.groups())
-        if registers := REGISTERS_LINE.search(line):
-            compiled.registers = max(compiled.registers, int(registers.group(1)))
-    return cubin, compiled
+def parse_ptxas(text: str) -> list[Compiled]:
+    """The kernels that `ptxas -v` speaks of."""
+    kernels: list[Compiled] = []
+    for line in text.splitlines():
+        if entry := ENTRY_LINE.search(line):
+            kernels.append(Compiled(entry.group(1)))
+        elif kernels and (spill := SPILL_LINE.search(line)):
+            kernels[-1].spilled += sum(int(count) for count in spill.groups())
+        elif kernels and (registers := REGISTERS_LINE.search(line)):
+            kernels[-1].registers = int(registers.group(1))
+    return kernels
 
 
-def machine_code(cuobjdump: str, cubin: Path) -> list[Instruction]:
-    """Of the file's one kernel."""
-    path = os.pathsep.join((str(Path(cuobjdump).parent), os.environ.get("PATH", "")))
-    text = subprocess.run(
-        [cuobjdump, "-sass", str(cubin)],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "PATH": path},
-    ).stdout
-    return [
-        Instruction(int(m.group(1), 16), bool(m.group(2)), m.group(3).split(".")[0], m.group(4))
-        for m in map(SASS_LINE.match, text.splitlines())
-        if m
-    ]
+def parse_sass(text: str) -> dict[str, list[Instruction]]:
+    """What `cuobjdump -sass` prints: instructions by kernel."""
+    code: dict[str, list[Instruction]] = {}
+    body: list[Instruction] = []
+    for line in text.splitlines():
+        if function := SASS_FUNCTION.match(line):
+            body = code.setdefault(function.group(1), [])
+        elif m := SASS_LINE.match(line):
+            opcode = m.group(3).split(".")[0]
+            body.append(Instruction(int(m.group(1), 16), bool(m.group(2)), opcode, m.group(4)))
+    return code
 
 
 def tile_loop(code: Sequence[Instruction]) -> list[Instruction]:
@@ -146,45 +194,141 @@ def tile_loop(code: Sequence[Instruction]) -> list[Instruction]:
             if any(x.opcode == "HMMA" for x in body):
                 loops.append(body)
     if not loops:
-        raise RuntimeError("no loop with HMMA found in the machine code")
+        raise ValueError("no loop with HMMA found in the machine code")
     return max(loops, key=len)
 
 
-def slow_path(body: Sequence[Instruction]) -> int:
-    """Instructions that run when the maximum moves: what a branch over the shuffles skips."""
-    shuffles = [x.address for x in body if x.opcode == "SHFL"]
-    skipped = [
-        sum(branch.address < x.address < target for x in body)
-        for branch in body
-        if (target := branch.target) is not None
-        and branch.predicated
-        and shuffles
-        and branch.address < min(shuffles)
-        and target > max(shuffles)
-    ]
-    return min(skipped, default=0)
+def rare_addresses(body: Sequence[Instruction]) -> set[int]:
+    """Of what is not counted: see above."""
+    rare: set[int] = set()
+    for branch in body:
+        target = branch.target
+        if target is None or not branch.predicated:
+            continue
+        skipped = [x for x in body if branch.address < x.address < target]
+        opcodes = {x.opcode for x in skipped}
+        if "HMMA" not in opcodes and opcodes & RARE_OPCODES:
+            rare.update(x.address for x in skipped)
+    return rare
 
 
-def per_element(code: Sequence[Instruction], head_dim: int) -> float:
-    """Instructions per element of K and V and lane of the loop over tiles."""
+def count_loop(code: Sequence[Instruction]) -> Count:
+    """Of a kernel's loop over tiles."""
     body = tile_loop(code)
-    return (len(body) - slow_path(body)) / (2 * head_dim * TILE_TOKENS / 32)
+    return Count(len(body), len(rare_addresses(body)))
 
 
-def chosen(everything: bool) -> Iterator[tuple[Kernel, str]]:
-    """Kernels and architectures to compile."""
-    modes, dims, archs = (
-        (ALL_MODES, ALL_DIMS, ALL_ARCHS) if everything else (QUICK_MODES, QUICK_DIMS, QUICK_ARCHS)
+def source_of(unit: Unit, folder: Path) -> Path:
+    """The file to compile; written where the unit is kernels."""
+    if unit.file:
+        return unit.file
+    source = folder / f"decode_{unit.arch}.cu"
+    source.write_text(
+        '#include "turbomind/backend/cuda/decode_attention.h"\n'
+        "namespace turbomind::cuda {\nusing enum KvCacheMode;\n"
+        + "".join(kernel.instantiation() for kernel in unit.kernels)
+        + "}\n",
+        encoding="utf-8",
     )
-    for arch in archs:
-        for dim in dims:
-            for mode in modes:
-                yield Kernel(mode, dim), arch
+    return source
+
+
+def machine_code(cuobjdump: str, cubin: Path) -> dict[str, list[Instruction]]:
+    """Of the file's kernels."""
+    path = os.pathsep.join((str(Path(cuobjdump).parent), os.environ.get("PATH", "")))
+    text = subprocess.run(
+        [cuobjdump, "-sass", str(cubin)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PATH": path},
+    ).stdout
+    return parse_sass(text)
+
+
+def compile_unit(nvcc: str, unit: Unit, *, cuobjdump: str | None, folder: Path) -> Result:
+    """Compiles, and reads what ptxas said and what it made of decode kernels."""
+    begun = time.monotonic()
+    cubin = folder / f"{unit.label.replace(' ', '_')}_{unit.arch}.cubin"
+    command = [nvcc, "-std=c++20", "-O3", f"-arch={unit.arch}", f"-I{ROOT / 'src'}"]
+    done = subprocess.run(
+        [*command, "-Xptxas", "-v", "-cubin", "-o", str(cubin), str(source_of(unit, folder))],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    result = Result(unit, kernels=parse_ptxas(done.stderr))
+    if done.returncode != 0:
+        result.error = done.stderr[-2000:]
+    elif unit.kernels and cuobjdump is not None:
+        result.code = machine_code(cuobjdump, cubin)
+    result.seconds = time.monotonic() - begun
+    return result
+
+
+def chosen_units(everything: bool) -> list[Unit]:
+    """What to compile, the longest first."""
+    dims = DIMS if everything else QUICK_DIMS
+    units = []
+    for arch in (GATED_ARCH, *OTHER_ARCHS):
+        modes = MODES if everything or arch == GATED_ARCH else QUICK_MODES
+        kernels = tuple(Kernel(mode, dim) for dim in dims for mode in modes)
+        units.append(Unit(arch, kernels=kernels))
+    archs = (GATED_ARCH, *OTHER_ARCHS) if everything else FILE_ARCHS
+    units += [Unit(arch, file=path) for path in sorted(BACKEND.glob("*.cu")) for arch in archs]
+    return units
+
+
+def kernel_row(compiled: Compiled, arch: str, code: Sequence[Instruction]) -> tuple[str, bool]:
+    """A decode kernel's line of the table, and whether it is as it has to be."""
+    kernel = Kernel.of(compiled.name)
+    if kernel is None:
+        raise ValueError(f"not a decode kernel: {compiled.name}")
+    row = f"{arch:8} {kernel.mode:9} {kernel.head_dim:4} {compiled.registers:5}"
+    row += f" {compiled.spilled:6}"
+    good = compiled.spilled == 0
+    if code and kernel.mode.startswith("kFp4"):
+        count = count_loop(code)
+        per_element = count.per_element(kernel)
+        row += f" {count.loop - count.rare:6} {count.rare:5} {per_element:12.2f}"
+        most = MOST_PER_ELEMENT.get(kernel.head_dim) if arch == GATED_ARCH else None
+        if most is not None:
+            row += f"  at most {most}"
+            good = good and per_element <= most
+    return row + ("" if good else "  FAILED"), good
+
+
+def report(result: Result) -> int:
+    """Prints a unit's lines; how many of them are faults."""
+    unit = result.unit
+    if result.error:
+        print(f"{unit.arch:8} {unit.label}: does not compile  FAILED\n{result.error}", flush=True)
+        return 1
+    faults = 0
+    if unit.kernels:
+        if len(result.kernels) != len(unit.kernels):
+            print(f"{unit.arch:8} {len(result.kernels)} kernels of {len(unit.kernels)}  FAILED")
+            faults += 1
+        for compiled in result.kernels:
+            code = result.code.get(compiled.name, [])
+            row, good = kernel_row(compiled, unit.arch, code)
+            print(row)
+            faults += not good
+    spilling = [x for x in result.kernels if x.spilled] if unit.file else []
+    for x in spilling:
+        print(f"{unit.arch:8} {unit.label}: {x.name} spills {x.spilled} bytes  FAILED")
+    most = max((x.registers for x in result.kernels), default=0)
+    print(
+        f"{unit.arch:8} {unit.label}: {len(result.kernels)} kernels, at most {most} registers, "
+        f"{result.seconds:.0f} s",
+        flush=True,
+    )
+    return faults + len(spilling)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile, check, print a line per kernel."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    """Compile, check, print a line per kernel and file."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--all", action="store_true", help="every format, head_dim, architecture")
     options = parser.parse_args(arguments)
     nvcc, cuobjdump = find_tool("nvcc"), find_tool("cuobjdump")
@@ -193,21 +337,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if cuobjdump is None:
         print("check_cuda: no cuobjdump here: instructions are not counted")
-    faults = 0
-    with tempfile.TemporaryDirectory() as folder:
-        for kernel, arch in chosen(options.all):
-            cubin, compiled = compile_kernel(nvcc, kernel, arch=arch, folder=Path(folder))
-            line = f"{arch:8} {kernel.mode:9} head_dim {kernel.head_dim:3}"
-            line += f"  {compiled.registers:3} registers, {compiled.spilled} bytes spilled"
-            wrong = compiled.spilled > 0
-            gated = arch == GATED_ARCH and kernel.mode.startswith("kFp4")
-            if cuobjdump is not None and gated and kernel.head_dim in MOST_PER_ELEMENT:
-                count = per_element(machine_code(cuobjdump, cubin), kernel.head_dim)
-                most = MOST_PER_ELEMENT[kernel.head_dim]
-                line += f", {count:.2f} instructions per element (at most {most})"
-                wrong = wrong or count > most
-            print(line + ("  FAILED" if wrong else ""), flush=True)
-            faults += wrong
+    begun = time.monotonic()
+    units = chosen_units(options.all)
+    print("arch     format    head  regs spills   loop  rare per element")
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(JOBS) as pool:
+        results = pool.map(
+            lambda unit: compile_unit(nvcc, unit, cuobjdump=cuobjdump, folder=Path(folder)), units
+        )
+        counts = [(report(result), len(result.kernels)) for result in results]
+    faults, kernels = (sum(column) for column in zip(*counts, strict=True))
+    print(
+        f"check_cuda: {kernels} kernels in {len(units)} compilations, {faults} faults, "
+        f"{time.monotonic() - begun:.0f} s"
+    )
     return 1 if faults else 0
 
 

@@ -392,8 +392,12 @@ TEST_CASE("decode equals the codecs' values, K wider than V") {
   CheckAll<kNone, kFp4Mx, kHalf, 64>();
 }
 
-TEST_CASE("blocks of 16, 32 and 128 positions") {
+TEST_CASE("blocks of 16, 32 and 128 positions, tiles of 16 and 64") {
   CheckAll<kFp4Nv, kFp4Nv, kHalf, 64, 16>(16);
+  CheckAll<kFp4Mx, kFp4Mx, kHalf, 64, 16>(128);
+  CheckAll<kInt8, kInt8, kHalf, 128, 16>(128);
+  CheckAll<kFp4Mx, kFp4Mx, kHalf, 64, 64>(64);
+  CheckAll<kFp4Nv, kFp4Nv, kHalf, 64, 64>(128);
   CheckAll<kNone, kNone, kHalf, 64, 16>(16);
   CheckAll<kFp4Nv, kFp4Nv, kHalf, 128>(32);
   CheckAll<kFp4Nv, kFp4Nv, kHalf, 64>(128);

@@ -19,6 +19,7 @@ namespace turbomind::cuda {
 namespace shim = ::turbomind::cuda_shim;
 
 inline int ThreadIndexX() { return static_cast<int>(shim::ThreadIndex().x); }
+inline int WarpIndex() { return ThreadIndexX() / shim::kWarp; }
 inline int BlockIndexX() { return static_cast<int>(shim::BlockIndex().x); }
 inline int BlockIndexY() { return static_cast<int>(shim::BlockIndex().y); }
 inline char* SharedMemory() { return shim::SharedMemory(); }
@@ -203,6 +204,15 @@ inline uint32_t TransposeMatrix(uint32_t a) {
   return out;
 }
 
+inline char* KeepShared(char* p) { return p; }
+template <class T>
+const T* KeepGlobal(const T* p) {
+  return p;
+}
+inline int Keep(int x) { return x; }
+inline const char* AddProduct(const char* base, int32_t count, int32_t bytes) {
+  return base + int64_t{count} * bytes;
+}
 inline int CountZeros(int x) { return __builtin_ctz(static_cast<unsigned>(x)); }
 inline int CountOnes(uint32_t x) { return __builtin_popcount(x); }
 
@@ -228,6 +238,8 @@ uint32_t EachHalf(F fn) {
 inline uint32_t MulHalf2(uint32_t a, uint32_t b) {
   return EachHalf([&](int i) { return HalfOfPair<false>(a, i) * HalfOfPair<false>(b, i); });
 }
+inline uint32_t LowTwice(uint32_t pair) { return (pair & 0xffffu) * 0x10001u; }
+inline uint32_t HighTwice(uint32_t pair) { return (pair >> 16) * 0x10001u; }
 // The product of two FP16 is exact in FP32, and so is its sum with a third in double.
 inline uint32_t FmaHalf2(uint32_t a, uint32_t b, uint32_t c) {
   return EachHalf([&](int i) {

@@ -9,122 +9,25 @@
 // merges over the items of a sequence.
 //
 // What moves: every byte of payload, parameters and scales of the range, once per KV head and 8
-// query heads; 16 bytes at a time. Bound: memory, with at most about 4 instructions per FP4 element
-// (decode_shape.h).
+// query heads; 16 bytes at a time. Bound: memory, with about 3 instructions per FP4 element at most
+// (scripts/check_cuda.py counts them); what is the same for all tiles is computed once (StageView).
 //
 // Products: Kᵀ tiles of 16 positions × 16 dimensions times 8 query heads (mma.m16n8k16), so that a
 // dequantised value serves all heads. Dimensions may come in any order as long as queries come in
-// the same; positions of a tile come in the order TileRow, which spreads the rows that a quarter
-// warp reads over the banks of shared memory.
+// the same. Values lie in shared memory as SideShape scatters them, against bank conflicts.
 //
 // The reference maximum of the softmax moves only when a score exceeds it by more than 2^8; it
 // begins finite, so that a tile without visible positions adds nothing.
 
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
+#include "turbomind/backend/cuda/decode_load.h"
 #include "turbomind/backend/cuda/decode_shape.h"
 #include "turbomind/backend/cuda/fragments.h"
 
 namespace turbomind::cuda {
-
-// Asks for kRows rows that lie one after the other; with kZeros those outside [begin, end) become
-// zero: rows that nobody wrote may hold NaN, codes of 4 bits cannot. place(chunk) says where 16
-// bytes go.
-template <int kRows, int kRowBytes, bool kZeros, class Place>
-TM_DEVICE void CopyRows(const Lane& at, char* to, const char* from, int begin, int end,
-                        Place place) {
-  constexpr int kChunks = kRows * kRowBytes / 16;
-  static_assert(kRows * kRowBytes % 16 == 0);
-#pragma unroll
-  for (int first = 0; first < kChunks; first += 32) {
-    const int chunk = first + at.lane;
-    if (kChunks % 32 == 0 || chunk < kChunks) {
-      int valid = 16;
-      if constexpr (kZeros) {
-        const bool before = kRowBytes % 16 == 0 && (chunk * 16) / kRowBytes < begin;
-        const int left = end * kRowBytes - chunk * 16;
-        valid = before || left < 0 ? 0 : left < 16 ? left : 16;
-      }
-      CopyAsync(to + place(chunk) * 16, from + chunk * 16, valid);
-    }
-  }
-}
-
-// Where the rows of a KV head lie in block 0; block sizes fit 31 bits (DecodeParams), so that an
-// address is one multiplication.
-struct Sources {
-  const char* keys;
-  const char* values;
-  const char* scales;
-  const char* key_params;
-  const char* value_params;
-  int32_t block_bytes;
-  int32_t scale_block_bytes;
-  int block_mask;   // block_seq_len - 1
-  int block_shift;  // its log2
-};
-
-template <class C>
-TM_DEVICE Sources FindSources(const KvLayerView& kv, int kv_head) {
-  const auto bytes = [](const std::byte* p) { return reinterpret_cast<const char*>(p); };
-  Sources from = {};
-  from.keys = bytes(kv.Payload(KvSide::kK, 0, kv_head));
-  from.values = bytes(kv.Payload(KvSide::kV, 0, kv_head));
-  if constexpr (C::kScaleStride > 0) {
-    from.scales = bytes(kv.Scales(KvSide::kK, 0, kv_head));
-  }
-  if constexpr (C::KeyShape::kParamBytes > 0) {
-    from.key_params = bytes(kv.Params(KvSide::kK, 0, kv_head));
-  }
-  if constexpr (C::ValueShape::kParamBytes > 0) {
-    from.value_params = bytes(kv.Params(KvSide::kV, 0, kv_head));
-  }
-  from.block_bytes = static_cast<int32_t>(kv.block_bytes);
-  from.scale_block_bytes = static_cast<int32_t>(kv.scale_block_bytes);
-  from.block_mask = kv.block_seq_len - 1;
-  from.block_shift = CountZeros(kv.block_seq_len);
-  return from;
-}
-
-// The tile of positions [first, first + kTileTokens) into a stage. A committed group, even empty.
-template <class C>
-TM_DEVICE void LoadTile(const DecodeTask<C>& task, const Sources& sources, int first, int32_t block,
-                        char* stage) {
-  if (first < task.item.end) {
-    using KeyShape = typename C::KeyShape;
-    using ValueShape = typename C::ValueShape;
-    constexpr int kRows = C::kTileTokens;
-    const int slot = first & sources.block_mask;
-    const int begin = task.item.begin - first;
-    const int end = task.item.end - first;
-    const auto straight = [](int chunk) { return chunk; };
-    const auto swizzled = [](int chunk) {
-      return C::kSwizzleValues ? chunk ^ ((chunk >> 3 & 1) << 1) : chunk;
-    };
-    const int64_t at = static_cast<int64_t>(block) * sources.block_bytes;
-    CopyRows<kRows, KeyShape::kRowBytes, KeyShape::F::kBits != 4>(
-        task.at, stage, sources.keys + at + slot * KeyShape::kRowBytes, begin, end, straight);
-    CopyRows<kRows, ValueShape::kRowBytes, ValueShape::F::kBits != 4>(
-        task.at, stage + C::kValuesAt, sources.values + at + slot * ValueShape::kRowBytes, begin,
-        end, swizzled);
-    if constexpr (C::kScaleStride > 0) {
-      const int64_t scale_at = static_cast<int64_t>(block) * sources.scale_block_bytes;
-      CopyRows<kRows, C::kScaleStride, true>(task.at, stage + C::kScalesAt,
-                                             sources.scales + scale_at + slot * C::kScaleStride,
-                                             begin, end, straight);
-    }
-    if constexpr (KeyShape::kParamBytes > 0) {
-      CopyRows<kRows, 4, true>(task.at, stage + C::kKeyParamsAt, sources.key_params + at + slot * 4,
-                               begin, end, straight);
-    }
-    if constexpr (ValueShape::kParamBytes > 0) {
-      CopyRows<kRows, 4, true>(task.at, stage + C::kValueParamsAt,
-                               sources.value_params + at + slot * 4, begin, end, straight);
-    }
-  }
-  CommitCopies();
-}
 
 template <bool kBFloat>
 TM_DEVICE void Multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -140,22 +43,14 @@ TM_DEVICE uint32_t PackPair(float low, float high) {
   return kBFloat ? PackBFloat2(low, high) : PackHalf2(low, high);
 }
 
-// The scale of the group of 16 that a word of a key row lies in, twice.
-template <class C>
-TM_DEVICE uint32_t KeyScale(const char* stage, int row, int word) {
-  const char* from = stage + C::kScalesAt + row * C::kScaleStride + word / 2;
-  const uint32_t byte = LoadShared<uint8_t>(from);
-  return ScalePair<C::kKeyMode>(byte, byte);
-}
-
-// (scale, zero) of a row of integer codes; zero where the position is not there.
+// (scale, zero) of a row of integer codes.
 struct Param {
   float scale;
   float zero;
 };
 template <class C>
-TM_DEVICE Param LoadParam(const char* params, int row) {
-  const auto bits = LoadShared<uint32_t>(params + 4 * row);
+TM_DEVICE Param LoadParam(const char* from) {
+  const auto bits = LoadShared<uint32_t>(from);
   return {ToFloat<C::kType>(static_cast<uint16_t>(bits)),
           ToFloat<C::kType>(static_cast<uint16_t>(bits >> 16))};
 }
@@ -201,42 +96,57 @@ TM_DEVICE void LoadQuery(const DecodeTask<C>& task, Query<C>* query) {
   }
 }
 
-// Scores of 16 positions: rows g and g + 8 (in the order TileRow), heads 2 t and 2 t + 1, not yet
-// scaled by the softmax scale.
+// Words i ... of the lane in a key row → pairs of dimensions, times their scales; zero where they
+// lie behind the row.
 template <class C>
-TM_DEVICE void ScoreRows(const DecodeTask<C>& task, const Query<C>& query, const char* stage,
-                         int sub_tile, float (&scores)[4]) {
+TM_DEVICE void ExpandKeys(const StageView& view, int stage, int row, int i, bool there,
+                          uint32_t* pairs) {
+  using F = Fragments<C::kKeyMode, C::kType>;
+  using Shape = typename C::KeyShape;
+  constexpr int kPiece = Shape::kKeyPiece;
+  constexpr int kPairs = F::kDims / 2;
+  const int word = Shape::KeyWord(0, i);  // from the lane's first
+  Words<4 * kPiece> words = {};
+  [[maybe_unused]] uint32_t scale = 0;  // of the piece's first group of 16 and its second
+  if (there) {
+    words = LoadShared<Words<4 * kPiece>>(view.key + stage + row * Shape::kRowBytes + 4 * word);
+    if constexpr (IsFp4(C::kKeyMode)) {
+      using Bytes = std::conditional_t<kPiece == 4, uint16_t, uint8_t>;
+      scale = ScalesOf<C::kKeyMode, kPiece == 4>(
+          LoadShared<Bytes>(view.key_meta + stage + row * C::kScaleStride + word / 2));
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kPiece; ++j) {
+    uint32_t expanded[kPairs];
+    F::Expand(words.v[j], expanded);
+#pragma unroll
+    for (int p = 0; p < kPairs; ++p) {
+      pairs[j * kPairs + p] = expanded[p];
+      if constexpr (IsFp4(C::kKeyMode)) {
+        pairs[j * kPairs + p] = MulHalf2(expanded[p], j < 2 ? LowTwice(scale) : HighTwice(scale));
+      }
+    }
+  }
+}
+
+// Scores of 16 positions: rows g and g + 8, heads 2 t and 2 t + 1, not yet scaled by the softmax
+// scale.
+template <class C>
+TM_DEVICE void ScoreRows(const DecodeTask<C>& task, const Query<C>& query, const StageView& view,
+                         int stage, int sub_tile, float (&scores)[4]) {
   using F = Fragments<C::kKeyMode, C::kType>;
   using Shape = typename C::KeyShape;
   constexpr int kPiece = Shape::kKeyPiece;
   constexpr int kPairs = F::kDims / 2;
   scores[0] = scores[1] = scores[2] = scores[3] = 0.f;
-  const int row = 16 * sub_tile + TileRow(task.at.g);
 #pragma unroll
   for (int i = 0; i < Shape::kKeyWords; i += kPiece) {
-    const int word = Shape::KeyWord(task.at.t, i);
+    const bool there = Shape::kKeysEven || Shape::KeyWord(task.at.t, i) < Shape::kRowWords;
     uint32_t pairs[2][kPiece * kPairs];  // of the rows g and g + 8
 #pragma unroll
     for (int x = 0; x < 2; ++x) {
-      const bool there = Shape::kQuarters || word < Shape::kRowWords;
-      Words<4 * kPiece> words = {};
-      if (there) {
-        words = LoadShared<Words<4 * kPiece>>(stage + (row + 8 * x) * Shape::kRowBytes + 4 * word);
-      }
-#pragma unroll
-      for (int j = 0; j < kPiece; ++j) {
-        uint32_t expanded[kPairs];
-        F::Expand(words.v[j], expanded);
-        uint32_t scale = 0;
-        if constexpr (IsFp4(C::kKeyMode)) {
-          scale = there ? KeyScale<C>(stage, row + 8 * x, word + j) : 0;
-        }
-#pragma unroll
-        for (int p = 0; p < kPairs; ++p) {
-          pairs[x][j * kPairs + p] =
-              IsFp4(C::kKeyMode) ? MulHalf2(expanded[p], scale) : expanded[p];
-        }
-      }
+      ExpandKeys<C>(view, stage, 16 * sub_tile + 8 * x, i, there, pairs[x]);
     }
 #pragma unroll
     for (int p = 0; p + 1 < kPiece * kPairs; p += 2) {
@@ -248,7 +158,7 @@ TM_DEVICE void ScoreRows(const DecodeTask<C>& task, const Query<C>& query, const
   if constexpr (IsInteger(C::kKeyMode)) {
 #pragma unroll
     for (int x = 0; x < 2; ++x) {
-      const auto param = LoadParam<C>(stage + C::kKeyParamsAt, row + 8 * x);
+      const Param param = LoadParam<C>(view.key_meta + stage + 4 * (16 * sub_tile + 8 * x));
       scores[2 * x] = scores[2 * x] * param.scale + query.sum[0] * param.zero;
       scores[2 * x + 1] = scores[2 * x + 1] * param.scale + query.sum[1] * param.zero;
     }
@@ -267,42 +177,45 @@ struct WarpState {
 // The scales of one side's parameters of two positions.
 template <class C>
 struct ValueScales {
-  uint32_t scale[2];  // of the positions TileRow(2 t), TileRow(2 t + 1), and those 8 on
+  uint32_t scale[2];  // of the positions 2 t, 2 t + 1, and those 8 on
   uint32_t zero[2];
 };
 
-// A piece of a row of values from dimension `dim` on: whole words, or the bytes of two dimensions.
-template <class C, int kPiece>
-TM_DEVICE Words<4 * kPiece> LoadValues(const char* values, int row, int dim) {
+// A piece of a row of values: whole words, or the bytes of two dimensions.
+template <class C>
+TM_DEVICE auto LoadValues(const char* from) {
   using Shape = typename C::ValueShape;
   constexpr int kBits = Fragments<C::kValueMode, C::kType>::kBits;
-  int byte = dim * kBits / 8;
-  if (C::kSwizzleValues) {
-    byte ^= (row >> 1 & 1) << 5;
-  }
-  const char* from = values + row * Shape::kRowBytes + byte;
+  using Piece = Words<4 * Shape::kValuePiece>;
   if constexpr (Shape::kEighths || kBits == 16) {
-    return LoadShared<Words<4 * kPiece>>(from);
+    return LoadShared<Piece>(from);
   } else if constexpr (kBits == 8) {
-    return {{LoadShared<uint16_t>(from)}};
+    return Piece{{LoadShared<uint16_t>(from)}};
   } else {
-    return {{LoadShared<uint8_t>(from)}};
+    return Piece{{LoadShared<uint8_t>(from)}};
   }
 }
 
-// Of one group of 16 dimensions and four positions.
+// Of one group of 16 dimensions and the four positions of a lane; `from` is that of the first.
 template <class C>
-TM_DEVICE void LoadValueScales(const char* stage, const int (&rows)[4], int group,
-                               ValueScales<C>* scales) {
-  uint32_t byte[4];
-#pragma unroll
-  for (int x = 0; x < 4; ++x) {
-    byte[x] = LoadShared<uint8_t>(stage + C::kScalesAt + rows[x] * C::kScaleStride +
-                                  C::KeyShape::kScaleBytes + group);
-  }
+TM_DEVICE void LoadValueScales(const char* from, ValueScales<C>* scales) {
 #pragma unroll
   for (int x = 0; x < 2; ++x) {
-    scales->scale[x] = ScalePair<C::kValueMode>(byte[2 * x], byte[2 * x + 1]);
+    const char* row = from + 8 * x * C::kScaleStride;
+    scales->scale[x] = ScalePair<C::kValueMode>(LoadShared<uint8_t>(row),
+                                                LoadShared<uint8_t>(row + C::kScaleStride));
+  }
+}
+
+// (scale, zero) of the four positions.
+template <class C>
+TM_DEVICE void LoadValueParams(const char* from, ValueScales<C>* scales) {
+#pragma unroll
+  for (int x = 0; x < 2; ++x) {
+    const Param a = LoadParam<C>(from + 32 * x);
+    const Param b = LoadParam<C>(from + 32 * x + 4);
+    scales->scale[x] = PackHalf2(a.scale, b.scale);
+    scales->zero[x] = PackHalf2(a.zero, b.zero);
   }
 }
 
@@ -334,45 +247,50 @@ TM_DEVICE void AddValueWord(const uint32_t (&words)[4], const ValueScales<C>& sc
 
 // o += weights · values of 16 positions. `weights` is operand B.
 template <class C>
-TM_DEVICE void AddValues(const DecodeTask<C>& task, const char* stage, int sub_tile,
+TM_DEVICE void AddValues(const StageView& view, int stage, int sub_tile,
                          const uint32_t (&weights)[2], WarpState<C>* state) {
   using Shape = typename C::ValueShape;
   constexpr int kPiece = Shape::kValuePiece;
-  const int g = task.at.g;
-  int rows[4];  // 2 t, 2 t + 1, and 8 on
-#pragma unroll
-  for (int x = 0; x < 4; ++x) {
-    rows[x] = 16 * sub_tile + TileRow(2 * task.at.t + (x & 1) + (x & 2) * 4);
-  }
+  constexpr int kOddRow = Shape::Slot(1) * Shape::kRowBytes;
   ValueScales<C> scales = {};
   if constexpr (IsInteger(C::kValueMode)) {
-#pragma unroll
-    for (int x = 0; x < 2; ++x) {
-      const Param a = LoadParam<C>(stage + C::kValueParamsAt, rows[2 * x]);
-      const Param b = LoadParam<C>(stage + C::kValueParamsAt, rows[2 * x + 1]);
-      scales.scale[x] = PackHalf2(a.scale, b.scale);
-      scales.zero[x] = PackHalf2(a.zero, b.zero);
-    }
+    LoadValueParams<C>(view.value_meta + stage + 4 * 16 * sub_tile, &scales);
   }
 #pragma unroll
   for (int i = 0; i < Shape::kValueWords; i += kPiece) {
-    const int dim = Shape::ValueDim(g, i * Shape::kValueDims / 2);
+    const char* from = view.value + stage + 16 * sub_tile * Shape::kRowBytes +
+                       Shape::ValueWordDim(0, i) * Shape::F::kBits / 8;
     Words<4 * kPiece> words[4];
 #pragma unroll
     for (int x = 0; x < 4; ++x) {
-      words[x] = LoadValues<C, kPiece>(stage + C::kValuesAt, rows[x], dim);
+      words[x] = LoadValues<C>(from + (x >> 1) * 8 * Shape::kRowBytes + (x & 1) * kOddRow);
     }
 #pragma unroll
     for (int j = 0; j < kPiece; ++j) {
       if constexpr (IsFp4(C::kValueMode)) {
-        const int group = Shape::ValueDim(g, (i + j) * Shape::kValueDims / 2) / 16;
-        if (j == 0 || (j * Shape::kValueDims) % 16 == 0) {
-          LoadValueScales<C>(stage, rows, group, &scales);
+        if (j * Shape::kValueDims % 16 == 0) {
+          LoadValueScales<C>(view.value_meta + stage + 16 * sub_tile * C::kScaleStride +
+                                 Shape::ValueWordDim(0, i + j) / 16,
+                             &scales);
         }
       }
       const uint32_t four[4] = {words[0].v[j], words[1].v[j], words[2].v[j], words[3].v[j]};
       AddValueWord<C>(four, scales, i + j, weights, state);
     }
+  }
+}
+
+// The same of all positions of a tile.
+template <class C>
+TM_DEVICE void AddTile(const StageView& view, int stage, const float (&weights)[C::kSubTiles][4],
+                       WarpState<C>* state) {
+  constexpr bool kBFloat = Fragments<C::kValueMode, C::kType>::kBFloat;
+#pragma unroll
+  for (int u = 0; u < C::kSubTiles; ++u) {
+    const float(&w)[4] = weights[u];
+    const uint32_t b[2] = {TransposeMatrix(PackPair<kBFloat>(w[0], w[1])),
+                           TransposeMatrix(PackPair<kBFloat>(w[2], w[3]))};
+    AddValues<C>(view, stage, u, b, state);
   }
 }
 
@@ -415,43 +333,29 @@ TM_DEVICE void UpdateSoftmax(float scale, float (&scores)[C::kSubTiles][4], Warp
   }
 }
 
-// Positions that are not in the item count as -infinity.
+// Positions of the tile outside [begin, end), counted from its first: scores of -infinity, finite
+// values.
 template <class C>
-TM_DEVICE void HideScores(const DecodeTask<C>& task, int first, float (&scores)[C::kSubTiles][4]) {
-  if (first >= task.item.begin && first + C::kTileTokens <= task.item.end) {
-    return;
-  }
+TM_DEVICE void HideOutside(const DecodeTask<C>& task, int begin, int end, int stage,
+                           float (&scores)[C::kSubTiles][4]) {
 #pragma unroll
   for (int u = 0; u < C::kSubTiles; ++u) {
 #pragma unroll
     for (int x = 0; x < 2; ++x) {
-      const int position = first + 16 * u + TileRow(task.at.g) + 8 * x;
-      if (position < task.item.begin || position >= task.item.end) {
+      const int row = 16 * u + 8 * x + task.at.g;
+      if (row < begin || row >= end) {
         scores[u][2 * x] = -INFINITY;
         scores[u][2 * x + 1] = -INFINITY;
       }
     }
   }
-}
-
-// One tile that lies in a stage.
-template <class C>
-TM_DEVICE void ReadTile(const DecodeTask<C>& task, const Query<C>& query, float scale, int first,
-                        const char* stage, WarpState<C>* state) {
-  float scores[C::kSubTiles][4];
-#pragma unroll
-  for (int u = 0; u < C::kSubTiles; ++u) {
-    ScoreRows<C>(task, query, stage, u, scores[u]);
+#pragma unroll 1
+  for (int row = task.at.lane; row < C::kTileTokens; row += 32) {
+    if (row < begin || row >= end) {
+      ClearValues<C>(task.ring + stage, row);
+    }
   }
-  HideScores<C>(task, first, scores);
-  UpdateSoftmax<C>(scale, scores, state);
-  constexpr bool kBFloat = Fragments<C::kValueMode, C::kType>::kBFloat;
-#pragma unroll
-  for (int u = 0; u < C::kSubTiles; ++u) {
-    const uint32_t weights[2] = {TransposeMatrix(PackPair<kBFloat>(scores[u][0], scores[u][1])),
-                                 TransposeMatrix(PackPair<kBFloat>(scores[u][2], scores[u][3]))};
-    AddValues<C>(task, stage, u, weights, state);
-  }
+  SyncWarp();
 }
 
 // The factor g of a head; 1 where there is none.
@@ -463,36 +367,64 @@ TM_DEVICE float HeadFactor(const float* g, int head) {
 template <class C>
 TM_DEVICE void ReadItem(const DecodeTask<C>& task, WarpState<C>* state) {
   constexpr int kTile = C::kTileTokens;
-  constexpr int kStride = kDecodeWarps * kTile;
+  constexpr int kTurn = C::kTurnTokens;
+  constexpr int kAhead = C::kStages - 1;
   const DecodeParams& p = task.params;
-  const int32_t* table = p.block_tables + task.item.sequence * p.block_table_stride;
-  const Sources sources = FindSources<C>(p.kv, task.kv_head);
   const int start = task.item.begin / kTile * kTile + task.at.warp * kTile;
-  // Read one tile ahead of its use: a load from the table is on the way while a tile is computed.
-  const auto block_of = [&](int first) {
-    return first < task.item.end ? LoadGlobal(table + (first >> sources.block_shift)) : 0;
+  const int mask = p.kv.block_seq_len - 1;
+  const int shift = CountZeros(p.kv.block_seq_len);
+  const TileSources sources =
+      FindSources<C>(p.kv, task.kv_head, C::kWholeBlocks ? start & mask : 0, task.at.lane);
+  const StageView view = ViewStages<C>(task.at, task.ring);
+  const int32_t* table = KeepGlobal(p.block_tables + task.item.sequence * p.block_table_stride);
+  const auto place_of = [&](int position) {
+    return TilePlace{LoadGlobal(table + (position >> shift)), position & mask};
   };
+  const int length = task.item.end - task.item.begin;
+  int left = task.item.end - start;  // positions from the turn's tile on
 #pragma unroll
-  for (int i = 0; i < C::kStages - 1; ++i) {
-    const int first = start + i * kStride;
-    LoadTile<C>(task, sources, first, block_of(first), task.ring + i * C::kStageBytes);
+  for (int i = 0; i < kAhead; ++i) {
+    if (left > i * kTurn) {
+      LoadTile<C>(sources, task.at.lane, place_of(start + i * kTurn), view, i * C::kStageBytes);
+    }
+    CommitCopies();
+  }
+  // Read one tile ahead of its use: a load from the table is on the way while a tile is computed.
+  int ahead = start + kAhead * kTurn;
+  TilePlace next = {};
+  if (left > kAhead * kTurn) {
+    next = place_of(ahead);
   }
   Query<C> query;
   LoadQuery<C>(task, &query);
   const float scale = p.softmax_scale * kLog2E * Fragments<C::kKeyMode, C::kType>::kUnit *
                       HeadFactor(p.kv.g[0], task.kv_head);
-  int32_t next_block = block_of(start + (C::kStages - 1) * kStride);
   int stage = 0;
+  int free = kAhead * C::kStageBytes;
 #pragma unroll 1
-  for (int first = start; first < task.item.end; first += kStride) {
+  for (; left > 0; left -= kTurn) {
     WaitForCopies<C::kStages - 2>();
     SyncWarp();  // all lanes' copies are there, and nobody reads the stage that is filled next
-    const int free = stage == 0 ? C::kStages - 1 : stage - 1;
-    const int ahead = first + (C::kStages - 1) * kStride;
-    LoadTile<C>(task, sources, ahead, next_block, task.ring + free * C::kStageBytes);
-    next_block = block_of(ahead + kStride);
-    ReadTile<C>(task, query, scale, first, task.ring + stage * C::kStageBytes, state);
-    stage = stage + 1 == C::kStages ? 0 : stage + 1;
+    if (left > kAhead * kTurn) {
+      LoadTile<C>(sources, task.at.lane, next, view, free);
+    }
+    CommitCopies();
+    ahead += kTurn;
+    if (left > C::kStages * kTurn) {
+      next = place_of(ahead);
+    }
+    float scores[C::kSubTiles][4];
+#pragma unroll
+    for (int u = 0; u < C::kSubTiles; ++u) {
+      ScoreRows<C>(task, query, view, stage, u, scores[u]);
+    }
+    if (left < kTile || left > length) {  // the item's first tile or its last
+      HideOutside<C>(task, left - length, left, stage, scores);
+    }
+    UpdateSoftmax<C>(scale, scores, state);
+    AddTile<C>(view, stage, scores, state);
+    free = stage;
+    stage = stage == kAhead * C::kStageBytes ? 0 : stage + C::kStageBytes;
   }
   WaitForCopies<0>();
 }
@@ -557,9 +489,10 @@ TM_DEVICE void MergeWarps(const DecodeTask<C>& task, const WarpState<C>& state) 
 
 // Grid: items × (KV heads · ⌈query heads of a KV head / 8⌉); kDecodeWarps warps; C::kSharedBytes.
 template <class C>
-__global__ void __launch_bounds__(32 * kDecodeWarps) DecodeKernel(DecodeParams params) {
-  const int thread = ThreadIndexX();
-  const int lane = thread & 31;
+__global__ void __launch_bounds__(32 * kDecodeWarps, C::kBlocksPerSm)
+    DecodeKernel(DecodeParams params) {
+  const int lane = ThreadIndexX() & 31;
+  const int warp = WarpIndex();
   const int group = params.q_heads / params.kv.kv_heads;
   const int head_tiles = (group + kDecodeHeads - 1) / kDecodeHeads;
   const int kv_head = BlockIndexY() / head_tiles;
@@ -569,8 +502,8 @@ __global__ void __launch_bounds__(32 * kDecodeWarps) DecodeKernel(DecodeParams p
                               kv_head,
                               kv_head * group + first,
                               group - first < kDecodeHeads ? group - first : kDecodeHeads,
-                              SharedMemory() + (thread >> 5) * C::kRingBytes,
-                              {lane, thread >> 5, lane >> 2, lane & 3}};
+                              SharedMemory() + warp * C::kRingBytes,
+                              {lane, warp, lane >> 2, lane & 3}};
   WarpState<C> state = {};
   state.m[0] = state.m[1] = kLeastMax;
   ReadItem<C>(task, &state);

@@ -11,8 +11,8 @@
 
 namespace turbomind::cuda {
 
-// REQUIRES: block_bytes and scale_block_bytes below 2^31; block_seq_len a power of two and at least
-// the tile's positions; modes, dtype and head_dim those of the kernel.
+// REQUIRES: block_bytes and scale_block_bytes below 2^31; block_seq_len a power of two, at least
+// the tile's positions and at most kMostBlockTokens; modes, dtype and head_dim those of the kernel.
 struct DecodeParams {
   const float* q = nullptr;  // row i at q + i * q_stride: [q_heads, head_dim]
   int64_t q_stride = 0;
@@ -29,6 +29,7 @@ struct DecodeParams {
 
 inline constexpr int kDecodeWarps = 4;
 inline constexpr int kDecodeHeads = 8;  // of a block
+inline constexpr int kMostBlockTokens = 128;
 inline constexpr float kLeastMax = -1e30f;
 inline constexpr float kLazyMax = 8.f;
 inline constexpr float kLog2E = 1.44269504f;
@@ -48,19 +49,39 @@ struct SideShape {
   static constexpr int kRowBytes = D * F::kBits / 8;
   static constexpr int kScaleBytes = IsFp4(M) ? D / 16 : 0;
   static constexpr int kParamBytes = IsInteger(M) ? 4 : 0;
-  // Keys: lane t of four owns a quarter of a row in whole words, or every fourth word.
   static constexpr int kRowWords = kRowBytes / 4;
-  static constexpr bool kQuarters = kRowWords % 4 == 0;
+  // Keys: lane t of four owns every fourth piece of kKeyPiece words; the last may lie behind a row.
   static constexpr int kKeyWords = (kRowWords + 3) / 4;
-  static constexpr int kKeyPiece = kQuarters ? WordsAtOnce(kKeyWords) : 1;
-  static TM_DEVICE int KeyWord(int t, int i) { return kQuarters ? t * kKeyWords + i : 4 * i + t; }
-  // Values: lane g of eight owns an eighth of a row in whole words, or two dimensions of every 16.
+  static constexpr int kKeyPiece = kRowWords % 4 == 0 ? WordsAtOnce(kKeyWords) : 1;
+  static constexpr bool kKeysEven = kRowWords % (4 * kKeyPiece) == 0;
+  static TM_HD constexpr int KeyWord(int t, int i) {
+    return i / kKeyPiece * 4 * kKeyPiece + t * kKeyPiece + i % kKeyPiece;
+  }
+  // Values: lane g of eight owns every eighth piece of kValuePiece words, or two dimensions of
+  // every 16.
   static constexpr bool kEighths = kRowWords % 8 == 0;
   static constexpr int kValueWords = kEighths ? kRowWords / 8 : D / 16;
   static constexpr int kValuePiece = kEighths ? WordsAtOnce(kValueWords) : 1;
   static constexpr int kValueDims = kEighths ? F::kDims : 2;  // of a word
-  static TM_DEVICE int ValueDim(int g, int tile) {
-    return kEighths ? D / 8 * g + 2 * tile : 16 * tile + 2 * g;
+  // First dimension of the lane's word i.
+  static TM_HD constexpr int ValueWordDim(int g, int i) {
+    return kEighths
+               ? (i / kValuePiece * 8 * kValuePiece + g * kValuePiece + i % kValuePiece) * F::kDims
+               : 16 * i + 2 * g;
+  }
+  // Of a tile of results: the lane's row g; row g + 8 is the next.
+  static TM_HD constexpr int ValueDim(int g, int tile) {
+    return ValueWordDim(g, 2 * tile / kValueDims) + 2 * tile % kValueDims;
+  }
+  // Where rows of values lie, so that what a warp reads at once (pieces of the rows 2 t) is in
+  // different banks: the even rows of eight before the odd ones, and of row t of four the bytes b
+  // at b ^ Swizzle(t).
+  static constexpr bool kScattered = kEighths && (kRowBytes & (kRowBytes - 1)) == 0;
+  static TM_HD constexpr int Slot(int row) {
+    return kScattered ? (row & ~7) + (row & 1) * 4 + (row >> 1 & 3) : row;
+  }
+  static TM_HD constexpr int Swizzle(int slot) {
+    return !kScattered || kRowBytes < 64 ? 0 : kRowBytes == 64 ? (slot & 2) << 4 : (slot & 3) << 5;
   }
 };
 
@@ -75,6 +96,9 @@ struct DecodeConfig {
   static constexpr int kTileTokens = kTokens;
   static constexpr int kStages = kStageCount;
   static constexpr int kSubTiles = kTokens / 16;
+  // The warps' turn of tiles is whole blocks: a warp's tiles lie at one slot of all its blocks.
+  static constexpr int kTurnTokens = kDecodeWarps * kTokens;
+  static constexpr bool kWholeBlocks = kTurnTokens >= kMostBlockTokens;
   static constexpr int kScaleStride = KeyShape::kScaleBytes + ValueShape::kScaleBytes;
   // A stage: keys, values, scales, parameters of keys, of values; each begins at 16 bytes.
   static constexpr int kValuesAt = kTokens * KeyShape::kRowBytes;
@@ -87,18 +111,15 @@ struct DecodeConfig {
   static constexpr int kMergeBytes = kDecodeWarps * kDecodeHeads * (kMergeStride + 2) * 4;
   static constexpr int kSharedBytes =
       kDecodeWarps * kRingBytes > kMergeBytes ? kDecodeWarps* kRingBytes : kMergeBytes;
+  // How many blocks an SM runs at once: by shared memory and by registers.
+  static constexpr int kFitting = (227 << 10) / (kSharedBytes + (1 << 10));
+  static constexpr int kMostBlocks = D > 128 ? 2 : 4;
+  static constexpr int kBlocksPerSm = kFitting < 1             ? 1
+                                      : kFitting < kMostBlocks ? kFitting
+                                                               : kMostBlocks;
   static constexpr int kSteps = (KeyShape::kKeyWords * Fragments<K, T>::kDims / 2 + 1) / 2;
   static constexpr int kOutTiles = D / 16;
-  // Values of FP4 at head_dim 128: the two halves of a row change places in every other pair of
-  // rows, so that rows read at once lie in different banks.
-  static constexpr bool kSwizzleValues = IsFp4(V) && D == 128;
 };
-
-// Row r of 16 of an operand is this position of the tile.
-TM_DEVICE int TileRow(int r) {
-  const int half = (r & 7) >> 1;
-  return (r & 8) + ((r & 1) != 0 ? (half ^ 3) + 4 : half);
-}
 
 // What a lane knows for the whole kernel.
 struct Lane {

@@ -42,15 +42,24 @@ TM_DEVICE uint32_t LessThan1024(uint32_t bits) {
 }
 
 // Two scale bytes of FP4 → FP16 pairs with which ExpandE2m1 gives the value times 2^-8.
+// REQUIRES: IsLegalScale (codec.h); other bytes give any values.
 template <KvCacheMode M>
 TM_DEVICE uint32_t ScalePair(uint32_t low, uint32_t high) {
   if constexpr (M == KvCacheMode::kFp4Mx) {
-    // The exponent field is byte - 106; zero, which stands for a slot that is not there, gives 0.
-    constexpr uint32_t kLeast = 106 * 0x10001u;
-    return MaxShorts(SelectBytes(low, high, 0x5410), kLeast) * 1024u - kLeast * 1024u;
+    return SelectBytes(low, high, 0x5410) * 1024u - 106 * 1024u * 0x10001u;  // exponent: byte - 106
   } else {
     constexpr uint32_t k64 = 0x54005400u;
     return MulHalf2(E4m3PairToHalf2(SelectBytes(low, high, 0x4440)), k64);
+  }
+}
+// The same for the two bytes of the low half; `kPair` false: the first of them, in the low half.
+template <KvCacheMode M, bool kPair>
+TM_DEVICE uint32_t ScalesOf(uint32_t bytes) {
+  if constexpr (M == KvCacheMode::kFp4Mx) {
+    return (kPair ? SelectBytes(bytes, 0, 0x4140) : bytes) * 1024u - 106 * 1024u * 0x10001u;
+  } else {
+    constexpr uint32_t k64 = 0x54005400u;
+    return MulHalf2(E4m3PairToHalf2(bytes), k64);
   }
 }
 

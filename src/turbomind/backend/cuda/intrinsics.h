@@ -20,6 +20,8 @@
 namespace turbomind::cuda {
 
 TM_DEVICE int ThreadIndexX() { return static_cast<int>(threadIdx.x); }
+// Of the block; the compiler knows it to be the same in all lanes.
+TM_DEVICE int WarpIndex() { return __shfl_sync(~0u, static_cast<int>(threadIdx.x) >> 5, 0); }
 TM_DEVICE int BlockIndexX() { return static_cast<int>(blockIdx.x); }
 TM_DEVICE int BlockIndexY() { return static_cast<int>(blockIdx.y); }
 TM_DEVICE char* SharedMemory() {
@@ -90,6 +92,29 @@ TM_DEVICE uint32_t TransposeMatrix(uint32_t a) {
   return out;
 }
 
+// p, an address in shared memory, in a register of its own: not computed again where it is used.
+TM_DEVICE char* KeepShared(char* p) {
+  auto at = static_cast<uint32_t>(__cvta_generic_to_shared(p));
+  asm volatile("" : "+r"(at));
+  return static_cast<char*>(__cvta_shared_to_generic(at));
+}
+// The same of an address in global memory, and of a number.
+template <class T>
+TM_DEVICE const T* KeepGlobal(const T* p) {
+  auto at = __cvta_generic_to_global(p);
+  asm volatile("" : "+l"(at));
+  return static_cast<const T*>(__cvta_global_to_generic(at));
+}
+TM_DEVICE int Keep(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+// base + count * bytes: one instruction.
+TM_DEVICE const char* AddProduct(const char* base, int32_t count, int32_t bytes) {
+  const char* out;
+  asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(out) : "r"(count), "r"(bytes), "l"(base));
+  return out;
+}
 // Of the low end; of a power of two its log2.
 TM_DEVICE int CountZeros(int x) { return __ffs(x) - 1; }
 TM_DEVICE int CountOnes(uint32_t x) { return __popc(x); }
@@ -107,6 +132,21 @@ TM_DEVICE uint32_t MaxShorts(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }
 TM_DEVICE uint32_t MulHalf2(uint32_t a, uint32_t b) {
   uint32_t out;
   asm("mul.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  return out;
+}
+// The low or the high half of a pair in both.
+TM_DEVICE uint32_t LowTwice(uint32_t pair) {
+  uint32_t out;
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {low, low};}"
+      : "=r"(out)
+      : "r"(pair));
+  return out;
+}
+TM_DEVICE uint32_t HighTwice(uint32_t pair) {
+  uint32_t out;
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {high, high};}"
+      : "=r"(out)
+      : "r"(pair));
   return out;
 }
 // a * b + c, rounded once.
