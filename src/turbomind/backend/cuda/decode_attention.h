@@ -112,7 +112,7 @@ TM_DEVICE void ExpandKeys(const StageView& view, int stage, int row, int i, bool
     words = LoadShared<Words<4 * kPiece>>(view.key + stage + row * Shape::kRowBytes + 4 * word);
     if constexpr (IsFp4(C::kKeyMode)) {
       using Bytes = std::conditional_t<kPiece == 4, uint16_t, uint8_t>;
-      scale = ScalesOf<C::kKeyMode, kPiece == 4>(
+      scale = ScalesOf<C::kKeyMode, F::kHardware, kPiece == 4>(
           LoadShared<Bytes>(view.key_meta + stage + row * C::kScaleStride + word / 2));
     }
   }
@@ -199,11 +199,12 @@ TM_DEVICE auto LoadValues(const char* from) {
 // Of one group of 16 dimensions and the four positions of a lane; `from` is that of the first.
 template <class C>
 TM_DEVICE void LoadValueScales(const char* from, ValueScales<C>* scales) {
+  constexpr bool kHardware = Fragments<C::kValueMode, C::kType>::kHardware;
 #pragma unroll
   for (int x = 0; x < 2; ++x) {
     const char* row = from + 8 * x * C::kScaleStride;
-    scales->scale[x] = ScalePair<C::kValueMode>(LoadShared<uint8_t>(row),
-                                                LoadShared<uint8_t>(row + C::kScaleStride));
+    scales->scale[x] = ScalePair<C::kValueMode, kHardware>(
+        LoadShared<uint8_t>(row), LoadShared<uint8_t>(row + C::kScaleStride));
   }
 }
 

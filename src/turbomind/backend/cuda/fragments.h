@@ -3,15 +3,17 @@
 // How stored rows become operands of the tensor cores, by the way they are stored: registers of two
 // FP16 (BF16 for a BF16 cache that is not quantised). E2M1 in software goes through bytes of E5M2:
 // a code's bits are those of a small FP16 after two masks, and one multiplication by the scale
-// normalises them. Every product is exact for the scales that are stored (docs/kv_cache.md).
+// normalises them. GPUs from Blackwell on convert codes themselves (kHasE2m1). Either way every
+// product is exact for the scales that are stored (docs/kv_cache.md).
 //
 // Fragments<M, T> has
 //   kBits, kDims      payload bits per value, values per 32-bit word
 //   kBFloat           operands are BF16
-//   kUnit             what a raw product has to be multiplied with to be the value (FP4: 2^8)
+//   kUnit             what a raw product has to be multiplied with to be the value (FP4)
 //   Expand            a word of one token → kDims / 2 pairs; pair p is the dimensions (Low(p),
 //                     High(p)) of the word
 //   ExpandTokens      the words of two tokens → kDims pairs, dimension i of the one and the other
+//   kHardware         FP4: which ScalePair and ScalesOf go with Expand
 // Values come out raw: FP4 before its scale, integers as codes.
 
 #include <cstdint>
@@ -41,25 +43,37 @@ TM_DEVICE uint32_t LessThan1024(uint32_t bits) {
   return FmaHalf2(bits | kHalf1024, kHalfOne, kHalfMinus1024);
 }
 
-// Two scale bytes of FP4 → FP16 pairs with which ExpandE2m1 gives the value times 2^-8.
+// FP16 of scales of FP4 with which an expanded code gives the value times 2^-8; with kHardware,
+// where codes expand to 2^14 times as much, half of MXFP4's value and the value of NVFP4.
 // REQUIRES: IsLegalScale (codec.h); other bytes give any values.
-template <KvCacheMode M>
+template <bool kHardware>
+TM_DEVICE uint32_t MxScales(uint32_t halves) {       // bytes in 16 bits each
+  constexpr uint32_t kBias = kHardware ? 111 : 106;  // the exponent's bits are byte - kBias
+  return halves * 1024u - kBias * 1024u * 0x10001u;
+}
+template <bool kHardware>
+TM_DEVICE uint32_t NvScales(uint32_t bytes) {  // the two in the low half
+  constexpr uint32_t k64 = 0x54005400u;
+  const uint32_t pair = E4m3PairToHalf2(bytes);
+  return kHardware ? pair : MulHalf2(pair, k64);
+}
+
+// Of two bytes.
+template <KvCacheMode M, bool kHardware = false>
 TM_DEVICE uint32_t ScalePair(uint32_t low, uint32_t high) {
   if constexpr (M == KvCacheMode::kFp4Mx) {
-    return SelectBytes(low, high, 0x5410) * 1024u - 106 * 1024u * 0x10001u;  // exponent: byte - 106
+    return MxScales<kHardware>(SelectBytes(low, high, 0x5410));
   } else {
-    constexpr uint32_t k64 = 0x54005400u;
-    return MulHalf2(E4m3PairToHalf2(SelectBytes(low, high, 0x4440)), k64);
+    return NvScales<kHardware>(SelectBytes(low, high, 0x4440));
   }
 }
-// The same for the two bytes of the low half; `kPair` false: the first of them, in the low half.
-template <KvCacheMode M, bool kPair>
+// Of the two bytes of a 16-bit number; without kPair of a byte, in the low half of the result.
+template <KvCacheMode M, bool kHardware, bool kPair>
 TM_DEVICE uint32_t ScalesOf(uint32_t bytes) {
   if constexpr (M == KvCacheMode::kFp4Mx) {
-    return (kPair ? SelectBytes(bytes, 0, 0x4140) : bytes) * 1024u - 106 * 1024u * 0x10001u;
+    return MxScales<kHardware>(kPair ? SelectBytes(bytes, 0, 0x4140) : bytes);
   } else {
-    constexpr uint32_t k64 = 0x54005400u;
-    return MulHalf2(E4m3PairToHalf2(bytes), k64);
+    return NvScales<kHardware>(bytes);
   }
 }
 
@@ -82,19 +96,31 @@ struct EightBits {
   static TM_HD constexpr int High(int pair) { return 2 * pair + 1; }
 };
 
-template <KvCacheMode M>
+template <KvCacheMode M, bool kOnGpu = kHasE2m1>
 struct Fp4Fragments : FourBits {
-  static constexpr float kUnit = 256.f;
-  static TM_DEVICE void Expand(uint32_t word, uint32_t (&out)[4]) { ExpandE2m1(word, out); }
-  static TM_DEVICE void ExpandTokens(uint32_t a, uint32_t b, uint32_t (&out)[8]) {
-    uint32_t half[4];
-    ExpandE2m1(SelectBytes(a, b, 0x5410), half);
-    for (int i = 0; i < 4; ++i) {
-      out[i] = half[i];
+  static constexpr bool kHardware = kOnGpu;
+  static constexpr float kUnit = !kHardware ? 256.f : M == KvCacheMode::kFp4Mx ? 0.5f : 1.f;
+  static TM_HD constexpr int Low(int pair) { return kHardware ? 2 * pair : pair; }
+  static TM_HD constexpr int High(int pair) { return kHardware ? 2 * pair + 1 : pair + 4; }
+  static TM_DEVICE void Expand(uint32_t word, uint32_t (&out)[4]) {
+    if constexpr (kHardware) {
+      E2m1ToHalf2(word, out);
+    } else {
+      ExpandE2m1(word, out);
     }
-    ExpandE2m1(SelectBytes(a, b, 0x7632), half);
-    for (int i = 0; i < 4; ++i) {
-      out[4 + i] = half[i];
+  }
+  static TM_DEVICE void ExpandTokens(uint32_t a, uint32_t b, uint32_t (&out)[8]) {
+    constexpr uint32_t kEven = 0x0f0f0f0fu;
+    uint32_t half[2][4];
+    if constexpr (kHardware) {
+      E2m1ToHalf2((a & kEven) | (b << 4 & ~kEven), half[0]);
+      E2m1ToHalf2((a >> 4 & kEven) | (b & ~kEven), half[1]);
+    } else {
+      ExpandE2m1(SelectBytes(a, b, 0x5410), half[0]);
+      ExpandE2m1(SelectBytes(a, b, 0x7632), half[1]);
+    }
+    for (int i = 0; i < 8; ++i) {
+      out[i] = kHardware ? half[i % 2][i / 2] : half[i / 4][i % 4];
     }
   }
 };

@@ -178,6 +178,20 @@ TM_DEVICE uint32_t E4m3PairToHalf2(uint32_t codes) {
   return MulHalf2(((high & 0x7f007f00u) >> 1) | (high & 0x80008000u), 0x5c005c00u);  // times 2^8
 #endif
 }
+// Whether E2m1ToHalf2 is one instruction per pair: from compute capability 10.0 on, in code for one
+// GPU or its family alone.
+#if defined(__CUDA_ARCH_FAMILY_SPECIFIC__) && __CUDA_ARCH_FAMILY_SPECIFIC__ >= 1000
+inline constexpr bool kHasE2m1 = true;
+#else
+inline constexpr bool kHasE2m1 = false;
+#endif
+// Eight E2M1 codes → four FP16 pairs, each of the codes of a byte. REQUIRES: kHasE2m1.
+TM_DEVICE void E2m1ToHalf2(uint32_t codes, uint32_t (&out)[4]) {
+  asm("{.reg .b8 a, b, c, d; mov.b32 {a, b, c, d}, %4; cvt.rn.f16x2.e2m1x2 %0, a;"
+      "cvt.rn.f16x2.e2m1x2 %1, b; cvt.rn.f16x2.e2m1x2 %2, c; cvt.rn.f16x2.e2m1x2 %3, d;}"
+      : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+      : "r"(codes));
+}
 // 2^x, to 2^-22; 0 for -infinity.
 TM_DEVICE float Exp2Approx(float x) {
   float out;
