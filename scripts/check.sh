@@ -59,6 +59,9 @@ step_build() {
 
 step_ctest() { ctest --test-dir "$BUILD_ROOT/release" --output-on-failure -j "$JOBS" --timeout 300; }
 
+# Compiles for GPUs where nvcc is found; says that it does not elsewhere.
+step_cuda() { "$python" scripts/check_cuda.py; }
+
 step_pytest() {
   cp "$BUILD_ROOT"/release/_turbomind*.so lmdeploy/ &&
     TM_BUILD_FOLDER="$BUILD_ROOT/release" "$python" -m pytest --timeout 300
@@ -113,7 +116,7 @@ step_wheel() {
   [ "$bytes" -le "$MAX_WHEEL_BYTES" ]
 }
 
-readonly ALL_STEPS=(ruff mypy clang_format sizes build ctest pytest clang_tidy asan tsan wheel)
+readonly ALL_STEPS=(ruff mypy clang_format sizes build ctest cuda pytest clang_tidy asan tsan wheel)
 steps=("$@")
 [ $# -gt 0 ] || steps=("${ALL_STEPS[@]}")
 for step in "${steps[@]}"; do

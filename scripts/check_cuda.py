@@ -279,7 +279,7 @@ def chosen_units(everything: bool) -> list[Unit]:
     return units
 
 
-def kernel_row(compiled: Compiled, arch: str, code: Sequence[Instruction]) -> tuple[str, bool]:
+def kernel_row(compiled: Compiled, *, arch: str, code: Sequence[Instruction]) -> tuple[str, bool]:
     """A decode kernel's line of the table, and whether it is as it has to be."""
     kernel = Kernel.of(compiled.name)
     if kernel is None:
@@ -311,7 +311,7 @@ def report(result: Result) -> int:
             faults += 1
         for compiled in result.kernels:
             code = result.code.get(compiled.name, [])
-            row, good = kernel_row(compiled, unit.arch, code)
+            row, good = kernel_row(compiled, arch=unit.arch, code=code)
             print(row)
             faults += not good
     spilling = [x for x in result.kernels if x.spilled] if unit.file else []

@@ -1,0 +1,162 @@
+"""What check_cuda reads from the compiler's words and from machine code, and that it fails where it
+has to. No compiler is needed: scripts stand in for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import check_cuda
+import pytest
+from check_cuda import Count, Kernel, Unit
+
+NAME = (
+    "_ZN9turbomind4cuda12DecodeKernelINS0_12DecodeConfigILNS_11KvCacheModeE{0}ELS3_{0}E"
+    "LNS_8DataTypeE2ELi{1}ELi{2}ELi3EEEEEvNS0_12DecodeParamsE"
+)
+
+PTXAS = """
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_Z5firstv' for 'sm_90a'
+ptxas info    : Function properties for _Z5firstv
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 95 registers, used 1 barriers
+ptxas info    : Compiling entry function '_Z6secondv' for 'sm_90a'
+ptxas info    : Function properties for _Z6secondv
+    8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 80 registers, used 1 barriers, 8 bytes cumulative stack size
+"""
+
+# Two paths that a branch leaves out (0x0040 to 0x0050, 0x0080 to 0x00a0), one that it does not
+# leave out for good (no shuffle, no store: 0x0020), a loop without products before.
+SASS = """
+\t\tFunction : _Z4loopv
+\t.headerflags\t@"EF_CUDA_SM90"
+        /*0000*/                   IADD3 R1, R1, 0x1, RZ ;   /* 0x0000000101017810 */
+                                                             /* 0x000fe20000000000 */
+        /*0008*/              @P0  BRA 0x0 ;
+        /*0010*/             @!P1  BRA 0x30 ;
+        /*0020*/                   LDGSTS.E.BYPASS.128 [R5], desc[UR8][R32.64] ;
+        /*0030*/             @!P2  BRA P3, 0x60 ;
+        /*0040*/                   STS.U8 [R5], RZ ;
+        /*0050*/                   WARPSYNC.ALL ;
+        /*0060*/                   HMMA.16816.F32 R32, R32, R8, RZ ;
+        /*0070*/             @!P4  BRA 0xb0 ;
+        /*0080*/                   SHFL.BFLY PT, R1, R1, 0x4, 0x1f ;
+        /*0090*/              @P5  FMUL R2, R2, R1 ;
+        /*00a0*/                   FMUL R3, R3, R1 ;
+        /*00b0*/             @!P6  BRA 0xd0 ;
+        /*00c0*/                   HMMA.16816.F32 R32, R32, R8, RZ ;
+        /*00d0*/              @UP0 BRA 0x10 ;
+        /*00e0*/                   EXIT ;
+\t\tFunction : _Z5emptyv
+        /*0000*/                   EXIT ;
+"""
+
+
+def test_what_ptxas_says():
+    first, second = check_cuda.parse_ptxas(PTXAS)
+    assert (first.name, first.registers, first.spilled) == ("_Z5firstv", 95, 0)
+    assert (second.name, second.registers, second.spilled) == ("_Z6secondv", 80, 16)
+
+
+def test_the_loop_and_its_rare_paths():
+    code = check_cuda.parse_sass(SASS)
+    assert [len(body) for body in code.values()] == [16, 1]
+    body = check_cuda.tile_loop(code["_Z4loopv"])
+    assert (body[0].address, body[-1].address) == (0x10, 0xD0)
+    assert sorted(check_cuda.rare_addresses(body)) == [0x40, 0x50, 0x80, 0x90, 0xA0]
+    assert check_cuda.count_loop(code["_Z4loopv"]) == Count(loop=13, rare=5)
+    with pytest.raises(ValueError, match="no loop"):
+        check_cuda.count_loop(code["_Z5emptyv"])
+
+
+def test_per_element():
+    kernel = Kernel("kFp4Nv", 64)
+    assert kernel.tile_tokens == 32
+    assert Count(loop=500, rare=116).per_element(kernel) == 3.0
+
+
+def test_kernels_by_name():
+    assert Kernel.of(NAME.format(6, 128, 32)) == Kernel("kFp4Nv", 128)
+    assert Kernel.of(NAME.format(0, 64, 16)) == Kernel("kNone", 64)
+    assert Kernel.of("_Z4loopv") is None
+
+
+def test_modes_are_numbered_as_in_the_header():
+    header = (check_cuda.ROOT / "src/turbomind/kv/kv_cache_mode.h").read_text(encoding="utf-8")
+    names = header.split("enum class KvCacheMode")[1].split("{")[1].split("}")[0]
+    listed = [line.split("//")[0].strip(" ,") for line in names.splitlines()]
+    assert [name.split(" ")[0] for name in listed if name] == list(check_cuda.MODES)
+
+
+def test_what_is_compiled():
+    quick, everything = check_cuda.chosen_units(False), check_cuda.chosen_units(True)
+    first = quick[0]
+    assert first.arch == "sm_90a" and len(first.kernels) == 2 * len(check_cuda.MODES)
+    assert {unit.arch for unit in quick if unit.kernels} == {"sm_90a", *check_cuda.OTHER_ARCHS}
+    files = {unit.file for unit in quick if unit.file}
+    assert files == set(check_cuda.BACKEND.glob("*.cu"))
+    assert len(everything) > len(quick)
+    assert len(everything[0].kernels) == len(check_cuda.DIMS) * len(check_cuda.MODES)
+
+
+def make_tool(path: Path, body: str) -> str:
+    path.write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
+    path.chmod(0o755)
+    return str(path)
+
+
+def sass_of(name: str, instructions: int) -> str:
+    lines = [f"\t\tFunction : {name}", "        /*0000*/    HMMA.16816.F32 R0, R0, R1, RZ ;"]
+    lines += [f"        /*{16 * i:04x}*/    FMUL R0, R0, R0 ;" for i in range(1, instructions - 1)]
+    return "\n".join([*lines, f"        /*{16 * instructions:04x}*/ @P0 BRA 0x0 ;"])
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path, capsys):
+    """Runs the check with tools that say what they are told, on one kernel and one file."""
+
+    def go(instructions: int, spilled: int = 0, fails: bool = False) -> tuple[int, str]:
+        kernel, file = Kernel("kFp4Nv", 128), tmp_path / "x_ops.cu"
+        name = NAME.format(6, 128, 32)
+        units = [Unit("sm_90a", kernels=(kernel,)), Unit("sm_80", file=file)]
+        (tmp_path / "said").write_text(
+            f"Compiling entry function '{name}' for 'sm_90a'\n"
+            f"0 bytes stack frame, {spilled} bytes spill stores, 0 bytes spill loads\n"
+            "Used 90 registers\n",
+            encoding="utf-8",
+        )
+        (tmp_path / "sass").write_text(sass_of(name, instructions), encoding="utf-8")
+        tools = {
+            "nvcc": make_tool(tmp_path / "nvcc", f"cat {tmp_path}/said >&2; exit {int(fails)}"),
+            "cuobjdump": make_tool(tmp_path / "cuobjdump", f"cat {tmp_path}/sass"),
+        }
+        monkeypatch.setattr(check_cuda, "find_tool", tools.get)
+        monkeypatch.setattr(check_cuda, "chosen_units", lambda everything: units)
+        return check_cuda.main([]), capsys.readouterr().out
+
+    return go
+
+
+def test_the_gate(run):
+    most = int(3.1 * 256)
+    status, text = run(most)
+    assert status == 0 and "0 faults" in text and "FAILED" not in text
+    status, text = run(most + 1)
+    assert status == 1 and "1 faults" in text and "at most 3.1  FAILED" in text
+
+
+def test_spills_fail(run):
+    status, text = run(700, spilled=4)
+    assert status == 1 and "2 faults" in text and "x_ops.cu: _ZN9" in text
+
+
+def test_a_file_that_does_not_compile(run):
+    status, text = run(700, fails=True)
+    assert status == 1 and "x_ops.cu: does not compile" in text
+
+
+def test_without_a_compiler(monkeypatch, capsys):
+    monkeypatch.setattr(check_cuda, "find_tool", lambda name: None)
+    assert check_cuda.main([]) == 0
+    assert capsys.readouterr().out.strip() == "check_cuda: no nvcc here: nothing is checked"
