@@ -34,6 +34,7 @@ void StoreGlobal(T* p, const T& value) {
   shim::CheckAccess(shim::Space::kGlobalWrite, p, sizeof(T), alignof(T));
   *p = value;
 }
+inline void AddGlobal(int64_t* p, int64_t value) { StoreGlobal(p, LoadGlobal(p) + value); }
 template <class T>
 T LoadShared(const void* p) {
   shim::CheckAccess(shim::Space::kShared, p, sizeof(T), alignof(T));
@@ -268,6 +269,21 @@ inline void E2m1ToHalf2(uint32_t codes, uint32_t (&out)[4]) {
     out[byte] = EachHalf(
         [&](int i) { return E2M1ToFloat(static_cast<uint8_t>(codes >> (8 * byte + 4 * i) & 15)); });
   }
+}
+inline float MulRounded(float a, float b) { return a * b; }
+inline float LowHalf(uint32_t pair) { return HalfOfPair<false>(pair, 0); }
+inline float HighHalf(uint32_t pair) { return HalfOfPair<false>(pair, 1); }
+inline uint32_t PackE4m3(float low, float high) {
+  return static_cast<uint32_t>(FloatToE4M3(low) | FloatToE4M3(high) << 8);
+}
+inline uint32_t PackE5m2(float low, float high) {
+  return static_cast<uint32_t>(FloatToE5M2(low) | FloatToE5M2(high) << 8);
+}
+// Tests set it to run what the newest GPUs run.
+inline bool newest_gpu = false;
+inline bool HasPackE2m1() { return newest_gpu; }
+inline uint32_t PackE2m1(float low, float high) {
+  return static_cast<uint32_t>(FloatToE2M1(low) | FloatToE2M1(high) << 4);
 }
 inline float Exp2Approx(float x) { return std::exp2(x); }
 

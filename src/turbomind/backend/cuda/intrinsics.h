@@ -15,6 +15,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "turbomind/core/float_convert.h"
+
 #define TM_DEVICE __device__ __forceinline__
 
 namespace turbomind::cuda {
@@ -36,6 +38,10 @@ TM_DEVICE T LoadGlobal(const T* p) {
 template <class T>
 TM_DEVICE void StoreGlobal(T* p, const T& value) {
   *p = value;
+}
+TM_DEVICE void AddGlobal(int64_t* p, int64_t value) {
+  static_assert(sizeof(unsigned long long) == sizeof(int64_t));
+  atomicAdd(reinterpret_cast<unsigned long long*>(p), static_cast<unsigned long long>(value));
 }
 template <class T>
 TM_DEVICE T LoadShared(const void* p) {
@@ -191,6 +197,53 @@ TM_DEVICE void E2m1ToHalf2(uint32_t codes, uint32_t (&out)[4]) {
       "cvt.rn.f16x2.e2m1x2 %1, b; cvt.rn.f16x2.e2m1x2 %2, c; cvt.rn.f16x2.e2m1x2 %3, d;}"
       : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
       : "r"(codes));
+}
+// Rounded: the compiler makes no FMA of it and a sum.
+TM_DEVICE float MulRounded(float a, float b) { return __fmul_rn(a, b); }
+TM_DEVICE float LowHalf(uint32_t pair) {
+  return __half2float(__ushort_as_half(static_cast<uint16_t>(pair)));
+}
+TM_DEVICE float HighHalf(uint32_t pair) {
+  return __half2float(__ushort_as_half(static_cast<uint16_t>(pair >> 16)));
+}
+// Two codes in the low half, nearest or even, saturated. Not for NaN.
+TM_DEVICE uint32_t PackE4m3(float low, float high) {
+#if __CUDA_ARCH__ >= 890
+  uint16_t out;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(out) : "f"(high), "f"(low));
+  return out;
+#else
+  return static_cast<uint32_t>(FloatToE4M3(low) | FloatToE4M3(high) << 8);
+#endif
+}
+TM_DEVICE uint32_t PackE5m2(float low, float high) {
+#if __CUDA_ARCH__ >= 890
+  uint16_t out;
+  asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(out) : "f"(high), "f"(low));
+  return out;
+#else
+  return static_cast<uint32_t>(FloatToE5M2(low) | FloatToE5M2(high) << 8);
+#endif
+}
+// Whether PackE2m1 is there: the architectures with a letter, from sm_100 on.
+TM_DEVICE bool HasPackE2m1() {
+#if defined(__CUDA_ARCH_FAMILY_SPECIFIC__) && __CUDA_ARCH__ >= 1000
+  return true;
+#else
+  return false;
+#endif
+}
+// A byte of two codes, nearest or even, saturated. Not for NaN.
+TM_DEVICE uint32_t PackE2m1(float low, float high) {
+#if defined(__CUDA_ARCH_FAMILY_SPECIFIC__) && __CUDA_ARCH__ >= 1000
+  uint16_t out;
+  asm("{.reg .b8 codes; cvt.rn.satfinite.e2m1x2.f32 codes, %1, %2; mov.b16 %0, {codes, 0};}"
+      : "=h"(out)
+      : "f"(high), "f"(low));
+  return out;
+#else
+  return 0;
+#endif
 }
 // 2^x, to 2^-22; 0 for -infinity.
 TM_DEVICE float Exp2Approx(float x) {
