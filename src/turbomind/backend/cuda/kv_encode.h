@@ -108,7 +108,8 @@ TM_DEVICE void FiniteValues(const LaneValues& x, float (&finite)[kLaneValues]) {
   }
 }
 
-// --- Quotients ------------------------------------------------------------------------------------
+// --- Quotients
+// ------------------------------------------------------------------------------------
 
 // A divisor of many values. REQUIRES: value between 2^-80 and 2^124.
 struct Divisor {
@@ -129,7 +130,8 @@ TM_DEVICE float Quotient(float size, const Divisor& divisor, float limit) {
   return fmaf(fmaf(-q, divisor.value, x), divisor.inverse, q);
 }
 
-// --- FP4 ------------------------------------------------------------------------------------------
+// --- FP4
+// ------------------------------------------------------------------------------------------
 
 // The E2M1 value nearest to x, ties to the even code: adding 1.5 * 2^22 times x's binade leaves one
 // bit behind its leading one; below 1 the steps stay 0.5.
@@ -156,8 +158,8 @@ TM_DEVICE uint32_t E2m1Byte(float low, float high) {
   if (HasPackE2m1()) {
     return PackE2m1(low, high);
   }
-  const uint32_t codes =
-      NearestE2m1(Magnitude(low)).code() | NearestE2m1(Magnitude(high)).code() << 4;
+  const uint32_t codes = NearestE2m1(Magnitude(low)).code() | NearestE2m1(Magnitude(high)).code()
+                                                                  << 4;
   return codes | SignBit(low) >> 28 | SignBit(high) >> 24;
 }
 
@@ -257,7 +259,8 @@ TM_DEVICE Fp4Lane EncodeFp4(const LaneValues& x, float g, bool search) {
   return out;
 }
 
-// --- FP8 ------------------------------------------------------------------------------------------
+// --- FP8
+// ------------------------------------------------------------------------------------------
 
 template <bool kE4m3>
 TM_DEVICE Words<8> EncodeFp8(const LaneValues& x, float g) {
@@ -285,7 +288,8 @@ TM_DEVICE Words<8> EncodeFp8(const LaneValues& x, float g) {
   return out;
 }
 
-// --- Integers -------------------------------------------------------------------------------------
+// --- Integers
+// -------------------------------------------------------------------------------------
 
 template <int kIntBits>
 struct IntLane {
@@ -314,8 +318,8 @@ TM_DEVICE IntLane<kIntBits> EncodeInt(const LaneValues& x, const RowLane& at) {
   IntLane<kIntBits> out = {};
   out.zero = least + 0.f;
   const float range = most - least;
-  out.scale = RoundTo((range < Definition::kWidest ? range : Definition::kWidest) /
-                          Definition::kLevels, T);
+  out.scale =
+      RoundTo((range < Definition::kWidest ? range : Definition::kWidest) / Definition::kLevels, T);
   if (!(out.scale > 0.f) || !at.active()) {
     return out;
   }
@@ -333,7 +337,8 @@ TM_DEVICE IntLane<kIntBits> EncodeInt(const LaneValues& x, const RowLane& at) {
   return out;
 }
 
-// --- Rows -----------------------------------------------------------------------------------------
+// --- Rows
+// -----------------------------------------------------------------------------------------
 
 // Where a row goes: payload null where it is stored nowhere.
 struct RowTarget {

@@ -1,8 +1,8 @@
-#include "turbomind/backend/cuda/kv_ops.h"
-
 #include <algorithm>
 #include <cmath>
 
+#include "turbomind/backend/cuda/kv_flatten.h"
+#include "turbomind/backend/cuda/kv_ops.h"
 #include "turbomind/backend/cuda/kv_write.h"
 #include "turbomind/backend/cuda/launch.h"
 #include "turbomind/core/ceil_div.h"
@@ -47,7 +47,8 @@ void CudaProcessKV(const Context& context, const ProcessKVParams& params) {
     launch.kv_blocks = blocks(params.kv.kv_heads);
     if (params.rotate) {
       launch.rotation_size = RotationSize(params.kv.head_dim);
-      launch.rotation_norm = static_cast<float>(1.0 / std::sqrt(static_cast<double>(launch.rotation_size)));
+      launch.rotation_norm =
+          static_cast<float>(1.0 / std::sqrt(static_cast<double>(launch.rotation_size)));
     }
     Launch(ProcessKvKernel<kRowLanes, T>,
            {.grid_x = launch.q_blocks + 2 * int64_t{launch.kv_blocks}, .threads = kWriteThreads},
@@ -65,6 +66,40 @@ void CudaQuantiseBlocks(const Context& context, const QuantiseBlocksParams& para
     Launch(QuantiseBlocksKernel<kRowLanes, T>,
            {.grid_x = 2 * int64_t{launch.side_blocks}, .threads = kWriteThreads}, context.stream,
            launch);
+  });
+}
+
+void CudaFlattenKV(const Context& context, const FlattenKVParams& params) {
+  DispatchRows(params.kv, [&]<int kRowLanes, DataType T>() {
+    const int64_t rows =
+        static_cast<int64_t>(params.batch.num_seqs) * params.kv.kv_heads * params.max_len;
+    Launch(FlattenKernel<kRowLanes, T>,
+           {.grid_x = CeilDiv(rows, int64_t{RowsOfBlock(kRowLanes)}),
+            .grid_y = 2,
+            .threads = kWriteThreads},
+           context.stream, params);
+  });
+}
+
+SeenSpans SpansOf(const HotRule& rule, int window, int first_query, int context_len) {
+  const int begin = window > 0 ? std::max(0, first_query - window + 1) : 0;
+  if (!rule.enabled()) {
+    return {.cold = {begin, context_len}, .sinks = {}, .recent = {}};
+  }
+  const int oldest = rule.RecentBegin(first_query);
+  const int newest = rule.RecentBegin(context_len - 1);
+  return {.cold = {std::max(begin, rule.SinkEnd()), newest},
+          .sinks = {begin, std::min(rule.SinkEnd(), context_len)},
+          .recent = {std::max(begin, oldest), context_len}};
+}
+
+void CudaFlattenToHalf(const Context& context, const FlattenHalfParams& params) {
+  DispatchRows(params.kv, [&]<int kRowLanes, DataType T>() {
+    Launch(FlattenHalfKernel<kRowLanes, T>,
+           {.grid_x = CeilDiv(params.num_rows, int64_t{FlattenRowsOfBlock(kRowLanes)}),
+            .grid_y = 2 * int64_t{params.kv.kv_heads},
+            .threads = kWriteThreads},
+           context.stream, params);
   });
 }
 

@@ -16,8 +16,9 @@
 
 namespace turbomind::cuda {
 
-// Equal to the CPU's, bit for bit: qkv, q_dot_mean, the bytes of the cache. A token whose block id
-// is -1 is not stored and not counted: a step may be padded to a recorded size.
+// Equal to the CPU's, bit for bit (but for which NaN a sum gives): qkv, q_dot_mean, the bytes of
+// the cache. A token whose block id is -1 is not stored and not counted: a step may be padded to a
+// recorded size.
 void CudaProcessKV(const Context& context, const ProcessKVParams& params);
 void CudaQuantiseBlocks(const Context& context, const QuantiseBlocksParams& params);
 // Equal to the CPU's, bit for bit.
@@ -29,7 +30,8 @@ struct PositionSpan {
   int32_t end = 0;
 };
 
-// The positions that some query of a chunk sees in each view of the cache (kv/hot_rule.h). Which
+// The positions that some query of a chunk sees in each view of the cache (kv/hot_rule.h); with a
+// window perhaps some between them. Which
 // view the query at p reads at position t, p itself included, follows from the rule alone:
 // hot where t < SinkEnd() or t >= RecentBegin(p), else cold. `cold` and `recent` overlap: there an
 // older query still reads 16 bits and a newer one the format.

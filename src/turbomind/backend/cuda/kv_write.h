@@ -41,9 +41,9 @@ TM_DEVICE void LoadFloats(const float* from, float (&x)[kLaneValues]) {
 TM_DEVICE void StoreFloats(float* to, const float (&x)[kLaneValues]) {
 #pragma unroll
   for (int i = 0; i < kLaneValues; i += 4) {
-    StoreGlobal(reinterpret_cast<Float4*>(to + i), Float4{{FloatBits(x[i]), FloatBits(x[i + 1]),
-                                                           FloatBits(x[i + 2]),
-                                                           FloatBits(x[i + 3])}});
+    StoreGlobal(
+        reinterpret_cast<Float4*>(to + i),
+        Float4{{FloatBits(x[i]), FloatBits(x[i + 1]), FloatBits(x[i + 2]), FloatBits(x[i + 3])}});
   }
 }
 
@@ -100,7 +100,8 @@ TM_DEVICE void ProcessRow<kRowLanes>::Load() {
   const int kv_heads = op().kv.kv_heads;
   const int n = op().kv.head_dim;
   const int before = kind == RowKind::kQ ? 0 : op().q_heads + (kind == RowKind::kV ? kv_heads : 0);
-  row = op().qkv + (static_cast<int64_t>(token) * (op().q_heads + 2 * kv_heads) + before + head) * n;
+  row =
+      op().qkv + (static_cast<int64_t>(token) * (op().q_heads + 2 * kv_heads) + before + head) * n;
   const float* bias =
       op().bias != nullptr ? op().bias + static_cast<int64_t>(before + head) * n : nullptr;
 #pragma unroll
@@ -351,7 +352,8 @@ __global__ void __launch_bounds__(kWriteThreads) ProcessKvKernel(ProcessKvLaunch
   StoreRow<kRowLanes, T>(to, row.at, values, op.search_scales);
 }
 
-// --- QuantiseBlocks -------------------------------------------------------------------------------
+// --- QuantiseBlocks
+// -------------------------------------------------------------------------------
 
 struct QuantiseLaunch {
   QuantiseBlocksParams op;
