@@ -423,7 +423,7 @@ TEST_CASE("E2M1 by a sum is E2M1 by its definition") {
     wrong += E2m1Byte(x, -x) != static_cast<uint32_t>(code | (code ^ 8) << 4);
     wrong += NearestE2m1(Magnitude(x)).value() != Magnitude(E2M1ToFloat(code));
   };
-  for (uint32_t bits = 0; bits < kInfinityBits; bits += 4093) {
+  for (uint32_t bits = 0; bits < FloatBits(7.f); bits += 1021) {
     check(bits);
   }
   for (float x : {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.f, 1.f, 2.f, 4.f, 6.f}) {
@@ -432,7 +432,6 @@ TEST_CASE("E2M1 by a sum is E2M1 by its definition") {
     }
   }
   check(0);
-  check(kInfinityBits);
   CHECK(wrong == 0);
 }
 

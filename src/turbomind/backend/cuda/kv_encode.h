@@ -139,12 +139,11 @@ struct NearestE2m1 {
   uint32_t binade;  // bits of the power of two, at least 1
   uint32_t magic;
   float sum;
-  // REQUIRES: 0 <= x.
+  // REQUIRES: 0 <= x < 7.
   TM_DEVICE explicit NearestE2m1(float x) {
-    const float clipped = fminf(x, 6.f);
-    binade = FloatBits(fmaxf(clipped, 1.f)) & kInfinityBits;
+    binade = FloatBits(fmaxf(x, 1.f)) & kInfinityBits;
     magic = binade + (22u << 23) + 0x400000u;
-    sum = clipped + BitsFloat(magic);
+    sum = x + BitsFloat(magic);
   }
   TM_DEVICE float value() const { return sum - BitsFloat(magic); }
   // Codes count the steps: of 0.5 up to 2, then of 1, then of 2.
@@ -153,7 +152,7 @@ struct NearestE2m1 {
   }
 };
 
-// Two codes in a byte.
+// Two codes in a byte. REQUIRES: sizes below 7.
 TM_DEVICE uint32_t E2m1Byte(float low, float high) {
   if (HasPackE2m1()) {
     return PackE2m1(low, high);
@@ -163,29 +162,36 @@ TM_DEVICE uint32_t E2m1Byte(float low, float high) {
   return codes | SignBit(low) >> 28 | SignBit(high) >> 24;
 }
 
-// The quotient by a candidate's divisor, where more than 6 is all one; MXFP4's are powers of two.
+inline constexpr float kMostE2m1 = 6.f;
+
+template <class Scale>
+inline constexpr bool kPowersOfTwo = std::is_same_v<Scale, MxScale>;
+
+// The quotient by a group's divisor, at most 6.
 template <class Scale>
 TM_DEVICE float ScaleQuotient(float size, const Divisor& divisor) {
-  constexpr float kLimit = 8.f;
-  if constexpr (std::is_same_v<Scale, MxScale>) {
-    return size * divisor.inverse;
-  } else {
-    return Quotient(size, divisor, kLimit);
-  }
+  return kPowersOfTwo<Scale> ? fminf(size * divisor.inverse, kMostE2m1)
+                             : Quotient(size, divisor, kMostE2m1);
 }
 
-// Of the 16 values of a group, in order.
-template <class Scale>
+// Of the 16 values of a group, in order. kShortG: g is a power of two. Then divisors have at most 4
+// bits and values at most 11, so that a quotient lies 2^-11 of it away from every midpoint between
+// two codes, or on it: the product with the inverse finds the codes, and on a midpoint one of two
+// with the same error. Decoded values are exact.
+template <class Scale, bool kShortG>
 TM_DEVICE float SquaredError(const float (&size)[kFp4Group], int byte, float g) {
   const Divisor divisor = MakeDivisor(Scale::Divisor(byte, g));
   const float step = Scale::Divisor(byte, 1.f);
   float error = 0.f;
 #pragma unroll
   for (int i = 0; i < kFp4Group; ++i) {
-    const float near = NearestE2m1(ScaleQuotient<Scale>(size[i], divisor)).value();
-    float value = MulRounded(near, step);
-    if constexpr (std::is_same_v<Scale, NvScale>) {
-      value = MulRounded(value, g);
+    float value;
+    if constexpr (kShortG) {
+      const float q = fminf(size[i] * divisor.inverse, kMostE2m1);
+      value = MulRounded(NearestE2m1(q).value(), divisor.value);
+    } else {
+      const float q = ScaleQuotient<Scale>(size[i], divisor);
+      value = MulRounded(MulRounded(NearestE2m1(q).value(), step), g);
     }
     const float difference = size[i] - value;
     error = error + MulRounded(difference, difference);
@@ -199,6 +205,7 @@ template <class Scale>
 TM_DEVICE int SearchByte(const float (&size)[kLaneValues], int plain, float g) {
   constexpr int kHalf = Scale::kCandidates / 2;
   const bool odd = (ThreadIndexX() & 1) != 0;
+  const bool short_g = kPowersOfTwo<Scale> || (FloatBits(g) & 0x7FFFFFu) == 0;
   float all[kFp4Group];
 #pragma unroll
   for (int i = 0; i < kLaneValues; ++i) {
@@ -211,7 +218,8 @@ TM_DEVICE int SearchByte(const float (&size)[kLaneValues], int plain, float g) {
 #pragma unroll 1
   for (int k = 0; k < kHalf; ++k) {
     const int byte = Scale::Candidate(plain, odd ? kHalf + k : k);
-    const float error = SquaredError<Scale>(all, byte, g);
+    const float error = short_g ? SquaredError<Scale, true>(all, byte, g)
+                                : SquaredError<Scale, false>(all, byte, g);
     best = error < least ? byte : best;
     least = error < least ? error : least;
   }

@@ -15,7 +15,8 @@ inline constexpr int kWriteThreads = 128;
 
 TM_HD constexpr int RowsOfBlock(int row_lanes) { return kWriteThreads / row_lanes; }
 
-// Blocks do rows of one kind: those of Q first, then of K, then of V.
+// Blocks do rows of one kind. Those of K and V, which have the arithmetic, are spread evenly among
+// those of Q, which wait for memory.
 struct ProcessKvLaunch {
   ProcessKVParams op;
   int q_blocks = 0;
@@ -81,8 +82,13 @@ struct ProcessRow {
   float x[kLaneValues];
 
   TM_DEVICE const ProcessKVParams& op() const { return launch.op; }
+  TM_DEVICE int head_of_all() const {
+    return head + (kind == RowKind::kQ ? 0 : op().q_heads) +
+           (kind == RowKind::kV ? op().kv.kv_heads : 0);
+  }
   TM_DEVICE void Load();
-  TM_DEVICE void Norm(const float* bias, const float* weight);
+  TM_DEVICE void AddBias();
+  TM_DEVICE void Norm(const float* weight);
   TM_DEVICE void Rotate();  // RoPE
   TM_DEVICE void SubtractMean();
   TM_DEVICE void DotMean();
@@ -94,38 +100,35 @@ struct ProcessRow {
   }
 };
 
-// The row and its bias.
 template <int kRowLanes>
 TM_DEVICE void ProcessRow<kRowLanes>::Load() {
-  const int kv_heads = op().kv.kv_heads;
-  const int n = op().kv.head_dim;
-  const int before = kind == RowKind::kQ ? 0 : op().q_heads + (kind == RowKind::kV ? kv_heads : 0);
-  row =
-      op().qkv + (static_cast<int64_t>(token) * (op().q_heads + 2 * kv_heads) + before + head) * n;
-  const float* bias =
-      op().bias != nullptr ? op().bias + static_cast<int64_t>(before + head) * n : nullptr;
+  const int all = op().q_heads + 2 * op().kv.kv_heads;
+  row = op().qkv + (static_cast<int64_t>(token) * all + head_of_all()) * op().kv.head_dim;
 #pragma unroll
   for (float& value : x) {
     value = 0.f;
   }
   if (at.active()) {
     LoadFloats(row + at.first(), x);
-    if (bias != nullptr) {
-      float b[kLaneValues];
-      LoadFloats(bias + at.first(), b);
-      for (int i = 0; i < kLaneValues; ++i) {
-        x[i] += b[i];
-      }
-    }
-  }
-  const float* weight = kind == RowKind::kQ ? op().q_norm : op().k_norm;
-  if (kind != RowKind::kV && weight != nullptr) {
-    Norm(bias, weight);
   }
 }
 
 template <int kRowLanes>
-TM_DEVICE void ProcessRow<kRowLanes>::Norm(const float* bias, const float* weight) {
+TM_DEVICE void ProcessRow<kRowLanes>::AddBias() {
+  if (op().bias != nullptr && at.active()) {
+    float b[kLaneValues];
+    LoadFloats(op().bias + static_cast<int64_t>(head_of_all()) * op().kv.head_dim + at.first(), b);
+    for (int i = 0; i < kLaneValues; ++i) {
+      x[i] += b[i];
+    }
+  }
+}
+
+template <int kRowLanes>
+TM_DEVICE void ProcessRow<kRowLanes>::Norm(const float* weight) {
+  const float* bias = op().bias != nullptr
+                          ? op().bias + static_cast<int64_t>(head_of_all()) * op().kv.head_dim
+                          : nullptr;
   const float squares = SumInChains<kRowLanes>(at, [&](int i, float sum) {
     const float value = LoadGlobal(row + i) + (bias != nullptr ? LoadGlobal(bias + i) : 0.f);
     return fmaf(value, value, sum);
@@ -287,19 +290,52 @@ TM_DEVICE int SequenceOf(const BatchView& batch, int token) {
   return low;
 }
 
-// Grid: see ProcessKvLaunch.
+// Where K or V of a token goes.
+TM_DEVICE RowTarget TargetOfToken(const ProcessKVParams& op, RowKind kind, int token, int head) {
+  const bool hot = op.hot.data != nullptr;
+  const KvLayerView& kv = hot ? op.hot : op.kv;
+  RowTarget none = {kind == RowKind::kK ? kv.mode[0] : kv.mode[1], nullptr, nullptr, 1.f};
+  if (kind == RowKind::kQ || token >= op.batch.num_tokens) {
+    return none;
+  }
+  const int position = LoadGlobal(op.batch.positions + token);
+  const int shift = CountZeros(kv.block_seq_len);
+  const int32_t block =
+      LoadGlobal((hot ? op.batch.hot_tables : op.batch.block_tables) +
+                 SequenceOf(op.batch, token) * op.batch.block_table_stride + (position >> shift));
+  if (block < 0) {
+    return none;
+  }
+  return TargetOf(kv, kind == RowKind::kK ? KvSide::kK : KvSide::kV, block, head,
+                  position & (kv.block_seq_len - 1));
+}
+
+struct BlockRows {
+  RowKind kind;
+  int first;  // row of the kind
+};
+
+template <int kRowLanes>
+TM_DEVICE BlockRows RowsOf(const ProcessKvLaunch& p, int64_t block) {
+  const int64_t kv_blocks = 2 * int64_t{p.kv_blocks};
+  const int64_t blocks = p.q_blocks + kv_blocks;
+  const auto before = static_cast<int>(block * kv_blocks / blocks);  // blocks of K and V
+  if ((block + 1) * kv_blocks / blocks == before) {
+    return {RowKind::kQ, (static_cast<int>(block) - before) * RowsOfBlock(kRowLanes)};
+  }
+  const bool is_k = before < p.kv_blocks;
+  return {is_k ? RowKind::kK : RowKind::kV,
+          (before - (is_k ? 0 : p.kv_blocks)) * RowsOfBlock(kRowLanes)};
+}
+
+// Grid: q_blocks + 2 * kv_blocks.
 template <int kRowLanes, DataType T>
 __global__ void __launch_bounds__(kWriteThreads) ProcessKvKernel(ProcessKvLaunch p) {
-  constexpr int kRows = RowsOfBlock(kRowLanes);
   const ProcessKVParams& op = p.op;
-  const RowKind kind = BlockIndexX() < p.q_blocks                 ? RowKind::kQ
-                       : BlockIndexX() < p.q_blocks + p.kv_blocks ? RowKind::kK
-                                                                  : RowKind::kV;
-  const int first_block = kind == RowKind::kQ   ? 0
-                          : kind == RowKind::kK ? p.q_blocks
-                                                : p.q_blocks + p.kv_blocks;
+  const BlockRows rows = RowsOf<kRowLanes>(p, BlockIndexX());
+  const RowKind kind = rows.kind;
   const int heads = kind == RowKind::kQ ? op.q_heads : op.kv.kv_heads;
-  const int index = (BlockIndexX() - first_block) * kRows + ThreadIndexX() / kRowLanes;
+  const int index = rows.first + ThreadIndexX() / kRowLanes;
   const int token = index / heads;
   const bool valid = token < op.batch.num_tokens;
   ProcessRow<kRowLanes> row = {.launch = p,
@@ -310,7 +346,13 @@ __global__ void __launch_bounds__(kWriteThreads) ProcessKvKernel(ProcessKvLaunch
                                .row = nullptr,
                                .x = {}};
   row.Load();
+  const RowTarget to = TargetOfToken(op, kind, token, row.head);  // while the row is on its way
+  row.AddBias();
   if (kind != RowKind::kV) {
+    const float* weight = kind == RowKind::kQ ? op.q_norm : op.k_norm;
+    if (weight != nullptr) {
+      row.Norm(weight);
+    }
     if (op.rope_cos != nullptr) {
       row.Rotate();
     }
@@ -332,22 +374,8 @@ __global__ void __launch_bounds__(kWriteThreads) ProcessKvKernel(ProcessKvLaunch
     return;
   }
   const LaneValues values = RoundLane<T>(row.x);
-  const bool hot = op.hot.data != nullptr;
-  const KvLayerView& kv = hot ? op.hot : op.kv;
-  RowTarget to = {kind == RowKind::kK ? kv.mode[0] : kv.mode[1], nullptr, nullptr, 1.f};
-  if (valid) {
-    const int32_t* table = (hot ? op.batch.hot_tables : op.batch.block_tables) +
-                           SequenceOf(op.batch, token) * op.batch.block_table_stride;
-    const int position = LoadGlobal(op.batch.positions + token);
-    const int shift = CountZeros(kv.block_seq_len);
-    const int32_t block = LoadGlobal(table + (position >> shift));
-    if (block >= 0) {
-      const int slot = position - (position >> shift << shift);
-      to = TargetOf(kv, kind == RowKind::kK ? KvSide::kK : KvSide::kV, block, row.head, slot);
-      if (values.has_nonfinite()) {
-        AddGlobal(op.num_nonfinite, CountNonfinite(values));
-      }
-    }
+  if (values.has_nonfinite() && to.payload != nullptr) {
+    AddGlobal(op.num_nonfinite, CountNonfinite(values));
   }
   StoreRow<kRowLanes, T>(to, row.at, values, op.search_scales);
 }
