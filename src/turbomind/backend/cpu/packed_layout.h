@@ -33,7 +33,7 @@
 #include <cstdint>
 
 #include "turbomind/core/host_device.h"
-#include "turbomind/ops/params.h"
+#include "turbomind/ops/matrix_source.h"
 
 namespace turbomind {
 
@@ -41,7 +41,6 @@ namespace turbomind {
 inline constexpr int kPackedLayoutId = 1;
 
 inline constexpr int kTileRows = 16;
-inline constexpr int kQuantBlock = 32;  // columns that share one scale, weights and activations
 inline constexpr int kQuantRowBytes = 2 * kQuantBlock;  // of a row in a step of a panel
 inline constexpr int kMxStepBlocks = 4;  // blocks of MXFP4 whose codes fill one 512-bit register
 inline constexpr int kMxStepBytes = 16 * kMxStepBlocks;          // their codes: a nibble each
@@ -49,16 +48,6 @@ inline constexpr int kMxPanelRowBytes = 4 * kMxStepBytes + 128;  // of a row in 
 inline constexpr int kMxTileBlockBytes = 320;  // of 16 outputs, where a kernel transposes them
 inline constexpr int kMxZeroPoint = 12;        // codes are looked up as 2 * E2M1 + 12, 0 to 24
 inline constexpr int kPanelRows = 12;          // 12 sums and 12 accumulators fit in 32 registers
-
-TM_HD constexpr bool IsQuantized(MatrixFormat format) {
-  return format == MatrixFormat::kQ4_0 || format == MatrixFormat::kQ4_1 ||
-         format == MatrixFormat::kQ8_0;
-}
-
-// What unsigned weight codes subtract to become signed. kQ4_1 has a minimum instead.
-TM_HD constexpr int ZeroPoint(MatrixFormat format) {
-  return format == MatrixFormat::kQ4_0 ? 8 : format == MatrixFormat::kQ8_0 ? 128 : 0;
-}
 
 TM_HD constexpr int StepCols(MatrixFormat format) {
   return IsMxfp4(format)                 ? kMxStepBlocks * kQuantBlock

@@ -20,35 +20,6 @@ constexpr size_t kRegionBytes = size_t{64} << 20;
 constexpr int64_t kCopyBytes = 1 << 20;  // of one work item
 constexpr size_t kTileAlignment = 64;
 
-// GGUF blocks of 32 values: fp16 d, for Q4_1 fp16 m, then the codes.
-int64_t SourceBlockBytes(MatrixFormat format) {
-  switch (format) {
-    case MatrixFormat::kF32:
-      return 4 * kQuantBlock;
-    case MatrixFormat::kBF16:
-      return 2 * kQuantBlock;
-    case MatrixFormat::kQ4_0:
-      return 2 + 16;
-    case MatrixFormat::kQ4_1:
-      return 4 + 16;
-    case MatrixFormat::kQ8_0:
-      return 2 + 32;
-    case MatrixFormat::kMxfp4:
-      return 1 + 16;
-    case MatrixFormat::kMxfp4Split:
-      return 16;
-  }
-  return 0;
-}
-
-const uint8_t* SourceRow(const MatrixSource& source, int64_t row) {
-  const auto* data = static_cast<const uint8_t*>(source.data);
-  if (!IsQuantized(source.format) && !IsMxfp4(source.format)) {
-    return data + row * source.cols * (source.format == MatrixFormat::kF32 ? 4 : 2);
-  }
-  return data + row * (source.cols / kQuantBlock) * SourceBlockBytes(source.format);
-}
-
 template <class V>
 V LoadAs(const uint8_t* p) {
   V value;
@@ -58,41 +29,6 @@ V LoadAs(const uint8_t* p) {
 
 uint16_t FlushSubnormal(uint16_t bf16) {
   return (bf16 & 0x7f80) == 0 ? static_cast<uint16_t>(bf16 & 0x8000) : bf16;
-}
-
-void DequantizeBlock(MatrixFormat format, const uint8_t* block, float* out) {
-  const float d = ReadHalf(block);
-  if (format == MatrixFormat::kQ8_0) {
-    for (int c = 0; c < kQuantBlock; ++c) {
-      out[c] = d * static_cast<float>(static_cast<int8_t>(block[2 + c]));
-    }
-    return;
-  }
-  const bool has_min = format == MatrixFormat::kQ4_1;
-  const float m = has_min ? ReadHalf(block + 2) : 0.f;
-  const uint8_t* codes = block + (has_min ? 4 : 2);
-  const int zero_point = ZeroPoint(format);
-  for (int c = 0; c < kQuantBlock; ++c) {
-    const int code = c < 16 ? codes[c] & 0x0f : codes[c - 16] >> 4;
-    out[c] = d * static_cast<float>(code - zero_point) + m;
-  }
-}
-
-void DequantizeMxfp4Row(const MatrixSource& source, int64_t row, float* out) {
-  const bool split = source.format == MatrixFormat::kMxfp4Split;
-  const int64_t blocks = source.cols / kQuantBlock;
-  const uint8_t* block = SourceRow(source, row);
-  for (int64_t b = 0; b < blocks; ++b, block += SourceBlockBytes(source.format)) {
-    const uint8_t exponent =
-        split ? static_cast<const uint8_t*>(source.scales)[row * blocks + b] : block[0];
-    const uint8_t* codes = split ? block : block + 1;
-    const float scale = E8M0ToFloat(exponent);
-    for (int j = 0; j < kQuantBlock / 2; ++j) {
-      float* pair = out + b * kQuantBlock + (split ? 2 * j : j);
-      pair[0] = E2M1ToFloat(codes[j] & 0x0f) * scale;
-      pair[split ? 1 : 16] = E2M1ToFloat(codes[j] >> 4) * scale;
-    }
-  }
 }
 
 // Lane `lane` of a tile from one quantised row of the source.
@@ -146,24 +82,6 @@ void PackTile(const MatrixSource& source, MatrixFormat format, int64_t index, ui
 
 }  // namespace
 
-void CheckMatrixSource(const MatrixSource& source) {
-  const std::string shape = std::to_string(source.rows) + " x " + std::to_string(source.cols);
-  if (source.data == nullptr || source.rows <= 0 || source.cols <= 0) {
-    throw InvalidArgument("matrix: got " + shape + ", want at least one row and one column");
-  }
-  if ((IsQuantized(source.format) || IsMxfp4(source.format)) && source.cols % kQuantBlock != 0) {
-    throw InvalidArgument("quantised matrix: got " + shape +
-                          ", want columns in blocks of 32; expand it to BF16");
-  }
-  if (source.packed && IsMxfp4(source.format)) {
-    throw InvalidArgument("packed matrix of " + shape + ": MXFP4 is never packed");
-  }
-  if ((source.scales != nullptr) != (source.format == MatrixFormat::kMxfp4Split)) {
-    throw InvalidArgument("matrix of " + shape + ": scales apart come with the split form of " +
-                          "MXFP4, with it alone");
-  }
-}
-
 void CopyBytes(ThreadPool& pool, const void* from, int64_t num_bytes, uint8_t* to) {
   const auto* source = static_cast<const uint8_t*>(from);
   pool.ParallelFor((num_bytes + kCopyBytes - 1) / kCopyBytes, [&](int64_t item, int) {
@@ -171,24 +89,6 @@ void CopyBytes(ThreadPool& pool, const void* from, int64_t num_bytes, uint8_t* t
     std::memcpy(to + begin, source + begin,
                 static_cast<size_t>(std::min(kCopyBytes, num_bytes - begin)));
   });
-}
-
-void DequantizeMatrixRow(const MatrixSource& source, int64_t row, float* out) {
-  const uint8_t* data = SourceRow(source, row);
-  if (source.format == MatrixFormat::kF32) {
-    std::memcpy(out, data, static_cast<size_t>(source.cols) * sizeof(float));
-  } else if (source.format == MatrixFormat::kBF16) {
-    for (int64_t c = 0; c < source.cols; ++c) {
-      out[c] = ReadBF16(data + 2 * c);
-    }
-  } else if (IsMxfp4(source.format)) {
-    DequantizeMxfp4Row(source, row, out);
-  } else {
-    for (int64_t c = 0; c < source.cols; c += kQuantBlock) {
-      DequantizeBlock(source.format, data + c / kQuantBlock * SourceBlockBytes(source.format),
-                      out + c);
-    }
-  }
 }
 
 constexpr size_t kLeastForHugePages = size_t{16} << 20;

@@ -5,7 +5,7 @@
 #include <memory>
 
 #include "turbomind/core/thread_pool.h"
-#include "turbomind/ops/params.h"
+#include "turbomind/ops/matrix_source.h"
 
 namespace turbomind {
 
@@ -28,15 +28,8 @@ class MatrixArena {
   size_t used_bytes_ = 0;
 };
 
-// Throws InvalidArgument for what no checkpoint can hold: no rows or columns, quantised columns
-// that are not a multiple of 32, scales apart where the format has none or none where it has.
-void CheckMatrixSource(const MatrixSource& source);
-
 // Copies by all threads of the pool. REQUIRES: num_bytes readable and writable, no overlap.
 void CopyBytes(ThreadPool& pool, const void* from, int64_t num_bytes, uint8_t* to);
-
-// One row of a checkpoint's matrix as FP32 [cols]. REQUIRES: a checked source, row in [0, rows).
-void DequantizeMatrixRow(const MatrixSource& source, int64_t row, float* out);
 
 // Weights as the CPU kernels read them (packed_layout.h), in tiles of 16 outputs. Immutable once
 // built.

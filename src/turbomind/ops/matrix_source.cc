@@ -1,0 +1,116 @@
+#include "turbomind/ops/matrix_source.h"
+
+#include <cstring>
+#include <string>
+
+#include "turbomind/core/check.h"
+#include "turbomind/core/dtype.h"
+#include "turbomind/core/float_convert.h"
+
+namespace turbomind {
+namespace {
+
+float ReadHalf(const uint8_t* p) { return LoadAs(p, DataType::kFloat16, 0); }
+
+void DequantizeMxfp4Row(const MatrixSource& source, int64_t row, float* out) {
+  const bool split = source.format == MatrixFormat::kMxfp4Split;
+  const int64_t blocks = source.cols / kQuantBlock;
+  const uint8_t* block = SourceRow(source, row);
+  for (int64_t b = 0; b < blocks; ++b, block += SourceBlockBytes(source.format)) {
+    const uint8_t exponent =
+        split ? static_cast<const uint8_t*>(source.scales)[row * blocks + b] : block[0];
+    const uint8_t* codes = split ? block : block + 1;
+    const float scale = E8M0ToFloat(exponent);
+    for (int j = 0; j < kQuantBlock / 2; ++j) {
+      float* pair = out + b * kQuantBlock + (split ? 2 * j : j);
+      pair[0] = E2M1ToFloat(codes[j] & 0x0f) * scale;
+      pair[split ? 1 : 16] = E2M1ToFloat(codes[j] >> 4) * scale;
+    }
+  }
+}
+
+}  // namespace
+
+int64_t SourceBlockBytes(MatrixFormat format) {
+  switch (format) {
+    case MatrixFormat::kF32:
+      return 4 * kQuantBlock;
+    case MatrixFormat::kBF16:
+      return 2 * kQuantBlock;
+    case MatrixFormat::kQ4_0:
+      return 2 + 16;
+    case MatrixFormat::kQ4_1:
+      return 4 + 16;
+    case MatrixFormat::kQ8_0:
+      return 2 + 32;
+    case MatrixFormat::kMxfp4:
+      return 1 + 16;
+    case MatrixFormat::kMxfp4Split:
+      return 16;
+  }
+  return 0;
+}
+
+const uint8_t* SourceRow(const MatrixSource& source, int64_t row) {
+  const auto* data = static_cast<const uint8_t*>(source.data);
+  if (!IsQuantized(source.format) && !IsMxfp4(source.format)) {
+    return data + row * source.cols * (source.format == MatrixFormat::kF32 ? 4 : 2);
+  }
+  return data + row * (source.cols / kQuantBlock) * SourceBlockBytes(source.format);
+}
+
+void DequantizeBlock(MatrixFormat format, const uint8_t* block, float* out) {
+  const float d = ReadHalf(block);
+  if (format == MatrixFormat::kQ8_0) {
+    for (int c = 0; c < kQuantBlock; ++c) {
+      out[c] = d * static_cast<float>(static_cast<int8_t>(block[2 + c]));
+    }
+    return;
+  }
+  const bool has_min = format == MatrixFormat::kQ4_1;
+  const float m = has_min ? ReadHalf(block + 2) : 0.f;
+  const uint8_t* codes = block + (has_min ? 4 : 2);
+  const int zero_point = ZeroPoint(format);
+  for (int c = 0; c < kQuantBlock; ++c) {
+    const int code = c < 16 ? codes[c] & 0x0f : codes[c - 16] >> 4;
+    out[c] = d * static_cast<float>(code - zero_point) + m;
+  }
+}
+
+void CheckMatrixSource(const MatrixSource& source) {
+  const std::string shape = std::to_string(source.rows) + " x " + std::to_string(source.cols);
+  if (source.data == nullptr || source.rows <= 0 || source.cols <= 0) {
+    throw InvalidArgument("matrix: got " + shape + ", want at least one row and one column");
+  }
+  if ((IsQuantized(source.format) || IsMxfp4(source.format)) && source.cols % kQuantBlock != 0) {
+    throw InvalidArgument("quantised matrix: got " + shape +
+                          ", want columns in blocks of 32; expand it to BF16");
+  }
+  if (source.packed && IsMxfp4(source.format)) {
+    throw InvalidArgument("packed matrix of " + shape + ": MXFP4 is never packed");
+  }
+  if ((source.scales != nullptr) != (source.format == MatrixFormat::kMxfp4Split)) {
+    throw InvalidArgument("matrix of " + shape + ": scales apart come with the split form of " +
+                          "MXFP4, with it alone");
+  }
+}
+
+void DequantizeMatrixRow(const MatrixSource& source, int64_t row, float* out) {
+  const uint8_t* data = SourceRow(source, row);
+  if (source.format == MatrixFormat::kF32) {
+    std::memcpy(out, data, static_cast<size_t>(source.cols) * sizeof(float));
+  } else if (source.format == MatrixFormat::kBF16) {
+    for (int64_t c = 0; c < source.cols; ++c) {
+      out[c] = LoadAs(data, DataType::kBFloat16, static_cast<int>(c));
+    }
+  } else if (IsMxfp4(source.format)) {
+    DequantizeMxfp4Row(source, row, out);
+  } else {
+    for (int64_t c = 0; c < source.cols; c += kQuantBlock) {
+      DequantizeBlock(source.format, data + c / kQuantBlock * SourceBlockBytes(source.format),
+                      out + c);
+    }
+  }
+}
+
+}  // namespace turbomind
