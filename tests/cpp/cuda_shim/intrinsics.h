@@ -141,6 +141,21 @@ inline int SumInWarp(int value) {
   return static_cast<int>(out);
 }
 
+inline int CountInWarp(bool flag) {
+  const uint32_t in = flag;
+  uint32_t out;
+  shim::MeetWarp({"vote.ballot", &in, 1, &out, 1}, [](shim::LaneWords& words) {
+    uint32_t count = 0;
+    for (const auto& lane : words.in) {
+      count += lane[0];
+    }
+    for (auto& lane : words.out) {
+      lane[0] = count;
+    }
+  });
+  return static_cast<int>(out);
+}
+
 template <bool kBFloat>
 float HalfOfPair(uint32_t pair, int which) {
   const auto bits = static_cast<uint16_t>(pair >> (16 * which));
@@ -260,6 +275,14 @@ inline uint32_t PackHalf2(float low, float high) {
 inline uint32_t PackBFloat2(float low, float high) {
   return uint32_t{FloatToBFloat16(low)} | uint32_t{FloatToBFloat16(high)} << 16;
 }
+// The product of two BF16 is exact in FP32; the sum with a third is for the values here, too.
+inline uint32_t FmaBFloat2(uint32_t a, uint32_t b, uint32_t c) {
+  const auto one = [&](int i) {
+    return HalfOfPair<true>(a, i) * HalfOfPair<true>(b, i) + HalfOfPair<true>(c, i);
+  };
+  return PackBFloat2(one(0), one(1));
+}
+inline float ConvertHalf(uint32_t bits) { return HalfToFloat(static_cast<uint16_t>(bits)); }
 inline uint32_t E4m3PairToHalf2(uint32_t codes) {
   return EachHalf([&](int i) { return E4M3ToFloat(static_cast<uint8_t>(codes >> (8 * i))); });
 }

@@ -7,6 +7,7 @@
 
 #include "turbomind/backend/cuda/decode_plan.h"
 #include "turbomind/backend/cuda/fragments.h"
+#include "turbomind/backend/cuda/words.h"
 #include "turbomind/kv/layout.h"
 
 namespace turbomind::cuda {
@@ -33,11 +34,6 @@ inline constexpr int kMostBlockTokens = 128;
 inline constexpr float kLeastMax = -1e30f;
 inline constexpr float kLazyMax = 8.f;
 inline constexpr float kLog2E = 1.44269504f;
-
-template <int kBytes>
-struct alignas(kBytes) Words {
-  uint32_t v[kBytes / 4];
-};
 
 // Of a run of words that begins at a multiple of its length.
 constexpr int WordsAtOnce(int words) { return words % 4 == 0 ? 4 : words % 2 == 0 ? 2 : 1; }

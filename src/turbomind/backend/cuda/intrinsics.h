@@ -75,6 +75,7 @@ TM_DEVICE bool AnyInWarp(bool flag) { return __any_sync(~0u, flag); }
 TM_DEVICE uint32_t BallotInWarp(bool flag) { return __ballot_sync(~0u, flag); }
 TM_DEVICE uint32_t MaxInWarp(uint32_t value) { return __reduce_max_sync(~0u, value); }
 TM_DEVICE int SumInWarp(int value) { return __reduce_add_sync(~0u, value); }
+TM_DEVICE int CountInWarp(bool flag) { return __popc(__ballot_sync(~0u, flag)); }
 
 // c += a · b: a [16, 16] row-major, b [16, 8] column-major, as mma.m16n8k16 lays them out.
 TM_DEVICE void MmaHalf(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -169,6 +170,19 @@ TM_DEVICE uint32_t PackHalf2(float low, float high) {
 TM_DEVICE uint32_t PackBFloat2(float low, float high) {
   uint32_t out;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  return out;
+}
+TM_DEVICE uint32_t FmaBFloat2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t out;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
+  return out;
+}
+// The FP16 in the low half.
+TM_DEVICE float ConvertHalf(uint32_t bits) {
+  float out;
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, low;}"
+      : "=f"(out)
+      : "r"(bits));
   return out;
 }
 // Two E4M3 codes in the low half, without NaN; two FP16.

@@ -1,0 +1,63 @@
+#pragma once
+
+// ⑥ Weight matrices in GPU memory, and how they get there.
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "turbomind/backend/cuda/matrix_layout.h"
+#include "turbomind/backend/cuda/runtime.h"
+#include "turbomind/core/function_ref.h"
+#include "turbomind/core/thread_pool.h"
+#include "turbomind/ops/params.h"
+
+namespace turbomind::cuda {
+
+// Brings bytes that are made on the host into GPU memory: through two pinned buffers, so that one
+// is filled by all threads while the other is copied. One thread at a time.
+class Uploader {
+ public:
+  // Copies go to `stream`, which outlives this.
+  explicit Uploader(Stream stream);
+  ~Uploader();
+  Uploader(const Uploader&) = delete;
+  Uploader& operator=(const Uploader&) = delete;
+
+  // fill(i, out) writes the item_bytes of item i; called by several threads, each item once, in any
+  // order. The GPU has it all when this returns.
+  void Upload(void* to, int64_t num_items, int64_t item_bytes,
+              FunctionRef<void(int64_t item, uint8_t* out)> fill);
+
+ private:
+  void Grow(size_t num_bytes);
+
+  Stream stream_;
+  ThreadPool pool_;
+  uint8_t* pinned_[2] = {nullptr, nullptr};
+  size_t pinned_bytes_ = 0;
+};
+
+// A matrix as matrix_layout.h says. Owns its memory.
+class CudaMatrix final : public PackedMatrix {
+ public:
+  // The memory is not cleared. Throws std::bad_alloc.
+  CudaMatrix(MatrixFormat stored, int64_t num_rows, int64_t num_cols);
+  ~CudaMatrix() override;
+  CudaMatrix(const CudaMatrix&) = delete;
+  CudaMatrix& operator=(const CudaMatrix&) = delete;
+
+  int64_t num_bytes() const override { return NumTiles(rows) * TileBytes(format, cols); }
+  char* data() const { return data_; }  // on the GPU
+
+ private:
+  char* data_ = nullptr;
+};
+
+// A copy of a matrix that lies on the host, as CudaMatrix. `exact`: kF32, every value as it is
+// defined; else the format of the source. Throws InvalidArgument as CheckMatrixSource does and for
+// packed sources, std::bad_alloc where the GPU is full.
+std::unique_ptr<PackedMatrix> CudaPackMatrix(Uploader& uploader, const MatrixSource& source,
+                                             bool exact);
+
+}  // namespace turbomind::cuda

@@ -1,0 +1,49 @@
+#pragma once
+
+// ⑥ Linear layers and embedding: host side.
+
+#include <cstdint>
+#include <map>
+#include <vector>
+
+#include "turbomind/backend/cuda/context.h"
+#include "turbomind/backend/cuda/linear_shape.h"
+#include "turbomind/ops/params.h"
+
+namespace turbomind::cuda {
+
+// Weights are CudaMatrix; x, y, biases, ids, x_rows and offsets are GPU memory; the arrays of
+// LinearPart are the host's.
+//
+// Activations are rounded to BF16 (not beside FP32 weights), sums are FP32; linear_stream.h says
+// what that costs. An output's sum depends on its row of x and its matrices alone, not on num_rows.
+class CudaLinear {
+ public:
+  CudaLinear() = default;
+  ~CudaLinear();
+  CudaLinear(const CudaLinear&) = delete;
+  CudaLinear& operator=(const CudaLinear&) = delete;
+
+  void Linear(const Context& ctx, const LinearParams& params);
+
+  // Keeps a table of each array of experts on the GPU, made when the array is first seen and again
+  // when it holds something else: such a call allocates, and must not be part of a graph.
+  void GroupedLinear(const Context& ctx, const GroupedLinearParams& params);
+
+  void Embed(const Context& ctx, const EmbedParams& params);
+
+ private:
+  struct ExpertTable {
+    std::vector<ExpertWeight> host;
+    ExpertWeight* gpu = nullptr;
+  };
+  const ExpertWeight* TableOf(const Context& ctx, const GroupedLinearParams& params);
+
+  std::map<const LinearPart*, ExpertTable> tables_;
+};
+
+// Slices of the columns that are summed apart: so many that few rows of a matrix of this shape keep
+// a GPU busy.
+int NumSlices(MatrixFormat stored, int64_t outputs, int64_t cols);
+
+}  // namespace turbomind::cuda

@@ -1,0 +1,443 @@
+// Linear layers, grouped ones and embedding of backend/cuda, run thread by thread on the CPU
+// (cuda_shim/shim.h), against FP64 over the values that a checkpoint's bytes mean.
+
+#include "turbomind/backend/cuda/linear_ops.h"
+
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cpu/linear_fixture.h"
+#include "turbomind/backend/cuda/cuda_matrix.h"
+#include "turbomind/core/check.h"
+
+namespace turbomind::cuda {
+namespace {
+
+using testing::kSentinel;
+using testing::Matrix;
+using testing::RandomMatrix;
+using testing::RandomVector;
+using testing::SameBits;
+
+constexpr MatrixFormat kFormats[] = {
+    MatrixFormat::kF32,  MatrixFormat::kBF16,  MatrixFormat::kQ4_0,      MatrixFormat::kQ4_1,
+    MatrixFormat::kQ8_0, MatrixFormat::kMxfp4, MatrixFormat::kMxfp4Split};
+
+// Half a unit of BF16's 8 significant bits.
+constexpr double kBF16Rounding = 0x1p-8;
+// Sums in FP32, of products that are exact: roundings of 2^-24 of what has been added up.
+constexpr double kSumRounding = 0x1p-22;
+// What rounding x costs of the output's norm: 2^-7 / sqrt(12) of a power of two at or below x,
+// which is 1.35 times that on average; with room for the few outputs that are measured.
+constexpr double kDocumentedError = 1.9e-3;
+
+struct Gpu {
+  Gpu() : stream(CreateStream()), workspace(stream), uploader(stream) {
+    ctx.stream = stream;
+    ctx.gpu = PropertiesOf(0);
+    ctx.workspace = &workspace;
+  }
+  Stream stream;
+  Workspace workspace;
+  Uploader uploader;
+  CudaLinear linear;
+  Context ctx;
+};
+
+// Values in GPU memory.
+template <class V>
+class OnGpu {
+ public:
+  OnGpu(Gpu& gpu, const std::vector<V>& values) : gpu_(gpu), size_(values.size()) {
+    if (size_ > 0) {
+      data_ = static_cast<V*>(AllocateGpu(size_ * sizeof(V)));
+      CopyBytes(data_, values.data(), size_ * sizeof(V), gpu.stream);
+    }
+  }
+  ~OnGpu() {
+    if (data_ != nullptr) {
+      FreeGpu(data_);
+    }
+  }
+  OnGpu(const OnGpu&) = delete;
+  OnGpu& operator=(const OnGpu&) = delete;
+  V* data() const { return data_; }
+  std::vector<V> Read() const {
+    std::vector<V> values(size_);
+    CopyBytes(values.data(), data_, size_ * sizeof(V), gpu_.stream);
+    Synchronize(gpu_.stream);
+    return values;
+  }
+
+ private:
+  Gpu& gpu_;
+  size_t size_;
+  V* data_ = nullptr;
+};
+
+struct Call {
+  int num_rows = 1;
+  bool bias = false;
+  bool accumulate = false;
+  int pad = 3;  // floats between rows of x and of y
+};
+
+// One part of a stack of matrices, with everything it is made of.
+struct Part {
+  Matrix matrix;
+  std::vector<float> bias;
+};
+
+std::vector<Part> RandomParts(const std::vector<MatrixFormat>& formats,
+                              const std::vector<int64_t>& rows, int64_t cols) {
+  std::vector<Part> parts;
+  for (size_t i = 0; i < formats.size(); ++i) {
+    const auto seed = static_cast<uint32_t>(100 * i + static_cast<size_t>(cols));
+    parts.push_back({RandomMatrix(formats[i], rows[i], cols, seed), RandomVector(rows[i], seed)});
+  }
+  return parts;
+}
+
+// The result of a call; y begins as sentinels.
+struct Outcome {
+  std::vector<float> y;
+  int64_t y_stride;
+};
+
+Outcome RunLinear(Gpu& gpu, const std::vector<Part>& parts, const std::vector<float>& x, Call call,
+                  bool exact = false) {
+  std::vector<std::unique_ptr<PackedMatrix>> weights;
+  std::vector<std::unique_ptr<OnGpu<float>>> biases;
+  std::vector<LinearPart> linear_parts;
+  int64_t outputs = 0;
+  for (const Part& part : parts) {
+    weights.push_back(CudaPackMatrix(gpu.uploader, part.matrix.source(), exact));
+    biases.push_back(std::make_unique<OnGpu<float>>(gpu, part.bias));
+    linear_parts.push_back({weights.back().get(), call.bias ? biases.back()->data() : nullptr});
+    outputs += part.matrix.rows;
+  }
+  const int64_t stride = outputs + call.pad;
+  const OnGpu<float> x_gpu(gpu, x);
+  const OnGpu<float> y_gpu(
+      gpu, std::vector<float>(static_cast<size_t>(call.num_rows * stride), kSentinel));
+  LinearParams params;
+  params.x = x_gpu.data();
+  params.x_stride = parts[0].matrix.cols + call.pad;
+  params.parts = linear_parts.data();
+  params.num_parts = static_cast<int>(linear_parts.size());
+  params.y = y_gpu.data();
+  params.y_stride = stride;
+  params.num_rows = call.num_rows;
+  params.accumulate = call.accumulate;
+  gpu.linear.Linear(gpu.ctx, params);
+  return {y_gpu.Read(), stride};
+}
+
+double Product(const Matrix& m, const float* x, int64_t output) {
+  double sum = 0;
+  for (int64_t c = 0; c < m.cols; ++c) {
+    sum += m.values[static_cast<size_t>(output * m.cols + c)] * x[c];
+  }
+  return sum;
+}
+
+// How far an output may be from Product. Q4_1 adds d · code and the minimum apart.
+double ErrorBound(const Matrix& m, const float* x, int64_t output, bool exact) {
+  double magnitude = 0;
+  for (int64_t c = 0; c < m.cols; ++c) {
+    const double w = std::abs(m.values[static_cast<size_t>(output * m.cols + c)]);
+    magnitude += (w + (m.format == MatrixFormat::kQ4_1 ? 1.0 : 0.0)) * std::abs(x[c]);
+  }
+  const bool rounds = !exact && m.format != MatrixFormat::kF32;
+  return magnitude * ((rounds ? kBF16Rounding : 0.0) + kSumRounding) + 1e-6;
+}
+
+void CheckLinear(const std::vector<Part>& parts, const std::vector<float>& x, const Outcome& got,
+                 Call call, bool exact = false) {
+  for (int r = 0; r < call.num_rows; ++r) {
+    const float* row = x.data() + r * (parts[0].matrix.cols + call.pad);
+    int64_t at = r * got.y_stride;
+    for (const Part& part : parts) {
+      for (int64_t o = 0; o < part.matrix.rows; ++o, ++at) {
+        const double want = Product(part.matrix, row, o) +
+                            (call.bias ? part.bias[static_cast<size_t>(o)] : 0.0) +
+                            (call.accumulate ? kSentinel : 0.0);
+        const double error = std::abs(got.y[static_cast<size_t>(at)] - want);
+        if (!(error <= ErrorBound(part.matrix, row, o, exact) + std::abs(want) * kSumRounding)) {
+          FAIL_CHECK("row " << r << " output " << o << ": got " << got.y[static_cast<size_t>(at)]
+                            << ", want " << want);
+          return;
+        }
+      }
+    }
+    for (int i = 0; i < call.pad; ++i, ++at) {
+      REQUIRE(got.y[static_cast<size_t>(at)] == kSentinel);
+    }
+  }
+}
+
+std::vector<int64_t> ColumnsOf(MatrixFormat format) {
+  return HasBlocks(format) ? std::vector<int64_t>{32, 352} : std::vector<int64_t>{1, 77, 320};
+}
+
+TEST_CASE("every format and shape agrees with FP64") {
+  Gpu gpu;
+  for (MatrixFormat format : kFormats) {
+    for (int64_t cols : ColumnsOf(format)) {
+      for (int64_t rows : {1, 37}) {
+        const std::vector<Part> parts = RandomParts({format}, {rows}, cols);
+        for (Call call : {Call{1, true, false, 0}, Call{7, true, true, 3}, Call{8, false, false, 4},
+                          Call{9, true, false, 3}, Call{33, false, true, 0}}) {
+          CAPTURE(static_cast<int>(format));
+          CAPTURE(rows);
+          CAPTURE(cols);
+          CAPTURE(call.num_rows);
+          const std::vector<float> x = RandomVector(call.num_rows * (cols + call.pad), 7);
+          CheckLinear(parts, x, RunLinear(gpu, parts, x, call), call);
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("many rows, and FP32 of every format") {
+  Gpu gpu;
+  for (MatrixFormat format : kFormats) {
+    CAPTURE(static_cast<int>(format));
+    const std::vector<Part> parts = RandomParts({format}, {20}, 96);
+    const std::vector<float> x = RandomVector(130 * (96 + 3), 7);
+    CheckLinear(parts, x, RunLinear(gpu, parts, x, {130, true, false}), {130, true, false});
+    CheckLinear(parts, x, RunLinear(gpu, parts, x, {5, true, true}, true), {5, true, true}, true);
+  }
+}
+
+TEST_CASE("parts stand side by side, each in its format") {
+  Gpu gpu;
+  using enum MatrixFormat;
+  for (const std::vector<MatrixFormat>& formats : std::vector<std::vector<MatrixFormat>>{
+           {kQ4_0, kQ4_0, kQ8_0}, {kBF16, kF32, kF32}, {kQ8_0, kQ8_0, kQ8_0, kQ8_0, kQ8_0}}) {
+    std::vector<int64_t> rows;
+    for (size_t i = 0; i < formats.size(); ++i) {
+      rows.push_back(17 + 24 * static_cast<int64_t>(i));
+    }
+    const std::vector<Part> parts = RandomParts(formats, rows, 160);
+    for (Call call : {Call{1, true, true}, Call{12, true, false}}) {
+      const std::vector<float> x = RandomVector(call.num_rows * (160 + call.pad), 3);
+      CheckLinear(parts, x, RunLinear(gpu, parts, x, call), call);
+    }
+  }
+}
+
+TEST_CASE("a row has the same bits for every number of rows") {
+  Gpu gpu;
+  for (MatrixFormat format : kFormats) {
+    CAPTURE(static_cast<int>(format));
+    const std::vector<Part> parts = RandomParts({format}, {40}, 704);
+    REQUIRE(NumSlices(StoredFormat(format), 40, 704) >= 2);
+    const std::vector<float> x = RandomVector(35 * (704 + 3), 4);
+    const Outcome all = RunLinear(gpu, parts, x, {35, true, true});
+    for (int num_rows : {1, 8, 9, 17}) {
+      const Outcome some = RunLinear(gpu, parts, x, {num_rows, true, true});
+      const auto length = static_cast<int64_t>(some.y.size());
+      CHECK(SameBits(some.y, {all.y.begin(), all.y.begin() + length}));
+    }
+  }
+}
+
+TEST_CASE("rounding x costs what is documented") {
+  Gpu gpu;
+  for (MatrixFormat format : {MatrixFormat::kBF16, MatrixFormat::kQ8_0, MatrixFormat::kMxfp4}) {
+    const std::vector<Part> parts = RandomParts({format}, {64}, 1024);
+    const std::vector<float> x = RandomVector(4 * 1024, 9);
+    const Outcome got = RunLinear(gpu, parts, x, {4, false, false, 0});
+    double error = 0;
+    double norm = 0;
+    for (int64_t r = 0; r < 4; ++r) {
+      for (int64_t o = 0; o < 64; ++o) {
+        const double want = Product(parts[0].matrix, x.data() + r * 1024, o);
+        error += std::pow(got.y[static_cast<size_t>(r * 64 + o)] - want, 2);
+        norm += want * want;
+      }
+    }
+    CHECK(std::sqrt(error / norm) < kDocumentedError);
+  }
+}
+
+// Experts of one format and shape, and rows that are grouped by them.
+struct Groups {
+  std::vector<std::unique_ptr<PackedMatrix>> weights;
+  std::vector<Part> parts;
+  std::vector<std::unique_ptr<OnGpu<float>>> biases;
+  std::vector<LinearPart> experts;
+};
+
+Groups MakeGroups(Gpu& gpu, MatrixFormat format, int num_experts, int64_t rows, int64_t cols) {
+  Groups groups;
+  for (int e = 0; e < num_experts; ++e) {
+    const auto seed = static_cast<uint32_t>(e);
+    groups.parts.push_back({RandomMatrix(format, rows, cols, seed), RandomVector(rows, seed + 50)});
+    groups.weights.push_back(
+        CudaPackMatrix(gpu.uploader, groups.parts.back().matrix.source(), false));
+    groups.biases.push_back(std::make_unique<OnGpu<float>>(gpu, groups.parts.back().bias));
+    groups.experts.push_back(
+        {groups.weights.back().get(), e % 2 == 0 ? groups.biases.back()->data() : nullptr});
+  }
+  return groups;
+}
+
+std::vector<float> RunGrouped(Gpu& gpu, const Groups& groups, const std::vector<float>& x,
+                              const std::vector<int>& sizes, const std::vector<int32_t>& x_rows) {
+  const Matrix& first = groups.parts[0].matrix;
+  std::vector<int32_t> offsets = {0};
+  for (int size : sizes) {
+    offsets.push_back(offsets.back() + size);
+  }
+  const OnGpu<float> x_gpu(gpu, x);
+  const OnGpu<int32_t> rows_gpu(gpu, x_rows);
+  const OnGpu<int32_t> offsets_gpu(gpu, offsets);
+  const OnGpu<float> y_gpu(
+      gpu, std::vector<float>(static_cast<size_t>(offsets.back() * first.rows), kSentinel));
+  GroupedLinearParams params;
+  params.x = x_gpu.data();
+  params.x_stride = first.cols;
+  params.x_rows = rows_gpu.data();
+  params.y = y_gpu.data();
+  params.y_stride = first.rows;
+  params.experts = groups.experts.data();
+  params.num_experts = static_cast<int>(groups.experts.size());
+  params.offsets = offsets_gpu.data();
+  params.num_rows = offsets.back();
+  gpu.linear.GroupedLinear(gpu.ctx, params);
+  return y_gpu.Read();
+}
+
+// Every row of y has the bits of Linear with its row of x and its expert.
+void CheckGrouped(Gpu& gpu, const Groups& groups, const std::vector<int>& sizes, bool gathered) {
+  const Matrix& first = groups.parts[0].matrix;
+  const std::vector<float> x = RandomVector(20 * first.cols, 17);
+  std::vector<int32_t> x_rows;
+  int expected_rows = 0;
+  for (int size : sizes) {
+    expected_rows += size;
+  }
+  for (int i = 0; i < expected_rows && gathered; ++i) {
+    x_rows.push_back((7 * i + 3) % 20);
+  }
+  const std::vector<float> y = RunGrouped(gpu, groups, x, sizes, x_rows);
+  int at = 0;
+  for (size_t e = 0; e < sizes.size(); ++e) {
+    for (int i = 0; i < sizes[e]; ++i, ++at) {
+      const int64_t row = gathered ? x_rows[static_cast<size_t>(at)] : at;
+      const std::vector<float> one(x.begin() + row * first.cols,
+                                   x.begin() + (row + 1) * first.cols);
+      const Call call = {1, e % 2 == 0, false, 0};
+      const std::vector<Part> part = {groups.parts[e]};
+      const Outcome want = RunLinear(gpu, part, one, call);
+      const auto begin = y.begin() + at * first.rows;
+      if (!SameBits({begin, begin + first.rows}, want.y)) {
+        FAIL_CHECK("expert " << e << " row " << i);
+        return;
+      }
+      if (i == 0) {
+        CheckLinear(part, one, want, call);
+      }
+    }
+  }
+}
+
+TEST_CASE("rows grouped by expert have the bits of one row alone") {
+  Gpu gpu;
+  for (MatrixFormat format : kFormats) {
+    CAPTURE(static_cast<int>(format));
+    const Groups groups = MakeGroups(gpu, format, 5, 37, 96);
+    for (const std::vector<int>& sizes :
+         {std::vector<int>{1, 0, 1, 0, 2}, {0, 0, 3, 0, 0}, {0, 11, 1, 0, 8}, {2, 9, 1, 8, 0}}) {
+      CheckGrouped(gpu, groups, sizes, sizes[0] != 1);
+    }
+  }
+}
+
+TEST_CASE("more experts than a warp has lanes") {
+  Gpu gpu;
+  const Groups groups = MakeGroups(gpu, MatrixFormat::kMxfp4, 70, 17, 64);
+  std::vector<int> sizes(70);
+  sizes[0] = 3;
+  sizes[33] = 10;
+  sizes[69] = 5;
+  CheckGrouped(gpu, groups, sizes, true);
+  std::fill(sizes.begin(), sizes.end(), 1);
+  sizes[40] = 0;
+  CheckGrouped(gpu, groups, sizes, true);
+}
+
+TEST_CASE("an array of experts may hold other weights later") {
+  Gpu gpu;
+  Groups groups = MakeGroups(gpu, MatrixFormat::kQ8_0, 3, 20, 32);
+  CheckGrouped(gpu, groups, {1, 1, 1}, false);
+  Groups others = MakeGroups(gpu, MatrixFormat::kQ8_0, 5, 20, 32);
+  std::swap(groups.experts[0].weight, groups.experts[2].weight);
+  std::swap(groups.parts[0].matrix, groups.parts[2].matrix);
+  CheckGrouped(gpu, groups, {1, 1, 1}, false);
+}
+
+TEST_CASE("embedding gives the values as they are defined") {
+  Gpu gpu;
+  for (MatrixFormat format : kFormats) {
+    CAPTURE(static_cast<int>(format));
+    for (int64_t cols : ColumnsOf(format)) {
+      const Matrix m = RandomMatrix(format, 50, cols, 5);
+      const std::vector<int32_t> ids = {0, 49, 8, 7, 16, 31, 40, 7};
+      const size_t size = ids.size() * static_cast<size_t>(cols);
+      std::vector<float> want(size);
+      for (size_t i = 0; i < ids.size(); ++i) {
+        DequantizeMatrixRow(m.source(), ids[i], want.data() + i * static_cast<size_t>(cols));
+      }
+      const auto table = CudaPackMatrix(gpu.uploader, m.source(), false);
+      const OnGpu<int32_t> ids_gpu(gpu, ids);
+      const OnGpu<float> out(gpu, std::vector<float>(size, kSentinel));
+      gpu.linear.Embed(gpu.ctx,
+                       {table.get(), ids_gpu.data(), out.data(), static_cast<int>(ids.size())});
+      CHECK(out.Read() == want);
+    }
+  }
+}
+
+TEST_CASE("what cannot be packed is refused") {
+  Gpu gpu;
+  const Matrix m = RandomMatrix(MatrixFormat::kQ4_0, 4, 32, 1);
+  MatrixSource source = m.source();
+  source.packed = true;
+  CHECK_THROWS_AS(CudaPackMatrix(gpu.uploader, source, false), InvalidArgument);
+  source.packed = false;
+  source.cols = 31;
+  CHECK_THROWS_AS(CudaPackMatrix(gpu.uploader, source, false), InvalidArgument);
+  source.cols = 32;
+  const auto packed = CudaPackMatrix(gpu.uploader, source, false);
+  CHECK(packed->packed_data() == nullptr);
+  CHECK(packed->num_bytes() == 512 + 64);
+}
+
+TEST_CASE("an upload of many chunks arrives whole") {
+  Gpu gpu;
+  constexpr int64_t kItems = 40;
+  constexpr int64_t kItemBytes = 1 << 20;
+  std::vector<uint8_t> got(kItems * kItemBytes);
+  void* memory = AllocateGpu(got.size());
+  gpu.uploader.Upload(memory, kItems, kItemBytes, [](int64_t item, uint8_t* out) {
+    std::fill(out, out + kItemBytes, static_cast<uint8_t>(item));
+  });
+  CopyBytes(got.data(), memory, got.size(), gpu.stream);
+  FreeGpu(memory);
+  for (int64_t i = 0; i < kItems; ++i) {
+    CHECK(got[static_cast<size_t>(i * kItemBytes)] == i);
+    CHECK(got[static_cast<size_t>((i + 1) * kItemBytes - 1)] == i);
+  }
+}
+
+}  // namespace
+}  // namespace turbomind::cuda
