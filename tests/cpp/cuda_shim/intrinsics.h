@@ -229,6 +229,36 @@ inline int Keep(int x) { return x; }
 inline const char* AddProduct(const char* base, int32_t count, int32_t bytes) {
   return base + int64_t{count} * bytes;
 }
+// Rows are read when the warp meets: the last lane's stores are seen, as on a GPU.
+template <bool kTransposed>
+void LoadFourMatrices(uint32_t (&out)[4], const void* row) {
+  shim::CheckAccess(shim::Space::kShared, row, 16, 16);
+  const auto address = reinterpret_cast<uintptr_t>(row);
+  const uint32_t in[2] = {static_cast<uint32_t>(address), static_cast<uint32_t>(address >> 32)};
+  shim::MeetWarp({kTransposed ? "ldmatrix.trans" : "ldmatrix", in, 2, out, 4},
+                 [](shim::LaneWords& words) {
+                   for (int i = 0; i < 4; ++i) {
+                     uint16_t matrix[8][8];
+                     for (int r = 0; r < 8; ++r) {
+                       const uint32_t(&from)[shim::kMaxWords] = words.in[8 * i + r];
+                       const uintptr_t at = uintptr_t{from[1]} << 32 | from[0];
+                       std::memcpy(matrix[r], reinterpret_cast<const void*>(at), 16);
+                     }
+                     for (int lane = 0; lane < shim::kWarp; ++lane) {
+                       const int a = lane / 4;
+                       const int b = lane % 4 * 2;
+                       const uint32_t low = kTransposed ? matrix[b][a] : matrix[a][b];
+                       const uint32_t high = kTransposed ? matrix[b + 1][a] : matrix[a][b + 1];
+                       words.out[lane][i] = low | high << 16;
+                     }
+                   }
+                 });
+}
+inline void LoadMatrices(uint32_t (&out)[4], const void* row) { LoadFourMatrices<false>(out, row); }
+inline void LoadMatricesTransposed(uint32_t (&out)[4], const void* row) {
+  LoadFourMatrices<true>(out, row);
+}
+
 inline int CountZeros(int x) { return __builtin_ctz(static_cast<unsigned>(x)); }
 inline int CountOnes(uint32_t x) { return __builtin_popcount(x); }
 

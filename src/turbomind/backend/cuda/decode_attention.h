@@ -29,20 +29,6 @@
 
 namespace turbomind::cuda {
 
-template <bool kBFloat>
-TM_DEVICE void Multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  if constexpr (kBFloat) {
-    MmaBFloat(c, a, b0, b1);
-  } else {
-    MmaHalf(c, a, b0, b1);
-  }
-}
-
-template <bool kBFloat>
-TM_DEVICE uint32_t PackPair(float low, float high) {
-  return kBFloat ? PackBFloat2(low, high) : PackHalf2(low, high);
-}
-
 // (scale, zero) of a row of integer codes.
 struct Param {
   float scale;
@@ -357,11 +343,6 @@ TM_DEVICE void HideOutside(const DecodeTask<C>& task, int begin, int end, int st
     }
   }
   SyncWarp();
-}
-
-// The factor g of a head; 1 where there is none.
-TM_DEVICE float HeadFactor(const float* g, int head) {
-  return g != nullptr ? LoadGlobal(g + head) : 1.f;
 }
 
 // All tiles of the warp: tiles warp, warp + 4, ... of the item.

@@ -213,6 +213,26 @@ TM_DEVICE float ToFloat(uint16_t bits) {
   return T == DataType::kBFloat16 ? BFloat16ToFloat(bits) : HalfToFloat(bits);
 }
 
+// The factor g of a head; 1 where there is none.
+TM_DEVICE float HeadFactor(const float* g, int head) {
+  return g != nullptr ? LoadGlobal(g + head) : 1.f;
+}
+
+// c += a · b, as MmaHalf.
+template <bool kBFloat>
+TM_DEVICE void Multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  if constexpr (kBFloat) {
+    MmaBFloat(c, a, b0, b1);
+  } else {
+    MmaHalf(c, a, b0, b1);
+  }
+}
+
+template <bool kBFloat>
+TM_DEVICE uint32_t PackPair(float low, float high) {
+  return kBFloat ? PackBFloat2(low, high) : PackHalf2(low, high);
+}
+
 TM_HD constexpr bool IsFp4(KvCacheMode m) {
   return m == KvCacheMode::kFp4Mx || m == KvCacheMode::kFp4Nv;
 }

@@ -122,6 +122,20 @@ TM_DEVICE const char* AddProduct(const char* base, int32_t count, int32_t bytes)
   asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(out) : "r"(count), "r"(bytes), "l"(base));
   return out;
 }
+// Four 8 x 8 matrices of 16 bits from shared memory. Lane 8 i + r gives the address of row r of
+// matrix i; lane 4 r + c gets the values 2 c and 2 c + 1 of that row in out[i].
+TM_DEVICE void LoadMatrices(uint32_t (&out)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(row))));
+}
+// The same, each matrix transposed: lane 4 c + r gets column c of the rows 2 r and 2 r + 1.
+TM_DEVICE void LoadMatricesTransposed(uint32_t (&out)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(row))));
+}
+
 // Of the low end; of a power of two its log2.
 TM_DEVICE int CountZeros(int x) { return __ffs(x) - 1; }
 TM_DEVICE int CountOnes(uint32_t x) { return __popc(x); }
