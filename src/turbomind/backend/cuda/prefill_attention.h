@@ -388,7 +388,8 @@ TM_DEVICE void WriteRows(const PrefillTask<C>& task, const PrefillState<C>& stat
 
 // Grid: tiles × heads of the views; kPrefillThreads threads; C::kSharedBytes.
 template <class C>
-__global__ void __launch_bounds__(kPrefillThreads, 2) PrefillKernel(PrefillParams params) {
+__global__ void __launch_bounds__(kPrefillThreads, kPrefillBlocks)
+    PrefillKernel(PrefillParams params) {
   const int tile = params.num_tiles - 1 - BlockIndexX();  // the longest of a sequence first
   int sequence = 0;
   while (sequence + 1 < params.num_sequences && params.sequences[sequence + 1].first_tile <= tile) {
@@ -403,7 +404,7 @@ __global__ void __launch_bounds__(kPrefillThreads, 2) PrefillKernel(PrefillParam
                                {lane, thread >> 5, lane >> 2, lane & 3}};
   StoreQueries<C>(task);
   SyncBlock();
-  QueryStep<C> query[C::kQueryInRegisters ? C::kSteps : 1];
+  QueryStep<C> query[C::kQueryInRegisters ? C::kSteps : 1] = {};
   if constexpr (C::kQueryInRegisters) {
 #pragma unroll
     for (int step = 0; step < C::kSteps; ++step) {

@@ -86,6 +86,7 @@ static_assert(sizeof(PrefillParams) <= 4096);
 
 inline constexpr int kPrefillWarps = 4;
 inline constexpr int kPrefillThreads = 32 * kPrefillWarps;
+inline constexpr int kPrefillBlocks = 2;  // that an SM runs at once
 
 // T is the operands' type; each warp has kRowTileCount tiles of 16 queries.
 template <DataType T, int D, int kRowTileCount>

@@ -1,0 +1,30 @@
+#pragma once
+
+// ⑦ Prefill attention: the cache of each sequence flattened to 16 bits (kv_ops.h), then one kernel
+// over dense rows (prefill_attention.h).
+
+#include <cstdint>
+
+#include "turbomind/backend/cuda/context.h"
+#include "turbomind/ops/params.h"
+
+namespace turbomind::cuda {
+
+inline constexpr int64_t kPrefillScratchBytes = int64_t{256} << 20;
+
+// Sequences [num_decode, num_seqs) of the batch. `params` holds GPU addresses; `host` is the same
+// batch of which cu_seqlens and context_lens are read on the host.
+//
+// Operands are BF16 for a BF16 cache that is not quantised, else FP16: then what is stored in BF16
+// is rounded to FP16, at most 65504 in size. A row of the output has the same bits however its
+// sequence is cut into chunks and whatever else is in the batch.
+//
+// At most `scratch_bytes` of the workspace are used, a few KiB apart, by running sequences and KV
+// heads one after the other; more where one KV head of one sequence needs more.
+//
+// REQUIRES: a cache dtype of 16 bits; head_dim 64, 80, 96, 128 or 256; q, out and q_stride in
+// multiples of 16 bytes.
+void CudaPrefillAttention(const Context& context, const AttentionParams& params,
+                          const BatchView& host, int64_t scratch_bytes = kPrefillScratchBytes);
+
+}  // namespace turbomind::cuda
