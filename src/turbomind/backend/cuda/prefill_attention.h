@@ -120,22 +120,43 @@ TM_DEVICE DenseRows FindRows(const PrefillTask<C>& task, int range) {
           reinterpret_cast<const char*>(view.v + first), r.begin, r.end};
 }
 
+// Thread i copies the 16 bytes i, i + kPrefillThreads, ... of a tile's keys and of its values. The
+// row of the one that `base` threads are before:
+template <class C>
+TM_DEVICE int CopiedRow(int base) {
+  if constexpr (kPrefillThreads % C::kChunks == 0) {  // the difference is known to the compiler
+    return ThreadIndexX() / C::kChunks + base / C::kChunks;
+  } else {
+    return (ThreadIndexX() + base) / C::kChunks;
+  }
+}
+
 // The tile of positions [first, first + kKeys) into a stage; those outside the rows become zero. A
 // committed group.
 template <class C>
-TM_DEVICE void LoadKeysAndValues(const DenseRows& rows, int first, char* stage) {
-  static_assert(C::kKeys * C::kChunks % kPrefillThreads == 0);
-  const int64_t from = (static_cast<int64_t>(first) - rows.begin) * (2 * C::kHeadDim);
-  const bool whole = first >= rows.begin && first + C::kKeys <= rows.end;
+TM_DEVICE void LoadTile(const DenseRows& rows, int first, char* stage) {
+  constexpr int kPieces = C::kKeys * C::kChunks;
+  static_assert(kPieces % kPrefillThreads == 0);
+  const int64_t from =
+      (static_cast<int64_t>(first) - rows.begin) * (2 * C::kHeadDim) + 16 * ThreadIndexX();
+  const char* const keys = rows.keys + from;
+  const char* const values = rows.values + from;
+  char* const to = stage + 16 * ThreadIndexX();
+  if (first >= rows.begin && first + C::kKeys <= rows.end) {
 #pragma unroll
-  for (int base = 0; base < C::kKeys * C::kChunks; base += kPrefillThreads) {
-    const int chunk = base + ThreadIndexX();
-    const int row = chunk / C::kChunks;
-    char* to = stage + 16 * (chunk + row);  // a row's padding is a chunk
-    const int position = first + row;
-    const int valid = whole || (position >= rows.begin && position < rows.end) ? 16 : 0;
-    CopyAsync(to, rows.keys + from + 16 * chunk, valid);
-    CopyAsync(to + C::kSideBytes, rows.values + from + 16 * chunk, valid);
+    for (int base = 0; base < kPieces; base += kPrefillThreads) {
+      char* const at = to + 16 * (base + CopiedRow<C>(base));  // a row's padding is a piece
+      CopyAsync(at, keys + 16 * base, 16);
+      CopyAsync(at + C::kSideBytes, values + 16 * base, 16);
+    }
+  } else {
+#pragma unroll 1
+    for (int base = 0; base < kPieces; base += kPrefillThreads) {
+      const int row = CopiedRow<C>(base);
+      const int valid = first + row >= rows.begin && first + row < rows.end ? 16 : 0;
+      CopyAsync(to + 16 * (base + row), keys + 16 * base, valid);
+      CopyAsync(to + 16 * (base + row) + C::kSideBytes, values + 16 * base, valid);
+    }
   }
   CommitCopies();
 }
@@ -319,7 +340,7 @@ TM_DEVICE void ReadRange(const PrefillTask<C>& task, const QueryStep<C>* query, 
   char* const stages = SharedMemory() + C::kQueryBytes;
   int stage = 0;
   SyncBlock();  // nobody reads the stages any more
-  LoadKeysAndValues<C>(rows, seen.begin / kKeys * kKeys, stages);
+  LoadTile<C>(rows, seen.begin / kKeys * kKeys, stages);
 #pragma unroll 1
   for (int first = seen.begin / kKeys * kKeys; first < seen.end; first += kKeys) {
     WaitForCopies<0>();
@@ -327,7 +348,7 @@ TM_DEVICE void ReadRange(const PrefillTask<C>& task, const QueryStep<C>* query, 
     const char* const keys = stages + stage * C::kStageBytes;
     stage ^= 1;
     if (first + kKeys < seen.end) {
-      LoadKeysAndValues<C>(rows, first + kKeys, stages + stage * C::kStageBytes);
+      LoadTile<C>(rows, first + kKeys, stages + stage * C::kStageBytes);
     }
     if (first + kKeys <= mine.some.begin || first >= mine.some.end) {
       continue;
