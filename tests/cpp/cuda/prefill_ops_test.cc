@@ -49,6 +49,7 @@ struct Batch {
   std::vector<Chunk> chunks;  // those to decode first, of one token each
   int num_decode = 0;
   int num_sms = 1;
+  bool deterministic = false;
   int64_t scratch_bytes = kPrefillScratchBytes;
   // What the factors of the cold pool are multiplied with, and the softmax scale.
   float key_factor = 1.f;
@@ -178,6 +179,7 @@ std::vector<float> GpuRun::Run(const Batch& b) {
   context.stream = stream;
   context.gpu = PropertiesOf(0);
   context.gpu.num_sms = b.num_sms;
+  context.deterministic = b.deterministic;
   context.workspace = &workspace;
   BatchView batch = params.batch;
   batch.cu_seqlens = host.cu_seqlens.data();
@@ -399,6 +401,38 @@ TEST_CASE("the same bits however a sequence is cut, in either size of tiles") {
     const std::vector<float> got = CheckBatch(c, cut);
     CHECK(std::memcmp(want.data() + want.size() - got.size(), got.data(),
                       got.size() * sizeof(float)) == 0);
+  }
+}
+
+TEST_CASE("few queries of long contexts: positions are split") {
+  int i = 0;
+  for (const ModePair& pair :
+       {ModePair{kFp4Nv, kFp4Nv}, ModePair{kNone, kNone}, ModePair{kInt8, kFp4Mx}}) {
+    for (int recent : {-1, 64}) {
+      Case c = MakeCase(pair, i % 3 == 0 ? 64 : i % 3 == 1 ? 256 : 80, DataType::kBFloat16);
+      c.shape.context = 1700;
+      c.group = 3;
+      c.window = i % 2 == 0 ? 0 : 1200;
+      c.sinks = c.mean = i > 1;
+      c.hot = {recent < 0 ? 0 : 64, recent};
+      Batch b;
+      b.chunks = {{20, 21}, {1693, 1700}, {30, 37}, {1100, 1101}};
+      b.num_decode = 1;
+      b.num_sms = kManySms;
+      const std::vector<float> split = CheckBatch(c, b);
+      b.deterministic = true;
+      const std::vector<float> whole = CheckBatch(c, b);
+      CHECK(!SameBits(split, whole));
+      b.num_sms = 1;
+      CHECK(SameBits(whole, CheckBatch(c, b)));
+      b.deterministic = false;
+      b.num_sms = kManySms;
+      b.scratch_bytes = 1;
+      if (c.shape.head_dim == 80) {
+        CheckBatch(c, b);
+      }
+      ++i;
+    }
   }
 }
 

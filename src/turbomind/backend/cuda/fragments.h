@@ -233,6 +233,12 @@ TM_DEVICE uint32_t PackPair(float low, float high) {
   return kBFloat ? PackBFloat2(low, high) : PackHalf2(low, high);
 }
 
+// At most 65504 in size; NaN stays NaN.
+TM_DEVICE float FiniteHalf(float x) {
+  constexpr float kMost = 65504.f;
+  return x > kMost ? kMost : x < -kMost ? -kMost : x;
+}
+
 TM_HD constexpr bool IsFp4(KvCacheMode m) {
   return m == KvCacheMode::kFp4Mx || m == KvCacheMode::kFp4Nv;
 }

@@ -33,7 +33,8 @@ template <class C>
 struct PrefillTask {
   const PrefillParams& params;
   int sequence;
-  int head;       // in the views
+  int head;  // in the views
+  int split;
   int first_row;  // of the block, in the sequence
   Lane at;
 
@@ -74,6 +75,12 @@ TM_DEVICE void LoadQueryStep(const Lane& at, int step, QueryStep<C>* query) {
   }
 }
 
+// FP16 at most 65504 in size; NaN stays NaN.
+template <bool kBFloat>
+TM_DEVICE uint32_t PackFinite(float low, float high) {
+  return kBFloat ? PackBFloat2(low, high) : PackHalf2(FiniteHalf(low), FiniteHalf(high));
+}
+
 // The block's queries → shared memory, rounded; rows behind the last are zero.
 template <class C>
 TM_DEVICE void StoreQueries(const PrefillTask<C>& task) {
@@ -95,7 +102,7 @@ TM_DEVICE void StoreQueries(const PrefillTask<C>& task) {
 #pragma unroll
         for (int pair = 0; pair < 2; ++pair) {
           packed.v[2 * half + pair] =
-              PackPair<C::kBFloat>(BitsFloat(x.v[2 * pair]), BitsFloat(x.v[2 * pair + 1]));
+              PackFinite<C::kBFloat>(BitsFloat(x.v[2 * pair]), BitsFloat(x.v[2 * pair + 1]));
         }
       }
     }
@@ -326,7 +333,11 @@ template <class C>
 TM_DEVICE void ReadRange(const PrefillTask<C>& task, const QueryStep<C>* query, int range,
                          PrefillState<C>* state) {
   constexpr int kKeys = C::kKeys;
-  const SeenPositions seen = SeenByRange<C>(task, range, task.first_row, C::kRows).some;
+  SeenPositions seen = SeenByRange<C>(task, range, task.first_row, C::kRows).some;
+  const int split_begin = task.of().split_begin + task.split * task.of().split_len;
+  const int split_end = split_begin + task.of().split_len;
+  seen = {seen.begin > split_begin ? seen.begin : split_begin,
+          seen.end < split_end ? seen.end : split_end};
   if (seen.begin >= seen.end) {
     return;
   }
@@ -363,8 +374,7 @@ TM_DEVICE void ReadRange(const PrefillTask<C>& task, const QueryStep<C>* query, 
   }
 }
 
-// A sink adds weight and no value.
-template <class C>
+// Of a query, in units of log2. A sink adds weight and no value.
 TM_DEVICE float SinkLogit(const PrefillParams& p, int64_t token, int q_head) {
   if (p.sinks == nullptr) {
     return -INFINITY;
@@ -375,6 +385,14 @@ TM_DEVICE float SinkLogit(const PrefillParams& p, int64_t token, int q_head) {
   return (LoadGlobal(p.sinks + q_head) - shift) * kLog2E;
 }
 
+// What the sums o of weights relative to 2^m have to be multiplied with, when the weights' sum is
+// l.
+TM_DEVICE float FinalFactor(float sink, float m, float l) {
+  const float most = fmaxf(m, sink);
+  const float factor = Exp2Approx(m - most);
+  return factor / (l * factor + Exp2Approx(sink - most));
+}
+
 template <class C>
 TM_DEVICE void WriteRows(const PrefillTask<C>& task, const PrefillState<C>& state) {
   const PrefillParams& p = task.params;
@@ -383,6 +401,7 @@ TM_DEVICE void WriteRows(const PrefillTask<C>& task, const PrefillState<C>& stat
   for (int tile = 0; tile < C::kRowTiles; ++tile) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      const float m = state.m[tile][half];
       float l = state.l[tile][half];
       l += ShuffleXor(l, 1);
       l += ShuffleXor(l, 2);
@@ -391,23 +410,34 @@ TM_DEVICE void WriteRows(const PrefillTask<C>& task, const PrefillState<C>& stat
         continue;
       }
       const int64_t token = task.of().first_token + row / p.group;
-      const int q_head = task.kv_head() * p.group + row % p.group;
-      const float sink = SinkLogit<C>(p, token, q_head);
-      const float m = fmaxf(state.m[tile][half], sink);
-      const float factor = Exp2Approx(state.m[tile][half] - m);
-      const float scale = factor / (l * factor + Exp2Approx(sink - m));
-      float* out = p.out + (token * p.q_heads + q_head) * C::kHeadDim + 2 * task.at.t;
+      const int in_group = row % p.group;
+      float factor = 1.f;
+      float* out;
+      if (p.num_splits > 1) {
+        const int64_t partial =
+            task.split * p.num_rows +
+            ((token - p.sequences[0].first_token) * p.num_heads + task.head) * p.group + in_group;
+        out = p.partial_o + partial * C::kHeadDim;
+        if (task.at.t == 0) {
+          const Words<8> ml = {{FloatBits(m), FloatBits(l)}};
+          StoreGlobal(reinterpret_cast<Words<8>*>(p.partial_ml + 2 * partial), ml);
+        }
+      } else {
+        const int q_head = task.kv_head() * p.group + in_group;
+        out = p.out + (token * p.q_heads + q_head) * C::kHeadDim;
+        factor = FinalFactor(SinkLogit(p, token, q_head), m, l);
+      }
 #pragma unroll
       for (int n = 0; n < C::kChunks; ++n) {
-        const Words<8> pair = {{FloatBits(state.o[tile][n][2 * half] * scale),
-                                FloatBits(state.o[tile][n][2 * half + 1] * scale)}};
-        StoreGlobal(reinterpret_cast<Words<8>*>(out + 8 * n), pair);
+        const Words<8> pair = {{FloatBits(state.o[tile][n][2 * half] * factor),
+                                FloatBits(state.o[tile][n][2 * half + 1] * factor)}};
+        StoreGlobal(reinterpret_cast<Words<8>*>(out + 8 * n + 2 * task.at.t), pair);
       }
     }
   }
 }
 
-// Grid: tiles × heads of the views; kPrefillThreads threads; C::kSharedBytes.
+// Grid: tiles × (heads of the views · splits); kPrefillThreads threads; C::kSharedBytes.
 template <class C>
 __global__ void __launch_bounds__(kPrefillThreads, kPrefillBlocks)
     PrefillKernel(PrefillParams params) {
@@ -420,7 +450,8 @@ __global__ void __launch_bounds__(kPrefillThreads, kPrefillBlocks)
   const int lane = thread & 31;
   const PrefillTask<C> task = {params,
                                sequence,
-                               BlockIndexY(),
+                               BlockIndexY() / params.num_splits,
+                               BlockIndexY() % params.num_splits,
                                (tile - params.sequences[sequence].first_tile) * C::kRows,
                                {lane, thread >> 5, lane >> 2, lane & 3}};
   StoreQueries<C>(task);

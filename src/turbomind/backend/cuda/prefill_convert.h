@@ -17,12 +17,6 @@ struct ConvertParams {
   int64_t num_values = 0;      // a multiple of kConvertValues
 };
 
-// At most 65504 in size; NaN stays NaN.
-TM_DEVICE float FiniteHalf(float x) {
-  constexpr float kMost = 65504.f;
-  return x > kMost ? kMost : x < -kMost ? -kMost : x;
-}
-
 // Grid: num_values / (kConvertThreads * kConvertValues), rounded up.
 inline __global__ void __launch_bounds__(kConvertThreads) ConvertKernel(ConvertParams p) {
   const int64_t i =

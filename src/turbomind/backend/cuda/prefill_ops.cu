@@ -5,6 +5,7 @@
 #include "turbomind/backend/cuda/kv_ops.h"
 #include "turbomind/backend/cuda/launch.h"
 #include "turbomind/backend/cuda/prefill_attention.h"
+#include "turbomind/backend/cuda/prefill_combine.h"
 #include "turbomind/backend/cuda/prefill_convert.h"
 #include "turbomind/backend/cuda/prefill_ops.h"
 #include "turbomind/core/ceil_div.h"
@@ -15,7 +16,7 @@ namespace {
 
 constexpr int64_t kAlignment = 256;
 
-int64_t Aligned(int64_t num_bytes) { return CeilDiv(num_bytes, kAlignment) * kAlignment; }
+constexpr int kLeastSplit = 512;  // positions for which a partial result pays
 
 // Sequences of one launch, and their rows in the two views.
 struct Group {
@@ -23,14 +24,11 @@ struct Group {
   std::vector<FlattenSpan> spans[2];       // of the cold and of the hot view
   int64_t num_rows[2] = {0, 0};
   int heads_at_once = 0;
+  int num_splits = 1;
 
-  int64_t ScratchBytes(int head_dim) const {
-    int64_t bytes = 0;
-    for (int view = 0; view < 2; ++view) {
-      bytes += 2 * Aligned(num_rows[view] * heads_at_once * head_dim * 2);
-      bytes += Aligned(static_cast<int64_t>(spans[view].size() * sizeof(FlattenSpan)));
-    }
-    return bytes;
+  int64_t num_tokens() const {
+    const PrefillSequence& last = sequences.back();
+    return last.first_token + last.num_tokens - sequences.front().first_token;
   }
 };
 
@@ -67,7 +65,7 @@ std::vector<Group> MakeGroups(const AttentionParams& p, const BatchView& host,
     }
     rows += wanted;
     Group& group = groups.back();
-    group.sequences.push_back({0, first_token, num_tokens, context - num_tokens, {}});
+    group.sequences.push_back({0, first_token, num_tokens, context - num_tokens, 0, 0, {}});
     AddRange(spans.cold, seq, 0, &group);
     AddRange(spans.sinks, seq, 1, &group);
     AddRange(spans.recent, seq, 2, &group);
@@ -75,6 +73,66 @@ std::vector<Group> MakeGroups(const AttentionParams& p, const BatchView& host,
     group.heads_at_once = static_cast<int>(std::clamp<int64_t>(fitting, 1, p.kv.kv_heads));
   }
   return groups;
+}
+
+// Cuts the positions of sequences whose queries alone do not fill the GPU.
+void PlanSplits(const Context& context, int q_heads_per_head, Group* group) {
+  using Tile = PrefillConfig<DataType::kFloat16, 64, 1>;  // the smallest
+  int64_t blocks = 0;
+  int longest = 0;
+  for (PrefillSequence& sequence : group->sequences) {
+    const int end = sequence.position + sequence.num_tokens;
+    int begin = end;
+    for (const DenseRange& range : sequence.ranges) {
+      begin = range.begin < range.end ? std::min(begin, range.begin) : begin;
+    }
+    sequence.split_begin = begin / kPrefillSplitUnit * kPrefillSplitUnit;
+    longest = std::max(longest, end - sequence.split_begin);
+    blocks += CeilDiv(int64_t{sequence.num_tokens} * q_heads_per_head, Tile::kRows) *
+              group->heads_at_once;
+  }
+  const int64_t slots = int64_t{kPrefillBlocks} * context.gpu.num_sms;
+  if (!context.deterministic) {
+    const int most = std::clamp(longest / kLeastSplit, 1, kMaxPrefillSplits);
+    group->num_splits = static_cast<int>(std::clamp<int64_t>(slots / blocks, 1, most));
+  }
+  for (PrefillSequence& sequence : group->sequences) {
+    const int length = sequence.position + sequence.num_tokens - sequence.split_begin;
+    sequence.split_len = static_cast<int32_t>(
+        CeilDiv(length, kPrefillSplitUnit * group->num_splits) * kPrefillSplitUnit);
+  }
+}
+
+// Where the parts of a group's scratch begin, in bytes.
+struct Scratch {
+  int64_t spans[2];
+  int64_t keys[2];
+  int64_t values[2];
+  int64_t partial_o;
+  int64_t partial_ml;
+  int64_t end;
+};
+
+Scratch LayOut(const Group& group, const AttentionParams& p) {
+  Scratch at = {};
+  const auto take = [&](int64_t num_bytes) {
+    const int64_t begin = at.end;
+    at.end += CeilDiv(num_bytes, kAlignment) * kAlignment;
+    return begin;
+  };
+  for (int view = 0; view < 2; ++view) {
+    const int64_t bytes = group.num_rows[view] * group.heads_at_once * p.kv.head_dim * 2;
+    at.spans[view] = take(static_cast<int64_t>(group.spans[view].size() * sizeof(FlattenSpan)));
+    at.keys[view] = take(bytes);
+    at.values[view] = take(bytes);
+  }
+  if (group.num_splits > 1) {
+    const int64_t rows =
+        group.num_splits * group.num_tokens() * group.heads_at_once * (p.q_heads / p.kv.kv_heads);
+    at.partial_o = take(rows * p.kv.head_dim * 4);
+    at.partial_ml = take(rows * 2 * 4);
+  }
+  return at;
 }
 
 // The heads [first, first + count) of a layer as a layer.
@@ -103,6 +161,7 @@ struct Pass {
   const Context& context;
   const AttentionParams& params;
   const Group& group;
+  std::byte* scratch;
   int first_head;
   int num_heads;
 
@@ -115,35 +174,32 @@ void ConvertToHalf(const Context& context, uint16_t* values, int64_t num_values)
   Launch(ConvertKernel, shape, context.stream, ConvertParams{values, num_values});
 }
 
-// Flattens one view to `scratch`, behind its spans. Returns what lies behind it.
-std::byte* Flatten(const Pass& pass, int which, std::byte* scratch, DenseView* view) {
+// Flattens one view.
+DenseView Flatten(const Pass& pass, const Scratch& at, int which) {
   const std::vector<FlattenSpan>& spans = pass.group.spans[which];
   if (spans.empty()) {
-    return scratch;
+    return {};
   }
   const AttentionParams& p = pass.params;
-  const int64_t num_values = pass.group.num_rows[which] * pass.num_heads * p.kv.head_dim;
-  const size_t span_bytes = spans.size() * sizeof(FlattenSpan);
-  auto* const k = reinterpret_cast<uint16_t*>(scratch + Aligned(static_cast<int64_t>(span_bytes)));
-  auto* const v = k + Aligned(num_values * 2) / 2;
-  CopyBytes(scratch, spans.data(), span_bytes, pass.context.stream);
+  const Stream stream = pass.context.stream;
   FlattenHalfParams flatten;
-  flatten.k = k;
-  flatten.v = v;
+  flatten.k = reinterpret_cast<uint16_t*>(pass.scratch + at.keys[which]);
+  flatten.v = reinterpret_cast<uint16_t*>(pass.scratch + at.values[which]);
   flatten.num_rows = pass.group.num_rows[which];
-  flatten.spans = reinterpret_cast<const FlattenSpan*>(scratch);
+  flatten.spans = reinterpret_cast<const FlattenSpan*>(pass.scratch + at.spans[which]);
   flatten.num_spans = static_cast<int>(spans.size());
   flatten.kv = HeadsOf(which == 0 ? p.kv : p.hot, pass.first_head, pass.num_heads);
   flatten.block_tables = which == 0 ? p.batch.block_tables : p.batch.hot_tables;
   flatten.block_table_stride = p.batch.block_table_stride;
+  CopyBytes(pass.scratch + at.spans[which], spans.data(), spans.size() * sizeof(spans[0]), stream);
   CudaFlattenToHalf(pass.context, flatten);
   for (int side = 0; side < 2; ++side) {
     if (IsBFloat(flatten.kv, side) && !pass.bfloat()) {
-      ConvertToHalf(pass.context, side == 0 ? k : v, num_values);
+      ConvertToHalf(pass.context, side == 0 ? flatten.k : flatten.v,
+                    flatten.num_rows * pass.num_heads * p.kv.head_dim);
     }
   }
-  *view = {k, v, pass.group.num_rows[which]};
-  return reinterpret_cast<std::byte*>(v) + Aligned(num_values * 2);
+  return {flatten.k, flatten.v, flatten.num_rows};
 }
 
 PrefillParams ParamsOf(const Pass& pass) {
@@ -159,9 +215,12 @@ PrefillParams ParamsOf(const Pass& pass) {
   out.q_heads = p.q_heads;
   out.group = p.q_heads / p.kv.kv_heads;
   out.first_head = pass.first_head;
+  out.num_heads = pass.num_heads;
   out.softmax_scale = p.softmax_scale;
   out.window = p.window;
   out.rule = p.rule;
+  out.num_splits = pass.group.num_splits;
+  out.num_rows = pass.group.num_tokens() * pass.num_heads * out.group;
   out.num_sequences = static_cast<int>(pass.group.sequences.size());
   std::copy(pass.group.sequences.begin(), pass.group.sequences.end(), out.sequences);
   return out;
@@ -182,7 +241,7 @@ int SetTiles(int tile_rows, PrefillParams* params) {
 template <class C>
 void LaunchTiles(const Pass& pass, PrefillParams params) {
   const LaunchShape shape = {.grid_x = SetTiles(C::kRows, &params),
-                             .grid_y = pass.num_heads,
+                             .grid_y = int64_t{pass.num_heads} * params.num_splits,
                              .threads = kPrefillThreads,
                              .shared_bytes = C::kSharedBytes};
   Launch(PrefillKernel<C>, shape, pass.context.stream, params);
@@ -203,6 +262,12 @@ void LaunchHeadDim(const Pass& pass, PrefillParams params) {
     }
   }
   LaunchTiles<Small>(pass, params);
+  if (params.num_splits > 1) {
+    Launch(PrefillCombineKernel<D>,
+           {.grid_x = CeilDiv(params.num_rows, kPrefillCombineWarps),
+            .threads = 32 * kPrefillCombineWarps},
+           pass.context.stream, params);
+  }
 }
 
 template <DataType T>
@@ -224,9 +289,13 @@ void LaunchType(const Pass& pass, const PrefillParams& params) {
   }
 }
 
-void RunPass(const Pass& pass, std::byte* scratch) {
+void RunPass(const Pass& pass) {
+  const Scratch at = LayOut(pass.group, pass.params);
   PrefillParams params = ParamsOf(pass);
-  Flatten(pass, 1, Flatten(pass, 0, scratch, &params.cold), &params.hot);
+  params.cold = Flatten(pass, at, 0);
+  params.hot = Flatten(pass, at, 1);
+  params.partial_o = reinterpret_cast<float*>(pass.scratch + at.partial_o);
+  params.partial_ml = reinterpret_cast<float*>(pass.scratch + at.partial_ml);
   if (pass.bfloat()) {
     LaunchType<DataType::kBFloat16>(pass, params);
   } else {
@@ -238,20 +307,21 @@ void RunPass(const Pass& pass, std::byte* scratch) {
 
 void CudaPrefillAttention(const Context& context, const AttentionParams& params,
                           const BatchView& host, int64_t scratch_bytes) {
-  const std::vector<Group> groups = MakeGroups(params, host, scratch_bytes);
+  const int kv_heads = params.kv.kv_heads;
+  std::vector<Group> groups = MakeGroups(params, host, scratch_bytes);
   int64_t most = 0;
-  for (const Group& group : groups) {
-    most = std::max(most, group.ScratchBytes(params.kv.head_dim));
+  for (Group& group : groups) {
+    PlanSplits(context, params.q_heads / kv_heads, &group);
+    most = std::max(most, LayOut(group, params).end);
   }
   if (groups.empty()) {
     return;
   }
-  const int kv_heads = params.kv.kv_heads;
   auto* const scratch = static_cast<std::byte*>(context.workspace->Get(static_cast<size_t>(most)));
   for (const Group& group : groups) {
     for (int head = 0; head < kv_heads; head += group.heads_at_once) {
-      RunPass({context, params, group, head, std::min(group.heads_at_once, kv_heads - head)},
-              scratch);
+      const int num_heads = std::min(group.heads_at_once, kv_heads - head);
+      RunPass({context, params, group, scratch, head, num_heads});
     }
   }
 }

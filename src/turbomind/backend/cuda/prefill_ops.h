@@ -15,9 +15,13 @@ inline constexpr int64_t kPrefillScratchBytes = int64_t{256} << 20;
 // Sequences [num_decode, num_seqs) of the batch. `params` holds GPU addresses; `host` is the same
 // batch of which cu_seqlens and context_lens are read on the host.
 //
-// Operands are BF16 for a BF16 cache that is not quantised, else FP16: then what is stored in BF16
-// is rounded to FP16, at most 65504 in size. A row of the output has the same bits however its
-// sequence is cut into chunks and whatever else is in the batch.
+// Operands are BF16 for a BF16 cache that is not quantised, else FP16: then queries and what is
+// stored in BF16 are rounded to FP16, at most 65504 in size. Few queries of a long context are
+// spread over the GPU by splitting the positions; not where context.deterministic is set: then a
+// row of the output has the same bits however its sequence is cut into chunks and whatever else is
+// in the batch.
+//
+// A value row with a NaN reaches the queries up to kKeys positions before it in its chunk.
 //
 // At most `scratch_bytes` of the workspace are used, a few KiB apart, by running sequences and KV
 // heads one after the other; more where one KV head of one sequence needs more.

@@ -54,10 +54,16 @@ struct PrefillSequence {
   int32_t first_token = 0;
   int32_t num_tokens = 0;
   int32_t position = 0;  // of the first token
+  // Split s reads the positions [split_begin + s * split_len, split_begin + (s + 1) * split_len);
+  // both are multiples of kPrefillSplitUnit.
+  int32_t split_begin = 0;
+  int32_t split_len = 0;
   DenseRange ranges[kPrefillRanges];
 };
 
-inline constexpr int kMaxPrefillSequences = 72;  // parameters of a kernel are at most 4 KiB
+inline constexpr int kPrefillSplitUnit = 64;  // a multiple of every tile's positions
+inline constexpr int kMaxPrefillSplits = 32;
+inline constexpr int kMaxPrefillSequences = 64;  // parameters of a kernel are at most 4 KiB
 
 // REQUIRES: q, q_stride and out in multiples of 16 bytes.
 struct PrefillParams {
@@ -78,6 +84,12 @@ struct PrefillParams {
   float softmax_scale = 1.f;
   int window = 0;
   HotRule rule = {};
+  // With more than one split: of each, o, not normalised, and (m, l) with m in units of log2. A row
+  // is a token of the launch and a query head of the views.
+  float* partial_o = nullptr;   // [num_splits, num_rows, head_dim]
+  float* partial_ml = nullptr;  // [num_splits, num_rows, 2]
+  int64_t num_rows = 0;
+  int num_splits = 1;
   int num_tiles = 0;
   int num_sequences = 0;
   PrefillSequence sequences[kMaxPrefillSequences];
