@@ -233,10 +233,12 @@ TM_DEVICE uint32_t PackPair(float low, float high) {
   return kBFloat ? PackBFloat2(low, high) : PackHalf2(low, high);
 }
 
-// At most 65504 in size; NaN stays NaN.
-TM_DEVICE float FiniteHalf(float x) {
+// Two FP16, at most 65504 in size; NaN stays NaN.
+TM_DEVICE uint32_t PackFiniteHalf2(float low, float high) {
   constexpr float kMost = 65504.f;
-  return x > kMost ? kMost : x < -kMost ? -kMost : x;
+  low = low > kMost ? kMost : low < -kMost ? -kMost : low;
+  high = high > kMost ? kMost : high < -kMost ? -kMost : high;
+  return PackHalf2(low, high);
 }
 
 TM_HD constexpr bool IsFp4(KvCacheMode m) {

@@ -70,7 +70,7 @@ TM_DEVICE float DecodeValue(const StoredLane<M>& x, int i, float g) {
 
 // The same, as FlattenHalfParams says: pairs of 16 bits.
 template <DataType T, KvCacheMode M>
-TM_DEVICE Words<16> DecodeHalves(const StoredLane<M>& x) {
+TM_DEVICE Words<16> DecodeHalves(const StoredLane<M>& x, bool all_half) {
   constexpr float kMost = 65504.f;
   Words<16> out;
   if constexpr (IsFp4(M)) {
@@ -97,6 +97,12 @@ TM_DEVICE Words<16> DecodeHalves(const StoredLane<M>& x) {
     }
   } else if constexpr (M == KvCacheMode::kNone) {
     out = x.payload;
+    if (T == DataType::kBFloat16 && all_half) {
+#pragma unroll
+      for (uint32_t& pair : out.v) {
+        pair = PackFiniteHalf2(BitsFloat(pair << 16), BitsFloat(pair & 0xffff0000u));
+      }
+    }
   } else {
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
@@ -241,7 +247,7 @@ __global__ void __launch_bounds__(kWriteThreads) FlattenHalfKernel(FlattenHalfPa
     }
 #pragma unroll
     for (int i = 0; i < kFlattenRows; ++i) {
-      out[i] = from[i].payload != nullptr ? DecodeHalves<T>(stored[i]) : Words<16>{};
+      out[i] = from[i].payload != nullptr ? DecodeHalves<T>(stored[i], p.all_half) : Words<16>{};
     }
   });
   const int64_t head = BlockIndexY() >> 1;

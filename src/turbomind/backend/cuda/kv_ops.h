@@ -54,7 +54,7 @@ struct FlattenSpan {
 // One view of the cache → dense rows of 16 bits for prefill: called once for the layer's pool and,
 // with hot blocks, once more for the hot pool, each with its own spans and output.
 //
-// Mode none: as stored (FP16 or BF16). All others: FP16, of
+// Mode none: as stored (FP16 or BF16), unless all_half. All others: FP16, of
 //   FP4        E2M1 * scale, exact; without g
 //   FP8        the code's value, exact; without g
 //   int8, int4 code * scale + zero in FP32, rounded once to FP16, at most 65504 in size
@@ -70,6 +70,7 @@ struct FlattenHalfParams {
   KvLayerView kv;                         // the layer's pool or the hot one
   const int32_t* block_tables = nullptr;  // of that pool: [sequences, block_table_stride]
   int64_t block_table_stride = 0;
+  bool all_half = false;  // BF16 is rounded to FP16, at most 65504 in size
 };
 
 void CudaFlattenToHalf(const Context& context, const FlattenHalfParams& params);

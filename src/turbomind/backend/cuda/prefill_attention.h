@@ -75,12 +75,6 @@ TM_DEVICE void LoadQueryStep(const Lane& at, int step, QueryStep<C>* query) {
   }
 }
 
-// FP16 at most 65504 in size; NaN stays NaN.
-template <bool kBFloat>
-TM_DEVICE uint32_t PackFinite(float low, float high) {
-  return kBFloat ? PackBFloat2(low, high) : PackHalf2(FiniteHalf(low), FiniteHalf(high));
-}
-
 // The block's queries → shared memory, rounded; rows behind the last are zero.
 template <class C>
 TM_DEVICE void StoreQueries(const PrefillTask<C>& task) {
@@ -101,30 +95,15 @@ TM_DEVICE void StoreQueries(const PrefillTask<C>& task) {
         const auto x = LoadGlobal(reinterpret_cast<const Words<16>*>(from) + half);
 #pragma unroll
         for (int pair = 0; pair < 2; ++pair) {
+          const float low = BitsFloat(x.v[2 * pair]);
+          const float high = BitsFloat(x.v[2 * pair + 1]);
           packed.v[2 * half + pair] =
-              PackFinite<C::kBFloat>(BitsFloat(x.v[2 * pair]), BitsFloat(x.v[2 * pair + 1]));
+              C::kBFloat ? PackBFloat2(low, high) : PackFiniteHalf2(low, high);
         }
       }
     }
     StoreShared(SharedMemory() + row * C::kStride + 16 * chunk, packed);
   }
-}
-
-// Where a range's rows of the block's head lie.
-struct DenseRows {
-  const char* keys;
-  const char* values;
-  int begin;
-  int end;
-};
-
-template <class C>
-TM_DEVICE DenseRows FindRows(const PrefillTask<C>& task, int range) {
-  const DenseRange& r = task.of().ranges[range];
-  const DenseView& view = range == 0 ? task.params.cold : task.params.hot;
-  const int64_t first = (task.head * view.num_rows + r.row) * C::kHeadDim;
-  return {reinterpret_cast<const char*>(view.k + first),
-          reinterpret_cast<const char*>(view.v + first), r.begin, r.end};
 }
 
 // Thread i copies the 16 bytes i, i + kPrefillThreads, ... of a tile's keys and of its values. The
@@ -141,13 +120,15 @@ TM_DEVICE int CopiedRow(int base) {
 // The tile of positions [first, first + kKeys) into a stage; those outside the rows become zero. A
 // committed group.
 template <class C>
-TM_DEVICE void LoadTile(const DenseRows& rows, int first, char* stage) {
+TM_DEVICE void LoadTile(const PrefillTask<C>& task, int range, int first, char* stage) {
   constexpr int kPieces = C::kKeys * C::kChunks;
   static_assert(kPieces % kPrefillThreads == 0);
-  const int64_t from =
-      (static_cast<int64_t>(first) - rows.begin) * (2 * C::kHeadDim) + 16 * ThreadIndexX();
-  const char* const keys = rows.keys + from;
-  const char* const values = rows.values + from;
+  const DenseRange& rows = task.of().ranges[range];
+  const DenseView& view = task.params.views[range == 0 ? 0 : 1];
+  const int64_t first_row = task.head * view.num_rows + rows.row + first - rows.begin;
+  const int64_t from = first_row * (2 * C::kHeadDim) + 16 * ThreadIndexX();
+  const char* const keys = reinterpret_cast<const char*>(view.k) + from;
+  const char* const values = reinterpret_cast<const char*>(view.v) + from;
   char* const to = stage + 16 * ThreadIndexX();
   if (first >= rows.begin && first + C::kKeys <= rows.end) {
 #pragma unroll
@@ -334,10 +315,11 @@ TM_DEVICE void ReadRange(const PrefillTask<C>& task, const QueryStep<C>* query, 
                          PrefillState<C>* state) {
   constexpr int kKeys = C::kKeys;
   SeenPositions seen = SeenByRange<C>(task, range, task.first_row, C::kRows).some;
-  const int split_begin = task.of().split_begin + task.split * task.of().split_len;
-  const int split_end = split_begin + task.of().split_len;
-  seen = {seen.begin > split_begin ? seen.begin : split_begin,
-          seen.end < split_end ? seen.end : split_end};
+  if constexpr (C::kCanSplit) {
+    const int begin = task.of().split_begin + task.split * task.of().split_len;
+    const int end = begin + task.of().split_len;
+    seen = {seen.begin > begin ? seen.begin : begin, seen.end < end ? seen.end : end};
+  }
   if (seen.begin >= seen.end) {
     return;
   }
@@ -347,11 +329,10 @@ TM_DEVICE void ReadRange(const PrefillTask<C>& task, const QueryStep<C>* query, 
   const PrefillParams& p = task.params;
   const float factor = range == 0 ? HeadFactor(p.key_factor, task.kv_head()) : 1.f;
   const float scale = p.softmax_scale * kLog2E * factor;
-  const DenseRows rows = FindRows<C>(task, range);
   char* const stages = SharedMemory() + C::kQueryBytes;
   int stage = 0;
   SyncBlock();  // nobody reads the stages any more
-  LoadTile<C>(rows, seen.begin / kKeys * kKeys, stages);
+  LoadTile<C>(task, range, seen.begin / kKeys * kKeys, stages);
 #pragma unroll 1
   for (int first = seen.begin / kKeys * kKeys; first < seen.end; first += kKeys) {
     WaitForCopies<0>();
@@ -359,7 +340,7 @@ TM_DEVICE void ReadRange(const PrefillTask<C>& task, const QueryStep<C>* query, 
     const char* const keys = stages + stage * C::kStageBytes;
     stage ^= 1;
     if (first + kKeys < seen.end) {
-      LoadTile<C>(rows, first + kKeys, stages + stage * C::kStageBytes);
+      LoadTile<C>(task, range, first + kKeys, stages + stage * C::kStageBytes);
     }
     if (first + kKeys <= mine.some.begin || first >= mine.some.end) {
       continue;
@@ -413,7 +394,7 @@ TM_DEVICE void WriteRows(const PrefillTask<C>& task, const PrefillState<C>& stat
       const int in_group = row % p.group;
       float factor = 1.f;
       float* out;
-      if (p.num_splits > 1) {
+      if (C::kCanSplit && p.num_splits > 1) {
         const int64_t partial =
             task.split * p.num_rows +
             ((token - p.sequences[0].first_token) * p.num_heads + task.head) * p.group + in_group;
@@ -448,10 +429,11 @@ __global__ void __launch_bounds__(kPrefillThreads, kPrefillBlocks)
   }
   const int thread = ThreadIndexX();
   const int lane = thread & 31;
+  const int num_splits = C::kCanSplit ? params.num_splits : 1;
   const PrefillTask<C> task = {params,
                                sequence,
-                               BlockIndexY() / params.num_splits,
-                               BlockIndexY() % params.num_splits,
+                               BlockIndexY() / num_splits,
+                               BlockIndexY() % num_splits,
                                (tile - params.sequences[sequence].first_tile) * C::kRows,
                                {lane, thread >> 5, lane >> 2, lane & 3}};
   StoreQueries<C>(task);

@@ -6,7 +6,6 @@
 #include "turbomind/backend/cuda/launch.h"
 #include "turbomind/backend/cuda/prefill_attention.h"
 #include "turbomind/backend/cuda/prefill_combine.h"
-#include "turbomind/backend/cuda/prefill_convert.h"
 #include "turbomind/backend/cuda/prefill_ops.h"
 #include "turbomind/core/ceil_div.h"
 #include "turbomind/core/check.h"
@@ -152,10 +151,6 @@ KvLayerView HeadsOf(KvLayerView kv, int first, int count) {
   return kv;
 }
 
-bool IsBFloat(const KvLayerView& kv, int side) {
-  return kv.mode[side] == KvCacheMode::kNone && kv.dtype == DataType::kBFloat16;
-}
-
 // One launch's part of the heads.
 struct Pass {
   const Context& context;
@@ -165,14 +160,12 @@ struct Pass {
   int first_head;
   int num_heads;
 
-  bool bfloat() const { return IsBFloat(params.kv, 0) && IsBFloat(params.kv, 1); }
+  bool bfloat() const {
+    const KvLayerView& kv = params.kv;
+    return kv.mode[0] == KvCacheMode::kNone && kv.mode[1] == KvCacheMode::kNone &&
+           kv.dtype == DataType::kBFloat16;
+  }
 };
-
-void ConvertToHalf(const Context& context, uint16_t* values, int64_t num_values) {
-  const LaunchShape shape = {.grid_x = CeilDiv(num_values, kConvertThreads * kConvertValues),
-                             .threads = kConvertThreads};
-  Launch(ConvertKernel, shape, context.stream, ConvertParams{values, num_values});
-}
 
 // Flattens one view.
 DenseView Flatten(const Pass& pass, const Scratch& at, int which) {
@@ -191,14 +184,9 @@ DenseView Flatten(const Pass& pass, const Scratch& at, int which) {
   flatten.kv = HeadsOf(which == 0 ? p.kv : p.hot, pass.first_head, pass.num_heads);
   flatten.block_tables = which == 0 ? p.batch.block_tables : p.batch.hot_tables;
   flatten.block_table_stride = p.batch.block_table_stride;
+  flatten.all_half = !pass.bfloat();
   CopyBytes(pass.scratch + at.spans[which], spans.data(), spans.size() * sizeof(spans[0]), stream);
   CudaFlattenToHalf(pass.context, flatten);
-  for (int side = 0; side < 2; ++side) {
-    if (IsBFloat(flatten.kv, side) && !pass.bfloat()) {
-      ConvertToHalf(pass.context, side == 0 ? flatten.k : flatten.v,
-                    flatten.num_rows * pass.num_heads * p.kv.head_dim);
-    }
-  }
   return {flatten.k, flatten.v, flatten.num_rows};
 }
 
@@ -255,7 +243,7 @@ void LaunchHeadDim(const Pass& pass, PrefillParams params) {
     using Large = PrefillConfig<T, D, 2>;
     const GpuProperties& gpu = pass.context.gpu;
     const int64_t blocks = int64_t{SetTiles(Large::kRows, &params)} * pass.num_heads;
-    if (blocks >= kPrefillBlocks * gpu.num_sms &&
+    if (params.num_splits == 1 && blocks >= kPrefillBlocks * gpu.num_sms &&
         size_t{Large::kSharedBytes} <= gpu.shared_bytes_per_block) {
       LaunchTiles<Large>(pass, params);
       return;
@@ -292,8 +280,8 @@ void LaunchType(const Pass& pass, const PrefillParams& params) {
 void RunPass(const Pass& pass) {
   const Scratch at = LayOut(pass.group, pass.params);
   PrefillParams params = ParamsOf(pass);
-  params.cold = Flatten(pass, at, 0);
-  params.hot = Flatten(pass, at, 1);
+  params.views[0] = Flatten(pass, at, 0);
+  params.views[1] = Flatten(pass, at, 1);
   params.partial_o = reinterpret_cast<float*>(pass.scratch + at.partial_o);
   params.partial_ml = reinterpret_cast<float*>(pass.scratch + at.partial_ml);
   if (pass.bfloat()) {

@@ -75,8 +75,7 @@ struct PrefillParams {
   // [KV heads of the layer] what cold keys and values have to be multiplied with; null: 1.
   const float* key_factor = nullptr;
   const float* value_factor = nullptr;
-  DenseView cold;
-  DenseView hot;
+  DenseView views[2];  // the cold one, the hot one
   int q_heads = 0;
   int group = 1;       // query heads of a KV head
   int first_head = 0;  // KV head of the layer that comes first in the views
@@ -118,6 +117,7 @@ struct PrefillConfig {
   static constexpr int kSideBytes = kKeys * kStride;
   static constexpr int kStageBytes = 2 * kSideBytes;
   static constexpr int kSharedBytes = kQueryBytes + 2 * kStageBytes;
+  static constexpr bool kCanSplit = kRowTileCount == 1;  // what fills the GPU needs no splits
   static constexpr bool kQueryInRegisters = kRowTiles * kSteps <= 8;
 };
 
