@@ -30,6 +30,10 @@ T LoadGlobal(const T* p) {
   return *p;
 }
 template <class T>
+T LoadGlobalOnce(const T* p) {
+  return LoadGlobal(p);
+}
+template <class T>
 void StoreGlobal(T* p, const T& value) {
   shim::CheckAccess(shim::Space::kGlobalWrite, p, sizeof(T), alignof(T));
   *p = value;

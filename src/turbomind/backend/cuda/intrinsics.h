@@ -35,6 +35,27 @@ template <class T>
 TM_DEVICE T LoadGlobal(const T* p) {
   return *p;
 }
+// Of 4, 8 or 16 bytes that nobody writes meanwhile and that are not wanted again soon.
+template <class T>
+TM_DEVICE T LoadGlobalOnce(const T* p) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16);
+  constexpr int kWords = sizeof(T) / 4;
+  uint32_t v[4];
+  if constexpr (kWords == 4) {
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                 : "l"(p));
+  } else if constexpr (kWords == 2) {
+    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];"
+                 : "=r"(v[0]), "=r"(v[1])
+                 : "l"(p));
+  } else {
+    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v[0]) : "l"(p));
+  }
+  T value;
+  memcpy(&value, v, sizeof(T));
+  return value;
+}
 template <class T>
 TM_DEVICE void StoreGlobal(T* p, const T& value) {
   *p = value;

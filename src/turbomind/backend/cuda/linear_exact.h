@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(32 * kWarps) ExactLinearKernel(LinearKernelPar
   float sums[kExactOutputs][kExactRows] = {};
   for (int col = 4 * ThreadIndexX(); col < params.cols; col += 128 * kWarps) {
     Words<16> w[kExactOutputs];
-    float x[kExactRows][4];
+    Words<16> x[kExactRows];
 #pragma unroll
     for (int o = 0; o < kExactOutputs; ++o) {
       const char* at = weights + o * row_bytes + static_cast<int64_t>(col) * 4;
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(32 * kWarps) ExactLinearKernel(LinearKernelPar
     }
 #pragma unroll
     for (int r = 0; r < kExactRows; ++r) {
-      LoadFour(params, rows[r], col, x[r]);
+      x[r] = LoadGlobal(reinterpret_cast<const Words<16>*>(rows[r] + col));
     }
 #pragma unroll
     for (int o = 0; o < kExactOutputs; ++o) {
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(32 * kWarps) ExactLinearKernel(LinearKernelPar
       for (int r = 0; r < kExactRows; ++r) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          sums[o][r] = fmaf(BitsFloat(w[o].v[i]), x[r][i], sums[o][r]);
+          sums[o][r] = fmaf(BitsFloat(w[o].v[i]), BitsFloat(x[r].v[i]), sums[o][r]);
         }
       }
     }

@@ -3,6 +3,7 @@
 #include "turbomind/backend/cuda/cuda_matrix.h"
 #include "turbomind/backend/cuda/embed_kernels.h"
 #include "turbomind/backend/cuda/launch.h"
+#include "turbomind/backend/cuda/linear_copy.h"
 #include "turbomind/backend/cuda/linear_exact.h"
 #include "turbomind/backend/cuda/linear_ops.h"
 #include "turbomind/backend/cuda/linear_stream.h"
@@ -14,6 +15,8 @@ namespace {
 
 // Warps of the matrices' first row tile that fill a large GPU (132 SMs, 32 to 48 each).
 constexpr int64_t kWantedWarps = 6144;
+// Tiles that two by two give every SM a block; two share what is read of x.
+constexpr int64_t kWantedTiles = 264;
 constexpr int kLeastUnits = 5;  // of a slice: less is over before its first loads are back
 
 const CudaMatrix& Weight(const LinearPart& part) {
@@ -46,7 +49,8 @@ template <MatrixFormat F>
 void RunStream(const Context& ctx, const StreamParams& params, int64_t outputs) {
   if (params.linear.num_rows > 8) {
     RunStreamKernel<StreamConfig<F, 2, 2>>(ctx, params);
-  } else if (NumTiles(outputs) * params.slices >= kWantedWarps) {
+  } else if (NumTiles(outputs) * params.slices >= kWantedWarps ||
+             (params.linear.num_rows > 2 && NumTiles(outputs) >= kWantedTiles)) {
     RunStreamKernel<StreamConfig<F, 2, 1>>(ctx, params);
   } else {
     RunStreamKernel<StreamConfig<F, 1, 1>>(ctx, params);
@@ -63,11 +67,31 @@ void RunExact(const Context& ctx, LinearKernelParams params) {
   Launch(ExactLinearKernel<kExactWarps>, shape, ctx.stream, params);
 }
 
-void Run(const Context& ctx, const LinearKernelParams& params, MatrixFormat stored) {
+// Where rows of x are not as the kernels want them, takes a copy that is, in order of y's rows.
+void AlignX(const Context& ctx, MatrixFormat stored, LinearKernelParams* params) {
+  const int cols = params->cols;
+  params->cols = NumUnits(stored, cols) * UnitCols(stored);
+  const bool aligned =
+      reinterpret_cast<uintptr_t>(params->x) % 16 == 0 && params->x_stride % 4 == 0;
+  if (aligned && params->cols == cols) {
+    return;
+  }
+  const int64_t num_rows = params->num_rows;
+  auto* copy = static_cast<float*>(
+      ctx.workspace->Get(static_cast<size_t>(num_rows * params->cols) * sizeof(float)));
+  Launch(AlignRowsKernel<kAlignThreads>, {.grid_x = num_rows, .threads = kAlignThreads}, ctx.stream,
+         AlignRowsParams{params->x, params->x_stride, params->x_rows, cols, copy, params->cols});
+  params->x = copy;
+  params->x_stride = params->cols;
+  params->x_rows = nullptr;
+}
+
+void Run(const Context& ctx, LinearKernelParams params, MatrixFormat stored) {
   int64_t outputs = 0;
   for (int i = 0; i < params.num_segments; ++i) {
     outputs += params.segments[i].outputs;
   }
+  AlignX(ctx, stored, &params);
   const StreamParams stream = {params, NumSlices(stored, outputs, params.cols)};
   switch (stored) {
     case MatrixFormat::kF32:
@@ -84,13 +108,6 @@ void Run(const Context& ctx, const LinearKernelParams& params, MatrixFormat stor
     case MatrixFormat::kMxfp4Split:
       return RunStream<MatrixFormat::kMxfp4>(ctx, stream, outputs);
   }
-}
-
-void SetX(LinearKernelParams* params, const float* x, int64_t x_stride, int64_t cols) {
-  params->x = x;
-  params->x_stride = x_stride;
-  params->vector_x = reinterpret_cast<uintptr_t>(x) % 16 == 0 && x_stride % 4 == 0;
-  params->cols = static_cast<int>(cols);
 }
 
 }  // namespace
@@ -113,7 +130,6 @@ CudaLinear::~CudaLinear() {
 
 void CudaLinear::Linear(const Context& ctx, const LinearParams& params) {
   LinearKernelParams kernel;
-  SetX(&kernel, params.x, params.x_stride, params.parts[0].weight->cols);
   kernel.y = params.y;
   kernel.y_stride = params.y_stride;
   kernel.num_rows = params.num_rows;
@@ -121,6 +137,9 @@ void CudaLinear::Linear(const Context& ctx, const LinearParams& params) {
   int64_t column = 0;
   for (int i = 0; i < params.num_parts;) {
     const MatrixFormat stored = params.parts[i].weight->format;
+    kernel.x = params.x;
+    kernel.x_stride = params.x_stride;
+    kernel.cols = static_cast<int>(params.parts[i].weight->cols);
     kernel.num_segments = 0;
     for (; i < params.num_parts && kernel.num_segments < kMaxSegments; ++i) {
       const LinearPart& part = params.parts[i];
@@ -165,7 +184,9 @@ const ExpertWeight* CudaLinear::TableOf(const Context& ctx, const GroupedLinearP
 void CudaLinear::GroupedLinear(const Context& ctx, const GroupedLinearParams& params) {
   const PackedMatrix& weight = *params.experts[0].weight;
   LinearKernelParams kernel;
-  SetX(&kernel, params.x, params.x_stride, weight.cols);
+  kernel.x = params.x;
+  kernel.x_stride = params.x_stride;
+  kernel.cols = static_cast<int>(weight.cols);
   kernel.x_rows = params.x_rows;
   kernel.y = params.y;
   kernel.y_stride = params.y_stride;

@@ -30,15 +30,14 @@ struct ExpertWeight {
 
 // All matrices have one format and the same cols. Grid: slots of rows × blocks of outputs.
 struct LinearKernelParams {
-  const float* x = nullptr;
+  const float* x = nullptr;  // rows begin at multiples of 16 bytes
   int64_t x_stride = 0;
-  bool vector_x = false;            // every row of x begins at a multiple of 16 bytes
   const int32_t* x_rows = nullptr;  // [num_rows] or null
   float* y = nullptr;
   int64_t y_stride = 0;
   int num_rows = 0;
   bool accumulate = false;
-  int cols = 0;
+  int cols = 0;  // whole units
   int num_segments = 0;
   LinearSegment segments[kMaxSegments] = {};
   // Grouped: one segment, whose weight and bias are those of the expert.
@@ -130,30 +129,11 @@ TM_DEVICE bool FindBlock(const LinearKernelParams& p, int rows, int outputs, Lin
   return true;
 }
 
-// Row `row` of the block's rows of x; null beyond them.
+// Row `row` of the block's rows of x; beyond them the last one, whose results nobody stores.
 TM_DEVICE const float* RowOfX(const LinearKernelParams& p, const LinearBlock& block, int row) {
-  if (row >= block.num_rows) {
-    return nullptr;
-  }
-  const int at = block.first_row + row;
+  const int at = block.first_row + (row < block.num_rows ? row : block.num_rows - 1);
   const int64_t x_row = p.x_rows != nullptr ? LoadGlobal(p.x_rows + at) : at;
   return p.x + x_row * p.x_stride;
-}
-
-// Values [col, col + 4) of a row of x, zero beyond cols or where there is no row.
-TM_DEVICE void LoadFour(const LinearKernelParams& p, const float* row, int col, float (&out)[4]) {
-  if (row != nullptr && p.vector_x && col + 4 <= p.cols) {
-    const auto words = LoadGlobal(reinterpret_cast<const Words<16>*>(row + col));
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      out[i] = BitsFloat(words.v[i]);
-    }
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    out[i] = row != nullptr && col + i < p.cols ? LoadGlobal(row + col + i) : 0.f;
-  }
 }
 
 // y (+)= sum + bias for one row of the block and one output of the weight, if there is that output.

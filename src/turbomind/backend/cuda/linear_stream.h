@@ -42,18 +42,28 @@ struct StreamConfig {
   static constexpr int SharedBytes(int slices) { return slices * kOutputs * kRows * 4; }
 };
 
-// Columns 8 t .. 8 t + 7 of a block of 32, of one row: operand B of two products.
+// Columns 8 t .. 8 t + 7 of a block of 32, of one row.
+struct RowValues {
+  Words<16> low;
+  Words<16> high;
+};
+TM_DEVICE RowValues LoadRow(const float* row) {
+  const auto* from = reinterpret_cast<const Words<16>*>(row);
+  return {LoadGlobal(from), LoadGlobal(from + 1)};
+}
+
+// The same as operand B of two products.
 struct RowFragment {
   uint32_t v[4];
 };
-
-TM_DEVICE RowFragment LoadRow(const LinearKernelParams& p, const float* row, int col) {
-  float low[4];
-  float high[4];
-  LoadFour(p, row, col, low);
-  LoadFour(p, row, col + 4, high);
-  return {{PackBFloat2(low[0], low[1]), PackBFloat2(low[2], low[3]), PackBFloat2(high[0], high[1]),
-           PackBFloat2(high[2], high[3])}};
+TM_DEVICE RowFragment RoundRow(const RowValues& x) {
+  RowFragment out;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    out.v[i] = PackBFloat2(BitsFloat(x.low.v[2 * i]), BitsFloat(x.low.v[2 * i + 1]));
+    out.v[2 + i] = PackBFloat2(BitsFloat(x.high.v[2 * i]), BitsFloat(x.high.v[2 * i + 1]));
+  }
+  return out;
 }
 
 // sum += 16 outputs × 32 columns of weights times 8 rows.
@@ -107,11 +117,25 @@ TM_DEVICE void AddBlock(const typename WeightFragments<F>::Unit& unit, int block
   }
 }
 
+// What a warp reads of x: kRowTiles rows per lane, each block of columns one ahead of its use.
+template <class C>
+struct RowReader {
+  const float* rows[C::kRowTiles];  // at the lane's columns of the first block
+  int last_col;                     // of the warp's slice: the first of its last block
+  RowValues next[C::kRowTiles];
+
+  TM_DEVICE void Ask(int col) {
+#pragma unroll
+    for (int n = 0; n < C::kRowTiles; ++n) {
+      next[n] = LoadRow(rows[n] + (col < last_col ? col : last_col));
+    }
+  }
+};
+
 // One unit of all tiles.
 template <class C>
-TM_DEVICE void AddUnit(const LinearKernelParams& p,
-                       const typename WeightFragments<C::kFormat>::Unit (&units)[C::kTiles],
-                       int first_col, const float* const (&rows)[C::kRowTiles],
+TM_DEVICE void AddUnit(const typename WeightFragments<C::kFormat>::Unit (&units)[C::kTiles],
+                       int first_col, RowReader<C>* reader,
                        float (&sums)[C::kTiles][C::kRowTiles][4]) {
   using W = WeightFragments<C::kFormat>;
 #pragma unroll
@@ -120,11 +144,12 @@ TM_DEVICE void AddUnit(const LinearKernelParams& p,
     float x_sums[C::kRowTiles][4] = {};
 #pragma unroll
     for (int n = 0; n < C::kRowTiles; ++n) {
-      x[n] = LoadRow(p, rows[n], first_col + block * kQuantBlock);
+      x[n] = RoundRow(reader->next[n]);
       if constexpr (W::kMinimum) {
         SumBlock(x[n], x_sums[n]);
       }
     }
+    reader->Ask(first_col + (block + 1) * kQuantBlock);
 #pragma unroll
     for (int m = 0; m < C::kTiles; ++m) {
       AddBlock<C::kFormat, C::kRowTiles>(units[m], block, x, x_sums, sums[m]);
@@ -137,10 +162,11 @@ template <class C>
 TM_DEVICE void SumSlice(const StreamParams& params, const LinearBlock& block,
                         float (&sums)[C::kTiles][C::kRowTiles][4]) {
   using W = WeightFragments<C::kFormat>;
+  constexpr int kCols = UnitCols(C::kFormat);
   const LinearKernelParams& p = params.linear;
   const int lane = ThreadIndexX() & 31;
   const int slice = ThreadIndexX() >> 5;
-  const int units = NumUnits(C::kFormat, p.cols);
+  const int units = p.cols / kCols;
   const int begin = units * slice / params.slices;
   const int end = units * (slice + 1) / params.slices;
   const int64_t tile_bytes = TileBytes(C::kFormat, p.cols);
@@ -150,11 +176,6 @@ TM_DEVICE void SumSlice(const StreamParams& params, const LinearBlock& block,
   for (int m = 0; m < C::kTiles; ++m) {
     const int tile = block.first_output / kTileOutputs + m;
     tiles[m] = block.weight + (tile < last ? tile : last) * tile_bytes;
-  }
-  const float* rows[C::kRowTiles];
-#pragma unroll
-  for (int n = 0; n < C::kRowTiles; ++n) {
-    rows[n] = RowOfX(p, block, 8 * n + (lane >> 2));
   }
   typename W::Unit ring[C::kAhead][C::kTiles];
   const auto load = [&](int i, int unit) {
@@ -169,13 +190,20 @@ TM_DEVICE void SumSlice(const StreamParams& params, const LinearBlock& block,
       load(i, begin + i);
     }
   }
+  RowReader<C> reader;
+  reader.last_col = end * kCols - kQuantBlock;
+#pragma unroll
+  for (int n = 0; n < C::kRowTiles; ++n) {
+    reader.rows[n] = RowOfX(p, block, 8 * n + (lane >> 2)) + 8 * (lane & 3);
+  }
+  reader.Ask(begin * kCols);
 #pragma unroll 1
   for (int first = begin; first < end; first += C::kAhead) {
 #pragma unroll
     for (int i = 0; i < C::kAhead; ++i) {
       const int unit = first + i;
       if (unit < end) {
-        AddUnit<C>(p, ring[i], unit * UnitCols(C::kFormat) + 8 * (lane & 3), rows, sums);
+        AddUnit<C>(ring[i], unit * kCols, &reader, sums);
         if (unit + C::kAhead < end) {
           load(i, unit + C::kAhead);
         }

@@ -77,8 +77,8 @@ struct BlockFragments {
 
   static TM_DEVICE Unit Load(const char* tile, int unit, int lane, int64_t) {
     const char* at = tile + static_cast<int64_t>(unit) * UnitBytes(F);
-    return {LoadGlobal(reinterpret_cast<const Words<16>*>(at + lane * 16)),
-            LoadGlobal(reinterpret_cast<const Words<kScaleBytes>*>(at + kUnitCodeBytes +
+    return {LoadGlobalOnce(reinterpret_cast<const Words<16>*>(at + lane * 16)),
+            LoadGlobalOnce(reinterpret_cast<const Words<kScaleBytes>*>(at + kUnitCodeBytes +
                                                                    (lane >> 2) * kScaleBytes))};
   }
   static TM_DEVICE float HalfAt(const Unit& unit, int i) {
@@ -147,8 +147,8 @@ struct WeightFragments<MatrixFormat::kBF16> {
   static TM_DEVICE Unit Load(const char* tile, int unit, int lane, int64_t tile_bytes) {
     const int64_t row_bytes = tile_bytes / kTileOutputs;
     const char* at = tile + (lane >> 2) * row_bytes + unit * 64 + (lane & 3) * 16;
-    return {{LoadGlobal(reinterpret_cast<const Words<16>*>(at)),
-             LoadGlobal(reinterpret_cast<const Words<16>*>(at + 8 * row_bytes))}};
+    return {{LoadGlobalOnce(reinterpret_cast<const Words<16>*>(at)),
+             LoadGlobalOnce(reinterpret_cast<const Words<16>*>(at + 8 * row_bytes))}};
   }
   static TM_DEVICE void Expand(const Unit& unit, int, uint32_t (&pairs)[2][4]) {
 #pragma unroll
