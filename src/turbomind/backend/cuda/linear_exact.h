@@ -21,7 +21,7 @@ inline constexpr int kExactSharedBytes = kExactWarps * kExactOutputs * kExactRow
 template <int kWarps>
 __global__ void __launch_bounds__(32 * kWarps) ExactLinearKernel(LinearKernelParams params) {
   LinearBlock block;
-  if (!FindBlock(params, kExactRows, kExactOutputs, &block)) {
+  if (!FindBlock(params, BlockIndexX(), kExactRows, kExactOutputs, &block)) {
     return;
   }
   const int lane = ThreadIndexX() & 31;

@@ -7,6 +7,7 @@
 #include "turbomind/backend/cuda/linear_exact.h"
 #include "turbomind/backend/cuda/linear_ops.h"
 #include "turbomind/backend/cuda/linear_stream.h"
+#include "turbomind/backend/cuda/linear_tile.h"
 #include "turbomind/core/ceil_div.h"
 #include "turbomind/core/check.h"
 
@@ -17,7 +18,8 @@ namespace {
 constexpr int64_t kWantedWarps = 6144;
 // Tiles that two by two give every SM a block; two share what is read of x.
 constexpr int64_t kWantedTiles = 264;
-constexpr int kLeastUnits = 5;  // of a slice: less is over before its first loads are back
+constexpr int kBlocksPerSm = 2;  // of TileKernel: with fewer, each slice has blocks of its own
+constexpr int kLeastUnits = 5;   // of a slice: less is over before its first loads are back
 
 const CudaMatrix& Weight(const LinearPart& part) {
   return static_cast<const CudaMatrix&>(*part.weight);
@@ -57,6 +59,87 @@ void RunStream(const Context& ctx, const StreamParams& params, int64_t outputs) 
   }
 }
 
+// The rows that y's rows are made of, one after the other.
+void CopyRows(const Context& ctx, const LinearKernelParams& from, int out_cols, bool bfloat,
+              void* out) {
+  const CopyRowsParams params = {from.x, from.x_stride, from.x_rows, from.cols, out, out_cols};
+  const LaunchShape shape = {.grid_x = from.num_rows,
+                             .grid_y = CeilDiv(out_cols, kCopyThreads * kCopyCols),
+                             .threads = kCopyThreads};
+  Launch(bfloat ? CopyRowsKernel<true> : CopyRowsKernel<false>, shape, ctx.stream, params);
+}
+
+// Where rows of x are not as the kernels want them, takes a copy that is, in order of y's rows.
+void AlignX(const Context& ctx, MatrixFormat stored, LinearKernelParams* params) {
+  const int padded = NumUnits(stored, params->cols) * UnitCols(stored);
+  const bool aligned =
+      reinterpret_cast<uintptr_t>(params->x) % 16 == 0 && params->x_stride % 4 == 0;
+  if (aligned && params->cols == padded) {
+    return;
+  }
+  auto* copy = static_cast<float*>(
+      ctx.workspace->Get(static_cast<size_t>(int64_t{params->num_rows} * padded) * sizeof(float)));
+  CopyRows(ctx, *params, padded, false, copy);
+  params->x = copy;
+  params->x_stride = padded;
+  params->cols = padded;
+  params->x_rows = nullptr;
+}
+
+template <class C>
+void RunTileKernel(const Context& ctx, LinearKernelParams linear, int slices, int64_t outputs) {
+  const SlotCount slots = CountSlots(linear.num_rows, linear.num_experts, C::kRows);
+  linear.slot_is_row = slots.slot_is_row;
+  const int64_t blocks = CutOutputs(&linear, C::kOutputs);
+  const bool in_parts = slices > 1 && slots.slots * blocks < kBlocksPerSm * ctx.gpu.num_sms;
+  const int cols = NumUnits(C::kFormat, linear.cols) * UnitCols(C::kFormat);
+  const size_t x_bytes = CeilDiv((int64_t{linear.num_rows} + C::kRows) * cols * 2, 256) * 256;
+  const size_t part_bytes =
+      in_parts ? static_cast<size_t>(slices * outputs * linear.num_rows) * sizeof(float) : 0;
+  char* memory = static_cast<char*>(ctx.workspace->Get(x_bytes + part_bytes));
+  CopyRows(ctx, linear, cols, true, memory);
+  linear.cols = cols;
+  TileParams params = {.linear = linear,
+                       .x_bfloat = reinterpret_cast<const uint16_t*>(memory),
+                       .slices = slices,
+                       .slots = slots.slots,
+                       .parts = in_parts ? reinterpret_cast<float*>(memory + x_bytes) : nullptr,
+                       .part_stride = outputs};
+  const LaunchShape shape = {
+      .grid_x = slots.slots * (in_parts ? slices : 1),
+      .grid_y = blocks,
+      .threads = 32 * C::kWarps,
+      .shared_bytes = static_cast<size_t>(C::SharedBytes(slices > 1 && !in_parts))};
+  Launch(TileKernel<C>, shape, ctx.stream, params);
+  if (in_parts) {
+    const SlotCount rows = CountSlots(linear.num_rows, linear.num_experts, 1);
+    params.linear.slot_is_row = rows.slot_is_row;
+    Launch(AddPartsKernel<kAddThreads>,
+           {.grid_x = rows.slots,
+            .grid_y = CutOutputs(&params.linear, kAddThreads),
+            .threads = kAddThreads},
+           ctx.stream, params);
+  }
+}
+
+// Few rows of x, or of each expert, stream weights; many share them.
+template <MatrixFormat F>
+void RunFormat(const Context& ctx, LinearKernelParams params, int64_t outputs) {
+  const int slices = NumSlices(F, outputs, params.cols);
+  const int64_t rows =
+      params.num_experts > 0 ? CeilDiv(params.num_rows, params.num_experts) : params.num_rows;
+  if constexpr (F != MatrixFormat::kQ4_1) {  // whose minima take the registers of more rows
+    if (rows > 32) {
+      return RunTileKernel<TileConfig<F, 8>>(ctx, params, slices, outputs);
+    }
+  }
+  if (rows > 16) {
+    return RunTileKernel<TileConfig<F, 4>>(ctx, params, slices, outputs);
+  }
+  AlignX(ctx, F, &params);
+  RunStream<F>(ctx, {params, slices}, outputs);
+}
+
 void RunExact(const Context& ctx, LinearKernelParams params) {
   const SlotCount slots = CountSlots(params.num_rows, params.num_experts, kExactRows);
   params.slot_is_row = slots.slot_is_row;
@@ -67,46 +150,26 @@ void RunExact(const Context& ctx, LinearKernelParams params) {
   Launch(ExactLinearKernel<kExactWarps>, shape, ctx.stream, params);
 }
 
-// Where rows of x are not as the kernels want them, takes a copy that is, in order of y's rows.
-void AlignX(const Context& ctx, MatrixFormat stored, LinearKernelParams* params) {
-  const int cols = params->cols;
-  params->cols = NumUnits(stored, cols) * UnitCols(stored);
-  const bool aligned =
-      reinterpret_cast<uintptr_t>(params->x) % 16 == 0 && params->x_stride % 4 == 0;
-  if (aligned && params->cols == cols) {
-    return;
-  }
-  const int64_t num_rows = params->num_rows;
-  auto* copy = static_cast<float*>(
-      ctx.workspace->Get(static_cast<size_t>(num_rows * params->cols) * sizeof(float)));
-  Launch(AlignRowsKernel<kAlignThreads>, {.grid_x = num_rows, .threads = kAlignThreads}, ctx.stream,
-         AlignRowsParams{params->x, params->x_stride, params->x_rows, cols, copy, params->cols});
-  params->x = copy;
-  params->x_stride = params->cols;
-  params->x_rows = nullptr;
-}
-
 void Run(const Context& ctx, LinearKernelParams params, MatrixFormat stored) {
   int64_t outputs = 0;
   for (int i = 0; i < params.num_segments; ++i) {
     outputs += params.segments[i].outputs;
   }
-  AlignX(ctx, stored, &params);
-  const StreamParams stream = {params, NumSlices(stored, outputs, params.cols)};
   switch (stored) {
     case MatrixFormat::kF32:
+      AlignX(ctx, stored, &params);
       return RunExact(ctx, params);
     case MatrixFormat::kBF16:
-      return RunStream<MatrixFormat::kBF16>(ctx, stream, outputs);
+      return RunFormat<MatrixFormat::kBF16>(ctx, params, outputs);
     case MatrixFormat::kQ4_0:
-      return RunStream<MatrixFormat::kQ4_0>(ctx, stream, outputs);
+      return RunFormat<MatrixFormat::kQ4_0>(ctx, params, outputs);
     case MatrixFormat::kQ4_1:
-      return RunStream<MatrixFormat::kQ4_1>(ctx, stream, outputs);
+      return RunFormat<MatrixFormat::kQ4_1>(ctx, params, outputs);
     case MatrixFormat::kQ8_0:
-      return RunStream<MatrixFormat::kQ8_0>(ctx, stream, outputs);
+      return RunFormat<MatrixFormat::kQ8_0>(ctx, params, outputs);
     case MatrixFormat::kMxfp4:
     case MatrixFormat::kMxfp4Split:
-      return RunStream<MatrixFormat::kMxfp4>(ctx, stream, outputs);
+      return RunFormat<MatrixFormat::kMxfp4>(ctx, params, outputs);
   }
 }
 

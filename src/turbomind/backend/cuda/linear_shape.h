@@ -73,7 +73,7 @@ inline SlotCount CountSlots(int num_rows, int num_experts, int rows) {
   return num_rows <= tiles ? SlotCount{num_rows, true} : SlotCount{tiles, false};
 }
 
-// The rows of a slot. All lanes of a warp call it; false for a slot without rows.
+// The rows of a slot. As FindBlock.
 TM_DEVICE bool FindExpertRows(const LinearKernelParams& p, int slot, int rows, int* expert,
                               LinearBlock* block) {
   const int lane = ThreadIndexX() & 31;
@@ -96,9 +96,10 @@ TM_DEVICE bool FindExpertRows(const LinearKernelParams& p, int slot, int rows, i
   return true;
 }
 
-// What block (x, y) of the grid computes: up to `rows` rows and `outputs` outputs.
-TM_DEVICE bool FindBlock(const LinearKernelParams& p, int rows, int outputs, LinearBlock* block) {
-  const int slot = BlockIndexX();
+// What a block of the grid computes: up to `rows` rows, those of `slot`, and `outputs` outputs. All
+// lanes of a warp call it; false for a slot without rows.
+TM_DEVICE bool FindBlock(const LinearKernelParams& p, int slot, int rows, int outputs,
+                         LinearBlock* block) {
   const int y = BlockIndexY();
   int s = 0;
   for (int i = 1; i < kMaxSegments; ++i) {

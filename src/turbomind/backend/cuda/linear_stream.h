@@ -82,36 +82,46 @@ TM_DEVICE void SumBlock(const RowFragment& x, float (&sum)[4]) {
   MmaBFloat(sum, kOnes, x.v[2], x.v[3]);
 }
 
-// One block of a unit, for all rows.
-template <MatrixFormat F, int kRowTiles>
-TM_DEVICE void AddBlock(const typename WeightFragments<F>::Unit& unit, int block,
-                        const RowFragment (&x)[kRowTiles], const float (&x_sums)[kRowTiles][4],
-                        float (&sums)[kRowTiles][4]) {
-  using W = WeightFragments<F>;
+// A block of a unit, ready for products.
+template <MatrixFormat F>
+struct ExpandedBlock {
   uint32_t pairs[2][4];
-  W::Expand(unit, block, pairs);
-  if constexpr (!W::kScaled) {
+  float scale[2];  // of the outputs g and g + 8
+  float minimum[2];
+};
+
+template <MatrixFormat F>
+TM_DEVICE ExpandedBlock<F> ExpandBlock(const typename WeightFragments<F>::Unit& unit, int block) {
+  using W = WeightFragments<F>;
+  ExpandedBlock<F> out;
+  W::Expand(unit, block, out.pairs);
 #pragma unroll
-    for (int n = 0; n < kRowTiles; ++n) {
-      MultiplyBlock(pairs, x[n], sums[n]);
+  for (int half = 0; half < 2; ++half) {
+    if constexpr (W::kScaled) {
+      out.scale[half] = W::Scale(unit, block, half);
     }
-  } else {
-    const float scale[2] = {W::Scale(unit, block, 0), W::Scale(unit, block, 1)};
-    float minimum[2] = {0.f, 0.f};
     if constexpr (W::kMinimum) {
-      minimum[0] = W::Minimum(unit, block, 0);
-      minimum[1] = W::Minimum(unit, block, 1);
+      out.minimum[half] = W::Minimum(unit, block, half);
     }
+  }
+  return out;
+}
+
+// sums += a block times 8 rows.
+template <MatrixFormat F>
+TM_DEVICE void AddBlock(const ExpandedBlock<F>& weights, const RowFragment& x,
+                        const float (&x_sums)[4], float (&sums)[4]) {
+  using W = WeightFragments<F>;
+  if constexpr (!W::kScaled) {
+    MultiplyBlock(weights.pairs, x, sums);
+  } else {
+    float product[4] = {0.f, 0.f, 0.f, 0.f};
+    MultiplyBlock(weights.pairs, x, product);
 #pragma unroll
-    for (int n = 0; n < kRowTiles; ++n) {
-      float product[4] = {0.f, 0.f, 0.f, 0.f};
-      MultiplyBlock(pairs, x[n], product);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        sums[n][i] = fmaf(scale[i / 2], product[i], sums[n][i]);
-        if constexpr (W::kMinimum) {
-          sums[n][i] = fmaf(minimum[i / 2], x_sums[n][i], sums[n][i]);
-        }
+    for (int i = 0; i < 4; ++i) {
+      sums[i] = fmaf(weights.scale[i / 2], product[i], sums[i]);
+      if constexpr (W::kMinimum) {
+        sums[i] = fmaf(weights.minimum[i / 2], x_sums[i], sums[i]);
       }
     }
   }
@@ -152,7 +162,11 @@ TM_DEVICE void AddUnit(const typename WeightFragments<C::kFormat>::Unit (&units)
     reader->Ask(first_col + (block + 1) * kQuantBlock);
 #pragma unroll
     for (int m = 0; m < C::kTiles; ++m) {
-      AddBlock<C::kFormat, C::kRowTiles>(units[m], block, x, x_sums, sums[m]);
+      const auto weights = ExpandBlock<C::kFormat>(units[m], block);
+#pragma unroll
+      for (int n = 0; n < C::kRowTiles; ++n) {
+        AddBlock(weights, x[n], x_sums[n], sums[m][n]);
+      }
     }
   }
 }
@@ -253,7 +267,7 @@ inline constexpr int kMostSlices = 8;
 template <class C>
 __global__ void __launch_bounds__(32 * kMostSlices) StreamKernel(StreamParams params) {
   LinearBlock block;
-  if (!FindBlock(params.linear, C::kRows, C::kOutputs, &block)) {
+  if (!FindBlock(params.linear, BlockIndexX(), C::kRows, C::kOutputs, &block)) {
     return;
   }
   float sums[C::kTiles][C::kRowTiles][4] = {};
