@@ -37,7 +37,8 @@ constexpr double kSumRounding = 0x1p-22;
 constexpr double kDocumentedError = 1.9e-3;
 
 struct Gpu {
-  Gpu() : stream(CreateStream()), workspace(stream), uploader(stream) {
+  explicit Gpu(std::unique_ptr<CublasLt> library = nullptr)
+      : stream(CreateStream()), workspace(stream), uploader(stream), linear(std::move(library)) {
     ctx.stream = stream;
     ctx.gpu = PropertiesOf(0);
     ctx.workspace = &workspace;
@@ -158,7 +159,7 @@ double ErrorBound(const Matrix& m, const float* x, int64_t output, bool exact) {
 }
 
 void CheckLinear(const std::vector<Part>& parts, const std::vector<float>& x, const Outcome& got,
-                 Call call, bool exact = false) {
+                 Call call, bool exact = false, double roundings = 1) {
   for (int r = 0; r < call.num_rows; ++r) {
     const float* row = x.data() + r * (parts[0].matrix.cols + call.pad);
     int64_t at = r * got.y_stride;
@@ -168,7 +169,8 @@ void CheckLinear(const std::vector<Part>& parts, const std::vector<float>& x, co
                             (call.bias ? part.bias[static_cast<size_t>(o)] : 0.0) +
                             (call.accumulate ? kSentinel : 0.0);
         const double error = std::abs(got.y[static_cast<size_t>(at)] - want);
-        if (!(error <= ErrorBound(part.matrix, row, o, exact) + std::abs(want) * kSumRounding)) {
+        if (!(error <=
+              roundings * ErrorBound(part.matrix, row, o, exact) + std::abs(want) * kSumRounding)) {
           FAIL_CHECK("row " << r << " output " << o << ": got " << got.y[static_cast<size_t>(at)]
                             << ", want " << want);
           return;
@@ -269,6 +271,45 @@ TEST_CASE("rounding x costs what is documented") {
   }
 }
 
+TEST_CASE("many rows by the library") {
+  std::string why;
+  Gpu gpu(CublasLt::Load({"no/such/library.so", TM_CUBLAS_LT}, &why));
+  CHECK(why.find("no/such/library.so") != std::string::npos);
+  for (MatrixFormat format : kFormats) {
+    CAPTURE(static_cast<int>(format));
+    // The library does not know what to do with 65 outputs.
+    const std::vector<Part> parts = RandomParts({format, format}, {37, 65}, 64);
+    const Call call = {256, true, true, 3};
+    const std::vector<float> x = RandomVector(call.num_rows * (64 + call.pad), 7);
+    // Weights are rounded as well as x where they have scales.
+    CheckLinear(parts, x, RunLinear(gpu, parts, x, call), call, false, 2);
+  }
+  const std::vector<Part> parts = RandomParts({MatrixFormat::kBF16}, {40}, 77);
+  const std::vector<float> x = RandomVector(70 * (77 + 3), 7);
+  CheckLinear(parts, x, RunLinear(gpu, parts, x, {70, true, true}), {70, true, true});
+}
+
+TEST_CASE("deterministic calls do without the library") {
+  std::string why;
+  Gpu with(CublasLt::Load({TM_CUBLAS_LT}, &why));
+  Gpu without;
+  with.ctx.deterministic = true;
+  const std::vector<Part> parts = RandomParts({MatrixFormat::kBF16}, {40}, 96);
+  const std::vector<float> x = RandomVector(70 * (96 + 3), 7);
+  const Outcome want = RunLinear(without, parts, x, {70, true, true});
+  CHECK(SameBits(RunLinear(with, parts, x, {70, true, true}).y, want.y));
+  with.ctx.deterministic = false;
+  CHECK(!SameBits(RunLinear(with, parts, x, {70, true, true}).y, want.y));
+}
+
+TEST_CASE("without a library it says why") {
+  std::string why;
+  CHECK(CublasLt::Load({}, &why) == nullptr);
+  CHECK(why == "no library was named");
+  CHECK(CublasLt::Load({"libm.so.6"}, &why) == nullptr);
+  CHECK(why.find("libm.so.6 has no cublasLt") != std::string::npos);
+}
+
 // Experts of one format and shape, and rows that are grouped by them.
 struct Groups {
   std::vector<std::unique_ptr<PackedMatrix>> weights;
@@ -360,6 +401,15 @@ TEST_CASE("rows grouped by expert have the bits of one row alone") {
          {std::vector<int>{1, 0, 1, 0, 2}, {0, 0, 3, 0, 0}, {0, 11, 1, 0, 8}, {2, 9, 1, 8, 0}}) {
       CheckGrouped(gpu, groups, sizes, sizes[0] != 1);
     }
+  }
+}
+
+TEST_CASE("many rows grouped by expert have the bits of one row alone") {
+  Gpu gpu;
+  for (MatrixFormat format : {MatrixFormat::kQ8_0, MatrixFormat::kMxfp4}) {
+    const Groups groups = MakeGroups(gpu, format, 3, 37, 704);
+    CheckGrouped(gpu, groups, {40, 0, 11}, true);
+    CheckGrouped(gpu, groups, {3, 67, 40}, true);
   }
 }
 

@@ -5,6 +5,7 @@
 #include "turbomind/backend/cuda/launch.h"
 #include "turbomind/backend/cuda/linear_copy.h"
 #include "turbomind/backend/cuda/linear_exact.h"
+#include "turbomind/backend/cuda/linear_expand.h"
 #include "turbomind/backend/cuda/linear_ops.h"
 #include "turbomind/backend/cuda/linear_stream.h"
 #include "turbomind/backend/cuda/linear_tile.h"
@@ -19,7 +20,13 @@ constexpr int64_t kWantedWarps = 6144;
 // Tiles that two by two give every SM a block; two share what is read of x.
 constexpr int64_t kWantedTiles = 264;
 constexpr int kBlocksPerSm = 2;  // of TileKernel: with fewer, each slice has blocks of its own
-constexpr int kLeastUnits = 5;   // of a slice: less is over before its first loads are back
+constexpr int kMostStreamRows = 16;
+// From where on the library is faster: wgmma against mma, less what expanding costs.
+constexpr int kLeastLibraryRows = 64;
+constexpr int kLeastExpandedRows = 256;
+constexpr int64_t kExpandedBytes = int64_t{64} << 20;
+constexpr int64_t kMostGridY = 65535;
+constexpr int kLeastUnits = 5;  // of a slice: less is over before its first loads are back
 
 const CudaMatrix& Weight(const LinearPart& part) {
   return static_cast<const CudaMatrix&>(*part.weight);
@@ -45,6 +52,11 @@ void RunStreamKernel(const Context& ctx, StreamParams params) {
                              .threads = 32 * params.slices,
                              .shared_bytes = static_cast<size_t>(C::SharedBytes(params.slices))};
   Launch(StreamKernel<C>, shape, ctx.stream, params);
+}
+
+// Of x that one matrix sees; of experts, on average.
+int64_t RowsOfMatrix(const LinearKernelParams& params) {
+  return params.num_experts > 0 ? CeilDiv(params.num_rows, params.num_experts) : params.num_rows;
 }
 
 template <MatrixFormat F>
@@ -122,22 +134,87 @@ void RunTileKernel(const Context& ctx, LinearKernelParams linear, int slices, in
   }
 }
 
-// Few rows of x, or of each expert, stream weights; many share them.
+// One segment by the library; false where it cannot. Weights with scales are expanded first, as
+// many outputs at a time as kExpandedBytes hold.
 template <MatrixFormat F>
-void RunFormat(const Context& ctx, LinearKernelParams params, int64_t outputs) {
-  const int slices = NumSlices(F, outputs, params.cols);
-  const int64_t rows =
-      params.num_experts > 0 ? CeilDiv(params.num_rows, params.num_experts) : params.num_rows;
+bool RunLibrary(const Context& ctx, const LinearKernelParams& linear, CublasLt& library) {
+  const LinearSegment& segment = linear.segments[0];
+  const int cols = NumUnits(F, linear.cols) * UnitCols(F);
+  const int64_t row_bytes = int64_t{cols} * 2;
+  const int64_t tiles = NumTiles(segment.outputs);
+  const int64_t tiles_at_once =
+      F == MatrixFormat::kBF16 ? tiles
+                               : std::clamp<int64_t>(kExpandedBytes / (row_bytes * kTileOutputs), 1,
+                                                     std::min(tiles, kMostGridY));
+  const size_t x_bytes = static_cast<size_t>(CeilDiv(linear.num_rows * row_bytes, 256) * 256);
+  const size_t expanded_bytes =
+      F == MatrixFormat::kBF16
+          ? 0
+          : static_cast<size_t>(CeilDiv(tiles_at_once * kTileOutputs * row_bytes, 256) * 256);
+  char* memory =
+      static_cast<char*>(ctx.workspace->Get(x_bytes + expanded_bytes + CublasLt::kWorkspaceBytes));
+  CopyRows(ctx, linear, cols, true, memory);
+  for (int64_t first = 0; first < tiles; first += tiles_at_once) {
+    const int64_t first_output = first * kTileOutputs;
+    const int64_t count = std::min(tiles_at_once, tiles - first);
+    BFloatProduct product;
+    product.w = segment.weight + first * TileBytes(F, cols);
+    if constexpr (F != MatrixFormat::kBF16) {
+      auto* expanded = reinterpret_cast<uint16_t*>(memory + x_bytes);
+      Launch(ExpandKernel<F>,
+             {.grid_x = CeilDiv(cols / UnitCols(F), kExpandWarps),
+              .grid_y = count,
+              .threads = 32 * kExpandWarps},
+             ctx.stream, ExpandParams{segment.weight + first * TileBytes(F, cols), expanded, cols});
+      product.w = expanded;
+    }
+    product.x = memory;
+    product.bias = segment.bias == nullptr ? nullptr : segment.bias + first_output;
+    product.y = linear.y + segment.first_output + first_output;
+    product.y_stride = linear.y_stride;
+    product.outputs = std::min(count * kTileOutputs, segment.outputs - first_output);
+    product.rows = linear.num_rows;
+    product.cols = cols;
+    product.accumulate = linear.accumulate;
+    if (!library.Multiply(product, memory + x_bytes + expanded_bytes, ctx.stream)) {
+      Check(first == 0, "a library that can multiply some outputs of a matrix can multiply all");
+      return false;
+    }
+  }
+  return true;
+}
+
+template <MatrixFormat F>
+void RunTile(const Context& ctx, const LinearKernelParams& params, int slices, int64_t outputs) {
   if constexpr (F != MatrixFormat::kQ4_1) {  // whose minima take the registers of more rows
-    if (rows > 32) {
+    if (RowsOfMatrix(params) > 32) {
       return RunTileKernel<TileConfig<F, 8>>(ctx, params, slices, outputs);
     }
   }
-  if (rows > 16) {
-    return RunTileKernel<TileConfig<F, 4>>(ctx, params, slices, outputs);
+  RunTileKernel<TileConfig<F, 4>>(ctx, params, slices, outputs);
+}
+
+// Few rows stream weights; many share them.
+template <MatrixFormat F>
+void RunFormat(const Context& ctx, LinearKernelParams params, int64_t outputs, CublasLt* library) {
+  const int slices = NumSlices(F, outputs, params.cols);
+  constexpr int kLibraryRows = F == MatrixFormat::kBF16 ? kLeastLibraryRows : kLeastExpandedRows;
+  if (RowsOfMatrix(params) <= kMostStreamRows) {
+    AlignX(ctx, F, &params);
+    return RunStream<F>(ctx, {params, slices}, outputs);
   }
-  AlignX(ctx, F, &params);
-  RunStream<F>(ctx, {params, slices}, outputs);
+  if (library == nullptr || ctx.deterministic || params.experts != nullptr ||
+      params.num_rows < kLibraryRows) {
+    return RunTile<F>(ctx, params, slices, outputs);
+  }
+  LinearKernelParams one = params;
+  one.num_segments = 1;
+  for (int i = 0; i < params.num_segments; ++i) {
+    one.segments[0] = params.segments[i];
+    if (!RunLibrary<F>(ctx, one, *library)) {
+      RunTile<F>(ctx, one, slices, one.segments[0].outputs);
+    }
+  }
 }
 
 void RunExact(const Context& ctx, LinearKernelParams params) {
@@ -150,7 +227,7 @@ void RunExact(const Context& ctx, LinearKernelParams params) {
   Launch(ExactLinearKernel<kExactWarps>, shape, ctx.stream, params);
 }
 
-void Run(const Context& ctx, LinearKernelParams params, MatrixFormat stored) {
+void Run(const Context& ctx, LinearKernelParams params, MatrixFormat stored, CublasLt* library) {
   int64_t outputs = 0;
   for (int i = 0; i < params.num_segments; ++i) {
     outputs += params.segments[i].outputs;
@@ -160,16 +237,16 @@ void Run(const Context& ctx, LinearKernelParams params, MatrixFormat stored) {
       AlignX(ctx, stored, &params);
       return RunExact(ctx, params);
     case MatrixFormat::kBF16:
-      return RunFormat<MatrixFormat::kBF16>(ctx, params, outputs);
+      return RunFormat<MatrixFormat::kBF16>(ctx, params, outputs, library);
     case MatrixFormat::kQ4_0:
-      return RunFormat<MatrixFormat::kQ4_0>(ctx, params, outputs);
+      return RunFormat<MatrixFormat::kQ4_0>(ctx, params, outputs, library);
     case MatrixFormat::kQ4_1:
-      return RunFormat<MatrixFormat::kQ4_1>(ctx, params, outputs);
+      return RunFormat<MatrixFormat::kQ4_1>(ctx, params, outputs, library);
     case MatrixFormat::kQ8_0:
-      return RunFormat<MatrixFormat::kQ8_0>(ctx, params, outputs);
+      return RunFormat<MatrixFormat::kQ8_0>(ctx, params, outputs, library);
     case MatrixFormat::kMxfp4:
     case MatrixFormat::kMxfp4Split:
-      return RunFormat<MatrixFormat::kMxfp4>(ctx, params, outputs);
+      return RunFormat<MatrixFormat::kMxfp4>(ctx, params, outputs, library);
   }
 }
 
@@ -184,6 +261,8 @@ int NumSlices(MatrixFormat stored, int64_t outputs, int64_t cols) {
   }
   return slices;
 }
+
+CudaLinear::CudaLinear(std::unique_ptr<CublasLt> library) : library_(std::move(library)) {}
 
 CudaLinear::~CudaLinear() {
   for (auto& [array, table] : tables_) {
@@ -214,7 +293,7 @@ void CudaLinear::Linear(const Context& ctx, const LinearParams& params) {
                                                 static_cast<int32_t>(part.weight->rows)};
       column += part.weight->rows;
     }
-    Run(ctx, kernel, stored);
+    Run(ctx, kernel, stored, library_.get());
   }
 }
 
@@ -259,7 +338,7 @@ void CudaLinear::GroupedLinear(const Context& ctx, const GroupedLinearParams& pa
   kernel.experts = TableOf(ctx, params);
   kernel.offsets = params.offsets;
   kernel.num_experts = params.num_experts;
-  Run(ctx, kernel, weight.format);
+  Run(ctx, kernel, weight.format, nullptr);
 }
 
 void CudaLinear::Embed(const Context& ctx, const EmbedParams& params) {

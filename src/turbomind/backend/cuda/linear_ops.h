@@ -4,9 +4,11 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <vector>
 
 #include "turbomind/backend/cuda/context.h"
+#include "turbomind/backend/cuda/cublas_lt.h"
 #include "turbomind/backend/cuda/linear_shape.h"
 #include "turbomind/ops/params.h"
 
@@ -16,10 +18,13 @@ namespace turbomind::cuda {
 // LinearPart are the host's.
 //
 // Activations are rounded to BF16 (not beside FP32 weights), sums are FP32; linear_stream.h says
-// what that costs. An output's sum depends on its row of x and its matrices alone, not on num_rows.
+// what that costs. An output's sum depends on its row of x and its matrices alone, not on num_rows:
+// always where ctx.deterministic asks for it or there is no library. With cuBLASLt, calls of many
+// rows are its products, whose order of sums is its own; weights with scales are rounded to BF16
+// for it.
 class CudaLinear {
  public:
-  CudaLinear() = default;
+  explicit CudaLinear(std::unique_ptr<CublasLt> library = nullptr);
   ~CudaLinear();
   CudaLinear(const CudaLinear&) = delete;
   CudaLinear& operator=(const CudaLinear&) = delete;
@@ -39,6 +44,7 @@ class CudaLinear {
   };
   const ExpertWeight* TableOf(const Context& ctx, const GroupedLinearParams& params);
 
+  std::unique_ptr<CublasLt> library_;
   std::map<const LinearPart*, ExpertTable> tables_;
 };
 
