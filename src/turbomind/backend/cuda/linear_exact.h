@@ -12,7 +12,7 @@
 
 namespace turbomind::cuda {
 
-inline constexpr int kExactOutputs = 4;
+inline constexpr int kExactOutputs = 8;
 inline constexpr int kExactRows = 4;
 inline constexpr int kExactWarps = 8;
 inline constexpr int kExactSharedBytes = kExactWarps * kExactOutputs * kExactRows * 4;
