@@ -82,6 +82,31 @@ KvCacheMode GetKvCacheMode(std::string_view name, DeviceCapability device, bool 
   return mode;
 }
 
+const char* KvCacheConversion(KvCacheMode mode, DeviceCapability device) {
+  constexpr int kLeastSm = 80;
+  constexpr int kLeastFp8Sm = 89;
+  if (device.is_cuda && device.sm < kLeastSm) {
+    return "unsupported";
+  }
+  bool in_hardware = false;
+  switch (mode) {
+    case KvCacheMode::kNone:
+      return "not needed";
+    case KvCacheMode::kInt8:
+    case KvCacheMode::kInt4:
+      break;
+    case KvCacheMode::kFp8E4m3:
+    case KvCacheMode::kFp8E5m2:
+      in_hardware = device.is_cuda && device.sm >= kLeastFp8Sm;
+      break;
+    case KvCacheMode::kFp4Mx:
+    case KvCacheMode::kFp4Nv:
+      in_hardware = HasNativeNvFp4(device);
+      break;
+  }
+  return in_hardware ? "hardware" : "software";
+}
+
 const char* ToString(KvCacheMode mode) {
   switch (mode) {
     case KvCacheMode::kNone:

@@ -48,6 +48,10 @@ KvCacheMode GetKvCacheMode(int quant_policy, DeviceCapability device);
 KvCacheMode GetKvCacheMode(std::string_view name, DeviceCapability device,
                            bool strict_arch = false);
 
+// How a device converts a format: "not needed" (16 bit), "hardware" (it has instructions for the
+// format), "software" (others do it, with the same values), or "unsupported".
+const char* KvCacheConversion(KvCacheMode mode, DeviceCapability device);
+
 // Canonical name: none, int8, int4, fp8, fp8_e5m2, mxfp4, nvfp4.
 const char* ToString(KvCacheMode mode);
 

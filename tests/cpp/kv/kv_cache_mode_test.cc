@@ -49,6 +49,25 @@ TEST_CASE("16 resolves by device") {
   }
 }
 
+TEST_CASE("what a device has instructions for") {
+  for (const KvCacheMode mode : kAllKvCacheModes) {
+    const std::string name = ToString(mode);
+    CAPTURE(name);
+    const bool is_fp8 = Mentions(name, "fp8");
+    const bool is_fp4 = Mentions(name, "fp4");
+    const std::string in_software = mode == KvCacheMode::kNone ? "not needed" : "software";
+    CHECK(KvCacheConversion(mode, kCpu) == in_software);
+    CHECK(KvCacheConversion(mode, Cuda(75)) == std::string("unsupported"));
+    CHECK(KvCacheConversion(mode, Cuda(86)) == in_software);
+    for (const int sm : {89, 90}) {
+      CHECK(KvCacheConversion(mode, Cuda(sm)) == (is_fp8 ? "hardware" : in_software));
+    }
+    for (const int sm : {100, 103, 110, 120, 121}) {
+      CHECK(KvCacheConversion(mode, Cuda(sm)) == (is_fp8 || is_fp4 ? "hardware" : in_software));
+    }
+  }
+}
+
 TEST_CASE("devices without FP4 are named, with what works there") {
   for (const char* name : {"fp4", "mxfp4", "nvfp4"}) {
     const std::string text = ErrorOf([&] { GetKvCacheMode(name, Cuda(75)); });
