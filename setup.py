@@ -11,8 +11,14 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 
 
+CUDA_LIBRARY = Path("lmdeploy/libturbomind_cuda.so")
+
+
 class CMakeBuild(build_ext):
-    """Runs CMake once and puts the module beside the package."""
+    """Runs CMake once and puts the module into the package, with the CUDA library if it is built.
+
+    `CMAKE_ARGS=-DTM_CUDA=ON` asks for it; cmake/cuda.cmake has the options.
+    """
 
     def build_extension(self, ext: Extension) -> None:
         """Build `ext`; `CMAKE_ARGS` and `CMAKE_BUILD_PARALLEL_LEVEL` are honoured."""
@@ -38,8 +44,15 @@ class CMakeBuild(build_ext):
         subprocess.run(configure, check=True)
         jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(os.cpu_count() or 2))
         subprocess.run(
-            ["cmake", "--build", str(build), "--target", "_turbomind", "-j", jobs], check=True
+            ["cmake", "--build", str(build), "--target", "tm_package", "-j", jobs], check=True
         )
+
+    def copy_extensions_to_source(self) -> None:
+        """For an editable install: the module, and the CUDA library."""
+        super().copy_extensions_to_source()
+        built = Path(self.build_lib) / CUDA_LIBRARY
+        if built.is_file():
+            self.copy_file(str(built), str(ROOT / CUDA_LIBRARY))
 
 
 setup(ext_modules=[Extension("lmdeploy._turbomind", [])], cmdclass={"build_ext": CMakeBuild})

@@ -31,7 +31,7 @@ configure() {
   shift
   local launcher=()
   command -v ccache >/dev/null && launcher=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache)
-  cmake -S . -B "$folder" -G Ninja -DTM_BUILD_TESTS=ON -DPython_EXECUTABLE="$python" \
+  cmake -S . -B "$folder" -G Ninja -DTM_BUILD_TESTS=ON -DTM_CUDA=OFF -DPython_EXECUTABLE="$python" \
     -Dpybind11_DIR="$("$python" -m pybind11 --cmakedir)" "${launcher[@]}" "$@" >"$folder.log" 2>&1 ||
     { tail -n 20 "$folder.log"; return 1; }
 }
@@ -109,7 +109,7 @@ step_tsan() { TSAN_OPTIONS=halt_on_error=1 run_sanitized tsan thread 'core|engin
 step_wheel() {
   local folder="$BUILD_ROOT/wheel" wheel bytes
   rm -rf "$folder"
-  CMAKE_ARGS="$(command -v ccache >/dev/null && echo -DCMAKE_CXX_COMPILER_LAUNCHER=ccache)" \
+  CMAKE_ARGS="-DTM_CUDA=OFF $(command -v ccache >/dev/null && echo -DCMAKE_CXX_COMPILER_LAUNCHER=ccache)" \
     "$python" -m pip wheel -q --no-deps --no-build-isolation -w "$folder" . || return 1
   wheel=$(ls "$folder"/*.whl) && bytes=$(stat -c %s "$wheel")
   echo "wheel: $(basename "$wheel"), $bytes bytes, at most $MAX_WHEEL_BYTES"

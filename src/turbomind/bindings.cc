@@ -14,9 +14,9 @@
 #include <utility>
 #include <vector>
 
-#include "turbomind/backend/cpu/cpu_device.h"
 #include "turbomind/backend/cpu/packed_layout.h"
 #include "turbomind/bindings_codec.h"
+#include "turbomind/bindings_device.h"
 #include "turbomind/bindings_enum.h"
 #include "turbomind/bindings_kv.h"
 #include "turbomind/bindings_profile.h"
@@ -346,8 +346,6 @@ void DefConfigs(py::module_& m) {
 }
 
 void DefWeights(py::module_& m) {
-  py::class_<Device, std::shared_ptr<Device>>(m, "Device")
-      .def_property_readonly("name", &Device::name);
   py::class_<Weights, std::shared_ptr<Weights>>(m, "Weights")
       .def_property_readonly("num_bytes", &Weights::num_bytes);
   py::class_<PyWeightsBuilder>(m, "WeightsBuilder")
@@ -460,13 +458,6 @@ void DefEngine(py::module_& m) {
 
 void DefFunctions(py::module_& m) {
   m.def(
-      "make_cpu_device",
-      [](int num_threads, const std::string& isa) {
-        return std::shared_ptr<Device>(MakeCpuDevice(num_threads, isa));
-      },
-      py::arg("num_threads"), py::arg("isa") = "");
-  m.def("available_cpu_isas", &AvailableCpuIsas);
-  m.def(
       "packed_bytes",
       [](const std::string& format, int64_t rows, int64_t cols) {
         const MatrixFormat parsed = Parse("format", kMatrixFormats, format);
@@ -476,10 +467,11 @@ void DefFunctions(py::module_& m) {
       py::arg("format"), py::arg("rows"), py::arg("cols"));
   m.def(
       "plan_memory",
-      [](const ModelConfig& model, const EngineConfig& config, int64_t free_bytes) {
-        return PlanMemory(model, config, free_bytes, true);
+      [](const ModelConfig& model, const EngineConfig& config, int64_t free_bytes, bool is_cuda) {
+        return PlanMemory(model, config, free_bytes, !is_cuda);
       },
-      py::arg("model"), py::arg("config"), py::arg("free_bytes"));
+      py::arg("model"), py::arg("config"), py::arg("free_bytes"), py::kw_only(),
+      py::arg("is_cuda") = false);
   m.def("kv_cache_mode_names", &KvCacheModeNames);
   m.def(
       "get_kv_cache_mode",
@@ -515,6 +507,7 @@ PYBIND11_MODULE(_turbomind, m) {
   py::register_exception<InvalidArgument>(m, "InvalidArgument", PyExc_ValueError);
   py::register_exception<InternalError>(m, "InternalError", PyExc_RuntimeError);
   DefConfigs(m);
+  DefDevices(m);
   DefWeights(m);
   DefRequest(m);
   DefKv(m);

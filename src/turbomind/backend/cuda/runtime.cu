@@ -27,6 +27,28 @@ int Attribute(cudaDeviceAttr attribute, int gpu) {
   return value;
 }
 
+// Why there is no GPU.
+std::string WhyNone(cudaError_t code) {
+  int driver = 0;
+  int runtime = 0;
+  cudaDriverGetVersion(&driver);
+  cudaRuntimeGetVersion(&runtime);
+  const auto text = [](int version) {
+    return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+  };
+  if (driver == 0) {
+    return "no NVIDIA driver found";
+  }
+  if (code == cudaErrorInsufficientDriver) {
+    return "the NVIDIA driver is for CUDA " + text(driver) + ", want " + text(runtime) +
+           " or newer: update the driver";
+  }
+  if (code == cudaSuccess || code == cudaErrorNoDevice) {
+    return "no GPU found; CUDA_VISIBLE_DEVICES may hide some";
+  }
+  return cudaGetErrorString(code);
+}
+
 }  // namespace
 
 int NumGpus(std::string* why) {
@@ -37,7 +59,7 @@ int NumGpus(std::string* why) {
     count = 0;
   }
   if (count == 0 && why != nullptr) {
-    *why = code == cudaSuccess ? "no GPU found" : cudaGetErrorString(code);
+    *why = WhyNone(code);
   }
   return count;
 }

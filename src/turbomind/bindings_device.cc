@@ -1,0 +1,59 @@
+// Devices: what there is, and how one is made.
+
+#include "turbomind/bindings_device.h"
+
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "turbomind/backend/cpu/cpu_device.h"
+#include "turbomind/backend/cuda_loader.h"
+#include "turbomind/bindings_enum.h"
+
+namespace py = pybind11;
+
+namespace turbomind {
+
+void DefDevices(py::module_& m) {
+  using release = py::call_guard<py::gil_scoped_release>;
+  py::class_<Device, std::shared_ptr<Device>>(m, "Device")
+      .def_property_readonly("name", &Device::name)
+      .def_property_readonly("is_cuda",
+                             [](const Device& self) { return self.capability().is_cuda; })
+      .def_property_readonly("sm", [](const Device& self) { return self.capability().sm; });
+  m.def(
+      "make_cpu_device",
+      [](int num_threads, const std::string& isa) {
+        return std::shared_ptr<Device>(MakeCpuDevice(num_threads, isa));
+      },
+      py::arg("num_threads"), py::arg("isa") = "");
+  m.def("available_cpu_isas", &AvailableCpuIsas);
+
+  py::class_<CudaDeviceInfo>(m, "CudaDeviceInfo")
+      .def_readonly("name", &CudaDeviceInfo::name)
+      .def_readonly("sm", &CudaDeviceInfo::sm)
+      .def_readonly("memory_bytes", &CudaDeviceInfo::memory_bytes);
+  m.attr("cuda_stamp") = CudaStamp();
+  m.def(
+      "cuda_devices",
+      [] {
+        std::string why;
+        std::vector<CudaDeviceInfo> gpus = CudaDevices(&why);
+        return std::pair(std::move(gpus), std::move(why));
+      },
+      release());
+  m.def("cuda_free_bytes", &CudaFreeBytes, py::arg("ordinal"), release());
+  m.def("make_cuda_device", &MakeCudaDevice, py::arg("ordinal"), py::arg("deterministic") = false,
+        release());
+  m.def(
+      "kv_cache_conversion",
+      [](const std::string& mode, int sm) {
+        return std::string(KvCacheConversion(Parse("mode", kModes, mode), {sm != 0, sm}));
+      },
+      py::arg("mode"), py::arg("sm") = 0);
+}
+
+}  // namespace turbomind
