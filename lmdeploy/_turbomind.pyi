@@ -93,6 +93,10 @@ class MemoryPlan:
 class Device:
     @property
     def name(self) -> str: ...
+    @property
+    def is_cuda(self) -> bool: ...
+    @property
+    def sm(self) -> int: ...  # 0: CPU
 
 class Weights:
     @property
@@ -227,13 +231,35 @@ def packed_bytes(format: str, rows: int, cols: int) -> int:
 
 def make_cpu_device(num_threads: int, isa: str = "") -> Device: ...
 def available_cpu_isas() -> list[str]: ...
-def plan_memory(model: ModelConfig, config: EngineConfig, free_bytes: int) -> MemoryPlan: ...
+
+class CudaDeviceInfo:
+    name: str
+    sm: int  # compute capability, e.g. 90
+    memory_bytes: int
+
+cuda_stamp: str  # that libturbomind_cuda.so must have
+
+def cuda_devices() -> tuple[list[CudaDeviceInfo], str]:
+    """GPUs in the driver's order; where there is none, why CUDA is not used, in one line."""
+
+def cuda_free_bytes(ordinal: int) -> int:
+    """Of the whole GPU, for all processes. Raises like make_cuda_device."""
+
+def make_cuda_device(ordinal: int, deterministic: bool = False) -> Device:
+    """Raises InvalidArgument, in one line, where the GPU cannot be used."""
+
+def plan_memory(
+    model: ModelConfig, config: EngineConfig, free_bytes: int, *, is_cuda: bool = False
+) -> MemoryPlan: ...
 def sequence_bytes(model: ModelConfig, config: EngineConfig, num_tokens: int) -> int:
     """Of one sequence between steps, whole blocks of every pool."""
 
 def kv_cache_mode_names() -> list[tuple[str, str]]: ...
 def get_kv_cache_mode(quant_policy: int | str, sm: int = 0, strict_arch: bool = False) -> str:
     """`sm` 0: CPU."""
+
+def kv_cache_conversion(mode: str, sm: int = 0) -> str:
+    """How a device converts a canonical format: not needed, hardware, software, unsupported."""
 
 # Profiles, for benchmarks.
 class OpRecord:

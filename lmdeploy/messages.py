@@ -65,7 +65,6 @@ UNSUPPORTED_ENGINE_FIELDS: dict[str, Any] = {
     "nnodes": 1,
     "node_rank": 0,
     "dist_init_addr": None,
-    "devices": None,
     "cache_chunk_size": -1,
     "cache_checkpoint_interval": 4096,
     "cache_prompt": "auto",
@@ -91,7 +90,7 @@ KV_QUALITIES = ("raw", "balanced", "best")
 HOT_TOKENS_STEP = 64
 MAX_HOT_TOKENS = 4096
 DTYPES = ("auto", "float16", "bfloat16", "float32")
-DEVICE_TYPES = ("auto", "cpu")
+DEVICE_TYPES = ("auto", "cpu", "cuda")
 
 
 @dataclass
@@ -102,7 +101,7 @@ class TurbomindEngineConfig:
         dtype: of activations and of a cache with mode `none`: auto, float16, bfloat16, float32.
         model_format: None (found from the files), `hf` or `gguf`.
         session_len: longest prompt plus answer; None: what the model was trained for.
-        max_batch_size: most sequences in one step; None: 32 on CPU.
+        max_batch_size: most sequences in one step; None: 32 on CPU, 128 on CUDA.
         cache_max_entry_count: below 1 the share of the memory left by the weights, from 1 on a
             number of blocks, 16-bit ones of balanced and best on top. On CPU never more than
             max_batch_size x session_len needs.
@@ -111,10 +110,11 @@ class TurbomindEngineConfig:
         quant_policy: format of the KV cache: 0, 4, 8, 16, or a name (docs/kv_cache.md).
         max_prefill_token_num: most new tokens of one step.
         enable_metrics: count requests and tokens for /metrics.
-        device_type: auto or cpu.
+        device_type: auto (a GPU where one can be used), cpu or cuda.
+        devices: the GPU's index, as in [0]; several at once are not supported.
         num_threads: worker threads; None: one per usable core.
         deterministic: bit-equal results whatever the batch, the chunks and the threads.
-        exact: compute in FP32, no int8 activations. Slower; for comparisons.
+        exact: compute in FP32, no int8 activations. Slower; for comparisons; on CPU only.
         strict_arch: refuse NVFP4 where the device has no FP4 instructions (no effect on CPU).
         kv_quality: raw, balanced or best (docs/kv_cache.md, "Quality"); None: balanced for
             four-bit formats, raw for the others. Each of the next four replaces one ingredient.
@@ -194,7 +194,6 @@ class TurbomindEngineConfig:
         check_choice(
             "model_format", self.model_format, choices=(None, "hf", "gguf"), flag="--model-format"
         )
-        check_choice("device_type", self.device_type, choices=DEVICE_TYPES, flag="--device")
         if self.session_len is not None:
             check_int("session_len", self.session_len, low=1, flag="--session-len")
         if self.max_batch_size is not None:
@@ -213,6 +212,26 @@ class TurbomindEngineConfig:
         self._check_kv_quality()
         for name in ("enable_metrics", "deterministic", "exact", "strict_arch"):
             check_bool(name, getattr(self, name))
+        self._check_device()
+
+    def _check_device(self) -> None:
+        check_choice("device_type", self.device_type, choices=DEVICE_TYPES, flag="--device")
+        devices = self.devices
+        if devices is not None:
+            if not isinstance(devices, (list, tuple)) or len(devices) != 1:
+                wanted = "one GPU, as in [0]: several at once are not supported"
+                raise refuse("devices", devices, wanted=wanted, flag="--devices")
+            check_int("devices", devices[0], low=0, flag="--devices")
+            if self.device_type == "cpu":
+                wanted = "none beside device_type cpu"
+                raise refuse("devices", devices, wanted=wanted, flag="--devices or --device")
+        if self.exact and self.needs_cuda:
+            raise refuse("exact", True, wanted="False on CUDA", flag="--exact, or use --device cpu")
+
+    @property
+    def needs_cuda(self) -> bool:
+        """Whether nothing but a GPU will do."""
+        return self.device_type == "cuda" or self.devices is not None
 
     def _check_cache(self) -> None:
         flag = "--cache-max-entry-count"

@@ -152,7 +152,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
     add("--dtype", "of activations and an unquantised cache", choices=DTYPES, default="auto")
     add("--model-format", "hf or gguf; found from the files when absent", default=None)
-    add("--device", "auto or cpu", choices=DEVICE_TYPES, default="auto")
+    add("--device", "auto: a GPU where one can be used", choices=DEVICE_TYPES, default="auto")
+    add("--devices", "the GPU's index; 0 when absent", type=_INT)
     add("--num-threads", "worker threads; all usable cores when absent", type=_INT)
     add("--session-len", "longest prompt plus answer in tokens", type=_INT)
     add("--max-batch-size", "most sequences in one step", type=_INT)
@@ -263,6 +264,7 @@ def engine_config(args: argparse.Namespace) -> TurbomindEngineConfig:
         max_prefill_token_num=args.max_prefill_token_num,
         enable_metrics=not args.disable_metrics,
         device_type=args.device,
+        devices=None if args.devices is None else [args.devices],
         num_threads=args.num_threads,
         deterministic=args.deterministic,
         exact=args.exact,

@@ -30,7 +30,8 @@ def run_chat(args: argparse.Namespace) -> int:
     config, template = engine_config(args), parse_chat_template(args.chat_template)
     console = Console(highlight=False)
     with Pipeline(args.model_path, config, template, args.log_level) as pipeline:
-        console.print(pipeline.engine.cache_line(), markup=False)
+        for line in pipeline.engine.start_lines():
+            console.print(line, markup=False)
         console.print(_HELP, style="dim", markup=False)
         talk(pipeline, console, read=lambda: console.input("[bold]you>[/bold] "))
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,6 +53,8 @@ def report() -> Iterator[str]:
 
         yield f"engine: built, instruction sets {', '.join(_turbomind.available_cpu_isas())}"
         yield from speed()
+        yield from gpus()
+        yield from kv_formats()
     except ImportError as error:
         yield f"engine: MISSING ({error}); build it with pip install ."
     for name in _PACKAGES:
@@ -70,7 +72,7 @@ def core_limits() -> str:
 
 
 def speed() -> Iterator[str]:
-    """What the engine's default device may reach, by a measurement of MEASURE_SECONDS."""
+    """What the CPU device may reach, by a measurement of MEASURE_SECONDS."""
     from lmdeploy import _turbomind
 
     threads = usable_cores()
@@ -79,7 +81,7 @@ def speed() -> Iterator[str]:
     except ValueError as error:  # LMDEPLOY_CPU_ISA
         yield f"device: ERROR {error}"
         return
-    yield f"device: {device.name} by default; LMDEPLOY_CPU_ISA, --num-threads change it"
+    yield f"device: {device.name}; LMDEPLOY_CPU_ISA, --num-threads change it"
     if free_memory_bytes() < MEASURE_FREE_BYTES:
         yield f"speed: not measured, less than {MEASURE_FREE_BYTES >> 30} GiB are free"
         return
@@ -95,6 +97,55 @@ def speed() -> Iterator[str]:
         reads[0] += f" (a quick look at {size} MiB, of which L3 holds a part)"
     yield f"reads: {', '.join(reads)}"
     yield f"products: {', '.join(product_rates(ceilings))}; AMX {amx_support()}"
+
+
+def gpus() -> Iterator[str]:
+    """Each GPU and whether it can be used; where there is none, why."""
+    from lmdeploy import _turbomind
+
+    found, why_none = _turbomind.cuda_devices()
+    if not found:
+        yield f"device: CUDA is not used: {why_none}"
+    for index, gpu in enumerate(found):
+        line = f"device: GPU {index}, {gpu.name}, SM {gpu.sm}, {gpu.memory_bytes / 2**30:.1f} GiB"
+        try:
+            free = _turbomind.cuda_free_bytes(index)
+            _turbomind.make_cuda_device(index)
+        except ValueError as error:
+            yield f"{line}; ERROR {error}"
+            continue
+        first = "with --device auto or cuda" if index == 0 else f"with --devices {index}"
+        yield f"{line}, {free / 2**30:.1f} free; used {first}"
+
+
+def kv_formats() -> Iterator[str]:
+    """A table: how each device converts each format of the KV cache."""
+    from lmdeploy import _turbomind
+
+    found, _ = _turbomind.cuda_devices()
+    devices = {"CPU": 0, **{f"GPU {index}": gpu.sm for index, gpu in enumerate(found)}}
+    yield "KV formats, converted by instructions for them (hardware) or by others (software):"
+    yield _table_row("", devices)
+    names = [name for name, _ in _turbomind.kv_cache_mode_names()]
+    for name in names:
+        if name in ("fp4", "fp8_e4m3"):  # other names
+            continue
+        ways = [_turbomind.kv_cache_conversion(name, sm) for sm in devices.values()]
+        yield _table_row(name, ways)
+    yield _table_row("fp4 means", [_fp4_meaning(sm) for sm in devices.values()])
+
+
+def _fp4_meaning(sm: int) -> str:
+    from lmdeploy import _turbomind
+
+    try:
+        return _turbomind.get_kv_cache_mode("fp4", sm)
+    except ValueError:
+        return "unsupported"
+
+
+def _table_row(name: str, cells: Iterable[str]) -> str:
+    return f"  {name:<10}" + "".join(f"{cell:<12}" for cell in cells).rstrip()
 
 
 def product_rates(ceilings: CpuCeilings) -> Iterator[str]:

@@ -46,27 +46,34 @@ def run_api_server(args: argparse.Namespace) -> int:
 def dry_run_lines(model_path: str, config: TurbomindEngineConfig) -> list[str]:
     """The memory plan of a model that is not loaded."""
     from lmdeploy import _turbomind
-    from lmdeploy.environment import free_memory_bytes
+    from lmdeploy.turbomind.devices import open_device
     from lmdeploy.turbomind.engine import check_model_format, engine_config_of
     from lmdeploy.turbomind.kv_quality import cache_line
     from lmdeploy.turbomind.loader import read_model_info
 
     check_model_format(model_path, config.model_format)
-    info = read_model_info(model_path, dtype=config.dtype, exact=config.exact)
-    native, kv = engine_config_of(config, info.config, model_path=str(info.path))
-    free = free_memory_bytes()
-    plan = _turbomind.plan_memory(info.config, native, max(free - info.weight_bytes, 0))
+    target = open_device(config)
+    device = target.device
+    info = read_model_info(
+        model_path, dtype=config.dtype, exact=config.exact, on_gpu=device.is_cuda
+    )
+    native, kv = engine_config_of(config, info.config, model_path=str(info.path), sm=device.sm)
+    free = target.free_bytes()
+    left = max(free - info.weight_bytes, 0)
+    plan = _turbomind.plan_memory(info.config, native, left, is_cuda=device.is_cuda)
     peak = info.weight_bytes + plan.reserved_bytes + plan.scratch_bytes
     mapped = ""
     if info.mapped_bytes:
         mapped = f" ({info.mapped_bytes:,} of them experts, used where they lie in the file)"
+    touched = f"touched bytes: {plan.touched_bytes:,} (pages are taken as tokens arrive)"
     return [
         f"model: {model_path} ({info.model_type}), weights {info.weight_bytes:,} bytes{mapped}",
+        target.line,
         f"free memory: {free:,} bytes",
         cache_line(kv, plan),
         f"blocks: {plan.num_blocks:,} of {native.cache_block_seq_len} tokens",
         f"reserved bytes: {plan.reserved_bytes:,}",
-        f"touched bytes: {plan.touched_bytes:,} (pages are taken as tokens arrive)",
+        *([] if device.is_cuda else [touched]),
         f"scratch bytes: {plan.scratch_bytes:,} (activations of a full step)",
         f"peak bytes: {peak:,} (weights, the reserved cache when full, scratch)",
     ]

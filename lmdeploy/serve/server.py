@@ -79,7 +79,7 @@ def run_server(
         app = make_app(engine, options, enable_metrics=config.enable_metrics)
         host = f"[{options.server_name}]" if ":" in options.server_name else options.server_name
         url = f"http://{host}:{sock.getsockname()[1]}"
-        print(engine.cache_line())
+        print("\n".join(engine.start_lines()))
         print(f"Serving {name} at {url}  (try:)")
         print(curl_line(url, name, with_key=bool(options.api_keys)))
         sys.stdout.flush()

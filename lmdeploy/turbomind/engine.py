@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lmdeploy.checks import flag_of
-from lmdeploy.environment import free_memory_bytes, usable_cores
 from lmdeploy.harmony.parser import HarmonyText
 from lmdeploy.harmony.tokens import HarmonyTokens, find_harmony
 from lmdeploy.messages import FinishReason, GenerationConfig, Response, TurbomindEngineConfig
 from lmdeploy.turbomind.answer_text import AnswerText, Detokenizer, KnownIds
+from lmdeploy.turbomind.devices import default_batch_size, open_device
 from lmdeploy.turbomind.grammar import make_token_mask
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("lmdeploy")
 
-DEFAULT_CPU_BATCH_SIZE = 32
 _WAIT_MS = 200
 _FINISH_REASONS: dict[str, FinishReason] = {
     "stop": "stop",
@@ -69,21 +68,23 @@ class EngineParts:
     model_path: str = ""
     model_type: str = ""
     harmony: HarmonyTokens | None = None
+    device_line: str = ""
     on_close: Callable[[], None] = lambda: None
 
 
 def engine_config_of(
-    config: TurbomindEngineConfig, model: _turbomind.ModelConfig, *, model_path: str
+    config: TurbomindEngineConfig, model: _turbomind.ModelConfig, *, model_path: str, sm: int = 0
 ) -> tuple[_turbomind.EngineConfig, KvOptions]:
-    """The C++ engine's options for a model, and what they say about the cache.
+    """The C++ engine's options for a model on a GPU of this `sm` (0: the CPU), and what they say
+    about the cache.
 
-    Raises ValueError for cache options that do not fit the model.
+    Raises ValueError for cache options that do not fit the model or the device.
     """
     from lmdeploy import _turbomind
     from lmdeploy.turbomind.kv_quality import apply_kv_options, resolve_kv_options
 
     native = _turbomind.EngineConfig()
-    native.max_batch_size = config.max_batch_size or DEFAULT_CPU_BATCH_SIZE
+    native.max_batch_size = config.max_batch_size or default_batch_size(sm)
     native.session_len = config.session_len or model.max_position
     native.max_prefill_token_num = config.max_prefill_token_num
     native.cache_block_seq_len = config.cache_block_seq_len
@@ -96,7 +97,7 @@ def engine_config_of(
             config.session_len,
             model.max_position,
         )
-    options = resolve_kv_options(config, model.windows)
+    options = resolve_kv_options(config, model.windows, sm=sm)
     model_hash = None
     if options.calibration is not None:
         from lmdeploy.turbomind.model_hash import hash_model
@@ -136,7 +137,8 @@ def load_parts(
     from lmdeploy.turbomind.prompts import choose_template
 
     check_model_format(model_path, config.model_format)
-    device = _turbomind.make_cpu_device(config.num_threads or usable_cores())
+    target = open_device(config)
+    device = target.device
     model = load_model(
         model_path, dtype=config.dtype, exact=config.exact, device=device, progress=progress
     )
@@ -146,8 +148,8 @@ def load_parts(
         from lmdeploy.harmony.library import warn_without_encoding
 
         warn_without_encoding()
-    native, kv = engine_config_of(config, model.config, model_path=str(model.path))
-    free = max(free_memory_bytes() - model.mapped_bytes, 0)
+    native, kv = engine_config_of(config, model.config, model_path=str(model.path), sm=device.sm)
+    free = max(target.free_bytes() - model.mapped_bytes, 0)
     core = _turbomind.Engine(model.config, native, model.weights, device, free)
     if model.cache_writer is not None:
         model.cache_writer.start(is_busy=lambda: core.stats().num_running > 0)
@@ -164,6 +166,7 @@ def load_parts(
         model_path=model_path,
         model_type=model.model_type,
         harmony=harmony,
+        device_line=target.line,
         on_close=lambda: None if model.cache_writer is None else model.cache_writer.stop(),
     )
 
@@ -350,10 +353,14 @@ class AsyncEngine:
         return "the engine is closed" if self._closing.is_set() else self.parts.core.failure
 
     def cache_line(self) -> str:
-        """One line on the cache, for the start of a server."""
+        """One line on the cache."""
         from lmdeploy.turbomind.kv_quality import cache_line
 
         return cache_line(self.parts.kv, self.parts.core.memory_plan())
+
+    def start_lines(self) -> list[str]:
+        """On the device and the cache, for the start of a server."""
+        return [line for line in (self.parts.device_line, self.cache_line()) if line]
 
     def stats(self) -> _turbomind.EngineStats:
         """Counters of the C++ engine."""

@@ -36,6 +36,7 @@ class KvOptions:
     sink_tokens: int = 0
     recent_tokens: int = NOTHING_HOT
     calibration: Path | None = None
+    note: str = ""  # about the choice of a format, for people
 
     @property
     def mode(self) -> str:
@@ -69,14 +70,20 @@ class KvOptions:
         }
 
 
-def resolve_kv_options(config: TurbomindEngineConfig, windows: Sequence[int]) -> KvOptions:
-    """The options of `config` for a model with these sliding windows (0: full attention) by layer.
+def resolve_kv_options(
+    config: TurbomindEngineConfig, windows: Sequence[int], *, sm: int = 0
+) -> KvOptions:
+    """The options of `config` for a model with these sliding windows (0: full attention) by layer,
+    on a GPU of this `sm` (0: the CPU).
 
     Raises ValueError for a format that does not fit the model's layers or the device.
     """
     table = config.kv_table.by_layer(windows)
     layers = tuple(
-        FormatPair(_on_device(pair.k, config), _on_device(pair.v, config)) for pair in table
+        FormatPair(
+            _on_device(pair.k, config=config, sm=sm), _on_device(pair.v, config=config, sm=sm)
+        )
+        for pair in table
     )
     names = {name for pair in layers for name in (pair.k, pair.v)}
     if names == {"none"}:
@@ -94,7 +101,17 @@ def resolve_kv_options(config: TurbomindEngineConfig, windows: Sequence[int]) ->
         sink_tokens=sink_tokens,
         recent_tokens=recent_tokens,
         calibration=None if path is None else Path(os.fspath(path)).expanduser(),
+        note=_format_note(table, layers),
     )
+
+
+def _format_note(asked: Sequence[FormatPair], layers: Sequence[FormatPair]) -> str:
+    """What to know of the format that `fp4` became."""
+    for pair, resolved in zip(asked, layers, strict=True):
+        for name, format_name in ((pair.k, resolved.k), (pair.v, resolved.v)):
+            if name == "fp4" and format_name == "mxfp4":
+                return "fp4 is mxfp4 on this device; nvfp4 is more accurate at the same size"
+    return ""
 
 
 def _hot_tokens(config: TurbomindEngineConfig, by_default: bool) -> tuple[int, int]:
@@ -109,10 +126,10 @@ def _hot_tokens(config: TurbomindEngineConfig, by_default: bool) -> tuple[int, i
     return sink, recent
 
 
-def _on_device(name: str, config: TurbomindEngineConfig) -> str:
+def _on_device(name: str, *, config: TurbomindEngineConfig, sm: int) -> str:
     from lmdeploy import _turbomind
 
-    return _turbomind.get_kv_cache_mode(name, 0, config.strict_arch)
+    return _turbomind.get_kv_cache_mode(name, sm, config.strict_arch)
 
 
 def apply_kv_options(
@@ -149,6 +166,7 @@ def apply_kv_options(
 def cache_line(options: KvOptions, plan: _turbomind.MemoryPlan) -> str:
     """One line on the cache: format, quality, bytes, tokens that fit, comparison with 16 bit."""
     ratio = plan.session_bytes_none / plan.session_bytes
+    note = f"; {options.note}" if options.note else ""
     hot = f" + {plan.hot_bytes_per_sequence:,} per sequence" if plan.hot_bytes_per_sequence else ""
     return (
         f"KV cache: mode {options.mode}, quality {options.quality_text}, "
@@ -156,5 +174,5 @@ def cache_line(options: KvOptions, plan: _turbomind.MemoryPlan) -> str:
         f"{plan.max_tokens:,} tokens fit in {plan.reserved_bytes / 2**20:,.1f} MiB; "
         f"{ratio:.2f}x the tokens of 16 bit at session_len "
         f"({plan.bytes_per_token_none:,.0f} bytes per token); "
-        f"a full session takes {plan.session_bytes / 2**20:,.1f} MiB"
+        f"a full session takes {plan.session_bytes / 2**20:,.1f} MiB{note}"
     )

@@ -43,7 +43,7 @@ class ModelInfo:
     model_type: str  # the family: llama, mistral, gpt_oss, ...
     config: ModelConfig
     weight_bytes: int  # that the engine will keep, before padding
-    mapped_bytes: int  # of these, experts that are read where they lie in the file
+    mapped_bytes: int  # of these, experts that are read where they lie in the file (CPU)
     file_bytes: int  # that are read from the checkpoint
     stored_dtype: str  # float32, float16, bfloat16 or quantized
 
@@ -63,12 +63,15 @@ class LoadedModel:
     cache_writer: CacheWriter | None = None  # to be started when the engine is ready
 
 
-def read_model_info(path: str, *, dtype: str = "auto", exact: bool = False) -> ModelInfo:
+def read_model_info(
+    path: str, *, dtype: str = "auto", exact: bool = False, on_gpu: bool = False
+) -> ModelInfo:
     """Checks config and tensors of `path` (a name, folder, file or hub id) and sums their sizes.
 
     Raises ModelFormatError (a ValueError) for everything that could not be loaded.
     """
-    return _info(open_checkpoint(resolve_model(path)), dtype=dtype, exact=exact)
+    copied = exact or on_gpu
+    return _info(open_checkpoint(resolve_model(path)), dtype=dtype, exact=exact, copied=copied)
 
 
 def load_model(
@@ -82,7 +85,8 @@ def load_model(
     """Loads everything: the weights tensor by tensor, or packed from the cache (packed_cache.py).
 
     Of the checkpoint's mapped files only experts in MXFP4 stay, as long as the weights live; the
-    pages of every other tensor are given back once it is packed.
+    pages of every other tensor are given back once it is packed. A GPU has copies of all, and no
+    cache of packed weights.
 
     Args:
         path: `smollm2`, a Hugging Face folder, a .gguf file or a hub id.
@@ -91,14 +95,18 @@ def load_model(
         device: the engine's device, which packs the weights.
         progress: whether to show a bar.
 
-    Raises ModelFormatError, and ValueError for wrong options of the cache in the environment.
+    Raises ModelFormatError, and ValueError for wrong options of the cache in the environment and
+    for exact compute on a GPU.
     """
     from lmdeploy._turbomind import WeightsBuilder
 
+    if exact and device.is_cuda:
+        raise ValueError("exact: got True, wanted False on CUDA; change --exact or --device")
+    copied = exact or device.is_cuda
     resolved = resolve_model(path)
     source = stamp_files(resolved)
     checkpoint = open_checkpoint(resolved)
-    info = _info(checkpoint, dtype=dtype, exact=exact)
+    info = _info(checkpoint, dtype=dtype, exact=exact, copied=copied)
     # The small parts first: they fail fast.
     tokenizer = _tokenizer(checkpoint)
     if tokenizer.vocab_size > checkpoint.config.vocab_size:
@@ -109,11 +117,11 @@ def load_model(
     template = _chat_template(checkpoint, tokenizer)
     generation_config = _generation_config(checkpoint)
     builder = WeightsBuilder(info.config, device, exact)
-    cache = None if exact else cache_of(checkpoint, source)
+    cache = None if copied else cache_of(checkpoint, source)
     if cache is not None:
         loaded = load_through_cache(builder, checkpoint, entry=cache, progress=progress)
     else:
-        loaded = load_weights(builder, checkpoint, exact=exact, progress=progress)
+        loaded = load_weights(builder, checkpoint, exact=exact, copied=copied, progress=progress)
     return LoadedModel(
         path=checkpoint.path,
         model_type=checkpoint.family.name,
@@ -138,8 +146,8 @@ def cache_dtype(stored_dtype: str, dtype: str, *, exact: bool) -> str:
     return "bfloat16" if stored_dtype == "bfloat16" else "float16"
 
 
-def _info(checkpoint: Checkpoint, *, dtype: str, exact: bool) -> ModelInfo:
-    mapped = [planned for planned in checkpoint.tensors if planned.mapped and not exact]
+def _info(checkpoint: Checkpoint, *, dtype: str, exact: bool, copied: bool) -> ModelInfo:
+    mapped = [planned for planned in checkpoint.tensors if planned.mapped and not copied]
     return ModelInfo(
         path=checkpoint.path,
         model_type=checkpoint.family.name,

@@ -67,10 +67,11 @@ def cache_of(checkpoint: Checkpoint, source: Source) -> CacheEntry | None:
 
 
 def load_weights(
-    builder: WeightsBuilder, checkpoint: Checkpoint, *, exact: bool, progress: bool
+    builder: WeightsBuilder, checkpoint: Checkpoint, *, exact: bool, copied: bool, progress: bool
 ) -> LoadedWeights:
-    """Every tensor of the checkpoint, converted and packed."""
-    _add_all(builder, checkpoint.tensors, exact=exact, progress=_title(checkpoint, progress))
+    """Every tensor of the checkpoint, converted and packed. `copied`: none stays where it lies."""
+    title = _title(checkpoint, progress)
+    _add_all(builder, checkpoint.tensors, exact=exact, copied=copied, progress=title)
     return LoadedWeights(builder.build())
 
 
@@ -80,7 +81,8 @@ def load_through_cache(
     """The same from the cache; where it has none, with a writer that puts them there."""
     cached = entry.load()
     if cached is None:
-        _add_all(builder, checkpoint.tensors, exact=False, progress=_title(checkpoint, progress))
+        title = _title(checkpoint, progress)
+        _add_all(builder, checkpoint.tensors, exact=False, copied=False, progress=title)
         packed = builder.packed()
         matrices = {name: Tiles(shape, packed[name][3]) for name, shape in entry.shapes.items()}
         return LoadedWeights(builder.build(), cache_writer=CacheWriter(entry, matrices))
@@ -93,7 +95,7 @@ def load_through_cache(
         if not in_place:
             release_pages(matrix.data)
     rest = [planned for planned in checkpoint.tensors if planned.name not in cached.matrices]
-    _add_all(builder, rest, exact=False, progress="")
+    _add_all(builder, rest, exact=False, copied=False, progress="")
     total = sum(shape.num_bytes for shape in entry.shapes.values())
     return LoadedWeights(builder.build(), mapped_bytes=total if in_place else 0)
 
@@ -120,12 +122,13 @@ def _add_all(
     tensors: Sequence[PlannedTensor],
     *,
     exact: bool,
+    copied: bool,
     progress: str,
 ) -> None:
     # `progress` is the title of a bar; empty: none, and nothing is imported for it.
     if not progress:
         for converted in _convert_all(tensors, exact=exact):
-            _add(builder, converted, exact=exact)
+            _add(builder, converted, copied=copied)
         return
     from tqdm import tqdm
 
@@ -137,7 +140,7 @@ def _add_all(
     )
     with bar:
         for converted in _convert_all(tensors, exact=exact):
-            _add(builder, converted, exact=exact)
+            _add(builder, converted, copied=copied)
             bar.update(converted.planned.tensor.num_bytes)
 
 
@@ -168,7 +171,7 @@ def _convert(planned: PlannedTensor, *, exact: bool) -> _Converted:
     return _Converted(planned, kind, values)
 
 
-def _add(builder: WeightsBuilder, converted: _Converted, *, exact: bool) -> None:
+def _add(builder: WeightsBuilder, converted: _Converted, *, copied: bool) -> None:
     planned, tensor = converted.planned, converted.planned.tensor
     if converted.kind == _VECTOR:
         builder.add_vector(planned.name, converted.values)
@@ -181,7 +184,7 @@ def _add(builder: WeightsBuilder, converted: _Converted, *, exact: bool) -> None
             planned.cols,
             tensor.scales if planned.mapped else None,
         )
-    if planned.mapped and not exact:
+    if planned.mapped and not copied:
         return
     release_pages(tensor.raw)
     if tensor.scales is not None:

@@ -29,7 +29,7 @@ def test_speed_of_the_default_device(capsys, monkeypatch):
     lines = list(check_env.speed())
     took = time.perf_counter() - begun
     threads = environment.usable_cores()
-    assert re.match(rf"device: cpu \(\w+, {threads} threads?\) by default", lines[0])
+    assert re.match(rf"device: cpu \(\w+, {threads} threads?\); ", lines[0])
     found = re.match(r"reads: ([\d.]+) GB/s from memory", lines[1])
     assert found and float(found[1]) > 0
     assert re.match(r"products: int8 \d+ GOP/s, BF16 .*, FP32 \d+ GOP/s; AMX ", lines[2])

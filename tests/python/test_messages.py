@@ -51,7 +51,7 @@ def test_quant_policy_refused(bad):
         ("num_threads", 0),
         ("dtype", "int8"),
         ("model_format", "awq"),
-        ("device_type", "cuda"),
+        ("device_type", "npu"),
         ("enable_prefix_caching", 1),
         ("deterministic", "yes"),
     ],
