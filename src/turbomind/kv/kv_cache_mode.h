@@ -58,6 +58,16 @@ const char* ToString(KvCacheMode mode);
 // Every accepted name with its meaning, for help texts and support tables.
 std::vector<std::pair<std::string, std::string>> KvCacheModeNames();
 
+// Formats that the K and V of a layer may have: the same for both, or 16-bit or 8-bit keys, which
+// carry most of the error, over 4-bit values.
+constexpr bool IsListedPair(KvCacheMode k, KvCacheMode v) {
+  const bool wide =
+      k == KvCacheMode::kNone || k == KvCacheMode::kInt8 || k == KvCacheMode::kFp8E4m3;
+  const bool narrow =
+      v == KvCacheMode::kInt4 || v == KvCacheMode::kFp4Mx || v == KvCacheMode::kFp4Nv;
+  return k == v || (wide && narrow);
+}
+
 // Calls fn.template operator()<M>() with the mode as a template argument.
 template <class F>
 decltype(auto) DispatchMode(KvCacheMode mode, F&& fn) {

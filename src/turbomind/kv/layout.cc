@@ -11,15 +11,6 @@ namespace {
 
 constexpr int64_t kAlignment = 16;
 
-// The same for both, or 16-bit or 8-bit keys, which carry most of the error, over 4-bit values.
-bool IsListedPair(KvCacheMode k, KvCacheMode v) {
-  const bool wide =
-      k == KvCacheMode::kNone || k == KvCacheMode::kInt8 || k == KvCacheMode::kFp8E4m3;
-  const bool narrow =
-      v == KvCacheMode::kInt4 || v == KvCacheMode::kFp4Mx || v == KvCacheMode::kFp4Nv;
-  return k == v || (wide && narrow);
-}
-
 void CheckMode(KvCacheMode mode, int head_dim) {
   const int group = DispatchMode(mode, []<KvCacheMode M>() { return Codec<M>::kGroup; });
   const int multiple = group ? group : 2;

@@ -469,18 +469,22 @@ TM_DEVICE void MergeWarps(const DecodeTask<C>& task, const WarpState<C>& state) 
   }
 }
 
-// Grid: items × (KV heads · ⌈query heads of a KV head / 8⌉); kDecodeWarps warps; C::kSharedBytes.
+// Grid: (KV heads · ⌈query heads of a KV head / 8⌉) × items; kDecodeWarps warps; C::kSharedBytes.
 template <class C>
 __global__ void __launch_bounds__(32 * kDecodeWarps, C::kBlocksPerSm)
     DecodeKernel(DecodeParams params) {
+  const DecodeItem item = LoadGlobal(params.items + BlockIndexY());
+  if (item.begin == item.end) {
+    return;
+  }
   const int lane = ThreadIndexX() & 31;
   const int warp = WarpIndex();
   const int group = params.q_heads / params.kv.kv_heads;
   const int head_tiles = (group + kDecodeHeads - 1) / kDecodeHeads;
-  const int kv_head = BlockIndexY() / head_tiles;
-  const int first = BlockIndexY() % head_tiles * kDecodeHeads;
+  const int kv_head = BlockIndexX() / head_tiles;
+  const int first = BlockIndexX() % head_tiles * kDecodeHeads;
   const DecodeTask<C> task = {params,
-                              LoadGlobal(params.items + BlockIndexX()),
+                              item,
                               kv_head,
                               kv_head * group + first,
                               group - first < kDecodeHeads ? group - first : kDecodeHeads,

@@ -1,44 +1,164 @@
 #include "turbomind/backend/cuda/decode_plan.h"
 
-#include <algorithm>
-
-#include "turbomind/core/ceil_div.h"
+#include <limits>
 
 namespace turbomind::cuda {
 namespace {
 
-// Positions of an item with which the GPU is filled once, evenly.
-int64_t ItemTokens(const std::vector<DecodeRange>& ranges, int blocks_per_range, int num_slots) {
-  if (num_slots <= 0) {
-    return kLeastItem;
+int64_t AlignDown(int64_t position) { return position / kItemGranule * kItemGranule; }
+
+// Cuts ranges one after the other.
+class Cutter {
+ public:
+  explicit Cutter(DecodePlan* plan) : plan_(*plan) {
+    plan_.items.clear();
+    plan_.first_partial.assign(1, 0);
   }
-  int64_t tokens = 0;
+
+  void Begin(const DecodeRange& range) { range_ = range; }
+  void End() { plan_.first_partial.push_back(static_cast<int32_t>(plan_.items.size())); }
+  int64_t left() const { return int64_t{range_.end} - range_.begin; }
+
+  // Whether the range may be cut at this position.
+  bool LeavesEnough(int64_t cut) const { return range_.end - cut >= kLeastItem; }
+  void TakeTo(int64_t cut) {
+    const auto index = static_cast<int32_t>(plan_.first_partial.size()) - 1;
+    const auto partial = static_cast<int32_t>(plan_.items.size());
+    plan_.items.push_back({index, range_.begin, static_cast<int32_t>(cut), partial});
+    range_.begin = static_cast<int32_t>(cut);
+  }
+  int64_t begin() const { return range_.begin; }
+  int64_t end() const { return range_.end; }
+
+ private:
+  DecodePlan& plan_;
+  DecodeRange range_;
+};
+
+// Equal pieces of each range, at most kMostPieces.
+void CutAlone(std::span<const DecodeRange> ranges, Cutter* cutter) {
   for (const DecodeRange& range : ranges) {
-    tokens += range.end - range.begin;
+    cutter->Begin(range);
+    const int64_t granules = CeilDiv(cutter->left(), int64_t{kMostPieces} * kItemGranule);
+    const int64_t piece = std::max<int64_t>(granules * kItemGranule, kLeastItem);
+    while (cutter->left() > 0) {
+      const int64_t cut = AlignDown(cutter->begin() + piece + kItemGranule - 1);
+      cutter->TakeTo(cutter->LeavesEnough(cut) ? cut : cutter->end());
+    }
+    cutter->End();
   }
-  const int64_t share = CeilDiv(tokens * blocks_per_range, int64_t{num_slots});
-  return std::max<int64_t>(CeilDiv(share, kItemGranule) * kItemGranule, kLeastItem);
+}
+
+// All ranges in a line, an item's cost before each, cut into num_slots equal shares; a cut that
+// would leave less than kLeastItem on one of its sides is made later or not at all.
+void CutIntoShares(std::span<const DecodeRange> ranges, int num_slots, Cutter* cutter) {
+  int64_t total = int64_t{num_slots} * kItemCost;
+  for (const DecodeRange& range : ranges) {
+    total += range.end - range.begin + kItemCost;
+  }
+  const int64_t positions = std::max<int64_t>(CeilDiv(total, num_slots) - kItemCost, kLeastItem);
+  const int64_t share = CeilDiv(positions, kItemGranule) * kItemGranule + kItemCost;
+  int64_t taken = 0;  // on the line
+  int64_t slot = 0;
+  for (const DecodeRange& range : ranges) {
+    cutter->Begin(range);
+    while (cutter->left() > 0) {
+      const int64_t room = (slot + 1) * share - taken - kItemCost;
+      const int64_t cut = AlignDown(cutter->begin() + std::max<int64_t>(room, 0));
+      const bool is_last = slot + 1 == num_slots;
+      if (is_last || cutter->left() <= room || !cutter->LeavesEnough(cut)) {
+        taken += cutter->left() + kItemCost;
+        cutter->TakeTo(cutter->end());
+        continue;
+      }
+      if (cut - cutter->begin() >= kLeastItem) {
+        taken += cut - cutter->begin() + kItemCost;
+        cutter->TakeTo(cut);
+      }
+      ++slot;
+    }
+    cutter->End();
+  }
+}
+
+// What the query of a sequence sees.
+struct Visible {
+  DecodeRange cold;
+  DecodeRange hot[2];  // sinks and recent positions; all in the first where nothing is between
+};
+
+Visible VisibleAt(int context, const LayerRule& rule) {
+  const int begin = rule.window > 0 && context > rule.window ? context - rule.window : 0;
+  if (!rule.hot.enabled() || context == 0) {
+    return {{begin, context}, {}};
+  }
+  const int sink_end = std::clamp(rule.hot.SinkEnd(), begin, context);
+  const int recent = std::clamp(rule.hot.RecentBegin(context - 1), sink_end, context);
+  if (sink_end == recent) {
+    return {{}, {{begin, context}, {}}};
+  }
+  return {{sink_end, recent}, {{begin, sink_end}, {recent, context}}};
 }
 
 }  // namespace
 
-DecodePlan PlanDecode(const std::vector<DecodeRange>& ranges, int blocks_per_range, int num_slots) {
-  const int64_t item_tokens = ItemTokens(ranges, blocks_per_range, num_slots);
-  DecodePlan plan;
-  plan.first_partial.push_back(0);
-  for (size_t i = 0; i < ranges.size(); ++i) {
-    const DecodeRange& range = ranges[i];
-    for (int begin = range.begin; begin < range.end;) {
-      const int64_t aligned = int64_t{begin} / kItemGranule * kItemGranule;
-      int64_t end = aligned + item_tokens + (aligned < begin ? kItemGranule : 0);
-      end = range.end - end < kLeastItem ? range.end : end;
-      plan.items.push_back({static_cast<int32_t>(i), begin, static_cast<int32_t>(end),
-                            static_cast<int32_t>(plan.items.size())});
-      begin = static_cast<int>(end);
-    }
-    plan.first_partial.push_back(static_cast<int32_t>(plan.items.size()));
+void PlanDecode(std::span<const DecodeRange> ranges, const ItemLimits& limits, DecodePlan* plan) {
+  Cutter cutter(plan);
+  if (limits.deterministic) {
+    CutAlone(ranges, &cutter);
+  } else {
+    CutIntoShares(ranges, limits.num_slots, &cutter);
   }
-  return plan;
+  std::sort(plan->items.begin(), plan->items.end(), [](const DecodeItem& a, const DecodeItem& b) {
+    const int a_length = a.end - a.begin;
+    const int b_length = b.end - b.begin;
+    return a_length != b_length ? a_length > b_length : a.partial < b.partial;
+  });
+}
+
+bool LayerRule::operator==(const LayerRule& other) const {
+  return window == other.window && hot.recent_blocks == other.hot.recent_blocks &&
+         hot.sink_blocks == other.hot.sink_blocks && hot.block_seq_len == other.hot.block_seq_len;
+}
+
+int64_t LayerRule::MostCold(int64_t num_seqs, const ItemLimits& limits) const {
+  if (is_always_hot()) {
+    return 0;
+  }
+  return MostItems(num_seqs, window > 0 ? window : std::numeric_limits<int32_t>::max(), limits);
+}
+
+int64_t LayerRule::MostHot(int64_t num_seqs, const ItemLimits& limits) const {
+  if (!hot.enabled()) {
+    return 0;
+  }
+  const int64_t recent = int64_t{hot.recent_blocks + 1} * hot.block_seq_len;
+  return MostItems(num_seqs, hot.SinkEnd(), limits) + MostItems(num_seqs, recent, limits);
+}
+
+void PlanAttention(std::span<const int32_t> context_lens, const LayerRule& rule,
+                   const ItemLimits& limits, AttentionPlan* plan) {
+  auto& [cold, hot] = plan->parts;
+  plan->cold_ranges.clear();
+  plan->hot_ranges.clear();
+  for (const int32_t context : context_lens) {
+    const Visible visible = VisibleAt(context, rule);
+    plan->cold_ranges.push_back(visible.cold);
+    plan->hot_ranges.insert(plan->hot_ranges.end(), visible.hot, visible.hot + 2);
+  }
+  PlanDecode(plan->cold_ranges, limits, &cold);
+  PlanDecode(plan->hot_ranges, limits, &hot);
+  plan->first_partial.clear();
+  for (size_t i = 0; i <= context_lens.size(); ++i) {
+    plan->first_partial.push_back(cold.first_partial[i] + hot.first_partial[2 * i]);
+  }
+  for (DecodeItem& item : cold.items) {
+    item.partial += hot.first_partial[2 * static_cast<size_t>(item.sequence)];
+  }
+  for (DecodeItem& item : hot.items) {
+    item.sequence /= 2;
+    item.partial += cold.first_partial[static_cast<size_t>(item.sequence) + 1];
+  }
 }
 
 }  // namespace turbomind::cuda

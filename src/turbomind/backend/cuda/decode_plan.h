@@ -2,13 +2,18 @@
 
 // ⑤⑦ How decode attention is cut into items for the blocks of a GPU. Host code.
 
+#include <algorithm>
 #include <cstdint>
+#include <span>
 #include <vector>
+
+#include "turbomind/core/ceil_div.h"
+#include "turbomind/kv/hot_rule.h"
 
 namespace turbomind::cuda {
 
-// Positions [begin, end) of one sequence, not empty.
-struct DecodeItem {
+// Positions [begin, end) of one sequence; where they are equal there is nothing to do.
+struct alignas(16) DecodeItem {
   int32_t sequence;
   int32_t begin;
   int32_t end;
@@ -17,24 +22,81 @@ struct DecodeItem {
 
 // Positions [begin, end) that one query sees; end - begin may be 0.
 struct DecodeRange {
-  int begin = 0;
-  int end = 0;
+  int32_t begin = 0;
+  int32_t end = 0;
 };
 
-// Invariants: the items of a sequence cover its range once, in order, and are those with partials
-// [first_partial[i], first_partial[i + 1]); every item begins at the range's begin or at a multiple
-// of kItemGranule and has at least kLeastItem positions unless it is its range's last.
+// How finely ranges are cut.
+struct ItemLimits {
+  int num_slots = 1;           // items that the GPU runs at once
+  bool deterministic = false;  // the cut of a range depends on the range alone
+};
+
+// Invariants:
+//  1. The items of a range cover it once and are those with partials [first_partial[i],
+//     first_partial[i + 1]), in order of position. item.sequence is the index of the range.
+//  2. An item begins at its range's begin or at a multiple of kItemGranule.
+//  3. An item that is not its whole range has at least kLeastItem positions.
+//  4. The longest items come first: the GPU starts them in this order, and what is cut off at the
+//     end of a share fills up the last of its time.
+//  5. There are at most MostItems(...).
 struct DecodePlan {
   std::vector<DecodeItem> items;
-  std::vector<int32_t> first_partial;  // [num_seqs + 1]
+  std::vector<int32_t> first_partial;  // [number of ranges + 1]
 };
 
 inline constexpr int kItemGranule = 128;  // four warps with a tile each
-inline constexpr int kLeastItem = 512;
+inline constexpr int kLeastItem = 256;    // two tiles each: one is loaded while one is computed
+inline constexpr int kItemCost = 64;      // positions that are read while an item begins and ends
+inline constexpr int kMostPieces = 16;    // of a range, where the cut depends on it alone
 
-// `blocks_per_range` is the number of blocks that share a range (KV heads times tiles of query
-// heads), `num_slots` how many blocks the GPU runs at once. With num_slots 0 items have kLeastItem
-// positions: the cut, and so the order of sums, depends on the range alone.
-DecodePlan PlanDecode(const std::vector<DecodeRange>& ranges, int blocks_per_range, int num_slots);
+// Otherwise every slot gets an equal share of all positions.
+void PlanDecode(std::span<const DecodeRange> ranges, const ItemLimits& limits, DecodePlan* plan);
+
+// Of ranges of at most `longest` positions.
+constexpr int64_t MostItems(int64_t num_ranges, int64_t longest, const ItemLimits& limits) {
+  const int64_t pieces = CeilDiv(longest, kLeastItem);  // of a range
+  if (limits.deterministic) {
+    return num_ranges * std::min<int64_t>(pieces, kMostPieces);
+  }
+  return std::min(num_ranges * pieces, num_ranges + limits.num_slots - 1);
+}
+
+// The layers that one plan serves: what their queries see.
+struct LayerRule {
+  int window = 0;    // 0: full attention
+  HotRule hot = {};  // not enabled: everything is cold
+
+  bool operator==(const LayerRule& other) const;
+
+  // What is hot reaches as far back as the window, whatever the context.
+  bool is_always_hot() const {
+    return hot.enabled() && window > 0 && window <= hot.recent_blocks * hot.block_seq_len + 1;
+  }
+  // Items of a plan for so many sequences of any length.
+  int64_t MostCold(int64_t num_seqs, const ItemLimits& limits) const;
+  int64_t MostHot(int64_t num_seqs, const ItemLimits& limits) const;
+};
+
+// Decode attention of one step, for the layers of one rule.
+//
+// The query at position context_len - 1 sees the window's positions: cold those in
+// [SinkEnd(), RecentBegin()), hot the others (kv/hot_rule.h). Partials of a sequence: those of its
+// cold items, then of its hot ones.
+struct AttentionPlan {
+  std::vector<int32_t> first_partial;  // [num_seqs + 1]
+  DecodePlan parts[2];                 // cold and hot; item.sequence is that of the batch
+
+  const std::vector<DecodeItem>& cold() const { return parts[0].items; }
+  const std::vector<DecodeItem>& hot() const { return parts[1].items; }
+
+  // Kept from plan to plan for their memory: one range per sequence, and two.
+  std::vector<DecodeRange> cold_ranges;
+  std::vector<DecodeRange> hot_ranges;
+};
+
+// A sequence with an empty context has no items.
+void PlanAttention(std::span<const int32_t> context_lens, const LayerRule& rule,
+                   const ItemLimits& limits, AttentionPlan* plan);
 
 }  // namespace turbomind::cuda

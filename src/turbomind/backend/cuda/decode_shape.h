@@ -22,7 +22,7 @@ struct DecodeParams {
   KvLayerView kv;                         // pointers into the device's pools
   const int32_t* block_tables = nullptr;  // [num_seqs, block_table_stride]
   int64_t block_table_stride = 0;
-  const DecodeItem* items = nullptr;  // [gridDim.x]
+  const DecodeItem* items = nullptr;  // [gridDim.y]
   // Of every partial result and query head: o, not normalised, and (m, l) with m in units of log2.
   float* partial_o = nullptr;   // [num_partials, q_heads, head_dim]
   float* partial_ml = nullptr;  // [num_partials, q_heads, 2]

@@ -1,0 +1,77 @@
+#pragma once
+
+// The kernels of one head_dim. Only for the files decode_variants_<head_dim>*.cu, among which the
+// compiler's work is shared.
+
+#include "turbomind/backend/cuda/decode_attention.h"
+#include "turbomind/backend/cuda/decode_variants.h"
+
+namespace turbomind::cuda {
+
+// Positions of a tile, and stages of a ring.
+struct TileShape {
+  int tokens;
+  int stages;
+};
+
+// Shared memory with which four blocks or two fit an SM of 228 KiB, 1 KiB of each taken by the
+// system.
+inline constexpr int kQuarterOfSm = 55 << 10;
+inline constexpr int kHalfOfSm = 112 << 10;
+
+// Of positions that take `bytes`, metadata included: with it an SM holds four blocks or two, never
+// three, of which plans would fill a wave and a third (kSlotsPerSm).
+constexpr TileShape ChooseTile(int bytes, int head_dim) {
+  const auto fits = [&](TileShape shape, int limit) {
+    return kDecodeWarps * shape.stages * shape.tokens * bytes <= limit;
+  };
+  for (const TileShape shape : {TileShape{32, 3}, TileShape{16, 3}}) {
+    if (head_dim <= 128 && fits(shape, kQuarterOfSm)) {
+      return shape;
+    }
+  }
+  for (const TileShape shape : {TileShape{32, 3}, TileShape{32, 2}, TileShape{16, 3}}) {
+    if (fits(shape, kHalfOfSm)) {
+      return shape;
+    }
+  }
+  return {16, 2};
+}
+
+template <KvCacheMode K, KvCacheMode V, DataType T, int D>
+DecodeVariant MakeVariant(bool small_blocks) {
+  using One = DecodeConfig<K, V, T, D, 16, 1>;
+  constexpr TileShape kTile = ChooseTile(One::kStageBytes / 16, D);
+  using Config = DecodeConfig<K, V, T, D, kTile.tokens, kTile.stages>;
+  using Small = DecodeConfig<K, V, T, D, 16, kTile.stages>;
+  static_assert(Config::kBlocksPerSm != 3);
+  if (small_blocks) {
+    return {&DecodeKernel<Small>, Small::kSharedBytes};
+  }
+  return {&DecodeKernel<Config>, Config::kSharedBytes};
+}
+
+// Whether the dtype decides what the stored bytes are.
+constexpr bool DependsOnType(KvCacheMode mode) {
+  return mode == KvCacheMode::kNone || IsInteger(mode);
+}
+
+template <int D, bool kMixed>
+DecodeVariant FindVariant(const DecodeFormat& format) {
+  return DispatchMode(format.k, [&]<KvCacheMode K>() {
+    return DispatchMode(format.v, [&]<KvCacheMode V>() -> DecodeVariant {
+      if constexpr (!IsListedPair(K, V) || kMixed != (K != V)) {
+        return {};
+      } else {
+        if constexpr (DependsOnType(K) || DependsOnType(V)) {
+          if (format.dtype == DataType::kBFloat16) {
+            return MakeVariant<K, V, DataType::kBFloat16, D>(format.small_blocks);
+          }
+        }
+        return MakeVariant<K, V, DataType::kFloat16, D>(format.small_blocks);
+      }
+    });
+  });
+}
+
+}  // namespace turbomind::cuda

@@ -1,0 +1,391 @@
+#pragma once
+
+// A layer with its cache, its queries and a make-believe GPU, for the tests of decode attention.
+
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "turbomind/backend/cpu/cpu_device.h"
+#include "turbomind/backend/cuda/decode_ops.h"
+#include "turbomind/backend/cuda/step_arrays.h"
+#include "turbomind/backend/cuda/step_graphs.h"
+#include "turbomind/kv/codec.h"
+#include "turbomind/kv/layout.h"
+
+namespace turbomind::cuda {
+
+// Of the output's L2 norm. FP16 operands have 11 bits; weights of a BF16 cache have 8.
+inline constexpr double kMaxError = 1e-3;
+inline constexpr double kMaxErrorBFloat = 6e-3;
+
+// Memory of the GPU with a copy of host values.
+template <class T>
+class GpuArray {
+ public:
+  GpuArray(const std::vector<T>& host, Stream stream)
+      : size_(host.size()), data_(static_cast<T*>(AllocateGpu(size_ * sizeof(T)))) {
+    CopyBytes(data_, host.data(), size_ * sizeof(T), stream);
+  }
+  ~GpuArray() { FreeGpu(data_); }
+  GpuArray(const GpuArray&) = delete;
+  GpuArray& operator=(const GpuArray&) = delete;
+
+  // Null where there is nothing.
+  T* data() const { return size_ > 0 ? data_ : nullptr; }
+  std::vector<T> Read(Stream stream) const {
+    std::vector<T> host(size_);
+    CopyBytes(host.data(), data_, size_ * sizeof(T), stream);
+    Synchronize(stream);
+    return host;
+  }
+
+ private:
+  size_t size_;
+  T* data_;
+};
+
+struct Case {
+  KvCacheMode k = KvCacheMode::kFp4Nv;
+  KvCacheMode v = KvCacheMode::kFp4Nv;
+  DataType dtype = DataType::kFloat16;
+  int head_dim = 64;
+  int kv_heads = 1;
+  int group = 3;
+  int block_seq_len = 64;
+  int window = 0;
+  HotTokens hot = {};
+  bool sinks = false;
+  bool mean = false;
+  int most_context = 300;
+  int most_seqs = 3;
+};
+
+// One pool of a layer: random rows of all sequences, in shuffled blocks; the rest is poison.
+struct Pool {
+  Pool(const Case& c, KvCacheMode k, KvCacheMode v, std::mt19937* random);
+
+  int32_t Block(int sequence, int index) const {
+    return blocks[static_cast<size_t>(sequence * blocks_per_seq + index)];
+  }
+
+  block::Layout layout;
+  int blocks_per_seq;
+  std::vector<int32_t> blocks;
+  std::vector<std::byte> data;
+  std::vector<std::byte> scales;
+  std::vector<float> g[2];
+  KvLayerView view;
+};
+
+inline block::Config ConfigOf(const Case& c, KvCacheMode k, KvCacheMode v) {
+  block::Config config;
+  config.layers = {{k, v}};
+  config.kv_heads = c.kv_heads;
+  config.head_dim = c.head_dim;
+  config.block_seq_len = c.block_seq_len;
+  config.dtype = c.dtype;
+  return config;
+}
+
+inline bool HasFactor(KvCacheMode mode) {
+  return mode == KvCacheMode::kFp4Nv || mode == KvCacheMode::kFp8E4m3 ||
+         mode == KvCacheMode::kFp8E5m2;
+}
+
+inline void FillRow(const KvLayerView& view, KvSide side, int64_t block, int head, int slot,
+                    const float* row) {
+  const int s = static_cast<int>(side);
+  std::byte* payload = view.Payload(side, block, head) + slot * view.row_bytes[s];
+  std::byte* meta = nullptr;
+  if (view.scale_bytes[s] > 0) {
+    meta = view.Scales(side, block, head) + slot * view.ScaleStride();
+  } else if (view.param_bytes[s] > 0) {
+    meta = view.Params(side, block, head) + slot * view.param_bytes[s];
+  }
+  const float factor = view.g[s] != nullptr ? view.g[s][head] : 1.f;
+  DispatchMode(view.mode[s], [&]<KvCacheMode M>() {
+    Codec<M>::EncodeRow(row, view.head_dim, view.dtype, factor, reinterpret_cast<uint8_t*>(payload),
+                        reinterpret_cast<uint8_t*>(meta));
+  });
+}
+
+inline Pool::Pool(const Case& c, KvCacheMode k, KvCacheMode v, std::mt19937* random)
+    : layout(ConfigOf(c, k, v)), blocks_per_seq((c.most_context - 1) / c.block_seq_len + 1) {
+  const int total = blocks_per_seq * c.most_seqs;
+  data.assign(static_cast<size_t>(total * layout.block_bytes()), std::byte{0xff});
+  scales.assign(static_cast<size_t>(total * layout.scale_block_bytes()), std::byte{0x7f});
+  view = layout.LayerView(0, data.data(), scales.empty() ? nullptr : scales.data());
+  for (int i = 0; i < total; ++i) {
+    blocks.push_back(i);
+  }
+  std::shuffle(blocks.begin(), blocks.end(), *random);
+  for (int side = 0; side < 2; ++side) {
+    for (int head = 0; head < c.kv_heads && HasFactor(view.mode[side]); ++head) {
+      g[side].push_back(0.5f + 0.25f * static_cast<float>(head + side));
+      view.g[side] = g[side].data();
+    }
+  }
+  std::normal_distribution<float> normal(0.2f);
+  std::vector<float> row(static_cast<size_t>(c.head_dim));
+  for (int i = 0; i < 2 * c.most_seqs * c.most_context * c.kv_heads; ++i) {
+    std::generate(row.begin(), row.end(), [&] { return normal(*random); });
+    const int position = i / 2 / c.kv_heads % c.most_context;
+    const int32_t block = Block(i / 2 / c.kv_heads / c.most_context, position / c.block_seq_len);
+    FillRow(view, static_cast<KvSide>(i % 2), block, i / 2 % c.kv_heads, position % c.block_seq_len,
+            row.data());
+  }
+}
+
+// One layer with its queries, on the host.
+struct Layer {
+  explicit Layer(const Case& of, unsigned seed = 1)
+      : c(of),
+        random(seed),
+        rule(MakeHotRule(c.hot, c.block_seq_len)),
+        cold(c, c.k, c.v, &random),
+        hot(c, KvCacheMode::kNone, KvCacheMode::kNone, &random) {
+    std::normal_distribution<float> normal;
+    const auto draw = [&](bool wanted, int count) {
+      std::vector<float> values(wanted ? static_cast<size_t>(count) : 0);
+      std::generate(values.begin(), values.end(), [&] { return normal(random); });
+      return values;
+    };
+    q = draw(true, c.most_seqs * q_stride());
+    sinks = draw(c.sinks, q_heads());
+    q_dot_mean = draw(c.mean, c.most_seqs * q_heads());
+  }
+
+  int q_heads() const { return c.group * c.kv_heads; }
+  int q_stride() const { return (q_heads() + 2 * c.kv_heads) * c.head_dim; }
+  size_t out_size() const { return static_cast<size_t>(c.most_seqs * q_heads() * c.head_dim); }
+
+  AttentionParams Params() const {
+    AttentionParams p;
+    p.q = q.data();
+    p.q_stride = q_stride();
+    p.q_heads = q_heads();
+    p.softmax_scale = 2.f / std::sqrt(static_cast<float>(c.head_dim));
+    p.exact = true;
+    p.window = c.window;
+    p.sinks = c.sinks ? sinks.data() : nullptr;
+    p.q_dot_mean = c.mean ? q_dot_mean.data() : nullptr;
+    p.kv = cold.view;
+    p.rule = rule;
+    if (rule.enabled()) {
+      p.hot = hot.view;
+    }
+    return p;
+  }
+
+  Case c;
+  std::mt19937 random;
+  HotRule rule;
+  Pool cold;
+  Pool hot;
+  std::vector<float> q;
+  std::vector<float> sinks;
+  std::vector<float> q_dot_mean;
+};
+
+// A decode step over some of a layer's sequences. Blocks that no query sees are not in the tables.
+struct Step {
+  // sequences[i] of the layer sees its first context_lens[i] positions.
+  Step(const Layer& layer, std::vector<int32_t> lens, std::vector<int> sequences);
+
+  StepParams Params() {
+    return {.tokens = tokens.data(), .groups = &group, .num_groups = 1, .q_heads = q_heads};
+  }
+
+  int q_heads;
+  std::vector<int32_t> context_lens;
+  std::vector<int32_t> positions;
+  std::vector<int32_t> cu_seqlens = {0};
+  std::vector<int32_t> tokens;
+  std::vector<int32_t> tables;
+  std::vector<int32_t> hot_tables;
+  StepGroup group;
+};
+
+inline Step::Step(const Layer& layer, std::vector<int32_t> lens, std::vector<int> sequences)
+    : q_heads(layer.q_heads()), context_lens(std::move(lens)) {
+  const Case& c = layer.c;
+  const auto num_seqs = static_cast<int>(context_lens.size());
+  for (int i = 0; i < num_seqs; ++i) {
+    const int context = context_lens[static_cast<size_t>(i)];
+    positions.push_back(context - 1);
+    cu_seqlens.push_back(i + 1);
+    tokens.push_back(0);
+    for (int j = 0; j < layer.cold.blocks_per_seq; ++j) {
+      const int first = j * c.block_seq_len;
+      const bool is_seen =
+          first < context && (c.window == 0 || first + c.block_seq_len > context - c.window);
+      const bool is_hot = layer.rule.enabled() && is_seen && layer.rule.IsHot(j, context - 1);
+      const int sequence = sequences[static_cast<size_t>(i)];
+      tables.push_back(is_seen && !is_hot ? layer.cold.Block(sequence, j) : -1);
+      hot_tables.push_back(is_hot ? layer.hot.Block(sequence, j) : -1);
+    }
+  }
+  group.batch = {.num_seqs = num_seqs,
+                 .num_decode = num_seqs,
+                 .num_tokens = num_seqs,
+                 .cu_seqlens = cu_seqlens.data(),
+                 .context_lens = context_lens.data(),
+                 .positions = positions.data(),
+                 .block_tables = tables.data(),
+                 .block_table_stride = layer.cold.blocks_per_seq};
+  group.batch.hot_tables = layer.rule.enabled() ? hot_tables.data() : nullptr;
+  group.window = c.window;
+  group.kv_heads = c.kv_heads;
+  group.has_hot = layer.rule.enabled();
+  group.rule = layer.rule;
+}
+
+inline std::vector<int> FirstSequences(size_t count) {
+  std::vector<int> sequences;
+  for (size_t i = 0; i < count; ++i) {
+    sequences.push_back(static_cast<int>(i));
+  }
+  return sequences;
+}
+
+// A GPU with a layer's memory.
+class TestGpu {
+ public:
+  TestGpu(const Layer& layer, bool deterministic, int num_sms)
+      : stream_(CreateStream()),
+        layer_(layer),
+        cold_data_(layer.cold.data, stream_),
+        cold_scales_(layer.cold.scales, stream_),
+        hot_data_(layer.hot.data, stream_),
+        g_{{layer.cold.g[0], stream_}, {layer.cold.g[1], stream_}},
+        q_(layer.q, stream_),
+        sinks_(layer.sinks, stream_),
+        q_dot_mean_(layer.q_dot_mean, stream_),
+        out_(std::vector<float>(layer.out_size(), NAN), stream_),
+        workspace_(stream_) {
+    context_.stream = stream_;
+    context_.gpu = PropertiesOf(0);
+    context_.gpu.num_sms = num_sms;
+    context_.deterministic = deterministic;
+    context_.workspace = &workspace_;
+    arrays_ = std::make_unique<StepArrays>(stream_);
+    planner_ = std::make_unique<DecodePlanner>(context_);
+    graphs_ = std::make_unique<StepGraphs>(stream_);
+  }
+  ~TestGpu() {
+    graphs_.reset();
+    planner_.reset();
+    arrays_.reset();
+  }
+
+  void Upload(Step* step) {
+    const StepParams params = step->Params();
+    arrays_->Upload(params);
+    planner_->Upload(params);
+  }
+  void RunOp(const Step& step) {
+    AttentionParams p = layer_.Params();
+    p.q = q_.data();
+    p.out = out_.data();
+    p.sinks = sinks_.data();
+    p.q_dot_mean = q_dot_mean_.data();
+    p.kv = layer_.cold.layout.LayerView(0, cold_data_.data(), cold_scales_.data());
+    p.kv.g[0] = g_[0].data();
+    p.kv.g[1] = g_[1].data();
+    if (layer_.rule.enabled()) {
+      p.hot = layer_.hot.layout.LayerView(0, hot_data_.data(), nullptr);
+    }
+    p.batch = arrays_->OnGpu(step.group.batch);
+    ++num_ops_;
+    CudaDecodeAttention(context_, *planner_, p);
+  }
+  // The rows of the step's sequences.
+  std::vector<float> Output(const Step& step) {
+    std::vector<float> out = out_.Read(stream_);
+    out.resize(step.context_lens.size() * static_cast<size_t>(layer_.q_heads()) *
+               static_cast<size_t>(layer_.c.head_dim));
+    return out;
+  }
+  std::vector<float> Run(Step step) {
+    Upload(&step);
+    RunOp(step);
+    return Output(step);
+  }
+  // As a device runs decode steps: recorded once, then replayed.
+  std::vector<float> RunRecorded(Step step) {
+    Upload(&step);
+    ClearBytes(out_.data(), layer_.out_size() * sizeof(float), stream_);
+    graphs_->Run(
+        arrays_->shape(),
+        [&] {
+          return int64_t{arrays_->generation()} + planner_->generation() + workspace_.generation();
+        },
+        [&] { RunOp(step); });
+    return Output(step);
+  }
+
+  const StepGraphs& graphs() const { return *graphs_; }
+  const DecodePlanner& planner() const { return *planner_; }
+  Context& context() { return context_; }
+  int num_ops() const { return num_ops_; }
+
+ private:
+  Stream stream_;
+  const Layer& layer_;
+  GpuArray<std::byte> cold_data_;
+  GpuArray<std::byte> cold_scales_;
+  GpuArray<std::byte> hot_data_;
+  GpuArray<float> g_[2];
+  GpuArray<float> q_;
+  GpuArray<float> sinks_;
+  GpuArray<float> q_dot_mean_;
+  GpuArray<float> out_;
+  Workspace workspace_;
+  Context context_;
+  std::unique_ptr<StepArrays> arrays_;
+  std::unique_ptr<DecodePlanner> planner_;
+  std::unique_ptr<StepGraphs> graphs_;
+  int num_ops_ = 0;
+};
+
+inline std::vector<float> OnCpu(const Layer& layer, const Step& step) {
+  static const std::unique_ptr<Device> cpu = MakeCpuDevice(1);
+  std::vector<float> out(step.context_lens.size() * static_cast<size_t>(layer.q_heads()) *
+                         static_cast<size_t>(layer.c.head_dim));
+  AttentionParams p = layer.Params();
+  p.out = out.data();
+  p.batch = step.group.batch;
+  cpu->DecodeAttention(p);
+  return out;
+}
+
+inline void CheckClose(const Layer& layer, const Step& step, const std::vector<float>& got) {
+  const std::vector<float> want = OnCpu(layer, step);
+  double error = 0;
+  double norm = 0;
+  REQUIRE(got.size() == want.size());
+  for (size_t i = 0; i < got.size(); ++i) {
+    error += std::pow(double{got[i]} - want[i], 2);
+    norm += std::pow(double{want[i]}, 2);
+  }
+  const Case& c = layer.c;
+  const std::string name = std::string(ToString(c.k)) + " " + ToString(c.v) + " " +
+                           ToString(c.dtype) + " head_dim " + std::to_string(c.head_dim) +
+                           " block " + std::to_string(c.block_seq_len) + " window " +
+                           std::to_string(c.window) + " hot " + std::to_string(c.hot.sink_tokens) +
+                           "," + std::to_string(c.hot.recent_tokens);
+  CAPTURE(name);
+  const bool bfloat =
+      c.dtype == DataType::kBFloat16 &&
+      (c.v == KvCacheMode::kNone || c.k == KvCacheMode::kNone || layer.rule.enabled());
+  CHECK(std::sqrt(error / norm) < (bfloat ? kMaxErrorBFloat : kMaxError));
+}
+
+}  // namespace turbomind::cuda

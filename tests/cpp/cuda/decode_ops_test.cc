@@ -1,0 +1,259 @@
+// Decode attention of whole steps on the make-believe GPU, against the CPU backend.
+
+#include "turbomind/backend/cuda/decode_ops.h"
+
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "cuda/decode_fixture.h"
+#include "turbomind/backend/cuda/decode_variants.h"
+#include "turbomind/core/check.h"
+#include "turbomind/kv/layout.h"
+
+namespace turbomind::cuda {
+namespace {
+
+void CheckCase(const Case& c, const std::vector<int32_t>& context_lens, int num_sms = 1) {
+  const Layer layer(c);
+  TestGpu gpu(layer, false, num_sms);
+  const Step step(layer, context_lens, FirstSequences(context_lens.size()));
+  CheckClose(layer, step, gpu.Run(step));
+}
+
+using enum KvCacheMode;
+
+constexpr int kHeadDims[] = {64, 128, 80, 96, 256};
+constexpr int kBlockLens[] = {64, 32, 16, 128};
+
+TEST_CASE("every listed pair of formats at every head_dim") {
+  size_t i = 0;
+  for (KvCacheMode k : kAllKvCacheModes) {
+    for (KvCacheMode v : kAllKvCacheModes) {
+      for (int head_dim : kHeadDims) {
+        if (!IsListedPair(k, v)) {
+          continue;
+        }
+        Case c = {.k = k, .v = v, .head_dim = head_dim};
+        c.block_seq_len = kBlockLens[i % 4];
+        c.dtype = i % 2 == 0 ? DataType::kFloat16 : DataType::kBFloat16;
+        c.group = static_cast<int>(1 + i % 3);
+        c.sinks = i % 3 == 0;
+        c.most_seqs = 2;
+        c.most_context = 90;
+        CheckCase(c, {90, 33});
+        ++i;
+      }
+    }
+  }
+}
+
+TEST_CASE("every head_dim and block length, NVFP4 and 16 bit") {
+  for (int head_dim : kHeadDims) {
+    for (int block_seq_len : kBlockLens) {
+      for (KvCacheMode mode : {kFp4Nv, kNone}) {
+        Case c = {.k = mode, .v = mode, .dtype = DataType::kBFloat16, .head_dim = head_dim};
+        c.block_seq_len = block_seq_len;
+        c.most_seqs = 1;
+        c.most_context = 140;
+        CheckCase(c, {140});
+      }
+    }
+  }
+}
+
+TEST_CASE("sequences are cut among the SMs and merged, sinks and means once") {
+  Case c = {.kv_heads = 2, .group = 9, .sinks = true, .mean = true};
+  c.most_seqs = 2;
+  c.most_context = 1100;
+  CheckCase(c, {1100, 3}, 4);
+  c.kv_heads = 1;
+  c.window = 700;
+  c.group = 2;
+  CheckCase(c, {1100, 650}, 8);
+}
+
+TEST_CASE("hot blocks: sinks and recent positions come from the 16-bit pool") {
+  const HotTokens kHot[] = {{64, 64}, {0, 0}, {64, 0}, {0, 128}};
+  size_t i = 0;
+  for (const HotTokens& hot : kHot) {
+    for (int window : {0, 100, 150}) {
+      Case c = {.k = kFp4Nv, .v = kFp4Nv, .window = window, .hot = hot};
+      c.k = i % 3 == 0 ? kInt8 : i % 3 == 1 ? kFp8E4m3 : kFp4Nv;
+      c.block_seq_len = kBlockLens[i % 4];
+      c.dtype = i % 2 == 0 ? DataType::kFloat16 : DataType::kBFloat16;
+      c.sinks = c.mean = i % 2 == 0;
+      c.group = 2;
+      const auto context = static_cast<int32_t>(200 + 13 * i);
+      c.most_context = context;
+      CheckCase(c, {context, 64, static_cast<int32_t>(1 + 17 * i)});
+      ++i;
+    }
+  }
+}
+
+TEST_CASE("hot blocks: long hot and cold ranges are cut") {
+  Case c = {.k = kInt4, .v = kInt4, .group = 1, .hot = {576, 640}};
+  c.most_seqs = 1;
+  c.most_context = 2000;
+  CheckCase(c, {2000}, 4);
+}
+
+bool SameBits(const float* a, const float* b, size_t count) {
+  return std::memcmp(a, b, count * sizeof(float)) == 0;
+}
+
+TEST_CASE("deterministic: a sequence has the same bits in every batch, on every GPU") {
+  Case c = {.group = 2, .hot = {64, 64}, .sinks = true};
+  c.most_context = 900;
+  const Layer layer(c);
+  const size_t row = static_cast<size_t>(layer.q_heads() * c.head_dim);
+  TestGpu gpu(layer, true, 2);
+  TestGpu larger(layer, true, 5);
+  const Step step(layer, {900, 77, 310}, FirstSequences(3));
+  const std::vector<float> together = gpu.Run(step);
+  CheckClose(layer, step, together);
+  CHECK(SameBits(together.data(), larger.Run(step).data(), together.size()));
+  for (int sequence = 0; sequence < 3; ++sequence) {
+    Layer moved = layer;  // its query in the first row
+    std::rotate(moved.q.begin(), moved.q.begin() + sequence * layer.q_stride(), moved.q.end());
+    TestGpu alone(moved, true, 2);
+    const int32_t context = step.context_lens[static_cast<size_t>(sequence)];
+    const std::vector<float> out = alone.Run(Step(moved, {context}, {sequence}));
+    CHECK(SameBits(together.data() + static_cast<size_t>(sequence) * row, out.data(), row));
+  }
+}
+
+TEST_CASE("a recorded step is right for other contexts and tables") {
+  Case c = {.k = kFp8E4m3, .v = kInt4, .group = 1, .block_seq_len = 32, .hot = {64, 64}};
+  c.sinks = true;
+  c.most_context = 700;
+  const Layer layer(c);
+  TestGpu gpu(layer, false, 3);
+  const std::vector<std::pair<std::vector<int32_t>, std::vector<int>>> steps = {
+      {{100, 600}, {0, 1}}, {{101, 601}, {0, 1}}, {{102, 602}, {0, 1}}, {{700, 1}, {2, 0}},
+      {{30, 31}, {1, 2}},   {{5}, {0}},           {{6}, {1}},           {{650, 64}, {1, 2}}};
+  for (const auto& [lens, sequences] : steps) {
+    const Step step(layer, lens, sequences);
+    CheckClose(layer, step, gpu.RunRecorded(step));
+  }
+  CHECK(gpu.graphs().num_recorded() == 2);
+  CHECK(gpu.graphs().num_replayed() == 3);
+  CHECK(gpu.num_ops() == 5);  // the first grew what the graphs' addresses depend on
+}
+
+TEST_CASE("plans keep their addresses until they must grow") {
+  Case c = {.group = 1};
+  c.most_seqs = 40;
+  c.most_context = 20;
+  const Layer layer(c);
+  TestGpu gpu(layer, false, 2);
+  const auto upload = [&](size_t num_seqs) {
+    Step step(layer, std::vector<int32_t>(num_seqs, 20), FirstSequences(num_seqs));
+    gpu.Upload(&step);
+    AttentionParams p = layer.Params();
+    p.batch = step.group.batch;
+    return gpu.planner().Find(p);
+  };
+  const DecodePlanner::Plan first = upload(3);
+  const int generation = gpu.planner().generation();
+  const DecodePlanner::Plan second = upload(3);
+  CHECK(second.cold == first.cold);
+  CHECK(second.num_cold == first.num_cold);
+  CHECK(second.first_partial == first.first_partial);
+  CHECK(gpu.planner().generation() == generation);
+  upload(40);
+  CHECK(gpu.planner().generation() == generation + 1);
+  CHECK(upload(3).num_cold == first.num_cold);
+}
+
+TEST_CASE("layers of one step with different windows have plans of their own") {
+  Case c;
+  c.group = 1;
+  Case windowed = c;
+  windowed.window = 100;
+  const Layer full(c, 1);
+  const Layer sliding(windowed, 1);
+  Step step(full, {300, 200}, {0, 1});
+  const Step other(sliding, {300, 200}, {0, 1});
+  const StepGroup groups[] = {step.group, other.group};
+  TestGpu gpu(full, false, 2);
+  DecodePlanner planner(gpu.context());
+  planner.Upload({.groups = groups, .num_groups = 2, .q_heads = 1});
+  AttentionParams p = full.Params();
+  p.batch = step.group.batch;
+  CHECK(planner.Find(p).rule.window == 0);
+  p.window = 100;
+  CHECK(planner.Find(p).rule.window == 100);
+  CHECK(planner.Find(p).num_cold == 2);
+  p.window = 99;
+  CHECK_THROWS_AS(planner.Find(p), InternalError);
+  p.window = 100;
+  p.batch.num_decode = 1;
+  CHECK_THROWS_AS(planner.Find(p), InternalError);
+}
+
+TEST_CASE("a step without decode sequences, and an empty context") {
+  const Layer layer(Case{.group = 1});
+  TestGpu gpu(layer, false, 1);
+  Step none(layer, {}, {});
+  gpu.Upload(&none);
+  gpu.RunOp(none);
+  // A row that only fills up a batch is zero.
+  const std::vector<float> out = gpu.Run(Step(layer, {0, 40}, {0, 1}));
+  CHECK(std::all_of(out.begin(), out.begin() + 64, [](float x) { return x == 0.f; }));
+  CHECK_FALSE(std::isnan(out[64]));
+}
+
+std::string Refusal(const KvLayerView& view, const GpuProperties& gpu) {
+  try {
+    FindDecodeVariant(view, gpu);
+  } catch (const InvalidArgument& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST_CASE("what no kernel is built for is refused in words") {
+  GpuProperties gpu = PropertiesOf(0);
+  const auto view = [](const Case& c) {
+    return block::Layout(ConfigOf(c, c.k, c.v)).LayerView(0, nullptr, nullptr);
+  };
+  CHECK(Refusal(view({}), gpu) == "");
+  CHECK(Refusal(view({.head_dim = 112}), gpu).find("head_dim: got 112") == 0);
+  CHECK(Refusal(view({.dtype = DataType::kFloat32}), gpu).find("got float32") != std::string::npos);
+  gpu.shared_bytes_per_block = 99 << 10;
+  const Case wide = {.k = kNone, .v = kNone, .head_dim = 256};
+  CHECK(Refusal(view(wide), gpu).find("shared memory per block, got a GPU with 101376") !=
+        std::string::npos);
+}
+
+// Every kernel of the list is there, and runs on an A100 as well.
+TEST_CASE("every listed pair, dtype, head_dim and block length has a kernel") {
+  GpuProperties gpu = PropertiesOf(0);
+  gpu.shared_bytes_per_block = 163 << 10;
+  for (KvCacheMode k : kAllKvCacheModes) {
+    for (KvCacheMode v : kAllKvCacheModes) {
+      for (int head_dim : kHeadDims) {
+        for (int block_seq_len : kBlockLens) {
+          for (DataType dtype : {DataType::kFloat16, DataType::kBFloat16}) {
+            if (IsListedPair(k, v)) {
+              Case c = {.k = k, .v = v, .dtype = dtype, .head_dim = head_dim};
+              c.block_seq_len = block_seq_len;
+              const block::Layout layout(ConfigOf(c, k, v));
+              const KvLayerView view = layout.LayerView(0, nullptr, nullptr);
+              CHECK(FindDecodeVariant(view, gpu).shared_bytes > 0);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace turbomind::cuda
