@@ -35,6 +35,9 @@ inline constexpr float kLeastMax = -1e30f;
 inline constexpr float kLazyMax = 8.f;
 inline constexpr float kLog2E = 1.44269504f;
 
+// Shared memory with which four blocks fit an SM of 228 KiB, 1 KiB of each taken by the system.
+inline constexpr int kQuarterOfSm = 56 << 10;
+
 // Of a run of words that begins at a multiple of its length.
 constexpr int WordsAtOnce(int words) { return words % 4 == 0 ? 4 : words % 2 == 0 ? 2 : 1; }
 
@@ -107,12 +110,8 @@ struct DecodeConfig {
   static constexpr int kMergeBytes = kDecodeWarps * kDecodeHeads * (kMergeStride + 2) * 4;
   static constexpr int kSharedBytes =
       kDecodeWarps * kRingBytes > kMergeBytes ? kDecodeWarps* kRingBytes : kMergeBytes;
-  // How many blocks an SM runs at once: by shared memory and by registers.
-  static constexpr int kFitting = (227 << 10) / (kSharedBytes + (1 << 10));
-  static constexpr int kMostBlocks = D > 128 ? 2 : 4;
-  static constexpr int kBlocksPerSm = kFitting < 1             ? 1
-                                      : kFitting < kMostBlocks ? kFitting
-                                                               : kMostBlocks;
+  // What registers have to leave room for.
+  static constexpr int kBlocksPerSm = D <= 128 && kSharedBytes <= kQuarterOfSm ? 4 : 2;
   static constexpr int kSteps = (KeyShape::kKeyWords * Fragments<K, T>::kDims / 2 + 1) / 2;
   static constexpr int kOutTiles = D / 16;
 };
