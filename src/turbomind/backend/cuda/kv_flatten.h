@@ -226,7 +226,8 @@ TM_DEVICE void FindRows(const FlattenHalfParams& p, KvSide side, int64_t first,
 
 // Grid: (num_rows / FlattenRowsOfBlock, 2 * kv_heads): sides of a head beside each other.
 template <int kRowLanes, DataType T>
-__global__ void __launch_bounds__(kWriteThreads) FlattenHalfKernel(FlattenHalfParams p) {
+__global__ void __launch_bounds__(kWriteThreads, kFlattenBlocks)
+    FlattenHalfKernel(FlattenHalfParams p) {
   const KvSide side = (BlockIndexY() & 1) == 0 ? KvSide::kK : KvSide::kV;
   const RowLane at = {ThreadIndexX() % kRowLanes, p.kv.head_dim};
   if (!at.active()) {

@@ -12,6 +12,9 @@
 namespace turbomind::cuda {
 
 inline constexpr int kWriteThreads = 128;
+// Blocks of an SM that registers have to leave room for.
+inline constexpr int kWriteBlocks = 5;
+inline constexpr int kFlattenBlocks = 8;
 
 TM_HD constexpr int RowsOfBlock(int row_lanes) { return kWriteThreads / row_lanes; }
 
@@ -330,7 +333,7 @@ TM_DEVICE BlockRows RowsOf(const ProcessKvLaunch& p, int64_t block) {
 
 // Grid: q_blocks + 2 * kv_blocks.
 template <int kRowLanes, DataType T>
-__global__ void __launch_bounds__(kWriteThreads) ProcessKvKernel(ProcessKvLaunch p) {
+__global__ void __launch_bounds__(kWriteThreads, kWriteBlocks) ProcessKvKernel(ProcessKvLaunch p) {
   const ProcessKVParams& op = p.op;
   const BlockRows rows = RowsOf<kRowLanes>(p, BlockIndexX());
   const RowKind kind = rows.kind;
