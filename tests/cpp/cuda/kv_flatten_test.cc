@@ -1,0 +1,190 @@
+// The kernels that read the KV cache into dense rows (backend/cuda/kv_ops.h), run thread by thread
+// on the CPU.
+
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "cuda/kv_step.h"
+#include "turbomind/backend/cuda/kv_ops.h"
+#include "turbomind/kv/codec.h"
+
+namespace turbomind::cuda {
+namespace {
+
+// Only scales that the encoder stores.
+void MakeScalesLegal(Step& step) {
+  const KvLayerView view = step.layout.LayerView(0, step.data.data(), step.scales.data());
+  const int stride = view.ScaleStride();
+  for (size_t i = 0; i < step.scales.size(); ++i) {
+    const int side = static_cast<int>(i) % stride < view.scale_bytes[0] ? 0 : 1;
+    const int byte = static_cast<int>(step.scales[i]);
+    step.scales[i] = static_cast<std::byte>(view.mode[side] == KvCacheMode::kFp4Mx
+                                                ? kMxLeast + byte % (kMxMost - kMxLeast + 1)
+                                                : byte % (kNvMost + 1));
+  }
+}
+
+TEST_CASE("flattened FP32 has the CPU's bits") {
+  unsigned seed = 0;
+  for (const Pair& modes : AllPairs()) {
+    for (int head_dim : {64, 80, 96, 128, 256}) {
+      for (bool hot : {false, true}) {
+        Shape shape = {.modes = modes, .dtype = kTypes[++seed % 2], .head_dim = head_dim};
+        Step step(shape, seed);
+        step.hot = hot;
+        step.tables[1] = -1;
+        MakeScalesLegal(step);
+        CAPTURE(Describe(shape));
+        constexpr int kMaxLen = 40;
+        const size_t size = shape.contexts.size() * static_cast<size_t>(2 * kMaxLen * head_dim);
+        std::vector<float> k(size, -7.f);
+        std::vector<float> v(size, -7.f);
+        const GpuStep on_gpu(step);
+        const GpuArray<float> gpu_k(k);
+        const GpuArray<float> gpu_v(v);
+        FlattenKVParams params;
+        params.max_len = kMaxLen;
+        params.rule = hot ? HotRule{shape.block_seq_len, 1, 0} : HotRule{};
+        const auto with = [&](const Pointers& p, float* to_k, float* to_v) {
+          params.k = to_k;
+          params.v = to_v;
+          params.kv = ViewOf(step, p);
+          params.hot = HotViewOf(step, p);
+          params.batch = BatchOf(step, p);
+          return params;
+        };
+        const Gpu gpu;
+        CudaFlattenKV(gpu.context, with(on_gpu.pointers(), gpu_k.get(), gpu_v.get()));
+        Cpu().FlattenKV(with(CpuPointers(step), k.data(), v.data()));
+        CHECK(SameBytes(gpu_k.Read(), k));
+        CHECK(SameBytes(gpu_v.Read(), v));
+      }
+    }
+  }
+}
+
+// One position as the codec decodes it without g; zeros where its block is not there.
+std::vector<float> Decoded(Step& step, const KvLayerView& view, const FlattenSpan& span, int t,
+                           KvSide side, int head) {
+  const int s = static_cast<int>(side);
+  const int index = t / view.block_seq_len;
+  const int block = step.tables[static_cast<size_t>(span.sequence * step.table_stride + index)];
+  std::vector<float> row(static_cast<size_t>(view.head_dim));
+  if (block < 0) {
+    return row;
+  }
+  const int slot = t % view.block_seq_len;
+  const std::byte* meta = nullptr;
+  if (view.scale_bytes[s] > 0) {
+    meta = view.Scales(side, block, head) + slot * view.ScaleStride();
+  } else if (view.param_bytes[s] > 0) {
+    meta = view.Params(side, block, head) + slot * view.param_bytes[s];
+  }
+  DispatchMode(view.mode[s], [&]<KvCacheMode M>() {
+    Codec<M>::DecodeRow(reinterpret_cast<const uint8_t*>(view.Payload(side, block, head) +
+                                                         slot * view.row_bytes[s]),
+                        reinterpret_cast<const uint8_t*>(meta), view.head_dim, view.dtype, 1.f,
+                        row.data());
+  });
+  return row;
+}
+
+bool IsExpected(uint16_t got, float want, KvCacheMode mode, DataType dtype) {
+  if (IsNan(want)) {
+    return true;  // E4M3 on a GPU without conversions has none
+  }
+  if (mode == KvCacheMode::kNone) {
+    return RoundTo(want, dtype) == LoadAs(reinterpret_cast<const uint8_t*>(&got), dtype, 0);
+  }
+  if (mode == KvCacheMode::kInt8 || mode == KvCacheMode::kInt4) {
+    return got == FloatToHalf(std::clamp(want, -65504.f, 65504.f));
+  }
+  return HalfToFloat(got) == want;
+}
+
+TEST_CASE("flattened 16 bits hold the values without their factor") {
+  unsigned seed = 0;
+  for (const Pair& modes : AllPairs()) {
+    for (int head_dim : {64, 80, 96, 128, 256}) {
+      Shape shape = {.modes = modes, .dtype = kTypes[++seed % 2], .head_dim = head_dim};
+      Step step(shape, seed);
+      step.tables[static_cast<size_t>(2 * step.table_stride)] = -1;
+      MakeScalesLegal(step);
+      CAPTURE(Describe(shape));
+      // Begins inside a block, ends inside one; sequence 2 in two spans.
+      const std::vector<FlattenSpan> spans = {{0, 3, 0}, {2, 0, 18}, {2, 32, 35}, {1, 17, 36}};
+      constexpr int kRows = 37;
+      const size_t size = static_cast<size_t>(shape.kv_heads * kRows * head_dim);
+      const GpuArray<uint16_t> k(std::vector<uint16_t>(size, 0xffff));
+      const GpuArray<uint16_t> v(std::vector<uint16_t>(size, 0xffff));
+      const GpuArray<FlattenSpan> gpu_spans(spans);
+      const GpuStep on_gpu(step);
+      const Gpu gpu;
+      CudaFlattenToHalf(gpu.context,
+                        {k.get(), v.get(), kRows, gpu_spans.get(), static_cast<int>(spans.size()),
+                         ViewOf(step, on_gpu.pointers()), on_gpu.tables.get(), step.table_stride});
+      const KvLayerView view = ViewOf(step, CpuPointers(step));
+      int wrong = 0;
+      for (KvSide side : {KvSide::kK, KvSide::kV}) {
+        const std::vector<uint16_t> got = (side == KvSide::kK ? k : v).Read();
+        for (int row = 0; row < kRows; ++row) {
+          const auto after =
+              std::upper_bound(spans.begin(), spans.end(), row,
+                               [](int r, const FlattenSpan& s) { return r < s.row; });
+          const FlattenSpan& span = *(after - 1);
+          for (int head = 0; head < shape.kv_heads; ++head) {
+            const std::vector<float> want =
+                Decoded(step, view, span, span.begin + row - span.row, side, head);
+            for (int d = 0; d < head_dim; ++d) {
+              wrong += !IsExpected(got[static_cast<size_t>((head * kRows + row) * head_dim + d)],
+                                   want[static_cast<size_t>(d)], view.mode[static_cast<int>(side)],
+                                   shape.dtype);
+            }
+          }
+        }
+      }
+      CHECK(wrong == 0);
+    }
+  }
+}
+
+TEST_CASE("the spans of a chunk hold what its queries see in each view") {
+  constexpr int kLength = 4;  // of a block
+  for (const HotRule& rule :
+       {HotRule{}, HotRule{kLength, 0, 0}, HotRule{kLength, 1, 0}, HotRule{kLength, 2, 1}}) {
+    for (int window : {0, 1, 5, 13}) {
+      for (int context = 1; context <= 30; ++context) {
+        for (int first = 0; first < context; ++first) {
+          const SeenSpans spans = SpansOf(rule, window, first, context);
+          int wrong = 0;
+          for (int t = 0; t < context; ++t) {
+            bool cold = false;
+            bool hot = false;
+            for (int p = std::max(first, t); p < context; ++p) {
+              const bool seen = window == 0 || t > p - window;
+              const bool is_hot = rule.enabled() && rule.IsHot(t / kLength, p);
+              cold = cold || (seen && !is_hot);
+              hot = hot || (seen && is_hot);
+            }
+            const auto in = [&](const PositionSpan& s) { return t >= s.begin && t < s.end; };
+            const bool in_hot = in(spans.sinks) || in(spans.recent);
+            wrong += (cold && !in(spans.cold)) || (hot && !in_hot);
+            if (window == 0) {
+              wrong += cold != in(spans.cold) || hot != in_hot;
+            }
+            wrong += in(spans.sinks) && in(spans.recent);
+          }
+          CAPTURE(window);
+          CAPTURE(context);
+          CAPTURE(first);
+          CHECK(wrong == 0);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace turbomind::cuda

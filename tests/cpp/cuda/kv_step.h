@@ -1,0 +1,338 @@
+#pragma once
+
+// A small step over one layer's cache, on the CPU and on the GPU, for tests of
+// backend/cuda/kv_ops.h.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "turbomind/backend/cpu/cpu_device.h"
+#include "turbomind/backend/cuda/context.h"
+#include "turbomind/core/float_convert.h"
+#include "turbomind/kv/layout.h"
+#include "turbomind/ops/params.h"
+
+namespace turbomind::cuda {
+
+// A vector's copy on the GPU; null for an empty one.
+template <class T>
+class GpuArray {
+ public:
+  explicit GpuArray(const std::vector<T>& from) : size_(from.size()), stream_(CreateStream()) {
+    if (size_ > 0) {
+      data_ = static_cast<T*>(AllocateGpu(size_ * sizeof(T)));
+      CopyBytes(data_, from.data(), size_ * sizeof(T), stream_);
+    }
+  }
+  ~GpuArray() {
+    DestroyStream(stream_);
+    if (data_ != nullptr) {
+      FreeGpu(data_);
+    }
+  }
+  GpuArray(const GpuArray&) = delete;
+  GpuArray& operator=(const GpuArray&) = delete;
+  T* get() const { return data_; }
+  std::vector<T> Read() const {
+    std::vector<T> out(size_);
+    CopyBytes(out.data(), data_, size_ * sizeof(T), stream_);
+    Synchronize(stream_);
+    return out;
+  }
+
+ private:
+  size_t size_;
+  Stream stream_;
+  T* data_ = nullptr;
+};
+
+struct Gpu {
+  Gpu() { context.stream = CreateStream(); }
+  ~Gpu() { DestroyStream(context.stream); }
+  Context context;
+};
+
+template <class T>
+bool SameBytes(const std::vector<T>& a, const std::vector<T>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
+}
+
+// A NaN of one processor need not have the bits of another's.
+inline bool SameFloats(const std::vector<float>& a, const std::vector<float>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](float x, float y) {
+    return FloatBits(x) == FloatBits(y) || (IsNan(x) && IsNan(y));
+  });
+}
+
+struct Pair {
+  KvCacheMode k;
+  KvCacheMode v;
+};
+
+inline std::vector<Pair> AllPairs() {
+  std::vector<Pair> pairs;
+  for (KvCacheMode mode : kAllKvCacheModes) {
+    pairs.push_back({mode, mode});
+  }
+  for (KvCacheMode k : {KvCacheMode::kNone, KvCacheMode::kInt8, KvCacheMode::kFp8E4m3}) {
+    for (KvCacheMode v : {KvCacheMode::kInt4, KvCacheMode::kFp4Mx, KvCacheMode::kFp4Nv}) {
+      pairs.push_back({k, v});
+    }
+  }
+  return pairs;
+}
+
+inline constexpr DataType kTypes[] = {DataType::kFloat16, DataType::kBFloat16};
+inline constexpr int kBlocks = 12;  // of a pool
+
+struct Shape {
+  Pair modes = {KvCacheMode::kFp4Nv, KvCacheMode::kFp4Nv};
+  DataType dtype = DataType::kBFloat16;
+  int head_dim = 64;
+  int kv_heads = 2;
+  int group = 2;
+  int block_seq_len = 16;
+  std::vector<int> contexts = {21, 18, 33};  // of the sequences, after the step
+  std::vector<int> new_tokens = {1, 2, 1};
+  int num_decode = 1;
+  float factor = 0.75f;
+};
+
+inline std::string Describe(const Shape& s) {
+  return std::string(ToString(s.modes.k)) + " / " + ToString(s.modes.v) + ", " + ToString(s.dtype) +
+         ", head_dim " + std::to_string(s.head_dim) + ", factor " + std::to_string(s.factor);
+}
+
+inline block::Layout LayoutOf(const Shape& s, Pair modes) {
+  block::Config config;
+  config.layers = {{modes.k, modes.v}};
+  config.kv_heads = s.kv_heads;
+  config.head_dim = s.head_dim;
+  config.block_seq_len = s.block_seq_len;
+  config.dtype = s.dtype;
+  return block::Layout(config);
+}
+
+// Everything an op touches, in vectors; the pools hold random bytes.
+struct Step {
+  explicit Step(const Shape& s, unsigned seed = 1);
+  int kv_all() const { return shape.group * shape.kv_heads + 2 * shape.kv_heads; }
+
+  Shape shape;
+  block::Layout layout;
+  block::Layout hot_layout;
+  std::vector<std::byte> data;
+  std::vector<std::byte> scales;
+  std::vector<std::byte> hot_data;
+  std::vector<float> g[2];
+  std::vector<int32_t> cu_seqlens = {0};
+  std::vector<int32_t> positions;
+  std::vector<int32_t> tables;
+  std::vector<int32_t> hot_tables;
+  int table_stride = 0;
+  std::vector<float> qkv;
+  std::vector<float> bias;
+  std::vector<float> q_norm;
+  std::vector<float> k_norm;
+  std::vector<float> rope_cos;
+  std::vector<float> rope_sin;
+  std::vector<float> k_mean;
+  std::vector<float> q_dot_mean;
+  std::vector<int64_t> num_nonfinite = {5};
+  std::vector<BlockMove> moves;
+  int rope_dim = 0;
+  bool rotate = false;
+  bool search = false;
+  bool hot = false;
+  std::mt19937 random;
+};
+
+inline std::vector<float> Normals(std::mt19937& random, size_t count, float mean = 0.f) {
+  std::normal_distribution<float> normal(mean);
+  std::vector<float> out(count);
+  for (float& x : out) {
+    x = normal(random);
+  }
+  return out;
+}
+
+inline Step::Step(const Shape& s, unsigned seed)
+    : shape(s),
+      layout(LayoutOf(s, s.modes)),
+      hot_layout(LayoutOf(s, {KvCacheMode::kNone, KvCacheMode::kNone})),
+      data(static_cast<size_t>(kBlocks * layout.block_bytes())),
+      scales(static_cast<size_t>(kBlocks * layout.scale_block_bytes())),
+      hot_data(static_cast<size_t>(kBlocks * hot_layout.block_bytes())),
+      random(seed) {
+  for (std::vector<std::byte>* pool : {&data, &scales, &hot_data}) {
+    std::generate(pool->begin(), pool->end(), [&] { return std::byte(random() % 256); });
+  }
+  for (int side = 0; side < 2; ++side) {
+    for (int head = 0; head < s.kv_heads; ++head) {
+      g[side].push_back(s.factor * static_cast<float>(1 + head + side));
+    }
+  }
+  for (int context : s.contexts) {
+    table_stride = std::max(table_stride, (context - 1) / s.block_seq_len + 2);
+  }
+  std::vector<int32_t> ids(kBlocks);
+  std::iota(ids.begin(), ids.end(), 0);
+  std::vector<int32_t> hot_ids = ids;
+  std::shuffle(ids.begin(), ids.end(), random);
+  std::shuffle(hot_ids.begin(), hot_ids.end(), random);
+  size_t next = 0;
+  for (size_t i = 0; i < s.contexts.size(); ++i) {
+    cu_seqlens.push_back(cu_seqlens.back() + s.new_tokens[i]);
+    for (int t = s.contexts[i] - s.new_tokens[i]; t < s.contexts[i]; ++t) {
+      positions.push_back(t);
+    }
+    for (int block = 0; block < table_stride; ++block) {
+      const bool used = block * s.block_seq_len < s.contexts[i];
+      tables.push_back(used ? ids.at(next) : -1);
+      hot_tables.push_back(used ? hot_ids.at(next) : -1);
+      next += used;
+    }
+  }
+  qkv = Normals(random, positions.size() * static_cast<size_t>(kv_all() * s.head_dim));
+}
+
+// The pointers of a step, on the CPU or on the GPU.
+struct Pointers {
+  std::byte* data;
+  std::byte* scales;
+  std::byte* hot_data;
+  const float* g[2];
+  const int32_t* cu_seqlens;
+  const int32_t* context_lens;
+  const int32_t* positions;
+  const int32_t* tables;
+  const int32_t* hot_tables;
+  float* qkv;
+  const float* bias;
+  const float* q_norm;
+  const float* k_norm;
+  const float* rope_cos;
+  const float* rope_sin;
+  const float* k_mean;
+  float* q_dot_mean;
+  int64_t* num_nonfinite;
+  const BlockMove* moves;
+};
+
+template <class T>
+T* OrNull(std::vector<T>& v) {
+  return v.empty() ? nullptr : v.data();
+}
+
+inline Pointers CpuPointers(Step& s) {
+  return {OrNull(s.data),       OrNull(s.scales),
+          OrNull(s.hot_data),   {OrNull(s.g[0]), OrNull(s.g[1])},
+          OrNull(s.cu_seqlens), OrNull(s.shape.contexts),
+          OrNull(s.positions),  OrNull(s.tables),
+          OrNull(s.hot_tables), OrNull(s.qkv),
+          OrNull(s.bias),       OrNull(s.q_norm),
+          OrNull(s.k_norm),     OrNull(s.rope_cos),
+          OrNull(s.rope_sin),   OrNull(s.k_mean),
+          OrNull(s.q_dot_mean), OrNull(s.num_nonfinite),
+          OrNull(s.moves)};
+}
+
+struct GpuStep {
+  explicit GpuStep(const Step& s)
+      : data(s.data),
+        scales(s.scales),
+        hot_data(s.hot_data),
+        g0(s.g[0]),
+        g1(s.g[1]),
+        cu_seqlens(s.cu_seqlens),
+        contexts(s.shape.contexts),
+        positions(s.positions),
+        tables(s.tables),
+        hot_tables(s.hot_tables),
+        qkv(s.qkv),
+        bias(s.bias),
+        q_norm(s.q_norm),
+        k_norm(s.k_norm),
+        rope_cos(s.rope_cos),
+        rope_sin(s.rope_sin),
+        k_mean(s.k_mean),
+        q_dot_mean(s.q_dot_mean),
+        num_nonfinite(s.num_nonfinite),
+        moves(s.moves) {}
+  Pointers pointers() const {
+    return {data.get(),       scales.get(),        hot_data.get(),  {g0.get(), g1.get()},
+            cu_seqlens.get(), contexts.get(),      positions.get(), tables.get(),
+            hot_tables.get(), qkv.get(),           bias.get(),      q_norm.get(),
+            k_norm.get(),     rope_cos.get(),      rope_sin.get(),  k_mean.get(),
+            q_dot_mean.get(), num_nonfinite.get(), moves.get()};
+  }
+  GpuArray<std::byte> data, scales, hot_data;
+  GpuArray<float> g0, g1;
+  GpuArray<int32_t> cu_seqlens, contexts, positions, tables, hot_tables;
+  GpuArray<float> qkv, bias, q_norm, k_norm, rope_cos, rope_sin, k_mean, q_dot_mean;
+  GpuArray<int64_t> num_nonfinite;
+  GpuArray<BlockMove> moves;
+};
+
+inline KvLayerView ViewOf(const Step& s, const Pointers& p) {
+  KvLayerView view = s.layout.LayerView(0, p.data, p.scales);
+  for (int side = 0; side < 2; ++side) {
+    const KvCacheMode mode = view.mode[side];
+    const bool has_factor = mode == KvCacheMode::kFp8E4m3 || mode == KvCacheMode::kFp8E5m2 ||
+                            mode == KvCacheMode::kFp4Nv;
+    view.g[side] = has_factor && s.shape.factor != 1.f ? p.g[side] : nullptr;
+  }
+  return view;
+}
+
+inline KvLayerView HotViewOf(const Step& s, const Pointers& p) {
+  return s.hot ? s.hot_layout.LayerView(0, p.hot_data, nullptr) : KvLayerView{};
+}
+
+inline BatchView BatchOf(const Step& s, const Pointers& p) {
+  BatchView batch;
+  batch.num_seqs = static_cast<int>(s.shape.contexts.size());
+  batch.num_decode = s.shape.num_decode;
+  batch.num_tokens = s.cu_seqlens.back();
+  batch.cu_seqlens = p.cu_seqlens;
+  batch.context_lens = p.context_lens;
+  batch.positions = p.positions;
+  batch.block_tables = p.tables;
+  batch.block_table_stride = s.table_stride;
+  batch.hot_tables = s.hot ? p.hot_tables : nullptr;
+  return batch;
+}
+
+inline ProcessKVParams ProcessParams(const Step& s, const Pointers& p) {
+  ProcessKVParams params;
+  params.qkv = p.qkv;
+  params.bias = p.bias;
+  params.q_norm = p.q_norm;
+  params.k_norm = p.k_norm;
+  params.rope_cos = p.rope_cos;
+  params.rope_sin = p.rope_sin;
+  params.rope_dim = s.rope_dim;
+  params.q_heads = s.shape.group * s.shape.kv_heads;
+  params.rotate = s.rotate;
+  params.search_scales = s.search;
+  params.k_mean = p.k_mean;
+  params.q_dot_mean = p.q_dot_mean;
+  params.kv = ViewOf(s, p);
+  params.hot = HotViewOf(s, p);
+  params.batch = BatchOf(s, p);
+  params.num_nonfinite = p.num_nonfinite;
+  return params;
+}
+
+inline Device& Cpu() {
+  static const std::unique_ptr<Device> device = MakeCpuDevice(1);
+  return *device;
+}
+
+}  // namespace turbomind::cuda
