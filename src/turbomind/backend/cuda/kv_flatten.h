@@ -71,7 +71,6 @@ TM_DEVICE float DecodeValue(const StoredLane<M>& x, int i, float g) {
 // The same, as FlattenHalfParams says: pairs of 16 bits.
 template <DataType T, KvCacheMode M>
 TM_DEVICE Words<16> DecodeHalves(const StoredLane<M>& x, bool all_half) {
-  constexpr float kMost = 65504.f;
   Words<16> out;
   if constexpr (IsFp4(M)) {
     constexpr uint32_t k256 = 0x5c005c00u;
@@ -89,11 +88,7 @@ TM_DEVICE Words<16> DecodeHalves(const StoredLane<M>& x, bool all_half) {
   } else if constexpr (IsInteger(M)) {
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
-      float pair[2];
-      for (int i = 0; i < 2; ++i) {
-        pair[i] = fmaxf(-kMost, fminf(kMost, IntValue<T>(x, 2 * p + i)));
-      }
-      out.v[p] = PackHalf2(pair[0], pair[1]);
+      out.v[p] = PackFiniteHalf2(IntValue<T>(x, 2 * p), IntValue<T>(x, 2 * p + 1));
     }
   } else if constexpr (M == KvCacheMode::kNone) {
     out = x.payload;
