@@ -1,0 +1,114 @@
+#pragma once
+
+// What the benchmarks of a device read and write: a line of key=value in, a line of JSON out.
+
+#include <charconv>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <map>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+
+namespace turbomind::bench {
+
+// One cell: the words of a line. Every key must be asked for, so that a wrong one is found.
+class Cell {
+ public:
+  // Throws std::invalid_argument for a word without '=' and for a key that is there twice.
+  explicit Cell(std::string_view line) {
+    while (!line.empty()) {
+      const size_t end = line.find(' ');
+      Add(line.substr(0, end));
+      line = end == std::string_view::npos ? std::string_view() : line.substr(end + 1);
+    }
+  }
+
+  bool Has(const std::string& key) const { return values_.contains(key); }
+
+  std::string Text(const std::string& key, const std::string& otherwise = "") {
+    const auto found = values_.find(key);
+    if (found == values_.end()) {
+      return otherwise;
+    }
+    found->second.second = true;
+    return found->second.first;
+  }
+
+  int Number(const std::string& key, int otherwise) {
+    const std::string text = Text(key);
+    if (text.empty()) {
+      return otherwise;
+    }
+    int value = 0;
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+    if (error != std::errc() || end != text.data() + text.size() || value < 0) {
+      throw std::invalid_argument(key + ": got " + text + ", wanted a number of at least 0");
+    }
+    return value;
+  }
+
+  // Throws std::invalid_argument for a key that nobody asked for.
+  void RequireAllRead() const {
+    for (const auto& [key, value] : values_) {
+      if (!value.second) {
+        throw std::invalid_argument("no such key here: " + key);
+      }
+    }
+  }
+
+ private:
+  void Add(std::string_view word) {
+    if (word.empty()) {
+      return;
+    }
+    const size_t at = word.find('=');
+    if (at == std::string_view::npos) {
+      throw std::invalid_argument("got " + std::string(word) + ", wanted key=value");
+    }
+    const std::string key(word.substr(0, at));
+    if (!values_.emplace(key, std::pair(std::string(word.substr(at + 1)), false)).second) {
+      throw std::invalid_argument(key + " is there twice");
+    }
+  }
+
+  std::map<std::string, std::pair<std::string, bool>> values_;  // value, whether it was read
+};
+
+// One JSON object on a line of its own.
+class Json {
+ public:
+  Json& Add(const std::string& key, const std::string& value) {
+    std::string text = "\"";
+    for (const char c : value) {
+      if (c == '"' || c == '\\') {
+        text += '\\';
+      }
+      text += static_cast<unsigned char>(c) < 0x20 ? ' ' : c;
+    }
+    return Raw(key, text + '"');
+  }
+  Json& Add(const std::string& key, const char* value) { return Add(key, std::string(value)); }
+  Json& Add(const std::string& key, int64_t value) { return Raw(key, std::to_string(value)); }
+  Json& Add(const std::string& key, double value) {
+    char text[40];
+    std::snprintf(text, sizeof(text), "%.6g", value);
+    return Raw(key, std::isfinite(value) ? text : "null");
+  }
+
+  void Print() const {
+    std::printf("{%s}\n", text_.c_str());
+    std::fflush(stdout);
+  }
+
+ private:
+  Json& Raw(const std::string& key, const std::string& value) {
+    text_ += (text_.empty() ? "\"" : ", \"") + key + "\": " + value;
+    return *this;
+  }
+
+  std::string text_;
+};
+
+}  // namespace turbomind::bench

@@ -1,0 +1,109 @@
+// Speed of single ops on a device: the GPU, or the CPU. Reads cells from standard input, one per
+// line, and answers each with a line of JSON, after one line that says what the device is. Usage:
+//   device_bench device=cuda gpu=0 rotate_mb=512 round_ms=20 launches=24
+//   device_bench device=cpu threads=2 …
+// Cells, with defaults:
+//   op=decode|prefill|write|flatten mode=none batch=1 context=1024 new_tokens=1 kv_heads=8 group=8
+//     head_dim=128 window=0 sinks=0 search=0 rotate=0
+//   op=linear format=bf16 batch=1 rows=4096 cols=4096
+//   op=experts format=mxfp4_split batch=1 rows=4096 cols=4096 experts=32 top_k=4
+//   op=copy mb=1024
+// A step holds `launches` launches (a cell may have its own number) that take turns with layers of
+// rotate_mb together, at least two, so that none finds its bytes in a cache; decode steps are
+// recorded and replayed. A figure is the median of five rounds of at least round_ms: microseconds
+// of a launch, the host's work of a step included. Bytes are the least that the op must move.
+
+#include <exception>
+#include <iostream>
+#include <memory>
+#include <new>
+#include <string>
+
+#include "bench_device.h"
+#include "bench_line.h"
+#include "kv_cells.h"
+#include "matrix_cells.h"
+
+namespace turbomind::bench {
+namespace {
+
+Measured RunCell(Device& device, Cell& cell, Limits limits) {
+  const std::string op = cell.Text("op");
+  limits.launches = std::max(1, cell.Number("launches", limits.launches));
+  const auto checked = [&](auto shape) {
+    cell.RequireAllRead();
+    return shape;
+  };
+  if (op == "decode" || op == "prefill" || op == "write" || op == "flatten") {
+    return MeasureKv(device, op, checked(KvShape(cell)), limits);
+  }
+  if (op == "linear") {
+    return MeasureLinear(device, checked(MatrixShape(cell)), limits);
+  }
+  if (op == "experts") {
+    return MeasureExperts(device, checked(MatrixShape(cell)), limits);
+  }
+  if (op == "copy") {
+    const int64_t num_bytes = int64_t{std::max(1, cell.Number("mb", 1024))} << 20;
+    return MeasureCopy(device, checked(num_bytes), limits);
+  }
+  throw std::invalid_argument("op: got " + op);
+}
+
+// Every cell has a device of its own: one device may take the ops of a step for those of an earlier
+// one of the same shape (Device::RunStep).
+void Answer(const DeviceChoice& choice, const std::string& line, const Limits& limits) {
+  Json answer;
+  try {
+    Cell cell(line);
+    const std::shared_ptr<Device> device = choice.Make();
+    const Measured found = RunCell(*device, cell, limits);
+    answer.Add("us", found.timing.median)
+        .Add("us_low", found.timing.low)
+        .Add("us_high", found.timing.high)
+        .Add("launches", found.timing.launches)
+        .Add("layers", int64_t{found.layers})
+        .Add("weight_bytes", found.cost.weight_bytes)
+        .Add("kv_bytes", found.cost.kv_bytes)
+        .Add("activation_bytes", found.cost.activation_bytes)
+        .Add("operations", found.cost.operations);
+  } catch (const std::bad_alloc&) {
+    answer.Add("skipped", "the device has too little memory");
+  } catch (const std::exception& error) {
+    answer.Add("error", error.what());
+  }
+  answer.Print();
+}
+
+int Main(int argc, char** argv) {
+  std::string words;
+  for (int i = 1; i < argc; ++i) {
+    words += std::string(argv[i]) + " ";
+  }
+  Cell arguments(words);
+  Limits limits;
+  limits.launches = arguments.Number("launches", limits.launches);
+  limits.rotate_bytes = int64_t{arguments.Number("rotate_mb", 512)} << 20;
+  limits.round_seconds = arguments.Number("round_ms", 20) * 1e-3;
+  const DeviceChoice choice(arguments);
+  arguments.RequireAllRead();
+  choice.Print(*choice.Make());
+  for (std::string line; std::getline(std::cin, line);) {
+    if (!line.empty()) {
+      Answer(choice, line, limits);
+    }
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace turbomind::bench
+
+int main(int argc, char** argv) {
+  try {
+    return turbomind::bench::Main(argc, argv);
+  } catch (const std::exception& error) {
+    std::cerr << "device_bench: " << error.what() << "\n";
+    return 2;
+  }
+}

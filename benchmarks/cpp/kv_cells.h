@@ -1,0 +1,322 @@
+#pragma once
+
+// Ops over the KV cache of some layers: what is measured of one shape. Every sequence has blocks
+// of its own; a block holds the same random rows everywhere, at an address of its own. Launches of
+// a step take turns with the layers, so that no launch finds its bytes in a cache.
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "bench_device.h"
+#include "turbomind/core/ceil_div.h"
+#include "turbomind/kv/codec.h"
+#include "turbomind/kv/layout.h"
+#include "turbomind/ops/op_cost.h"
+
+namespace turbomind::bench {
+
+struct Limits {
+  int launches = 24;         // of a step, at least
+  int64_t rotate_bytes = 0;  // of all layers together, at least
+  double round_seconds = 0.02;
+};
+
+constexpr int kMostLaunches = 256;
+constexpr int kLeastLayers = 2;
+constexpr int kBlockTokens = 64;
+constexpr float kNormEps = 1e-6f;
+
+struct KvShape {
+  explicit KvShape(Cell& cell)
+      : mode(GetKvCacheMode(cell.Text("mode", "none"), DeviceCapability())),
+        batch(cell.Number("batch", 1)),
+        context(cell.Number("context", 1024)),
+        new_tokens(cell.Number("new_tokens", 1)),
+        kv_heads(cell.Number("kv_heads", 8)),
+        group(cell.Number("group", 8)),
+        head_dim(cell.Number("head_dim", 128)),
+        window(cell.Number("window", 0)),
+        sinks(cell.Number("sinks", 0) != 0),
+        search(cell.Number("search", 0) != 0),
+        rotate(cell.Number("rotate", 0) != 0) {
+    if (batch < 1 || new_tokens < 1 || context < new_tokens || kv_heads < 1 || group < 1) {
+      throw std::invalid_argument("shape: wanted 1 <= new_tokens <= context, and no zero");
+    }
+  }
+
+  int q_heads() const { return kv_heads * group; }
+  int64_t num_tokens() const { return int64_t{batch} * new_tokens; }
+  int blocks_of_context() const { return CeilDiv(context, kBlockTokens); }
+  int first_visible_block() const {
+    return window == 0 ? 0 : std::max(0, context - new_tokens + 1 - window) / kBlockTokens;
+  }
+
+  KvCacheMode mode;
+  int batch;
+  int context;  // of each sequence, with the new tokens
+  int new_tokens;
+  int kv_heads;
+  int group;
+  int head_dim;
+  int window;
+  bool sinks;
+  bool search;
+  bool rotate;
+};
+
+inline block::Config ConfigOf(const KvShape& shape, int layers) {
+  block::Config config;
+  config.layers.assign(static_cast<size_t>(layers), {shape.mode, shape.mode});
+  config.kv_heads = shape.kv_heads;
+  config.head_dim = shape.head_dim;
+  config.block_seq_len = kBlockTokens;
+  return config;
+}
+
+inline std::vector<float> RandomValues(int64_t size, unsigned seed) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal;
+  std::vector<float> values(static_cast<size_t>(size));
+  std::generate(values.begin(), values.end(), [&] { return normal(random); });
+  return values;
+}
+
+// The rows of layer 0 of a block on the host.
+inline void WriteRows(const KvLayerView& view) {
+  const std::vector<float> values =
+      RandomValues(int64_t{2} * view.kv_heads * view.block_seq_len * view.head_dim, 1);
+  const float* row = values.data();
+  for (int side = 0; side < 2; ++side) {
+    const auto s = static_cast<KvSide>(side);
+    for (int head = 0; head < view.kv_heads; ++head) {
+      for (int token = 0; token < view.block_seq_len; ++token, row += view.head_dim) {
+        std::byte* payload = view.Payload(s, 0, head) + int64_t{token} * view.row_bytes[side];
+        std::byte* meta = nullptr;
+        if (view.scale_bytes[side] > 0) {
+          meta = view.Scales(s, 0, head) + int64_t{token} * view.ScaleStride();
+        } else if (view.param_bytes[side] > 0) {
+          meta = view.Params(s, 0, head) + int64_t{token} * view.param_bytes[side];
+        }
+        DispatchMode(view.mode[side], [&]<KvCacheMode M>() {
+          Codec<M>::EncodeRow(row, view.head_dim, view.dtype, 1.f,
+                              reinterpret_cast<uint8_t*>(payload),
+                              reinterpret_cast<uint8_t*>(meta));
+        });
+      }
+    }
+  }
+}
+
+// A step's arrays on the host.
+struct StepArraysOnHost {
+  std::vector<int32_t> tokens, cu_seqlens, context_lens, positions, table;
+  BatchView batch;
+
+  StepArraysOnHost(const KvShape& shape, int64_t num_blocks) {
+    constexpr int64_t kScatter = 7919;  // a prime: neighbours in a sequence lie far apart
+    const int first = shape.first_visible_block();
+    int64_t next = 0;
+    for (int i = 0; i < shape.batch; ++i) {
+      cu_seqlens.push_back(i * shape.new_tokens);
+      context_lens.push_back(shape.context);
+      for (int t = 0; t < shape.new_tokens; ++t) {
+        positions.push_back(shape.context - shape.new_tokens + t);
+      }
+      for (int block = 0; block < shape.blocks_of_context(); ++block) {
+        const int64_t id = num_blocks % kScatter == 0 ? next : next * kScatter % num_blocks;
+        table.push_back(block < first ? -1 : static_cast<int32_t>(id));
+        next += block < first ? 0 : 1;
+      }
+    }
+    cu_seqlens.push_back(static_cast<int32_t>(shape.num_tokens()));
+    tokens.assign(positions.size(), 0);
+    batch = {.num_seqs = shape.batch,
+             .num_decode = shape.new_tokens == 1 ? shape.batch : 0,
+             .num_tokens = static_cast<int>(shape.num_tokens()),
+             .cu_seqlens = cu_seqlens.data(),
+             .context_lens = context_lens.data(),
+             .positions = positions.data(),
+             .block_tables = table.data(),
+             .block_table_stride = shape.blocks_of_context()};
+  }
+};
+
+// Pools of some layers, filled, and everything that the ops of one shape take.
+class KvBench {
+ public:
+  KvBench(Device& device, const KvShape& shape, const Limits& limits)
+      : device_(device),
+        shape_(shape),
+        blocks_(int64_t{shape.batch} * (shape.blocks_of_context() - shape.first_visible_block())),
+        launches_(Launches(limits)),
+        layout_(ConfigOf(shape, Layers(limits))),
+        data_(device, static_cast<size_t>(blocks_ * layout_.block_bytes())),
+        scales_(device, static_cast<size_t>(blocks_ * layout_.scale_block_bytes())),
+        host_(shape, blocks_),
+        qkv_(device, RandomValues(shape.num_tokens() * Heads() * shape.head_dim, 2)),
+        out_(device, static_cast<size_t>(shape.num_tokens() * shape.q_heads() * shape.head_dim) *
+                         sizeof(float)),
+        sinks_(device, RandomValues(shape.q_heads(), 3)),
+        angles_(device,
+                std::vector<float>(static_cast<size_t>(shape.num_tokens() * shape.head_dim / 2),
+                                   std::sqrt(0.5f))),
+        num_nonfinite_(device, sizeof(int64_t)) {
+    Fill();
+    for (size_t i = 0; i < layout_.config().layers.size(); ++i) {
+      views_.push_back(
+          layout_.LayerView(static_cast<int>(i), data_.As<std::byte>(), scales_.As<std::byte>()));
+    }
+    group_ = {.batch = host_.batch, .window = shape.window, .kv_heads = shape.kv_heads};
+  }
+
+  int launches() const { return launches_; }
+  int layers() const { return static_cast<int>(views_.size()); }
+
+  AttentionParams Attention(int launch) const {
+    AttentionParams p;
+    p.q = qkv_.As<float>();
+    p.q_stride = Heads() * shape_.head_dim;
+    p.out = out_.As<float>();
+    p.q_heads = shape_.q_heads();
+    p.softmax_scale = 1.f / std::sqrt(static_cast<float>(shape_.head_dim));
+    p.window = shape_.window;
+    p.sinks = shape_.sinks ? sinks_.As<float>() : nullptr;
+    p.kv = View(launch);
+    p.batch = host_.batch;
+    return p;
+  }
+  ProcessKVParams Write(int launch) const {
+    ProcessKVParams p;
+    p.qkv = qkv_.As<float>();
+    p.norm_eps = kNormEps;
+    p.rope_cos = angles_.As<float>();
+    p.rope_sin = angles_.As<float>();
+    p.rope_dim = shape_.head_dim;
+    p.q_heads = shape_.q_heads();
+    p.rotate = shape_.rotate;
+    p.search_scales = shape_.search;
+    p.kv = View(launch);
+    p.batch = host_.batch;
+    p.num_nonfinite = num_nonfinite_.As<int64_t>();
+    return p;
+  }
+  FlattenKVParams Flatten(int launch, const DeviceBuffer& dense) const {
+    FlattenKVParams p;
+    p.k = dense.As<float>();
+    p.v = p.k + dense.num_bytes() / (2 * sizeof(float));
+    p.max_len = shape_.context;
+    p.kv = View(launch);
+    p.batch = host_.batch;
+    return p;
+  }
+  size_t dense_bytes() const {
+    return static_cast<size_t>(int64_t{2} * shape_.batch * shape_.kv_heads * shape_.context *
+                               shape_.head_dim) *
+           sizeof(float);
+  }
+
+  // One step of launch(i) for every i below launches().
+  template <class F>
+  void RunStep(F launch) {
+    device_.RunStep({.tokens = host_.tokens.data(),
+                     .groups = &group_,
+                     .num_groups = 1,
+                     .q_heads = shape_.q_heads()},
+                    [&] {
+                      for (int i = 0; i < launches_; ++i) {
+                        launch(i);
+                      }
+                    });
+  }
+
+ private:
+  int64_t Heads() const { return int64_t{shape_.q_heads()} + 2 * shape_.kv_heads; }
+  const KvLayerView& View(int launch) const {
+    return views_[static_cast<size_t>(launch) % views_.size()];
+  }
+  int64_t LayersFor(const Limits& limits) const {
+    const block::Layout one(ConfigOf(shape_, 1));
+    const int64_t layer_bytes = blocks_ * (one.block_bytes() + one.scale_block_bytes());
+    return CeilDiv(limits.rotate_bytes, layer_bytes);
+  }
+  int Launches(const Limits& limits) const {
+    return static_cast<int>(std::clamp<int64_t>(LayersFor(limits), limits.launches,
+                                                std::max(limits.launches, kMostLaunches)));
+  }
+  int Layers(const Limits& limits) const {
+    return static_cast<int>(
+        std::clamp<int64_t>(LayersFor(limits), kLeastLayers, std::max(kLeastLayers, launches_)));
+  }
+
+  // Layers have one mode, so that each takes an equal part of a block.
+  void Fill() {
+    std::vector<std::byte> data(static_cast<size_t>(layout_.block_bytes()));
+    std::vector<std::byte> scales(static_cast<size_t>(layout_.scale_block_bytes()));
+    WriteRows(layout_.LayerView(0, data.data(), scales.empty() ? nullptr : scales.data()));
+    const size_t layers = layout_.config().layers.size();
+    for (std::vector<std::byte>* pool : {&data, &scales}) {
+      const size_t part = pool->size() / layers;
+      for (size_t i = 1; i < layers; ++i) {
+        std::memcpy(pool->data() + i * part, pool->data(), part);
+      }
+    }
+    for (const auto& [pool, block] : {std::pair(&data_, &data), std::pair(&scales_, &scales)}) {
+      if (!block->empty()) {
+        device_.Copy(pool->As<std::byte>(), block->data(), block->size());
+        pool->Repeat(block->size());
+      }
+    }
+  }
+
+  Device& device_;
+  KvShape shape_;
+  int64_t blocks_;
+  int launches_;
+  block::Layout layout_;
+  DeviceBuffer data_;
+  DeviceBuffer scales_;
+  StepArraysOnHost host_;
+  DeviceBuffer qkv_;
+  DeviceBuffer out_;
+  DeviceBuffer sinks_;
+  DeviceBuffer angles_;
+  DeviceBuffer num_nonfinite_;
+  std::vector<KvLayerView> views_;
+  StepGroup group_;
+};
+
+struct Measured {
+  Timing timing;
+  OpCost cost;  // of one launch
+  int layers = 1;
+};
+
+inline Measured MeasureKv(Device& device, const std::string& op, const KvShape& shape,
+                          const Limits& limits) {
+  KvBench bench(device, shape, limits);
+  const auto measure = [&](const OpCost& cost, auto launch) {
+    const Timing timing =
+        Measure(device, bench.launches(), limits.round_seconds, [&] { bench.RunStep(launch); });
+    return Measured{timing, cost, bench.layers()};
+  };
+  if (op == "decode") {
+    return measure(DecodeCost(bench.Attention(0)),
+                   [&](int i) { device.DecodeAttention(bench.Attention(i)); });
+  }
+  if (op == "prefill") {
+    return measure(PrefillCost(bench.Attention(0)),
+                   [&](int i) { device.PrefillAttention(bench.Attention(i)); });
+  }
+  if (op == "write") {
+    return measure(CostOf(bench.Write(0)), [&](int i) { device.ProcessKV(bench.Write(i)); });
+  }
+  const DeviceBuffer dense(device, bench.dense_bytes());
+  return measure(CostOf(bench.Flatten(0, dense)),
+                 [&](int i) { device.FlattenKV(bench.Flatten(i, dense)); });
+}
+
+}  // namespace turbomind::bench
