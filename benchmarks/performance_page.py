@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from markdown_page import put_between, table
 from results_file import ResultsFile
 from scaling_fit import Law, Point, fit
 from targets import BY_NAME, TargetRow
@@ -57,14 +58,6 @@ def curves_of(document: Mapping[str, Any]) -> list[Curve]:
 def load_targets(path: Path) -> ResultsFile | None:
     """None where there is no such file."""
     return ResultsFile(path) if path.exists() else None
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: int = 1) -> Iterator[str]:
-    """Markdown; the columns from `numbers` on are aligned to the right."""
-    yield "| " + " | ".join(head) + " |"
-    yield "|" + "|".join(" --- " if i < numbers else " ---: " for i in range(len(head))) + "|"
-    for row in rows:
-        yield "| " + " | ".join(row) + " |"
 
 
 def figure(value: float | None, unit: str) -> str:
@@ -233,11 +226,7 @@ def render(document: Mapping[str, Any] | None, targets: ResultsFile | None, *, p
 
 def put_in(page: str, generated: str) -> str:
     """The page with its generated part replaced. ValueError when it lacks the markers."""
-    before, found, rest = page.partition(BEGIN)
-    _, found_end, after = rest.partition(END)
-    if not found or not found_end:
-        raise ValueError(f"page: wanted the lines {BEGIN!r} and {END!r}")
-    return before + generated + after
+    return put_between(page, generated, begin=BEGIN, end=END)
 
 
 def write_page(
