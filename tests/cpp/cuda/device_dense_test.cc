@@ -1,0 +1,251 @@
+// The ops between attention and attention, through the device that the engine sees: the GPU's
+// results beside the CPU's.
+
+#include <doctest/doctest.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cpu/linear_fixture.h"
+#include "cuda/both_devices.h"
+#include "turbomind/ops/rope.h"
+
+namespace turbomind::testing {
+namespace {
+
+// Of a few FP32 roundings and approximate exp, sin and division.
+constexpr double kFloatError = 1e-5;
+// Activations in BF16 (2^-9 at most, each), weights exact, sums in FP32.
+constexpr double kProductError = 4e-3;
+
+constexpr MatrixFormat kFormats[] = {
+    MatrixFormat::kF32,  MatrixFormat::kBF16,  MatrixFormat::kQ4_0,      MatrixFormat::kQ4_1,
+    MatrixFormat::kQ8_0, MatrixFormat::kMxfp4, MatrixFormat::kMxfp4Split};
+
+struct BothMatrices {
+  BothMatrices(Devices& devices, const Matrix& matrix) {
+    for (const int side : {kCpu, kGpu}) {
+      of[side] = devices.of[side]->PackMatrix(matrix.source(), side == kCpu);
+    }
+  }
+  std::unique_ptr<PackedMatrix> of[2];
+};
+
+// A step of one sequence with these tokens at these positions.
+struct Prompt {
+  std::vector<int32_t> tokens;
+  std::vector<int32_t> positions;
+  std::vector<int32_t> cu_seqlens = {0, static_cast<int32_t>(tokens.size())};
+  std::vector<int32_t> context_lens = {positions.back() + 1};
+  std::vector<int32_t> table = std::vector<int32_t>(static_cast<size_t>(positions.back() / 64 + 1));
+
+  template <class F>
+  void Run(Device& device, F ops) const {
+    const StepGroup group = {.batch = {.num_seqs = 1,
+                                       .num_tokens = static_cast<int>(tokens.size()),
+                                       .cu_seqlens = cu_seqlens.data(),
+                                       .context_lens = context_lens.data(),
+                                       .positions = positions.data(),
+                                       .block_tables = table.data(),
+                                       .block_table_stride = static_cast<int64_t>(table.size())},
+                             .kv_heads = 1};
+    device.RunStep({.tokens = tokens.data(), .groups = &group, .num_groups = 1, .q_heads = 1}, ops);
+  }
+};
+
+TEST_CASE("embedding") {
+  Devices devices;
+  const Prompt prompt = {{3, 0, 6, 3}, {0, 1, 2, 3}};
+  for (const MatrixFormat format : kFormats) {
+    CAPTURE(static_cast<int>(format));
+    const BothMatrices table(devices, RandomMatrix(format, 7, 64, 1));
+    const Both<float> out(devices, Unwritten(prompt.tokens.size() * 64));
+    for (const int side : {kCpu, kGpu}) {
+      prompt.Run(*devices.of[side], [&] {
+        devices.of[side]->Embed({.table = table.of[side].get(),
+                                 .ids = prompt.tokens.data(),
+                                 .out = out[side],
+                                 .num_tokens = static_cast<int>(prompt.tokens.size())});
+      });
+    }
+    CHECK(RelativeError(out) < kFloatError);
+  }
+}
+
+TEST_CASE("angles") {
+  Devices devices;
+  const Prompt prompt = {{0, 0, 0}, {5000, 5001, 5002}};
+  for (const RopeKind kind : {RopeKind::kDefault, RopeKind::kLinear, RopeKind::kDynamic,
+                              RopeKind::kLlama3, RopeKind::kYarn}) {
+    CAPTURE(static_cast<int>(kind));
+    const RopeTable table({.kind = kind,
+                           .dim = 64,
+                           .factor = 2.f,
+                           .original_max_position = 4096,
+                           .freq_factors = {}});
+    const Both<float> inv_freq(devices, table.inv_freq());
+    const Both<float> cos(devices, Unwritten(3 * 32));
+    const Both<float> sin(devices, Unwritten(3 * 32));
+    for (const int side : {kCpu, kGpu}) {
+      prompt.Run(*devices.of[side], [&] {
+        devices.of[side]->FillRope({.table = &table,
+                                    .inv_freq = inv_freq[side],
+                                    .positions = prompt.positions.data(),
+                                    .cos = cos[side],
+                                    .sin = sin[side],
+                                    .num_tokens = 3});
+      });
+    }
+    CHECK(RelativeError(cos) < kFloatError);
+    CHECK(RelativeError(sin) < kFloatError);
+  }
+}
+
+TEST_CASE("norms and activations") {
+  Devices devices;
+  const Both<float> x(devices, Normal(5 * 192, 1));
+  const Both<float> weight(devices, Normal(192, 2));
+  const Both<float> out(devices, Unwritten(5 * 192));
+  for (const int side : {kCpu, kGpu}) {
+    devices.of[side]->RmsNorm(
+        {.x = x[side], .weight = weight[side], .out = out[side], .num_rows = 5, .dim = 192});
+  }
+  CHECK(RelativeError(out) < kFloatError);
+  for (const Activation activation :
+       {Activation::kSilu, Activation::kGeluTanh, Activation::kClampedSwiglu}) {
+    for (const bool interleaved : {false, true}) {
+      CAPTURE(static_cast<int>(activation));
+      CAPTURE(interleaved);
+      const Both<float> act(devices, Unwritten(5 * 96));
+      for (const int side : {kCpu, kGpu}) {
+        devices.of[side]->GatedActivation({.gate_up = x[side],
+                                           .out = act[side],
+                                           .num_rows = 5,
+                                           .dim = 96,
+                                           .activation = activation,
+                                           .interleaved = interleaved,
+                                           .limit = 1.f});
+      }
+      CHECK(RelativeError(act) < kFloatError);
+    }
+  }
+}
+
+TEST_CASE("linear layers: every format, few rows and many, parts of two formats") {
+  Devices devices;
+  constexpr int kCols = 128;
+  for (const MatrixFormat format : kFormats) {
+    const BothMatrices first(devices, RandomMatrix(format, 96, kCols, 3));
+    const BothMatrices second(devices, RandomMatrix(MatrixFormat::kBF16, 40, kCols, 4));
+    for (const int rows : {1, 5, 33}) {
+      for (const bool accumulate : {false, true}) {
+        CAPTURE(static_cast<int>(format));
+        CAPTURE(rows);
+        CAPTURE(accumulate);
+        const auto size = static_cast<size_t>(rows);
+        const Both<float> x(devices, Normal(size * kCols, 5));
+        const Both<float> bias(devices, Normal(96, 6));
+        const Both<float> y(devices, accumulate ? Normal(size * 136, 7) : Unwritten(size * 136));
+        for (const int side : {kCpu, kGpu}) {
+          const LinearPart parts[] = {{first.of[side].get(), bias[side]}, {second.of[side].get()}};
+          devices.of[side]->Linear({.x = x[side],
+                                    .x_stride = kCols,
+                                    .parts = parts,
+                                    .num_parts = 2,
+                                    .y = y[side],
+                                    .y_stride = 136,
+                                    .num_rows = rows,
+                                    .accumulate = accumulate});
+          devices.of[side]->Synchronize();
+        }
+        CHECK(RelativeError(y) < kProductError);
+      }
+    }
+  }
+}
+
+// A layer of experts from its logits to the sum.
+TEST_CASE("experts, from the router's logits to the sum") {
+  Devices devices;
+  constexpr int kTokens = 9, kExperts = 6, kTopK = 2, kCols = 64, kRows = 96;
+  constexpr size_t kPairs = kTokens * kTopK;
+  const Both<float> logits(devices, Normal(kTokens * kExperts, 8));
+  const Both<float> x(devices, Normal(kTokens * kCols, 9));
+  for (const MatrixFormat format : {MatrixFormat::kBF16, MatrixFormat::kMxfp4Split}) {
+    CAPTURE(static_cast<int>(format));
+    const Both<int32_t> ids(devices, std::vector<int32_t>(kPairs, -1));
+    const Both<float> weights(devices, Unwritten(kPairs));
+    const Both<int32_t> slots(devices, std::vector<int32_t>(kPairs, -1));
+    const Both<int32_t> x_rows(devices, std::vector<int32_t>(kPairs, -1));
+    const Both<int32_t> offsets(devices, std::vector<int32_t>(kExperts + 1, -1));
+    const Both<float> y(devices, Unwritten(kPairs * kRows));
+    const Both<float> out(devices, Normal(kTokens * kRows, 10));
+    std::vector<std::unique_ptr<BothMatrices>> experts;
+    for (unsigned i = 0; i < kExperts; ++i) {
+      experts.push_back(
+          std::make_unique<BothMatrices>(devices, RandomMatrix(format, kRows, kCols, 11 + i)));
+    }
+    const Both<float> bias(devices, Normal(kRows, 30));
+    for (const int side : {kCpu, kGpu}) {
+      Device& device = *devices.of[side];
+      std::vector<LinearPart> parts;
+      for (const auto& expert : experts) {
+        parts.push_back({expert->of[side].get(), bias[side]});
+      }
+      device.RouteExperts({.logits = logits[side],
+                           .ids = ids[side],
+                           .weights = weights[side],
+                           .num_tokens = kTokens,
+                           .num_experts = kExperts,
+                           .top_k = kTopK,
+                           .normalise = true});
+      device.GroupRows({.ids = ids[side],
+                        .slots = slots[side],
+                        .x_rows = x_rows[side],
+                        .offsets = offsets[side],
+                        .num_tokens = kTokens,
+                        .num_experts = kExperts,
+                        .top_k = kTopK});
+      device.GroupedLinear({.x = x[side],
+                            .x_stride = kCols,
+                            .x_rows = x_rows[side],
+                            .y = y[side],
+                            .y_stride = kRows,
+                            .experts = parts.data(),
+                            .num_experts = kExperts,
+                            .offsets = offsets[side],
+                            .num_rows = static_cast<int>(kPairs)});
+      device.CombineExperts({.y = y[side],
+                             .slots = slots[side],
+                             .weights = weights[side],
+                             .out = out[side],
+                             .num_tokens = kTokens,
+                             .top_k = kTopK,
+                             .dim = kRows});
+      device.Synchronize();
+    }
+    CHECK(ids.Same());
+    CHECK(slots.Same());
+    CHECK(x_rows.Same());
+    CHECK(offsets.Same());
+    CHECK(RelativeError(weights) < kFloatError);
+    CHECK(RelativeError(y) < kProductError);
+    CHECK(RelativeError(out) < kProductError);
+  }
+}
+
+TEST_CASE("what is read back is what was computed, and may be overwritten") {
+  Devices devices;
+  const std::vector<float> values = Normal(1000, 12);
+  const Both<float> memory(devices, values);
+  for (const int side : {kCpu, kGpu}) {
+    auto* found = static_cast<float*>(devices.of[side]->ReadBack(memory[side], 4000));
+    CHECK(std::equal(values.begin(), values.end(), found));
+    found[0] = 1.f;
+  }
+}
+
+}  // namespace
+}  // namespace turbomind::testing

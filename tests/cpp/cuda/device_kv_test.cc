@@ -1,0 +1,322 @@
+// The ops over the cache, through the device that the engine sees: steps of prompts and of
+// decoding, in every format, on the GPU and on the CPU. What is stored has the same bytes.
+
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "cuda/both_devices.h"
+#include "turbomind/core/ceil_div.h"
+#include "turbomind/kv/layout.h"
+
+namespace turbomind::testing {
+namespace {
+
+// Of the output's norm. The GPU rounds queries, weights of the softmax and values to 16 bits: 11
+// bits of FP16, 8 of BF16, which is used for a BF16 cache that is not quantised.
+constexpr double kMaxError = 2e-3;
+constexpr double kMaxErrorBFloat = 8e-3;
+
+constexpr int kBlockTokens = 16;
+constexpr int kRecentTokens = 64;
+constexpr int kTokensOfPrompt = 21;
+
+struct KvCase {
+  KvCacheMode k = KvCacheMode::kNone;
+  KvCacheMode v = KvCacheMode::kNone;
+  DataType dtype = DataType::kBFloat16;
+  int head_dim = 64;
+  int kv_heads = 2;
+  int group = 2;
+  int window = 0;
+  bool sinks = false;
+  bool hot = false;                            // first and newest tokens in 16 bit
+  bool as_served = false;                      // rotation, scale search, a mean of K
+  std::vector<int> contexts = {210, 35, 150};  // before the first step
+};
+
+std::string Describe(const KvCase& c) {
+  return std::string(ToString(c.k)) + " / " + ToString(c.v) + ", " + ToString(c.dtype) +
+         ", head_dim " + std::to_string(c.head_dim) + ", window " + std::to_string(c.window) +
+         (c.hot ? ", hot" : "") + (c.as_served ? ", as served" : "");
+}
+
+block::Layout LayoutOf(const KvCase& c, bool hot) {
+  block::Config config;
+  config.layers = {hot ? block::Config::LayerModes{} : block::Config::LayerModes{c.k, c.v}};
+  config.kv_heads = c.kv_heads;
+  config.head_dim = c.head_dim;
+  config.block_seq_len = kBlockTokens;
+  config.dtype = c.dtype;
+  return block::Layout(config);
+}
+
+// The pools of one layer on both devices, and sequences that grow step by step.
+class Layer {
+ public:
+  Layer(Devices& devices, const KvCase& c)
+      : devices_(devices),
+        case_(c),
+        cold_(LayoutOf(c, false)),
+        warm_(LayoutOf(c, true)),
+        blocks_(4 + static_cast<int>(CeilDiv(c.contexts[0], kBlockTokens))),
+        data_(devices, Zeros(cold_.block_bytes())),
+        scales_(devices, Zeros(std::max<int64_t>(16, cold_.scale_block_bytes()))),
+        hot_(devices, Zeros(warm_.block_bytes())),
+        bias_(devices, Normal(Row(), 1)),
+        norm_(devices, Normal(static_cast<size_t>(c.head_dim), 2, 0.1f)),
+        mean_(devices, Normal(static_cast<size_t>(c.kv_heads * c.head_dim), 3)),
+        sinks_(devices, Normal(static_cast<size_t>(q_heads()), 4)),
+        factors_(devices, std::vector<float>(static_cast<size_t>(c.kv_heads), 0.75f)),
+        num_nonfinite_(devices, {0}),
+        qkv_(devices, Unwritten(most_tokens() * Row())),
+        dot_(devices, Unwritten(most_tokens() * static_cast<size_t>(q_heads()))),
+        out_(devices, Unwritten(most_tokens() * Width())),
+        dense_(devices, Unwritten(2 * c.contexts.size() * static_cast<size_t>(c.kv_heads) *
+                                  static_cast<size_t>(most_positions() * c.head_dim))),
+        lengths_(c.contexts.size(), 0) {}
+
+  int q_heads() const { return case_.group * case_.kv_heads; }
+
+  // The next `counts[i]` tokens of sequence i, those with one token first: written, then attended.
+  void Step(const std::vector<int>& counts);
+
+ private:
+  std::vector<std::byte> Zeros(int64_t block_bytes) const {
+    const auto blocks = static_cast<int64_t>(case_.contexts.size()) * blocks_;
+    return std::vector<std::byte>(static_cast<size_t>(block_bytes * blocks));
+  }
+  int most_positions() const { return blocks_ * kBlockTokens; }
+  size_t most_tokens() const {
+    return static_cast<size_t>(std::accumulate(case_.contexts.begin(), case_.contexts.end(), 0));
+  }
+  size_t Width() const { return static_cast<size_t>(q_heads() * case_.head_dim); }
+  size_t Row() const {
+    return static_cast<size_t>((q_heads() + 2 * case_.kv_heads) * case_.head_dim);
+  }
+  HotRule Rule() const {
+    return case_.hot ? MakeHotRule({kRecentTokens, kRecentTokens}, kBlockTokens) : HotRule();
+  }
+  KvLayerView View(int side) const {
+    KvLayerView view = cold_.LayerView(0, data_[side], scales_[side]);
+    for (int s = 0; s < 2; ++s) {
+      const KvCacheMode mode = view.mode[s];
+      const bool scaled = mode == KvCacheMode::kFp4Nv || mode == KvCacheMode::kFp8E4m3 ||
+                          mode == KvCacheMode::kFp8E5m2;
+      view.g[s] = scaled ? factors_[side] : nullptr;
+    }
+    return view;
+  }
+  KvLayerView HotView(int side) const {
+    return case_.hot ? warm_.LayerView(0, hot_[side], nullptr) : KvLayerView();
+  }
+
+  struct Arrays {
+    std::vector<int32_t> tokens, cu_seqlens = {0}, context_lens, positions, cold, hot;
+    std::vector<BlockMove> moves;
+    StepGroup group;
+  };
+  void FillArrays(const std::vector<int>& counts, Arrays& arrays);
+  ProcessKVParams Write(int side) const;
+  AttentionParams Attention(int side) const;
+  void RunOps(int side, const BatchView& batch);
+
+  Devices& devices_;
+  KvCase case_;
+  block::Layout cold_;
+  block::Layout warm_;
+  int blocks_;  // of a sequence
+  Both<std::byte> data_;
+  Both<std::byte> scales_;
+  Both<std::byte> hot_;
+  Both<float> bias_;
+  Both<float> norm_;
+  Both<float> mean_;
+  Both<float> sinks_;
+  Both<float> factors_;
+  Both<int64_t> num_nonfinite_;
+  // Of every step: what is recorded holds addresses.
+  Both<float> qkv_;
+  Both<float> dot_;
+  Both<float> out_;
+  Both<float> dense_;
+  std::vector<int> lengths_;
+  unsigned steps_ = 0;
+};
+
+void Layer::FillArrays(const std::vector<int>& counts, Arrays& a) {
+  int num_decode = 0;
+  for (size_t i = 0; i < counts.size(); ++i) {
+    const int before = lengths_[i];
+    lengths_[i] += counts[i];
+    num_decode += counts[i] == 1 ? 1 : 0;
+    a.cu_seqlens.push_back(a.cu_seqlens.back() + counts[i]);
+    a.context_lens.push_back(lengths_[i]);
+    for (int p = before; p < lengths_[i]; ++p) {
+      a.tokens.push_back(p);
+      a.positions.push_back(p);
+    }
+    for (int block = 0; block < blocks_; ++block) {  // every block has both copies
+      a.cold.push_back(static_cast<int32_t>(i) * blocks_ + (blocks_ - 1 - block));
+      a.hot.push_back(static_cast<int32_t>(i) * blocks_ + block);
+    }
+    const int row = static_cast<int>(i) * blocks_;
+    for (int block = 0; case_.hot && block * kBlockTokens < lengths_[i]; ++block) {
+      const bool is_new = block * kBlockTokens >= before;
+      if ((is_new || Rule().IsHot(block, before - 1)) && !Rule().IsHot(block, lengths_[i] - 1)) {
+        a.moves.push_back({row + block, row + blocks_ - 1 - block});
+      }
+    }
+  }
+  a.group = {.batch = {.num_seqs = static_cast<int>(counts.size()),
+                       .num_decode = num_decode,
+                       .num_tokens = a.cu_seqlens.back(),
+                       .cu_seqlens = a.cu_seqlens.data(),
+                       .context_lens = a.context_lens.data(),
+                       .positions = a.positions.data(),
+                       .block_tables = a.cold.data(),
+                       .block_table_stride = blocks_,
+                       .hot_tables = case_.hot ? a.hot.data() : nullptr,
+                       .moves = a.moves.data(),
+                       .num_moves = static_cast<int>(a.moves.size())},
+             .window = case_.window,
+             .kv_heads = case_.kv_heads,
+             .has_hot = case_.hot,
+             .rule = Rule()};
+}
+
+ProcessKVParams Layer::Write(int side) const {
+  return {.qkv = qkv_[side],
+          .bias = bias_[side],
+          .q_norm = norm_[side],
+          .k_norm = norm_[side],
+          .q_heads = q_heads(),
+          .rotate = case_.as_served,
+          .search_scales = case_.as_served,
+          .k_mean = case_.as_served ? mean_[side] : nullptr,
+          .q_dot_mean = case_.as_served ? dot_[side] : nullptr,
+          .kv = View(side),
+          .hot = HotView(side),
+          .batch = {},
+          .num_nonfinite = num_nonfinite_[side]};
+}
+
+AttentionParams Layer::Attention(int side) const {
+  return {.q = qkv_[side],
+          .q_stride = static_cast<int64_t>(Row()),
+          .q_heads = q_heads(),
+          .softmax_scale = 1.f / std::sqrt(static_cast<float>(case_.head_dim)),
+          .exact = side == kCpu,
+          .window = case_.window,
+          .sinks = case_.sinks ? sinks_[side] : nullptr,
+          .q_dot_mean = case_.as_served && case_.sinks ? dot_[side] : nullptr,
+          .kv = View(side),
+          .hot = HotView(side),
+          .rule = Rule(),
+          .batch = {}};
+}
+
+void Layer::RunOps(int side, const BatchView& batch) {
+  Device& device = *devices_.of[side];
+  ProcessKVParams write = Write(side);
+  write.batch = batch;
+  device.ProcessKV(write);
+  if (batch.num_moves > 0) {
+    device.QuantiseBlocks({.kv = View(side),
+                           .hot = HotView(side),
+                           .search_scales = case_.as_served,
+                           .moves = batch.moves,
+                           .num_moves = batch.num_moves});
+  }
+  AttentionParams attention = Attention(side);
+  attention.out = out_[side];
+  attention.batch = batch;
+  if (batch.num_decode < batch.num_seqs) {
+    device.PrefillAttention(attention);
+  }
+  if (batch.num_decode > 0) {
+    device.DecodeAttention(attention);
+  }
+  device.FlattenKV({.k = dense_[side],
+                    .v = dense_[side] + dense_.size() / 2,
+                    .max_len = most_positions(),
+                    .kv = View(side),
+                    .hot = HotView(side),
+                    .rule = Rule(),
+                    .batch = batch});
+}
+
+void Layer::Step(const std::vector<int>& counts) {
+  Arrays arrays;
+  FillArrays(counts, arrays);
+  const BatchView& batch = arrays.group.batch;
+  const auto tokens = static_cast<size_t>(batch.num_tokens);
+  qkv_.Write(Normal(tokens * Row(), 100 + steps_++));
+  out_.Write(Unwritten(out_.size()));
+  for (const int side : {kCpu, kGpu}) {
+    devices_.of[side]->RunStep({.tokens = arrays.tokens.data(),
+                                .groups = &arrays.group,
+                                .num_groups = 1,
+                                .q_heads = q_heads()},
+                               [&] { RunOps(side, batch); });
+    devices_.of[side]->Synchronize();
+  }
+  CHECK(qkv_.Same());
+  CHECK(data_.Same());
+  CHECK(scales_.Same());
+  CHECK(hot_.Same());
+  CHECK(dense_.Same());
+  CHECK(num_nonfinite_.Same());
+  const bool bfloat = case_.dtype == DataType::kBFloat16 &&
+                      (case_.hot || case_.k == KvCacheMode::kNone || case_.v == KvCacheMode::kNone);
+  CHECK(RelativeError(out_, tokens * Width()) < (bfloat ? kMaxErrorBFloat : kMaxError));
+}
+
+// Prompts, chunks beside decoding, then decoding alone: the same step often enough to be recorded
+// and replayed.
+void CheckCase(const KvCase& c) {
+  const std::string text = Describe(c);
+  CAPTURE(text);
+  Devices devices;
+  Layer layer(devices, c);
+  layer.Step(c.contexts);
+  layer.Step({1, 1, kTokensOfPrompt});
+  for (int i = 0; i < 4; ++i) {
+    layer.Step({1, 1, 1});
+  }
+}
+
+TEST_CASE("every format, 16 bit of both kinds, head_dim 64 and 128") {
+  for (const KvCacheMode mode : kAllKvCacheModes) {
+    CheckCase({.k = mode, .v = mode, .dtype = DataType::kFloat16});
+    CheckCase({.k = mode, .v = mode, .head_dim = 128, .contexts = {66, 20, 40}});
+  }
+}
+
+TEST_CASE("four bits as they are served: rotation, search, mean, hot blocks") {
+  for (const KvCacheMode mode : {KvCacheMode::kFp4Nv, KvCacheMode::kFp4Mx, KvCacheMode::kInt4}) {
+    CheckCase({.k = mode, .v = mode, .hot = true, .as_served = true});
+    CheckCase({.k = mode,
+               .v = mode,
+               .group = 8,
+               .window = 32,
+               .sinks = true,
+               .as_served = true,
+               .contexts = {90, 20, 50}});
+  }
+}
+
+TEST_CASE("sliding windows with sinks, keys wider than values") {
+  CheckCase({.k = KvCacheMode::kNone, .v = KvCacheMode::kNone, .window = 40, .sinks = true});
+  CheckCase({.k = KvCacheMode::kInt8, .v = KvCacheMode::kFp4Nv, .window = 40, .sinks = true});
+  CheckCase({.k = KvCacheMode::kFp8E4m3, .v = KvCacheMode::kInt4, .hot = true});
+}
+
+}  // namespace
+}  // namespace turbomind::testing
