@@ -14,9 +14,7 @@ struct TileShape {
   int stages;
 };
 
-// Shared memory with which four blocks or two fit an SM of 228 KiB, 1 KiB of each taken by the
-// system.
-inline constexpr int kQuarterOfSm = 55 << 10;
+// Shared memory with which two blocks fit an SM of 228 KiB.
 inline constexpr int kHalfOfSm = 112 << 10;
 
 // Of positions that take `bytes`, metadata included: with it an SM holds four blocks or two, never

@@ -1,0 +1,244 @@
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <thread>
+
+#include "turbomind/backend/cuda/context.h"
+#include "turbomind/backend/cuda/cuda_device.h"
+#include "turbomind/backend/cuda/cuda_matrix.h"
+#include "turbomind/backend/cuda/decode_ops.h"
+#include "turbomind/backend/cuda/dense_ops.h"
+#include "turbomind/backend/cuda/kv_ops.h"
+#include "turbomind/backend/cuda/linear_ops.h"
+#include "turbomind/backend/cuda/prefill_ops.h"
+#include "turbomind/backend/cuda/step_arrays.h"
+#include "turbomind/backend/cuda/step_graphs.h"
+#include "turbomind/core/check.h"
+#include "turbomind/core/thread_pool.h"
+
+namespace turbomind::cuda {
+namespace {
+
+constexpr int kLeastSm = 80;  // cp.async, mma.m16n8k16 of BF16
+constexpr unsigned kMostHostThreads = 16;
+
+GpuProperties Resolve(int gpu) {
+  std::string why;
+  const int count = NumGpus(&why);
+  if (gpu < 0 || gpu >= count) {
+    throw InvalidArgument("CUDA device: got " + std::to_string(gpu) + ", " +
+                          (count == 0 ? why : "there are " + std::to_string(count)));
+  }
+  GpuProperties properties = PropertiesOf(gpu);
+  if (properties.sm < kLeastSm) {
+    throw InvalidArgument("CUDA device " + std::to_string(gpu) + ": " + properties.name +
+                          " has compute capability " + std::to_string(properties.sm / 10) + "." +
+                          std::to_string(properties.sm % 10) + ", want 8.0 or newer");
+  }
+  UseGpu(gpu);
+  return properties;
+}
+
+int NumHostThreads() {
+  return static_cast<int>(std::clamp(std::thread::hardware_concurrency(), 1u, kMostHostThreads));
+}
+
+// A stream of its own, destroyed last.
+class OwnStream {
+ public:
+  OwnStream() : stream_(CreateStream()) {}
+  ~OwnStream() { DestroyStream(stream_); }
+  OwnStream(const OwnStream&) = delete;
+  OwnStream& operator=(const OwnStream&) = delete;
+  operator Stream() const { return stream_; }
+
+ private:
+  Stream stream_;
+};
+
+// Pinned memory that grows.
+class PinnedBuffer {
+ public:
+  PinnedBuffer() = default;
+  ~PinnedBuffer() {
+    if (memory_ != nullptr) {
+      FreePinned(memory_);
+    }
+  }
+  PinnedBuffer(const PinnedBuffer&) = delete;
+  PinnedBuffer& operator=(const PinnedBuffer&) = delete;
+
+  void* Get(size_t num_bytes) {
+    if (num_bytes > num_bytes_) {
+      if (memory_ != nullptr) {
+        FreePinned(memory_);
+      }
+      memory_ = nullptr;
+      num_bytes_ = 0;
+      memory_ = AllocatePinned(num_bytes);
+      num_bytes_ = num_bytes;
+    }
+    return memory_;
+  }
+
+ private:
+  void* memory_ = nullptr;
+  size_t num_bytes_ = 0;
+};
+
+class CudaDevice final : public Device {
+ public:
+  CudaDevice(int gpu, const DeviceOptions& options)
+      : gpu_(gpu),
+        properties_(Resolve(gpu)),
+        workspace_(stream_),
+        context_{stream_, properties_, options.deterministic, &workspace_},
+        arrays_(stream_),
+        graphs_(stream_),
+        planner_(context_),
+        uploader_(stream_),
+        pool_(NumHostThreads()) {}
+
+  DeviceCapability capability() const override { return {.is_cuda = true, .sm = context_.gpu.sm}; }
+  std::string name() const override {
+    return "cuda:" + std::to_string(gpu_) + " (" + context_.gpu.name + ", sm " +
+           std::to_string(context_.gpu.sm) + ")";
+  }
+
+  void* Reserve(size_t num_bytes) override {
+    if (num_bytes == 0) {
+      return nullptr;
+    }
+    UseGpu(gpu_);
+    void* memory = AllocateGpu(num_bytes);
+    ClearBytes(memory, num_bytes, stream_);
+    return memory;
+  }
+  void Release(void* memory, size_t) override {
+    if (memory != nullptr) {
+      UseGpu(gpu_);
+      cuda::Synchronize(stream_);
+      FreeGpu(memory);
+    }
+  }
+  void Copy(void* to, const void* from, size_t num_bytes) override {
+    UseGpu(gpu_);
+    CopyBytes(to, from, num_bytes, stream_);
+  }
+  void Synchronize() override { cuda::Synchronize(stream_); }
+  void* ReadBack(void* memory, size_t num_bytes) override {
+    void* host = read_back_.Get(num_bytes);
+    CopyBytes(host, memory, num_bytes, stream_);
+    cuda::Synchronize(stream_);
+    return host;
+  }
+
+  void RunStep(const StepParams& step, FunctionRef<void()> ops) override;
+
+  int num_host_threads() const override { return pool_.num_threads(); }
+  void ForEachOnHost(int64_t num_items, FunctionRef<void(int64_t item, int thread)> fn) override {
+    pool_.ParallelFor(num_items, fn);
+  }
+
+  std::unique_ptr<PackedMatrix> PackMatrix(const MatrixSource& source, bool exact) override {
+    UseGpu(gpu_);
+    return CudaPackMatrix(uploader_, source, exact);
+  }
+
+  void Embed(const EmbedParams& params) override {
+    EmbedParams p = params;
+    p.ids = arrays_.OnGpu(params.ids);
+    linear_.Embed(context_, p);
+  }
+  void FillRope(const FillRopeParams& params) override {
+    FillRopeParams p = params;
+    p.positions = arrays_.OnGpu(params.positions);
+    CudaFillRope(context_, p);
+  }
+  void RmsNorm(const RmsNormParams& params) override { CudaRmsNorm(context_, params); }
+  void Linear(const LinearParams& params) override { linear_.Linear(context_, params); }
+  void GatedActivation(const GatedActivationParams& params) override {
+    CudaGatedActivation(context_, params);
+  }
+  void GroupedLinear(const GroupedLinearParams& params) override {
+    linear_.GroupedLinear(context_, params);
+  }
+  void RouteExperts(const RouteExpertsParams& params) override {
+    CudaRouteExperts(context_, params);
+  }
+  void GroupRows(const GroupRowsParams& params) override { CudaGroupRows(context_, params); }
+  void CombineExperts(const CombineExpertsParams& params) override {
+    CudaCombineExperts(context_, params);
+  }
+  void ProcessKV(const ProcessKVParams& params) override {
+    CudaProcessKV(context_, WithBatch(params));
+  }
+  void QuantiseBlocks(const QuantiseBlocksParams& params) override;
+  void FlattenKV(const FlattenKVParams& params) override {
+    CudaFlattenKV(context_, WithBatch(params));
+  }
+  void PrefillAttention(const AttentionParams& params) override {
+    CudaPrefillAttention(context_, WithBatch(params), params.batch);
+  }
+  void DecodeAttention(const AttentionParams& params) override {
+    CudaDecodeAttention(context_, planner_, WithBatch(params));
+  }
+  bool ArgMaxRows(const ArgMaxRowsParams& params) override {
+    CudaArgMaxRows(context_, params);
+    return true;
+  }
+
+ private:
+  template <class Params>
+  Params WithBatch(const Params& params) const {
+    Params p = params;
+    p.batch = arrays_.OnGpu(params.batch);
+    return p;
+  }
+
+  const int gpu_;
+  const GpuProperties properties_;  // found before anything of the GPU is made
+  OwnStream stream_;
+  Workspace workspace_;
+  const Context context_;
+  StepArrays arrays_;
+  StepGraphs graphs_;
+  DecodePlanner planner_;
+  Uploader uploader_;
+  CudaLinear linear_;
+  PinnedBuffer read_back_;
+  ThreadPool pool_;
+};
+
+void CudaDevice::QuantiseBlocks(const QuantiseBlocksParams& params) {
+  QuantiseBlocksParams p = params;
+  p.moves = arrays_.OnGpu(params.moves);
+  CudaQuantiseBlocks(context_, p);
+}
+
+void CudaDevice::RunStep(const StepParams& step, FunctionRef<void()> ops) {
+  UseGpu(gpu_);
+  arrays_.Upload(step);
+  bool decodes_only = !step.op_by_op;
+  for (int i = 0; i < step.num_groups; ++i) {
+    const BatchView& batch = step.groups[i].batch;
+    decodes_only = decodes_only && batch.num_decode == batch.num_seqs && batch.num_moves == 0;
+  }
+  planner_.Upload(step);
+  if (!decodes_only) {
+    ops();
+    return;
+  }
+  const auto generations = [this]() -> int64_t {
+    return int64_t{arrays_.generation()} + workspace_.generation() + planner_.generation();
+  };
+  graphs_.Run(arrays_.shape(), generations, ops);
+}
+
+}  // namespace
+
+std::unique_ptr<Device> MakeDevice(int gpu, const DeviceOptions& options) {
+  return std::make_unique<CudaDevice>(gpu, options);
+}
+
+}  // namespace turbomind::cuda

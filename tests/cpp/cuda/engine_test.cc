@@ -1,0 +1,153 @@
+// The whole engine on the CUDA backend, run thread by thread on the CPU, beside one on the CPU.
+
+#include "turbomind/engine/engine.h"
+
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/tiny_model.h"
+#include "turbomind/backend/cuda/cuda_device.h"
+
+namespace turbomind {
+namespace {
+
+using testing::TinyOptions;
+
+// Of the logits' L2 norm. Operands of the GPU's products have 8 bits (linear layers, a BF16 cache)
+// or 11, the CPU's 16. Values that differ so may be stored as neighbouring codes: no more than what
+// the format itself changes is added to it.
+constexpr double kMaxError = 0.03;
+const TinyOptions kPacked = {.quantised = true};  // FP32 layers take long, run so
+constexpr int kNewTokens = 5;
+
+using Outputs = std::map<uint64_t, RequestOutput>;
+
+struct Setting {
+  ModelConfig model;
+  EngineConfig config;
+  TinyOptions options;
+  std::vector<int> prompts = {50, 3, 21};  // their lengths
+};
+
+std::vector<std::shared_ptr<Request>> Requests(const Setting& setting) {
+  std::vector<std::shared_ptr<Request>> requests;
+  for (const int length : setting.prompts) {
+    const auto id = static_cast<uint64_t>(requests.size() + 1);
+    auto request = testing::MakeRequest(
+        id, testing::RandomPrompt(static_cast<uint32_t>(id), length), kNewTokens);
+    request->logits_output = LogitsOutput::kGeneration;
+    request->ignore_eos = true;
+    requests.push_back(std::move(request));
+  }
+  return requests;
+}
+
+Outputs RunOn(std::shared_ptr<Device> device, const Setting& setting,
+              const std::vector<std::shared_ptr<Request>>& requests) {
+  auto weights = testing::TinyWeights(setting.model, *device, setting.options);
+  Engine engine(setting.model, setting.config, std::move(weights), device, testing::kFreeBytes);
+  for (const auto& request : requests) {
+    engine.Submit(request);
+  }
+  return testing::Collect(engine, requests.size());
+}
+
+double Error(const std::vector<float>& got, const std::vector<float>& want) {
+  double error = 0;
+  double norm = 0;
+  for (size_t i = 0; i < want.size(); ++i) {
+    error += (double{got[i]} - want[i]) * (double{got[i]} - want[i]);
+    norm += double{want[i]} * want[i];
+  }
+  return std::sqrt(error / norm);
+}
+
+std::vector<float> Row(const RequestOutput& output, size_t token) {
+  const auto begin = output.logits.begin() + static_cast<int64_t>(token) * testing::kVocab;
+  return {begin, begin + testing::kVocab};
+}
+
+// What the format changes in the first logits, at most.
+double FormatError(const Setting& setting, const Outputs& stored) {
+  Setting none = setting;
+  none.config.kv_mode = KvCacheMode::kNone;
+  none.config.kv_layers.clear();
+  double most = 0;
+  for (const auto& [id, output] : RunOn(MakeCpuDevice(1), none, Requests(none))) {
+    most = std::max(most, Error(Row(stored.at(id), 0), Row(output, 0)));
+  }
+  return most;
+}
+
+// Logits up to the first token that differs: what follows answers another text.
+void CheckAlike(const Outputs& got, const Outputs& want, double most) {
+  REQUIRE(got.size() == want.size());
+  for (const auto& [id, output] : want) {
+    const RequestOutput& other = got.at(id);
+    CAPTURE(id);
+    CHECK(other.error == "");
+    REQUIRE(other.logits.size() == output.logits.size());
+    for (size_t t = 0; t < output.tokens.size(); ++t) {
+      CAPTURE(t);
+      CHECK(Error(Row(other, t), Row(output, t)) < most);
+      if (other.tokens.at(t) != output.tokens[t]) {
+        break;
+      }
+    }
+  }
+}
+
+std::vector<Setting> Settings() {
+  std::vector<Setting> settings;
+  for (const KvCacheMode mode : kAllKvCacheModes) {
+    settings.push_back({testing::TinyConfig(), testing::TinyEngineConfig(mode), kPacked});
+  }
+  Setting hot = {testing::TinyConfig(), testing::TinyEngineConfig(KvCacheMode::kFp4Nv), kPacked};
+  hot.config.kv_quality = {.rotate_k = true, .search_scales = true, .hot = {64, 64}};
+  settings.push_back(hot);
+  Setting mixed = hot;
+  mixed.config.kv_layers = {{KvCacheMode::kFp8E4m3, KvCacheMode::kFp4Mx},
+                            {KvCacheMode::kInt8, KvCacheMode::kInt4}};
+  settings.push_back(mixed);
+  const EngineConfig fp4 = testing::TinyEngineConfig(KvCacheMode::kFp4Mx);
+  settings.push_back({testing::TinyGptOss(), fp4, kPacked});
+  settings.push_back({testing::TinyQwenMoe(), fp4, {}, {3, 9}});
+  Setting chunked = {testing::TinyConfig(), fp4, kPacked};
+  chunked.config.max_prefill_token_num = 32;
+  settings.push_back(chunked);
+  return settings;
+}
+
+TEST_CASE("an engine on a GPU answers as one on a CPU") {
+  for (const Setting& setting : Settings()) {
+    CAPTURE(std::string(ToString(setting.config.kv_mode)));
+    CAPTURE(setting.model.moe.num_experts);
+    CAPTURE(setting.config.kv_quality.rotate_k);
+    const auto requests = Requests(setting);
+    const Outputs want = RunOn(MakeCpuDevice(1), setting, requests);
+    const double most = kMaxError + FormatError(setting, want);
+    CheckAlike(RunOn(cuda::MakeDevice(0, {}), setting, requests), want, most);
+  }
+}
+
+TEST_CASE("deterministic: a sequence has the same logits alone and among others") {
+  const Setting setting = {testing::TinyConfig(), testing::TinyEngineConfig(KvCacheMode::kFp4Nv),
+                           kPacked};
+  const auto requests = Requests(setting);
+  const cuda::DeviceOptions options = {.deterministic = true};
+  const Outputs together = RunOn(cuda::MakeDevice(0, options), setting, requests);
+  for (const auto& request : requests) {
+    const Outputs alone = RunOn(cuda::MakeDevice(0, options), setting, {request});
+    CHECK(alone.at(request->id).tokens == together.at(request->id).tokens);
+    CHECK(alone.at(request->id).logits == together.at(request->id).logits);
+  }
+}
+
+}  // namespace
+}  // namespace turbomind
