@@ -79,7 +79,7 @@ struct BlockFragments {
     const char* at = tile + static_cast<int64_t>(unit) * UnitBytes(F);
     return {LoadGlobalOnce(reinterpret_cast<const Words<16>*>(at + lane * 16)),
             LoadGlobalOnce(reinterpret_cast<const Words<kScaleBytes>*>(at + kUnitCodeBytes +
-                                                                   (lane >> 2) * kScaleBytes))};
+                                                                       (lane >> 2) * kScaleBytes))};
   }
   static TM_DEVICE float HalfAt(const Unit& unit, int i) {
     return ConvertHalf(unit.scales.v[i / 2] >> (16 * (i % 2)));
