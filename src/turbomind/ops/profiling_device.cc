@@ -161,7 +161,16 @@ void ProfilingDevice::AddStep(const Step& step, std::vector<PhaseProfile>& phase
   }
 }
 
+bool ProfilingDevice::InStep() const {
+  const std::lock_guard lock(mutex_);
+  return step_.last_end_ns.has_value();
+}
+
 void ProfilingDevice::Copy(void* to, const void* from, size_t num_bytes) {
+  if (!InStep()) {
+    device_->Copy(to, from, num_bytes);
+    return;
+  }
   Run(Key(OpKind::kCopy), CopyCost(num_bytes), [&] { device_->Copy(to, from, num_bytes); });
 }
 

@@ -83,7 +83,8 @@ struct Profile {
 };
 
 // Forwards everything, so the other device's matrices stay its own. Ops are timed until their work
-// is done (Synchronize). A step begins with Embed.
+// is done (Synchronize). A step begins with Embed;
+// copies before the first one (weights, tables) are part of none.
 //
 // Invariants:
 //  1. In each phase the nanoseconds of the records but kBetweenSteps sum to those of the phase.
@@ -149,6 +150,7 @@ class ProfilingDevice final : public Device {
     std::vector<OpRecord> records;
   };
 
+  bool InStep() const;
   template <class Fn>
   Span Time(const Fn& op);
   template <class Fn>

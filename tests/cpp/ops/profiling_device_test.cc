@@ -135,6 +135,19 @@ OpKey LinearKey(const FakeMatrix& weight) {
 
 }  // namespace
 
+TEST_CASE("copies before the first step are part of none") {
+  Fixture f;
+  const float from = 1.f;
+  float to = 0.f;
+  f.device.Copy(&to, &from, sizeof(to));
+  CHECK(to == 1.f);
+  CHECK(f.device.profile().phases.empty());
+  f.Embed(1);
+  f.device.Copy(&to, &from, sizeof(to));
+  CHECK(f.device.profile().phases.at(0).num_steps == 1);
+  CHECK(f.device.profile().phases.at(0).records.size() == 3);  // with the time between the two
+}
+
 TEST_CASE("everything reaches the device behind") {
   Fixture f;
   Device& device = f.device;
