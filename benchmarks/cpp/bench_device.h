@@ -68,6 +68,14 @@ class DeviceBuffer {
     device.Copy(data_, values.data(), num_bytes_);
     device.Synchronize();
   }
+  // `count` values: those given, again and again.
+  template <class T>
+  DeviceBuffer(Device& device, const std::vector<T>& values, int64_t count)
+      : DeviceBuffer(device, static_cast<size_t>(count) * sizeof(T)) {
+    const size_t given = std::min(num_bytes_, values.size() * sizeof(T));
+    device.Copy(data_, values.data(), given);
+    Repeat(given);
+  }
   ~DeviceBuffer() { device_.Release(data_, num_bytes_); }
   DeviceBuffer(const DeviceBuffer&) = delete;
   DeviceBuffer& operator=(const DeviceBuffer&) = delete;

@@ -28,6 +28,7 @@ struct Limits {
 constexpr int kMostLaunches = 256;
 constexpr int kLeastLayers = 2;
 constexpr int kBlockTokens = 64;
+constexpr int64_t kPeriodValues = int64_t{1} << 18;  // random ones of an activation, then again
 constexpr float kNormEps = 1e-6f;
 
 struct KvShape {
@@ -157,13 +158,12 @@ class KvBench {
         data_(device, static_cast<size_t>(blocks_ * layout_.block_bytes())),
         scales_(device, static_cast<size_t>(blocks_ * layout_.scale_block_bytes())),
         host_(shape, blocks_),
-        qkv_(device, RandomValues(shape.num_tokens() * Heads() * shape.head_dim, 2)),
+        qkv_(device, RandomValues(kPeriodValues, 2), shape.num_tokens() * Heads() * shape.head_dim),
         out_(device, static_cast<size_t>(shape.num_tokens() * shape.q_heads() * shape.head_dim) *
                          sizeof(float)),
         sinks_(device, RandomValues(shape.q_heads(), 3)),
-        angles_(device,
-                std::vector<float>(static_cast<size_t>(shape.num_tokens() * shape.head_dim / 2),
-                                   std::sqrt(0.5f))),
+        angles_(device, std::vector<float>{std::sqrt(0.5f)},
+                shape.num_tokens() * shape.head_dim / 2),
         num_nonfinite_(device, sizeof(int64_t)) {
     Fill();
     for (size_t i = 0; i < layout_.config().layers.size(); ++i) {

@@ -112,7 +112,7 @@ class MatrixBench {
 inline Measured MeasureLinear(Device& device, const MatrixShape& shape, const Limits& limits) {
   const MatrixBench matrices(device, shape, limits);
   PlainStep step(device, shape.tokens);
-  const DeviceBuffer x(device, RandomValues(int64_t{shape.tokens} * shape.cols, 1));
+  const DeviceBuffer x(device, RandomValues(kPeriodValues, 1), int64_t{shape.tokens} * shape.cols);
   const DeviceBuffer y(
       device, sizeof(float) * static_cast<size_t>(shape.tokens) * static_cast<size_t>(shape.rows));
   const auto params = [&](int launch) {
@@ -159,7 +159,7 @@ inline Measured MeasureExperts(Device& device, const MatrixShape& shape, const L
   const Routing routing(shape);
   const DeviceBuffer offsets(device, routing.offsets);
   const DeviceBuffer x_rows(device, routing.x_rows);
-  const DeviceBuffer x(device, RandomValues(int64_t{shape.tokens} * shape.cols, 1));
+  const DeviceBuffer x(device, RandomValues(kPeriodValues, 1), int64_t{shape.tokens} * shape.cols);
   const DeviceBuffer y(device,
                        sizeof(float) * routing.x_rows.size() * static_cast<size_t>(shape.rows));
   const auto params = [&](int launch) {
@@ -182,12 +182,9 @@ inline Measured MeasureExperts(Device& device, const MatrixShape& shape, const L
 // From one end of the memory to the other: bytes read and bytes written count.
 inline Measured MeasureCopy(Device& device, int64_t num_bytes, const Limits& limits) {
   const auto size = static_cast<size_t>(num_bytes);
-  DeviceBuffer from(device, size);
+  const DeviceBuffer from(device, RandomValues(kPeriodValues, 1),
+                          num_bytes / int64_t{sizeof(float)});
   const DeviceBuffer to(device, size);
-  const std::vector<float> some = RandomValues(1 << 12, 1);
-  const size_t part = std::min(size, some.size() * sizeof(float));
-  device.Copy(from.As<std::byte>(), some.data(), part);
-  from.Repeat(part);
   const Timing timing = Measure(device, limits.launches, limits.round_seconds, [&] {
     for (int i = 0; i < limits.launches; ++i) {
       device.Copy(to.As<std::byte>(), from.As<std::byte>(), size);
