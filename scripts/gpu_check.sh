@@ -29,7 +29,7 @@ declare -rA BUDGET_S=(
   [racecheck]="${SECONDS_racecheck:-50}"
   [peers]="${SECONDS_peers:-60}"
 )
-readonly NO_GPU=3 GRACE_S=15 TIMED_OUT=124
+readonly NO_GPU=3 GRACE_S=15 TIMED_OUT=124 KILLED=137
 readonly SANITIZER_FOUND=99
 readonly BUILD="${TM_CUDA_BUILD:-$PWD/build/cuda}"
 readonly RESULTS="${TM_GPU_RESULTS:-$PWD/benchmarks/results}"
@@ -90,8 +90,10 @@ device=$("$BUILD/device_bench" device=cuda </dev/null 2>"$LOGS/device.log") ||
 json="$RESULTS/$("$PYTHON" benchmarks/gpu_results.py <<<"$device")" || exit 2
 echo "== $device"
 
-# Tests that run on a GPU: all but those about the stand-in for one.
-test_names() { grep -L cuda_shim tests/cpp/cuda/*_test.cc | xargs -n 1 basename; }
+# The files whose tests are in the program.
+test_names() {
+  "$BUILD/gpu_ops_test" --list-test-cases --reporters=xml | grep -oE '[a-z0-9_]+_test\.cc' | sort -u
+}
 
 # run_test LOG SECONDS NAME [COMMAND…]: one test file, under COMMAND.
 run_test() {
@@ -135,7 +137,7 @@ sanitize() {
     if grep -qiE '^=+ .*(not supported|unsupported)' "$LOGS/$tool.$name.log"; then
       echo "skipped: compute-sanitizer cannot run here"
       return 0
-    elif [ "$code" = "$TIMED_OUT" ] && ! grep -qE '^=+ (Invalid|Error|ERROR|Race|Warning: Race)' \
+    elif { [ "$code" = "$TIMED_OUT" ] || [ "$code" = "$KILLED" ]; } && ! grep -qE '^=+ (Invalid|Error|ERROR|Race|Warning: Race)' \
       "$LOGS/$tool.$name.log"; then
       echo "time over in $name, no error so far"
     elif [ "$code" != 0 ]; then

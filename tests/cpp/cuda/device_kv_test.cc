@@ -268,6 +268,7 @@ void Layer::Step(const std::vector<int>& counts) {
     devices_.of[side]->Synchronize();
   }
   CHECK(qkv_.Same());
+  CHECK(dot_.Same());
   CHECK(data_.Same());
   CHECK(scales_.Same());
   CHECK(hot_.Same());
