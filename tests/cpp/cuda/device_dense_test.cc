@@ -3,6 +3,8 @@
 
 #include <doctest/doctest.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -234,6 +236,22 @@ TEST_CASE("experts, from the router's logits to the sum") {
     CHECK(RelativeError(y) < kProductError);
     CHECK(RelativeError(out) < kProductError);
   }
+}
+
+TEST_CASE("the highest logit of every row") {
+  Devices devices;
+  constexpr int kVocab = 1000;
+  std::vector<float> logits = Normal(5 * kVocab, 13);
+  logits[3] = logits[900] = 9.f;                         // among equals the lower id
+  logits[kVocab + kVocab - 1] = 9.f;                     // the last
+  logits[2 * kVocab + 7] = NAN;                          // refused
+  logits[3 * kVocab + 7] = INFINITY;                     // refused
+  std::fill(logits.end() - kVocab, logits.end(), -2.f);  // all equal
+  const Both<float> rows(devices, logits);
+  const Both<int32_t> ids(devices, std::vector<int32_t>(5, -7));
+  REQUIRE(devices.of[kGpu]->ArgMaxRows(
+      {.logits = rows[kGpu], .ids = ids[kGpu], .num_rows = 5, .vocab_size = kVocab}));
+  CHECK(ids.Read(kGpu) == std::vector<int32_t>{3, kVocab - 1, -1, -1, 0});
 }
 
 TEST_CASE("what is read back is what was computed, and may be overwritten") {
