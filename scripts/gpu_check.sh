@@ -35,6 +35,7 @@ readonly BUILD="${TM_CUDA_BUILD:-$PWD/build/cuda}"
 readonly RESULTS="${TM_GPU_RESULTS:-$PWD/benchmarks/results}"
 readonly LOGS="${TM_GPU_LOGS:-$PWD/build/gpu_check}"
 readonly PYTHON="${PYTHON:-python3}"
+export PATH="$PATH:/usr/local/cuda/bin"
 
 no_gpu() {
   echo "gpu_check.sh: $1; nothing was checked" >&2
@@ -49,8 +50,6 @@ for part in "${parts[@]}"; do
     exit 2
   }
 done
-
-command -v nvidia-smi >/dev/null || [ -e /dev/nvidiactl ] || no_gpu "no GPU: no NVIDIA driver found"
 
 # The architecture of the first GPU as nvcc names it: 9.0 is 90a, 10.0 and newer end in f.
 gpu_arch() {
@@ -72,17 +71,20 @@ build() {
     ninja -C "$BUILD" gpu_check
 }
 
-mkdir -p "$LOGS" "$RESULTS"
 if [ -z "${TM_CUDA_BUILD:-}" ]; then
+  command -v nvidia-smi >/dev/null || [ -e /dev/nvidiactl ] ||
+    no_gpu "no GPU: no NVIDIA driver found"
   command -v nvcc >/dev/null || [ -n "${CUDACXX:-}" ] ||
     no_gpu "no nvcc: install the CUDA toolkit, or name a built folder in TM_CUDA_BUILD"
   echo "== build in $BUILD"
+  mkdir -p "$LOGS"
   build >"$LOGS/build.log" 2>&1 || {
     tail -n 20 "$LOGS/build.log" >&2
     echo "gpu_check.sh: the build failed: $LOGS/build.log" >&2
     exit 1
   }
 fi
+mkdir -p "$LOGS" "$RESULTS"
 export LMDEPLOY_CUDA_LIBRARY="$BUILD/libturbomind_cuda.so"
 
 device=$("$BUILD/device_bench" device=cuda </dev/null 2>"$LOGS/device.log") ||
@@ -90,9 +92,10 @@ device=$("$BUILD/device_bench" device=cuda </dev/null 2>"$LOGS/device.log") ||
 json="$RESULTS/$("$PYTHON" benchmarks/gpu_results.py <<<"$device")" || exit 2
 echo "== $device"
 
-# The files whose tests are in the program.
+# The files whose tests are in the program; fails where there are none.
 test_names() {
-  "$BUILD/gpu_ops_test" --list-test-cases --reporters=xml | grep -oE '[a-z0-9_]+_test\.cc' | sort -u
+  "$BUILD/gpu_ops_test" --list-test-cases --reporters=xml | grep -oE '[a-z0-9_]+_test\.cc' |
+    sort -u | grep .
 }
 
 # run_test LOG SECONDS NAME [COMMAND…]: one test file, under COMMAND.
@@ -103,8 +106,12 @@ run_test() {
 }
 
 part_conformance() {
-  local name status=0 end=$((SECONDS + ${BUDGET_S[conformance]}))
-  for name in $(test_names); do
+  local names name status=0 end=$((SECONDS + ${BUDGET_S[conformance]}))
+  names=$(test_names) || {
+    echo "FAILED  no tests in $BUILD/gpu_ops_test"
+    return 1
+  }
+  for name in $names; do
     if run_test "$LOGS/$name.log" "$((end > SECONDS ? end - SECONDS : 1))" "$name" &&
       grep -qE 'test cases: +[1-9]' "$LOGS/$name.log"; then
       echo "ok      $name"
@@ -119,13 +126,17 @@ part_conformance() {
 
 # sanitize TOOL: no error in what the time allows is no failure; it is said.
 sanitize() {
-  local tool="$1" name status=0 code left
+  local tool="$1" names name status=0 code left
   local end=$((SECONDS + ${BUDGET_S[$tool]}))
   command -v compute-sanitizer >/dev/null || {
     echo "skipped: no compute-sanitizer on PATH"
     return 0
   }
-  for name in $(test_names); do
+  names=$(test_names) || {
+    echo "FAILED  no tests in $BUILD/gpu_ops_test"
+    return 1
+  }
+  for name in $names; do
     left=$((end - SECONDS))
     if [ "$left" -le 0 ]; then
       echo "time over before $name"

@@ -483,6 +483,12 @@ def test_parts_that_pass(tmp_path):
     assert verdicts["conformance"] == "ok" and verdicts["memcheck"] in ("ok", "skipped")
 
 
+def test_no_tests_are_a_failure(tmp_path):
+    done, path = gpu_check(tmp_path, "conformance", device_bench=FAKE_BENCH, gpu_ops_test="")
+    assert done.returncode == 1 and "no tests in" in done.stdout
+    assert read_document(path)["checks"][0]["verdict"] == "FAILED"
+
+
 def test_gpu_check_without_a_gpu(tmp_path):
     done, path = gpu_check(tmp_path, device_bench="sys.exit('no driver here')")
     assert done.returncode == 3 and done.stderr.strip().count("\n") == 0
