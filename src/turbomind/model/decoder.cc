@@ -103,10 +103,7 @@ Decoder::Decoder(DecoderConfig config, std::shared_ptr<const Weights> weights, D
 Decoder::~Decoder() { device_.Release(memory_, static_cast<size_t>(scratch_bytes_)); }
 
 int64_t Decoder::num_nonfinite() const {
-  int64_t count = 0;
-  device_.Copy(&count, scratch_.num_nonfinite, sizeof(count));
-  device_.Synchronize();
-  return count;
+  return *static_cast<int64_t*>(device_.ReadBack(scratch_.num_nonfinite, sizeof(int64_t)));
 }
 
 void Decoder::Forward(const DecoderInput& input) {

@@ -76,7 +76,7 @@ class Decoder {
 
   int max_logit_rows() const { return config_.max_logit_rows; }
   int64_t scratch_bytes() const { return scratch_bytes_; }
-  // Waits for the step.
+  // Waits for the step; what ReadLogits returned is gone then.
   int64_t num_nonfinite() const;
 
  private:
