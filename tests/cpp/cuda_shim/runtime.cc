@@ -116,7 +116,7 @@ void* AllocateGpu(size_t num_bytes) {
   return memory;
 }
 
-void FreeGpu(void* memory) {
+void FreeGpu(void* memory) noexcept {
   Gpu& gpu = TheGpu();
   const auto found = gpu.allocations.find(memory);
   Check(found != gpu.allocations.end(), "what is freed was allocated");
@@ -126,10 +126,10 @@ void FreeGpu(void* memory) {
 }
 
 void* AllocatePinned(size_t num_bytes) { return Allocate(num_bytes); }
-void FreePinned(void* memory) { std::free(memory); }
+void FreePinned(void* memory) noexcept { std::free(memory); }
 
 Stream CreateStream() { return new CUstream_st; }
-void DestroyStream(Stream stream) { delete stream; }
+void DestroyStream(Stream stream) noexcept { delete stream; }
 
 void Synchronize(Stream stream) {
   Check(stream->recorded == nullptr, "nothing waits while a graph is recorded");
@@ -155,7 +155,7 @@ void ClearBytes(void* to, size_t num_bytes, Stream stream) {
 }
 
 Event CreateEvent() { return new CUevent_st; }
-void DestroyEvent(Event event) { delete event; }
+void DestroyEvent(Event event) noexcept { delete event; }
 void Record(Event event, Stream stream) {
   RunOrRecord(stream, [event] { event->time = std::chrono::steady_clock::now(); });
 }
@@ -182,7 +182,7 @@ void LaunchGraph(Graph graph, Stream) {
   }
 }
 
-void DestroyGraph(Graph graph) { delete graph; }
+void DestroyGraph(Graph graph) noexcept { delete graph; }
 
 void RunOnShim(const LaunchShape& shape, Stream stream, std::function<void()> kernel) {
   constexpr int64_t kMostGridY = 65535;

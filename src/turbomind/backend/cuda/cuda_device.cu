@@ -116,8 +116,6 @@ class CudaDevice final : public Device {
   }
   void Release(void* memory, size_t) override {
     if (memory != nullptr) {
-      UseGpu(gpu_);
-      cuda::Synchronize(stream_);
       FreeGpu(memory);
     }
   }

@@ -90,7 +90,7 @@ void* AllocateGpu(size_t num_bytes) {
   return memory;
 }
 
-void FreeGpu(void* memory) { Require(cudaFree(memory), "cudaFree"); }
+void FreeGpu(void* memory) noexcept { cudaFree(memory); }
 
 void* AllocatePinned(size_t num_bytes) {
   void* memory = nullptr;
@@ -98,7 +98,7 @@ void* AllocatePinned(size_t num_bytes) {
   return memory;
 }
 
-void FreePinned(void* memory) { Require(cudaFreeHost(memory), "cudaFreeHost"); }
+void FreePinned(void* memory) noexcept { cudaFreeHost(memory); }
 
 Stream CreateStream() {
   cudaStream_t stream = nullptr;
@@ -106,7 +106,7 @@ Stream CreateStream() {
   return stream;
 }
 
-void DestroyStream(Stream stream) { Require(cudaStreamDestroy(stream), "cudaStreamDestroy"); }
+void DestroyStream(Stream stream) noexcept { cudaStreamDestroy(stream); }
 
 void Synchronize(Stream stream) { Require(cudaStreamSynchronize(stream), "a kernel or copy"); }
 
@@ -128,7 +128,7 @@ Event CreateEvent() {
   return event;
 }
 
-void DestroyEvent(Event event) { Require(cudaEventDestroy(event), "cudaEventDestroy"); }
+void DestroyEvent(Event event) noexcept { cudaEventDestroy(event); }
 
 void Record(Event event, Stream stream) { Require(cudaEventRecord(event, stream), "cudaEvent"); }
 
@@ -159,7 +159,7 @@ void LaunchGraph(Graph graph, Stream stream) {
   Require(cudaGraphLaunch(graph, stream), "cudaGraphLaunch");
 }
 
-void DestroyGraph(Graph graph) { Require(cudaGraphExecDestroy(graph), "cudaGraphExecDestroy"); }
+void DestroyGraph(Graph graph) noexcept { cudaGraphExecDestroy(graph); }
 
 void LaunchKernel(const void* kernel, const LaunchShape& shape, Stream stream, void** arguments) {
   if (shape.grid_x == 0 || shape.grid_y == 0 || shape.grid_z == 0) {

@@ -3,7 +3,8 @@
 // What the CUDA backend's host code asks of the driver: memory, streams, events, graphs. The real
 // one is runtime.cu; the tests' own (tests/cpp/cuda_shim/runtime.cc) runs on the CPU and checks
 // that kernels touch nothing but what was allocated here. Every function throws InternalError with
-// the driver's words, or std::bad_alloc where memory is short. One thread at a time.
+// the driver's words, or std::bad_alloc where memory is short, but those that give something back:
+// destructors call them, even after a kernel has failed. One thread at a time.
 
 #include <cstddef>
 #include <string>
@@ -39,13 +40,13 @@ struct MemoryInfo {
 };
 MemoryInfo GpuMemory();
 
-void* AllocateGpu(size_t num_bytes);  // not cleared; 256-byte aligned
-void FreeGpu(void* memory);
+void* AllocateGpu(size_t num_bytes);     // not cleared; 256-byte aligned
+void FreeGpu(void* memory) noexcept;     // waits for the work that uses it
 void* AllocatePinned(size_t num_bytes);  // host memory that copies fast
-void FreePinned(void* memory);
+void FreePinned(void* memory) noexcept;
 
 Stream CreateStream();
-void DestroyStream(Stream stream);
+void DestroyStream(Stream stream) noexcept;
 void Synchronize(Stream stream);
 // In the order of the stream. Either address on the host or the GPU; host memory that is not
 // pinned has been read when the call returns.
@@ -53,7 +54,7 @@ void CopyBytes(void* to, const void* from, size_t num_bytes, Stream stream);
 void ClearBytes(void* to, size_t num_bytes, Stream stream);
 
 Event CreateEvent();
-void DestroyEvent(Event event);
+void DestroyEvent(Event event) noexcept;
 void Record(Event event, Stream stream);
 void WaitFor(Event event);
 // Waits for `end`.
@@ -64,6 +65,6 @@ float Milliseconds(Event begin, Event end);
 void BeginCapture(Stream stream);
 Graph EndCapture(Stream stream);
 void LaunchGraph(Graph graph, Stream stream);
-void DestroyGraph(Graph graph);
+void DestroyGraph(Graph graph) noexcept;
 
 }  // namespace turbomind::cuda
