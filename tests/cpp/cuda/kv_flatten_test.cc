@@ -32,6 +32,7 @@ TEST_CASE("flattened FP32 has the CPU's bits") {
     for (int head_dim : {64, 80, 96, 128, 256}) {
       for (bool hot : {false, true}) {
         Shape shape = {.modes = modes, .dtype = kTypes[++seed % 2], .head_dim = head_dim};
+        shape.contexts[1] = 2 * shape.block_seq_len;  // its last position ends a block
         Step step(shape, seed);
         step.hot = hot;
         step.tables[1] = -1;
