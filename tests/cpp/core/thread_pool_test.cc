@@ -7,6 +7,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <ctime>
@@ -199,15 +200,24 @@ double CpuSecondsOfLoops(int num_threads) {
   return CpuSeconds() - begin;
 }
 
+// The least of a few runs: what else the machine does can only add.
+double LeastCpuSecondsOfLoops(int num_threads) {
+  double least = CpuSecondsOfLoops(num_threads);
+  for (int i = 0; i < 4; ++i) {
+    least = std::min(least, CpuSecondsOfLoops(num_threads));
+  }
+  return least;
+}
+
 // Threads that spin for one another on one core, time slice by time slice, cost a multiple.
 constexpr double kMostOverhead = 1.4;
 
 TEST_CASE("threads on one core cost little more CPU than one thread") {
   const OneCore one_core;
-  const double alone = CpuSecondsOfLoops(1);
+  const double alone = LeastCpuSecondsOfLoops(1);
   for (const int num_threads : {2, 4}) {
     CAPTURE(num_threads);
-    const double shared = CpuSecondsOfLoops(num_threads);
+    const double shared = LeastCpuSecondsOfLoops(num_threads);
     CAPTURE(shared / alone);
     CHECK(shared < kMostOverhead * alone);
   }
@@ -215,22 +225,23 @@ TEST_CASE("threads on one core cost little more CPU than one thread") {
 
 TEST_CASE("beside a busy process on the same core the work ends and costs no more CPU") {
   const OneCore one_core;
-  const double alone = CpuSecondsOfLoops(1);
+  const double alone = LeastCpuSecondsOfLoops(1);
   const BusyProcess busy;
-  const double shared = CpuSecondsOfLoops(2);
+  const double shared = LeastCpuSecondsOfLoops(2);
   CAPTURE(shared / alone);
   CHECK(shared < kMostOverhead * alone);
 }
 
 // The pool's threads may go anywhere, the busy process holds one of the cores.
 TEST_CASE("a core that somebody else keeps busy costs the pool no CPU") {
-  const double alone = CpuSecondsOfLoops(1);
+  const double alone = LeastCpuSecondsOfLoops(1);
   std::unique_ptr<BusyProcess> busy;
   {
     const OneCore one_core;
     busy = std::make_unique<BusyProcess>();
   }
-  const double shared = CpuSecondsOfLoops(static_cast<int>(std::thread::hardware_concurrency()));
+  const double shared =
+      LeastCpuSecondsOfLoops(static_cast<int>(std::thread::hardware_concurrency()));
   CAPTURE(shared / alone);
   CHECK(shared < 2 * kMostOverhead * alone);
 }
