@@ -41,6 +41,7 @@ class Device {
   // all other pointers of params are this device's memory. A device may record the ops of a step
   // and run the record instead of `ops` when a step with the same numbers of sequences, tokens and
   // moves comes again: ops may differ between two such steps in those arrays' contents alone.
+  // Release ends every record, so that an engine may follow another on one device.
   virtual void RunStep(const StepParams& step, FunctionRef<void()> ops) {
     static_cast<void>(step);
     ops();

@@ -46,6 +46,7 @@ struct Prompt {
   template <class F>
   void Run(Device& device, F ops) const {
     const StepGroup group = {.batch = {.num_seqs = 1,
+                                       .num_decode = tokens.size() == 1 ? 1 : 0,
                                        .num_tokens = static_cast<int>(tokens.size()),
                                        .cu_seqlens = cu_seqlens.data(),
                                        .context_lens = context_lens.data(),
@@ -73,6 +74,31 @@ TEST_CASE("embedding") {
       });
     }
     CHECK(RelativeError(out) < kFloatError);
+  }
+}
+
+TEST_CASE("a recorded step ends with memory that is released") {
+  Devices devices;
+  const Prompt prompt = {{3}, {0}};
+  const BothMatrices table(devices, RandomMatrix(MatrixFormat::kBF16, 7, 64, 1));
+  for (int engine = 0; engine < 2; ++engine) {
+    std::vector<std::unique_ptr<Both<float>>> elsewhere;  // the next one's address is another
+    for (int i = 0; i < engine; ++i) {
+      elsewhere.push_back(std::make_unique<Both<float>>(devices, Unwritten(64)));
+    }
+    Both<float> out(devices, Unwritten(64));
+    for (int step = 0; step < 4; ++step) {
+      out.Write(Unwritten(64));
+      for (const int side : {kCpu, kGpu}) {
+        prompt.Run(*devices.of[side], [&] {
+          devices.of[side]->Embed({.table = table.of[side].get(),
+                                   .ids = prompt.tokens.data(),
+                                   .out = out[side],
+                                   .num_tokens = 1});
+        });
+      }
+      CHECK(RelativeError(out) < kFloatError);
+    }
   }
 }
 

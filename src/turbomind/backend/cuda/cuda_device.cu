@@ -117,6 +117,7 @@ class CudaDevice final : public Device {
   void Release(void* memory, size_t) override {
     if (memory != nullptr) {
       FreeGpu(memory);
+      ++num_released_;
     }
   }
   void Copy(void* to, const void* from, size_t num_bytes) override {
@@ -204,6 +205,7 @@ class CudaDevice final : public Device {
   DecodePlanner planner_;
   Uploader uploader_;
   CudaLinear linear_;
+  int64_t num_released_ = 0;  // what is recorded may hold such addresses
   PinnedBuffer read_back_;
   ThreadPool pool_;
 };
@@ -228,7 +230,7 @@ void CudaDevice::RunStep(const StepParams& step, FunctionRef<void()> ops) {
     return;
   }
   const auto generations = [this]() -> int64_t {
-    return int64_t{arrays_.generation()} + workspace_.generation() + planner_.generation();
+    return num_released_ + arrays_.generation() + workspace_.generation() + planner_.generation();
   };
   graphs_.Run(arrays_.shape(), generations, ops);
 }
