@@ -53,39 +53,7 @@ LayerRule RuleOf(int window, const HotRule& hot) {
 
 }  // namespace
 
-DecodePlanner::DecodePlanner(const Context& context) : context_(context), copied_(CreateEvent()) {
-  Record(copied_, context_.stream);
-}
-
-DecodePlanner::~DecodePlanner() {
-  if (capacity_ > 0) {
-    FreePinned(pinned_);
-    FreeGpu(gpu_);
-  }
-  DestroyEvent(copied_);
-}
-
-void DecodePlanner::Grow(size_t num_bytes) {
-  if (num_bytes <= capacity_) {
-    return;
-  }
-  Synchronize(context_.stream);
-  if (capacity_ > 0) {
-    FreePinned(pinned_);
-    FreeGpu(gpu_);
-  }
-  capacity_ = 0;
-  const size_t capacity = std::bit_ceil(num_bytes);
-  pinned_ = static_cast<std::byte*>(AllocatePinned(capacity));
-  try {
-    gpu_ = static_cast<std::byte*>(AllocateGpu(capacity));
-  } catch (...) {
-    FreePinned(pinned_);
-    throw;
-  }
-  capacity_ = capacity;
-  ++generation_;
-}
+DecodePlanner::DecodePlanner(const Context& context) : context_(context), bytes_(context.stream) {}
 
 DecodePlanner::Plan DecodePlanner::Measure(const StepGroup& group, int q_heads) const {
   Check(q_heads > 0 && group.kv_heads > 0 && q_heads % group.kv_heads == 0,
@@ -108,12 +76,12 @@ DecodePlanner::Plan DecodePlanner::Measure(const StepGroup& group, int q_heads) 
 size_t DecodePlanner::Write(const StepGroup& group, size_t begin, Plan* plan) {
   const std::span context_lens(group.batch.context_lens, static_cast<size_t>(num_seqs_));
   PlanAttention(context_lens, plan->rule, plan->limits, &plan_);
-  plan->first_partial = reinterpret_cast<const int32_t*>(gpu_ + begin);
-  begin += Put(plan_.first_partial, num_seqs_ + 1, pinned_ + begin);
-  plan->cold = reinterpret_cast<const DecodeItem*>(gpu_ + begin);
-  begin += Put(plan_.cold(), plan->num_cold, pinned_ + begin);
-  plan->hot = reinterpret_cast<const DecodeItem*>(gpu_ + begin);
-  begin += Put(plan_.hot(), plan->num_hot, pinned_ + begin);
+  plan->first_partial = reinterpret_cast<const int32_t*>(bytes_.gpu() + begin);
+  begin += Put(plan_.first_partial, num_seqs_ + 1, bytes_.host() + begin);
+  plan->cold = reinterpret_cast<const DecodeItem*>(bytes_.gpu() + begin);
+  begin += Put(plan_.cold(), plan->num_cold, bytes_.host() + begin);
+  plan->hot = reinterpret_cast<const DecodeItem*>(bytes_.gpu() + begin);
+  begin += Put(plan_.hot(), plan->num_hot, bytes_.host() + begin);
   return begin;
 }
 
@@ -124,19 +92,17 @@ void DecodePlanner::Upload(const StepParams& step) {
   if (num_seqs_ == 0) {
     return;
   }
-  WaitFor(copied_);
   size_t num_bytes = 0;
   for (int i = 0; i < step.num_groups; ++i) {
     plans_.push_back(Measure(step.groups[i], step.q_heads));
     num_bytes += BytesOf(plans_.back(), num_seqs_);
   }
-  Grow(num_bytes);
+  bytes_.Reserve(num_bytes);
   size_t used = 0;
   for (int i = 0; i < step.num_groups; ++i) {
     used = Write(step.groups[i], used, &plans_[static_cast<size_t>(i)]);
   }
-  CopyBytes(gpu_, pinned_, used, context_.stream);
-  Record(copied_, context_.stream);
+  bytes_.Upload(used);
 }
 
 const DecodePlanner::Plan& DecodePlanner::Find(const AttentionParams& layer) const {

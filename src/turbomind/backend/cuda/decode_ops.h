@@ -8,6 +8,7 @@
 
 #include "turbomind/backend/cuda/context.h"
 #include "turbomind/backend/cuda/decode_plan.h"
+#include "turbomind/backend/cuda/mirrored_bytes.h"
 #include "turbomind/ops/params.h"
 
 namespace turbomind::cuda {
@@ -23,7 +24,6 @@ class DecodePlanner {
  public:
   // The context stays where it is, as long as the planner is there.
   explicit DecodePlanner(const Context& context);
-  ~DecodePlanner();
   DecodePlanner(const DecodePlanner&) = delete;
   DecodePlanner& operator=(const DecodePlanner&) = delete;
 
@@ -32,7 +32,7 @@ class DecodePlanner {
   // until the last step's have been copied. Throws std::bad_alloc.
   void Upload(const StepParams& step);
   // Changes whenever addresses do: recorded graphs are void then.
-  int generation() const { return generation_; }
+  int generation() const { return bytes_.generation(); }
 
   // One group's plan, on the GPU.
   struct Plan {
@@ -51,17 +51,12 @@ class DecodePlanner {
   const Plan& Find(const AttentionParams& layer) const;
 
  private:
-  void Grow(size_t num_bytes);
   Plan Measure(const StepGroup& group, int q_heads) const;
   // Writes a plan at this offset of both buffers; the offset behind it.
   size_t Write(const StepGroup& group, size_t begin, Plan* plan);
 
   const Context& context_;
-  Event copied_;
-  std::byte* pinned_ = nullptr;
-  std::byte* gpu_ = nullptr;
-  size_t capacity_ = 0;
-  int generation_ = 0;
+  MirroredBytes bytes_;
   int num_seqs_ = 0;
   std::vector<Plan> plans_;  // by group
   AttentionPlan plan_;       // the one that is being made

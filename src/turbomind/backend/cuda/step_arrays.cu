@@ -25,40 +25,6 @@ int64_t TableStride(const BatchView& batch) {
 
 }  // namespace
 
-StepArrays::StepArrays(Stream stream) : stream_(stream), copied_(CreateEvent()) {
-  Record(copied_, stream_);
-}
-
-StepArrays::~StepArrays() {
-  if (capacity_ > 0) {
-    FreePinned(pinned_);
-    FreeGpu(gpu_);
-  }
-  DestroyEvent(copied_);
-}
-
-void StepArrays::Grow(size_t num_bytes) {
-  if (num_bytes <= capacity_) {
-    return;
-  }
-  Synchronize(stream_);
-  if (capacity_ > 0) {
-    FreePinned(pinned_);
-    FreeGpu(gpu_);
-  }
-  capacity_ = 0;
-  const size_t capacity = std::bit_ceil(num_bytes);
-  pinned_ = static_cast<std::byte*>(AllocatePinned(capacity));
-  try {
-    gpu_ = static_cast<std::byte*>(AllocateGpu(capacity));
-  } catch (...) {
-    FreePinned(pinned_);
-    throw;
-  }
-  capacity_ = capacity;
-  ++generation_;
-}
-
 // Fills shape_ and makes room.
 void StepArrays::Measure(const StepParams& step) {
   const BatchView& first = step.groups[0].batch;
@@ -79,36 +45,35 @@ void StepArrays::Measure(const StepParams& step) {
     num_bytes += (has_hot ? 2 : 1) * BytesOf<int32_t>(batch.num_seqs * stride) +
                  BytesOf<BlockMove>(batch.num_moves);
   }
-  Grow(num_bytes);
+  bytes_.Reserve(num_bytes);
 }
 
 template <class T>
 const T* StepArrays::Place(const T* host, int64_t size) {
   const size_t begin = used_;
   used_ += BytesOf<T>(size);
-  Check(used_ <= capacity_, "the arrays of a step fit");
+  Check(used_ <= bytes_.capacity(), "the arrays of a step fit");
   if (size > 0) {
-    std::memcpy(pinned_ + begin, host, static_cast<size_t>(size) * sizeof(T));
+    std::memcpy(bytes_.host() + begin, host, static_cast<size_t>(size) * sizeof(T));
   }
-  return reinterpret_cast<const T*>(gpu_ + begin);
+  return reinterpret_cast<const T*>(bytes_.gpu() + begin);
 }
 
 const int32_t* StepArrays::PlaceTable(const int32_t* host, const BatchView& batch, int64_t stride) {
   const size_t begin = used_;
   used_ += BytesOf<int32_t>(batch.num_seqs * stride);
-  Check(used_ <= capacity_, "the arrays of a step fit");
-  auto* to = reinterpret_cast<int32_t*>(pinned_ + begin);
+  Check(used_ <= bytes_.capacity(), "the arrays of a step fit");
+  auto* to = reinterpret_cast<int32_t*>(bytes_.host() + begin);
   for (int i = 0; i < batch.num_seqs; ++i) {
     int32_t* row = to + i * stride;
     std::copy_n(host + i * batch.block_table_stride, batch.block_table_stride, row);
     std::fill(row + batch.block_table_stride, row + stride, -1);
   }
-  return reinterpret_cast<const int32_t*>(gpu_ + begin);
+  return reinterpret_cast<const int32_t*>(bytes_.gpu() + begin);
 }
 
 void StepArrays::Upload(const StepParams& step) {
   Check(step.num_groups > 0, "a step has layers");
-  WaitFor(copied_);
   Measure(step);
   used_ = 0;
   const BatchView& first = step.groups[0].batch;
@@ -134,8 +99,7 @@ void StepArrays::Upload(const StepParams& step) {
     host_.push_back(batch);
     views_.push_back(view);
   }
-  CopyBytes(gpu_, pinned_, used_, stream_);
-  Record(copied_, stream_);
+  bytes_.Upload(used_);
 }
 
 const BatchView& StepArrays::OnGpu(const BatchView& host) const {

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "turbomind/backend/cuda/runtime.h"
+#include "turbomind/backend/cuda/mirrored_bytes.h"
 #include "turbomind/ops/params.h"
 
 namespace turbomind::cuda {
@@ -25,8 +25,7 @@ struct StepShape {
 
 class StepArrays {
  public:
-  explicit StepArrays(Stream stream);
-  ~StepArrays();
+  explicit StepArrays(Stream stream) : bytes_(stream) {}
   StepArrays(const StepArrays&) = delete;
   StepArrays& operator=(const StepArrays&) = delete;
 
@@ -35,7 +34,7 @@ class StepArrays {
   void Upload(const StepParams& step);
 
   const StepShape& shape() const { return shape_; }
-  int generation() const { return generation_; }
+  int generation() const { return bytes_.generation(); }
 
   // The same batch with addresses on the GPU; tables may have a larger stride. REQUIRES: a batch
   // of the last Upload.
@@ -51,18 +50,12 @@ class StepArrays {
   };
 
   void Measure(const StepParams& step);
-  void Grow(size_t num_bytes);
   template <class T>
   const T* Place(const T* host, int64_t size);
   const int32_t* PlaceTable(const int32_t* host, const BatchView& batch, int64_t stride);
 
-  Stream stream_;
-  Event copied_;
-  std::byte* pinned_ = nullptr;
-  std::byte* gpu_ = nullptr;
-  size_t capacity_ = 0;
+  MirroredBytes bytes_;
   size_t used_ = 0;
-  int generation_ = 0;
   StepShape shape_;
   std::vector<BatchView> host_;  // by group
   std::vector<BatchView> views_;
