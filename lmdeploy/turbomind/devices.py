@@ -11,11 +11,13 @@ from lmdeploy.environment import free_memory_bytes, usable_cores
 from lmdeploy.messages import TurbomindEngineConfig
 
 if TYPE_CHECKING:
-    from lmdeploy._turbomind import Device
+    from lmdeploy._turbomind import Device, ModelConfig
 
 logger = logging.getLogger("lmdeploy")
 
 _DRIVER_FILE = "/dev/nvidiactl"
+# That attention has kernels for: backend/cuda/decode_variants.cu, prefill_ops.cu.
+_GPU_HEAD_DIMS = (64, 80, 96, 128, 256)
 
 
 def default_batch_size(sm: int) -> int:
@@ -35,6 +37,23 @@ class OpenDevice:
         from lmdeploy import _turbomind
 
         return free_memory_bytes() if self.gpu is None else _turbomind.cuda_free_bytes(self.gpu)
+
+    def require_kernels(self, model: ModelConfig) -> None:
+        """Raises ValueError where the device cannot compute a model: in the first step the engine
+        itself would fail.
+        """
+        if self.gpu is None:
+            return
+        if model.head_dim not in _GPU_HEAD_DIMS:
+            dims = ", ".join(map(str, _GPU_HEAD_DIMS))
+            raise ValueError(
+                f"head_dim: got {model.head_dim}, want one of {dims} on a GPU; use --device cpu"
+            )
+        if model.dtype == "float32":
+            raise ValueError(
+                "dtype: got float32, want float16 or bfloat16 on a GPU; use --dtype bfloat16 or "
+                "--device cpu"
+            )
 
     @property
     def line(self) -> str:

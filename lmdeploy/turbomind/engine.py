@@ -142,6 +142,7 @@ def load_parts(
     model = load_model(
         model_path, dtype=config.dtype, exact=config.exact, device=device, progress=progress
     )
+    target.require_kernels(model.config)
     harmony = find_harmony(model.model_type, model.tokenizer, answer_parser=answer_parser)
     template = choose_template(model.chat_template, chat_template_config, tokenizer=model.tokenizer)
     if harmony is not None and template is None:

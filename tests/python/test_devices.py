@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -294,3 +295,16 @@ def test_an_engine_on_a_gpu(shim, checkpoint, policy, mode):
     assert wanted[0][0].startswith("device: cpu") and len(tokens) == len(wanted[1]) == 4
     error = np.subtract(logits[0], wanted[2][0])
     assert np.abs(error).max() < LOGIT_TOLERANCE * np.std(wanted[2][0])
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "flag"), [(112, "bfloat16", "--device cpu"), (64, "float32", "--dtype")]
+)
+def test_models_without_kernels_are_refused_before_the_first_step(head_dim, dtype, flag):
+    model = SimpleNamespace(head_dim=head_dim, dtype=dtype)
+    devices.OpenDevice(SimpleNamespace(name="cpu")).require_kernels(model)
+    with pytest.raises(ValueError, match=f"got .*want .*on a GPU; use {flag}"):
+        devices.OpenDevice(SimpleNamespace(name="cuda:0"), gpu=0).require_kernels(model)
+    devices.OpenDevice(SimpleNamespace(name="cuda:0"), gpu=0).require_kernels(
+        SimpleNamespace(head_dim=128, dtype="float16")
+    )
