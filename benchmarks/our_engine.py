@@ -64,7 +64,7 @@ class OurSetting:
     num_blocks: int
     quality: Literal["raw", "balanced"] | None = "raw"
     max_batch_size: int = 32
-    max_prefill_token_num: int = 2048
+    max_prefill_token_num: int | None = None  # the default
 
     @classmethod
     def for_cell(
@@ -78,7 +78,6 @@ class OurSetting:
             blocks,
             quality=quality,
             max_batch_size=cell.batch,
-            max_prefill_token_num=8192,
         )
 
 

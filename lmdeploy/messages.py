@@ -108,7 +108,8 @@ class TurbomindEngineConfig:
         cache_block_seq_len: tokens in a block: 16, 32, 64 or 128.
         enable_prefix_caching: reuse the blocks of equal prompt beginnings (LMDeploy: False).
         quant_policy: format of the KV cache: 0, 4, 8, 16, or a name (docs/kv_cache.md).
-        max_prefill_token_num: most new tokens of one step.
+        max_prefill_token_num: most new tokens of one step; None: 256 on CPU (where longer steps are
+            no faster and take more memory), 8192 on CUDA; never fewer than max_batch_size.
         enable_metrics: count requests and tokens for /metrics.
         device_type: auto (a GPU where one can be used), cpu or cuda.
         devices: the GPU's index, as in [0]; several at once are not supported.
@@ -164,7 +165,7 @@ class TurbomindEngineConfig:
     use_logn_attn: bool = False
     download_dir: str | None = None
     revision: str | None = None
-    max_prefill_token_num: int = 8192
+    max_prefill_token_num: int | None = None
     num_tokens_per_iter: int = 0
     max_prefill_iters: int = 1
     async_: int = 1
@@ -202,12 +203,13 @@ class TurbomindEngineConfig:
             )
         if self.num_threads is not None:
             check_int("num_threads", self.num_threads, low=1, high=1024, flag="--num-threads")
-        check_int(
-            "max_prefill_token_num",
-            self.max_prefill_token_num,
-            low=1,
-            flag="--max-prefill-token-num",
-        )
+        if self.max_prefill_token_num is not None:
+            check_int(
+                "max_prefill_token_num",
+                self.max_prefill_token_num,
+                low=1,
+                flag="--max-prefill-token-num",
+            )
         self._check_cache()
         self._check_kv_quality()
         for name in ("enable_metrics", "deterministic", "exact", "strict_arch"):

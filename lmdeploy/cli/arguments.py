@@ -176,12 +176,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "format of the KV cache: 0, 4, 8, 16, none, int4, int8, fp8, fp8_e5m2, fp4, mxfp4, nvfp4",
     )
     add_kv_flags(group)
-    add(
-        "--max-prefill-token-num",
-        "most new tokens of one step",
-        type=_INT,
-        default=default.max_prefill_token_num,
-    )
+    add("--max-prefill-token-num", "most new tokens of one step", type=_INT)
     caching = group.add_mutually_exclusive_group()
     caching.add_argument(
         "--enable-prefix-caching", action="store_true", default=True, help="on by default"

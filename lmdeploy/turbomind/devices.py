@@ -20,9 +20,12 @@ _DRIVER_FILE = "/dev/nvidiactl"
 _GPU_HEAD_DIMS = (64, 80, 96, 128, 256)
 
 
-def default_batch_size(sm: int) -> int:
-    """Of max_batch_size, on a GPU of this `sm` (0: the CPU)."""
-    return 128 if sm else 32
+def step_sizes(config: TurbomindEngineConfig, sm: int) -> tuple[int, int]:
+    """Sequences and new tokens of a step at most, on a GPU of this `sm` (0: the CPU, on which
+    longer steps are no faster and take more memory).
+    """
+    batch_size = config.max_batch_size or (128 if sm else 32)
+    return batch_size, config.max_prefill_token_num or max(8192 if sm else 256, batch_size)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from lmdeploy.harmony.parser import HarmonyText
 from lmdeploy.harmony.tokens import HarmonyTokens, find_harmony
 from lmdeploy.messages import FinishReason, GenerationConfig, Response, TurbomindEngineConfig
 from lmdeploy.turbomind.answer_text import AnswerText, Detokenizer, KnownIds
-from lmdeploy.turbomind.devices import default_batch_size, open_device
+from lmdeploy.turbomind.devices import open_device, step_sizes
 from lmdeploy.turbomind.grammar import make_token_mask
 
 if TYPE_CHECKING:
@@ -84,9 +84,8 @@ def engine_config_of(
     from lmdeploy.turbomind.kv_quality import apply_kv_options, resolve_kv_options
 
     native = _turbomind.EngineConfig()
-    native.max_batch_size = config.max_batch_size or default_batch_size(sm)
+    native.max_batch_size, native.max_prefill_token_num = step_sizes(config, sm)
     native.session_len = config.session_len or model.max_position
-    native.max_prefill_token_num = config.max_prefill_token_num
     native.cache_block_seq_len = config.cache_block_seq_len
     native.cache_max_entry_count = float(config.cache_max_entry_count)
     native.enable_prefix_caching = config.enable_prefix_caching

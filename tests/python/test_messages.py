@@ -15,6 +15,7 @@ from lmdeploy.messages import (
     UNSUPPORTED_GENERATION_FIELDS,
     join_pieces,
 )
+from lmdeploy.turbomind.devices import step_sizes
 
 
 @pytest.mark.parametrize(("given", "name"), list(QUANT_POLICY_NAMES.items()))
@@ -114,13 +115,20 @@ def test_generation_config_ranges(field, value):
         GenerationConfig(**{field: value})
 
 
+def test_a_step_on_a_cpu_is_shorter_but_holds_the_batch():
+    assert step_sizes(TurbomindEngineConfig(), 0) == (32, 256)
+    assert step_sizes(TurbomindEngineConfig(max_batch_size=400), 0) == (400, 400)
+    assert step_sizes(TurbomindEngineConfig(max_prefill_token_num=7), 0) == (32, 7)
+
+
 def test_defaults_are_those_of_lmdeploy():
     config = GenerationConfig()
     assert (config.max_new_tokens, config.top_k, config.temperature) == (512, 50, 0.8)
     assert (config.do_sample, config.top_p, config.repetition_penalty) == (False, 1.0, 1.0)
     engine = TurbomindEngineConfig()
     assert (engine.cache_max_entry_count, engine.cache_block_seq_len) == (0.8, 64)
-    assert (engine.max_prefill_token_num, engine.quant_policy, engine.dtype) == (8192, 0, "auto")
+    assert (engine.quant_policy, engine.dtype) == (0, "auto")
+    assert step_sizes(engine, 90) == (128, 8192)
     assert engine.enable_prefix_caching
 
 

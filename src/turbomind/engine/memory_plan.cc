@@ -73,11 +73,17 @@ int64_t LongestSequence(const std::vector<LayerGroup>& groups, const std::vector
   return fits;
 }
 
-int64_t ScratchBytes(const ModelConfig& model, const EngineConfig& config) {
-  const StepLimits limits = {.max_tokens = StepTokens(config),
-                             .max_logit_rows = kLogitRows,
-                             .removes_mean = !config.kv_quality.calibration.k_mean.empty()};
-  return DecoderScratch().Place(model, limits, nullptr);
+// GPU memory beside weights, pools and the decoder's scratch: the workspace of the ops (flattened
+// prefixes, copies of activations in 16 bit, cuBLASLt's own) and recorded steps.
+constexpr int64_t kGpuWorkspaceBytes = int64_t{512} << 20;
+
+int64_t ScratchBytes(const ModelConfig& model, const EngineConfig& config, bool is_cpu) {
+  return DecoderScratch().Place(model, PlanStep(config, is_cpu), nullptr);
+}
+
+// Taken before the pools get their share. A CPU's pages come one by one, as they are touched.
+int64_t StepBytes(const ModelConfig& model, const EngineConfig& config, bool is_cpu) {
+  return is_cpu ? 0 : ScratchBytes(model, config, is_cpu) + kGpuWorkspaceBytes;
 }
 
 // What attention can compute; a KV format may ask for more (kv/layout.cc).
@@ -128,8 +134,22 @@ int StepTokens(const EngineConfig& config) {
   return static_cast<int>(std::min<int64_t>(config.max_prefill_token_num, most));
 }
 
-std::vector<int64_t> PlanBlocks(const std::vector<LayerGroup>& groups, const EngineConfig& config,
+StepLimits PlanStep(const EngineConfig& config, bool is_cpu) {
+  // On a CPU activations stay near the cores; a GPU reads all weights again for each piece. Logits
+  // are a few MB on a CPU at any vocabulary, and rows enough to share a pass over the head.
+  constexpr int kCpuRows = 128;
+  constexpr int kGpuRows = 2048;
+  constexpr int kCpuLogitRows = 32;
+  constexpr int kGpuLogitRows = 128;
+  return {.max_tokens = StepTokens(config),
+          .max_logit_rows = is_cpu ? kCpuLogitRows : kGpuLogitRows,
+          .ffn_rows = is_cpu ? kCpuRows : kGpuRows,
+          .removes_mean = !config.kv_quality.calibration.k_mean.empty()};
+}
+
+std::vector<int64_t> PlanBlocks(const ModelConfig& model, const EngineConfig& config,
                                 int64_t free_bytes, bool is_cpu) {
+  const std::vector<LayerGroup> groups = MakeLayerGroups(CacheConfig(model, config));
   const double count = config.cache_max_entry_count;
   KvDemand demand{.session_len = config.session_len,
                   .chunk = StepTokens(config),
@@ -139,7 +159,9 @@ std::vector<int64_t> PlanBlocks(const std::vector<LayerGroup>& groups, const Eng
     if (count >= 1) {
       return BlocksForCount(groups, static_cast<int64_t>(count), demand);
     }
-    const double budget = static_cast<double>(std::max<int64_t>(free_bytes, 0)) * count;
+    const double budget =
+        static_cast<double>(std::max<int64_t>(free_bytes - StepBytes(model, config, is_cpu), 0)) *
+        count;
     return BlocksForBudget(groups, static_cast<int64_t>(budget), demand);
   };
   const auto holds_one = [&] { return HasRoom(blocks(), BlocksForSequences(groups, 1, demand)); };
@@ -172,14 +194,16 @@ MemoryPlan PlanMemory(const ModelConfig& model, const EngineConfig& config, int6
   ValidateEngineConfig(config);
   const auto groups = MakeLayerGroups(CacheConfig(model, config));
   RequireHeadDim(model.head_dim);
-  const std::vector<int64_t> blocks = PlanBlocks(groups, config, free_bytes, is_cpu);
+  const std::vector<int64_t> blocks = PlanBlocks(model, config, free_bytes, is_cpu);
   const std::vector<int64_t> least = BlocksForSequences(
       groups, 1, {.session_len = config.cache_block_seq_len, .chunk = StepTokens(config)});
   if (!HasRoom(blocks, least)) {
     throw InvalidArgument(
         "KV cache: cache_max_entry_count " + std::to_string(config.cache_max_entry_count) + " of " +
-        std::to_string(free_bytes) +
-        " free bytes does not hold one sequence of one block, which takes " +
+        std::to_string(free_bytes) + " free bytes, less " +
+        std::to_string(StepBytes(model, config, is_cpu)) +
+        " bytes of a step (--max-prefill-token-num), does not hold one sequence of one block, "
+        "which takes " +
         std::to_string(PoolBytes(groups, least)) + " bytes (--cache-max-entry-count)");
   }
   MemoryPlan plan;
@@ -190,7 +214,7 @@ MemoryPlan PlanMemory(const ModelConfig& model, const EngineConfig& config, int6
   plan.num_blocks = *largest;
   plan.bytes_per_token = BytesPerToken(groups);
   plan.hot_bytes_per_sequence = LongSequenceHotBytes(groups);
-  plan.scratch_bytes = ScratchBytes(model, config);
+  plan.scratch_bytes = ScratchBytes(model, config, is_cpu);
   plan.session_bytes = SequenceBytes(model, config, config.session_len);
   EngineConfig none = config;
   none.kv_mode = KvCacheMode::kNone;

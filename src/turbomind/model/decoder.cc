@@ -69,12 +69,13 @@ Decoder::Decoder(DecoderConfig config, std::shared_ptr<const Weights> weights, D
       inv_freq_(device, rope_.inv_freq().data(), static_cast<int64_t>(rope_.inv_freq().size())) {
   ModelConfig& model = config_.model;
   Check(config_.layers.size() == weights_->layers.size(), "one cache view per layer");
-  Check(config_.max_tokens > 0 && config_.max_logit_rows > 0, "a step has tokens and logits");
   if (model.softmax_scale == 0.f) {
     model.softmax_scale = 1.f / std::sqrt(static_cast<float>(model.head_dim));
   }
   bool shifts_sinks = false;
-  StepLimits limits{config_.max_tokens, config_.max_logit_rows};
+  StepLimits& limits = config_.limits;
+  Check(limits.max_tokens > 0 && limits.max_logit_rows > 0 && limits.ffn_rows > 0,
+        "a step has rows");
   for (size_t i = 0; i < config_.layers.size(); ++i) {
     const bool removes_mean = config_.layers[i].k_mean != nullptr;
     limits.removes_mean = limits.removes_mean || removes_mean;
@@ -107,7 +108,8 @@ int64_t Decoder::num_nonfinite() const {
 }
 
 void Decoder::Forward(const DecoderInput& input) {
-  Check(input.batch.front().num_tokens > 0 && input.batch.front().num_tokens <= config_.max_tokens,
+  Check(input.batch.front().num_tokens > 0 &&
+            input.batch.front().num_tokens <= config_.limits.max_tokens,
         "the step fits the scratch");
   for (size_t i = 0; i < step_groups_.size(); ++i) {
     step_groups_[i].batch = input.batch[i];
@@ -144,7 +146,7 @@ void Decoder::RunLayers(const DecoderInput& input) {
 }
 
 void Decoder::ComputeLogits(const int32_t* rows, int num_rows) {
-  Check(num_rows > 0 && num_rows <= config_.max_logit_rows, "the logits fit the scratch");
+  Check(num_rows > 0 && num_rows <= config_.limits.max_logit_rows, "the logits fit the scratch");
   const int64_t width = model().hidden_size;
   for (int first = 0, end = 0; first < num_rows; first = end) {
     do {
@@ -266,8 +268,8 @@ void Decoder::Attention(int index, const BatchView& batch) {
 // normed → hidden += feed-forward, in chunks of rows.
 void Decoder::FeedForward(int index, int num_tokens) {
   const MoeLayer& experts = experts_[static_cast<size_t>(index)];
-  for (int first = 0; first < num_tokens; first += kFfnRows) {
-    const int rows = std::min(kFfnRows, num_tokens - first);
+  for (int first = 0; first < num_tokens; first += config_.limits.ffn_rows) {
+    const int rows = std::min(config_.limits.ffn_rows, num_tokens - first);
     if (experts.empty()) {
       DenseFeedForward(weights_->layers[static_cast<size_t>(index)], first, rows);
       continue;

@@ -33,8 +33,7 @@ struct DecoderConfig {
   std::vector<LayerCache> layers;  // one per layer
   bool rotate_k = false;
   bool search_scales = false;
-  int max_tokens = 0;      // new tokens of a step at most
-  int max_logit_rows = 0;  // rows of logits at a time
+  StepLimits limits;  // removes_mean: also where `layers` say so
   // Sees K and V of every step as they are stored, if set. On CPU only.
   KvStatistics* statistics = nullptr;
 };
@@ -45,8 +44,8 @@ struct DecoderInput {
   std::span<const BatchView> batch;  // [num_groups]
 };
 
-// A decoder over a device. Owns its scratch, sized once for `max_tokens` new tokens a step
-// and `max_logit_rows` rows of logits; a step allocates nothing.
+// A decoder over a device. Owns its scratch, sized once for the limits of a step; a step
+// allocates nothing.
 //
 // Invariant: a row of hidden() and of the logits depends on its own sequence alone, bit for bit
 // (each op's contract), whatever the batch, the chunking or the number of threads.
@@ -60,8 +59,8 @@ class Decoder {
   Decoder& operator=(const Decoder&) = delete;
 
   // Runs all layers; the hidden states of the batch stay until the next call.
-  // REQUIRES: num_tokens <= max_tokens, every token id in the vocabulary, the blocks of every
-  // position present.
+  // REQUIRES: num_tokens <= limits.max_tokens, every token id in the vocabulary, the blocks of
+  // every position present.
   void Forward(const DecoderInput& input);
 
   // Logits of rows (token indices of the last batch), for the two functions that follow.
@@ -74,7 +73,7 @@ class Decoder {
   // until the next call, free to overwrite. Then the logits are gone.
   float* ReadLogits(std::span<const int32_t> rows);
 
-  int max_logit_rows() const { return config_.max_logit_rows; }
+  int max_logit_rows() const { return config_.limits.max_logit_rows; }
   int64_t scratch_bytes() const { return scratch_bytes_; }
   // Waits for the step; what ReadLogits returned is gone then.
   int64_t num_nonfinite() const;

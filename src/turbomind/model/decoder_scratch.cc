@@ -11,14 +11,20 @@ class Placer {
 
   template <class T>
   void Add(T*& target, int64_t count) {
-    target = memory_ == nullptr ? nullptr : reinterpret_cast<T*>(memory_ + num_bytes_);
-    num_bytes_ += (count * int64_t{sizeof(T)} + 63) / 64 * 64;
+    target = memory_ == nullptr ? nullptr : reinterpret_cast<T*>(memory_ + next_);
+    next_ += (count * int64_t{sizeof(T)} + 63) / 64 * 64;
+    num_bytes_ = std::max(num_bytes_, next_);
   }
+
+  // What is added next lies at next() bytes from the beginning; going back shares memory.
+  int64_t next() const { return next_; }
+  void GoBack(int64_t next) { next_ = next; }
 
   int64_t num_bytes() const { return num_bytes_; }
 
  private:
   std::byte* memory_;
+  int64_t next_ = 0;
   int64_t num_bytes_ = 0;
 };
 
@@ -45,7 +51,7 @@ int64_t DecoderScratch::Place(const ModelConfig& model, const StepLimits& limits
                               std::byte* memory) {
   const int64_t tokens = limits.max_tokens;
   const int64_t logit_rows = limits.max_logit_rows;
-  const int64_t ffn_rows = std::min(limits.max_tokens, kFfnRows);
+  const int64_t ffn_rows = std::min(limits.max_tokens, limits.ffn_rows);
   const int64_t q_size = int64_t{model.num_heads} * model.head_dim;
   const int64_t kv_size = int64_t{model.num_kv_heads} * model.head_dim;
   const int64_t half_rope = model.rope.kind == RopeKind::kNone ? 0 : model.rope.dim / 2;
@@ -53,14 +59,16 @@ int64_t DecoderScratch::Place(const ModelConfig& model, const StepLimits& limits
   placer.Add(num_nonfinite, 1);
   placer.Add(hidden, tokens * model.hidden_size);
   placer.Add(normed, tokens * model.hidden_size);
-  placer.Add(qkv, tokens * (q_size + 2 * kv_size));
-  placer.Add(attended, tokens * q_size);
-  placer.Add(q_dot_mean, limits.removes_mean ? tokens * model.num_heads : 0);
   placer.Add(cos, tokens * half_rope);
   placer.Add(sin, tokens * half_rope);
   placer.Add(selected, logit_rows * model.hidden_size);
   placer.Add(logits, logit_rows * model.vocab_size);
   placer.Add(highest, logit_rows);
+  const int64_t layer = placer.next();
+  placer.Add(qkv, tokens * (q_size + 2 * kv_size));
+  placer.Add(attended, tokens * q_size);
+  placer.Add(q_dot_mean, limits.removes_mean ? tokens * model.num_heads : 0);
+  placer.GoBack(layer);
   if (model.HasDenseLayer()) {
     placer.Add(gate_up, ffn_rows * 2 * model.intermediate_size);
     placer.Add(activated, ffn_rows * model.intermediate_size);

@@ -8,33 +8,32 @@
 
 namespace turbomind {
 
-// Rows of a feed-forward done at a time: their activations stay near the cores, and scratch does
-// not grow with the step. Rows are independent, so the cut changes no result.
-inline constexpr int kFfnRows = 512;
-
 // What a step may ask of the decoder.
 struct StepLimits {
   int max_tokens = 0;         // new tokens of a step
   int max_logit_rows = 0;     // rows of logits at a time
+  int ffn_rows = 0;           // rows of a feed-forward at a time; the cut changes no result
   bool removes_mean = false;  // K loses its mean in some layer
 };
 
 // The decoder's buffers, as arithmetic: the memory plan counts what the decoder reserves.
 struct DecoderScratch {
+  int64_t* num_nonfinite = nullptr;  // [1] counts all steps
   float* hidden = nullptr;           // [max_tokens, hidden]
   float* normed = nullptr;           // [max_tokens, hidden]
-  float* qkv = nullptr;              // [max_tokens, (heads + 2 kv_heads) * head_dim]
-  float* attended = nullptr;         // [max_tokens, heads * head_dim]
-  float* q_dot_mean = nullptr;       // [max_tokens, heads]; where K loses its mean
   float* cos = nullptr;              // [max_tokens, rope_dim / 2]
   float* sin = nullptr;              // [max_tokens, rope_dim / 2]
   float* selected = nullptr;         // [max_logit_rows, hidden]
   float* logits = nullptr;           // [max_logit_rows, vocab]
   int32_t* highest = nullptr;        // [max_logit_rows]
-  float* gate_up = nullptr;          // [ffn rows, 2 * intermediate]; where a layer is dense
-  float* activated = nullptr;        // [ffn rows, intermediate]
-  int64_t* num_nonfinite = nullptr;  // [1] counts all steps
-  MoeScratch moe;                    // for ffn rows; where a layer has experts
+  // Of a layer's attention:
+  float* qkv = nullptr;         // [max_tokens, (heads + 2 kv_heads) * head_dim]
+  float* attended = nullptr;    // [max_tokens, heads * head_dim]
+  float* q_dot_mean = nullptr;  // [max_tokens, heads]; where K loses its mean
+  // Of its feed-forward, in the same memory:
+  float* gate_up = nullptr;    // [ffn rows, 2 * intermediate]; where a layer is dense
+  float* activated = nullptr;  // [ffn rows, intermediate]
+  MoeScratch moe;              // for ffn rows; where a layer has experts
 
   // Lays the buffers out from `memory` on, each at a multiple of 64 bytes, and returns the bytes
   // they take. With null it only counts.

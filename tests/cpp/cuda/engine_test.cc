@@ -25,6 +25,7 @@ using testing::TinyOptions;
 constexpr double kMaxError = 0.03;
 const TinyOptions kPacked = {.quantised = true};  // FP32 layers take long, run so
 constexpr int kNewTokens = 5;
+constexpr int64_t kFreeBytes = int64_t{576} << 20;  // 512 MiB stay for the ops
 
 using Outputs = std::map<uint64_t, RequestOutput>;
 
@@ -51,7 +52,7 @@ std::vector<std::shared_ptr<Request>> Requests(const Setting& setting) {
 Outputs RunOn(std::shared_ptr<Device> device, const Setting& setting,
               const std::vector<std::shared_ptr<Request>>& requests) {
   auto weights = testing::TinyWeights(setting.model, *device, setting.options);
-  Engine engine(setting.model, setting.config, std::move(weights), device, testing::kFreeBytes);
+  Engine engine(setting.model, setting.config, std::move(weights), device, kFreeBytes);
   for (const auto& request : requests) {
     engine.Submit(request);
   }

@@ -72,7 +72,7 @@ TEST_CASE("the plan counts all pools") {
   constexpr int64_t kRows = 64 * 2 * 3 * 30;
   const MemoryPlan plan = PlanMemory(model, config, kFreeBytes, true);
   const auto groups = MakeLayerGroups(CacheConfig(model, config));
-  const std::vector<int64_t> blocks = PlanBlocks(groups, config, kFreeBytes, true);
+  const std::vector<int64_t> blocks = PlanBlocks(model, config, kFreeBytes, true);
   REQUIRE(blocks.size() == 2);
   CHECK(plan.num_blocks == blocks[0]);
   CHECK(plan.reserved_bytes == kRows * (blocks[0] * 36 + blocks[1] * 128));
@@ -88,6 +88,31 @@ TEST_CASE("the plan counts all pools") {
   CHECK(raw.session_bytes == kRows * 128 * 36);
 }
 
+// What a GPU keeps for its steps: the free bytes of which the pools would get nothing.
+int64_t GpuStepBytes(const ModelConfig& model, const EngineConfig& config) {
+  constexpr int64_t kWorkspaceBytes = int64_t{512} << 20;
+  return PlanMemory(model, config, int64_t{1} << 40, false).scratch_bytes + kWorkspaceBytes;
+}
+
+TEST_CASE("a GPU's pools share what the scratch and the workspace of a step leave") {
+  const ModelConfig model = Model();
+  EngineConfig config = Config(KvCacheMode::kFp4Nv);
+  config.cache_max_entry_count = 0.99;
+  const int64_t step = GpuStepBytes(model, config);
+  constexpr int64_t kLeft = int64_t{1} << 30;
+  const MemoryPlan plan = PlanMemory(model, config, step + kLeft, false);
+  CHECK(plan.reserved_bytes <= kLeft * 99 / 100);
+  CHECK(plan.reserved_bytes > kLeft * 98 / 100);
+  try {
+    PlanMemory(model, config, step, false);
+    FAIL("there was room for nothing");
+  } catch (const InvalidArgument& error) {
+    const std::string text = error.what();
+    CHECK(text.find("less " + std::to_string(step)) != std::string::npos);
+    CHECK(text.find("--max-prefill-token-num") != std::string::npos);
+  }
+}
+
 TEST_CASE("whatever the budget, one sequence of the length that fits runs in full chunks") {
   const ModelConfig model = Model({0, 300, 300});
   for (const HotTokens& hot : {HotTokens{0, 0}, {64, 64}, {128, 256}}) {
@@ -96,8 +121,9 @@ TEST_CASE("whatever the budget, one sequence of the length that fits runs in ful
     const auto groups = MakeLayerGroups(CacheConfig(model, config));
     for (const bool is_cpu : {true, false}) {
       for (int64_t free_bytes = 1 << 18; free_bytes < (int64_t{1} << 34); free_bytes *= 3) {
-        const std::vector<int64_t> blocks = PlanBlocks(groups, config, free_bytes, is_cpu);
-        const MemoryPlan plan = PlanMemory(model, config, free_bytes, is_cpu);
+        const int64_t given = free_bytes + (is_cpu ? 0 : GpuStepBytes(model, config));
+        const std::vector<int64_t> blocks = PlanBlocks(model, config, given, is_cpu);
+        const MemoryPlan plan = PlanMemory(model, config, given, is_cpu);
         CHECK(plan.reserved_bytes <= static_cast<int64_t>(0.8 * static_cast<double>(free_bytes)));
         // The longest sequence of the first pool fits the others.
         int64_t longest = 8192;
@@ -156,9 +182,8 @@ TEST_CASE("the plan counts what the decoder reserves") {
           cache.k_mean = mean.data();
         }
         const std::vector<LayerCache> layers(static_cast<size_t>(model.num_layers), cache);
-        const Decoder decoder(
-            {.model = model, .layers = layers, .max_tokens = tokens, .max_logit_rows = kLogitRows},
-            testing::TinyWeights(model, *device), *device);
+        const Decoder decoder({.model = model, .layers = layers, .limits = PlanStep(config, true)},
+                              testing::TinyWeights(model, *device), *device);
         const int64_t planned = PlanMemory(model, config, kFreeBytes, true).scratch_bytes;
         CHECK(planned == decoder.scratch_bytes());
         CHECK(planned > int64_t{tokens} * model.hidden_size * 4);
