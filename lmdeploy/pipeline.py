@@ -120,24 +120,6 @@ class Pipeline:
             self.engine.close()
             self._loop.close()
 
-    def __call__(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        gen_config: GenerationConfig | list[GenerationConfig] | None = None,
-        *,
-        do_preprocess: bool = True,
-        use_tqdm: bool = False,
-        chat_template_kwargs: dict[str, Any] | None = None,
-    ) -> Response | list[Response]:
-        """The same as `infer`."""
-        return self.infer(
-            prompts,
-            gen_config,
-            do_preprocess=do_preprocess,
-            use_tqdm=use_tqdm,
-            chat_template_kwargs=chat_template_kwargs,
-        )
-
     def infer(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -189,23 +171,8 @@ class Pipeline:
         result = cast("list[Response]", answers)
         return result[0] if single and len(result) == 1 else result
 
-    def batch_infer(
-        self,
-        prompts: Sequence[Prompt],
-        gen_config: GenerationConfig | list[GenerationConfig] | None = None,
-        *,
-        do_preprocess: bool = True,
-        use_tqdm: bool = False,
-        chat_template_kwargs: dict[str, Any] | None = None,
-    ) -> Response | list[Response]:
-        """LMDeploy's older name of `infer`."""
-        return self.infer(
-            prompts,
-            gen_config,
-            do_preprocess=do_preprocess,
-            use_tqdm=use_tqdm,
-            chat_template_kwargs=chat_template_kwargs,
-        )
+    __call__ = infer
+    batch_infer = infer  # LMDeploy's older name
 
     def stream_infer(
         self,

@@ -2,47 +2,22 @@
 
 #include <atomic>
 #include <cstdlib>
-#include <cstring>
 #include <memory>
 #include <string>
 #include <utility>
 
+#include "kv/ops_refusing_device.h"
 #include "turbomind/core/check.h"
 #include "turbomind/core/device.h"
 
 namespace turbomind::testing {
 
-// Memory and nothing else: whoever asks it to compute fails.
-class NullDevice : public Device {
+// Memory and nothing else.
+class NullDevice : public OpsRefusingDevice {
  public:
-  DeviceCapability capability() const override { return {}; }
   std::string name() const override { return "null"; }
   void* Reserve(size_t num_bytes) override { return std::calloc(num_bytes + 1, 1); }
   void Release(void* memory, size_t) override { std::free(memory); }
-  void Copy(void* to, const void* from, size_t num_bytes) override {
-    std::memcpy(to, from, num_bytes);
-  }
-  std::unique_ptr<PackedMatrix> PackMatrix(const MatrixSource&, bool) override {
-    Refuse();
-    return nullptr;
-  }
-  void Embed(const EmbedParams&) override { Refuse(); }
-  void FillRope(const FillRopeParams&) override { Refuse(); }
-  void RmsNorm(const RmsNormParams&) override { Refuse(); }
-  void Linear(const LinearParams&) override { Refuse(); }
-  void GatedActivation(const GatedActivationParams&) override { Refuse(); }
-  void GroupedLinear(const GroupedLinearParams&) override { Refuse(); }
-  void RouteExperts(const RouteExpertsParams&) override { Refuse(); }
-  void GroupRows(const GroupRowsParams&) override { Refuse(); }
-  void CombineExperts(const CombineExpertsParams&) override { Refuse(); }
-  void ProcessKV(const ProcessKVParams&) override { Refuse(); }
-  void QuantiseBlocks(const QuantiseBlocksParams&) override { Refuse(); }
-  void FlattenKV(const FlattenKVParams&) override { Refuse(); }
-  void PrefillAttention(const AttentionParams&) override { Refuse(); }
-  void DecodeAttention(const AttentionParams&) override { Refuse(); }
-
- private:
-  static void Refuse() { throw InternalError("the null device computes nothing"); }
 };
 
 // Hands everything to another device.

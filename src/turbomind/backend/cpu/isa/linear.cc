@@ -23,7 +23,7 @@ constexpr int64_t kPrefetchBytes = 4096;  // ahead of a tile with 2 to 11 rows
 
 // Round to nearest even; subnormals become zero, as vdpbf16ps treats them.
 TM_HD uint16_t ToBF16(float x) {
-  const uint32_t bits = Bits(x);
+  const uint32_t bits = FloatBits(x);
   const uint32_t magnitude = bits & 0x7fffffffu;
   if (magnitude > kInfinityBits) {
     return static_cast<uint16_t>((bits >> 16) | 0x40u);

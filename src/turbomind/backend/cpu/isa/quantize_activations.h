@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "turbomind/backend/cpu/packed_layout.h"
+#include "turbomind/core/float_convert.h"
 
 namespace turbomind::TM_ISA {
 
@@ -13,18 +14,6 @@ inline constexpr float kMostCode = 127.f * 256.f;
 // Below, kMostCode / amax overflows: the block counts as zero.
 inline constexpr float kMinAmax = 1e-33f;
 
-TM_HD uint32_t Bits(float x) {
-  uint32_t bits;
-  __builtin_memcpy(&bits, &x, sizeof(bits));
-  return bits;
-}
-
-TM_HD float FromBits(uint32_t bits) {
-  float x;
-  __builtin_memcpy(&x, &bits, sizeof(x));
-  return x;
-}
-
 TM_HD void StoreFloat(float x, uint8_t* to) { __builtin_memcpy(to, &x, sizeof(x)); }
 
 // One block of 32 → high and low halves of its codes, its scale, and the sum of the codes.
@@ -32,10 +21,10 @@ TM_HD float QuantizeBlock(const float* x, int8_t* high, int32_t& sum) {
   int8_t* low = high + kQuantBlock;
   uint32_t amax_bits = 0;
   for (int i = 0; i < kQuantBlock; ++i) {
-    const uint32_t magnitude = Bits(x[i]) & 0x7fffffffu;
+    const uint32_t magnitude = FloatBits(x[i]) & 0x7fffffffu;
     amax_bits = magnitude > amax_bits ? magnitude : amax_bits;
   }
-  const float amax = FromBits(amax_bits);
+  const float amax = BitsFloat(amax_bits);
   const bool finite = amax_bits < kInfinityBits;
   sum = 0;
   if (!finite || amax < kMinAmax) {
@@ -46,7 +35,8 @@ TM_HD float QuantizeBlock(const float* x, int8_t* high, int32_t& sum) {
   const float inverse = kMostCode / amax;
   int32_t total = 0;
   for (int i = 0; i < kQuantBlock; ++i) {
-    const int32_t code = static_cast<int32_t>(Bits(x[i] * inverse + kRound) - Bits(kRound));
+    const int32_t code =
+        static_cast<int32_t>(FloatBits(x[i] * inverse + kRound) - FloatBits(kRound));
     const int32_t upper = (code + 128) >> 8;
     const int32_t rest = code - upper * 256;
     const int32_t lower = rest < -127 ? -127 : rest;  // -128 has no negative: AVX2 needs one

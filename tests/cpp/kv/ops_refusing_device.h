@@ -1,0 +1,40 @@
+#pragma once
+
+#include <cstring>
+#include <memory>
+
+#include "turbomind/core/check.h"
+#include "turbomind/core/device.h"
+
+namespace turbomind::testing {
+
+// Memory of the host: whoever asks it to compute fails.
+class OpsRefusingDevice : public Device {
+ public:
+  DeviceCapability capability() const override { return {}; }
+  void Copy(void* to, const void* from, size_t num_bytes) override {
+    std::memcpy(to, from, num_bytes);
+  }
+  std::unique_ptr<PackedMatrix> PackMatrix(const MatrixSource&, bool) override { return Refuse(); }
+  void Embed(const EmbedParams&) override { Refuse(); }
+  void FillRope(const FillRopeParams&) override { Refuse(); }
+  void RmsNorm(const RmsNormParams&) override { Refuse(); }
+  void Linear(const LinearParams&) override { Refuse(); }
+  void GatedActivation(const GatedActivationParams&) override { Refuse(); }
+  void GroupedLinear(const GroupedLinearParams&) override { Refuse(); }
+  void RouteExperts(const RouteExpertsParams&) override { Refuse(); }
+  void GroupRows(const GroupRowsParams&) override { Refuse(); }
+  void CombineExperts(const CombineExpertsParams&) override { Refuse(); }
+  void ProcessKV(const ProcessKVParams&) override { Refuse(); }
+  void QuantiseBlocks(const QuantiseBlocksParams&) override { Refuse(); }
+  void FlattenKV(const FlattenKVParams&) override { Refuse(); }
+  void PrefillAttention(const AttentionParams&) override { Refuse(); }
+  void DecodeAttention(const AttentionParams&) override { Refuse(); }
+
+ private:
+  static std::unique_ptr<PackedMatrix> Refuse() {
+    throw InternalError("a device without ops was asked to compute");
+  }
+};
+
+}  // namespace turbomind::testing
