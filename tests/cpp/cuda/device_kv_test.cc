@@ -86,6 +86,10 @@ class Layer {
 
   // The next `counts[i]` tokens of sequence i, those with one token first: written, then attended.
   void Step(const std::vector<int>& counts);
+  int num_steps() const { return static_cast<int>(steps_); }
+  // That the GPU did not take from a record.
+  int num_runs() const { return num_runs_; }
+  int num_with_moves() const { return num_with_moves_; }
 
  private:
   std::vector<std::byte> Zeros(int64_t block_bytes) const {
@@ -148,6 +152,8 @@ class Layer {
   Both<float> dense_;
   std::vector<int> lengths_;
   unsigned steps_ = 0;
+  int num_runs_ = 0;
+  int num_with_moves_ = 0;
 };
 
 void Layer::FillArrays(const std::vector<int>& counts, Arrays& a) {
@@ -223,6 +229,7 @@ AttentionParams Layer::Attention(int side) const {
 }
 
 void Layer::RunOps(int side, const BatchView& batch) {
+  num_runs_ += side == kGpu ? 1 : 0;
   Device& device = *devices_.of[side];
   ProcessKVParams write = Write(side);
   write.batch = batch;
@@ -257,6 +264,7 @@ void Layer::Step(const std::vector<int>& counts) {
   FillArrays(counts, arrays);
   const BatchView& batch = arrays.group.batch;
   const auto tokens = static_cast<size_t>(batch.num_tokens);
+  num_with_moves_ += batch.num_moves > 0 ? 1 : 0;
   qkv_.Write(Normal(tokens * Row(), 100 + steps_++));
   out_.Write(Unwritten(out_.size()));
   for (const int side : {kCpu, kGpu}) {
@@ -311,6 +319,25 @@ TEST_CASE("four bits as they are served: rotation, search, mean, hot blocks") {
                .as_served = true,
                .contexts = {90, 20, 50}});
   }
+}
+
+TEST_CASE("steps that move blocks are recorded and replayed, too") {
+  Devices devices;
+  // Two that move at a time, one, one.
+  Layer layer(devices, {.k = KvCacheMode::kFp4Nv,
+                        .v = KvCacheMode::kFp4Nv,
+                        .kv_heads = 1,
+                        .group = 1,
+                        .hot = true,
+                        .contexts = {143, 143, 142, 141}});
+  layer.Step({143, 143, 142, 141});
+  for (int i = 0; i < 6; ++i) {
+    layer.Step({1, 1, 1, 1});
+  }
+  CHECK(layer.num_with_moves() == 3);
+  CHECK(layer.num_steps() == 7);
+  // The prompts; of two kinds of decode steps the first, and the second, which is recorded.
+  CHECK(layer.num_runs() == 5);
 }
 
 TEST_CASE("sliding windows with sinks, keys wider than values") {

@@ -260,15 +260,17 @@ TEST_CASE("blocks that leave the recent window are quantised as the CPU does") {
       Step step(shape, seed);  // the hot pool holds all kinds of bits
       step.hot = true;
       step.moves = {{3, 7}, {5, 2}};
+      const auto num_moves = static_cast<int>(step.moves.size());
+      step.moves.resize(4);  // the others have no blocks
       CAPTURE(Describe(shape));
       const GpuStep on_gpu(step);
       const Gpu gpu;
-      const auto params = [&](const Pointers& p) {
+      const auto params = [&](const Pointers& p, int moves) {
         return QuantiseBlocksParams{ViewOf(step, p), HotViewOf(step, p), seed % 2 == 0, p.moves,
-                                    static_cast<int>(step.moves.size())};
+                                    moves};
       };
-      CudaQuantiseBlocks(gpu.context, params(on_gpu.pointers()));
-      Cpu().QuantiseBlocks(params(CpuPointers(step)));
+      CudaQuantiseBlocks(gpu.context, params(on_gpu.pointers(), 4));
+      Cpu().QuantiseBlocks(params(CpuPointers(step), num_moves));
       CHECK(SameBytes(on_gpu.data.Read(), step.data));
       CHECK(SameBytes(on_gpu.scales.Read(), step.scales));
       CHECK(SameBytes(on_gpu.hot_data.Read(), step.hot_data));

@@ -3,7 +3,9 @@
 #include <doctest/doctest.h>
 
 #include <cstring>
+#include <span>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "turbomind/backend/cuda/context.h"
@@ -73,9 +75,34 @@ TEST_CASE("the arrays of a step lie on the GPU, rows of tables padded with -1") 
   CHECK(Read(first.hot_tables, 8, s.stream) == std::vector<int32_t>{9, 8, 7, -1, -1, -1, -1, -1});
   CHECK(second.hot_tables == nullptr);
   CHECK(Read(second.block_tables, 1, s.stream) == std::vector<int32_t>{5});
-  const BlockMove move = Read(arrays.OnGpu(step.moves.data()), 1, s.stream)[0];
-  CHECK(move.hot == 3);
-  CHECK(move.cold == 4);
+  const std::span<const BlockMove> on_gpu = arrays.OnGpu(step.moves.data());
+  REQUIRE(on_gpu.size() == 4);
+  CHECK(first.num_moves == 4);
+  CHECK(second.num_moves == 0);
+  const std::vector<BlockMove> moves = Read(on_gpu.data(), 4, s.stream);
+  CHECK(moves[0].hot == 3);
+  CHECK(moves[0].cold == 4);
+  for (size_t i = 1; i < moves.size(); ++i) {
+    CHECK(moves[i].hot == -1);
+    CHECK(moves[i].cold == -1);
+  }
+}
+
+TEST_CASE("steps with few moves have one shape") {
+  TestStream s;
+  StepArrays arrays(s.stream);
+  const auto shape = [&](size_t num_moves) {
+    Step step;
+    step.moves.assign(num_moves, {3, 4});
+    const StepParams params = step.Params();
+    step.groups[0].batch.num_moves = static_cast<int>(num_moves);
+    arrays.Upload(params);
+    return arrays.shape();
+  };
+  CHECK(shape(1) == shape(4));
+  CHECK(shape(5) == shape(8));
+  CHECK_FALSE(shape(0) == shape(1));
+  CHECK_FALSE(shape(4) == shape(5));
 }
 
 TEST_CASE("steps of one shape have their arrays at the same addresses") {
@@ -170,6 +197,58 @@ TEST_CASE("an op that throws while it is recorded leaves a stream that works") {
   graphs.Run(shape, generations, [&] { ++runs; });
   CHECK(runs == 1);
   CHECK(graphs.num_recorded() == 1);
+}
+
+TEST_CASE("what spoils a record is what is told") {
+  TestStream s;
+  StepGraphs graphs(s.stream);
+  const StepShape shape = {.num_seqs = 1};
+  const auto generations = [] { return int64_t{1}; };
+  graphs.Run(shape, generations, [] {});
+  std::string first;
+  std::string told;
+  const auto wait = [&] {
+    try {
+      Synchronize(s.stream);
+    } catch (const InternalError& error) {
+      first = error.what();
+      throw;
+    }
+  };
+  try {
+    graphs.Run(shape, generations, wait);
+  } catch (const InternalError& error) {
+    told = error.what();
+  }
+  CHECK(first != "");
+  CHECK(told == first);
+  int runs = 0;
+  graphs.Run(shape, generations, [&] { ++runs; });
+  CHECK(runs == 1);
+}
+
+TEST_CASE("the record that was not wanted for longest makes room") {
+  TestStream s;
+  StepGraphs graphs(s.stream);
+  int runs = 0;
+  const auto run = [&](size_t num_seqs) {
+    graphs.Run(
+        {.num_seqs = static_cast<int>(num_seqs)}, [] { return int64_t{1}; }, [&] { ++runs; });
+  };
+  for (size_t i = 0; i < StepGraphs::kMostGraphs; ++i) {
+    run(i);
+    run(i);
+  }
+  runs = 0;
+  run(0);
+  run(StepGraphs::kMostGraphs);  // takes the place of 1
+  CHECK(runs == 1);
+  CHECK(graphs.num_shapes() == StepGraphs::kMostGraphs);
+  run(0);
+  run(2);
+  CHECK(runs == 1);
+  run(1);
+  CHECK(runs == 2);
 }
 
 TEST_CASE("the workspace keeps its address until it must grow") {

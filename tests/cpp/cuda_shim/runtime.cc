@@ -17,6 +17,7 @@
 
 struct CUstream_st {
   std::vector<std::function<void()>>* recorded = nullptr;  // while a graph is recorded
+  bool is_spoilt = false;                                  // that graph
 };
 
 struct CUevent_st {
@@ -132,6 +133,7 @@ Stream CreateStream() { return new CUstream_st; }
 void DestroyStream(Stream stream) noexcept { delete stream; }
 
 void Synchronize(Stream stream) {
+  stream->is_spoilt = stream->recorded != nullptr;
   Check(stream->recorded == nullptr, "nothing waits while a graph is recorded");
 }
 
@@ -166,6 +168,7 @@ float Milliseconds(Event begin, Event end) {
 
 void BeginCapture(Stream stream) {
   Check(stream->recorded == nullptr, "one graph is recorded at a time");
+  stream->is_spoilt = false;
   stream->recorded = new std::vector<std::function<void()>>;
 }
 
@@ -173,6 +176,7 @@ Graph EndCapture(Stream stream) {
   Check(stream->recorded != nullptr, "a graph is being recorded");
   const std::unique_ptr<std::vector<std::function<void()>>> work(stream->recorded);
   stream->recorded = nullptr;
+  Check(!stream->is_spoilt, "what was recorded is whole");
   return new CUgraphExec_st{std::move(*work)};
 }
 

@@ -212,7 +212,9 @@ class CudaDevice final : public Device {
 
 void CudaDevice::QuantiseBlocks(const QuantiseBlocksParams& params) {
   QuantiseBlocksParams p = params;
-  p.moves = arrays_.OnGpu(params.moves);
+  const std::span<const BlockMove> moves = arrays_.OnGpu(params.moves);
+  p.moves = moves.data();
+  p.num_moves = static_cast<int>(moves.size());
   CudaQuantiseBlocks(context_, p);
 }
 
@@ -222,7 +224,7 @@ void CudaDevice::RunStep(const StepParams& step, FunctionRef<void()> ops) {
   bool decodes_only = !step.op_by_op;
   for (int i = 0; i < step.num_groups; ++i) {
     const BatchView& batch = step.groups[i].batch;
-    decodes_only = decodes_only && batch.num_decode == batch.num_seqs && batch.num_moves == 0;
+    decodes_only = decodes_only && batch.num_decode == batch.num_seqs;
   }
   planner_.Upload(step);
   if (!decodes_only) {

@@ -17,9 +17,9 @@
 namespace turbomind::cuda {
 
 // Equal to the CPU's, bit for bit (but for which NaN a sum gives): qkv, q_dot_mean, the bytes of
-// the cache. A token whose block id is -1 is not stored and not counted: a step may be padded to a
-// recorded size.
+// the cache. A token whose block id is -1 is not stored and not counted.
 void CudaProcessKV(const Context& context, const ProcessKVParams& params);
+// Moves without blocks (-1) may be among them: nothing is done for these.
 void CudaQuantiseBlocks(const Context& context, const QuantiseBlocksParams& params);
 // Equal to the CPU's, bit for bit.
 void CudaFlattenKV(const Context& context, const FlattenKVParams& params);

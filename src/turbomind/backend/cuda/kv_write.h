@@ -403,15 +403,15 @@ __global__ void __launch_bounds__(kWriteThreads) QuantiseBlocksKernel(QuantiseLa
   const int slot = index & (kv.block_seq_len - 1);
   const int head = (index >> shift) % kv.kv_heads;
   const int move = (index >> shift) / kv.kv_heads;
-  const bool valid = move < p.op.num_moves;
+  const BlockMove ids = move < p.op.num_moves ? LoadGlobal(p.op.moves + move) : BlockMove{};
+  const bool valid = ids.cold >= 0;
   const RowLane at = {ThreadIndexX() % kRowLanes, valid ? kv.head_dim : 0};
   RowTarget to = {is_k ? kv.mode[0] : kv.mode[1], nullptr, nullptr, 1.f};
   LaneValues values = {};
   if (valid) {
-    const int32_t from = LoadGlobal(&p.op.moves[move].hot);
-    to = TargetOf(kv, side, LoadGlobal(&p.op.moves[move].cold), head, slot);
+    to = TargetOf(kv, side, ids.cold, head, slot);
     if (at.active()) {
-      const std::byte* payload = TargetOf(hot, side, from, head, slot).payload;
+      const std::byte* payload = TargetOf(hot, side, ids.hot, head, slot).payload;
       const auto words =
           LoadGlobal(reinterpret_cast<const Words<16>*>(payload + at.lane * sizeof(Words<16>)));
       for (int i = 0; i < kLaneValues / 2; ++i) {

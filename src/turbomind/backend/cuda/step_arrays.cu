@@ -10,6 +10,7 @@ namespace {
 
 constexpr size_t kAlignment = 256;
 constexpr int64_t kLeastStride = 8;
+constexpr unsigned kLeastMoves = 4;
 
 size_t Aligned(size_t num_bytes) { return (num_bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
@@ -21,6 +22,12 @@ size_t BytesOf(int64_t size) {
 int64_t TableStride(const BatchView& batch) {
   const auto least = static_cast<uint64_t>(std::max(batch.block_table_stride, kLeastStride));
   return static_cast<int64_t>(std::bit_ceil(least));
+}
+
+// Few numbers, so that a step finds the record of another.
+int PaddedMoves(int num_moves) {
+  const auto least = std::max(static_cast<unsigned>(num_moves), kLeastMoves);
+  return num_moves == 0 ? 0 : static_cast<int>(std::bit_ceil(least));
 }
 
 }  // namespace
@@ -40,10 +47,11 @@ void StepArrays::Measure(const StepParams& step) {
     const int64_t stride = TableStride(batch);
     const bool has_hot = batch.hot_tables != nullptr;
     shape_.table_strides.push_back(stride);
-    shape_.num_moves.push_back(batch.num_moves);
+    const int num_moves = PaddedMoves(batch.num_moves);
+    shape_.num_moves.push_back(num_moves);
     shape_.has_hot.push_back(has_hot);
     num_bytes += (has_hot ? 2 : 1) * BytesOf<int32_t>(batch.num_seqs * stride) +
-                 BytesOf<BlockMove>(batch.num_moves);
+                 BytesOf<BlockMove>(num_moves);
   }
   bytes_.Reserve(num_bytes);
 }
@@ -72,6 +80,15 @@ const int32_t* StepArrays::PlaceTable(const int32_t* host, const BatchView& batc
   return reinterpret_cast<const int32_t*>(bytes_.gpu() + begin);
 }
 
+const BlockMove* StepArrays::PlaceMoves(const BatchView& batch, int num_moves) {
+  const size_t begin = used_;
+  used_ += BytesOf<BlockMove>(num_moves);
+  Check(used_ <= bytes_.capacity(), "the arrays of a step fit");
+  auto* to = reinterpret_cast<BlockMove*>(bytes_.host() + begin);
+  std::fill(std::copy_n(batch.moves, batch.num_moves, to), to + num_moves, BlockMove{});
+  return reinterpret_cast<const BlockMove*>(bytes_.gpu() + begin);
+}
+
 void StepArrays::Upload(const StepParams& step) {
   Check(step.num_groups > 0, "a step has layers");
   Measure(step);
@@ -95,7 +112,8 @@ void StepArrays::Upload(const StepParams& step) {
     if (batch.hot_tables != nullptr) {
       view.hot_tables = PlaceTable(batch.hot_tables, batch, stride);
     }
-    view.moves = Place(batch.moves, batch.num_moves);
+    view.num_moves = shape_.num_moves[static_cast<size_t>(i)];
+    view.moves = PlaceMoves(batch, view.num_moves);
     host_.push_back(batch);
     views_.push_back(view);
   }
@@ -120,10 +138,10 @@ const int32_t* StepArrays::OnGpu(const int32_t* host) const {
   FailCheck("the tokens are the step's", std::source_location::current());
 }
 
-const BlockMove* StepArrays::OnGpu(const BlockMove* host) const {
+std::span<const BlockMove> StepArrays::OnGpu(const BlockMove* host) const {
   for (size_t i = 0; i < host_.size(); ++i) {
     if (host_[i].num_moves > 0 && host_[i].moves == host) {
-      return views_[i].moves;
+      return {views_[i].moves, static_cast<size_t>(views_[i].num_moves)};
     }
   }
   FailCheck("the moves are the step's", std::source_location::current());

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "turbomind/backend/cuda/mirrored_bytes.h"
@@ -17,7 +18,7 @@ struct StepShape {
   int num_seqs = 0;
   int num_tokens = 0;
   std::vector<int64_t> table_strides = {};  // by group, powers of two
-  std::vector<int> num_moves = {};          // by group
+  std::vector<int> num_moves = {};          // by group, 0 or powers of two
   std::vector<bool> has_hot = {};           // by group
 
   bool operator==(const StepShape&) const = default;
@@ -36,12 +37,13 @@ class StepArrays {
   const StepShape& shape() const { return shape_; }
   int generation() const { return bytes_.generation(); }
 
-  // The same batch with addresses on the GPU; tables may have a larger stride. REQUIRES: a batch
-  // of the last Upload.
+  // The same batch with addresses on the GPU; tables may have a larger stride, and moves without
+  // blocks (-1) may follow. REQUIRES: a batch of the last Upload.
   const BatchView& OnGpu(const BatchView& host) const;
   // Tokens or positions of the last Upload.
   const int32_t* OnGpu(const int32_t* host) const;
-  const BlockMove* OnGpu(const BlockMove* host) const;
+  // All of a group's, those without blocks included.
+  std::span<const BlockMove> OnGpu(const BlockMove* host) const;
 
  private:
   struct Pair {
@@ -53,6 +55,7 @@ class StepArrays {
   template <class T>
   const T* Place(const T* host, int64_t size);
   const int32_t* PlaceTable(const int32_t* host, const BatchView& batch, int64_t stride);
+  const BlockMove* PlaceMoves(const BatchView& batch, int num_moves);
 
   MirroredBytes bytes_;
   size_t used_ = 0;

@@ -3,53 +3,57 @@
 #include "turbomind/backend/cuda/step_graphs.h"
 
 namespace turbomind::cuda {
-namespace {
-
-constexpr size_t kMostGraphs = 256;
-
-}  // namespace
-
-void StepGraphs::Clear() {
-  for (const Entry& entry : entries_) {
-    if (entry.graph != nullptr) {
-      DestroyGraph(entry.graph);
-    }
-  }
-  entries_.clear();
-}
 
 Graph StepGraphs::Capture(FunctionRef<void()> ops) {
   BeginCapture(stream_);
   try {
     ops();
   } catch (...) {
-    DestroyGraph(EndCapture(stream_));
+    try {
+      DestroyGraph(EndCapture(stream_));
+    } catch (...) {  // what spoilt the record is thrown below
+    }
     throw;
   }
   return EndCapture(stream_);
 }
 
+// The place of a shape that is seen for the first time.
+void StepGraphs::Add(const StepShape& shape) {
+  if (entries_.size() == kMostGraphs) {
+    const auto oldest =
+        std::min_element(entries_.begin(), entries_.end(),
+                         [](const Entry& a, const Entry& b) { return a.last_step < b.last_step; });
+    Synchronize(stream_);  // it may still run
+    *oldest = std::move(entries_.back());
+    entries_.pop_back();
+  }
+  entries_.push_back({.shape = shape, .last_step = num_steps_});
+}
+
 void StepGraphs::Run(const StepShape& shape, const FunctionRef<int64_t()>& generations,
                      FunctionRef<void()> ops) {
-  if (generations() != generations_ || entries_.size() >= kMostGraphs) {
+  if (generations() != generations_) {
     Synchronize(stream_);
-    Clear();
+    entries_.clear();
     generations_ = generations();
   }
+  ++num_steps_;
   const auto found = std::find_if(entries_.begin(), entries_.end(),
                                   [&](const Entry& entry) { return entry.shape == shape; });
   if (found == entries_.end()) {
     ops();
-    entries_.push_back({shape});
+    Add(shape);
     return;
   }
+  found->last_step = num_steps_;
   if (found->graph == nullptr) {
-    found->graph = Capture(ops);
+    found->graph.reset(Capture(ops));
     ++num_recorded_;
   } else {
     ++num_replayed_;
   }
-  LaunchGraph(found->graph, stream_);
+  LaunchGraph(found->graph.get(), stream_);
 }
 
 }  // namespace turbomind::cuda

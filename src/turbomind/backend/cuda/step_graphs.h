@@ -2,7 +2,9 @@
 
 // Recorded steps: the ops of a decode step are launched once by one, then recorded, then replayed.
 
+#include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "turbomind/backend/cuda/runtime.h"
@@ -15,31 +17,40 @@ namespace turbomind::cuda {
 // (of the step's arrays, the workspace and whatever else ops keep) are those of its record.
 class StepGraphs {
  public:
+  // Whose records are kept: the one that no step had for longest makes room for another.
+  static constexpr size_t kMostGraphs = 128;
+
   explicit StepGraphs(Stream stream) : stream_(stream) {}
-  ~StepGraphs() { Clear(); }
   StepGraphs(const StepGraphs&) = delete;
   StepGraphs& operator=(const StepGraphs&) = delete;
 
   // Runs `ops`, or what they did for the same shape. The first step of a shape runs them, so that
-  // they allocate what they need; the second records them. What ops throw goes through.
+  // they allocate what they need; the second records them. What ops throw goes through, also where
+  // it has spoilt a record.
   void Run(const StepShape& shape, const FunctionRef<int64_t()>& generations,
            FunctionRef<void()> ops);
 
+  size_t num_shapes() const { return entries_.size(); }
   int num_recorded() const { return num_recorded_; }
   int num_replayed() const { return num_replayed_; }
 
  private:
+  struct Destroy {
+    void operator()(Graph graph) const noexcept { DestroyGraph(graph); }
+  };
   struct Entry {
     StepShape shape;
-    Graph graph = nullptr;  // null: seen once
+    std::unique_ptr<CUgraphExec_st, Destroy> graph = {};  // null: seen once
+    int64_t last_step = 0;
   };
 
-  void Clear();
+  void Add(const StepShape& shape);
   Graph Capture(FunctionRef<void()> ops);
 
   Stream stream_;
   std::vector<Entry> entries_;
   int64_t generations_ = -1;
+  int64_t num_steps_ = 0;
   int num_recorded_ = 0;
   int num_replayed_ = 0;
 };
