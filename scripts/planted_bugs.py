@@ -292,6 +292,30 @@ BUGS = (
         "dense_ops",
         ("dense_ops.cu",),
     ),
+    Bug(
+        "draw-list-not-whole",  # a token that is not listed would have been drawn
+        "draw_kernels.h",
+        "weight(count - 1) <= unlisted",
+        "weight(count - 1) < 0.f",
+        "draw_ops",
+        ("draw_ops.cu",),
+    ),
+    Bug(
+        "draw-other-row",  # of the draw's index, not of its row
+        "draw_kernels.h",
+        "int64_t>(draw.row) * task.op.vocab_size",
+        "int64_t>(BlockIndexY()) * task.op.vocab_size",
+        "draw_ops",
+        ("draw_ops.cu",),
+    ),
+    Bug(
+        "draw-sums-unfiltered",  # by min_p
+        "draw_kernels.h",
+        "vocab_size) ? draw.min_p : 0.f;",
+        "vocab_size) ? 0.f : 0.f;",
+        "draw_ops",
+        ("draw_ops.cu",),
+    ),
 )
 
 

@@ -86,6 +86,11 @@ class Device {
     static_cast<void>(params);
     return false;
   }
+  // The same of rows that are sampled: the tokens are those that the host would draw.
+  virtual bool DrawRows(const DrawRowsParams& params) {
+    static_cast<void>(params);
+    return false;
+  }
 };
 
 }  // namespace turbomind

@@ -41,11 +41,10 @@ int64_t MatchedStop(const Sequence& sequence) {
   return longest;
 }
 
-// Whether nothing is asked of the row but a token that the device may choose.
-bool MayStay(const Sequence& sequence, int64_t position) {
-  const Request& request = *sequence.request;
-  return position + 1 == sequence.num_tokens() && request.logits_output == LogitsOutput::kNone &&
-         TakesHighest(request, sequence.num_generated());
+// Whether nothing is asked of the row but the next token.
+bool AsksForToken(const Sequence& sequence, int64_t position) {
+  return position + 1 == sequence.num_tokens() &&
+         sequence.request->logits_output == LogitsOutput::kNone;
 }
 
 }  // namespace
@@ -70,6 +69,7 @@ void Generation::Run(const Batch& batch, Decoder& decoder) {
     const std::span<Row> rows = std::span(rows_).subspan(first, count);
     decoder.ComputeLogits(row_indices_.data() + first, static_cast<int>(count));
     AskHighest(rows, decoder);
+    AskDrawn(rows, decoder);
     HandleRows(rows, ReadLogits(rows, decoder));
   }
 }
@@ -90,13 +90,37 @@ void Generation::CollectRows(const Batch& batch) {
 }
 
 void Generation::AskHighest(std::span<Row> rows, Decoder& decoder) {
-  const auto may_stay = [](const Row& row) { return MayStay(*row.sequence, row.position); };
-  highest_.resize(rows.size());
-  if (std::none_of(rows.begin(), rows.end(), may_stay) || !decoder.HighestTokens(highest_.data())) {
+  const auto may_stay = [](const Row& row) {
+    return AsksForToken(*row.sequence, row.position) &&
+           TakesHighest(*row.sequence->request, row.sequence->num_generated());
+  };
+  chosen_.resize(rows.size());
+  if (std::none_of(rows.begin(), rows.end(), may_stay) || !decoder.HighestTokens(chosen_.data())) {
     return;
   }
   for (size_t i = 0; i < rows.size(); ++i) {
-    rows[i].highest = may_stay(rows[i]) ? highest_[i] : -1;
+    rows[i].chosen = may_stay(rows[i]) ? chosen_[i] : -1;
+  }
+}
+
+void Generation::AskDrawn(std::span<Row> rows, Decoder& decoder) {
+  draws_.clear();
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const Sequence& sequence = *rows[i].sequence;
+    if (!AsksForToken(sequence, rows[i].position)) {
+      continue;
+    }
+    if (auto draw = DrawOf(*sequence.request, sequence.num_generated())) {
+      draw->row = static_cast<int32_t>(i);
+      draws_.push_back(*draw);
+    }
+  }
+  chosen_.resize(rows.size());
+  if (draws_.empty() || !decoder.DrawTokens(draws_, chosen_.data())) {
+    return;
+  }
+  for (size_t i = 0; i < draws_.size(); ++i) {
+    rows[static_cast<size_t>(draws_[i].row)].chosen = chosen_[i];
   }
 }
 
@@ -104,7 +128,7 @@ void Generation::AskHighest(std::span<Row> rows, Decoder& decoder) {
 float* Generation::ReadLogits(std::span<const Row> rows, Decoder& decoder) {
   read_rows_.clear();
   for (size_t i = 0; i < rows.size(); ++i) {
-    if (rows[i].highest < 0) {
+    if (rows[i].chosen < 0) {
       read_rows_.push_back(static_cast<int32_t>(i));
     }
   }
@@ -119,13 +143,13 @@ void Generation::HandleRows(std::span<const Row> rows, float* logits) {
       ++end;
     }
     const SequenceRows run = {&rows[first], end - first, logits};
-    if (rows[first].sequence->request->token_mask != nullptr || rows[first].highest >= 0) {
+    if (rows[first].sequence->request->token_mask != nullptr || rows[first].chosen >= 0) {
       HandleRun(run, samplers_.front());
     } else {
       runs_.push_back(run);
     }
     for (; first < end; ++first) {
-      logits += rows[first].highest < 0 ? vocab_size_ : 0;
+      logits += rows[first].chosen < 0 ? vocab_size_ : 0;
     }
   }
   if (static_cast<int64_t>(read_rows_.size()) * vocab_size_ < kMinParallelLogits) {
@@ -171,8 +195,8 @@ void Generation::HandleRow(const Row& row, float* logits, Sampler& sampler) {
     sequence.output.finish_reason = FinishReason::kLength;
     return;
   }
-  if (row.highest >= 0) {
-    AppendToken(sequence, row.highest);
+  if (row.chosen >= 0) {
+    AppendToken(sequence, row.chosen);
   } else {
     ChooseToken(sequence, logits, sampler);
   }

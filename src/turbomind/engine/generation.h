@@ -3,8 +3,8 @@
 // ⑧ From a step's hidden states to tokens: logits of the rows that need them, log-probabilities,
 // sampling, stop conditions. Fills Sequence::tokens and Sequence::output.
 //
-// A row whose token is the highest of its logits, and of which nothing else is asked, stays with a
-// device that finds the highest itself: its token alone comes to the host.
+// A row of which nothing is asked but a token, the highest or one drawn from the row as it is,
+// stays with a device that chooses it itself: the token alone comes to the host.
 
 #include <cstdint>
 #include <span>
@@ -33,7 +33,7 @@ class Generation {
   struct Row {
     Sequence* sequence = nullptr;
     int64_t position = 0;
-    int32_t highest = -1;  // the device's choice; -1: the row is on the host
+    int32_t chosen = -1;  // by the device; -1: the row is on the host
   };
   // Rows of one sequence, in order, of those whose logits are there.
   struct SequenceRows {
@@ -44,6 +44,7 @@ class Generation {
 
   void CollectRows(const Batch& batch);
   void AskHighest(std::span<Row> rows, Decoder& decoder);
+  void AskDrawn(std::span<Row> rows, Decoder& decoder);
   float* ReadLogits(std::span<const Row> rows, Decoder& decoder);
   void HandleRows(std::span<const Row> rows, float* logits);
   void HandleRun(const SequenceRows& run, Sampler& sampler);
@@ -61,7 +62,8 @@ class Generation {
   std::vector<uint32_t> mask_;     // [ceil(vocab / 32)]
   std::vector<Row> rows_;
   std::vector<int32_t> row_indices_;
-  std::vector<int32_t> highest_;
+  std::vector<int32_t> chosen_;  // by the device
+  std::vector<RowDraw> draws_;
   std::vector<int32_t> read_rows_;  // whose logits are on the host
   std::vector<SequenceRows> runs_;  // that threads share
 };

@@ -169,15 +169,31 @@ void Decoder::ComputeLogits(const int32_t* rows, int num_rows) {
 
 bool Decoder::HighestTokens(int32_t* tokens) {
   if (!device_.ArgMaxRows({.logits = scratch_.logits,
-                           .ids = scratch_.highest,
+                           .ids = scratch_.chosen,
                            .num_rows = num_logit_rows_,
                            .vocab_size = model().vocab_size})) {
     return false;
   }
-  const auto count = static_cast<size_t>(num_logit_rows_);
-  std::memcpy(tokens, device_.ReadBack(scratch_.highest, count * sizeof(int32_t)),
-              count * sizeof(int32_t));
+  ReadTokens(static_cast<size_t>(num_logit_rows_), tokens);
   return true;
+}
+
+bool Decoder::DrawTokens(std::span<const RowDraw> draws, int32_t* tokens) {
+  Check(draws.size() <= static_cast<size_t>(num_logit_rows_), "a row is drawn from once");
+  if (!device_.DrawRows({.logits = scratch_.logits,
+                         .draws = draws.data(),
+                         .ids = scratch_.chosen,
+                         .num_draws = static_cast<int>(draws.size()),
+                         .vocab_size = model().vocab_size})) {
+    return false;
+  }
+  ReadTokens(draws.size(), tokens);
+  return true;
+}
+
+void Decoder::ReadTokens(size_t count, int32_t* tokens) {
+  const size_t num_bytes = count * sizeof(int32_t);
+  std::memcpy(tokens, device_.ReadBack(scratch_.chosen, num_bytes), num_bytes);
 }
 
 float* Decoder::ReadLogits(std::span<const int32_t> rows) {

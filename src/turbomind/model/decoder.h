@@ -69,6 +69,8 @@ class Decoder {
   // Writes what ArgMaxRowsParams says of each of them, [num_rows]. False, and nothing is written,
   // where the device leaves that to the host.
   bool HighestTokens(int32_t* tokens);
+  // The same of DrawRowsParams, [draws.size()]; their rows are of these.
+  bool DrawTokens(std::span<const RowDraw> draws, int32_t* tokens);
   // Some of them, ascending indices of [0, num_rows): [rows.size(), vocab_size] on the host, valid
   // until the next call, free to overwrite. Then the logits are gone.
   float* ReadLogits(std::span<const int32_t> rows);
@@ -92,6 +94,8 @@ class Decoder {
   void DenseFeedForward(const LayerWeights& layer, int64_t first, int num_rows);
   void Project(const LinearWeight& weight, const float* bias, const float* x, const Output& out);
   void Norm(const VectorWeight& weight, const float* x, float* out, int num_rows);
+
+  void ReadTokens(size_t count, int32_t* tokens);
 
   const ModelConfig& model() const { return config_.model; }
 

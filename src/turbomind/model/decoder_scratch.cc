@@ -63,7 +63,7 @@ int64_t DecoderScratch::Place(const ModelConfig& model, const StepLimits& limits
   placer.Add(sin, tokens * half_rope);
   placer.Add(selected, logit_rows * model.hidden_size);
   placer.Add(logits, logit_rows * model.vocab_size);
-  placer.Add(highest, logit_rows);
+  placer.Add(chosen, logit_rows);
   const int64_t layer = placer.next();
   placer.Add(qkv, tokens * (q_size + 2 * kv_size));
   placer.Add(attended, tokens * q_size);

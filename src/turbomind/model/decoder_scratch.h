@@ -25,7 +25,7 @@ struct DecoderScratch {
   float* sin = nullptr;              // [max_tokens, rope_dim / 2]
   float* selected = nullptr;         // [max_logit_rows, hidden]
   float* logits = nullptr;           // [max_logit_rows, vocab]
-  int32_t* highest = nullptr;        // [max_logit_rows]
+  int32_t* chosen = nullptr;         // [max_logit_rows] tokens that the device chose
   // Of a layer's attention:
   float* qkv = nullptr;         // [max_tokens, (heads + 2 kv_heads) * head_dim]
   float* attended = nullptr;    // [max_tokens, heads * head_dim]

@@ -246,6 +246,28 @@ struct ArgMaxRowsParams {
   int vocab_size = 0;
 };
 
+// How the token of a row of logits is drawn: SamplingParams, the temperature not that of greedy
+// sampling, and the number in [0, 1) that decides. What it means: ops/draw.h.
+struct RowDraw {
+  double uniform = 0;
+  int32_t row = 0;    // of the logits
+  int32_t top_k = 0;  // 0: all
+  float inverse_temperature = 1.f;
+  float top_p = 1.f;
+  float min_p = 0.f;
+};
+
+// The token of each draw, as the sampler chooses it; -1 where the device leaves that to the host: a
+// row that the sampler refuses (NaN or +infinity somewhere, -infinity everywhere), or one of which
+// too many tokens may be drawn.
+struct DrawRowsParams {
+  const float* logits = nullptr;   // rows of [vocab_size]
+  const RowDraw* draws = nullptr;  // [num_draws] on the host
+  int32_t* ids = nullptr;          // [num_draws]
+  int num_draws = 0;
+  int vocab_size = 0;
+};
+
 // y = x · wᵀ + bias: rows [offsets[e], offsets[e + 1]) of y go through expert e's weight, [out,
 // cols]; all weights have one shape and one format. A row of y has the bits of Linear with its row
 // of x and its weight. The weights of experts without rows are not read.

@@ -134,6 +134,7 @@ class ProfilingDevice final : public Device {
   void PrefillAttention(const AttentionParams& params) override;
   void DecodeAttention(const AttentionParams& params) override;
   bool ArgMaxRows(const ArgMaxRowsParams& params) override { return device_->ArgMaxRows(params); }
+  bool DrawRows(const DrawRowsParams& params) override { return device_->DrawRows(params); }
 
  private:
   struct Span {

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "turbomind/core/check.h"
+#include "turbomind/ops/draw.h"
 #include "turbomind/ops/row_math.h"
 
 namespace turbomind {
@@ -62,26 +63,19 @@ void ApplyTokenMask(const uint32_t* mask, int vocab_size, float* logits) {
 
 // Sets weights below min_p to 0 and returns the sum of the others. Lanes hide the latency of
 // adding.
-double SumKept(float* weights, size_t size, float min_p) {
-  constexpr size_t kLanes = 8;
-  std::array<double, kLanes> sums{};
-  size_t i = 0;
-  for (; i < size && min_p > 0.f; ++i) {
+double SumKept(float* weights, int size, float min_p) {
+  for (int i = 0; i < size && min_p > 0.f; ++i) {
     weights[i] = weights[i] >= min_p ? weights[i] : 0.f;
   }
-  for (i = 0; i + kLanes <= size; i += kLanes) {
-    for (size_t j = 0; j < kLanes; ++j) {
-      sums[j] += weights[i + j];
+  std::array<double, kSumLanes> sums{};
+  for (int i = 0; i + kSumLanes <= size; i += kSumLanes) {
+    for (int j = 0; j < kSumLanes; ++j) {
+      sums[static_cast<size_t>(j)] += weights[i + j];
     }
   }
-  double sum = 0;
-  for (; i < size; ++i) {
-    sum += weights[i];
-  }
-  for (const double lane : sums) {
-    sum += lane;
-  }
-  return sum;
+  return SumOfBlock(
+      size, [&](int lane) { return sums[static_cast<size_t>(lane)]; },
+      [&](int i) { return weights[i]; });
 }
 
 // What changes logits before a token is chosen, a token mask aside.
@@ -94,6 +88,14 @@ bool ChangesLogits(const Request& request, int64_t num_generated) {
 
 bool IsGreedy(const SamplingParams& params) {
   return !params.do_sample || params.top_k == 1 || params.temperature <= kGreedyTemperature;
+}
+
+RowDraw MakeDraw(const SamplingParams& params, int64_t num_generated) {
+  return {.uniform = Uniform(params.seed, static_cast<uint64_t>(num_generated)),
+          .top_k = params.top_k,
+          .inverse_temperature = 1.f / params.temperature,
+          .top_p = params.top_p,
+          .min_p = params.min_p};
 }
 
 // Names the first parameter out of range, or nothing.
@@ -119,12 +121,23 @@ std::string CheckParams(const SamplingParams& p) {
   return {};
 }
 
+// Whether nothing is asked of the row but a token, and nothing changes the row before.
+bool AsksForToken(const Request& request, int64_t num_generated) {
+  return request.sampling.num_logprobs < 0 && request.token_mask == nullptr &&
+         !ChangesLogits(request, num_generated) && CheckParams(request.sampling).empty();
+}
+
 }  // namespace
 
 bool TakesHighest(const Request& request, int64_t num_generated) {
-  const SamplingParams& params = request.sampling;
-  return IsGreedy(params) && params.num_logprobs < 0 && request.token_mask == nullptr &&
-         !ChangesLogits(request, num_generated) && CheckParams(params).empty();
+  return IsGreedy(request.sampling) && AsksForToken(request, num_generated);
+}
+
+std::optional<RowDraw> DrawOf(const Request& request, int64_t num_generated) {
+  if (IsGreedy(request.sampling) || !AsksForToken(request, num_generated)) {
+    return std::nullopt;
+  }
+  return MakeDraw(request.sampling, num_generated);
 }
 
 Sampler::Sampler(int vocab_size) : vocab_size_(vocab_size) {
@@ -133,7 +146,7 @@ Sampler::Sampler(int vocab_size) : vocab_size_(vocab_size) {
   weights_.resize(size);
   counts_.resize(size);
   candidates_.reserve(size);
-  block_sums_.resize((size + kBlock - 1) / kBlock);
+  block_sums_.resize((size + kSumBlock - 1) / kSumBlock);
 }
 
 // Logit bias and penalties. Returns an error or an empty string.
@@ -185,26 +198,15 @@ std::string Sampler::ApplyPenalties(const SampleInput& input) {
 }
 
 // A draw from softmax(logits / temperature), filtered.
-int32_t Sampler::Draw(const float* logits, float max_logit, const SamplingParams& params,
-                      double uniform) {
-  FillWeights(logits, max_logit, 1.f / params.temperature);
-  const bool all = params.top_k <= 0 || params.top_k >= vocab_size_;
-  if (all && params.top_p >= 1.f) {
-    return DrawFromAll(params.min_p, uniform);
+int32_t Sampler::Draw(const float* logits, float max_logit, const RowDraw& draw) {
+  FillWeights(logits, max_logit, draw.inverse_temperature);
+  if (DrawsFromAll(draw, vocab_size_)) {
+    return DrawFromAll(draw.min_p, draw.uniform);
   }
-  SelectLargest(params);
-  double total = 0;
-  for (const Candidate& candidate : candidates_) {
-    total += candidate.weight;
-  }
-  double left = uniform * total;
-  for (const Candidate& candidate : candidates_) {
-    if (left < candidate.weight) {
-      return candidate.id;
-    }
-    left -= candidate.weight;
-  }
-  return candidates_.back().id;  // rounding took the last step
+  const double total = SelectLargest(draw);
+  const auto weight = [this](int i) { return candidates_[static_cast<size_t>(i)].weight; };
+  const Kept kept = KeepByMass(static_cast<int>(candidates_.size()), total, draw, weight);
+  return candidates_[static_cast<size_t>(DrawKept(kept, draw.uniform, weight))].id;
 }
 
 // weights_ = exp((logits - max_logit) * inverse).
@@ -220,24 +222,29 @@ void Sampler::FillWeights(const float* logits, float max_logit, float inverse) {
   }
 }
 
-// A draw by weights_, of those that are at least min_p: the sums of blocks find the block.
-int32_t Sampler::DrawFromAll(float min_p, double uniform) {
+// Fills block_sums_ with those of weights_, of which the ones below min_p become 0; their sum.
+double Sampler::SumBlocks(float min_p) {
   double total = 0;
   for (size_t block = 0; block < block_sums_.size(); ++block) {
-    const size_t begin = block * kBlock;
-    const size_t size = std::min(kBlock, weights_.size() - begin);
-    block_sums_[block] = SumKept(weights_.data() + begin, size, min_p);
+    const size_t begin = block * kSumBlock;
+    const size_t size = std::min<size_t>(kSumBlock, weights_.size() - begin);
+    block_sums_[block] = SumKept(weights_.data() + begin, static_cast<int>(size), min_p);
     total += block_sums_[block];
   }
-  double left = uniform * total;
+  return total;
+}
+
+// A draw by weights_, of those that are at least min_p: the sums of blocks find the block.
+int32_t Sampler::DrawFromAll(float min_p, double uniform) {
+  double left = uniform * SumBlocks(min_p);
   int32_t last = -1;
   for (size_t block = 0; block < block_sums_.size(); ++block) {
     if (left >= block_sums_[block] && block + 1 < block_sums_.size()) {
       left -= block_sums_[block];
       continue;
     }
-    const size_t begin = block * kBlock;
-    const size_t end = std::min(begin + kBlock, weights_.size());
+    const size_t begin = block * kSumBlock;
+    const size_t end = std::min(begin + kSumBlock, weights_.size());
     for (size_t i = begin; i < end; ++i) {
       const double weight = weights_[i];
       if (left < weight) {
@@ -253,10 +260,10 @@ int32_t Sampler::DrawFromAll(float min_p, double uniform) {
   return FirstOf(weights_.data(), vocab_size_, 1.f);
 }
 
-// Fills candidates_ with what top-k, top-p and min-p leave, by decreasing weight, ties by id. Sorts
-// only the weights that can be among them: a histogram over the leading bits of the weights gives
-// the least weight that matters.
-void Sampler::SelectLargest(const SamplingParams& params) {
+// Fills candidates_ with what top-k leaves, without it with what top-p may leave, by decreasing
+// weight, ties by id; the sum that top-p is a share of. Sorts only the weights that can be among
+// them: a histogram over the leading bits of the weights gives the least weight that matters.
+double Sampler::SelectLargest(const RowDraw& draw) {
   constexpr int kShift = 19;  // 16 bins per power of two
   constexpr uint32_t kOne = 0x3f800000u;
   constexpr size_t kBins = (kOne >> kShift) + 1;
@@ -267,20 +274,22 @@ void Sampler::SelectLargest(const SamplingParams& params) {
   };
   std::array<int32_t, kBins> counts{};
   std::array<double, kBins> masses{};
-  double total = 0;
   for (float weight : weights_) {
     if (weight > 0.f) {
       ++counts[bin_of(weight)];
       masses[bin_of(weight)] += weight;
-      total += weight;
     }
   }
-  const int64_t keep = params.top_k > 0 ? params.top_k : vocab_size_;
-  const bool by_mass = keep >= vocab_size_;  // else top-p is of what top-k leaves
+  // Sums in another order differ by less.
+  constexpr double kAnyOrder = 1 + 1e-9;
+  const bool by_mass = !LimitsCount(draw, vocab_size_);  // else top-p is of what top-k leaves
+  const int64_t keep = by_mass ? vocab_size_ : draw.top_k;
+  double total = by_mass ? SumBlocks(0.f) : 0;
+  const double wanted = draw.top_p * total * kAnyOrder;
   size_t last_bin = 0;
   int64_t count = counts[0];
   double mass = masses[0];
-  while (last_bin + 1 < kBins && count < keep && !(by_mass && mass >= params.top_p * total)) {
+  while (last_bin + 1 < kBins && count < keep && !(by_mass && mass >= wanted)) {
     ++last_bin;
     count += counts[last_bin];
     mass += masses[last_bin];
@@ -298,21 +307,10 @@ void Sampler::SelectLargest(const SamplingParams& params) {
   if (static_cast<int64_t>(candidates_.size()) > keep) {
     candidates_.resize(static_cast<size_t>(keep));
   }
-  if (!by_mass) {
-    total = 0;
-    for (const Candidate& candidate : candidates_) {
-      total += candidate.weight;
-    }
+  for (size_t i = 0; i < candidates_.size() && !by_mass; ++i) {
+    total += candidates_[i].weight;
   }
-  // The smallest set that reaches top_p, never empty; then min-p.
-  size_t size = 0;
-  double reached = 0;
-  while (size < candidates_.size() && (size == 0 || reached < params.top_p * total) &&
-         candidates_[size].weight >= params.min_p) {
-    reached += candidates_[size].weight;
-    ++size;
-  }
-  candidates_.resize(size);
+  return total;
 }
 
 void Sampler::ApplyMasks(const SampleInput& input) const {
@@ -356,8 +354,7 @@ SampleResult Sampler::Sample(const SampleInput& input) {
   }
   result.token = IsGreedy(params)
                      ? FirstOf(input.logits, vocab_size_, max.value)
-                     : Draw(input.logits, max.value, params,
-                            Uniform(params.seed, static_cast<uint64_t>(input.num_generated)));
+                     : Draw(input.logits, max.value, MakeDraw(params, input.num_generated));
   if (wants_logprobs) {
     result.logprobs = ComputeLogprobs(raw_.data(), vocab_size_, result.token, params.num_logprobs);
   }

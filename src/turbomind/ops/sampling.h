@@ -4,10 +4,12 @@
 // depends on the batch it was computed in.
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "turbomind/engine/request.h"
+#include "turbomind/ops/params.h"
 
 namespace turbomind {
 
@@ -31,7 +33,8 @@ struct SampleResult {
 // Chooses tokens. Order: logit_bias; repetition penalty (prompt and generated, as transformers);
 // presence and frequency penalty (generated); bad sequences; EOS and stop sequences while
 // num_generated < min_new_tokens; token mask; then the highest logit (greedy, ties to the lowest
-// id), or temperature, top-k, top-p, min-p and a draw that depends on seed and num_generated alone.
+// id), or temperature, top-k, top-p, min-p and a draw (ops/draw.h) that depends on seed and
+// num_generated alone.
 // Log-probabilities are of the row as it came from the model, before all of that.
 // Owns scratch: one thread at a time.
 class Sampler {
@@ -46,27 +49,29 @@ class Sampler {
     float weight;  // exp of the scaled logit, highest = 1
   };
 
-  static constexpr size_t kBlock = 512;  // weights that are summed together
-
   std::string ApplyPenalties(const SampleInput& input);
   void ApplyMasks(const SampleInput& input) const;
   void FillWeights(const float* logits, float max_logit, float inverse);
+  double SumBlocks(float min_p);
+  int32_t Draw(const float* logits, float max_logit, const RowDraw& draw);
   int32_t DrawFromAll(float min_p, double uniform);
-  int32_t Draw(const float* logits, float max_logit, const SamplingParams& params, double uniform);
-  void SelectLargest(const SamplingParams& params);
+  double SelectLargest(const RowDraw& draw);
 
   int vocab_size_;
   std::vector<float> raw_;             // [vocab_size] before anything was changed
   std::vector<float> weights_;         // [vocab_size]
   std::vector<int32_t> counts_;        // [vocab_size], all zero between calls
   std::vector<Candidate> candidates_;  // of one draw
-  std::vector<double> block_sums_;     // [ceil(vocab_size / kBlock)] of one draw
+  std::vector<double> block_sums_;     // [ceil(vocab_size / kSumBlock)] of one draw
 };
 
 // Whether Sample would choose the highest of the row as it came from the model, and nothing else is
 // asked of the row: the token is then that of ArgMaxRowsParams, or Sample has to tell what is wrong
 // with the row.
 bool TakesHighest(const Request& request, int64_t num_generated);
+// What a device needs to know to draw the token that Sample would from the row as it came from the
+// model, where nothing else is asked of the row; else nothing. The row's index is the caller's.
+std::optional<RowDraw> DrawOf(const Request& request, int64_t num_generated);
 
 // Log-softmax of a row at `token`, and its `num_top` most likely tokens (ties to the lowest id).
 // A row with NaN gives NaN. REQUIRES: token in [0, vocab_size).

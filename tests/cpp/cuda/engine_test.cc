@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/null_device.h"
 #include "engine/tiny_model.h"
 #include "turbomind/backend/cuda/cuda_device.h"
 
@@ -104,6 +105,24 @@ void CheckAlike(const Outputs& got, const Outputs& want, double most) {
   }
 }
 
+// Counts the rows that come to the host, and the tokens that the device draws.
+class CountingDevice : public testing::ForwardingDevice {
+ public:
+  using ForwardingDevice::ForwardingDevice;
+
+  void* ReadBack(void* memory, size_t num_bytes) override {
+    rows_read += num_bytes / (testing::kVocab * sizeof(float));
+    return ForwardingDevice::ReadBack(memory, num_bytes);
+  }
+  bool DrawRows(const DrawRowsParams& params) override {
+    num_drawn += params.num_draws;
+    return ForwardingDevice::DrawRows(params);
+  }
+
+  size_t rows_read = 0;
+  int num_drawn = 0;
+};
+
 std::vector<Setting> Settings() {
   std::vector<Setting> settings;
   for (const KvCacheMode mode : kAllKvCacheModes) {
@@ -134,6 +153,36 @@ TEST_CASE("an engine on a GPU answers as one on a CPU") {
     const Outputs want = RunOn(MakeCpuDevice(1), setting, requests);
     const double most = kMaxError + FormatError(setting, want);
     CheckAlike(RunOn(cuda::MakeDevice(0, {}), setting, requests), want, most);
+  }
+}
+
+// With their logits the rows come to the host, and are sampled there.
+TEST_CASE("tokens that the GPU draws are those that the host draws") {
+  const Setting setting = {testing::TinyConfig(), testing::TinyEngineConfig(KvCacheMode::kFp4Nv),
+                           kPacked};
+  const auto requests = [&](LogitsOutput output) {
+    auto all = Requests(setting);
+    for (const auto& request : all) {
+      request->logits_output = output;
+      SamplingParams& params = request->sampling;
+      params.do_sample = true;
+      params.temperature = 1.4f;
+      params.top_k = request->id == 2 ? 20 : 0;
+      params.top_p = request->id == 3 ? 0.9f : 1.f;
+      params.seed = request->id;
+    }
+    return all;
+  };
+  const auto device = std::make_shared<CountingDevice>(cuda::MakeDevice(0, {}));
+  const Outputs got = RunOn(device, setting, requests(LogitsOutput::kNone));
+  CHECK(device->num_drawn == 3 * kNewTokens);
+  CHECK(device->rows_read == 0);
+  const Outputs want = RunOn(device, setting, requests(LogitsOutput::kGeneration));
+  CHECK(device->num_drawn == 3 * kNewTokens);
+  CHECK(device->rows_read == 3 * kNewTokens);
+  for (const auto& [id, output] : want) {
+    CHECK(got.at(id).error == "");
+    CHECK(got.at(id).tokens == output.tokens);
   }
 }
 

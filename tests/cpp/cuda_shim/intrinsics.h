@@ -52,6 +52,12 @@ void StoreShared(void* p, const T& value) {
   std::memcpy(p, &value, sizeof(T));
 }
 
+inline int AddShared(void* p, int value) {
+  const int before = LoadShared<int>(p);
+  StoreShared(p, before + value);
+  return before;
+}
+
 inline void CopyAsync(void* shared, const void* global, int valid) {
   shim::CopyAsync(shared, global, valid);
 }

@@ -13,6 +13,7 @@
 
 #include "engine/null_device.h"
 #include "engine/tiny_model.h"
+#include "turbomind/ops/draw.h"
 #include "turbomind/ops/row_math.h"
 
 namespace turbomind {
@@ -182,6 +183,32 @@ class ChoosingDevice : public testing::WaitingDevice {
     }
     return true;
   }
+  // Draws from the top_k alone.
+  bool DrawRows(const DrawRowsParams& params) override {
+    for (int i = 0; i < params.num_draws; ++i) {
+      const RowDraw& draw = params.draws[i];
+      const float* logits = params.logits + int64_t{draw.row} * params.vocab_size;
+      const RowMax max = MaxLogit(logits, params.vocab_size);
+      params.ids[i] = -1;
+      if (!LimitsCount(draw, params.vocab_size) || !max.valid) {
+        continue;
+      }
+      std::vector<std::pair<float, int32_t>> tokens;
+      for (int32_t id = 0; id < params.vocab_size; ++id) {
+        tokens.emplace_back(-WeightOf((logits[id] - max.value) * draw.inverse_temperature), id);
+      }
+      std::sort(tokens.begin(), tokens.end());
+      const auto weight = [&](int j) { return -tokens[static_cast<size_t>(j)].first; };
+      double total = 0;
+      for (int j = 0; j < draw.top_k; ++j) {
+        total += weight(j);
+      }
+      const Kept kept = KeepByMass(draw.top_k, total, draw, weight);
+      const int drawn = DrawKept(kept, draw.uniform, weight);
+      params.ids[i] = tokens[static_cast<size_t>(drawn)].second;
+    }
+    return true;
+  }
   void* ReadBack(void* memory, size_t num_bytes) override {
     constexpr size_t kRowBytes = testing::kVocab * sizeof(float);  // more than all ids of a step
     copy_.resize(num_bytes / sizeof(float));
@@ -261,6 +288,31 @@ TEST_CASE("rows of which the highest token is all that is asked stay with the de
   CheckSame({greedy, sampled, top_1, late_stop, greedy}, 6 + 2);
   CheckSame({top_1, prompt_logprobs, greedy}, 19);
   CheckSame({greedy, all_logits, greedy}, 20 + 5);
+}
+
+TEST_CASE("sampled rows stay with a device that draws, but for those that it leaves to the host") {
+  const Change top_k = [](Request& r) {
+    r.sampling.do_sample = true;
+    r.sampling.top_k = 5;
+    r.sampling.temperature = 1.5f;
+    r.sampling.seed = r.id;
+  };
+  const Change left = [](Request& r) { r.sampling.do_sample = true; };
+  const Change logprobs = [](Request& r) {
+    r.sampling.do_sample = true;
+    r.sampling.top_k = 5;
+    r.sampling.num_logprobs = 1;
+  };
+  const Change greedy = [](Request&) {};
+  const Change late_stop = [](Request& r) {
+    r.sampling.do_sample = true;
+    r.sampling.top_k = 5;
+    r.sampling.top_p = 0.7f;
+    r.min_new_tokens = 2;
+  };
+  CheckSame({top_k, top_k, greedy, top_k}, 0);
+  CheckSame({left, top_k, greedy, top_k}, 6);
+  CheckSame({top_k, logprobs, left, greedy, late_stop, top_k}, 6 + 6 + 2);
 }
 
 TEST_CASE("rows of which more is asked come to the host, each to its sequence") {

@@ -64,6 +64,7 @@ class ForwardingDevice : public Device {
   }
   void DecodeAttention(const AttentionParams& params) override { device_->DecodeAttention(params); }
   bool ArgMaxRows(const ArgMaxRowsParams& params) override { return device_->ArgMaxRows(params); }
+  bool DrawRows(const DrawRowsParams& params) override { return device_->DrawRows(params); }
 
  private:
   std::shared_ptr<Device> device_;

@@ -12,6 +12,9 @@
 #include <string>
 #include <vector>
 
+#include "turbomind/ops/draw.h"
+#include "turbomind/ops/row_math.h"
+
 using namespace turbomind;
 
 namespace {
@@ -172,6 +175,155 @@ TEST_CASE("whether the highest of the model's row is all that is asked") {
   CHECK(!takes([](Request& r) { r.bad_sequences = {{1}}; }));
   CHECK(!takes([](Request& r) { r.token_mask = [](const auto&, auto&) { return true; }; }));
   CHECK(!takes([](Request& r) { r.sampling.top_p = 2.f; }));  // an error, which Sample gives
+}
+
+TEST_CASE("what a device may draw") {
+  const auto draw = [](const std::function<void(Request&)>& set, int64_t num_generated = 0) {
+    Request request;
+    request.sampling.do_sample = true;
+    set(request);
+    return DrawOf(request, num_generated);
+  };
+  const auto plain = draw([](Request& r) {
+    r.sampling.temperature = 0.5f;
+    r.sampling.top_k = 7;
+    r.sampling.top_p = 0.25f;
+    r.sampling.min_p = 0.125f;
+    r.sampling.seed = 3;
+  });
+  REQUIRE(plain);
+  CHECK(plain->inverse_temperature == 2.f);
+  CHECK(plain->top_k == 7);
+  CHECK(plain->top_p == 0.25f);
+  CHECK(plain->min_p == 0.125f);
+  const auto uniform = [&](uint64_t seed, int64_t num_generated) {
+    return draw([&](Request& r) { r.sampling.seed = seed; }, num_generated)->uniform;
+  };
+  CHECK(plain->uniform == uniform(3, 0));
+  CHECK(uniform(3, 0) != uniform(3, 1));
+  CHECK(uniform(3, 0) != uniform(4, 0));
+  CHECK(!draw([](Request& r) { r.sampling.do_sample = false; }));
+  CHECK(!draw([](Request& r) { r.sampling.temperature = 0.f; }));
+  CHECK(!draw([](Request& r) { r.sampling.top_k = 1; }));
+  CHECK(draw([](Request& r) { r.min_new_tokens = 3; }, 3));
+  CHECK(!draw([](Request& r) { r.min_new_tokens = 3; }, 2));
+  CHECK(!draw([](Request& r) { r.sampling.num_logprobs = 0; }));
+  CHECK(!draw([](Request& r) { r.sampling.logit_bias = {{1, 1.f}}; }));
+  CHECK(!draw([](Request& r) { r.sampling.repetition_penalty = 2.f; }));
+  CHECK(!draw([](Request& r) { r.bad_sequences = {{1}}; }));
+  CHECK(!draw([](Request& r) { r.token_mask = [](const auto&, auto&) { return true; }; }));
+  CHECK(!draw([](Request& r) { r.sampling.top_p = 2.f; }));  // an error, which Sample gives
+}
+
+TEST_CASE("a weight has the same bits one by one and four at a time") {
+  std::mt19937 random(5);
+  std::uniform_real_distribution<float> exponent(-100.f, 0.f);
+  const auto same = [](float x) {
+    const float one = WeightOf(x);
+    const float other = ExpNegative(x);
+    return FloatBits(one) == FloatBits(other);
+  };
+  int num_different = 0;
+  for (int i = 0; i < 200000; ++i) {
+    for (const float scale : {1.f, 1e-3f, 1e-7f}) {
+      num_different += same(exponent(random) * scale) ? 0 : 1;
+    }
+  }
+  CHECK(num_different == 0);
+  for (const float x : {0.f, -0.f, -86.99999f, -87.f, -87.00001f, -1e-45f, -3e38f, -kInf}) {
+    CHECK(same(x));
+  }
+  CHECK(WeightOf(0.f) == 1.f);
+}
+
+TEST_CASE("weights of lower logits are never more than the error above those of higher ones") {
+  constexpr float kError = 5e-7f;  // twice that of a weight, and a rounding
+  constexpr int kSteps = 1000000;
+  float most = 0.f;  // of the weights so far
+  int num_wrong = 0;
+  for (int i = 0; i <= kSteps; ++i) {
+    float x = static_cast<float>(88. * i / kSteps - 88.);
+    for (int j = 0; j < 2 && x <= 0.f; ++j, x = std::nextafter(x, 1.f)) {
+      const float weight = WeightOf(x);
+      num_wrong += most <= weight * (1.f + kError) ? 0 : 1;
+      most = std::max(most, weight);
+    }
+  }
+  CHECK(num_wrong == 0);
+  CHECK(most == 1.f);
+}
+
+// ops/draw.h word for word, of all tokens in order.
+int32_t DrawPlainly(const std::vector<float>& logits, const RowDraw& draw) {
+  const int vocab = static_cast<int>(logits.size());
+  const float highest = *std::max_element(logits.begin(), logits.end());
+  std::vector<std::pair<float, int32_t>> tokens;  // weights below 0: the largest come first
+  double total = 0;
+  for (int begin = 0; begin < vocab; begin += kSumBlock) {
+    const int size = std::min(kSumBlock, vocab - begin);
+    double lanes[kSumLanes] = {};
+    double rest = 0;
+    for (int i = 0; i < size; ++i) {
+      const float logit = logits[static_cast<size_t>(begin + i)];
+      const float weight = WeightOf((logit - highest) * draw.inverse_temperature);
+      tokens.emplace_back(-weight, begin + i);
+      (i < size / kSumLanes * kSumLanes ? lanes[i % kSumLanes] : rest) += weight;
+    }
+    for (const double lane : lanes) {
+      rest += lane;
+    }
+    total += rest;
+  }
+  std::sort(tokens.begin(), tokens.end());
+  if (draw.top_k > 0 && draw.top_k < vocab) {
+    tokens.resize(static_cast<size_t>(draw.top_k));
+    total = 0;
+    for (const auto& [weight, id] : tokens) {
+      total -= weight;
+    }
+  }
+  std::vector<std::pair<float, int32_t>> kept;
+  double sum = 0;
+  for (const auto& [weight, id] : tokens) {
+    if ((!kept.empty() && sum >= draw.top_p * total) || -weight < draw.min_p) {
+      break;
+    }
+    kept.emplace_back(-weight, id);
+    sum -= weight;
+  }
+  double left = draw.uniform * sum;
+  for (const auto& [weight, id] : kept) {
+    if (left < weight) {
+      return id;
+    }
+    left -= weight;
+  }
+  return kept.back().second;
+}
+
+TEST_CASE("draws are those that the rule defines, whatever the vocabulary") {
+  for (const int vocab : {2, 9, 511, 520, 3000}) {
+    for (uint32_t seed = 0; seed < 60; ++seed) {
+      Request request;
+      SamplingParams& params = request.sampling;
+      params.do_sample = true;
+      params.temperature = seed % 2 == 0 ? 0.7f : 1.5f;
+      params.top_k = seed % 3 == 0 ? 0 : static_cast<int>(seed);
+      params.top_p = seed % 3 == 0 ? 0.9f : 0.1f * static_cast<float>(seed % 11);
+      params.min_p = seed % 5 == 0 ? 0.01f : 0.f;
+      params.seed = seed;
+      std::vector<float> logits = RandomLogits(vocab, seed);
+      for (float& logit : logits) {
+        logit = seed % 4 == 0 ? std::round(logit) : logit;  // many are equal
+      }
+      const auto draw = DrawOf(request, 0);
+      if (draw && !DrawsFromAll(*draw, vocab)) {
+        CAPTURE(vocab);
+        CAPTURE(seed);
+        CHECK(Sample(logits, request).token == DrawPlainly(logits, *draw));
+      }
+    }
+  }
 }
 
 TEST_CASE("draws follow the filtered distribution") {

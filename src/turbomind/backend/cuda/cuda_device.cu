@@ -8,6 +8,7 @@
 #include "turbomind/backend/cuda/cuda_matrix.h"
 #include "turbomind/backend/cuda/decode_ops.h"
 #include "turbomind/backend/cuda/dense_ops.h"
+#include "turbomind/backend/cuda/draw_ops.h"
 #include "turbomind/backend/cuda/kv_ops.h"
 #include "turbomind/backend/cuda/linear_ops.h"
 #include "turbomind/backend/cuda/prefill_ops.h"
@@ -96,6 +97,7 @@ class CudaDevice final : public Device {
         arrays_(stream_),
         graphs_(stream_),
         planner_(context_),
+        draws_(stream_),
         uploader_(stream_),
         pool_(NumHostThreads()) {}
 
@@ -186,6 +188,7 @@ class CudaDevice final : public Device {
     CudaArgMaxRows(context_, params);
     return true;
   }
+  bool DrawRows(const DrawRowsParams& params) override;
 
  private:
   template <class Params>
@@ -203,6 +206,7 @@ class CudaDevice final : public Device {
   StepArrays arrays_;
   StepGraphs graphs_;
   DecodePlanner planner_;
+  MirroredBytes draws_;
   Uploader uploader_;
   CudaLinear linear_;
   int64_t num_released_ = 0;  // what is recorded may hold such addresses
@@ -216,6 +220,15 @@ void CudaDevice::QuantiseBlocks(const QuantiseBlocksParams& params) {
   p.moves = moves.data();
   p.num_moves = static_cast<int>(moves.size());
   CudaQuantiseBlocks(context_, p);
+}
+
+bool CudaDevice::DrawRows(const DrawRowsParams& params) {
+  const size_t num_bytes = static_cast<size_t>(params.num_draws) * sizeof(RowDraw);
+  draws_.Reserve(num_bytes);
+  std::copy_n(params.draws, params.num_draws, reinterpret_cast<RowDraw*>(draws_.host()));
+  draws_.Upload(num_bytes);
+  CudaDrawRows(context_, params, reinterpret_cast<const RowDraw*>(draws_.gpu()));
+  return true;
 }
 
 void CudaDevice::RunStep(const StepParams& step, FunctionRef<void()> ops) {

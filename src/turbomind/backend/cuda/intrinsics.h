@@ -73,6 +73,9 @@ TM_DEVICE void StoreShared(void* p, const T& value) {
   *static_cast<T*>(p) = value;
 }
 
+// What was there before.
+TM_DEVICE int AddShared(void* p, int value) { return atomicAdd(static_cast<int*>(p), value); }
+
 // Copies `valid` of 16 bytes to shared memory and zeros behind them. Done when WaitForCopies says
 // so, for the thread that copied.
 TM_DEVICE void CopyAsync(void* shared, const void* global, int valid) {

@@ -57,12 +57,18 @@ TM_DEVICE uint64_t MaxKeyInWarp(uint64_t key) {
   return static_cast<uint64_t>(highest) << 32 | low;
 }
 
-// Larger for larger values, for equal ones (zeros of both signs, too) larger for lower ids; above
-// 0. Not for NaN.
-TM_DEVICE uint64_t RankKey(float value, int32_t id) {
+// Larger for larger values, equal for zeros of both signs; above 0. Not for NaN.
+TM_DEVICE uint32_t OrderedBits(float value) {
   const uint32_t bits = FloatBits(value + 0.f);  // one zero
-  const uint32_t ordered = bits >> 31 != 0 ? ~bits : bits | 0x80000000u;
-  return static_cast<uint64_t>(ordered) << 32 | ~static_cast<uint32_t>(id);
+  return bits >> 31 != 0 ? ~bits : bits | 0x80000000u;
+}
+TM_DEVICE float FloatOfOrdered(uint32_t bits) {
+  return BitsFloat(bits >> 31 != 0 ? bits & 0x7FFFFFFFu : ~bits);
+}
+
+// Larger for larger values, for equal ones larger for lower ids; above 0. Not for NaN.
+TM_DEVICE uint64_t RankKey(float value, int32_t id) {
+  return static_cast<uint64_t>(OrderedBits(value)) << 32 | ~static_cast<uint32_t>(id);
 }
 TM_DEVICE int32_t IdOfKey(uint64_t key) {
   return static_cast<int32_t>(~static_cast<uint32_t>(key));
