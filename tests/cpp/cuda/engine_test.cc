@@ -173,7 +173,8 @@ TEST_CASE("tokens that the GPU draws are those that the host draws") {
     }
     return all;
   };
-  const auto device = std::make_shared<CountingDevice>(cuda::MakeDevice(0, {}));
+  const auto device =
+      std::make_shared<CountingDevice>(cuda::MakeDevice(0, {.deterministic = true}));
   const Outputs got = RunOn(device, setting, requests(LogitsOutput::kNone));
   CHECK(device->num_drawn == 3 * kNewTokens);
   CHECK(device->rows_read == 0);

@@ -261,5 +261,16 @@ TEST_CASE("the workspace keeps its address until it must grow") {
   CHECK(workspace.generation() == 2);
 }
 
+TEST_CASE("a workspace grows in whole steps") {
+  TestStream s;
+  Workspace workspace(s.stream, 4096);
+  void* first = workspace.Get(10);
+  CHECK(workspace.Get(4096) == first);
+  CHECK(workspace.generation() == 1);
+  first = workspace.Get(4097);
+  CHECK(workspace.Get(8192) == first);
+  CHECK(workspace.generation() == 2);
+}
+
 }  // namespace
 }  // namespace turbomind::cuda

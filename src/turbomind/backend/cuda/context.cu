@@ -18,6 +18,9 @@ void* Workspace::Get(size_t num_bytes) {
   }
   memory_ = nullptr;
   num_bytes_ = 0;
+  if (step_bytes_ > 0) {
+    num_bytes = (num_bytes + step_bytes_ - 1) / step_bytes_ * step_bytes_;
+  }
   memory_ = AllocateGpu(num_bytes);
   num_bytes_ = num_bytes;
   ++generation_;

@@ -9,10 +9,11 @@
 namespace turbomind::cuda {
 
 // GPU memory that one op uses at a time: what Get returns is the caller's until the next op of the
-// stream asks. Grows, never shrinks.
+// stream asks. Grows by whole multiples of step_bytes, never shrinks; 0: to what is asked for.
 class Workspace {
  public:
-  explicit Workspace(Stream stream) : stream_(stream) {}
+  explicit Workspace(Stream stream, size_t step_bytes = 0)
+      : stream_(stream), step_bytes_(step_bytes) {}
   ~Workspace();
   Workspace(const Workspace&) = delete;
   Workspace& operator=(const Workspace&) = delete;
@@ -24,6 +25,7 @@ class Workspace {
 
  private:
   Stream stream_;
+  size_t step_bytes_;
   void* memory_ = nullptr;
   size_t num_bytes_ = 0;
   int generation_ = 0;

@@ -92,7 +92,7 @@ class CudaDevice final : public Device {
   CudaDevice(int gpu, const DeviceOptions& options)
       : gpu_(gpu),
         properties_(Resolve(gpu)),
-        workspace_(stream_),
+        workspace_(stream_, properties_.workspace_step_bytes),
         context_{stream_, properties_, options.deterministic, &workspace_},
         arrays_(stream_),
         graphs_(stream_),

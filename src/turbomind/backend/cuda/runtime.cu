@@ -10,6 +10,8 @@ namespace turbomind::cuda {
 namespace {
 
 constexpr size_t kSharedByDefault = 48 << 10;
+// Enough for most models and steps; the memory plan leaves twice as much (engine/memory_plan.cc).
+constexpr size_t kWorkspaceStepBytes = size_t{256} << 20;
 
 void Require(cudaError_t code, const char* what) {
   if (code == cudaErrorMemoryAllocation) {
@@ -73,7 +75,8 @@ GpuProperties PropertiesOf(int gpu) {
           .memory_bytes = all.totalGlobalMem,
           .shared_bytes_per_block =
               static_cast<size_t>(Attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, gpu)),
-          .l2_bytes = static_cast<size_t>(all.l2CacheSize)};
+          .l2_bytes = static_cast<size_t>(all.l2CacheSize),
+          .workspace_step_bytes = kWorkspaceStepBytes};
 }
 
 void UseGpu(int gpu) { Require(cudaSetDevice(gpu), "cudaSetDevice"); }

@@ -26,6 +26,9 @@ struct GpuProperties {
   size_t memory_bytes = 0;
   size_t shared_bytes_per_block = 0;  // with opt-in
   size_t l2_bytes = 0;
+  // Of the memory that one op uses at a time, context.h. 0: as much as asked for, so that tests see
+  // every access beyond it.
+  size_t workspace_step_bytes = 0;
 };
 
 // 0 where there is no driver or no GPU; then `why`, if given, says which.
