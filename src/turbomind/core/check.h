@@ -1,7 +1,9 @@
 #pragma once
 
+#include <new>
 #include <source_location>
 #include <stdexcept>
+#include <string>
 
 namespace turbomind {
 
@@ -16,6 +18,17 @@ class InvalidArgument : public std::invalid_argument {
 class InternalError : public std::logic_error {
  public:
   using std::logic_error::logic_error;
+};
+
+// Memory is short: the text says whose, how much was wanted, and the option to change. MemoryError
+// in Python.
+class OutOfMemory : public std::bad_alloc {
+ public:
+  explicit OutOfMemory(const std::string& what) : text_(what) {}
+  const char* what() const noexcept override { return text_.what(); }
+
+ private:
+  std::runtime_error text_;  // copies of it do not throw
 };
 
 // Throws InternalError naming the place.

@@ -100,14 +100,18 @@ GpuProperties PropertiesOf(int) {
           .l2_bytes = 1 << 20};
 }
 
-void UseGpu(int) {}
+thread_local int current_gpu = -1;  // none has been named
+
+void UseGpu(int gpu) { current_gpu = gpu; }
+void UseGpuToFree(int gpu) noexcept { current_gpu = gpu; }
+int CurrentGpu() { return current_gpu; }
 
 MemoryInfo GpuMemory() { return {kMemoryBytes - TheGpu().used_bytes, kMemoryBytes}; }
 
 void* AllocateGpu(size_t num_bytes) {
   Gpu& gpu = TheGpu();
   if (num_bytes > kMemoryBytes - gpu.used_bytes) {
-    throw std::bad_alloc();
+    throw GpuIsFull(num_bytes, kMemoryBytes - gpu.used_bytes);
   }
   void* memory = Allocate(num_bytes);
   std::memset(memory, kPoison, num_bytes);

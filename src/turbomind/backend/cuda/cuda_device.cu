@@ -101,6 +101,8 @@ class CudaDevice final : public Device {
         uploader_(stream_),
         pool_(NumHostThreads()) {}
 
+  ~CudaDevice() override { UseGpuToFree(gpu_); }
+
   DeviceCapability capability() const override { return {.is_cuda = true, .sm = context_.gpu.sm}; }
   std::string name() const override {
     return "cuda:" + std::to_string(gpu_) + " (" + context_.gpu.name + ", sm " +
@@ -118,6 +120,7 @@ class CudaDevice final : public Device {
   }
   void Release(void* memory, size_t) override {
     if (memory != nullptr) {
+      UseGpuToFree(gpu_);
       FreeGpu(memory);
       ++num_released_;
     }
@@ -126,8 +129,12 @@ class CudaDevice final : public Device {
     UseGpu(gpu_);
     CopyBytes(to, from, num_bytes, stream_);
   }
-  void Synchronize() override { cuda::Synchronize(stream_); }
+  void Synchronize() override {
+    UseGpu(gpu_);
+    cuda::Synchronize(stream_);
+  }
   void* ReadBack(void* memory, size_t num_bytes) override {
+    UseGpu(gpu_);
     void* host = read_back_.Get(num_bytes);
     CopyBytes(host, memory, num_bytes, stream_);
     cuda::Synchronize(stream_);

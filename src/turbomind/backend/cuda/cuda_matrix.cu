@@ -186,14 +186,18 @@ void Uploader::Upload(void* to, int64_t num_items, int64_t item_bytes,
   Synchronize(stream_);
 }
 
-CudaMatrix::CudaMatrix(MatrixFormat stored, int64_t num_rows, int64_t num_cols) {
+CudaMatrix::CudaMatrix(MatrixFormat stored, int64_t num_rows, int64_t num_cols)
+    : gpu_(CurrentGpu()) {
   rows = num_rows;
   cols = num_cols;
   format = stored;
   data_ = static_cast<char*>(AllocateGpu(static_cast<size_t>(num_bytes())));
 }
 
-CudaMatrix::~CudaMatrix() { FreeGpu(data_); }
+CudaMatrix::~CudaMatrix() {
+  UseGpuToFree(gpu_);
+  FreeGpu(data_);
+}
 
 std::unique_ptr<PackedMatrix> CudaPackMatrix(Uploader& uploader, const MatrixSource& source,
                                              bool exact) {

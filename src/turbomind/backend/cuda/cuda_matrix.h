@@ -41,7 +41,7 @@ class Uploader {
 // A matrix as matrix_layout.h says. Owns its memory.
 class CudaMatrix final : public PackedMatrix {
  public:
-  // The memory is not cleared. Throws std::bad_alloc.
+  // On the current GPU. The memory is not cleared. Throws OutOfMemory.
   CudaMatrix(MatrixFormat stored, int64_t num_rows, int64_t num_cols);
   ~CudaMatrix() override;
   CudaMatrix(const CudaMatrix&) = delete;
@@ -51,12 +51,13 @@ class CudaMatrix final : public PackedMatrix {
   char* data() const { return data_; }  // on the GPU
 
  private:
+  const int gpu_;
   char* data_ = nullptr;
 };
 
 // A copy of a matrix that lies on the host, as CudaMatrix. `exact`: kF32, every value as it is
 // defined; else the format of the source. Throws InvalidArgument as CheckMatrixSource does and for
-// packed sources, std::bad_alloc where the GPU is full.
+// packed sources, OutOfMemory where the GPU is full.
 std::unique_ptr<PackedMatrix> CudaPackMatrix(Uploader& uploader, const MatrixSource& source,
                                              bool exact);
 

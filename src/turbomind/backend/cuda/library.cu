@@ -21,6 +21,8 @@ template <class Result, class F>
 Result Guarded(std::string* why, Result failed, const F& run) noexcept {
   try {
     return run();
+  } catch (const OutOfMemory& error) {
+    *why = error.what();
   } catch (const std::bad_alloc&) {
     *why = "not enough memory";
   } catch (const std::exception& error) {

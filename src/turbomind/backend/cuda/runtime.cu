@@ -1,10 +1,9 @@
 #include <cuda_runtime.h>
 
-#include <new>
+#include <string>
 
 #include "turbomind/backend/cuda/launch.h"
 #include "turbomind/backend/cuda/runtime.h"
-#include "turbomind/core/check.h"
 
 namespace turbomind::cuda {
 namespace {
@@ -16,7 +15,8 @@ constexpr size_t kWorkspaceStepBytes = size_t{256} << 20;
 void Require(cudaError_t code, const char* what) {
   if (code == cudaErrorMemoryAllocation) {
     cudaGetLastError();  // the error is this call's alone
-    throw std::bad_alloc();
+    throw OutOfMemory(std::string("GPU memory: too little for ") + what +
+                      "; lower --cache-max-entry-count or --max-batch-size");
   }
   if (code != cudaSuccess) {
     throw InternalError(std::string("CUDA: ") + what + ": " + cudaGetErrorString(code));
@@ -27,6 +27,12 @@ int Attribute(cudaDeviceAttr attribute, int gpu) {
   int value = 0;
   Require(cudaDeviceGetAttribute(&value, attribute, gpu), "cudaDeviceGetAttribute");
   return value;
+}
+
+std::string TextOf(const LaunchShape& shape) {
+  return "a launch of " + std::to_string(shape.grid_x) + " x " + std::to_string(shape.grid_y) +
+         " x " + std::to_string(shape.grid_z) + " blocks of " + std::to_string(shape.threads) +
+         " threads and " + std::to_string(shape.shared_bytes) + " bytes of shared memory";
 }
 
 // Why there is no GPU.
@@ -81,6 +87,14 @@ GpuProperties PropertiesOf(int gpu) {
 
 void UseGpu(int gpu) { Require(cudaSetDevice(gpu), "cudaSetDevice"); }
 
+void UseGpuToFree(int gpu) noexcept { cudaSetDevice(gpu); }
+
+int CurrentGpu() {
+  int gpu = 0;
+  Require(cudaGetDevice(&gpu), "cudaGetDevice");
+  return gpu;
+}
+
 MemoryInfo GpuMemory() {
   MemoryInfo info;
   Require(cudaMemGetInfo(&info.free_bytes, &info.total_bytes), "cudaMemGetInfo");
@@ -89,7 +103,12 @@ MemoryInfo GpuMemory() {
 
 void* AllocateGpu(size_t num_bytes) {
   void* memory = nullptr;
-  Require(cudaMalloc(&memory, num_bytes), "cudaMalloc");
+  const cudaError_t code = cudaMalloc(&memory, num_bytes);
+  if (code == cudaErrorMemoryAllocation) {
+    cudaGetLastError();  // the error is this call's alone
+    throw GpuIsFull(num_bytes, GpuMemory().free_bytes);
+  }
+  Require(code, "cudaMalloc");
   return memory;
 }
 
@@ -97,7 +116,13 @@ void FreeGpu(void* memory) noexcept { cudaFree(memory); }
 
 void* AllocatePinned(size_t num_bytes) {
   void* memory = nullptr;
-  Require(cudaMallocHost(&memory, num_bytes), "cudaMallocHost");
+  const cudaError_t code = cudaMallocHost(&memory, num_bytes);
+  if (code == cudaErrorMemoryAllocation) {
+    cudaGetLastError();
+    throw OutOfMemory("host memory that GPUs read: " + std::to_string(num_bytes) +
+                      " bytes wanted; lower --max-batch-size");
+  }
+  Require(code, "cudaMallocHost");
   return memory;
 }
 
@@ -111,17 +136,22 @@ Stream CreateStream() {
 
 void DestroyStream(Stream stream) noexcept { cudaStreamDestroy(stream); }
 
-void Synchronize(Stream stream) { Require(cudaStreamSynchronize(stream), "a kernel or copy"); }
+void Synchronize(Stream stream) {
+  Require(cudaStreamSynchronize(stream), "waiting for kernels and copies");
+}
 
 void CopyBytes(void* to, const void* from, size_t num_bytes, Stream stream) {
   if (num_bytes > 0) {
-    Require(cudaMemcpyAsync(to, from, num_bytes, cudaMemcpyDefault, stream), "cudaMemcpyAsync");
+    const cudaError_t code = cudaMemcpyAsync(to, from, num_bytes, cudaMemcpyDefault, stream);
+    if (code != cudaSuccess) {
+      Require(code, ("a copy of " + std::to_string(num_bytes) + " bytes").c_str());
+    }
   }
 }
 
 void ClearBytes(void* to, size_t num_bytes, Stream stream) {
   if (num_bytes > 0) {
-    Require(cudaMemsetAsync(to, 0, num_bytes, stream), "cudaMemsetAsync");
+    Require(cudaMemsetAsync(to, 0, num_bytes, stream), "clearing memory");
   }
 }
 
@@ -133,7 +163,9 @@ Event CreateEvent() {
 
 void DestroyEvent(Event event) noexcept { cudaEventDestroy(event); }
 
-void Record(Event event, Stream stream) { Require(cudaEventRecord(event, stream), "cudaEvent"); }
+void Record(Event event, Stream stream) {
+  Require(cudaEventRecord(event, stream), "cudaEventRecord");
+}
 
 void WaitFor(Event event) { Require(cudaEventSynchronize(event), "cudaEventSynchronize"); }
 
@@ -175,9 +207,12 @@ void LaunchKernel(const void* kernel, const LaunchShape& shape, Stream stream, v
   }
   const dim3 grid(static_cast<unsigned>(shape.grid_x), static_cast<unsigned>(shape.grid_y),
                   static_cast<unsigned>(shape.grid_z));
-  Require(cudaLaunchKernel(kernel, grid, dim3(static_cast<unsigned>(shape.threads)), arguments,
-                           shape.shared_bytes, stream),
-          "a launch");
+  const cudaError_t code =
+      cudaLaunchKernel(kernel, grid, dim3(static_cast<unsigned>(shape.threads)), arguments,
+                       shape.shared_bytes, stream);
+  if (code != cudaSuccess) {
+    Require(code, TextOf(shape).c_str());
+  }
 }
 
 }  // namespace turbomind::cuda

@@ -3,11 +3,13 @@
 // What the CUDA backend's host code asks of the driver: memory, streams, events, graphs. The real
 // one is runtime.cu; the tests' own (tests/cpp/cuda_shim/runtime.cc) runs on the CPU and checks
 // that kernels touch nothing but what was allocated here. Every function throws InternalError with
-// the driver's words, or std::bad_alloc where memory is short, but those that give something back:
-// destructors call them, even after a kernel has failed. One thread at a time.
+// the driver's words, or OutOfMemory, but those that give something back: destructors call them,
+// even after a kernel has failed. One thread at a time.
 
 #include <cstddef>
 #include <string>
+
+#include "turbomind/core/check.h"
 
 struct CUstream_st;
 struct CUevent_st;
@@ -34,14 +36,22 @@ struct GpuProperties {
 // 0 where there is no driver or no GPU; then `why`, if given, says which.
 int NumGpus(std::string* why = nullptr);
 GpuProperties PropertiesOf(int gpu);
-// All that follows is about this GPU.
+// All that follows in this thread is about this GPU. A thread that says nothing means the first one
+// and takes memory there.
 void UseGpu(int gpu);
+void UseGpuToFree(int gpu) noexcept;  // for what is given back
+int CurrentGpu();
 
 struct MemoryInfo {
   size_t free_bytes = 0;
   size_t total_bytes = 0;
 };
 MemoryInfo GpuMemory();
+inline OutOfMemory GpuIsFull(size_t wanted_bytes, size_t free_bytes) {
+  return OutOfMemory("GPU memory: " + std::to_string(wanted_bytes) + " bytes wanted, " +
+                     std::to_string(free_bytes) +
+                     " free; lower --cache-max-entry-count or --max-batch-size");
+}
 
 void* AllocateGpu(size_t num_bytes);     // not cleared; 256-byte aligned
 void FreeGpu(void* memory) noexcept;     // waits for the work that uses it
