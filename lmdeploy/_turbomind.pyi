@@ -245,7 +245,7 @@ def cuda_devices() -> tuple[list[CudaDeviceInfo], str]:
 def cuda_free_bytes(ordinal: int) -> int:
     """Of the whole GPU, for all processes. Raises like make_cuda_device."""
 
-def make_cuda_device(ordinal: int, deterministic: bool = False) -> Device:
+def make_cuda_device(ordinal: int, deterministic: bool = False, num_threads: int = 1) -> Device:
     """Raises InvalidArgument, in one line, where the GPU cannot be used."""
 
 def plan_memory(

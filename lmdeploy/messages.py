@@ -113,7 +113,7 @@ class TurbomindEngineConfig:
         enable_metrics: count requests and tokens for /metrics.
         device_type: auto (a GPU where one can be used), cpu or cuda.
         devices: the GPU's index, as in [0]; several at once are not supported.
-        num_threads: worker threads; None: one per usable core.
+        num_threads: worker threads; None: one per usable core, beside a GPU at most 16.
         deterministic: bit-equal results whatever the batch, the chunks and the threads.
         exact: compute in FP32, no int8 activations. Slower; for comparisons; on CPU only.
         strict_arch: refuse NVFP4 where the device has no FP4 instructions (no effect on CPU).

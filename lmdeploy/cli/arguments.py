@@ -154,7 +154,11 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add("--model-format", "hf or gguf; found from the files when absent", default=None)
     add("--device", "auto: a GPU where one can be used", choices=DEVICE_TYPES, default="auto")
     add("--devices", "the GPU's index; 0 when absent", type=_INT)
-    add("--num-threads", "worker threads; all usable cores when absent", type=_INT)
+    add(
+        "--num-threads",
+        "worker threads; all usable cores when absent, beside a GPU at most 16",
+        type=_INT,
+    )
     add("--session-len", "longest prompt plus answer in tokens", type=_INT)
     add("--max-batch-size", "most sequences in one step", type=_INT)
     add(

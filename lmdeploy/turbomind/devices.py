@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("lmdeploy")
 
 _DRIVER_FILE = "/dev/nvidiactl"
+# Beside a GPU, where nobody says how many: what packing of weights and sampling use well.
+_MOST_GPU_THREADS = 16
 # That attention has kernels for: backend/cuda/decode_variants.cu, prefill_ops.cu.
 _GPU_HEAD_DIMS = (64, 80, 96, 128, 256)
 
@@ -77,7 +79,11 @@ def open_device(config: TurbomindEngineConfig) -> OpenDevice:
         try:
             if config.exact:
                 raise ValueError("CUDA is not used: exact is there on CPU only")
-            return OpenDevice(_turbomind.make_cuda_device(gpu, config.deterministic), gpu)
+            threads = config.num_threads or min(usable_cores(), _MOST_GPU_THREADS)
+            device = _turbomind.make_cuda_device(
+                gpu, deterministic=config.deterministic, num_threads=threads
+            )
+            return OpenDevice(device, gpu)
         except ValueError as error:
             if config.needs_cuda:
                 raise ValueError(f"{error}; change --device or --devices") from None

@@ -47,7 +47,7 @@ void DefDevices(py::module_& m) {
       release());
   m.def("cuda_free_bytes", &CudaFreeBytes, py::arg("ordinal"), release());
   m.def("make_cuda_device", &MakeCudaDevice, py::arg("ordinal"), py::arg("deterministic") = false,
-        release());
+        py::arg("num_threads") = 1, release());
   m.def(
       "kv_cache_conversion",
       [](const std::string& mode, int sm) {

@@ -279,6 +279,19 @@ except ValueError as error:
     assert run(code, shim).startswith("devices: got GPU 7, want 0 to 0")
 
 
+def test_threads_beside_a_gpu(shim):
+    code = """
+import sys
+from lmdeploy import TurbomindEngineConfig
+from lmdeploy.turbomind import devices
+devices.usable_cores = lambda: int(sys.argv[1])
+asked = int(sys.argv[2]) or None
+print(devices.open_device(TurbomindEngineConfig(num_threads=asked)).line)
+"""
+    for cores, asked, threads in ((5, 0, "5 threads"), (99, 0, "16 threads"), (5, 1, "1 thread")):
+        assert run(code, shim, str(cores), str(asked)).endswith(f", {threads})")
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> str:
     """A tiny Llama."""

@@ -30,8 +30,8 @@ struct CudaLibrary {
   // Empty where there is no GPU, or no driver for it.
   void (*list)(std::vector<CudaDeviceInfo>* gpus, std::string* why) noexcept;
   int64_t (*free_bytes)(int gpu, std::string* why) noexcept;  // -1: failed
-  // The caller's to delete. Null: failed.
-  Device* (*make_device)(int gpu, bool deterministic, std::string* why) noexcept;
+  // With so many threads on the host. The caller's to delete. Null: failed.
+  Device* (*make_device)(int gpu, bool deterministic, int num_threads, std::string* why) noexcept;
 };
 
 using GetCudaLibrary = const CudaLibrary* (*)();

@@ -62,5 +62,15 @@ TEST_CASE("what does not fit the GPU says how much and what to change") {
   device->Release(memory, kBytes);
 }
 
+TEST_CASE("a device has the threads that are asked for") {
+  for (const int num_threads : {1, 3}) {
+    const auto device = MakeDevice(0, {.num_threads = num_threads});
+    CHECK(device->num_host_threads() == num_threads);
+    CHECK(device->name().find(num_threads == 1 ? ", 1 thread)" : ", 3 threads)") !=
+          std::string::npos);
+  }
+  CHECK_THROWS_AS(MakeDevice(0, {.num_threads = 0}), InvalidArgument);
+}
+
 }  // namespace
 }  // namespace turbomind::cuda

@@ -38,13 +38,18 @@ constexpr double kDocumentedError = 1.9e-3;
 
 struct Gpu {
   explicit Gpu(std::unique_ptr<CublasLt> library = nullptr)
-      : stream(CreateStream()), workspace(stream), uploader(stream), linear(std::move(library)) {
+      : stream(CreateStream()),
+        workspace(stream),
+        pool(2),
+        uploader(stream, pool),
+        linear(std::move(library)) {
     ctx.stream = stream;
     ctx.gpu = PropertiesOf(0);
     ctx.workspace = &workspace;
   }
   Stream stream;
   Workspace workspace;
+  ThreadPool pool;
   Uploader uploader;
   CudaLinear linear;
   Context ctx;

@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <cstring>
 #include <string>
-#include <thread>
 
 #include "turbomind/backend/cuda/context.h"
 #include "turbomind/backend/cuda/cuda_device.h"
@@ -21,7 +20,6 @@ namespace turbomind::cuda {
 namespace {
 
 constexpr int kLeastSm = 80;  // cp.async, mma.m16n8k16 of BF16
-constexpr unsigned kMostHostThreads = 16;
 
 GpuProperties Resolve(int gpu) {
   std::string why;
@@ -38,10 +36,6 @@ GpuProperties Resolve(int gpu) {
   }
   UseGpu(gpu);
   return properties;
-}
-
-int NumHostThreads() {
-  return static_cast<int>(std::clamp(std::thread::hardware_concurrency(), 1u, kMostHostThreads));
 }
 
 // A stream of its own, destroyed last.
@@ -98,15 +92,16 @@ class CudaDevice final : public Device {
         graphs_(stream_),
         planner_(context_),
         draws_(stream_),
-        uploader_(stream_),
-        pool_(NumHostThreads()) {}
+        pool_(options.num_threads),
+        uploader_(stream_, pool_) {}
 
   ~CudaDevice() override { UseGpuToFree(gpu_); }
 
   DeviceCapability capability() const override { return {.is_cuda = true, .sm = context_.gpu.sm}; }
   std::string name() const override {
     return "cuda:" + std::to_string(gpu_) + " (" + context_.gpu.name + ", sm " +
-           std::to_string(context_.gpu.sm) + ")";
+           std::to_string(context_.gpu.sm) + ", " + std::to_string(pool_.num_threads()) +
+           (pool_.num_threads() == 1 ? " thread)" : " threads)");
   }
 
   void* Reserve(size_t num_bytes) override {
@@ -214,11 +209,11 @@ class CudaDevice final : public Device {
   StepGraphs graphs_;
   DecodePlanner planner_;
   MirroredBytes draws_;
+  ThreadPool pool_;
   Uploader uploader_;
   CudaLinear linear_;
   int64_t num_released_ = 0;  // what is recorded may hold such addresses
   PinnedBuffer read_back_;
-  ThreadPool pool_;
 };
 
 void CudaDevice::QuantiseBlocks(const QuantiseBlocksParams& params) {

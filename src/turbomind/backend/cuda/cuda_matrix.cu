@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <cstring>
-#include <thread>
 #include <vector>
 
 #include "turbomind/backend/cuda/cuda_matrix.h"
@@ -11,11 +10,6 @@ namespace turbomind::cuda {
 namespace {
 
 constexpr size_t kChunkBytes = size_t{16} << 20;
-constexpr unsigned kMostThreads = 8;  // as many as keep the link to the GPU busy
-
-int NumThreads() {
-  return static_cast<int>(std::clamp(std::thread::hardware_concurrency(), 1u, kMostThreads));
-}
 
 // 32 codes of 4 bits of a stored block, in the order of the columns.
 void ReadNibbles(const uint8_t* codes, bool split, uint8_t (&out)[kQuantBlock]) {
@@ -145,7 +139,7 @@ void PackTile(const MatrixSource& source, MatrixFormat stored, int64_t index, ui
 
 }  // namespace
 
-Uploader::Uploader(Stream stream) : stream_(stream), pool_(NumThreads()) {}
+Uploader::Uploader(Stream stream, ThreadPool& pool) : stream_(stream), pool_(pool) {}
 
 Uploader::~Uploader() {
   for (uint8_t* pinned : pinned_) {

@@ -15,11 +15,11 @@
 namespace turbomind::cuda {
 
 // Brings bytes that are made on the host into GPU memory: through two pinned buffers, so that one
-// is filled by all threads while the other is copied. One thread at a time.
+// is filled by all threads of a pool while the other is copied. One thread at a time.
 class Uploader {
  public:
-  // Copies go to `stream`, which outlives this.
-  explicit Uploader(Stream stream);
+  // Copies go to `stream`, which outlives this, as the pool does.
+  Uploader(Stream stream, ThreadPool& pool);
   ~Uploader();
   Uploader(const Uploader&) = delete;
   Uploader& operator=(const Uploader&) = delete;
@@ -33,7 +33,7 @@ class Uploader {
   void Grow(size_t num_bytes);
 
   Stream stream_;
-  ThreadPool pool_;
+  ThreadPool& pool_;
   uint8_t* pinned_[2] = {nullptr, nullptr};
   size_t pinned_bytes_ = 0;
 };

@@ -79,9 +79,9 @@ void RequireKernels(int gpu) {
   }
 }
 
-Device* Make(int gpu, bool deterministic, std::string* why) noexcept {
+Device* Make(int gpu, bool deterministic, int num_threads, std::string* why) noexcept {
   return Guarded(why, static_cast<Device*>(nullptr), [&] {
-    auto device = MakeDevice(gpu, {.deterministic = deterministic});
+    auto device = MakeDevice(gpu, {.deterministic = deterministic, .num_threads = num_threads});
     RequireKernels(gpu);
     return device.release();
   });
