@@ -94,6 +94,8 @@ class Device:
     @property
     def name(self) -> str: ...
     @property
+    def products(self) -> str: ...  # what computes them; empty: CPU
+    @property
     def is_cuda(self) -> bool: ...
     @property
     def sm(self) -> int: ...  # 0: CPU
@@ -245,8 +247,16 @@ def cuda_devices() -> tuple[list[CudaDeviceInfo], str]:
 def cuda_free_bytes(ordinal: int) -> int:
     """Of the whole GPU, for all processes. Raises like make_cuda_device."""
 
-def make_cuda_device(ordinal: int, deterministic: bool = False, num_threads: int = 1) -> Device:
-    """Raises InvalidArgument, in one line, where the GPU cannot be used."""
+def make_cuda_device(
+    ordinal: int,
+    deterministic: bool = False,
+    num_threads: int = 1,
+    cublas_lt: Sequence[str] = (),
+) -> Device:
+    """`cublas_lt`: files of cuBLASLt, tried before those that the library finds itself.
+
+    Raises InvalidArgument, in one line, where the GPU cannot be used.
+    """
 
 def plan_memory(
     model: ModelConfig, config: EngineConfig, free_bytes: int, *, is_cuda: bool = False

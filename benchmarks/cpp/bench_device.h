@@ -35,7 +35,7 @@ struct DeviceChoice {
 
   // Throws InvalidArgument where there is none.
   std::shared_ptr<Device> Make() const {
-    return is_cuda() ? MakeCudaDevice(gpu, false) : MakeCpuDevice(threads);
+    return is_cuda() ? MakeCudaDevice(gpu, {}) : MakeCpuDevice(threads);
   }
 
   void Print(const Device& device) const {

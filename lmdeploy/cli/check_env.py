@@ -102,6 +102,7 @@ def speed() -> Iterator[str]:
 def gpus() -> Iterator[str]:
     """Each GPU and whether it can be used; where there is none, why."""
     from lmdeploy import _turbomind
+    from lmdeploy.turbomind.devices import cublas_lt_files
 
     found, why_none = _turbomind.cuda_devices()
     if not found:
@@ -110,12 +111,12 @@ def gpus() -> Iterator[str]:
         line = f"device: GPU {index}, {gpu.name}, SM {gpu.sm}, {gpu.memory_bytes / 2**30:.1f} GiB"
         try:
             free = _turbomind.cuda_free_bytes(index)
-            _turbomind.make_cuda_device(index)
+            device = _turbomind.make_cuda_device(index, cublas_lt=cublas_lt_files())
         except ValueError as error:
             yield f"{line}; ERROR {error}"
             continue
         first = "with --device auto or cuda" if index == 0 else f"with --devices {index}"
-        yield f"{line}, {free / 2**30:.1f} free; used {first}"
+        yield f"{line}, {free / 2**30:.1f} free; used {first}; products: {device.products}"
 
 
 def kv_formats() -> Iterator[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lmdeploy.environment import free_memory_bytes, usable_cores
@@ -20,6 +22,17 @@ _DRIVER_FILE = "/dev/nvidiactl"
 _MOST_GPU_THREADS = 16
 # That attention has kernels for: backend/cuda/decode_variants.cu, prefill_ops.cu.
 _GPU_HEAD_DIMS = (64, 80, 96, 128, 256)
+
+# Of the wheels nvidia-cublas and nvidia-cublas-cu12, in their package `nvidia`.
+_CUBLAS_LT = ("cu13/lib/libcublasLt.so.13", "cublas/lib/libcublasLt.so.12")
+
+
+def cublas_lt_files() -> list[str]:
+    """cuBLASLt of this Python's wheels, where they are installed. Imports nothing of them."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = (spec and spec.submodule_search_locations) or []
+    files = [Path(folder, name) for folder in folders for name in _CUBLAS_LT]
+    return [str(file) for file in files if file.is_file()]
 
 
 def step_sizes(config: TurbomindEngineConfig, sm: int) -> tuple[int, int]:
@@ -63,7 +76,8 @@ class OpenDevice:
     @property
     def line(self) -> str:
         """For the start of a server."""
-        return f"device: {self.device.name}"
+        products = self.device.products
+        return f"device: {self.device.name}" + (f"; products: {products}" if products else "")
 
 
 def open_device(config: TurbomindEngineConfig) -> OpenDevice:
@@ -81,7 +95,10 @@ def open_device(config: TurbomindEngineConfig) -> OpenDevice:
                 raise ValueError("CUDA is not used: exact is there on CPU only")
             threads = config.num_threads or min(usable_cores(), _MOST_GPU_THREADS)
             device = _turbomind.make_cuda_device(
-                gpu, deterministic=config.deterministic, num_threads=threads
+                gpu,
+                deterministic=config.deterministic,
+                num_threads=threads,
+                cublas_lt=cublas_lt_files(),
             )
             return OpenDevice(device, gpu)
         except ValueError as error:

@@ -21,6 +21,7 @@ void DefDevices(py::module_& m) {
   using release = py::call_guard<py::gil_scoped_release>;
   py::class_<Device, std::shared_ptr<Device>>(m, "Device")
       .def_property_readonly("name", &Device::name)
+      .def_property_readonly("products", &Device::products)
       .def_property_readonly("is_cuda",
                              [](const Device& self) { return self.capability().is_cuda; })
       .def_property_readonly("sm", [](const Device& self) { return self.capability().sm; });
@@ -46,8 +47,15 @@ void DefDevices(py::module_& m) {
       },
       release());
   m.def("cuda_free_bytes", &CudaFreeBytes, py::arg("ordinal"), release());
-  m.def("make_cuda_device", &MakeCudaDevice, py::arg("ordinal"), py::arg("deterministic") = false,
-        py::arg("num_threads") = 1, release());
+  m.def(
+      "make_cuda_device",
+      [](int ordinal, bool deterministic, int num_threads, std::vector<std::string> cublas_lt) {
+        return MakeCudaDevice(ordinal, {.deterministic = deterministic,
+                                        .num_threads = num_threads,
+                                        .cublas_lt = std::move(cublas_lt)});
+      },
+      py::arg("ordinal"), py::arg("deterministic") = false, py::arg("num_threads") = 1,
+      py::arg("cublas_lt") = std::vector<std::string>(), release());
   m.def(
       "kv_cache_conversion",
       [](const std::string& mode, int sm) {

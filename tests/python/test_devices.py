@@ -29,6 +29,7 @@ from lmdeploy.turbomind.kv_quality import resolve_kv_options
 
 ROOT = Path(__file__).parents[2]
 VARIABLE = "LMDEPLOY_CUDA_LIBRARY"
+CUBLAS_LT = "LMDEPLOY_CUBLASLT_LIBRARY"
 FAKE = """
 struct table { const char* stamp; void* rest[3]; };
 static const struct table fake = {STAMP, {0}};
@@ -47,9 +48,9 @@ def compile_library(folder: Path, code: str) -> Path:
     return library
 
 
-def run(code: str, library: str | Path | None, *args: str) -> str:
-    """What a process of its own prints, with this library named (None: none)."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+def run(code: str, library: str | Path | None, *args: str, cublas_lt: str | Path = "") -> str:
+    """What a process of its own prints, with these libraries named (None: none)."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), CUBLAS_LT: str(cublas_lt)}
     env.pop(VARIABLE, None)
     if library is not None:
         env[VARIABLE] = str(library)
@@ -60,20 +61,21 @@ def run(code: str, library: str | Path | None, *args: str) -> str:
     return done.stdout.strip()
 
 
-# Arguments: checkpoint, device_type, quant_policy.
+# Arguments: checkpoint, device_type, quant_policy, max_prefill_token_num, prompt.
 ANSWER = """
 import json, sys
 from lmdeploy import GenerationConfig, TurbomindEngineConfig, pipeline
-path, device_type, policy = sys.argv[1:]
+path, device_type, policy, step, prompt = sys.argv[1:]
 config = TurbomindEngineConfig(
     device_type=device_type, quant_policy=policy, session_len=128, max_batch_size=2,
-    max_prefill_token_num=16, cache_max_entry_count=0.01, num_threads=1,
+    max_prefill_token_num=int(step), cache_max_entry_count=0.01, num_threads=1,
 )
 with pipeline(path, backend_config=config) as pipe:
     gen = GenerationConfig(max_new_tokens=4, ignore_eos=True, output_logits="generation")
-    answer = pipe("What is the capital of France?", gen_config=gen, do_preprocess=False)
+    answer = pipe(prompt, gen_config=gen, do_preprocess=False)
     print(json.dumps([pipe.engine.start_lines(), answer.token_ids, answer.logits.tolist()]))
 """
+QUESTION = "What is the capital of France?"
 # Of the logits' deviation: weights and activations in BF16, against 16-bit integers on the CPU.
 LOGIT_TOLERANCE = 0.05
 WHY = "from lmdeploy import _turbomind; print(_turbomind.cuda_devices())"
@@ -301,13 +303,63 @@ def checkpoint(tmp_path_factory) -> str:
 
 @pytest.mark.parametrize(("policy", "mode"), [("none", "none"), ("fp4", "mxfp4")])
 def test_an_engine_on_a_gpu(shim, checkpoint, policy, mode):
-    lines, tokens, logits = json.loads(run(ANSWER, shim, checkpoint, "auto", policy))
+    ask = (policy, "16", QUESTION)
+    lines, tokens, logits = json.loads(run(ANSWER, shim, checkpoint, "auto", *ask))
     assert "cuda" in lines[0] and f"KV cache: mode {mode}" in lines[1]
     assert ("nvfp4 is more accurate" in lines[1]) == (policy == "fp4")
-    wanted = json.loads(run(ANSWER, os.devnull, checkpoint, "cpu", mode))
+    wanted = json.loads(run(ANSWER, os.devnull, checkpoint, "cpu", mode, *ask[1:]))
     assert wanted[0][0].startswith("device: cpu") and len(tokens) == len(wanted[1]) == 4
     error = np.subtract(logits[0], wanted[2][0])
     assert np.abs(error).max() < LOGIT_TOLERANCE * np.std(wanted[2][0])
+
+
+def test_cublas_lt_of_a_wheel(tmp_path, monkeypatch):
+    assert all(Path(file).is_file() for file in devices.cublas_lt_files())
+    files = [tmp_path / "nvidia" / name for name in ("cu13", "cublas")]
+    files = [folder / f"lib/libcublasLt.so.{n}" for folder, n in zip(files, (13, 12), strict=True)]
+    for file in files:
+        file.parent.mkdir(parents=True)
+        file.write_text("a library")
+    (tmp_path / "nvidia" / "__init__.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert devices.cublas_lt_files() == [str(file) for file in files]
+    files[0].unlink()
+    assert devices.cublas_lt_files() == [str(files[1])]
+    monkeypatch.setattr(sys, "path", [str(ROOT)])
+    assert devices.cublas_lt_files() == []
+
+
+PRODUCTS = """
+import sys
+from lmdeploy import _turbomind
+device = _turbomind.make_cuda_device(0, sys.argv[1] == "deterministic", cublas_lt=sys.argv[2:])
+print(device.products)
+"""
+
+
+def test_what_computes_products_is_said(shim, tmp_path):
+    """The shim takes a stand-in for cuBLASLt where it is named, and nothing else."""
+    stand_in = shim.with_name("libcuda_shim_cublas_lt.so")
+    own = "own kernels ({})".format
+    assert run(PRODUCTS, shim, "", str(stand_in)) == own("no library was named")
+    assert run(PRODUCTS, shim, "", cublas_lt=stand_in) == "cuBLASLt 13.1"
+    assert run(PRODUCTS, shim, "deterministic", cublas_lt=stand_in) == own("deterministic")
+    assert run(PRODUCTS, shim, "", cublas_lt="none") == own("no none")
+    text = "from lmdeploy.cli.check_env import gpus; print(*gpus())"
+    assert run(text, shim, cublas_lt=stand_in).endswith("; products: cuBLASLt 13.1")
+
+
+def test_an_engine_whose_products_are_of_cublas_lt(shim, checkpoint):
+    """Steps of 80 rows: more than a tile of our own kernels."""
+    ask = (checkpoint, "cuda", "none", "80", QUESTION * 4)
+    stand_in = shim.with_name("libcuda_shim_cublas_lt.so")
+    lines, _, logits = json.loads(run(ANSWER, shim, *ask, cublas_lt=stand_in))
+    assert lines[0].endswith("; products: cuBLASLt 13.1")
+    lines, _, wanted = json.loads(run(ANSWER, shim, *ask))
+    assert "own kernels" in lines[0]
+    error = np.abs(np.subtract(logits[0], wanted[0])).max()
+    assert 0 < error < LOGIT_TOLERANCE * np.std(wanted[0])
 
 
 @pytest.mark.parametrize(

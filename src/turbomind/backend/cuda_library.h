@@ -21,6 +21,15 @@ struct CudaDeviceInfo {
   int64_t memory_bytes = 0;
 };
 
+// How a device is to be.
+struct CudaDeviceOptions {
+  bool deterministic = false;  // rows of the results do not depend on the batch
+  int num_threads = 1;         // of the host: weights are packed and rows sampled on them
+  // cuBLASLt: what dlopen takes, to be tried in this order before the places that the library knows
+  // itself (backend/cuda/cublas_lt.h).
+  std::vector<std::string> cublas_lt = {};
+};
+
 inline constexpr char kCudaLibrarySymbol[] = "turbomind_cuda_library";
 
 // Nothing is thrown: where a function fails, `why` says why, in one line.
@@ -30,8 +39,8 @@ struct CudaLibrary {
   // Empty where there is no GPU, or no driver for it.
   void (*list)(std::vector<CudaDeviceInfo>* gpus, std::string* why) noexcept;
   int64_t (*free_bytes)(int gpu, std::string* why) noexcept;  // -1: failed
-  // With so many threads on the host. The caller's to delete. Null: failed.
-  Device* (*make_device)(int gpu, bool deterministic, int num_threads, std::string* why) noexcept;
+  // The caller's to delete. Null: failed.
+  Device* (*make_device)(int gpu, const CudaDeviceOptions& options, std::string* why) noexcept;
 };
 
 using GetCudaLibrary = const CudaLibrary* (*)();

@@ -142,10 +142,10 @@ int64_t CudaFreeBytes(int ordinal) {
   return bytes;
 }
 
-std::shared_ptr<Device> MakeCudaDevice(int ordinal, bool deterministic, int num_threads) {
+std::shared_ptr<Device> MakeCudaDevice(int ordinal, const CudaDeviceOptions& options) {
   const std::lock_guard lock(Mutex());
   std::string why;
-  Device* const device = LibraryFor(ordinal).make_device(ordinal, deterministic, num_threads, &why);
+  Device* const device = LibraryFor(ordinal).make_device(ordinal, options, &why);
   if (device == nullptr) {
     ThrowUnusable(OfGpu(ordinal, why));
   }

@@ -21,9 +21,9 @@ std::vector<CudaDeviceInfo> CudaDevices(std::string* why_none = nullptr);
 // Of the whole GPU, for all processes. Throws InvalidArgument like MakeCudaDevice.
 int64_t CudaFreeBytes(int ordinal);
 
-// `ordinal` is an index into CudaDevices(); num_threads are of the host. Throws InvalidArgument, in
-// one line, where the GPU cannot be used.
-std::shared_ptr<Device> MakeCudaDevice(int ordinal, bool deterministic, int num_threads = 1);
+// `ordinal` is an index into CudaDevices(). Throws InvalidArgument, in one line, where the GPU
+// cannot be used.
+std::shared_ptr<Device> MakeCudaDevice(int ordinal, const CudaDeviceOptions& options);
 
 // What the library's stamp has to be.
 const char* CudaStamp();

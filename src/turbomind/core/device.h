@@ -21,6 +21,9 @@ class Device {
 
   virtual DeviceCapability capability() const = 0;
   virtual std::string name() const = 0;  // e.g. "cpu (avx512, 2 threads)"
+  // What computes products of matrices, where it can be one or the other: e.g. "cuBLASLt 13.0" or
+  // "own kernels: " and why.
+  virtual std::string products() const { return {}; }
 
   // Zero-filled memory, 64-byte aligned at least; physical pages are taken when first touched where
   // the system can. Throws std::bad_alloc.

@@ -191,7 +191,7 @@ TEST_CASE("deterministic: a sequence has the same logits alone and among others"
   const Setting setting = {testing::TinyConfig(), testing::TinyEngineConfig(KvCacheMode::kFp4Nv),
                            kPacked};
   const auto requests = Requests(setting);
-  const cuda::DeviceOptions options = {.deterministic = true};
+  const CudaDeviceOptions options = {.deterministic = true};
   const Outputs together = RunOn(cuda::MakeDevice(0, options), setting, requests);
   for (const auto& request : requests) {
     const Outputs alone = RunOn(cuda::MakeDevice(0, options), setting, {request});

@@ -4,9 +4,12 @@
 #include "turbomind/backend/cuda/linear_ops.h"
 
 #include <doctest/doctest.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
+#include <fstream>
 #include <memory>
 #include <string>
 #include <vector>
@@ -284,7 +287,7 @@ TEST_CASE("many rows by the library") {
     CAPTURE(static_cast<int>(format));
     // The library does not know what to do with 65 outputs.
     const std::vector<Part> parts = RandomParts({format, format}, {37, 65}, 64);
-    const Call call = {256, true, true, 3};
+    const Call call = {512, true, true, 3};
     const std::vector<float> x = RandomVector(call.num_rows * (64 + call.pad), 7);
     // Weights are rounded as well as x where they have scales.
     CheckLinear(parts, x, RunLinear(gpu, parts, x, call), call, false, 2);
@@ -292,6 +295,36 @@ TEST_CASE("many rows by the library") {
   const std::vector<Part> parts = RandomParts({MatrixFormat::kBF16}, {40}, 77);
   const std::vector<float> x = RandomVector(70 * (77 + 3), 7);
   CheckLinear(parts, x, RunLinear(gpu, parts, x, {70, true, true}), {70, true, true});
+}
+
+TEST_CASE("the library computes where it is faster") {
+  using enum MatrixFormat;
+  struct Case {
+    MatrixFormat format;
+    int num_rows;
+    int sm;
+    bool by_library;
+  };
+  std::string why;
+  Gpu with(CublasLt::Load({TM_CUBLAS_LT}, &why));
+  Gpu without;
+  for (const Case& c : {Case{kBF16, 64, 90, false},
+                        {kBF16, 65, 80, true},
+                        {kBF16, 65, 90, true},
+                        {kQ8_0, 511, 90, false},
+                        {kQ8_0, 512, 90, true},
+                        {kMxfp4, 512, 100, true},
+                        {kMxfp4, 512, 89, false},
+                        {kMxfp4, 512, 120, false}}) {
+    CAPTURE(c.num_rows);
+    CAPTURE(c.sm);
+    with.ctx.gpu.sm = without.ctx.gpu.sm = c.sm;
+    const std::vector<Part> parts = RandomParts({c.format}, {20}, 96);
+    const std::vector<float> x = RandomVector(c.num_rows * (96 + 3), 7);
+    const Outcome want = RunLinear(without, parts, x, {c.num_rows, true, false});
+    const Outcome got = RunLinear(with, parts, x, {c.num_rows, true, false});
+    CHECK(SameBits(got.y, want.y) != c.by_library);
+  }
 }
 
 TEST_CASE("deterministic calls do without the library") {
@@ -313,6 +346,28 @@ TEST_CASE("without a library it says why") {
   CHECK(why == "no library was named");
   CHECK(CublasLt::Load({"libm.so.6"}, &why) == nullptr);
   CHECK(why.find("libm.so.6 has no cublasLt") != std::string::npos);
+  CHECK(CublasLt::Load({"libof_nobody.so.1", "/no/file"}, &why) == nullptr);
+  CHECK(why == "no libof_nobody.so.1; no /no/file");
+  CHECK(CublasLt::Load({TM_CUBLAS_LT}, &why)->name().starts_with("cuBLASLt 1"));
+}
+
+TEST_CASE("usual places are the loader's, then the newest toolkit's") {
+  namespace fs = std::filesystem;
+  const fs::path root = fs::temp_directory_path() / ("cublas_lt_test." + std::to_string(getpid()));
+  const auto make = [&](const char* folder, const char* name) {
+    fs::create_directories(root / folder / "lib64");
+    std::ofstream(root / folder / "lib64" / name) << "a library";
+    return (root / folder / "lib64" / name).string();
+  };
+  const std::string old = make("cuda-12.9", "libcublasLt.so.12");
+  const std::string newer = make("cuda-13.0", "libcublasLt.so.13");
+  make("cuda-11.8", "libcublasLt.so.11");
+  make("other", "libcublasLt.so.13");
+  const std::vector<std::string> names = {"libcublasLt.so.13", "libcublasLt.so.12"};
+  CHECK(CublasLt::UsualPlaces(root.string()) ==
+        std::vector<std::string>{names[0], names[1], newer, old});
+  fs::remove_all(root);
+  CHECK(CublasLt::UsualPlaces(root.string()) == names);
 }
 
 // Experts of one format and shape, and rows that are grouped by them.

@@ -3,11 +3,15 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <filesystem>
 
 #include "turbomind/core/check.h"
 
 namespace turbomind::cuda {
 namespace {
+
+constexpr const char* kFileNames[] = {"libcublasLt.so.13", "libcublasLt.so.12"};
+constexpr size_t kLeastVersion = 120000;  // older ones count otherwise
 
 // Values of the library's enums.
 constexpr int kSuccess = 0;
@@ -44,6 +48,12 @@ void Require(int status, const char* what) {
   }
 }
 
+// Of the last dlopen.
+std::string LoadError(const std::string& name) {
+  const std::string words = dlerror();
+  return words.starts_with(name + ": cannot open") ? "no " + name : words;
+}
+
 uint32_t AlignmentOf(const void* p) {
   const auto address = reinterpret_cast<uintptr_t>(p);
   return address == 0 ? 0
@@ -55,6 +65,7 @@ uint32_t AlignmentOf(const void* p) {
 
 struct CublasLt::Functions {
   void* library = nullptr;
+  size_t (*version)();
   int (*create)(void** handle);
   int (*destroy)(void* handle);
   int (*desc_create)(void** desc, int compute, int scale);
@@ -86,6 +97,7 @@ struct CublasLt::Functions {
       missing = found == nullptr ? name : missing;
       function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(found);
     };
+    find(version, "cublasLtGetVersion");
     find(create, "cublasLtCreate");
     find(destroy, "cublasLtDestroy");
     find(desc_create, "cublasLtMatmulDescCreate");
@@ -136,6 +148,30 @@ CublasLt::~CublasLt() {
   }
 }
 
+std::string CublasLt::name() const {
+  const size_t version = functions_->version();
+  return "cuBLASLt " + std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100);
+}
+
+std::vector<std::string> CublasLt::UsualPlaces(const std::string& root) {
+  std::vector<std::string> files;
+  std::error_code error;
+  for (std::filesystem::directory_iterator at(root, error), end; !error && at != end;
+       at.increment(error)) {
+    for (const char* name : kFileNames) {
+      const std::filesystem::path file = at->path() / "lib64" / name;
+      std::error_code ignored;
+      if (at->path().filename().string().starts_with("cuda") &&
+          std::filesystem::exists(file, ignored)) {
+        files.push_back(file);
+      }
+    }
+  }
+  std::sort(files.rbegin(), files.rend());
+  files.insert(files.begin(), std::begin(kFileNames), std::end(kFileNames));
+  return files;
+}
+
 std::unique_ptr<CublasLt> CublasLt::Load(const std::vector<std::string>& libraries,
                                          std::string* why) {
   why->clear();
@@ -145,9 +181,12 @@ std::unique_ptr<CublasLt> CublasLt::Load(const std::vector<std::string>& librari
     functions.library = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
     std::string wrong;
     if (functions.library == nullptr) {
-      wrong = dlerror();
+      wrong = LoadError(name);
     } else if (const char* missing = functions.Find(); missing != nullptr) {
       wrong = name + " has no " + missing;
+    } else if (functions.version() < kLeastVersion) {
+      wrong = name + ": got version " + std::to_string(functions.version()) + ", want " +
+              std::to_string(kLeastVersion) + " or newer";
     } else if (const int status = functions.create(&loaded->handle_); status != kSuccess) {
       wrong = name + " cannot be used here: status " + std::to_string(status);
     } else {

@@ -30,16 +30,22 @@ struct BFloatProduct {
 
 class CublasLt {
  public:
+  // Where it is without anybody saying so: names on the loader's path, then files of toolkits in
+  // `root`, the newest first.
+  static std::vector<std::string> UsualPlaces(const std::string& root = "/usr/local");
   // The first of `libraries` (paths or names, as dlopen takes them) that can be loaded, for the GPU
-  // in use; null where none can, and `why` says what is wrong with each.
+  // in use; null where none can, and `why` says in one line what is wrong with each.
   static std::unique_ptr<CublasLt> Load(const std::vector<std::string>& libraries,
                                         std::string* why);
   ~CublasLt();
   CublasLt(const CublasLt&) = delete;
   CublasLt& operator=(const CublasLt&) = delete;
 
+  std::string name() const;  // e.g. "cuBLASLt 13.0"
+
   // False where the library has no way to do it: nothing was done. Throws InternalError where it
-  // fails. The workspace is 256-byte aligned and kWorkspaceBytes long.
+  // fails. The workspace is 256-byte aligned and kWorkspaceBytes long. Can be part of a graph where
+  // a product of the same shape has run before: then its plan is made and its kernel loaded.
   bool Multiply(const BFloatProduct& product, void* workspace, Stream stream);
 
   static constexpr size_t kWorkspaceBytes = size_t{32} << 20;

@@ -81,9 +81,20 @@ class PinnedBuffer {
   size_t num_bytes_ = 0;
 };
 
+// Null where our own kernels compute products; `products` says what does.
+std::unique_ptr<CublasLt> LoadCublasLt(const CudaDeviceOptions& options, std::string* products) {
+  std::string why = "deterministic";
+  std::unique_ptr<CublasLt> library;
+  if (!options.deterministic) {
+    library = CublasLt::Load(options.cublas_lt, &why);
+  }
+  *products = library != nullptr ? library->name() : "own kernels (" + why + ")";
+  return library;
+}
+
 class CudaDevice final : public Device {
  public:
-  CudaDevice(int gpu, const DeviceOptions& options)
+  CudaDevice(int gpu, const CudaDeviceOptions& options)
       : gpu_(gpu),
         properties_(Resolve(gpu)),
         workspace_(stream_, properties_.workspace_step_bytes),
@@ -93,7 +104,8 @@ class CudaDevice final : public Device {
         planner_(context_),
         draws_(stream_),
         pool_(options.num_threads),
-        uploader_(stream_, pool_) {}
+        uploader_(stream_, pool_),
+        linear_(LoadCublasLt(options, &products_)) {}
 
   ~CudaDevice() override { UseGpuToFree(gpu_); }
 
@@ -103,6 +115,8 @@ class CudaDevice final : public Device {
            std::to_string(context_.gpu.sm) + ", " + std::to_string(pool_.num_threads()) +
            (pool_.num_threads() == 1 ? " thread)" : " threads)");
   }
+
+  std::string products() const override { return products_; }
 
   void* Reserve(size_t num_bytes) override {
     if (num_bytes == 0) {
@@ -211,6 +225,7 @@ class CudaDevice final : public Device {
   MirroredBytes draws_;
   ThreadPool pool_;
   Uploader uploader_;
+  std::string products_;
   CudaLinear linear_;
   int64_t num_released_ = 0;  // what is recorded may hold such addresses
   PinnedBuffer read_back_;
@@ -254,7 +269,7 @@ void CudaDevice::RunStep(const StepParams& step, FunctionRef<void()> ops) {
 
 }  // namespace
 
-std::unique_ptr<Device> MakeDevice(int gpu, const DeviceOptions& options) {
+std::unique_ptr<Device> MakeDevice(int gpu, const CudaDeviceOptions& options) {
   return std::make_unique<CudaDevice>(gpu, options);
 }
 

@@ -4,17 +4,14 @@
 
 #include <memory>
 
+#include "turbomind/backend/cuda_library.h"
 #include "turbomind/core/device.h"
 
 namespace turbomind::cuda {
 
-struct DeviceOptions {
-  bool deterministic = false;  // rows of the results do not depend on the batch
-  int num_threads = 1;         // of the host: weights are packed and rows sampled on them
-};
-
 // Throws InvalidArgument for a GPU that is not there or too old, InternalError with the driver's
-// words.
-std::unique_ptr<Device> MakeDevice(int gpu, const DeviceOptions& options);
+// words. Where nothing of options.cublas_lt can be loaded, and with `deterministic`, products are
+// our own kernels'.
+std::unique_ptr<Device> MakeDevice(int gpu, const CudaDeviceOptions& options);
 
 }  // namespace turbomind::cuda

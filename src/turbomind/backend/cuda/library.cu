@@ -1,7 +1,11 @@
 // The library's one function: see backend/cuda_library.h.
 
+#include <cstdlib>
 #include <memory>
+#include <string>
+#include <vector>
 
+#include "turbomind/backend/cuda/cublas_lt.h"
 #include "turbomind/backend/cuda/cuda_device.h"
 #include "turbomind/backend/cuda/launch.h"
 #include "turbomind/backend/cuda_library.h"
@@ -79,9 +83,29 @@ void RequireKernels(int gpu) {
   }
 }
 
-Device* Make(int gpu, bool deterministic, int num_threads, std::string* why) noexcept {
+// Where cuBLASLt may be. The shim takes a library that is named alone: the real one knows nothing
+// of its memory.
+std::vector<std::string> CublasLtLibraries(const CudaDeviceOptions& options) {
+  if (const char* named = std::getenv("LMDEPLOY_CUBLASLT_LIBRARY"); named != nullptr && *named) {
+    return {named};
+  }
+  std::vector<std::string> libraries;
+#if defined(__CUDACC__)
+  libraries = options.cublas_lt;
+  for (std::string& place : CublasLt::UsualPlaces()) {
+    libraries.push_back(std::move(place));
+  }
+#else
+  static_cast<void>(options);
+#endif
+  return libraries;
+}
+
+Device* Make(int gpu, const CudaDeviceOptions& options, std::string* why) noexcept {
   return Guarded(why, static_cast<Device*>(nullptr), [&] {
-    auto device = MakeDevice(gpu, {.deterministic = deterministic, .num_threads = num_threads});
+    CudaDeviceOptions resolved = options;
+    resolved.cublas_lt = CublasLtLibraries(options);
+    auto device = MakeDevice(gpu, resolved);
     RequireKernels(gpu);
     return device.release();
   });

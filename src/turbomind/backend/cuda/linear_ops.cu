@@ -21,9 +21,13 @@ constexpr int64_t kWantedWarps = 6144;
 constexpr int64_t kWantedTiles = 264;
 constexpr int kBlocksPerSm = 2;  // of TileKernel: with fewer, each slice has blocks of its own
 constexpr int kMostStreamRows = 16;
-// From where on the library is faster: wgmma against mma, less what expanding costs.
-constexpr int kLeastLibraryRows = 64;
-constexpr int kLeastExpandedRows = 256;
+// From where on the library is faster. Up to one tile of rows TileKernel reads a weight once, as
+// nobody does faster. Weights with scales cost the library 4.5 bytes of traffic each: against the
+// instructions for whole warp groups (wgmma, tcgen05), about twice as fast as mma, that pays from
+// 400 rows on; elsewhere the library has mma itself, and but the better schedule.
+constexpr int kLeastLibraryRows = 65;
+constexpr int kLeastExpandedRows = 512;
+constexpr int kLeastExpandedRowsMma = 2048;
 constexpr int64_t kExpandedBytes = int64_t{64} << 20;
 constexpr int64_t kMostGridY = 65535;
 constexpr int kLeastUnits = 5;  // of a slice: less is over before its first loads are back
@@ -134,54 +138,92 @@ void RunTileKernel(const Context& ctx, LinearKernelParams linear, int slices, in
   }
 }
 
-// One segment by the library; false where it cannot. Weights with scales are expanded first, as
-// many outputs at a time as kExpandedBytes hold.
+// What products by the library need of the workspace. Weights with scales are expanded first, as
+// many tiles of outputs at a time as kExpandedBytes hold.
+struct LibraryMemory {
+  int64_t tiles_at_once = 0;
+  char* x = nullptr;  // BF16
+  char* expanded = nullptr;
+  char* library = nullptr;
+};
+
 template <MatrixFormat F>
-bool RunLibrary(const Context& ctx, const LinearKernelParams& linear, CublasLt& library) {
-  const LinearSegment& segment = linear.segments[0];
-  const int cols = NumUnits(F, linear.cols) * UnitCols(F);
-  const int64_t row_bytes = int64_t{cols} * 2;
+LibraryMemory PlanLibrary(const Context& ctx, const LinearKernelParams& linear) {
+  const int64_t row_bytes = int64_t{linear.cols} * 2;
+  const int64_t tile_bytes = row_bytes * kTileOutputs;
+  int64_t most = 1;
+  for (int i = 0; i < linear.num_segments; ++i) {
+    most = std::max(most, NumTiles(linear.segments[i].outputs));
+  }
+  LibraryMemory memory;
+  memory.tiles_at_once = most;
+  if constexpr (F != MatrixFormat::kBF16) {
+    memory.tiles_at_once =
+        std::clamp<int64_t>(kExpandedBytes / tile_bytes, 1, std::min(most, kMostGridY));
+  }
+  const int64_t x_bytes = CeilDiv(linear.num_rows * row_bytes, 256) * 256;
+  const int64_t expanded_bytes =
+      F == MatrixFormat::kBF16 ? 0 : CeilDiv(memory.tiles_at_once * tile_bytes, 256) * 256;
+  memory.x = static_cast<char*>(ctx.workspace->Get(static_cast<size_t>(x_bytes + expanded_bytes) +
+                                                   CublasLt::kWorkspaceBytes));
+  memory.expanded = memory.x + x_bytes;
+  memory.library = memory.expanded + expanded_bytes;
+  return memory;
+}
+
+// Segment `i` by the library; false where it cannot.
+template <MatrixFormat F>
+bool MultiplySegment(const Context& ctx, const LinearKernelParams& linear, int i,
+                     const LibraryMemory& memory, CublasLt& library) {
+  const LinearSegment& segment = linear.segments[i];
   const int64_t tiles = NumTiles(segment.outputs);
-  const int64_t tiles_at_once =
-      F == MatrixFormat::kBF16 ? tiles
-                               : std::clamp<int64_t>(kExpandedBytes / (row_bytes * kTileOutputs), 1,
-                                                     std::min(tiles, kMostGridY));
-  const size_t x_bytes = static_cast<size_t>(CeilDiv(linear.num_rows * row_bytes, 256) * 256);
-  const size_t expanded_bytes =
-      F == MatrixFormat::kBF16
-          ? 0
-          : static_cast<size_t>(CeilDiv(tiles_at_once * kTileOutputs * row_bytes, 256) * 256);
-  char* memory =
-      static_cast<char*>(ctx.workspace->Get(x_bytes + expanded_bytes + CublasLt::kWorkspaceBytes));
-  CopyRows(ctx, linear, cols, true, memory);
-  for (int64_t first = 0; first < tiles; first += tiles_at_once) {
+  for (int64_t first = 0; first < tiles; first += memory.tiles_at_once) {
     const int64_t first_output = first * kTileOutputs;
-    const int64_t count = std::min(tiles_at_once, tiles - first);
+    const int64_t count = std::min(memory.tiles_at_once, tiles - first);
     BFloatProduct product;
-    product.w = segment.weight + first * TileBytes(F, cols);
+    product.w = segment.weight + first * TileBytes(F, linear.cols);
     if constexpr (F != MatrixFormat::kBF16) {
-      auto* expanded = reinterpret_cast<uint16_t*>(memory + x_bytes);
+      const ExpandParams expand = {static_cast<const char*>(product.w),
+                                   reinterpret_cast<uint16_t*>(memory.expanded), linear.cols};
       Launch(ExpandKernel<F>,
-             {.grid_x = CeilDiv(cols / UnitCols(F), kExpandWarps),
+             {.grid_x = CeilDiv(linear.cols / UnitCols(F), kExpandWarps),
               .grid_y = count,
               .threads = 32 * kExpandWarps},
-             ctx.stream, ExpandParams{segment.weight + first * TileBytes(F, cols), expanded, cols});
-      product.w = expanded;
+             ctx.stream, expand);
+      product.w = memory.expanded;
     }
-    product.x = memory;
+    product.x = memory.x;
     product.bias = segment.bias == nullptr ? nullptr : segment.bias + first_output;
     product.y = linear.y + segment.first_output + first_output;
     product.y_stride = linear.y_stride;
     product.outputs = std::min(count * kTileOutputs, segment.outputs - first_output);
     product.rows = linear.num_rows;
-    product.cols = cols;
+    product.cols = linear.cols;
     product.accumulate = linear.accumulate;
-    if (!library.Multiply(product, memory + x_bytes + expanded_bytes, ctx.stream)) {
+    if (!library.Multiply(product, memory.library, ctx.stream)) {
       Check(first == 0, "a library that can multiply some outputs of a matrix can multiply all");
       return false;
     }
   }
   return true;
+}
+
+// By the library as many segments as it can; returns the others, of which x is as it was.
+template <MatrixFormat F>
+LinearKernelParams RunLibrary(const Context& ctx, const LinearKernelParams& params,
+                              CublasLt& library) {
+  LinearKernelParams linear = params;
+  linear.cols = NumUnits(F, params.cols) * UnitCols(F);
+  const LibraryMemory memory = PlanLibrary<F>(ctx, linear);
+  CopyRows(ctx, params, linear.cols, true, memory.x);
+  LinearKernelParams rest = params;
+  rest.num_segments = 0;
+  for (int i = 0; i < linear.num_segments; ++i) {
+    if (!MultiplySegment<F>(ctx, linear, i, memory, library)) {
+      rest.segments[rest.num_segments++] = linear.segments[i];
+    }
+  }
+  return rest;
 }
 
 template <MatrixFormat F>
@@ -194,26 +236,32 @@ void RunTile(const Context& ctx, const LinearKernelParams& params, int slices, i
   RunTileKernel<TileConfig<F, 4>>(ctx, params, slices, outputs);
 }
 
+bool LibraryIsFaster(const Context& ctx, MatrixFormat stored, int num_rows) {
+  if (stored == MatrixFormat::kBF16) {
+    return num_rows >= kLeastLibraryRows;
+  }
+  const bool has_warp_groups = ctx.gpu.sm / 10 == 9 || ctx.gpu.sm / 10 == 10;
+  return num_rows >= (has_warp_groups ? kLeastExpandedRows : kLeastExpandedRowsMma);
+}
+
 // Few rows stream weights; many share them.
 template <MatrixFormat F>
 void RunFormat(const Context& ctx, LinearKernelParams params, int64_t outputs, CublasLt* library) {
   const int slices = NumSlices(F, outputs, params.cols);
-  constexpr int kLibraryRows = F == MatrixFormat::kBF16 ? kLeastLibraryRows : kLeastExpandedRows;
   if (RowsOfMatrix(params) <= kMostStreamRows) {
     AlignX(ctx, F, &params);
     return RunStream<F>(ctx, {params, slices}, outputs);
   }
   if (library == nullptr || ctx.deterministic || params.experts != nullptr ||
-      params.num_rows < kLibraryRows) {
+      !LibraryIsFaster(ctx, F, params.num_rows)) {
     return RunTile<F>(ctx, params, slices, outputs);
   }
-  LinearKernelParams one = params;
-  one.num_segments = 1;
-  for (int i = 0; i < params.num_segments; ++i) {
-    one.segments[0] = params.segments[i];
-    if (!RunLibrary<F>(ctx, one, *library)) {
-      RunTile<F>(ctx, one, slices, one.segments[0].outputs);
-    }
+  const LinearKernelParams rest = RunLibrary<F>(ctx, params, *library);
+  for (int i = 0; i < rest.num_segments; ++i) {
+    LinearKernelParams one = rest;
+    one.num_segments = 1;
+    one.segments[0] = rest.segments[i];
+    RunTile<F>(ctx, one, slices, one.segments[0].outputs);
   }
 }
 
