@@ -19,7 +19,6 @@ namespace {
 constexpr int64_t kWantedWarps = 6144;
 // Tiles that two by two give every SM a block; two share what is read of x.
 constexpr int64_t kWantedTiles = 264;
-constexpr int kBlocksPerSm = 2;  // of TileKernel: with fewer, each slice has blocks of its own
 constexpr int kMostStreamRows = 16;
 // From where on the library is faster. Up to one tile of rows TileKernel reads a weight once, as
 // nobody does faster. Weights with scales cost the library 4.5 bytes of traffic each: against the
@@ -107,7 +106,8 @@ void RunTileKernel(const Context& ctx, LinearKernelParams linear, int slices, in
   const SlotCount slots = CountSlots(linear.num_rows, linear.num_experts, C::kRows);
   linear.slot_is_row = slots.slot_is_row;
   const int64_t blocks = CutOutputs(&linear, C::kOutputs);
-  const bool in_parts = slices > 1 && slots.slots * blocks < kBlocksPerSm * ctx.gpu.num_sms;
+  // Each slice has blocks of its own where else some SM would have none.
+  const bool in_parts = slices > 1 && slots.slots * blocks < ctx.gpu.num_sms;
   const int cols = NumUnits(C::kFormat, linear.cols) * UnitCols(C::kFormat);
   const size_t x_bytes = CeilDiv((int64_t{linear.num_rows} + C::kRows) * cols * 2, 256) * 256;
   const size_t part_bytes =
