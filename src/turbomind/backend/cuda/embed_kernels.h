@@ -44,23 +44,32 @@ __global__ void __launch_bounds__(kEmbedThreads) EmbedKernel(EmbedKernelParams p
     const int block = group / 4;
     const int half = row / 8;
     const auto unit = W::Load(tile, block / W::kBlocks, row % 8 * 4 + group % 4, tile_bytes);
-    uint32_t pairs[2][4];
+    uint32_t pairs[4] = {};
     float scale = 1.f;
     float minimum = -0.f;  // adds nothing, to -0 neither
-    // The block and the half are constants in each copy, so that registers can be indexed.
+    // All of the unit, and then a choice of values: one of places would need local memory.
 #pragma unroll
     for (int b = 0; b < W::kBlocks; ++b) {
-      if (b == block % W::kBlocks) {
-        W::Expand(unit, b, pairs);
-        scale = half == 0 ? W::Scale(unit, b, 0) : W::Scale(unit, b, 1);
+      uint32_t both[2][4];
+      W::Expand(unit, b, both);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const bool mine = b == block % W::kBlocks && h == half;
+#pragma unroll
+        for (int p = 0; p < 4; ++p) {
+          pairs[p] = mine ? both[h][p] : pairs[p];
+        }
+        const float block_scale = W::Scale(unit, b, h);
+        scale = mine ? block_scale : scale;
         if constexpr (W::kMinimum) {
-          minimum = half == 0 ? W::Minimum(unit, b, 0) : W::Minimum(unit, b, 1);
+          const float block_minimum = W::Minimum(unit, b, h);
+          minimum = mine ? block_minimum : minimum;
         }
       }
     }
 #pragma unroll
     for (int p = 0; p < 4; ++p) {
-      const uint32_t pair = half == 0 ? pairs[0][p] : pairs[1][p];
+      const uint32_t pair = pairs[p];
       values[2 * p] = fmaf(scale, BitsFloat(pair << 16), minimum);
       values[2 * p + 1] = fmaf(scale, BitsFloat(pair & 0xffff0000u), minimum);
     }

@@ -105,11 +105,7 @@ TM_DEVICE bool FindBlock(const LinearKernelParams& p, int slot, int rows, int ou
   for (int i = 1; i < kMaxSegments; ++i) {
     s += i < p.num_segments && p.segments[i].first_block <= y;
   }
-  LinearSegment segment = p.segments[0];
-#pragma unroll
-  for (int i = 1; i < kMaxSegments; ++i) {
-    segment = s == i ? p.segments[i] : segment;
-  }
+  const LinearSegment& segment = p.segments[s];  // a copy of it would be one in local memory
   block->weight = segment.weight;
   block->bias = segment.bias;
   block->first_output = (y - segment.first_block) * outputs;

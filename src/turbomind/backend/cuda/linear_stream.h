@@ -39,6 +39,11 @@ struct StreamConfig {
   static constexpr int kOutputs = kTileOutputs * kTiles;
   static constexpr int kRows = 8 * kRowTiles;
   static constexpr int kAhead = 4 / kTiles;  // units in flight
+  // Blocks of kMostSlices warps that fit an SM; 0: the compiler's choice. It would choose 4 for
+  // these, on some architectures, and spill for it.
+  static constexpr bool kTight =
+      (F == MatrixFormat::kBF16 || F == MatrixFormat::kMxfp4) && kTiles == 2 && kRowTiles == 1;
+  static constexpr int kBlocks = kTight ? 3 : 0;
   static constexpr int SharedBytes(int slices) { return slices * kOutputs * kRows * 4; }
 };
 
@@ -265,7 +270,7 @@ inline constexpr int kMostSlices = 8;
 
 // Grid: slots of C::kRows rows × blocks of C::kOutputs outputs; `slices` warps; C::SharedBytes.
 template <class C>
-__global__ void __launch_bounds__(32 * kMostSlices) StreamKernel(StreamParams params) {
+__global__ void __launch_bounds__(32 * kMostSlices, C::kBlocks) StreamKernel(StreamParams params) {
   LinearBlock block;
   if (!FindBlock(params.linear, BlockIndexX(), C::kRows, C::kOutputs, &block)) {
     return;

@@ -36,6 +36,9 @@ struct TileConfig {
   static constexpr int kRowTiles = kRowTileCount;
   static constexpr int kOutputs = kWarps * kTiles * kTileOutputs;
   static constexpr int kRows = 8 * kRowTiles;
+  // Units of weights that take turns in a ring of two; 1: the second moves to the first's place,
+  // for kernels that else need more registers than there are.
+  static constexpr int kTurns = kRowTiles > 4 ? 1 : 2;
   static constexpr int kStages = 4;
   static constexpr int kRowBytes = UnitCols(F) * 2;  // of a stage
   static constexpr int kStageBytes = kRows * kRowBytes;
@@ -199,9 +202,9 @@ TM_DEVICE void SumSlices(const TileParams& params, const LinearBlock& block, int
   int slice = first_slice;
   int slice_end = units * (slice + 1) / params.slices;
 #pragma unroll 1
-  for (int first = begin; first < end; first += 2) {
+  for (int first = begin; first < end; first += C::kTurns) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < C::kTurns; ++i) {
       const int unit = first + i;
       if (unit >= end) {
         break;
@@ -217,6 +220,12 @@ TM_DEVICE void SumSlices(const TileParams& params, const LinearBlock& block, int
         AddTotals<C>(slice == first_slice, slice == end_slice - 1, totals, sums);
         ++slice;
         slice_end = units * (slice + 1) / params.slices;
+      }
+      if constexpr (C::kTurns == 1) {
+#pragma unroll
+        for (int m = 0; m < C::kTiles; ++m) {
+          ring[0][m] = ring[1][m];
+        }
       }
     }
   }
