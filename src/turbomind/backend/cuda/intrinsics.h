@@ -80,13 +80,14 @@ TM_DEVICE int AddShared(void* p, int value) { return atomicAdd(static_cast<int*>
 // so, for the thread that copied.
 TM_DEVICE void CopyAsync(void* shared, const void* global, int valid) {
   const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(valid));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(valid)
+               : "memory");
 }
-TM_DEVICE void CommitCopies() { asm volatile("cp.async.commit_group;"); }
+TM_DEVICE void CommitCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // All groups but the newest kNewest.
 template <int kNewest>
 TM_DEVICE void WaitForCopies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kNewest));
+  asm volatile("cp.async.wait_group %0;" ::"n"(kNewest) : "memory");
 }
 
 TM_DEVICE void SyncWarp() { __syncwarp(); }
@@ -151,13 +152,15 @@ TM_DEVICE const char* AddProduct(const char* base, int32_t count, int32_t bytes)
 TM_DEVICE void LoadMatrices(uint32_t (&out)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
-               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(row))));
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(row)))
+               : "memory");
 }
 // The same, each matrix transposed: lane 4 c + r gets column c of the rows 2 r and 2 r + 1.
 TM_DEVICE void LoadMatricesTransposed(uint32_t (&out)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
-               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(row))));
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(row)))
+               : "memory");
 }
 
 // Of the low end; of a power of two its log2.
