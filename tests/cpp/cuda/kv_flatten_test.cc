@@ -122,14 +122,19 @@ TEST_CASE("flattened 16 bits hold the values without their factor") {
       const size_t size = static_cast<size_t>(shape.kv_heads * kRows * head_dim);
       const GpuArray<uint16_t> k(std::vector<uint16_t>(size, 0xffff));
       const GpuArray<uint16_t> v(std::vector<uint16_t>(size, 0xffff));
-      const GpuArray<FlattenSpan> gpu_spans(spans);
       const GpuStep on_gpu(step);
       const Gpu gpu;
       const bool all_half = seed % 4 >= 2;
-      CudaFlattenToHalf(
-          gpu.context,
-          {k.get(), v.get(), kRows, gpu_spans.get(), static_cast<int>(spans.size()),
-           ViewOf(step, on_gpu.pointers()), on_gpu.tables.get(), step.table_stride, all_half});
+      FlattenHalfParams params = {.k = k.get(),
+                                  .v = v.get(),
+                                  .num_rows = kRows,
+                                  .num_spans = static_cast<int>(spans.size()),
+                                  .kv = ViewOf(step, on_gpu.pointers()),
+                                  .block_tables = on_gpu.tables.get(),
+                                  .block_table_stride = step.table_stride,
+                                  .all_half = all_half};
+      std::copy(spans.begin(), spans.end(), params.spans);
+      CudaFlattenToHalf(gpu.context, params);
       const KvLayerView view = ViewOf(step, CpuPointers(step));
       int wrong = 0;
       for (KvSide side : {KvSide::kK, KvSide::kV}) {

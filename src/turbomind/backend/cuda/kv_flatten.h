@@ -184,7 +184,7 @@ TM_DEVICE int SpanOf(const FlattenHalfParams& p, int64_t row) {
   int high = p.num_spans;
   while (high - low > 1) {
     const int middle = (low + high) / 2;
-    if (LoadGlobal(&p.spans[middle].row) <= row) {
+    if (p.spans[middle].row <= row) {
       low = middle;
     } else {
       high = middle;
@@ -206,10 +206,10 @@ TM_DEVICE void FindRows(const FlattenHalfParams& p, KvSide side, int64_t first,
     if (row >= p.num_rows) {
       continue;
     }
-    if (span + 1 < p.num_spans && LoadGlobal(&p.spans[span + 1].row) <= row) {
+    if (span + 1 < p.num_spans && p.spans[span + 1].row <= row) {
       ++span;
     }
-    const FlattenSpan at = LoadGlobal(p.spans + span);
+    const FlattenSpan& at = p.spans[span];
     const int position = at.begin + static_cast<int>(row - at.row);
     const int32_t block =
         LoadGlobal(p.block_tables + at.sequence * p.block_table_stride + (position >> shift));

@@ -44,6 +44,8 @@ struct SeenSpans {
 // Of the queries at positions [first_query, context_len), which look back `window` (0: all).
 SeenSpans SpansOf(const HotRule& rule, int window, int first_query, int context_len);
 
+inline constexpr int kMaxFlattenSpans = 128;
+
 // Where a span of one sequence goes.
 struct FlattenSpan {
   int32_t sequence = 0;  // of the batch: the row of the block table
@@ -64,14 +66,15 @@ struct FlattenHalfParams {
   uint16_t* k = nullptr;  // [kv_heads, num_rows, head_dim], 16-byte aligned
   uint16_t* v = nullptr;  // same
   int64_t num_rows = 0;   // positions of all spans
-  // [num_spans], not empty; their rows follow one another: 0, then the row behind the last span's.
-  const FlattenSpan* spans = nullptr;
+  // At least one; their rows follow one another: 0, then the row behind the last span's.
+  FlattenSpan spans[kMaxFlattenSpans] = {};
   int num_spans = 0;
   KvLayerView kv;                         // the layer's pool or the hot one
   const int32_t* block_tables = nullptr;  // of that pool: [sequences, block_table_stride]
   int64_t block_table_stride = 0;
   bool all_half = false;  // BF16 is rounded to FP16, at most 65504 in size
 };
+static_assert(sizeof(FlattenHalfParams) <= 4096);  // of a kernel
 
 void CudaFlattenToHalf(const Context& context, const FlattenHalfParams& params);
 

@@ -13,6 +13,8 @@
 namespace turbomind::cuda {
 namespace {
 
+static_assert(2 * kMaxPrefillSequences <= kMaxFlattenSpans);  // sinks and recent ones of each
+
 constexpr int64_t kAlignment = 256;
 
 constexpr int kLeastSplit = 512;  // positions for which a partial result pays
@@ -104,7 +106,6 @@ void PlanSplits(const Context& context, int q_heads_per_head, Group* group) {
 
 // Where the parts of a group's scratch begin, in bytes.
 struct Scratch {
-  int64_t spans[2];
   int64_t keys[2];
   int64_t values[2];
   int64_t partial_o;
@@ -121,7 +122,6 @@ Scratch LayOut(const Group& group, const AttentionParams& p) {
   };
   for (int view = 0; view < 2; ++view) {
     const int64_t bytes = group.num_rows[view] * group.heads_at_once * p.kv.head_dim * 2;
-    at.spans[view] = take(static_cast<int64_t>(group.spans[view].size() * sizeof(FlattenSpan)));
     at.keys[view] = take(bytes);
     at.values[view] = take(bytes);
   }
@@ -174,18 +174,16 @@ DenseView Flatten(const Pass& pass, const Scratch& at, int which) {
     return {};
   }
   const AttentionParams& p = pass.params;
-  const Stream stream = pass.context.stream;
   FlattenHalfParams flatten;
   flatten.k = reinterpret_cast<uint16_t*>(pass.scratch + at.keys[which]);
   flatten.v = reinterpret_cast<uint16_t*>(pass.scratch + at.values[which]);
   flatten.num_rows = pass.group.num_rows[which];
-  flatten.spans = reinterpret_cast<const FlattenSpan*>(pass.scratch + at.spans[which]);
+  std::copy(spans.begin(), spans.end(), flatten.spans);
   flatten.num_spans = static_cast<int>(spans.size());
   flatten.kv = HeadsOf(which == 0 ? p.kv : p.hot, pass.first_head, pass.num_heads);
   flatten.block_tables = which == 0 ? p.batch.block_tables : p.batch.hot_tables;
   flatten.block_table_stride = p.batch.block_table_stride;
   flatten.all_half = !pass.bfloat();
-  CopyBytes(pass.scratch + at.spans[which], spans.data(), spans.size() * sizeof(spans[0]), stream);
   CudaFlattenToHalf(pass.context, flatten);
   return {flatten.k, flatten.v, flatten.num_rows};
 }
