@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/gpu_array.h"
 #include "turbomind/backend/cpu/cpu_device.h"
 #include "turbomind/backend/cuda/decode_ops.h"
 #include "turbomind/backend/cuda/step_arrays.h"
@@ -19,37 +20,11 @@
 #include "turbomind/kv/codec.h"
 #include "turbomind/kv/layout.h"
 
-namespace turbomind::cuda {
+namespace turbomind::cuda::decode_step {
 
 // Of the output's L2 norm. FP16 operands have 11 bits; weights of a BF16 cache have 8.
 inline constexpr double kMaxError = 1e-3;
 inline constexpr double kMaxErrorBFloat = 6e-3;
-
-// Memory of the GPU with a copy of host values.
-template <class T>
-class GpuArray {
- public:
-  GpuArray(const std::vector<T>& host, Stream stream)
-      : size_(host.size()), data_(static_cast<T*>(AllocateGpu(size_ * sizeof(T)))) {
-    CopyBytes(data_, host.data(), size_ * sizeof(T), stream);
-  }
-  ~GpuArray() { FreeGpu(data_); }
-  GpuArray(const GpuArray&) = delete;
-  GpuArray& operator=(const GpuArray&) = delete;
-
-  // Null where there is nothing.
-  T* data() const { return size_ > 0 ? data_ : nullptr; }
-  std::vector<T> Read(Stream stream) const {
-    std::vector<T> host(size_);
-    CopyBytes(host.data(), data_, size_ * sizeof(T), stream);
-    Synchronize(stream);
-    return host;
-  }
-
- private:
-  size_t size_;
-  T* data_;
-};
 
 struct Case {
   KvCacheMode k = KvCacheMode::kFp4Nv;
@@ -261,14 +236,14 @@ class TestGpu {
   TestGpu(const Layer& layer, bool deterministic, int num_sms)
       : stream_(CreateStream()),
         layer_(layer),
-        cold_data_(layer.cold.data, stream_),
-        cold_scales_(layer.cold.scales, stream_),
-        hot_data_(layer.hot.data, stream_),
-        g_{{layer.cold.g[0], stream_}, {layer.cold.g[1], stream_}},
-        q_(layer.q, stream_),
-        sinks_(layer.sinks, stream_),
-        q_dot_mean_(layer.q_dot_mean, stream_),
-        out_(std::vector<float>(layer.out_size(), NAN), stream_),
+        cold_data_(stream_, layer.cold.data),
+        cold_scales_(stream_, layer.cold.scales),
+        hot_data_(stream_, layer.hot.data),
+        g_{{stream_, layer.cold.g[0]}, {stream_, layer.cold.g[1]}},
+        q_(stream_, layer.q),
+        sinks_(stream_, layer.sinks),
+        q_dot_mean_(stream_, layer.q_dot_mean),
+        out_(stream_, std::vector<float>(layer.out_size(), NAN)),
         workspace_(stream_) {
     context_.stream = stream_;
     context_.gpu = PropertiesOf(0);
@@ -308,7 +283,7 @@ class TestGpu {
   }
   // The rows of the step's sequences.
   std::vector<float> Output(const Step& step) {
-    std::vector<float> out = out_.Read(stream_);
+    std::vector<float> out = out_.Read();
     out.resize(step.context_lens.size() * static_cast<size_t>(layer_.q_heads()) *
                static_cast<size_t>(layer_.c.head_dim));
     return out;
@@ -388,4 +363,4 @@ inline void CheckClose(const Layer& layer, const Step& step, const std::vector<f
   CHECK(std::sqrt(error / norm) < (bfloat ? kMaxErrorBFloat : kMaxError));
 }
 
-}  // namespace turbomind::cuda
+}  // namespace turbomind::cuda::decode_step

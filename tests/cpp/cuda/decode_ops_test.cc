@@ -15,7 +15,7 @@
 #include "turbomind/core/check.h"
 #include "turbomind/kv/layout.h"
 
-namespace turbomind::cuda {
+namespace turbomind::cuda::decode_step {
 namespace {
 
 void CheckCase(const Case& c, const std::vector<int32_t>& context_lens, int num_sms = 1) {
@@ -256,4 +256,4 @@ TEST_CASE("every listed pair, dtype, head_dim and block length has a kernel") {
 }
 
 }  // namespace
-}  // namespace turbomind::cuda
+}  // namespace turbomind::cuda::decode_step

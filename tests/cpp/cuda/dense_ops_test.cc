@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/gpu_array.h"
 #include "turbomind/backend/cpu/cpu_device.h"
 #include "turbomind/ops/rope.h"
 #include "turbomind/ops/sampling.h"
@@ -28,34 +29,6 @@ constexpr float kRelative = 2e-6f;
 constexpr float kAngleError = 3e-7f;
 // The CPU clips exp(88) where the GPU's sigmoid is 0: what that is worth times values below 1e3.
 constexpr float kTiny = 1e-34f;
-
-// A copy of values on the GPU, at `offset` values behind an aligned address.
-template <class T>
-class GpuArray {
- public:
-  GpuArray(Stream stream, const std::vector<T>& values, size_t offset = 0)
-      : stream_(stream), size_(values.size()), offset_(offset) {
-    memory_ = static_cast<T*>(AllocateGpu((size_ + offset) * sizeof(T)));
-    CopyBytes(data(), values.data(), size_ * sizeof(T), stream);
-  }
-  ~GpuArray() { FreeGpu(memory_); }
-  GpuArray(const GpuArray&) = delete;
-  GpuArray& operator=(const GpuArray&) = delete;
-
-  T* data() const { return memory_ + offset_; }
-  std::vector<T> Read() const {
-    std::vector<T> values(size_);
-    CopyBytes(values.data(), data(), size_ * sizeof(T), stream_);
-    Synchronize(stream_);
-    return values;
-  }
-
- private:
-  Stream stream_;
-  size_t size_;
-  size_t offset_;
-  T* memory_;
-};
 
 class Fixture {
  public:

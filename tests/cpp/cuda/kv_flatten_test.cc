@@ -10,7 +10,7 @@
 #include "turbomind/backend/cuda/kv_ops.h"
 #include "turbomind/kv/codec.h"
 
-namespace turbomind::cuda {
+namespace turbomind::cuda::kv_step {
 namespace {
 
 // Only scales that the encoder stores.
@@ -42,9 +42,10 @@ TEST_CASE("flattened FP32 has the CPU's bits") {
         const size_t size = shape.contexts.size() * static_cast<size_t>(2 * kMaxLen * head_dim);
         std::vector<float> k(size, -7.f);
         std::vector<float> v(size, -7.f);
-        const GpuStep on_gpu(step);
-        const GpuArray<float> gpu_k(k);
-        const GpuArray<float> gpu_v(v);
+        const Gpu gpu;
+        const GpuStep on_gpu(gpu, step);
+        const GpuArray<float> gpu_k(gpu.stream(), k);
+        const GpuArray<float> gpu_v(gpu.stream(), v);
         FlattenKVParams params;
         params.max_len = kMaxLen;
         params.rule = hot ? HotRule{shape.block_seq_len, 1, 0} : HotRule{};
@@ -56,8 +57,7 @@ TEST_CASE("flattened FP32 has the CPU's bits") {
           params.batch = BatchOf(step, p);
           return params;
         };
-        const Gpu gpu;
-        CudaFlattenKV(gpu.context, with(on_gpu.pointers(), gpu_k.get(), gpu_v.get()));
+        CudaFlattenKV(gpu.context, with(on_gpu.pointers(), gpu_k.data(), gpu_v.data()));
         Cpu().FlattenKV(with(CpuPointers(step), k.data(), v.data()));
         CHECK(SameBytes(gpu_k.Read(), k));
         CHECK(SameBytes(gpu_v.Read(), v));
@@ -120,17 +120,17 @@ TEST_CASE("flattened 16 bits hold the values without their factor") {
       const std::vector<FlattenSpan> spans = {{0, 3, 0}, {2, 0, 18}, {2, 32, 35}, {1, 17, 36}};
       constexpr int kRows = 37;
       const size_t size = static_cast<size_t>(shape.kv_heads * kRows * head_dim);
-      const GpuArray<uint16_t> k(std::vector<uint16_t>(size, 0xffff));
-      const GpuArray<uint16_t> v(std::vector<uint16_t>(size, 0xffff));
-      const GpuStep on_gpu(step);
       const Gpu gpu;
+      const GpuArray<uint16_t> k(gpu.stream(), std::vector<uint16_t>(size, 0xffff));
+      const GpuArray<uint16_t> v(gpu.stream(), std::vector<uint16_t>(size, 0xffff));
+      const GpuStep on_gpu(gpu, step);
       const bool all_half = seed % 4 >= 2;
-      FlattenHalfParams params = {.k = k.get(),
-                                  .v = v.get(),
+      FlattenHalfParams params = {.k = k.data(),
+                                  .v = v.data(),
                                   .num_rows = kRows,
                                   .num_spans = static_cast<int>(spans.size()),
                                   .kv = ViewOf(step, on_gpu.pointers()),
-                                  .block_tables = on_gpu.tables.get(),
+                                  .block_tables = on_gpu.tables.data(),
                                   .block_table_stride = step.table_stride,
                                   .all_half = all_half};
       std::copy(spans.begin(), spans.end(), params.spans);
@@ -199,4 +199,4 @@ TEST_CASE("the spans of a chunk hold what its queries see in each view") {
 }
 
 }  // namespace
-}  // namespace turbomind::cuda
+}  // namespace turbomind::cuda::kv_step

@@ -14,14 +14,14 @@
 #include "cuda/kv_step.h"
 #include "turbomind/backend/cuda/kv_encode.h"
 
-namespace turbomind::cuda {
+namespace turbomind::cuda::kv_step {
 namespace {
 
 // The GPU's bytes and numbers are the CPU's.
 void CheckProcess(Step step) {
   CAPTURE(Describe(step.shape));
   const Gpu gpu;
-  const GpuStep on_gpu(step);
+  const GpuStep on_gpu(gpu, step);
   CudaProcessKV(gpu.context, ProcessParams(step, on_gpu.pointers()));
   Cpu().ProcessKV(ProcessParams(step, CpuPointers(step)));
   CHECK(SameBytes(on_gpu.data.Read(), step.data));
@@ -218,8 +218,8 @@ TEST_CASE("a token without a block is not stored and not counted") {
     step.qkv[static_cast<size_t>(row) - 1] = NAN;  // of V of the first sequence's token
     std::fill(step.tables.begin(), step.tables.begin() + step.table_stride, -1);
     std::fill(step.hot_tables.begin(), step.hot_tables.begin() + step.table_stride, -1);
-    const GpuStep on_gpu(step);
     const Gpu gpu;
+    const GpuStep on_gpu(gpu, step);
     CudaProcessKV(gpu.context, ProcessParams(step, on_gpu.pointers()));
     CHECK(on_gpu.num_nonfinite.Read() == step.num_nonfinite);
     // The same step without that token.
@@ -240,12 +240,13 @@ TEST_CASE("a token without a block is not stored and not counted") {
 
 TEST_CASE("a recorded write runs again") {
   Step step = MakeStep({}, {.bias = true, .norm = true, .rope_dim = 64}, 3);
-  const GpuStep on_gpu(step);
   const Gpu gpu;
+  const GpuStep on_gpu(gpu, step);
   BeginCapture(gpu.context.stream);
   CudaProcessKV(gpu.context, ProcessParams(step, on_gpu.pointers()));
   const Graph graph = EndCapture(gpu.context.stream);
   LaunchGraph(graph, gpu.context.stream);
+  Synchronize(gpu.context.stream);
   DestroyGraph(graph);
   Cpu().ProcessKV(ProcessParams(step, CpuPointers(step)));
   CHECK(SameBytes(on_gpu.data.Read(), step.data));
@@ -263,8 +264,8 @@ TEST_CASE("blocks that leave the recent window are quantised as the CPU does") {
       const auto num_moves = static_cast<int>(step.moves.size());
       step.moves.resize(4);  // the others have no blocks
       CAPTURE(Describe(shape));
-      const GpuStep on_gpu(step);
       const Gpu gpu;
+      const GpuStep on_gpu(gpu, step);
       const auto params = [&](const Pointers& p, int moves) {
         return QuantiseBlocksParams{ViewOf(step, p), HotViewOf(step, p), seed % 2 == 0, p.moves,
                                     moves};
@@ -279,4 +280,4 @@ TEST_CASE("blocks that leave the recent window are quantised as the CPU does") {
 }
 
 }  // namespace
-}  // namespace turbomind::cuda
+}  // namespace turbomind::cuda::kv_step

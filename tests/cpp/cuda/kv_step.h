@@ -12,49 +12,19 @@
 #include <string>
 #include <vector>
 
+#include "cuda/gpu_array.h"
 #include "turbomind/backend/cpu/cpu_device.h"
 #include "turbomind/backend/cuda/context.h"
 #include "turbomind/core/float_convert.h"
 #include "turbomind/kv/layout.h"
 #include "turbomind/ops/params.h"
 
-namespace turbomind::cuda {
-
-// A vector's copy on the GPU; null for an empty one.
-template <class T>
-class GpuArray {
- public:
-  explicit GpuArray(const std::vector<T>& from) : size_(from.size()), stream_(CreateStream()) {
-    if (size_ > 0) {
-      data_ = static_cast<T*>(AllocateGpu(size_ * sizeof(T)));
-      CopyBytes(data_, from.data(), size_ * sizeof(T), stream_);
-    }
-  }
-  ~GpuArray() {
-    DestroyStream(stream_);
-    if (data_ != nullptr) {
-      FreeGpu(data_);
-    }
-  }
-  GpuArray(const GpuArray&) = delete;
-  GpuArray& operator=(const GpuArray&) = delete;
-  T* get() const { return data_; }
-  std::vector<T> Read() const {
-    std::vector<T> out(size_);
-    CopyBytes(out.data(), data_, size_ * sizeof(T), stream_);
-    Synchronize(stream_);
-    return out;
-  }
-
- private:
-  size_t size_;
-  Stream stream_;
-  T* data_ = nullptr;
-};
+namespace turbomind::cuda::kv_step {
 
 struct Gpu {
   Gpu() { context.stream = CreateStream(); }
   ~Gpu() { DestroyStream(context.stream); }
+  Stream stream() const { return context.stream; }
   Context context;
 };
 
@@ -244,33 +214,33 @@ inline Pointers CpuPointers(Step& s) {
 }
 
 struct GpuStep {
-  explicit GpuStep(const Step& s)
-      : data(s.data),
-        scales(s.scales),
-        hot_data(s.hot_data),
-        g0(s.g[0]),
-        g1(s.g[1]),
-        cu_seqlens(s.cu_seqlens),
-        contexts(s.shape.contexts),
-        positions(s.positions),
-        tables(s.tables),
-        hot_tables(s.hot_tables),
-        qkv(s.qkv),
-        bias(s.bias),
-        q_norm(s.q_norm),
-        k_norm(s.k_norm),
-        rope_cos(s.rope_cos),
-        rope_sin(s.rope_sin),
-        k_mean(s.k_mean),
-        q_dot_mean(s.q_dot_mean),
-        num_nonfinite(s.num_nonfinite),
-        moves(s.moves) {}
+  GpuStep(const Gpu& gpu, const Step& s)
+      : data(gpu.stream(), s.data),
+        scales(gpu.stream(), s.scales),
+        hot_data(gpu.stream(), s.hot_data),
+        g0(gpu.stream(), s.g[0]),
+        g1(gpu.stream(), s.g[1]),
+        cu_seqlens(gpu.stream(), s.cu_seqlens),
+        contexts(gpu.stream(), s.shape.contexts),
+        positions(gpu.stream(), s.positions),
+        tables(gpu.stream(), s.tables),
+        hot_tables(gpu.stream(), s.hot_tables),
+        qkv(gpu.stream(), s.qkv),
+        bias(gpu.stream(), s.bias),
+        q_norm(gpu.stream(), s.q_norm),
+        k_norm(gpu.stream(), s.k_norm),
+        rope_cos(gpu.stream(), s.rope_cos),
+        rope_sin(gpu.stream(), s.rope_sin),
+        k_mean(gpu.stream(), s.k_mean),
+        q_dot_mean(gpu.stream(), s.q_dot_mean),
+        num_nonfinite(gpu.stream(), s.num_nonfinite),
+        moves(gpu.stream(), s.moves) {}
   Pointers pointers() const {
-    return {data.get(),       scales.get(),        hot_data.get(),  {g0.get(), g1.get()},
-            cu_seqlens.get(), contexts.get(),      positions.get(), tables.get(),
-            hot_tables.get(), qkv.get(),           bias.get(),      q_norm.get(),
-            k_norm.get(),     rope_cos.get(),      rope_sin.get(),  k_mean.get(),
-            q_dot_mean.get(), num_nonfinite.get(), moves.get()};
+    return {data.data(),       scales.data(),        hot_data.data(),  {g0.data(), g1.data()},
+            cu_seqlens.data(), contexts.data(),      positions.data(), tables.data(),
+            hot_tables.data(), qkv.data(),           bias.data(),      q_norm.data(),
+            k_norm.data(),     rope_cos.data(),      rope_sin.data(),  k_mean.data(),
+            q_dot_mean.data(), num_nonfinite.data(), moves.data()};
   }
   GpuArray<std::byte> data, scales, hot_data;
   GpuArray<float> g0, g1;
@@ -335,4 +305,4 @@ inline Device& Cpu() {
   return *device;
 }
 
-}  // namespace turbomind::cuda
+}  // namespace turbomind::cuda::kv_step

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "cpu/linear_fixture.h"
+#include "cuda/gpu_array.h"
 #include "turbomind/backend/cuda/cuda_matrix.h"
 #include "turbomind/core/check.h"
 
@@ -59,37 +60,6 @@ struct Gpu {
   Context ctx;
 };
 
-// Values in GPU memory.
-template <class V>
-class OnGpu {
- public:
-  OnGpu(Gpu& gpu, const std::vector<V>& values) : gpu_(gpu), size_(values.size()) {
-    if (size_ > 0) {
-      data_ = static_cast<V*>(AllocateGpu(size_ * sizeof(V)));
-      CopyBytes(data_, values.data(), size_ * sizeof(V), gpu.stream);
-    }
-  }
-  ~OnGpu() {
-    if (data_ != nullptr) {
-      FreeGpu(data_);
-    }
-  }
-  OnGpu(const OnGpu&) = delete;
-  OnGpu& operator=(const OnGpu&) = delete;
-  V* data() const { return data_; }
-  std::vector<V> Read() const {
-    std::vector<V> values(size_);
-    CopyBytes(values.data(), data_, size_ * sizeof(V), gpu_.stream);
-    Synchronize(gpu_.stream);
-    return values;
-  }
-
- private:
-  Gpu& gpu_;
-  size_t size_;
-  V* data_ = nullptr;
-};
-
 struct Call {
   int num_rows = 1;
   bool bias = false;
@@ -122,19 +92,19 @@ struct Outcome {
 Outcome RunLinear(Gpu& gpu, const std::vector<Part>& parts, const std::vector<float>& x, Call call,
                   bool exact = false) {
   std::vector<std::unique_ptr<PackedMatrix>> weights;
-  std::vector<std::unique_ptr<OnGpu<float>>> biases;
+  std::vector<std::unique_ptr<GpuArray<float>>> biases;
   std::vector<LinearPart> linear_parts;
   int64_t outputs = 0;
   for (const Part& part : parts) {
     weights.push_back(CudaPackMatrix(gpu.uploader, part.matrix.source(), exact));
-    biases.push_back(std::make_unique<OnGpu<float>>(gpu, part.bias));
+    biases.push_back(std::make_unique<GpuArray<float>>(gpu.stream, part.bias));
     linear_parts.push_back({weights.back().get(), call.bias ? biases.back()->data() : nullptr});
     outputs += part.matrix.rows;
   }
   const int64_t stride = outputs + call.pad;
-  const OnGpu<float> x_gpu(gpu, x);
-  const OnGpu<float> y_gpu(
-      gpu, std::vector<float>(static_cast<size_t>(call.num_rows * stride), kSentinel));
+  const GpuArray<float> x_gpu(gpu.stream, x);
+  const GpuArray<float> y_gpu(
+      gpu.stream, std::vector<float>(static_cast<size_t>(call.num_rows * stride), kSentinel));
   LinearParams params;
   params.x = x_gpu.data();
   params.x_stride = parts[0].matrix.cols + call.pad;
@@ -375,7 +345,7 @@ TEST_CASE("usual places are the loader's, then the newest toolkit's") {
 struct Groups {
   std::vector<std::unique_ptr<PackedMatrix>> weights;
   std::vector<Part> parts;
-  std::vector<std::unique_ptr<OnGpu<float>>> biases;
+  std::vector<std::unique_ptr<GpuArray<float>>> biases;
   std::vector<LinearPart> experts;
 };
 
@@ -386,7 +356,8 @@ Groups MakeGroups(Gpu& gpu, MatrixFormat format, int num_experts, int64_t rows, 
     groups.parts.push_back({RandomMatrix(format, rows, cols, seed), RandomVector(rows, seed + 50)});
     groups.weights.push_back(
         CudaPackMatrix(gpu.uploader, groups.parts.back().matrix.source(), false));
-    groups.biases.push_back(std::make_unique<OnGpu<float>>(gpu, groups.parts.back().bias));
+    groups.biases.push_back(
+        std::make_unique<GpuArray<float>>(gpu.stream, groups.parts.back().bias));
     groups.experts.push_back(
         {groups.weights.back().get(), e % 2 == 0 ? groups.biases.back()->data() : nullptr});
   }
@@ -400,11 +371,11 @@ std::vector<float> RunGrouped(Gpu& gpu, const Groups& groups, const std::vector<
   for (int size : sizes) {
     offsets.push_back(offsets.back() + size);
   }
-  const OnGpu<float> x_gpu(gpu, x);
-  const OnGpu<int32_t> rows_gpu(gpu, x_rows);
-  const OnGpu<int32_t> offsets_gpu(gpu, offsets);
-  const OnGpu<float> y_gpu(
-      gpu, std::vector<float>(static_cast<size_t>(offsets.back() * first.rows), kSentinel));
+  const GpuArray<float> x_gpu(gpu.stream, x);
+  const GpuArray<int32_t> rows_gpu(gpu.stream, x_rows);
+  const GpuArray<int32_t> offsets_gpu(gpu.stream, offsets);
+  const GpuArray<float> y_gpu(
+      gpu.stream, std::vector<float>(static_cast<size_t>(offsets.back() * first.rows), kSentinel));
   GroupedLinearParams params;
   params.x = x_gpu.data();
   params.x_stride = first.cols;
@@ -510,8 +481,8 @@ TEST_CASE("embedding gives the values as they are defined") {
         DequantizeMatrixRow(m.source(), ids[i], want.data() + i * static_cast<size_t>(cols));
       }
       const auto table = CudaPackMatrix(gpu.uploader, m.source(), false);
-      const OnGpu<int32_t> ids_gpu(gpu, ids);
-      const OnGpu<float> out(gpu, std::vector<float>(size, kSentinel));
+      const GpuArray<int32_t> ids_gpu(gpu.stream, ids);
+      const GpuArray<float> out(gpu.stream, std::vector<float>(size, kSentinel));
       gpu.linear.Embed(gpu.ctx,
                        {table.get(), ids_gpu.data(), out.data(), static_cast<int>(ids.size())});
       CHECK(out.Read() == want);
@@ -544,6 +515,7 @@ TEST_CASE("an upload of many chunks arrives whole") {
     std::fill(out, out + kItemBytes, static_cast<uint8_t>(item));
   });
   CopyBytes(got.data(), memory, got.size(), gpu.stream);
+  Synchronize(gpu.stream);
   FreeGpu(memory);
   for (int64_t i = 0; i < kItems; ++i) {
     CHECK(got[static_cast<size_t>(i * kItemBytes)] == i);

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "cpu/attention_fixture.h"
+#include "cuda/gpu_array.h"
 #include "turbomind/backend/cuda/prefill_shape.h"
 #include "turbomind/core/ceil_div.h"
 
@@ -24,20 +25,6 @@ using enum KvCacheMode;
 constexpr double kMaxHalfError = 1e-3;
 constexpr double kMaxBFloatError = 6e-3;
 constexpr int kManySms = 1 << 20;  // so many that no chunk fills them: the smaller tiles
-
-class GpuArray {
- public:
-  GpuArray(const void* from, size_t num_bytes, Stream stream) : memory_(AllocateGpu(num_bytes)) {
-    CopyBytes(memory_, from, num_bytes, stream);
-  }
-  ~GpuArray() { FreeGpu(memory_); }
-  GpuArray(const GpuArray&) = delete;
-  GpuArray& operator=(const GpuArray&) = delete;
-  void* get() const { return memory_; }
-
- private:
-  void* memory_;
-};
 
 // The queries at positions [begin, end) of the cache's sequence, a sequence of the batch.
 struct Chunk {
@@ -113,15 +100,16 @@ struct GpuRun {
 
   template <class T>
   T* Upload(const std::vector<T>& values) {
-    memory.push_back(std::make_unique<GpuArray>(values.data(), values.size() * sizeof(T), stream));
-    return static_cast<T*>(memory.back()->get());
+    const auto array = std::make_shared<GpuArray<T>>(stream, values);
+    memory.push_back(array);
+    return array->data();
   }
   KvLayerView Upload(TestCache& cache, const Batch& b);
   std::vector<float> Run(const Batch& b);
 
   HostBatch host;
   Stream stream = CreateStream();
-  std::vector<std::unique_ptr<GpuArray>> memory;
+  std::vector<std::shared_ptr<void>> memory;
   AttentionParams params;
   size_t num_out;
 };
