@@ -66,7 +66,8 @@ TEST_CASE("every head_dim and block length, NVFP4 and 16 bit") {
   }
 }
 
-TEST_CASE("sequences are cut among the SMs and merged, sinks and means once") {
+TEST_CASE("sequences are cut among the SMs and merged, sinks and means once" *
+          doctest::test_suite("small")) {
   Case c = {.kv_heads = 2, .group = 9, .sinks = true, .mean = true};
   c.most_seqs = 2;
   c.most_context = 1100;
@@ -96,7 +97,7 @@ TEST_CASE("hot blocks: sinks and recent positions come from the 16-bit pool") {
   }
 }
 
-TEST_CASE("hot blocks: long hot and cold ranges are cut") {
+TEST_CASE("hot blocks: long hot and cold ranges are cut" * doctest::test_suite("small")) {
   Case c = {.k = kInt4, .v = kInt4, .group = 1, .hot = {576, 640}};
   c.most_seqs = 1;
   c.most_context = 2000;
@@ -128,7 +129,7 @@ TEST_CASE("deterministic: a sequence has the same bits in every batch, on every 
   }
 }
 
-TEST_CASE("a recorded step is right for other contexts and tables") {
+TEST_CASE("a recorded step is right for other contexts and tables" * doctest::test_suite("small")) {
   Case c = {.k = kFp8E4m3, .v = kInt4, .group = 1, .block_seq_len = 32, .hot = {64, 64}};
   c.sinks = true;
   c.most_context = 700;

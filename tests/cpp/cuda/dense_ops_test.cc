@@ -119,7 +119,8 @@ std::vector<float> Norm(Fixture& f, const std::vector<float>& x, const std::vect
   return in_place ? gpu_x.Read() : out.Read();
 }
 
-TEST_CASE_FIXTURE(Fixture, "RMS norm: every way that a row is cut, odd and unaligned rows") {
+TEST_CASE_FIXTURE(Fixture, "RMS norm: every way that a row is cut, odd and unaligned rows" *
+                               doctest::test_suite("small")) {
   for (const int dim : {1, 3, 4, 127, 128, 512, 516, 2880, 4097}) {
     CAPTURE(dim);
     constexpr int kRows = 3;
@@ -146,7 +147,7 @@ TEST_CASE_FIXTURE(Fixture, "RMS norm: rows longer than a block holds") {
   CheckNear(Norm(*this, x, weight, true, 1), want, kRelative);
 }
 
-TEST_CASE_FIXTURE(Fixture, "gated activations") {
+TEST_CASE_FIXTURE(Fixture, "gated activations" * doctest::test_suite("small")) {
   using enum Activation;
   constexpr int kRows = 3;
   for (const int dim : {1, 7, 64, 1028, 1030}) {
@@ -264,7 +265,7 @@ TEST_CASE_FIXTURE(Fixture, "pairs are grouped as on the CPU") {
   }
 }
 
-TEST_CASE_FIXTURE(Fixture, "experts' rows are combined") {
+TEST_CASE_FIXTURE(Fixture, "experts' rows are combined" * doctest::test_suite("small")) {
   constexpr int kTokens = 5;
   for (const int dim : {1, 64, 515, 1028}) {
     for (const int top_k : {1, 3, 8}) {

@@ -107,7 +107,7 @@ bool IsExpected(uint16_t got, float want, KvCacheMode mode, DataType dtype, bool
   return HalfToFloat(got) == want;
 }
 
-TEST_CASE("flattened 16 bits hold the values without their factor") {
+TEST_CASE("flattened 16 bits hold the values without their factor" * doctest::test_suite("small")) {
   unsigned seed = 0;
   for (const Pair& modes : AllPairs()) {
     for (int head_dim : {64, 80, 96, 128, 256}) {

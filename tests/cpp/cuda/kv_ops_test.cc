@@ -144,7 +144,7 @@ TEST_CASE("conversions of the newest GPUs change no byte") {
   newest_gpu = false;
 }
 
-TEST_CASE("small and odd head_dims") {
+TEST_CASE("small and odd head_dims" * doctest::test_suite("small")) {
   for (int head_dim : {16, 32, 48, 112, 144, 240}) {
     Step step({.head_dim = head_dim});
     step.rotate = true;
@@ -211,7 +211,7 @@ TEST_CASE("bias, norm, RoPE, mean and rotation have the CPU's bits") {
   }
 }
 
-TEST_CASE("a token without a block is not stored and not counted") {
+TEST_CASE("a token without a block is not stored and not counted" * doctest::test_suite("small")) {
   for (bool hot : {false, true}) {
     Step step = MakeStep({}, {.hot = hot}, 1);
     const int row = step.kv_all() * step.shape.head_dim;
@@ -238,7 +238,7 @@ TEST_CASE("a token without a block is not stored and not counted") {
   }
 }
 
-TEST_CASE("a recorded write runs again") {
+TEST_CASE("a recorded write runs again" * doctest::test_suite("small")) {
   Step step = MakeStep({}, {.bias = true, .norm = true, .rope_dim = 64}, 3);
   const Gpu gpu;
   const GpuStep on_gpu(gpu, step);

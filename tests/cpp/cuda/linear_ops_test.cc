@@ -197,7 +197,7 @@ TEST_CASE("many rows, and FP32 of every format") {
   }
 }
 
-TEST_CASE("parts stand side by side, each in its format") {
+TEST_CASE("parts stand side by side, each in its format" * doctest::test_suite("small")) {
   Gpu gpu;
   using enum MatrixFormat;
   for (const std::vector<MatrixFormat>& formats : std::vector<std::vector<MatrixFormat>>{
@@ -231,7 +231,7 @@ TEST_CASE("a row has the same bits for every number of rows") {
   }
 }
 
-TEST_CASE("rounding x costs what is documented") {
+TEST_CASE("rounding x costs what is documented" * doctest::test_suite("small")) {
   Gpu gpu;
   for (MatrixFormat format : {MatrixFormat::kBF16, MatrixFormat::kQ8_0, MatrixFormat::kMxfp4}) {
     const std::vector<Part> parts = RandomParts({format}, {64}, 1024);
@@ -436,7 +436,8 @@ TEST_CASE("rows grouped by expert have the bits of one row alone") {
   }
 }
 
-TEST_CASE("many rows grouped by expert have the bits of one row alone") {
+TEST_CASE("many rows grouped by expert have the bits of one row alone" *
+          doctest::test_suite("small")) {
   Gpu gpu;
   for (MatrixFormat format : {MatrixFormat::kQ8_0, MatrixFormat::kMxfp4}) {
     const Groups groups = MakeGroups(gpu, format, 3, 37, 704);
@@ -445,7 +446,7 @@ TEST_CASE("many rows grouped by expert have the bits of one row alone") {
   }
 }
 
-TEST_CASE("more experts than a warp has lanes") {
+TEST_CASE("more experts than a warp has lanes" * doctest::test_suite("small")) {
   Gpu gpu;
   const Groups groups = MakeGroups(gpu, MatrixFormat::kMxfp4, 70, 17, 64);
   std::vector<int> sizes(70);

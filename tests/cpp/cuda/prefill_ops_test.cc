@@ -264,7 +264,7 @@ TEST_CASE("prefill equals the codecs' values, every head_dim, from position 0 on
   }
 }
 
-TEST_CASE("windows, sinks, means") {
+TEST_CASE("windows, sinks, means" * doctest::test_suite("small")) {
   for (int window : {0, 1, 30, 64, 100, 400}) {
     Case c = MakeCase({kFp4Nv, kFp4Nv}, 64);
     c.window = window;
@@ -392,7 +392,7 @@ TEST_CASE("the same bits however a sequence is cut, in either size of tiles") {
   }
 }
 
-TEST_CASE("few queries of long contexts: positions are split") {
+TEST_CASE("few queries of long contexts: positions are split" * doctest::test_suite("small")) {
   int i = 0;
   for (const ModePair& pair :
        {ModePair{kFp4Nv, kFp4Nv}, ModePair{kNone, kNone}, ModePair{kInt8, kFp4Mx}}) {
