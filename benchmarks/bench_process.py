@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import subprocess
@@ -10,6 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 Answer = dict[str, Any]
+CLOSE_TIMEOUT_S = 5.0
+
+
+class NoAnswer(RuntimeError):
+    """The program runs, and says nothing."""
 
 
 class BenchProcess:
@@ -41,11 +47,11 @@ class BenchProcess:
         self._answers.put(None)
 
     def answer(self, timeout_s: float) -> Answer:
-        """The next line. RuntimeError when the program ended or does not answer in time."""
+        """The next line. RuntimeError when the program ended; NoAnswer when the time is over."""
         try:
             found = self._answers.get(timeout=max(timeout_s, 0.0))
         except queue.Empty:
-            raise RuntimeError(f"{self._command[0]}: no answer in {timeout_s:.0f} s") from None
+            raise NoAnswer(f"{self._command[0]}: no answer in {timeout_s:.0f} s") from None
         if found is None:
             self._answers.put(None)  # for whoever asks next
             raise RuntimeError(f"{self._command[0]}: ended with {self._process.wait()}")
@@ -60,12 +66,8 @@ class BenchProcess:
         except OSError as error:
             raise RuntimeError(f"{self._command[0]}: ended with {self._process.poll()}") from error
 
-    def ask(self, line: str, *, timeout_s: float) -> Answer:
-        """The answer to one cell."""
-        self.send(line)
-        return self.answer(timeout_s)
-
     def close(self) -> None:
-        """Ends the program, whatever it does."""
+        """Ends the program, whatever it does; one that a driver holds is left behind."""
         self._process.kill()
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(CLOSE_TIMEOUT_S)

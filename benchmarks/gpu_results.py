@@ -1,9 +1,10 @@
 """The JSON file of one GPU: rows of kernels, generation and checks, merged run by run.
 
 A row says who ran (`by`: ours, or a peer with its setting), which op in which mode on which shape,
-and microseconds of a launch with the bytes that it must move. What follows from those is in the
-file beside them: GB/s, the share of the copy bandwidth measured in the same run, and how many
-times faster than 16 bit and than fp8 it is.
+and microseconds of a launch with the bytes that it must move; when its `run` began, and the copy
+bandwidth that the same run measured first (`copy_gb_per_s`). What follows from those is in the file
+beside them: GB/s, the share of that bandwidth, and how many times faster than 16 bit and than fp8
+of the same run it is.
 
     device_bench </dev/null | python benchmarks/gpu_results.py      # the name of the file
     … | python benchmarks/gpu_results.py --checks parts.tsv --json gpu_NAME.json
@@ -17,6 +18,7 @@ import argparse
 import json
 import re
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,8 +44,13 @@ def file_name(device: str) -> str:
 def version() -> str:
     """Of this package, without importing it: a machine with a GPU may have nothing else."""
     text = (Path(__file__).resolve().parents[1] / "lmdeploy/version.py").read_text("utf-8")
-    found = re.search(r'"([^"]+)"', text)
+    found = re.search(r'__version__ = "([^"]+)"', text)
     return found.group(1) if found else "unknown"
+
+
+def begin_of_run() -> str:
+    """What the rows of a run have in common: now, in UTC."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def shape_key(shape: Mapping[str, Any], *, plain: bool = False) -> Key:
@@ -89,9 +96,13 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def write_document(document: Mapping[str, Any], path: Path) -> None:
-    """Whole, or as it was."""
+    """Whole, or as it was. A row is a line."""
+    parts = [f'"about": {json.dumps(document["about"])}']
+    for name in LISTS:
+        rows = ",\n".join(json.dumps(row, ensure_ascii=False) for row in document[name])
+        parts.append(f'"{name}": [\n{rows}\n]' if rows else f'"{name}": []')
     unfinished = path.with_name(path.name + ".part")
-    unfinished.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    unfinished.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
     unfinished.replace(path)
 
 
@@ -128,42 +139,40 @@ def total_bytes(row: Mapping[str, Any]) -> int:
 
 
 def copy_bandwidth(rows: Iterable[Mapping[str, Any]]) -> float | None:
-    """GB/s of a large copy on the device, bytes read and written; None: not measured."""
+    """GB/s of the largest copy on the device, bytes read and written; None: not measured."""
     copies = [row for row in rows if row.get("op") == "copy" and is_measured(row)]
-    return total_bytes(copies[-1]) / copies[-1]["us"] / 1e3 if copies else None
+    if not copies:
+        return None
+    largest = max(copies, key=total_bytes)
+    return rounded(total_bytes(largest) / largest["us"] / 1e3)
 
 
-def baseline(rows: Sequence[Row], row: Row, *, mode: str) -> Row | None:
-    """The same op of the same engine, with the same shape, in another mode."""
-    wanted = shape_key(row.get("shape", {}), plain=True)
-    for other in rows:
-        if (
-            other.get("mode") == mode
-            and other.get("by") == row.get("by")
-            and other["op"] == row["op"]
-            and is_measured(other)
-            and shape_key(other.get("shape", {})) == wanted
-        ):
-            return other
-    return None
+def baseline_key(row: Mapping[str, Any], *, mode: str, plain: bool) -> Key:
+    """The same op of the same engine in the same run, with the same shape, in a mode."""
+    shape = shape_key(row.get("shape", {}), plain=plain)
+    return (row.get("run"), row.get("by"), row.get("op"), mode, shape)
 
 
 def with_ratios(rows: Sequence[Row]) -> list[Row]:
     """The rows with GB/s and TFLOP/s, and times faster than 16 bit and fp8, as of now."""
-    copy = copy_bandwidth(rows)
+    measured = {
+        baseline_key(row, mode=row.get("mode", ""), plain=False): row
+        for row in rows
+        if is_measured(row)
+    }
     complete = []
     for row in rows:
         derived = ("gb_per_s", "of_copy", "tflops", "vs_none", "vs_fp8")
         row = {key: value for key, value in row.items() if key not in derived}
         if is_measured(row):
             row["gb_per_s"] = rounded(total_bytes(row) / row["us"] / 1e3)
-            if copy:
-                row["of_copy"] = rounded(row["gb_per_s"] / copy)
+            if row.get("copy_gb_per_s"):
+                row["of_copy"] = rounded(row["gb_per_s"] / row["copy_gb_per_s"])
             if row.get("operations"):
                 row["tflops"] = rounded(row["operations"] / row["us"] / 1e6)
             for name, mode in (("vs_none", SIXTEEN_BIT), ("vs_fp8", FP8)):
-                other = baseline(rows, row, mode=mode) if row.get("mode") else None
-                if other:
+                other = measured.get(baseline_key(row, mode=mode, plain=True))
+                if other and row.get("mode"):
                     row[name] = rounded(other["us"] / row["us"])
         complete.append(row)
     return complete

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,8 @@ def verdict_cells(verdict: Verdict) -> tuple[str, ...]:
     if verdict.value is None:
         return (target.work, f"`{verdict.mode}`", "0", "not measured", goal, "")
     value = f"{verdict.value:.3g} {target.unit}".rstrip()
-    goal = f"{goal}, met" if verdict.met else f"**{goal}, missed**"
+    words = {True: f"{goal}, met", False: f"**{goal}, missed**", None: f"{goal}, no peer measured"}
+    goal = words[verdict.met]
     return (target.work, f"`{verdict.mode}`", str(verdict.num_shapes), value, goal, verdict.shape)
 
 
@@ -246,6 +248,15 @@ def check_lines(rows: Sequence[Row]) -> Iterator[str]:
         yield ""
 
 
+def run_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """Where rows are of several runs, which: nothing of ours is compared across them."""
+    runs = Counter(row["run"] for row in rows if row.get("run"))
+    if len(runs) > 1:
+        texts = (f"{run} ({count} rows)" for run, count in sorted(runs.items()))
+        yield f"Measured in several runs: {', '.join(texts)}. Ratios are of one run each."
+        yield ""
+
+
 def device_lines(document: Mapping[str, Any]) -> Iterator[str]:
     """The section of one GPU."""
     about, rows = document["about"], [r for r in document["kernels"] if is_measured(r)]
@@ -260,6 +271,7 @@ def device_lines(document: Mapping[str, Any]) -> Iterator[str]:
     facts.append(f"a large copy moves {copy:,.0f} GB/s" if copy else "copy bandwidth not measured")
     yield "; ".join(facts) + "."
     yield ""
+    yield from run_lines([*rows, *document["generation"]])
     yield from check_lines(document["checks"])
     if rows:
         yield from target_lines(rows)

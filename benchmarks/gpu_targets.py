@@ -1,7 +1,8 @@
 """What the CUDA kernels are to reach, and whether rows of a run do.
 
 Every target is about four-bit modes and is judged apart for each. Where several measured shapes
-fall under it, the worst one decides.
+fall under it, the worst one decides. Ours are compared within one run. A target about peers is not
+met before a peer was measured on one of its shapes.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Target:
     # Of a row, given all rows of the run; None: what it is compared with was not measured.
     value: Callable[[Row, Sequence[Row]], float | None]
     stretch: float | None = None
+    beside: str = ""  # the mode of peers that it is about; empty: none
 
     def is_met(self, value: float) -> bool:
         """Whether a figure reaches the goal."""
@@ -45,26 +47,39 @@ class Verdict:
     value: float | None
     shape: str = ""
     num_shapes: int = 0
+    with_peers: int = 0  # of the shapes: those that a peer was measured on
 
     @property
     def met(self) -> bool | None:
-        """None: not measured."""
-        return None if self.value is None else self.target.is_met(self.value)
+        """None: not measured, or reached beside ours alone where it is about peers, too."""
+        if self.value is None:
+            return None
+        if not self.target.is_met(self.value):
+            return False
+        return None if self.target.beside and self.with_peers == 0 else True
+
+    @property
+    def word(self) -> str:
+        """For a line of text."""
+        if self.value is None:
+            return "not measured"
+        return {True: "met", False: "MISSED", None: "no peer"}[self.met]
 
     def __str__(self) -> str:
         goal = f"{self.target.better} {self.target.goal:g} {self.target.unit}".rstrip()
         if self.value is None:
-            return f"not measured  {self.mode:<6} {self.target.work} ({goal})"
-        word = "met" if self.met else "MISSED"
+            return f"{self.word:<13} {self.mode:<6} {self.target.work} ({goal})"
         stretch = self.target.stretch
         more = ""
         if stretch is not None:
             reached = self.value <= stretch if self.target.better == "<=" else self.value >= stretch
             more = f", stretch {stretch:g} {'met' if reached else 'missed'}"
         unit = f" {self.target.unit}" if self.target.unit else ""
+        if self.target.beside:
+            more += f", peers on {self.with_peers} of {self.num_shapes} shapes"
         return (
-            f"{word:<13} {self.mode:<6} {self.target.work}: {self.value:.4g}{unit} ({goal}{more}), "
-            f"worst of {self.num_shapes}: {self.shape}"
+            f"{self.word:<13} {self.mode:<6} {self.target.work}: {self.value:.4g}{unit} "
+            f"({goal}{more}), worst of {self.num_shapes}: {self.shape}"
         )
 
 
@@ -90,13 +105,14 @@ def _plain(row: Row) -> bool:
 
 
 def _same_work(row: Row, rows: Sequence[Row], *, mode: str) -> list[Row]:
-    """Of every engine in another mode, the shape the same."""
+    """Of every engine in another mode, the shape the same; ours of the same run."""
     wanted = shape_key(row["shape"], plain=True)
     return [
         other
         for other in rows
         if other.get("op") == row["op"]
         and other.get("mode") == mode
+        and (other.get("by") != OURS or other.get("run") == row.get("run"))
         and is_measured(other)
         and shape_key(other["shape"]) == wanted
     ]
@@ -150,6 +166,7 @@ TARGETS = (
         3.0,
         _is_large,
         _times_faster(SIXTEEN_BIT, peers=True),
+        beside=SIXTEEN_BIT,
     ),
     Target(
         "decode-fp8",
@@ -159,6 +176,7 @@ TARGETS = (
         1.6,
         _is_large,
         _times_faster(FP8, peers=True),
+        beside=FP8,
     ),
     Target(
         "decode-8x32k",
@@ -228,7 +246,12 @@ def judge(target: Target, mode: str, *, rows: Sequence[Row]) -> Verdict:
         return Verdict(target, mode, None)
     pick = max if target.better == "<=" else min
     value, row = pick(found, key=lambda pair: pair[0])
-    return Verdict(target, mode, value, shape_text(row), len(found))
+    with_peers = sum(_has_peer(row, rows, mode=target.beside) for _, row in found)
+    return Verdict(target, mode, value, shape_text(row), len(found), with_peers)
+
+
+def _has_peer(row: Row, rows: Sequence[Row], *, mode: str) -> bool:
+    return any(other.get("by") != OURS for other in _same_work(row, rows, mode=mode))
 
 
 def verdicts(rows: Sequence[Row]) -> Iterator[Verdict]:

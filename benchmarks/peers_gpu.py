@@ -2,10 +2,11 @@
 
     python benchmarks/peers_gpu.py --json benchmarks/results/gpu_nvidia_h200.json
 
-FlashInfer (`pip install flashinfer-python==0.7.0.post1`): paged KV in BF16, fp8 (E4M3) and NVFP4.
-torch: scaled_dot_product_attention over a dense cache in BF16. What is not installed is said in a
-line. Rows go beside ours in the same file, under the same keys. FlashInfer compiles its kernels
-with nvcc when first used: minutes, which count against --budget-s.
+torch: scaled_dot_product_attention over a dense cache in BF16. FlashInfer (`pip install
+flashinfer-python==0.7.0.post1`): paged KV in BF16, fp8 (E4M3) and NVFP4. What is not installed is
+said in a line. Rows go beside ours in the same file, under the same keys, as they are measured.
+--budget-s is split evenly among the peers; FlashInfer compiles its kernels with nvcc when first
+used, which takes minutes and is none of it: they are run once, on a tiny shape, before.
 
 Timed as ours: a CUDA graph of launches that take turns with caches of --rotate-mb together, at
 least two, queries and results in BF16; median of five rounds. Exit status: 0, 1 when a library that
@@ -21,16 +22,26 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpu_results import OURS, Row, is_measured, merge_into, read_document, shape_key
+from gpu_results import (
+    OURS,
+    Row,
+    begin_of_run,
+    is_measured,
+    merge_into,
+    read_document,
+    shape_key,
+)
 
 PAGE_TOKENS = 64
 WORKSPACE_BYTES = 256 << 20
 LEAST_LAUNCHES, MOST_LAUNCHES, LEAST_LAYERS = 24, 256, 2
 ROUNDS, ROUND_SECONDS = 5, 0.02
 NO_GPU = 3
+PEERS = ("torch", "flashinfer")  # in this order: the one that compiles nothing first
 # By mode: bytes of a value of the cache.
 VALUE_BYTES = {"none": 2.0, "fp8": 1.0, "nvfp4": 0.5 + 1 / 16}
 
@@ -237,12 +248,16 @@ def shapes_of(rows: Sequence[Row]) -> Iterator[Shape]:
                 yield row["shape"]
 
 
-def installed_peers(backends: Sequence[str]) -> Iterator[Peer]:
-    """Says which are missing."""
-    for package, peers in (
-        ("flashinfer-python", [FlashInfer(backend) for backend in backends]),
-        ("torch", [TorchSdpa()]),
-    ):
+def installed_peers(names: Sequence[str], backends: Sequence[str]) -> Iterator[Peer]:
+    """Of those named, in the order of PEERS. Says which are missing."""
+    packages: dict[str, tuple[str, list[Peer]]] = {
+        "torch": ("torch", [TorchSdpa()]),
+        "flashinfer": ("flashinfer-python", [FlashInfer(backend) for backend in backends]),
+    }
+    for name in PEERS:
+        package, peers = packages[name]
+        if name not in names:
+            continue
         try:
             importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -251,32 +266,62 @@ def installed_peers(backends: Sequence[str]) -> Iterator[Peer]:
         yield from peers
 
 
-def run(
-    peers: Sequence[Peer], shapes: Sequence[Shape], *, budget_s: float, rotate_bytes: int
-) -> tuple[list[Row], list[str]]:
-    """Rows, and what failed. A mode that fails once is not tried again."""
-    end = time.monotonic() + budget_s
-    rows: list[Row] = []
-    failed: dict[tuple[str, str], str] = {}
-    for number, shape in enumerate(shapes):
-        for peer in peers:
+def tiny_shapes(shapes: Sequence[Shape]) -> list[Shape]:
+    """One for each kernel that the shapes need."""
+    tiny = [shape | {"batch": 1, "context": PAGE_TOKENS} for shape in shapes]
+    return list({shape_key(shape, plain=True): shape for shape in tiny}.values())
+
+
+@dataclass
+class Runner:
+    """Measures peers one after the other; `save` gets every row when it is there."""
+
+    shapes: Sequence[Shape]
+    rotate_bytes: int
+    save: Callable[[Row], None]
+    failed: dict[tuple[str, str], str] = field(default_factory=dict)  # modes not tried again
+
+    def run(self, peers: Sequence[Peer], *, budget_s: float) -> None:
+        """Each its part of the time."""
+        for i, peer in enumerate(peers):
+            self._warm_up(peer)
+            begun = time.monotonic()
+            self._measure_all(peer, end=begun + budget_s / (len(peers) - i))
+            budget_s -= time.monotonic() - begun
+
+    def _warm_up(self, peer: Peer) -> None:
+        begun = time.monotonic()
+        print(f"{peer.name}: kernels are made ready", flush=True)
+        for shape in tiny_shapes(self.shapes):
             for mode in peer.modes:
-                if (peer.name, mode) in failed:
-                    continue
+                self._row(peer, mode, shape=shape, rotate_bytes=1)
+        print(f"{peer.name}: ready in {time.monotonic() - begun:.0f} s", flush=True)
+
+    def _measure_all(self, peer: Peer, *, end: float) -> None:
+        for number, shape in enumerate(self.shapes):
+            for mode in peer.modes:
                 if time.monotonic() >= end:
-                    print(f"{len(shapes) - number} shapes left out: the time is over")
-                    return rows, list(failed.values())
-                try:
-                    rows.append(measure(peer, mode, shape=shape, rotate_bytes=rotate_bytes))
-                except Unsupported as error:
-                    print(f"{peer.name} {mode} {shape}: not measured: {error}")
-                    continue
-                except Exception as error:
-                    text = str(error).strip().splitlines() or [type(error).__name__]
-                    failed[peer.name, mode] = f"{peer.name} {mode} {shape}: {text[-1]}"
-                    continue
-                print(f"{peer.name:<36} {mode:<6} {rows[-1]['us']:>10.2f} µs  {shape}", flush=True)
-    return rows, list(failed.values())
+                    left = len(self.shapes) - number
+                    print(f"{peer.name}: {left} shapes left out: the time is over", flush=True)
+                    return
+                row = self._row(peer, mode, shape=shape, rotate_bytes=self.rotate_bytes)
+                if row:
+                    self.save(row)
+                    print(f"{peer.name:<36} {mode:<6} {row['us']:>10.2f} µs  {shape}", flush=True)
+
+    def _row(self, peer: Peer, mode: str, *, shape: Shape, rotate_bytes: int) -> Row | None:
+        """None: there is none; why is said once, or in `failed`."""
+        if (peer.name, mode) in self.failed:
+            return None
+        try:
+            return measure(peer, mode, shape=shape, rotate_bytes=rotate_bytes)
+        except Unsupported as error:
+            if rotate_bytes > 1:
+                print(f"{peer.name} {mode} {shape}: not measured: {error}")
+        except Exception as error:
+            text = str(error).strip().splitlines() or [type(error).__name__]
+            self.failed[peer.name, mode] = f"{peer.name} {mode} {shape}: {text[-1]}"
+        return None
 
 
 def has_gpu() -> bool:
@@ -292,10 +337,15 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--json", type=Path, required=True, help="the file of bench_kernels.py")
+    parser.add_argument("--peers", default=",".join(PEERS), help="default: %(default)s")
     parser.add_argument("--budget-s", type=float, default=120.0, help="default: %(default)s")
     parser.add_argument("--rotate-mb", type=int, default=512)
     parser.add_argument("--backends", default="fa2", help="of FlashInfer: fa2,fa3,auto")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    unknown = set(options.peers.split(",")) - set(PEERS)
+    if unknown:
+        parser.error(f"--peers: got {', '.join(sorted(unknown))}, wanted some of {PEERS}")
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -306,20 +356,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"peers_gpu.py: {error}", file=sys.stderr)
         return 2
-    peers = list(installed_peers(options.backends.split(",")))
+    peers = list(installed_peers(options.peers.split(","), options.backends.split(",")))
     if not has_gpu():
         print("peers_gpu.py: no GPU, or no torch that uses it", file=sys.stderr)
         return NO_GPU
-    rows, failed = run(
-        peers,
-        list(shapes_of(document["kernels"])),
-        budget_s=options.budget_s,
-        rotate_bytes=options.rotate_mb << 20,
-    )
-    merge_into(options.json, document["about"], lists={"kernels": rows})
-    for line in failed:
+    begun = begin_of_run()
+
+    def save(row: Row) -> None:
+        merge_into(options.json, document["about"], lists={"kernels": [row | {"run": begun}]})
+
+    shapes = list(shapes_of(document["kernels"]))
+    runner = Runner(shapes, rotate_bytes=options.rotate_mb << 20, save=save)
+    runner.run(peers, budget_s=options.budget_s)
+    for line in runner.failed.values():
         print(f"FAILED: {line}")
-    return 1 if failed else 0
+    return 1 if runner.failed else 0
 
 
 if __name__ == "__main__":

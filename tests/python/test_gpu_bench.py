@@ -1,33 +1,28 @@
-"""The benchmarks of a GPU, without one: files, targets, tables, and the programs they run.
+"""The figures of a GPU, without one: files, targets, tables, and what peers are asked for.
 
 Every figure here is made up. None of it is written outside a temporary folder.
 """
 
 from __future__ import annotations
 
-import os
-import stat
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
-import bench_generation
-import bench_kernels
 import gpu_plan
 import gpu_results
 import gpu_tables
 import gpu_targets
 import peers_gpu
 import pytest
-from bench_process import BenchProcess
+from gpu_fakes import ABOUT
 from gpu_results import Row, merge_into, read_document, with_ratios
 from reference.layout import row_bytes
 
+import lmdeploy
+
 ROOT = Path(__file__).resolve().parents[2]
-ABOUT = {"device": "Synthetic GPU", "sm": 90, "memory_bytes": 1 << 37}
-COPY_US = 1000.0  # of 4 GB, read and written: 4000 GB/s
+COPY_US = 1000.0  # of 4 GB, read and written
+ROOF = 4000.0  # GB/s
 
 # What a made-up GPU takes beside 16 bit.
 SPEED = {"none": 1.0, "int8": 1.9, "fp8": 1.9, "fp8_e5m2": 1.9}
@@ -50,7 +45,8 @@ def decode_row(mode: str, us: float, *, by: str = "ours", **shape: int) -> Row:
     full = gpu_plan.attention_shape(8, 32768) | shape
     values = full["batch"] * full["context"] * 2 * full["kv_heads"] * full["head_dim"]
     kv_bytes = round(values * gpu_tables.value_bytes(mode, full["head_dim"]))
-    return {"by": by, "op": "decode", "mode": mode, "shape": full, "us": us, "kv_bytes": kv_bytes}
+    row = {"by": by, "op": "decode", "mode": mode, "shape": full, "us": us, "kv_bytes": kv_bytes}
+    return row | ({"copy_gb_per_s": ROOF} if by == "ours" else {})
 
 
 def verdict(rows: list[Row], name: str, mode: str = "nvfp4") -> gpu_targets.Verdict:
@@ -84,10 +80,38 @@ def test_ratios_are_of_the_same_shape_and_engine():
     assert found[2]["vs_none"] == 3.0 and "vs_fp8" not in found[2]
     assert found[5]["vs_none"] == 2.0
     assert found[2]["gb_per_s"] == pytest.approx(rows[2]["kv_bytes"] / 1e5, rel=1e-3)
-    assert found[2]["of_copy"] == pytest.approx(found[2]["gb_per_s"] / 4000, rel=1e-3)
-    again = with_ratios([row for row in found if row["op"] != "copy"])
+    assert found[2]["of_copy"] == pytest.approx(found[2]["gb_per_s"] / ROOF, rel=1e-3)
+    assert "of_copy" not in found[3]  # a peer's run measured no copy
+    again = with_ratios([row | {"copy_gb_per_s": None} for row in found])
     assert all("of_copy" not in row for row in again)  # nothing stale stays
     assert with_ratios([{**copy_row(), "us": None}]) == [{**copy_row(), "us": None}]
+
+
+def test_the_roof_is_the_largest_copy():
+    small = copy_row() | {"shape": {"mb": 1}, "us": 1.0, "activation_bytes": 1 << 21}
+    for rows in ([copy_row(), small], [small, copy_row()]):
+        assert gpu_results.copy_bandwidth(rows) == ROOF
+    assert gpu_results.copy_bandwidth([decode_row("none", 1.0)]) is None
+
+
+def test_runs_are_not_compared_with_one_another():
+    first, second = ({"run": f"2026-12-0{day}T00:00:00Z"} for day in (1, 2))
+    rows = [
+        decode_row("none", 300.0) | first,
+        decode_row("nvfp4", 100.0) | first,
+        decode_row("nvfp4", 50.0, group=4) | second | {"copy_gb_per_s": 2000.0},
+        decode_row("none", 400.0, group=4) | first,
+        decode_row("none", 200.0, by="a peer") | second,
+    ]
+    found = with_ratios(rows)
+    assert found[1]["vs_none"] == 3.0 and "vs_none" not in found[2]
+    for row in found[1:3]:  # each beside the roof of its own run
+        assert row["of_copy"] == pytest.approx(row["gb_per_s"] / row["copy_gb_per_s"], rel=1e-3)
+    faster = verdict([copy_row(), *rows], "decode-16bit")
+    assert (faster.value, faster.num_shapes) == (2.0, 1)  # the peer's, whenever it ran
+    text = "\n".join(gpu_tables.run_lines(found))
+    assert "2026-12-01T00:00:00Z (3 rows), 2026-12-02T00:00:00Z (2 rows)" in text
+    assert not list(gpu_tables.run_lines(found[:2]))
 
 
 def test_written_bytes_of_a_format_are_compared_with_plain_16_bit():
@@ -112,15 +136,22 @@ def test_the_worst_shape_and_the_best_peer_decide():
     assert (found.value, found.num_shapes, found.met) == (pytest.approx(1200 / 700), 2, False)
     assert "batch 32" in found.shape and "MISSED" in str(found) and "batch 32" in str(found)
     rows = rows[:3]
-    assert verdict(rows, "decode-16bit").met is True
+    alone = verdict(rows, "decode-16bit")
+    assert alone.value == pytest.approx(4.0) and alone.met is None and alone.with_peers == 0
+    assert str(alone).startswith("no peer ") and "peers on 0 of 1 shapes" in str(alone)
+    assert gpu_tables.verdict_cells(alone)[4] == "≥ 3, no peer measured"
+    slow = decode_row("none", 1500.0, by="a peer", batch=16)
+    beside = verdict([*rows, slow], "decode-16bit")
+    assert beside.met is True and str(beside).startswith("met ")
     rows.append(decode_row("none", 600.0, by="a peer", batch=16))
     assert verdict(rows, "decode-16bit").value == pytest.approx(2.0)
+    assert verdict(rows, "decode-16bit").met is False
     assert verdict(rows, "decode-fp8").value is None  # no fp8 was measured
     assert "not measured" in str(verdict(rows, "decode-fp8"))
 
 
 def test_small_caches_are_none_of_the_bandwidth_targets():
-    rows = [copy_row(), decode_row("nvfp4", 1e6, batch=1)]
+    rows = [decode_row("nvfp4", 1e6, batch=1)]
     assert verdict(rows, "decode-bandwidth").value is None
     rows.append(decode_row("nvfp4", 100.0, batch=32))
     assert verdict(rows, "decode-bandwidth").num_shapes == 1
@@ -141,7 +172,7 @@ def synthetic_rows() -> list[Row]:
     for cell in gpu_plan.kernel_cells():
         size = cell.shape.get("batch", 1) * cell.shape.get("context", 64)
         us = COPY_US if cell.op == "copy" else 1.0 + size * 1e-3 / SPEED.get(cell.mode, 1.0)
-        found: dict[str, Any] = {"us": us, "us_low": us, "us_high": us}
+        found: dict[str, Any] = {"us": us, "us_low": us, "us_high": us, "copy_gb_per_s": ROOF}
         if cell.op == "copy":
             found["activation_bytes"] = 4_000_000_000
         elif cell.mode:
@@ -198,6 +229,10 @@ def test_files_are_merged_by_key(tmp_path):
     with pytest.raises(ValueError, match="come from Synthetic GPU"):
         merge_into(path, {"device": "another"}, lists={})
     assert not list(tmp_path.glob("*.part"))
+
+
+def test_the_version_is_the_package_s():
+    assert gpu_results.version() == lmdeploy.__version__
 
 
 @pytest.mark.parametrize(
@@ -271,99 +306,6 @@ def test_verdicts_of_checks():
         gpu_results.check_rows("kernels ok")
 
 
-def program(path: Path, body: str) -> Path:
-    """A program in Python."""
-    path.write_text(f"#!{sys.executable}\nimport json, sys, time\n" + textwrap.dedent(body))
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return path
-
-
-FAKE_BENCH = """
-print(json.dumps({"device": "Synthetic GPU", "kind": "cuda", "sm": 90}), flush=True)
-print("noise of a library", flush=True)
-for line in sys.stdin:
-    cell = dict(word.split("=") for word in line.split())
-    if cell["op"] == "flatten":
-        answer = {"error": "an illegal access"}
-    elif cell["op"] == "experts":
-        answer = {"skipped": "memory"}
-    else:
-        answer = {"us": 10.0, "us_low": 9.0, "us_high": 11.0, "launches": 1, "layers": 2,
-                  "weight_bytes": 0, "kv_bytes": 1000, "activation_bytes": 10, "operations": 5}
-    print(json.dumps(answer), flush=True)
-"""
-
-
-def test_a_cell_that_fails_is_reported_and_the_rest_measured(tmp_path, capsys):
-    bench = program(tmp_path / "bench", FAKE_BENCH)
-    path = tmp_path / "gpu.json"
-    assert bench_kernels.main(["--bench", str(bench), "--small", "--json", str(path)]) == 1
-    text = capsys.readouterr().out
-    assert text.count("FAILED: op=flatten") == 4 and "skipped, too little memory: op=exp" in text
-    ops = {row["op"] for row in read_document(path)["kernels"]}
-    assert ops == {"copy", "decode", "write", "prefill", "linear"}
-    only = ["--bench", str(bench), "--small", "--json", str(path), "--only", "op=decode"]
-    assert bench_kernels.main(only) == 0
-
-
-def test_time_that_is_over_is_said(tmp_path, capsys):
-    bench = program(tmp_path / "bench", FAKE_BENCH)
-    path = tmp_path / "gpu.json"
-    arguments = ["--bench", str(bench), "--json", str(path), "--budget-s", "0"]
-    assert bench_kernels.main(arguments) == 0
-    assert f"{len(gpu_plan.kernel_cells())} cells left out" in capsys.readouterr().out
-    assert read_document(path)["kernels"] == []
-
-
-def test_without_a_gpu(tmp_path, capsys):
-    bench = program(tmp_path / "bench", "sys.exit('CUDA is not used: no driver')")
-    for main in (bench_kernels.main, bench_generation.main):
-        assert main(["--bench", str(bench), "--small"]) == 3
-        assert "no GPU" in capsys.readouterr().err
-        assert main(["--bench", str(tmp_path / "none"), "--small"]) == 2
-        capsys.readouterr()
-
-
-def test_a_program_that_hangs_or_ends_is_no_end(tmp_path):
-    hangs = program(tmp_path / "hangs", "time.sleep(60)")
-    with BenchProcess([str(hangs)]) as process, pytest.raises(RuntimeError, match="no answer in"):
-        process.answer(0.2)
-    ends = program(tmp_path / "ends", "sys.exit(7)")
-    with BenchProcess([str(ends)]) as process:
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match="ended with 7"):
-                process.answer(10)
-
-
-FAKE_GENERATION = """
-print(json.dumps({"device": "Synthetic GPU", "kind": "cuda"}), flush=True)
-print(json.dumps({"model": "x", "weight_bytes": 1, "seconds": 1.0}), flush=True)
-for line in sys.stdin:
-    cell = dict(word.split("=") for word in line.split())
-    if cell["mode"] == "int8":
-        print(json.dumps({"error": "broken"}), flush=True)
-    else:
-        row = {"mode": cell["mode"], "quality": cell["quality"], "context": 512,
-               "tokens_per_s": 100.0, "bytes_per_token": 5.0}
-        print(json.dumps({**row, "work": "prompts", "batch": 8}), flush=True)
-        print(json.dumps({**row, "work": "decode", "batch": 1}), flush=True)
-    print(json.dumps({"done": line.strip()}), flush=True)
-"""
-
-
-def test_generation(tmp_path, capsys):
-    bench = program(tmp_path / "bench", FAKE_GENERATION)
-    path = tmp_path / "gpu.json"
-    assert bench_generation.main(["--bench", str(bench), "--json", str(path)]) == 1
-    rows = read_document(path)["generation"]
-    assert len(rows) == 2 * 2 * (len(bench_generation.WORK) - 1)  # models, works, but int8
-    assert {row["model"] for row in rows} == set(bench_generation.MODELS)
-    assert capsys.readouterr().out.count("FAILED: ") == 2
-    late = ["--bench", str(bench), "--json", str(path), "--budget-s", "0"]
-    assert bench_generation.main(late) == 0
-    assert "left out: llama-3-8b: mode=nvfp4" in capsys.readouterr().out
-
-
 def test_peers_are_asked_for_our_shapes(monkeypatch, capsys):
     rows = [
         decode_row("none", 1.0),
@@ -373,8 +315,10 @@ def test_peers_are_asked_for_our_shapes(monkeypatch, capsys):
     ]
     shapes = list(peers_gpu.shapes_of(rows))
     assert [shape["batch"] for shape in shapes] == [8, 1]
+    calls: list[str] = []
 
     def measure(peer: Any, mode: str, *, shape: Any, rotate_bytes: int) -> Row:
+        calls.append(mode)
         if mode == "fp8":
             raise RuntimeError("first line\nno kernel")
         if mode == "nvfp4":
@@ -383,12 +327,47 @@ def test_peers_are_asked_for_our_shapes(monkeypatch, capsys):
 
     monkeypatch.setattr(peers_gpu, "measure", measure)
     monkeypatch.setattr(peers_gpu.FlashInfer, "name", "FlashInfer 0 fa2")
-    peer = peers_gpu.FlashInfer("fa2")
-    found, failed = peers_gpu.run([peer], shapes, budget_s=60, rotate_bytes=1)
+    found: list[Row] = []
+    runner = peers_gpu.Runner(shapes, rotate_bytes=512, save=found.append)
+    runner.run([peers_gpu.FlashInfer("fa2")], budget_s=60)
     assert [row["mode"] for row in found] == ["none", "none"]
-    assert len(failed) == 1 and failed[0].endswith("no kernel")
+    (failed,) = runner.failed.values()
+    assert failed.endswith("no kernel")
     assert capsys.readouterr().out.count("not here") == 2
-    assert peers_gpu.run([peer], shapes, budget_s=0, rotate_bytes=1) == ([], [])
+    assert calls.count("fp8") == 1  # not tried again after it failed while kernels were compiled
+    runner = peers_gpu.Runner(shapes, rotate_bytes=512, save=found.append)
+    runner.run([peers_gpu.FlashInfer("fa2")], budget_s=0)
+    assert len(found) == 2 and "2 shapes left out" in capsys.readouterr().out
+
+
+def test_each_peer_has_its_part_of_the_time(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(peers_gpu.time, "monotonic", lambda: now[0])
+
+    def measure(peer: Any, mode: str, *, shape: Any, rotate_bytes: int) -> Row:
+        now[0] += 1000.0 if rotate_bytes == 1 else 1.0  # compiling is none of the time
+        return decode_row(mode, 2.0, by=peer.name, **shape)
+
+    monkeypatch.setattr(peers_gpu, "measure", measure)
+    monkeypatch.setattr(peers_gpu.FlashInfer, "name", "FlashInfer")
+    monkeypatch.setattr(peers_gpu.TorchSdpa, "name", "torch")
+    shapes = [gpu_plan.attention_shape(batch, 8192) for batch in range(1, 21)]
+    found: list[Row] = []
+    peers = [peers_gpu.TorchSdpa(), peers_gpu.FlashInfer("fa2")]
+    peers_gpu.Runner(shapes, rotate_bytes=512, save=found.append).run(peers, budget_s=20)
+    assert [row["by"] for row in found] == ["torch"] * 10 + ["FlashInfer"] * 10
+
+
+def test_a_kernel_is_compiled_once_for_all_its_shapes():
+    shapes = [
+        *(gpu_plan.attention_shape(batch, 8192) for batch in (1, 8)),
+        gpu_plan.attention_shape(8, 8192, head_dim=64),
+        gpu_plan.window_shape(8),
+        gpu_plan.window_shape(32),
+    ]
+    tiny = peers_gpu.tiny_shapes(shapes)
+    assert [(s["head_dim"], s.get("window", 0)) for s in tiny] == [(128, 0), (64, 0), (64, 128)]
+    assert all(shape["batch"] == 1 and shape["context"] == 64 for shape in tiny)
 
 
 def test_layers_of_peers():
@@ -409,108 +388,8 @@ def test_missing_peers_are_named(monkeypatch, capsys, tmp_path):
     assert peers_gpu.main(["--json", str(path)]) == 3
     text = capsys.readouterr().out
     assert "flashinfer-python is not installed" in text and "torch is not installed" in text
+    assert peers_gpu.main(["--json", str(path), "--peers", "torch"]) == 3
+    assert "flashinfer" not in capsys.readouterr().out
     assert peers_gpu.main(["--json", str(tmp_path / "none.json")]) == 2
-
-
-def gpu_check(
-    tmp_path: Path, *parts: str, **programs: str
-) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """scripts/gpu_check.sh with made-up programs and results in a temporary folder."""
-    build = tmp_path / "build"
-    build.mkdir()
-    for name, body in programs.items():
-        program((tmp_path if name == "nvidia-smi" else build) / name, body)
-    program(tmp_path / "nvidia-smi", "print('9.0')")
-    variables = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "TM_CUDA_BUILD": str(build),
-        "TM_GPU_RESULTS": str(tmp_path / "results"),
-        "TM_GPU_LOGS": str(tmp_path / "logs"),
-        "PYTHON": sys.executable,
-    }
-    done = subprocess.run(
-        [str(ROOT / "scripts/gpu_check.sh"), *parts],
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    return done, tmp_path / "results/gpu_synthetic_gpu.json"
-
-
-FAKE_TEST = """
-if sys.argv[1] == "--list-test-cases":
-    for name in ("kv_ops", "step"):
-        print('<TestCase name="x" filename="/src/' + name + '_test.cc" line="1"/>')
-    sys.exit()
-name = sys.argv[1].rsplit("/")[-1]
-print("[doctest] test cases: 1 | 1 passed")
-sys.exit(1 if name == "{failing}" else 0)
-"""
-
-
-def test_every_part_runs_and_one_failure_is_the_exit_status(tmp_path):
-    done, path = gpu_check(
-        tmp_path,
-        "conformance",
-        "generation",
-        "peers",
-        device_bench=FAKE_BENCH,
-        generation_bench=FAKE_GENERATION,
-        gpu_ops_test=FAKE_TEST.format(failing="step_test.cc"),
-    )
-    assert done.returncode == 1, done.stderr
-    assert "FAILED  step_test.cc" in done.stdout and "ok      kv_ops_test.cc" in done.stdout
-    checks = {row["name"]: row for row in read_document(path)["checks"]}
-    assert checks["conformance"]["verdict"] == "FAILED" == checks["generation"]["verdict"]
-    assert "step_test" in checks["conformance"]["note"]
-    assert read_document(path)["generation"]
-    assert list(checks) == ["conformance", "generation", "peers"]
-    assert "== summary" in done.stdout
-
-
-def test_parts_that_pass(tmp_path):
-    done, path = gpu_check(
-        tmp_path,
-        "conformance",
-        "memcheck",
-        device_bench=FAKE_BENCH,
-        gpu_ops_test=FAKE_TEST.format(failing=""),
-        **{"compute-sanitizer": ""},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    verdicts = {row["name"]: row["verdict"] for row in read_document(path)["checks"]}
-    assert verdicts["conformance"] == "ok" and verdicts["memcheck"] in ("ok", "skipped")
-
-
-def test_no_tests_are_a_failure(tmp_path):
-    done, path = gpu_check(tmp_path, "conformance", device_bench=FAKE_BENCH, gpu_ops_test="")
-    assert done.returncode == 1 and "no tests in" in done.stdout
-    assert read_document(path)["checks"][0]["verdict"] == "FAILED"
-
-
-def test_gpu_check_without_a_gpu(tmp_path):
-    done, path = gpu_check(tmp_path, device_bench="sys.exit('no driver here')")
-    assert done.returncode == 3 and done.stderr.strip().count("\n") == 0
-    assert "no driver here" in done.stderr and not path.exists()
-    done = subprocess.run(
-        [str(ROOT / "scripts/gpu_check.sh"), "nonsense"], capture_output=True, text=True
-    )
-    assert done.returncode == 2 and "nonsense" in done.stderr
-
-
-def test_small_cells_run_on_the_cpu(tmp_path):
-    folder = Path(os.environ.get("TM_BUILD_FOLDER", ROOT / "build/release"))
-    if not (folder / "device_bench").exists():
-        pytest.skip(f"no {folder / 'device_bench'}: build there, or set TM_BUILD_FOLDER")
-    for main, name, more in (
-        (bench_kernels.main, "device_bench", []),
-        (bench_generation.main, "generation_bench", ["--models", "tiny-llama,tiny-gpt-oss"]),
-    ):
-        arguments = ["--bench", str(folder / name), "--device", "cpu", "--small", *more]
-        assert main([*arguments, "--json", str(tmp_path / f"{name}.json")]) == 0
-    rows = read_document(tmp_path / "device_bench.json")["kernels"]
-    assert len(rows) == len(gpu_plan.small_cells())
-    rows = read_document(tmp_path / "generation_bench.json")["generation"]
-    assert len(rows) == 2 * 3 * bench_generation.SMALL_WORK
-    assert all(row["tokens_per_s"] >= 0 for row in rows)
+    with pytest.raises(SystemExit):
+        peers_gpu.main(["--json", str(path), "--peers", "nobody"])
