@@ -67,6 +67,7 @@ class ModelRun:
         self._model, self._path, self._clock = model, path, clock
         self._begun = begin_of_run()
         self._about: dict[str, Any] = {}
+        self.measured = 0
         self.failed: list[str] = []
         self.left_out: list[str] = []
 
@@ -105,6 +106,7 @@ class ModelRun:
             else:
                 row = row_of(self._model, answer) | {"run": self._begun}
                 self._merge([row])
+                self.measured += 1
                 print(format_row(row), flush=True)
 
     def _merge(self, rows: list[Row]) -> None:
@@ -162,6 +164,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.budget_s -= time.monotonic() - begun
         failed += run.failed
         left_out += [f"{model}: {line}" for line in run.left_out]
+        if not run.measured and not run.failed:
+            failed.append(f"{model}: nothing was measured")
     for line in left_out:
         print(f"left out: {line}")
     for line in failed:

@@ -174,6 +174,8 @@ def report(run: Run, rows: Sequence[Row]) -> None:
         print(f"skipped, too little memory: {line}")
     for line in run.failed:
         print(f"FAILED: {line}")
+    if not run.rows:
+        print("FAILED: nothing was measured")
     print(f"{len(run.rows)} cells measured, {len(run.failed)} failed")
 
 
@@ -222,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"bench_kernels.py: {error}", file=sys.stderr)
         return 2
     report(run, [row for row in rows if is_measured(row)])
-    return 1 if run.failed else 0
+    return 1 if run.failed or not run.rows else 0
 
 
 if __name__ == "__main__":

@@ -59,8 +59,17 @@ step_build() {
 
 step_ctest() { ctest --test-dir "$BUILD_ROOT/release" --output-on-failure -j "$JOBS" --timeout 300; }
 
-# Compiles for GPUs where nvcc is found; says that it does not elsewhere.
-step_cuda() { "$python" scripts/check_cuda.py; }
+# Compiles for GPUs where nvcc is found, and links what scripts/gpu_check.sh runs; says that it does
+# not elsewhere.
+step_cuda() {
+  local folder="$BUILD_ROOT/cuda" launcher=()
+  "$python" scripts/check_cuda.py || return 1
+  command -v nvcc >/dev/null || return 0
+  command -v ccache >/dev/null && launcher=(-DCMAKE_CUDA_COMPILER_LAUNCHER=ccache)
+  configure cuda -DTM_BUILD_PYTHON=OFF -DTM_CUDA=ON -DTM_CUDA_ARCHS=90a "${launcher[@]}" &&
+    ninja -C "$folder" -j "$JOBS" --quiet gpu_check || return 1
+  echo "$folder/gpu_ops_test: $("$folder/gpu_ops_test" --count | grep -oE '[0-9]+$') test cases"
+}
 
 step_pytest() {
   cp "$BUILD_ROOT"/release/_turbomind*.so lmdeploy/ &&

@@ -47,8 +47,10 @@ def test_a_cell_that_fails_is_reported_and_the_rest_measured(tmp_path, capsys):
 
 def test_time_that_is_over_is_said(tmp_path, capsys):
     bench = program(tmp_path / "bench", BENCH)
-    assert kernels(tmp_path / "gpu.json", bench, "--budget-s", "0") == (0, [])
-    assert f"{len(gpu_plan.kernel_cells())} cells left out" in capsys.readouterr().out
+    assert kernels(tmp_path / "gpu.json", bench, "--budget-s", "0") == (1, [])
+    text = capsys.readouterr().out
+    assert f"{len(gpu_plan.kernel_cells())} cells left out" in text
+    assert "FAILED: nothing was measured" in text
 
 
 def test_a_program_that_hangs_loses_nothing_and_is_not_waited_for(tmp_path, capsys, monkeypatch):
@@ -143,8 +145,10 @@ def test_generation(tmp_path, capsys):
     assert all(row["run"] for row in rows)
     assert capsys.readouterr().out.count("FAILED: ") == 2
     late = ["--bench", str(bench), "--json", str(path), "--budget-s", "0"]
-    assert bench_generation.main(late) == 0
-    assert "left out: llama-3-8b: mode=nvfp4" in capsys.readouterr().out
+    assert bench_generation.main(late) == 1
+    text = capsys.readouterr().out
+    assert "left out: llama-3-8b: mode=nvfp4" in text
+    assert "FAILED: gpt-oss-20b: nothing was measured" in text
 
 
 @pytest.mark.parametrize(("end", "status"), [("time.sleep(600)", 0), ("sys.exit(9)", 1)])
