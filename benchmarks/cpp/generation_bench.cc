@@ -2,8 +2,9 @@
 // touches a disk. Usage:
 //   generation_bench device=cuda gpu=0 model=llama-3-8b
 //   generation_bench model=llama-3-8b config=1
-// Models: random_model.h; the second says what one is and ends. After a line that says what the device is and one on the weights, reads
-// cells from standard input and answers each with a line of JSON. Cells, with defaults:
+// Models: random_model.h; the second says what one is and ends. After a line that says what the
+// device is and one on the weights, reads cells from standard input and answers each with a line of
+// JSON. Cells, with defaults:
 //   mode=nvfp4 quality=raw|balanced batches=1,32,128 context=512 steps=64 prompt=2048 prompts=8
 //     rough=0
 // prompts: `prompts` prompts of `prompt` tokens, all at once, nothing cached, to the last one's
