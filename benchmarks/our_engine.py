@@ -95,7 +95,7 @@ class OurEngine:
         threads: int,
     ) -> None:
         from lmdeploy import TurbomindEngineConfig
-        from lmdeploy.turbomind.engine import engine_config_of
+        from lmdeploy.turbomind.engine_plan import engine_config_of
 
         options, kv = engine_config_of(
             TurbomindEngineConfig(

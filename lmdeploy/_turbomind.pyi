@@ -261,6 +261,9 @@ def make_cuda_device(
 def plan_memory(
     model: ModelConfig, config: EngineConfig, free_bytes: int, *, is_cuda: bool = False
 ) -> MemoryPlan: ...
+def require_kernels(model: ModelConfig, config: EngineConfig, device: Device) -> None:
+    """Raises InvalidArgument where the device has none for the model's cache."""
+
 def sequence_bytes(model: ModelConfig, config: EngineConfig, num_tokens: int) -> int:
     """Of one sequence between steps, whole blocks of every pool."""
 

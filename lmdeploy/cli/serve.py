@@ -47,17 +47,12 @@ def dry_run_lines(model_path: str, config: TurbomindEngineConfig) -> list[str]:
     """The memory plan of a model that is not loaded."""
     from lmdeploy import _turbomind
     from lmdeploy.turbomind.devices import open_device
-    from lmdeploy.turbomind.engine import check_model_format, engine_config_of
+    from lmdeploy.turbomind.engine_plan import plan_engine
     from lmdeploy.turbomind.kv_quality import cache_line
-    from lmdeploy.turbomind.loader import read_model_info
 
-    check_model_format(model_path, config.model_format)
     target = open_device(config)
     device = target.device
-    info = read_model_info(
-        model_path, dtype=config.dtype, exact=config.exact, on_gpu=device.is_cuda
-    )
-    native, kv = engine_config_of(config, info.config, model_path=str(info.path), sm=device.sm)
+    info, native, kv = plan_engine(model_path, config, device=device)
     free = target.free_bytes()
     left = max(free - info.weight_bytes, 0)
     plan = _turbomind.plan_memory(info.config, native, left, is_cuda=device.is_cuda)

@@ -13,15 +13,13 @@ from lmdeploy.environment import free_memory_bytes, usable_cores
 from lmdeploy.messages import TurbomindEngineConfig
 
 if TYPE_CHECKING:
-    from lmdeploy._turbomind import Device, ModelConfig
+    from lmdeploy._turbomind import Device
 
 logger = logging.getLogger("lmdeploy")
 
 _DRIVER_FILE = "/dev/nvidiactl"
 # Beside a GPU, where nobody says how many: what packing of weights and sampling use well.
 _MOST_GPU_THREADS = 16
-# That attention has kernels for: backend/cuda/decode_variants.cu, prefill_ops.cu.
-_GPU_HEAD_DIMS = (64, 80, 96, 128, 256)
 
 # Of the wheels nvidia-cublas and nvidia-cublas-cu12, in their package `nvidia`.
 _CUBLAS_LT = ("cu13/lib/libcublasLt.so.13", "cublas/lib/libcublasLt.so.12")
@@ -55,23 +53,6 @@ class OpenDevice:
         from lmdeploy import _turbomind
 
         return free_memory_bytes() if self.gpu is None else _turbomind.cuda_free_bytes(self.gpu)
-
-    def require_kernels(self, model: ModelConfig) -> None:
-        """Raises ValueError where the device cannot compute a model: in the first step the engine
-        itself would fail.
-        """
-        if self.gpu is None:
-            return
-        if model.head_dim not in _GPU_HEAD_DIMS:
-            dims = ", ".join(map(str, _GPU_HEAD_DIMS))
-            raise ValueError(
-                f"head_dim: got {model.head_dim}, want one of {dims} on a GPU; use --device cpu"
-            )
-        if model.dtype == "float32":
-            raise ValueError(
-                "dtype: got float32, want float16 or bfloat16 on a GPU; use --dtype bfloat16 or "
-                "--device cpu"
-            )
 
     @property
     def line(self) -> str:

@@ -24,7 +24,8 @@ from lmdeploy.harmony.parser import HarmonyText
 from lmdeploy.harmony.tokens import HarmonyTokens, find_harmony
 from lmdeploy.messages import FinishReason, GenerationConfig, Response, TurbomindEngineConfig
 from lmdeploy.turbomind.answer_text import AnswerText, Detokenizer, KnownIds
-from lmdeploy.turbomind.devices import open_device, step_sizes
+from lmdeploy.turbomind.devices import open_device
+from lmdeploy.turbomind.engine_plan import plan_engine
 from lmdeploy.turbomind.grammar import make_token_mask
 
 if TYPE_CHECKING:
@@ -72,53 +73,6 @@ class EngineParts:
     on_close: Callable[[], None] = lambda: None
 
 
-def engine_config_of(
-    config: TurbomindEngineConfig, model: _turbomind.ModelConfig, *, model_path: str, sm: int = 0
-) -> tuple[_turbomind.EngineConfig, KvOptions]:
-    """The C++ engine's options for a model on a GPU of this `sm` (0: the CPU), and what they say
-    about the cache.
-
-    Raises ValueError for cache options that do not fit the model or the device.
-    """
-    from lmdeploy import _turbomind
-    from lmdeploy.turbomind.kv_quality import apply_kv_options, resolve_kv_options
-
-    native = _turbomind.EngineConfig()
-    native.max_batch_size, native.max_prefill_token_num = step_sizes(config, sm)
-    native.session_len = config.session_len or model.max_position
-    native.cache_block_seq_len = config.cache_block_seq_len
-    native.cache_max_entry_count = float(config.cache_max_entry_count)
-    native.enable_prefix_caching = config.enable_prefix_caching
-    native.deterministic = config.deterministic
-    if config.session_len is not None and config.session_len > model.max_position:
-        logger.warning(
-            "session_len %d is longer than the %d positions the model was trained for",
-            config.session_len,
-            model.max_position,
-        )
-    options = resolve_kv_options(config, model.windows, sm=sm)
-    model_hash = None
-    if options.calibration is not None:
-        from lmdeploy.turbomind.model_hash import hash_model
-
-        model_hash = hash_model(model_path)
-    apply_kv_options(options, native, model=model, model_hash=model_hash)
-    return native, options
-
-
-def check_model_format(model_path: str, wanted: str | None) -> None:
-    """ValueError when `--model-format` contradicts the files; None: whatever they are."""
-    from lmdeploy.hub import resolve_model
-
-    if wanted is None:
-        return
-    actual = "gguf" if resolve_model(model_path).is_file() else "hf"
-    if actual != wanted:
-        raise ValueError(
-            f"model_format: got {wanted}, but {model_path} is {actual}; change --model-format"
-        )
-
-
 def load_parts(
     model_path: str,
     config: TurbomindEngineConfig,
@@ -135,20 +89,18 @@ def load_parts(
     from lmdeploy.turbomind.loader import load_model
     from lmdeploy.turbomind.prompts import choose_template
 
-    check_model_format(model_path, config.model_format)
     target = open_device(config)
     device = target.device
+    _, native, kv = plan_engine(model_path, config, device=device)
     model = load_model(
         model_path, dtype=config.dtype, exact=config.exact, device=device, progress=progress
     )
-    target.require_kernels(model.config)
     harmony = find_harmony(model.model_type, model.tokenizer, answer_parser=answer_parser)
     template = choose_template(model.chat_template, chat_template_config, tokenizer=model.tokenizer)
     if harmony is not None and template is None:
         from lmdeploy.harmony.library import warn_without_encoding
 
         warn_without_encoding()
-    native, kv = engine_config_of(config, model.config, model_path=str(model.path), sm=device.sm)
     free = max(target.free_bytes() - model.mapped_bytes, 0)
     core = _turbomind.Engine(model.config, native, model.weights, device, free)
     if model.cache_writer is not None:

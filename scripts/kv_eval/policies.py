@@ -112,7 +112,7 @@ def make_plan(model_path: str, policy: Policy) -> Plan:
     """Reads the model's config but not its weights. ValueError for options that do not fit it."""
     from lmdeploy import _turbomind
     from lmdeploy.environment import free_memory_bytes
-    from lmdeploy.turbomind.engine import engine_config_of
+    from lmdeploy.turbomind.engine_plan import engine_config_of
     from lmdeploy.turbomind.loader import read_model_info
 
     config = policy.config()

@@ -485,6 +485,13 @@ void DefFunctions(py::module_& m) {
       },
       py::arg("model"), py::arg("config"), py::arg("free_bytes"), py::kw_only(),
       py::arg("is_cuda") = false);
+  m.def(
+      "require_kernels",
+      [](const ModelConfig& model, const EngineConfig& config, const Device& device) {
+        model.Validate();
+        RequireKernels(model, config, device);
+      },
+      py::arg("model"), py::arg("config"), py::arg("device"));
   m.def("kv_cache_mode_names", &KvCacheModeNames);
   m.def(
       "get_kv_cache_mode",

@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,7 +23,7 @@ from lmdeploy import TurbomindEngineConfig, _turbomind
 from lmdeploy.cli import check_env
 from lmdeploy.cli.entrypoint import main
 from lmdeploy.turbomind import devices
-from lmdeploy.turbomind.engine import engine_config_of
+from lmdeploy.turbomind.engine_plan import engine_config_of
 from lmdeploy.turbomind.kv_quality import resolve_kv_options
 
 ROOT = Path(__file__).parents[2]
@@ -76,6 +75,18 @@ with pipeline(path, backend_config=config) as pipe:
     print(json.dumps([pipe.engine.start_lines(), answer.token_ids, answer.logits.tolist()]))
 """
 QUESTION = "What is the capital of France?"
+REFUSED = """
+import sys
+from lmdeploy import TurbomindEngineConfig
+from lmdeploy.turbomind import engine, loader
+def read(*args, **options):
+    raise ValueError("weights are read")
+loader.load_model = read
+try:
+    engine.load_parts(sys.argv[1], TurbomindEngineConfig(dtype=sys.argv[2], num_threads=1))
+except ValueError as error:
+    print(error)
+"""
 # Of the logits' deviation: weights and activations in BF16, against 16-bit integers on the CPU.
 LOGIT_TOLERANCE = 0.05
 WHY = "from lmdeploy import _turbomind; print(_turbomind.cuda_devices())"
@@ -365,11 +376,10 @@ def test_an_engine_whose_products_are_of_cublas_lt(shim, checkpoint):
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "flag"), [(112, "bfloat16", "--device cpu"), (64, "float32", "--dtype")]
 )
-def test_models_without_kernels_are_refused_before_the_first_step(head_dim, dtype, flag):
-    model = SimpleNamespace(head_dim=head_dim, dtype=dtype)
-    devices.OpenDevice(SimpleNamespace(name="cpu")).require_kernels(model)
-    with pytest.raises(ValueError, match=f"got .*want .*on a GPU; use {flag}"):
-        devices.OpenDevice(SimpleNamespace(name="cuda:0"), gpu=0).require_kernels(model)
-    devices.OpenDevice(SimpleNamespace(name="cuda:0"), gpu=0).require_kernels(
-        SimpleNamespace(head_dim=128, dtype="float16")
-    )
+def test_models_without_kernels_are_refused_before_weights_are_read(
+    shim, tmp_path, head_dim, dtype, flag
+):
+    model = make_model(TinyModel("llama", "Llama", {"head_dim": head_dim}))
+    path = str(save_model(model, tmp_path))
+    assert re.search(f"got .*want .*on a GPU; use {flag}", run(REFUSED, shim, path, dtype))
+    assert run(REFUSED, os.devnull, path, dtype) == "weights are read"

@@ -25,6 +25,10 @@ class Device {
   // "own kernels: " and why.
   virtual std::string products() const { return {}; }
 
+  // Throws InvalidArgument where attention has no kernels for a layer with such a cache. Reads no
+  // address.
+  virtual void RequireAttention(const KvLayerView& layer) const { static_cast<void>(layer); }
+
   // Zero-filled memory, 64-byte aligned at least; physical pages are taken when first touched where
   // the system can. Throws std::bad_alloc.
   virtual void* Reserve(size_t num_bytes) = 0;

@@ -78,6 +78,10 @@ int64_t SequenceBytes(const ModelConfig& model, const EngineConfig& config, int6
 MemoryPlan PlanMemory(const ModelConfig& model, const EngineConfig& config, int64_t free_bytes,
                       bool is_cpu);
 
+// Throws InvalidArgument where the device has no kernels for the model's cache, as Engine does, but
+// before there are weights.
+void RequireKernels(const ModelConfig& model, const EngineConfig& config, const Device& device);
+
 struct EngineStats {
   int num_waiting = 0;
   int num_running = 0;

@@ -8,6 +8,7 @@
 #include <numeric>
 
 #include "turbomind/core/check.h"
+#include "turbomind/kv/kv_cache.h"
 #include "turbomind/kv/pool_sizes.h"
 #include "turbomind/model/decoder_scratch.h"
 
@@ -127,6 +128,10 @@ KvCacheConfig CacheConfig(const ModelConfig& model, const EngineConfig& config) 
   }
   cache.hot = config.kv_quality.hot;
   return cache;
+}
+
+void RequireKernels(const ModelConfig& model, const EngineConfig& config, const Device& device) {
+  RequireAttention(device, MakeLayerGroups(CacheConfig(model, config)));
 }
 
 int StepTokens(const EngineConfig& config) {

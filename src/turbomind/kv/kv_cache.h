@@ -9,6 +9,9 @@
 
 namespace turbomind {
 
+// Throws InvalidArgument where the device has no attention kernels for some layer, hot or cold.
+void RequireAttention(const Device& device, const std::vector<LayerGroup>& groups);
+
 // The pools' memory, reserved at once, touched as blocks are used. Who uses which block is
 // SequenceManager's business. Engine thread; kernels read it through LayerView.
 //
@@ -17,7 +20,8 @@ namespace turbomind {
 // [num_groups, 2 · num_groups) are the 16-bit ones of the same groups.
 class KvCache {
  public:
-  // num_blocks: one per pool of MakeLayerGroups(config). `device` must outlive the cache.
+  // num_blocks: one per pool of MakeLayerGroups(config). `device` must outlive the cache. Throws
+  // InvalidArgument for a cache that the device has no kernels for.
   KvCache(Device& device, const KvCacheConfig& config, std::vector<int64_t> num_blocks);
   ~KvCache();
   KvCache(const KvCache&) = delete;

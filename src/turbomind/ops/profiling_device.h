@@ -104,6 +104,9 @@ class ProfilingDevice final : public Device {
   DeviceCapability capability() const override { return device_->capability(); }
   std::string name() const override { return device_->name(); }
   std::string products() const override { return device_->products(); }
+  void RequireAttention(const KvLayerView& layer) const override {
+    device_->RequireAttention(layer);
+  }
   void* Reserve(size_t num_bytes) override { return device_->Reserve(num_bytes); }
   void Release(void* memory, size_t num_bytes) override { device_->Release(memory, num_bytes); }
   void Copy(void* to, const void* from, size_t num_bytes) override;

@@ -26,6 +26,9 @@ class ForwardingDevice : public Device {
   explicit ForwardingDevice(std::shared_ptr<Device> device) : device_(std::move(device)) {}
   DeviceCapability capability() const override { return device_->capability(); }
   std::string name() const override { return device_->name(); }
+  void RequireAttention(const KvLayerView& layer) const override {
+    device_->RequireAttention(layer);
+  }
   void* Reserve(size_t num_bytes) override { return device_->Reserve(num_bytes); }
   void Release(void* memory, size_t n) override { device_->Release(memory, n); }
   void Copy(void* to, const void* from, size_t n) override { device_->Copy(to, from, n); }

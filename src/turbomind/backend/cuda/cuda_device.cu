@@ -6,6 +6,7 @@
 #include "turbomind/backend/cuda/cuda_device.h"
 #include "turbomind/backend/cuda/cuda_matrix.h"
 #include "turbomind/backend/cuda/decode_ops.h"
+#include "turbomind/backend/cuda/decode_variants.h"
 #include "turbomind/backend/cuda/dense_ops.h"
 #include "turbomind/backend/cuda/draw_ops.h"
 #include "turbomind/backend/cuda/kv_ops.h"
@@ -114,6 +115,9 @@ class CudaDevice final : public Device {
     return "cuda:" + std::to_string(gpu_) + " (" + context_.gpu.name + ", sm " +
            std::to_string(context_.gpu.sm) + ", " + std::to_string(pool_.num_threads()) +
            (pool_.num_threads() == 1 ? " thread)" : " threads)");
+  }
+  void RequireAttention(const KvLayerView& layer) const override {
+    FindDecodeVariant(layer, properties_);  // prefill has the same head_dims and dtypes
   }
 
   std::string products() const override { return products_; }

@@ -3,7 +3,7 @@
 // ⑦ Decode attention over paged, quantised pools, for one query token per sequence.
 //
 // What a block owns: one item (a range of positions of one sequence, cut by decode_plan.h), one KV
-// head, up to 8 of its query heads. Its four warps take turns with tiles of kTileTokens positions,
+// head, up to 8 of its query heads. Its warps take turns with tiles of kTileTokens positions,
 // each with a ring of kStages stages of its own that cp.async fills, and an online softmax of its
 // own; they are merged at the end into one partial result per query head, which CombineKernel
 // merges over the items of a sequence.
@@ -345,7 +345,7 @@ TM_DEVICE void HideOutside(const DecodeTask<C>& task, int begin, int end, int st
   SyncWarp();
 }
 
-// All tiles of the warp: tiles warp, warp + 4, ... of the item.
+// All tiles of the warp: tiles warp, warp + kWarps, ... of the item.
 template <class C>
 TM_DEVICE void ReadItem(const DecodeTask<C>& task, WarpState<C>* state) {
   constexpr int kTile = C::kTileTokens;
@@ -416,7 +416,7 @@ template <class C>
 TM_DEVICE void MergeWarps(const DecodeTask<C>& task, const WarpState<C>& state) {
   constexpr int D = C::kHeadDim;
   float* merged_o = reinterpret_cast<float*>(SharedMemory());
-  float* merged_ml = merged_o + kDecodeWarps * kDecodeHeads * C::kMergeStride;
+  float* merged_ml = merged_o + C::kWarps * kDecodeHeads * C::kMergeStride;
   const Lane& at = task.at;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -440,14 +440,14 @@ TM_DEVICE void MergeWarps(const DecodeTask<C>& task, const WarpState<C>& state) 
   const DecodeParams& p = task.params;
   const float factor =
       Fragments<C::kValueMode, C::kType>::kUnit * HeadFactor(p.kv.g[1], task.kv_head);
-  for (int head = at.warp; head < task.num_heads; head += kDecodeWarps) {
+  for (int head = at.warp; head < task.num_heads; head += C::kWarps) {
     float m = kLeastMax;
-    for (int w = 0; w < kDecodeWarps; ++w) {
+    for (int w = 0; w < C::kWarps; ++w) {
       m = fmaxf(m, LoadShared<float>(merged_ml + 2 * (w * kDecodeHeads + head)));
     }
     float l = 0.f;
-    float weight[kDecodeWarps];
-    for (int w = 0; w < kDecodeWarps; ++w) {
+    float weight[C::kWarps];
+    for (int w = 0; w < C::kWarps; ++w) {
       const float* ml = merged_ml + 2 * (w * kDecodeHeads + head);
       weight[w] = Exp2Approx(LoadShared<float>(ml) - m);
       l += weight[w] * LoadShared<float>(ml + 1);
@@ -456,7 +456,7 @@ TM_DEVICE void MergeWarps(const DecodeTask<C>& task, const WarpState<C>& state) 
         static_cast<int64_t>(task.item.partial) * p.q_heads + task.first_head + head;
     for (int d = at.lane; d < D; d += 32) {
       float o = 0.f;
-      for (int w = 0; w < kDecodeWarps; ++w) {
+      for (int w = 0; w < C::kWarps; ++w) {
         o += weight[w] *
              LoadShared<float>(merged_o + (w * kDecodeHeads + head) * C::kMergeStride + d);
       }
@@ -469,9 +469,9 @@ TM_DEVICE void MergeWarps(const DecodeTask<C>& task, const WarpState<C>& state) 
   }
 }
 
-// Grid: (KV heads · ⌈query heads of a KV head / 8⌉) × items; kDecodeWarps warps; C::kSharedBytes.
+// Grid: (KV heads · ⌈query heads of a KV head / 8⌉) × items; C::kWarps warps; C::kSharedBytes.
 template <class C>
-__global__ void __launch_bounds__(32 * kDecodeWarps, C::kBlocksPerSm)
+__global__ void __launch_bounds__(32 * C::kWarps, C::kBlocksPerSm)
     DecodeKernel(DecodeParams params) {
   const DecodeItem item = LoadGlobal(params.items + BlockIndexY());
   if (item.begin == item.end) {

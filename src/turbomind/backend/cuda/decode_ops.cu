@@ -139,7 +139,7 @@ void LaunchItems(const Context& context, const PoolItems& pool, DecodeParams par
   Launch(variant.kernel,
          {.grid_x = BlocksPerItem(pool.kv.kv_heads, params.q_heads),
           .grid_y = pool.num_items,
-          .threads = 32 * kDecodeWarps,
+          .threads = variant.threads,
           .shared_bytes = variant.shared_bytes},
          context.stream, params);
 }

@@ -28,7 +28,7 @@ struct DecodeParams {
   float* partial_ml = nullptr;  // [num_partials, q_heads, 2]
 };
 
-inline constexpr int kDecodeWarps = 4;
+inline constexpr int kDecodeWarps = 4;  // of a block, unless its ring is too large
 inline constexpr int kDecodeHeads = 8;  // of a block
 inline constexpr int kMostBlockTokens = 128;
 inline constexpr float kLeastMax = -1e30f;
@@ -37,6 +37,9 @@ inline constexpr float kLog2E = 1.44269504f;
 
 // Shared memory with which four blocks fit an SM of 228 KiB, 1 KiB of each taken by the system.
 inline constexpr int kQuarterOfSm = 56 << 10;
+// What every GPU from SM 80 on gives a block; SM 86, 89 and 120 give no more. Two such blocks fit
+// an SM of 228 KiB.
+inline constexpr int kMostShared = 99 << 10;
 
 // Of a run of words that begins at a multiple of its length.
 constexpr int WordsAtOnce(int words) { return words % 4 == 0 ? 4 : words % 2 == 0 ? 2 : 1; }
@@ -84,7 +87,8 @@ struct SideShape {
   }
 };
 
-template <KvCacheMode K, KvCacheMode V, DataType T, int D, int kTokens, int kStageCount>
+template <KvCacheMode K, KvCacheMode V, DataType T, int D, int kTokens, int kStageCount,
+          int kWarpCount = kDecodeWarps>
 struct DecodeConfig {
   using KeyShape = SideShape<K, T, D>;
   using ValueShape = SideShape<V, T, D>;
@@ -94,9 +98,10 @@ struct DecodeConfig {
   static constexpr int kHeadDim = D;
   static constexpr int kTileTokens = kTokens;
   static constexpr int kStages = kStageCount;
+  static constexpr int kWarps = kWarpCount;
   static constexpr int kSubTiles = kTokens / 16;
   // The warps' turn of tiles is whole blocks: a warp's tiles lie at one slot of all its blocks.
-  static constexpr int kTurnTokens = kDecodeWarps * kTokens;
+  static constexpr int kTurnTokens = kWarps * kTokens;
   static constexpr bool kWholeBlocks = kTurnTokens >= kMostBlockTokens;
   static constexpr int kScaleStride = KeyShape::kScaleBytes + ValueShape::kScaleBytes;
   // A stage: keys, values, scales, parameters of keys, of values; each begins at 16 bytes.
@@ -107,9 +112,9 @@ struct DecodeConfig {
   static constexpr int kStageBytes = kValueParamsAt + kTokens * ValueShape::kParamBytes;
   static constexpr int kRingBytes = kStageBytes * kStageCount;
   static constexpr int kMergeStride = D + 4;  // floats of a head when warps are merged
-  static constexpr int kMergeBytes = kDecodeWarps * kDecodeHeads * (kMergeStride + 2) * 4;
+  static constexpr int kMergeBytes = kWarps * kDecodeHeads * (kMergeStride + 2) * 4;
   static constexpr int kSharedBytes =
-      kDecodeWarps * kRingBytes > kMergeBytes ? kDecodeWarps* kRingBytes : kMergeBytes;
+      kWarps * kRingBytes > kMergeBytes ? kWarps* kRingBytes : kMergeBytes;
   // What registers have to leave room for.
   static constexpr int kBlocksPerSm = D <= 128 && kSharedBytes <= kQuarterOfSm ? 4 : 2;
   static constexpr int kSteps = (KeyShape::kKeyWords * Fragments<K, T>::kDims / 2 + 1) / 2;

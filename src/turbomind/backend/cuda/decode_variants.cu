@@ -27,8 +27,7 @@ DecodeVariant Find(int head_dim, const DecodeFormat& format) {
       return FindOf<256>(format);
     default:
       throw InvalidArgument("head_dim: got " + std::to_string(head_dim) +
-                            ", decode attention on a GPU has 64, 80, 96, 128 and 256; use --device "
-                            "cpu");
+                            ", want 64, 80, 96, 128 or 256 on a GPU; use --device cpu");
   }
 }
 
@@ -37,18 +36,18 @@ DecodeVariant Find(int head_dim, const DecodeFormat& format) {
 DecodeVariant FindDecodeVariant(const KvLayerView& kv, const GpuProperties& gpu) {
   if (kv.dtype == DataType::kFloat32) {
     throw InvalidArgument(
-        "cache dtype: got float32, a GPU keeps float16 or bfloat16; use --dtype bfloat16");
+        "dtype: got float32, want float16 or bfloat16 on a GPU; use --dtype bfloat16 or --device "
+        "cpu");
   }
   const DecodeVariant variant =
       Find(kv.head_dim, {kv.mode[0], kv.mode[1], kv.dtype, kv.block_seq_len == kSmallBlock});
   Check(variant.kernel != nullptr, "the formats of K and V are a listed pair");
-  if (variant.shared_bytes > gpu.shared_bytes_per_block) {
-    throw InvalidArgument(std::string("quant_policy: head_dim ") + std::to_string(kv.head_dim) +
-                          " with K " + ToString(kv.mode[0]) + " and V " + ToString(kv.mode[1]) +
-                          " needs " + std::to_string(variant.shared_bytes) +
-                          " bytes of shared memory per block, got a GPU with " +
-                          std::to_string(gpu.shared_bytes_per_block) +
-                          "; use a format with fewer bits");
+  if (variant.shared_bytes > gpu.shared_bytes_per_block) {  // none of today's: kMostShared
+    throw InvalidArgument("head_dim " + std::to_string(kv.head_dim) + " with K " +
+                          ToString(kv.mode[0]) + " and V " + ToString(kv.mode[1]) + ": got " +
+                          gpu.name + " with " + std::to_string(gpu.shared_bytes_per_block) +
+                          " bytes of shared memory per block, want " +
+                          std::to_string(variant.shared_bytes) + "; use --device cpu");
   }
   return variant;
 }

@@ -13,6 +13,7 @@ namespace turbomind::cuda {
 struct DecodeVariant {
   void (*kernel)(DecodeParams) = nullptr;  // null: none is built
   size_t shared_bytes = 0;
+  int threads = 0;
 };
 
 struct DecodeFormat {
@@ -27,8 +28,8 @@ struct DecodeFormat {
 template <int kHeadDim, bool kMixed>
 DecodeVariant FindVariant(const DecodeFormat& format);
 
-// Throws InvalidArgument for a layer that no kernel is built for or that asks for more shared
-// memory than the GPU has. Reads no address.
+// Throws InvalidArgument for a layer that no kernel is built for; every kernel fits a GPU with
+// kMostShared. Reads no address.
 DecodeVariant FindDecodeVariant(const KvLayerView& kv, const GpuProperties& gpu);
 
 }  // namespace turbomind::cuda

@@ -8,45 +8,49 @@
 
 namespace turbomind::cuda {
 
-// Positions of a tile, and stages of a ring.
+// Positions of a tile, stages of a ring, and warps of a block.
 struct TileShape {
   int tokens;
   int stages;
+  int warps = kDecodeWarps;
 };
 
-// Shared memory with which two blocks fit an SM of 228 KiB.
-inline constexpr int kHalfOfSm = 112 << 10;
-
-// Of positions that take `bytes`, metadata included: with it an SM holds four blocks or two, never
-// three, of which plans would fill a wave and a third (kSlotsPerSm).
+// Of positions that take `bytes`, metadata included: with it an SM of 228 KiB holds four blocks or
+// two, never three, of which plans would fill a wave and a third (kSlotsPerSm).
 constexpr TileShape ChooseTile(int bytes, int head_dim) {
   const auto fits = [&](TileShape shape, int limit) {
-    return kDecodeWarps * shape.stages * shape.tokens * bytes <= limit;
+    return shape.warps * shape.stages * shape.tokens * bytes <= limit;
   };
   for (const TileShape shape : {TileShape{32, 3}, TileShape{16, 3}}) {
     if (head_dim <= 128 && fits(shape, kQuarterOfSm)) {
       return shape;
     }
   }
-  for (const TileShape shape : {TileShape{32, 3}, TileShape{32, 2}, TileShape{16, 3}}) {
-    if (fits(shape, kHalfOfSm)) {
+  for (const TileShape shape :
+       {TileShape{32, 3}, TileShape{32, 2}, TileShape{16, 3}, TileShape{16, 2}}) {
+    if (fits(shape, kMostShared)) {
       return shape;
     }
   }
-  return {16, 2};
+  return {16, 3, 2};
+}
+
+template <class Config>
+DecodeVariant VariantOf() {
+  static_assert(Config::kBlocksPerSm != 3);
+  static_assert(Config::kSharedBytes <= kMostShared);
+  return {&DecodeKernel<Config>, Config::kSharedBytes, 32 * Config::kWarps};
 }
 
 template <KvCacheMode K, KvCacheMode V, DataType T, int D>
 DecodeVariant MakeVariant(bool small_blocks) {
   using One = DecodeConfig<K, V, T, D, 16, 1>;
   constexpr TileShape kTile = ChooseTile(One::kStageBytes / 16, D);
-  using Config = DecodeConfig<K, V, T, D, kTile.tokens, kTile.stages>;
-  using Small = DecodeConfig<K, V, T, D, 16, kTile.stages>;
-  static_assert(Config::kBlocksPerSm != 3);
+  constexpr int kSmallStages = kTile.tokens == 16 ? kTile.stages : 3;
   if (small_blocks) {
-    return {&DecodeKernel<Small>, Small::kSharedBytes};
+    return VariantOf<DecodeConfig<K, V, T, D, 16, kSmallStages, kTile.warps>>();
   }
-  return {&DecodeKernel<Config>, Config::kSharedBytes};
+  return VariantOf<DecodeConfig<K, V, T, D, kTile.tokens, kTile.stages, kTile.warps>>();
 }
 
 // Whether the dtype decides what the stored bytes are.

@@ -1,0 +1,83 @@
+"""What the C++ engine will be, before weights are read."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from lmdeploy.messages import TurbomindEngineConfig
+from lmdeploy.turbomind.devices import step_sizes
+
+if TYPE_CHECKING:
+    from lmdeploy import _turbomind
+    from lmdeploy.turbomind.kv_quality import KvOptions
+    from lmdeploy.turbomind.loader import ModelInfo
+
+logger = logging.getLogger("lmdeploy")
+
+
+def engine_config_of(
+    config: TurbomindEngineConfig, model: _turbomind.ModelConfig, *, model_path: str, sm: int = 0
+) -> tuple[_turbomind.EngineConfig, KvOptions]:
+    """The C++ engine's options for a model on a GPU of this `sm` (0: the CPU), and what they say
+    about the cache.
+
+    Raises ValueError for cache options that do not fit the model or the device.
+    """
+    from lmdeploy import _turbomind
+    from lmdeploy.turbomind.kv_quality import apply_kv_options, resolve_kv_options
+
+    native = _turbomind.EngineConfig()
+    native.max_batch_size, native.max_prefill_token_num = step_sizes(config, sm)
+    native.session_len = config.session_len or model.max_position
+    native.cache_block_seq_len = config.cache_block_seq_len
+    native.cache_max_entry_count = float(config.cache_max_entry_count)
+    native.enable_prefix_caching = config.enable_prefix_caching
+    native.deterministic = config.deterministic
+    if config.session_len is not None and config.session_len > model.max_position:
+        logger.warning(
+            "session_len %d is longer than the %d positions the model was trained for",
+            config.session_len,
+            model.max_position,
+        )
+    options = resolve_kv_options(config, model.windows, sm=sm)
+    model_hash = None
+    if options.calibration is not None:
+        from lmdeploy.turbomind.model_hash import hash_model
+
+        model_hash = hash_model(model_path)
+    apply_kv_options(options, native, model=model, model_hash=model_hash)
+    return native, options
+
+
+def check_model_format(model_path: str, wanted: str | None) -> None:
+    """ValueError when `--model-format` contradicts the files; None: whatever they are."""
+    from lmdeploy.hub import resolve_model
+
+    if wanted is None:
+        return
+    actual = "gguf" if resolve_model(model_path).is_file() else "hf"
+    if actual != wanted:
+        raise ValueError(
+            f"model_format: got {wanted}, but {model_path} is {actual}; change --model-format"
+        )
+
+
+def plan_engine(
+    model_path: str, config: TurbomindEngineConfig, *, device: _turbomind.Device
+) -> tuple[ModelInfo, _turbomind.EngineConfig, KvOptions]:
+    """What is known before weights are read.
+
+    Raises ValueError where the model, its files or the options are refused: the device may have no
+    kernels for them.
+    """
+    from lmdeploy import _turbomind
+    from lmdeploy.turbomind.loader import read_model_info
+
+    check_model_format(model_path, config.model_format)
+    info = read_model_info(
+        model_path, dtype=config.dtype, exact=config.exact, on_gpu=device.is_cuda
+    )
+    native, kv = engine_config_of(config, info.config, model_path=str(info.path), sm=device.sm)
+    _turbomind.require_kernels(info.config, native, device)
+    return info, native, kv
