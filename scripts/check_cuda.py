@@ -1,11 +1,13 @@
 """Compiles the CUDA kernels without a GPU and checks what the compiler made of them.
 
     python scripts/check_cuda.py          # what CI checks: minutes
-    python scripts/check_cuda.py --all    # every format, head_dim and architecture; every file too
+    python scripts/check_cuda.py --all    # every file for every architecture: 20 minutes
+    python scripts/check_cuda.py --all --only decode_variants_64 --only kv_ops    # parts of it
 
-Compiles the decode kernels of a matrix of formats and architectures, and every *.cu of the CUDA
-backend. Fails where a kernel spills registers, and where the loop over tiles of an FP4 decode
-kernel on sm_90a takes more instructions per element than MOST_PER_ELEMENT.
+Compiles every *.cu of the CUDA backend for the architectures that kernels are measured on, and some
+decode kernels, as they are shipped, for others. Fails where a kernel spills registers, where a
+decode kernel has a stack frame, and where the loop over tiles of an FP4 decode kernel of sm_90a is
+not found or takes more instructions per element than MOST_PER_ELEMENT.
 
 What is counted: the instructions of the loop, less what a branch leaves out in nearly every turn.
 There are two such paths: the maximum moves (it has shuffles), and the first or the last tile of an
@@ -35,72 +37,84 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BACKEND = ROOT / "src/turbomind/backend/cuda"
 GATED_ARCH = "sm_90a"
-OTHER_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_100f", "sm_120f")
-FILE_ARCHS = ("sm_80", GATED_ARCH)
+FILE_ARCHS = (GATED_ARCH, "sm_80")
+# Each way of E2M1: in software, and by the instructions that every letter from sm_100 on has.
+OTHER_ARCHS = ("sm_86", "sm_89", "sm_100f", "sm_120f")
+MORE_ARCHS = ("sm_100a", "sm_103a", "sm_110a", "sm_110f", "sm_120a", "sm_121a")
+ALL_ARCHS = (*FILE_ARCHS, *OTHER_ARCHS, *MORE_ARCHS)
 # In the order of the enum: their numbers are in the names of kernels.
 MODES = ("kNone", "kInt8", "kInt4", "kFp8E4m3", "kFp8E5m2", "kFp4Mx", "kFp4Nv")
 QUICK_MODES = ("kFp4Mx", "kFp4Nv", "kNone")  # on the other architectures
 QUICK_DIMS = (64, 128)
-DIMS = (64, 80, 96, 128, 256)
-STAGES = 3
 JOBS = 2
 # What a build names itself with (cmake/cuda.cmake); any text does here.
 NAMES = ("TM_CUDA_STAMP", "TM_CUDA_ARCHS")
 # Per element of K and V and lane.
 MOST_PER_ELEMENT = {64: 3.4, 128: 3.1}
+GATED_MODES = ("kFp4Mx", "kFp4Nv")
+GATED_TOKENS = 32  # positions of a tile
 RARE_OPCODES = {"SHFL", "STS"}  # of paths that are not counted
 
 ENTRY_LINE = re.compile(r"Compiling entry function '(\S+)' for '(\S+)'")
-SPILL_LINE = re.compile(r"\d+ bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+SPILL_LINE = re.compile(
+    r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+)
 REGISTERS_LINE = re.compile(r"Used (\d+) registers")
 SASS_FUNCTION = re.compile(r"\s+Function : (\S+)")
 SASS_LINE = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+((?:@!?U?P\w+\s+)?)([A-Z0-9_.]+)\s*([^;]*);")
-KERNEL_NAME = re.compile(r"DecodeKernel.*KvCacheModeE(\d+)ELS\w*_(\d+)E.*Li(\d+)ELi(\d+)ELi(\d+)E")
+KERNEL_NAME = re.compile(r"DecodeKernel.*?KvCacheModeE(\d+)ELS\w*?_(\d+)E.*?Li(\d+)ELi(\d+)ELi")
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One instance of DecodeKernel, with K and V of one format."""
+    """What an instance of DecodeKernel is named after."""
 
-    mode: str
+    k: str
+    v: str
     head_dim: int
-
-    @property
-    def tile_tokens(self) -> int:
-        """Positions of a tile: what four blocks' shared memory of an SM has room for."""
-        return 32 if self.mode in ("kFp4Mx", "kFp4Nv", "kInt4") and self.head_dim <= 128 else 16
-
-    def instantiation(self) -> str:
-        """The lines that make the compiler build it."""
-        config = (
-            f"DecodeConfig<{self.mode}, {self.mode}, DataType::kBFloat16, {self.head_dim}, "
-            f"{self.tile_tokens}, {STAGES}>"
-        )
-        number = MODES.index(self.mode)
-        return (
-            f"static_assert(static_cast<int>({self.mode}) == {number});\n"
-            f"template __global__ void DecodeKernel<{config}>(DecodeParams);\n"
-        )
+    tile_tokens: int  # 16 for blocks of 16 positions
 
     @staticmethod
     def of(name: str) -> Kernel | None:
         """The kernel with this mangled name."""
         found = KERNEL_NAME.search(name)
-        return Kernel(MODES[int(found.group(1))], int(found.group(3))) if found else None
+        if found is None:
+            return None
+        k, v, head_dim, tile_tokens = (int(number) for number in found.groups())
+        return Kernel(MODES[k], MODES[v], head_dim, tile_tokens)
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether a line of the table has its instructions."""
+        return self.k == self.v and self.k in GATED_MODES
+
+    @property
+    def most_per_element(self) -> float | None:
+        """Of sm_90a; None where it does not matter: rare formats, and blocks of 16."""
+        gated = self.is_counted and self.tile_tokens == GATED_TOKENS
+        return MOST_PER_ELEMENT.get(self.head_dim) if gated else None
+
+
+GATED = {Kernel(mode, mode, dim, GATED_TOKENS) for mode in GATED_MODES for dim in MOST_PER_ELEMENT}
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One run of the compiler: a file of the backend, or decode kernels together."""
+    """One run of the compiler: a file of the backend, or some decode kernels (file None)."""
 
     arch: str
     file: Path | None = None
-    kernels: tuple[Kernel, ...] = ()
 
     @property
     def label(self) -> str:
         """How the table calls it."""
         return self.file.name if self.file else "decode kernels"
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether its machine code is read."""
+        gated = self.arch == GATED_ARCH and self.label.startswith("decode_variants")
+        return gated or self.file is None
 
 
 @dataclass
@@ -109,6 +123,7 @@ class Compiled:
 
     name: str
     registers: int = 0
+    frame: int = 0
     spilled: int = 0
 
 
@@ -136,7 +151,7 @@ class Result:
     seconds: float = 0.0
     error: str = ""
     kernels: list[Compiled] = field(default_factory=list)
-    code: dict[str, list[Instruction]] = field(default_factory=dict)
+    code: dict[str, list[Instruction]] | None = None  # None: not read
 
 
 @dataclass(frozen=True)
@@ -167,7 +182,9 @@ def parse_ptxas(text: str) -> list[Compiled]:
         if entry := ENTRY_LINE.search(line):
             kernels.append(Compiled(entry.group(1)))
         elif kernels and (spill := SPILL_LINE.search(line)):
-            kernels[-1].spilled += sum(int(count) for count in spill.groups())
+            frame, stores, loads = (int(count) for count in spill.groups())
+            kernels[-1].frame = max(kernels[-1].frame, frame)
+            kernels[-1].spilled += stores + loads
         elif kernels and (registers := REGISTERS_LINE.search(line)):
             kernels[-1].registers = int(registers.group(1))
     return kernels
@@ -221,15 +238,18 @@ def count_loop(code: Sequence[Instruction]) -> Count:
 
 
 def source_of(unit: Unit, folder: Path) -> Path:
-    """The file to compile; written where the unit is kernels."""
+    """The file to compile; written where the unit is some kernels: those that layers take."""
     if unit.file:
         return unit.file
     source = folder / f"decode_{unit.arch}.cu"
+    variants = [
+        f"template DecodeVariant MakeVariant<{mode}, {mode}, DataType::kBFloat16, {dim}>(bool);\n"
+        for dim in QUICK_DIMS
+        for mode in QUICK_MODES
+    ]
     source.write_text(
-        '#include "turbomind/backend/cuda/decode_attention.h"\n'
-        "namespace turbomind::cuda {\nusing enum KvCacheMode;\n"
-        + "".join(kernel.instantiation() for kernel in unit.kernels)
-        + "}\n",
+        '#include "turbomind/backend/cuda/decode_variants_of.h"\n'
+        "namespace turbomind::cuda {\nusing enum KvCacheMode;\n" + "".join(variants) + "}\n",
         encoding="utf-8",
     )
     return source
@@ -254,6 +274,8 @@ def compile_unit(nvcc: str, unit: Unit, *, cuobjdump: str | None, folder: Path) 
     cubin = folder / f"{unit.label.replace(' ', '_')}_{unit.arch}.cubin"
     command = [nvcc, "-std=c++20", "-O3", f"-arch={unit.arch}", f"-I{ROOT / 'src'}"]
     command += [f'-D{name}="checked"' for name in NAMES]
+    if unit.label.startswith("kv_"):
+        command.append("-fmad=false")  # as the build does
     done = subprocess.run(
         [*command, "-Xptxas", "-v", "-cubin", "-o", str(cubin), str(source_of(unit, folder))],
         capture_output=True,
@@ -263,42 +285,52 @@ def compile_unit(nvcc: str, unit: Unit, *, cuobjdump: str | None, folder: Path) 
     result = Result(unit, kernels=parse_ptxas(done.stderr))
     if done.returncode != 0:
         result.error = done.stderr[-2000:]
-    elif unit.kernels and cuobjdump is not None:
+    elif unit.is_counted and cuobjdump is not None:
         result.code = machine_code(cuobjdump, cubin)
     result.seconds = time.monotonic() - begun
     return result
 
 
 def chosen_units(everything: bool) -> list[Unit]:
-    """What to compile, the longest first."""
-    dims = DIMS if everything else QUICK_DIMS
-    units = []
-    for arch in (GATED_ARCH, *OTHER_ARCHS):
-        modes = MODES if everything or arch == GATED_ARCH else QUICK_MODES
-        kernels = tuple(Kernel(mode, dim) for dim in dims for mode in modes)
-        units.append(Unit(arch, kernels=kernels))
-    archs = (GATED_ARCH, *OTHER_ARCHS) if everything else FILE_ARCHS
-    units += [Unit(arch, file=path) for path in sorted(BACKEND.glob("*.cu")) for arch in archs]
-    return units
+    """What to compile."""
+    archs = ALL_ARCHS if everything else FILE_ARCHS
+    others = [Unit(arch) for arch in ALL_ARCHS if everything or arch in OTHER_ARCHS]
+    files = sorted(BACKEND.glob("*.cu"))
+    return others + [Unit(arch, file=path) for path in files for arch in archs]
 
 
-def kernel_row(compiled: Compiled, *, arch: str, code: Sequence[Instruction]) -> tuple[str, bool]:
+def kernel_row(compiled: Compiled, result: Result) -> tuple[str, bool]:
     """A decode kernel's line of the table, and whether it is as it has to be."""
     kernel = Kernel.of(compiled.name)
     if kernel is None:
         raise ValueError(f"not a decode kernel: {compiled.name}")
-    row = f"{arch:8} {kernel.mode:9} {kernel.head_dim:4} {compiled.registers:5}"
-    row += f" {compiled.spilled:6}"
-    good = compiled.spilled == 0
-    if code and kernel.mode.startswith("kFp4"):
+    arch = result.unit.arch
+    row = f"{arch:8} {kernel.k:9} {kernel.v:9} {kernel.head_dim:4} {kernel.tile_tokens:4}"
+    row += f" {compiled.registers:5} {compiled.frame:5} {compiled.spilled:6}"
+    good = compiled.spilled == 0 and compiled.frame == 0
+    if result.code is not None and kernel.is_counted:
+        code = result.code.get(compiled.name, [])
+        if not code:
+            return row + "  no machine code found  FAILED", False
         count = count_loop(code)
         per_element = count.per_element(kernel)
         row += f" {count.loop - count.rare:6} {count.rare:5} {per_element:12.2f}"
-        most = MOST_PER_ELEMENT.get(kernel.head_dim) if arch == GATED_ARCH else None
+        most = kernel.most_per_element if arch == GATED_ARCH else None
         if most is not None:
             row += f"  at most {most}"
             good = good and per_element <= most
     return row + ("" if good else "  FAILED"), good
+
+
+def missing_kernels(result: Result) -> list[str]:
+    """Decode kernels that a unit has to have and has not."""
+    found = {kernel for x in result.kernels if (kernel := Kernel.of(x.name)) is not None}
+    if result.unit.file is None:
+        shapes = {(kernel.k, kernel.head_dim) for kernel in found}
+        wanted = ((mode, dim) for mode in QUICK_MODES for dim in QUICK_DIMS)
+        return [f"{mode} {dim}" for mode, dim in wanted if (mode, dim) not in shapes]
+    dims = [dim for dim in MOST_PER_ELEMENT if result.unit.label == f"decode_variants_{dim}.cu"]
+    return [f"{x.k} {x.head_dim}" for x in GATED if x.head_dim in dims and x not in found]
 
 
 def report(result: Result) -> int:
@@ -307,32 +339,34 @@ def report(result: Result) -> int:
     if result.error:
         print(f"{unit.arch:8} {unit.label}: does not compile  FAILED\n{result.error}", flush=True)
         return 1
-    faults = 0
-    if unit.kernels:
-        if len(result.kernels) != len(unit.kernels):
-            print(f"{unit.arch:8} {len(result.kernels)} kernels of {len(unit.kernels)}  FAILED")
-            faults += 1
-        for compiled in result.kernels:
-            code = result.code.get(compiled.name, [])
-            row, good = kernel_row(compiled, arch=unit.arch, code=code)
-            print(row)
+    missing = missing_kernels(result)
+    for name in sorted(missing):
+        print(f"{unit.arch:8} {unit.label}: no decode kernel {name}  FAILED")
+    faults = len(missing)
+    for x in result.kernels:
+        kernel = Kernel.of(x.name)
+        if kernel is not None:
+            row, good = kernel_row(x, result)
+            if kernel.is_counted or not good:
+                print(row)
             faults += not good
-    spilling = [x for x in result.kernels if x.spilled] if unit.file else []
-    for x in spilling:
-        print(f"{unit.arch:8} {unit.label}: {x.name} spills {x.spilled} bytes  FAILED")
+        elif x.spilled:
+            print(f"{unit.arch:8} {unit.label}: {x.name} spills {x.spilled} bytes  FAILED")
+            faults += 1
     most = max((x.registers for x in result.kernels), default=0)
     print(
         f"{unit.arch:8} {unit.label}: {len(result.kernels)} kernels, at most {most} registers, "
         f"{result.seconds:.0f} s",
         flush=True,
     )
-    return faults + len(spilling)
+    return faults
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compile, check, print a line per kernel and file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--all", action="store_true", help="every format, head_dim, architecture")
+    parser.add_argument("--all", action="store_true", help="every file for every architecture")
+    parser.add_argument("--only", action="append", metavar="PART", help="of a file's name")
     options = parser.parse_args(arguments)
     nvcc, cuobjdump = find_tool("nvcc"), find_tool("cuobjdump")
     if nvcc is None:
@@ -341,8 +375,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if cuobjdump is None:
         print("check_cuda: no cuobjdump here: instructions are not counted")
     begun = time.monotonic()
-    units = chosen_units(options.all)
-    print("arch     format    head  regs spills   loop  rare per element")
+    parts = options.only or [""]
+    units = [x for x in chosen_units(options.all) if any(part in x.label for part in parts)]
+    print("arch     K         V         head tile  regs frame spills   loop  rare per element")
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(JOBS) as pool:
         results = pool.map(
             lambda unit: compile_unit(nvcc, unit, cuobjdump=cuobjdump, folder=Path(folder)), units

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import check_cuda
 import pytest
-from check_cuda import Count, Kernel, Unit
+from check_cuda import Compiled, Count, Kernel, Unit
 
 NAME = (
     "_ZN9turbomind4cuda12DecodeKernelINS0_12DecodeConfigILNS_11KvCacheModeE{0}ELS3_{0}E"
-    "LNS_8DataTypeE2ELi{1}ELi{2}ELi3EEEEEvNS0_12DecodeParamsE"
+    "LNS_8DataTypeE2ELi{1}ELi{2}ELi3ELi4EEEEEvNS0_12DecodeParamsE"
 )
 
 PTXAS = """
@@ -55,8 +55,8 @@ SASS = """
 
 def test_what_ptxas_says():
     first, second = check_cuda.parse_ptxas(PTXAS)
-    assert (first.name, first.registers, first.spilled) == ("_Z5firstv", 95, 0)
-    assert (second.name, second.registers, second.spilled) == ("_Z6secondv", 80, 16)
+    assert first == Compiled("_Z5firstv", registers=95)
+    assert second == Compiled("_Z6secondv", registers=80, frame=8, spilled=16)
 
 
 def test_the_loop_and_its_rare_paths():
@@ -71,14 +71,15 @@ def test_the_loop_and_its_rare_paths():
 
 
 def test_per_element():
-    kernel = Kernel("kFp4Nv", 64)
-    assert kernel.tile_tokens == 32
-    assert Count(loop=500, rare=116).per_element(kernel) == 3.0
+    assert Count(loop=500, rare=116).per_element(Kernel("kFp4Nv", "kFp4Nv", 64, 32)) == 3.0
 
 
 def test_kernels_by_name():
-    assert Kernel.of(NAME.format(6, 128, 32)) == Kernel("kFp4Nv", 128)
-    assert Kernel.of(NAME.format(0, 64, 16)) == Kernel("kNone", 64)
+    gated, small = Kernel.of(NAME.format(6, 128, 32)), Kernel.of(NAME.format(6, 128, 16))
+    assert gated == Kernel("kFp4Nv", "kFp4Nv", 128, 32) and gated.most_per_element == 3.1
+    assert small == Kernel("kFp4Nv", "kFp4Nv", 128, 16) and small.most_per_element is None
+    mixed = Kernel.of(NAME.format(1, 64, 32).replace("ELS3_1E", "ELS3_5E"))
+    assert mixed == Kernel("kInt8", "kFp4Mx", 64, 32) and not mixed.is_counted
     assert Kernel.of("_Z4loopv") is None
 
 
@@ -91,13 +92,14 @@ def test_modes_are_numbered_as_in_the_header():
 
 def test_what_is_compiled():
     quick, everything = check_cuda.chosen_units(False), check_cuda.chosen_units(True)
-    first = quick[0]
-    assert first.arch == "sm_90a" and len(first.kernels) == 2 * len(check_cuda.MODES)
-    assert {unit.arch for unit in quick if unit.kernels} == {"sm_90a", *check_cuda.OTHER_ARCHS}
-    files = {unit.file for unit in quick if unit.file}
-    assert files == set(check_cuda.BACKEND.glob("*.cu"))
-    assert len(everything) > len(quick)
-    assert len(everything[0].kernels) == len(check_cuda.DIMS) * len(check_cuda.MODES)
+    assert {unit.arch for unit in quick if not unit.file} == set(check_cuda.OTHER_ARCHS)
+    files = set(check_cuda.BACKEND.glob("*.cu"))
+    assert {unit.file for unit in quick if unit.file and unit.arch == "sm_90a"} == files
+    built = {(unit.file, unit.arch) for unit in everything if unit.file}
+    assert built == {(file, arch) for file in files for arch in check_cuda.ALL_ARCHS}
+    assert {"sm_100a", "sm_103a", "sm_110a", "sm_120a", "sm_121a"} < set(check_cuda.ALL_ARCHS)
+    counted = {unit.label for unit in quick if unit.arch == "sm_90a" and unit.is_counted}
+    assert {"decode_variants_64.cu", "decode_variants_128.cu"} < counted
 
 
 def make_tool(path: Path, body: str) -> str:
@@ -114,19 +116,24 @@ def sass_of(name: str, instructions: int) -> str:
 
 @pytest.fixture
 def run(monkeypatch, tmp_path, capsys):
-    """Runs the check with tools that say what they are told, on one kernel and one file."""
+    """Runs the check with tools that say what they are told of two kernels, on two files."""
 
-    def go(instructions: int, spilled: int = 0, fails: bool = False) -> tuple[int, str]:
-        kernel, file = Kernel("kFp4Nv", 128), tmp_path / "x_ops.cu"
-        name = NAME.format(6, 128, 32)
-        units = [Unit("sm_90a", kernels=(kernel,)), Unit("sm_80", file=file)]
-        (tmp_path / "said").write_text(
-            f"Compiling entry function '{name}' for 'sm_90a'\n"
-            f"0 bytes stack frame, {spilled} bytes spill stores, 0 bytes spill loads\n"
-            "Used 90 registers\n",
-            encoding="utf-8",
-        )
-        (tmp_path / "sass").write_text(sass_of(name, instructions), encoding="utf-8")
+    def go(
+        instructions: int, *, frame: int = 0, spilled: int = 0, fails: bool = False, **names: str
+    ):
+        gated = tmp_path / "decode_variants_128.cu"
+        units = [Unit("sm_90a", file=gated), Unit("sm_80", file=tmp_path / "x_ops.cu")]
+        said, sass = "", ""
+        for mode in (5, 6):
+            name = NAME.format(mode, 128, 32)
+            said += f"Compiling entry function '{names.get('said', name)}' for 'sm_90a'\n"
+            said += (
+                f"{frame} bytes stack frame, {spilled} bytes spill stores, 0 bytes spill loads\n"
+            )
+            said += "Used 90 registers\n"
+            sass += sass_of(names.get("sass", name), instructions) + "\n"
+        (tmp_path / "said").write_text(said, encoding="utf-8")
+        (tmp_path / "sass").write_text(sass, encoding="utf-8")
         tools = {
             "nvcc": make_tool(tmp_path / "nvcc", f"cat {tmp_path}/said >&2; exit {int(fails)}"),
             "cuobjdump": make_tool(tmp_path / "cuobjdump", f"cat {tmp_path}/sass"),
@@ -143,12 +150,24 @@ def test_the_gate(run):
     status, text = run(most)
     assert status == 0 and "0 faults" in text and "FAILED" not in text
     status, text = run(most + 1)
-    assert status == 1 and "1 faults" in text and "at most 3.1  FAILED" in text
+    assert status == 1 and "2 faults" in text and "at most 3.1  FAILED" in text
 
 
-def test_spills_fail(run):
+def test_what_is_gated_has_to_be_there(run):
+    status, text = run(700, sass="_Z4loopv")
+    assert status == 1 and text.count("no machine code found  FAILED") == 2
+    status, text = run(700, said="_Z4loopv")
+    assert status == 1 and "decode_variants_128.cu: no decode kernel kFp4Mx 128  FAILED" in text
+    assert "2 faults" in text
+
+
+def test_spills_and_stack_frames_fail(run):
     status, text = run(700, spilled=4)
-    assert status == 1 and "2 faults" in text and "x_ops.cu: _ZN9" in text
+    assert status == 1 and "4 faults" in text
+    status, text = run(700, spilled=4, said="_Z4loopv")
+    assert status == 1 and "6 faults" in text and "x_ops.cu: _Z4loopv spills 4" in text
+    status, text = run(700, frame=8)
+    assert status == 1 and "4 faults" in text
 
 
 def test_a_file_that_does_not_compile(run):
