@@ -5,6 +5,8 @@
 #include <utility>
 #include <vector>
 
+#include "turbomind/core/host_device.h"
+
 namespace turbomind {
 
 // The KV cache formats: the one list (docs/kv_cache.md, "The list").
@@ -68,9 +70,12 @@ constexpr bool IsListedPair(KvCacheMode k, KvCacheMode v) {
   return k == v || (wide && narrow);
 }
 
-// Calls fn.template operator()<M>() with the mode as a template argument.
+// Calls fn.template operator()<M>() with the mode as a template argument: where fn may be called.
+#if defined(__CUDACC__)
+#pragma nv_exec_check_disable
+#endif
 template <class F>
-decltype(auto) DispatchMode(KvCacheMode mode, F&& fn) {
+TM_HD decltype(auto) DispatchMode(KvCacheMode mode, F&& fn) {
   switch (mode) {
     case KvCacheMode::kNone:
       return fn.template operator()<KvCacheMode::kNone>();

@@ -386,22 +386,18 @@ TM_DEVICE void StoreInt(const RowTarget& to, const RowLane& at, const LaneValues
 // Codec<mode>::EncodeRow of a row of the cache dtype. `search`: FP4's rule.
 template <int kRowLanes, DataType T>
 TM_DEVICE void StoreRow(const RowTarget& to, const RowLane& at, const LaneValues& x, bool search) {
-  switch (to.mode) {
-    case KvCacheMode::kNone:
-      return StoreLane(to, at, Words<16>{{x.pairs[0], x.pairs[1], x.pairs[2], x.pairs[3]}});
-    case KvCacheMode::kInt8:
-      return StoreInt<kRowLanes, 8, T>(to, at, x);
-    case KvCacheMode::kInt4:
-      return StoreInt<kRowLanes, 4, T>(to, at, x);
-    case KvCacheMode::kFp8E4m3:
-      return StoreLane(to, at, EncodeFp8<true>(x, to.g));
-    case KvCacheMode::kFp8E5m2:
-      return StoreLane(to, at, EncodeFp8<false>(x, to.g));
-    case KvCacheMode::kFp4Mx:
-      return StoreFp4<MxScale, T>(to, at, x, search);
-    case KvCacheMode::kFp4Nv:
-      return StoreFp4<NvScale, T>(to, at, x, search);
-  }
+  DispatchMode(to.mode, [&]<KvCacheMode M>() {
+    if constexpr (M == KvCacheMode::kNone) {
+      StoreLane(to, at, Words<16>{{x.pairs[0], x.pairs[1], x.pairs[2], x.pairs[3]}});
+    } else if constexpr (IsFp4(M)) {
+      StoreFp4<std::conditional_t<M == KvCacheMode::kFp4Mx, MxScale, NvScale>, T>(to, at, x,
+                                                                                  search);
+    } else if constexpr (IsInteger(M)) {
+      StoreInt<kRowLanes, M == KvCacheMode::kInt8 ? 8 : 4, T>(to, at, x);
+    } else {
+      StoreLane(to, at, EncodeFp8<M == KvCacheMode::kFp8E4m3>(x, to.g));
+    }
+  });
 }
 
 }  // namespace turbomind::cuda

@@ -108,27 +108,6 @@ TM_DEVICE Words<16> DecodeHalves(const StoredLane<M>& x, bool all_half) {
   return out;
 }
 
-// DispatchMode for the GPU.
-template <class F>
-TM_DEVICE void WithMode(KvCacheMode mode, F&& fn) {
-  switch (mode) {
-    case KvCacheMode::kNone:
-      return fn.template operator()<KvCacheMode::kNone>();
-    case KvCacheMode::kInt8:
-      return fn.template operator()<KvCacheMode::kInt8>();
-    case KvCacheMode::kInt4:
-      return fn.template operator()<KvCacheMode::kInt4>();
-    case KvCacheMode::kFp8E4m3:
-      return fn.template operator()<KvCacheMode::kFp8E4m3>();
-    case KvCacheMode::kFp8E5m2:
-      return fn.template operator()<KvCacheMode::kFp8E5m2>();
-    case KvCacheMode::kFp4Mx:
-      return fn.template operator()<KvCacheMode::kFp4Mx>();
-    case KvCacheMode::kFp4Nv:
-      return fn.template operator()<KvCacheMode::kFp4Nv>();
-  }
-}
-
 // --- FP32
 // -----------------------------------------------------------------------------------------
 
@@ -158,7 +137,7 @@ __global__ void __launch_bounds__(kWriteThreads) FlattenKernel(FlattenKVParams p
   if (block >= 0) {
     const int slot = position - (index << shift);
     const RowTarget from = TargetOf(hot ? p.hot : p.kv, side, block, head, slot);
-    WithMode(from.mode, [&]<KvCacheMode M>() {
+    DispatchMode(from.mode, [&]<KvCacheMode M>() {
       const StoredLane<M> stored = LoadLane<M>(from, at.lane);
 #pragma unroll
       for (int i = 0; i < kLaneValues; ++i) {
@@ -233,7 +212,7 @@ __global__ void __launch_bounds__(kWriteThreads, kFlattenBlocks)
   RowTarget from[kFlattenRows];
   FindRows(p, side, first, from);
   Words<16> out[kFlattenRows];
-  WithMode(from[0].mode, [&]<KvCacheMode M>() {
+  DispatchMode(from[0].mode, [&]<KvCacheMode M>() {
     StoredLane<M> stored[kFlattenRows];
 #pragma unroll
     for (int i = 0; i < kFlattenRows; ++i) {
