@@ -1,13 +1,15 @@
-// Codes of FP4 as operands of the tensor cores: in software and by the GPU's instruction, every
-// code under every scale that is stored.
+// Codes of FP4, made and as operands of the tensor cores: in software and by the GPU's instruction,
+// every code under every scale that is stored.
 
 #include "turbomind/backend/cuda/fragments.h"
 
 #include <doctest/doctest.h>
 
+#include <cmath>
 #include <cstdint>
 #include <random>
 
+#include "turbomind/backend/cuda/kv_encode.h"
 #include "turbomind/kv/codec.h"
 
 namespace turbomind::cuda {
@@ -76,6 +78,27 @@ void CheckScales() {
 TEST_CASE("FP4 operands times their scales are the codec's values, exactly") {
   CheckScales<KvCacheMode::kFp4Mx>();
   CheckScales<KvCacheMode::kFp4Nv>();
+}
+
+TEST_CASE("codes of E2M1 are the same in software and by the instruction of the newest GPUs") {
+  const auto check = [](float x) {
+    REQUIRE(E2m1Byte<false>(x, -x) == E2m1Byte<true>(x, -x));
+    REQUIRE(E2m1Byte<false>(-x, x) == E2m1Byte<true>(-x, x));
+  };
+  constexpr uint32_t kStep = 9973;
+  const uint32_t end = FloatBits(7.f);
+  for (uint32_t bits = 0; bits < end; bits += kStep) {
+    check(BitsFloat(bits));
+  }
+  for (int code = 0; code < 8; ++code) {  // ties, codes and their neighbours
+    const float value = E2M1ToFloat(static_cast<uint8_t>(code));
+    const float next = code < 7 ? E2M1ToFloat(static_cast<uint8_t>(code + 1)) : 7.f;
+    for (const float x : {value, (value + next) / 2}) {
+      check(x);
+      check(std::nextafter(x, 7.f));
+      check(std::nextafter(x, 0.f));
+    }
+  }
 }
 
 }  // namespace

@@ -342,9 +342,6 @@ inline uint32_t PackE4m3(float low, float high) {
 inline uint32_t PackE5m2(float low, float high) {
   return static_cast<uint32_t>(FloatToE5M2(low) | FloatToE5M2(high) << 8);
 }
-// Tests set it to run what the newest GPUs run.
-inline bool newest_gpu = false;
-inline bool HasPackE2m1() { return newest_gpu; }
 inline uint32_t PackE2m1(float low, float high) {
   return static_cast<uint32_t>(FloatToE2M1(low) | FloatToE2M1(high) << 4);
 }

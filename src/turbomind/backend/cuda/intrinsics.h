@@ -239,8 +239,8 @@ TM_DEVICE uint32_t E4m3PairToHalf2(uint32_t codes) {
   return MulHalf2(((high & 0x7f007f00u) >> 1) | (high & 0x80008000u), 0x5c005c00u);  // times 2^8
 #endif
 }
-// Whether E2m1ToHalf2 is one instruction per pair: from compute capability 10.0 on, in code for one
-// GPU or its family alone.
+// Whether E2m1ToHalf2 and PackE2m1 are there, one instruction per pair: from compute capability 10.0
+// on, in code for one GPU or its family alone.
 #if defined(__CUDA_ARCH_FAMILY_SPECIFIC__) && __CUDA_ARCH_FAMILY_SPECIFIC__ >= 1000
 inline constexpr bool kHasE2m1 = true;
 #else
@@ -280,25 +280,13 @@ TM_DEVICE uint32_t PackE5m2(float low, float high) {
   return static_cast<uint32_t>(FloatToE5M2(low) | FloatToE5M2(high) << 8);
 #endif
 }
-// Whether PackE2m1 is there: the architectures with a letter, from sm_100 on.
-TM_DEVICE bool HasPackE2m1() {
-#if defined(__CUDA_ARCH_FAMILY_SPECIFIC__) && __CUDA_ARCH__ >= 1000
-  return true;
-#else
-  return false;
-#endif
-}
-// A byte of two codes, nearest or even, saturated. Not for NaN.
+// A byte of two codes, nearest or even, saturated. Not for NaN. REQUIRES: kHasE2m1.
 TM_DEVICE uint32_t PackE2m1(float low, float high) {
-#if defined(__CUDA_ARCH_FAMILY_SPECIFIC__) && __CUDA_ARCH__ >= 1000
   uint16_t out;
   asm("{.reg .b8 codes; cvt.rn.satfinite.e2m1x2.f32 codes, %1, %2; mov.b16 %0, {codes, 0};}"
       : "=h"(out)
       : "f"(high), "f"(low));
   return out;
-#else
-  return 0;
-#endif
 }
 // 2^x, to 2^-22; 0 for -infinity.
 TM_DEVICE float Exp2Approx(float x) {

@@ -153,13 +153,15 @@ struct NearestE2m1 {
 };
 
 // Two codes in a byte. REQUIRES: sizes below 7.
+template <bool kHardware = kHasE2m1>
 TM_DEVICE uint32_t E2m1Byte(float low, float high) {
-  if (HasPackE2m1()) {
+  if constexpr (kHardware) {
     return PackE2m1(low, high);
+  } else {
+    const uint32_t codes = NearestE2m1(Magnitude(low)).code() | NearestE2m1(Magnitude(high)).code()
+                                                                    << 4;
+    return codes | SignBit(low) >> 28 | SignBit(high) >> 24;
   }
-  const uint32_t codes = NearestE2m1(Magnitude(low)).code() | NearestE2m1(Magnitude(high)).code()
-                                                                  << 4;
-  return codes | SignBit(low) >> 28 | SignBit(high) >> 24;
 }
 
 inline constexpr float kMostE2m1 = 6.f;
