@@ -29,16 +29,9 @@
 
 namespace turbomind::cuda {
 
-// (scale, zero) of a row of integer codes.
-struct Param {
-  float scale;
-  float zero;
-};
 template <class C>
-TM_DEVICE Param LoadParam(const char* from) {
-  const auto bits = LoadShared<uint32_t>(from);
-  return {ToFloat<C::kType>(static_cast<uint16_t>(bits)),
-          ToFloat<C::kType>(static_cast<uint16_t>(bits >> 16))};
+TM_DEVICE IntParam LoadParam(const char* from) {
+  return IntParamOf<C::kType>(LoadShared<uint32_t>(from));
 }
 
 // The queries of 8 heads as operand B of the keys' products, in the order of the keys' dimensions,
@@ -70,8 +63,7 @@ TM_DEVICE void LoadQuery(const DecodeTask<C>& task, Query<C>* query) {
     const uint32_t packed = PackPair<F::kBFloat>(x[0], x[1]);
     query->b[pair / 2][pair % 2] = packed;
     if constexpr (IsInteger(C::kKeyMode)) {
-      sum += HalfToFloat(static_cast<uint16_t>(packed)) +
-             HalfToFloat(static_cast<uint16_t>(packed >> 16));
+      sum += LowHalf(packed) + HighHalf(packed);
     }
   }
   if constexpr (IsInteger(C::kKeyMode)) {
@@ -144,7 +136,7 @@ TM_DEVICE void ScoreRows(const DecodeTask<C>& task, const Query<C>& query, const
   if constexpr (IsInteger(C::kKeyMode)) {
 #pragma unroll
     for (int x = 0; x < 2; ++x) {
-      const Param param = LoadParam<C>(view.key_meta + stage + 4 * (16 * sub_tile + 8 * x));
+      const IntParam param = LoadParam<C>(view.key_meta + stage + 4 * (16 * sub_tile + 8 * x));
       scores[2 * x] = scores[2 * x] * param.scale + query.sum[0] * param.zero;
       scores[2 * x + 1] = scores[2 * x + 1] * param.scale + query.sum[1] * param.zero;
     }
@@ -199,10 +191,17 @@ template <class C>
 TM_DEVICE void LoadValueParams(const char* from, ValueScales<C>* scales) {
 #pragma unroll
   for (int x = 0; x < 2; ++x) {
-    const Param a = LoadParam<C>(from + 32 * x);
-    const Param b = LoadParam<C>(from + 32 * x + 4);
-    scales->scale[x] = PackHalf2(a.scale, b.scale);
-    scales->zero[x] = PackHalf2(a.zero, b.zero);
+    if constexpr (C::kType == DataType::kBFloat16) {
+      const IntParam a = LoadParam<C>(from + 32 * x);
+      const IntParam b = LoadParam<C>(from + 32 * x + 4);
+      scales->scale[x] = PackHalf2(a.scale, b.scale);
+      scales->zero[x] = PackHalf2(a.zero, b.zero);
+    } else {
+      const auto a = LoadShared<uint32_t>(from + 32 * x);
+      const auto b = LoadShared<uint32_t>(from + 32 * x + 4);
+      scales->scale[x] = SelectBytes(a, b, 0x5410);
+      scales->zero[x] = SelectBytes(a, b, 0x7632);
+    }
   }
 }
 

@@ -207,10 +207,24 @@ struct Fragments<KvCacheMode::kNone, T> {
   }
 };
 
-// A value of the cache dtype.
+// A value of the cache dtype, bits of NaN included.
 template <DataType T>
 TM_DEVICE float ToFloat(uint16_t bits) {
   return T == DataType::kBFloat16 ? BFloat16ToFloat(bits) : HalfToFloat(bits);
+}
+
+// (scale, zero) of a row of integer codes, from how it is stored. Never NaN.
+struct IntParam {
+  float scale;
+  float zero;
+};
+template <DataType T>
+TM_DEVICE IntParam IntParamOf(uint32_t bits) {
+  if constexpr (T == DataType::kBFloat16) {
+    return {BitsFloat(bits << 16), BitsFloat(bits & 0xffff0000u)};
+  } else {
+    return {LowHalf(bits), HighHalf(bits)};
+  }
 }
 
 // The factor g of a head; 1 where there is none.

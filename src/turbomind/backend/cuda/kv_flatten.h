@@ -41,9 +41,8 @@ TM_DEVICE uint32_t CodeOf(const StoredLane<M>& x, int i) {
 // code * scale + zero
 template <DataType T, KvCacheMode M>
 TM_DEVICE float IntValue(const StoredLane<M>& x, int i) {
-  const auto scale = ToFloat<T>(static_cast<uint16_t>(x.meta));
-  const auto zero = ToFloat<T>(static_cast<uint16_t>(x.meta >> 16));
-  return MulRounded(static_cast<float>(CodeOf(x, i)), scale) + zero;
+  const IntParam param = IntParamOf<T>(x.meta);
+  return MulRounded(static_cast<float>(CodeOf(x, i)), param.scale) + param.zero;
 }
 
 // Codec<M>::DecodeRow.
