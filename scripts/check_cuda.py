@@ -49,8 +49,8 @@ QUICK_DIMS = (64, 128)
 JOBS = 2
 # What a build names itself with (cmake/cuda.cmake); any text does here.
 NAMES = ("TM_CUDA_STAMP", "TM_CUDA_ARCHS")
-# Per element of K and V and lane.
-MOST_PER_ELEMENT = {64: 3.4, 128: 3.1}
+# Per element of K and V and lane, by head_dim and head tiles.
+MOST_PER_ELEMENT = {(64, 1): 3.4, (64, 2): 3.8, (128, 1): 3.1, (128, 2): 3.1}
 GATED_MODES = ("kFp4Mx", "kFp4Nv")
 GATED_TOKENS = 32  # positions of a tile
 RARE_OPCODES = {"SHFL", "STS"}  # of paths that are not counted
@@ -62,7 +62,9 @@ SPILL_LINE = re.compile(
 REGISTERS_LINE = re.compile(r"Used (\d+) registers")
 SASS_FUNCTION = re.compile(r"\s+Function : (\S+)")
 SASS_LINE = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+((?:@!?U?P\w+\s+)?)([A-Z0-9_.]+)\s*([^;]*);")
-KERNEL_NAME = re.compile(r"DecodeKernel.*?KvCacheModeE(\d+)ELS\w*?_(\d+)E.*?Li(\d+)ELi(\d+)ELi")
+KERNEL_NAME = re.compile(
+    r"DecodeKernel.*?KvCacheModeE(\d+)ELS\w*?_(\d+)E.*?Li(\d+)ELi(\d+)ELi\d+ELi\d+ELi(\d+)E"
+)
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class Kernel:
     v: str
     head_dim: int
     tile_tokens: int  # 16 for blocks of 16 positions
+    head_tiles: int = 1  # of 8 query heads
 
     @staticmethod
     def of(name: str) -> Kernel | None:
@@ -80,8 +83,8 @@ class Kernel:
         found = KERNEL_NAME.search(name)
         if found is None:
             return None
-        k, v, head_dim, tile_tokens = (int(number) for number in found.groups())
-        return Kernel(MODES[k], MODES[v], head_dim, tile_tokens)
+        k, v, *shape = (int(number) for number in found.groups())
+        return Kernel(MODES[k], MODES[v], *shape)
 
     @property
     def is_counted(self) -> bool:
@@ -92,10 +95,14 @@ class Kernel:
     def most_per_element(self) -> float | None:
         """Of sm_90a; None where it does not matter: rare formats, and blocks of 16."""
         gated = self.is_counted and self.tile_tokens == GATED_TOKENS
-        return MOST_PER_ELEMENT.get(self.head_dim) if gated else None
+        return MOST_PER_ELEMENT.get((self.head_dim, self.head_tiles)) if gated else None
 
 
-GATED = {Kernel(mode, mode, dim, GATED_TOKENS) for mode in GATED_MODES for dim in MOST_PER_ELEMENT}
+GATED = {
+    Kernel(mode, mode, head_dim, GATED_TOKENS, head_tiles)
+    for mode in GATED_MODES
+    for head_dim, head_tiles in MOST_PER_ELEMENT
+}
 
 
 @dataclass(frozen=True)
@@ -243,7 +250,8 @@ def source_of(unit: Unit, folder: Path) -> Path:
         return unit.file
     source = folder / f"decode_{unit.arch}.cu"
     variants = [
-        f"template DecodeVariant MakeVariant<{mode}, {mode}, DataType::kBFloat16, {dim}>(bool);\n"
+        f"template DecodeVariant MakeVariant<{mode}, {mode}, DataType::kFloat16, {dim}>"
+        "(const DecodeFormat&);\n"
         for dim in QUICK_DIMS
         for mode in QUICK_MODES
     ]
@@ -306,7 +314,9 @@ def kernel_row(compiled: Compiled, result: Result) -> tuple[str, bool]:
         raise ValueError(f"not a decode kernel: {compiled.name}")
     arch = result.unit.arch
     row = f"{arch:8} {kernel.k:9} {kernel.v:9} {kernel.head_dim:4} {kernel.tile_tokens:4}"
-    row += f" {compiled.registers:5} {compiled.frame:5} {compiled.spilled:6}"
+    row += (
+        f" {8 * kernel.head_tiles:5} {compiled.registers:5} {compiled.frame:5} {compiled.spilled:6}"
+    )
     good = compiled.spilled == 0 and compiled.frame == 0
     if result.code is not None and kernel.is_counted:
         code = result.code.get(compiled.name, [])
@@ -329,8 +339,8 @@ def missing_kernels(result: Result) -> list[str]:
         shapes = {(kernel.k, kernel.head_dim) for kernel in found}
         wanted = ((mode, dim) for mode in QUICK_MODES for dim in QUICK_DIMS)
         return [f"{mode} {dim}" for mode, dim in wanted if (mode, dim) not in shapes]
-    dims = [dim for dim in MOST_PER_ELEMENT if result.unit.label == f"decode_variants_{dim}.cu"]
-    return [f"{x.k} {x.head_dim}" for x in GATED if x.head_dim in dims and x not in found]
+    gated = [x for x in GATED if result.unit.label == f"decode_variants_{x.head_dim}.cu"]
+    return [f"{x.k} {x.head_dim}, {8 * x.head_tiles} heads" for x in gated if x not in found]
 
 
 def report(result: Result) -> int:
@@ -377,7 +387,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begun = time.monotonic()
     parts = options.only or [""]
     units = [x for x in chosen_units(options.all) if any(part in x.label for part in parts)]
-    print("arch     K         V         head tile  regs frame spills   loop  rare per element")
+    print(
+        "arch     K         V         head tile heads  regs frame spills   loop  rare per element"
+    )
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(JOBS) as pool:
         results = pool.map(
             lambda unit: compile_unit(nvcc, unit, cuobjdump=cuobjdump, folder=Path(folder)), units

@@ -79,8 +79,15 @@ BUGS = (
     Bug(
         "decode-mask-one-more",
         "decode_attention.h",
-        "if (row < begin || row >= end) {\n        scores",
-        "if (row < begin || row > end) {\n        scores",
+        "if (row < begin || row >= end) {\n#pragma unroll",
+        "if (row < begin || row > end) {\n#pragma unroll",
+        "decode_attention",
+    ),
+    Bug(
+        "decode-second-head-tile",  # has the queries of the first
+        "decode_attention.h",
+        "LoadQuery<C>(task, n * kHeadTile, &query[n]);",
+        "LoadQuery<C>(task, 0, &query[n]);",
         "decode_attention",
     ),
     Bug(

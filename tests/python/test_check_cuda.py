@@ -11,7 +11,7 @@ from check_cuda import Compiled, Count, Kernel, Unit
 
 NAME = (
     "_ZN9turbomind4cuda12DecodeKernelINS0_12DecodeConfigILNS_11KvCacheModeE{0}ELS3_{0}E"
-    "LNS_8DataTypeE2ELi{1}ELi{2}ELi3ELi4EEEEEvNS0_12DecodeParamsE"
+    "LNS_8DataTypeE2ELi{1}ELi{2}ELi3ELi4ELi{3}EEEEEvNS0_12DecodeParamsE"
 )
 
 PTXAS = """
@@ -75,10 +75,12 @@ def test_per_element():
 
 
 def test_kernels_by_name():
-    gated, small = Kernel.of(NAME.format(6, 128, 32)), Kernel.of(NAME.format(6, 128, 16))
+    gated, small = Kernel.of(NAME.format(6, 128, 32, 1)), Kernel.of(NAME.format(6, 128, 16, 1))
     assert gated == Kernel("kFp4Nv", "kFp4Nv", 128, 32) and gated.most_per_element == 3.1
     assert small == Kernel("kFp4Nv", "kFp4Nv", 128, 16) and small.most_per_element is None
-    mixed = Kernel.of(NAME.format(1, 64, 32).replace("ELS3_1E", "ELS3_5E"))
+    pair = Kernel.of(NAME.format(6, 64, 32, 2))
+    assert pair == Kernel("kFp4Nv", "kFp4Nv", 64, 32, 2) and pair.most_per_element == 3.8
+    mixed = Kernel.of(NAME.format(1, 64, 32, 1).replace("ELS3_1E", "ELS3_5E"))
     assert mixed == Kernel("kInt8", "kFp4Mx", 64, 32) and not mixed.is_counted
     assert Kernel.of("_Z4loopv") is None
 
@@ -124,8 +126,8 @@ def run(monkeypatch, tmp_path, capsys):
         gated = tmp_path / "decode_variants_128.cu"
         units = [Unit("sm_90a", file=gated), Unit("sm_80", file=tmp_path / "x_ops.cu")]
         said, sass = "", ""
-        for mode in (5, 6):
-            name = NAME.format(mode, 128, 32)
+        for mode, head_tiles in ((5, 1), (5, 2), (6, 1), (6, 2)):
+            name = NAME.format(mode, 128, 32, head_tiles)
             said += f"Compiling entry function '{names.get('said', name)}' for 'sm_90a'\n"
             said += (
                 f"{frame} bytes stack frame, {spilled} bytes spill stores, 0 bytes spill loads\n"
@@ -150,24 +152,27 @@ def test_the_gate(run):
     status, text = run(most)
     assert status == 0 and "0 faults" in text and "FAILED" not in text
     status, text = run(most + 1)
-    assert status == 1 and "2 faults" in text and "at most 3.1  FAILED" in text
+    assert status == 1 and "4 faults" in text and "at most 3.1  FAILED" in text
 
 
 def test_what_is_gated_has_to_be_there(run):
     status, text = run(700, sass="_Z4loopv")
-    assert status == 1 and text.count("no machine code found  FAILED") == 2
+    assert status == 1 and text.count("no machine code found  FAILED") == 4
     status, text = run(700, said="_Z4loopv")
-    assert status == 1 and "decode_variants_128.cu: no decode kernel kFp4Mx 128  FAILED" in text
-    assert "2 faults" in text
+    assert (
+        status == 1
+        and "decode_variants_128.cu: no decode kernel kFp4Mx 128, 16 heads  FAILED" in text
+    )
+    assert "4 faults" in text
 
 
 def test_spills_and_stack_frames_fail(run):
     status, text = run(700, spilled=4)
-    assert status == 1 and "4 faults" in text
+    assert status == 1 and "8 faults" in text
     status, text = run(700, spilled=4, said="_Z4loopv")
-    assert status == 1 and "6 faults" in text and "x_ops.cu: _Z4loopv spills 4" in text
+    assert status == 1 and "12 faults" in text and "x_ops.cu: _Z4loopv spills 4" in text
     status, text = run(700, frame=8)
-    assert status == 1 and "4 faults" in text
+    assert status == 1 and "8 faults" in text
 
 
 def test_a_file_that_does_not_compile(run):

@@ -236,7 +236,7 @@ std::vector<double> Reference(const Case& c, const Pools& pools, const Inputs& i
 // registered, nothing else.
 template <class C>
 std::vector<float> RunKernels(const Case& c, const Pools& pools, const Inputs& in, uint64_t seed) {
-  const int head_tiles = (c.group + kDecodeHeads - 1) / kDecodeHeads;
+  const int head_blocks = (c.group + C::kHeads - 1) / C::kHeads;
   DecodePlan plan;
   PlanDecode(c.ranges, {.num_slots = c.num_slots}, &plan);
   const size_t partials = plan.items.size() * static_cast<size_t>(in.q_heads);
@@ -274,8 +274,8 @@ std::vector<float> RunKernels(const Case& c, const Pools& pools, const Inputs& i
   decode.partial_o = partial_o.data();
   decode.partial_ml = partial_ml.data();
   const auto items = static_cast<unsigned>(plan.items.size());
-  cuda_shim::Launch({{static_cast<unsigned>(c.kv_heads * head_tiles), items},
-                     {32 * kDecodeWarps},
+  cuda_shim::Launch({{static_cast<unsigned>(c.kv_heads * head_blocks), items},
+                     {32 * C::kWarps},
                      C::kSharedBytes,
                      seed},
                     [&] { DecodeKernel<C>(decode); });
@@ -424,6 +424,18 @@ TEST_CASE("every number of query heads, each in several orders of threads") {
     c.kv_heads = 1 + group % 2;
     c.seed = static_cast<uint64_t>(group);
     CheckCase<DecodeConfig<kFp4Nv, kFp4Nv, kHalf, 64, 32, 3>>(c, kOrders);
+    CheckCase<DecodeConfig<kFp4Nv, kFp4Nv, kHalf, 64, 32, 3, 4, 2>>(c, kOrders);
+  }
+}
+
+TEST_CASE("two head tiles, blocks of other numbers of warps") {
+  for (Case c : Cases()) {
+    c.group = 13;
+    c.kv_heads = 1;
+    CheckCase<DecodeConfig<kFp4Mx, kFp4Mx, kHalf, 128, 32, 3, 4, 2>>(c);
+    CheckCase<DecodeConfig<kInt4, kInt4, kBFloat, 128, 16, 3, 4, 2>>(c);
+    c.group = 5;
+    CheckCase<DecodeConfig<kNone, kNone, kHalf, 64, 16, 3, 2>>(c);
   }
 }
 

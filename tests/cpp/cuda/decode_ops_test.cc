@@ -212,7 +212,7 @@ TEST_CASE("a step without decode sequences, and an empty context") {
 
 std::string Refusal(const KvLayerView& view, const GpuProperties& gpu) {
   try {
-    FindDecodeVariant(view, gpu);
+    FindDecodeVariant(view, 1, gpu);
   } catch (const InvalidArgument& error) {
     return error.what();
   }
@@ -249,6 +249,26 @@ TEST_CASE("head_dim 256 runs with 99 KiB of shared memory, hot blocks too") {
   }
 }
 
+TEST_CASE("two head tiles of four-bit values are read by one block") {
+  for (KvCacheMode mode : {kFp4Mx, kFp4Nv, kInt4, kInt8}) {
+    for (int head_dim : {64, 128}) {
+      Case c = {.k = mode, .v = mode, .head_dim = head_dim};
+      c.group = head_dim == 64 ? 16 : 19;
+      c.block_seq_len = head_dim == 64 ? 64 : 16;
+      c.hot = mode == kFp4Nv ? HotTokens{64, 64} : HotTokens{};
+      c.sinks = true;
+      c.most_seqs = 2;
+      c.most_context = 280;
+      const Layer layer(c);
+      CHECK(FindDecodeVariant(layer.cold.view, c.group, PropertiesOf(0)).heads ==
+            (mode == kInt8 ? 8 : 16));
+      TestGpu gpu(layer, false, 2);
+      const Step step(layer, {280, 70}, FirstSequences(2));
+      CheckClose(layer, step, gpu.Run(step));
+    }
+  }
+}
+
 // Every kernel of the list is there, and runs on an SM 86 as well.
 TEST_CASE("every listed pair, dtype, head_dim and block length has a kernel") {
   GpuProperties gpu = PropertiesOf(0);
@@ -263,7 +283,9 @@ TEST_CASE("every listed pair, dtype, head_dim and block length has a kernel") {
               c.block_seq_len = block_seq_len;
               const block::Layout layout(ConfigOf(c, k, v));
               const KvLayerView view = layout.LayerView(0, nullptr, nullptr);
-              CHECK(FindDecodeVariant(view, gpu).shared_bytes > 0);
+              for (int group : {8, 9}) {
+                CHECK(FindDecodeVariant(view, group, gpu).shared_bytes > 0);
+              }
             }
           }
         }

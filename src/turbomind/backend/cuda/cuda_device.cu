@@ -117,7 +117,7 @@ class CudaDevice final : public Device {
            (pool_.num_threads() == 1 ? " thread)" : " threads)");
   }
   void RequireAttention(const KvLayerView& layer) const override {
-    FindDecodeVariant(layer, properties_);  // prefill has the same head_dims and dtypes
+    FindDecodeVariant(layer, 1, properties_);  // prefill has the same head_dims and dtypes
   }
 
   std::string products() const override { return products_; }

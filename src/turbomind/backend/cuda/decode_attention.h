@@ -3,18 +3,20 @@
 // ⑦ Decode attention over paged, quantised pools, for one query token per sequence.
 //
 // What a block owns: one item (a range of positions of one sequence, cut by decode_plan.h), one KV
-// head, up to 8 of its query heads. Its warps take turns with tiles of kTileTokens positions,
+// head, up to kHeads of its query heads. Its warps take turns with tiles of kTileTokens positions,
 // each with a ring of kStages stages of its own that cp.async fills, and an online softmax of its
 // own; they are merged at the end into one partial result per query head, which CombineKernel
 // merges over the items of a sequence.
 //
-// What moves: every byte of payload, parameters and scales of the range, once per KV head and 8
-// query heads; 16 bytes at a time. Bound: memory, with about 3 instructions per FP4 element at most
-// (scripts/check_cuda.py counts them); what is the same for all tiles is computed once (StageView).
+// What moves: every byte of payload, parameters and scales of the range, once per KV head and
+// kHeads query heads; 16 bytes at a time. Bound: memory, with about 3 instructions per FP4 element
+// at most (scripts/check_cuda.py counts them); what is the same for all tiles is computed once
+// (StageView).
 //
-// Products: Kᵀ tiles of 16 positions × 16 dimensions times 8 query heads (mma.m16n8k16), so that a
-// dequantised value serves all heads. Dimensions may come in any order as long as queries come in
-// the same. Values lie in shared memory as SideShape scatters them, against bank conflicts.
+// Products: Kᵀ tiles of 16 positions × 16 dimensions times a tile of 8 query heads (mma.m16n8k16);
+// a dequantised value serves all heads of the block. Dimensions may come in any order as long as
+// queries come in the same. Values lie in shared memory as SideShape scatters them, against bank
+// conflicts.
 //
 // The reference maximum of the softmax moves only when a score exceeds it by more than 2^8; it
 // begins finite, so that a tile without visible positions adds nothing.
@@ -34,22 +36,24 @@ TM_DEVICE IntParam LoadParam(const char* from) {
   return IntParamOf<C::kType>(LoadShared<uint32_t>(from));
 }
 
-// The queries of 8 heads as operand B of the keys' products, in the order of the keys' dimensions,
-// and the sum of each head's values as rounded.
+// The queries of a head tile as operand B of the keys' products, in the order of the keys'
+// dimensions, and the sum of each head's values as rounded.
 template <class C>
 struct Query {
   uint32_t b[C::kSteps][2];
   float sum[2];  // of the heads 2 t and 2 t + 1, for integer keys
 };
 
+// Of the heads from `first` on, counted from the block's first.
 template <class C>
-TM_DEVICE void LoadQuery(const DecodeTask<C>& task, Query<C>* query) {
+TM_DEVICE void LoadQuery(const DecodeTask<C>& task, int first, Query<C>* query) {
   using F = Fragments<C::kKeyMode, C::kType>;
   using Shape = typename C::KeyShape;
   constexpr int kPairs = F::kDims / 2;  // of a word
-  const bool real = task.at.g < task.num_heads;
+  const int head = first + task.at.g;
+  const bool real = head < task.num_heads;
   const float* q = task.params.q + task.item.sequence * task.params.q_stride +
-                   static_cast<int64_t>(task.first_head + (real ? task.at.g : 0)) * C::kHeadDim;
+                   static_cast<int64_t>(task.first_head + (real ? head : 0)) * C::kHeadDim;
   float sum = 0.f;
 #pragma unroll
   for (int pair = 0; pair < 2 * C::kSteps; ++pair) {
@@ -108,16 +112,27 @@ TM_DEVICE void ExpandKeys(const StageView& view, int stage, int row, int i, bool
   }
 }
 
-// Scores of 16 positions: rows g and g + 8, heads 2 t and 2 t + 1, not yet scaled by the softmax
-// scale.
+// What a warp holds of each head tile for a tile of positions: rows g and g + 8 of 16, heads 2 t
+// and 2 t + 1.
 template <class C>
-TM_DEVICE void ScoreRows(const DecodeTask<C>& task, const Query<C>& query, const StageView& view,
-                         int stage, int sub_tile, float (&scores)[4]) {
+using TileScores = float[C::kHeadTiles][C::kSubTiles][4];
+
+// Scores of 16 positions, not yet scaled by the softmax scale. A key is expanded once for all
+// heads.
+template <class C>
+TM_DEVICE void ScoreRows(const DecodeTask<C>& task, const Query<C> (&query)[C::kHeadTiles],
+                         const StageView& view, int stage, int sub_tile, TileScores<C>& scores) {
   using F = Fragments<C::kKeyMode, C::kType>;
   using Shape = typename C::KeyShape;
   constexpr int kPiece = Shape::kKeyPiece;
   constexpr int kPairs = F::kDims / 2;
-  scores[0] = scores[1] = scores[2] = scores[3] = 0.f;
+#pragma unroll
+  for (int n = 0; n < C::kHeadTiles; ++n) {
+#pragma unroll
+    for (float& score : scores[n][sub_tile]) {
+      score = 0.f;
+    }
+  }
 #pragma unroll
   for (int i = 0; i < Shape::kKeyWords; i += kPiece) {
     const bool there = Shape::kKeysEven || Shape::KeyWord(task.at.t, i) < Shape::kRowWords;
@@ -130,27 +145,41 @@ TM_DEVICE void ScoreRows(const DecodeTask<C>& task, const Query<C>& query, const
     for (int p = 0; p + 1 < kPiece * kPairs; p += 2) {
       const int step = (i * kPairs + p) / 2;
       const uint32_t a[4] = {pairs[0][p], pairs[1][p], pairs[0][p + 1], pairs[1][p + 1]};
-      Multiply<F::kBFloat>(scores, a, query.b[step][0], query.b[step][1]);
+#pragma unroll
+      for (int n = 0; n < C::kHeadTiles; ++n) {
+        Multiply<F::kBFloat>(scores[n][sub_tile], a, query[n].b[step][0], query[n].b[step][1]);
+      }
     }
   }
   if constexpr (IsInteger(C::kKeyMode)) {
 #pragma unroll
     for (int x = 0; x < 2; ++x) {
       const IntParam param = LoadParam<C>(view.key_meta + stage + 4 * (16 * sub_tile + 8 * x));
-      scores[2 * x] = scores[2 * x] * param.scale + query.sum[0] * param.zero;
-      scores[2 * x + 1] = scores[2 * x + 1] * param.scale + query.sum[1] * param.zero;
+#pragma unroll
+      for (int n = 0; n < C::kHeadTiles; ++n) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float& score = scores[n][sub_tile][2 * x + h];
+          score = score * param.scale + query[n].sum[h] * param.zero;
+        }
+      }
     }
   }
 }
 
-// Results of a warp: o of dimensions ValueDim(g, tile) and the next (rows g and g + 8 of a tile)
-// and heads 2 t, 2 t + 1; reference maxima and sums of those heads.
+// Results of a warp for a head tile: o of dimensions ValueDim(g, tile) and the next (rows g and
+// g + 8 of a tile) and heads 2 t, 2 t + 1; reference maxima and sums of those heads.
 template <class C>
-struct WarpState {
+struct HeadState {
   float o[C::kOutTiles][4];
   float m[2];
   float l[2];  // of the lane's rows, until the end
 };
+template <class C>
+using WarpState = HeadState<C>[C::kHeadTiles];
+// Operand B of the values' products for 16 positions.
+template <class C>
+using Weights = uint32_t[C::kHeadTiles][2];
 
 // The scales of one side's parameters of two positions.
 template <class C>
@@ -208,7 +237,7 @@ TM_DEVICE void LoadValueParams(const char* from, ValueScales<C>* scales) {
 // Word i of the values of the positions row, row + 1 of an operand and 8 on → o.
 template <class C>
 TM_DEVICE void AddValueWord(const uint32_t (&words)[4], const ValueScales<C>& scales, int i,
-                            const uint32_t (&weights)[2], WarpState<C>* state) {
+                            const Weights<C>& weights, WarpState<C>& state) {
   using F = Fragments<C::kValueMode, C::kType>;
   using Shape = typename C::ValueShape;
   uint32_t pairs[2][F::kDims];
@@ -227,14 +256,18 @@ TM_DEVICE void AddValueWord(const uint32_t (&words)[4], const ValueScales<C>& sc
 #pragma unroll
   for (int d = 0; d < Shape::kValueDims; d += 2) {
     const uint32_t a[4] = {pairs[0][d], pairs[0][d + 1], pairs[1][d], pairs[1][d + 1]};
-    Multiply<F::kBFloat>(state->o[(i * Shape::kValueDims + d) / 2], a, weights[0], weights[1]);
+#pragma unroll
+    for (int n = 0; n < C::kHeadTiles; ++n) {
+      float(&o)[4] = state[n].o[(i * Shape::kValueDims + d) / 2];
+      Multiply<F::kBFloat>(o, a, weights[n][0], weights[n][1]);
+    }
   }
 }
 
-// o += weights · values of 16 positions. `weights` is operand B.
+// o += weights · values of 16 positions. A value is expanded once for all heads.
 template <class C>
-TM_DEVICE void AddValues(const StageView& view, int stage, int sub_tile,
-                         const uint32_t (&weights)[2], WarpState<C>* state) {
+TM_DEVICE void AddValues(const StageView& view, int stage, int sub_tile, const Weights<C>& weights,
+                         WarpState<C>& state) {
   using Shape = typename C::ValueShape;
   constexpr int kPiece = Shape::kValuePiece;
   constexpr int kOddRow = Shape::Slot(1) * Shape::kRowBytes;
@@ -268,21 +301,25 @@ TM_DEVICE void AddValues(const StageView& view, int stage, int sub_tile,
 
 // The same of all positions of a tile.
 template <class C>
-TM_DEVICE void AddTile(const StageView& view, int stage, const float (&weights)[C::kSubTiles][4],
-                       WarpState<C>* state) {
+TM_DEVICE void AddTile(const StageView& view, int stage, const TileScores<C>& weights,
+                       WarpState<C>& state) {
   constexpr bool kBFloat = Fragments<C::kValueMode, C::kType>::kBFloat;
 #pragma unroll
   for (int u = 0; u < C::kSubTiles; ++u) {
-    const float(&w)[4] = weights[u];
-    const uint32_t b[2] = {TransposeMatrix(PackPair<kBFloat>(w[0], w[1])),
-                           TransposeMatrix(PackPair<kBFloat>(w[2], w[3]))};
+    Weights<C> b;
+#pragma unroll
+    for (int n = 0; n < C::kHeadTiles; ++n) {
+      const float(&w)[4] = weights[n][u];
+      b[n][0] = TransposeMatrix(PackPair<kBFloat>(w[0], w[1]));
+      b[n][1] = TransposeMatrix(PackPair<kBFloat>(w[2], w[3]));
+    }
     AddValues<C>(view, stage, u, b, state);
   }
 }
 
-// Scores → weights 2^(score - m) in `scores`; o and l are lowered where m moves.
+// Scores of a head tile → weights 2^(score - m) in `scores`; o and l are lowered where m moves.
 template <class C>
-TM_DEVICE void UpdateSoftmax(float scale, float (&scores)[C::kSubTiles][4], WarpState<C>* state) {
+TM_DEVICE void UpdateSoftmax(float scale, float (&scores)[C::kSubTiles][4], HeadState<C>* state) {
   float most[2] = {scores[0][0], scores[0][1]};
 #pragma unroll
   for (int u = 0; u < C::kSubTiles; ++u) {
@@ -323,15 +360,18 @@ TM_DEVICE void UpdateSoftmax(float scale, float (&scores)[C::kSubTiles][4], Warp
 // values.
 template <class C>
 TM_DEVICE void HideOutside(const DecodeTask<C>& task, int begin, int end, int stage,
-                           float (&scores)[C::kSubTiles][4]) {
+                           TileScores<C>& scores) {
 #pragma unroll
   for (int u = 0; u < C::kSubTiles; ++u) {
 #pragma unroll
     for (int x = 0; x < 2; ++x) {
       const int row = 16 * u + 8 * x + task.at.g;
       if (row < begin || row >= end) {
-        scores[u][2 * x] = -INFINITY;
-        scores[u][2 * x + 1] = -INFINITY;
+#pragma unroll
+        for (int n = 0; n < C::kHeadTiles; ++n) {
+          scores[n][u][2 * x] = -INFINITY;
+          scores[n][u][2 * x + 1] = -INFINITY;
+        }
       }
     }
   }
@@ -346,7 +386,7 @@ TM_DEVICE void HideOutside(const DecodeTask<C>& task, int begin, int end, int st
 
 // All tiles of the warp: tiles warp, warp + kWarps, ... of the item.
 template <class C>
-TM_DEVICE void ReadItem(const DecodeTask<C>& task, WarpState<C>* state) {
+TM_DEVICE void ReadItem(const DecodeTask<C>& task, WarpState<C>& state) {
   constexpr int kTile = C::kTileTokens;
   constexpr int kTurn = C::kTurnTokens;
   constexpr int kAhead = C::kStages - 1;
@@ -376,8 +416,11 @@ TM_DEVICE void ReadItem(const DecodeTask<C>& task, WarpState<C>* state) {
   if (left > kAhead * kTurn) {
     next = place_of(ahead);
   }
-  Query<C> query;
-  LoadQuery<C>(task, &query);
+  Query<C> query[C::kHeadTiles];
+#pragma unroll
+  for (int n = 0; n < C::kHeadTiles; ++n) {
+    LoadQuery<C>(task, n * kHeadTile, &query[n]);
+  }
   const float scale = p.softmax_scale * kLog2E * Fragments<C::kKeyMode, C::kType>::kUnit *
                       HeadFactor(p.kv.g[0], task.kv_head);
   int stage = 0;
@@ -394,15 +437,18 @@ TM_DEVICE void ReadItem(const DecodeTask<C>& task, WarpState<C>* state) {
     if (left > C::kStages * kTurn) {
       next = place_of(ahead);
     }
-    float scores[C::kSubTiles][4];
+    TileScores<C> scores;
 #pragma unroll
     for (int u = 0; u < C::kSubTiles; ++u) {
-      ScoreRows<C>(task, query, view, stage, u, scores[u]);
+      ScoreRows<C>(task, query, view, stage, u, scores);
     }
     if (left < kTile || left > length) {  // the item's first tile or its last
       HideOutside<C>(task, left - length, left, stage, scores);
     }
-    UpdateSoftmax<C>(scale, scores, state);
+#pragma unroll
+    for (int n = 0; n < C::kHeadTiles; ++n) {
+      UpdateSoftmax<C>(scale, scores[n], &state[n]);
+    }
     AddTile<C>(view, stage, scores, state);
     free = stage;
     stage = stage == kAhead * C::kStageBytes ? 0 : stage + C::kStageBytes;
@@ -415,23 +461,25 @@ template <class C>
 TM_DEVICE void MergeWarps(const DecodeTask<C>& task, const WarpState<C>& state) {
   constexpr int D = C::kHeadDim;
   float* merged_o = reinterpret_cast<float*>(SharedMemory());
-  float* merged_ml = merged_o + C::kWarps * kDecodeHeads * C::kMergeStride;
+  float* merged_ml = merged_o + C::kWarps * C::kHeads * C::kMergeStride;
   const Lane& at = task.at;
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int row = at.warp * kDecodeHeads + 2 * at.t + h;
-    float l = state.l[h];
+  for (int i = 0; i < 2 * C::kHeadTiles; ++i) {
+    const HeadState<C>& heads = state[i / 2];
+    const int h = i % 2;
+    const int row = at.warp * C::kHeads + i / 2 * kHeadTile + 2 * at.t + h;
+    float l = heads.l[h];
     for (int mask = 4; mask < 32; mask *= 2) {
       l += ShuffleXor(l, mask);
     }
 #pragma unroll
     for (int tile = 0; tile < C::kOutTiles; ++tile) {
       float* to = merged_o + row * C::kMergeStride + C::ValueShape::ValueDim(at.g, tile);
-      StoreShared(to, state.o[tile][h]);
-      StoreShared(to + 1, state.o[tile][2 + h]);
+      StoreShared(to, heads.o[tile][h]);
+      StoreShared(to + 1, heads.o[tile][2 + h]);
     }
     if (at.g == 0) {
-      StoreShared(merged_ml + 2 * row, state.m[h]);
+      StoreShared(merged_ml + 2 * row, heads.m[h]);
       StoreShared(merged_ml + 2 * row + 1, l);
     }
   }
@@ -442,12 +490,12 @@ TM_DEVICE void MergeWarps(const DecodeTask<C>& task, const WarpState<C>& state) 
   for (int head = at.warp; head < task.num_heads; head += C::kWarps) {
     float m = kLeastMax;
     for (int w = 0; w < C::kWarps; ++w) {
-      m = fmaxf(m, LoadShared<float>(merged_ml + 2 * (w * kDecodeHeads + head)));
+      m = fmaxf(m, LoadShared<float>(merged_ml + 2 * (w * C::kHeads + head)));
     }
     float l = 0.f;
     float weight[C::kWarps];
     for (int w = 0; w < C::kWarps; ++w) {
-      const float* ml = merged_ml + 2 * (w * kDecodeHeads + head);
+      const float* ml = merged_ml + 2 * (w * C::kHeads + head);
       weight[w] = Exp2Approx(LoadShared<float>(ml) - m);
       l += weight[w] * LoadShared<float>(ml + 1);
     }
@@ -456,8 +504,7 @@ TM_DEVICE void MergeWarps(const DecodeTask<C>& task, const WarpState<C>& state) 
     for (int d = at.lane; d < D; d += 32) {
       float o = 0.f;
       for (int w = 0; w < C::kWarps; ++w) {
-        o += weight[w] *
-             LoadShared<float>(merged_o + (w * kDecodeHeads + head) * C::kMergeStride + d);
+        o += weight[w] * LoadShared<float>(merged_o + (w * C::kHeads + head) * C::kMergeStride + d);
       }
       StoreGlobal(p.partial_o + result * D + d, o * factor);
     }
@@ -468,7 +515,7 @@ TM_DEVICE void MergeWarps(const DecodeTask<C>& task, const WarpState<C>& state) 
   }
 }
 
-// Grid: (KV heads · ⌈query heads of a KV head / 8⌉) × items; C::kWarps warps; C::kSharedBytes.
+// Grid: (KV heads · ⌈query heads of a KV head / kHeads⌉) × items; kWarps warps; kSharedBytes.
 template <class C>
 __global__ void __launch_bounds__(32 * C::kWarps, C::kBlocksPerSm)
     DecodeKernel(DecodeParams params) {
@@ -479,19 +526,22 @@ __global__ void __launch_bounds__(32 * C::kWarps, C::kBlocksPerSm)
   const int lane = ThreadIndexX() & 31;
   const int warp = WarpIndex();
   const int group = params.q_heads / params.kv.kv_heads;
-  const int head_tiles = (group + kDecodeHeads - 1) / kDecodeHeads;
+  const int head_tiles = (group + C::kHeads - 1) / C::kHeads;
   const int kv_head = BlockIndexX() / head_tiles;
-  const int first = BlockIndexX() % head_tiles * kDecodeHeads;
+  const int first = BlockIndexX() % head_tiles * C::kHeads;
   const DecodeTask<C> task = {params,
                               item,
                               kv_head,
                               kv_head * group + first,
-                              group - first < kDecodeHeads ? group - first : kDecodeHeads,
+                              group - first < C::kHeads ? group - first : C::kHeads,
                               SharedMemory() + warp * C::kRingBytes,
                               {lane, warp, lane >> 2, lane & 3}};
   WarpState<C> state = {};
-  state.m[0] = state.m[1] = kLeastMax;
-  ReadItem<C>(task, &state);
+#pragma unroll
+  for (int n = 0; n < C::kHeadTiles; ++n) {
+    state[n].m[0] = state[n].m[1] = kLeastMax;
+  }
+  ReadItem<C>(task, state);
   SyncBlock();  // the rings make room for the results
   MergeWarps<C>(task, state);
 }

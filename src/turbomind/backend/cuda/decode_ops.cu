@@ -16,9 +16,9 @@ constexpr size_t kAlignment = 256;
 constexpr int kSlotsPerSm = 4;
 constexpr int kDeterministicWarps = 4;  // of a row that is combined
 
-// Blocks of a kernel that read one item.
-int BlocksPerItem(int kv_heads, int q_heads) {
-  return kv_heads * static_cast<int>(CeilDiv(q_heads / kv_heads, kDecodeHeads));
+// Blocks of so many query heads that read one item.
+int BlocksPerItem(int kv_heads, int q_heads, int heads) {
+  return kv_heads * static_cast<int>(CeilDiv(q_heads / kv_heads, heads));
 }
 
 // So that a sequence of average length is merged in one round.
@@ -63,7 +63,9 @@ DecodePlanner::Plan DecodePlanner::Measure(const StepGroup& group, int q_heads) 
   plan.rule = RuleOf(group.window, group.rule);
   plan.q_heads = q_heads;
   plan.kv_heads = group.kv_heads;
-  const int slots = kSlotsPerSm * context_.gpu.num_sms / BlocksPerItem(group.kv_heads, q_heads);
+  // A block of two head tiles counts as two: half as many fit an SM.
+  const int slots =
+      kSlotsPerSm * context_.gpu.num_sms / BlocksPerItem(group.kv_heads, q_heads, kHeadTile);
   plan.limits = {std::max(slots, 1), context_.deterministic};
   plan.num_cold = plan.rule.MostCold(num_seqs_, plan.limits);
   plan.num_hot = plan.rule.MostHot(num_seqs_, plan.limits);
@@ -129,7 +131,8 @@ void LaunchItems(const Context& context, const PoolItems& pool, DecodeParams par
   if (pool.num_items == 0) {
     return;
   }
-  const DecodeVariant variant = FindDecodeVariant(pool.kv, context.gpu);
+  const DecodeVariant variant =
+      FindDecodeVariant(pool.kv, params.q_heads / pool.kv.kv_heads, context.gpu);
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   Check(pool.kv.block_bytes <= kMost && pool.kv.scale_block_bytes <= kMost,
         "a block has less than 2 GiB");
@@ -137,7 +140,7 @@ void LaunchItems(const Context& context, const PoolItems& pool, DecodeParams par
   params.block_tables = pool.block_tables;
   params.items = pool.items;
   Launch(variant.kernel,
-         {.grid_x = BlocksPerItem(pool.kv.kv_heads, params.q_heads),
+         {.grid_x = BlocksPerItem(pool.kv.kv_heads, params.q_heads, variant.heads),
           .grid_y = pool.num_items,
           .threads = variant.threads,
           .shared_bytes = variant.shared_bytes},

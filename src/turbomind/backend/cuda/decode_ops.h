@@ -65,9 +65,9 @@ class DecodePlanner {
 // Attention of sequences [0, num_decode) of the batch: Device::DecodeAttention. All addresses are
 // on the GPU; q, out and q_dot_mean at multiples of 16 bytes. REQUIRES: the planner has the step.
 //
-// A block of a kernel reads one item for up to 8 query heads of a KV head; the items of hot blocks
-// go through the kernel of mode none with the hot pool. Their results are merged by CombineKernel.
-// Products are of 16-bit operands, summed in FP32, whatever params.exact says. With
+// A block of a kernel reads one item for up to 8 or 16 query heads of a KV head; the items of hot
+// blocks go through the kernel of mode none with the hot pool. Their results are merged by
+// CombineKernel. Products are of 16-bit operands, summed in FP32, whatever params.exact says. With
 // context.deterministic a row's bits depend on its own sequence alone.
 //
 // Throws InvalidArgument for a layer that there is no kernel for (decode_variants.h).

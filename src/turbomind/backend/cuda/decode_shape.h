@@ -29,7 +29,7 @@ struct DecodeParams {
 };
 
 inline constexpr int kDecodeWarps = 4;  // of a block, unless its ring is too large
-inline constexpr int kDecodeHeads = 8;  // of a block
+inline constexpr int kHeadTile = 8;     // query heads of one matrix product
 inline constexpr int kMostBlockTokens = 128;
 inline constexpr float kLeastMax = -1e30f;
 inline constexpr float kLazyMax = 8.f;
@@ -88,7 +88,7 @@ struct SideShape {
 };
 
 template <KvCacheMode K, KvCacheMode V, DataType T, int D, int kTokens, int kStageCount,
-          int kWarpCount = kDecodeWarps>
+          int kWarpCount = kDecodeWarps, int kHeadTileCount = 1>
 struct DecodeConfig {
   using KeyShape = SideShape<K, T, D>;
   using ValueShape = SideShape<V, T, D>;
@@ -99,6 +99,8 @@ struct DecodeConfig {
   static constexpr int kTileTokens = kTokens;
   static constexpr int kStages = kStageCount;
   static constexpr int kWarps = kWarpCount;
+  static constexpr int kHeadTiles = kHeadTileCount;
+  static constexpr int kHeads = kHeadTile * kHeadTiles;  // of a block, at most
   static constexpr int kSubTiles = kTokens / 16;
   // The warps' turn of tiles is whole blocks: a warp's tiles lie at one slot of all its blocks.
   static constexpr int kTurnTokens = kWarps * kTokens;
@@ -112,11 +114,12 @@ struct DecodeConfig {
   static constexpr int kStageBytes = kValueParamsAt + kTokens * ValueShape::kParamBytes;
   static constexpr int kRingBytes = kStageBytes * kStageCount;
   static constexpr int kMergeStride = D + 4;  // floats of a head when warps are merged
-  static constexpr int kMergeBytes = kWarps * kDecodeHeads * (kMergeStride + 2) * 4;
+  static constexpr int kMergeBytes = kWarps * kHeads * (kMergeStride + 2) * 4;
   static constexpr int kSharedBytes =
       kWarps * kRingBytes > kMergeBytes ? kWarps* kRingBytes : kMergeBytes;
   // What registers have to leave room for.
-  static constexpr int kBlocksPerSm = D <= 128 && kSharedBytes <= kQuarterOfSm ? 4 : 2;
+  static constexpr int kBlocksPerSm =
+      D <= 128 && kSharedBytes <= kQuarterOfSm && kHeadTiles == 1 ? 4 : 2;
   static constexpr int kSteps = (KeyShape::kKeyWords * Fragments<K, T>::kDims / 2 + 1) / 2;
   static constexpr int kOutTiles = D / 16;
 };
@@ -125,7 +128,7 @@ struct DecodeConfig {
 struct Lane {
   int lane;
   int warp;
-  int g;  // 0..7: its row of operands, its head of results
+  int g;  // 0..7: its row of operands, its head of a head tile's results
   int t;  // 0..3: its columns
 };
 

@@ -33,14 +33,15 @@ DecodeVariant Find(int head_dim, const DecodeFormat& format) {
 
 }  // namespace
 
-DecodeVariant FindDecodeVariant(const KvLayerView& kv, const GpuProperties& gpu) {
+DecodeVariant FindDecodeVariant(const KvLayerView& kv, int group, const GpuProperties& gpu) {
   if (kv.dtype == DataType::kFloat32) {
     throw InvalidArgument(
         "dtype: got float32, want float16 or bfloat16 on a GPU; use --dtype bfloat16 or --device "
         "cpu");
   }
   const DecodeVariant variant =
-      Find(kv.head_dim, {kv.mode[0], kv.mode[1], kv.dtype, kv.block_seq_len == kSmallBlock});
+      Find(kv.head_dim,
+           {kv.mode[0], kv.mode[1], kv.dtype, kv.block_seq_len == kSmallBlock, group > kHeadTile});
   Check(variant.kernel != nullptr, "the formats of K and V are a listed pair");
   if (variant.shared_bytes > gpu.shared_bytes_per_block) {  // none of today's: kMostShared
     throw InvalidArgument("head_dim " + std::to_string(kv.head_dim) + " with K " +

@@ -14,6 +14,7 @@ struct DecodeVariant {
   void (*kernel)(DecodeParams) = nullptr;  // null: none is built
   size_t shared_bytes = 0;
   int threads = 0;
+  int heads = 0;  // query heads of a block
 };
 
 struct DecodeFormat {
@@ -21,6 +22,7 @@ struct DecodeFormat {
   KvCacheMode v = KvCacheMode::kNone;
   DataType dtype = DataType::kBFloat16;
   bool small_blocks = false;  // of 16 positions
+  bool many_heads = false;    // more than kHeadTile query heads of a KV head
 };
 
 // Built for kHeadDim 64, 80, 96, 128 and 256, for every listed pair of formats and both 16-bit
@@ -28,8 +30,8 @@ struct DecodeFormat {
 template <int kHeadDim, bool kMixed>
 DecodeVariant FindVariant(const DecodeFormat& format);
 
-// Throws InvalidArgument for a layer that no kernel is built for; every kernel fits a GPU with
-// kMostShared. Reads no address.
-DecodeVariant FindDecodeVariant(const KvLayerView& kv, const GpuProperties& gpu);
+// `group`: query heads of a KV head. Throws InvalidArgument for a layer that no kernel is built
+// for; every kernel fits a GPU with kMostShared. Reads no address.
+DecodeVariant FindDecodeVariant(const KvLayerView& kv, int group, const GpuProperties& gpu);
 
 }  // namespace turbomind::cuda

@@ -39,18 +39,33 @@ template <class Config>
 DecodeVariant VariantOf() {
   static_assert(Config::kBlocksPerSm != 3);
   static_assert(Config::kSharedBytes <= kMostShared);
-  return {&DecodeKernel<Config>, Config::kSharedBytes, 32 * Config::kWarps};
+  return {&DecodeKernel<Config>, Config::kSharedBytes, 32 * Config::kWarps, Config::kHeads};
 }
 
+// Whether a block reads four-bit values for two head tiles where there are as many: expanding them
+// for each would take longer than reading them. Wider ones have the time.
 template <KvCacheMode K, KvCacheMode V, DataType T, int D>
-DecodeVariant MakeVariant(bool small_blocks) {
+inline constexpr bool kPairsHeadTiles =
+    (D == 64 || D == 128) && Fragments<K, T>::kBits == 4 && Fragments<V, T>::kBits == 4;
+
+template <KvCacheMode K, KvCacheMode V, DataType T, int D>
+DecodeVariant MakeVariant(const DecodeFormat& format) {
   using One = DecodeConfig<K, V, T, D, 16, 1>;
   constexpr TileShape kTile = ChooseTile(One::kStageBytes / 16, D);
   constexpr int kSmallStages = kTile.tokens == 16 ? kTile.stages : 3;
-  if (small_blocks) {
-    return VariantOf<DecodeConfig<K, V, T, D, 16, kSmallStages, kTile.warps>>();
+  const auto with_heads = [&]<int kHeadTiles>() {
+    if (format.small_blocks) {
+      return VariantOf<DecodeConfig<K, V, T, D, 16, kSmallStages, kTile.warps, kHeadTiles>>();
+    }
+    return VariantOf<
+        DecodeConfig<K, V, T, D, kTile.tokens, kTile.stages, kTile.warps, kHeadTiles>>();
+  };
+  if constexpr (kPairsHeadTiles<K, V, T, D>) {
+    if (format.many_heads) {
+      return with_heads.template operator()<2>();
+    }
   }
-  return VariantOf<DecodeConfig<K, V, T, D, kTile.tokens, kTile.stages, kTile.warps>>();
+  return with_heads.template operator()<1>();
 }
 
 // Whether the dtype decides what the stored bytes are.
@@ -67,10 +82,10 @@ DecodeVariant FindVariant(const DecodeFormat& format) {
       } else {
         if constexpr (DependsOnType(K) || DependsOnType(V)) {
           if (format.dtype == DataType::kBFloat16) {
-            return MakeVariant<K, V, DataType::kBFloat16, D>(format.small_blocks);
+            return MakeVariant<K, V, DataType::kBFloat16, D>(format);
           }
         }
-        return MakeVariant<K, V, DataType::kFloat16, D>(format.small_blocks);
+        return MakeVariant<K, V, DataType::kFloat16, D>(format);
       }
     });
   });
