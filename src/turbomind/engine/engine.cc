@@ -23,12 +23,6 @@
 namespace turbomind {
 namespace {
 
-// The formats that one FP32 factor per head scales.
-bool HasFactor(KvCacheMode mode) {
-  return mode == KvCacheMode::kFp8E4m3 || mode == KvCacheMode::kFp8E5m2 ||
-         mode == KvCacheMode::kFp4Nv;
-}
-
 void SetCalibration(const KvCalibration& calibration, int num_layers, KvCache& cache) {
   const auto per_layer = [num_layers](const char* what, const auto& values) {
     if (!values.empty() && values.size() != static_cast<size_t>(num_layers)) {

@@ -60,6 +60,12 @@ const char* ToString(KvCacheMode mode);
 // Every accepted name with its meaning, for help texts and support tables.
 std::vector<std::pair<std::string, std::string>> KvCacheModeNames();
 
+// Whether one constant FP32 factor per layer, KV head and side scales the format.
+constexpr bool HasFactor(KvCacheMode mode) {
+  return mode == KvCacheMode::kFp8E4m3 || mode == KvCacheMode::kFp8E5m2 ||
+         mode == KvCacheMode::kFp4Nv;
+}
+
 // Formats that the K and V of a layer may have: the same for both, or 16-bit or 8-bit keys, which
 // carry most of the error, over 4-bit values.
 constexpr bool IsListedPair(KvCacheMode k, KvCacheMode v) {

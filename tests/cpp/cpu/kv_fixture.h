@@ -26,11 +26,6 @@ struct CacheShape {
   int first_block = 1;  // least id in use; every second id is
 };
 
-inline bool UsesFactor(KvCacheMode mode) {
-  return mode == KvCacheMode::kFp8E4m3 || mode == KvCacheMode::kFp8E5m2 ||
-         mode == KvCacheMode::kFp4Nv;
-}
-
 inline int EncodeByCodec(const RowFormat& f, const float* row, uint8_t* payload, uint8_t* meta) {
   return DispatchMode(f.mode, [&]<KvCacheMode M>() {
     return f.search ? Codec<M>::template EncodeRow<true>(row, f.n, f.dtype, f.g, payload, meta)
@@ -63,7 +58,7 @@ class TestCache {
       factors_[1].push_back(1.25f - 0.5f * head);
     }
     for (int side = 0; side < 2; ++side) {
-      if (UsesFactor(view_.mode[side])) {
+      if (HasFactor(view_.mode[side])) {
         view_.g[side] = factors_[side].data();
       }
       decoded_[side].resize(static_cast<size_t>(shape.kv_heads) * shape.context * shape.head_dim);

@@ -75,7 +75,7 @@ TEST_CASE("encoders equal the codec bit for bit on a million random rows") {
         for (float& x : row) {
           x = RandomValue(random, i % 6);
         }
-        const RowFormat format = {mode, kDim, dtype, UsesFactor(mode) ? factors[i / 6 % 4] : 1.f};
+        const RowFormat format = {mode, kDim, dtype, HasFactor(mode) ? factors[i / 6 % 4] : 1.f};
         Encoded want = Empty(mode, kDim, dtype);
         want.nonfinite = EncodeByCodec(format, row, want.payload.data(), want.meta.data());
         for (const CpuKvKernels& kernels : isas) {
@@ -129,7 +129,7 @@ TEST_CASE("searching encoders equal the codec bit for bit on a million random ro
         if (i % 7 == 6) {
           FillWithTies(random, row, dim);
         }
-        RowFormat format = {mode, dim, dtype, UsesFactor(mode) ? factors[i / 7 % 6] : 1.f, true};
+        RowFormat format = {mode, dim, dtype, HasFactor(mode) ? factors[i / 7 % 6] : 1.f, true};
         Encoded want = Empty(mode, dim, dtype);
         want.nonfinite = EncodeByCodec(format, row, want.payload.data(), want.meta.data());
         for (const CpuKvKernels& kernels : isas) {

@@ -74,11 +74,6 @@ block::Config ConfigOf(KvCacheMode k, KvCacheMode v, DataType dtype, int head_di
   return config;
 }
 
-bool HasFactor(KvCacheMode mode) {
-  return mode == KvCacheMode::kFp4Nv || mode == KvCacheMode::kFp8E4m3 ||
-         mode == KvCacheMode::kFp8E5m2;
-}
-
 Pools::Pools(KvCacheMode k, KvCacheMode v, DataType dtype, int head_dim, const Case& c)
     : random(static_cast<unsigned>(c.seed)) {
   int longest = 1;

@@ -69,11 +69,6 @@ inline block::Config ConfigOf(const Case& c, KvCacheMode k, KvCacheMode v) {
   return config;
 }
 
-inline bool HasFactor(KvCacheMode mode) {
-  return mode == KvCacheMode::kFp4Nv || mode == KvCacheMode::kFp8E4m3 ||
-         mode == KvCacheMode::kFp8E5m2;
-}
-
 inline void FillRow(const KvLayerView& view, KvSide side, int64_t block, int head, int slot,
                     const float* row) {
   const int s = static_cast<int>(side);

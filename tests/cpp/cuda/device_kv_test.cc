@@ -110,10 +110,7 @@ class Layer {
   KvLayerView View(int side) const {
     KvLayerView view = cold_.LayerView(0, data_[side], scales_[side]);
     for (int s = 0; s < 2; ++s) {
-      const KvCacheMode mode = view.mode[s];
-      const bool scaled = mode == KvCacheMode::kFp4Nv || mode == KvCacheMode::kFp8E4m3 ||
-                          mode == KvCacheMode::kFp8E5m2;
-      view.g[s] = scaled ? factors_[side] : nullptr;
+      view.g[s] = HasFactor(view.mode[s]) ? factors_[side] : nullptr;
     }
     return view;
   }

@@ -253,10 +253,7 @@ struct GpuStep {
 inline KvLayerView ViewOf(const Step& s, const Pointers& p) {
   KvLayerView view = s.layout.LayerView(0, p.data, p.scales);
   for (int side = 0; side < 2; ++side) {
-    const KvCacheMode mode = view.mode[side];
-    const bool has_factor = mode == KvCacheMode::kFp8E4m3 || mode == KvCacheMode::kFp8E5m2 ||
-                            mode == KvCacheMode::kFp4Nv;
-    view.g[side] = has_factor && s.shape.factor != 1.f ? p.g[side] : nullptr;
+    view.g[side] = HasFactor(view.mode[side]) && s.shape.factor != 1.f ? p.g[side] : nullptr;
   }
   return view;
 }
