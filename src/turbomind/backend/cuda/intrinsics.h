@@ -239,8 +239,8 @@ TM_DEVICE uint32_t E4m3PairToHalf2(uint32_t codes) {
   return MulHalf2(((high & 0x7f007f00u) >> 1) | (high & 0x80008000u), 0x5c005c00u);  // times 2^8
 #endif
 }
-// Whether E2m1ToHalf2 and PackE2m1 are there, one instruction per pair: from compute capability 10.0
-// on, in code for one GPU or its family alone.
+// Whether E2m1ToHalf2 and PackE2m1 are there, one instruction per pair: from compute
+// capability 10.0 on, in code for one GPU or its family alone.
 #if defined(__CUDA_ARCH_FAMILY_SPECIFIC__) && __CUDA_ARCH_FAMILY_SPECIFIC__ >= 1000
 inline constexpr bool kHasE2m1 = true;
 #else
