@@ -254,5 +254,13 @@ def test_every_file_of_kernels_has_small_tests():
     }
     assert small == {
         f"{name}_test.cc"
-        for name in ("decode_ops", "dense_ops", "kv_flatten", "kv_ops", "linear_ops", "prefill_ops")
+        for name in (
+            "decode_ops",
+            "dense_ops",
+            "draw_ops",
+            "kv_flatten",
+            "kv_ops",
+            "linear_ops",
+            "prefill_ops",
+        )
     }

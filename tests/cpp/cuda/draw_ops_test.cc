@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/gpu_array.h"
 #include "turbomind/ops/draw.h"
 #include "turbomind/ops/sampling.h"
 
@@ -65,35 +66,23 @@ class Draws {
   int size() const { return static_cast<int>(draws_.size()); }
 
  private:
-  template <class T>
-  static T* Put(const std::vector<T>& from, Stream stream) {
-    auto* to = static_cast<T*>(AllocateGpu(from.size() * sizeof(T)));
-    CopyBytes(to, from.data(), from.size() * sizeof(T), stream);
-    return to;
-  }
-
   std::vector<int32_t> RunOnGpu() const {
     const Stream stream = CreateStream();
     std::vector<int32_t> ids(draws_.size(), -7);
     {
       Workspace workspace(stream);
       const Context ctx = {.stream = stream, .gpu = PropertiesOf(0), .workspace = &workspace};
-      float* logits = Put(logits_, stream);
-      RowDraw* draws = Put(draws_, stream);
-      int32_t* out = Put(ids, stream);
+      const GpuArray<float> logits(stream, logits_);
+      const GpuArray<RowDraw> draws(stream, draws_);
+      const GpuArray<int32_t> out(stream, ids);
       CudaDrawRows(ctx,
-                   {.logits = logits,
+                   {.logits = logits.data(),
                     .draws = draws_.data(),
-                    .ids = out,
+                    .ids = out.data(),
                     .num_draws = size(),
                     .vocab_size = vocab_size_},
-                   draws);
-      CopyBytes(ids.data(), out, ids.size() * sizeof(int32_t), stream);
-      Synchronize(stream);
-      for (void* memory :
-           {static_cast<void*>(logits), static_cast<void*>(draws), static_cast<void*>(out)}) {
-        FreeGpu(memory);
-      }
+                   draws.data());
+      ids = out.Read();
     }
     DestroyStream(stream);
     return ids;
@@ -184,7 +173,7 @@ TEST_CASE("tokens are the sampler's, whatever the vocabulary and the parameters"
   }
 }
 
-TEST_CASE("what a server is asked for by default stays on the GPU") {
+TEST_CASE("what a server is asked for by default stays on the GPU" * doctest::test_suite("small")) {
   constexpr int kVocab = 40004;
   Draws draws(kVocab);
   Rows rows(kVocab, 7);
