@@ -269,8 +269,10 @@ def test_a_wrong_config_is_refused_by_the_fields_name() -> None:
 
 def test_the_plan_counts_the_decoders_scratch() -> None:
     config = tm.EngineConfig()
-    config.max_prefill_token_num = 512
-    dense = tm.plan_memory(model_config(), config, 1 << 30).scratch_bytes
-    shared = tm.plan_memory(model_config(shared=2048), config, 1 << 30).scratch_bytes
-    # gate and up of the shared expert take the place of those of two experts.
-    assert shared - dense == 512 * 3 * (2048 - 2 * INNER) * 4
+    config.max_prefill_token_num = rows = 128  # that experts have at a time
+    scratch = {
+        width: tm.plan_memory(model_config(shared=width), config, 1 << 30).scratch_bytes
+        for width in (1024, 2048)  # more than attention takes of the same memory
+    }
+    # Gate, up and what comes of them.
+    assert scratch[2048] - scratch[1024] == rows * 3 * (2048 - 1024) * 4
