@@ -19,8 +19,9 @@ from lmdeploy.serve.chat import ChatReply, prepare_chat
 from lmdeploy.serve.completions import CompletionReply, prepare_completion
 from lmdeploy.serve.edge import Edge
 from lmdeploy.serve.errors import ApiError, error_response
+from lmdeploy.serve.events import SseResponse
 from lmdeploy.serve.generate import GenerateReply, prepare_generate
-from lmdeploy.serve.generation import SseResponse, collect_all, submit_all
+from lmdeploy.serve.generation import collect_all, submit_all
 from lmdeploy.serve.metrics import ServerMetrics
 from lmdeploy.serve.protocol import (
     MAX_BODY_BYTES,

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from lmdeploy.checks import refuse
 from lmdeploy.harmony.conversation import read_options
 from lmdeploy.messages import Response
-from lmdeploy.serve.errors import ApiError, error_body
-from lmdeploy.serve.generation import Job, Limits, Usage, make_config, merge, request_error
+from lmdeploy.serve.errors import ApiError
+from lmdeploy.serve.events import Body, answer_events
+from lmdeploy.serve.generation import Job, Limits, Usage, make_config
 from lmdeploy.serve.logprobs import chat_logprobs
 from lmdeploy.serve.protocol import ChatCompletionRequest
 from lmdeploy.tool_calls import ToolCall
@@ -24,14 +23,6 @@ from lmdeploy.turbomind.prompts import encode_chat
 if TYPE_CHECKING:
     from lmdeploy.messages import GenerationConfig
     from lmdeploy.serve.state import ServerState
-
-
-def event(body: dict[str, Any]) -> str:
-    """One server-sent event."""
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
-
-
-DONE = "data: [DONE]\n\n"
 
 
 async def prepare_chat(
@@ -126,33 +117,28 @@ class ChatReply:
             )
         return {**self._head("chat.completion"), "choices": choices, "usage": usage.body()}
 
-    async def events(self, jobs: Sequence[Job]) -> AsyncIterator[str]:
+    def events(self, jobs: Sequence[Job]) -> AsyncIterator[str]:
         """The answer to a request with `stream`."""
-        options = self._request.stream_options
-        with_usage = options is not None and bool(options.include_usage)
         usage = Usage()
-        for job in jobs:
-            yield self._chunk(
-                job, {"role": "assistant", "content": ""}, piece=None, with_usage=with_usage
-            )
-        try:
-            async with aclosing(merge(jobs, self._state.metrics)) as pieces:
-                async for job, piece in pieces:
-                    usage.add(job, piece)
-                    if piece.finish_reason == "error":
-                        error = request_error(piece)
-                        yield event(error_body(error.status, error.message))
-                        return
-                    delta = self._delta(piece)
-                    if delta or piece.finish_reason is not None or self._request.logprobs:
-                        yield self._chunk(job, delta, piece=piece, with_usage=with_usage)
-        except Exception as failure:
-            yield event(error_body(500, str(failure)))
-            return
-        if with_usage:
-            head = self._head("chat.completion.chunk")
-            yield event({**head, "choices": [], "usage": usage.body()})
-        yield DONE
+        wanted = self._request.streams_usage
+
+        def chunk(job: Job, delta: dict[str, Any], *, piece: Response | None) -> Body:
+            body = self._chunk(job, delta, piece=piece)
+            return {**body, "usage": None} if wanted else body
+
+        def bodies(job: Job, piece: Response) -> Iterator[Body]:
+            usage.add(job, piece)
+            delta = self._delta(piece)
+            if delta or piece.finish_reason is not None or self._request.logprobs:
+                yield chunk(job, delta, piece=piece)
+
+        def last() -> Iterator[Body]:
+            if wanted:
+                head = self._head("chat.completion.chunk")
+                yield {**head, "choices": [], "usage": usage.body()}
+
+        first = [chunk(job, {"role": "assistant", "content": ""}, piece=None) for job in jobs]
+        return answer_events(jobs, self._state.metrics, bodies=bodies, first=first, last=last)
 
     def _message(self, answer: Response) -> dict[str, Any]:
         if not self._state.splits_answers:
@@ -176,17 +162,14 @@ class ChatReply:
             delta["gen_tokens"] = piece.token_ids
         return delta
 
-    def _chunk(
-        self, job: Job, delta: dict[str, Any], *, piece: Response | None, with_usage: bool
-    ) -> str:
+    def _chunk(self, job: Job, delta: dict[str, Any], *, piece: Response | None) -> Body:
         choice = {
             "index": job.index,
             "delta": delta,
             "logprobs": None if piece is None else self._logprobs(piece),
             "finish_reason": None if piece is None else piece.finish_reason,
         }
-        body = {**self._head("chat.completion.chunk"), "choices": [choice]}
-        return event({**body, "usage": None} if with_usage else body)
+        return {**self._head("chat.completion.chunk"), "choices": [choice]}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lmdeploy.messages import Response
-from lmdeploy.serve.chat import DONE, event
-from lmdeploy.serve.errors import error_body
+from lmdeploy.serve.events import Body, answer_events
 from lmdeploy.serve.generation import (
     Job,
     Limits,
     Usage,
     encode_prompts,
     make_config,
-    merge,
-    request_error,
 )
 from lmdeploy.serve.logprobs import CompletionLogprobs
 from lmdeploy.serve.protocol import CompletionRequest
@@ -68,34 +64,28 @@ class CompletionReply:
             choices.append(self._choice(job, answer))
         return {**self._head(), "choices": choices, "usage": usage.body()}
 
-    async def events(self, jobs: Sequence[Job]) -> AsyncIterator[str]:
+    def events(self, jobs: Sequence[Job]) -> AsyncIterator[str]:
         """The answer to a request with `stream`."""
-        options = self._request.stream_options
-        with_usage = options is not None and bool(options.include_usage)
         usage = Usage()
+        wanted = self._request.streams_usage
         held: dict[int, Response] = {}  # pieces that only carry prompt logprobs
-        try:
-            async with aclosing(merge(jobs, self._state.metrics)) as pieces:
-                async for job, piece in pieces:
-                    usage.add(job, piece)
-                    if piece.finish_reason == "error":
-                        error = request_error(piece)
-                        yield event(error_body(error.status, error.message))
-                        return
-                    if job.index in held:
-                        held[job.index].extend(piece)
-                        piece = held.pop(job.index)
-                    if not piece.token_ids and not piece.text and piece.finish_reason is None:
-                        held[job.index] = piece
-                        continue
-                    body = {**self._head(), "choices": [self._choice(job, piece)]}
-                    yield event({**body, "usage": None} if with_usage else body)
-        except Exception as failure:
-            yield event(error_body(500, str(failure)))
-            return
-        if with_usage:
-            yield event({**self._head(), "choices": [], "usage": usage.body()})
-        yield DONE
+
+        def bodies(job: Job, piece: Response) -> Iterator[Body]:
+            usage.add(job, piece)
+            if job.index in held:
+                held[job.index].extend(piece)
+                piece = held.pop(job.index)
+            if not piece.token_ids and not piece.text and piece.finish_reason is None:
+                held[job.index] = piece
+                return
+            body = {**self._head(), "choices": [self._choice(job, piece)]}
+            yield {**body, "usage": None} if wanted else body
+
+        def last() -> Iterator[Body]:
+            if wanted:
+                yield {**self._head(), "choices": [], "usage": usage.body()}
+
+        return answer_events(jobs, self._state.metrics, bodies=bodies, last=last)
 
     def _choice(self, job: Job, piece: Response) -> dict[str, Any]:
         echo = bool(self._request.echo) and job.index not in self._echoed

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from lmdeploy.messages import Response
-from lmdeploy.serve.chat import DONE, event
-from lmdeploy.serve.errors import ApiError, error_body
-from lmdeploy.serve.generation import Job, Limits, make_config, merge, request_error
+from lmdeploy.serve.errors import ApiError
+from lmdeploy.serve.events import answer_events
+from lmdeploy.serve.generation import Job, Limits, make_config
 from lmdeploy.serve.protocol import GenerateRequest
 from lmdeploy.turbomind.prompts import encode_text
 
@@ -69,17 +68,6 @@ class GenerateReply:
         ranked = sorted(item.items(), key=lambda pair: -pair[1])
         return [[value, token] for token, value in ranked[: self._request.top_logprobs_num]]
 
-    async def events(self, jobs: Sequence[Job]) -> AsyncIterator[str]:
+    def events(self, jobs: Sequence[Job]) -> AsyncIterator[str]:
         """The answer to a request with `stream`."""
-        try:
-            async with aclosing(merge(jobs, self._state.metrics)) as pieces:
-                async for _, piece in pieces:
-                    if piece.finish_reason == "error":
-                        error = request_error(piece)
-                        yield event(error_body(error.status, error.message))
-                        return
-                    yield event(self.whole(piece))
-        except Exception as failure:
-            yield event(error_body(500, str(failure)))
-            return
-        yield DONE
+        return answer_events(jobs, self._state.metrics, bodies=lambda _, piece: [self.whole(piece)])

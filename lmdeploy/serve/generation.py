@@ -1,14 +1,12 @@
-"""② From a request's fields to prompt ids and a GenerationConfig, and streams back to choices."""
+"""② From a request's fields to prompt ids, a GenerationConfig and its running answers."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-
-from fastapi.responses import StreamingResponse
 
 from lmdeploy.messages import GenerationConfig, Response, join_pieces
 from lmdeploy.serve.errors import ApiError
@@ -16,8 +14,6 @@ from lmdeploy.serve.protocol import MAX_PROMPTS, SamplingFields, check_stop
 from lmdeploy.turbomind.prompts import encode_text
 
 if TYPE_CHECKING:
-    from starlette.types import Receive, Scope, Send
-
     from lmdeploy.serve.metrics import ServerMetrics
     from lmdeploy.turbomind.engine import AsyncEngine, RequestStream
 
@@ -219,52 +215,3 @@ async def collect_all(jobs: Sequence[Job], metrics: ServerMetrics) -> list[Respo
         return list(await asyncio.gather(*(one(job) for job in jobs)))
     finally:
         close_all(jobs)
-
-
-async def merge(
-    jobs: Sequence[Job], metrics: ServerMetrics
-) -> AsyncGenerator[tuple[Job, Response], None]:
-    """Pieces of all answers as they come."""
-    queue: asyncio.Queue[tuple[Job, Response] | BaseException | None] = asyncio.Queue()
-
-    async def one(job: Job) -> None:
-        try:
-            async with aclosing(metrics.observe(job.stream)) as pieces:
-                async for piece in pieces:
-                    queue.put_nowait((job, piece))
-            queue.put_nowait(None)
-        except Exception as error:
-            queue.put_nowait(error)
-
-    tasks = [asyncio.ensure_future(one(job)) for job in jobs]
-    running = len(tasks)
-    try:
-        while running:
-            item = await queue.get()
-            if item is None:
-                running -= 1
-            elif isinstance(item, BaseException):
-                raise item
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        close_all(jobs)
-
-
-class SseResponse(StreamingResponse):
-    """A stream of events whose requests end with it, whether or not it was ever read."""
-
-    def __init__(self, events: AsyncIterator[str], jobs: Sequence[Job]) -> None:
-        super().__init__(
-            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-        )
-        self._jobs = jobs
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the events; afterwards, however it ended, nothing of the requests runs."""
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            close_all(self._jobs)

@@ -90,6 +90,11 @@ class CompletionFields(SamplingFields):
     stream_options: StreamOptions | None = None
     max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**31)
 
+    @property
+    def streams_usage(self) -> bool:
+        """Whether a stream ends with its token counts."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
 
 class ChatCompletionRequest(CompletionFields):
     """Body of POST /v1/chat/completions."""
