@@ -245,7 +245,7 @@ class TargetSuite:
         bench = self._options.attention_bench
         if bench is None or not bench.is_file():
             raise NotMeasured(
-                "pass --attention-bench BUILD/attention_bench (ninja attention_bench)"
+                "pass --attention-bench BUILD/attention_alone_bench (ninja attention_alone_bench)"
             )
         try:
             return attention_runs(

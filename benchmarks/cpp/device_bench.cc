@@ -23,6 +23,7 @@
 #include "bench_line.h"
 #include "kv_cells.h"
 #include "matrix_cells.h"
+#include "run_main.h"
 
 namespace turbomind::bench {
 namespace {
@@ -100,10 +101,5 @@ int Main(int argc, char** argv) {
 }  // namespace turbomind::bench
 
 int main(int argc, char** argv) {
-  try {
-    return turbomind::bench::Main(argc, argv);
-  } catch (const std::exception& error) {
-    std::cerr << "device_bench: " << error.what() << "\n";
-    return 2;
-  }
+  return turbomind::bench::RunMain("device_bench", turbomind::bench::Main, argc, argv);
 }

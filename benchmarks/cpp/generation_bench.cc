@@ -26,6 +26,7 @@
 #include "bench_device.h"
 #include "bench_line.h"
 #include "random_model.h"
+#include "run_main.h"
 #include "turbomind/engine/engine.h"
 
 namespace turbomind::bench {
@@ -307,10 +308,5 @@ int Main(int argc, char** argv) {
 }  // namespace turbomind::bench
 
 int main(int argc, char** argv) {
-  try {
-    return turbomind::bench::Main(argc, argv);
-  } catch (const std::exception& error) {
-    std::cerr << "generation_bench: " << error.what() << "\n";
-    return 2;
-  }
+  return turbomind::bench::RunMain("generation_bench", turbomind::bench::Main, argc, argv);
 }

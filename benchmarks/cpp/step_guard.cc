@@ -10,7 +10,6 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <exception>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -19,6 +18,7 @@
 
 #include "engine/null_device.h"
 #include "engine/tiny_model.h"
+#include "run_main.h"
 
 #if __has_include(<valgrind/callgrind.h>)
 #include <valgrind/callgrind.h>
@@ -182,10 +182,5 @@ int Main(int argc, char** argv) {
 }  // namespace turbomind
 
 int main(int argc, char** argv) {
-  try {
-    return turbomind::Main(argc, argv);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "step_guard: %s\n", error.what());
-    return 1;
-  }
+  return turbomind::bench::RunMain("step_guard", turbomind::Main, argc, argv);
 }

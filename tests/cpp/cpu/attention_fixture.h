@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "cpu/kv_fixture.h"
+#include "kv/mode_pairs.h"
 #include "turbomind/backend/cpu/cpu_device.h"
 #include "turbomind/backend/cpu/cpu_kv_ops.h"
 #include "turbomind/ops/attention.h"
@@ -245,24 +246,6 @@ inline double ErrorOf(const Case& c, Caches& caches, const Inputs& in,
     }
   }
   return error / largest;
-}
-
-struct ModePair {
-  KvCacheMode k;
-  KvCacheMode v;
-};
-
-inline std::vector<ModePair> ListedPairs() {
-  std::vector<ModePair> pairs;
-  for (KvCacheMode mode : kAllKvCacheModes) {
-    pairs.push_back({mode, mode});
-  }
-  for (KvCacheMode k : {KvCacheMode::kNone, KvCacheMode::kInt8, KvCacheMode::kFp8E4m3}) {
-    for (KvCacheMode v : {KvCacheMode::kInt4, KvCacheMode::kFp4Mx, KvCacheMode::kFp4Nv}) {
-      pairs.push_back({k, v});
-    }
-  }
-  return pairs;
 }
 
 inline bool Affine(const ModePair& pair) {

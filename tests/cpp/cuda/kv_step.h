@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "cuda/gpu_array.h"
+#include "kv/mode_pairs.h"
 #include "turbomind/backend/cpu/cpu_device.h"
 #include "turbomind/backend/cuda/context.h"
 #include "turbomind/core/float_convert.h"
@@ -40,29 +41,11 @@ inline bool SameFloats(const std::vector<float>& a, const std::vector<float>& b)
   });
 }
 
-struct Pair {
-  KvCacheMode k;
-  KvCacheMode v;
-};
-
-inline std::vector<Pair> AllPairs() {
-  std::vector<Pair> pairs;
-  for (KvCacheMode mode : kAllKvCacheModes) {
-    pairs.push_back({mode, mode});
-  }
-  for (KvCacheMode k : {KvCacheMode::kNone, KvCacheMode::kInt8, KvCacheMode::kFp8E4m3}) {
-    for (KvCacheMode v : {KvCacheMode::kInt4, KvCacheMode::kFp4Mx, KvCacheMode::kFp4Nv}) {
-      pairs.push_back({k, v});
-    }
-  }
-  return pairs;
-}
-
 inline constexpr DataType kTypes[] = {DataType::kFloat16, DataType::kBFloat16};
 inline constexpr int kBlocks = 12;  // of a pool
 
 struct Shape {
-  Pair modes = {KvCacheMode::kFp4Nv, KvCacheMode::kFp4Nv};
+  ModePair modes = {KvCacheMode::kFp4Nv, KvCacheMode::kFp4Nv};
   DataType dtype = DataType::kBFloat16;
   int head_dim = 64;
   int kv_heads = 2;
@@ -79,7 +62,7 @@ inline std::string Describe(const Shape& s) {
          ", head_dim " + std::to_string(s.head_dim) + ", factor " + std::to_string(s.factor);
 }
 
-inline block::Layout LayoutOf(const Shape& s, Pair modes) {
+inline block::Layout LayoutOf(const Shape& s, ModePair modes) {
   block::Config config;
   config.layers = {{modes.k, modes.v}};
   config.kv_heads = s.kv_heads;
