@@ -15,8 +15,10 @@
 #include <string>
 #include <vector>
 
+#include "run_main.h"
 #include "turbomind/backend/cpu/cpu_device.h"
 #include "turbomind/backend/cpu/cpu_kv_ops.h"
+#include "turbomind/backend/cpu/packed_matrix.h"
 #include "turbomind/kv/codec.h"
 #include "turbomind/kv/layout.h"
 
@@ -74,20 +76,37 @@ struct Shape {
   int head_dim;
 };
 
+// Memory as the engine's pools have it.
+class Pages {
+ public:
+  explicit Pages(int64_t num_bytes)
+      : num_bytes_(static_cast<size_t>(num_bytes)), data_(ReservePages(num_bytes_)) {}
+  ~Pages() { ReleasePages(data_, num_bytes_); }
+  Pages(const Pages&) = delete;
+  Pages& operator=(const Pages&) = delete;
+  std::byte* data() const { return static_cast<std::byte*>(data_); }
+
+ private:
+  size_t num_bytes_;
+  void* data_;
+};
+
 // The pools of one layer, blocks in descending order.
 class Pools {
  public:
   explicit Pools(const Shape& shape)
-      : shape_(shape), layout_(ConfigOf(shape)), blocks_((shape.context - 1) / kBlockTokens + 1) {
+      : shape_(shape),
+        layout_(ConfigOf(shape)),
+        blocks_((shape.context - 1) / kBlockTokens + 1),
+        data_(int64_t{blocks_} * shape.batch * layout_.block_bytes()),
+        scales_(int64_t{blocks_} * shape.batch * layout_.scale_block_bytes()) {
     const int64_t total = int64_t{blocks_} * shape.batch;
-    data_.resize(static_cast<size_t>(total * layout_.block_bytes()));
-    scales_.resize(static_cast<size_t>(total * layout_.scale_block_bytes()));
-    view_ = layout_.LayerView(0, data_.data(), scales_.empty() ? nullptr : scales_.data());
+    view_ = layout_.LayerView(0, data_.data(), scales_.data());
     WriteFirstBlock();
     for (int64_t i = 1; i < total; ++i) {
       std::memcpy(data_.data() + i * layout_.block_bytes(), data_.data(),
                   static_cast<size_t>(layout_.block_bytes()));
-      if (!scales_.empty()) {
+      if (layout_.scale_block_bytes() > 0) {
         std::memcpy(scales_.data() + i * layout_.scale_block_bytes(), scales_.data(),
                     static_cast<size_t>(layout_.scale_block_bytes()));
       }
@@ -149,8 +168,8 @@ class Pools {
   Shape shape_;
   block::Layout layout_;
   int blocks_;
-  std::vector<std::byte> data_;
-  std::vector<std::byte> scales_;
+  Pages data_;
+  Pages scales_;
   std::vector<int32_t> table_;
   KvLayerView view_;
 };
@@ -223,10 +242,5 @@ int Main(int argc, char** argv) {
 }  // namespace turbomind
 
 int main(int argc, char** argv) {
-  try {
-    return turbomind::Main(argc, argv);
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "attention_alone_bench: %s\n", error.what());
-    return 2;
-  }
+  return turbomind::bench::RunMain("attention_alone_bench", turbomind::Main, argc, argv);
 }

@@ -232,6 +232,14 @@ void CpuPrefillAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScr
   });
 }
 
+namespace {
+
+// Splits are handed out in runs: few enough to balance the threads, long enough to read ahead.
+constexpr int kRunsPerThread = 8;
+constexpr int64_t kMostSplitsPerRun = 16;
+
+}  // namespace
+
 void CpuDecodeAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScratch& memory,
                         const AttentionParams& params) {
   const KvLayerView& kv = params.kv;
@@ -248,7 +256,7 @@ void CpuDecodeAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScra
     starts.push_back(starts.back() + (last - first) * kv.kv_heads);
   }
   float* const states = memory.Get(starts.back() * split_stride);
-  pool.ParallelFor(starts.back(), [&](int64_t item, int) {
+  const auto decode = [&](int64_t item) {
     const int seq = SequenceOf(starts, item);
     const int64_t num_splits = (starts[seq + 1] - starts[seq]) / kv.kv_heads;
     const int64_t local = item - starts[seq];
@@ -268,8 +276,18 @@ void CpuDecodeAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScra
     args.position = context - 1;
     args.begin = std::max(begin, split);
     args.end = std::min(context, split + kSplitTokens);
+    args.ahead_end = context;
     args.states = states + item * split_stride;
     kernels.decode_split(args);
+  };
+  // Neighbouring splits go to one thread, which finds the next one's first tile in its cache.
+  const int64_t total = starts.back();
+  const int64_t run =
+      std::clamp(total / (pool.num_threads() * kRunsPerThread), int64_t{1}, kMostSplitsPerRun);
+  pool.ParallelFor((total + run - 1) / run, [&](int64_t i, int) {
+    for (int64_t item = i * run; item < std::min(total, (i + 1) * run); ++item) {
+      decode(item);
+    }
   });
   const auto merge = [&](int64_t i, int) {
     const int seq = static_cast<int>(i / params.q_heads);

@@ -38,6 +38,7 @@ struct DecodeSplitArgs {
   bool exact = false;
   int begin = 0;  // visible positions [begin, end), inside one split, not empty
   int end = 0;
+  int ahead_end = 0;        // positions below are likely to be read next
   float* states = nullptr;  // [group, kStateHeader + head_dim]
 };
 

@@ -169,18 +169,12 @@ void Reorder(Heads& heads, bool interleaved) {
   heads.interleaved = interleaved;
 }
 
-// What is read after a tile.
-struct Ahead {
-  const KvHead* kv;
-  int tile;
-  int end;
-};
-
-void ReadTile(const View& view, int tile, const Seen& seen, const Ahead& next, Heads& heads) {
+// One tile; what of the next one is below ahead_end is asked for.
+void ReadTile(const View& view, int tile, const Seen& seen, int ahead_end, Heads& heads) {
   OpenTile(view.kv, KvSide::kK, tile, seen.begin, seen.end, &heads.sides[0]);
   OpenTile(view.kv, KvSide::kV, tile, seen.begin, seen.end, &heads.sides[1]);
   const bool rounded = view.kernels.round != nullptr;
-  PrefetchTile(*next.kv, KvSide::kK, next.tile, next.end);
+  OpenNext(view.kv, KvSide::kK, tile + kTileTokens, ahead_end, &heads.sides[0]);
   view.kernels.score({&heads.sides[0], heads.q, heads.pairs,
                       rounded ? heads.rounded_sum : heads.qsum, heads.head_dim, heads.scores});
   for (int h = 0; h < heads.num_heads; ++h) {
@@ -196,7 +190,7 @@ void ReadTile(const View& view, int tile, const Seen& seen, const Ahead& next, H
     }
   }
   Reorder(heads, view.interleaved);
-  PrefetchTile(*next.kv, KvSide::kV, next.tile, next.end);
+  OpenNext(view.kv, KvSide::kV, tile + kTileTokens, ahead_end, &heads.sides[1]);
   view.kernels.value({&heads.sides[1], heads.scores, heads.old, heads.tile, seen.begin, seen.end,
                       heads.head_dim, heads.o, &heads.value_scales, heads.weight_pairs});
 }
@@ -227,7 +221,7 @@ void DecodeHeads(const DecodeSplitArgs& args, int first_head, int num_heads) {
     for (int i = 0; i < num_views; ++i) {
       const Seen seen = SeenOf(visible, tile, i == 1);
       if (seen.begin < seen.end) {
-        ReadTile(views[i], tile, seen, {&views[0].kv, tile + kTileTokens, args.end}, heads);
+        ReadTile(views[i], tile, seen, args.ahead_end, heads);
       }
     }
   }

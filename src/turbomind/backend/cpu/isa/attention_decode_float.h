@@ -13,6 +13,15 @@
 
 namespace turbomind::TM_ISA {
 
+// Asks for the lines of a run of the next tile with dimension kDim of a piece, which has four.
+template <Stored S, int kDim>
+TM_HD void PrefetchPiece(const uint8_t* run, int first) {
+  constexpr int kDimsPerLine = PieceDims(S) / 4;
+  if constexpr (kDim % kDimsPerLine == 0) {
+    PrefetchLine(run, first / kDimsPerLine + kDim / kDimsPerLine);
+  }
+}
+
 // Adds dimension d of a step, whose lanes are `key`, to the sums of a group of 16 dimensions, and a
 // full group to the totals.
 template <Stored S, int H>
@@ -53,11 +62,13 @@ void ScoreTokens(const ScoreArgs& args, int part) {
       LoadTransposed(keys.rows[part] + (step + first) * BitsOf(S) / 8, keys.stride, words);
       Unroll<(kPiece < 16 ? kPiece : 16)>([&](auto j) __attribute__((always_inline)) {
         constexpr int d = decltype(j)::value;
+        PrefetchPiece<S, d>(keys.next[part], step + first);
         AddKey<S, H>(KeyLane<S>(words, d, table), args, meta, step + first + d, sum, total);
       });
       if (kPiece > 16 && two_groups) {
         Unroll<(kPiece > 16 ? 16 : 0)>([&](auto j) __attribute__((always_inline)) {
           constexpr int d = decltype(j)::value + 16;
+          PrefetchPiece<S, d>(keys.next[part], step + first);
           AddKey<S, H>(KeyLane<S>(words, d, table), args, meta, step + first + d, sum, total);
         });
       }
@@ -94,10 +105,15 @@ TM_HD void AddGroups(const ValueArgs& args, int group) {
   }
   for (int part = args.begin / 16; part * 16 < args.end; ++part) {
     const uint8_t* rows = values.rows[part];
+    const uint8_t* next = values.next[part] + group * LinesPerGroup(S) * 64;
     const int first = args.begin > part * 16 ? args.begin : part * 16;
     const int last = args.end < part * 16 + 16 ? args.end : part * 16 + 16;
     for (int token = first; token < last; ++token) {
       const uint8_t* row = rows + (token - part * 16) * values.stride;
+      constexpr int kLines = (Groups * LinesPerGroup(S) + 15) / 16;
+      Unroll<kLines>([&](auto line) __attribute__((always_inline)) {
+        PrefetchLine(next, (token - part * 16) * kLines + decltype(line)::value);
+      });
 #pragma GCC unroll 4
       for (int g = 0; g < Groups; ++g) {
         const F32x16 value = reader.Read(row, group + g, values.meta, token);

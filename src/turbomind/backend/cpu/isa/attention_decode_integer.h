@@ -22,12 +22,19 @@ inline constexpr int kScoreSums = 1;
 // Runs of 16 tokens that share a query's broadcast, and hide the latency of few sums.
 constexpr int kScoreParts(int heads) { return 2 * heads <= kScoreSums ? 2 : 1; }
 
-// Adds a group of 16 dimensions: pairs [kFirst, kFirst + 8) of a piece.
+// Adds a group of 16 dimensions: pairs [kFirst, kFirst + 8) of a piece. Asks for as many bytes of
+// the `next` runs.
 template <Stored S, int H, int P, int kFirst>
 TM_HD void AddKeyGroup(const I32x16 (&words)[P][4], const ShortTable& table, const int32_t* q,
-                       I32x16 (&sum)[P][H]) {
+                       const uint8_t* const (&next)[P], I32x16 (&sum)[P][H]) {
   Unroll<kGroupPairs>([&](auto index) __attribute__((always_inline)) {
     constexpr int j = decltype(index)::value;
+    constexpr int kPairsPerLine = kGroupPairs / LinesPerGroup(S);
+    Unroll<P>([&](auto part) __attribute__((always_inline)) {
+      if constexpr (j % kPairsPerLine == 0) {
+        PrefetchLine(next[decltype(part)::value], j / kPairsPerLine);
+      }
+    });
     I32x16 key[P];
     Unroll<P>([&](auto part) __attribute__((always_inline)) {
       constexpr int p = decltype(part)::value;
@@ -68,7 +75,11 @@ void ScoreTokensInteger(const ScoreArgs& args, int part) {
       if (first > 0 && base + first >= args.head_dim) {
         return;  // the load ran into the next row, which the block holds
       }
-      AddKeyGroup<S, H, P, first / 2>(words, table, args.pairs + (base + first) / 2 * H, sum);
+      const uint8_t* next[P];
+      for (int p = 0; p < P; ++p) {
+        next[p] = keys.next[part + p] + (base + first) / 16 * LinesPerGroup(S) * 64;
+      }
+      AddKeyGroup<S, H, P, first / 2>(words, table, args.pairs + (base + first) / 2 * H, next, sum);
       if constexpr (IsGrouped(S)) {
         for (int p = 0; p < P; ++p) {
           const F32x16 scale = Load(meta + (base + first) / 16 * kTileTokens + 16 * p);
@@ -130,9 +141,11 @@ TM_HD void AddQuad(const ValueArgs& args, const float* zeros, int first, int gro
   weights += IsAffine(S) ? 0 : group * kTilePairs;
   for (int part = args.begin / 16; part * 16 < args.end; ++part) {
     const uint8_t* row = values.rows[part] + 8 * group;
+    const uint8_t* next = values.next[part] + group * LinesPerGroup(S) * 64;
     for (int j = 0; j < 4; ++j) {
       Unroll<2>([&](auto odd) __attribute__((always_inline)) {
         I32x16 value[4];
+        PrefetchLine(next, 2 * j + decltype(odd)::value);
         LoadValueQuad<S>(row, values.stride, table, value);
         row += 2 * values.stride;
         Unroll<H>([&](auto head) __attribute__((always_inline)) {
@@ -172,8 +185,13 @@ TM_HD void AddGroupsInteger(const ValueArgs& args, const float* zeros, int group
   const int stride = ValueGroups(S, args.head_dim) * kTilePairs;
   for (int part = args.begin / 16; part * 16 < args.end; ++part) {
     const uint8_t* row = values.rows[part];
+    const uint8_t* next = values.next[part] + group * LinesPerGroup(S) * 64;
     for (int pair = 0; pair < 8; ++pair, row += 2 * values.stride) {
       const int32_t* w = weights + 8 * part + pair;
+      constexpr int kLines = (Groups * LinesPerGroup(S) + 7) / 8;
+      Unroll<kLines>([&](auto line) __attribute__((always_inline)) {
+        PrefetchLine(next, pair * kLines + decltype(line)::value);
+      });
       Unroll<Groups>([&](auto g) __attribute__((always_inline)) {
         constexpr int at = decltype(g)::value;
         const I32x16 value = LoadValueGroup<S>(row, values.stride, group + at, table);

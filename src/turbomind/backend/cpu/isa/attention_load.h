@@ -263,6 +263,9 @@ struct TileSide {
   int64_t stride = 0;
   // kFp4: scales [head_dim / 16][kTileTokens]; int8, int4: scale[kTileTokens], zero[kTileTokens].
   float* meta = nullptr;
+  // The next tile's rows, which the kernels ask for as they go: all at once would be more than a
+  // core can have under way, and it would wait. Where there are none, `rows`.
+  const uint8_t* next[4] = {nullptr, nullptr, nullptr, nullptr};
 };
 
 inline void PrefetchBytes(const std::byte* from, int64_t size) {
@@ -271,20 +274,28 @@ inline void PrefetchBytes(const std::byte* from, int64_t size) {
   }
 }
 
-// Asks for what OpenTile and the kernels will read of the positions [tile, end): blocks lie apart,
-// so that the hardware's prefetcher starts anew with each.
-inline void PrefetchTile(const KvHead& kv, KvSide side, int tile, int end) {
+// Line `line` of a 16-token run of the next tile.
+TM_HD void PrefetchLine(const uint8_t* run, int line) { __builtin_prefetch(run + 64 * line); }
+
+// Lines of such a run that hold as many bytes as its values of 16 dimensions.
+constexpr int LinesPerGroup(Stored s) { return BitsOf(s) / 2; }
+
+// Fills `next` for the positions [tile, end) and asks for their metadata. Blocks lie apart, so that
+// the hardware's prefetcher starts anew with each. After OpenTile.
+inline void OpenNext(const KvHead& kv, KvSide side, int tile, int end, TileSide* out) {
   const KvLayerView& layer = *kv.layer;
   const int s = static_cast<int>(side);
   const int block_shift = __builtin_ctz(static_cast<unsigned>(layer.block_seq_len));
-  for (int position = tile; position < end && position < tile + kTileTokens; position += 16) {
-    const int64_t block = kv.blocks[position >> block_shift];
+  for (int i = 0; i < 4; ++i) {
+    out->next[i] = out->rows[i];
+    const int position = tile + 16 * i;
+    const int64_t block = position < end ? kv.blocks[position >> block_shift] : -1;
     if (block < 0) {
       continue;
     }
     const int slot = position & (layer.block_seq_len - 1);
-    PrefetchBytes(layer.Payload(side, block, kv.head) + slot * int64_t{layer.row_bytes[s]},
-                  16 * int64_t{layer.row_bytes[s]});
+    out->next[i] =
+        reinterpret_cast<const uint8_t*>(layer.Payload(side, block, kv.head)) + slot * out->stride;
     if (layer.scale_bytes[s] > 0 && side == KvSide::kK) {  // with the scales of V
       const int64_t stride = layer.ScaleStride();
       PrefetchBytes(layer.Scales(side, block, kv.head) + slot * stride, 16 * stride);
