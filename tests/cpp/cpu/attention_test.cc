@@ -75,6 +75,25 @@ TEST_CASE("block lengths, cache types and short contexts") {
   }
 }
 
+// 33 splits for 8 runs: runs of 4 splits, of which some begin with one head and end with the next.
+TEST_CASE("several splits in a run") {
+  for (const std::string& isa : AvailableCpuIsas()) {
+    for (KvCacheMode mode : {KvCacheMode::kFp4Nv, KvCacheMode::kNone}) {
+      Case c;
+      c.shape.k = c.shape.v = mode;
+      c.shape.kv_heads = 3;
+      c.shape.context = 2700;
+      c.first = c.shape.context - 2;
+      c.hot = {64, 64};
+      CheckCase(c, isa, false);
+      c.hot = {};
+      c.group = 9;  // more than one call of a kernel
+      c.window = 2500;
+      CheckCase(c, isa, false);
+    }
+  }
+}
+
 TEST_CASE("small heads") {
   for (const ModePair& pair : ListedPairs()) {
     for (int dim : {16, 32, 48}) {

@@ -234,7 +234,8 @@ void CpuPrefillAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScr
 
 namespace {
 
-// Splits are handed out in runs: few enough to balance the threads, long enough to read ahead.
+// Splits are handed out in runs of neighbours: short enough to balance the threads, long enough to
+// read ahead and to prepare a query for several.
 constexpr int kRunsPerThread = 8;
 constexpr int64_t kMostSplitsPerRun = 16;
 
@@ -256,15 +257,17 @@ void CpuDecodeAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScra
     starts.push_back(starts.back() + (last - first) * kv.kv_heads);
   }
   float* const states = memory.Get(starts.back() * split_stride);
-  const auto decode = [&](int64_t item) {
-    const int seq = SequenceOf(starts, item);
+  // Those of the splits [first, last) that are of the first one's head; returns where they end.
+  const auto decode = [&](int64_t first, int64_t last) {
+    const int seq = SequenceOf(starts, first);
     const int64_t num_splits = (starts[seq + 1] - starts[seq]) / kv.kv_heads;
-    const int64_t local = item - starts[seq];
+    const int64_t local = first - starts[seq];
     const int head = static_cast<int>(local / num_splits);
+    last = std::min(last, starts[seq] + (head + 1) * num_splits);
     const int context = batch.context_lens[seq];
     const int begin = WindowBegin(params, context);
-    const int split = (begin / kSplitTokens + static_cast<int>(local % num_splits)) * kSplitTokens;
-    DecodeSplitArgs args;
+    const int64_t split = begin / kSplitTokens + local % num_splits;
+    DecodeSplitsArgs args;
     args.kv = HeadOf(params, seq, head);
     args.hot = HotHeadOf(params, seq, head);
     args.rule = params.rule;
@@ -274,19 +277,20 @@ void CpuDecodeAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScra
     args.softmax_scale = params.softmax_scale;
     args.exact = params.exact;
     args.position = context - 1;
-    args.begin = std::max(begin, split);
-    args.end = std::min(context, split + kSplitTokens);
-    args.ahead_end = context;
-    args.states = states + item * split_stride;
-    kernels.decode_split(args);
+    args.begin = std::max(begin, static_cast<int>(split * kSplitTokens));
+    args.end = static_cast<int>(
+        std::min(int64_t{context}, (split + (last - first)) * int64_t{kSplitTokens}));
+    args.states = states + first * split_stride;
+    kernels.decode_splits(args);
+    return last;
   };
-  // Neighbouring splits go to one thread, which finds the next one's first tile in its cache.
   const int64_t total = starts.back();
   const int64_t run =
       std::clamp(total / (pool.num_threads() * kRunsPerThread), int64_t{1}, kMostSplitsPerRun);
   pool.ParallelFor((total + run - 1) / run, [&](int64_t i, int) {
-    for (int64_t item = i * run; item < std::min(total, (i + 1) * run); ++item) {
-      decode(item);
+    const int64_t end = std::min(total, (i + 1) * run);
+    for (int64_t next = i * run; next < end;) {
+      next = decode(next, end);
     }
   });
   const auto merge = [&](int64_t i, int) {

@@ -26,8 +26,8 @@ struct KvHead {
   int head = 0;
 };
 
-// One split of one query token: all query heads of a KV head.
-struct DecodeSplitArgs {
+// Neighbouring splits of one query token: all query heads of a KV head.
+struct DecodeSplitsArgs {
   KvHead kv;
   KvHead hot;  // layer null where nothing is hot
   HotRule rule;
@@ -36,10 +36,9 @@ struct DecodeSplitArgs {
   int group = 0;
   float softmax_scale = 1.f;
   bool exact = false;
-  int begin = 0;  // visible positions [begin, end), inside one split, not empty
+  int begin = 0;  // visible positions [begin, end), not empty
   int end = 0;
-  int ahead_end = 0;        // positions below are likely to be read next
-  float* states = nullptr;  // [group, kStateHeader + head_dim]
+  float* states = nullptr;  // [splits, group, kStateHeader + head_dim]
 };
 
 // The splits of one query head, in order of position → its output.
@@ -97,7 +96,7 @@ struct RowFormat {
 };
 
 struct CpuKvKernels {
-  void (*decode_split)(const DecodeSplitArgs&) = nullptr;
+  void (*decode_splits)(const DecodeSplitsArgs&) = nullptr;
   void (*merge_splits)(const MergeSplitsArgs&) = nullptr;
   void (*prefill_rows)(const PrefillRowsArgs&) = nullptr;
   // Returns the number of NaN and infinite values of K and V.

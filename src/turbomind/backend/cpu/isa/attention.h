@@ -6,7 +6,7 @@
 
 namespace turbomind::TM_ISA {
 
-void DecodeSplit(const DecodeSplitArgs& args);
+void DecodeSplits(const DecodeSplitsArgs& args);
 void MergeSplits(const MergeSplitsArgs& args);
 void PrefillRows(const PrefillRowsArgs& args);
 

@@ -1,8 +1,9 @@
-// ⑦ Decode: one query token, one KV head with all its query heads, one split of at most
-// kSplitTokens positions. Codes are unpacked in registers, once for up to kMaxHeads heads; no tile
-// is materialised. Integer codes are computed in integers unless FP32 is asked for.
+// ⑦ Decode: one query token, one KV head with all its query heads, neighbouring splits of at most
+// kSplitTokens positions each. Codes are unpacked in registers, once for up to kMaxHeads heads; no
+// tile is materialised. Integer codes are computed in integers unless FP32 is asked for.
 
 #include <cstdint>
+#include <span>
 
 #include "turbomind/backend/cpu/isa/attention.h"
 #include "turbomind/backend/cpu/isa/attention_decode_float.h"
@@ -95,7 +96,7 @@ struct View {
   bool interleaved = false;  // order of its value lanes
 };
 
-View OpenView(const KvHead& kv, int heads_index, const DecodeSplitArgs& args) {
+View OpenView(const KvHead& kv, int heads_index, const DecodeSplitsArgs& args) {
   View view;
   view.kv = kv;
   view.kernels = FindKernels(*kv.layer, heads_index, args.exact);
@@ -126,10 +127,10 @@ struct Heads {
   bool interleaved = false;  // order of o
 };
 
-void FillHeads(const DecodeSplitArgs& args, int first_head, int padded, Heads* heads) {
+// What all splits have in common.
+void FillHeads(const DecodeSplitsArgs& args, int first_head, int padded, Heads* heads) {
   const int head_dim = heads->head_dim;
   __builtin_memset(heads->q, 0, sizeof(float) * padded * head_dim);
-  __builtin_memset(heads->o, 0, sizeof(float) * padded * head_dim);
   __builtin_memset(heads->scores, 0, sizeof(float) * padded * kTileTokens);
   for (int h = 0; h < padded; ++h) {
     heads->qsum[h] = 0.f;
@@ -169,12 +170,12 @@ void Reorder(Heads& heads, bool interleaved) {
   heads.interleaved = interleaved;
 }
 
-// One tile; what of the next one is below ahead_end is asked for.
-void ReadTile(const View& view, int tile, const Seen& seen, int ahead_end, Heads& heads) {
+// One tile of a sequence of `context` positions, of which the next one is asked for.
+void ReadTile(const View& view, int tile, const Seen& seen, int context, Heads& heads) {
   OpenTile(view.kv, KvSide::kK, tile, seen.begin, seen.end, &heads.sides[0]);
   OpenTile(view.kv, KvSide::kV, tile, seen.begin, seen.end, &heads.sides[1]);
   const bool rounded = view.kernels.round != nullptr;
-  OpenNext(view.kv, KvSide::kK, tile + kTileTokens, ahead_end, &heads.sides[0]);
+  OpenNext(view.kv, KvSide::kK, tile + kTileTokens, context, &heads.sides[0]);
   view.kernels.score({&heads.sides[0], heads.q, heads.pairs,
                       rounded ? heads.rounded_sum : heads.qsum, heads.head_dim, heads.scores});
   for (int h = 0; h < heads.num_heads; ++h) {
@@ -190,44 +191,36 @@ void ReadTile(const View& view, int tile, const Seen& seen, int ahead_end, Heads
     }
   }
   Reorder(heads, view.interleaved);
-  OpenNext(view.kv, KvSide::kV, tile + kTileTokens, ahead_end, &heads.sides[1]);
+  OpenNext(view.kv, KvSide::kV, tile + kTileTokens, context, &heads.sides[1]);
   view.kernels.value({&heads.sides[1], heads.scores, heads.old, heads.tile, seen.begin, seen.end,
                       heads.head_dim, heads.o, &heads.value_scales, heads.weight_pairs});
 }
 
-// Up to kMaxHeads query heads over one split.
-void DecodeHeads(const DecodeSplitArgs& args, int first_head, int num_heads) {
-  int index = 0;
-  while (kHeadCounts[index] < num_heads) {
-    ++index;
+int SplitEnd(int begin) { return (begin / kSplitTokens + 1) * kSplitTokens; }
+
+// The tiles of one split. With no view of 16 bit the second is not there.
+void ReadSplit(const DecodeSplitsArgs& args, std::span<const View> views, int padded, int begin,
+               int end, Heads& heads) {
+  __builtin_memset(heads.o, 0, sizeof(float) * padded * heads.head_dim);
+  for (int h = 0; h < padded; ++h) {
+    heads.state[h] = SoftmaxState();
   }
-  Heads heads;
-  heads.num_heads = num_heads;
-  heads.head_dim = args.kv.layer->head_dim;
-  FillHeads(args, first_head, kHeadCounts[index], &heads);
-  const int num_views = args.hot.layer != nullptr ? 2 : 1;
-  View views[2];
-  views[0] = OpenView(args.kv, index, args);
-  if (num_views == 2) {
-    views[1] = OpenView(args.hot, index, args);  // 16 bit: not rounded
-  }
-  if (views[0].kernels.round != nullptr) {
-    RoundQueries(views[0].kernels.round, kHeadCounts[index], heads);
-  }
-  heads.interleaved = views[0].interleaved;  // o is still zero
-  const Visible visible = MakeVisible(args.rule, args.position, args.begin, args.end);
-  const int first_tile = args.begin / kTileTokens * kTileTokens;
-  for (int tile = first_tile; tile < args.end; tile += kTileTokens) {
-    for (int i = 0; i < num_views; ++i) {
+  heads.interleaved = views[0].interleaved;  // o is zero
+  const Visible visible = MakeVisible(args.rule, args.position, begin, end);
+  for (int tile = begin / kTileTokens * kTileTokens; tile < end; tile += kTileTokens) {
+    for (size_t i = 0; i < views.size(); ++i) {
       const Seen seen = SeenOf(visible, tile, i == 1);
       if (seen.begin < seen.end) {
-        ReadTile(views[i], tile, seen, args.ahead_end, heads);
+        ReadTile(views[i], tile, seen, args.position + 1, heads);
       }
     }
   }
   Reorder(heads, false);
-  for (int h = 0; h < num_heads; ++h) {
-    float* out = args.states + (first_head + h) * (kStateHeader + heads.head_dim);
+}
+
+void WriteStates(const Heads& heads, float* states) {
+  for (int h = 0; h < heads.num_heads; ++h) {
+    float* out = states + h * (kStateHeader + heads.head_dim);
     out[0] = heads.state[h].m;
     out[1] = heads.state[h].l;
     __builtin_memcpy(out + kStateHeader, heads.o + h * heads.head_dim,
@@ -235,12 +228,50 @@ void DecodeHeads(const DecodeSplitArgs& args, int first_head, int num_heads) {
   }
 }
 
+// Up to kMaxHeads query heads over the splits of [begin, end).
+void DecodeHeads(const DecodeSplitsArgs& args, int first_head, int num_heads) {
+  int index = 0;
+  while (kHeadCounts[index] < num_heads) {
+    ++index;
+  }
+  const int padded = kHeadCounts[index];
+  Heads heads;
+  heads.num_heads = num_heads;
+  heads.head_dim = args.kv.layer->head_dim;
+  FillHeads(args, first_head, padded, &heads);
+  const size_t num_views = args.hot.layer != nullptr ? 2 : 1;
+  View views[2];
+  views[0] = OpenView(args.kv, index, args);
+  if (num_views == 2) {
+    views[1] = OpenView(args.hot, index, args);  // 16 bit: not rounded
+  }
+  if (views[0].kernels.round != nullptr) {
+    RoundQueries(views[0].kernels.round, padded, heads);
+  }
+  const int64_t head_stride = kStateHeader + heads.head_dim;
+  float* states = args.states + first_head * head_stride;
+  for (int begin = args.begin; begin < args.end; states += args.group * head_stride) {
+    const int end = Smaller(args.end, SplitEnd(begin));
+    ReadSplit(args, {views, num_views}, padded, begin, end, heads);
+    WriteStates(heads, states);
+    begin = end;
+  }
+}
+
 }  // namespace
 
-void DecodeSplit(const DecodeSplitArgs& args) {
-  for (int head = 0; head < args.group; head += kMaxHeads) {
-    const int left = args.group - head;
-    DecodeHeads(args, head, left < kMaxHeads ? left : kMaxHeads);
+void DecodeSplits(const DecodeSplitsArgs& args) {
+  if (args.group <= kMaxHeads) {
+    return DecodeHeads(args, 0, args.group);
+  }
+  // Split by split, so that all but the first heads find it in the cache.
+  DecodeSplitsArgs split = args;
+  for (; split.begin < args.end; split.begin = split.end) {
+    split.end = Smaller(args.end, SplitEnd(split.begin));
+    for (int head = 0; head < args.group; head += kMaxHeads) {
+      DecodeHeads(split, head, Smaller(args.group - head, kMaxHeads));
+    }
+    split.states += args.group * (kStateHeader + args.kv.layer->head_dim);
   }
 }
 

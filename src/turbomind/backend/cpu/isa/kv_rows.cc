@@ -83,7 +83,7 @@ void DecodeRow(const RowFormat& format, const uint8_t* payload, const uint8_t* m
 }
 
 void FillKvKernels(CpuKvKernels& kernels) {
-  kernels.decode_split = DecodeSplit;
+  kernels.decode_splits = DecodeSplits;
   kernels.merge_splits = MergeSplits;
   kernels.prefill_rows = PrefillRows;
   kernels.process_head = ProcessHead;
