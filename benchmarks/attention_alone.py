@@ -3,7 +3,7 @@
 Two limits on the cached bytes that attention can read per second: the read bandwidth of the level
 in which the bytes of a call lie, and the arithmetic of its multiplications and additions at the
 machine's highest measured rate. Both are measured in the same run; the lower one counts. How fast
-the same loop runs over 256 tokens, which lie in the first levels, is noted beside it.
+the same loop runs over a cache that lies in L2 is noted beside it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from targets import Runs
 from lmdeploy import _turbomind
 
 CEILING_SECONDS = 1.5
-CACHED_CONTEXT = 256
+CACHED_CONTEXT, CACHED_BATCH = 256, 4  # within the L2 of every thread, and work for all
 LEVELS = ("memory", "l3", "l2")
 KINDS = ("int8", "bf16", "fp32")
 BENCH_TIMEOUT_S = 600
@@ -107,10 +107,10 @@ def attention_runs(
         ours.append(bytes_per_second(found))
         limits.append(limit)
         names.append(name)
-    small = Cell(CACHED_CONTEXT, 1, 1)
+    small = Cell(CACHED_CONTEXT, CACHED_BATCH, 1)
     cached = bytes_per_second(run_bench(bench, config, cell=small, mode=mode, threads=threads))
     note = (
         f"{found['bytes'] / 2**20:.1f} MiB in {level}, {found['isa']}, {per_byte:.1f} operations "
-        f"per byte; {cached / 1e9:.3g} GB/s over {CACHED_CONTEXT} tokens"
+        f"per byte; {cached / 1e9:.3g} GB/s with the cache in L2"
     )
     return Runs(ours, limits, f"{mode}, {threads} threads", statistics.mode(names), note)

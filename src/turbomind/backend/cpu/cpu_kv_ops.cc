@@ -239,6 +239,36 @@ namespace {
 constexpr int kRunsPerThread = 8;
 constexpr int64_t kMostSplitsPerRun = 16;
 
+// Those of the splits [first, *last) that are of the first one's sequence and head; *last becomes
+// where they end. `starts` as in CpuDecodeAttention.
+DecodeSplitsArgs DecodeArgs(const AttentionParams& params, const std::vector<int64_t>& starts,
+                            int64_t first, int64_t* last) {
+  const KvLayerView& kv = params.kv;
+  const BatchView& batch = params.batch;
+  const int seq = SequenceOf(starts, first);
+  const int64_t num_splits = (starts[seq + 1] - starts[seq]) / kv.kv_heads;
+  const int64_t local = first - starts[seq];
+  const int head = static_cast<int>(local / num_splits);
+  *last = std::min(*last, starts[seq] + (head + 1) * num_splits);
+  const int context = batch.context_lens[seq];
+  const int begin = WindowBegin(params, context);
+  const int64_t split = begin / kSplitTokens + local % num_splits;
+  DecodeSplitsArgs args;
+  args.kv = HeadOf(params, seq, head);
+  args.hot = HotHeadOf(params, seq, head);
+  args.rule = params.rule;
+  args.group = params.q_heads / kv.kv_heads;
+  args.q = params.q + batch.cu_seqlens[seq] * params.q_stride +
+           static_cast<int64_t>(head) * args.group * kv.head_dim;
+  args.softmax_scale = params.softmax_scale;
+  args.exact = params.exact;
+  args.position = context - 1;
+  args.begin = std::max(begin, static_cast<int>(split * kSplitTokens));
+  args.end = static_cast<int>(
+      std::min(int64_t{context}, (split + (*last - first)) * int64_t{kSplitTokens}));
+  return args;
+}
+
 }  // namespace
 
 void CpuDecodeAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScratch& memory,
@@ -257,40 +287,17 @@ void CpuDecodeAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScra
     starts.push_back(starts.back() + (last - first) * kv.kv_heads);
   }
   float* const states = memory.Get(starts.back() * split_stride);
-  // Those of the splits [first, last) that are of the first one's head; returns where they end.
-  const auto decode = [&](int64_t first, int64_t last) {
-    const int seq = SequenceOf(starts, first);
-    const int64_t num_splits = (starts[seq + 1] - starts[seq]) / kv.kv_heads;
-    const int64_t local = first - starts[seq];
-    const int head = static_cast<int>(local / num_splits);
-    last = std::min(last, starts[seq] + (head + 1) * num_splits);
-    const int context = batch.context_lens[seq];
-    const int begin = WindowBegin(params, context);
-    const int64_t split = begin / kSplitTokens + local % num_splits;
-    DecodeSplitsArgs args;
-    args.kv = HeadOf(params, seq, head);
-    args.hot = HotHeadOf(params, seq, head);
-    args.rule = params.rule;
-    args.q = params.q + batch.cu_seqlens[seq] * params.q_stride +
-             static_cast<int64_t>(head) * group * kv.head_dim;
-    args.group = group;
-    args.softmax_scale = params.softmax_scale;
-    args.exact = params.exact;
-    args.position = context - 1;
-    args.begin = std::max(begin, static_cast<int>(split * kSplitTokens));
-    args.end = static_cast<int>(
-        std::min(int64_t{context}, (split + (last - first)) * int64_t{kSplitTokens}));
-    args.states = states + first * split_stride;
-    kernels.decode_splits(args);
-    return last;
-  };
   const int64_t total = starts.back();
   const int64_t run =
       std::clamp(total / (pool.num_threads() * kRunsPerThread), int64_t{1}, kMostSplitsPerRun);
   pool.ParallelFor((total + run - 1) / run, [&](int64_t i, int) {
     const int64_t end = std::min(total, (i + 1) * run);
-    for (int64_t next = i * run; next < end;) {
-      next = decode(next, end);
+    for (int64_t first = i * run; first < end;) {
+      int64_t last = end;
+      DecodeSplitsArgs args = DecodeArgs(params, starts, first, &last);
+      args.states = states + first * split_stride;
+      kernels.decode_splits(args);
+      first = last;
     }
   });
   const auto merge = [&](int64_t i, int) {
