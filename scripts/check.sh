@@ -8,7 +8,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 
 readonly MAX_WHEEL_BYTES=$((15 * 1024 * 1024))
-readonly TIDY_BUDGET_S="${TIDY_BUDGET_S:-60}"
+readonly TIDY_BUDGET_S="${TIDY_BUDGET_S:-40}"
 readonly TIDY_CHECKS='-*,bugprone-use-after-move,bugprone-dangling-handle,bugprone-infinite-loop,bugprone-sizeof-expression,bugprone-undefined-memory-manipulation,bugprone-unhandled-self-assignment,clang-analyzer-core.*,clang-analyzer-cplusplus.*,misc-unused-using-decls,performance-for-range-copy,performance-unnecessary-value-param'
 readonly BUILD_ROOT="${CHECK_BUILD_ROOT:-$PWD/build}"
 readonly VENV="${LMDEPLOY_VENV:-$PWD/.venv}"
@@ -73,7 +73,8 @@ step_cuda() {
 
 step_pytest() {
   cp "$BUILD_ROOT"/release/_turbomind*.so lmdeploy/ &&
-    TM_BUILD_FOLDER="$BUILD_ROOT/release" "$python" -m pytest --timeout 300
+    TM_BUILD_FOLDER="$BUILD_ROOT/release" "$python" -m pytest --timeout 300 \
+      --numprocesses "$JOBS" --maxprocesses 4
 }
 
 # The wheel's clang-tidy: Debian 12's does not know std::source_location.
