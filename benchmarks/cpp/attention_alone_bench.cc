@@ -76,22 +76,7 @@ struct Shape {
   int head_dim;
 };
 
-// Memory as the engine's pools have it.
-class Pages {
- public:
-  explicit Pages(int64_t num_bytes)
-      : num_bytes_(static_cast<size_t>(num_bytes)), data_(ReservePages(num_bytes_)) {}
-  ~Pages() { ReleasePages(data_, num_bytes_); }
-  Pages(const Pages&) = delete;
-  Pages& operator=(const Pages&) = delete;
-  std::byte* data() const { return static_cast<std::byte*>(data_); }
-
- private:
-  size_t num_bytes_;
-  void* data_;
-};
-
-// The pools of one layer, blocks in descending order.
+// The pools of one layer, in memory as the engine has it; blocks in descending order.
 class Pools {
  public:
   explicit Pools(const Shape& shape)
@@ -101,7 +86,8 @@ class Pools {
         data_(int64_t{blocks_} * shape.batch * layout_.block_bytes()),
         scales_(int64_t{blocks_} * shape.batch * layout_.scale_block_bytes()) {
     const int64_t total = int64_t{blocks_} * shape.batch;
-    view_ = layout_.LayerView(0, data_.data(), scales_.data());
+    view_ = layout_.LayerView(0, reinterpret_cast<std::byte*>(data_.data()),
+                              reinterpret_cast<std::byte*>(scales_.data()));
     WriteFirstBlock();
     for (int64_t i = 1; i < total; ++i) {
       std::memcpy(data_.data() + i * layout_.block_bytes(), data_.data(),

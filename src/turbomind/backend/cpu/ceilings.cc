@@ -69,29 +69,13 @@ int CountCpus(const std::string& mask) {
   return count;
 }
 
-// Pages of our own, released at the end.
-class Buffer {
- public:
-  explicit Buffer(int64_t num_bytes)
-      : num_bytes_(static_cast<size_t>(num_bytes)),
-        data_(static_cast<uint8_t*>(ReservePages(num_bytes_))) {}
-  ~Buffer() { ReleasePages(data_, num_bytes_); }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  uint8_t* data() const { return data_; }
-
- private:
-  size_t num_bytes_;
-  uint8_t* data_;
-};
-
 class Measurement {
  public:
   Measurement(const CpuCeilingKernels& kernels, ThreadPool& pool)
       : kernels_(kernels), pool_(pool) {}
 
   ReadCeiling ReadMemory(int64_t wanted_bytes, double seconds) {
-    const Buffer buffer(wanted_bytes);
+    const Pages buffer(wanted_bytes);
     const int64_t num_bytes = Touch(buffer.data(), wanted_bytes, seconds * kTouchShare);
     std::vector<double> rates;
     const auto begun = Clock::now();
@@ -109,7 +93,7 @@ class Measurement {
   // Every thread reads `slice_bytes` of its own.
   ReadCeiling ReadCache(int64_t slice_bytes, double seconds) {
     const int64_t total = slice_bytes * pool_.num_threads();
-    const Buffer buffer(total);
+    const Pages buffer(total);
     pool_.ParallelFor(pool_.num_threads(), [&](int64_t item, int) {
       std::memset(buffer.data() + item * slice_bytes, 1, static_cast<size_t>(slice_bytes));
     });

@@ -14,6 +14,22 @@ namespace turbomind {
 void* ReservePages(size_t num_bytes);
 void ReleasePages(void* memory, size_t num_bytes);
 
+// Such pages, released at the end.
+class Pages {
+ public:
+  explicit Pages(int64_t num_bytes)
+      : num_bytes_(static_cast<size_t>(num_bytes)),
+        data_(static_cast<uint8_t*>(ReservePages(num_bytes_))) {}
+  ~Pages() { ReleasePages(data_, num_bytes_); }
+  Pages(const Pages&) = delete;
+  Pages& operator=(const Pages&) = delete;
+  uint8_t* data() const { return data_; }
+
+ private:
+  size_t num_bytes_;
+  uint8_t* data_;
+};
+
 // Where packed matrices lie: side by side in large regions, so that huge pages cover small matrices
 // too (page walks cost a third of the read bandwidth otherwise). Never reuses memory; a region goes
 // back to the system with its last matrix. One thread at a time.

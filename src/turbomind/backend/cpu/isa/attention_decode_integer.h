@@ -5,7 +5,8 @@
 //
 // Instructions per 32 key or value elements of FP4 with AVX-512: a shift, a permute and one
 // vpdpwssd per head; keys add 1.5 for the transposition and, per head and 16 dimensions, 2 for the
-// scales; values add 0.5 for the order of their lanes and, per head, 0.25 for the weights.
+// scales; values add 0.5 for the order of their lanes and, per head, 0.25 for the weights; both add
+// 0.25 that ask for the next tile.
 
 #include <cstdint>
 
