@@ -30,14 +30,18 @@ WITHOUT_CEILING = ("engine", "between_steps")
 # caches meet queries and softmax weights of 16 bits, in products at half the rate of int8.
 INTEGER_CACHES = frozenset({"int8", "int4", "mxfp4", "nvfp4"})
 WIDE_PRODUCTS = 2
+# What goes through matrix tiles, where there are any: prefill over these caches, weights in blocks
+# from this many rows on; twice, too, weights of 8 bits in half of each product of bytes.
+TILE_CACHES = frozenset({"mxfp4", "nvfp4"})
+TILE_ROWS = 12
 
 
 @dataclass(frozen=True)
 class OpRow:
     """One op in one phase; rates are of all threads together.
 
-    `ceiling` names what binds the op (memory, L3, L2, int8, int16, bf16, fp32), `of_ceiling` is
-    the least time that it allows divided by the time taken; both empty where it moves nothing.
+    `ceiling` names what binds the op (memory, L3, L2, int8, int16, bf16, fp32, tiles), `of_ceiling`
+    is the least time that it allows divided by the time taken; both empty where it moves nothing.
     """
 
     op: str
@@ -200,6 +204,8 @@ def read_level(num_bytes: float, ceilings: CpuCeilings) -> tuple[str, float]:
 
 def product_rate(record: OpRecord, ceilings: CpuCeilings) -> tuple[str, float]:
     """What multiplies the op's numbers, and its operations per second for 2 per multiply-add."""
+    if ceilings.tile_bf16_ops_per_s > 0 and runs_on_tiles(record):
+        return "tiles", ceilings.tile_bf16_ops_per_s / WIDE_PRODUCTS
     if record.kv_formats and INTEGER_CACHES.issuperset(record.kv_formats):
         return "int16", ceilings.int8_ops_per_s / WIDE_PRODUCTS
     if record.format == "bf16" and ceilings.bf16_ops_per_s > 0:
@@ -207,6 +213,15 @@ def product_rate(record: OpRecord, ceilings: CpuCeilings) -> tuple[str, float]:
     if record.format in ("", "f32", "bf16"):
         return "fp32", ceilings.fp32_ops_per_s
     return "int8", ceilings.int8_ops_per_s / WIDE_PRODUCTS
+
+
+def runs_on_tiles(record: OpRecord) -> bool:
+    """Whether an engine with matrix tiles would use them."""
+    if record.kv_formats:
+        return record.kind == "prefill_attention" and TILE_CACHES.issuperset(record.kv_formats)
+    if record.format in ("", "f32", "bf16"):
+        return False
+    return record.operations >= 2 * record.rows * record.cols * record.calls * TILE_ROWS
 
 
 def binding_ceiling(
@@ -298,7 +313,12 @@ def ceiling_facts(ceilings: CpuCeilings) -> dict[str, Any]:
         "int8_gop_per_s": ceilings.int8_ops_per_s / 1e9 or None,
         "bf16_gop_per_s": ceilings.bf16_ops_per_s / 1e9 or None,
         "fp32_gop_per_s": ceilings.fp32_ops_per_s / 1e9 or None,
-        "amx": None,
+        "amx": {
+            "int8_gop_per_s": ceilings.tile_int8_ops_per_s / 1e9,
+            "bf16_gop_per_s": ceilings.tile_bf16_ops_per_s / 1e9,
+        }
+        if ceilings.tile_bf16_ops_per_s > 0
+        else None,
     }
 
 
@@ -317,8 +337,14 @@ def format_ceilings(ceilings: CpuCeilings) -> str:
         else f"{name} not available"
         for name in ("int8", "bf16", "fp32")
     ]
+    amx = facts["amx"]
+    tiles = (
+        f"AMX int8 {amx['int8_gop_per_s']:.0f} GOP/s, bf16 {amx['bf16_gop_per_s']:.0f} GOP/s"
+        if amx
+        else "AMX not available"
+    )
     where = f"{ceilings.isa}, {ceilings.num_threads} threads"
-    return f"ceilings ({where}): {', '.join(reads)}; {', '.join(rates)}; AMX not available"
+    return f"ceilings ({where}): {', '.join(reads)}; {', '.join(rates)}; {tiles}"
 
 
 def trace_events(

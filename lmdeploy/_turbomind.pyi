@@ -336,6 +336,8 @@ class CpuCeilings:
     int8_ops_per_s: float  # 2 per multiply-add, all threads; 0: no such instruction
     bf16_ops_per_s: float
     fp32_ops_per_s: float
+    tile_int8_ops_per_s: float  # on matrix tiles (AMX)
+    tile_bf16_ops_per_s: float
 
 def measure_ceilings(device: Device, seconds: float) -> CpuCeilings:
     """Takes about `seconds` (more than 0, up to 60) on the device's own threads, on which nothing

@@ -96,7 +96,7 @@ def speed() -> Iterator[str]:
         size = ceilings.memory.working_set >> 20
         reads[0] += f" (a quick look at {size} MiB, of which L3 holds a part)"
     yield f"reads: {', '.join(reads)}"
-    yield f"products: {', '.join(product_rates(ceilings))}; AMX {amx_support()}"
+    yield f"products: {', '.join(product_rates(ceilings))}; AMX {amx_support(ceilings)}"
 
 
 def gpus() -> Iterator[str]:
@@ -159,9 +159,14 @@ def product_rates(ceilings: CpuCeilings) -> Iterator[str]:
         yield f"{name} {rate / 1e9:.0f} GOP/s" if rate > 0 else f"{name} without an instruction"
 
 
-def amx_support() -> str:
-    """Whether the CPU has matrix tiles; the engine has no kernels for them."""
-    return "is there but not used" if "amx_tile" in _cpu_info("flags").split() else "not available"
+def amx_support(ceilings: CpuCeilings) -> str:
+    """The rates of matrix tiles, or why they are not used."""
+    if ceilings.tile_int8_ops_per_s > 0:
+        int8, bf16 = ceilings.tile_int8_ops_per_s, ceilings.tile_bf16_ops_per_s
+        return f"int8 {int8 / 1e9:.0f} GOP/s, BF16 {bf16 / 1e9:.0f} GOP/s"
+    if "amx_tile" in _cpu_info("flags").split():
+        return f"is there but not used by the instruction set {ceilings.isa}"
+    return "not available"
 
 
 def cpu_name() -> str:

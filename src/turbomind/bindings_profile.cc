@@ -103,7 +103,9 @@ void DefCeilings(py::module_& m) {
       .def_readonly("l2", &CpuCeilings::l2)
       .def_readonly("int8_ops_per_s", &CpuCeilings::int8_ops_per_s)
       .def_readonly("bf16_ops_per_s", &CpuCeilings::bf16_ops_per_s)
-      .def_readonly("fp32_ops_per_s", &CpuCeilings::fp32_ops_per_s);
+      .def_readonly("fp32_ops_per_s", &CpuCeilings::fp32_ops_per_s)
+      .def_readonly("tile_int8_ops_per_s", &CpuCeilings::tile_int8_ops_per_s)
+      .def_readonly("tile_bf16_ops_per_s", &CpuCeilings::tile_bf16_ops_per_s);
 }
 
 CpuCeilings Measure(Device& device, double seconds) {

@@ -7,6 +7,7 @@ import re
 import sys
 import time
 import warnings
+from types import SimpleNamespace
 
 import pytest
 
@@ -61,12 +62,19 @@ def test_a_quota_limits_the_cores(monkeypatch, written, quota, cores):
 
 
 @pytest.mark.parametrize(
-    ("flags", "text"),
-    [("fpu amx_bf16 amx_tile", "is there but not used"), ("fpu avx2", "not available")],
+    ("flags", "tile_rate", "text"),
+    [
+        ("fpu amx_bf16 amx_tile", 3e12, "int8 3000 GOP/s, BF16 1500 GOP/s"),
+        ("fpu amx_bf16 amx_tile", 0.0, "is there but not used by the instruction set avx512"),
+        ("fpu avx2", 0.0, "not available"),
+    ],
 )
-def test_amx_is_named(monkeypatch, flags, text):
+def test_amx_is_named(monkeypatch, flags, tile_rate, text):
     monkeypatch.setattr(check_env, "_cpu_info", lambda key: flags)
-    assert check_env.amx_support() == text
+    ceilings = SimpleNamespace(
+        isa="avx512", tile_int8_ops_per_s=tile_rate, tile_bf16_ops_per_s=tile_rate / 2
+    )
+    assert check_env.amx_support(ceilings) == text
 
 
 @pytest.fixture

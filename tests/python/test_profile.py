@@ -178,8 +178,8 @@ def test_ceilings_are_of_the_device():
 # --- The report
 
 
-def ceilings() -> Any:
-    """Round numbers: memory 10 GB/s, L3 40, L2 100; int8 2000 GOP/s, BF16 800, FP32 400."""
+def ceilings(tile_rate: float = 0.0) -> Any:
+    """Round numbers: memory 10 GB/s, L3 40, L2 100; int8 2000 GOP/s, BF16 800, FP32 400; tiles."""
     read = [SimpleNamespace(bytes_per_s=rate * 1e9, working_set=1 << 20) for rate in (10, 40, 100)]
     return SimpleNamespace(
         isa="avx512",
@@ -192,6 +192,8 @@ def ceilings() -> Any:
         int8_ops_per_s=2e12,
         bf16_ops_per_s=8e11,
         fp32_ops_per_s=4e11,
+        tile_int8_ops_per_s=tile_rate,
+        tile_bf16_ops_per_s=tile_rate / 2,
     )
 
 
@@ -229,6 +231,25 @@ def test_the_slower_ceiling_binds(values, streamed, ceiling, least_ms):
     op = record("linear", 5.0, **values)
     name, share = profile_report.binding_ceiling(op, ceilings(), streamed=streamed)
     assert (name, share) == (ceiling, pytest.approx(least_ms / 5.0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "ceiling"),
+    [
+        ("linear", {"format": "q4_0", "operations": 2 * 32 * 32 * 12}, "tiles"),
+        ("linear", {"format": "q4_0", "operations": 2 * 32 * 32 * 11}, "int8"),
+        ("linear", {"format": "bf16", "operations": 2 * 32 * 32 * 12}, "bf16"),
+        ("prefill_attention", {"kv_formats": ["nvfp4"], "operations": 1}, "tiles"),
+        ("prefill_attention", {"kv_formats": ["int8", "nvfp4"], "operations": 1}, "int16"),
+        ("decode_attention", {"kv_formats": ["nvfp4"], "operations": 1}, "int16"),
+    ],
+)
+def test_tiles_bind_what_goes_through_them(kind, values, ceiling):
+    op = record(kind, 5.0, **({"rows": 32, "cols": 32} | values))
+    name, rate = profile_report.product_rate(op, ceilings(tile_rate=8e12))
+    assert name == ceiling
+    assert name != "tiles" or rate == 8e12 / 2 / 2  # BF16, twice for 16 bits
+    assert profile_report.product_rate(op, ceilings())[0] != "tiles"
 
 
 def test_time_without_work_has_no_ceiling():

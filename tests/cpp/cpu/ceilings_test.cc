@@ -22,7 +22,9 @@ constexpr double kSeconds = 0.05;
 
 CpuCeilingKernels KernelsOf(const std::string& isa) {
   CpuCeilingKernels kernels;
-  if (isa == "avx512") {
+  if (isa == "amx") {
+    amx::FillCeilingKernels(kernels);
+  } else if (isa == "avx512") {
     avx512::FillCeilingKernels(kernels);
   } else if (isa == "avx2") {
     avx2::FillCeilingKernels(kernels);
@@ -50,9 +52,15 @@ TEST_CASE("the loops compute what they claim") {
     // With ones, every multiply-add adds one: the total is their number.
     CheckProducts(kernels.fp32, 0x3f800000u, 10.f * kernels.fp32.operations / 2);
     CheckProducts(kernels.int8, 0x01010101u, 10.f * kernels.int8.operations / 2);
-    CHECK((kernels.bf16.run != nullptr) == (isa == "avx512"));
+    CHECK((kernels.bf16.run != nullptr) == (isa == "avx512" || isa == "amx"));
     if (kernels.bf16.run != nullptr) {
       CheckProducts(kernels.bf16, 0x3f803f80u, 10.f * kernels.bf16.operations / 2);
+    }
+    CHECK((kernels.tile_int8.run != nullptr) == (isa == "amx"));
+    CHECK((kernels.tile_bf16.run != nullptr) == (isa == "amx"));
+    if (isa == "amx") {
+      CheckProducts(kernels.tile_int8, 0x01010101u, 10.f * kernels.tile_int8.operations / 2);
+      CheckProducts(kernels.tile_bf16, 0x3f803f80u, 10.f * kernels.tile_bf16.operations / 2);
     }
   }
 }
@@ -86,7 +94,9 @@ TEST_CASE("ceilings are positive, of the device's threads, and soon there") {
     CHECK(ceilings.l2.working_set <= 2 * ceilings.caches.l2_bytes);
     CHECK(ceilings.fp32_ops_per_s > 0.0);
     CHECK(ceilings.int8_ops_per_s > 0.0);
-    CHECK((ceilings.bf16_ops_per_s > 0.0) == (isa == "avx512"));
+    CHECK((ceilings.bf16_ops_per_s > 0.0) == (isa == "avx512" || isa == "amx"));
+    CHECK((ceilings.tile_int8_ops_per_s > 0.0) == (isa == "amx"));
+    CHECK((ceilings.tile_bf16_ops_per_s > 0.0) == (isa == "amx"));
     if (!testing::kSanitized) {
       CHECK(took.count() < 20.0);  // a loop without end, not a slow machine
     }

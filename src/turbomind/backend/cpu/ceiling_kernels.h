@@ -22,6 +22,8 @@ struct CpuCeilingKernels {
   MultiplyCeiling int8;
   MultiplyCeiling bf16;
   MultiplyCeiling fp32;
+  MultiplyCeiling tile_int8;  // on matrix tiles (AMX)
+  MultiplyCeiling tile_bf16;
 };
 
 namespace scalar {
@@ -31,6 +33,9 @@ namespace avx2 {
 void FillCeilingKernels(CpuCeilingKernels& kernels);
 }
 namespace avx512 {
+void FillCeilingKernels(CpuCeilingKernels& kernels);
+}
+namespace amx {
 void FillCeilingKernels(CpuCeilingKernels& kernels);
 }
 

@@ -215,6 +215,8 @@ CpuCeilings MeasureCeilings(const CpuCeilingKernels& kernels, ThreadPool& pool, 
   result.int8_ops_per_s = measure.Multiply(kernels.int8, 0x01010101u, share);
   result.bf16_ops_per_s = measure.Multiply(kernels.bf16, 0x3f803f80u, share);
   result.fp32_ops_per_s = measure.Multiply(kernels.fp32, 0x3f800000u, share);
+  result.tile_int8_ops_per_s = measure.Multiply(kernels.tile_int8, 0x01010101u, share);
+  result.tile_bf16_ops_per_s = measure.Multiply(kernels.tile_bf16, 0x3f803f80u, share);
   return result;
 }
 

@@ -34,10 +34,12 @@ struct CpuCeilings {
   ReadCeiling l3;  // not measured where the threads' share of L3 is less than two L2
   ReadCeiling l2;
   // Multiply-adds times 2 per second, all threads together. 0: the instruction set has no such
-  // instruction. Without AMX.
+  // instruction.
   double int8_ops_per_s = 0.0;
   double bf16_ops_per_s = 0.0;
   double fp32_ops_per_s = 0.0;
+  double tile_int8_ops_per_s = 0.0;  // on matrix tiles (AMX)
+  double tile_bf16_ops_per_s = 0.0;
 };
 
 // Medians of short runs that take about `seconds` together. Leaves isa empty. Throws

@@ -1,5 +1,9 @@
 #include "turbomind/backend/cpu/cpu_device.h"
 
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <cstdlib>
 #include <cstring>
 #include <string>
@@ -34,6 +38,26 @@ bool CanRunAvx512() {
          __builtin_cpu_supports("avx512bf16");
 }
 
+// The operating system saves the registers of tiles, 8 KB for each thread, only for processes that
+// have asked for it.
+bool CanRunAmx() {
+  constexpr unsigned kTiles = 1u << 24;
+  constexpr unsigned kInt8 = 1u << 25;
+  constexpr unsigned kBf16 = 1u << 22;
+  unsigned a = 0;
+  unsigned b = 0;
+  unsigned c = 0;
+  unsigned d = 0;
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (d & kTiles) == 0 || (d & kInt8) == 0 ||
+      (d & kBf16) == 0) {
+    return false;
+  }
+  constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  constexpr int kTileData = 18;               // XFEATURE_XTILE_DATA
+  static const bool permitted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return permitted;
+}
+
 std::string ResolveIsa(std::string_view wanted) {
   const std::vector<std::string> choices = AvailableCpuIsas();
   std::string source = "isa";
@@ -59,7 +83,11 @@ std::string ResolveIsa(std::string_view wanted) {
 class CpuDevice final : public Device {
  public:
   CpuDevice(int num_threads, std::string isa) : pool_(num_threads), isa_(std::move(isa)) {
-    if (isa_ == "avx512") {
+    if (isa_ == "amx") {
+      amx::FillDenseKernels(dense_);
+      amx::FillKvKernels(kv_);
+      amx::FillCeilingKernels(ceilings_);
+    } else if (isa_ == "avx512") {
       avx512::FillDenseKernels(dense_);
       avx512::FillKvKernels(kv_);
       avx512::FillCeilingKernels(ceilings_);
@@ -159,6 +187,9 @@ std::vector<std::string> AvailableCpuIsas() {
   }
   if (CanRunAvx512()) {
     isas.push_back("avx512");
+    if (CanRunAmx()) {
+      isas.push_back("amx");
+    }
   }
   return isas;
 }

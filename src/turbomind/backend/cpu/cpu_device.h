@@ -11,7 +11,7 @@
 namespace turbomind {
 
 // Names of the instruction sets that this build carries and this machine can run, slowest first:
-// "scalar", "avx2", "avx512".
+// "scalar", "avx2", "avx512", "amx".
 std::vector<std::string> AvailableCpuIsas();
 
 // A CPU device with its own thread pool. `isa` is one of AvailableCpuIsas(), or empty for the best

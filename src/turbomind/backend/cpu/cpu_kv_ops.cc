@@ -88,8 +88,11 @@ CpuKvKernels CpuKvKernelsFor(std::string_view isa) {
     avx2::FillKvKernels(kernels);
   } else if (isa == "avx512") {
     avx512::FillKvKernels(kernels);
+  } else if (isa == "amx") {
+    amx::FillKvKernels(kernels);
   } else {
-    throw InvalidArgument("isa: got \"" + std::string(isa) + "\", want scalar, avx2 or avx512");
+    throw InvalidArgument("isa: got \"" + std::string(isa) +
+                          "\", want scalar, avx2, avx512 or amx");
   }
   return kernels;
 }

@@ -16,7 +16,7 @@
 
 namespace turbomind {
 
-// The kernels of "scalar", "avx2" or "avx512", which this machine must be able to run
+// The kernels of "scalar", "avx2", "avx512" or "amx", which this machine must be able to run
 // (AvailableCpuIsas). Throws InvalidArgument for another name.
 CpuKvKernels CpuKvKernelsFor(std::string_view isa);
 

@@ -10,9 +10,7 @@
 namespace turbomind {
 namespace {
 
-constexpr int64_t kRowBlockBytes = 256 << 10;  // packed activations that stay in L2 (1 MiB, Zen 4)
-constexpr int64_t kMxRowBlockBytes = 640 << 10;  // more, so that a transposed tile serves more rows
-constexpr int64_t kMinTilesPerItem = 4;          // what one row multiplies at once
+constexpr int64_t kMinTilesPerItem = 4;  // what one row multiplies at once
 constexpr int64_t kMaxTilesPerItem = 64;
 
 // What all weights of a call share.
@@ -33,22 +31,6 @@ const CpuMatrix& Packed(const PackedMatrix* matrix) {
 
 int64_t NumPanels(const CpuLinearPlan& plan) { return CeilDiv(plan.num_rows, kPanelRows); }
 
-int64_t FullPanelBytes(const CpuLinearPlan& plan) {
-  return PanelBytes(plan.weight->format, plan.weight->cols, kPanelRows);
-}
-
-// Bytes of a group's panels; the last one is packed for the rows that it has.
-int64_t GroupPanelBytes(const CpuLinearPlan& plan) {
-  const int rest = plan.num_rows % kPanelRows;
-  return plan.num_rows / kPanelRows * FullPanelBytes(plan) +
-         (rest == 0 ? 0 : PanelBytes(plan.weight->format, plan.weight->cols, rest));
-}
-
-// What a kernel may write for itself.
-int64_t TileScratchBytes(const CpuMatrix& weight) {
-  return IsMxfp4(weight.format) ? weight.cols / kQuantBlock * kMxTileBlockBytes : 0;
-}
-
 CpuLinearPlan PlanWeight(const LinearCall& call, const LinearPart& part) {
   CpuLinearPlan plan;
   plan.weight = &Packed(part.weight);
@@ -57,10 +39,11 @@ CpuLinearPlan PlanWeight(const LinearCall& call, const LinearPart& part) {
   return plan;
 }
 
-void CutRows(CpuLinearPlan& plan) {
-  const int64_t block_bytes = IsMxfp4(plan.weight->format) ? kMxRowBlockBytes : kRowBlockBytes;
-  plan.panels_per_block =
-      std::clamp<int64_t>(block_bytes / FullPanelBytes(plan), 1, NumPanels(plan));
+void CutRows(const CpuDenseKernels& kernels, CpuLinearPlan& plan) {
+  const int64_t block_bytes =
+      IsMxfp4(plan.weight->format) ? kernels.mxfp4_row_block_bytes : kernels.row_block_bytes;
+  plan.panel_bytes = kernels.panel_bytes(plan.weight->format, plan.weight->cols);
+  plan.panels_per_block = std::clamp<int64_t>(block_bytes / plan.panel_bytes, 1, NumPanels(plan));
   plan.num_row_blocks = CeilDiv(NumPanels(plan), plan.panels_per_block);
 }
 
@@ -79,12 +62,13 @@ struct Totals {
   int64_t tile_scratch = 0;  // of a worker
 };
 
-Totals PlanItems(const LinearCall& call, int num_threads, std::vector<CpuLinearPlan>& plans) {
+Totals PlanItems(const CpuDenseKernels& kernels, const LinearCall& call, int num_threads,
+                 std::vector<CpuLinearPlan>& plans) {
   int64_t row_blocks = 0;
   for (CpuLinearPlan& plan : plans) {
     Check(call.y_stride >= plan.first_output + plan.weight->rows,
           "row strides of a linear layer cover its columns");
-    CutRows(plan);
+    CutRows(kernels, plan);
     row_blocks += plan.num_row_blocks;
   }
   const int64_t groups = CeilDiv(num_threads * kItemsPerThread, std::max<int64_t>(row_blocks, 1));
@@ -98,7 +82,8 @@ Totals PlanItems(const LinearCall& call, int num_threads, std::vector<CpuLinearP
     plan.num_tile_groups = CeilDiv(num_tiles, plan.tiles_per_item);
     plan.first_item = totals.items;
     totals.items += plan.num_row_blocks * plan.num_tile_groups;
-    totals.tile_scratch = std::max(totals.tile_scratch, TileScratchBytes(*plan.weight));
+    totals.tile_scratch = std::max(totals.tile_scratch,
+                                   kernels.scratch_bytes(plan.weight->format, plan.weight->cols));
     if (SharesPanels(plans, i)) {
       plan.panels = plans[i - 1].panels;
       plan.first_panel = plans[i - 1].first_panel;
@@ -106,7 +91,7 @@ Totals PlanItems(const LinearCall& call, int num_threads, std::vector<CpuLinearP
     }
     plan.panels = totals.panel_bytes;
     plan.first_panel = totals.panels;
-    totals.panel_bytes += CeilDiv(GroupPanelBytes(plan), 64) * 64;
+    totals.panel_bytes += CeilDiv(NumPanels(plan) * plan.panel_bytes, 64) * 64;
     totals.panels += NumPanels(plan);
     totals.rows += plan.num_rows;
   }
@@ -134,8 +119,9 @@ void PackOne(const CpuDenseKernels& kernels, const LinearCall& call, CpuLinearSc
   args.x_rows = call.x_rows == nullptr ? nullptr : call.x_rows + first_row;
   args.num_rows =
       static_cast<int>(std::min<int64_t>(kPanelRows, plan.num_rows - panel * kPanelRows));
+  args.all_rows = plan.num_rows;
   args.cols = plan.weight->cols;
-  args.panel = scratch.panels.data() + plan.panels + panel * FullPanelBytes(plan);
+  args.panel = scratch.panels.data() + plan.panels + panel * plan.panel_bytes;
   kernels.pack_panel(args);
 }
 
@@ -156,9 +142,10 @@ void MultiplyOne(const CpuDenseKernels& kernels, const LinearCall& call, CpuLine
   args.num_tiles = static_cast<int>(std::min(plan.tiles_per_item, weight.num_tiles() - first_tile));
   args.num_outputs = std::min(args.num_tiles * int64_t{kTileRows}, weight.rows - first_output);
   args.scratch = scratch.tiles.data() + worker * scratch.tile_stride;
-  args.panels = scratch.panels.data() + plan.panels + first_panel * FullPanelBytes(plan);
+  args.panels = scratch.panels.data() + plan.panels + first_panel * plan.panel_bytes;
   args.num_rows =
       static_cast<int>(std::min(plan.panels_per_block * kPanelRows, plan.num_rows - first_row));
+  args.all_rows = plan.num_rows;
   args.bias = plan.bias == nullptr ? nullptr : plan.bias + first_output;
   args.y = call.y + (plan.first_row + first_row) * call.y_stride + plan.first_output + first_output;
   args.y_stride = call.y_stride;
@@ -169,7 +156,7 @@ void MultiplyOne(const CpuDenseKernels& kernels, const LinearCall& call, CpuLine
 // Of scratch.plans, which say what is multiplied with what.
 void Run(const CpuDenseKernels& kernels, ThreadPool& pool, CpuLinearScratch& scratch,
          const LinearCall& call) {
-  const Totals totals = PlanItems(call, pool.num_threads(), scratch.plans);
+  const Totals totals = PlanItems(kernels, call, pool.num_threads(), scratch.plans);
   if (totals.items == 0) {
     return;
   }

@@ -20,6 +20,7 @@ struct PackPanelArgs {
   int64_t x_stride = 0;
   const int32_t* x_rows = nullptr;  // [num_rows] which rows of x; null: the first ones
   int num_rows = 0;                 // at most kPanelRows
+  int all_rows = 0;                 // of the panels that one weight is multiplied with
   int64_t cols = 0;
   uint8_t* panel = nullptr;
 };
@@ -35,6 +36,7 @@ struct MultiplyArgs {
   uint8_t* scratch = nullptr;       // MXFP4: [cols / 32, kMxTileBlockBytes] of this call's own
   const uint8_t* panels = nullptr;  // full panels, the last one with what remains of num_rows
   int num_rows = 0;
+  int all_rows = 0;             // as the panels were packed with
   const float* bias = nullptr;  // [num_outputs] or null
   float* y = nullptr;           // [num_rows, num_outputs]
   int64_t y_stride = 0;
@@ -43,7 +45,14 @@ struct MultiplyArgs {
 
 struct CpuDenseKernels {
   void (*pack_panel)(const PackPanelArgs&) = nullptr;
+  // Of a full panel.
+  int64_t (*panel_bytes)(MatrixFormat format, int64_t cols) = nullptr;
+  // Packed activations that are multiplied with one tile after another: they stay in L2.
+  int64_t row_block_bytes = 256 << 10;
+  int64_t mxfp4_row_block_bytes = 640 << 10;  // more, so that a transposed tile serves more rows
   void (*multiply)(const MultiplyArgs&) = nullptr;
+  // Of MultiplyArgs::scratch.
+  int64_t (*scratch_bytes)(MatrixFormat format, int64_t cols) = nullptr;
   void (*rms_norm)(const float* x, const float* weight, float eps, int dim, float* out) = nullptr;
   // One row of the op.
   void (*gated_activation)(const GatedActivationParams& params, int64_t row) = nullptr;
@@ -56,6 +65,9 @@ namespace avx2 {
 void FillDenseKernels(CpuDenseKernels& kernels);
 }
 namespace avx512 {
+void FillDenseKernels(CpuDenseKernels& kernels);
+}
+namespace amx {
 void FillDenseKernels(CpuDenseKernels& kernels);
 }
 

@@ -111,10 +111,10 @@ struct CpuKvKernels {
 // Scratch of prefill_rows.
 constexpr int64_t PrefillScratchFloats(int group, int head_dim) {
   const int64_t rows = (group > kPrefillRows ? group : kPrefillRows) + 8;
-  // K and V tile, their metadata, scores, queries (and rounded), running and finished states, what
-  // rows see.
+  // K and V tile, their metadata, scores, queries (and rounded, twice), running and finished
+  // states, what rows see.
   return 2 * kTileTokens * head_dim + 2 * kTileTokens * (head_dim / 16 + 2) + rows * kTileTokens +
-         (7 * rows * head_dim + 1) / 2 + 16 * rows;
+         (7 * rows * head_dim + 1) / 2 + (rows + 16) * head_dim + 16 * rows;
 }
 
 namespace scalar {
@@ -124,6 +124,9 @@ namespace avx2 {
 void FillKvKernels(CpuKvKernels& kernels);
 }
 namespace avx512 {
+void FillKvKernels(CpuKvKernels& kernels);
+}
+namespace amx {
 void FillKvKernels(CpuKvKernels& kernels);
 }
 

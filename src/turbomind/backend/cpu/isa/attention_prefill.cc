@@ -8,9 +8,29 @@
 #include "turbomind/backend/cpu/isa/attention_prefill_block.h"
 #include "turbomind/backend/cpu/isa/attention_prefill_float.h"
 #include "turbomind/backend/cpu/isa/attention_prefill_integer.h"
+#include "turbomind/backend/cpu/isa/attention_prefill_softmax.h"
+#if defined(TM_ISA_amx)
+#include "turbomind/backend/cpu/isa/amx/attention_prefill.h"
+#endif
 
 namespace turbomind::TM_ISA {
 namespace {
+
+#if defined(TM_ISA_amx)
+// FP4 goes through tiles, in either view's place.
+void UseTiles(TileFns& fns, bool keys, bool values) {
+  if (keys) {
+    fns.unpack_keys = UnpackKeysForTiles;
+    fns.score = ScoreTileOnTiles;
+  }
+  if (values) {
+    fns.add_values = AddTileValuesOnTiles;
+  }
+}
+#else
+void UseTiles(TileFns& /*fns*/, bool /*keys*/, bool /*values*/) {}
+void SplitQueries(const Block& /*block*/) {}
+#endif
 
 void RoundQueries(const Block& b, RoundedQuery (*round)(const float*, int, int32_t*)) {
   for (int row = 0; row < b.rows; ++row) {
@@ -19,6 +39,7 @@ void RoundQueries(const Block& b, RoundedQuery (*round)(const float*, int, int32
     b.q_scale[row] = rounded.scale;
     b.rounded_sum[row] = rounded.sum;
   }
+  SplitQueries(b);
 }
 
 // Integer codes are computed in integers unless FP32 is asked for.
@@ -44,27 +65,11 @@ TileFns FindFns(const KvLayerView& layer, bool exact) {
       }
     }
   });
+  const auto is_fp4 = [&](int side) {
+    return StoredAs(layer.mode[side], layer.dtype) == Stored::kFp4;
+  };
+  UseTiles(fns, !exact && is_fp4(0), !exact && is_fp4(1));
   return fns;
-}
-
-void UpdateSoftmax(const Block& b, const View& view, int tile) {
-  for (int row = 0; row < b.rows; ++row) {
-    const Seen seen = SeenByRow(b, view, tile, row);
-    float* scores = b.scores + row * kTileTokens;
-    const float scale = view.fns.round != nullptr ? view.scale * b.q_scale[row] : view.scale;
-    if (seen.begin >= seen.end) {
-      b.old[row] = 1.f;
-      b.tile[row] = 0.f;
-      __builtin_memset(scores, 0, kTileTokens * sizeof(float));
-    } else if (view.fns.rounds_weights) {
-      const auto factors = b.state[row].UpdateTile(scores, scale, seen.begin, seen.end);
-      b.old[row] = factors.old;
-      b.tile[row] = factors.tile * view.value_factor;
-    } else {
-      b.old[row] = b.state[row].Update(scores, scale, seen.begin, seen.end);
-      ScaleWeights(scores, view.value_factor);
-    }
-  }
 }
 
 void ReadTile(Block& b, const View& view, int tile) {
@@ -76,7 +81,7 @@ void ReadTile(Block& b, const View& view, int tile) {
   OpenTile(view.kv, KvSide::kV, tile, any.begin, any.end, &b.side[1]);
   view.fns.unpack_keys(b);
   view.fns.score(b);
-  UpdateSoftmax(b, view, tile);
+  UpdateSoftmax(b, view, tile, AllSeeAll(b, view, tile));
   view.fns.add_values(b, view, tile, any);
 }
 
@@ -115,6 +120,7 @@ Block MakeBlock(const PrefillRowsArgs& args) {
   b.q_scale = take(b.rows);
   b.rounded_sum = take(b.rows);
   b.pairs = reinterpret_cast<int32_t*>(take(row_floats / 2));
+  b.halves = take(static_cast<int64_t>(b.rows + 15) / 16 * 16 * b.head_dim);
   b.qsum = take(b.rows);
   b.state = reinterpret_cast<SoftmaxState*>(take(2 * b.rows));
   b.total = reinterpret_cast<SoftmaxState*>(take(2 * b.rows));
@@ -170,6 +176,9 @@ void WriteRow(const Block& b, int row) {
 
 void PrefillRows(const PrefillRowsArgs& args) {
   Block b = MakeBlock(args);
+#if defined(TM_ISA_amx)
+  const TileConfig config(FullShape());
+#endif
   const int num_views = args.hot.layer != nullptr ? 2 : 1;
   View views[2];
   views[0] = MakeView(args, false);

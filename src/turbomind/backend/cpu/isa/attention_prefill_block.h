@@ -40,6 +40,7 @@ struct Block {
   float* tile = nullptr;         // [rows]
   float* qsum = nullptr;         // [rows]
   int32_t* pairs = nullptr;      // [rows, head_dim / 2] rounded queries, where keys are integers
+  float* halves = nullptr;       // [rows, head_dim] the same for tiles (amx/attention_prefill.h)
   float* q_scale = nullptr;      // [rows] of RoundedQuery
   float* rounded_sum = nullptr;  // [rows]
   Visible* visible = nullptr;    // [tokens]
@@ -84,6 +85,17 @@ inline Seen SeenByAny(const Block& b, const View& view, int tile) {
     }
   }
   return all;
+}
+
+// Whether every row sees all of the tile.
+inline bool AllSeeAll(const Block& b, const View& view, int tile) {
+  for (int token = 0; token < b.args->num_tokens; ++token) {
+    const Seen seen = SeenOf(b.visible[token], tile, view.hot);
+    if (seen.begin != 0 || seen.end != kTileTokens) {
+      return false;
+    }
+  }
+  return true;
 }
 
 }  // namespace turbomind::TM_ISA

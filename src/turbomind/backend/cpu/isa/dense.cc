@@ -108,7 +108,9 @@ void GatedActivationRow(const GatedActivationParams& params, int64_t row) {
 
 void FillDenseKernels(CpuDenseKernels& kernels) {
   kernels.pack_panel = PackPanel;
+  kernels.panel_bytes = FullPanelBytes;
   kernels.multiply = Multiply;
+  kernels.scratch_bytes = MultiplyScratchBytes;
   kernels.rms_norm = RmsNormRow;
   kernels.gated_activation = GatedActivationRow;
 }

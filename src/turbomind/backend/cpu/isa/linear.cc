@@ -165,6 +165,10 @@ void PackPanel(const PackPanelArgs& args) {
   }
 }
 
+int64_t FullPanelBytes(MatrixFormat format, int64_t cols) {
+  return PanelBytes(format, cols, kPanelRows);
+}
+
 void Multiply(const MultiplyArgs& args) {
   switch (args.format) {
     case MatrixFormat::kF32:
@@ -181,6 +185,10 @@ void Multiply(const MultiplyArgs& args) {
     case MatrixFormat::kMxfp4Split:
       return MultiplyMxfp4(args);
   }
+}
+
+int64_t MultiplyScratchBytes(MatrixFormat format, int64_t cols) {
+  return IsMxfp4(format) ? cols / kQuantBlock * kMxTileBlockBytes : 0;
 }
 
 }  // namespace turbomind::TM_ISA

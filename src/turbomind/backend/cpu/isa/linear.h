@@ -26,8 +26,10 @@ TM_HD const float* RowToPack(const PackPanelArgs& args, int r) {
 }
 
 void PackPanel(const PackPanelArgs& args);
+int64_t FullPanelBytes(MatrixFormat format, int64_t cols);
 void PackMxfp4Panel(const PackPanelArgs& args);
 void Multiply(const MultiplyArgs& args);
 void MultiplyMxfp4(const MultiplyArgs& args);
+int64_t MultiplyScratchBytes(MatrixFormat format, int64_t cols);
 
 }  // namespace turbomind::TM_ISA

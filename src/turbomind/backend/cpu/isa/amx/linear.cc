@@ -1,0 +1,441 @@
+// ⑥⑦ Linear layers of quantised weights on AMX tiles, for panels of several rows; everything else
+// is left to AVX-512. The sum of a block of 32 columns is an exact integer, and what becomes of it
+// is what linear_avx512.h and mxfp4_tiles_avx512.h do, in the same order: the same bits.
+//
+// 4-bit codes are widened to BF16, and the high halves of the activations are stored times 256, so
+// that one tile of FP32 sums takes both halves: |Σ| < 2^24. Codes of 8 bits have no room for that:
+// bytes by bytes, a tile of sums for each half. Codes are widened once for all panels.
+//
+// Per block, two neighbouring tiles of weights and 12 rows: 4 products of 32 columns. Their sums go
+// through memory, a tile register having no arithmetic of its own; AVX-512 scales those of one
+// block while tiles work on the next two. The products take 58 cycles, storing the
+// sums 35, scaling them 50 to 60, which overlap in part.
+
+#include "turbomind/backend/cpu/isa/amx/linear.h"
+
+#include <cstdint>
+
+#include "turbomind/backend/cpu/isa/amx/tiles.h"
+#include "turbomind/backend/cpu/isa/linear_avx512.h"
+#include "turbomind/backend/cpu/isa/mxfp4_avx512.h"
+#include "turbomind/backend/cpu/isa/mxfp4_tiles_avx512.h"
+#include "turbomind/backend/cpu/packed_layout.h"
+
+namespace turbomind::avx512 {
+void Multiply(const MultiplyArgs& args);
+int64_t MultiplyScratchBytes(MatrixFormat format, int64_t cols);
+}  // namespace turbomind::avx512
+
+namespace turbomind::TM_ISA {
+namespace {
+
+constexpr int kPair = 2;  // tiles of weights side by side
+
+// Tile registers: sums of a block and of the next one (or of both halves), activations, codes.
+constexpr int kSumTiles = 0;
+constexpr int kHighTile = 4;
+constexpr int kLowTile = 5;
+constexpr int kCodeTiles = 6;
+
+constexpr bool InBytes(MatrixFormat format) { return format == MatrixFormat::kQ8_0; }
+
+// Widened codes of a block of a tile: int8[8][16 outputs][4 columns] or bf16[16][16 outputs][2].
+constexpr int CodeBytes(MatrixFormat format) {
+  return kTileRows * kQuantBlock * (InBytes(format) ? 1 : 2);
+}
+
+TileShape ShapeFor(MatrixFormat format) {
+  TileShape shape;
+  const int width = InBytes(format) ? kQuantBlock : 2 * kQuantBlock;
+  for (int i = kSumTiles; i < kHighTile; ++i) {
+    shape.Set(i, kPanelRows, 4 * kTileRows);
+  }
+  shape.Set(kHighTile, kPanelRows, width);
+  shape.Set(kLowTile, kPanelRows, width);
+  for (int i = 0; i < kPair; ++i) {
+    shape.Set(kCodeTiles + i, width / 4, 4 * kTileRows);
+  }
+  return shape;
+}
+
+// What 4-bit codes mean, as BF16, twice: a permutation of 32 words looks at five bits of each
+// index, so that a nibble needs no mask.
+struct CodeWords {
+  alignas(64) uint16_t of[32];
+};
+
+constexpr CodeWords MakeCodeWords(MatrixFormat format) {
+  constexpr int kDoubledE2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+  CodeWords words = {};
+  for (int i = 0; i < 32; ++i) {
+    const int code = i % 16;
+    const int value = IsMxfp4(format) ? kDoubledE2m1[code] : code - ZeroPoint(format);
+    int magnitude = value < 0 ? -value : value;
+    int exponent = 127 + 7;  // of a fraction of 8 bits, the first one set
+    while (magnitude != 0 && magnitude < 128) {
+      magnitude *= 2;
+      --exponent;
+    }
+    const int bits = magnitude == 0 ? 0 : exponent << 7 | (magnitude & 0x7f);
+    words.of[i] = static_cast<uint16_t>(bits | (value < 0 ? 0x8000 : 0));
+  }
+  return words;
+}
+
+template <MatrixFormat F>
+constexpr CodeWords kCodeWords = MakeCodeWords(F);
+
+static_assert(kCodeWords<MatrixFormat::kQ4_0>.of[0] == 0xc100);   // -8
+static_assert(kCodeWords<MatrixFormat::kQ4_1>.of[31] == 0x4170);  // 15
+static_assert(kCodeWords<MatrixFormat::kMxfp4>.of[8] == 0);       // -0 counts as 0
+
+// One block of a tile.
+template <MatrixFormat F>
+TM_HD void WidenBlock(const uint8_t* codes, uint8_t* to) {
+  if constexpr (InBytes(F)) {
+#pragma GCC unroll 8
+    for (int g = 0; g < 8; ++g) {
+      const __m512i v = _mm512_loadu_si512(codes + 64 * g);
+      _mm512_store_si512(to + 64 * g, _mm512_xor_si512(v, _mm512_set1_epi8(-128)));
+    }
+  } else {
+    const __m512i words = _mm512_load_si512(kCodeWords<F>.of);
+#pragma GCC unroll 4
+    for (int g = 0; g < 4; ++g) {
+      const __m512i v = _mm512_loadu_si512(codes + 64 * g);
+      uint8_t* at = to + 256 * g;
+      _mm512_store_si512(at, _mm512_permutexvar_epi16(v, words));
+      _mm512_store_si512(at + 64, _mm512_permutexvar_epi16(_mm512_srli_epi16(v, 4), words));
+      _mm512_store_si512(at + 128, _mm512_permutexvar_epi16(_mm512_srli_epi16(v, 8), words));
+      _mm512_store_si512(at + 192, _mm512_permutexvar_epi16(_mm512_srli_epi16(v, 12), words));
+    }
+  }
+}
+
+// Where a tile's blocks lie: codes after scales or, MXFP4 transposed, before them.
+template <MatrixFormat F>
+inline constexpr int64_t kBlockBytes = IsMxfp4(F) ? kMxTileBlockBytes : TileStepBytes(F);
+template <MatrixFormat F>
+inline constexpr int kCodesAt = IsMxfp4(F) ? 0 : TileMetaBytes(F);
+
+// A pair of tiles times one panel.
+struct PairRun {
+  const uint8_t* tile[kPair] = {};   // scales are read from here
+  const uint8_t* codes[kPair] = {};  // [blocks, CodeBytes]
+  int64_t blocks = 0;
+  const uint8_t* next = nullptr;  // fetched meanwhile, `fetch` bytes for each block; or null
+  int fetch = 0;
+  const uint8_t* panel = nullptr;
+  int rows = 0;                 // that are there
+  const float* bias = nullptr;  // [num_outputs] or null
+  float* y = nullptr;           // [rows, num_outputs]
+  int64_t y_stride = 0;
+  int64_t num_outputs = 0;  // may be less than 32
+  bool accumulate = false;
+};
+
+// Sums of one block: FP32, or int32 of the high halves, then of the low ones.
+struct BlockSums {
+  alignas(64) int32_t of[kPair][2][kPanelRows * kTileRows];
+};
+
+// Block `block` into the tiles of sums from S on.
+template <MatrixFormat F, int S>
+TM_HD void SumBlock(const PairRun& run, int64_t block) {
+  const uint8_t* x = run.panel + block * TilePanelStep(F);
+  const uint8_t* codes0 = run.codes[0] + block * CodeBytes(F);
+  const uint8_t* codes1 = run.codes[1] + block * CodeBytes(F);
+  LoadTile<kHighTile>(x, kQuantRowBytes);
+  LoadTile<kCodeTiles>(codes0, 64);
+  if constexpr (InBytes(F)) {
+    ZeroTile<0>();
+    DotBytes<0, kHighTile, kCodeTiles>();
+    LoadTile<kCodeTiles + 1>(codes1, 64);
+    ZeroTile<2>();
+    DotBytes<2, kHighTile, kCodeTiles + 1>();
+    LoadTile<kLowTile>(x + kQuantBlock, kQuantRowBytes);
+    ZeroTile<1>();
+    DotBytes<1, kLowTile, kCodeTiles>();
+    ZeroTile<3>();
+    DotBytes<3, kLowTile, kCodeTiles + 1>();
+  } else {
+    ZeroTile<S>();
+    DotBf16<S, kHighTile, kCodeTiles>();
+    LoadTile<kCodeTiles + 1>(codes1, 64);
+    ZeroTile<S + 1>();
+    DotBf16<S + 1, kHighTile, kCodeTiles + 1>();
+    LoadTile<kLowTile>(x + kPanelRows * kQuantRowBytes, kQuantRowBytes);
+    DotBf16<S, kLowTile, kCodeTiles>();
+    DotBf16<S + 1, kLowTile, kCodeTiles + 1>();
+  }
+}
+
+template <MatrixFormat F, int S>
+TM_HD void StoreSums(BlockSums& sums) {
+  if constexpr (InBytes(F)) {
+    StoreTile<0>(sums.of[0][0], 64);
+    StoreTile<1>(sums.of[0][1], 64);
+    StoreTile<2>(sums.of[1][0], 64);
+    StoreTile<3>(sums.of[1][1], 64);
+  } else {
+    StoreTile<S>(sums.of[0][0], 64);
+    StoreTile<S + 1>(sums.of[1][0], 64);
+  }
+}
+
+// Σ code * activation of row r, as the FP32 number next to it.
+template <MatrixFormat F>
+TM_HD __m512 ReadSum(const BlockSums& sums, int tile, int r) {
+  const int32_t* first = sums.of[tile][0] + r * kTileRows;
+  if constexpr (InBytes(F)) {
+    const __m512i high = _mm512_slli_epi32(_mm512_load_si512(first), 8);
+    const __m512i low = _mm512_load_si512(sums.of[tile][1] + r * kTileRows);
+    return _mm512_maskz_cvtepi32_ps(0xffff, _mm512_add_epi32(high, low));
+  } else {
+    return _mm512_load_ps(reinterpret_cast<const float*>(first));
+  }
+}
+
+template <MatrixFormat F>
+TM_HD void ScaleBlock(const PairRun& run, int64_t block, const BlockSums& sums,
+                      __m512 (&acc)[kPair][kPanelRows]) {
+  const uint8_t* scales = run.panel + block * TilePanelStep(F) + TileStepCodes(F);
+  __m512 d[kPair];
+  __m512 m[kPair];
+#pragma GCC unroll 2
+  for (int t = 0; t < kPair; ++t) {
+    const uint8_t* meta = run.tile[t] + block * kBlockBytes<F>;
+    d[t] = IsMxfp4(F) ? _mm512_loadu_ps(meta + kMxTileCodes) : LoadHalf16(meta);
+    m[t] = F == MatrixFormat::kQ4_1 ? LoadHalf16(meta + 32) : d[t];
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < kPanelRows; ++r) {
+    const __m512 scale = BroadcastFloat(scales + 4 * r);
+#pragma GCC unroll 2
+    for (int t = 0; t < kPair; ++t) {
+      const __m512 sum = ReadSum<F>(sums, t, r);
+      acc[t][r] = IsMxfp4(F) ? _mm512_fmadd_ps(_mm512_mul_ps(sum, scale), d[t], acc[t][r])
+                             : _mm512_fmadd_ps(sum, _mm512_mul_ps(d[t], scale), acc[t][r]);
+      if constexpr (F == MatrixFormat::kQ4_1) {
+        const __m512 offset = BroadcastFloat(scales + kTileStepMeta / 2 + 4 * r);
+        acc[t][r] = _mm512_fmadd_ps(m[t], offset, acc[t][r]);
+      }
+    }
+  }
+}
+
+TM_HD void Fetch(const PairRun& run, int64_t block) {
+  if (run.next != nullptr) {
+    const uint8_t* from = run.next + block * run.fetch;
+    for (int line = 0; line < run.fetch; line += 64) {
+      _mm_prefetch(from + line, _MM_HINT_T1);
+    }
+  }
+}
+
+// Every `step`-th block from `first` on, into acc.
+template <MatrixFormat F>
+class BlockPipe {
+ public:
+  BlockPipe(const PairRun& run, int64_t first, int64_t step)
+      : run_(run), first_(first), step_(step), count_((run.blocks - first + step - 1) / step) {}
+
+  TM_HD void Run(__m512 (&acc)[kPair][kPanelRows]) {
+    if (count_ <= 0) {
+      return;
+    }
+    SumBlock<F, 0>(run_, first_);
+    int64_t i = 0;
+    for (; i + 2 <= count_; i += 2) {
+      Step<0>(i, acc);
+      Step<1>(i + 1, acc);
+    }
+    if (i < count_) {
+      Step<0>(i, acc);
+      ScaleBlock<F>(run_, first_ + i * step_, sums_[0], acc);
+    } else {
+      ScaleBlock<F>(run_, first_ + (i - 1) * step_, sums_[1], acc);
+    }
+  }
+
+ private:
+  // Tiles: the sums of block i are stored, those of block i + 1 begun; block i - 1 is scaled.
+  template <int P>
+  TM_HD void Step(int64_t i, __m512 (&acc)[kPair][kPanelRows]) {
+    const int64_t block = first_ + i * step_;
+    Fetch(run_, block);
+    if constexpr (InBytes(F)) {  // all four tiles of sums are in use
+      StoreSums<F, 0>(sums_[P]);
+    }
+    if (i + 1 < count_) {
+      SumBlock<F, 2 - 2 * P>(run_, block + step_);
+    }
+    if constexpr (!InBytes(F)) {
+      StoreSums<F, 2 * P>(sums_[P]);
+    }
+    if (i > 0) {
+      ScaleBlock<F>(run_, block - step_, sums_[1 - P], acc);
+    }
+  }
+
+  const PairRun& run_;
+  int64_t first_;
+  int64_t step_;
+  int64_t count_;
+  BlockSums sums_[2];
+};
+
+TM_HD void StoreRow(const PairRun& run, int r, int tile, __m512 out) {
+  const int64_t left = run.num_outputs - tile * kTileRows;
+  if (left <= 0) {
+    return;
+  }
+  const auto lanes = static_cast<__mmask16>(left >= kTileRows ? 0xffff : (1 << left) - 1);
+  float* y = run.y + r * run.y_stride + tile * kTileRows;
+  if (run.bias != nullptr) {
+    out = _mm512_add_ps(out, _mm512_maskz_loadu_ps(lanes, run.bias + tile * kTileRows));
+  }
+  if (run.accumulate) {
+    out = _mm512_add_ps(out, _mm512_maskz_loadu_ps(lanes, y));
+  }
+  _mm512_mask_storeu_ps(y, lanes, out);
+}
+
+template <MatrixFormat F>
+void MultiplyPair(const PairRun& run) {
+  constexpr int kPhases = IsMxfp4(F) ? kMxStepBlocks : 1;  // sums that an output has
+  __m512 sums[kPhases][kPair][kPanelRows];
+  for (int phase = 0; phase < kPhases; ++phase) {
+    __m512 acc[kPair][kPanelRows];
+#pragma GCC unroll 24
+    for (int i = 0; i < kPair * kPanelRows; ++i) {
+      acc[i / kPanelRows][i % kPanelRows] = _mm512_setzero_ps();
+    }
+    BlockPipe<F>(run, phase, kPhases).Run(acc);
+#pragma GCC unroll 24
+    for (int i = 0; i < kPair * kPanelRows; ++i) {
+      sums[phase][i / kPanelRows][i % kPanelRows] = acc[i / kPanelRows][i % kPanelRows];
+    }
+  }
+  const int64_t lacking = kPhases == 1 ? 0 : -run.blocks & (kPhases - 1);
+  for (int r = 0; r < run.rows; ++r) {
+    for (int t = 0; t < kPair; ++t) {
+      if constexpr (kPhases == 1) {
+        StoreRow(run, r, t, sums[0][t][r]);
+      } else {
+        for (int64_t phase = kPhases - lacking; phase < kPhases; ++phase) {
+          // Blocks that are not there count as zeros: -0 becomes 0.
+          sums[phase][t][r] = _mm512_add_ps(sums[phase][t][r], _mm512_setzero_ps());
+        }
+        StoreRow(run, r, t,
+                 _mm512_add_ps(_mm512_add_ps(sums[0][t][r], sums[1][t][r]),
+                               _mm512_add_ps(sums[2][t][r], sums[3][t][r])));
+      }
+    }
+  }
+}
+
+// The codes of tiles [first, first + 2), or of one, are widened.
+template <MatrixFormat F>
+PairRun OpenPair(const MultiplyArgs& a, int first) {
+  PairRun run;
+  run.blocks = a.cols / kQuantBlock;
+  run.bias = a.bias == nullptr ? nullptr : a.bias + first * kTileRows;
+  run.y_stride = a.y_stride;
+  run.num_outputs = a.num_outputs - first * kTileRows;
+  run.accumulate = a.accumulate;
+  run.fetch = static_cast<int>(kPair * TileBytes(F, a.cols) / run.blocks);
+  run.next = a.tiles + (first + kPair) * TileBytes(F, a.cols);
+  uint8_t* free = a.scratch;
+  for (int t = 0; t < kPair; ++t) {
+    if (first + t == a.num_tiles) {
+      run.tile[t] = run.tile[0];
+      run.codes[t] = run.codes[0];
+      break;
+    }
+    if constexpr (IsMxfp4(F)) {
+      MultiplyArgs of_tile = a;
+      of_tile.scratch = free;
+      TransposeTile<F>(of_tile, (first + t) * kTileRows);
+      run.tile[t] = free;
+      free += run.blocks * kMxTileBlockBytes;
+    } else {
+      run.tile[t] = a.tiles + (first + t) * TileBytes(F, a.cols);
+    }
+    for (int64_t b = 0; b < run.blocks; ++b) {
+      WidenBlock<F>(run.tile[t] + b * kBlockBytes<F> + kCodesAt<F>, free + b * CodeBytes(F));
+    }
+    run.codes[t] = free;
+    free += run.blocks * CodeBytes(F);
+  }
+  return run;
+}
+
+// All panels are on tiles; the last one may lack rows.
+template <MatrixFormat F>
+void MultiplyPanels(const MultiplyArgs& a) {
+  const TileConfig config(ShapeFor(F));
+  const int64_t panel_bytes = FullPanelBytes(F, a.cols);
+  for (int tile = 0; tile < a.num_tiles; tile += kPair) {
+    PairRun run = OpenPair<F>(a, tile);
+    for (int row = 0; row < a.num_rows; row += kPanelRows) {
+      run.panel = a.panels + row / kPanelRows * panel_bytes;
+      run.rows = a.num_rows - row < kPanelRows ? a.num_rows - row : kPanelRows;
+      run.y = a.y + row * a.y_stride + tile * kTileRows;
+      MultiplyPair<F>(run);
+      run.next = nullptr;
+    }
+  }
+}
+
+template <MatrixFormat F>
+void MultiplyFormat(const MultiplyArgs& a) {
+  const int rest = a.num_rows % kPanelRows;
+  MultiplyArgs on_tiles = a;
+  on_tiles.num_rows -= OnTiles(F, rest, a.all_rows) ? 0 : rest;
+  if (on_tiles.num_rows > 0) {
+    MultiplyPanels<F>(on_tiles);
+  }
+  if (on_tiles.num_rows < a.num_rows) {
+    MultiplyArgs last = a;
+    last.panels += on_tiles.num_rows / kPanelRows * FullPanelBytes(F, a.cols);
+    last.y += on_tiles.num_rows * a.y_stride;
+    last.num_rows = rest;
+    avx512::Multiply(last);
+  }
+}
+
+}  // namespace
+
+int64_t FullPanelBytes(MatrixFormat format, int64_t cols) {
+  return OnTiles(format, kPanelRows, kPanelRows) ? cols / kQuantBlock * TilePanelStep(format)
+                                                 : PanelBytes(format, cols, kPanelRows);
+}
+
+int64_t ScratchBytes(MatrixFormat format, int64_t cols) {
+  if (!OnTiles(format, kPanelRows, kPanelRows)) {
+    return avx512::MultiplyScratchBytes(format, cols);
+  }
+  return kPair * (cols / kQuantBlock) *
+         (CodeBytes(format) + (IsMxfp4(format) ? kMxTileBlockBytes : 0));
+}
+
+void Multiply(const MultiplyArgs& args) {
+  switch (args.format) {
+    case MatrixFormat::kQ4_0:
+      return MultiplyFormat<MatrixFormat::kQ4_0>(args);
+    case MatrixFormat::kQ4_1:
+      return MultiplyFormat<MatrixFormat::kQ4_1>(args);
+    case MatrixFormat::kQ8_0:
+      return MultiplyFormat<MatrixFormat::kQ8_0>(args);
+    case MatrixFormat::kMxfp4:
+      return MultiplyFormat<MatrixFormat::kMxfp4>(args);
+    case MatrixFormat::kMxfp4Split:
+      return MultiplyFormat<MatrixFormat::kMxfp4Split>(args);
+    case MatrixFormat::kF32:
+    case MatrixFormat::kBF16:
+      return avx512::Multiply(args);
+  }
+}
+
+}  // namespace turbomind::TM_ISA

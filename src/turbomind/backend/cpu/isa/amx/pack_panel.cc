@@ -1,0 +1,150 @@
+// ⑥⑦ Activations for tiles: the codes of isa/quantize_activations.h, for 4-bit weights in the order
+// in which their codes are widened.
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "turbomind/backend/cpu/isa/amx/linear.h"
+#include "turbomind/backend/cpu/isa/quantize_activations.h"
+
+namespace turbomind::avx512 {
+void PackPanel(const PackPanelArgs& args);
+}
+
+namespace turbomind::TM_ISA {
+namespace {
+
+// From two registers of FP32 numbers, of the columns 0 to 15 and 16 to 31: the upper halves, BF16
+// where the lower ones are zero. A 16-bit lane of packed weights holds the columns c, 16 + c, c + 1
+// and 17 + c of an output, its neighbour those of c + 2; shifted by 4, 8 and 12 they give the other
+// lines of a tile.
+struct ColumnOrder {
+  alignas(64) uint16_t from[kQuantBlock];
+};
+
+constexpr ColumnOrder MakeColumnOrder() {
+  ColumnOrder order = {};
+  for (int i = 0; i < kQuantBlock; ++i) {
+    const int group = i / 8;       // of four columns in both halves
+    const int nibble = i % 8 / 2;  // of a lane
+    const int column = nibble % 2 * 16 + 4 * group + i % 2 * 2 + nibble / 2;
+    order.from[i] = static_cast<uint16_t>(2 * column + 1);
+  }
+  return order;
+}
+
+constexpr ColumnOrder kColumnOrder = MakeColumnOrder();
+
+// 32 activations: 256 * high + low = code, the value divided by the scale.
+struct Codes {
+  __m512i high[2];
+  __m512i low[2];
+  float scale = 0.f;
+  int32_t sum = 0;  // of the codes
+};
+
+// The same as QuantizeBlock of isa/quantize_activations.h.
+TM_HD Codes Quantize(__m512 first, __m512 second) {
+  const __m512i magnitudes = _mm512_set1_epi32(0x7fffffff);
+  const auto amax_bits = static_cast<uint32_t>(_mm512_reduce_max_epi32(
+      _mm512_max_epi32(_mm512_and_si512(_mm512_castps_si512(first), magnitudes),
+                       _mm512_and_si512(_mm512_castps_si512(second), magnitudes))));
+  const float amax = BitsFloat(amax_bits);
+  const bool finite = amax_bits < kInfinityBits;
+  Codes codes;
+  if (!finite || amax < kMinAmax) {
+    codes.high[0] = codes.high[1] = codes.low[0] = codes.low[1] = _mm512_setzero_si512();
+    codes.scale = finite ? 0.f : __builtin_nanf("");
+    return codes;
+  }
+  const __m512 inverse = _mm512_set1_ps(kMostCode / amax);
+  const __m512 x[2] = {first, second};
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    const __m512i code = _mm512_maskz_cvtps_epi32(0xffff, _mm512_mul_ps(x[i], inverse));
+    codes.high[i] = _mm512_srai_epi32(_mm512_add_epi32(code, _mm512_set1_epi32(128)), 8);
+    codes.low[i] = _mm512_max_epi32(_mm512_sub_epi32(code, _mm512_slli_epi32(codes.high[i], 8)),
+                                    _mm512_set1_epi32(-127));
+  }
+  const __m512i high = _mm512_add_epi32(codes.high[0], codes.high[1]);
+  const __m512i low = _mm512_add_epi32(codes.low[0], codes.low[1]);
+  codes.sum = _mm512_reduce_add_epi32(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
+  codes.scale = amax / kMostCode;
+  return codes;
+}
+
+TM_HD void StoreBytes(const __m512i (&codes)[2], uint8_t* to) {
+  for (int i = 0; i < 2; ++i) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 16 * i),
+                     _mm512_maskz_cvtepi32_epi8(0xffff, codes[i]));
+  }
+}
+
+TM_HD void StoreBf16(__m512i first, __m512i second, uint8_t* to) {
+  const __m512i order = _mm512_load_si512(kColumnOrder.from);
+  const auto bits = [](__m512i codes) __attribute__((always_inline)) {
+    return _mm512_castps_si512(_mm512_maskz_cvtepi32_ps(0xffff, codes));
+  };
+  _mm512_store_si512(to, _mm512_permutex2var_epi16(bits(first), order, bits(second)));
+}
+
+// The values of a block that meet the low nibbles of its codes, then the high ones.
+TM_HD void LoadBlock(const float* x, MatrixFormat format, __m512& first, __m512& second) {
+  const __m512 low = _mm512_loadu_ps(x);
+  const __m512 high = _mm512_loadu_ps(x + 16);
+  first = low;
+  second = high;
+  if (format == MatrixFormat::kMxfp4Split) {  // neighbours share a byte
+    const __m512i even =
+        _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    first = _mm512_permutex2var_ps(low, even, high);
+    second = _mm512_permutex2var_ps(low, _mm512_add_epi32(even, _mm512_set1_epi32(1)), high);
+  }
+}
+
+// One block of row `row` → its place in a step.
+TM_HD void PackBlock(const float* x, MatrixFormat format, int row, uint8_t* step) {
+  __m512 first;
+  __m512 second;
+  LoadBlock(x, format, first, second);
+  const Codes codes = Quantize(first, second);
+  uint8_t* to = step + row * kQuantRowBytes;
+  if (format == MatrixFormat::kQ8_0) {
+    StoreBytes(codes.high, to);
+    StoreBytes(codes.low, to + kQuantBlock);
+  } else {
+    StoreBf16(_mm512_slli_epi32(codes.high[0], 8), _mm512_slli_epi32(codes.high[1], 8), to);
+    StoreBf16(codes.low[0], codes.low[1], to + kPanelRows * kQuantRowBytes);
+  }
+  uint8_t* meta = step + TileStepCodes(format) + 4 * row;
+  // Codes of MXFP4 are looked up doubled.
+  StoreFloat(IsMxfp4(format) ? 0.5f * codes.scale : codes.scale, meta);
+  if (format == MatrixFormat::kQ4_1) {
+    StoreFloat(codes.scale * static_cast<float>(codes.sum), meta + kTileStepMeta / 2);
+  }
+}
+
+}  // namespace
+
+void PackPanel(const PackPanelArgs& args) {
+  if (!OnTiles(args.format, args.num_rows, args.all_rows)) {
+    avx512::PackPanel(args);
+    return;
+  }
+  const float* x[kPanelRows];
+  for (int row = 0; row < args.num_rows; ++row) {
+    x[row] = args.x + (args.x_rows == nullptr ? row : args.x_rows[row]) * args.x_stride;
+  }
+  uint8_t* step = args.panel;
+  for (int64_t c = 0; c < args.cols; c += kQuantBlock, step += TilePanelStep(args.format)) {
+    if (args.num_rows < kPanelRows) {
+      __builtin_memset(step, 0, static_cast<size_t>(TilePanelStep(args.format)));
+    }
+    for (int row = 0; row < args.num_rows; ++row) {
+      PackBlock(x[row] + c, args.format, row, step);
+    }
+  }
+}
+
+}  // namespace turbomind::TM_ISA
