@@ -10,13 +10,13 @@ flash attention on and off. It builds from the sources that llama-cpp-python com
     tar xf llama_cpp_python-0.3.36.tar.gz
     cmake -S llama_cpp_python-0.3.36/vendor/llama.cpp -B build-llama -G Ninja \\
         -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF \\
-        -DGGML_AMX_TILE=OFF -DGGML_AMX_INT8=OFF -DGGML_AMX_BF16=OFF -DLLAMA_OPENSSL=OFF \\
-        -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF
+        -DLLAMA_OPENSSL=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_BUILD_TESTS=OFF \\
+        -DLLAMA_BUILD_EXAMPLES=OFF
     ninja -C build-llama llama-server
 
-(gcc 12 miscompiles its AMX path; on a machine without AMX the three options change nothing.) Both
-servers stay up during the run; the one that is not asked sleeps. All prompts are different, given
-as token ids, and answers run to their limit.
+(On a CPU with AMX, with the compiler and the flags of docs/performance.md, "Measure it yourself":
+gcc 12 miscompiles that path.) Both servers stay up during the run; the one that is not asked
+sleeps. All prompts are different, given as token ids, and answers run to their limit.
 """
 
 from __future__ import annotations

@@ -55,9 +55,9 @@ def curves_of(document: Mapping[str, Any]) -> list[Curve]:
     return curves
 
 
-def load_targets(path: Path) -> ResultsFile | None:
-    """None where there is no such file."""
-    return ResultsFile(path) if path.exists() else None
+def load_targets(folder: Path) -> list[ResultsFile]:
+    """Every targets*.json of a folder, one per machine, in the order of their names."""
+    return [ResultsFile(path) for path in sorted(folder.glob("targets*.json"))]
 
 
 def figure(value: float | None, unit: str) -> str:
@@ -80,7 +80,7 @@ def target_lines(file: ResultsFile) -> Iterator[str]:
         rows = [row for row in file.rows if row.model == model and row.name in BY_NAME]
         rows.sort(key=lambda row: order.index(row.name))
         yield ""
-        yield f"### {model}"
+        yield f"#### {model}"
         yield ""
         head = ("work", "beside", "ours", "theirs", "ratio", "spread", "target")
         yield from table(head, [target_cells(row) for row in rows], numbers=2)
@@ -133,9 +133,11 @@ def peer_lines(about: Mapping[str, Any]) -> Iterator[str]:
     peer = about.get("llama_cpp")
     if peer:
         flags = [flag.split("=")[0].strip() for flag in peer["flags"].split("|") if "= 1" in flag]
+        known = peer["compiler"] != "unknown"  # a library can be stripped of it
         yield (
-            f"llama.cpp of llama-cpp-python {peer['llama_cpp_python']}, built from source by "
-            f"{peer['compiler']} with {', '.join(flags).removeprefix('CPU : ')}."
+            f"llama.cpp of llama-cpp-python {peer['llama_cpp_python']}, built from source"
+            f"{' by ' + peer['compiler'] if known else ''} with "
+            f"{', '.join(flags).removeprefix('CPU : ')}."
         )
 
 
@@ -208,15 +210,16 @@ def scaling_lines(document: Mapping[str, Any], plot: str) -> Iterator[str]:
     yield "</details>"
 
 
-def render(document: Mapping[str, Any] | None, targets: ResultsFile | None, *, plot: str) -> str:
+def render(document: Mapping[str, Any] | None, targets: Sequence[ResultsFile], *, plot: str) -> str:
     """The generated part, markers included."""
     lines = [BEGIN, "## Beside llama.cpp", ""]
-    if targets and targets.rows:
-        lines += [machine_line(targets.about), *peer_lines(targets.about)]
-        lines += target_lines(targets)
-    else:
-        lines.append(NOT_MEASURED)
-    lines += ["", "## Scaling laws", ""]
+    measured = [file for file in targets if file.rows]
+    for file in measured:
+        lines += [f"### {file.about['cpu']}, {file.about['isa']}", ""]
+        lines += [machine_line(file.about), *peer_lines(file.about), *target_lines(file), ""]
+    if not measured:
+        lines += [NOT_MEASURED, ""]
+    lines += ["## Scaling laws", ""]
     if document and document["cells"]:
         lines += scaling_lines(document, plot)
     else:
@@ -230,7 +233,7 @@ def put_in(page: str, generated: str) -> str:
 
 
 def write_page(
-    page: Path, document: Mapping[str, Any] | None, *, targets: ResultsFile | None, plot: Path
+    page: Path, document: Mapping[str, Any] | None, *, targets: Sequence[ResultsFile], plot: Path
 ) -> None:
     """Replaces the generated part, and draws the plot where there is something to draw."""
     generated = render(document, targets, plot=plot.name)

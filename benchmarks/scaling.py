@@ -196,7 +196,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch-contexts", type=integers, default=BATCH_CONTEXTS)
     parser.add_argument("--steps", type=int, default=16, help="decode steps of a repetition")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--targets", type=Path, default=RESULTS / "targets.json")
+    parser.add_argument("--targets", type=Path, default=RESULTS, help="folder of targets*.json")
     parser.add_argument("--page", type=Path, default=ROOT / "docs/performance.md")
     parser.add_argument("--plot", type=Path, default=ROOT / "docs/performance.png")
     options = parser.parse_args(arguments)

@@ -1,13 +1,13 @@
 """Counts instructions, which noise cannot blur: of a decode step, run under callgrind, and of the
-hot loops of the AVX-512 kernels, disassembled.
+hot loops of the AVX-512 and AMX kernels, disassembled.
 
     python scripts/count_instructions.py BUILD_FOLDER             compare with the record
     python scripts/count_instructions.py BUILD_FOLDER --update    write the record
 
-The record is tests/python/data/instruction_counts.json. Its "loops" are data too: an object file, a
-regular expression that finds one demangled function, and one that finds the loop in it (the
-innermost loop with most matching instructions). To follow a kernel that has changed, edit these and
-run --update.
+The record is tests/python/data/instruction_counts.json. Its "loops" are data too: an instruction
+set ("avx512" where none is named), an object file, a regular expression that finds one demangled
+function, and one that finds the loop in it (the innermost loop with most matching instructions). To
+follow a kernel that has changed, edit these and run --update.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ TIMEOUT_S = 120
 
 # The first that matches names an instruction's class.
 CLASSES = (
-    ("dot", r"vpdp|vdpbf16"),
+    ("dot", r"vpdp|vdpbf16|tdp"),
+    ("tile", r"tile"),
     ("fma", r"vfn?m(add|sub)"),
     ("convert", r"vcvt"),
     ("shuffle", r"vperm|vpshuf|vpunpck|vpalign|vbroadcast|vpbroadcast|vinsert|vextract|vshuf"),
@@ -62,6 +63,7 @@ class LoopRule:
     """Where a loop is found: see the module's description."""
 
     name: str
+    isa: str
     object: str
     symbol: str
     most: str
@@ -219,15 +221,15 @@ def count_loop(functions: dict[str, list[Instruction]], rule: LoopRule) -> dict[
     return {"all": len(best), **dict(sorted(counts.items()))}
 
 
-def disassemble(build: Path, object_file: str) -> dict[str, list[Instruction]]:
-    """Functions of one object of the AVX-512 kernels, e.g. "linear.cc".
+def disassemble(build: Path, *, isa: str, object_file: str) -> dict[str, list[Instruction]]:
+    """Functions of one object of an instruction set's kernels, e.g. "linear.cc".
 
     Raises:
         CountError: the build has none.
     """
-    found = list(build.glob(f"CMakeFiles/tm_isa_avx512.dir/**/{object_file}.o"))
+    found = list(build.glob(f"CMakeFiles/tm_isa_{isa}.dir/**/{object_file}.o"))
     if len(found) != 1:
-        raise CountError(f"{build}: got {len(found)} objects of {object_file} for AVX-512, want 1")
+        raise CountError(f"{build}: got {len(found)} objects of {object_file} for {isa}, want 1")
     return parse_functions(run(["objdump", "-d", "-C", "--no-show-raw-insn", str(found[0])]))
 
 
@@ -238,7 +240,10 @@ def rules(record: dict[str, Any]) -> list[LoopRule]:
         CountError: an entry lacks a field.
     """
     try:
-        return [LoopRule(e["name"], e["object"], e["symbol"], e["most"]) for e in record["loops"]]
+        return [
+            LoopRule(e["name"], e.get("isa", "avx512"), e["object"], e["symbol"], e["most"])
+            for e in record["loops"]
+        ]
     except KeyError as error:
         raise CountError(f"{RECORD.name}: 'loops' has an entry without {error}") from None
 
@@ -246,8 +251,11 @@ def rules(record: dict[str, Any]) -> list[LoopRule]:
 def count_loops(build: Path, record: dict[str, Any]) -> dict[str, dict[str, int]]:
     """Counts of every loop that the record names, by its name."""
     wanted = rules(record)
-    objects = {rule.object: disassemble(build, rule.object) for rule in wanted}
-    return {rule.name: count_loop(objects[rule.object], rule) for rule in wanted}
+    objects = {
+        (isa, name): disassemble(build, isa=isa, object_file=name)
+        for isa, name in dict.fromkeys((rule.isa, rule.object) for rule in wanted)
+    }
+    return {rule.name: count_loop(objects[rule.isa, rule.object], rule) for rule in wanted}
 
 
 def compare_steps(got: dict[str, int], want: dict[str, int]) -> list[str]:
@@ -266,7 +274,7 @@ def compare_loops(got: dict[str, dict[str, int]], record: dict[str, Any]) -> lis
     wrong = []
     for entry in record["loops"]:
         name, want = entry["name"], entry["counts"]
-        for what in ("all", "dot", "fma", "convert", "shuffle"):
+        for what in ("all", "dot", "tile", "fma", "convert", "shuffle"):
             a, b = got[name].get(what, 0), want.get(what, 0)
             if abs(a - b) > LOOP_TOLERANCE * b:
                 wrong.append(f"loop, {name}, {what}: got {a}, want {b}")

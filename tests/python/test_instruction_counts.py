@@ -92,7 +92,7 @@ def test_the_innermost_loop_with_most_of_an_instruction_is_found():
     assert set(functions) == {"a::Kernel<3>(int)", "a::Other()"}
     loops = counting.innermost_loops(functions["a::Kernel<3>(int)"])
     assert [loop[0].address for loop in loops] == [0x4, 0x10]
-    rule = counting.LoopRule("k", "k.cc", r"Kernel<3>", "vfmadd")
+    rule = counting.LoopRule("k", "avx512", "k.cc", r"Kernel<3>", "vfmadd")
     assert counting.count_loop(functions, rule) == {
         "all": 5,
         "branch": 1,
@@ -112,7 +112,7 @@ def test_the_innermost_loop_with_most_of_an_instruction_is_found():
     ],
 )
 def test_a_loop_that_is_not_there_is_an_error(symbol, most, message):
-    rule = counting.LoopRule("k", "k.cc", symbol, most)
+    rule = counting.LoopRule("k", "avx512", "k.cc", symbol, most)
     with pytest.raises(counting.CountError, match=message):
         counting.count_loop(counting.parse_functions(LISTING), rule)
 

@@ -103,17 +103,18 @@ def test_the_page_shows_laws_ceilings_and_targets(tmp_path):
     targets = ResultsFile(tmp_path / "targets.json")
     targets.about = {**document()["about"], "llama_cpp": {
         "llama_cpp_python": "0.3", "compiler": "GCC: 12", "flags": "AVX2 = 1"}}  # fmt: skip
+    assert "Not measured" in page.render(document(), [targets], plot="plot.png")
     runs = Runs([300.0] * 5, [100.0] * 5, "nvfp4", "q8_0 keys, f16 values")
     targets.add(row_of(BY_NAME["decode-2048-batch-1"], runs, model="m"))
     targets.add(row_of(BY_NAME["decode-8192-batch-1"], runs, model="m"))
     targets.add(unmeasured(BY_NAME["memory"], "no peer", model="m"))
-    text = page.render(document(), targets, plot="plot.png")
+    text = page.render(document(), [targets], plot="plot.png")
     assert "| `nvfp4`, 1 | 4 ms | 2 ms | 0.5 µs | 0.929 µs | 0.6 ms |" in text
     assert "| 3.00 | 3.00–3.00 | ≥ 1.8, met |" in text and "**≥ 3.5, missed**" in text
     assert "not measured" in text and "no peer" in text and "](plot.png)" in text
     file = tmp_path / "page.md"
     file.write_text(f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n")
-    page.write_page(file, document(), targets=targets, plot=tmp_path / "plot.png")
+    page.write_page(file, document(), targets=[targets], plot=tmp_path / "plot.png")
     assert file.read_text() == f"before\n{text}\nafter\n"
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="wanted the lines"):
@@ -124,7 +125,7 @@ def test_the_page_is_what_the_script_makes():
     results = ROOT / "benchmarks/results"
     scaling_json = results / "scaling.json"
     measured = scaling.read_document(scaling_json) if scaling_json.exists() else None
-    targets = page.load_targets(results / "targets.json")
+    targets = page.load_targets(results)
     text = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
     generated = page.render(measured, targets, plot="performance.png")
     assert page.put_in(text, generated) == text, "run benchmarks/scaling.py --from"

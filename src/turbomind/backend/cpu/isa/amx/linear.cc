@@ -123,8 +123,7 @@ struct PairRun {
   const uint8_t* tile[kPair] = {};   // scales are read from here
   const uint8_t* codes[kPair] = {};  // [blocks, CodeBytes]
   int64_t blocks = 0;
-  const uint8_t* next = nullptr;  // fetched meanwhile, `fetch` bytes for each block; or null
-  int fetch = 0;
+  const uint8_t* next = nullptr;  // fetched meanwhile, as many bytes as the pair has; or null
   const uint8_t* panel = nullptr;
   int rows = 0;                 // that are there
   const float* bias = nullptr;  // [num_outputs] or null
@@ -224,11 +223,13 @@ TM_HD void ScaleBlock(const PairRun& run, int64_t block, const BlockSums& sums,
   }
 }
 
+template <MatrixFormat F>
 TM_HD void Fetch(const PairRun& run, int64_t block) {
+  constexpr int kBytes = kPair * (IsMxfp4(F) ? kTileRows * kMxBlockBytes<F> : TileStepBytes(F));
   if (run.next != nullptr) {
-    const uint8_t* from = run.next + block * run.fetch;
-    for (int line = 0; line < run.fetch; line += 64) {
-      _mm_prefetch(from + line, _MM_HINT_T1);
+#pragma GCC unroll 17
+    for (int line = 0; line < kBytes; line += 64) {
+      _mm_prefetch(run.next + block * kBytes + line, _MM_HINT_T1);
     }
   }
 }
@@ -263,7 +264,7 @@ class BlockPipe {
   template <int P>
   TM_HD void Step(int64_t i, __m512 (&acc)[kPair][kPanelRows]) {
     const int64_t block = first_ + i * step_;
-    Fetch(run_, block);
+    Fetch<F>(run_, block);
     if constexpr (InBytes(F)) {  // all four tiles of sums are in use
       StoreSums<F, 0>(sums_[P]);
     }
@@ -344,7 +345,6 @@ PairRun OpenPair(const MultiplyArgs& a, int first) {
   run.y_stride = a.y_stride;
   run.num_outputs = a.num_outputs - first * kTileRows;
   run.accumulate = a.accumulate;
-  run.fetch = static_cast<int>(kPair * TileBytes(F, a.cols) / run.blocks);
   run.next = a.tiles + (first + kPair) * TileBytes(F, a.cols);
   uint8_t* free = a.scratch;
   for (int t = 0; t < kPair; ++t) {
