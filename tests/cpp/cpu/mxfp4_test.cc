@@ -75,7 +75,8 @@ TEST_CASE("odd shapes agree with a double reference on every instruction set") {
           const auto weight = device->PackMatrix(m.source(), false);
           CAPTURE(isa);
           CAPTURE(static_cast<int>(form));
-          for (Call call : {Call{1, true, true}, Call{7, false, false}, Call{30, true, false}}) {
+          for (Call call : {Call{1, true, true}, Call{5, true, false}, Call{7, false, false},
+                            Call{17, false, true}, Call{30, true, false}}) {
             CheckAgainstDouble(m, x, bias, RunLinear(*device, *weight, x, bias, call), call, false);
           }
         }
@@ -107,6 +108,43 @@ TEST_CASE("both forms, copied or in place, on every instruction set: the same bi
           CHECK(SameBits(y, want));
         }
       }
+    }
+  }
+}
+
+TEST_CASE("grouped rows of one block: no panel runs into the next one") {
+  const std::vector<int32_t> offsets = {0, 5, 6, 23, 28};
+  const int num_weights = static_cast<int>(offsets.size()) - 1;
+  const std::vector<float> x = RandomVector(offsets.back() * (32 + kPad), 9);
+  const std::vector<float> bias = RandomVector(40, 10);
+  for (const std::string& isa : AvailableCpuIsas()) {
+    for (MatrixFormat form : kForms) {
+      const auto device = MakeCpuDevice(2, isa);
+      std::vector<std::unique_ptr<PackedMatrix>> weights;
+      std::vector<LinearPart> experts;
+      std::vector<float> want(static_cast<size_t>(offsets.back() * (40 + kPad)), kSentinel);
+      for (int i = 0; i < num_weights; ++i) {
+        const Matrix m = RandomMxfp4(form, 40, 32, static_cast<uint32_t>(i));
+        weights.push_back(device->PackMatrix(m.source(), false));
+        experts.push_back({weights.back().get(), bias.data()});
+        const auto all =
+            RunLinear(*device, *weights.back(), x, bias, {offsets.back(), true, false});
+        for (int row = offsets[i]; row < offsets[i + 1]; ++row) {
+          std::copy_n(all.begin() + row * (40 + kPad), 40, want.begin() + row * (40 + kPad));
+        }
+      }
+      std::vector<float> y(want.size(), kSentinel);
+      device->GroupedLinear({.x = x.data(),
+                             .x_stride = 32 + kPad,
+                             .y = y.data(),
+                             .y_stride = 40 + kPad,
+                             .experts = experts.data(),
+                             .num_experts = num_weights,
+                             .offsets = offsets.data(),
+                             .num_rows = offsets.back()});
+      CAPTURE(isa);
+      CAPTURE(static_cast<int>(form));
+      CHECK(SameBits(y, want));
     }
   }
 }

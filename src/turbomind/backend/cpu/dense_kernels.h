@@ -22,7 +22,7 @@ struct PackPanelArgs {
   int num_rows = 0;                 // at most kPanelRows
   int all_rows = 0;                 // of the panels that one weight is multiplied with
   int64_t cols = 0;
-  uint8_t* panel = nullptr;
+  uint8_t* panel = nullptr;  // 64-byte aligned
 };
 
 // A run of weight tiles times a run of panels.
@@ -33,7 +33,7 @@ struct MultiplyArgs {
   const uint8_t* scales = nullptr;  // kMxfp4Split: [num_outputs, cols / 32]
   int num_tiles = 0;
   int64_t num_outputs = 0;          // of this run: at most 16 * num_tiles
-  uint8_t* scratch = nullptr;       // MXFP4: [cols / 32, kMxTileBlockBytes] of this call's own
+  uint8_t* scratch = nullptr;       // scratch_bytes() of this call's own, 64-byte aligned
   const uint8_t* panels = nullptr;  // full panels, the last one with what remains of num_rows
   int num_rows = 0;
   int all_rows = 0;             // as the panels were packed with
@@ -45,7 +45,7 @@ struct MultiplyArgs {
 
 struct CpuDenseKernels {
   void (*pack_panel)(const PackPanelArgs&) = nullptr;
-  // Of a full panel.
+  // Of a full panel; no other takes more.
   int64_t (*panel_bytes)(MatrixFormat format, int64_t cols) = nullptr;
   // Packed activations that are multiplied with one tile after another: they stay in L2.
   int64_t row_block_bytes = 256 << 10;

@@ -17,7 +17,7 @@
 // last one has what remains.
 //
 // Activations are cut into panels of kPanelRows rows; the last panel is packed for the R rows that
-// it has. A step of a panel:
+// it has (those for matrix tiles: isa/amx/linear.h). A step of a panel:
 //   kF32   float[R]
 //   kBF16  bf16[R][2]
 //   quantised  int8[R][2][32], float d[R], then int32 -zero_point * sum[R] or, kQ4_1, float

@@ -40,7 +40,7 @@ struct Block {
   float* tile = nullptr;         // [rows]
   float* qsum = nullptr;         // [rows]
   int32_t* pairs = nullptr;      // [rows, head_dim / 2] rounded queries, where keys are integers
-  float* halves = nullptr;       // [rows, head_dim] the same for tiles (amx/attention_prefill.h)
+  float* halves = nullptr;       // the same for tiles (amx/), [rows, a multiple of 16][head_dim]
   float* q_scale = nullptr;      // [rows] of RoundedQuery
   float* rounded_sum = nullptr;  // [rows]
   Visible* visible = nullptr;    // [tokens]

@@ -58,7 +58,8 @@ TM_HD __m512 PowersOf2(__m512 n) {
   return _mm512_castsi512_ps(_mm512_maskz_slli_epi32(in_range, exponent, 23));
 }
 
-// SoftmaxState::UpdateTile of the rows [row, row + 4), which see all of the tile.
+// SoftmaxState::UpdateTile of the rows [row, row + 4), which see all of the tile. A row with a NaN
+// among its scores gets another m, and as there a sum of NaN, which its output becomes.
 TM_HD void UpdateFourRows(const Block& b, const View& view, int row) {
   static_assert(sizeof(SoftmaxState) == 8);  // (m, l)
   float* scores = b.scores + row * kTileTokens;

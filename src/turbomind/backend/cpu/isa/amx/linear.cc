@@ -408,8 +408,13 @@ void MultiplyFormat(const MultiplyArgs& a) {
 }  // namespace
 
 int64_t FullPanelBytes(MatrixFormat format, int64_t cols) {
-  return OnTiles(format, kPanelRows, kPanelRows) ? cols / kQuantBlock * TilePanelStep(format)
-                                                 : PanelBytes(format, cols, kPanelRows);
+  if (!OnTiles(format, kPanelRows, kPanelRows)) {
+    return PanelBytes(format, cols, kPanelRows);
+  }
+  // The last panel may be one that is not on tiles, and MXFP4's are padded to four blocks.
+  const int64_t on_tiles = cols / kQuantBlock * TilePanelStep(format);
+  const int64_t rest = PanelBytes(format, cols, kLeastTileRows - 1);
+  return on_tiles > rest ? on_tiles : (rest + 63) / 64 * 64;
 }
 
 int64_t ScratchBytes(MatrixFormat format, int64_t cols) {

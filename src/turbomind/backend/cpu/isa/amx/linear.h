@@ -18,9 +18,10 @@ inline constexpr int64_t kTileStepMeta = 128;  // scales and sums of a step of a
 
 // Whether a panel of `rows` is packed for tiles. A single one does not pay for widening codes
 // unless it is full; a last one that takes part in it, with half of its rows.
+inline constexpr int kLeastTileRows = kPanelRows / 2;
 constexpr bool OnTiles(MatrixFormat format, int rows, int all_rows) {
   return (IsQuantized(format) || IsMxfp4(format)) && all_rows >= kPanelRows &&
-         rows >= kPanelRows / 2;
+         rows >= kLeastTileRows;
 }
 
 constexpr int64_t TileStepCodes(MatrixFormat format) {  // of a step of a panel, bytes
