@@ -1,5 +1,5 @@
 """Counts instructions, which noise cannot blur: of a decode step, run under callgrind, and of the
-hot loops of the AVX-512 and AMX kernels, disassembled.
+hot loops of the AVX2, AVX-512 and AMX kernels, disassembled.
 
     python scripts/count_instructions.py BUILD_FOLDER             compare with the record
     python scripts/count_instructions.py BUILD_FOLDER --update    write the record
@@ -33,7 +33,7 @@ TIMEOUT_S = 120
 
 # The first that matches names an instruction's class.
 CLASSES = (
-    ("dot", r"vpdp|vdpbf16|tdp"),
+    ("dot", r"vpdp|vpmadd|vdpbf16|tdp"),
     ("tile", r"tile"),
     ("fma", r"vfn?m(add|sub)"),
     ("convert", r"vcvt"),

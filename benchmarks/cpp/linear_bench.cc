@@ -250,6 +250,7 @@ void CompareMxfp4(Device& device) {
 }  // namespace turbomind
 
 int main(int argc, char** argv) {
+  std::setvbuf(stdout, nullptr, _IOLBF, 0);
   const int threads = argc > 1 ? std::atoi(argv[1]) : 1;
   const auto device = turbomind::MakeCpuDevice(threads, argc > 2 ? argv[2] : "");
   std::printf("%s\n", device->name().c_str());

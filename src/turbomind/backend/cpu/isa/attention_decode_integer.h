@@ -16,9 +16,11 @@
 namespace turbomind::TM_ISA {
 
 #if defined(TM_ISA_avx512)
-inline constexpr int kScoreSums = 8;  // of 32 registers
+inline constexpr int kScoreSums = 8;      // of 32 registers
+inline constexpr int kMostQuadHeads = 4;  // with 4 sums each
 #else
 inline constexpr int kScoreSums = 1;
+inline constexpr int kMostQuadHeads = 3;
 #endif
 // Runs of 16 tokens that share a query's broadcast, and hide the latency of few sums.
 constexpr int kScoreParts(int heads) { return 2 * heads <= kScoreSums ? 2 : 1; }
@@ -127,15 +129,15 @@ TM_HD void AddSum(const ValueArgs& args, int head, int group, I32x16 sum, float 
                       {args.old[head], args.tile[head], args.scales->f[scale], zero}));
 }
 
-// Four groups of dimensions for the heads [first, first + H). Whole runs of 16 tokens are read:
-// what is hidden has a weight of zero.
-template <Stored S, int H>
-TM_HD void AddQuad(const ValueArgs& args, const float* zeros, int first, int group) {
+// Part P of the sums of four groups of dimensions for the heads [first, first + H). Whole runs of
+// 16 tokens are read: what is hidden has a weight of zero.
+template <Stored S, int H, int P>
+TM_HD void SumQuad(const ValueArgs& args, int first, int group, I32x16 (&sum)[H][4]) {
   const ShortTable table = CodeTable<S>();
   const TileSide& values = *args.values;
-  I32x16 sum[H][4];
+  Part of[H][4];
   Unroll<4 * H>([&](auto i) __attribute__((always_inline)) {
-    sum[decltype(i)::value / 4][decltype(i)::value % 4] = Set1Int(0);
+    of[decltype(i)::value / 4][decltype(i)::value % 4] = PartOf<P>(Set1Int(0));
   });
   const int stride = ValueGroups(S, args.head_dim) * kTilePairs;
   const int32_t* weights = args.weight_pairs + first * stride;
@@ -145,21 +147,41 @@ TM_HD void AddQuad(const ValueArgs& args, const float* zeros, int first, int gro
     const uint8_t* next = values.next[part] + group * LinesPerGroup(S) * 64;
     for (int j = 0; j < 4; ++j) {
       Unroll<2>([&](auto odd) __attribute__((always_inline)) {
-        I32x16 value[4];
-        PrefetchLine(next, 2 * j + decltype(odd)::value);
-        LoadValueQuad<S>(row, values.stride, table, value);
+        if constexpr (P == 0) {
+          PrefetchLine(next, 2 * j + decltype(odd)::value);
+        }
+        const Part words = PartOf<P>(LoadNibbleRows(row, row + values.stride));
         row += 2 * values.stride;
+        Part value[4];
+        Unroll<4>([&](auto k) __attribute__((always_inline)) {
+          value[decltype(k)::value] = LookupNibble<decltype(k)::value>(table, words);
+        });
         Unroll<H>([&](auto head) __attribute__((always_inline)) {
           constexpr int h = decltype(head)::value;
-          const I32x16 weight = PairWeight<S, decltype(odd)::value>(weights + h * stride, part, j);
+          const Part weight =
+              PartOf<P>(PairWeight<S, decltype(odd)::value>(weights + h * stride, part, j));
           Unroll<4>([&](auto k) __attribute__((always_inline)) {
-            I32x16& to = sum[h][decltype(k)::value];
+            Part& to = of[h][decltype(k)::value];
             to = DotPairs(to, value[decltype(k)::value], weight);
           });
         });
       });
     }
   }
+  Unroll<4 * H>([&](auto i) __attribute__((always_inline)) {
+    constexpr int h = decltype(i)::value / 4;
+    constexpr int k = decltype(i)::value % 4;
+    SetPart<P>(sum[h][k], of[h][k]);
+  });
+}
+
+// Four groups of dimensions for the heads [first, first + H).
+template <Stored S, int H>
+TM_HD void AddQuad(const ValueArgs& args, const float* zeros, int first, int group) {
+  I32x16 sum[H][4];
+  Unroll<kParts>([&](auto part) __attribute__((always_inline)) {
+    SumQuad<S, H, decltype(part)::value>(args, first, group, sum);
+  });
   Unroll<H>([&](auto head) __attribute__((always_inline)) {
     constexpr int h = decltype(head)::value;
     TransposeQuads(sum[h]);
@@ -215,7 +237,7 @@ TM_HD void AddGroupsInteger(const ValueArgs& args, const float* zeros, int group
 template <Stored S, int H>
 void AddValuesInteger(const ValueArgs& args) {
   constexpr int kGroups = H <= 4 ? 4 : 2;
-  constexpr int kQuadHeads = H <= 4 ? H : 4;
+  constexpr int kQuadHeads = H <= kMostQuadHeads ? H : H / 2;
   const int num_groups = args.head_dim / 16;
   const int shared = ValueGroups(S, args.head_dim);
   FillValueScales<S>(args.values->meta, args.head_dim, args.begin, args.end, args.scales);

@@ -48,11 +48,11 @@ constexpr int PairsPerWord(Stored s) { return 16 / BitsOf(s); }
 // Pair J of a piece; `words` is what LoadTransposed gave.
 template <Stored S, int J>
 TM_HD I32x16 KeyPairs(const I32x16 (&words)[4], const ShortTable& table) {
-  const I32x16 shifted = ShiftRight<J % PairsPerWord(S) * BitsOf(S)>(words[J / PairsPerWord(S)]);
+  const I32x16 word = words[J / PairsPerWord(S)];
   if constexpr (BitsOf(S) == 4) {
-    return LookupPairs(table, shifted);
+    return LookupNibble<J % 4>(table, word);
   } else {
-    return And(shifted, Set1Int(0x00ff00ff));
+    return And(ShiftRight<J % 2 * 8>(word), Set1Int(0x00ff00ff));
   }
 }
 
@@ -67,9 +67,9 @@ constexpr int GroupsInQuads(Stored s, int head_dim) {
 template <Stored S>
 TM_HD void LoadValueQuad(const uint8_t* row, int64_t stride, const ShortTable& table,
                          I32x16 (&value)[4]) {
-  const NibbleRows rows = LoadNibbleRows(row, row + stride);
+  const I32x16 words = LoadNibbleRows(row, row + stride);
   Unroll<4>([&](auto k) __attribute__((always_inline)) {
-    value[decltype(k)::value] = LookupPairs(table, NibblePairs<decltype(k)::value>(rows));
+    value[decltype(k)::value] = LookupNibble<decltype(k)::value>(table, words);
   });
 }
 

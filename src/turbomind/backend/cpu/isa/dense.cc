@@ -1,56 +1,52 @@
-// ⑥⑦ RMSNorm and gated activations of one row. Portable loops over lanes that the compiler turns
-// into the vectors of each instruction set; without contraction, so the bits are the same in all.
+// ⑥⑦ RMSNorm and gated activations of one row, with the same bits in every instruction set: lanes
+// of simd.h, or loops over lanes that the compiler turns into vectors, without contraction.
 
 #include "turbomind/backend/cpu/isa/dense.h"
 
 #include <cstdint>
 
 #include "turbomind/backend/cpu/isa/linear.h"
+#include "turbomind/backend/cpu/isa/simd.h"
 #include "turbomind/core/host_device.h"
 
 namespace turbomind::TM_ISA {
 namespace {
 
-constexpr int kLanes = 64;  // four 512-bit sums hide the latency of addition
+constexpr int kSums = 64;  // four 512-bit sums hide the latency of addition
 
-// exp(x) clipped to [-87, 88], branch-free; relative error below 2e-7.
-TM_HD float Exp(float x) {
-  constexpr float kLog2e = 1.44269504f;
-  constexpr float kLn2High = 0.693359375f;  // few bits: n * kLn2High is exact
-  constexpr float kLn2Low = -2.12194440e-4f;
-  constexpr float kRound = 12582912.f;  // 1.5 · 2^23: adding it rounds to an integer
-  const float low = x > -87.f ? x : -87.f;
-  const float clipped = low < 88.f ? low : 88.f;
-  const float n = (clipped * kLog2e + kRound) - kRound;
-  const float r = (clipped - n * kLn2High) - n * kLn2Low;
-  float p = 1.f / 5040;  // Taylor, |r| <= ln 2 / 2
-  p = p * r + 1.f / 720;
-  p = p * r + 1.f / 120;
-  p = p * r + 1.f / 24;
-  p = p * r + 1.f / 6;
-  p = p * r + 0.5f;
-  p = p * r + 1.f;
-  p = p * r + 1.f;
-  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
-  float scale;
-  __builtin_memcpy(&scale, &bits, sizeof(scale));
-  return p * scale;
+// exp(x) clipped to [-87, 88]; relative error below 2e-7.
+TM_HD F32x16 Exp(F32x16 x) {
+  const F32x16 log2e = Set1(1.44269504f);
+  const F32x16 ln2_high = Set1(0.693359375f);  // few bits: n * ln2_high is exact
+  const F32x16 ln2_low = Set1(-2.12194440e-4f);
+  const F32x16 magic = Set1(12582912.f);  // 1.5 · 2^23: adding it rounds to an integer
+  const F32x16 clipped = Min(Max(x, Set1(-87.f)), Set1(88.f));
+  const F32x16 n = Sub(Add(Mul(clipped, log2e), magic), magic);
+  const F32x16 r = Sub(Sub(clipped, Mul(n, ln2_high)), Mul(n, ln2_low));
+  F32x16 p = Set1(1.f / 5040);  // Taylor, |r| <= ln 2 / 2
+  for (const float term : {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, 0.5f, 1.f, 1.f}) {
+    p = Add(Mul(p, r), Set1(term));
+  }
+  return Mul(p, FromBits(ShiftLeft<23>(Add(ToInt(n), Set1Int(127)))));
 }
 
-TM_HD float Sigmoid(float x) { return 1.f / (1.f + Exp(-x)); }
+TM_HD F32x16 Sigmoid(F32x16 x) {
+  const F32x16 one = Set1(1.f);
+  return Div(one, Add(one, Exp(Mul(x, Set1(-1.f)))));
+}
 
 TM_HD float SumOfSquares(const float* x, int dim) {
-  float lanes[kLanes] = {};
+  float lanes[kSums] = {};
   int i = 0;
-  for (; i + kLanes <= dim; i += kLanes) {
-    for (int j = 0; j < kLanes; ++j) {
+  for (; i + kSums <= dim; i += kSums) {
+    for (int j = 0; j < kSums; ++j) {
       lanes[j] += x[i + j] * x[i + j];
     }
   }
   for (int j = 0; i + j < dim; ++j) {
     lanes[j] += x[i + j] * x[i + j];
   }
-  for (int width = kLanes / 2; width > 0; width /= 2) {
+  for (int width = kSums / 2; width > 0; width /= 2) {
     for (int j = 0; j < width; ++j) {
       lanes[j] += lanes[j + width];
     }
@@ -58,21 +54,39 @@ TM_HD float SumOfSquares(const float* x, int dim) {
   return lanes[0];
 }
 
-// out[i] = fn(gate[i], up[i]) of one row, in the form that gate_up has.
+// Lanes of gate_up from its element i on, in the form that it has.
+struct GateAndUp {
+  F32x16 gate;
+  F32x16 up;
+};
+TM_HD GateAndUp ReadPairs(const float* in) {
+  return {FromBits(LoadEverySecond<0>(in)), FromBits(LoadEverySecond<1>(in))};
+}
+
+// out[i] = fn(gate[i], up[i]) of one row.
 template <class Fn>
 TM_HD void Gate(const GatedActivationParams& params, int64_t row, Fn fn) {
   const int64_t dim = params.dim;
   const float* in = params.gate_up + 2 * row * dim;
   float* out = params.out + row * dim;
-  if (params.interleaved) {
-    for (int64_t i = 0; i < dim; ++i) {
-      out[i] = fn(in[2 * i], in[2 * i + 1]);
-    }
+  int64_t i = 0;
+  for (; i + kLanes <= dim; i += kLanes) {
+    const GateAndUp x =
+        params.interleaved ? ReadPairs(in + 2 * i) : GateAndUp{Load(in + i), Load(in + dim + i)};
+    Store(out + i, fn(x.gate, x.up));
+  }
+  const int rest = static_cast<int>(dim - i);
+  if (rest == 0) {
     return;
   }
-  for (int64_t i = 0; i < dim; ++i) {
-    out[i] = fn(in[i], in[dim + i]);
+  float gate[kLanes] = {};
+  float up[kLanes] = {};
+  for (int k = 0; k < rest; ++k) {
+    gate[k] = params.interleaved ? in[2 * (i + k)] : in[i + k];
+    up[k] = params.interleaved ? in[2 * (i + k) + 1] : in[dim + i + k];
   }
+  Store(gate, fn(Load(gate), Load(up)));
+  __builtin_memcpy(out + i, gate, rest * sizeof(float));
 }
 
 }  // namespace
@@ -88,20 +102,22 @@ void RmsNormRow(const float* x, const float* weight, float eps, int dim, float* 
 void GatedActivationRow(const GatedActivationParams& params, int64_t row) {
   switch (params.activation) {
     case Activation::kSilu:
-      return Gate(params, row, [](float g, float up) { return g * Sigmoid(g) * up; });
+      return Gate(params, row, [](F32x16 g, F32x16 up) { return Mul(Mul(g, Sigmoid(g)), up); });
     case Activation::kGeluTanh:
-      return Gate(params, row, [](float g, float up) {
+      return Gate(params, row, [](F32x16 g, F32x16 up) {
         // tanh form: 0.5 (1 + tanh u) = sigmoid(2 u)
-        constexpr float kTwoSqrt2OverPi = 1.59576912f;
-        return g * Sigmoid(kTwoSqrt2OverPi * (g + 0.044715f * g * g * g)) * up;
+        const F32x16 cube = Mul(Mul(Mul(Set1(0.044715f), g), g), g);
+        const F32x16 two_u = Mul(Set1(1.59576912f), Add(g, cube));  // 2 sqrt(2 / pi)
+        return Mul(Mul(g, Sigmoid(two_u)), up);
       });
     case Activation::kClampedSwiglu:
-      return Gate(params, row, [limit = params.limit](float gate, float up) {
-        constexpr float kAlpha = 1.702f;
-        const float g = gate > limit ? limit : gate;  // NaN stays
-        const float high = up > limit ? limit : up;
-        const float u = high < -limit ? -limit : high;
-        return g * Sigmoid(kAlpha * g) * (u + 1.f);
+      return Gate(params, row, [limit = params.limit](F32x16 gate, F32x16 up) {
+        const F32x16 most = Set1(limit);
+        const F32x16 least = Set1(-limit);
+        const F32x16 g = Min(most, gate);  // NaN stays
+        const F32x16 u = Max(least, Min(most, up));
+        const F32x16 swish = Mul(g, Sigmoid(Mul(Set1(1.702f), g)));
+        return Mul(swish, Add(u, Set1(1.f)));
       });
   }
 }

@@ -43,9 +43,10 @@ void PackQuantPanel(const PackPanelArgs& a) {
       uint8_t* step = a.panel + s * PanelStepBytes(a.format, rows);
       uint8_t* scales = step + rows * kQuantRowBytes;
       uint8_t* offsets = scales + rows * 4;
+      uint8_t* row = step + r * kQuantRowBytes;
       int32_t sum;
-      const float scale = QuantizeBlock(x + s * kQuantBlock,
-                                        reinterpret_cast<int8_t*>(step + r * kQuantRowBytes), sum);
+      const float scale = QuantizeBlock(x + s * kQuantBlock, reinterpret_cast<int8_t*>(row), sum);
+      ArrangeRow(a.format, row);
       StoreFloat(scale, scales + 4 * r);
       if (a.format == MatrixFormat::kQ4_1) {
         StoreFloat(scale * static_cast<float>(sum), offsets + 4 * r);

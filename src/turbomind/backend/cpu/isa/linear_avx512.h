@@ -16,6 +16,9 @@
 
 namespace turbomind::TM_ISA {
 
+// Codes of activations stay where QuantizeBlock left them.
+TM_HD void ArrangeRow(MatrixFormat /*format*/, uint8_t* /*row*/) {}
+
 // Tiles that hide latency when there are few rows.
 template <int R>
 inline constexpr int kTilesAtOnce = R == 1   ? 4

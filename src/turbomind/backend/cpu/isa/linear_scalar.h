@@ -10,6 +10,9 @@
 
 namespace turbomind::TM_ISA {
 
+// Codes of activations stay where QuantizeBlock left them.
+TM_HD void ArrangeRow(MatrixFormat /*format*/, uint8_t* /*row*/) {}
+
 template <int R>
 inline constexpr int kTilesAtOnce = 1;
 

@@ -30,6 +30,19 @@ TM_HD I32x16 LoadBytePairs(const void* a, const void* b) {
 }
 #endif
 
+#if !defined(TM_ISA_avx2)  // whose registers hold half the lanes
+inline constexpr int kParts = 1;
+using Part = I32x16;
+template <int P>
+TM_HD Part PartOf(const I32x16& x) {
+  return x;
+}
+template <int P>
+TM_HD void SetPart(I32x16& x, const Part& part) {
+  x = part;
+}
+#endif
+
 // fn(Index<0>()), ..., fn(Index<N - 1>()): a loop whose index is a constant in each round.
 template <int I>
 struct Index {

@@ -327,10 +327,40 @@ TM_HD I32x16 LookupPairs(ShortTable t, I32x16 index) {
   };
   return {half(index.a), half(index.b)};
 }
+// Lanes are worked on in parts that leave registers for more sums.
+inline constexpr int kParts = 2;
+struct Part {
+  __m256i v;
+};
+template <int P>
+TM_HD Part PartOf(I32x16 x) {
+  return {P == 0 ? x.a : x.b};
+}
+template <int P>
+TM_HD void SetPart(I32x16& x, Part part) {
+  (P == 0 ? x.a : x.b) = part.v;
+}
+// Each half is table[nibble K of the half].
+template <int K>
+TM_HD Part LookupNibble(ShortTable t, Part words) {
+  const __m256i nibbles = K % 2 == 0 ? words.v : _mm256_srli_epi16(words.v, 4);
+  // Of both bytes: the other one is that of K ^ 2.
+  const __m256i values = _mm256_shuffle_epi8(t.v, _mm256_and_si256(nibbles, _mm256_set1_epi8(15)));
+  return {_mm256_srai_epi16(K < 2 ? _mm256_slli_epi16(values, 8) : values, 8)};
+}
+template <int K>
+TM_HD I32x16 LookupNibble(ShortTable t, I32x16 words) {
+  return {LookupNibble<K>(t, Part{words.a}).v, LookupNibble<K>(t, Part{words.b}).v};
+}
 // sum + a.low * b.low + a.high * b.high
+TM_HD Part DotPairs(Part sum, Part x, Part y) {
+  Part total = {_mm256_add_epi32(sum.v, _mm256_madd_epi16(x.v, y.v))};
+  asm("" : "+x"(total.v));  // GCC 12 makes a tree of a run of additions, whose leaves it spills
+  return total;
+}
 TM_HD I32x16 DotPairs(I32x16 sum, I32x16 x, I32x16 y) {
-  return {_mm256_add_epi32(sum.a, _mm256_madd_epi16(x.a, y.a)),
-          _mm256_add_epi32(sum.b, _mm256_madd_epi16(x.b, y.b))};
+  return {DotPairs(Part{sum.a}, Part{x.a}, Part{y.a}).v,
+          DotPairs(Part{sum.b}, Part{x.b}, Part{y.b}).v};
 }
 // Of 16 nibbles at a (low halves) and b (high halves), as the low bits of each half; the bits above
 // are undefined.
@@ -349,22 +379,13 @@ TM_HD I32x16 LoadNibblePairs(const void* a, const void* b) {
 }
 // Of 64 nibbles at a (low halves) and b (high halves): lane 4 j + g holds nibbles 16 g + 4 j to
 // 16 g + 4 j + 3 of both.
-struct NibbleRows {
-  I32x16 words;
-};
-TM_HD NibbleRows LoadNibbleRows(const uint8_t* a, const uint8_t* b) {
+TM_HD I32x16 LoadNibbleRows(const uint8_t* a, const uint8_t* b) {
   const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(a));
   const __m256i y = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b));
   const __m256i even = _mm256_unpacklo_epi16(x, y);  // g = 0 below g = 2
   const __m256i odd = _mm256_unpackhi_epi16(x, y);   // g = 1 below g = 3
-  return {{_mm256_permute4x64_epi64(_mm256_unpacklo_epi32(even, odd), 0xd8),
-           _mm256_permute4x64_epi64(_mm256_unpackhi_epi32(even, odd), 0xd8)}};
-}
-// Lane 4 j + g: nibble 16 g + 4 j + K of both, as the low bits of each half; the bits above are
-// undefined.
-template <int K>
-TM_HD I32x16 NibblePairs(const NibbleRows& rows) {
-  return ShiftRight<4 * K>(rows.words);
+  return {_mm256_permute4x64_epi64(_mm256_unpacklo_epi32(even, odd), 0xd8),
+          _mm256_permute4x64_epi64(_mm256_unpackhi_epi32(even, odd), 0xd8)};
 }
 
 // --- Lanes as four runs of four. ----------------------------------------------------------------

@@ -232,6 +232,11 @@ TM_HD ShortTable LoadShortTable(const int16_t* p) {
 TM_HD I32x16 LookupPairs(ShortTable t, I32x16 index) {
   return {_mm512_permutexvar_epi16(index.v, t.v)};
 }
+// Each half is table[nibble K of the half].
+template <int K>
+TM_HD I32x16 LookupNibble(ShortTable t, I32x16 words) {
+  return LookupPairs(t, ShiftRight<4 * K>(words));
+}
 // sum + a.low * b.low + a.high * b.high
 TM_HD I32x16 DotPairs(I32x16 sum, I32x16 a, I32x16 b) {
   // GCC 12 copies every sum of an array through the stack around the intrinsic.
@@ -255,10 +260,7 @@ TM_HD I32x16 LoadNibblePairs(const void* a, const void* b) {
 }
 // Of 64 nibbles at a (low halves) and b (high halves): lane 4 j + g holds nibbles 16 g + 4 j to
 // 16 g + 4 j + 3 of both.
-struct NibbleRows {
-  __m512i v;
-};
-TM_HD NibbleRows LoadNibbleRows(const uint8_t* a, const uint8_t* b) {
+TM_HD I32x16 LoadNibbleRows(const uint8_t* a, const uint8_t* b) {
   const __m512i both = _mm512_inserti64x4(
       _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(a))),
       _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b)), 1);
@@ -266,12 +268,6 @@ TM_HD NibbleRows LoadNibbleRows(const uint8_t* a, const uint8_t* b) {
       0x100000, 0x140004, 0x180008, 0x1c000c, 0x110001, 0x150005, 0x190009, 0x1d000d, 0x120002,
       0x160006, 0x1a000a, 0x1e000e, 0x130003, 0x170007, 0x1b000b, 0x1f000f);
   return {_mm512_permutexvar_epi16(words, both)};
-}
-// Lane 4 j + g: nibble 16 g + 4 j + K of both, as the low bits of each half; the bits above are
-// undefined.
-template <int K>
-TM_HD I32x16 NibblePairs(const NibbleRows& rows) {
-  return {_mm512_srli_epi32(rows.v, 4 * K)};
 }
 // Of 16 bytes at a (low halves) and b (high halves).
 TM_HD I32x16 LoadBytePairs(const void* a, const void* b) {

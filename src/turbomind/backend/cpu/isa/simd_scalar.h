@@ -344,6 +344,11 @@ TM_HD I32x16 LookupPairs(const ShortTable& t, const I32x16& index) {
   return EachLane<I32x16>(
       [&](int i) { return MakePair(t.v[index.v[i] & 15], t.v[Unsigned(index.v[i]) >> 16 & 15]); });
 }
+// Each half is table[nibble K of the half].
+template <int K>
+TM_HD I32x16 LookupNibble(const ShortTable& t, const I32x16& words) {
+  return LookupPairs(t, ShiftRight<4 * K>(words));
+}
 // sum + a.low * b.low + a.high * b.high
 TM_HD I32x16 DotPairs(const I32x16& sum, const I32x16& a, const I32x16& b) {
   return EachLane<I32x16>([&](int i) {
@@ -362,21 +367,12 @@ TM_HD I32x16 LoadNibblePairs(const void* a, const void* b) {
 }
 // Of 64 nibbles at a (low halves) and b (high halves): lane 4 j + g holds nibbles 16 g + 4 j to
 // 16 g + 4 j + 3 of both.
-struct NibbleRows {
-  I32x16 words;
-};
-TM_HD NibbleRows LoadNibbleRows(const uint8_t* a, const uint8_t* b) {
+TM_HD I32x16 LoadNibbleRows(const uint8_t* a, const uint8_t* b) {
   const auto word = [](const uint8_t* p, int i) { return p[2 * i] | p[2 * i + 1] << 8; };
-  return {EachLane<I32x16>([&](int i) {
+  return EachLane<I32x16>([&](int i) {
     const int at = 4 * (i % 4) + i / 4;
     return MakePair(word(a, at), word(b, at));
-  })};
-}
-// Lane 4 j + g: nibble 16 g + 4 j + K of both, as the low bits of each half; the bits above are
-// undefined.
-template <int K>
-TM_HD I32x16 NibblePairs(const NibbleRows& rows) {
-  return ShiftRight<4 * K>(rows.words);
+  });
 }
 
 // --- Lanes as four runs of four. ----------------------------------------------------------------
