@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 #include <random>
 #include <string>
 #include <vector>
@@ -99,8 +100,14 @@ TEST_CASE("gated activations agree with double and have the same bits everywhere
 
 TEST_CASE("clamped SwiGLU reaches its limits and keeps NaN") {
   constexpr float kLimit = 7.f;
-  const std::vector<float> gate = {-30.f, -1.f, 0.f, 6.9f, 7.f, 7.1f, 1e30f, NAN, 1.f};
-  const std::vector<float> up = {-30.f, -7.f, 0.5f, -7.1f, 7.f, 7.1f, -1e30f, 1.f, NAN};
+  constexpr float kGate[] = {-30.f, -1.f, 0.f, 6.9f, 7.f, 7.1f, 1e30f, NAN, 1.f};
+  constexpr float kUp[] = {-30.f, -7.f, 0.5f, -7.1f, 7.f, 7.1f, -1e30f, 1.f, NAN};
+  std::vector<float> gate;
+  std::vector<float> up;
+  for (int times = 0; times < 8; ++times) {  // 72 elements: whole vectors and a rest of 8
+    gate.insert(gate.end(), std::begin(kGate), std::end(kGate));
+    up.insert(up.end(), std::begin(kUp), std::end(kUp));
+  }
   const size_t dim = gate.size();
   for (const bool interleaved : {false, true}) {
     std::vector<float> gate_up(2 * dim);

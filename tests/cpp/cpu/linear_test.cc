@@ -252,6 +252,46 @@ TEST_CASE("zero, tiny and huge activations do not overflow the scale of 16 bits"
   }
 }
 
+TEST_CASE("the largest codes times the largest halves of activations are summed exactly") {
+  constexpr int kRows = 13;  // a panel of 12 and one row
+  constexpr int64_t kOutputs = 17;
+  for (MatrixFormat format : {MatrixFormat::kQ4_0, MatrixFormat::kQ4_1, MatrixFormat::kQ8_0}) {
+    for (const bool largest : {false, true}) {
+      Matrix m{format, kOutputs, 32, {}, {}};
+      const bool is_q8 = format == MatrixFormat::kQ8_0;
+      const int code = is_q8 ? (largest ? 127 : -128) : (largest ? 15 : 0);
+      for (int64_t o = 0; o < kOutputs; ++o) {
+        Append(m.bytes, Half(1));
+        if (format == MatrixFormat::kQ4_1) {
+          Append(m.bytes, uint16_t{0});
+        }
+        m.bytes.insert(m.bytes.end(), is_q8 ? 32 : 16,
+                       static_cast<uint8_t>(is_q8 ? code : code << 4 | code));
+      }
+      const int64_t value = format == MatrixFormat::kQ4_0 ? code - 8 : code;
+      for (const float sign : {1.f, -1.f}) {
+        // Codes of activations, their scale is 1: halves (127, 0) once, then (126, 127).
+        std::vector<float> x(kRows * (32 + kPad), sign * 32383.f);
+        for (size_t row = 0; row < kRows; ++row) {
+          x[row * (32 + kPad)] = sign * 32512.f;
+        }
+        const auto want =
+            static_cast<float>(static_cast<int64_t>(sign) * value * (32512 + 31 * int64_t{32383}));
+        for (const std::string& isa : AvailableCpuIsas()) {
+          const auto device = MakeCpuDevice(1, isa);
+          const auto weight = device->PackMatrix(m.source(), false);
+          const auto y = RunLinear(*device, *weight, x, {}, {kRows});
+          for (int64_t row = 0; row < kRows; ++row) {
+            for (int64_t o = 0; o < kOutputs; ++o) {
+              REQUIRE(y[static_cast<size_t>(row * (kOutputs + kPad) + o)] == want);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST_CASE("embedding rows come back exactly from the packed matrix") {
   for (MatrixFormat format : kFormats) {
     const Matrix m = RandomMatrix(format, 50, 96, 41);

@@ -24,7 +24,8 @@ TM_HD F32x16 Exp(F32x16 x) {
   const F32x16 n = Sub(Add(Mul(clipped, log2e), magic), magic);
   const F32x16 r = Sub(Sub(clipped, Mul(n, ln2_high)), Mul(n, ln2_low));
   F32x16 p = Set1(1.f / 5040);  // Taylor, |r| <= ln 2 / 2
-  for (const float term : {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, 0.5f, 1.f, 1.f}) {
+  constexpr float kTerms[] = {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, 0.5f, 1.f, 1.f};
+  for (const float term : kTerms) {
     p = Add(Mul(p, r), Set1(term));
   }
   return Mul(p, FromBits(ShiftLeft<23>(Add(ToInt(n), Set1Int(127)))));
@@ -54,7 +55,7 @@ TM_HD float SumOfSquares(const float* x, int dim) {
   return lanes[0];
 }
 
-// Lanes of gate_up from its element i on, in the form that it has.
+// 16 elements of gate_up.
 struct GateAndUp {
   F32x16 gate;
   F32x16 up;

@@ -4,9 +4,8 @@
 // as linear_avx512.h, so the same bits.
 //
 // Per block of 32 columns, row and 8 outputs, 4-bit codes take 16 vpmaddubsw of 32 products, 14
-// additions, 2 vpmaddwd and 5 more; 8-bit ones 16 vpmaddwd, 16 additions and 5 more; both take 16
-// broadcasts, which are loads: about as many cycles of arithmetic as of loads, with two of each
-// kind of port.
+// additions, 2 vpmaddwd and 5 more; 8-bit ones 16 vpmaddwd, 16 additions and 3 more; both take 16
+// broadcasts, which are loads.
 
 #include <immintrin.h>
 
@@ -57,11 +56,11 @@ TM_HD void ArrangeRow(MatrixFormat format, uint8_t* row) {
   __builtin_memcpy(row, pairs, sizeof(pairs));
 }
 
-// The codes of one block, or of half its columns, of 8 outputs, as a row is multiplied with them.
-// There are as many as fit the registers beside a row's sums.
+// Over the columns of a block: in each as many codes as fit the registers beside a row's sums.
 template <MatrixFormat F>
-inline constexpr int kPasses = F == MatrixFormat::kQ8_0 ? 2 : 1;  // over the columns of a block
+inline constexpr int kPasses = F == MatrixFormat::kQ8_0 ? 2 : 1;
 
+// The codes of a pass, 8 outputs, as a row is multiplied with them.
 struct HalfCodes {
   __m256i v[8];
 };
@@ -204,7 +203,7 @@ TM_HD __m256 OddBF16(__m256i pairs) {
 }
 TM_HD __m256 EvenBF16(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
 
-// Adds one step of a panel of R rows, of which `a` is the first of N: 8 outputs at `w`.
+// Adds one step of N rows of a panel, from `a` on: 8 outputs at `w`.
 template <MatrixFormat F, int N>
 TM_HD void AddFloatStep(const uint8_t* w, const uint8_t* a, __m256 (&acc)[N]) {
   if constexpr (F == MatrixFormat::kF32) {
@@ -228,6 +227,9 @@ TM_HD void AddFloatStep(const uint8_t* w, const uint8_t* a, __m256 (&acc)[N]) {
 TM_HD void StoreHalf(const TileRun& run, int row, int half, __m256 acc) {
   const int64_t first = half * kHalfRows;
   const int64_t outputs = run.num_outputs - first;
+  if (outputs <= 0) {
+    return;
+  }
   float* y = run.y + row * run.y_stride + first;
   if (outputs >= kHalfRows) {
     if (run.bias != nullptr) {
@@ -316,18 +318,19 @@ void MultiplyTiles(const TileRun& run) {
   static_assert(T == 1);
   constexpr int kRows = 4;
   if constexpr (IsQuantized(F) && R == 1) {
-    return MultiplyQuantRow<F>(run);
-  }
-  for (int half = 0; half < 2; ++half) {
-    if constexpr (IsQuantized(F)) {
-      MultiplyQuantHalf<F, R>(run, half);
-    } else {
-      int row = 0;
-      for (; row + kRows <= R; row += kRows) {
-        MultiplyFloatHalf<F, R, kRows>(run, row, half);
-      }
-      for (; row < R; ++row) {
-        MultiplyFloatHalf<F, R, 1>(run, row, half);
+    MultiplyQuantRow<F>(run);
+  } else {
+    for (int half = 0; half < 2; ++half) {
+      if constexpr (IsQuantized(F)) {
+        MultiplyQuantHalf<F, R>(run, half);
+      } else {
+        int row = 0;
+        for (; row + kRows <= R; row += kRows) {
+          MultiplyFloatHalf<F, R, kRows>(run, row, half);
+        }
+        for (; row < R; ++row) {
+          MultiplyFloatHalf<F, R, 1>(run, row, half);
+        }
       }
     }
   }
