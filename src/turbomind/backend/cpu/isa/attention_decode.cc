@@ -25,7 +25,7 @@ constexpr int kHeadCounts[] = {1};
 #elif defined(TM_ISA_avx2) && defined(TM_FEW_HEAD_COUNTS)
 constexpr int kHeadCounts[] = {3};
 #elif defined(TM_ISA_avx2)
-constexpr int kHeadCounts[] = {1, 2, 3, 4};  // 16 registers hold no more
+constexpr int kHeadCounts[] = {1, 2, 3, 4};  // more would spill their sums
 #elif defined(TM_FEW_HEAD_COUNTS)
 constexpr int kHeadCounts[] = {4};
 #else

@@ -142,9 +142,9 @@ TM_HD void SumQuad(const ValueArgs& args, int first, int group, I32x16 (&sum)[H]
   const int stride = ValueGroups(S, args.head_dim) * kTilePairs;
   const int32_t* weights = args.weight_pairs + first * stride;
   weights += IsAffine(S) ? 0 : group * kTilePairs;
-  for (int part = args.begin / 16; part * 16 < args.end; ++part) {
-    const uint8_t* row = values.rows[part] + 8 * group;
-    const uint8_t* next = values.next[part] + group * LinesPerGroup(S) * 64;
+  for (int run = args.begin / 16; run * 16 < args.end; ++run) {
+    const uint8_t* row = values.rows[run] + 8 * group;
+    const uint8_t* next = values.next[run] + group * LinesPerGroup(S) * 64;
     for (int j = 0; j < 4; ++j) {
       Unroll<2>([&](auto odd) __attribute__((always_inline)) {
         if constexpr (P == 0) {
@@ -159,7 +159,7 @@ TM_HD void SumQuad(const ValueArgs& args, int first, int group, I32x16 (&sum)[H]
         Unroll<H>([&](auto head) __attribute__((always_inline)) {
           constexpr int h = decltype(head)::value;
           const Part weight =
-              PartOf<P>(PairWeight<S, decltype(odd)::value>(weights + h * stride, part, j));
+              PartOf<P>(PairWeight<S, decltype(odd)::value>(weights + h * stride, run, j));
           Unroll<4>([&](auto k) __attribute__((always_inline)) {
             Part& to = of[h][decltype(k)::value];
             to = DotPairs(to, value[decltype(k)::value], weight);
@@ -238,6 +238,7 @@ template <Stored S, int H>
 void AddValuesInteger(const ValueArgs& args) {
   constexpr int kGroups = H <= 4 ? 4 : 2;
   constexpr int kQuadHeads = H <= kMostQuadHeads ? H : H / 2;
+  static_assert(H % kQuadHeads == 0 && kQuadHeads <= kMostQuadHeads);
   const int num_groups = args.head_dim / 16;
   const int shared = ValueGroups(S, args.head_dim);
   FillValueScales<S>(args.values->meta, args.head_dim, args.begin, args.end, args.scales);

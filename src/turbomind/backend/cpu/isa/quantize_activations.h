@@ -39,7 +39,7 @@ TM_HD float QuantizeBlock(const float* x, int8_t* high, int32_t& sum) {
         static_cast<int32_t>(FloatBits(x[i] * inverse + kRound) - FloatBits(kRound));
     const int32_t upper = (code + 128) >> 8;
     const int32_t rest = code - upper * 256;
-    const int32_t lower = rest < -127 ? -127 : rest;  // -128 has no negative
+    const int32_t lower = rest < -127 ? -127 : rest;  // no kernel has to care for -128
     high[i] = static_cast<int8_t>(upper);
     low[i] = static_cast<int8_t>(lower);
     total += upper * 256 + lower;

@@ -5,7 +5,8 @@
 // kernel written with them is equal on every CPU. Everything is always inlined and lives in
 // the per-target namespace.
 //
-// Types: F32x16, I32x16, Mask16 (one flag per lane), Table16 (16 floats, looked up by low 4 bits).
+// Types: F32x16, I32x16, Mask16 (one flag per lane), Table16 (16 floats, looked up by low 4 bits),
+// Part (of the lanes of an I32x16, as many as a register holds).
 
 #include <cstdint>
 
