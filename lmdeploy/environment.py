@@ -6,6 +6,8 @@ import os
 import sys
 import warnings
 
+from lmdeploy.cgroup import cpu_quota, memory_left
+
 OURS = "lmdeploy-fp4"
 NAMESAKE = "lmdeploy"
 
@@ -61,14 +63,6 @@ def usable_cores() -> int:
     return cores if quota is None else min(cores, max(1, int(-(-quota // 1))))
 
 
-def cpu_quota() -> float | None:
-    """The cgroup's CPU quota in cores, None where there is none."""
-    quota = _read("/sys/fs/cgroup/cpu.max").split()
-    if len(quota) == 2 and quota[0].isdigit() and int(quota[1]) > 0:
-        return int(quota[0]) / int(quota[1])
-    return None
-
-
 def free_memory_bytes() -> int:
     """Memory that may still be used: MemAvailable, cut by the cgroup's limit."""
     free = 0
@@ -77,16 +71,8 @@ def free_memory_bytes() -> int:
             free = int(line.split()[1]) * 1024
     if free == 0:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = _read("/sys/fs/cgroup/memory.max").strip()
-    if limit.isdigit():
-        used = _read("/sys/fs/cgroup/memory.current").strip()
-        # Cached pages of files are given back, those that were used lately too.
-        cached = 0
-        for line in _read("/sys/fs/cgroup/memory.stat").splitlines():
-            if line.startswith(("inactive_file ", "active_file ")):
-                cached += int(line.split()[1])
-        free = min(free, int(limit) - int(used or 0) + cached)
-    return max(free, 0)
+    left = memory_left()
+    return free if left is None else min(free, left)
 
 
 def _read(path: str) -> str:

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lmdeploy.cgroup import cpu_quota
 from lmdeploy.environment import (
     OURS,
-    cpu_quota,
     free_memory_bytes,
     installed_version,
     namesake_warning,

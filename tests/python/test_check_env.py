@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 import lmdeploy
-from lmdeploy import environment
+from lmdeploy import cgroup, environment
 from lmdeploy.cli import check_env
 from lmdeploy.cli.entrypoint import main
 
@@ -53,9 +53,10 @@ def test_nothing_is_measured_where_memory_is_short(monkeypatch):
     [("max 100000", None, 8), ("150000 100000", 1.5, 2), ("20000 100000", 0.2, 1), ("", None, 8)],
 )
 def test_a_quota_limits_the_cores(monkeypatch, written, quota, cores):
-    monkeypatch.setattr(environment, "_read", lambda path: written)
+    files = {"/proc/self/cgroup": "0::/\n", "/sys/fs/cgroup/cpu.max": written}
+    monkeypatch.setattr(cgroup, "_read", lambda path: files.get(path, ""))
     monkeypatch.setattr(environment.os, "sched_getaffinity", lambda pid: set(range(8)))
-    assert environment.cpu_quota() == quota
+    assert cgroup.cpu_quota() == quota
     assert environment.usable_cores() == cores
     text = "no cgroup quota" if quota is None else f"cgroup quota {quota}"
     assert check_env.core_limits() == f"affinity 8 of {check_env.os.cpu_count()}, {text}"
@@ -106,13 +107,44 @@ def test_machine_facts():
 
 def test_cached_pages_of_a_cgroup_count_as_free(monkeypatch):
     files = {
-        "/proc/meminfo": "MemAvailable: 99999999 kB\n",
+        "/proc/self/cgroup": "0::/\n",
         "/sys/fs/cgroup/memory.max": "24000\n",
         "/sys/fs/cgroup/memory.current": "15000\n",
         "/sys/fs/cgroup/memory.stat": "anon 2000\ninactive_file 500\nactive_file 12500\n",
     }
-    monkeypatch.setattr(environment, "_read", lambda path: files.get(path, ""))
+    monkeypatch.setattr(cgroup, "_read", lambda path: files.get(path, ""))
     assert environment.free_memory_bytes() == 22000
+
+
+def test_the_tightest_group_around_us_counts(monkeypatch):
+    files = {
+        "/proc/self/cgroup": "1:name=systemd:/a\n0::/system.slice/serve.service\n",
+        "/sys/fs/cgroup/system.slice/serve.service/memory.max": "max\n",
+        "/sys/fs/cgroup/system.slice/serve.service/memory.current": "100\n",
+        "/sys/fs/cgroup/system.slice/serve.service/cpu.max": "300000 100000\n",
+        "/sys/fs/cgroup/system.slice/memory.max": "9000\n",
+        "/sys/fs/cgroup/system.slice/memory.current": "1000\n",
+        "/sys/fs/cgroup/system.slice/cpu.max": "200000 100000\n",
+    }
+    monkeypatch.setattr(cgroup, "_read", lambda path: files.get(path, ""))
+    assert (cgroup.memory_left(), cgroup.cpu_quota()) == (8000, 2.0)
+
+
+def test_groups_of_version_1_count(monkeypatch):
+    # As in a container that sees its own group as the root.
+    files = {
+        "/proc/self/cgroup": "5:cpu,cpuacct:/docker/a\n4:memory:/docker/a\n0::/\n",
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes": "5000\n",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes": "6000\n",
+        "/sys/fs/cgroup/memory/memory.stat": "inactive_file 1\ntotal_inactive_file 2500\n",
+        "/sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "150000\n",
+        "/sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+    }
+    monkeypatch.setattr(cgroup, "_read", lambda path: files.get(path, ""))
+    assert (cgroup.memory_left(), cgroup.cpu_quota()) == (1500, 1.5)
+    files["/sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us"] = "-1\n"
+    files["/sys/fs/cgroup/memory/memory.limit_in_bytes"] = ""
+    assert (cgroup.memory_left(), cgroup.cpu_quota()) == (None, None)
 
 
 def test_import_is_light():

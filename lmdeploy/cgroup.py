@@ -1,0 +1,69 @@
+"""What the control groups that this process is in leave to it; versions 1 and 2 (cgroups(7))."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+
+_ROOT = "/sys/fs/cgroup"
+
+
+def cpu_quota() -> float | None:
+    """The least CPU quota of the group and those around it, in cores; None where there is none."""
+    quotas = [_quota(*_read(f"{folder}/cpu.max").split()) for folder in _folders("")]
+    for folder in _folders("cpu"):
+        quota, period = _read(f"{folder}/cpu.cfs_quota_us"), _read(f"{folder}/cpu.cfs_period_us")
+        quotas.append(_quota(quota.strip(), period.strip()))
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def memory_left() -> int | None:
+    """Bytes that the tightest of these groups still allows; None where none has a limit."""
+    left = [
+        _memory_left(folder, "memory.max", used="memory.current", prefix="")
+        for folder in _folders("")
+    ] + [
+        _memory_left(folder, "memory.limit_in_bytes", used="memory.usage_in_bytes", prefix="total_")
+        for folder in _folders("memory")
+    ]
+    return min((value for value in left if value is not None), default=None)
+
+
+def _quota(quota: str = "", period: str = "") -> float | None:
+    # Version 2 says "max" and version 1 says -1 where there is none.
+    if quota.isdigit() and period.isdigit() and int(period) > 0:
+        return int(quota) / int(period)
+    return None
+
+
+def _memory_left(folder: str, limit: str, *, used: str, prefix: str) -> int | None:
+    most, taken = _read(f"{folder}/{limit}").strip(), _read(f"{folder}/{used}").strip()
+    if not most.isdigit() or not taken.isdigit():
+        return None
+    # Cached pages of files are given back, those that were used lately too.
+    names = (f"{prefix}inactive_file ", f"{prefix}active_file ")
+    lines = _read(f"{folder}/memory.stat").splitlines()
+    cached = sum(int(line.split()[1]) for line in lines if line.startswith(names))
+    return max(int(most) - int(taken) + cached, 0)
+
+
+def _folders(controller: str) -> list[str]:
+    """Our group of a controller of version 1, or of version 2 for "", and all groups around it.
+
+    A container may see its own group as the root while its path is the host's: folders that are
+    not there have no files.
+    """
+    for line in _read("/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
+            root = f"{_ROOT}/{controllers}" if controllers else _ROOT
+            group = PurePosixPath(path)
+            return [root + str(folder).rstrip("/") for folder in (group, *group.parents)]
+    return []
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except OSError:
+        return ""
