@@ -17,7 +17,7 @@ class ChatTemplateConfig:
     """Fields and defaults as in LMDeploy.
 
     Args:
-        model_name: a name for the template; not looked up.
+        model_name: not looked up; a warning says so where nothing else chooses a template.
         model_path: a Jinja file to use instead of the model's own template.
         meta_instruction: the system prompt when the conversation has none.
         system, eosys, user, eoh, assistant, eoa: texts around the parts of a conversation; any of
@@ -75,9 +75,8 @@ class ChatTemplateConfig:
         if not text.lstrip().startswith("{"):
             path = Path(text)
             if not path.is_file():
-                raise refuse(
-                    "chat_template", text, wanted="JSON or a JSON file", flag="--chat-template"
-                )
+                wanted = "a .jinja file, a JSON file or JSON text"
+                raise refuse("chat_template", text, wanted=wanted, flag="--chat-template")
             if path.stat().st_size > _MAX_JSON_BYTES:
                 raise refuse(
                     "chat_template", text, wanted="a file of at most 1 MiB", flag="--chat-template"

@@ -136,9 +136,9 @@ class Tokenizer:
         stream = self.stream(skip_special=skip_special)
         return "".join([stream.push(token_id) for token_id in ids]) + stream.finish()
 
-    def stream(self, skip_special: bool = True) -> TextStream:
-        """An incremental decoder for one answer."""
-        return TextStream(self, skip_special)
+    def stream(self, skip_special: bool = True, *, begins_text: bool = True) -> TextStream:
+        """An incremental decoder. `begins_text`: the ids go on with no text before them."""
+        return TextStream(self, skip_special, begins_text=begins_text)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one id, special ones included. ValueError for an unknown id."""
@@ -177,13 +177,13 @@ class Tokenizer:
 
 
 class TextStream:
-    """Text of one answer, piece by piece. One thread at a time."""
+    """Text of ids, piece by piece. One thread at a time."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool, *, begins_text: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._strip = tokenizer.strips_first_space
+        self._strip = begins_text and tokenizer.strips_first_space
 
     def push(self, token_id: int) -> str:
         """The text that is complete now; bytes of an unfinished character are kept back."""

@@ -90,28 +90,28 @@ class CompletionReply:
     def _choice(self, job: Job, piece: Response) -> dict[str, Any]:
         echo = bool(self._request.echo) and job.index not in self._echoed
         self._echoed.add(job.index)
-        prompt_ids = job.stream.prompt_ids
-        text = (self._prompt_text(job) if echo else "") + piece.text
+        prompt_text = self._prompt_text(job) if echo else ""
         choice: dict[str, Any] = {
             "index": job.index,
-            "text": text,
+            "text": prompt_text + piece.text,
             "logprobs": None,
             "finish_reason": piece.finish_reason,
         }
         if self._request.return_token_ids:
             choice["gen_tokens"] = piece.token_ids
         if self._request.logprobs is not None:
-            maker = self._logprobs.setdefault(
-                job.index, CompletionLogprobs(self._tokenizer, self._request.logprobs)
-            )
-            tokens: list[int] = []
-            values: list[dict[int, float] | None] = []
+            if job.index not in self._logprobs:
+                self._logprobs[job.index] = CompletionLogprobs(
+                    self._tokenizer,
+                    self._request.logprobs,
+                    skip_special=self._request.skip_special_tokens is not False,
+                )
+            maker = self._logprobs[job.index]
             if echo:
-                tokens += prompt_ids
-                values += [None, *(piece.prompt_logprobs or [])]
-            choice["logprobs"] = maker.body(
-                tokens + piece.token_ids, [*values, *(piece.logprobs or [])]
-            )
+                values = [None, *(piece.prompt_logprobs or [])]
+                maker.add_prompt(job.stream.prompt_ids, values, text=prompt_text)
+            maker.add_answer(piece.token_ids, piece.logprobs or [])
+            choice["logprobs"] = maker.take()
         return choice
 
     def _prompt_text(self, job: Job) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lmdeploy.turbomind.answer_text import KnownIds
+
 if TYPE_CHECKING:
     from lmdeploy.tokenizer import Tokenizer
 
@@ -36,33 +38,61 @@ def chat_logprobs(
 
 
 class CompletionLogprobs:
-    """`choices[].logprobs` of /v1/completions; keeps the text offset across pieces."""
+    """`choices[].logprobs` of /v1/completions; keeps the text offset across pieces.
 
-    def __init__(self, tokenizer: Tokenizer, num_top: int) -> None:
+    `text_offset` is where a token's text begins in the text of the choice; a token that has no
+    text there, such as BOS, has the next one's. `top_logprobs` has the chosen token beside the
+    `num_top` best.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, num_top: int, *, skip_special: bool) -> None:
         self._tokenizer = tokenizer
         self._num_top = num_top
+        self._answer = KnownIds(tokenizer, skip_special, begins_text=False)
         self._offset = 0
+        self._body = _empty_body()
 
-    def body(self, tokens: list[int], logprobs: list[dict[int, float] | None]) -> dict[str, Any]:
-        """`logprobs[i]` is None for a token that nothing predicts (the first of a prompt)."""
-        result: dict[str, Any] = {
-            "tokens": [],
-            "token_logprobs": [],
-            "top_logprobs": [],
-            "text_offset": [],
-        }
+    def add_prompt(
+        self, tokens: list[int], logprobs: list[dict[int, float] | None], *, text: str
+    ) -> None:
+        """An echoed prompt and its text. `logprobs[0]` is None: nothing predicts the first."""
+        bos = self._tokenizer.bos_token
+        is_added = bool(bos) and not text.startswith(bos)  # where the first token is BOS
+        stream = KnownIds(self._tokenizer, skip_special=False, begins_text=True)
         for token, values in zip(tokens, logprobs, strict=True):
-            text, _ = token_text(self._tokenizer, token)
-            result["tokens"].append(text)
-            result["text_offset"].append(self._offset)
-            self._offset += len(text)
-            if values is None:
-                result["token_logprobs"].append(None)
-                result["top_logprobs"].append(None)
-                continue
-            result["token_logprobs"].append(max(values[token], _LOWEST))
-            top = sorted(values.items(), key=lambda item: -item[1])[: self._num_top]
-            result["top_logprobs"].append(
-                {token_text(self._tokenizer, t)[0]: max(v, _LOWEST) for t, v in top}
-            )
-        return result
+            if is_added and token_text(self._tokenizer, token)[0] == bos:
+                self._add(token, values, text="")
+            else:
+                self._add(token, values, text=stream.push(token))
+            is_added = False
+        self._offset = len(text)
+
+    def add_answer(self, tokens: list[int], logprobs: list[dict[int, float]]) -> None:
+        """A piece of the answer."""
+        for token, values in zip(tokens, logprobs, strict=True):
+            self._add(token, values, text=self._answer.push(token))
+
+    def take(self) -> dict[str, Any]:
+        """The JSON object of all that was added since the last call."""
+        body, self._body = self._body, _empty_body()
+        return body
+
+    def _add(self, token: int, values: dict[int, float] | None, *, text: str) -> None:
+        body = self._body
+        body["tokens"].append(token_text(self._tokenizer, token)[0])
+        body["text_offset"].append(self._offset)
+        self._offset += len(text)
+        if values is None:
+            body["token_logprobs"].append(None)
+            body["top_logprobs"].append(None)
+            return
+        body["token_logprobs"].append(max(values[token], _LOWEST))
+        top = dict(sorted(values.items(), key=lambda item: -item[1])[: self._num_top])
+        top.setdefault(token, values[token])
+        body["top_logprobs"].append(
+            {token_text(self._tokenizer, t)[0]: max(v, _LOWEST) for t, v in top.items()}
+        )
+
+
+def _empty_body() -> dict[str, list[Any]]:
+    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}

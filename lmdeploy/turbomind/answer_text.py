@@ -26,10 +26,13 @@ class Detokenizer(Protocol):
 
 
 class KnownIds:
-    """A tokenizer's incremental decoder. Ids that only pad the model's vocabulary have no text."""
+    """A tokenizer's incremental decoder. Ids that only pad the model's vocabulary have no text.
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
-        self._stream = tokenizer.stream(skip_special=skip_special)
+    `begins_text`: a chat template's answer is a text of its own, any other goes on with its prompt.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool, *, begins_text: bool) -> None:
+        self._stream = tokenizer.stream(skip_special=skip_special, begins_text=begins_text)
         self._vocab_size = tokenizer.vocab_size
 
     def push(self, token: int) -> str:

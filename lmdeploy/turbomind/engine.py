@@ -129,9 +129,13 @@ def _eos_ids(stop_ids: list[int], generation_config: dict[str, Any]) -> list[int
     return sorted({*stop_ids, *(i for i in ids if isinstance(i, int))})
 
 
+# What errors of a request's own options begin with (grammar.py and ops/sampling.cc).
+_REQUEST_FAULTS = ("response_format", "no token is allowed", "penalties or logit_bias")
+
+
 def _error_code(text: str) -> str:
-    """`bad_request` when the request's own grammar failed, else `engine_error`."""
-    return "bad_request" if "response_format" in text else "engine_error"
+    """`bad_request` when the request's own options failed, else `engine_error`."""
+    return "bad_request" if any(fault in text for fault in _REQUEST_FAULTS) else "engine_error"
 
 
 class RequestStream:
@@ -351,8 +355,9 @@ class AsyncEngine:
     ) -> RequestStream:
         """Starts one answer. `index` tells the n answers of one prompt apart (their seeds).
 
-        `chat` is whether the prompt is a conversation, whose answer a model with a format of its
-        own splits into reasoning, content (the text) and tool calls.
+        `chat` is whether the prompt is a conversation: its answer is a text of its own instead of
+        going on with the prompt's, and a model with a format of its own splits it into reasoning,
+        content (the text) and tool calls.
 
         Raises ValueError when the request is wrong and EngineFailure when the engine has failed.
         """
@@ -391,6 +396,14 @@ class AsyncEngine:
             known = self._streams.pop(request_id, None)
         if known is not None and not self._closing.is_set():
             self.parts.core.cancel(request_id)
+
+    def abort_all(self) -> int:
+        """Ends all answers, which keep what they have (finish_reason `abort`); how many ran."""
+        with self._lock:
+            ids = list(self._streams)
+        for request_id in ids:
+            self.parts.core.cancel(request_id)
+        return len(ids)
 
     def close(self) -> None:
         """Stops the engine; streams that still run end with EngineFailure."""
@@ -448,13 +461,18 @@ class AsyncEngine:
                 lambda: self.parts.tokenizer.grammar_tokenizer(self.parts.vocab_size),
                 config.response_format,
             )
-        return request, self._answer_text(config, text_words, harmony=harmony)
+        return request, self._answer_text(config, text_words, harmony=harmony, chat=chat)
 
     def _answer_text(
-        self, config: GenerationConfig, text_words: list[str], *, harmony: HarmonyTokens | None
+        self,
+        config: GenerationConfig,
+        text_words: list[str],
+        *,
+        harmony: HarmonyTokens | None,
+        chat: bool,
     ) -> AnswerText:
         tokenizer = self.parts.tokenizer
-        detokenizer: Detokenizer = KnownIds(tokenizer, config.skip_special_tokens)
+        detokenizer: Detokenizer = KnownIds(tokenizer, config.skip_special_tokens, begins_text=chat)
         if harmony is not None:
             detokenizer = HarmonyText(tokenizer, harmony, in_final=_is_constrained(config))
         return AnswerText(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +14,12 @@ if TYPE_CHECKING:
     from lmdeploy.tokenizer import Tokenizer
     from lmdeploy.turbomind.engine import EngineParts
 
+logger = logging.getLogger("lmdeploy")
+
 MAX_MESSAGES = 4096
+_NO_NAMES = ("custom", "hf")  # a ChatTemplateConfig needs a name
 _PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 _FROM_TEXTS = """\
-{{- bos_token }}
 {%- for m in messages %}
 {%- if m.role == 'system' %}{{ texts.system }}{{ m.content }}{{ texts.eosys }}
 {%- elif m.role == 'user' %}{{ texts.user }}{{ m.content }}{{ texts.eoh }}
@@ -120,11 +123,14 @@ def encode_chat(
             "or give one with --chat-template"
         )
     text = parts.chat_template.render(check_messages(messages), template_options or {})
-    return encode_text(parts, text, add_special=False)
+    return encode_text(parts, text, add_special=parts.chat_template.add_special)
 
 
 class PromptTemplate:
-    """The model's template, or the one that a ChatTemplateConfig asks for. Immutable."""
+    """The model's template, or the one that a ChatTemplateConfig asks for. Immutable.
+
+    `add_special`: whether the tokenizer puts BOS before the prompt; a Jinja template writes it.
+    """
 
     def __init__(
         self,
@@ -133,7 +139,9 @@ class PromptTemplate:
         meta_instruction: str | None = None,
         texts: dict[str, str] | None = None,
         stop_words: list[str] | None = None,
+        add_special: bool = False,
     ) -> None:
+        self.add_special = add_special
         self._template = template
         self._meta_instruction = meta_instruction
         self._texts = texts or {}
@@ -156,13 +164,20 @@ def choose_template(
         return None if own is None else PromptTemplate(own)
     texts = {name: getattr(config, name) or "" for name in _TEXTS}
     tokens = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
-    template = own
+    template, add_special = own, False
     if config.model_path is not None:
         template = template_from_file(config.model_path, tokenizer)
     elif config.capability == "completion":
-        template = ChatTemplate(_PLAIN, origin="capability", **tokens)
+        template, add_special = ChatTemplate(_PLAIN, origin="capability", **tokens), True
     elif any(texts.values()):
         template = ChatTemplate(_FROM_TEXTS, origin="ChatTemplateConfig", **tokens)
+        add_special = True
+    elif config.model_name not in _NO_NAMES:
+        logger.warning(
+            "ChatTemplateConfig: templates are not looked up by name, so %r has no effect and the "
+            "model's own is used; give model_path or the texts",
+            config.model_name[:80],
+        )
     if template is None:
         return None
     return PromptTemplate(
@@ -170,4 +185,5 @@ def choose_template(
         meta_instruction=config.meta_instruction,
         texts=texts,
         stop_words=config.stop_words,
+        add_special=add_special,
     )

@@ -60,7 +60,7 @@ class FakeTokenizer:
         stream = self.stream(skip_special)
         return "".join(stream.push(i) for i in ids) + stream.finish()
 
-    def stream(self, skip_special: bool = True) -> FakeTextStream:
+    def stream(self, skip_special: bool = True, *, begins_text: bool = True) -> FakeTextStream:
         return FakeTextStream(skip_special)
 
     def token_bytes(self, token: int) -> bytes:

@@ -120,6 +120,25 @@ def test_half_characters_wait():
     assert all("\ufffd" not in text for text in shown)
 
 
+def test_an_answer_begins_a_text_in_a_chat_alone(monkeypatch):
+    engine = make_engine()
+    begun = []
+
+    def stream(skip_special, *, begins_text):
+        begun.append(begins_text)
+        return FakeTextStream(skip_special)
+
+    monkeypatch.setattr(engine.parts.tokenizer, "stream", stream, raising=False)
+
+    async def run():
+        for chat in (False, True):
+            (await engine.submit([97], chat=chat)).close()
+
+    asyncio.run(run())
+    engine.close()
+    assert begun == [False, True]
+
+
 async def collect(engine, prompt, config=None):
     whole = Response("", 0, 0)
     async for piece in engine.generate(list(prompt.encode()), config):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -41,6 +42,19 @@ def url(engine):
 @pytest.fixture(scope="module")
 def client(url):
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def test_options_that_leave_no_token_are_the_requests_fault(engine):
+    only_b = {"type": "regex_schema", "regex_schema": "b"}
+    token = engine.parts.tokenizer.encode("b", add_special=False)
+    config = GenerationConfig(response_format=only_b, bad_token_ids=token)
+
+    async def ask():
+        return [piece async for piece in engine.generate([1], config)]
+
+    last = asyncio.run(ask())[-1]
+    assert (last.finish_reason, last.error_code) == ("error", "bad_request")
+    assert "no token is allowed" in last.error_message
 
 
 def wait_until_idle(engine):

@@ -98,6 +98,15 @@ def test_sentence_piece_follows_scores() -> None:
     assert unprefixed.decode(unprefixed.encode(" abc", False)) == " abc"
 
 
+def test_a_text_that_goes_on_keeps_its_first_space() -> None:
+    tokenizer = tokenizer_from_gguf(sentence_piece_metadata(), "spm")
+    ids = tokenizer.encode("ab c", add_special=False)
+    going_on = tokenizer.stream(begins_text=False)
+    assert "".join(map(going_on.push, ids)) + going_on.finish() == " ab c"
+    beginning = tokenizer.stream()
+    assert "".join(map(beginning.push, ids)) + beginning.finish() == "ab c"
+
+
 def test_bos_follows_the_file() -> None:
     assert tokenizer_from_gguf(byte_level_metadata(), "x").encode("e")[0] != 1
     with_bos = tokenizer_from_gguf(byte_level_metadata(add_bos_token=True), "x")
