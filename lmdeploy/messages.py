@@ -298,7 +298,10 @@ class TurbomindEngineConfig:
             wanted = "a file of lmdeploy lite calibrate"
             raise refuse("kv_calibration", path, wanted=wanted, flag="--kv-calibration")
         if path is None and self.kv_quality == "best":
-            wanted = "a calibration file (make one: lmdeploy lite calibrate MODEL --text FILE)"
+            wanted = (
+                "a calibration file (make one: lmdeploy lite calibrate MODEL --text FILE --output "
+                "FILE.safetensors)"
+            )
             raise refuse("kv_quality", "best", wanted=wanted, flag="--kv-calibration")
         if path is not None and self.kv_quality != "best":
             raise ValueError(
@@ -471,6 +474,23 @@ class GenerationConfig:
             )
 
 
+# Of the server and `lmdeploy chat`, where the model's generation_config.json says nothing.
+_SAMPLING_DEFAULTS: dict[str, float | int] = {
+    "temperature": 0.7,
+    "top_p": 1.0,
+    "top_k": 40,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
+
+
+def sampling_defaults(generation_config: dict[str, Any]) -> dict[str, Any]:
+    """The model's own sampling options, ours where its generation_config.json has none."""
+    own = {name: generation_config.get(name) for name in _SAMPLING_DEFAULTS}
+    given = {name: value for name, value in own.items() if value is not None}
+    return {**_SAMPLING_DEFAULTS, **given}
+
+
 class ResponseType(enum.Enum):
     """How a request ended, as LMDeploy numbers it."""
 
@@ -505,6 +525,7 @@ class Response:
         logprobs: per token, token id → log probability; the chosen token is always in it.
         logits: float32 [n, vocab] when asked for.
         index: of the prompt in the call.
+        choice: which of the prompt's n answers.
         cached_tokens: prompt tokens taken from the prefix cache.
         prompt_logprobs: as logprobs, of the prompt's tokens from the second on.
         reasoning_content: of a model that tells it apart from its answer (GPT-OSS), else None.
@@ -528,6 +549,7 @@ class Response:
     prompt_logprobs: list[dict[int, float]] | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
+    choice: int = 0
 
     def extend(self, other: Response) -> None:
         """Appends a later piece of the same answer, in place."""

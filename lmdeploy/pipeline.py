@@ -182,7 +182,7 @@ class Pipeline:
         do_preprocess: bool = True,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> Iterator[Response]:
-        """Pieces of all answers as they come; `index` tells the prompt.
+        """Pieces of all answers as they come; `index` tells the prompt, `choice` which of n.
 
         The last piece of an answer has a finish_reason. Leaving the iterator early cancels the
         rest.
@@ -195,7 +195,7 @@ class Pipeline:
             stream = await self._submit(job)
             try:
                 async for piece in stream:
-                    pieces.put(replace(piece, index=job.index))
+                    pieces.put(replace(piece, index=job.index, choice=job.choice))
             finally:
                 stream.close()
 
@@ -231,7 +231,11 @@ class Pipeline:
 
         Returns the session with the answer in `response` and the turn in `history`, or with
         `stream_response` an iterator of pieces; the session is updated when it ends.
+
+        Raises ValueError for n > 1: a conversation goes on with one answer.
         """
+        if gen_config is not None and gen_config.n > 1:
+            raise refuse("n", gen_config.n, wanted="1, as a conversation goes on with one answer")
         session = session or self.session()
         pieces = self._chat_pieces(prompt, session, gen_config=gen_config)
         if stream_response:
@@ -289,7 +293,7 @@ class Pipeline:
 
     async def _answer(self, job: _Job) -> Response:
         stream = await self._submit(job)
-        return replace(await collect(stream), index=job.index)
+        return replace(await collect(stream), index=job.index, choice=job.choice)
 
     def _jobs(
         self,

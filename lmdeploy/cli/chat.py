@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lmdeploy.cli.arguments import engine_config
-from lmdeploy.messages import GenerationConfig
+from lmdeploy.messages import GenerationConfig, sampling_defaults
 from lmdeploy.model import parse_chat_template
 
 if TYPE_CHECKING:
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from lmdeploy.messages import Response
     from lmdeploy.pipeline import Pipeline, Session
 
+_FULL = "question, answer and what came before fill session_len; /clear makes room"
+_CLEAR = "/clear forgets the conversation and makes room."
 _HELP = "/help: this text   /clear: forget the conversation   /exit: leave   Ctrl-C: stop an answer"
-
-MAX_ANSWER_TOKENS = 1024
 
 
 def run_chat(args: argparse.Namespace) -> int:
@@ -86,22 +86,27 @@ class _Printer:
 
 def _answer(pipeline: Pipeline, session: Session, *, console: Console, line: str) -> None:
     limit = pipeline.engine.max_request_tokens
-    config = GenerationConfig(do_sample=True, max_new_tokens=min(limit, MAX_ANSWER_TOKENS))
     text = ""
     show = _Printer(console)
     try:
+        options = sampling_defaults(pipeline.engine.parts.generation_config)
+        config = GenerationConfig(do_sample=True, max_new_tokens=limit, **options)
         for piece in pipeline.stream_infer(session.messages(line), config):
             text += piece.text
             show(piece)
             if piece.finish_reason == "error":
                 console.print(f"\nerror: {piece.error_message}", style="red", markup=False)
                 return
+            if piece.finish_reason == "length":
+                console.print(f" [cut: {_FULL}]", style="dim", markup=False)
     except KeyboardInterrupt:
         console.print(" [stopped]", style="dim", markup=False)
         session.history.append((line, text))
         return
     except ValueError as error:
         console.print(f"error: {error}", style="red", markup=False)
+        if session.history and str(error).startswith("prompt"):
+            console.print(_CLEAR, style="dim", markup=False)
         return
     console.print()
     session.history.append((line, text))

@@ -53,7 +53,14 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
             help="answers come in the format of GPT-OSS; found from the model when absent",
         )
     group.add_argument(
-        "--enable-abort-handling", action="store_true", help="accepted; always on here"
+        "--enable-abort-handling", action="store_true", help="POST /abort_request ends all answers"
+    )
+    group.add_argument(
+        "--shutdown-timeout",
+        type=int,
+        default=3,
+        metavar="SECONDS",
+        help="how long running answers may go on after SIGTERM or Ctrl-C (default 3)",
     )
     group.add_argument(
         "--dry-run", action="store_true", help="print the memory plan and exit, loading nothing"

@@ -16,6 +16,7 @@ def run_api_server(args: argparse.Namespace) -> int:
     config = engine_config(args)
     template = parse_chat_template(args.chat_template)
     check_int("server_port", args.server_port, low=0, high=65535, flag="--server-port")
+    check_int("shutdown_timeout", args.shutdown_timeout, low=0, flag="--shutdown-timeout")
     if args.dry_run:
         for line in dry_run_lines(args.model_path, config):
             print(line)
@@ -38,6 +39,8 @@ def run_api_server(args: argparse.Namespace) -> int:
         log_level=args.log_level,
         reasoning_parser=args.reasoning_parser,
         tool_call_parser=args.tool_call_parser,
+        enable_abort_handling=args.enable_abort_handling,
+        shutdown_timeout=args.shutdown_timeout,
     )
     run_server(args.model_path, config, chat_template_config=template, options=options)
     return 0

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmdeploy.checks import check_choice, check_int, check_number
+from lmdeploy.lite.evaluation import read_text
 from lmdeploy.lite.prompt_engine import OpenModel, PromptEngine, open_model
 from lmdeploy.lite.rope_speed import slow_channels
 from lmdeploy.turbomind.kv_calibration import Calibration, CalibrationFacts, write_calibration
@@ -62,16 +63,12 @@ def calibrate_file(
 
     Raises ValueError or OSError for a text, model or path that cannot be used.
     """
-    data = text_path.read_bytes()
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"text: {text_path} is not UTF-8 ({error.reason}); --text") from error
+    text = read_text(text_path)
     model = open_model(model_path)
     calibration = calibrate(
         model,
         model.loaded.tokenizer.encode(text, add_special=False),
-        text_hash=hashlib.sha256(data).hexdigest(),
+        text_hash=hashlib.sha256(text.encode()).hexdigest(),
         options=options,
     )
     write_calibration(output, calibration)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from lmdeploy.checks import refuse
 from lmdeploy.lite.prompt_engine import (
     PIECE_TOKENS,
     Configure,
@@ -71,7 +72,9 @@ def log_softmax(logits: Floats) -> Doubles:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file. ValueError when it is not UTF-8."""
+    """The text of a file. ValueError when there is none or it is not UTF-8."""
+    if not path.is_file():
+        raise refuse("text", str(path), wanted="an existing file", flag="--text")
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -23,9 +23,11 @@ from lmdeploy.serve.events import SseResponse
 from lmdeploy.serve.generate import GenerateReply, prepare_generate
 from lmdeploy.serve.generation import collect_all, submit_all
 from lmdeploy.serve.metrics import ServerMetrics
+from lmdeploy.serve.openapi import describe_bodies
 from lmdeploy.serve.protocol import (
     MAX_BODY_BYTES,
     MAX_PROMPTS,
+    AbortRequest,
     ApiRequest,
     ChatCompletionRequest,
     CompletionRequest,
@@ -49,7 +51,12 @@ def make_app(
     options = options or ServerOptions()
     name = options.model_name or engine.parts.model_path or "model"
     state = ServerState(
-        engine, name, ServerMetrics(engine, name), enable_metrics, created=int(time.time())
+        engine,
+        name,
+        ServerMetrics(engine, name),
+        enable_metrics=enable_metrics,
+        enable_abort_handling=options.enable_abort_handling,
+        created=int(time.time()),
     )
 
     @asynccontextmanager
@@ -78,6 +85,17 @@ def make_app(
         )
     _add_status_routes(app, state)
     _add_generation_routes(app, state)
+    _add_abort_route(app, state)
+    describe_bodies(
+        app,
+        {
+            "/v1/chat/completions": ChatCompletionRequest,
+            "/v1/completions": CompletionRequest,
+            "/generate": GenerateRequest,
+            "/v1/encode": EncodeRequest,
+            "/abort_request": AbortRequest,
+        },
+    )
     return app
 
 
@@ -189,6 +207,23 @@ def _add_generation_routes(app: FastAPI, state: ServerState) -> None:
         if isinstance(body.input, str):
             return {"input_ids": ids[0], "length": len(ids[0])}
         return {"input_ids": ids, "length": [len(item) for item in ids]}
+
+
+def _add_abort_route(app: FastAPI, state: ServerState) -> None:
+    @app.post("/abort_request")
+    async def abort_request(request: Request) -> dict[str, Any]:
+        """LMDeploy's: ends all running answers, which keep what they have."""
+        if not state.enable_abort_handling:
+            raise ApiError(501, "/abort_request: switched on by --enable-abort-handling")
+        body = await _read(request, AbortRequest)
+        if not body.abort_all:
+            raise ApiError(
+                400,
+                "abort_all: wanted true, as requests have no session_id here; set abort_all, or "
+                "close the connection of the request",
+                param="abort_all",
+            )
+        return {"aborted": state.engine.abort_all()}
 
 
 def _encode_one(engine: AsyncEngine, body: EncodeRequest, *, text: str) -> list[int]:

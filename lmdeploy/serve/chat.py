@@ -29,7 +29,7 @@ async def prepare_chat(
     state: ServerState, request: ChatCompletionRequest
 ) -> tuple[list[int], GenerationConfig]:
     """Prompt ids and options. ApiError or ValueError for what cannot be served."""
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise ApiError(400, "top_logprobs: wanted logprobs true beside it; add logprobs")
     options = _template_options(request, splits_answers=state.splits_answers)
     if request.messages:

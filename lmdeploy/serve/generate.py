@@ -24,7 +24,7 @@ async def prepare_generate(
     """Prompt ids and options. ApiError or ValueError for what cannot be served."""
     if (request.prompt is None) == (request.input_ids is None):
         raise ApiError(400, "prompt: wanted exactly one of prompt and input_ids", param="prompt")
-    if request.top_logprobs_num is not None and not request.return_logprob:
+    if request.top_logprobs_num and not request.return_logprob:
         raise ApiError(400, "top_logprobs_num: wanted return_logprob true; add return_logprob")
     ids = request.input_ids
     if ids is None:

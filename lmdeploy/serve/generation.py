@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lmdeploy.messages import GenerationConfig, Response, join_pieces
+from lmdeploy.messages import GenerationConfig, Response, join_pieces, sampling_defaults
 from lmdeploy.serve.errors import ApiError
 from lmdeploy.serve.protocol import MAX_PROMPTS, SamplingFields, check_stop
 from lmdeploy.turbomind.prompts import encode_text
@@ -16,15 +16,6 @@ from lmdeploy.turbomind.prompts import encode_text
 if TYPE_CHECKING:
     from lmdeploy.serve.metrics import ServerMetrics
     from lmdeploy.turbomind.engine import AsyncEngine, RequestStream
-
-# Used where neither the request nor the model's generation_config.json says otherwise.
-SAMPLING_DEFAULTS: dict[str, float | int] = {
-    "temperature": 0.7,
-    "top_p": 1.0,
-    "top_k": 40,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-}
 
 MAX_ANSWERS = 1024  # of one HTTP request
 MAX_LOGPROB_VALUES = 1 << 22  # of one HTTP request; about 100 bytes each
@@ -79,12 +70,11 @@ def make_config(
     fields: SamplingFields, limits: Limits, *, model_defaults: dict[str, Any], room: int
 ) -> GenerationConfig:
     """The GenerationConfig of a request. ApiError 400 when the two disagree."""
+    defaults = sampling_defaults(model_defaults)
 
     def sampling(name: str) -> Any:
-        for value in (getattr(fields, name), model_defaults.get(name), SAMPLING_DEFAULTS[name]):
-            if value is not None:
-                return value
-        raise AssertionError(name)
+        value = getattr(fields, name)
+        return defaults[name] if value is None else value
 
     try:
         bias = {int(token): value for token, value in (fields.logit_bias or {}).items()}

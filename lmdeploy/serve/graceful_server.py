@@ -11,18 +11,20 @@ import uvicorn
 if TYPE_CHECKING:
     from lmdeploy.turbomind.engine import AsyncEngine
 
-# After an interrupt running answers may go on for so long; then each stream ends with an error.
-GRACE_SECONDS = 3.0
-_LAST_WORDS_SECONDS = 2  # for those errors to reach the clients
+_LAST_WORDS_SECONDS = 2  # for the errors that end streams to reach the clients
 
 
 class GracefulServer(uvicorn.Server):
-    """Serves until interrupted; then closes the engine, so that no stream is left to be cut."""
+    """Serves until interrupted; then closes the engine, so that no stream is left to be cut.
 
-    def __init__(self, config: uvicorn.Config, engine: AsyncEngine) -> None:
-        config.timeout_graceful_shutdown = int(GRACE_SECONDS) + _LAST_WORDS_SECONDS
+    Running answers may go on for `grace` seconds; then each ends with an error.
+    """
+
+    def __init__(self, config: uvicorn.Config, engine: AsyncEngine, *, grace: int) -> None:
+        config.timeout_graceful_shutdown = grace + _LAST_WORDS_SECONDS
         super().__init__(config)
         self._engine = engine
+        self._grace = grace
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Called by uvicorn once it has been told to stop."""
@@ -31,5 +33,5 @@ class GracefulServer(uvicorn.Server):
         closing.cancel()
 
     async def _close_engine(self) -> None:
-        await asyncio.sleep(GRACE_SECONDS)
+        await asyncio.sleep(self._grace)
         await asyncio.to_thread(self._engine.close)

@@ -39,9 +39,10 @@ class ApiRequest(BaseModel):
 
 
 class StreamOptions(ApiRequest):
-    """`stream_options`."""
+    """`stream_options`. Pieces carry no padding, so there is no obfuscation to include."""
 
     include_usage: bool | None = False
+    include_obfuscation: Literal[False] | None = None
 
 
 _COMMON_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -55,6 +56,7 @@ _COMMON_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "adapter_name": (None,),
     "best_of": (None, 1),
     "suffix": (None, ""),
+    "kwargs": (None, {}),  # LMDeploy's own client sends it
 }
 
 
@@ -79,7 +81,11 @@ class SamplingFields(ApiRequest):
     stream: bool | None = False
     logit_bias: dict[str, float] | None = Field(default=None, max_length=MAX_LOGIT_BIAS)
     response_format: dict[str, Any] | None = None
+    # Whose request it is, and hints to a cache that finds prefixes by itself: no effect.
     user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
 
 
 class CompletionFields(SamplingFields):
@@ -109,7 +115,8 @@ class ChatCompletionRequest(CompletionFields):
         "prediction": (None,),
         "store": (None, False),
         "service_tier": (None, "auto", "default"),
-        "metadata": (None,),
+        "metadata": (None, {}),
+        "verbosity": (None, "medium"),
         "web_search_options": (None,),
     }
 
@@ -173,6 +180,14 @@ class EncodeRequest(ApiRequest):
     input: str | list[str]
     do_preprocess: bool | None = False
     add_bos: bool | None = True
+
+
+class AbortRequest(ApiRequest):
+    """Body of POST /abort_request."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"session_id": (None, -1)}
+
+    abort_all: bool | None = False
 
 
 EngineState = Literal["ok", "failed"]

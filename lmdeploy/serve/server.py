@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 def bind(server_name: str, server_port: int) -> socket.socket:
-    """A listening socket. ValueError when the address cannot be used. Port 0: any free one."""
+    """A socket that `listen` opens. ValueError for a wrong or taken address. Port 0: any free one.
+
+    Until then clients are refused at once instead of waiting for a model that is being loaded.
+    """
     check_int("server_port", server_port, low=0, high=65535, flag="--server-port")
     try:
         info = socket.getaddrinfo(server_name, server_port, type=socket.SOCK_STREAM)[0]
@@ -29,15 +32,26 @@ def bind(server_name: str, server_port: int) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(info[4])
-        sock.listen(2048)
     except OSError as error:
         sock.close()
-        raise ValueError(
-            f"server_port: cannot listen on {server_name}:{server_port} ({error.strerror}), wanted "
-            "a free port; change --server-port"
-        ) from None
+        raise _taken(server_name, server_port, error=error) from None
     sock.set_inheritable(True)
     return sock
+
+
+def listen(sock: socket.socket, server_name: str) -> None:
+    """Lets clients in. ValueError when another process has opened the port meanwhile."""
+    try:
+        sock.listen(2048)
+    except OSError as error:
+        raise _taken(server_name, sock.getsockname()[1], error=error) from None
+
+
+def _taken(server_name: str, server_port: int, *, error: OSError) -> ValueError:
+    return ValueError(
+        f"server_port: cannot listen on {server_name}:{server_port} ({error.strerror}), wanted a "
+        "free port; change --server-port"
+    )
 
 
 def curl_line(url: str, model_name: str, *, with_key: bool) -> str:
@@ -57,7 +71,7 @@ def run_server(
     chat_template_config: ChatTemplateConfig | None,
     options: ServerOptions,
 ) -> None:
-    """Serves until interrupted. The port is taken before the model is loaded."""
+    """Serves until interrupted. The port is taken before the model is loaded, opened after it."""
     import uvicorn
 
     from lmdeploy.serve.app import make_app
@@ -65,6 +79,7 @@ def run_server(
     from lmdeploy.turbomind.engine import AsyncEngine
 
     logging.getLogger("lmdeploy").setLevel(options.log_level)
+    check_int("shutdown_timeout", options.shutdown_timeout, low=0, flag="--shutdown-timeout")
     config = backend_config or TurbomindEngineConfig()
     sock = bind(options.server_name, options.server_port)
     try:
@@ -78,6 +93,7 @@ def run_server(
         options.model_name = name
         app = make_app(engine, options, enable_metrics=config.enable_metrics)
         host = f"[{options.server_name}]" if ":" in options.server_name else options.server_name
+        listen(sock, options.server_name)
         url = f"http://{host}:{sock.getsockname()[1]}"
         print("\n".join(engine.start_lines()))
         print(f"Serving {name} at {url}  (try:)")
@@ -85,6 +101,6 @@ def run_server(
         sys.stdout.flush()
         level = options.log_level.lower()
         settings = uvicorn.Config(app, log_level=level, access_log=level in ("debug", "info"))
-        GracefulServer(settings, engine).run(sockets=[sock])
+        GracefulServer(settings, engine, grace=options.shutdown_timeout).run(sockets=[sock])
     finally:
         sock.close()

@@ -26,6 +26,8 @@ class ServerOptions:
     log_level: str = "WARNING"
     reasoning_parser: str | None = None
     tool_call_parser: str | None = None
+    enable_abort_handling: bool = False
+    shutdown_timeout: int = 3  # seconds
 
 
 @dataclass
@@ -36,6 +38,7 @@ class ServerState:
     model_name: str
     metrics: ServerMetrics
     enable_metrics: bool = True
+    enable_abort_handling: bool = False
     created: int = 0
 
     @property

@@ -105,6 +105,26 @@ def test_chat_loop():
     assert "You said: HELLO" in text and "You said: AGAIN" in text and "/clear" in text
 
 
+def test_chat_says_where_an_answer_was_cut():
+    lines = iter(["hello", "/exit"])
+    out = io.StringIO()
+    engine = make_engine(lambda _: "a" * 2000, session_len=64)
+    engine.parts.generation_config["top_k"] = 7
+    with Pipeline("fake", engine=engine) as pipeline:
+        talk(pipeline, Console(file=out, width=200), read=lambda: next(lines))
+        assert engine.parts.core.requests[0].top_k == 7  # the model's own sampling
+    assert "[cut: " in out.getvalue() and "/clear makes room" in out.getvalue()
+
+
+def test_a_conversation_that_is_full_names_the_remedy():
+    lines = iter(["a" * 20, "b" * 40, "/exit"])
+    out = io.StringIO()
+    engine = make_engine(session_len=96)
+    with Pipeline("fake", engine=engine) as pipeline:
+        talk(pipeline, Console(file=out, width=200), read=lambda: next(lines))
+    assert "shorten the prompt" in out.getvalue() and "/clear forgets" in out.getvalue()
+
+
 def test_chat_loop_ends_with_the_input():
     def read():
         raise EOFError

@@ -262,8 +262,12 @@ def test_hub_id_is_downloaded_without_code(monkeypatch: pytest.MonkeyPatch, tmp_
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(ModelFormatError, match=r"owner/name: no config\.json.*\.gguf"):
+        resolve_model("owner/name")
+    (tmp_path / "config.json").write_text("{}")
     assert resolve_model("owner/name") == tmp_path
-    assert calls == [("owner/name", ["*.json", "*.safetensors", "*.jinja"], ["*/*"])]
+    wanted, ignored = ["*.json", "*.safetensors", "*.jinja"], ["*/*", "consolidated*.safetensors"]
+    assert calls == [("owner/name", wanted, ignored)] * 2
 
     def fail(model: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
         raise OSError("no network\nmore lines")

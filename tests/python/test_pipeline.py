@@ -67,6 +67,19 @@ def test_chat(pipe):
     assert len(session.history) == 3
 
 
+def test_the_answers_of_one_prompt_are_told_apart(pipe):
+    config = GenerationConfig(n=2)
+    texts = {}
+    for piece in pipe.stream_infer(["a", "b"], config):
+        key = (piece.index, piece.choice)
+        texts[key] = texts.get(key, "") + piece.text
+    answers = {(0, 0): "A", (0, 1): "A", (1, 0): "B", (1, 1): "B"}
+    assert texts == {key: f"You said: {name}" for key, name in answers.items()}
+    assert [(r.index, r.choice) for r in pipe(["a", "b"], config)] == list(answers)
+    with pytest.raises(ValueError, match="n: got 2, wanted 1"):
+        pipe.chat("hello", gen_config=config)
+
+
 def test_get_ppl(pipe):
     assert pipe.get_ppl([[1, 2, 3], [4, 5]]) == [pytest.approx(0.5)] * 2
     assert len(pipe.get_ppl([1, 2, 3])) == 1

@@ -17,7 +17,7 @@ import uvicorn
 from fake_engine import make_engine
 
 from lmdeploy.serve.app import make_app
-from lmdeploy.serve.server import bind, curl_line
+from lmdeploy.serve.server import bind, curl_line, listen
 from lmdeploy.serve.state import ServerOptions
 
 USER = [{"role": "user", "content": "hello"}]
@@ -373,12 +373,78 @@ def test_failed_engine_is_not_healthy():
 
 
 def test_port_in_use():
-    with bind("127.0.0.1", 0) as sock, pytest.raises(ValueError, match=r"--server-port"):
-        bind("127.0.0.1", sock.getsockname()[1])
+    with bind("127.0.0.1", 0) as sock:
+        listen(sock, "127.0.0.1")
+        with pytest.raises(ValueError, match=r"--server-port"):
+            bind("127.0.0.1", sock.getsockname()[1])
     with pytest.raises(ValueError, match="server_port: got 70000"):
         bind("127.0.0.1", 70000)
     with pytest.raises(ValueError, match="server_name"):
         bind("no such host", 0)
+
+
+def test_the_port_is_closed_until_listen():
+    with bind("127.0.0.1", 0) as sock:
+        address = sock.getsockname()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address)
+        with bind("127.0.0.1", address[1]) as other:  # both hope for it, one gets it
+            listen(other, "127.0.0.1")
+            socket.create_connection(address).close()
+            with pytest.raises(ValueError, match=rf"127\.0\.0\.1:{address[1]}.*--server-port"):
+                listen(sock, "127.0.0.1")
+
+
+def test_abort_all_ends_answers_with_what_they_have():
+    engine = make_engine(lambda _: "a" * 450, step_seconds=0.005)
+    with serving(engine, enable_abort_handling=True) as url:
+        body = {**CHAT, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            assert post(url, "/abort_request", {"abort_all": True}).json() == {"aborted": 1}
+            rest = [line for line in lines if line.startswith("data: {")]
+        last = json.loads(rest[-1].removeprefix("data: "))
+        assert last["choices"][0]["finish_reason"] == "abort"
+        assert engine.parts.core.cancelled
+        refused = post(url, "/abort_request", {"session_id": -1})
+        assert refused.status_code == 400 and "abort_all" in refused.text
+        assert "session_id: not supported" in post(url, "/abort_request", {"session_id": 3}).text
+        assert post(url, "/v1/completions", {"model": "m", "prompt": "a"}).status_code == 200
+
+
+def test_abort_is_off_unless_asked_for(url):
+    reply = post(url, "/abort_request", {"abort_all": True})
+    assert reply.status_code == 501 and "--enable-abort-handling" in reply.text
+
+
+def test_fields_that_mean_not_used_are_accepted(url):
+    unused = {
+        "kwargs": {},
+        "metadata": {},
+        "verbosity": None,
+        "safety_identifier": "someone",
+        "prompt_cache_key": "key",
+        "logprobs": False,
+        "top_logprobs": 0,
+        "session_id": -1,
+        "stream_options": {"include_obfuscation": False},
+    }
+    assert post(url, "/v1/chat/completions", {**CHAT, **unused}).status_code == 200
+    for field, value in {"kwargs": {"a": 1}, "metadata": {"a": "b"}, "top_logprobs": 2}.items():
+        reply = post(url, "/v1/chat/completions", {**CHAT, field: value})
+        assert reply.status_code == 400 and field in reply.text
+
+
+def test_openapi_has_every_body(url):
+    schema = httpx.get(f"{url}/openapi.json").json()
+    posts = {path: item["post"] for path, item in schema["paths"].items() if "post" in item}
+    assert len(posts) == 5
+    for operation in posts.values():
+        body = operation["requestBody"]["content"]["application/json"]["schema"]
+        name = body["$ref"].removeprefix("#/components/schemas/")
+        assert schema["components"]["schemas"][name]["properties"]
+    assert "StreamOptions" in schema["components"]["schemas"]
 
 
 def test_curl_line():
