@@ -123,11 +123,15 @@ done
 cublas_folder() {
   local folders file
   folders=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' 2>/dev/null)
-  for file in /usr/local/cuda/lib64/libcublasLt.so.* "$folders"/nvidia/*/lib/libcublasLt.so.*; do
+  for file in /usr/local/cuda/lib64/"$1" "$folders"/nvidia/*/lib/"$1"; do
     [ -e "$file" ] && dirname "$file" && return
   done
 }
-if ! /sbin/ldconfig -p 2>/dev/null | grep -q libcublasLt; then cublas=$(cublas_folder); fi
+for name in libcublasLt.so.13 libcublasLt.so.12; do # as the library looks for them
+  if /sbin/ldconfig -p 2>/dev/null | grep -q "$name"; then break; fi
+  cublas=$(cublas_folder "$name")
+  [ -z "$cublas" ] || break
+done
 readonly CUBLAS_PATH="${LD_LIBRARY_PATH:-}${cublas:+${LD_LIBRARY_PATH:+:}$cublas}"
 
 device=$(timeout -k "$KILL_S" "$START_S" "$BUILD/device_bench" device=cuda </dev/null \

@@ -323,6 +323,14 @@ BUGS = (
         "draw_ops",
         ("draw_ops.cu",),
     ),
+    Bug(
+        "draw-shuffle-in-branch",  # one lane meets its warp, the others go on to the barrier
+        "draw_kernels.h",
+        "StoreShared(of_warp, most);",
+        "StoreShared(SharedMemory() + 4 * WarpIndex(), most);",
+        "draw_ops",
+        ("draw_ops.cu",),
+    ),
 )
 
 

@@ -59,8 +59,8 @@ TEST_CASE("flattened FP32 has the CPU's bits") {
         };
         CudaFlattenKV(gpu.context, with(on_gpu.pointers(), gpu_k.data(), gpu_v.data()));
         Cpu().FlattenKV(with(CpuPointers(step), k.data(), v.data()));
-        CHECK(SameBytes(gpu_k.Read(), k));
-        CHECK(SameBytes(gpu_v.Read(), v));
+        CHECK(SameFloats(gpu_k.Read(), k));
+        CHECK(SameFloats(gpu_v.Read(), v));
       }
     }
   }

@@ -2,6 +2,7 @@
 
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <span>
 #include <stdexcept>
@@ -197,6 +198,33 @@ TEST_CASE("an op that throws while it is recorded leaves a stream that works") {
   graphs.Run(shape, generations, [&] { ++runs; });
   CHECK(runs == 1);
   CHECK(graphs.num_recorded() == 1);
+}
+
+TEST_CASE("where no memory is left for a record, ops are run and fewer are kept") {
+  TestStream s;
+  StepGraphs graphs(s.stream);
+  const auto generations = [] { return int64_t{1}; };
+  const auto run = [&](int num_seqs, const FunctionRef<void()> ops) {
+    graphs.Run({.num_seqs = num_seqs}, generations, ops);
+  };
+  for (int i = 0; i < 5; ++i) {
+    run(i, [] {});
+  }
+  int runs = 0;
+  run(4, [&] {
+    if (++runs == 1) {
+      throw OutOfMemory("a record");
+    }
+  });
+  CHECK(runs == 2);
+  CHECK(graphs.num_recorded() == 0);
+  for (int i = 0; i < 5; ++i) {
+    run(i, [] {});
+    CHECK(graphs.num_shapes() == static_cast<size_t>(std::min(i + 1, 2)));
+  }
+  run(4, [] {});
+  CHECK(graphs.num_recorded() == 1);
+  CHECK_THROWS_AS(run(3, [] { throw OutOfMemory("an op"); }), OutOfMemory);
 }
 
 TEST_CASE("what spoils a record is what is told") {

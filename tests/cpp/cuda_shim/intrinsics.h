@@ -19,7 +19,6 @@ namespace turbomind::cuda {
 namespace shim = ::turbomind::cuda_shim;
 
 inline int ThreadIndexX() { return static_cast<int>(shim::ThreadIndex().x); }
-inline int WarpIndex() { return ThreadIndexX() / shim::kWarp; }
 inline int BlockIndexX() { return static_cast<int>(shim::BlockIndex().x); }
 inline int BlockIndexY() { return static_cast<int>(shim::BlockIndex().y); }
 inline char* SharedMemory() { return shim::SharedMemory(); }
@@ -81,6 +80,18 @@ inline float ShuffleXor(float value, int mask) {
     }
   });
   return BitsFloat(out);
+}
+
+// A shuffle of all lanes, as on a GPU: none may be elsewhere.
+inline int WarpIndex() {
+  const uint32_t in = static_cast<uint32_t>(ThreadIndexX() / shim::kWarp);
+  uint32_t out;
+  shim::MeetWarp({"shfl.idx", &in, 1, &out, 1}, [](shim::LaneWords& words) {
+    for (auto& lane : words.out) {
+      lane[0] = words.in[0][0];
+    }
+  });
+  return static_cast<int>(out);
 }
 
 inline float ShuffleTo(float value, int lane) {

@@ -178,7 +178,8 @@ std::unique_ptr<CublasLt> CublasLt::Load(const std::vector<std::string>& librari
   for (const std::string& name : libraries) {
     std::unique_ptr<CublasLt> loaded(new CublasLt);
     Functions& functions = *loaded->functions_;
-    functions.library = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
+    // For ever: recorded steps hold its kernels, and it takes long to load again.
+    functions.library = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
     std::string wrong;
     if (functions.library == nullptr) {
       wrong = LoadError(name);

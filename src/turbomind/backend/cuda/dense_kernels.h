@@ -131,7 +131,9 @@ TM_DEVICE float ActivateGate(const GatedActivationParams& p, float gate, float u
   }
   if (p.activation == Activation::kGeluTanh) {
     constexpr float kTwoSqrt2OverPi = 1.59576912f;  // 0.5 (1 + tanh u) = sigmoid(2 u)
-    return gate * Sigmoid(kTwoSqrt2OverPi * (gate + 0.044715f * gate * gate * gate)) * up;
+    // Rounded, as exp makes of an argument's last bit an error that grows with the argument.
+    const float cubic = MulRounded(0.044715f * gate * gate, gate);
+    return gate * Sigmoid(kTwoSqrt2OverPi * (gate + cubic)) * up;
   }
   constexpr float kAlpha = 1.702f;
   const float g = gate > p.limit ? p.limit : gate;  // NaN stays

@@ -124,8 +124,9 @@ TM_DEVICE uint32_t HighestOfRow(const DrawTask& task) {
   }
   most = MaxInWarp(most);
   const int lane = ThreadIndexX() & 31;
+  char* const of_warp = SharedMemory() + 4 * WarpIndex();
   if (lane == 0) {
-    StoreShared(SharedMemory() + 4 * WarpIndex(), most);
+    StoreShared(of_warp, most);
   }
   SyncBlock();
   return MaxInWarp(lane < kWarps ? LoadShared<uint32_t>(SharedMemory() + 4 * lane) : 0u);
@@ -273,8 +274,9 @@ TM_DEVICE int CountChunks(const ListShared& shared, int num_chunks, uint32_t lea
   count = SumInWarp(count);
   const int lane = ThreadIndexX() & 31;
   char* const counts = SharedMemory() + 4 * kDrawWarps * (1 + turn % 2);
+  char* const of_warp = counts + 4 * WarpIndex();
   if (lane == 0) {
-    StoreShared(counts + 4 * WarpIndex(), count);
+    StoreShared(of_warp, count);
   }
   SyncBlock();  // those of the turn before last have been read
   return SumInWarp(lane < kDrawWarps ? LoadShared<int>(counts + 4 * lane) : 0);

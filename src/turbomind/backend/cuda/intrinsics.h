@@ -22,7 +22,8 @@
 namespace turbomind::cuda {
 
 TM_DEVICE int ThreadIndexX() { return static_cast<int>(threadIdx.x); }
-// Of the block; the compiler knows it to be the same in all lanes.
+// Of the block; the compiler knows it to be the same in all lanes. They all must be there, as for
+// every shuffle.
 TM_DEVICE int WarpIndex() { return __shfl_sync(~0u, static_cast<int>(threadIdx.x) >> 5, 0); }
 TM_DEVICE int BlockIndexX() { return static_cast<int>(blockIdx.x); }
 TM_DEVICE int BlockIndexY() { return static_cast<int>(blockIdx.y); }

@@ -1,5 +1,6 @@
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <string>
 
 #include "turbomind/backend/cuda/launch.h"
@@ -103,7 +104,7 @@ MemoryInfo GpuMemory() {
 
 void* AllocateGpu(size_t num_bytes) {
   void* memory = nullptr;
-  const cudaError_t code = cudaMalloc(&memory, num_bytes);
+  const cudaError_t code = cudaMalloc(&memory, std::max<size_t>(num_bytes, 1));
   if (code == cudaErrorMemoryAllocation) {
     cudaGetLastError();  // the error is this call's alone
     throw GpuIsFull(num_bytes, GpuMemory().free_bytes);

@@ -20,7 +20,10 @@ Graph StepGraphs::Capture(FunctionRef<void()> ops) {
 
 // The place of a shape that is seen for the first time.
 void StepGraphs::Add(const StepShape& shape) {
-  if (entries_.size() == kMostGraphs) {
+  if (most_graphs_ == 0) {
+    return;
+  }
+  if (entries_.size() == most_graphs_) {
     const auto oldest =
         std::min_element(entries_.begin(), entries_.end(),
                          [](const Entry& a, const Entry& b) { return a.last_step < b.last_step; });
@@ -48,7 +51,15 @@ void StepGraphs::Run(const StepShape& shape, const FunctionRef<int64_t()>& gener
   }
   found->last_step = num_steps_;
   if (found->graph == nullptr) {
-    found->graph.reset(Capture(ops));
+    try {
+      found->graph.reset(Capture(ops));
+    } catch (const OutOfMemory&) {
+      Synchronize(stream_);  // records that may still run
+      most_graphs_ = entries_.size() / 2;
+      entries_.clear();
+      ops();
+      return;
+    }
     ++num_recorded_;
   } else {
     ++num_replayed_;

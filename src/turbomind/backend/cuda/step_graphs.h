@@ -26,7 +26,8 @@ class StepGraphs {
 
   // Runs `ops`, or what they did for the same shape. The first step of a shape runs them, so that
   // they allocate what they need; the second records them. What ops throw goes through, also where
-  // it has spoilt a record.
+  // it has spoilt a record. Where there is no memory for another record, ops are run, and from then
+  // on half as many records are kept as there were.
   void Run(const StepShape& shape, const FunctionRef<int64_t()>& generations,
            FunctionRef<void()> ops);
 
@@ -48,6 +49,7 @@ class StepGraphs {
   Graph Capture(FunctionRef<void()> ops);
 
   Stream stream_;
+  size_t most_graphs_ = kMostGraphs;
   std::vector<Entry> entries_;
   int64_t generations_ = -1;
   int64_t num_steps_ = 0;
