@@ -58,6 +58,7 @@ struct Gpu {
   Workspace workspace;
   ThreadPool pool;
   Uploader uploader;
+  MatrixMemory memory;
   CudaLinear linear;
   Context ctx;
 };
@@ -111,7 +112,7 @@ Outcome RunLinear(Gpu& gpu, const std::vector<Part>& parts, const std::vector<fl
   std::vector<LinearPart> linear_parts;
   int64_t outputs = 0;
   for (const Part& part : parts) {
-    weights.push_back(CudaPackMatrix(gpu.uploader, part.matrix.source(), exact));
+    weights.push_back(CudaPackMatrix(gpu.memory, gpu.uploader, part.matrix.source(), exact));
     biases.push_back(std::make_unique<GpuArray<float>>(gpu.stream, part.bias));
     linear_parts.push_back({weights.back().get(), call.bias ? biases.back()->data() : nullptr});
     outputs += part.matrix.rows;
@@ -378,7 +379,7 @@ Groups MakeGroups(Gpu& gpu, MatrixFormat format, int num_experts, int64_t rows, 
     const auto seed = static_cast<uint32_t>(e);
     groups.parts.push_back({RandomMatrix(format, rows, cols, seed), RandomVector(rows, seed + 50)});
     groups.weights.push_back(
-        CudaPackMatrix(gpu.uploader, groups.parts.back().matrix.source(), false));
+        CudaPackMatrix(gpu.memory, gpu.uploader, groups.parts.back().matrix.source(), false));
     groups.biases.push_back(
         std::make_unique<GpuArray<float>>(gpu.stream, groups.parts.back().bias));
     groups.experts.push_back(
@@ -504,7 +505,7 @@ TEST_CASE("embedding gives the values as they are defined") {
       for (size_t i = 0; i < ids.size(); ++i) {
         DequantizeMatrixRow(m.source(), ids[i], want.data() + i * static_cast<size_t>(cols));
       }
-      const auto table = CudaPackMatrix(gpu.uploader, m.source(), false);
+      const auto table = CudaPackMatrix(gpu.memory, gpu.uploader, m.source(), false);
       const GpuArray<int32_t> ids_gpu(gpu.stream, ids);
       const GpuArray<float> out(gpu.stream, std::vector<float>(size, kSentinel));
       gpu.linear.Embed(gpu.ctx,
@@ -519,12 +520,12 @@ TEST_CASE("what cannot be packed is refused") {
   const Matrix m = RandomMatrix(MatrixFormat::kQ4_0, 4, 32, 1);
   MatrixSource source = m.source();
   source.packed = true;
-  CHECK_THROWS_AS(CudaPackMatrix(gpu.uploader, source, false), InvalidArgument);
+  CHECK_THROWS_AS(CudaPackMatrix(gpu.memory, gpu.uploader, source, false), InvalidArgument);
   source.packed = false;
   source.cols = 31;
-  CHECK_THROWS_AS(CudaPackMatrix(gpu.uploader, source, false), InvalidArgument);
+  CHECK_THROWS_AS(CudaPackMatrix(gpu.memory, gpu.uploader, source, false), InvalidArgument);
   source.cols = 32;
-  const auto packed = CudaPackMatrix(gpu.uploader, source, false);
+  const auto packed = CudaPackMatrix(gpu.memory, gpu.uploader, source, false);
   CHECK(packed->packed_data() == nullptr);
   CHECK(packed->num_bytes() == 512 + 64);
 }

@@ -106,6 +106,7 @@ class CudaDevice final : public Device {
         draws_(stream_),
         pool_(options.num_threads),
         uploader_(stream_, pool_),
+        matrix_memory_(properties_.matrix_piece_bytes),
         linear_(LoadCublasLt(options, &products_)) {}
 
   ~CudaDevice() override { UseGpuToFree(gpu_); }
@@ -163,7 +164,7 @@ class CudaDevice final : public Device {
 
   std::unique_ptr<PackedMatrix> PackMatrix(const MatrixSource& source, bool exact) override {
     UseGpu(gpu_);
-    return CudaPackMatrix(uploader_, source, exact);
+    return CudaPackMatrix(matrix_memory_, uploader_, source, exact);
   }
 
   void Embed(const EmbedParams& params) override {
@@ -229,6 +230,7 @@ class CudaDevice final : public Device {
   MirroredBytes draws_;
   ThreadPool pool_;
   Uploader uploader_;
+  MatrixMemory matrix_memory_;
   std::string products_;
   CudaLinear linear_;
   int64_t num_released_ = 0;  // what is recorded may hold such addresses

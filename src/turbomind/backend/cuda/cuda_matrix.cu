@@ -10,6 +10,7 @@ namespace turbomind::cuda {
 namespace {
 
 constexpr size_t kChunkBytes = size_t{16} << 20;
+constexpr size_t kAlignment = 256;  // AllocateGpu's
 
 // 32 codes of 4 bits of a stored block, in the order of the columns.
 void ReadNibbles(const uint8_t* codes, bool split, uint8_t (&out)[kQuantBlock]) {
@@ -137,6 +138,14 @@ void PackTile(const MatrixSource& source, MatrixFormat stored, int64_t index, ui
   }
 }
 
+std::shared_ptr<char> AllocateShared(size_t num_bytes) {
+  const int gpu = CurrentGpu();
+  return {static_cast<char*>(AllocateGpu(num_bytes)), [gpu](char* memory) {
+            UseGpuToFree(gpu);
+            FreeGpu(memory);
+          }};
+}
+
 }  // namespace
 
 Uploader::Uploader(Stream stream, ThreadPool& pool) : stream_(stream), pool_(pool) {}
@@ -180,27 +189,40 @@ void Uploader::Upload(void* to, int64_t num_items, int64_t item_bytes,
   Synchronize(stream_);
 }
 
-CudaMatrix::CudaMatrix(MatrixFormat stored, int64_t num_rows, int64_t num_cols)
-    : gpu_(CurrentGpu()) {
+std::shared_ptr<char> MatrixMemory::Allocate(size_t num_bytes) {
+  const size_t aligned = CeilDiv(num_bytes, kAlignment) * kAlignment;
+  if (aligned > piece_bytes_ / 4) {
+    return AllocateShared(num_bytes);
+  }
+  if (piece_ == nullptr || aligned > piece_bytes_ - used_bytes_) {
+    try {
+      piece_ = AllocateShared(piece_bytes_);
+    } catch (const OutOfMemory&) {
+      return AllocateShared(num_bytes);  // there may be room for this one
+    }
+    used_bytes_ = 0;
+  }
+  std::shared_ptr<char> part(piece_, piece_.get() + used_bytes_);
+  used_bytes_ += aligned;
+  return part;
+}
+
+CudaMatrix::CudaMatrix(MatrixMemory& memory, MatrixFormat stored, int64_t num_rows,
+                       int64_t num_cols) {
   rows = num_rows;
   cols = num_cols;
   format = stored;
-  data_ = static_cast<char*>(AllocateGpu(static_cast<size_t>(num_bytes())));
+  data_ = memory.Allocate(static_cast<size_t>(num_bytes()));
 }
 
-CudaMatrix::~CudaMatrix() {
-  UseGpuToFree(gpu_);
-  FreeGpu(data_);
-}
-
-std::unique_ptr<PackedMatrix> CudaPackMatrix(Uploader& uploader, const MatrixSource& source,
-                                             bool exact) {
+std::unique_ptr<PackedMatrix> CudaPackMatrix(MatrixMemory& memory, Uploader& uploader,
+                                             const MatrixSource& source, bool exact) {
   CheckMatrixSource(source);
   if (source.packed) {
     throw InvalidArgument("packed matrix: got the form of another device, want the checkpoint's");
   }
   const MatrixFormat stored = exact ? MatrixFormat::kF32 : StoredFormat(source.format);
-  auto matrix = std::make_unique<CudaMatrix>(stored, source.rows, source.cols);
+  auto matrix = std::make_unique<CudaMatrix>(memory, stored, source.rows, source.cols);
   uploader.Upload(matrix->data(), NumTiles(source.rows), TileBytes(stored, source.cols),
                   [&](int64_t tile, uint8_t* out) { PackTile(source, stored, tile, out); });
   return matrix;

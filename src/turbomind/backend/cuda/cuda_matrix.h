@@ -38,27 +38,40 @@ class Uploader {
   size_t pinned_bytes_ = 0;
 };
 
-// A matrix as matrix_layout.h says. Owns its memory.
-class CudaMatrix final : public PackedMatrix {
+// GPU memory for matrices. A driver gives memory in pages of 2 MiB, of which matrices of a few MB,
+// as experts are, would waste a third; so they lie side by side in larger pieces. A piece is given
+// back with the last matrix in it. One thread at a time; matrices outlive this, in any thread.
+class MatrixMemory {
  public:
-  // On the current GPU. The memory is not cleared. Throws OutOfMemory.
-  CudaMatrix(MatrixFormat stored, int64_t num_rows, int64_t num_cols);
-  ~CudaMatrix() override;
-  CudaMatrix(const CudaMatrix&) = delete;
-  CudaMatrix& operator=(const CudaMatrix&) = delete;
+  // Matrices larger than a quarter of a piece have their own, as all have where it is 0.
+  explicit MatrixMemory(size_t piece_bytes = 0) : piece_bytes_(piece_bytes) {}
 
-  int64_t num_bytes() const override { return NumTiles(rows) * TileBytes(format, cols); }
-  char* data() const { return data_; }  // on the GPU
+  // On the current GPU; 256-byte aligned, not cleared. Throws OutOfMemory.
+  std::shared_ptr<char> Allocate(size_t num_bytes);
 
  private:
-  const int gpu_;
-  char* data_ = nullptr;
+  const size_t piece_bytes_;
+  std::shared_ptr<char> piece_;  // the newest
+  size_t used_bytes_ = 0;        // of it
+};
+
+// A matrix as matrix_layout.h says.
+class CudaMatrix final : public PackedMatrix {
+ public:
+  // The memory is not cleared. Throws OutOfMemory.
+  CudaMatrix(MatrixMemory& memory, MatrixFormat stored, int64_t num_rows, int64_t num_cols);
+
+  int64_t num_bytes() const override { return NumTiles(rows) * TileBytes(format, cols); }
+  char* data() const { return data_.get(); }  // on the GPU
+
+ private:
+  std::shared_ptr<char> data_;
 };
 
 // A copy of a matrix that lies on the host, as CudaMatrix. `exact`: kF32, every value as it is
 // defined; else the format of the source. Throws InvalidArgument as CheckMatrixSource does and for
 // packed sources, OutOfMemory where the GPU is full.
-std::unique_ptr<PackedMatrix> CudaPackMatrix(Uploader& uploader, const MatrixSource& source,
-                                             bool exact);
+std::unique_ptr<PackedMatrix> CudaPackMatrix(MatrixMemory& memory, Uploader& uploader,
+                                             const MatrixSource& source, bool exact);
 
 }  // namespace turbomind::cuda

@@ -12,6 +12,7 @@ namespace {
 constexpr size_t kSharedByDefault = 48 << 10;
 // Enough for most models and steps; the memory plan leaves twice as much (engine/memory_plan.cc).
 constexpr size_t kWorkspaceStepBytes = size_t{256} << 20;
+constexpr size_t kMatrixPieceBytes = size_t{64} << 20;
 
 void Require(cudaError_t code, const char* what) {
   if (code == cudaErrorMemoryAllocation) {
@@ -83,7 +84,8 @@ GpuProperties PropertiesOf(int gpu) {
           .shared_bytes_per_block =
               static_cast<size_t>(Attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, gpu)),
           .l2_bytes = static_cast<size_t>(all.l2CacheSize),
-          .workspace_step_bytes = kWorkspaceStepBytes};
+          .workspace_step_bytes = kWorkspaceStepBytes,
+          .matrix_piece_bytes = kMatrixPieceBytes};
 }
 
 void UseGpu(int gpu) { Require(cudaSetDevice(gpu), "cudaSetDevice"); }

@@ -31,6 +31,8 @@ struct GpuProperties {
   // Of the memory that one op uses at a time, context.h. 0: as much as asked for, so that tests see
   // every access beyond it.
   size_t workspace_step_bytes = 0;
+  // Of the memory that matrices share, cuda_matrix.h. 0: each has its own, for the same reason.
+  size_t matrix_piece_bytes = 0;
 };
 
 // 0 where there is no driver or no GPU; then `why`, if given, says which.

@@ -1,0 +1,48 @@
+// Where matrices lie in GPU memory. Without a GPU alone: a driver's counts are of pages.
+
+#include <doctest/doctest.h>
+
+#include <memory>
+#include <vector>
+
+#include "turbomind/backend/cuda/cuda_matrix.h"
+#include "turbomind/core/check.h"
+
+namespace turbomind::cuda {
+namespace {
+
+TEST_CASE("matrices lie side by side, and a piece goes with the last one in it") {
+  constexpr size_t kPiece = 4096;
+  const auto free_bytes = [] { return GpuMemory().free_bytes; };
+  const size_t all = free_bytes();
+  MatrixMemory memory(kPiece);
+  std::vector<std::shared_ptr<char>> parts;
+  for (const size_t num_bytes : {1000, 256, 1, 1024}) {
+    parts.push_back(memory.Allocate(num_bytes));
+  }
+  CHECK(parts[1].get() == parts[0].get() + 1024);
+  CHECK(parts[2].get() == parts[1].get() + 256);
+  CHECK(parts[3].get() == parts[2].get() + 256);
+  CHECK(all - free_bytes() == kPiece);
+  parts.push_back(memory.Allocate(1025));  // over a quarter: its own
+  CHECK(all - free_bytes() == kPiece + 1025);
+  parts.push_back(memory.Allocate(1024));
+  parts.push_back(memory.Allocate(1024));  // no room behind it
+  CHECK(all - free_bytes() == 2 * kPiece + 1025);
+  CHECK(reinterpret_cast<uintptr_t>(parts.back().get()) % 256 == 0);
+  parts.erase(parts.begin() + 4, parts.end());
+  CHECK(all - free_bytes() == 2 * kPiece);  // the newest waits for more
+  parts.erase(parts.begin() + 1, parts.end());
+  CHECK(all - free_bytes() == 2 * kPiece);
+  parts.clear();
+  CHECK(all - free_bytes() == kPiece);
+}
+
+TEST_CASE("a matrix that fits where a piece does not is placed") {
+  MatrixMemory memory(2 * GpuMemory().total_bytes);
+  CHECK(memory.Allocate(1000) != nullptr);
+  CHECK_THROWS_AS(memory.Allocate(GpuMemory().total_bytes / 4 * 5), OutOfMemory);
+}
+
+}  // namespace
+}  // namespace turbomind::cuda
