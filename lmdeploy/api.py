@@ -43,8 +43,12 @@ def serve(
     server_port: int = 23333,
     log_level: str = "WARNING",
     api_keys: list[str] | str | None = None,
+    shutdown_timeout: int = 3,
 ) -> None:
-    """Serves a model over HTTP until interrupted (what `lmdeploy serve api_server` does)."""
+    """Serves a model over HTTP until interrupted; `lmdeploy serve api_server` has more options.
+
+    `shutdown_timeout`: seconds that running answers may go on after that.
+    """
     from lmdeploy.serve.server import run_server
     from lmdeploy.serve.state import ServerOptions
 
@@ -54,6 +58,7 @@ def serve(
         server_port=server_port,
         log_level=log_level,
         api_keys=[api_keys] if isinstance(api_keys, str) else list(api_keys or []),
+        shutdown_timeout=shutdown_timeout,
     )
     run_server(
         model_path, backend_config, chat_template_config=chat_template_config, options=options

@@ -9,10 +9,10 @@ _ROOT = "/sys/fs/cgroup"
 
 def cpu_quota() -> float | None:
     """The least CPU quota of the group and those around it, in cores; None where there is none."""
-    quotas = [_quota(*_read(f"{folder}/cpu.max").split()) for folder in _folders("")]
+    quotas = [_quota(_read(f"{folder}/cpu.max")) for folder in _folders("")]
     for folder in _folders("cpu"):
         quota, period = _read(f"{folder}/cpu.cfs_quota_us"), _read(f"{folder}/cpu.cfs_period_us")
-        quotas.append(_quota(quota.strip(), period.strip()))
+        quotas.append(_quota(f"{quota} {period}"))
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
@@ -28,10 +28,11 @@ def memory_left() -> int | None:
     return min((value for value in left if value is not None), default=None)
 
 
-def _quota(quota: str = "", period: str = "") -> float | None:
+def _quota(text: str) -> float | None:
     # Version 2 says "max" and version 1 says -1 where there is none.
-    if quota.isdigit() and period.isdigit() and int(period) > 0:
-        return int(quota) / int(period)
+    words = text.split()
+    if len(words) == 2 and all(word.isdigit() for word in words) and int(words[1]) > 0:
+        return int(words[0]) / int(words[1])
     return None
 
 
@@ -52,10 +53,11 @@ def _folders(controller: str) -> list[str]:
     A container may see its own group as the root while its path is the host's: folders that are
     not there have no files.
     """
-    for line in _read("/proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controller in controllers.split(","):
-            root = f"{_ROOT}/{controllers}" if controllers else _ROOT
+    for line in _read("/proc/self/cgroup").split("\n"):  # a name may hold other ends of lines
+        _, _, rest = line.partition(":")
+        controllers, found, path = rest.partition(":")
+        if found and controller in controllers.split(","):
+            root = f"{_ROOT}/{controller}" if controller else _ROOT
             group = PurePosixPath(path)
             return [root + str(folder).rstrip("/") for folder in (group, *group.parents)]
     return []
@@ -63,7 +65,7 @@ def _folders(controller: str) -> list[str]:
 
 def _read(path: str) -> str:
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
             return file.read()
     except OSError:
         return ""

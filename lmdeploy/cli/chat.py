@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lmdeploy.messages import Response
     from lmdeploy.pipeline import Pipeline, Session
 
-_FULL = "question, answer and what came before fill session_len; /clear makes room"
+_FULL = "the conversation is as long as session_len or the cache allow; /clear makes room"
 _CLEAR = "/clear forgets the conversation and makes room."
 _HELP = "/help: this text   /clear: forget the conversation   /exit: leave   Ctrl-C: stop an answer"
 

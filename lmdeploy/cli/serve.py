@@ -16,7 +16,6 @@ def run_api_server(args: argparse.Namespace) -> int:
     config = engine_config(args)
     template = parse_chat_template(args.chat_template)
     check_int("server_port", args.server_port, low=0, high=65535, flag="--server-port")
-    check_int("shutdown_timeout", args.shutdown_timeout, low=0, flag="--shutdown-timeout")
     if args.dry_run:
         for line in dry_run_lines(args.model_path, config):
             print(line)

@@ -73,7 +73,7 @@ def log_softmax(logits: Floats) -> Doubles:
 
 def read_text(path: Path) -> str:
     """The text of a file. ValueError when there is none or it is not UTF-8."""
-    if not path.is_file():
+    if not path.exists() or path.is_dir():
         raise refuse("text", str(path), wanted="an existing file", flag="--text")
     try:
         return path.read_text(encoding="utf-8")

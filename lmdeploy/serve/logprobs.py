@@ -56,15 +56,14 @@ class CompletionLogprobs:
         self, tokens: list[int], logprobs: list[dict[int, float] | None], *, text: str
     ) -> None:
         """An echoed prompt and its text. `logprobs[0]` is None: nothing predicts the first."""
+        # The tokenizer's BOS has no text, one that the prompt spells has.
         bos = self._tokenizer.bos_token
-        is_added = bool(bos) and not text.startswith(bos)  # where the first token is BOS
+        spelled = [token_text(self._tokenizer, token)[0] == bos for token in tokens[:2]]
+        is_added = bool(bos) and spelled[:1] == [True]
+        is_added = is_added and (not text.startswith(bos) or spelled[1:] == [True])
         stream = KnownIds(self._tokenizer, skip_special=False, begins_text=True)
-        for token, values in zip(tokens, logprobs, strict=True):
-            if is_added and token_text(self._tokenizer, token)[0] == bos:
-                self._add(token, values, text="")
-            else:
-                self._add(token, values, text=stream.push(token))
-            is_added = False
+        for i, (token, values) in enumerate(zip(tokens, logprobs, strict=True)):
+            self._add(token, values, text="" if is_added and i == 0 else stream.push(token))
         self._offset = len(text)
 
     def add_answer(self, tokens: list[int], logprobs: list[dict[int, float]]) -> None:

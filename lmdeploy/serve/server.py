@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 def bind(server_name: str, server_port: int) -> socket.socket:
     """A socket that `listen` opens. ValueError for a wrong or taken address. Port 0: any free one.
 
-    Until then clients are refused at once instead of waiting for a model that is being loaded.
+    The port is ours from now on; clients are refused until `listen`, instead of waiting for a model
+    that is being loaded.
     """
     check_int("server_port", server_port, low=0, high=65535, flag="--server-port")
     try:
@@ -30,8 +31,11 @@ def bind(server_name: str, server_port: int) -> socket.socket:
         ) from None
     sock = socket.socket(info[0], socket.SOCK_STREAM)
     try:
+        # Old connections of the port do no harm; another server that loads its model does, which
+        # could share the port with us as long as neither listens and both say that they would.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(info[4])
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:
         sock.close()
         raise _taken(server_name, server_port, error=error) from None
@@ -40,8 +44,9 @@ def bind(server_name: str, server_port: int) -> socket.socket:
 
 
 def listen(sock: socket.socket, server_name: str) -> None:
-    """Lets clients in. ValueError when another process has opened the port meanwhile."""
+    """Lets clients in. ValueError when the port cannot be opened after all."""
     try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.listen(2048)
     except OSError as error:
         raise _taken(server_name, sock.getsockname()[1], error=error) from None

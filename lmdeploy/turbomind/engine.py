@@ -129,7 +129,8 @@ def _eos_ids(stop_ids: list[int], generation_config: dict[str, Any]) -> list[int
     return sorted({*stop_ids, *(i for i in ids if isinstance(i, int))})
 
 
-# What errors of a request's own options begin with (grammar.py and ops/sampling.cc).
+# In errors of a request's own options (grammar.py, ops/sampling.cc). Those of Python callbacks come
+# with the exception's name before them.
 _REQUEST_FAULTS = ("response_format", "no token is allowed", "penalties or logit_bias")
 
 
@@ -398,7 +399,11 @@ class AsyncEngine:
             self.parts.core.cancel(request_id)
 
     def abort_all(self) -> int:
-        """Ends all answers, which keep what they have (finish_reason `abort`); how many ran."""
+        """Ends all answers that run or wait, which keep what they have (finish_reason `abort`).
+
+        Returns how many. To be called in the loop that submits: one that is just being submitted
+        in another goes on.
+        """
         with self._lock:
             ids = list(self._streams)
         for request_id in ids:
@@ -472,7 +477,11 @@ class AsyncEngine:
         chat: bool,
     ) -> AnswerText:
         tokenizer = self.parts.tokenizer
-        detokenizer: Detokenizer = KnownIds(tokenizer, config.skip_special_tokens, begins_text=chat)
+        template = self.parts.chat_template
+        begins_text = chat and not (template is not None and template.goes_on)
+        detokenizer: Detokenizer = KnownIds(
+            tokenizer, config.skip_special_tokens, begins_text=begins_text
+        )
         if harmony is not None:
             detokenizer = HarmonyText(tokenizer, harmony, in_final=_is_constrained(config))
         return AnswerText(

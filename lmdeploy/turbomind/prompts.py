@@ -130,6 +130,7 @@ class PromptTemplate:
     """The model's template, or the one that a ChatTemplateConfig asks for. Immutable.
 
     `add_special`: whether the tokenizer puts BOS before the prompt; a Jinja template writes it.
+    `goes_on`: whether the answer goes on with the prompt's text instead of beginning its own.
     """
 
     def __init__(
@@ -140,8 +141,10 @@ class PromptTemplate:
         texts: dict[str, str] | None = None,
         stop_words: list[str] | None = None,
         add_special: bool = False,
+        goes_on: bool = False,
     ) -> None:
         self.add_special = add_special
+        self.goes_on = goes_on
         self._template = template
         self._meta_instruction = meta_instruction
         self._texts = texts or {}
@@ -186,4 +189,5 @@ def choose_template(
         texts=texts,
         stop_words=config.stop_words,
         add_special=add_special,
+        goes_on=config.model_path is None and config.capability == "completion",
     )

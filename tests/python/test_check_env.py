@@ -137,14 +137,36 @@ def test_groups_of_version_1_count(monkeypatch):
         "/sys/fs/cgroup/memory/memory.limit_in_bytes": "5000\n",
         "/sys/fs/cgroup/memory/memory.usage_in_bytes": "6000\n",
         "/sys/fs/cgroup/memory/memory.stat": "inactive_file 1\ntotal_inactive_file 2500\n",
-        "/sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "150000\n",
-        "/sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+        "/sys/fs/cgroup/cpu/cpu.cfs_quota_us": "150000\n",
+        "/sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
     }
     monkeypatch.setattr(cgroup, "_read", lambda path: files.get(path, ""))
     assert (cgroup.memory_left(), cgroup.cpu_quota()) == (1500, 1.5)
-    files["/sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us"] = "-1\n"
+    files["/sys/fs/cgroup/cpu/cpu.cfs_quota_us"] = "-1\n"
     files["/sys/fs/cgroup/memory/memory.limit_in_bytes"] = ""
     assert (cgroup.memory_left(), cgroup.cpu_quota()) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("lines", "quota"),
+    [("0::/a\x0cb\n", 2.0), ("garbage\n0:x\n\n0::/a\x0cb", 2.0), ("::/\n", 3.0), ("", None)],
+)
+def test_odd_names_of_groups_are_names(monkeypatch, lines, quota):
+    files = {
+        "/proc/self/cgroup": lines,
+        "/sys/fs/cgroup/a\x0cb/cpu.max": "200000 100000\n",
+        "/sys/fs/cgroup/cpu.max": "300000 100000\n",
+    }
+    monkeypatch.setattr(cgroup, "_read", lambda path: files.get(path, ""))
+    assert cgroup.cpu_quota() == quota
+    files["/sys/fs/cgroup/cpu.max"] = files["/sys/fs/cgroup/a\x0cb/cpu.max"] = "1 2 3\n"
+    assert cgroup.cpu_quota() is None
+
+
+def test_bytes_that_are_no_text_do_no_harm(tmp_path):
+    path = tmp_path / "cgroup"
+    path.write_bytes(b"0::/\xff\n")
+    assert cgroup._read(str(path)) == "0::/\udcff\n"
 
 
 def test_import_is_light():

@@ -90,6 +90,19 @@ def test_flags_reach_the_config():
     assert (args.server_name, args.server_port) == ("127.0.0.1", 23333)
 
 
+def test_server_flags_reach_the_server(monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr(
+        "lmdeploy.serve.server.run_server", lambda *args, options, **rest: seen.append(options)
+    )
+    flags = ("--shutdown-timeout", "60", "--enable-abort-handling")
+    assert main(["serve", "api_server", "smollm2", *flags]) == 0
+    assert (seen[0].shutdown_timeout, seen[0].enable_abort_handling) == (60, True)
+    monkeypatch.undo()
+    text = refused(capsys, "--shutdown-timeout", "-1", command=("serve", "api_server", "smollm2"))
+    assert "--shutdown-timeout" in text
+
+
 def test_missing_model(capsys):
     text = refused(capsys, "--server-port", "0", command=("serve", "api_server", "/no/such/model"))
     assert "/no/such/model" in text

@@ -133,10 +133,12 @@ def test_an_answer_begins_a_text_in_a_chat_alone(monkeypatch):
     async def run():
         for chat in (False, True):
             (await engine.submit([97], chat=chat)).close()
+        engine.parts.chat_template.goes_on = True  # no template at all
+        (await engine.submit([97], chat=True)).close()
 
     asyncio.run(run())
     engine.close()
-    assert begun == [False, True]
+    assert begun == [False, True, False]
 
 
 async def collect(engine, prompt, config=None):

@@ -42,6 +42,11 @@ def test_a_bos_that_the_prompt_spells_has_its_text() -> None:
     maker = CompletionLogprobs(tokenizer, 0, **SKIP)
     maker.add_prompt(prompt, [None, *values(prompt[1:])], text=tokenizer.decode(prompt, False))
     assert maker.take()["text_offset"][:2] == [0, 3]
+    twice = tokenizer.encode("<s>ab")
+    assert twice[:2] == [tokenizer.bos_id] * 2
+    maker = CompletionLogprobs(tokenizer, 0, **SKIP)
+    maker.add_prompt(twice, [None, *values(twice[1:])], text="<s>ab")
+    assert maker.take()["text_offset"][:3] == [0, 0, 3]
 
 
 def test_offsets_go_on_across_pieces_and_over_half_characters() -> None:

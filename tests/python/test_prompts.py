@@ -41,6 +41,14 @@ def test_bos_is_the_tokenizers_matter(options: dict[str, Any], text: str, adds_b
     assert ids == [BOS] * adds_bos + tokenizer.encode(text, add_special=False)
 
 
+def test_without_a_template_the_answer_goes_on() -> None:
+    tokenizer = tokenizer_from_gguf(sentence_piece_metadata(), "spm")
+    for options, goes_on in (({"capability": "completion"}, True), ({"user": "a"}, False)):
+        config = ChatTemplateConfig("custom", **options)
+        template = choose_template(None, config, tokenizer=tokenizer)
+        assert template is not None and template.goes_on is goes_on
+
+
 @pytest.mark.parametrize("adds_bos", [True, False])
 def test_a_models_template_writes_bos_itself(adds_bos: bool) -> None:
     ids, tokenizer = encode(None, adds_bos=adds_bos)

@@ -17,6 +17,7 @@ import uvicorn
 from fake_engine import make_engine
 
 from lmdeploy.serve.app import make_app
+from lmdeploy.serve.graceful_server import GracefulServer
 from lmdeploy.serve.server import bind, curl_line, listen
 from lmdeploy.serve.state import ServerOptions
 
@@ -388,11 +389,23 @@ def test_the_port_is_closed_until_listen():
         address = sock.getsockname()
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(address)
-        with bind("127.0.0.1", address[1]) as other:  # both hope for it, one gets it
-            listen(other, "127.0.0.1")
-            socket.create_connection(address).close()
-            with pytest.raises(ValueError, match=rf"127\.0\.0\.1:{address[1]}.*--server-port"):
-                listen(sock, "127.0.0.1")
+        with pytest.raises(ValueError, match=rf"127\.0\.0\.1:{address[1]}.*--server-port"):
+            bind("127.0.0.1", address[1])
+        listen(sock, "127.0.0.1")
+        socket.create_connection(address).close()
+
+
+def test_a_port_with_old_connections_can_be_taken_again():
+    with bind("127.0.0.1", 0) as sock:
+        listen(sock, "127.0.0.1")
+        address = sock.getsockname()
+        with socket.create_connection(address) as client:
+            served, _ = sock.accept()
+            served.close()  # first: it is this side that remembers the connection for a while
+            assert client.recv(1) == b""
+    with bind(*address) as sock:
+        listen(sock, "127.0.0.1")
+        socket.create_connection(address).close()
 
 
 def test_abort_all_ends_answers_with_what_they_have():
@@ -445,6 +458,28 @@ def test_openapi_has_every_body(url):
         name = body["$ref"].removeprefix("#/components/schemas/")
         assert schema["components"]["schemas"][name]["properties"]
     assert "StreamOptions" in schema["components"]["schemas"]
+
+
+@pytest.mark.parametrize(("grace", "reason"), [(0, None), (30, "stop")])
+def test_running_answers_have_the_shutdown_timeout(grace, reason):
+    engine = make_engine(lambda _: "a" * 100, step_seconds=0.01)
+    app = make_app(engine, ServerOptions(model_name="m"))
+    with bind("127.0.0.1", 0) as sock:
+        listen(sock, "127.0.0.1")
+        server = GracefulServer(uvicorn.Config(app, log_level="error"), engine, grace=grace)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+        thread.start()
+        url = f"http://127.0.0.1:{sock.getsockname()[1]}/v1/chat/completions"
+        with httpx.stream("POST", url, json={**CHAT, "stream": True}, timeout=60) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            server.should_exit = True
+            told = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        thread.join()
+    if reason is None:
+        assert "closed" in told[-1]["error"]["message"]
+    else:
+        assert told[-1]["choices"][0]["finish_reason"] == reason
 
 
 def test_curl_line():
