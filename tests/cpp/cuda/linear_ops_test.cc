@@ -43,11 +43,12 @@ constexpr double kSumRounding = 0x1p-22;
 constexpr double kDocumentedError = 1.9e-3;
 
 struct Gpu {
-  explicit Gpu(std::unique_ptr<CublasLt> library = nullptr)
+  explicit Gpu(std::unique_ptr<CublasLt> library = nullptr, size_t piece_bytes = 0)
       : stream(CreateStream()),
         workspace(stream),
         pool(2),
         uploader(stream, pool),
+        memory(piece_bytes),
         linear(std::move(library)) {
     ctx.stream = stream;
     ctx.gpu = PropertiesOf(0);
@@ -282,6 +283,17 @@ TEST_CASE("many rows by the library") {
   const std::vector<Part> parts = RandomParts({MatrixFormat::kBF16}, {40}, 77);
   const std::vector<float> x = RandomVector(70 * (77 + 3), 7);
   CheckLinear(parts, x, RunLinear(gpu, parts, x, {70, true, true}), {70, true, true});
+}
+
+TEST_CASE("matrices that share a piece of memory compute as others do") {
+  Gpu apart;
+  Gpu together(nullptr, size_t{1} << 20);
+  for (const MatrixFormat format : {MatrixFormat::kQ4_0, MatrixFormat::kMxfp4}) {
+    const std::vector<Part> parts = RandomParts({format, MatrixFormat::kQ8_0}, {20, 33}, 96);
+    const std::vector<float> x = RandomVector(5 * (96 + 3), 7);
+    const Outcome want = RunLinear(apart, parts, x, {5, true, false});
+    CHECK(SameBits(RunLinear(together, parts, x, {5, true, false}).y, want.y));
+  }
 }
 
 TEST_CASE("the library computes where it is faster") {

@@ -12,28 +12,30 @@ namespace turbomind::cuda {
 namespace {
 
 TEST_CASE("matrices lie side by side, and a piece goes with the last one in it") {
-  constexpr size_t kPiece = 4096;
+  constexpr size_t kPage = 1024;
+  constexpr size_t kPiece = MatrixMemory::kPagesOfPiece * kPage;
   const auto free_bytes = [] { return GpuMemory().free_bytes; };
   const size_t all = free_bytes();
   MatrixMemory memory(kPiece);
   std::vector<std::shared_ptr<char>> parts;
-  for (const size_t num_bytes : {1000, 256, 1, 1024}) {
+  for (const size_t num_bytes : {size_t{700}, size_t{256}, size_t{1}, kPage + 1}) {
     parts.push_back(memory.Allocate(num_bytes));
   }
-  CHECK(parts[1].get() == parts[0].get() + 1024);
+  CHECK(parts[1].get() == parts[0].get() + 768);
   CHECK(parts[2].get() == parts[1].get() + 256);
   CHECK(parts[3].get() == parts[2].get() + 256);
   CHECK(all - free_bytes() == kPiece);
-  parts.push_back(memory.Allocate(1025));  // over a quarter: its own
-  CHECK(all - free_bytes() == kPiece + 1025);
-  parts.push_back(memory.Allocate(1024));
-  parts.push_back(memory.Allocate(1024));  // no room behind it
-  CHECK(all - free_bytes() == 2 * kPiece + 1025);
-  CHECK(reinterpret_cast<uintptr_t>(parts.back().get()) % 256 == 0);
-  parts.erase(parts.begin() + 4, parts.end());
-  CHECK(all - free_bytes() == 2 * kPiece);  // the newest waits for more
-  parts.erase(parts.begin() + 1, parts.end());
+  for (const size_t own : {kPage, 8 * kPage - 800, 8 * kPage + 1}) {
+    const std::shared_ptr<char> apart = memory.Allocate(own);
+    CHECK(all - free_bytes() == kPiece + own);
+  }
+  for (int i = 0; i < 7; ++i) {
+    parts.push_back(memory.Allocate(4 * kPage + 256));  // there is room for six
+  }
   CHECK(all - free_bytes() == 2 * kPiece);
+  CHECK(reinterpret_cast<uintptr_t>(parts.back().get()) % 256 == 0);
+  parts.erase(parts.begin() + 1, parts.end());
+  CHECK(all - free_bytes() == 2 * kPiece);  // the newest waits for more
   parts.clear();
   CHECK(all - free_bytes() == kPiece);
 }

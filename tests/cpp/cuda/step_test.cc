@@ -203,28 +203,41 @@ TEST_CASE("an op that throws while it is recorded leaves a stream that works") {
 TEST_CASE("where no memory is left for a record, ops are run and fewer are kept") {
   TestStream s;
   StepGraphs graphs(s.stream);
-  const auto generations = [] { return int64_t{1}; };
+  int64_t generation = 1;
   const auto run = [&](int num_seqs, const FunctionRef<void()> ops) {
-    graphs.Run({.num_seqs = num_seqs}, generations, ops);
+    graphs.Run(
+        {.num_seqs = num_seqs}, [&] { return generation; }, ops);
   };
+  const auto nothing = [] {};
+  const auto fill = [&] {
+    for (int i = 0; i < 8; ++i) {
+      run(i, nothing);
+    }
+  };
+  fill();
   for (int i = 0; i < 5; ++i) {
-    run(i, [] {});
+    run(i, nothing);
   }
+  CHECK(graphs.num_recorded() == 5);
   int runs = 0;
-  run(4, [&] {
+  run(7, [&] {
     if (++runs == 1) {
       throw OutOfMemory("a record");
     }
   });
   CHECK(runs == 2);
-  CHECK(graphs.num_recorded() == 0);
-  for (int i = 0; i < 5; ++i) {
-    run(i, [] {});
-    CHECK(graphs.num_shapes() == static_cast<size_t>(std::min(i + 1, 2)));
-  }
-  run(4, [] {});
-  CHECK(graphs.num_recorded() == 1);
-  CHECK_THROWS_AS(run(3, [] { throw OutOfMemory("an op"); }), OutOfMemory);
+  CHECK(graphs.num_recorded() == 5);
+  CHECK(graphs.num_shapes() == 0);
+  fill();
+  CHECK(graphs.num_shapes() == 2);  // five had a record
+  run(7, nothing);
+  CHECK(graphs.num_recorded() == 6);
+  CHECK_THROWS_AS(run(6, [] { throw OutOfMemory("an op"); }), OutOfMemory);
+  fill();
+  CHECK(graphs.num_shapes() == 1);
+  generation = 2;  // what took the memory may be gone
+  fill();
+  CHECK(graphs.num_shapes() == 8);
 }
 
 TEST_CASE("what spoils a record is what is told") {

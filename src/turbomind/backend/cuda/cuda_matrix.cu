@@ -189,11 +189,19 @@ void Uploader::Upload(void* to, int64_t num_items, int64_t item_bytes,
   Synchronize(stream_);
 }
 
+bool MatrixMemory::HasOwn(size_t num_bytes) const {
+  const size_t page_bytes = piece_bytes_ / kPagesOfPiece;
+  if (page_bytes == 0 || num_bytes > piece_bytes_ / 4) {
+    return true;
+  }
+  return num_bytes * 10 >= CeilDiv(num_bytes, page_bytes) * page_bytes * 9;
+}
+
 std::shared_ptr<char> MatrixMemory::Allocate(size_t num_bytes) {
-  const size_t aligned = CeilDiv(num_bytes, kAlignment) * kAlignment;
-  if (aligned > piece_bytes_ / 4) {
+  if (HasOwn(num_bytes)) {
     return AllocateShared(num_bytes);
   }
+  const size_t aligned = CeilDiv(num_bytes, kAlignment) * kAlignment;
   if (piece_ == nullptr || aligned > piece_bytes_ - used_bytes_) {
     try {
       piece_ = AllocateShared(piece_bytes_);

@@ -39,17 +39,23 @@ class Uploader {
 };
 
 // GPU memory for matrices. A driver gives memory in pages of 2 MiB, of which matrices of a few MB,
-// as experts are, would waste a third; so they lie side by side in larger pieces. A piece is given
-// back with the last matrix in it. One thread at a time; matrices outlive this, in any thread.
+// as experts are, would waste up to a third; those lie side by side in pieces of kPagesOfPiece
+// pages. A piece is given back with the last matrix in it. One thread at a time; matrices may
+// outlive this, in any thread.
 class MatrixMemory {
  public:
-  // Matrices larger than a quarter of a piece have their own, as all have where it is 0.
+  static constexpr size_t kPagesOfPiece = 32;
+
+  // Matrices of over a quarter of a piece have their own memory, as those have that fill nine
+  // tenths of their pages, and all where a piece has 0 bytes.
   explicit MatrixMemory(size_t piece_bytes = 0) : piece_bytes_(piece_bytes) {}
 
   // On the current GPU; 256-byte aligned, not cleared. Throws OutOfMemory.
   std::shared_ptr<char> Allocate(size_t num_bytes);
 
  private:
+  bool HasOwn(size_t num_bytes) const;
+
   const size_t piece_bytes_;
   std::shared_ptr<char> piece_;  // the newest
   size_t used_bytes_ = 0;        // of it

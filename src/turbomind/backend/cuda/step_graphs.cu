@@ -20,9 +20,6 @@ Graph StepGraphs::Capture(FunctionRef<void()> ops) {
 
 // The place of a shape that is seen for the first time.
 void StepGraphs::Add(const StepShape& shape) {
-  if (most_graphs_ == 0) {
-    return;
-  }
   if (entries_.size() == most_graphs_) {
     const auto oldest =
         std::min_element(entries_.begin(), entries_.end(),
@@ -34,11 +31,20 @@ void StepGraphs::Add(const StepShape& shape) {
   entries_.push_back({.shape = shape, .last_step = num_steps_});
 }
 
+void StepGraphs::DropRecords() {
+  const auto num_graphs = std::count_if(entries_.begin(), entries_.end(),
+                                        [](const Entry& entry) { return entry.graph != nullptr; });
+  most_graphs_ = std::max<size_t>(1, static_cast<size_t>(num_graphs) / 2);
+  Synchronize(stream_);  // they may still run
+  entries_.clear();
+}
+
 void StepGraphs::Run(const StepShape& shape, const FunctionRef<int64_t()>& generations,
                      FunctionRef<void()> ops) {
   if (generations() != generations_) {
     Synchronize(stream_);
     entries_.clear();
+    most_graphs_ = kMostGraphs;
     generations_ = generations();
   }
   ++num_steps_;
@@ -53,18 +59,16 @@ void StepGraphs::Run(const StepShape& shape, const FunctionRef<int64_t()>& gener
   if (found->graph == nullptr) {
     try {
       found->graph.reset(Capture(ops));
+      LaunchGraph(found->graph.get(), stream_);
+      ++num_recorded_;
     } catch (const OutOfMemory&) {
-      Synchronize(stream_);  // records that may still run
-      most_graphs_ = entries_.size() / 2;
-      entries_.clear();
+      DropRecords();
       ops();
-      return;
     }
-    ++num_recorded_;
-  } else {
-    ++num_replayed_;
+    return;
   }
   LaunchGraph(found->graph.get(), stream_);
+  ++num_replayed_;
 }
 
 }  // namespace turbomind::cuda

@@ -26,8 +26,8 @@ class StepGraphs {
 
   // Runs `ops`, or what they did for the same shape. The first step of a shape runs them, so that
   // they allocate what they need; the second records them. What ops throw goes through, also where
-  // it has spoilt a record. Where there is no memory for another record, ops are run, and from then
-  // on half as many records are kept as there were.
+  // it has spoilt a record. Where there is no memory for another record, ops are run, all records
+  // are dropped, and until addresses change half as many shapes are kept as had one.
   void Run(const StepShape& shape, const FunctionRef<int64_t()>& generations,
            FunctionRef<void()> ops);
 
@@ -47,6 +47,7 @@ class StepGraphs {
 
   void Add(const StepShape& shape);
   Graph Capture(FunctionRef<void()> ops);
+  void DropRecords();
 
   Stream stream_;
   size_t most_graphs_ = kMostGraphs;
