@@ -9,9 +9,10 @@ _ROOT = "/sys/fs/cgroup"
 
 def cpu_quota() -> float | None:
     """The least CPU quota of the group and those around it, in cores; None where there is none."""
-    quotas = [_quota(_read(f"{folder}/cpu.max")) for folder in _folders("")]
+    quotas = [_quota(read_kernel(f"{folder}/cpu.max")) for folder in _folders("")]
     for folder in _folders("cpu"):
-        quota, period = _read(f"{folder}/cpu.cfs_quota_us"), _read(f"{folder}/cpu.cfs_period_us")
+        quota = read_kernel(f"{folder}/cpu.cfs_quota_us")
+        period = read_kernel(f"{folder}/cpu.cfs_period_us")
         quotas.append(_quota(f"{quota} {period}"))
     return min((quota for quota in quotas if quota is not None), default=None)
 
@@ -37,12 +38,13 @@ def _quota(text: str) -> float | None:
 
 
 def _memory_left(folder: str, limit: str, *, used: str, prefix: str) -> int | None:
-    most, taken = _read(f"{folder}/{limit}").strip(), _read(f"{folder}/{used}").strip()
+    most = read_kernel(f"{folder}/{limit}").strip()
+    taken = read_kernel(f"{folder}/{used}").strip()
     if not most.isdigit() or not taken.isdigit():
         return None
     # Cached pages of files are given back, those that were used lately too.
     names = (f"{prefix}inactive_file ", f"{prefix}active_file ")
-    lines = _read(f"{folder}/memory.stat").splitlines()
+    lines = read_kernel(f"{folder}/memory.stat").splitlines()
     cached = sum(int(line.split()[1]) for line in lines if line.startswith(names))
     return max(int(most) - int(taken) + cached, 0)
 
@@ -53,7 +55,8 @@ def _folders(controller: str) -> list[str]:
     A container may see its own group as the root while its path is the host's: folders that are
     not there have no files.
     """
-    for line in _read("/proc/self/cgroup").split("\n"):  # a name may hold other ends of lines
+    # A group's name may hold whatever else ends lines in Python.
+    for line in read_kernel("/proc/self/cgroup").split("\n"):
         _, _, rest = line.partition(":")
         controllers, found, path = rest.partition(":")
         if found and controller in controllers.split(","):
@@ -63,7 +66,8 @@ def _folders(controller: str) -> list[str]:
     return []
 
 
-def _read(path: str) -> str:
+def read_kernel(path: str) -> str:
+    """The text of a file of the kernel's, "" without it; what is no UTF-8 becomes surrogates."""
     try:
         with open(path, encoding="utf-8", errors="surrogateescape") as file:
             return file.read()

@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 
-from lmdeploy.cgroup import cpu_quota, memory_left
+from lmdeploy.cgroup import cpu_quota, memory_left, read_kernel
 
 OURS = "lmdeploy-fp4"
 NAMESAKE = "lmdeploy"
@@ -66,18 +66,10 @@ def usable_cores() -> int:
 def free_memory_bytes() -> int:
     """Memory that may still be used: MemAvailable, cut by the cgroup's limit."""
     free = 0
-    for line in _read("/proc/meminfo").splitlines():
+    for line in read_kernel("/proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024
     if free == 0:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     left = memory_left()
     return free if left is None else min(free, left)
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8") as file:
-            return file.read()
-    except OSError:
-        return ""

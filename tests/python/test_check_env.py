@@ -48,13 +48,23 @@ def test_nothing_is_measured_where_memory_is_short(monkeypatch):
     assert list(check_env.speed())[1:] == ["speed: not measured, less than 2 GiB are free"]
 
 
+@pytest.fixture
+def set_files(monkeypatch):
+    """Gives the kernel's files of control groups other contents."""
+
+    def set_to(files):
+        monkeypatch.setattr(cgroup, "read_kernel", lambda path: files.get(path, ""))
+
+    return set_to
+
+
 @pytest.mark.parametrize(
     ("written", "quota", "cores"),
     [("max 100000", None, 8), ("150000 100000", 1.5, 2), ("20000 100000", 0.2, 1), ("", None, 8)],
 )
-def test_a_quota_limits_the_cores(monkeypatch, written, quota, cores):
+def test_a_quota_limits_the_cores(monkeypatch, set_files, written, quota, cores):
     files = {"/proc/self/cgroup": "0::/\n", "/sys/fs/cgroup/cpu.max": written}
-    monkeypatch.setattr(cgroup, "_read", lambda path: files.get(path, ""))
+    set_files(files)
     monkeypatch.setattr(environment.os, "sched_getaffinity", lambda pid: set(range(8)))
     assert cgroup.cpu_quota() == quota
     assert environment.usable_cores() == cores
@@ -105,18 +115,18 @@ def test_machine_facts():
     assert environment.free_memory_bytes() > 1 << 20
 
 
-def test_cached_pages_of_a_cgroup_count_as_free(monkeypatch):
+def test_cached_pages_of_a_cgroup_count_as_free(set_files):
     files = {
         "/proc/self/cgroup": "0::/\n",
         "/sys/fs/cgroup/memory.max": "24000\n",
         "/sys/fs/cgroup/memory.current": "15000\n",
         "/sys/fs/cgroup/memory.stat": "anon 2000\ninactive_file 500\nactive_file 12500\n",
     }
-    monkeypatch.setattr(cgroup, "_read", lambda path: files.get(path, ""))
+    set_files(files)
     assert environment.free_memory_bytes() == 22000
 
 
-def test_the_tightest_group_around_us_counts(monkeypatch):
+def test_the_tightest_group_around_us_counts(set_files):
     files = {
         "/proc/self/cgroup": "1:name=systemd:/a\n0::/system.slice/serve.service\n",
         "/sys/fs/cgroup/system.slice/serve.service/memory.max": "max\n",
@@ -126,11 +136,11 @@ def test_the_tightest_group_around_us_counts(monkeypatch):
         "/sys/fs/cgroup/system.slice/memory.current": "1000\n",
         "/sys/fs/cgroup/system.slice/cpu.max": "200000 100000\n",
     }
-    monkeypatch.setattr(cgroup, "_read", lambda path: files.get(path, ""))
+    set_files(files)
     assert (cgroup.memory_left(), cgroup.cpu_quota()) == (8000, 2.0)
 
 
-def test_groups_of_version_1_count(monkeypatch):
+def test_groups_of_version_1_count(set_files):
     # As in a container that sees its own group as the root.
     files = {
         "/proc/self/cgroup": "5:cpu,cpuacct:/docker/a\n4:memory:/docker/a\n0::/\n",
@@ -140,7 +150,7 @@ def test_groups_of_version_1_count(monkeypatch):
         "/sys/fs/cgroup/cpu/cpu.cfs_quota_us": "150000\n",
         "/sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
     }
-    monkeypatch.setattr(cgroup, "_read", lambda path: files.get(path, ""))
+    set_files(files)
     assert (cgroup.memory_left(), cgroup.cpu_quota()) == (1500, 1.5)
     files["/sys/fs/cgroup/cpu/cpu.cfs_quota_us"] = "-1\n"
     files["/sys/fs/cgroup/memory/memory.limit_in_bytes"] = ""
@@ -151,13 +161,13 @@ def test_groups_of_version_1_count(monkeypatch):
     ("lines", "quota"),
     [("0::/a\x0cb\n", 2.0), ("garbage\n0:x\n\n0::/a\x0cb", 2.0), ("::/\n", 3.0), ("", None)],
 )
-def test_odd_names_of_groups_are_names(monkeypatch, lines, quota):
+def test_odd_names_of_groups_are_names(set_files, lines, quota):
     files = {
         "/proc/self/cgroup": lines,
         "/sys/fs/cgroup/a\x0cb/cpu.max": "200000 100000\n",
         "/sys/fs/cgroup/cpu.max": "300000 100000\n",
     }
-    monkeypatch.setattr(cgroup, "_read", lambda path: files.get(path, ""))
+    set_files(files)
     assert cgroup.cpu_quota() == quota
     files["/sys/fs/cgroup/cpu.max"] = files["/sys/fs/cgroup/a\x0cb/cpu.max"] = "1 2 3\n"
     assert cgroup.cpu_quota() is None
@@ -166,7 +176,7 @@ def test_odd_names_of_groups_are_names(monkeypatch, lines, quota):
 def test_bytes_that_are_no_text_do_no_harm(tmp_path):
     path = tmp_path / "cgroup"
     path.write_bytes(b"0::/\xff\n")
-    assert cgroup._read(str(path)) == "0::/\udcff\n"
+    assert cgroup.read_kernel(str(path)) == "0::/\udcff\n"
 
 
 def test_import_is_light():
