@@ -219,8 +219,8 @@ def _add_abort_route(app: FastAPI, state: ServerState) -> None:
         if not body.abort_all:
             raise ApiError(
                 400,
-                "abort_all: wanted true, as requests have no session_id here; set abort_all, or "
-                "close the connection of the request",
+                "abort_all: got false, wanted true, as requests have no session_id here; set "
+                "abort_all, or close the connection of the request",
                 param="abort_all",
             )
         return {"aborted": state.engine.abort_all()}
