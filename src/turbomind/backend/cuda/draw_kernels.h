@@ -422,9 +422,9 @@ TM_DEVICE int DrawFromList(const DrawTask& task, const RowDraw& draw, const Weig
   return thread == 0 ? DrawFromSorted(task, draw, shared, count, unlisted) : -1;
 }
 
-// Grid: 1 × draws. DrawSharedBytes.
+// Grid: 1 × draws. DrawSharedBytes. One block per SM will do; without the 1 sm_120 spills.
 template <int kWidth>
-__global__ void __launch_bounds__(32 * kDrawWarps) DrawKernel(DrawTask task) {
+__global__ void __launch_bounds__(32 * kDrawWarps, 1) DrawKernel(DrawTask task) {
   const RowDraw draw = LoadDraw(task, BlockIndexY());
   const uint32_t highest = HighestOfRow<kDrawWarps>(task);
   int id = -1;
