@@ -103,10 +103,6 @@ Decoder::Decoder(DecoderConfig config, std::shared_ptr<const Weights> weights, D
 
 Decoder::~Decoder() { device_.Release(memory_, static_cast<size_t>(scratch_bytes_)); }
 
-int64_t Decoder::num_nonfinite() const {
-  return *static_cast<int64_t*>(device_.ReadBack(scratch_.num_nonfinite, sizeof(int64_t)));
-}
-
 void Decoder::Forward(const DecoderInput& input) {
   Check(input.batch.front().num_tokens > 0 &&
             input.batch.front().num_tokens <= config_.limits.max_tokens,
@@ -193,7 +189,12 @@ bool Decoder::DrawTokens(std::span<const RowDraw> draws, int32_t* tokens) {
 
 void Decoder::ReadTokens(size_t count, int32_t* tokens) {
   const size_t num_bytes = count * sizeof(int32_t);
-  std::memcpy(tokens, device_.ReadBack(scratch_.chosen, num_bytes), num_bytes);
+  const auto begin = static_cast<size_t>(reinterpret_cast<std::byte*>(scratch_.chosen) -
+                                         reinterpret_cast<std::byte*>(scratch_.num_nonfinite));
+  const auto* read =
+      static_cast<const std::byte*>(device_.ReadBack(scratch_.num_nonfinite, begin + num_bytes));
+  std::memcpy(&num_nonfinite_, read, sizeof(num_nonfinite_));
+  std::memcpy(tokens, read + begin, num_bytes);
 }
 
 float* Decoder::ReadLogits(std::span<const int32_t> rows) {
@@ -207,6 +208,8 @@ float* Decoder::ReadLogits(std::span<const int32_t> rows) {
       device_.Copy(scratch_.logits + to * width, scratch_.logits + rows[i] * width, row_bytes);
     }
   }
+  std::memcpy(&num_nonfinite_, device_.ReadBack(scratch_.num_nonfinite, sizeof(num_nonfinite_)),
+              sizeof(num_nonfinite_));
   return static_cast<float*>(device_.ReadBack(scratch_.logits, rows.size() * row_bytes));
 }
 

@@ -77,8 +77,8 @@ class Decoder {
 
   int max_logit_rows() const { return config_.limits.max_logit_rows; }
   int64_t scratch_bytes() const { return scratch_bytes_; }
-  // Waits for the step; what ReadLogits returned is gone then.
-  int64_t num_nonfinite() const;
+  // Of all steps up to the last whose tokens or logits were read: waits for nothing.
+  int64_t num_nonfinite() const { return num_nonfinite_; }
 
  private:
   struct Output {
@@ -110,6 +110,7 @@ class Decoder {
   std::byte* memory_ = nullptr;
   DecoderScratch scratch_;
   int num_logit_rows_ = 0;  // that are in the scratch
+  int64_t num_nonfinite_ = 0;
 };
 
 }  // namespace turbomind

@@ -57,13 +57,13 @@ int64_t DecoderScratch::Place(const ModelConfig& model, const StepLimits& limits
   const int64_t half_rope = model.rope.kind == RopeKind::kNone ? 0 : model.rope.dim / 2;
   Placer placer(memory);
   placer.Add(num_nonfinite, 1);
+  placer.Add(chosen, logit_rows);
   placer.Add(hidden, tokens * model.hidden_size);
   placer.Add(normed, tokens * model.hidden_size);
   placer.Add(cos, tokens * half_rope);
   placer.Add(sin, tokens * half_rope);
   placer.Add(selected, logit_rows * model.hidden_size);
   placer.Add(logits, logit_rows * model.vocab_size);
-  placer.Add(chosen, logit_rows);
   const int64_t layer = placer.next();
   placer.Add(qkv, tokens * (q_size + 2 * kv_size));
   placer.Add(attended, tokens * q_size);

@@ -18,14 +18,16 @@ struct StepLimits {
 
 // The decoder's buffers, as arithmetic: the memory plan counts what the decoder reserves.
 struct DecoderScratch {
+  // What the host reads after a step, side by side:
   int64_t* num_nonfinite = nullptr;  // [1] counts all steps
-  float* hidden = nullptr;           // [max_tokens, hidden]
-  float* normed = nullptr;           // [max_tokens, hidden]
-  float* cos = nullptr;              // [max_tokens, rope_dim / 2]
-  float* sin = nullptr;              // [max_tokens, rope_dim / 2]
-  float* selected = nullptr;         // [max_logit_rows, hidden]
-  float* logits = nullptr;           // [max_logit_rows, vocab]
   int32_t* chosen = nullptr;         // [max_logit_rows] tokens that the device chose
+  // Of a step:
+  float* hidden = nullptr;    // [max_tokens, hidden]
+  float* normed = nullptr;    // [max_tokens, hidden]
+  float* cos = nullptr;       // [max_tokens, rope_dim / 2]
+  float* sin = nullptr;       // [max_tokens, rope_dim / 2]
+  float* selected = nullptr;  // [max_logit_rows, hidden]
+  float* logits = nullptr;    // [max_logit_rows, vocab]
   // Of a layer's attention:
   float* qkv = nullptr;         // [max_tokens, (heads + 2 kv_heads) * head_dim]
   float* attended = nullptr;    // [max_tokens, heads * head_dim]

@@ -105,12 +105,13 @@ void CheckAlike(const Outputs& got, const Outputs& want, double most) {
   }
 }
 
-// Counts the rows that come to the host, and the tokens that the device draws.
+// Counts what comes to the host, and the tokens that the device draws.
 class CountingDevice : public testing::ForwardingDevice {
  public:
   using ForwardingDevice::ForwardingDevice;
 
   void* ReadBack(void* memory, size_t num_bytes) override {
+    ++num_reads;
     rows_read += num_bytes / (testing::kVocab * sizeof(float));
     return ForwardingDevice::ReadBack(memory, num_bytes);
   }
@@ -119,6 +120,7 @@ class CountingDevice : public testing::ForwardingDevice {
     return ForwardingDevice::DrawRows(params);
   }
 
+  int num_reads = 0;
   size_t rows_read = 0;
   int num_drawn = 0;
 };
@@ -178,6 +180,7 @@ TEST_CASE("tokens that the GPU draws are those that the host draws") {
   const Outputs got = RunOn(device, setting, requests(LogitsOutput::kNone));
   CHECK(device->num_drawn == 3 * kNewTokens);
   CHECK(device->rows_read == 0);
+  CHECK(device->num_reads == kNewTokens);  // each a wait: one per step
   const Outputs want = RunOn(device, setting, requests(LogitsOutput::kGeneration));
   CHECK(device->num_drawn == 3 * kNewTokens);
   CHECK(device->rows_read == 3 * kNewTokens);

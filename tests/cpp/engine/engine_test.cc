@@ -2,9 +2,12 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <set>
 #include <thread>
+#include <utility>
 
+#include "engine/null_device.h"
 #include "engine/tiny_model.h"
 #include "turbomind/core/check.h"
 #include "turbomind/ops/sampling.h"
@@ -141,6 +144,44 @@ TEST_CASE("a failing token mask ends its request alone") {
   CHECK(engine->healthy());
   engine->ClearPrefixCache();
   CHECK(engine->stats().blocks_free == engine->stats().blocks_total);
+}
+
+// Its first V row has a NaN; chooses tokens itself, so that no logits are read for that.
+class NanDevice : public testing::ForwardingDevice {
+ public:
+  using ForwardingDevice::ForwardingDevice;
+
+  void ProcessKV(const ProcessKVParams& params) override {
+    if (!std::exchange(is_done_, true)) {
+      params.qkv[(params.q_heads + params.kv.kv_heads) * params.kv.head_dim] = NAN;
+    }
+    ForwardingDevice::ProcessKV(params);
+  }
+  bool ArgMaxRows(const ArgMaxRowsParams& params) override {
+    for (int row = 0; row < params.num_rows; ++row) {
+      const float* logits = params.logits + int64_t{row} * params.vocab_size;
+      params.ids[row] =
+          static_cast<int32_t>(std::max_element(logits, logits + params.vocab_size) - logits);
+    }
+    return true;
+  }
+
+ private:
+  bool is_done_ = false;
+};
+
+TEST_CASE("NaN in K and V are counted, whether tokens or logits are read") {
+  const ModelConfig model = testing::TinyConfig();
+  for (const int num_logprobs : {-1, 2}) {
+    CAPTURE(num_logprobs);
+    auto device = std::make_shared<NanDevice>(MakeCpuDevice(1));
+    Engine engine(model, TinyEngineConfig(kMode), testing::TinyWeights(model, *device), device,
+                  testing::kFreeBytes);
+    auto request = MakeRequest(1, RandomPrompt(1, 40), 3);
+    request->sampling.num_logprobs = num_logprobs;
+    CHECK(RunOne(engine, request).finish_reason == FinishReason::kLength);
+    CHECK(engine.stats().num_nonfinite == 1);
+  }
 }
 
 TEST_CASE("requests that cannot run are refused with the numbers") {
