@@ -177,7 +177,9 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--quant-policy",
-        "format of the KV cache: 0, 4, 8, 16, none, int4, int8, fp8, fp8_e5m2, fp4, mxfp4, nvfp4",
+        "format of the KV cache: 0 or none (16 bit), 4 or int4, 8 or int8, 16 or fp4 (FP4, mxfp4 "
+        "or nvfp4 as suits the device; FP8 in LMDeploy's PyTorch engine), mxfp4, nvfp4, fp8, "
+        "fp8_e5m2",
     )
     add_kv_flags(group)
     add("--max-prefill-token-num", "most new tokens of one step", type=_INT)

@@ -239,7 +239,7 @@ class FakeCore:
             num_steps=0,
             prompt_tokens=0,
             generated_tokens=0,
-            num_nonfinite=0,
+            num_nonfinite=9,
         )
 
     def memory_plan(self) -> Any:

@@ -80,12 +80,13 @@ def test_flags_reach_the_config():
             *("--quant-policy", "16", "--session-len", "4096", "--max-batch-size", "4"),
             *("--cache-max-entry-count", "100", "--cache-block-seq-len", "32"),
             *("--disable-prefix-caching", "--num-threads", "3", "--deterministic"),
+            "--strict-arch",
         )
     )
     assert (config.kv_format, config.session_len, config.max_batch_size) == ("fp4", 4096, 4)
     assert (config.cache_max_entry_count, config.cache_block_seq_len) == (100, 32)
-    assert not config.enable_prefix_caching and config.deterministic
-    assert engine_config(parse()).enable_prefix_caching
+    assert not config.enable_prefix_caching and config.deterministic and config.strict_arch
+    assert engine_config(parse()).enable_prefix_caching and not engine_config(parse()).strict_arch
     args = parse()
     assert (args.server_name, args.server_port) == ("127.0.0.1", 23333)
 

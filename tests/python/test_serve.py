@@ -182,6 +182,7 @@ def test_metrics(url):
         'kv_cache_hot_blocks_active{model_name="m"} 2.0',
         'kv_cache_hot_blocks_cached{model_name="m"} 1.0',
         'prefix_cut_tokens_total{model_name="m"} 7.0',
+        'num_nonfinite_kv_total{model_name="m"} 9.0',
     ):
         assert f"lmdeploy:{line}" in text, line
 

@@ -58,25 +58,3 @@ class Shape:
         """One block in the scale pool."""
         rows = 2 * self.layers * self.kv_heads * self.block_seq_len
         return rows * scale_bytes(mode, self.head_dim)
-
-    def payload_offset(self, mode: str, *, layer: int, head: int, side: int, token: int) -> int:
-        """First payload byte of a row inside a block; side 0 is K, 1 is V."""
-        row = payload_bytes(mode, self.head_dim, self.dtype)
-        rows = (head * 2 + side) * self.block_seq_len + token
-        return layer * self.block_bytes(mode) // self.layers + rows * row
-
-    def param_offset(self, mode: str, *, layer: int, head: int, side: int, token: int) -> int:
-        """First byte of (scale, zero) of a row inside a block."""
-        row = payload_bytes(mode, self.head_dim, self.dtype)
-        payload = 2 * self.kv_heads * self.block_seq_len * row
-        rows = (head * 2 + side) * self.block_seq_len + token
-        return (
-            layer * self.block_bytes(mode) // self.layers
-            + payload
-            + rows * param_bytes(mode, self.dtype)
-        )
-
-    def scale_offset(self, mode: str, *, layer: int, head: int, side: int, token: int) -> int:
-        """First scale byte of a row inside a block of the scale pool: K and V lie side by side."""
-        rows = (layer * self.kv_heads + head) * self.block_seq_len + token
-        return (rows * 2 + side) * scale_bytes(mode, self.head_dim)

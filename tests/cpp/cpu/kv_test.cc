@@ -411,6 +411,12 @@ TEST_CASE("ops refuse arguments that would index outside the cache") {
   refused([](Step&, ProcessKVParams& p) { p.q_heads = 3; });
   refused([](Step&, ProcessKVParams& p) { p.batch.block_table_stride = 1; });
   refused([](Step& step, ProcessKVParams&) { step.context_lens[1] = 4; });
+  shape.k = shape.v = KvCacheMode::kFp4Nv;
+  TestCache fp4(shape);
+  refused([&](Step&, ProcessKVParams& p) {
+    p.kv = fp4.view();
+    p.kv.scales = nullptr;
+  });
 }
 
 }  // namespace

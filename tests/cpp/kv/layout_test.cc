@@ -140,6 +140,42 @@ TEST_CASE("payload, parameters and scales tile a block without gap or overlap, 1
   }
 }
 
+// Written out: readers and writers share the view, so that they would agree on any other order.
+TEST_CASE("a block's bytes lie in the order of the format") {
+  Config config = OneLayer(kInt8, kInt8, 32);
+  config.layers.push_back({kNv, kNv});
+  config.kv_heads = 2;
+  config.block_seq_len = 16;
+  const Layout layout(config);
+  CHECK(layout.block_bytes() == 3328);
+  CHECK(layout.scale_block_bytes() == 128);
+  std::vector<std::byte> data(2 * 3328);
+  std::vector<std::byte> scales(2 * 128);
+  const KvLayerView int8 = layout.LayerView(0, data.data(), scales.data());
+  const KvLayerView fp4 = layout.LayerView(1, data.data(), scales.data());
+  struct Row {
+    int block, head;
+    KvSide side;
+    int64_t int8_codes, int8_params, fp4_codes, fp4_scales;
+  };
+  for (const Row& row :
+       {Row{0, 0, KvSide::kK, 0, 2048, 2304, 0}, Row{0, 0, KvSide::kV, 512, 2112, 2560, 2},
+        Row{0, 1, KvSide::kK, 1024, 2176, 2816, 64}, Row{0, 1, KvSide::kV, 1536, 2240, 3072, 66},
+        Row{1, 0, KvSide::kV, 3840, 5440, 5888, 130}}) {
+    CAPTURE(row.block);
+    CAPTURE(row.head);
+    CAPTURE(static_cast<int>(row.side));
+    CHECK(int8.Payload(row.side, row.block, row.head) - data.data() == row.int8_codes);
+    CHECK(int8.Params(row.side, row.block, row.head) - data.data() == row.int8_params);
+    CHECK(fp4.Payload(row.side, row.block, row.head) - data.data() == row.fp4_codes);
+    CHECK(fp4.Scales(row.side, row.block, row.head) - scales.data() == row.fp4_scales);
+  }
+  CHECK(int8.row_bytes[0] == 32);
+  CHECK(int8.param_bytes[0] == 4);
+  CHECK(fp4.row_bytes[0] == 16);
+  CHECK(fp4.ScaleStride() == 4);
+}
+
 TEST_CASE("mixed pairs sum their sides") {
   const Layout fp8_nv(OneLayer(kFp8, kNv, 128));
   CHECK(fp8_nv.block_bytes() == 3 * 64 * (128 + 64));
