@@ -9,6 +9,7 @@ missing=()
 need() { # need COMMAND-OR-HEADER PACKAGE
   command -v "$1" >/dev/null || [ -e "/usr/include/$1" ] || missing+=("$2")
 }
+need git git
 need g++ g++
 need cmake cmake
 need ninja ninja-build
@@ -17,6 +18,8 @@ need clang-format clang-format
 need doctest/doctest.h doctest-dev
 need valgrind/callgrind.h valgrind
 python3 -c 'import venv, ensurepip' 2>/dev/null || missing+=(python3-venv)
+[ -e "$(python3 -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] ||
+  missing+=(python3-dev)
 if [ "${#missing[@]}" -gt 0 ]; then
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     echo "== installing system packages: ${missing[*]}"

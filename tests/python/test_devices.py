@@ -67,7 +67,7 @@ from lmdeploy import GenerationConfig, TurbomindEngineConfig, pipeline
 path, device_type, policy, step, prompt = sys.argv[1:]
 config = TurbomindEngineConfig(
     device_type=device_type, quant_policy=policy, session_len=128, max_batch_size=2,
-    max_prefill_token_num=int(step), cache_max_entry_count=0.01, num_threads=1,
+    max_prefill_token_num=int(step), cache_max_entry_count=0.01, num_threads=1, kv_quality="raw",
 )
 with pipeline(path, backend_config=config) as pipe:
     gen = GenerationConfig(max_new_tokens=4, ignore_eos=True, output_logits="generation")
@@ -321,7 +321,12 @@ def test_an_engine_on_a_gpu(shim, checkpoint, policy, mode):
     wanted = json.loads(run(ANSWER, os.devnull, checkpoint, "cpu", mode, *ask[1:]))
     assert wanted[0][0].startswith("device: cpu") and len(tokens) == len(wanted[1]) == 4
     error = np.subtract(logits[0], wanted[2][0])
-    assert np.abs(error).max() < LOGIT_TOLERANCE * np.std(wanted[2][0])
+    bound = LOGIT_TOLERANCE * np.std(wanted[2][0])
+    if mode == "none":
+        assert np.abs(error).max() < bound
+    else:  # single values may differ more: those next to a midpoint are stored as other codes
+        plain = json.loads(run(ANSWER, os.devnull, checkpoint, "cpu", "none", *ask[1:]))
+        assert np.std(error) < bound < np.std(np.subtract(logits[0], plain[2][0]))
 
 
 def test_cublas_lt_of_a_wheel(tmp_path, monkeypatch):
