@@ -8,7 +8,8 @@
 
 namespace turbomind {
 
-// FP32 values in a device's memory, copied there once. The device must outlive them.
+// FP32 values in a device's memory, copied there once: `values` may go when the constructor
+// returns. The device must outlive them.
 class DeviceArray {
  public:
   DeviceArray() = default;
@@ -18,6 +19,7 @@ class DeviceArray {
       device_ = &device;
       data_ = static_cast<float*>(device.Reserve(num_bytes()));
       device.Copy(data_, values, num_bytes());
+      device.Synchronize();
     }
   }
   ~DeviceArray() {

@@ -183,6 +183,7 @@ void KvCache::SetFactors(int layer, KvSide side, const std::vector<float>& facto
     pool = Reserve(static_cast<int64_t>(num_bytes));
   }
   device_.Copy(pool.memory, factors.data(), num_bytes);
+  device_.Synchronize();
 }
 
 void KvCache::SetKMean(int layer, const std::vector<float>& mean) {
@@ -205,6 +206,7 @@ void KvCache::SetKMean(int layer, const std::vector<float>& mean) {
     pool = Reserve(static_cast<int64_t>(num_bytes));
   }
   device_.Copy(pool.memory, mean.data(), num_bytes);
+  device_.Synchronize();
 }
 
 const float* KvCache::KMean(int layer) const {

@@ -193,7 +193,6 @@ void LaunchGraph(Graph graph, Stream) {
 void DestroyGraph(Graph graph) noexcept { delete graph; }
 
 void RunOnShim(const LaunchShape& shape, Stream stream, std::function<void()> kernel) {
-  constexpr int64_t kMostGridY = 65535;
   Check(shape.grid_y <= kMostGridY && shape.grid_z <= kMostGridY && shape.threads <= 1024 &&
             shape.shared_bytes <= PropertiesOf(0).shared_bytes_per_block,
         "a launch stays inside what a GPU can");

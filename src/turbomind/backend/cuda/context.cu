@@ -16,6 +16,7 @@ void* Workspace::Get(size_t num_bytes) {
   if (memory_ != nullptr) {
     FreeGpu(memory_);
   }
+  ++generation_;  // also where there is no memory for the new one
   memory_ = nullptr;
   num_bytes_ = 0;
   if (step_bytes_ > 0) {
@@ -23,7 +24,6 @@ void* Workspace::Get(size_t num_bytes) {
   }
   memory_ = AllocateGpu(num_bytes);
   num_bytes_ = num_bytes;
-  ++generation_;
   return memory_;
 }
 

@@ -138,13 +138,15 @@ void LaunchItems(const Context& context, const PoolItems& pool, DecodeParams par
         "a block has less than 2 GiB");
   params.kv = pool.kv;
   params.block_tables = pool.block_tables;
-  params.items = pool.items;
-  Launch(variant.kernel,
-         {.grid_x = BlocksPerItem(pool.kv.kv_heads, params.q_heads, variant.heads),
-          .grid_y = pool.num_items,
-          .threads = variant.threads,
-          .shared_bytes = variant.shared_bytes},
-         context.stream, params);
+  for (int64_t first = 0; first < pool.num_items; first += kMostGridY) {
+    params.items = pool.items + first;  // where an item's partial sums go does not depend on it
+    Launch(variant.kernel,
+           {.grid_x = BlocksPerItem(pool.kv.kv_heads, params.q_heads, variant.heads),
+            .grid_y = std::min(pool.num_items - first, kMostGridY),
+            .threads = variant.threads,
+            .shared_bytes = variant.shared_bytes},
+           context.stream, params);
+  }
 }
 
 void LaunchCombine(const Context& context, const CombineParams& params) {

@@ -58,7 +58,7 @@ struct FlattenSpan {
 //
 // Mode none: as stored (FP16 or BF16), unless all_half. All others: FP16, of
 //   FP4        E2M1 * scale, exact; without g
-//   FP8        the code's value, exact; without g
+//   FP8        the code's value, exact (below SM 89 an E4M3 NaN is read as 480); without g
 //   int8, int4 code * scale + zero in FP32, rounded once to FP16, at most 65504 in size
 // g stays the reader's: part of the softmax scale of cold scores (K) and of the weights or of the
 // output (V), as AttentionParams says. A position whose block is -1 gives zeros.

@@ -10,10 +10,12 @@
 
 namespace turbomind::cuda {
 
+inline constexpr int64_t kMostGridY = 65535;  // and in z
+
 struct LaunchShape {
   int64_t grid_x = 1;
-  int64_t grid_y = 1;  // at most 65535
-  int64_t grid_z = 1;  // at most 65535
+  int64_t grid_y = 1;
+  int64_t grid_z = 1;
   int threads = 32;
   size_t shared_bytes = 0;
 };

@@ -28,7 +28,6 @@ constexpr int kLeastLibraryRows = 65;
 constexpr int kLeastExpandedRows = 512;
 constexpr int kLeastExpandedRowsMma = 2048;
 constexpr int64_t kExpandedBytes = int64_t{64} << 20;
-constexpr int64_t kMostGridY = 65535;
 constexpr int kLeastUnits = 5;  // of a slice: less is over before its first loads are back
 
 const CudaMatrix& Weight(const LinearPart& part) {

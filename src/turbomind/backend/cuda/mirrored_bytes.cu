@@ -29,6 +29,7 @@ void MirroredBytes::Reserve(size_t num_bytes) {
   }
   Synchronize(stream_);
   Free();
+  ++generation_;  // also where there is no memory for the new ones
   const size_t capacity = std::bit_ceil(num_bytes);
   host_ = static_cast<std::byte*>(AllocatePinned(capacity));
   try {
@@ -38,7 +39,6 @@ void MirroredBytes::Reserve(size_t num_bytes) {
     throw;
   }
   capacity_ = capacity;
-  ++generation_;
 }
 
 void MirroredBytes::Upload(size_t num_bytes) {

@@ -63,8 +63,8 @@ void FreePinned(void* memory) noexcept;
 Stream CreateStream();
 void DestroyStream(Stream stream) noexcept;
 void Synchronize(Stream stream);
-// In the order of the stream. Either address on the host or the GPU; host memory that is not
-// pinned has been read when the call returns.
+// In the order of the stream. Either address on the host or the GPU; what lies on the host stays
+// until the stream is waited for: some GPUs read memory that is not pinned by themselves.
 void CopyBytes(void* to, const void* from, size_t num_bytes, Stream stream);
 void ClearBytes(void* to, size_t num_bytes, Stream stream);
 
