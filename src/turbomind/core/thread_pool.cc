@@ -10,6 +10,7 @@
 #include <condition_variable>
 #include <mutex>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -81,12 +82,25 @@ struct alignas(64) Place {
 // jobs can never run an item twice or with an old function.
 struct ThreadPool::Impl {
   explicit Impl(int num_threads) : places(static_cast<size_t>(num_threads)) {
-    for (int i = 1; i < num_threads; ++i) {
-      workers.emplace_back([this, i] { WorkerLoop(i); });
+    try {
+      for (int i = 1; i < num_threads; ++i) {
+        workers.emplace_back([this, i] { WorkerLoop(i); });
+      }
+    } catch (const std::system_error& error) {
+      const size_t started = workers.size() + 1;
+      Stop();
+      throw InvalidArgument("num_threads: got " + std::to_string(num_threads) +
+                            ", the system gives " + std::to_string(started) + " (" + error.what() +
+                            "); use fewer (--num-threads)");
+    } catch (...) {
+      Stop();
+      throw;
     }
   }
 
-  ~Impl() {
+  ~Impl() { Stop(); }
+
+  void Stop() {
     stop.store(true);
     { const std::lock_guard lock(mutex); }
     work.notify_all();

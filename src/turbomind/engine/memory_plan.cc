@@ -131,6 +131,7 @@ KvCacheConfig CacheConfig(const ModelConfig& model, const EngineConfig& config) 
 }
 
 void RequireKernels(const ModelConfig& model, const EngineConfig& config, const Device& device) {
+  RequireHeadDim(model.head_dim);
   RequireAttention(device, MakeLayerGroups(CacheConfig(model, config)));
 }
 

@@ -46,7 +46,7 @@ struct SchedulerStats {
 //  1. Every running sequence is older than every waiting one (by `arrival`).
 //  2. At most min(max_batch_size, max_step_tokens) run, so that each of them advances each step.
 //  3. While anything waits or runs, Plan() returns a batch that is not empty. This holds because
-//     requests that could not run alone are refused before (SequenceManager::CanEverFit).
+//     requests that could not run alone are refused before (MemoryPlan::max_sequence_tokens).
 // Engine thread only.
 class Scheduler {
  public:

@@ -206,5 +206,16 @@ TEST_CASE("what does not fit is refused with the bytes it takes") {
   CHECK_THROWS_AS(PlanMemory(Model(), config, kFreeBytes, true), InvalidArgument);
 }
 
+TEST_CASE("a head_dim that attention cannot compute is refused before there are weights") {
+  const auto device = MakeCpuDevice(1);
+  ModelConfig model = Model();
+  const EngineConfig config = Config(KvCacheMode::kNone);
+  CHECK_NOTHROW(RequireKernels(model, config, *device));
+  for (const int head_dim : {272, 1024}) {
+    model.head_dim = head_dim;
+    CHECK_THROWS_AS(RequireKernels(model, config, *device), InvalidArgument);
+  }
+}
+
 }  // namespace
 }  // namespace turbomind
