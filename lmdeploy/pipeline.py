@@ -11,6 +11,7 @@ import logging
 import queue
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from lmdeploy.model import ChatTemplateConfig
-    from lmdeploy.turbomind.engine import AsyncEngine, RequestStream
+    from lmdeploy.turbomind.engine import AsyncEngine, EngineFailure, RequestStream
 
 Message: TypeAlias = dict[str, Any]
 Prompt: TypeAlias = "str | list[Message]"
@@ -34,6 +35,7 @@ T = TypeVar("T")
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _MAX_IN_FLIGHT = 256  # prompts handed to the engine at a time
+_ANSWERED = ("stop", "length", "tool_calls")  # the others: error, abort
 
 
 @dataclass
@@ -53,27 +55,60 @@ class Session:
 
 
 class _LoopThread:
-    """An event loop in a thread."""
+    """An event loop in a thread. Any thread may call its methods."""
 
     def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="tm-loop", daemon=True)
+        self._loop = asyncio.new_event_loop()
+        self._lock = threading.Lock()
+        self._closing = False
+        self._thread = threading.Thread(target=self._loop.run_forever, name="tm-loop", daemon=True)
         self._thread.start()
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Begins `coroutine` there. EngineFailure once the loop is closed."""
+        with self._lock:
+            if not self._closing:
+                return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        coroutine.close()
+        raise _closed_meanwhile()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs `coroutine` there and waits. An interrupt cancels it."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        future = self.start(coroutine)
         try:
-            return future.result()
+            return self.result(future)
         except BaseException:
             future.cancel()
             raise
 
+    def result(self, future: Future[T]) -> T:
+        """Waits for what `start` began. EngineFailure when the loop was closed meanwhile."""
+        try:
+            return future.result()
+        except CancelledError:
+            raise _closed_meanwhile() from None
+
     def close(self) -> None:
-        """Stops the loop and joins the thread."""
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        """Cancels what runs, stops the loop and joins the thread. May be called again."""
+        with self._lock:
+            if not self._closing:
+                asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+            self._closing = True
         self._thread.join()
-        self.loop.close()
+        self._loop.close()
+
+    async def _end(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._loop.stop()
+
+
+def _closed_meanwhile() -> EngineFailure:
+    from lmdeploy.turbomind.engine import EngineFailure
+
+    return EngineFailure("the pipeline was closed before the answer was complete")
 
 
 class Pipeline:
@@ -100,7 +135,9 @@ class Pipeline:
             )
         self.engine = engine
         self._loop = _LoopThread()
+        self._closing = False  # no new calls
         self._closed = False
+        self._close_lock = threading.RLock()
 
     def __enter__(self) -> Pipeline:
         return self
@@ -114,11 +151,18 @@ class Pipeline:
         self.close()
 
     def close(self) -> None:
-        """Stops the engine and frees the model. May be called more than once."""
-        if not self._closed:
-            self._closed = True
-            self.engine.close()
-            self._loop.close()
+        """Stops the engine and frees the model. May be called more than once.
+
+        Calls that still wait in other threads end with EngineFailure.
+        """
+        if self.engine.in_other_process:
+            return
+        self._closing = True
+        with self._close_lock:
+            if not self._closed:
+                self.engine.close()
+                self._loop.close()
+                self._closed = True
 
     def infer(
         self,
@@ -143,6 +187,7 @@ class Pipeline:
 
         Raises:
             ValueError: a wrong prompt, e.g. longer than session_len. No prompt runs then.
+            EngineFailure: the engine has failed, was closed meanwhile, or is another process's.
         """
         from tqdm import tqdm
 
@@ -189,7 +234,7 @@ class Pipeline:
         """
         options = (chat_template_kwargs or {}) if do_preprocess else None
         jobs, _ = self._jobs(prompts, gen_config, template_options=options)
-        pieces: queue.Queue[Response | BaseException | None] = queue.Queue()
+        pieces: queue.Queue[Response | None] = queue.Queue()
 
         async def run_one(job: _Job) -> None:
             stream = await self._submit(job)
@@ -203,19 +248,17 @@ class Pipeline:
             tasks = [asyncio.ensure_future(run_one(job)) for job in jobs]
             try:
                 await asyncio.gather(*tasks)
-                pieces.put(None)
-            except BaseException as error:
-                pieces.put(error)
             finally:
                 for task in tasks:
                     task.cancel()
 
-        future = asyncio.run_coroutine_threadsafe(run_all(), self._loop.loop)
+        future = self._loop.start(run_all())
+        future.add_done_callback(lambda _: pieces.put(None))
         try:
             while (piece := pieces.get()) is not None:
-                if isinstance(piece, BaseException):
-                    raise piece
                 yield piece
+                self.engine.check_process()
+            self._loop.result(future)
         finally:
             future.cancel()
 
@@ -230,7 +273,8 @@ class Pipeline:
         """One turn of a conversation.
 
         Returns the session with the answer in `response` and the turn in `history`, or with
-        `stream_response` an iterator of pieces; the session is updated when it ends.
+        `stream_response` an iterator of pieces; the session is updated when it ends. A turn whose
+        answer failed or was aborted is not part of the history.
 
         Raises ValueError for n > 1: a conversation goes on with one answer.
         """
@@ -253,8 +297,11 @@ class Pipeline:
 
         The exponential of a value is the perplexity that the name speaks of.
 
-        Raises ValueError for lists shorter than 2 tokens.
+        Raises ValueError for lists shorter than 2 tokens and EngineFailure for a failed request.
         """
+        from lmdeploy.turbomind.engine import EngineFailure
+
+        self._check_open()
         batch = cast(
             "list[list[int]]",
             [input_ids] if input_ids and isinstance(input_ids[0], int) else input_ids,
@@ -270,6 +317,9 @@ class Pipeline:
 
         result = []
         for response, ids in zip(self._loop.run(run_all()), batch, strict=True):
+            if response.finish_reason not in _ANSWERED:
+                why = response.error_message or f"it ended with {response.finish_reason}"
+                raise EngineFailure(f"input_ids[{response.index}]: the request failed: {why}")
             values = [
                 logprobs[token]
                 for logprobs, token in zip(response.prompt_logprobs or [], ids[1:], strict=True)
@@ -286,7 +336,8 @@ class Pipeline:
             yield piece
         if pieces:
             session.response = join_pieces(pieces)
-            session.history.append((prompt, session.response.text))
+            if session.response.finish_reason in _ANSWERED:
+                session.history.append((prompt, session.response.text))
 
     async def _submit(self, job: _Job) -> RequestStream:
         return await self.engine.submit(job.ids, job.config, index=job.choice, chat=job.chat)
@@ -294,6 +345,11 @@ class Pipeline:
     async def _answer(self, job: _Job) -> Response:
         stream = await self._submit(job)
         return replace(await collect(stream), index=job.index, choice=job.choice)
+
+    def _check_open(self) -> None:
+        self.engine.check_process()
+        if self._closing:
+            raise ValueError("pipeline: got a closed one, wanted an open one; make a new pipeline")
 
     def _jobs(
         self,
@@ -303,8 +359,7 @@ class Pipeline:
         template_options: dict[str, Any] | None,
     ) -> tuple[list[_Job], bool]:
         # Options are None where no template is applied.
-        if self._closed:
-            raise ValueError("pipeline: got a closed one, wanted an open one; make a new pipeline")
+        self._check_open()
         single = isinstance(prompts, str) or _is_conversation(prompts)
         if not single and not isinstance(prompts, (list, tuple)):
             raise refuse("prompts", prompts, wanted="a text, a conversation, or a list of either")
@@ -322,7 +377,8 @@ class Pipeline:
             if not isinstance(config, GenerationConfig):
                 raise refuse("gen_config", config, wanted="a GenerationConfig")
             ids = self._encode(prompt, template_options)
-            self.engine.check_prompt(ids, f"prompt {i}")
+            num_new = min(config.max_new_tokens, 1)
+            self.engine.check_prompt(ids, f"prompt {i}", num_new=num_new)
             template = self.engine.parts.chat_template
             chat = template_options is not None
             if chat and template is not None and template.stop_words:

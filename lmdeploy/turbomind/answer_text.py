@@ -154,6 +154,11 @@ class AnswerText:
             self._spans.pop()
         self.stopped = self._done = True
 
+    @property
+    def overhang(self) -> int:
+        """Characters of the last token, not yet taken, that the stop word cut off."""
+        return self._spans[-1][1] - self._released - len(self._held) if self._spans else 0
+
     def take(self) -> tuple[str, int]:
         """(text that may be shown, number of tokens that it completes)."""
         keep = 0 if self._done else self._matcher.held
@@ -165,3 +170,57 @@ class AnswerText:
             self._spans.popleft()
             num_tokens += 1
         return text, num_tokens
+
+
+class GatedAnswer(AnswerText):
+    """An answer that ends, too, at stop words which contain special tokens.
+
+    `gate` matches those in the text that shows special tokens. A token becomes part of the answer
+    when it leaves the gate, so none that may begin such a word is shown or counted.
+    """
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stop_words: Sequence[str] = (),
+        *,
+        gate: AnswerText | None,
+        include_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        super().__init__(detokenizer, stop_words, include_stop=include_stop, min_tokens=min_tokens)
+        self._gate = gate
+        self._waiting: deque[int] = deque()  # pushed, not yet out of the gate
+
+    def push(self, token: int) -> None:
+        """Adds a token. REQUIRES: not stopped."""
+        if self._gate is None:
+            super().push(token)
+            return
+        self._waiting.append(token)
+        self._gate.push(token)
+        self._pass(self._gate)
+
+    def finish(self, dropped: Sequence[int] = ()) -> None:
+        """No token follows but `dropped` ones, which may complete a stop word."""
+        if self._gate is not None and not self.stopped:
+            for token in dropped:
+                if not self._gate.stopped:
+                    self._gate.push(token)
+            self._gate.finish()
+            self._pass(self._gate)
+        super().finish()
+
+    def _pass(self, gate: AnswerText) -> None:
+        cut = gate.overhang
+        for _ in range(min(gate.take()[1], len(self._waiting))):
+            if not self.stopped:
+                super().push(self._waiting.popleft())
+        if not gate.stopped or self.stopped:
+            return
+        if cut > 0 and self._spans:
+            begin, end = self._spans[-1]  # of special tokens and reasoning nothing is shown
+            self._held = self._held[: len(self._held) - min(cut, end - begin)]
+        # What is left of the stop word's first character is no text.
+        self._append(self.detokenizer.finish().removesuffix("\ufffd"))
+        self.stopped = self._done = True

@@ -11,7 +11,7 @@ import asyncio
 import atexit
 import itertools
 import logging
-import secrets
+import os
 import threading
 import time
 import weakref
@@ -19,14 +19,21 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lmdeploy.checks import flag_of
+from lmdeploy.checks import flag_of, show
 from lmdeploy.harmony.parser import HarmonyText
 from lmdeploy.harmony.tokens import HarmonyTokens, find_harmony
 from lmdeploy.messages import FinishReason, GenerationConfig, Response, TurbomindEngineConfig
-from lmdeploy.turbomind.answer_text import AnswerText, Detokenizer, KnownIds
+from lmdeploy.turbomind.answer_text import AnswerText, Detokenizer, GatedAnswer, KnownIds
 from lmdeploy.turbomind.devices import open_device
 from lmdeploy.turbomind.engine_plan import plan_engine
 from lmdeploy.turbomind.grammar import make_token_mask
+from lmdeploy.turbomind.request_options import (
+    bad_sequences,
+    check_token_ids,
+    is_constrained,
+    set_sampling,
+    sort_stop_words,
+)
 
 if TYPE_CHECKING:
     from lmdeploy import _turbomind
@@ -47,7 +54,7 @@ _FINISH_REASONS: dict[str, FinishReason] = {
 
 
 class EngineFailure(RuntimeError):
-    """The engine itself has failed; no request can be served any more."""
+    """The engine cannot serve: it has failed, is closed, or belongs to another process."""
 
 
 @dataclass
@@ -112,7 +119,9 @@ def load_parts(
         chat_template=template,
         vocab_size=model.config.vocab_size,
         session_len=native.session_len,
-        eos_ids=_eos_ids(model.tokenizer.stop_ids, model.generation_config),
+        eos_ids=_eos_ids(
+            model.tokenizer.stop_ids, model.generation_config, vocab_size=model.config.vocab_size
+        ),
         kv=kv,
         generation_config=model.generation_config,
         model_path=model_path,
@@ -123,10 +132,21 @@ def load_parts(
     )
 
 
-def _eos_ids(stop_ids: list[int], generation_config: dict[str, Any]) -> list[int]:
+def _eos_ids(
+    stop_ids: list[int], generation_config: dict[str, Any], *, vocab_size: int
+) -> list[int]:
     more = generation_config.get("eos_token_id")
-    ids = more if isinstance(more, list) else [more]
-    return sorted({*stop_ids, *(i for i in ids if isinstance(i, int))})
+    given = [*stop_ids, *(more if isinstance(more, list) else [] if more is None else [more])]
+    good = {i for i in given if type(i) is int and 0 <= i < vocab_size}
+    bad = {show(i): i for i in given if type(i) is not int or i not in good}
+    if bad:
+        logger.warning(
+            "generation_config.json or config.json: eos_token_id: got %s, wanted ids of 0 to %d; "
+            "ignored",
+            ", ".join(bad),
+            vocab_size - 1,
+        )
+    return sorted(good)
 
 
 # In errors of a request's own options (grammar.py, ops/sampling.cc). Those of Python callbacks come
@@ -147,7 +167,7 @@ class RequestStream:
     """
 
     def __init__(
-        self, engine: AsyncEngine, request: Any, *, config: GenerationConfig, answer: AnswerText
+        self, engine: AsyncEngine, request: Any, *, config: GenerationConfig, answer: GatedAnswer
     ) -> None:
         split = answer.detokenizer
         self._split = split if isinstance(split, HarmonyText) else None
@@ -197,14 +217,14 @@ class RequestStream:
     def _assemble(self, output: Any) -> Response:
         self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
         include_stop = self.config.include_stop_str_in_output
-        drop = 0 if include_stop else output.stop_tokens
+        kept = max(len(output.tokens) - (0 if include_stop else output.stop_tokens), 0)
         reason: FinishReason | None = _FINISH_REASONS.get(output.finish_reason)
-        self._push(output.tokens[: len(output.tokens) - drop], output.logprobs)
+        self._push(output.tokens[:kept], output.logprobs)
         if self._answer.stopped:
             reason = "stop"
             self._engine.forget(self.request_id)
         elif reason is not None:
-            self._answer.finish()
+            self._answer.finish(output.tokens[kept:])
             if self._answer.stopped:
                 reason = "stop"
         text, count = self._answer.take()
@@ -267,7 +287,11 @@ class AsyncEngine:
         self._ids = itertools.count(1)
         self._streams: dict[int, RequestStream] = {}
         self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._failure = ""  # of the drain thread
         self._closing = threading.Event()
+        self._closed = False
+        self._close_lock = threading.RLock()
         self._drain_thread = threading.Thread(target=self._drain, name="tm-drain", daemon=True)
         self._drain_thread.start()
         _running.add(self)
@@ -301,13 +325,27 @@ class AsyncEngine:
 
     @property
     def healthy(self) -> bool:
-        """False from the moment the engine has failed or been closed."""
-        return not self._closing.is_set() and self.parts.core.healthy
+        """False from the moment the engine has failed or been closed, and after a fork."""
+        if self.in_other_process or self._closing.is_set() or self._failure:
+            return False
+        return self.parts.core.healthy
 
     @property
     def failure(self) -> str:
         """Why the engine is not healthy."""
-        return "the engine is closed" if self._closing.is_set() else self.parts.core.failure
+        if self.in_other_process:
+            return (
+                f"the engine was made before a fork and runs in process {self._pid} only: "
+                "make it in the process that uses it"
+            )
+        if self._closing.is_set():
+            return "the engine is closed"
+        return self._failure or self.parts.core.failure
+
+    @property
+    def in_other_process(self) -> bool:
+        """Whether this is a child, made by fork, of the process that the engine runs in."""
+        return os.getpid() != self._pid
 
     def cache_line(self) -> str:
         """One line on the cache."""
@@ -323,20 +361,28 @@ class AsyncEngine:
         """Counters of the C++ engine."""
         return self.parts.core.stats()
 
-    def check_prompt(self, prompt_ids: list[int], flag: str = "the prompt") -> None:
-        """ValueError with the numbers when a prompt can never be served."""
+    def check_prompt(
+        self, prompt_ids: list[int], flag: str = "the prompt", *, num_new: int = 1
+    ) -> None:
+        """ValueError with the numbers when a prompt can never be served.
+
+        `num_new`: tokens that must fit behind it, 0 where max_new_tokens is 0, else 1.
+        """
         if not prompt_ids:
             raise ValueError("prompt: got no tokens, wanted at least 1; change the prompt")
-        limit = self.max_request_tokens
-        if len(prompt_ids) >= limit and len(prompt_ids) >= self.parts.session_len:
+        limit, session_len = self.max_request_tokens, self.parts.session_len
+        wanted = len(prompt_ids) + num_new
+        got = f"prompt: got {len(prompt_ids)} tokens, wanted "
+        got += "fewer than" if num_new else "at most"
+        if wanted > limit and wanted > session_len:
             raise ValueError(
-                f"prompt: got {len(prompt_ids)} tokens, wanted fewer than session_len "
-                f"{self.parts.session_len}; shorten the prompt or raise {flag_of('session_len')}"
+                f"{got} session_len {session_len}; shorten the prompt or raise "
+                f"{flag_of('session_len')}"
             )
-        if len(prompt_ids) >= limit:
+        if wanted > limit:
             raise ValueError(
-                f"prompt: got {len(prompt_ids)} tokens, wanted fewer than the {limit} that the KV "
-                f"cache holds; shorten {flag} or raise {flag_of('cache_max_entry_count')}"
+                f"{got} the {limit} that the KV cache holds; shorten {flag} or raise "
+                f"{flag_of('cache_max_entry_count')}"
             )
         top = max(prompt_ids)
         if top >= self.parts.vocab_size or min(prompt_ids) < 0:
@@ -363,7 +409,7 @@ class AsyncEngine:
         Raises ValueError when the request is wrong and EngineFailure when the engine has failed.
         """
         config = config or GenerationConfig()
-        self._check_healthy()
+        self.check_healthy()
         request, answer = await asyncio.to_thread(
             self._make_request, prompt_ids, config, index=index, chat=chat
         )
@@ -375,9 +421,9 @@ class AsyncEngine:
         except BaseException:
             with self._lock:
                 self._streams.pop(stream.request_id, None)
-            self._check_healthy()
+            self.check_healthy()
             raise
-        self._check_healthy()
+        self.check_healthy()
         return stream
 
     async def generate(
@@ -393,6 +439,8 @@ class AsyncEngine:
 
     def forget(self, request_id: int) -> None:
         """Cancels a request whose outputs nobody wants any more."""
+        if self.in_other_process:
+            return
         with self._lock:
             known = self._streams.pop(request_id, None)
         if known is not None and not self._closing.is_set():
@@ -411,33 +459,40 @@ class AsyncEngine:
         return len(ids)
 
     def close(self) -> None:
-        """Stops the engine; streams that still run end with EngineFailure."""
-        if self._closing.is_set():
+        """Stops the engine; streams that still run end with EngineFailure.
+
+        A second caller waits for the first, and what an interrupt cut short is done again.
+        """
+        if self.in_other_process:
             return
-        self._closing.set()
-        self.parts.on_close()
-        self._drain_thread.join()
-        self.parts.core.close()
+        with self._close_lock:
+            if not self._closed:
+                self._closing.set()
+                self.parts.on_close()
+                self._drain_thread.join()
+                self.parts.core.close()
+                self._closed = True
 
-    def stop_ids_of(self, word: str) -> list[int]:
-        """Token ids of a stop word that plain text cannot show (special tokens), else []."""
-        tokenizer = self.parts.tokenizer
-        ids = tokenizer.encode(word, add_special=False)
-        return ids if word not in tokenizer.decode(ids, skip_special=True) else []
-
-    def _check_healthy(self) -> None:
+    def check_healthy(self) -> None:
+        """EngineFailure when no request can be served."""
+        self.check_process()
         if not self.healthy:
             raise EngineFailure(f"the engine has failed: {self.failure}")
 
+    def check_process(self) -> None:
+        """EngineFailure in another process than the engine's own."""
+        if self.in_other_process:
+            raise EngineFailure(self.failure)
+
     def _make_request(
         self, prompt_ids: list[int], config: GenerationConfig, *, index: int, chat: bool
-    ) -> tuple[Any, AnswerText]:
+    ) -> tuple[Any, GatedAnswer]:
         # In a worker thread: tokenising words and compiling a grammar take time.
         harmony = self.parts.harmony if chat else None
-        if harmony is not None and _is_constrained(config):
+        if harmony is not None and is_constrained(config):
             prompt_ids = [*prompt_ids, *harmony.begin_final(self.parts.tokenizer)]
-        self.check_prompt(prompt_ids)
-        self._check_token_ids(config)
+        self.check_prompt(prompt_ids, num_new=min(config.max_new_tokens, 1))
+        check_token_ids(config, self.parts.vocab_size)
         room = self.max_request_tokens - len(prompt_ids)
         request = self.parts.new_request()
         request.id = next(self._ids)
@@ -446,36 +501,35 @@ class AsyncEngine:
         request.min_new_tokens = min(config.min_new_tokens or 0, request.max_new_tokens)
         request.ignore_eos = config.ignore_eos
         request.eos_ids = [] if config.ignore_eos else list(self.parts.eos_ids)
-        request.stop_sequences = [[i] for i in config.stop_token_ids or []]
-        text_words = []
-        for word in config.stop_words or []:
-            ids = self.stop_ids_of(word)
-            if ids:
-                request.stop_sequences.append(ids)
-            else:
-                text_words.append(word)
-        request.bad_sequences = self._bad_sequences(config)
+        stop_ids, plain_words, special_words = sort_stop_words(
+            config.stop_words or [], self.parts.tokenizer
+        )
+        request.stop_sequences = [[i] for i in [*(config.stop_token_ids or []), *stop_ids]]
+        request.bad_sequences = bad_sequences(config, self.parts.tokenizer)
         request.num_logprobs = -1 if config.logprobs is None else config.logprobs
         request.num_prompt_logprobs = (
             -1 if config.prompt_logprobs is None else config.prompt_logprobs
         )
         request.logits_output = config.output_logits or "none"
-        _set_sampling(request, config, index=index)
+        set_sampling(request, config, index=index)
         if config.response_format is not None:
             request.token_mask = make_token_mask(
                 lambda: self.parts.tokenizer.grammar_tokenizer(self.parts.vocab_size),
                 config.response_format,
             )
-        return request, self._answer_text(config, text_words, harmony=harmony, chat=chat)
+        return request, self._answer_text(
+            config, plain_words, special_words=special_words, harmony=harmony, chat=chat
+        )
 
     def _answer_text(
         self,
         config: GenerationConfig,
-        text_words: list[str],
+        plain_words: list[str],
         *,
+        special_words: list[str],
         harmony: HarmonyTokens | None,
         chat: bool,
-    ) -> AnswerText:
+    ) -> GatedAnswer:
         tokenizer = self.parts.tokenizer
         template = self.parts.chat_template
         begins_text = chat and not (template is not None and template.goes_on)
@@ -483,47 +537,34 @@ class AsyncEngine:
             tokenizer, config.skip_special_tokens, begins_text=begins_text
         )
         if harmony is not None:
-            detokenizer = HarmonyText(tokenizer, harmony, in_final=_is_constrained(config))
-        return AnswerText(
-            detokenizer,
-            text_words,
-            include_stop=config.include_stop_str_in_output,
-            min_tokens=config.min_new_tokens or 0,
+            detokenizer = HarmonyText(tokenizer, harmony, in_final=is_constrained(config))
+        include_stop, min_tokens = config.include_stop_str_in_output, config.min_new_tokens or 0
+        gate = None
+        if special_words:
+            shown = KnownIds(tokenizer, skip_special=False, begins_text=begins_text)
+            gate = AnswerText(
+                shown, special_words, include_stop=include_stop, min_tokens=min_tokens
+            )
+        return GatedAnswer(
+            detokenizer, plain_words, gate=gate, include_stop=include_stop, min_tokens=min_tokens
         )
-
-    def _check_token_ids(self, config: GenerationConfig) -> None:
-        limit = self.parts.vocab_size
-        for name in ("stop_token_ids", "bad_token_ids", "logit_bias"):
-            for token in getattr(config, name) or ():
-                if token >= limit:
-                    raise ValueError(
-                        f"{name}: got token id {token}, wanted 0 to {limit - 1}; change {name}"
-                    )
-
-    def _bad_sequences(self, config: GenerationConfig) -> list[list[int]]:
-        sequences = [[i] for i in config.bad_token_ids or []]
-        for word in config.bad_words or []:
-            for spelling in (word, " " + word):
-                ids = self.parts.tokenizer.encode(spelling, add_special=False)
-                if ids and ids not in sequences:
-                    sequences.append(ids)
-        return sequences
 
     def _drain(self) -> None:
         core = self.parts.core
-        while not self._closing.is_set():
-            try:
+        reason = "the engine has been closed"
+        try:
+            while not self._closing.is_set():
                 outputs = core.wait_outputs(_WAIT_MS)
-            except Exception as error:
-                logger.error("the engine's outputs cannot be read: %s", error)
-                self._end_all(EngineFailure(f"the engine has failed: {error}"))
-                return
-            for output in outputs:
-                self._deliver(output)
-            if not outputs and not core.healthy:
-                self._end_all(EngineFailure(f"the engine has failed: {core.failure}"))
-                return
-        self._end_all(EngineFailure("the engine has been closed"))
+                for output in outputs:
+                    self._deliver(output)
+                if not outputs and not core.healthy:
+                    reason = f"the engine has failed: {core.failure}"
+                    break
+        except BaseException as error:  # whatever it is, without this thread nobody is answered
+            logger.exception("the engine's outputs cannot be delivered")
+            self._failure = str(error) or repr(error)
+            reason = f"the engine has failed: {self._failure}"
+        self._end_all(EngineFailure(reason))
 
     def _deliver(self, output: Any) -> None:
         with self._lock:
@@ -555,24 +596,3 @@ def _close_all() -> None:
     """A thread inside the C++ engine when the interpreter ends would abort the process."""
     for engine in list(_running):
         engine.close()
-
-
-def _is_constrained(config: GenerationConfig) -> bool:
-    return config.response_format is not None and config.response_format.get("type") != "text"
-
-
-def _set_sampling(request: Any, config: GenerationConfig, *, index: int) -> None:
-    request.do_sample = config.do_sample and config.temperature > 0
-    request.temperature = config.temperature or 1.0
-    for name in (
-        "top_k",
-        "top_p",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-    ):
-        setattr(request, name, getattr(config, name))
-    seed = secrets.randbits(64) if config.random_seed is None else config.random_seed
-    request.seed = (seed + index) % 2**64
-    request.logit_bias = list((config.logit_bias or {}).items())

@@ -30,16 +30,17 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<a
 
 
 class FakeTextStream:
-    def __init__(self, skip_special: bool) -> None:
+    def __init__(self, skip_special: bool, tokenizer: FakeTokenizer | None = None) -> None:
         import codecs
 
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._skip_special = skip_special
+        self._tokenizer = tokenizer or FakeTokenizer()
 
     def push(self, token: int) -> str:
-        if token >= 256:
-            return "" if self._skip_special else "<eos>"
-        return self._decoder.decode(bytes([token]))
+        if self._skip_special and self._tokenizer.is_special(token):
+            return ""
+        return self._decoder.decode(self._tokenizer.token_bytes(token))
 
     def finish(self) -> str:
         return self._decoder.decode(b"", True)
@@ -52,19 +53,21 @@ class FakeTokenizer:
     bos_token = eos_token = ""
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        if text == "<eos>":
-            return [EOS]
-        return list(text.encode("utf-8", "replace"))
+        first, *others = (list(part.encode("utf-8", "replace")) for part in text.split("<eos>"))
+        return first + [i for part in others for i in (EOS, *part)]
 
     def decode(self, ids: Any, skip_special: bool = True) -> str:
         stream = self.stream(skip_special)
         return "".join(stream.push(i) for i in ids) + stream.finish()
 
     def stream(self, skip_special: bool = True, *, begins_text: bool = True) -> FakeTextStream:
-        return FakeTextStream(skip_special)
+        return FakeTextStream(skip_special, self)
 
     def token_bytes(self, token: int) -> bytes:
         return bytes([token]) if token < 256 else b"<eos>"
+
+    def is_special(self, token: int) -> bool:
+        return token >= 256
 
 
 HARMONY = ("return", "constrain", "channel", "start", "end", "message", "call")
@@ -96,9 +99,6 @@ class HarmonyTokenizer(FakeTokenizer):
 
     def token_bytes(self, token: int) -> bytes:
         return self.names[token - 257].encode() if token > 256 else super().token_bytes(token)
-
-    def is_special(self, token: int) -> bool:
-        return token >= 256
 
 
 class FakeRequest(SimpleNamespace):
@@ -185,10 +185,11 @@ class FakeCore:
             return self._output(request_id, [], "length", prompt_logprobs=prompt_logprobs)
         token = answer[done % len(answer)]
         request.done = done + 1
-        reason, stop = "none", 0
-        if token in request.eos_ids or [token] in request.stop_sequences:
-            reason, stop = "stop", 1
-        elif request.done >= request.max_new_tokens:
+        request.answer = [*getattr(request, "answer", []), token]
+        ends = [[i] for i in request.eos_ids] + request.stop_sequences
+        stop = max((len(end) for end in ends if request.answer[-len(end) :] == end), default=0)
+        reason = "stop" if stop else "none"
+        if not stop and request.done >= request.max_new_tokens:
             reason = "length"
         if reason != "none":
             del self._running[request_id]
@@ -271,10 +272,11 @@ def make_engine(
     step_seconds: float = 0.0,
     session_len: int = 512,
     harmony_template: str | None = None,
+    tokenizer: FakeTokenizer | None = None,
 ) -> AsyncEngine:
     """`harmony_template`: the model is GPT-OSS's kind, with that template ("" for none)."""
     source = TEMPLATE if harmony_template is None else harmony_template
-    tokenizer = FakeTokenizer() if harmony_template is None else HarmonyTokenizer()
+    tokenizer = tokenizer or (FakeTokenizer() if harmony_template is None else HarmonyTokenizer())
     harmony = None if harmony_template is None else HarmonyTokens.of(HarmonyTokenizer())
     ends = [] if harmony is None else [harmony.return_, harmony.call]
     return AsyncEngine(

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
+import time
 
 import pytest
-from fake_engine import EOS, FakeTextStream, make_engine
+from fake_engine import EOS, FakeTextStream, FakeTokenizer, make_engine
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lmdeploy import GenerationConfig
 from lmdeploy.messages import Response
 from lmdeploy.turbomind.answer_text import AnswerText, StopMatcher
-from lmdeploy.turbomind.engine import EngineFailure
+from lmdeploy.turbomind.engine import EngineFailure, GatedAnswer, _eos_ids
 
 
 class Pieces:
@@ -120,6 +122,49 @@ def test_half_characters_wait():
     assert all("\ufffd" not in text for text in shown)
 
 
+# Tokens as they are shown and as they are with special tokens.
+SHOWN = ("a", "b", "ab", "ba", "")
+WHOLE = (*SHOWN[:4], "<S>")
+
+
+@given(
+    st.lists(st.integers(0, 4), max_size=12),
+    st.lists(st.lists(st.sampled_from(["a", "b", "<S>"]), min_size=1, max_size=4), max_size=3),
+    st.booleans(),
+)
+def test_words_with_special_tokens_against_find(tokens, words, include_stop):
+    words = ["".join(word) for word in words]
+    gate = AnswerText(Pieces(WHOLE), words, include_stop=include_stop)
+    answer = GatedAnswer(Pieces(SHOWN), gate=gate, include_stop=include_stop)
+    shown, count = "", 0
+    for token in tokens:
+        answer.push(token)
+        text, more = answer.take()
+        shown, count = shown + text, count + more
+        if answer.stopped:
+            break
+    else:
+        answer.finish()
+        text, more = answer.take()
+        shown, count = shown + text, count + more
+    whole = "".join(WHOLE[token] for token in tokens)
+    ends = [(whole.find(word) + len(word), -len(word)) for word in words if word in whole]
+    end, length = min(ends, default=(len(whole), 0))
+    limit = end if include_stop else end + length
+    begins = [len("".join(WHOLE[t] for t in tokens[:i])) for i in range(len(tokens))]
+    assert shown == whole[:limit].replace("<S>", "")
+    assert count == sum(begin < limit for begin in begins)
+    assert answer.stopped == bool(ends)
+
+
+def test_half_a_character_of_a_dropped_word_is_not_shown():
+    gate = AnswerText(FakeTextStream(False), ["é<eos>"])
+    answer = GatedAnswer(FakeTextStream(True), gate=gate)
+    for token in [*"né".encode(), EOS]:
+        answer.push(token)
+    assert answer.stopped and answer.take()[0] == "n"
+
+
 def test_an_answer_begins_a_text_in_a_chat_alone(monkeypatch):
     engine = make_engine()
     begun = []
@@ -173,6 +218,106 @@ async def test_length_and_stop_ids(engine):
     assert (answer.text, answer.finish_reason) == ("You said: X", "stop")
 
 
+class PairTokenizer(FakeTokenizer):
+    """With `.` and a line break as one token, 257."""
+
+    vocab_size = 258
+
+    def encode(self, text, add_special=True):
+        ids = []
+        for token in super().encode(text):
+            if token == ord("\n") and ids[-1:] == [ord(".")]:
+                ids[-1] = 257
+            else:
+                ids.append(token)
+        return ids
+
+    def token_bytes(self, token):
+        return b".\n" if token == 257 else super().token_bytes(token)
+
+    def is_special(self, token):
+        return token == EOS
+
+
+async def answer_until(script, words, **options):
+    engine = make_engine(lambda _: script, tokenizer=PairTokenizer())
+    options = {"ignore_eos": True, "logprobs": 0, **options}
+    answer = await collect(engine, "x", GenerationConfig(stop_words=words, **options))
+    engine.close()
+    assert len(answer.logprobs) == len(answer.token_ids) == answer.generate_token_len
+    return answer
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize(
+    ("script", "words", "text", "tokens"),
+    [
+        ("One.\n<eos>x", ["\n<eos>"], "One.", [*b"One", 257]),
+        ("One\n<eos>x", ["\n<eos>"], "One", [*b"One"]),
+        ("One\nt<eos>\nwo", ["zz<eos>", "\nw"], "One\nt{}", [*b"One\nt", EOS]),
+        ("a<eos>b<eos><eos>c", ["<eos><eos>"], "a{}b", [ord("a"), EOS, ord("b")]),
+        ("a<eos>b<eos>us", ["b<eos>u"], "a{}", [ord("a"), EOS]),
+        ("One.\nTwo", ["<eos>"], "One.\nTwo", [*b"One", 257, *b"Two"]),
+    ],
+)
+async def test_words_with_special_tokens(script, words, text, tokens, skip):
+    answer = await answer_until(script, words, skip_special_tokens=skip)
+    assert (answer.text, answer.token_ids) == (text.format("" if skip else "<eos>"), tokens)
+    assert answer.finish_reason == "stop"
+
+
+async def test_a_word_with_special_tokens_that_is_not_completed():
+    answer = await answer_until("One\n", ["\n<eos><eos>"], ignore_eos=False)
+    assert (answer.text, answer.token_ids) == ("One\n", [*b"One\n"])
+    answer = await answer_until("One\n", ["\n<eos><eos>"], max_new_tokens=4)
+    assert (answer.text, answer.finish_reason) == ("One\n", "length")
+
+
+async def test_the_end_token_completes_a_word():
+    answer = await answer_until("One\n", ["\n<eos>"], ignore_eos=False)
+    assert (answer.text, answer.token_ids, answer.finish_reason) == ("One", [*b"One"], "stop")
+
+
+async def test_words_with_special_tokens_are_returned_when_asked_for():
+    options = {"include_stop_str_in_output": True}
+    for skip, text in ((True, "One\n"), (False, "One\n<eos>")):
+        answer = await answer_until("One\n<eos>x", ["\n<eos>"], skip_special_tokens=skip, **options)
+        assert (answer.text, answer.token_ids) == (text, [*b"One\n", EOS])
+
+
+async def test_min_tokens_hold_for_words_with_special_tokens():
+    answer = await answer_until("a\n<eos>b\n<eos>c", ["\n<eos>"], min_new_tokens=4)
+    assert answer.text == "a\nb"
+
+
+async def test_a_word_in_the_format_of_gpt_oss(engine):
+    source = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    script = "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>final"
+    harmony = make_engine(lambda _: f"{script}<|message|>a.b<|end|>", harmony_template=source)
+    for word, text in (("a.<|end|>", "a.b"), (".b<|end|>", "a"), ("m<|end|><|start|>", "")):
+        stream = await harmony.submit([97], GenerationConfig(stop_words=[word]), chat=True)
+        whole = Response("", 0, 0)
+        async for piece in stream:
+            whole.extend(piece)
+        assert (whole.text, whole.reasoning_content[0]) == (text, "H")
+    harmony.close()
+
+
+async def test_a_space_that_decoding_drops_makes_no_special_word(engine):
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    from lmdeploy.tokenizer import Tokenizer as OurTokenizer
+
+    backend = Tokenizer(models.BPE({"</s>": 0, "▁": 1, "a": 2}, []))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.decoder = decoders.Metaspace(prepend_scheme="first")
+    backend.add_special_tokens([AddedToken("</s>", special=True)])
+    engine.parts.tokenizer = OurTokenizer(backend, eos_ids=[0])
+    config = GenerationConfig(stop_words=[" a", "</s>", "a</s>"])
+    (await engine.submit([1], config)).close()
+    assert engine.parts.core.requests[-1].stop_sequences == [[0]]
+
+
 async def test_stop_word_cancels_the_rest():
     engine = make_engine(lambda _: "one two three " * 50, step_seconds=0.001)
     answer = await collect(engine, "x", GenerationConfig(stop_words=["two"]))
@@ -210,6 +355,19 @@ async def test_refused_prompts(engine):
     large = make_engine(session_len=10_000)
     with pytest.raises(ValueError, match=r"640 that the KV cache holds.*--cache-max-entry-count"):
         await large.submit([1] * 700)
+    large.close()
+
+
+async def test_a_prompt_without_an_answer_may_be_as_long_as_the_session(engine):
+    config = GenerationConfig(max_new_tokens=0, prompt_logprobs=0)
+    answer = await collect(engine, "x" * 512, config)
+    assert (answer.finish_reason, len(answer.prompt_logprobs)) == ("length", 511)
+    with pytest.raises(ValueError, match="got 513 tokens, wanted at most session_len 512"):
+        await engine.submit([1] * 513, config)
+    large = make_engine(session_len=10_000)
+    assert (await collect(large, "x" * 640, config)).finish_reason == "length"
+    with pytest.raises(ValueError, match="got 641 tokens, wanted at most the 640 that the KV"):
+        await large.submit([1] * 641, config)
     large.close()
 
 
@@ -251,6 +409,84 @@ async def test_engine_failure_ends_all_streams():
     with pytest.raises(EngineFailure):
         await engine.submit([1])
     engine.close()
+
+
+def wait_fails(core):
+    def wait_outputs(timeout_ms):
+        raise MemoryError("no room for outputs")
+
+    core.wait_outputs = wait_outputs
+
+
+def output_is_wrong(core):
+    core.wait_outputs = lambda timeout_ms: ["no room for outputs"]
+
+
+@pytest.mark.parametrize("break_core", [wait_fails, output_is_wrong])
+async def test_an_engine_that_cannot_deliver_has_failed(break_core):
+    engine = make_engine(lambda _: "a" * 400, step_seconds=0.001)
+    task = asyncio.create_task(collect(engine, "x"))
+    await asyncio.sleep(0.02)
+    break_core(engine.parts.core)
+    with pytest.raises(EngineFailure, match="the engine has failed: "):
+        await asyncio.wait_for(task, 5)
+    assert not engine.healthy
+    assert engine.failure in (
+        "no room for outputs",
+        "'str' object has no attribute 'finish_reason'",
+    )
+    with pytest.raises(EngineFailure, match="the engine has failed: "):
+        await asyncio.wait_for(collect(engine, "x"), 5)
+    engine.close()
+
+
+def test_an_interrupted_close_can_be_finished(monkeypatch):
+    engine = make_engine()
+    join, calls = engine._drain_thread.join, []
+
+    def interrupted():
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        join()
+
+    monkeypatch.setattr(engine._drain_thread, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.close()
+    assert not engine.healthy and engine.parts.core.healthy
+    engine.close()
+    engine.close()
+    assert len(calls) == 2 and not engine.parts.core.healthy
+    assert engine.failure == "the engine is closed"
+
+
+def test_a_second_close_waits_for_the_first():
+    engine = make_engine()
+    goes_on = threading.Event()
+    engine.parts.on_close = goes_on.wait
+    threads = [threading.Thread(target=engine.close) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.1)
+    assert all(thread.is_alive() for thread in threads)
+    goes_on.set()
+    for thread in threads:
+        thread.join(5)
+        assert not thread.is_alive()
+    assert not engine.parts.core.healthy
+
+
+def test_end_tokens_that_are_none_are_ignored(caplog):
+    with caplog.at_level(logging.WARNING, logger="lmdeploy"):
+        assert _eos_ids([2, 5], {"eos_token_id": [7, 2]}, vocab_size=8) == [2, 5, 7]
+        assert _eos_ids([2], {}, vocab_size=8) == [2]
+        assert _eos_ids([2], {"eos_token_id": None}, vocab_size=8) == [2]
+        assert not caplog.records
+        bad = [99999999999, True, 8, -1, "a", [3], 99999999999]
+        assert _eos_ids([2, 99999999999], {"eos_token_id": bad}, vocab_size=8) == [2]
+    (record,) = caplog.records
+    assert "generation_config.json" in record.getMessage()
+    assert "got 99999999999, True, 8, -1, 'a', [3], wanted ids of 0 to 7" in record.getMessage()
 
 
 async def test_prompt_logprobs(engine):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import threading
+from pathlib import Path
 
 import pytest
 from fake_engine import make_engine
 
 from lmdeploy import GenerationConfig, Pipeline
+from lmdeploy.turbomind.engine import EngineFailure
 
 
 @pytest.fixture
@@ -67,6 +71,29 @@ def test_chat(pipe):
     assert len(session.history) == 3
 
 
+def end_with(pipe, monkeypatch, reason):
+    """Requests end at once, with `reason`."""
+    core = pipe.engine.parts.core
+
+    def step(request_id, request, answer):
+        del core._running[request_id]
+        return core._output(request_id, [], reason, error="out of luck")
+
+    monkeypatch.setattr(core, "_step", step)
+
+
+@pytest.mark.parametrize("reason", ["error", "cancelled"])
+def test_a_failed_turn_is_no_history(pipe, monkeypatch, reason):
+    session = pipe.chat("hello")
+    with monkeypatch.context() as context:
+        end_with(pipe, context, reason)
+        pipe.chat("lost", session)
+    assert session.response.finish_reason in ("error", "abort")
+    assert [question for question, _ in session.history] == ["hello"]
+    pipe.chat("cut", session, GenerationConfig(max_new_tokens=3))
+    assert session.history[1:] == [("cut", "You")]
+
+
 def test_the_answers_of_one_prompt_are_told_apart(pipe):
     config = GenerationConfig(n=2)
     texts = {}
@@ -85,6 +112,13 @@ def test_get_ppl(pipe):
     assert len(pipe.get_ppl([1, 2, 3])) == 1
     with pytest.raises(ValueError, match="at least 2"):
         pipe.get_ppl([[1]])
+    assert len(pipe.get_ppl([1] * 512)) == 1
+
+
+def test_get_ppl_says_why_a_request_failed(pipe, monkeypatch):
+    end_with(pipe, monkeypatch, "error")
+    with pytest.raises(EngineFailure, match=r"input_ids\[0\]: .*out of luck"):
+        pipe.get_ppl([1, 2, 3])
 
 
 @pytest.mark.parametrize(
@@ -109,6 +143,125 @@ def test_closed_pipeline_refuses(pipe):
     pipe.close()
     with pytest.raises(ValueError, match="closed"):
         pipe("a")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda pipe: pipe("a"),
+        lambda pipe: list(pipe.stream_infer(["a", "b"])),
+        lambda pipe: pipe.get_ppl([1, 2]),
+    ],
+    ids=["infer", "stream_infer", "get_ppl"],
+)
+def test_close_ends_calls_of_other_threads(call):
+    engine = make_engine()
+    entered, goes_on = threading.Event(), threading.Event()
+    make_request = engine._make_request
+
+    def slow(*args, **options):
+        entered.set()
+        goes_on.wait(30)
+        return make_request(*args, **options)
+
+    engine._make_request = slow
+    pipe = Pipeline("fake", engine=engine)
+    errors = []
+
+    def run():
+        try:
+            call(pipe)
+        except Exception as error:
+            errors.append(error)
+
+    caller = threading.Thread(target=run, daemon=True)
+    caller.start()
+    assert entered.wait(10)
+    pipe.close()
+    caller.join(5)
+    goes_on.set()
+    (error,) = errors
+    assert isinstance(error, EngineFailure) and "closed" in str(error)
+
+
+def test_a_call_that_begins_during_close_is_refused(pipe):
+    pipe._loop.close()
+    for call in (lambda: pipe("a"), lambda: list(pipe.stream_infer("a"))):
+        with pytest.raises(EngineFailure, match="closed"):
+            call()
+
+
+def test_an_interrupted_close_can_be_finished(monkeypatch):
+    pipe = Pipeline("fake", engine=make_engine())
+    join, calls = pipe._loop._thread.join, []
+
+    def interrupted():
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        join()
+
+    monkeypatch.setattr(pipe._loop._thread, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pipe.close()
+    with pytest.raises(ValueError, match="closed"):
+        pipe("a")
+    pipe.close()
+    pipe.close()
+    assert len(calls) == 2 and not pipe._loop._thread.is_alive()
+
+
+FORK = """
+import asyncio, os, signal, sys
+from {module} import {name} as make
+from lmdeploy import Pipeline
+pipe = Pipeline({arguments})
+begun = pipe.stream_infer("a")
+next(begun)
+child = os.fork()
+if child == 0:
+    signal.alarm(60)  # ends it where it hangs
+    calls = [
+        lambda: pipe("b"),
+        lambda: next(pipe.stream_infer("b")),
+        lambda: next(begun),
+        lambda: pipe.get_ppl([1, 2]),
+        lambda: asyncio.run(pipe.engine.submit([1])),
+    ]
+    for call in calls:
+        try:
+            call()
+        except Exception as error:
+            print(type(error).__name__, error, flush=True)
+    print(pipe.engine.healthy, flush=True)
+    pipe.close()
+    sys.exit(3)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), child != os.getpid())
+print(sum(1 for _ in begun) > 0, os.getpid(), pipe("c").finish_reason)
+"""
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"module": "fake_engine", "name": "make_engine", "arguments": "'fake', engine=make()"},
+        {"module": "lmdeploy", "name": "Pipeline", "arguments": "'smollm2'"},
+    ],
+    ids=["fake", "smollm2"],
+)
+def test_after_a_fork_the_child_is_refused(names):
+    done = subprocess.run(
+        [sys.executable, "-c", FORK.format(**names)],
+        capture_output=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)])},
+    )
+    *refused, healthy, child, last = done.stdout.decode().splitlines()
+    goes_on, process, reason = last.split()
+    assert (goes_on, reason, child, healthy) == ("True", "stop", "3 True", "False"), done.stderr
+    expected = f"EngineFailure the engine was made before a fork and runs in process {process} only"
+    assert len(refused) == 5
+    assert all(line.startswith(expected) for line in refused)
 
 
 def test_the_package_exports_the_function():

@@ -144,6 +144,14 @@ def test_echo_with_prompt_logprobs(client):
     assert choice.logprobs.text_offset == [0, 1, 2]
 
 
+def test_echo_of_a_prompt_as_long_as_the_session(client):
+    options = {"model": "m", "max_tokens": 0, "echo": True, "logprobs": 0}
+    choice = client.completions.create(prompt="a" * 512, **options).choices[0]
+    assert len(choice.logprobs.token_logprobs) == 512
+    with pytest.raises(openai.BadRequestError, match="at most session_len 512"):
+        client.completions.create(prompt="a" * 513, **options)
+
+
 def test_generate_and_encode(url):
     body = {"prompt": "hi", "return_logprob": True, "max_tokens": 4}
     reply = post(url, "/generate", body).json()
