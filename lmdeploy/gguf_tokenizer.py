@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
 _MAX_TOKENS = 1 << 22
+_MAX_TOKEN_LENGTH = 4096
 # tokenizer.ggml.token_type
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 
@@ -204,6 +205,12 @@ def _read_vocabulary(metadata: Mapping[str, Any], source: str) -> _Vocabulary:
     if not 1 <= len(tokens) <= _MAX_TOKENS:
         raise ModelFormatError(
             f"{source}: {len(tokens)} tokens; wanted 1..{_MAX_TOKENS} in tokenizer.ggml.tokens"
+        )
+    longest = max(map(len, tokens))
+    if longest > _MAX_TOKEN_LENGTH:  # merges are found by trying every cut of every token
+        raise ModelFormatError(
+            f"{source}: a token of {longest} characters in tokenizer.ggml.tokens; wanted at most "
+            f"{_MAX_TOKEN_LENGTH}"
         )
     kinds = [1] * len(tokens)
     if "tokenizer.ggml.token_type" in metadata:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _MAX_TOKENIZER_BYTES = 256 << 20
 _MAX_CONFIG_BYTES = 16 << 20
+_MAX_IDS = 1 << 31  # of any vocabulary
 # Ends of a turn that checkpoints often leave out of eos_token_id.
 _END_OF_TURN = (
     "<|im_end|>",
@@ -261,7 +262,7 @@ def _backend_from_file(path: Path) -> Backend:
 
 def _id_list(value: Any) -> list[int]:
     values = value if isinstance(value, list) else [value]
-    return [item for item in values if type(item) is int and item >= 0]
+    return [item for item in values if type(item) is int and 0 <= item < _MAX_IDS]
 
 
 def _decoder_text(backend: Backend) -> str:

@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from lmdeploy.turbomind.checkpoint import Checkpoint
@@ -176,7 +177,7 @@ class CacheEntry:
             return None
         except OtherKeyError as error:
             logger.info("cached weights %s: %s; packed anew", self.path, error)
-        except (PackedFileError, OSError, ValueError) as error:
+        except (PackedFileError, OSError, ValueError, RuntimeError, MemoryError) as error:
             logger.warning("cached weights %s: %s; packed anew", self.path, _reason(error))
         return None
 
@@ -315,7 +316,8 @@ def _checkpoint_facts(checkpoint: Checkpoint) -> bytes:
 
 
 def _key(source: Source, checkpoint_facts: bytes, *, layout: int) -> bytes:
-    facts = [VERSION, layout, __version__, _build_facts(), source.files, checkpoint_facts.hex()]
+    versions = [VERSION, layout, __version__, metadata.version("gguf")]  # gguf converts K-quants
+    facts = [*versions, _build_facts(), source.files, checkpoint_facts.hex()]
     return hashlib.sha256(json.dumps(facts).encode()).digest()
 
 
@@ -420,6 +422,8 @@ def _new_file(folder: int, name: str, *, size: int) -> Iterator[int]:
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
             raise
+        with contextlib.suppress(FileNotFoundError):  # of a process that was killed: we alone write
+            os.unlink(temporary, dir_fd=folder)
         fd = os.open(temporary, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
     try:
         try:

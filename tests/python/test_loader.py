@@ -150,6 +150,8 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"rope_parameters": {"rope_type": "linear", "factor": -1.0}}, "factor is '-1.0'"),
     ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per layer type"),
     ({"rope_parameters": [1]}, "wanted an object"),
+    ({"rope_theta": 10**400, "rope_parameters": None}, "rope_theta"),
+    ({"max_position_embeddings": 1 << 31}, "max_position_embeddings"),
 ]
 
 

@@ -383,6 +383,11 @@ def test_a_file_system_without_unnamed_files(
     monkeypatch.setattr(os, "open", no_tmpfile)
     assert Start(gguf).stored
     assert Start(gguf).from_cache
+    [stored] = folder.iterdir()
+    stored.unlink()
+    killed = folder / f".{stored.name}.{os.getpid()}.unfinished"  # in a container pids are few
+    killed.write_bytes(b"of a process that was killed a moment ago")
+    assert Start(gguf).stored and not killed.exists()
     with monkeypatch.context() as patch:
         patch.setattr(packed_cache, "write_packed", lambda *_, **__: os.stat("/nonexistent"))
         patch.setattr(packed_cache, "_build_facts", lambda: [3])

@@ -210,6 +210,12 @@ def test_folder_tokenizer(folder: Path, tiny: Tokenizer) -> None:
     assert tokenizer.vocab_size == VOCAB_SIZE
 
 
+def test_end_ids_that_no_vocabulary_has_are_none(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": [99999999999, true, -1, 5]}')
+    tokenizer = tokenizer_from_folder(folder)
+    assert sorted(tokenizer.eos_ids) == [2, 5] and tokenizer.eos_token
+
+
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"model": {"type": "BPE"}}', "null"])
 def test_bad_tokenizer_json(folder: Path, text: str) -> None:
     (folder / "tokenizer.json").write_text(text)
@@ -240,6 +246,7 @@ BAD_VOCABULARIES: list[tuple[dict[str, Any], str]] = [
     (byte_level_metadata(pre=None), "tokenizer.ggml.pre is 'None'"),
     (byte_level_metadata(tokens=[]), "0 tokens"),
     (byte_level_metadata(tokens=[1, 2]), "not a list of str"),
+    (byte_level_metadata(tokens=["a", "b" * 100_000]), "a token of 100000 characters"),
     (byte_level_metadata(merges=None), "tokenizer.ggml.merges is missing"),
     (byte_level_metadata(merges=["q zz"]), "do not fit the tokens"),
     (byte_level_metadata(merges=["qz"]), "do not fit the tokens"),
