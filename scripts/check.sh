@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # The single truth about the state of the tree, locally and in CI. Every step runs even when an
-# earlier one fails; the summary at the end names what failed, and the exit status is 1 then.
+# earlier one fails; the summary at the end names what failed, and the exit status is 1 then. What
+# could not run here (no nvcc, no such instructions, a package that is not installed) is counted as
+# skipped and named in the output of its step.
 #
 #   scripts/check.sh                 all steps
 #   scripts/check.sh ruff mypy …     only these
@@ -13,6 +15,7 @@ readonly TIDY_CHECKS='-*,bugprone-use-after-move,bugprone-dangling-handle,bugpro
 readonly BUILD_ROOT="${CHECK_BUILD_ROOT:-$PWD/build}"
 readonly VENV="${LMDEPLOY_VENV:-$PWD/.venv}"
 readonly JOBS="$(nproc)"
+readonly SKIPPED=77 # a step's status
 export PATH="$VENV/bin:$PATH"
 # Colour codes and the terminal's width must not change what a test sees.
 export NO_COLOR=1 COLUMNS=100
@@ -58,7 +61,16 @@ step_build() {
 }
 
 step_ctest() {
+  (cd "$BUILD_ROOT/release" && "$python" -c '
+import _turbomind
+all_sets, here = ("scalar", "avx2", "avx512", "amx"), _turbomind.available_cpu_isas()
+print("instruction sets tested:", *here, "- not here:", *(set(all_sets) - set(here) or ["none"]))')
   ctest --test-dir "$BUILD_ROOT/release" --no-tests=error --output-on-failure -j "$JOBS" --timeout 300
+}
+
+# Whether the tests of the CUDA kernels still find bugs: other ones with each commit.
+step_planted() {
+  "$python" scripts/planted_bugs.py --build "$BUILD_ROOT/release" --turn "$(git rev-list --count HEAD)"
 }
 
 # Compiles for GPUs where nvcc is found, and links what scripts/gpu_check.sh runs; says that it does
@@ -66,7 +78,7 @@ step_ctest() {
 step_cuda() {
   local folder="$BUILD_ROOT/cuda" launcher=() count
   "$python" scripts/check_cuda.py || return 1
-  command -v nvcc >/dev/null || return 0
+  command -v nvcc >/dev/null || return "$SKIPPED"
   command -v ccache >/dev/null && launcher=(-DCMAKE_CUDA_COMPILER_LAUNCHER=ccache)
   configure cuda -DTM_BUILD_PYTHON=OFF -DTM_CUDA=ON -DTM_CUDA_ARCHS=90a "${launcher[@]}" &&
     ninja -C "$folder" -j "$JOBS" --quiet gpu_check || return 1
@@ -75,7 +87,7 @@ step_cuda() {
 
 step_pytest() {
   cp "$BUILD_ROOT"/release/_turbomind*.so lmdeploy/ &&
-    TM_BUILD_FOLDER="$BUILD_ROOT/release" "$python" -m pytest --timeout 300 \
+    TM_BUILD_FOLDER="$BUILD_ROOT/release" "$python" -m pytest -rs --timeout 300 \
       --numprocesses "$JOBS" --maxprocesses 4
 }
 
@@ -90,12 +102,17 @@ tidy_one() {
     "$2" 2>/dev/null
 }
 
-# Host files, those that differ from the main line first, until the budget is spent.
+# Host files, those that differ from the main line first, until the budget is spent. The others begin
+# at another file with each commit, so that the budget comes to all of them in time.
 step_clang_tidy() {
+  local files first
   export -f tidy_one
   export TIDY_BUDGET_S TIDY_CHECKS BUILD_ROOT
+  files=$(git ls-files 'src/**/*.cc' 'src/*.cc')
+  first=$((10 * $(git rev-list --count HEAD) % $(wc -l <<<"$files")))
   (git diff --name-only --diff-filter=d origin/main... -- 'src/*.cc' 2>/dev/null
-    git ls-files 'src/**/*.cc' 'src/*.cc') | grep -v backend/cpu/isa/ | awk '!seen[$0]++' |
+    tail -n "+$((first + 1))" <<<"$files"
+    head -n "$first" <<<"$files") | grep -v backend/cpu/isa/ | awk '!seen[$0]++' |
     xargs -P "$JOBS" -n 1 bash -c 'tidy_one "$@"' _ $(($(date +%s) + TIDY_BUDGET_S))
 }
 
@@ -120,16 +137,26 @@ step_asan() {
 step_tsan() { TSAN_OPTIONS=halt_on_error=1 run_sanitized tsan thread 'core|engine'; }
 
 step_wheel() {
-  local folder="$BUILD_ROOT/wheel" wheel bytes
+  local folder="$BUILD_ROOT/wheel" wheel bytes missing
   rm -rf "$folder"
   CMAKE_ARGS="-DTM_CUDA=OFF $(command -v ccache >/dev/null && echo -DCMAKE_CXX_COMPILER_LAUNCHER=ccache)" \
     "$python" -m pip wheel -q --no-deps --no-build-isolation -w "$folder" . || return 1
   wheel=$(ls "$folder"/*.whl) && bytes=$(stat -c %s "$wheel")
   echo "wheel: $(basename "$wheel"), $bytes bytes, at most $MAX_WHEEL_BYTES"
-  [ "$bytes" -le "$MAX_WHEEL_BYTES" ]
+  [ "$bytes" -le "$MAX_WHEEL_BYTES" ] || return 1
+  "$python" -m zipfile -e "$wheel" "$folder/unpacked" || return 1
+  missing=$(git ls-files 'lmdeploy/*.py' 'lmdeploy/*.pyi' lmdeploy/py.typed |
+    while read -r file; do [ -e "$folder/unpacked/$file" ] || echo "$file"; done)
+  [ -z "$missing" ] || { echo "not in the wheel:" "$missing"; return 1; }
+  (cd "$folder/unpacked" && "$python" -c '
+from pathlib import Path
+import lmdeploy
+from lmdeploy import _turbomind
+assert Path(_turbomind.__file__).parent == Path.cwd() / "lmdeploy", _turbomind.__file__
+assert _turbomind.make_cpu_device(1)')
 }
 
-readonly ALL_STEPS=(ruff mypy clang_format sizes build ctest cuda pytest clang_tidy asan tsan wheel)
+readonly ALL_STEPS=(ruff mypy clang_format sizes build ctest planted cuda pytest clang_tidy asan tsan wheel)
 steps=("$@")
 [ $# -gt 0 ] || steps=("${ALL_STEPS[@]}")
 for step in "${steps[@]}"; do
@@ -139,10 +166,13 @@ for step in "${steps[@]}"; do
   }
 done
 
-# count_tests VERDICT LOG: "PASSED FAILED" from the closing line of pytest or ctest, else one for
-# the step itself; a step that failed never counts as nothing failed.
+# count_tests VERDICT LOG: "PASSED FAILED SKIPPED" from the closing line of pytest or ctest, else one
+# for the step itself; a step that failed never counts as nothing failed.
 count_tests() {
-  local passed failed
+  local passed failed skipped
+  [ "$1" = skipped ] && echo "0 0 1" && return
+  skipped=$(grep -E '^=*[ ]?([0-9]+ failed, )?[0-9]+ passed' "$2" | grep -oE '[0-9]+ skipped' | tail -n 1)
+  skipped=${skipped%% *} skipped=${skipped:-0}
   passed=$(grep -oE '^=*[ ]?([0-9]+ failed, )?[0-9]+ passed' "$2" | grep -oE '[0-9]+ passed' | tail -n 1)
   failed=$(grep -oE '[0-9]+ (failed|error)' "$2" | tail -n 1)
   if grep -qE 'tests passed(, [0-9]+ tests failed)? out of' "$2"; then
@@ -151,24 +181,29 @@ count_tests() {
     passed=$(($(grep -oE 'out of [0-9]+' "$2" | tail -n 1 | grep -oE '[0-9]+') - ${failed%% *}))
   fi
   passed=${passed%% *} failed=${failed%% *}
-  [ "$1" = ok ] && echo "${passed:-1} 0" && return
+  [ "$1" = ok ] && echo "${passed:-1} 0 $skipped" && return
   [ "${failed:-0}" -gt 0 ] || failed=1
-  echo "${passed:-0} $failed"
+  echo "${passed:-0} $failed $skipped"
 }
 
 mkdir -p "$BUILD_ROOT"
 summary=()
-status=0 all_passed=0 all_failed=0
+status=0 all_passed=0 all_failed=0 all_skipped=0
 for step in "${steps[@]}"; do
   echo "== $step"
   begun=$SECONDS log="$BUILD_ROOT/step_$step.log"
   "step_$step" 2>&1 | tee "$log"
-  if [ "${PIPESTATUS[0]}" = 0 ]; then verdict=ok; else verdict=FAILED status=1; fi
-  read -r passed failed <<<"$(count_tests "$verdict" "$log")"
+  case "${PIPESTATUS[0]}" in
+    0) verdict=ok ;;
+    "$SKIPPED") verdict=skipped ;;
+    *) verdict=FAILED status=1 ;;
+  esac
+  read -r passed failed skipped <<<"$(count_tests "$verdict" "$log")"
   all_passed=$((all_passed + passed)) all_failed=$((all_failed + failed))
+  all_skipped=$((all_skipped + skipped))
   summary+=("$(printf '%-14s %-7s %4d s' "$step" "$verdict" $((SECONDS - begun)))")
 done
 printf '\n== summary\n'
 printf '%s\n' "${summary[@]}"
-echo "== $all_passed passed, $all_failed failed in $SECONDS s (tests; other steps count as one)"
+echo "== $all_passed passed, $all_failed failed, $all_skipped skipped in $SECONDS s (tests; other steps count as one)"
 exit "$status"

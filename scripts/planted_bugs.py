@@ -3,6 +3,7 @@ GPU: each bug must make its test fail.
 
     python scripts/planted_bugs.py --build BUILD_FOLDER            all of them
     python scripts/planted_bugs.py --build BUILD_FOLDER --only decode-copy-wait
+    python scripts/planted_bugs.py --build BUILD_FOLDER --turn 7   a few, others each turn
     python scripts/planted_bugs.py --list
 
 The build folder has the tests built from this tree; nothing in it is changed. What a bug changes is
@@ -27,17 +28,8 @@ ROOT = Path(__file__).resolve().parents[1]
 CUDA = Path("src/turbomind/backend/cuda")
 TESTS = Path("tests/cpp/cuda")
 # As they need each other.
-LIBRARIES = (
-    "cuda_shim",
-    "engine",
-    "doctest_main",
-    "cuda_host",
-    "model",
-    "cpu",
-    "ops",
-    "kv",
-    "core",
-)
+LIBRARIES = "cuda_shim engine doctest_main cuda_host model cpu ops kv core"
+TURN_BUGS = 4
 COMPILE_LIMIT_S = 600
 TEST_LIMIT_S = 120
 
@@ -477,7 +469,7 @@ class Builder:
         if overlay is not None and with_bug == 0:
             raise PlantError(f"{bug.name}: none of {[str(s) for s in sources]} has {bug.file}")
         program = (overlay or self.folder) / f"{bug.test}_test"
-        libraries = [str(self.build / f"libtm_{name}.a") for name in LIBRARIES]
+        libraries = [str(self.build / f"libtm_{name}.a") for name in LIBRARIES.split()]
         compiler = self.commands[sources[0]][0]
         run([compiler, "-o", str(program), *objects, *libraries, "-pthread", "-ldl"])
         try:
@@ -567,14 +559,23 @@ def plant_all(build: Path, bugs: list[Bug]) -> int:
     return missed
 
 
+def of_turn(turn: int) -> list[str]:
+    """Names of TURN_BUGS bugs; as many turns as it takes have all of them."""
+    first = turn * TURN_BUGS
+    return [BUGS[i % len(BUGS)].name for i in range(first, first + TURN_BUGS)]
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Plants bugs or lists them; 1 where one is not caught or cannot be planted."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--build", type=Path, help="build folder, release, with tests")
     parser.add_argument("--only", action="append", metavar="NAME", help="may be given repeatedly")
+    parser.add_argument("--turn", type=int, help=f"{TURN_BUGS} of the bugs, by this number")
     parser.add_argument("--list", action="store_true", help="print the bugs")
     options = parser.parse_args(arguments)
     names = options.only or [bug.name for bug in BUGS]
+    if options.turn is not None:
+        names = of_turn(options.turn)
     if unknown := set(names) - {bug.name for bug in BUGS}:
         parser.error(f"--only: got {', '.join(sorted(unknown))}; --list prints the bugs")
     bugs = [bug for bug in BUGS if bug.name in names]

@@ -68,3 +68,10 @@ def test_bugs_that_are_not_caught_fail_the_run(
     monkeypatch.setattr(planted_bugs.Builder, "run_test", lambda *_: Outcome(0, ""))
     assert planted_bugs.main(["--build", str(tmp_path), "--only", BUGS[0].name]) == 1
     assert "NOT CAUGHT" in capsys.readouterr().out
+
+
+def test_turns_come_to_every_bug() -> None:
+    turns = -(-len(BUGS) // planted_bugs.TURN_BUGS)
+    assert {name for turn in range(5, 5 + turns) for name in planted_bugs.of_turn(turn)} == {
+        bug.name for bug in BUGS
+    }
