@@ -22,8 +22,9 @@ PROMPTS = {
 DECODED = 3  # tokens after each prompt
 # Means over the vocabulary, relative to the spread of the logits. Engine and specification agree
 # to 1e-6, but for a position whose rounding noise crosses a border of the cache, which then differs
-# by a code: up to 2e-3 in a model of one layer, and more where a second layer repeats that. So one
-# of a few prompts has to agree closely, and none may be far away.
+# by a code: up to 2e-3 in a model of one layer, and more where a second layer repeats that. A wrong
+# rule moves a position in every prompt. So each position has to agree closely in one of a few
+# prompts, and none of them may be far away.
 CLOSE = 1e-4
 FAR = 0.1
 NUM_PROMPTS = 4
@@ -140,17 +141,17 @@ def check_prompts(case: Case, prompts: list[int], decoded: int = DECODED) -> Non
     engine = case.engine()
     try:
         for length in prompts:
-            found = []
+            best = np.full(length + decoded, np.inf)
             for seed in range(NUM_PROMPTS):
                 prompt = random_prompt(length, seed=seed)
                 ids, got = run(engine, prompt, number=length * 100 + seed, decoded=decoded)
                 assert len(ids) == length + decoded
                 apart = difference(got, case.decoder().logits(np.array(ids)))
-                found.append((apart[:length].mean(), apart[length:].mean()))
-                assert max(found[-1]) < FAR, (length, found)
-                if max(found[-1]) < CLOSE:
+                assert max(apart[:length].mean(), apart[length:].mean()) < FAR, (length, seed)
+                best = np.minimum(best, apart)
+                if best.max() < CLOSE:
                     break
-            assert max(found[-1]) < CLOSE, (length, found)
+            assert best.max() < CLOSE, (length, int(best.argmax()), float(best.max()))
     finally:
         engine.close()
 

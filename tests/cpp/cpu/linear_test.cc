@@ -62,6 +62,7 @@ TEST_CASE("a row has the same bits for every number of rows, threads and instruc
     const auto reference_weight = reference_device->PackMatrix(m.source(), false);
     const std::vector<float> want =
         RunLinear(*reference_device, *reference_weight, x, bias, {70, true, true});
+    CheckAgainstDouble(m, x, bias, want, {70, true, true}, false);
     for (const std::string& isa : AvailableCpuIsas()) {
       for (int threads : {1, 2, 5}) {
         const auto device = MakeCpuDevice(threads, isa);
@@ -86,6 +87,7 @@ TEST_CASE("a long matrix gives a row the same bits whatever is computed beside i
     const std::vector<float> x = RandomVector(300 * (m.cols + kPad), 12);
     const auto weight = device->PackMatrix(m.source(), false);
     const auto all = RunLinear(*device, *weight, x, {}, {300});
+    CheckAgainstDouble(m, x, {}, all, {300}, false);
     for (int row : {0, 11, 12, 133, 299}) {
       const std::vector<float> one(x.begin() + row * (m.cols + kPad),
                                    x.begin() + (row + 1) * (m.cols + kPad));
