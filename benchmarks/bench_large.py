@@ -3,8 +3,9 @@
     python benchmarks/bench_large.py model.gguf --json results.json
 
 One engine is alive at a time: every round starts a process for llama.cpp and one for ours, in
-turns, with the same number of threads; a figure is the median over the rounds, the fastest KV type
-and attention of llama.cpp. Both map the file: a first round that does not count reads it.
+turns, with the same number of threads; a figure is the median over the rounds. llama.cpp has a
+16-bit cache, with flash attention on and off: the faster counts. Both map the file: a first round
+that does not count reads it. All our modes run in one process, so memory is that of the largest.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from our_engine import BLOCK_TOKENS, Cell, OurEngine, OurSetting
+from results_file import describe_machine
 
 MODES = "none,int8,nvfp4,mxfp4"
 
@@ -150,7 +152,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.worker:
         worker(options)
         return 0
-    result = {"model": Path(options.model).name, "threads": options.num_threads, **compare(options)}
+    result = {
+        "about": describe_machine(options.num_threads),
+        "model": Path(options.model).name,
+        "rounds": options.rounds,
+        **compare(options),
+    }
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0

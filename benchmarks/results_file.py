@@ -37,6 +37,18 @@ def describe_machine(threads: int) -> dict[str, Any]:
     return about
 
 
+def check_same_machine(
+    known: dict[str, Any], machine: dict[str, Any], *, path: Path | None
+) -> None:
+    """ValueError when a file's figures (`known`, of describe_machine) come from another machine."""
+    for key in SAME_MACHINE:
+        if known.get(key) != machine.get(key):
+            raise ValueError(
+                f"{path}: its rows were measured with {key} {known.get(key)}, here it is "
+                f"{machine.get(key)}; give --json another file"
+            )
+
+
 def cpu_name() -> str:
     """As /proc/cpuinfo has it."""
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
@@ -85,12 +97,7 @@ class ResultsFile:
     def measured_on(self, machine: dict[str, Any]) -> None:
         """Notes the machine. ValueError when the file's rows come from another one."""
         self.about = self.about or machine
-        for key in SAME_MACHINE:
-            if self.about.get(key) != machine.get(key):
-                raise ValueError(
-                    f"{self._path}: its rows were measured with {key} {self.about.get(key)}, here "
-                    f"it is {machine.get(key)}; give --json another file"
-                )
+        check_same_machine(self.about, machine, path=self._path)
 
     def _put(self, row: TargetRow) -> None:
         self._rows[row.model, row.name] = row

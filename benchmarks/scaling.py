@@ -26,6 +26,7 @@ from typing import Any
 
 from our_engine import BLOCK_TOKENS, Cell, OurEngine, OurSetting
 from performance_page import load_targets, put_in, write_page
+from results_file import check_same_machine, describe_machine
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
@@ -135,8 +136,6 @@ def measure(model: str, document: dict[str, Any], *, plan: Plan, path: Path) -> 
 
 def new_document(threads: int) -> dict[str, Any]:
     """Without any cell."""
-    from results_file import describe_machine
-
     return {
         "about": describe_machine(threads),
         "model": "",
@@ -213,7 +212,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path = options.json or options.source
         document = read_document(path) if path.exists() else None
         if options.json:
-            document = document or new_document(max(options.threads))
+            here = new_document(max(options.threads))
+            document = document or here
+            no_peer = {"llama_cpp": None}  # none runs here
+            known, machine = document["about"] | no_peer, here["about"] | no_peer
+            check_same_machine(known, machine, path=path)
             plan = Plan(
                 modes=tuple(options.modes.split(",")),
                 threads=options.threads,

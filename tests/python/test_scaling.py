@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -152,3 +153,6 @@ def test_foreign_files_are_refused(tmp_path, capsys):
         path.write_text(text)
         assert scaling.main(["--from", str(path)]) == 2
         assert "x.json" in capsys.readouterr().err
+    path.write_text(json.dumps(document()))
+    assert scaling.main(["--json", str(path)]) == 2
+    assert "measured with cpu A CPU, here it is" in capsys.readouterr().err
