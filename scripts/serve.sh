@@ -10,21 +10,4 @@ cd "$(dirname "$0")/.."
 venv="${LMDEPLOY_VENV:-$PWD/.venv}"
 scripts/setup.sh serve
 
-port=23333
-previous=""
-for argument in "$@"; do
-  case "$argument" in
-    --server-port=*) port="${argument#*=}" ;;
-    *) [ "$previous" = --server-port ] && port="$argument" ;;
-  esac
-  previous="$argument"
-done
-cat <<TEXT
-
-Serving at http://127.0.0.1:$port (docs: /docs). Once it says that it is ready, paste:
-
-  curl http://127.0.0.1:$port/v1/chat/completions -H 'Content-Type: application/json' -d \\
-    '{"model": "smollm2", "messages": [{"role": "user", "content": "What is the capital of France?"}]}'
-
-TEXT
 exec "$venv/bin/lmdeploy" serve api_server smollm2 --quant-policy 16 "$@"

@@ -159,30 +159,38 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "worker threads; all usable cores when absent, beside a GPU at most 16",
         type=_INT,
     )
-    add("--session-len", "longest prompt plus answer in tokens", type=_INT)
-    add("--max-batch-size", "most sequences in one step", type=_INT)
+    add(
+        "--session-len",
+        "longest prompt plus answer in tokens; the model's own when absent",
+        type=_INT,
+    )
+    add("--max-batch-size", "most sequences in one step; 32 on CPU, 128 on CUDA", type=_INT)
     add(
         "--cache-max-entry-count",
         "below 1: share of free memory for the KV cache; from 1 on: number of blocks, those in 16 "
-        "bit not counted",
+        "bit not counted (default: %(default)s)",
         type=_FLOAT,
         default=default.cache_max_entry_count,
     )
     add(
         "--cache-block-seq-len",
-        "tokens in a block",
+        "tokens in a block (default: %(default)s)",
         type=_INT,
         choices=BLOCK_LENGTHS,
         default=default.cache_block_seq_len,
     )
     add(
         "--quant-policy",
-        "format of the KV cache: 0 or none (16 bit), 4 or int4, 8 or int8, 16 or fp4 (FP4, mxfp4 "
-        "or nvfp4 as suits the device; FP8 in LMDeploy's PyTorch engine), mxfp4, nvfp4, fp8, "
-        "fp8_e5m2",
+        "format of the KV cache: 0 or none (16 bit, the default), 4 or int4, 8 or int8, 16 or fp4 "
+        "(mxfp4 or nvfp4, as suits the device; FP8 in LMDeploy's PyTorch engine), mxfp4, nvfp4, "
+        "fp8, fp8_e5m2",
     )
     add_kv_flags(group)
-    add("--max-prefill-token-num", "most new tokens of one step", type=_INT)
+    add(
+        "--max-prefill-token-num",
+        "most new tokens of one step; 256 on CPU, 8192 on CUDA",
+        type=_INT,
+    )
     caching = group.add_mutually_exclusive_group()
     caching.add_argument(
         "--enable-prefix-caching", action="store_true", default=True, help="on by default"
@@ -195,7 +203,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--disable-metrics", "no /metrics", action="store_true")
     add("--deterministic", "bit-equal results whatever the batch", action="store_true")
-    add("--exact", "compute in FP32, for comparisons", action="store_true")
+    add("--exact", "compute in FP32, for comparisons; on CPU only", action="store_true")
     add("--strict-arch", "refuse NVFP4 without FP4 instructions (CUDA)", action="store_true")
 
 

@@ -36,8 +36,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
-    group.add_argument("--server-name", default="127.0.0.1", help="address to listen on")
-    group.add_argument("--server-port", type=int, default=23333, help="0: any free port")
+    group.add_argument(
+        "--server-name", default="127.0.0.1", help="address to listen on (default: %(default)s)"
+    )
+    group.add_argument(
+        "--server-port", type=int, default=23333, help="0: any free port (default: %(default)s)"
+    )
     group.add_argument("--model-name", default=None, help="its name in the API; default: the path")
     group.add_argument("--api-keys", nargs="*", default=None, help="keys that clients must send")
     group.add_argument("--allow-origins", nargs="+", default=["*"], help="CORS")
