@@ -133,7 +133,8 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         engine: round(statistics.median(run["load_seconds"] for run in found), 1)
         for engine, found in runs.items()
     }
-    return {"rows": rows, "peak_rss_bytes": peaks, "load_seconds": loads}
+    speeds = {engine: [run["speeds"] for run in found] for engine, found in runs.items()}
+    return {"rows": rows, "peak_rss_bytes": peaks, "load_seconds": loads, "runs": speeds}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

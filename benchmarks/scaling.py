@@ -214,8 +214,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.json:
             here = new_document(max(options.threads))
             document = document or here
-            no_peer = {"llama_cpp": None}  # none runs here
-            known, machine = document["about"] | no_peer, here["about"] | no_peer
+            free = {"llama_cpp": None, "threads": None}  # none runs here; of each cell
+            known, machine = document["about"] | free, here["about"] | free
             check_same_machine(known, machine, path=path)
             plan = Plan(
                 modes=tuple(options.modes.split(",")),

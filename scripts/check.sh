@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The single truth about the state of the tree, locally and in CI. Every step runs even when an
 # earlier one fails; the summary at the end names what failed, and the exit status is 1 then. What
-# could not run here (no nvcc, no such instructions, a package that is not installed) is counted as
-# skipped and named in the output of its step.
+# could not run here (no nvcc, no such instructions, a package that is not installed) is named in the
+# output of its step; whole steps and Python tests are also counted as skipped.
 #
 #   scripts/check.sh                 all steps
 #   scripts/check.sh ruff mypy …     only these
@@ -12,8 +12,9 @@ cd "$(dirname "$0")/.."
 readonly MAX_WHEEL_BYTES=$((15 * 1024 * 1024))
 readonly TIDY_BUDGET_S="${TIDY_BUDGET_S:-40}"
 readonly TIDY_CHECKS='-*,bugprone-use-after-move,bugprone-dangling-handle,bugprone-infinite-loop,bugprone-sizeof-expression,bugprone-undefined-memory-manipulation,bugprone-unhandled-self-assignment,clang-analyzer-core.*,clang-analyzer-cplusplus.*,misc-unused-using-decls,performance-for-range-copy,performance-unnecessary-value-param'
-readonly BUILD_ROOT="${CHECK_BUILD_ROOT:-$PWD/build}"
-readonly VENV="${LMDEPLOY_VENV:-$PWD/.venv}"
+BUILD_ROOT=$(realpath -m "${CHECK_BUILD_ROOT:-build}")
+VENV=$(realpath -ms "${LMDEPLOY_VENV:-.venv}")
+readonly BUILD_ROOT VENV
 readonly JOBS="$(nproc)"
 readonly SKIPPED=77 # a step's status
 export PATH="$VENV/bin:$PATH"
@@ -27,6 +28,15 @@ python="$VENV/bin/python"
 }
 
 cpp_files() { git ls-files '*.cc' '*.cu' '*.h'; }
+
+# A number that differs from commit to commit: the next one, where the history is there.
+turn() {
+  if [ "$(git rev-parse --is-shallow-repository)" = true ]; then
+    git log -1 --format=%ct
+  else
+    git rev-list --count HEAD
+  fi
+}
 
 # configure NAME EXTRA-CMAKE-ARGUMENTS…: a build folder of its own.
 configure() {
@@ -64,13 +74,13 @@ step_ctest() {
   (cd "$BUILD_ROOT/release" && "$python" -c '
 import _turbomind
 all_sets, here = ("scalar", "avx2", "avx512", "amx"), _turbomind.available_cpu_isas()
-print("instruction sets tested:", *here, "- not here:", *(set(all_sets) - set(here) or ["none"]))')
+print("instruction sets tested:", *here, "- not here:", *(set(all_sets) - set(here) or ["none"]))') || return 1
   ctest --test-dir "$BUILD_ROOT/release" --no-tests=error --output-on-failure -j "$JOBS" --timeout 300
 }
 
 # Whether the tests of the CUDA kernels still find bugs: other ones with each commit.
 step_planted() {
-  "$python" scripts/planted_bugs.py --build "$BUILD_ROOT/release" --turn "$(git rev-list --count HEAD)"
+  "$python" scripts/planted_bugs.py --build "$BUILD_ROOT/release" --turn "$(turn)"
 }
 
 # Compiles for GPUs where nvcc is found, and links what scripts/gpu_check.sh runs; says that it does
@@ -109,7 +119,7 @@ step_clang_tidy() {
   export -f tidy_one
   export TIDY_BUDGET_S TIDY_CHECKS BUILD_ROOT
   files=$(git ls-files 'src/**/*.cc' 'src/*.cc')
-  first=$((10 * $(git rev-list --count HEAD) % $(wc -l <<<"$files")))
+  first=$(($(turn) % $(wc -l <<<"$files")))
   (git diff --name-only --diff-filter=d origin/main... -- 'src/*.cc' 2>/dev/null
     tail -n "+$((first + 1))" <<<"$files"
     head -n "$first" <<<"$files") | grep -v backend/cpu/isa/ | awk '!seen[$0]++' |

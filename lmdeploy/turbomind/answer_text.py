@@ -218,9 +218,10 @@ class GatedAnswer(AnswerText):
                 super().push(self._waiting.popleft())
         if not gate.stopped or self.stopped:
             return
-        if cut > 0 and self._spans:
-            begin, end = self._spans[-1]  # of special tokens and reasoning nothing is shown
-            self._held = self._held[: len(self._held) - min(cut, end - begin)]
+        begin, end = self._spans[-1] if self._spans else (0, 0)
+        shown = min(cut, end - begin)  # of special tokens and reasoning nothing is
+        self._held = self._held[: len(self._held) - shown]
         # What is left of the stop word's first character is no text.
-        self._append(self.detokenizer.finish().removesuffix("\ufffd"))
+        rest = self.detokenizer.finish().removesuffix("\ufffd")
+        self._append(rest[: max(len(rest) - (cut - shown), 0)])
         self.stopped = self._done = True

@@ -542,9 +542,9 @@ class AsyncEngine:
         gate = None
         if special_words:
             shown = KnownIds(tokenizer, skip_special=False, begins_text=begins_text)
-            gate = AnswerText(
-                shown, special_words, include_stop=include_stop, min_tokens=min_tokens
-            )
+            # Of two words the first to end counts. GPT-OSS shows another text than the gate sees.
+            words = special_words if harmony is not None else [*special_words, *plain_words]
+            gate = AnswerText(shown, words, include_stop=include_stop, min_tokens=min_tokens)
         return GatedAnswer(
             detokenizer, plain_words, gate=gate, include_stop=include_stop, min_tokens=min_tokens
         )

@@ -16,6 +16,7 @@ import dataclasses
 import errno
 import fcntl
 import hashlib
+import importlib.util
 import json
 import logging
 import mmap
@@ -27,7 +28,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 from lmdeploy.turbomind.checkpoint import Checkpoint
@@ -316,8 +316,7 @@ def _checkpoint_facts(checkpoint: Checkpoint) -> bytes:
 
 
 def _key(source: Source, checkpoint_facts: bytes, *, layout: int) -> bytes:
-    versions = [VERSION, layout, __version__, metadata.version("gguf")]  # gguf converts K-quants
-    facts = [*versions, _build_facts(), source.files, checkpoint_facts.hex()]
+    facts = [VERSION, layout, __version__, _build_facts(), source.files, checkpoint_facts.hex()]
     return hashlib.sha256(json.dumps(facts).encode()).digest()
 
 
@@ -326,10 +325,14 @@ def _build_facts() -> list[int]:
     from lmdeploy import _turbomind
     from lmdeploy.turbomind import conversion
 
+    files = [module.__file__ for module in (_turbomind, conversion)]
+    gguf = importlib.util.find_spec("gguf")  # converts K-quants; not imported where there are none
+    if gguf is not None and gguf.origin is not None:
+        files.append(os.path.join(os.path.dirname(gguf.origin), "quants.py"))
     numbers = []
-    for module in (_turbomind, conversion):
-        if module.__file__ is not None and os.path.exists(module.__file__):
-            facts = os.stat(module.__file__)
+    for file in files:
+        if file is not None and os.path.exists(file):
+            facts = os.stat(file)
             numbers += [facts.st_size, facts.st_mtime_ns]
     return numbers
 

@@ -1,4 +1,4 @@
-"""③ From the options of a GenerationConfig to the fields of a request. Pure."""
+"""③ From the options of a GenerationConfig to the fields of a request."""
 
 from __future__ import annotations
 

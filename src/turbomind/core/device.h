@@ -33,8 +33,8 @@ class Device {
   // the system can. Throws std::bad_alloc.
   virtual void* Reserve(size_t num_bytes) = 0;
   virtual void Release(void* memory, size_t num_bytes) = 0;
-  // In order with the ops; what it writes on the host is there after Synchronize(), and what it reads
-  // there stays until then.
+  // In order with the ops; what it writes on the host is there after Synchronize(), and what it
+  // reads there stays until then.
   virtual void Copy(void* to, const void* from, size_t num_bytes) = 0;
   virtual void Synchronize() {}
   // What lies at `memory` of this device, when all work so far is done, where the host can read and

@@ -23,13 +23,6 @@
 namespace turbomind {
 namespace {
 
-// Of every block, after each burst of requests: long where there are many blocks.
-#if defined(NDEBUG)
-constexpr bool kChecksWhenIdle = false;
-#else
-constexpr bool kChecksWhenIdle = true;
-#endif
-
 void SetCalibration(const KvCalibration& calibration, int num_layers, KvCache& cache) {
   const auto per_layer = [num_layers](const char* what, const auto& values) {
     if (!values.empty() && values.size() != static_cast<size_t>(num_layers)) {
@@ -309,8 +302,8 @@ void Engine::Impl::Loop() {
 
 bool Engine::Impl::Wait() {
   const bool is_idle = scheduler.waiting().empty() && scheduler.running().empty();
-  if (is_idle && !checked_idle && (kChecksWhenIdle || config.check_integrity)) {
-    manager.CheckIntegrity(config.check_integrity);
+  if (is_idle && !checked_idle && config.check_integrity) {
+    manager.CheckIntegrity(true);
     checked_idle = true;
   }
   std::vector<std::packaged_task<std::string()>> now;

@@ -107,6 +107,7 @@ void Decoder::Forward(const DecoderInput& input) {
   Check(input.batch.front().num_tokens > 0 &&
             input.batch.front().num_tokens <= config_.limits.max_tokens,
         "the step fits the scratch");
+  count_is_old_ = true;
   for (size_t i = 0; i < step_groups_.size(); ++i) {
     step_groups_[i].batch = input.batch[i];
   }
@@ -194,6 +195,7 @@ void Decoder::ReadTokens(size_t count, int32_t* tokens) {
   const auto* read =
       static_cast<const std::byte*>(device_.ReadBack(scratch_.num_nonfinite, begin + num_bytes));
   std::memcpy(&num_nonfinite_, read, sizeof(num_nonfinite_));
+  count_is_old_ = false;
   std::memcpy(tokens, read + begin, num_bytes);
 }
 
@@ -208,8 +210,10 @@ float* Decoder::ReadLogits(std::span<const int32_t> rows) {
       device_.Copy(scratch_.logits + to * width, scratch_.logits + rows[i] * width, row_bytes);
     }
   }
-  std::memcpy(&num_nonfinite_, device_.ReadBack(scratch_.num_nonfinite, sizeof(num_nonfinite_)),
-              sizeof(num_nonfinite_));
+  if (std::exchange(count_is_old_, false)) {
+    std::memcpy(&num_nonfinite_, device_.ReadBack(scratch_.num_nonfinite, sizeof(num_nonfinite_)),
+                sizeof(num_nonfinite_));
+  }
   return static_cast<float*>(device_.ReadBack(scratch_.logits, rows.size() * row_bytes));
 }
 

@@ -111,6 +111,7 @@ class Decoder {
   DecoderScratch scratch_;
   int num_logit_rows_ = 0;  // that are in the scratch
   int64_t num_nonfinite_ = 0;
+  bool count_is_old_ = false;  // num_nonfinite_ is that of an earlier step
 };
 
 }  // namespace turbomind
