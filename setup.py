@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -25,7 +26,7 @@ class CMakeBuild(build_ext):
         import pybind11
 
         target = Path(self.get_ext_fullpath(ext.name)).resolve().parent
-        build = Path(self.build_temp).resolve()
+        build = self._build_folder()
         build.mkdir(parents=True, exist_ok=True)
         configure = [
             "cmake",
@@ -46,6 +47,14 @@ class CMakeBuild(build_ext):
         subprocess.run(
             ["cmake", "--build", str(build), "--target", "tm_package", "-j", jobs], check=True
         )
+
+    def _build_folder(self) -> Path:
+        """Of an editable install one that stays, so that the next compiles what has changed."""
+        if not self.editable_mode:
+            return Path(self.build_temp).resolve()
+        names = ("CMAKE_ARGS", "CC", "CXX", "CFLAGS", "CXXFLAGS")
+        options = "\n".join([sys.executable, *(os.environ.get(name, "") for name in names)])
+        return ROOT / "build" / f"editable-{zlib.crc32(options.encode()):08x}"
 
     def copy_extensions_to_source(self) -> None:
         """For an editable install: the module, and the CUDA library."""

@@ -43,7 +43,7 @@ if [ "$purpose" = test ]; then
       "${pip[@]}" install "torch==$TORCH_VERSION"; }
 fi
 
-say "lmdeploy-fp4 (compiles the engine)"
+say "lmdeploy-fp4 (compiles the engine: minutes the first time, later what has changed)"
 export CMAKE_BUILD_PARALLEL_LEVEL="${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}"
 if command -v ccache >/dev/null; then
   export CMAKE_ARGS="${CMAKE_ARGS:-} -DCMAKE_CXX_COMPILER_LAUNCHER=ccache"

@@ -61,7 +61,8 @@ def _taken(server_name: str, server_port: int, *, error: OSError) -> ValueError:
 
 def curl_line(url: str, model_name: str, *, with_key: bool) -> str:
     """A command to paste."""
-    body = {"model": model_name, "messages": [{"role": "user", "content": "Who are you?"}]}
+    ask = [{"role": "user", "content": "Who are you?"}]
+    body = {"model": model_name, "messages": ask, "temperature": 0, "max_tokens": 64}
     key = " -H 'Authorization: Bearer YOUR_KEY'" if with_key else ""
     return (
         f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} "

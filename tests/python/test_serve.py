@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import socket
 import threading
 import time
@@ -469,9 +470,12 @@ def test_openapi_has_every_body(url):
     assert "StreamOptions" in schema["components"]["schemas"]
 
 
-@pytest.mark.parametrize(("grace", "reason"), [(0, None), (30, "stop")])
-def test_running_answers_have_the_shutdown_timeout(grace, reason):
-    engine = make_engine(lambda _: "a" * 100, step_seconds=0.01)
+@pytest.mark.parametrize(
+    ("grace", "signals", "reason"), [(0, 1, None), (30, 1, "stop"), (300, 2, None)]
+)
+def test_running_answers_have_the_shutdown_timeout(grace, signals, reason, caplog):
+    length = 100 if reason else 10_000
+    engine = make_engine(lambda _: "a" * length, step_seconds=0.01, session_len=20_000)
     app = make_app(engine, ServerOptions(model_name="m"))
     with bind("127.0.0.1", 0) as sock:
         listen(sock, "127.0.0.1")
@@ -482,9 +486,12 @@ def test_running_answers_have_the_shutdown_timeout(grace, reason):
         with httpx.stream("POST", url, json={**CHAT, "stream": True}, timeout=60) as reply:
             lines = reply.iter_lines()
             next(lines)
-            server.should_exit = True
+            for _ in range(signals):
+                server.handle_exit(signal.SIGINT, None)
             told = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         thread.join()
+    server._captured_signals.clear()
+    assert ("the next signal ends them" in caplog.text) == (grace > 0)
     if reason is None:
         assert "closed" in told[-1]["error"]["message"]
     else:
