@@ -32,6 +32,8 @@ QUANT_POLICY_NAMES: dict[int | str, str] = {
     "nvfp4": "nvfp4",
 }
 FORMAT_NAMES = tuple(name for name in QUANT_POLICY_NAMES if isinstance(name, str))
+# One name per format, in the order of a report.
+REPORTED_FORMATS = ("none", "int8", "fp8", "fp8_e5m2", "nvfp4", "int4", "mxfp4")
 FP4_FORMATS = frozenset({"fp4", "mxfp4", "nvfp4"})
 FOUR_BIT_FORMATS = FP4_FORMATS | {"int4"}
 

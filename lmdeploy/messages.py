@@ -86,6 +86,7 @@ UNSUPPORTED_ENGINE_FIELDS: dict[str, Any] = {
 
 BLOCK_LENGTHS = (16, 32, 64, 128)
 KV_QUALITIES = ("raw", "balanced", "best")
+UNCALIBRATED_QUALITIES = KV_QUALITIES[:-1]  # best needs a calibration
 # Tokens kept in 16 bit come in tiles of attention.
 HOT_TOKENS_STEP = 64
 MAX_HOT_TOKENS = 4096

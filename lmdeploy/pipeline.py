@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from lmdeploy.model import ChatTemplateConfig
+    from lmdeploy.tokenizer import Tokenizer
     from lmdeploy.turbomind.engine import AsyncEngine, EngineFailure, RequestStream
 
 Message: TypeAlias = dict[str, Any]
@@ -292,8 +293,15 @@ class Pipeline:
         """A new, empty conversation for `chat`."""
         return Session()
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's: `encode(text)` gives token ids, `decode(ids)` a text."""
+        return self.engine.parts.tokenizer
+
     def get_ppl(self, input_ids: list[int] | list[list[int]]) -> list[float]:
         """Mean negative log likelihood of each token list after its first token, as in LMDeploy.
+
+        `tokenizer.encode` makes a token list of a text.
 
         The exponential of a value is the perplexity that the name speaks of.
 
@@ -302,6 +310,8 @@ class Pipeline:
         from lmdeploy.turbomind.engine import EngineFailure
 
         self._check_open()
+        if isinstance(input_ids, str):
+            raise refuse("input_ids", input_ids, wanted="token ids, e.g. of tokenizer.encode")
         batch = cast(
             "list[list[int]]",
             [input_ids] if input_ids and isinstance(input_ids[0], int) else input_ids,
@@ -376,9 +386,14 @@ class Pipeline:
             config = GenerationConfig() if config is None else config
             if not isinstance(config, GenerationConfig):
                 raise refuse("gen_config", config, wanted="a GenerationConfig")
-            ids = self._encode(prompt, template_options)
-            num_new = min(config.max_new_tokens, 1)
-            self.engine.check_prompt(ids, f"prompt {i}", num_new=num_new)
+            try:
+                ids = self._encode(prompt, template_options)
+                self.engine.check_prompt(ids, num_new=min(config.max_new_tokens, 1))
+            except ValueError as error:
+                if single:
+                    raise
+                text = str(error).removeprefix("prompt: ")
+                raise ValueError(f"prompts[{i}]: {text}") from error
             template = self.engine.parts.chat_template
             chat = template_options is not None
             if chat and template is not None and template.stop_words:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -86,9 +87,34 @@ class OneLineParser(argparse.ArgumentParser):
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)
 
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """None may be unknown: here, in the parser of the command, its flags can be suggested."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._suggestion(unknown)}")
+        return known, unknown
+
     def error(self, message: str) -> NoReturn:
-        """Prints `message` and exits."""
+        """Prints `message` and exits; a missing command is answered with those there are."""
+        for action in self._actions:  # argparse has no public way to a parser's commands
+            is_commands = isinstance(action, argparse._SubParsersAction)
+            if is_commands and message.endswith(f"are required: {action.metavar}"):
+                names = ", ".join(action.choices or ())
+                fail(f"{self.prog}: got no command, wanted one of {names}; --help tells more")
         fail(message)
+
+    def _suggestion(self, unknown: Sequence[str]) -> str:
+        flags = [
+            flag
+            for action in self._actions
+            if action.help != argparse.SUPPRESS
+            for flag in action.option_strings
+        ]
+        given = [text.partition("=")[0] for text in unknown if text.startswith("--")]
+        near = [match for text in given for match in difflib.get_close_matches(text, flags, n=1)]
+        return f"; did you mean {' '.join(near)}?" if near else ""
 
 
 def fail(message: str, status: int = 2) -> NoReturn:
@@ -142,6 +168,16 @@ _INT = _strict_number(int)
 _FLOAT = _strict_number(float)
 
 
+def add_log_level(parser: argparse.ArgumentParser) -> None:
+    """How much is logged."""
+    parser.add_argument(
+        "--log-level",
+        default="WARNING",
+        choices=LOG_LEVELS,
+        help="of lmdeploy's own messages; DEBUG shows tracebacks (default: %(default)s)",
+    )
+
+
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of TurbomindEngineConfig."""
     default = TurbomindEngineConfig()
@@ -150,9 +186,16 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     def add(flag: str, text: str, **options: Any) -> None:
         group.add_argument(flag, help=text, **options)
 
-    add("--dtype", "of activations and an unquantised cache", choices=DTYPES, default="auto")
+    add(
+        "--dtype",
+        "of activations and unquantised caches (default: auto)",
+        choices=DTYPES,
+        default="auto",
+    )
     add("--model-format", "hf or gguf; found from the files when absent", default=None)
-    add("--device", "auto: a GPU where one can be used", choices=DEVICE_TYPES, default="auto")
+    add(
+        "--device", "auto (default): a GPU if one can be used", choices=DEVICE_TYPES, default="auto"
+    )
     add("--devices", "the GPU's index; 0 when absent", type=_INT)
     add(
         "--num-threads",
@@ -232,10 +275,15 @@ def add_kv_ingredient_flags(group: argparse._ActionsContainer) -> None:
     switch: Any = argparse.BooleanOptionalAction
     add("--kv-rotation", "rotate K and Q by a Hadamard matrix", action=switch)
     add("--kv-scale-search", "choose FP4 scales by the error they leave", action=switch)
-    add("--kv-sink-tokens", "first tokens kept in 16 bit, a multiple of 64", type=_INT)
+    add(
+        "--kv-sink-tokens",
+        "first tokens kept in 16 bit, a multiple of 64 (balanced, best: 64)",
+        type=_INT,
+    )
     add(
         "--kv-recent-tokens",
-        "tokens before the current block kept in 16 bit, a multiple of 64; -1: none at all",
+        "tokens before the current block kept in 16 bit, a multiple of 64; -1: none at all "
+        "(balanced, best: 64)",
         type=_INT,
     )
 
@@ -254,7 +302,7 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chat-template", default=None, help="a .jinja file, a JSON file or JSON text"
     )
-    parser.add_argument("--log-level", default="WARNING", choices=LOG_LEVELS)
+    add_log_level(parser)
     add_engine_flags(parser)
     add_unsupported(parser)
 

@@ -44,10 +44,17 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--model-name", default=None, help="its name in the API; default: the path")
     group.add_argument("--api-keys", nargs="*", default=None, help="keys that clients must send")
-    group.add_argument("--allow-origins", nargs="+", default=["*"], help="CORS")
-    group.add_argument("--allow-credentials", action="store_true", help="CORS")
-    group.add_argument("--allow-methods", nargs="+", default=["*"], help="CORS")
-    group.add_argument("--allow-headers", nargs="+", default=["*"], help="CORS")
+    for flag, text in (
+        ("--allow-origins", "origins that browsers may call from"),
+        ("--allow-methods", "HTTP methods that browsers may use"),
+        ("--allow-headers", "request headers that browsers may send"),
+    ):
+        group.add_argument(flag, nargs="+", default=["*"], help=f"CORS: {text} (default: all)")
+    group.add_argument(
+        "--allow-credentials",
+        action="store_true",
+        help="CORS: browsers may send cookies and logins (default: not)",
+    )
     group.add_argument("--disable-fastapi-docs", action="store_true", help="no /docs")
     for flag in ("--reasoning-parser", "--tool-call-parser"):
         group.add_argument(

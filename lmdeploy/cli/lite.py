@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 
 from lmdeploy.checks import refuse
-from lmdeploy.cli.arguments import LOG_LEVELS, add_kv_ingredient_flags, kv_ingredients
-from lmdeploy.kv_formats import TABLE_SUFFIXES
-from lmdeploy.messages import KV_QUALITIES
+from lmdeploy.cli.arguments import add_kv_ingredient_flags, add_log_level, kv_ingredients
+from lmdeploy.kv_formats import REPORTED_FORMATS, TABLE_SUFFIXES
+from lmdeploy.messages import KV_QUALITIES, UNCALIBRATED_QUALITIES
 
 
 def add_lite_commands(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +26,7 @@ def add_text_flags(parser: argparse.ArgumentParser, *, tokens: int) -> None:
     parser.add_argument("--text", required=True, type=Path, help="UTF-8 text file")
     parser.add_argument("--tokens", type=int, default=tokens, help="at most so many of the text")
     parser.add_argument("--context", type=int, default=2048, help="tokens of one prompt")
-    parser.add_argument("--log-level", default="WARNING", choices=LOG_LEVELS)
+    add_log_level(parser)
 
 
 def check_output(path: Path) -> None:
@@ -128,10 +128,26 @@ def _add_kv_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         nargs="+",
         help="UTF-8 text files; those after the first at the first context only",
     )
-    parser.add_argument("--formats", default=None, help="with commas; default: all")
-    parser.add_argument("--qualities", default=None, help="with commas; default: all")
-    parser.add_argument("--contexts", default="2048,8192", help="tokens of one prompt, with commas")
-    parser.add_argument("--max-tokens", type=int, default=1 << 30, help="of each text")
+    parser.add_argument(
+        "--formats", default=None, help=f"some of {','.join(REPORTED_FORMATS)} (default: all)"
+    )
+    parser.add_argument(
+        "--qualities",
+        default=None,
+        help=f"some of {','.join(KV_QUALITIES)} (default: {','.join(UNCALIBRATED_QUALITIES)}, and "
+        "best too where --kv-calibration or --calibration-text is given)",
+    )
+    parser.add_argument(
+        "--contexts",
+        default="2048,8192",
+        help="tokens of one prompt, with commas (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        default=1 << 30,
+        help="tokens measured of each text, at most (default: all)",
+    )
     parser.add_argument(
         "--kv-calibration",
         "--calibration",
@@ -139,27 +155,42 @@ def _add_kv_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         metavar="FILE",
         type=Path,
         default=None,
-        help="file for quality best",
+        help="file of `lmdeploy lite calibrate`, for quality best",
     )
     parser.add_argument(
-        "--calibration-text", type=Path, default=None, help="text to make that file of"
+        "--calibration-text", type=Path, default=None, help="UTF-8 text to make that file of"
     )
-    parser.add_argument("--retrieval-prompts", type=int, default=4, help="per context")
-    parser.add_argument("--output", type=Path, default=Path("."), help="folder of the page")
-    parser.add_argument("--name", default="kv-report", help="of its files, without an ending")
-    parser.add_argument("--log-level", default="WARNING", choices=LOG_LEVELS)
+    parser.add_argument(
+        "--retrieval-prompts",
+        type=int,
+        default=4,
+        help="prompts with planted values to be found, per context (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path(), help="folder of the page (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--name",
+        default="kv-report",
+        help="of the page's files, without an ending (default: %(default)s)",
+    )
+    add_log_level(parser)
     parser.set_defaults(run=_kv_report)
 
 
 def _kv_report(args: argparse.Namespace) -> int:
-    from lmdeploy.lite.kv_cells import FORMATS, QUALITIES
+    from lmdeploy.lite.evaluation import read_text
     from lmdeploy.lite.kv_report import ReportOptions, make_report, names, numbers
 
+    for path in args.text:
+        read_text(path)  # what it lacks is said before what other flags lack
+    calibrated = args.calibration is not None or args.calibration_text is not None
+    qualities = KV_QUALITIES if calibrated else UNCALIBRATED_QUALITIES
     options = ReportOptions(
         model_path=args.model_path,
         texts=tuple(args.text),
-        formats=FORMATS if args.formats is None else names(args.formats),
-        qualities=QUALITIES if args.qualities is None else names(args.qualities),
+        formats=REPORTED_FORMATS if args.formats is None else names(args.formats),
+        qualities=qualities if args.qualities is None else names(args.qualities),
         contexts=numbers(args.contexts, "--contexts"),
         max_tokens=args.max_tokens,
         calibration=args.calibration,
@@ -168,6 +199,8 @@ def _kv_report(args: argparse.Namespace) -> int:
         output=args.output,
         name=args.name,
     )
-    make_report(options)
-    print(f"{args.output / args.name}.md, .json and .png")
+    report = make_report(options)
+    print(
+        f"{args.output / args.name}.md" + (", .json and .png" if report.picture else " and .json")
+    )
     return 0

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from lmdeploy import _turbomind
     from lmdeploy.messages import TurbomindEngineConfig
 
-FORMATS = ("none", "int8", "fp8", "fp8_e5m2", "nvfp4", "int4", "mxfp4")
-QUALITIES = ("raw", "balanced", "best")
 REFERENCE = "none"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +17,16 @@ from typing import Any
 import numpy as np
 
 from lmdeploy.checks import check_int
+from lmdeploy.kv_formats import REPORTED_FORMATS
 from lmdeploy.lite import kv_costs
 from lmdeploy.lite.evaluation import cut_contexts, read_text
-from lmdeploy.lite.kv_cells import FORMATS, QUALITIES, REFERENCE, KvCell, make_cells
+from lmdeploy.lite.kv_cells import REFERENCE, KvCell, make_cells
 from lmdeploy.lite.kv_retrieval import ask, make_prompt, recall_summary
 from lmdeploy.lite.kv_scores import ScoreFolder
 from lmdeploy.lite.prompt_engine import OpenModel, PromptEngine, open_model
+from lmdeploy.messages import KV_QUALITIES, UNCALIBRATED_QUALITIES
+
+logger = logging.getLogger(__name__)
 
 VERSION = 1
 TOKENS_PER_PAIR = 64  # of the context: a pair and its question take 20
@@ -42,8 +47,8 @@ class ReportOptions:
 
     model_path: str
     texts: tuple[Path, ...]
-    formats: tuple[str, ...] = FORMATS
-    qualities: tuple[str, ...] = QUALITIES
+    formats: tuple[str, ...] = REPORTED_FORMATS
+    qualities: tuple[str, ...] = UNCALIBRATED_QUALITIES
     contexts: tuple[int, ...] = (2048, 8192)
     max_tokens: int = 1 << 30
     calibration: Path | None = None
@@ -54,8 +59,8 @@ class ReportOptions:
 
     def __post_init__(self) -> None:
         for flag, names, known in (
-            ("--formats", self.formats, FORMATS),
-            ("--qualities", self.qualities, QUALITIES),
+            ("--formats", self.formats, REPORTED_FORMATS),
+            ("--qualities", self.qualities, KV_QUALITIES),
         ):
             unknown = [name for name in names if name not in known]
             if unknown or not names:
@@ -68,7 +73,7 @@ class ReportOptions:
             raise ValueError("--text: two files of the same name; rename one")
         if "best" in self.qualities and not (self.calibration or self.calibration_text):
             raise ValueError(
-                "--qualities: best needs a calibration file; give --calibration, or "
+                "--qualities: best needs a calibration file; give --kv-calibration, or "
                 "--calibration-text to make one"
             )
 
@@ -139,6 +144,7 @@ class Report:
     cells: list[KvCell]
     ids: dict[str, list[int]]  # by text
     measured: Measurements
+    picture: bool = True  # drawn, beside the page
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def run(self) -> None:
@@ -287,15 +293,19 @@ def calibration_file(options: ReportOptions, model: OpenModel) -> Path | None:
 
 
 def make_report(options: ReportOptions) -> Report:
-    """Measures and writes the page, its JSON and its picture.
+    """Measures and writes the page, its JSON and, with matplotlib, its picture.
 
     Raises:
         ValueError, OSError: for what cannot be read, written or used.
     """
     from lmdeploy.lite.kv_report_page import write_page
-    from lmdeploy.lite.kv_report_plot import require_matplotlib, write_plot
+    from lmdeploy.lite.kv_report_plot import can_draw, write_plot
 
-    require_matplotlib()
+    if not (picture := can_draw()):
+        logger.warning(
+            "matplotlib is not installed, so there will be no picture; "
+            'to get it: pip install "lmdeploy-fp4[lite]"'
+        )
     texts = {path.stem: read_text(path) for path in options.texts}
     # As a server computes: 16-bit activations add a KL below 1e-6, exact compute doubles the time.
     model = open_model(options.model_path, exact=False)
@@ -326,10 +336,12 @@ def make_report(options: ReportOptions) -> Report:
         ),
         ids=ids,
         measured=Measurements(options.parts / "measured.json", facts),
+        picture=picture,
     )
     report.run()
     write_page(report, facts)
-    write_plot(report, options.output / f"{options.name}.png")
+    if picture:
+        write_plot(report, options.output / f"{options.name}.png")
     return report
 
 

@@ -65,7 +65,7 @@ def command(report: Report) -> str:
     if o.max_tokens < 1 << 30:
         parts += ["--max-tokens", str(o.max_tokens)]
     for flag, path in (
-        ("--calibration", o.calibration),
+        ("--kv-calibration", o.calibration),
         ("--calibration-text", o.calibration_text),
     ):
         parts += [flag, path.name] if path else []
@@ -82,8 +82,9 @@ def _introduction(report: Report) -> Iterator[str]:
     yield ""
     yield f"on {cpu_name()} with {report.model.threads} threads."
     yield ""
-    yield f"![divergence, retrieval and decode speed]({report.options.name}.png)"
-    yield ""
+    if report.picture:
+        yield f"![divergence, retrieval and decode speed]({report.options.name}.png)"
+        yield ""
     yield "* KL is KL(none || format) in nats, over every position but the last of each context;"
     yield "  p99 its 99th percentile; top-1 the share of positions with the same likeliest token."
     yield "* Recall: lines such as `lantern = 4193;` are planted over the whole context and asked"

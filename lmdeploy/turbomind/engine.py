@@ -361,9 +361,7 @@ class AsyncEngine:
         """Counters of the C++ engine."""
         return self.parts.core.stats()
 
-    def check_prompt(
-        self, prompt_ids: list[int], flag: str = "the prompt", *, num_new: int = 1
-    ) -> None:
+    def check_prompt(self, prompt_ids: list[int], *, num_new: int = 1) -> None:
         """ValueError with the numbers when a prompt can never be served.
 
         `num_new`: tokens that must fit behind it, 0 where max_new_tokens is 0, else 1.
@@ -381,7 +379,7 @@ class AsyncEngine:
             )
         if wanted > limit:
             raise ValueError(
-                f"{got} the {limit} that the KV cache holds; shorten {flag} or raise "
+                f"{got} the {limit} that the KV cache holds; shorten the prompt or raise "
                 f"{flag_of('cache_max_entry_count')}"
             )
         top = max(prompt_ids)

@@ -12,6 +12,7 @@ from lmdeploy import Pipeline
 from lmdeploy.cli.arguments import UNSUPPORTED_FLAGS, engine_config
 from lmdeploy.cli.chat import talk
 from lmdeploy.cli.entrypoint import main, make_parser
+from lmdeploy.turbomind.kv_quality import DEFAULT_HOT_TOKENS
 
 
 def parse(*flags):
@@ -60,7 +61,10 @@ def test_flags_that_are_not_built(capsys, flag):
         (["--exact", "--device", "cuda"], "exact: got True"),
         (["--chat-template", "/no/such/file.jinja"], "--chat-template"),
         (["--chat-template", "{"], "--chat-template"),
-        (["--no-such-flag"], "--no-such-flag"),
+        (["--no-such-flag"], "unrecognized arguments: --no-such-flag\n"),
+        (["--quant-polcy", "16"], "arguments: --quant-polcy 16; did you mean --quant-policy?"),
+        (["--quant-polcy=16"], "did you mean --quant-policy?"),
+        (["--server-prt", "1"], "did you mean --server-port?"),
         (["--session", "5"], "--session"),
     ],
 )
@@ -69,9 +73,20 @@ def test_bad_flags(capsys, flags, text):
 
 
 def test_bad_commands(capsys):
-    refused(capsys, command=())
+    assert "wanted one of chat, serve, lite, check_env" in refused(capsys, command=())
+    assert "lmdeploy serve: " in (text := refused(capsys, command=("serve",)))
+    assert "wanted one of api_server" in text
+    assert "calibrate, kv-search, kv-report" in refused(capsys, command=("lite",))
     refused(capsys, command=("serve", "gradio"))
     refused(capsys, command=("convert",))
+
+
+def test_help_names_the_defaults(capsys):
+    with pytest.raises(SystemExit):
+        main(["serve", "api_server", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.count(f"(balanced, best: {DEFAULT_HOT_TOKENS})") == 2
+    assert text.count("CORS: ") == 4 and "own messages" in text
 
 
 def test_flags_reach_the_config():

@@ -15,7 +15,6 @@ from lmdeploy.lite import kv_costs, kv_report
 from lmdeploy.lite.evaluation import Score
 from lmdeploy.lite.kv_cells import KvCell
 from lmdeploy.lite.kv_report import Measurements, ReportOptions, check_length, numbers
-from lmdeploy.lite.kv_report_plot import require_matplotlib
 from lmdeploy.lite.kv_retrieval import KEYS, ask, make_prompt, recall_summary
 from lmdeploy.lite.kv_scores import score_rows, summary
 
@@ -150,10 +149,40 @@ def test_a_report_on_nothing_but_none(
     assert (Path(arguments[-1]) / "none.png").exists() and not recwarn.list
 
 
-def test_matplotlib_is_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"lmdeploy-fp4\[lite\]"):
-        require_matplotlib()
+def test_without_matplotlib_there_is_a_page_without_a_picture(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name)
+    )
+    flags = ["--formats", "none", "--qualities", "raw", "--name", "plain"]
+    assert main([*arguments[:-2], *flags, *arguments[-2:]]) == 0
+    assert "lmdeploy-fp4[lite]" in caplog.text and len(caplog.records) == 1
+    folder = Path(arguments[-1])
+    assert (folder / "plain.json").exists() and not (folder / "plain.png").exists()
+    assert ".png" not in (folder / "plain.md").read_text(encoding="utf-8")
+
+
+def test_best_is_measured_where_there_is_a_calibration(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[tuple[str, ...]] = []
+
+    def make_report(options: ReportOptions) -> None:
+        seen.append(options.qualities)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(kv_report, "make_report", make_report)
+    command = ["lite", "kv-report", "m", "--text", str(DATA / "zh.txt")]
+    for flags in ([], ["--kv-calibration", "c"], ["--calibration-text", "c"]):
+        with pytest.raises(SystemExit):
+            main([*command, *flags])
+    assert seen == [("raw", "balanced")] + [("raw", "balanced", "best")] * 2
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main([*command[:-1], "no/such.txt", "--qualities", "best"])
+    assert "text: got 'no/such.txt'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -161,7 +190,7 @@ def test_matplotlib_is_asked_for_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     [
         ({"formats": ("fp3",)}, "--formats"),
         ({"qualities": ("good",)}, "--qualities"),
-        ({"qualities": ("best",)}, "--calibration-text"),
+        ({"qualities": ("best",)}, "--kv-calibration, or --calibration-text"),
         ({"contexts": (8,)}, "--contexts"),
         ({"texts": (Path("a/x.txt"), Path("b/x.txt"))}, "same name"),
     ],

@@ -113,6 +113,10 @@ def test_get_ppl(pipe):
     with pytest.raises(ValueError, match="at least 2"):
         pipe.get_ppl([[1]])
     assert len(pipe.get_ppl([1] * 512)) == 1
+    with pytest.raises(ValueError, match="input_ids: got 'The capital', wanted token ids"):
+        pipe.get_ppl("The capital")
+    ids = pipe.tokenizer.encode("The capital")
+    assert pipe.tokenizer.decode(ids) == "The capital" and len(pipe.get_ppl(ids)) == 1
 
 
 def test_get_ppl_says_why_a_request_failed(pipe, monkeypatch):
@@ -126,7 +130,10 @@ def test_get_ppl_says_why_a_request_failed(pipe, monkeypatch):
     [
         ("x" * 600, "tokens"),
         (3, "prompts: got 3"),
-        ([3], "prompt: got 3"),
+        ([3], r"prompts\[0\]: got 3"),
+        (["x", 5], r"^prompts\[1\]: got 5"),
+        (["hi", "x" * 600], r"^prompts\[1\]: got \d+ tokens"),
+        ("x" * 600, r"^prompt: got \d+ tokens"),
         ([{"role": "nobody", "content": "x"}], "role: got 'nobody'"),
         ([{"role": "user", "content": 3}], "content: got 3"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "image_url"),
