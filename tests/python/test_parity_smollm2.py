@@ -69,7 +69,7 @@ def dequantised(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
             values = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind.upper()])
         *layer, name = planned.name.rsplit(".", 1)
         prefix = f"model.{layer[0]}." if layer else ""
-        tensors[prefix + names[name]] = torch.from_numpy(values)
+        tensors[prefix + names[name]] = torch.tensor(values)
     return tensors
 
 
