@@ -34,6 +34,8 @@ QUANT_POLICY_NAMES: dict[int | str, str] = {
 FORMAT_NAMES = tuple(name for name in QUANT_POLICY_NAMES if isinstance(name, str))
 # One name per format, in the order of a report.
 REPORTED_FORMATS = ("none", "int8", "fp8", "fp8_e5m2", "nvfp4", "int4", "mxfp4")
+KV_QUALITIES = ("raw", "balanced", "best")
+UNCALIBRATED_QUALITIES = KV_QUALITIES[:-1]  # best needs a calibration
 FP4_FORMATS = frozenset({"fp4", "mxfp4", "nvfp4"})
 FOUR_BIT_FORMATS = FP4_FORMATS | {"int4"}
 

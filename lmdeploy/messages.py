@@ -26,7 +26,7 @@ from lmdeploy.checks import (
     refuse,
     show,
 )
-from lmdeploy.kv_formats import FormatTable, parse_cache_format, parse_quant_policy
+from lmdeploy.kv_formats import KV_QUALITIES, FormatTable, parse_cache_format, parse_quant_policy
 from lmdeploy.tool_calls import ToolCall, join_tool_calls
 
 MAX_STOP_WORDS = 256
@@ -85,8 +85,6 @@ UNSUPPORTED_ENGINE_FIELDS: dict[str, Any] = {
 }
 
 BLOCK_LENGTHS = (16, 32, 64, 128)
-KV_QUALITIES = ("raw", "balanced", "best")
-UNCALIBRATED_QUALITIES = KV_QUALITIES[:-1]  # best needs a calibration
 # Tokens kept in 16 bit come in tiles of attention.
 HOT_TOKENS_STEP = 64
 MAX_HOT_TOKENS = 4096

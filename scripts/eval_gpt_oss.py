@@ -38,7 +38,7 @@ from kv_eval.results import (
 from kv_eval.server import Server, ServerFailure, serving
 from kv_eval.tasks import FOLDER, Task, known_tasks, read_task
 
-from lmdeploy.messages import KV_QUALITIES
+from lmdeploy.kv_formats import KV_QUALITIES
 from lmdeploy.version import __version__
 
 if TYPE_CHECKING:

@@ -8,12 +8,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from lmdeploy.kv_formats import KV_QUALITIES
 from lmdeploy.kv_formats import parse_quant_policy as _check_quant_policy
 from lmdeploy.messages import (
     BLOCK_LENGTHS,
     DEVICE_TYPES,
     DTYPES,
-    KV_QUALITIES,
     TurbomindEngineConfig,
 )
 

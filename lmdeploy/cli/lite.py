@@ -8,8 +8,12 @@ from pathlib import Path
 
 from lmdeploy.checks import refuse
 from lmdeploy.cli.arguments import add_kv_ingredient_flags, add_log_level, kv_ingredients
-from lmdeploy.kv_formats import REPORTED_FORMATS, TABLE_SUFFIXES
-from lmdeploy.messages import KV_QUALITIES, UNCALIBRATED_QUALITIES
+from lmdeploy.kv_formats import (
+    KV_QUALITIES,
+    REPORTED_FORMATS,
+    TABLE_SUFFIXES,
+    UNCALIBRATED_QUALITIES,
+)
 
 
 def add_lite_commands(parser: argparse.ArgumentParser) -> None:

@@ -17,14 +17,13 @@ from typing import Any
 import numpy as np
 
 from lmdeploy.checks import check_int
-from lmdeploy.kv_formats import REPORTED_FORMATS
+from lmdeploy.kv_formats import KV_QUALITIES, REPORTED_FORMATS, UNCALIBRATED_QUALITIES
 from lmdeploy.lite import kv_costs
 from lmdeploy.lite.evaluation import cut_contexts, read_text
 from lmdeploy.lite.kv_cells import REFERENCE, KvCell, make_cells
 from lmdeploy.lite.kv_retrieval import ask, make_prompt, recall_summary
 from lmdeploy.lite.kv_scores import ScoreFolder
 from lmdeploy.lite.prompt_engine import OpenModel, PromptEngine, open_model
-from lmdeploy.messages import KV_QUALITIES, UNCALIBRATED_QUALITIES
 
 logger = logging.getLogger(__name__)
 

@@ -95,7 +95,7 @@ def test_quality_options() -> None:
     documented = {flag for row in rows for flag in quoted(row[1])}
     assert documented <= flags_of("serve", "api_server")
     qualities = {row[0].strip("`") for row in table(section(FORMATS, "Quality"))}
-    assert set(messages.KV_QUALITIES) <= qualities
+    assert set(kv_formats.KV_QUALITIES) <= qualities
 
 
 def test_endpoints() -> None:
