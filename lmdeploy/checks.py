@@ -80,3 +80,14 @@ def check_ids(name: str, value: Any, *, max_items: int) -> list[int]:
     if not isinstance(value, (list, tuple)) or len(value) > max_items:
         raise refuse(name, value, wanted=f"a list of at most {max_items} token ids")
     return [check_int(name, item, low=0) for item in value]
+
+
+def refuse_unsupported(config: Any, names: dict[str, Any]) -> None:
+    """ValueError when a field of `names` has another value than the one beside it."""
+    for name, default in names.items():
+        value = getattr(config, name)
+        if type(value) is not type(default) or value != default:
+            raise ValueError(
+                f"{name}: got {value!r}, which is not supported; wanted the default {default!r}; "
+                f"remove {name} ({flag_of(name)})"
+            )

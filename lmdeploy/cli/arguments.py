@@ -8,14 +8,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from lmdeploy.kv_formats import KV_QUALITIES
-from lmdeploy.kv_formats import parse_quant_policy as _check_quant_policy
-from lmdeploy.messages import (
+from lmdeploy.engine_config import (
     BLOCK_LENGTHS,
     DEVICE_TYPES,
     DTYPES,
     TurbomindEngineConfig,
 )
+from lmdeploy.kv_formats import KV_QUALITIES
+from lmdeploy.kv_formats import parse_quant_policy as _check_quant_policy
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 

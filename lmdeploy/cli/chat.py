@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lmdeploy.cli.arguments import engine_config
-from lmdeploy.messages import GenerationConfig, sampling_defaults
+from lmdeploy.generation_config import GenerationConfig, sampling_defaults
 from lmdeploy.model import parse_chat_template
 
 if TYPE_CHECKING:

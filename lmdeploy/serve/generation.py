@@ -8,14 +8,16 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lmdeploy.messages import GenerationConfig, Response, join_pieces, sampling_defaults
+from lmdeploy.generation_config import GenerationConfig, sampling_defaults
+from lmdeploy.messages import Response, join_pieces
 from lmdeploy.serve.errors import ApiError
 from lmdeploy.serve.protocol import MAX_PROMPTS, SamplingFields, check_stop
 from lmdeploy.turbomind.prompts import encode_text
 
 if TYPE_CHECKING:
     from lmdeploy.serve.metrics import ServerMetrics
-    from lmdeploy.turbomind.engine import AsyncEngine, RequestStream
+    from lmdeploy.turbomind.engine import AsyncEngine
+    from lmdeploy.turbomind.request_stream import RequestStream
 
 MAX_ANSWERS = 1024  # of one HTTP request
 MAX_LOGPROB_VALUES = 1 << 22  # of one HTTP request; about 100 bytes each

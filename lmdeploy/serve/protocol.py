@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lmdeploy.checks import show
-from lmdeploy.messages import (
+from lmdeploy.generation_config import (
     MAX_ALL_STOP_CHARS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,

@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 
 from lmdeploy import ChatTemplateConfig, GenerationConfig, Response, TurbomindEngineConfig
+from lmdeploy.engine_config import UNSUPPORTED_ENGINE_FIELDS
+from lmdeploy.generation_config import UNSUPPORTED_GENERATION_FIELDS
 from lmdeploy.kv_formats import QUANT_POLICY_NAMES, parse_quant_policy
-from lmdeploy.messages import (
-    UNSUPPORTED_ENGINE_FIELDS,
-    UNSUPPORTED_GENERATION_FIELDS,
-    join_pieces,
-)
+from lmdeploy.messages import join_pieces
 from lmdeploy.turbomind.devices import step_sizes
 
 
