@@ -182,6 +182,7 @@ class RequestOutput:
     stop_tokens: int
     cached_tokens: int
     error: str
+    is_request_fault: bool
 
 class EngineStats:
     num_waiting: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 # Imported here so that binding the submodule `lmdeploy.pipeline` happens before the package binds
@@ -45,7 +46,7 @@ def serve(
     api_keys: list[str] | str | None = None,
     shutdown_timeout: int = 3,
 ) -> None:
-    """Serves a model over HTTP until interrupted; `lmdeploy serve api_server` has more options.
+    """Serves a model over HTTP until Ctrl-C; `lmdeploy serve api_server` has more options.
 
     `shutdown_timeout`: seconds that running answers may go on after that.
     """
@@ -60,6 +61,7 @@ def serve(
         api_keys=[api_keys] if isinstance(api_keys, str) else list(api_keys or []),
         shutdown_timeout=shutdown_timeout,
     )
-    run_server(
-        model_path, backend_config, chat_template_config=chat_template_config, options=options
-    )
+    with suppress(KeyboardInterrupt):
+        run_server(
+            model_path, backend_config, chat_template_config=chat_template_config, options=options
+        )

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
     from lmdeploy.model import ChatTemplateConfig
     from lmdeploy.tokenizer import Tokenizer
-    from lmdeploy.turbomind.engine import AsyncEngine, EngineFailure, RequestStream
+    from lmdeploy.turbomind.engine import AsyncEngine, EngineFailure
+    from lmdeploy.turbomind.request_stream import RequestStream
 
 Message: TypeAlias = dict[str, Any]
 Prompt: TypeAlias = "str | list[Message]"

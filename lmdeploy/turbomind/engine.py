@@ -1,8 +1,7 @@
 """③⑨ The asynchronous engine: ids in, pieces of text out, one stream per request.
 
-The only importer of `_turbomind` beside the loader. One thread waits for the C++ engine's outputs
-and hands each to the event loop its request came from; everything about a request's text happens in
-that loop.
+One thread waits for the C++ engine's outputs and hands each to the event loop its request came
+from; everything about a request's text happens in that loop.
 """
 
 from __future__ import annotations
@@ -13,19 +12,16 @@ import itertools
 import logging
 import os
 import threading
-import time
 import weakref
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
-from lmdeploy.checks import flag_of, show
+from lmdeploy.checks import flag_of
 from lmdeploy.harmony.parser import HarmonyText
-from lmdeploy.harmony.tokens import HarmonyTokens, find_harmony
-from lmdeploy.messages import FinishReason, GenerationConfig, Response, TurbomindEngineConfig
+from lmdeploy.harmony.tokens import HarmonyTokens
+from lmdeploy.messages import GenerationConfig, Response, TurbomindEngineConfig
 from lmdeploy.turbomind.answer_text import AnswerText, Detokenizer, GatedAnswer, KnownIds
-from lmdeploy.turbomind.devices import open_device
-from lmdeploy.turbomind.engine_plan import plan_engine
+from lmdeploy.turbomind.engine_parts import EngineParts, load_parts
 from lmdeploy.turbomind.grammar import make_token_mask
 from lmdeploy.turbomind.request_options import (
     bad_sequences,
@@ -34,246 +30,19 @@ from lmdeploy.turbomind.request_options import (
     set_sampling,
     sort_stop_words,
 )
+from lmdeploy.turbomind.request_stream import RequestStream
 
 if TYPE_CHECKING:
     from lmdeploy import _turbomind
     from lmdeploy.model import ChatTemplateConfig
-    from lmdeploy.tokenizer import Tokenizer
-    from lmdeploy.turbomind.kv_quality import KvOptions
-    from lmdeploy.turbomind.prompts import PromptTemplate
 
 logger = logging.getLogger("lmdeploy")
 
 _WAIT_MS = 200
-_FINISH_REASONS: dict[str, FinishReason] = {
-    "stop": "stop",
-    "length": "length",
-    "cancelled": "abort",
-    "error": "error",
-}
 
 
 class EngineFailure(RuntimeError):
     """The engine cannot serve: it has failed, is closed, or belongs to another process."""
-
-
-@dataclass
-class EngineParts:
-    """What an engine is made of. Tests pass fakes with the same methods.
-
-    `harmony` is there when answers to conversations come in the format of GPT-OSS.
-    """
-
-    core: _turbomind.Engine
-    new_request: Callable[[], _turbomind.Request]
-    tokenizer: Tokenizer
-    chat_template: PromptTemplate | None
-    vocab_size: int
-    session_len: int
-    eos_ids: list[int]
-    kv: KvOptions
-    generation_config: dict[str, Any] = field(default_factory=dict)
-    model_path: str = ""
-    model_type: str = ""
-    harmony: HarmonyTokens | None = None
-    device_line: str = ""
-    on_close: Callable[[], None] = lambda: None
-
-
-def load_parts(
-    model_path: str,
-    config: TurbomindEngineConfig,
-    *,
-    chat_template_config: ChatTemplateConfig | None = None,
-    answer_parser: str | None = None,
-    progress: bool = True,
-) -> EngineParts:
-    """Loads the model and starts the C++ engine. ValueError says what is wrong with the input.
-
-    `answer_parser` is "gpt-oss" where answers come in that format whatever the model's type.
-    """
-    from lmdeploy import _turbomind
-    from lmdeploy.turbomind.loader import load_model
-    from lmdeploy.turbomind.prompts import choose_template
-
-    target = open_device(config)
-    device = target.device
-    _, native, kv = plan_engine(model_path, config, device=device)
-    model = load_model(
-        model_path, dtype=config.dtype, exact=config.exact, device=device, progress=progress
-    )
-    harmony = find_harmony(model.model_type, model.tokenizer, answer_parser=answer_parser)
-    template = choose_template(model.chat_template, chat_template_config, tokenizer=model.tokenizer)
-    if harmony is not None and template is None:
-        from lmdeploy.harmony.library import warn_without_encoding
-
-        warn_without_encoding()
-    free = max(target.free_bytes() - model.mapped_bytes, 0)
-    core = _turbomind.Engine(model.config, native, model.weights, device, free)
-    if model.cache_writer is not None:
-        model.cache_writer.start(is_busy=lambda: core.stats().num_running > 0)
-    return EngineParts(
-        core=core,
-        new_request=_turbomind.Request,
-        tokenizer=model.tokenizer,
-        chat_template=template,
-        vocab_size=model.config.vocab_size,
-        session_len=native.session_len,
-        eos_ids=_eos_ids(
-            model.tokenizer.stop_ids, model.generation_config, vocab_size=model.config.vocab_size
-        ),
-        kv=kv,
-        generation_config=model.generation_config,
-        model_path=model_path,
-        model_type=model.model_type,
-        harmony=harmony,
-        device_line=target.line,
-        on_close=lambda: None if model.cache_writer is None else model.cache_writer.stop(),
-    )
-
-
-def _eos_ids(
-    stop_ids: list[int], generation_config: dict[str, Any], *, vocab_size: int
-) -> list[int]:
-    more = generation_config.get("eos_token_id")
-    given = [*stop_ids, *(more if isinstance(more, list) else [] if more is None else [more])]
-    good = {i for i in given if type(i) is int and 0 <= i < vocab_size}
-    bad = {show(i): i for i in given if type(i) is not int or i not in good}
-    if bad:
-        logger.warning(
-            "generation_config.json or config.json: eos_token_id: got %s, wanted ids of 0 to %d; "
-            "ignored",
-            ", ".join(bad),
-            vocab_size - 1,
-        )
-    return sorted(good)
-
-
-# In errors of a request's own options (grammar.py, ops/sampling.cc). Those of Python callbacks come
-# with the exception's name before them.
-_REQUEST_FAULTS = ("response_format", "no token is allowed", "penalties or logit_bias")
-
-
-def _error_code(text: str) -> str:
-    """`bad_request` when the request's own options failed, else `engine_error`."""
-    return "bad_request" if any(fault in text for fault in _REQUEST_FAULTS) else "engine_error"
-
-
-class RequestStream:
-    """One answer as an asynchronous iterator of Response pieces; the last has a finish_reason.
-
-    Used in the event loop that created it. `close()` cancels what still runs; it is safe to call it
-    at any time and more than once.
-    """
-
-    def __init__(
-        self, engine: AsyncEngine, request: Any, *, config: GenerationConfig, answer: GatedAnswer
-    ) -> None:
-        split = answer.detokenizer
-        self._split = split if isinstance(split, HarmonyText) else None
-        self.request_id: int = request.id
-        self.prompt_ids: list[int] = list(request.prompt)
-        self.config = config
-        self._engine = engine
-        self._loop = asyncio.get_running_loop()
-        self.created = time.monotonic()
-        self._queue: asyncio.Queue[Any] = asyncio.Queue()
-        self._done = False
-        self._answer = answer
-        self._tokens: list[int] = []  # pushed, not yet released
-        self._logprobs: list[dict[int, float]] = []
-        self._num_released = 0
-        self._num_prompt_logprobs = 0
-        self._cached_tokens = 0
-
-    def __aiter__(self) -> RequestStream:
-        return self
-
-    async def __anext__(self) -> Response:
-        while not self._done:
-            output = await self._queue.get()
-            if isinstance(output, BaseException):
-                self._done = True
-                raise output
-            piece = self._assemble(output)
-            if piece.finish_reason is not None:
-                self._done = True
-                return piece
-            if piece.token_ids or piece.text or piece.logits is not None or piece.prompt_logprobs:
-                return piece
-            if piece.reasoning_content or piece.tool_calls:
-                return piece
-        raise StopAsyncIteration
-
-    def close(self) -> None:
-        """Cancels the request unless it has ended."""
-        self._done = True
-        self._engine.forget(self.request_id)
-
-    def deliver(self, output: Any) -> None:
-        """Called by the engine's drain thread: an output, or the exception that ends the stream."""
-        self._loop.call_soon_threadsafe(self._queue.put_nowait, output)
-
-    def _assemble(self, output: Any) -> Response:
-        self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
-        include_stop = self.config.include_stop_str_in_output
-        kept = max(len(output.tokens) - (0 if include_stop else output.stop_tokens), 0)
-        reason: FinishReason | None = _FINISH_REASONS.get(output.finish_reason)
-        self._push(output.tokens[:kept], output.logprobs)
-        if self._answer.stopped:
-            reason = "stop"
-            self._engine.forget(self.request_id)
-        elif reason is not None:
-            self._answer.finish(output.tokens[kept:])
-            if self._answer.stopped:
-                reason = "stop"
-        text, count = self._answer.take()
-        reasoning, tool_calls = self._split.take_aside() if self._split is not None else ("", [])
-        if reason == "stop" and self._split is not None and self._split.num_calls:
-            reason = "tool_calls"
-        tokens, self._tokens = self._tokens[:count], self._tokens[count:]
-        logprobs, self._logprobs = self._logprobs[:count], self._logprobs[count:]
-        self._num_released += count
-        return Response(
-            text=text,
-            generate_token_len=self._num_released,
-            input_token_len=len(self.prompt_ids),
-            finish_reason=reason,
-            token_ids=tokens,
-            logprobs=logprobs if self.config.logprobs is not None else None,
-            logits=output.logits,
-            cached_tokens=self._cached_tokens,
-            prompt_logprobs=self._prompt_logprobs(output),
-            error_code=_error_code(output.error) if reason == "error" else None,
-            error_message=output.error if reason == "error" else None,
-            reasoning_content=reasoning or None,
-            tool_calls=tool_calls or None,
-        )
-
-    def _push(self, tokens: list[int], logprobs: list[Any]) -> None:
-        for i, token in enumerate(tokens):
-            self._answer.push(token)
-            self._tokens.append(token)
-            if self.config.logprobs is not None and i < len(logprobs):
-                self._logprobs.append(_logprob_dict(token, logprobs[i]))
-            if self._answer.stopped:
-                return
-
-    def _prompt_logprobs(self, output: Any) -> list[dict[int, float]] | None:
-        if self.config.prompt_logprobs is None or not output.prompt_logprobs:
-            return None
-        offset = self._num_prompt_logprobs + 1
-        self._num_prompt_logprobs += len(output.prompt_logprobs)
-        return [
-            _logprob_dict(self.prompt_ids[offset + i], item)
-            for i, item in enumerate(output.prompt_logprobs)
-        ]
-
-
-def _logprob_dict(token: int, logprobs: Any) -> dict[int, float]:
-    result: dict[int, float] = dict(logprobs.top)
-    result.setdefault(token, logprobs.chosen)
-    return result
 
 
 class AsyncEngine:
@@ -411,7 +180,7 @@ class AsyncEngine:
         request, answer = await asyncio.to_thread(
             self._make_request, prompt_ids, config, index=index, chat=chat
         )
-        stream = RequestStream(self, request, config=config, answer=answer)
+        stream = RequestStream(request, config=config, answer=answer, forget=self.forget)
         with self._lock:
             self._streams[stream.request_id] = stream
         try:
@@ -562,7 +331,10 @@ class AsyncEngine:
             logger.exception("the engine's outputs cannot be delivered")
             self._failure = str(error) or repr(error)
             reason = f"the engine has failed: {self._failure}"
-        self._end_all(EngineFailure(reason))
+        ended = self._end_all(EngineFailure(reason))
+        if self._failure:  # nobody would read what is still computed
+            for request_id in ended:
+                core.cancel(request_id)
 
     def _deliver(self, output: Any) -> None:
         with self._lock:
@@ -576,7 +348,7 @@ class AsyncEngine:
             except RuntimeError:  # its event loop is closed: nobody waits any more
                 self.forget(output.request_id)
 
-    def _end_all(self, error: EngineFailure) -> None:
+    def _end_all(self, error: EngineFailure) -> list[int]:
         with self._lock:
             streams, self._streams = list(self._streams.values()), {}
         for stream in streams:
@@ -584,6 +356,7 @@ class AsyncEngine:
                 stream.deliver(error)
             except RuntimeError:
                 logger.debug("request %d: its event loop is closed", stream.request_id)
+        return [stream.request_id for stream in streams]
 
 
 _running: weakref.WeakSet[AsyncEngine] = weakref.WeakSet()

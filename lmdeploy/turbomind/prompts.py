@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from lmdeploy.chat_template import ChatTemplate
     from lmdeploy.model import ChatTemplateConfig
     from lmdeploy.tokenizer import Tokenizer
-    from lmdeploy.turbomind.engine import EngineParts
+    from lmdeploy.turbomind.engine_parts import EngineParts
 
 logger = logging.getLogger("lmdeploy")
 

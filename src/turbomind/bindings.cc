@@ -228,10 +228,13 @@ class PyTokenMask {
       std::memcpy(mask.data(), words.data(), mask.size() * sizeof(uint32_t));
       return go_on;
     } catch (const py::error_already_set& error) {
+      if (error.matches(PyExc_ValueError)) {
+        throw InvalidArgument(py::str(error.value()).cast<std::string>());
+      }
       throw std::runtime_error(py::str(error.type().attr("__name__")).cast<std::string>() + ": " +
                                py::str(error.value()).cast<std::string>());
     } catch (const py::cast_error&) {
-      throw std::runtime_error("token_mask: want a bool from the callback");
+      throw std::runtime_error("want a bool from the callback");
     }
   }
 
@@ -425,7 +428,8 @@ void DefRequest(py::module_& m) {
           [](const RequestOutput& self) { return Name(kFinishReasons, self.finish_reason); })
       .def_readonly("stop_tokens", &RequestOutput::stop_tokens)
       .def_readonly("cached_tokens", &RequestOutput::cached_tokens)
-      .def_readonly("error", &RequestOutput::error);
+      .def_readonly("error", &RequestOutput::error)
+      .def_readonly("is_request_fault", &RequestOutput::is_request_fault);
 }
 
 void DefEngine(py::module_& m) {

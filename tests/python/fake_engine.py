@@ -12,7 +12,8 @@ from typing import Any
 from lmdeploy.chat_template import ChatTemplate
 from lmdeploy.harmony.tokens import HarmonyTokens
 from lmdeploy.kv_formats import FormatPair
-from lmdeploy.turbomind.engine import AsyncEngine, EngineParts
+from lmdeploy.turbomind.engine import AsyncEngine
+from lmdeploy.turbomind.engine_parts import EngineParts
 from lmdeploy.turbomind.kv_quality import KvOptions
 from lmdeploy.turbomind.prompts import PromptTemplate
 
@@ -216,6 +217,7 @@ class FakeCore:
             "prompt_logprobs": [],
             "logits": None,
             "error": "",
+            "is_request_fault": False,
         }
         return SimpleNamespace(
             request_id=request_id, tokens=tokens, finish_reason=reason, **{**values, **more}

@@ -167,7 +167,18 @@ def test_token_mask_steers_and_its_failure_ends_one_request(engine: Any) -> None
     last = collect(engine)[-1]
     assert last.finish_reason == "error"
     assert last.error == "token_mask: KeyError: 'no rule'"
+    assert not last.is_request_fault
     assert engine.healthy
+
+    def refusing(new_tokens: list[int], mask: np.ndarray) -> bool:
+        raise ValueError("response_format: no such word")
+
+    request = make_request(3, [1, 2, 3])
+    request.token_mask = refusing
+    engine.submit(request)
+    last = collect(engine)[-1]
+    assert last.error == "response_format: no such word"
+    assert last.is_request_fault
 
 
 def test_the_callback_is_released_with_its_request(engine: Any) -> None:

@@ -78,12 +78,12 @@ QUESTION = "What is the capital of France?"
 REFUSED = """
 import sys
 from lmdeploy import TurbomindEngineConfig
-from lmdeploy.turbomind import engine, loader
+from lmdeploy.turbomind import engine_parts, loader
 def read(*args, **options):
     raise ValueError("weights are read")
 loader.load_model = read
 try:
-    engine.load_parts(sys.argv[1], TurbomindEngineConfig(dtype=sys.argv[2], num_threads=1))
+    engine_parts.load_parts(sys.argv[1], TurbomindEngineConfig(dtype=sys.argv[2], num_threads=1))
 except ValueError as error:
     print(error)
 """

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from lmdeploy import GenerationConfig
 from lmdeploy.messages import Response
-from lmdeploy.turbomind.answer_text import AnswerText, StopMatcher
-from lmdeploy.turbomind.engine import EngineFailure, GatedAnswer, _eos_ids
+from lmdeploy.turbomind.answer_text import AnswerText, GatedAnswer, StopMatcher
+from lmdeploy.turbomind.engine import EngineFailure
+from lmdeploy.turbomind.engine_parts import _eos_ids
 
 
 class Pieces:
@@ -463,6 +464,8 @@ async def test_an_engine_that_cannot_deliver_has_failed(break_core):
         "no room for outputs",
         "'str' object has no attribute 'finish_reason'",
     )
+    engine._drain_thread.join(5)
+    assert engine.parts.core.cancelled == [1]
     with pytest.raises(EngineFailure, match="the engine has failed: "):
         await asyncio.wait_for(collect(engine, "x"), 5)
     engine.close()

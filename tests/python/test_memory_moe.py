@@ -169,12 +169,12 @@ def test_experts_outlive_the_file_and_its_reader(tmp_path: Path) -> None:
 
 def test_the_cache_leaves_room_for_experts(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts are not resident when the cache is planned; their bytes are not free all the same."""
-    from lmdeploy.turbomind import devices, engine
+    from lmdeploy.turbomind import devices, engine_parts
 
     free = 64 << 20
     monkeypatch.setattr(devices, "free_memory_bytes", lambda: free)
     config = TurbomindEngineConfig(cache_max_entry_count=0.9, session_len=4096, max_batch_size=64)
-    parts = engine.load_parts(str(big), config, progress=False)
+    parts = engine_parts.load_parts(str(big), config, progress=False)
     try:
         reserved = parts.core.memory_plan().reserved_bytes
     finally:

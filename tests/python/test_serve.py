@@ -305,6 +305,43 @@ def test_api_keys():
             openai.OpenAI(base_url=f"{url}/v1", api_key="x").models.list()
 
 
+def allowed_origin(reply):
+    return reply.headers.get("access-control-allow-origin")
+
+
+def test_browsers_of_allowed_origins_may_read_answers_and_errors():
+    home, other = {"origin": "https://a.test"}, {"origin": "https://b.test"}
+    ask = {"access-control-request-method": "POST", "access-control-request-headers": "x-mine"}
+    path = "/v1/chat/completions"
+    with serving(make_engine(), api_keys=["key"], allow_origins=["https://a.test"]) as url:
+        # A browser asks first, without the key.
+        before = httpx.options(f"{url}{path}", headers=home | ask)
+        assert (before.status_code, allowed_origin(before)) == (200, "https://a.test")
+        assert "POST" in before.headers["access-control-allow-methods"]
+        assert before.headers["access-control-allow-headers"] == "x-mine"
+        assert allowed_origin(httpx.options(f"{url}{path}", headers=other | ask)) is None
+        key = {"authorization": "Bearer key"}
+        for headers, status in ((key, 200), ({}, 401), (key | {"x": "y"}, 400)):
+            body = b"{" if status == 400 else CHAT
+            reply = post(url, path, body, headers=home | headers)
+            assert (reply.status_code, allowed_origin(reply)) == (status, "https://a.test")
+            assert allowed_origin(post(url, path, body, headers=other | headers)) is None
+
+
+def test_every_origin_is_allowed_by_default(url):
+    reply = post(url, "/v1/chat/completions", CHAT, headers={"origin": "https://a.test"})
+    assert allowed_origin(reply) == "*"
+    assert "access-control-allow-credentials" not in reply.headers
+
+
+def test_the_documentation_can_be_switched_off(url):
+    paths = ("/docs", "/openapi.json")
+    assert [httpx.get(url + path).status_code for path in paths] == [200, 200]
+    with serving(make_engine(), disable_fastapi_docs=True) as without:
+        assert [httpx.get(without + path).status_code for path in paths] == [404, 404]
+        assert post(without, "/v1/chat/completions", CHAT).status_code == 200
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_disconnect_cancels(stream):
     engine = make_engine(lambda _: "a" * 450, step_seconds=0.005)

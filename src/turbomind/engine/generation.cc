@@ -49,9 +49,10 @@ bool AsksForToken(const Sequence& sequence, int64_t position) {
 
 }  // namespace
 
-void Fail(Sequence& sequence, const std::string& error) {
+void Fail(Sequence& sequence, const std::string& error, bool is_request_fault) {
   sequence.output.finish_reason = FinishReason::kError;
   sequence.output.error = error;
+  sequence.output.is_request_fault = is_request_fault;
 }
 
 Generation::Generation(int vocab_size, int64_t max_sequence_len, Device& device)
@@ -167,8 +168,10 @@ void Generation::HandleRun(const SequenceRows& run, Sampler& sampler) {
   for (size_t i = 0; i < run.num_rows && !run.rows[i].sequence->finished(); ++i) {
     try {
       HandleRow(run.rows[i], run.logits + i * static_cast<size_t>(vocab_size_), sampler);
+    } catch (const InvalidArgument& error) {
+      Fail(*run.rows[i].sequence, error.what(), true);
     } catch (const std::exception& error) {
-      Fail(*run.rows[i].sequence, error.what());
+      Fail(*run.rows[i].sequence, error.what(), false);
     }
   }
 }
@@ -219,7 +222,7 @@ void Generation::ChooseToken(Sequence& sequence, float* logits, Sampler& sampler
                                         .num_generated = sequence.num_generated(),
                                         .token_mask = is_masked ? mask_.data() : nullptr});
   if (!result.error.empty()) {
-    Fail(sequence, result.error);
+    Fail(sequence, result.error, result.is_request_fault);
     return;
   }
   if (request.sampling.num_logprobs >= 0) {
@@ -243,8 +246,10 @@ bool Generation::AskTokenMask(Sequence& sequence) {
   bool goes_on = false;
   try {
     goes_on = sequence.request->token_mask(fresh, mask_);
+  } catch (const InvalidArgument&) {
+    throw;
   } catch (const std::exception& error) {
-    throw InvalidArgument(std::string("token_mask: ") + error.what());
+    throw std::runtime_error(std::string("token_mask: ") + error.what());
   }
   if (mask_.size() != num_words) {
     throw InvalidArgument("token_mask: got " + std::to_string(mask_.size()) + " words, want " +

@@ -69,6 +69,6 @@ class Generation {
 };
 
 // Ends a sequence with kError.
-void Fail(Sequence& sequence, const std::string& error);
+void Fail(Sequence& sequence, const std::string& error, bool is_request_fault);
 
 }  // namespace turbomind

@@ -36,7 +36,8 @@ enum class FinishReason : uint8_t { kNone, kStop, kLength, kCancelled, kError };
 
 // Writes allowed tokens for the next position as a bitmask, [ceil(vocab / 32)] words, bit i % 32 of
 // word i / 32. `new_tokens` are the tokens chosen since the last call. Returns false when
-// generation must stop here. A thrown exception ends the request with kError.
+// generation must stop here. A thrown exception ends the request with kError; InvalidArgument says
+// that the request asked for what cannot be.
 using TokenMaskFn =
     std::function<bool(const std::vector<int32_t>& new_tokens, std::vector<uint32_t>& mask)>;
 
@@ -73,6 +74,7 @@ struct RequestOutput {
   int stop_tokens = 0;    // how many trailing tokens are EOS or a matched stop sequence
   int cached_tokens = 0;  // prompt tokens taken from the prefix cache
   std::string error;      // with kError
+  bool is_request_fault = false;  // with kError: its own options, not the engine or the model
 };
 
 }  // namespace turbomind

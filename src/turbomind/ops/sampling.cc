@@ -325,12 +325,16 @@ void Sampler::ApplyMasks(const SampleInput& input) const {
 SampleResult Sampler::Sample(const SampleInput& input) {
   SampleResult result;
   const SamplingParams& params = input.request->sampling;
-  result.error = CheckParams(params);
-  if (!result.error.empty()) {
+  const auto refuse = [&result](std::string error) {
+    result.error = std::move(error);
+    result.is_request_fault = !result.error.empty();
+    return result.is_request_fault;
+  };
+  if (refuse(CheckParams(params))) {
     return result;
   }
   RowMax max = MaxLogit(input.logits, vocab_size_);
-  if (!max.valid) {
+  if (!max.valid || max.value == kMasked) {
     result.error = "the model gave NaN or infinite logits";
     return result;
   }
@@ -339,17 +343,16 @@ SampleResult Sampler::Sample(const SampleInput& input) {
     raw_.assign(input.logits, input.logits + vocab_size_);
   }
   if (ChangesLogits(*input.request, input.num_generated) || input.token_mask != nullptr) {
-    result.error = ApplyPenalties(input);
-    if (!result.error.empty()) {
+    if (refuse(ApplyPenalties(input))) {
       return result;
     }
     ApplyMasks(input);
     max = MaxLogit(input.logits, vocab_size_);
   }
   if (!max.valid || max.value == kMasked) {
-    result.error = max.valid ? "no token is allowed: bad words, min_new_tokens and the grammar "
-                               "together exclude the whole vocabulary"
-                             : "penalties or logit_bias made the logits NaN or infinite";
+    refuse(max.valid ? "no token is allowed: bad words, min_new_tokens and the grammar together "
+                       "exclude the whole vocabulary"
+                     : "penalties or logit_bias made the logits NaN or infinite");
     return result;
   }
   result.token = IsGreedy(params)

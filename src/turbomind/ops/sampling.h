@@ -28,6 +28,7 @@ struct SampleResult {
   int32_t token = -1;
   TokenLogprobs logprobs;  // when num_logprobs >= 0
   std::string error;
+  bool is_request_fault = false;  // with an error: the request's options, not the model's logits
 };
 
 // Chooses tokens. Order: logit_bias; repetition penalty (prompt and generated, as transformers);

@@ -136,10 +136,12 @@ TEST_CASE("a failing token mask ends its request alone") {
   auto outputs = Collect(*engine, 4);
   CHECK(outputs[1].finish_reason == FinishReason::kError);
   CHECK(outputs[1].error == "token_mask: no such rule");
+  CHECK_FALSE(outputs[1].is_request_fault);
   CHECK(outputs[1].tokens.size() == 2);
   CHECK(outputs[2].finish_reason == FinishReason::kStop);
   CHECK(outputs[2].tokens == std::vector<int32_t>(4, 5));
   CHECK(outputs[3].finish_reason == FinishReason::kError);
+  CHECK(outputs[3].is_request_fault);
   CHECK(outputs[4].finish_reason == FinishReason::kLength);
   CHECK(engine->healthy());
   engine->ClearPrefixCache();

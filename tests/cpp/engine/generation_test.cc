@@ -261,6 +261,7 @@ void CheckSame(const std::vector<Change>& changes, size_t rows_read) {
     CHECK(got[i].tokens == want[i].tokens);
     CHECK(got[i].logits == want[i].logits);
     CHECK(got[i].error == want[i].error);
+    CHECK(got[i].is_request_fault == want[i].is_request_fault);
     CHECK(got[i].finish_reason == want[i].finish_reason);
     REQUIRE(got[i].logprobs.size() == want[i].logprobs.size());
     for (size_t j = 0; j < got[i].logprobs.size(); ++j) {
@@ -346,6 +347,7 @@ TEST_CASE("a row or parameters that sampling refuses are an error, in the same w
   REQUIRE(outputs.size() == 1);
   CHECK(outputs[0].tokens.size() == 2);
   CHECK(outputs[0].error == "the model gave NaN or infinite logits");
+  CHECK_FALSE(outputs[0].is_request_fault);
   CHECK(device->rows_read == 1);
 }
 

@@ -450,6 +450,7 @@ TEST_CASE("penalties and bias") {
     CHECK(Sample(logits, request).token == 2);
     request.sampling.logit_bias = {{4, 1.f}};
     CHECK(Sample(logits, request).error.find("logit_bias") == 0);
+    CHECK(Sample(logits, request).is_request_fault);
   }
   SUBCASE("scratch is clean for the next row") {
     request.sampling.repetition_penalty = 2.f;
@@ -486,7 +487,8 @@ TEST_CASE("bad sequences, early stops and the mask exclude tokens") {
     const std::vector<uint32_t> mask = {0b11101001};
     CHECK(Sample(logits, request, {}, &mask).token == 3);
     const std::vector<uint32_t> nothing = {0};
-    CHECK(Sample(logits, request, {}, &nothing).error != "");
+    CHECK(Sample(logits, request, {}, &nothing).error.find("no token is allowed") == 0);
+    CHECK(Sample(logits, request, {}, &nothing).is_request_fault);
   }
 }
 
@@ -500,13 +502,17 @@ TEST_CASE("NaN and infinite logits end the request with an error") {
         request.sampling.do_sample = do_sample;
         const SampleResult result = Sample(logits, request);
         CHECK(result.token == -1);
-        CHECK(result.error != "");
+        CHECK(result.error == "the model gave NaN or infinite logits");
+        CHECK_FALSE(result.is_request_fault);
       }
     }
   }
   std::vector<float> logits = RandomLogits(100, 5);
   logits[3] = -kInf;  // a model may mask tokens itself
   CHECK(Sample(logits, Request()).error == "");
+  const SampleResult masked = Sample(std::vector<float>(100, -kInf), Request());
+  CHECK(masked.error == "the model gave NaN or infinite logits");
+  CHECK_FALSE(masked.is_request_fault);
 }
 
 TEST_CASE("parameters out of range are errors") {
