@@ -3,8 +3,10 @@
 #include "turbomind/engine/scheduler.h"
 
 #include <algorithm>
+#include <span>
 #include <utility>
 
+#include "turbomind/core/ceil_div.h"
 #include "turbomind/core/check.h"
 
 namespace turbomind {
@@ -85,7 +87,7 @@ int64_t Scheduler::Admit(int64_t budget) {
     CountPromised();
     sequence.num_computed = manager_.Create(id, sequence.tokens, sequence.may_use_prefix_cache());
     const int64_t wanted = std::min(budget - used, sequence.num_missing());
-    if (!Fits(sequence) ||
+    if (AwaitsPrefix(sequence) || !Fits(sequence) ||
         !manager_.AllocateDataAndScaleBlocks(id, sequence.num_computed + wanted)) {
       manager_.FreeDataAndScaleBlocks(id);
       sequence.num_computed = 0;
@@ -137,6 +139,29 @@ bool Scheduler::Fits(const Sequence& sequence) const {
     }
   }
   return true;
+}
+
+// Of a created sequence. It waits for whole blocks of tokens that it has in common with one that
+// runs, and only for those of this step: where they turn out to be of no use, it waits no longer.
+bool Scheduler::AwaitsPrefix(const Sequence& sequence) const {
+  if (!manager_.enable_prefix_caching() || !sequence.may_use_prefix_cache()) {
+    return false;
+  }
+  const int64_t length = manager_.block_seq_len();
+  const auto whole = [length](int64_t num_tokens) { return num_tokens / length * length; };
+  const int64_t least = sequence.num_computed + CeilDiv(sequence.num_missing(), int64_t{2});
+  return std::ranges::any_of(running_, [&](const auto& other) {
+    // The last token of a prompt is always computed.
+    const int64_t end =
+        std::min(sequence.num_tokens() - 1, other->num_computed + other->num_planned);
+    if (whole(end) < least || whole(end) <= whole(other->num_computed)) {
+      return false;
+    }
+    const auto tokens = std::span(sequence.tokens).first(static_cast<size_t>(end));
+    const auto differ = std::ranges::mismatch(tokens, other->tokens).in1;
+    const int64_t shared = whole(differ - tokens.begin());
+    return shared >= least && shared > whole(other->num_computed);
+  });
 }
 
 void Scheduler::Build() {

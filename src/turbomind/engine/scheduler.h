@@ -32,7 +32,9 @@ struct SchedulerStats {
 //   1. sequences that decode, oldest first;
 //   2. sequences in the middle of their prompt, oldest first, each as large a chunk as is left;
 //   3. waiting ones, oldest first, while their whole prompt fits beside what is promised to those
-//      that run, in every pool. None overtakes another, so none starves.
+//      that run, in every pool. None overtakes another, so none starves. One that would compute
+//      twice what this step computes anyway (the n answers of a prompt, questions on one text)
+//      waits for the prefix cache to have it, where that is at least half of its work.
 // Where no block is free for a sequence that runs, the newest running one is preempted: its blocks
 // are freed and it waits at its old place, to be computed again (cached blocks permitting).
 //
@@ -71,6 +73,7 @@ class Scheduler {
   void PreemptNewest();
   int64_t Admit(int64_t budget);
   bool Fits(const Sequence& sequence) const;
+  bool AwaitsPrefix(const Sequence& sequence) const;
   void CountPromised();
   int64_t BlocksToCome(const Sequence& sequence, int pool) const;
   void Build();

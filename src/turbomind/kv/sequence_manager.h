@@ -99,6 +99,8 @@ class SequenceManager {
   // What the step planned last has to quantise; empty after Commit.
   std::span<const BlockMove> Moves(uint64_t id, int group) const;
 
+  bool enable_prefix_caching() const { return enable_prefix_caching_; }
+  int block_seq_len() const { return cache_.block_seq_len(); }
   int num_pools() const { return static_cast<int>(managers_.size()); }
   BlockCounts counts(int pool) const;
   // Blocks that have ever been used: memory beyond them is untouched.

@@ -116,6 +116,82 @@ TEST_CASE("a prompt takes what the prefix cache has") {
   CHECK(third->cached_tokens == 0);
 }
 
+TEST_CASE("equal prompts that come together are computed once") {
+  Planner planner(8, 64, {64});
+  std::vector<Sequence*> answers;
+  for (int i = 0; i < 4; ++i) {
+    answers.push_back(planner.Add(Prompt(0, 40)));
+  }
+  CHECK(planner.Step() == "0:40");
+  CHECK(planner.Step() == "0:1 1:8 2:8 3:8");
+  CHECK(answers[3]->cached_tokens == 32);
+  CHECK(planner.scheduler.stats().prefix_hit_tokens == 3 * 32);
+}
+
+TEST_CASE("a prompt in chunks is waited for, to its end") {
+  Planner planner(8, 40, {64});
+  planner.Add(Prompt(0, 100));
+  planner.Add(Prompt(0, 100));
+  CHECK(planner.Step() == "0:40");
+  CHECK(planner.Step() == "0:40");
+  CHECK(planner.Step() == "0:20");
+  CHECK(planner.Step() == "0:1 1:4");
+}
+
+TEST_CASE("less than half of a prompt, or of a block, is not waited for") {
+  std::vector<int32_t> longer = Prompt(0, 40);
+  longer.resize(65, 7);
+  SUBCASE("32 of 65 tokens") {
+    Planner planner(8, 256, {64});
+    planner.Add(Prompt(0, 40));
+    planner.Add(longer);
+    CHECK(planner.Step() == "0:40 1:65");
+  }
+  SUBCASE("32 of 64 tokens") {
+    longer.resize(64);
+    Planner planner(8, 256, {64});
+    planner.Add(Prompt(0, 40));
+    planner.Add(longer);
+    CHECK(planner.Step() == "0:40");
+    CHECK(planner.Step() == "0:1 1:32");
+  }
+  SUBCASE("no whole block") {
+    Planner planner(8, 256, {64});
+    planner.Add(Prompt(0, 15));
+    planner.Add(Prompt(0, 15));
+    CHECK(planner.Step() == "0:15 1:15");
+  }
+  SUBCASE("the last token is computed all the same") {
+    Planner planner(8, 256, {64});
+    planner.Add(Prompt(0, 16));
+    planner.Add(Prompt(0, 16));
+    CHECK(planner.Step() == "0:16 1:16");
+  }
+}
+
+TEST_CASE("nothing is waited for that cannot be used") {
+  SUBCASE("no prefix cache") {
+    Planner planner(8, 256, {64}, {0}, false);
+    planner.Add(Prompt(0, 40));
+    planner.Add(Prompt(0, 40));
+    CHECK(planner.Step() == "0:40 1:40");
+  }
+  SUBCASE("all logits are wanted") {
+    Planner planner(8, 256, {64});
+    planner.Add(Prompt(0, 40));
+    planner.Add(Prompt(0, 40))->request->logits_output = LogitsOutput::kAll;
+    CHECK(planner.Step() == "0:40 1:40");
+  }
+  SUBCASE("what has been computed before") {
+    Planner planner(8, 20, {64});
+    planner.Add(Prompt(0, 36));
+    CHECK(planner.Step() == "0:20");
+    CHECK(planner.Step() == "0:16");
+    planner.Add(Prompt(0, 36));
+    CHECK(planner.Step() == "0:1 1:4");
+  }
+}
+
 TEST_CASE("the newest is preempted and comes back first, with its tokens as prompt") {
   Planner planner(4, 64, {5}, {0}, false);  // 80 tokens
   planner.Add(Prompt(0, 30));
