@@ -71,9 +71,9 @@ struct RequestOutput {
   std::vector<float> logits;                   // [logits_rows, vocab] when asked for
   int64_t logits_rows = 0;
   FinishReason finish_reason = FinishReason::kNone;
-  int stop_tokens = 0;    // how many trailing tokens are EOS or a matched stop sequence
-  int cached_tokens = 0;  // prompt tokens taken from the prefix cache
-  std::string error;      // with kError
+  int stop_tokens = 0;            // how many trailing tokens are EOS or a matched stop sequence
+  int cached_tokens = 0;          // prompt tokens taken from the prefix cache
+  std::string error;              // with kError
   bool is_request_fault = false;  // with kError: its own options, not the engine or the model
 };
 

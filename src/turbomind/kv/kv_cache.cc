@@ -149,18 +149,6 @@ std::byte* KvCache::GetScaleBlockPtr(int pool, int64_t block) const {
   return memory ? memory + block * PoolLayout(pool).scale_block_bytes() : nullptr;
 }
 
-void KvCache::CopyBlock(int pool, int64_t to, int64_t from) {
-  CheckId(pool, to);
-  CheckId(pool, from);
-  const block::Layout& layout = PoolLayout(pool);
-  device_.Copy(GetBlockPtr(pool, to), GetBlockPtr(pool, from),
-               static_cast<size_t>(layout.block_bytes()));
-  if (layout.scale_block_bytes() > 0) {
-    device_.Copy(GetScaleBlockPtr(pool, to), GetScaleBlockPtr(pool, from),
-                 static_cast<size_t>(layout.scale_block_bytes()));
-  }
-}
-
 void KvCache::SetFactors(int layer, KvSide side, const std::vector<float>& factors) {
   const std::string what = "KV cache factors of layer " + std::to_string(layer);
   if (layer < 0 || static_cast<size_t>(layer) >= group_of_.size()) {

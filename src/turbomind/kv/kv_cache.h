@@ -48,9 +48,6 @@ class KvCache {
   std::byte* GetBlockPtr(int pool, int64_t block) const;
   std::byte* GetScaleBlockPtr(int pool, int64_t block) const;  // null without FP4
 
-  // Copies a block's data and scales inside a pool.
-  void CopyBlock(int pool, int64_t to, int64_t from);
-
   // The constant FP32 factor of FP8 and NVFP4: one per kv head, finite and in [2^-64, 2^64].
   // REQUIRES: before the first write to the layer. Throws InvalidArgument.
   void SetFactors(int layer, KvSide side, const std::vector<float>& factors);

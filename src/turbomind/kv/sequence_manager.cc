@@ -41,19 +41,14 @@ SequenceManager::Sequence& SequenceManager::At(uint64_t id) {
   return const_cast<Sequence&>(static_cast<const SequenceManager*>(this)->At(id));
 }
 
-SequenceManager::Sequence SequenceManager::NewSequence() const {
-  Sequence sequence;
-  sequence.tables.resize(managers_.size());
-  sequence.unquantised.resize(cache_.groups().size());
-  sequence.moves.resize(cache_.groups().size());
-  return sequence;
-}
-
 int64_t SequenceManager::Create(uint64_t id, std::span<const int32_t> prompt,
                                 bool use_prefix_cache) {
   Check(!prompt.empty(), "a prompt has tokens");
   Check(!Contains(id), "a sequence id is used once");
-  Sequence sequence = NewSequence();
+  Sequence sequence;
+  sequence.tables.resize(managers_.size());
+  sequence.unquantised.resize(cache_.groups().size());
+  sequence.moves.resize(cache_.groups().size());
   if (enable_prefix_caching_ && use_prefix_cache) {
     // The last token is always computed: its logits are wanted.
     const std::vector<std::vector<int>> path = trie_.Find(prompt.first(prompt.size() - 1));
@@ -343,42 +338,6 @@ void SequenceManager::FreeDataAndScaleBlocks(uint64_t id) {
     }
   }
   sequences_.erase(id);
-}
-
-bool SequenceManager::Fork(uint64_t source, uint64_t id) {
-  const Sequence& from = At(source);
-  Check(!Contains(id), "a sequence id is used once");
-  const auto num_blocks = static_cast<size_t>(CeilDiv(from.num_written, cache_.block_seq_len()));
-  Sequence copy = NewSequence();
-  copy.num_written = copy.num_planned = from.num_written;
-  std::vector<int64_t> needed;
-  for (size_t p = 0; p < managers_.size(); ++p) {
-    std::vector<int32_t>& table = copy.tables[p];
-    table.assign(from.tables[p].begin(),
-                 from.tables[p].begin() + static_cast<std::ptrdiff_t>(num_blocks));
-    for (const int64_t i :
-         p < from.unquantised.size() ? from.unquantised[p] : std::vector<int64_t>()) {
-      if (static_cast<size_t>(i) < num_blocks) {
-        table[static_cast<size_t>(i)] = -1;
-      }
-    }
-    needed.push_back(std::ranges::count_if(table, [](int32_t block) { return block >= 0; }));
-  }
-  if (!TakeBlocks(needed)) {
-    return false;
-  }
-  for (size_t p = 0; p < managers_.size(); ++p) {
-    size_t next = 0;
-    for (int32_t& block : copy.tables[p]) {
-      if (block >= 0) {
-        const int32_t to = taken_[p][next++];
-        cache_.CopyBlock(static_cast<int>(p), to, block);
-        block = to;
-      }
-    }
-  }
-  sequences_.emplace(id, std::move(copy));
-  return true;
 }
 
 void SequenceManager::ClearPrefixCache() { DropFromTrie(trie_.Clear()); }

@@ -40,7 +40,6 @@ struct BlockCounts {
 //   FreeDataAndScaleBlocks
 //               ends it, also for preemption. What was committed stays cached, so that a new
 //               Create with the same tokens finds it, until it is evicted.
-// Fork makes an independent copy of a sequence, bytes included (no block is shared).
 //
 // Hot blocks (kv/hot_rule.h). Tokens are written to hot blocks. A block gets a cold slot, and is
 // quantised into it, in the first step with a query that sees it cold; its hot slot is given back
@@ -81,9 +80,6 @@ class SequenceManager {
   void Commit(uint64_t id, std::span<const int32_t> tokens);
 
   void FreeDataAndScaleBlocks(uint64_t id);
-
-  // Copies `source`'s written tokens into a new sequence. False when there are not enough blocks.
-  bool Fork(uint64_t source, uint64_t id);
 
   // Drops everything cached. Running sequences keep their blocks.
   void ClearPrefixCache();
@@ -137,7 +133,6 @@ class SequenceManager {
     std::vector<std::vector<int64_t>> unquantised;
     std::vector<std::vector<BlockMove>> moves;
   };
-  Sequence NewSequence() const;
   const Sequence& At(uint64_t id) const;
   Sequence& At(uint64_t id);
   // Blocks of a group that need a cold slot before num_tokens are written, and have none.

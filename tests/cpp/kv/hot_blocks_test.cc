@@ -1,5 +1,5 @@
 // Sequences whose newest blocks and sinks are in 16 bit: when a block is quantised and given back,
-// and what that means for hits, forks and windows.
+// and what that means for hits and windows.
 
 #include <doctest/doctest.h>
 
@@ -240,39 +240,6 @@ TEST_CASE("sinks of a window are freed like others; a short window never quantis
   CHECK(Present(pools.manager, 1, 1) == std::string(24, '.') + "#########" + ".....");
   CHECK(Present(pools.manager, 1, 3) == std::string(33, '.') + "#####");
   CHECK(Present(pools.manager, 1, 2) == std::string(34, '.') + "####");
-}
-
-TEST_CASE("a fork has hot and cold blocks of its own, and no half-made ones") {
-  Pools pools(PoolConfig({0}, kLength, {64, 0}), {32, 32});
-  const auto all = Tokens(400);
-  pools.manager.Create(1, all);
-  REQUIRE(pools.Compute(1, Tokens(135), 20));
-  REQUIRE(pools.manager.AllocateDataAndScaleBlocks(1, 150));  // block 8 gets a cold slot
-  CHECK(Present(pools.manager, 1, 0) == "....#####.");
-  for (int pool : {0, 1}) {
-    for (const int32_t block : pools.manager.BlockTable(1, pool)) {
-      if (block >= 0) {
-        *pools.manager.GetBlockPtr(block, pool) = static_cast<std::byte>(block + 50 * pool);
-      }
-    }
-  }
-  REQUIRE(pools.manager.Fork(1, 2));
-  pools.manager.CheckIntegrity();
-  CHECK(Present(pools.manager, 2, 0) == "....####.");
-  CHECK(Present(pools.manager, 2, 1) == "####....#");
-  for (int pool : {0, 1}) {
-    const auto from = pools.manager.BlockTable(1, pool);
-    const auto to = pools.manager.BlockTable(2, pool);
-    for (size_t i = 0; i < to.size(); ++i) {
-      if (to[i] >= 0) {
-        CHECK(to[i] != from[i]);
-        CHECK(*pools.manager.GetBlockPtr(to[i], pool) ==
-              static_cast<std::byte>(from[i] + 50 * pool));
-      }
-    }
-  }
-  REQUIRE(pools.Compute(2, Tokens(200), 9));
-  CHECK(pools.manager.num_written(1) == 135);
 }
 
 TEST_CASE("what is said to come is enough, whoever holds the recent blocks") {

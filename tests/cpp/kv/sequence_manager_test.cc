@@ -158,43 +158,6 @@ TEST_CASE("evicting the root of a prefix that another sequence goes on with") {
   pools.manager.CheckIntegrity();
 }
 
-TEST_CASE("a fork is a copy of its own") {
-  Pools pools({0, 40}, {32, 32});
-  pools.manager.Create(1, Tokens(100));
-  REQUIRE(pools.Compute(1, Tokens(100), 20));
-  for (int group = 0; group < 2; ++group) {
-    for (const int32_t block : pools.manager.BlockTable(1, group)) {
-      if (block >= 0) {
-        *pools.manager.GetBlockPtr(block, group) = static_cast<std::byte>(block + 100);
-        *pools.manager.GetScaleBlockPtr(block, group) = static_cast<std::byte>(block + 1);
-      }
-    }
-  }
-  REQUIRE(pools.manager.Fork(1, 2));
-  pools.manager.CheckIntegrity();
-  CHECK(pools.manager.num_written(2) == 100);
-  for (int group = 0; group < 2; ++group) {
-    const auto from = pools.manager.BlockTable(1, group);
-    const auto to = pools.manager.BlockTable(2, group);
-    REQUIRE(from.size() == to.size());
-    for (size_t i = 0; i < from.size(); ++i) {
-      REQUIRE((from[i] < 0) == (to[i] < 0));
-      if (from[i] >= 0) {
-        CHECK(from[i] != to[i]);
-        CHECK(*pools.manager.GetBlockPtr(to[i], group) == static_cast<std::byte>(from[i] + 100));
-        CHECK(*pools.manager.GetScaleBlockPtr(to[i], group) == static_cast<std::byte>(from[i] + 1));
-      }
-    }
-  }
-  REQUIRE(pools.Compute(2, Tokens(130), 7));
-  int copies = 2;
-  while (pools.manager.Fork(1, static_cast<uint64_t>(copies) + 1)) {
-    ++copies;
-  }
-  CHECK(copies == 4);  // 7 + 9 + 7 + 7 of 32 blocks
-  pools.manager.CheckIntegrity();
-}
-
 TEST_CASE("clearing drops what is cached and leaves what runs") {
   Pools pools({0, 40}, {32, 32});
   pools.RunAndFree(1, Tokens(100));
@@ -227,7 +190,6 @@ TEST_CASE("wrong use is found") {
   CHECK_THROWS_AS(pools.manager.Create(1, Tokens(10)), InternalError);
   CHECK_THROWS_AS(pools.manager.Commit(1, Tokens(10)), InternalError);  // no slots
   CHECK_THROWS_AS(pools.manager.FreeDataAndScaleBlocks(2), InternalError);
-  CHECK_THROWS_AS(pools.manager.Fork(2, 3), InternalError);
   CHECK_THROWS_AS(pools.manager.BlockTable(9, 0), InternalError);
   REQUIRE(pools.Compute(1, Tokens(10)));
   CHECK_THROWS_AS(pools.manager.Commit(1, Tokens(9)), InternalError);

@@ -82,7 +82,6 @@ class RandomOperations {
 
   int64_t num_hit_tokens = 0;
   int64_t num_refused = 0;
-  int64_t num_forks = 0;
   int64_t num_partial_hits = 0;
   int64_t num_moves = 0;
   int64_t num_cut_tokens = 0;
@@ -108,16 +107,10 @@ class RandomOperations {
     const int kind = Below(100);
     if (model_.empty() || (kind < 12 && model_.size() < 8)) {
       Create();
-    } else if (kind < 75) {
+    } else if (kind < 92) {
       Grow(AnyId());
-    } else if (kind < 80) {
-      Fork(AnyId());
     } else if (kind < 99) {
-      if (kind < 92) {
-        Grow(AnyId());
-      } else {
-        Free(AnyId());
-      }
+      Free(AnyId());
     } else if (Below(10) == 0) {
       manager_.ClearPrefixCache();
     }
@@ -195,22 +188,6 @@ class RandomOperations {
   }
 
   static int64_t NextBlock(int64_t position) { return (position / kLength + 1) * kLength; }
-
-  void Fork(uint64_t source) {
-    const uint64_t id = next_id_++;
-    if (model_.size() < 8 && manager_.Fork(source, id)) {
-      model_[id] = model_[source];
-      model_[id].quantised.clear();
-      ++num_forks;
-      for (int pool = 0; pool < cache_.num_pools(); ++pool) {
-        for (const int32_t block : manager_.BlockTable(id, pool)) {
-          const auto table = manager_.BlockTable(source, pool);
-          Check(block < 0 || std::count(table.begin(), table.end(), block) == 0,
-                "a fork shares no block");
-        }
-      }
-    }
-  }
 
   void Free(uint64_t id) {
     manager_.FreeDataAndScaleBlocks(id);
@@ -382,10 +359,8 @@ TEST_CASE("random operations agree with the model") {
   CHECK(operations.num_hit_tokens > 50000);
   CHECK(operations.num_partial_hits > 100);
   CHECK(operations.num_refused > 1000);
-  CHECK(operations.num_forks > 1000);
   MESSAGE("hit tokens " << operations.num_hit_tokens << ", partial hits "
-                        << operations.num_partial_hits << ", refused " << operations.num_refused
-                        << ", forks " << operations.num_forks);
+                        << operations.num_partial_hits << ", refused " << operations.num_refused);
 }
 
 TEST_CASE("the same without a full-attention group, and without a window") {
@@ -446,11 +421,10 @@ TEST_CASE("random operations agree with the model where blocks are hot") {
     // Without recent blocks only sinks are read hot, and nothing is cached without them.
     CHECK((operations.num_cut_tokens > 300 || one.tokens.recent_tokens == 0));
     CHECK(operations.num_refused > 100);
-    CHECK(operations.num_forks > 10);
     CHECK(operations.num_moves > 200);
     MESSAGE("hit tokens " << operations.num_hit_tokens << ", cut " << operations.num_cut_tokens
                           << ", moves " << operations.num_moves << ", refused "
-                          << operations.num_refused << ", forks " << operations.num_forks);
+                          << operations.num_refused);
   }
 }
 
