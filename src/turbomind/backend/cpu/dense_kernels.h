@@ -22,7 +22,7 @@ struct PackPanelArgs {
   int num_rows = 0;                 // at most kPanelRows
   int all_rows = 0;                 // of the panels that one weight is multiplied with
   int64_t cols = 0;
-  uint8_t* panel = nullptr;  // 64-byte aligned
+  uint8_t* panel = nullptr;
 };
 
 // A run of weight tiles times a run of panels.

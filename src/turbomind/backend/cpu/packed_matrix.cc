@@ -62,8 +62,9 @@ void PackBF16Row(const MatrixSource& source, int64_t row, int lane, uint8_t* til
   }
 }
 
-void PackTile(const MatrixSource& source, MatrixFormat format, int64_t index, uint8_t* tile) {
-  std::vector<float> values(format == MatrixFormat::kF32 ? static_cast<size_t>(source.cols) : 0);
+// `values` is scratch: [cols] for kF32.
+void PackTile(const MatrixSource& source, MatrixFormat format, int64_t index, float* values,
+              uint8_t* tile) {
   const int64_t first = index * kTileRows;
   const int lanes = static_cast<int>(std::min<int64_t>(kTileRows, source.rows - first));
   for (int lane = 0; lane < lanes; ++lane) {
@@ -72,9 +73,9 @@ void PackTile(const MatrixSource& source, MatrixFormat format, int64_t index, ui
     } else if (format == MatrixFormat::kBF16) {
       PackBF16Row(source, first + lane, lane, tile);
     } else {
-      DequantizeMatrixRow(source, first + lane, values.data());
+      DequantizeMatrixRow(source, first + lane, values);
       for (int64_t c = 0; c < source.cols; ++c) {
-        std::memcpy(tile + 64 * c + 4 * lane, &values[static_cast<size_t>(c)], sizeof(float));
+        std::memcpy(tile + 64 * c + 4 * lane, &values[c], sizeof(float));
       }
     }
   }
@@ -143,8 +144,11 @@ CpuPackedMatrix::CpuPackedMatrix(const MatrixSource& source, bool exact, MatrixA
     return;
   }
   const std::shared_ptr<uint8_t> tiles = arena.Allocate(static_cast<size_t>(num_bytes()));
-  pool.ParallelFor(num_tiles(), [&](int64_t index, int) {
-    PackTile(source, format, index, tiles.get() + index * tile_bytes_);
+  const int64_t num_values = format == MatrixFormat::kF32 ? source.cols : 0;
+  std::vector<float> values(static_cast<size_t>(num_values * pool.num_threads()));
+  pool.ParallelFor(num_tiles(), [&](int64_t index, int worker) {
+    PackTile(source, format, index, values.data() + worker * num_values,
+             tiles.get() + index * tile_bytes_);
   });
   data_ = tiles.get();
   owner_ = tiles;

@@ -13,7 +13,6 @@ namespace turbomind::TM_ISA {
 
 // How one side of a layer is stored: mode and cache dtype in one.
 enum class Stored : uint8_t { kF32, kF16, kBF16, kInt8, kInt4, kE4m3, kE5m2, kFp4 };
-inline constexpr int kNumStored = 8;
 
 inline Stored StoredAs(KvCacheMode mode, DataType dtype) {
   switch (mode) {

@@ -50,7 +50,7 @@ bool UnpackValues(const Block& b, int begin, int end) {
   return Count(Less(largest, Set1Int(0x7f800000))) == kLanes;
 }
 
-// Scores of R rows and C columns of 16 tokens: the sums of DecodeSplit.
+// Scores of R rows and C columns of 16 tokens, each summed as decode does.
 template <bool kGrouped, bool kAffine, int R, int C>
 TM_HD void ScoreRows(const Block& b, int row, int column) {
   const float* meta = b.side[0].meta + column;

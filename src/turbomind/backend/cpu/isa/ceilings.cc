@@ -15,8 +15,8 @@
 namespace turbomind::TM_ISA {
 namespace {
 
-// Each has: Operand and Sum, Load, Add(sum, a, b) = sum + a · b, Total, and kMultiplyAdds of an
-// Add.
+// Each has: Operand; Sum, of Lanes; Add(sum, a, b) = sum + a · b, of kMultiplyAdds; and how many
+// operands a round takes on either side.
 #if defined(TM_ISA_avx512)
 
 using Word = __m512i;

@@ -120,32 +120,7 @@ void MultiplyFormat(const MultiplyArgs& a) {
       MultiplyTiles<F, kPanelRows, 1>(run);
     }
   }
-  switch (a.num_rows - full_rows) {
-    case 1:
-      return MultiplyPanel<F, 1>(a, full_rows);
-    case 2:
-      return MultiplyPanel<F, 2>(a, full_rows);
-    case 3:
-      return MultiplyPanel<F, 3>(a, full_rows);
-    case 4:
-      return MultiplyPanel<F, 4>(a, full_rows);
-    case 5:
-      return MultiplyPanel<F, 5>(a, full_rows);
-    case 6:
-      return MultiplyPanel<F, 6>(a, full_rows);
-    case 7:
-      return MultiplyPanel<F, 7>(a, full_rows);
-    case 8:
-      return MultiplyPanel<F, 8>(a, full_rows);
-    case 9:
-      return MultiplyPanel<F, 9>(a, full_rows);
-    case 10:
-      return MultiplyPanel<F, 10>(a, full_rows);
-    case 11:
-      return MultiplyPanel<F, 11>(a, full_rows);
-    default:
-      return;
-  }
+  WithRows(a.num_rows - full_rows, [&]<int R>() { MultiplyPanel<F, R>(a, full_rows); });
 }
 
 }  // namespace

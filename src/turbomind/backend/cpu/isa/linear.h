@@ -25,6 +25,39 @@ TM_HD const float* RowToPack(const PackPanelArgs& args, int r) {
   return args.x + (args.x_rows == nullptr ? r : args.x_rows[r]) * args.x_stride;
 }
 
+// fn.template operator()<R>() for the rows of a panel; nothing for 0.
+template <class Fn>
+TM_HD void WithRows(int num_rows, const Fn& fn) {
+  switch (num_rows) {
+    case 1:
+      return fn.template operator()<1>();
+    case 2:
+      return fn.template operator()<2>();
+    case 3:
+      return fn.template operator()<3>();
+    case 4:
+      return fn.template operator()<4>();
+    case 5:
+      return fn.template operator()<5>();
+    case 6:
+      return fn.template operator()<6>();
+    case 7:
+      return fn.template operator()<7>();
+    case 8:
+      return fn.template operator()<8>();
+    case 9:
+      return fn.template operator()<9>();
+    case 10:
+      return fn.template operator()<10>();
+    case 11:
+      return fn.template operator()<11>();
+    case 12:
+      return fn.template operator()<12>();
+    default:
+      return;
+  }
+}
+
 void PackPanel(const PackPanelArgs& args);
 int64_t FullPanelBytes(MatrixFormat format, int64_t cols);
 void PackMxfp4Panel(const PackPanelArgs& args);

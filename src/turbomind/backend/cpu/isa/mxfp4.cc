@@ -76,39 +76,6 @@ MxRun RunAt(const MultiplyArgs& a, int64_t output, int row) {
   return run;
 }
 
-// fn.template operator()<R>() for the rows of a panel.
-template <class Fn>
-void WithRows(int num_rows, const Fn& fn) {
-  switch (num_rows) {
-    case 1:
-      return fn.template operator()<1>();
-    case 2:
-      return fn.template operator()<2>();
-    case 3:
-      return fn.template operator()<3>();
-    case 4:
-      return fn.template operator()<4>();
-    case 5:
-      return fn.template operator()<5>();
-    case 6:
-      return fn.template operator()<6>();
-    case 7:
-      return fn.template operator()<7>();
-    case 8:
-      return fn.template operator()<8>();
-    case 9:
-      return fn.template operator()<9>();
-    case 10:
-      return fn.template operator()<10>();
-    case 11:
-      return fn.template operator()<11>();
-    case 12:
-      return fn.template operator()<12>();
-    default:
-      return;
-  }
-}
-
 #if defined(TM_ISA_avx512)
 // Whether a panel is read by MultiplyMxTile, and packed for it.
 constexpr bool UsesTile(int rows) { return rows >= kMxTileRows; }

@@ -1,6 +1,6 @@
 #pragma once
 
-// simd.h with AVX-512 (F, BW, DQ, VL).
+// simd.h with AVX-512 (F, BW, DQ, VL, VBMI, VNNI).
 
 // GCC 12 takes the undefined operands inside its own header for a mistake.
 #pragma GCC diagnostic push
