@@ -202,7 +202,11 @@ class TextStream:
 
 
 def tokenizer_from_folder(folder: Path) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder; needs tokenizer.json."""
+    """The tokenizer of a Hugging Face folder; needs tokenizer.json.
+
+    As transformers 5 reads one: what is put around a text is the post-processor of tokenizer.json,
+    whatever add_bos_token and add_eos_token of tokenizer_config.json say.
+    """
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ModelFormatError(

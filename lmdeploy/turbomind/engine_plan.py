@@ -34,12 +34,7 @@ def engine_config_of(
     native.cache_max_entry_count = float(config.cache_max_entry_count)
     native.enable_prefix_caching = config.enable_prefix_caching
     native.deterministic = config.deterministic
-    if config.session_len is not None and config.session_len > model.max_position:
-        logger.warning(
-            "session_len %d is longer than the %d positions the model was trained for",
-            config.session_len,
-            model.max_position,
-        )
+    _warn_of_length(native.session_len, model)
     options = resolve_kv_options(config, model.windows, sm=sm)
     model_hash = None
     if options.calibration is not None:
@@ -48,6 +43,30 @@ def engine_config_of(
         model_hash = hash_model(model_path)
     apply_kv_options(options, native, model=model, model_hash=model_hash)
     return native, options
+
+
+def longest_position(model: _turbomind.ModelConfig) -> int:
+    """Positions that the model can tell apart: linear and yarn scaling reach beyond
+    max_position_embeddings where that is the length before scaling.
+    """
+    rope = model.rope
+    if rope.kind not in ("linear", "yarn"):
+        return model.max_position
+    return max(model.max_position, int(rope.factor * rope.original_max_position))
+
+
+def _warn_of_length(session_len: int, model: _turbomind.ModelConfig) -> None:
+    if session_len <= (longest := longest_position(model)):
+        return
+    logger.warning(
+        "session_len: got %d, wanted at most the %d positions the model was trained for%s; change "
+        "--session-len",
+        session_len,
+        longest,
+        ", since dynamic RoPE has one base for texts of every length"
+        if model.rope.kind == "dynamic"
+        else "",
+    )
 
 
 def check_model_format(model_path: str, wanted: str | None) -> None:

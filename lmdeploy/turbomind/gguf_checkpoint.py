@@ -69,9 +69,15 @@ def _config_from_gguf(
     for key in (f"{prefix}.attention.value_length", f"{prefix}.rope.dimension_count"):
         if reader.integer(key, default=head_dim) != head_dim:
             raise reader.refuse(f"{key} is not the head_dim {head_dim}: not supported")
+    if not reader.flag(f"{prefix}.attention.causal", default=True):
+        raise reader.refuse(
+            f"{prefix}.attention.causal: got false, wanted true: attention is causal here"
+        )
     max_position = reader.integer(f"{prefix}.context_length")
     layers = reader.integer(f"{prefix}.block_count", high=MAX_LAYERS)
     rope = rope_from_gguf(reader, prefix, max_position=max_position)
+    windows = family.gguf_windows(reader, prefix)
+    _check_window_pattern(reader, prefix, windows=windows)
     moe = moe_from_gguf(reader, prefix, experts=family.experts) if family.experts else None
     return check_config(
         reader,
@@ -87,13 +93,33 @@ def _config_from_gguf(
             vocab_size=file.tensor("token_embd.weight").rows,
             max_position=max_position,
             norm_eps=reader.number(f"{prefix}.attention.layer_norm_rms_epsilon", high=1.0),
-            windows=family.gguf_windows(reader, prefix),
+            windows=windows,
             tied_head="output.weight" not in file.names,
             activation=family.activation or "silu",
             rope=replace(rope, truncate=family.gguf_yarn_truncate),
             moe=moe,
         ),
     )
+
+
+def _check_window_pattern(reader: ConfigReader, prefix: str, *, windows: tuple[int, ...]) -> None:
+    """Refuses a pattern by which other layers slide than by the family's rule.
+
+    As llama.cpp reads it: one flag per layer, or the period whose last layer does not slide.
+    """
+    key = f"{prefix}.attention.sliding_window_pattern"
+    if not reader.has(key) or not any(windows):
+        return
+    if reader.is_list(key):
+        slides = reader.flags(key)
+    else:
+        period = reader.integer(key, low=0)
+        slides = [period == 0 or layer % period < period - 1 for layer in range(len(windows))]
+    if slides != [window > 0 for window in windows]:
+        wanted = ", ".join(str(window > 0).lower() for window in windows[:4])
+        raise reader.refuse(
+            f"{key}: got windows in other layers, wanted {wanted}, ... for {len(windows)} layers"
+        )
 
 
 def _factors(file: GgufFile, config: DecoderConfig) -> tuple[float, ...]:

@@ -24,6 +24,9 @@ from lmdeploy.turbomind.tensor_file import (
 _MAX_KEYS = 1 << 16
 _MAX_TENSORS = 1 << 17
 _MAX_DIMS = 4
+# Of all arrays together, ten times those of a vocabulary of 200,000: a value becomes a Python
+# object, of eight times its bytes in the file.
+_MAX_ELEMENTS = 1 << 23
 _MAX_ALIGNMENT = 1 << 20
 _STRING, _ARRAY = 8, 9
 # Value types that NumPy reads as they are.
@@ -73,6 +76,7 @@ class _Cursor:
     def __init__(self, data: Bytes, path: Path) -> None:
         self._view: memoryview = data.data
         self._path = path
+        self._elements_left = _MAX_ELEMENTS
         self.position = 0
 
     def take(self, size: int, what: str) -> memoryview:
@@ -110,10 +114,21 @@ class _Cursor:
             # A string takes at least the 8 bytes of its length.
             if count * 8 > len(self._view) - self.position:
                 self.take(count * 8, key)
+            self._count(count, key)
             return self._strings(count, key)
         scalar = self._scalar(kind, key)
-        values: list[Any] = np.frombuffer(self.take(count * scalar.itemsize, key), scalar).tolist()
+        data = self.take(count * scalar.itemsize, key)
+        self._count(count, key)
+        values: list[Any] = np.frombuffer(data, scalar).tolist()
         return values
+
+    def _count(self, count: int, key: str) -> None:
+        self._elements_left -= count
+        if self._elements_left < 0:
+            raise ModelFormatError(
+                f"{self._path}: {key[:80]}: got an array of {count} values, wanted at most "
+                f"{_MAX_ELEMENTS} in all arrays together"
+            )
 
     def _strings(self, count: int, key: str) -> list[str]:
         """`string` a hundred thousand times, for a vocabulary."""

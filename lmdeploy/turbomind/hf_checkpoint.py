@@ -10,15 +10,20 @@ from lmdeploy.turbomind.models.family import ModelFamily
 from lmdeploy.turbomind.models.rope import rope_from_hf
 from lmdeploy.turbomind.safetensors_file import SafetensorsFile, read_json_object
 from lmdeploy.turbomind.tensor_plan import (
+    KV_SCALES_ADVICE,
     MAX_LAYERS,
     MAX_WIDTH,
     Checkpoint,
     check_config,
     plan_tensors,
+    resolve_tied_head,
     stored_dtype,
 )
 
 _MAX_CONFIG_BYTES = 16 << 20
+_KV_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_config")
+# Methods that may leave the weights as they are.
+_KV_METHODS = ("compressed-tensors", "modelopt", "quark")
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -41,6 +46,7 @@ def open_folder(folder: Path) -> Checkpoint:
     config = _config_from_hf(reader, family)
     file = SafetensorsFile(folder)
     names = dict(family.hf_tensors)
+    config = resolve_tied_head(file, config, names=names, source=source)
     for matrix in family.hf_bias(reader):
         names[f"{matrix}.bias"] = family.hf_tensors[matrix].removesuffix("weight") + "bias"
     tensors = tuple(
@@ -61,13 +67,27 @@ def _check_quantization(reader: ConfigReader, family: ModelFamily) -> None:
     if quantization is None:
         return
     method = quantization.text("quant_method", default="unknown")
-    if method in family.hf_quant_methods:
+    is_known = method in family.hf_quant_methods
+    kv_keys = [key for key in _KV_KEYS if quantization.has(key)]
+    if kv_keys and (is_known or not _has_quantized_weights(quantization, method)):
+        raise quantization.refuse(
+            f"{kv_keys[0]}: got KV scales, wanted none: {KV_SCALES_ADVICE}; remove "
+            f"{kv_keys[0] if is_known else 'quantization_config'} and the tensors k_scale, v_scale "
+            "and kv_scale"
+        )
+    if is_known:
         return  # its modules_to_not_convert say nothing that the tensors do not
     known = f"{' or '.join(family.hf_quant_methods)}, " if family.hf_quant_methods else ""
     raise ModelFormatError(
         f"{reader.source}: quantization_config with quant_method {method[:40]!r} is not supported; "
         f"wanted {known}F32, F16 or BF16 weights, or a GGUF file"
+        + (f"; its KV scales are not read either: {KV_SCALES_ADVICE}" if kv_keys else "")
     )
+
+
+def _has_quantized_weights(quantization: ConfigReader, method: str) -> bool:
+    parts = [quantization.child(key) for key in ("config_groups", "global_quant_config")]
+    return method not in _KV_METHODS or quantization.has("quant_algo") or any(parts)
 
 
 def _config_from_hf(reader: ConfigReader, family: ModelFamily) -> DecoderConfig:
@@ -79,6 +99,8 @@ def _config_from_hf(reader: ConfigReader, family: ModelFamily) -> DecoderConfig:
         raise reader.refuse(
             f"hidden_act {activation[:40]!r} is not supported; {', '.join(_ACTIVATIONS)} are"
         )
+    if not reader.flag("is_causal", default=True):
+        raise reader.refuse("is_causal: got false, wanted true: attention is causal here")
     max_position = reader.integer("max_position_embeddings", default=2048)
     layers = reader.integer("num_hidden_layers", high=MAX_LAYERS)
     moe = family.experts.settings(reader, layers) if family.experts else None
@@ -97,7 +119,7 @@ def _config_from_hf(reader: ConfigReader, family: ModelFamily) -> DecoderConfig:
             windows=family.windows(reader, layers),
             tied_head=reader.flag("tie_word_embeddings", default=False),
             activation=family.activation or _ACTIVATIONS[activation],
-            rope=rope_from_hf(reader, max_position),
+            rope=rope_from_hf(reader, max_position, default=family.hf_rope),
             moe=moe,
             swiglu_limit=reader.number("swiglu_limit", default=7.0, low=1e-3),
         ),

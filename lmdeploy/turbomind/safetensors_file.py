@@ -6,6 +6,7 @@ and copies; the format is eight bytes of length, JSON, data.
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,6 +18,7 @@ from lmdeploy.turbomind.tensor_file import (
     StoredTensor,
     check_shape,
     map_file,
+    open_regular_file,
 )
 
 _MAX_JSON_BYTES = 100 << 20  # the library's own limit for a header
@@ -40,13 +42,11 @@ def parse_json_object(data: bytes, where: str) -> dict[str, Any]:
 
 def read_json_object(path: Path, max_bytes: int = _MAX_JSON_BYTES) -> dict[str, Any]:
     """The JSON object in `path`, of at most `max_bytes`."""
-    try:
-        size = path.stat().st_size
+    with open_regular_file(path) as (descriptor, size):
         if size > max_bytes:
             raise ModelFormatError(f"{path}: {size} bytes; at most {max_bytes} are accepted")
-        data = path.read_bytes()
-    except OSError as error:
-        raise ModelFormatError(f"{path}: cannot be read: {error.strerror}") from error
+        with os.fdopen(os.dup(descriptor), "rb") as file:
+            data = file.read(size)
     return parse_json_object(data, str(path))
 
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import mmap
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -94,15 +98,39 @@ class TensorFile(Protocol):
         """The tensor of that name; ModelFormatError when its format or rank is another."""
 
 
-def map_file(path: Path) -> Bytes:
-    """The whole file, mapped read-only; ModelFormatError when it cannot be."""
+@contextmanager
+def open_regular_file(path: Path) -> Iterator[tuple[int, int]]:
+    """(descriptor, bytes) of a file to read; ModelFormatError for what is none, such as a FIFO,
+    which would be waited for, and for an OSError of the block.
+    """
     try:
-        with path.open("rb") as file:
-            if path.stat().st_size == 0:
-                raise ModelFormatError(f"{path}: the file is empty")
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise ModelFormatError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:  # a NUL in its name
+        raise ModelFormatError(f"{str(path)!r}: cannot be read: {error}") from error
+    try:
+        facts = os.fstat(descriptor)
+        if not stat.S_ISREG(facts.st_mode):
+            raise ModelFormatError(f"{path}: got {_kind(facts.st_mode)}, wanted a regular file")
+        yield descriptor, facts.st_size
+    except OSError as error:
+        raise ModelFormatError(f"{path}: cannot be read: {error.strerror}") from error
+    finally:
+        os.close(descriptor)
+
+
+def _kind(mode: int) -> str:
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
+
+
+def map_file(path: Path) -> Bytes:
+    """The whole file, mapped read-only; ModelFormatError when it cannot be."""
+    with open_regular_file(path) as (descriptor, size):
+        if size == 0:
+            raise ModelFormatError(f"{path}: the file is empty")
+        mapped = mmap.mmap(descriptor, size, access=mmap.ACCESS_READ)
     return np.frombuffer(mapped, dtype=np.uint8)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from lmdeploy.turbomind.model_errors import ModelFormatError
 from lmdeploy.turbomind.models.config_reader import ConfigReader
@@ -17,13 +20,37 @@ from lmdeploy.turbomind.models.family import (
     REQUIRED_VECTORS,
     ModelFamily,
 )
-from lmdeploy.turbomind.tensor_file import SPLIT_MXFP4, SUPPORTED_FORMATS, StoredTensor, TensorFile
+from lmdeploy.turbomind.tensor_file import (
+    SPLIT_MXFP4,
+    SUPPORTED_FORMATS,
+    StoredTensor,
+    TensorFile,
+    release_pages,
+)
+
+logger = logging.getLogger("lmdeploy")
 
 MAX_LAYERS = 4096
 MAX_WIDTH = 1 << 22
 GGUF_ROPE_FACTORS = "rope_freqs.weight"
 # Tensors that carry no weights of ours: derived tables of older checkpoints.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+# Constants of a quantised KV cache, as llm-compressor, ModelOpt and Quark write them.
+_KV_SCALE_SUFFIXES = (
+    ".k_scale",
+    ".v_scale",
+    ".kv_scale",
+    ".k_zero_point",
+    ".v_zero_point",
+    ".k_proj.output_scale",
+    ".v_proj.output_scale",
+)
+KV_SCALES_ADVICE = (
+    "the cache's constants come from `lmdeploy lite calibrate` (--kv-quality best "
+    "--kv-calibration FILE)"
+)
+_END_BYTES = 4096
+_COMPARED_BYTES = 16 << 20  # at a time
 _MAX_STACKED = 16  # more than one layer has
 
 
@@ -79,6 +106,45 @@ def check_config(reader: ConfigReader, config: DecoderConfig) -> DecoderConfig:
                 f"{total} experts in all layers; at most {MAX_EXPERTS_OF_MODEL} are supported"
             )
     return config
+
+
+def resolve_tied_head(
+    file: TensorFile, config: DecoderConfig, *, names: Mapping[str, str], source: str
+) -> DecoderConfig:
+    """The config, untied where the file has a head with other values than the embedding.
+
+    As transformers loads it: what is stored comes before tie_word_embeddings.
+    """
+    if not config.tied_head or names["head"] not in file.names:
+        return config
+    lookup = _Lookup(file, config, source=source)
+    embedding = lookup.find("embedding", Place(names["embedding"]))
+    head = lookup.find("head", Place(names["head"]))
+    if _is_same(embedding, head):
+        return config
+    logger.warning(
+        "%s: tie_word_embeddings: got true, wanted false, since %s differs from %s; loading both",
+        source,
+        head.name,
+        embedding.name,
+    )
+    return replace(config, tied_head=False)
+
+
+def _is_same(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two tensors of one shape have the same bytes; both ends tell most apart."""
+    if one.format != other.format or one.raw.size != other.raw.size:
+        return False
+    size = one.raw.size
+    pieces = [slice(0, _END_BYTES), slice(max(size - _END_BYTES, 0), size)]
+    pieces += [slice(at, at + _COMPARED_BYTES) for at in range(0, size, _COMPARED_BYTES)]
+    for piece in pieces:
+        equal = np.array_equal(one.raw[piece], other.raw[piece])
+        release_pages(one.raw[piece])
+        release_pages(other.raw[piece])
+        if not equal:
+            return False
+    return True
 
 
 def plan_tensors(
@@ -191,6 +257,11 @@ class _Lookup:
 
     def refuse_unknown(self) -> None:
         """ModelFormatError when the file has tensors that were not asked for."""
+        if scales := [name for name in self._left if name.endswith(_KV_SCALE_SUFFIXES)]:
+            raise ModelFormatError(
+                f"{self._source}: KV scales: got {len(scales)} tensors such as "
+                f"{min(scales)[:80]}, wanted none: {KV_SCALES_ADVICE}; remove these tensors"
+            )
         if self._left:
             raise ModelFormatError(
                 f"{self._source}: {len(self._left)} tensors that this architecture does not know, "

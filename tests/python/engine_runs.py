@@ -13,7 +13,13 @@ class EngineRun:
     """An engine over one loaded model, closed at the end of a `with` block."""
 
     def __init__(
-        self, path: str, *, exact: bool, kv_mode: str = "none", max_prefill: int = 64
+        self,
+        path: str,
+        *,
+        exact: bool,
+        kv_mode: str = "none",
+        max_prefill: int = 64,
+        session_len: int = 1024,
     ) -> None:
         from lmdeploy import _turbomind
         from lmdeploy.turbomind.loader import load_model
@@ -24,7 +30,7 @@ class EngineRun:
         config = _turbomind.EngineConfig()
         config.kv_mode = kv_mode
         config.max_batch_size = 4
-        config.session_len = 1024
+        config.session_len = session_len
         config.max_prefill_token_num = max_prefill
         config.cache_block_seq_len = 16
         config.cache_max_entry_count = 0.5

@@ -10,7 +10,7 @@ import pytest
 from reference.codecs import MODES
 from reference.layout import row_bytes
 
-from lmdeploy import _turbomind, kv_formats, messages
+from lmdeploy import _turbomind, engine_config, generation_config, kv_formats, messages
 from lmdeploy.cli.arguments import UNSUPPORTED_FLAGS
 from lmdeploy.cli.entrypoint import make_parser
 from lmdeploy.serve import protocol
@@ -123,8 +123,8 @@ def test_options() -> None:
     body = section(SERVING, "Options of `pipeline` and the engine")
     engine, generation = body.split("Those of `GenerationConfig`:")
     for text, config, unsupported in [
-        (engine, messages.TurbomindEngineConfig, messages.UNSUPPORTED_ENGINE_FIELDS),
-        (generation, messages.GenerationConfig, messages.UNSUPPORTED_GENERATION_FIELDS),
+        (engine, messages.TurbomindEngineConfig, engine_config.UNSUPPORTED_ENGINE_FIELDS),
+        (generation, messages.GenerationConfig, generation_config.UNSUPPORTED_GENERATION_FIELDS),
     ]:
         names = {field.name for field in dataclasses.fields(config)} - set(unsupported)
         assert {n for n in quoted(text) if re.fullmatch(r"[a-z_]+", n)} == names

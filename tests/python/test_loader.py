@@ -1,6 +1,7 @@
 """Checkpoints: what is read from good ones, and one clear line for every bad one."""
 
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 from tiny_models import TINY_MODELS, VOCAB_SIZE, TinyModel, make_model, save_model
 
 from lmdeploy.hub import resolve_model
@@ -17,8 +19,7 @@ from lmdeploy.turbomind.conversion import bf16_bits, matrix_for_engine, vector_f
 from lmdeploy.turbomind.loader import cache_dtype
 from lmdeploy.turbomind.model_errors import ModelFormatError
 from lmdeploy.turbomind.models import supported_architectures
-from lmdeploy.turbomind.models.config_reader import ConfigReader
-from lmdeploy.turbomind.models.rope import rope_from_gguf, rope_from_hf
+from lmdeploy.turbomind.safetensors_file import read_json_object
 
 LLAMA = TINY_MODELS[0]
 
@@ -145,6 +146,8 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"quantization_config": {"quant_method": "awq"}}, "quant_method 'awq'"),
     ({"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq'"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quant_method 'fp8'"),
+    ({"is_causal": False}, "is_causal: got false, wanted true"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor other than 1"),
     ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope'.*yarn"),
     ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor is missing"),
     ({"rope_parameters": {"rope_type": "linear", "factor": -1.0}}, "factor is '-1.0'"),
@@ -237,6 +240,116 @@ def test_folder_with_bin_weights_only(copy_of_llama: Path) -> None:
         open_checkpoint(copy_of_llama)
 
 
+def test_shards_that_are_no_files(copy_of_llama: Path) -> None:
+    """A FIFO without a writer would be waited for."""
+    index = copy_of_llama / "model.safetensors.index.json"
+    for name, make, kind in (
+        ("pipe.safetensors", os.mkfifo, "a FIFO"),
+        ("folder.safetensors", os.mkdir, "a folder"),
+    ):
+        make(copy_of_llama / name)
+        index.write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+        with pytest.raises(ModelFormatError, match=f"{name}: got {kind}, wanted a regular file"):
+            open_checkpoint(copy_of_llama)
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "a\0b"}}))
+    with pytest.raises(ModelFormatError, match="cannot be read: embedded null"):
+        open_checkpoint(copy_of_llama)
+
+
+def test_config_that_is_a_fifo(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ModelFormatError, match="got a FIFO"):
+        read_json_object(tmp_path / "config.json")
+
+
+# --- a head and an embedding ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def tied_folder(tmp_path: Path) -> Path:
+    tied = next(tiny for tiny in TINY_MODELS if tiny.name == "qwen2-tied")
+    return save_model(make_model(tied), tmp_path)
+
+
+def add_tensors(folder: Path, **tensors: np.ndarray) -> None:
+    """Adds tensors whose names have a point for every two underscores."""
+    path = folder / "model.safetensors"
+    named = {name.replace("__", "."): value for name, value in tensors.items()}
+    save_file({**load_file(path), **named}, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("place", [0, -1, VOCAB_SIZE // 2])
+def test_a_stored_head_is_not_discarded(
+    tied_folder: Path, place: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As transformers does it: both there and different, so they are not tied."""
+    from transformers import AutoModelForCausalLM
+
+    head = load_file(tied_folder / "model.safetensors")["model.embed_tokens.weight"].copy()
+    add_tensors(tied_folder, lm_head__weight=head)
+    assert open_checkpoint(tied_folder).config.tied_head and not caplog.text
+    head[place, 5] += 1.0
+    add_tensors(tied_folder, lm_head__weight=head)
+    checkpoint = open_checkpoint(tied_folder)
+    assert not checkpoint.config.tied_head
+    assert "lm_head.weight differs from model.embed_tokens.weight" in caplog.text
+    np.testing.assert_array_equal(matrix_f32(checkpoint, "head"), head)
+    theirs = AutoModelForCausalLM.from_pretrained(tied_folder)
+    np.testing.assert_array_equal(theirs.lm_head.weight.detach().numpy(), head)
+
+
+def test_a_stored_head_has_the_shape_of_one(tied_folder: Path) -> None:
+    add_tensors(tied_folder, lm_head__weight=np.zeros((VOCAB_SIZE - 1, 64), np.float32))
+    with pytest.raises(ModelFormatError, match=r"lm_head\.weight has shape \[303, 64\]"):
+        open_checkpoint(tied_folder)
+
+
+# --- constants of a quantised cache ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["k_proj.k_scale", "v_proj.v_scale", "kv_scale", "attn.k_scale", "k_proj.output_scale"]
+)
+def test_kv_scales_are_refused_by_name(copy_of_llama: Path, name: str) -> None:
+    key = f"model__layers__0__self_attn__{name.replace('.', '__')}"
+    add_tensors(copy_of_llama, **{key: np.ones(1, np.float32)})
+    with pytest.raises(ModelFormatError, match=r"KV scales: got 1 .*lite calibrate.*remove these"):
+        open_checkpoint(copy_of_llama)
+
+
+SCHEME = {"num_bits": 8, "type": "float"}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": SCHEME},
+            "kv_cache_scheme: got KV scales, .*lite calibrate.* remove quantization_config and",
+        ),
+        (
+            {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
+            "kv_cache_quant_algo: got KV scales, .*--kv-calibration FILE",
+        ),
+        (
+            {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
+            "quant_method 'modelopt' is not supported.*KV scales are not read either",
+        ),
+        (
+            {"quant_method": "fp8", "kv_cache_scheme": SCHEME},
+            "quant_method 'fp8' is not supported.*KV scales are not read either",
+        ),
+    ],
+    ids=["kv", "kv-modelopt", "both-modelopt", "both-fp8"],
+)
+def test_kv_schemes_are_refused_by_name(
+    copy_of_llama: Path, quantization: dict[str, Any], message: str
+) -> None:
+    change_config(copy_of_llama, quantization_config=quantization)
+    with pytest.raises(ModelFormatError, match=message):
+        open_checkpoint(copy_of_llama)
+
+
 # --- names and paths ------------------------------------------------------------------------------
 
 
@@ -290,34 +403,6 @@ def test_supported_architectures() -> None:
         "Qwen2MoeForCausalLM",
         "Qwen3MoeForCausalLM",
     ]
-
-
-# --- RoPE spellings -------------------------------------------------------------------------------
-
-
-def test_old_and_new_rope_spelling_agree() -> None:
-    scaling = {"factor": 8.0, "original_max_position_embeddings": 64, "high_freq_factor": 5.0}
-    new = {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **scaling}}
-    for key in ("rope_type", "type"):
-        old = {"rope_theta": 5e5, "rope_scaling": {key: "llama3", **scaling}}
-        assert rope_from_hf(ConfigReader(old, "old"), 512) == rope_from_hf(
-            ConfigReader(new, "new"), 512
-        )
-
-
-def test_yarn_attention_factor() -> None:
-    def factor(**values: float) -> float:
-        rope = {"rope_type": "yarn", "factor": 4.0, **values}
-        return rope_from_hf(ConfigReader({"rope_parameters": rope}, "x"), 512).attention_factor
-
-    plain = 0.1 * np.log(4.0) + 1.0
-    assert factor() == pytest.approx(plain)
-    assert factor(attention_factor=1.5) == 1.5
-    assert factor(mscale=1.0, mscale_all_dim=1.0) == pytest.approx(1.0)
-    gguf = {"m.rope.scaling.type": "yarn", "m.rope.scaling.factor": 4.0}
-    assert rope_from_gguf(
-        ConfigReader(gguf, "x"), "m", max_position=512
-    ).attention_factor == pytest.approx(plain)
 
 
 # --- fuzzing --------------------------------------------------------------------------------------

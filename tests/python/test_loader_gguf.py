@@ -12,10 +12,13 @@ from tiny_gguf import interleave, write_gguf
 from tiny_models import TINY_MODELS, TinyModel, make_model
 
 from lmdeploy.gguf_tokenizer import tokenizer_from_gguf
+from lmdeploy.turbomind import gguf_file
 from lmdeploy.turbomind.checkpoint import Checkpoint, open_checkpoint
 from lmdeploy.turbomind.conversion import bf16_bits, matrix_for_engine, vector_for_engine
+from lmdeploy.turbomind.gguf_checkpoint import _check_window_pattern
 from lmdeploy.turbomind.gguf_file import FORMATS, GgufFile, format_name
 from lmdeploy.turbomind.model_errors import ModelFormatError
+from lmdeploy.turbomind.models.config_reader import ConfigReader
 from lmdeploy.turbomind.tensor_file import (
     BLOCK_FORMATS,
     SUPPORTED_FORMATS,
@@ -155,6 +158,8 @@ BAD_METADATA: list[tuple[dict[str, Any], str]] = [
     ({"rope.scaling.type": "longrope"}, "longrope"),
     ({"rope.dimension_count": 32}, "rope.dimension_count is not the head_dim"),
     ({"expert_count": 8}, "expert_used_count is missing"),
+    ({"attention.causal": False}, "attention.causal: got false, wanted true"),
+    ({"rope.freq_base_swa": 5e4}, "rope.freq_base_swa: got 50000, wanted 10000"),
 ]
 
 
@@ -165,6 +170,32 @@ def test_metadata_that_is_not_supported(
     write_gguf(make_model(LLAMA), tmp_path / "m.gguf", extra=extra)
     with pytest.raises(ModelFormatError, match=message):
         open_checkpoint(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "good"),
+    [
+        (2, True),
+        ([True, False, True, False], True),
+        ([1, 0, 1, 0], True),
+        (0, False),
+        (4, False),
+        ([True, True, True, False], False),
+        ([True, False], False),
+    ],
+    ids=str,
+)
+def test_windows_of_a_pattern(pattern: Any, good: bool) -> None:
+    """llama.cpp's period or flags, compared with GPT-OSS's alternation."""
+    key = "gpt-oss.attention.sliding_window_pattern"
+    reader = ConfigReader({key: pattern}, "x")
+    if good:
+        _check_window_pattern(reader, "gpt-oss", windows=(128, 0, 128, 0))
+    else:
+        with pytest.raises(ModelFormatError, match=f"{key}: .* wanted true, false, true, false"):
+            _check_window_pattern(reader, "gpt-oss", windows=(128, 0, 128, 0))
+    _check_window_pattern(reader, "gpt-oss", windows=(0, 0, 0, 0))
+    _check_window_pattern(ConfigReader({}, "x"), "gpt-oss", windows=(128, 0, 128, 0))
 
 
 # --- files that lie -------------------------------------------------------------------------------
@@ -251,6 +282,29 @@ def test_lists_of_strings_end_inside_the_file(good: Path, tmp_path: Path) -> Non
         path.write_bytes(content[:first] + struct.pack("<Q", size) + content[first + 8 :])
         with pytest.raises(ModelFormatError, match="tokens needs bytes up to"):
             GgufFile(path)
+
+
+@pytest.mark.parametrize("kind", ["<u1", "<f4", "string"])
+def test_arrays_share_a_bound(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte of the file must not become many of memory without end."""
+    monkeypatch.setattr(gguf_file, "_MAX_ELEMENTS", 1000)
+
+    def array(name: bytes, count: int) -> bytes:
+        number = {"<u1": 0, "<f4": 6, "string": 8}[kind]
+        values = bytes(count * {"<u1": 1, "<f4": 4, "string": 8}[kind])
+        head = struct.pack("<Q", len(name)) + name + struct.pack("<IIQ", 9, number, count)
+        return head + values
+
+    path = tmp_path / "arrays.gguf"
+    for sizes, is_good in (((1000,), True), ((1001,), False), ((500, 501), False)):
+        content = b"GGUF" + struct.pack("<IQQ", 3, 0, len(sizes))
+        content += b"".join(array(b"key%d" % i, size) for i, size in enumerate(sizes))
+        path.write_bytes(content + bytes(64))
+        if is_good:
+            assert len(GgufFile(path).metadata["key0"]) == 1000
+        else:
+            with pytest.raises(ModelFormatError, match=r"key\d: got an array of .*at most 1000"):
+                GgufFile(path)
 
 
 @settings(max_examples=300, deadline=None)

@@ -22,28 +22,6 @@ def prompt(num_tokens: int = NUM_TOKENS, seed: int = 3) -> list[int]:
     return np.random.default_rng(seed).integers(3, VOCAB_SIZE, num_tokens).tolist()
 
 
-def use_positional_dynamic_rope(model: Any) -> None:
-    """Gives a model with dynamic scaling the rule of docs: the base follows a token's position.
-
-    transformers takes one base, of the longest length so far, for all tokens of a call, so that
-    its keys depend on how the text was cut into calls. Below the original length the two agree.
-    """
-    config = model.config
-    rope = config.rope_parameters
-    original, dim = config.max_position_embeddings, config.head_dim
-    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
-
-    def forward(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        lengths = torch.clamp(position_ids[0] + 1, min=original).double()
-        scale = rope["factor"] * lengths / original - (rope["factor"] - 1)
-        bases = (rope["rope_theta"] * scale ** (dim / (dim - 2))).float()
-        angles = position_ids[0, :, None].float() / bases[:, None] ** exponents
-        both = torch.cat((angles, angles), dim=-1)[None]
-        return both.cos(), both.sin()
-
-    model.model.rotary_emb.forward = forward
-
-
 def reference_logits(model: Any, ids: list[int]) -> np.ndarray:
     with torch.no_grad():
         return model(torch.tensor([ids])).logits[0].float().numpy()
@@ -65,18 +43,36 @@ def relative_error(got: np.ndarray, wanted: np.ndarray) -> float:
 def test_logits_and_greedy_tokens(tiny: TinyModel, tmp_path: Path) -> None:
     model = make_model(tiny)
     folder = save_model(model, tmp_path)
-    if tiny.rope.get("rope_type") == "dynamic":
-        short = prompt(tiny.config_values()["max_position_embeddings"])
-        with EngineRun(str(folder), exact=True) as run:
-            error = relative_error(run.logits(short), reference_logits(model, short))
-        assert error <= MAX_RELATIVE_ERROR
-        use_positional_dynamic_rope(model)
-    ids = prompt()
-    with EngineRun(str(folder), exact=True) as run:
+    ids, session_len = prompt(), 1024
+    if tiny.rope.get("rope_type") == "dynamic":  # beyond: the test that follows
+        session_len = tiny.config_values()["max_position_embeddings"]
+        ids = prompt(session_len - NUM_GREEDY)
+    with EngineRun(str(folder), exact=True, session_len=session_len) as run:
         error = relative_error(run.logits(ids), reference_logits(model, ids))
         print(f"{tiny.name}: relative error {error:.2e}")
         assert error <= MAX_RELATIVE_ERROR
         assert run.greedy(ids, NUM_GREEDY) == reference_greedy(model, ids, NUM_GREEDY)
+
+
+def test_dynamic_rope_is_that_of_one_call_of_session_len(tmp_path: Path) -> None:
+    """transformers has one base per call, by its longest position: the engine the one of the
+    longest text, for every text. A text's first tokens see nothing of those that follow.
+    """
+    tiny = next(tiny for tiny in TINY_MODELS if tiny.rope.get("rope_type") == "dynamic")
+    model = make_model(tiny)
+    ids, num_greedy = prompt(NUM_TOKENS), 8
+    wanted = reference_logits(model, ids)
+    greedy = ids[:-num_greedy]
+    while len(greedy) < NUM_TOKENS:
+        padded = greedy + [3] * (NUM_TOKENS - len(greedy))
+        greedy.append(int(reference_logits(model, padded)[len(greedy) - 1].argmax()))
+    folder = save_model(model, tmp_path)
+    with EngineRun(str(folder), exact=True, session_len=NUM_TOKENS) as run:
+        for length in (NUM_TOKENS - 1, 40):
+            error = relative_error(run.logits(ids[:length]), wanted[:length])
+            print(f"{length} tokens: relative error {error:.2e}")
+            assert error <= MAX_RELATIVE_ERROR
+        assert run.greedy(ids[:-num_greedy], num_greedy) == greedy[-num_greedy:]
 
 
 @pytest.mark.parametrize("weight_format", ["F32", "Q8_0", "Q4_0", "Q4_1", "Q5_1"])

@@ -11,6 +11,7 @@ from reference.rope import Rope
 from lmdeploy import _turbomind
 
 VOCAB = 97
+SESSION_LEN = 1024
 TIMEOUT_MS = 60_000
 # FP32 engine against a double-precision decoder: rounding noise of 2 layers, relative to the
 # spread of the logits (measured: 2e-5).
@@ -75,7 +76,7 @@ def make_engine(
         builder.add_matrix(name, "f32", weights[name], rows, cols)
     for name in shape.vectors():
         builder.add_vector(name, weights[name])
-    options.session_len, options.max_batch_size = 1024, 2
+    options.session_len, options.max_batch_size = SESSION_LEN, 2
     options.max_prefill_token_num, options.check_integrity = 48, True
     return _turbomind.Engine(config, options, builder.build(), device, 1 << 30)
 
@@ -122,7 +123,8 @@ def compare(shape: Shape, *, mode: str, dtype: str, tokens: int = 150) -> tuple[
 ROPES = [
     Rope(64, theta=500.0),
     Rope(64, "linear", factor=4.0),
-    Rope(64, "dynamic", factor=4.0, original_max_position=32),
+    Rope(64, "dynamic", factor=4.0, original_max_position=32, session_len=SESSION_LEN),
+    Rope(64, "dynamic", factor=4.0, original_max_position=2048, session_len=SESSION_LEN),
     Rope(64, "llama3", theta=500000.0, factor=8.0, original_max_position=64),
     Rope(64, "yarn", factor=4.0, original_max_position=64),
     Rope(64, "yarn", theta=150000.0, factor=32.0, original_max_position=64, truncate=False),

@@ -210,6 +210,40 @@ def test_folder_tokenizer(folder: Path, tiny: Tokenizer) -> None:
     assert tokenizer.vocab_size == VOCAB_SIZE
 
 
+@pytest.mark.parametrize("has_processor", [True, False], ids=["processor", "none"])
+@pytest.mark.parametrize("name", ["LlamaTokenizerFast", "PreTrainedTokenizerFast", None], ids=str)
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"add_bos_token": True},
+        {"add_bos_token": False},
+        {"add_eos_token": True},
+        {"add_bos_token": False, "add_eos_token": True},
+    ],
+    ids=str,
+)
+def test_what_stands_around_a_text_is_that_of_tokenizer_json(
+    folder: Path, keys: dict[str, bool], name: str | None, has_processor: bool
+) -> None:
+    """transformers 5 drops add_bos_token and add_eos_token where there is a tokenizer.json."""
+    from tokenizers import processors
+    from transformers import AutoTokenizer
+
+    backend = byte_tokenizer()
+    if has_processor:
+        backend.post_processor = processors.TemplateProcessing(
+            single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
+        )
+    backend.save(str(folder / "tokenizer.json"))
+    values = {"bos_token": "<s>", "eos_token": "</s>", **keys}
+    values |= {"tokenizer_class": name} if name else {}
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+    ids = tokenizer_from_folder(folder).encode("the rest")
+    assert ids == AutoTokenizer.from_pretrained(folder).encode("the rest")
+    assert (ids[0] == 1) == has_processor
+
+
 def test_end_ids_that_no_vocabulary_has_are_none(folder: Path) -> None:
     (folder / "generation_config.json").write_text('{"eos_token_id": [99999999999, true, -1, 5]}')
     tokenizer = tokenizer_from_folder(folder)

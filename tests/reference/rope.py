@@ -11,7 +11,10 @@ Doubles = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Rope:
-    """Names as in Hugging Face configs; `dim` is the number of rotated values of a head."""
+    """Names as in Hugging Face configs; `dim` is the number of rotated values of a head.
+
+    `session_len`: the longest text of the engine, which `dynamic` follows.
+    """
 
     dim: int
     kind: str = "default"
@@ -23,6 +26,7 @@ class Rope:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True  # yarn: the ends of the ramp are whole numbers
+    session_len: int = 0
 
 
 def plain_frequencies(dim: int, theta: float) -> Doubles:
@@ -56,8 +60,8 @@ def yarn_frequencies(rope: Rope) -> Doubles:
     return frequencies * (stretch / rope.factor + (1 - stretch))
 
 
-def frequencies_at(rope: Rope, position: int) -> Doubles:
-    """Angles per position step; only `dynamic` depends on the position."""
+def frequencies(rope: Rope) -> Doubles:
+    """Angles per position step, the same at every position."""
     if rope.kind == "default":
         return plain_frequencies(rope.dim, rope.theta)
     if rope.kind == "linear":
@@ -68,14 +72,14 @@ def frequencies_at(rope: Rope, position: int) -> Doubles:
         return yarn_frequencies(rope)
     if rope.kind != "dynamic":
         raise ValueError(f"unknown RoPE kind {rope.kind!r}")
-    length = max(position + 1, rope.original_max_position)
+    length = max(rope.session_len, rope.original_max_position)
     growth = rope.factor * length / rope.original_max_position - (rope.factor - 1)
     return plain_frequencies(rope.dim, rope.theta * growth ** (rope.dim / (rope.dim - 2)))
 
 
 def rotate(rope: Rope, x: Doubles, positions: npt.NDArray[np.int64]) -> Doubles:
     """x [tokens, heads, head_dim]; value i is paired with value i + dim / 2."""
-    angles = np.stack([position * frequencies_at(rope, int(position)) for position in positions])
+    angles = positions[:, None] * frequencies(rope)
     yarn = rope.kind == "yarn" and rope.factor > 1
     size = 0.1 * math.log(rope.factor) + 1 if yarn else 1.0
     cos, sin = (size * f(angles)[:, None, :] for f in (np.cos, np.sin))

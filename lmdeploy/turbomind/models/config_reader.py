@@ -74,6 +74,19 @@ class ConfigReader:
             self._refuse(key, value, wanted="a list of whole numbers")
         return list(value)
 
+    def flags(self, key: str) -> list[bool]:
+        """A list of true and false, or of 1 and 0; empty when the key is missing."""
+        value = self._values.get(key)
+        if value is None:
+            return []
+        if not isinstance(value, list) or not all(i in (0, 1) for i in value):
+            self._refuse(key, value, wanted="a list of true and false")
+        return [bool(i) for i in value]
+
+    def is_list(self, key: str) -> bool:
+        """Whether the value is a list."""
+        return isinstance(self._values.get(key), list)
+
     def with_defaults(self, defaults: Mapping[str, Any]) -> "ConfigReader":
         """The same values, and these where a key is missing (not where it is null)."""
         return ConfigReader({**defaults, **self._values}, self.source)

@@ -7,7 +7,9 @@ from typing import Any
 from lmdeploy.turbomind.models.config_reader import ConfigReader
 from lmdeploy.turbomind.models.experts import Experts
 
-# The engine's names; `{i}` is the layer. Optional ones are loaded when the file has them.
+# The engine's names, and what files call them; `{i}` is the layer. A file must have every tensor of
+# its family's map but a tied head and what experts replace. Biases that are not in the map: those
+# that `hf_bias` names, and in GGUF those that layer 0 has.
 REQUIRED_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 REQUIRED_VECTORS = ("attention_norm", "ffn_norm")
 
@@ -133,6 +135,8 @@ class ModelFamily:
     gguf_interleaved_rope: bool = False
     # What transformers takes where config.json has no such key.
     hf_defaults: Mapping[str, Any] = field(default_factory=dict)
+    # The same for rope_parameters and rope_scaling, where it has neither.
+    hf_rope: Mapping[str, Any] | None = None
     activation: str = ""  # the engine's name, where hidden_act does not tell
     experts: Experts | None = None
     hf_quant_methods: tuple[str, ...] = ()  # of quantization_config, beside none

@@ -1,6 +1,11 @@
-"""RoPE settings from config.json (both spellings) and from GGUF metadata."""
+"""RoPE settings from config.json (both spellings) and from GGUF metadata.
+
+The kinds are those of Hugging Face configs. `dynamic` has one base for every position of every
+text: that of transformers for one call of session_len tokens (ResolveRope in ops/rope.h).
+"""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from lmdeploy.turbomind.models.config_reader import ConfigReader
@@ -8,30 +13,45 @@ from lmdeploy.turbomind.models.decoder_config import RopeSettings
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 _DEFAULT_THETA = 10000.0
+_HF_KEYS = ("rope_parameters", "rope_scaling")  # of transformers 5, and before
 
 
-def rope_from_hf(config: ConfigReader, max_position: int) -> RopeSettings:
-    """`rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling` (before)."""
-    rope = config.child("rope_parameters") or config.child("rope_scaling")
-    if rope is None:
+def rope_from_hf(
+    config: ConfigReader, max_position: int, *, default: Mapping[str, Any] | None = None
+) -> RopeSettings:
+    """`rope_parameters`, or `rope_theta` with `rope_scaling`; refused where both disagree.
+
+    `default` stands in for both where the config has neither.
+    """
+    stated = [rope for key in _HF_KEYS if (rope := config.child(key)) is not None]
+    if not stated and default is not None:
+        stated = [ConfigReader(default, f"{config.source}: the default of rope_parameters")]
+    found = [_settings_from_hf(config, rope, max_position=max_position) for rope in stated]
+    if not found:
+        _require_whole_heads(config, config)
         return RopeSettings(theta=_theta(config, None))
+    if found[0] != found[-1]:
+        raise config.refuse(
+            "rope_parameters and rope_scaling: got two that disagree, wanted one; remove the one "
+            "that the model was not trained with"
+        )
+    return found[0]
+
+
+def _settings_from_hf(
+    config: ConfigReader, rope: ConfigReader, *, max_position: int
+) -> RopeSettings:
+    """`rope` is one of the two objects of `config`."""
     if rope.has_objects():
         raise rope.refuse("one setting per layer type is not supported; wanted one for all layers")
     kind = rope.text("rope_type", default=rope.text("type", default="default"))
     if kind not in ROPE_KINDS:
         raise rope.refuse(f"rope_type {kind[:40]!r} is not supported; {', '.join(ROPE_KINDS)} are")
-    if rope.number("partial_rotary_factor", default=1.0) != 1.0:
-        raise rope.refuse("partial_rotary_factor other than 1 is not supported")
+    _require_whole_heads(config, rope)
     theta = _theta(config, rope)
     if kind == "default":
         return RopeSettings(theta=theta)
-    # transformers takes max_position_embeddings where the original length is not given, and
-    # always does for dynamic scaling.
-    original = config.integer("original_max_position_embeddings", default=max_position)
-    if kind != "dynamic":
-        original = rope.integer("original_max_position_embeddings", default=original)
-    else:
-        original = max_position
+    original = _original_position(config, rope, kind=kind, max_position=max_position)
     if kind == "yarn" and not rope.has("factor"):
         factor = max_position / original
     else:
@@ -56,32 +76,74 @@ def rope_from_hf(config: ConfigReader, max_position: int) -> RopeSettings:
     )
 
 
+def _original_position(
+    config: ConfigReader, rope: ConfigReader, *, kind: str, max_position: int
+) -> int:
+    """As transformers: the outer key comes first, max_position_embeddings last and for dynamic."""
+    if kind == "dynamic":
+        return max_position
+    inner = rope.integer("original_max_position_embeddings", default=max_position)
+    return config.integer("original_max_position_embeddings", default=inner)
+
+
+def _require_whole_heads(config: ConfigReader, rope: ConfigReader) -> None:
+    outer = config.number("partial_rotary_factor", default=1.0)
+    if rope.number("partial_rotary_factor", default=outer) != 1.0:
+        raise rope.refuse("partial_rotary_factor other than 1 is not supported")
+
+
 def rope_from_gguf(config: ConfigReader, prefix: str, *, max_position: int) -> RopeSettings:
-    """`<architecture>.rope.*`; the divisors of llama3 are a tensor, added by the caller."""
+    """`<architecture>.rope.*`, as llama.cpp reads them; the divisors of llama3 are a tensor, added
+    by the caller.
+    """
     theta = config.number(f"{prefix}.rope.freq_base", default=_DEFAULT_THETA, low=1.0)
-    kind = config.text(f"{prefix}.rope.scaling.type", default="none")
-    if kind == "none":
-        return RopeSettings(theta=theta)
-    if kind not in ("linear", "yarn"):
+    _require_neutral(config, f"{prefix}.rope.freq_base_swa", neutral=theta)
+    scaling = f"{prefix}.rope.scaling"
+    kind = config.text(f"{scaling}.type", default="linear")
+    if kind not in ("none", "linear", "yarn"):
         raise config.refuse(
-            f"{prefix}.rope.scaling.type {kind[:40]!r} is not supported; none, linear, yarn are"
+            f"{scaling}.type {kind[:40]!r} is not supported; none, linear, yarn are"
         )
-    factor = config.number(f"{prefix}.rope.scaling.factor", default=1.0, low=1e-3, high=1e6)
-    original = config.integer(
-        f"{prefix}.rope.scaling.original_context_length", default=max_position
-    )
+    _require_neutral(config, f"{scaling}.yarn_log_multiplier", neutral=0.0)
+    if config.number(f"{scaling}.yarn_ext_factor", default=-1.0, low=-1e12) >= 0.0:  # else unset
+        neutral = 1.0 if kind == "yarn" else 0.0
+        _require_neutral(config, f"{scaling}.yarn_ext_factor", neutral=neutral)
+    if kind != "yarn":
+        for name in ("attn_factor", "yarn_attn_factor"):
+            _require_neutral(config, f"{scaling}.{name}", neutral=1.0)
+    factor = 1.0 if kind == "none" else _gguf_factor(config, prefix)
+    if kind == "none" or (kind == "linear" and factor == 1.0):
+        return RopeSettings(theta=theta)
+    original = config.integer(f"{scaling}.original_context_length", default=max_position)
     if kind == "linear":
         return RopeSettings(kind=kind, theta=theta, factor=factor, original_max_position=original)
-    attention_factor = config.number(f"{prefix}.rope.scaling.attn_factor", default=1.0, low=1e-3)
+    # The converter writes Hugging Face's attention_factor as yarn_attn_factor.
+    magnitude = config.number(
+        f"{scaling}.yarn_attn_factor", default=_mscale(factor, 1.0), low=1e-3
+    ) * config.number(f"{scaling}.attn_factor", default=1.0, low=1e-3)
     return RopeSettings(
         kind=kind,
         theta=theta,
         factor=factor,
         original_max_position=original,
-        beta_fast=config.number(f"{prefix}.rope.scaling.yarn_beta_fast", default=32.0, low=1e-3),
-        beta_slow=config.number(f"{prefix}.rope.scaling.yarn_beta_slow", default=1.0, low=1e-3),
-        attention_factor=attention_factor * _mscale(factor, 1.0),
+        beta_fast=config.number(f"{scaling}.yarn_beta_fast", default=32.0, low=1e-3),
+        beta_slow=config.number(f"{scaling}.yarn_beta_slow", default=1.0, low=1e-3),
+        attention_factor=magnitude,
     )
+
+
+def _gguf_factor(config: ConfigReader, prefix: str) -> float:
+    """The factor, or the older key of it; 0 stands for 1."""
+    key = f"{prefix}.rope.scaling.factor"
+    if not config.has(key):
+        key = f"{prefix}.rope.scale_linear"
+    factor = config.number(key, default=0.0, high=1e6)
+    return config.number(key, low=1e-3) if factor else 1.0
+
+
+def _require_neutral(config: ConfigReader, key: str, *, neutral: float) -> None:
+    if (value := config.number(key, default=neutral, low=-1e12)) != neutral:
+        raise config.refuse(f"{key}: got {value:g}, wanted {neutral:g}: others are not supported")
 
 
 def _theta(config: ConfigReader, rope: ConfigReader | None) -> float:

@@ -19,6 +19,7 @@
 #include "turbomind/engine/scheduler.h"
 #include "turbomind/kv/sequence_manager.h"
 #include "turbomind/model/decoder.h"
+#include "turbomind/ops/rope.h"
 
 namespace turbomind {
 namespace {
@@ -76,6 +77,13 @@ std::unique_ptr<KvStatistics> MakeStatistics(const ModelConfig& model, const Eng
   return std::make_unique<KvStatistics>(model.num_layers, model.num_kv_heads, model.head_dim);
 }
 
+// The checked model, as this engine runs it.
+ModelConfig ResolveModel(ModelConfig model, int session_len) {
+  model.Validate();
+  model.rope = ResolveRope(std::move(model.rope), session_len);
+  return model;
+}
+
 void RequireIds(const char* field, const std::vector<int32_t>& ids, int vocab_size) {
   for (int32_t id : ids) {
     if (id < 0 || id >= vocab_size) {
@@ -99,7 +107,7 @@ struct Engine::Impl {
   Impl(ModelConfig model_config, EngineConfig engine_config,
        std::shared_ptr<const Weights> model_weights, std::shared_ptr<Device> target,
        int64_t free_bytes)
-      : model((model_config.Validate(), std::move(model_config))),
+      : model(ResolveModel(std::move(model_config), engine_config.session_len)),
         config(std::move(engine_config)),
         device(std::move(target)),
         plan(PlanMemory(model, config, free_bytes, !device->capability().is_cuda)),

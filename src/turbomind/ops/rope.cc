@@ -11,10 +11,9 @@ namespace turbomind {
 namespace {
 
 // 1 / theta^(2i / dim), rounded to FP32 where transformers rounds.
-float InvFreq(double theta, int i, int dim) {
+float InvFreq(float theta, int i, int dim) {
   const float exponent = static_cast<float>(2 * i) / static_cast<float>(dim);
-  const double base = static_cast<float>(theta);
-  return 1.f / static_cast<float>(std::pow(base, static_cast<double>(exponent)));
+  return 1.f / static_cast<float>(std::pow(double{theta}, double{exponent}));
 }
 
 void Llama3(const RopeConfig& config, std::vector<float>& inv_freq) {
@@ -110,6 +109,22 @@ void Validate(const RopeConfig& c) {
 
 }  // namespace
 
+RopeConfig ResolveRope(RopeConfig config, int session_len) {
+  if (config.kind != RopeKind::kDynamic) {
+    return config;
+  }
+  if (session_len > config.original_max_position) {
+    // FP32, as transformers computes it from a tensor of the length.
+    const float length = config.factor * static_cast<float>(session_len);
+    const float scale =
+        length / static_cast<float>(config.original_max_position) - (config.factor - 1.f);
+    const float exponent = static_cast<float>(config.dim) / static_cast<float>(config.dim - 2);
+    config.theta *= std::pow(scale, exponent);
+  }
+  config.kind = RopeKind::kDefault;
+  return config;
+}
+
 RopeTable::RopeTable(const RopeConfig& config) : config_(config) {
   Validate(config);
   if (!enabled()) {
@@ -147,20 +162,9 @@ RopeTable::RopeTable(const RopeConfig& config) : config_(config) {
 void RopeTable::Fill(const int32_t* positions, int num_tokens, float* cos, float* sin) const {
   const int half = static_cast<int>(inv_freq_.size());
   for (int t = 0; t < num_tokens; ++t) {
-    const bool is_stretched =
-        config_.kind == RopeKind::kDynamic && positions[t] >= config_.original_max_position;
-    double theta = 0;
-    if (is_stretched) {
-      const double length = positions[t] + 1.0;
-      const double scale =
-          config_.factor * length / config_.original_max_position - (config_.factor - 1.0);
-      theta = config_.theta * std::pow(scale, config_.dim / static_cast<double>(config_.dim - 2));
-    }
     const float position = static_cast<float>(positions[t]);
     for (int i = 0; i < half; ++i) {
-      const float inv_freq =
-          is_stretched ? InvFreq(theta, i, config_.dim) : inv_freq_[static_cast<size_t>(i)];
-      const float angle = inv_freq * position;
+      const float angle = inv_freq_[static_cast<size_t>(i)] * position;
       *cos++ = std::cos(angle) * attention_factor_;
       *sin++ = std::sin(angle) * attention_factor_;
     }

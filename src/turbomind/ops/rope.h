@@ -9,12 +9,18 @@
 
 namespace turbomind {
 
+// The settings of an engine for texts of up to session_len tokens: kDynamic becomes kDefault with
+// the base that transformers takes for one call of session_len tokens, theta itself where that is
+// at most original_max_position. One base for every position of every text keeps what a score may
+// depend on to the distance of its tokens, and lets texts share keys. Other kinds stay as they are.
+// REQUIRES: a config that RopeTable takes.
+RopeConfig ResolveRope(RopeConfig config, int session_len);
+
 // Cos and sin of every (position, frequency) as Hugging Face transformers computes them.
 //
 // Invariants:
 //  1. The values of a position depend on nothing but the config and the position, so that cached
-//     keys may be shared. For kDynamic this means: position p < original_max_position has the plain
-//     base, a later one the base of a sequence of p + 1 tokens.
+//     keys may be shared. kDynamic has the base of short texts: see ResolveRope.
 //  2. The attention factor (yarn) is part of cos and sin.
 // Immutable: any thread may use it.
 class RopeTable {

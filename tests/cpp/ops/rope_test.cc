@@ -79,35 +79,49 @@ TEST_CASE("linear") {
                  {31, 0.99944437f, 0.03333186f}});
 }
 
-TEST_CASE("dynamic: plain up to the original length, then the base of the length so far") {
+TEST_CASE("dynamic: one base for all positions, of the longest text") {
   RopeConfig config = Config(RopeKind::kDynamic, 10000.f);
   config.factor = 2.f;
   config.original_max_position = 2048;
-  CheckPosition(config, 3,
-                {{0, -0.9899925f, 0.14112f},
-                 {1, -0.62792671f, 0.77827251f},
-                 {16, 0.99955004f, 0.029995499f}});
-  CheckPosition(config, 2500,
+  for (const int session_len : {1, 2047, 2048}) {
+    const RopeConfig resolved = ResolveRope(config, session_len);
+    CHECK(resolved.kind == RopeKind::kDefault);
+    CHECK(resolved.theta == 10000.f);
+    CheckPosition(resolved, 3,
+                  {{0, -0.9899925f, 0.14112f},
+                   {1, -0.62792671f, 0.77827251f},
+                   {16, 0.99955004f, 0.029995499f}});
+  }
+  const RopeConfig stretched = ResolveRope(config, 2501);
+  CheckPosition(stretched, 2500,
                 {{0, 0.75982511f, -0.65012753f},
                  {1, 0.67806f, -0.73500657f},
                  {7, 0.57291704f, -0.81961334f},
                  {15, -0.93899137f, 0.34394068f},
                  {16, -0.26976249f, 0.96292692f},
                  {31, 0.9734078f, 0.22907925f}});
+  // A key and a query turn at the same speed wherever they stand.
+  const RopeTable table(stretched);
+  const int32_t positions[] = {1, 2047, 2048, 2499};
+  std::vector<float> cos(4 * 32), sin(4 * 32);
+  table.Fill(positions, 4, cos.data(), sin.data());
+  for (size_t t = 0; t < 4; ++t) {
+    for (size_t i = 0; i < 32; ++i) {
+      CHECK(cos[t * 32 + i] == std::cos(static_cast<float>(positions[t]) * table.inv_freq()[i]));
+      CHECK(sin[t * 32 + i] == std::sin(static_cast<float>(positions[t]) * table.inv_freq()[i]));
+    }
+  }
 }
 
-TEST_CASE("dynamic depends on the position alone") {
-  RopeConfig config = Config(RopeKind::kDynamic, 10000.f);
-  config.factor = 2.f;
-  config.original_max_position = 100;
-  const RopeTable table(config);
-  const int32_t together[] = {5, 99, 100, 300};
-  std::vector<float> cos(4 * 32), sin(4 * 32), cos1(32), sin1(32);
-  table.Fill(together, 4, cos.data(), sin.data());
-  for (int i = 0; i < 4; ++i) {
-    table.Fill(&together[i], 1, cos1.data(), sin1.data());
-    CHECK(std::equal(cos1.begin(), cos1.end(), cos.begin() + 32 * i));
-    CHECK(std::equal(sin1.begin(), sin1.end(), sin.begin() + 32 * i));
+TEST_CASE("only dynamic follows the longest text") {
+  for (const RopeKind kind : {RopeKind::kNone, RopeKind::kDefault, RopeKind::kLinear,
+                              RopeKind::kLlama3, RopeKind::kYarn}) {
+    RopeConfig config = Config(kind, 10000.f);
+    config.factor = 2.f;
+    config.original_max_position = 100;
+    const RopeConfig resolved = ResolveRope(config, 1000);
+    CHECK(resolved.kind == kind);
+    CHECK(RopeTable(resolved).inv_freq() == RopeTable(config).inv_freq());
   }
 }
 

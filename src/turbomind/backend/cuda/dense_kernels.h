@@ -21,27 +21,11 @@ struct RopeParams {
   int64_t num_values = 0;              // num_tokens * half
   int half = 0;
   float attention_factor = 1.f;
-  // RopeKind::kDynamic
-  float theta = 0.f;
-  float factor = 1.f;
-  int original_max_position = 0;
 };
 
 inline constexpr int kRopeThreads = 128;
 
-// RopeTable::Fill's frequency of a position at or beyond original_max_position.
-TM_DEVICE float StretchedFrequency(const RopeParams& p, int position, int i) {
-  const int dim = 2 * p.half;
-  const double scale =
-      p.factor * (position + 1.) / p.original_max_position - (static_cast<double>(p.factor) - 1.);
-  const double theta = p.theta * pow(scale, dim / static_cast<double>(dim - 2));
-  const float exponent = static_cast<float>(2 * i) / static_cast<float>(dim);
-  const double base = static_cast<float>(theta);
-  return 1.f / static_cast<float>(pow(base, static_cast<double>(exponent)));
-}
-
 // A thread for every value of cos.
-template <bool kDynamic>
 __global__ void __launch_bounds__(kRopeThreads) FillRopeKernel(RopeParams p) {
   const int64_t at = static_cast<int64_t>(BlockIndexX()) * kRopeThreads + ThreadIndexX();
   if (at >= p.num_values) {
@@ -49,10 +33,7 @@ __global__ void __launch_bounds__(kRopeThreads) FillRopeKernel(RopeParams p) {
   }
   const int i = static_cast<int>(at % p.half);
   const int position = LoadGlobal(p.positions + at / p.half);
-  float frequency = LoadGlobal(p.inv_freq + i);
-  if (kDynamic && position >= p.original_max_position) {
-    frequency = StretchedFrequency(p, position, i);
-  }
+  const float frequency = LoadGlobal(p.inv_freq + i);
   float sin;
   float cos;
   sincosf(frequency * static_cast<float>(position), &sin, &cos);

@@ -26,22 +26,17 @@ void CudaFillRope(const Context& ctx, const FillRopeParams& params) {
   if (!table.enabled()) {
     return;
   }
-  const RopeConfig& config = table.config();
-  const int half = config.dim / 2;
+  const int half = table.dim() / 2;
   const RopeParams rope = {.inv_freq = params.inv_freq,
                            .positions = params.positions,
                            .cos = params.cos,
                            .sin = params.sin,
                            .num_values = int64_t{params.num_tokens} * half,
                            .half = half,
-                           .attention_factor = table.attention_factor(),
-                           .theta = config.theta,
-                           .factor = config.factor,
-                           .original_max_position = config.original_max_position};
+                           .attention_factor = table.attention_factor()};
   const LaunchShape shape = {.grid_x = CeilDiv(rope.num_values, kRopeThreads),
                              .threads = kRopeThreads};
-  const bool dynamic = config.kind == RopeKind::kDynamic;
-  Launch(dynamic ? FillRopeKernel<true> : FillRopeKernel<false>, shape, ctx.stream, rope);
+  Launch(FillRopeKernel, shape, ctx.stream, rope);
 }
 
 void CudaRmsNorm(const Context& ctx, const RmsNormParams& params) {

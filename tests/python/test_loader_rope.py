@@ -1,0 +1,234 @@
+"""RoPE settings of config.json and GGUF files: every spelling, and what is refused."""
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_gguf import write_gguf
+from tiny_models import TINY_MODELS, make_model
+
+from lmdeploy.messages import TurbomindEngineConfig
+from lmdeploy.turbomind.checkpoint import open_checkpoint
+from lmdeploy.turbomind.engine_plan import engine_config_of, longest_position
+from lmdeploy.turbomind.model_errors import ModelFormatError
+from lmdeploy.turbomind.models.config_reader import ConfigReader
+from lmdeploy.turbomind.models.decoder_config import RopeSettings
+from lmdeploy.turbomind.models.gpt_oss import FAMILY as GPT_OSS
+from lmdeploy.turbomind.models.rope import rope_from_gguf, rope_from_hf
+
+MAX_POSITION = 512
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def from_hf(default: dict[str, Any] | None = None, **values: Any) -> RopeSettings:
+    return rope_from_hf(ConfigReader(values, "x"), MAX_POSITION, default=default)
+
+
+def from_gguf(**values: Any) -> RopeSettings:
+    """Keys without `<architecture>.rope.`, their points as two underscores."""
+    metadata = {f"m.rope.{key.replace('__', '.')}": value for key, value in values.items()}
+    return rope_from_gguf(ConfigReader(metadata, "x"), "m", max_position=MAX_POSITION)
+
+
+# --- config.json ----------------------------------------------------------------------------------
+
+
+def test_old_and_new_spelling_agree() -> None:
+    scaling = {"factor": 8.0, "original_max_position_embeddings": 64, "high_freq_factor": 5.0}
+    new = from_hf(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaling})
+    for key in ("rope_type", "type"):
+        assert from_hf(rope_theta=5e5, rope_scaling={key: "llama3", **scaling}) == new
+
+
+def test_both_spellings_may_stand_there_if_they_agree() -> None:
+    linear = {"type": "linear", "factor": 2.0}
+    assert from_hf(
+        rope_theta=5e5,
+        rope_scaling=linear,
+        rope_parameters={"rope_type": "linear", "rope_theta": 5e5, "factor": 2},
+    ) == from_hf(rope_theta=5e5, rope_scaling=linear)
+    for parameters in (
+        {"rope_type": "default", "rope_theta": 1e4},
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5},
+    ):
+        with pytest.raises(
+            ModelFormatError, match=r"rope_parameters and rope_scaling: .* disagree"
+        ):
+            from_hf(rope_scaling=linear, rope_parameters=parameters)
+
+
+def test_a_default_is_for_configs_that_say_nothing() -> None:
+    """transformers has GPT-OSS's where both keys are missing, null or empty."""
+    assert GPT_OSS.hf_rope is not None
+    for values in ({}, {"rope_scaling": None}, {"rope_parameters": None, "rope_scaling": {}}):
+        rope = from_hf(dict(GPT_OSS.hf_rope), **values)
+        assert (rope.kind, rope.factor, rope.original_max_position) == ("yarn", 32.0, 4096)
+        assert not rope.truncate
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = from_hf(dict(GPT_OSS.hf_rope), **{key: {"rope_type": "linear", "factor": 2.0}})
+        assert (rope.kind, rope.factor) == ("linear", 2.0)
+
+
+@pytest.mark.parametrize("kind", ["llama3", "yarn"])
+def test_the_outer_original_length_comes_first(kind: str) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    inner = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
+    inner |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
+    inner["original_max_position_embeddings"] = 32
+    values = {"original_max_position_embeddings": 64, "rope_parameters": inner}
+    theirs = LlamaConfig(max_position_embeddings=MAX_POSITION, **copy.deepcopy(values))
+    LlamaRotaryEmbedding(theirs)  # where transformers reads them
+    assert theirs.rope_parameters["original_max_position_embeddings"] == 64
+    assert from_hf(**values).original_max_position == 64
+    del values["original_max_position_embeddings"]
+    assert from_hf(**values).original_max_position == 32
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"partial_rotary_factor": 0.5},
+        {"partial_rotary_factor": 0.5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+    ],
+    ids=str,
+)
+def test_heads_that_turn_in_part_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(ModelFormatError, match="partial_rotary_factor other than 1"):
+        from_hf(**values)
+    assert from_hf(partial_rotary_factor=1.0) == RopeSettings()
+    inner = {"rope_type": "default", "partial_rotary_factor": 1.0}
+    assert from_hf(partial_rotary_factor=0.5, rope_parameters=inner) == RopeSettings()
+
+
+def test_yarn_attention_factor() -> None:
+    def factor(**values: float) -> float:
+        return from_hf(rope_parameters={**YARN, **values}).attention_factor
+
+    plain = 0.1 * np.log(4.0) + 1.0
+    assert factor() == pytest.approx(plain)
+    assert factor(attention_factor=1.5) == 1.5
+    assert factor(mscale=1.0, mscale_all_dim=1.0) == pytest.approx(1.0)
+
+
+# --- GGUF -----------------------------------------------------------------------------------------
+
+
+def test_gguf_linear_scaling_needs_no_type() -> None:
+    """llama.cpp: the type defaults to linear, the factor to an older key, 0 is 1."""
+    wanted = RopeSettings(kind="linear", factor=4.0, original_max_position=MAX_POSITION)
+    assert from_gguf(scaling__factor=4.0) == wanted
+    assert from_gguf(scale_linear=4.0) == wanted
+    assert from_gguf(scaling__type="linear", scale_linear=4.0) == wanted
+    assert from_gguf(scaling__factor=4.0, scale_linear=8.0) == wanted
+    for values in (
+        {},
+        {"scaling__factor": 0.0},
+        {"scaling__factor": 1.0},
+        {"scaling__factor": 0.0, "scale_linear": 4.0},
+        {"scaling__type": "none", "scaling__factor": 4.0},
+    ):
+        assert from_gguf(**values) == RopeSettings()
+    with pytest.raises(ModelFormatError, match=r"rope\.scale_linear is '-2\.0'"):
+        from_gguf(scale_linear=-2.0)
+
+
+def test_gguf_yarn_magnitude() -> None:
+    def factor(**values: float) -> float:
+        return from_gguf(scaling__type="yarn", scaling__factor=4.0, **values).attention_factor
+
+    plain = 0.1 * np.log(4.0) + 1.0
+    assert factor() == pytest.approx(plain)
+    assert factor(scaling__attn_factor=2.0) == pytest.approx(2.0 * plain)
+    # The converter writes Hugging Face's attention_factor so.
+    assert factor(scaling__yarn_attn_factor=1.3) == 1.3
+
+
+BAD_KEYS: list[tuple[dict[str, Any], str]] = [
+    ({"scaling__type": "yarn", "scaling__yarn_ext_factor": 0.5}, "yarn_ext_factor: got 0.5, want"),
+    (
+        {"scaling__type": "yarn", "scaling__yarn_ext_factor": 0.0},
+        "yarn_ext_factor: got 0, wanted 1",
+    ),
+    ({"scaling__yarn_ext_factor": 1.0}, "yarn_ext_factor: got 1, wanted 0"),
+    (
+        {"scaling__type": "yarn", "scaling__yarn_log_multiplier": 0.1},
+        "yarn_log_multiplier: got 0.1",
+    ),
+    ({"scaling__attn_factor": 1.2}, r"attn_factor: got 1\.2, wanted 1"),
+    ({"scaling__type": "none", "scaling__attn_factor": 1.2}, "attn_factor: got 1.2"),
+    ({"scaling__factor": 2.0, "scaling__yarn_attn_factor": 1.2}, "yarn_attn_factor: got 1.2"),
+    ({"freq_base": 1e6, "freq_base_swa": 1e4}, r"freq_base_swa: got 10000, wanted 1e\+06"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), BAD_KEYS, ids=lambda v: str(v)[:50])
+def test_gguf_keys_that_would_change_results_are_refused(
+    values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelFormatError, match=message):
+        from_gguf(**values)
+
+
+def test_gguf_keys_that_change_nothing() -> None:
+    neutral = {"scaling__attn_factor": 1.0, "scaling__yarn_attn_factor": 1.0}
+    assert from_gguf(scaling__yarn_ext_factor=0.0, **neutral) == RopeSettings()
+    assert from_gguf(scaling__yarn_ext_factor=-1.0, **neutral) == RopeSettings()
+    assert from_gguf(freq_base=1e6, freq_base_swa=1e6) == RopeSettings(theta=1e6)
+    yarn = {"scaling__type": "yarn", "scaling__factor": 4.0}
+    assert from_gguf(
+        scaling__yarn_ext_factor=1.0, scaling__yarn_log_multiplier=0.0, **yarn
+    ) == from_gguf(**yarn)
+
+
+def test_gguf_rope_reaches_the_model(tmp_path: Path) -> None:
+    model = make_model(TINY_MODELS[0])
+    write_gguf(model, tmp_path / "l.gguf", extra={"rope.scale_linear": 4.0})
+    rope = open_checkpoint(tmp_path / "l.gguf").config.rope
+    assert (rope.kind, rope.factor) == ("linear", 4.0)
+
+
+# --- the length -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        ({"rope_type": "default"}, 256),
+        ({"rope_type": "linear", "factor": 3.0}, 768),
+        ({"rope_type": "dynamic", "factor": 2.0}, 256),
+        ({**YARN, "factor": 8.0}, 512),
+        ({**YARN, "factor": 2.0}, 256),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+def test_a_session_is_too_long_beyond_what_scaling_reaches(
+    rope: dict[str, Any], longest: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = TINY_MODELS[0].config_values() | {"rope_parameters": rope, "rms_norm_eps": 1e-5}
+    values["hidden_act"] = "silu"
+    from lmdeploy.turbomind.hf_checkpoint import _config_from_hf
+    from lmdeploy.turbomind.models.llama import FAMILY
+
+    model = _config_from_hf(ConfigReader(values, "x"), FAMILY).to_engine("bfloat16")
+    assert longest_position(model) == longest
+
+    def plan(session_len: int | None) -> tuple[int, str]:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "lmdeploy"):
+            config = TurbomindEngineConfig(session_len=session_len)
+            native, _ = engine_config_of(config, model, model_path="x")
+        return native.session_len, caplog.text
+
+    assert plan(None) == (256, "")
+    assert plan(longest) == (longest, "")
+    session_len, text = plan(longest + 1)
+    assert session_len == longest + 1
+    assert f"got {longest + 1}, wanted at most the {longest} positions" in text
+    assert ("dynamic RoPE" in text) == (rope["rope_type"] == "dynamic")
