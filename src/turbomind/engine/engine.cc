@@ -378,6 +378,7 @@ void Engine::Impl::EndCancelled() {
 void Engine::Impl::Step() {
   const Batch& batch = scheduler.Plan();
   if (!batch.empty()) {
+    generation.Begin(batch);
     decoder.Forward({.tokens = batch.tokens.data(), .batch = batch.Views()});
     scheduler.StepDone();
     generation.Run(batch, decoder);

@@ -56,7 +56,10 @@ void Fail(Sequence& sequence, const std::string& error, bool is_request_fault) {
 }
 
 Generation::Generation(int vocab_size, int64_t max_sequence_len, Device& device)
-    : vocab_size_(vocab_size), max_sequence_len_(max_sequence_len), device_(device) {
+    : vocab_size_(vocab_size),
+      max_sequence_len_(max_sequence_len),
+      device_(device),
+      masks_(vocab_size) {
   for (int thread = 0; thread < device.num_host_threads(); ++thread) {
     samplers_.emplace_back(vocab_size);
   }
@@ -73,6 +76,7 @@ void Generation::Run(const Batch& batch, Decoder& decoder) {
     AskDrawn(rows, decoder);
     HandleRows(rows, ReadLogits(rows, decoder));
   }
+  masks_.End();
 }
 
 void Generation::CollectRows(const Batch& batch) {
@@ -207,10 +211,13 @@ void Generation::HandleRow(const Row& row, float* logits, Sampler& sampler) {
 
 void Generation::ChooseToken(Sequence& sequence, float* logits, Sampler& sampler) {
   const Request& request = *sequence.request;
-  const bool is_masked = request.token_mask != nullptr;
-  if (is_masked && !AskTokenMask(sequence)) {
-    sequence.output.finish_reason = FinishReason::kStop;
-    return;
+  std::span<const uint32_t> mask;
+  if (request.token_mask != nullptr) {
+    mask = masks_.Wait(sequence);
+    if (mask.empty()) {
+      sequence.output.finish_reason = FinishReason::kStop;
+      return;
+    }
   }
   if (request.logits_output == LogitsOutput::kGeneration) {
     AppendLogits(sequence, logits);
@@ -220,7 +227,7 @@ void Generation::ChooseToken(Sequence& sequence, float* logits, Sampler& sampler
                                         .tokens = sequence.tokens.data(),
                                         .num_tokens = sequence.num_tokens(),
                                         .num_generated = sequence.num_generated(),
-                                        .token_mask = is_masked ? mask_.data() : nullptr});
+                                        .token_mask = mask.data()});
   if (!result.error.empty()) {
     Fail(sequence, result.error, result.is_request_fault);
     return;
@@ -235,27 +242,6 @@ void Generation::AppendToken(Sequence& sequence, int32_t token) const {
   sequence.tokens.push_back(token);
   sequence.output.tokens.push_back(token);
   CheckStop(sequence);
-}
-
-bool Generation::AskTokenMask(Sequence& sequence) {
-  const std::vector<int32_t> fresh(
-      sequence.tokens.begin() + sequence.num_prompt + sequence.num_told, sequence.tokens.end());
-  sequence.num_told = sequence.num_generated();
-  const auto num_words = static_cast<size_t>(vocab_size_ + 31) / 32;
-  mask_.assign(num_words, 0);
-  bool goes_on = false;
-  try {
-    goes_on = sequence.request->token_mask(fresh, mask_);
-  } catch (const InvalidArgument&) {
-    throw;
-  } catch (const std::exception& error) {
-    throw std::runtime_error(std::string("token_mask: ") + error.what());
-  }
-  if (mask_.size() != num_words) {
-    throw InvalidArgument("token_mask: got " + std::to_string(mask_.size()) + " words, want " +
-                          std::to_string(num_words) + "; change the callback");
-  }
-  return goes_on;
 }
 
 void Generation::AppendLogits(Sequence& sequence, const float* logits) {

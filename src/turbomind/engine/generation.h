@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "turbomind/engine/batch.h"
+#include "turbomind/engine/token_masks.h"
 #include "turbomind/model/decoder.h"
 #include "turbomind/ops/sampling.h"
 
@@ -22,11 +23,12 @@ namespace turbomind {
 class Generation {
  public:
   // `max_sequence_len`: a sequence that reaches it ends with kLength. Sequences without a token
-  // mask are handled on the host threads of `device`, side by side; masks are asked for on the
-  // engine's own, since a callback may wait for a lock for long (Python's).
+  // mask are handled on the host threads of `device`, side by side.
   Generation(int vocab_size, int64_t max_sequence_len, Device& device);
 
-  // REQUIRES: the decoder has just run `batch`, and Scheduler::StepDone was called.
+  // What can be asked before the decoder runs the planned batch.
+  void Begin(const Batch& batch) { masks_.Begin(batch); }
+  // REQUIRES: Begin, then the decoder has run `batch`, then Scheduler::StepDone was called.
   void Run(const Batch& batch, Decoder& decoder);
 
  private:
@@ -52,14 +54,13 @@ class Generation {
   void ChooseToken(Sequence& sequence, float* logits, Sampler& sampler);
   void AppendToken(Sequence& sequence, int32_t token) const;
   void AppendLogits(Sequence& sequence, const float* logits);
-  bool AskTokenMask(Sequence& sequence);
   void CheckStop(Sequence& sequence) const;
 
   int vocab_size_;
   int64_t max_sequence_len_;
   Device& device_;
   std::vector<Sampler> samplers_;  // by thread
-  std::vector<uint32_t> mask_;     // [ceil(vocab / 32)]
+  TokenMasks masks_;
   std::vector<Row> rows_;
   std::vector<int32_t> row_indices_;
   std::vector<int32_t> chosen_;  // by the device

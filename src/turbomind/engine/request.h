@@ -37,7 +37,8 @@ enum class FinishReason : uint8_t { kNone, kStop, kLength, kCancelled, kError };
 // Writes allowed tokens for the next position as a bitmask, [ceil(vocab / 32)] words, bit i % 32 of
 // word i / 32. `new_tokens` are the tokens chosen since the last call. Returns false when
 // generation must stop here. A thrown exception ends the request with kError; InvalidArgument says
-// that the request asked for what cannot be.
+// that the request asked for what cannot be. Called by a thread that runs beside the step, for one
+// request at a time.
 using TokenMaskFn =
     std::function<bool(const std::vector<int32_t>& new_tokens, std::vector<uint32_t>& mask)>;
 

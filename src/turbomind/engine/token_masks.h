@@ -1,0 +1,68 @@
+#pragma once
+
+// ⑧ Which tokens the sequences of a step may choose, asked for while the device runs the step.
+
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <thread>
+#include <vector>
+
+#include "turbomind/engine/batch.h"
+#include "turbomind/engine/request.h"
+
+namespace turbomind {
+
+// A callback may wait for a lock for long (Python's): a thread of this class's own calls them, one
+// after the other in the order of the batch, and the engine's waits only for an answer that is not
+// there yet. The thread starts with the first step that asks.
+//
+// Each Begin is followed by an End. What belongs to a request is held until then and no longer, so
+// that a request that ends meanwhile may go. Engine thread only.
+class TokenMasks {
+ public:
+  explicit TokenMasks(int vocab_size);
+  ~TokenMasks();
+  TokenMasks(const TokenMasks&) = delete;
+  TokenMasks& operator=(const TokenMasks&) = delete;
+
+  // Begins to ask for each sequence with a mask that the planned batch brings to its next token,
+  // and notes in num_told what it is told. REQUIRES: Scheduler::StepDone was not called yet.
+  void Begin(const Batch& batch);
+
+  // The answer for a sequence: [ceil(vocab / 32)] words, valid until End; empty where generation
+  // must stop. Waits for it. Throws what the callback threw (InvalidArgument as it is, others as
+  // std::runtime_error) and InvalidArgument for a mask of another size. REQUIRES: it was asked for.
+  std::span<const uint32_t> Wait(const Sequence& sequence);
+
+  // Waits for the answers that nobody took.
+  void End();
+
+ private:
+  struct Question {
+    const Sequence* sequence = nullptr;  // to be found by, never followed
+    std::shared_ptr<Request> request;
+    std::vector<int32_t> new_tokens;
+    std::vector<uint32_t> mask;
+    bool goes_on = false;
+    std::exception_ptr error;
+  };
+  void Work();
+  void Ask(Question& question) const;
+  void WaitFor(size_t num_answered);
+
+  size_t num_words_;
+  std::vector<Question> questions_;  // of the step; changed only while the thread waits
+  std::mutex mutex_;
+  std::condition_variable asked_;
+  std::condition_variable answered_;
+  size_t num_asked_ = 0;
+  size_t num_answered_ = 0;
+  bool stops_ = false;
+  std::thread thread_;
+};
+
+}  // namespace turbomind

@@ -1,0 +1,156 @@
+// When masks are asked for, in which order, and what becomes of those that nobody takes.
+
+#include "turbomind/engine/token_masks.h"
+
+#include <doctest/doctest.h>
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/null_device.h"
+#include "engine/tiny_model.h"
+#include "turbomind/core/check.h"
+
+namespace turbomind {
+namespace {
+
+using testing::MakeRequest;
+using testing::RandomPrompt;
+using testing::RunOne;
+
+// Its steps wait until as many masks were asked for as steps have begun.
+class PatientDevice : public testing::ForwardingDevice {
+ public:
+  using ForwardingDevice::ForwardingDevice;
+
+  void Embed(const EmbedParams& params) override {
+    ++num_steps;
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+    while (num_asked < num_steps && std::chrono::steady_clock::now() < end) {
+      std::this_thread::yield();
+    }
+    num_late += num_asked < num_steps ? 1 : 0;
+    ForwardingDevice::Embed(params);
+  }
+
+  int num_steps = 0;
+  std::atomic<int> num_asked = 0;
+  int num_late = 0;
+};
+
+TEST_CASE("masks are asked for while the step runs") {
+  auto device = std::make_shared<PatientDevice>(MakeCpuDevice(2));
+  const ModelConfig model = testing::TinyConfig();
+  Engine engine(model, testing::TinyEngineConfig(KvCacheMode::kFp4Nv),
+                testing::TinyWeights(model, *device), device, testing::kFreeBytes);
+  auto request = MakeRequest(1, RandomPrompt(1, 20), 5);
+  request->token_mask = [&](const auto&, auto& mask) {
+    ++device->num_asked;
+    mask.assign(mask.size(), 0xffffffffu);
+    return true;
+  };
+  const RequestOutput output = RunOne(engine, request);
+  CHECK(output.tokens.size() == 5);
+  CHECK(device->num_steps == 5);
+  CHECK(device->num_asked == 5);
+  CHECK(device->num_late == 0);
+}
+
+// Sequences of a planned batch, each with a mask.
+struct Planned {
+  Sequence* Add(TokenMaskFn mask, int64_t num_prompt, int64_t num_planned) {
+    auto sequence = std::make_unique<Sequence>();
+    sequence->request = std::make_shared<Request>();
+    sequence->request->max_new_tokens = 8;
+    sequence->request->token_mask = std::move(mask);
+    sequence->tokens.assign(static_cast<size_t>(num_prompt), 3);
+    sequence->num_prompt = num_prompt;
+    sequence->num_planned = num_planned;
+    batch.sequences.push_back(sequence.get());
+    sequences.push_back(std::move(sequence));
+    return sequences.back().get();
+  }
+
+  Batch batch{1};
+  std::vector<std::unique_ptr<Sequence>> sequences;
+};
+
+TEST_CASE("only those that come to their next token are asked, and told what is new") {
+  Planned planned;
+  std::vector<std::string> asked;
+  const auto note = [&](const std::string& name) {
+    return [&asked, name](const std::vector<int32_t>& fresh, std::vector<uint32_t>& mask) {
+      asked.push_back(name + ":" + std::to_string(fresh.size()));
+      mask[0] = 6;
+      return true;
+    };
+  };
+  planned.Add(note("in its prompt"), 20, 19);
+  Sequence* first = planned.Add(note("first token"), 20, 20);
+  planned.Add(nullptr, 20, 20);
+  planned.Add(note("prompt alone"), 20, 20)->request->max_new_tokens = 0;
+  Sequence* later = planned.Add(note("later"), 20, 1);
+  later->tokens = std::vector<int32_t>(22, 3);
+  later->num_computed = 21;
+  TokenMasks masks(40);
+  masks.Begin(planned.batch);
+  CHECK(masks.Wait(*later).size() == 2);  // out of order
+  CHECK(masks.Wait(*first)[0] == 6);
+  CHECK_THROWS_AS(masks.Wait(*planned.sequences[0]), InternalError);
+  masks.End();
+  CHECK(asked == std::vector<std::string>{"first token:0", "later:2"});
+  CHECK(later->num_told == 2);
+  CHECK_THROWS_AS(masks.Wait(*later), InternalError);
+}
+
+TEST_CASE("errors come to the one that waits for them") {
+  Planned planned;
+  Sequence* wrong =
+      planned.Add([](const auto&, auto&) -> bool { throw InvalidArgument("no such word"); }, 4, 4);
+  Sequence* broken = planned.Add([](const auto&, auto&) -> bool { throw 7; }, 4, 4);
+  Sequence* ended = planned.Add([](const auto&, auto&) { return false; }, 4, 4);
+  TokenMasks masks(40);
+  masks.Begin(planned.batch);
+  CHECK_THROWS_WITH_AS(masks.Wait(*wrong), "no such word", InvalidArgument);
+  CHECK_THROWS_AS(masks.Wait(*broken), std::runtime_error);
+  CHECK(masks.Wait(*ended).empty());
+  masks.End();
+}
+
+TEST_CASE("the end waits for answers that nobody took, and lets requests go") {
+  Planned planned;
+  std::atomic<int> num_asked = 0;
+  Sequence* slow = planned.Add(
+      [&](const auto&, auto&) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        return ++num_asked > 0;
+      },
+      4, 4);
+  const std::weak_ptr<Request> request = slow->request;
+  TokenMasks masks(40);
+  for (int step = 1; step < 4; ++step) {
+    masks.Begin(planned.batch);
+    masks.End();
+    CHECK(num_asked == step);
+  }
+  masks.Begin(planned.batch);
+  planned.sequences.clear();  // its step has failed, say
+  CHECK_FALSE(request.expired());
+  masks.End();
+  CHECK(request.expired());
+}
+
+TEST_CASE("a step that never ends keeps nothing from going away") {
+  Planned planned;
+  planned.Add([](const auto&, auto&) { return true; }, 4, 4);
+  planned.Add([](const auto&, auto&) { return true; }, 4, 4);
+  TokenMasks masks(40);
+  masks.Begin(planned.batch);
+}
+
+}  // namespace
+}  // namespace turbomind
