@@ -1,9 +1,9 @@
 """Decode attention of one layer beside what the machine allows.
 
 Two limits on the cached bytes that attention can read per second: the read bandwidth of the level
-in which the bytes of a call lie, and the arithmetic of its multiplications and additions at the
-machine's highest measured rate. Both are measured in the same run; the lower one counts. How fast
-the same loop runs over a cache that lies in L2 is noted beside it.
+in which the bytes of a call lie, and its multiplications and additions at the rate of the products
+that the format needs (ceilings.py). Both are measured in the same run; the lower one counts. How
+fast the same loop runs over a cache that lies in L2 is noted beside it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,18 @@ import json
 import statistics
 import subprocess
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from our_engine import Cell
-from results_file import cache_bytes
+from ceilings import cache_products, level_of
+from cells import Cell
 from targets import Runs
 
 from lmdeploy import _turbomind
+
+if TYPE_CHECKING:
+    from lmdeploy._turbomind import CpuCeilings
 
 CEILING_SECONDS = 1.5
 CACHED_CONTEXT, CACHED_BATCH = 256, 4  # within the L2 of every thread, and work for all
@@ -28,40 +32,51 @@ KINDS = ("int8", "bf16", "fp32")
 BENCH_TIMEOUT_S = 600
 
 
+@dataclass(frozen=True)
+class Limits:
+    """Bytes of the cache per second: what `level` delivers, what `products` allow."""
+
+    level: str
+    read: float
+    products: str
+    multiply: float
+
+    @property
+    def lower(self) -> tuple[float, str]:
+        """The limit that counts, and its name."""
+        if self.multiply < self.read:
+            return self.multiply, f"{self.products} products"
+        return self.read, f"read bandwidth of {self.level}"
+
+
+def ceilings_here(threads: int) -> CpuCeilings:
+    """Measures them. LookupError where nothing can be measured."""
+    measure = getattr(_turbomind, "measure_ceilings", None)
+    if measure is None:
+        raise LookupError("this build has no _turbomind.measure_ceilings")
+    found: CpuCeilings = measure(_turbomind.make_cpu_device(threads), CEILING_SECONDS)
+    return found
+
+
 def measure_ceilings(threads: int) -> dict[str, Any]:
     """Bytes per second by level, operations per second by kind; None: not on this machine.
 
     LookupError where nothing can be measured.
     """
-    measure = getattr(_turbomind, "measure_ceilings", None)
-    if measure is None:
-        raise LookupError("this build has no _turbomind.measure_ceilings")
-    found = measure(_turbomind.make_cpu_device(threads), CEILING_SECONDS)
+    found = ceilings_here(threads)
     reads = {level: getattr(found, level).bytes_per_s or None for level in LEVELS}
     rates = {f"{kind}_ops_per_s": getattr(found, f"{kind}_ops_per_s") or None for kind in KINDS}
     return {"read_bytes_per_s": reads, **rates}
 
 
-def level_of(working_set: float, *, threads: int, caches: Mapping[int, int]) -> str:
-    """`l2`, `l3` or `memory`: the first level that holds the bytes of all threads together."""
-    if working_set <= caches.get(2, 0) * threads:
-        return "l2"
-    return "l3" if working_set <= caches.get(3, 0) else "memory"
-
-
-def lower_limit(
-    ceilings: Mapping[str, Any], level: str, *, operations_per_byte: float
-) -> tuple[float, str]:
-    """Bytes per second and what limits them. LookupError where a ceiling is absent."""
-    bandwidth = ceilings.get("read_bytes_per_s", {}).get(level)
-    if not bandwidth:
-        raise LookupError(f"measure_ceilings gave no read bandwidth of {level}")
-    rates = {kind: ceilings.get(f"{kind}_ops_per_s") or 0.0 for kind in KINDS}
-    kind = max(rates, key=lambda name: rates[name])
-    arithmetic = rates[kind] / operations_per_byte
-    if 0 < arithmetic < bandwidth:
-        return arithmetic, f"{kind} arithmetic, {rates[kind]:.3g} operations/s"
-    return float(bandwidth), f"read bandwidth of {level}"
+def limits_of(found: Mapping[str, Any], ceilings: CpuCeilings, *, mode: str) -> Limits:
+    """Of one run of the bench. LookupError where a ceiling is absent."""
+    level = level_of(found["bytes"], ceilings)
+    read = getattr(ceilings, level.lower()).bytes_per_s
+    products, rate = cache_products([mode], ceilings)
+    if not read or not rate:
+        raise LookupError(f"measure_ceilings gave no read bandwidth of {level}, or no {products}")
+    return Limits(level, read, products, rate / (found["operations"] / found["bytes"]))
 
 
 def run_bench(bench: Path, config: Any, *, cell: Cell, mode: str, threads: int) -> dict[str, Any]:
@@ -96,21 +111,27 @@ def attention_runs(
     Each repetition measures the ceilings anew. LookupError where they cannot be measured.
     """
     ours: list[float] = []
-    limits: list[float] = []
-    names: list[str] = []
+    limits: list[Limits] = []
     for _ in range(repeats):
-        ceilings = measure_ceilings(threads)
+        ceilings = ceilings_here(threads)
         found = run_bench(bench, config, cell=cell, mode=mode, threads=threads)
-        level = level_of(found["bytes"], threads=threads, caches=cache_bytes())
-        per_byte = found["operations"] / found["bytes"]
-        limit, name = lower_limit(ceilings, level, operations_per_byte=per_byte)
         ours.append(bytes_per_second(found))
-        limits.append(limit)
-        names.append(name)
+        limits.append(limits_of(found, ceilings, mode=mode))
     small = Cell(CACHED_CONTEXT, CACHED_BATCH, 1)
     cached = bytes_per_second(run_bench(bench, config, cell=small, mode=mode, threads=threads))
-    note = (
-        f"{found['bytes'] / 2**20:.1f} MiB in {level}, {found['isa']}, {per_byte:.1f} operations "
-        f"per byte; {cached / 1e9:.3g} GB/s with the cache in L2"
+    read, multiply = (
+        statistics.median(getattr(x, f) for x in limits) for f in ("read", "multiply")
     )
-    return Runs(ours, limits, f"{mode}, {threads} threads", statistics.mode(names), note)
+    note = (
+        f"{found['bytes'] / 2**20:.1f} MiB in {limits[-1].level}, {found['isa']}, "
+        f"{found['operations'] / found['bytes']:.1f} operations per byte; limits: read bandwidth "
+        f"of {limits[-1].level} {read / 1e9:.3g} GB/s, {limits[-1].products} products "
+        f"{multiply / 1e9:.3g} GB/s; {cached / 1e9:.3g} GB/s with the cache in L2"
+    )
+    return Runs(
+        ours,
+        [limit.lower[0] for limit in limits],
+        f"{mode}, raw, {threads} threads",
+        statistics.mode(limit.lower[1] for limit in limits),
+        note,
+    )

@@ -6,8 +6,8 @@
 
 The suite measures the table of targets (targets.py): pairs of runs in turns, llama.cpp with the
 fastest of all its KV types with flash attention on and off, medians of the pairs' ratios. The file
-is written after every row, and a second run with the same file measures only what is missing;
-rows of several models share a file.
+is written after every row, and a second run with the same file measures what is missing and, unless
+--keep, rows of other commits; rows of several models share a file.
 
 Without --suite, cells of any size: both engines run in this process with the same number of
 threads, in turns; a figure is the median of the repetitions. llama.cpp runs with the fastest of
@@ -30,7 +30,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from our_engine import BLOCK_TOKENS, Cell, OurEngine, OurSetting, Timing
+from cells import BLOCK_TOKENS, Cell, Timing
+from our_engine import OurEngine, OurSetting
 
 if TYPE_CHECKING:
     from llama_cpp_peer import LlamaCpp, PeerSetting
@@ -48,6 +49,7 @@ class Row:
 
     work: str
     mode: str
+    quality: str
     batch: int
     context: int
     ours: float
@@ -92,6 +94,7 @@ def measure(
 ) -> Iterator[Row]:
     """Rows of one cell: the engines take turns, `repeats` times."""
     ours: dict[str, list[Timing]] = {engine.mode: [] for engine in engines}
+    qualities = {engine.mode: engine.quality for engine in engines}
     theirs: dict[str, list[Timing]] = {setting.name: [] for setting in settings.values()}
     for _ in range(repeats):
         if peer:
@@ -109,6 +112,7 @@ def measure(
             yield Row(
                 work=work,
                 mode=mode,
+                quality=qualities[mode],
                 batch=cell.batch,
                 context=cell.context,
                 ours=round(speed, 1),
@@ -169,7 +173,7 @@ def run(options: argparse.Namespace) -> list[Row]:
         engine_class(
             loaded.config,
             loaded.weights,
-            setting=OurSetting(mode, longest, -(-tokens // BLOCK_TOKENS)),
+            setting=OurSetting(mode, longest, -(-tokens // BLOCK_TOKENS), quality=options.quality),
             threads=options.num_threads,
         )
         for mode in options.modes
@@ -224,6 +228,7 @@ def run_suite(options: argparse.Namespace) -> None:
         attention_bench=options.attention_bench,
         llama_server=options.llama_server,
         server_requests=options.server_requests,
+        keep=options.keep,
     )
     try:
         suite = TargetSuite(loaded, peer, options=suite_options, file=file)
@@ -243,8 +248,9 @@ def write_rows(rows: Sequence[Row], path: Path | None) -> None:
 def format_row(row: Row) -> str:
     """One line of the table."""
     beside = "" if row.peer is None else f"{row.peer:>10.1f} {row.ratio:>7.2f}  {row.peer_setting}"
+    cache = f"{row.mode}, {row.quality.split(' (')[0]}"
     return (
-        f"{row.work:<8} {row.mode:<8} batch {row.batch:>2} context {row.context:>5} "
+        f"{row.work:<8} {cache:<18} batch {row.batch:>2} context {row.context:>5} "
         f"{row.ours:>10.1f} {beside}"
     )
 
@@ -278,6 +284,7 @@ def add_suite_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--only", help="names of targets, with commas")
     group.add_argument("--skip", help="names of targets that are left out, with commas")
     group.add_argument("--again", action="store_true", help="measure rows that the file has, too")
+    group.add_argument("--keep", action="store_true", help="keep rows of other commits")
     group.add_argument("--max-context", type=int, help="shorten longer targets, to try the suite")
     group.add_argument("--peer-setting", help="name of llama.cpp's setting instead of a search")
     group.add_argument("--attention-bench", type=Path, help="binary attention_alone_bench")
@@ -304,6 +311,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2", help="GGUF file or smollm2")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--modes", default=",".join(MODES), help="default: %(default)s")
+    parser.add_argument(
+        "--quality", choices=("raw", "balanced"), help="of cells (default: the mode's own)"
+    )
     parser.add_argument("--contexts", type=numbers, default=None, help="default: 128,2048,8192")
     parser.add_argument("--batches", type=numbers, default=None, help="default: 1,8,32")
     parser.add_argument(

@@ -22,14 +22,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from our_engine import BLOCK_TOKENS, Cell, OurEngine, OurSetting
-from results_file import describe_machine
+from cells import BLOCK_TOKENS, Cell, Quality
+from results_file import commit_here, describe_machine, today
 
 MODES = "none,int8,nvfp4,mxfp4"
 
 
-def run_ours(path: str, cells: Sequence[Cell], *, modes: Sequence[str], threads: int) -> Any:
-    """Timings of our engine by KV mode and cell."""
+def run_ours(
+    path: str, cells: Sequence[Cell], *, modes: Sequence[str], quality: Quality | None, threads: int
+) -> Any:
+    """Timings of our engine by KV mode and cell. `quality` None: the default of each mode."""
+    from our_engine import OurEngine, OurSetting
+
     from lmdeploy import _turbomind
     from lmdeploy.turbomind.loader import load_model
 
@@ -38,6 +42,7 @@ def run_ours(path: str, cells: Sequence[Cell], *, modes: Sequence[str], threads:
     loaded = load_model(path, device=device, progress=False)
     load_seconds = time.perf_counter() - begun
     speeds: dict[str, Any] = {}
+    qualities: dict[str, str] = {}
     for mode in modes:
         engine = OurEngine(
             loaded.config,
@@ -46,6 +51,7 @@ def run_ours(path: str, cells: Sequence[Cell], *, modes: Sequence[str], threads:
                 mode,
                 session_len=max(cell.context + cell.steps for cell in cells) + 128,
                 num_blocks=sum(cell.context + 256 for cell in cells) // BLOCK_TOKENS + 8,
+                quality=quality,
             ),
             threads=threads,
         )
@@ -53,9 +59,10 @@ def run_ours(path: str, cells: Sequence[Cell], *, modes: Sequence[str], threads:
             if not speeds:
                 engine.run(cells[0])  # maps the weights' pages
             speeds[mode] = [vars(engine.run(cell)) for cell in cells]
+            qualities[mode] = engine.quality
         finally:
             engine.close()
-    return {"load_seconds": load_seconds, "speeds": speeds}
+    return {"load_seconds": load_seconds, "speeds": speeds, "qualities": qualities}
 
 
 def run_peer(path: str, cells: Sequence[Cell], *, threads: int) -> Any:
@@ -78,7 +85,11 @@ def worker(options: argparse.Namespace) -> None:
     cells = [Cell(context, 1, options.steps) for context in options.contexts]
     if options.worker == "ours":
         result = run_ours(
-            options.model, cells, modes=options.modes.split(","), threads=options.num_threads
+            options.model,
+            cells,
+            modes=options.modes.split(","),
+            quality=options.quality,
+            threads=options.num_threads,
         )
     else:
         result = run_peer(options.model, cells, threads=options.num_threads)
@@ -91,6 +102,7 @@ def start(options: argparse.Namespace, engine: str) -> Any:
     command = [sys.executable, __file__, options.model, "--worker", engine]
     command += ["--contexts", ",".join(map(str, options.contexts)), "--steps", str(options.steps)]
     command += ["--modes", options.modes, "--num-threads", str(options.num_threads)]
+    command += ["--quality", options.quality] if options.quality else []
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -119,6 +131,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
                 runs[engine].append(result)
             print(f"round {turn} {engine}: {json.dumps(result['speeds'])}", flush=True)
     figures = {engine: medians(found) for engine, found in runs.items()}
+    qualities = runs["ours"][0]["qualities"]
     rows = []
     for i, context in enumerate(options.contexts):
         for work in ("prefill", "decode"):
@@ -126,8 +139,16 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
             for mode, values in figures["ours"].items():
                 ratio = round(values[i][work] / best, 3)
                 rows.append({"work": work, "context": context, "mode": mode})
-                rows[-1] |= {"ours": values[i][work], "peer": best, "ratio": ratio}
-                print(f"{work:<8} {context:>5} {mode:<6} {values[i][work]:>8} {best:>8} {ratio:>6}")
+                rows[-1] |= {
+                    "quality": qualities[mode],
+                    "ours": values[i][work],
+                    "peer": best,
+                    "ratio": ratio,
+                }
+                name = f"{mode}, {qualities[mode].split(' (')[0]}"
+                print(
+                    f"{work:<8} {context:>5} {name:<15} {values[i][work]:>8} {best:>8} {ratio:>6}"
+                )
     peaks = {engine: max(run["peak_rss_bytes"] for run in found) for engine, found in runs.items()}
     loads = {
         engine: round(statistics.median(run["load_seconds"] for run in found), 1)
@@ -143,6 +164,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("model", help="GGUF file")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--modes", default=MODES, help="KV modes (default: %(default)s)")
+    parser.add_argument(
+        "--quality", choices=("raw", "balanced"), help="of our cache (default: the mode's own)"
+    )
     parser.add_argument("--contexts", default="128,2048", help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=16, help="decode steps timed")
     parser.add_argument("--rounds", type=int, default=3)
@@ -155,6 +179,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     result = {
         "about": describe_machine(options.num_threads),
+        "commit": commit_here(),
+        "date": today(),
         "model": Path(options.model).name,
         "rounds": options.rounds,
         **compare(options),

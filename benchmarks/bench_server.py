@@ -43,6 +43,8 @@ from server_processes import (
 from targets import BY_NAME, FP4, Runs, row_of
 
 SLOT_MARGIN = 64
+FULL_SIZE = 3  # settings that run the whole load before one is chosen
+WARM_PROMPT, WARM_ANSWER = 8, 8
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class ServerBench:
     llama_server: Path
     threads: int
     mode: str = FP4
+    quality: str = ""
 
     @property
     def shape(self) -> ServerShape:
@@ -87,11 +90,25 @@ def search(bench: ServerBench) -> dict[str, float]:
         prompt_tokens=max(2, load.prompt_tokens // 4),
         answer_tokens=max(2, load.answer_tokens // 4),
     )
+    return speeds_of(bench, EVERY_PEER_SETTING, load=tried)
+
+
+def at_full_size(bench: ServerBench, order: Sequence[str]) -> dict[str, float]:
+    """Requests per second of the whole load, of the first FULL_SIZE names of a ranking."""
+    return speeds_of(bench, [setting_named(name) for name in order[:FULL_SIZE]], load=bench.load)
+
+
+def speeds_of(
+    bench: ServerBench, settings: Sequence[PeerServerSetting], *, load: Load
+) -> dict[str, float]:
+    """Requests per second of one run each, after a small one that does not count."""
+    warm = replace(load, requests=1, prompt_tokens=WARM_PROMPT, answer_tokens=WARM_ANSWER)
     speeds: dict[str, float] = {}
-    for setting in EVERY_PEER_SETTING:
+    for setting in settings:
         try:
             with bench.peer(setting) as port:
-                speeds[setting.name] = bench.run(port, 1, load=tried).requests_per_s
+                bench.run(port, 2, load=warm)
+                speeds[setting.name] = bench.run(port, 1, load=load).requests_per_s
         except RuntimeError as error:
             print(f"llama-server, {setting.name}: left out: {error}", file=sys.stderr)
             continue
@@ -143,7 +160,9 @@ def runs_of(
             f"{middle.pieces_per_token:.2f} pieces per token"
         )
     load = bench.load
-    ours = f"{bench.mode}, {load.clients} clients with {load.requests} requests each"
+    ours = (
+        f"{bench.mode}, {bench.quality}, {load.clients} clients with {load.requests} requests each"
+    )
     return Runs(values["ours"], values["peer"], ours, peer_setting, "; ".join(notes))
 
 
@@ -167,6 +186,7 @@ def fastest(speeds: dict[str, Any]) -> PeerServerSetting:
 
 def run(options: argparse.Namespace) -> None:
     """Searches, measures, writes both rows."""
+    from our_engine import quality_of
     from results_file import ResultsFile, describe_machine
     from target_suite import format_row
 
@@ -182,13 +202,16 @@ def run(options: argparse.Namespace) -> None:
         load,
         options.llama_server,
         threads=options.num_threads,
+        quality=quality_of(FP4),
     )
     name = Path(info.path).stem
     if options.peer_setting:
         setting = setting_named(options.peer_setting)
     else:
         key = f"{name}: llama-server, {load.clients} clients, {load.prompt_tokens} tokens in"
-        setting = fastest(file.search(key, lambda: search(bench)))
+        tried = file.search(f"{key}, a quarter of the load", lambda: search(bench))
+        order = sorted(tried, key=lambda name: -float(tried[name]))
+        setting = fastest(file.search(f"{key}, whole", lambda: at_full_size(bench, order)))
     for target, runs in target_runs(bench, setting, repeats=options.repeats).items():
         row = row_of(BY_NAME[target], runs, model=name)
         file.add(row)

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import llama_cpp
-from our_engine import Cell, Timing
+from cells import Cell, Timing
 
 BATCH_TOKENS = 2048
 MICRO_BATCH_TOKENS = 512
+WARM_TOKENS = 16
 # ggml_type; some are not among the names of llama-cpp-python.
 KV_TYPES = {
     "f16": 1,
@@ -103,6 +104,11 @@ class PeerContext:
         self._read(pending)
         return self._cell.context * self._cell.batch / (time.perf_counter() - begun)
 
+    def warm_up(self) -> None:
+        """Reads the beginning of a prompt: threads run and pages are there."""
+        llama_cpp.llama_memory_clear(self._memory, False)
+        self._read(self._pending(self._prompts[:1])[:WARM_TOKENS])
+
     def fill(self) -> None:
         """One prompt in every sequence; each has its own copy unless the cell shares it."""
         llama_cpp.llama_memory_clear(self._memory, False)
@@ -122,17 +128,21 @@ class PeerContext:
         for start in range(0, len(pending), BATCH_TOKENS):
             decode(self._context, self._batch, tokens=pending[start : start + BATCH_TOKENS])
 
-    def decode(self) -> float:
-        """Tokens per second, all sequences together; what was added is taken off again."""
+    def decode(self, steps: int | None = None) -> float:
+        """Tokens per second, all sequences together; what was added is taken off again.
+
+        `steps` None: those of the cell.
+        """
         context, batch = self._cell.context, self._cell.batch
+        steps = steps or self._cell.steps
         started = time.perf_counter()
-        for position in range(context, context + self._cell.steps):
+        for position in range(context, context + steps):
             tokens = [(17 + s, position, s, True) for s in range(batch)]
             decode(self._context, self._batch, tokens=tokens)
         seconds = time.perf_counter() - started
         for sequence in range(batch):
             llama_cpp.llama_memory_seq_rm(self._memory, sequence, context, -1)
-        return self._cell.steps * batch / seconds
+        return steps * batch / seconds
 
 
 class LlamaCpp:

@@ -3,8 +3,8 @@
     python benchmarks/memory_probe.py MODEL.gguf --engine ours --setting nvfp4
     python benchmarks/memory_probe.py MODEL.gguf --engine peer --setting q4_0,on,mmap
 
-Loads the model, reads a prompt and decodes; prints {"peak_rss_bytes": N}. Pages of a mapped file
-count, in both engines.
+Loads the model, reads a prompt and decodes; prints its peak and setting as JSON. Pages of a
+mapped file count, in both engines; neither process imports the other's library.
 """
 
 from __future__ import annotations
@@ -14,11 +14,21 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from our_engine import Cell, OurEngine, OurSetting
+from cells import Cell
 
 PROBE_TIMEOUT_S = 1800
+OTHERS_LIBRARY = {"ours": "llama_cpp", "peer": "lmdeploy"}
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Of one process; `setting` as results name it."""
+
+    peak_rss_bytes: int
+    setting: str
 
 
 def peak_rss_bytes(status: str = "/proc/self/status") -> int:
@@ -29,8 +39,10 @@ def peak_rss_bytes(status: str = "/proc/self/status") -> int:
     raise RuntimeError(f"{status}: no line VmHWM")
 
 
-def run_ours(path: str, cell: Cell, *, mode: str, threads: int) -> None:
+def run_ours(path: str, cell: Cell, *, mode: str, threads: int) -> str:
     """Default quality and options but for the room of the cell."""
+    from our_engine import OurEngine, OurSetting
+
     from lmdeploy import _turbomind
     from lmdeploy.turbomind.loader import load_model
 
@@ -39,9 +51,10 @@ def run_ours(path: str, cell: Cell, *, mode: str, threads: int) -> None:
     setting = OurSetting.for_cell(cell, mode)
     with OurEngine(loaded.config, loaded.weights, setting=setting, threads=threads) as engine:
         engine.run(cell)
+        return engine.format
 
 
-def run_peer(path: str, cell: Cell, *, setting: str, threads: int) -> None:
+def run_peer(path: str, cell: Cell, *, setting: str, threads: int) -> str:
     """`setting`: KV type, `on` or `off` for flash attention, `mmap`, `read` or `as-stored`.
 
     `as-stored`: mapped, and no matrix repacked, which costs llama.cpp speed.
@@ -55,18 +68,25 @@ def run_peer(path: str, cell: Cell, *, setting: str, threads: int) -> None:
     )
     peer.run(cell, PeerSetting(kind, value_kind, attention == "on"))
     peer.close()
+    return f"{kind}, flash attention {attention}, {reading}"
 
 
-def probe(path: str, cell: Cell, *, engine: str, setting: str, threads: int) -> int:
-    """Peak bytes of a new process. RuntimeError with what it printed when it fails."""
+def check_alone(engine: str) -> None:
+    """RuntimeError when the library of the other engine is in this process, too."""
+    other = OTHERS_LIBRARY[engine]
+    if other in sys.modules:
+        raise RuntimeError(f"memory of {engine}: {other} is loaded in the same process")
+
+
+def probe(path: str, cell: Cell, *, engine: str, setting: str, threads: int) -> Peak:
+    """Of a new process. RuntimeError with what it printed when it fails."""
     command = [sys.executable, __file__, path, "--engine", engine, "--setting", setting]
     command += ["--context", str(cell.context), "--steps", str(cell.steps)]
     command += ["--num-threads", str(threads)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S)
     if done.returncode:
         raise RuntimeError(f"{engine} {setting}: exit {done.returncode}: {done.stderr[-500:]}")
-    peak = json.loads(done.stdout.splitlines()[-1])["peak_rss_bytes"]
-    return int(peak)
+    return Peak(**json.loads(done.stdout.splitlines()[-1]))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,10 +103,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     cell = Cell(options.context, 1, options.steps)
     if options.engine == "ours":
-        run_ours(options.model, cell, mode=options.setting, threads=options.num_threads)
+        setting = run_ours(options.model, cell, mode=options.setting, threads=options.num_threads)
     else:
-        run_peer(options.model, cell, setting=options.setting, threads=options.num_threads)
-    print(json.dumps({"peak_rss_bytes": peak_rss_bytes()}))
+        setting = run_peer(
+            options.model, cell, setting=options.setting, threads=options.num_threads
+        )
+    check_alone(options.engine)
+    print(json.dumps(asdict(Peak(peak_rss_bytes(), setting))))
     return 0
 
 

@@ -4,52 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Literal
 
-import numpy as np
+from cells import BLOCK_TOKENS, Cell, Quality, Timing
 
 from lmdeploy import _turbomind
 
 STALL_MS = 600_000
-BLOCK_TOKENS = 64
-
-
-@dataclass(frozen=True)
-class Cell:
-    """What is timed: `batch` sequences with `context` tokens each, then `steps` decode steps.
-
-    `shared`: all sequences have the same prompt and share its blocks.
-    """
-
-    context: int
-    batch: int
-    steps: int
-    shared: bool = False
-
-    def prompts(self, vocab_size: int) -> list[list[int]]:
-        """Random ids, the same for every engine."""
-        rng = np.random.default_rng(self.context * 1000 + self.batch)
-        ids = rng.integers(100, vocab_size - 100, (1 if self.shared else self.batch, self.context))
-        rows: list[list[int]] = ids.tolist()
-        return rows * self.batch if self.shared else rows
-
-    @property
-    def room(self) -> int:
-        """Tokens of an answer: early sequences decode while late ones are still read."""
-        return self.steps + 2 * self.batch + self.batch * self.context // 1024
-
-    @property
-    def session_len(self) -> int:
-        """Slots of one sequence, to whole blocks."""
-        return -(-(self.context + self.room + 1) // BLOCK_TOKENS) * BLOCK_TOKENS
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Tokens per second; `prefill` is None where prompts were shared."""
-
-    prefill: float | None
-    decode: float
 
 
 @dataclass(frozen=True)
@@ -62,14 +22,12 @@ class OurSetting:
     mode: str
     session_len: int
     num_blocks: int
-    quality: Literal["raw", "balanced"] | None = "raw"
+    quality: Quality | None = None
     max_batch_size: int = 32
     max_prefill_token_num: int | None = None  # the default
 
     @classmethod
-    def for_cell(
-        cls, cell: Cell, mode: str, *, quality: Literal["raw", "balanced"] | None = None
-    ) -> OurSetting:
+    def for_cell(cls, cell: Cell, mode: str, *, quality: Quality | None = None) -> OurSetting:
         """Room for one cell and its cached prompts; everything else as by default."""
         blocks = cell.batch * (cell.session_len // BLOCK_TOKENS + 1)
         return cls(
@@ -79,6 +37,14 @@ class OurSetting:
             quality=quality,
             max_batch_size=cell.batch,
         )
+
+
+def quality_of(mode: str) -> str:
+    """What a user of `--quant-policy` gets, without its details."""
+    from lmdeploy import TurbomindEngineConfig
+    from lmdeploy.turbomind.kv_quality import resolve_kv_options
+
+    return resolve_kv_options(TurbomindEngineConfig(quant_policy=mode), [0]).quality
 
 
 class OurEngine:
@@ -114,6 +80,11 @@ class OurEngine:
         free_bytes = 1 << 36  # the pool is given as a number of blocks and reserved lazily
         self._engine = _turbomind.Engine(config, options, weights, device, free_bytes)
         self._next_id = 1
+
+    @property
+    def format(self) -> str:
+        """Mode and quality, as results name them."""
+        return f"{self.mode}, {self.quality}"
 
     def __enter__(self) -> OurEngine:
         return self

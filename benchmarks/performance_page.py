@@ -10,7 +10,7 @@ from typing import Any
 from markdown_page import put_between, table
 from results_file import ResultsFile
 from scaling_fit import Law, Point, fit
-from targets import BY_NAME, TargetRow
+from targets import BY_NAME, NO_ORIGIN, TargetRow
 
 BEGIN = "<!-- figures: begin. Made by benchmarks/scaling.py --from; do not edit by hand -->"
 END = "<!-- figures: end -->"
@@ -38,6 +38,11 @@ def point_of(cell: Mapping[str, Any]) -> Point:
         return Point(float(cell["mean_context"]), int(cell["batch"]), float(cell["seconds"]))
     except (KeyError, TypeError) as error:
         raise ValueError(f"cell: got {dict(cell)}, wanted context, batch, seconds") from error
+
+
+def origin_of(cell: Mapping[str, Any]) -> str:
+    """Commit and day of a cell, as TargetRow has them."""
+    return f"{cell['commit']}, {cell['date']}" if cell.get("commit") else NO_ORIGIN
 
 
 def curves_of(document: Mapping[str, Any]) -> list[Curve]:
@@ -82,8 +87,9 @@ def target_lines(file: ResultsFile) -> Iterator[str]:
         yield ""
         yield f"#### {model}"
         yield ""
-        head = ("work", "beside", "ours", "theirs", "ratio", "spread", "target")
-        yield from table(head, [target_cells(row) for row in rows], numbers=2)
+        head = ("work", "ours with", "beside", "ours", "theirs", "ratio", "spread", "target")
+        cells = [target_cells(row) for row in rows]
+        yield from table((*head, "measured at"), cells, numbers=3)
         notes = [(row.work, row.note) for row in rows if row.note]
         if notes:
             yield ""
@@ -95,16 +101,18 @@ def target_cells(row: TargetRow) -> tuple[str, ...]:
     sign = {">=": "≥", "<=": "≤"}[row.better]
     goal = f"{sign} {row.target:g}"
     if row.ratio is None or row.ratio_low is None or row.ratio_high is None:
-        return (row.work, "not measured", "", "", "", "", goal)
+        return (row.work, "", "not measured", "", "", "", "", goal, "")
     verdict = {True: f"{goal}, met", False: f"**{goal}, missed**", None: goal}[row.met]
     return (
         row.work,
+        row.ours_setting.split(" (")[0],  # what a quality consists of is in kv_cache.md
         row.peer_setting,
         figure(row.ours, row.unit),
         figure(row.peer, row.unit),
         f"{row.ratio:.2f}",
         f"{row.ratio_low:.2f}–{row.ratio_high:.2f}",
         verdict,
+        row.origin,
     )
 
 
@@ -202,6 +210,9 @@ def scaling_lines(document: Mapping[str, Any], plot: str) -> Iterator[str]:
     yield "measured in the same run."
     yield ""
     yield from law_lines(document)
+    yield ""
+    origins = "; ".join(dict.fromkeys(origin_of(cell) for cell in document["cells"]))
+    yield f"Cells measured at: {origins}."
     yield ""
     yield "<details><summary>All cells</summary>"
     yield ""

@@ -15,7 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from our_engine import Cell, OurEngine, Timing
+from ceilings import WIDE_PRODUCTS, cache_products, level_of
+from cells import Cell, Timing
+from our_engine import OurEngine
 
 from lmdeploy import _turbomind
 
@@ -26,10 +28,6 @@ CEILING_SECONDS = 1.5
 TRACE_EVENTS = 20_000  # per cell and format: some fifty steps
 STEPS_TRACK, OPS_TRACK = 1, 2  # thread ids of a trace
 WITHOUT_CEILING = ("engine", "between_steps")
-# Weights in blocks meet activations of 16 bits, two int8 products for each value. Codes of these
-# caches meet queries and softmax weights of 16 bits, in products at half the rate of int8.
-INTEGER_CACHES = frozenset({"int8", "int4", "mxfp4", "nvfp4"})
-WIDE_PRODUCTS = 2
 # What goes through matrix tiles, where there are any: prefill over these caches, weights in blocks
 # from this many rows on; twice, too, weights of 8 bits in half of each product of bytes.
 TILE_CACHES = frozenset({"mxfp4", "nvfp4"})
@@ -117,9 +115,10 @@ class ProfileSession:
         reports = [
             phase_report(phase, self.ceilings, roles=self._roles) for phase in profile.phases
         ]
-        title = f"{engine.mode}, batch {cell.batch}, context {cell.context}"
+        title = f"{engine.format}, batch {cell.batch}, context {cell.context}"
         if self._json_path:
-            facts = {"mode": engine.mode, "batch": cell.batch, "context": cell.context}
+            facts: dict[str, Any] = {"mode": engine.mode, "quality": engine.quality}
+            facts |= {"batch": cell.batch, "context": cell.context}
             self._cells.append({**facts, "phases": [asdict(report) for report in reports]})
             text = json.dumps({"ceilings": ceiling_facts(self.ceilings), "cells": self._cells})
             self._json_path.write_text(text + "\n", encoding="utf-8")
@@ -194,20 +193,22 @@ def name_of(op: OpRecord | OpEvent, roles: dict[tuple[str, int, int], str]) -> s
 
 
 def read_level(num_bytes: float, ceilings: CpuCeilings) -> tuple[str, float]:
-    """The nearest level that holds a working set, and its bandwidth in bytes per second."""
-    if num_bytes <= ceilings.l2_bytes * ceilings.num_threads:
-        return "L2", ceilings.l2.bytes_per_s
-    if num_bytes <= ceilings.l3_bytes and ceilings.l3.bytes_per_s > 0:
-        return "L3", ceilings.l3.bytes_per_s
-    return "memory", ceilings.memory.bytes_per_s
+    """The level of a working set and its bandwidth in bytes per second; an L3 that was too small
+    to be measured counts as memory.
+    """
+    level = level_of(num_bytes, ceilings)
+    if level == "L3" and not ceilings.l3.bytes_per_s:
+        level = "memory"
+    return level, getattr(ceilings, level.lower()).bytes_per_s
 
 
 def product_rate(record: OpRecord, ceilings: CpuCeilings) -> tuple[str, float]:
     """What multiplies the op's numbers, and its operations per second for 2 per multiply-add."""
     if ceilings.tile_bf16_ops_per_s > 0 and runs_on_tiles(record):
-        return "tiles", ceilings.tile_bf16_ops_per_s / WIDE_PRODUCTS
-    if record.kv_formats and INTEGER_CACHES.issuperset(record.kv_formats):
-        return "int16", ceilings.int8_ops_per_s / WIDE_PRODUCTS
+        products = 1 if record.format == "bf16" else WIDE_PRODUCTS
+        return "tiles", ceilings.tile_bf16_ops_per_s / products
+    if record.kv_formats:
+        return cache_products(record.kv_formats, ceilings)
     if record.format == "bf16" and ceilings.bf16_ops_per_s > 0:
         return "bf16", ceilings.bf16_ops_per_s
     if record.format in ("", "f32", "bf16"):
@@ -216,10 +217,12 @@ def product_rate(record: OpRecord, ceilings: CpuCeilings) -> tuple[str, float]:
 
 
 def runs_on_tiles(record: OpRecord) -> bool:
-    """Whether an engine with matrix tiles would use them."""
+    """Whether matrix tiles could multiply it; BF16 of any rows, as they take few, too."""
     if record.kv_formats:
         return record.kind == "prefill_attention" and TILE_CACHES.issuperset(record.kv_formats)
-    if record.format in ("", "f32", "bf16"):
+    if record.format == "bf16":
+        return True
+    if record.format in ("", "f32"):
         return False
     return record.operations >= 2 * record.rows * record.cols * record.calls * TILE_ROWS
 

@@ -7,12 +7,18 @@ import importlib.util
 import json
 import os
 import platform
+import subprocess
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from ceilings import cache_bytes
 from targets import Target, TargetRow
 
+ROOT = Path(__file__).resolve().parents[1]
+# Results and pages change with every row that is measured.
+SOURCES = (".", ":!benchmarks/results", ":!docs", ":!tests", ":!*.md")
 SAME_MACHINE = ("cpu", "cores", "threads", "caches", "isa", "llama_cpp")
 
 
@@ -57,28 +63,35 @@ def cpu_name() -> str:
     return platform.machine()
 
 
-def cache_bytes() -> dict[int, int]:
-    """Level → bytes of the cache that the first core sees; levels that are not known are absent."""
-    sizes: dict[int, int] = {}
-    for folder in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
-        try:
-            level = int((folder / "level").read_text())
-            kind, size = ((folder / name).read_text().strip() for name in ("type", "size"))
-        except (OSError, ValueError):
-            continue
-        if kind != "Instruction" and size.endswith("K") and size[:-1].isdigit():
-            sizes[level] = int(size[:-1]) * 1024
-    return dict(sorted(sizes.items()))
+def commit_here(root: Path = ROOT) -> str:
+    """Short hash of the sources, with + where what figures depend on is not committed."""
+    try:
+        commit = _git(root, "rev-parse", "--short", "HEAD").strip()
+        changes = _git(root, "status", "--porcelain", "--untracked-files=no", "--", *SOURCES)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit + "+" * bool(changes)
+
+
+def _git(root: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(root), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def today() -> str:
+    """In UTC."""
+    return datetime.now(UTC).date().isoformat()
 
 
 class ResultsFile:
     """Rows by (model, name); `save` writes a whole file beside and renames it.
 
     `path` None: nothing is written. Raises ValueError for a file that is not one of ours.
+    `commit` None: that of the sources here.
     """
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
+    def __init__(self, path: Path | None, *, commit: str | None = None) -> None:
+        self._path, self._commit = path, commit
         self.about: dict[str, Any] = {}
         self.searches: dict[str, Any] = {}
         self._rows: dict[tuple[str, str], TargetRow] = {}
@@ -107,10 +120,31 @@ class ResultsFile:
         """In the order of the first measurement."""
         return list(self._rows.values())
 
-    def measured(self, model: str, target: Target, *, repeats: int) -> TargetRow | None:
-        """A row of the target's whole work with at least that many runs."""
+    @property
+    def commit(self) -> str:
+        """That new rows get."""
+        if self._commit is None:
+            self._commit = commit_here()
+        return self._commit
+
+    def measured(
+        self, model: str, target: Target, *, repeats: int, keep: bool = False
+    ) -> TargetRow | None:
+        """A row of the target's whole work with at least that many runs.
+
+        One of another commit is named, and counts only with `keep`.
+        """
         row = self._rows.get((model, target.name))
-        return row if row and row.repeats >= repeats and not row.trial else None
+        if not row or row.repeats < repeats or row.trial:
+            return None
+        if row.commit != self.commit:
+            print(
+                f"{target.name}: the file's row is of another commit ({row.origin}; here "
+                f"{self.commit}): " + ("kept" if keep else "measured again, unless --keep"),
+                flush=True,
+            )
+            return row if keep else None
+        return row
 
     def forget(self, targets: Sequence[Target], model: str) -> None:
         """Rows of these targets are measured again."""
@@ -118,8 +152,14 @@ class ResultsFile:
             self._rows.pop((model, target.name), None)
 
     def add(self, row: TargetRow) -> None:
-        """Replaces the row of the same model and name, and saves."""
-        self._put(row)
+        """Replaces the row of the same model and name, with commit and date, and saves.
+
+        A trial or a row without figures never replaces one of the whole work.
+        """
+        known = self._rows.get((row.model, row.name))
+        if known and known.repeats and not known.trial and (row.trial or not row.repeats):
+            return
+        self._put(dataclasses.replace(row, commit=self.commit, date=today()))
         self.save()
 
     def search(self, key: str, measure: Callable[[], Any]) -> Any:

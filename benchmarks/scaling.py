@@ -6,7 +6,8 @@
 
 For each format and number of threads: batch 1 at contexts from 128 to 32k, and batches 1 to 64 at
 two contexts. Prompts grow on what the prefix cache holds, so that the longest is read once. The
-cells go to the JSON file as they come; a second run with the same file measures what is missing.
+cells go to the JSON file as they come; a second run with the same file measures what is missing
+and, unless --keep, cells of other commits.
 The page is docs/performance.md between its markers, the plot docs/performance.png; the table of
 targets on it comes from --targets, a file of bench_engine.py --suite. What has no file yet is "not
 measured" on the page.
@@ -24,9 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from our_engine import BLOCK_TOKENS, Cell, OurEngine, OurSetting
-from performance_page import load_targets, put_in, write_page
-from results_file import check_same_machine, describe_machine
+from cells import BLOCK_TOKENS, Cell
+from our_engine import OurEngine, OurSetting
+from performance_page import load_targets, origin_of, put_in, write_page
+from results_file import check_same_machine, commit_here, describe_machine, today
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
@@ -76,6 +78,18 @@ def key_of(mode: str, threads: int, *, cell: Cell) -> tuple[str, int, int, int]:
     return mode, threads, cell.context, cell.batch
 
 
+def shape_of(cell: dict[str, Any]) -> tuple[str, int, int, int]:
+    """As key_of, of a measured cell."""
+    return cell["mode"], cell["threads"], cell["context"], cell["batch"]
+
+
+def put_cell(document: dict[str, Any], cell: dict[str, Any]) -> None:
+    """In the place of the cell of the same shape, or at the end."""
+    shapes = [shape_of(known) for known in document["cells"]]
+    at = shapes.index(shape_of(cell)) if shape_of(cell) in shapes else len(shapes)
+    document["cells"][at : at + 1] = [cell]
+
+
 def measure_cell(engine: OurEngine, cell: Cell, *, repeats: int) -> dict[str, Any]:
     """Seconds of a step, median of the repetitions, after one that does not count."""
     growing = GrowingPrompts(cell.context, cell.batch, cell.steps)
@@ -89,9 +103,13 @@ def measure_cell(engine: OurEngine, cell: Cell, *, repeats: int) -> dict[str, An
     }
 
 
-def missing(document: dict[str, Any], plan: Plan) -> Iterator[tuple[str, int, list[Cell]]]:
-    """Modes and threads with the cells that the document lacks."""
-    known = {(c["mode"], c["threads"], c["context"], c["batch"]) for c in document["cells"]}
+def missing(
+    document: dict[str, Any], plan: Plan, *, commit: str | None = None
+) -> Iterator[tuple[str, int, list[Cell]]]:
+    """Modes and threads with the cells that the document lacks; of this commit, if one is given."""
+    known = {
+        shape_of(cell) for cell in document["cells"] if commit in (None, cell.get("commit", ""))
+    }
     for threads in plan.threads:
         for mode in plan.modes:
             cells = [c for c in plan.cells() if key_of(mode, threads, cell=c) not in known]
@@ -99,17 +117,24 @@ def missing(document: dict[str, Any], plan: Plan) -> Iterator[tuple[str, int, li
                 yield mode, threads, cells
 
 
-def measure(model: str, document: dict[str, Any], *, plan: Plan, path: Path) -> None:
-    """Adds cells to the document and writes it after each."""
+def measure(model: str, document: dict[str, Any], *, plan: Plan, path: Path, keep: bool) -> None:
+    """Adds cells to the document and writes it after each; those of other commits are measured
+    again, unless `keep`.
+    """
     from attention_alone import measure_ceilings
 
     from lmdeploy import _turbomind
     from lmdeploy.turbomind.loader import load_model
 
+    commit = commit_here()
     loaded = load_model(model, device=_turbomind.make_cpu_device(max(plan.threads)))
     document["model"] = Path(loaded.path).stem
     document["weight_bytes"] = loaded.weights.num_bytes
-    for mode, threads, cells in missing(document, plan):
+    older = sorted({origin_of(c) for c in document["cells"] if c.get("commit") != commit})
+    if older:
+        verdict = "kept" if keep else "measured again, unless --keep"
+        print(f"cells of other commits ({'; '.join(older)}; here {commit}): {verdict}")
+    for mode, threads, cells in list(missing(document, plan, commit=None if keep else commit)):
         if str(threads) not in document["ceilings"]:
             try:
                 document["ceilings"][str(threads)] = measure_ceilings(threads)
@@ -120,7 +145,6 @@ def measure(model: str, document: dict[str, Any], *, plan: Plan, path: Path) -> 
             mode,
             session_len=max(cell.session_len for cell in cells),
             num_blocks=largest,
-            quality=None,
             max_batch_size=max(cell.batch for cell in cells),
         )
         with OurEngine(loaded.config, loaded.weights, setting=setting, threads=threads) as engine:
@@ -129,7 +153,8 @@ def measure(model: str, document: dict[str, Any], *, plan: Plan, path: Path) -> 
                 found = measure_cell(engine, cell, repeats=plan.repeats)
                 shape = {"mode": mode, "threads": threads}
                 shape |= {"context": cell.context, "batch": cell.batch}
-                document["cells"].append(shape | found)
+                shape |= {"quality": engine.quality, "commit": commit, "date": today()}
+                put_cell(document, shape | found)
                 write_document(document, path)
                 print(json.dumps(shape | found), flush=True)
 
@@ -195,6 +220,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch-contexts", type=integers, default=BATCH_CONTEXTS)
     parser.add_argument("--steps", type=int, default=16, help="decode steps of a repetition")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--keep", action="store_true", help="keep cells of other commits")
     parser.add_argument("--targets", type=Path, default=RESULTS, help="folder of targets*.json")
     parser.add_argument("--page", type=Path, default=ROOT / "docs/performance.md")
     parser.add_argument("--plot", type=Path, default=ROOT / "docs/performance.png")
@@ -226,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 steps=options.steps,
                 repeats=options.repeats,
             )
-            measure(options.model, document, plan=plan, path=path)
+            measure(options.model, document, plan=plan, path=path, keep=options.keep)
         targets = load_targets(options.targets)
         write_page(options.page, document, targets=targets, plot=options.plot)
     except (ValueError, OSError) as error:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attention_alone import attention_runs
-from bench_server import ServerBench, fastest, target_runs
+from bench_server import ServerBench, at_full_size, fastest, target_runs
 from bench_server import setting_named as server_setting_named
-from memory_probe import probe
-from our_engine import Cell, OurEngine, OurSetting
+from cells import Cell
+from memory_probe import Peak, probe
+from our_engine import OurEngine, OurSetting, quality_of
 from peer_search import (
     LONG_BATCH_1,
     LONG_BATCHED,
+    LONG_CELL,
     Work,
     best_setting,
     run_search,
@@ -34,9 +36,10 @@ if TYPE_CHECKING:
 
     from lmdeploy.turbomind.loader import LoadedModel
 
-MEMORY_SETTINGS = ("q4_0,on,mmap", "q4_0,on,read", "f16,on,mmap", "f16,off,mmap")
+MEMORY_SETTINGS = ("q4_0,on,mmap", "q4_0,on,read", "mxfp4,on,mmap", "f16,on,mmap", "f16,off,mmap")
+# Its matrices stay as the file has them: less memory, slower products.
+AS_STORED_SETTINGS = ("q4_0,on,as-stored", "mxfp4,on,as-stored")
 REST_SECONDS = 0.2
-SLOW_MEMORY_SETTING = "q4_0,on,as-stored"  # noted, not compared: its matrix products are slower
 
 
 class NotMeasured(Exception):
@@ -55,6 +58,7 @@ class SuiteOptions:
     attention_bench: Path | None = None
     llama_server: Path | None = None
     server_requests: int = 1
+    keep: bool = False
 
     def cell_of(self, target: Target) -> Cell:
         """The target's cell; shorter where the options say so, which only tries the suite."""
@@ -97,7 +101,9 @@ class TargetSuite:
     def run(self, targets: Sequence[Target], *, report: Callable[[TargetRow], None]) -> None:
         """Measures what the file does not have yet."""
         for target in targets:
-            earlier = self._file.measured(self.model, target, repeats=self._options.repeats)
+            earlier = self._file.measured(
+                self.model, target, repeats=self._options.repeats, keep=self._options.keep
+            )
             report(earlier or self._measured(target))
 
     def _measured(self, target: Target) -> TargetRow:
@@ -149,8 +155,9 @@ class TargetSuite:
         assert self._peer
         peer = self._peer
         settings = EVERY_SETTING if peers is Peers.EVERY else SIXTEEN_BIT
-        lengths = ",".join(map(str, search_lengths(cell)))
-        key = f"{self.model}: batch {cell.batch}, contexts {lengths}, {peers.value}"
+        first, second = search_lengths(cell)
+        lengths = f"contexts {first}, then {second}"
+        key = f"{self.model}: batch {cell.batch}, {lengths}, {peers.value}"
         return self._file.search(key, lambda: run_search(peer, cell, settings=settings))
 
     def _beside_peer(self, target: Target, cell: Cell) -> Runs:
@@ -175,7 +182,7 @@ class TargetSuite:
                 ours, theirs = alternate(
                     lambda: engine.decode(cell), context.decode, repeats=self._options.repeats
                 )
-            return Runs(ours, theirs, f"{engine.mode}, {engine.quality}", setting.name)
+            return Runs(ours, theirs, engine.format, setting.name)
 
     def _own(self, target: Target, cell: Cell) -> Runs:
         """Both prompts stay in their caches; only decoding takes turns."""
@@ -187,27 +194,26 @@ class TargetSuite:
                 lambda: plain.decode(cell),
                 repeats=self._options.repeats,
             )
-            return Runs(ours, theirs, f"{engine.mode}, {engine.quality}", "ours, 16 bit")
+            return Runs(ours, theirs, engine.format, "ours, 16 bit")
 
     def _memory(self, target: Target, cell: Cell) -> Runs:
-        """Beside the setting of llama.cpp that takes the least."""
+        """Beside the setting of llama.cpp that takes the least, fast or not."""
         if not self._peer:
             raise NotMeasured("llama.cpp is not there (--no-peer, or not installed)")
-        path, threads = str(self._path), self._options.threads
-        peaks = {
-            setting: probe(path, cell, engine="peer", setting=setting, threads=threads)
-            for setting in (*MEMORY_SETTINGS, SLOW_MEMORY_SETTING)
-        }
-        least = min(MEMORY_SETTINGS, key=lambda setting: peaks[setting])
+
+        def peak(engine: str, setting: str) -> Peak:
+            threads = self._options.threads
+            return probe(str(self._path), cell, engine=engine, setting=setting, threads=threads)
+
+        peaks = {s: peak("peer", s) for s in (*MEMORY_SETTINGS, *AS_STORED_SETTINGS)}
+        own = peak("ours", target.mode)
+        least = min(peaks, key=lambda setting: peaks[setting].peak_rss_bytes)
         ours, theirs = alternate(
-            lambda: probe(path, cell, engine="ours", setting=target.mode, threads=threads),
-            lambda: probe(path, cell, engine="peer", setting=least, threads=threads),
+            lambda: peak("ours", target.mode).peak_rss_bytes,
+            lambda: peak("peer", least).peak_rss_bytes,
             repeats=self._options.repeats,
         )
-        others = ", ".join(f"{s}: {b / 2**20:.0f} MiB" for s, b in peaks.items() if s != least)
-        kind, attention, reading = least.split(",")
-        name = f"{kind}, flash attention {attention}, {reading}"
-        return Runs(ours, theirs, target.mode, name, f"of llama.cpp also {others}")
+        return Runs(ours, theirs, own.setting, peaks[least].setting, memory_note(own, peaks))
 
     def _server(self, target: Target, cell: Cell) -> Runs:
         """Both rows come from one measurement."""
@@ -225,21 +231,27 @@ class TargetSuite:
             self._options.llama_server,
             threads=self._options.threads,
             mode=target.mode,
+            quality=quality_of(target.mode),
         )
         return target_runs(bench, self._server_setting(bench), repeats=self._options.repeats)
 
     def _server_setting(self, bench: ServerBench) -> PeerServerSetting:
-        """The fastest by what the engine's searches predict for the load."""
+        """Of the best by what the engine's searches predict, the fastest under the whole load."""
         if self._options.peer_setting:
             return server_setting_named(self._options.peer_setting)
         if not self._peer:
             raise NotMeasured("the search needs llama.cpp here, too (--no-peer, or not installed)")
-        alone = self._search(Cell(LONG_BATCH_1, 1, 1), Peers.EVERY)
-        together = self._search(Cell(LONG_BATCHED, 32, 1), Peers.EVERY)
-        seconds = seconds_of_requests(alone, together, load=bench.load)
-        return fastest(
-            {s.name: 1 / seconds[s.name] for s in EVERY_PEER_SETTING if s.name in seconds}
+        alone = self._search(Cell(LONG_CELL * LONG_BATCH_1, 1, 1), Peers.EVERY)
+        together = self._search(Cell(LONG_CELL * LONG_BATCHED, 32, 1), Peers.EVERY)
+        load = bench.load
+        seconds = seconds_of_requests(alone, together, load=load)
+        names = [s.name for s in EVERY_PEER_SETTING if s.name in seconds]
+        order = sorted(names, key=lambda name: seconds[name])
+        key = (
+            f"{self.model}: llama-server, {load.clients} clients, {load.requests} requests of "
+            f"{load.prompt_tokens} tokens in, {load.answer_tokens} out, best of the searches"
         )
+        return fastest(self._file.search(key, lambda: at_full_size(bench, order)))
 
     def _attention(self, target: Target, cell: Cell) -> Runs:
         bench = self._options.attention_bench
@@ -258,6 +270,17 @@ class TargetSuite:
             )
         except LookupError as error:
             raise NotMeasured(str(error)) from error
+
+
+def memory_note(own: Peak, peaks: Mapping[str, Peak]) -> str:
+    """Ours beside the least of those whose weights are repacked for speed, and every figure."""
+    fast = min(MEMORY_SETTINGS, key=lambda setting: peaks[setting].peak_rss_bytes)
+    ratio = own.peak_rss_bytes / peaks[fast].peak_rss_bytes
+    figures = ", ".join(f"{s}: {p.peak_rss_bytes / 2**20:.0f} MiB" for s, p in peaks.items())
+    return (
+        f"beside its least with weights repacked for speed ({peaks[fast].setting}): "
+        f"{ratio:.3f}; llama.cpp's {figures}"
+    )
 
 
 def format_row(row: TargetRow) -> str:

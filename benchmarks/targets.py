@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Literal
 
-from our_engine import Cell
+from cells import Cell
 
 FP4 = "nvfp4"  # what --quant-policy 16 is on CPU
 MIN_REPEATS = 5
+NO_ORIGIN = "not noted"
 
 
 class Kind(Enum):
@@ -145,6 +146,8 @@ class TargetRow:
     """One measured line. `ratio` is the median of the runs' ratios, low and high their ends.
 
     `trial`: shorter than the target's work, to try the suite; it is neither met nor missed.
+    `commit`, `date`: of the sources and of the measurement, empty in files from before they were
+    noted.
     """
 
     name: str
@@ -166,15 +169,22 @@ class TargetRow:
     note: str
     ours_runs: list[float]
     peer_runs: list[float]
+    commit: str = ""
+    date: str = ""
 
     @classmethod
     def from_json(cls, fields: Any) -> TargetRow:
-        """ValueError for a row that is not one of ours."""
+        """ValueError for a row that is not one of ours; early ones lack commit and date."""
         names = set(cls.__dataclass_fields__)
-        if not isinstance(fields, dict) or set(fields) != names:
+        if not isinstance(fields, dict) or set(fields) | {"commit", "date"} != names:
             got = sorted(fields) if isinstance(fields, dict) else type(fields).__name__
             raise ValueError(f"row: got {got}, wanted {sorted(names)}")
         return cls(**fields)
+
+    @property
+    def origin(self) -> str:
+        """Commit and day."""
+        return f"{self.commit}, {self.date}" if self.commit else NO_ORIGIN
 
 
 @dataclass(frozen=True)

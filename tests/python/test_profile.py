@@ -11,7 +11,8 @@ from typing import Any
 import bench_engine
 import profile_report
 import pytest
-from our_engine import Cell, OurSetting
+from cells import Cell
+from our_engine import OurSetting
 from profile_report import ProfiledEngine, ProfileSession, TracedEngine
 from test_bindings import VOCAB, build_weights, collect, make_request, model_config, shapes
 
@@ -238,7 +239,8 @@ def test_the_slower_ceiling_binds(values, streamed, ceiling, least_ms):
     [
         ("linear", {"format": "q4_0", "operations": 2 * 32 * 32 * 12}, "tiles"),
         ("linear", {"format": "q4_0", "operations": 2 * 32 * 32 * 11}, "int8"),
-        ("linear", {"format": "bf16", "operations": 2 * 32 * 32 * 12}, "bf16"),
+        ("linear", {"format": "bf16", "operations": 2 * 32 * 32}, "tiles"),
+        ("linear", {"format": "f32", "operations": 2 * 32 * 32 * 12}, "fp32"),
         ("prefill_attention", {"kv_formats": ["nvfp4"], "operations": 1}, "tiles"),
         ("prefill_attention", {"kv_formats": ["int8", "nvfp4"], "operations": 1}, "int16"),
         ("decode_attention", {"kv_formats": ["nvfp4"], "operations": 1}, "int16"),
@@ -248,7 +250,8 @@ def test_tiles_bind_what_goes_through_them(kind, values, ceiling):
     op = record(kind, 5.0, **({"rows": 32, "cols": 32} | values))
     name, rate = profile_report.product_rate(op, ceilings(tile_rate=8e12))
     assert name == ceiling
-    assert name != "tiles" or rate == 8e12 / 2 / 2  # BF16, twice for 16 bits
+    products = 1 if values.get("format") == "bf16" else 2  # for 16 bits
+    assert name != "tiles" or rate == 8e12 / 2 / products
     assert profile_report.product_rate(op, ceilings())[0] != "tiles"
 
 
@@ -361,8 +364,9 @@ def build_large_vocab(config: Any, device: Any) -> Any:
 def test_a_session_writes_tables_json_and_a_trace(tmp_path, monkeypatch):
     monkeypatch.setattr(profile_report, "CEILING_SECONDS", 0.05)
     text, report, trace, profile = session_run(tmp_path, TracedEngine)
-    assert "profile of nvfp4, batch 1, context 64" in text
-    assert "profile of nvfp4, batch 2, context 32" in text
+    assert "profile of nvfp4, balanced (" in text and ", batch 1, context 64" in text
+    assert ", batch 2, context 32" in text
+    assert report["cells"][0]["quality"].startswith("balanced")
     assert "linear 256 x 64 f32 (q, k, v)" in text and "decode_attention" in text
     assert report["ceilings"]["read"]["memory"]["gb_per_s"] > 0
     assert [cell["batch"] for cell in report["cells"]] == [1, 2]

@@ -10,7 +10,7 @@ import numpy as np
 import performance_page as page
 import pytest
 import scaling
-from results_file import ResultsFile
+from results_file import ResultsFile, today
 from scaling_fit import Law, Point, fit
 from targets import BY_NAME, Runs, row_of, unmeasured
 
@@ -101,7 +101,7 @@ def document() -> dict[str, Any]:
 
 
 def test_the_page_shows_laws_ceilings_and_targets(tmp_path):
-    targets = ResultsFile(tmp_path / "targets.json")
+    targets = ResultsFile(tmp_path / "targets.json", commit="abc+")
     targets.about = {**document()["about"], "llama_cpp": {
         "llama_cpp_python": "0.3", "compiler": "GCC: 12", "flags": "AVX2 = 1"}}  # fmt: skip
     assert "Not measured" in page.render(document(), [targets], plot="plot.png")
@@ -112,6 +112,7 @@ def test_the_page_shows_laws_ceilings_and_targets(tmp_path):
     text = page.render(document(), [targets], plot="plot.png")
     assert "| `nvfp4`, 1 | 4 ms | 2 ms | 0.5 µs | 0.929 µs | 0.6 ms |" in text
     assert "| 3.00 | 3.00–3.00 | ≥ 1.8, met |" in text and "**≥ 3.5, missed**" in text
+    assert f"≥ 1.8, met | abc+, {today()} |" in text and "| nvfp4 | q8_0 keys" in text
     assert "not measured" in text and "no peer" in text and "](plot.png)" in text
     file = tmp_path / "page.md"
     file.write_text(f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n")
@@ -140,6 +141,25 @@ def test_cells_are_measured_once():
     ((mode, threads, cells),) = scaling.missing({"cells": known}, plan)
     assert (mode, threads) == ("none", 1)
     assert [(c.context, c.batch) for c in cells] == [(128, 1), (128, 2)]
+
+
+def test_cells_of_another_commit_are_measured_again():
+    plan = scaling.Plan(("none",), (1,), (128, 512), (1,), (128,), steps=4, repeats=1)
+    cells: list[dict[str, Any]] = [
+        {"mode": "none", "threads": 1, "context": context, "batch": 1} for context in (128, 512)
+    ]
+    cells[1]["commit"] = "abc"
+    document = {"cells": cells}
+    ((_, _, left),) = scaling.missing(document, plan, commit="abc")
+    assert [cell.context for cell in left] == [128]
+    assert list(scaling.missing(document, plan)) == []
+    scaling.put_cell(document, {**cells[0], "commit": "abc"})
+    assert [c["context"] for c in document["cells"]] == [128, 512]
+    assert list(scaling.missing(document, plan, commit="abc")) == []
+    scaling.put_cell(document, {**cells[0], "batch": 2})
+    assert len(document["cells"]) == 3
+    assert page.origin_of({"mode": "none"}) == "not noted"
+    assert page.origin_of({"commit": "abc", "date": "2026-11-23"}) == "abc, 2026-11-23"
 
 
 def test_prompts_grow():

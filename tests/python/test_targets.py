@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import attention_alone
 import bench_engine
+import ceilings
+import profile_report
 import pytest
+import results_file
 import server_load
 import target_suite
-from bench_server import fastest
-from our_engine import Cell
-from peer_search import predicted, ranking, search_lengths, seconds_of_requests
+from cells import Cell
 from results_file import ResultsFile
 from server_load import Load
 from target_suite import alternate, format_row
@@ -87,55 +90,17 @@ def test_turns_alternate(monkeypatch):
     assert (ours, theirs) == ([2, 3, 6], [1, 4, 5])
 
 
-def test_search_follows_the_line_beyond_what_it_measured():
-    points = {"512": 1 / (1 + 512 / 1000), "2048": 1 / (1 + 2048 / 1000)}
-    assert predicted(points, 8192) == pytest.approx(1 / (1 + 8192 / 1000))
-    assert predicted({"128": 5.0}, 128) == pytest.approx(5.0)
-    assert predicted({"512": 1.0, "2048": 1.1}, 8192) == pytest.approx(1.1)  # noise, not a law
-    speeds = {
-        "flat": {"decode": {"512": 90.0, "2048": 80.0}},
-        "steep": {"decode": {"512": 120.0, "2048": 85.0}},
-        "dropped": {"decode": {"512": 200.0}},
-        "refused": {"decode": {}},
-    }
-    assert ranking(speeds, "decode", context=2048) == ["steep", "flat"]
-    assert ranking(speeds, "decode", context=8192) == ["flat", "steep"]
-
-
-def test_search_is_short():
-    assert search_lengths(Cell(8192, 1, 16)) == (256, 1024)
-    assert search_lengths(Cell(2048, 1, 16)) == (256, 1024)
-    assert search_lengths(Cell(128, 1, 64)) == (64, 128)
-    assert search_lengths(Cell(1024, 32, 16)) == (64, 512)
-
-
-def test_the_servers_setting_is_predicted_from_both_searches():
-    alone = {"a": {"prefill": {"512": 100.0}}, "b": {"prefill": {"512": 200.0}}, "c": {}}
-    together = {"a": {"decode": {"512": 64.0}}, "b": {"decode": {"512": 32.0}}}
-    load = Load(clients=2, requests=1, prompt_tokens=512, answer_tokens=128)
-    seconds = seconds_of_requests(alone, together, load=load)
-    assert seconds == {"a": 2 * (5.12 + 2.0), "b": 2 * (2.56 + 4.0)}
-
-
-def test_peer_settings():
-    peer = pytest.importorskip("llama_cpp_peer", reason="llama-cpp-python is not installed")
-    names = {setting.name for setting in peer.EVERY_SETTING}
-    assert len(names) == len(peer.EVERY_SETTING) == 2 * len(peer.KV_TYPES) == 22
-    assert {"q8_0 keys, f16 values", "nvfp4, flash attention", "f16"} <= names
-    assert len(peer.SIXTEEN_BIT) == 4
-    assert all(s.flash_attention or s.v in peer.FLOAT_TYPES for s in peer.EVERY_SETTING)
-
-
 def test_file_continues(tmp_path):
     path = tmp_path / "targets.json"
-    file = ResultsFile(path)
+    file = ResultsFile(path, commit="abc")
     file.about = {"cpu": "x"}
     whole = row_of(DECODE, runs([2.0] * 5, [1.0] * 5), model="m")
     file.add(whole)
+    whole = replace(whole, commit="abc", date=results_file.today())
     file.add(unmeasured(MEMORY, "no peer", model="m"))
     file.add(as_trial(row_of(BY_NAME["prefill-128"], runs([1.0] * 5, [1.0] * 5), model="m"), "x"))
     assert file.search("key", lambda: {"a": 1}) == {"a": 1}
-    again = ResultsFile(path)
+    again = ResultsFile(path, commit="abc")
     assert again.about == {"cpu": "x"} and again.rows == file.rows
     assert again.search("key", lambda: pytest.fail("searched again")) == {"a": 1}
     assert again.measured("m", DECODE, repeats=5) == whole
@@ -145,6 +110,64 @@ def test_file_continues(tmp_path):
     assert again.measured("m", BY_NAME["prefill-128"], repeats=5) is None
     again.forget([DECODE], "m")
     assert again.measured("m", DECODE, repeats=5) is None
+
+
+def test_rows_of_other_commits_are_named_and_measured_again(tmp_path, capsys):
+    path = tmp_path / "targets.json"
+    old = ResultsFile(path, commit="abc")
+    old.add(row_of(DECODE, runs([2.0] * 5, [1.0] * 5), model="m"))
+    file = ResultsFile(path, commit="def+")
+    assert file.measured("m", DECODE, repeats=5) is None
+    assert f"({old.rows[0].origin}; here def+): measured again" in capsys.readouterr().out
+    kept = file.measured("m", DECODE, repeats=5, keep=True)
+    assert kept and kept.origin == f"abc, {results_file.today()}"
+    assert "kept" in capsys.readouterr().out
+    assert bench_engine.parse_arguments(["--suite", "targets", "--keep"]).keep
+    assert ResultsFile(path, commit="abc").measured("m", DECODE, repeats=5)
+    assert capsys.readouterr().out == ""
+
+
+def test_rows_from_before_commits_were_noted(tmp_path):
+    path = tmp_path / "targets.json"
+    file = ResultsFile(path, commit="abc")
+    file.add(row_of(DECODE, runs([2.0] * 5, [1.0] * 5), model="m"))
+    document = json.loads(path.read_text())
+    for field in ("commit", "date"):
+        document["rows"][0].pop(field)
+    path.write_text(json.dumps(document))
+    file = ResultsFile(path, commit="abc")
+    assert [row.origin for row in file.rows] == ["not noted"]
+    assert file.measured("m", DECODE, repeats=5) is None
+
+
+def test_figures_are_not_lost_to_a_row_without_them(tmp_path):
+    file = ResultsFile(tmp_path / "targets.json", commit="abc")
+    whole = row_of(DECODE, runs([2.0] * 5, [1.0] * 5), model="m")
+    file.add(whole)
+    file.add(unmeasured(DECODE, "no peer", model="m"))
+    file.add(as_trial(whole, "short"))
+    assert [(row.repeats, row.trial) for row in file.rows] == [(5, False)]
+
+
+def test_a_commit_says_when_sources_changed(tmp_path):
+    def git(*words: str) -> str:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        command = ["git", "-C", str(tmp_path), *who, *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    assert results_file.commit_here(tmp_path) == "unknown"
+    git("init", "-q")
+    (tmp_path / "benchmarks/results").mkdir(parents=True)
+    source, result = tmp_path / "a.cc", tmp_path / "benchmarks/results/targets.json"
+    for file in (source, result):
+        file.write_text("1")
+    git("add", ".")
+    git("commit", "-qm", "x")
+    commit = git("rev-parse", "--short", "HEAD").strip()
+    result.write_text("2")
+    assert results_file.commit_here(tmp_path) == commit
+    source.write_text("2")
+    assert results_file.commit_here(tmp_path) == commit + "+"
 
 
 def test_rows_of_one_machine(tmp_path):
@@ -175,20 +198,57 @@ def test_names_on_the_command_line(capsys):
     assert "nonsense" in capsys.readouterr().err
 
 
-def test_attention_is_held_against_the_lower_limit():
-    caches = {2: 1 << 20, 3: 32 << 20}
-    levels = [(1 << 20, "l2"), (2 << 20, "l2"), (3 << 20, "l3"), (33 << 20, "memory")]
-    for size, level in levels:
-        assert attention_alone.level_of(size, threads=2, caches=caches) == level
-    assert attention_alone.level_of(1, threads=2, caches={}) == "memory"
-    ceilings: dict[str, Any] = {"read_bytes_per_s": {"l3": 50e9, "memory": 20e9}}
-    ceilings |= {"int8_ops_per_s": 400e9, "fp32_ops_per_s": 100e9, "bf16_ops_per_s": None}
-    limit, name = attention_alone.lower_limit(ceilings, "l3", operations_per_byte=4)
-    assert (limit, name) == (50e9, "read bandwidth of l3")
-    limit, name = attention_alone.lower_limit(ceilings, "l3", operations_per_byte=16)
-    assert limit == 25e9 and name.startswith("int8 arithmetic")
-    with pytest.raises(LookupError, match="l2"):
-        attention_alone.lower_limit(ceilings, "l2", operations_per_byte=4)
+def machine(monkeypatch: Any, *, one_l3: int, every_l3: int, threads: int = 2) -> Any:
+    """Ceilings: memory 20 GB/s, L3 50, L2 100; int8 800 GOP/s, FP32 100. L2 of 1 MiB each."""
+    monkeypatch.setattr(ceilings, "cache_bytes", lambda: {3: one_l3})
+    read = {
+        name: SimpleNamespace(bytes_per_s=rate)
+        for name, rate in (("memory", 20e9), ("l3", 50e9), ("l2", 100e9))
+    }
+    sizes = {"l2_bytes": 1 << 20, "l3_bytes": every_l3, "num_threads": threads}
+    return SimpleNamespace(int8_ops_per_s=8e11, fp32_ops_per_s=1e11, **read, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("threads", "mib", "level"),
+    [
+        *((2, 1, "L2"), (2, 2, "L2"), (2, 3, "L3"), (2, 64, "L3"), (2, 65, "memory")),
+        *((1, 2, "L3"), (1, 32, "L3"), (1, 33, "memory"), (8, 128, "L3"), (8, 129, "memory")),
+    ],
+)
+def test_a_thread_reaches_one_l3(monkeypatch, threads, mib, level):
+    """Four of 32 MiB; attention and the profile agree."""
+    here = machine(monkeypatch, one_l3=32 << 20, every_l3=128 << 20, threads=threads)
+    assert ceilings.level_of(mib << 20, here) == level
+    assert profile_report.read_level(mib << 20, here)[0] == level
+    found = {"bytes": mib << 20, "operations": 1}
+    assert attention_alone.limits_of(found, here, mode="nvfp4").level == level
+
+
+def test_attention_is_held_against_the_lower_limit(monkeypatch):
+    here = machine(monkeypatch, one_l3=32 << 20, every_l3=32 << 20)
+    few, many = ({"bytes": 3 << 20, "operations": per_byte * (3 << 20)} for per_byte in (4, 16))
+    limits = attention_alone.limits_of(few, here, mode="nvfp4")
+    assert limits.lower == (50e9, "read bandwidth of L3") and limits.multiply == 100e9
+    # Each product has a factor of 16 bits: half of int8's rate.
+    assert attention_alone.limits_of(many, here, mode="nvfp4").lower == (25e9, "int16 products")
+    assert attention_alone.limits_of(many, here, mode="fp8").lower == (6.25e9, "fp32 products")
+    here.l3.bytes_per_s = 0.0
+    with pytest.raises(LookupError, match="L3"):
+        attention_alone.limits_of(few, here, mode="nvfp4")
+
+
+def test_an_attention_row_names_its_limit(monkeypatch):
+    here = machine(monkeypatch, one_l3=32 << 20, every_l3=32 << 20)
+    monkeypatch.setattr(attention_alone, "ceilings_here", lambda threads: here)
+    found = {"bytes": 3 << 20, "operations": 48 << 20, "seconds": [1e-3], "isa": "avx512"}
+    monkeypatch.setattr(attention_alone, "run_bench", lambda *a, **k: found)
+    rows = attention_alone.attention_runs(
+        None, Cell(8192, 8, 1), mode="nvfp4", bench=Path("x"), threads=2, repeats=2
+    )
+    assert rows.peer == [25e9, 25e9] and rows.peer_setting == "int16 products"
+    assert rows.ours_setting == "nvfp4, raw, 2 threads"
+    assert "read bandwidth of L3 50 GB/s, int16 products 25 GB/s" in rows.note
 
 
 def test_ceilings_of_the_build(monkeypatch):
@@ -299,11 +359,3 @@ def test_a_server_that_refuses():
 
     with pytest.raises(RuntimeError, match=r"(?s)400 Bad Request.*prompt too long"):
         asyncio.run(run())
-
-
-def test_fastest_server():
-    assert fastest({"f16": 1.0, "q8_0 keys, f16 values": 2.0}).k == "q8_0"
-    with pytest.raises(RuntimeError, match="none"):
-        fastest({})
-    with pytest.raises(ValueError, match="nvfp4"):
-        fastest({"nvfp4": 1.0})
