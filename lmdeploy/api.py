@@ -5,8 +5,9 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-# Imported here so that binding the submodule `lmdeploy.pipeline` happens before the package binds
-# the function of that name.
+# Imported here so that binding the submodules `lmdeploy.pipeline` and `lmdeploy.serve` happens
+# before the package binds the functions of these names.
+import lmdeploy.serve as _  # noqa: F401
 from lmdeploy.pipeline import Pipeline
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ with limits on the sizes of the template and of the prompt.
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lmdeploy.checks import OptionError
 from lmdeploy.turbomind.model_errors import ModelFormatError
 from lmdeploy.turbomind.safetensors_file import read_json_object
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 _MAX_TEMPLATE_CHARS = 1 << 20
 _MAX_OUTPUT_CHARS = 64 << 20
+_MAX_INDENT = 16
 _MAX_CONFIG_BYTES = 16 << 20
 _FILE_NAMES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 
@@ -65,7 +68,7 @@ class ChatTemplate:
             add_generation_prompt: whether the assistant's turn is opened at the end.
             variables: further names the template may use (enable_thinking, ...).
 
-        Raises ValueError with the template's own words when it refuses the messages.
+        Raises OptionError with the template's own words when it refuses the messages.
         """
         from jinja2 import TemplateError
 
@@ -84,9 +87,10 @@ class ChatTemplate:
                 pieces.append(piece)
                 size += len(piece)
                 if size > _MAX_OUTPUT_CHARS:
-                    raise _TemplateError(f"the prompt passes {_MAX_OUTPUT_CHARS} characters")
+                    raise _too_long()
         except (_TemplateError, TemplateError) as error:
-            raise ValueError(f"chat template refused the messages: {error}") from error
+            text = f"the chat template refused the messages: {error}"
+            raise OptionError("messages", text) from error
         except (
             ArithmeticError,
             AttributeError,
@@ -96,9 +100,8 @@ class ChatTemplate:
             TypeError,
             ValueError,
         ) as error:
-            raise ValueError(
-                f"chat template failed on the messages: {type(error).__name__}: {error}"
-            ) from error
+            text = f"the chat template failed on the messages: {type(error).__name__}: {error}"
+            raise OptionError("messages", text) from error
         return "".join(pieces)
 
 
@@ -206,7 +209,19 @@ def _to_json(
 ) -> str:
     if isinstance(value, RawText):
         return str(value)
+    if indent is not None and indent > _MAX_INDENT:
+        raise _TemplateError(f"tojson: got indent={indent}, wanted at most {_MAX_INDENT}")
     # Unlike Jinja's own filter it does not escape for HTML.
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    encoder = json.JSONEncoder(
+        ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+    text, size = io.StringIO(), 0
+    for piece in encoder.iterencode(value):
+        size += text.write(piece)
+        if size > _MAX_OUTPUT_CHARS:
+            raise _too_long()
+    return text.getvalue()
+
+
+def _too_long() -> _TemplateError:
+    return _TemplateError(f"the prompt passes {_MAX_OUTPUT_CHARS} characters")

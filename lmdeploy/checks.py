@@ -1,4 +1,7 @@
-"""Checks of values from outside: each error says what, got, wanted and which flag to change."""
+"""Checks of values from outside: each error says what, got, wanted and which flag to change.
+
+Where a docstring says ValueError it is an OptionError, which names the field.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,35 @@ def flag_of(name: str) -> str:
     return "--" + name.rstrip("_").replace("_", "-")
 
 
-def refuse(name: str, value: Any, *, wanted: str, flag: str | None = None) -> ValueError:
+class OptionError(ValueError):
+    """A value from outside that cannot be used. The text is `field: reason`."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(field, reason)
+        self.field = field
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.reason}"
+
+    def renamed(self, field: str) -> OptionError:
+        """The same of a field that its user knows by another name."""
+        advice = f"; change {self.field}"
+        reason = self.reason
+        if reason.endswith(advice):
+            reason = f"{reason.removesuffix(advice)}; change {field}"
+        return OptionError(field, reason)
+
+
+def refuse(name: str, value: Any, *, wanted: str, flag: str | None = None) -> OptionError:
     """The error for one bad value; `flag` names what to change when it is not `name` itself."""
-    return ValueError(f"{name}: got {show(value)}, wanted {wanted}; change {flag or name}")
+    return OptionError(name, f"got {show(value)}, wanted {wanted}; change {flag or name}")
+
+
+def check_instance(name: str, value: Any, *, kind: type) -> None:
+    """OptionError unless `value` is a `kind`."""
+    if not isinstance(value, kind):
+        raise refuse(name, value, wanted=f"a {kind.__name__}")
 
 
 def check_int(
@@ -87,7 +116,8 @@ def refuse_unsupported(config: Any, names: dict[str, Any]) -> None:
     for name, default in names.items():
         value = getattr(config, name)
         if type(value) is not type(default) or value != default:
-            raise ValueError(
-                f"{name}: got {value!r}, which is not supported; wanted the default {default!r}; "
-                f"remove {name} ({flag_of(name)})"
+            raise OptionError(
+                name,
+                f"got {value!r}, which is not supported; wanted the default {default!r}; "
+                f"remove {name} ({flag_of(name)})",
             )

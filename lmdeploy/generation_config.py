@@ -6,11 +6,13 @@ refused by name.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from lmdeploy.checks import (
+    OptionError,
     check_bool,
     check_choice,
     check_ids,
@@ -20,6 +22,8 @@ from lmdeploy.checks import (
     refuse,
     refuse_unsupported,
 )
+
+logger = logging.getLogger("lmdeploy")
 
 MAX_STOP_WORDS = 256
 MAX_STOP_WORD_CHARS = 4096
@@ -152,9 +156,10 @@ class GenerationConfig:
                 )
                 total = sum(len(word) for word in words)
                 if total > MAX_ALL_STOP_CHARS:
-                    raise ValueError(
-                        f"{name}: got {total} characters in {len(words)} words, wanted at most "
-                        f"{MAX_ALL_STOP_CHARS}; change {name}"
+                    raise OptionError(
+                        name,
+                        f"got {total} characters in {len(words)} words, wanted at most "
+                        f"{MAX_ALL_STOP_CHARS}; change {name}",
                     )
                 setattr(self, name, words)
         for name in ("stop_token_ids", "bad_token_ids"):
@@ -182,6 +187,7 @@ class GenerationConfig:
 
 # Of the server and `lmdeploy chat`, where the model's generation_config.json says nothing.
 _SAMPLING_DEFAULTS: dict[str, float | int] = {
+    "do_sample": True,
     "temperature": 0.7,
     "top_p": 1.0,
     "top_k": 40,
@@ -191,7 +197,21 @@ _SAMPLING_DEFAULTS: dict[str, float | int] = {
 
 
 def sampling_defaults(generation_config: dict[str, Any]) -> dict[str, Any]:
-    """The model's own sampling options, ours where its generation_config.json has none."""
-    own = {name: generation_config.get(name) for name in _SAMPLING_DEFAULTS}
-    given = {name: value for name, value in own.items() if value is not None}
-    return {**_SAMPLING_DEFAULTS, **given}
+    """The model's own sampling options, ours where its generation_config.json has none.
+
+    A value that GenerationConfig refuses is ours as well, with a warning: it is no fault of those
+    who send requests.
+    """
+    result: dict[str, Any] = dict(_SAMPLING_DEFAULTS)
+    for name, own_default in _SAMPLING_DEFAULTS.items():
+        value = generation_config.get(name)
+        if value is None:
+            continue
+        try:
+            GenerationConfig(**{name: value})
+        except OptionError as error:
+            reason = error.reason.split("; change")[0]
+            logger.warning("generation_config.json: %s: %s; taken as %s", name, reason, own_default)
+        else:
+            result[name] = value
+    return result

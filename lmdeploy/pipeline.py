@@ -7,15 +7,15 @@ call and may be used from any thread.
 from __future__ import annotations
 
 import asyncio
-import logging
 import queue
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
-from lmdeploy.checks import check_choice, refuse, show
+from lmdeploy.checks import OptionError, check_instance, refuse, show
+from lmdeploy.logs import set_log_level
 from lmdeploy.messages import (
     GenerationConfig,
     Response,
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from lmdeploy.model import ChatTemplateConfig
     from lmdeploy.tokenizer import Tokenizer
     from lmdeploy.turbomind.engine import AsyncEngine, EngineFailure
+    from lmdeploy.turbomind.grammar import Grammars
     from lmdeploy.turbomind.request_stream import RequestStream
 
 Message: TypeAlias = dict[str, Any]
 Prompt: TypeAlias = "str | list[Message]"
 T = TypeVar("T")
 
-LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _MAX_IN_FLIGHT = 256  # prompts handed to the engine at a time
 _ANSWERED = ("stop", "length", "tool_calls")  # the others: error, abort
 
@@ -125,10 +125,9 @@ class Pipeline:
         *,
         engine: AsyncEngine | None = None,
     ) -> None:
-        check_choice("log_level", log_level, choices=LOG_LEVELS)
-        logging.getLogger("lmdeploy").setLevel(log_level)
-        if backend_config is not None and not isinstance(backend_config, TurbomindEngineConfig):
-            raise refuse("backend_config", backend_config, wanted="a TurbomindEngineConfig")
+        set_log_level(log_level)
+        if backend_config is not None:
+            check_instance("backend_config", backend_config, kind=TurbomindEngineConfig)
         if engine is None:
             from lmdeploy.turbomind.engine import AsyncEngine
 
@@ -198,23 +197,11 @@ class Pipeline:
         answers: list[Response | None] = [None] * len(jobs)
         with tqdm(total=len(jobs), disable=not use_tqdm, unit="prompt") as bar:
 
-            async def run_one(slot: int, job: _Job, *, room: asyncio.Semaphore) -> None:
-                async with room:
-                    answers[slot] = await self._answer(job)
+            async def run_one(slot: int, job: _Job) -> None:
+                answers[slot] = await self._answer(job)
                 bar.update(1)
 
-            async def run_all() -> None:
-                room = asyncio.Semaphore(_MAX_IN_FLIGHT)
-                tasks = [
-                    asyncio.ensure_future(run_one(i, job, room=room)) for i, job in enumerate(jobs)
-                ]
-                try:
-                    await asyncio.gather(*tasks)
-                finally:
-                    for task in tasks:
-                        task.cancel()
-
-            self._loop.run(run_all())
+            self._loop.run(_run_all(jobs, run_one))
         result = cast("list[Response]", answers)
         return result[0] if single and len(result) == 1 else result
 
@@ -238,7 +225,7 @@ class Pipeline:
         jobs, _ = self._jobs(prompts, gen_config, template_options=options)
         pieces: queue.Queue[Response | None] = queue.Queue()
 
-        async def run_one(job: _Job) -> None:
+        async def run_one(_: int, job: _Job) -> None:
             stream = await self._submit(job)
             try:
                 async for piece in stream:
@@ -246,15 +233,7 @@ class Pipeline:
             finally:
                 stream.close()
 
-        async def run_all() -> None:
-            tasks = [asyncio.ensure_future(run_one(job)) for job in jobs]
-            try:
-                await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:
-                    task.cancel()
-
-        future = self._loop.start(run_all())
+        future = self._loop.start(_run_all(jobs, run_one))
         future.add_done_callback(lambda _: pieces.put(None))
         try:
             while (piece := pieces.get()) is not None:
@@ -317,25 +296,25 @@ class Pipeline:
             "list[list[int]]",
             [input_ids] if input_ids and isinstance(input_ids[0], int) else input_ids,
         )
-        for ids in batch:
-            if not isinstance(ids, list) or len(ids) < 2:
+        for i, ids in enumerate(batch):
+            is_ids = isinstance(ids, list) and all(type(token) is int for token in ids)
+            if not is_ids or len(ids) < 2:
                 raise refuse("input_ids", ids, wanted="lists of at least 2 token ids")
+            self.engine.check_prompt(ids, num_new=0, name=f"input_ids[{i}]")
         config = GenerationConfig(max_new_tokens=0, prompt_logprobs=0)
         jobs = [_Job(ids, config, index=i) for i, ids in enumerate(batch)]
+        result = [0.0] * len(jobs)
 
-        async def run_all() -> list[Response]:
-            return list(await asyncio.gather(*(self._answer(job) for job in jobs)))
-
-        result = []
-        for response, ids in zip(self._loop.run(run_all()), batch, strict=True):
+        async def run_one(slot: int, job: _Job) -> None:
+            response = await self._answer(job)
             if response.finish_reason not in _ANSWERED:
                 why = response.error_message or f"it ended with {response.finish_reason}"
-                raise EngineFailure(f"input_ids[{response.index}]: the request failed: {why}")
-            values = [
-                logprobs[token]
-                for logprobs, token in zip(response.prompt_logprobs or [], ids[1:], strict=True)
-            ]
-            result.append(-sum(values) / len(values))
+                raise EngineFailure(f"input_ids[{slot}]: the request failed: {why}")
+            pairs = zip(response.prompt_logprobs or [], job.ids[1:], strict=True)
+            values = [logprobs[token] for logprobs, token in pairs]
+            result[slot] = -sum(values) / len(values)
+
+        self._loop.run(_run_all(jobs, run_one))
         return result
 
     def _chat_pieces(
@@ -351,7 +330,9 @@ class Pipeline:
                 session.history.append((prompt, session.response.text))
 
     async def _submit(self, job: _Job) -> RequestStream:
-        return await self.engine.submit(job.ids, job.config, index=job.choice, chat=job.chat)
+        return await self.engine.submit(
+            job.ids, job.config, index=job.choice, chat=job.chat, grammars=job.grammars
+        )
 
     async def _answer(self, job: _Job) -> Response:
         stream = await self._submit(job)
@@ -383,6 +364,7 @@ class Pipeline:
                 f"gen_config: got {len(configs)} for {len(batch)} prompts, wanted one or one each"
             )
         jobs = []
+        grammars = self.engine.new_grammars()
         for i, (prompt, config) in enumerate(zip(batch, configs, strict=True)):
             config = GenerationConfig() if config is None else config
             if not isinstance(config, GenerationConfig):
@@ -390,17 +372,17 @@ class Pipeline:
             try:
                 ids = self._encode(prompt, template_options)
                 self.engine.check_prompt(ids, num_new=min(config.max_new_tokens, 1))
-            except ValueError as error:
+            except OptionError as error:
                 if single:
                     raise
-                text = str(error).removeprefix("prompt: ")
-                raise ValueError(f"prompts[{i}]: {text}") from error
+                text = error.reason if error.field == "prompt" else str(error)
+                raise OptionError(f"prompts[{i}]", text) from error
             template = self.engine.parts.chat_template
             chat = template_options is not None
             if chat and template is not None and template.stop_words:
                 words = [*(config.stop_words or []), *template.stop_words]
                 config = replace(config, stop_words=words)
-            jobs += [_Job(ids, config, i, choice, chat) for choice in range(config.n)]
+            jobs += [_Job(ids, config, i, choice, chat, grammars) for choice in range(config.n)]
         return jobs, single
 
     def _encode(self, prompt: Any, template_options: dict[str, Any] | None) -> list[int]:
@@ -414,7 +396,7 @@ class Pipeline:
             raise refuse("prompt", prompt, wanted="a text or a list of messages")
         if template_options is None:
             wanted = "a text, because do_preprocess=False skips the chat template"
-            raise ValueError(f"prompt: got {show(prompt)}, wanted {wanted}")
+            raise OptionError("prompt", f"got {show(prompt)}, wanted {wanted}")
         return encode_chat(self.engine.parts, prompt, template_options=template_options)
 
 
@@ -425,6 +407,23 @@ class _Job:
     index: int = 0
     choice: int = 0
     chat: bool = False
+    grammars: Grammars | None = None  # of the call
+
+
+async def _run_all(jobs: Sequence[_Job], run_one: Callable[[int, _Job], Awaitable[None]]) -> None:
+    """Runs all jobs, some at a time. The first that fails, or cancelling this, cancels the rest."""
+    room = asyncio.Semaphore(_MAX_IN_FLIGHT)
+
+    async def run(slot: int, job: _Job) -> None:
+        async with room:
+            await run_one(slot, job)
+
+    tasks = [asyncio.ensure_future(run(slot, job)) for slot, job in enumerate(jobs)]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def _is_conversation(prompts: Any) -> bool:

@@ -6,8 +6,9 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from lmdeploy.checks import OptionError
 from lmdeploy.cli.arguments import engine_config
-from lmdeploy.generation_config import GenerationConfig, sampling_defaults
+from lmdeploy.generation_config import GenerationConfig
 from lmdeploy.model import parse_chat_template
 
 if TYPE_CHECKING:
@@ -89,8 +90,7 @@ def _answer(pipeline: Pipeline, session: Session, *, console: Console, line: str
     text = ""
     show = _Printer(console)
     try:
-        options = sampling_defaults(pipeline.engine.parts.generation_config)
-        config = GenerationConfig(do_sample=True, max_new_tokens=limit, **options)
+        config = GenerationConfig(max_new_tokens=limit, **pipeline.engine.parts.sampling)
         for piece in pipeline.stream_infer(session.messages(line), config):
             text += piece.text
             show(piece)
@@ -105,7 +105,7 @@ def _answer(pipeline: Pipeline, session: Session, *, console: Console, line: str
         return
     except ValueError as error:
         console.print(f"error: {error}", style="red", markup=False)
-        if session.history and str(error).startswith("prompt"):
+        if session.history and isinstance(error, OptionError) and error.field == "prompt":
             console.print(_CLEAR, style="dim", markup=False)
         return
     console.print()

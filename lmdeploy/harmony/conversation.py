@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lmdeploy.checks import refuse, show
+from lmdeploy.checks import OptionError, refuse, show
 from lmdeploy.turbomind.prompts import MAX_MESSAGES, text_of
 
 REASONING_EFFORTS = ("low", "medium", "high")
@@ -86,9 +86,10 @@ def read_conversation(messages: Any) -> list[Turn]:
     while position < len(rest):
         message = rest[position]
         if message.role == "tool":
-            raise ValueError(
-                f"messages[{message.index}].role: got tool without a call before it, wanted an "
-                "assistant message with tool_calls; remove the message"
+            raise OptionError(
+                f"messages[{message.index}].role",
+                "got tool without a call before it, wanted an assistant message with tool_calls; "
+                "remove the message",
             )
         position += 1
         if not message.calls:
@@ -142,7 +143,7 @@ def _read_message(index: int, message: Any) -> _Given:
     keys = _KEYS.get(role, _KEYS_OF_OTHERS)
     for key, value in message.items():
         if key not in keys and value not in (None, []):
-            raise ValueError(f"{name}.{key}: not supported in a message of {role}; remove it")
+            raise OptionError(f"{name}.{key}", f"not supported in a message of {role}; remove it")
     thoughts = [message[key] for key in _THOUGHTS if message.get(key) is not None]
     for thought in thoughts:
         if not isinstance(thought, str):
@@ -210,8 +211,8 @@ def read_tools(tools: Any) -> list[dict[str, Any]]:
 def _read_tool(where: str, tool: Any) -> dict[str, Any]:
     if not isinstance(tool, dict) or tool.get("type") != "function":
         kind = tool.get("type") if isinstance(tool, dict) else tool
-        raise ValueError(
-            f"{where}.type: got {show(kind)}, wanted function; change or remove the tool"
+        raise OptionError(
+            f"{where}.type", f"got {show(kind)}, wanted function; change or remove the tool"
         )
     function = tool.get("function")
     if not isinstance(function, dict):

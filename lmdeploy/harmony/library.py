@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lmdeploy.checks import OptionError
 from lmdeploy.harmony.conversation import Turn
 
 if TYPE_CHECKING:
@@ -72,7 +73,10 @@ def render_by_library(turns: Sequence[Turn], options: dict[str, Any]) -> str:
     """
     from openai_harmony import Conversation, HarmonyError, RenderConversationConfig, Role
 
-    encoding = load_encoding()
+    try:
+        encoding = load_encoding()
+    except ValueError as error:
+        raise OptionError("messages", str(error)) from None
     messages = [_system(options), *_developer(turns, options)]
     for turn in turns:
         messages += _messages_of(turn)
@@ -84,7 +88,7 @@ def render_by_library(turns: Sequence[Turn], options: dict[str, Any]) -> str:
             RenderConversationConfig(auto_drop_analysis=False),
         )
     except (HarmonyError, ValueError) as error:
-        raise ValueError(f"messages: openai-harmony cannot render them: {error}") from error
+        raise OptionError("messages", f"openai-harmony cannot render them: {error}") from error
     return str(encoding.decode(ids))
 
 

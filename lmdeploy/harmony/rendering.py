@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lmdeploy.chat_template import RawText
+from lmdeploy.checks import OptionError
 from lmdeploy.harmony.conversation import Call, Turn, read_conversation, read_options
 from lmdeploy.tokenizer import without_surrogates
 
@@ -49,8 +50,8 @@ def render_prompt(
         turns = [_guard_turn(turn, guard) for turn in turns]
         return _render(template, turns, variables=_guarded(variables, guard)).split(guard)
     except RecursionError:
-        raise ValueError(
-            "tools: nested too deep, wanted a plain JSON schema; change tools"
+        raise OptionError(
+            "tools", "nested too deep, wanted a plain JSON schema; change tools"
         ) from None
 
 

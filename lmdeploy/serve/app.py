@@ -6,33 +6,38 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
+from lmdeploy.checks import OptionError
+from lmdeploy.messages import GenerationConfig
 from lmdeploy.messages import Response as Answer
 from lmdeploy.serve.chat import ChatReply, prepare_chat
 from lmdeploy.serve.completions import CompletionReply, prepare_completion
 from lmdeploy.serve.edge import Edge
-from lmdeploy.serve.errors import ApiError, error_response
+from lmdeploy.serve.errors import ApiError, JsonResponse, error_response, to_api_error
 from lmdeploy.serve.events import SseResponse
 from lmdeploy.serve.generate import GenerateReply, prepare_generate
-from lmdeploy.serve.generation import collect_all, submit_all
+from lmdeploy.serve.generation import Job, collect_all, encode_texts, submit_all
 from lmdeploy.serve.metrics import ServerMetrics
 from lmdeploy.serve.openapi import describe_bodies
 from lmdeploy.serve.protocol import (
     MAX_BODY_BYTES,
-    MAX_PROMPTS,
     AbortRequest,
     ApiRequest,
     ChatCompletionRequest,
+    CompletionFields,
     CompletionRequest,
     EncodeRequest,
     GenerateRequest,
+    SamplingFields,
     parse_request,
 )
 from lmdeploy.serve.state import ServerOptions, ServerState
@@ -100,22 +105,17 @@ def make_app(
 
 
 def _add_errors(app: FastAPI) -> None:
+    # What comes past these, the Edge answers.
     @app.exception_handler(ApiError)
-    async def on_api_error(_: Request, error: ApiError) -> JSONResponse:
-        return error_response(error.status, error.message, param=error.param)
-
-    @app.exception_handler(ValueError)
-    async def on_value_error(_: Request, error: ValueError) -> JSONResponse:
-        return error_response(400, str(error), param=str(error).split(":")[0])
-
+    @app.exception_handler(OptionError)
     @app.exception_handler(EngineFailure)
-    async def on_engine_failure(_: Request, error: EngineFailure) -> JSONResponse:
-        return error_response(503, str(error))
+    async def on_error(_: Request, error: Exception) -> Response:
+        return error_response(to_api_error(error))
 
     @app.exception_handler(HTTPException)
-    async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"
-        return error_response(error.status_code, message)
+        return error_response(ApiError(error.status_code, message))
 
 
 def _add_status_routes(app: FastAPI, state: ServerState) -> None:
@@ -123,7 +123,8 @@ def _add_status_routes(app: FastAPI, state: ServerState) -> None:
     async def health() -> Response:
         """200 while the engine works."""
         if not state.engine.healthy:
-            return error_response(503, f"the engine has failed: {state.engine.failure}")
+            message = f"the engine has failed: {state.engine.failure}"
+            return error_response(ApiError(503, message))
         return JSONResponse({"status": "ok"})
 
     card = {
@@ -155,55 +156,82 @@ def _add_status_routes(app: FastAPI, state: ServerState) -> None:
         return Response(state.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
-def _add_generation_routes(app: FastAPI, state: ServerState) -> None:
-    engine = state.engine
+class Reply(Protocol):
+    """Builds the JSON of one response."""
 
+    def __init__(self, state: ServerState, request: Any) -> None: ...
+
+    def whole(self, jobs: Sequence[Job], answers: Sequence[Answer]) -> dict[str, Any]:
+        """The answer to a request without `stream`."""
+        ...
+
+    def events(self, jobs: Sequence[Job]) -> AsyncIterator[bytes]:
+        """The answer to a request with `stream`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """What one generating route has of its own."""
+
+    body: type[SamplingFields]
+    prepare: Callable[
+        [ServerState, Any], Coroutine[Any, Any, tuple[list[list[int]], GenerationConfig]]
+    ]
+    reply: type[Reply]
+    is_chat: bool = False
+
+
+_CHAT = Endpoint(ChatCompletionRequest, prepare_chat, ChatReply, is_chat=True)
+_COMPLETION = Endpoint(CompletionRequest, prepare_completion, CompletionReply)
+_GENERATE = Endpoint(GenerateRequest, prepare_generate, GenerateReply)
+
+
+async def _generate(request: Request, state: ServerState, *, endpoint: Endpoint) -> Response:
+    """Answers a request, whole or as events. A client that leaves at any time cancels it."""
+    body = await _read(request, endpoint.body)
+    if isinstance(body, CompletionFields):
+        _check_model(state, body.model)
+
+    async def start() -> list[Job]:
+        prompts, config = await endpoint.prepare(state, body)
+        return await submit_all(state.engine, prompts, config=config, chat=endpoint.is_chat)
+
+    async def answer() -> tuple[list[Job], list[Answer]]:
+        jobs = await start()
+        return jobs, await collect_all(jobs, state.metrics)
+
+    reply = endpoint.reply(state, body)
+    if body.stream:
+        jobs = await _until_disconnect(request, start())
+        return SseResponse(reply.events(jobs), jobs)
+    jobs, answers = await _until_disconnect(request, answer())
+    return await _render(lambda: reply.whole(jobs, answers), answers)
+
+
+def _add_generation_routes(app: FastAPI, state: ServerState) -> None:
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         """OpenAI's chat completions."""
-        body = await _read(request, ChatCompletionRequest)
-        _check_model(state, body.model)
-        ids, config = await prepare_chat(state, body)
-        jobs = await submit_all(engine, [ids], config=config, chat=True)
-        reply = ChatReply(state, body)
-        if body.stream:
-            return SseResponse(reply.events(jobs), jobs)
-        answers = await _until_disconnect(request, collect_all(jobs, state.metrics))
-        return await _render(lambda: reply.whole(jobs, answers), answers)
+        return await _generate(request, state, endpoint=_CHAT)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         """OpenAI's completions."""
-        body = await _read(request, CompletionRequest)
-        _check_model(state, body.model)
-        prompts, config = await prepare_completion(state, body)
-        jobs = await submit_all(engine, prompts, config=config)
-        reply = CompletionReply(state, body)
-        if body.stream:
-            return SseResponse(reply.events(jobs), jobs)
-        answers = await _until_disconnect(request, collect_all(jobs, state.metrics))
-        return await _render(lambda: reply.whole(jobs, answers), answers)
+        return await _generate(request, state, endpoint=_COMPLETION)
 
     @app.post("/generate")
     async def generate(request: Request) -> Response:
         """LMDeploy's plain generation."""
-        body = await _read(request, GenerateRequest)
-        ids, config = await prepare_generate(state, body)
-        jobs = await submit_all(engine, [ids], config=config)
-        reply = GenerateReply(state, body)
-        if body.stream:
-            return SseResponse(reply.events(jobs), jobs)
-        answers = await _until_disconnect(request, collect_all(jobs, state.metrics))
-        return await _render(lambda: reply.whole(answers[0]), answers)
+        return await _generate(request, state, endpoint=_GENERATE)
 
     @app.post("/v1/encode")
     async def encode(request: Request) -> dict[str, Any]:
         """Token ids of texts."""
         body = await _read(request, EncodeRequest)
         texts = [body.input] if isinstance(body.input, str) else body.input
-        if len(texts) > MAX_PROMPTS:
-            raise ApiError(400, f"input: got {len(texts)} texts, wanted at most {MAX_PROMPTS}")
-        ids = [await asyncio.to_thread(_encode_one, engine, body, text=text) for text in texts]
+        work = encode_texts(texts, lambda text: _encode_one(state.engine, body, text=text))
+        ids = await _until_disconnect(request, work)
         if isinstance(body.input, str):
             return {"input_ids": ids[0], "length": len(ids[0])}
         return {"input_ids": ids, "length": [len(item) for item in ids]}
@@ -241,17 +269,20 @@ def _check_model(state: ServerState, name: str) -> None:
 async def _render(build: Callable[[], dict[str, Any]], answers: Sequence[Answer]) -> Response:
     """The body of a whole reply; in a worker thread when log probabilities make it large."""
     if any(answer.logprobs or answer.prompt_logprobs for answer in answers):
-        return await asyncio.to_thread(lambda: JSONResponse(build()))
-    return JSONResponse(build())
+        return await asyncio.to_thread(lambda: JsonResponse(build()))
+    return JsonResponse(build())
 
 
 async def _read(request: Request, model: type[R]) -> R:
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            message = f"body: got more than {MAX_BODY_BYTES} bytes, wanted fewer; shorten it"
-            raise ApiError(413, message)
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_BODY_BYTES:
+                message = f"body: got more than {MAX_BODY_BYTES} bytes, wanted fewer; shorten it"
+                raise ApiError(413, message)
+    except ClientDisconnect:
+        raise _gone() from None
     return parse_request(model, bytes(body))
 
 
@@ -267,9 +298,14 @@ async def _until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ApiError(400, "the client went away")
+            raise _gone()
         return task.result()
     finally:
-        task.cancel()
         watcher.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+def _gone() -> ApiError:
+    return ApiError(400, "the client went away")

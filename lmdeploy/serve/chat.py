@@ -9,14 +9,13 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from lmdeploy.checks import refuse
+from lmdeploy.checks import OptionError, refuse
 from lmdeploy.harmony.conversation import read_options
 from lmdeploy.messages import Response
-from lmdeploy.serve.errors import ApiError
 from lmdeploy.serve.events import Body, answer_events
 from lmdeploy.serve.generation import Job, Limits, Usage, make_config
 from lmdeploy.serve.logprobs import chat_logprobs
-from lmdeploy.serve.protocol import ChatCompletionRequest
+from lmdeploy.serve.protocol import ChatCompletionRequest, check_value
 from lmdeploy.tool_calls import ToolCall
 from lmdeploy.turbomind.prompts import encode_chat
 
@@ -27,10 +26,10 @@ if TYPE_CHECKING:
 
 async def prepare_chat(
     state: ServerState, request: ChatCompletionRequest
-) -> tuple[list[int], GenerationConfig]:
-    """Prompt ids and options. ApiError or ValueError for what cannot be served."""
+) -> tuple[list[list[int]], GenerationConfig]:
+    """The prompt's ids and options. ApiError or OptionError for what cannot be served."""
     if request.top_logprobs and not request.logprobs:
-        raise ApiError(400, "top_logprobs: wanted logprobs true beside it; add logprobs")
+        raise OptionError("top_logprobs", "wanted logprobs true beside it; add logprobs")
     options = _template_options(request, splits_answers=state.splits_answers)
     if request.messages:
         messages = request.messages
@@ -42,9 +41,7 @@ async def prepare_chat(
     elif request.input_ids:
         ids = request.input_ids
     else:
-        raise ApiError(
-            400, "messages: got none, wanted at least one; add messages", param="messages"
-        )
+        raise OptionError("messages", "got none, wanted at least one; add messages")
     limits = Limits(
         max_new_tokens=request.max_completion_tokens or request.max_tokens,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
@@ -52,18 +49,18 @@ async def prepare_chat(
         stop_words=state.stop_words,
     )
     room = max(state.engine.max_request_tokens - len(ids), 1)
-    return ids, make_config(
-        request, limits, model_defaults=state.engine.parts.generation_config, room=room
-    )
+    config = make_config(request, limits, model_defaults=state.engine.parts.sampling, room=room)
+    return [ids], config
 
 
 def _template_options(request: ChatCompletionRequest, *, splits_answers: bool) -> dict[str, Any]:
-    """Variables of the chat template. ApiError or ValueError for fields that it cannot follow."""
+    """Variables of the chat template. ApiError or OptionError for fields that it cannot follow."""
     options = dict(request.chat_template_kwargs or {})
     if request.enable_thinking is not None:
         options["enable_thinking"] = request.enable_thinking
     if not splits_answers:
         request.check_plain()
+        check_value("chat_template_kwargs.tools", options.get("tools"), accepted=(None, []))
         return options
     if request.tool_choice not in (None, "none", "auto"):
         raise refuse("tool_choice", request.tool_choice, wanted="none or auto")
@@ -117,7 +114,7 @@ class ChatReply:
             )
         return {**self._head("chat.completion"), "choices": choices, "usage": usage.body()}
 
-    def events(self, jobs: Sequence[Job]) -> AsyncIterator[str]:
+    def events(self, jobs: Sequence[Job]) -> AsyncIterator[bytes]:
         """The answer to a request with `stream`."""
         usage = Usage()
         wanted = self._request.streams_usage

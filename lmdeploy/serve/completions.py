@@ -18,6 +18,8 @@ from lmdeploy.serve.generation import (
 )
 from lmdeploy.serve.logprobs import CompletionLogprobs
 from lmdeploy.serve.protocol import CompletionRequest
+from lmdeploy.tokenizer import without_surrogates
+from lmdeploy.turbomind.answer_text import KnownIds
 
 if TYPE_CHECKING:
     from lmdeploy.messages import GenerationConfig
@@ -27,8 +29,7 @@ if TYPE_CHECKING:
 async def prepare_completion(
     state: ServerState, request: CompletionRequest
 ) -> tuple[list[list[int]], GenerationConfig]:
-    """Prompts' ids and options. ApiError or ValueError for what cannot be served."""
-    prompts = await encode_prompts(state.engine, request.prompt)
+    """Prompts' ids and options. OptionError for what cannot be served."""
     limit = request.max_completion_tokens
     if limit is None:
         limit = 16 if request.max_tokens is None else request.max_tokens
@@ -38,9 +39,8 @@ async def prepare_completion(
         prompt_logprobs=request.logprobs if request.echo else None,
         n=request.n or 1,
     )
-    return prompts, make_config(
-        request, limits, model_defaults=state.engine.parts.generation_config, room=0
-    )
+    config = make_config(request, limits, model_defaults=state.engine.parts.sampling, room=0)
+    return await encode_prompts(state.engine, request.prompt, num_new=min(limit, 1)), config
 
 
 class CompletionReply:
@@ -64,7 +64,7 @@ class CompletionReply:
             choices.append(self._choice(job, answer))
         return {**self._head(), "choices": choices, "usage": usage.body()}
 
-    def events(self, jobs: Sequence[Job]) -> AsyncIterator[str]:
+    def events(self, jobs: Sequence[Job]) -> AsyncIterator[bytes]:
         """The answer to a request with `stream`."""
         usage = Usage()
         wanted = self._request.streams_usage
@@ -116,12 +116,12 @@ class CompletionReply:
 
     def _prompt_text(self, job: Job) -> str:
         prompt = self._request.prompt
+        if not isinstance(prompt, str) and job.prompt_index < len(prompt):
+            prompt = prompt[job.prompt_index]
         if isinstance(prompt, str):
-            return prompt
-        given = prompt[job.prompt_index] if job.prompt_index < len(prompt) else None
-        if isinstance(given, str):
-            return given
-        return self._tokenizer.decode(job.stream.prompt_ids, skip_special=False)
+            return without_surrogates(prompt)
+        stream = KnownIds(self._tokenizer, skip_special=False, begins_text=True)
+        return "".join(map(stream.push, job.stream.prompt_ids)) + stream.finish()
 
     def _head(self) -> dict[str, Any]:
         return {

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
 
-from lmdeploy.serve.errors import error_response
+from lmdeploy.serve.errors import ApiError, error_response, to_api_error
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -34,7 +34,8 @@ class Edge:
             return
         if not self._allowed(scope):
             message = "api key: missing or wrong, wanted one of --api-keys as Bearer; change it"
-            await error_response(401, message, param="authorization")(scope, receive, send)
+            refused = ApiError(401, message, param="authorization")
+            await error_response(refused)(scope, receive, send)
             return
         started = False
 
@@ -48,13 +49,12 @@ class Edge:
         except asyncio.CancelledError:  # the server stops; nothing above us waits for this task
             logger.info("%s: cut by the end of the server", scope["path"])
             if not started:
-                await error_response(503, "the server stops; ask again later")(scope, receive, send)
+                stops = ApiError(503, "the server stops; ask again later")
+                await error_response(stops)(scope, receive, send)
         except Exception as error:
-            logger.error("%s: %s: %s", scope["path"], type(error).__name__, error)
-            logger.debug("traceback", exc_info=error)
+            told = to_api_error(error)
             if not started:
-                text = f"internal error: {type(error).__name__}: {error}"
-                await error_response(500, text)(scope, receive, send)
+                await error_response(told)(scope, receive, send)
 
     def _allowed(self, scope: Scope) -> bool:
         if not self._keys or scope["path"] in PUBLIC_PATHS or scope["method"] == "OPTIONS":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi.responses import StreamingResponse
 
 from lmdeploy.messages import Response
-from lmdeploy.serve.errors import error_body
+from lmdeploy.serve.errors import error_body, json_bytes, to_api_error
 from lmdeploy.serve.generation import Job, close_all, request_error
 
 if TYPE_CHECKING:
@@ -22,8 +21,8 @@ if TYPE_CHECKING:
 Body = dict[str, Any]  # the JSON of one event
 
 
-def _event(body: Body) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+def _event(body: Body) -> bytes:
+    return b"data: " + json_bytes(body) + b"\n\n"
 
 
 async def answer_events(
@@ -33,7 +32,7 @@ async def answer_events(
     bodies: Callable[[Job, Response], Iterable[Body]],
     first: Iterable[Body] = (),
     last: Callable[[], Iterable[Body]] = tuple,
-) -> AsyncIterator[str]:
+) -> AsyncIterator[bytes]:
     """Events of a response: `first`, of every piece its `bodies`, `last`, and the end's mark.
 
     A request that fails, or an exception of `bodies`, ends the stream with the event of an error.
@@ -44,17 +43,15 @@ async def answer_events(
         async with aclosing(_merge(jobs, metrics)) as pieces:
             async for job, piece in pieces:
                 if piece.finish_reason == "error":
-                    error = request_error(piece)
-                    yield _event(error_body(error.status, error.message))
-                    return
+                    raise request_error(piece)
                 for body in bodies(job, piece):
                     yield _event(body)
     except Exception as failure:
-        yield _event(error_body(500, str(failure)))
+        yield _event(error_body(to_api_error(failure)))
         return
     for body in last():
         yield _event(body)
-    yield "data: [DONE]\n\n"
+    yield b"data: [DONE]\n\n"
 
 
 async def _merge(
@@ -92,7 +89,7 @@ async def _merge(
 class SseResponse(StreamingResponse):
     """A stream of events whose requests end with it, whether or not it was ever read."""
 
-    def __init__(self, events: AsyncIterator[str], jobs: Sequence[Job]) -> None:
+    def __init__(self, events: AsyncIterator[bytes], jobs: Sequence[Job]) -> None:
         super().__init__(
             events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
         )

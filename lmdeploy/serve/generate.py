@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lmdeploy.checks import OptionError
 from lmdeploy.messages import Response
-from lmdeploy.serve.errors import ApiError
 from lmdeploy.serve.events import answer_events
 from lmdeploy.serve.generation import Job, Limits, make_config
+from lmdeploy.serve.logprobs import LOWEST
 from lmdeploy.serve.protocol import GenerateRequest
 from lmdeploy.turbomind.prompts import encode_text
 
@@ -20,12 +21,12 @@ if TYPE_CHECKING:
 
 async def prepare_generate(
     state: ServerState, request: GenerateRequest
-) -> tuple[list[int], GenerationConfig]:
-    """Prompt ids and options. ApiError or ValueError for what cannot be served."""
+) -> tuple[list[list[int]], GenerationConfig]:
+    """The prompt's ids and options. OptionError for what cannot be served."""
     if (request.prompt is None) == (request.input_ids is None):
-        raise ApiError(400, "prompt: wanted exactly one of prompt and input_ids", param="prompt")
+        raise OptionError("prompt", "wanted exactly one of prompt and input_ids")
     if request.top_logprobs_num and not request.return_logprob:
-        raise ApiError(400, "top_logprobs_num: wanted return_logprob true; add return_logprob")
+        raise OptionError("top_logprobs_num", "wanted return_logprob true; add return_logprob")
     ids = request.input_ids
     if ids is None:
         ids = await asyncio.to_thread(
@@ -35,9 +36,8 @@ async def prepare_generate(
         max_new_tokens=request.max_tokens,
         logprobs=(request.top_logprobs_num or 0) if request.return_logprob else None,
     )
-    return ids, make_config(
-        request, limits, model_defaults=state.engine.parts.generation_config, room=0
-    )
+    config = make_config(request, limits, model_defaults=state.engine.parts.sampling, room=0)
+    return [ids], config
 
 
 class GenerateReply:
@@ -47,7 +47,11 @@ class GenerateReply:
         self._state = state
         self._request = request
 
-    def whole(self, answer: Response) -> dict[str, Any]:
+    def whole(self, jobs: Sequence[Job], answers: Sequence[Response]) -> dict[str, Any]:
+        """The answer to a request without `stream`."""
+        return self._body(answers[0])
+
+    def _body(self, answer: Response) -> dict[str, Any]:
         """One object with `text`, `output_ids` and `meta_info`."""
         reason = answer.finish_reason
         meta: dict[str, Any] = {
@@ -59,15 +63,19 @@ class GenerateReply:
         if self._request.return_logprob:
             values = answer.logprobs or []
             pairs = zip(answer.token_ids, values, strict=True)
-            meta["output_token_logprobs"] = [[item[token], token] for token, item in pairs]
+            meta["output_token_logprobs"] = [
+                [max(item[token], LOWEST), token] for token, item in pairs
+            ]
             if self._request.top_logprobs_num:
                 meta["output_top_logprobs"] = [self._top(item) for item in values]
         return {"text": answer.text, "output_ids": answer.token_ids, "meta_info": meta}
 
     def _top(self, item: dict[int, float]) -> list[list[float]]:
         ranked = sorted(item.items(), key=lambda pair: -pair[1])
-        return [[value, token] for token, value in ranked[: self._request.top_logprobs_num]]
+        return [
+            [max(value, LOWEST), token] for token, value in ranked[: self._request.top_logprobs_num]
+        ]
 
-    def events(self, jobs: Sequence[Job]) -> AsyncIterator[str]:
+    def events(self, jobs: Sequence[Job]) -> AsyncIterator[bytes]:
         """The answer to a request with `stream`."""
-        return answer_events(jobs, self._state.metrics, bodies=lambda _, piece: [self.whole(piece)])
+        return answer_events(jobs, self._state.metrics, bodies=lambda _, piece: [self._body(piece)])

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lmdeploy.generation_config import GenerationConfig, sampling_defaults
+from lmdeploy.checks import OptionError
+from lmdeploy.generation_config import GenerationConfig
 from lmdeploy.messages import Response, join_pieces
 from lmdeploy.serve.errors import ApiError
 from lmdeploy.serve.protocol import MAX_PROMPTS, SamplingFields, check_stop
 from lmdeploy.turbomind.prompts import encode_text
+from lmdeploy.turbomind.request_options import is_constrained
 
 if TYPE_CHECKING:
     from lmdeploy.serve.metrics import ServerMetrics
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
     from lmdeploy.turbomind.request_stream import RequestStream
 
 MAX_ANSWERS = 1024  # of one HTTP request
+MAX_GRAMMAR_ANSWERS = 128  # with response_format; up to 100 MB each for hostile grammars
+MAX_ENCODED_TOKENS = 1 << 22  # of one reply of /v1/encode
+_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
 MAX_LOGPROB_VALUES = 1 << 22  # of one HTTP request; about 100 bytes each
 
 
@@ -71,76 +76,102 @@ class Usage:
 def make_config(
     fields: SamplingFields, limits: Limits, *, model_defaults: dict[str, Any], room: int
 ) -> GenerationConfig:
-    """The GenerationConfig of a request. ApiError 400 when the two disagree."""
-    defaults = sampling_defaults(model_defaults)
+    """The GenerationConfig of a request. OptionError when the two disagree.
+
+    A model whose default is greedy samples for a request that says how.
+    """
 
     def sampling(name: str) -> Any:
         value = getattr(fields, name)
-        return defaults[name] if value is None else value
+        return model_defaults[name] if value is None else value
 
+    says_how = any(getattr(fields, name) is not None for name in _SAMPLING_FIELDS)
     try:
         bias = {int(token): value for token, value in (fields.logit_bias or {}).items()}
     except ValueError:
-        raise ApiError(400, "logit_bias: wanted token ids as keys; change logit_bias") from None
-    try:
-        return GenerationConfig(
-            n=limits.n,
-            max_new_tokens=room if limits.max_new_tokens is None else limits.max_new_tokens,
-            min_new_tokens=fields.min_new_tokens,
-            do_sample=True,
-            temperature=float(sampling("temperature")),
-            top_p=float(sampling("top_p")),
-            top_k=sampling("top_k"),
-            min_p=float(sampling("min_p")),
-            repetition_penalty=float(sampling("repetition_penalty")),
-            presence_penalty=fields.presence_penalty or 0.0,
-            frequency_penalty=fields.frequency_penalty or 0.0,
-            random_seed=None if fields.seed is None else fields.seed % 2**64,
-            stop_words=[*check_stop(fields.stop), *limits.stop_words],
-            stop_token_ids=fields.stop_token_ids,
-            ignore_eos=bool(fields.ignore_eos),
-            skip_special_tokens=fields.skip_special_tokens is not False,
-            spaces_between_special_tokens=fields.spaces_between_special_tokens is not False,
-            include_stop_str_in_output=bool(fields.include_stop_str_in_output),
-            logit_bias=bias or None,
-            logprobs=limits.logprobs,
-            prompt_logprobs=limits.prompt_logprobs,
-            response_format=fields.response_format,
-        )
-    except ValueError as error:
-        raise ApiError(400, str(error), param=str(error).split(":")[0]) from None
+        raise OptionError("logit_bias", "wanted token ids as keys; change logit_bias") from None
+    return GenerationConfig(
+        n=limits.n,
+        max_new_tokens=room if limits.max_new_tokens is None else limits.max_new_tokens,
+        min_new_tokens=fields.min_new_tokens,
+        do_sample=says_how or model_defaults["do_sample"],
+        temperature=float(sampling("temperature")),
+        top_p=float(sampling("top_p")),
+        top_k=sampling("top_k"),
+        min_p=float(sampling("min_p")),
+        repetition_penalty=float(sampling("repetition_penalty")),
+        presence_penalty=fields.presence_penalty or 0.0,
+        frequency_penalty=fields.frequency_penalty or 0.0,
+        random_seed=None if fields.seed is None else fields.seed % 2**64,
+        stop_words=[*check_stop(fields.stop), *limits.stop_words],
+        stop_token_ids=fields.stop_token_ids,
+        ignore_eos=bool(fields.ignore_eos),
+        skip_special_tokens=fields.skip_special_tokens is not False,
+        spaces_between_special_tokens=fields.spaces_between_special_tokens is not False,
+        include_stop_str_in_output=bool(fields.include_stop_str_in_output),
+        logit_bias=bias or None,
+        logprobs=limits.logprobs,
+        prompt_logprobs=limits.prompt_logprobs,
+        response_format=fields.response_format,
+    )
 
 
-async def encode_prompts(engine: AsyncEngine, prompt: str | list[Any]) -> list[list[int]]:
-    """Token ids of a text, a list of texts, ids, or a list of ids. ApiError 400 for the rest."""
+async def encode_prompts(
+    engine: AsyncEngine, prompt: str | list[Any], *, num_new: int
+) -> list[list[int]]:
+    """Token ids of a text, a list of texts, ids, or a list of ids. OptionError for the rest.
+
+    Prompts after the first that is wrong cost nothing. `num_new`: as in `check_prompt`.
+    """
     prompts: list[Any] = [prompt] if isinstance(prompt, str) else prompt
     if prompts and all(type(item) is int for item in prompts):
         prompts = [prompts]
     if not 0 < len(prompts) <= MAX_PROMPTS:
-        message = f"prompt: got {len(prompts)} prompts, wanted 1 to {MAX_PROMPTS}; change prompt"
-        raise ApiError(400, message, param="prompt")
+        wanted = f"wanted 1 to {MAX_PROMPTS}; change prompt"
+        raise OptionError("prompt", f"got {len(prompts)} prompts, {wanted}")
     is_ids = [isinstance(p, list) and all(type(i) is int for i in p) for p in prompts]
     if not all(ids or isinstance(p, str) for p, ids in zip(prompts, is_ids, strict=True)):
         wanted = "a text, a list of texts, token ids, or a list of token ids"
-        raise ApiError(400, f"prompt: wanted {wanted}; change prompt", param="prompt")
-    return [
-        list(p) if ids else await asyncio.to_thread(encode_text, engine.parts, p, add_special=True)
-        for p, ids in zip(prompts, is_ids, strict=True)
-    ]
+        raise OptionError("prompt", f"wanted {wanted}; change prompt")
+    result: list[list[int]] = []
+    for item in prompts:
+        ids = item
+        if isinstance(item, str):
+            ids = await asyncio.to_thread(encode_text, engine.parts, item, add_special=True)
+        engine.check_prompt(ids, num_new=num_new)
+        result.append(list(ids))
+    return result
+
+
+async def encode_texts(texts: Sequence[str], encode: Callable[[str], list[int]]) -> list[list[int]]:
+    """Ids of the field `input`. OptionError for more texts or tokens than one reply may hold."""
+    if len(texts) > MAX_PROMPTS:
+        raise OptionError("input", f"got {len(texts)} texts, wanted at most {MAX_PROMPTS}")
+    result: list[list[int]] = []
+    num_tokens = 0
+    for text in texts:
+        result.append(await asyncio.to_thread(encode, text))
+        num_tokens += len(result[-1])
+        if num_tokens > MAX_ENCODED_TOKENS:
+            wanted = f"wanted at most {MAX_ENCODED_TOKENS} in all; send fewer texts"
+            raise OptionError("input", f"got {num_tokens} tokens, {wanted}")
+    return result
 
 
 def check_size(prompts: Sequence[list[int]], config: GenerationConfig, *, max_tokens: int) -> None:
-    """ApiError 400 for more answers or log probabilities than one response may hold.
+    """OptionError for more answers or log probabilities than one response may hold.
 
     `max_tokens` bounds a prompt and its answer together.
     """
     num_answers = len(prompts) * config.n
-    if num_answers > MAX_ANSWERS:
-        raise ApiError(
-            400,
-            f"n: got {len(prompts)} prompts with {config.n} answers each, wanted at most "
-            f"{MAX_ANSWERS} answers; change n",
-            param="n",
+    most, where = MAX_ANSWERS, ""
+    if is_constrained(config):
+        most, where = MAX_GRAMMAR_ANSWERS, " with response_format"
+    if num_answers > most:
+        raise OptionError(
+            "n",
+            f"got {len(prompts)} prompts with {config.n} answers each, wanted at most {most} "
+            f"answers{where}; change n",
         )
     values = 0
     for ids in prompts:
@@ -150,11 +181,10 @@ def check_size(prompts: Sequence[list[int]], config: GenerationConfig, *, max_to
         if config.prompt_logprobs is not None:
             values += len(ids) * (config.prompt_logprobs + 1)
     if values * config.n > MAX_LOGPROB_VALUES:
-        raise ApiError(
-            400,
-            f"logprobs: got a request for up to {values * config.n} log probabilities, wanted at "
-            f"most {MAX_LOGPROB_VALUES}; lower n, max_tokens or the number of logprobs",
-            param="logprobs",
+        raise OptionError(
+            "logprobs",
+            f"got a request for up to {values * config.n} log probabilities, wanted at most "
+            f"{MAX_LOGPROB_VALUES}; lower n, max_tokens or the number of logprobs",
         )
 
 
@@ -168,10 +198,13 @@ async def submit_all(
     """Starts n answers for every prompt, or none of them. `chat`: prompts are conversations."""
     check_size(prompts, config, max_tokens=engine.max_request_tokens)
     jobs: list[Job] = []
+    grammars = engine.new_grammars()
     try:
         for prompt_index, ids in enumerate(prompts):
             for choice in range(config.n):
-                stream = await engine.submit(ids, config, index=choice, chat=chat)
+                stream = await engine.submit(
+                    ids, config, index=choice, chat=chat, grammars=grammars
+                )
                 jobs.append(Job(len(jobs), prompt_index, stream))
     except BaseException:
         close_all(jobs)
@@ -203,7 +236,10 @@ async def collect_all(jobs: Sequence[Job], metrics: ServerMetrics) -> list[Respo
             raise request_error(pieces[-1] if pieces else None)
         return join_pieces(pieces)
 
+    tasks = [asyncio.ensure_future(one(job)) for job in jobs]
     try:
-        return list(await asyncio.gather(*(one(job) for job in jobs)))
+        return list(await asyncio.gather(*tasks))
     finally:
+        for task in tasks:
+            task.cancel()
         close_all(jobs)

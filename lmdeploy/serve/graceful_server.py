@@ -38,8 +38,9 @@ class GracefulServer(uvicorn.Server):
         """Called by uvicorn's signal handlers."""
         if self.should_exit and not self._hurries:
             self._hurries = True
-        else:
-            super().handle_exit(sig, frame)
+            return
+        self.force_exit = self.should_exit  # uvicorn's would count SIGINT alone
+        super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Called by uvicorn once it has been told to stop."""

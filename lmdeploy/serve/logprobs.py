@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from lmdeploy.turbomind.answer_text import KnownIds
@@ -10,7 +11,7 @@ if TYPE_CHECKING:
     from lmdeploy.tokenizer import Tokenizer
 
 # JSON has no -inf; OpenAI's API uses this value for "impossible".
-_LOWEST = -9999.0
+LOWEST = -9999.0
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> tuple[str, list[int]]:
@@ -26,7 +27,7 @@ def chat_logprobs(
 
     def entry(token: int, value: float) -> dict[str, Any]:
         text, data = token_text(tokenizer, token)
-        return {"token": text, "bytes": data, "logprob": max(value, _LOWEST)}
+        return {"token": text, "bytes": data, "logprob": max(value, LOWEST)}
 
     content = []
     for token, values in zip(tokens, logprobs, strict=True):
@@ -55,14 +56,17 @@ class CompletionLogprobs:
     def add_prompt(
         self, tokens: list[int], logprobs: list[dict[int, float] | None], *, text: str
     ) -> None:
-        """An echoed prompt and its text. `logprobs[0]` is None: nothing predicts the first."""
+        """An echoed prompt and its text. `logprobs[0]` is None: nothing predicts the first.
+
+        Those of an aborted answer may be fewer than the tokens.
+        """
         # The tokenizer's BOS has no text, one that the prompt spells has.
         bos = self._tokenizer.bos_token
         spelled = [token_text(self._tokenizer, token)[0] == bos for token in tokens[:2]]
         is_added = bool(bos) and spelled[:1] == [True]
         is_added = is_added and (not text.startswith(bos) or spelled[1:] == [True])
         stream = KnownIds(self._tokenizer, skip_special=False, begins_text=True)
-        for i, (token, values) in enumerate(zip(tokens, logprobs, strict=True)):
+        for i, (token, values) in enumerate(zip_longest(tokens, logprobs[: len(tokens)])):
             self._add(token, values, text="" if is_added and i == 0 else stream.push(token))
         self._offset = len(text)
 
@@ -85,11 +89,11 @@ class CompletionLogprobs:
             body["token_logprobs"].append(None)
             body["top_logprobs"].append(None)
             return
-        body["token_logprobs"].append(max(values[token], _LOWEST))
+        body["token_logprobs"].append(max(values[token], LOWEST))
         top = dict(sorted(values.items(), key=lambda item: -item[1])[: self._num_top])
         top.setdefault(token, values[token])
         body["top_logprobs"].append(
-            {token_text(self._tokenizer, t)[0]: max(v, _LOWEST) for t, v in top.items()}
+            {token_text(self._tokenizer, t)[0]: max(v, LOWEST) for t, v in top.items()}
         )
 
 

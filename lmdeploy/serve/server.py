@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-import logging
 import socket
 import sys
 from typing import TYPE_CHECKING
 
-from lmdeploy.checks import check_int, refuse
+from lmdeploy.checks import OptionError, check_instance, check_int, check_strings, refuse
+from lmdeploy.logs import set_log_level
 from lmdeploy.messages import TurbomindEngineConfig
 from lmdeploy.serve.state import ServerOptions
 
 if TYPE_CHECKING:
     from lmdeploy.model import ChatTemplateConfig
+
+_MAX_KEYS = 1024
+_MAX_KEY_CHARS = 4096
 
 
 def bind(server_name: str, server_port: int) -> socket.socket:
@@ -70,6 +73,16 @@ def curl_line(url: str, model_name: str, *, with_key: bool) -> str:
     )
 
 
+def check_options(options: ServerOptions) -> None:
+    """OptionError for an option that would not serve as it says."""
+    keys = check_strings(
+        "api_keys", options.api_keys, max_items=_MAX_KEYS, max_chars=_MAX_KEY_CHARS
+    )
+    if any(key != key.strip() for key in keys):  # no client could send it
+        raise OptionError("api_keys", "got a key with spaces around it; change --api-keys")
+    check_int("shutdown_timeout", options.shutdown_timeout, low=0, flag="--shutdown-timeout")
+
+
 def run_server(
     model_path: str,
     backend_config: TurbomindEngineConfig | None,
@@ -84,9 +97,10 @@ def run_server(
     from lmdeploy.serve.graceful_server import GracefulServer
     from lmdeploy.turbomind.engine import AsyncEngine
 
-    logging.getLogger("lmdeploy").setLevel(options.log_level)
-    check_int("shutdown_timeout", options.shutdown_timeout, low=0, flag="--shutdown-timeout")
-    config = backend_config or TurbomindEngineConfig()
+    check_options(options)
+    config = TurbomindEngineConfig() if backend_config is None else backend_config
+    check_instance("backend_config", config, kind=TurbomindEngineConfig)
+    set_log_level(options.log_level)
     sock = bind(options.server_name, options.server_port)
     try:
         engine = AsyncEngine.load(

@@ -5,6 +5,7 @@ Pure and synchronous; one object per answer, used by one coroutine.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -47,53 +48,57 @@ class KnownIds:
 class StopMatcher:
     """Finds the first of several words in a text that arrives in pieces.
 
-    Knuth-Morris-Pratt with one state per word, so the cost per character does not depend on the
-    length of the words. Invariant: `held` is the length of the longest end of the text so far that
-    begins some word, so text before it can never become part of a match.
+    Only the words whose first letter occurs are looked for, by str.find. Invariant: `_tail` is the
+    longest end of the text so far that begins some word, so text before it can never become part of
+    a match.
     """
 
     def __init__(self, words: Sequence[str]) -> None:
-        self._words = sorted(set(words), key=len, reverse=True)
-        self._failures = [_failure_table(word) for word in self._words]
-        self._states = [0] * len(self._words)
+        self._words = sorted(set(words))
+        self._by_letter: dict[str, list[str]] = {}
+        for word in self._words:
+            self._by_letter.setdefault(word[0], []).append(word)
+        self._tail = ""
 
     @property
     def held(self) -> int:
         """Characters at the end of the text that may begin a word."""
-        return max(self._states, default=0)
+        return len(self._tail)
 
     def find(self, text: str) -> tuple[int, int] | None:
         """Feeds `text`; (end of the match in `text`, length of the word), or None.
 
         Of words that end at the same character the longest counts.
         """
-        if not self._words:
+        known = len(self._tail)
+        text = self._tail + text
+        letters = self._by_letter.keys() & set(text)
+        if not letters:
+            self._tail = ""
             return None
-        for position, char in enumerate(text):
-            for i, word in enumerate(self._words):
-                state = self._advance(i, char)
-                self._states[i] = state
-                if state == len(word):
-                    return position + 1, len(word)
+        ends = []
+        for letter in letters:
+            for word in self._by_letter[letter]:
+                # A word that ends in the tail would have been found before.
+                place = text.find(word, max(known - len(word) + 1, 0))
+                if place >= 0:
+                    ends.append((place + len(word), -len(word)))
+        if ends:
+            end, length = min(ends)
+            return end - known, -length
+        self._tail = self._longest_begin(text)
         return None
 
-    def _advance(self, index: int, char: str) -> int:
-        word, failure, state = self._words[index], self._failures[index], self._states[index]
-        while state and word[state] != char:
-            state = failure[state - 1]
-        return state + 1 if word[state] == char else 0
-
-
-def _failure_table(word: str) -> list[int]:
-    table = [0] * len(word)
-    state = 0
-    for i in range(1, len(word)):
-        while state and word[i] != word[state]:
-            state = table[state - 1]
-        if word[i] == word[state]:
-            state += 1
-        table[i] = state
-    return table
+    def _longest_begin(self, text: str) -> str:
+        """The longest end of `text` that begins a word."""
+        for place, letter in enumerate(text):
+            if letter in self._by_letter:
+                end = text[place:]
+                # Words that begin with `end` follow it in the order.
+                index = bisect_left(self._words, end)
+                if index < len(self._words) and self._words[index].startswith(end):
+                    return end
+        return ""
 
 
 class AnswerText:

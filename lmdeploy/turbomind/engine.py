@@ -16,13 +16,13 @@ import weakref
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
-from lmdeploy.checks import flag_of
+from lmdeploy.checks import OptionError, flag_of
 from lmdeploy.harmony.parser import HarmonyText
 from lmdeploy.harmony.tokens import HarmonyTokens
 from lmdeploy.messages import GenerationConfig, Response, TurbomindEngineConfig
 from lmdeploy.turbomind.answer_text import AnswerText, Detokenizer, GatedAnswer, KnownIds
 from lmdeploy.turbomind.engine_parts import EngineParts, load_parts
-from lmdeploy.turbomind.grammar import make_token_mask
+from lmdeploy.turbomind.grammar import Grammars
 from lmdeploy.turbomind.request_options import (
     bad_sequences,
     check_token_ids,
@@ -130,34 +130,42 @@ class AsyncEngine:
         """Counters of the C++ engine."""
         return self.parts.core.stats()
 
-    def check_prompt(self, prompt_ids: list[int], *, num_new: int = 1) -> None:
-        """ValueError with the numbers when a prompt can never be served.
+    def check_prompt(
+        self, prompt_ids: list[int], *, num_new: int = 1, name: str = "prompt"
+    ) -> None:
+        """OptionError with the numbers, of the field `name`, when a prompt can never be served.
 
         `num_new`: tokens that must fit behind it, 0 where max_new_tokens is 0, else 1.
         """
         if not prompt_ids:
-            raise ValueError("prompt: got no tokens, wanted at least 1; change the prompt")
+            raise OptionError(name, "got no tokens, wanted at least 1; change the prompt")
         limit, session_len = self.max_request_tokens, self.parts.session_len
         wanted = len(prompt_ids) + num_new
-        got = f"prompt: got {len(prompt_ids)} tokens, wanted "
+        got = f"got {len(prompt_ids)} tokens, wanted "
         got += "fewer than" if num_new else "at most"
         if wanted > limit and wanted > session_len:
-            raise ValueError(
+            raise OptionError(
+                name,
                 f"{got} session_len {session_len}; shorten the prompt or raise "
-                f"{flag_of('session_len')}"
+                f"{flag_of('session_len')}",
             )
         if wanted > limit:
-            raise ValueError(
+            raise OptionError(
+                name,
                 f"{got} the {limit} that the KV cache holds; shorten the prompt or raise "
-                f"{flag_of('cache_max_entry_count')}"
+                f"{flag_of('cache_max_entry_count')}",
             )
         top = max(prompt_ids)
         if top >= self.parts.vocab_size or min(prompt_ids) < 0:
             bad = top if top >= self.parts.vocab_size else min(prompt_ids)
-            raise ValueError(
-                f"prompt: got token id {bad}, wanted 0 to {self.parts.vocab_size - 1}; "
-                f"change the prompt"
+            raise OptionError(
+                name,
+                f"got token id {bad}, wanted 0 to {self.parts.vocab_size - 1}; change the prompt",
             )
+
+    def new_grammars(self) -> Grammars:
+        """For the answers of one call, which share what `response_format` compiles to."""
+        return Grammars(lambda: self.parts.tokenizer.grammar_tokenizer(self.parts.vocab_size))
 
     async def submit(
         self,
@@ -166,19 +174,25 @@ class AsyncEngine:
         *,
         index: int = 0,
         chat: bool = False,
+        grammars: Grammars | None = None,
     ) -> RequestStream:
         """Starts one answer. `index` tells the n answers of one prompt apart (their seeds).
 
         `chat` is whether the prompt is a conversation: its answer is a text of its own instead of
         going on with the prompt's, and a model with a format of its own splits it into reasoning,
-        content (the text) and tool calls.
+        content (the text) and tool calls. `grammars` are those of the call it belongs to.
 
-        Raises ValueError when the request is wrong and EngineFailure when the engine has failed.
+        Raises OptionError when the request is wrong and EngineFailure when the engine has failed.
         """
         config = config or GenerationConfig()
         self.check_healthy()
         request, answer = await asyncio.to_thread(
-            self._make_request, prompt_ids, config, index=index, chat=chat
+            self._make_request,
+            prompt_ids,
+            config,
+            index=index,
+            chat=chat,
+            grammars=grammars or self.new_grammars(),
         )
         stream = RequestStream(request, config=config, answer=answer, forget=self.forget)
         with self._lock:
@@ -252,7 +266,13 @@ class AsyncEngine:
             raise EngineFailure(self.failure)
 
     def _make_request(
-        self, prompt_ids: list[int], config: GenerationConfig, *, index: int, chat: bool
+        self,
+        prompt_ids: list[int],
+        config: GenerationConfig,
+        *,
+        index: int,
+        chat: bool,
+        grammars: Grammars,
     ) -> tuple[Any, GatedAnswer]:
         # In a worker thread: tokenising words and compiling a grammar take time.
         harmony = self.parts.harmony if chat else None
@@ -280,10 +300,7 @@ class AsyncEngine:
         request.logits_output = config.output_logits or "none"
         set_sampling(request, config, index=index)
         if config.response_format is not None:
-            request.token_mask = make_token_mask(
-                lambda: self.parts.tokenizer.grammar_tokenizer(self.parts.vocab_size),
-                config.response_format,
-            )
+            request.token_mask = grammars.token_mask(config.response_format)
         return request, self._answer_text(
             config, plain_words, special_words=special_words, harmony=harmony, chat=chat
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lmdeploy.checks import show
+from lmdeploy.generation_config import sampling_defaults
 from lmdeploy.harmony.tokens import HarmonyTokens, find_harmony
 from lmdeploy.messages import TurbomindEngineConfig
 from lmdeploy.turbomind.devices import open_device
@@ -27,7 +28,8 @@ logger = logging.getLogger("lmdeploy")
 class EngineParts:
     """What an engine is made of. Tests pass fakes with the same methods.
 
-    `harmony` is there when answers to conversations come in the format of GPT-OSS.
+    `sampling` are the options of requests that do not say theirs. `harmony` is there when answers
+    to conversations come in the format of GPT-OSS.
     """
 
     core: _turbomind.Engine
@@ -38,7 +40,7 @@ class EngineParts:
     session_len: int
     eos_ids: list[int]
     kv: KvOptions
-    generation_config: dict[str, Any] = field(default_factory=dict)
+    sampling: dict[str, Any] = field(default_factory=lambda: sampling_defaults({}))
     model_path: str = ""
     model_type: str = ""
     harmony: HarmonyTokens | None = None
@@ -89,7 +91,7 @@ def load_parts(
             model.tokenizer.stop_ids, model.generation_config, vocab_size=model.config.vocab_size
         ),
         kv=kv,
-        generation_config=model.generation_config,
+        sampling=sampling_defaults(model.generation_config),
         model_path=model_path,
         model_type=model.model_type,
         harmony=harmony,

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lmdeploy.checks import flag_of, refuse, show
+from lmdeploy.checks import OptionError, flag_of, refuse, show
 
 if TYPE_CHECKING:
     from lmdeploy.chat_template import ChatTemplate
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("lmdeploy")
 
 MAX_MESSAGES = 4096
+MAX_OPTIONS_SIZE = 1 << 22  # characters and values of chat_template_kwargs
+MAX_OPTIONS_DEPTH = 64
 _NO_NAMES = ("custom", "hf")  # a ChatTemplateConfig needs a name
 _PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 _FROM_TEXTS = """\
@@ -33,7 +35,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def check_messages(messages: Any) -> list[dict[str, str]]:
-    """A conversation with plain text contents. ValueError names the message that is wrong.
+    """A conversation with plain text contents. OptionError names the message that is wrong.
 
     A content may be a text or a list of `{"type": "text", "text": ...}` parts.
     """
@@ -48,18 +50,18 @@ def _check_message(index: int, message: Any) -> dict[str, str]:
         raise refuse(name, message, wanted="an object with role and content")
     for key, value in message.items():
         if key not in ("role", "content", "name") and value not in (None, []):
-            raise ValueError(f"{name}.{key}: not supported, wanted role and content; remove it")
+            raise OptionError(f"{name}.{key}", "not supported, wanted role and content; remove it")
     role = message.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         raise refuse(f"{name}.role", role, wanted="one of " + ", ".join(_ROLES))
     if role == "tool":
-        raise ValueError(f"{name}.role: tool calls are not supported; remove the message")
+        raise OptionError(f"{name}.role", "tool calls are not supported; remove the message")
     content = text_of(name, message.get("content"))
     return {"role": "system" if role == "developer" else role, "content": content}
 
 
 def text_of(name: str, content: Any) -> str:
-    """The text of a message's content, joined when it comes in parts. ValueError for others."""
+    """The text of a message's content, joined when it comes in parts. OptionError for others."""
     if isinstance(content, list):
         content = "".join(_check_part(name, part) for part in content)
     if not isinstance(content, str):
@@ -70,8 +72,8 @@ def text_of(name: str, content: Any) -> str:
 def _check_part(name: str, part: Any) -> str:
     if not isinstance(part, dict) or part.get("type") != "text":
         kind = part.get("type") if isinstance(part, dict) else part
-        raise ValueError(
-            f"{name}.content: got a part of type {show(kind)}, wanted text; remove the part"
+        raise OptionError(
+            f"{name}.content", f"got a part of type {show(kind)}, wanted text; remove the part"
         )
     text = part.get("text")
     if not isinstance(text, str):
@@ -80,7 +82,7 @@ def _check_part(name: str, part: Any) -> str:
 
 
 def encode_text(parts: EngineParts, text: str, *, add_special: bool) -> list[int]:
-    """Token ids of a prompt. ValueError, before any work, for one that can never fit.
+    """Token ids of a prompt. OptionError, before any work, for one that can never fit.
 
     The library takes hundreds of bytes of memory per token, so this bounds what a client can cost.
     """
@@ -91,10 +93,11 @@ def encode_text(parts: EngineParts, text: str, *, add_special: bool) -> list[int
 def _check_length(parts: EngineParts, num_chars: int) -> None:
     limit = parts.session_len * parts.tokenizer.max_token_bytes
     if num_chars > limit:
-        raise ValueError(
-            f"prompt: got {num_chars} characters, wanted at most {limit}, which is more than "
+        raise OptionError(
+            "prompt",
+            f"got {num_chars} characters, wanted at most {limit}, which is more than "
             f"session_len {parts.session_len} tokens hold; shorten the prompt or raise "
-            f"{flag_of('session_len')}"
+            f"{flag_of('session_len')}",
         )
 
 
@@ -103,27 +106,62 @@ def encode_chat(
 ) -> list[int]:
     """Token ids of a conversation with the answer's beginning appended.
 
-    Raises ValueError for a wrong conversation, a model without a chat template, or what the
-    template itself refuses.
+    Raises OptionError for a wrong conversation, too large options, a model without a chat template,
+    or what the template itself refuses.
     """
+    options = template_options or {}
+    # The tools of GPT-OSS have checks of their own.
+    check_template_options(
+        {name: value for name, value in options.items() if not parts.harmony or name != "tools"}
+    )
     if parts.harmony is not None:
         from lmdeploy.harmony.rendering import render_prompt
 
-        texts = render_prompt(parts.chat_template, messages, options=template_options or {})
+        texts = render_prompt(parts.chat_template, messages, options=options)
         _check_length(parts, sum(map(len, texts)))
         if len(texts) > parts.session_len:  # each has a token of its own
-            raise ValueError(
-                f"prompt: got {len(texts)} texts that spell special tokens, wanted fewer than "
-                f"session_len {parts.session_len}; shorten the prompt"
+            raise OptionError(
+                "prompt",
+                f"got {len(texts)} texts that spell special tokens, wanted fewer than "
+                f"session_len {parts.session_len}; shorten the prompt",
             )
         return [i for text in texts for i in parts.tokenizer.encode(text, add_special=False)]
     if parts.chat_template is None:
-        raise ValueError(
-            "messages: the model has no chat template; use /v1/completions (do_preprocess=False) "
-            "or give one with --chat-template"
+        raise OptionError(
+            "messages",
+            "the model has no chat template; use /v1/completions (do_preprocess=False) "
+            "or give one with --chat-template",
         )
-    text = parts.chat_template.render(check_messages(messages), template_options or {})
+    text = parts.chat_template.render(check_messages(messages), options)
     return encode_text(parts, text, add_special=parts.chat_template.add_special)
+
+
+def check_template_options(options: dict[str, Any]) -> None:
+    """OptionError for variables of a chat template that are too large or nested too deep."""
+    size, depth = 0, 0
+    level: list[Any] = [options]
+    while level and size <= MAX_OPTIONS_SIZE and depth <= MAX_OPTIONS_DEPTH:
+        inner: list[Any] = []
+        for value in level:
+            if isinstance(value, str):
+                size += len(value)
+            elif isinstance(value, dict):
+                inner += [*value.keys(), *value.values()]
+            elif isinstance(value, (list, tuple)):
+                inner += value
+        size += len(level)
+        depth += 1
+        level = inner
+    if size > MAX_OPTIONS_SIZE:
+        got, wanted = "characters and values", MAX_OPTIONS_SIZE
+    elif level:
+        got, wanted = "levels", MAX_OPTIONS_DEPTH
+    else:
+        return
+    raise OptionError(
+        "chat_template_kwargs",
+        f"got more than {wanted} {got}, wanted fewer; change chat_template_kwargs",
+    )
 
 
 class PromptTemplate:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING, Any
 
+from lmdeploy.checks import OptionError
+
 if TYPE_CHECKING:
     from lmdeploy.messages import GenerationConfig
     from lmdeploy.tokenizer import Tokenizer
 
 
 def check_token_ids(config: GenerationConfig, vocab_size: int) -> None:
-    """ValueError for an option with a token id that the model does not have."""
+    """OptionError for an option with a token id that the model does not have."""
     for name in ("stop_token_ids", "bad_token_ids", "logit_bias"):
         for token in getattr(config, name) or ():
             if token >= vocab_size:
-                raise ValueError(
-                    f"{name}: got token id {token}, wanted 0 to {vocab_size - 1}; change {name}"
-                )
+                wanted = f"wanted 0 to {vocab_size - 1}; change {name}"
+                raise OptionError(name, f"got token id {token}, {wanted}")
 
 
 def sort_stop_words(

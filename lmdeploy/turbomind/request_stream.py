@@ -57,6 +57,8 @@ class RequestStream:
     async def __anext__(self) -> Response:
         while not self._done:
             output = await self._queue.get()
+            if self._done:
+                break
             if isinstance(output, BaseException):
                 self._done = True
                 raise output
@@ -71,8 +73,10 @@ class RequestStream:
         raise StopAsyncIteration
 
     def close(self) -> None:
-        """Cancels the request unless it has ended."""
-        self._done = True
+        """Cancels the request unless it has ended. One who waits for a piece gets no more."""
+        if not self._done:
+            self._done = True
+            self._queue.put_nowait(None)
         self._forget(self.request_id)
 
     def deliver(self, output: Any) -> None:

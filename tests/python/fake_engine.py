@@ -65,7 +65,14 @@ class FakeTokenizer:
         return FakeTextStream(skip_special, self)
 
     def token_bytes(self, token: int) -> bytes:
+        if token >= self.vocab_size:  # as the real one's
+            raise ValueError(f"token id {token}: wanted 0..{self.vocab_size - 1}")
         return bytes([token]) if token < 256 else b"<eos>"
+
+    def grammar_tokenizer(self, vocab_size: int) -> Any:
+        from llguidance import LLTokenizer
+
+        return LLTokenizer("byte", n_vocab=vocab_size)
 
     def is_special(self, token: int) -> bool:
         return token >= 256
@@ -136,7 +143,8 @@ class FakeCore:
 
     def submit(self, request: Any) -> None:
         with self._changed:
-            prompt = self.tokenizer.decode(request.prompt, skip_special=False)
+            known = [i for i in request.prompt if i < self.tokenizer.vocab_size]
+            prompt = self.tokenizer.decode(known, skip_special=False)
             answer = [*self.tokenizer.encode(self.script(prompt)), EOS]
             self.requests.append(request)
             self._running[request.id] = (request, answer)

@@ -1,6 +1,7 @@
 """Chat templates: as transformers renders them, and no way out of the sandbox."""
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,28 @@ def test_the_templates_own_refusal_is_told() -> None:
 def test_hostile_templates_are_value_errors(source: str) -> None:
     with pytest.raises(ValueError, match=r"template"):
         template(source).render(MESSAGES)
+
+
+@pytest.mark.parametrize("indent", [None, 4, 16])
+def test_json_stops_at_the_limit(monkeypatch: pytest.MonkeyPatch, indent: int | None) -> None:
+    monkeypatch.setattr("lmdeploy.chat_template._MAX_OUTPUT_CHARS", 100_000)
+    value: object = list(range(50_000))
+    for _ in range(50):
+        value = [value]
+    source = template(f"{{{{ messages[0].value | tojson(indent={indent}) | length }}}}")
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="passes 100000 characters"):
+            source.render([{"value": value}])
+        assert tracemalloc.get_traced_memory()[1] < 4_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_json_is_indented_a_little() -> None:
+    assert template("{{ [1] | tojson(indent=16) }}").render([]) == "[\n" + " " * 16 + "1\n]"
+    with pytest.raises(ValueError, match="indent=17, wanted at most 16"):
+        template("{{ [1] | tojson(indent=17) }}").render([])
 
 
 @pytest.mark.parametrize("source", ["{% if %}", "{{", "{% endfor %}", "x" * (2 << 20)])

@@ -12,6 +12,7 @@ from lmdeploy import Pipeline
 from lmdeploy.cli.arguments import UNSUPPORTED_FLAGS, engine_config
 from lmdeploy.cli.chat import talk
 from lmdeploy.cli.entrypoint import main, make_parser
+from lmdeploy.serve import server
 from lmdeploy.turbomind.kv_quality import DEFAULT_HOT_TOKENS
 
 
@@ -108,9 +109,7 @@ def test_flags_reach_the_config():
 
 def test_server_flags_reach_the_server(monkeypatch, capsys):
     seen = []
-    monkeypatch.setattr(
-        "lmdeploy.serve.server.run_server", lambda *args, options, **rest: seen.append(options)
-    )
+    monkeypatch.setattr(server, "run_server", lambda *args, options, **rest: seen.append(options))
     flags = ("--shutdown-timeout", "60", "--enable-abort-handling")
     assert main(["serve", "api_server", "smollm2", *flags]) == 0
     assert (seen[0].shutdown_timeout, seen[0].enable_abort_handling) == (60, True)
@@ -138,7 +137,7 @@ def test_chat_says_where_an_answer_was_cut():
     lines = iter(["hello", "/exit"])
     out = io.StringIO()
     engine = make_engine(lambda _: "a" * 2000, session_len=64)
-    engine.parts.generation_config["top_k"] = 7
+    engine.parts.sampling["top_k"] = 7
     with Pipeline("fake", engine=engine) as pipeline:
         talk(pipeline, Console(file=out, width=200), read=lambda: next(lines))
         assert engine.parts.core.requests[0].top_k == 7  # the model's own sampling

@@ -364,7 +364,7 @@ def test_a_grammar_is_of_the_final_channel(ask: Asker) -> None:
     tokenizer = ask.pipe.engine.parts.tokenizer
     plain_ids = ask("x")[-1].input_token_len
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lmdeploy.turbomind.engine.make_token_mask", lambda *_: None)
+        patch.setattr("lmdeploy.turbomind.grammar.Grammars.token_mask", lambda *_: None)
         json_object = GenerationConfig(response_format={"type": "json_object"})
         whole = join_pieces(ask('{"a": 1}<|return|>', json_object))
         assert (whole.text, whole.finish_reason) == ('{"a": 1}', "stop")

@@ -9,7 +9,7 @@ import openai
 import pytest
 from fake_engine import HarmonyTokenizer, make_engine
 from harmony_cases import OWN_TEMPLATE, TOOL
-from test_serve import post, serving
+from serving import post, serving
 
 from lmdeploy.cli.entrypoint import make_parser
 

@@ -66,3 +66,13 @@ def test_the_chosen_token_is_always_named() -> None:
     maker = CompletionLogprobs(tokenizer, 1, **SKIP)
     maker.add_answer([a], [{a: -3.0, b: -0.5, c: -1.0}])
     assert maker.take()["top_logprobs"] == [{"b": -0.5, "a": -3.0}]
+
+
+def test_an_aborted_prompt_has_fewer_log_probabilities() -> None:
+    tokenizer = sentence_piece()
+    prompt = tokenizer.encode("ab c")
+    maker = CompletionLogprobs(tokenizer, 1, **SKIP)
+    maker.add_prompt(prompt, [None, *values(prompt[1:2])], text="ab c")
+    body = maker.take()
+    assert body["token_logprobs"] == [None, -1.0, *[None] * (len(prompt) - 2)]
+    assert len(body["tokens"]) == len(body["text_offset"]) == len(prompt)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from fake_engine import make_engine
 
 from lmdeploy import GenerationConfig, Pipeline
 from lmdeploy.turbomind.engine import EngineFailure
+from lmdeploy.turbomind.grammar import Grammar
 
 
 @pytest.fixture
@@ -117,6 +119,70 @@ def test_get_ppl(pipe):
         pipe.get_ppl("The capital")
     ids = pipe.tokenizer.encode("The capital")
     assert pipe.tokenizer.decode(ids) == "The capital" and len(pipe.get_ppl(ids)) == 1
+
+
+def test_get_ppl_checks_all_before_any_runs(pipe):
+    for wrong in ([1] * 513, [1, 999], [1, -1]):
+        with pytest.raises(ValueError, match=r"^input_ids\[1\]: got"):
+            pipe.get_ppl([[1, 2], wrong])
+    with pytest.raises(ValueError, match=r"input_ids: got .* token ids"):
+        pipe.get_ppl([[1, 2], [1, "a"]])
+    assert not pipe.engine.parts.core.requests
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda pipe: pipe(["a"] * 20),
+        lambda pipe: list(pipe.stream_infer(["a"] * 20)),
+        lambda pipe: pipe.get_ppl([[1, 2]] * 20),
+    ],
+    ids=["infer", "stream_infer", "get_ppl"],
+)
+def test_few_requests_are_in_flight(pipe, monkeypatch, call):
+    monkeypatch.setattr(sys.modules["lmdeploy.pipeline"], "_MAX_IN_FLIGHT", 3)
+    core, most = pipe.engine.parts.core, []
+    submit = core.submit
+
+    def watched(request):
+        submit(request)
+        most.append(len(pipe.engine._streams))
+
+    monkeypatch.setattr(core, "submit", watched)
+    call(pipe)
+    assert len(most) == 20 and max(most) <= 3
+
+
+def test_a_failed_likelihood_cancels_the_rest(pipe, monkeypatch):
+    core = pipe.engine.parts.core
+    step = core._step
+
+    def second_fails(request_id, request, answer):
+        if request_id == 2:
+            del core._running[request_id]
+            return core._output(request_id, [], "error", error="out of luck")
+        return (
+            step(request_id, request, answer)
+            if request_id < 2
+            else core._output(request_id, [], "none")
+        )
+
+    monkeypatch.setattr(core, "_step", second_fails)
+    with pytest.raises(EngineFailure, match=r"input_ids\[1\]: .*out of luck"):
+        pipe.get_ppl([[1, 2]] * 4)
+    deadline = time.monotonic() + 5
+    while pipe.engine._streams and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not pipe.engine._streams
+
+
+def test_a_grammar_is_compiled_once_per_call(pipe, monkeypatch):
+    compiled = []
+    make = Grammar.__init__
+    monkeypatch.setattr(Grammar, "__init__", lambda *args: compiled.append(1) or make(*args))
+    config = GenerationConfig(response_format={"type": "json_object"}, n=2)
+    assert len(pipe(["a", "b", "c"], config)) == 6
+    assert len(compiled) == 1
 
 
 def test_get_ppl_says_why_a_request_failed(pipe, monkeypatch):

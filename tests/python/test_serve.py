@@ -8,41 +8,18 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import httpx
 import openai
 import pytest
 import uvicorn
 from fake_engine import make_engine
+from serving import ANSWER, CHAT, post, serving
 
 from lmdeploy.serve.app import make_app
 from lmdeploy.serve.graceful_server import GracefulServer
 from lmdeploy.serve.server import bind, curl_line, listen
 from lmdeploy.serve.state import ServerOptions
-
-USER = [{"role": "user", "content": "hello"}]
-CHAT = {"model": "m", "messages": USER}
-ANSWER = "You said: HELLO"
-
-
-@contextmanager
-def serving(engine, *, grace_seconds=None, **options) -> Iterator[str]:
-    app = make_app(engine, ServerOptions(model_name="m", **options))
-    sock = bind("127.0.0.1", 0)
-    config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=grace_seconds)
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
-        sock.close()
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +31,6 @@ def url():
 @pytest.fixture(scope="module")
 def client(url):
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-
-
-def post(url, path, body, **options):
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return httpx.post(url + path, content=data, timeout=60, **options)
 
 
 def test_models_and_health(url, client):

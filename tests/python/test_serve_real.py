@@ -9,7 +9,7 @@ import time
 import httpx
 import openai
 import pytest
-from test_serve import serving
+from serving import serving
 
 from lmdeploy import GenerationConfig, Pipeline, TurbomindEngineConfig
 from lmdeploy.cli.entrypoint import main

@@ -1,0 +1,58 @@
+"""Grammars of one call: compiled once, a state per answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_engine import FakeTokenizer
+
+from lmdeploy.checks import OptionError
+from lmdeploy.turbomind.grammar import Grammars
+
+VOCAB_SIZE = 262  # of llguidance's tokenizer of bytes
+
+
+def grammars() -> Grammars:
+    return Grammars(lambda: FakeTokenizer().grammar_tokenizer(VOCAB_SIZE))
+
+
+def allowed(mask_of: Any, new_tokens: bytes = b"") -> str:
+    mask = np.zeros((VOCAB_SIZE + 31) // 32, dtype=np.int32)
+    assert mask_of(list(new_tokens), mask)
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    return "".join(chr(i) for i in range(256) if bits[i])
+
+
+def test_answers_do_not_see_each_other() -> None:
+    known = grammars()
+    format_ = {"type": "regex_schema", "regex_schema": "a(b|c)d"}
+    first, second = known.token_mask(format_), known.token_mask(format_)
+    assert (allowed(first), allowed(first, b"a")) == ("a", "bc")
+    assert allowed(second) == "a"
+    assert allowed(first, b"b") == "d"
+    assert allowed(known.token_mask(format_)) == "a"
+    assert allowed(second, b"a") == "bc"
+
+
+def test_equal_looking_formats_are_told_apart() -> None:
+    known = grammars()
+
+    def begins(value: object) -> str:
+        schema = {"const": value}
+        return allowed(known.token_mask({"type": "json_schema", "json_schema": schema}))
+
+    assert "1" in begins(1) and "t" in begins(True)
+
+
+def test_text_needs_no_tokenizer() -> None:
+    assert Grammars(lambda: pytest.fail("asked for")).token_mask({"type": "text"}) is None
+
+
+def test_a_token_outside_the_grammar_names_the_field() -> None:
+    mask = np.zeros((VOCAB_SIZE + 31) // 32, dtype=np.int32)
+    token_mask = grammars().token_mask({"type": "regex_schema", "regex_schema": "ab"})
+    assert token_mask is not None and token_mask([], mask)
+    with pytest.raises(OptionError, match=r"^response_format: "):
+        token_mask([ord("x")], mask)

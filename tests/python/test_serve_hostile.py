@@ -1,0 +1,365 @@
+"""Requests that cost too much, leave early or are no text; whose fault an error is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+import signal
+import socket
+import time
+
+import httpx
+import pytest
+import uvicorn
+from fake_engine import FakeTokenizer, make_engine
+from serving import CHAT, post, serving
+
+import lmdeploy
+from lmdeploy.checks import OptionError
+from lmdeploy.generation_config import GenerationConfig, sampling_defaults
+from lmdeploy.serve import generation
+from lmdeploy.serve.errors import ApiError, to_api_error
+from lmdeploy.serve.generation import collect_all, submit_all
+from lmdeploy.serve.graceful_server import GracefulServer
+from lmdeploy.serve.metrics import ServerMetrics
+from lmdeploy.turbomind.engine import EngineFailure
+from lmdeploy.turbomind.grammar import Grammar
+from lmdeploy.turbomind.prompts import MAX_OPTIONS_DEPTH, MAX_OPTIONS_SIZE, check_template_options
+
+JSON_FORMAT = {"type": "json_object"}
+COMPLETION = {"model": "m", "prompt": "a"}
+
+
+@pytest.fixture(scope="module")
+def url():
+    with serving(make_engine()) as url:
+        yield url
+
+
+def refused(reply, *, param, status=400):
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"], error["param"]) == (status, status, param)
+    return error["message"]
+
+
+def nested(depth):
+    value = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"x": nested(200)}, f"more than {MAX_OPTIONS_DEPTH} levels"),
+        ({"x": "y" * (MAX_OPTIONS_SIZE + 1)}, f"more than {MAX_OPTIONS_SIZE} characters"),
+        ({"x": [0] * MAX_OPTIONS_SIZE}, f"more than {MAX_OPTIONS_SIZE} characters"),
+    ],
+    ids=["deep", "long", "many"],
+)
+def test_template_options_are_bounded(url, options, text):
+    reply = post(url, "/v1/chat/completions", {**CHAT, "chat_template_kwargs": options})
+    assert text in refused(reply, param="chat_template_kwargs")
+
+
+def test_template_options_within_the_bounds(url):
+    check_template_options({"x": nested(MAX_OPTIONS_DEPTH - 3), "y": {"z": "a" * 1000}})
+    options = {"enable_thinking": False, "documents": [{"title": "a"}], "tools": []}
+    body = {**CHAT, "chat_template_kwargs": options}
+    assert post(url, "/v1/chat/completions", body).status_code == 200
+
+
+def test_tools_do_not_come_in_by_the_back_door(url):
+    body = {**CHAT, "chat_template_kwargs": {"tools": [{"type": "function"}]}}
+    reply = post(url, "/v1/chat/completions", body)
+    assert "not supported" in refused(reply, param="chat_template_kwargs.tools")
+
+
+def test_a_grammar_is_compiled_once_per_request(monkeypatch):
+    compiled, masks = [], []
+    make, copy = Grammar.__init__, Grammar.token_mask
+    monkeypatch.setattr(Grammar, "__init__", lambda *args: compiled.append(1) or make(*args))
+    monkeypatch.setattr(Grammar, "token_mask", lambda self: masks.append(1) or copy(self))
+    body = {**COMPLETION, "prompt": ["a", "b"], "n": 3, "response_format": JSON_FORMAT}
+    with serving(make_engine()) as url:
+        assert post(url, "/v1/completions", body).status_code == 200
+        assert (len(compiled), len(masks)) == (1, 6)
+        many = {**body, "n": 65}
+        text = refused(post(url, "/v1/completions", many), param="n")
+        assert "at most 128 answers with response_format" in text
+        assert len(compiled) == 1
+        del many["response_format"]
+        assert post(url, "/v1/completions", {**many, "max_tokens": 1}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("response_format", "param"),
+    [
+        ({"type": "regex_schema", "regex_schema": "("}, "response_format"),
+        ({"type": "json_schema", "json_schema": {"schema": {"type": 3}}}, "response_format"),
+        ({"type": "regex_schema", "regex_schema": 7}, "response_format.regex_schema"),
+        ({"type": "json_schema", "json_schema": nested(1)}, "response_format.json_schema"),
+    ],
+)
+def test_bad_grammars_are_the_requests_fault(url, response_format, param):
+    body = {**COMPLETION, "response_format": response_format}
+    refused(post(url, "/v1/completions", body), param=param)
+
+
+def test_a_deep_schema_is_the_requests_fault():
+    schema: dict[str, object] = {}
+    for _ in range(5000):
+        schema = {"items": schema}
+    config = GenerationConfig(response_format={"type": "json_schema", "json_schema": schema})
+    engine = make_engine()
+    with pytest.raises(OptionError, match=r"response_format\.json_schema: nested too deep"):
+        asyncio.run(engine.submit([1], config))
+    engine.close()
+
+
+class SlowTokenizer(FakeTokenizer):
+    """Takes its time and counts."""
+
+    def __init__(self):
+        self.texts = []
+
+    def encode(self, text, add_special=True):
+        self.texts.append(text)
+        time.sleep(0.005)
+        return super().encode(text, add_special)
+
+
+def send_and_leave(url, path, body, *, after):
+    host, port = url.removeprefix("http://").split(":")
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    with socket.create_connection((host, int(port))) as sock:
+        sock.sendall(head.encode() + data)
+        deadline = time.monotonic() + 10
+        while not after() and time.monotonic() < deadline:
+            time.sleep(0.002)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {**COMPLETION, "prompt": ["a"] * 1000}),
+        ("/v1/completions", {**COMPLETION, "prompt": ["a"] * 1000, "stream": True}),
+        ("/v1/encode", {"input": ["a"] * 1000}),
+    ],
+    ids=["whole", "stream", "encode"],
+)
+def test_a_client_that_leaves_ends_the_encoding(path, body):
+    tokenizer = SlowTokenizer()
+    with serving(make_engine(tokenizer=tokenizer)) as url:
+        send_and_leave(url, path, body, after=lambda: len(tokenizer.texts) > 5)
+        time.sleep(0.2)
+        done = len(tokenizer.texts)
+        time.sleep(0.2)
+        assert len(tokenizer.texts) == done < 500
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_ends_the_submitting(stream):
+    engine = make_engine(lambda _: "a" * 100_000, step_seconds=0.005, session_len=200_000)
+    engine.parts.core.cache_tokens = 200_000
+    make = engine._make_request
+
+    def slow(*args, **options):
+        time.sleep(0.01)
+        return make(*args, **options)
+
+    engine._make_request = slow
+    core = engine.parts.core
+    body = {**COMPLETION, "n": 100, "max_tokens": 100_000, "stream": stream}
+    with serving(engine) as url:
+        send_and_leave(url, "/v1/completions", body, after=lambda: len(core.requests) > 5)
+        time.sleep(0.2)
+        assert len(core.requests) < 50
+        assert sorted(core.cancelled) == [request.id for request in core.requests]
+        assert not engine._streams
+
+
+def test_the_first_wrong_prompt_ends_the_encoding():
+    tokenizer = SlowTokenizer()
+    with serving(make_engine(tokenizer=tokenizer)) as url:
+        body = {**COMPLETION, "prompt": ["x" * 600, "b", "c"]}
+        assert "got 600 tokens" in refused(post(url, "/v1/completions", body), param="prompt")
+    assert tokenizer.texts == ["x" * 600]
+
+
+def test_encode_has_a_limit_of_tokens(url, monkeypatch):
+    monkeypatch.setattr(generation, "MAX_ENCODED_TOKENS", 10)
+    assert post(url, "/v1/encode", {"input": ["a" * 5] * 2}).json()["length"] == [5, 5]
+    reply = post(url, "/v1/encode", {"input": ["a" * 4] * 3})
+    assert "got 12 tokens, wanted at most 10" in refused(reply, param="input")
+
+
+def test_an_answer_that_fails_ends_its_siblings():
+    engine = make_engine(lambda _: "a" * 400, step_seconds=0.005)
+
+    async def run():
+        jobs = await submit_all(engine, [[1]], config=GenerationConfig(n=3))
+        jobs[1].stream.deliver(EngineFailure("out of luck"))
+        with pytest.raises(EngineFailure):
+            await collect_all(jobs, ServerMetrics(engine, "m"))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(run())
+    assert sorted(engine.parts.core.cancelled) == [1, 2, 3]
+    engine.close()
+
+
+def test_close_wakes_one_who_waits():
+    engine = make_engine(lambda _: "a" * 400, step_seconds=0.5)
+
+    async def run():
+        stream = await engine.submit([1])
+        waiter = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0.01)
+        stream.close()
+        with pytest.raises(StopAsyncIteration):
+            await asyncio.wait_for(waiter, 0.3)
+
+    asyncio.run(run())
+    engine.close()
+
+
+def events_of(reply):
+    lines = [line for line in reply.text.splitlines() if line.startswith("data: {")]
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_echoed_prompt_may_hold_what_is_no_text(url, stream):
+    body = {**COMPLETION, "echo": True, "stream": stream, "logprobs": 0, "max_tokens": 3}
+    for prompt, text in (("a\ud800b", "a\ufffdb"), ([97, 257, 98], "ab")):
+        reply = post(url, "/v1/completions", {**body, "prompt": prompt})
+        assert reply.status_code == 200
+        bodies = events_of(reply) if stream else [reply.json()]
+        assert "".join(b["choices"][0]["text"] for b in bodies) == text + "You"
+
+
+def test_errors_may_hold_what_is_no_text(url):
+    message = {"role": "user", "content": "a", "b\ud800": 1}
+    reply = post(url, "/v1/chat/completions", {**CHAT, "messages": [message]})
+    assert "not supported" in refused(reply, param="messages[0].b\ufffd")
+    format_ = {"type": "regex_schema", "regex_schema": "\ud800"}
+    body = {**COMPLETION, "response_format": format_}
+    assert post(url, "/v1/completions", body).status_code == 200
+
+
+def test_options_of_the_engine_have_their_names_of_requests():
+    config = OptionError("stop_words", "got 3, wanted a list; change stop_words")
+    told = to_api_error(config)
+    assert (told.status, told.param) == (400, "stop")
+    assert told.message == "stop: got 3, wanted a list; change stop"
+    assert to_api_error(OptionError("random_seed", "x")).param == "seed"
+    assert to_api_error(OptionError("max_new_tokens", "x")).param == "max_tokens"
+    assert to_api_error(EngineFailure("x")).status == 503
+    error = ApiError(413, "x")
+    assert to_api_error(error) is error
+    told = to_api_error(ValueError("n: x"))
+    assert (told.status, told.param) == (500, None)
+    again = pickle.loads(pickle.dumps(config))
+    assert (again.field, str(again)) == (config.field, str(config))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_our_own_errors_are_not_the_requests_fault(stream, caplog):
+    engine = make_engine()
+
+    def wrong(*args, **options):
+        raise ValueError("temperature: list.index(x): x not in list")
+
+    engine._make_request = wrong
+    with serving(engine) as url:
+        reply = post(url, "/v1/chat/completions", {**CHAT, "stream": stream})
+        assert "internal error: ValueError" in refused(reply, param=None, status=500)
+        assert reply.json()["error"]["type"] == "server_error"
+    assert "list.index" in caplog.text
+
+
+def test_a_failed_engine_ends_a_stream_with_503():
+    engine = make_engine(lambda _: "a" * 450, step_seconds=0.005)
+    body = {**CHAT, "stream": True}
+    with (
+        serving(engine) as url,
+        httpx.stream("POST", f"{url}/v1/chat/completions", json=body) as reply,
+    ):
+        lines = reply.iter_lines()
+        next(lines)
+        engine.parts.core.fail("out of luck")
+        events = [line for line in lines if line.startswith("data: ")]
+    error = json.loads(events[-1].removeprefix("data: "))["error"]
+    assert error["code"] == 503 and "out of luck" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"api_keys": ""}, "api_keys: got ''"),
+        ({"api_keys": ["a", ""]}, "api_keys: got ''"),
+        ({"api_keys": [None]}, "api_keys: got None"),
+        ({"api_keys": " a"}, "api_keys: got a key with spaces"),
+        ({"backend_config": {"session_len": 8}}, "backend_config: got .* a TurbomindEngineConfig"),
+        ({"log_level": "LOUD"}, "log_level: got 'LOUD'"),
+    ],
+)
+def test_serve_refuses_options_before_it_loads(options, text):
+    with pytest.raises(ValueError, match=text):
+        lmdeploy.serve("no/such/model", server_port=0, **options)
+
+
+def test_serve_stays_a_function():
+    import lmdeploy.serve.app
+
+    assert callable(lmdeploy.serve)
+
+
+def test_what_a_model_says_of_sampling_is_checked_once(caplog):
+    given = {"top_k": -1, "temperature": "hot", "top_p": 0.5, "do_sample": False, "min_p": None}
+    taken = sampling_defaults(given)
+    assert taken == {**sampling_defaults({}), "top_p": 0.5, "do_sample": False}
+    assert "generation_config.json: top_k: got -1" in caplog.text
+    assert "temperature: got 'hot'" in caplog.text and "taken as 0.7" in caplog.text
+
+
+def test_a_greedy_model_samples_for_requests_that_say_how():
+    engine = make_engine()
+    engine.parts.sampling = sampling_defaults({"do_sample": False})
+    core = engine.parts.core
+    with serving(engine) as url:
+        for more, samples in (
+            ({}, False),
+            ({"seed": 3}, False),
+            ({"temperature": 1}, True),
+            ({"temperature": 0}, False),
+            ({"top_p": 0.9}, True),
+            ({"top_k": 5}, True),
+        ):
+            assert post(url, "/v1/completions", {**COMPLETION, **more}).status_code == 200
+            assert core.requests[-1].do_sample == samples, more
+
+
+def test_a_third_signal_cuts():
+    engine = make_engine()
+    server = GracefulServer(uvicorn.Config(lambda: None), engine, grace=300)
+    for count in (1, 2, 3):
+        server.handle_exit(signal.SIGTERM, None)
+        assert (server.should_exit, server.force_exit) == (True, count == 3)
+    engine.close()
+
+
+def test_a_client_that_leaves_within_its_body_is_no_error(caplog):
+    with serving(make_engine()) as url:
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as sock:
+            sock.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        time.sleep(0.2)
+        assert httpx.get(f"{url}/health").status_code == 200
+    assert "ClientDisconnect" not in caplog.text
