@@ -18,7 +18,6 @@ from lmdeploy.kv_formats import KV_QUALITIES
 from lmdeploy.kv_formats import parse_quant_policy as _check_quant_policy
 from lmdeploy.logs import LOG_LEVELS
 
-
 # Flags of LMDeploy 0.18 that are not built → (number of arguments, accepted values). A flag is
 # accepted with its default, which changes nothing.
 UNSUPPORTED_FLAGS: dict[str, tuple[str | int, tuple[str, ...]]] = {
