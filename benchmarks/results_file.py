@@ -64,10 +64,10 @@ def cpu_name() -> str:
 
 
 def commit_here(root: Path = ROOT) -> str:
-    """Short hash of the sources, with + where what figures depend on is not committed."""
+    """Short hash of the last change of what figures depend on, + where not all is committed."""
     try:
-        commit = _git(root, "rev-parse", "--short", "HEAD").strip()
-        changes = _git(root, "status", "--porcelain", "--untracked-files=no", "--", *SOURCES)
+        commit = _git(root, "log", "-1", "--format=%h", "--", *SOURCES).strip()
+        changes = _git(root, "status", "--porcelain", "--", *SOURCES)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return commit + "+" * bool(changes)

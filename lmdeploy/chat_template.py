@@ -203,14 +203,15 @@ def _to_json(
     value: Any,
     ensure_ascii: bool = False,
     *,
-    indent: int | None = None,
+    indent: int | str | None = None,
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
     if isinstance(value, RawText):
         return str(value)
-    if indent is not None and indent > _MAX_INDENT:
-        raise _TemplateError(f"tojson: got indent={indent}, wanted at most {_MAX_INDENT}")
+    width = len(indent) if isinstance(indent, str) else indent or 0
+    if width > _MAX_INDENT:
+        raise _TemplateError(f"tojson: got indent={width}, wanted at most {_MAX_INDENT}")
     # Unlike Jinja's own filter it does not escape for HTML.
     encoder = json.JSONEncoder(
         ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys

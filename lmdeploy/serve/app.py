@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -25,7 +25,7 @@ from lmdeploy.serve.edge import Edge
 from lmdeploy.serve.errors import ApiError, JsonResponse, error_response, to_api_error
 from lmdeploy.serve.events import SseResponse
 from lmdeploy.serve.generate import GenerateReply, prepare_generate
-from lmdeploy.serve.generation import Job, collect_all, encode_texts, submit_all
+from lmdeploy.serve.generation import Job, close_all, collect_all, encode_texts, submit_all
 from lmdeploy.serve.metrics import ServerMetrics
 from lmdeploy.serve.openapi import describe_bodies
 from lmdeploy.serve.protocol import (
@@ -180,11 +180,17 @@ class Endpoint:
     ]
     reply: type[Reply]
     is_chat: bool = False
+    # Fields of errors that have another name in this route's body.
+    fields: Mapping[str, str] = field(default_factory=dict)
 
 
-_CHAT = Endpoint(ChatCompletionRequest, prepare_chat, ChatReply, is_chat=True)
+_CHAT = Endpoint(
+    ChatCompletionRequest, prepare_chat, ChatReply, is_chat=True, fields={"prompt": "messages"}
+)
 _COMPLETION = Endpoint(CompletionRequest, prepare_completion, CompletionReply)
-_GENERATE = Endpoint(GenerateRequest, prepare_generate, GenerateReply)
+_GENERATE = Endpoint(
+    GenerateRequest, prepare_generate, GenerateReply, fields={"logprobs": "top_logprobs_num"}
+)
 
 
 async def _generate(request: Request, state: ServerState, *, endpoint: Endpoint) -> Response:
@@ -193,20 +199,28 @@ async def _generate(request: Request, state: ServerState, *, endpoint: Endpoint)
     if isinstance(body, CompletionFields):
         _check_model(state, body.model)
 
-    async def start() -> list[Job]:
-        prompts, config = await endpoint.prepare(state, body)
-        return await submit_all(state.engine, prompts, config=config, chat=endpoint.is_chat)
+    jobs: list[Job] = []
 
-    async def answer() -> tuple[list[Job], list[Answer]]:
-        jobs = await start()
-        return jobs, await collect_all(jobs, state.metrics)
+    async def start() -> None:
+        prompts, config = await endpoint.prepare(state, body)
+        jobs.extend(await submit_all(state.engine, prompts, config=config, chat=endpoint.is_chat))
+
+    async def answer() -> list[Answer]:
+        await start()
+        return await collect_all(jobs, state.metrics)
 
     reply = endpoint.reply(state, body)
-    if body.stream:
-        jobs = await _until_disconnect(request, start())
-        return SseResponse(reply.events(jobs), jobs)
-    jobs, answers = await _until_disconnect(request, answer())
-    return await _render(lambda: reply.whole(jobs, answers), answers)
+    try:
+        if body.stream:
+            await _until_disconnect(request, start())
+            return SseResponse(reply.events(jobs), jobs)
+        answers = await _until_disconnect(request, answer())
+        return await _render(lambda: reply.whole(jobs, answers), answers)
+    except OptionError as error:
+        raise error.renamed(endpoint.fields.get(error.field, error.field)) from error
+    except asyncio.CancelledError:
+        close_all(jobs)
+        raise
 
 
 def _add_generation_routes(app: FastAPI, state: ServerState) -> None:
@@ -231,7 +245,10 @@ def _add_generation_routes(app: FastAPI, state: ServerState) -> None:
         body = await _read(request, EncodeRequest)
         texts = [body.input] if isinstance(body.input, str) else body.input
         work = encode_texts(texts, lambda text: _encode_one(state.engine, body, text=text))
-        ids = await _until_disconnect(request, work)
+        try:
+            ids = await _until_disconnect(request, work)
+        except OptionError as error:
+            raise error.renamed("input") from error
         if isinstance(body.input, str):
             return {"input_ids": ids[0], "length": len(ids[0])}
         return {"input_ids": ids, "length": [len(item) for item in ids]}

@@ -43,6 +43,8 @@ class ApiError(Exception):
 def to_api_error(error: Exception) -> ApiError:
     """What a client is told of an exception. One that is nobody's fault but ours is logged."""
     if isinstance(error, ApiError):
+        if error.status == 500:
+            logger.error("%s", error.message)
         return error
     if isinstance(error, OptionError):
         told = error.renamed(_FIELDS.get(error.field, error.field))

@@ -222,8 +222,11 @@ def request_error(piece: Response | None) -> ApiError:
     """The error of an answer that ended with finish_reason `error`."""
     if piece is None:
         return ApiError(500, "the request ended without an answer")
-    status = 400 if piece.error_code == "bad_request" else 500
-    return ApiError(status, piece.error_message or "the request failed")
+    message = piece.error_message or "the request failed"
+    if piece.error_code != "bad_request":
+        return ApiError(500, message)
+    field, colon, _ = message.partition(": ")
+    return ApiError(400, message, param=field if colon and field.isidentifier() else None)
 
 
 async def collect_all(jobs: Sequence[Job], metrics: ServerMetrics) -> list[Response]:

@@ -261,7 +261,9 @@ def check_stop(stop: str | list[str] | None) -> list[str]:
 def _first_error(error: ValidationError, values: dict[str, Any]) -> ApiError:
     details = error.errors(include_url=False)
     first = details[0]
-    name = str(first["loc"][0]) if first["loc"] else "body"
+    if not first["loc"]:
+        return ApiError(400, f"body: got {show(sorted(values))}, wanted a request; change body")
+    name = str(first["loc"][0])
     if first["type"] == "extra_forbidden":
         path = ".".join(str(part) for part in first["loc"])
         return ApiError(400, f"{path}: unknown field; remove {path}", param=path)

@@ -204,7 +204,11 @@ class AsyncEngine:
                 self._streams.pop(stream.request_id, None)
             self.check_healthy()
             raise
-        self.check_healthy()
+        try:
+            self.check_healthy()
+        except EngineFailure:
+            self.forget(stream.request_id)
+            raise
         return stream
 
     async def generate(

@@ -75,8 +75,8 @@ def _config_from_gguf(
         )
     max_position = reader.integer(f"{prefix}.context_length")
     layers = reader.integer(f"{prefix}.block_count", high=MAX_LAYERS)
-    rope = rope_from_gguf(reader, prefix, max_position=max_position)
     windows = family.gguf_windows(reader, prefix)
+    rope = rope_from_gguf(reader, prefix, max_position=max_position, has_windows=any(windows))
     _check_window_pattern(reader, prefix, windows=windows)
     moe = moe_from_gguf(reader, prefix, experts=family.experts) if family.experts else None
     return check_config(

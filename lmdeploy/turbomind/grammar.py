@@ -55,7 +55,11 @@ def grammar_text(response_format: dict[str, Any]) -> str | None:
                 "response_format.json_schema", "nested too deep; change response_format"
             ) from None
         _check_size("response_format.json_schema", text)
-        return str(_from_schema(text, overrides=_JSON_OPTIONS))
+        try:
+            return str(_from_schema(text, overrides=_JSON_OPTIONS))
+        except ValueError as error:  # what Python reads as JSON, and the library does not
+            reason = f"{str(error)[:_MAX_REASON_CHARS]}; change response_format"
+            raise OptionError("response_format.json_schema", reason) from None
     if kind in ("regex_schema", "regex"):
         pattern = response_format.get(kind)
         if not isinstance(pattern, str) or not pattern:

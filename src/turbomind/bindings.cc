@@ -228,7 +228,8 @@ class PyTokenMask {
       std::memcpy(mask.data(), words.data(), mask.size() * sizeof(uint32_t));
       return go_on;
     } catch (const py::error_already_set& error) {
-      if (error.matches(PyExc_ValueError)) {
+      // OptionError of checks.py: what the request asked for cannot be.
+      if (error.matches(PyExc_ValueError) && py::hasattr(error.value(), "field")) {
         throw InvalidArgument(py::str(error.value()).cast<std::string>());
       }
       throw std::runtime_error(py::str(error.type().attr("__name__")).cast<std::string>() + ": " +

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from lmdeploy import _turbomind as tm
+from lmdeploy.checks import OptionError
 
 VOCAB = 64
 MODES = ["none", "int8", "int4", "fp8", "fp8_e5m2", "mxfp4", "nvfp4"]
@@ -158,20 +159,25 @@ def test_token_mask_steers_and_its_failure_ends_one_request(engine: Any) -> None
     assert [t for o in outputs for t in o.tokens] == [7, 7, 7]
     assert outputs[-1].finish_reason == "stop"
 
-    def broken(new_tokens: list[int], mask: np.ndarray) -> bool:
-        raise KeyError("no rule")
+    for error, text in (
+        (KeyError("no rule"), "token_mask: KeyError: 'no rule'"),
+        (ValueError("our own mistake"), "token_mask: ValueError: our own mistake"),
+    ):
 
-    request = make_request(2, [1, 2, 3])
-    request.token_mask = broken
-    engine.submit(request)
-    last = collect(engine)[-1]
-    assert last.finish_reason == "error"
-    assert last.error == "token_mask: KeyError: 'no rule'"
-    assert not last.is_request_fault
-    assert engine.healthy
+        def broken(_: list[int], mask: np.ndarray, error: Exception = error) -> bool:
+            raise error
+
+        request = make_request(2, [1, 2, 3])
+        request.token_mask = broken
+        engine.submit(request)
+        last = collect(engine)[-1]
+        assert last.finish_reason == "error"
+        assert last.error == text
+        assert not last.is_request_fault
+        assert engine.healthy
 
     def refusing(new_tokens: list[int], mask: np.ndarray) -> bool:
-        raise ValueError("response_format: no such word")
+        raise OptionError("response_format", "no such word")
 
     request = make_request(3, [1, 2, 3])
     request.token_mask = refusing

@@ -135,8 +135,10 @@ def test_json_stops_at_the_limit(monkeypatch: pytest.MonkeyPatch, indent: int | 
 
 def test_json_is_indented_a_little() -> None:
     assert template("{{ [1] | tojson(indent=16) }}").render([]) == "[\n" + " " * 16 + "1\n]"
-    with pytest.raises(ValueError, match="indent=17, wanted at most 16"):
-        template("{{ [1] | tojson(indent=17) }}").render([])
+    assert template("{{ [1] | tojson(indent='\t') }}").render([]) == "[\n\t1\n]"
+    for indent in ("17", "' ' * 17"):
+        with pytest.raises(ValueError, match="indent=17, wanted at most 16"):
+            template("{{ [1] | tojson(indent=" + indent + ") }}").render([])
 
 
 @pytest.mark.parametrize("source", ["{% if %}", "{{", "{% endfor %}", "x" * (2 << 20)])

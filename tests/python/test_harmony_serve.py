@@ -185,8 +185,8 @@ BAD = [
     ({"tools": 5}, "tools: got 5"),
     ({"functions": [{}]}, "functions: not supported"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role: got tool without"),
-    ({"messages": [{"role": "user", "content": "<|e|>" * 4500}]}, "prompt: got 4501 texts that"),
-    ({"messages": [{"role": "user", "content": "<|end|>" * 2000}]}, "prompt: got 1"),
+    ({"messages": [{"role": "user", "content": "<|e|>" * 4500}]}, "messages: got 4501 texts that"),
+    ({"messages": [{"role": "user", "content": "<|end|>" * 2000}]}, "messages: got 1"),
 ]
 
 

@@ -159,7 +159,6 @@ BAD_METADATA: list[tuple[dict[str, Any], str]] = [
     ({"rope.dimension_count": 32}, "rope.dimension_count is not the head_dim"),
     ({"expert_count": 8}, "expert_used_count is missing"),
     ({"attention.causal": False}, "attention.causal: got false, wanted true"),
-    ({"rope.freq_base_swa": 5e4}, "rope.freq_base_swa: got 50000, wanted 10000"),
 ]
 
 

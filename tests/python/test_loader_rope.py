@@ -146,8 +146,8 @@ def test_gguf_yarn_magnitude() -> None:
     plain = 0.1 * np.log(4.0) + 1.0
     assert factor() == pytest.approx(plain)
     assert factor(scaling__attn_factor=2.0) == pytest.approx(2.0 * plain)
-    # The converter writes Hugging Face's attention_factor so.
-    assert factor(scaling__yarn_attn_factor=1.3) == 1.3
+    # llama.cpp does not read it; its saver writes 1, its converter what Hugging Face ignores.
+    assert factor(scaling__yarn_attn_factor=1.0) == pytest.approx(plain)
 
 
 BAD_KEYS: list[tuple[dict[str, Any], str]] = [
@@ -163,8 +163,6 @@ BAD_KEYS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"scaling__attn_factor": 1.2}, r"attn_factor: got 1\.2, wanted 1"),
     ({"scaling__type": "none", "scaling__attn_factor": 1.2}, "attn_factor: got 1.2"),
-    ({"scaling__factor": 2.0, "scaling__yarn_attn_factor": 1.2}, "yarn_attn_factor: got 1.2"),
-    ({"freq_base": 1e6, "freq_base_swa": 1e4}, r"freq_base_swa: got 10000, wanted 1e\+06"),
 ]
 
 
@@ -180,7 +178,7 @@ def test_gguf_keys_that_change_nothing() -> None:
     neutral = {"scaling__attn_factor": 1.0, "scaling__yarn_attn_factor": 1.0}
     assert from_gguf(scaling__yarn_ext_factor=0.0, **neutral) == RopeSettings()
     assert from_gguf(scaling__yarn_ext_factor=-1.0, **neutral) == RopeSettings()
-    assert from_gguf(freq_base=1e6, freq_base_swa=1e6) == RopeSettings(theta=1e6)
+    assert from_gguf(freq_base=1e6, freq_base_swa=1e4) == RopeSettings(theta=1e6)  # no windows
     yarn = {"scaling__type": "yarn", "scaling__factor": 4.0}
     assert from_gguf(
         scaling__yarn_ext_factor=1.0, scaling__yarn_log_multiplier=0.0, **yarn
@@ -232,3 +230,12 @@ def test_a_session_is_too_long_beyond_what_scaling_reaches(
     assert session_len == longest + 1
     assert f"got {longest + 1}, wanted at most the {longest} positions" in text
     assert ("dynamic RoPE" in text) == (rope["rope_type"] == "dynamic")
+
+
+def test_layers_with_windows_have_the_same_base() -> None:
+    values = {"m.rope.freq_base": 1e6, "m.rope.freq_base_swa": 1e4}
+    options = {"max_position": MAX_POSITION, "has_windows": True}
+    with pytest.raises(ModelFormatError, match=r"freq_base_swa: got 10000, wanted 1e\+06"):
+        rope_from_gguf(ConfigReader(values, "x"), "m", **options)
+    values["m.rope.freq_base_swa"] = 1e6
+    assert rope_from_gguf(ConfigReader(values, "x"), "m", **options) == RopeSettings(theta=1e6)

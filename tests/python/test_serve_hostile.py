@@ -18,9 +18,10 @@ from serving import CHAT, post, serving
 import lmdeploy
 from lmdeploy.checks import OptionError
 from lmdeploy.generation_config import GenerationConfig, sampling_defaults
+from lmdeploy.messages import Response
 from lmdeploy.serve import generation
 from lmdeploy.serve.errors import ApiError, to_api_error
-from lmdeploy.serve.generation import collect_all, submit_all
+from lmdeploy.serve.generation import collect_all, request_error, submit_all
 from lmdeploy.serve.graceful_server import GracefulServer
 from lmdeploy.serve.metrics import ServerMetrics
 from lmdeploy.turbomind.engine import EngineFailure
@@ -48,6 +49,17 @@ def nested(depth):
     for _ in range(depth):
         value = [value]
     return value
+
+
+def schema_of(schema):
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
+
+
+def deep(levels):
+    schema = {}
+    for _ in range(levels):
+        schema = {"items": schema}
+    return schema
 
 
 @pytest.mark.parametrize(
@@ -101,6 +113,9 @@ def test_a_grammar_is_compiled_once_per_request(monkeypatch):
         ({"type": "json_schema", "json_schema": {"schema": {"type": 3}}}, "response_format"),
         ({"type": "regex_schema", "regex_schema": 7}, "response_format.regex_schema"),
         ({"type": "json_schema", "json_schema": nested(1)}, "response_format.json_schema"),
+        (schema_of({"description": "\ud800"}), "response_format.json_schema"),
+        (schema_of({"const": 10**400}), "response_format.json_schema"),
+        (schema_of(deep(130)), "response_format.json_schema"),
     ],
 )
 def test_bad_grammars_are_the_requests_fault(url, response_format, param):
@@ -109,10 +124,7 @@ def test_bad_grammars_are_the_requests_fault(url, response_format, param):
 
 
 def test_a_deep_schema_is_the_requests_fault():
-    schema: dict[str, object] = {}
-    for _ in range(5000):
-        schema = {"items": schema}
-    config = GenerationConfig(response_format={"type": "json_schema", "json_schema": schema})
+    config = GenerationConfig(response_format=schema_of(deep(5000)))
     engine = make_engine()
     with pytest.raises(OptionError, match=r"response_format\.json_schema: nested too deep"):
         asyncio.run(engine.submit([1], config))
@@ -363,3 +375,27 @@ def test_a_client_that_leaves_within_its_body_is_no_error(caplog):
         time.sleep(0.2)
         assert httpx.get(f"{url}/health").status_code == 200
     assert "ClientDisconnect" not in caplog.text
+
+
+def test_fields_have_the_names_of_their_route(url):
+    long = "a" * 5000
+    chat = {**CHAT, "messages": [{"role": "user", "content": long}]}
+    text = refused(post(url, "/v1/chat/completions", chat), param="messages")
+    assert text.startswith("messages: got ")
+    refused(post(url, "/v1/completions", {**COMPLETION, "prompt": long}), param="prompt")
+    refused(post(url, "/v1/encode", {"input": long}), param="input")
+    body = {"prompt": "a", "return_logprob": True, "top_logprobs_num": 999}
+    refused(post(url, "/generate", body), param="top_logprobs_num")
+    text = refused(post(url, "/v1/completions", {**COMPLETION, "\ud800": 1}), param=None)
+    assert text.startswith("body: got ")
+
+
+def test_an_answer_that_fails_is_in_the_log(caplog):
+    piece = Response("", 0, 1, "error", error_code="engine_error", error_message="NaN logits")
+    assert to_api_error(request_error(piece)).status == 500
+    assert "NaN logits" in caplog.text
+    piece.error_code, piece.error_message = "bad_request", "response_format: no such token"
+    told = to_api_error(request_error(piece))
+    assert (told.status, told.param) == (400, "response_format")
+    piece.error_message = "no token is allowed: all are excluded"
+    assert to_api_error(request_error(piece)).param is None

@@ -166,6 +166,11 @@ def test_a_commit_says_when_sources_changed(tmp_path):
     commit = git("rev-parse", "--short", "HEAD").strip()
     result.write_text("2")
     assert results_file.commit_here(tmp_path) == commit
+    git("commit", "-qam", "results")
+    assert results_file.commit_here(tmp_path) == commit
+    (tmp_path / "new.cc").write_text("1")
+    assert results_file.commit_here(tmp_path) == commit + "+"
+    (tmp_path / "new.cc").unlink()
     source.write_text("2")
     assert results_file.commit_here(tmp_path) == commit + "+"
 

@@ -92,12 +92,16 @@ def _require_whole_heads(config: ConfigReader, rope: ConfigReader) -> None:
         raise rope.refuse("partial_rotary_factor other than 1 is not supported")
 
 
-def rope_from_gguf(config: ConfigReader, prefix: str, *, max_position: int) -> RopeSettings:
+def rope_from_gguf(
+    config: ConfigReader, prefix: str, *, max_position: int, has_windows: bool = False
+) -> RopeSettings:
     """`<architecture>.rope.*`, as llama.cpp reads them; the divisors of llama3 are a tensor, added
-    by the caller.
+    by the caller. Like llama.cpp it does not read yarn_attn_factor: the magnitude follows from the
+    factor, whatever a converter took over from Hugging Face or a saver wrote by default.
     """
     theta = config.number(f"{prefix}.rope.freq_base", default=_DEFAULT_THETA, low=1.0)
-    _require_neutral(config, f"{prefix}.rope.freq_base_swa", neutral=theta)
+    if has_windows:
+        _require_neutral(config, f"{prefix}.rope.freq_base_swa", neutral=theta)
     scaling = f"{prefix}.rope.scaling"
     kind = config.text(f"{scaling}.type", default="linear")
     if kind not in ("none", "linear", "yarn"):
@@ -109,18 +113,16 @@ def rope_from_gguf(config: ConfigReader, prefix: str, *, max_position: int) -> R
         neutral = 1.0 if kind == "yarn" else 0.0
         _require_neutral(config, f"{scaling}.yarn_ext_factor", neutral=neutral)
     if kind != "yarn":
-        for name in ("attn_factor", "yarn_attn_factor"):
-            _require_neutral(config, f"{scaling}.{name}", neutral=1.0)
+        _require_neutral(config, f"{scaling}.attn_factor", neutral=1.0)
     factor = 1.0 if kind == "none" else _gguf_factor(config, prefix)
     if kind == "none" or (kind == "linear" and factor == 1.0):
         return RopeSettings(theta=theta)
     original = config.integer(f"{scaling}.original_context_length", default=max_position)
     if kind == "linear":
         return RopeSettings(kind=kind, theta=theta, factor=factor, original_max_position=original)
-    # The converter writes Hugging Face's attention_factor as yarn_attn_factor.
-    magnitude = config.number(
-        f"{scaling}.yarn_attn_factor", default=_mscale(factor, 1.0), low=1e-3
-    ) * config.number(f"{scaling}.attn_factor", default=1.0, low=1e-3)
+    magnitude = _mscale(factor, 1.0) * config.number(
+        f"{scaling}.attn_factor", default=1.0, low=1e-3
+    )
     return RopeSettings(
         kind=kind,
         theta=theta,

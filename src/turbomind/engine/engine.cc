@@ -294,6 +294,7 @@ void Engine::Impl::Loop() {
       failure = error.what();
     }
     EndAll(FinishReason::kError, std::string("the engine has failed: ") + error.what());
+    generation.Drop();
   }
   // Whoever waits for a task finds its promise broken, or done here.
   std::vector<std::packaged_task<std::string()>> rest;

@@ -30,6 +30,8 @@ class Generation {
   void Begin(const Batch& batch) { masks_.Begin(batch); }
   // REQUIRES: Begin, then the decoder has run `batch`, then Scheduler::StepDone was called.
   void Run(const Batch& batch, Decoder& decoder);
+  // The step has failed between the two.
+  void Drop() { masks_.Drop(); }
 
  private:
   struct Row {

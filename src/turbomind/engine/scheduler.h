@@ -34,7 +34,8 @@ struct SchedulerStats {
 //   3. waiting ones, oldest first, while their whole prompt fits beside what is promised to those
 //      that run, in every pool. None overtakes another, so none starves. One that would compute
 //      twice what this step computes anyway (the n answers of a prompt, questions on one text)
-//      waits for the prefix cache to have it, where that is at least half of its work.
+//      waits for the prefix cache to have it, where that is at least half of its work and those
+//      behind it begin alike: they wait with it.
 // Where no block is free for a sequence that runs, the newest running one is preempted: its blocks
 // are freed and it waits at its old place, to be computed again (cached blocks permitting).
 //

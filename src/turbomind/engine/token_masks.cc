@@ -8,7 +8,8 @@
 
 namespace turbomind {
 
-TokenMasks::TokenMasks(int vocab_size) : num_words_(static_cast<size_t>(vocab_size + 31) / 32) {}
+TokenMasks::TokenMasks(int vocab_size)
+    : num_words_(static_cast<size_t>(vocab_size + 31) / 32), thread_([this] { Work(); }) {}
 
 TokenMasks::~TokenMasks() {
   {
@@ -16,13 +17,11 @@ TokenMasks::~TokenMasks() {
     stops_ = true;
   }
   asked_.notify_one();
-  if (thread_.joinable()) {
-    thread_.join();
-  }
+  thread_.join();
 }
 
 void TokenMasks::Begin(const Batch& batch) {
-  Check(questions_.empty(), "the step before has ended");
+  Check(num_questions_ == 0, "the step before has ended");
   for (Sequence* sequence : batch.sequences) {
     const Request& request = *sequence->request;
     const bool chooses = sequence->num_computed + sequence->num_planned == sequence->num_tokens() &&
@@ -30,29 +29,30 @@ void TokenMasks::Begin(const Batch& batch) {
     if (request.token_mask == nullptr || !chooses) {
       continue;
     }
-    Question& question = questions_.emplace_back();
+    if (num_questions_ == questions_.size()) {
+      questions_.emplace_back();
+    }
+    Question& question = questions_[num_questions_++];
     question.sequence = sequence;
     question.request = sequence->request;
     question.new_tokens.assign(sequence->tokens.begin() + sequence->num_prompt + sequence->num_told,
                                sequence->tokens.end());
     sequence->num_told = sequence->num_generated();
   }
-  if (questions_.empty()) {
+  if (num_questions_ == 0) {
     return;
-  }
-  if (!thread_.joinable()) {
-    thread_ = std::thread([this] { Work(); });
   }
   {
     const std::lock_guard lock(mutex_);
-    num_asked_ = questions_.size();
+    num_asked_ = num_questions_;
   }
   asked_.notify_one();
 }
 
 std::span<const uint32_t> TokenMasks::Wait(const Sequence& sequence) {
-  const auto found = std::ranges::find(questions_, &sequence, &Question::sequence);
-  Check(found != questions_.end(), "the sequence's mask was asked for");
+  const auto end = questions_.begin() + static_cast<std::ptrdiff_t>(num_questions_);
+  const auto found = std::ranges::find(questions_.begin(), end, &sequence, &Question::sequence);
+  Check(found != end, "the sequence's mask was asked for");
   WaitFor(static_cast<size_t>(found - questions_.begin()) + 1);
   if (found->error != nullptr) {
     std::rethrow_exception(found->error);
@@ -60,16 +60,26 @@ std::span<const uint32_t> TokenMasks::Wait(const Sequence& sequence) {
   return found->goes_on ? std::span<const uint32_t>(found->mask) : std::span<const uint32_t>();
 }
 
-void TokenMasks::End() {
-  if (questions_.empty()) {
-    return;
-  }
-  WaitFor(questions_.size());
+void TokenMasks::Drop() {
   {
     const std::lock_guard lock(mutex_);
-    num_asked_ = num_answered_ = 0;
+    num_asked_ = num_questions_ = num_begun_;
   }
-  questions_.clear();
+  End();
+}
+
+void TokenMasks::End() {
+  WaitFor(num_questions_);
+  {
+    const std::lock_guard lock(mutex_);
+    num_asked_ = num_begun_ = num_answered_ = 0;
+  }
+  for (Question& question : questions_) {
+    question.sequence = nullptr;
+    question.request.reset();
+    question.error = nullptr;
+  }
+  num_questions_ = 0;
 }
 
 void TokenMasks::WaitFor(size_t num_answered) {
@@ -80,11 +90,11 @@ void TokenMasks::WaitFor(size_t num_answered) {
 void TokenMasks::Work() {
   std::unique_lock lock(mutex_);
   while (true) {
-    asked_.wait(lock, [this] { return stops_ || num_answered_ < num_asked_; });
+    asked_.wait(lock, [this] { return stops_ || num_begun_ < num_asked_; });
     if (stops_) {
       return;
     }
-    Question& question = questions_[num_answered_];
+    Question& question = questions_[num_begun_++];
     lock.unlock();
     Ask(question);
     lock.lock();
@@ -95,6 +105,7 @@ void TokenMasks::Work() {
 
 void TokenMasks::Ask(Question& question) const {
   try {
+    question.goes_on = false;
     question.mask.assign(num_words_, 0);
     question.goes_on = question.request->token_mask(question.new_tokens, question.mask);
     if (question.mask.size() != num_words_) {

@@ -18,12 +18,14 @@ namespace turbomind {
 
 // A callback may wait for a lock for long (Python's): a thread of this class's own calls them, one
 // after the other in the order of the batch, and the engine's waits only for an answer that is not
-// there yet. The thread starts with the first step that asks.
+// there yet.
 //
-// Each Begin is followed by an End. What belongs to a request is held until then and no longer, so
-// that a request that ends meanwhile may go. Engine thread only.
+// Each Begin is followed by an End, or a Drop where the step has failed. What belongs to a request
+// is held until then and no longer, so that a request that ends meanwhile may go. Engine thread
+// only.
 class TokenMasks {
  public:
+  // Starts the thread. Throws std::system_error when the system gives none.
   explicit TokenMasks(int vocab_size);
   ~TokenMasks();
   TokenMasks(const TokenMasks&) = delete;
@@ -40,6 +42,8 @@ class TokenMasks {
 
   // Waits for the answers that nobody took.
   void End();
+  // The same, without asking those that were not asked yet.
+  void Drop();
 
  private:
   struct Question {
@@ -55,11 +59,15 @@ class TokenMasks {
   void WaitFor(size_t num_answered);
 
   size_t num_words_;
-  std::vector<Question> questions_;  // of the step; changed only while the thread waits
+  // Of the step the first num_questions_, in the memory of those before; changed only while the
+  // thread waits.
+  std::vector<Question> questions_;
+  size_t num_questions_ = 0;
   std::mutex mutex_;
   std::condition_variable asked_;
   std::condition_variable answered_;
   size_t num_asked_ = 0;
+  size_t num_begun_ = 0;
   size_t num_answered_ = 0;
   bool stops_ = false;
   std::thread thread_;

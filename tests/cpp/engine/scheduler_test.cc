@@ -128,6 +128,18 @@ TEST_CASE("equal prompts that come together are computed once") {
   CHECK(planner.scheduler.stats().prefix_hit_tokens == 3 * 32);
 }
 
+TEST_CASE("nobody waits behind one that waits, unless for the same") {
+  Planner planner(8, 256, {64});
+  planner.Add(Prompt(0, 40));
+  planner.Add(Prompt(0, 40));
+  planner.Add(Prompt(1, 40));
+  planner.Add(Prompt(1, 40));
+  planner.Add(Prompt(1, 40));
+  // The last two are alike, and nobody is behind them.
+  CHECK(planner.Step() == "0:40 1:40 2:40");
+  CHECK(planner.Step() == "0:1 1:1 2:1 3:8 4:8");
+}
+
 TEST_CASE("a prompt in chunks is waited for, to its end") {
   Planner planner(8, 40, {64});
   planner.Add(Prompt(0, 100));

@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
@@ -144,12 +145,61 @@ TEST_CASE("the end waits for answers that nobody took, and lets requests go") {
   CHECK(request.expired());
 }
 
-TEST_CASE("a step that never ends keeps nothing from going away") {
+// The first callback runs until it is let go; the second must never.
+struct Interrupted {
+  Interrupted() {
+    planned.Add(
+        [this](const auto&, auto&) {
+          has_begun = true;
+          while (!may_end) {
+            std::this_thread::yield();
+          }
+          return true;
+        },
+        4, 4);
+    planned.Add([this](const auto&, auto&) { return second_was_asked = true; }, 4, 4);
+  }
+
+  // Ends the first callback while `end` waits for it.
+  void EndDuring(const std::function<void()>& end) {
+    while (!has_begun) {
+      std::this_thread::yield();
+    }
+    std::thread ending(end);
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    may_end = true;
+    ending.join();
+  }
+
   Planned planned;
-  planned.Add([](const auto&, auto&) { return true; }, 4, 4);
-  planned.Add([](const auto&, auto&) { return true; }, 4, 4);
+  std::atomic<bool> has_begun = false;
+  std::atomic<bool> may_end = false;
+  std::atomic<bool> second_was_asked = false;
+};
+
+TEST_CASE("a step that never ends keeps nothing from going away") {
+  Interrupted step;
+  auto masks = std::make_unique<TokenMasks>(40);
+  masks->Begin(step.planned.batch);
+  step.EndDuring([&] { masks.reset(); });
+  CHECK_FALSE(step.second_was_asked);
+}
+
+TEST_CASE("of a failed step nothing more is asked, and nothing is held") {
+  Interrupted step;
   TokenMasks masks(40);
-  masks.Begin(planned.batch);
+  masks.Begin(step.planned.batch);
+  const std::weak_ptr<Request> second = step.planned.sequences[1]->request;
+  step.EndDuring([&] { masks.Drop(); });
+  CHECK_FALSE(step.second_was_asked);
+  step.planned.sequences.clear();
+  CHECK(second.expired());
+  Planned next;
+  Sequence* sequence = next.Add([](const auto&, auto&) { return true; }, 4, 4);
+  masks.Begin(next.batch);
+  CHECK(masks.Wait(*sequence).size() == 2);
+  masks.End();
+  masks.Drop();
 }
 
 }  // namespace
