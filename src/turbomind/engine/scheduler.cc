@@ -151,23 +151,24 @@ bool Scheduler::AwaitsPrefix(const Sequence& sequence) const {
   const int64_t length = manager_.block_seq_len();
   const auto whole = [length](int64_t num_tokens) { return num_tokens / length * length; };
   const int64_t least = sequence.num_computed + CeilDiv(sequence.num_missing(), int64_t{2});
+  const auto brings = [&](const auto& other) {
+    // The last token of a prompt is always computed.
+    const int64_t end =
+        std::min(sequence.num_tokens() - 1, other->num_computed + other->num_planned);
+    if (whole(end) < least || whole(end) <= whole(other->num_computed)) {
+      return false;
+    }
+    const auto tokens = std::span(sequence.tokens).first(static_cast<size_t>(end));
+    const auto differ = std::ranges::mismatch(tokens, other->tokens).in1;
+    const int64_t shared = whole(differ - tokens.begin());
+    return shared >= least && shared > whole(other->num_computed);
+  };
   const auto beginning = std::span(sequence.tokens).first(static_cast<size_t>(least));
-  const auto next = waiting_ | std::views::take(config_.max_batch_size);
-  const bool are_alike = std::ranges::all_of(next, [&](const auto& other) {
+  const auto is_alike = [&](const auto& other) {
     return std::ranges::mismatch(beginning, other->tokens).in1 == beginning.end();
-  });
-  return are_alike && std::ranges::any_of(running_, [&](const auto& other) {
-           // The last token of a prompt is always computed.
-           const int64_t end =
-               std::min(sequence.num_tokens() - 1, other->num_computed + other->num_planned);
-           if (whole(end) < least || whole(end) <= whole(other->num_computed)) {
-             return false;
-           }
-           const auto tokens = std::span(sequence.tokens).first(static_cast<size_t>(end));
-           const auto differ = std::ranges::mismatch(tokens, other->tokens).in1;
-           const int64_t shared = whole(differ - tokens.begin());
-           return shared >= least && shared > whole(other->num_computed);
-         });
+  };
+  return std::ranges::any_of(running_, brings) &&
+         std::ranges::all_of(waiting_ | std::views::take(config_.max_batch_size), is_alike);
 }
 
 void Scheduler::Build() {
