@@ -29,7 +29,10 @@ async def prepare_chat(
 ) -> tuple[list[list[int]], GenerationConfig]:
     """The prompt's ids and options. ApiError or OptionError for what cannot be served."""
     if request.top_logprobs and not request.logprobs:
-        raise OptionError("top_logprobs", "wanted logprobs true beside it; add logprobs")
+        raise OptionError(
+            "top_logprobs",
+            f"got {request.top_logprobs}, wanted logprobs true beside it; add logprobs",
+        )
     options = _template_options(request, splits_answers=state.splits_answers)
     if request.messages:
         messages = request.messages

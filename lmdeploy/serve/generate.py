@@ -24,9 +24,12 @@ async def prepare_generate(
 ) -> tuple[list[list[int]], GenerationConfig]:
     """The prompt's ids and options. OptionError for what cannot be served."""
     if (request.prompt is None) == (request.input_ids is None):
-        raise OptionError("prompt", "wanted exactly one of prompt and input_ids")
+        got = "neither" if request.prompt is None else "both"
+        wanted = "wanted exactly one of prompt and input_ids"
+        raise OptionError("prompt", f"got {got}, {wanted}; change prompt or input_ids")
     if request.top_logprobs_num and not request.return_logprob:
-        raise OptionError("top_logprobs_num", "wanted return_logprob true; add return_logprob")
+        wanted = "wanted return_logprob true beside it; add return_logprob"
+        raise OptionError("top_logprobs_num", f"got {request.top_logprobs_num}, {wanted}")
     ids = request.input_ids
     if ids is None:
         ids = await asyncio.to_thread(

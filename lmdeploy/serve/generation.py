@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lmdeploy.checks import OptionError
+from lmdeploy.checks import OptionError, refuse
 from lmdeploy.generation_config import GenerationConfig
 from lmdeploy.messages import Response, join_pieces
 from lmdeploy.serve.errors import ApiError
@@ -89,7 +89,7 @@ def make_config(
     try:
         bias = {int(token): value for token, value in (fields.logit_bias or {}).items()}
     except ValueError:
-        raise OptionError("logit_bias", "wanted token ids as keys; change logit_bias") from None
+        raise refuse("logit_bias", fields.logit_bias, wanted="token ids as keys") from None
     return GenerationConfig(
         n=limits.n,
         max_new_tokens=room if limits.max_new_tokens is None else limits.max_new_tokens,
@@ -132,7 +132,7 @@ async def encode_prompts(
     is_ids = [isinstance(p, list) and all(type(i) is int for i in p) for p in prompts]
     if not all(ids or isinstance(p, str) for p, ids in zip(prompts, is_ids, strict=True)):
         wanted = "a text, a list of texts, token ids, or a list of token ids"
-        raise OptionError("prompt", f"wanted {wanted}; change prompt")
+        raise refuse("prompt", prompt, wanted=wanted)
     result: list[list[int]] = []
     for item in prompts:
         ids = item

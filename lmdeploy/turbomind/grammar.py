@@ -52,7 +52,8 @@ def grammar_text(response_format: dict[str, Any]) -> str | None:
             text = json.dumps(schema)
         except RecursionError:
             raise OptionError(
-                "response_format.json_schema", "nested too deep; change response_format"
+                "response_format.json_schema",
+                "got a schema nested too deep, wanted a flatter one; change response_format",
             ) from None
         _check_size("response_format.json_schema", text)
         try:

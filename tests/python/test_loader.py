@@ -147,7 +147,7 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"quantization_config": {"quant_method": "gptq"}}, "quant_method 'gptq'"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quant_method 'fp8'"),
     ({"is_causal": False}, "is_causal: got false, wanted true"),
-    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor other than 1"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: got 0.5, wanted 1"),
     ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope'.*yarn"),
     ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor is missing"),
     ({"rope_parameters": {"rope_type": "linear", "factor": -1.0}}, "factor is '-1.0'"),

@@ -100,7 +100,7 @@ def test_the_outer_original_length_comes_first(kind: str) -> None:
     ids=str,
 )
 def test_heads_that_turn_in_part_are_refused(values: dict[str, Any]) -> None:
-    with pytest.raises(ModelFormatError, match="partial_rotary_factor other than 1"):
+    with pytest.raises(ModelFormatError, match=r"partial_rotary_factor: got 0\.5, wanted 1"):
         from_hf(**values)
     assert from_hf(partial_rotary_factor=1.0) == RopeSettings()
     inner = {"rope_type": "default", "partial_rotary_factor": 1.0}

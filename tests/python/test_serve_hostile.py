@@ -126,7 +126,9 @@ def test_bad_grammars_are_the_requests_fault(url, response_format, param):
 def test_a_deep_schema_is_the_requests_fault():
     config = GenerationConfig(response_format=schema_of(deep(5000)))
     engine = make_engine()
-    with pytest.raises(OptionError, match=r"response_format\.json_schema: nested too deep"):
+    with pytest.raises(
+        OptionError, match=r"response_format\.json_schema: got a schema nested too deep"
+    ):
         asyncio.run(engine.submit([1], config))
     engine.close()
 

@@ -88,8 +88,11 @@ def _original_position(
 
 def _require_whole_heads(config: ConfigReader, rope: ConfigReader) -> None:
     outer = config.number("partial_rotary_factor", default=1.0)
-    if rope.number("partial_rotary_factor", default=outer) != 1.0:
-        raise rope.refuse("partial_rotary_factor other than 1 is not supported")
+    if (factor := rope.number("partial_rotary_factor", default=outer)) != 1.0:
+        raise rope.refuse(
+            f"partial_rotary_factor: got {factor:g}, wanted 1: heads that turn in part are not "
+            "supported"
+        )
 
 
 def rope_from_gguf(
