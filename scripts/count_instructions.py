@@ -88,7 +88,7 @@ def driver(build: Path) -> Path:
     Raises:
         CountError: the build has none.
     """
-    path = build / "step_guard"
+    path = build.resolve() / "step_guard"  # run by its path, wherever it is
     if not path.is_file():
         raise CountError(f"{path}: not there; build with -DTM_BUILD_TESTS=ON")
     return path

@@ -108,32 +108,6 @@ TM_HD constexpr int64_t PanelBytes(MatrixFormat format, int64_t cols, int rows) 
   return NumSteps(format, cols) * PanelStepBytes(format, rows);
 }
 
-// FP16 and BF16 metadata and weights as they lie in memory.
-TM_HD float ReadBF16(const uint8_t* p) {
-  uint16_t bits;
-  __builtin_memcpy(&bits, p, sizeof(bits));
-  const uint32_t wide = uint32_t{bits} << 16;
-  float value;
-  __builtin_memcpy(&value, &wide, sizeof(value));
-  return value;
-}
-
-TM_HD float ReadHalf(const uint8_t* p) {
-  uint16_t bits;
-  __builtin_memcpy(&bits, p, sizeof(bits));
-  const uint32_t sign = static_cast<uint32_t>(bits & 0x8000u) << 16;
-  const uint32_t exponent = (bits >> 10) & 0x1fu;
-  const uint32_t mantissa = bits & 0x3ffu;
-  if (exponent == 0) {
-    const float magnitude = static_cast<float>(mantissa) * 0x1p-24f;
-    return sign != 0 ? -magnitude : magnitude;
-  }
-  const uint32_t wide = sign | ((exponent == 31 ? 255u : exponent + 112u) << 23) | (mantissa << 13);
-  float value;
-  __builtin_memcpy(&value, &wide, sizeof(value));
-  return value;
-}
-
 static_assert(TileBytes(MatrixFormat::kQ4_0, 576) == 18 * (256 + 32));
 static_assert(TileBytes(MatrixFormat::kQ4_1, 576) == 18 * (256 + 64));
 static_assert(TileBytes(MatrixFormat::kQ8_0, 32) == 512 + 32);

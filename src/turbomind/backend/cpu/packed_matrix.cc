@@ -20,13 +20,6 @@ constexpr size_t kRegionBytes = size_t{64} << 20;
 constexpr int64_t kCopyBytes = 1 << 20;  // of one work item
 constexpr size_t kTileAlignment = 64;
 
-template <class V>
-V LoadAs(const uint8_t* p) {
-  V value;
-  std::memcpy(&value, p, sizeof(value));
-  return value;
-}
-
 uint16_t FlushSubnormal(uint16_t bf16) {
   return (bf16 & 0x7f80) == 0 ? static_cast<uint16_t>(bf16 & 0x8000) : bf16;
 }
@@ -57,7 +50,9 @@ void PackQuantRow(const MatrixSource& source, int64_t row, int lane, uint8_t* ti
 void PackBF16Row(const MatrixSource& source, int64_t row, int lane, uint8_t* tile) {
   const uint8_t* data = SourceRow(source, row);
   for (int64_t c = 0; c < source.cols; ++c) {
-    const uint16_t value = FlushSubnormal(LoadAs<uint16_t>(data + 2 * c));
+    uint16_t value;
+    std::memcpy(&value, data + 2 * c, sizeof(value));
+    value = FlushSubnormal(value);
     std::memcpy(tile + c / 2 * 64 + 4 * lane + 2 * (c % 2), &value, sizeof(value));
   }
 }
@@ -180,13 +175,13 @@ void CpuPackedMatrix::ReadRow(int64_t row, float* out) const {
   const uint8_t* codes = first + TileMetaBytes(format) + 4 * lane;
   if (format == MatrixFormat::kF32) {
     for (int64_t c = 0; c < cols; ++c) {
-      out[c] = LoadAs<float>(codes + 64 * c);
+      out[c] = LoadAs(codes + 64 * c, DataType::kFloat32, 0);
     }
     return;
   }
   if (format == MatrixFormat::kBF16) {
     for (int64_t c = 0; c < cols; ++c) {
-      out[c] = ReadBF16(codes + c / 2 * 64 + 2 * (c % 2));
+      out[c] = LoadAs(codes + c / 2 * 64 + 2 * (c % 2), DataType::kBFloat16, 0);
     }
     return;
   }

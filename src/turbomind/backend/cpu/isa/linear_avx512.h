@@ -11,6 +11,7 @@
 
 #include <cstdint>
 
+#include "turbomind/backend/cpu/isa/broadcast_avx512.h"
 #include "turbomind/backend/cpu/isa/linear.h"
 #include "turbomind/backend/cpu/packed_layout.h"
 
@@ -24,18 +25,6 @@ template <int R>
 inline constexpr int kTilesAtOnce = R == 1   ? 4
                                     : R <= 3 ? 2
                                              : 1;
-
-TM_HD __m512i Broadcast32(const uint8_t* p) {
-  int32_t bits;
-  __builtin_memcpy(&bits, p, sizeof(bits));
-  return _mm512_set1_epi32(bits);
-}
-
-TM_HD __m512 BroadcastFloat(const uint8_t* p) {
-  float value;
-  __builtin_memcpy(&value, p, sizeof(value));
-  return _mm512_set1_ps(value);
-}
 
 TM_HD __m512 LoadHalf16(const uint8_t* p) {
   // The zero-masked form: g++ 12 warns of an uninitialised value in the plain one.

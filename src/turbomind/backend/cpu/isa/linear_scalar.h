@@ -7,6 +7,7 @@
 
 #include "turbomind/backend/cpu/isa/linear.h"
 #include "turbomind/backend/cpu/packed_layout.h"
+#include "turbomind/core/float_convert.h"
 
 namespace turbomind::TM_ISA {
 
@@ -16,12 +17,8 @@ TM_HD void ArrangeRow(MatrixFormat /*format*/, uint8_t* /*row*/) {}
 template <int R>
 inline constexpr int kTilesAtOnce = 1;
 
-template <class V>
-TM_HD V LoadAs(const uint8_t* p) {
-  V value;
-  __builtin_memcpy(&value, p, sizeof(value));
-  return value;
-}
+TM_HD float LoadFloat(const uint8_t* p) { return LoadAs(p, DataType::kFloat32, 0); }
+TM_HD float LoadHalf(const uint8_t* p) { return LoadAs(p, DataType::kFloat16, 0); }
 
 // Σ code * activation of one block, one output, one row; the zero point taken off.
 template <MatrixFormat F>
@@ -48,17 +45,20 @@ TM_HD float AddStep(const uint8_t* w, int64_t output, const uint8_t* a, int r, f
   const uint8_t* meta = w + 2 * output;
   w += TileMetaBytes(F) + 4 * output;
   if constexpr (F == MatrixFormat::kF32) {
-    return __builtin_fmaf(LoadAs<float>(w), LoadAs<float>(a + 4 * r), acc);
+    return __builtin_fmaf(LoadFloat(w), LoadFloat(a + 4 * r), acc);
   } else if constexpr (F == MatrixFormat::kBF16) {
     const uint8_t* x = a + 4 * r;  // the odd element first: the order of vdpbf16ps
-    acc = __builtin_fmaf(ReadBF16(w + 2), ReadBF16(x + 2), acc);
-    return __builtin_fmaf(ReadBF16(w), ReadBF16(x), acc);
+    const auto fma = [&](int i, float sum) {
+      return __builtin_fmaf(LoadAs(w, DataType::kBFloat16, i), LoadAs(x, DataType::kBFloat16, i),
+                            sum);
+    };
+    return fma(0, fma(1, acc));
   } else {
     const uint8_t* scales = a + R * kQuantRowBytes;
-    const float scale = ReadHalf(meta) * LoadAs<float>(scales + 4 * r);
+    const float scale = LoadHalf(meta) * LoadFloat(scales + 4 * r);
     acc = __builtin_fmaf(static_cast<float>(DotBlock<F>(w, a + r * kQuantRowBytes)), scale, acc);
     if constexpr (F == MatrixFormat::kQ4_1) {
-      acc = __builtin_fmaf(ReadHalf(meta + 32), LoadAs<float>(scales + R * 4 + 4 * r), acc);
+      acc = __builtin_fmaf(LoadHalf(meta + 32), LoadFloat(scales + R * 4 + 4 * r), acc);
     }
     return acc;
   }

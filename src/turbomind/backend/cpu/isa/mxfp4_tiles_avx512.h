@@ -11,6 +11,7 @@
 
 #include <cstdint>
 
+#include "turbomind/backend/cpu/isa/broadcast_avx512.h"
 #include "turbomind/backend/cpu/isa/mxfp4.h"
 #include "turbomind/backend/cpu/isa/mxfp4_avx512.h"
 #include "turbomind/backend/cpu/packed_layout.h"
@@ -90,18 +91,6 @@ struct MxTileRun {
   bool accumulate = false;
 };
 
-TM_HD __m512i BroadcastCodes(const uint8_t* p) {
-  int32_t bits;
-  __builtin_memcpy(&bits, p, sizeof(bits));
-  return _mm512_set1_epi32(bits);
-}
-
-TM_HD __m512 BroadcastScale(const uint8_t* p) {
-  float value;
-  __builtin_memcpy(&value, p, sizeof(value));
-  return _mm512_set1_ps(value);
-}
-
 // sum[r] += Σ looked-up code * one half of the activations.
 template <int R>
 TM_HD void DotTileBlock(const uint8_t* codes, const uint8_t* x, __m512i (&sum)[R]) {
@@ -112,12 +101,11 @@ TM_HD void DotTileBlock(const uint8_t* codes, const uint8_t* x, __m512i (&sum)[R
     const __m512i high = LookUpHigh(pairs);
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
-      sum[r] = _mm512_dpbusd_epi32(sum[r], low, BroadcastCodes(x + kQuantRowBytes * r + 4 * k));
+      sum[r] = _mm512_dpbusd_epi32(sum[r], low, Broadcast32(x + kQuantRowBytes * r + 4 * k));
     }
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
-      sum[r] =
-          _mm512_dpbusd_epi32(sum[r], high, BroadcastCodes(x + kQuantRowBytes * r + 16 + 4 * k));
+      sum[r] = _mm512_dpbusd_epi32(sum[r], high, Broadcast32(x + kQuantRowBytes * r + 16 + 4 * k));
     }
   }
 }
@@ -134,14 +122,14 @@ TM_HD void AddTileBlock(const uint8_t* block, const uint8_t* x, __m512 (&acc)[R]
   DotTileBlock<R>(block, x, sum);
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r) {
-    sum[r] = _mm512_add_epi32(_mm512_slli_epi32(sum[r], 8), BroadcastCodes(offsets + 4 * r));
+    sum[r] = _mm512_add_epi32(_mm512_slli_epi32(sum[r], 8), Broadcast32(offsets + 4 * r));
   }
   DotTileBlock<R>(block, x + kQuantBlock, sum);
   const __m512 power = _mm512_loadu_ps(block + kMxTileCodes);
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r) {
     const __m512 scaled =
-        _mm512_mul_ps(_mm512_maskz_cvtepi32_ps(0xffff, sum[r]), BroadcastScale(scales + 4 * r));
+        _mm512_mul_ps(_mm512_maskz_cvtepi32_ps(0xffff, sum[r]), BroadcastFloat(scales + 4 * r));
     acc[r] = _mm512_fmadd_ps(scaled, power, acc[r]);
   }
 }
