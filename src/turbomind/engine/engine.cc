@@ -24,6 +24,12 @@
 namespace turbomind {
 namespace {
 
+#ifdef NDEBUG
+constexpr bool kIsDebugBuild = false;
+#else
+constexpr bool kIsDebugBuild = true;
+#endif
+
 void SetCalibration(const KvCalibration& calibration, int num_layers, KvCache& cache) {
   const auto per_layer = [num_layers](const char* what, const auto& values) {
     if (!values.empty() && values.size() != static_cast<size_t>(num_layers)) {
@@ -311,8 +317,8 @@ void Engine::Impl::Loop() {
 
 bool Engine::Impl::Wait() {
   const bool is_idle = scheduler.waiting().empty() && scheduler.running().empty();
-  if (is_idle && !checked_idle && config.check_integrity) {
-    manager.CheckIntegrity(true);
+  if (is_idle && !checked_idle && (config.check_integrity || kIsDebugBuild)) {
+    manager.CheckIntegrity(config.check_integrity);
     checked_idle = true;
   }
   std::vector<std::packaged_task<std::string()>> now;

@@ -46,7 +46,9 @@ struct EngineConfig {
   // Results are bit-equal whatever the batch, chunking, prefix hits, preemption and threads. The
   // arithmetic of the CPU backend always is; a backend that cannot be refuses the flag.
   bool deterministic = false;
-  bool check_integrity = false;        // CheckIntegrity after every step (tests)
+  // CheckIntegrity, scale bytes included, after every step (tests). Debug builds run it without
+  // these bytes when they become idle.
+  bool check_integrity = false;
   bool collect_kv_statistics = false;  // for calibration; costs about as much as writing K and V
 };
 
