@@ -9,7 +9,7 @@ from cells import BLOCK_TOKENS, Cell, Quality, Timing
 
 from lmdeploy import _turbomind
 
-STALL_MS = 600_000
+STALL_MS = 3_600_000  # a prompt of 32k tokens of a 1B model takes a quarter of an hour
 
 
 @dataclass(frozen=True)
