@@ -308,8 +308,8 @@ def _bytes_of_tokens(backend: Backend) -> tuple[list[bytes], bool]:
 
     else:
         raise ModelFormatError(
-            f"tokenizer: decoder {decoder[:80]!r} is not supported; byte-level BPE and "
-            "SentencePiece kinds are"
+            f"tokenizer: decoder: got {decoder[:80]!r}, wanted one of byte-level BPE or of a "
+            "SentencePiece kind"
         )
     added = backend.get_added_tokens_decoder()
     vocab: dict[str, int] = backend.get_vocab(with_added_tokens=False)

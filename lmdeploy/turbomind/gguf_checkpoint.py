@@ -30,7 +30,10 @@ def open_gguf(path: Path) -> Checkpoint:
     reader = ConfigReader(file.metadata, str(path))
     prefix = reader.text("general.architecture")
     if (count := reader.integer("split.count", default=0, low=0)) > 1:
-        raise reader.refuse(f"split.count is {count}: split files are not supported")
+        raise reader.refuse(
+            f"split.count: got {count}, wanted one whole file; merge the parts (llama-gguf-split "
+            "--merge)"
+        )
     num_experts = reader.integer(f"{prefix}.expert_count", default=0, low=0)
     family = family_of_gguf(prefix, str(path), has_experts=num_experts > 0)
     config = _config_from_gguf(reader, file, family=family)
@@ -67,8 +70,8 @@ def _config_from_gguf(
         f"{prefix}.attention.key_length", default=max(hidden // heads, 1), high=MAX_WIDTH
     )
     for key in (f"{prefix}.attention.value_length", f"{prefix}.rope.dimension_count"):
-        if reader.integer(key, default=head_dim) != head_dim:
-            raise reader.refuse(f"{key} is not the head_dim {head_dim}: not supported")
+        if (value := reader.integer(key, default=head_dim)) != head_dim:
+            raise reader.refuse(f"{key}: got {value}, wanted the head_dim {head_dim}")
     if not reader.flag(f"{prefix}.attention.causal", default=True):
         raise reader.refuse(
             f"{prefix}.attention.causal: got false, wanted true: attention is causal here"

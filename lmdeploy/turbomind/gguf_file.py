@@ -191,11 +191,11 @@ class GgufFile:
         where = f"{self.path}: tensor {name}"
         if record.format not in formats:
             raise ModelFormatError(
-                f"{where} has format {record.format}; supported: {', '.join(formats)}"
+                f"{where}: format: got {record.format}, wanted one of {', '.join(formats)}"
             )
         if len(record.shape) > max_dims:
             raise ModelFormatError(
-                f"{where} has {len(record.shape)} dimensions; at most {max_dims} fit"
+                f"{where}: got {len(record.shape)} dimensions, wanted at most {max_dims}"
             )
         try:
             size = row_bytes(record.format, record.shape[-1])
@@ -217,7 +217,7 @@ class GgufFile:
         version = cursor.u32("the version")
         if version not in (2, 3):
             raise ModelFormatError(
-                f"{self.path}: GGUF version {version}; wanted 2 or 3, little endian"
+                f"{self.path}: GGUF version: got {version}, wanted 2 or 3, little endian"
             )
 
     def _read_records(self, cursor: _Cursor, num_tensors: int) -> dict[str, _TensorRecord]:
@@ -227,7 +227,9 @@ class GgufFile:
             where = f"{self.path}: tensor {name[:80]}"
             num_dims = cursor.u32(name)
             if not 1 <= num_dims <= _MAX_DIMS:
-                raise ModelFormatError(f"{where} has {num_dims} dimensions; wanted 1..{_MAX_DIMS}")
+                raise ModelFormatError(
+                    f"{where}: got {num_dims} dimensions, wanted 1 to {_MAX_DIMS}"
+                )
             dims = [cursor.u64(name) for _ in range(num_dims)]
             shape = check_shape(where, dims[::-1], file_bytes=int(self._data.size))
             kind, offset = cursor.u32(name), cursor.u64(name)
@@ -239,7 +241,7 @@ class GgufFile:
             or alignment & (alignment - 1)
         ):
             raise ModelFormatError(
-                f"{self.path}: general.alignment is {alignment!r}; wanted a power of two"
+                f"{self.path}: general.alignment: got {alignment!r}, wanted a power of two"
             )
         start = -(-cursor.position // alignment) * alignment
         records: dict[str, _TensorRecord] = {}

@@ -79,7 +79,7 @@ def _check_quantization(reader: ConfigReader, family: ModelFamily) -> None:
         return  # its modules_to_not_convert say nothing that the tensors do not
     known = f"{' or '.join(family.hf_quant_methods)}, " if family.hf_quant_methods else ""
     raise ModelFormatError(
-        f"{reader.source}: quantization_config with quant_method {method[:40]!r} is not supported; "
+        f"{reader.source}: quantization_config.quant_method: got {method[:40]!r}, "
         f"wanted {known}F32, F16 or BF16 weights, or a GGUF file"
         + (f"; its KV scales are not read either: {KV_SCALES_ADVICE}" if kv_keys else "")
     )
@@ -97,7 +97,7 @@ def _config_from_hf(reader: ConfigReader, family: ModelFamily) -> DecoderConfig:
     activation = reader.text("hidden_act", default="silu")
     if activation not in _ACTIVATIONS:
         raise reader.refuse(
-            f"hidden_act {activation[:40]!r} is not supported; {', '.join(_ACTIVATIONS)} are"
+            f"hidden_act: got {activation[:40]!r}, wanted one of {', '.join(_ACTIVATIONS)}"
         )
     if not reader.flag("is_causal", default=True):
         raise reader.refuse("is_causal: got false, wanted true: attention is causal here")

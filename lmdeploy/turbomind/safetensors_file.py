@@ -44,7 +44,7 @@ def read_json_object(path: Path, max_bytes: int = _MAX_JSON_BYTES) -> dict[str, 
     """The JSON object in `path`, of at most `max_bytes`."""
     with open_regular_file(path) as (descriptor, size):
         if size > max_bytes:
-            raise ModelFormatError(f"{path}: {size} bytes; at most {max_bytes} are accepted")
+            raise ModelFormatError(f"{path}: got {size} bytes, wanted at most {max_bytes}")
         with os.fdopen(os.dup(descriptor), "rb") as file:
             data = file.read(size)
     return parse_json_object(data, str(path))
@@ -78,12 +78,12 @@ class _Shard:
         wanted_kinds = [kind for kind in _DTYPE_BYTES if kind in formats]
         if kind not in wanted_kinds:
             raise ModelFormatError(
-                f"{where} has dtype {str(kind)[:40]}; supported: {', '.join(wanted_kinds)}"
+                f"{where}: dtype: got {str(kind)[:40]}, wanted one of {', '.join(wanted_kinds)}"
             )
         dims = record.get("shape")
         if not isinstance(dims, list) or not 1 <= len(dims) <= max_dims:
             raise ModelFormatError(
-                f"{where}: bad shape {str(dims)[:80]}: wanted 1 to {max_dims} sizes"
+                f"{where}: shape: got {str(dims)[:80]}, wanted 1 to {max_dims} sizes"
             )
         shape = check_shape(where, dims, file_bytes=int(self._data.size))
         begin, end = self._span(name)

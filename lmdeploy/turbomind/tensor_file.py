@@ -164,7 +164,7 @@ def check_shape(where: str, dims: list[Any], *, file_bytes: int) -> tuple[int, .
     count = 1
     for dim in dims:
         if isinstance(dim, bool) or not isinstance(dim, int) or dim <= 0:
-            raise ModelFormatError(f"{where}: bad shape {str(dims)[:80]}: sizes must be positive")
+            raise ModelFormatError(f"{where}: shape: got {str(dims)[:80]}, wanted sizes above 0")
         count *= dim
         # Four values in two bytes is the densest format (MXFP4 has 17 bytes for 32 values).
         if count > 2 * file_bytes:

@@ -92,18 +92,21 @@ def check_config(reader: ConfigReader, config: DecoderConfig) -> DecoderConfig:
     """The config, if its heads and experts fit each other and the engine."""
     if config.num_heads % config.num_kv_heads:
         raise reader.refuse(
-            f"{config.num_heads} query heads are not a multiple of {config.num_kv_heads} KV heads"
+            f"query heads: got {config.num_heads}, wanted a multiple of the {config.num_kv_heads} "
+            "KV heads"
         )
     if config.head_dim % 16:
-        raise reader.refuse(f"head_dim {config.head_dim} is not a multiple of 16: not supported")
+        raise reader.refuse(f"head_dim: got {config.head_dim}, wanted a multiple of 16")
     if config.moe is not None:
         experts = config.moe.num_experts
         if config.moe.top_k > experts:
-            raise reader.refuse(f"each token wants {config.moe.top_k} experts; there are {experts}")
+            raise reader.refuse(
+                f"experts of a token: got {config.moe.top_k}, wanted at most all {experts}"
+            )
         total = experts * sum(config.moe.layers)
         if total > MAX_EXPERTS_OF_MODEL:
             raise reader.refuse(
-                f"{total} experts in all layers; at most {MAX_EXPERTS_OF_MODEL} are supported"
+                f"experts of all layers: got {total}, wanted at most {MAX_EXPERTS_OF_MODEL}"
             )
     return config
 
@@ -272,8 +275,8 @@ class _Lookup:
         rows, cols = self._shapes[kind]
         if cols % 32:
             raise ModelFormatError(
-                f"{self._source}: {place.name.format(i=layer)} needs a multiple of 32 inputs; the "
-                f"config gives {cols}"
+                f"{self._source}: inputs of {place.name.format(i=layer)}: got {cols} by the "
+                "config, wanted a multiple of 32"
             )
         names = [name.format(i=layer) for name in (place.name, place.scales)]
         shapes = ((rows, cols // 32, 16), (rows, cols // 32))

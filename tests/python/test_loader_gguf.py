@@ -156,7 +156,7 @@ def test_rope_metadata(tmp_path: Path) -> None:
 
 BAD_METADATA: list[tuple[dict[str, Any], str]] = [
     ({"rope.scaling.type": "longrope"}, "longrope"),
-    ({"rope.dimension_count": 32}, "rope.dimension_count is not the head_dim"),
+    ({"rope.dimension_count": 32}, "rope.dimension_count: got 32, wanted the head_dim"),
     ({"expert_count": 8}, "expert_used_count is missing"),
     ({"attention.causal": False}, "attention.causal: got false, wanted true"),
 ]
@@ -238,7 +238,7 @@ DAMAGES: list[tuple[Any, str]] = [
     (lambda data: data[: len(data) // 2], "truncated"),
     (lambda data: data[:-64], "truncated"),
     (number_at(0, "<I", 0x12345678), "not a GGUF file"),
-    (number_at(4, "<I", 1), "GGUF version 1"),
+    (number_at(4, "<I", 1), "GGUF version: got 1, wanted 2 or 3"),
     (number_at(4, "<I", 0x03000000), "little endian"),
     (number_at(8, "<Q", 1 << 60), "tensors"),
     (number_at(16, "<Q", 1 << 60), "keys"),
@@ -248,11 +248,11 @@ DAMAGES: list[tuple[Any, str]] = [
     (replaced(b"general.architecture\x08\0\0\0\5\0\0\0\0\0\0\0llama",
               b"general.architecture\x08\0\0\0\5\0\0\0\0\0\0\0mamba"), "'mamba'.*llama, qwen2"),
     (tensor_record(b"blk.0.ffn_up.weight", 0, "<I", 9), "9 dimensions"),
-    (tensor_record(b"blk.0.ffn_up.weight", 4, "<Q", 0), "sizes must be positive"),
+    (tensor_record(b"blk.0.ffn_up.weight", 4, "<Q", 0), "wanted sizes above 0"),
     (tensor_record(b"blk.0.ffn_up.weight", 4, "<Q", 1 << 63), "beyond the file"),
     (tensor_record(b"blk.0.ffn_up.weight", 4, "<Q", 32), "has shape"),
-    (tensor_record(b"blk.0.ffn_up.weight", 20, "<I", 99), "format number 99"),
-    (tensor_record(b"blk.0.ffn_up.weight", 20, "<I", 16), "format IQ2_XXS.*MXFP4"),
+    (tensor_record(b"blk.0.ffn_up.weight", 20, "<I", 99), "format: got number 99"),
+    (tensor_record(b"blk.0.ffn_up.weight", 20, "<I", 16), "format: got IQ2_XXS.*MXFP4"),
     (tensor_record(b"blk.0.ffn_up.weight", 20, "<I", 12), "256 values of a block"),
     (tensor_record(b"blk.0.ffn_up.weight", 24, "<Q", 1 << 62), "beyond the file"),
     (tensor_record(b"blk.0.ffn_up.weight", 24, "<Q", 7), "not aligned"),

@@ -36,7 +36,7 @@ def family_of_hf(architecture: str, source: str) -> ModelFamily:
         if architecture in family.hf_architectures:
             return family
     raise ModelFormatError(
-        f"{source}: architecture {architecture[:80]!r} is not supported; supported: "
+        f"{source}: architecture: got {architecture[:80]!r}, wanted one of "
         f"{', '.join(supported_architectures())}"
     )
 
@@ -51,11 +51,11 @@ def family_of_gguf(architecture: str, source: str, *, has_experts: bool) -> Mode
             return family
     if families:
         raise ModelFormatError(
-            f"{source}: {architecture}.expert_count is {'above 0' if has_experts else 'missing'}: "
-            f"architecture {architecture!r} has {'no ' if has_experts else ''}experts"
+            f"{source}: {architecture}.expert_count: got {'experts' if has_experts else 'none'}, "
+            f"wanted {'none' if has_experts else 'experts'}: architecture {architecture!r} has "
+            f"{'no ' if has_experts else ''}experts"
         )
     names = dict.fromkeys(name for family in FAMILIES for name in family.gguf_architectures)
     raise ModelFormatError(
-        f"{source}: architecture {architecture[:80]!r} is not supported; supported: "
-        f"{', '.join(names)}"
+        f"{source}: architecture: got {architecture[:80]!r}, wanted one of {', '.join(names)}"
     )

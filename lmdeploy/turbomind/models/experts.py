@@ -111,13 +111,15 @@ def moe_from_gguf(config: ConfigReader, prefix: str, *, experts: Experts) -> Moe
     gating = config.integer(f"{prefix}.expert_gating_func", default=0, low=0)
     if gating not in ((0, 1, 3) if normalise else (0, 1)):
         raise config.refuse(
-            f"{prefix}.expert_gating_func is {gating}; wanted 1 (softmax)"
+            f"{prefix}.expert_gating_func: got {gating}, wanted 1 (softmax)"
             + (" or 3 (softmax over the chosen experts)" if normalise else "")
         )
-    if config.number(f"{prefix}.expert_weights_scale", default=1.0) not in (0.0, 1.0):
-        raise config.refuse(f"{prefix}.expert_weights_scale other than 1 is not supported")
-    if config.integer(f"{prefix}.expert_group_count", default=0, low=0) > 1:
-        raise config.refuse(f"{prefix}.expert_group_count above 1 is not supported")
+    scale = config.number(f"{prefix}.expert_weights_scale", default=1.0)
+    if scale not in (0.0, 1.0):  # 0 stands for none
+        raise config.refuse(f"{prefix}.expert_weights_scale: got {scale:g}, wanted 1")
+    groups = config.integer(f"{prefix}.expert_group_count", default=0, low=0)
+    if groups > 1:
+        raise config.refuse(f"{prefix}.expert_group_count: got {groups}, wanted at most 1")
     shared = 0
     if any("shared.gate" in tensors for tensors in experts.gguf):
         shared = config.integer(

@@ -64,8 +64,8 @@ def _gguf_windows(config: ConfigReader, prefix: str) -> tuple[int, ...]:
 
 
 def _settings(config: ConfigReader, num_layers: int) -> MoeSettings:
-    if config.number("swiglu_alpha", default=1.702) != 1.702:
-        raise config.refuse("swiglu_alpha other than 1.702 is not supported")
+    if (alpha := config.number("swiglu_alpha", default=1.702)) != 1.702:
+        raise config.refuse(f"swiglu_alpha: got {alpha:g}, wanted 1.702")
     return local_experts(config, num_layers)
 
 

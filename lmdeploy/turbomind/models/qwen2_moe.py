@@ -22,7 +22,7 @@ def _windows(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
         return no_windows(config, num_layers)
     if not config.has("layer_types"):
         # Two published rules disagree on which layers slide below max_window_layers.
-        raise config.refuse("use_sliding_window needs layer_types")
+        raise config.refuse("layer_types: got none, wanted them beside use_sliding_window")
     return windows_by_type(config, num_layers, window=config.integer("sliding_window"))
 
 

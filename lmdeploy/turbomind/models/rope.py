@@ -43,10 +43,10 @@ def _settings_from_hf(
 ) -> RopeSettings:
     """`rope` is one of the two objects of `config`."""
     if rope.has_objects():
-        raise rope.refuse("one setting per layer type is not supported; wanted one for all layers")
+        raise rope.refuse("got a setting per layer type, wanted one for all layers")
     kind = rope.text("rope_type", default=rope.text("type", default="default"))
     if kind not in ROPE_KINDS:
-        raise rope.refuse(f"rope_type {kind[:40]!r} is not supported; {', '.join(ROPE_KINDS)} are")
+        raise rope.refuse(f"rope_type: got {kind[:40]!r}, wanted one of {', '.join(ROPE_KINDS)}")
     _require_whole_heads(config, rope)
     theta = _theta(config, rope)
     if kind == "default":
@@ -62,8 +62,11 @@ def _settings_from_hf(
             "low_freq_factor": rope.number("low_freq_factor", default=1.0, low=1e-6),
             "high_freq_factor": rope.number("high_freq_factor", default=4.0, low=1e-6),
         }
-        if settings["high_freq_factor"] <= settings["low_freq_factor"]:
-            raise rope.refuse("high_freq_factor must be above low_freq_factor")
+        high, low = settings["high_freq_factor"], settings["low_freq_factor"]
+        if high <= low:
+            raise rope.refuse(
+                f"high_freq_factor: got {high:g}, wanted more than low_freq_factor ({low:g})"
+            )
     elif kind == "yarn":
         settings = {
             "beta_fast": rope.number("beta_fast", default=0.0) or 32.0,
@@ -108,9 +111,7 @@ def rope_from_gguf(
     scaling = f"{prefix}.rope.scaling"
     kind = config.text(f"{scaling}.type", default="linear")
     if kind not in ("none", "linear", "yarn"):
-        raise config.refuse(
-            f"{scaling}.type {kind[:40]!r} is not supported; none, linear, yarn are"
-        )
+        raise config.refuse(f"{scaling}.type: got {kind[:40]!r}, wanted none, linear or yarn")
     _require_neutral(config, f"{scaling}.yarn_log_multiplier", neutral=0.0)
     if config.number(f"{scaling}.yarn_ext_factor", default=-1.0, low=-1e12) >= 0.0:  # else unset
         neutral = 1.0 if kind == "yarn" else 0.0
@@ -148,7 +149,7 @@ def _gguf_factor(config: ConfigReader, prefix: str) -> float:
 
 def _require_neutral(config: ConfigReader, key: str, *, neutral: float) -> None:
     if (value := config.number(key, default=neutral, low=-1e12)) != neutral:
-        raise config.refuse(f"{key}: got {value:g}, wanted {neutral:g}: others are not supported")
+        raise config.refuse(f"{key}: got {value:g}, wanted {neutral:g}")
 
 
 def _theta(config: ConfigReader, rope: ConfigReader | None) -> float:
