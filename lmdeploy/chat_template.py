@@ -1,7 +1,7 @@
 """② Messages → prompt text, with the Jinja template of the checkpoint in a sandbox.
 
-A template comes from a download: it runs in jinja2's immutable sandbox (whose ranges are bounded),
-with limits on the sizes of the template and of the prompt.
+A template comes from a download: it runs in a sandbox of bounded time and memory
+(template_sandbox.py), with limits on the sizes of the template and of the prompt.
 """
 
 from __future__ import annotations
@@ -72,6 +72,8 @@ class ChatTemplate:
         """
         from jinja2 import TemplateError
 
+        from lmdeploy.template_sandbox import clock
+
         context = {
             "tools": None,
             "documents": None,
@@ -79,6 +81,7 @@ class ChatTemplate:
             "messages": [dict(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
             **self._tokens,
+            **clock(),
         }
         pieces: list[str] = []
         size = 0
@@ -165,14 +168,15 @@ def _source_from_json(file: Path) -> str | None:
 
 def _compile(source: str, origin: str) -> Template:
     from jinja2 import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    from lmdeploy.template_sandbox import BoundedEnvironment
 
     if len(source) > _MAX_TEMPLATE_CHARS:
         raise ModelFormatError(
-            f"{origin}: a chat template of {len(source)} characters; at most "
-            f"{_MAX_TEMPLATE_CHARS} are accepted"
+            f"{origin}: chat template: got {len(source)} characters, wanted at most "
+            f"{_MAX_TEMPLATE_CHARS}"
         )
-    environment = ImmutableSandboxedEnvironment(
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json

@@ -117,6 +117,75 @@ def test_hostile_templates_are_value_errors(source: str) -> None:
         template(source).render(MESSAGES)
 
 
+DOUBLED = "{%% set ns = namespace(x=%s) %%}{%% for i in range(60) %%}%s{%% endfor %%}{{ ns.x }}"
+SPINNING = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+BRANCHING = "{% macro m(n) %}{% if n %}{{ m(n-1) }}{{ m(n-1) }}{% endif %}{% endmacro %}{{ m(60) }}"
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{{ 2 ** 2 ** 2 ** 2 ** 2 ** 2 ** 2 ** 2 ** 2 ** 2 ** 2 ** 2 ** 2 }}", "a number of more"),
+        ("{{ 9 ** (messages|length * 100000000) }}", "a number of more"),
+        ("{{ 'x' * 10**11 }}", "a text of more"),
+        ("{{ 10**11 * 'x' }}", "a text of more"),
+        ("{{ ([1] * 10**11)|length }}", "a list of more"),
+        ("{{ 'x'|center(100000000000) }}", "a width of 100000000000"),
+        ("{{ 'x'.rjust(100000000000) }}", "a width of 100000000000"),
+        ("{{ [1]|batch(100000000000, 0)|list }}", "a width of 100000000000"),
+        ("{{ '%0999999999d' % 1 }}", "wanted widths"),
+        ("{{ '%*d' % (999999999, 1) }}", "wanted widths"),
+        ("{{ '%0999999999d'|format(1) }}", "wanted widths"),
+        ("{{ '{:999999999}'.format(1) }}", "wanted widths"),
+        ("{{ '{:{}}'.format(1, 999999999) }}", "wanted widths"),
+        ("{{ ('x' * 10**6)|replace('x', 'y' * 10**6) }}", "a text of more"),
+        ("{{ ('x' * 10**6).replace('x', 'y' * 10**6) }}", "a text of more"),
+        ("{{ (['x' * 10**6] * 10**6)|join }}", "a text of more"),
+        ("{{ ''.join(['x' * 10**6] * 10**6) }}", "a text of more"),
+        ("{{ ['x' * 10**6] * 10**6 }}", "a text of more"),
+        ("{{ (['x' * 10**6] * 10**6)|string|length }}", "a text of more"),
+        (DOUBLED % ("'x'", "{% set ns.x = ns.x + ns.x %}"), "a text of more"),
+        (DOUBLED % ("'x'", "{% set ns.x = ns.x ~ ns.x %}"), "a text of more"),
+        (DOUBLED % ("'x'", "{% set y %}{{ ns.x ~ ns.x }}{% endset %}{% set ns.x = y %}"), "a text"),
+        (DOUBLED % ("[1]", "{% set ns.x = ns.x + ns.x %}"), "a list of more"),
+        (DOUBLED % ("[1]", "{% set ns.x = [ns.x, ns.x] %}"), "a list of more"),
+        ("{{ lipsum() }}", "undefined"),
+        (SPINNING, "runs for more than"),
+        (BRANCHING, "runs for more than"),
+    ],
+)
+def test_time_and_memory_are_bounded(
+    source: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmdeploy.template_sandbox.MAX_SECONDS", 2.0)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=words):
+            template(source).render(MESSAGES)
+        assert tracemalloc.get_traced_memory()[1] < 300_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_bounds_leave_ordinary_templates_alone() -> None:
+    for source, text in {
+        "{{ ['a', 'b']|join(', ') ~ 1 ~ [2] }}": "a, b1[2]",
+        "{{ messages|map(attribute='role')|join('|') }}": "system|user|assistant|user",
+        "{{ '%s is %05d' % ('x', 12) }} {{ '%d'|format(3) }} {{ '{} {y}'.format(1, y=2) }}": (
+            "x is 00012 3 1 2"
+        ),
+        "{{ 'a\nb'|indent(2) }}|{{ 'a'|center(3) }}|{{ 'a'.ljust(3) }}|": "a\n  b| a |a  |",
+        "{{ 2 ** 10 * 3 % 5 }} {{ 'ab' * 2 + 'c' }} {{ ([1] + [2]) * 2 }}": "2 ababc [1, 2, 1, 2]",
+        "{% macro f(x) %}<{{ x }}>{% endmacro %}{{ f(1) ~ f('a') }}": "<1><a>",
+        "{% for m in messages if m.role == 'user' %}{{ loop.index }}{% else %}none{% endfor %}": (
+            "12"
+        ),
+        "{% set x %}{% for i in range(3) %}{{ i }}{% endfor %}{% endset %}{{ x }}": "012",
+        "{{ 'aXb'|replace('X', '-') }}{{ 'a,b'.split(',')[1] }}{{ 5|string }}": "a-bb5",
+    }.items():
+        assert template(source).render(MESSAGES) == text
+
+
 @pytest.mark.parametrize("indent", [None, 4, 16])
 def test_json_stops_at_the_limit(monkeypatch: pytest.MonkeyPatch, indent: int | None) -> None:
     monkeypatch.setattr("lmdeploy.chat_template._MAX_OUTPUT_CHARS", 100_000)
