@@ -6,7 +6,9 @@ Where a docstring says ValueError it is an OptionError, which names the field.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 _MAX_SHOWN = 60
@@ -50,6 +52,14 @@ class OptionError(ValueError):
 def refuse(name: str, value: Any, *, wanted: str, flag: str | None = None) -> OptionError:
     """The error for one bad value; `flag` names what to change when it is not `name` itself."""
     return OptionError(name, f"got {show(value)}, wanted {wanted}; change {flag or name}")
+
+
+def user_path(name: str, path: str | os.PathLike[str], *, flag: str | None = None) -> Path:
+    """`path` with its `~`. OptionError where it names a user that is not there."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise refuse(name, str(path), wanted="a path of a user that exists", flag=flag) from None
 
 
 def check_instance(name: str, value: Any, *, kind: type) -> None:

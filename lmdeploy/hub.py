@@ -4,6 +4,7 @@ import importlib.util
 import re
 from pathlib import Path
 
+from lmdeploy.checks import OptionError, user_path
 from lmdeploy.turbomind.model_errors import ModelFormatError
 
 EMBEDDED_MODEL = "smollm2"
@@ -22,12 +23,14 @@ def resolve_model(model: str) -> Path:
     """
     if not model or "\0" in model:
         raise ModelFormatError(f"model: got {model!r}; wanted a name, a path or a hub id")
-    path = Path(model).expanduser()
     try:
+        path = user_path("model", model)
         if path.is_dir():
             return _folder(path)
         if path.exists():
             return path
+    except OptionError as error:
+        raise ModelFormatError(str(error)) from error
     except OSError as error:
         raise ModelFormatError(f"model {model[:120]!r}: {error.strerror}") from error
     if model == EMBEDDED_MODEL:

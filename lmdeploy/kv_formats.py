@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmdeploy.checks import refuse
+from lmdeploy.checks import refuse, user_path
 
 # Accepted values of `quant_policy` and the name that the engine resolves on its device.
 QUANT_POLICY_NAMES: dict[int | str, str] = {
@@ -118,7 +118,7 @@ def parse_cache_format(value: Any) -> FormatTable:
     if isinstance(value, dict):
         return _parse_table(value, "kv_cache_format")
     if isinstance(value, str) and value.strip().lower().endswith(TABLE_SUFFIXES):
-        return _parse_table(_read_table(Path(value).expanduser()), value)
+        return _parse_table(_read_table(user_path("kv_cache_format", value, flag=FLAG)), value)
     return FormatTable(default=parse_pair(value))
 
 

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-from lmdeploy.checks import refuse
+from lmdeploy.checks import check_strings, refuse
+from lmdeploy.generation_config import MAX_STOP_WORD_CHARS, MAX_STOP_WORDS
 
 _MAX_JSON_BYTES = 1 << 20
 
@@ -49,16 +50,17 @@ class ChatTemplateConfig:
             raise refuse("capability", self.capability, wanted="chat or completion")
         for item in fields(self):
             value = getattr(self, item.name)
-            if item.name != "stop_words" and not isinstance(value, (str, type(None))):
+            is_text = isinstance(value, str) or (value is None and item.name != "model_name")
+            if item.name != "stop_words" and not is_text:
                 raise refuse(
                     item.name, value, wanted="a text", flag=f"--chat-template ({item.name})"
                 )
-        words = self.stop_words
-        if words is not None and not (
-            isinstance(words, list) and all(isinstance(w, str) and w for w in words)
-        ):
-            raise refuse(
-                "stop_words", words, wanted="a list of texts", flag="--chat-template (stop_words)"
+        if self.stop_words is not None:
+            check_strings(
+                "stop_words",
+                self.stop_words,
+                max_items=MAX_STOP_WORDS,
+                max_chars=MAX_STOP_WORD_CHARS,
             )
 
     def to_json(self, file_path: str | None = None) -> str:

@@ -187,7 +187,9 @@ class Pipeline:
                 `tools` and `builtin_tools`, checked.
 
         Raises:
-            ValueError: a wrong prompt, e.g. longer than session_len. No prompt runs then.
+            ValueError: a wrong prompt, e.g. longer than session_len: no prompt runs then. Or a
+                gen_config that does not fit the model (token ids, a grammar), found when its
+                prompt begins; the others are cancelled.
             EngineFailure: the engine has failed, was closed meanwhile, or is another process's.
         """
         from tqdm import tqdm
@@ -377,11 +379,7 @@ class Pipeline:
                     raise
                 text = error.reason if error.field == "prompt" else str(error)
                 raise OptionError(f"prompts[{i}]", text) from error
-            template = self.engine.parts.chat_template
             chat = template_options is not None
-            if chat and template is not None and template.stop_words:
-                words = [*(config.stop_words or []), *template.stop_words]
-                config = replace(config, stop_words=words)
             jobs += [_Job(ids, config, i, choice, chat, grammars) for choice in range(config.n)]
         return jobs, single
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lmdeploy.checks import OptionError, refuse, show
-from lmdeploy.turbomind.prompts import MAX_MESSAGES, text_of
+from lmdeploy.turbomind.prompts import MAX_MESSAGES, OUR_OWN_KEY, text_of
 
 REASONING_EFFORTS = ("low", "medium", "high")
 BUILTIN_TOOLS = ("browser", "python")
@@ -25,7 +25,7 @@ _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _CALL_NAME = re.compile(r"[^\s<>]{1,256}")
 _THOUGHTS = ("reasoning_content", "thinking")
 _KEYS = {
-    "assistant": ("role", "content", "name", "tool_calls", *_THOUGHTS),
+    "assistant": ("role", "content", "name", "tool_calls", OUR_OWN_KEY, *_THOUGHTS),
     "tool": ("role", "content", "name", "tool_call_id"),
 }
 _KEYS_OF_OTHERS = ("role", "content", "name")
@@ -177,7 +177,9 @@ def _read_calls(name: str, calls: Any) -> Iterator[tuple[str, Call]]:
         if not isinstance(tool, str) or not _CALL_NAME.fullmatch(tool):
             wanted = "a name of 1 to 256 characters without spaces, < and >"
             raise refuse(f"{where}.function.name", tool, wanted=wanted)
-        arguments = function.get("arguments") or ""
+        arguments = function.get("arguments")
+        if arguments is None:
+            arguments = ""
         if isinstance(arguments, dict):  # as chat templates take them
             arguments = json.dumps(arguments, ensure_ascii=False)
         if not isinstance(arguments, str):

@@ -34,6 +34,8 @@ async def prepare_chat(
             f"got {request.top_logprobs}, wanted logprobs true beside it; add logprobs",
         )
     options = _template_options(request, splits_answers=state.splits_answers)
+    if request.messages and request.input_ids:
+        raise OptionError("input_ids", "got it beside messages, wanted one of the two; remove one")
     if request.messages:
         messages = request.messages
         if isinstance(messages, str):
@@ -43,13 +45,13 @@ async def prepare_chat(
         )
     elif request.input_ids:
         ids = request.input_ids
+        state.engine.check_prompt(ids, name="input_ids")
     else:
         raise OptionError("messages", "got none, wanted at least one; add messages")
     limits = Limits(
         max_new_tokens=request.max_completion_tokens or request.max_tokens,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         n=request.n or 1,
-        stop_words=state.stop_words,
     )
     room = max(state.engine.max_request_tokens - len(ids), 1)
     config = make_config(request, limits, model_defaults=state.engine.parts.sampling, room=room)

@@ -35,6 +35,8 @@ async def prepare_generate(
         ids = await asyncio.to_thread(
             encode_text, state.engine.parts, request.prompt or "", add_special=True
         )
+    else:
+        state.engine.check_prompt(ids, name="input_ids")
     limits = Limits(
         max_new_tokens=request.max_tokens,
         logprobs=(request.top_logprobs_num or 0) if request.return_logprob else None,

@@ -36,7 +36,6 @@ class Limits:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     n: int = 1
-    stop_words: Sequence[str] = ()  # of the chat template
 
 
 @dataclass
@@ -103,7 +102,7 @@ def make_config(
         presence_penalty=fields.presence_penalty or 0.0,
         frequency_penalty=fields.frequency_penalty or 0.0,
         random_seed=None if fields.seed is None else fields.seed % 2**64,
-        stop_words=[*check_stop(fields.stop), *limits.stop_words],
+        stop_words=check_stop(fields.stop),
         stop_token_ids=fields.stop_token_ids,
         ignore_eos=bool(fields.ignore_eos),
         skip_special_tokens=fields.skip_special_tokens is not False,
@@ -139,7 +138,7 @@ async def encode_prompts(
         if isinstance(item, str):
             ids = await asyncio.to_thread(encode_text, engine.parts, item, add_special=True)
         engine.check_prompt(ids, num_new=num_new)
-        result.append(list(ids))
+        result.append(ids)
     return result
 
 

@@ -7,7 +7,7 @@ used" and refused by name otherwise. A field that nobody knows is refused as wel
 from __future__ import annotations
 
 import json
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -24,9 +24,15 @@ from lmdeploy.generation_config import (
 from lmdeploy.serve.errors import ApiError
 
 MAX_BODY_BYTES = 32 << 20
+# Values and names, about: 32 MiB of `[],` would be eleven million lists. A token id is one.
+MAX_BODY_VALUES = 1 << 21
 MAX_PROMPTS = 1024
+_MAX_SHOWN = 100
 
-_Word = Field(min_length=1, max_length=MAX_STOP_WORD_CHARS)
+# Of wrong items the first alone is reported: an error for each would take hundreds of bytes.
+_Ids = Annotated[list[int], Field(fail_fast=True)]
+_Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+_Texts = Annotated[list[str], Field(fail_fast=True)]
 R = TypeVar("R", bound="ApiRequest")
 
 
@@ -71,8 +77,8 @@ class SamplingFields(ApiRequest):
     presence_penalty: float | None = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=0.0, ge=-2, le=2)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = Field(default=None, max_length=MAX_TOKEN_IDS)
+    stop: str | _Texts | None = None
+    stop_token_ids: _Ids | None = Field(default=None, max_length=MAX_TOKEN_IDS)
     ignore_eos: bool | None = False
     min_new_tokens: int | None = Field(default=None, ge=0, lt=2**31)
     skip_special_tokens: bool | None = True
@@ -128,15 +134,15 @@ class ChatCompletionRequest(CompletionFields):
         "reasoning_effort": (None,),
     }
 
-    messages: str | list[dict[str, Any]] | None = None  # a string: one user message
-    input_ids: list[int] | None = None
+    messages: str | _Objects | None = None  # a string: one user message
+    input_ids: _Ids | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     return_token_ids: bool | None = False
     enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: _Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
@@ -168,7 +174,7 @@ class GenerateRequest(SamplingFields):
     }
 
     prompt: str | None = None
-    input_ids: list[int] | None = None
+    input_ids: _Ids | None = None
     return_logprob: bool | None = None
     top_logprobs_num: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     max_tokens: int = Field(default=128, ge=1, lt=2**31)
@@ -177,7 +183,7 @@ class GenerateRequest(SamplingFields):
 class EncodeRequest(ApiRequest):
     """Body of POST /v1/encode."""
 
-    input: str | list[str]
+    input: str | _Texts
     do_preprocess: bool | None = False
     add_bos: bool | None = True
 
@@ -201,7 +207,12 @@ def check_value(name: str, value: Any, *, accepted: tuple[Any, ...]) -> None:
 
 
 def parse_json(body: bytes) -> Any:
-    """JSON without NaN and infinities. ApiError 400 for anything else."""
+    """JSON without NaN and infinities. ApiError 400 for anything else, 413 for too many values."""
+    values = sum(body.count(mark) for mark in (b",", b"[", b"{"))
+    if values > MAX_BODY_VALUES:
+        raise ApiError(
+            413, f"body: got about {values} values, wanted at most {MAX_BODY_VALUES}; shorten it"
+        )
 
     def refuse_constant(name: str) -> Any:
         raise ValueError(f"{name} is not allowed")
@@ -222,12 +233,34 @@ def parse_request(model: type[R], body: bytes) -> R:
     for name, accepted in model.unsupported.items():
         if name in values:
             check_value(name, values.pop(name), accepted=accepted)
+    _refuse_unknown(model, values)
+    _check_sizes(values)
     try:
         request = model.model_validate(values)
     except ValidationError as error:
         raise _first_error(error, values) from None
     check_stop(getattr(request, "stop", None))
     return request
+
+
+def _refuse_unknown(model: type[ApiRequest], values: dict[str, Any]) -> None:
+    """ApiError 400 for the first field that nobody knows, in `stream_options` too."""
+    options = values.get("stream_options")
+    places = [("", model, values)]
+    if isinstance(options, dict):
+        places.append(("stream_options.", StreamOptions, options))
+    for prefix, known, given in places:
+        for name in given:
+            if name not in known.model_fields:
+                path = (prefix + name)[:_MAX_SHOWN]
+                raise ApiError(400, f"{path}: unknown field; remove {path}", param=path)
+
+
+def _check_sizes(values: dict[str, Any]) -> None:
+    bias = values.get("logit_bias")
+    if isinstance(bias, dict) and len(bias) > MAX_LOGIT_BIAS:
+        wanted = f"wanted at most {MAX_LOGIT_BIAS}; change logit_bias"
+        raise ApiError(400, f"logit_bias: got {len(bias)} token ids, {wanted}", param="logit_bias")
 
 
 def check_stop(stop: str | list[str] | None) -> list[str]:
@@ -264,9 +297,6 @@ def _first_error(error: ValidationError, values: dict[str, Any]) -> ApiError:
     if not first["loc"]:
         return ApiError(400, f"body: got {show(sorted(values))}, wanted a request; change body")
     name = str(first["loc"][0])
-    if first["type"] == "extra_forbidden":
-        path = ".".join(str(part) for part in first["loc"])
-        return ApiError(400, f"{path}: unknown field; remove {path}", param=path)
     if first["type"] == "missing":
         return ApiError(400, f"{name}: missing, wanted a value; add {name}", param=name)
     same = [d["msg"] for d in details if d["loc"] and d["loc"][0] == name]

@@ -80,6 +80,10 @@ def check_options(options: ServerOptions) -> None:
     )
     if any(key != key.strip() for key in keys):  # no client could send it
         raise OptionError("api_keys", "got a key with spaces around it; change --api-keys")
+    if not all(key.isascii() and key.isprintable() for key in keys):  # headers differ in the rest
+        raise OptionError(
+            "api_keys", "got a key with other characters, wanted printable ASCII; change --api-keys"
+        )
     check_int("shutdown_timeout", options.shutdown_timeout, low=0, flag="--shutdown-timeout")
 
 

@@ -45,9 +45,3 @@ class ServerState:
     def splits_answers(self) -> bool:
         """Whether answers to conversations come apart into reasoning, content and tool calls."""
         return self.engine.parts.harmony is not None
-
-    @property
-    def stop_words(self) -> list[str]:
-        """Words of the chat template that end every answer."""
-        template = self.engine.parts.chat_template
-        return list(template.stop_words) if template is not None else []

@@ -186,7 +186,7 @@ class AsyncEngine:
         """
         config = config or GenerationConfig()
         self.check_healthy()
-        request, answer = await asyncio.to_thread(
+        request, prompt_ids, answer = await asyncio.to_thread(
             self._make_request,
             prompt_ids,
             config,
@@ -194,7 +194,9 @@ class AsyncEngine:
             chat=chat,
             grammars=grammars or self.new_grammars(),
         )
-        stream = RequestStream(request, config=config, answer=answer, forget=self.forget)
+        stream = RequestStream(
+            request.id, prompt_ids, config=config, answer=answer, forget=self.forget
+        )
         with self._lock:
             self._streams[stream.request_id] = stream
         try:
@@ -277,8 +279,9 @@ class AsyncEngine:
         index: int,
         chat: bool,
         grammars: Grammars,
-    ) -> tuple[Any, GatedAnswer]:
-        # In a worker thread: tokenising words and compiling a grammar take time.
+    ) -> tuple[Any, list[int], GatedAnswer]:
+        # In a worker thread: tokenising words and compiling a grammar take time. The ids that come
+        # back are the caller's list where nothing was added: n answers share it.
         harmony = self.parts.harmony if chat else None
         if harmony is not None and is_constrained(config):
             prompt_ids = [*prompt_ids, *harmony.begin_final(self.parts.tokenizer)]
@@ -287,13 +290,15 @@ class AsyncEngine:
         room = self.max_request_tokens - len(prompt_ids)
         request = self.parts.new_request()
         request.id = next(self._ids)
-        request.prompt = list(prompt_ids)
+        request.prompt = prompt_ids
         request.max_new_tokens = min(config.max_new_tokens, room)
         request.min_new_tokens = min(config.min_new_tokens or 0, request.max_new_tokens)
         request.ignore_eos = config.ignore_eos
         request.eos_ids = [] if config.ignore_eos else list(self.parts.eos_ids)
+        template = self.parts.chat_template
+        of_template = template.stop_words if chat and template is not None else []
         stop_ids, plain_words, special_words = sort_stop_words(
-            config.stop_words or [], self.parts.tokenizer
+            [*(config.stop_words or []), *of_template], self.parts.tokenizer
         )
         request.stop_sequences = [[i] for i in [*(config.stop_token_ids or []), *stop_ids]]
         request.bad_sequences = bad_sequences(config, self.parts.tokenizer)
@@ -305,9 +310,10 @@ class AsyncEngine:
         set_sampling(request, config, index=index)
         if config.response_format is not None:
             request.token_mask = grammars.token_mask(config.response_format)
-        return request, self._answer_text(
+        answer = self._answer_text(
             config, plain_words, special_words=special_words, harmony=harmony, chat=chat
         )
+        return request, prompt_ids, answer
 
     def _answer_text(
         self,

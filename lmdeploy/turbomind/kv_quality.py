@@ -8,11 +8,11 @@ anything with mode none) is off, and what is reported is what is on.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lmdeploy.checks import user_path
 from lmdeploy.kv_formats import FOUR_BIT_FORMATS, FP4_FORMATS, FormatPair
 from lmdeploy.messages import TurbomindEngineConfig
 
@@ -100,7 +100,7 @@ def resolve_kv_options(
         scale_search=search and bool(names & FP4_FORMATS),
         sink_tokens=sink_tokens,
         recent_tokens=recent_tokens,
-        calibration=None if path is None else Path(os.fspath(path)).expanduser(),
+        calibration=None if path is None else user_path("kv_calibration", path),
         note=_format_note(table, layers),
     )
 

@@ -19,6 +19,8 @@ logger = logging.getLogger("lmdeploy")
 MAX_MESSAGES = 4096
 MAX_OPTIONS_SIZE = 1 << 22  # characters and values of chat_template_kwargs
 MAX_OPTIONS_DEPTH = 64
+# What return_token_ids adds to a message, which clients send back as it came: ignored.
+OUR_OWN_KEY = "gen_tokens"
 _NO_NAMES = ("custom", "hf")  # a ChatTemplateConfig needs a name
 _PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 _FROM_TEXTS = """\
@@ -48,10 +50,11 @@ def _check_message(index: int, message: Any) -> dict[str, str]:
     name = f"messages[{index}]"
     if not isinstance(message, dict):
         raise refuse(name, message, wanted="an object with role and content")
-    for key, value in message.items():
-        if key not in ("role", "content", "name") and value not in (None, []):
-            raise OptionError(f"{name}.{key}", "not supported, wanted role and content; remove it")
     role = message.get("role")
+    known = ("role", "content", "name", *([OUR_OWN_KEY] if role == "assistant" else []))
+    for key, value in message.items():
+        if key not in known and value not in (None, []):
+            raise OptionError(f"{name}.{key}", "not supported, wanted role and content; remove it")
     if not isinstance(role, str) or role not in _ROLES:
         raise refuse(f"{name}.role", role, wanted="one of " + ", ".join(_ROLES))
     if role == "tool":
@@ -190,7 +193,7 @@ class PromptTemplate:
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: dict[str, Any]) -> str:
         """The prompt. `options` are further names the template may use."""
-        if self._meta_instruction and messages[0]["role"] != "system":
+        if self._meta_instruction and not (messages and messages[0]["role"] == "system"):
             messages = [{"role": "system", "content": self._meta_instruction}, *messages]
         return self._template.render(messages, variables={**options, "texts": self._texts})
 

@@ -22,13 +22,15 @@ _FINISH_REASONS: dict[str, FinishReason] = {
 class RequestStream:
     """One answer as an asynchronous iterator of Response pieces; the last has a finish_reason.
 
-    Used in the event loop that created it. `close()` cancels what still runs; it is safe to call it
-    at any time and more than once. `forget` tells the engine that nobody waits any more.
+    `prompt_ids` is kept, not copied. Used in the event loop that created it. `close()` cancels what
+    still runs; it is safe to call it at any time and more than once. `forget` tells the engine that
+    nobody waits any more.
     """
 
     def __init__(
         self,
-        request: Any,
+        request_id: int,
+        prompt_ids: list[int],
         *,
         config: GenerationConfig,
         answer: GatedAnswer,
@@ -36,8 +38,8 @@ class RequestStream:
     ) -> None:
         split = answer.detokenizer
         self._split = split if isinstance(split, HarmonyText) else None
-        self.request_id: int = request.id
-        self.prompt_ids: list[int] = list(request.prompt)
+        self.request_id = request_id
+        self.prompt_ids = prompt_ids
         self.config = config
         self._forget = forget
         self._loop = asyncio.get_running_loop()

@@ -8,6 +8,7 @@ import pickle
 import signal
 import socket
 import time
+import tracemalloc
 
 import httpx
 import pytest
@@ -24,6 +25,7 @@ from lmdeploy.serve.errors import ApiError, to_api_error
 from lmdeploy.serve.generation import collect_all, request_error, submit_all
 from lmdeploy.serve.graceful_server import GracefulServer
 from lmdeploy.serve.metrics import ServerMetrics
+from lmdeploy.serve.protocol import ChatCompletionRequest, CompletionRequest, parse_request
 from lmdeploy.turbomind.engine import EngineFailure
 from lmdeploy.turbomind.grammar import Grammar
 from lmdeploy.turbomind.prompts import MAX_OPTIONS_DEPTH, MAX_OPTIONS_SIZE, check_template_options
@@ -67,7 +69,7 @@ def deep(levels):
     [
         ({"x": nested(200)}, f"more than {MAX_OPTIONS_DEPTH} levels"),
         ({"x": "y" * (MAX_OPTIONS_SIZE + 1)}, f"more than {MAX_OPTIONS_SIZE} characters"),
-        ({"x": [0] * MAX_OPTIONS_SIZE}, f"more than {MAX_OPTIONS_SIZE} characters"),
+        ({"x": ["aaaa"] * (MAX_OPTIONS_SIZE // 4)}, f"more than {MAX_OPTIONS_SIZE} characters"),
     ],
     ids=["deep", "long", "many"],
 )
@@ -320,6 +322,8 @@ def test_a_failed_engine_ends_a_stream_with_503():
         ({"api_keys": ["a", ""]}, "api_keys: got ''"),
         ({"api_keys": [None]}, "api_keys: got None"),
         ({"api_keys": " a"}, "api_keys: got a key with spaces"),
+        ({"api_keys": "clé"}, "api_keys: got a key with other characters"),
+        ({"api_keys": "a\tb"}, "api_keys: got a key with other characters"),
         ({"backend_config": {"session_len": 8}}, "backend_config: got .* a TurbomindEngineConfig"),
         ({"log_level": "LOUD"}, "log_level: got 'LOUD'"),
     ],
@@ -327,6 +331,83 @@ def test_a_failed_engine_ends_a_stream_with_503():
 def test_serve_refuses_options_before_it_loads(options, text):
     with pytest.raises(ValueError, match=text):
         lmdeploy.serve("no/such/model", server_port=0, **options)
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "param", "status"),
+    [
+        ("chat/completions", b'{"model":"m","messages":[%s0]}' % (b"0," * 2**20), "messages", 400),
+        (
+            "chat/completions",
+            b'{"model":"m","input_ids":[%s""]}' % (b'"",' * 2**20),
+            "input_ids",
+            400,
+        ),
+        ("completions", b'{"model":"m","prompt":"a","stop":[%s0]}' % (b"0," * 2**20), "stop", 400),
+        ("completions", b'{"model":"m","prompt":[%s[]]}' % (b"[]," * 2**20), None, 413),
+        ("completions", b'{"%s":1}' % (b"a" * 2**22), "a" * 100, 400),
+    ],
+    ids=["messages", "input_ids", "stop", "prompts", "name"],
+)
+def test_a_million_mistakes_are_one_short_error(url, route, body, param, status):
+    reply = httpx.post(f"{url}/v1/{route}", content=body, timeout=60)
+    assert len(refused(reply, param=param, status=status)) < 1000
+
+
+def test_mistakes_take_no_memory():
+    body = json.dumps({"model": "m", "messages": [0] * 2**18}).encode()
+    many = json.dumps({"model": "m", **{f"x{i}": i for i in range(2**16)}}).encode()
+    bias = json.dumps(
+        {"model": "m", "prompt": "a", "logit_bias": {str(i): "" for i in range(2**16)}}
+    )
+    for model, text, name in (
+        (ChatCompletionRequest, body, "messages"),
+        (ChatCompletionRequest, many, "x0"),
+        (CompletionRequest, bias.encode(), "logit_bias"),
+    ):
+        tracemalloc.start()
+        try:
+            with pytest.raises(ApiError, match=f"^{name}: "):
+                parse_request(model, text)
+            assert tracemalloc.get_traced_memory()[1] < 16 * len(text) + 4_000_000
+        finally:
+            tracemalloc.stop()
+
+
+def test_answers_share_their_prompt():
+    engine = make_engine()
+
+    async def run():
+        ids = [97, 98, 99]
+        streams = [await engine.submit(ids, index=i) for i in range(3)]
+        for stream in streams:
+            assert stream.prompt_ids is ids
+            stream.close()
+
+    try:
+        asyncio.run(run())
+    finally:
+        engine.close()
+
+
+def test_one_prompt_in_two_forms(url):
+    body = {**CHAT, "input_ids": [97]}
+    reply = httpx.post(f"{url}/v1/chat/completions", json=body)
+    assert "beside messages" in refused(reply, param="input_ids")
+    for route, base in (("v1/chat/completions", {"model": "m"}), ("generate", {})):
+        reply = httpx.post(f"{url}/{route}", json={**base, "input_ids": [10**6]})
+        assert "10" in refused(reply, param="input_ids")
+
+
+def test_a_message_goes_back_as_it_came(url):
+    body = {**CHAT, "return_token_ids": True}
+    message = httpx.post(f"{url}/v1/chat/completions", json=body).json()["choices"][0]["message"]
+    assert message["gen_tokens"]
+    body["messages"] = [*CHAT["messages"], message, *CHAT["messages"]]
+    assert httpx.post(f"{url}/v1/chat/completions", json=body).status_code == 200
+    body["messages"] = [{"role": "user", "content": "a", "gen_tokens": [1]}]
+    reply = httpx.post(f"{url}/v1/chat/completions", json=body)
+    assert "not supported" in refused(reply, param="messages[0].gen_tokens")
 
 
 def test_serve_stays_a_function():
@@ -388,8 +469,8 @@ def test_fields_have_the_names_of_their_route(url):
     refused(post(url, "/v1/encode", {"input": long}), param="input")
     body = {"prompt": "a", "return_logprob": True, "top_logprobs_num": 999}
     refused(post(url, "/generate", body), param="top_logprobs_num")
-    text = refused(post(url, "/v1/completions", {**COMPLETION, "\ud800": 1}), param=None)
-    assert text.startswith("body: got ")
+    text = refused(post(url, "/v1/completions", {**COMPLETION, "\ud800": 1}), param="\ufffd")
+    assert text.startswith("\ufffd: unknown field")
 
 
 def test_an_answer_that_fails_is_in_the_log(caplog):
