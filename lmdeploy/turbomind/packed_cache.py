@@ -390,7 +390,9 @@ def _only_writer(folder: int, pause: Callable[[], None]) -> Iterator[None]:
 
 
 def _make_room(folder: int, options: CacheOptions, *, size: int, keep: str) -> bool:
-    """Removes the files that were not used for the longest until `size` bytes fit."""
+    """Removes the files that were not used for the longest until `size` bytes fit; none where they
+    would not fit then either.
+    """
     disk = shutil.disk_usage(folder)
     limit = options.limit_bytes
     if limit is None:
@@ -407,10 +409,16 @@ def _make_room(folder: int, options: CacheOptions, *, size: int, keep: str) -> b
     if size > limit:
         return False
     others.sort(reverse=True)
+    oldest: list[tuple[str, int]] = []
     while others and sum(each for *_, each in others) + size > limit:
-        _, name, _ = others.pop()
+        _, name, each = others.pop()
+        oldest.append((name, each))
+    free = shutil.disk_usage(folder).free + sum(each for _, each in oldest)
+    if free < size + _KEEP_FREE:
+        return False
+    for name, _ in oldest:
         os.unlink(name, dir_fd=folder)
-    return shutil.disk_usage(folder).free >= size + _KEEP_FREE
+    return True
 
 
 @contextlib.contextmanager

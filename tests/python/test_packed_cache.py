@@ -275,6 +275,25 @@ def test_the_least_recently_used_go_first(
     assert {path.name for path in folder.iterdir()} == {"new.packed", "notes.txt"}
 
 
+def test_nothing_goes_for_what_would_not_fit_then(
+    gguf: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Start(gguf).stored
+    (ours,) = folder.iterdir()
+    size = ours.stat().st_size
+    ours.unlink()
+    (folder / "old.packed").write_bytes(bytes(size))
+    monkeypatch.setenv("LMDEPLOY_CACHE_LIMIT", str(size + size // 2))  # one of the two
+    usage = shutil.disk_usage(folder)
+    free = packed_cache._KEEP_FREE - 1  # and `size` once the old one has gone
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
+    assert not Start(gguf).stored
+    assert [path.name for path in folder.iterdir()] == ["old.packed"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free + 1))
+    assert Start(gguf).stored
+    assert [path.name for path in folder.iterdir()] == [ours.name]
+
+
 def test_a_full_disk_is_left_alone(
     gguf: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
