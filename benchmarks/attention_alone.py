@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ceilings import cache_products, level_of
+from ceilings import cache_products, l3_in_reach, read_level
 from cells import Cell
 from targets import Runs
 
@@ -59,20 +59,21 @@ def ceilings_here(threads: int) -> CpuCeilings:
 
 
 def measure_ceilings(threads: int) -> dict[str, Any]:
-    """Bytes per second by level, operations per second by kind; None: not on this machine.
+    """Bytes per second by level and what fits there, operations per second by kind; None: not on
+    this machine.
 
     LookupError where nothing can be measured.
     """
     found = ceilings_here(threads)
     reads = {level: getattr(found, level).bytes_per_s or None for level in LEVELS}
+    sizes = {"l2": found.l2_bytes * found.num_threads, "l3": l3_in_reach(found)}
     rates = {f"{kind}_ops_per_s": getattr(found, f"{kind}_ops_per_s") or None for kind in KINDS}
-    return {"read_bytes_per_s": reads, **rates}
+    return {"read_bytes_per_s": reads, "level_bytes": sizes, **rates}
 
 
 def limits_of(found: Mapping[str, Any], ceilings: CpuCeilings, *, mode: str) -> Limits:
     """Of one run of the bench. LookupError where a ceiling is absent."""
-    level = level_of(found["bytes"], ceilings)
-    read = getattr(ceilings, level.lower()).bytes_per_s
+    level, read = read_level(found["bytes"], ceilings)
     products, rate = cache_products([mode], ceilings)
     if not read or not rate:
         raise LookupError(f"measure_ceilings gave no read bandwidth of {level}, or no {products}")

@@ -40,7 +40,7 @@ from server_processes import (
     our_command,
     running,
 )
-from targets import BY_NAME, FP4, Runs, row_of
+from targets import BY_NAME, FP4, Runs, Target, as_trial, row_of
 
 SLOT_MARGIN = 64
 FULL_SIZE = 3  # settings that run the whole load before one is chosen
@@ -184,6 +184,18 @@ def fastest(speeds: dict[str, Any]) -> PeerServerSetting:
     return setting_named(max(speeds, key=lambda name: speeds[name]))
 
 
+def not_the_target(target: Target, load: Load) -> str | None:
+    """What the load is where it is other work than the target's."""
+    cell = target.cell
+    if (load.clients, load.prompt_tokens, load.answer_tokens) == (
+        cell.batch,
+        cell.context,
+        cell.steps,
+    ):
+        return None
+    return f"{load.clients} clients, {load.prompt_tokens} in, {load.answer_tokens} out"
+
+
 def run(options: argparse.Namespace) -> None:
     """Searches, measures, writes both rows."""
     from our_engine import quality_of
@@ -214,6 +226,8 @@ def run(options: argparse.Namespace) -> None:
         setting = fastest(file.search(f"{key}, whole", lambda: at_full_size(bench, order)))
     for target, runs in target_runs(bench, setting, repeats=options.repeats).items():
         row = row_of(BY_NAME[target], runs, model=name)
+        if (why := not_the_target(BY_NAME[target], load)) is not None:
+            row = as_trial(row, why)
         file.add(row)
         print(format_row(row))
 

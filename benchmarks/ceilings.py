@@ -37,11 +37,28 @@ def l3_in_reach(ceilings: CpuCeilings) -> int:
     return min(every, one * ceilings.num_threads)
 
 
+def nearest_level(num_bytes: float, *, l2: float, l3: float) -> Level:
+    """The nearest level that holds a working set; sizes are those behind all threads."""
+    if num_bytes <= l2:
+        return "L2"
+    return "L3" if num_bytes <= l3 else "memory"
+
+
 def level_of(num_bytes: float, ceilings: CpuCeilings) -> Level:
     """The nearest level that holds a working set of all threads."""
-    if num_bytes <= ceilings.l2_bytes * ceilings.num_threads:
-        return "L2"
-    return "L3" if num_bytes <= l3_in_reach(ceilings) else "memory"
+    l2 = ceilings.l2_bytes * ceilings.num_threads
+    return nearest_level(num_bytes, l2=l2, l3=l3_in_reach(ceilings))
+
+
+def read_level(num_bytes: float, ceilings: CpuCeilings) -> tuple[Level, float]:
+    """The level of a working set and its bandwidth in bytes per second; an L3 that was too small
+    to be measured counts as memory.
+    """
+    level = level_of(num_bytes, ceilings)
+    if level == "L3" and not ceilings.l3.bytes_per_s:
+        level = "memory"
+    found: float = getattr(ceilings, level.lower()).bytes_per_s
+    return level, found
 
 
 def cache_products(formats: Sequence[str], ceilings: CpuCeilings) -> tuple[str, float]:

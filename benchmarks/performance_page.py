@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ceilings import nearest_level
 from markdown_page import put_between, table
 from results_file import ResultsFile
 from scaling_fit import Law, Point, fit
-from targets import BY_NAME, NO_ORIGIN, TargetRow
+from targets import BY_NAME, NO_ORIGIN, TargetRow, unmeasured
 
 BEGIN = "<!-- figures: begin. Made by benchmarks/scaling.py --from; do not edit by hand -->"
 END = "<!-- figures: end -->"
@@ -79,18 +80,20 @@ def figure(value: float | None, unit: str) -> str:
 
 
 def target_lines(file: ResultsFile) -> Iterator[str]:
-    """A table per model, in the order of the targets."""
-    order = list(BY_NAME)
+    """A table per model with every target, measured or not, in their order."""
     for model in dict.fromkeys(row.model for row in file.rows):
-        rows = [row for row in file.rows if row.model == model and row.name in BY_NAME]
-        rows.sort(key=lambda row: order.index(row.name))
+        found = {row.name: row for row in file.rows if row.model == model}
+        rows = [
+            found.get(name) or unmeasured(target, "no run yet", model=model)
+            for name, target in BY_NAME.items()
+        ]
         yield ""
         yield f"#### {model}"
         yield ""
         head = ("work", "ours with", "beside", "ours", "theirs", "ratio", "spread", "target")
         cells = [target_cells(row) for row in rows]
         yield from table((*head, "measured at"), cells, numbers=3)
-        notes = [(row.work, row.note) for row in rows if row.note]
+        notes = [(row.work, row.note) for row in found.values() if row.note and row.name in BY_NAME]
         if notes:
             yield ""
             yield from (f"* {work}: {note}" for work, note in notes)
@@ -102,7 +105,8 @@ def target_cells(row: TargetRow) -> tuple[str, ...]:
     goal = f"{sign} {row.target:g}"
     if row.ratio is None or row.ratio_low is None or row.ratio_high is None:
         return (row.work, "", "not measured", "", "", "", "", goal, "")
-    verdict = {True: f"{goal}, met", False: f"**{goal}, missed**", None: goal}[row.met]
+    then = "" if row.commit else " then"  # by the rules of an earlier version
+    verdict = {True: f"{goal}, met{then}", False: f"**{goal}, missed{then}**", None: goal}[row.met]
     return (
         row.work,
         row.ours_setting.split(" (")[0],  # what a quality consists of is in kv_cache.md
@@ -149,29 +153,60 @@ def peer_lines(about: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def bandwidth(document: Mapping[str, Any], threads: int) -> float | None:
-    """Bytes per second read from memory; None where it was not measured."""
+def bandwidth(
+    document: Mapping[str, Any], threads: int, *, num_bytes: float
+) -> tuple[str, float] | None:
+    """Where a working set lies and the bytes per second read from there; None: not measured.
+
+    Files from before `level_bytes` have the caches of the first core.
+    """
     ceilings = document["ceilings"].get(str(threads)) or {}
-    value = (ceilings.get("read_bytes_per_s") or {}).get("memory")
-    return float(value) if value else None
+    reads = ceilings.get("read_bytes_per_s") or {}
+    caches = document["about"]["caches"]
+    sizes = ceilings.get("level_bytes") or {
+        "l2": threads * caches.get("l2", 0),
+        "l3": caches.get("l3", 0),
+    }
+    level = nearest_level(num_bytes, l2=sizes["l2"], l3=sizes["l3"])
+    if not reads.get(level.lower()):
+        level = "memory"
+    value = reads.get(level.lower())
+    return (level, float(value)) if value else None
+
+
+def streamed(document: Mapping[str, Any], mode: str, *, slots: float) -> float:
+    """Bytes that a step reads: the weights and the cache of so many tokens of all sequences."""
+    per_token = document["bytes_per_token"].get(mode) or 0.0
+    return float(document["weight_bytes"] + per_token * slots)
+
+
+def read_cell(num_bytes: float, read: tuple[str, float] | None, *, unit: str) -> str:
+    """Time to read so many bytes from their level."""
+    if not read or not num_bytes:
+        return ""
+    level, rate = read
+    scale = {"ms": 1e3, "µs": 1e6}[unit]
+    return f"{num_bytes / rate * scale:.3g} {unit}, {level}"
 
 
 def law_lines(document: Mapping[str, Any]) -> Iterator[str]:
-    """The coefficients of every curve, beside what reading the same bytes from memory takes."""
+    """The coefficients of every curve, beside what reading the same bytes takes."""
     rows = []
     for curve in curves_of(document):
-        read = bandwidth(document, curve.threads)
-        per_token = document["bytes_per_token"].get(curve.mode)
-        weights = document["weight_bytes"] / read if read else None
-        slot = per_token / read if read and per_token else None
+        weights = streamed(document, curve.mode, slots=0)
+        longest = max(cell["mean_context"] for cell in curve.cells if cell["batch"] == 1)
+        whole = streamed(document, curve.mode, slots=longest)
+        near = bandwidth(document, curve.threads, num_bytes=weights)
+        far = bandwidth(document, curve.threads, num_bytes=whole)
+        per_token = document["bytes_per_token"].get(curve.mode) or 0.0
         worst = max(curve.residuals, key=abs)
         rows.append(
             (
                 f"`{curve.mode}`, {curve.threads}",
                 f"{curve.law.fixed * 1e3:.3g} ms",
-                f"{weights * 1e3:.3g} ms" if weights else "",
+                read_cell(weights, near, unit="ms"),
                 f"{curve.law.per_slot * 1e6:.3g} µs",
-                f"{slot * 1e6:.3g} µs" if slot else "",
+                read_cell(per_token, far, unit="µs"),
                 f"{curve.law.per_sequence * 1e3:.3g} ms",
                 f"{worst:+.0%}",
             )
@@ -206,8 +241,8 @@ def scaling_lines(document: Mapping[str, Any], plot: str) -> Iterator[str]:
     yield ""
     yield "Time of a step = a + b · context · batch + c · batch, fitted by least squares of the"
     yield "relative residuals (residual = 1 - law / measured). Beside a and b: the time to read the"
-    yield "weights, or the bytes of a cached token, at the read bandwidth of memory that was"
-    yield "measured in the same run."
+    yield "weights, or the bytes of a cached token, at the measured read bandwidth of the nearest"
+    yield "level (L2, L3, memory) that holds the weights, for b with one longest cache."
     yield ""
     yield from law_lines(document)
     yield ""
@@ -267,7 +302,7 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
         _draw_batches(right, curve, colour=colour)
     left.set(xscale="log", yscale="log", xlabel="context", ylabel="ms per token, batch 1")
     right.set(xscale="log", yscale="log", xlabel="sequences", ylabel="ms per token")
-    left.set_title("points: measured; lines: law; dotted: memory bandwidth", fontsize=9)
+    left.set_title("points: measured; lines: law; dotted: reading at full speed", fontsize=9)
     left.legend(fontsize=8)
     right.legend(fontsize=8)
     for axes in (left, right):
@@ -282,11 +317,12 @@ def _draw_contexts(axes: Any, document: Mapping[str, Any], *, curve: Curve, colo
     label = f"{curve.mode}, {counted(curve.threads, 'thread')}"
     axes.plot(contexts, [c["seconds"] * 1e3 for c in cells], "o", color=colour, label=label)
     axes.plot(contexts, [curve.law.seconds(c, 1) * 1e3 for c in contexts], "-", color=colour)
-    read = bandwidth(document, curve.threads)
-    per_token = document["bytes_per_token"].get(curve.mode)
-    if read and per_token:
-        least = [(document["weight_bytes"] + per_token * c) / read * 1e3 for c in contexts]
-        axes.plot(contexts, least, ":", color=colour)
+    least = []
+    for context in contexts:
+        num_bytes = streamed(document, curve.mode, slots=context)
+        read = bandwidth(document, curve.threads, num_bytes=num_bytes)
+        least.append(num_bytes / read[1] * 1e3 if read else float("nan"))
+    axes.plot(contexts, least, ":", color=colour)
 
 
 def _draw_batches(axes: Any, curve: Curve, *, colour: str) -> None:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ceilings import WIDE_PRODUCTS, cache_products, level_of
+from ceilings import WIDE_PRODUCTS, cache_products, read_level
 from cells import Cell, Timing
 from our_engine import OurEngine
 
@@ -190,16 +190,6 @@ def name_of(op: OpRecord | OpEvent, roles: dict[tuple[str, int, int], str]) -> s
         return " ".join([op.kind, "/".join(dict.fromkeys(op.kv_formats))]).rstrip()
     role = roles.get((op.kind, op.rows, op.cols))
     return f"{op.kind} {op.rows} x {op.cols} {op.format}" + (f" ({role})" if role else "")
-
-
-def read_level(num_bytes: float, ceilings: CpuCeilings) -> tuple[str, float]:
-    """The level of a working set and its bandwidth in bytes per second; an L3 that was too small
-    to be measured counts as memory.
-    """
-    level = level_of(num_bytes, ceilings)
-    if level == "L3" and not ceilings.l3.bytes_per_s:
-        level = "memory"
-    return level, getattr(ceilings, level.lower()).bytes_per_s
 
 
 def product_rate(record: OpRecord, ceilings: CpuCeilings) -> tuple[str, float]:

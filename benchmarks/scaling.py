@@ -134,10 +134,14 @@ def measure(model: str, document: dict[str, Any], *, plan: Plan, path: Path, kee
     if older:
         verdict = "kept" if keep else "measured again, unless --keep"
         print(f"cells of other commits ({'; '.join(older)}; here {commit}): {verdict}")
+    fresh: set[int] = set()
     for mode, threads, cells in list(missing(document, plan, commit=None if keep else commit)):
-        if str(threads) not in document["ceilings"]:
+        if threads not in fresh:  # beside cells of another hour they would say little
+            fresh.add(threads)
+            document["ceilings"].pop(str(threads), None)
             try:
-                document["ceilings"][str(threads)] = measure_ceilings(threads)
+                found = measure_ceilings(threads)
+                document["ceilings"][str(threads)] = {**found, "commit": commit, "date": today()}
             except LookupError as error:
                 print(f"no ceilings: {error}")
         largest = max(cell.batch * (cell.session_len // BLOCK_TOKENS + 1) for cell in cells)
@@ -150,13 +154,13 @@ def measure(model: str, document: dict[str, Any], *, plan: Plan, path: Path, kee
         with OurEngine(loaded.config, loaded.weights, setting=setting, threads=threads) as engine:
             document["bytes_per_token"][mode] = engine.bytes_per_token
             for cell in cells:
-                found = measure_cell(engine, cell, repeats=plan.repeats)
+                timed = measure_cell(engine, cell, repeats=plan.repeats)
                 shape = {"mode": mode, "threads": threads}
                 shape |= {"context": cell.context, "batch": cell.batch}
                 shape |= {"quality": engine.quality, "commit": commit, "date": today()}
-                put_cell(document, shape | found)
+                put_cell(document, shape | timed)
                 write_document(document, path)
-                print(json.dumps(shape | found), flush=True)
+                print(json.dumps(shape | timed), flush=True)
 
 
 def new_document(threads: int) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import IO
 MODEL_NAME = "measured"
 START_SECONDS = 600.0
 STOP_SECONDS = 15.0
+POLL_SECONDS = 0.05
 TAIL_BYTES = 1500
 
 
@@ -125,7 +126,7 @@ def _wait(process: subprocess.Popen[bytes], url: str, *, log: IO[bytes]) -> None
                     return
         except (urllib.error.URLError, OSError):
             pass
-        time.sleep(0.2)
+        time.sleep(POLL_SECONDS)
     raise RuntimeError(f"{url}: no answer within {START_SECONDS:.0f} s: {_tail(log)}")
 
 

@@ -238,7 +238,10 @@ class TargetSuite:
     def _server_setting(self, bench: ServerBench) -> PeerServerSetting:
         """Of the best by what the engine's searches predict, the fastest under the whole load."""
         if self._options.peer_setting:
-            return server_setting_named(self._options.peer_setting)
+            try:
+                return server_setting_named(self._options.peer_setting)
+            except ValueError as error:  # the engine has settings that its server lacks
+                raise NotMeasured(str(error)) from error
         if not self._peer:
             raise NotMeasured("the search needs llama.cpp here, too (--no-peer, or not installed)")
         alone = self._search(Cell(LONG_CELL * LONG_BATCH_1, 1, 1), Peers.EVERY)

@@ -22,7 +22,7 @@ from memory_probe import Peak
 from peer_search import kept, predicted, ranking, run_search, search_lengths, seconds_of_requests
 from results_file import ResultsFile
 from server_load import Load
-from target_suite import SuiteOptions, TargetSuite
+from target_suite import NotMeasured, SuiteOptions, TargetSuite
 from targets import BY_NAME
 from test_random_checkpoint import make
 
@@ -196,6 +196,22 @@ def test_peer_settings():
     assert {"q8_0 keys, f16 values", "nvfp4, flash attention", "f16"} <= names
     assert len(peer.SIXTEEN_BIT) == 4
     assert all(s.flash_attention or s.v in peer.FLOAT_TYPES for s in peer.EVERY_SETTING)
+
+
+def test_another_load_is_no_target():
+    target = BY_NAME["server-requests"]
+    assert bench_server.not_the_target(target, Load(16, 1, 512, 128)) is None
+    assert bench_server.not_the_target(target, Load(16, 3, 512, 128)) is None
+    for load in (Load(2, 1, 512, 128), Load(16, 1, 32, 128), Load(16, 1, 512, 8)):
+        assert bench_server.not_the_target(target, load)
+
+
+def test_a_setting_that_the_server_lacks_is_one_rows_fault():
+    options = SuiteOptions(threads=2, repeats=1, peer_setting="mxfp4, flash attention")
+    loaded = SimpleNamespace(path="m.gguf", config=None, weights=None)
+    suite = TargetSuite(loaded, None, options=options, file=ResultsFile(None))  # type: ignore[arg-type]
+    with pytest.raises(NotMeasured, match="mxfp4"):
+        suite._server_setting(None)  # type: ignore[arg-type]
 
 
 def test_fastest_server():

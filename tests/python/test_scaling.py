@@ -110,10 +110,12 @@ def test_the_page_shows_laws_ceilings_and_targets(tmp_path):
     targets.add(row_of(BY_NAME["decode-8192-batch-1"], runs, model="m"))
     targets.add(unmeasured(BY_NAME["memory"], "no peer", model="m"))
     text = page.render(document(), [targets], plot="plot.png")
-    assert "| `nvfp4`, 1 | 4 ms | 2 ms | 0.5 µs | 0.929 µs | 0.6 ms |" in text
+    assert "| `nvfp4`, 1 | 4 ms | 2 ms, memory | 0.5 µs | 0.929 µs, memory | 0.6 ms |" in text
     assert "| 3.00 | 3.00–3.00 | ≥ 1.8, met |" in text and "**≥ 3.5, missed**" in text
     assert f"≥ 1.8, met | abc+, {today()} |" in text and "| nvfp4 | q8_0 keys" in text
     assert "not measured" in text and "no peer" in text and "](plot.png)" in text
+    for target in BY_NAME.values():  # what no file has, too
+        assert f"| {target.work} |" in text
     file = tmp_path / "page.md"
     file.write_text(f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n")
     page.write_page(file, document(), targets=[targets], plot=tmp_path / "plot.png")
@@ -121,6 +123,21 @@ def test_the_page_shows_laws_ceilings_and_targets(tmp_path):
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="wanted the lines"):
         page.put_in("no markers", text)
+
+
+def test_bytes_are_read_where_they_fit():
+    near = document()
+    ceilings = near["ceilings"]["1"]
+    ceilings["read_bytes_per_s"] |= {"l3": 28e9, "l2": 100e9}
+    assert page.bandwidth(near, 1, num_bytes=1 << 20) == ("L2", 100e9)
+    assert page.bandwidth(near, 1, num_bytes=1 << 25) == ("L3", 28e9)
+    assert page.bandwidth(near, 1, num_bytes=(1 << 25) + 1) == ("memory", 14e9)
+    ceilings["level_bytes"] = {"l2": 0, "l3": 100}
+    assert page.bandwidth(near, 1, num_bytes=100) == ("L3", 28e9)
+    assert page.bandwidth(near, 3, num_bytes=100) is None
+    del ceilings["level_bytes"]
+    # 28 MB of weights are within L3, they and 520 slots of 13 KB are not
+    assert "| `nvfp4`, 1 | 4 ms | 1 ms, L3 |" in "\n".join(page.law_lines(near))
 
 
 def test_the_page_is_what_the_script_makes():

@@ -230,6 +230,14 @@ def test_a_thread_reaches_one_l3(monkeypatch, threads, mib, level):
     assert attention_alone.limits_of(found, here, mode="nvfp4").level == level
 
 
+def test_an_l3_too_small_to_be_measured_counts_as_memory(monkeypatch):
+    here = machine(monkeypatch, one_l3=32 << 20, every_l3=32 << 20)
+    here.l3 = SimpleNamespace(bytes_per_s=0.0)
+    limits = attention_alone.limits_of({"bytes": 8 << 20, "operations": 1}, here, mode="nvfp4")
+    assert (limits.level, limits.read) == ("memory", 20e9)
+    assert profile_report.read_level(8 << 20, here) == ("memory", 20e9)
+
+
 def test_attention_is_held_against_the_lower_limit(monkeypatch):
     here = machine(monkeypatch, one_l3=32 << 20, every_l3=32 << 20)
     few, many = ({"bytes": 3 << 20, "operations": per_byte * (3 << 20)} for per_byte in (4, 16))
@@ -238,8 +246,8 @@ def test_attention_is_held_against_the_lower_limit(monkeypatch):
     # Each product has a factor of 16 bits: half of int8's rate.
     assert attention_alone.limits_of(many, here, mode="nvfp4").lower == (25e9, "int16 products")
     assert attention_alone.limits_of(many, here, mode="fp8").lower == (6.25e9, "fp32 products")
-    here.l3.bytes_per_s = 0.0
-    with pytest.raises(LookupError, match="L3"):
+    here.memory.bytes_per_s = here.l3.bytes_per_s = 0.0
+    with pytest.raises(LookupError, match="memory"):
         attention_alone.limits_of(few, here, mode="nvfp4")
 
 
@@ -262,11 +270,16 @@ def test_ceilings_of_the_build(monkeypatch):
     def measure(device: Any, seconds: float) -> Any:
         read = SimpleNamespace(bytes_per_s=14e9)
         rates = {"int8_ops_per_s": 1e12, "bf16_ops_per_s": 0.0, "fp32_ops_per_s": 2e11}
-        return SimpleNamespace(memory=read, l3=SimpleNamespace(bytes_per_s=0.0), l2=read, **rates)
+        sizes = {"l2_bytes": 1 << 20, "l3_bytes": 1 << 25, "num_threads": 2}
+        return SimpleNamespace(
+            memory=read, l3=SimpleNamespace(bytes_per_s=0.0), l2=read, **rates, **sizes
+        )
 
     module = attention_alone._turbomind
     monkeypatch.setattr(module, "measure_ceilings", measure, raising=False)
+    monkeypatch.setattr("ceilings.cache_bytes", lambda: {3: 1 << 23})
     ceilings = attention_alone.measure_ceilings(1)
+    assert ceilings["level_bytes"] == {"l2": 2 << 20, "l3": 2 << 23}
     assert ceilings["read_bytes_per_s"] == {"memory": 14e9, "l3": None, "l2": 14e9}
     assert ceilings["bf16_ops_per_s"] is None and ceilings["int8_ops_per_s"] == 1e12
     monkeypatch.delattr(module, "measure_ceilings")
