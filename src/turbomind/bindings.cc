@@ -51,28 +51,13 @@ constexpr EnumName<FinishReason> kFinishReasons[] = {{FinishReason::kNone, "none
                                                      {FinishReason::kError, "error"}};
 // --- Weights ----------------------------------------------------------------------------------
 
-int64_t SourceBytes(MatrixFormat format, int64_t values) {
-  switch (format) {
-    case MatrixFormat::kF32:
-      return values * 4;
-    case MatrixFormat::kBF16:
-      return values * 2;
-    case MatrixFormat::kQ4_0:
-      return values / 32 * 18;
-    case MatrixFormat::kQ4_1:
-      return values / 32 * 20;
-    case MatrixFormat::kQ8_0:
-      return values / 32 * 34;
-    case MatrixFormat::kMxfp4:
-      return values / 32 * 17;
-    case MatrixFormat::kMxfp4Split:
-      return values / 32 * 16;  // the scales are an array of their own
-  }
-  throw InternalError("a matrix format without a size");
-}
+bool IsInBlocks(MatrixFormat format) { return IsQuantized(format) || IsMxfp4(format); }
 
-bool IsInBlocks(MatrixFormat format) {
-  return format != MatrixFormat::kF32 && format != MatrixFormat::kBF16;
+// Without scales that are an array of their own. Formats in blocks have whole ones.
+int64_t SourceBytes(MatrixFormat format, int64_t values) {
+  const int64_t block_bytes = SourceBlockBytes(format);
+  return IsInBlocks(format) ? values / kQuantBlock * block_bytes
+                            : values * (block_bytes / kQuantBlock);
 }
 
 void RequireShape(const std::string& what, MatrixFormat format, int64_t rows, int64_t cols) {
@@ -367,7 +352,7 @@ void DefWeights(py::module_& m) {
       .def_property_readonly("num_bytes", &Weights::num_bytes);
   py::class_<PyWeightsBuilder>(m, "WeightsBuilder")
       .def(py::init<const ModelConfig&, std::shared_ptr<Device>, bool>(), py::arg("config"),
-           py::arg("device"), py::arg("exact"))
+           py::arg("device").none(false), py::arg("exact"))
       .def("add_matrix", &PyWeightsBuilder::AddMatrix, py::arg("name"), py::arg("format"),
            py::arg("data"), py::arg("rows"), py::arg("cols"), py::arg("scales") = py::none())
       .def("add_packed", &PyWeightsBuilder::AddPacked, py::arg("name"), py::arg("format"),
@@ -438,12 +423,12 @@ void DefEngine(py::module_& m) {
   py::class_<PyEngine>(m, "Engine")
       .def(py::init<const ModelConfig&, const EngineConfig&, std::shared_ptr<Weights>,
                     std::shared_ptr<Device>, int64_t>(),
-           py::arg("model"), py::arg("config"), py::arg("weights"), py::arg("device"),
-           py::arg("free_bytes"))
+           py::arg("model"), py::arg("config"), py::arg("weights").none(false),
+           py::arg("device").none(false), py::arg("free_bytes"))
       .def(
           "submit",
           [](PyEngine& self, const std::shared_ptr<Request>& request) { (*self).Submit(request); },
-          py::arg("request"), release())
+          py::arg("request").none(false), release())
       .def(
           "cancel", [](PyEngine& self, uint64_t id) { (*self).Cancel(id); }, py::arg("request_id"),
           release())

@@ -267,6 +267,34 @@ def test_wrong_weights_are_refused_by_name() -> None:
         builder.add_matrix("layers.0.q", "f32", values, 128, 64)
 
 
+def test_a_builder_is_empty_once_built() -> None:
+    device = tm.make_cpu_device(1)
+    builder = tm.WeightsBuilder(model_config(), device, True)
+    for name, shape in shapes().items():
+        values = np.ones(shape, np.float32)
+        if len(shape) == 1:
+            builder.add_vector(name, values)
+        else:
+            builder.add_matrix(name, "f32", values, *shape)
+    weights = builder.build()
+    for again in (builder.build, builder.packed):
+        with pytest.raises(ValueError, match="already built"):
+            again()
+    assert weights.num_bytes > 0
+
+
+def test_none_is_no_device_weights_or_request() -> None:
+    device = tm.make_cpu_device(1)
+    with pytest.raises(TypeError):
+        tm.WeightsBuilder(model_config(), None, True)
+    weights = build_weights(device)
+    for given in ((None, device), (weights, None)):
+        with pytest.raises(TypeError):
+            tm.Engine(model_config(), tm.EngineConfig(), *given, 1 << 26)
+    with pytest.raises(TypeError):
+        make_engine().submit(None)
+
+
 @pytest.mark.parametrize("policy", [5, 12, -1, 2**70, True, 1.5, "fp3"])
 def test_wrong_quant_policy(policy: Any) -> None:
     with pytest.raises(ValueError, match=r"quant_policy"):

@@ -152,6 +152,7 @@ struct Engine::Impl {
   bool TakeRequests();  // true: some request was cancelled
   void EndCancelled();
   void Step();
+  bool HasMoved() const;  // sequences from queue to queue since UpdateStats
   void EndAll(FinishReason reason, const std::string& error);
   void End(const Sequence* sequence);
   void Publish(Sequence& sequence);
@@ -345,6 +346,7 @@ bool Engine::Impl::TakeRequests() {
   {
     const std::lock_guard lock(mutex);
     taken.swap(submitted);
+    stats.num_waiting += static_cast<int>(taken.size());  // until the plan says more
     cancelled = std::exchange(any_cancelled, false);
   }
   for (auto& request : taken) {
@@ -358,7 +360,6 @@ bool Engine::Impl::TakeRequests() {
     sequence->tokens = request->prompt;
     sequence->num_prompt = sequence->num_tokens();
     sequence->output.request_id = request->id;
-    totals.prompt_tokens += sequence->num_prompt;
     sequence->request = std::move(request);
     scheduler.Add(std::move(sequence));
     checked_idle = false;
@@ -382,9 +383,17 @@ void Engine::Impl::EndCancelled() {
   UpdateStats();
 }
 
+bool Engine::Impl::HasMoved() const {
+  return totals.num_running != static_cast<int>(scheduler.running().size()) ||
+         totals.num_waiting != static_cast<int>(scheduler.waiting().size());
+}
+
 void Engine::Impl::Step() {
   const Batch& batch = scheduler.Plan();
   if (!batch.empty()) {
+    if (HasMoved()) {
+      UpdateStats();  // what runs, while it does: a step may take seconds
+    }
     generation.Begin(batch);
     decoder.Forward({.tokens = batch.tokens.data(), .batch = batch.Views()});
     scheduler.StepDone();
@@ -430,6 +439,7 @@ void Engine::Impl::EndAll(FinishReason reason, const std::string& error) {
   const std::lock_guard lock(mutex);
   ended.swap(live);
   refused.swap(submitted);
+  stats.num_running = stats.num_waiting = 0;
   std::vector<uint64_t> ids;
   for (const auto& [id, request] : ended) {
     ids.push_back(id);
@@ -470,6 +480,7 @@ void Engine::Impl::UpdateStats() {
   totals.hot_blocks_free = hot.free;
   totals.hot_blocks_cached = hot.cached;
   totals.hot_blocks_active = hot.active;
+  totals.prompt_tokens = scheduler.stats().prompt_tokens;
   totals.prefix_queried_tokens = scheduler.stats().prefix_queried_tokens;
   totals.prefix_hit_tokens = scheduler.stats().prefix_hit_tokens;
   totals.prefix_cut_tokens = scheduler.stats().prefix_cut_tokens;

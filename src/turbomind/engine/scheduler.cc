@@ -96,6 +96,7 @@ int64_t Scheduler::Admit(int64_t budget) {
     }
     if (!sequence.was_admitted) {
       sequence.was_admitted = true;
+      stats_.prompt_tokens += sequence.num_prompt;
       sequence.cached_tokens = static_cast<int>(sequence.num_computed);
       stats_.prefix_queried_tokens += sequence.may_use_prefix_cache() ? sequence.num_prompt : 0;
       stats_.prefix_hit_tokens += sequence.num_computed;

@@ -19,6 +19,7 @@ struct SchedulerConfig {
 };
 
 struct SchedulerStats {
+  int64_t prompt_tokens = 0;  // of admitted sequences, cached ones included
   int64_t prefix_queried_tokens = 0;
   int64_t prefix_hit_tokens = 0;
   int64_t prefix_cut_tokens = 0;  // SequenceManager::num_cut

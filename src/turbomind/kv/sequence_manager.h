@@ -85,7 +85,6 @@ class SequenceManager {
   void ClearPrefixCache();
 
   bool Contains(uint64_t id) const { return sequences_.contains(id); }
-  int num_sequences() const { return static_cast<int>(sequences_.size()); }
   int64_t num_written(uint64_t id) const;  // tokens committed or found in the prefix cache
   // Tokens that Create found but could not use for want of a 16-bit copy (or a quantised one).
   int64_t num_cut(uint64_t id) const;
@@ -108,7 +107,7 @@ class SequenceManager {
   // `chunk` at a time; for planning.
   int64_t BlocksToCome(uint64_t id, int pool, int64_t num_tokens, int64_t chunk) const;
   // True if one sequence of this length fits into the empty pools, computed `chunk` tokens at a
-  // time. False: refuse the request.
+  // time. Says by looking at the pools what MemoryPlan computes beforehand.
   bool CanEverFit(int64_t num_tokens, int64_t chunk) const;
 
   std::byte* GetBlockPtr(int64_t block, int pool = 0) const;

@@ -244,6 +244,12 @@ struct WeightsBuilder::Impl {
     }
   }
 
+  void RequireNotBuilt(const std::string& got = "") const {
+    if (weights == nullptr) {
+      throw InvalidArgument("weights: already built" + got);
+    }
+  }
+
   void RequireOneForm() const {
     const bool interleaved = Interleaved();
     for (const ExpertSlot& slot : experts) {
@@ -343,9 +349,7 @@ WeightsBuilder::~WeightsBuilder() = default;
 
 void WeightsBuilder::AddMatrix(std::string_view name, const MatrixSource& source) {
   const std::string key(name);
-  if (impl_->weights == nullptr) {
-    throw InvalidArgument("weights: already built, got another matrix " + key);
-  }
+  impl_->RequireNotBuilt(", got another matrix " + key);
   const auto found = impl_->matrices.find(key);
   if (found == impl_->matrices.end()) {
     throw InvalidArgument("weights: unknown matrix " + key);
@@ -364,9 +368,7 @@ void WeightsBuilder::AddMatrix(std::string_view name, const MatrixSource& source
 
 void WeightsBuilder::AddVector(std::string_view name, const float* data, int64_t size) {
   const std::string key(name);
-  if (impl_->weights == nullptr) {
-    throw InvalidArgument("weights: already built, got another vector " + key);
-  }
+  impl_->RequireNotBuilt(", got another vector " + key);
   const auto found = impl_->vectors.find(key);
   if (found == impl_->vectors.end()) {
     throw InvalidArgument("weights: unknown vector " + key);
@@ -383,6 +385,7 @@ void WeightsBuilder::AddVector(std::string_view name, const float* data, int64_t
 }
 
 std::vector<std::pair<std::string, const PackedMatrix*>> WeightsBuilder::Matrices() const {
+  impl_->RequireNotBuilt();
   std::vector<std::pair<std::string, const PackedMatrix*>> all;
   for (const auto& [name, slot] : impl_->matrices) {
     if (*slot.target != nullptr) {
@@ -395,9 +398,7 @@ std::vector<std::pair<std::string, const PackedMatrix*>> WeightsBuilder::Matrice
 std::shared_ptr<const Weights> WeightsBuilder::weights() const { return impl_->weights; }
 
 std::shared_ptr<const Weights> WeightsBuilder::Build() {
-  if (impl_->weights == nullptr) {
-    throw InvalidArgument("weights: already built");
-  }
+  impl_->RequireNotBuilt();
   impl_->RequireOneForm();
   impl_->RequireComplete();
   impl_->RequireOneFormat();

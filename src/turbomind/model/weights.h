@@ -94,7 +94,7 @@ class WeightsBuilder {
   void AddVector(std::string_view name, const float* data, int64_t size);
 
   // Matrices that are there, by name, in no order. They and what they point to live as long as the
-  // weights of Build(). REQUIRES: not yet built.
+  // weights of Build(). Throws InvalidArgument after Build().
   std::vector<std::pair<std::string, const PackedMatrix*>> Matrices() const;
 
   // What Build() will return; holds the matrices.

@@ -78,6 +78,7 @@ Profile ProfilingDevice::profile() const {
 void ProfilingDevice::Clear() {
   const std::lock_guard lock(mutex_);
   phases_ = EmptyPhases();
+  is_cut_ = is_cut_ || step_.last_end_ns.has_value();
   step_ = {};
   step_index_ = 0;
   events_.clear();
@@ -100,6 +101,9 @@ void ProfilingDevice::Run(const OpKey& key, const OpCost& cost, const Fn& op) {
 }
 
 void ProfilingDevice::Add(const OpKey& key, const OpCost& cost, const Span& span) {
+  if (is_cut_) {
+    return;
+  }
   if (step_.last_end_ns) {
     const int64_t gap = span.begin_ns - *step_.last_end_ns;
     AddTo(step_.records, {Key(OpKind::kEngine), 1, gap, {}});
@@ -118,6 +122,7 @@ void ProfilingDevice::Add(const OpKey& key, const OpCost& cost, const Span& span
 
 // The step before ends here, and so does the time after its last op.
 void ProfilingDevice::BeginStep(int64_t now_ns) {
+  is_cut_ = false;
   if (!step_.last_end_ns) {
     return;
   }

@@ -98,6 +98,7 @@ class ProfilingDevice final : public Device {
 
   // Since Clear(). A step that still runs counts as far as it has come.
   Profile profile() const;
+  // Forgets all, and does not count what is left of a step that runs.
   void Clear();
   Device& inner() { return *device_; }
 
@@ -172,6 +173,7 @@ class ProfilingDevice final : public Device {
 
   mutable std::mutex mutex_;
   Step step_;
+  bool is_cut_ = false;  // cleared in the middle: the rest of the step is not counted
   int64_t step_index_ = 0;
   std::vector<PhaseProfile> phases_;  // [all of StepPhase]
   std::vector<OpEvent> events_;

@@ -261,6 +261,43 @@ TEST_CASE("500 requests cancelled at random points leave every block free") {
   CHECK(engine->healthy());
 }
 
+TEST_CASE("a request is counted from its submission on, its first step included") {
+  const ModelConfig model = testing::TinyConfig();
+  auto device = std::make_shared<testing::WaitingDevice>(MakeCpuDevice(1));
+  Engine engine(model, TinyEngineConfig(kMode), testing::TinyWeights(model, *device), device,
+                testing::kFreeBytes);
+  engine.Submit(MakeRequest(1, RandomPrompt(1, 40), 2));
+  bool was_lost = false;
+  EngineStats stats = engine.stats();
+  for (int i = 0; i < 10'000 && stats.num_running == 0; ++i) {
+    was_lost = was_lost || stats.num_waiting + stats.num_running != 1;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    stats = engine.stats();
+  }
+  CHECK_FALSE(was_lost);
+  CHECK(stats.num_running == 1);  // while Embed waits
+  CHECK(stats.num_waiting == 0);
+  CHECK(stats.blocks_active > 0);
+  CHECK(stats.prompt_tokens == 40);
+  device->LetStart();
+  CHECK(Collect(engine, 1).size() == 1);
+}
+
+TEST_CASE("prompts that never ran are not counted as processed") {
+  const ModelConfig model = testing::TinyConfig();
+  auto device = std::make_shared<testing::WaitingDevice>(MakeCpuDevice(1));
+  EngineConfig config = TinyEngineConfig(kMode);
+  config.max_batch_size = 1;
+  Engine engine(model, config, testing::TinyWeights(model, *device), device, testing::kFreeBytes);
+  engine.Submit(MakeRequest(1, RandomPrompt(1, 40), 2));
+  engine.Submit(MakeRequest(2, RandomPrompt(2, 30), 2));
+  engine.Cancel(2);
+  device->LetStart();
+  CHECK(Collect(engine, 2).size() == 2);
+  engine.CheckIntegrity();  // between steps: the counts are published
+  CHECK(engine.stats().prompt_tokens == 40);
+}
+
 TEST_CASE("stopping ends what runs, and nothing enters afterwards") {
   auto engine = DefaultEngine();
   for (uint64_t id = 0; id < 20; ++id) {

@@ -25,6 +25,8 @@ TEST_CASE("a failed engine ends its requests and is not healthy") {
     CHECK(output.error.find("the device is gone") != std::string::npos);
   }
   CHECK_FALSE(engine.healthy());
+  CHECK(engine.stats().num_running == 0);
+  CHECK(engine.stats().num_waiting == 0);
   CHECK(engine.failure().find("the device is gone") != std::string::npos);
   CHECK_THROWS_AS(engine.Submit(testing::MakeRequest(3, {1}, 1)), InternalError);
   CHECK_THROWS_AS(engine.CheckIntegrity(), InternalError);

@@ -217,6 +217,19 @@ TEST_CASE("ops are summed by kind and matrix, per phase of their step") {
   CHECK(f.device.profile().phases.empty());
 }
 
+TEST_CASE("what is left of a step that was cleared is not counted") {
+  Fixture f;
+  f.Embed(1);
+  f.device.Clear();
+  f.Linear(f.small);
+  CHECK(f.device.profile().phases.empty());
+  f.Step(false, true);
+  const Profile profile = f.device.profile();
+  REQUIRE(profile.phases.size() == 1);
+  CHECK(profile.phases[0].num_steps == 1);
+  CHECK(profile.phases[0].num_tokens == 2);
+}
+
 TEST_CASE("caches of different formats are apart") {
   Fixture f;
   AttentionParams params;
