@@ -32,9 +32,6 @@ namespace py = pybind11;
 namespace turbomind {
 namespace {
 
-constexpr EnumName<DataType> kDataTypes[] = {{DataType::kFloat32, "float32"},
-                                             {DataType::kFloat16, "float16"},
-                                             {DataType::kBFloat16, "bfloat16"}};
 constexpr EnumName<Activation> kActivations[] = {{Activation::kSilu, "silu"},
                                                  {Activation::kGeluTanh, "gelu_tanh"},
                                                  {Activation::kClampedSwiglu, "clamped_swiglu"}};

@@ -10,6 +10,7 @@
 
 #include "turbomind/backend/cpu/cpu_device.h"
 #include "turbomind/backend/cpu/cpu_kv_ops.h"
+#include "turbomind/bindings_enum.h"
 #include "turbomind/core/check.h"
 
 namespace py = pybind11;
@@ -19,15 +20,6 @@ namespace {
 
 template <class T>
 using Array = py::array_t<T, py::array::c_style | py::array::forcecast>;
-
-DataType ParseDataType(const std::string& name) {
-  for (DataType dtype : {DataType::kFloat32, DataType::kFloat16, DataType::kBFloat16}) {
-    if (name == ToString(dtype)) {
-      return dtype;
-    }
-  }
-  throw InvalidArgument("dtype: got \"" + name + "\", want one of float32, float16, bfloat16");
-}
 
 // Kernels of an instruction set that this machine can run; empty: the best.
 CpuKvKernels Kernels(const std::string& isa) {
@@ -58,7 +50,7 @@ RowShape Shape(const std::string& mode_name, const std::string& dtype, py::ssize
   }
   RowShape shape;
   shape.rows.mode = GetKvCacheMode(mode_name, DeviceCapability{});
-  shape.rows.dtype = ParseDataType(dtype);
+  shape.rows.dtype = Parse("dtype", kDataTypes, dtype);
   shape.rows.num_rows = num_rows;
   shape.rows.head_dim = static_cast<int>(head_dim);
   const int dim = shape.rows.head_dim;

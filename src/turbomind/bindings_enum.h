@@ -8,6 +8,7 @@
 #include <string>
 
 #include "turbomind/core/check.h"
+#include "turbomind/core/dtype.h"
 #include "turbomind/kv/kv_cache_mode.h"
 #include "turbomind/ops/params.h"
 
@@ -26,6 +27,10 @@ constexpr EnumName<KvCacheMode> kModes[] = {
     {KvCacheMode::kInt4, "int4"},        {KvCacheMode::kFp8E4m3, "fp8"},
     {KvCacheMode::kFp8E5m2, "fp8_e5m2"}, {KvCacheMode::kFp4Mx, "mxfp4"},
     {KvCacheMode::kFp4Nv, "nvfp4"}};
+
+constexpr EnumName<DataType> kDataTypes[] = {{DataType::kFloat32, "float32"},
+                                             {DataType::kFloat16, "float16"},
+                                             {DataType::kBFloat16, "bfloat16"}};
 
 constexpr EnumName<MatrixFormat> kMatrixFormats[] = {{MatrixFormat::kF32, "f32"},
                                                      {MatrixFormat::kBF16, "bf16"},
