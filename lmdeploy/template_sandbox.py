@@ -26,8 +26,10 @@ MAX_WIDTH = 1 << 16
 
 # No template can spell them: names of the language do not begin with a digit.
 _TICK, _JOIN = "0tick", "0join"
-# A width or precision in a format, old or new.
-_LONG_WIDTH = re.compile(r"[%{:][^a-zA-Z%{}]*\d{6,}")
+# Widths and precisions of six digits, in the formats of `%` and of str.format.
+_LONG_PERCENT = re.compile(r"%(?:\([^)]*\))?[^a-zA-Z%]*\d{6,}")
+_LONG_BRACES = re.compile(r"\{[^{}]*\d{6,}")
+_NESTED_BRACES = re.compile(r"\{[^{}]*\{")
 _LONG_NUMBER = re.compile(r"\d{6,}")
 _WIDE_FILTERS = ("center", "indent", "wordwrap", "batch", "slice")
 _WIDE_METHODS = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs"})
@@ -94,10 +96,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         elif operator == "**":
             _check_power(left, right)
         elif isinstance(left, str):
-            _check_format(left, right)
+            _check_percent(left, right if isinstance(right, tuple) else (right,))
         return super().call_binop(context, operator, left, right)
 
-    def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """The call's result; methods of texts that make large ones are checked before."""
         method = getattr(function, "__wrapped__", function)  # the sandbox wraps str.format
         owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
@@ -109,7 +111,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             elif name == "join" and args:
                 args = (_checked_pieces(args[0], owner), *args[1:])
             elif name in ("format", "format_map"):
-                _check_format(owner, (*args, *kwargs.values()))
+                _check_braces(owner, (*args, *kwargs.values()))
         return super().call(context, function, *args, **kwargs)
 
 
@@ -202,15 +204,30 @@ def _check_power(base: Any, exponent: Any) -> None:
         raise TemplateLimitError(f"it makes a number of more than {MAX_INTEGER_BITS} bits")
 
 
-def _check_format(pattern: str, values: Any) -> None:
-    """Refuses widths of six digits and more, in the pattern or among the values (`%*d`)."""
-    given = values if isinstance(values, tuple) else (values,)
-    wide = "*" in pattern and any(isinstance(v, int) and abs(v) > MAX_WIDTH for v in given)
-    nested = any(isinstance(v, int | str) and _is_wide(v) for v in given) and "{" in pattern
-    if _LONG_WIDTH.search(pattern) or wide or nested:
-        raise TemplateLimitError(f"format: wanted widths of at most {MAX_WIDTH}")
-    longest = max((len(v) for v in given if isinstance(v, str)), default=0)
-    _check_size(str, len(pattern) + (pattern.count("%") + pattern.count("{")) * longest)
+def _check_percent(pattern: str, values: tuple[Any, ...]) -> None:
+    """Refuses widths of six digits and more, in the pattern or, for `%*d`, among the values."""
+    wide = "*" in pattern and any(isinstance(v, int) and _is_wide(v) for v in values)
+    if wide or _LONG_PERCENT.search(pattern):
+        raise _too_wide()
+    _check_filled(pattern, values, fields=pattern.count("%"))
+
+
+def _check_braces(pattern: str, values: tuple[Any, ...]) -> None:
+    """The same for str.format, whose widths may be fields themselves: `{:{}}`."""
+    nested = _NESTED_BRACES.search(pattern.replace("{{", ""))
+    wide = nested and any(isinstance(v, int | str) and _is_wide(v) for v in values)
+    if wide or _LONG_BRACES.search(pattern):
+        raise _too_wide()
+    _check_filled(pattern, values, fields=pattern.count("{"))
+
+
+def _check_filled(pattern: str, values: tuple[Any, ...], *, fields: int) -> None:
+    longest = max((len(v) for v in values if isinstance(v, str)), default=0)
+    _check_size(str, len(pattern) + fields * longest)
+
+
+def _too_wide() -> TemplateLimitError:
+    return TemplateLimitError(f"format: wanted widths of at most {MAX_WIDTH}")
 
 
 def _is_wide(value: int | str) -> bool:
@@ -255,7 +272,7 @@ def _narrow(function: Callable[..., Any]) -> Callable[..., Any]:
 def _checked_format(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def checked(value: Any, *args: Any, **kwargs: Any) -> Any:
-        _check_format(str(value), (*args, *kwargs.values()))
+        _check_percent(str(value), (*args, *kwargs.values()))
         return function(value, *args, **kwargs)
 
     return checked

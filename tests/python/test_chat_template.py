@@ -181,6 +181,10 @@ def test_bounds_leave_ordinary_templates_alone() -> None:
             "12"
         ),
         "{% set x %}{% for i in range(3) %}{{ i }}{% endfor %}{% endset %}{{ x }}": "012",
+        "{% macro f(context, function) %}{{ context }}{{ function }}{% endmacro %}"
+        "{{ f(context=1, function=2) }}": "12",
+        "{{ '{\"id\": 12345678} at 12:20241123 %s' % 'x' }}": '{"id": 12345678} at 12:20241123 x',
+        "{{ '{:%}'.format(1) }} {{ '{{{}}}'.format(7) }}": "100.000000% {7}",
         "{{ 'aXb'|replace('X', '-') }}{{ 'a,b'.split(',')[1] }}{{ 5|string }}": "a-bb5",
     }.items():
         assert template(source).render(MESSAGES) == text
