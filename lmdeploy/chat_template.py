@@ -72,7 +72,7 @@ class ChatTemplate:
         """
         from jinja2 import TemplateError
 
-        from lmdeploy.template_sandbox import clock
+        from lmdeploy.template_sandbox import TemplateLimitError, metered
 
         context = {
             "tools": None,
@@ -81,16 +81,19 @@ class ChatTemplate:
             "messages": [dict(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
             **self._tokens,
-            **clock(),
         }
         pieces: list[str] = []
         size = 0
         try:
-            for piece in self._template.generate(context):
-                pieces.append(piece)
-                size += len(piece)
-                if size > _MAX_OUTPUT_CHARS:
-                    raise _too_long()
+            with metered():
+                for piece in self._template.generate(context):
+                    pieces.append(piece)
+                    size += len(piece)
+                    if size > _MAX_OUTPUT_CHARS:
+                        raise _too_long()
+        except TemplateLimitError as error:
+            advice = "shorten the messages or change --chat-template"
+            raise OptionError("messages", f"the chat template: {error}; {advice}") from error
         except (_TemplateError, TemplateError) as error:
             text = f"the chat template refused the messages: {error}"
             raise OptionError("messages", text) from error
@@ -169,7 +172,7 @@ def _source_from_json(file: Path) -> str | None:
 def _compile(source: str, origin: str) -> Template:
     from jinja2 import TemplateError
 
-    from lmdeploy.template_sandbox import BoundedEnvironment
+    from lmdeploy.template_sandbox import BoundedEnvironment, metered
 
     if len(source) > _MAX_TEMPLATE_CHARS:
         raise ModelFormatError(
@@ -183,7 +186,8 @@ def _compile(source: str, origin: str) -> Template:
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     try:
-        return environment.from_string(_without_generation_marks(source))
+        with metered():  # filters of constants run here
+            return environment.from_string(_without_generation_marks(source))
     except (TemplateError, RecursionError, ValueError, SyntaxError) as error:
         raise ModelFormatError(f"{origin}: the chat template does not compile: {error}") from error
 
