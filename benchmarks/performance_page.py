@@ -93,7 +93,7 @@ def target_lines(file: ResultsFile) -> Iterator[str]:
         head = ("work", "ours with", "beside", "ours", "theirs", "ratio", "spread", "target")
         cells = [target_cells(row) for row in rows]
         yield from table((*head, "measured at"), cells, numbers=3)
-        notes = [(row.work, row.note) for row in found.values() if row.note and row.name in BY_NAME]
+        notes = [(row.work, row.note) for row in rows if row.note and row.name in found]
         if notes:
             yield ""
             yield from (f"* {work}: {note}" for work, note in notes)
@@ -194,7 +194,8 @@ def law_lines(document: Mapping[str, Any]) -> Iterator[str]:
     rows = []
     for curve in curves_of(document):
         weights = streamed(document, curve.mode, slots=0)
-        longest = max(cell["mean_context"] for cell in curve.cells if cell["batch"] == 1)
+        alone = [cell["mean_context"] for cell in curve.cells if cell["batch"] == 1]
+        longest = max(alone, default=0)
         whole = streamed(document, curve.mode, slots=longest)
         near = bandwidth(document, curve.threads, num_bytes=weights)
         far = bandwidth(document, curve.threads, num_bytes=whole)

@@ -134,11 +134,14 @@ def measure(model: str, document: dict[str, Any], *, plan: Plan, path: Path, kee
     if older:
         verdict = "kept" if keep else "measured again, unless --keep"
         print(f"cells of other commits ({'; '.join(older)}; here {commit}): {verdict}")
-    fresh: set[int] = set()
+    fresh = {
+        int(threads)
+        for threads, found in document["ceilings"].items()
+        if keep or found.get("commit") == commit
+    }
     for mode, threads, cells in list(missing(document, plan, commit=None if keep else commit)):
-        if threads not in fresh:  # beside cells of another hour they would say little
+        if threads not in fresh:  # beside cells of another run they would say little
             fresh.add(threads)
-            document["ceilings"].pop(str(threads), None)
             try:
                 found = measure_ceilings(threads)
                 document["ceilings"][str(threads)] = {**found, "commit": commit, "date": today()}

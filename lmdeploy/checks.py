@@ -104,13 +104,16 @@ def check_choice(name: str, value: Any, *, choices: Sequence[Any], flag: str | N
     return value
 
 
-def check_strings(name: str, value: Any, *, max_items: int, max_chars: int) -> list[str]:
+def check_strings(
+    name: str, value: Any, *, max_items: int, max_chars: int, flag: str | None = None
+) -> list[str]:
     """`value` as a list of non-empty strings within the limits; ValueError otherwise."""
     if not isinstance(value, (list, tuple)) or len(value) > max_items:
-        raise refuse(name, value, wanted=f"a list of at most {max_items} strings")
+        raise refuse(name, value, wanted=f"a list of at most {max_items} strings", flag=flag)
+    wanted = f"a non-empty string of at most {max_chars} characters"
     for item in value:
         if not isinstance(item, str) or not item or len(item) > max_chars:
-            raise refuse(name, item, wanted=f"a non-empty string of at most {max_chars} characters")
+            raise refuse(name, item, wanted=wanted, flag=flag)
     return list(value)
 
 

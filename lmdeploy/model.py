@@ -61,6 +61,7 @@ class ChatTemplateConfig:
                 self.stop_words,
                 max_items=MAX_STOP_WORDS,
                 max_chars=MAX_STOP_WORD_CHARS,
+                flag="--chat-template (stop_words)",
             )
 
     def to_json(self, file_path: str | None = None) -> str:

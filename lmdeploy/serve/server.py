@@ -80,10 +80,10 @@ def check_options(options: ServerOptions) -> None:
     )
     if any(key != key.strip() for key in keys):  # no client could send it
         raise OptionError("api_keys", "got a key with spaces around it; change --api-keys")
-    if not all(key.isascii() and key.isprintable() for key in keys):  # headers differ in the rest
-        raise OptionError(
-            "api_keys", "got a key with other characters, wanted printable ASCII; change --api-keys"
-        )
+    for i, key in enumerate(keys):
+        if not (key.isascii() and key.isprintable()):  # clients send the rest in several ways
+            text = f"got other characters in key {i + 1}, wanted printable ASCII"
+            raise OptionError("api_keys", f"{text}; change --api-keys")
     check_int("shutdown_timeout", options.shutdown_timeout, low=0, flag="--shutdown-timeout")
 
 

@@ -418,7 +418,8 @@ def _make_room(folder: int, options: CacheOptions, *, size: int, keep: str) -> b
         return False
     for name, _ in oldest:
         os.unlink(name, dir_fd=folder)
-    return True
+    # Who has them mapped keeps their space.
+    return shutil.disk_usage(folder).free >= size + _KEEP_FREE
 
 
 @contextlib.contextmanager

@@ -286,10 +286,15 @@ def test_nothing_goes_for_what_would_not_fit_then(
     monkeypatch.setenv("LMDEPLOY_CACHE_LIMIT", str(size + size // 2))  # one of the two
     usage = shutil.disk_usage(folder)
     free = packed_cache._KEEP_FREE - 1  # and `size` once the old one has gone
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free))
+
+    def disk_usage(_: int) -> Any:
+        gone = 0 if (folder / "old.packed").exists() else size
+        return usage._replace(free=free + gone)
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
     assert not Start(gguf).stored
     assert [path.name for path in folder.iterdir()] == ["old.packed"]
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free + 1))
+    free += 1
     assert Start(gguf).stored
     assert [path.name for path in folder.iterdir()] == [ours.name]
 

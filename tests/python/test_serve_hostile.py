@@ -322,8 +322,8 @@ def test_a_failed_engine_ends_a_stream_with_503():
         ({"api_keys": ["a", ""]}, "api_keys: got ''"),
         ({"api_keys": [None]}, "api_keys: got None"),
         ({"api_keys": " a"}, "api_keys: got a key with spaces"),
-        ({"api_keys": "clé"}, "api_keys: got a key with other characters"),
-        ({"api_keys": "a\tb"}, "api_keys: got a key with other characters"),
+        ({"api_keys": "clé"}, "api_keys: got other characters in key 1"),
+        ({"api_keys": ["a", "a\tb"]}, "api_keys: got other characters in key 2"),
         ({"backend_config": {"session_len": 8}}, "backend_config: got .* a TurbomindEngineConfig"),
         ({"log_level": "LOUD"}, "log_level: got 'LOUD'"),
     ],
@@ -352,6 +352,14 @@ def test_serve_refuses_options_before_it_loads(options, text):
 def test_a_million_mistakes_are_one_short_error(url, route, body, param, status):
     reply = httpx.post(f"{url}/v1/{route}", content=body, timeout=60)
     assert len(refused(reply, param=param, status=status)) < 1000
+
+
+def test_marks_in_texts_are_no_values():
+    text = '\\"a",[{' * 2**19
+    request = parse_request(CompletionRequest, json.dumps({"model": "m", "prompt": text}).encode())
+    assert request.prompt == text
+    with pytest.raises(ApiError, match="values"):
+        parse_request(CompletionRequest, b'{"model":"m","prompt":[%s0]}' % (b"0," * 2**21))
 
 
 def test_mistakes_take_no_memory():

@@ -124,6 +124,7 @@ void ProfilingDevice::Add(const OpKey& key, const OpCost& cost, const Span& span
 void ProfilingDevice::BeginStep(int64_t now_ns) {
   is_cut_ = false;
   if (!step_.last_end_ns) {
+    step_ = {};  // what a step that was cut, or threw, said of its phase
     return;
   }
   AddTo(step_.records, {Key(OpKind::kBetweenSteps), 1, now_ns - *step_.last_end_ns, {}});

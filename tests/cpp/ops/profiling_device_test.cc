@@ -221,11 +221,13 @@ TEST_CASE("what is left of a step that was cleared is not counted") {
   Fixture f;
   f.Embed(1);
   f.device.Clear();
+  f.device.PrefillAttention({});
   f.Linear(f.small);
   CHECK(f.device.profile().phases.empty());
   f.Step(false, true);
   const Profile profile = f.device.profile();
   REQUIRE(profile.phases.size() == 1);
+  CHECK(profile.phases[0].phase == StepPhase::kDecode);
   CHECK(profile.phases[0].num_steps == 1);
   CHECK(profile.phases[0].num_tokens == 2);
 }
