@@ -78,8 +78,7 @@ def check_model_format(model_path: str, wanted: str | None) -> None:
     actual = "gguf" if resolve_model(model_path).is_file() else "hf"
     if actual != wanted:
         raise ValueError(
-            f"model_format: got {wanted}, wanted {actual}, which {model_path} is; change "
-            "--model-format"
+            f"model_format: got {wanted}, wanted {actual} for {model_path}; change --model-format"
         )
 
 

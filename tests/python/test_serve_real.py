@@ -173,4 +173,4 @@ def test_model_format_must_match(capsys):
     with pytest.raises(SystemExit) as info:
         main([*command, "hf"])
     assert info.value.code == 2
-    assert "model_format: got hf, but smollm2 is gguf" in capsys.readouterr().err
+    assert "model_format: got hf, wanted gguf for smollm2" in capsys.readouterr().err
