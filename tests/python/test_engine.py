@@ -355,6 +355,17 @@ async def test_stop_word_cancels_the_rest():
     engine.close()
 
 
+async def test_stop_words_of_a_template_are_none_of_the_requests():
+    engine = make_engine(lambda _: "one two three")
+    engine.parts.chat_template.stop_words = ["two"]
+    config = GenerationConfig(stop_words=[f"word {i}" for i in range(256)])  # as many as may be
+    for chat, text in ((True, "one "), (False, "one two three")):
+        stream = await engine.submit([1], config, chat=chat)
+        assert "".join([piece.text async for piece in stream]) == text
+    assert len(config.stop_words) == 256
+    engine.close()
+
+
 async def test_leaving_cancels():
     engine = make_engine(lambda _: "a" * 400, step_seconds=0.001)
     stream = engine.generate([1])

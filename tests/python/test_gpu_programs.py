@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import time
 from operator import attrgetter
@@ -92,11 +93,12 @@ def test_rows_are_in_the_file_as_they_are_measured(tmp_path):
     path = tmp_path / "gpu.json"
     bench = program(tmp_path / "bench", BENCH_THAT_HANGS)
     command = ["python3", str(ROOT / "benchmarks/bench_kernels.py"), "--bench", str(bench)]
-    with subprocess.Popen([*command, "--json", str(path)], stdout=subprocess.PIPE) as process:
+    command += ["--json", str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
         assert process.stdout is not None
         for _ in range(2):
             process.stdout.readline()
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)  # and the bench that hangs
     assert [row["op"] for row in read_document(path)["kernels"]] == ["copy", "decode"]
 
 

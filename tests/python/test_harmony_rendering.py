@@ -262,6 +262,16 @@ def test_calls_as_chat_templates_take_them() -> None:
     assert read_conversation(as_object) == read_conversation(as_text)
 
 
+def test_calls_without_arguments() -> None:
+    for arguments, text in (({}, "{}"), ("", ""), (None, "")):
+        call = tool_call(id="a", function={"name": "f", "arguments": arguments})
+        as_text = tool_call(id="a", function={"name": "f", "arguments": text})
+        assert read_conversation(call) == read_conversation(as_text)
+    for wrong in ([], 0, False):
+        with pytest.raises(ValueError, match=r"function\.arguments: got"):
+            read_conversation(tool_call(id="a", function={"name": "f", "arguments": wrong}))
+
+
 def function(**change: Any) -> list[Any]:
     return [{"type": "function", "function": {**TOOL["function"], **change}}]
 

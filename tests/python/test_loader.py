@@ -360,6 +360,8 @@ def test_model_arguments_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.M
         resolve_model(str(tmp_path))
     with pytest.raises(ModelFormatError, match="wanted a name"):
         resolve_model("")
+    with pytest.raises(ModelFormatError, match="got '~no-such-user/m', wanted a path"):
+        resolve_model("~no-such-user/m")
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).touch()
     with pytest.raises(ModelFormatError, match=r"2 \.gguf files.*a\.gguf"):

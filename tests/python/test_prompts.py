@@ -12,7 +12,7 @@ from test_tokenizer import sentence_piece_metadata
 from lmdeploy.chat_template import ChatTemplate
 from lmdeploy.gguf_tokenizer import tokenizer_from_gguf
 from lmdeploy.model import ChatTemplateConfig
-from lmdeploy.turbomind.prompts import choose_template, encode_chat
+from lmdeploy.turbomind.prompts import PromptTemplate, choose_template, encode_chat
 
 QUESTION = [{"role": "user", "content": "abc"}]
 BOS = 1
@@ -63,3 +63,10 @@ def test_a_name_that_chooses_nothing_is_a_warning(caplog: pytest.LogCaptureFixtu
         assert not caplog.records
         encode(ChatTemplateConfig("vicuna"), adds_bos=True)
     assert "'vicuna' has no effect" in caplog.text
+
+
+def test_a_meta_instruction_alone() -> None:
+    source = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
+    template = PromptTemplate(ChatTemplate(source, origin="test"), meta_instruction="Be kind")
+    assert template.render([], {}) == "system: Be kind;"
+    assert template.render([{"role": "system", "content": "No"}], {}) == "system: No;"
