@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import codecs
 import threading
+from array import array
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,8 +79,11 @@ class Tokenizer:
         self._backend = backend
         self.eos_ids = list(dict.fromkeys(eos_ids))
         self.bos_id = bos_id
-        self._token_bytes, strip = _bytes_of_tokens(backend)
-        self._max_token_bytes = max(map(len, self._token_bytes), default=1)
+        pieces, strip = _bytes_of_tokens(backend)
+        self._max_token_bytes = max(map(len, pieces), default=1)
+        # In one piece: as objects of their own they would take ten times the bytes.
+        self._all_bytes = b"".join(pieces)
+        self._starts = array("I", accumulate(map(len, pieces), initial=0))
         self._strip_first_space = strip if strip_first_space is None else strip_first_space
         self._special = {
             token_id
@@ -91,7 +96,7 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         """One more than the largest id."""
-        return len(self._token_bytes)
+        return len(self._starts) - 1
 
     @property
     def max_token_bytes(self) -> int:
@@ -143,9 +148,9 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one id, special ones included. ValueError for an unknown id."""
-        if not 0 <= token_id < len(self._token_bytes):
-            raise ValueError(f"token id {token_id}: wanted 0..{len(self._token_bytes) - 1}")
-        return self._token_bytes[token_id]
+        if not 0 <= token_id < self.vocab_size:
+            raise ValueError(f"token id {token_id}: wanted 0..{self.vocab_size - 1}")
+        return self._all_bytes[self._starts[token_id] : self._starts[token_id + 1]]
 
     def is_special(self, token_id: int) -> bool:
         """Whether the id is a control token."""

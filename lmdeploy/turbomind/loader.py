@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,6 +116,8 @@ def load_model(
         )
     template = _chat_template(checkpoint, tokenizer)
     generation_config = _generation_config(checkpoint)
+    # The strings of a vocabulary, tens of megabytes: nothing below reads them.
+    checkpoint = replace(checkpoint, metadata={})
     builder = WeightsBuilder(info.config, device, exact)
     cache = None if copied else cache_of(checkpoint, source)
     if cache is not None:

@@ -1,6 +1,7 @@
 """GGUF files: every format, the row order of q and k, and files that lie about themselves."""
 
 import struct
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 from tiny_gguf import interleave, write_gguf
 from tiny_models import TINY_MODELS, TinyModel, make_model
 
+from lmdeploy import _turbomind
 from lmdeploy.gguf_tokenizer import tokenizer_from_gguf
-from lmdeploy.turbomind import gguf_file
+from lmdeploy.turbomind import gguf_checkpoint, gguf_file, loader
 from lmdeploy.turbomind.checkpoint import Checkpoint, open_checkpoint
 from lmdeploy.turbomind.conversion import bf16_bits, matrix_for_engine, vector_for_engine
 from lmdeploy.turbomind.gguf_checkpoint import _check_window_pattern
@@ -25,6 +27,7 @@ from lmdeploy.turbomind.tensor_file import (
     StoredTensor,
     row_bytes,
 )
+from lmdeploy.turbomind.weight_loader import LoadedWeights, load_weights
 
 LLAMA = TINY_MODELS[0]
 WRITABLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4")
@@ -55,6 +58,31 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     write_gguf(make_model(LLAMA), path)
     return path
+
+
+def test_no_vocabulary_in_memory_while_weights_load(
+    good: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Pairs(dict[str, Any]):
+        """A dict that can be watched."""
+
+    seen: list[weakref.ref[Pairs]] = []
+    alive: list[bool] = []
+
+    class Watched(GgufFile):
+        def __init__(self, path: Path) -> None:
+            super().__init__(path)
+            self.metadata = Pairs(self.metadata)
+            seen.append(weakref.ref(self.metadata))
+
+    def load(*arguments: Any, **options: Any) -> LoadedWeights:
+        alive.extend(pairs() is not None for pairs in seen)
+        return load_weights(*arguments, **options)
+
+    monkeypatch.setattr(gguf_checkpoint, "GgufFile", Watched)
+    monkeypatch.setattr(loader, "load_weights", load)
+    loader.load_model(str(good), device=_turbomind.make_cpu_device(1), exact=True, progress=False)
+    assert alive == [False]
 
 
 @pytest.mark.parametrize("weight_format", WRITABLE)

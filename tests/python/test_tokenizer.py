@@ -1,8 +1,10 @@
 """Ids equal llama.cpp's, streams equal whole decoding, and bad vocabularies are refused."""
 
+import gc
 import json
 import threading
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +181,22 @@ def test_a_long_text_lets_other_threads_run(smollm2: Tokenizer) -> None:
 def test_unknown_ids_are_refused(tiny: Tokenizer, token_id: int) -> None:
     with pytest.raises(ValueError, match=f"token id {token_id}"):
         tiny.decode([token_id])
+
+
+def test_bytes_of_tokens_take_little_memory() -> None:
+    """Besides the library's own vocabulary: 49,152 objects of their own would take 2.5 MB."""
+    metadata = GgufFile(resolve_model("smollm2")).metadata
+    tokenizer_from_gguf(metadata, "what modules keep")
+    gc.collect()
+    tracemalloc.start()
+    try:
+        tokenizer = tokenizer_from_gguf(metadata, "smollm2")
+        gc.collect()
+        kept = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    contents = sum(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size))
+    assert contents + 4 * tokenizer.vocab_size < kept < contents + 5 * tokenizer.vocab_size
 
 
 def test_grammar_tokenizer_masks(smollm2: Tokenizer) -> None:
