@@ -82,8 +82,9 @@ class TurbomindEngineConfig:
         enable_prefix_caching: reuse the blocks of equal prompt beginnings (LMDeploy: False).
         quant_policy: format of the KV cache: 0, 4, 8, 16, or a name (docs/kv_cache.md).
         max_prefill_token_num: most new tokens of one step; None: 256 on CPU (where longer steps are
-            no faster and take more memory), 8192 on CUDA; never fewer than max_batch_size.
-        enable_metrics: count requests and tokens for /metrics.
+            no faster and take more memory), 8192 on CUDA, or max_batch_size if that is more. Fewer
+            than max_batch_size limit the sequences of a step, too.
+        enable_metrics: whether a server answers /metrics.
         device_type: auto (a GPU where one can be used), cpu or cuda.
         devices: the GPU's index, as in [0]; several at once are not supported.
         num_threads: worker threads; None: one per usable core, beside a GPU at most 16.

@@ -31,7 +31,7 @@ def namesake_warning() -> str | None:
     return (
         f"the distribution lmdeploy {version} is installed beside {OURS}: both own the import name "
         f"and the command lmdeploy; keep one of them, e.g. "
-        f"pip uninstall lmdeploy && pip install --force-reinstall {OURS}"
+        f"pip uninstall lmdeploy, then install {OURS} again, with --force-reinstall"
     )
 
 

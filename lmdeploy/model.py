@@ -84,16 +84,23 @@ class ChatTemplateConfig:
                 raise refuse(
                     "chat_template", text, wanted="a file of at most 1 MiB", flag="--chat-template"
                 )
-            text = path.read_text(encoding="utf-8")
+            try:
+                text = path.read_text(encoding="utf-8")
+            except UnicodeDecodeError:
+                wanted = "a file in UTF-8"
+                raise refuse("chat_template", text, wanted=wanted, flag="--chat-template") from None
         try:
             values = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"chat_template: not JSON ({error}); change --chat-template") from None
-        known = {item.name for item in fields(cls)}
-        unknown = sorted(set(values) - known) if isinstance(values, dict) else ["no object"]
+        if not isinstance(values, dict):
+            raise refuse("chat_template", values, wanted="a JSON object", flag="--chat-template")
+        known = [item.name for item in fields(cls)]
+        unknown = sorted(set(values) - set(known))
         if unknown:
             raise ValueError(
-                f"chat_template: unknown fields {', '.join(unknown)}; wanted {', '.join(known)}"
+                f"chat_template: got unknown fields {', '.join(unknown)[:200]}, wanted some of "
+                f"{', '.join(known)}; change --chat-template"
             )
         return cls(**{"model_name": "custom", **values})
 

@@ -333,7 +333,12 @@ class Pipeline:
 
     async def _submit(self, job: _Job) -> RequestStream:
         return await self.engine.submit(
-            job.ids, job.config, index=job.choice, chat=job.chat, grammars=job.grammars
+            job.ids,
+            job.config,
+            index=job.choice,
+            chat=job.chat,
+            goes_on=job.goes_on,
+            grammars=job.grammars,
         )
 
     async def _answer(self, job: _Job) -> Response:
@@ -372,7 +377,7 @@ class Pipeline:
             if not isinstance(config, GenerationConfig):
                 raise refuse("gen_config", config, wanted="a GenerationConfig")
             try:
-                ids = self._encode(prompt, template_options)
+                ids, goes_on = self._encode(prompt, template_options)
                 self.engine.check_prompt(ids, num_new=min(config.max_new_tokens, 1))
             except OptionError as error:
                 if single:
@@ -380,14 +385,19 @@ class Pipeline:
                 text = error.reason if error.field == "prompt" else str(error)
                 raise OptionError(f"prompts[{i}]", text) from error
             chat = template_options is not None
-            jobs += [_Job(ids, config, i, choice, chat, grammars) for choice in range(config.n)]
+            jobs += [
+                _Job(ids, config, i, choice, chat, goes_on, grammars) for choice in range(config.n)
+            ]
         return jobs, single
 
-    def _encode(self, prompt: Any, template_options: dict[str, Any] | None) -> list[int]:
+    def _encode(
+        self, prompt: Any, template_options: dict[str, Any] | None
+    ) -> tuple[list[int], bool]:
+        """Ids, and whether the answer goes on with them."""
         from lmdeploy.turbomind.prompts import encode_chat, encode_text
 
         if isinstance(prompt, str) and template_options is None:
-            return encode_text(self.engine.parts, prompt, add_special=True)
+            return encode_text(self.engine.parts, prompt, add_special=True), True
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         if not _is_conversation(prompt):
@@ -405,6 +415,7 @@ class _Job:
     index: int = 0
     choice: int = 0
     chat: bool = False
+    goes_on: bool = False
     grammars: Grammars | None = None  # of the call
 
 

@@ -4,10 +4,12 @@
 #
 #   scripts/serve.sh --server-port 8000 --session-len 4096
 #
-# A later --quant-policy wins over the default 16.
+# A later --quant-policy wins over the default 16, and --kv-cache-format replaces it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv="${LMDEPLOY_VENV:-$PWD/.venv}"
 scripts/setup.sh serve
 
-exec "$venv/bin/lmdeploy" serve api_server smollm2 --quant-policy 16 "$@"
+cache=(--quant-policy 16)
+[[ " $* " != *" --kv-cache-format"* ]] || cache=()
+exec "$venv/bin/lmdeploy" serve api_server smollm2 "${cache[@]}" "$@"

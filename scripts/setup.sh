@@ -25,7 +25,11 @@ say() { printf '\033[1m== %s\033[0m\n' "$*"; }
   echo "setup.sh: Python 3.10 or newer is needed; set PYTHON=/path/to/python3" >&2
   exit 1
 }
-if [ ! -x "$venv/bin/python" ]; then
+if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then # missing, or cut off half made
+  "$python" -c 'import venv, ensurepip' 2>/dev/null || {
+    echo "setup.sh: $python lacks venv; e.g. apt-get install python3-venv" >&2
+    exit 1
+  }
   say "virtual environment $venv"
   "$python" -m venv "$venv"
 fi

@@ -230,7 +230,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     add_kv_flags(group)
     add(
         "--max-prefill-token-num",
-        "most new tokens of one step; 256 on CPU, 8192 on CUDA",
+        "most new tokens of one step, and of sequences; when absent 256 on CPU, 8192 on CUDA, or "
+        "--max-batch-size if that is more",
         type=_INT,
     )
     caching = group.add_mutually_exclusive_group()

@@ -74,7 +74,9 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
         help="how long running answers may go on after SIGTERM or Ctrl-C (default 3)",
     )
     group.add_argument(
-        "--dry-run", action="store_true", help="print the memory plan and exit, loading nothing"
+        "--dry-run",
+        action="store_true",
+        help="print the memory plan and exit before weights are loaded (a hub id is downloaded)",
     )
 
 

@@ -28,8 +28,18 @@ def add_text_flags(parser: argparse.ArgumentParser, *, tokens: int) -> None:
     """What every command takes that runs a model over a text."""
     parser.add_argument("model_path", help="smollm2, a folder, a .gguf file or a hub id")
     parser.add_argument("--text", required=True, type=Path, help="UTF-8 text file")
-    parser.add_argument("--tokens", type=int, default=tokens, help="at most so many of the text")
-    parser.add_argument("--context", type=int, default=2048, help="tokens of one prompt")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=tokens,
+        help="at most so many of the text (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--context",
+        type=int,
+        default=2048,
+        help="tokens of one prompt, cut to what the model was trained for (default: %(default)s)",
+    )
     add_log_level(parser)
 
 
@@ -46,10 +56,14 @@ def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         "--mean",
         default="all",
         choices=("all", "slow", "none"),
-        help="channels of K whose mean is subtracted; slow: that RoPE turns by less than a quarter",
+        help="channels of K whose mean is subtracted; slow: that RoPE turns by less than a quarter "
+        "(default: %(default)s)",
     )
     parser.add_argument(
-        "--percentile", type=float, default=100.0, help="of values that the ranges cover"
+        "--percentile",
+        type=float,
+        default=100.0,
+        help="of values that the ranges cover (default: %(default)s)",
     )
     parser.add_argument("--output", required=True, type=Path, help="file to write")
     parser.set_defaults(run=_calibrate)
@@ -78,14 +92,22 @@ def _add_kv_search(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         "--budget", required=True, type=float, help="bits per value, all included (see --at-tokens)"
     )
     parser.add_argument(
-        "--at-tokens", type=int, default=8192, help="length of the sequence that the budget is for"
+        "--at-tokens",
+        type=int,
+        default=8192,
+        help="length of the sequence that the budget is for (default: %(default)s)",
     )
     parser.add_argument(
         "--formats",
         default="nvfp4;k=fp8,v=nvfp4;k=none,v=nvfp4;fp8;int8",
         help="candidates, with semicolons between them; default: %(default)s",
     )
-    parser.add_argument("--kv-quality", choices=KV_QUALITIES, default="balanced")
+    parser.add_argument(
+        "--kv-quality",
+        choices=KV_QUALITIES,
+        default="balanced",
+        help="that the table will be served with, by the same flag (default: %(default)s)",
+    )
     parser.add_argument("--kv-calibration", default=None, help="for --kv-quality best")
     add_kv_ingredient_flags(parser)
     parser.add_argument("--output", type=Path, default=None, help="YAML file; default: print it")
@@ -144,7 +166,8 @@ def _add_kv_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument(
         "--contexts",
         default="2048,8192",
-        help="tokens of one prompt, with commas (default: %(default)s)",
+        help="tokens of one prompt, with commas, at most what the model was trained for "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--max-tokens",
@@ -188,6 +211,8 @@ def _kv_report(args: argparse.Namespace) -> int:
 
     for path in args.text:
         read_text(path)  # what it lacks is said before what other flags lack
+    if args.calibration_text is not None:
+        read_text(args.calibration_text, flag="--calibration-text")
     calibrated = args.calibration is not None or args.calibration_text is not None
     qualities = KV_QUALITIES if calibrated else UNCALIBRATED_QUALITIES
     options = ReportOptions(

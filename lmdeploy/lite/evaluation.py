@@ -71,15 +71,15 @@ def log_softmax(logits: Floats) -> Doubles:
     return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)))
 
 
-def read_text(path: Path) -> str:
-    """The text of a file. ValueError when there is none or it is not UTF-8."""
+def read_text(path: Path, *, flag: str = "--text") -> str:
+    """The text of a file, which `flag` named. ValueError when there is none or it is not UTF-8."""
     if not path.exists() or path.is_dir():
-        raise refuse("text", str(path), wanted="an existing file", flag="--text")
+        raise refuse("text", str(path), wanted="an existing file", flag=flag)
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"text: {path} is not UTF-8 ({error.reason}), wanted a UTF-8 text file; change --text"
+            f"text: {path} is not UTF-8 ({error.reason}), wanted a UTF-8 text file; change {flag}"
         ) from error
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from lmdeploy.checks import check_int
+from lmdeploy.checks import check_int, refuse
 from lmdeploy.kv_formats import KV_QUALITIES, REPORTED_FORMATS, UNCALIBRATED_QUALITIES
 from lmdeploy.lite import kv_costs
 from lmdeploy.lite.evaluation import cut_contexts, read_text
@@ -24,6 +24,7 @@ from lmdeploy.lite.kv_cells import REFERENCE, KvCell, make_cells
 from lmdeploy.lite.kv_retrieval import ask, make_prompt, recall_summary
 from lmdeploy.lite.kv_scores import ScoreFolder
 from lmdeploy.lite.prompt_engine import OpenModel, PromptEngine, open_model
+from lmdeploy.turbomind.engine_plan import longest_position
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class ReportOptions:
 
     Args:
         texts: UTF-8 files; the first is used for everything, the others at the first context.
-        contexts: tokens of one prompt.
+        contexts: tokens of one prompt, at most as many as the model was trained for.
         max_tokens: of each text.
         calibration: file for `best`; else one is made of `calibration_text`.
         retrieval_prompts: prompts with planted pairs per context.
@@ -70,10 +71,30 @@ class ReportOptions:
         check_int("retrieval_prompts", self.retrieval_prompts, low=1, flag="--retrieval-prompts")
         if len({path.stem for path in self.texts}) != len(self.texts):
             raise ValueError("--text: two files of the same name; rename one")
+        self._check_calibration()
+
+    def _check_calibration(self) -> None:
+        if self.calibration and self.calibration_text:
+            raise ValueError(
+                "--calibration-text: got it beside --kv-calibration, wanted one of the two; remove "
+                "one"
+            )
+        if (self.calibration or self.calibration_text) and "best" not in self.qualities:
+            raise ValueError(
+                "--kv-calibration, --calibration-text: got one without quality best, which alone "
+                "uses it; add best to --qualities or remove it"
+            )
         if "best" in self.qualities and not (self.calibration or self.calibration_text):
             raise ValueError(
                 "--qualities: best needs a calibration file; give --kv-calibration, or "
                 "--calibration-text to make one"
+            )
+        if self.calibration and not self.calibration.is_file():
+            raise refuse(
+                "kv_calibration",
+                str(self.calibration),
+                wanted="an existing file",
+                flag="--kv-calibration",
             )
 
     @property
@@ -271,6 +292,13 @@ def check_length(name: str, tokens: int, *, longest: int, max_tokens: int) -> No
         )
 
 
+def check_positions(contexts: Sequence[int], *, longest: int) -> None:
+    """ValueError for a context beyond the positions that the model was trained for."""
+    if max(contexts) > longest:
+        wanted = f"at most the {longest} positions the model was trained for"
+        raise refuse("contexts", max(contexts), wanted=wanted, flag="--contexts")
+
+
 def calibration_file(options: ReportOptions, model: OpenModel) -> Path | None:
     """The file for `best`: as given, or made of the calibration text once."""
     if "best" not in options.qualities or options.calibration:
@@ -279,7 +307,7 @@ def calibration_file(options: ReportOptions, model: OpenModel) -> Path | None:
     from lmdeploy.turbomind.kv_calibration import write_calibration
 
     assert options.calibration_text is not None
-    text = read_text(options.calibration_text)
+    text = read_text(options.calibration_text, flag="--calibration-text")
     digest = hashlib.sha256(text.encode()).hexdigest()
     path = options.parts / f"calibration-{model.hash[:12]}-{digest[:12]}.safetensors"
     if not path.exists():
@@ -303,11 +331,12 @@ def make_report(options: ReportOptions) -> Report:
     if not (picture := can_draw()):
         logger.warning(
             "matplotlib is not installed, so there will be no picture; "
-            'to get it: pip install "lmdeploy-fp4[lite]"'
+            "to get it: pip install matplotlib"
         )
     texts = {path.stem: read_text(path) for path in options.texts}
     # As a server computes: 16-bit activations add a KL below 1e-6, exact compute doubles the time.
     model = open_model(options.model_path, exact=False)
+    check_positions(options.contexts, longest=longest_position(model.config))
     ids = {
         name: model.loaded.tokenizer.encode(text, add_special=False) for name, text in texts.items()
     }

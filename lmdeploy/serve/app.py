@@ -17,7 +17,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from lmdeploy.checks import OptionError
-from lmdeploy.messages import GenerationConfig
 from lmdeploy.messages import Response as Answer
 from lmdeploy.serve.chat import ChatReply, prepare_chat
 from lmdeploy.serve.completions import CompletionReply, prepare_completion
@@ -25,7 +24,14 @@ from lmdeploy.serve.edge import Edge
 from lmdeploy.serve.errors import ApiError, JsonResponse, error_response, to_api_error
 from lmdeploy.serve.events import SseResponse
 from lmdeploy.serve.generate import GenerateReply, prepare_generate
-from lmdeploy.serve.generation import Job, close_all, collect_all, encode_texts, submit_all
+from lmdeploy.serve.generation import (
+    Job,
+    Prepared,
+    close_all,
+    collect_all,
+    encode_texts,
+    submit_all,
+)
 from lmdeploy.serve.metrics import ServerMetrics
 from lmdeploy.serve.openapi import describe_bodies
 from lmdeploy.serve.protocol import (
@@ -175,9 +181,7 @@ class Endpoint:
     """What one generating route has of its own."""
 
     body: type[SamplingFields]
-    prepare: Callable[
-        [ServerState, Any], Coroutine[Any, Any, tuple[list[list[int]], GenerationConfig]]
-    ]
+    prepare: Callable[[ServerState, Any], Coroutine[Any, Any, Prepared]]
     reply: type[Reply]
     is_chat: bool = False
     # Fields of errors that have another name in this route's body.
@@ -202,8 +206,8 @@ async def _generate(request: Request, state: ServerState, *, endpoint: Endpoint)
     jobs: list[Job] = []
 
     async def start() -> None:
-        prompts, config = await endpoint.prepare(state, body)
-        jobs.extend(await submit_all(state.engine, prompts, config=config, chat=endpoint.is_chat))
+        prepared = await endpoint.prepare(state, body)
+        jobs.extend(await submit_all(state.engine, prepared, chat=endpoint.is_chat))
 
     async def answer() -> list[Answer]:
         await start()
@@ -273,7 +277,7 @@ def _add_abort_route(app: FastAPI, state: ServerState) -> None:
 
 def _encode_one(engine: AsyncEngine, body: EncodeRequest, *, text: str) -> list[int]:
     if body.do_preprocess:
-        return encode_chat(engine.parts, [{"role": "user", "content": text}])
+        return encode_chat(engine.parts, [{"role": "user", "content": text}]).ids
     return encode_text(engine.parts, text, add_special=body.add_bos is not False)
 
 

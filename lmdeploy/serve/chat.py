@@ -13,34 +13,35 @@ from lmdeploy.checks import OptionError, refuse
 from lmdeploy.harmony.conversation import read_options
 from lmdeploy.messages import Response
 from lmdeploy.serve.events import Body, answer_events
-from lmdeploy.serve.generation import Job, Limits, Usage, make_config
+from lmdeploy.serve.generation import Job, Limits, Prepared, Usage, make_config
 from lmdeploy.serve.logprobs import chat_logprobs
 from lmdeploy.serve.protocol import ChatCompletionRequest, check_value
 from lmdeploy.tool_calls import ToolCall
 from lmdeploy.turbomind.prompts import encode_chat
 
 if TYPE_CHECKING:
-    from lmdeploy.messages import GenerationConfig
     from lmdeploy.serve.state import ServerState
 
 
-async def prepare_chat(
-    state: ServerState, request: ChatCompletionRequest
-) -> tuple[list[list[int]], GenerationConfig]:
-    """The prompt's ids and options. ApiError or OptionError for what cannot be served."""
+async def prepare_chat(state: ServerState, request: ChatCompletionRequest) -> Prepared:
+    """The prompt and options. ApiError or OptionError for what cannot be served."""
     if request.top_logprobs and not request.logprobs:
         raise OptionError(
             "top_logprobs",
             f"got {request.top_logprobs}, wanted logprobs true beside it; add logprobs",
         )
     options = _template_options(request, splits_answers=state.splits_answers)
+    goes_on = False
     if request.messages and request.input_ids:
         raise OptionError("input_ids", "got it beside messages, wanted one of the two; remove one")
+    if request.input_ids and options:
+        given = ", ".join(sorted(options))
+        raise OptionError("input_ids", f"got it beside {given}, for messages alone; remove one")
     if request.messages:
         messages = request.messages
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        ids = await asyncio.to_thread(
+        ids, goes_on = await asyncio.to_thread(
             encode_chat, state.engine.parts, messages, template_options=options
         )
     elif request.input_ids:
@@ -55,7 +56,7 @@ async def prepare_chat(
     )
     room = max(state.engine.max_request_tokens - len(ids), 1)
     config = make_config(request, limits, model_defaults=state.engine.parts.sampling, room=room)
-    return [ids], config
+    return Prepared([ids], config, goes_on=goes_on)
 
 
 def _template_options(request: ChatCompletionRequest, *, splits_answers: bool) -> dict[str, Any]:

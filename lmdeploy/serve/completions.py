@@ -12,6 +12,7 @@ from lmdeploy.serve.events import Body, answer_events
 from lmdeploy.serve.generation import (
     Job,
     Limits,
+    Prepared,
     Usage,
     encode_prompts,
     make_config,
@@ -22,14 +23,11 @@ from lmdeploy.tokenizer import without_surrogates
 from lmdeploy.turbomind.answer_text import KnownIds
 
 if TYPE_CHECKING:
-    from lmdeploy.messages import GenerationConfig
     from lmdeploy.serve.state import ServerState
 
 
-async def prepare_completion(
-    state: ServerState, request: CompletionRequest
-) -> tuple[list[list[int]], GenerationConfig]:
-    """Prompts' ids and options. OptionError for what cannot be served."""
+async def prepare_completion(state: ServerState, request: CompletionRequest) -> Prepared:
+    """Prompts and options. OptionError for what cannot be served."""
     limit = request.max_completion_tokens
     if limit is None:
         limit = 16 if request.max_tokens is None else request.max_tokens
@@ -40,7 +38,8 @@ async def prepare_completion(
         n=request.n or 1,
     )
     config = make_config(request, limits, model_defaults=state.engine.parts.sampling, room=0)
-    return await encode_prompts(state.engine, request.prompt, num_new=min(limit, 1)), config
+    prompts = await encode_prompts(state.engine, request.prompt, num_new=min(limit, 1))
+    return Prepared(prompts, config)
 
 
 class CompletionReply:

@@ -9,20 +9,17 @@ from typing import TYPE_CHECKING, Any
 from lmdeploy.checks import OptionError
 from lmdeploy.messages import Response
 from lmdeploy.serve.events import answer_events
-from lmdeploy.serve.generation import Job, Limits, make_config
+from lmdeploy.serve.generation import Job, Limits, Prepared, make_config
 from lmdeploy.serve.logprobs import LOWEST
 from lmdeploy.serve.protocol import GenerateRequest
 from lmdeploy.turbomind.prompts import encode_text
 
 if TYPE_CHECKING:
-    from lmdeploy.messages import GenerationConfig
     from lmdeploy.serve.state import ServerState
 
 
-async def prepare_generate(
-    state: ServerState, request: GenerateRequest
-) -> tuple[list[list[int]], GenerationConfig]:
-    """The prompt's ids and options. OptionError for what cannot be served."""
+async def prepare_generate(state: ServerState, request: GenerateRequest) -> Prepared:
+    """The prompt and options. OptionError for what cannot be served."""
     if (request.prompt is None) == (request.input_ids is None):
         got = "neither" if request.prompt is None else "both"
         wanted = "wanted exactly one of prompt and input_ids"
@@ -42,7 +39,7 @@ async def prepare_generate(
         logprobs=(request.top_logprobs_num or 0) if request.return_logprob else None,
     )
     config = make_config(request, limits, model_defaults=state.engine.parts.sampling, room=0)
-    return [ids], config
+    return Prepared([ids], config)
 
 
 class GenerateReply:

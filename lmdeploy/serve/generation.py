@@ -28,6 +28,15 @@ _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
 MAX_LOGPROB_VALUES = 1 << 22  # of one HTTP request; about 100 bytes each
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """What a request asks for. `goes_on`: see AsyncEngine.submit."""
+
+    prompts: list[list[int]]
+    config: GenerationConfig
+    goes_on: bool = False
+
+
 @dataclass
 class Limits:
     """What an endpoint adds to the shared sampling fields."""
@@ -187,22 +196,22 @@ def check_size(prompts: Sequence[list[int]], config: GenerationConfig, *, max_to
         )
 
 
-async def submit_all(
-    engine: AsyncEngine,
-    prompts: Sequence[list[int]],
-    *,
-    config: GenerationConfig,
-    chat: bool = False,
-) -> list[Job]:
+async def submit_all(engine: AsyncEngine, prepared: Prepared, *, chat: bool = False) -> list[Job]:
     """Starts n answers for every prompt, or none of them. `chat`: prompts are conversations."""
-    check_size(prompts, config, max_tokens=engine.max_request_tokens)
+    config = prepared.config
+    check_size(prepared.prompts, config, max_tokens=engine.max_request_tokens)
     jobs: list[Job] = []
     grammars = engine.new_grammars()
     try:
-        for prompt_index, ids in enumerate(prompts):
+        for prompt_index, ids in enumerate(prepared.prompts):
             for choice in range(config.n):
                 stream = await engine.submit(
-                    ids, config, index=choice, chat=chat, grammars=grammars
+                    ids,
+                    config,
+                    index=choice,
+                    chat=chat,
+                    goes_on=prepared.goes_on,
+                    grammars=grammars,
                 )
                 jobs.append(Job(len(jobs), prompt_index, stream))
     except BaseException:

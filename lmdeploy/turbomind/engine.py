@@ -174,12 +174,13 @@ class AsyncEngine:
         *,
         index: int = 0,
         chat: bool = False,
+        goes_on: bool = False,
         grammars: Grammars | None = None,
     ) -> RequestStream:
         """Starts one answer. `index` tells the n answers of one prompt apart (their seeds).
 
-        `chat` is whether the prompt is a conversation: its answer is a text of its own instead of
-        going on with the prompt's, and a model with a format of its own splits it into reasoning,
+        `chat` is whether the prompt is a conversation: its answer is a text of its own, unless it
+        `goes_on` with the prompt's, and a model with a format of its own splits it into reasoning,
         content (the text) and tool calls. `grammars` are those of the call it belongs to.
 
         Raises OptionError when the request is wrong and EngineFailure when the engine has failed.
@@ -192,6 +193,7 @@ class AsyncEngine:
             config,
             index=index,
             chat=chat,
+            goes_on=goes_on,
             grammars=grammars or self.new_grammars(),
         )
         stream = RequestStream(
@@ -278,6 +280,7 @@ class AsyncEngine:
         *,
         index: int,
         chat: bool,
+        goes_on: bool,
         grammars: Grammars,
     ) -> tuple[Any, list[int], GatedAnswer]:
         # In a worker thread: tokenising words and compiling a grammar take time. The ids that come
@@ -310,8 +313,13 @@ class AsyncEngine:
         set_sampling(request, config, index=index)
         if config.response_format is not None:
             request.token_mask = grammars.token_mask(config.response_format)
+        begins_text = chat and not goes_on and not (template is not None and template.goes_on)
         answer = self._answer_text(
-            config, plain_words, special_words=special_words, harmony=harmony, chat=chat
+            config,
+            plain_words,
+            special_words=special_words,
+            harmony=harmony,
+            begins_text=begins_text,
         )
         return request, prompt_ids, answer
 
@@ -322,11 +330,9 @@ class AsyncEngine:
         *,
         special_words: list[str],
         harmony: HarmonyTokens | None,
-        chat: bool,
+        begins_text: bool,
     ) -> GatedAnswer:
         tokenizer = self.parts.tokenizer
-        template = self.parts.chat_template
-        begins_text = chat and not (template is not None and template.goes_on)
         detokenizer: Detokenizer = KnownIds(
             tokenizer, config.skip_special_tokens, begins_text=begins_text
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmdeploy.checks import OptionError, flag_of, refuse, show
 
@@ -32,6 +32,10 @@ _FROM_TEXTS = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ texts.assistant }}{% endif -%}
 """
+# Stands at the end of an answer that is to be continued while the template is rendered.
+_END_OF_TEXT = "\ue000"
+# What a template is given besides chat_template_kwargs.
+_OWN_VARIABLES = ("messages", "add_generation_prompt", "bos_token", "eos_token", "texts")
 _TEXTS = ("system", "eosys", "user", "eoh", "assistant", "eoa", "separator")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -39,7 +43,8 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 def check_messages(messages: Any) -> list[dict[str, str]]:
     """A conversation with plain text contents. OptionError names the message that is wrong.
 
-    A content may be a text or a list of `{"type": "text", "text": ...}` parts.
+    A content may be a text or a list of `{"type": "text", "text": ...}` parts. What a `name` is
+    for, the chat template knows.
     """
     if not isinstance(messages, list) or not 0 < len(messages) <= MAX_MESSAGES:
         raise refuse("messages", messages, wanted=f"a list of 1 to {MAX_MESSAGES} messages")
@@ -60,7 +65,13 @@ def _check_message(index: int, message: Any) -> dict[str, str]:
     if role == "tool":
         raise OptionError(f"{name}.role", "tool calls are not supported; remove the message")
     content = text_of(name, message.get("content"))
-    return {"role": "system" if role == "developer" else role, "content": content}
+    checked = {"role": "system" if role == "developer" else role, "content": content}
+    speaker = message.get("name")
+    if speaker is None:
+        return checked
+    if not isinstance(speaker, str):
+        raise refuse(f"{name}.name", speaker, wanted="a text")
+    return {**checked, "name": speaker}
 
 
 def text_of(name: str, content: Any) -> str:
@@ -104,10 +115,20 @@ def _check_length(parts: EngineParts, num_chars: int) -> None:
         )
 
 
+class ChatPrompt(NamedTuple):
+    """A conversation as token ids. `goes_on`: the answer continues its last text."""
+
+    ids: list[int]
+    goes_on: bool
+
+
 def encode_chat(
     parts: EngineParts, messages: Any, *, template_options: dict[str, Any] | None = None
-) -> list[int]:
+) -> ChatPrompt:
     """Token ids of a conversation with the answer's beginning appended.
+
+    A conversation that ends with an answer is continued within it, as in LMDeploy; with GPT-OSS,
+    whose answers are messages of several channels, the assistant begins another message.
 
     Raises OptionError for a wrong conversation, too large options, a model without a chat template,
     or what the template itself refuses.
@@ -128,19 +149,30 @@ def encode_chat(
                 f"got {len(texts)} texts that spell special tokens, wanted fewer than "
                 f"session_len {parts.session_len}; shorten the prompt",
             )
-        return [i for text in texts for i in parts.tokenizer.encode(text, add_special=False)]
+        ids = [i for text in texts for i in parts.tokenizer.encode(text, add_special=False)]
+        return ChatPrompt(ids, goes_on=False)
     if parts.chat_template is None:
         raise OptionError(
             "messages",
             "the model has no chat template; use /v1/completions (do_preprocess=False) "
             "or give one with --chat-template",
         )
-    text = parts.chat_template.render(check_messages(messages), options)
-    return encode_text(parts, text, add_special=parts.chat_template.add_special)
+    template, checked = parts.chat_template, check_messages(messages)
+    text = template.render(checked, options)
+    ids = encode_text(parts, text, add_special=template.add_special)
+    return ChatPrompt(ids, goes_on=template.goes_on or _is_continued(checked))
 
 
 def check_template_options(options: dict[str, Any]) -> None:
-    """OptionError for variables of a chat template that are too large or nested too deep."""
+    """OptionError for variables of a chat template.
+
+    They may not be too large, nested too deep, or named like what the template is given anyway.
+    """
+    for name in _OWN_VARIABLES:
+        if name in options:
+            raise OptionError(
+                f"chat_template_kwargs.{name}", "is set for every conversation; remove it"
+            )
     size, depth = 0, 0
     level: list[Any] = [options]
     while level and size <= MAX_OPTIONS_SIZE and depth <= MAX_OPTIONS_DEPTH:
@@ -195,7 +227,26 @@ class PromptTemplate:
         """The prompt. `options` are further names the template may use."""
         if self._meta_instruction and not (messages and messages[0]["role"] == "system"):
             messages = [{"role": "system", "content": self._meta_instruction}, *messages]
-        return self._template.render(messages, variables={**options, "texts": self._texts})
+        variables = {**options, "texts": self._texts}
+        if not _is_continued(messages):
+            return self._template.render(messages, variables=variables)
+        last = {**messages[-1], "content": messages[-1]["content"] + _END_OF_TEXT}
+        text = self._template.render(
+            [*messages[:-1], last], add_generation_prompt=False, variables=variables
+        )
+        end = text.rfind(_END_OF_TEXT)
+        if end < 0:
+            raise OptionError(
+                "messages",
+                "the chat template leaves out the last message, an answer to be continued; wanted "
+                "a message of the user at the end",
+            )
+        return text[:end]
+
+
+def _is_continued(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the last message is an answer that the model goes on with."""
+    return bool(messages) and messages[-1]["role"] == "assistant"
 
 
 def choose_template(

@@ -77,7 +77,7 @@ class LmEval:
             self._version = importlib.metadata.version("lm-eval")
         except importlib.metadata.PackageNotFoundError:
             raise ValueError(
-                "the harness lm-eval is not installed; run: pip install 'lmdeploy-fp4[eval]'"
+                "the harness lm-eval is not installed; run, in the project: pip install '.[eval]'"
             ) from None
 
     @property

@@ -141,11 +141,18 @@ def test_numbers_of_a_flag() -> None:
             numbers(text, "--contexts")
 
 
+def uncalibrated(arguments: list[str], *flags: str) -> list[str]:
+    """The command with further flags and without a calibration."""
+    at = arguments.index("--calibration-text")
+    rest = [*arguments[:at], *arguments[at + 2 :]]
+    return [*rest[:-2], *flags, *rest[-2:]]
+
+
 def test_a_report_on_nothing_but_none(
     arguments: list[str], recwarn: pytest.WarningsRecorder
 ) -> None:
     flags = ["--formats", "none", "--qualities", "raw", "--name", "none"]
-    assert main([*arguments[:-2], *flags, *arguments[-2:]]) == 0
+    assert main(uncalibrated(arguments, *flags)) == 0
     assert (Path(arguments[-1]) / "none.png").exists() and not recwarn.list
 
 
@@ -157,8 +164,8 @@ def test_without_matplotlib_there_is_a_page_without_a_picture(
         importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name)
     )
     flags = ["--formats", "none", "--qualities", "raw", "--name", "plain"]
-    assert main([*arguments[:-2], *flags, *arguments[-2:]]) == 0
-    assert "lmdeploy-fp4[lite]" in caplog.text and len(caplog.records) == 1
+    assert main(uncalibrated(arguments, *flags)) == 0
+    assert "pip install matplotlib" in caplog.text and len(caplog.records) == 1
     folder = Path(arguments[-1])
     assert (folder / "plain.json").exists() and not (folder / "plain.png").exists()
     assert ".png" not in (folder / "plain.md").read_text(encoding="utf-8")
@@ -174,8 +181,9 @@ def test_best_is_measured_where_there_is_a_calibration(
         raise ValueError("enough")
 
     monkeypatch.setattr(kv_report, "make_report", make_report)
-    command = ["lite", "kv-report", "m", "--text", str(DATA / "zh.txt")]
-    for flags in ([], ["--kv-calibration", "c"], ["--calibration-text", "c"]):
+    file = str(DATA / "zh.txt")
+    command = ["lite", "kv-report", "m", "--text", file]
+    for flags in ([], ["--kv-calibration", file], ["--calibration-text", file]):
         with pytest.raises(SystemExit):
             main([*command, *flags])
     assert seen == [("raw", "balanced")] + [("raw", "balanced", "best")] * 2
@@ -192,6 +200,10 @@ def test_best_is_measured_where_there_is_a_calibration(
         ({"qualities": ("good",)}, "--qualities"),
         ({"qualities": ("best",)}, "--kv-calibration, or --calibration-text"),
         ({"contexts": (8,)}, "--contexts"),
+        ({"calibration": Path("c")}, "without quality best"),
+        ({"calibration_text": Path("c")}, "without quality best"),
+        ({"calibration": Path("c"), "calibration_text": Path("c")}, "got it beside"),
+        ({"calibration": Path("no/c"), "qualities": ("best",)}, "existing file.*--kv-calibration"),
         ({"texts": (Path("a/x.txt"), Path("b/x.txt"))}, "same name"),
     ],
 )
@@ -235,3 +247,23 @@ def test_the_whole_command(arguments: list[str], monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(kv_report, "PromptEngine", lambda *a, **k: pytest.fail("measured again"))
     assert main(arguments) == 0
     assert (folder / "kv-report.md").read_text(encoding="utf-8") == page
+
+
+def test_a_context_that_the_model_was_not_trained_for(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    at = arguments.index("--contexts") + 1
+    with pytest.raises(SystemExit):
+        main([*arguments[:at], "256,2048", *arguments[at + 1 :]])
+    wanted = "got 2048, wanted at most the 1024 positions the model was trained for"
+    assert wanted in capsys.readouterr().err
+
+
+def test_a_calibration_text_that_is_missing(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    at = arguments.index("--calibration-text") + 1
+    with pytest.raises(SystemExit):
+        main([*arguments[:at], "no/such.txt", *arguments[at + 1 :]])
+    error = capsys.readouterr().err
+    assert "'no/such.txt', wanted an existing file" in error and "--calibration-text" in error

@@ -152,6 +152,14 @@ def test_chat_template_config(tmp_path):
     for bad in ('{"nonsense": 1}', "[1]", "{", str(tmp_path / "none.json"), '{"user": 3}'):
         with pytest.raises(ValueError, match=r"chat[_-]template"):
             ChatTemplateConfig.from_json(bad)
+    path.write_bytes(b'{"user": "\xff"}')
+    with pytest.raises(ValueError, match=r"wanted a file in UTF-8; change --chat-template"):
+        ChatTemplateConfig.from_json(str(path))
+    path.write_text("[1]", encoding="utf-8")
+    with pytest.raises(
+        ValueError, match=r"got \[1\], wanted a JSON object; change --chat-template"
+    ):
+        ChatTemplateConfig.from_json(str(path))
 
 
 def test_join_pieces_gives_the_whole_and_changes_no_piece():

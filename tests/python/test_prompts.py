@@ -10,9 +10,16 @@ import pytest
 from test_tokenizer import sentence_piece_metadata
 
 from lmdeploy.chat_template import ChatTemplate
+from lmdeploy.checks import OptionError
 from lmdeploy.gguf_tokenizer import tokenizer_from_gguf
 from lmdeploy.model import ChatTemplateConfig
-from lmdeploy.turbomind.prompts import PromptTemplate, choose_template, encode_chat
+from lmdeploy.turbomind.prompts import (
+    PromptTemplate,
+    check_messages,
+    check_template_options,
+    choose_template,
+    encode_chat,
+)
 
 QUESTION = [{"role": "user", "content": "abc"}]
 BOS = 1
@@ -28,7 +35,7 @@ def encode(config: ChatTemplateConfig | None, *, adds_bos: bool) -> tuple[list[i
     parts: Any = SimpleNamespace(
         tokenizer=tokenizer, chat_template=template, session_len=64, harmony=None
     )
-    return encode_chat(parts, QUESTION), tokenizer
+    return encode_chat(parts, QUESTION).ids, tokenizer
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])
@@ -70,3 +77,69 @@ def test_a_meta_instruction_alone() -> None:
     template = PromptTemplate(ChatTemplate(source, origin="test"), meta_instruction="Be kind")
     assert template.render([], {}) == "system: Be kind;"
     assert template.render([{"role": "system", "content": "No"}], {}) == "system: No;"
+
+
+# --- answers that are continued -------------------------------------------------------------------
+
+CHATML = """\
+{%- for m in messages %}
+    {{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+
+@pytest.mark.parametrize("beginning", ["", "im_end", "{", " Well, ", "a\ue000b"])
+def test_an_answer_at_the_end_is_continued(beginning: str) -> None:
+    template = PromptTemplate(ChatTemplate(CHATML, origin="test"))
+    messages = [*QUESTION, {"role": "assistant", "content": beginning}]
+    new_turn = "<|im_start|>user\nabc<|im_end|>\n<|im_start|>assistant\n"
+    assert template.render(QUESTION, {}) == new_turn
+    assert template.render(messages, {}) == new_turn + beginning
+
+
+def test_texts_of_a_config_continue_an_answer() -> None:
+    tokenizer = tokenizer_from_gguf(sentence_piece_metadata(), "spm")
+    config = ChatTemplateConfig("custom", user="U:", eoh="|", assistant="A:", eoa="#")
+    template = choose_template(None, config, tokenizer=tokenizer)
+    assert template is not None
+    answer = {"role": "assistant", "content": "ab"}
+    assert template.render([*QUESTION, answer], {}) == "U:abc|A:ab"
+    assert template.render([*QUESTION, answer, *QUESTION], {}) == "U:abc|A:ab#U:abc|A:"
+
+
+def test_the_answer_to_a_continued_one_goes_on() -> None:
+    tokenizer = tokenizer_from_gguf(sentence_piece_metadata(), "spm")
+    parts: Any = SimpleNamespace(
+        tokenizer=tokenizer,
+        chat_template=PromptTemplate(ChatTemplate(CHATML, origin="test")),
+        session_len=64,
+        harmony=None,
+    )
+    assert not encode_chat(parts, QUESTION).goes_on
+    assert encode_chat(parts, [{"role": "assistant", "content": "a"}]).goes_on
+
+
+def test_a_template_without_the_last_answer_is_refused() -> None:
+    source = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    template = PromptTemplate(ChatTemplate(source, origin="test"))
+    with pytest.raises(OptionError, match="leaves out the last message"):
+        template.render([*QUESTION, {"role": "assistant", "content": "a"}], {})
+
+
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "bos_token", "texts"])
+def test_names_of_the_prompt_are_no_options(name: str) -> None:
+    with pytest.raises(OptionError, match=f"chat_template_kwargs.{name}: is set"):
+        check_template_options({name: "x"})
+
+
+# --- names of messages ----------------------------------------------------------------------------
+
+
+def test_a_name_goes_to_the_template() -> None:
+    messages = [{"role": "user", "name": "Ann", "content": "a"}, {"role": "user", "content": "b"}]
+    checked = check_messages(messages)
+    source = "{% for m in messages %}{{ m.name or 'nobody' }}: {{ m.content }};{% endfor %}"
+    template = PromptTemplate(ChatTemplate(source, origin="test"))
+    assert template.render(checked, {}) == "Ann: a;nobody: b;"
+    with pytest.raises(OptionError, match=r"messages\[0\].name: got 3, wanted a text"):
+        check_messages([{"role": "user", "name": 3, "content": "a"}])

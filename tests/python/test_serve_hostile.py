@@ -22,7 +22,7 @@ from lmdeploy.generation_config import GenerationConfig, sampling_defaults
 from lmdeploy.messages import Response
 from lmdeploy.serve import generation
 from lmdeploy.serve.errors import ApiError, to_api_error
-from lmdeploy.serve.generation import collect_all, request_error, submit_all
+from lmdeploy.serve.generation import Prepared, collect_all, request_error, submit_all
 from lmdeploy.serve.graceful_server import GracefulServer
 from lmdeploy.serve.metrics import ServerMetrics
 from lmdeploy.serve.protocol import ChatCompletionRequest, CompletionRequest, parse_request
@@ -217,7 +217,7 @@ def test_an_answer_that_fails_ends_its_siblings():
     engine = make_engine(lambda _: "a" * 400, step_seconds=0.005)
 
     async def run():
-        jobs = await submit_all(engine, [[1]], config=GenerationConfig(n=3))
+        jobs = await submit_all(engine, Prepared([[1]], GenerationConfig(n=3)))
         jobs[1].stream.deliver(EngineFailure("out of luck"))
         with pytest.raises(EngineFailure):
             await collect_all(jobs, ServerMetrics(engine, "m"))
@@ -402,6 +402,10 @@ def test_one_prompt_in_two_forms(url):
     body = {**CHAT, "input_ids": [97]}
     reply = httpx.post(f"{url}/v1/chat/completions", json=body)
     assert "beside messages" in refused(reply, param="input_ids")
+    options = {"chat_template_kwargs": {"a": 1}, "enable_thinking": True}
+    body = {"model": "m", "input_ids": [97], **options}
+    reply = httpx.post(f"{url}/v1/chat/completions", json=body)
+    assert "beside a, enable_thinking" in refused(reply, param="input_ids")
     for route, base in (("v1/chat/completions", {"model": "m"}), ("generate", {})):
         reply = httpx.post(f"{url}/{route}", json={**base, "input_ids": [10**6]})
         assert "10" in refused(reply, param="input_ids")
