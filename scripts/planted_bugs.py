@@ -198,8 +198,8 @@ BUGS = (
     Bug(
         "prefill-window-one-more",
         "prefill_shape.h",
-        "position + 1 - window",
-        "position - window",
+        "FirstVisible(window, position)",
+        "FirstVisible(window + 1, position)",
         "prefill_ops",
         ("prefill_ops.cu",),
     ),

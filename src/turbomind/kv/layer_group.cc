@@ -7,6 +7,7 @@
 
 #include "turbomind/core/ceil_div.h"
 #include "turbomind/core/check.h"
+#include "turbomind/kv/window.h"
 
 namespace turbomind {
 namespace {
@@ -86,10 +87,7 @@ int64_t LayerGroup::HotBlocksHeld(int64_t num_tokens) const {
 }
 
 int64_t LayerGroup::FirstVisibleBlock(int64_t position) const {
-  if (window == 0 || position < window) {
-    return 0;
-  }
-  return (position - window + 1) / layout.config().block_seq_len;
+  return FirstVisible(window, position) / layout.config().block_seq_len;
 }
 
 BlockRange LayerGroup::ColdBlocks(int64_t begin, int64_t end) const {

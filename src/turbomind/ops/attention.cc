@@ -3,21 +3,18 @@
 #include <algorithm>
 
 #include "turbomind/core/check.h"
+#include "turbomind/kv/window.h"
 #include "turbomind/ops/kv_checks.h"
 
 namespace turbomind {
 namespace {
-
-int WindowBegin(const AttentionParams& p, int position) {
-  return p.window > 0 && position + 1 > p.window ? position + 1 - p.window : 0;
-}
 
 // Blocks that the queries [first, last] of a sequence see in the cold view.
 void CheckColdBlocks(const AttentionParams& p, int seq, int first, int last) {
   const HotRule& rule = p.rule;
   PositionRange seen = {seq, last + 1, 0};
   for (int position = first; position <= last; ++position) {
-    const int begin = std::max(WindowBegin(p, position), rule.SinkEnd());
+    const int begin = std::max(FirstVisible(p.window, position), rule.SinkEnd());
     const int end = rule.RecentBegin(position);
     if (begin < end) {
       seen = {seq, std::min(seen.begin, begin), std::max(seen.end, end)};
@@ -30,7 +27,7 @@ void CheckSequence(const AttentionParams& p, int seq) {
   const BatchView& batch = p.batch;
   const int end = batch.context_lens[seq];
   const int first = batch.positions[batch.cu_seqlens[seq]];
-  const int begin = WindowBegin(p, first);
+  const int begin = FirstVisible(p.window, first);
   const int block_seq_len = p.kv.block_seq_len;
   if (!p.rule.enabled()) {
     CheckBlocks(batch, batch.block_tables, {seq, begin, end}, block_seq_len);

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "turbomind/kv/window.h"
+
 namespace turbomind {
 namespace {
 
@@ -34,7 +36,7 @@ int64_t ColdPositions(const AttentionParams& p, int begin, int last) {
   int64_t count = 0;
   for (int block = p.rule.SinkEnd(); block < p.rule.RecentBegin(last); block += length) {
     const int first_query = block + (p.rule.recent_blocks + 1) * length;
-    const int oldest = p.window > 0 ? first_query + 1 - p.window : 0;
+    const int oldest = FirstVisible(p.window, first_query);
     count += Stretch{block, block + length}.Within({std::max(begin, oldest), last + 1}).size();
   }
   return count;
@@ -43,7 +45,7 @@ int64_t ColdPositions(const AttentionParams& p, int begin, int last) {
 // What queries at [first, last] see. With hot blocks some positions are hot for the first of them
 // and cold for the last: they are read twice.
 int64_t VisibleBytes(const AttentionParams& p, int first, int last) {
-  const int begin = p.window > 0 ? std::max(first + 1 - p.window, 0) : 0;
+  const int begin = FirstVisible(p.window, first);
   const Stretch seen = {begin, last + 1};
   if (p.hot.data == nullptr || !p.rule.enabled()) {
     return seen.size() * TokenBytes(p.kv);

@@ -12,6 +12,7 @@
 
 #include "turbomind/core/check.h"
 #include "turbomind/kv/layout.h"
+#include "turbomind/kv/window.h"
 
 namespace turbomind {
 namespace {
@@ -32,10 +33,6 @@ KvHead HotHeadOf(const AttentionParams& p, int seq, int head) {
     return {};
   }
   return {&p.hot, p.batch.hot_tables + seq * p.batch.block_table_stride, head};
-}
-
-int WindowBegin(const AttentionParams& p, int end) {
-  return p.window > 0 && end > p.window ? end - p.window : 0;
 }
 
 float Factor(const KvLayerView& kv, KvSide side, int head) {
@@ -254,7 +251,7 @@ DecodeSplitsArgs DecodeArgs(const AttentionParams& params, const std::vector<int
   const int head = static_cast<int>(local / num_splits);
   *last = std::min(*last, starts[seq] + (head + 1) * num_splits);
   const int context = batch.context_lens[seq];
-  const int begin = WindowBegin(params, context);
+  const int begin = FirstVisible(params.window, context - 1);
   const int64_t split = begin / kSplitTokens + local % num_splits;
   DecodeSplitsArgs args;
   args.kv = HeadOf(params, seq, head);
@@ -285,7 +282,7 @@ void CpuDecodeAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScra
   starts.assign(1, 0);
   for (int seq = 0; seq < batch.num_decode; ++seq) {
     const int end = batch.context_lens[seq];
-    const int64_t first = WindowBegin(params, end) / kSplitTokens;
+    const int64_t first = FirstVisible(params.window, end - 1) / kSplitTokens;
     const int64_t last = (end + kSplitTokens - 1) / kSplitTokens;
     starts.push_back(starts.back() + (last - first) * kv.kv_heads);
   }

@@ -2,6 +2,8 @@
 
 #include <limits>
 
+#include "turbomind/kv/window.h"
+
 namespace turbomind::cuda {
 namespace {
 
@@ -88,7 +90,7 @@ struct Visible {
 };
 
 Visible VisibleAt(int context, const LayerRule& rule) {
-  const int begin = rule.window > 0 && context > rule.window ? context - rule.window : 0;
+  const int begin = FirstVisible(rule.window, context - 1);
   if (!rule.hot.enabled() || context == 0) {
     return {{begin, context}, {}};
   }

@@ -7,6 +7,7 @@
 #include "turbomind/backend/cuda/launch.h"
 #include "turbomind/core/ceil_div.h"
 #include "turbomind/core/check.h"
+#include "turbomind/kv/window.h"
 
 namespace turbomind::cuda {
 namespace {
@@ -82,7 +83,7 @@ void CudaFlattenKV(const Context& context, const FlattenKVParams& params) {
 }
 
 SeenSpans SpansOf(const HotRule& rule, int window, int first_query, int context_len) {
-  const int begin = window > 0 ? std::max(0, first_query - window + 1) : 0;
+  const int begin = FirstVisible(window, first_query);
   if (!rule.enabled()) {
     return {.cold = {begin, context_len}, .sinks = {}, .recent = {}};
   }

@@ -7,6 +7,7 @@
 #include "turbomind/backend/cuda/intrinsics.h"
 #include "turbomind/core/dtype.h"
 #include "turbomind/kv/hot_rule.h"
+#include "turbomind/kv/window.h"
 
 namespace turbomind::cuda {
 
@@ -21,7 +22,7 @@ struct SeenPositions {
 
 // Neither bound falls as `position` grows.
 TM_HD SeenPositions SeenBy(const HotRule& rule, int window, int range, int position) {
-  const int first = window > 0 && position >= window ? position + 1 - window : 0;
+  const int first = FirstVisible(window, position);
   const int next = position + 1;
   if (!rule.enabled()) {
     return {first, range == 0 ? next : 0};

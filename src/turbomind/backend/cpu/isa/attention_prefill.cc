@@ -9,6 +9,7 @@
 #include "turbomind/backend/cpu/isa/attention_prefill_float.h"
 #include "turbomind/backend/cpu/isa/attention_prefill_integer.h"
 #include "turbomind/backend/cpu/isa/attention_prefill_softmax.h"
+#include "turbomind/kv/window.h"
 #if defined(TM_ISA_amx)
 #include "turbomind/backend/cpu/isa/amx/attention_prefill.h"
 #endif
@@ -127,7 +128,7 @@ Block MakeBlock(const PrefillRowsArgs& args) {
   b.visible = reinterpret_cast<Visible*>(take(4 * args.num_tokens));
   for (int token = 0; token < args.num_tokens; ++token) {
     const int position = args.position + token;
-    const int begin = args.window > 0 ? Larger(0, position + 1 - args.window) : 0;
+    const int begin = FirstVisible(args.window, position);
     b.visible[token] = MakeVisible(args.rule, position, begin, position + 1);
   }
   for (int row = 0; row < b.rows; ++row) {
