@@ -95,7 +95,7 @@ def _render_by_template(
     # its own channel afterwards. They take every call for one of a function: those of the browser,
     # whose names no function may have, are marked too.
     mark = secrets.token_hex(16)
-    text = template.render(_template_messages(turns, mark), variables)
+    text = template.render(_template_messages(turns, mark), variables, continues=False)
     text = text.replace(f"functions.{mark}{_BROWSER}", _BROWSER)
     text = text.replace(_ANALYSIS + mark, _COMMENTARY)
     return text.replace(mark, _NEXT_MESSAGE + _COMMENTARY)

@@ -223,12 +223,21 @@ class PromptTemplate:
         self._texts = texts or {}
         self.stop_words = list(stop_words or [])
 
-    def render(self, messages: Sequence[Mapping[str, Any]], options: dict[str, Any]) -> str:
-        """The prompt. `options` are further names the template may use."""
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: dict[str, Any],
+        *,
+        continues: bool = True,
+    ) -> str:
+        """The prompt. `options` are further names the template may use.
+
+        `continues`: whether an answer at the end is continued; else another one begins.
+        """
         if self._meta_instruction and not (messages and messages[0]["role"] == "system"):
             messages = [{"role": "system", "content": self._meta_instruction}, *messages]
         variables = {**options, "texts": self._texts}
-        if not _is_continued(messages):
+        if not (continues and _is_continued(messages)):
             return self._template.render(messages, variables=variables)
         last = {**messages[-1], "content": messages[-1]["content"] + _END_OF_TEXT}
         text = self._template.render(

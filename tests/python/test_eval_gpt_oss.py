@@ -448,7 +448,7 @@ def test_lm_eval_missing(
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
     assert eval_gpt_oss.main(["smollm2", "--output", "/dev/null/x"]) == 2
-    assert "lmdeploy-fp4[eval]" in capsys.readouterr().err
+    assert "pip install '.[eval]'" in capsys.readouterr().err
 
 
 @pytest.fixture
