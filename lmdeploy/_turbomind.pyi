@@ -67,7 +67,6 @@ class EngineConfig:
     cache_block_seq_len: int
     cache_max_entry_count: float
     enable_prefix_caching: bool
-    deterministic: bool
     check_integrity: bool
     def __init__(self) -> None: ...
     def set_kv_calibration(

@@ -33,7 +33,6 @@ def engine_config_of(
     native.cache_block_seq_len = config.cache_block_seq_len
     native.cache_max_entry_count = float(config.cache_max_entry_count)
     native.enable_prefix_caching = config.enable_prefix_caching
-    native.deterministic = config.deterministic
     _warn_of_length(native.session_len, model)
     options = resolve_kv_options(config, model.windows, sm=sm)
     model_hash = None

@@ -1,6 +1,7 @@
 // ④ The boundary: everything before and after token ids is Python, everything between is C++.
 // Mirrors lmdeploy/_turbomind.pyi. The GIL is released around every call that may take long or
-// that needs the engine thread, which itself takes it to call a token mask.
+// that needs the engine thread. A thread of the engine's takes it to call token masks, one that
+// waits for outputs to destroy them.
 
 #include <pybind11/functional.h>
 #include <pybind11/numpy.h>
@@ -339,7 +340,6 @@ void DefConfigs(py::module_& m) {
       .def_readwrite("cache_block_seq_len", &EngineConfig::cache_block_seq_len)
       .def_readwrite("cache_max_entry_count", &EngineConfig::cache_max_entry_count)
       .def_readwrite("enable_prefix_caching", &EngineConfig::enable_prefix_caching)
-      .def_readwrite("deterministic", &EngineConfig::deterministic)
       .def_readwrite("check_integrity", &EngineConfig::check_integrity);
   DefKvOptions(config);
 }

@@ -35,7 +35,6 @@ class EngineRun:
         config.cache_block_seq_len = 16
         config.cache_max_entry_count = 0.5
         config.enable_prefix_caching = False
-        config.deterministic = True
         config.check_integrity = True
         self._engine = _turbomind.Engine(
             self.model.config, config, self.model.weights, device, 2 << 30

@@ -162,7 +162,7 @@ def test_preemption(mode: str) -> None:
     case = attention_case(mode, windows=(WINDOW, 0), block_len=16)
     options = _turbomind.EngineConfig()
     options.kv_mode, options.cache_block_seq_len = mode, 16
-    options.cache_max_entry_count, options.deterministic = 18.0, True
+    options.cache_max_entry_count = 18.0
     alone = {}
     prompts = {number: random_prompt(40, seed=number) for number in (1, 2)}
     for together in (False, True):

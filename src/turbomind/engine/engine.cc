@@ -107,6 +107,20 @@ void RequireNonEmpty(const char* field, const std::vector<std::vector<int32_t>>&
   }
 }
 
+// All its memory at once, for the longest answer it may get: no step makes it grow.
+std::unique_ptr<Sequence> MakeSequence(std::shared_ptr<Request> request, int session_len) {
+  auto sequence = std::make_unique<Sequence>();
+  sequence->tokens.reserve(
+      std::min(static_cast<size_t>(session_len),
+               request->prompt.size() + static_cast<size_t>(request->max_new_tokens)));
+  sequence->output.tokens.reserve(1);
+  sequence->tokens = request->prompt;
+  sequence->num_prompt = sequence->num_tokens();
+  sequence->output.request_id = request->id;
+  sequence->request = std::move(request);
+  return sequence;
+}
+
 }  // namespace
 
 struct Engine::Impl {
@@ -135,8 +149,7 @@ struct Engine::Impl {
     thread = std::thread([this] { Loop(); });
   }
 
-  // --- Any thread
-  // ---------------------------------------------------------------------------------
+  // --- Any thread ---
 
   void CheckRequest(const Request& request) const;
   void Submit(std::shared_ptr<Request> request);
@@ -144,8 +157,7 @@ struct Engine::Impl {
   // Runs `work` on the engine thread between two steps; what it throws comes as InternalError.
   void RunBetweenSteps(std::function<void()> work);
 
-  // --- Engine thread
-  // ------------------------------------------------------------------------------
+  // --- Engine thread ---
 
   void Loop();
   bool Wait();          // for something to do; false: stop
@@ -180,9 +192,12 @@ struct Engine::Impl {
   mutable std::mutex mutex;
   std::condition_variable work_arrived;
   std::condition_variable outputs_arrived;
-  std::vector<std::shared_ptr<Request>> submitted;
+  std::vector<std::unique_ptr<Sequence>> submitted;
   std::vector<std::packaged_task<std::string()>> tasks;
   std::unordered_map<uint64_t, std::shared_ptr<Request>> live;  // until the last output
+  // Ended, to be destroyed by whoever takes the outputs: the end of a callback may wait for a lock
+  // (Python's), and no step shall.
+  std::vector<std::shared_ptr<Request>> gone;
   OutputList outputs;
   size_t outputs_expected = 1;  // of a step
   EngineStats stats;
@@ -226,6 +241,8 @@ void Engine::Impl::CheckRequest(const Request& request) const {
 
 void Engine::Impl::Submit(std::shared_ptr<Request> request) {
   CheckRequest(*request);
+  // Here, not between steps: a long prompt takes time, and memory that may not be there.
+  std::unique_ptr<Sequence> sequence = MakeSequence(request, config.session_len);
   const std::lock_guard lock(mutex);
   if (!healthy) {
     throw InternalError("the engine has failed: " + failure);
@@ -237,7 +254,7 @@ void Engine::Impl::Submit(std::shared_ptr<Request> request) {
     throw InvalidArgument("request id: got " + std::to_string(request->id) +
                           ", which is in use; want a new one");
   }
-  submitted.push_back(std::move(request));
+  submitted.push_back(std::move(sequence));
   work_arrived.notify_one();
 }
 
@@ -303,7 +320,7 @@ void Engine::Impl::Loop() {
     EndAll(FinishReason::kError, std::string("the engine has failed: ") + error.what());
     generation.Drop();
   }
-  // Whoever waits for a task finds its promise broken, or done here.
+  // Whoever waits for a task finds it done here.
   std::vector<std::packaged_task<std::string()>> rest;
   {
     const std::lock_guard lock(mutex);
@@ -341,7 +358,7 @@ bool Engine::Impl::Wait() {
 
 // Requests and the cancel mark leave under one lock: a mark never outruns its request.
 bool Engine::Impl::TakeRequests() {
-  std::vector<std::shared_ptr<Request>> taken;
+  std::vector<std::unique_ptr<Sequence>> taken;
   bool cancelled = false;
   {
     const std::lock_guard lock(mutex);
@@ -349,18 +366,8 @@ bool Engine::Impl::TakeRequests() {
     stats.num_waiting += static_cast<int>(taken.size());  // until the plan says more
     cancelled = std::exchange(any_cancelled, false);
   }
-  for (auto& request : taken) {
-    auto sequence = std::make_unique<Sequence>();
+  for (auto& sequence : taken) {
     sequence->arrival = next_arrival++;
-    // No step makes these grow.
-    sequence->tokens.reserve(
-        std::min(static_cast<size_t>(config.session_len),
-                 request->prompt.size() + static_cast<size_t>(request->max_new_tokens)));
-    sequence->output.tokens.reserve(1);
-    sequence->tokens = request->prompt;
-    sequence->num_prompt = sequence->num_tokens();
-    sequence->output.request_id = request->id;
-    sequence->request = std::move(request);
     scheduler.Add(std::move(sequence));
     checked_idle = false;
   }
@@ -434,7 +441,8 @@ void Engine::Impl::Publish(Sequence& sequence) {
 
 void Engine::Impl::EndAll(FinishReason reason, const std::string& error) {
   ready.Clear();
-  decltype(live) ended;  // goes after the lock: see UpdateStats
+  scheduler.Abandon();
+  decltype(live) ended;  // goes after the lock, whose holders a callback's end may wait for
   decltype(submitted) refused;
   const std::lock_guard lock(mutex);
   ended.swap(live);
@@ -486,9 +494,6 @@ void Engine::Impl::UpdateStats() {
   totals.prefix_cut_tokens = scheduler.stats().prefix_cut_tokens;
   totals.num_preemptions = scheduler.stats().num_preemptions;
   totals.num_nonfinite = decoder.num_nonfinite();
-  // Destroyed after the lock is given back: a request's callback may take other locks (Python's)
-  // whose holder waits for ours.
-  std::vector<std::shared_ptr<Request>> ended;
   const std::lock_guard lock(mutex);
   stats = totals;
   touched_bytes = manager.touched_bytes();
@@ -499,7 +504,7 @@ void Engine::Impl::UpdateStats() {
   for (RequestOutput& output : ready.items()) {
     if (output.finish_reason != FinishReason::kNone) {
       const auto found = live.find(output.request_id);
-      ended.push_back(std::move(found->second));
+      gone.push_back(std::move(found->second));
       live.erase(found);
     }
     outputs.Add(output);
@@ -537,6 +542,7 @@ std::vector<RequestOutput> Engine::WaitOutputs(int timeout_ms) {
   const size_t expected = impl_->outputs_expected;
   lock.unlock();
   OutputList taken(expected);
+  decltype(impl_->gone) gone;  // goes after the lock, whose holders a callback's end may wait for
   lock.lock();
   impl_->outputs_arrived.wait_for(lock, std::chrono::milliseconds(timeout_ms),
                                   [this] { return !impl_->outputs.empty() || impl_->stopped; });
@@ -544,6 +550,7 @@ std::vector<RequestOutput> Engine::WaitOutputs(int timeout_ms) {
     return {};
   }
   std::swap(impl_->outputs, taken);
+  std::swap(impl_->gone, gone);
   lock.unlock();
   return std::move(taken).TakeItems();
 }

@@ -43,9 +43,6 @@ struct EngineConfig {
   // In (0, 1): share of the memory free after the weights; >= 1: number of blocks.
   double cache_max_entry_count = 0.8;
   bool enable_prefix_caching = true;
-  // Results are bit-equal whatever the batch, chunking, prefix hits, preemption and threads. The
-  // arithmetic of the CPU backend always is; a backend that cannot be refuses the flag.
-  bool deterministic = false;
   // CheckIntegrity, scale bytes included, after every step (tests). Debug builds run it without
   // these bytes when they become idle.
   bool check_integrity = false;
@@ -109,7 +106,7 @@ struct EngineStats {
 // Submit, Cancel, WaitOutputs and stats may be called from any thread.
 class Engine {
  public:
-  // Starts the engine thread. `weights` and `device` are used by that thread alone from then on.
+  // Starts the engine thread, which alone uses `device` from then on. Others may read `weights`.
   Engine(ModelConfig model, EngineConfig config, std::shared_ptr<const Weights> weights,
          std::shared_ptr<Device> device, int64_t free_bytes);
   ~Engine();  // Stop()
@@ -122,7 +119,8 @@ class Engine {
   void Submit(std::shared_ptr<Request> request);
   // No effect on an unknown or finished id. The request still gets a last output.
   void Cancel(uint64_t request_id);
-  // Blocks until there are outputs, the timeout passes (empty result) or the engine stops.
+  // Blocks until there are outputs, the timeout passes (empty result) or the engine stops. Lets
+  // go of requests that have ended: where the caller has not kept one, it is destroyed here.
   std::vector<RequestOutput> WaitOutputs(int timeout_ms);
 
   EngineStats stats() const;

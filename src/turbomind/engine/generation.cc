@@ -47,6 +47,18 @@ bool AsksForToken(const Sequence& sequence, int64_t position) {
          sequence.request->logits_output == LogitsOutput::kNone;
 }
 
+// Whether the log-probability of the prompt's next token is asked for, and was not sent yet.
+bool AsksForPromptToken(const Sequence& sequence, int64_t position) {
+  return sequence.request->num_prompt_logprobs >= 0 && position + 1 < sequence.num_prompt &&
+         position >= sequence.next_prompt_row;
+}
+
+TokenLogprobs PromptLogprobs(const Sequence& sequence, int64_t position, const float* logits,
+                             int vocab_size) {
+  return ComputeLogprobs(logits, vocab_size, sequence.tokens[static_cast<size_t>(position) + 1],
+                         sequence.request->num_prompt_logprobs);
+}
+
 }  // namespace
 
 void Fail(Sequence& sequence, const std::string& error, bool is_request_fault) {
@@ -140,16 +152,20 @@ float* Generation::ReadLogits(std::span<const Row> rows, Decoder& decoder) {
   return read_rows_.empty() ? nullptr : decoder.ReadLogits(read_rows_);
 }
 
-void Generation::HandleRows(std::span<const Row> rows, float* logits) {
+void Generation::HandleRows(std::span<Row> rows, float* logits) {
+  ComputePromptLogprobs(rows, logits);
   runs_.clear();
+  masked_runs_.clear();
   for (size_t first = 0; first < rows.size();) {
     size_t end = first + 1;
     while (end < rows.size() && rows[end].sequence == rows[first].sequence) {
       ++end;
     }
     const SequenceRows run = {&rows[first], end - first, logits};
-    if (rows[first].sequence->request->token_mask != nullptr || rows[first].chosen >= 0) {
+    if (rows[first].chosen >= 0) {
       HandleRun(run, samplers_.front());
+    } else if (rows[first].sequence->request->token_mask != nullptr) {
+      masked_runs_.push_back(run);
     } else {
       runs_.push_back(run);
     }
@@ -157,21 +173,74 @@ void Generation::HandleRows(std::span<const Row> rows, float* logits) {
       logits += rows[first].chosen < 0 ? vocab_size_ : 0;
     }
   }
-  if (static_cast<int64_t>(read_rows_.size()) * vocab_size_ < kMinParallelLogits) {
-    for (const SequenceRows& run : runs_) {
-      HandleRun(run, samplers_.front());
+  HandleRuns(runs_);
+  for (SequenceRows& run : masked_runs_) {
+    TakeMask(run);
+  }
+  HandleRuns(masked_runs_);
+}
+
+void Generation::ComputePromptLogprobs(std::span<Row> rows, const float* logits) {
+  prompt_rows_.clear();
+  for (Row& row : rows) {
+    if (row.chosen >= 0) {
+      continue;
     }
+    if (AsksForPromptToken(*row.sequence, row.position)) {
+      row.prompt_row = static_cast<int32_t>(prompt_rows_.size());
+      prompt_rows_.emplace_back(&row, logits);
+    }
+    logits += vocab_size_;
+  }
+  prompt_logprobs_.assign(prompt_rows_.size(), std::nullopt);
+  ForEach(static_cast<int64_t>(prompt_rows_.size()), [this](int64_t item, int) {
+    const auto& [row, row_logits] = prompt_rows_[static_cast<size_t>(item)];
+    try {
+      prompt_logprobs_[static_cast<size_t>(item)] =
+          PromptLogprobs(*row->sequence, row->position, row_logits, vocab_size_);
+    } catch (const std::exception&) {
+      // HandleRow tries again, where it can end the request.
+    }
+  });
+}
+
+void Generation::ForEach(int64_t num_items, FunctionRef<void(int64_t item, int thread)> fn) {
+  const int64_t num_logits = static_cast<int64_t>(read_rows_.size()) * vocab_size_;
+  if (num_items > 1 && num_logits >= kMinParallelLogits) {
+    device_.ForEachOnHost(num_items, fn);
     return;
   }
-  device_.ForEachOnHost(static_cast<int64_t>(runs_.size()), [this](int64_t item, int thread) {
-    HandleRun(runs_[static_cast<size_t>(item)], samplers_[static_cast<size_t>(thread)]);
+  for (int64_t item = 0; item < num_items; ++item) {
+    fn(item, 0);
+  }
+}
+
+void Generation::HandleRuns(std::span<const SequenceRows> runs) {
+  ForEach(static_cast<int64_t>(runs.size()), [this, runs](int64_t item, int thread) {
+    HandleRun(runs[static_cast<size_t>(item)], samplers_[static_cast<size_t>(thread)]);
   });
+}
+
+void Generation::TakeMask(SequenceRows& run) {
+  const Row& last = run.rows[run.num_rows - 1];
+  Sequence& sequence = *last.sequence;
+  if (last.position + 1 < sequence.num_tokens() || sequence.request->max_new_tokens == 0) {
+    return;  // it chooses no token
+  }
+  try {
+    run.mask = masks_.Wait(sequence);
+  } catch (const InvalidArgument& error) {
+    Fail(sequence, error.what(), true);
+  } catch (const std::exception& error) {
+    Fail(sequence, error.what(), false);
+  }
 }
 
 void Generation::HandleRun(const SequenceRows& run, Sampler& sampler) {
   for (size_t i = 0; i < run.num_rows && !run.rows[i].sequence->finished(); ++i) {
     try {
-      HandleRow(run.rows[i], run.logits + i * static_cast<size_t>(vocab_size_), sampler);
+      float* logits = run.logits + i * static_cast<size_t>(vocab_size_);
+      HandleRow(run.rows[i], logits, run.mask, sampler);
     } catch (const InvalidArgument& error) {
       Fail(*run.rows[i].sequence, error.what(), true);
     } catch (const std::exception& error) {
@@ -180,15 +249,15 @@ void Generation::HandleRun(const SequenceRows& run, Sampler& sampler) {
   }
 }
 
-void Generation::HandleRow(const Row& row, float* logits, Sampler& sampler) {
+void Generation::HandleRow(const Row& row, float* logits, std::span<const uint32_t> mask,
+                           Sampler& sampler) {
   Sequence& sequence = *row.sequence;
   const Request& request = *sequence.request;
   const int64_t next = row.position + 1;
-  if (request.num_prompt_logprobs >= 0 && next < sequence.num_prompt &&
-      row.position >= sequence.next_prompt_row) {
+  if (row.prompt_row >= 0) {
+    auto& known = prompt_logprobs_[static_cast<size_t>(row.prompt_row)];
     sequence.output.prompt_logprobs.push_back(
-        ComputeLogprobs(logits, vocab_size_, sequence.tokens[static_cast<size_t>(next)],
-                        request.num_prompt_logprobs));
+        known ? std::move(*known) : PromptLogprobs(sequence, row.position, logits, vocab_size_));
     sequence.next_prompt_row = next;
   }
   if (request.logits_output == LogitsOutput::kAll && row.position >= sequence.next_logits_row) {
@@ -205,19 +274,16 @@ void Generation::HandleRow(const Row& row, float* logits, Sampler& sampler) {
   if (row.chosen >= 0) {
     AppendToken(sequence, row.chosen);
   } else {
-    ChooseToken(sequence, logits, sampler);
+    ChooseToken(sequence, logits, mask, sampler);
   }
 }
 
-void Generation::ChooseToken(Sequence& sequence, float* logits, Sampler& sampler) {
+void Generation::ChooseToken(Sequence& sequence, float* logits, std::span<const uint32_t> mask,
+                             Sampler& sampler) {
   const Request& request = *sequence.request;
-  std::span<const uint32_t> mask;
-  if (request.token_mask != nullptr) {
-    mask = masks_.Wait(sequence);
-    if (mask.empty()) {
-      sequence.output.finish_reason = FinishReason::kStop;
-      return;
-    }
+  if (request.token_mask != nullptr && mask.empty()) {
+    sequence.output.finish_reason = FinishReason::kStop;
+    return;
   }
   if (request.logits_output == LogitsOutput::kGeneration) {
     AppendLogits(sequence, logits);

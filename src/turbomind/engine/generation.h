@@ -7,10 +7,13 @@
 // stays with a device that chooses it itself: the token alone comes to the host.
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "turbomind/core/function_ref.h"
 #include "turbomind/engine/batch.h"
 #include "turbomind/engine/token_masks.h"
 #include "turbomind/model/decoder.h"
@@ -22,8 +25,9 @@ namespace turbomind {
 // with kError; the others of the batch do not notice. Engine thread only.
 class Generation {
  public:
-  // `max_sequence_len`: a sequence that reaches it ends with kLength. Sequences without a token
-  // mask are handled on the host threads of `device`, side by side.
+  // `max_sequence_len`: a sequence that reaches it ends with kLength. Sequences are handled side by
+  // side on the host threads of `device`, those with a token mask after the others: masks may still
+  // be asked for meanwhile.
   Generation(int vocab_size, int64_t max_sequence_len, Device& device);
 
   // What can be asked before the decoder runs the planned batch.
@@ -37,23 +41,32 @@ class Generation {
   struct Row {
     Sequence* sequence = nullptr;
     int64_t position = 0;
-    int32_t chosen = -1;  // by the device; -1: the row is on the host
+    int32_t chosen = -1;      // by the device; -1: the row is on the host
+    int32_t prompt_row = -1;  // among prompt_logprobs_; -1: not asked for
   };
   // Rows of one sequence, in order, of those whose logits are there.
   struct SequenceRows {
     const Row* rows = nullptr;
     size_t num_rows = 0;
     float* logits = nullptr;  // [num_rows, vocab] of those without a token of the device
+    std::span<const uint32_t> mask = {};  // of the last row; empty: none, or generation must stop
   };
 
   void CollectRows(const Batch& batch);
   void AskHighest(std::span<Row> rows, Decoder& decoder);
   void AskDrawn(std::span<Row> rows, Decoder& decoder);
   float* ReadLogits(std::span<const Row> rows, Decoder& decoder);
-  void HandleRows(std::span<const Row> rows, float* logits);
+  void HandleRows(std::span<Row> rows, float* logits);
+  // Rows are independent of each other: those of one long prompt need all threads.
+  void ComputePromptLogprobs(std::span<Row> rows, const float* logits);
+  void HandleRuns(std::span<const SequenceRows> runs);
   void HandleRun(const SequenceRows& run, Sampler& sampler);
-  void HandleRow(const Row& row, float* logits, Sampler& sampler);
-  void ChooseToken(Sequence& sequence, float* logits, Sampler& sampler);
+  void HandleRow(const Row& row, float* logits, std::span<const uint32_t> mask, Sampler& sampler);
+  void TakeMask(SequenceRows& run);
+  void ChooseToken(Sequence& sequence, float* logits, std::span<const uint32_t> mask,
+                   Sampler& sampler);
+  // Runs `fn` for all items, on all host threads where they work on enough logits.
+  void ForEach(int64_t num_items, FunctionRef<void(int64_t item, int thread)> fn);
   void AppendToken(Sequence& sequence, int32_t token) const;
   void AppendLogits(Sequence& sequence, const float* logits);
   void CheckStop(Sequence& sequence) const;
@@ -67,8 +80,11 @@ class Generation {
   std::vector<int32_t> row_indices_;
   std::vector<int32_t> chosen_;  // by the device
   std::vector<RowDraw> draws_;
-  std::vector<int32_t> read_rows_;  // whose logits are on the host
-  std::vector<SequenceRows> runs_;  // that threads share
+  std::vector<int32_t> read_rows_;                                // whose logits are on the host
+  std::vector<SequenceRows> runs_;                                // that threads share
+  std::vector<SequenceRows> masked_runs_;                         // those with a token mask
+  std::vector<std::pair<const Row*, const float*>> prompt_rows_;  // with their logits
+  std::vector<std::optional<TokenLogprobs>> prompt_logprobs_;     // of these; empty: memory lacked
 };
 
 // Ends a sequence with kError.

@@ -98,7 +98,7 @@ int64_t Scheduler::Admit(int64_t budget) {
       sequence.was_admitted = true;
       stats_.prompt_tokens += sequence.num_prompt;
       sequence.cached_tokens = static_cast<int>(sequence.num_computed);
-      stats_.prefix_queried_tokens += sequence.may_use_prefix_cache() ? sequence.num_prompt : 0;
+      stats_.prefix_queried_tokens += AsksPrefixCache(sequence) ? sequence.num_prompt : 0;
       stats_.prefix_hit_tokens += sequence.num_computed;
       stats_.prefix_cut_tokens += manager_.num_cut(id);
     }
@@ -128,6 +128,10 @@ void Scheduler::CountPromised() {
   }
 }
 
+bool Scheduler::AsksPrefixCache(const Sequence& sequence) const {
+  return manager_.enable_prefix_caching() && sequence.may_use_prefix_cache();
+}
+
 // Alone, a sequence always starts: it was checked when it came.
 bool Scheduler::Fits(const Sequence& sequence) const {
   if (running_.empty()) {
@@ -146,7 +150,7 @@ bool Scheduler::Fits(const Sequence& sequence) const {
 // Of a created sequence. It waits for whole blocks of tokens that it has in common with one that
 // runs, and only for those of this step: where they turn out to be of no use, it waits no longer.
 bool Scheduler::AwaitsPrefix(const Sequence& sequence) const {
-  if (!manager_.enable_prefix_caching() || !sequence.may_use_prefix_cache()) {
+  if (!AsksPrefixCache(sequence)) {
     return false;
   }
   const int64_t length = manager_.block_seq_len();
@@ -229,6 +233,12 @@ std::unique_ptr<Sequence> Scheduler::Remove(const Sequence* sequence) {
     return taken;
   }
   throw InternalError("a sequence that neither waits nor runs");
+}
+
+void Scheduler::Abandon() {
+  batch_.Clear();
+  running_.clear();
+  waiting_.clear();
 }
 
 }  // namespace turbomind

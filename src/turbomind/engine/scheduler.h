@@ -64,6 +64,8 @@ class Scheduler {
   void StepDone();
   // Takes a sequence out, in whatever state, and frees its blocks.
   std::unique_ptr<Sequence> Remove(const Sequence* sequence);
+  // Forgets all sequences and leaves their blocks as they are: nothing will run again.
+  void Abandon();
 
   const std::deque<std::unique_ptr<Sequence>>& waiting() const { return waiting_; }
   const std::deque<std::unique_ptr<Sequence>>& running() const { return running_; }
@@ -74,6 +76,7 @@ class Scheduler {
   int64_t PlanRunning(Sequence& sequence, int64_t budget);
   void PreemptNewest();
   int64_t Admit(int64_t budget);
+  bool AsksPrefixCache(const Sequence& sequence) const;
   bool Fits(const Sequence& sequence) const;
   bool AwaitsPrefix(const Sequence& sequence) const;
   void CountPromised();

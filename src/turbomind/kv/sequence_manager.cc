@@ -5,7 +5,6 @@
 
 #include "turbomind/core/ceil_div.h"
 #include "turbomind/core/check.h"
-#include "turbomind/kv/pool_sizes.h"
 #include "turbomind/kv/prefix_hit.h"
 
 namespace turbomind {
@@ -86,10 +85,7 @@ void SequenceManager::LockHit(Sequence& sequence, const std::vector<std::vector<
       const bool is_cold = !has_gap && take(group, i);
       has_gap = !is_cold && static_cast<int64_t>(i) >= rule.sink_blocks;
       if (rule.enabled() && (!is_cold || rule.IsHot(static_cast<int64_t>(i), n))) {
-        const int pool = cache_.HotPool(group);
-        Check(take(pool, i), "a hit has every block");
-        // A copy that has served a hit, at the end of a shared prefix, may serve the next one.
-        managers_[static_cast<size_t>(pool)].ClearSpare(path[i][static_cast<size_t>(pool)]);
+        Check(take(cache_.HotPool(group), i), "a hit has every block");
       }
     }
   }
@@ -185,6 +181,9 @@ bool SequenceManager::AllocateDataAndScaleBlocks(uint64_t id, int64_t num_tokens
   if (!TakeBlocks(needed_)) {
     return false;
   }
+  if (sequence.num_planned == 0) {
+    MarkServed(sequence);
+  }
   sequence.num_planned = num_tokens;
   // New tokens go to the last pool of a group.
   for (size_t p = managers_.size() - cache_.groups().size(); p < managers_.size(); ++p) {
@@ -202,6 +201,19 @@ bool SequenceManager::AllocateDataAndScaleBlocks(uint64_t id, int64_t num_tokens
     PlanMoves(sequence, group);
   }
   return true;
+}
+
+// A copy that has served a hit, at the end of a shared prefix, may serve the next one. One that was
+// found for a sequence that then had to wait has not.
+void SequenceManager::MarkServed(const Sequence& sequence) {
+  for (int group = 0; cache_.has_hot_pools() && group < cache_.num_groups(); ++group) {
+    const auto pool = static_cast<size_t>(cache_.HotPool(group));
+    for (const int32_t block : sequence.tables[pool]) {
+      if (block >= 0) {
+        managers_[pool].ClearSpare(block);
+      }
+    }
+  }
 }
 
 // Slots may be left from a step that was planned and never run.
@@ -365,14 +377,6 @@ int64_t SequenceManager::touched_bytes() const {
     sum += high_water(pool) * cache_.bytes_per_block(pool);
   }
   return sum;
-}
-
-bool SequenceManager::CanEverFit(int64_t num_tokens, int64_t chunk) const {
-  std::vector<int64_t> blocks;
-  for (int pool = 0; pool < num_pools(); ++pool) {
-    blocks.push_back(cache_.num_blocks(pool));
-  }
-  return HoldSequence(cache_.groups(), blocks, num_tokens, chunk);
 }
 
 std::byte* SequenceManager::GetBlockPtr(int64_t block, int pool) const {

@@ -106,9 +106,6 @@ class SequenceManager {
   // Blocks of a pool that a sequence will still take, at most, until `num_tokens` are written,
   // `chunk` at a time; for planning.
   int64_t BlocksToCome(uint64_t id, int pool, int64_t num_tokens, int64_t chunk) const;
-  // True if one sequence of this length fits into the empty pools, computed `chunk` tokens at a
-  // time. Says by looking at the pools what MemoryPlan computes beforehand.
-  bool CanEverFit(int64_t num_tokens, int64_t chunk) const;
 
   std::byte* GetBlockPtr(int64_t block, int pool = 0) const;
   std::byte* GetScaleBlockPtr(int64_t block, int pool = 0) const;  // null without FP4
@@ -139,6 +136,7 @@ class SequenceManager {
                                         int64_t num_tokens) const;
   void LockHit(Sequence& sequence, const std::vector<std::vector<int>>& path);
   bool TakeBlocks(const std::vector<int64_t>& needed);
+  void MarkServed(const Sequence& sequence);
   void PlanMoves(Sequence& sequence, int group);
   bool FinishMoves(Sequence& sequence, int group);
   void Enter(const Sequence& sequence, std::span<const int32_t> whole);

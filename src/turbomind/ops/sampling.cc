@@ -56,8 +56,12 @@ void MaskEarlyStop(const SampleInput& input, int vocab_size) {
 }
 
 void ApplyTokenMask(const uint32_t* mask, int vocab_size, float* logits) {
-  for (int i = 0; i < vocab_size; ++i) {
-    logits[i] = (mask[i / 32] >> (i % 32) & 1u) != 0 ? logits[i] : kMasked;
+  for (int begin = 0; begin < vocab_size; begin += 32) {
+    const uint32_t word = mask[begin / 32];
+    const int size = std::min(32, vocab_size - begin);
+    for (int i = 0; word != ~0u && i < size; ++i) {
+      logits[begin + i] = (word >> i & 1u) != 0 ? logits[begin + i] : kMasked;
+    }
   }
 }
 

@@ -161,7 +161,6 @@ TEST_CASE("the same bits however a request is run") {
     }
     CAPTURE(std::string(ToString(mode)));
     Setting setting{.config = TinyEngineConfig(mode)};
-    setting.config.deterministic = true;
     setting.config.enable_prefix_caching = false;
     CheckEveryWay(setting, 16);
   }
@@ -191,7 +190,6 @@ TEST_CASE("the same bits in balanced and best, with blocks that were hot and are
       CAPTURE(best);
       Setting setting{.config = TinyEngineConfig(mode), .prompts = kLong};
       setting.model.windows = {0, 170};
-      setting.config.deterministic = true;
       setting.config.enable_prefix_caching = false;
       setting.config.kv_quality = {.rotate_k = true, .search_scales = true, .hot = {64, 64}};
       if (best) {
@@ -221,7 +219,6 @@ TEST_CASE("a quality changes what is computed") {
 
 TEST_CASE("the same bits with BF16 and Q8_0 weights, whose activations are rounded") {
   EngineConfig config = TinyEngineConfig(KvCacheMode::kFp4Nv);
-  config.deterministic = true;
   const Answers want = RunAll(*TinyEngine(config, 1, true), 0, kShort);
   for (const int chunk : {16, 64, 2048}) {
     for (const int threads : {1, 2}) {
@@ -239,7 +236,6 @@ TEST_CASE("the same bits with experts, sinks and windows in every other layer") 
     }
     CAPTURE(std::string(ToString(mode)));
     Setting setting{.model = testing::TinyGptOss(), .config = TinyEngineConfig(mode)};
-    setting.config.deterministic = true;
     setting.config.enable_prefix_caching = false;
     CheckEveryWay(setting, 16);
   }
@@ -256,7 +252,6 @@ TEST_CASE("the same bits with experts and sinks where blocks were hot and K has 
                     .config = TinyEngineConfig(mode),
                     .prompts = kLong,
                     .weights = {.quantised = true}};
-    setting.config.deterministic = true;
     setting.config.enable_prefix_caching = false;
     setting.config.kv_quality = {.rotate_k = true, .search_scales = true, .hot = {64, 64}};
     setting.config.kv_quality.calibration = TinyCalibration(setting.model);
@@ -266,7 +261,6 @@ TEST_CASE("the same bits with experts and sinks where blocks were hot and K has 
 
 TEST_CASE("the same bits with a shared expert beside a dense layer") {
   Setting setting{.model = testing::TinyQwenMoe(), .config = TinyEngineConfig(KvCacheMode::kInt8)};
-  setting.config.deterministic = true;
   setting.config.enable_prefix_caching = false;
   CheckEveryWay(setting, 16);
 }

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "engine/null_device.h"
+#include "kv/fits.h"
 
 namespace turbomind {
 namespace {
@@ -114,6 +115,14 @@ TEST_CASE("a prompt takes what the prefix cache has") {
   third->request->num_prompt_logprobs = 0;
   CHECK(planner.Step() == "1:1 2:40");
   CHECK(third->cached_tokens == 0);
+}
+
+TEST_CASE("nothing is asked of a prefix cache that is not there") {
+  Planner planner(4, 64, {64}, {0}, false);
+  planner.Add(Prompt(0, 40));
+  CHECK(planner.Step() == "0:40");
+  CHECK(planner.scheduler.stats().prompt_tokens == 40);
+  CHECK(planner.scheduler.stats().prefix_queried_tokens == 0);
 }
 
 TEST_CASE("equal prompts that come together are computed once") {
@@ -297,7 +306,7 @@ TEST_CASE("a prompt starts when the hot blocks of its chunk fit beside those tha
   Planner narrow(4, 64, {64, 5}, {0}, false, {0, 0});
   Sequence* first = narrow.Add(Prompt(0, 100));
   narrow.Add(Prompt(1, 100));
-  REQUIRE(narrow.manager.CanEverFit(120, 64));
+  REQUIRE(testing::Fits(narrow.cache, 120, 64));
   CHECK(narrow.Step() == "0:64");
   CHECK(narrow.Step() == "0:36");
   CHECK(narrow.Step() == "0:1");
@@ -360,7 +369,7 @@ std::string RunLoad(const Load& load) {
       const auto length = static_cast<int>(1 + random() % 100);
       const auto total = static_cast<int64_t>(length + 1 + random() % 50);
       Sequence* sequence = planner.Add(Prompt(static_cast<int>(random() % 6), length));
-      REQUIRE(planner.manager.CanEverFit(total, load.max_step_tokens));
+      REQUIRE(testing::Fits(planner.cache, total, load.max_step_tokens));
       open.emplace_back(sequence, total);
       ++num_started;
     }
@@ -389,7 +398,7 @@ TEST_CASE("random requests all finish, and the same calls give the same plans") 
   CHECK(RunLoad(load) == RunLoad(load));
 }
 
-// As small as CanEverFit allows for 149 tokens: 10 blocks.
+// As small as Fits allows for 149 tokens: 10 blocks.
 TEST_CASE("the same with hot pools that hold a single sequence and little more") {
   for (const int max_step_tokens : {5, 24, 150}) {
     for (const HotTokens& hot : {HotTokens{0, 0}, {64, 0}, {0, 64}, {64, 64}}) {

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "kv/fits.h"
 #include "kv/test_pools.h"
 #include "turbomind/core/check.h"
 
@@ -126,8 +127,8 @@ TEST_CASE("growing is all or nothing over both kinds of pools") {
   pools.manager.Create(2, all);
   CHECK_FALSE(pools.manager.AllocateDataAndScaleBlocks(2, 5 * kLength));  // 5 hot of 4
   CHECK(pools.manager.counts(0).active == 4);
-  CHECK(pools.manager.CanEverFit(5 * kLength, 1000));
-  CHECK_FALSE(pools.manager.CanEverFit(5 * kLength + 1, 16));
+  CHECK(testing::Fits(pools.cache, 5 * kLength, 1000));
+  CHECK_FALSE(testing::Fits(pools.cache, 5 * kLength + 1, 16));
 }
 
 TEST_CASE("prefix hits take hot and cold places, and quantise nothing twice") {
@@ -195,15 +196,19 @@ TEST_CASE("a lost 16-bit copy cuts a hit, and is lost before sinks and blocks wi
 }
 
 TEST_CASE("copies that have served a hit outlive those that have not") {
-  for (const bool was_hit : {false, true}) {
+  enum class Hit { kNone, kRefused, kServed };
+  for (const Hit hit : {Hit::kNone, Hit::kRefused, Hit::kServed}) {
     Pools pools(PoolConfig({0}, kLength, {64, 64}), {64, 24});
     pools.RunAndFree(1, Tokens(300), 16);
-    if (was_hit) {
+    if (hit != Hit::kNone) {
       CHECK(pools.manager.Create(2, Tokens(163)) == 160);  // another end of the same beginning
+      if (hit == Hit::kServed) {
+        REQUIRE(pools.manager.AllocateDataAndScaleBlocks(2, 161));
+      }
       pools.manager.FreeDataAndScaleBlocks(2);
     }
-    pools.RunAndFree(3, Tokens(180, 9000), 16);  // needs the room of most copies without a hit
-    CHECK(pools.manager.Create(4, Tokens(163)) == (was_hit ? 160 : 64));
+    pools.RunAndFree(3, Tokens(240, 9000), 16);  // needs the room of all copies without a hit
+    CHECK(pools.manager.Create(4, Tokens(163)) == (hit == Hit::kServed ? 160 : 64));
     pools.manager.CheckIntegrity();
   }
 }

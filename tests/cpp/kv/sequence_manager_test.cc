@@ -6,6 +6,7 @@
 #include <cstring>
 #include <vector>
 
+#include "kv/fits.h"
 #include "kv/test_pools.h"
 #include "turbomind/core/check.h"
 
@@ -101,8 +102,8 @@ TEST_CASE("growing is all or nothing, and evicts only what nobody uses") {
   CHECK_FALSE(pools.manager.AllocateDataAndScaleBlocks(3, 65));
   CHECK(pools.manager.AllocateDataAndScaleBlocks(3, 10));  // fewer than it has: nothing to do
   pools.manager.CheckIntegrity();
-  CHECK(pools.manager.CanEverFit(160, 16));
-  CHECK_FALSE(pools.manager.CanEverFit(161, 16));
+  CHECK(testing::Fits(pools.cache, 160, 16));
+  CHECK_FALSE(testing::Fits(pools.cache, 161, 16));
 }
 
 TEST_CASE("a preempted sequence finds what it had committed") {

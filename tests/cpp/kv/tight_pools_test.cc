@@ -9,6 +9,7 @@
 #include <random>
 #include <vector>
 
+#include "kv/fits.h"
 #include "kv/test_pools.h"
 
 namespace turbomind {
@@ -46,7 +47,7 @@ class Crowd {
       : tight_(tight),
         random_(seed),
         pools_(PoolConfig(tight.windows, kLength, tight.hot), LeastBlocks(tight)) {
-    REQUIRE(pools_.manager.CanEverFit(tight.longest, tight.chunk));
+    REQUIRE(testing::Fits(pools_.cache, tight.longest, tight.chunk));
     for (int i = 0; i < tight.longest; ++i) {
       text_.push_back(Below(3));
     }
