@@ -199,7 +199,7 @@ BUGS = (
         "prefill-window-one-more",
         "prefill_shape.h",
         "FirstVisible(window, position)",
-        "FirstVisible(window + 1, position)",
+        "FirstVisible(window > 0 ? window + 1 : 0, position)",
         "prefill_ops",
         ("prefill_ops.cu",),
     ),

@@ -165,9 +165,9 @@ def _add_kv_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     )
     parser.add_argument(
         "--contexts",
-        default="2048,8192",
-        help="tokens of one prompt, with commas, at most what the model was trained for "
-        "(default: %(default)s)",
+        default=None,
+        help="tokens of one prompt, with commas, at most what the model was trained for (default: "
+        "2048,8192, as far as it was)",
     )
     parser.add_argument(
         "--max-tokens",
@@ -220,7 +220,7 @@ def _kv_report(args: argparse.Namespace) -> int:
         texts=tuple(args.text),
         formats=REPORTED_FORMATS if args.formats is None else names(args.formats),
         qualities=qualities if args.qualities is None else names(args.qualities),
-        contexts=numbers(args.contexts, "--contexts"),
+        contexts=() if args.contexts is None else numbers(args.contexts, "--contexts"),
         max_tokens=args.max_tokens,
         calibration=args.calibration,
         calibration_text=args.calibration_text,

@@ -19,6 +19,7 @@ from lmdeploy.checks import check_choice, check_int, check_number
 from lmdeploy.lite.evaluation import read_text
 from lmdeploy.lite.prompt_engine import OpenModel, PromptEngine, open_model
 from lmdeploy.lite.rope_speed import slow_channels
+from lmdeploy.turbomind.engine_plan import longest_position
 from lmdeploy.turbomind.kv_calibration import Calibration, CalibrationFacts, write_calibration
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def calibrate(
     model: OpenModel, ids: Sequence[int], *, text_hash: str, options: CalibrationOptions
 ) -> Calibration:
     """Constants of `model` from the first tokens of a text."""
-    context = min(options.context, model.config.max_position)
+    context = min(options.context, longest_position(model.config))
     ids = ids[: options.tokens]
     if not ids:
         raise ValueError("text: got no tokens, wanted at least 1; change --text")

@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,12 @@ from lmdeploy.lite.kv_retrieval import ask, make_prompt, recall_summary
 from lmdeploy.lite.kv_scores import ScoreFolder
 from lmdeploy.lite.prompt_engine import OpenModel, PromptEngine, open_model
 from lmdeploy.turbomind.engine_plan import longest_position
+from lmdeploy.turbomind.loader import read_model_info
 
 logger = logging.getLogger(__name__)
 
 VERSION = 1
+DEFAULT_CONTEXTS = (2048, 8192)
 TOKENS_PER_PAIR = 64  # of the context: a pair and its question take 20
 
 
@@ -38,7 +40,8 @@ class ReportOptions:
 
     Args:
         texts: UTF-8 files; the first is used for everything, the others at the first context.
-        contexts: tokens of one prompt, at most as many as the model was trained for.
+        contexts: tokens of one prompt, at most as many as the model was trained for; empty: those
+            of DEFAULT_CONTEXTS that are, or else that many.
         max_tokens: of each text.
         calibration: file for `best`; else one is made of `calibration_text`.
         retrieval_prompts: prompts with planted pairs per context.
@@ -49,7 +52,7 @@ class ReportOptions:
     texts: tuple[Path, ...]
     formats: tuple[str, ...] = REPORTED_FORMATS
     qualities: tuple[str, ...] = UNCALIBRATED_QUALITIES
-    contexts: tuple[int, ...] = (2048, 8192)
+    contexts: tuple[int, ...] = ()
     max_tokens: int = 1 << 30
     calibration: Path | None = None
     calibration_text: Path | None = None
@@ -292,11 +295,17 @@ def check_length(name: str, tokens: int, *, longest: int, max_tokens: int) -> No
         )
 
 
-def check_positions(contexts: Sequence[int], *, longest: int) -> None:
-    """ValueError for a context beyond the positions that the model was trained for."""
-    if max(contexts) > longest:
+def choose_contexts(given: Sequence[int], *, longest: int) -> tuple[int, ...]:
+    """`given`, or where it is empty the defaults, within the positions that the model knows.
+
+    ValueError for a given one beyond them.
+    """
+    if not given:
+        return tuple(c for c in DEFAULT_CONTEXTS if c <= longest) or (longest,)
+    if max(given) > longest:
         wanted = f"at most the {longest} positions the model was trained for"
-        raise refuse("contexts", max(contexts), wanted=wanted, flag="--contexts")
+        raise refuse("contexts", max(given), wanted=wanted, flag="--contexts")
+    return tuple(given)
 
 
 def calibration_file(options: ReportOptions, model: OpenModel) -> Path | None:
@@ -335,8 +344,9 @@ def make_report(options: ReportOptions) -> Report:
         )
     texts = {path.stem: read_text(path) for path in options.texts}
     # As a server computes: 16-bit activations add a KL below 1e-6, exact compute doubles the time.
+    longest = longest_position(read_model_info(options.model_path).config)
+    options = replace(options, contexts=choose_contexts(options.contexts, longest=longest))
     model = open_model(options.model_path, exact=False)
-    check_positions(options.contexts, longest=longest_position(model.config))
     ids = {
         name: model.loaded.tokenizer.encode(text, add_special=False) for name, text in texts.items()
     }

@@ -18,6 +18,7 @@ from lmdeploy.kv_formats import FormatPair, parse_pair
 from lmdeploy.lite.evaluation import cut_contexts, evaluate, read_text
 from lmdeploy.lite.prompt_engine import OpenModel, open_model
 from lmdeploy.messages import TurbomindEngineConfig
+from lmdeploy.turbomind.engine_plan import longest_position
 from lmdeploy.turbomind.kv_quality import resolve_kv_options
 
 NONE = FormatPair("none", "none")
@@ -84,7 +85,7 @@ def search_file(model_path: str, text_path: Path, *, options: SearchOptions) -> 
     text = read_text(text_path)
     model = open_model(model_path)
     ids = model.loaded.tokenizer.encode(text, add_special=False)
-    context = min(options.context, model.config.max_position)
+    context = min(options.context, longest_position(model.config))
     check_context(model, context, options=options)
     return search(model, cut_contexts(ids, context, max_tokens=options.tokens), options=options)
 

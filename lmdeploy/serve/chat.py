@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from lmdeploy.serve.state import ServerState
 
 
+# Fields that the chat template reads.
+_OF_MESSAGES = ("tools", "reasoning_effort", "enable_thinking", "chat_template_kwargs")
+
+
 async def prepare_chat(state: ServerState, request: ChatCompletionRequest) -> Prepared:
     """The prompt and options. ApiError or OptionError for what cannot be served."""
     if request.top_logprobs and not request.logprobs:
@@ -34,9 +38,11 @@ async def prepare_chat(state: ServerState, request: ChatCompletionRequest) -> Pr
     goes_on = False
     if request.messages and request.input_ids:
         raise OptionError("input_ids", "got it beside messages, wanted one of the two; remove one")
-    if request.input_ids and options:
-        given = ", ".join(sorted(options))
-        raise OptionError("input_ids", f"got it beside {given}, for messages alone; remove one")
+    for name in _OF_MESSAGES if request.input_ids else ():
+        if getattr(request, name) not in (None, [], {}):
+            raise OptionError(
+                "input_ids", f"got it beside {name}, which is for messages; remove one"
+            )
     if request.messages:
         messages = request.messages
         if isinstance(messages, str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,8 +33,6 @@ _FROM_TEXTS = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ texts.assistant }}{% endif -%}
 """
-# Stands at the end of an answer that is to be continued while the template is rendered.
-_END_OF_TEXT = "\ue000"
 # What a template is given besides chat_template_kwargs.
 _OWN_VARIABLES = ("messages", "add_generation_prompt", "bos_token", "eos_token", "texts")
 _TEXTS = ("system", "eosys", "user", "eoh", "assistant", "eoa", "separator")
@@ -160,7 +159,8 @@ def encode_chat(
     template, checked = parts.chat_template, check_messages(messages)
     text = template.render(checked, options)
     ids = encode_text(parts, text, add_special=template.add_special)
-    return ChatPrompt(ids, goes_on=template.goes_on or _is_continued(checked))
+    goes_on = _is_continued(checked) and checked[-1]["content"] != ""
+    return ChatPrompt(ids, goes_on=template.goes_on or goes_on)
 
 
 def check_template_options(options: dict[str, Any]) -> None:
@@ -239,11 +239,12 @@ class PromptTemplate:
         variables = {**options, "texts": self._texts}
         if not (continues and _is_continued(messages)):
             return self._template.render(messages, variables=variables)
-        last = {**messages[-1], "content": messages[-1]["content"] + _END_OF_TEXT}
+        mark = secrets.token_hex(16)  # in no text of the client's
+        last = {**messages[-1], "content": messages[-1]["content"] + mark}
         text = self._template.render(
             [*messages[:-1], last], add_generation_prompt=False, variables=variables
         )
-        end = text.rfind(_END_OF_TEXT)
+        end = text.rfind(mark)
         if end < 0:
             raise OptionError(
                 "messages",

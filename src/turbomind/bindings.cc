@@ -1,7 +1,7 @@
 // ④ The boundary: everything before and after token ids is Python, everything between is C++.
 // Mirrors lmdeploy/_turbomind.pyi. The GIL is released around every call that may take long or
 // that needs the engine thread. A thread of the engine's takes it to call token masks, one that
-// waits for outputs to destroy them.
+// waits for outputs (or the engine's, as it ends) to destroy them.
 
 #include <pybind11/functional.h>
 #include <pybind11/numpy.h>

@@ -259,6 +259,12 @@ def test_a_context_that_the_model_was_not_trained_for(
     assert wanted in capsys.readouterr().err
 
 
+def test_default_contexts_are_those_that_the_model_was_trained_for() -> None:
+    lengths = {1024: (1024,), 2048: (2048,), 8191: (2048,), 8192: (2048, 8192)}
+    for longest, contexts in lengths.items():
+        assert kv_report.choose_contexts((), longest=longest) == contexts
+
+
 def test_a_calibration_text_that_is_missing(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -117,13 +117,15 @@ def test_the_answer_to_a_continued_one_goes_on() -> None:
     )
     assert not encode_chat(parts, QUESTION).goes_on
     assert encode_chat(parts, [{"role": "assistant", "content": "a"}]).goes_on
+    assert not encode_chat(parts, [{"role": "assistant", "content": ""}]).goes_on
 
 
 def test_a_template_without_the_last_answer_is_refused() -> None:
     source = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     template = PromptTemplate(ChatTemplate(source, origin="test"))
     with pytest.raises(OptionError, match="leaves out the last message"):
-        template.render([*QUESTION, {"role": "assistant", "content": "a"}], {})
+        question = {"role": "user", "content": "a\ue000b"}
+        template.render([question, {"role": "assistant", "content": "a"}], {})
 
 
 @pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "bos_token", "texts"])

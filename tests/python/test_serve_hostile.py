@@ -402,10 +402,12 @@ def test_one_prompt_in_two_forms(url):
     body = {**CHAT, "input_ids": [97]}
     reply = httpx.post(f"{url}/v1/chat/completions", json=body)
     assert "beside messages" in refused(reply, param="input_ids")
-    options = {"chat_template_kwargs": {"a": 1}, "enable_thinking": True}
-    body = {"model": "m", "input_ids": [97], **options}
-    reply = httpx.post(f"{url}/v1/chat/completions", json=body)
-    assert "beside a, enable_thinking" in refused(reply, param="input_ids")
+    body = {"model": "m", "input_ids": [97], "max_tokens": 1}
+    for name, value in (("chat_template_kwargs", {"a": 1}), ("enable_thinking", True)):
+        reply = httpx.post(f"{url}/v1/chat/completions", json={**body, name: value})
+        assert f"beside {name}" in refused(reply, param="input_ids")
+    unused = {"chat_template_kwargs": {}, "enable_thinking": None, "tools": []}
+    assert httpx.post(f"{url}/v1/chat/completions", json={**body, **unused}).status_code == 200
     for route, base in (("v1/chat/completions", {"model": "m"}), ("generate", {})):
         reply = httpx.post(f"{url}/{route}", json={**base, "input_ids": [10**6]})
         assert "10" in refused(reply, param="input_ids")

@@ -444,7 +444,9 @@ void Engine::Impl::EndAll(FinishReason reason, const std::string& error) {
   scheduler.Abandon();
   decltype(live) ended;  // goes after the lock, whose holders a callback's end may wait for
   decltype(submitted) refused;
+  decltype(gone) left;
   const std::lock_guard lock(mutex);
+  left.swap(gone);
   ended.swap(live);
   refused.swap(submitted);
   stats.num_running = stats.num_waiting = 0;
@@ -538,9 +540,8 @@ std::vector<RequestOutput> Engine::WaitOutputs(int timeout_ms) {
     throw InvalidArgument("timeout_ms: got " + std::to_string(timeout_ms) + ", want 0 or more");
   }
   std::unique_lock lock(impl_->mutex);
-  // What the engine will write the next outputs into is allocated here, on the client's thread.
   const size_t expected = impl_->outputs_expected;
-  lock.unlock();
+  lock.unlock();  // to allocate what the engine will write into here, on the client's thread
   OutputList taken(expected);
   decltype(impl_->gone) gone;  // goes after the lock, whose holders a callback's end may wait for
   lock.lock();

@@ -29,24 +29,21 @@ std::unique_ptr<Engine> FastEngine() {
 }
 
 // The moment that matters lies between the engine's look at new requests and at cancelled ones:
-// many that come at once make it last. They are cancelled themselves, so that they never run.
+// others that come before make it last. No cancel follows, which would find what this one missed.
 TEST_CASE("a cancel right behind its request is never lost") {
-  constexpr uint64_t kMany = 2000;
+  constexpr uint64_t kOthers = 500;
   auto engine = FastEngine();
   int num_lost = 0;
-  for (int round = 0; round < 100; ++round) {
-    for (uint64_t id = 1; id <= kMany; ++id) {
-      auto request = MakeRequest(id, {1}, 1);
-      request->cancelled = true;
-      engine->Submit(std::move(request));
+  for (int round = 0; round < 200; ++round) {
+    for (uint64_t id = 1; id <= kOthers; ++id) {
+      engine->Submit(MakeRequest(id, {1}, 1));
     }
-    engine->Cancel(1);
-    std::this_thread::sleep_for(std::chrono::microseconds(2 * round));
+    std::this_thread::sleep_for(std::chrono::microseconds(round % 10));
     engine->Submit(MakeRequest(0, {1, 2, 3}, 400));
     engine->Cancel(0);
-    const auto outputs = Collect(*engine, kMany + 1);
-    REQUIRE(outputs.size() == kMany + 1);
-    num_lost += outputs.at(0).finish_reason != FinishReason::kCancelled;
+    const auto outputs = Collect(*engine, kOthers + 1);
+    REQUIRE(outputs.size() == kOthers + 1);
+    num_lost += outputs.at(0).finish_reason != FinishReason::kCancelled ? 1 : 0;
   }
   CHECK(num_lost == 0);
 }
