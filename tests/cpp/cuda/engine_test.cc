@@ -126,28 +126,25 @@ void CheckAlike(const Outputs& got, const Outputs& want, double most) {
   }
 }
 
-// Counts steps, what comes to the host, and the tokens that the device draws.
+// Counts what comes to the host, and the tokens that the device draws.
 class CountingDevice : public testing::ForwardingDevice {
  public:
   using ForwardingDevice::ForwardingDevice;
 
-  void Embed(const EmbedParams& params) override {
-    ++num_steps;
-    ForwardingDevice::Embed(params);
-  }
   void* ReadBack(void* memory, size_t num_bytes) override {
     ++num_reads;
     rows_read += num_bytes / (testing::kVocab * sizeof(float));
     return ForwardingDevice::ReadBack(memory, num_bytes);
   }
   bool DrawRows(const DrawRowsParams& params) override {
+    ++num_draw_calls;
     num_drawn += params.num_draws;
     return ForwardingDevice::DrawRows(params);
   }
 
-  int num_steps = 0;
   int num_reads = 0;
   size_t rows_read = 0;
+  int num_draw_calls = 0;  // one in each step
   int num_drawn = 0;
 };
 
@@ -211,7 +208,7 @@ TEST_CASE("tokens that the GPU draws are those that the host draws") {
   const Outputs got = RunOn(device, setting, requests(LogitsOutput::kNone));
   CHECK(device->num_drawn == 3 * kNewTokens);
   CHECK(device->rows_read == 0);
-  CHECK(device->num_reads == device->num_steps);  // each a wait
+  CHECK(device->num_reads == device->num_draw_calls);  // each a wait
   const Outputs want = RunOn(device, setting, requests(LogitsOutput::kGeneration));
   CHECK(device->num_drawn == 3 * kNewTokens);
   CHECK(device->rows_read == 3 * kNewTokens);
