@@ -235,11 +235,8 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Backend, bool]:
             f"{vocabulary.source}: tokenizer.ggml.pre is {str(name)[:40]!r}; supported: "
             f"{', '.join(supported_cuts())}"
         )
-    merges = [
-        (text[: (middle := text.find(" ", 1))], text[middle + 1 :])
-        for text in vocabulary.items("merges", str)
-    ]
     ids = {token: token_id for token_id, token in enumerate(vocabulary.tokens)}
+    merges = _read_merges(vocabulary)
     try:
         model = models.BPE(ids, merges, ignore_merges=cut.ignore_merges)
     except Exception as error:  # the library raises plain Exception
@@ -253,6 +250,17 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Backend, bool]:
     )
     backend.decoder = decoders.ByteLevel()
     return backend, cut.add_bos
+
+
+def _read_merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    # Their parts are tokens: as strings of their own they would take as much memory again.
+    tokens = dict(zip(vocabulary.tokens, vocabulary.tokens, strict=True))
+    merges = []
+    for text in vocabulary.items("merges", str):
+        middle = text.find(" ", 1)  # a part may begin with a space
+        left, right = text[:middle], text[middle + 1 :]
+        merges.append((tokens.get(left, left), tokens.get(right, right)))
+    return merges
 
 
 def _sentence_piece(vocabulary: _Vocabulary) -> Backend:
