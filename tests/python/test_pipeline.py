@@ -257,6 +257,25 @@ def test_close_ends_calls_of_other_threads(call):
     assert isinstance(error, EngineFailure) and "closed" in str(error)
 
 
+@pytest.mark.parametrize(("answer", "begins_text"), [(None, True), ("", True), ("ab", False)])
+def test_a_continued_answer_goes_on_with_its_text(answer, begins_text):
+    engine = make_engine()
+    tokenizer, seen = engine.parts.tokenizer, []
+    stream = tokenizer.stream
+
+    def watched(*args, **options):
+        seen.append(options.get("begins_text"))
+        return stream(*args, **options)
+
+    tokenizer.stream = watched
+    messages = [{"role": "user", "content": "a"}]
+    if answer is not None:
+        messages.append({"role": "assistant", "content": answer})
+    with Pipeline("fake", engine=engine) as pipe:
+        pipe(messages)
+    assert seen == [begins_text]
+
+
 def test_a_call_that_begins_during_close_is_refused(pipe):
     pipe._loop.close()
     for call in (lambda: pipe("a"), lambda: list(pipe.stream_infer("a"))):
