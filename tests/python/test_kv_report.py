@@ -148,6 +148,12 @@ def uncalibrated(arguments: list[str], *flags: str) -> list[str]:
     return [*rest[:-2], *flags, *rest[-2:]]
 
 
+def changed(arguments: list[str], flag: str, value: str) -> list[str]:
+    """The command with another value of a flag."""
+    at = arguments.index(flag) + 1
+    return [*arguments[:at], value, *arguments[at + 1 :]]
+
+
 def test_a_report_on_nothing_but_none(
     arguments: list[str], recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -252,9 +258,8 @@ def test_the_whole_command(arguments: list[str], monkeypatch: pytest.MonkeyPatch
 def test_a_context_that_the_model_was_not_trained_for(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    at = arguments.index("--contexts") + 1
     with pytest.raises(SystemExit):
-        main([*arguments[:at], "256,2048", *arguments[at + 1 :]])
+        main(changed(arguments, "--contexts", "256,2048"))
     wanted = "got 2048, wanted at most the 1024 positions the model was trained for"
     assert wanted in capsys.readouterr().err
 
@@ -268,8 +273,7 @@ def test_default_contexts_are_those_that_the_model_was_trained_for() -> None:
 def test_a_calibration_text_that_is_missing(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    at = arguments.index("--calibration-text") + 1
     with pytest.raises(SystemExit):
-        main([*arguments[:at], "no/such.txt", *arguments[at + 1 :]])
+        main(changed(arguments, "--calibration-text", "no/such.txt"))
     error = capsys.readouterr().err
     assert "'no/such.txt', wanted an existing file" in error and "--calibration-text" in error
