@@ -35,7 +35,6 @@ async def prepare_chat(state: ServerState, request: ChatCompletionRequest) -> Pr
             f"got {request.top_logprobs}, wanted logprobs true beside it; add logprobs",
         )
     options = _template_options(request, splits_answers=state.splits_answers)
-    goes_on = False
     if request.messages and request.input_ids:
         raise OptionError("input_ids", "got it beside messages, wanted one of the two; remove one")
     for name in _OF_MESSAGES if request.input_ids else ():
@@ -52,6 +51,8 @@ async def prepare_chat(state: ServerState, request: ChatCompletionRequest) -> Pr
         )
     elif request.input_ids:
         ids = request.input_ids
+        template = state.engine.parts.chat_template
+        goes_on = template is not None and template.goes_on
         state.engine.check_prompt(ids, name="input_ids")
     else:
         raise OptionError("messages", "got none, wanted at least one; add messages")

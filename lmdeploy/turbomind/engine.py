@@ -313,13 +313,12 @@ class AsyncEngine:
         set_sampling(request, config, index=index)
         if config.response_format is not None:
             request.token_mask = grammars.token_mask(config.response_format)
-        begins_text = chat and not goes_on and not (template is not None and template.goes_on)
         answer = self._answer_text(
             config,
             plain_words,
             special_words=special_words,
             harmony=harmony,
-            begins_text=begins_text,
+            begins_text=chat and not goes_on,
         )
         return request, prompt_ids, answer
 

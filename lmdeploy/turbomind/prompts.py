@@ -171,7 +171,8 @@ def check_template_options(options: dict[str, Any]) -> None:
     for name in _OWN_VARIABLES:
         if name in options:
             raise OptionError(
-                f"chat_template_kwargs.{name}", "is set for every conversation; remove it"
+                f"chat_template_kwargs.{name}",
+                "got a value, wanted none: it is set for every conversation; remove it",
             )
     size, depth = 0, 0
     level: list[Any] = [options]
@@ -248,8 +249,8 @@ class PromptTemplate:
         if end < 0:
             raise OptionError(
                 "messages",
-                "the chat template leaves out the last message, an answer to be continued; wanted "
-                "a message of the user at the end",
+                "got an answer at the end, to be continued, which the chat template leaves out; "
+                "wanted a message of the user there; change messages or --chat-template",
             )
         return text[:end]
 
