@@ -207,8 +207,7 @@ def test_an_answer_begins_a_text_in_a_chat_alone(monkeypatch):
     async def run():
         for chat in (False, True):
             (await engine.submit([97], chat=chat)).close()
-        engine.parts.chat_template.goes_on = True  # no template at all
-        (await engine.submit([97], chat=True)).close()
+        (await engine.submit([97], chat=True, goes_on=True)).close()
 
     asyncio.run(run())
     engine.close()
