@@ -147,8 +147,10 @@ std::optional<RowDraw> DrawOf(const Request& request, int64_t num_generated) {
 Sampler::Sampler(int vocab_size) : vocab_size_(vocab_size) {
   Check(vocab_size > 0, "the vocabulary has tokens");
   const auto size = static_cast<size_t>(vocab_size);
-  weights_.resize(size);
-  counts_.resize(size);
+  // Reserved, so that no step allocates, and sized by the first that needs them: pages of a sampler
+  // that only takes the highest stay untouched.
+  weights_.reserve(size);
+  counts_.reserve(size);
   candidates_.reserve(size);
   block_sums_.resize((size + kSumBlock - 1) / kSumBlock);
 }
@@ -168,6 +170,7 @@ std::string Sampler::ApplyPenalties(const SampleInput& input) {
   if (!repetition && !additive) {
     return {};
   }
+  counts_.resize(static_cast<size_t>(vocab_size_));
   // counts_[id]: 1 + times generated, 0 for a token never seen. Undone below.
   const int64_t num_prompt = input.num_tokens - input.num_generated;
   int64_t counted = repetition ? 0 : num_prompt;
@@ -203,6 +206,7 @@ std::string Sampler::ApplyPenalties(const SampleInput& input) {
 
 // A draw from softmax(logits / temperature), filtered.
 int32_t Sampler::Draw(const float* logits, float max_logit, const RowDraw& draw) {
+  weights_.resize(static_cast<size_t>(vocab_size_));
   FillWeights(logits, max_logit, draw.inverse_temperature);
   if (DrawsFromAll(draw, vocab_size_)) {
     return DrawFromAll(draw.min_p, draw.uniform);

@@ -60,8 +60,8 @@ class Sampler {
 
   int vocab_size_;
   std::vector<float> raw_;             // [vocab_size] before anything was changed
-  std::vector<float> weights_;         // [vocab_size]
-  std::vector<int32_t> counts_;        // [vocab_size], all zero between calls
+  std::vector<float> weights_;         // [vocab_size] since the first draw
+  std::vector<int32_t> counts_;        // [vocab_size] since the first penalty, zero between calls
   std::vector<Candidate> candidates_;  // of one draw
   std::vector<double> block_sums_;     // [ceil(vocab_size / kSumBlock)] of one draw
 };
