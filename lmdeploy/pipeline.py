@@ -6,13 +6,11 @@ call and may be used from any thread.
 
 from __future__ import annotations
 
-import asyncio
 import queue
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import CancelledError, Future
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from lmdeploy.checks import OptionError, check_instance, refuse, show
 from lmdeploy.logs import set_log_level
@@ -28,15 +26,13 @@ if TYPE_CHECKING:
 
     from lmdeploy.model import ChatTemplateConfig
     from lmdeploy.tokenizer import Tokenizer
-    from lmdeploy.turbomind.engine import AsyncEngine, EngineFailure
+    from lmdeploy.turbomind.engine import AsyncEngine
     from lmdeploy.turbomind.grammar import Grammars
     from lmdeploy.turbomind.request_stream import RequestStream
 
 Message: TypeAlias = dict[str, Any]
 Prompt: TypeAlias = "str | list[Message]"
-T = TypeVar("T")
 
-_MAX_IN_FLIGHT = 256  # prompts handed to the engine at a time
 _ANSWERED = ("stop", "length", "tool_calls")  # the others: error, abort
 
 
@@ -56,63 +52,6 @@ class Session:
         return [*result, {"role": "user", "content": prompt}]
 
 
-class _LoopThread:
-    """An event loop in a thread. Any thread may call its methods."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._lock = threading.Lock()
-        self._closing = False
-        self._thread = threading.Thread(target=self._loop.run_forever, name="tm-loop", daemon=True)
-        self._thread.start()
-
-    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begins `coroutine` there. EngineFailure once the loop is closed."""
-        with self._lock:
-            if not self._closing:
-                return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        coroutine.close()
-        raise _closed_meanwhile()
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs `coroutine` there and waits. An interrupt cancels it."""
-        future = self.start(coroutine)
-        try:
-            return self.result(future)
-        except BaseException:
-            future.cancel()
-            raise
-
-    def result(self, future: Future[T]) -> T:
-        """Waits for what `start` began. EngineFailure when the loop was closed meanwhile."""
-        try:
-            return future.result()
-        except CancelledError:
-            raise _closed_meanwhile() from None
-
-    def close(self) -> None:
-        """Cancels what runs, stops the loop and joins the thread. May be called again."""
-        with self._lock:
-            if not self._closing:
-                asyncio.run_coroutine_threadsafe(self._end(), self._loop)
-            self._closing = True
-        self._thread.join()
-        self._loop.close()
-
-    async def _end(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._loop.stop()
-
-
-def _closed_meanwhile() -> EngineFailure:
-    from lmdeploy.turbomind.engine import EngineFailure
-
-    return EngineFailure("the pipeline was closed before the answer was complete")
-
-
 class Pipeline:
     """A loaded model. Close it, or use it as a context manager."""
 
@@ -125,17 +64,19 @@ class Pipeline:
         *,
         engine: AsyncEngine | None = None,
     ) -> None:
+        # Not with the module: they bring asyncio, which `import lmdeploy` can do without.
+        from lmdeploy.turbomind.engine import AsyncEngine
+        from lmdeploy.turbomind.loop_thread import LoopThread
+
         set_log_level(log_level)
         if backend_config is not None:
             check_instance("backend_config", backend_config, kind=TurbomindEngineConfig)
         if engine is None:
-            from lmdeploy.turbomind.engine import AsyncEngine
-
             engine = AsyncEngine.load(
                 model_path, backend_config, chat_template_config=chat_template_config
             )
         self.engine = engine
-        self._loop = _LoopThread()
+        self._loop = LoopThread()
         self._closing = False  # no new calls
         self._closed = False
         self._close_lock = threading.RLock()
@@ -203,7 +144,7 @@ class Pipeline:
                 answers[slot] = await self._answer(job)
                 bar.update(1)
 
-            self._loop.run(_run_all(jobs, run_one))
+            self._loop.run_all(jobs, run_one)
         result = cast("list[Response]", answers)
         return result[0] if single and len(result) == 1 else result
 
@@ -235,13 +176,13 @@ class Pipeline:
             finally:
                 stream.close()
 
-        future = self._loop.start(_run_all(jobs, run_one))
+        future = self._loop.start_all(jobs, run_one)
         future.add_done_callback(lambda _: pieces.put(None))
         try:
             while (piece := pieces.get()) is not None:
                 yield piece
                 self.engine.check_process()
-            self._loop.result(future)
+            self._loop.wait(future)
         finally:
             future.cancel()
 
@@ -316,7 +257,7 @@ class Pipeline:
             values = [logprobs[token] for logprobs, token in pairs]
             result[slot] = -sum(values) / len(values)
 
-        self._loop.run(_run_all(jobs, run_one))
+        self._loop.run_all(jobs, run_one)
         return result
 
     def _chat_pieces(
@@ -417,22 +358,6 @@ class _Job:
     chat: bool = False
     goes_on: bool = False
     grammars: Grammars | None = None  # of the call
-
-
-async def _run_all(jobs: Sequence[_Job], run_one: Callable[[int, _Job], Awaitable[None]]) -> None:
-    """Runs all jobs, some at a time. The first that fails, or cancelling this, cancels the rest."""
-    room = asyncio.Semaphore(_MAX_IN_FLIGHT)
-
-    async def run(slot: int, job: _Job) -> None:
-        async with room:
-            await run_one(slot, job)
-
-    tasks = [asyncio.ensure_future(run(slot, job)) for slot, job in enumerate(jobs)]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 def _is_conversation(prompts: Any) -> bool:

@@ -13,6 +13,7 @@ import pytest
 from fake_engine import make_engine
 
 from lmdeploy import GenerationConfig, Pipeline
+from lmdeploy.turbomind import loop_thread
 from lmdeploy.turbomind.engine import EngineFailure
 from lmdeploy.turbomind.grammar import Grammar
 
@@ -140,7 +141,7 @@ def test_get_ppl_checks_all_before_any_runs(pipe):
     ids=["infer", "stream_infer", "get_ppl"],
 )
 def test_few_requests_are_in_flight(pipe, monkeypatch, call):
-    monkeypatch.setattr(sys.modules["lmdeploy.pipeline"], "_MAX_IN_FLIGHT", 3)
+    monkeypatch.setattr(loop_thread, "_MAX_IN_FLIGHT", 3)
     core, most = pipe.engine.parts.core, []
     submit = core.submit
 
