@@ -202,9 +202,9 @@ def run(options: argparse.Namespace) -> None:
     from results_file import ResultsFile, describe_machine
     from target_suite import format_row
 
-    from lmdeploy.turbomind.loader import read_model_info
+    from lmdeploy.turbomind.loader import open_files
 
-    info = read_model_info(options.model)
+    info = open_files(options.model).info
     file = ResultsFile(options.json)
     file.measured_on(describe_machine(options.num_threads))
     load = Load(options.clients, options.requests, options.prompt_tokens, options.answer_tokens)

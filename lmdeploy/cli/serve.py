@@ -54,7 +54,8 @@ def dry_run_lines(model_path: str, config: TurbomindEngineConfig) -> list[str]:
 
     target = open_device(config)
     device = target.device
-    info, native, kv = plan_engine(model_path, config, device=device)
+    files, native, kv = plan_engine(model_path, config, device=device)
+    info = files.info
     free = target.free_bytes()
     left = max(free - info.weight_bytes, 0)
     plan = _turbomind.plan_memory(info.config, native, left, is_cuda=device.is_cuda)

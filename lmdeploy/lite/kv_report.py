@@ -25,7 +25,7 @@ from lmdeploy.lite.kv_retrieval import ask, make_prompt, recall_summary
 from lmdeploy.lite.kv_scores import ScoreFolder
 from lmdeploy.lite.prompt_engine import OpenModel, PromptEngine, open_model
 from lmdeploy.turbomind.engine_plan import longest_position
-from lmdeploy.turbomind.loader import read_model_info
+from lmdeploy.turbomind.loader import open_files
 
 logger = logging.getLogger(__name__)
 
@@ -344,7 +344,7 @@ def make_report(options: ReportOptions) -> Report:
         )
     texts = {path.stem: read_text(path) for path in options.texts}
     # As a server computes: 16-bit activations add a KL below 1e-6, exact compute doubles the time.
-    longest = longest_position(read_model_info(options.model_path).config)
+    longest = longest_position(open_files(options.model_path).info.config)
     options = replace(options, contexts=choose_contexts(options.contexts, longest=longest))
     model = open_model(options.model_path, exact=False)
     ids = {

@@ -68,11 +68,11 @@ def open_model(path: str, *, exact: bool = True, threads: int | None = None) -> 
     Exact compute alone would keep `none`, scales and zeros in FP32, which no server stores.
     """
     from lmdeploy import _turbomind
-    from lmdeploy.turbomind.loader import load_model, read_model_info
+    from lmdeploy.turbomind.loader import load_model, open_files
 
     threads = threads or usable_cores()
     device = _turbomind.make_cpu_device(threads)
-    dtype = read_model_info(path).config.dtype
+    dtype = open_files(path).info.config.dtype
     return OpenModel(path, load_model(path, dtype=dtype, exact=exact, device=device), threads)
 
 

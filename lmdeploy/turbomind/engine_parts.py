@@ -61,21 +61,20 @@ def load_parts(
     `answer_parser` is "gpt-oss" where answers come in that format whatever the model's type.
     """
     from lmdeploy import _turbomind
-    from lmdeploy.turbomind.loader import load_model
     from lmdeploy.turbomind.prompts import choose_template
 
     target = open_device(config)
     device = target.device
-    _, native, kv = plan_engine(model_path, config, device=device)
-    model = load_model(
-        model_path, dtype=config.dtype, exact=config.exact, device=device, progress=progress
-    )
-    harmony = find_harmony(model.model_type, model.tokenizer, answer_parser=answer_parser)
-    template = choose_template(model.chat_template, chat_template_config, tokenizer=model.tokenizer)
+    files, native, kv = plan_engine(model_path, config, device=device)
+    # Before the weights, which take long.
+    texts = files.read_texts()
+    harmony = find_harmony(files.info.model_type, texts.tokenizer, answer_parser=answer_parser)
+    template = choose_template(texts.chat_template, chat_template_config, tokenizer=texts.tokenizer)
     if harmony is not None and template is None:
         from lmdeploy.harmony.library import warn_without_encoding
 
         warn_without_encoding()
+    model = files.load(texts, device=device, progress=progress)
     free = max(target.free_bytes() - model.mapped_bytes, 0)
     core = _turbomind.Engine(model.config, native, model.weights, device, free)
     if model.cache_writer is not None:

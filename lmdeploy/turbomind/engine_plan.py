@@ -11,7 +11,7 @@ from lmdeploy.turbomind.devices import step_sizes
 if TYPE_CHECKING:
     from lmdeploy import _turbomind
     from lmdeploy.turbomind.kv_quality import KvOptions
-    from lmdeploy.turbomind.loader import ModelInfo
+    from lmdeploy.turbomind.loader import ModelFiles
 
 logger = logging.getLogger("lmdeploy")
 
@@ -83,19 +83,18 @@ def check_model_format(model_path: str, wanted: str | None) -> None:
 
 def plan_engine(
     model_path: str, config: TurbomindEngineConfig, *, device: _turbomind.Device
-) -> tuple[ModelInfo, _turbomind.EngineConfig, KvOptions]:
+) -> tuple[ModelFiles, _turbomind.EngineConfig, KvOptions]:
     """What is known before weights are read.
 
     Raises ValueError where the model, its files or the options are refused: the device may have no
     kernels for them.
     """
     from lmdeploy import _turbomind
-    from lmdeploy.turbomind.loader import read_model_info
+    from lmdeploy.turbomind.loader import open_files
 
     check_model_format(model_path, config.model_format)
-    info = read_model_info(
-        model_path, dtype=config.dtype, exact=config.exact, on_gpu=device.is_cuda
-    )
+    files = open_files(model_path, dtype=config.dtype, exact=config.exact, on_gpu=device.is_cuda)
+    info = files.info
     native, kv = engine_config_of(config, info.config, model_path=str(info.path), sm=device.sm)
     _turbomind.require_kernels(info.config, native, device)
-    return info, native, kv
+    return files, native, kv

@@ -13,14 +13,22 @@ from lmdeploy.tokenizer import Tokenizer, tokenizer_from_folder
 from lmdeploy.turbomind.checkpoint import Checkpoint, open_checkpoint
 from lmdeploy.turbomind.conversion import engine_bytes
 from lmdeploy.turbomind.model_errors import ModelFormatError
-from lmdeploy.turbomind.packed_cache import CacheWriter, stamp_files
+from lmdeploy.turbomind.packed_cache import CacheWriter, Source, stamp_files
 from lmdeploy.turbomind.safetensors_file import read_json_object
 from lmdeploy.turbomind.weight_loader import cache_of, load_through_cache, load_weights
 
 if TYPE_CHECKING:
     from lmdeploy._turbomind import Device, ModelConfig, Weights
 
-__all__ = ["LoadedModel", "ModelFormatError", "ModelInfo", "load_model", "read_model_info"]
+__all__ = [
+    "LoadedModel",
+    "ModelFiles",
+    "ModelFormatError",
+    "ModelInfo",
+    "ModelTexts",
+    "load_model",
+    "open_files",
+]
 
 _MAX_JSON_BYTES = 1 << 20
 # `dtype` as users write it → the cache dtype of the engine.
@@ -63,15 +71,97 @@ class LoadedModel:
     cache_writer: CacheWriter | None = None  # to be started when the engine is ready
 
 
-def read_model_info(
+@dataclass(frozen=True)
+class ModelTexts:
+    """What a checkpoint says of texts."""
+
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None  # None: the checkpoint has none
+    generation_config: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class ModelFiles:
+    """A checkpoint, opened once: its config and tensors were checked, no weights were read."""
+
+    info: ModelInfo
+    _checkpoint: Checkpoint
+    _source: Source
+    _exact: bool
+    _copied: bool  # no tensor stays in the mapped files
+
+    def read_texts(self) -> ModelTexts:
+        """The small parts, which fail fast. Once: the strings of a vocabulary, tens of megabytes,
+        are let go.
+
+        Raises ModelFormatError.
+        """
+        checkpoint = self._checkpoint
+        self._checkpoint = replace(checkpoint, metadata={})
+        tokenizer = _tokenizer(checkpoint)
+        if tokenizer.vocab_size > checkpoint.config.vocab_size:
+            raise ModelFormatError(
+                f"{checkpoint.path}: the tokenizer has ids up to {tokenizer.vocab_size - 1}, the "
+                f"model only {checkpoint.config.vocab_size} rows of embedding"
+            )
+        template = _chat_template(checkpoint, tokenizer)
+        return ModelTexts(tokenizer, template, _generation_config(checkpoint))
+
+    def load(self, texts: ModelTexts, *, device: Device, progress: bool) -> LoadedModel:
+        """The weights tensor by tensor, or packed from the cache (packed_cache.py).
+
+        Of the mapped files only experts in MXFP4 stay, as long as the weights live; the pages of
+        every other tensor are given back once it is packed. A GPU has copies of all, and no cache
+        of packed weights.
+
+        Raises ModelFormatError, and ValueError for wrong options of the cache in the environment.
+        """
+        from lmdeploy._turbomind import WeightsBuilder
+
+        checkpoint, exact = self._checkpoint, self._exact
+        builder = WeightsBuilder(self.info.config, device, exact)
+        cache = None if self._copied else cache_of(checkpoint, self._source)
+        if cache is not None:
+            loaded = load_through_cache(builder, checkpoint, entry=cache, progress=progress)
+        else:
+            loaded = load_weights(
+                builder, checkpoint, exact=exact, copied=self._copied, progress=progress
+            )
+        return LoadedModel(
+            path=self.info.path,
+            model_type=self.info.model_type,
+            config=self.info.config,
+            mapped_bytes=self.info.mapped_bytes + loaded.mapped_bytes,
+            chat_template=texts.chat_template,
+            generation_config=texts.generation_config,
+            tokenizer=texts.tokenizer,
+            weights=loaded.weights,
+            cache_writer=loaded.cache_writer,
+        )
+
+
+def open_files(
     path: str, *, dtype: str = "auto", exact: bool = False, on_gpu: bool = False
-) -> ModelInfo:
+) -> ModelFiles:
     """Checks config and tensors of `path` (a name, folder, file or hub id) and sums their sizes.
 
-    Raises ModelFormatError (a ValueError) for everything that could not be loaded.
+    Args:
+        path: `smollm2`, a Hugging Face folder, a .gguf file or a hub id.
+        dtype: cache dtype, or "auto" for the rule of the format (docs/kv_cache.md).
+        exact: FP32 compute, without BF16 weights or int8 activations.
+        on_gpu: whether a GPU is to load them.
+
+    Raises ModelFormatError (a ValueError) for everything that could not be loaded, and ValueError
+    for exact compute on a GPU.
     """
+    if exact and on_gpu:
+        raise ValueError("exact: got True, wanted False on CUDA; change --exact or --device")
     copied = exact or on_gpu
-    return _info(open_checkpoint(resolve_model(path)), dtype=dtype, exact=exact, copied=copied)
+    resolved = resolve_model(path)
+    source = stamp_files(resolved)  # before they are opened
+    checkpoint = open_checkpoint(resolved)
+    info = _info(checkpoint, dtype=dtype, exact=exact, copied=copied)
+    return ModelFiles(info, checkpoint, source, exact, copied)
 
 
 def load_model(
@@ -82,59 +172,12 @@ def load_model(
     device: Device,
     progress: bool = True,
 ) -> LoadedModel:
-    """Loads everything: the weights tensor by tensor, or packed from the cache (packed_cache.py).
+    """All of a model, for the engine's `device`; `progress`: whether to show a bar.
 
-    Of the checkpoint's mapped files only experts in MXFP4 stay, as long as the weights live; the
-    pages of every other tensor are given back once it is packed. A GPU has copies of all, and no
-    cache of packed weights.
-
-    Args:
-        path: `smollm2`, a Hugging Face folder, a .gguf file or a hub id.
-        dtype: cache dtype, or "auto" for the rule of the format (docs/kv_cache.md).
-        exact: FP32 compute, without BF16 weights or int8 activations.
-        device: the engine's device, which packs the weights.
-        progress: whether to show a bar.
-
-    Raises ModelFormatError, and ValueError for wrong options of the cache in the environment and
-    for exact compute on a GPU.
+    The other arguments and the errors are those of `open_files` and of ModelFiles.
     """
-    from lmdeploy._turbomind import WeightsBuilder
-
-    if exact and device.is_cuda:
-        raise ValueError("exact: got True, wanted False on CUDA; change --exact or --device")
-    copied = exact or device.is_cuda
-    resolved = resolve_model(path)
-    source = stamp_files(resolved)
-    checkpoint = open_checkpoint(resolved)
-    info = _info(checkpoint, dtype=dtype, exact=exact, copied=copied)
-    # The small parts first: they fail fast.
-    tokenizer = _tokenizer(checkpoint)
-    if tokenizer.vocab_size > checkpoint.config.vocab_size:
-        raise ModelFormatError(
-            f"{checkpoint.path}: the tokenizer has ids up to {tokenizer.vocab_size - 1}, the model "
-            f"only {checkpoint.config.vocab_size} rows of embedding"
-        )
-    template = _chat_template(checkpoint, tokenizer)
-    generation_config = _generation_config(checkpoint)
-    # The strings of a vocabulary, tens of megabytes: nothing below reads them.
-    checkpoint = replace(checkpoint, metadata={})
-    builder = WeightsBuilder(info.config, device, exact)
-    cache = None if copied else cache_of(checkpoint, source)
-    if cache is not None:
-        loaded = load_through_cache(builder, checkpoint, entry=cache, progress=progress)
-    else:
-        loaded = load_weights(builder, checkpoint, exact=exact, copied=copied, progress=progress)
-    return LoadedModel(
-        path=checkpoint.path,
-        model_type=checkpoint.family.name,
-        config=info.config,
-        mapped_bytes=info.mapped_bytes + loaded.mapped_bytes,
-        chat_template=template,
-        generation_config=generation_config,
-        tokenizer=tokenizer,
-        weights=loaded.weights,
-        cache_writer=loaded.cache_writer,
-    )
+    files = open_files(path, dtype=dtype, exact=exact, on_gpu=device.is_cuda)
+    return files.load(files.read_texts(), device=device, progress=progress)
 
 
 def cache_dtype(stored_dtype: str, dtype: str, *, exact: bool) -> str:

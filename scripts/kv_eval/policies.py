@@ -113,10 +113,10 @@ def make_plan(model_path: str, policy: Policy) -> Plan:
     from lmdeploy import _turbomind
     from lmdeploy.environment import free_memory_bytes
     from lmdeploy.turbomind.engine_plan import engine_config_of
-    from lmdeploy.turbomind.loader import read_model_info
+    from lmdeploy.turbomind.loader import open_files
 
     config = policy.config()
-    info = read_model_info(model_path, dtype=config.dtype, exact=config.exact)
+    info = open_files(model_path, dtype=config.dtype, exact=config.exact).info
     native, options = engine_config_of(config, info.config, model_path=str(info.path))
     plan = _turbomind.plan_memory(info.config, native, free_memory_bytes())
     stored = (

@@ -81,7 +81,7 @@ from lmdeploy import TurbomindEngineConfig
 from lmdeploy.turbomind import engine_parts, loader
 def read(*args, **options):
     raise ValueError("weights are read")
-loader.load_model = read
+loader.ModelFiles.load = read
 try:
     engine_parts.load_parts(sys.argv[1], TurbomindEngineConfig(dtype=sys.argv[2], num_threads=1))
 except ValueError as error:

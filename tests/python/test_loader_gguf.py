@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from tiny_gguf import interleave, write_gguf
 from tiny_models import TINY_MODELS, TinyModel, make_model
 
-from lmdeploy import _turbomind
+from lmdeploy import ChatTemplateConfig, TurbomindEngineConfig, _turbomind
 from lmdeploy.gguf_tokenizer import tokenizer_from_gguf
 from lmdeploy.turbomind import gguf_checkpoint, gguf_file, loader
 from lmdeploy.turbomind.checkpoint import Checkpoint, open_checkpoint
 from lmdeploy.turbomind.conversion import bf16_bits, matrix_for_engine, vector_for_engine
+from lmdeploy.turbomind.engine_parts import load_parts
 from lmdeploy.turbomind.gguf_checkpoint import _check_window_pattern
 from lmdeploy.turbomind.gguf_file import FORMATS, GgufFile, format_name
 from lmdeploy.turbomind.model_errors import ModelFormatError
@@ -83,6 +84,40 @@ def test_no_vocabulary_in_memory_while_weights_load(
     monkeypatch.setattr(loader, "load_weights", load)
     loader.load_model(str(good), device=_turbomind.make_cpu_device(1), exact=True, progress=False)
     assert alive == [False]
+
+
+SMALL = TurbomindEngineConfig(
+    session_len=64, max_batch_size=1, cache_max_entry_count=0.01, num_threads=1
+)
+
+
+def test_an_engine_opens_its_file_once(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Path] = []
+
+    class Counted(GgufFile):
+        def __init__(self, path: Path) -> None:
+            opened.append(path)
+            super().__init__(path)
+
+    monkeypatch.setattr(gguf_checkpoint, "GgufFile", Counted)
+    load_parts(str(good), SMALL, progress=False).core.close()
+    assert opened == [good]
+
+
+def test_a_bad_template_is_refused_before_weights_are_read(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: Any, **__: Any) -> LoadedWeights:
+        raise AssertionError("weights are read")
+
+    monkeypatch.setattr(loader, "load_weights", load)
+    bad = tmp_path / "bad.jinja"
+    bad.write_text("{% if %}")
+    config = ChatTemplateConfig("custom", model_path=str(bad))
+    with pytest.raises(ModelFormatError, match=r"bad\.jinja"):
+        load_parts(str(good), SMALL, chat_template_config=config, progress=False)
+    with pytest.raises(AssertionError, match="weights are read"):
+        load_parts(str(good), SMALL, progress=False)
 
 
 @pytest.mark.parametrize("weight_format", WRITABLE)

@@ -16,7 +16,7 @@ from tiny_moe import GPT_OSS, change_config, save_mxfp4
 
 from lmdeploy.cli.serve import dry_run_lines
 from lmdeploy.messages import TurbomindEngineConfig
-from lmdeploy.turbomind.loader import read_model_info
+from lmdeploy.turbomind.loader import open_files
 
 LAYERS, EXPERTS, HIDDEN, HEADS, VOCAB = 3, 16, 512, 64, 8192
 # What loading takes beside the weights: the allocator, tables, pages at the ends of tensors.
@@ -109,7 +109,7 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_memory_is_what_dry_run_says(big: Path, tmp_path: Path) -> None:
     """Pages of packed tensors are given back; those of experts come when they are used."""
     small = save_mxfp4(make_model(GPT_OSS), tmp_path)
-    info = read_model_info(str(big))
+    info = open_files(str(big)).info
     tests = str(Path(__file__).parent)
     code = f"import sys; sys.path.insert(0, {tests!r})\n{CHILD}"
     done = subprocess.run(
@@ -130,7 +130,7 @@ def test_memory_is_what_dry_run_says(big: Path, tmp_path: Path) -> None:
 
 
 def test_dry_run_names_the_experts(big: Path) -> None:
-    info = read_model_info(str(big))
+    info = open_files(str(big)).info
     lines = dry_run_lines(str(big), TurbomindEngineConfig(session_len=512))
     line = lines[0]
     figures = {line.split(":")[0]: line.split()[2].replace(",", "") for line in lines[-4:]}
@@ -139,7 +139,7 @@ def test_dry_run_names_the_experts(big: Path) -> None:
     assert f"weights {info.weight_bytes:,} bytes ({info.mapped_bytes:,} of them experts" in line
     values = LAYERS * EXPERTS * 3 * HIDDEN * HIDDEN
     assert info.mapped_bytes == values // 32 * 17
-    exact = read_model_info(str(big), exact=True)
+    exact = open_files(str(big), exact=True).info
     assert exact.mapped_bytes == 0
     assert exact.weight_bytes > info.weight_bytes + 3 * values
 
@@ -148,7 +148,7 @@ def test_weight_bytes_are_what_the_engine_keeps(big: Path) -> None:
     from lmdeploy import _turbomind
     from lmdeploy.turbomind.loader import load_model
 
-    info = read_model_info(str(big))
+    info = open_files(str(big)).info
     model = load_model(str(big), device=_turbomind.make_cpu_device(2), progress=False)
     assert model.mapped_bytes == info.mapped_bytes
     assert model.weights.num_bytes == pytest.approx(info.weight_bytes, rel=0.01)
@@ -179,5 +179,5 @@ def test_the_cache_leaves_room_for_experts(big: Path, monkeypatch: pytest.Monkey
         reserved = parts.core.memory_plan().reserved_bytes
     finally:
         parts.core.close()
-    left = free - read_model_info(str(big)).mapped_bytes
+    left = free - open_files(str(big)).info.mapped_bytes
     assert 0.8 * left < reserved <= 0.9 * left
