@@ -144,7 +144,7 @@ struct Engine::Impl {
                  .limits = PlanStep(config, !device->capability().is_cuda),
                  .statistics = statistics.get()},
                 std::move(model_weights), *device),
-        generation(model.vocab_size, plan.max_sequence_tokens, *device) {
+        generation(model.vocab_size, plan.max_sequence_tokens, config.max_batch_size, *device) {
     UpdateStats();
     thread = std::thread([this] { Loop(); });
   }
@@ -195,8 +195,7 @@ struct Engine::Impl {
   std::vector<std::unique_ptr<Sequence>> submitted;
   std::vector<std::packaged_task<std::string()>> tasks;
   std::unordered_map<uint64_t, std::shared_ptr<Request>> live;  // until the last output
-  // Ended, to be destroyed by whoever takes the outputs: the end of a callback may wait for a lock
-  // (Python's), and no step shall.
+  // Ended. Destroyed by who takes the outputs: the end of a callback may wait for Python's lock.
   std::vector<std::shared_ptr<Request>> gone;
   OutputList outputs;
   size_t outputs_expected = 1;  // of a step
@@ -402,9 +401,10 @@ void Engine::Impl::Step() {
       UpdateStats();  // what runs, while it does: a step may take seconds
     }
     generation.Begin(batch);
-    decoder.Forward({.tokens = batch.tokens.data(), .batch = batch.Views()});
+    decoder.Forward(
+        {.tokens = batch.tokens.data(), .batch = batch.Views(), .rows = generation.rows()});
     scheduler.StepDone();
-    generation.Run(batch, decoder);
+    generation.Run(decoder);
     ++totals.num_steps;
     for (Sequence* sequence : batch.sequences) {
       totals.generated_tokens += static_cast<int64_t>(sequence->output.tokens.size());

@@ -67,7 +67,7 @@ void Fail(Sequence& sequence, const std::string& error, bool is_request_fault) {
   sequence.output.is_request_fault = is_request_fault;
 }
 
-Generation::Generation(int vocab_size, int64_t max_sequence_len, Device& device)
+Generation::Generation(int vocab_size, int64_t max_sequence_len, int max_batch_size, Device& device)
     : vocab_size_(vocab_size),
       max_sequence_len_(max_sequence_len),
       device_(device),
@@ -75,15 +75,21 @@ Generation::Generation(int vocab_size, int64_t max_sequence_len, Device& device)
   for (int thread = 0; thread < device.num_host_threads(); ++thread) {
     samplers_.emplace_back(vocab_size);
   }
+  rows_.reserve(static_cast<size_t>(max_batch_size));
+  row_indices_.reserve(static_cast<size_t>(max_batch_size));
 }
 
-void Generation::Run(const Batch& batch, Decoder& decoder) {
+void Generation::Begin(const Batch& batch) {
+  masks_.Begin(batch);
   CollectRows(batch);
+}
+
+void Generation::Run(Decoder& decoder) {
   const auto most = static_cast<size_t>(decoder.max_logit_rows());
   for (size_t first = 0; first < rows_.size(); first += most) {
     const size_t count = std::min(most, rows_.size() - first);
     const std::span<Row> rows = std::span(rows_).subspan(first, count);
-    decoder.ComputeLogits(row_indices_.data() + first, static_cast<int>(count));
+    decoder.ComputeLogits(static_cast<int>(first), static_cast<int>(count));
     AskHighest(rows, decoder);
     AskDrawn(rows, decoder);
     HandleRows(rows, ReadLogits(rows, decoder));
@@ -96,8 +102,8 @@ void Generation::CollectRows(const Batch& batch) {
   row_indices_.clear();
   for (int i = 0; i < batch.num_seqs(); ++i) {
     Sequence& sequence = *batch.sequences[static_cast<size_t>(i)];
-    const int64_t end = sequence.num_computed;
-    const int64_t begin = end - sequence.num_planned;
+    const int64_t begin = sequence.num_computed;
+    const int64_t end = begin + sequence.num_planned;
     for (int64_t p = FirstRow(sequence, begin, end); p < end; ++p) {
       rows_.push_back({&sequence, p});
       row_indices_.push_back(batch.cu_seqlens[static_cast<size_t>(i)] +

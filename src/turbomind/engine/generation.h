@@ -25,15 +25,19 @@ namespace turbomind {
 // with kError; the others of the batch do not notice. Engine thread only.
 class Generation {
  public:
-  // `max_sequence_len`: a sequence that reaches it ends with kLength. Sequences are handled side by
-  // side on the host threads of `device`, those with a token mask after the others: masks may still
-  // be asked for meanwhile.
-  Generation(int vocab_size, int64_t max_sequence_len, Device& device);
+  // `max_sequence_len`: a sequence that reaches it ends with kLength. Up to `max_batch_size` rows a
+  // step asks for no memory. Sequences are handled side by side on the host threads of `device`,
+  // those with a token mask after the others: masks may still be asked for meanwhile.
+  Generation(int vocab_size, int64_t max_sequence_len, int max_batch_size, Device& device);
 
-  // What can be asked before the decoder runs the planned batch.
-  void Begin(const Batch& batch) { masks_.Begin(batch); }
-  // REQUIRES: Begin, then the decoder has run `batch`, then Scheduler::StepDone was called.
-  void Run(const Batch& batch, Decoder& decoder);
+  // Before the decoder runs the planned batch: asks for what can be asked by then, and chooses
+  // rows.
+  void Begin(const Batch& batch);
+  // Token indices of the batch whose logits Run needs, ascending.
+  std::span<const int32_t> rows() const { return row_indices_; }
+  // REQUIRES: Begin, then the decoder has run that batch with rows(), then Scheduler::StepDone was
+  // called.
+  void Run(Decoder& decoder);
   // The step has failed between the two.
   void Drop() { masks_.Drop(); }
 

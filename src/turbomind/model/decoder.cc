@@ -59,6 +59,9 @@ MoeLayer ViewExperts(const ModelConfig& model, const MoeWeights& weights) {
   return layer;
 }
 
+// Such a step may be recorded and replayed: its ops do not depend on what is asked of it.
+bool DecodesOnly(const BatchView& batch) { return batch.num_decode == batch.num_seqs; }
+
 }  // namespace
 
 Decoder::Decoder(DecoderConfig config, std::shared_ptr<const Weights> weights, Device& device)
@@ -104,9 +107,10 @@ Decoder::Decoder(DecoderConfig config, std::shared_ptr<const Weights> weights, D
 Decoder::~Decoder() { device_.Release(memory_, static_cast<size_t>(scratch_bytes_)); }
 
 void Decoder::Forward(const DecoderInput& input) {
-  Check(input.batch.front().num_tokens > 0 &&
-            input.batch.front().num_tokens <= config_.limits.max_tokens,
+  const BatchView& batch = input.batch.front();
+  Check(batch.num_tokens > 0 && batch.num_tokens <= config_.limits.max_tokens,
         "the step fits the scratch");
+  Check(input.rows.empty() || input.rows.back() < batch.num_tokens, "the step has the rows");
   count_is_old_ = true;
   for (size_t i = 0; i < step_groups_.size(); ++i) {
     step_groups_[i].batch = input.batch[i];
@@ -116,6 +120,10 @@ void Decoder::Forward(const DecoderInput& input) {
                    .num_groups = static_cast<int>(step_groups_.size()),
                    .q_heads = model().num_heads},
                   [&] { RunLayers(input); });
+  if (DecodesOnly(batch)) {
+    KeepRows(input.rows, scratch_.hidden, model().hidden_size);
+  }
+  num_rows_ = static_cast<int>(input.rows.size());
 }
 
 void Decoder::RunLayers(const DecoderInput& input) {
@@ -134,25 +142,52 @@ void Decoder::RunLayers(const DecoderInput& input) {
   }
   for (int i = 0; i < model().num_layers; ++i) {
     const LayerWeights& layer = weights_->layers[static_cast<size_t>(i)];
-    const int group = config_.layers[static_cast<size_t>(i)].group;
+    const LayerCache& cache = config_.layers[static_cast<size_t>(i)];
+    const BatchView& view = input.batch[static_cast<size_t>(cache.group)];
+    const bool keeps_rows = i + 1 == model().num_layers && !DecodesOnly(batch);
     Norm(layer.attention_norm, scratch_.hidden, scratch_.normed, batch.num_tokens);
-    Attention(i, input.batch[static_cast<size_t>(group)]);
-    Norm(layer.ffn_norm, scratch_.hidden, scratch_.normed, batch.num_tokens);
-    FeedForward(i, batch.num_tokens);
+    Project(layer.qkv, nullptr, scratch_.normed, {scratch_.qkv, batch.num_tokens});
+    StoreKV(i, view);
+    int num_rows = batch.num_tokens;
+    if (keeps_rows) {
+      num_rows = static_cast<int>(input.rows.size());
+      if (num_rows == 0) {
+        return;
+      }
+    }
+    Attention(i, view, !keeps_rows || input.rows.back() >= batch.num_decode);
+    if (keeps_rows) {
+      KeepRows(input.rows, scratch_.hidden, model().hidden_size);
+      KeepRows(input.rows, scratch_.attended, int64_t{model().num_heads} * model().head_dim);
+    }
+    Project(layer.output, layer.output.bias.data, scratch_.attended,
+            {scratch_.hidden, num_rows, true});
+    Norm(layer.ffn_norm, scratch_.hidden, scratch_.normed, num_rows);
+    FeedForward(i, num_rows);
   }
 }
 
-void Decoder::ComputeLogits(const int32_t* rows, int num_rows) {
-  Check(num_rows > 0 && num_rows <= config_.limits.max_logit_rows, "the logits fit the scratch");
-  const int64_t width = model().hidden_size;
-  for (int first = 0, end = 0; first < num_rows; first = end) {
+void Decoder::KeepRows(std::span<const int32_t> rows, float* values, int64_t width) {
+  const auto num_rows = static_cast<int64_t>(rows.size());
+  for (int64_t first = 0, end = 0; first < num_rows; first = end) {
+    const int32_t* from = rows.data() + first;
+    const int64_t distance = *from - first;
     do {
-      ++end;  // of rows that follow one another, as those of decode do: one copy
-    } while (end < num_rows && rows[end] == rows[end - 1] + 1);
-    device_.Copy(scratch_.selected + first * width, scratch_.hidden + rows[first] * width,
-                 static_cast<size_t>((end - first) * width) * sizeof(float));
+      ++end;  // of rows that follow one another, as many as do not overlap where they go: one copy
+    } while (end < num_rows && end - first < distance &&
+             rows[static_cast<size_t>(end)] == from[end - first - 1] + 1);
+    if (distance > 0) {
+      device_.Copy(values + first * width, values + *from * width,
+                   static_cast<size_t>((end - first) * width) * sizeof(float));
+    }
   }
-  Norm(weights_->final_norm, scratch_.selected, scratch_.selected, num_rows);
+}
+
+void Decoder::ComputeLogits(int first, int num_rows) {
+  Check(num_rows > 0 && num_rows <= config_.limits.max_logit_rows, "the logits fit the scratch");
+  Check(first >= 0 && first + num_rows <= num_rows_, "the step was asked for the rows");
+  const int64_t width = model().hidden_size;
+  Norm(weights_->final_norm, scratch_.hidden + first * width, scratch_.selected, num_rows);
   const LinearPart head = {&weights_->output_head()};
   device_.Linear({.x = scratch_.selected,
                   .x_stride = width,
@@ -257,12 +292,10 @@ void Decoder::StoreKV(int index, const BatchView& batch) {
   }
 }
 
-// normed → hidden += output(attention(qkv(normed))), K and V stored on the way.
-void Decoder::Attention(int index, const BatchView& batch) {
+// Q → attended, of sequences that decode and, where `of_prompts`, of the others.
+void Decoder::Attention(int index, const BatchView& batch, bool of_prompts) {
   const LayerWeights& layer = weights_->layers[static_cast<size_t>(index)];
   const LayerCache& cache = config_.layers[static_cast<size_t>(index)];
-  Project(layer.qkv, nullptr, scratch_.normed, {scratch_.qkv, batch.num_tokens});
-  StoreKV(index, batch);
   const int64_t heads = int64_t{model().num_heads} + 2 * int64_t{model().num_kv_heads};
   const AttentionParams attention = {
       .q = scratch_.qkv,
@@ -281,11 +314,9 @@ void Decoder::Attention(int index, const BatchView& batch) {
   if (batch.num_decode > 0) {
     dispatchDecoding(device_, attention);
   }
-  if (batch.num_decode < batch.num_seqs) {
+  if (of_prompts && !DecodesOnly(batch)) {
     invokePrefillAttention(device_, attention);
   }
-  Project(layer.output, layer.output.bias.data, scratch_.attended,
-          {scratch_.hidden, batch.num_tokens, true});
 }
 
 // normed → hidden += feed-forward, in chunks of rows.

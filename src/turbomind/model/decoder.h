@@ -42,14 +42,17 @@ struct DecoderConfig {
 struct DecoderInput {
   const int32_t* tokens = nullptr;   // [num_tokens]
   std::span<const BatchView> batch;  // [num_groups]
+  // Token indices, ascending, whose logits may be asked for afterwards. Nothing else is computed of
+  // the last layer of a step that reads prompts, but K and V.
+  std::span<const int32_t> rows;
 };
 
 // A decoder over a device. Owns its scratch, sized once for the limits of a step; a step
 // allocates nothing.
 //
-// Invariant: a row of hidden() and of the logits depends on its own sequence alone, bit for bit
-// (each op's contract), whatever the batch, the chunking or the number of threads.
-// Called by the engine thread alone.
+// Invariant: a row of the hidden states and of the logits depends on its own sequence alone, bit
+// for bit (each op's contract), whatever the batch, the chunking or the number of threads. Called
+// by the engine thread alone.
 class Decoder {
  public:
   // Throws std::bad_alloc.
@@ -58,14 +61,14 @@ class Decoder {
   Decoder(const Decoder&) = delete;
   Decoder& operator=(const Decoder&) = delete;
 
-  // Runs all layers; the hidden states of the batch stay until the next call.
+  // Runs all layers; the hidden states of the input's rows stay until the next call.
   // REQUIRES: num_tokens <= limits.max_tokens, every token id in the vocabulary, the blocks of
   // every position present.
   void Forward(const DecoderInput& input);
 
-  // Logits of rows (token indices of the last batch), for the two functions that follow.
+  // Logits of the input's rows [first, first + num_rows), for the functions that follow.
   // REQUIRES: num_rows <= max_logit_rows.
-  void ComputeLogits(const int32_t* rows, int num_rows);
+  void ComputeLogits(int first, int num_rows);
   // Writes what ArgMaxRowsParams says of each of them, [num_rows]. False, and nothing is written,
   // where the device leaves that to the host.
   bool HighestTokens(int32_t* tokens);
@@ -88,7 +91,9 @@ class Decoder {
   };
 
   void RunLayers(const DecoderInput& input);
-  void Attention(int index, const BatchView& batch);
+  void Attention(int index, const BatchView& batch, bool of_prompts);
+  // Moves rows of [num_tokens, width] to its beginning.
+  void KeepRows(std::span<const int32_t> rows, float* values, int64_t width);
   void StoreKV(int index, const BatchView& batch);
   void FeedForward(int index, int num_tokens);
   void DenseFeedForward(const LayerWeights& layer, int64_t first, int num_rows);
@@ -109,7 +114,8 @@ class Decoder {
   int64_t scratch_bytes_ = 0;
   std::byte* memory_ = nullptr;
   DecoderScratch scratch_;
-  int num_logit_rows_ = 0;  // that are in the scratch
+  int num_rows_ = 0;        // whose hidden states are in the scratch
+  int num_logit_rows_ = 0;  // whose logits are
   int64_t num_nonfinite_ = 0;
   bool count_is_old_ = false;  // num_nonfinite_ is that of an earlier step
 };

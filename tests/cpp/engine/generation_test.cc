@@ -22,8 +22,8 @@ namespace {
 using testing::MakeRequest;
 using testing::RandomPrompt;
 
-// Rows of the output head, whose number of outputs no other matrix has; and what sampling hands
-// out.
+// Rows of the output head, whose number of outputs no other matrix has, and of the layers' MLPs;
+// and what sampling hands out.
 class CountingDevice : public testing::WaitingDevice {
  public:
   using WaitingDevice::WaitingDevice;
@@ -31,6 +31,10 @@ class CountingDevice : public testing::WaitingDevice {
   void Linear(const LinearParams& params) override {
     head_rows += params.parts[0].weight->rows == vocab_size ? params.num_rows : 0;
     WaitingDevice::Linear(params);
+  }
+  void GatedActivation(const GatedActivationParams& params) override {
+    mlp_rows += params.num_rows;
+    WaitingDevice::GatedActivation(params);
   }
   // Three threads, and the last item first.
   int num_host_threads() const override { return 3; }
@@ -51,11 +55,13 @@ class CountingDevice : public testing::WaitingDevice {
 
   int64_t vocab_size = testing::kVocab;
   int64_t head_rows = 0;
+  int64_t mlp_rows = 0;
   int64_t num_items_on_host = 0;
 };
 
 struct Answer {
   int64_t head_rows = 0;
+  int64_t mlp_rows = 0;
   int64_t num_items_on_host = 0;
   std::map<uint64_t, RequestOutput> outputs;
 };
@@ -84,6 +90,7 @@ Answer Run(const std::vector<std::shared_ptr<Request>>& requests, int vocab_size
   answer.outputs = testing::Collect(engine, requests.size());
   engine.Stop();
   answer.head_rows = device->head_rows;
+  answer.mlp_rows = device->mlp_rows;
   answer.num_items_on_host = device->num_items_on_host;
   return answer;
 }
@@ -99,6 +106,23 @@ TEST_CASE("only rows that somebody asked for have logits") {
   CHECK(Run(requests, testing::kVocab).head_rows == 3 * 7 + 129);
   requests[2]->max_new_tokens = 0;  // one row, which tells that the prompt has run
   CHECK(Run(requests, testing::kVocab).head_rows == 2 * 7 + 129 + 1);
+}
+
+TEST_CASE("the last layer of a prompt computes the rows that somebody asked for") {
+  std::vector<std::shared_ptr<Request>> requests;
+  for (uint64_t id = 0; id < 3; ++id) {
+    requests.push_back(MakeRequest(id, RandomPrompt(static_cast<uint32_t>(id), 130), 7));
+  }
+  const int64_t other_layers = testing::TinyConfig().num_layers - 1;
+  const int64_t tokens = 3 * (130 + 6);  // all but the last of each answer
+  const Answer plain = Run(requests, testing::kVocab);
+  CHECK(plain.mlp_rows == other_layers * tokens + 3 * 7);
+  requests[1]->num_prompt_logprobs = 0;
+  const Answer asked = Run(requests, testing::kVocab);
+  CHECK(asked.mlp_rows == other_layers * tokens + 3 * 7 + 129);
+  for (const auto& [id, output] : plain.outputs) {
+    CHECK(asked.outputs.at(id).tokens == output.tokens);
+  }
 }
 
 // Large enough that rows are handed out.
