@@ -1,6 +1,7 @@
 """Which files a model argument means: an embedded name, a path, or a Hugging Face hub id."""
 
 import importlib.util
+import os
 import re
 from pathlib import Path
 
@@ -71,8 +72,17 @@ def _embedded() -> Path:
     )
 
 
+_OTHER_HUBS = ("LMDEPLOY_USE_MODELSCOPE", "LMDEPLOY_USE_OPENMIND_HUB")
+
+
 def _download(model: str) -> Path:
     """The hub's files, from the cache where they are there already."""
+    for name in _OTHER_HUBS:
+        if os.environ.get(name, "").lower() == "true":
+            raise ModelFormatError(
+                f"model {model}: got {name}={os.environ[name]}, wanted it unset: models come from "
+                "the Hugging Face hub alone; download this one and name its folder"
+            )
     from huggingface_hub import snapshot_download
 
     try:

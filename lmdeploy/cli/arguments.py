@@ -31,6 +31,7 @@ UNSUPPORTED_FLAGS: dict[str, tuple[str | int, tuple[str, ...]]] = {
     "--cp": (1, ("1",)),
     "--cudagraph-capture-batch-sizes": ("+", ()),
     "--dist-init-addr": (1, ()),
+    "--disable-vision-encoder": (0, ()),
     "--distributed-executor-backend": (1, ()),
     "--dllm-block-length": (1, ()),
     "--dllm-confidence-threshold": (1, ("0.85",)),
@@ -112,8 +113,18 @@ class OneLineParser(argparse.ArgumentParser):
             for flag in action.option_strings
         ]
         given = [text.partition("=")[0] for text in unknown if text.startswith("--")]
-        near = [match for text in given for match in difflib.get_close_matches(text, flags, n=1)]
+        near = [
+            match
+            for text in given
+            for match in difflib.get_close_matches(text, flags, n=1)
+            if not _are_opposed(text, match)
+        ]
         return f"; did you mean {' '.join(near)}?" if near else ""
+
+
+def _are_opposed(first: str, second: str) -> bool:
+    words = {first.split("-")[2], second.split("-")[2]}
+    return words == {"enable", "disable"}
 
 
 def fail(message: str, status: int = 2) -> NoReturn:

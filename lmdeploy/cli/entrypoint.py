@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from lmdeploy.cli.arguments import OneLineParser, add_common_flags, fail
 from lmdeploy.cli.lite import add_lite_commands
 from lmdeploy.harmony.tokens import PARSER_NAME
+from lmdeploy.logs import LOG_FORMAT
 from lmdeploy.version import __version__
 
 
@@ -101,7 +102,7 @@ def _check_env(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; the exit status. 2: wrong input, 1: our failure, 130: interrupted."""
     args = make_parser().parse_args(argv)
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(format=LOG_FORMAT)
     logging.getLogger("lmdeploy").setLevel(args.log_level)
     run: Callable[[argparse.Namespace], int] = args.run
     try:

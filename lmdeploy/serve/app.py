@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -121,7 +122,15 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"
-        return error_response(ApiError(error.status_code, message))
+        if error.status_code == 404:
+            paths = sorted({route.path for route in app.routes if isinstance(route, APIRoute)})
+            message += f"; wanted one of {', '.join(paths)}; change the path"
+        elif error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow", "")
+            message += f"; wanted {allowed}; change the method"
+        response = error_response(ApiError(error.status_code, message))
+        response.headers.update(error.headers or {})
+        return response
 
 
 def _add_status_routes(app: FastAPI, state: ServerState) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 MAX_ANSWERS = 1024  # of one HTTP request
 MAX_GRAMMAR_ANSWERS = 128  # with response_format; up to 100 MB each for hostile grammars
 MAX_ENCODED_TOKENS = 1 << 22  # of one reply of /v1/encode
+MAX_PROMPT_TOKENS = 1 << 22  # of one HTTP request, once per answer; up to 44 bytes each
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
 MAX_LOGPROB_VALUES = 1 << 22  # of one HTTP request; about 100 bytes each
 
@@ -129,7 +130,8 @@ async def encode_prompts(
 ) -> list[list[int]]:
     """Token ids of a text, a list of texts, ids, or a list of ids. OptionError for the rest.
 
-    Prompts after the first that is wrong cost nothing. `num_new`: as in `check_prompt`.
+    Prompts after the first that is wrong, or that makes them too many tokens in all, cost nothing.
+    `num_new`: as in `check_prompt`.
     """
     prompts: list[Any] = [prompt] if isinstance(prompt, str) else prompt
     if prompts and all(type(item) is int for item in prompts):
@@ -142,11 +144,16 @@ async def encode_prompts(
         wanted = "a text, a list of texts, token ids, or a list of token ids"
         raise refuse("prompt", prompt, wanted=wanted)
     result: list[list[int]] = []
+    num_tokens = 0
     for item in prompts:
         ids = item
         if isinstance(item, str):
             ids = await asyncio.to_thread(encode_text, engine.parts, item, add_special=True)
         engine.check_prompt(ids, num_new=num_new)
+        num_tokens += len(ids)
+        if num_tokens > MAX_PROMPT_TOKENS:
+            wanted = f"wanted at most {MAX_PROMPT_TOKENS}; send fewer prompts"
+            raise OptionError("prompt", f"got {num_tokens} tokens in all, {wanted}")
         result.append(ids)
     return result
 
@@ -167,7 +174,7 @@ async def encode_texts(texts: Sequence[str], encode: Callable[[str], list[int]])
 
 
 def check_size(prompts: Sequence[list[int]], config: GenerationConfig, *, max_tokens: int) -> None:
-    """OptionError for more answers or log probabilities than one response may hold.
+    """OptionError for more answers, tokens or log probabilities than one request may have.
 
     `max_tokens` bounds a prompt and its answer together.
     """
@@ -180,6 +187,13 @@ def check_size(prompts: Sequence[list[int]], config: GenerationConfig, *, max_to
             "n",
             f"got {len(prompts)} prompts with {config.n} answers each, wanted at most {most} "
             f"answers{where}; change n",
+        )
+    num_tokens = sum(len(ids) for ids in prompts) * config.n
+    if num_tokens > MAX_PROMPT_TOKENS:
+        raise OptionError(
+            "n",
+            f"got {num_tokens} tokens of prompts with {config.n} answers each, wanted at most "
+            f"{MAX_PROMPT_TOKENS}; lower n or send fewer prompts",
         )
     values = 0
     for ids in prompts:

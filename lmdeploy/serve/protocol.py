@@ -115,6 +115,7 @@ class ChatCompletionRequest(CompletionFields):
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         **_COMMON_UNSUPPORTED,
+        "do_preprocess": (None, True),
         "functions": (None, []),
         "function_call": (None, "none", "auto"),
         "return_logprob": (None, False),
@@ -168,7 +169,7 @@ class CompletionRequest(CompletionFields):
 
 
 class GenerateRequest(SamplingFields):
-    """Body of POST /generate."""
+    """Body of POST /generate. As in LMDeploy, it samples from the model's own distribution."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         **_COMMON_UNSUPPORTED,
@@ -180,6 +181,9 @@ class GenerateRequest(SamplingFields):
     return_logprob: bool | None = None
     top_logprobs_num: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     max_tokens: int = Field(default=128, ge=1, lt=2**31)
+    temperature: float | None = Field(default=1.0, ge=0, le=2)
+    top_p: float | None = Field(default=1.0, ge=0, le=1)
+    top_k: int | None = Field(default=0, ge=0, lt=2**31)
 
 
 class EncodeRequest(ApiRequest):
@@ -196,9 +200,6 @@ class AbortRequest(ApiRequest):
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"session_id": (None, -1)}
 
     abort_all: bool | None = False
-
-
-EngineState = Literal["ok", "failed"]
 
 
 def check_value(name: str, value: Any, *, accepted: tuple[Any, ...]) -> None:
@@ -315,7 +316,15 @@ def _first_error(error: ValidationError, values: dict[str, Any]) -> ApiError:
     name = str(first["loc"][0])
     if first["type"] == "missing":
         return ApiError(400, f"{name}: missing, wanted a value; add {name}", param=name)
-    same = [d["msg"] for d in details if d["loc"] and d["loc"][0] == name]
-    wanted = " or ".join(dict.fromkeys(text.removeprefix("Input should be ") for text in same[:4]))
-    got = show(values.get(name))
-    return ApiError(400, f"{name}: got {got}, wanted {wanted}; change {name}", param=name)
+    same = [d for d in details if d["loc"] and d["loc"][0] == name]
+    texts = [d["msg"].removeprefix("Input should be ") for d in same[:4]]
+    wanted, got, path = " or ".join(dict.fromkeys(texts)), show(values.get(name)), name
+    if len(same) == 1:  # of one type alone: what is wrong within it
+        inner = first["loc"][1:]
+        path += "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in inner)
+        got = show(first["input"])
+        if first["type"] == "too_long":
+            context = first["ctx"]
+            got = f"{context['actual_length']} items"
+            wanted = f"at most {context['max_length']}"
+    return ApiError(400, f"{path}: got {got}, wanted {wanted}; change {path}", param=name)

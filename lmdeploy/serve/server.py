@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import sys
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from lmdeploy.checks import OptionError, check_instance, check_int, check_strings, refuse
@@ -28,7 +29,7 @@ def bind(server_name: str, server_port: int) -> socket.socket:
     check_int("server_port", server_port, low=0, high=65535, flag="--server-port")
     try:
         info = socket.getaddrinfo(server_name, server_port, type=socket.SOCK_STREAM)[0]
-    except OSError:
+    except (OSError, UnicodeError):
         raise refuse(
             "server_name", server_name, wanted="an address", flag="--server-name"
         ) from None
@@ -106,25 +107,24 @@ def run_server(
     check_instance("backend_config", config, kind=TurbomindEngineConfig)
     set_log_level(options.log_level)
     sock = bind(options.server_name, options.server_port)
-    try:
+    with closing(sock):
         engine = AsyncEngine.load(
             model_path,
             config,
             chat_template_config=chat_template_config,
             answer_parser=options.reasoning_parser or options.tool_call_parser,
         )
-        name = options.model_name or model_path
-        options.model_name = name
-        app = make_app(engine, options, enable_metrics=config.enable_metrics)
-        host = f"[{options.server_name}]" if ":" in options.server_name else options.server_name
-        listen(sock, options.server_name)
-        url = f"http://{host}:{sock.getsockname()[1]}"
-        print("\n".join(engine.start_lines()))
-        print(f"Serving {name} at {url}  (try:)")
-        print(curl_line(url, name, with_key=bool(options.api_keys)))
-        sys.stdout.flush()
-        level = options.log_level.lower()
-        settings = uvicorn.Config(app, log_level=level, access_log=level in ("debug", "info"))
-        GracefulServer(settings, engine, grace=options.shutdown_timeout).run(sockets=[sock])
-    finally:
-        sock.close()
+        with closing(engine):
+            name = options.model_name or model_path
+            options.model_name = name
+            app = make_app(engine, options, enable_metrics=config.enable_metrics)
+            host = f"[{options.server_name}]" if ":" in options.server_name else options.server_name
+            listen(sock, options.server_name)
+            url = f"http://{host}:{sock.getsockname()[1]}"
+            print("\n".join(engine.start_lines()))
+            print(f"Serving {name} at {url}  (try:)")
+            print(curl_line(url, name, with_key=bool(options.api_keys)))
+            sys.stdout.flush()
+            level = options.log_level.lower()
+            settings = uvicorn.Config(app, log_level=level, access_log=level in ("debug", "info"))
+            GracefulServer(settings, engine, grace=options.shutdown_timeout).run(sockets=[sock])

@@ -265,6 +265,8 @@ class AsyncEngine:
     def check_healthy(self) -> None:
         """EngineFailure when no request can be served."""
         self.check_process()
+        if self._closing.is_set():
+            raise EngineFailure(self.failure)
         if not self.healthy:
             raise EngineFailure(f"the engine has failed: {self.failure}")
 

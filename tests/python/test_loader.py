@@ -394,6 +394,13 @@ def test_hub_id_is_downloaded_without_code(monkeypatch: pytest.MonkeyPatch, tmp_
         resolve_model("owner/name")
 
 
+@pytest.mark.parametrize("name", ["LMDEPLOY_USE_MODELSCOPE", "LMDEPLOY_USE_OPENMIND_HUB"])
+def test_another_hub_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "True")
+    with pytest.raises(ModelFormatError, match=f"owner/name: got {name}=True, wanted it unset"):
+        resolve_model("owner/name")
+
+
 def test_supported_architectures() -> None:
     assert supported_architectures() == [
         "LlamaForCausalLM",

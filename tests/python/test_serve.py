@@ -176,6 +176,10 @@ BAD_CHAT = [
     ({"session_id": 7}, "session_id: not supported"),
     ({"no_such_field": 1}, "no_such_field: unknown field"),
     ({"stream_options": {"x": 1}}, "stream_options.x: unknown field"),
+    ({"stream_options": {"include_usage": "yes"}}, "stream_options.include_usage: got 'yes'"),
+    ({"stop_token_ids": [1, 2, "x"]}, "stop_token_ids[2]: got 'x', wanted a valid integer"),
+    ({"stop_token_ids": [1] * 5000}, "stop_token_ids: got 5000 items, wanted at most 4096; "),
+    ({"do_preprocess": False}, "do_preprocess: not supported"),
     ({"temperature": "hot"}, "temperature: got 'hot'"),
     ({"temperature": 9}, "temperature: got 9"),
     ({"temperature": True}, "temperature: got True"),
@@ -254,6 +258,31 @@ def test_bad_completion_bodies(url, body, text):
     reply = post(url, "/v1/completions", body)
     assert reply.status_code == 400
     assert text in reply.json()["error"]["message"]
+
+
+def test_a_default_of_lmdeploy_is_accepted(url):
+    assert post(url, "/v1/chat/completions", {**CHAT, "do_preprocess": True}).status_code == 200
+
+
+def test_generate_samples_from_the_whole_distribution():
+    engine = make_engine()
+    with serving(engine) as url:
+        core = engine.parts.core
+        for more, wanted in (({}, (1.0, 0, 1.0)), ({"top_k": 3, "temperature": 2}, (2.0, 3, 1.0))):
+            post(url, "/generate", {"prompt": "hi", **more})
+            request = core.requests[-1]
+            assert request.do_sample
+            assert (request.temperature, request.top_k, request.top_p) == wanted
+
+
+def test_a_wrong_path_or_method_is_told_the_right_ones(url):
+    reply = post(url, "/chat/completions", CHAT)
+    assert reply.status_code == 404
+    assert "wanted one of " in (text := reply.json()["error"]["message"])
+    assert "/v1/chat/completions, /v1/completions" in text
+    reply = httpx.get(f"{url}/v1/completions")
+    assert (reply.status_code, reply.headers["allow"]) == (405, "POST")
+    assert "wanted POST; change the method" in reply.json()["error"]["message"]
 
 
 def test_other_statuses(url):
@@ -402,8 +431,9 @@ def test_port_in_use():
             bind("127.0.0.1", sock.getsockname()[1])
     with pytest.raises(ValueError, match="server_port: got 70000"):
         bind("127.0.0.1", 70000)
-    with pytest.raises(ValueError, match="server_name"):
-        bind("no such host", 0)
+    for name in ("no such host", "a..b", "a" * 64):
+        with pytest.raises(ValueError, match=r"^server_name: got .*--server-name"):
+            bind(name, 0)
 
 
 def test_the_port_is_closed_until_listen():

@@ -20,7 +20,7 @@ import lmdeploy
 from lmdeploy.checks import OptionError
 from lmdeploy.generation_config import GenerationConfig, sampling_defaults
 from lmdeploy.messages import Response
-from lmdeploy.serve import generation
+from lmdeploy.serve import generation, server
 from lmdeploy.serve.errors import ApiError, to_api_error
 from lmdeploy.serve.generation import Prepared, collect_all, request_error, submit_all
 from lmdeploy.serve.graceful_server import GracefulServer
@@ -455,12 +455,46 @@ def test_a_greedy_model_samples_for_requests_that_say_how():
             assert core.requests[-1].do_sample == samples, more
 
 
+@pytest.mark.parametrize(
+    "more",
+    [{"prompt": [[97] * 400] * 4}, {"prompt": ["a" * 400] * 4}, {"prompt": "a" * 400, "n": 4}],
+    ids=["ids", "texts", "answers"],
+)
+def test_tokens_of_prompts_are_bounded(url, monkeypatch, more):
+    monkeypatch.setattr(generation, "MAX_PROMPT_TOKENS", 1500)
+    reply = post(url, "/v1/completions", {**COMPLETION, "max_tokens": 1, **more})
+    param = "n" if "n" in more else "prompt"
+    assert refused(reply, param=param).startswith(f"{param}: got 1600 tokens ")
+    monkeypatch.setattr(generation, "MAX_PROMPT_TOKENS", 1600)
+    assert post(url, "/v1/completions", {**COMPLETION, "max_tokens": 1, **more}).status_code == 200
+
+
+def test_a_closing_engine_is_not_called_a_failed_one():
+    engine = make_engine()
+    engine.close()
+    with pytest.raises(EngineFailure, match=r"^the engine is closed$"):
+        engine.check_healthy()
+
+
+def test_a_server_that_cannot_begin_closes_its_engine(monkeypatch):
+    engine = make_engine()
+    monkeypatch.setattr("lmdeploy.turbomind.engine.AsyncEngine.load", lambda *_, **__: engine)
+
+    def listen(*_):
+        raise ValueError("cannot listen")
+
+    monkeypatch.setattr(server, "listen", listen)
+    with pytest.raises(ValueError, match="cannot listen"):
+        lmdeploy.serve("m", server_port=0)
+    assert engine.failure == "the engine is closed"
+
+
 def test_a_third_signal_cuts():
     engine = make_engine()
-    server = GracefulServer(uvicorn.Config(lambda: None), engine, grace=300)
+    graceful = GracefulServer(uvicorn.Config(lambda: None), engine, grace=300)
     for count in (1, 2, 3):
-        server.handle_exit(signal.SIGTERM, None)
-        assert (server.should_exit, server.force_exit) == (True, count == 3)
+        graceful.handle_exit(signal.SIGTERM, None)
+        assert (graceful.should_exit, graceful.force_exit) == (True, count == 3)
     engine.close()
 
 
