@@ -6,8 +6,9 @@ hot loops of the AVX2, AVX-512 and AMX kernels, disassembled.
 
 The record is tests/python/data/instruction_counts.json. Its "loops" are data too: an instruction
 set ("avx512" where none is named), an object file, a regular expression that finds one demangled
-function, and one that finds the loop in it (the innermost loop with most matching instructions). To
-follow a kernel that has changed, edit these and run --update.
+function, and one that finds the loop in it: the innermost loop with most matching instructions; or,
+where a remainder has more or the loop holds others, by "share": the one with the largest share of
+them. To follow a kernel that has changed, edit these and run --update.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class LoopRule:
     object: str
     symbol: str
     most: str
+    by_share: bool = False
 
 
 def run(command: list[str]) -> str:
@@ -176,20 +178,21 @@ def parse_functions(listing: str) -> dict[str, list[Instruction]]:
     return functions
 
 
-def innermost_loops(function: list[Instruction]) -> list[list[Instruction]]:
-    """Bodies of the loops that hold no other loop: from a backward jump's target to the jump."""
+def find_loops(function: list[Instruction], *, innermost: bool = True) -> list[list[Instruction]]:
+    """Bodies of the loops, or of those that hold no other: from a backward jump's target to it."""
     ends: dict[int, int] = {}
     first = function[0].address if function else 0
     for instruction in function:
         target = instruction.target
         if target is not None and first <= target <= instruction.address:
             ends[target] = max(ends.get(target, 0), instruction.address)
-    inner = [
+    found = [
         (begin, end)
         for begin, end in ends.items()
-        if not any(begin <= b and e <= end and (b, e) != (begin, end) for b, e in ends.items())
+        if not innermost
+        or not any(begin <= b and e <= end and (b, e) != (begin, end) for b, e in ends.items())
     ]
-    return [[i for i in function if begin <= i.address <= end] for begin, end in sorted(inner)]
+    return [[i for i in function if begin <= i.address <= end] for begin, end in sorted(found)]
 
 
 def classify(mnemonic: str) -> str:
@@ -210,10 +213,11 @@ def count_loop(functions: dict[str, list[Instruction]], rule: LoopRule) -> dict[
             f"edit {RECORD.name}"
         )
 
-    def weight(loop: list[Instruction]) -> int:
-        return sum(1 for instruction in loop if re.match(rule.most, instruction.mnemonic))
+    def weight(loop: list[Instruction]) -> float:
+        count = sum(1 for instruction in loop if re.match(rule.most, instruction.mnemonic))
+        return count / len(loop) if rule.by_share else count
 
-    loops = innermost_loops(functions[matching[0]])
+    loops = find_loops(functions[matching[0]], innermost=not rule.by_share)
     best = max(loops, key=weight, default=[])
     if not best or weight(best) == 0:
         raise CountError(f"{rule.name}: no loop with '{rule.most}' in {matching[0]}")
@@ -241,7 +245,14 @@ def rules(record: dict[str, Any]) -> list[LoopRule]:
     """
     try:
         return [
-            LoopRule(e["name"], e.get("isa", "avx512"), e["object"], e["symbol"], e["most"])
+            LoopRule(
+                e["name"],
+                e.get("isa", "avx512"),
+                e["object"],
+                e["symbol"],
+                e["most"],
+                e.get("by") == "share",
+            )
             for e in record["loops"]
         ]
     except KeyError as error:

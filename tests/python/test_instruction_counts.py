@@ -90,7 +90,7 @@ def test_a_loop_that_has_changed_is_reported():
 def test_the_innermost_loop_with_most_of_an_instruction_is_found():
     functions = counting.parse_functions(LISTING)
     assert set(functions) == {"a::Kernel<3>(int)", "a::Other()"}
-    loops = counting.innermost_loops(functions["a::Kernel<3>(int)"])
+    loops = counting.find_loops(functions["a::Kernel<3>(int)"])
     assert [loop[0].address for loop in loops] == [0x4, 0x10]
     rule = counting.LoopRule("k", "avx512", "k.cc", r"Kernel<3>", "vfmadd")
     assert counting.count_loop(functions, rule) == {
@@ -100,6 +100,13 @@ def test_the_innermost_loop_with_most_of_an_instruction_is_found():
         "fma": 2,
         "scalar": 1,
     }
+
+
+def test_a_loop_around_others_is_found_by_its_share():
+    functions = counting.parse_functions(LISTING)
+    for most, count in (("vmov", 10), ("vfmadd", 5)):  # the outer loop has 3 of 10, the last 2 of 5
+        rule = counting.LoopRule("k", "avx512", "k.cc", r"Kernel<3>", most, by_share=True)
+        assert counting.count_loop(functions, rule)["all"] == count
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,6 @@ def test_decode_steps_count_what_the_layers_imply():
         ("process_kv", 0, 0): LAYERS * steps,
         ("decode_attention", 0, 0): LAYERS * steps,
         ("activation", 0, 0): LAYERS * steps,
-        ("copy", 0, 0): steps,
     }
     for phase in phases.values():
         inside = [r.nanoseconds for r in phase.records if r.kind != "between_steps"]
