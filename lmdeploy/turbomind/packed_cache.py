@@ -39,6 +39,7 @@ from lmdeploy.turbomind.packed_file import (
     PackedFileError,
     Shape,
     Tiles,
+    check_packed,
     file_bytes,
     read_packed,
     write_packed,
@@ -161,6 +162,7 @@ class CacheEntry:
         self._layout = packed_layout_id
         self._source = source
         self._key = _key(source, _checkpoint_facts(checkpoint), layout=packed_layout_id)
+        self._rejected: os.stat_result | None = None  # the file that `load` found damaged
         self.shapes = shapes
         self.name = _file_name(checkpoint.path)
 
@@ -198,8 +200,8 @@ class CacheEntry:
             with _open_folder(self._options.folder) as folder, _only_writer(folder, pause):
                 if self._is_stored(folder):
                     return True
-                if not _make_room(folder, self._options, size=size, keep=self.name):
-                    logger.info("%s: no room for %s bytes of weights", self._options.folder, size)
+                if reason := _make_room(folder, self._options, size=size, keep=self.name):
+                    logger.warning("weights are not cached in %s: %s", self._options.folder, reason)
                     return False
                 with _new_file(folder, self.name, size=size) as fd:
                     write_packed(fd, matrices, key=self._key, layout=self._layout, pause=pause)
@@ -213,29 +215,40 @@ class CacheEntry:
             return False
         return True
 
-    def _load_from(self, folder: int) -> PackedFile:
-        fd = os.open(self.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    def _map_from(self, folder: int) -> tuple[mmap.mmap, os.stat_result]:
+        # Without waiting for what may be no file: a FIFO would never open.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        fd = os.open(self.name, flags, dir_fd=folder)
         try:
             facts = os.fstat(fd)
             if not stat.S_ISREG(facts.st_mode) or not _is_ours(facts):
                 raise PackedFileError("not a file that this user alone may change")
             if facts.st_size == 0:
                 raise PackedFileError("the file is empty")
-            mapped = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+            return mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ), facts
         finally:
             os.close(fd)
+
+    def _load_from(self, folder: int) -> PackedFile:
+        mapped, facts = self._map_from(folder)
+        self._rejected = facts
         packed = read_packed(mapped, self.shapes, key=self._key, layout=self._layout)
+        self._rejected = None
         with contextlib.suppress(OSError):  # the time of its last use
             os.utime(self.name, dir_fd=folder, follow_symlinks=False)
         return packed
 
     def _is_stored(self, folder: int) -> bool:
-        """Whether another process has written the same meanwhile."""
+        """Whether another process has written the same meanwhile.
+
+        Its tiles are not read: requests may be running, and the next start checks them.
+        """
         try:
-            self._load_from(folder)
+            mapped, facts = self._map_from(folder)
+            check_packed(mapped, self.shapes, key=self._key, layout=self._layout)
         except (OSError, ValueError):
             return False
-        return True
+        return self._rejected is None or not os.path.samestat(facts, self._rejected)
 
     def _has_changed(self) -> bool:
         try:
@@ -389,9 +402,10 @@ def _only_writer(folder: int, pause: Callable[[], None]) -> Iterator[None]:
         fcntl.flock(folder, fcntl.LOCK_UN)
 
 
-def _make_room(folder: int, options: CacheOptions, *, size: int, keep: str) -> bool:
-    """Removes the files that were not used for the longest until `size` bytes fit; none where they
-    would not fit then either.
+def _make_room(folder: int, options: CacheOptions, *, size: int, keep: str) -> str:
+    """Removes the files that were not used for the longest until `size` bytes fit.
+
+    Returns why they would not fit then either, or nothing; in the first case no file has to go.
     """
     disk = shutil.disk_usage(folder)
     limit = options.limit_bytes
@@ -407,7 +421,8 @@ def _make_room(folder: int, options: CacheOptions, *, size: int, keep: str) -> b
         elif name.endswith(_SUFFIX) and name != keep:
             others.append((facts.st_mtime_ns, name, facts.st_size))
     if size > limit:
-        return False
+        return f"got {size} bytes, wanted at most {limit}; change {LIMIT}"
+    no_room = f"got {size} bytes, wanted {_KEEP_FREE} to stay free on the disk; change {FOLDER}"
     others.sort(reverse=True)
     oldest: list[tuple[str, int]] = []
     while others and sum(each for *_, each in others) + size > limit:
@@ -415,11 +430,11 @@ def _make_room(folder: int, options: CacheOptions, *, size: int, keep: str) -> b
         oldest.append((name, each))
     free = shutil.disk_usage(folder).free + sum(each for _, each in oldest)
     if free < size + _KEEP_FREE:
-        return False
+        return no_room
     for name, _ in oldest:
         os.unlink(name, dir_fd=folder)
     # Who has them mapped keeps their space.
-    return shutil.disk_usage(folder).free >= size + _KEEP_FREE
+    return "" if shutil.disk_usage(folder).free >= size + _KEEP_FREE else no_room
 
 
 @contextlib.contextmanager

@@ -166,8 +166,7 @@ def read_packed(
         PackedFileError: anything else that differs from what `write_packed` makes.
     """
     data: Bytes = np.frombuffer(mapped, dtype=np.uint8)
-    entries, table_end = _read_table(data, key=key, layout=layout)
-    _check_entries(entries, wanted, table_end=table_end, size=int(data.size))
+    entries = _read_entries(data, wanted, key=key, layout=layout)
     in_huge_pages = _is_in_huge_pages(mapped, data)
 
     def is_sound(entry: _Entry) -> bool:
@@ -186,6 +185,21 @@ def read_packed(
         for entry in entries
     }
     return PackedFile(matrices, in_huge_pages)
+
+
+def check_packed(
+    mapped: mmap.mmap, wanted: Mapping[str, Shape], *, key: bytes, layout: int
+) -> None:
+    """Raises what `read_packed` would, but for tiles that are damaged: those are not read."""
+    _read_entries(np.frombuffer(mapped, dtype=np.uint8), wanted, key=key, layout=layout)
+
+
+def _read_entries(
+    data: Bytes, wanted: Mapping[str, Shape], *, key: bytes, layout: int
+) -> list[_Entry]:
+    entries, table_end = _read_table(data, key=key, layout=layout)
+    _check_entries(entries, wanted, table_end=table_end, size=int(data.size))
+    return entries
 
 
 def _read_table(data: Bytes, *, key: bytes, layout: int) -> tuple[list[_Entry], int]:

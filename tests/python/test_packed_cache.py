@@ -252,8 +252,37 @@ def test_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         options_from_environment()
 
 
-def test_the_least_recently_used_go_first(
+def test_what_another_process_has_written_is_not_read_again(
     gguf: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with EngineRun(str(gguf), exact=False) as run:
+        writer = run.model.cache_writer
+        assert writer is not None
+        assert Start(gguf).stored  # meanwhile
+        written = only_file(folder).stat()
+
+        def read_packed(*_: Any, **__: Any) -> None:
+            raise AssertionError("all of it is read")
+
+        monkeypatch.setattr(packed_cache, "read_packed", read_packed)
+        writer.start(is_busy=lambda: False)
+        assert writer.join(DEADLINE)
+        assert writer.stored and os.path.samestat(only_file(folder).stat(), written)
+
+
+def test_a_fifo_in_its_place_is_no_file(
+    gguf: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert Start(gguf).stored
+    file = only_file(folder)
+    file.unlink()
+    os.mkfifo(file, 0o600)
+    assert not Start(gguf, store=False).from_cache
+    assert "not a file that this user alone may change" in caplog.text
+
+
+def test_the_least_recently_used_go_first(
+    gguf: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert Start(gguf).stored
     ours = only_file(folder)
@@ -272,6 +301,8 @@ def test_the_least_recently_used_go_first(
     ours.unlink()
     monkeypatch.setenv("LMDEPLOY_CACHE_LIMIT", str(size - 1))
     assert not Start(gguf).stored  # larger than the limit: nothing else has to go for it
+    wanted = f"got {size} bytes, wanted at most {size - 1}; change LMDEPLOY_CACHE_LIMIT"
+    assert wanted in caplog.text
     assert {path.name for path in folder.iterdir()} == {"new.packed", "notes.txt"}
 
 
