@@ -77,8 +77,9 @@ def load_parts(
     model = files.load(texts, device=device, progress=progress)
     free = max(target.free_bytes() - model.mapped_bytes, 0)
     core = _turbomind.Engine(model.config, native, model.weights, device, free)
-    if model.cache_writer is not None:
-        model.cache_writer.start(is_busy=lambda: core.stats().num_running > 0)
+    writer = model.cache_writer
+    if writer is not None:
+        writer.start(is_busy=lambda: core.stats().num_running > 0)
     return EngineParts(
         core=core,
         new_request=_turbomind.Request,
@@ -95,7 +96,8 @@ def load_parts(
         model_type=model.model_type,
         harmony=harmony,
         device_line=target.line,
-        on_close=lambda: None if model.cache_writer is None else model.cache_writer.stop(),
+        # Not of `model`: its weights are the engine's, which frees them when it is closed.
+        on_close=lambda: None if writer is None else writer.stop(),
     )
 
 

@@ -265,7 +265,7 @@ void ReturnFreedMemory() {
 #endif
 }
 
-// close() may come while other threads wait: they hold the engine until their call returns.
+// close() may come while other threads wait: their calls return, and find the engine stopped.
 class PyEngine {
  public:
   PyEngine(const ModelConfig& model, const EngineConfig& config, std::shared_ptr<Weights> weights,

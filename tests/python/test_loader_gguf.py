@@ -1,5 +1,6 @@
 """GGUF files: every format, the row order of q and k, and files that lie about themselves."""
 
+import gc
 import struct
 import weakref
 from pathlib import Path
@@ -102,6 +103,23 @@ def test_an_engine_opens_its_file_once(good: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(gguf_checkpoint, "GgufFile", Counted)
     load_parts(str(good), SMALL, progress=False).core.close()
     assert opened == [good]
+
+
+def test_a_closed_engine_has_no_weights(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[weakref.ref[Any]] = []
+    load = loader.ModelFiles.load
+
+    def watched(*args: Any, **options: Any) -> loader.LoadedModel:
+        model = load(*args, **options)
+        loaded.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(loader.ModelFiles, "load", watched)
+    parts = load_parts(str(good), SMALL, progress=False)
+    parts.on_close()
+    parts.core.close()
+    gc.collect()
+    assert loaded[0]() is None
 
 
 def test_a_bad_template_is_refused_before_weights_are_read(

@@ -8,17 +8,15 @@
 #include <condition_variable>
 #include <future>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <unordered_map>
 #include <utility>
 
 #include "turbomind/core/check.h"
-#include "turbomind/engine/generation.h"
+#include "turbomind/engine/engine_state.h"
 #include "turbomind/engine/memory_plan.h"
 #include "turbomind/engine/output_list.h"
-#include "turbomind/engine/scheduler.h"
-#include "turbomind/kv/sequence_manager.h"
-#include "turbomind/model/decoder.h"
 #include "turbomind/ops/rope.h"
 
 namespace turbomind {
@@ -29,48 +27,6 @@ constexpr bool kIsDebugBuild = false;
 #else
 constexpr bool kIsDebugBuild = true;
 #endif
-
-void SetCalibration(const KvCalibration& calibration, int num_layers, KvCache& cache) {
-  const auto per_layer = [num_layers](const char* what, const auto& values) {
-    if (!values.empty() && values.size() != static_cast<size_t>(num_layers)) {
-      throw InvalidArgument(std::string("KV calibration: got ") + what + " of " +
-                            std::to_string(values.size()) + " layers, the model has " +
-                            std::to_string(num_layers));
-    }
-    return !values.empty();
-  };
-  const bool has_mean = per_layer("K means", calibration.k_mean);
-  const bool has_factors[] = {per_layer("K factors", calibration.k_factors),
-                              per_layer("V factors", calibration.v_factors)};
-  for (int i = 0; i < num_layers; ++i) {
-    const auto layer = static_cast<size_t>(i);
-    if (has_mean) {
-      cache.SetKMean(i, calibration.k_mean[layer]);
-    }
-    for (const KvSide side : {KvSide::kK, KvSide::kV}) {
-      const auto& factors = side == KvSide::kK ? calibration.k_factors : calibration.v_factors;
-      const int s = static_cast<int>(side);
-      if (has_factors[s] && HasFactor(cache.LayerView(i).mode[s])) {
-        cache.SetFactors(i, side, factors[layer]);
-      }
-    }
-  }
-}
-
-std::vector<LayerCache> LayerCaches(const ModelConfig& model, const EngineConfig& config,
-                                    KvCache& cache) {
-  SetCalibration(config.kv_quality.calibration, model.num_layers, cache);
-  std::vector<LayerCache> layers;
-  for (int i = 0; i < model.num_layers; ++i) {
-    layers.push_back({.kv = cache.LayerView(i),
-                      .hot = cache.HotLayerView(i),
-                      .rule = cache.rule(),
-                      .k_mean = cache.KMean(i),
-                      .group = cache.GroupOf(i),
-                      .window = model.windows[static_cast<size_t>(i)]});
-  }
-  return layers;
-}
 
 std::unique_ptr<KvStatistics> MakeStatistics(const ModelConfig& model, const EngineConfig& config,
                                              const Device& device) {
@@ -125,26 +81,14 @@ std::unique_ptr<Sequence> MakeSequence(std::shared_ptr<Request> request, int ses
 
 struct Engine::Impl {
   Impl(ModelConfig model_config, EngineConfig engine_config,
-       std::shared_ptr<const Weights> model_weights, std::shared_ptr<Device> target,
+       std::shared_ptr<const Weights> model_weights, const std::shared_ptr<Device>& target,
        int64_t free_bytes)
       : model(ResolveModel(std::move(model_config), engine_config.session_len)),
         config(std::move(engine_config)),
-        device(std::move(target)),
-        plan(PlanMemory(model, config, free_bytes, !device->capability().is_cuda)),
-        cache_config(CacheConfig(model, config)),
-        cache(*device, cache_config,
-              PlanBlocks(model, config, free_bytes, !device->capability().is_cuda)),
-        manager(cache, config.enable_prefix_caching),
-        scheduler({config.max_batch_size, StepTokens(config)}, manager, cache.groups()),
-        statistics(MakeStatistics(model, config, *device)),
-        decoder({.model = model,
-                 .layers = LayerCaches(model, config, cache),
-                 .rotate_k = config.kv_quality.rotate_k,
-                 .search_scales = config.kv_quality.search_scales,
-                 .limits = PlanStep(config, !device->capability().is_cuda),
-                 .statistics = statistics.get()},
-                std::move(model_weights), *device),
-        generation(model.vocab_size, plan.max_sequence_tokens, config.max_batch_size, *device) {
+        plan(PlanMemory(model, config, free_bytes, !target->capability().is_cuda)),
+        statistics(MakeStatistics(model, config, *target)),
+        state(std::in_place, model, config, plan, free_bytes, std::move(model_weights), target,
+              statistics.get()) {
     UpdateStats();
     thread = std::thread([this] { Loop(); });
   }
@@ -172,17 +116,11 @@ struct Engine::Impl {
 
   const ModelConfig model;
   const EngineConfig config;
-  const std::shared_ptr<Device> device;
   const MemoryPlan plan;
 
   // Engine thread's.
-  const KvCacheConfig cache_config;
-  KvCache cache;
-  SequenceManager manager;
-  Scheduler scheduler;
   const std::unique_ptr<KvStatistics> statistics;  // null: not collected
-  Decoder decoder;
-  Generation generation;
+  std::optional<EngineState> state;                // until the thread has been joined
   EngineStats totals;
   bool checked_idle = false;
   uint64_t next_arrival = 0;
@@ -267,6 +205,7 @@ void Engine::Impl::Stop() {
   if (thread.joinable()) {
     thread.join();
   }
+  state.reset();
 }
 
 void Engine::Impl::RunBetweenSteps(std::function<void()> work) {
@@ -317,7 +256,7 @@ void Engine::Impl::Loop() {
       failure = error.what();
     }
     EndAll(FinishReason::kError, std::string("the engine has failed: ") + error.what());
-    generation.Drop();
+    state->generation.Drop();
   }
   // Whoever waits for a task finds it done here.
   std::vector<std::packaged_task<std::string()>> rest;
@@ -333,9 +272,9 @@ void Engine::Impl::Loop() {
 }
 
 bool Engine::Impl::Wait() {
-  const bool is_idle = scheduler.waiting().empty() && scheduler.running().empty();
+  const bool is_idle = state->scheduler.waiting().empty() && state->scheduler.running().empty();
   if (is_idle && !checked_idle && (config.check_integrity || kIsDebugBuild)) {
-    manager.CheckIntegrity(config.check_integrity);
+    state->manager.CheckIntegrity(config.check_integrity);
     checked_idle = true;
   }
   std::vector<std::packaged_task<std::string()>> now;
@@ -367,7 +306,7 @@ bool Engine::Impl::TakeRequests() {
   }
   for (auto& sequence : taken) {
     sequence->arrival = next_arrival++;
-    scheduler.Add(std::move(sequence));
+    state->scheduler.Add(std::move(sequence));
     checked_idle = false;
   }
   return cancelled;
@@ -375,7 +314,7 @@ bool Engine::Impl::TakeRequests() {
 
 void Engine::Impl::EndCancelled() {
   std::vector<Sequence*> cancelled;
-  for (const auto* queue : {&scheduler.waiting(), &scheduler.running()}) {
+  for (const auto* queue : {&state->scheduler.waiting(), &state->scheduler.running()}) {
     for (const auto& sequence : *queue) {
       if (sequence->request->cancelled.load(std::memory_order_relaxed)) {
         cancelled.push_back(sequence.get());
@@ -390,21 +329,21 @@ void Engine::Impl::EndCancelled() {
 }
 
 bool Engine::Impl::HasMoved() const {
-  return totals.num_running != static_cast<int>(scheduler.running().size()) ||
-         totals.num_waiting != static_cast<int>(scheduler.waiting().size());
+  return totals.num_running != static_cast<int>(state->scheduler.running().size()) ||
+         totals.num_waiting != static_cast<int>(state->scheduler.waiting().size());
 }
 
 void Engine::Impl::Step() {
-  const Batch& batch = scheduler.Plan();
+  const Batch& batch = state->scheduler.Plan();
   if (!batch.empty()) {
     if (HasMoved()) {
       UpdateStats();  // what runs, while it does: a step may take seconds
     }
-    generation.Begin(batch);
-    decoder.Forward(
-        {.tokens = batch.tokens.data(), .batch = batch.Views(), .rows = generation.rows()});
-    scheduler.StepDone();
-    generation.Run(decoder);
+    state->generation.Begin(batch);
+    state->decoder.Forward(
+        {.tokens = batch.tokens.data(), .batch = batch.Views(), .rows = state->generation.rows()});
+    state->scheduler.StepDone();
+    state->generation.Run(state->decoder);
     ++totals.num_steps;
     for (Sequence* sequence : batch.sequences) {
       totals.generated_tokens += static_cast<int64_t>(sequence->output.tokens.size());
@@ -415,7 +354,7 @@ void Engine::Impl::Step() {
       }
     }
     if (config.check_integrity) {
-      manager.CheckIntegrity(true);
+      state->manager.CheckIntegrity(true);
     }
   }
   UpdateStats();
@@ -423,7 +362,7 @@ void Engine::Impl::Step() {
 
 // Takes the sequence out of the scheduler; its last output carries the reason.
 void Engine::Impl::End(const Sequence* sequence) {
-  const std::unique_ptr<Sequence> ended = scheduler.Remove(sequence);
+  const std::unique_ptr<Sequence> ended = state->scheduler.Remove(sequence);
   Publish(*ended);
 }
 
@@ -441,7 +380,7 @@ void Engine::Impl::Publish(Sequence& sequence) {
 
 void Engine::Impl::EndAll(FinishReason reason, const std::string& error) {
   ready.Clear();
-  scheduler.Abandon();
+  state->scheduler.Abandon();
   decltype(live) ended;  // goes after the lock, whose holders a callback's end may wait for
   decltype(submitted) refused;
   decltype(gone) left;
@@ -467,12 +406,12 @@ void Engine::Impl::EndAll(FinishReason reason, const std::string& error) {
 
 // Hands over the step's outputs and what others may read.
 void Engine::Impl::UpdateStats() {
-  totals.num_running = static_cast<int>(scheduler.running().size());
-  totals.num_waiting = static_cast<int>(scheduler.waiting().size());
+  totals.num_running = static_cast<int>(state->scheduler.running().size());
+  totals.num_waiting = static_cast<int>(state->scheduler.waiting().size());
   const auto sum = [this](int first, int last) {
     BlockCounts sums;
     for (int pool = first; pool < last; ++pool) {
-      const BlockCounts counts = manager.counts(pool);
+      const BlockCounts counts = state->manager.counts(pool);
       sums.total += counts.total;
       sums.free += counts.free;
       sums.cached += counts.cached;
@@ -480,25 +419,25 @@ void Engine::Impl::UpdateStats() {
     }
     return sums;
   };
-  const BlockCounts cold = sum(0, cache.num_groups());
+  const BlockCounts cold = sum(0, state->cache.num_groups());
   totals.blocks_total = cold.total;
   totals.blocks_free = cold.free;
   totals.blocks_cached = cold.cached;
   totals.blocks_active = cold.active;
-  const BlockCounts hot = sum(cache.num_groups(), cache.num_pools());
+  const BlockCounts hot = sum(state->cache.num_groups(), state->cache.num_pools());
   totals.hot_blocks_total = hot.total;
   totals.hot_blocks_free = hot.free;
   totals.hot_blocks_cached = hot.cached;
   totals.hot_blocks_active = hot.active;
-  totals.prompt_tokens = scheduler.stats().prompt_tokens;
-  totals.prefix_queried_tokens = scheduler.stats().prefix_queried_tokens;
-  totals.prefix_hit_tokens = scheduler.stats().prefix_hit_tokens;
-  totals.prefix_cut_tokens = scheduler.stats().prefix_cut_tokens;
-  totals.num_preemptions = scheduler.stats().num_preemptions;
-  totals.num_nonfinite = decoder.num_nonfinite();
+  totals.prompt_tokens = state->scheduler.stats().prompt_tokens;
+  totals.prefix_queried_tokens = state->scheduler.stats().prefix_queried_tokens;
+  totals.prefix_hit_tokens = state->scheduler.stats().prefix_hit_tokens;
+  totals.prefix_cut_tokens = state->scheduler.stats().prefix_cut_tokens;
+  totals.num_preemptions = state->scheduler.stats().num_preemptions;
+  totals.num_nonfinite = state->decoder.num_nonfinite();
   const std::lock_guard lock(mutex);
   stats = totals;
-  touched_bytes = manager.touched_bytes();
+  touched_bytes = state->manager.touched_bytes();
   if (ready.empty()) {
     return;
   }
@@ -581,7 +520,7 @@ std::string Engine::failure() const {
 }
 
 void Engine::ClearPrefixCache() {
-  impl_->RunBetweenSteps([this] { impl_->manager.ClearPrefixCache(); });
+  impl_->RunBetweenSteps([this] { impl_->state->manager.ClearPrefixCache(); });
 }
 
 KvStatistics Engine::kv_statistics() {
@@ -594,7 +533,7 @@ KvStatistics Engine::kv_statistics() {
 }
 
 void Engine::CheckIntegrity() {
-  impl_->RunBetweenSteps([this] { impl_->manager.CheckIntegrity(true); });
+  impl_->RunBetweenSteps([this] { impl_->state->manager.CheckIntegrity(true); });
 }
 
 }  // namespace turbomind

@@ -110,8 +110,9 @@ class Engine {
   Engine(ModelConfig model, EngineConfig config, std::shared_ptr<const Weights> weights,
          std::shared_ptr<Device> device, int64_t free_bytes);
   ~Engine();  // Stop()
-  // Cancels what runs, lets its last outputs be collected, joins the engine thread. Submit throws
-  // from then on. May be called twice, and while others wait for outputs.
+  // Cancels what runs, lets its last outputs be collected, joins the engine thread and frees the
+  // memory of model and cache (weights that others hold stay theirs). Submit throws from then on;
+  // stats and plan stay readable. May be called twice, and while others wait for outputs.
   void Stop();
 
   // Throws InvalidArgument for a request that can never fit (with the numbers), token ids outside

@@ -1,6 +1,7 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <set>
@@ -317,6 +318,39 @@ TEST_CASE("stopping ends what runs, and nothing enters afterwards") {
   CHECK_THROWS_AS(engine->Submit(MakeRequest(30, {1}, 1)), InternalError);
   CHECK_THROWS_AS(engine->ClearPrefixCache(), InternalError);
   CHECK(engine->WaitOutputs(10'000).empty());  // returns at once
+}
+
+// Counts what is reserved and not released.
+class ReservingDevice : public testing::ForwardingDevice {
+ public:
+  using ForwardingDevice::ForwardingDevice;
+  void* Reserve(size_t num_bytes) override {
+    reserved += num_bytes;
+    return ForwardingDevice::Reserve(num_bytes);
+  }
+  void Release(void* memory, size_t num_bytes) override {
+    reserved -= num_bytes;
+    ForwardingDevice::Release(memory, num_bytes);
+  }
+  std::atomic<size_t> reserved = 0;
+};
+
+TEST_CASE("stopping frees the model and the cache, and leaves the figures") {
+  const ModelConfig model = testing::TinyConfig();
+  const EngineConfig config = TinyEngineConfig(kMode);
+  auto device = std::make_shared<ReservingDevice>(MakeCpuDevice(1));
+  std::shared_ptr<const Weights> weights = testing::TinyWeights(model, *device);
+  const std::weak_ptr<const Weights> model_weights = weights;
+  Engine engine(model, config, std::move(weights), device, testing::kFreeBytes);
+  RunOne(engine, MakeRequest(1, RandomPrompt(1, 100), 4));
+  CHECK(!model_weights.expired());
+  CHECK(device->reserved >= static_cast<size_t>(engine.memory_plan().reserved_bytes));
+  engine.Stop();
+  CHECK(model_weights.expired());
+  CHECK(device->reserved == 0);
+  CHECK(device.use_count() == 1);
+  CHECK(engine.stats().prompt_tokens == 100);
+  CHECK(engine.memory_plan().touched_bytes > 0);
 }
 
 TEST_CASE("the plan holds for the pools, and refuses what does not fit") {

@@ -1,0 +1,76 @@
+#include "turbomind/engine/engine_state.h"
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "turbomind/core/check.h"
+#include "turbomind/engine/memory_plan.h"
+
+namespace turbomind {
+namespace {
+
+void SetCalibration(const KvCalibration& calibration, int num_layers, KvCache& cache) {
+  const auto per_layer = [num_layers](const char* what, const auto& values) {
+    if (!values.empty() && values.size() != static_cast<size_t>(num_layers)) {
+      throw InvalidArgument(std::string("KV calibration: got ") + what + " of " +
+                            std::to_string(values.size()) + " layers, the model has " +
+                            std::to_string(num_layers));
+    }
+    return !values.empty();
+  };
+  const bool has_mean = per_layer("K means", calibration.k_mean);
+  const bool has_factors[] = {per_layer("K factors", calibration.k_factors),
+                              per_layer("V factors", calibration.v_factors)};
+  for (int i = 0; i < num_layers; ++i) {
+    const auto layer = static_cast<size_t>(i);
+    if (has_mean) {
+      cache.SetKMean(i, calibration.k_mean[layer]);
+    }
+    for (const KvSide side : {KvSide::kK, KvSide::kV}) {
+      const auto& factors = side == KvSide::kK ? calibration.k_factors : calibration.v_factors;
+      const int s = static_cast<int>(side);
+      if (has_factors[s] && HasFactor(cache.LayerView(i).mode[s])) {
+        cache.SetFactors(i, side, factors[layer]);
+      }
+    }
+  }
+}
+
+std::vector<LayerCache> LayerCaches(const ModelConfig& model, const EngineConfig& config,
+                                    KvCache& cache) {
+  SetCalibration(config.kv_quality.calibration, model.num_layers, cache);
+  std::vector<LayerCache> layers;
+  for (int i = 0; i < model.num_layers; ++i) {
+    layers.push_back({.kv = cache.LayerView(i),
+                      .hot = cache.HotLayerView(i),
+                      .rule = cache.rule(),
+                      .k_mean = cache.KMean(i),
+                      .group = cache.GroupOf(i),
+                      .window = model.windows[static_cast<size_t>(i)]});
+  }
+  return layers;
+}
+
+}  // namespace
+
+EngineState::EngineState(const ModelConfig& model, const EngineConfig& config,
+                         const MemoryPlan& plan, int64_t free_bytes,
+                         std::shared_ptr<const Weights> weights, std::shared_ptr<Device> target,
+                         KvStatistics* statistics)
+    : device(std::move(target)),
+      cache_config(CacheConfig(model, config)),
+      cache(*device, cache_config,
+            PlanBlocks(model, config, free_bytes, !device->capability().is_cuda)),
+      manager(cache, config.enable_prefix_caching),
+      scheduler({config.max_batch_size, StepTokens(config)}, manager, cache.groups()),
+      decoder({.model = model,
+               .layers = LayerCaches(model, config, cache),
+               .rotate_k = config.kv_quality.rotate_k,
+               .search_scales = config.kv_quality.search_scales,
+               .limits = PlanStep(config, !device->capability().is_cuda),
+               .statistics = statistics},
+              std::move(weights), *device),
+      generation(model.vocab_size, plan.max_sequence_tokens, config.max_batch_size, *device) {}
+
+}  // namespace turbomind

@@ -1,0 +1,41 @@
+#pragma once
+
+// ④⑤ What an engine holds while it runs: the model, the cache, who owns its blocks, and the steps
+// over them.
+
+#include <cstdint>
+#include <memory>
+
+#include "turbomind/core/device.h"
+#include "turbomind/engine/engine.h"
+#include "turbomind/engine/generation.h"
+#include "turbomind/engine/scheduler.h"
+#include "turbomind/kv/kv_cache.h"
+#include "turbomind/kv/sequence_manager.h"
+#include "turbomind/model/decoder.h"
+#include "turbomind/model/weights.h"
+
+namespace turbomind {
+
+// Made by whoever makes the engine, then the engine thread's alone. With it goes all memory of the
+// model and the cache.
+struct EngineState {
+  // `plan`: of the same arguments. `statistics`: null, or collects K and V; outlives this.
+  // Throws InvalidArgument for a wrong calibration or a cache that the device has no kernels for,
+  // std::bad_alloc.
+  EngineState(const ModelConfig& model, const EngineConfig& config, const MemoryPlan& plan,
+              int64_t free_bytes, std::shared_ptr<const Weights> weights,
+              std::shared_ptr<Device> target, KvStatistics* statistics);
+  EngineState(const EngineState&) = delete;
+  EngineState& operator=(const EngineState&) = delete;
+
+  const std::shared_ptr<Device> device;
+  const KvCacheConfig cache_config;
+  KvCache cache;
+  SequenceManager manager;
+  Scheduler scheduler;
+  Decoder decoder;
+  Generation generation;
+};
+
+}  // namespace turbomind
