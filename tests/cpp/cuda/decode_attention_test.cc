@@ -233,7 +233,7 @@ template <class C>
 std::vector<float> RunKernels(const Case& c, const Pools& pools, const Inputs& in, uint64_t seed) {
   const int head_blocks = (c.group + C::kHeads - 1) / C::kHeads;
   DecodePlan plan;
-  PlanDecode(c.ranges, {.num_slots = c.num_slots}, &plan);
+  PlanDecode(c.ranges, c.num_slots, &plan);
   const size_t partials = plan.items.size() * static_cast<size_t>(in.q_heads);
   std::vector<float> partial_o(partials * C::kHeadDim, NAN);
   std::vector<float> partial_ml(partials * 2, NAN);

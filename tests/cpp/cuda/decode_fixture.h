@@ -228,7 +228,7 @@ inline std::vector<int> FirstSequences(size_t count) {
 // A GPU with a layer's memory.
 class TestGpu {
  public:
-  TestGpu(const Layer& layer, bool deterministic, int num_sms)
+  TestGpu(const Layer& layer, int num_sms)
       : stream_(CreateStream()),
         layer_(layer),
         cold_data_(stream_, layer.cold.data),
@@ -243,7 +243,6 @@ class TestGpu {
     context_.stream = stream_;
     context_.gpu = PropertiesOf(0);
     context_.gpu.num_sms = num_sms;
-    context_.deterministic = deterministic;
     context_.workspace = &workspace_;
     arrays_ = std::make_unique<StepArrays>(stream_);
     planner_ = std::make_unique<DecodePlanner>(context_);

@@ -20,7 +20,7 @@ namespace {
 
 void CheckCase(const Case& c, const std::vector<int32_t>& context_lens, int num_sms = 1) {
   const Layer layer(c);
-  TestGpu gpu(layer, false, num_sms);
+  TestGpu gpu(layer, num_sms);
   const Step step(layer, context_lens, FirstSequences(context_lens.size()));
   CheckClose(layer, step, gpu.Run(step));
 }
@@ -104,37 +104,12 @@ TEST_CASE("hot blocks: long hot and cold ranges are cut" * doctest::test_suite("
   CheckCase(c, {2000}, 4);
 }
 
-bool SameBits(const float* a, const float* b, size_t count) {
-  return std::memcmp(a, b, count * sizeof(float)) == 0;
-}
-
-TEST_CASE("deterministic: a sequence has the same bits in every batch, on every GPU") {
-  Case c = {.group = 2, .hot = {64, 64}, .sinks = true};
-  c.most_context = 900;
-  const Layer layer(c);
-  const size_t row = static_cast<size_t>(layer.q_heads() * c.head_dim);
-  TestGpu gpu(layer, true, 2);
-  TestGpu larger(layer, true, 5);
-  const Step step(layer, {900, 77, 310}, FirstSequences(3));
-  const std::vector<float> together = gpu.Run(step);
-  CheckClose(layer, step, together);
-  CHECK(SameBits(together.data(), larger.Run(step).data(), together.size()));
-  for (int sequence = 0; sequence < 3; ++sequence) {
-    Layer moved = layer;  // its query in the first row
-    std::rotate(moved.q.begin(), moved.q.begin() + sequence * layer.q_stride(), moved.q.end());
-    TestGpu alone(moved, true, 2);
-    const int32_t context = step.context_lens[static_cast<size_t>(sequence)];
-    const std::vector<float> out = alone.Run(Step(moved, {context}, {sequence}));
-    CHECK(SameBits(together.data() + static_cast<size_t>(sequence) * row, out.data(), row));
-  }
-}
-
 TEST_CASE("a recorded step is right for other contexts and tables" * doctest::test_suite("small")) {
   Case c = {.k = kFp8E4m3, .v = kInt4, .group = 1, .block_seq_len = 32, .hot = {64, 64}};
   c.sinks = true;
   c.most_context = 700;
   const Layer layer(c);
-  TestGpu gpu(layer, false, 3);
+  TestGpu gpu(layer, 3);
   const std::vector<std::pair<std::vector<int32_t>, std::vector<int>>> steps = {
       {{100, 600}, {0, 1}}, {{101, 601}, {0, 1}}, {{102, 602}, {0, 1}}, {{700, 1}, {2, 0}},
       {{30, 31}, {1, 2}},   {{5}, {0}},           {{6}, {1}},           {{650, 64}, {1, 2}}};
@@ -152,7 +127,7 @@ TEST_CASE("plans keep their addresses until they must grow") {
   c.most_seqs = 40;
   c.most_context = 20;
   const Layer layer(c);
-  TestGpu gpu(layer, false, 2);
+  TestGpu gpu(layer, 2);
   const auto upload = [&](size_t num_seqs) {
     Step step(layer, std::vector<int32_t>(num_seqs, 20), FirstSequences(num_seqs));
     gpu.Upload(&step);
@@ -182,7 +157,7 @@ TEST_CASE("layers of one step with different windows have plans of their own") {
   Step step(full, {300, 200}, {0, 1});
   const Step other(sliding, {300, 200}, {0, 1});
   const StepGroup groups[] = {step.group, other.group};
-  TestGpu gpu(full, false, 2);
+  TestGpu gpu(full, 2);
   DecodePlanner planner(gpu.context());
   planner.Upload({.groups = groups, .num_groups = 2, .q_heads = 1});
   AttentionParams p = full.Params();
@@ -200,7 +175,7 @@ TEST_CASE("layers of one step with different windows have plans of their own") {
 
 TEST_CASE("a step without decode sequences, and an empty context") {
   const Layer layer(Case{.group = 1});
-  TestGpu gpu(layer, false, 1);
+  TestGpu gpu(layer, 1);
   Step none(layer, {}, {});
   gpu.Upload(&none);
   gpu.RunOp(none);
@@ -242,7 +217,7 @@ TEST_CASE("head_dim 256 runs with 99 KiB of shared memory, hot blocks too") {
     c.most_seqs = 2;
     c.most_context = 330;
     const Layer layer(c);
-    TestGpu gpu(layer, false, 2);
+    TestGpu gpu(layer, 2);
     gpu.context().gpu.shared_bytes_per_block = kMostShared;
     const Step step(layer, {330, 70}, FirstSequences(2));
     CheckClose(layer, step, gpu.Run(step));
@@ -262,7 +237,7 @@ TEST_CASE("two head tiles of four-bit values are read by one block") {
       const Layer layer(c);
       CHECK(FindDecodeVariant(layer.cold.view, c.group, PropertiesOf(0)).heads ==
             (mode == kInt8 ? 8 : 16));
-      TestGpu gpu(layer, false, 2);
+      TestGpu gpu(layer, 2);
       const Step step(layer, {280, 70}, FirstSequences(2));
       CheckClose(layer, step, gpu.Run(step));
     }

@@ -218,16 +218,48 @@ TEST_CASE("tokens that the GPU draws are those that the host draws") {
   }
 }
 
-TEST_CASE("deterministic: a sequence has the same logits alone and among others") {
-  const Setting setting = {testing::TinyConfig(), testing::TinyEngineConfig(KvCacheMode::kFp4Nv),
-                           kPacked};
-  const auto requests = Requests(setting);
-  const CudaDeviceOptions options = {.deterministic = true};
-  const Outputs together = RunOn(cuda::MakeDevice(0, options), setting, requests);
-  for (const auto& request : requests) {
-    const Outputs alone = RunOn(cuda::MakeDevice(0, options), setting, {request});
-    CHECK(alone.at(request->id).tokens == together.at(request->id).tokens);
-    CHECK(alone.at(request->id).logits == together.at(request->id).logits);
+void CheckSameBits(const Outputs& got, uint64_t first_id, const Outputs& want) {
+  REQUIRE(got.size() == want.size());
+  for (const auto& [id, output] : want) {
+    const RequestOutput& other = got.at(first_id + id);
+    CHECK(other.error == "");
+    CHECK(other.tokens == output.tokens);
+    CHECK(other.logits == output.logits);
+  }
+}
+
+TEST_CASE("deterministic: a sequence has the same bits however it is run") {
+  for (const KvCacheMode mode : {KvCacheMode::kNone, KvCacheMode::kInt8, KvCacheMode::kFp4Nv}) {
+    CAPTURE(std::string(ToString(mode)));
+    Setting setting = {testing::TinyConfig(), testing::TinyEngineConfig(mode), kPacked};
+    if (mode == KvCacheMode::kFp4Nv) {
+      setting.config.kv_quality.hot = {64, 64};
+      setting.prompts = {210, 3, 21};  // blocks leave the recent window
+    }
+    const CudaDeviceOptions options = {.deterministic = true};
+    const auto requests = Requests(setting);
+    Outputs want;
+    for (const auto& request : requests) {
+      want.merge(RunOn(cuda::MakeDevice(0, options), setting, {request}));
+    }
+    INFO("together, and again after prefix hits");
+    const std::shared_ptr<Device> device = cuda::MakeDevice(0, options);
+    Engine engine(setting.model, setting.config,
+                  testing::TinyWeights(setting.model, *device, setting.options), device,
+                  kFreeBytes);
+    for (const uint64_t first_id : {0, 100}) {
+      for (const auto& request : Requests(setting)) {
+        request->id += first_id;
+        engine.Submit(request);
+      }
+      CheckSameBits(testing::Collect(engine, requests.size()), first_id, want);
+    }
+    CHECK(engine.stats().prefix_hit_tokens > 0);
+    for (const int chunk : {3, 7}) {  // 3: many of one token, which look like an answer's
+      CAPTURE(chunk);
+      setting.config.max_prefill_token_num = chunk;
+      CheckSameBits(RunOn(cuda::MakeDevice(0, options), setting, requests), 0, want);
+    }
   }
 }
 

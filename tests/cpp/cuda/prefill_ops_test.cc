@@ -175,7 +175,7 @@ std::vector<float> GpuRun::Run(const Batch& b) {
   batch.positions = host.positions.data();
   batch.block_tables = host.tables.data();
   batch.hot_tables = host.hot_tables.data();
-  CudaPrefillAttention(context, params, batch, b.scratch_bytes);
+  CudaPrefillAttention(context, params, batch, {batch.num_decode, batch.num_seqs}, b.scratch_bytes);
   std::vector<float> out(num_out);
   CopyBytes(out.data(), params.out, num_out * sizeof(float), stream);
   Synchronize(stream);

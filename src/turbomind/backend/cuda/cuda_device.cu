@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <string>
 
@@ -71,6 +72,7 @@ class PinnedBuffer {
       }
       memory_ = nullptr;
       num_bytes_ = 0;
+      num_bytes = std::bit_ceil(num_bytes);  // batches grow a sequence at a time
       memory_ = AllocatePinned(num_bytes);
       num_bytes_ = num_bytes;
     }
@@ -200,9 +202,15 @@ class CudaDevice final : public Device {
     CudaFlattenKV(context_, WithBatch(params));
   }
   void PrefillAttention(const AttentionParams& params) override {
-    CudaPrefillAttention(context_, WithBatch(params), params.batch);
+    const BatchView& batch = params.batch;
+    CudaPrefillAttention(context_, WithBatch(params), batch, {batch.num_decode, batch.num_seqs});
   }
   void DecodeAttention(const AttentionParams& params) override {
+    if (context_.deterministic) {  // the bits of a prompt's tokens, as which they may be read again
+      const BatchView& batch = params.batch;
+      CudaPrefillAttention(context_, WithBatch(params), batch, {0, batch.num_decode});
+      return;
+    }
     CudaDecodeAttention(context_, planner_, WithBatch(params));
   }
   bool ArgMaxRows(const ArgMaxRowsParams& params) override {
@@ -257,12 +265,14 @@ bool CudaDevice::DrawRows(const DrawRowsParams& params) {
 void CudaDevice::RunStep(const StepParams& step, FunctionRef<void()> ops) {
   UseGpu(gpu_);
   arrays_.Upload(step);
-  bool decodes_only = !step.op_by_op;
+  bool decodes_only = !step.op_by_op && !context_.deterministic;
   for (int i = 0; i < step.num_groups; ++i) {
     const BatchView& batch = step.groups[i].batch;
     decodes_only = decodes_only && batch.num_decode == batch.num_seqs;
   }
-  planner_.Upload(step);
+  if (!context_.deterministic) {
+    planner_.Upload(step);
+  }
   if (!decodes_only) {
     ops();
     return;

@@ -14,7 +14,6 @@ namespace {
 constexpr size_t kAlignment = 256;
 // Blocks that an SM runs at once, or that it runs in two rounds (ChooseTile).
 constexpr int kSlotsPerSm = 4;
-constexpr int kDeterministicWarps = 4;  // of a row that is combined
 
 // Blocks of so many query heads that read one item.
 int BlocksPerItem(int kv_heads, int q_heads, int heads) {
@@ -66,18 +65,16 @@ DecodePlanner::Plan DecodePlanner::Measure(const StepGroup& group, int q_heads) 
   // A block of two head tiles counts as two: half as many fit an SM.
   const int slots =
       kSlotsPerSm * context_.gpu.num_sms / BlocksPerItem(group.kv_heads, q_heads, kHeadTile);
-  plan.limits = {std::max(slots, 1), context_.deterministic};
-  plan.num_cold = plan.rule.MostCold(num_seqs_, plan.limits);
-  plan.num_hot = plan.rule.MostHot(num_seqs_, plan.limits);
-  plan.warps_per_row = context_.deterministic
-                           ? kDeterministicWarps
-                           : WarpsPerRow(plan.num_cold + plan.num_hot, num_seqs_);
+  plan.num_slots = std::max(slots, 1);
+  plan.num_cold = plan.rule.MostCold(num_seqs_, plan.num_slots);
+  plan.num_hot = plan.rule.MostHot(num_seqs_, plan.num_slots);
+  plan.warps_per_row = WarpsPerRow(plan.num_cold + plan.num_hot, num_seqs_);
   return plan;
 }
 
 size_t DecodePlanner::Write(const StepGroup& group, size_t begin, Plan* plan) {
   const std::span context_lens(group.batch.context_lens, static_cast<size_t>(num_seqs_));
-  PlanAttention(context_lens, plan->rule, plan->limits, &plan_);
+  PlanAttention(context_lens, plan->rule, plan->num_slots, &plan_);
   plan->first_partial = reinterpret_cast<const int32_t*>(bytes_.gpu() + begin);
   begin += Put(plan_.first_partial, num_seqs_ + 1, bytes_.host() + begin);
   plan->cold = reinterpret_cast<const DecodeItem*>(bytes_.gpu() + begin);

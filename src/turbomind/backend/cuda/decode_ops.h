@@ -39,7 +39,7 @@ class DecodePlanner {
     LayerRule rule;
     int q_heads = 0;
     int kv_heads = 0;
-    ItemLimits limits;
+    int num_slots = 1;
     int64_t num_cold = 0;  // items, empty ones included
     int64_t num_hot = 0;
     const int32_t* first_partial = nullptr;  // [num_seqs + 1]
@@ -67,8 +67,9 @@ class DecodePlanner {
 //
 // A block of a kernel reads one item for up to 8 or 16 query heads of a KV head; the items of hot
 // blocks go through the kernel of mode none with the hot pool. Their results are merged by
-// CombineKernel. Products are of 16-bit operands, summed in FP32, whatever params.exact says. With
-// context.deterministic a row's bits depend on its own sequence alone.
+// CombineKernel. Products are of 16-bit operands, summed in FP32, whatever params.exact says. How
+// positions are cut, and with it a row's bits, depends on the batch: a device that is to be
+// deterministic takes CudaPrefillAttention for all sequences.
 //
 // Throws InvalidArgument for a layer that there is no kernel for (decode_variants.h).
 void CudaDecodeAttention(const Context& context, const DecodePlanner& planner,

@@ -37,20 +37,6 @@ class Cutter {
   DecodeRange range_;
 };
 
-// Equal pieces of each range, at most kMostPieces.
-void CutAlone(std::span<const DecodeRange> ranges, Cutter* cutter) {
-  for (const DecodeRange& range : ranges) {
-    cutter->Begin(range);
-    const int64_t granules = CeilDiv(cutter->left(), int64_t{kMostPieces} * kItemGranule);
-    const int64_t piece = std::max<int64_t>(granules * kItemGranule, kLeastItem);
-    while (cutter->left() > 0) {
-      const int64_t cut = AlignDown(cutter->begin() + piece + kItemGranule - 1);
-      cutter->TakeTo(cutter->LeavesEnough(cut) ? cut : cutter->end());
-    }
-    cutter->End();
-  }
-}
-
 // All ranges in a line, an item's cost before each, cut into num_slots equal shares; a cut that
 // would leave less than kLeastItem on one of its sides is made later or not at all.
 void CutIntoShares(std::span<const DecodeRange> ranges, int num_slots, Cutter* cutter) {
@@ -104,13 +90,9 @@ Visible VisibleAt(int context, const LayerRule& rule) {
 
 }  // namespace
 
-void PlanDecode(std::span<const DecodeRange> ranges, const ItemLimits& limits, DecodePlan* plan) {
+void PlanDecode(std::span<const DecodeRange> ranges, int num_slots, DecodePlan* plan) {
   Cutter cutter(plan);
-  if (limits.deterministic) {
-    CutAlone(ranges, &cutter);
-  } else {
-    CutIntoShares(ranges, limits.num_slots, &cutter);
-  }
+  CutIntoShares(ranges, num_slots, &cutter);
   std::sort(plan->items.begin(), plan->items.end(), [](const DecodeItem& a, const DecodeItem& b) {
     const int a_length = a.end - a.begin;
     const int b_length = b.end - b.begin;
@@ -123,23 +105,23 @@ bool LayerRule::operator==(const LayerRule& other) const {
          hot.sink_blocks == other.hot.sink_blocks && hot.block_seq_len == other.hot.block_seq_len;
 }
 
-int64_t LayerRule::MostCold(int64_t num_seqs, const ItemLimits& limits) const {
+int64_t LayerRule::MostCold(int64_t num_seqs, int num_slots) const {
   if (is_always_hot()) {
     return 0;
   }
-  return MostItems(num_seqs, window > 0 ? window : std::numeric_limits<int32_t>::max(), limits);
+  return MostItems(num_seqs, window > 0 ? window : std::numeric_limits<int32_t>::max(), num_slots);
 }
 
-int64_t LayerRule::MostHot(int64_t num_seqs, const ItemLimits& limits) const {
+int64_t LayerRule::MostHot(int64_t num_seqs, int num_slots) const {
   if (!hot.enabled()) {
     return 0;
   }
   const int64_t recent = int64_t{hot.recent_blocks + 1} * hot.block_seq_len;
-  return MostItems(num_seqs, hot.SinkEnd(), limits) + MostItems(num_seqs, recent, limits);
+  return MostItems(num_seqs, hot.SinkEnd(), num_slots) + MostItems(num_seqs, recent, num_slots);
 }
 
-void PlanAttention(std::span<const int32_t> context_lens, const LayerRule& rule,
-                   const ItemLimits& limits, AttentionPlan* plan) {
+void PlanAttention(std::span<const int32_t> context_lens, const LayerRule& rule, int num_slots,
+                   AttentionPlan* plan) {
   auto& [cold, hot] = plan->parts;
   plan->cold_ranges.clear();
   plan->hot_ranges.clear();
@@ -148,8 +130,8 @@ void PlanAttention(std::span<const int32_t> context_lens, const LayerRule& rule,
     plan->cold_ranges.push_back(visible.cold);
     plan->hot_ranges.insert(plan->hot_ranges.end(), visible.hot, visible.hot + 2);
   }
-  PlanDecode(plan->cold_ranges, limits, &cold);
-  PlanDecode(plan->hot_ranges, limits, &hot);
+  PlanDecode(plan->cold_ranges, num_slots, &cold);
+  PlanDecode(plan->hot_ranges, num_slots, &hot);
   plan->first_partial.clear();
   for (size_t i = 0; i <= context_lens.size(); ++i) {
     plan->first_partial.push_back(cold.first_partial[i] + hot.first_partial[2 * i]);

@@ -26,12 +26,6 @@ struct DecodeRange {
   int32_t end = 0;
 };
 
-// How finely ranges are cut.
-struct ItemLimits {
-  int num_slots = 1;           // items that the GPU runs at once
-  bool deterministic = false;  // the cut of a range depends on the range alone
-};
-
 // Invariants:
 //  1. The items of a range cover it once and are those with partials [first_partial[i],
 //     first_partial[i + 1]), in order of position. item.sequence is the index of the range.
@@ -48,18 +42,13 @@ struct DecodePlan {
 inline constexpr int kItemGranule = 128;  // four warps with a tile each
 inline constexpr int kLeastItem = 256;    // two tiles each: one is loaded while one is computed
 inline constexpr int kItemCost = 64;      // positions that are read while an item begins and ends
-inline constexpr int kMostPieces = 16;    // of a range, where the cut depends on it alone
 
-// Otherwise every slot gets an equal share of all positions.
-void PlanDecode(std::span<const DecodeRange> ranges, const ItemLimits& limits, DecodePlan* plan);
+// Each of `num_slots`, the items that the GPU runs at once, gets an equal share of all positions.
+void PlanDecode(std::span<const DecodeRange> ranges, int num_slots, DecodePlan* plan);
 
 // Of ranges of at most `longest` positions.
-constexpr int64_t MostItems(int64_t num_ranges, int64_t longest, const ItemLimits& limits) {
-  const int64_t pieces = CeilDiv(longest, kLeastItem);  // of a range
-  if (limits.deterministic) {
-    return num_ranges * std::min<int64_t>(pieces, kMostPieces);
-  }
-  return std::min(num_ranges * pieces, num_ranges + limits.num_slots - 1);
+constexpr int64_t MostItems(int64_t num_ranges, int64_t longest, int num_slots) {
+  return std::min(num_ranges * CeilDiv(longest, kLeastItem), num_ranges + num_slots - 1);
 }
 
 // The layers that one plan serves: what their queries see.
@@ -74,8 +63,8 @@ struct LayerRule {
     return hot.enabled() && window > 0 && window <= hot.recent_blocks * hot.block_seq_len + 1;
   }
   // Items of a plan for so many sequences of any length.
-  int64_t MostCold(int64_t num_seqs, const ItemLimits& limits) const;
-  int64_t MostHot(int64_t num_seqs, const ItemLimits& limits) const;
+  int64_t MostCold(int64_t num_seqs, int num_slots) const;
+  int64_t MostHot(int64_t num_seqs, int num_slots) const;
 };
 
 // Decode attention of one step, for the layers of one rule.
@@ -96,7 +85,7 @@ struct AttentionPlan {
 };
 
 // A sequence with an empty context has no items.
-void PlanAttention(std::span<const int32_t> context_lens, const LayerRule& rule,
-                   const ItemLimits& limits, AttentionPlan* plan);
+void PlanAttention(std::span<const int32_t> context_lens, const LayerRule& rule, int num_slots,
+                   AttentionPlan* plan);
 
 }  // namespace turbomind::cuda

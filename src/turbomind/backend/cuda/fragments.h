@@ -44,7 +44,7 @@ TM_DEVICE uint32_t LessThan1024(uint32_t bits) {
 }
 
 // FP16 of scales of FP4 with which an expanded code gives the value times 2^-8; with kHardware,
-// where codes expand to 2^14 times as much, half of MXFP4's value and the value of NVFP4.
+// where codes expand to 2^14 times as much, twice MXFP4's value and the value of NVFP4.
 // REQUIRES: IsLegalScale (codec.h); other bytes give any values.
 template <bool kHardware>
 TM_DEVICE uint32_t MxScales(uint32_t halves) {       // bytes in 16 bits each

@@ -49,11 +49,11 @@ void AddRange(const PositionSpan& span, int seq, int range, Group* group) {
 }
 
 std::vector<Group> MakeGroups(const AttentionParams& p, const BatchView& host,
-                              int64_t scratch_bytes) {
+                              const SequenceRange& sequences, int64_t scratch_bytes) {
   const int64_t row_bytes = int64_t{2} * 2 * p.kv.head_dim;  // of a head: K and V
   std::vector<Group> groups;
   int64_t rows = 0;
-  for (int seq = host.num_decode; seq < host.num_seqs; ++seq) {
+  for (int seq = sequences.begin; seq < sequences.end; ++seq) {
     const int first_token = host.cu_seqlens[seq];
     const int num_tokens = host.cu_seqlens[seq + 1] - first_token;
     const int context = host.context_lens[seq];
@@ -292,9 +292,10 @@ void RunPass(const Pass& pass) {
 }  // namespace
 
 void CudaPrefillAttention(const Context& context, const AttentionParams& params,
-                          const BatchView& host, int64_t scratch_bytes) {
+                          const BatchView& host, const SequenceRange& sequences,
+                          int64_t scratch_bytes) {
   const int kv_heads = params.kv.kv_heads;
-  std::vector<Group> groups = MakeGroups(params, host, scratch_bytes);
+  std::vector<Group> groups = MakeGroups(params, host, sequences, scratch_bytes);
   int64_t most = 0;
   for (Group& group : groups) {
     PlanSplits(context, params.q_heads / kv_heads, &group);

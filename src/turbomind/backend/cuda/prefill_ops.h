@@ -12,8 +12,14 @@ namespace turbomind::cuda {
 
 inline constexpr int64_t kPrefillScratchBytes = int64_t{256} << 20;
 
-// Sequences [num_decode, num_seqs) of the batch. `params` holds GPU addresses; `host` is the same
-// batch of which cu_seqlens and context_lens are read on the host.
+// Sequences of a batch, one after the other.
+struct SequenceRange {
+  int begin = 0;
+  int end = 0;
+};
+
+// Attention of these sequences, whether they read prompts or decode. `params` holds GPU addresses;
+// `host` is the same batch of which cu_seqlens and context_lens are read on the host.
 //
 // Operands are BF16 for a BF16 cache that is not quantised, else FP16: then queries and what is
 // stored in BF16 are rounded to FP16, at most 65504 in size. Few queries of a long context are
@@ -23,12 +29,14 @@ inline constexpr int64_t kPrefillScratchBytes = int64_t{256} << 20;
 //
 // A value row with a NaN reaches the queries up to kKeys positions before it in its chunk.
 //
-// At most `scratch_bytes` of the workspace are used, a few KiB apart, by running sequences and KV
-// heads one after the other; more where one KV head of one sequence needs more.
+// At most `scratch_bytes` of the workspace, a few KiB apart, hold flattened rows, by running
+// sequences and KV heads one after the other; more where one KV head of one sequence needs more.
+// The partial results of split positions come on top.
 //
 // REQUIRES: a cache dtype of 16 bits; head_dim 64, 80, 96, 128 or 256; q, out and q_stride in
 // multiples of 16 bytes.
 void CudaPrefillAttention(const Context& context, const AttentionParams& params,
-                          const BatchView& host, int64_t scratch_bytes = kPrefillScratchBytes);
+                          const BatchView& host, const SequenceRange& sequences,
+                          int64_t scratch_bytes = kPrefillScratchBytes);
 
 }  // namespace turbomind::cuda
