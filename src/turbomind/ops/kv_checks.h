@@ -1,6 +1,7 @@
 #pragma once
 
-// Checks that the ops over the cache share. They cost a few integers per sequence.
+// Checks that the ops over the cache share. In each layer they read the positions of a step's
+// tokens and the ids of all blocks that it uses.
 
 #include "turbomind/ops/params.h"
 

@@ -1,6 +1,7 @@
 // ⑦ Decode: one query token, one KV head with all its query heads, neighbouring splits of at most
-// kSplitTokens positions each. Codes are unpacked in registers, once for up to kMaxHeads heads; no
-// tile is materialised. Integer codes are computed in integers unless FP32 is asked for.
+// kSplitTokens positions each. Codes are unpacked in registers, once for up to kMaxHeads heads,
+// values of 4 bits once for up to kMostQuadHeads; no tile is materialised. Integer codes are
+// computed in integers unless FP32 is asked for.
 
 #include <cstdint>
 #include <span>
