@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from lmdeploy.checks import check_int
 from lmdeploy.cli.arguments import engine_config
 from lmdeploy.messages import TurbomindEngineConfig
 from lmdeploy.model import parse_chat_template
+from lmdeploy.serve import server
 from lmdeploy.serve.state import ServerOptions
 
 
@@ -15,13 +15,6 @@ def run_api_server(args: argparse.Namespace) -> int:
     """Serves until interrupted, or prints the memory plan with --dry-run."""
     config = engine_config(args)
     template = parse_chat_template(args.chat_template)
-    check_int("server_port", args.server_port, low=0, high=65535, flag="--server-port")
-    if args.dry_run:
-        for line in dry_run_lines(args.model_path, config):
-            print(line)
-        return 0
-    from lmdeploy.serve.server import run_server
-
     keys = [key for key in args.api_keys or [] if key]
     if args.api_keys is not None and not keys:
         raise ValueError("api_keys: got none, wanted at least one key; change --api-keys")
@@ -41,7 +34,12 @@ def run_api_server(args: argparse.Namespace) -> int:
         enable_abort_handling=args.enable_abort_handling,
         shutdown_timeout=args.shutdown_timeout,
     )
-    run_server(args.model_path, config, chat_template_config=template, options=options)
+    server.check_options(options)
+    if args.dry_run:
+        for line in dry_run_lines(args.model_path, config):
+            print(line)
+        return 0
+    server.run_server(args.model_path, config, chat_template_config=template, options=options)
     return 0
 
 

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lmdeploy.checks import OptionError, refuse, show
-from lmdeploy.turbomind.prompts import MAX_MESSAGES, OUR_OWN_KEY, text_of
+from lmdeploy.turbomind.prompts import MAX_MESSAGES, OUR_OWN_KEY, ROLES, text_of
 
 REASONING_EFFORTS = ("low", "medium", "high")
 BUILTIN_TOOLS = ("browser", "python")
 MAX_TOOLS = 1024
 MAX_TOOL_CALLS = 1024  # of one message
-_ROLES = ("system", "developer", "user", "assistant", "tool")
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 # Of a call that a client sends back: the model chose it.
 _CALL_NAME = re.compile(r"[^\s<>]{1,256}")
@@ -138,8 +137,8 @@ def _read_message(index: int, message: Any) -> _Given:
     if not isinstance(message, dict):
         raise refuse(name, message, wanted="an object with role and content")
     role = message.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise refuse(f"{name}.role", role, wanted="one of " + ", ".join(_ROLES))
+    if not isinstance(role, str) or role not in ROLES:
+        raise refuse(f"{name}.role", role, wanted="one of " + ", ".join(ROLES))
     keys = _KEYS.get(role, _KEYS_OF_OTHERS)
     for key, value in message.items():
         if key not in keys and value not in (None, []):

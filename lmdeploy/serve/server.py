@@ -26,7 +26,6 @@ def bind(server_name: str, server_port: int) -> socket.socket:
     The port is ours from now on; clients are refused until `listen`, instead of waiting for a model
     that is being loaded.
     """
-    check_int("server_port", server_port, low=0, high=65535, flag="--server-port")
     try:
         info = socket.getaddrinfo(server_name, server_port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError):
@@ -85,6 +84,7 @@ def check_options(options: ServerOptions) -> None:
         if not (key.isascii() and key.isprintable()):  # clients send the rest in several ways
             text = f"got other characters in key {i + 1}, wanted printable ASCII"
             raise OptionError("api_keys", f"{text}; change --api-keys")
+    check_int("server_port", options.server_port, low=0, high=65535, flag="--server-port")
     check_int("shutdown_timeout", options.shutdown_timeout, low=0, flag="--shutdown-timeout")
 
 

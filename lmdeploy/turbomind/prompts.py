@@ -36,7 +36,7 @@ _FROM_TEXTS = """\
 # What a template is given besides chat_template_kwargs.
 _OWN_VARIABLES = ("messages", "add_generation_prompt", "bos_token", "eos_token", "texts")
 _TEXTS = ("system", "eosys", "user", "eoh", "assistant", "eoa", "separator")
-_ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def check_messages(messages: Any) -> list[dict[str, str]]:
@@ -59,8 +59,8 @@ def _check_message(index: int, message: Any) -> dict[str, str]:
     for key, value in message.items():
         if key not in known and value not in (None, []):
             raise OptionError(f"{name}.{key}", "not supported, wanted role and content; remove it")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise refuse(f"{name}.role", role, wanted="one of " + ", ".join(_ROLES))
+    if not isinstance(role, str) or role not in ROLES:
+        raise refuse(f"{name}.role", role, wanted="one of " + ", ".join(ROLES))
     if role == "tool":
         raise OptionError(f"{name}.role", "tool calls are not supported; remove the message")
     content = text_of(name, message.get("content"))

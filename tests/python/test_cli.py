@@ -56,6 +56,8 @@ def test_flags_that_are_not_built(capsys, flag):
         (["--cache-block-seq-len", "48"], "--cache-block-seq-len"),
         (["--max-prefill-token-num", "-3"], "max_prefill_token_num: got -3"),
         (["--server-port", "70000"], "server_port: got 70000"),
+        (["--dry-run", "--shutdown-timeout", "-1"], "--shutdown-timeout"),
+        (["--dry-run", "--api-keys", " a"], "--api-keys"),
         (["--api-keys"], "api_keys: got none"),
         (["--device", "npu"], "--device"),
         (["--devices", "1", "--device", "cpu"], "devices: got [1]"),
