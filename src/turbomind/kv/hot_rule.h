@@ -27,6 +27,12 @@ struct HotRule {
     const int begin = (position / block_seq_len - recent_blocks) * block_seq_len;
     return begin > SinkEnd() ? begin : SinkEnd();
   }
+  // Whether the blocks that a query in a layer with this window (0: full attention) sees are all
+  // hot, whatever its position: the first that could see a block cold comes recent_blocks blocks
+  // after the block's end.
+  TM_HD bool IsAlwaysHot(int window) const {
+    return enabled() && window > 0 && window <= recent_blocks * block_seq_len + 1;
+  }
   // Whether a query at `position` sees `block` hot. REQUIRES: block <= position / block_seq_len.
   TM_HD bool IsHot(int64_t block, int64_t position) const {
     return block < sink_blocks || block + recent_blocks >= position / block_seq_len;

@@ -42,7 +42,7 @@ int64_t LayerGroup::BlocksPerSequence(int64_t num_tokens, int64_t chunk) const {
   if (window == 0) {
     return cold;
   }
-  if (is_always_hot()) {
+  if (rule.IsAlwaysHot(window)) {
     return 0;
   }
   // From the first block that the step's first query sees to the last one that its last query sees
@@ -62,11 +62,6 @@ int64_t LayerGroup::HotBlocksPerSequence(int64_t num_tokens, int64_t chunk) cons
     most = std::min(most, CeilDivSum(added, window - 2, length) + 1);
   }
   return most;
-}
-
-// The first query that could see a block cold comes recent_blocks blocks after the block's end.
-bool LayerGroup::is_always_hot() const {
-  return rule.enabled() && window > 0 && window <= rule.recent_blocks * rule.block_seq_len + 1;
 }
 
 int64_t LayerGroup::ColdBlocksHeld(int64_t num_tokens) const {
@@ -93,7 +88,7 @@ int64_t LayerGroup::FirstVisibleBlock(int64_t position) const {
 BlockRange LayerGroup::ColdBlocks(int64_t begin, int64_t end) const {
   Check(rule.enabled(), "some blocks are hot");
   const int64_t length = rule.block_seq_len;
-  if (end <= begin || is_always_hot()) {
+  if (end <= begin || rule.IsAlwaysHot(window)) {
     return {};
   }
   return {std::max<int64_t>(rule.sink_blocks, FirstVisibleBlock(begin)),

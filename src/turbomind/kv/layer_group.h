@@ -40,8 +40,6 @@ struct LayerGroup {
 
   int64_t bytes_per_block() const { return layout.block_bytes() + layout.scale_block_bytes(); }
   int64_t hot_bytes_per_block() const { return hot_layout ? hot_layout->block_bytes() : 0; }
-  // The window is no longer than what is hot anyway: nothing is ever quantised.
-  bool is_always_hot() const;
   // Cold blocks that a sequence of up to `num_tokens` needs, at most, while no more than `chunk`
   // tokens are added at once: all its blocks, or those of its window; where blocks are hot, without
   // the sinks, the current block and the recent ones (0 for a sequence that is hot altogether).

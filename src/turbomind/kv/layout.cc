@@ -6,6 +6,25 @@
 #include "turbomind/core/check.h"
 #include "turbomind/kv/codec.h"
 
+namespace turbomind {
+
+KvLayerView KvLayerView::Heads(int first, int count) const {
+  Check(0 <= first && 0 < count && count <= kv_heads - first, "the layer has the heads");
+  KvLayerView heads = *this;
+  heads.data = Payload(KvSide::kK, 0, first);
+  heads.param_offset = Params(KvSide::kK, 0, first) - heads.data;
+  if (scales != nullptr) {
+    heads.scales = Scales(KvSide::kK, 0, first);
+  }
+  for (const float*& factors : heads.g) {
+    factors = factors != nullptr ? factors + first : nullptr;
+  }
+  heads.kv_heads = count;
+  return heads;
+}
+
+}  // namespace turbomind
+
 namespace turbomind::block {
 namespace {
 

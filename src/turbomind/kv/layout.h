@@ -54,6 +54,9 @@ struct KvLayerView {
            static_cast<int64_t>(head) * block_seq_len * ScaleStride() + (s ? scale_bytes[0] : 0);
   }
   TM_HD int ScaleStride() const { return scale_bytes[0] + scale_bytes[1]; }
+
+  // Heads [first, first + count) as a layer.
+  KvLayerView Heads(int first, int count) const;
 };
 
 namespace block {

@@ -150,10 +150,15 @@ void RunSharedExpert(Device& device, const MoeParams& p) {
   const MoeLayer& layer = *p.layer;
   const MoeScratch& scratch = p.scratch;
   const int inner = layer.shared_intermediate_size;
-  const int64_t stride = 2 * int64_t{inner};
   Project(device, layer.shared_router, p.x, scratch.weights, 1, p.num_tokens);
-  Project(device, layer.shared_gate, p.x, scratch.gate_up, stride, p.num_tokens);
-  Project(device, layer.shared_up, p.x, scratch.gate_up + inner, stride, p.num_tokens);
+  const LinearPart gate_up[] = {layer.shared_gate, layer.shared_up};
+  device.Linear({.x = p.x,
+                 .x_stride = layer.hidden_size,
+                 .parts = gate_up,
+                 .num_parts = 2,
+                 .y = scratch.gate_up,
+                 .y_stride = 2 * int64_t{inner},
+                 .num_rows = p.num_tokens});
   Activate(device, p, p.num_tokens, inner, false);
   Project(device, layer.shared_down, scratch.activated, scratch.output, layer.hidden_size,
           p.num_tokens);

@@ -187,7 +187,7 @@ TEST_CASE("layers with short windows have few items, whatever the GPU") {
   CHECK(LayerRule{}.MostCold(3, num_slots) == 266);
   CHECK(LayerRule{}.MostHot(3, num_slots) == 0);
   const LayerRule hot = {128, MakeHotRule({64, 128}, 64)};
-  CHECK(hot.is_always_hot());
+  CHECK(hot.hot.IsAlwaysHot(hot.window));
   CHECK(hot.MostCold(3, num_slots) == 0);
   CHECK(hot.MostHot(3, num_slots) == 6);
 }

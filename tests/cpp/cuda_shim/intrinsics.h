@@ -246,7 +246,6 @@ template <class T>
 const T* KeepGlobal(const T* p) {
   return p;
 }
-inline int Keep(int x) { return x; }
 inline const char* AddProduct(const char* base, int32_t count, int32_t bytes) {
   return base + int64_t{count} * bytes;
 }
@@ -293,10 +292,6 @@ inline uint32_t SelectBytes(uint32_t a, uint32_t b, uint32_t selector) {
   return out;
 }
 inline uint32_t AndOr(uint32_t a, uint32_t mask, uint32_t b) { return (a & mask) | b; }
-inline uint32_t MaxShorts(uint32_t a, uint32_t b) {
-  const uint32_t low = std::max(a & 0xffff, b & 0xffff);
-  return low | std::max(a >> 16, b >> 16) << 16;
-}
 
 template <class F>
 uint32_t EachHalf(F fn) {

@@ -122,7 +122,7 @@ TEST_CASE("blocks that a step sees cold are those of the rule") {
               blocks.insert(b);
             }
             CHECK(blocks == SeenCold(group, begin, begin + chunk));
-            CHECK((!group.is_always_hot() || blocks.empty()));
+            CHECK((!group.rule.IsAlwaysHot(group.window) || blocks.empty()));
           }
         }
       }

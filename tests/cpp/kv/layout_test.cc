@@ -3,6 +3,7 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "turbomind/core/check.h"
@@ -174,6 +175,29 @@ TEST_CASE("a block's bytes lie in the order of the format") {
   CHECK(int8.param_bytes[0] == 4);
   CHECK(fp4.row_bytes[0] == 16);
   CHECK(fp4.ScaleStride() == 4);
+}
+
+TEST_CASE("some heads of a layer lie where the layer has them") {
+  for (const auto& [k, v] : {std::pair{kNone, kNone}, {kInt8, kInt4}, {kInt8, kNv}, {kMx, kMx}}) {
+    const Layout layout(OneLayer(k, v, 64));
+    std::vector<std::byte> data(static_cast<size_t>(2 * layout.block_bytes()));
+    std::vector<std::byte> scales(static_cast<size_t>(2 * layout.scale_block_bytes()));
+    const float factors[3] = {1.f, 2.f, 3.f};
+    KvLayerView layer = layout.LayerView(0, data.data(), scales.empty() ? nullptr : scales.data());
+    layer.g[1] = factors;
+    const KvLayerView heads = layer.Heads(1, 2);
+    CHECK(heads.kv_heads == 2);
+    CHECK(heads.g[0] == nullptr);
+    CHECK(heads.g[1][1] == 3.f);
+    for (const KvSide side : {KvSide::kK, KvSide::kV}) {
+      for (const int head : {0, 1}) {
+        CHECK(heads.Payload(side, 1, head) == layer.Payload(side, 1, head + 1));
+        CHECK(heads.Params(side, 1, head) == layer.Params(side, 1, head + 1));
+        CHECK((scales.empty() || heads.Scales(side, 1, head) == layer.Scales(side, 1, head + 1)));
+      }
+    }
+    CHECK_THROWS_AS(layer.Heads(2, 2), InternalError);
+  }
 }
 
 TEST_CASE("mixed pairs sum their sides") {

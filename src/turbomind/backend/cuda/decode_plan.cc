@@ -106,7 +106,7 @@ bool LayerRule::operator==(const LayerRule& other) const {
 }
 
 int64_t LayerRule::MostCold(int64_t num_seqs, int num_slots) const {
-  if (is_always_hot()) {
+  if (hot.IsAlwaysHot(window)) {
     return 0;
   }
   return MostItems(num_seqs, window > 0 ? window : std::numeric_limits<int32_t>::max(), num_slots);

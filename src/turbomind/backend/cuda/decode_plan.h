@@ -58,10 +58,6 @@ struct LayerRule {
 
   bool operator==(const LayerRule& other) const;
 
-  // What is hot reaches as far back as the window, whatever the context.
-  bool is_always_hot() const {
-    return hot.enabled() && window > 0 && window <= hot.recent_blocks * hot.block_seq_len + 1;
-  }
   // Items of a plan for so many sequences of any length.
   int64_t MostCold(int64_t num_seqs, int num_slots) const;
   int64_t MostHot(int64_t num_seqs, int num_slots) const;

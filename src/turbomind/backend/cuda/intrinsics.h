@@ -138,10 +138,6 @@ TM_DEVICE const T* KeepGlobal(const T* p) {
   asm volatile("" : "+l"(at));
   return static_cast<const T*>(__cvta_global_to_generic(at));
 }
-TM_DEVICE int Keep(int x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
 // base + count * bytes: one instruction.
 TM_DEVICE const char* AddProduct(const char* base, int32_t count, int32_t bytes) {
   const char* out;
@@ -177,7 +173,6 @@ TM_DEVICE uint32_t AndOr(uint32_t a, uint32_t mask, uint32_t b) {
   asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(out) : "r"(a), "r"(mask), "r"(b));
   return out;
 }
-TM_DEVICE uint32_t MaxShorts(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }
 TM_DEVICE uint32_t MulHalf2(uint32_t a, uint32_t b) {
   uint32_t out;
   asm("mul.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));

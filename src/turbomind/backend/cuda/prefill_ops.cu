@@ -134,23 +134,6 @@ Scratch LayOut(const Group& group, const AttentionParams& p) {
   return at;
 }
 
-// The heads [first, first + count) of a layer as a layer.
-KvLayerView HeadsOf(KvLayerView kv, int first, int count) {
-  const int64_t payload = int64_t{first} * (kv.row_bytes[0] + kv.row_bytes[1]) * kv.block_seq_len;
-  const int64_t params =
-      int64_t{first} * (kv.param_bytes[0] + kv.param_bytes[1]) * kv.block_seq_len;
-  kv.data += payload;
-  kv.param_offset += params - payload;
-  if (kv.scales != nullptr) {
-    kv.scales += int64_t{first} * kv.block_seq_len * kv.ScaleStride();
-  }
-  for (const float*& g : kv.g) {
-    g = g != nullptr ? g + first : nullptr;
-  }
-  kv.kv_heads = count;
-  return kv;
-}
-
 // One launch's part of the heads.
 struct Pass {
   const Context& context;
@@ -180,7 +163,7 @@ DenseView Flatten(const Pass& pass, const Scratch& at, int which) {
   flatten.num_rows = pass.group.num_rows[which];
   std::copy(spans.begin(), spans.end(), flatten.spans);
   flatten.num_spans = static_cast<int>(spans.size());
-  flatten.kv = HeadsOf(which == 0 ? p.kv : p.hot, pass.first_head, pass.num_heads);
+  flatten.kv = (which == 0 ? p.kv : p.hot).Heads(pass.first_head, pass.num_heads);
   flatten.block_tables = which == 0 ? p.batch.block_tables : p.batch.hot_tables;
   flatten.block_table_stride = p.batch.block_table_stride;
   flatten.all_half = !pass.bfloat();

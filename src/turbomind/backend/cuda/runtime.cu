@@ -83,7 +83,6 @@ GpuProperties PropertiesOf(int gpu) {
           .memory_bytes = all.totalGlobalMem,
           .shared_bytes_per_block =
               static_cast<size_t>(Attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, gpu)),
-          .l2_bytes = static_cast<size_t>(all.l2CacheSize),
           .workspace_step_bytes = kWorkspaceStepBytes,
           .matrix_piece_bytes = kMatrixPieceBytes};
 }
@@ -171,13 +170,6 @@ void Record(Event event, Stream stream) {
 }
 
 void WaitFor(Event event) { Require(cudaEventSynchronize(event), "cudaEventSynchronize"); }
-
-float Milliseconds(Event begin, Event end) {
-  WaitFor(end);
-  float ms = 0.f;
-  Require(cudaEventElapsedTime(&ms, begin, end), "cudaEventElapsedTime");
-  return ms;
-}
 
 void BeginCapture(Stream stream) {
   Require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "begin of a graph");

@@ -27,7 +27,6 @@ struct GpuProperties {
   int num_sms = 0;
   size_t memory_bytes = 0;
   size_t shared_bytes_per_block = 0;  // with opt-in
-  size_t l2_bytes = 0;
   // Of the memory that one op uses at a time, context.h. 0: as much as asked for, so that tests see
   // every access beyond it.
   size_t workspace_step_bytes = 0;
@@ -72,8 +71,6 @@ Event CreateEvent();
 void DestroyEvent(Event event) noexcept;
 void Record(Event event, Stream stream);
 void WaitFor(Event event);
-// Waits for `end`.
-float Milliseconds(Event begin, Event end);
 
 // What the stream is given between the two is recorded, not run: kernels with their arguments,
 // copies with their addresses.
