@@ -28,17 +28,6 @@ constexpr bool kIsDebugBuild = false;
 constexpr bool kIsDebugBuild = true;
 #endif
 
-std::unique_ptr<KvStatistics> MakeStatistics(const ModelConfig& model, const EngineConfig& config,
-                                             const Device& device) {
-  if (!config.collect_kv_statistics) {
-    return nullptr;
-  }
-  if (device.capability().is_cuda) {
-    throw InvalidArgument("collect_kv_statistics: got True, is there on CPU only");
-  }
-  return std::make_unique<KvStatistics>(model.num_layers, model.num_kv_heads, model.head_dim);
-}
-
 // The checked model, as this engine runs it.
 ModelConfig ResolveModel(ModelConfig model, int session_len) {
   model.Validate();
@@ -81,14 +70,13 @@ std::unique_ptr<Sequence> MakeSequence(std::shared_ptr<Request> request, int ses
 
 struct Engine::Impl {
   Impl(ModelConfig model_config, EngineConfig engine_config,
-       std::shared_ptr<const Weights> model_weights, const std::shared_ptr<Device>& target,
+       std::shared_ptr<const Weights> model_weights, std::shared_ptr<Device> target,
        int64_t free_bytes)
       : model(ResolveModel(std::move(model_config), engine_config.session_len)),
         config(std::move(engine_config)),
         plan(PlanMemory(model, config, free_bytes, !target->capability().is_cuda)),
-        statistics(MakeStatistics(model, config, *target)),
-        state(std::in_place, model, config, plan, free_bytes, std::move(model_weights), target,
-              statistics.get()) {
+        state(std::in_place, model, config, plan, free_bytes, std::move(model_weights),
+              std::move(target)) {
     UpdateStats();
     thread = std::thread([this] { Loop(); });
   }
@@ -96,7 +84,7 @@ struct Engine::Impl {
   // --- Any thread ---
 
   void CheckRequest(const Request& request) const;
-  void Submit(std::shared_ptr<Request> request);
+  void Submit(const std::shared_ptr<Request>& request);
   void Stop();
   // Runs `work` on the engine thread between two steps; what it throws comes as InternalError.
   void RunBetweenSteps(std::function<void()> work);
@@ -119,8 +107,7 @@ struct Engine::Impl {
   const MemoryPlan plan;
 
   // Engine thread's.
-  const std::unique_ptr<KvStatistics> statistics;  // null: not collected
-  std::optional<EngineState> state;                // until the thread has been joined
+  std::optional<EngineState> state;  // until the thread has been joined
   EngineStats totals;
   bool checked_idle = false;
   uint64_t next_arrival = 0;
@@ -176,7 +163,7 @@ void Engine::Impl::CheckRequest(const Request& request) const {
   RequireNonEmpty("bad_sequences", request.bad_sequences);
 }
 
-void Engine::Impl::Submit(std::shared_ptr<Request> request) {
+void Engine::Impl::Submit(const std::shared_ptr<Request>& request) {
   CheckRequest(*request);
   // Here, not between steps: a long prompt takes time, and memory that may not be there.
   std::unique_ptr<Sequence> sequence = MakeSequence(request, config.session_len);
@@ -463,7 +450,7 @@ Engine::~Engine() { Stop(); }
 
 void Engine::Stop() { impl_->Stop(); }
 
-void Engine::Submit(std::shared_ptr<Request> request) { impl_->Submit(std::move(request)); }
+void Engine::Submit(const std::shared_ptr<Request>& request) { impl_->Submit(request); }
 
 void Engine::Cancel(uint64_t request_id) {
   const std::lock_guard lock(impl_->mutex);
@@ -524,11 +511,11 @@ void Engine::ClearPrefixCache() {
 }
 
 KvStatistics Engine::kv_statistics() {
-  if (!impl_->statistics) {
+  if (!impl_->config.collect_kv_statistics) {
     throw InvalidArgument("kv_statistics: not collected; set collect_kv_statistics");
   }
   KvStatistics copy(impl_->model.num_layers, impl_->model.num_kv_heads, impl_->model.head_dim);
-  impl_->RunBetweenSteps([this, &copy] { copy = *impl_->statistics; });
+  impl_->RunBetweenSteps([this, &copy] { copy = *impl_->state->statistics; });
   return copy;
 }
 

@@ -117,7 +117,7 @@ class Engine {
 
   // Throws InvalidArgument for a request that can never fit (with the numbers), token ids outside
   // the vocabulary, or an empty prompt; InternalError when the engine has failed.
-  void Submit(std::shared_ptr<Request> request);
+  void Submit(const std::shared_ptr<Request>& request);
   // No effect on an unknown or finished id. The request still gets a last output.
   void Cancel(uint64_t request_id);
   // Blocks until there are outputs, the timeout passes (empty result) or the engine stops. Lets

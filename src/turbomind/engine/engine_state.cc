@@ -52,24 +52,35 @@ std::vector<LayerCache> LayerCaches(const ModelConfig& model, const EngineConfig
   return layers;
 }
 
+std::unique_ptr<KvStatistics> MakeStatistics(const ModelConfig& model, const EngineConfig& config,
+                                             const Device& device) {
+  if (!config.collect_kv_statistics) {
+    return nullptr;
+  }
+  if (device.capability().is_cuda) {
+    throw InvalidArgument("collect_kv_statistics: got True, is there on CPU only");
+  }
+  return std::make_unique<KvStatistics>(model.num_layers, model.num_kv_heads, model.head_dim);
+}
+
 }  // namespace
 
 EngineState::EngineState(const ModelConfig& model, const EngineConfig& config,
                          const MemoryPlan& plan, int64_t free_bytes,
-                         std::shared_ptr<const Weights> weights, std::shared_ptr<Device> target,
-                         KvStatistics* statistics)
+                         std::shared_ptr<const Weights> weights, std::shared_ptr<Device> target)
     : device(std::move(target)),
       cache_config(CacheConfig(model, config)),
       cache(*device, cache_config,
             PlanBlocks(model, config, free_bytes, !device->capability().is_cuda)),
       manager(cache, config.enable_prefix_caching),
       scheduler({config.max_batch_size, StepTokens(config)}, manager, cache.groups()),
+      statistics(MakeStatistics(model, config, *device)),
       decoder({.model = model,
                .layers = LayerCaches(model, config, cache),
                .rotate_k = config.kv_quality.rotate_k,
                .search_scales = config.kv_quality.search_scales,
                .limits = PlanStep(config, !device->capability().is_cuda),
-               .statistics = statistics},
+               .statistics = statistics.get()},
               std::move(weights), *device),
       generation(model.vocab_size, plan.max_sequence_tokens, config.max_batch_size, *device) {}
 

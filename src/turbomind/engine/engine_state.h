@@ -20,12 +20,11 @@ namespace turbomind {
 // Made by whoever makes the engine, then the engine thread's alone. With it goes all memory of the
 // model and the cache.
 struct EngineState {
-  // `plan`: of the same arguments. `statistics`: null, or collects K and V; outlives this.
-  // Throws InvalidArgument for a wrong calibration or a cache that the device has no kernels for,
-  // std::bad_alloc.
+  // `plan`: of the same arguments. Throws InvalidArgument for a wrong calibration, a cache that the
+  // device has no kernels for, or statistics that it cannot collect; std::bad_alloc.
   EngineState(const ModelConfig& model, const EngineConfig& config, const MemoryPlan& plan,
               int64_t free_bytes, std::shared_ptr<const Weights> weights,
-              std::shared_ptr<Device> target, KvStatistics* statistics);
+              std::shared_ptr<Device> target);
   EngineState(const EngineState&) = delete;
   EngineState& operator=(const EngineState&) = delete;
 
@@ -34,6 +33,7 @@ struct EngineState {
   KvCache cache;
   SequenceManager manager;
   Scheduler scheduler;
+  const std::unique_ptr<KvStatistics> statistics;  // null: not collected
   Decoder decoder;
   Generation generation;
 };
