@@ -89,7 +89,7 @@ class TurbomindEngineConfig:
         devices: the GPU's index, as in [0]; several at once are not supported.
         num_threads: worker threads; None: one per usable core, beside a GPU at most 16.
         deterministic: bit-equal results whatever the batch, the chunks and the threads. On a GPU
-            decode attention then goes through the kernels of prompts, more slowly.
+            decode attention then goes through the kernels of prompts.
         exact: compute in FP32, no int8 activations. Slower; for comparisons; on CPU only.
         strict_arch: refuse NVFP4 where the device has no FP4 instructions (no effect on CPU).
         kv_quality: raw, balanced or best (docs/kv_cache.md, "Quality"); None: balanced for
