@@ -123,7 +123,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def _are_opposed(first: str, second: str) -> bool:
-    words = {first.split("-")[2], second.split("-")[2]}
+    words = {flag.lstrip("-").partition("-")[0] for flag in (first, second)}
     return words == {"enable", "disable"}
 
 

@@ -69,6 +69,8 @@ def test_flags_that_are_not_built(capsys, flag):
         (["--quant-polcy=16"], "did you mean --quant-policy?"),
         (["--server-prt", "1"], "did you mean --server-port?"),
         (["--enable-metrics"], "unrecognized arguments: --enable-metrics\n"),
+        (["--h"], "did you mean -h?"),
+        (["--", "--x"], "unrecognized arguments"),
         (["--disable-vision-encoder"], "--disable-vision-encoder"),
         (["--session", "5"], "--session"),
     ],
