@@ -42,8 +42,8 @@ struct DecoderConfig {
 struct DecoderInput {
   const int32_t* tokens = nullptr;   // [num_tokens]
   std::span<const BatchView> batch;  // [num_groups]
-  // Token indices, ascending, whose logits may be asked for afterwards. Nothing else is computed of
-  // the last layer of a step that reads prompts, but K and V.
+  // Token indices, ascending, whose logits may be asked for afterwards. Behind the last layer's
+  // attention a step that reads prompts goes on with these alone; without any it ends with K and V.
   std::span<const int32_t> rows;
 };
 
