@@ -11,6 +11,7 @@
 #include "turbomind/backend/cpu/isa/attention_decode_integer.h"
 #include "turbomind/backend/cpu/isa/attention_load.h"
 #include "turbomind/backend/cpu/isa/attention_softmax.h"
+#include "turbomind/backend/cpu/isa/attention_softmax_rows.h"
 #include "turbomind/backend/cpu/isa/attention_views.h"
 
 namespace turbomind::TM_ISA {
@@ -173,6 +174,59 @@ void Reorder(Heads& heads, bool interleaved) {
   heads.interleaved = interleaved;
 }
 
+float ScaleOfHead(const View& view, const Heads& heads, int h) {
+  return view.kernels.round != nullptr ? view.scale * heads.rounded[h].scale : view.scale;
+}
+
+// The softmax of a tile of which only [seen.begin, seen.end) is visible, one head at a time.
+void UpdateHead(const View& view, const Seen& seen, int h, Heads& heads) {
+  float* scores = heads.scores + h * kTileTokens;
+  const float scale = ScaleOfHead(view, heads, h);
+  if (view.kernels.rounds_weights) {
+    const auto factors = heads.state[h].UpdateTile(scores, scale, seen.begin, seen.end);
+    heads.old[h] = factors.old;
+    heads.tile[h] = factors.tile * view.value_factor;
+  } else {
+    heads.old[h] = heads.state[h].Update(scores, scale, seen.begin, seen.end);
+    ScaleWeights(scores, view.value_factor);
+  }
+}
+
+#if defined(TM_ISA_avx512)
+// The first heads, several at once, of a tile that is seen as a whole; returns how many.
+int UpdateHeadsTogether(const View& view, Heads& heads) {
+  float scale[kMaxHeads];
+  for (int h = 0; h < heads.num_heads; ++h) {
+    scale[h] = ScaleOfHead(view, heads, h);
+  }
+  int h = 0;
+  const auto update = [&]<int N>() {
+    UpdateRows<N>({heads.scores + h * kTileTokens, scale + h, heads.state + h, heads.old + h,
+                   heads.tile + h, view.value_factor});
+    h += N;
+  };
+  while (h + 4 <= heads.num_heads) {
+    update.template operator()<4>();
+  }
+  if (h + 3 == heads.num_heads) {
+    update.template operator()<3>();
+  } else if (h + 2 == heads.num_heads) {
+    update.template operator()<2>();
+  }
+  return h;
+}
+#else
+int UpdateHeadsTogether(const View& /*view*/, Heads& /*heads*/) { return 0; }
+#endif
+
+void UpdateSoftmax(const View& view, const Seen& seen, Heads& heads) {
+  const bool all = seen.begin == 0 && seen.end == kTileTokens;
+  int h = all && view.kernels.rounds_weights ? UpdateHeadsTogether(view, heads) : 0;
+  for (; h < heads.num_heads; ++h) {
+    UpdateHead(view, seen, h, heads);
+  }
+}
+
 // One tile of a sequence of `context` positions, of which the next one is asked for.
 void ReadTile(const View& view, int tile, const Seen& seen, int context, Heads& heads) {
   OpenTile(view.kv, KvSide::kK, tile, seen.begin, seen.end, &heads.sides[0]);
@@ -181,18 +235,7 @@ void ReadTile(const View& view, int tile, const Seen& seen, int context, Heads& 
   OpenNext(view.kv, KvSide::kK, tile + kTileTokens, context, &heads.sides[0]);
   view.kernels.score({&heads.sides[0], heads.q, heads.pairs,
                       rounded ? heads.rounded_sum : heads.qsum, heads.head_dim, heads.scores});
-  for (int h = 0; h < heads.num_heads; ++h) {
-    float* scores = heads.scores + h * kTileTokens;
-    const float scale = rounded ? view.scale * heads.rounded[h].scale : view.scale;
-    if (view.kernels.rounds_weights) {
-      const auto factors = heads.state[h].UpdateTile(scores, scale, seen.begin, seen.end);
-      heads.old[h] = factors.old;
-      heads.tile[h] = factors.tile * view.value_factor;
-    } else {
-      heads.old[h] = heads.state[h].Update(scores, scale, seen.begin, seen.end);
-      ScaleWeights(scores, view.value_factor);
-    }
-  }
+  UpdateSoftmax(view, seen, heads);
   Reorder(heads, view.interleaved);
   OpenNext(view.kv, KvSide::kV, tile + kTileTokens, context, &heads.sides[1]);
   view.kernels.value({&heads.sides[1], heads.scores, heads.old, heads.tile, seen.begin, seen.end,
