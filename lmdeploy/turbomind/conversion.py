@@ -5,11 +5,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lmdeploy.turbomind.tensor_file import BLOCK_FORMATS, SPLIT_MXFP4, StoredTensor
+from lmdeploy.turbomind.gguf_blocks import REPACKED, values_to_q8_0
+from lmdeploy.turbomind.model_errors import ModelFormatError
+from lmdeploy.turbomind.tensor_file import BLOCK_FORMATS, SPLIT_MXFP4, StoredTensor, row_bytes
 from lmdeploy.turbomind.tensor_plan import PlannedTensor
 
-# Computed as they are; everything else becomes BF16 (or F32 where exact results are asked for).
+# Computed as they are. REPACKED and _ROUNDED keep about as many bits as they have in the file;
+# everything else becomes BF16. Where exact results are asked for, all but these become F32.
 _RAW_FORMATS = {"Q4_0": "q4_0", "Q4_1": "q4_1", "Q8_0": "q8_0"}
+_ROUNDED = ("Q5_1", "Q5_K", "Q6_K")  # to Q8_0
 # Of experts: read by the engine where they lie in the file.
 MAPPED_FORMATS = {"MXFP4": "mxfp4", SPLIT_MXFP4: "mxfp4_split"}
 _CHUNK_VALUES = 1 << 20
@@ -19,7 +23,11 @@ def engine_format(tensor: StoredTensor, exact: bool) -> str:
     """The format `matrix_for_engine` will give."""
     if tensor.format in _RAW_FORMATS:
         return _RAW_FORMATS[tensor.format]
-    return "f32" if exact and tensor.format != "BF16" else "bf16"
+    if exact and tensor.format != "BF16":
+        return "f32"
+    if tensor.format in REPACKED:
+        return REPACKED[tensor.format][0]
+    return "q8_0" if tensor.format in _ROUNDED else "bf16"
 
 
 def is_router(planned: PlannedTensor) -> bool:
@@ -40,7 +48,7 @@ def engine_bytes(planned: PlannedTensor, exact: bool) -> int:
     if is_router(planned):
         return 4 * values  # a choice of experts is made in FP32
     kind = engine_format(tensor, exact)
-    return 2 * values if kind == "bf16" else tensor.num_bytes
+    return 2 * values if kind == "bf16" else tensor.rows * row_bytes(kind.upper(), tensor.cols)
 
 
 def matrix_for_engine(
@@ -53,21 +61,35 @@ def matrix_for_engine(
     """
     kind = engine_format(tensor, exact)
     stored = tensor.raw.reshape(tensor.rows, -1)
-    if kind in _RAW_FORMATS.values():
+    if tensor.format in _RAW_FORMATS:
         return kind, np.ascontiguousarray(_separate_halves(stored, interleaved_heads))
     if tensor.format == "BF16":
         halves = stored.view("<u2")
         if transposed:
             return kind, np.ascontiguousarray(halves.T)
         return kind, np.ascontiguousarray(_separate_halves(halves, interleaved_heads))
-    out = np.empty((tensor.rows, tensor.cols), np.float32 if kind == "f32" else np.uint16)
+    width = row_bytes(kind.upper(), tensor.cols)
+    out = np.empty((tensor.rows, width), np.uint8)
     step = max(1, _CHUNK_VALUES // tensor.cols)
-    for start in range(0, tensor.rows, step):
-        values = _to_f32(tensor.format, stored[start : start + step])
-        out[start : start + step] = values if kind == "f32" else bf16_bits(values)
+    try:
+        for start in range(0, tensor.rows, step):
+            chunk = _convert_rows(tensor.format, kind, stored[start : start + step])
+            out[start : start + step] = chunk.view(np.uint8).reshape(-1, width)
+    except ValueError as error:
+        raise ModelFormatError(f"tensor {tensor.name}: {error}") from error
+    values = out.view({"f32": np.float32, "bf16": np.uint16}.get(kind, np.uint8))
     if transposed:
-        return kind, np.ascontiguousarray(out.T)
-    return kind, np.ascontiguousarray(_separate_halves(out, interleaved_heads))
+        return kind, np.ascontiguousarray(values.T)
+    return kind, np.ascontiguousarray(_separate_halves(values, interleaved_heads))
+
+
+def _convert_rows(stored_format: str, kind: str, rows: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
+    if kind not in ("f32", "bf16") and stored_format in REPACKED:
+        return REPACKED[stored_format][1](rows)
+    values = _to_f32(stored_format, rows)
+    if kind == "f32":
+        return np.ascontiguousarray(values)
+    return values_to_q8_0(values) if kind == "q8_0" else bf16_bits(values)
 
 
 def vector_for_engine(

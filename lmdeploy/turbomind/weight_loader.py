@@ -166,7 +166,10 @@ def _convert(planned: PlannedTensor, *, exact: bool) -> _Converted:
     if len(tensor.shape) == 1:
         return _Converted(planned, _VECTOR, vector_for_engine(tensor, interleaved_heads=heads))
     kind, values = matrix_for_engine(
-        tensor, exact=exact, interleaved_heads=heads, transposed=planned.transposed
+        tensor,
+        exact=exact or is_router(planned),
+        interleaved_heads=heads,
+        transposed=planned.transposed,
     )
     return _Converted(planned, kind, values)
 

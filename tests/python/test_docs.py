@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from reference.codecs import MODES
 from reference.layout import row_bytes
@@ -14,7 +15,9 @@ from lmdeploy import _turbomind, engine_config, generation_config, kv_formats, m
 from lmdeploy.cli.arguments import UNSUPPORTED_FLAGS
 from lmdeploy.cli.entrypoint import make_parser
 from lmdeploy.serve import protocol
+from lmdeploy.turbomind.conversion import MAPPED_FORMATS, engine_format
 from lmdeploy.turbomind.models import FAMILIES
+from lmdeploy.turbomind.tensor_file import SUPPORTED_FORMATS, StoredTensor
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVING = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
@@ -138,6 +141,25 @@ def test_models() -> None:
         family.name: (set(family.hf_architectures), set(family.gguf_architectures))
         for family in FAMILIES
     }
+
+
+def test_weights() -> None:
+    expected = {
+        "themselves": lambda stored: stored.lower(),
+        "Q4_1": lambda _: "q4_1",
+        "Q8_0": lambda _: "q8_0",
+        "BF16": lambda _: "bf16",
+    }
+    documented: set[str] = set()
+    for stored, computed, *_ in table(section(SERVING, "Weights")):
+        if computed == "itself":
+            assert stored.removesuffix(", of experts") in MAPPED_FORMATS
+            continue
+        for name in stored.replace("other ", "").split(", "):
+            tensor = StoredTensor("x", name, (1, 256), np.zeros(0, np.uint8))
+            assert engine_format(tensor, exact=False) == expected[computed](name)
+            documented.add(name)
+    assert documented == set(SUPPORTED_FORMATS)
 
 
 def test_format_table() -> None:

@@ -17,8 +17,15 @@ from lmdeploy import ChatTemplateConfig, TurbomindEngineConfig, _turbomind
 from lmdeploy.gguf_tokenizer import tokenizer_from_gguf
 from lmdeploy.turbomind import gguf_checkpoint, gguf_file, loader
 from lmdeploy.turbomind.checkpoint import Checkpoint, open_checkpoint
-from lmdeploy.turbomind.conversion import bf16_bits, matrix_for_engine, vector_for_engine
+from lmdeploy.turbomind.conversion import (
+    bf16_bits,
+    engine_bytes,
+    engine_format,
+    matrix_for_engine,
+    vector_for_engine,
+)
 from lmdeploy.turbomind.engine_parts import load_parts
+from lmdeploy.turbomind.gguf_blocks import values_to_q8_0
 from lmdeploy.turbomind.gguf_checkpoint import _check_window_pattern
 from lmdeploy.turbomind.gguf_file import FORMATS, GgufFile, format_name
 from lmdeploy.turbomind.model_errors import ModelFormatError
@@ -29,6 +36,7 @@ from lmdeploy.turbomind.tensor_file import (
     StoredTensor,
     row_bytes,
 )
+from lmdeploy.turbomind.tensor_plan import PlannedTensor
 from lmdeploy.turbomind.weight_loader import LoadedWeights, load_weights
 
 LLAMA = TINY_MODELS[0]
@@ -150,9 +158,89 @@ def test_every_format_gives_its_values(weight_format: str, tmp_path: Path) -> No
         ("layers.1.down", "model.layers.1.mlp.down_proj.weight"),
     ):
         np.testing.assert_array_equal(values_of(planned[ours]), stored[name])
-    if weight_format in ("F32", "F16", "Q5_0", "Q5_1", "MXFP4"):
+    if weight_format in ("F32", "F16", "MXFP4"):
         wanted = (bf16_bits(stored[name]).astype(np.uint32) << 16).view(np.float32)
         np.testing.assert_array_equal(values_of(planned[ours], exact=False), wanted)
+
+
+def block_tensor(weight_format: str, *, rows: int = 48, cols: int = 512) -> StoredTensor:
+    """Random codes with scales as weights have them."""
+    random = np.random.default_rng(7)
+    values, size = BLOCK_FORMATS[weight_format]
+    blocks = random.integers(0, 256, (rows * cols // values, size), dtype=np.uint8)
+    places = {"Q6_K": (208,), "Q5_0": (0,)}.get(weight_format, (0, 2))
+    for place in places:
+        scales = random.uniform(1e-5, 1e-3, len(blocks)).astype("<f2")
+        blocks[:, place : place + 2] = scales.view(np.uint8).reshape(-1, 2)
+    return StoredTensor("x", weight_format, (rows, cols), blocks.reshape(-1))
+
+
+def engine_values(tensor: StoredTensor, *, exact: bool = False) -> tuple[str, np.ndarray]:
+    """Format, and what the engine computes with."""
+    import gguf
+
+    kind, data = matrix_for_engine(tensor, exact=exact)
+    if kind == "f32":
+        return kind, data
+    return kind, gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind.upper()])
+
+
+def test_q4_k_keeps_its_codes_and_more_than_bf16_would() -> None:
+    tensor = block_tensor("Q4_K")
+    _, wanted = engine_values(tensor, exact=True)
+    kind, got = engine_values(tensor)
+    assert kind == "q4_1"
+    in_bf16 = (bf16_bits(wanted).astype(np.uint32) << 16).view(np.float32)
+    error, bf16_error = (np.square(x - wanted).mean() for x in (got, in_bf16))
+    assert 0 < error < bf16_error / 16
+
+
+def test_q5_0_is_q8_0() -> None:
+    tensor = block_tensor("Q5_0")
+    kind, got = engine_values(tensor)
+    assert kind == "q8_0"
+    np.testing.assert_array_equal(got, engine_values(tensor, exact=True)[1])
+
+
+@pytest.mark.parametrize("weight_format", ["Q5_1", "Q5_K", "Q6_K"])
+def test_what_has_more_bits_is_rounded_to_eight(weight_format: str) -> None:
+    tensor = block_tensor(weight_format)
+    _, wanted = engine_values(tensor, exact=True)
+    kind, got = engine_values(tensor)
+    assert kind == "q8_0"
+    largest = np.abs(wanted).reshape(-1, 32).max(axis=1, keepdims=True)
+    step = largest / 127 * (1 + 2**-10) + 2**-24  # FP16: 11 bits, and none below 2^-24
+    assert (np.abs(got - wanted).reshape(-1, 32) <= step / 2 * (1 + 1e-5)).all()
+
+
+def test_blocks_of_zeros_and_of_what_is_not_finite() -> None:
+    rows = np.zeros((3, 32), np.float32)
+    rows[1, 3] = np.inf
+    rows[2, 4] = np.nan
+    stored = values_to_q8_0(rows)
+    assert not stored[0].any()
+    scales = stored[:, :2].copy().view("<f2").reshape(-1)
+    assert np.isinf(scales[1]) and np.isnan(scales[2])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("weight_format", ["Q4_K", "Q6_K"])
+def test_a_scale_beyond_fp16_is_refused(weight_format: str) -> None:
+    tensor = block_tensor(weight_format)
+    blocks = tensor.raw.reshape(-1, BLOCK_FORMATS[weight_format][1])
+    place = 208 if weight_format == "Q6_K" else 0
+    blocks[5, place : place + 2] = np.array([60000], "<f2").view(np.uint8)
+    with pytest.raises(ModelFormatError, match=r"tensor x: .*beyond 65504, wanted FP16"):
+        matrix_for_engine(tensor, exact=False)
+    assert matrix_for_engine(tensor, exact=True)[0] == "f32"
+
+
+@pytest.mark.parametrize("weight_format", sorted(BLOCK_FORMATS))
+def test_the_plan_counts_the_bytes_that_are_made(weight_format: str) -> None:
+    tensor = block_tensor(weight_format)
+    kind, data = matrix_for_engine(tensor, exact=False)
+    assert data.nbytes == engine_bytes(PlannedTensor("layers.0.q", tensor), exact=False)
+    assert kind == engine_format(tensor, exact=False)
 
 
 def test_numbers_of_formats_are_those_of_ggml() -> None:

@@ -27,6 +27,7 @@ from tiny_moe import (
     write_moe_gguf,
 )
 
+from lmdeploy.turbomind import weight_loader
 from lmdeploy.turbomind.checkpoint import Checkpoint, open_checkpoint
 from lmdeploy.turbomind.conversion import MAPPED_FORMATS, engine_bytes
 from lmdeploy.turbomind.model_errors import ModelFormatError
@@ -170,6 +171,16 @@ def test_gguf_experts_of_every_format(tmp_path: Path) -> None:
         up = planned["layers.1.experts.7.up"]
         assert (up.tensor.format, up.mapped) == (expert_format, mapped)
         assert planned["layers.1.router"].tensor.format == "F32"
+
+
+def test_routers_are_not_rounded(tmp_path: Path) -> None:
+    write_moe_gguf(make_model(QWEN2_MOE), tmp_path / "m.gguf")
+    planned = {p.name: p for p in open_checkpoint(tmp_path / "m.gguf").tensors}
+    for name in ("layers.1.router", "layers.0.shared.router"):
+        converted = weight_loader._convert(planned[name], exact=False)
+        assert converted.kind == "f32"
+        stored = planned[name].tensor.raw.view("<f4").reshape(converted.values.shape)
+        np.testing.assert_array_equal(converted.values, stored)
 
 
 def test_a_shared_router_of_one_dimension(tmp_path: Path) -> None:

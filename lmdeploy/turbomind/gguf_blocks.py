@@ -1,0 +1,95 @@
+"""Blocks of GGUF's formats that no kernel reads → the block formats that kernels read.
+
+Layouts: ggml-common.h of https://github.com/ggml-org/ggml. Of 32 values each, Q4_1 is FP16 scale,
+FP16 minimum and 16 bytes of codes (low nibbles first), Q8_0 FP16 scale and 32 int8 codes. All raise
+ValueError where a finite scale or minimum would not be finite in FP16; what is not finite already
+makes values that are not finite.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+
+_K_SUBBLOCKS = 8  # of 32 values in a block of 256
+_Q4_1_BYTES, _Q8_0_BYTES = 20, 34
+
+
+def q4_k_to_q4_1(rows: Bytes) -> Bytes:
+    """[n, blocks · 144] → [n, blocks · 160]: the same codes. A subblock's scale and minimum, FP16
+    times 6 bits, are each rounded to FP16: a value moves by at most 2^-11 of code · scale and 2^-11
+    of the minimum.
+    """
+    blocks = rows.reshape(-1, 144)
+    scales, minima = _six_bits(blocks[:, 4:16])
+    out = np.empty((len(blocks), _K_SUBBLOCKS, _Q4_1_BYTES), np.uint8)
+    out[:, :, 0:2] = _fp16_bytes(_fp16(blocks[:, 0:2]) * scales)
+    out[:, :, 2:4] = _fp16_bytes(-_fp16(blocks[:, 2:4]) * minima)
+    # 32 bytes hold the low nibbles of one subblock and the high ones of the next.
+    pairs = blocks[:, 16:].reshape(len(blocks), _K_SUBBLOCKS // 2, 32)
+    for odd, codes in enumerate((pairs & 0x0F, pairs >> 4)):
+        out[:, odd::2, 4:] = codes[..., :16] | (codes[..., 16:] << 4)
+    return out.reshape(len(rows), -1)
+
+
+def q5_0_to_q8_0(rows: Bytes) -> Bytes:
+    """[n, blocks · 22] → [n, blocks · 34]: the same values."""
+    blocks = rows.reshape(-1, 22)
+    low = blocks[:, 6:]
+    fifth = np.unpackbits(blocks[:, 2:6], axis=1, bitorder="little")
+    codes = np.concatenate([low & 0x0F, low >> 4], axis=1) | (fifth << 4)
+    return _q8_0(blocks[:, 0:2], codes.astype(np.int8) - np.int8(16)).reshape(len(rows), -1)
+
+
+def values_to_q8_0(rows: npt.NDArray[np.float32]) -> Bytes:
+    """[n, cols], cols a multiple of 32 → [n, cols / 32 · 34]: a value moves by at most half a step,
+    which is a 127th of the largest of its block, rounded to FP16.
+    """
+    blocks = rows.reshape(-1, 32)
+    largest = np.abs(blocks).max(axis=1, keepdims=True)
+    stored = _fp16_bytes(largest / np.float32(127))[:, 0]
+    scale = _fp16(stored)
+    # FP16 has few bits below 6e-5: the next larger step, where the largest value would be cut off.
+    stored = (stored.view("<u2") + (127.5 * scale < largest)).astype("<u2").view(np.uint8)
+    scale = _fp16(stored)
+    scale[~np.isfinite(scale)] = 0
+    inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale > 0)
+    codes = np.clip(np.rint(np.where(inverse > 0, blocks, 0) * inverse), -127, 127)
+    return _q8_0(stored, codes.astype(np.int8)).reshape(len(rows), -1)
+
+
+# Stored format → (format the engine gets, conversion of whole rows).
+REPACKED: dict[str, tuple[str, Callable[[Bytes], Bytes]]] = {
+    "Q4_K": ("q4_1", q4_k_to_q4_1),
+    "Q5_0": ("q8_0", q5_0_to_q8_0),
+}
+
+
+def _q8_0(scales: Bytes, codes: npt.NDArray[np.int8]) -> Bytes:
+    out = np.empty((len(codes), _Q8_0_BYTES), np.uint8)
+    out[:, :2] = scales
+    out[:, 2:] = codes.view(np.uint8)
+    return out
+
+
+def _six_bits(packed: Bytes) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """12 bytes of a K block → its 8 scales and 8 minima, 0 to 63."""
+    first, second, third = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
+    scales = np.concatenate([first & 63, (third & 0x0F) | (first >> 6 << 4)], axis=1)
+    minima = np.concatenate([second & 63, (third >> 4) | (second >> 6 << 4)], axis=1)
+    return scales.astype(np.float32), minima.astype(np.float32)
+
+
+def _fp16(pairs: Bytes) -> npt.NDArray[np.float32]:
+    return np.ascontiguousarray(pairs).view("<f2").astype(np.float32)
+
+
+def _fp16_bytes(values: npt.NDArray[np.float32]) -> Bytes:
+    """[n, m] → [n, m, 2]."""
+    with np.errstate(over="ignore"):
+        halves = values.astype("<f2")
+    if np.any(np.isinf(halves) & np.isfinite(values)):
+        raise ValueError("a scale or minimum of a block: got a value beyond 65504, wanted FP16")
+    return halves.view(np.uint8).reshape(*values.shape, 2)
