@@ -40,6 +40,11 @@ def add_text_flags(parser: argparse.ArgumentParser, *, tokens: int) -> None:
         default=2048,
         help="tokens of one prompt, cut to what the model was trained for (default: %(default)s)",
     )
+    parser.add_argument(
+        "--exact",
+        action="store_true",
+        help="compute in FP32, which takes four bytes per weight; default: as a server does",
+    )
     add_log_level(parser)
 
 
@@ -74,7 +79,11 @@ def _calibrate(args: argparse.Namespace) -> int:
 
     check_output(args.output)
     options = CalibrationOptions(
-        tokens=args.tokens, context=args.context, mean=args.mean, percentile=args.percentile
+        tokens=args.tokens,
+        context=args.context,
+        mean=args.mean,
+        percentile=args.percentile,
+        exact=args.exact,
     )
     calibration = calibrate_file(args.model_path, args.text, output=args.output, options=options)
     facts = calibration.facts
@@ -128,6 +137,7 @@ def _kv_search(args: argparse.Namespace) -> int:
         formats=tuple(text.strip() for text in args.formats.split(";") if text.strip()),
         tokens=args.tokens,
         context=args.context,
+        exact=args.exact,
         cache={
             "kv_quality": args.kv_quality,
             "kv_calibration": args.kv_calibration,

@@ -43,12 +43,14 @@ class CalibrationOptions:
         context: tokens of one prompt; cut to what the model was trained for.
         mean: channels whose mean is subtracted: all, those that RoPE turns slowly, or none.
         percentile: of |x| that the ranges cover; 100: all values.
+        exact: compute in FP32, with four bytes per weight, and not as a server does.
     """
 
     tokens: int = 16384
     context: int = 2048
     mean: Literal["all", "slow", "none"] = "all"
     percentile: float = 100.0
+    exact: bool = False
 
     def __post_init__(self) -> None:
         check_int("tokens", self.tokens, low=1, flag="--tokens")
@@ -65,7 +67,7 @@ def calibrate_file(
     Raises ValueError or OSError for a text, model or path that cannot be used.
     """
     text = read_text(text_path)
-    model = open_model(model_path)
+    model = open_model(model_path, exact=options.exact)
     calibration = calibrate(
         model,
         model.loaded.tokenizer.encode(text, add_special=False),

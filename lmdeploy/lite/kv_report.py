@@ -343,10 +343,9 @@ def make_report(options: ReportOptions) -> Report:
             "to get it: pip install matplotlib"
         )
     texts = {path.stem: read_text(path) for path in options.texts}
-    # As a server computes: 16-bit activations add a KL below 1e-6, exact compute doubles the time.
     longest = longest_position(open_files(options.model_path).info.config)
     options = replace(options, contexts=choose_contexts(options.contexts, longest=longest))
-    model = open_model(options.model_path, exact=False)
+    model = open_model(options.model_path)
     ids = {
         name: model.loaded.tokenizer.encode(text, add_special=False) for name, text in texts.items()
     }

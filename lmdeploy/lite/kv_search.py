@@ -35,6 +35,7 @@ class SearchOptions:
         formats: candidates; 16 bit is always one.
         tokens: of the text to measure on.
         context: tokens of one prompt.
+        exact: compute in FP32, with four bytes per weight, and not as a server does.
         cache: fields of TurbomindEngineConfig that hold for every candidate (kv_quality, …).
     """
 
@@ -43,6 +44,7 @@ class SearchOptions:
     formats: tuple[str, ...] = ("nvfp4", "k=fp8,v=nvfp4", "k=none,v=nvfp4", "fp8", "int8")
     tokens: int = 2048
     context: int = 2048
+    exact: bool = False
     cache: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -83,7 +85,7 @@ class SearchResult:
 def search_file(model_path: str, text_path: Path, *, options: SearchOptions) -> SearchResult:
     """Searches on a UTF-8 text. ValueError for a budget or format that cannot be met."""
     text = read_text(text_path)
-    model = open_model(model_path)
+    model = open_model(model_path, exact=options.exact)
     ids = model.loaded.tokenizer.encode(text, add_special=False)
     context = min(options.context, longest_position(model.config))
     check_context(model, context, options=options)

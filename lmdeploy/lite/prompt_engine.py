@@ -62,7 +62,7 @@ class OpenModel:
         return apply
 
 
-def open_model(path: str, *, exact: bool = True, threads: int | None = None) -> OpenModel:
+def open_model(path: str, *, exact: bool = False, threads: int | None = None) -> OpenModel:
     """Loads a model with the cache dtype that a server would use.
 
     Exact compute alone would keep `none`, scales and zeros in FP32, which no server stores.

@@ -339,7 +339,7 @@ def check_summary(summary: dict[str, Any], texts: list[str]) -> None:
         assert 100 << 20 < row["peak_memory_bytes"] < 2 << 30
     assert none["divergence"]["kl_mean"] == 0 and none["divergence"]["top1"] == 1
     # The same as the library's own evaluation of the same prompts.
-    model = open_model("smollm2", exact=False, threads=1)
+    model = open_model("smollm2", threads=1)
     policy = policies.Policy("nvfp4", None, tuple(SERVER[1:]))
     contexts = [model.loaded.tokenizer.encode(text) for text in texts]
     variants = {"x": model.configure(policy.config())}

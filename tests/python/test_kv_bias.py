@@ -38,7 +38,7 @@ def biased_model(folder: Path, *, slow: bool) -> OpenModel:
             pairs = slice(half - PAIRS, half) if slow else slice(0, PAIRS)
             signs = torch.from_numpy(rng.choice([-1.0, 1.0], (2, 2, PAIRS)))
             bias[:, :, pairs] += BIAS * signs
-    return open_model(str(save_model(model, folder)))
+    return open_model(str(save_model(model, folder)), exact=True)
 
 
 def random_ids(seed: int, count: int) -> list[int]:

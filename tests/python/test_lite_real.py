@@ -40,7 +40,7 @@ def folder(model, tmp_path_factory) -> str:
 
 
 def calibrate(folder: str, output: Path, *flags: str) -> Path:
-    size = ("--tokens", str(TOKENS), "--context", str(CONTEXT))
+    size = ("--tokens", str(TOKENS), "--context", str(CONTEXT), "--exact")
     arguments = ("calibrate", folder, "--text", str(TEXT), "--output", str(output))
     assert main(["lite", *arguments, *size, *flags]) == 0
     return output
@@ -53,7 +53,7 @@ def file(folder, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def opened(folder):
-    return open_model(folder)
+    return open_model(folder, exact=True)
 
 
 @pytest.fixture(scope="module")

@@ -291,7 +291,7 @@ def test_first_layers_of_smollm2(tmp_path: Path) -> None:
 
     path = tmp_path / "shallow.gguf"
     smollm2.write_first_layers(path, 2)
-    model = open_model(str(path))
+    model = open_model(str(path), exact=True)
     text = (Path(__file__).parent / "data/austen.txt").read_text(encoding="utf-8")
     ids = model.loaded.tokenizer.encode(text, add_special=False)
     options = CalibrationOptions(tokens=512, context=512)
