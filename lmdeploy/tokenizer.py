@@ -201,6 +201,11 @@ class TextStream:
             self._strip = False
         return self._decoder.decode(piece)
 
+    @property
+    def pending(self) -> bool:
+        """Whether half a character is kept back."""
+        return bool(self._decoder.getstate()[0])
+
     def finish(self) -> str:
         """What was kept back, as U+FFFD where it is no text."""
         return self._decoder.decode(b"", True)
@@ -237,6 +242,8 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
         found = backend.token_to_id(text) if isinstance(text, str) else None
         if found is not None:
             ids.insert(0, found)
+        elif key == "bos_token" and key in own and value is None:
+            ids.clear()  # there is none, whatever id the model was trained with
     return Tokenizer(
         backend,
         eos_ids=[*eos_ids, *end_of_turn_ids(backend)],

@@ -127,6 +127,12 @@ class HarmonyParser:
         """Tool calls begun so far."""
         return self._num_calls
 
+    @property
+    def pending_content(self) -> bool:
+        """Whether half a character of the content is kept back."""
+        in_content = self._header is None and self._kind is Kind.CONTENT
+        return in_content and bool(self._decoder.getstate()[0])
+
     def push(self, token: int) -> Parts:
         """What `token` adds."""
         tokens = self._tokens
@@ -244,6 +250,11 @@ class HarmonyText:
     def push(self, token: int) -> str:
         """The content that `token` completes. Ids that only pad the vocabulary have no text."""
         return self._sort(self._parser.push(token)) if token < self._vocab_size else ""
+
+    @property
+    def pending(self) -> bool:
+        """Whether half a character of the content is kept back."""
+        return self._parser.pending_content
 
     def finish(self) -> str:
         """The rest of the content."""

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lmdeploy.messages import Response
+from lmdeploy.messages import Response, join_pieces
 from lmdeploy.serve.events import Body, answer_events
 from lmdeploy.serve.generation import (
     Job,
@@ -67,16 +67,14 @@ class CompletionReply:
         """The answer to a request with `stream`."""
         usage = Usage()
         wanted = self._request.streams_usage
-        held: dict[int, Response] = {}  # pieces that only carry prompt logprobs
+        held: dict[int, list[Response]] = {}  # pieces that only carry prompt logprobs
 
         def bodies(job: Job, piece: Response) -> Iterator[Body]:
             usage.add(job, piece)
-            if job.index in held:
-                held[job.index].extend(piece)
-                piece = held.pop(job.index)
             if not piece.token_ids and not piece.text and piece.finish_reason is None:
-                held[job.index] = piece
+                held.setdefault(job.index, []).append(piece)
                 return
+            piece = join_pieces([*held.pop(job.index, ()), piece])
             body = {**self._head(), "choices": [self._choice(job, piece)]}
             yield {**body, "usage": None} if wanted else body
 

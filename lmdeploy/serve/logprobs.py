@@ -38,6 +38,15 @@ def chat_logprobs(
     return {"content": content}
 
 
+def _completion_token(tokenizer: Tokenizer, token: int) -> str:
+    """A token's text; of half characters, as OpenAI's endpoint has them, `bytes:\\xf0\\x9f`."""
+    data = tokenizer.token_bytes(token) if token < tokenizer.vocab_size else b""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
 class CompletionLogprobs:
     """`choices[].logprobs` of /v1/completions; keeps the text offset across pieces.
 
@@ -82,7 +91,8 @@ class CompletionLogprobs:
 
     def _add(self, token: int, values: dict[int, float] | None, *, text: str) -> None:
         body = self._body
-        body["tokens"].append(token_text(self._tokenizer, token)[0])
+        name = _completion_token(self._tokenizer, token)
+        body["tokens"].append(name)
         body["text_offset"].append(self._offset)
         self._offset += len(text)
         if values is None:
@@ -90,11 +100,11 @@ class CompletionLogprobs:
             body["top_logprobs"].append(None)
             return
         body["token_logprobs"].append(max(values[token], LOWEST))
-        top = dict(sorted(values.items(), key=lambda item: -item[1])[: self._num_top])
-        top.setdefault(token, values[token])
-        body["top_logprobs"].append(
-            {token_text(self._tokenizer, t)[0]: max(v, LOWEST) for t, v in top.items()}
-        )
+        # By text: of tokens with the same one the chosen counts, else the most likely.
+        named = {name: max(values[token], LOWEST)}
+        for other, value in sorted(values.items(), key=lambda item: -item[1])[: self._num_top]:
+            named.setdefault(_completion_token(self._tokenizer, other), max(value, LOWEST))
+        body["top_logprobs"].append(dict(sorted(named.items(), key=lambda item: -item[1])))
 
 
 def _empty_body() -> dict[str, list[Any]]:

@@ -21,6 +21,11 @@ class Detokenizer(Protocol):
         """Text that `token` completes."""
         ...
 
+    @property
+    def pending(self) -> bool:
+        """Whether half a character is kept back."""
+        ...
+
     def finish(self) -> str:
         """What is left; incomplete characters become U+FFFD."""
         ...
@@ -39,6 +44,11 @@ class KnownIds:
     def push(self, token: int) -> str:
         """Text that `token` completes."""
         return self._stream.push(token) if token < self._vocab_size else ""
+
+    @property
+    def pending(self) -> bool:
+        """Whether half a character is kept back."""
+        return self._stream.pending
 
     def finish(self) -> str:
         """What is left."""
@@ -89,6 +99,10 @@ class StopMatcher:
         self._tail = self._longest_begin(text)
         return None
 
+    def forget(self) -> None:
+        """What was fed so far is no part of a match."""
+        self._tail = ""
+
     def _longest_begin(self, text: str) -> str:
         """The longest end of `text` that begins a word."""
         for place, letter in enumerate(text):
@@ -106,7 +120,7 @@ class AnswerText:
 
     A token is released together with the last character of its text, so that streamed text, tokens
     and log probabilities stay aligned. Tokens whose text begins at or after a stop word's beginning
-    are dropped.
+    are dropped. A stop word that is complete before the answer has `min_tokens` tokens is text.
     """
 
     def __init__(
@@ -124,7 +138,9 @@ class AnswerText:
         self._num_tokens = 0
         self._held = ""
         self._released = 0  # characters given away
-        self._spans: deque[tuple[int, int]] = deque()  # (begin, end) of tokens not given away
+        # Of tokens not given away: where their text begins and ends, and what has to be given away
+        # with them: one character more where they end within one.
+        self._spans: deque[tuple[int, int, int]] = deque()
         self._done = False
         self.stopped = False
 
@@ -133,7 +149,8 @@ class AnswerText:
         self._num_tokens += 1
         begin = self._released + len(self._held)
         text = self.detokenizer.push(token)
-        self._spans.append((begin, begin + len(text)))
+        end = begin + len(text)
+        self._spans.append((begin, end, end + self.detokenizer.pending))
         self._append(text)
 
     def finish(self) -> None:
@@ -144,9 +161,11 @@ class AnswerText:
 
     def _append(self, text: str) -> None:
         self._held += text
-        if self._num_tokens < self._min_tokens:
-            return
         match = self._matcher.find(text)
+        while match is not None and self._num_tokens < self._min_tokens:
+            text = text[match[0] :]
+            self._matcher.forget()
+            match = self._matcher.find(text)
         if match is None:
             return
         end, length = match
@@ -171,7 +190,7 @@ class AnswerText:
         text, self._held = self._held[:cut], self._held[cut:]
         self._released += cut
         num_tokens = 0
-        while self._spans and (self._done or self._spans[0][1] <= self._released):
+        while self._spans and (self._done or self._spans[0][2] <= self._released):
             self._spans.popleft()
             num_tokens += 1
         return text, num_tokens
@@ -223,7 +242,7 @@ class GatedAnswer(AnswerText):
                 super().push(self._waiting.popleft())
         if not gate.stopped or self.stopped:
             return
-        begin, end = self._spans[-1] if self._spans else (0, 0)
+        begin, end, _ = self._spans[-1] if self._spans else (0, 0, 0)
         shown = min(cut, end - begin)  # of special tokens and reasoning nothing is
         self._held = self._held[: len(self._held) - shown]
         # What is left of the stop word's first character is no text.

@@ -38,6 +38,10 @@ class FakeTextStream:
         self._skip_special = skip_special
         self._tokenizer = tokenizer or FakeTokenizer()
 
+    @property
+    def pending(self) -> bool:
+        return bool(self._decoder.getstate()[0])
+
     def push(self, token: int) -> str:
         if self._skip_special and self._tokenizer.is_special(token):
             return ""

@@ -25,6 +25,8 @@ class Pieces:
     def __init__(self, texts):
         self.texts = texts
 
+    pending = False
+
     def push(self, token):
         return self.texts[token]
 
@@ -95,6 +97,13 @@ def test_min_tokens_keep_stop_words_from_counting():
     assert ("".join(shown), stopped) == ("aSTOPb", True)
 
 
+def test_a_stop_word_may_begin_before_min_tokens():
+    shown, tokens, stopped = run_pieces(["a", "ST", "OP", "c"], ["STOP"], min_tokens=3)
+    assert ("".join(shown), tokens, stopped) == ("a", 1, True)
+    shown, _, stopped = run_pieces(["STOPST", "OP", "c"], ["STOP"], min_tokens=2)
+    assert ("".join(shown), stopped) == ("STOP", True)
+
+
 words_strategy = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)
 
 
@@ -121,6 +130,22 @@ def test_half_characters_wait():
         shown.append(answer.take()[0])
     assert "".join(shown) == "né n"
     assert all("\ufffd" not in text for text in shown)
+
+
+def test_halves_of_a_stop_word_are_no_tokens_of_the_answer():
+    answer = AnswerText(FakeTextStream(True), ["\N{SLIGHTLY SMILING FACE}"])
+    tokens = []
+    for token in "é\N{SLIGHTLY SMILING FACE}".encode():
+        answer.push(token)
+        tokens.append(answer.take()[1])
+    assert answer.stopped
+    assert tokens == [0, 2, 0, 0, 0, 0]
+    cut = AnswerText(FakeTextStream(True))
+    for token in "é".encode()[:1]:
+        cut.push(token)
+    assert cut.take() == ("", 0)
+    cut.finish()
+    assert cut.take() == ("\ufffd", 1)
 
 
 # Tokens as they are shown and as they are with special tokens.
@@ -169,6 +194,8 @@ class LatePieces(Pieces):
     def __init__(self, texts):
         super().__init__(texts)
         self.late = ""
+
+    pending = False
 
     def push(self, token):
         self.late += super().push(token)

@@ -68,6 +68,26 @@ def test_the_chosen_token_is_always_named() -> None:
     assert maker.take()["top_logprobs"] == [{"b": -0.5, "a": -3.0}]
 
 
+def test_halves_of_characters_have_names_of_their_own() -> None:
+    tokenizer = sentence_piece()
+    first, second = tokenizer.encode("a\u00f1", add_special=False)[1:]
+    maker = CompletionLogprobs(tokenizer, 2, **SKIP)
+    maker.add_answer([first], [{first: -0.1, second: -3.0}])
+    body = maker.take()
+    assert body["tokens"] == ["bytes:\\xc3"]
+    assert body["top_logprobs"] == [{"bytes:\\xc3": -0.1, "bytes:\\xb1": -3.0}]
+
+
+def test_of_tokens_with_one_text_the_chosen_counts() -> None:
+    tokenizer = sentence_piece()
+    a, byte = tokenizer.token_id("a") or 0, tokenizer.token_id("<0x61>") or 0
+    assert a and byte and tokenizer.token_bytes(a) == tokenizer.token_bytes(byte)
+    maker = CompletionLogprobs(tokenizer, 2, **SKIP)
+    maker.add_answer([byte], [{a: -0.5, byte: -2.0}])
+    body = maker.take()
+    assert (body["top_logprobs"], body["token_logprobs"]) == ([{"a": -2.0}], [-2.0])
+
+
 def test_an_aborted_prompt_has_fewer_log_probabilities() -> None:
     tokenizer = sentence_piece()
     prompt = tokenizer.encode("ab c")

@@ -262,6 +262,16 @@ def test_what_stands_around_a_text_is_that_of_tokenizer_json(
     assert (ids[0] == 1) == has_processor
 
 
+def test_a_begin_token_that_is_said_to_be_none_is_none(folder: Path) -> None:
+    (folder / "config.json").write_text('{"bos_token_id": 1}')
+    assert tokenizer_from_folder(folder).bos_id == 1
+    path = folder / "tokenizer_config.json"
+    given = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps({**given, "bos_token": None}))
+    tokenizer = tokenizer_from_folder(folder)
+    assert (tokenizer.bos_id, tokenizer.bos_token) == (None, "")
+
+
 def test_end_ids_that_no_vocabulary_has_are_none(folder: Path) -> None:
     (folder / "generation_config.json").write_text('{"eos_token_id": [99999999999, true, -1, 5]}')
     tokenizer = tokenizer_from_folder(folder)
