@@ -46,10 +46,11 @@ def resolve_model(model: str) -> Path:
 
 
 def _folder(path: Path) -> Path:
-    """A Hugging Face folder, or the one .gguf file of a folder without config.json."""
-    if (path / "config.json").is_file():
-        return path
+    """A Hugging Face folder, or the one .gguf file of a folder that has no other weights."""
     files = sorted(path.glob("*.gguf"))
+    is_whole = (path / "config.json").is_file()
+    if is_whole and (not files or any(path.glob("*.safetensors*"))):
+        return path
     if len(files) == 1:
         return files[0]
     if files:

@@ -228,7 +228,8 @@ async def _generate(request: Request, state: ServerState, *, endpoint: Endpoint)
             await _until_disconnect(request, start())
             return SseResponse(reply.events(jobs), jobs)
         answers = await _until_disconnect(request, answer())
-        return await _render(lambda: reply.whole(jobs, answers), answers)
+        echoes = bool(getattr(body, "echo", False))
+        return await _render(lambda: reply.whole(jobs, answers), answers, echoes=echoes)
     except OptionError as error:
         raise error.renamed(endpoint.fields.get(error.field, error.field)) from error
     except asyncio.CancelledError:
@@ -253,7 +254,7 @@ def _add_generation_routes(app: FastAPI, state: ServerState) -> None:
         return await _generate(request, state, endpoint=_GENERATE)
 
     @app.post("/v1/encode")
-    async def encode(request: Request) -> dict[str, Any]:
+    async def encode(request: Request) -> Response:
         """Token ids of texts."""
         body = await _read(request, EncodeRequest)
         texts = [body.input] if isinstance(body.input, str) else body.input
@@ -262,9 +263,10 @@ def _add_generation_routes(app: FastAPI, state: ServerState) -> None:
             ids = await _until_disconnect(request, work)
         except OptionError as error:
             raise error.renamed("input") from error
+        reply: dict[str, Any] = {"input_ids": ids, "length": [len(item) for item in ids]}
         if isinstance(body.input, str):
-            return {"input_ids": ids[0], "length": len(ids[0])}
-        return {"input_ids": ids, "length": [len(item) for item in ids]}
+            reply = {"input_ids": ids[0], "length": len(ids[0])}
+        return await asyncio.to_thread(JsonResponse, reply)
 
 
 def _add_abort_route(app: FastAPI, state: ServerState) -> None:
@@ -296,9 +298,11 @@ def _check_model(state: ServerState, name: str) -> None:
         raise ApiError(404, message, param="model")
 
 
-async def _render(build: Callable[[], dict[str, Any]], answers: Sequence[Answer]) -> Response:
-    """The body of a whole reply; in a worker thread when log probabilities make it large."""
-    if any(answer.logprobs or answer.prompt_logprobs for answer in answers):
+async def _render(
+    build: Callable[[], dict[str, Any]], answers: Sequence[Answer], *, echoes: bool
+) -> Response:
+    """The body of a whole reply; in a worker thread when prompts or log probabilities are in it."""
+    if echoes or any(answer.logprobs or answer.prompt_logprobs for answer in answers):
         return await asyncio.to_thread(lambda: JsonResponse(build()))
     return JsonResponse(build())
 

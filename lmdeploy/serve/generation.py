@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lmdeploy.turbomind.request_stream import RequestStream
 
 MAX_ANSWERS = 1024  # of one HTTP request
-MAX_GRAMMAR_ANSWERS = 128  # with response_format; up to 100 MB each for hostile grammars
+MAX_GRAMMAR_ANSWERS = 128  # with response_format; those that run take up to 100 MB each
 MAX_ENCODED_TOKENS = 1 << 22  # of one reply of /v1/encode
 MAX_PROMPT_TOKENS = 1 << 22  # of one HTTP request, once per answer; up to 44 bytes each
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")

@@ -97,10 +97,13 @@ class Grammar:
             raise OptionError("response_format", reason)
 
     def token_mask(self) -> TokenMask:
-        """The callback for one answer."""
-        matcher = self._matcher.deep_copy()
+        """The callback for one answer, which holds a matcher from its first call on."""
+        matcher: Any = None
 
         def token_mask(new_tokens: Sequence[int], mask: npt.NDArray[np.int32]) -> bool:
+            nonlocal matcher
+            if matcher is None:
+                matcher = self._matcher.deep_copy()
             if new_tokens and not matcher.consume_tokens(list(new_tokens)):
                 raise OptionError("response_format", _reason(matcher))
             if matcher.is_stopped():

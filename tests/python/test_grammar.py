@@ -9,7 +9,7 @@ import pytest
 from fake_engine import FakeTokenizer
 
 from lmdeploy.checks import OptionError
-from lmdeploy.turbomind.grammar import Grammars
+from lmdeploy.turbomind.grammar import Grammar, Grammars
 
 VOCAB_SIZE = 262  # of llguidance's tokenizer of bytes
 
@@ -34,6 +34,22 @@ def test_answers_do_not_see_each_other() -> None:
     assert allowed(first, b"b") == "d"
     assert allowed(known.token_mask(format_)) == "a"
     assert allowed(second, b"a") == "bc"
+
+
+def test_an_answer_that_waits_holds_no_matcher() -> None:
+    grammar = Grammar("start: /ab/", FakeTokenizer().grammar_tokenizer(VOCAB_SIZE))
+    copies: list[Any] = []
+
+    class Counted:
+        def deep_copy(self) -> Any:
+            copies.append(matcher.deep_copy())
+            return copies[-1]
+
+    matcher, grammar._matcher = grammar._matcher, Counted()
+    masks = [grammar.token_mask() for _ in range(128)]
+    assert not copies
+    assert (allowed(masks[0]), allowed(masks[0], b"a")) == ("a", "b")
+    assert len(copies) == 1
 
 
 def test_equal_looking_formats_are_told_apart() -> None:

