@@ -52,7 +52,6 @@ UNSUPPORTED_FLAGS: dict[str, tuple[str | int, tuple[str, ...]]] = {
     "--kv-transfer-config": (1, ()),
     "--language-model-only": (0, ()),
     "--logprobs-mode": (1, ()),
-    "--max-concurrent-requests": (1, ()),
     "--max-log-len": (1, ()),
     "--max-prefill-iters": (1, ("1",)),
     "--migration-backend": (1, ("DLSlime",)),

@@ -68,6 +68,13 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
         "--enable-abort-handling", action="store_true", help="POST /abort_request ends all answers"
     )
     group.add_argument(
+        "--max-concurrent-requests",
+        type=int,
+        default=None,
+        metavar="N",
+        help="more at once are told to try again later, with status 503 (default: any number)",
+    )
+    group.add_argument(
         "--shutdown-timeout",
         type=int,
         default=3,

@@ -33,6 +33,7 @@ def run_api_server(args: argparse.Namespace) -> int:
         tool_call_parser=args.tool_call_parser,
         enable_abort_handling=args.enable_abort_handling,
         shutdown_timeout=args.shutdown_timeout,
+        max_concurrent_requests=args.max_concurrent_requests,
     )
     server.check_options(options)
     if args.dry_run:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect
 
 from lmdeploy.checks import OptionError
 from lmdeploy.messages import Response as Answer
+from lmdeploy.serve.admission import Admission, Place
 from lmdeploy.serve.chat import ChatReply, prepare_chat
 from lmdeploy.serve.completions import CompletionReply, prepare_completion
 from lmdeploy.serve.edge import Edge
@@ -66,6 +67,7 @@ def make_app(
         engine,
         name,
         ServerMetrics(engine, name),
+        Admission(options.max_concurrent_requests),
         enable_metrics=enable_metrics,
         enable_abort_handling=options.enable_abort_handling,
         created=int(time.time()),
@@ -207,7 +209,19 @@ _GENERATE = Endpoint(
 
 
 async def _generate(request: Request, state: ServerState, *, endpoint: Endpoint) -> Response:
-    """Answers a request, whole or as events. A client that leaves at any time cancels it."""
+    """Answers a request if there is a place for it, which is left when the answer has ended."""
+    with ExitStack() as ends:
+        place = ends.enter_context(state.admission.enter())
+        response = await _answer(request, state, endpoint=endpoint, place=place)
+        if isinstance(response, SseResponse):
+            response.on_end(ends.pop_all().close)
+        return response
+
+
+async def _answer(
+    request: Request, state: ServerState, *, endpoint: Endpoint, place: Place
+) -> Response:
+    """The answer, whole or as events. A client that leaves at any time cancels it."""
     body = await _read(request, endpoint.body)
     if isinstance(body, CompletionFields):
         _check_model(state, body.model)
@@ -216,6 +230,7 @@ async def _generate(request: Request, state: ServerState, *, endpoint: Endpoint)
 
     async def start() -> None:
         prepared = await endpoint.prepare(state, body)
+        place.hold(sum(map(len, prepared.prompts)) * prepared.config.n)
         jobs.extend(await submit_all(state.engine, prepared, chat=endpoint.is_chat))
 
     async def answer() -> list[Answer]:
@@ -256,13 +271,14 @@ def _add_generation_routes(app: FastAPI, state: ServerState) -> None:
     @app.post("/v1/encode")
     async def encode(request: Request) -> Response:
         """Token ids of texts."""
-        body = await _read(request, EncodeRequest)
-        texts = [body.input] if isinstance(body.input, str) else body.input
-        work = encode_texts(texts, lambda text: _encode_one(state.engine, body, text=text))
-        try:
-            ids = await _until_disconnect(request, work)
-        except OptionError as error:
-            raise error.renamed("input") from error
+        with state.admission.enter():
+            body = await _read(request, EncodeRequest)
+            texts = [body.input] if isinstance(body.input, str) else body.input
+            work = encode_texts(texts, lambda text: _encode_one(state.engine, body, text=text))
+            try:
+                ids = await _until_disconnect(request, work)
+            except OptionError as error:
+                raise error.renamed("input") from error
         reply: dict[str, Any] = {"input_ids": ids, "length": [len(item) for item in ids]}
         if isinstance(body.input, str):
             reply = {"input_ids": ids[0], "length": len(ids[0])}

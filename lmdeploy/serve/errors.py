@@ -21,6 +21,7 @@ _TYPES = {
     405: "invalid_request_error",
     413: "invalid_request_error",
 }
+_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}
 # Options of the engine → fields of a request.
 _FIELDS = {
     "stop_words": "stop",
@@ -84,5 +85,4 @@ class JsonResponse(JSONResponse):
 
 def error_response(error: ApiError) -> JsonResponse:
     """`error_body` as a response."""
-    headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
-    return JsonResponse(error_body(error), error.status, headers)
+    return JsonResponse(error_body(error), error.status, _HEADERS.get(error.status))

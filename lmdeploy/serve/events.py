@@ -94,6 +94,11 @@ class SseResponse(StreamingResponse):
             events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
         )
         self._jobs = jobs
+        self._on_end: Callable[[], None] = lambda: None
+
+    def on_end(self, call: Callable[[], None]) -> None:
+        """`call` is called when the stream has ended."""
+        self._on_end = call
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events; afterwards, however it ended, nothing of the requests runs."""
@@ -101,3 +106,4 @@ class SseResponse(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             close_all(self._jobs)
+            self._on_end()

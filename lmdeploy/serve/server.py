@@ -85,6 +85,9 @@ def check_options(options: ServerOptions) -> None:
             text = f"got other characters in key {i + 1}, wanted printable ASCII"
             raise OptionError("api_keys", f"{text}; change --api-keys")
     check_int("server_port", options.server_port, low=0, high=65535, flag="--server-port")
+    if options.max_concurrent_requests is not None:
+        flag = "--max-concurrent-requests"
+        check_int("max_concurrent_requests", options.max_concurrent_requests, low=1, flag=flag)
     check_int("shutdown_timeout", options.shutdown_timeout, low=0, flag="--shutdown-timeout")
 
 

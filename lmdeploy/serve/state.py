@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lmdeploy.serve.admission import Admission
     from lmdeploy.serve.metrics import ServerMetrics
     from lmdeploy.turbomind.engine import AsyncEngine
 
@@ -28,6 +29,7 @@ class ServerOptions:
     tool_call_parser: str | None = None
     enable_abort_handling: bool = False
     shutdown_timeout: int = 3  # seconds
+    max_concurrent_requests: int | None = None  # None: any number
 
 
 @dataclass
@@ -37,6 +39,7 @@ class ServerState:
     engine: AsyncEngine
     model_name: str
     metrics: ServerMetrics
+    admission: Admission
     enable_metrics: bool = True
     enable_abort_handling: bool = False
     created: int = 0

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("lmdeploy")
 
 MAX_MESSAGES = 4096
+# Characters from which on a text is tokenised in pieces first, to be refused early.
+_HUGE_TEXT = 1 << 20
+_PIECE_CHARS = 1 << 16
+_MORE_OF_A_PIECE = 64  # tokens that the cuts of a piece may add
 MAX_OPTIONS_SIZE = 1 << 22  # characters and values of chat_template_kwargs
 MAX_OPTIONS_DEPTH = 64
 # What return_token_ids adds to a message, which clients send back as it came: ignored.
@@ -95,12 +99,32 @@ def _check_part(name: str, part: Any) -> str:
 
 
 def encode_text(parts: EngineParts, text: str, *, add_special: bool) -> list[int]:
-    """Token ids of a prompt. OptionError, before any work, for one that can never fit.
+    """Token ids of a prompt. OptionError, before much work, for one that can never fit.
 
     The library takes hundreds of bytes of memory per token, so this bounds what a client can cost.
     """
     _check_length(parts, len(text))
+    return _encode(parts, text, add_special=add_special)
+
+
+def _encode(parts: EngineParts, text: str, *, add_special: bool) -> list[int]:
+    if len(text) > _HUGE_TEXT:
+        _check_pieces(parts, text)
     return list(parts.tokenizer.encode(text, add_special=add_special))
+
+
+def _check_pieces(parts: EngineParts, text: str) -> None:
+    """OptionError as soon as the pieces of a text have more tokens than fit."""
+    num_tokens = 0
+    for start in range(0, len(text), _PIECE_CHARS):
+        piece = parts.tokenizer.encode(text[start : start + _PIECE_CHARS], add_special=False)
+        num_tokens += max(len(piece) - _MORE_OF_A_PIECE, 0)
+        if num_tokens > parts.session_len:
+            raise OptionError(
+                "prompt",
+                f"got more than {parts.session_len} tokens, wanted at most session_len "
+                f"{parts.session_len}; shorten the prompt or raise {flag_of('session_len')}",
+            )
 
 
 def _check_length(parts: EngineParts, num_chars: int) -> None:
@@ -148,7 +172,7 @@ def encode_chat(
                 f"got {len(texts)} texts that spell special tokens, wanted fewer than "
                 f"session_len {parts.session_len}; shorten the prompt",
             )
-        ids = [i for text in texts for i in parts.tokenizer.encode(text, add_special=False)]
+        ids = [i for text in texts for i in _encode(parts, text, add_special=False)]
         return ChatPrompt(ids, goes_on=False)
     if parts.chat_template is None:
         raise OptionError(

@@ -116,12 +116,23 @@ def test_flags_reach_the_config():
 def test_server_flags_reach_the_server(monkeypatch, capsys):
     seen = []
     monkeypatch.setattr(server, "run_server", lambda *args, options, **rest: seen.append(options))
-    flags = ("--shutdown-timeout", "60", "--enable-abort-handling")
+    flags = (
+        "--shutdown-timeout",
+        "60",
+        "--enable-abort-handling",
+        "--max-concurrent-requests",
+        "8",
+    )
     assert main(["serve", "api_server", "smollm2", *flags]) == 0
+    assert seen[0].max_concurrent_requests == 8
     assert (seen[0].shutdown_timeout, seen[0].enable_abort_handling) == (60, True)
     monkeypatch.undo()
     text = refused(capsys, "--shutdown-timeout", "-1", command=("serve", "api_server", "smollm2"))
     assert "--shutdown-timeout" in text
+    text = refused(
+        capsys, "--max-concurrent-requests", "0", command=("serve", "api_server", "smollm2")
+    )
+    assert "--max-concurrent-requests" in text
 
 
 def test_missing_model(capsys):

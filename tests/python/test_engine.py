@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from fake_engine import EOS, FakeTextStream, FakeTokenizer, make_engine
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from lmdeploy import GenerationConfig
 from lmdeploy.messages import Response
+from lmdeploy.turbomind import prompts
 from lmdeploy.turbomind.answer_text import AnswerText, GatedAnswer, StopMatcher
 from lmdeploy.turbomind.engine import EngineFailure
 from lmdeploy.turbomind.engine_parts import _eos_ids
@@ -102,6 +104,30 @@ def test_a_stop_word_may_begin_before_min_tokens():
     assert ("".join(shown), tokens, stopped) == ("a", 1, True)
     shown, _, stopped = run_pieces(["STOPST", "OP", "c"], ["STOP"], min_tokens=2)
     assert ("".join(shown), stopped) == ("STOP", True)
+
+
+def test_a_huge_text_is_refused_before_all_of_it_is_tokenised(monkeypatch):
+    monkeypatch.setattr(prompts, "_HUGE_TEXT", 100)
+    monkeypatch.setattr(prompts, "_PIECE_CHARS", 50)
+    monkeypatch.setattr(prompts, "_MORE_OF_A_PIECE", 2)
+    asked = []
+
+    class Counting(FakeTokenizer):
+        def encode(self, text, add_special=True):
+            asked.append(len(text))
+            return super().encode(text, add_special)
+
+    parts = SimpleNamespace(tokenizer=Counting(), session_len=400)
+    with pytest.raises(
+        ValueError, match="got more than 400 tokens, wanted at most session_len 400"
+    ):
+        prompts.encode_text(parts, "a" * 1900, add_special=True)
+    assert asked == [50] * 9  # of 48 tokens at least
+    asked.clear()
+    assert len(prompts.encode_text(parts, "a" * 390, add_special=True)) == 390
+    assert asked == [*[50] * 7, 40, 390]
+    with pytest.raises(ValueError, match="got 2001 characters"):
+        prompts.encode_text(parts, "a" * 2001, add_special=True)
 
 
 words_strategy = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)

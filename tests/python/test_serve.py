@@ -16,7 +16,9 @@ import uvicorn
 from fake_engine import make_engine
 from serving import ANSWER, CHAT, post, serving
 
+from lmdeploy.serve.admission import MAX_HELD_TOKENS, Admission
 from lmdeploy.serve.app import make_app
+from lmdeploy.serve.errors import ApiError
 from lmdeploy.serve.graceful_server import GracefulServer
 from lmdeploy.serve.server import bind, check_options, curl_line, listen
 from lmdeploy.serve.state import ServerOptions
@@ -388,6 +390,50 @@ def test_the_end_of_the_server_ends_requests(stream):
     else:
         assert replies[0].status_code == 503
         assert "the server stops" in replies[0].json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_more_requests_than_the_server_takes_at_once_are_refused(stream):
+    engine = make_engine(lambda _: "a" * 450, step_seconds=0.002)
+    body = {**CHAT, "stream": stream}
+    with serving(engine, max_concurrent_requests=1) as url:
+        replies = []
+        one = threading.Thread(
+            target=lambda: replies.append(post(url, "/v1/chat/completions", body))
+        )
+        one.start()
+        while not engine.parts.core.requests:
+            time.sleep(0.001)
+        refused = post(url, "/v1/chat/completions", body)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert "--max-concurrent-requests" in refused.json()["error"]["message"]
+        assert post(url, "/v1/encode", {"input": "a"}).status_code == 503
+        assert httpx.get(f"{url}/health").status_code == 200
+        one.join()
+        assert replies[0].status_code == 200
+        assert post(url, "/v1/encode", {"input": "a"}).status_code == 200
+        for wrong in ({**body, "messages": 1}, {**body, "model": "x"}):
+            assert post(url, "/v1/chat/completions", wrong).status_code in (400, 404)
+        assert post(url, "/v1/chat/completions", body).status_code == 200
+
+
+def test_prompts_that_wait_have_room_for_so_many_tokens():
+    admission = Admission()
+    first, second, third = (admission.enter() for _ in range(3))
+    first.hold(MAX_HELD_TOKENS + 1)  # alone
+    with pytest.raises(ApiError, match="wanted at most 0 beside") as refused:
+        second.hold(1)
+    assert refused.value.status == 503
+    first.leave()
+    first.leave()
+    second.hold(1)
+    with pytest.raises(ApiError, match=f"at most {MAX_HELD_TOKENS - 1} beside"):
+        third.hold(MAX_HELD_TOKENS)
+    third.hold(MAX_HELD_TOKENS - 1)
+    assert (admission.num_requests, admission.num_tokens) == (2, MAX_HELD_TOKENS)
+    with second, third:
+        pass
+    assert (admission.num_requests, admission.num_tokens) == (0, 0)
 
 
 def test_concurrent_clients():
