@@ -6,8 +6,9 @@
 
 Compiles every *.cu of the CUDA backend for the architectures that kernels are measured on, and some
 decode kernels, as they are shipped, for others. Fails where a kernel spills registers, where a
-decode kernel has a stack frame, and where the loop over tiles of an FP4 decode kernel of sm_90a is
-not found or takes more instructions per element than MOST_PER_ELEMENT.
+decode kernel has a stack frame, or another kernel one of more than MOST_FRAME_BYTES, and where the
+loop over tiles of an FP4 decode kernel of sm_90a is not found or takes more instructions per
+element than MOST_PER_ELEMENT.
 
 What is counted: the instructions of the loop, less what a branch leaves out in nearly every turn.
 There are two such paths: the maximum moves (it has shuffles), and the first or the last tile of an
@@ -53,6 +54,7 @@ NAMES = ("TM_CUDA_STAMP", "TM_CUDA_ARCHS")
 MOST_PER_ELEMENT = {(64, 1): 3.4, (64, 2): 3.8, (128, 1): 3.1, (128, 2): 3.1}
 GATED_MODES = ("kFp4Mx", "kFp4Nv")
 GATED_TOKENS = 32  # positions of a tile
+MOST_FRAME_BYTES = 32  # of other kernels: what sincosf takes, and no copy of parameters
 RARE_OPCODES = {"SHFL", "STS"}  # of paths that are not counted
 
 ENTRY_LINE = re.compile(r"Compiling entry function '(\S+)' for '(\S+)'")
@@ -360,8 +362,11 @@ def report(result: Result) -> int:
             if kernel.is_counted or not good:
                 print(row)
             faults += not good
-        elif x.spilled:
-            print(f"{unit.arch:8} {unit.label}: {x.name} spills {x.spilled} bytes  FAILED")
+        elif x.spilled or x.frame > MOST_FRAME_BYTES:
+            print(
+                f"{unit.arch:8} {unit.label}: {x.name} spills {x.spilled} bytes, has a stack frame "
+                f"of {x.frame}  FAILED"
+            )
             faults += 1
     most = max((x.registers for x in result.kernels), default=0)
     print(

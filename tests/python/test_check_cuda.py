@@ -173,6 +173,10 @@ def test_spills_and_stack_frames_fail(run):
     assert status == 1 and "12 faults" in text and "x_ops.cu: _Z4loopv spills 4" in text
     status, text = run(700, frame=8)
     assert status == 1 and "8 faults" in text
+    status, text = run(700, frame=32, said="_Z4loopv")
+    assert "_Z4loopv" not in text
+    status, text = run(700, frame=40, said="_Z4loopv")
+    assert status == 1 and "_Z4loopv spills 0 bytes, has a stack frame of 40  FAILED" in text
 
 
 def test_a_file_that_does_not_compile(run):

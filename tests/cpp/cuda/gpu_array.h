@@ -19,6 +19,7 @@ class GpuArray {
       : stream_(stream), size_(values.size()), offset_(offset) {
     memory_ = static_cast<T*>(AllocateGpu((size_ + offset) * sizeof(T)));
     CopyBytes(memory_ + offset, values.data(), size_ * sizeof(T), stream);
+    Synchronize(stream);  // `values` may go
   }
   ~GpuArray() { FreeGpu(memory_); }
   GpuArray(const GpuArray&) = delete;

@@ -159,7 +159,7 @@ void ClearBytes(void* to, size_t num_bytes, Stream stream) {
 
 Event CreateEvent() {
   cudaEvent_t event = nullptr;
-  Require(cudaEventCreate(&event), "cudaEventCreate");
+  Require(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
   return event;
 }
 
