@@ -13,7 +13,7 @@ from lmdeploy.turbomind.tensor_plan import PlannedTensor
 # Computed as they are. REPACKED and _ROUNDED keep about as many bits as they have in the file;
 # everything else becomes BF16. Where exact results are asked for, all but these become F32.
 _RAW_FORMATS = {"Q4_0": "q4_0", "Q4_1": "q4_1", "Q8_0": "q8_0"}
-_ROUNDED = ("Q5_1", "Q5_K", "Q6_K")  # to Q8_0
+_ROUNDED = ("Q2_K", "Q3_K", "Q5_1", "Q5_K", "Q6_K")  # to Q8_0
 # Of experts: read by the engine where they lie in the file.
 MAPPED_FORMATS = {"MXFP4": "mxfp4", SPLIT_MXFP4: "mxfp4_split"}
 _CHUNK_VALUES = 1 << 20

@@ -15,6 +15,10 @@ Bytes = npt.NDArray[np.uint8]
 
 _K_SUBBLOCKS = 8  # of 32 values in a block of 256
 _Q4_1_BYTES, _Q8_0_BYTES = 20, 34
+# What the codes of IQ4_NL and IQ4_XS stand for.
+_IQ4_VALUES = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8
+)
 
 
 def q4_k_to_q4_1(rows: Bytes) -> Bytes:
@@ -43,6 +47,24 @@ def q5_0_to_q8_0(rows: Bytes) -> Bytes:
     return _q8_0(blocks[:, 0:2], codes.astype(np.int8) - np.int8(16)).reshape(len(rows), -1)
 
 
+def iq4_nl_to_q8_0(rows: Bytes) -> Bytes:
+    """[n, blocks · 18] → [n, blocks · 34]: the same values."""
+    blocks = rows.reshape(-1, 18)
+    return _q8_0(blocks[:, 0:2], _iq4_values(blocks[:, 2:])).reshape(len(rows), -1)
+
+
+def iq4_xs_to_q8_0(rows: Bytes) -> Bytes:
+    """[n, blocks · 136] → [n, blocks · 272]: the same codes; scale · 6 bits is rounded to FP16."""
+    blocks = rows.reshape(-1, 136)
+    high = np.ascontiguousarray(blocks[:, 2:4]).view("<u2")
+    subblocks = np.arange(_K_SUBBLOCKS)
+    low = blocks[:, 4 + subblocks // 2] >> (4 * (subblocks % 2)).astype(np.uint8) & 0x0F
+    six_bits = low | (high >> (2 * subblocks).astype(np.uint16) & 3) << 4
+    scales = _fp16(blocks[:, 0:2]) * (six_bits.astype(np.float32) - 32)
+    codes = _iq4_values(blocks[:, 8:].reshape(-1, 16))
+    return _q8_0(_fp16_bytes(scales).reshape(-1, 2), codes).reshape(len(rows), -1)
+
+
 def values_to_q8_0(rows: npt.NDArray[np.float32]) -> Bytes:
     """[n, cols], cols a multiple of 32 → [n, cols / 32 · 34]: a value moves by at most half a step,
     which is a 127th of the largest of its block, rounded to FP16.
@@ -64,6 +86,8 @@ def values_to_q8_0(rows: npt.NDArray[np.float32]) -> Bytes:
 REPACKED: dict[str, tuple[str, Callable[[Bytes], Bytes]]] = {
     "Q4_K": ("q4_1", q4_k_to_q4_1),
     "Q5_0": ("q8_0", q5_0_to_q8_0),
+    "IQ4_NL": ("q8_0", iq4_nl_to_q8_0),
+    "IQ4_XS": ("q8_0", iq4_xs_to_q8_0),
 }
 
 
@@ -72,6 +96,12 @@ def _q8_0(scales: Bytes, codes: npt.NDArray[np.int8]) -> Bytes:
     out[:, :2] = scales
     out[:, 2:] = codes.view(np.uint8)
     return out
+
+
+def _iq4_values(packed: Bytes) -> npt.NDArray[np.int8]:
+    """[n, 16] → [n, 32], low nibbles first."""
+    values: npt.NDArray[np.int8] = _IQ4_VALUES[np.concatenate([packed & 0x0F, packed >> 4], axis=1)]
+    return values
 
 
 def _six_bits(packed: Bytes) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:

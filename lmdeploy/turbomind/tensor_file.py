@@ -27,9 +27,13 @@ BLOCK_FORMATS = {
     "Q5_0": (32, 22),
     "Q5_1": (32, 24),
     "Q8_0": (32, 34),
+    "Q2_K": (256, 84),
+    "Q3_K": (256, 110),
     "Q4_K": (256, 144),
     "Q5_K": (256, 176),
     "Q6_K": (256, 210),
+    "IQ4_NL": (32, 18),
+    "IQ4_XS": (256, 136),
     "MXFP4": (32, 17),
 }
 SUPPORTED_FORMATS = (*PLAIN_FORMATS, *BLOCK_FORMATS)
@@ -166,8 +170,8 @@ def check_shape(where: str, dims: list[Any], *, file_bytes: int) -> tuple[int, .
         if isinstance(dim, bool) or not isinstance(dim, int) or dim <= 0:
             raise ModelFormatError(f"{where}: shape: got {str(dims)[:80]}, wanted sizes above 0")
         count *= dim
-        # Four values in two bytes is the densest format (MXFP4 has 17 bytes for 32 values).
-        if count > 2 * file_bytes:
+        # The densest format, Q2_K, has 256 values in 84 bytes.
+        if count > 4 * file_bytes:
             raise ModelFormatError(
                 f"{where}: shape {str(dims)[:80]} is beyond the file of {file_bytes} bytes"
             )

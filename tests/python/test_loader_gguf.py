@@ -168,7 +168,9 @@ def block_tensor(weight_format: str, *, rows: int = 48, cols: int = 512) -> Stor
     random = np.random.default_rng(7)
     values, size = BLOCK_FORMATS[weight_format]
     blocks = random.integers(0, 256, (rows * cols // values, size), dtype=np.uint8)
-    places = {"Q6_K": (208,), "Q5_0": (0,)}.get(weight_format, (0, 2))
+    one = {"Q5_0": 0, "IQ4_NL": 0, "IQ4_XS": 0, "Q3_K": 108, "Q6_K": 208}
+    two = 80 if weight_format == "Q2_K" else 0
+    places = (one[weight_format],) if weight_format in one else (two, two + 2)
     for place in places:
         scales = random.uniform(1e-5, 1e-3, len(blocks)).astype("<f2")
         blocks[:, place : place + 2] = scales.view(np.uint8).reshape(-1, 2)
@@ -185,24 +187,26 @@ def engine_values(tensor: StoredTensor, *, exact: bool = False) -> tuple[str, np
     return kind, gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind.upper()])
 
 
-def test_q4_k_keeps_its_codes_and_more_than_bf16_would() -> None:
-    tensor = block_tensor("Q4_K")
+@pytest.mark.parametrize(("weight_format", "wanted_kind"), [("Q4_K", "q4_1"), ("IQ4_XS", "q8_0")])
+def test_codes_stay_and_more_than_bf16_would_keep(weight_format: str, wanted_kind: str) -> None:
+    tensor = block_tensor(weight_format)
     _, wanted = engine_values(tensor, exact=True)
     kind, got = engine_values(tensor)
-    assert kind == "q4_1"
+    assert kind == wanted_kind
     in_bf16 = (bf16_bits(wanted).astype(np.uint32) << 16).view(np.float32)
     error, bf16_error = (np.square(x - wanted).mean() for x in (got, in_bf16))
     assert 0 < error < bf16_error / 16
 
 
-def test_q5_0_is_q8_0() -> None:
-    tensor = block_tensor("Q5_0")
+@pytest.mark.parametrize("weight_format", ["Q5_0", "IQ4_NL"])
+def test_what_q8_0_holds_stays_as_it_is(weight_format: str) -> None:
+    tensor = block_tensor(weight_format)
     kind, got = engine_values(tensor)
     assert kind == "q8_0"
     np.testing.assert_array_equal(got, engine_values(tensor, exact=True)[1])
 
 
-@pytest.mark.parametrize("weight_format", ["Q5_1", "Q5_K", "Q6_K"])
+@pytest.mark.parametrize("weight_format", ["Q2_K", "Q3_K", "Q5_1", "Q5_K", "Q6_K"])
 def test_what_has_more_bits_is_rounded_to_eight(weight_format: str) -> None:
     tensor = block_tensor(weight_format)
     _, wanted = engine_values(tensor, exact=True)
