@@ -72,7 +72,7 @@ class TurbomindEngineConfig:
 
     Args:
         dtype: of activations and of a cache with mode `none`: auto, float16, bfloat16, float32.
-        model_format: None (found from the files), `hf` or `gguf`.
+        model_format: None (found from the files), `hf`, `awq` or `gguf`.
         session_len: longest prompt plus answer; None: what the model was trained for.
         max_batch_size: most sequences in one step; None: 32 on CPU, 128 on CUDA.
         cache_max_entry_count: below 1 the share of the memory left by the weights, from 1 on a
@@ -168,7 +168,10 @@ class TurbomindEngineConfig:
         refuse_unsupported(self, UNSUPPORTED_ENGINE_FIELDS)
         check_choice("dtype", self.dtype, choices=DTYPES, flag="--dtype")
         check_choice(
-            "model_format", self.model_format, choices=(None, "hf", "gguf"), flag="--model-format"
+            "model_format",
+            self.model_format,
+            choices=(None, "hf", "awq", "gguf"),
+            flag="--model-format",
         )
         if self.session_len is not None:
             check_int("session_len", self.session_len, low=1, flag="--session-len")

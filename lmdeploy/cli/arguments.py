@@ -201,7 +201,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         choices=DTYPES,
         default="auto",
     )
-    add("--model-format", "hf or gguf; found from the files when absent", default=None)
+    add("--model-format", "hf, awq or gguf; found from the files when absent", default=None)
     add(
         "--device", "auto (default): a GPU if one can be used", choices=DEVICE_TYPES, default="auto"
     )

@@ -5,9 +5,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lmdeploy.turbomind.awq import AwqMatrix
 from lmdeploy.turbomind.gguf_blocks import REPACKED, values_to_q8_0
 from lmdeploy.turbomind.model_errors import ModelFormatError
-from lmdeploy.turbomind.tensor_file import BLOCK_FORMATS, SPLIT_MXFP4, StoredTensor, row_bytes
+from lmdeploy.turbomind.tensor_file import (
+    AWQ,
+    BLOCK_FORMATS,
+    SPLIT_MXFP4,
+    StoredTensor,
+    row_bytes,
+)
 from lmdeploy.turbomind.tensor_plan import PlannedTensor
 
 # Computed as they are. REPACKED and _ROUNDED keep about as many bits as they have in the file;
@@ -25,6 +32,8 @@ def engine_format(tensor: StoredTensor, exact: bool) -> str:
         return _RAW_FORMATS[tensor.format]
     if exact and tensor.format != "BF16":
         return "f32"
+    if tensor.format == AWQ:
+        return "q4_1"
     if tensor.format in REPACKED:
         return REPACKED[tensor.format][0]
     return "q8_0" if tensor.format in _ROUNDED else "bf16"
@@ -70,10 +79,10 @@ def matrix_for_engine(
         return kind, np.ascontiguousarray(_separate_halves(halves, interleaved_heads))
     width = row_bytes(kind.upper(), tensor.cols)
     out = np.empty((tensor.rows, width), np.uint8)
-    step = max(1, _CHUNK_VALUES // tensor.cols)
+    step = max(8, _CHUNK_VALUES // tensor.cols // 8 * 8)  # AWQ has 8 rows in a word
     try:
         for start in range(0, tensor.rows, step):
-            chunk = _convert_rows(tensor.format, kind, stored[start : start + step])
+            chunk = _convert_rows(tensor, kind, slice(start, min(start + step, tensor.rows)))
             out[start : start + step] = chunk.view(np.uint8).reshape(-1, width)
     except ValueError as error:
         raise ModelFormatError(f"tensor {tensor.name}: {error}") from error
@@ -83,13 +92,27 @@ def matrix_for_engine(
     return kind, np.ascontiguousarray(_separate_halves(values, interleaved_heads))
 
 
-def _convert_rows(stored_format: str, kind: str, rows: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
+def _convert_rows(tensor: StoredTensor, kind: str, span: slice) -> npt.NDArray[Any]:
+    stored_format = tensor.format
+    if stored_format == AWQ:
+        matrix = _awq_matrix(tensor)
+        convert = matrix.f32 if kind == "f32" else matrix.q4_1
+        return convert(span.start, span.stop)
+    rows = tensor.raw.reshape(tensor.rows, -1)[span]
     if kind not in ("f32", "bf16") and stored_format in REPACKED:
         return REPACKED[stored_format][1](rows)
     values = _to_f32(stored_format, rows)
     if kind == "f32":
         return np.ascontiguousarray(values)
     return values_to_q8_0(values) if kind == "q8_0" else bf16_bits(values)
+
+
+def _awq_matrix(tensor: StoredTensor) -> AwqMatrix:
+    assert tensor.scales is not None and tensor.zeros is not None
+    groups = tensor.scales.size // (2 * tensor.rows)
+    return AwqMatrix(
+        tensor.rows, tensor.cols, tensor.cols // groups, tensor.raw, tensor.scales, tensor.zeros
+    )
 
 
 def vector_for_engine(

@@ -71,11 +71,13 @@ def _warn_of_length(session_len: int, model: _turbomind.ModelConfig) -> None:
 def check_model_format(model_path: str, wanted: str | None) -> None:
     """ValueError when `--model-format` contradicts the files; None: whatever they are."""
     from lmdeploy.hub import resolve_model
+    from lmdeploy.turbomind.hf_checkpoint import is_awq
 
     if wanted is None:
         return
-    actual = "gguf" if resolve_model(model_path).is_file() else "hf"
-    if actual != wanted:
+    path = resolve_model(model_path)
+    actual = "gguf" if path.is_file() else "awq" if is_awq(path) else "hf"
+    if wanted not in (actual, "hf" if actual == "awq" else actual):
         raise ValueError(
             f"model_format: got {wanted}, wanted {actual} for {model_path}; change --model-format"
         )

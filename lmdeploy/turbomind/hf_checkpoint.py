@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from lmdeploy.turbomind import awq
 from lmdeploy.turbomind.model_errors import ModelFormatError
 from lmdeploy.turbomind.models import family_of_hf
 from lmdeploy.turbomind.models.config_reader import ConfigReader
@@ -32,6 +33,14 @@ _ACTIVATIONS = {
 }
 
 
+def is_awq(folder: Path) -> bool:
+    """Whether config.json says that the weights are AWQ's."""
+    quantization = read_json_object(folder / "config.json", _MAX_CONFIG_BYTES).get(
+        "quantization_config"
+    )
+    return isinstance(quantization, dict) and quantization.get("quant_method") == awq.METHOD
+
+
 def open_folder(folder: Path) -> Checkpoint:
     """Opens the folder; ModelFormatError for everything that does not fit."""
     source = str(folder / "config.json")
@@ -41,7 +50,7 @@ def open_folder(folder: Path) -> Checkpoint:
     if not architectures:
         raise reader.refuse("architectures is missing")
     family = family_of_hf(architectures[0], source)
-    _check_quantization(reader, family)
+    awq_group = _check_quantization(reader, family)
     reader = reader.with_defaults(family.hf_defaults)
     config = _config_from_hf(reader, family)
     file = SafetensorsFile(folder)
@@ -57,17 +66,19 @@ def open_folder(folder: Path) -> Checkpoint:
             experts=family.experts.hf if family.experts else (),
             interleaved=False,
             source=str(folder),
+            awq_group=awq_group,
         )
     )
     return Checkpoint(folder, family, config, tensors, stored_dtype(tensors), values, False)
 
 
-def _check_quantization(reader: ConfigReader, family: ModelFamily) -> None:
+def _check_quantization(reader: ConfigReader, family: ModelFamily) -> int:
+    """The inputs per scale of AWQ weights, else 0. ModelFormatError for what is not computed."""
     quantization = reader.child("quantization_config")
     if quantization is None:
-        return
+        return 0
     method = quantization.text("quant_method", default="unknown")
-    is_known = method in family.hf_quant_methods
+    is_known = method in (*family.hf_quant_methods, awq.METHOD)
     kv_keys = [key for key in _KV_KEYS if quantization.has(key)]
     if kv_keys and (is_known or not _has_quantized_weights(quantization, method)):
         raise quantization.refuse(
@@ -75,9 +86,12 @@ def _check_quantization(reader: ConfigReader, family: ModelFamily) -> None:
             f"{kv_keys[0] if is_known else 'quantization_config'} and the tensors k_scale, v_scale "
             "and kv_scale"
         )
+    # Its modules_to_not_convert say nothing that the tensors do not.
+    if method == awq.METHOD:
+        return awq.group_size(quantization)
     if is_known:
-        return  # its modules_to_not_convert say nothing that the tensors do not
-    known = f"{' or '.join(family.hf_quant_methods)}, " if family.hf_quant_methods else ""
+        return 0
+    known = "".join(f"{name}, " for name in (*family.hf_quant_methods, awq.METHOD))
     raise ModelFormatError(
         f"{reader.source}: quantization_config.quant_method: got {method[:40]!r}, "
         f"wanted {known}F32, F16 or BF16 weights, or a GGUF file"

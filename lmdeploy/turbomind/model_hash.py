@@ -32,6 +32,6 @@ def hash_checkpoint(checkpoint: Checkpoint) -> str:
         digest.update(json.dumps(facts).encode())
         digest.update(tensor.raw[:_SAMPLE_BYTES].tobytes())
         digest.update(tensor.raw[-_SAMPLE_BYTES:].tobytes())
-        if tensor.scales is not None:
-            digest.update(tensor.scales[-_SAMPLE_BYTES:].tobytes())
+        for part in tensor.parts[1:]:
+            digest.update(part[-_SAMPLE_BYTES:].tobytes())
     return digest.hexdigest()

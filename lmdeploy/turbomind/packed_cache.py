@@ -337,9 +337,9 @@ def _key(source: Source, checkpoint_facts: bytes, *, layout: int) -> bytes:
 def _build_facts() -> list[int]:
     """What changes when the code that converts and packs does, also between two releases."""
     from lmdeploy import _turbomind
-    from lmdeploy.turbomind import conversion, gguf_blocks, weight_loader
+    from lmdeploy.turbomind import awq, conversion, gguf_blocks, weight_loader
 
-    files = [m.__file__ for m in (_turbomind, conversion, gguf_blocks, weight_loader)]
+    files = [m.__file__ for m in (_turbomind, awq, conversion, gguf_blocks, weight_loader)]
     gguf = importlib.util.find_spec("gguf")  # converts K-quants; not imported where there are none
     if gguf is not None and gguf.origin is not None:
         files.append(os.path.join(os.path.dirname(gguf.origin), "quants.py"))

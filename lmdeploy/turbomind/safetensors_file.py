@@ -22,7 +22,7 @@ from lmdeploy.turbomind.tensor_file import (
 )
 
 _MAX_JSON_BYTES = 100 << 20  # the library's own limit for a header
-_DTYPE_BYTES = {**PLAIN_FORMATS, "U8": 1}
+_DTYPE_BYTES = {**PLAIN_FORMATS, "U8": 1, "I32": 4}
 
 
 def _refuse_constant(text: str) -> NoReturn:

@@ -39,6 +39,8 @@ BLOCK_FORMATS = {
 SUPPORTED_FORMATS = (*PLAIN_FORMATS, *BLOCK_FORMATS)
 # MXFP4 as Hugging Face stores it: codes, and E8M0 scales in a tensor of their own.
 SPLIT_MXFP4 = "MXFP4_SPLIT"
+# 4-bit codes, and scales and zeros of groups of inputs, in three tensors (awq.py).
+AWQ = "AWQ"
 
 
 def row_bytes(tensor_format: str, cols: int) -> int:
@@ -56,10 +58,11 @@ class StoredTensor:
     """A tensor as it lies in the file: its place was checked against the file's size."""
 
     name: str
-    format: str  # one of SUPPORTED_FORMATS, SPLIT_MXFP4, or U8 for a part of that
+    format: str  # one of SUPPORTED_FORMATS, SPLIT_MXFP4, AWQ, or U8 or I32 for a part of those
     shape: tuple[int, ...]  # rows first
     raw: Bytes  # the bytes of the tensor, a view into the mapped file
-    scales: Bytes | None = None  # of SPLIT_MXFP4, a view too
+    scales: Bytes | None = None  # of SPLIT_MXFP4 and AWQ, views too
+    zeros: Bytes | None = None  # of AWQ
 
     @property
     def rows(self) -> int:
@@ -74,7 +77,12 @@ class StoredTensor:
     @property
     def num_bytes(self) -> int:
         """Size in the file."""
-        return int(self.raw.size) + (0 if self.scales is None else int(self.scales.size))
+        return sum(int(part.size) for part in self.parts)
+
+    @property
+    def parts(self) -> list[Bytes]:
+        """All of its bytes in the file."""
+        return [part for part in (self.raw, self.scales, self.zeros) if part is not None]
 
     def item(self, index: int) -> StoredTensor:
         """Entry `index` of the first dimension, of a tensor with at least two."""

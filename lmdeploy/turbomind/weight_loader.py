@@ -189,6 +189,5 @@ def _add(builder: WeightsBuilder, converted: _Converted, *, copied: bool) -> Non
         )
     if planned.mapped and not copied:
         return
-    release_pages(tensor.raw)
-    if tensor.scales is not None:
-        release_pages(tensor.scales)
+    for part in tensor.parts:
+        release_pages(part)

@@ -43,7 +43,7 @@ def test_flags_that_are_not_built(capsys, flag):
     [
         (["--tp", "2"], "--tp 2: not supported"),
         (["--tp=2"], "--tp 2: not supported"),
-        (["--model-format", "awq"], "model_format: got 'awq'"),
+        (["--model-format", "gptq"], "model_format: got 'gptq'"),
         (["--quant-policy", "5"], "quant_policy: got '5'"),
         (["--quant-policy", "12"], "quant_policy: got '12'"),
         (["--quant-policy", "fp3"], "quant_policy: got 'fp3'"),

@@ -281,7 +281,7 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"layer_types": ["full_attention"] * 3 + ["mamba"]}, "layer_types has 'mamba'"),
     ({"sliding_window": None}, "sliding_window is missing"),
     ({"architectures": ["MixtralForCausalLM"], "quantization_config": None}, "is missing"),
-    ({"architectures": ["LlamaForCausalLM"]}, "got 'mxfp4', wanted F32"),
+    ({"architectures": ["LlamaForCausalLM"]}, "got 'mxfp4', wanted awq, F32"),
 ]
 
 
