@@ -13,12 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from lmdeploy.turbomind.gguf_blocks import q4_1_blocks
+from lmdeploy.turbomind.model_errors import ModelFormatError
 from lmdeploy.turbomind.models.config_reader import ConfigReader
+from lmdeploy.turbomind.tensor_file import AWQ, SUPPORTED_FORMATS, StoredTensor, TensorFile
 
 METHOD = "awq"
 NIBBLE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 WORD_OUTPUTS = len(NIBBLE_ORDER)
 _BLOCK = 32  # values of a block of Q4_1
+_CODES, _ZEROS, _SCALES = "qweight", "qzeros", "scales"  # of a matrix, in the place of "weight"
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -41,7 +44,8 @@ class AwqMatrix:
         codes, scales, zeros = self._rows(begin, end)
         repeats = self.group // _BLOCK
         scales, minima = (np.repeat(x, repeats, axis=1) for x in (scales, -zeros * scales))
-        return q4_1_blocks(scales, minima, codes.reshape(end - begin, -1, _BLOCK))
+        blocks = codes.reshape(end - begin, -1, _BLOCK)
+        return q4_1_blocks(blocks, scales=scales, minima=minima)
 
     def f32(self, begin: int, end: int) -> npt.NDArray[np.float32]:
         """Rows [begin, end), multiples of 8, without rounding."""
@@ -69,6 +73,54 @@ def _unpack(words: npt.NDArray[np.uint32]) -> Bytes:
     for nibble, output in enumerate(NIBBLE_ORDER):
         out[:, output] = ((words >> np.uint32(4 * nibble)) & np.uint32(15)).T
     return out.reshape(-1, words.shape[0])
+
+
+class AwqFile:
+    """A TensorFile in which each matrix that lies in three tensors is one, named as without AWQ."""
+
+    def __init__(self, file: TensorFile, *, group: int, source: str) -> None:
+        self._file = file
+        self._group = group
+        self._source = source
+        bases = [name.removesuffix(_CODES) for name in file.names if name.endswith(_CODES)]
+        self._bases = {base + "weight": base for base in bases}
+        parts = {base + part for base in bases for part in (_CODES, _ZEROS, _SCALES)}
+        self._present = set(file.names)
+        self._names = [*(name for name in file.names if name not in parts), *self._bases]
+
+    @property
+    def names(self) -> list[str]:
+        """Every tensor, matrices by the name that their values would have."""
+        return self._names
+
+    def tensor(
+        self, name: str, *, max_dims: int = 2, formats: tuple[str, ...] = SUPPORTED_FORMATS
+    ) -> StoredTensor:
+        """The tensor of that name; ModelFormatError when it or a part of it is not as it must be."""
+        if name not in self._bases:
+            return self._file.tensor(name, max_dims=max_dims, formats=formats)
+        base = self._bases[name]
+        codes = self._part(base + _CODES, "I32")
+        if len(codes.shape) != 2 or codes.shape[0] % self._group:
+            raise ModelFormatError(
+                f"{self._source}: tensor {codes.name} has shape {list(codes.shape)}; group_size "
+                f"wants a multiple of {self._group} first"
+            )
+        cols, words = codes.shape
+        groups, rows = cols // self._group, words * WORD_OUTPUTS
+        zeros, scales = self._part(base + _ZEROS, "I32"), self._part(base + _SCALES, "F16")
+        for part, shape in ((zeros, (groups, words)), (scales, (groups, rows))):
+            if part.shape != shape:
+                raise ModelFormatError(
+                    f"{self._source}: tensor {part.name} has shape {list(part.shape)}; {_CODES} "
+                    f"and group_size {self._group} want {list(shape)}"
+                )
+        return StoredTensor(codes.name, AWQ, (rows, cols), codes.raw, scales.raw, zeros.raw)
+
+    def _part(self, name: str, kind: str) -> StoredTensor:
+        if name not in self._present:
+            raise ModelFormatError(f"{self._source}: tensor {name} is missing")
+        return self._file.tensor(name, formats=(kind,))
 
 
 def group_size(quantization: ConfigReader) -> int:

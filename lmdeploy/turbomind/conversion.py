@@ -82,7 +82,7 @@ def matrix_for_engine(
     step = max(8, _CHUNK_VALUES // tensor.cols // 8 * 8)  # AWQ has 8 rows in a word
     try:
         for start in range(0, tensor.rows, step):
-            chunk = _convert_rows(tensor, kind, slice(start, min(start + step, tensor.rows)))
+            chunk = _convert_rows(tensor, kind, span=slice(start, min(start + step, tensor.rows)))
             out[start : start + step] = chunk.view(np.uint8).reshape(-1, width)
     except ValueError as error:
         raise ModelFormatError(f"tensor {tensor.name}: {error}") from error
@@ -92,7 +92,7 @@ def matrix_for_engine(
     return kind, np.ascontiguousarray(_separate_halves(values, interleaved_heads))
 
 
-def _convert_rows(tensor: StoredTensor, kind: str, span: slice) -> npt.NDArray[Any]:
+def _convert_rows(tensor: StoredTensor, kind: str, *, span: slice) -> npt.NDArray[Any]:
     stored_format = tensor.format
     if stored_format == AWQ:
         matrix = _awq_matrix(tensor)

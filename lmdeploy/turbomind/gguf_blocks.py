@@ -31,14 +31,15 @@ def q4_k_to_q4_1(rows: Bytes) -> Bytes:
     # 32 bytes hold the low nibbles of one subblock and the high ones of the next.
     pairs = blocks[:, 16:].reshape(len(blocks), _K_SUBBLOCKS // 2, 1, 32)
     codes = np.concatenate([pairs & 0x0F, pairs >> 4], axis=2).reshape(len(blocks), -1, 32)
-    out = q4_1_blocks(_fp16(blocks[:, 0:2]) * scales, -_fp16(blocks[:, 2:4]) * minima, codes)
-    return out.reshape(len(rows), -1)
+    scales = _fp16(blocks[:, 0:2]) * scales
+    minima = -_fp16(blocks[:, 2:4]) * minima
+    return q4_1_blocks(codes, scales=scales, minima=minima).reshape(len(rows), -1)
 
 
 def q4_1_blocks(
-    scales: npt.NDArray[np.float32], minima: npt.NDArray[np.float32], codes: Bytes
+    codes: Bytes, *, scales: npt.NDArray[np.float32], minima: npt.NDArray[np.float32]
 ) -> Bytes:
-    """[n, blocks], [n, blocks] and codes [n, blocks, 32] of 0 to 15 → [n, blocks · 20]."""
+    """Codes [n, blocks, 32] of 0 to 15, [n, blocks] each of the others → [n, blocks · 20]."""
     out = np.empty((*scales.shape, _Q4_1_BYTES), np.uint8)
     out[:, :, 0:2] = _fp16_bytes(scales)
     out[:, :, 2:4] = _fp16_bytes(minima)

@@ -10,6 +10,7 @@ from lmdeploy.turbomind.models.decoder_config import DecoderConfig
 from lmdeploy.turbomind.models.family import ModelFamily
 from lmdeploy.turbomind.models.rope import rope_from_hf
 from lmdeploy.turbomind.safetensors_file import SafetensorsFile, read_json_object
+from lmdeploy.turbomind.tensor_file import TensorFile
 from lmdeploy.turbomind.tensor_plan import (
     KV_SCALES_ADVICE,
     MAX_LAYERS,
@@ -53,7 +54,9 @@ def open_folder(folder: Path) -> Checkpoint:
     awq_group = _check_quantization(reader, family)
     reader = reader.with_defaults(family.hf_defaults)
     config = _config_from_hf(reader, family)
-    file = SafetensorsFile(folder)
+    file: TensorFile = SafetensorsFile(folder)
+    if awq_group:
+        file = awq.AwqFile(file, group=awq_group, source=str(folder))
     names = dict(family.hf_tensors)
     config = resolve_tied_head(file, config, names=names, source=source)
     for matrix in family.hf_bias(reader):
@@ -66,7 +69,6 @@ def open_folder(folder: Path) -> Checkpoint:
             experts=family.experts.hf if family.experts else (),
             interleaved=False,
             source=str(folder),
-            awq_group=awq_group,
         )
     )
     return Checkpoint(folder, family, config, tensors, stored_dtype(tensors), values, False)

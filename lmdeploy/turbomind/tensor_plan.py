@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from lmdeploy.turbomind.awq import WORD_OUTPUTS
 from lmdeploy.turbomind.model_errors import ModelFormatError
 from lmdeploy.turbomind.models.config_reader import ConfigReader
 from lmdeploy.turbomind.models.decoder_config import DecoderConfig
@@ -22,7 +21,6 @@ from lmdeploy.turbomind.models.family import (
     ModelFamily,
 )
 from lmdeploy.turbomind.tensor_file import (
-    AWQ,
     SPLIT_MXFP4,
     SUPPORTED_FORMATS,
     StoredTensor,
@@ -51,7 +49,6 @@ KV_SCALES_ADVICE = (
     "the cache's constants come from `lmdeploy lite calibrate` (--kv-quality best "
     "--kv-calibration FILE)"
 )
-_AWQ_CODES = "qweight"
 _END_BYTES = 4096
 _COMPARED_BYTES = 16 << 20  # at a time
 _MAX_STACKED = 16  # more than one layer has
@@ -161,17 +158,15 @@ def plan_tensors(
     experts: tuple[ExpertTensors, ...] = (),
     interleaved: bool,
     source: str,
-    awq_group: int = 0,
 ) -> Iterator[PlannedTensor]:
     """Every tensor to load, in order; refuses missing, misshapen and unknown ones.
 
     `names` are those of dense layers, `experts` the alternatives for layers with experts.
-    `awq_group` > 0: matrices may be AWQ's, with so many inputs per scale.
     """
     required = {*REQUIRED_MATRICES, *REQUIRED_VECTORS}
     if missing := required - set(names):
         raise ModelFormatError(f"{source}: the model family names no tensor for {sorted(missing)}")
-    lookup = _Lookup(file, config, source=source, awq_group=awq_group)
+    lookup = _Lookup(file, config, source=source)
     outer = [
         kind
         for kind in ("embedding", "final_norm", "head")
@@ -223,7 +218,7 @@ def _choose(
     """The alternative that the file follows: the one of which it has the most tensors."""
     if config.moe is None or True not in config.moe.layers:
         return {}
-    layer, present = config.moe.layers.index(True), {*file.names, *_awq_names(file)}
+    layer, present = config.moe.layers.index(True), set(file.names)
 
     def found(places: ExpertTensors) -> int:
         return sum(place.name.format(i=layer, e=0) in present for place in places.values())
@@ -231,21 +226,11 @@ def _choose(
     return max(alternatives, key=found)
 
 
-def _awq_names(file: TensorFile) -> set[str]:
-    """Names of the matrices that lie in the file as codes, as they would be without."""
-    end = _AWQ_CODES
-    return {name.removesuffix(end) + "weight" for name in file.names if name.endswith(end)}
-
-
 class _Lookup:
     """Finds tensors by name and checks their shapes; knows which ones nobody asked for."""
 
-    def __init__(
-        self, file: TensorFile, config: DecoderConfig, *, source: str, awq_group: int = 0
-    ) -> None:
+    def __init__(self, file: TensorFile, config: DecoderConfig, *, source: str) -> None:
         self.config = config
-        self._awq_group = awq_group
-        self._awq_names = _awq_names(file) if awq_group else set()
         self._file = file
         self._source = source
         self._names = set(file.names)
@@ -260,8 +245,6 @@ class _Lookup:
         shape = self._shapes[kind]
         if place.scales:
             return self._split(kind, place, layer=layer, expert=expert)
-        if name in self._awq_names and not (place.stacked or place.transposed):
-            return self._awq(name.removesuffix("weight"), shape)
         shape = shape[::-1] if place.transposed else shape
         if place.half is not None:
             shape = (2 * shape[0], *shape[1:])
@@ -302,20 +285,6 @@ class _Lookup:
             for name, shape in zip(names, shapes, strict=True)
         )
         return StoredTensor(codes.name, SPLIT_MXFP4, (rows, cols), codes.raw, scales.raw)
-
-    def _awq(self, base: str, shape: tuple[int, ...]) -> StoredTensor:
-        rows, cols = shape
-        if rows % WORD_OUTPUTS or cols % self._awq_group:
-            raise ModelFormatError(
-                f"{self._source}: {base}{_AWQ_CODES}: got a matrix of {rows} outputs and {cols} "
-                f"inputs by the config, wanted multiples of {WORD_OUTPUTS} and of group_size "
-                f"{self._awq_group}"
-            )
-        words, groups = rows // WORD_OUTPUTS, cols // self._awq_group
-        codes = self._stored(base + _AWQ_CODES, (cols, words), formats=("I32",))
-        zeros = self._stored(base + "qzeros", (groups, words), formats=("I32",))
-        scales = self._stored(base + "scales", (groups, rows), formats=("F16",))
-        return StoredTensor(codes.name, AWQ, shape, codes.raw, scales.raw, zeros.raw)
 
     def _stack(
         self, name: str, shape: tuple[int, ...], *, formats: tuple[str, ...] = SUPPORTED_FORMATS

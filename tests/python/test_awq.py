@@ -168,6 +168,15 @@ def cut(name: str) -> Change:
     return lambda stored: stored.update({name: np.ascontiguousarray(stored[name][:-1])})
 
 
+def halved(base: str) -> Change:
+    def change(stored: dict[str, np.ndarray]) -> None:
+        for part in ("qweight", "qzeros", "scales"):
+            size = len(stored[base + part]) // 2
+            stored[base + part] = np.ascontiguousarray(stored[base + part][:size])
+
+    return change
+
+
 def huge(stored: dict[str, np.ndarray]) -> None:
     stored[UP + "scales"] = np.full_like(stored[UP + "scales"], 60000)
     stored[UP + "qzeros"] = np.full_like(stored[UP + "qzeros"], -1)
@@ -178,8 +187,9 @@ def huge(stored: dict[str, np.ndarray]) -> None:
     [
         (without(UP + "qzeros"), "up_proj.qzeros is missing"),
         (without(UP + "scales"), "up_proj.scales is missing"),
-        (cut(UP + "scales"), r"up_proj.scales has shape \[1, 160\]; the config wants \[2, 160\]"),
-        (cut(UP + "qweight"), r"up_proj.qweight has shape \[63, 20\]"),
+        (cut(UP + "scales"), r"up_proj.scales has shape \[1, 160\]; .* want \[2, 160\]"),
+        (cut(UP + "qweight"), r"up_proj.qweight has shape \[63, 20\]; .* multiple of 32 first"),
+        (halved(UP), r"up_proj.weight has shape \[160, 32\]; the config wants \[160, 64\]"),
         (lambda stored: stored.update({UP + "g_idx": np.zeros(64, np.int32)}), "does not know"),
         (huge, "up_proj.qweight: .*beyond 65504, wanted FP16"),
     ],

@@ -7,12 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_engine import FakeTokenizer
 from test_tokenizer import sentence_piece_metadata
 
 from lmdeploy.chat_template import ChatTemplate
 from lmdeploy.checks import OptionError
 from lmdeploy.gguf_tokenizer import tokenizer_from_gguf
 from lmdeploy.model import ChatTemplateConfig
+from lmdeploy.turbomind import prompts
 from lmdeploy.turbomind.prompts import (
     PromptTemplate,
     check_messages,
@@ -145,3 +147,27 @@ def test_a_name_goes_to_the_template() -> None:
     assert template.render(checked, {}) == "Ann: a;nobody: b;"
     with pytest.raises(OptionError, match=r"messages\[0\].name: got 3, wanted a text"):
         check_messages([{"role": "user", "name": 3, "content": "a"}])
+
+
+def test_a_huge_text_is_refused_before_all_of_it_is_tokenised(monkeypatch):
+    monkeypatch.setattr(prompts, "_HUGE_TEXT", 100)
+    monkeypatch.setattr(prompts, "_PIECE_CHARS", 50)
+    monkeypatch.setattr(prompts, "_MORE_OF_A_PIECE", 2)
+    asked = []
+
+    class Counting(FakeTokenizer):
+        def encode(self, text, add_special=True):
+            asked.append(len(text))
+            return super().encode(text, add_special)
+
+    parts = SimpleNamespace(tokenizer=Counting(), session_len=400)
+    with pytest.raises(
+        ValueError, match="got more than 400 tokens, wanted at most session_len 400"
+    ):
+        prompts.encode_text(parts, "a" * 1900, add_special=True)
+    assert asked == [50] * 9  # of 48 tokens at least
+    asked.clear()
+    assert len(prompts.encode_text(parts, "a" * 390, add_special=True)) == 390
+    assert asked == [*[50] * 7, 40, 390]
+    with pytest.raises(ValueError, match="got 2001 characters"):
+        prompts.encode_text(parts, "a" * 2001, add_special=True)

@@ -64,8 +64,7 @@ TM_DEVICE void LoadQuery(const DecodeTask<C>& task, int first, Query<C>* query) 
       x[0] = LoadGlobal(q + dim + F::Low(pair % kPairs));
       x[1] = LoadGlobal(q + dim + F::High(pair % kPairs));
     }
-    const uint32_t packed =
-        F::kBFloat ? PackBFloat2(x[0], x[1]) : PackFiniteHalf2(x[0], x[1]);
+    const uint32_t packed = F::kBFloat ? PackBFloat2(x[0], x[1]) : PackFiniteHalf2(x[0], x[1]);
     query->b[pair / 2][pair % 2] = packed;
     if constexpr (IsInteger(C::kKeyMode)) {
       sum += LowHalf(packed) + HighHalf(packed);

@@ -1,0 +1,212 @@
+"""The text of an answer: stop words, the tokens it came from, half characters."""
+
+from __future__ import annotations
+
+import pytest
+from fake_engine import EOS, FakeTextStream
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from lmdeploy.turbomind.answer_text import AnswerText, GatedAnswer, StopMatcher
+
+
+class Pieces:
+    """A detokenizer whose tokens are indices into a list of texts."""
+
+    def __init__(self, texts):
+        self.texts = texts
+
+    pending = False
+
+    def push(self, token):
+        return self.texts[token]
+
+    def finish(self):
+        return ""
+
+
+def run_pieces(texts, words, **options):
+    answer = AnswerText(Pieces(texts), words, **options)
+    shown, tokens = [], 0
+    for token in range(len(texts)):
+        answer.push(token)
+        text, count = answer.take()
+        shown.append(text)
+        tokens += count
+        if answer.stopped:
+            break
+    else:
+        answer.finish()
+        text, count = answer.take()
+        shown.append(text)
+        tokens += count
+    return shown, tokens, answer.stopped
+
+
+def splits(text):
+    """All ways to cut `text` into pieces."""
+    for mask in range(1 << (len(text) - 1)):
+        pieces, last = [], 0
+        for i in range(1, len(text)):
+            if mask >> (i - 1) & 1:
+                pieces.append(text[last:i])
+                last = i
+        yield [*pieces, text[last:]]
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "expected"),
+    [
+        ("abSTOPcd", ["STOP"], "ab"),
+        ("aSTSTOPx", ["STOP"], "aST"),
+        ("ababac!", ["abac"], "ab"),
+        ("hello###", ["###", "#####"], "hello"),
+        ("noSTOhere", ["STOP"], "noSTOhere"),
+        ("xSTO", ["STOP"], "xSTO"),
+        ("one\n\ntwo", ["\n\n"], "one"),
+    ],
+)
+def test_stop_words_at_every_split(text, words, expected):
+    for pieces in splits(text):
+        shown, _, stopped = run_pieces(pieces, words)
+        assert "".join(shown) == expected, pieces
+        assert stopped == (expected != text)
+        # Nothing of a stop word was ever shown.
+        for i in range(len(shown)):
+            assert expected.startswith("".join(shown[:i]))
+
+
+def test_tokens_follow_the_text():
+    shown, tokens, stopped = run_pieces(["ab", "cS", "TO", "Pd", "e"], ["STOP"])
+    assert ("".join(shown), tokens, stopped) == ("abc", 2, True)
+    shown, tokens, _ = run_pieces(["ab", "cS", "TO", "Pd"], ["STOP"], include_stop=True)
+    assert ("".join(shown), tokens) == ("abcSTOP", 4)
+
+
+def test_min_tokens_keep_stop_words_from_counting():
+    shown, _, stopped = run_pieces(["a", "STOP", "b", "STOP", "c"], ["STOP"], min_tokens=3)
+    assert ("".join(shown), stopped) == ("aSTOPb", True)
+
+
+def test_a_stop_word_may_begin_before_min_tokens():
+    shown, tokens, stopped = run_pieces(["a", "ST", "OP", "c"], ["STOP"], min_tokens=3)
+    assert ("".join(shown), tokens, stopped) == ("a", 1, True)
+    shown, _, stopped = run_pieces(["STOPST", "OP", "c"], ["STOP"], min_tokens=2)
+    assert ("".join(shown), stopped) == ("STOP", True)
+
+
+words_strategy = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)
+
+
+@given(st.text("ab", max_size=20), words_strategy, st.data())
+def test_stop_matcher_against_find(text, words, data):
+    matcher = StopMatcher(words)
+    ends = [(i + 1, len(w)) for i in range(len(text)) for w in words if text[: i + 1].endswith(w)]
+    expected = min(ends, key=lambda e: (e[0], -e[1])) if ends else None
+    cut = data.draw(st.integers(0, len(text)))
+    found = matcher.find(text[:cut])
+    if found is None:
+        held = matcher.held
+        assert not any(text[:cut].endswith(w[:k]) for w in words for k in range(held + 1, len(w)))
+        found = matcher.find(text[cut:])
+        found = found and (found[0] + cut, found[1])
+    assert found == expected
+
+
+def test_half_characters_wait():
+    answer = AnswerText(FakeTextStream(True), ["é!"])
+    shown = []
+    for token in "né né!".encode():
+        answer.push(token)
+        shown.append(answer.take()[0])
+    assert "".join(shown) == "né n"
+    assert all("\ufffd" not in text for text in shown)
+
+
+def test_halves_of_a_stop_word_are_no_tokens_of_the_answer():
+    answer = AnswerText(FakeTextStream(True), ["\N{SLIGHTLY SMILING FACE}"])
+    tokens = []
+    for token in "é\N{SLIGHTLY SMILING FACE}".encode():
+        answer.push(token)
+        tokens.append(answer.take()[1])
+    assert answer.stopped
+    assert tokens == [0, 2, 0, 0, 0, 0]
+    cut = AnswerText(FakeTextStream(True))
+    for token in "é".encode()[:1]:
+        cut.push(token)
+    assert cut.take() == ("", 0)
+    cut.finish()
+    assert cut.take() == ("\ufffd", 1)
+
+
+# Tokens as they are shown and as they are with special tokens.
+SHOWN = ("a", "b", "ab", "ba", "")
+WHOLE = (*SHOWN[:4], "<S>")
+
+
+@given(
+    st.lists(st.integers(0, 4), max_size=12),
+    st.lists(st.lists(st.sampled_from(["a", "b", "<S>"]), min_size=1, max_size=4), max_size=3),
+    st.booleans(),
+)
+def test_words_with_special_tokens_against_find(tokens, words, include_stop):
+    words = ["".join(word) for word in words]
+    plain = [word for word in words if "<S>" not in word]
+    whole = "".join(WHOLE[token] for token in tokens)
+    for word in plain:  # what spans a special token is found in the text without it
+        place = whole.find(word)
+        alone = place if place < 0 else len(whole[:place].replace("<S>", ""))
+        assume(whole.replace("<S>", "").find(word) == alone)
+    gate = AnswerText(Pieces(WHOLE), words, include_stop=include_stop)
+    answer = GatedAnswer(Pieces(SHOWN), plain, gate=gate, include_stop=include_stop)
+    shown, count = "", 0
+    for token in tokens:
+        answer.push(token)
+        text, more = answer.take()
+        shown, count = shown + text, count + more
+        if answer.stopped:
+            break
+    else:
+        answer.finish()
+        text, more = answer.take()
+        shown, count = shown + text, count + more
+    ends = [(whole.find(word) + len(word), -len(word)) for word in words if word in whole]
+    end, length = min(ends, default=(len(whole), 0))
+    limit = end if include_stop else end + length
+    begins = [len("".join(WHOLE[t] for t in tokens[:i])) for i in range(len(tokens))]
+    assert shown == whole[:limit].replace("<S>", "")
+    assert count == sum(begin < limit for begin in begins)
+    assert answer.stopped == bool(ends)
+
+
+class LatePieces(Pieces):
+    """All text comes at the end, as that of GPT-OSS does without its format."""
+
+    def __init__(self, texts):
+        super().__init__(texts)
+        self.late = ""
+
+    pending = False
+
+    def push(self, token):
+        self.late += super().push(token)
+        return ""
+
+    def finish(self):
+        return self.late
+
+
+@pytest.mark.parametrize("shown", [Pieces, LatePieces])
+def test_a_token_that_a_word_cuts_is_shown_to_the_cut(shown):
+    answer = GatedAnswer(shown(SHOWN), gate=AnswerText(Pieces(WHOLE), ["b<S>"]))
+    for token in (0, 2, 4):  # a, ab, <S>
+        answer.push(token)
+    assert answer.stopped and answer.take() == ("aa", 2)
+
+
+def test_half_a_character_of_a_dropped_word_is_not_shown():
+    gate = AnswerText(FakeTextStream(False), ["é<eos>"])
+    answer = GatedAnswer(FakeTextStream(True), gate=gate)
+    for token in [*"né".encode(), EOS]:
+        answer.push(token)
+    assert answer.stopped and answer.take()[0] == "n"
