@@ -96,7 +96,7 @@ class AwqFile:
     def tensor(
         self, name: str, *, max_dims: int = 2, formats: tuple[str, ...] = SUPPORTED_FORMATS
     ) -> StoredTensor:
-        """The tensor of that name; ModelFormatError when it or a part of it is not as it must be."""
+        """The tensor of that name; ModelFormatError when it or a part of it is not right."""
         if name not in self._bases:
             return self._file.tensor(name, max_dims=max_dims, formats=formats)
         base = self._bases[name]
