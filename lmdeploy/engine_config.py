@@ -71,7 +71,8 @@ class TurbomindEngineConfig:
     """Options of the engine. Sizes are in tokens unless a name says otherwise.
 
     Args:
-        dtype: of activations and of a cache with mode `none`: auto, float16, bfloat16, float32.
+        dtype: of what the cache does not quantise: auto (as the weights), float16, bfloat16 or
+            float32.
         model_format: None (found from the files), `hf`, `awq` or `gguf`.
         session_len: longest prompt plus answer; None: what the model was trained for.
         max_batch_size: most sequences in one step; None: 32 on CPU, 128 on CUDA.

@@ -197,7 +197,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
     add(
         "--dtype",
-        "of activations and unquantised caches (default: auto)",
+        "of what the cache does not quantise (default: auto, as the weights)",
         choices=DTYPES,
         default="auto",
     )

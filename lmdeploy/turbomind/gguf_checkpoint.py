@@ -10,13 +10,12 @@ from lmdeploy.turbomind.model_errors import ModelFormatError
 from lmdeploy.turbomind.models import family_of_gguf
 from lmdeploy.turbomind.models.config_reader import ConfigReader
 from lmdeploy.turbomind.models.decoder_config import DecoderConfig
-from lmdeploy.turbomind.models.experts import moe_from_gguf
+from lmdeploy.turbomind.models.experts import MAX_WIDTH, moe_from_gguf
 from lmdeploy.turbomind.models.family import REQUIRED_MATRICES, ModelFamily
 from lmdeploy.turbomind.models.rope import rope_from_gguf
 from lmdeploy.turbomind.tensor_plan import (
     GGUF_ROPE_FACTORS,
     MAX_LAYERS,
-    MAX_WIDTH,
     Checkpoint,
     check_config,
     plan_tensors,

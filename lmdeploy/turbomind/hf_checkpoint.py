@@ -7,6 +7,7 @@ from lmdeploy.turbomind.model_errors import ModelFormatError
 from lmdeploy.turbomind.models import family_of_hf
 from lmdeploy.turbomind.models.config_reader import ConfigReader
 from lmdeploy.turbomind.models.decoder_config import DecoderConfig
+from lmdeploy.turbomind.models.experts import MAX_WIDTH
 from lmdeploy.turbomind.models.family import ModelFamily
 from lmdeploy.turbomind.models.rope import rope_from_hf
 from lmdeploy.turbomind.safetensors_file import SafetensorsFile, read_json_object
@@ -14,7 +15,6 @@ from lmdeploy.turbomind.tensor_file import TensorFile
 from lmdeploy.turbomind.tensor_plan import (
     KV_SCALES_ADVICE,
     MAX_LAYERS,
-    MAX_WIDTH,
     Checkpoint,
     check_config,
     plan_tensors,

@@ -31,7 +31,6 @@ from lmdeploy.turbomind.tensor_file import (
 logger = logging.getLogger("lmdeploy")
 
 MAX_LAYERS = 4096
-MAX_WIDTH = 1 << 22
 GGUF_ROPE_FACTORS = "rope_freqs.weight"
 # Tensors that carry no weights of ours: derived tables of older checkpoints.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)

@@ -11,7 +11,7 @@ from lmdeploy.turbomind.models.decoder_config import MoeSettings
 # Of the engine too: of a layer, and of all layers.
 MAX_EXPERTS = 1024
 MAX_EXPERTS_OF_MODEL = 65536
-MAX_WIDTH = 1 << 22
+MAX_WIDTH = 1 << 22  # of any matrix; the engine's is four times that
 
 
 @dataclass(frozen=True)
