@@ -53,8 +53,8 @@ template <int N>
 TM_HD void UpdateRows(const TileRows& rows) {
   static_assert(2 <= N && N <= 4);
   static_assert(sizeof(SoftmaxState) == 8);  // (m, l)
-  constexpr __mmask16 kRows = (1 << N) - 1;
-  constexpr __mmask16 kStates = (1 << 2 * N) - 1;
+  constexpr __mmask16 kRowMask = (1 << N) - 1;
+  constexpr __mmask16 kStateMask = (1 << 2 * N) - 1;
   F32x16 s[N][4];
   F32x16 most[4] = {Zero(), Zero(), Zero(), Zero()};
   Unroll<N>([&](auto index) __attribute__((always_inline)) {
@@ -69,7 +69,7 @@ TM_HD void UpdateRows(const TileRows& rows) {
   const __m512 top = _mm512_maskz_roundscale_ps(0xffff, MaxOfEach(most).v,
                                                 _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
   auto* const states = reinterpret_cast<float*>(rows.state);
-  const __m512 state = _mm512_maskz_loadu_ps(kStates, states);
+  const __m512 state = _mm512_maskz_loadu_ps(kStateMask, states);
   const __m512i m_at = _mm512_setr_epi32(0, 2, 4, 6, 0, 2, 4, 6, 0, 2, 4, 6, 0, 2, 4, 6);
   const __m512 m = _mm512_permutexvar_ps(m_at, state);
   const __m512 l = _mm512_permutexvar_ps(_mm512_add_epi32(m_at, _mm512_set1_epi32(1)), state);
@@ -95,9 +95,10 @@ TM_HD void UpdateRows(const TileRows& rows) {
   const __m512 new_l = _mm512_add_ps(_mm512_mul_ps(l, old), _mm512_mul_ps(factor, SumOfEach(sum)));
   const __m512 new_m = _mm512_mask_mov_ps(top, lower, m);
   const __m512i pairs = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 0, 0, 0, 0, 0, 0, 0, 0);
-  _mm512_mask_storeu_ps(states, kStates, _mm512_permutex2var_ps(new_m, pairs, new_l));
-  _mm512_mask_storeu_ps(rows.old, kRows, old);
-  _mm512_mask_storeu_ps(rows.tile, kRows, _mm512_mul_ps(factor, _mm512_set1_ps(rows.value_factor)));
+  _mm512_mask_storeu_ps(states, kStateMask, _mm512_permutex2var_ps(new_m, pairs, new_l));
+  _mm512_mask_storeu_ps(rows.old, kRowMask, old);
+  _mm512_mask_storeu_ps(rows.tile, kRowMask,
+                        _mm512_mul_ps(factor, _mm512_set1_ps(rows.value_factor)));
 }
 
 }  // namespace turbomind::TM_ISA
