@@ -7,8 +7,10 @@ from types import TracebackType
 from lmdeploy.serve.errors import ApiError
 
 # Prompts of all requests that are not yet answered, once per answer; up to 44 bytes a token, beside
-# the cache. A request that is alone may have as many as MAX_PROMPT_TOKENS.
+# the cache. Twice what one request may have.
 MAX_HELD_TOKENS = 1 << 23
+# Such requests always find room: a few large ones do not shut them out.
+SMALL_TOKENS = 1 << 16
 
 
 class Admission:
@@ -23,10 +25,9 @@ class Admission:
     def enter(self) -> Place:
         """A place for one request, until it is left. ApiError 503 when there is none."""
         if self._max_requests is not None and self.num_requests >= self._max_requests:
-            raise ApiError(
-                503,
-                f"the server is full: it answers {self.num_requests} requests, wanted fewer than "
-                f"{self._max_requests} (--max-concurrent-requests); try again later",
+            raise _full(
+                f"it answers {self.num_requests} requests, wanted fewer than {self._max_requests} "
+                "(--max-concurrent-requests)"
             )
         return Place(self)
 
@@ -43,11 +44,10 @@ class Place:
     def hold(self, num_tokens: int) -> None:
         """Adds prompts. ApiError 503 when those of other requests leave no room for them."""
         held = self._admission.num_tokens
-        if held > self._num_tokens and held + num_tokens > MAX_HELD_TOKENS:
-            raise ApiError(
-                503,
-                f"the server is full: got {num_tokens} tokens of prompts, wanted at most "
-                f"{max(MAX_HELD_TOKENS - held, 0)} beside those that wait; try again later",
+        if num_tokens > SMALL_TOKENS and held > 0 and held + num_tokens > MAX_HELD_TOKENS:
+            raise _full(
+                f"got {num_tokens} tokens of prompts, wanted at most "
+                f"{max(MAX_HELD_TOKENS - held, SMALL_TOKENS)} beside those of other requests"
             )
         self._num_tokens += num_tokens
         self._admission.num_tokens += num_tokens
@@ -69,3 +69,7 @@ class Place:
         at: TracebackType | None,
     ) -> None:
         self.leave()
+
+
+def _full(reason: str) -> ApiError:
+    return ApiError(503, f"the server is full: {reason}; try again later", retry_after=1)

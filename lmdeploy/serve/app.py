@@ -27,8 +27,10 @@ from lmdeploy.serve.errors import ApiError, JsonResponse, error_response, to_api
 from lmdeploy.serve.events import SseResponse
 from lmdeploy.serve.generate import GenerateReply, prepare_generate
 from lmdeploy.serve.generation import (
+    MAX_ENCODED_TOKENS,
     Job,
     Prepared,
+    check_size,
     close_all,
     collect_all,
     encode_texts,
@@ -210,27 +212,33 @@ _GENERATE = Endpoint(
 
 async def _generate(request: Request, state: ServerState, *, endpoint: Endpoint) -> Response:
     """Answers a request if there is a place for it, which is left when the answer has ended."""
+    body = await _read(request, endpoint.body)
+    if isinstance(body, CompletionFields):
+        _check_model(state, body.model)
     with ExitStack() as ends:
         place = ends.enter_context(state.admission.enter())
-        response = await _answer(request, state, endpoint=endpoint, place=place)
+        response = await _answer(request, state, endpoint=endpoint, body=body, place=place)
         if isinstance(response, SseResponse):
             response.on_end(ends.pop_all().close)
         return response
 
 
 async def _answer(
-    request: Request, state: ServerState, *, endpoint: Endpoint, place: Place
+    request: Request,
+    state: ServerState,
+    *,
+    endpoint: Endpoint,
+    body: SamplingFields,
+    place: Place,
 ) -> Response:
     """The answer, whole or as events. A client that leaves at any time cancels it."""
-    body = await _read(request, endpoint.body)
-    if isinstance(body, CompletionFields):
-        _check_model(state, body.model)
-
     jobs: list[Job] = []
 
     async def start() -> None:
         prepared = await endpoint.prepare(state, body)
-        place.hold(sum(map(len, prepared.prompts)) * prepared.config.n)
+        prompts, config = prepared.prompts, prepared.config
+        check_size(prompts, config, max_tokens=state.engine.max_request_tokens)
+        place.hold(sum(map(len, prompts)) * config.n)
         jobs.extend(await submit_all(state.engine, prepared, chat=endpoint.is_chat))
 
     async def answer() -> list[Answer]:
@@ -271,18 +279,18 @@ def _add_generation_routes(app: FastAPI, state: ServerState) -> None:
     @app.post("/v1/encode")
     async def encode(request: Request) -> Response:
         """Token ids of texts."""
+        body = await _read(request, EncodeRequest)
+        texts = [body.input] if isinstance(body.input, str) else body.input
         with state.admission.enter():
-            body = await _read(request, EncodeRequest)
-            texts = [body.input] if isinstance(body.input, str) else body.input
             work = encode_texts(texts, lambda text: _encode_one(state.engine, body, text=text))
             try:
                 ids = await _until_disconnect(request, work)
             except OptionError as error:
                 raise error.renamed("input") from error
-        reply: dict[str, Any] = {"input_ids": ids, "length": [len(item) for item in ids]}
-        if isinstance(body.input, str):
-            reply = {"input_ids": ids[0], "length": len(ids[0])}
-        return await asyncio.to_thread(JsonResponse, reply)
+            reply: dict[str, Any] = {"input_ids": ids, "length": [len(item) for item in ids]}
+            if isinstance(body.input, str):
+                reply = {"input_ids": ids[0], "length": len(ids[0])}
+            return await asyncio.to_thread(JsonResponse, reply)
 
 
 def _add_abort_route(app: FastAPI, state: ServerState) -> None:
@@ -303,9 +311,11 @@ def _add_abort_route(app: FastAPI, state: ServerState) -> None:
 
 
 def _encode_one(engine: AsyncEngine, body: EncodeRequest, *, text: str) -> list[int]:
+    parts, most = engine.parts, MAX_ENCODED_TOKENS
     if body.do_preprocess:
-        return encode_chat(engine.parts, [{"role": "user", "content": text}]).ids
-    return encode_text(engine.parts, text, add_special=body.add_bos is not False)
+        message = {"role": "user", "content": text}
+        return encode_chat(parts, [message], max_tokens=most).ids
+    return encode_text(parts, text, add_special=body.add_bos is not False, max_tokens=most)
 
 
 def _check_model(state: ServerState, name: str) -> None:

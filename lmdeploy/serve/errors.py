@@ -21,7 +21,6 @@ _TYPES = {
     405: "invalid_request_error",
     413: "invalid_request_error",
 }
-_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}
 # Options of the engine → fields of a request.
 _FIELDS = {
     "stop_words": "stop",
@@ -32,13 +31,23 @@ _FIELDS = {
 
 
 class ApiError(Exception):
-    """An answer with an error status; `param` names the field of the request."""
+    """An answer with an error status; `param` names the field of the request, `retry_after` the
+    seconds after which it may be sent again.
+    """
 
-    def __init__(self, status: int, message: str, *, param: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
+        self.retry_after = retry_after
 
 
 def to_api_error(error: Exception) -> ApiError:
@@ -85,4 +94,7 @@ class JsonResponse(JSONResponse):
 
 def error_response(error: ApiError) -> JsonResponse:
     """`error_body` as a response."""
-    return JsonResponse(error_body(error), error.status, _HEADERS.get(error.status))
+    headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
+    if error.retry_after is not None:
+        headers["Retry-After"] = str(error.retry_after)
+    return JsonResponse(error_body(error), error.status, headers)

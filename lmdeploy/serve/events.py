@@ -105,5 +105,7 @@ class SseResponse(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            close_all(self._jobs)
-            self._on_end()
+            try:
+                close_all(self._jobs)
+            finally:
+                self._on_end()

@@ -211,9 +211,11 @@ def check_size(prompts: Sequence[list[int]], config: GenerationConfig, *, max_to
 
 
 async def submit_all(engine: AsyncEngine, prepared: Prepared, *, chat: bool = False) -> list[Job]:
-    """Starts n answers for every prompt, or none of them. `chat`: prompts are conversations."""
+    """Starts n answers for every prompt, or none of them. `chat`: prompts are conversations.
+
+    REQUIRES: what check_size accepts.
+    """
     config = prepared.config
-    check_size(prepared.prompts, config, max_tokens=engine.max_request_tokens)
     jobs: list[Job] = []
     grammars = engine.new_grammars()
     try:

@@ -5,7 +5,7 @@ Pure and synchronous; one object per answer, used by one coroutine.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -99,17 +99,17 @@ class StopMatcher:
         self._tail = self._longest_begin(text)
         return None
 
-    def forget(self) -> None:
-        """What was fed so far is no part of a match."""
-        self._tail = ""
+    def skip(self, text: str) -> None:
+        """Feeds `text`, in which no word counts that is complete."""
+        self._tail = self._longest_begin(self._tail + text)
 
     def _longest_begin(self, text: str) -> str:
-        """The longest end of `text` that begins a word."""
+        """The longest end of `text` that begins a word and is shorter than it."""
         for place, letter in enumerate(text):
             if letter in self._by_letter:
                 end = text[place:]
-                # Words that begin with `end` follow it in the order.
-                index = bisect_left(self._words, end)
+                # Words that begin with `end` and go on follow it in the order.
+                index = bisect_right(self._words, end)
                 if index < len(self._words) and self._words[index].startswith(end):
                     return end
         return ""
@@ -161,11 +161,10 @@ class AnswerText:
 
     def _append(self, text: str) -> None:
         self._held += text
+        if self._num_tokens < self._min_tokens:
+            self._matcher.skip(text)
+            return
         match = self._matcher.find(text)
-        while match is not None and self._num_tokens < self._min_tokens:
-            text = text[match[0] :]
-            self._matcher.forget()
-            match = self._matcher.find(text)
         if match is None:
             return
         end, length = match

@@ -86,6 +86,12 @@ class AwqFile:
         self._bases = {base + "weight": base for base in bases}
         parts = {base + part for base in bases for part in (_CODES, _ZEROS, _SCALES)}
         self._present = set(file.names)
+        if twice := self._present & self._bases.keys():
+            name = min(twice)
+            raise ModelFormatError(
+                f"{source}: tensor {name}: got it beside {self._bases[name]}{_CODES}, wanted one "
+                "of the two"
+            )
         self._names = [*(name for name in file.names if name not in parts), *self._bases]
 
     @property

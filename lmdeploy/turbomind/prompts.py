@@ -98,33 +98,39 @@ def _check_part(name: str, part: Any) -> str:
     return text
 
 
-def encode_text(parts: EngineParts, text: str, *, add_special: bool) -> list[int]:
+def encode_text(
+    parts: EngineParts, text: str, *, add_special: bool, max_tokens: int | None = None
+) -> list[int]:
     """Token ids of a prompt. OptionError, before much work, for one that can never fit.
+
+    `max_tokens`: that are wanted; session_len when None.
 
     The library takes hundreds of bytes of memory per token, so this bounds what a client can cost.
     """
     _check_length(parts, len(text))
-    return _encode(parts, text, add_special=add_special)
-
-
-def _encode(parts: EngineParts, text: str, *, add_special: bool) -> list[int]:
     if len(text) > _HUGE_TEXT:
-        _check_pieces(parts, text)
+        _check_pieces(parts, text, max_tokens=max_tokens or parts.session_len)
     return list(parts.tokenizer.encode(text, add_special=add_special))
 
 
-def _check_pieces(parts: EngineParts, text: str) -> None:
-    """OptionError as soon as the pieces of a text have more tokens than fit."""
+def _check_pieces(parts: EngineParts, text: str, *, max_tokens: int) -> None:
+    """OptionError as soon as the pieces of a text have more tokens than are wanted."""
     num_tokens = 0
     for start in range(0, len(text), _PIECE_CHARS):
         piece = parts.tokenizer.encode(text[start : start + _PIECE_CHARS], add_special=False)
         num_tokens += max(len(piece) - _MORE_OF_A_PIECE, 0)
-        if num_tokens > parts.session_len:
-            raise OptionError(
-                "prompt",
-                f"got more than {parts.session_len} tokens, wanted at most session_len "
-                f"{parts.session_len}; shorten the prompt or raise {flag_of('session_len')}",
-            )
+        if num_tokens > max_tokens:
+            raise _too_long(parts, max_tokens)
+
+
+def _too_long(parts: EngineParts, max_tokens: int) -> OptionError:
+    if max_tokens != parts.session_len:
+        return OptionError("prompt", f"got more than {max_tokens} tokens, wanted fewer")
+    return OptionError(
+        "prompt",
+        f"got more than {max_tokens} tokens, wanted at most session_len {max_tokens}; shorten the "
+        f"prompt or raise {flag_of('session_len')}",
+    )
 
 
 def _check_length(parts: EngineParts, num_chars: int) -> None:
@@ -146,9 +152,15 @@ class ChatPrompt(NamedTuple):
 
 
 def encode_chat(
-    parts: EngineParts, messages: Any, *, template_options: dict[str, Any] | None = None
+    parts: EngineParts,
+    messages: Any,
+    *,
+    template_options: dict[str, Any] | None = None,
+    max_tokens: int | None = None,
 ) -> ChatPrompt:
     """Token ids of a conversation with the answer's beginning appended.
+
+    `max_tokens`: that are wanted; session_len when None.
 
     A conversation that ends with an answer is continued within it, as in LMDeploy; with GPT-OSS,
     whose answers are messages of several channels, the assistant begins another message.
@@ -172,7 +184,12 @@ def encode_chat(
                 f"got {len(texts)} texts that spell special tokens, wanted fewer than "
                 f"session_len {parts.session_len}; shorten the prompt",
             )
-        ids = [i for text in texts for i in _encode(parts, text, add_special=False)]
+        most = max_tokens or parts.session_len
+        ids: list[int] = []
+        for text in texts:
+            ids += encode_text(parts, text, add_special=False, max_tokens=max_tokens)
+            if len(ids) > most:
+                raise _too_long(parts, most)
         return ChatPrompt(ids, goes_on=False)
     if parts.chat_template is None:
         raise OptionError(
@@ -182,7 +199,7 @@ def encode_chat(
         )
     template, checked = parts.chat_template, check_messages(messages)
     text = template.render(checked, options)
-    ids = encode_text(parts, text, add_special=template.add_special)
+    ids = encode_text(parts, text, add_special=template.add_special, max_tokens=max_tokens)
     goes_on = _is_continued(checked) and checked[-1]["content"] != ""
     return ChatPrompt(ids, goes_on=template.goes_on or goes_on)
 

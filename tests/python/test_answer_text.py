@@ -93,6 +93,29 @@ def test_a_stop_word_may_begin_before_min_tokens():
     assert ("".join(shown), tokens, stopped) == ("a", 1, True)
     shown, _, stopped = run_pieces(["STOPST", "OP", "c"], ["STOP"], min_tokens=2)
     assert ("".join(shown), stopped) == ("STOP", True)
+    words = ["\n\n", "\nUser:"]  # one begins within another
+    shown, _, stopped = run_pieces(["Hi", "\n\n", "User", ":", "x"], words, min_tokens=3)
+    assert ("".join(shown), stopped) == ("Hi\n", True)
+    assert run_pieces(["a", "a", "a"], ["aa"], min_tokens=3)[2]
+
+
+@given(
+    st.lists(st.text("ab", max_size=3), max_size=8),
+    st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+    st.integers(0, 9),
+)
+def test_min_tokens_against_find(texts, words, min_tokens):
+    text = "".join(texts)
+    counted = len("".join(texts[: max(min_tokens - 1, 0)]))  # words must end behind
+    ends = [
+        (i, -len(w))
+        for i in range(counted + 1, len(text) + 1)
+        for w in words
+        if text[:i].endswith(w)
+    ]
+    shown, _, stopped = run_pieces(texts, words, min_tokens=min_tokens)
+    end, length = min(ends, default=(len(text), 0))
+    assert ("".join(shown), stopped) == (text[: end + length], bool(ends))
 
 
 words_strategy = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)

@@ -190,6 +190,7 @@ def huge(stored: dict[str, np.ndarray]) -> None:
         (cut(UP + "scales"), r"up_proj.scales has shape \[1, 160\]; .* want \[2, 160\]"),
         (cut(UP + "qweight"), r"up_proj.qweight has shape \[63, 20\]; .* multiple of 32 first"),
         (halved(UP), r"up_proj.weight has shape \[160, 32\]; the config wants \[160, 64\]"),
+        (lambda stored: stored.update({UP + "weight": np.zeros((160, 64), np.float32)}), "beside"),
         (lambda stored: stored.update({UP + "g_idx": np.zeros(64, np.int32)}), "does not know"),
         (huge, "up_proj.qweight: .*beyond 65504, wanted FP16"),
     ],

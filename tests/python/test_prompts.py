@@ -169,5 +169,8 @@ def test_a_huge_text_is_refused_before_all_of_it_is_tokenised(monkeypatch):
     asked.clear()
     assert len(prompts.encode_text(parts, "a" * 390, add_special=True)) == 390
     assert asked == [*[50] * 7, 40, 390]
+    assert len(prompts.encode_text(parts, "a" * 1900, add_special=True, max_tokens=1900)) == 1900
+    with pytest.raises(ValueError, match="got more than 1000 tokens, wanted fewer"):
+        prompts.encode_text(parts, "a" * 1900, add_special=True, max_tokens=1000)
     with pytest.raises(ValueError, match="got 2001 characters"):
         prompts.encode_text(parts, "a" * 2001, add_special=True)
