@@ -16,12 +16,7 @@ import uvicorn
 from fake_engine import make_engine
 from serving import ANSWER, CHAT, post, serving
 
-from lmdeploy.serve import admission as admission_module
-from lmdeploy.serve import app as app_module
-from lmdeploy.serve import generation
-from lmdeploy.serve.admission import MAX_HELD_TOKENS, SMALL_TOKENS, Admission
 from lmdeploy.serve.app import make_app
-from lmdeploy.serve.errors import ApiError
 from lmdeploy.serve.graceful_server import GracefulServer
 from lmdeploy.serve.server import bind, check_options, curl_line, listen
 from lmdeploy.serve.state import ServerOptions
@@ -393,106 +388,6 @@ def test_the_end_of_the_server_ends_requests(stream):
     else:
         assert replies[0].status_code == 503
         assert "the server stops" in replies[0].json()["error"]["message"]
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_more_requests_than_the_server_takes_at_once_are_refused(stream):
-    engine = make_engine(lambda _: "a" * 450, step_seconds=0.002)
-    body = {**CHAT, "stream": stream}
-    with serving(engine, max_concurrent_requests=1) as url:
-        replies = []
-        one = threading.Thread(
-            target=lambda: replies.append(post(url, "/v1/chat/completions", body))
-        )
-        one.start()
-        while not engine.parts.core.requests:
-            time.sleep(0.001)
-        refused = post(url, "/v1/chat/completions", body)
-        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-        assert "--max-concurrent-requests" in refused.json()["error"]["message"]
-        assert post(url, "/v1/encode", {"input": "a"}).status_code == 503
-        assert httpx.get(f"{url}/health").status_code == 200
-        one.join()
-        assert replies[0].status_code == 200
-        wait_until(lambda: post(url, "/v1/encode", {"input": "a"}).status_code == 200)
-        for wrong in ({**body, "messages": 1}, {**body, "model": "x"}):
-            assert post(url, "/v1/chat/completions", wrong).status_code in (400, 404)
-        assert post(url, "/v1/chat/completions", body).status_code == 200
-
-
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("when", ["body", "prompt", "answer"])
-def test_a_client_that_leaves_leaves_its_place(stream, when, monkeypatch):
-    admission = Admission(1)
-    monkeypatch.setattr(app_module, "Admission", lambda _: admission)
-    engine = make_engine(lambda _: "a" * 450, step_seconds=0.005)
-    entered = threading.Event()
-    if when == "prompt":
-        encode = engine.parts.tokenizer.encode
-
-        def slow(*args, **options):
-            entered.set()
-            time.sleep(0.2)
-            return encode(*args, **options)
-
-        monkeypatch.setattr(engine.parts.tokenizer, "encode", slow, raising=False)
-    with serving(engine) as url:
-        host, port = url.removeprefix("http://").split(":")
-        body = json.dumps({**CHAT, "stream": stream}).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
-        with socket.create_connection((host, int(port))) as sock:
-            sock.sendall(head.encode() + b"\r\n" + (body[:-1] if when == "body" else body))
-            if when == "body":
-                time.sleep(0.1)
-                assert admission.num_requests == 0  # it takes no place before it is there
-            elif when == "prompt":
-                assert entered.wait(5) and admission.num_requests == 1
-            else:
-                wait_until(lambda: admission.num_tokens > 0)
-        wait_until(lambda: (admission.num_requests, admission.num_tokens) == (0, 0))
-        monkeypatch.undo()
-        assert post(url, "/v1/chat/completions", CHAT).status_code == 200
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def test_a_request_that_is_too_large_is_so_whatever_else_runs(monkeypatch):
-    admission = Admission()
-    monkeypatch.setattr(app_module, "Admission", lambda _: admission)
-    monkeypatch.setattr(admission_module, "SMALL_TOKENS", 0)
-    monkeypatch.setattr(generation, "MAX_PROMPT_TOKENS", 128)
-    body = {"model": "m", "prompt": "abc", "max_tokens": 1}
-    with serving(make_engine()) as url:
-        for held in (0, MAX_HELD_TOKENS):
-            admission.num_tokens = held
-            assert post(url, "/v1/completions", {**body, "n": 128}).status_code == 400
-            small = post(url, "/v1/completions", {**body, "n": 2})
-            assert small.status_code == (503 if held else 200)
-
-
-def test_prompts_that_wait_have_room_for_so_many_tokens():
-    admission = Admission()
-    first, second, third = (admission.enter() for _ in range(3))
-    first.hold(MAX_HELD_TOKENS)
-    with pytest.raises(ApiError, match=f"wanted at most {SMALL_TOKENS} beside") as refused:
-        second.hold(SMALL_TOKENS + 1)
-    assert (refused.value.status, refused.value.retry_after) == (503, 1)
-    second.hold(SMALL_TOKENS)
-    first.leave()
-    first.leave()
-    left = MAX_HELD_TOKENS - SMALL_TOKENS
-    with pytest.raises(ApiError, match=f"at most {left} beside"):
-        third.hold(left + 1)
-    third.hold(left)
-    assert (admission.num_requests, admission.num_tokens) == (2, MAX_HELD_TOKENS)
-    with second, third:
-        pass
-    assert (admission.num_requests, admission.num_tokens) == (0, 0)
 
 
 def test_concurrent_clients():
