@@ -148,8 +148,11 @@ class AnswerText:
         """Adds a token. REQUIRES: not stopped."""
         self._num_tokens += 1
         begin = self._released + len(self._held)
+        was_pending = self.detokenizer.pending
         text = self.detokenizer.push(token)
         end = begin + len(text)
+        if was_pending and text.startswith("\ufffd"):
+            begin += 1  # half a character that was none, of the token before
         self._spans.append((begin, end, end + self.detokenizer.pending))
         self._append(text)
 

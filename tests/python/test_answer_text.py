@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+
 import pytest
 from fake_engine import EOS, FakeTextStream
 from hypothesis import assume, given
@@ -146,6 +148,24 @@ def test_half_characters_wait():
     assert all("\ufffd" not in text for text in shown)
 
 
+class Halves:
+    """A detokenizer whose tokens are indices into a list of bytes."""
+
+    def __init__(self, pieces):
+        self.pieces = pieces
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    @property
+    def pending(self):
+        return bool(self.decoder.getstate()[0])
+
+    def push(self, token):
+        return self.decoder.decode(self.pieces[token])
+
+    def finish(self):
+        return self.decoder.decode(b"", True)
+
+
 def test_halves_of_a_stop_word_are_no_tokens_of_the_answer():
     answer = AnswerText(FakeTextStream(True), ["\N{SLIGHTLY SMILING FACE}"])
     tokens = []
@@ -154,6 +174,10 @@ def test_halves_of_a_stop_word_are_no_tokens_of_the_answer():
         tokens.append(answer.take()[1])
     assert answer.stopped
     assert tokens == [0, 2, 0, 0, 0, 0]
+    broken = AnswerText(Halves([b"x\xf0\x9f", b"STOP"]), ["STOP"])
+    for token in range(2):
+        broken.push(token)
+    assert broken.stopped and broken.take() == ("x\ufffd", 1)
     cut = AnswerText(FakeTextStream(True))
     for token in "é".encode()[:1]:
         cut.push(token)
