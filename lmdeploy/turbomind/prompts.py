@@ -177,7 +177,8 @@ def encode_chat(
         from lmdeploy.harmony.rendering import render_prompt
 
         texts = render_prompt(parts.chat_template, messages, options=options)
-        _check_length(parts, sum(map(len, texts)))
+        num_chars = sum(map(len, texts))
+        _check_length(parts, num_chars)
         if len(texts) > parts.session_len:  # each has a token of its own
             raise OptionError(
                 "prompt",
@@ -188,7 +189,7 @@ def encode_chat(
         ids: list[int] = []
         for text in texts:
             ids += encode_text(parts, text, add_special=False, max_tokens=max_tokens)
-            if len(ids) > most:
+            if len(ids) > most and num_chars > _HUGE_TEXT:
                 raise _too_long(parts, most)
         return ChatPrompt(ids, goes_on=False)
     if parts.chat_template is None:
