@@ -26,7 +26,7 @@ class Admission:
         """A place for one request, until it is left. ApiError 503 when there is none."""
         if self._max_requests is not None and self.num_requests >= self._max_requests:
             raise _full(
-                f"it answers {self.num_requests} requests, wanted fewer than {self._max_requests} "
+                f"it answers {self.num_requests} requests, which is all that it takes at once "
                 "(--max-concurrent-requests)"
             )
         return Place(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 import sys
@@ -56,6 +57,10 @@ def listen(sock: socket.socket, server_name: str) -> None:
 
 
 def _taken(server_name: str, server_port: int, *, error: OSError) -> ValueError:
+    if error.errno == errno.EADDRNOTAVAIL:
+        return refuse(
+            "server_name", server_name, wanted="an address of this machine", flag="--server-name"
+        )
     return ValueError(
         f"server_port: cannot listen on {server_name}:{server_port} ({error.strerror}), wanted a "
         "free port; change --server-port"

@@ -249,10 +249,15 @@ class GgufFile:
         for name, shape, tensor_format, offset in raw:
             if name in records:
                 raise ModelFormatError(f"{self.path}: corrupt GGUF: tensor {name} appears twice")
-            if offset % alignment or start + offset > self._data.size:
+            if offset % alignment:
                 raise ModelFormatError(
-                    f"{self.path}: tensor {name} has offset {offset}, not aligned to {alignment} "
-                    f"or beyond the file of {self._data.size} bytes: truncated or corrupt"
+                    f"{self.path}: corrupt GGUF: tensor {name} has offset {offset}, not aligned to "
+                    f"{alignment}"
+                )
+            if start + offset > self._data.size:
+                raise ModelFormatError(
+                    f"{self.path}: tensor {name} begins at byte {start + offset}, beyond the file "
+                    f"of {self._data.size} bytes: truncated or corrupt"
                 )
             records[name] = _TensorRecord(shape, tensor_format, start + offset)
         return records

@@ -430,6 +430,10 @@ DAMAGES: list[tuple[Any, str]] = [
     (tensor_record(b"blk.0.ffn_up.weight", 20, "<I", 12), "256 values of a block"),
     (tensor_record(b"blk.0.ffn_up.weight", 24, "<Q", 1 << 62), "beyond the file"),
     (tensor_record(b"blk.0.ffn_up.weight", 24, "<Q", 7), "not aligned"),
+    (
+        tensor_record(b"blk.0.ffn_up.weight", 24, "<Q", 1 << 40),
+        r"begins at byte 10995\d+, beyond the file of \d+ bytes",
+    ),
     (replaced(b"blk.0.ffn_up.weight", b"blk.0.ffn_ux.weight"), "ffn_up.weight is missing"),
     (replaced(b"blk.0.ffn_up.weight", b"blk.1.ffn_up.weight"), "appears twice"),
 ]  # fmt: skip

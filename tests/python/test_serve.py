@@ -431,7 +431,7 @@ def test_port_in_use():
             bind("127.0.0.1", sock.getsockname()[1])
     with pytest.raises(ValueError, match="server_port: got 70000"):
         check_options(ServerOptions(server_port=70000))
-    for name in ("no such host", "a..b", "a" * 64):
+    for name in ("no such host", "a..b", "a" * 64, "203.0.113.1"):
         with pytest.raises(ValueError, match=r"^server_name: got .*--server-name"):
             bind(name, 0)
 
