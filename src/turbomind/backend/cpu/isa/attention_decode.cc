@@ -178,31 +178,22 @@ float ScaleOfHead(const View& view, const Heads& heads, int h) {
   return view.kernels.round != nullptr ? view.scale * heads.rounded[h].scale : view.scale;
 }
 
-// The softmax of a tile of which only [seen.begin, seen.end) is visible, one head at a time.
-void UpdateHead(const View& view, const Seen& seen, int h, Heads& heads) {
-  float* scores = heads.scores + h * kTileTokens;
-  const float scale = ScaleOfHead(view, heads, h);
-  if (view.kernels.rounds_weights) {
-    const auto factors = heads.state[h].UpdateTile(scores, scale, seen.begin, seen.end);
-    heads.old[h] = factors.old;
-    heads.tile[h] = factors.tile * view.value_factor;
-  } else {
-    heads.old[h] = heads.state[h].Update(scores, scale, seen.begin, seen.end);
-    ScaleWeights(scores, view.value_factor);
-  }
+// From head h on; `scale` is of head h on, too.
+TileRows RowsFrom(int h, const View& view, const float* scale, Heads& heads) {
+  return {heads.scores + h * kTileTokens,
+          scale,
+          heads.state + h,
+          heads.old + h,
+          heads.tile + h,
+          view.value_factor};
 }
 
 #if defined(TM_ISA_avx512)
 // The first heads, several at once, of a tile that is seen as a whole; returns how many.
-int UpdateHeadsTogether(const View& view, Heads& heads) {
-  float scale[kMaxHeads];
-  for (int h = 0; h < heads.num_heads; ++h) {
-    scale[h] = ScaleOfHead(view, heads, h);
-  }
+int UpdateHeadsTogether(const View& view, const float* scale, Heads& heads) {
   int h = 0;
   const auto update = [&]<int N>() {
-    UpdateRows<N>({heads.scores + h * kTileTokens, scale + h, heads.state + h, heads.old + h,
-                   heads.tile + h, view.value_factor});
+    UpdateRows<N>(RowsFrom(h, view, scale + h, heads));
     h += N;
   };
   while (h + 4 <= heads.num_heads) {
@@ -216,14 +207,21 @@ int UpdateHeadsTogether(const View& view, Heads& heads) {
   return h;
 }
 #else
-int UpdateHeadsTogether(const View& /*view*/, Heads& /*heads*/) { return 0; }
+int UpdateHeadsTogether(const View& /*view*/, const float* /*scale*/, Heads& /*heads*/) {
+  return 0;
+}
 #endif
 
 void UpdateSoftmax(const View& view, const Seen& seen, Heads& heads) {
+  float scale[kMaxHeads];
+  for (int h = 0; h < heads.num_heads; ++h) {
+    scale[h] = ScaleOfHead(view, heads, h);
+  }
+  const bool rounds = view.kernels.rounds_weights;
   const bool all = seen.begin == 0 && seen.end == kTileTokens;
-  int h = all && view.kernels.rounds_weights ? UpdateHeadsTogether(view, heads) : 0;
-  for (; h < heads.num_heads; ++h) {
-    UpdateHead(view, seen, h, heads);
+  for (int h = all && rounds ? UpdateHeadsTogether(view, scale, heads) : 0; h < heads.num_heads;
+       ++h) {
+    UpdateOneRow(RowsFrom(h, view, scale + h, heads), seen, rounds);
   }
 }
 

@@ -23,13 +23,9 @@ inline void UpdateRow(const Block& b, const View& view, int tile, int row) {
     b.old[row] = 1.f;
     b.tile[row] = 0.f;
     __builtin_memset(scores, 0, kTileTokens * sizeof(float));
-  } else if (view.fns.rounds_weights) {
-    const auto factors = b.state[row].UpdateTile(scores, scale, seen.begin, seen.end);
-    b.old[row] = factors.old;
-    b.tile[row] = factors.tile * view.value_factor;
   } else {
-    b.old[row] = b.state[row].Update(scores, scale, seen.begin, seen.end);
-    ScaleWeights(scores, view.value_factor);
+    UpdateOneRow({scores, &scale, b.state + row, b.old + row, b.tile + row, view.value_factor},
+                 seen, view.fns.rounds_weights);
   }
 }
 

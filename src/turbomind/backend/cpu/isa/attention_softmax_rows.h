@@ -1,20 +1,20 @@
 #pragma once
 
-// ⑦ SoftmaxState::UpdateTile of up to four rows at once, with AVX-512: one row is a chain of
-// dependent instructions from its largest score to its sum; several overlap, and share what is done
-// once per row. The same additions in the same order, so the same bits.
+// ⑦ The softmax of rows of a tile, for decode and prefill: one at a time, or
+// SoftmaxState::UpdateTile of up to four at once with AVX-512. One row is a chain of dependent
+// instructions from its largest score to its sum; several overlap, and share what is done once per
+// row. The same additions in the same order, so the same bits.
 
 #include <cstdint>
 
 #include "turbomind/backend/cpu/isa/attention_softmax.h"
+#include "turbomind/backend/cpu/isa/attention_views.h"
 #include "turbomind/backend/cpu/isa/simd.h"
 #include "turbomind/backend/cpu/kv_kernels.h"
 
-#if defined(TM_ISA_avx512)
-
 namespace turbomind::TM_ISA {
 
-// Rows that see all of a tile; all arrays have an element per row.
+// All arrays have an element per row.
 struct TileRows {
   float* scores;       // [kTileTokens] each; become weights
   const float* scale;  // from sums to scores
@@ -23,6 +23,21 @@ struct TileRows {
   float* tile;  // the same, times value_factor
   float value_factor;
 };
+
+// One row, which sees [seen.begin, seen.end) of the tile, not nothing. Where weights are not
+// rounded the factor is in them, and `tile` stays as it is.
+inline void UpdateOneRow(const TileRows& row, const Seen& seen, bool rounds_weights) {
+  if (rounds_weights) {
+    const auto factors = row.state->UpdateTile(row.scores, *row.scale, seen.begin, seen.end);
+    *row.old = factors.old;
+    *row.tile = factors.tile * row.value_factor;
+  } else {
+    *row.old = row.state->Update(row.scores, *row.scale, seen.begin, seen.end);
+    ScaleWeights(row.scores, row.value_factor);
+  }
+}
+
+#if defined(TM_ISA_avx512)
 
 // Lane i is ReduceAdd(a[i % 4]): the same additions.
 TM_HD __m512 SumOfEach(const F32x16 (&a)[4]) {
@@ -47,8 +62,8 @@ TM_HD __m512 PowersOf2(__m512 n) {
   return _mm512_castsi512_ps(_mm512_maskz_slli_epi32(in_range, exponent, 23));
 }
 
-// SoftmaxState::UpdateTile of N rows. A row with a NaN among its scores gets another m, and as
-// there a sum of NaN, which its output becomes.
+// SoftmaxState::UpdateTile of N rows, which see all of the tile. A row with a NaN among its scores
+// gets another m, and as there a sum of NaN, which its output becomes.
 template <int N>
 TM_HD void UpdateRows(const TileRows& rows) {
   static_assert(2 <= N && N <= 4);
@@ -101,6 +116,6 @@ TM_HD void UpdateRows(const TileRows& rows) {
                         _mm512_mul_ps(factor, _mm512_set1_ps(rows.value_factor)));
 }
 
-}  // namespace turbomind::TM_ISA
-
 #endif
+
+}  // namespace turbomind::TM_ISA
