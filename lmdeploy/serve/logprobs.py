@@ -16,8 +16,12 @@ LOWEST = -9999.0
 
 def token_text(tokenizer: Tokenizer, token: int) -> tuple[str, list[int]]:
     """A token's text (U+FFFD for half characters) and bytes; empty for padding ids."""
-    data = tokenizer.token_bytes(token) if token < tokenizer.vocab_size else b""
+    data = _token_bytes(tokenizer, token)
     return data.decode("utf-8", "replace"), list(data)
+
+
+def _token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
+    return tokenizer.token_bytes(token) if token < tokenizer.vocab_size else b""
 
 
 def chat_logprobs(
@@ -40,7 +44,7 @@ def chat_logprobs(
 
 def _completion_token(tokenizer: Tokenizer, token: int) -> str:
     """A token's text; of half characters, as OpenAI's endpoint has them, `bytes:\\xf0\\x9f`."""
-    data = tokenizer.token_bytes(token) if token < tokenizer.vocab_size else b""
+    data = _token_bytes(tokenizer, token)
     try:
         return data.decode()
     except UnicodeDecodeError:

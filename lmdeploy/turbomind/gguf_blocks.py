@@ -130,5 +130,8 @@ def _fp16_bytes(values: npt.NDArray[np.float32]) -> Bytes:
     with np.errstate(over="ignore"):
         halves = values.astype("<f2")
     if np.any(np.isinf(halves) & np.isfinite(values)):
-        raise ValueError("a scale or minimum of a block: got a value beyond 65504, wanted FP16")
+        raise ValueError(
+            "a scale or minimum of a block: got a value beyond 65504, wanted FP16; use --exact or "
+            "another file"
+        )
     return halves.view(np.uint8).reshape(*values.shape, 2)

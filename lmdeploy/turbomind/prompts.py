@@ -125,7 +125,9 @@ def _check_pieces(parts: EngineParts, text: str, *, max_tokens: int) -> None:
 
 def _too_long(parts: EngineParts, max_tokens: int) -> OptionError:
     if max_tokens != parts.session_len:
-        return OptionError("prompt", f"got more than {max_tokens} tokens, wanted fewer")
+        return OptionError(
+            "prompt", f"got more than {max_tokens} tokens, wanted fewer; shorten the text"
+        )
     return OptionError(
         "prompt",
         f"got more than {max_tokens} tokens, wanted at most session_len {max_tokens}; shorten the "
