@@ -162,7 +162,7 @@ def run(options: argparse.Namespace) -> list[Row]:
     from tqdm import tqdm
 
     from lmdeploy import _turbomind
-    from lmdeploy.turbomind.loader import load_model
+    from lmdeploy.engine.model_files import load_model
 
     device = _turbomind.make_cpu_device(options.num_threads)
     loaded = load_model(options.model, device=device)
@@ -211,7 +211,7 @@ def run_suite(options: argparse.Namespace) -> None:
     from target_suite import SuiteOptions, TargetSuite, format_row
 
     from lmdeploy import _turbomind
-    from lmdeploy.turbomind.loader import load_model
+    from lmdeploy.engine.model_files import load_model
 
     file = ResultsFile(options.json)
     file.measured_on(describe_machine(options.num_threads))

@@ -35,7 +35,7 @@ def run_ours(
     from our_engine import OurEngine, OurSetting
 
     from lmdeploy import _turbomind
-    from lmdeploy.turbomind.loader import load_model
+    from lmdeploy.engine.model_files import load_model
 
     begun = time.perf_counter()
     device = _turbomind.make_cpu_device(threads)

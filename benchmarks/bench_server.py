@@ -202,7 +202,7 @@ def run(options: argparse.Namespace) -> None:
     from results_file import ResultsFile, describe_machine
     from target_suite import format_row
 
-    from lmdeploy.turbomind.loader import open_files
+    from lmdeploy.engine.model_files import open_files
 
     info = open_files(options.model).info
     file = ResultsFile(options.json)

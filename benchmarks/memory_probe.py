@@ -44,7 +44,7 @@ def run_ours(path: str, cell: Cell, *, mode: str, threads: int) -> str:
     from our_engine import OurEngine, OurSetting
 
     from lmdeploy import _turbomind
-    from lmdeploy.turbomind.loader import load_model
+    from lmdeploy.engine.model_files import load_model
 
     device = _turbomind.make_cpu_device(threads)
     loaded = load_model(path, device=device, progress=False)

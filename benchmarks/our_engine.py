@@ -42,7 +42,7 @@ class OurSetting:
 def quality_of(mode: str) -> str:
     """What a user of `--quant-policy` gets, without its details."""
     from lmdeploy import TurbomindEngineConfig
-    from lmdeploy.turbomind.kv_quality import resolve_kv_options
+    from lmdeploy.engine.kv_quality import resolve_kv_options
 
     return resolve_kv_options(TurbomindEngineConfig(quant_policy=mode), [0]).quality
 
@@ -61,7 +61,7 @@ class OurEngine:
         threads: int,
     ) -> None:
         from lmdeploy import TurbomindEngineConfig
-        from lmdeploy.turbomind.engine_plan import engine_config_of
+        from lmdeploy.engine.plan import engine_config_of
 
         options, kv = engine_config_of(
             TurbomindEngineConfig(

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmdeploy.gguf_tokenizer import cut_patterns
-from lmdeploy.tokenizer import byte_alphabet
+from lmdeploy.chat.gguf_tokenizer import cut_patterns
+from lmdeploy.chat.tokenizer import byte_alphabet
 
 NORMAL, CONTROL, UNUSED = 1, 3, 5  # tokenizer.ggml.token_type
 

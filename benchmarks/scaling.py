@@ -124,7 +124,7 @@ def measure(model: str, document: dict[str, Any], *, plan: Plan, path: Path, kee
     from attention_alone import measure_ceilings
 
     from lmdeploy import _turbomind
-    from lmdeploy.turbomind.loader import load_model
+    from lmdeploy.engine.model_files import load_model
 
     commit = commit_here()
     loaded = load_model(model, device=_turbomind.make_cpu_device(max(plan.threads)))

@@ -34,7 +34,7 @@ from targets import Kind, Peers, Runs, Target, TargetRow, as_trial, row_of, unme
 if TYPE_CHECKING:
     from llama_cpp_peer import LlamaCpp, PeerSetting
 
-    from lmdeploy.turbomind.loader import LoadedModel
+    from lmdeploy.engine.model_files import LoadedModel
 
 MEMORY_SETTINGS = ("q4_0,on,mmap", "q4_0,on,read", "mxfp4,on,mmap", "f16,on,mmap", "f16,off,mmap")
 # Its matrices stay as the file has them: less memory, slower products.

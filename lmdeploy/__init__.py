@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from lmdeploy.api import pipeline, serve
-from lmdeploy.environment import warn_of_namesake
-from lmdeploy.messages import GenerationConfig, Response, ResponseType, TurbomindEngineConfig
-from lmdeploy.model import ChatTemplateConfig
+from lmdeploy.base.installed import warn_of_namesake
+from lmdeploy.config.chat_template import ChatTemplateConfig
+from lmdeploy.config.engine import TurbomindEngineConfig
+from lmdeploy.config.generation import GenerationConfig
 from lmdeploy.pipeline import Pipeline
+from lmdeploy.response import Response, ResponseType
 from lmdeploy.version import __version__, version_info
 
 __all__ = [

@@ -2,6 +2,6 @@
 
 import sys
 
-from lmdeploy.cli.entrypoint import main
+from lmdeploy.cli.main import main
 
 sys.exit(main())

@@ -11,8 +11,8 @@ import lmdeploy.serve as _  # noqa: F401
 from lmdeploy.pipeline import Pipeline
 
 if TYPE_CHECKING:
-    from lmdeploy.messages import TurbomindEngineConfig
-    from lmdeploy.model import ChatTemplateConfig
+    from lmdeploy.config.chat_template import ChatTemplateConfig
+    from lmdeploy.config.engine import TurbomindEngineConfig
 
 
 def pipeline(

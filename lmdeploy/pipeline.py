@@ -12,23 +12,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from lmdeploy.checks import OptionError, check_instance, refuse, show
-from lmdeploy.logs import set_log_level
-from lmdeploy.messages import (
-    GenerationConfig,
-    Response,
-    TurbomindEngineConfig,
-    join_pieces,
-)
+from lmdeploy.base.checks import OptionError, check_instance, refuse, show
+from lmdeploy.base.logs import set_log_level
+from lmdeploy.config.engine import TurbomindEngineConfig
+from lmdeploy.config.generation import GenerationConfig
+from lmdeploy.response import Response, join_pieces
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from lmdeploy.model import ChatTemplateConfig
-    from lmdeploy.tokenizer import Tokenizer
-    from lmdeploy.turbomind.engine import AsyncEngine
-    from lmdeploy.turbomind.grammar import Grammars
-    from lmdeploy.turbomind.request_stream import RequestStream
+    from lmdeploy.chat.grammar import Grammars
+    from lmdeploy.chat.tokenizer import Tokenizer
+    from lmdeploy.config.chat_template import ChatTemplateConfig
+    from lmdeploy.engine.async_engine import AsyncEngine
+    from lmdeploy.engine.stream import RequestStream
 
 Message: TypeAlias = dict[str, Any]
 Prompt: TypeAlias = "str | list[Message]"
@@ -65,8 +62,8 @@ class Pipeline:
         engine: AsyncEngine | None = None,
     ) -> None:
         # Not with the module: they bring asyncio, which `import lmdeploy` can do without.
-        from lmdeploy.turbomind.engine import AsyncEngine
-        from lmdeploy.turbomind.loop_thread import LoopThread
+        from lmdeploy.engine.async_engine import AsyncEngine
+        from lmdeploy.engine.loop_thread import LoopThread
 
         set_log_level(log_level)
         if backend_config is not None:
@@ -230,7 +227,7 @@ class Pipeline:
 
         Raises ValueError for lists shorter than 2 tokens and EngineFailure for a failed request.
         """
-        from lmdeploy.turbomind.engine import EngineFailure
+        from lmdeploy.engine.async_engine import EngineFailure
 
         self._check_open()
         if isinstance(input_ids, str):
@@ -335,7 +332,7 @@ class Pipeline:
         self, prompt: Any, template_options: dict[str, Any] | None
     ) -> tuple[list[int], bool]:
         """Ids, and whether the answer goes on with them."""
-        from lmdeploy.turbomind.prompts import encode_chat, encode_text
+        from lmdeploy.chat.prompts import encode_chat, encode_text
 
         if isinstance(prompt, str) and template_options is None:
             return encode_text(self.engine.parts, prompt, add_special=True), True

@@ -10,9 +10,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from lmdeploy.gguf_tokenizer import tokenizer_from_gguf
-from lmdeploy.turbomind.gguf_file import GgufFile
-from lmdeploy.turbomind.model_errors import ModelFormatError
+from lmdeploy.base.errors import ModelFormatError
+from lmdeploy.chat.gguf_tokenizer import tokenizer_from_gguf
+from lmdeploy.checkpoint.files.gguf_file import GgufFile
 
 _SEPARATOR = "\n__ggml_vocab_test__\n"
 

@@ -38,7 +38,7 @@ from kv_eval.results import (
 from kv_eval.server import Server, ServerFailure, serving
 from kv_eval.tasks import FOLDER, Task, known_tasks, read_task
 
-from lmdeploy.kv_formats import KV_QUALITIES
+from lmdeploy.config.kv_formats import KV_QUALITIES
 from lmdeploy.version import __version__
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ class Evaluation:
 
 def make_settings(options: argparse.Namespace, server_flags: Sequence[str]) -> Settings:
     """Checks everything that can be checked before something is loaded. Raises ValueError."""
-    from lmdeploy.turbomind.model_hash import hash_model
+    from lmdeploy.checkpoint.fingerprint import hash_model
 
     if options.reasoning_effort and options.api == "completions":
         raise ValueError("--reasoning-effort: a field of chats; wanted --api chat")

@@ -4,7 +4,7 @@
     python scripts/eval_ppl.py MODEL TEXT --modes nvfp4 --kv-quality raw,best --kv-calibration FILE
 
 Int8 activations answer to the smallest change with noise of their own (about 0.004), so the default
-is to compute in FP32. See lmdeploy/lite/evaluation.py for what is measured.
+is to compute in FP32. See lmdeploy/lite/divergence.py for what is measured.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lmdeploy.cli.arguments import add_kv_ingredient_flags, kv_ingredients
-from lmdeploy.lite.evaluation import Score, cache_variants, cut_contexts, evaluate, read_text
+from lmdeploy.cli.engine_flags import add_kv_ingredient_flags, kv_ingredients
+from lmdeploy.config.engine import TurbomindEngineConfig
+from lmdeploy.engine.kv_quality import resolve_kv_options
+from lmdeploy.lite.divergence import Score, cache_variants, cut_contexts, evaluate, read_text
 from lmdeploy.lite.prompt_engine import OpenModel, open_model
-from lmdeploy.messages import TurbomindEngineConfig
-from lmdeploy.turbomind.kv_quality import resolve_kv_options
 
 __all__ = ["Score", "main"]
 

@@ -6,16 +6,16 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lmdeploy.checks import OptionError
-from lmdeploy.cli.arguments import engine_config
-from lmdeploy.generation_config import GenerationConfig
-from lmdeploy.model import parse_chat_template
+from lmdeploy.base.checks import OptionError
+from lmdeploy.cli.engine_flags import engine_config
+from lmdeploy.config.chat_template import parse_chat_template
+from lmdeploy.config.generation import GenerationConfig
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from lmdeploy.messages import Response
     from lmdeploy.pipeline import Pipeline, Session
+    from lmdeploy.response import Response
 
 _FULL = "the conversation is as long as session_len or the cache allow; /clear makes room"
 _CLEAR = "/clear forgets the conversation and makes room."

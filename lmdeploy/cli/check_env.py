@@ -9,14 +9,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lmdeploy.cgroup import cpu_quota
-from lmdeploy.environment import (
+from lmdeploy.base.installed import (
     OURS,
     free_memory_bytes,
     installed_version,
     namesake_warning,
     usable_cores,
 )
+from lmdeploy.base.resources import cpu_quota
 from lmdeploy.version import __version__
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def speed() -> Iterator[str]:
 def gpus() -> Iterator[str]:
     """Each GPU and whether it can be used; where there is none, why."""
     from lmdeploy import _turbomind
-    from lmdeploy.turbomind.devices import cublas_lt_files
+    from lmdeploy.engine.devices import cublas_lt_files
 
     found, why_none = _turbomind.cuda_devices()
     if not found:

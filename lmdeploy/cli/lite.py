@@ -6,9 +6,9 @@ import argparse
 import os
 from pathlib import Path
 
-from lmdeploy.checks import refuse
-from lmdeploy.cli.arguments import add_kv_ingredient_flags, add_log_level, kv_ingredients
-from lmdeploy.kv_formats import (
+from lmdeploy.base.checks import refuse
+from lmdeploy.cli.engine_flags import add_kv_ingredient_flags, add_log_level, kv_ingredients
+from lmdeploy.config.kv_formats import (
     KV_QUALITIES,
     REPORTED_FORMATS,
     TABLE_SUFFIXES,
@@ -124,7 +124,7 @@ def _add_kv_search(commands: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _kv_search(args: argparse.Namespace) -> int:
-    from lmdeploy.lite.kv_search import SearchOptions, report_lines, search_file
+    from lmdeploy.lite.search import SearchOptions, report_lines, search_file
 
     if args.output is not None:
         check_output(args.output)
@@ -216,8 +216,8 @@ def _add_kv_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _kv_report(args: argparse.Namespace) -> int:
-    from lmdeploy.lite.evaluation import read_text
-    from lmdeploy.lite.kv_report import ReportOptions, make_report, names, numbers
+    from lmdeploy.lite.divergence import read_text
+    from lmdeploy.lite.report.run import ReportOptions, make_report, names, numbers
 
     for path in args.text:
         read_text(path)  # what it lacks is said before what other flags lack

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from lmdeploy.cli.arguments import engine_config
-from lmdeploy.messages import TurbomindEngineConfig
-from lmdeploy.model import parse_chat_template
+from lmdeploy.cli.engine_flags import engine_config
+from lmdeploy.config.chat_template import parse_chat_template
+from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.serve import server
 from lmdeploy.serve.state import ServerOptions
 
@@ -47,9 +47,9 @@ def run_api_server(args: argparse.Namespace) -> int:
 def dry_run_lines(model_path: str, config: TurbomindEngineConfig) -> list[str]:
     """The memory plan of a model that is not loaded."""
     from lmdeploy import _turbomind
-    from lmdeploy.turbomind.devices import open_device
-    from lmdeploy.turbomind.engine_plan import plan_engine
-    from lmdeploy.turbomind.kv_quality import cache_line
+    from lmdeploy.engine.devices import open_device
+    from lmdeploy.engine.kv_quality import cache_line
+    from lmdeploy.engine.plan import plan_engine
 
     target = open_device(config)
     device = target.device

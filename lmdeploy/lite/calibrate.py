@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from lmdeploy.checks import check_choice, check_int, check_number
-from lmdeploy.lite.evaluation import read_text
+from lmdeploy.base.checks import check_choice, check_int, check_number
+from lmdeploy.engine.kv_calibration import Calibration, CalibrationFacts, write_calibration
+from lmdeploy.engine.plan import longest_position
+from lmdeploy.lite.divergence import read_text
 from lmdeploy.lite.prompt_engine import OpenModel, PromptEngine, open_model
 from lmdeploy.lite.rope_speed import slow_channels
-from lmdeploy.turbomind.engine_plan import longest_position
-from lmdeploy.turbomind.kv_calibration import Calibration, CalibrationFacts, write_calibration
 
 if TYPE_CHECKING:
     from lmdeploy import _turbomind

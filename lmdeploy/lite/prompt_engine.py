@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from lmdeploy.environment import free_memory_bytes, usable_cores
+from lmdeploy.base.installed import free_memory_bytes, usable_cores
 
 if TYPE_CHECKING:
     from lmdeploy import _turbomind
-    from lmdeploy.messages import TurbomindEngineConfig
-    from lmdeploy.turbomind.loader import LoadedModel
+    from lmdeploy.config.engine import TurbomindEngineConfig
+    from lmdeploy.engine.model_files import LoadedModel
 
 Floats = npt.NDArray[np.float32]
 Configure = Callable[["_turbomind.EngineConfig"], None]
@@ -40,7 +40,7 @@ class OpenModel:
     @functools.cached_property
     def hash(self) -> str:
         """Fingerprint that calibration files carry."""
-        from lmdeploy.turbomind.model_hash import hash_model
+        from lmdeploy.checkpoint.fingerprint import hash_model
 
         return hash_model(str(self.loaded.path))
 
@@ -50,7 +50,7 @@ class OpenModel:
         Raises ValueError for options or a file that do not fit the model.
         """
         from lmdeploy import _turbomind
-        from lmdeploy.turbomind.kv_quality import apply_kv_options, resolve_kv_options
+        from lmdeploy.engine.kv_quality import apply_kv_options, resolve_kv_options
 
         options = resolve_kv_options(config, self.config.windows)
         model_hash = self.hash if options.calibration is not None else None
@@ -68,7 +68,7 @@ def open_model(path: str, *, exact: bool = False, threads: int | None = None) ->
     Exact compute alone would keep `none`, scales and zeros in FP32, which no server stores.
     """
     from lmdeploy import _turbomind
-    from lmdeploy.turbomind.loader import load_model, open_files
+    from lmdeploy.engine.model_files import load_model, open_files
 
     threads = threads or usable_cores()
     device = _turbomind.make_cpu_device(threads)

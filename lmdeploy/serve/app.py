@@ -17,16 +17,14 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from lmdeploy.checks import OptionError
-from lmdeploy.messages import Response as Answer
+from lmdeploy.base.checks import OptionError
+from lmdeploy.chat.prompts import encode_chat, encode_text
+from lmdeploy.engine.async_engine import AsyncEngine, EngineFailure
+from lmdeploy.response import Response as Answer
 from lmdeploy.serve.admission import Admission, Place
-from lmdeploy.serve.chat import ChatReply, prepare_chat
-from lmdeploy.serve.completions import CompletionReply, prepare_completion
-from lmdeploy.serve.edge import Edge
+from lmdeploy.serve.auth import Edge
 from lmdeploy.serve.errors import ApiError, JsonResponse, error_response, to_api_error
-from lmdeploy.serve.events import SseResponse
-from lmdeploy.serve.generate import GenerateReply, prepare_generate
-from lmdeploy.serve.generation import (
+from lmdeploy.serve.jobs import (
     MAX_ENCODED_TOKENS,
     Job,
     Prepared,
@@ -38,7 +36,10 @@ from lmdeploy.serve.generation import (
 )
 from lmdeploy.serve.metrics import ServerMetrics
 from lmdeploy.serve.openapi import describe_bodies
-from lmdeploy.serve.protocol import (
+from lmdeploy.serve.routes.chat import ChatReply, prepare_chat
+from lmdeploy.serve.routes.completions import CompletionReply, prepare_completion
+from lmdeploy.serve.routes.generate import GenerateReply, prepare_generate
+from lmdeploy.serve.schema import (
     MAX_BODY_BYTES,
     AbortRequest,
     ApiRequest,
@@ -51,8 +52,7 @@ from lmdeploy.serve.protocol import (
     parse_request,
 )
 from lmdeploy.serve.state import ServerOptions, ServerState
-from lmdeploy.turbomind.engine import AsyncEngine, EngineFailure
-from lmdeploy.turbomind.prompts import encode_chat, encode_text
+from lmdeploy.serve.streaming import SseResponse
 from lmdeploy.version import __version__
 
 R = TypeVar("R", bound=ApiRequest)

@@ -8,9 +8,9 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 
-from lmdeploy.checks import OptionError
-from lmdeploy.tokenizer import without_surrogates
-from lmdeploy.turbomind.engine import EngineFailure
+from lmdeploy.base.checks import OptionError
+from lmdeploy.chat.tokenizer import without_surrogates
+from lmdeploy.engine.async_engine import EngineFailure
 
 logger = logging.getLogger("lmdeploy")
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 if TYPE_CHECKING:
-    from lmdeploy.turbomind.engine import AsyncEngine
+    from lmdeploy.engine.async_engine import AsyncEngine
 
 logger = logging.getLogger("lmdeploy")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from lmdeploy.turbomind.answer_text import KnownIds
+from lmdeploy.chat.detokenize import KnownIds
 
 if TYPE_CHECKING:
-    from lmdeploy.tokenizer import Tokenizer
+    from lmdeploy.chat.tokenizer import Tokenizer
 
 # JSON has no -inf; OpenAI's API uses this value for "impossible".
 LOWEST = -9999.0

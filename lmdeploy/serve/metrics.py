@@ -11,9 +11,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from lmdeploy.messages import Response
-    from lmdeploy.turbomind.engine import AsyncEngine
-    from lmdeploy.turbomind.request_stream import RequestStream
+    from lmdeploy.engine.async_engine import AsyncEngine
+    from lmdeploy.engine.stream import RequestStream
+    from lmdeploy.response import Response
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _TOKENS = (1, 8, 32, 128, 512, 2048, 8192, 32768, 131072)

@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
-from lmdeploy.serve.protocol import ApiRequest
+from lmdeploy.serve.schema import ApiRequest
 
 
 def describe_bodies(app: FastAPI, bodies: Mapping[str, type[ApiRequest]]) -> None:

@@ -9,13 +9,13 @@ import sys
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from lmdeploy.checks import OptionError, check_instance, check_int, check_strings, refuse
-from lmdeploy.logs import set_log_level
-from lmdeploy.messages import TurbomindEngineConfig
+from lmdeploy.base.checks import OptionError, check_instance, check_int, check_strings, refuse
+from lmdeploy.base.logs import set_log_level
+from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.serve.state import ServerOptions
 
 if TYPE_CHECKING:
-    from lmdeploy.model import ChatTemplateConfig
+    from lmdeploy.config.chat_template import ChatTemplateConfig
 
 _MAX_KEYS = 1024
 _MAX_KEY_CHARS = 4096
@@ -106,9 +106,9 @@ def run_server(
     """Serves until interrupted. The port is taken before the model is loaded, opened after it."""
     import uvicorn
 
+    from lmdeploy.engine.async_engine import AsyncEngine
     from lmdeploy.serve.app import make_app
     from lmdeploy.serve.graceful_server import GracefulServer
-    from lmdeploy.turbomind.engine import AsyncEngine
 
     check_options(options)
     config = TurbomindEngineConfig() if backend_config is None else backend_config

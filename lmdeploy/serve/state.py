@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lmdeploy.engine.async_engine import AsyncEngine
     from lmdeploy.serve.admission import Admission
     from lmdeploy.serve.metrics import ServerMetrics
-    from lmdeploy.turbomind.engine import AsyncEngine
 
 
 @dataclass

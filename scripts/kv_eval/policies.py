@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmdeploy.cli.arguments import engine_config
-from lmdeploy.cli.entrypoint import make_parser
-from lmdeploy.kv_formats import TABLE_SUFFIXES
-from lmdeploy.messages import TurbomindEngineConfig
+from lmdeploy.cli.engine_flags import engine_config
+from lmdeploy.cli.main import make_parser
+from lmdeploy.config.engine import TurbomindEngineConfig
+from lmdeploy.config.kv_formats import TABLE_SUFFIXES
 
 REFERENCE = "0"
 REFERENCE_FORMAT = "none"
@@ -111,9 +111,9 @@ class Plan:
 def make_plan(model_path: str, policy: Policy) -> Plan:
     """Reads the model's config but not its weights. ValueError for options that do not fit it."""
     from lmdeploy import _turbomind
-    from lmdeploy.environment import free_memory_bytes
-    from lmdeploy.turbomind.engine_plan import engine_config_of
-    from lmdeploy.turbomind.loader import open_files
+    from lmdeploy.base.installed import free_memory_bytes
+    from lmdeploy.engine.model_files import open_files
+    from lmdeploy.engine.plan import engine_config_of
 
     config = policy.config()
     info = open_files(model_path, dtype=config.dtype, exact=config.exact).info

@@ -22,7 +22,7 @@ class EngineRun:
         session_len: int = 1024,
     ) -> None:
         from lmdeploy import _turbomind
-        from lmdeploy.turbomind.loader import load_model
+        from lmdeploy.engine.model_files import load_model
 
         self._native = _turbomind
         device = _turbomind.make_cpu_device(2)

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from lmdeploy.chat_template import ChatTemplate
-from lmdeploy.harmony.tokens import HarmonyTokens
-from lmdeploy.kv_formats import FormatPair
-from lmdeploy.turbomind.engine import AsyncEngine
-from lmdeploy.turbomind.engine_parts import EngineParts
-from lmdeploy.turbomind.kv_quality import KvOptions
-from lmdeploy.turbomind.prompts import PromptTemplate
+from lmdeploy.chat.formats.harmony.tokens import HarmonyTokens
+from lmdeploy.chat.jinja_template import ChatTemplate
+from lmdeploy.chat.prompts import PromptTemplate
+from lmdeploy.config.kv_formats import FormatPair
+from lmdeploy.engine.async_engine import AsyncEngine
+from lmdeploy.engine.kv_quality import KvOptions
+from lmdeploy.engine.load import EngineParts
 
 EOS = 256
 VOCAB_SIZE = 258

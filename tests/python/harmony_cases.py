@@ -14,10 +14,10 @@ import pytest
 from fake_engine import HarmonyTokenizer
 from hypothesis import strategies as st
 
-from lmdeploy.chat_template import ChatTemplate
-from lmdeploy.harmony.library import VARIABLE, VOCABULARY
-from lmdeploy.harmony.parser import Parts, parse_answer
-from lmdeploy.turbomind.prompts import PromptTemplate
+from lmdeploy.chat.formats.harmony.library import VARIABLE, VOCABULARY
+from lmdeploy.chat.formats.harmony.parser import Parts, parse_answer
+from lmdeploy.chat.jinja_template import ChatTemplate
+from lmdeploy.chat.prompts import PromptTemplate
 
 OWN_TEMPLATE = (Path(__file__).parent / "data/harmony.jinja").read_text(encoding="utf-8")
 # The template of a GPT-OSS checkpoint, for those who have one.
@@ -71,7 +71,7 @@ class Vocabulary:
 def load_vocabulary(monkeypatch: pytest.MonkeyPatch) -> Vocabulary:
     """Skips where the library or its file is not there."""
     pytest.importorskip("openai_harmony")
-    from lmdeploy.harmony.library import load_encoding
+    from lmdeploy.chat.formats.harmony.library import load_encoding
 
     for folder in (os.environ.get(VARIABLE), f"{sys.prefix}/share/lmdeploy"):
         if folder and (Path(folder) / VOCABULARY).is_file():

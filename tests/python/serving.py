@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 import uvicorn
 
+from lmdeploy.engine.async_engine import AsyncEngine
 from lmdeploy.serve.app import make_app
 from lmdeploy.serve.server import bind
 from lmdeploy.serve.state import ServerOptions
-from lmdeploy.turbomind.engine import AsyncEngine
 
 USER = [{"role": "user", "content": "hello"}]
 CHAT = {"model": "m", "messages": USER}

@@ -14,7 +14,7 @@ from serving import CHAT, post, serving
 
 from lmdeploy.serve import admission as admission_module
 from lmdeploy.serve import app as app_module
-from lmdeploy.serve import generation
+from lmdeploy.serve import jobs
 from lmdeploy.serve.admission import MAX_HELD_TOKENS, SMALL_TOKENS, Admission
 from lmdeploy.serve.errors import ApiError
 
@@ -89,7 +89,7 @@ def test_a_request_that_is_too_large_is_so_whatever_else_runs(monkeypatch):
     admission = Admission()
     monkeypatch.setattr(app_module, "Admission", lambda _: admission)
     monkeypatch.setattr(admission_module, "SMALL_TOKENS", 0)
-    monkeypatch.setattr(generation, "MAX_PROMPT_TOKENS", 128)
+    monkeypatch.setattr(jobs, "MAX_PROMPT_TOKENS", 128)
     body = {"model": "m", "prompt": "abc", "max_tokens": 1}
     with serving(make_engine()) as url:
         for held in (0, MAX_HELD_TOKENS):

@@ -9,7 +9,7 @@ from fake_engine import EOS, FakeTextStream
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lmdeploy.turbomind.answer_text import AnswerText, GatedAnswer, StopMatcher
+from lmdeploy.chat.detokenize import AnswerText, GatedAnswer, StopMatcher
 
 
 class Pieces:

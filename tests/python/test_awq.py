@@ -16,11 +16,11 @@ from test_parity_tiny import MAX_RELATIVE_ERROR, prompt, reference_logits, relat
 from tiny_models import TINY_MODELS, TinyModel, make_model, save_model
 from tiny_moe import QWEN3_MOE
 
-from lmdeploy.turbomind.checkpoint import open_checkpoint
-from lmdeploy.turbomind.conversion import engine_bytes, matrix_for_engine
-from lmdeploy.turbomind.engine_plan import check_model_format
-from lmdeploy.turbomind.model_errors import ModelFormatError
-from lmdeploy.turbomind.model_hash import hash_model
+from lmdeploy.base.errors import ModelFormatError
+from lmdeploy.checkpoint.convert import engine_bytes, matrix_for_engine
+from lmdeploy.checkpoint.fingerprint import hash_model
+from lmdeploy.checkpoint.open import open_checkpoint
+from lmdeploy.engine.plan import check_model_format
 
 GROUP = 32
 CONFIG = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}
@@ -121,8 +121,8 @@ def test_matrices_are_q4_1(qwen2: Path) -> None:
 
 
 def test_larger_groups_and_more_rows_than_a_chunk(tmp_path: Path) -> None:
-    from lmdeploy.turbomind.conversion import _CHUNK_VALUES
-    from lmdeploy.turbomind.tensor_file import AWQ, StoredTensor
+    from lmdeploy.checkpoint.convert import _CHUNK_VALUES
+    from lmdeploy.checkpoint.files.tensor_file import AWQ, StoredTensor
 
     rows, cols = 1032, 1024
     assert rows * cols > _CHUNK_VALUES

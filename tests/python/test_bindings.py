@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from lmdeploy import _turbomind as tm
-from lmdeploy.checks import OptionError
+from lmdeploy.base.checks import OptionError
 
 VOCAB = 64
 MODES = ["none", "int8", "int4", "fp8", "fp8_e5m2", "mxfp4", "nvfp4"]

@@ -16,20 +16,20 @@ from reference import rope as reference_rope
 from safetensors.numpy import save_file
 from tiny_models import TINY_MODELS, make_model, save_model
 
-from lmdeploy.cli.entrypoint import main
-from lmdeploy.kv_formats import FormatPair
-from lmdeploy.lite import calibrate as module
-from lmdeploy.lite.calibrate import CalibrationOptions, calibrate, clipped_amax, k_mean
-from lmdeploy.lite.rope_speed import inverse_frequencies, slow_channels
-from lmdeploy.turbomind.kv_calibration import (
+from lmdeploy.base.errors import ModelFormatError
+from lmdeploy.checkpoint.fingerprint import hash_model
+from lmdeploy.cli.main import main
+from lmdeploy.config.kv_formats import FormatPair
+from lmdeploy.engine.kv_calibration import (
     Calibration,
     CalibrationFacts,
     engine_constants,
     read_calibration,
     write_calibration,
 )
-from lmdeploy.turbomind.model_errors import ModelFormatError
-from lmdeploy.turbomind.model_hash import hash_model
+from lmdeploy.lite import calibrate as module
+from lmdeploy.lite.calibrate import CalibrationOptions, calibrate, clipped_amax, k_mean
+from lmdeploy.lite.rope_speed import inverse_frequencies, slow_channels
 
 LAYERS, HEADS, HEAD_DIM, BINS = 3, 2, 16, 640
 MODEL = SimpleNamespace(

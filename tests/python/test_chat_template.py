@@ -8,18 +8,18 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tiny_models import byte_tokenizer
 
-from lmdeploy import chat_template
-from lmdeploy.chat_template import (
+from lmdeploy.base.errors import ModelFormatError
+from lmdeploy.chat import jinja_template
+from lmdeploy.chat.gguf_tokenizer import tokenizer_from_gguf
+from lmdeploy.chat.jinja_template import (
     ChatTemplate,
     template_from_file,
     template_from_folder,
     template_from_gguf,
 )
-from lmdeploy.gguf_tokenizer import tokenizer_from_gguf
-from lmdeploy.hub import resolve_model
-from lmdeploy.tokenizer import Tokenizer
-from lmdeploy.turbomind.gguf_file import GgufFile
-from lmdeploy.turbomind.model_errors import ModelFormatError
+from lmdeploy.chat.tokenizer import Tokenizer
+from lmdeploy.checkpoint.files.gguf_file import GgufFile
+from lmdeploy.checkpoint.hub import resolve_model
 
 MESSAGES = [
     {"role": "system", "content": "Be <brief> & 'kind'."},
@@ -204,7 +204,7 @@ def test_time_and_memory_are_bounded(
     source: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the bound itself: a MemoryError would have another text."""
-    monkeypatch.setattr("lmdeploy.template_sandbox.MAX_SECONDS", 0.5)
+    monkeypatch.setattr("lmdeploy.chat.template_limits.MAX_SECONDS", 0.5)
     with pytest.raises(ValueError, match=words):
         template(source).render(MESSAGES)
 
@@ -268,12 +268,12 @@ def test_ordinary_templates_are_as_in_plain_jinja(source: str, add_generation_pr
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     ours = template(source)
-    environment.filters["tojson"] = chat_template._to_json
+    environment.filters["tojson"] = jinja_template._to_json
     parameters = {"properties": {"city": {"type": "string"}, "days": {"type": ["integer"]}}}
     tool = {"function": {"name": "weather", "description": None, "parameters": parameters}}
     messages = [*MESSAGES, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHello"}]
     variables = {"tools": [tool], "documents": None}
-    plain = environment.from_string(chat_template._without_generation_marks(source)).render(
+    plain = environment.from_string(jinja_template._without_generation_marks(source)).render(
         messages=messages,
         add_generation_prompt=add_generation_prompt,
         bos_token="<s>",
@@ -311,7 +311,7 @@ def test_bounds_leave_ordinary_templates_alone() -> None:
 
 @pytest.mark.parametrize("indent", [None, 4, 16])
 def test_json_stops_at_the_limit(monkeypatch: pytest.MonkeyPatch, indent: int | None) -> None:
-    monkeypatch.setattr("lmdeploy.chat_template._MAX_OUTPUT_CHARS", 100_000)
+    monkeypatch.setattr("lmdeploy.chat.jinja_template._MAX_OUTPUT_CHARS", 100_000)
     value: object = list(range(50_000))
     for _ in range(50):
         value = [value]

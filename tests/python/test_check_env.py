@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 import lmdeploy
-from lmdeploy import cgroup, environment
+from lmdeploy.base import installed, resources
 from lmdeploy.cli import check_env
-from lmdeploy.cli.entrypoint import main
+from lmdeploy.cli.main import main
 
 
 def test_report(capsys, tmp_path):
@@ -29,7 +29,7 @@ def test_speed_of_the_default_device(capsys, monkeypatch):
     begun = time.perf_counter()
     lines = list(check_env.speed())
     took = time.perf_counter() - begun
-    threads = environment.usable_cores()
+    threads = installed.usable_cores()
     assert re.match(rf"device: cpu \(\w+, {threads} threads?\); ", lines[0])
     found = re.match(r"reads: ([\d.]+) GB/s from memory", lines[1])
     assert found and float(found[1]) > 0
@@ -53,7 +53,7 @@ def set_files(monkeypatch):
     """Gives the kernel's files of control groups other contents."""
 
     def set_to(files):
-        monkeypatch.setattr(cgroup, "read_kernel", lambda path: files.get(path, ""))
+        monkeypatch.setattr(resources, "read_kernel", lambda path: files.get(path, ""))
 
     return set_to
 
@@ -65,9 +65,9 @@ def set_files(monkeypatch):
 def test_a_quota_limits_the_cores(monkeypatch, set_files, written, quota, cores):
     files = {"/proc/self/cgroup": "0::/\n", "/sys/fs/cgroup/cpu.max": written}
     set_files(files)
-    monkeypatch.setattr(environment.os, "sched_getaffinity", lambda pid: set(range(8)))
-    assert cgroup.cpu_quota() == quota
-    assert environment.usable_cores() == cores
+    monkeypatch.setattr(installed.os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert resources.cpu_quota() == quota
+    assert installed.usable_cores() == cores
     text = "no cgroup quota" if quota is None else f"cgroup quota {quota}"
     assert check_env.core_limits() == f"affinity 8 of {check_env.os.cpu_count()}, {text}"
 
@@ -99,7 +99,7 @@ def namesake(tmp_path, monkeypatch):
 
 def test_namesake_is_named(namesake, capsys):
     with pytest.warns(RuntimeWarning, match=r"lmdeploy 0\.18\.0 is installed beside lmdeploy-fp4"):
-        environment.warn_of_namesake()
+        installed.warn_of_namesake()
     assert main(["check_env"]) == 0
     assert "WARNING: the distribution lmdeploy 0.18.0" in capsys.readouterr().out
 
@@ -107,12 +107,12 @@ def test_namesake_is_named(namesake, capsys):
 def test_no_namesake_no_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        environment.warn_of_namesake()
+        installed.warn_of_namesake()
 
 
 def test_machine_facts():
-    assert environment.usable_cores() >= 1
-    assert environment.free_memory_bytes() > 1 << 20
+    assert installed.usable_cores() >= 1
+    assert installed.free_memory_bytes() > 1 << 20
 
 
 def test_cached_pages_of_a_cgroup_count_as_free(set_files):
@@ -123,7 +123,7 @@ def test_cached_pages_of_a_cgroup_count_as_free(set_files):
         "/sys/fs/cgroup/memory.stat": "anon 2000\ninactive_file 500\nactive_file 12500\n",
     }
     set_files(files)
-    assert environment.free_memory_bytes() == 22000
+    assert installed.free_memory_bytes() == 22000
 
 
 def test_the_tightest_group_around_us_counts(set_files):
@@ -137,7 +137,7 @@ def test_the_tightest_group_around_us_counts(set_files):
         "/sys/fs/cgroup/system.slice/cpu.max": "200000 100000\n",
     }
     set_files(files)
-    assert (cgroup.memory_left(), cgroup.cpu_quota()) == (8000, 2.0)
+    assert (resources.memory_left(), resources.cpu_quota()) == (8000, 2.0)
 
 
 def test_groups_of_version_1_count(set_files):
@@ -151,10 +151,10 @@ def test_groups_of_version_1_count(set_files):
         "/sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
     }
     set_files(files)
-    assert (cgroup.memory_left(), cgroup.cpu_quota()) == (1500, 1.5)
+    assert (resources.memory_left(), resources.cpu_quota()) == (1500, 1.5)
     files["/sys/fs/cgroup/cpu/cpu.cfs_quota_us"] = "-1\n"
     files["/sys/fs/cgroup/memory/memory.limit_in_bytes"] = ""
-    assert (cgroup.memory_left(), cgroup.cpu_quota()) == (None, None)
+    assert (resources.memory_left(), resources.cpu_quota()) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -168,15 +168,15 @@ def test_odd_names_of_groups_are_names(set_files, lines, quota):
         "/sys/fs/cgroup/cpu.max": "300000 100000\n",
     }
     set_files(files)
-    assert cgroup.cpu_quota() == quota
+    assert resources.cpu_quota() == quota
     files["/sys/fs/cgroup/cpu.max"] = files["/sys/fs/cgroup/a\x0cb/cpu.max"] = "1 2 3\n"
-    assert cgroup.cpu_quota() is None
+    assert resources.cpu_quota() is None
 
 
 def test_bytes_that_are_no_text_do_no_harm(tmp_path):
     path = tmp_path / "cgroup"
     path.write_bytes(b"0::/\xff\n")
-    assert cgroup.read_kernel(str(path)) == "0::/\udcff\n"
+    assert resources.read_kernel(str(path)) == "0::/\udcff\n"
 
 
 def test_import_is_light():

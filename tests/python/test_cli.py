@@ -9,11 +9,11 @@ from fake_engine import make_engine
 from rich.console import Console
 
 from lmdeploy import Pipeline
-from lmdeploy.cli.arguments import UNSUPPORTED_FLAGS, engine_config
 from lmdeploy.cli.chat import talk
-from lmdeploy.cli.entrypoint import main, make_parser
+from lmdeploy.cli.engine_flags import UNSUPPORTED_FLAGS, engine_config
+from lmdeploy.cli.main import main, make_parser
+from lmdeploy.engine.kv_quality import DEFAULT_HOT_TOKENS
 from lmdeploy.serve import server
-from lmdeploy.turbomind.kv_quality import DEFAULT_HOT_TOKENS
 
 
 def parse(*flags):

@@ -21,10 +21,10 @@ from tiny_models import TinyModel, make_model, save_model
 
 from lmdeploy import TurbomindEngineConfig, _turbomind
 from lmdeploy.cli import check_env
-from lmdeploy.cli.entrypoint import main
-from lmdeploy.turbomind import devices
-from lmdeploy.turbomind.engine_plan import engine_config_of
-from lmdeploy.turbomind.kv_quality import resolve_kv_options
+from lmdeploy.cli.main import main
+from lmdeploy.engine import devices
+from lmdeploy.engine.kv_quality import resolve_kv_options
+from lmdeploy.engine.plan import engine_config_of
 
 ROOT = Path(__file__).parents[2]
 VARIABLE = "LMDEPLOY_CUDA_LIBRARY"
@@ -78,7 +78,7 @@ QUESTION = "What is the capital of France?"
 REFUSED = """
 import sys
 from lmdeploy import TurbomindEngineConfig
-from lmdeploy.turbomind import engine_parts, loader
+from lmdeploy.engine import load as engine_parts, model_files as loader
 def read(*args, **options):
     raise ValueError("weights are read")
 loader.ModelFiles.load = read
@@ -283,7 +283,7 @@ def test_check_env_with_a_gpu(shim):
 def test_gpus_that_are_not_there(shim):
     code = """
 from lmdeploy import TurbomindEngineConfig
-from lmdeploy.turbomind.devices import open_device
+from lmdeploy.engine.devices import open_device
 try:
     open_device(TurbomindEngineConfig(devices=[7]))
 except ValueError as error:
@@ -296,7 +296,7 @@ def test_threads_beside_a_gpu(shim):
     code = """
 import sys
 from lmdeploy import TurbomindEngineConfig
-from lmdeploy.turbomind import devices
+from lmdeploy.engine import devices
 devices.usable_cores = lambda: int(sys.argv[1])
 asked = int(sys.argv[2]) or None
 print(devices.open_device(TurbomindEngineConfig(num_threads=asked)).line)

@@ -11,13 +11,16 @@ import pytest
 from reference.codecs import MODES
 from reference.layout import row_bytes
 
-from lmdeploy import _turbomind, engine_config, generation_config, kv_formats, messages
-from lmdeploy.cli.arguments import UNSUPPORTED_FLAGS
-from lmdeploy.cli.entrypoint import make_parser
-from lmdeploy.serve import protocol
-from lmdeploy.turbomind.conversion import MAPPED_FORMATS, engine_format
-from lmdeploy.turbomind.models import FAMILIES
-from lmdeploy.turbomind.tensor_file import AWQ, SUPPORTED_FORMATS, StoredTensor
+from lmdeploy import _turbomind, response
+from lmdeploy.checkpoint.convert import MAPPED_FORMATS, engine_format
+from lmdeploy.checkpoint.files.tensor_file import AWQ, SUPPORTED_FORMATS, StoredTensor
+from lmdeploy.cli.engine_flags import UNSUPPORTED_FLAGS
+from lmdeploy.cli.main import make_parser
+from lmdeploy.config import engine as engine_config
+from lmdeploy.config import generation as generation_config
+from lmdeploy.config import kv_formats
+from lmdeploy.models import FAMILIES
+from lmdeploy.serve import schema as protocol
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVING = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
@@ -91,7 +94,7 @@ def test_flags_of_lite() -> None:
 
 def test_quality_options() -> None:
     rows = [row for row in table(section(FORMATS, "Quality")) if row[0].startswith("`kv_")]
-    fields = {field.name for field in dataclasses.fields(messages.TurbomindEngineConfig)}
+    fields = {field.name for field in dataclasses.fields(response.TurbomindEngineConfig)}
     assert {row[0].strip("`") for row in rows} == {
         name for name in fields if name.startswith("kv_")
     } - {"kv_quality", "kv_cache_format"}
@@ -126,8 +129,8 @@ def test_options() -> None:
     body = section(SERVING, "Options of `pipeline` and the engine")
     engine, generation = body.split("Those of `GenerationConfig`:")
     for text, config, unsupported in [
-        (engine, messages.TurbomindEngineConfig, engine_config.UNSUPPORTED_ENGINE_FIELDS),
-        (generation, messages.GenerationConfig, generation_config.UNSUPPORTED_GENERATION_FIELDS),
+        (engine, response.TurbomindEngineConfig, engine_config.UNSUPPORTED_ENGINE_FIELDS),
+        (generation, response.GenerationConfig, generation_config.UNSUPPORTED_GENERATION_FIELDS),
     ]:
         names = {field.name for field in dataclasses.fields(config)} - set(unsupported)
         assert {n for n in quoted(text) if re.fullmatch(r"[a-z_]+", n)} == names

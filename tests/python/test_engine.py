@@ -11,9 +11,9 @@ import pytest
 from fake_engine import EOS, FakeTextStream, FakeTokenizer, make_engine
 
 from lmdeploy import GenerationConfig
-from lmdeploy.messages import Response
-from lmdeploy.turbomind.engine import EngineFailure
-from lmdeploy.turbomind.engine_parts import _eos_ids
+from lmdeploy.engine.async_engine import EngineFailure
+from lmdeploy.engine.load import _eos_ids
+from lmdeploy.response import Response
 
 
 def test_an_answer_begins_a_text_in_a_chat_alone(monkeypatch):
@@ -156,7 +156,7 @@ async def test_a_word_in_the_format_of_gpt_oss(engine):
 async def test_a_space_that_decoding_drops_makes_no_special_word(engine):
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    from lmdeploy.tokenizer import Tokenizer as OurTokenizer
+    from lmdeploy.chat.tokenizer import Tokenizer as OurTokenizer
 
     backend = Tokenizer(models.BPE({"</s>": 0, "▁": 1, "a": 2}, []))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")

@@ -22,7 +22,7 @@ import pytest
 import yaml
 from kv_eval import divergence, harness, policies, results, server, tasks
 
-from lmdeploy.lite.evaluation import evaluate
+from lmdeploy.lite.divergence import evaluate
 from lmdeploy.lite.prompt_engine import open_model
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -65,7 +65,7 @@ def engine_figures(
 @pytest.fixture(scope="module")
 def ids(shallow_file: Path) -> list[int]:
     from lmdeploy import _turbomind
-    from lmdeploy.turbomind.loader import load_model
+    from lmdeploy.engine.model_files import load_model
 
     tokenizer = load_model(str(shallow_file), device=_turbomind.make_cpu_device(1)).tokenizer
     return tokenizer.encode(TEXT.read_text(encoding="utf-8"), add_special=False)[:CONTEXT]

@@ -18,8 +18,8 @@ from tokenizers import Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 
 from lmdeploy import _turbomind
-from lmdeploy.turbomind import models as families
-from lmdeploy.turbomind.loader import load_model
+from lmdeploy import models as families
+from lmdeploy.engine.model_files import load_model
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = (ROOT / "docs/extending.md").read_text(encoding="utf-8")

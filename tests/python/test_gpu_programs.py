@@ -20,9 +20,9 @@ from checkpoint_configs import NAMED_CONFIGS
 from gpu_fakes import BENCH, BENCH_THAT_HANGS, GENERATION, program
 from gpu_results import read_document
 
-from lmdeploy.turbomind.hf_checkpoint import _config_from_hf
-from lmdeploy.turbomind.models import family_of_hf
-from lmdeploy.turbomind.models.config_reader import ConfigReader
+from lmdeploy.checkpoint.hf import _config_from_hf
+from lmdeploy.models import family_of_hf
+from lmdeploy.models.config_reader import ConfigReader
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = Path(os.environ.get("TM_BUILD_FOLDER", ROOT / "build/release"))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from fake_engine import FakeTokenizer
 
-from lmdeploy.checks import OptionError
-from lmdeploy.turbomind.grammar import Grammar, Grammars
+from lmdeploy.base.checks import OptionError
+from lmdeploy.chat.grammar import Grammar, Grammars
 
 VOCAB_SIZE = 262  # of llguidance's tokenizer of bytes
 

@@ -17,14 +17,14 @@ from rich.console import Console
 from tiny_models import VOCAB_SIZE, TinyModel, byte_tokenizer, make_model, save_model
 
 from lmdeploy import GenerationConfig, Pipeline, TurbomindEngineConfig
+from lmdeploy.chat.formats.harmony.parser import HarmonyParser, Parts, parse_answer
+from lmdeploy.chat.formats.harmony.tokens import HarmonyTokens, find_harmony
+from lmdeploy.chat.gguf_tokenizer import tokenizer_from_gguf
+from lmdeploy.chat.tokenizer import Tokenizer, tokenizer_from_folder
+from lmdeploy.chat.tool_calls import FunctionCall, ToolCall, join_tool_calls
 from lmdeploy.cli.chat import talk
-from lmdeploy.gguf_tokenizer import tokenizer_from_gguf
-from lmdeploy.harmony.parser import HarmonyParser, Parts, parse_answer
-from lmdeploy.harmony.tokens import HarmonyTokens, find_harmony
-from lmdeploy.messages import Response, join_pieces
-from lmdeploy.tokenizer import Tokenizer, tokenizer_from_folder
-from lmdeploy.tool_calls import FunctionCall, ToolCall, join_tool_calls
-from lmdeploy.turbomind.engine import AsyncEngine
+from lmdeploy.engine.async_engine import AsyncEngine
+from lmdeploy.response import Response, join_pieces
 
 BYTES = HarmonyTokenizer()
 CALL_ANSWER = (
@@ -364,7 +364,7 @@ def test_a_grammar_is_of_the_final_channel(ask: Asker) -> None:
     tokenizer = ask.pipe.engine.parts.tokenizer
     plain_ids = ask("x")[-1].input_token_len
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lmdeploy.turbomind.grammar.Grammars.token_mask", lambda *_: None)
+        patch.setattr("lmdeploy.chat.grammar.Grammars.token_mask", lambda *_: None)
         json_object = GenerationConfig(response_format={"type": "json_object"})
         whole = join_pieces(ask('{"a": 1}<|return|>', json_object))
         assert (whole.text, whole.finish_reason) == ('{"a": 1}', "stop")

@@ -22,9 +22,14 @@ from harmony_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmdeploy.harmony.conversation import read_conversation, read_options, read_tools
-from lmdeploy.harmony.library import VARIABLE, VOCABULARY, load_encoding, warn_without_encoding
-from lmdeploy.harmony.rendering import render_prompt
+from lmdeploy.chat.formats.harmony.conversation import read_conversation, read_options, read_tools
+from lmdeploy.chat.formats.harmony.library import (
+    VARIABLE,
+    VOCABULARY,
+    load_encoding,
+    warn_without_encoding,
+)
+from lmdeploy.chat.formats.harmony.rendering import render_prompt
 
 BYTES = HarmonyTokenizer()
 USER = {"role": "user", "content": "Hi"}

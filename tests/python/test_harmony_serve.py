@@ -11,7 +11,7 @@ from fake_engine import HarmonyTokenizer, make_engine
 from harmony_cases import OWN_TEMPLATE, TOOL
 from serving import post, serving
 
-from lmdeploy.cli.entrypoint import make_parser
+from lmdeploy.cli.main import make_parser
 
 USER = {"role": "user", "content": "Weather in Zürich?"}
 CHAT = {"model": "m", "messages": [USER]}

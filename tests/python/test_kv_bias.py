@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from tiny_models import TinyModel, make_model, save_model
 
+from lmdeploy.engine.kv_calibration import write_calibration
 from lmdeploy.lite.calibrate import CalibrationOptions, calibrate
-from lmdeploy.lite.evaluation import cache_variants, evaluate
+from lmdeploy.lite.divergence import cache_variants, evaluate
 from lmdeploy.lite.prompt_engine import OpenModel, open_model
-from lmdeploy.turbomind.kv_calibration import write_calibration
 
 CONTEXT = 512
 BIAS = 60.0  # keys without it have a spread of about 1.5; Qwen2.5 has biases above 100

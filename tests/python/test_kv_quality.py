@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from lmdeploy import TurbomindEngineConfig
-from lmdeploy.cli.arguments import engine_config
-from lmdeploy.cli.entrypoint import main, make_parser
-from lmdeploy.kv_formats import MAX_TABLE_BYTES, FormatPair, parse_cache_format
-from lmdeploy.turbomind.kv_quality import KvOptions, apply_kv_options, resolve_kv_options
+from lmdeploy.cli.engine_flags import engine_config
+from lmdeploy.cli.main import main, make_parser
+from lmdeploy.config.kv_formats import MAX_TABLE_BYTES, FormatPair, parse_cache_format
+from lmdeploy.engine.kv_quality import KvOptions, apply_kv_options, resolve_kv_options
 
 FULL = [0, 0, 0, 0]
 MIXED = [0, 16, 0, 16]

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from tiny_models import TinyModel, make_model, save_model
 
-from lmdeploy.cli.entrypoint import main
-from lmdeploy.lite import kv_costs, kv_report
-from lmdeploy.lite.evaluation import Score
-from lmdeploy.lite.kv_cells import KvCell
-from lmdeploy.lite.kv_report import Measurements, ReportOptions, check_length, numbers
-from lmdeploy.lite.kv_retrieval import KEYS, ask, make_prompt, recall_summary
-from lmdeploy.lite.kv_scores import score_rows, summary
+from lmdeploy.cli.main import main
+from lmdeploy.lite.divergence import Score
+from lmdeploy.lite.report import costs, run
+from lmdeploy.lite.report.cells import KvCell
+from lmdeploy.lite.report.run import Measurements, ReportOptions, check_length, numbers
+from lmdeploy.lite.report.scores import score_rows, summary
+from lmdeploy.lite.retrieval import KEYS, ask, make_prompt, recall_summary
 
 DATA = Path(__file__).parent / "data"
 LABELS = ["none", "nvfp4", "nvfp4/best"]
@@ -95,10 +95,10 @@ def test_saturation_counts_bins_beyond_the_limit() -> None:
         histogram[0, :, place(x)] += 1
     statistics = {"k_histogram": histogram, "v_histogram": np.zeros_like(histogram)}
     cell = KvCell("fp8", lambda _: None)
-    assert kv_costs.num_saturated(statistics, cell) == 4  # 450 shares its bin with 448
+    assert costs.num_saturated(statistics, cell) == 4  # 450 shares its bin with 448
     factors = (np.array([[1.0, 4.0]], np.float32), np.ones((1, 2), np.float32))
-    assert kv_costs.num_saturated(statistics, replace(cell, factors=factors)) == 2
-    assert kv_costs.num_saturated(statistics, KvCell("int4", lambda _: None)) is None
+    assert costs.num_saturated(statistics, replace(cell, factors=factors)) == 2
+    assert costs.num_saturated(statistics, KvCell("int4", lambda _: None)) is None
 
 
 def test_measurements_are_kept_and_other_facts_refused(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_best_is_measured_where_there_is_a_calibration(
         seen.append(options.qualities)
         raise ValueError("enough")
 
-    monkeypatch.setattr(kv_report, "make_report", make_report)
+    monkeypatch.setattr(run, "make_report", make_report)
     file = str(DATA / "zh.txt")
     command = ["lite", "kv-report", "m", "--text", file]
     for flags in ([], ["--kv-calibration", file], ["--calibration-text", file]):
@@ -249,8 +249,8 @@ def test_the_whole_command(arguments: list[str], monkeypatch: pytest.MonkeyPatch
     assert bits[0] == 16 and bits[1] == 4.5 and 4.5 < bits[2] < 4.8
 
     # Once more: nothing is measured again, the page is the same.
-    monkeypatch.setattr(kv_costs, "decode_speeds", lambda *a, **k: pytest.fail("measured again"))
-    monkeypatch.setattr(kv_report, "PromptEngine", lambda *a, **k: pytest.fail("measured again"))
+    monkeypatch.setattr(costs, "decode_speeds", lambda *a, **k: pytest.fail("measured again"))
+    monkeypatch.setattr(run, "PromptEngine", lambda *a, **k: pytest.fail("measured again"))
     assert main(arguments) == 0
     assert (folder / "kv-report.md").read_text(encoding="utf-8") == page
 
@@ -267,7 +267,7 @@ def test_a_context_that_the_model_was_not_trained_for(
 def test_default_contexts_are_those_that_the_model_was_trained_for() -> None:
     lengths = {1024: (1024,), 2048: (2048,), 8191: (2048,), 8192: (2048, 8192)}
     for longest, contexts in lengths.items():
-        assert kv_report.choose_contexts((), longest=longest) == contexts
+        assert run.choose_contexts((), longest=longest) == contexts
 
 
 def test_a_calibration_text_that_is_missing(

@@ -10,11 +10,11 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmdeploy.cli.entrypoint import main
-from lmdeploy.kv_formats import FormatPair, parse_cache_format, parse_pair
-from lmdeploy.lite import kv_search
-from lmdeploy.lite.evaluation import cache_variants
-from lmdeploy.lite.kv_search import (
+from lmdeploy.cli.main import main
+from lmdeploy.config.kv_formats import FormatPair, parse_cache_format, parse_pair
+from lmdeploy.lite import search as kv_search
+from lmdeploy.lite.divergence import cache_variants
+from lmdeploy.lite.search import (
     NONE,
     SearchOptions,
     _as_dict,

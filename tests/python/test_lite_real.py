@@ -13,11 +13,11 @@ import yaml
 from tiny_models import TinyModel, make_model, save_model
 
 from lmdeploy import GenerationConfig, TurbomindEngineConfig, pipeline
-from lmdeploy.cli.entrypoint import main
+from lmdeploy.cli.main import main
 from lmdeploy.cli.serve import dry_run_lines
-from lmdeploy.lite.evaluation import cache_variants, cut_contexts, evaluate
+from lmdeploy.engine.kv_calibration import read_calibration
+from lmdeploy.lite.divergence import cache_variants, cut_contexts, evaluate
 from lmdeploy.lite.prompt_engine import open_model
-from lmdeploy.turbomind.kv_calibration import read_calibration
 
 TEXT = Path(__file__).parent / "data" / "austen.txt"
 CONTEXT = 128

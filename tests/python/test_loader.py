@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from tiny_models import TINY_MODELS, VOCAB_SIZE, TinyModel, make_model, save_model
 
-from lmdeploy.hub import resolve_model
-from lmdeploy.turbomind.checkpoint import Checkpoint, open_checkpoint
-from lmdeploy.turbomind.conversion import bf16_bits, matrix_for_engine, vector_for_engine
-from lmdeploy.turbomind.loader import cache_dtype
-from lmdeploy.turbomind.model_errors import ModelFormatError
-from lmdeploy.turbomind.models import supported_architectures
-from lmdeploy.turbomind.safetensors_file import read_json_object
+from lmdeploy.base.errors import ModelFormatError
+from lmdeploy.checkpoint.convert import bf16_bits, matrix_for_engine, vector_for_engine
+from lmdeploy.checkpoint.files.safetensors_file import read_json_object
+from lmdeploy.checkpoint.hub import resolve_model
+from lmdeploy.checkpoint.open import Checkpoint, open_checkpoint
+from lmdeploy.engine.model_files import cache_dtype
+from lmdeploy.models import supported_architectures
 
 LLAMA = TINY_MODELS[0]
 

@@ -14,30 +14,32 @@ from tiny_gguf import interleave, write_gguf
 from tiny_models import TINY_MODELS, TinyModel, make_model
 
 from lmdeploy import ChatTemplateConfig, TurbomindEngineConfig, _turbomind
-from lmdeploy.gguf_tokenizer import tokenizer_from_gguf
-from lmdeploy.turbomind import gguf_checkpoint, gguf_file, loader
-from lmdeploy.turbomind.checkpoint import Checkpoint, open_checkpoint
-from lmdeploy.turbomind.conversion import (
+from lmdeploy.base.errors import ModelFormatError
+from lmdeploy.chat.gguf_tokenizer import tokenizer_from_gguf
+from lmdeploy.checkpoint import gguf as gguf_checkpoint
+from lmdeploy.checkpoint.convert import (
     bf16_bits,
     engine_bytes,
     engine_format,
     matrix_for_engine,
     vector_for_engine,
 )
-from lmdeploy.turbomind.engine_parts import load_parts
-from lmdeploy.turbomind.gguf_blocks import values_to_q8_0
-from lmdeploy.turbomind.gguf_checkpoint import _check_window_pattern
-from lmdeploy.turbomind.gguf_file import FORMATS, GgufFile, format_name
-from lmdeploy.turbomind.model_errors import ModelFormatError
-from lmdeploy.turbomind.models.config_reader import ConfigReader
-from lmdeploy.turbomind.tensor_file import (
+from lmdeploy.checkpoint.files import gguf_file
+from lmdeploy.checkpoint.files.gguf_file import FORMATS, GgufFile, format_name
+from lmdeploy.checkpoint.files.tensor_file import (
     BLOCK_FORMATS,
     SUPPORTED_FORMATS,
     StoredTensor,
     row_bytes,
 )
-from lmdeploy.turbomind.tensor_plan import PlannedTensor
-from lmdeploy.turbomind.weight_loader import LoadedWeights, load_weights
+from lmdeploy.checkpoint.gguf import _check_window_pattern
+from lmdeploy.checkpoint.gguf_blocks import values_to_q8_0
+from lmdeploy.checkpoint.load import LoadedWeights, load_weights
+from lmdeploy.checkpoint.open import Checkpoint, open_checkpoint
+from lmdeploy.checkpoint.tensor_plan import PlannedTensor
+from lmdeploy.engine import model_files
+from lmdeploy.engine.load import load_parts
+from lmdeploy.models.config_reader import ConfigReader
 
 LLAMA = TINY_MODELS[0]
 WRITABLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4")
@@ -90,8 +92,10 @@ def test_no_vocabulary_in_memory_while_weights_load(
         return load_weights(*arguments, **options)
 
     monkeypatch.setattr(gguf_checkpoint, "GgufFile", Watched)
-    monkeypatch.setattr(loader, "load_weights", load)
-    loader.load_model(str(good), device=_turbomind.make_cpu_device(1), exact=True, progress=False)
+    monkeypatch.setattr(model_files, "load_weights", load)
+    model_files.load_model(
+        str(good), device=_turbomind.make_cpu_device(1), exact=True, progress=False
+    )
     assert alive == [False]
 
 
@@ -115,14 +119,14 @@ def test_an_engine_opens_its_file_once(good: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_closed_engine_has_no_weights(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[weakref.ref[Any]] = []
-    load = loader.ModelFiles.load
+    load = model_files.ModelFiles.load
 
-    def watched(*args: Any, **options: Any) -> loader.LoadedModel:
+    def watched(*args: Any, **options: Any) -> model_files.LoadedModel:
         model = load(*args, **options)
         loaded.append(weakref.ref(model))
         return model
 
-    monkeypatch.setattr(loader.ModelFiles, "load", watched)
+    monkeypatch.setattr(model_files.ModelFiles, "load", watched)
     parts = load_parts(str(good), SMALL, progress=False)
     parts.on_close()
     parts.core.close()
@@ -136,7 +140,7 @@ def test_a_bad_template_is_refused_before_weights_are_read(
     def load(*_: Any, **__: Any) -> LoadedWeights:
         raise AssertionError("weights are read")
 
-    monkeypatch.setattr(loader, "load_weights", load)
+    monkeypatch.setattr(model_files, "load_weights", load)
     bad = tmp_path / "bad.jinja"
     bad.write_text("{% if %}")
     config = ChatTemplateConfig("custom", model_path=str(bad))

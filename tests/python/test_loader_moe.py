@@ -27,13 +27,13 @@ from tiny_moe import (
     write_moe_gguf,
 )
 
-from lmdeploy.turbomind import weight_loader
-from lmdeploy.turbomind.checkpoint import Checkpoint, open_checkpoint
-from lmdeploy.turbomind.conversion import MAPPED_FORMATS, engine_bytes
-from lmdeploy.turbomind.model_errors import ModelFormatError
-from lmdeploy.turbomind.models.config_reader import ConfigReader
-from lmdeploy.turbomind.models.decoder_config import MoeSettings
-from lmdeploy.turbomind.models.experts import sparse_experts
+from lmdeploy.base.errors import ModelFormatError
+from lmdeploy.checkpoint import load
+from lmdeploy.checkpoint.convert import MAPPED_FORMATS, engine_bytes
+from lmdeploy.checkpoint.open import Checkpoint, open_checkpoint
+from lmdeploy.models.config_reader import ConfigReader
+from lmdeploy.models.decoder_config import MoeSettings
+from lmdeploy.models.experts import sparse_experts
 
 EXPERTS = "model.layers.1.mlp.experts"
 
@@ -83,8 +83,8 @@ def test_settings_of_every_family(tmp_path: Path) -> None:
 
 def test_gpt_oss_config_as_published() -> None:
     """The settings of the published config.json: values it has, values it leaves out."""
-    from lmdeploy.turbomind.hf_checkpoint import _config_from_hf
-    from lmdeploy.turbomind.models.gpt_oss import FAMILY
+    from lmdeploy.checkpoint.hf import _config_from_hf
+    from lmdeploy.models.gpt_oss import FAMILY
 
     values = {
         "hidden_size": 2880,
@@ -177,7 +177,7 @@ def test_routers_are_not_rounded(tmp_path: Path) -> None:
     write_moe_gguf(make_model(QWEN2_MOE), tmp_path / "m.gguf")
     planned = {p.name: p for p in open_checkpoint(tmp_path / "m.gguf").tensors}
     for name in ("layers.1.router", "layers.0.shared.router"):
-        converted = weight_loader._convert(planned[name], exact=False)
+        converted = load._convert(planned[name], exact=False)
         assert converted.kind == "f32"
         stored = planned[name].tensor.raw.view("<f4").reshape(converted.values.shape)
         np.testing.assert_array_equal(converted.values, stored)

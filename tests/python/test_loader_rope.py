@@ -10,14 +10,14 @@ import pytest
 from tiny_gguf import write_gguf
 from tiny_models import TINY_MODELS, make_model
 
-from lmdeploy.messages import TurbomindEngineConfig
-from lmdeploy.turbomind.checkpoint import open_checkpoint
-from lmdeploy.turbomind.engine_plan import engine_config_of, longest_position
-from lmdeploy.turbomind.model_errors import ModelFormatError
-from lmdeploy.turbomind.models.config_reader import ConfigReader
-from lmdeploy.turbomind.models.decoder_config import RopeSettings
-from lmdeploy.turbomind.models.gpt_oss import FAMILY as GPT_OSS
-from lmdeploy.turbomind.models.rope import rope_from_gguf, rope_from_hf
+from lmdeploy.base.errors import ModelFormatError
+from lmdeploy.checkpoint.open import open_checkpoint
+from lmdeploy.config.engine import TurbomindEngineConfig
+from lmdeploy.engine.plan import engine_config_of, longest_position
+from lmdeploy.models.config_reader import ConfigReader
+from lmdeploy.models.decoder_config import RopeSettings
+from lmdeploy.models.gpt_oss import FAMILY as GPT_OSS
+from lmdeploy.models.rope import rope_from_gguf, rope_from_hf
 
 MAX_POSITION = 512
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -211,8 +211,8 @@ def test_a_session_is_too_long_beyond_what_scaling_reaches(
 ) -> None:
     values = TINY_MODELS[0].config_values() | {"rope_parameters": rope, "rms_norm_eps": 1e-5}
     values["hidden_act"] = "silu"
-    from lmdeploy.turbomind.hf_checkpoint import _config_from_hf
-    from lmdeploy.turbomind.models.llama import FAMILY
+    from lmdeploy.checkpoint.hf import _config_from_hf
+    from lmdeploy.models.llama import FAMILY
 
     model = _config_from_hf(ConfigReader(values, "x"), FAMILY).to_engine("bfloat16")
     assert longest_position(model) == longest

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from test_tokenizer import sentence_piece_metadata
 
-from lmdeploy.gguf_tokenizer import tokenizer_from_gguf
+from lmdeploy.chat.gguf_tokenizer import tokenizer_from_gguf
+from lmdeploy.chat.tokenizer import Tokenizer
 from lmdeploy.serve.logprobs import CompletionLogprobs
-from lmdeploy.tokenizer import Tokenizer
 
 SKIP = {"skip_special": True}
 

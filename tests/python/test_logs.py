@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from lmdeploy.logs import set_log_level
+from lmdeploy.base.logs import set_log_level
 
 SCRIPT = """
 import logging
-from lmdeploy.logs import set_log_level
+from lmdeploy.base.logs import set_log_level
 {before}
 set_log_level({level!r})
 set_log_level({level!r})

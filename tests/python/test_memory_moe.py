@@ -15,8 +15,8 @@ from tiny_models import byte_tokenizer, make_model
 from tiny_moe import GPT_OSS, change_config, save_mxfp4
 
 from lmdeploy.cli.serve import dry_run_lines
-from lmdeploy.messages import TurbomindEngineConfig
-from lmdeploy.turbomind.loader import open_files
+from lmdeploy.config.engine import TurbomindEngineConfig
+from lmdeploy.engine.model_files import open_files
 
 LAYERS, EXPERTS, HIDDEN, HEADS, VOCAB = 3, 16, 512, 64, 8192
 # What loading takes beside the weights: the allocator, tables, pages at the ends of tensors.
@@ -76,7 +76,7 @@ import json, sys
 from pathlib import Path
 from engine_runs import EngineRun
 from lmdeploy import _turbomind
-from lmdeploy.turbomind.loader import load_model
+from lmdeploy.engine.model_files import load_model
 
 def resident(key):
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -146,7 +146,7 @@ def test_dry_run_names_the_experts(big: Path) -> None:
 
 def test_weight_bytes_are_what_the_engine_keeps(big: Path) -> None:
     from lmdeploy import _turbomind
-    from lmdeploy.turbomind.loader import load_model
+    from lmdeploy.engine.model_files import load_model
 
     info = open_files(str(big)).info
     model = load_model(str(big), device=_turbomind.make_cpu_device(2), progress=False)
@@ -169,12 +169,12 @@ def test_experts_outlive_the_file_and_its_reader(tmp_path: Path) -> None:
 
 def test_the_cache_leaves_room_for_experts(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts are not resident when the cache is planned; their bytes are not free all the same."""
-    from lmdeploy.turbomind import devices, engine_parts
+    from lmdeploy.engine import devices, load
 
     free = 64 << 20
     monkeypatch.setattr(devices, "free_memory_bytes", lambda: free)
     config = TurbomindEngineConfig(cache_max_entry_count=0.9, session_len=4096, max_batch_size=64)
-    parts = engine_parts.load_parts(str(big), config, progress=False)
+    parts = load.load_parts(str(big), config, progress=False)
     try:
         reserved = parts.core.memory_plan().reserved_bytes
     finally:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from lmdeploy import ChatTemplateConfig, GenerationConfig, Response, TurbomindEngineConfig
-from lmdeploy.engine_config import UNSUPPORTED_ENGINE_FIELDS
-from lmdeploy.generation_config import UNSUPPORTED_GENERATION_FIELDS
-from lmdeploy.kv_formats import QUANT_POLICY_NAMES, parse_quant_policy
-from lmdeploy.messages import join_pieces
-from lmdeploy.turbomind.devices import step_sizes
+from lmdeploy.config.engine import UNSUPPORTED_ENGINE_FIELDS
+from lmdeploy.config.generation import UNSUPPORTED_GENERATION_FIELDS
+from lmdeploy.config.kv_formats import QUANT_POLICY_NAMES, parse_quant_policy
+from lmdeploy.engine.devices import step_sizes
+from lmdeploy.response import join_pieces
 
 
 @pytest.mark.parametrize(("given", "name"), list(QUANT_POLICY_NAMES.items()))

@@ -23,10 +23,10 @@ from tiny_gguf import write_gguf
 from tiny_models import TINY_MODELS, make_model, save_model
 from tiny_moe import QWEN2_MOE
 
-from lmdeploy.messages import TurbomindEngineConfig
-from lmdeploy.turbomind import packed_cache, packed_file, weight_loader
-from lmdeploy.turbomind.engine import AsyncEngine
-from lmdeploy.turbomind.packed_cache import CacheOptions, options_from_environment
+from lmdeploy.checkpoint import load, weight_cache, weight_cache_file
+from lmdeploy.checkpoint.weight_cache import CacheOptions, options_from_environment
+from lmdeploy.config.engine import TurbomindEngineConfig
+from lmdeploy.engine.async_engine import AsyncEngine
 
 IDS = [1, 5, 40, 7, 300, 12, 9, 9]
 SETTLED_NS = -(10**18)  # every file is old enough
@@ -50,9 +50,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache that takes tiny models, and new ones too."""
     monkeypatch.setenv("LMDEPLOY_CACHE", "1")
     monkeypatch.setenv("LMDEPLOY_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(weight_loader, "MIN_CACHED_BYTES", 0)
-    monkeypatch.setattr(packed_cache, "SETTLE_NS", SETTLED_NS)
-    monkeypatch.setattr(packed_cache, "_START_SECONDS", 0.0)
+    monkeypatch.setattr(load, "MIN_CACHED_BYTES", 0)
+    monkeypatch.setattr(weight_cache, "SETTLE_NS", SETTLED_NS)
+    monkeypatch.setattr(weight_cache, "_START_SECONDS", 0.0)
     return tmp_path / "cache"
 
 
@@ -92,7 +92,7 @@ def test_the_second_start_has_the_same_bits(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(packed_file, "_is_in_huge_pages", lambda *_: in_place)
+    monkeypatch.setattr(weight_cache_file, "_is_in_huge_pages", lambda *_: in_place)
     path = request.getfixturevalue(model)
     first = Start(path)
     assert first.stored and not first.from_cache
@@ -179,12 +179,12 @@ def test_every_shard_and_the_index_count(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"x")
     (tmp_path / "nowhere.safetensors").symlink_to(tmp_path / "missing")
     (tmp_path / "itself.safetensors").symlink_to("itself.safetensors")
-    before = packed_cache.stamp_files(tmp_path)
+    before = weight_cache.stamp_files(tmp_path)
     assert len(before.files) == 3
     time.sleep(0.05)
     for name in [Path(place).name for place, *_ in before.files]:
         os.utime(tmp_path / name)
-        after = packed_cache.stamp_files(tmp_path)
+        after = weight_cache.stamp_files(tmp_path)
         assert after.files != before.files
         before = after
 
@@ -193,9 +193,9 @@ def test_a_file_that_may_still_change_is_not_kept(
     gguf: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Path(shutil.copy(gguf, tmp_path / "model.gguf"))
-    monkeypatch.setattr(packed_cache, "SETTLE_NS", 10**12)
+    monkeypatch.setattr(weight_cache, "SETTLE_NS", 10**12)
     assert not Start(model).stored
-    monkeypatch.setattr(packed_cache, "SETTLE_NS", SETTLED_NS)
+    monkeypatch.setattr(weight_cache, "SETTLE_NS", SETTLED_NS)
     with EngineRun(str(model), exact=False) as run:
         time.sleep(0.05)
         os.utime(model)  # changed while it was in use
@@ -210,7 +210,7 @@ def test_another_build_packs_anew(
     gguf: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert Start(gguf).stored
-    monkeypatch.setattr(packed_cache, "_build_facts", lambda: [1, 2])
+    monkeypatch.setattr(weight_cache, "_build_facts", lambda: [1, 2])
     assert not Start(gguf).from_cache
     assert Start(gguf).from_cache
     assert len(list(folder.iterdir())) == 1
@@ -219,9 +219,9 @@ def test_another_build_packs_anew(
 def test_what_is_not_cached(gguf: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with EngineRun(str(gguf), exact=True) as run:
         assert run.model.cache_writer is None
-    monkeypatch.setattr(weight_loader, "MIN_CACHED_BYTES", 1 << 40)
+    monkeypatch.setattr(load, "MIN_CACHED_BYTES", 1 << 40)
     assert Start(gguf).from_cache  # nothing to write
-    monkeypatch.setattr(weight_loader, "MIN_CACHED_BYTES", 0)
+    monkeypatch.setattr(load, "MIN_CACHED_BYTES", 0)
     for name, value in (("LMDEPLOY_CACHE", "0"), ("LMDEPLOY_CACHE_LIMIT", "0")):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
@@ -264,7 +264,7 @@ def test_what_another_process_has_written_is_not_read_again(
         def read_packed(*_: Any, **__: Any) -> None:
             raise AssertionError("all of it is read")
 
-        monkeypatch.setattr(packed_cache, "read_packed", read_packed)
+        monkeypatch.setattr(weight_cache, "read_packed", read_packed)
         writer.start(is_busy=lambda: False)
         assert writer.join(DEADLINE)
         assert writer.stored and os.path.samestat(only_file(folder).stat(), written)
@@ -316,7 +316,7 @@ def test_nothing_goes_for_what_would_not_fit_then(
     (folder / "old.packed").write_bytes(bytes(size))
     monkeypatch.setenv("LMDEPLOY_CACHE_LIMIT", str(size + size // 2))  # one of the two
     usage = shutil.disk_usage(folder)
-    free = packed_cache._KEEP_FREE - 1  # and `size` once the old one has gone
+    free = weight_cache._KEEP_FREE - 1  # and `size` once the old one has gone
 
     def disk_usage(_: int) -> Any:
         gone = 0 if (folder / "old.packed").exists() else size
@@ -333,7 +333,7 @@ def test_nothing_goes_for_what_would_not_fit_then(
 def test_a_full_disk_is_left_alone(
     gguf: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed_cache, "_KEEP_FREE", 1 << 60)
+    monkeypatch.setattr(weight_cache, "_KEEP_FREE", 1 << 60)
     assert not Start(gguf).stored
     assert list(folder.iterdir()) == []
 
@@ -396,7 +396,7 @@ def test_the_engine_writes_when_it_is_ready(gguf: Path, folder: Path) -> None:
 def test_closing_the_engine_stops_the_writer(
     gguf: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed_cache, "_START_SECONDS", 1000.0)
+    monkeypatch.setattr(weight_cache, "_START_SECONDS", 1000.0)
     before = threading.enumerate()
     engine = AsyncEngine.load(str(gguf), TurbomindEngineConfig(session_len=128), progress=False)
     started = [thread for thread in threading.enumerate() if thread not in before]
@@ -444,8 +444,8 @@ def test_a_file_system_without_unnamed_files(
     killed.write_bytes(b"of a process that was killed a moment ago")
     assert Start(gguf).stored and not killed.exists()
     with monkeypatch.context() as patch:
-        patch.setattr(packed_cache, "write_packed", lambda *_, **__: os.stat("/nonexistent"))
-        patch.setattr(packed_cache, "_build_facts", lambda: [3])
+        patch.setattr(weight_cache, "write_packed", lambda *_, **__: os.stat("/nonexistent"))
+        patch.setattr(weight_cache, "_build_facts", lambda: [3])
         assert not Start(gguf).stored
     assert len(list(folder.iterdir())) == 1
     leftover = folder / ".model.packed.1.unfinished"
@@ -459,20 +459,20 @@ def test_a_file_system_without_unnamed_files(
 def test_a_write_waits_for_requests_but_not_for_ever(
     gguf: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed_cache, "_WAIT_SECONDS", 0.001)
+    monkeypatch.setattr(weight_cache, "_WAIT_SECONDS", 0.001)
     asked = []
     with EngineRun(str(gguf), exact=False) as run:
         writer = run.model.cache_writer
         assert writer is not None
         writer.start(is_busy=lambda: asked.append(1) is None)
         assert writer.join(DEADLINE) and writer.stored
-    assert len(asked) >= packed_cache._BUSY_WAITS
+    assert len(asked) >= weight_cache._BUSY_WAITS
 
 
 def test_closing_the_engine_ends_the_write(
     gguf: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed_cache, "_BUSY_WAITS", 10**9)
+    monkeypatch.setattr(weight_cache, "_BUSY_WAITS", 10**9)
     with EngineRun(str(gguf), exact=False) as run:
         writer = run.model.cache_writer
         assert writer is not None
@@ -486,7 +486,7 @@ def test_closing_the_engine_ends_the_write(
 PROCESS = """
 import json, os, resource, sys, time
 from engine_runs import EngineRun
-from lmdeploy.turbomind import packed_cache, weight_loader
+from lmdeploy.checkpoint import load as weight_loader, weight_cache as packed_cache
 packed_cache.SETTLE_NS = -10**18
 packed_cache._START_SECONDS = 0.0
 weight_loader.MIN_CACHED_BYTES = 0
@@ -518,7 +518,7 @@ with EngineRun(model, exact=False) as run:
 
 
 def start_process(model: Path, behaviour: str) -> subprocess.Popen[str]:
-    root = Path(packed_cache.__file__).parents[2]
+    root = Path(weight_cache.__file__).parents[2]
     paths = [str(root), str(Path(__file__).parent)]
     return subprocess.Popen(
         [sys.executable, "-c", PROCESS, str(model), behaviour],
@@ -575,11 +575,11 @@ UNUSED += ["tqdm", "transformers", "uvicorn", "yaml"]
 def test_a_start_imports_only_what_it_uses() -> None:
     code = f"""
 import sys
-from lmdeploy.turbomind.engine import AsyncEngine
+from lmdeploy.engine.async_engine import AsyncEngine
 AsyncEngine.load("smollm2", progress=False).close()
 print([name for name in {UNUSED} if name in sys.modules])
 """
-    root = Path(packed_cache.__file__).parents[2]
+    root = Path(weight_cache.__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": str(root)},

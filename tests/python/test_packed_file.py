@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lmdeploy.turbomind import packed_file
-from lmdeploy.turbomind.packed_file import (
+from lmdeploy.checkpoint import weight_cache_file
+from lmdeploy.checkpoint.weight_cache_file import (
     OtherKeyError,
     PackedFile,
     PackedFileError,
@@ -71,7 +71,7 @@ def test_what_was_written_is_read(good: bytes) -> None:
         np.testing.assert_array_equal(tiles.data, MATRICES[name].data)
         # Views start where the kernels want them, and nobody can change them.
         assert (tiles.data.ctypes.data - found["embedding"].data.ctypes.data) % 64 == 0
-    assert len(good) == packed_file.file_bytes(SHAPES)
+    assert len(good) == weight_cache_file.file_bytes(SHAPES)
 
 
 def test_a_mapped_file_is_read_only(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_key_version_and_layout(good: bytes) -> None:
         read(good, key=bytes(32))
     with pytest.raises(PackedFileError, match="layout is 7; wanted 8"):
         read(good, layout=8)
-    other_version = good[:8] + struct.pack("<I", packed_file.VERSION + 1) + good[12:]
+    other_version = good[:8] + struct.pack("<I", weight_cache_file.VERSION + 1) + good[12:]
     with pytest.raises(PackedFileError, match="version is 2; wanted 1"):
         read(other_version)
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from engine_runs import EngineRun
 
-from lmdeploy.hub import resolve_model
-from lmdeploy.turbomind.checkpoint import Checkpoint, open_checkpoint
-from lmdeploy.turbomind.conversion import matrix_for_engine, vector_for_engine
+from lmdeploy.checkpoint.convert import matrix_for_engine, vector_for_engine
+from lmdeploy.checkpoint.hub import resolve_model
+from lmdeploy.checkpoint.open import Checkpoint, open_checkpoint
 
 # Mean KL divergence per position, in nats.
 MAX_KL_EXACT = 1e-8  # 5e-11 is seen

@@ -13,9 +13,9 @@ import pytest
 from fake_engine import make_engine
 
 from lmdeploy import GenerationConfig, Pipeline
-from lmdeploy.turbomind import loop_thread
-from lmdeploy.turbomind.engine import EngineFailure
-from lmdeploy.turbomind.grammar import Grammar
+from lmdeploy.chat.grammar import Grammar
+from lmdeploy.engine import loop_thread
+from lmdeploy.engine.async_engine import EngineFailure
 
 
 @pytest.fixture

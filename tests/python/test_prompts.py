@@ -10,18 +10,18 @@ import pytest
 from fake_engine import FakeTokenizer
 from test_tokenizer import sentence_piece_metadata
 
-from lmdeploy.chat_template import ChatTemplate
-from lmdeploy.checks import OptionError
-from lmdeploy.gguf_tokenizer import tokenizer_from_gguf
-from lmdeploy.model import ChatTemplateConfig
-from lmdeploy.turbomind import prompts
-from lmdeploy.turbomind.prompts import (
+from lmdeploy.base.checks import OptionError
+from lmdeploy.chat import prompts
+from lmdeploy.chat.gguf_tokenizer import tokenizer_from_gguf
+from lmdeploy.chat.jinja_template import ChatTemplate
+from lmdeploy.chat.prompts import (
     PromptTemplate,
     check_messages,
     check_template_options,
     choose_template,
     encode_chat,
 )
+from lmdeploy.config.chat_template import ChatTemplateConfig
 
 QUESTION = [{"role": "user", "content": "abc"}]
 BOS = 1

@@ -283,11 +283,11 @@ def test_first_layers_of_smollm2(tmp_path: Path) -> None:
     """KL and perplexity of real weights, with a calibration file of the command's own making."""
     from reference import smollm2
 
-    from lmdeploy.kv_formats import FormatPair
+    from lmdeploy.config.kv_formats import FormatPair
+    from lmdeploy.engine.kv_calibration import engine_constants, write_calibration
     from lmdeploy.lite.calibrate import CalibrationOptions, calibrate
-    from lmdeploy.lite.evaluation import cache_variants, evaluate
+    from lmdeploy.lite.divergence import cache_variants, evaluate
     from lmdeploy.lite.prompt_engine import open_model
-    from lmdeploy.turbomind.kv_calibration import engine_constants, write_calibration
 
     path = tmp_path / "shallow.gguf"
     smollm2.write_first_layers(path, 2)

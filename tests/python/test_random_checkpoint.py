@@ -157,7 +157,7 @@ def test_llama_cpp_generates(name: str, tmp_path: Path) -> None:
     tokens = [token for token, _ in zip(model.generate(ids, temp=0), range(5), strict=False)]
     assert len(set(tokens)) > 1 and all(0 <= token < 640 for token in tokens)
     folder = make(name, tmp_path / "model")
-    from lmdeploy.tokenizer import tokenizer_from_folder
+    from lmdeploy.chat.tokenizer import tokenizer_from_folder
 
     text = "It's 2024, “so be it”!\n\n  <|end|>\tdone"
     ours = tokenizer_from_folder(folder).encode(text, add_special=False)

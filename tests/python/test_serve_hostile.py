@@ -17,18 +17,19 @@ from fake_engine import FakeTokenizer, make_engine
 from serving import CHAT, post, serving
 
 import lmdeploy
-from lmdeploy.checks import OptionError
-from lmdeploy.generation_config import GenerationConfig, sampling_defaults
-from lmdeploy.messages import Response
-from lmdeploy.serve import generation, server
+from lmdeploy.base.checks import OptionError
+from lmdeploy.chat.grammar import Grammar
+from lmdeploy.chat.prompts import MAX_OPTIONS_DEPTH, MAX_OPTIONS_SIZE, check_template_options
+from lmdeploy.config.generation import GenerationConfig, sampling_defaults
+from lmdeploy.engine.async_engine import EngineFailure
+from lmdeploy.response import Response
+from lmdeploy.serve import jobs as generation
+from lmdeploy.serve import server
 from lmdeploy.serve.errors import ApiError, to_api_error
-from lmdeploy.serve.generation import Prepared, collect_all, request_error, submit_all
 from lmdeploy.serve.graceful_server import GracefulServer
+from lmdeploy.serve.jobs import Prepared, collect_all, request_error, submit_all
 from lmdeploy.serve.metrics import ServerMetrics
-from lmdeploy.serve.protocol import ChatCompletionRequest, CompletionRequest, parse_request
-from lmdeploy.turbomind.engine import EngineFailure
-from lmdeploy.turbomind.grammar import Grammar
-from lmdeploy.turbomind.prompts import MAX_OPTIONS_DEPTH, MAX_OPTIONS_SIZE, check_template_options
+from lmdeploy.serve.schema import ChatCompletionRequest, CompletionRequest, parse_request
 
 JSON_FORMAT = {"type": "json_object"}
 COMPLETION = {"model": "m", "prompt": "a"}
@@ -478,7 +479,7 @@ def test_a_closing_engine_is_not_called_a_failed_one():
 
 def test_a_server_that_cannot_begin_closes_its_engine(monkeypatch):
     engine = make_engine()
-    monkeypatch.setattr("lmdeploy.turbomind.engine.AsyncEngine.load", lambda *_, **__: engine)
+    monkeypatch.setattr("lmdeploy.engine.async_engine.AsyncEngine.load", lambda *_, **__: engine)
 
     def listen(*_):
         raise ValueError("cannot listen")

@@ -12,8 +12,8 @@ import pytest
 from serving import serving
 
 from lmdeploy import GenerationConfig, Pipeline, TurbomindEngineConfig
-from lmdeploy.cli.entrypoint import main
-from lmdeploy.turbomind.engine import AsyncEngine
+from lmdeploy.cli.main import main
+from lmdeploy.engine.async_engine import AsyncEngine
 
 PARIS = [{"role": "user", "content": "What is the capital of France?"}]
 SCHEMA = {

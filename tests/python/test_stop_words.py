@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmdeploy.turbomind.answer_text import StopMatcher
+from lmdeploy.chat.detokenize import StopMatcher
 
 LETTERS = "abc"
 

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import TINY_MODELS, VOCAB_SIZE, byte_tokenizer, make_model, save_model
 
-from lmdeploy.gguf_tokenizer import supported_cuts, tokenizer_from_gguf
-from lmdeploy.hub import resolve_model
-from lmdeploy.tokenizer import Tokenizer, tokenizer_from_folder
-from lmdeploy.turbomind.gguf_file import GgufFile
-from lmdeploy.turbomind.model_errors import ModelFormatError
+from lmdeploy.base.errors import ModelFormatError
+from lmdeploy.chat.gguf_tokenizer import supported_cuts, tokenizer_from_gguf
+from lmdeploy.chat.tokenizer import Tokenizer, tokenizer_from_folder
+from lmdeploy.checkpoint.files.gguf_file import GgufFile
+from lmdeploy.checkpoint.hub import resolve_model
 
 DATA = Path(__file__).parent / "data"
 # (text, ids) made with llama-cpp-python 0.3.36 on the same file: tokenize(special=True).

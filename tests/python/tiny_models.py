@@ -88,7 +88,7 @@ def byte_tokenizer() -> Any:
     """A byte-level BPE tokenizer of VOCAB_SIZE ids: 3 special ones, 256 bytes, some words."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    from lmdeploy.tokenizer import byte_alphabet
+    from lmdeploy.chat.tokenizer import byte_alphabet
 
     alphabet = sorted(byte_alphabet())
     tokens = ["<unk>", "<s>", "</s>", *alphabet]

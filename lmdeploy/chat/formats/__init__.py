@@ -1,0 +1,1 @@
+"""Chat formats: one package per format."""

@@ -1,0 +1,271 @@
+"""⑨ Tokens of an answer in the Harmony format → reasoning, content and tool calls, as they come.
+
+Pure and synchronous; one object per answer. Any sequence of tokens is accepted:
+
+* A body ends with <|end|>, <|call|>, <|return|>, <|start|> or <|channel|>; a header ends with
+  <|message|>. A header without a body is dropped, and so is text after a body and before the next
+  <|start|>. <|message|> and <|constrain|> inside a body count for nothing, as do other special
+  tokens.
+* Bodies of other roles than the assistant's are dropped: the model only imagines them.
+* A body of an unknown channel, or of none, is content.
+* An answer that never comes to a <|channel|> or <|message|> is content as a whole.
+"""
+
+from __future__ import annotations
+
+import codecs
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from lmdeploy.chat.formats.harmony.tokens import HarmonyTokens, SpecialTokens
+from lmdeploy.chat.tool_calls import FunctionCall, ToolCall, join_tool_calls
+
+# Text that has not become a message after that many bytes is no header.
+_MAX_PLAIN_HEADER_BYTES = 256
+_FUNCTIONS = "functions."
+_CHANNELS = ("analysis", "commentary", "final")
+_NO_TOOLS = ("", "assistant", "user", "all")  # recipients that are none
+
+
+class Kind(Enum):
+    """What a piece of text belongs to."""
+
+    CONTENT = "content"
+    REASONING = "reasoning"
+    TOOL_CALL = "tool_call"
+    DROPPED = "dropped"
+
+
+@dataclass
+class Parts:
+    """New parts of an answer, or the whole of it. `tool_calls` are parts of calls in order."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+
+    def add(self, other: Parts) -> None:
+        """Appends later parts."""
+        self.content += other.content
+        self.reasoning += other.reasoning
+        self.tool_calls += other.tool_calls
+
+
+@dataclass
+class _Header:
+    """Bytes between <|start|> and <|message|>."""
+
+    role: bytearray = field(default_factory=bytearray)
+    channel: bytearray | None = None
+    constrain: bytearray | None = None
+    is_first: bool = False  # of the answer: the prompt has `<|start|>assistant` already
+
+    def append(self, data: bytes) -> None:
+        """Text of the section that was begun last."""
+        for section in (self.constrain, self.channel, self.role):
+            if section is not None:
+                section += data
+                return
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether this may be an answer without any format."""
+        return self.is_first and self.channel is None and self.constrain is None
+
+    def kind(self) -> tuple[Kind, str]:
+        """What the body is, and for a tool call the name of the tool."""
+        role = _words(self.role)
+        channel = _words(self.channel or b"")
+        author = "assistant" if self.is_first or not role else role[0]
+        if not author.startswith(("assistant", "to=", *_CHANNELS)):
+            return Kind.DROPPED, ""
+        recipients = [word[3:] for word in channel + role if word.startswith("to=")]
+        recipient = recipients[0] if recipients else ""
+        name = recipient.removeprefix(_FUNCTIONS)
+        if name and recipient not in _NO_TOOLS:
+            return Kind.TOOL_CALL, name
+        is_analysis = (channel or role)[:1] == ["analysis"]
+        return (Kind.REASONING if is_analysis else Kind.CONTENT), ""
+
+
+def _words(section: bytes | bytearray) -> list[str]:
+    return section.decode("utf-8", "replace").split()
+
+
+class HarmonyParser:
+    """The state machine. `push` every token, then `finish`; joined, the parts are the answer.
+
+    With `in_final` the prompt has opened the channel `final` already.
+
+    Two bodies of the same kind are joined by a line break. A character whose bytes come in several
+    tokens is given away when it is complete; bytes that are no UTF-8 become U+FFFD.
+    """
+
+    def __init__(
+        self,
+        tokenizer: SpecialTokens,
+        tokens: HarmonyTokens | None = None,
+        *,
+        in_final: bool = False,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._tokens = tokens or HarmonyTokens.of(tokenizer)
+        # None: inside a body, of `_kind`.
+        self._header: _Header | None = None if in_final else _Header(is_first=True)
+        self._kind = Kind.CONTENT
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._written: set[Kind] = set()
+        self._owes_break = False
+        self._call_id = ""
+        self._num_calls = 0
+
+    @property
+    def num_calls(self) -> int:
+        """Tool calls begun so far."""
+        return self._num_calls
+
+    @property
+    def pending_content(self) -> bool:
+        """Whether half a character of the content is kept back."""
+        in_content = self._header is None and self._kind is Kind.CONTENT
+        return in_content and bool(self._decoder.getstate()[0])
+
+    def push(self, token: int) -> Parts:
+        """What `token` adds."""
+        tokens = self._tokens
+        if token in (tokens.start, tokens.end, tokens.call, tokens.return_):
+            return self._begin_header(_Header())
+        if token == tokens.channel:
+            if self._header is None:
+                return self._begin_header(_Header(channel=bytearray()))
+            self._header.channel, self._header.constrain = bytearray(), None
+        elif token == tokens.constrain and self._header is not None:
+            self._header.constrain = bytearray()
+        elif token == tokens.message and self._header is not None:
+            return self._begin_body(*self._header.kind())
+        elif token in (tokens.constrain, tokens.message) or self._tokenizer.is_special(token):
+            pass
+        elif self._header is None:
+            return self._text(self._decoder.decode(self._tokenizer.token_bytes(token)))
+        else:
+            return self._extend_header(self._tokenizer.token_bytes(token))
+        return Parts()
+
+    def finish(self) -> Parts:
+        """No token follows: half a character becomes U+FFFD."""
+        header = self._header
+        if header is None:
+            return self._end_body()
+        text = header.role.decode("utf-8", "replace")
+        recipient = text.strip()
+        self._header = _Header()
+        if not header.is_plain or recipient.startswith("to=") or "to=".startswith(recipient):
+            return Parts()
+        return Parts(content=text)
+
+    def _extend_header(self, data: bytes) -> Parts:
+        header = self._header
+        if header is None:
+            raise RuntimeError("a header was extended inside a body")
+        header.append(data)
+        if not header.is_plain or len(header.role) <= _MAX_PLAIN_HEADER_BYTES:
+            return Parts()
+        result = self._begin_body(Kind.CONTENT, "")
+        result.add(self._text(self._decoder.decode(bytes(header.role))))
+        return result
+
+    def _begin_header(self, header: _Header) -> Parts:
+        parts = self._end_body() if self._header is None else Parts()
+        self._header = header
+        return parts
+
+    def _begin_body(self, kind: Kind, name: str) -> Parts:
+        self._header = None
+        self._kind = kind
+        self._owes_break = kind in self._written
+        if kind is not Kind.TOOL_CALL:
+            return Parts()
+        self._call_id = f"chatcmpl-tool-{uuid.uuid4().hex}"
+        self._num_calls += 1
+        return Parts(tool_calls=[self._call_part(name=name)])
+
+    def _end_body(self) -> Parts:
+        return self._text(self._decoder.decode(b"", True))
+
+    def _text(self, text: str) -> Parts:
+        if not text or self._kind is Kind.DROPPED:
+            return Parts()
+        if self._kind is Kind.TOOL_CALL:
+            return Parts(tool_calls=[self._call_part(arguments=text)])
+        self._written.add(self._kind)
+        if self._owes_break:
+            text, self._owes_break = "\n" + text, False
+        return Parts(content=text) if self._kind is Kind.CONTENT else Parts(reasoning=text)
+
+    def _call_part(self, *, name: str = "", arguments: str = "") -> ToolCall:
+        return ToolCall(self._call_id, FunctionCall(name, arguments), self._num_calls - 1)
+
+
+def parse_answer(tokenizer: SpecialTokens, token_ids: Iterable[int]) -> Parts:
+    """A whole answer at once; its tool calls are whole too. ValueError for unknown ids."""
+    parser = HarmonyParser(tokenizer)
+    pieces = [*(parser.push(token_id) for token_id in token_ids), parser.finish()]
+    return Parts(
+        content="".join(piece.content for piece in pieces),
+        reasoning="".join(piece.reasoning for piece in pieces),
+        tool_calls=join_tool_calls([part for piece in pieces for part in piece.tool_calls]),
+    )
+
+
+class KnownTokens(SpecialTokens, Protocol):
+    """A tokenizer that says how many ids it has."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        ...
+
+
+class HarmonyText:
+    """A Detokenizer (chat/detokenize.py): its text is the content, the rest is set aside.
+
+    So stop words are matched against the content alone: one in the reasoning ends nothing.
+    """
+
+    def __init__(
+        self, tokenizer: KnownTokens, tokens: HarmonyTokens, *, in_final: bool = False
+    ) -> None:
+        self._parser = HarmonyParser(tokenizer, tokens, in_final=in_final)
+        self._vocab_size = tokenizer.vocab_size
+        self._aside = Parts()
+
+    @property
+    def num_calls(self) -> int:
+        """Tool calls begun so far."""
+        return self._parser.num_calls
+
+    def push(self, token: int) -> str:
+        """The content that `token` completes. Ids that only pad the vocabulary have no text."""
+        return self._sort(self._parser.push(token)) if token < self._vocab_size else ""
+
+    @property
+    def pending(self) -> bool:
+        """Whether half a character of the content is kept back."""
+        return self._parser.pending_content
+
+    def finish(self) -> str:
+        """The rest of the content."""
+        return self._sort(self._parser.finish())
+
+    def take_aside(self) -> tuple[str, list[ToolCall]]:
+        """Reasoning and parts of tool calls since the last time."""
+        aside, self._aside = self._aside, Parts()
+        return aside.reasoning, aside.tool_calls
+
+    def _sort(self, parts: Parts) -> str:
+        content, parts.content = parts.content, ""
+        self._aside.add(parts)
+        return content

@@ -1,0 +1,131 @@
+"""② A checked conversation → the texts of a prompt, by the chat template or by openai-harmony.
+
+What a client sends must never become a special token: `<|end|><|start|>system…` in the result of a
+tool would speak with the system's voice. So wherever a text of the request spells one, a guard is
+put after its first character before rendering, and the rendered prompt is cut at the guards. Each
+piece is tokenised by itself: the text that the model sees is the same, the token is not.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from lmdeploy.base.checks import OptionError
+from lmdeploy.chat.formats.harmony.conversation import Call, Turn, read_conversation, read_options
+from lmdeploy.chat.jinja_template import RawText
+from lmdeploy.chat.tokenizer import without_surrogates
+
+if TYPE_CHECKING:
+    from lmdeploy.chat.prompts import PromptTemplate
+
+_SPECIAL = re.compile(r"<(?=\|\w+\|>)")
+_ANALYSIS = "<|channel|>analysis<|message|>"
+_COMMENTARY = "<|channel|>commentary<|message|>"
+_NEXT_MESSAGE = "<|end|><|start|>assistant"
+_BROWSER = "browser."  # the namespace of a built-in tool
+
+
+def render_prompt(
+    template: PromptTemplate | None, messages: Any, *, options: Mapping[str, Any]
+) -> list[str]:
+    """The prompt as texts to be tokenised one by one and joined.
+
+    Args:
+        template: of the checkpoint; None: openai-harmony renders.
+        messages: as a client sends them: roles system, developer, user, assistant (with
+            `reasoning_content` or `thinking`, and `tool_calls`) and tool.
+        options: variables of the template; `tools`, `reasoning_effort` (low, medium, high) and
+            `builtin_tools` (browser, python) are checked.
+
+    Raises ValueError that names the field, what the template itself refuses, or what rendering
+    without a template lacks.
+    """
+    turns, variables = read_conversation(messages), read_options(dict(options))
+    guard = secrets.token_hex(16)
+    try:
+        turns = [_guard_turn(turn, guard) for turn in turns]
+        return _render(template, turns, variables=_guarded(variables, guard)).split(guard)
+    except RecursionError:
+        raise OptionError(
+            "tools", "nested too deep, wanted a plain JSON schema; change tools"
+        ) from None
+
+
+def _render(
+    template: PromptTemplate | None, turns: Sequence[Turn], *, variables: dict[str, Any]
+) -> str:
+    if template is not None:
+        return _render_by_template(template, turns, variables=variables)
+    from lmdeploy.chat.formats.harmony.library import render_by_library
+
+    return render_by_library(turns, variables)
+
+
+def _guard_turn(turn: Turn, guard: str) -> Turn:
+    call = turn.call
+    if call is not None:
+        call = Call(call.name, _guarded(call.arguments, guard))
+    return replace(
+        turn,
+        content=_guarded(turn.content, guard),
+        thinking=_guarded(turn.thinking, guard),
+        call=call,
+    )
+
+
+def _guarded(value: Any, guard: str) -> Any:
+    """`value` with every text in it guarded."""
+    if isinstance(value, str):
+        return _SPECIAL.sub("<" + guard, without_surrogates(value))
+    if isinstance(value, dict):
+        return {_guarded(key, guard): _guarded(item, guard) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_guarded(item, guard) for item in value]
+    return value
+
+
+def _render_by_template(
+    template: PromptTemplate, turns: Sequence[Turn], *, variables: dict[str, Any]
+) -> str:
+    # Templates know reasoning before a call, but no preamble: it goes in behind a mark and gets
+    # its own channel afterwards. They take every call for one of a function: those of the browser,
+    # whose names no function may have, are marked too.
+    mark = secrets.token_hex(16)
+    text = template.render(_template_messages(turns, mark), variables, continues=False)
+    text = text.replace(f"functions.{mark}{_BROWSER}", _BROWSER)
+    text = text.replace(_ANALYSIS + mark, _COMMENTARY)
+    return text.replace(mark, _NEXT_MESSAGE + _COMMENTARY)
+
+
+def _template_messages(turns: Sequence[Turn], mark: str) -> list[dict[str, Any]]:
+    """Messages as GPT-OSS's template wants them: one call each, `thinking`, texts as they are.
+
+    Its filter `tojson` leaves RawText alone: arguments and results go in as they were written, as
+    openai-harmony does it, and the beginning of the prompt stays equal for the prefix cache.
+    """
+    messages: list[dict[str, Any]] = []
+    for turn in turns:
+        name = "" if turn.call is None else turn.call.name
+        name = mark + name if name.startswith(_BROWSER) else name
+        if turn.role == "tool" and turn.call is not None:
+            messages.append({"role": "tool", "name": name, "content": RawText(turn.content)})
+            continue
+        if turn.call is None:
+            role = "system" if turn.role == "developer" else turn.role
+            message = {"role": role, "content": turn.content}
+            messages.append({**message, "thinking": turn.thinking} if turn.thinking else message)
+            continue
+        if turn.content and not turn.keeps_thinking:
+            messages.append({"role": "assistant", "content": turn.content})
+        function = {"name": name, "arguments": RawText(turn.call.arguments)}
+        calls = [{"type": "function", "function": function}]
+        request: dict[str, Any] = {"role": "assistant", "tool_calls": calls}
+        thinking = turn.thinking + (mark + turn.content if turn.content else "")
+        if thinking and turn.keeps_thinking:
+            request["thinking"] = thinking
+        messages.append(request)
+    return messages

@@ -1,0 +1,146 @@
+"""④ `response_format` → a mask over the vocabulary before every token, by llguidance."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lmdeploy.base.checks import OptionError, refuse
+from lmdeploy.chat.tokenizer import without_surrogates
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+MAX_GRAMMAR_CHARS = 1 << 17
+_MAX_LEXER_STATES = 50_000  # about 1 to 2 kB each
+_MAX_REASON_CHARS = 300
+_MAX_KEPT = 4  # compiled grammars of a call
+# Bounded: small models like to go on with blank lines until max_tokens.
+_JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"[ \n\t]{0,16}"}
+
+TokenMask = Callable[[Sequence[int], npt.NDArray[np.int32]], bool]
+
+
+def grammar_text(response_format: dict[str, Any]) -> str | None:
+    """The grammar in llguidance's notation; None for {"type": "text"}.
+
+    Raises OptionError for an unknown type, a missing part or a schema that is not an object.
+    """
+    import llguidance
+
+    _from_schema = llguidance.LLMatcher.grammar_from_json_schema
+    kind = response_format.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return str(_from_schema('{"type": "object"}', overrides=_JSON_OPTIONS))
+    if kind == "json_schema":
+        holder = response_format.get("json_schema")
+        schema = holder.get("schema", holder) if isinstance(holder, dict) else None
+        if not isinstance(schema, dict):
+            wanted = '{"name": ..., "schema": {...}}'
+            raise refuse(
+                "response_format.json_schema", holder, wanted=wanted, flag="response_format"
+            )
+        try:
+            text = json.dumps(schema)
+        except RecursionError:
+            raise OptionError(
+                "response_format.json_schema",
+                "got a schema nested too deep, wanted a flatter one; change response_format",
+            ) from None
+        _check_size("response_format.json_schema", text)
+        try:
+            return str(_from_schema(text, overrides=_JSON_OPTIONS))
+        except ValueError as error:  # what Python reads as JSON, and the library does not
+            reason = f"{str(error)[:_MAX_REASON_CHARS]}; change response_format"
+            raise OptionError("response_format.json_schema", reason) from None
+    if kind in ("regex_schema", "regex"):
+        pattern = response_format.get(kind)
+        if not isinstance(pattern, str) or not pattern:
+            raise refuse(f"response_format.{kind}", pattern, wanted="a regular expression")
+        _check_size(f"response_format.{kind}", pattern)
+        return str(llguidance.LLMatcher.grammar_from_regex(without_surrogates(pattern)))
+    wanted = "text, json_object, json_schema or regex_schema"
+    raise refuse("response_format.type", kind, wanted=wanted, flag="response_format")
+
+
+def _check_size(name: str, text: str) -> None:
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise OptionError(
+            name,
+            f"got {len(text)} characters, wanted at most {MAX_GRAMMAR_CHARS}; "
+            f"change response_format",
+        )
+
+
+class Grammar:
+    """A compiled response_format. Every answer goes through a copy of its own."""
+
+    def __init__(self, text: str, tokenizer: Any) -> None:
+        """Compiles llguidance's notation. OptionError for a bad grammar."""
+        import llguidance
+
+        limits = llguidance.LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
+        self._matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits)
+        if not self._matcher.is_error():
+            # A grammar that explodes shows here or at its first tokens.
+            self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            reason = f"{_reason(self._matcher)}; change response_format"
+            raise OptionError("response_format", reason)
+
+    def token_mask(self) -> TokenMask:
+        """The callback for one answer, which holds a matcher from its first call on."""
+        matcher: Any = None
+
+        def token_mask(new_tokens: Sequence[int], mask: npt.NDArray[np.int32]) -> bool:
+            nonlocal matcher
+            if matcher is None:
+                matcher = self._matcher.deep_copy()
+            if new_tokens and not matcher.consume_tokens(list(new_tokens)):
+                raise OptionError("response_format", _reason(matcher))
+            if matcher.is_stopped():
+                return False
+            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.size * mask.itemsize)
+            if matcher.is_error():
+                raise OptionError("response_format", _reason(matcher))
+            return True
+
+        return token_mask
+
+
+class Grammars:
+    """The grammars of one call: each is compiled once, the last few are kept. For any thread.
+
+    `get_tokenizer` gives llguidance's tokenizer and is called only when it is needed.
+    """
+
+    def __init__(self, get_tokenizer: Callable[[], Any]) -> None:
+        self._get_tokenizer = get_tokenizer
+        self._lock = threading.Lock()
+        self._kept: deque[tuple[dict[str, Any], Grammar]] = deque(maxlen=_MAX_KEPT)
+
+    def token_mask(self, response_format: dict[str, Any]) -> TokenMask | None:
+        """The callback for one answer, None for plain text. OptionError for a bad grammar."""
+        with self._lock:
+            for known, grammar in self._kept:
+                if known is response_format:
+                    return grammar.token_mask()
+            text = grammar_text(response_format)
+            if text is None:
+                return None
+            grammar = Grammar(text, self._get_tokenizer())
+            self._kept.append((response_format, grammar))
+            return grammar.token_mask()
+
+
+def _reason(matcher: Any) -> str:
+    text = str(matcher.get_error() or "a token outside the grammar")
+    return " ".join(text.split("<state>")[0].split())[:_MAX_REASON_CHARS]

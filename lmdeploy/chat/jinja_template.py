@@ -1,0 +1,236 @@
+"""② Messages → prompt text, with the Jinja template of the checkpoint in a sandbox.
+
+A template comes from a download: it runs in a sandbox of bounded time and memory
+(template_limits.py), with limits on the sizes of the template and of the prompt.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lmdeploy.base.checks import OptionError
+from lmdeploy.base.errors import ModelFormatError
+from lmdeploy.checkpoint.files.safetensors_file import read_json_object
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+    from lmdeploy.chat.tokenizer import Tokenizer
+
+_MAX_TEMPLATE_CHARS = 1 << 20
+_MAX_OUTPUT_CHARS = 64 << 20
+_MAX_INDENT = 16
+_MAX_CONFIG_BYTES = 16 << 20
+_FILE_NAMES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+
+Message = Mapping[str, Any]
+
+
+class RawText(str):
+    """A text that is JSON already, or goes in as it is: the filter `tojson` leaves it alone."""
+
+
+class _TemplateError(Exception):
+    """Raised by a template through raise_exception()."""
+
+
+class ChatTemplate:
+    """A compiled template. Immutable; any thread may use it.
+
+    Raises ModelFormatError when the source does not compile.
+    """
+
+    def __init__(
+        self, source: str, *, origin: str, bos_token: str = "", eos_token: str = ""
+    ) -> None:
+        self.source = source
+        self.origin = origin
+        self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        self._template = _compile(source, origin)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt of a conversation; encode it without special tokens.
+
+        Args:
+            messages: mappings with `role` and `content`.
+            add_generation_prompt: whether the assistant's turn is opened at the end.
+            variables: further names the template may use (enable_thinking, ...).
+
+        Raises OptionError with the template's own words when it refuses the messages.
+        """
+        from jinja2 import TemplateError
+
+        from lmdeploy.chat.template_limits import TemplateLimitError, metered
+
+        context = {
+            "tools": None,
+            "documents": None,
+            **(variables or {}),
+            "messages": [dict(message) for message in messages],
+            "add_generation_prompt": add_generation_prompt,
+            **self._tokens,
+        }
+        pieces: list[str] = []
+        size = 0
+        try:
+            with metered():
+                for piece in self._template.generate(context):
+                    pieces.append(piece)
+                    size += len(piece)
+                    if size > _MAX_OUTPUT_CHARS:
+                        raise _too_long()
+        except TemplateLimitError as error:
+            advice = "shorten the messages or change --chat-template"
+            raise OptionError("messages", f"the chat template: {error}; {advice}") from error
+        except (_TemplateError, TemplateError) as error:
+            text = f"the chat template refused the messages: {error}"
+            raise OptionError("messages", text) from error
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            MemoryError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
+            text = f"the chat template failed on the messages: {type(error).__name__}: {error}"
+            raise OptionError("messages", text) from error
+        return "".join(pieces)
+
+
+def template_from_file(path: str | Path, tokenizer: Tokenizer) -> ChatTemplate:
+    """A Jinja file, or a JSON file with `chat_template` (for --chat-template)."""
+    file = Path(path)
+    if file.suffix == ".json":
+        source = _source_from_json(file)
+        if source is None:
+            raise ModelFormatError(f"{file}: no chat_template in it")
+    else:
+        source = _read_text(file)
+    return _make(source, str(file), tokenizer=tokenizer)
+
+
+def template_from_folder(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The template of a Hugging Face folder; None when it has none."""
+    for name in _FILE_NAMES:
+        file = folder / name
+        if file.is_file():
+            source = _read_text(file) if file.suffix == ".jinja" else _source_from_json(file)
+            if source is not None:
+                return _make(source, str(file), tokenizer=tokenizer)
+    return None
+
+
+def template_from_gguf(metadata: Mapping[str, Any], tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The template in GGUF metadata; None when it has none."""
+    source = metadata.get("tokenizer.chat_template")
+    if not isinstance(source, str):
+        return None
+    return _make(source, "tokenizer.chat_template", tokenizer=tokenizer)
+
+
+def _make(source: str, origin: str, *, tokenizer: Tokenizer) -> ChatTemplate:
+    return ChatTemplate(
+        source, origin=origin, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token
+    )
+
+
+def _read_text(file: Path) -> str:
+    try:
+        if file.stat().st_size > 4 * _MAX_TEMPLATE_CHARS:
+            raise ModelFormatError(
+                f"{file}: a chat template has at most {_MAX_TEMPLATE_CHARS} chars"
+            )
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelFormatError(f"{file}: cannot be read: {error}") from error
+
+
+def _source_from_json(file: Path) -> str | None:
+    value = read_json_object(file, _MAX_CONFIG_BYTES).get("chat_template")
+    if isinstance(value, list):  # several named templates: the one for chat is "default"
+        named = [item for item in value if isinstance(item, dict) and item.get("name") == "default"]
+        value = named[0].get("template") if named else None
+    if value is not None and not isinstance(value, str):
+        raise ModelFormatError(f"{file}: chat_template is not a text")
+    return value
+
+
+def _compile(source: str, origin: str) -> Template:
+    from jinja2 import TemplateError
+
+    from lmdeploy.chat.template_limits import BoundedEnvironment, metered
+
+    if len(source) > _MAX_TEMPLATE_CHARS:
+        raise ModelFormatError(
+            f"{origin}: chat template: got {len(source)} characters, wanted at most "
+            f"{_MAX_TEMPLATE_CHARS}"
+        )
+    environment = BoundedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    try:
+        with metered():  # filters of constants run here
+            return environment.from_string(_without_generation_marks(source))
+    except (TemplateError, RecursionError, ValueError, SyntaxError) as error:
+        raise ModelFormatError(f"{origin}: the chat template does not compile: {error}") from error
+
+
+def _without_generation_marks(source: str) -> str:
+    """Drops `{% generation %}`, which only marks text for training."""
+    return re.sub(
+        r"\{%(-?)\s*(?:end)?generation\s*(-?)%\}", r"{%\1 if true \2%}{% endif %}", source
+    )
+
+
+def _raise_exception(message: object) -> None:
+    raise _TemplateError(str(message)[:1000])
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    *,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    if isinstance(value, RawText):
+        return str(value)
+    width = len(indent) if isinstance(indent, str) else indent or 0
+    if width > _MAX_INDENT:
+        raise _TemplateError(f"tojson: got indent={width}, wanted at most {_MAX_INDENT}")
+    # Unlike Jinja's own filter it does not escape for HTML.
+    encoder = json.JSONEncoder(
+        ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+    text, size = io.StringIO(), 0
+    for piece in encoder.iterencode(value):
+        size += text.write(piece)
+        if size > _MAX_OUTPUT_CHARS:
+            raise _too_long()
+    return text.getvalue()
+
+
+def _too_long() -> _TemplateError:
+    return _TemplateError(f"the prompt passes {_MAX_OUTPUT_CHARS} characters")

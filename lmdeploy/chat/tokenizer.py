@@ -1,0 +1,338 @@
+"""③⑨ Text → token ids, and token ids → text, whole or as a stream.
+
+Ids become bytes first and bytes become text last, so that a stream never cuts a character in two
+and gives the same text as decoding at once.
+"""
+
+from __future__ import annotations
+
+import codecs
+import threading
+from array import array
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lmdeploy.base.errors import ModelFormatError
+from lmdeploy.checkpoint.files.safetensors_file import parse_json_object, read_json_object
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+    from tokenizers import Tokenizer as Backend
+
+_MAX_TOKENIZER_BYTES = 256 << 20
+_MAX_CONFIG_BYTES = 16 << 20
+_MAX_IDS = 1 << 31  # of any vocabulary
+# Ends of a turn that checkpoints often leave out of eos_token_id.
+_END_OF_TURN = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|end_of_text|>",
+    "<|endoftext|>",
+    "<|eom_id|>",
+    "<|end|>",
+    "</s>",
+)
+# Harmony, the chat format of GPT-OSS: <|end|> only ends one of the messages of an answer.
+_HARMONY_ENDS = ("<|return|>", "<|call|>")
+
+_LONG_TEXT = 4096  # characters
+
+
+def byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins of the 256 bytes: character → byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    alphabet.update({chr(256 + index): byte for index, byte in enumerate(others)})
+    return alphabet
+
+
+def without_surrogates(text: str) -> str:
+    """`text` with U+FFFD for lone surrogates (from JSON escapes), which are no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+class Tokenizer:
+    """A tokenizer of one model. Immutable; any thread may use it.
+
+    Args:
+        backend: of the library tokenizers, with its post-processor (BOS) and decoder set.
+        eos_ids: ids that end an answer.
+        bos_id: the id put first, or None.
+        strip_first_space: SentencePiece: the text begins one space later than its bytes.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        eos_ids: Sequence[int],
+        bos_id: int | None = None,
+        strip_first_space: bool | None = None,
+    ) -> None:
+        self._backend = backend
+        self.eos_ids = list(dict.fromkeys(eos_ids))
+        self.bos_id = bos_id
+        pieces, strip = _bytes_of_tokens(backend)
+        self._max_token_bytes = max(map(len, pieces), default=1)
+        # In one piece: as objects of their own they would take ten times the bytes.
+        self._all_bytes = b"".join(pieces)
+        self._starts = array("I", accumulate(map(len, pieces), initial=0))
+        self._strip_first_space = strip if strip_first_space is None else strip_first_space
+        self._special = {
+            token_id
+            for token_id, token in backend.get_added_tokens_decoder().items()
+            if token.special
+        }
+        self._grammar_lock = threading.Lock()
+        self._grammar_tokenizers: dict[int, LLTokenizer] = {}
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+        return len(self._starts) - 1
+
+    @property
+    def max_token_bytes(self) -> int:
+        """Bytes of the longest token."""
+        return self._max_token_bytes
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """Ids that end an answer."""
+        return list(self.eos_ids)
+
+    @property
+    def eos_token(self) -> str:
+        """The text of the first end id; empty when there is none."""
+        return (self._backend.id_to_token(self.eos_ids[0]) or "") if self.eos_ids else ""
+
+    @property
+    def bos_token(self) -> str:
+        """The text of the begin id; empty when there is none."""
+        return (self._backend.id_to_token(self.bos_id) or "") if self.bos_id is not None else ""
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """Ids of `text`; special tokens written out in it are recognised.
+
+        `add_special` adds what the model puts around a text (BOS); a rendered chat template has it
+        already.
+        """
+        try:
+            return self._encode(text, add_special)
+        except (TypeError, UnicodeEncodeError):
+            return self._encode(without_surrogates(text), add_special)
+
+    def _encode(self, text: str, add_special: bool) -> list[int]:
+        if len(text) < _LONG_TEXT:
+            encoding = self._backend.encode(text, add_special_tokens=add_special)
+        else:  # only the batch call lets other Python threads run meanwhile
+            encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special)[0]
+        ids: list[int] = encoding.ids
+        return ids
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        """Text of `ids`; bytes that are no UTF-8 become U+FFFD. ValueError for an unknown id."""
+        stream = self.stream(skip_special=skip_special)
+        return "".join([stream.push(token_id) for token_id in ids]) + stream.finish()
+
+    def stream(self, skip_special: bool = True, *, begins_text: bool = True) -> TextStream:
+        """An incremental decoder. `begins_text`: the ids go on with no text before them."""
+        return TextStream(self, skip_special, begins_text=begins_text)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one id, special ones included. ValueError for an unknown id."""
+        if not 0 <= token_id < self.vocab_size:
+            raise ValueError(f"token id {token_id}: wanted 0..{self.vocab_size - 1}")
+        return self._all_bytes[self._starts[token_id] : self._starts[token_id + 1]]
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the id is a control token."""
+        return token_id in self._special
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token's text, or None."""
+        found: int | None = self._backend.token_to_id(token)
+        return found
+
+    def grammar_tokenizer(self, vocab_size: int | None = None) -> LLTokenizer:
+        """llguidance's view of this tokenizer, made once per size (about a second).
+
+        `vocab_size` is the number of logits of the model where that is more than the tokenizer's.
+        """
+        from llguidance import LLTokenizer
+
+        size = max(vocab_size or 0, self.vocab_size)
+        with self._grammar_lock:
+            if size not in self._grammar_tokenizers:
+                self._grammar_tokenizers[size] = LLTokenizer(
+                    self._backend.to_str(), n_vocab=size, eos_token=self.eos_ids or None
+                )
+            return self._grammar_tokenizers[size]
+
+    @property
+    def strips_first_space(self) -> bool:
+        """Whether the first space of a decoded text is dropped (SentencePiece)."""
+        return self._strip_first_space
+
+
+class TextStream:
+    """Text of ids, piece by piece. One thread at a time."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool, *, begins_text: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._strip = begins_text and tokenizer.strips_first_space
+
+    def push(self, token_id: int) -> str:
+        """The text that is complete now; bytes of an unfinished character are kept back."""
+        piece = self._tokenizer.token_bytes(token_id)
+        if self._skip_special and self._tokenizer.is_special(token_id):
+            return ""
+        if self._strip and piece:
+            piece = piece.removeprefix(b" ")
+            self._strip = False
+        return self._decoder.decode(piece)
+
+    @property
+    def pending(self) -> bool:
+        """Whether half a character is kept back."""
+        return bool(self._decoder.getstate()[0])
+
+    def finish(self) -> str:
+        """What was kept back, as U+FFFD where it is no text."""
+        return self._decoder.decode(b"", True)
+
+
+def tokenizer_from_folder(folder: Path) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder; needs tokenizer.json.
+
+    As transformers 5 reads one: what is put around a text is the post-processor of tokenizer.json,
+    whatever add_bos_token and add_eos_token of tokenizer_config.json say.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ModelFormatError(
+            f"{folder}: no tokenizer.json; other tokenizer files (tokenizer.model, vocab.txt) are "
+            "not read: save the tokenizer in its fast form"
+        )
+    read_json_object(path, _MAX_TOKENIZER_BYTES)
+    backend = _backend_from_file(path)
+    configs = [
+        read_json_object(folder / name, _MAX_CONFIG_BYTES)
+        for name in ("generation_config.json", "config.json")
+        if (folder / name).is_file()
+    ]
+    tokenizer_config = folder / "tokenizer_config.json"
+    own = (
+        read_json_object(tokenizer_config, _MAX_CONFIG_BYTES) if tokenizer_config.is_file() else {}
+    )
+    eos_ids = [token_id for config in configs for token_id in _id_list(config.get("eos_token_id"))]
+    bos_ids = [token_id for config in configs for token_id in _id_list(config.get("bos_token_id"))]
+    for key, ids in (("eos_token", eos_ids), ("bos_token", bos_ids)):
+        value = own.get(key)
+        text = value.get("content") if isinstance(value, dict) else value
+        found = backend.token_to_id(text) if isinstance(text, str) else None
+        if found is not None:
+            ids.insert(0, found)
+        elif key == "bos_token" and key in own and value is None:
+            ids.clear()  # there is none, whatever id the model was trained with
+    return Tokenizer(
+        backend,
+        eos_ids=[*eos_ids, *end_of_turn_ids(backend)],
+        bos_id=bos_ids[0] if bos_ids else None,
+    )
+
+
+def end_of_turn_ids(backend: Backend) -> list[int]:
+    """Special tokens that end a turn whatever the config says."""
+    special = {
+        token.content: token_id
+        for token_id, token in backend.get_added_tokens_decoder().items()
+        if token.special
+    }
+    ends: tuple[str, ...] = _END_OF_TURN
+    if {"<|channel|>", *_HARMONY_ENDS} <= set(special):
+        ends = (*_HARMONY_ENDS, *(text for text in _END_OF_TURN if text != "<|end|>"))
+    return [special[text] for text in ends if text in special]
+
+
+def _backend_from_file(path: Path) -> Backend:
+    from tokenizers import Tokenizer as BackendClass
+
+    try:
+        backend: Backend = BackendClass.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise ModelFormatError(f"{path}: not a tokenizer: {str(error)[:160]}") from error
+    backend.no_padding()
+    backend.no_truncation()
+    return backend
+
+
+def _id_list(value: Any) -> list[int]:
+    values = value if isinstance(value, list) else [value]
+    return [item for item in values if type(item) is int and 0 <= item < _MAX_IDS]
+
+
+def _decoder_text(backend: Backend) -> str:
+    """The decoder's settings, as Python prints them."""
+    if backend.decoder is None:
+        return ""
+    # Its own state rather than the tokenizer's: that has the whole vocabulary, a tenth of a second.
+    return str(parse_json_object(backend.decoder.__getstate__(), "tokenizer: decoder"))
+
+
+def _byte_table() -> dict[int, str]:
+    """For str.translate: stand-ins → characters of Latin-1; all else → none of Latin-1."""
+    table = dict.fromkeys(range(256), "\uffff")
+    table.update({ord(char): chr(byte) for char, byte in byte_alphabet().items()})
+    return table
+
+
+def _bytes_of_tokens(backend: Backend) -> tuple[list[bytes], bool]:
+    """The bytes of every id, and whether decoding drops a first space."""
+    decoder = _decoder_text(backend)
+    if "ByteLevel" in decoder:
+        byte_table = _byte_table()
+
+        def convert(token: str) -> bytes:
+            try:
+                return token.translate(byte_table).encode("latin-1")
+            except UnicodeEncodeError:
+                return token.encode("utf-8", "replace")
+
+    elif "ByteFallback" in decoder or "Metaspace" in decoder or "'▁'" in decoder:
+
+        def convert(token: str) -> bytes:
+            if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+                try:
+                    return bytes([int(token[3:5], 16)])
+                except ValueError:
+                    pass
+            return token.replace("▁", " ").encode("utf-8", "replace")
+
+    else:
+        raise ModelFormatError(
+            f"tokenizer: decoder: got {decoder[:80]!r}, wanted one of byte-level BPE or of a "
+            "SentencePiece kind"
+        )
+    added = backend.get_added_tokens_decoder()
+    vocab: dict[str, int] = backend.get_vocab(with_added_tokens=False)
+    size = max([*vocab.values(), *added, 0]) + 1
+    # Every id is a logit: far more of them than tokens means a broken file.
+    if size > 4 * (len(vocab) + len(added)) + 1024:
+        raise ModelFormatError(f"tokenizer: ids up to {size - 1} for {len(vocab)} tokens")
+    table = [b""] * size
+    for token, token_id in vocab.items():
+        table[token_id] = convert(token)
+    for token_id, added_token in added.items():
+        table[token_id] = added_token.content.encode("utf-8", "replace")
+    strip = "'Strip'" in decoder or ("Metaspace" in decoder and "'never'" not in decoder)
+    return table, strip

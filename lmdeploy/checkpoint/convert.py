@@ -1,0 +1,156 @@
+"""Stored tensors → the formats the engine packs, in row chunks so that memory stays bounded."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lmdeploy.base.errors import ModelFormatError
+from lmdeploy.checkpoint.files.tensor_file import (
+    AWQ,
+    BLOCK_FORMATS,
+    SPLIT_MXFP4,
+    StoredTensor,
+    row_bytes,
+)
+from lmdeploy.checkpoint.gguf_blocks import REPACKED, values_to_q8_0
+from lmdeploy.checkpoint.methods.awq import AwqMatrix
+from lmdeploy.checkpoint.tensor_plan import PlannedTensor
+
+# Computed as they are. REPACKED and _ROUNDED keep about as many bits as they have in the file;
+# everything else becomes BF16. Where exact results are asked for, all but these become F32.
+_RAW_FORMATS = {"Q4_0": "q4_0", "Q4_1": "q4_1", "Q8_0": "q8_0"}
+_ROUNDED = ("Q2_K", "Q3_K", "Q5_1", "Q5_K", "Q6_K")  # to Q8_0
+# Of experts: read by the engine where they lie in the file.
+MAPPED_FORMATS = {"MXFP4": "mxfp4", SPLIT_MXFP4: "mxfp4_split"}
+_CHUNK_VALUES = 1 << 20
+
+
+def engine_format(tensor: StoredTensor, exact: bool) -> str:
+    """The format `matrix_for_engine` will give."""
+    if tensor.format in _RAW_FORMATS:
+        return _RAW_FORMATS[tensor.format]
+    if exact and tensor.format != "BF16":
+        return "f32"
+    if tensor.format == AWQ:
+        return "q4_1"
+    if tensor.format in REPACKED:
+        return REPACKED[tensor.format][0]
+    return "q8_0" if tensor.format in _ROUNDED else "bf16"
+
+
+def is_router(planned: PlannedTensor) -> bool:
+    """Whether the tensor chooses experts: the engine keeps it in FP32."""
+    return planned.name.endswith(".router")
+
+
+def engine_bytes(planned: PlannedTensor, exact: bool) -> int:
+    """Bytes the engine keeps for the tensor, before padding of its own."""
+    tensor = planned.tensor
+    values = tensor.rows * tensor.cols
+    if len(tensor.shape) == 1:
+        return 4 * values
+    if exact:
+        return 4 * values  # exact compute keeps every matrix in FP32
+    if planned.mapped:
+        return tensor.num_bytes
+    if is_router(planned):
+        return 4 * values  # a choice of experts is made in FP32
+    kind = engine_format(tensor, exact)
+    return 2 * values if kind == "bf16" else tensor.rows * row_bytes(kind.upper(), tensor.cols)
+
+
+def matrix_for_engine(
+    tensor: StoredTensor, *, exact: bool, interleaved_heads: int = 0, transposed: bool = False
+) -> tuple[str, npt.NDArray[Any]]:
+    """(format, C-contiguous array [rows, ...]) for WeightsBuilder.add_matrix.
+
+    `interleaved_heads` > 0 undoes GGUF's row order of q and k; rows move whole, so this holds for
+    quantised ones too. A tensor that is `transposed` in the file is F32, F16 or BF16, and turned.
+    """
+    kind = engine_format(tensor, exact)
+    stored = tensor.raw.reshape(tensor.rows, -1)
+    if tensor.format in _RAW_FORMATS:
+        return kind, np.ascontiguousarray(_separate_halves(stored, interleaved_heads))
+    if tensor.format == "BF16":
+        halves = stored.view("<u2")
+        if transposed:
+            return kind, np.ascontiguousarray(halves.T)
+        return kind, np.ascontiguousarray(_separate_halves(halves, interleaved_heads))
+    width = row_bytes(kind.upper(), tensor.cols)
+    out = np.empty((tensor.rows, width), np.uint8)
+    step = max(8, _CHUNK_VALUES // tensor.cols // 8 * 8)  # AWQ has 8 rows in a word
+    try:
+        for start in range(0, tensor.rows, step):
+            chunk = _convert_rows(tensor, kind, span=slice(start, min(start + step, tensor.rows)))
+            out[start : start + step] = chunk.view(np.uint8).reshape(-1, width)
+    except ValueError as error:
+        raise ModelFormatError(f"tensor {tensor.name}: {error}") from error
+    values = out.view({"f32": np.float32, "bf16": np.uint16}.get(kind, np.uint8))
+    if transposed:
+        return kind, np.ascontiguousarray(values.T)
+    return kind, np.ascontiguousarray(_separate_halves(values, interleaved_heads))
+
+
+def _convert_rows(tensor: StoredTensor, kind: str, *, span: slice) -> npt.NDArray[Any]:
+    stored_format = tensor.format
+    if stored_format == AWQ:
+        matrix = _awq_matrix(tensor)
+        convert = matrix.f32 if kind == "f32" else matrix.q4_1
+        return convert(span.start, span.stop)
+    rows = tensor.raw.reshape(tensor.rows, -1)[span]
+    if kind not in ("f32", "bf16") and stored_format in REPACKED:
+        return REPACKED[stored_format][1](rows)
+    values = _to_f32(stored_format, rows)
+    if kind == "f32":
+        return np.ascontiguousarray(values)
+    return values_to_q8_0(values) if kind == "q8_0" else bf16_bits(values)
+
+
+def _awq_matrix(tensor: StoredTensor) -> AwqMatrix:
+    assert tensor.scales is not None and tensor.zeros is not None
+    groups = tensor.scales.size // (2 * tensor.rows)
+    return AwqMatrix(
+        tensor.rows, tensor.cols, tensor.cols // groups, tensor.raw, tensor.scales, tensor.zeros
+    )
+
+
+def vector_for_engine(
+    tensor: StoredTensor, *, interleaved_heads: int = 0
+) -> npt.NDArray[np.float32]:
+    """The FP32 values of a vector; a bias of q or k follows the rows of its matrix."""
+    values = _to_f32(tensor.format, tensor.raw.reshape(1, -1)).reshape(-1, 1)
+    return np.ascontiguousarray(_separate_halves(values, interleaved_heads).reshape(-1))
+
+
+def bf16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """FP32 → BF16 bits, rounded to nearest even; a NaN stays one."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(
+        16
+    )
+    quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
+    return np.where(np.isnan(values), quiet, rounded).astype(np.uint16)
+
+
+def _to_f32(stored_format: str, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    if stored_format == "F32":
+        return np.asarray(rows.view("<f4"), np.float32)
+    if stored_format == "F16":
+        return rows.view("<f2").astype(np.float32)
+    if stored_format == "BF16":
+        return (rows.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
+    assert stored_format in BLOCK_FORMATS
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    values: npt.NDArray[np.float32] = dequantize(rows, GGMLQuantizationType[stored_format])
+    return values
+
+
+def _separate_halves(rows: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
+    """Rows (0, d/2, 1, d/2 + 1, ...) of every head back to (0, 1, ..., d - 1)."""
+    if not num_heads:
+        return rows
+    pairs = rows.reshape(num_heads, -1, 2, rows.shape[1])
+    return pairs.swapaxes(1, 2).reshape(rows.shape)

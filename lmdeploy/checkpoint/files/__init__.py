@@ -1,0 +1,1 @@
+"""File containers: tensors in safetensors and GGUF files, mapped into memory."""

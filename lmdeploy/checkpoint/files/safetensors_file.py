@@ -1,0 +1,159 @@
+"""Safetensors checkpoints: one file, or shards named by an index.
+
+The header is read here rather than by the safetensors library because its NumPy form has no BF16
+and copies; the format is eight bytes of length, JSON, data.
+"""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lmdeploy.base.errors import ModelFormatError
+from lmdeploy.checkpoint.files.tensor_file import (
+    PLAIN_FORMATS,
+    SUPPORTED_FORMATS,
+    Bytes,
+    StoredTensor,
+    check_shape,
+    map_file,
+    open_regular_file,
+)
+
+_MAX_JSON_BYTES = 100 << 20  # the library's own limit for a header
+_DTYPE_BYTES = {**PLAIN_FORMATS, "U8": 1, "I32": 4}
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not JSON")
+
+
+def parse_json_object(data: bytes, where: str) -> dict[str, Any]:
+    """A JSON object; ModelFormatError for anything else (NaN and Infinity included)."""
+    try:
+        value = json.loads(data, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ModelFormatError(f"{where}: not valid JSON: {str(error)[:120]}") from error
+    if not isinstance(value, dict):
+        raise ModelFormatError(f"{where}: wanted a JSON object, got {type(value).__name__}")
+    return value
+
+
+def read_json_object(path: Path, max_bytes: int = _MAX_JSON_BYTES) -> dict[str, Any]:
+    """The JSON object in `path`, of at most `max_bytes`."""
+    with open_regular_file(path) as (descriptor, size):
+        if size > max_bytes:
+            raise ModelFormatError(f"{path}: got {size} bytes, wanted at most {max_bytes}")
+        with os.fdopen(os.dup(descriptor), "rb") as file:
+            data = file.read(size)
+    return parse_json_object(data, str(path))
+
+
+class _Shard:
+    """One safetensors file, mapped."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._data: Bytes = map_file(path)
+        size = int(self._data.size)
+        header_bytes = int.from_bytes(self._data[:8].tobytes(), "little") if size >= 8 else size
+        if header_bytes > min(size - 8, _MAX_JSON_BYTES):
+            raise ModelFormatError(
+                f"{path}: truncated or corrupt safetensors: a header of {header_bytes} bytes in a "
+                f"file of {size}"
+            )
+        self._start = 8 + header_bytes
+        header = parse_json_object(self._data[8 : self._start].tobytes(), str(path))
+        header.pop("__metadata__", None)
+        self.records: dict[str, Any] = header
+        for name in header:
+            self._span(name)
+
+    def tensor(self, name: str, *, max_dims: int, formats: tuple[str, ...]) -> StoredTensor:
+        """The tensor of that name; its bytes fit its shape."""
+        where = f"{self.path}: tensor {name}"
+        record = self.records[name]
+        kind = record.get("dtype")
+        wanted_kinds = [kind for kind in _DTYPE_BYTES if kind in formats]
+        if kind not in wanted_kinds:
+            raise ModelFormatError(
+                f"{where}: dtype: got {str(kind)[:40]}, wanted one of {', '.join(wanted_kinds)}"
+            )
+        dims = record.get("shape")
+        if not isinstance(dims, list) or not 1 <= len(dims) <= max_dims:
+            raise ModelFormatError(
+                f"{where}: shape: got {str(dims)[:80]}, wanted 1 to {max_dims} sizes"
+            )
+        shape = check_shape(where, dims, file_bytes=int(self._data.size))
+        begin, end = self._span(name)
+        wanted = _DTYPE_BYTES[kind] * math.prod(shape)
+        if end - begin != wanted:
+            raise ModelFormatError(
+                f"{where}: {end - begin} bytes for shape {list(shape)} of {kind}; wanted {wanted}"
+            )
+        return StoredTensor(name, kind, shape, self._data[begin:end])
+
+    def _span(self, name: str) -> tuple[int, int]:
+        record = self.records[name]
+        offsets = record.get("data_offsets") if isinstance(record, dict) else None
+        if (
+            not isinstance(offsets, list)
+            or len(offsets) != 2
+            or not all(type(offset) is int for offset in offsets)
+        ):
+            raise ModelFormatError(f"{self.path}: tensor {name[:80]} has no valid data_offsets")
+        begin, end = self._start + offsets[0], self._start + offsets[1]
+        if not self._start <= begin <= end <= self._data.size:
+            raise ModelFormatError(
+                f"{self.path}: tensor {name[:80]} lies at bytes {begin}..{end}, beyond the file of "
+                f"{self._data.size} bytes: truncated or corrupt"
+            )
+        return begin, end
+
+
+class SafetensorsFile:
+    """The tensors of a Hugging Face folder. Immutable; any thread may use it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._shard_of: dict[str, _Shard] = {}
+        index = folder / "model.safetensors.index.json"
+        single = folder / "model.safetensors"
+        if index.is_file():
+            self._open_shards(folder, index)
+        elif single.is_file():
+            shard = _Shard(single)
+            self._shard_of = dict.fromkeys(shard.records, shard)
+        else:
+            raise ModelFormatError(
+                f"{folder}: neither model.safetensors nor model.safetensors.index.json; other "
+                "weight files (.bin, .pt) are never read"
+            )
+
+    @property
+    def names(self) -> list[str]:
+        """Every tensor of the checkpoint."""
+        return list(self._shard_of)
+
+    def tensor(
+        self, name: str, *, max_dims: int = 2, formats: tuple[str, ...] = SUPPORTED_FORMATS
+    ) -> StoredTensor:
+        """The tensor of that name, mapped; ModelFormatError when its format or rank is another."""
+        return self._shard_of[name].tensor(name, max_dims=max_dims, formats=formats)
+
+    def _open_shards(self, folder: Path, index: Path) -> None:
+        weight_map = read_json_object(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ModelFormatError(f"{index}: no weight_map")
+        shards: dict[str, _Shard] = {}
+        for name, file_name in weight_map.items():
+            if not isinstance(file_name, str) or Path(file_name).name != file_name:
+                raise ModelFormatError(
+                    f"{index}: {name[:80]} names the file {str(file_name)[:80]!r}; wanted a file "
+                    "name in the same folder"
+                )
+            if file_name not in shards:
+                shards[file_name] = _Shard(folder / file_name)
+            if name not in shards[file_name].records:
+                raise ModelFormatError(f"{index}: {file_name} has no tensor {name[:80]}")
+            self._shard_of[name] = shards[file_name]

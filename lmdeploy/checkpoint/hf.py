@@ -1,0 +1,142 @@
+"""A Hugging Face folder → Checkpoint: config.json with safetensors beside it."""
+
+from pathlib import Path
+
+from lmdeploy.base.errors import ModelFormatError
+from lmdeploy.checkpoint.files.safetensors_file import SafetensorsFile, read_json_object
+from lmdeploy.checkpoint.files.tensor_file import TensorFile
+from lmdeploy.checkpoint.methods import awq
+from lmdeploy.checkpoint.tensor_plan import (
+    KV_SCALES_ADVICE,
+    MAX_LAYERS,
+    Checkpoint,
+    check_config,
+    plan_tensors,
+    resolve_tied_head,
+    stored_dtype,
+)
+from lmdeploy.models import family_of_hf
+from lmdeploy.models.config_reader import ConfigReader
+from lmdeploy.models.decoder_config import DecoderConfig
+from lmdeploy.models.experts import MAX_WIDTH
+from lmdeploy.models.family import ModelFamily
+from lmdeploy.models.rope import rope_from_hf
+
+_MAX_CONFIG_BYTES = 16 << 20
+_KV_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_config")
+# Methods that may leave the weights as they are.
+_KV_METHODS = ("compressed-tensors", "modelopt", "quark")
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+
+
+def is_awq(folder: Path) -> bool:
+    """Whether config.json says that the weights are AWQ's."""
+    quantization = read_json_object(folder / "config.json", _MAX_CONFIG_BYTES).get(
+        "quantization_config"
+    )
+    return isinstance(quantization, dict) and quantization.get("quant_method") == awq.METHOD
+
+
+def open_folder(folder: Path) -> Checkpoint:
+    """Opens the folder; ModelFormatError for everything that does not fit."""
+    source = str(folder / "config.json")
+    values = read_json_object(folder / "config.json", _MAX_CONFIG_BYTES)
+    reader = ConfigReader(values, source)
+    architectures = reader.texts("architectures")
+    if not architectures:
+        raise reader.refuse("architectures is missing")
+    family = family_of_hf(architectures[0], source)
+    awq_group = _check_quantization(reader, family)
+    reader = reader.with_defaults(family.hf_defaults)
+    config = _config_from_hf(reader, family)
+    file: TensorFile = SafetensorsFile(folder)
+    if awq_group:
+        file = awq.AwqFile(file, group=awq_group, source=str(folder))
+    names = dict(family.hf_tensors)
+    config = resolve_tied_head(file, config, names=names, source=source)
+    for matrix in family.hf_bias(reader):
+        names[f"{matrix}.bias"] = family.hf_tensors[matrix].removesuffix("weight") + "bias"
+    tensors = tuple(
+        plan_tensors(
+            file,
+            config,
+            names=names,
+            experts=family.experts.hf if family.experts else (),
+            interleaved=False,
+            source=str(folder),
+        )
+    )
+    return Checkpoint(folder, family, config, tensors, stored_dtype(tensors), values, False)
+
+
+def _check_quantization(reader: ConfigReader, family: ModelFamily) -> int:
+    """The inputs per scale of AWQ weights, else 0. ModelFormatError for what is not computed."""
+    quantization = reader.child("quantization_config")
+    if quantization is None:
+        return 0
+    method = quantization.text("quant_method", default="unknown")
+    is_known = method in (*family.hf_quant_methods, awq.METHOD)
+    kv_keys = [key for key in _KV_KEYS if quantization.has(key)]
+    if kv_keys and (is_known or not _has_quantized_weights(quantization, method)):
+        raise quantization.refuse(
+            f"{kv_keys[0]}: got KV scales, wanted none: {KV_SCALES_ADVICE}; remove "
+            f"{kv_keys[0] if is_known else 'quantization_config'} and the tensors k_scale, v_scale "
+            "and kv_scale"
+        )
+    # Its modules_to_not_convert say nothing that the tensors do not.
+    if method == awq.METHOD:
+        return awq.group_size(quantization)
+    if is_known:
+        return 0
+    known = "".join(f"{name}, " for name in (*family.hf_quant_methods, awq.METHOD))
+    raise ModelFormatError(
+        f"{reader.source}: quantization_config.quant_method: got {method[:40]!r}, "
+        f"wanted {known}F32, F16 or BF16 weights, or a GGUF file"
+        + (f"; its KV scales are not read either: {KV_SCALES_ADVICE}" if kv_keys else "")
+    )
+
+
+def _has_quantized_weights(quantization: ConfigReader, method: str) -> bool:
+    parts = [quantization.child(key) for key in ("config_groups", "global_quant_config")]
+    return method not in _KV_METHODS or quantization.has("quant_algo") or any(parts)
+
+
+def _config_from_hf(reader: ConfigReader, family: ModelFamily) -> DecoderConfig:
+    hidden = reader.integer("hidden_size", high=MAX_WIDTH)
+    heads = reader.integer("num_attention_heads", high=MAX_WIDTH)
+    head_dim = max(hidden // heads, 1)
+    activation = reader.text("hidden_act", default="silu")
+    if activation not in _ACTIVATIONS:
+        raise reader.refuse(
+            f"hidden_act: got {activation[:40]!r}, wanted one of {', '.join(_ACTIVATIONS)}"
+        )
+    if not reader.flag("is_causal", default=True):
+        raise reader.refuse("is_causal: got false, wanted true: attention is causal here")
+    max_position = reader.integer("max_position_embeddings", default=2048)
+    layers = reader.integer("num_hidden_layers", high=MAX_LAYERS)
+    moe = family.experts.settings(reader, layers) if family.experts else None
+    return check_config(
+        reader,
+        DecoderConfig(
+            num_layers=layers,
+            hidden_size=hidden,
+            intermediate_size=reader.integer("intermediate_size", high=MAX_WIDTH),
+            num_heads=heads,
+            num_kv_heads=reader.integer("num_key_value_heads", default=heads, high=MAX_WIDTH),
+            head_dim=reader.integer("head_dim", default=head_dim, high=MAX_WIDTH),
+            vocab_size=reader.integer("vocab_size", high=MAX_WIDTH),
+            max_position=max_position,
+            norm_eps=reader.number("rms_norm_eps", default=1e-6, high=1.0),
+            windows=family.windows(reader, layers),
+            tied_head=reader.flag("tie_word_embeddings", default=False),
+            activation=family.activation or _ACTIVATIONS[activation],
+            rope=rope_from_hf(reader, max_position, default=family.hf_rope),
+            moe=moe,
+            swiglu_limit=reader.number("swiglu_limit", default=7.0, low=1e-3),
+        ),
+    )

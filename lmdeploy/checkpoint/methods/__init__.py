@@ -1,0 +1,1 @@
+"""Quantization methods of checkpoints: one module per method."""

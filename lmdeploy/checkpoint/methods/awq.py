@@ -1,0 +1,146 @@
+"""AWQ's 4-bit weights → rows of Q4_1.
+
+As AutoAWQ's version "gemm" writes them: `qweight` [inputs, outputs / 8] and `qzeros` [inputs /
+group, outputs / 8] are int32, nibble i of a word belongs to output 8 · word + NIBBLE_ORDER[i];
+`scales` [inputs / group, outputs] are FP16. A weight is (code - zero) · scale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lmdeploy.base.errors import ModelFormatError
+from lmdeploy.checkpoint.files.tensor_file import AWQ, SUPPORTED_FORMATS, StoredTensor, TensorFile
+from lmdeploy.checkpoint.gguf_blocks import q4_1_blocks
+from lmdeploy.models.config_reader import ConfigReader
+
+METHOD = "awq"
+NIBBLE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+WORD_OUTPUTS = len(NIBBLE_ORDER)
+_BLOCK = 32  # values of a block of Q4_1
+_CODES, _ZEROS, _SCALES = "qweight", "qzeros", "scales"  # of a matrix, in the place of "weight"
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class AwqMatrix:
+    """The bytes of one matrix [rows, cols]: views into the mapped file."""
+
+    rows: int  # outputs
+    cols: int  # inputs
+    group: int  # inputs that share a scale and a zero
+    codes: Bytes
+    scales: Bytes
+    zeros: Bytes
+
+    def q4_1(self, begin: int, end: int) -> Bytes:
+        """Rows [begin, end), multiples of 8, as Q4_1: the same codes and scales; a minimum, -zero ·
+        scale, is rounded to FP16. ValueError where it is not finite there.
+        """
+        codes, scales, zeros = self._rows(begin, end)
+        repeats = self.group // _BLOCK
+        scales, minima = (np.repeat(x, repeats, axis=1) for x in (scales, -zeros * scales))
+        blocks = codes.reshape(end - begin, -1, _BLOCK)
+        return q4_1_blocks(blocks, scales=scales, minima=minima)
+
+    def f32(self, begin: int, end: int) -> npt.NDArray[np.float32]:
+        """Rows [begin, end), multiples of 8, without rounding."""
+        codes, scales, zeros = self._rows(begin, end)
+        groups = codes.reshape(end - begin, -1, self.group).astype(np.float32)
+        values: npt.NDArray[np.float32] = (groups - zeros[:, :, None]) * scales[:, :, None]
+        return values.reshape(end - begin, self.cols)
+
+    def _rows(
+        self, begin: int, end: int
+    ) -> tuple[Bytes, npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        # [rows, cols], [rows, groups], [rows, groups]
+        words = slice(begin // WORD_OUTPUTS, end // WORD_OUTPUTS)
+        codes, zeros = (
+            _unpack(packed.view("<u4").reshape(-1, self.rows // WORD_OUTPUTS)[:, words])
+            for packed in (self.codes, self.zeros)
+        )
+        scales = self.scales.view("<f2").reshape(-1, self.rows)[:, begin:end].T
+        return codes, scales.astype(np.float32), zeros.astype(np.float32)
+
+
+def _unpack(words: npt.NDArray[np.uint32]) -> Bytes:
+    """[n, words] → [8 · words, n]."""
+    out = np.empty((words.shape[1], WORD_OUTPUTS, words.shape[0]), np.uint8)
+    for nibble, output in enumerate(NIBBLE_ORDER):
+        out[:, output] = ((words >> np.uint32(4 * nibble)) & np.uint32(15)).T
+    return out.reshape(-1, words.shape[0])
+
+
+class AwqFile:
+    """A TensorFile in which each matrix that lies in three tensors is one, named as without AWQ."""
+
+    def __init__(self, file: TensorFile, *, group: int, source: str) -> None:
+        self._file = file
+        self._group = group
+        self._source = source
+        bases = [name.removesuffix(_CODES) for name in file.names if name.endswith(_CODES)]
+        self._bases = {base + "weight": base for base in bases}
+        parts = {base + part for base in bases for part in (_CODES, _ZEROS, _SCALES)}
+        self._present = set(file.names)
+        if twice := self._present & self._bases.keys():
+            name = min(twice)
+            raise ModelFormatError(
+                f"{source}: tensor {name}: got it beside {self._bases[name]}{_CODES}, wanted one "
+                "of the two"
+            )
+        self._names = [*(name for name in file.names if name not in parts), *self._bases]
+
+    @property
+    def names(self) -> list[str]:
+        """Every tensor, matrices by the name that their values would have."""
+        return self._names
+
+    def tensor(
+        self, name: str, *, max_dims: int = 2, formats: tuple[str, ...] = SUPPORTED_FORMATS
+    ) -> StoredTensor:
+        """The tensor of that name; ModelFormatError when it or a part of it is not right."""
+        if name not in self._bases:
+            return self._file.tensor(name, max_dims=max_dims, formats=formats)
+        base = self._bases[name]
+        codes = self._part(base + _CODES, "I32")
+        if len(codes.shape) != 2 or codes.shape[0] % self._group:
+            raise ModelFormatError(
+                f"{self._source}: tensor {codes.name} has shape {list(codes.shape)}; group_size "
+                f"wants a multiple of {self._group} first"
+            )
+        cols, words = codes.shape
+        groups, rows = cols // self._group, words * WORD_OUTPUTS
+        zeros, scales = self._part(base + _ZEROS, "I32"), self._part(base + _SCALES, "F16")
+        for part, shape in ((zeros, (groups, words)), (scales, (groups, rows))):
+            if part.shape != shape:
+                raise ModelFormatError(
+                    f"{self._source}: tensor {part.name} has shape {list(part.shape)}; {_CODES} "
+                    f"and group_size {self._group} want {list(shape)}"
+                )
+        return StoredTensor(codes.name, AWQ, (rows, cols), codes.raw, scales.raw, zeros.raw)
+
+    def _part(self, name: str, kind: str) -> StoredTensor:
+        if name not in self._present:
+            raise ModelFormatError(f"{self._source}: tensor {name} is missing")
+        return self._file.tensor(name, formats=(kind,))
+
+
+def group_size(quantization: ConfigReader) -> int:
+    """Inputs of a group, by config.json's quantization_config. ModelFormatError for other forms."""
+    bits = quantization.integer("bits", default=quantization.integer("w_bit", default=4))
+    if bits != 4:
+        raise quantization.refuse(f"bits: got {bits}, wanted 4")
+    version = quantization.text("version", default="gemm")
+    if version.lower() != "gemm":
+        raise quantization.refuse(f"version: got {version[:40]!r}, wanted gemm")
+    if not quantization.flag("zero_point", default=True):
+        raise quantization.refuse("zero_point: got false, wanted true")
+    default = quantization.integer("q_group_size", default=128)
+    size = quantization.integer("group_size", default=default)
+    if size % _BLOCK:
+        raise quantization.refuse(f"group_size: got {size}, wanted a multiple of {_BLOCK}")
+    return size

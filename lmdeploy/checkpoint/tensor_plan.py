@@ -1,0 +1,363 @@
+"""Which tensors of a file the engine wants: each looked up, its shape compared with the config."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lmdeploy.base.errors import ModelFormatError
+from lmdeploy.checkpoint.files.tensor_file import (
+    SPLIT_MXFP4,
+    SUPPORTED_FORMATS,
+    StoredTensor,
+    TensorFile,
+    release_pages,
+)
+from lmdeploy.models.config_reader import ConfigReader
+from lmdeploy.models.decoder_config import DecoderConfig
+from lmdeploy.models.experts import MAX_EXPERTS_OF_MODEL, ExpertTensors, Place
+from lmdeploy.models.family import (
+    FFN_MATRICES,
+    REQUIRED_MATRICES,
+    REQUIRED_VECTORS,
+    ModelFamily,
+)
+
+logger = logging.getLogger("lmdeploy")
+
+MAX_LAYERS = 4096
+GGUF_ROPE_FACTORS = "rope_freqs.weight"
+# Tensors that carry no weights of ours: derived tables of older checkpoints.
+_IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+# Constants of a quantised KV cache, as llm-compressor, ModelOpt and Quark write them.
+_KV_SCALE_SUFFIXES = (
+    ".k_scale",
+    ".v_scale",
+    ".kv_scale",
+    ".k_zero_point",
+    ".v_zero_point",
+    ".k_proj.output_scale",
+    ".v_proj.output_scale",
+)
+KV_SCALES_ADVICE = (
+    "the cache's constants come from `lmdeploy lite calibrate` (--kv-quality best "
+    "--kv-calibration FILE)"
+)
+_END_BYTES = 4096
+_COMPARED_BYTES = 16 << 20  # at a time
+_MAX_STACKED = 16  # more than one layer has
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """One tensor to load: the engine's name, the stored bytes, how its rows are laid out."""
+
+    name: str
+    tensor: StoredTensor  # one or two dimensions
+    interleaved_heads: int = 0  # > 0: rows of so many heads are interleaved for RoPE
+    transposed: bool = False  # stored [inputs, outputs]
+    mapped: bool = False  # an expert's MXFP4: the engine reads it where it lies in the file
+
+    @property
+    def rows(self) -> int:
+        """Outputs of the engine's matrix."""
+        return self.tensor.cols if self.transposed else self.tensor.rows
+
+    @property
+    def cols(self) -> int:
+        """Inputs of the engine's matrix."""
+        return self.tensor.rows if self.transposed else self.tensor.cols
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checked model: what model_files.py needs to feed the engine."""
+
+    path: Path
+    family: ModelFamily
+    config: DecoderConfig
+    tensors: tuple[PlannedTensor, ...]
+    stored_dtype: str  # bfloat16, float16, float32 or quantized: what most are, experts apart
+    metadata: Mapping[str, Any]  # config.json, or GGUF's key-value pairs
+    is_gguf: bool
+
+
+def check_config(reader: ConfigReader, config: DecoderConfig) -> DecoderConfig:
+    """The config, if its heads and experts fit each other and the engine."""
+    if config.num_heads % config.num_kv_heads:
+        raise reader.refuse(
+            f"query heads: got {config.num_heads}, wanted a multiple of the {config.num_kv_heads} "
+            "KV heads"
+        )
+    if config.head_dim % 16:
+        raise reader.refuse(f"head_dim: got {config.head_dim}, wanted a multiple of 16")
+    if config.moe is not None:
+        experts = config.moe.num_experts
+        if config.moe.top_k > experts:
+            raise reader.refuse(
+                f"experts of a token: got {config.moe.top_k}, wanted at most all {experts}"
+            )
+        total = experts * sum(config.moe.layers)
+        if total > MAX_EXPERTS_OF_MODEL:
+            raise reader.refuse(
+                f"experts of all layers: got {total}, wanted at most {MAX_EXPERTS_OF_MODEL}"
+            )
+    return config
+
+
+def resolve_tied_head(
+    file: TensorFile, config: DecoderConfig, *, names: Mapping[str, str], source: str
+) -> DecoderConfig:
+    """The config, untied where the file has a head with other values than the embedding.
+
+    As transformers loads it: what is stored comes before tie_word_embeddings.
+    """
+    if not config.tied_head or names["head"] not in file.names:
+        return config
+    lookup = _Lookup(file, config, source=source)
+    embedding = lookup.find("embedding", Place(names["embedding"]))
+    head = lookup.find("head", Place(names["head"]))
+    if _is_same(embedding, head):
+        return config
+    logger.warning(
+        "%s: tie_word_embeddings: got true, wanted false, since %s differs from %s; loading both",
+        source,
+        head.name,
+        embedding.name,
+    )
+    return replace(config, tied_head=False)
+
+
+def _is_same(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two tensors of one shape have the same bytes; both ends tell most apart."""
+    if one.format != other.format or one.raw.size != other.raw.size:
+        return False
+    size = one.raw.size
+    pieces = [slice(0, _END_BYTES), slice(max(size - _END_BYTES, 0), size)]
+    pieces += [slice(at, at + _COMPARED_BYTES) for at in range(0, size, _COMPARED_BYTES)]
+    for piece in pieces:
+        equal = np.array_equal(one.raw[piece], other.raw[piece])
+        release_pages(one.raw[piece])
+        release_pages(other.raw[piece])
+        if not equal:
+            return False
+    return True
+
+
+def plan_tensors(
+    file: TensorFile,
+    config: DecoderConfig,
+    *,
+    names: Mapping[str, str],
+    experts: tuple[ExpertTensors, ...] = (),
+    interleaved: bool,
+    source: str,
+) -> Iterator[PlannedTensor]:
+    """Every tensor to load, in order; refuses missing, misshapen and unknown ones.
+
+    `names` are those of dense layers, `experts` the alternatives for layers with experts.
+    """
+    required = {*REQUIRED_MATRICES, *REQUIRED_VECTORS}
+    if missing := required - set(names):
+        raise ModelFormatError(f"{source}: the model family names no tensor for {sorted(missing)}")
+    lookup = _Lookup(file, config, source=source)
+    outer = [
+        kind
+        for kind in ("embedding", "final_norm", "head")
+        if kind != "head" or not config.tied_head
+    ]
+    if config.tied_head:
+        lookup.ignore(names["head"])
+    for kind in outer:
+        yield PlannedTensor(kind, lookup.find(kind, Place(names[kind])))
+    heads = {"q": config.num_heads, "k": config.num_kv_heads} if interleaved else {}
+    places = _choose(experts, file=file, config=config)
+    for layer in range(config.num_layers):
+        sparse = config.has_experts(layer)
+        for kind, name in names.items():
+            base = kind.removesuffix(".bias")
+            if kind in ("embedding", "final_norm", "head") or (sparse and base in FFN_MATRICES):
+                continue
+            tensor = lookup.find(kind, Place(name), layer=layer)
+            yield PlannedTensor(f"layers.{layer}.{kind}", tensor, heads.get(base, 0))
+        if sparse:
+            yield from _plan_experts(lookup, places, layer=layer)
+    lookup.refuse_unknown()
+
+
+def _plan_experts(lookup: _Lookup, places: ExpertTensors, *, layer: int) -> Iterator[PlannedTensor]:
+    """The router and the shared expert of a layer, then its experts one after the other."""
+    moe = lookup.config.moe
+    assert moe is not None
+    of_layer = [kind for kind in places if not kind.startswith("experts.")]
+    for kind in of_layer:
+        tensor = lookup.find(kind, places[kind], layer=layer)
+        yield PlannedTensor(f"layers.{layer}.{kind}", tensor)
+    of_expert = [kind for kind in places if kind.startswith("experts.")]
+    for expert in range(moe.num_experts):
+        for kind in of_expert:
+            place = places[kind]
+            tensor = lookup.find(kind, place, layer=layer, expert=expert)
+            yield PlannedTensor(
+                f"layers.{layer}.experts.{expert}.{kind.removeprefix('experts.')}",
+                tensor,
+                transposed=place.transposed,
+                mapped=tensor.format in ("MXFP4", SPLIT_MXFP4) and len(tensor.shape) == 2,
+            )
+
+
+def _choose(
+    alternatives: tuple[ExpertTensors, ...], *, file: TensorFile, config: DecoderConfig
+) -> ExpertTensors:
+    """The alternative that the file follows: the one of which it has the most tensors."""
+    if config.moe is None or True not in config.moe.layers:
+        return {}
+    layer, present = config.moe.layers.index(True), set(file.names)
+
+    def found(places: ExpertTensors) -> int:
+        return sum(place.name.format(i=layer, e=0) in present for place in places.values())
+
+    return max(alternatives, key=found)
+
+
+class _Lookup:
+    """Finds tensors by name and checks their shapes; knows which ones nobody asked for."""
+
+    def __init__(self, file: TensorFile, config: DecoderConfig, *, source: str) -> None:
+        self.config = config
+        self._file = file
+        self._source = source
+        self._names = set(file.names)
+        self._left = {name for name in file.names if not name.endswith(_IGNORED_SUFFIXES)}
+        self._left.discard(GGUF_ROPE_FACTORS)
+        self._shapes = tensor_shapes(config)
+        self._stacked: dict[str, StoredTensor] = {}  # of the layer at hand
+
+    def find(self, kind: str, place: Place, *, layer: int = 0, expert: int = 0) -> StoredTensor:
+        """The tensor of an engine name, of one expert where it is one of many."""
+        name = place.name.format(i=layer, e=expert)
+        shape = self._shapes[kind]
+        if place.scales:
+            return self._split(kind, place, layer=layer, expert=expert)
+        shape = shape[::-1] if place.transposed else shape
+        if place.half is not None:
+            shape = (2 * shape[0], *shape[1:])
+        if not place.stacked:
+            tensor = self._stored(name, shape)
+        else:
+            tensor = self._stack(name, shape).item(expert)
+        return tensor if place.half is None else tensor.half(place.half)
+
+    def ignore(self, name: str) -> None:
+        """The file may have this tensor; it is not wanted."""
+        self._left.discard(name)
+
+    def refuse_unknown(self) -> None:
+        """ModelFormatError when the file has tensors that were not asked for."""
+        if scales := [name for name in self._left if name.endswith(_KV_SCALE_SUFFIXES)]:
+            raise ModelFormatError(
+                f"{self._source}: KV scales: got {len(scales)} tensors such as "
+                f"{min(scales)[:80]}, wanted none: {KV_SCALES_ADVICE}; remove these tensors"
+            )
+        if self._left:
+            raise ModelFormatError(
+                f"{self._source}: {len(self._left)} tensors that this architecture does not know, "
+                f"such as {min(self._left)[:80]}"
+            )
+
+    def _split(self, kind: str, place: Place, *, layer: int, expert: int) -> StoredTensor:
+        rows, cols = self._shapes[kind]
+        if cols % 32:
+            raise ModelFormatError(
+                f"{self._source}: inputs of {place.name.format(i=layer)}: got {cols} by the "
+                "config, wanted a multiple of 32"
+            )
+        names = [name.format(i=layer) for name in (place.name, place.scales)]
+        shapes = ((rows, cols // 32, 16), (rows, cols // 32))
+        codes, scales = (
+            self._stack(name, shape, formats=("U8",)).item(expert)
+            for name, shape in zip(names, shapes, strict=True)
+        )
+        return StoredTensor(codes.name, SPLIT_MXFP4, (rows, cols), codes.raw, scales.raw)
+
+    def _stack(
+        self, name: str, shape: tuple[int, ...], *, formats: tuple[str, ...] = SUPPORTED_FORMATS
+    ) -> StoredTensor:
+        if name not in self._stacked:
+            assert self.config.moe is not None
+            whole = (self.config.moe.num_experts, *shape)
+            if len(self._stacked) > _MAX_STACKED:
+                self._stacked.clear()
+            self._stacked[name] = self._stored(name, whole, formats=formats)
+        return self._stacked[name]
+
+    def _stored(
+        self, name: str, shape: tuple[int, ...], *, formats: tuple[str, ...] = SUPPORTED_FORMATS
+    ) -> StoredTensor:
+        if name not in self._names:
+            raise ModelFormatError(f"{self._source}: tensor {name} is missing")
+        self._left.discard(name)
+        tensor = self._file.tensor(name, max_dims=max(2, len(shape)), formats=formats)
+        if len(shape) == 2 and shape[0] == 1 and tensor.shape == shape[1:]:
+            return replace(tensor, shape=shape)  # GGUF drops the dimension of a single row
+        if tensor.shape != shape:
+            raise ModelFormatError(
+                f"{self._source}: tensor {name} has shape {list(tensor.shape)}; the config wants "
+                f"{list(shape)}"
+            )
+        return tensor
+
+
+def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every engine tensor, rows first; biases have the rows of their matrix."""
+    hidden, inter = config.hidden_size, config.intermediate_size
+    queries = config.num_heads * config.head_dim
+    keys = config.num_kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "embedding": (config.vocab_size, hidden),
+        "head": (config.vocab_size, hidden),
+        "final_norm": (hidden,),
+        "attention_norm": (hidden,),
+        "ffn_norm": (hidden,),
+        "q_norm": (config.head_dim,),
+        "k_norm": (config.head_dim,),
+        "sinks": (config.num_heads,),
+        "q": (queries, hidden),
+        "k": (keys, hidden),
+        "v": (keys, hidden),
+        "o": (hidden, queries),
+        "gate": (inter, hidden),
+        "up": (inter, hidden),
+        "down": (hidden, inter),
+    }
+    if config.moe is not None:
+        width, shared = config.moe.intermediate_size, config.moe.shared_intermediate_size
+        shapes |= {
+            "router": (config.moe.num_experts, hidden),
+            "experts.gate": (width, hidden),
+            "experts.up": (width, hidden),
+            "experts.gate_up": (2 * width, hidden),
+            "experts.down": (hidden, width),
+            "shared.gate": (shared, hidden),
+            "shared.up": (shared, hidden),
+            "shared.down": (hidden, shared),
+            "shared.router": (1, hidden),
+        }
+    shapes |= {f"{name}.bias": shape[:1] for name, shape in shapes.items() if len(shape) == 2}
+    return shapes
+
+
+def stored_dtype(tensors: tuple[PlannedTensor, ...]) -> str:
+    """What most of the matrix values are stored as; MXFP4 experts say nothing of the rest."""
+    names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+    values: dict[str, int] = {}
+    for planned in tensors:
+        if len(planned.tensor.shape) == 2 and not planned.mapped:
+            kind = names.get(planned.tensor.format, "quantized")
+            values[kind] = values.get(kind, 0) + planned.tensor.rows * planned.tensor.cols
+    return max(values, key=lambda kind: values[kind])

@@ -1,0 +1,307 @@
+"""Options of the engine: names, fields and defaults as in LMDeploy 0.18.
+
+A field that belongs to a feature which is not built exists with its default, and any other value is
+refused by name.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lmdeploy.base.checks import (
+    check_bool,
+    check_choice,
+    check_int,
+    check_number,
+    flag_of,
+    refuse,
+    refuse_unsupported,
+    show,
+)
+from lmdeploy.config.kv_formats import (
+    KV_QUALITIES,
+    FormatTable,
+    parse_cache_format,
+    parse_quant_policy,
+)
+
+# Features of LMDeploy 0.18 that are not built: field → the only accepted value.
+UNSUPPORTED_ENGINE_FIELDS: dict[str, Any] = {
+    "gemm_input_dtype": None,
+    "tp": 1,
+    "dp": 1,
+    "cp": 1,
+    "ep": 1,
+    "device_num": None,
+    "attn_tp_size": None,
+    "attn_cp_size": None,
+    "attn_dp_size": None,
+    "mlp_tp_size": None,
+    "mlp_dp_size": None,
+    "outer_dp_size": None,
+    "nnodes": 1,
+    "node_rank": 0,
+    "dist_init_addr": None,
+    "cache_chunk_size": -1,
+    "cache_checkpoint_interval": 4096,
+    "cache_prompt": "auto",
+    "cache_prompt_boundary_skip": 1,
+    "cache_generation": "auto",
+    "rope_scaling_factor": 0.0,
+    "use_logn_attn": False,
+    "download_dir": None,
+    "revision": None,
+    "num_tokens_per_iter": 0,
+    "max_prefill_iters": 1,
+    "async_": 1,
+    "empty_init": False,
+    "language_model_only": False,
+    "communicator": "nccl",
+    "moe_a2a_backend": "auto",
+    "hf_overrides": None,
+}
+
+BLOCK_LENGTHS = (16, 32, 64, 128)
+# Tokens kept in 16 bit come in tiles of attention.
+HOT_TOKENS_STEP = 64
+MAX_HOT_TOKENS = 4096
+DTYPES = ("auto", "float16", "bfloat16", "float32")
+DEVICE_TYPES = ("auto", "cpu", "cuda")
+
+
+@dataclass
+class TurbomindEngineConfig:
+    """Options of the engine. Sizes are in tokens unless a name says otherwise.
+
+    Args:
+        dtype: of what the cache does not quantise: auto (as the weights), float16, bfloat16 or
+            float32.
+        model_format: None (found from the files), `hf`, `awq` or `gguf`.
+        session_len: longest prompt plus answer; None: what the model was trained for.
+        max_batch_size: most sequences in one step; None: 32 on CPU, 128 on CUDA.
+        cache_max_entry_count: below 1 the share of the memory left by the weights, from 1 on a
+            number of blocks, 16-bit ones of balanced and best on top. On CPU never more than
+            max_batch_size x session_len needs.
+        cache_block_seq_len: tokens in a block: 16, 32, 64 or 128.
+        enable_prefix_caching: reuse the blocks of equal prompt beginnings (LMDeploy: False).
+        quant_policy: format of the KV cache: 0, 4, 8, 16, or a name (docs/kv_cache.md).
+        max_prefill_token_num: most new tokens of one step; None: 256 on CPU (where longer steps are
+            no faster and take more memory), 8192 on CUDA, or max_batch_size if that is more. Fewer
+            than max_batch_size limit the sequences of a step, too.
+        enable_metrics: whether a server answers /metrics.
+        device_type: auto (a GPU where one can be used), cpu or cuda.
+        devices: the GPU's index, as in [0]; several at once are not supported.
+        num_threads: worker threads; None: one per usable core, beside a GPU at most 16.
+        deterministic: bit-equal results whatever the batch, the chunks and the threads. On a GPU
+            decode attention then goes through the kernels of prompts.
+        exact: compute in FP32, no int8 activations. Slower; for comparisons; on CPU only.
+        strict_arch: refuse NVFP4 where the device has no FP4 instructions (no effect on CPU).
+        kv_quality: raw, balanced or best (docs/kv_cache.md, "Quality"); None: balanced for
+            four-bit formats, raw for the others. Each of the next four replaces one ingredient.
+        kv_rotation: rotate K (and Q) by a Hadamard matrix.
+        kv_scale_search: choose FP4 scales by the error that they leave. No effect without FP4.
+        kv_sink_tokens: first tokens kept in 16 bit, a multiple of 64.
+        kv_recent_tokens: tokens before the current block kept in 16 bit, a multiple of 64; -1: no
+            token is kept in 16 bit.
+        kv_calibration: file of `lmdeploy lite calibrate`; `best` needs it.
+        kv_cache_format: a format name, `k=fp8,v=nvfp4`, a YAML file or a dict with a format per
+            layer. Instead of quant_policy.
+
+    Raises:
+        ValueError: a value out of range, or a value of a feature that is not built.
+    """
+
+    dtype: str = "auto"
+    gemm_input_dtype: str | None = None
+    model_format: str | None = None
+    tp: int = 1
+    dp: int = 1
+    cp: int = 1
+    ep: int = 1
+    device_num: int | None = None
+    attn_tp_size: int | None = None
+    attn_cp_size: int | None = None
+    attn_dp_size: int | None = None
+    mlp_tp_size: int | None = None
+    mlp_dp_size: int | None = None
+    outer_dp_size: int | None = None
+    nnodes: int = 1
+    node_rank: int = 0
+    dist_init_addr: str | None = None
+    devices: list[int] | None = None
+    session_len: int | None = None
+    max_batch_size: int | None = None
+    cache_max_entry_count: float = 0.8
+    cache_chunk_size: int = -1
+    cache_block_seq_len: int = 64
+    enable_prefix_caching: bool = True
+    cache_checkpoint_interval: int = 4096
+    cache_prompt: str = "auto"
+    cache_prompt_boundary_skip: int = 1
+    cache_generation: str = "auto"
+    quant_policy: int | str = 0
+    rope_scaling_factor: float = 0.0
+    use_logn_attn: bool = False
+    download_dir: str | None = None
+    revision: str | None = None
+    max_prefill_token_num: int | None = None
+    num_tokens_per_iter: int = 0
+    max_prefill_iters: int = 1
+    async_: int = 1
+    empty_init: bool = False
+    language_model_only: bool = False
+    communicator: str = "nccl"
+    moe_a2a_backend: str = "auto"
+    hf_overrides: dict[str, Any] | None = None
+    enable_metrics: bool = True
+    # Ours.
+    device_type: str = "auto"
+    num_threads: int | None = None
+    deterministic: bool = False
+    exact: bool = False
+    strict_arch: bool = False
+    kv_quality: Literal["raw", "balanced", "best"] | None = None
+    kv_rotation: bool | None = None
+    kv_scale_search: bool | None = None
+    kv_sink_tokens: int | None = None
+    kv_recent_tokens: int | None = None
+    kv_calibration: str | os.PathLike[str] | None = None
+    kv_cache_format: str | os.PathLike[str] | dict[Any, str] | None = None
+
+    def __post_init__(self) -> None:
+        refuse_unsupported(self, UNSUPPORTED_ENGINE_FIELDS)
+        check_choice("dtype", self.dtype, choices=DTYPES, flag="--dtype")
+        check_choice(
+            "model_format",
+            self.model_format,
+            choices=(None, "hf", "awq", "gguf"),
+            flag="--model-format",
+        )
+        if self.session_len is not None:
+            check_int("session_len", self.session_len, low=1, flag="--session-len")
+        if self.max_batch_size is not None:
+            check_int(
+                "max_batch_size", self.max_batch_size, low=1, high=4096, flag="--max-batch-size"
+            )
+        if self.num_threads is not None:
+            check_int("num_threads", self.num_threads, low=1, high=1024, flag="--num-threads")
+        if self.max_prefill_token_num is not None:
+            check_int(
+                "max_prefill_token_num",
+                self.max_prefill_token_num,
+                low=1,
+                flag="--max-prefill-token-num",
+            )
+        self._check_cache()
+        self._check_kv_quality()
+        for name in ("enable_metrics", "deterministic", "exact", "strict_arch"):
+            check_bool(name, getattr(self, name))
+        self._check_device()
+
+    def _check_device(self) -> None:
+        check_choice("device_type", self.device_type, choices=DEVICE_TYPES, flag="--device")
+        devices = self.devices
+        if devices is not None:
+            if not isinstance(devices, (list, tuple)) or len(devices) != 1:
+                wanted = "one GPU, as in [0]: several at once are not supported"
+                raise refuse("devices", devices, wanted=wanted, flag="--devices")
+            check_int("devices", devices[0], low=0, flag="--devices")
+            if self.device_type == "cpu":
+                wanted = "none beside device_type cpu"
+                raise refuse("devices", devices, wanted=wanted, flag="--devices or --device")
+        if self.exact and self.needs_cuda:
+            raise refuse("exact", True, wanted="False on CUDA", flag="--exact, or use --device cpu")
+
+    @property
+    def needs_cuda(self) -> bool:
+        """Whether nothing but a GPU will do."""
+        return self.device_type == "cuda" or self.devices is not None
+
+    def _check_cache(self) -> None:
+        flag = "--cache-max-entry-count"
+        count = check_number(
+            "cache_max_entry_count",
+            self.cache_max_entry_count,
+            wanted=(0.0, 2.0**31 - 1),
+            flag=flag,
+        )
+        if count == 0 or (count >= 1 and count != int(count)):
+            wanted = "a share above 0 and below 1, or a whole number of blocks"
+            raise refuse(
+                "cache_max_entry_count", self.cache_max_entry_count, wanted=wanted, flag=flag
+            )
+        check_choice(
+            "cache_block_seq_len",
+            self.cache_block_seq_len,
+            choices=BLOCK_LENGTHS,
+            flag="--cache-block-seq-len",
+        )
+        check_bool(
+            "enable_prefix_caching", self.enable_prefix_caching, flag="--enable-prefix-caching"
+        )
+        name, table = parse_quant_policy(self.quant_policy), self.kv_table
+        # 0 is the default: it may mean "not given".
+        if self.kv_cache_format is not None and self.quant_policy != 0:
+            pairs = {str(pair) for pair in table.pairs}
+            if pairs != {name}:
+                raise ValueError(
+                    f"quant_policy: got {self.quant_policy!r} beside kv_cache_format "
+                    f"{show(self.kv_cache_format)}, wanted one of the two; "
+                    "remove --quant-policy or --kv-cache-format"
+                )
+
+    def _check_kv_quality(self) -> None:
+        choices = (None, *KV_QUALITIES)
+        check_choice("kv_quality", self.kv_quality, choices=choices, flag="--kv-quality")
+        for name in ("kv_rotation", "kv_scale_search"):
+            if getattr(self, name) is not None:
+                check_bool(name, getattr(self, name), flag=flag_of(name))
+        for name, least in (("kv_sink_tokens", 0), ("kv_recent_tokens", -1)):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            is_int = isinstance(value, int) and not isinstance(value, bool)
+            if not is_int or not (
+                value == least or (0 <= value <= MAX_HOT_TOKENS and value % HOT_TOKENS_STEP == 0)
+            ):
+                off = " or -1" if least < 0 else ""
+                wanted = f"a multiple of {HOT_TOKENS_STEP} from 0 to {MAX_HOT_TOKENS}{off}"
+                raise refuse(name, value, wanted=wanted, flag=flag_of(name))
+        if self.kv_recent_tokens == -1 and self.kv_sink_tokens:
+            wanted = "0 beside kv_recent_tokens -1, which keeps no token in 16 bit"
+            raise refuse(
+                "kv_sink_tokens", self.kv_sink_tokens, wanted=wanted, flag="--kv-sink-tokens"
+            )
+        self._check_kv_calibration()
+
+    def _check_kv_calibration(self) -> None:
+        path = self.kv_calibration
+        if path is not None and (not isinstance(path, (str, os.PathLike)) or not os.fspath(path)):
+            wanted = "a file of lmdeploy lite calibrate"
+            raise refuse("kv_calibration", path, wanted=wanted, flag="--kv-calibration")
+        if path is None and self.kv_quality == "best":
+            wanted = (
+                "a calibration file (make one: lmdeploy lite calibrate MODEL --text FILE --output "
+                "FILE.safetensors)"
+            )
+            raise refuse("kv_quality", "best", wanted=wanted, flag="--kv-calibration")
+        if path is not None and self.kv_quality != "best":
+            raise ValueError(
+                f"kv_calibration: got {show(os.fspath(path))} with kv_quality "
+                f"{self.kv_quality or 'not given'}, wanted kv_quality best; "
+                "add --kv-quality best or remove --kv-calibration"
+            )
+
+    @property
+    def kv_table(self) -> FormatTable:
+        """Formats of the cache by layer. Reads the file when `kv_cache_format` is one."""
+        given = self.kv_cache_format
+        return parse_cache_format(parse_quant_policy(self.quant_policy) if given is None else given)
+
+    @property
+    def kv_format(self) -> str:
+        """The cache's format, `mixed` where layers or sides differ; the device resolves `fp4`."""
+        pairs = {str(pair) for pair in self.kv_table.pairs}
+        return pairs.pop() if len(pairs) == 1 else "mixed"

@@ -1,0 +1,217 @@
+"""Options of one answer: names, fields and defaults as in LMDeploy 0.18.
+
+A field that belongs to a feature which is not built exists with its default, and any other value is
+refused by name.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lmdeploy.base.checks import (
+    OptionError,
+    check_bool,
+    check_choice,
+    check_ids,
+    check_int,
+    check_number,
+    check_strings,
+    refuse,
+    refuse_unsupported,
+)
+
+logger = logging.getLogger("lmdeploy")
+
+MAX_STOP_WORDS = 256
+MAX_STOP_WORD_CHARS = 4096
+MAX_ALL_STOP_CHARS = 1 << 16
+MAX_TOKEN_IDS = 4096
+MAX_LOGIT_BIAS = 4096
+MAX_LOGPROBS = 100
+MAX_N = 128
+
+# Features of LMDeploy 0.18 that are not built: field → the only accepted value.
+UNSUPPORTED_GENERATION_FIELDS: dict[str, Any] = {
+    "logprob_start_len": -1,
+    "logits_processors": None,
+    "output_last_hidden_state": None,
+    "with_cache": False,
+    "preserve_cache": False,
+    "migration_request": None,
+    "return_routed_experts": False,
+    "return_ppl": False,
+    "repetition_ngram_size": 0,
+    "repetition_ngram_threshold": 0,
+}
+
+
+@dataclass
+class GenerationConfig:
+    """What to generate.
+
+    Args:
+        n: answers per prompt.
+        max_new_tokens: longest answer; cut to what session_len and the cache leave.
+        do_sample: False: always the most likely token.
+        top_p, top_k, min_p, temperature: sampling filters; top_k 0: all tokens.
+        repetition_penalty: above 1 makes tokens of the prompt and the answer less likely.
+        presence_penalty, frequency_penalty: as in OpenAI's API, over the answer's tokens.
+        ignore_eos: go on after the model's end token.
+        random_seed: None: a fresh one.
+        stop_words: texts that end the answer, matched across token borders, not returned.
+        bad_words: texts whose tokens are never completed.
+        stop_token_ids, bad_token_ids: the same for token ids.
+        min_new_tokens: no end token before that many.
+        logprobs: None, or the number of alternatives per token.
+        prompt_logprobs: the same for the prompt's tokens.
+        logit_bias: token id → added to its logit.
+        response_format: {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema":
+            ...}} or {"type": "regex_schema", "regex_schema": "..."}.
+        output_logits: None, "generation" or "all" (prompt too).
+        include_stop_str_in_output: return the stop word as well.
+
+    Raises:
+        ValueError: a value out of range, or a value of a feature that is not built.
+    """
+
+    n: int = 1
+    max_new_tokens: int = 512
+    do_sample: bool = False
+    top_p: float = 1.0
+    top_k: int = 50
+    min_p: float = 0.0
+    temperature: float = 0.8
+    repetition_penalty: float = 1.0
+    ignore_eos: bool = False
+    random_seed: int | None = None
+    stop_words: list[str] | None = None
+    bad_words: list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    bad_token_ids: list[int] | None = None
+    min_new_tokens: int | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    logprobs: int | None = None
+    logprob_start_len: int = -1
+    response_format: dict[str, Any] | None = None
+    logits_processors: list[Callable[..., Any]] | None = None
+    output_logits: Literal["all", "generation"] | None = None
+    output_last_hidden_state: Literal["all", "generation"] | None = None
+    include_stop_str_in_output: bool = False
+    return_ppl: bool = False
+    with_cache: bool = False
+    preserve_cache: bool = False
+    migration_request: Any = None
+    return_routed_experts: bool = False
+    repetition_ngram_size: int = 0
+    repetition_ngram_threshold: int = 0
+    # Ours.
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        refuse_unsupported(self, UNSUPPORTED_GENERATION_FIELDS)
+        check_int("n", self.n, low=1, high=MAX_N)
+        check_int("max_new_tokens", self.max_new_tokens, low=0)
+        if self.min_new_tokens is not None:
+            check_int("min_new_tokens", self.min_new_tokens, low=0)
+        self._check_sampling()
+        self._check_words()
+        self._check_output()
+
+    def _check_sampling(self) -> None:
+        check_number("top_p", self.top_p, wanted=(0.0, 1.0))
+        check_number("min_p", self.min_p, wanted=(0.0, 1.0))
+        check_number("temperature", self.temperature, wanted=(0.0, 2.0))
+        check_int("top_k", self.top_k, low=0)
+        if check_number("repetition_penalty", self.repetition_penalty, wanted=(0.0, 100.0)) == 0:
+            raise refuse("repetition_penalty", self.repetition_penalty, wanted="a number above 0")
+        check_number("presence_penalty", self.presence_penalty, wanted=(-2.0, 2.0))
+        check_number("frequency_penalty", self.frequency_penalty, wanted=(-2.0, 2.0))
+        if self.random_seed is not None:
+            check_int(
+                "random_seed", self.random_seed, low=0, high=2**64 - 1, flag="random_seed (seed)"
+            )
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, dict) or len(self.logit_bias) > MAX_LOGIT_BIAS:
+                wanted = f"a dict of at most {MAX_LOGIT_BIAS} token ids and numbers"
+                raise refuse("logit_bias", self.logit_bias, wanted=wanted)
+            for token, bias in self.logit_bias.items():
+                check_int("logit_bias", token, low=0)
+                check_number("logit_bias", bias, wanted=(-100.0, 100.0))
+
+    def _check_words(self) -> None:
+        for name in ("stop_words", "bad_words"):
+            if getattr(self, name) is not None:
+                words = check_strings(
+                    name,
+                    getattr(self, name),
+                    max_items=MAX_STOP_WORDS,
+                    max_chars=MAX_STOP_WORD_CHARS,
+                )
+                total = sum(len(word) for word in words)
+                if total > MAX_ALL_STOP_CHARS:
+                    raise OptionError(
+                        name,
+                        f"got {total} characters in {len(words)} words, wanted at most "
+                        f"{MAX_ALL_STOP_CHARS}; change {name}",
+                    )
+                setattr(self, name, words)
+        for name in ("stop_token_ids", "bad_token_ids"):
+            if getattr(self, name) is not None:
+                setattr(self, name, check_ids(name, getattr(self, name), max_items=MAX_TOKEN_IDS))
+
+    def _check_output(self) -> None:
+        for name in (
+            "do_sample",
+            "ignore_eos",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+            "include_stop_str_in_output",
+        ):
+            check_bool(name, getattr(self, name))
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), low=0, high=MAX_LOGPROBS)
+        check_choice("output_logits", self.output_logits, choices=(None, "generation", "all"))
+        if self.response_format is not None and not isinstance(self.response_format, dict):
+            raise refuse(
+                "response_format", self.response_format, wanted="a dict with the key 'type'"
+            )
+
+
+# Of the server and `lmdeploy chat`, where the model's generation_config.json says nothing.
+_SAMPLING_DEFAULTS: dict[str, float | int] = {
+    "do_sample": True,
+    "temperature": 0.7,
+    "top_p": 1.0,
+    "top_k": 40,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
+
+
+def sampling_defaults(generation_config: dict[str, Any]) -> dict[str, Any]:
+    """The model's own sampling options, ours where its generation_config.json has none.
+
+    A value that GenerationConfig refuses is ours as well, with a warning: it is no fault of those
+    who send requests.
+    """
+    result: dict[str, Any] = dict(_SAMPLING_DEFAULTS)
+    for name, own_default in _SAMPLING_DEFAULTS.items():
+        value = generation_config.get(name)
+        if value is None:
+            continue
+        try:
+            GenerationConfig(**{name: value})
+        except OptionError as error:
+            reason = error.reason.split("; change")[0]
+            logger.warning("generation_config.json: %s: %s; taken as %s", name, reason, own_default)
+        else:
+            result[name] = value
+    return result

@@ -1,0 +1,1 @@
+"""Load a model and run requests through the C++ engine."""

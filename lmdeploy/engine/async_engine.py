@@ -1,0 +1,405 @@
+"""③⑨ The asynchronous engine: ids in, pieces of text out, one stream per request.
+
+One thread waits for the C++ engine's outputs and hands each to the event loop its request came
+from; everything about a request's text happens in that loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import itertools
+import logging
+import os
+import threading
+import weakref
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+from lmdeploy.base.checks import OptionError, flag_of
+from lmdeploy.chat.detokenize import AnswerText, Detokenizer, GatedAnswer, KnownIds
+from lmdeploy.chat.formats.harmony.parser import HarmonyText
+from lmdeploy.chat.formats.harmony.tokens import HarmonyTokens
+from lmdeploy.chat.grammar import Grammars
+from lmdeploy.config.engine import TurbomindEngineConfig
+from lmdeploy.config.generation import GenerationConfig
+from lmdeploy.engine.load import EngineParts, load_parts
+from lmdeploy.engine.request import (
+    bad_sequences,
+    check_token_ids,
+    is_constrained,
+    set_sampling,
+    sort_stop_words,
+)
+from lmdeploy.engine.stream import RequestStream
+from lmdeploy.response import Response
+
+if TYPE_CHECKING:
+    from lmdeploy import _turbomind
+    from lmdeploy.config.chat_template import ChatTemplateConfig
+
+logger = logging.getLogger("lmdeploy")
+
+_WAIT_MS = 200
+
+
+class EngineFailure(RuntimeError):
+    """The engine cannot serve: it has failed, is closed, or belongs to another process."""
+
+
+class AsyncEngine:
+    """Owns the C++ engine, the tokenizer and the template of one model.
+
+    `submit` and `generate` may be called from any event loop; `close` from any thread.
+    """
+
+    def __init__(self, parts: EngineParts) -> None:
+        self.parts = parts
+        self._ids = itertools.count(1)
+        self._streams: dict[int, RequestStream] = {}
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._failure = ""  # of the drain thread
+        self._closing = threading.Event()
+        self._closed = False
+        self._close_lock = threading.RLock()
+        self._drain_thread = threading.Thread(target=self._drain, name="tm-drain", daemon=True)
+        self._drain_thread.start()
+        _running.add(self)
+
+    @classmethod
+    def load(
+        cls,
+        model_path: str,
+        config: TurbomindEngineConfig | None = None,
+        *,
+        chat_template_config: ChatTemplateConfig | None = None,
+        answer_parser: str | None = None,
+        progress: bool = True,
+    ) -> AsyncEngine:
+        """Loads a folder, GGUF file, hub id or `smollm2`; the options are those of `load_parts`."""
+        config = config or TurbomindEngineConfig()
+        return cls(
+            load_parts(
+                model_path,
+                config,
+                chat_template_config=chat_template_config,
+                answer_parser=answer_parser,
+                progress=progress,
+            )
+        )
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Longest prompt plus answer: what session_len and the cache allow."""
+        return self.parts.core.memory_plan().max_sequence_tokens
+
+    @property
+    def healthy(self) -> bool:
+        """False from the moment the engine has failed or been closed, and after a fork."""
+        if self.in_other_process or self._closing.is_set() or self._failure:
+            return False
+        return self.parts.core.healthy
+
+    @property
+    def failure(self) -> str:
+        """Why the engine is not healthy."""
+        if self.in_other_process:
+            return (
+                f"the engine was made before a fork and runs in process {self._pid} only: "
+                "make it in the process that uses it"
+            )
+        if self._closing.is_set():
+            return "the engine is closed"
+        return self._failure or self.parts.core.failure
+
+    @property
+    def in_other_process(self) -> bool:
+        """Whether this is a child, made by fork, of the process that the engine runs in."""
+        return os.getpid() != self._pid
+
+    def cache_line(self) -> str:
+        """One line on the cache."""
+        from lmdeploy.engine.kv_quality import cache_line
+
+        return cache_line(self.parts.kv, self.parts.core.memory_plan())
+
+    def start_lines(self) -> list[str]:
+        """On the device and the cache, for the start of a server."""
+        return [line for line in (self.parts.device_line, self.cache_line()) if line]
+
+    def stats(self) -> _turbomind.EngineStats:
+        """Counters of the C++ engine."""
+        return self.parts.core.stats()
+
+    def check_prompt(
+        self, prompt_ids: list[int], *, num_new: int = 1, name: str = "prompt"
+    ) -> None:
+        """OptionError with the numbers, of the field `name`, when a prompt can never be served.
+
+        `num_new`: tokens that must fit behind it, 0 where max_new_tokens is 0, else 1.
+        """
+        if not prompt_ids:
+            raise OptionError(name, "got no tokens, wanted at least 1; change the prompt")
+        limit, session_len = self.max_request_tokens, self.parts.session_len
+        wanted = len(prompt_ids) + num_new
+        got = f"got {len(prompt_ids)} tokens, wanted "
+        got += "fewer than" if num_new else "at most"
+        if wanted > limit and wanted > session_len:
+            raise OptionError(
+                name,
+                f"{got} session_len {session_len}; shorten the prompt or raise "
+                f"{flag_of('session_len')}",
+            )
+        if wanted > limit:
+            raise OptionError(
+                name,
+                f"{got} the {limit} that the KV cache holds; shorten the prompt or raise "
+                f"{flag_of('cache_max_entry_count')}",
+            )
+        top = max(prompt_ids)
+        if top >= self.parts.vocab_size or min(prompt_ids) < 0:
+            bad = top if top >= self.parts.vocab_size else min(prompt_ids)
+            raise OptionError(
+                name,
+                f"got token id {bad}, wanted 0 to {self.parts.vocab_size - 1}; change the prompt",
+            )
+
+    def new_grammars(self) -> Grammars:
+        """For the answers of one call, which share what `response_format` compiles to."""
+        return Grammars(lambda: self.parts.tokenizer.grammar_tokenizer(self.parts.vocab_size))
+
+    async def submit(
+        self,
+        prompt_ids: list[int],
+        config: GenerationConfig | None = None,
+        *,
+        index: int = 0,
+        chat: bool = False,
+        goes_on: bool = False,
+        grammars: Grammars | None = None,
+    ) -> RequestStream:
+        """Starts one answer. `index` tells the n answers of one prompt apart (their seeds).
+
+        `chat` is whether the prompt is a conversation: its answer is a text of its own, unless it
+        `goes_on` with the prompt's, and a model with a format of its own splits it into reasoning,
+        content (the text) and tool calls. `grammars` are those of the call it belongs to.
+
+        Raises OptionError when the request is wrong and EngineFailure when the engine has failed.
+        """
+        config = config or GenerationConfig()
+        self.check_healthy()
+        request, prompt_ids, answer = await asyncio.to_thread(
+            self._make_request,
+            prompt_ids,
+            config,
+            index=index,
+            chat=chat,
+            goes_on=goes_on,
+            grammars=grammars or self.new_grammars(),
+        )
+        stream = RequestStream(
+            request.id, prompt_ids, config=config, answer=answer, forget=self.forget
+        )
+        with self._lock:
+            self._streams[stream.request_id] = stream
+        try:
+            self.parts.core.submit(request)
+        except BaseException:
+            with self._lock:
+                self._streams.pop(stream.request_id, None)
+            self.check_healthy()
+            raise
+        try:
+            self.check_healthy()
+        except EngineFailure:
+            self.forget(stream.request_id)
+            raise
+        return stream
+
+    async def generate(
+        self, prompt_ids: list[int], config: GenerationConfig | None = None, *, index: int = 0
+    ) -> AsyncIterator[Response]:
+        """`submit` as one iterator; leaving it early cancels the request."""
+        stream = await self.submit(prompt_ids, config, index=index)
+        try:
+            async for piece in stream:
+                yield piece
+        finally:
+            stream.close()
+
+    def forget(self, request_id: int) -> None:
+        """Cancels a request whose outputs nobody wants any more."""
+        if self.in_other_process:
+            return
+        with self._lock:
+            known = self._streams.pop(request_id, None)
+        if known is not None and not self._closing.is_set():
+            self.parts.core.cancel(request_id)
+
+    def abort_all(self) -> int:
+        """Ends all answers that run or wait, which keep what they have (finish_reason `abort`).
+
+        Returns how many. To be called in the loop that submits: one that is just being submitted
+        in another goes on.
+        """
+        with self._lock:
+            ids = list(self._streams)
+        for request_id in ids:
+            self.parts.core.cancel(request_id)
+        return len(ids)
+
+    def close(self) -> None:
+        """Stops the engine; streams that still run end with EngineFailure.
+
+        A second caller waits for the first, and what an interrupt cut short is done again.
+        """
+        if self.in_other_process:
+            return
+        with self._close_lock:
+            if not self._closed:
+                self._closing.set()
+                self.parts.on_close()
+                self._drain_thread.join()
+                self.parts.core.close()
+                self._closed = True
+
+    def check_healthy(self) -> None:
+        """EngineFailure when no request can be served."""
+        self.check_process()
+        if self._closing.is_set():
+            raise EngineFailure(self.failure)
+        if not self.healthy:
+            raise EngineFailure(f"the engine has failed: {self.failure}")
+
+    def check_process(self) -> None:
+        """EngineFailure in another process than the engine's own."""
+        if self.in_other_process:
+            raise EngineFailure(self.failure)
+
+    def _make_request(
+        self,
+        prompt_ids: list[int],
+        config: GenerationConfig,
+        *,
+        index: int,
+        chat: bool,
+        goes_on: bool,
+        grammars: Grammars,
+    ) -> tuple[Any, list[int], GatedAnswer]:
+        # In a worker thread: tokenising words and compiling a grammar take time. The ids that come
+        # back are the caller's list where nothing was added: n answers share it.
+        harmony = self.parts.harmony if chat else None
+        if harmony is not None and is_constrained(config):
+            prompt_ids = [*prompt_ids, *harmony.begin_final(self.parts.tokenizer)]
+        self.check_prompt(prompt_ids, num_new=min(config.max_new_tokens, 1))
+        check_token_ids(config, self.parts.vocab_size)
+        room = self.max_request_tokens - len(prompt_ids)
+        request = self.parts.new_request()
+        request.id = next(self._ids)
+        request.prompt = prompt_ids
+        request.max_new_tokens = min(config.max_new_tokens, room)
+        request.min_new_tokens = min(config.min_new_tokens or 0, request.max_new_tokens)
+        request.ignore_eos = config.ignore_eos
+        request.eos_ids = [] if config.ignore_eos else list(self.parts.eos_ids)
+        template = self.parts.chat_template
+        of_template = template.stop_words if chat and template is not None else []
+        stop_ids, plain_words, special_words = sort_stop_words(
+            [*(config.stop_words or []), *of_template], self.parts.tokenizer
+        )
+        request.stop_sequences = [[i] for i in [*(config.stop_token_ids or []), *stop_ids]]
+        request.bad_sequences = bad_sequences(config, self.parts.tokenizer)
+        request.num_logprobs = -1 if config.logprobs is None else config.logprobs
+        request.num_prompt_logprobs = (
+            -1 if config.prompt_logprobs is None else config.prompt_logprobs
+        )
+        request.logits_output = config.output_logits or "none"
+        set_sampling(request, config, index=index)
+        if config.response_format is not None:
+            request.token_mask = grammars.token_mask(config.response_format)
+        answer = self._answer_text(
+            config,
+            plain_words,
+            special_words=special_words,
+            harmony=harmony,
+            begins_text=chat and not goes_on,
+        )
+        return request, prompt_ids, answer
+
+    def _answer_text(
+        self,
+        config: GenerationConfig,
+        plain_words: list[str],
+        *,
+        special_words: list[str],
+        harmony: HarmonyTokens | None,
+        begins_text: bool,
+    ) -> GatedAnswer:
+        tokenizer = self.parts.tokenizer
+        detokenizer: Detokenizer = KnownIds(
+            tokenizer, config.skip_special_tokens, begins_text=begins_text
+        )
+        if harmony is not None:
+            detokenizer = HarmonyText(tokenizer, harmony, in_final=is_constrained(config))
+        include_stop, min_tokens = config.include_stop_str_in_output, config.min_new_tokens or 0
+        gate = None
+        if special_words:
+            shown = KnownIds(tokenizer, skip_special=False, begins_text=begins_text)
+            # Of two words the first to end counts. GPT-OSS shows another text than the gate sees.
+            words = special_words if harmony is not None else [*special_words, *plain_words]
+            gate = AnswerText(shown, words, include_stop=include_stop, min_tokens=min_tokens)
+        return GatedAnswer(
+            detokenizer, plain_words, gate=gate, include_stop=include_stop, min_tokens=min_tokens
+        )
+
+    def _drain(self) -> None:
+        core = self.parts.core
+        reason = "the engine has been closed"
+        try:
+            while not self._closing.is_set():
+                outputs = core.wait_outputs(_WAIT_MS)
+                for output in outputs:
+                    self._deliver(output)
+                if not outputs and not core.healthy:
+                    reason = f"the engine has failed: {core.failure}"
+                    break
+        except BaseException as error:  # whatever it is, without this thread nobody is answered
+            logger.exception("the engine's outputs cannot be delivered")
+            self._failure = str(error) or repr(error)
+            reason = f"the engine has failed: {self._failure}"
+        ended = self._end_all(EngineFailure(reason))
+        if self._failure:  # nobody would read what is still computed
+            for request_id in ended:
+                core.cancel(request_id)
+
+    def _deliver(self, output: Any) -> None:
+        with self._lock:
+            if output.finish_reason == "none":
+                stream = self._streams.get(output.request_id)
+            else:
+                stream = self._streams.pop(output.request_id, None)
+        if stream is not None:
+            try:
+                stream.deliver(output)
+            except RuntimeError:  # its event loop is closed: nobody waits any more
+                self.forget(output.request_id)
+
+    def _end_all(self, error: EngineFailure) -> list[int]:
+        with self._lock:
+            streams, self._streams = list(self._streams.values()), {}
+        for stream in streams:
+            try:
+                stream.deliver(error)
+            except RuntimeError:
+                logger.debug("request %d: its event loop is closed", stream.request_id)
+        return [stream.request_id for stream in streams]
+
+
+_running: weakref.WeakSet[AsyncEngine] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A thread inside the C++ engine when the interpreter ends would abort the process."""
+    for engine in list(_running):
+        engine.close()

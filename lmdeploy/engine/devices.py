@@ -1,0 +1,90 @@
+"""The device that computes: the CPU, or a GPU through libturbomind_cuda.so."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lmdeploy.base.installed import free_memory_bytes, usable_cores
+from lmdeploy.config.engine import TurbomindEngineConfig
+
+if TYPE_CHECKING:
+    from lmdeploy._turbomind import Device
+
+logger = logging.getLogger("lmdeploy")
+
+_DRIVER_FILE = "/dev/nvidiactl"
+# Beside a GPU, where nobody says how many: what packing of weights and sampling use well.
+_MOST_GPU_THREADS = 16
+
+# Of the wheels nvidia-cublas and nvidia-cublas-cu12, in their package `nvidia`.
+_CUBLAS_LT = ("cu13/lib/libcublasLt.so.13", "cublas/lib/libcublasLt.so.12")
+
+
+def cublas_lt_files() -> list[str]:
+    """cuBLASLt of this Python's wheels, where they are installed. Imports nothing of them."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = (spec and spec.submodule_search_locations) or []
+    files = [Path(folder, name) for folder in folders for name in _CUBLAS_LT]
+    return [str(file) for file in files if file.is_file()]
+
+
+def step_sizes(config: TurbomindEngineConfig, sm: int) -> tuple[int, int]:
+    """Sequences and new tokens of a step at most, on a GPU of this `sm` (0: the CPU, on which
+    longer steps are no faster and take more memory).
+    """
+    batch_size = config.max_batch_size or (128 if sm else 32)
+    return batch_size, config.max_prefill_token_num or max(8192 if sm else 256, batch_size)
+
+
+@dataclass(frozen=True)
+class OpenDevice:
+    """A device, and where it is."""
+
+    device: Device
+    gpu: int | None = None  # index; None: the CPU
+
+    def free_bytes(self) -> int:
+        """Memory that the device could still give."""
+        from lmdeploy import _turbomind
+
+        return free_memory_bytes() if self.gpu is None else _turbomind.cuda_free_bytes(self.gpu)
+
+    @property
+    def line(self) -> str:
+        """For the start of a server."""
+        products = self.device.products
+        return f"device: {self.device.name}" + (f"; products: {products}" if products else "")
+
+
+def open_device(config: TurbomindEngineConfig) -> OpenDevice:
+    """Makes the device that `config` asks for. Where `auto` becomes the CPU the log says why: as a
+    warning on machines that have a GPU's driver.
+
+    Raises ValueError, in one line, when a GPU is asked for and cannot be used.
+    """
+    from lmdeploy import _turbomind
+
+    if config.device_type != "cpu":
+        gpu = config.devices[0] if config.devices else 0
+        try:
+            if config.exact:
+                raise ValueError("CUDA is not used: exact is there on CPU only")
+            threads = config.num_threads or min(usable_cores(), _MOST_GPU_THREADS)
+            device = _turbomind.make_cuda_device(
+                gpu,
+                deterministic=config.deterministic,
+                num_threads=threads,
+                cublas_lt=cublas_lt_files(),
+            )
+            return OpenDevice(device, gpu)
+        except ValueError as error:
+            if config.needs_cuda:
+                raise ValueError(f"{error}; change --device or --devices") from None
+            level = logging.WARNING if os.path.exists(_DRIVER_FILE) else logging.INFO
+            logger.log(level, "%s", error)
+    return OpenDevice(_turbomind.make_cpu_device(config.num_threads or usable_cores()))

@@ -1,0 +1,178 @@
+"""What is done for the cache's accuracy: options → plain facts, and those → the engine's config.
+
+`raw` does nothing beside the format; `balanced` rotates K, searches FP4 scales and keeps the first
+and the newest tokens in 16 bit; `best` adds constants from a calibration file. Single options
+replace single ingredients. An ingredient without anything to work on (scale search without FP4,
+anything with mode none) is off, and what is reported is what is on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lmdeploy.base.checks import user_path
+from lmdeploy.config.engine import TurbomindEngineConfig
+from lmdeploy.config.kv_formats import FOUR_BIT_FORMATS, FP4_FORMATS, FormatPair
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from lmdeploy import _turbomind
+
+DEFAULT_HOT_TOKENS = 64
+NOTHING_HOT = -1
+
+
+@dataclass(frozen=True)
+class KvOptions:
+    """Everything about the cache's formats and accuracy, resolved for one model and device."""
+
+    layers: tuple[FormatPair, ...]  # by model layer
+    quality: str  # as asked for or chosen; raw where everything is stored in 16 bit
+    rotation: bool = False
+    scale_search: bool = False
+    sink_tokens: int = 0
+    recent_tokens: int = NOTHING_HOT
+    calibration: Path | None = None
+    note: str = ""  # about the choice of a format, for people
+
+    @property
+    def mode(self) -> str:
+        """The format of all layers, or `mixed`."""
+        names = {str(pair) for pair in self.layers}
+        return names.pop() if len(names) == 1 else "mixed"
+
+    @property
+    def quality_text(self) -> str:
+        """The quality and its ingredients, for people."""
+        parts = ["K rotation"] if self.rotation else []
+        if self.scale_search:
+            parts.append("scale search")
+        if self.recent_tokens != NOTHING_HOT:
+            first = f"first {self.sink_tokens} and " if self.sink_tokens else ""
+            parts.append(f"{first}newest {self.recent_tokens}+ tokens in 16 bit")
+        if self.calibration is not None:
+            parts.append(f"calibration {self.calibration.name}")
+        return f"{self.quality} ({', '.join(parts)})" if parts else self.quality
+
+    def labels(self) -> dict[str, str]:
+        """The same for metrics."""
+        return {
+            "mode": self.mode,
+            "quality": self.quality,
+            "rotation": str(self.rotation).lower(),
+            "scale_search": str(self.scale_search).lower(),
+            "sink_tokens": str(self.sink_tokens),
+            "recent_tokens": str(self.recent_tokens),
+            "calibration": self.calibration.name if self.calibration else "",
+        }
+
+
+def resolve_kv_options(
+    config: TurbomindEngineConfig, windows: Sequence[int], *, sm: int = 0
+) -> KvOptions:
+    """The options of `config` for a model with these sliding windows (0: full attention) by layer,
+    on a GPU of this `sm` (0: the CPU).
+
+    Raises ValueError for a format that does not fit the model's layers or the device.
+    """
+    table = config.kv_table.by_layer(windows)
+    layers = tuple(
+        FormatPair(
+            _on_device(pair.k, config=config, sm=sm), _on_device(pair.v, config=config, sm=sm)
+        )
+        for pair in table
+    )
+    names = {name for pair in layers for name in (pair.k, pair.v)}
+    if names == {"none"}:
+        return KvOptions(layers, "raw")
+    quality = config.kv_quality or ("balanced" if names & FOUR_BIT_FORMATS else "raw")
+    by_default = quality != "raw"
+    sink_tokens, recent_tokens = _hot_tokens(config, by_default)
+    search = by_default if config.kv_scale_search is None else config.kv_scale_search
+    path = config.kv_calibration
+    return KvOptions(
+        layers=layers,
+        quality=quality,
+        rotation=by_default if config.kv_rotation is None else config.kv_rotation,
+        scale_search=search and bool(names & FP4_FORMATS),
+        sink_tokens=sink_tokens,
+        recent_tokens=recent_tokens,
+        calibration=None if path is None else user_path("kv_calibration", path),
+        note=_format_note(table, layers),
+    )
+
+
+def _format_note(asked: Sequence[FormatPair], layers: Sequence[FormatPair]) -> str:
+    """What to know of the format that `fp4` became."""
+    for pair, resolved in zip(asked, layers, strict=True):
+        for name, format_name in ((pair.k, resolved.k), (pair.v, resolved.v)):
+            if name == "fp4" and format_name == "mxfp4":
+                return "fp4 is mxfp4 on this device; nvfp4 is more accurate at the same size"
+    return ""
+
+
+def _hot_tokens(config: TurbomindEngineConfig, by_default: bool) -> tuple[int, int]:
+    """Sink and recent tokens. Sinks alone keep the current block in 16 bit as well."""
+    sink, recent = config.kv_sink_tokens, config.kv_recent_tokens
+    if recent is None:
+        recent = DEFAULT_HOT_TOKENS if by_default else 0 if sink else NOTHING_HOT
+    if recent == NOTHING_HOT:
+        return 0, NOTHING_HOT
+    if sink is None:
+        sink = DEFAULT_HOT_TOKENS if by_default else 0
+    return sink, recent
+
+
+def _on_device(name: str, *, config: TurbomindEngineConfig, sm: int) -> str:
+    from lmdeploy import _turbomind
+
+    return _turbomind.get_kv_cache_mode(name, sm, config.strict_arch)
+
+
+def apply_kv_options(
+    options: KvOptions,
+    native: _turbomind.EngineConfig,
+    *,
+    model: _turbomind.ModelConfig,
+    model_hash: str | None = None,
+) -> None:
+    """Writes `options` into the engine's config.
+
+    Raises ValueError when the calibration file cannot be read or belongs to another model;
+    `model_hash` is needed with a calibration file only.
+    """
+    native.kv_mode = options.layers[0].k
+    uniform = len({str(pair) for pair in options.layers}) == 1
+    if not uniform or options.layers[0].k != options.layers[0].v:
+        native.kv_layers = [(pair.k, pair.v) for pair in options.layers]
+    native.kv_rotate_k = options.rotation
+    native.kv_search_scales = options.scale_search
+    native.kv_sink_tokens = options.sink_tokens
+    native.kv_recent_tokens = options.recent_tokens
+    if options.calibration is not None:
+        from lmdeploy.engine.kv_calibration import engine_constants, read_calibration
+
+        if model_hash is None:
+            raise RuntimeError("a calibration file needs the hash of the model")
+        calibration = read_calibration(options.calibration, model, model_hash=model_hash)
+        native.set_kv_calibration(
+            *engine_constants(calibration, options.layers, rotated=options.rotation)
+        )
+
+
+def cache_line(options: KvOptions, plan: _turbomind.MemoryPlan) -> str:
+    """One line on the cache: format, quality, bytes, tokens that fit, comparison with 16 bit."""
+    ratio = plan.session_bytes_none / plan.session_bytes
+    note = f"; {options.note}" if options.note else ""
+    hot = f" + {plan.hot_bytes_per_sequence:,} per sequence" if plan.hot_bytes_per_sequence else ""
+    return (
+        f"KV cache: mode {options.mode}, quality {options.quality_text}, "
+        f"{plan.bytes_per_token:,.0f} bytes per token{hot}, "
+        f"{plan.max_tokens:,} tokens fit in {plan.reserved_bytes / 2**20:,.1f} MiB; "
+        f"{ratio:.2f}x the tokens of 16 bit at session_len "
+        f"({plan.bytes_per_token_none:,.0f} bytes per token); "
+        f"a full session takes {plan.session_bytes / 2**20:,.1f} MiB{note}"
+    )

@@ -1,0 +1,118 @@
+"""③ What an engine is made of: the C++ engine, tokenizer, template, the model's defaults."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from lmdeploy.base.checks import show
+from lmdeploy.chat.formats.harmony.tokens import HarmonyTokens, find_harmony
+from lmdeploy.config.engine import TurbomindEngineConfig
+from lmdeploy.config.generation import sampling_defaults
+from lmdeploy.engine.devices import open_device
+from lmdeploy.engine.plan import plan_engine
+
+if TYPE_CHECKING:
+    from lmdeploy import _turbomind
+    from lmdeploy.chat.prompts import PromptTemplate
+    from lmdeploy.chat.tokenizer import Tokenizer
+    from lmdeploy.config.chat_template import ChatTemplateConfig
+    from lmdeploy.engine.kv_quality import KvOptions
+
+logger = logging.getLogger("lmdeploy")
+
+
+@dataclass
+class EngineParts:
+    """What an engine is made of. Tests pass fakes with the same methods.
+
+    `sampling` are the options of requests that do not say theirs. `harmony` is there when answers
+    to conversations come in the format of GPT-OSS.
+    """
+
+    core: _turbomind.Engine
+    new_request: Callable[[], _turbomind.Request]
+    tokenizer: Tokenizer
+    chat_template: PromptTemplate | None
+    vocab_size: int
+    session_len: int
+    eos_ids: list[int]
+    kv: KvOptions
+    sampling: dict[str, Any] = field(default_factory=lambda: sampling_defaults({}))
+    model_path: str = ""
+    model_type: str = ""
+    harmony: HarmonyTokens | None = None
+    device_line: str = ""
+    on_close: Callable[[], None] = lambda: None
+
+
+def load_parts(
+    model_path: str,
+    config: TurbomindEngineConfig,
+    *,
+    chat_template_config: ChatTemplateConfig | None = None,
+    answer_parser: str | None = None,
+    progress: bool = True,
+) -> EngineParts:
+    """Loads the model and starts the C++ engine. ValueError says what is wrong with the input.
+
+    `answer_parser` is "gpt-oss" where answers come in that format whatever the model's type.
+    """
+    from lmdeploy import _turbomind
+    from lmdeploy.chat.prompts import choose_template
+
+    target = open_device(config)
+    device = target.device
+    files, native, kv = plan_engine(model_path, config, device=device)
+    # Before the weights, which take long.
+    texts = files.read_texts()
+    harmony = find_harmony(files.info.model_type, texts.tokenizer, answer_parser=answer_parser)
+    template = choose_template(texts.chat_template, chat_template_config, tokenizer=texts.tokenizer)
+    if harmony is not None and template is None:
+        from lmdeploy.chat.formats.harmony.library import warn_without_encoding
+
+        warn_without_encoding()
+    model = files.load(texts, device=device, progress=progress)
+    free = max(target.free_bytes() - model.mapped_bytes, 0)
+    core = _turbomind.Engine(model.config, native, model.weights, device, free)
+    writer = model.cache_writer
+    if writer is not None:
+        writer.start(is_busy=lambda: core.stats().num_running > 0)
+    return EngineParts(
+        core=core,
+        new_request=_turbomind.Request,
+        tokenizer=model.tokenizer,
+        chat_template=template,
+        vocab_size=model.config.vocab_size,
+        session_len=native.session_len,
+        eos_ids=_eos_ids(
+            model.tokenizer.stop_ids, model.generation_config, vocab_size=model.config.vocab_size
+        ),
+        kv=kv,
+        sampling=sampling_defaults(model.generation_config),
+        model_path=model_path,
+        model_type=model.model_type,
+        harmony=harmony,
+        device_line=target.line,
+        # Not of `model`: its weights are the engine's, which frees them when it is closed.
+        on_close=lambda: None if writer is None else writer.stop(),
+    )
+
+
+def _eos_ids(
+    stop_ids: list[int], generation_config: dict[str, Any], *, vocab_size: int
+) -> list[int]:
+    more = generation_config.get("eos_token_id")
+    given = [*stop_ids, *(more if isinstance(more, list) else [] if more is None else [more])]
+    good = {i for i in given if type(i) is int and 0 <= i < vocab_size}
+    bad = {show(i): i for i in given if type(i) is not int or i not in good}
+    if bad:
+        logger.warning(
+            "generation_config.json or config.json: eos_token_id: got %s, wanted ids of 0 to %d; "
+            "ignored",
+            ", ".join(bad),
+            vocab_size - 1,
+        )
+    return sorted(good)

@@ -1,0 +1,225 @@
+"""Hugging Face folder or GGUF file → ModelConfig, packed weights, tokenizer and chat template."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lmdeploy.base.errors import ModelFormatError
+from lmdeploy.chat.gguf_tokenizer import tokenizer_from_gguf
+from lmdeploy.chat.jinja_template import ChatTemplate, template_from_folder, template_from_gguf
+from lmdeploy.chat.tokenizer import Tokenizer, tokenizer_from_folder
+from lmdeploy.checkpoint.convert import engine_bytes
+from lmdeploy.checkpoint.files.safetensors_file import read_json_object
+from lmdeploy.checkpoint.hub import resolve_model
+from lmdeploy.checkpoint.load import cache_of, load_through_cache, load_weights
+from lmdeploy.checkpoint.open import Checkpoint, open_checkpoint
+from lmdeploy.checkpoint.weight_cache import CacheWriter, Source, stamp_files
+
+if TYPE_CHECKING:
+    from lmdeploy._turbomind import Device, ModelConfig, Weights
+
+__all__ = [
+    "LoadedModel",
+    "ModelFiles",
+    "ModelFormatError",
+    "ModelInfo",
+    "ModelTexts",
+    "load_model",
+    "open_files",
+]
+
+_MAX_JSON_BYTES = 1 << 20
+# `dtype` as users write it → the cache dtype of the engine.
+DTYPES = {
+    "float32": "float32",
+    "fp32": "float32",
+    "float16": "float16",
+    "fp16": "float16",
+    "half": "float16",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+}
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A model without its weights: enough to plan memory and to refuse a bad checkpoint."""
+
+    path: Path
+    model_type: str  # the family: llama, mistral, gpt_oss, ...
+    config: ModelConfig
+    weight_bytes: int  # that the engine will keep, before padding
+    mapped_bytes: int  # of these, experts that are read where they lie in the file (CPU)
+    file_bytes: int  # that are read from the checkpoint
+    stored_dtype: str  # float32, float16, bfloat16 or quantized
+
+
+@dataclass
+class LoadedModel:
+    """A model ready for the engine."""
+
+    path: Path
+    model_type: str
+    config: ModelConfig
+    weights: Weights
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None  # None: the checkpoint has none
+    mapped_bytes: int = 0  # of weights in mapped files, resident once they have been used
+    generation_config: dict[str, Any] = field(default_factory=dict)
+    cache_writer: CacheWriter | None = None  # to be started when the engine is ready
+
+
+@dataclass(frozen=True)
+class ModelTexts:
+    """What a checkpoint says of texts."""
+
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None  # None: the checkpoint has none
+    generation_config: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class ModelFiles:
+    """A checkpoint, opened once: its config and tensors were checked, no weights were read."""
+
+    info: ModelInfo
+    _checkpoint: Checkpoint
+    _source: Source
+    _exact: bool
+    _copied: bool  # no tensor stays in the mapped files
+
+    def read_texts(self) -> ModelTexts:
+        """The small parts, which fail fast. Once: the strings of a vocabulary, tens of megabytes,
+        are let go.
+
+        Raises ModelFormatError.
+        """
+        checkpoint = self._checkpoint
+        self._checkpoint = replace(checkpoint, metadata={})
+        tokenizer = _tokenizer(checkpoint)
+        if tokenizer.vocab_size > checkpoint.config.vocab_size:
+            raise ModelFormatError(
+                f"{checkpoint.path}: the tokenizer has ids up to {tokenizer.vocab_size - 1}, the "
+                f"model only {checkpoint.config.vocab_size} rows of embedding"
+            )
+        template = _chat_template(checkpoint, tokenizer)
+        return ModelTexts(tokenizer, template, _generation_config(checkpoint))
+
+    def load(self, texts: ModelTexts, *, device: Device, progress: bool) -> LoadedModel:
+        """The weights tensor by tensor, or packed from the cache (weight_cache.py).
+
+        Of the mapped files only experts in MXFP4 stay, as long as the weights live; the pages of
+        every other tensor are given back once it is packed. A GPU has copies of all, and no cache
+        of packed weights.
+
+        Raises ModelFormatError, and ValueError for wrong options of the cache in the environment.
+        """
+        from lmdeploy._turbomind import WeightsBuilder
+
+        checkpoint, exact = self._checkpoint, self._exact
+        builder = WeightsBuilder(self.info.config, device, exact)
+        cache = None if self._copied else cache_of(checkpoint, self._source)
+        if cache is not None:
+            loaded = load_through_cache(builder, checkpoint, entry=cache, progress=progress)
+        else:
+            loaded = load_weights(
+                builder, checkpoint, exact=exact, copied=self._copied, progress=progress
+            )
+        return LoadedModel(
+            path=self.info.path,
+            model_type=self.info.model_type,
+            config=self.info.config,
+            mapped_bytes=self.info.mapped_bytes + loaded.mapped_bytes,
+            chat_template=texts.chat_template,
+            generation_config=texts.generation_config,
+            tokenizer=texts.tokenizer,
+            weights=loaded.weights,
+            cache_writer=loaded.cache_writer,
+        )
+
+
+def open_files(
+    path: str, *, dtype: str = "auto", exact: bool = False, on_gpu: bool = False
+) -> ModelFiles:
+    """Checks config and tensors of `path` (a name, folder, file or hub id) and sums their sizes.
+
+    Args:
+        path: `smollm2`, a Hugging Face folder, a .gguf file or a hub id.
+        dtype: cache dtype, or "auto" for the rule of the format (docs/kv_cache.md).
+        exact: FP32 compute, without BF16 weights or int8 activations.
+        on_gpu: whether a GPU is to load them.
+
+    Raises ModelFormatError (a ValueError) for everything that could not be loaded, and ValueError
+    for exact compute on a GPU.
+    """
+    if exact and on_gpu:
+        raise ValueError("exact: got True, wanted False on CUDA; change --exact or --device")
+    copied = exact or on_gpu
+    resolved = resolve_model(path)
+    source = stamp_files(resolved)  # before they are opened
+    checkpoint = open_checkpoint(resolved)
+    info = _info(checkpoint, dtype=dtype, exact=exact, copied=copied)
+    return ModelFiles(info, checkpoint, source, exact, copied)
+
+
+def load_model(
+    path: str,
+    *,
+    dtype: str = "auto",
+    exact: bool = False,
+    device: Device,
+    progress: bool = True,
+) -> LoadedModel:
+    """All of a model, for the engine's `device`; `progress`: whether to show a bar.
+
+    The other arguments and the errors are those of `open_files` and of ModelFiles.
+    """
+    files = open_files(path, dtype=dtype, exact=exact, on_gpu=device.is_cuda)
+    return files.load(files.read_texts(), device=device, progress=progress)
+
+
+def cache_dtype(stored_dtype: str, dtype: str, *, exact: bool) -> str:
+    """BF16 for BF16 models, else FP16; `dtype` overrides it, exact compute means FP32."""
+    if dtype != "auto":
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype: got {dtype!r}; wanted auto, {', '.join(DTYPES)}; --dtype")
+        return DTYPES[dtype]
+    if exact:
+        return "float32"
+    return "bfloat16" if stored_dtype == "bfloat16" else "float16"
+
+
+def _info(checkpoint: Checkpoint, *, dtype: str, exact: bool, copied: bool) -> ModelInfo:
+    mapped = [planned for planned in checkpoint.tensors if planned.mapped and not copied]
+    return ModelInfo(
+        path=checkpoint.path,
+        model_type=checkpoint.family.name,
+        config=checkpoint.config.to_engine(
+            cache_dtype(checkpoint.stored_dtype, dtype, exact=exact)
+        ),
+        weight_bytes=sum(engine_bytes(planned, exact) for planned in checkpoint.tensors),
+        mapped_bytes=sum(planned.tensor.num_bytes for planned in mapped),
+        file_bytes=sum(planned.tensor.num_bytes for planned in checkpoint.tensors),
+        stored_dtype=checkpoint.stored_dtype,
+    )
+
+
+def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    if checkpoint.is_gguf:
+        return tokenizer_from_gguf(checkpoint.metadata, str(checkpoint.path))
+    return tokenizer_from_folder(checkpoint.path)
+
+
+def _chat_template(checkpoint: Checkpoint, tokenizer: Tokenizer) -> ChatTemplate | None:
+    if checkpoint.is_gguf:
+        return template_from_gguf(checkpoint.metadata, tokenizer)
+    return template_from_folder(checkpoint.path, tokenizer)
+
+
+def _generation_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    path = checkpoint.path / "generation_config.json"
+    if checkpoint.is_gguf or not path.is_file():
+        return {}
+    return read_json_object(path, _MAX_JSON_BYTES)

@@ -1,0 +1,102 @@
+"""What the C++ engine will be, before weights are read."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from lmdeploy.config.engine import TurbomindEngineConfig
+from lmdeploy.engine.devices import step_sizes
+
+if TYPE_CHECKING:
+    from lmdeploy import _turbomind
+    from lmdeploy.engine.kv_quality import KvOptions
+    from lmdeploy.engine.model_files import ModelFiles
+
+logger = logging.getLogger("lmdeploy")
+
+
+def engine_config_of(
+    config: TurbomindEngineConfig, model: _turbomind.ModelConfig, *, model_path: str, sm: int = 0
+) -> tuple[_turbomind.EngineConfig, KvOptions]:
+    """The C++ engine's options for a model on a GPU of this `sm` (0: the CPU), and what they say
+    about the cache.
+
+    Raises ValueError for cache options that do not fit the model or the device.
+    """
+    from lmdeploy import _turbomind
+    from lmdeploy.engine.kv_quality import apply_kv_options, resolve_kv_options
+
+    native = _turbomind.EngineConfig()
+    native.max_batch_size, native.max_prefill_token_num = step_sizes(config, sm)
+    native.session_len = config.session_len or model.max_position
+    native.cache_block_seq_len = config.cache_block_seq_len
+    native.cache_max_entry_count = float(config.cache_max_entry_count)
+    native.enable_prefix_caching = config.enable_prefix_caching
+    _warn_of_length(native.session_len, model)
+    options = resolve_kv_options(config, model.windows, sm=sm)
+    model_hash = None
+    if options.calibration is not None:
+        from lmdeploy.checkpoint.fingerprint import hash_model
+
+        model_hash = hash_model(model_path)
+    apply_kv_options(options, native, model=model, model_hash=model_hash)
+    return native, options
+
+
+def longest_position(model: _turbomind.ModelConfig) -> int:
+    """Positions that the model can tell apart: linear and yarn scaling reach beyond
+    max_position_embeddings where that is the length before scaling.
+    """
+    rope = model.rope
+    if rope.kind not in ("linear", "yarn"):
+        return model.max_position
+    return max(model.max_position, int(rope.factor * rope.original_max_position))
+
+
+def _warn_of_length(session_len: int, model: _turbomind.ModelConfig) -> None:
+    if session_len <= (longest := longest_position(model)):
+        return
+    logger.warning(
+        "session_len: got %d, wanted at most the %d positions the model was trained for%s; change "
+        "--session-len",
+        session_len,
+        longest,
+        ", since dynamic RoPE has one base for texts of every length"
+        if model.rope.kind == "dynamic"
+        else "",
+    )
+
+
+def check_model_format(model_path: str, wanted: str | None) -> None:
+    """ValueError when `--model-format` contradicts the files; None: whatever they are."""
+    from lmdeploy.checkpoint.hf import is_awq
+    from lmdeploy.checkpoint.hub import resolve_model
+
+    if wanted is None:
+        return
+    path = resolve_model(model_path)
+    actual = "gguf" if path.is_file() else "awq" if is_awq(path) else "hf"
+    if wanted not in (actual, "hf" if actual == "awq" else actual):
+        raise ValueError(
+            f"model_format: got {wanted}, wanted {actual} for {model_path}; change --model-format"
+        )
+
+
+def plan_engine(
+    model_path: str, config: TurbomindEngineConfig, *, device: _turbomind.Device
+) -> tuple[ModelFiles, _turbomind.EngineConfig, KvOptions]:
+    """What is known before weights are read.
+
+    Raises ValueError where the model, its files or the options are refused: the device may have no
+    kernels for them.
+    """
+    from lmdeploy import _turbomind
+    from lmdeploy.engine.model_files import open_files
+
+    check_model_format(model_path, config.model_format)
+    files = open_files(model_path, dtype=config.dtype, exact=config.exact, on_gpu=device.is_cuda)
+    info = files.info
+    native, kv = engine_config_of(config, info.config, model_path=str(info.path), sm=device.sm)
+    _turbomind.require_kernels(info.config, native, device)
+    return files, native, kv

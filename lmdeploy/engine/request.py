@@ -1,0 +1,71 @@
+"""③ From the options of a GenerationConfig to the fields of a request."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Any
+
+from lmdeploy.base.checks import OptionError
+
+if TYPE_CHECKING:
+    from lmdeploy.chat.tokenizer import Tokenizer
+    from lmdeploy.config.generation import GenerationConfig
+
+
+def check_token_ids(config: GenerationConfig, vocab_size: int) -> None:
+    """OptionError for an option with a token id that the model does not have."""
+    for name in ("stop_token_ids", "bad_token_ids", "logit_bias"):
+        for token in getattr(config, name) or ():
+            if token >= vocab_size:
+                wanted = f"wanted 0 to {vocab_size - 1}; change {name}"
+                raise OptionError(name, f"got token id {token}, {wanted}")
+
+
+def sort_stop_words(
+    words: list[str], tokenizer: Tokenizer
+) -> tuple[list[int], list[str], list[str]]:
+    """(special tokens, words without special tokens, words that contain some)."""
+    special_ids, plain, special = [], [], []
+    for word in words:
+        ids = tokenizer.encode(word, add_special=False)
+        if not any(map(tokenizer.is_special, ids)):
+            plain.append(word)
+        elif len(ids) == 1:
+            special_ids += ids
+        else:
+            special.append(word)
+    return special_ids, plain, special
+
+
+def bad_sequences(config: GenerationConfig, tokenizer: Tokenizer) -> list[list[int]]:
+    """Token sequences that must not be generated, from bad_words and bad_token_ids."""
+    sequences = [[i] for i in config.bad_token_ids or []]
+    for word in config.bad_words or []:
+        for spelling in (word, " " + word):
+            ids = tokenizer.encode(spelling, add_special=False)
+            if ids and ids not in sequences:
+                sequences.append(ids)
+    return sequences
+
+
+def is_constrained(config: GenerationConfig) -> bool:
+    """Whether a grammar decides what the answer may be."""
+    return config.response_format is not None and config.response_format.get("type") != "text"
+
+
+def set_sampling(request: Any, config: GenerationConfig, *, index: int) -> None:
+    """How tokens are drawn; `index` is that of `AsyncEngine.submit`."""
+    request.do_sample = config.do_sample and config.temperature > 0
+    request.temperature = config.temperature or 1.0
+    for name in (
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+    ):
+        setattr(request, name, getattr(config, name))
+    seed = secrets.randbits(64) if config.random_seed is None else config.random_seed
+    request.seed = (seed + index) % 2**64
+    request.logit_bias = list((config.logit_bias or {}).items())

@@ -1,0 +1,152 @@
+"""⑨ One answer as it streams back: the C++ engine's outputs → pieces of text."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from lmdeploy.chat.detokenize import GatedAnswer
+from lmdeploy.chat.formats.harmony.parser import HarmonyText
+from lmdeploy.config.generation import GenerationConfig
+from lmdeploy.response import FinishReason, Response
+
+_FINISH_REASONS: dict[str, FinishReason] = {
+    "stop": "stop",
+    "length": "length",
+    "cancelled": "abort",
+    "error": "error",
+}
+
+
+class RequestStream:
+    """One answer as an asynchronous iterator of Response pieces; the last has a finish_reason.
+
+    `prompt_ids` is kept, not copied. Used in the event loop that created it. `close()` cancels what
+    still runs; it is safe to call it at any time and more than once. `forget` tells the engine that
+    nobody waits any more.
+    """
+
+    def __init__(
+        self,
+        request_id: int,
+        prompt_ids: list[int],
+        *,
+        config: GenerationConfig,
+        answer: GatedAnswer,
+        forget: Callable[[int], None],
+    ) -> None:
+        split = answer.detokenizer
+        self._split = split if isinstance(split, HarmonyText) else None
+        self.request_id = request_id
+        self.prompt_ids = prompt_ids
+        self.config = config
+        self._forget = forget
+        self._loop = asyncio.get_running_loop()
+        self.created = time.monotonic()
+        self._queue: asyncio.Queue[Any] = asyncio.Queue()
+        self._done = False
+        self._answer = answer
+        self._tokens: list[int] = []  # pushed, not yet released
+        self._logprobs: list[dict[int, float]] = []
+        self._num_released = 0
+        self._num_prompt_logprobs = 0
+        self._cached_tokens = 0
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> Response:
+        while not self._done:
+            output = await self._queue.get()
+            if self._done:
+                break
+            if isinstance(output, BaseException):
+                self._done = True
+                raise output
+            piece = self._assemble(output)
+            if piece.finish_reason is not None:
+                self._done = True
+                return piece
+            if piece.token_ids or piece.text or piece.logits is not None or piece.prompt_logprobs:
+                return piece
+            if piece.reasoning_content or piece.tool_calls:
+                return piece
+        raise StopAsyncIteration
+
+    def close(self) -> None:
+        """Cancels the request unless it has ended. One who waits for a piece gets no more."""
+        if not self._done:
+            self._done = True
+            self._queue.put_nowait(None)
+        self._forget(self.request_id)
+
+    def deliver(self, output: Any) -> None:
+        """Called by the engine's drain thread: an output, or the exception that ends the stream."""
+        self._loop.call_soon_threadsafe(self._queue.put_nowait, output)
+
+    def _assemble(self, output: Any) -> Response:
+        self._cached_tokens = max(self._cached_tokens, output.cached_tokens)
+        include_stop = self.config.include_stop_str_in_output
+        kept = max(len(output.tokens) - (0 if include_stop else output.stop_tokens), 0)
+        reason: FinishReason | None = _FINISH_REASONS.get(output.finish_reason)
+        self._push(output.tokens[:kept], output.logprobs)
+        if self._answer.stopped:
+            reason = "stop"
+            self._forget(self.request_id)
+        elif reason is not None:
+            self._answer.finish(output.tokens[kept:])
+            if self._answer.stopped:
+                reason = "stop"
+        text, count = self._answer.take()
+        reasoning, tool_calls = self._split.take_aside() if self._split is not None else ("", [])
+        if reason == "stop" and self._split is not None and self._split.num_calls:
+            reason = "tool_calls"
+        tokens, self._tokens = self._tokens[:count], self._tokens[count:]
+        logprobs, self._logprobs = self._logprobs[:count], self._logprobs[count:]
+        self._num_released += count
+        return Response(
+            text=text,
+            generate_token_len=self._num_released,
+            input_token_len=len(self.prompt_ids),
+            finish_reason=reason,
+            token_ids=tokens,
+            logprobs=logprobs if self.config.logprobs is not None else None,
+            logits=output.logits,
+            cached_tokens=self._cached_tokens,
+            prompt_logprobs=self._prompt_logprobs(output),
+            error_code=_error_code(output) if reason == "error" else None,
+            error_message=output.error if reason == "error" else None,
+            reasoning_content=reasoning or None,
+            tool_calls=tool_calls or None,
+        )
+
+    def _push(self, tokens: list[int], logprobs: list[Any]) -> None:
+        for i, token in enumerate(tokens):
+            self._answer.push(token)
+            self._tokens.append(token)
+            if self.config.logprobs is not None and i < len(logprobs):
+                self._logprobs.append(_logprob_dict(token, logprobs[i]))
+            if self._answer.stopped:
+                return
+
+    def _prompt_logprobs(self, output: Any) -> list[dict[int, float]] | None:
+        if self.config.prompt_logprobs is None or not output.prompt_logprobs:
+            return None
+        offset = self._num_prompt_logprobs + 1
+        self._num_prompt_logprobs += len(output.prompt_logprobs)
+        return [
+            _logprob_dict(self.prompt_ids[offset + i], item)
+            for i, item in enumerate(output.prompt_logprobs)
+        ]
+
+
+def _logprob_dict(token: int, logprobs: Any) -> dict[int, float]:
+    result: dict[int, float] = dict(logprobs.top)
+    result.setdefault(token, logprobs.chosen)
+    return result
+
+
+def _error_code(output: Any) -> str:
+    return "bad_request" if output.is_request_fault else "engine_error"

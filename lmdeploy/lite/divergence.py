@@ -1,0 +1,194 @@
+"""What a cache costs in accuracy: perplexity, KL divergence and top-1 agreement with mode none.
+
+The text is cut into contexts that know nothing of each other. Every position but the last of each
+context counts: its logits come from the engine while it reads the prompt. KL is KL(none || ours)
+in nats. Memory is bounded by one piece of logits; those of `none` wait in a temporary file for one
+context at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lmdeploy.base.checks import refuse
+from lmdeploy.config.engine import TurbomindEngineConfig
+from lmdeploy.lite.prompt_engine import (
+    PIECE_TOKENS,
+    Configure,
+    Floats,
+    OpenModel,
+    PromptEngine,
+)
+
+if TYPE_CHECKING:
+    from lmdeploy import _turbomind
+
+Doubles = npt.NDArray[np.float64]
+
+REFERENCE = "none"
+
+
+@dataclass
+class Score:
+    """Sums over the positions seen so far."""
+
+    log_loss: float = 0.0
+    agreed: int = 0
+    tokens: int = 0
+    divergences: list[Doubles] = field(default_factory=list)
+
+    def add(self, logits: Floats, reference: Floats, *, targets: npt.NDArray[np.int64]) -> None:
+        """Counts positions: `logits` and `reference` [n, vocab] predict `targets` [n]."""
+        ours, theirs = log_softmax(logits), log_softmax(reference)
+        self.log_loss -= float(ours[np.arange(len(targets)), targets].sum())
+        self.agreed += int((logits.argmax(axis=1) == reference.argmax(axis=1)).sum())
+        self.divergences.append((np.exp(theirs) * (theirs - ours)).sum(axis=1))
+        self.tokens += len(targets)
+
+    def report(self) -> dict[str, float | int]:
+        """The figures of one variant, as they go into a JSON file."""
+        divergence = np.concatenate(self.divergences)
+        return {
+            "ppl": float(np.exp(self.log_loss / self.tokens)),
+            "kl_mean": float(divergence.mean()),
+            "kl_p99": float(np.quantile(divergence, 0.99)),
+            "top1": self.agreed / self.tokens,
+            "tokens": self.tokens,
+        }
+
+
+def log_softmax(logits: Floats) -> Doubles:
+    """Rows of logits to log-probabilities, in double precision."""
+    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)))
+
+
+def read_text(path: Path, *, flag: str = "--text") -> str:
+    """The text of a file, which `flag` named. ValueError when there is none or it is not UTF-8."""
+    if not path.exists() or path.is_dir():
+        raise refuse("text", str(path), wanted="an existing file", flag=flag)
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"text: {path} is not UTF-8 ({error.reason}), wanted a UTF-8 text file; change {flag}"
+        ) from error
+
+
+def cut_contexts(ids: Sequence[int], context: int, *, max_tokens: int) -> list[list[int]]:
+    """Whole contexts of the first `max_tokens` ids.
+
+    Raises:
+        ValueError: when there is not one whole context.
+    """
+    usable = min(len(ids), max_tokens)
+    if usable < context:
+        raise ValueError(
+            f"{usable} tokens do not fill one context of {context}: give a longer text, "
+            "more tokens of it or a smaller --context"
+        )
+    return [list(ids[i : i + context]) for i in range(0, usable - context + 1, context)]
+
+
+def cache_variants(
+    formats: Iterable[str],
+    qualities: Sequence[str],
+    *,
+    calibration: str | None = None,
+    ingredients: Mapping[str, Any] | None = None,
+) -> dict[str, TurbomindEngineConfig]:
+    """Engine options by label: `nvfp4` for raw, `nvfp4/balanced` and so on, `none` once.
+
+    Raises ValueError for an unknown format or quality, and for `best` without a calibration file.
+    """
+    variants: dict[str, TurbomindEngineConfig] = {}
+    for name in formats:
+        for quality in qualities:
+            fields: dict[str, Any] = dict(ingredients or {})
+            config = TurbomindEngineConfig(
+                kv_cache_format=name,
+                kv_quality=quality,  # type: ignore[arg-type]  # checked there
+                kv_calibration=calibration if quality == "best" else None,
+                **fields,
+            )
+            if config.kv_format == "none":
+                variants.setdefault(REFERENCE, TurbomindEngineConfig())
+            else:
+                variants[name if quality == "raw" else f"{name}/{quality}"] = config
+    return variants
+
+
+def raw_none(native: _turbomind.EngineConfig) -> None:
+    """Configures the reference: everything in 16 bit."""
+    native.kv_mode = REFERENCE
+
+
+def evaluate(
+    model: OpenModel,
+    contexts: Sequence[Sequence[int]],
+    *,
+    variants: Mapping[str, Configure],
+) -> dict[str, Score]:
+    """Scores by label, against the 16-bit cache. One engine at a time; `none` is not run again."""
+    from tqdm import tqdm
+
+    scores = {label: Score() for label in variants}
+    length = max(map(len, contexts))
+    with (
+        reference_logits(length, model.config.vocab_size) as reference,
+        tqdm(total=len(contexts) * (len(variants) + 1), unit="run", disable=None) as bar,
+    ):
+        for ids in contexts:
+            bar.set_postfix_str(REFERENCE)
+            with PromptEngine(model, raw_none, context=length) as engine:
+                fill_reference(engine, ids, reference=reference)
+            bar.update()
+            for label, configure in variants.items():
+                bar.set_postfix_str(label)
+                if label == REFERENCE:
+                    rows = range(0, len(ids), PIECE_TOKENS)
+                    own = (reference[i : min(i + PIECE_TOKENS, len(ids))] for i in rows)
+                    add_pieces(scores[label], own, ids=ids, reference=reference)
+                else:
+                    with PromptEngine(model, configure, context=length) as engine:
+                        pieces = engine.pieces(ids)
+                        add_pieces(scores[label], pieces, ids=ids, reference=reference)
+                bar.update()
+    return scores
+
+
+@contextlib.contextmanager
+def reference_logits(context: int, vocab_size: int) -> Iterator[Floats]:
+    """Room for the logits of one context [context, vocab], in a temporary file."""
+    with tempfile.TemporaryFile() as file:
+        yield np.memmap(file, np.float32, "w+", shape=(context, vocab_size))
+
+
+def fill_reference(engine: PromptEngine, ids: Sequence[int], *, reference: Floats) -> None:
+    """Writes the logits of `ids` into the first rows of `reference`."""
+    start = 0
+    for piece in engine.pieces(ids):
+        reference[start : start + len(piece)] = piece
+        start += len(piece)
+
+
+def add_pieces(
+    score: Score, pieces: Iterable[Floats], *, ids: Sequence[int], reference: Floats
+) -> None:
+    """Adds the positions of one context to `score`; `pieces` are its logits in order."""
+    targets = np.array(ids[1:], np.int64)
+    start = 0
+    for piece in pieces:
+        count = min(len(piece), len(targets) - start)
+        if count > 0:
+            rows = slice(start, start + count)
+            score.add(piece[:count], reference[rows], targets=targets[rows])
+        start += len(piece)

@@ -1,0 +1,1 @@
+"""The report about the accuracy and the cost of every KV format."""

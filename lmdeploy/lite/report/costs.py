@@ -1,0 +1,135 @@
+"""What a cell costs: bits per value, time of a KV write, decode speed; and what saturates."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lmdeploy.lite.prompt_engine import OpenModel, PromptEngine
+from lmdeploy.lite.report.cells import REFERENCE, DecodeEngine, Done, KvCell
+
+if TYPE_CHECKING:
+    from lmdeploy import _turbomind
+
+SIZES = (2048, 8192, 32768)  # tokens at which bits per value are told
+WRITE_ROWS = 1 << 13
+WRITE_ROUNDS = 7
+DECODE_ROUNDS = 5
+DECODE_STEPS = 32
+# The largest magnitude that a format stores, in units of its factor g; none where every row has
+# its own range.
+LARGEST = {"fp8": 448.0, "fp8_e5m2": 57344.0, "nvfp4": 6 * 448.0, "mxfp4": 6 * 2.0**9}
+_FIRST_BIN = (127 - 20) << 4  # histograms count by the upper float bits, 16 bins per octave
+
+
+def bits_per_value(model: OpenModel, cell: KvCell) -> dict[str, float]:
+    """Of one sequence between steps: whole blocks, metadata, scales and hot blocks included."""
+    from lmdeploy import _turbomind
+
+    config = model.config
+    values = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    return {
+        str(tokens): _turbomind.sequence_bytes(config, cell.native(tokens), tokens)
+        * 8
+        / (values * tokens)
+        for tokens in SIZES
+    }
+
+
+def write_ns_per_token(model: OpenModel, cell: KvCell) -> float:
+    """Encoding K and V of one token in all layers, on one core: best of some rounds.
+
+    With hot blocks a row is stored in 16 bit first and encoded when its block leaves the window;
+    both count. The rotation is not in it.
+    """
+    options = cell.native(SIZES[0])
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((WRITE_ROWS, model.config.head_dim)).astype(np.float32)
+    modes = [cell.format]
+    if options.kv_recent_tokens >= 0 and cell.format != REFERENCE:
+        modes.append(REFERENCE)
+    dtype, search = model.config.dtype, options.kv_search_scales
+    per_row = sum(_encode_ns(mode, rows, dtype=dtype, search=search) for mode in modes)
+    return per_row * 2 * model.config.num_layers * model.config.num_kv_heads
+
+
+def _encode_ns(mode: str, rows: npt.NDArray[np.float32], *, dtype: str, search: bool) -> float:
+    from lmdeploy import _turbomind
+
+    best = float("inf")
+    for _ in range(WRITE_ROUNDS):
+        begun = time.perf_counter()
+        _turbomind.encode_rows(mode, rows, dtype, search=search)
+        best = min(best, time.perf_counter() - begun)
+    return best / len(rows) * 1e9
+
+
+def decode_speeds(
+    model: OpenModel, cells: Sequence[KvCell], *, prompt: Sequence[int], done: Done
+) -> dict[str, float]:
+    """Tokens per second of one sequence after `prompt`: medians of rounds that alternate.
+
+    The first round fills the prefix caches and does not count.
+    """
+    context = len(prompt) + DECODE_STEPS + 1
+    seconds: dict[str, list[float]] = {cell.label: [] for cell in cells}
+    engines: dict[str, DecodeEngine] = {}
+    try:
+        for cell in cells:
+            engines[cell.label] = DecodeEngine(model, cell.configure, context=context)
+        for turn in range(DECODE_ROUNDS + 1):
+            for label in list(engines) if turn % 2 else reversed(engines):
+                step = engines[label].step_seconds(prompt, DECODE_STEPS)
+                if turn > 0:
+                    seconds[label].append(step)
+                done(label)
+    finally:
+        for engine in engines.values():
+            engine.close()
+    return {label: 1 / statistics.median(values) for label, values in seconds.items()}
+
+
+def families(cells: Sequence[KvCell]) -> list[list[KvCell]]:
+    """Cells that are timed against each other: the qualities of a format, and `none`."""
+    none = [cell for cell in cells if cell.label == REFERENCE]
+    formats = dict.fromkeys(cell.format for cell in cells if cell.label != REFERENCE)
+    return [[*none, *(c for c in cells if c.format == name)] for name in formats]
+
+
+def stored_histograms(model: OpenModel, cell: KvCell, *, prompt: Sequence[int]) -> dict[str, Any]:
+    """How large K and V are, in the basis in which this cell stores them."""
+
+    def configure(native: _turbomind.EngineConfig) -> None:
+        cell.configure(native)
+        native.kv_mode, native.kv_layers, native.collect_kv_statistics = REFERENCE, [], True
+        native.kv_sink_tokens, native.kv_recent_tokens = 0, -1
+
+    with PromptEngine(model, configure, context=len(prompt)) as engine:
+        engine.read(prompt)
+        return engine.statistics()
+
+
+def num_saturated(statistics: dict[str, Any], cell: KvCell) -> int | None:
+    """Values of K and V beyond what the format stores; None where every row has its own range.
+
+    To 1/16 octave: a bin counts when its lower edge is at or beyond the limit.
+    """
+    largest = LARGEST.get(cell.format)
+    if largest is None:
+        return None
+    count = 0
+    for i, side in enumerate("kv"):
+        histogram = statistics[f"{side}_histogram"]
+        factor = np.float32(1) if cell.factors is None else cell.factors[i]
+        limit = np.asarray(np.full(histogram.shape[:2], largest) * factor, np.float32)
+        first = (limit.view(np.int32).astype(np.int64) >> 19) - _FIRST_BIN
+        exact = (limit.view(np.int32) & ((1 << 19) - 1)) == 0
+        first = np.clip(first + ~exact, 0, histogram.shape[-1])
+        beyond = np.arange(histogram.shape[-1]) >= first[..., None]
+        count += int((histogram * beyond).sum())
+    return count

@@ -1,0 +1,282 @@
+"""`lmdeploy lite kv-search`: the format of each layer with the lowest KL for a budget of bits.
+
+Measured is the KL of the model with one layer in a candidate format and all others in 16 bit; the
+KL of a table is taken as the sum over its layers. Within the budget the best sum is found exactly,
+and the table is measured again as a whole, beside the uniform candidates.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lmdeploy.base.checks import check_int, check_number, refuse
+from lmdeploy.config.engine import TurbomindEngineConfig
+from lmdeploy.config.kv_formats import FormatPair, parse_pair
+from lmdeploy.engine.kv_quality import resolve_kv_options
+from lmdeploy.engine.plan import longest_position
+from lmdeploy.lite.divergence import cut_contexts, evaluate, read_text
+from lmdeploy.lite.prompt_engine import OpenModel, open_model
+
+NONE = FormatPair("none", "none")
+_RESULT = "table"
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """What to search.
+
+    Args:
+        budget_bits: bits per value of a sequence of `at_tokens`, metadata and hot blocks included.
+        at_tokens: length of that sequence.
+        formats: candidates; 16 bit is always one.
+        tokens: of the text to measure on.
+        context: tokens of one prompt.
+        exact: compute in FP32, with four bytes per weight, and not as a server does.
+        cache: fields of TurbomindEngineConfig that hold for every candidate (kv_quality, …).
+    """
+
+    budget_bits: float
+    at_tokens: int = 8192
+    formats: tuple[str, ...] = ("nvfp4", "k=fp8,v=nvfp4", "k=none,v=nvfp4", "fp8", "int8")
+    tokens: int = 2048
+    context: int = 2048
+    exact: bool = False
+    cache: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_number("budget", self.budget_bits, wanted=(1.0, 32.0), flag="--budget")
+        check_int("at_tokens", self.at_tokens, low=64, flag="--at-tokens")
+        check_int("tokens", self.tokens, low=2, flag="--tokens")
+        check_int("context", self.context, low=2, flag="--context")
+        for name in self.formats:
+            parse_pair(name, "formats", flag="--formats")
+
+    def config(self, table: FormatPair | dict[Any, str]) -> TurbomindEngineConfig:
+        """Engine options with this format, or this table of formats."""
+        given = str(table) if isinstance(table, FormatPair) else table
+        return TurbomindEngineConfig(kv_cache_format=given, **self.cache)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One whole-model setup: its size and what it costs."""
+
+    bits: float
+    kl_mean: float
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The proposed table and what it was chosen from."""
+
+    table: tuple[FormatPair, ...]  # by layer
+    bits: float
+    kl_mean: float  # measured
+    predicted_kl: float  # the sum that was minimised
+    layer_kl: dict[FormatPair, list[float]]  # by candidate and layer
+    uniform: dict[FormatPair, Measured]
+    yaml: str
+
+
+def search_file(model_path: str, text_path: Path, *, options: SearchOptions) -> SearchResult:
+    """Searches on a UTF-8 text. ValueError for a budget or format that cannot be met."""
+    text = read_text(text_path)
+    model = open_model(model_path, exact=options.exact)
+    ids = model.loaded.tokenizer.encode(text, add_special=False)
+    context = min(options.context, longest_position(model.config))
+    check_context(model, context, options=options)
+    return search(model, cut_contexts(ids, context, max_tokens=options.tokens), options=options)
+
+
+def check_context(model: OpenModel, context: int, *, options: SearchOptions) -> None:
+    """ValueError for prompts that would lie in 16 bit whole: every format would look perfect."""
+    for name in options.formats:
+        kv = resolve_kv_options(options.config(parse_pair(name)), model.config.windows)
+        block = TurbomindEngineConfig().cache_block_seq_len
+        hot = 0 if kv.recent_tokens < 0 else kv.sink_tokens + kv.recent_tokens + block
+        if context <= hot:
+            wanted = f"more than {hot}, all of which this quality keeps in 16 bit"
+            raise refuse("context", context, wanted=wanted, flag="--context or --kv-quality")
+
+
+def search(
+    model: OpenModel, contexts: Sequence[Sequence[int]], *, options: SearchOptions
+) -> SearchResult:
+    """Measures every layer in every candidate, chooses, and measures what was chosen."""
+    sizes = Sizes(model, options)
+    candidates = _candidates(model, options)
+    cheapest = min(candidates, key=lambda pair: sizes.bits(pair))
+    room = sizes.room(cheapest)
+    layers = range(model.config.num_layers)
+    tables = {
+        (pair, layer): {"default": "none", layer: str(pair)}
+        for pair in candidates
+        for layer in layers
+    }
+    configures = {
+        f"layer {layer} {pair}": model.configure(options.config(table))
+        for (pair, layer), table in tables.items()
+    }
+    configures |= {str(pair): model.configure(options.config(pair)) for pair in candidates}
+    scores = evaluate(model, contexts, variants=configures)
+    kl = {label: float(score.report()["kl_mean"]) for label, score in scores.items()}
+    layer_kl = {pair: [kl[f"layer {layer} {pair}"] for layer in layers] for pair in candidates}
+    choices = [
+        [(NONE, sizes.extra(NONE, layer, over=cheapest), 0.0)]
+        + [
+            (pair, sizes.extra(pair, layer, over=cheapest), layer_kl[pair][layer])
+            for pair in candidates
+        ]
+        for layer in layers
+    ]
+    table = best_table(choices, room)
+    proposal = model.configure(options.config(_as_dict(table)))
+    measured = float(
+        evaluate(model, contexts, variants={_RESULT: proposal})[_RESULT].report()["kl_mean"]
+    )
+    uniform = {pair: Measured(sizes.bits(pair), kl[str(pair)]) for pair in candidates}
+    # The sum over layers is an estimate: what was measured has the last word.
+    for pair, found in uniform.items():
+        if found.bits <= options.budget_bits and found.kl_mean < measured:
+            table, measured = (pair,) * len(table), found.kl_mean
+    bits = sizes.bits(_as_dict(table))
+    return SearchResult(
+        table=table,
+        bits=bits,
+        kl_mean=measured,
+        predicted_kl=_predicted(table, layer_kl),
+        layer_kl=layer_kl,
+        uniform=uniform,
+        yaml=_as_yaml(
+            table,
+            f"{bits:.3f} bits per value at {options.at_tokens} tokens, KL {measured:.6f}, "
+            f"measured with --kv-quality {options.cache.get('kv_quality') or 'not given'}",
+        ),
+    )
+
+
+def _candidates(model: OpenModel, options: SearchOptions) -> list[FormatPair]:
+    """The candidates as the device resolves them, without 16 bit and repetitions."""
+    found: dict[FormatPair, None] = {}
+    for name in options.formats:
+        resolved = resolve_kv_options(options.config(parse_pair(name)), model.config.windows)
+        found[resolved.layers[0]] = None
+    found.pop(NONE, None)
+    if not found:
+        raise ValueError("formats: got none below 16 bit, wanted at least one; change --formats")
+    return list(found)
+
+
+class Sizes:
+    """Bytes and bits of one sequence of the searched length, as the engine counts them."""
+
+    def __init__(self, model: OpenModel, options: SearchOptions) -> None:
+        from lmdeploy import _turbomind
+
+        self._model = model
+        self._options = options
+        none = _turbomind.EngineConfig()
+        none.kv_mode = "none"
+        none.session_len = options.at_tokens
+        self._none_bytes = _turbomind.sequence_bytes(model.config, none, options.at_tokens)
+
+    def bytes(self, table: FormatPair | dict[Any, str]) -> int:
+        """Of a sequence, whole blocks of every pool."""
+        from lmdeploy import _turbomind
+
+        native = _turbomind.EngineConfig()
+        native.session_len = self._options.at_tokens
+        self._model.configure(self._options.config(table))(native)
+        return _turbomind.sequence_bytes(self._model.config, native, self._options.at_tokens)
+
+    def bits(self, table: FormatPair | dict[Any, str]) -> float:
+        """Per stored value. A 16-bit cache has 16."""
+        return 16.0 * self.bytes(table) / self._none_bytes
+
+    def room(self, cheapest: FormatPair) -> int:
+        """Bytes that the budget leaves above the cheapest candidate in all layers."""
+        budget = self._options.budget_bits
+        least = self.bits(cheapest)
+        if least > budget:
+            raise ValueError(
+                f"budget: got {budget:g} bits, wanted at least {least:.3f}, which {cheapest} takes "
+                f"at {self._options.at_tokens} tokens; change --budget, --formats or --at-tokens"
+            )
+        return int(budget * self._none_bytes / 16.0) - self.bytes(cheapest)
+
+    def extra(self, pair: FormatPair, layer: int, *, over: FormatPair) -> int:
+        """Bytes that `pair` in one layer adds to `over` in all."""
+        table = {"default": str(over), layer: str(pair)}
+        return self.bytes(table) - self.bytes(over)
+
+
+Choice = tuple[FormatPair, int, float]  # a format, its extra bytes, its KL
+
+
+def best_table(choices: Sequence[Sequence[Choice]], room: int) -> tuple[FormatPair, ...]:
+    """One choice per layer with the lowest sum of KL whose bytes fit `room`; ties to fewer bytes.
+
+    Exact: keeps, for every number of bytes, the best way to it that no smaller one beats.
+    """
+    ways: dict[int, tuple[float, tuple[FormatPair, ...]]] = {0: (0.0, ())}
+    for layer in choices:
+        longer: dict[int, tuple[float, tuple[FormatPair, ...]]] = {}
+        for used, (kl, table) in ways.items():
+            for pair, extra, more in layer:
+                total, sum_kl = used + extra, kl + more
+                if total <= room and (total not in longer or sum_kl < longer[total][0]):
+                    longer[total] = (sum_kl, (*table, pair))
+        ways, least = {}, float("inf")
+        for total in sorted(longer):
+            if longer[total][0] < least:
+                least = longer[total][0]
+                ways[total] = longer[total]
+    return min(ways.values(), key=lambda way: way[0])[1]
+
+
+def _predicted(table: Sequence[FormatPair], layer_kl: dict[FormatPair, list[float]]) -> float:
+    return sum(layer_kl[pair][layer] for layer, pair in enumerate(table) if pair != NONE)
+
+
+def _as_dict(table: Sequence[FormatPair]) -> dict[Any, str]:
+    """`kv_cache_format` with the most frequent format as default and ranges for the others."""
+    default = Counter(table).most_common(1)[0][0]
+    entries: dict[Any, str] = {"default": str(default)}
+    first = 0
+    for layer in range(1, len(table) + 1):
+        if layer == len(table) or table[layer] != table[first]:
+            if table[first] != default:
+                name: int | str = first if layer - 1 == first else f"{first}-{layer - 1}"
+                entries[name] = str(table[first])
+            first = layer
+    return entries
+
+
+def _as_yaml(table: Sequence[FormatPair], comment: str) -> str:
+    import yaml
+
+    entries = yaml.safe_dump(_as_dict(table), sort_keys=False)
+    return f"# lmdeploy lite kv-search: {comment}\n{entries}"
+
+
+def report_lines(result: SearchResult) -> list[str]:
+    """What the command prints before the table."""
+    pairs = list(result.layer_kl)
+    width = max(12, *(len(str(pair)) for pair in pairs))
+    lines = ["KL with one layer in a format, all others in 16 bit:"]
+    lines.append("layer " + " ".join(f"{pair!s:>{width}}" for pair in pairs) + "  chosen")
+    for layer, chosen in enumerate(result.table):
+        cells = " ".join(f"{result.layer_kl[pair][layer]:>{width}.6f}" for pair in pairs)
+        lines.append(f"{layer:>5} {cells}  {chosen}")
+    lines.append("all layers in one format:")
+    for pair, found in result.uniform.items():
+        lines.append(f"  {pair!s:<{width}} {found.bits:7.3f} bits  KL {found.kl_mean:.6f}")
+    lines.append(
+        f"proposed: {result.bits:.3f} bits per value, KL {result.kl_mean:.6f} "
+        f"(sum over layers {result.predicted_kl:.6f})"
+    )
+    return lines

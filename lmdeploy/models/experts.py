@@ -1,0 +1,152 @@
+"""Experts as data: how many there are, and where checkpoints keep their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from lmdeploy.models.config_reader import ConfigReader
+from lmdeploy.models.decoder_config import MoeSettings
+
+# Of the engine too: of a layer, and of all layers.
+MAX_EXPERTS = 1024
+MAX_EXPERTS_OF_MODEL = 65536
+MAX_WIDTH = 1 << 22  # of any matrix; the engine's is four times that
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a file keeps one tensor; in the name `{i}` is the layer and `{e}` the expert."""
+
+    name: str
+    stacked: bool = False  # one tensor for all experts of a layer, [experts, ...]
+    half: int | None = None  # 0, 1: rows of the first or second half of the stored matrix
+    transposed: bool = False  # [inputs, outputs]
+    # MXFP4 in two tensors: codes [.., outputs, inputs / 32, 16] under `name`, E8M0 scales
+    # [.., outputs, inputs / 32] under this one.
+    scales: str = ""
+
+
+# Engine name → place, for one layer. `experts.*` are those of each expert, the rest the layer's:
+# router, router.bias, experts.{gate, up, gate_up, down}[.bias], shared.{gate, up, down, router}.
+ExpertTensors = Mapping[str, Place]
+MoeRule = Callable[[ConfigReader, int], MoeSettings]
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a family. The maps are alternatives: a file follows one of them throughout."""
+
+    settings: MoeRule  # from config.json and the number of layers
+    hf: tuple[ExpertTensors, ...]
+    gguf: tuple[ExpertTensors, ...]
+    gguf_normalise: bool = True  # where the file does not say whether top-k weights sum to 1
+
+
+def _hf(block: str, parts: Mapping[str, str]) -> ExpertTensors:
+    """Hugging Face's names with one tensor per expert and matrix."""
+    base = f"model.layers.{{i}}.{block}"
+    places = {"router": Place(f"{base}.gate.weight")}
+    for engine, name in parts.items():
+        places[f"experts.{engine}"] = Place(f"{base}.experts.{{e}}.{name}.weight")
+    return places
+
+
+# One tensor per expert, as published; and all experts of a layer in one, as transformers 5 holds
+# them in memory.
+HF_MIXTRAL = _hf("block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"})
+HF_QWEN = _hf("mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"})
+HF_STACKED: ExpertTensors = {
+    "router": Place("model.layers.{i}.mlp.gate.weight"),
+    "experts.gate": Place("model.layers.{i}.mlp.experts.gate_up_proj", stacked=True, half=0),
+    "experts.up": Place("model.layers.{i}.mlp.experts.gate_up_proj", stacked=True, half=1),
+    "experts.down": Place("model.layers.{i}.mlp.experts.down_proj", stacked=True),
+}
+HF_SHARED: ExpertTensors = {
+    "shared.gate": Place("model.layers.{i}.mlp.shared_expert.gate_proj.weight"),
+    "shared.up": Place("model.layers.{i}.mlp.shared_expert.up_proj.weight"),
+    "shared.down": Place("model.layers.{i}.mlp.shared_expert.down_proj.weight"),
+    "shared.router": Place("model.layers.{i}.mlp.shared_expert_gate.weight"),
+}
+GGUF_EXPERTS: ExpertTensors = {
+    "router": Place("blk.{i}.ffn_gate_inp.weight"),
+    "experts.gate": Place("blk.{i}.ffn_gate_exps.weight", stacked=True),
+    "experts.up": Place("blk.{i}.ffn_up_exps.weight", stacked=True),
+    "experts.down": Place("blk.{i}.ffn_down_exps.weight", stacked=True),
+}
+GGUF_SHARED: ExpertTensors = {
+    "shared.gate": Place("blk.{i}.ffn_gate_shexp.weight"),
+    "shared.up": Place("blk.{i}.ffn_up_shexp.weight"),
+    "shared.down": Place("blk.{i}.ffn_down_shexp.weight"),
+    "shared.router": Place("blk.{i}.ffn_gate_inp_shexp.weight"),
+}
+
+
+def local_experts(config: ConfigReader, num_layers: int) -> MoeSettings:
+    """Experts in every layer, as wide as `intermediate_size`; weights sum to 1 (Mixtral)."""
+    return MoeSettings(
+        num_experts=_num_experts(config),
+        top_k=config.integer("num_experts_per_tok"),
+        intermediate_size=config.integer("intermediate_size", high=MAX_WIDTH),
+        layers=(True,) * num_layers,
+    )
+
+
+def sparse_experts(config: ConfigReader, num_layers: int) -> MoeSettings:
+    """`moe_intermediate_size`, `norm_topk_prob`, and layers without experts (Qwen)."""
+    return MoeSettings(
+        num_experts=_num_experts(config),
+        top_k=config.integer("num_experts_per_tok"),
+        intermediate_size=config.integer("moe_intermediate_size", high=MAX_WIDTH),
+        normalise=config.flag("norm_topk_prob", default=False),
+        layers=_sparse_layers(config, num_layers),
+    )
+
+
+def moe_from_gguf(config: ConfigReader, prefix: str, *, experts: Experts) -> MoeSettings:
+    """`<architecture>.expert_*`: experts in every layer."""
+    feed_forward = config.integer(f"{prefix}.feed_forward_length", high=MAX_WIDTH)
+    normalise = config.flag(f"{prefix}.expert_weights_norm", default=experts.gguf_normalise)
+    # llama.cpp's numbers: 0 not given, 1 softmax over all, 3 softmax over the chosen ones.
+    gating = config.integer(f"{prefix}.expert_gating_func", default=0, low=0)
+    if gating not in ((0, 1, 3) if normalise else (0, 1)):
+        raise config.refuse(
+            f"{prefix}.expert_gating_func: got {gating}, wanted 1 (softmax)"
+            + (" or 3 (softmax over the chosen experts)" if normalise else "")
+        )
+    scale = config.number(f"{prefix}.expert_weights_scale", default=1.0)
+    if scale not in (0.0, 1.0):  # 0 stands for none
+        raise config.refuse(f"{prefix}.expert_weights_scale: got {scale:g}, wanted 1")
+    groups = config.integer(f"{prefix}.expert_group_count", default=0, low=0)
+    if groups > 1:
+        raise config.refuse(f"{prefix}.expert_group_count: got {groups}, wanted at most 1")
+    shared = 0
+    if any("shared.gate" in tensors for tensors in experts.gguf):
+        shared = config.integer(
+            f"{prefix}.expert_shared_feed_forward_length", default=feed_forward, high=MAX_WIDTH
+        )
+    return MoeSettings(
+        num_experts=config.integer(f"{prefix}.expert_count", high=MAX_EXPERTS),
+        top_k=config.integer(f"{prefix}.expert_used_count"),
+        intermediate_size=config.integer(
+            f"{prefix}.expert_feed_forward_length", default=feed_forward, high=MAX_WIDTH
+        ),
+        shared_intermediate_size=shared,
+        normalise=normalise,
+        layers=(True,) * config.integer(f"{prefix}.block_count"),
+    )
+
+
+def _num_experts(config: ConfigReader) -> int:
+    key = "num_experts" if config.has("num_experts") else "num_local_experts"
+    return config.integer(key, high=MAX_EXPERTS)
+
+
+def _sparse_layers(config: ConfigReader, num_layers: int) -> tuple[bool, ...]:
+    step = config.integer("decoder_sparse_step", default=1)
+    dense = set(config.integers("mlp_only_layers"))
+    if dense - set(range(num_layers)):
+        raise config.refuse(
+            f"mlp_only_layers names layer {max(dense)}; the model has 0..{num_layers - 1}"
+        )
+    return tuple((layer + 1) % step == 0 and layer not in dense for layer in range(num_layers))

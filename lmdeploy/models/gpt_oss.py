@@ -1,0 +1,110 @@
+"""GPT-OSS: sinks, every other layer with a window, a bias everywhere, MXFP4 experts."""
+
+from lmdeploy.models.config_reader import ConfigReader
+from lmdeploy.models.decoder_config import MoeSettings
+from lmdeploy.models.experts import Experts, ExpertTensors, Place, local_experts
+from lmdeploy.models.family import (
+    ATTENTION_MATRICES,
+    GGUF_TENSORS,
+    HF_TENSORS,
+    ModelFamily,
+    windows_by_type,
+)
+
+_HF_EXPERTS = "model.layers.{i}.mlp.experts"
+_HF_COMMON: ExpertTensors = {
+    "router": Place("model.layers.{i}.mlp.router.weight"),
+    "router.bias": Place("model.layers.{i}.mlp.router.bias"),
+    "experts.gate_up.bias": Place(f"{_HF_EXPERTS}.gate_up_proj_bias", stacked=True),
+    "experts.down.bias": Place(f"{_HF_EXPERTS}.down_proj_bias", stacked=True),
+}
+_HF_MXFP4: ExpertTensors = {
+    **_HF_COMMON,
+    **{
+        f"experts.{name}": Place(
+            f"{_HF_EXPERTS}.{name}_proj_blocks",
+            stacked=True,
+            scales=f"{_HF_EXPERTS}.{name}_proj_scales",
+        )
+        for name in ("gate_up", "down")
+    },
+}
+_HF_PLAIN: ExpertTensors = {
+    **_HF_COMMON,
+    **{
+        f"experts.{name}": Place(f"{_HF_EXPERTS}.{name}_proj", stacked=True, transposed=True)
+        for name in ("gate_up", "down")
+    },
+}
+_GGUF: ExpertTensors = {
+    "router": Place("blk.{i}.ffn_gate_inp.weight"),
+    "router.bias": Place("blk.{i}.ffn_gate_inp.bias"),
+    **{
+        f"experts.{name}{suffix}": Place(
+            f"blk.{{i}}.ffn_{name}_exps{suffix or '.weight'}", stacked=True
+        )
+        for name in ("gate", "up", "down")
+        for suffix in ("", ".bias")
+    },
+}
+
+
+def _windows(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
+    """`layer_types`; without them the first layer, the third, ... slide."""
+    window = config.integer("sliding_window")
+    if config.has("layer_types"):
+        return windows_by_type(config, num_layers, window=window)
+    return tuple(0 if layer % 2 else window for layer in range(num_layers))
+
+
+def _gguf_windows(config: ConfigReader, prefix: str) -> tuple[int, ...]:
+    window = config.integer(f"{prefix}.attention.sliding_window")
+    num_layers = config.integer(f"{prefix}.block_count")
+    return tuple(0 if layer % 2 else window for layer in range(num_layers))
+
+
+def _settings(config: ConfigReader, num_layers: int) -> MoeSettings:
+    if (alpha := config.number("swiglu_alpha", default=1.702)) != 1.702:
+        raise config.refuse(f"swiglu_alpha: got {alpha:g}, wanted 1.702")
+    return local_experts(config, num_layers)
+
+
+FAMILY = ModelFamily(
+    name="gpt_oss",
+    hf_architectures=("GptOssForCausalLM",),
+    gguf_architectures=("gpt-oss",),
+    windows=_windows,
+    gguf_windows=_gguf_windows,
+    hf_bias=lambda config: (
+        ATTENTION_MATRICES if config.flag("attention_bias", default=True) else ()
+    ),
+    hf_tensors={**HF_TENSORS, "sinks": "model.layers.{i}.self_attn.sinks"},
+    gguf_tensors={
+        **GGUF_TENSORS,
+        "ffn_norm": "blk.{i}.post_attention_norm.weight",
+        "sinks": "blk.{i}.attn_sinks.weight",
+        **{
+            f"{engine}.bias": GGUF_TENSORS[engine].replace("weight", "bias")
+            for engine in ATTENTION_MATRICES
+        },
+    },
+    hf_defaults={
+        "head_dim": 64,
+        "sliding_window": 128,
+        "rope_theta": 150000.0,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+    },
+    hf_rope={
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    activation="clamped_swiglu",
+    experts=Experts(settings=_settings, hf=(_HF_MXFP4, _HF_PLAIN), gguf=(_GGUF,)),
+    hf_quant_methods=("mxfp4",),
+    gguf_yarn_truncate=False,
+)

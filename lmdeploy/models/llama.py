@@ -1,0 +1,11 @@
+"""Llama 1 to 3.x, and the models that share its architecture (SmolLM2, TinyLlama, ...)."""
+
+from lmdeploy.models.family import ModelFamily, configured_bias
+
+FAMILY = ModelFamily(
+    name="llama",
+    hf_architectures=("LlamaForCausalLM",),
+    gguf_architectures=("llama",),
+    hf_bias=configured_bias,
+    gguf_interleaved_rope=True,
+)

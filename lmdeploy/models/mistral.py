@@ -1,0 +1,11 @@
+"""Mistral 7B and relatives: Llama with one sliding window. In GGUF it is called llama."""
+
+from lmdeploy.models.family import ModelFamily, one_window
+
+FAMILY = ModelFamily(
+    name="mistral",
+    hf_architectures=("MistralForCausalLM",),
+    gguf_architectures=(),
+    windows=one_window,
+    hf_defaults={"sliding_window": 4096},
+)

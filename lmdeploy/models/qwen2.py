@@ -1,0 +1,12 @@
+"""Qwen2 and Qwen2.5: q, k and v have a bias; windows in the upper layers, off by default."""
+
+from lmdeploy.models.family import ModelFamily, layered_windows, qkv_bias
+
+FAMILY = ModelFamily(
+    name="qwen2",
+    hf_architectures=("Qwen2ForCausalLM",),
+    gguf_architectures=("qwen2",),
+    windows=layered_windows,
+    hf_bias=qkv_bias,
+    hf_defaults={"sliding_window": 4096},
+)

@@ -1,0 +1,171 @@
+"""RoPE settings from config.json (both spellings) and from GGUF metadata.
+
+The kinds are those of Hugging Face configs. `dynamic` has one base for every position of every
+text: that of transformers for one call of session_len tokens (ResolveRope in ops/rope.h).
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from lmdeploy.models.config_reader import ConfigReader
+from lmdeploy.models.decoder_config import RopeSettings
+
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+_DEFAULT_THETA = 10000.0
+_HF_KEYS = ("rope_parameters", "rope_scaling")  # of transformers 5, and before
+
+
+def rope_from_hf(
+    config: ConfigReader, max_position: int, *, default: Mapping[str, Any] | None = None
+) -> RopeSettings:
+    """`rope_parameters`, or `rope_theta` with `rope_scaling`; refused where both disagree.
+
+    `default` stands in for both where the config has neither.
+    """
+    stated = [rope for key in _HF_KEYS if (rope := config.child(key)) is not None]
+    if not stated and default is not None:
+        stated = [ConfigReader(default, f"{config.source}: the default of rope_parameters")]
+    found = [_settings_from_hf(config, rope, max_position=max_position) for rope in stated]
+    if not found:
+        _require_whole_heads(config, config)
+        return RopeSettings(theta=_theta(config, None))
+    if found[0] != found[-1]:
+        raise config.refuse(
+            "rope_parameters and rope_scaling: got two that disagree, wanted one; remove the one "
+            "that the model was not trained with"
+        )
+    return found[0]
+
+
+def _settings_from_hf(
+    config: ConfigReader, rope: ConfigReader, *, max_position: int
+) -> RopeSettings:
+    """`rope` is one of the two objects of `config`."""
+    if rope.has_objects():
+        raise rope.refuse("got a setting per layer type, wanted one for all layers")
+    kind = rope.text("rope_type", default=rope.text("type", default="default"))
+    if kind not in ROPE_KINDS:
+        raise rope.refuse(f"rope_type: got {kind[:40]!r}, wanted one of {', '.join(ROPE_KINDS)}")
+    _require_whole_heads(config, rope)
+    theta = _theta(config, rope)
+    if kind == "default":
+        return RopeSettings(theta=theta)
+    original = _original_position(config, rope, kind=kind, max_position=max_position)
+    if kind == "yarn" and not rope.has("factor"):
+        factor = max_position / original
+    else:
+        factor = rope.number("factor", low=1e-3, high=1e6)
+    settings: dict[str, Any] = {}
+    if kind == "llama3":
+        settings = {
+            "low_freq_factor": rope.number("low_freq_factor", default=1.0, low=1e-6),
+            "high_freq_factor": rope.number("high_freq_factor", default=4.0, low=1e-6),
+        }
+        high, low = settings["high_freq_factor"], settings["low_freq_factor"]
+        if high <= low:
+            raise rope.refuse(
+                f"high_freq_factor: got {high:g}, wanted more than low_freq_factor ({low:g})"
+            )
+    elif kind == "yarn":
+        settings = {
+            "beta_fast": rope.number("beta_fast", default=0.0) or 32.0,
+            "beta_slow": rope.number("beta_slow", default=0.0) or 1.0,
+            "attention_factor": _yarn_attention_factor(rope, factor),
+            "truncate": rope.flag("truncate", default=True),
+        }
+    return RopeSettings(
+        kind=kind, theta=theta, factor=factor, original_max_position=original, **settings
+    )
+
+
+def _original_position(
+    config: ConfigReader, rope: ConfigReader, *, kind: str, max_position: int
+) -> int:
+    """As transformers: the outer key comes first, max_position_embeddings last and for dynamic."""
+    if kind == "dynamic":
+        return max_position
+    inner = rope.integer("original_max_position_embeddings", default=max_position)
+    return config.integer("original_max_position_embeddings", default=inner)
+
+
+def _require_whole_heads(config: ConfigReader, rope: ConfigReader) -> None:
+    outer = config.number("partial_rotary_factor", default=1.0)
+    if (factor := rope.number("partial_rotary_factor", default=outer)) != 1.0:
+        raise rope.refuse(
+            f"partial_rotary_factor: got {factor:g}, wanted 1: heads that turn in part are not "
+            "supported"
+        )
+
+
+def rope_from_gguf(
+    config: ConfigReader, prefix: str, *, max_position: int, has_windows: bool = False
+) -> RopeSettings:
+    """`<architecture>.rope.*`, as llama.cpp reads them; the divisors of llama3 are a tensor, added
+    by the caller. Like llama.cpp it does not read yarn_attn_factor: the magnitude follows from the
+    factor, whatever a converter took over from Hugging Face or a saver wrote by default.
+    """
+    theta = config.number(f"{prefix}.rope.freq_base", default=_DEFAULT_THETA, low=1.0)
+    if has_windows:
+        _require_neutral(config, f"{prefix}.rope.freq_base_swa", neutral=theta)
+    scaling = f"{prefix}.rope.scaling"
+    kind = config.text(f"{scaling}.type", default="linear")
+    if kind not in ("none", "linear", "yarn"):
+        raise config.refuse(f"{scaling}.type: got {kind[:40]!r}, wanted none, linear or yarn")
+    _require_neutral(config, f"{scaling}.yarn_log_multiplier", neutral=0.0)
+    if config.number(f"{scaling}.yarn_ext_factor", default=-1.0, low=-1e12) >= 0.0:  # else unset
+        neutral = 1.0 if kind == "yarn" else 0.0
+        _require_neutral(config, f"{scaling}.yarn_ext_factor", neutral=neutral)
+    if kind != "yarn":
+        _require_neutral(config, f"{scaling}.attn_factor", neutral=1.0)
+    factor = 1.0 if kind == "none" else _gguf_factor(config, prefix)
+    if kind == "none" or (kind == "linear" and factor == 1.0):
+        return RopeSettings(theta=theta)
+    original = config.integer(f"{scaling}.original_context_length", default=max_position)
+    if kind == "linear":
+        return RopeSettings(kind=kind, theta=theta, factor=factor, original_max_position=original)
+    magnitude = _mscale(factor, 1.0) * config.number(
+        f"{scaling}.attn_factor", default=1.0, low=1e-3
+    )
+    return RopeSettings(
+        kind=kind,
+        theta=theta,
+        factor=factor,
+        original_max_position=original,
+        beta_fast=config.number(f"{scaling}.yarn_beta_fast", default=32.0, low=1e-3),
+        beta_slow=config.number(f"{scaling}.yarn_beta_slow", default=1.0, low=1e-3),
+        attention_factor=magnitude,
+    )
+
+
+def _gguf_factor(config: ConfigReader, prefix: str) -> float:
+    """The factor, or the older key of it; 0 stands for 1."""
+    key = f"{prefix}.rope.scaling.factor"
+    if not config.has(key):
+        key = f"{prefix}.rope.scale_linear"
+    factor = config.number(key, default=0.0, high=1e6)
+    return config.number(key, low=1e-3) if factor else 1.0
+
+
+def _require_neutral(config: ConfigReader, key: str, *, neutral: float) -> None:
+    if (value := config.number(key, default=neutral, low=-1e12)) != neutral:
+        raise config.refuse(f"{key}: got {value:g}, wanted {neutral:g}")
+
+
+def _theta(config: ConfigReader, rope: ConfigReader | None) -> float:
+    outer = config.number("rope_theta", default=_DEFAULT_THETA, low=1.0)
+    return outer if rope is None else rope.number("rope_theta", default=outer, low=1.0)
+
+
+def _mscale(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1.0 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def _yarn_attention_factor(rope: ConfigReader, factor: float) -> float:
+    if rope.has("attention_factor"):
+        return rope.number("attention_factor", low=1e-3)
+    scale = rope.number("mscale", default=0.0)
+    scale_all = rope.number("mscale_all_dim", default=0.0)
+    if scale and scale_all:
+        return _mscale(factor, scale) / _mscale(factor, scale_all)
+    return _mscale(factor, 1.0)

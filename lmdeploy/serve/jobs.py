@@ -1,0 +1,272 @@
+"""② From a request's fields to prompt ids, a GenerationConfig and its running answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from lmdeploy.base.checks import OptionError, refuse
+from lmdeploy.chat.prompts import encode_text
+from lmdeploy.config.generation import GenerationConfig
+from lmdeploy.engine.request import is_constrained
+from lmdeploy.response import Response, join_pieces
+from lmdeploy.serve.errors import ApiError
+from lmdeploy.serve.schema import MAX_PROMPTS, SamplingFields, check_stop
+
+if TYPE_CHECKING:
+    from lmdeploy.engine.async_engine import AsyncEngine
+    from lmdeploy.engine.stream import RequestStream
+    from lmdeploy.serve.metrics import ServerMetrics
+
+MAX_ANSWERS = 1024  # of one HTTP request
+MAX_GRAMMAR_ANSWERS = 128  # with response_format; those that run take up to 100 MB each
+MAX_ENCODED_TOKENS = 1 << 22  # of one reply of /v1/encode
+MAX_PROMPT_TOKENS = 1 << 22  # of one HTTP request, once per answer; up to 44 bytes each
+_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
+MAX_LOGPROB_VALUES = 1 << 22  # of one HTTP request; about 100 bytes each
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a request asks for. `goes_on`: see AsyncEngine.submit."""
+
+    prompts: list[list[int]]
+    config: GenerationConfig
+    goes_on: bool = False
+
+
+@dataclass
+class Limits:
+    """What an endpoint adds to the shared sampling fields."""
+
+    max_new_tokens: int | None  # None: all that session_len leaves
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
+
+
+@dataclass
+class Job:
+    """One answer that was asked for."""
+
+    index: int  # of the choice
+    prompt_index: int
+    stream: RequestStream
+
+
+@dataclass
+class Usage:
+    """Token counts over all choices of a response."""
+
+    prompt: dict[int, tuple[int, int]] = field(default_factory=dict)  # index → tokens, cached
+    completion: dict[int, int] = field(default_factory=dict)
+
+    def add(self, job: Job, piece: Response) -> None:
+        """Takes the counts of a piece; later pieces replace earlier ones."""
+        cached = max(piece.cached_tokens, self.prompt.get(job.prompt_index, (0, 0))[1])
+        self.prompt[job.prompt_index] = (piece.input_token_len, cached)
+        self.completion[job.index] = piece.generate_token_len
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object `usage`."""
+        prompt = sum(tokens for tokens, _ in self.prompt.values())
+        completion = sum(self.completion.values())
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(c for _, c in self.prompt.values())},
+        }
+
+
+def make_config(
+    fields: SamplingFields, limits: Limits, *, model_defaults: dict[str, Any], room: int
+) -> GenerationConfig:
+    """The GenerationConfig of a request. OptionError when the two disagree.
+
+    A model whose default is greedy samples for a request that says how.
+    """
+
+    def sampling(name: str) -> Any:
+        value = getattr(fields, name)
+        return model_defaults[name] if value is None else value
+
+    says_how = any(getattr(fields, name) is not None for name in _SAMPLING_FIELDS)
+    try:
+        bias = {int(token): value for token, value in (fields.logit_bias or {}).items()}
+    except ValueError:
+        raise refuse("logit_bias", fields.logit_bias, wanted="token ids as keys") from None
+    return GenerationConfig(
+        n=limits.n,
+        max_new_tokens=room if limits.max_new_tokens is None else limits.max_new_tokens,
+        min_new_tokens=fields.min_new_tokens,
+        do_sample=says_how or model_defaults["do_sample"],
+        temperature=float(sampling("temperature")),
+        top_p=float(sampling("top_p")),
+        top_k=sampling("top_k"),
+        min_p=float(sampling("min_p")),
+        repetition_penalty=float(sampling("repetition_penalty")),
+        presence_penalty=fields.presence_penalty or 0.0,
+        frequency_penalty=fields.frequency_penalty or 0.0,
+        random_seed=None if fields.seed is None else fields.seed % 2**64,
+        stop_words=check_stop(fields.stop),
+        stop_token_ids=fields.stop_token_ids,
+        ignore_eos=bool(fields.ignore_eos),
+        skip_special_tokens=fields.skip_special_tokens is not False,
+        spaces_between_special_tokens=fields.spaces_between_special_tokens is not False,
+        include_stop_str_in_output=bool(fields.include_stop_str_in_output),
+        logit_bias=bias or None,
+        logprobs=limits.logprobs,
+        prompt_logprobs=limits.prompt_logprobs,
+        response_format=fields.response_format,
+    )
+
+
+async def encode_prompts(
+    engine: AsyncEngine, prompt: str | list[Any], *, num_new: int
+) -> list[list[int]]:
+    """Token ids of a text, a list of texts, ids, or a list of ids. OptionError for the rest.
+
+    Prompts after the first that is wrong, or that makes them too many tokens in all, cost nothing.
+    `num_new`: as in `check_prompt`.
+    """
+    prompts: list[Any] = [prompt] if isinstance(prompt, str) else prompt
+    if prompts and all(type(item) is int for item in prompts):
+        prompts = [prompts]
+    if not 0 < len(prompts) <= MAX_PROMPTS:
+        wanted = f"wanted 1 to {MAX_PROMPTS}; change prompt"
+        raise OptionError("prompt", f"got {len(prompts)} prompts, {wanted}")
+    is_ids = [isinstance(p, list) and all(type(i) is int for i in p) for p in prompts]
+    if not all(ids or isinstance(p, str) for p, ids in zip(prompts, is_ids, strict=True)):
+        wanted = "a text, a list of texts, token ids, or a list of token ids"
+        raise refuse("prompt", prompt, wanted=wanted)
+    result: list[list[int]] = []
+    num_tokens = 0
+    for item in prompts:
+        ids = item
+        if isinstance(item, str):
+            ids = await asyncio.to_thread(encode_text, engine.parts, item, add_special=True)
+        engine.check_prompt(ids, num_new=num_new)
+        num_tokens += len(ids)
+        if num_tokens > MAX_PROMPT_TOKENS:
+            wanted = f"wanted at most {MAX_PROMPT_TOKENS}; send fewer prompts"
+            raise OptionError("prompt", f"got {num_tokens} tokens in all, {wanted}")
+        result.append(ids)
+    return result
+
+
+async def encode_texts(texts: Sequence[str], encode: Callable[[str], list[int]]) -> list[list[int]]:
+    """Ids of the field `input`. OptionError for more texts or tokens than one reply may hold."""
+    if len(texts) > MAX_PROMPTS:
+        raise OptionError("input", f"got {len(texts)} texts, wanted at most {MAX_PROMPTS}")
+    result: list[list[int]] = []
+    num_tokens = 0
+    for text in texts:
+        result.append(await asyncio.to_thread(encode, text))
+        num_tokens += len(result[-1])
+        if num_tokens > MAX_ENCODED_TOKENS:
+            wanted = f"wanted at most {MAX_ENCODED_TOKENS} in all; send fewer texts"
+            raise OptionError("input", f"got {num_tokens} tokens, {wanted}")
+    return result
+
+
+def check_size(prompts: Sequence[list[int]], config: GenerationConfig, *, max_tokens: int) -> None:
+    """OptionError for more answers, tokens or log probabilities than one request may have.
+
+    `max_tokens` bounds a prompt and its answer together.
+    """
+    num_answers = len(prompts) * config.n
+    most, where = MAX_ANSWERS, ""
+    if is_constrained(config):
+        most, where = MAX_GRAMMAR_ANSWERS, " with response_format"
+    if num_answers > most:
+        raise OptionError(
+            "n",
+            f"got {len(prompts)} prompts with {config.n} answers each, wanted at most {most} "
+            f"answers{where}; change n",
+        )
+    num_tokens = sum(len(ids) for ids in prompts) * config.n
+    if num_tokens > MAX_PROMPT_TOKENS:
+        raise OptionError(
+            "n",
+            f"got {num_tokens} tokens of prompts with {config.n} answers each, wanted at most "
+            f"{MAX_PROMPT_TOKENS}; lower n or send fewer prompts",
+        )
+    values = 0
+    for ids in prompts:
+        room = max(max_tokens - len(ids), 0)
+        if config.logprobs is not None:
+            values += min(config.max_new_tokens, room) * (config.logprobs + 1)
+        if config.prompt_logprobs is not None:
+            values += len(ids) * (config.prompt_logprobs + 1)
+    if values * config.n > MAX_LOGPROB_VALUES:
+        raise OptionError(
+            "logprobs",
+            f"got a request for up to {values * config.n} log probabilities, wanted at most "
+            f"{MAX_LOGPROB_VALUES}; lower n, max_tokens or the number of logprobs",
+        )
+
+
+async def submit_all(engine: AsyncEngine, prepared: Prepared, *, chat: bool = False) -> list[Job]:
+    """Starts n answers for every prompt, or none of them. `chat`: prompts are conversations.
+
+    REQUIRES: what check_size accepts.
+    """
+    config = prepared.config
+    jobs: list[Job] = []
+    grammars = engine.new_grammars()
+    try:
+        for prompt_index, ids in enumerate(prepared.prompts):
+            for choice in range(config.n):
+                stream = await engine.submit(
+                    ids,
+                    config,
+                    index=choice,
+                    chat=chat,
+                    goes_on=prepared.goes_on,
+                    grammars=grammars,
+                )
+                jobs.append(Job(len(jobs), prompt_index, stream))
+    except BaseException:
+        close_all(jobs)
+        raise
+    return jobs
+
+
+def close_all(jobs: Sequence[Job]) -> None:
+    """Cancels what still runs."""
+    for job in jobs:
+        job.stream.close()
+
+
+def request_error(piece: Response | None) -> ApiError:
+    """The error of an answer that ended with finish_reason `error`."""
+    if piece is None:
+        return ApiError(500, "the request ended without an answer")
+    message = piece.error_message or "the request failed"
+    if piece.error_code != "bad_request":
+        return ApiError(500, message)
+    field, colon, _ = message.partition(": ")
+    return ApiError(400, message, param=field if colon and field.isidentifier() else None)
+
+
+async def collect_all(jobs: Sequence[Job], metrics: ServerMetrics) -> list[Response]:
+    """Whole answers, in order. Cancelling this cancels the requests."""
+
+    async def one(job: Job) -> Response:
+        async with aclosing(metrics.observe(job.stream)) as stream:
+            pieces = [piece async for piece in stream]
+        if not pieces or pieces[-1].finish_reason == "error":
+            raise request_error(pieces[-1] if pieces else None)
+        return join_pieces(pieces)
+
+    tasks = [asyncio.ensure_future(one(job)) for job in jobs]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        close_all(jobs)

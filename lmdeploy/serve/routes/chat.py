@@ -1,0 +1,200 @@
+"""②⑨ POST /v1/chat/completions: messages → prompt → answer, whole or as events."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from lmdeploy.base.checks import OptionError, refuse
+from lmdeploy.chat.formats.harmony.conversation import read_options
+from lmdeploy.chat.prompts import encode_chat
+from lmdeploy.chat.tool_calls import ToolCall
+from lmdeploy.response import Response
+from lmdeploy.serve.jobs import Job, Limits, Prepared, Usage, make_config
+from lmdeploy.serve.logprobs import chat_logprobs
+from lmdeploy.serve.schema import ChatCompletionRequest, check_value
+from lmdeploy.serve.streaming import Body, answer_events
+
+if TYPE_CHECKING:
+    from lmdeploy.serve.state import ServerState
+
+
+# Fields that the chat template reads.
+_OF_MESSAGES = ("tools", "reasoning_effort", "enable_thinking", "chat_template_kwargs")
+
+
+async def prepare_chat(state: ServerState, request: ChatCompletionRequest) -> Prepared:
+    """The prompt and options. ApiError or OptionError for what cannot be served."""
+    if request.top_logprobs and not request.logprobs:
+        raise OptionError(
+            "top_logprobs",
+            f"got {request.top_logprobs}, wanted logprobs true beside it; add logprobs",
+        )
+    options = _template_options(request, splits_answers=state.splits_answers)
+    if request.messages and request.input_ids:
+        raise OptionError("input_ids", "got it beside messages, wanted one of the two; remove one")
+    for name in _OF_MESSAGES if request.input_ids else ():
+        if getattr(request, name) not in (None, [], {}):
+            raise OptionError(
+                "input_ids", f"got it beside {name}, which is for messages; remove one"
+            )
+    if request.messages:
+        messages = request.messages
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        ids, goes_on = await asyncio.to_thread(
+            encode_chat, state.engine.parts, messages, template_options=options
+        )
+    elif request.input_ids:
+        ids = request.input_ids
+        template = state.engine.parts.chat_template
+        goes_on = template is not None and template.goes_on
+        state.engine.check_prompt(ids, name="input_ids")
+    else:
+        raise OptionError("messages", "got none, wanted at least one; add messages")
+    limits = Limits(
+        max_new_tokens=request.max_completion_tokens or request.max_tokens,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        n=request.n or 1,
+    )
+    room = max(state.engine.max_request_tokens - len(ids), 1)
+    config = make_config(request, limits, model_defaults=state.engine.parts.sampling, room=room)
+    return Prepared([ids], config, goes_on=goes_on)
+
+
+def _template_options(request: ChatCompletionRequest, *, splits_answers: bool) -> dict[str, Any]:
+    """Variables of the chat template. ApiError or OptionError for fields that it cannot follow."""
+    options = dict(request.chat_template_kwargs or {})
+    if request.enable_thinking is not None:
+        options["enable_thinking"] = request.enable_thinking
+    if not splits_answers:
+        request.check_plain()
+        check_value("chat_template_kwargs.tools", options.get("tools"), accepted=(None, []))
+        return options
+    if request.tool_choice not in (None, "none", "auto"):
+        raise refuse("tool_choice", request.tool_choice, wanted="none or auto")
+    if request.tools is not None:
+        options["tools"] = request.tools
+    if request.reasoning_effort is not None:
+        options["reasoning_effort"] = request.reasoning_effort
+    options = read_options(options)
+    if request.tool_choice == "none":
+        options.pop("tools", None)
+    return options
+
+
+def _call_body(call: ToolCall) -> dict[str, Any]:
+    """A whole tool call."""
+    return {"id": call.id, "type": call.type, "function": asdict(call.function)}
+
+
+def _call_delta(call: ToolCall) -> dict[str, Any]:
+    """A part of one: id, type and name come with the first, clients join the rest by index."""
+    if call.function.name:
+        return {"index": call.index, **_call_body(call)}
+    return {"index": call.index, "function": {"arguments": call.function.arguments}}
+
+
+class ChatReply:
+    """Builds the JSON of one chat response."""
+
+    def __init__(self, state: ServerState, request: ChatCompletionRequest) -> None:
+        self._state = state
+        self._request = request
+        self._id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+
+    def whole(self, jobs: Sequence[Job], answers: Sequence[Response]) -> dict[str, Any]:
+        """The answer to a request without `stream`."""
+        usage = Usage()
+        choices = []
+        for job, answer in zip(jobs, answers, strict=True):
+            usage.add(job, answer)
+            message = {"role": "assistant", **self._message(answer)}
+            if self._request.return_token_ids:
+                message["gen_tokens"] = answer.token_ids
+            choices.append(
+                {
+                    "index": job.index,
+                    "message": message,
+                    "logprobs": self._logprobs(answer),
+                    "finish_reason": answer.finish_reason,
+                }
+            )
+        return {**self._head("chat.completion"), "choices": choices, "usage": usage.body()}
+
+    def events(self, jobs: Sequence[Job]) -> AsyncIterator[bytes]:
+        """The answer to a request with `stream`."""
+        usage = Usage()
+        wanted = self._request.streams_usage
+
+        def chunk(job: Job, delta: dict[str, Any], *, piece: Response | None) -> Body:
+            body = self._chunk(job, delta, piece=piece)
+            return {**body, "usage": None} if wanted else body
+
+        def bodies(job: Job, piece: Response) -> Iterator[Body]:
+            usage.add(job, piece)
+            delta = self._delta(piece)
+            if delta or piece.finish_reason is not None or self._request.logprobs:
+                yield chunk(job, delta, piece=piece)
+
+        def last() -> Iterator[Body]:
+            if wanted:
+                head = self._head("chat.completion.chunk")
+                yield {**head, "choices": [], "usage": usage.body()}
+
+        first = [chunk(job, {"role": "assistant", "content": ""}, piece=None) for job in jobs]
+        return answer_events(jobs, self._state.metrics, bodies=bodies, first=first, last=last)
+
+    def _message(self, answer: Response) -> dict[str, Any]:
+        if not self._state.splits_answers:
+            return {"content": answer.text}
+        calls = [_call_body(call) for call in answer.tool_calls or []]
+        return {
+            "content": answer.text or (None if calls else ""),
+            "reasoning_content": answer.reasoning_content,
+            "tool_calls": calls or None,
+        }
+
+    def _delta(self, piece: Response) -> dict[str, Any]:
+        delta: dict[str, Any] = {}
+        if piece.text or not self._state.splits_answers:
+            delta["content"] = piece.text
+        if piece.reasoning_content:
+            delta["reasoning_content"] = piece.reasoning_content
+        if piece.tool_calls:
+            delta["tool_calls"] = [_call_delta(call) for call in piece.tool_calls]
+        if self._request.return_token_ids:
+            delta["gen_tokens"] = piece.token_ids
+        return delta
+
+    def _chunk(self, job: Job, delta: dict[str, Any], *, piece: Response | None) -> Body:
+        choice = {
+            "index": job.index,
+            "delta": delta,
+            "logprobs": None if piece is None else self._logprobs(piece),
+            "finish_reason": None if piece is None else piece.finish_reason,
+        }
+        return {**self._head("chat.completion.chunk"), "choices": [choice]}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._state.model_name,
+        }
+
+    def _logprobs(self, piece: Response) -> dict[str, Any] | None:
+        if not self._request.logprobs:
+            return None
+        return chat_logprobs(
+            self._state.engine.parts.tokenizer,
+            piece.token_ids,
+            logprobs=piece.logprobs or [],
+            num_top=self._request.top_logprobs or 0,
+        )

@@ -1,0 +1,122 @@
+"""②⑨ POST /v1/completions: a prompt as it is → answer, whole or as events."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lmdeploy.chat.detokenize import KnownIds
+from lmdeploy.chat.tokenizer import without_surrogates
+from lmdeploy.response import Response, join_pieces
+from lmdeploy.serve.jobs import Job, Limits, Prepared, Usage, encode_prompts, make_config
+from lmdeploy.serve.logprobs import CompletionLogprobs
+from lmdeploy.serve.schema import CompletionRequest
+from lmdeploy.serve.streaming import Body, answer_events
+
+if TYPE_CHECKING:
+    from lmdeploy.serve.state import ServerState
+
+
+async def prepare_completion(state: ServerState, request: CompletionRequest) -> Prepared:
+    """Prompts and options. OptionError for what cannot be served."""
+    limit = request.max_completion_tokens
+    if limit is None:
+        limit = 16 if request.max_tokens is None else request.max_tokens
+    limits = Limits(
+        max_new_tokens=limit,
+        logprobs=request.logprobs,
+        prompt_logprobs=request.logprobs if request.echo else None,
+        n=request.n or 1,
+    )
+    config = make_config(request, limits, model_defaults=state.engine.parts.sampling, room=0)
+    prompts = await encode_prompts(state.engine, request.prompt, num_new=min(limit, 1))
+    return Prepared(prompts, config)
+
+
+class CompletionReply:
+    """Builds the JSON of one completion response."""
+
+    def __init__(self, state: ServerState, request: CompletionRequest) -> None:
+        self._state = state
+        self._request = request
+        self._tokenizer = state.engine.parts.tokenizer
+        self._id = f"cmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._logprobs: dict[int, CompletionLogprobs] = {}
+        self._echoed: set[int] = set()
+
+    def whole(self, jobs: Sequence[Job], answers: Sequence[Response]) -> dict[str, Any]:
+        """The answer to a request without `stream`."""
+        usage = Usage()
+        choices = []
+        for job, answer in zip(jobs, answers, strict=True):
+            usage.add(job, answer)
+            choices.append(self._choice(job, answer))
+        return {**self._head(), "choices": choices, "usage": usage.body()}
+
+    def events(self, jobs: Sequence[Job]) -> AsyncIterator[bytes]:
+        """The answer to a request with `stream`."""
+        usage = Usage()
+        wanted = self._request.streams_usage
+        held: dict[int, list[Response]] = {}  # pieces that only carry prompt logprobs
+
+        def bodies(job: Job, piece: Response) -> Iterator[Body]:
+            usage.add(job, piece)
+            if not piece.token_ids and not piece.text and piece.finish_reason is None:
+                held.setdefault(job.index, []).append(piece)
+                return
+            piece = join_pieces([*held.pop(job.index, ()), piece])
+            body = {**self._head(), "choices": [self._choice(job, piece)]}
+            yield {**body, "usage": None} if wanted else body
+
+        def last() -> Iterator[Body]:
+            if wanted:
+                yield {**self._head(), "choices": [], "usage": usage.body()}
+
+        return answer_events(jobs, self._state.metrics, bodies=bodies, last=last)
+
+    def _choice(self, job: Job, piece: Response) -> dict[str, Any]:
+        echo = bool(self._request.echo) and job.index not in self._echoed
+        self._echoed.add(job.index)
+        prompt_text = self._prompt_text(job) if echo else ""
+        choice: dict[str, Any] = {
+            "index": job.index,
+            "text": prompt_text + piece.text,
+            "logprobs": None,
+            "finish_reason": piece.finish_reason,
+        }
+        if self._request.return_token_ids:
+            choice["gen_tokens"] = piece.token_ids
+        if self._request.logprobs is not None:
+            if job.index not in self._logprobs:
+                self._logprobs[job.index] = CompletionLogprobs(
+                    self._tokenizer,
+                    self._request.logprobs,
+                    skip_special=self._request.skip_special_tokens is not False,
+                )
+            maker = self._logprobs[job.index]
+            if echo:
+                values = [None, *(piece.prompt_logprobs or [])]
+                maker.add_prompt(job.stream.prompt_ids, values, text=prompt_text)
+            maker.add_answer(piece.token_ids, piece.logprobs or [])
+            choice["logprobs"] = maker.take()
+        return choice
+
+    def _prompt_text(self, job: Job) -> str:
+        prompt = self._request.prompt
+        if not isinstance(prompt, str) and job.prompt_index < len(prompt):
+            prompt = prompt[job.prompt_index]
+        if isinstance(prompt, str):
+            return without_surrogates(prompt)
+        stream = KnownIds(self._tokenizer, skip_special=False, begins_text=True)
+        return "".join(map(stream.push, job.stream.prompt_ids)) + stream.finish()
+
+    def _head(self) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._state.model_name,
+        }

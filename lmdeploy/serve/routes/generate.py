@@ -1,0 +1,83 @@
+"""②⑨ POST /generate: LMDeploy's plain endpoint, text or ids in, text and ids out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lmdeploy.base.checks import OptionError
+from lmdeploy.chat.prompts import encode_text
+from lmdeploy.response import Response
+from lmdeploy.serve.jobs import Job, Limits, Prepared, make_config
+from lmdeploy.serve.logprobs import LOWEST
+from lmdeploy.serve.schema import GenerateRequest
+from lmdeploy.serve.streaming import answer_events
+
+if TYPE_CHECKING:
+    from lmdeploy.serve.state import ServerState
+
+
+async def prepare_generate(state: ServerState, request: GenerateRequest) -> Prepared:
+    """The prompt and options. OptionError for what cannot be served."""
+    if (request.prompt is None) == (request.input_ids is None):
+        got = "neither" if request.prompt is None else "both"
+        wanted = "wanted exactly one of prompt and input_ids"
+        raise OptionError("prompt", f"got {got}, {wanted}; change prompt or input_ids")
+    if request.top_logprobs_num and not request.return_logprob:
+        wanted = "wanted return_logprob true beside it; add return_logprob"
+        raise OptionError("top_logprobs_num", f"got {request.top_logprobs_num}, {wanted}")
+    ids = request.input_ids
+    if ids is None:
+        ids = await asyncio.to_thread(
+            encode_text, state.engine.parts, request.prompt or "", add_special=True
+        )
+    else:
+        state.engine.check_prompt(ids, name="input_ids")
+    limits = Limits(
+        max_new_tokens=request.max_tokens,
+        logprobs=(request.top_logprobs_num or 0) if request.return_logprob else None,
+    )
+    config = make_config(request, limits, model_defaults=state.engine.parts.sampling, room=0)
+    return Prepared([ids], config)
+
+
+class GenerateReply:
+    """Builds the JSON of one response. In a stream every event carries the new part."""
+
+    def __init__(self, state: ServerState, request: GenerateRequest) -> None:
+        self._state = state
+        self._request = request
+
+    def whole(self, jobs: Sequence[Job], answers: Sequence[Response]) -> dict[str, Any]:
+        """The answer to a request without `stream`."""
+        return self._body(answers[0])
+
+    def _body(self, answer: Response) -> dict[str, Any]:
+        """One object with `text`, `output_ids` and `meta_info`."""
+        reason = answer.finish_reason
+        meta: dict[str, Any] = {
+            "prompt_tokens": answer.input_token_len,
+            "completion_tokens": answer.generate_token_len,
+            "cached_tokens": answer.cached_tokens,
+            "finish_reason": None if reason is None else {"type": reason},
+        }
+        if self._request.return_logprob:
+            values = answer.logprobs or []
+            pairs = zip(answer.token_ids, values, strict=True)
+            meta["output_token_logprobs"] = [
+                [max(item[token], LOWEST), token] for token, item in pairs
+            ]
+            if self._request.top_logprobs_num:
+                meta["output_top_logprobs"] = [self._top(item) for item in values]
+        return {"text": answer.text, "output_ids": answer.token_ids, "meta_info": meta}
+
+    def _top(self, item: dict[int, float]) -> list[list[float]]:
+        ranked = sorted(item.items(), key=lambda pair: -pair[1])
+        return [
+            [max(value, LOWEST), token] for token, value in ranked[: self._request.top_logprobs_num]
+        ]
+
+    def events(self, jobs: Sequence[Job]) -> AsyncIterator[bytes]:
+        """The answer to a request with `stream`."""
+        return answer_events(jobs, self._state.metrics, bodies=lambda _, piece: [self._body(piece)])

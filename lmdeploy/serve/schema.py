@@ -1,0 +1,330 @@
+"""① Request schemas: names and defaults as in LMDeploy 0.18, checked strictly.
+
+A field of LMDeploy's or OpenAI's API that is not built is accepted with the value that means "not
+used" and refused by name otherwise. A field that nobody knows is refused as well.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from lmdeploy.base.checks import show
+from lmdeploy.config.generation import (
+    MAX_ALL_STOP_CHARS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_STOP_WORD_CHARS,
+    MAX_STOP_WORDS,
+    MAX_TOKEN_IDS,
+)
+from lmdeploy.serve.errors import ApiError
+
+MAX_BODY_BYTES = 32 << 20
+# Values and names, about: 32 MiB of `[],` would be eleven million lists. A token id is one.
+MAX_BODY_VALUES = 1 << 21
+MAX_PROMPTS = 1024
+_MAX_SHOWN = 100
+_TEXT = re.compile(rb'"[^"]*"')  # where no quote is escaped
+
+# Of wrong items the first alone is reported: an error for each would take hundreds of bytes.
+_Ids = Annotated[list[int], Field(fail_fast=True)]
+_Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+_Texts = Annotated[list[str], Field(fail_fast=True)]
+R = TypeVar("R", bound="ApiRequest")
+
+
+class ApiRequest(BaseModel):
+    """Base of all requests: strict types, no NaN, unknown fields refused by name."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    # Fields that are not built → values that mean "not used".
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+
+class StreamOptions(ApiRequest):
+    """`stream_options`. Pieces carry no padding, so there is no obfuscation to include."""
+
+    include_usage: bool | None = False
+    include_obfuscation: Literal[False] | None = None
+
+
+_COMMON_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "session_id": (None, -1),
+    "repetition_ngram_size": (None, 0),
+    "repetition_ngram_threshold": (None, 0),
+    "media_io_kwargs": (None,),
+    "mm_processor_kwargs": (None,),
+    "image_data": (None,),
+    "return_routed_experts": (None, False),
+    "adapter_name": (None,),
+    "best_of": (None, 1),
+    "suffix": (None, ""),
+    "kwargs": (None, {}),  # LMDeploy's own client sends it
+}
+
+
+class SamplingFields(ApiRequest):
+    """What all generating endpoints share."""
+
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    top_k: int | None = Field(default=None, ge=0, lt=2**31)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
+    presence_penalty: float | None = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=0.0, ge=-2, le=2)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
+    stop: str | _Texts | None = None
+    stop_token_ids: _Ids | None = Field(default=None, max_length=MAX_TOKEN_IDS)
+    ignore_eos: bool | None = False
+    min_new_tokens: int | None = Field(default=None, ge=0, lt=2**31)
+    skip_special_tokens: bool | None = True
+    spaces_between_special_tokens: bool | None = True
+    include_stop_str_in_output: bool | None = False
+    stream: bool | None = False
+    logit_bias: dict[str, float] | None = Field(default=None, max_length=MAX_LOGIT_BIAS)
+    response_format: dict[str, Any] | None = None
+    # Whose request it is, and hints to a cache that finds prefixes by itself: no effect.
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+
+class CompletionFields(SamplingFields):
+    """What the two OpenAI endpoints share."""
+
+    model: str
+    n: int | None = Field(default=1, ge=1, le=MAX_N)
+    stream_options: StreamOptions | None = None
+    max_completion_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+
+    @property
+    def streams_usage(self) -> bool:
+        """Whether a stream ends with its token counts."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class ChatCompletionRequest(CompletionFields):
+    """Body of POST /v1/chat/completions."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **_COMMON_UNSUPPORTED,
+        "do_preprocess": (None, True),
+        "functions": (None, []),
+        "function_call": (None, "none", "auto"),
+        "return_logprob": (None, False),
+        "modalities": (None, ["text"]),
+        "audio": (None,),
+        "prediction": (None,),
+        "store": (None, False),
+        "service_tier": (None, "auto", "default"),
+        "metadata": (None, {}),
+        "verbosity": (None, "medium"),
+        "web_search_options": (None,),
+    }
+
+    # Fields that only models with such an answer format have → values that others accept.
+    of_answer_format: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "tools": (None, []),
+        "tool_choice": (None, "none", "auto"),
+        "parallel_tool_calls": (None, True),
+        "reasoning_effort": (None,),
+    }
+
+    messages: str | _Objects | None = None  # a string: one user message
+    input_ids: _Ids | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    return_token_ids: bool | None = False
+    enable_thinking: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: _Objects | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+
+    def check_plain(self) -> None:
+        """ApiError 400 for a field that only models with an answer format of their own have."""
+        for name, accepted in self.of_answer_format.items():
+            check_value(name, getattr(self, name), accepted=accepted)
+
+
+class CompletionRequest(CompletionFields):
+    """Body of POST /v1/completions."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = _COMMON_UNSUPPORTED
+
+    prompt: str | list[Any]
+    echo: bool | None = False
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    max_tokens: int | None = Field(default=16, ge=0, lt=2**31)
+    return_token_ids: bool | None = False
+
+
+class GenerateRequest(SamplingFields):
+    """Body of POST /generate. As in LMDeploy, it samples from the model's own distribution."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **_COMMON_UNSUPPORTED,
+        "logprob_start_len": (None, -1),
+    }
+
+    prompt: str | None = None
+    input_ids: _Ids | None = None
+    return_logprob: bool | None = None
+    top_logprobs_num: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    max_tokens: int = Field(default=128, ge=1, lt=2**31)
+    temperature: float | None = Field(default=1.0, ge=0, le=2)
+    top_p: float | None = Field(default=1.0, ge=0, le=1)
+    top_k: int | None = Field(default=0, ge=0, lt=2**31)
+
+
+class EncodeRequest(ApiRequest):
+    """Body of POST /v1/encode."""
+
+    input: str | _Texts
+    do_preprocess: bool | None = False
+    add_bos: bool | None = True
+
+
+class AbortRequest(ApiRequest):
+    """Body of POST /abort_request."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"session_id": (None, -1)}
+
+    abort_all: bool | None = False
+
+
+def check_value(name: str, value: Any, *, accepted: tuple[Any, ...]) -> None:
+    """ApiError 400 for a field that is not built, unless its value means "not used"."""
+    if not any(type(value) is type(a) and value == a for a in accepted):
+        message = f"{name}: not supported (got {show(value)}); remove {name}"
+        raise ApiError(400, message, param=name)
+
+
+def parse_json(body: bytes) -> Any:
+    """JSON without NaN and infinities. ApiError 400 for anything else, 413 for too many values."""
+    values = _count_values(body)
+    if values > MAX_BODY_VALUES:
+        raise ApiError(
+            413, f"body: got about {values} values, wanted at most {MAX_BODY_VALUES}; shorten it"
+        )
+
+    def refuse_constant(name: str) -> Any:
+        raise ValueError(f"{name} is not allowed")
+
+    try:
+        return json.loads(body, parse_constant=refuse_constant)
+    except RecursionError:
+        raise ApiError(400, "body: nested too deep, wanted plain JSON; change the body") from None
+    except ValueError as error:
+        raise ApiError(400, f"body: not valid JSON ({error}); change the body") from None
+
+
+def _count_values(body: bytes) -> int:
+    """About how many there are; where they seem too many, without the marks inside texts."""
+
+    def count(text: bytes) -> int:
+        return sum(text.count(mark) for mark in (b",", b"[", b"{"))
+
+    values = count(body)
+    if values > MAX_BODY_VALUES:
+        plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+        if plain.count(b'"') <= 2 * MAX_BODY_VALUES:
+            values = count(_TEXT.sub(b"", plain))
+    return values
+
+
+def parse_request(model: type[R], body: bytes) -> R:
+    """A checked request. ApiError 400 names the first field that is wrong."""
+    values = parse_json(body)
+    if not isinstance(values, dict):
+        raise ApiError(400, f"body: got {show(values)}, wanted a JSON object; change the body")
+    for name, accepted in model.unsupported.items():
+        if name in values:
+            check_value(name, values.pop(name), accepted=accepted)
+    _refuse_unknown(model, values)
+    _check_sizes(values)
+    try:
+        request = model.model_validate(values)
+    except ValidationError as error:
+        raise _first_error(error, values) from None
+    check_stop(getattr(request, "stop", None))
+    return request
+
+
+def _refuse_unknown(model: type[ApiRequest], values: dict[str, Any]) -> None:
+    """ApiError 400 for the first field that nobody knows, in `stream_options` too."""
+    options = values.get("stream_options")
+    places = [("", model, values)]
+    if isinstance(options, dict):
+        places.append(("stream_options.", StreamOptions, options))
+    for prefix, known, given in places:
+        for name in given:
+            if name not in known.model_fields:
+                path = (prefix + name)[:_MAX_SHOWN]
+                raise ApiError(400, f"{path}: unknown field; remove {path}", param=path)
+
+
+def _check_sizes(values: dict[str, Any]) -> None:
+    bias = values.get("logit_bias")
+    if isinstance(bias, dict) and len(bias) > MAX_LOGIT_BIAS:
+        wanted = f"wanted at most {MAX_LOGIT_BIAS}; change logit_bias"
+        raise ApiError(400, f"logit_bias: got {len(bias)} token ids, {wanted}", param="logit_bias")
+
+
+def check_stop(stop: str | list[str] | None) -> list[str]:
+    """`stop` as a list. ApiError 400 for too many, too long or empty words."""
+    words = [stop] if isinstance(stop, str) else stop or []
+    if len(words) > MAX_STOP_WORDS:
+        raise ApiError(
+            400,
+            f"stop: got {len(words)} words, wanted at most {MAX_STOP_WORDS}; change stop",
+            param="stop",
+        )
+    total = sum(len(word) for word in words)
+    if total > MAX_ALL_STOP_CHARS:
+        raise ApiError(
+            400,
+            f"stop: got {total} characters in {len(words)} words, wanted at most "
+            f"{MAX_ALL_STOP_CHARS}; change stop",
+            param="stop",
+        )
+    for word in words:
+        if not 0 < len(word) <= MAX_STOP_WORD_CHARS:
+            wanted = f"1 to {MAX_STOP_WORD_CHARS} characters"
+            raise ApiError(
+                400,
+                f"stop: got a word of {len(word)} characters, wanted {wanted}; change stop",
+                param="stop",
+            )
+    return words
+
+
+def _first_error(error: ValidationError, values: dict[str, Any]) -> ApiError:
+    details = error.errors(include_url=False)
+    first = details[0]
+    if not first["loc"]:
+        return ApiError(400, f"body: got {show(sorted(values))}, wanted a request; change body")
+    name = str(first["loc"][0])
+    if first["type"] == "missing":
+        return ApiError(400, f"{name}: missing, wanted a value; add {name}", param=name)
+    same = [d for d in details if d["loc"] and d["loc"][0] == name]
+    texts = [d["msg"].removeprefix("Input should be ") for d in same[:4]]
+    wanted, got, path = " or ".join(dict.fromkeys(texts)), show(values.get(name)), name
+    if len(same) == 1:  # of one type alone: what is wrong within it
+        inner = first["loc"][1:]
+        path += "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in inner)
+        got = show(first["input"])
+        if first["type"] == "too_long":
+            context = first["ctx"]
+            got = f"{context['actual_length']} items"
+            wanted = f"at most {context['max_length']}"
+    return ApiError(400, f"{path}: got {got}, wanted {wanted}; change {path}", param=name)

@@ -1,0 +1,111 @@
+"""⑨ Streams of answers as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from fastapi.responses import StreamingResponse
+
+from lmdeploy.response import Response
+from lmdeploy.serve.errors import error_body, json_bytes, to_api_error
+from lmdeploy.serve.jobs import Job, close_all, request_error
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+    from lmdeploy.serve.metrics import ServerMetrics
+
+Body = dict[str, Any]  # the JSON of one event
+
+
+def _event(body: Body) -> bytes:
+    return b"data: " + json_bytes(body) + b"\n\n"
+
+
+async def answer_events(
+    jobs: Sequence[Job],
+    metrics: ServerMetrics,
+    *,
+    bodies: Callable[[Job, Response], Iterable[Body]],
+    first: Iterable[Body] = (),
+    last: Callable[[], Iterable[Body]] = tuple,
+) -> AsyncIterator[bytes]:
+    """Events of a response: `first`, of every piece its `bodies`, `last`, and the end's mark.
+
+    A request that fails, or an exception of `bodies`, ends the stream with the event of an error.
+    """
+    for body in first:
+        yield _event(body)
+    try:
+        async with aclosing(_merge(jobs, metrics)) as pieces:
+            async for job, piece in pieces:
+                if piece.finish_reason == "error":
+                    raise request_error(piece)
+                for body in bodies(job, piece):
+                    yield _event(body)
+    except Exception as failure:
+        yield _event(error_body(to_api_error(failure)))
+        return
+    for body in last():
+        yield _event(body)
+    yield b"data: [DONE]\n\n"
+
+
+async def _merge(
+    jobs: Sequence[Job], metrics: ServerMetrics
+) -> AsyncGenerator[tuple[Job, Response], None]:
+    """Pieces of all answers as they come."""
+    queue: asyncio.Queue[tuple[Job, Response] | BaseException | None] = asyncio.Queue()
+
+    async def one(job: Job) -> None:
+        try:
+            async with aclosing(metrics.observe(job.stream)) as pieces:
+                async for piece in pieces:
+                    queue.put_nowait((job, piece))
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.ensure_future(one(job)) for job in jobs]
+    running = len(tasks)
+    try:
+        while running:
+            item = await queue.get()
+            if item is None:
+                running -= 1
+            elif isinstance(item, BaseException):
+                raise item
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        close_all(jobs)
+
+
+class SseResponse(StreamingResponse):
+    """A stream of events whose requests end with it, whether or not it was ever read."""
+
+    def __init__(self, events: AsyncIterator[bytes], jobs: Sequence[Job]) -> None:
+        super().__init__(
+            events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
+        self._jobs = jobs
+        self._on_end: Callable[[], None] = lambda: None
+
+    def on_end(self, call: Callable[[], None]) -> None:
+        """`call` is called when the stream has ended."""
+        self._on_end = call
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the events; afterwards, however it ended, nothing of the requests runs."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            try:
+                close_all(self._jobs)
+            finally:
+                self._on_end()

@@ -1,1 +1,0 @@
-"""The engine: loading, the asynchronous face, and the only users of the C++ module."""
