@@ -17,7 +17,7 @@
 
 namespace turbomind::bench {
 
-// As the published config.json say: tests/python/test_gpu_programs.py compares.
+// As the published config.json say: tests/python/tools/test_gpu_programs.py compares.
 inline ModelConfig Llama3Of8B() {
   ModelConfig config;
   config.num_layers = 32;

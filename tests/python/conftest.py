@@ -2,7 +2,7 @@
 
 import os
 
-# The user's cache is none of the tests' business; tests/python/test_packed_cache.py has its own.
+# Tests do not use the user's cache; checkpoint/test_weight_cache.py has its own.
 os.environ["LMDEPLOY_CACHE"] = "0"
-# `auto` is the CPU; tests/python/test_devices.py has a GPU of its own.
+# `auto` is the CPU; engine/test_devices.py has a GPU of its own.
 os.environ["LMDEPLOY_CUDA_LIBRARY"] = os.devnull

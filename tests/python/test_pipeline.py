@@ -343,11 +343,15 @@ print(sum(1 for _ in begun) > 0, os.getpid(), pipe("c").finish_reason)
     ids=["fake", "smollm2"],
 )
 def test_after_a_fork_the_child_is_refused(names):
+    support = str(Path(__file__).parent / "support")
     done = subprocess.run(
         [sys.executable, "-c", FORK.format(**names)],
         capture_output=True,
         timeout=120,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)])},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent / "support")]),
+        },
     )
     *refused, healthy, child, last = done.stdout.decode().splitlines()
     goes_on, process, reason = last.split()

@@ -1,0 +1,176 @@
+"""Which template a conversation goes through, and where BOS comes from."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fake_engine import FakeTokenizer
+from vocabularies import sentence_piece_metadata
+
+from lmdeploy.base.checks import OptionError
+from lmdeploy.chat import prompts
+from lmdeploy.chat.gguf_tokenizer import tokenizer_from_gguf
+from lmdeploy.chat.jinja_template import ChatTemplate
+from lmdeploy.chat.prompts import (
+    PromptTemplate,
+    check_messages,
+    check_template_options,
+    choose_template,
+    encode_chat,
+)
+from lmdeploy.config.chat_template import ChatTemplateConfig
+
+QUESTION = [{"role": "user", "content": "abc"}]
+BOS = 1
+
+
+def encode(config: ChatTemplateConfig | None, *, adds_bos: bool) -> tuple[list[int], Any]:
+    metadata = sentence_piece_metadata(add_bos_token=adds_bos)
+    tokenizer = tokenizer_from_gguf(metadata, "spm")
+    own = ChatTemplate(
+        "{{ bos_token }}{{ messages[0].content }}", origin="own", bos_token="<s>", eos_token=""
+    )
+    template = choose_template(own, config, tokenizer=tokenizer)
+    parts: Any = SimpleNamespace(
+        tokenizer=tokenizer, chat_template=template, session_len=64, harmony=None
+    )
+    return encode_chat(parts, QUESTION).ids, tokenizer
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [({"capability": "completion"}, "abc"), ({"user": "a", "eoh": "b"}, "aabcb")],
+)
+def test_bos_is_the_tokenizers_matter(options: dict[str, Any], text: str, adds_bos: bool) -> None:
+    ids, tokenizer = encode(ChatTemplateConfig("custom", **options), adds_bos=adds_bos)
+    assert ids == [BOS] * adds_bos + tokenizer.encode(text, add_special=False)
+
+
+def test_without_a_template_the_answer_goes_on() -> None:
+    tokenizer = tokenizer_from_gguf(sentence_piece_metadata(), "spm")
+    for options, goes_on in (({"capability": "completion"}, True), ({"user": "a"}, False)):
+        config = ChatTemplateConfig("custom", **options)
+        template = choose_template(None, config, tokenizer=tokenizer)
+        assert template is not None and template.goes_on is goes_on
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_a_models_template_writes_bos_itself(adds_bos: bool) -> None:
+    ids, tokenizer = encode(None, adds_bos=adds_bos)
+    assert ids == tokenizer.encode("<s>abc", add_special=False)
+    assert ids.count(BOS) == 1
+
+
+def test_a_name_that_chooses_nothing_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="lmdeploy"):
+        for quiet in (ChatTemplateConfig("custom"), ChatTemplateConfig("vicuna", user="a")):
+            encode(quiet, adds_bos=True)
+        assert not caplog.records
+        encode(ChatTemplateConfig("vicuna"), adds_bos=True)
+    assert "'vicuna' has no effect" in caplog.text
+
+
+def test_a_meta_instruction_alone() -> None:
+    source = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
+    template = PromptTemplate(ChatTemplate(source, origin="test"), meta_instruction="Be kind")
+    assert template.render([], {}) == "system: Be kind;"
+    assert template.render([{"role": "system", "content": "No"}], {}) == "system: No;"
+
+
+# --- answers that are continued -------------------------------------------------------------------
+
+CHATML = """\
+{%- for m in messages %}
+    {{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+
+@pytest.mark.parametrize("beginning", ["", "im_end", "{", " Well, ", "a\ue000b"])
+def test_an_answer_at_the_end_is_continued(beginning: str) -> None:
+    template = PromptTemplate(ChatTemplate(CHATML, origin="test"))
+    messages = [*QUESTION, {"role": "assistant", "content": beginning}]
+    new_turn = "<|im_start|>user\nabc<|im_end|>\n<|im_start|>assistant\n"
+    assert template.render(QUESTION, {}) == new_turn
+    assert template.render(messages, {}) == new_turn + beginning
+
+
+def test_texts_of_a_config_continue_an_answer() -> None:
+    tokenizer = tokenizer_from_gguf(sentence_piece_metadata(), "spm")
+    config = ChatTemplateConfig("custom", user="U:", eoh="|", assistant="A:", eoa="#")
+    template = choose_template(None, config, tokenizer=tokenizer)
+    assert template is not None
+    answer = {"role": "assistant", "content": "ab"}
+    assert template.render([*QUESTION, answer], {}) == "U:abc|A:ab"
+    assert template.render([*QUESTION, answer, *QUESTION], {}) == "U:abc|A:ab#U:abc|A:"
+
+
+def test_the_answer_to_a_continued_one_goes_on() -> None:
+    tokenizer = tokenizer_from_gguf(sentence_piece_metadata(), "spm")
+    parts: Any = SimpleNamespace(
+        tokenizer=tokenizer,
+        chat_template=PromptTemplate(ChatTemplate(CHATML, origin="test")),
+        session_len=64,
+        harmony=None,
+    )
+    assert not encode_chat(parts, QUESTION).goes_on
+    assert encode_chat(parts, [{"role": "assistant", "content": "a"}]).goes_on
+    assert not encode_chat(parts, [{"role": "assistant", "content": ""}]).goes_on
+
+
+def test_a_template_without_the_last_answer_is_refused() -> None:
+    source = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    template = PromptTemplate(ChatTemplate(source, origin="test"))
+    with pytest.raises(OptionError, match="chat template leaves out"):
+        question = {"role": "user", "content": "a\ue000b"}
+        template.render([question, {"role": "assistant", "content": "a"}], {})
+
+
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "bos_token", "texts"])
+def test_names_of_the_prompt_are_no_options(name: str) -> None:
+    with pytest.raises(OptionError, match=f"chat_template_kwargs.{name}: got a value"):
+        check_template_options({name: "x"})
+
+
+# --- names of messages ----------------------------------------------------------------------------
+
+
+def test_a_name_goes_to_the_template() -> None:
+    messages = [{"role": "user", "name": "Ann", "content": "a"}, {"role": "user", "content": "b"}]
+    checked = check_messages(messages)
+    source = "{% for m in messages %}{{ m.name or 'nobody' }}: {{ m.content }};{% endfor %}"
+    template = PromptTemplate(ChatTemplate(source, origin="test"))
+    assert template.render(checked, {}) == "Ann: a;nobody: b;"
+    with pytest.raises(OptionError, match=r"messages\[0\].name: got 3, wanted a text"):
+        check_messages([{"role": "user", "name": 3, "content": "a"}])
+
+
+def test_a_huge_text_is_refused_before_all_of_it_is_tokenised(monkeypatch):
+    monkeypatch.setattr(prompts, "_HUGE_TEXT", 100)
+    monkeypatch.setattr(prompts, "_PIECE_CHARS", 50)
+    monkeypatch.setattr(prompts, "_MORE_OF_A_PIECE", 2)
+    asked = []
+
+    class Counting(FakeTokenizer):
+        def encode(self, text, add_special=True):
+            asked.append(len(text))
+            return super().encode(text, add_special)
+
+    parts = SimpleNamespace(tokenizer=Counting(), session_len=400)
+    with pytest.raises(
+        ValueError, match="got more than 400 tokens, wanted at most session_len 400"
+    ):
+        prompts.encode_text(parts, "a" * 1900, add_special=True)
+    assert asked == [50] * 9  # of 48 tokens at least
+    asked.clear()
+    assert len(prompts.encode_text(parts, "a" * 390, add_special=True)) == 390
+    assert asked == [*[50] * 7, 40, 390]
+    assert len(prompts.encode_text(parts, "a" * 1900, add_special=True, max_tokens=1900)) == 1900
+    with pytest.raises(ValueError, match="got more than 1000 tokens, wanted fewer"):
+        prompts.encode_text(parts, "a" * 1900, add_special=True, max_tokens=1000)
+    with pytest.raises(ValueError, match="got 2001 characters"):
+        prompts.encode_text(parts, "a" * 2001, add_special=True)

@@ -1,0 +1,318 @@
+"""Ids equal llama.cpp's, streams equal whole decoding, and bad vocabularies are refused."""
+
+import gc
+import json
+import threading
+import time
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import TINY_MODELS, VOCAB_SIZE, byte_tokenizer, make_model, save_model
+from vocabularies import sentence_piece_metadata
+
+from lmdeploy.base.errors import ModelFormatError
+from lmdeploy.chat.gguf_tokenizer import supported_cuts, tokenizer_from_gguf
+from lmdeploy.chat.tokenizer import Tokenizer, tokenizer_from_folder
+from lmdeploy.checkpoint.files.gguf_file import GgufFile
+from lmdeploy.checkpoint.hub import resolve_model
+
+DATA = Path(__file__).parents[1] / "data"
+# (text, ids) made with llama-cpp-python 0.3.36 on the same file: tokenize(special=True).
+SMOLLM2_IDS = json.loads((DATA / "smollm2_ids.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Tokenizer:
+    return tokenizer_from_gguf(GgufFile(resolve_model("smollm2")).metadata, "smollm2")
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Tokenizer:
+    return Tokenizer(byte_tokenizer(), eos_ids=[2], bos_id=1)
+
+
+def byte_level_metadata(**changes: Any) -> dict[str, Any]:
+    backend = byte_tokenizer()
+    tokens = [backend.id_to_token(i) for i in range(VOCAB_SIZE)]
+    values = {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": tokens,
+        "token_type": [3, 3, 3] + [1] * (VOCAB_SIZE - 3),
+        "merges": [f"{token[0]} {token[1]}" for token in tokens[259:]],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **changes,
+    }
+    return {f"tokenizer.ggml.{key}": value for key, value in values.items() if value is not None}
+
+
+# --- llama.cpp's ids ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("row", SMOLLM2_IDS, ids=lambda row: repr(row["text"])[:24])
+def test_smollm2_gives_llama_cpp_ids(smollm2: Tokenizer, row: dict[str, Any]) -> None:
+    assert smollm2.encode(row["text"]) == row["ids"]
+    assert smollm2.decode(row["ids"], skip_special=False) == row["text"]
+
+
+def test_the_digit_rule_matters(smollm2: Tokenizer) -> None:
+    """A cut without single digits gives other ids: the vectors above can see the difference."""
+    metadata = dict(GgufFile(resolve_model("smollm2")).metadata)
+    metadata["tokenizer.ggml.pre"] = "gpt-2"
+    usual = tokenizer_from_gguf(metadata, "usual")
+    assert usual.encode("x =  2024") != smollm2.encode("x =  2024")
+    assert any(usual.encode(row["text"]) != row["ids"] for row in SMOLLM2_IDS)
+
+
+def test_sentence_piece_follows_scores() -> None:
+    tokenizer = tokenizer_from_gguf(sentence_piece_metadata(), "spm")
+    piece = {token: i for i, token in enumerate(sentence_piece_metadata()["tokenizer.ggml.tokens"])}
+    assert tokenizer.encode("abc") == [1, piece["▁abc"]]
+    assert tokenizer.encode("abc", add_special=False) == [piece["▁abc"]]
+    # "▁a" (rank 6) merges before "bc" (rank 9), "ab" (rank 5) before both.
+    assert tokenizer.encode("ab bc", False) == [piece["▁ab"], piece["▁"], piece["bc"]]
+    # What no piece covers becomes bytes.
+    assert tokenizer.encode("ñ", False) == [piece["▁"], piece["<0xC3>"], piece["<0xB1>"]]
+    assert tokenizer.decode(tokenizer.encode("ab ñé c", False)) == "ab ñé c"
+    unprefixed = tokenizer_from_gguf(sentence_piece_metadata(add_space_prefix=False), "spm")
+    assert unprefixed.encode("abc", False) == [piece["abc"]]
+    assert unprefixed.decode(unprefixed.encode(" abc", False)) == " abc"
+
+
+def test_a_text_that_goes_on_keeps_its_first_space() -> None:
+    tokenizer = tokenizer_from_gguf(sentence_piece_metadata(), "spm")
+    ids = tokenizer.encode("ab c", add_special=False)
+    going_on = tokenizer.stream(begins_text=False)
+    assert "".join(map(going_on.push, ids)) + going_on.finish() == " ab c"
+    beginning = tokenizer.stream()
+    assert "".join(map(beginning.push, ids)) + beginning.finish() == "ab c"
+
+
+def test_bos_follows_the_file() -> None:
+    assert tokenizer_from_gguf(byte_level_metadata(), "x").encode("e")[0] != 1
+    with_bos = tokenizer_from_gguf(byte_level_metadata(add_bos_token=True), "x")
+    assert with_bos.encode("e")[0] == 1
+    assert with_bos.encode("e", add_special=False)[0] != 1
+    assert tokenizer_from_gguf(byte_level_metadata(pre="llama-bpe"), "x").encode("e")[0] == 1
+    assert tokenizer_from_gguf(sentence_piece_metadata(add_bos_token=False), "x").encode("a") != 1
+
+
+# --- bytes and streams ----------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(max_size=60))
+def test_streams_equal_whole_decoding(tiny: Tokenizer, text: str) -> None:
+    ids = tiny.encode(text, add_special=False)
+    stream = tiny.stream(skip_special=False)
+    pieces = [stream.push(token_id) for token_id in ids]
+    assert "".join(pieces) + stream.finish() == text == tiny.decode(ids, skip_special=False)
+    # Half a character would show as U+FFFD.
+    assert "�" in text or all("�" not in piece for piece in pieces)
+
+
+@settings(max_examples=200, deadline=None)
+@given(ids=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=40))
+def test_any_ids_decode_as_the_library_does(tiny: Tokenizer, ids: list[int]) -> None:
+    assert tiny.decode(ids) == byte_tokenizer().decode(ids, skip_special_tokens=True)
+
+
+def test_unfinished_character_is_kept_back(smollm2: Tokenizer) -> None:
+    ids = smollm2.encode("👨‍👩‍👧", add_special=False)
+    stream = smollm2.stream()
+    assert stream.push(ids[0]) in ("", "👨")
+    partial = smollm2.stream()
+    byte = next(i for i in range(smollm2.vocab_size) if smollm2.token_bytes(i) == b"\xf0")
+    assert partial.push(byte) == ""
+    assert partial.finish() == "�"
+
+
+def test_special_tokens_can_be_skipped(smollm2: Tokenizer) -> None:
+    ids = smollm2.encode("<|im_start|>a<|im_end|>", add_special=False)
+    assert smollm2.decode(ids) == "a"
+    assert smollm2.decode(ids, skip_special=False) == "<|im_start|>a<|im_end|>"
+    assert smollm2.eos_ids[0] == 2 and smollm2.bos_token == "<|im_start|>"
+    assert smollm2.eos_token == "<|im_end|>"
+
+
+def test_lone_surrogates_are_no_text(tiny: Tokenizer) -> None:
+    assert tiny.decode(tiny.encode("a\ud800b", add_special=False)) == "a�b"
+    assert tiny.decode(tiny.encode("a\ud800b" * 2000, add_special=False)) == "a�b" * 2000
+
+
+def test_long_texts_give_the_same_ids(smollm2: Tokenizer) -> None:
+    words = [f"It was {year}, café \u2014\n" for year in range(1000, 3000)]
+    ids = smollm2.encode("".join(words))
+    assert ids == [i for word in words for i in smollm2.encode(word)]
+
+
+def test_a_long_text_lets_other_threads_run(smollm2: Tokenizer) -> None:
+    running = threading.Thread(target=smollm2.encode, args=("It was 1984. " * 40_000,))
+    running.start()
+    turns = 0
+    while running.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert turns > 5
+
+
+@pytest.mark.parametrize("token_id", [-1, VOCAB_SIZE, 1 << 40])
+def test_unknown_ids_are_refused(tiny: Tokenizer, token_id: int) -> None:
+    with pytest.raises(ValueError, match=f"token id {token_id}"):
+        tiny.decode([token_id])
+
+
+def test_bytes_of_tokens_take_little_memory() -> None:
+    """Besides the library's own vocabulary: 49,152 objects of their own would take 2.5 MB."""
+    metadata = GgufFile(resolve_model("smollm2")).metadata
+    tokenizer_from_gguf(metadata, "what modules keep")
+    gc.collect()
+    tracemalloc.start()
+    try:
+        tokenizer = tokenizer_from_gguf(metadata, "smollm2")
+        gc.collect()
+        kept = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    contents = sum(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size))
+    assert contents + 4 * tokenizer.vocab_size < kept < contents + 5 * tokenizer.vocab_size
+
+
+def test_grammar_tokenizer_masks(smollm2: Tokenizer) -> None:
+    import llguidance
+    import numpy as np
+
+    ll_tokenizer = smollm2.grammar_tokenizer(49152)
+    assert ll_tokenizer is smollm2.grammar_tokenizer(49152)
+    matcher = llguidance.LLMatcher(ll_tokenizer, llguidance.LLMatcher.grammar_from_regex("[0-9]+x"))
+    mask = np.zeros(49152 // 32, np.int32)
+    matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+    allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+    assert len(allowed) >= 10
+    assert all(smollm2.token_bytes(int(i))[:1].isdigit() for i in allowed)
+
+
+# --- Hugging Face folders -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save_model(make_model(TINY_MODELS[0]), tmp_path)
+
+
+def test_folder_tokenizer(folder: Path, tiny: Tokenizer) -> None:
+    tokenizer = tokenizer_from_folder(folder)
+    assert tokenizer.encode("the rest") == tiny.encode("the rest")
+    assert tokenizer.eos_ids == [2] and tokenizer.bos_id == 1
+    assert tokenizer.vocab_size == VOCAB_SIZE
+
+
+@pytest.mark.parametrize("has_processor", [True, False], ids=["processor", "none"])
+@pytest.mark.parametrize("name", ["LlamaTokenizerFast", "PreTrainedTokenizerFast", None], ids=str)
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"add_bos_token": True},
+        {"add_bos_token": False},
+        {"add_eos_token": True},
+        {"add_bos_token": False, "add_eos_token": True},
+    ],
+    ids=str,
+)
+def test_what_stands_around_a_text_is_that_of_tokenizer_json(
+    folder: Path, keys: dict[str, bool], name: str | None, has_processor: bool
+) -> None:
+    """transformers 5 drops add_bos_token and add_eos_token where there is a tokenizer.json."""
+    from tokenizers import processors
+    from transformers import AutoTokenizer
+
+    backend = byte_tokenizer()
+    if has_processor:
+        backend.post_processor = processors.TemplateProcessing(
+            single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
+        )
+    backend.save(str(folder / "tokenizer.json"))
+    values = {"bos_token": "<s>", "eos_token": "</s>", **keys}
+    values |= {"tokenizer_class": name} if name else {}
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+    ids = tokenizer_from_folder(folder).encode("the rest")
+    assert ids == AutoTokenizer.from_pretrained(folder).encode("the rest")
+    assert (ids[0] == 1) == has_processor
+
+
+def test_a_begin_token_that_is_said_to_be_none_is_none(folder: Path) -> None:
+    (folder / "config.json").write_text('{"bos_token_id": 1}')
+    assert tokenizer_from_folder(folder).bos_id == 1
+    path = folder / "tokenizer_config.json"
+    given = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps({**given, "bos_token": None}))
+    tokenizer = tokenizer_from_folder(folder)
+    assert (tokenizer.bos_id, tokenizer.bos_token) == (None, "")
+
+
+def test_end_ids_that_no_vocabulary_has_are_none(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": [99999999999, true, -1, 5]}')
+    tokenizer = tokenizer_from_folder(folder)
+    assert sorted(tokenizer.eos_ids) == [2, 5] and tokenizer.eos_token
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"model": {"type": "BPE"}}', "null"])
+def test_bad_tokenizer_json(folder: Path, text: str) -> None:
+    (folder / "tokenizer.json").write_text(text)
+    with pytest.raises(ModelFormatError, match=r"tokenizer\.json"):
+        tokenizer_from_folder(folder)
+
+
+def test_decoder_that_is_not_known(folder: Path) -> None:
+    state = json.loads((folder / "tokenizer.json").read_text())
+    state["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+    (folder / "tokenizer.json").write_text(json.dumps(state))
+    with pytest.raises(ModelFormatError, match="WordPiece"):
+        tokenizer_from_folder(folder)
+
+
+def test_missing_tokenizer_json(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelFormatError, match=r"no tokenizer\.json"):
+        tokenizer_from_folder(folder)
+
+
+# --- bad GGUF vocabularies ------------------------------------------------------------------------
+
+BAD_VOCABULARIES: list[tuple[dict[str, Any], str]] = [
+    (byte_level_metadata(model="rwkv"), "'rwkv'; supported: gpt2, llama"),
+    (byte_level_metadata(model=None), "supported: gpt2, llama"),
+    (byte_level_metadata(pre="somebody-elses"), "'somebody-elses'.*smollm"),
+    (byte_level_metadata(pre=None), "tokenizer.ggml.pre is 'None'"),
+    (byte_level_metadata(tokens=[]), "0 tokens"),
+    (byte_level_metadata(tokens=[1, 2]), "not a list of str"),
+    (byte_level_metadata(tokens=["a", "b" * 100_000]), "a token of 100000 characters"),
+    (byte_level_metadata(merges=None), "tokenizer.ggml.merges is missing"),
+    (byte_level_metadata(merges=["q zz"]), "do not fit the tokens"),
+    (byte_level_metadata(merges=["qz"]), "do not fit the tokens"),
+    (byte_level_metadata(token_type=[1]), "1 entries in tokenizer.ggml.token_type"),
+    (byte_level_metadata(bos_token_id=1 << 31), "bos_token_id is 2147483648"),
+    (byte_level_metadata(eos_token_id="2"), "eos_token_id is '2'"),
+    (byte_level_metadata(add_bos_token=1), "add_bos_token is 1"),
+    (sentence_piece_metadata(scores=[0.0]), "1 scores"),
+    (sentence_piece_metadata(scores=None), "scores is missing"),
+]
+
+
+@pytest.mark.parametrize(("metadata", "message"), BAD_VOCABULARIES, ids=lambda v: str(v)[:30])
+def test_bad_vocabulary(metadata: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelFormatError, match=message):
+        tokenizer_from_gguf(metadata, "file")
+
+
+def test_every_listed_cut_compiles() -> None:
+    for name in supported_cuts():
+        tokenizer = tokenizer_from_gguf(byte_level_metadata(pre=name), name)
+        text = "The 1234 rest's\r\n  <x> é 中文\t!?  "
+        assert tokenizer.decode(tokenizer.encode(text, False)) == text

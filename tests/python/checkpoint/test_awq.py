@@ -1,0 +1,217 @@
+"""AWQ checkpoints: values, names, what is refused, and logits against transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_runs import EngineRun
+from parity import MAX_RELATIVE_ERROR, prompt, reference_logits, relative_error
+from safetensors.numpy import load_file, save_file
+from tiny_models import TINY_MODELS, TinyModel, make_model, save_model
+from tiny_moe import QWEN3_MOE
+
+from lmdeploy.base.errors import ModelFormatError
+from lmdeploy.checkpoint.convert import engine_bytes, matrix_for_engine
+from lmdeploy.checkpoint.fingerprint import hash_model
+from lmdeploy.checkpoint.open import open_checkpoint
+from lmdeploy.engine.plan import check_model_format
+
+GROUP = 32
+CONFIG = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}
+CONFIG |= {"zero_point": True, "modules_to_not_convert": None}
+QWEN2 = next(tiny for tiny in TINY_MODELS if tiny.architecture == "Qwen2")
+
+
+def pack(values: np.ndarray) -> np.ndarray:
+    """[n, outputs] of 0 to 15 → int32 [n, outputs / 8], in AutoAWQ's order of nibbles."""
+    packed = np.zeros((values.shape[0], values.shape[1] // 8), np.uint32)
+    for column in range(packed.shape[1]):
+        for nibble, output in enumerate([0, 2, 4, 6, 1, 3, 5, 7]):
+            packed[:, column] |= values[:, 8 * column + output].astype(np.uint32) << (4 * nibble)
+    return packed.view(np.int32)
+
+
+def quantise(weight: np.ndarray, group: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """[outputs, inputs] → the three tensors, and the values that they stand for."""
+    groups = weight.T.reshape(-1, group, weight.shape[0])  # [groups, inputs, outputs]
+    low, high = groups.min(axis=1), groups.max(axis=1)
+    # save_file writes memory as it lies.
+    scales = np.ascontiguousarray(np.maximum((high - low) / 15, 1e-4), np.float16)
+    wide = scales.astype(np.float32)
+    zeros = np.clip(np.rint(-low / wide), 0, 15)
+    codes = np.clip(np.rint(groups / wide[:, None]) + zeros[:, None], 0, 15)
+    values = ((codes - zeros[:, None]) * wide[:, None]).reshape(weight.shape[1], -1).T
+    parts = {"qweight": pack(codes.reshape(weight.shape[1], -1)), "qzeros": pack(zeros)}
+    return {**parts, "scales": scales}, values
+
+
+def save_awq(tiny: TinyModel, folder: Path) -> Any:
+    """Writes the checkpoint; returns the model with the values in it."""
+    model = make_model(tiny)
+    save_model(model, folder)
+    # Copies: the file is written again.
+    stored = {n: data.copy() for n, data in load_file(folder / "model.safetensors").items()}
+    values = {}
+    for name in [n for n in stored if n.endswith("proj.weight") and ".layers." in n]:
+        base = name.removesuffix("weight")
+        parts, values[name] = quantise(stored.pop(name), GROUP)
+        stored |= {base + part: data for part, data in parts.items()}
+    save_file(stored, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": CONFIG}))
+    state = {name: torch.from_numpy(np.ascontiguousarray(data)) for name, data in values.items()}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in state:
+                parameter.copy_(state.pop(name))
+            elif name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+                _fill_experts(parameter, name, state)
+    assert not state
+    return model
+
+
+def _fill_experts(parameter: Any, name: str, state: dict[str, Any]) -> None:
+    """transformers has all experts of a layer in one tensor, the file one for each."""
+    base = name.rsplit(".", 1)[0]
+    kinds = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
+    for expert in range(parameter.shape[0]):
+        parts = [state.pop(f"{base}.{expert}.{kind}.weight") for kind in kinds]
+        parameter[expert].copy_(torch.cat(parts))
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("awq")
+    save_awq(QWEN2, folder)
+    return folder
+
+
+@pytest.mark.parametrize("tiny", [QWEN2, QWEN3_MOE], ids=lambda tiny: tiny.name)
+def test_logits_are_those_of_transformers(tiny: TinyModel, tmp_path: Path) -> None:
+    model = save_awq(tiny, tmp_path)
+    ids = prompt(80)
+    with EngineRun(str(tmp_path), exact=True) as run:
+        error = relative_error(run.logits(ids), reference_logits(model, ids))
+    print(f"{tiny.name}: relative error {error:.2e}")
+    assert error <= MAX_RELATIVE_ERROR
+
+
+def test_matrices_are_q4_1(qwen2: Path) -> None:
+    import gguf
+
+    stored = load_file(qwen2 / "model.safetensors")
+    planned = {planned.name: planned for planned in open_checkpoint(qwen2).tensors}
+    for name in ("layers.1.q", "layers.0.down"):
+        tensor = planned[name].tensor
+        kind, wanted = matrix_for_engine(tensor, exact=True)
+        assert kind == "f32"
+        kind, data = matrix_for_engine(tensor, exact=False)
+        assert (kind, data.nbytes) == ("q4_1", engine_bytes(planned[name], exact=False))
+        got = gguf.quants.dequantize(data, gguf.GGMLQuantizationType.Q4_1)
+        scales = stored[tensor.name.replace("qweight", "scales")].astype(np.float32)
+        most = 15 * np.repeat(scales.T, GROUP, axis=1) * 2**-11  # of the minimum, in FP16
+        error = np.abs(got - wanted)
+        assert (error <= most).all() and error.any()
+
+
+def test_larger_groups_and_more_rows_than_a_chunk(tmp_path: Path) -> None:
+    from lmdeploy.checkpoint.convert import _CHUNK_VALUES
+    from lmdeploy.checkpoint.files.tensor_file import AWQ, StoredTensor
+
+    rows, cols = 1032, 1024
+    assert rows * cols > _CHUNK_VALUES
+    weight = np.random.default_rng(1).normal(size=(rows, cols)).astype(np.float32)
+    parts, wanted = quantise(weight, 128)
+    codes, zeros, scales = (
+        np.ascontiguousarray(parts[name]).view(np.uint8).reshape(-1)
+        for name in ("qweight", "qzeros", "scales")
+    )
+    tensor = StoredTensor("x", AWQ, (rows, cols), codes, scales, zeros)
+    np.testing.assert_array_equal(matrix_for_engine(tensor, exact=True)[1], wanted)
+
+
+def test_the_hash_covers_scales_and_zeros(qwen2: Path, tmp_path: Path) -> None:
+    stored = load_file(qwen2 / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((qwen2 / "config.json").read_bytes())
+    seen = {hash_model(str(qwen2))}
+    for part in ("scales", "qzeros"):
+        changed = dict(stored)
+        name = f"model.layers.1.mlp.up_proj.{part}"
+        changed[name] = changed[name] + np.ones(1, changed[name].dtype)
+        save_file(changed, tmp_path / "model.safetensors")
+        seen.add(hash_model(str(tmp_path)))
+    assert len(seen) == 3
+
+
+def test_model_format(qwen2: Path) -> None:
+    check_model_format(str(qwen2), "awq")
+    check_model_format(str(qwen2), "hf")
+    with pytest.raises(ValueError, match="got gguf, wanted awq"):
+        check_model_format(str(qwen2), "gguf")
+
+
+Change = Callable[[dict[str, np.ndarray]], None]
+UP = "model.layers.0.mlp.up_proj."
+
+
+def without(name: str) -> Change:
+    return lambda stored: stored.pop(name)  # type: ignore[func-returns-value]
+
+
+def cut(name: str) -> Change:
+    return lambda stored: stored.update({name: np.ascontiguousarray(stored[name][:-1])})
+
+
+def halved(base: str) -> Change:
+    def change(stored: dict[str, np.ndarray]) -> None:
+        for part in ("qweight", "qzeros", "scales"):
+            size = len(stored[base + part]) // 2
+            stored[base + part] = np.ascontiguousarray(stored[base + part][:size])
+
+    return change
+
+
+def huge(stored: dict[str, np.ndarray]) -> None:
+    stored[UP + "scales"] = np.full_like(stored[UP + "scales"], 60000)
+    stored[UP + "qzeros"] = np.full_like(stored[UP + "qzeros"], -1)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (without(UP + "qzeros"), "up_proj.qzeros is missing"),
+        (without(UP + "scales"), "up_proj.scales is missing"),
+        (cut(UP + "scales"), r"up_proj.scales has shape \[1, 160\]; .* want \[2, 160\]"),
+        (cut(UP + "qweight"), r"up_proj.qweight has shape \[63, 20\]; .* multiple of 32 first"),
+        (halved(UP), r"up_proj.weight has shape \[160, 32\]; the config wants \[160, 64\]"),
+        (lambda stored: stored.update({UP + "weight": np.zeros((160, 64), np.float32)}), "beside"),
+        (lambda stored: stored.update({UP + "g_idx": np.zeros(64, np.int32)}), "does not know"),
+        (huge, "up_proj.qweight: .*beyond 65504, wanted FP16"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    qwen2: Path, tmp_path: Path, change: Change, text: str
+) -> None:
+    stored = load_file(qwen2 / "model.safetensors")
+    change(stored)
+    save_file(stored, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((qwen2 / "config.json").read_bytes())
+    with pytest.raises(ModelFormatError, match=text):
+        for planned in open_checkpoint(tmp_path).tensors:
+            if len(planned.tensor.shape) == 2:
+                matrix_for_engine(planned.tensor, exact=False)
+
+
+def test_codes_without_a_config_are_refused(qwen2: Path, tmp_path: Path) -> None:
+    config = json.loads((qwen2 / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes((qwen2 / "model.safetensors").read_bytes())
+    with pytest.raises(ModelFormatError, match=r"q_proj\.weight is missing"):
+        open_checkpoint(tmp_path)

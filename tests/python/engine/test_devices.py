@@ -1,0 +1,390 @@
+"""Devices: how libturbomind_cuda.so is found and refused, what `auto` means, what is reported.
+
+A GPU of its own: the CUDA backend compiled for the CPU (libturbomind_cuda_shim.so of the build
+folder), in processes that name it in LMDEPLOY_CUDA_LIBRARY. A process loads one library and keeps
+it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_models import TinyModel, make_model, save_model
+
+from lmdeploy import TurbomindEngineConfig, _turbomind
+from lmdeploy.cli import check_env
+from lmdeploy.cli.main import main
+from lmdeploy.engine import devices
+from lmdeploy.engine.kv_quality import resolve_kv_options
+from lmdeploy.engine.plan import engine_config_of
+
+ROOT = Path(__file__).parents[3]
+VARIABLE = "LMDEPLOY_CUDA_LIBRARY"
+CUBLAS_LT = "LMDEPLOY_CUBLASLT_LIBRARY"
+FAKE = """
+struct table { const char* stamp; void* rest[3]; };
+static const struct table fake = {STAMP, {0}};
+const struct table* turbomind_cuda_library(void) { return &fake; }
+"""
+
+
+def compile_library(folder: Path, code: str) -> Path:
+    """A shared object of C."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    source, library = folder / "fake.c", folder / "fake.so"
+    source.write_text(code)
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    return library
+
+
+def run(code: str, library: str | Path | None, *args: str, cublas_lt: str | Path = "") -> str:
+    """What a process of its own prints, with these libraries named (None: none)."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), CUBLAS_LT: str(cublas_lt)}
+    env.pop(VARIABLE, None)
+    if library is not None:
+        env[VARIABLE] = str(library)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *args], capture_output=True, text=True, env=env, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+# Arguments: checkpoint, device_type, quant_policy, max_prefill_token_num, prompt.
+ANSWER = """
+import json, sys
+from lmdeploy import GenerationConfig, TurbomindEngineConfig, pipeline
+path, device_type, policy, step, prompt = sys.argv[1:]
+config = TurbomindEngineConfig(
+    device_type=device_type, quant_policy=policy, session_len=128, max_batch_size=2,
+    max_prefill_token_num=int(step), cache_max_entry_count=0.01, num_threads=1, kv_quality="raw",
+)
+with pipeline(path, backend_config=config) as pipe:
+    gen = GenerationConfig(max_new_tokens=4, ignore_eos=True, output_logits="generation")
+    answer = pipe(prompt, gen_config=gen, do_preprocess=False)
+    print(json.dumps([pipe.engine.start_lines(), answer.token_ids, answer.logits.tolist()]))
+"""
+QUESTION = "What is the capital of France?"
+REFUSED = """
+import sys
+from lmdeploy import TurbomindEngineConfig
+from lmdeploy.engine import load as engine_parts, model_files as loader
+def read(*args, **options):
+    raise ValueError("weights are read")
+loader.ModelFiles.load = read
+try:
+    engine_parts.load_parts(sys.argv[1], TurbomindEngineConfig(dtype=sys.argv[2], num_threads=1))
+except ValueError as error:
+    print(error)
+"""
+# Of the logits' deviation: weights and activations in BF16, against 16-bit integers on the CPU.
+LOGIT_TOLERANCE = 0.05
+WHY = "from lmdeploy import _turbomind; print(_turbomind.cuda_devices())"
+
+
+@pytest.fixture
+def shim() -> Path:
+    """The backend without a GPU."""
+    folder = Path(os.environ.get("TM_BUILD_FOLDER", ROOT / "build" / "release"))
+    library = folder / "libturbomind_cuda_shim.so"
+    if not library.is_file():
+        pytest.skip(f"no {library}: build there, or set TM_BUILD_FOLDER")
+    return library
+
+
+def why(library: Path) -> str:
+    """Why this library is not used; no device may have been found."""
+    found = re.fullmatch(r"\(\[\], (['\"])(.*)\1\)", run(WHY, library))
+    assert found, "a device was found, or more than a line was said"
+    return found[2]
+
+
+def test_no_library_says_how_to_build_it(tmp_path, monkeypatch):
+    missing = tmp_path / "none.so"
+    text = why(missing)
+    assert text.startswith(f"{VARIABLE}: no {missing}; build it") and "TM_CUDA=ON" in text
+    # Without the variable: beside the module.
+    beside = Path(_turbomind.__file__).parent / "libturbomind_cuda.so"
+    if not beside.exists():
+        assert f"no {beside}; build it" in run(WHY, None)
+
+
+def test_a_file_that_is_no_library(tmp_path):
+    path = tmp_path / "text.so"
+    path.write_text("no library\n")
+    assert re.match(rf"{VARIABLE}: cannot be loaded: .*text\.so", why(path))
+    library = compile_library(tmp_path, "int other(void) { return 1; }")
+    assert "has no turbomind_cuda_library" in why(library)
+
+
+@pytest.mark.parametrize("stamp", ['"0.0.9 abc"', '"two\\nlines"', '""', "0"])
+def test_a_library_of_another_version(tmp_path, stamp):
+    text = why(compile_library(tmp_path, FAKE.replace("STAMP", stamp)))
+    assert "was built for another version" in text and _turbomind.cuda_stamp in text
+
+
+def test_the_shim_is_used_where_it_is_named_alone(tmp_path, shim):
+    """A copy of it in the place of the real library is refused."""
+    package = tmp_path / "lmdeploy"
+    shutil.copytree(ROOT / "lmdeploy", package, ignore=shutil.ignore_patterns("libturbomind*"))
+    shutil.copy(shim, package / "libturbomind_cuda.so")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); " + WHY
+    text = run(code, None)
+    assert "was built for another version" in text and "shim" in text
+    assert "CudaDeviceInfo" in run(WHY, shim)
+
+
+def test_a_gpu_that_is_asked_for_is_needed():
+    """The tests' own LMDEPLOY_CUDA_LIBRARY names no library."""
+    for options in ({"device_type": "cuda"}, {"devices": [0]}):
+        with pytest.raises(ValueError, match="CUDA is not used: LMDEPLOY_CUDA_LIBRARY") as caught:
+            devices.open_device(TurbomindEngineConfig(**options))
+        assert "\n" not in str(caught.value) and "change --device" in str(caught.value)
+    for call in (_turbomind.make_cuda_device, _turbomind.cuda_free_bytes):
+        with pytest.raises(_turbomind.InvalidArgument, match="CUDA is not used"):
+            call(0)
+
+
+def test_the_command_line_says_so_in_one_line(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["serve", "api_server", "smollm2", "--dry-run", "--device", "cuda"])
+    text = capsys.readouterr().err
+    assert caught.value.code == 2 and text.count("\n") == 1 and "CUDA is not used" in text
+
+
+def test_auto_falls_back_to_the_cpu(caplog, monkeypatch, tmp_path):
+    caplog.set_level("INFO", "lmdeploy")
+    opened = devices.open_device(TurbomindEngineConfig(num_threads=1))
+    assert opened.gpu is None and not opened.device.is_cuda and opened.device.sm == 0
+    assert opened.line.startswith("device: cpu (") and opened.free_bytes() > 1 << 20
+    assert [(r.levelname, "CUDA is not used" in r.message) for r in caplog.records] == [
+        ("INFO", True)
+    ]
+    monkeypatch.setattr(devices, "_DRIVER_FILE", str(tmp_path))  # a driver is there
+    devices.open_device(TurbomindEngineConfig(num_threads=1))
+    assert caplog.records[-1].levelname == "WARNING"
+    caplog.clear()
+    devices.open_device(TurbomindEngineConfig(num_threads=1, device_type="cpu"))
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("devices", [[0, 1], [], [-1], [True], ["0"], 0, "0"])
+def test_one_gpu_at_most(devices):
+    with pytest.raises(ValueError, match="devices: got "):
+        TurbomindEngineConfig(devices=devices)
+
+
+def test_options_that_exclude_each_other():
+    with pytest.raises(ValueError, match="several at once are not supported"):
+        TurbomindEngineConfig(devices=[0, 1])
+    with pytest.raises(ValueError, match="beside device_type cpu"):
+        TurbomindEngineConfig(devices=[0], device_type="cpu")
+    for options in ({"device_type": "cuda"}, {"devices": [0]}):
+        with pytest.raises(ValueError, match="exact: got True"):
+            TurbomindEngineConfig(exact=True, **options)
+    assert not TurbomindEngineConfig(exact=True).needs_cuda
+
+
+@pytest.mark.parametrize(
+    ("policy", "sm", "mode"),
+    [("fp4", 90, "mxfp4"), ("fp4", 100, "nvfp4"), ("nvfp4", 90, "nvfp4"), (16, 86, "mxfp4")],
+)
+def test_formats_of_a_gpu(policy, sm, mode):
+    config = TurbomindEngineConfig(quant_policy=policy)
+    options = resolve_kv_options(config, [0, 0], sm=sm)
+    assert options.mode == mode
+    asked = str(policy) in ("fp4", "16")
+    assert bool(options.note) == (asked and mode == "mxfp4")
+    assert "nvfp4 is more accurate" in options.note or not options.note
+
+
+def test_strict_arch_and_old_gpus():
+    config = TurbomindEngineConfig(quant_policy="nvfp4", strict_arch=True)
+    with pytest.raises(ValueError, match=r"strict_arch=True needs SM 100 or higher, got .* SM 90"):
+        resolve_kv_options(config, [0], sm=90)
+    assert resolve_kv_options(config, [0], sm=100).mode == "nvfp4"
+    with pytest.raises(ValueError, match="SM 75"):
+        resolve_kv_options(TurbomindEngineConfig(quant_policy=16), [0], sm=75)
+
+
+def model_config():
+    """Of a small model."""
+    config = _turbomind.ModelConfig()
+    config.num_layers, config.hidden_size, config.intermediate_size = 2, 64, 128
+    config.num_heads, config.num_kv_heads, config.head_dim = 2, 1, 64
+    config.vocab_size, config.max_position, config.windows = 256, 2048, [0, 0]
+    config.dtype = "bfloat16"
+    config.rope.dim = 64
+    return config
+
+
+def test_the_plan_of_a_gpu_takes_all_that_is_allowed():
+    model = model_config()
+    config = TurbomindEngineConfig(session_len=256, max_batch_size=1)
+    native, _ = engine_config_of(config, model, model_path="", sm=90)
+    cpu = _turbomind.plan_memory(model, native, 1 << 30)
+    cuda = _turbomind.plan_memory(model, native, 1 << 30, is_cuda=True)
+    assert cpu.reserved_bytes < cuda.reserved_bytes <= 0.8 * (1 << 30)
+    native, _ = engine_config_of(TurbomindEngineConfig(), model, model_path="", sm=90)
+    assert native.max_batch_size == 128
+
+
+def test_check_env_without_a_gpu(capsys):
+    assert main(["check_env"]) == 0
+    text = capsys.readouterr().out
+    assert f"device: CUDA is not used: {VARIABLE}: " in text
+    for name in ("int8", "int4", "fp8", "fp8_e5m2", "mxfp4", "nvfp4"):
+        assert re.search(rf"^  {name} +software$", text, re.M)
+    assert re.search(r"^  none +not needed$", text, re.M)
+    assert re.search(r"^  fp4 means +nvfp4$", text, re.M)
+
+
+def test_the_table_of_formats(monkeypatch):
+    class Gpu:
+        def __init__(self, sm):
+            self.name, self.sm, self.memory_bytes = "a GPU", sm, 1 << 34
+
+    gpus = [Gpu(75), Gpu(86), Gpu(90), Gpu(120)]
+    monkeypatch.setattr(_turbomind, "cuda_devices", lambda: (gpus, ""))
+    rows = {line[:12].strip(): line[12:].split() for line in check_env.kv_formats()}
+    software, hardware = "software", "hardware"
+    assert rows["int4"] == [software, "unsupported", software, software, software]
+    assert rows["fp8"] == [software, "unsupported", software, hardware, hardware]
+    assert rows["nvfp4"] == [software, "unsupported", software, software, hardware]
+    assert rows["fp4 means"] == ["nvfp4", "unsupported", "mxfp4", "mxfp4", "nvfp4"]
+
+
+def test_import_and_report_without_a_driver():
+    """In the state in which the package is installed."""
+    code = "import lmdeploy; from lmdeploy.cli.check_env import run_check_env; run_check_env(None)"
+    text = run(code, None)
+    assert "engine: built" in text and re.search(
+        r"^device: (CUDA is not used: \S|GPU 0)", text, re.M
+    )
+
+
+def test_check_env_with_a_gpu(shim):
+    code = "from lmdeploy.cli.check_env import *; print('\\n'.join([*gpus(), *kv_formats()]))"
+    text = run(code, shim)
+    assert re.match(r"device: GPU 0, \S+, SM 90, 4\.0 GiB", text)
+    assert re.search(r"^  fp4 means +nvfp4 +mxfp4$", text, re.M)
+
+
+def test_gpus_that_are_not_there(shim):
+    code = """
+from lmdeploy import TurbomindEngineConfig
+from lmdeploy.engine.devices import open_device
+try:
+    open_device(TurbomindEngineConfig(devices=[7]))
+except ValueError as error:
+    print(error)
+"""
+    assert run(code, shim).startswith("devices: got GPU 7, want 0 to 0")
+
+
+def test_threads_beside_a_gpu(shim):
+    code = """
+import sys
+from lmdeploy import TurbomindEngineConfig
+from lmdeploy.engine import devices
+devices.usable_cores = lambda: int(sys.argv[1])
+asked = int(sys.argv[2]) or None
+print(devices.open_device(TurbomindEngineConfig(num_threads=asked)).line)
+"""
+    for cores, asked, threads in ((5, 0, "5 threads"), (99, 0, "16 threads"), (5, 1, "1 thread")):
+        assert f"sm 90, {threads});" in run(code, shim, str(cores), str(asked))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> str:
+    """A tiny Llama."""
+    model = make_model(TinyModel("llama", "Llama"))
+    return str(save_model(model, tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.mark.parametrize(("policy", "mode"), [("none", "none"), ("fp4", "mxfp4")])
+def test_an_engine_on_a_gpu(shim, checkpoint, policy, mode):
+    ask = (policy, "16", QUESTION)
+    lines, tokens, logits = json.loads(run(ANSWER, shim, checkpoint, "auto", *ask))
+    assert "cuda" in lines[0] and f"KV cache: mode {mode}" in lines[1]
+    assert ("nvfp4 is more accurate" in lines[1]) == (policy == "fp4")
+    wanted = json.loads(run(ANSWER, os.devnull, checkpoint, "cpu", mode, *ask[1:]))
+    assert wanted[0][0].startswith("device: cpu") and len(tokens) == len(wanted[1]) == 4
+    error = np.subtract(logits[0], wanted[2][0])
+    bound = LOGIT_TOLERANCE * np.std(wanted[2][0])
+    if mode == "none":
+        assert np.abs(error).max() < bound
+    else:  # single values may differ more: those next to a midpoint are stored as other codes
+        plain = json.loads(run(ANSWER, os.devnull, checkpoint, "cpu", "none", *ask[1:]))
+        assert np.std(error) < bound < np.std(np.subtract(logits[0], plain[2][0]))
+
+
+def test_cublas_lt_of_a_wheel(tmp_path, monkeypatch):
+    assert all(Path(file).is_file() for file in devices.cublas_lt_files())
+    files = [tmp_path / "nvidia" / name for name in ("cu13", "cublas")]
+    files = [folder / f"lib/libcublasLt.so.{n}" for folder, n in zip(files, (13, 12), strict=True)]
+    for file in files:
+        file.parent.mkdir(parents=True)
+        file.write_text("a library")
+    (tmp_path / "nvidia" / "__init__.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert devices.cublas_lt_files() == [str(file) for file in files]
+    files[0].unlink()
+    assert devices.cublas_lt_files() == [str(files[1])]
+    monkeypatch.setattr(sys, "path", [str(ROOT)])
+    assert devices.cublas_lt_files() == []
+
+
+PRODUCTS = """
+import sys
+from lmdeploy import _turbomind
+device = _turbomind.make_cuda_device(0, sys.argv[1] == "deterministic", cublas_lt=sys.argv[2:])
+print(device.products)
+"""
+
+
+def test_what_computes_products_is_said(shim, tmp_path):
+    """The shim takes a stand-in for cuBLASLt where it is named, and nothing else."""
+    stand_in = shim.with_name("libcuda_shim_cublas_lt.so")
+    own = "own kernels ({})".format
+    assert run(PRODUCTS, shim, "", str(stand_in)) == own("no library was named")
+    assert run(PRODUCTS, shim, "", cublas_lt=stand_in) == "cuBLASLt 13.1"
+    assert run(PRODUCTS, shim, "deterministic", cublas_lt=stand_in) == own("deterministic")
+    assert run(PRODUCTS, shim, "", cublas_lt="none") == own("no none")
+    text = "from lmdeploy.cli.check_env import gpus; print(*gpus())"
+    assert run(text, shim, cublas_lt=stand_in).endswith("; products: cuBLASLt 13.1")
+
+
+def test_an_engine_whose_products_are_of_cublas_lt(shim, checkpoint):
+    """Steps of 80 rows: more than a tile of our own kernels."""
+    ask = (checkpoint, "cuda", "none", "80", QUESTION * 4)
+    stand_in = shim.with_name("libcuda_shim_cublas_lt.so")
+    lines, _, logits = json.loads(run(ANSWER, shim, *ask, cublas_lt=stand_in))
+    assert lines[0].endswith("; products: cuBLASLt 13.1")
+    lines, _, wanted = json.loads(run(ANSWER, shim, *ask))
+    assert "own kernels" in lines[0]
+    error = np.abs(np.subtract(logits[0], wanted[0])).max()
+    assert 0 < error < LOGIT_TOLERANCE * np.std(wanted[0])
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "flag"), [(112, "bfloat16", "--device cpu"), (64, "float32", "--dtype")]
+)
+def test_models_without_kernels_are_refused_before_weights_are_read(
+    shim, tmp_path, head_dim, dtype, flag
+):
+    model = make_model(TinyModel("llama", "Llama", {"head_dim": head_dim}))
+    path = str(save_model(model, tmp_path))
+    assert re.search(f"got .*want .*on a GPU; use {flag}", run(REFUSED, shim, path, dtype))
+    assert run(REFUSED, os.devnull, path, dtype) == "weights are read"

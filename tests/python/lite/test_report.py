@@ -1,0 +1,279 @@
+"""`lmdeploy lite kv-report` on a tiny model, and its parts by hand."""
+
+import importlib.util
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_models import TinyModel, make_model, save_model
+
+from lmdeploy.cli.main import main
+from lmdeploy.lite.divergence import Score
+from lmdeploy.lite.report import costs, run
+from lmdeploy.lite.report.cells import KvCell
+from lmdeploy.lite.report.run import Measurements, ReportOptions, check_length, numbers
+from lmdeploy.lite.report.scores import score_rows, summary
+from lmdeploy.lite.retrieval import KEYS, ask, make_prompt, recall_summary
+
+DATA = Path(__file__).parents[1] / "data"
+LABELS = ["none", "nvfp4", "nvfp4/best"]
+
+
+class FixedEngine:
+    """Gives logits that predict a prompt's own next token, but for chosen positions."""
+
+    def __init__(self, wrong: set[int]) -> None:
+        self._wrong = wrong
+
+    def pieces(self, prompt: list[int]) -> Any:
+        logits = np.zeros((len(prompt), 512), np.float32)
+        for i, token in enumerate(prompt[1:]):
+            logits[i, token if i not in self._wrong else 0] = 20.0
+        yield logits[:100]
+        yield logits[100:]
+
+
+def letters(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+def test_scores_are_those_of_the_evaluation() -> None:
+    rng = np.random.default_rng(0)
+    reference = (5 * rng.standard_normal((50, 300))).astype(np.float32)
+    logits = (reference + 0.1 * rng.standard_normal((50, 300))).astype(np.float32)
+    targets = rng.integers(0, 300, 50)
+    plain = Score()
+    plain.add(logits, reference, targets=targets)
+    wanted, got = plain.report(), summary(score_rows(logits, reference, targets=targets))
+    for name, value in wanted.items():
+        assert got[name] == pytest.approx(value, rel=1e-5), name
+    shifted = score_rows(reference + np.float32(3), reference, targets=targets)
+    assert np.abs(shifted[:, 1]).max() < 1e-6
+
+
+def test_a_retrieval_prompt_plants_and_asks_for_every_pair() -> None:
+    prompt = make_prompt(letters, [46] * 4000, context=2000, pairs=20, seed=1)
+    text = "".join(map(chr, prompt.ids))
+    assert len(prompt.ids) <= 2000 and len(prompt.questions) == 20
+    asked = min(question.start for question in prompt.questions) - 20
+    for question in prompt.questions:
+        value = text[question.start : question.start + question.tokens]
+        key = text[: question.start].rpartition("\n")[2]
+        line = f"{key}{value};"
+        assert value.strip().isdigit() and key.split(" ")[0] in KEYS
+        assert text.count(line) == 2 and text.index(line) < asked
+    depths = sorted(question.depth for question in prompt.questions)
+    assert depths[0] < 0.1 and depths[-1] > 0.9
+    assert prompt != make_prompt(letters, [46] * 4000, context=2000, pairs=20, seed=2)
+
+
+def test_recall_counts_whole_values() -> None:
+    prompt = make_prompt(letters, [46] * 4000, context=2000, pairs=20, seed=1)
+    every = recall_summary(ask(FixedEngine(set()), prompt))  # type: ignore[arg-type]
+    assert every["recall"] == 1.0 and every["questions"] == 20
+    last_digits = {q.start + q.tokens - 2 for q in prompt.questions[:5]}
+    some = recall_summary(ask(FixedEngine(last_digits), prompt))  # type: ignore[arg-type]
+    assert some["recall"] == 0.75
+    assert some["log_prob"] == pytest.approx(-5, abs=0.1)  # 20 nats for a quarter of them
+
+
+def test_pairs_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="fewer pairs"):
+        make_prompt(letters, [46] * 4000, context=300, pairs=20, seed=1)
+
+
+def test_saturation_counts_bins_beyond_the_limit() -> None:
+    histogram = np.zeros((1, 2, 640), np.int64)
+
+    def place(x: float) -> int:
+        return (int(np.float32(x).view(np.int32)) >> 19) - ((127 - 20) << 4)
+
+    for x in (1.0, 440.0, 450.0, 1000.0):
+        histogram[0, :, place(x)] += 1
+    statistics = {"k_histogram": histogram, "v_histogram": np.zeros_like(histogram)}
+    cell = KvCell("fp8", lambda _: None)
+    assert costs.num_saturated(statistics, cell) == 4  # 450 shares its bin with 448
+    factors = (np.array([[1.0, 4.0]], np.float32), np.ones((1, 2), np.float32))
+    assert costs.num_saturated(statistics, replace(cell, factors=factors)) == 2
+    assert costs.num_saturated(statistics, KvCell("int4", lambda _: None)) is None
+
+
+def test_measurements_are_kept_and_other_facts_refused(tmp_path: Path) -> None:
+    path = tmp_path / "measured.json"
+    assert Measurements(path, {"model": "a"}).get("x", lambda: 3) == 3
+    assert Measurements(path, {"model": "a"}).get("x", lambda: 1 / 0) == 3
+    with pytest.raises(ValueError, match="another model"):
+        Measurements(path, {"model": "b"})
+    path.write_text("[1]")
+    with pytest.raises(ValueError, match="not a file of kv-report"):
+        Measurements(path, {"model": "a"})
+
+
+def test_facts_are_there_before_the_first_value(tmp_path: Path) -> None:
+    Measurements(tmp_path / "measured.json", {"model": "a"})  # interrupted while it scores
+    with pytest.raises(ValueError, match="another model"):
+        Measurements(tmp_path / "measured.json", {"model": "b"})
+
+
+def test_a_calibration_may_come_later(tmp_path: Path) -> None:
+    path = tmp_path / "measured.json"
+    Measurements(path, {"model": "a"}).put({"x": 3})
+    assert Measurements(path, {"model": "a", "calibration": "c"}).has("x")
+    assert Measurements(path, {"model": "a"}).has("x")
+    with pytest.raises(ValueError, match="another calibration"):
+        Measurements(path, {"model": "a", "calibration": "d"})
+
+
+def test_a_text_that_is_too_short_for_the_longest_context() -> None:
+    check_length("x", 2048, longest=2048, max_tokens=9999)
+    for tokens, max_tokens in ((2047, 9999), (9999, 2047)):
+        with pytest.raises(ValueError, match=r"text x: got 2047 tokens.*--contexts"):
+            check_length("x", tokens, longest=2048, max_tokens=max_tokens)
+
+
+def test_numbers_of_a_flag() -> None:
+    assert numbers("2048, 8192,2048", "--contexts") == (2048, 8192)
+    for text in ("", "a", "1,-2", "1.5"):
+        with pytest.raises(ValueError, match="--contexts"):
+            numbers(text, "--contexts")
+
+
+def uncalibrated(arguments: list[str], *flags: str) -> list[str]:
+    """The command with further flags and without a calibration."""
+    at = arguments.index("--calibration-text")
+    rest = [*arguments[:at], *arguments[at + 2 :]]
+    return [*rest[:-2], *flags, *rest[-2:]]
+
+
+def changed(arguments: list[str], flag: str, value: str) -> list[str]:
+    """The command with another value of a flag."""
+    at = arguments.index(flag) + 1
+    return [*arguments[:at], value, *arguments[at + 1 :]]
+
+
+def test_a_report_on_nothing_but_none(
+    arguments: list[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    flags = ["--formats", "none", "--qualities", "raw", "--name", "none"]
+    assert main(uncalibrated(arguments, *flags)) == 0
+    assert (Path(arguments[-1]) / "none.png").exists() and not recwarn.list
+
+
+def test_without_matplotlib_there_is_a_page_without_a_picture(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name)
+    )
+    flags = ["--formats", "none", "--qualities", "raw", "--name", "plain"]
+    assert main(uncalibrated(arguments, *flags)) == 0
+    assert "pip install matplotlib" in caplog.text and len(caplog.records) == 1
+    folder = Path(arguments[-1])
+    assert (folder / "plain.json").exists() and not (folder / "plain.png").exists()
+    assert ".png" not in (folder / "plain.md").read_text(encoding="utf-8")
+
+
+def test_best_is_measured_where_there_is_a_calibration(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[tuple[str, ...]] = []
+
+    def make_report(options: ReportOptions) -> None:
+        seen.append(options.qualities)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(run, "make_report", make_report)
+    file = str(DATA / "zh.txt")
+    command = ["lite", "kv-report", "m", "--text", file]
+    for flags in ([], ["--kv-calibration", file], ["--calibration-text", file]):
+        with pytest.raises(SystemExit):
+            main([*command, *flags])
+    assert seen == [("raw", "balanced")] + [("raw", "balanced", "best")] * 2
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main([*command[:-1], "no/such.txt", "--qualities", "best"])
+    assert "text: got 'no/such.txt'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"formats": ("fp3",)}, "--formats"),
+        ({"qualities": ("good",)}, "--qualities"),
+        ({"qualities": ("best",)}, "--kv-calibration, or --calibration-text"),
+        ({"contexts": (8,)}, "--contexts"),
+        ({"calibration": Path("c")}, "without quality best"),
+        ({"calibration_text": Path("c")}, "without quality best"),
+        ({"calibration": Path("c"), "calibration_text": Path("c")}, "got it beside"),
+        ({"calibration": Path("no/c"), "qualities": ("best",)}, "existing file.*--kv-calibration"),
+        ({"texts": (Path("a/x.txt"), Path("b/x.txt"))}, "same name"),
+    ],
+)
+def test_wrong_options(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ReportOptions("m", **({"texts": (Path("x.txt"),), "qualities": ("raw",)} | changes))
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("report")
+    tiny = TinyModel("llama", "Llama", {"max_position_embeddings": 1024})
+    model = save_model(make_model(tiny), folder / "model")
+    texts = [str(DATA / "austen.txt"), str(DATA / "zh.txt")]
+    text = folder / "calibration.txt"
+    text.write_text((DATA / "austen.txt").read_text(encoding="utf-8")[:600], encoding="utf-8")
+    flags = ["--formats", "nvfp4", "--qualities", "raw,best", "--contexts", "256"]
+    flags += ["--max-tokens", "512", "--calibration-text", str(text), "--retrieval-prompts", "1"]
+    return ["lite", "kv-report", str(model), "--text", *texts, *flags, "--output", str(folder)]
+
+
+def test_the_whole_command(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(arguments) == 0
+    folder = Path(arguments[-1])
+    page = (folder / "kv-report.md").read_text(encoding="utf-8")
+    facts = json.loads((folder / "kv-report.json").read_text(encoding="utf-8"))
+    assert (folder / "kv-report.png").read_bytes().startswith(b"\x89PNG")
+    assert list(facts["cells"]) == LABELS
+    assert all(f"| `{label}` |" in page for label in LABELS)
+    assert str(folder) not in page
+    for row in facts["cells"].values():
+        assert row["texts"]["austen"]["256"]["tokens"] == 510
+        assert row["write_ns_per_token"] > 0 and row["decode"]["256"]["tokens_per_s"] > 0
+    divergence = [facts["cells"][label]["texts"]["zh"]["256"]["kl_mean"] for label in LABELS]
+    assert divergence[0] == 0 and divergence[1] > divergence[2] > 0
+    bits = [facts["cells"][label]["bits_per_value"]["8192"] for label in LABELS]
+    assert bits[0] == 16 and bits[1] == 4.5 and 4.5 < bits[2] < 4.8
+
+    # Once more: nothing is measured again, the page is the same.
+    monkeypatch.setattr(costs, "decode_speeds", lambda *a, **k: pytest.fail("measured again"))
+    monkeypatch.setattr(run, "PromptEngine", lambda *a, **k: pytest.fail("measured again"))
+    assert main(arguments) == 0
+    assert (folder / "kv-report.md").read_text(encoding="utf-8") == page
+
+
+def test_a_context_that_the_model_was_not_trained_for(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(changed(arguments, "--contexts", "256,2048"))
+    wanted = "got 2048, wanted at most the 1024 positions the model was trained for"
+    assert wanted in capsys.readouterr().err
+
+
+def test_default_contexts_are_those_that_the_model_was_trained_for() -> None:
+    lengths = {1024: (1024,), 2048: (2048,), 8191: (2048,), 8192: (2048, 8192)}
+    for longest, contexts in lengths.items():
+        assert run.choose_contexts((), longest=longest) == contexts
+
+
+def test_a_calibration_text_that_is_missing(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(changed(arguments, "--calibration-text", "no/such.txt"))
+    error = capsys.readouterr().err
+    assert "'no/such.txt', wanted an existing file" in error and "--calibration-text" in error

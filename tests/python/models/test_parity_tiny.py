@@ -1,0 +1,108 @@
+"""Logits and greedy tokens against transformers in FP32, for tiny models of every family."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_runs import EngineRun
+from parity import (
+    MAX_RELATIVE_ERROR,
+    NUM_GREEDY,
+    NUM_TOKENS,
+    prompt,
+    reference_greedy,
+    reference_logits,
+    relative_error,
+)
+from tiny_gguf import write_gguf
+from tiny_models import TINY_MODELS, TinyModel, make_model, save_model
+
+
+@pytest.mark.parametrize("tiny", TINY_MODELS, ids=lambda tiny: tiny.name)
+def test_logits_and_greedy_tokens(tiny: TinyModel, tmp_path: Path) -> None:
+    model = make_model(tiny)
+    folder = save_model(model, tmp_path)
+    ids, session_len = prompt(), 1024
+    if tiny.rope.get("rope_type") == "dynamic":  # beyond: the test that follows
+        session_len = tiny.config_values()["max_position_embeddings"]
+        ids = prompt(session_len - NUM_GREEDY)
+    with EngineRun(str(folder), exact=True, session_len=session_len) as run:
+        error = relative_error(run.logits(ids), reference_logits(model, ids))
+        print(f"{tiny.name}: relative error {error:.2e}")
+        assert error <= MAX_RELATIVE_ERROR
+        assert run.greedy(ids, NUM_GREEDY) == reference_greedy(model, ids, NUM_GREEDY)
+
+
+def test_dynamic_rope_is_that_of_one_call_of_session_len(tmp_path: Path) -> None:
+    """transformers has one base per call, by its longest position: the engine the one of the
+    longest text, for every text. A text's first tokens see nothing of those that follow.
+    """
+    tiny = next(tiny for tiny in TINY_MODELS if tiny.rope.get("rope_type") == "dynamic")
+    model = make_model(tiny)
+    ids, num_greedy = prompt(NUM_TOKENS), 8
+    wanted = reference_logits(model, ids)
+    greedy = ids[:-num_greedy]
+    while len(greedy) < NUM_TOKENS:
+        padded = greedy + [3] * (NUM_TOKENS - len(greedy))
+        greedy.append(int(reference_logits(model, padded)[len(greedy) - 1].argmax()))
+    folder = save_model(model, tmp_path)
+    with EngineRun(str(folder), exact=True, session_len=NUM_TOKENS) as run:
+        for length in (NUM_TOKENS - 1, 40):
+            error = relative_error(run.logits(ids[:length]), wanted[:length])
+            print(f"{length} tokens: relative error {error:.2e}")
+            assert error <= MAX_RELATIVE_ERROR
+        assert run.greedy(ids[:-num_greedy], num_greedy) == greedy[-num_greedy:]
+
+
+@pytest.mark.parametrize("weight_format", ["F32", "Q8_0", "Q4_0", "Q4_1", "Q5_1"])
+@pytest.mark.parametrize("index", [0, 10, 12], ids=["llama", "qwen2", "qwen3"])
+def test_gguf_with_the_same_values(weight_format: str, index: int, tmp_path: Path) -> None:
+    """Dequantised weights in transformers, raw ones in the exact engine: the same function."""
+    model = make_model(TINY_MODELS[index])
+    stored = write_gguf(model, tmp_path / "m.gguf", weight_format=weight_format)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.from_numpy(stored[name]))
+    ids = prompt(80)
+    with EngineRun(str(tmp_path / "m.gguf"), exact=True) as run:
+        error = relative_error(run.logits(ids), reference_logits(model, ids))
+    print(f"{weight_format}: relative error {error:.2e}")
+    assert error <= MAX_RELATIVE_ERROR
+
+
+def test_gguf_frequency_factors_are_llama3_scaling(tmp_path: Path) -> None:
+    """rope_freqs.weight holds plain frequency / scaled frequency, as the converter writes it."""
+    tiny = next(tiny for tiny in TINY_MODELS if tiny.name == "llama-llama3-dim128")
+    model = make_model(tiny)
+    scaled = model.model.rotary_emb.inv_freq.numpy()
+    plain = 10000.0 ** -(np.arange(0, 128, 2) / 128)
+    write_gguf(model, tmp_path / "m.gguf", freq_factors=plain / scaled)
+    ids = prompt()
+    with EngineRun(str(tmp_path / "m.gguf"), exact=True) as run:
+        assert relative_error(run.logits(ids), reference_logits(model, ids)) <= MAX_RELATIVE_ERROR
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"sliding_window": 25}, {"rope_theta": 10500.0}, {"rms_norm_eps": 1e-3}],
+    ids=lambda change: next(iter(change)),
+)
+def test_the_bound_sees_small_mistakes(change: dict[str, Any], tmp_path: Path) -> None:
+    """A window one longer, a slightly other base or epsilon must fail the comparison."""
+    import json
+
+    tiny = next(tiny for tiny in TINY_MODELS if tiny.name == "mistral-window-mqa")
+    model = make_model(tiny)
+    folder = save_model(model, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    if "rope_theta" in change:
+        config["rope_parameters"].update(change)
+    else:
+        config.update(change)
+    (folder / "config.json").write_text(json.dumps(config))
+    ids = prompt()
+    with EngineRun(str(folder), exact=True) as run:
+        error = relative_error(run.logits(ids), reference_logits(model, ids))
+    assert error > 10 * MAX_RELATIVE_ERROR

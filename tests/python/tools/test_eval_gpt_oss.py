@@ -1,0 +1,552 @@
+"""scripts/eval_gpt_oss.py: the whole path with a stand-in harness, and with lm-eval."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import eval_gpt_oss
+import httpx
+import jinja2
+import make_eval_data
+import pytest
+import yaml
+from kv_eval import divergence, harness, policies, results, server, tasks
+
+from lmdeploy.lite.divergence import evaluate
+from lmdeploy.lite.prompt_engine import open_model
+
+ROOT = Path(__file__).resolve().parents[3]
+SERVER = ["--", "--session-len", "512", "--num-threads", "1", "--cache-max-entry-count", "64"]
+TABLE = ROOT / "benchmarks/results/eval_tiny_smollm2.json"
+
+
+def grade(settings: dict[str, Any], question: dict[str, Any], text: str) -> bool:
+    """What lm-eval does with a task file of ours: one regex, then an exact match."""
+    (steps,) = settings["filter_list"]
+    pattern = steps["filter"][0]
+    found = re.findall(pattern["regex_pattern"], text)
+    answer = found[pattern["group_select"]] if found else "[invalid]"
+    (metric,) = settings["metric_list"]
+    target = jinja2.Template(settings["doc_to_target"]).render(question)
+    for ignored in metric.get("regexes_to_ignore", []):
+        answer, target = re.sub(ignored, "", answer), re.sub(ignored, "", target)
+    if metric.get("ignore_case"):
+        answer, target = answer.lower(), target.lower()
+    return answer == target
+
+
+class StandIn:
+    """Asks one question after the other; `before` is called with each job."""
+
+    version = "stand-in 1"
+
+    def __init__(self, before: Callable[[harness.Job], None] | None = None) -> None:
+        self.before = before
+        self.jobs: list[harness.Job] = []
+
+    def run(self, job: harness.Job, watch: Callable[[], None]) -> list[bool]:
+        self.jobs.append(job)
+        if self.before:
+            self.before(job)
+        settings = yaml.safe_load(job.task.rendered(job.generation))
+        lines = Path(settings["dataset_kwargs"]["data_files"]["test"]).read_text().splitlines()
+        correct = []
+        for line in lines[: job.num_samples]:
+            watch()
+            question = json.loads(line)
+            prompt = jinja2.Template(settings["doc_to_text"]).render(question)
+            body = {
+                "model": server.MODEL_NAME,
+                "messages": [{"role": "user", "content": prompt}],
+                "max_tokens": settings["generation_kwargs"]["max_gen_toks"],
+                "temperature": settings["generation_kwargs"]["temperature"],
+            }
+            reply = httpx.post(f"{job.url}/v1/chat/completions", json=body, timeout=60)
+            text = reply.raise_for_status().json()["choices"][0]["message"]["content"]
+            correct.append(grade(settings, question, text))
+        return correct
+
+
+def evaluate_tiny(output: Path, stand_in: Any, *options: str) -> int:
+    own = ["smollm2", "--tasks", "tiny", "--output", str(output), *options]
+    return eval_gpt_oss.main([*own, *SERVER], harness=stand_in)
+
+
+# Statistics and tables.
+
+
+@pytest.mark.parametrize(
+    ("correct", "total", "low", "high"),
+    [(8, 10, 0.4901625, 0.9433178), (0, 10, 0.0, 0.2775328), (10, 10, 0.7224672, 1.0)],
+)
+def test_wilson_interval(correct: int, total: int, low: float, high: float) -> None:
+    assert results.wilson(correct, total) == pytest.approx((low, high), abs=1e-6)
+
+
+def run_result(correct: list[bool], **changes: Any) -> results.RunResult:
+    values: dict[str, Any] = {
+        "first_token": server.Timing(1.0, 4),
+        "per_token": server.Timing(0.2, 4),
+        "truncated": 0,
+        "peak_bytes": 3 << 20,
+        "seconds": 1.0,
+    }
+    return results.RunResult(correct, **{**values, **changes})
+
+
+def test_table_by_hand() -> None:
+    plan = policies.Plan("none", 23040.0, 0)
+    hot = policies.Plan("nvfp4 balanced", 6480.5, 4096)
+    before = run_result([True, True, False, False])
+    after = run_result([True, False, True, True], peak_bytes=5 << 20, truncated=1)
+    figures = {"kl_mean": 0.25, "kl_p99": 1.5, "top1": 0.75, "ppl": 2.0, "tokens": 9}
+    rows = [
+        results.Row("0", plan, {"tiny": [before]}, None),
+        results.Row("16", hot, {"tiny": [after, after]}, figures),
+        results.Row("4", hot, {"tiny": [after]}, None),
+        results.Row("8", hot, {"tiny": []}, None, "the server has ended\n  Traceback"),
+    ]
+    facts = {"model": "m", "harness": "h", "tasks": {"tiny": "0"}, "limit": None}
+    summary = results.summarise(rows, {**facts, "seeds": [1], "num_prompts": 2})
+    by_label = summary["policies"]
+    assert by_label["0"]["tasks"]["tiny"]["accuracy"] == 0.5
+    four = by_label["4"]["tasks"]["tiny"]
+    assert (four["lost"], four["gained"], four["truncated"]) == (1, 2, 1)
+    assert "lost" not in by_label["16"]["tasks"]["tiny"]  # eight answers, not the same four
+    assert by_label["16"]["tasks"]["tiny"]["total"] == 8
+    assert by_label["16"]["first_token_seconds"] == 0.25
+    assert by_label["4"]["peak_memory_bytes"] == 5 << 20
+    text = results.markdown(summary)
+    cells = [cell.strip() for cell in text.splitlines()[4].split("|")]
+    assert cells[1:3] == ["`4`", "nvfp4 balanced"] and cells[4] == "1 / 2"
+    assert cells[-3:-1] == ["6,480.5 + 4,096 per sequence", "5 MiB"]
+    assert "0.250000 | 1.50000 | 0.7500" in text
+    assert "Failed: `8`: the server has ended\n" in text and "Traceback" not in text
+    assert text.splitlines()[5].count("–") >= 6
+
+
+def test_published_table() -> None:
+    summary = json.loads(TABLE.read_text(encoding="utf-8"))
+    assert TABLE.with_suffix(".md").read_text(encoding="utf-8") == results.markdown(summary)
+    assert list(summary["policies"]) == ["0", "8", "4", "16", "nvfp4"]
+    assert all(row["failure"] is None for row in summary["policies"].values())
+    assert summary["harness"].startswith("lm-eval ")
+    assert summary["tasks"] == {"tiny": tasks.read_task("tiny", None).digest}
+
+
+# Task files and data.
+
+
+@pytest.mark.parametrize("name", ["aime25", "gpqa_diamond", "gsm8k", "needle", "tiny"])
+def test_missing_data_names_source_place_and_fields(name: str, tmp_path: Path) -> None:
+    assert name in tasks.known_tasks()
+    settings = yaml.safe_load((tasks.FOLDER / f"{name}.yaml").read_text())
+    copy = tmp_path / f"{name}.yaml"
+    copy.write_text(yaml.safe_dump(settings))
+    with pytest.raises(tasks.TaskError) as caught:
+        tasks.read_task(str(copy), tmp_path / "data")
+    needs = settings["metadata"]
+    for word in (needs["source"], str(tmp_path / "data" / needs["file"]), *needs["fields"]):
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", [":2", "not JSON"]),
+        ("[1]", [":2", "list", "JSON object"]),
+        ('{"question": "Q"}', [":2", "answer", "missing", "string"]),
+        ('{"question": "Q", "answer": 3}', [":2", "answer", "got 3", "string"]),
+        ("[" * 100_000, [":2", "not JSON"]),
+    ],
+)
+def test_bad_data(line: str, words: list[str], tmp_path: Path) -> None:
+    good = '{"question": "Q", "answer": "#### 3"}'
+    (tmp_path / "gsm8k.jsonl").write_text(f"{good}\n{line}\n")
+    with pytest.raises(tasks.TaskError) as caught:
+        tasks.read_task("gsm8k", tmp_path)
+    assert all(word in str(caught.value) for word in [str(tmp_path), *words]), caught.value
+
+
+def test_empty_data_and_unknown_task(tmp_path: Path) -> None:
+    (tmp_path / "gsm8k.jsonl").write_text("\n")
+    with pytest.raises(tasks.TaskError, match="no lines"):
+        tasks.read_task("gsm8k", tmp_path)
+    with pytest.raises(tasks.TaskError, match=r"mmlu.*aime25.*tiny"):
+        tasks.read_task("mmlu", None)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("task: !function os.system\n", ["not plain YAML"]),
+        ("- 1\n", ["list", "table"]),
+        ("task: t\nmetadata: {}\ndoc_to_text: a\n", ["doc_to_target", "None"]),
+        (
+            "task: t\nmetadata: {file: a, fields: {}}\ndoc_to_text: a\ndoc_to_target: b\n",
+            ["metadata.source"],
+        ),
+        (
+            "task: t\nmetadata: {file: a, source: b, fields: {q: picture}}\n"
+            "doc_to_text: a\ndoc_to_target: b\n",
+            ["metadata.fields.q", "picture"],
+        ),
+    ],
+)
+def test_bad_task_file(text: str, words: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "t.yaml"
+    path.write_text(text)
+    with pytest.raises(tasks.TaskError) as caught:
+        tasks.read_task(str(path), None)
+    assert all(word in str(caught.value) for word in [str(path), *words]), caught.value
+
+
+@pytest.mark.parametrize(
+    ("task", "question", "right", "wrong"),
+    [
+        ("aime25", {"answer": "70"}, "Answer: 7, no.\n**Answer: 70**", "Answer: 700"),
+        ("aime25", {"answer": 70}, r"so \boxed{070}.", "70"),
+        ("gpqa_diamond", {"answer": "C"}, "Answer: **C**", "Answer: Cold"),
+        ("gpqa_diamond", {"answer": "C"}, r"answer: $\boxed{\text{C}}$", "C"),
+        ("gsm8k", {"answer": "x\n#### 1,234"}, "Answer: $1,234.", "Answer: 1,235"),
+        ("gsm8k", {"answer": "x\n#### -5"}, "**Answer:** -5", "Answer: 5"),
+        ("needle", {"answer": "1234567"}, "It is 1234567.", "12345678"),
+        ("tiny", {"answer": "blue"}, "White? No, Blue.", "red"),
+    ],
+)
+def test_answers_are_found(task: str, question: dict[str, Any], right: str, wrong: str) -> None:
+    settings = yaml.safe_load((tasks.FOLDER / f"{task}.yaml").read_text())
+    assert grade(settings, question, right)
+    assert not grade(settings, question, wrong)
+
+
+def test_rendered_task(tmp_path: Path) -> None:
+    task = tasks.read_task("tiny", None)
+    settings = yaml.safe_load(task.rendered({"max_gen_toks": 7, "top_p": 0.5}))
+    assert settings["task"] == "kv_tiny"
+    assert settings["generation_kwargs"]["max_gen_toks"] == 7
+    assert settings["generation_kwargs"]["temperature"] == 0
+    assert Path(settings["dataset_kwargs"]["data_files"]["test"]).samefile(task.data)
+    changed = tmp_path / "tiny.yaml"
+    changed.write_bytes((tasks.FOLDER / "tiny.yaml").read_bytes() + b"\n")
+    (tmp_path / "tiny.jsonl").write_bytes(task.data.read_bytes())
+    assert tasks.read_task(str(changed), None).digest != task.digest
+
+
+# Policies.
+
+
+def test_policies() -> None:
+    made = policies.make_policies(
+        ["0", "none", "8", "16", "k=fp8,v=nvfp4"],
+        [None, "raw"],
+        server_flags=["--num-threads", "1"],
+    )
+    assert [p.label for p in made] == [
+        *("0", "8", "8/raw", "16", "16/raw", "k=fp8,v=nvfp4", "k=fp8,v=nvfp4/raw")
+    ]
+    assert made[1].flags == ["--num-threads", "1", "--quant-policy", "8"]
+    assert made[-1].flags[2:] == [*("--kv-cache-format", "k=fp8,v=nvfp4", "--kv-quality", "raw")]
+    assert made[-1].config().num_threads == 1
+
+
+@pytest.mark.parametrize("name", ["5", "fp3", "k=fp8", "missing.yaml"])
+def test_unknown_policy(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert evaluate_tiny(tmp_path / "eval", StandIn(), "--policies", name) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert name in line
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--no-such-flag", "--no-such-flag"),
+        ("--server-port=1", "--server-port"),
+        ("--disable-metrics", "--disable-metrics"),
+        ("--max-batch-size=0", "max_batch_size"),
+    ],
+)
+def test_wrong_server_flag(
+    flag: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["smollm2", "--output", str(tmp_path / "eval"), "--", flag]
+    assert eval_gpt_oss.main(arguments, harness=StandIn()) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert words in line
+
+
+def test_a_table_of_formats_counts_by_content(tmp_path: Path) -> None:
+    table = tmp_path / "formats.yaml"
+    table.write_text("default: fp8\n")
+    policy = policies.Policy(str(table), None, ())
+    before = policy.facts()
+    table.write_text("default: int8\n")
+    assert policy.facts() != before
+
+
+# The whole path.
+
+
+def test_interrupted_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output, prompts = tmp_path / "eval", tmp_path / "prompts.jsonl"
+    texts = [text[:1500] for text in divergence.read_prompts(tasks.FOLDER / "prompts.jsonl")[:2]]
+    texts[0] = texts[0][:700]  # the longest is not the first
+    prompts.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    options = ["--policies", "0", "nvfp4", "--limit", "3", "--max-new-tokens", "8"]
+    options += ["--prompts", str(prompts)]
+
+    def interrupt(job: harness.Job) -> None:
+        if len(first.jobs) == 2:
+            raise KeyboardInterrupt
+
+    first = StandIn(interrupt)
+    assert evaluate_tiny(output, first, *options) == 130
+    assert "goes on" in capsys.readouterr().err
+    second = StandIn()
+    assert evaluate_tiny(output, second, *options) == 0
+    assert (len(first.jobs), len(second.jobs)) == (2, 1)
+    third = StandIn()
+    assert evaluate_tiny(output, third, *options) == 0
+    assert third.jobs == []
+    text = output.with_suffix(".md").read_text(encoding="utf-8")
+    assert capsys.readouterr().out.endswith(text + "\n")
+    summary = json.loads(output.with_suffix(".json").read_text(encoding="utf-8"))
+    check_summary(summary, texts)
+    fourth = StandIn()
+    assert evaluate_tiny(output, fourth, *options, "--seeds", "1234", "5") == 0
+    assert [job.seed for job in fourth.jobs] == [5, 5]
+
+
+def check_summary(summary: dict[str, Any], texts: list[str]) -> None:
+    none, nvfp4 = summary["policies"]["0"], summary["policies"]["nvfp4"]
+    assert none["tasks"]["tiny"]["total"] == nvfp4["tasks"]["tiny"]["total"] == 3
+    assert none["tasks"]["tiny"]["truncated"] + nvfp4["tasks"]["tiny"]["truncated"] > 0
+    assert none["kv_bytes_per_token"] == 30 * 2 * 3 * 64 * 2
+    assert 0 < nvfp4["kv_bytes_per_token"] < none["kv_bytes_per_token"] / 3
+    assert nvfp4["kv_hot_bytes_per_sequence"] > 0 == none["kv_hot_bytes_per_sequence"]
+    for row in (none, nvfp4):
+        assert row["per_token_seconds"] > 0 and row["first_token_seconds"] > 0
+        assert 100 << 20 < row["peak_memory_bytes"] < 2 << 30
+    assert none["divergence"]["kl_mean"] == 0 and none["divergence"]["top1"] == 1
+    # The same as the library's own evaluation of the same prompts.
+    model = open_model("smollm2", threads=1)
+    policy = policies.Policy("nvfp4", None, tuple(SERVER[1:]))
+    contexts = [model.loaded.tokenizer.encode(text) for text in texts]
+    variants = {"x": model.configure(policy.config())}
+    score = evaluate(model, contexts, variants=variants)["x"].report()
+    assert nvfp4["divergence"]["kl_mean"] == pytest.approx(score["kl_mean"], rel=1e-3)
+    assert nvfp4["divergence"]["top1"] == pytest.approx(score["top1"])
+    assert nvfp4["divergence"]["tokens"] == score["tokens"]
+
+
+def test_a_crash_ends_its_policy_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    processes: list[Any] = []
+    ready = server.Server.wait_until_ready
+
+    def wait(self: Any, timeout: float) -> None:
+        processes.append(self._process)
+        ready(self, timeout)
+
+    def crash(job: harness.Job) -> None:
+        if len(processes) == 1:
+            processes[0].send_signal(signal.SIGKILL)
+            processes[0].wait()
+
+    monkeypatch.setattr(server.Server, "wait_until_ready", wait)
+    output = tmp_path / "eval"
+    options = ["--policies", "8", "4", "--limit", "1", "--max-new-tokens", "4"]
+    assert evaluate_tiny(output, StandIn(crash), *options, "--skip-divergence") == 1
+    error = capsys.readouterr().err
+    assert "policy 8 failed: the server has ended with signal 9" in error
+    assert "Serving evaluated at" in error  # of the server's log
+    table = json.loads(output.with_suffix(".json").read_text())["policies"]
+    assert "signal 9" in table["8"]["failure"] and table["8"]["tasks"] == {}
+    assert table["4"]["failure"] is None and table["4"]["tasks"]["tiny"]["total"] == 1
+    assert table["4"]["divergence"] is None
+    again = StandIn()
+    assert evaluate_tiny(output, again, *options, "--skip-divergence") == 0
+    assert len(again.jobs) == 1
+
+
+def test_a_server_that_does_not_start(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    for model, timeout, words in (
+        ("no-such-model", 60, r"status 2[\s\S]*no-such-model"),
+        ("smollm2", 0.01, r"not ready after 0\.01 s"),
+    ):
+        with (
+            pytest.raises(server.ServerFailure, match=words),
+            server.serving(model, [], log=log, timeout=timeout),
+        ):
+            pass
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prctl is Linux's")
+def test_the_server_dies_with_its_parent(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from kv_eval import server\n"
+        "with server.serving('smollm2', ['--num-threads', '1'], log=Path(sys.argv[1]), timeout=60)"
+        " as s:\n    print(s._process.pid, flush=True); time.sleep(60)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}"}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "log")], stdout=subprocess.PIPE, env=environment
+    )
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 20
+    while running(child):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def running(pid: int) -> bool:
+    """Whether a process is there and not a zombie."""
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
+# lm-eval.
+
+
+def test_the_whole_path_with_lm_eval(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed (the extra eval)")
+    output = tmp_path / "eval"
+    options = ["--policies", "4", "--limit", "6", "--skip-divergence"]
+    own = ["smollm2", "--tasks", "tiny", "--output", str(output), *options]
+    assert eval_gpt_oss.main([*own, *SERVER]) == 0
+    by_harness = json.loads(output.with_suffix(".json").read_text())["policies"]["4"]
+    assert evaluate_tiny(tmp_path / "stand-in", StandIn(), *options, "--concurrency", "1") == 0
+    by_stand_in = json.loads((tmp_path / "stand-in.json").read_text())["policies"]["4"]
+    ours, theirs = by_stand_in["tasks"]["tiny"], by_harness["tasks"]["tiny"]
+    assert ours["total"] == theirs["total"] == 6
+    # Batches may turn a near tie; a different prompt or grading would turn most answers.
+    assert abs(ours["correct"] - theirs["correct"]) <= 1 and theirs["correct"] > 0
+
+
+def test_lm_eval_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert eval_gpt_oss.main(["smollm2", "--output", "/dev/null/x"]) == 2
+    assert "pip install '.[eval]'" in capsys.readouterr().err
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[harness.Job]:
+    log = tmp_path / "log"
+    log.write_text("one\ntwo\n")
+    task = tasks.read_task("tiny", None)
+    yield harness.Job(task, "http://127.0.0.1:1", "chat", 3, 1, 1, {}, log)
+
+
+@pytest.mark.parametrize(
+    ("samples", "words"),
+    [
+        (None, "0 files of samples.*\n  one\n  two"),
+        ([(0, 1), (1, 0)], "scored 2 questions, wanted 3"),
+        ([(0, 1), (1, 0), (3, 1)], "scored 3 questions, wanted 3"),
+        ([(0, 1), (1, 0), (2, None)], "got None, wanted 0 or 1"),
+    ],
+)
+def test_scores_that_are_not_whole(
+    job: harness.Job, samples: list[tuple[int, Any]] | None, words: str, tmp_path: Path
+) -> None:
+    if samples is not None:
+        text = "".join(json.dumps({"doc_id": i, "exact_match": s}) + "\n" for i, s in samples)
+        (tmp_path / "samples_kv_tiny.jsonl").write_text(text)
+    with pytest.raises(harness.HarnessFailure, match=words):
+        harness.read_scores(tmp_path, job)
+
+
+def test_scores_in_the_file_s_order(job: harness.Job, tmp_path: Path) -> None:
+    lines = [{"doc_id": 2, "exact_match": 1.0}, {"doc_id": 0, "exact_match": 0.0}]
+    lines += [{"doc_id": 1, "exact_match": 0}]
+    (tmp_path / "samples_kv_tiny.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert harness.read_scores(tmp_path, job) == [False, False, True]
+
+
+# Prompts and data made by hand.
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [('{"text": 3}', ":1: text: got 3"), ("{", "not JSON"), ("\n", "no lines")],
+)
+def test_bad_prompts(text: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=words):
+        divergence.read_prompts(path)
+    with pytest.raises(ValueError, match=r"missing; wanted a \.txt or \.jsonl"):
+        divergence.read_prompts(tmp_path / "other.txt")
+
+
+def test_needles(tmp_path: Path) -> None:
+    text, output = tmp_path / "text.txt", tmp_path / "needle.jsonl"
+    text.write_text("All work and no play. " * 300)
+    command = ["needle", str(text), str(output), "--characters", "1000", "4000", "--count", "4"]
+    assert make_eval_data.main(command) == 0
+    task = tasks.read_task("needle", tmp_path)
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert task.num_samples == len(lines) == 8
+    for line, length in zip(lines, [1000] * 4 + [4000] * 4, strict=True):
+        assert 0 < len(line["context"]) - length < 80
+        assert line["context"].count(line["answer"]) == 1
+    depths = [line["context"].index(line["answer"]) / len(line["context"]) for line in lines[4:]]
+    assert depths == pytest.approx([0.125, 0.375, 0.625, 0.875], abs=0.03)
+    assert make_eval_data.main(command) == 2  # the file is there already
+    assert (
+        make_eval_data.main(["needle", str(text), str(tmp_path / "n"), "--characters", "9999"]) == 2
+    )
+
+
+def test_gpqa(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, output = tmp_path / "in.csv", tmp_path / "gpqa_diamond.jsonl"
+    head = "Record ID," + ",".join(make_eval_data.GPQA_COLUMNS)
+    rows = [f'{i},"Why, {i}?",right {i},wrong a,wrong b,wrong c' for i in range(40)]
+    source.write_text("\n".join([head, *rows]))
+    assert make_eval_data.main(["gpqa", str(source), str(output)]) == 0
+    assert tasks.read_task("gpqa_diamond", tmp_path).num_samples == 40
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    for i, line in enumerate(lines):
+        assert line["choices"]["ABCD".index(line["answer"])] == f"right {i}"
+    assert {line["answer"] for line in lines} == set("ABCD")
+    source.write_text("Question,Correct Answer\na,b\n")
+    assert make_eval_data.main(["gpqa", str(source), str(tmp_path / "x")]) == 2
+    assert "Incorrect Answer 1" in capsys.readouterr().err
+
+
+def test_the_page_names_every_option_and_field() -> None:
+    page = (ROOT / "docs/evaluation.md").read_text(encoding="utf-8")
+    rows = [line.split("|") for line in page.splitlines() if line.startswith("| `")]
+    documented = {flag for row in rows for flag in re.findall(r"`(--[\w-]+)`", row[1])}
+    actions = eval_gpt_oss.make_parser()._actions
+    assert documented == {a.option_strings[-1] for a in actions if a.option_strings} - {"--help"}
+    data = {row[1].strip(" `"): row for row in rows if row[1].strip(" `") in tasks.known_tasks()}
+    assert sorted(data) == tasks.known_tasks()
+    for name, row in data.items():
+        settings = yaml.safe_load((tasks.FOLDER / f"{name}.yaml").read_text())
+        fields = settings["metadata"]["fields"].items()
+        assert row[4].strip() == ", ".join(f"`{field}` ({kind})" for field, kind in fields)
+        assert settings["metadata"]["file"] in row[3] or name == "tiny"
+    assert f"| {tasks.read_task('tiny', None).num_samples} |" in "|".join(data["tiny"])
