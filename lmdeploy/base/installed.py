@@ -6,8 +6,6 @@ import os
 import sys
 import warnings
 
-from lmdeploy.base.resources import cpu_quota, memory_left, read_kernel
-
 OURS = "lmdeploy-fp4"
 NAMESAKE = "lmdeploy"
 
@@ -54,22 +52,3 @@ def warn_of_namesake() -> None:
     text = namesake_warning()
     if text:
         warnings.warn(text, RuntimeWarning, stacklevel=3)
-
-
-def usable_cores() -> int:
-    """Cores that this process may use: its affinity, cut by the cgroup's CPU quota."""
-    cores = len(os.sched_getaffinity(0))
-    quota = cpu_quota()
-    return cores if quota is None else min(cores, max(1, int(-(-quota // 1))))
-
-
-def free_memory_bytes() -> int:
-    """Memory that may still be used: MemAvailable, cut by the cgroup's limit."""
-    free = 0
-    for line in read_kernel("/proc/meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) * 1024
-    if free == 0:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    left = memory_left()
-    return free if left is None else min(free, left)

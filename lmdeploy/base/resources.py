@@ -1,7 +1,9 @@
-"""What the control groups that this process is in leave to it; versions 1 and 2 (cgroups(7))."""
+"""Cores, memory and CPU of the machine, within the limits of control groups (cgroups(7))."""
 
 from __future__ import annotations
 
+import os
+import platform
 from pathlib import PurePosixPath
 
 _ROOT = "/sys/fs/cgroup"
@@ -73,3 +75,35 @@ def read_kernel(path: str) -> str:
             return file.read()
     except OSError:
         return ""
+
+
+def cpu_name() -> str:
+    """Return the model name of the first core."""
+    return cpu_info("model name") or platform.machine()
+
+
+def cpu_info(key: str) -> str:
+    """Return a line of /proc/cpuinfo for the first core, or "" if it has none."""
+    for line in read_kernel("/proc/cpuinfo").splitlines():
+        if line.startswith(key):
+            return line.partition(":")[2].strip()
+    return ""
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: its affinity, cut by the cgroup's CPU quota."""
+    cores = len(os.sched_getaffinity(0))
+    quota = cpu_quota()
+    return cores if quota is None else min(cores, max(1, int(-(-quota // 1))))
+
+
+def free_memory_bytes() -> int:
+    """Memory that may still be used: MemAvailable, cut by the cgroup's limit."""
+    free = 0
+    for line in read_kernel("/proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    if free == 0:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    left = memory_left()
+    return free if left is None else min(free, left)

@@ -5,10 +5,11 @@ Pure and synchronous; one object per answer, used by one coroutine.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
+
+from lmdeploy.chat.stop_words import StopMatcher
 
 if TYPE_CHECKING:
     from lmdeploy.chat.tokenizer import Tokenizer
@@ -53,66 +54,6 @@ class KnownIds:
     def finish(self) -> str:
         """What is left."""
         return self._stream.finish()
-
-
-class StopMatcher:
-    """Finds the first of several words in a text that arrives in pieces.
-
-    Only the words whose first letter occurs are looked for, by str.find. Invariant: `_tail` is the
-    longest end of the text so far that begins some word, so text before it can never become part of
-    a match.
-    """
-
-    def __init__(self, words: Sequence[str]) -> None:
-        self._words = sorted(set(words))
-        self._by_letter: dict[str, list[str]] = {}
-        for word in self._words:
-            self._by_letter.setdefault(word[0], []).append(word)
-        self._tail = ""
-
-    @property
-    def held(self) -> int:
-        """Characters at the end of the text that may begin a word."""
-        return len(self._tail)
-
-    def find(self, text: str) -> tuple[int, int] | None:
-        """Feeds `text`; (end of the match in `text`, length of the word), or None.
-
-        Of words that end at the same character the longest counts.
-        """
-        known = len(self._tail)
-        text = self._tail + text
-        letters = self._by_letter.keys() & set(text)
-        if not letters:
-            self._tail = ""
-            return None
-        ends = []
-        for letter in letters:
-            for word in self._by_letter[letter]:
-                # A word that ends in the tail would have been found before.
-                place = text.find(word, max(known - len(word) + 1, 0))
-                if place >= 0:
-                    ends.append((place + len(word), -len(word)))
-        if ends:
-            end, length = min(ends)
-            return end - known, -length
-        self._tail = self._longest_begin(text)
-        return None
-
-    def skip(self, text: str) -> None:
-        """Feeds `text`, in which no word counts that is complete."""
-        self._tail = self._longest_begin(self._tail + text)
-
-    def _longest_begin(self, text: str) -> str:
-        """The longest end of `text` that begins a word and is shorter than it."""
-        for place, letter in enumerate(text):
-            if letter in self._by_letter:
-                end = text[place:]
-                # Words that begin with `end` and go on follow it in the order.
-                index = bisect_right(self._words, end)
-                if index < len(self._words) and self._words[index].startswith(end):
-                    return end
-        return ""
 
 
 class AnswerText:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmdeploy.base.checks import OptionError
 from lmdeploy.base.errors import ModelFormatError
-from lmdeploy.checkpoint.files.safetensors_file import read_json_object
+from lmdeploy.base.files import read_json_object
 
 if TYPE_CHECKING:
     from jinja2 import Template

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmdeploy.base.errors import ModelFormatError
-from lmdeploy.checkpoint.files.safetensors_file import parse_json_object, read_json_object
+from lmdeploy.base.files import parse_json_object, read_json_object
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from lmdeploy.base.errors import ModelFormatError
-from lmdeploy.checkpoint.files.safetensors_file import SafetensorsFile, read_json_object
+from lmdeploy.base.files import read_json_object
+from lmdeploy.checkpoint.files.safetensors_file import SafetensorsFile
 from lmdeploy.checkpoint.files.tensor_file import TensorFile
 from lmdeploy.checkpoint.methods import awq
 from lmdeploy.checkpoint.tensor_plan import (

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
 
+from lmdeploy.base.files import prefetch_pages, release_pages
 from lmdeploy.checkpoint.convert import (
     MAPPED_FORMATS,
     engine_bytes,
@@ -17,7 +18,6 @@ from lmdeploy.checkpoint.convert import (
     matrix_for_engine,
     vector_for_engine,
 )
-from lmdeploy.checkpoint.files.tensor_file import prefetch_pages, release_pages
 from lmdeploy.checkpoint.open import Checkpoint
 from lmdeploy.checkpoint.tensor_plan import PlannedTensor
 from lmdeploy.checkpoint.weight_cache import (

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from lmdeploy.base.errors import ModelFormatError
+from lmdeploy.base.files import release_pages
 from lmdeploy.checkpoint.files.tensor_file import (
     SPLIT_MXFP4,
     SUPPORTED_FORMATS,
     StoredTensor,
     TensorFile,
-    release_pages,
 )
 from lmdeploy.models.config_reader import ConfigReader
 from lmdeploy.models.decoder_config import DecoderConfig

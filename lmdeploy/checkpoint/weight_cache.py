@@ -1,7 +1,7 @@
 """Packed weights kept on disk, so that the next start maps them instead of packing them again.
 
-A folder holds one file per model (weight_cache_file.py). What it was packed from is told by the
-files' path, size, inode, mtime and ctime, beside a hash of the config and of both ends of every tensor. A
+A folder holds one file per model. What it was packed from is told by the files'
+path, size, inode, mtime and ctime, beside a hash of the config and of both ends of every tensor. A
 hash of all contents would read a whole checkpoint before anything else happens. The ctime is set by
 the kernel at every change of a file and, unlike the mtime, by nobody else. A file that changed so
 shortly before it was read that a second change could have had the same ctime is not cached yet.
@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmdeploy.checkpoint.files.tensor_file import release_pages
+from lmdeploy.base.files import release_pages
 from lmdeploy.checkpoint.open import Checkpoint
 from lmdeploy.checkpoint.weight_cache_file import (
     VERSION,

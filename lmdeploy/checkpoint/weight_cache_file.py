@@ -31,8 +31,8 @@ from typing import Any
 
 import numpy as np
 
-from lmdeploy.base.installed import usable_cores
-from lmdeploy.checkpoint.files.tensor_file import Bytes, release_pages
+from lmdeploy.base.files import Bytes, release_pages
+from lmdeploy.base.resources import usable_cores
 
 VERSION = 1
 KEY_BYTES = 32

@@ -9,14 +9,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lmdeploy.base.installed import (
-    OURS,
-    free_memory_bytes,
-    installed_version,
-    namesake_warning,
-    usable_cores,
-)
-from lmdeploy.base.resources import cpu_quota
+from lmdeploy.base.installed import OURS, installed_version, namesake_warning
+from lmdeploy.base.resources import cpu_info, cpu_name, cpu_quota, free_memory_bytes, usable_cores
 from lmdeploy.version import __version__
 
 if TYPE_CHECKING:
@@ -164,25 +158,9 @@ def amx_support(ceilings: CpuCeilings) -> str:
     if ceilings.tile_int8_ops_per_s > 0:
         int8, bf16 = ceilings.tile_int8_ops_per_s, ceilings.tile_bf16_ops_per_s
         return f"int8 {int8 / 1e9:.0f} GOP/s, BF16 {bf16 / 1e9:.0f} GOP/s"
-    if "amx_tile" in _cpu_info("flags").split():
+    if "amx_tile" in cpu_info("flags").split():
         return f"is there but not used by the instruction set {ceilings.isa}"
     return "not available"
-
-
-def cpu_name() -> str:
-    """Of the first core."""
-    return _cpu_info("model name") or platform.machine()
-
-
-def _cpu_info(key: str) -> str:
-    """A line of the first core, empty where there is none."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith(key):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return ""
 
 
 def run_check_env(dump_file: str | None) -> int:

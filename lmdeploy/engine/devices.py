@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lmdeploy.base.installed import free_memory_bytes, usable_cores
+from lmdeploy.base.resources import free_memory_bytes, usable_cores
 from lmdeploy.config.engine import TurbomindEngineConfig
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from lmdeploy.engine.plan import plan_engine
 
 if TYPE_CHECKING:
     from lmdeploy import _turbomind
-    from lmdeploy.chat.prompts import PromptTemplate
+    from lmdeploy.chat.template import PromptTemplate
     from lmdeploy.chat.tokenizer import Tokenizer
     from lmdeploy.config.chat_template import ChatTemplateConfig
     from lmdeploy.engine.kv_quality import KvOptions
@@ -61,7 +61,7 @@ def load_parts(
     `answer_parser` is "gpt-oss" where answers come in that format whatever the model's type.
     """
     from lmdeploy import _turbomind
-    from lmdeploy.chat.prompts import choose_template
+    from lmdeploy.chat.template import choose_template
 
     target = open_device(config)
     device = target.device

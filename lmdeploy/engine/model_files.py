@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmdeploy.base.errors import ModelFormatError
+from lmdeploy.base.files import read_json_object
 from lmdeploy.chat.gguf_tokenizer import tokenizer_from_gguf
 from lmdeploy.chat.jinja_template import ChatTemplate, template_from_folder, template_from_gguf
 from lmdeploy.chat.tokenizer import Tokenizer, tokenizer_from_folder
 from lmdeploy.checkpoint.convert import engine_bytes
-from lmdeploy.checkpoint.files.safetensors_file import read_json_object
 from lmdeploy.checkpoint.hub import resolve_model
 from lmdeploy.checkpoint.load import cache_of, load_through_cache, load_weights
 from lmdeploy.checkpoint.open import Checkpoint, open_checkpoint

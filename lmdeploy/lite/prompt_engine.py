@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from lmdeploy.base.installed import free_memory_bytes, usable_cores
+from lmdeploy.base.resources import free_memory_bytes, usable_cores
 
 if TYPE_CHECKING:
     from lmdeploy import _turbomind

@@ -111,7 +111,7 @@ class Plan:
 def make_plan(model_path: str, policy: Policy) -> Plan:
     """Reads the model's config but not its weights. ValueError for options that do not fit it."""
     from lmdeploy import _turbomind
-    from lmdeploy.base.installed import free_memory_bytes
+    from lmdeploy.base.resources import free_memory_bytes
     from lmdeploy.engine.model_files import open_files
     from lmdeploy.engine.plan import engine_config_of
 

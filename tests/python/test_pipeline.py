@@ -350,7 +350,7 @@ def test_after_a_fork_the_child_is_refused(names):
         timeout=120,
         env={
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent / "support")]),
+            "PYTHONPATH": os.pathsep.join([*sys.path, support]),
         },
     )
     *refused, healthy, child, last = done.stdout.decode().splitlines()

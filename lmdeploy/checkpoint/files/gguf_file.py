@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 
 from lmdeploy.base.errors import ModelFormatError
+from lmdeploy.base.files import Bytes, map_file
 from lmdeploy.checkpoint.files.tensor_file import (
     SUPPORTED_FORMATS,
-    Bytes,
     StoredTensor,
     check_shape,
-    map_file,
     row_bytes,
 )
 

@@ -4,50 +4,26 @@ The header is read here rather than by the safetensors library because its NumPy
 and copies; the format is eight bytes of length, JSON, data.
 """
 
-import json
 import math
-import os
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from lmdeploy.base.errors import ModelFormatError
+from lmdeploy.base.files import (
+    MAX_JSON_BYTES,
+    Bytes,
+    map_file,
+    parse_json_object,
+    read_json_object,
+)
 from lmdeploy.checkpoint.files.tensor_file import (
     PLAIN_FORMATS,
     SUPPORTED_FORMATS,
-    Bytes,
     StoredTensor,
     check_shape,
-    map_file,
-    open_regular_file,
 )
 
-_MAX_JSON_BYTES = 100 << 20  # the library's own limit for a header
 _DTYPE_BYTES = {**PLAIN_FORMATS, "U8": 1, "I32": 4}
-
-
-def _refuse_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not JSON")
-
-
-def parse_json_object(data: bytes, where: str) -> dict[str, Any]:
-    """A JSON object; ModelFormatError for anything else (NaN and Infinity included)."""
-    try:
-        value = json.loads(data, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise ModelFormatError(f"{where}: not valid JSON: {str(error)[:120]}") from error
-    if not isinstance(value, dict):
-        raise ModelFormatError(f"{where}: wanted a JSON object, got {type(value).__name__}")
-    return value
-
-
-def read_json_object(path: Path, max_bytes: int = _MAX_JSON_BYTES) -> dict[str, Any]:
-    """The JSON object in `path`, of at most `max_bytes`."""
-    with open_regular_file(path) as (descriptor, size):
-        if size > max_bytes:
-            raise ModelFormatError(f"{path}: got {size} bytes, wanted at most {max_bytes}")
-        with os.fdopen(os.dup(descriptor), "rb") as file:
-            data = file.read(size)
-    return parse_json_object(data, str(path))
 
 
 class _Shard:
@@ -58,7 +34,7 @@ class _Shard:
         self._data: Bytes = map_file(path)
         size = int(self._data.size)
         header_bytes = int.from_bytes(self._data[:8].tobytes(), "little") if size >= 8 else size
-        if header_bytes > min(size - 8, _MAX_JSON_BYTES):
+        if header_bytes > min(size - 8, MAX_JSON_BYTES):
             raise ModelFormatError(
                 f"{path}: truncated or corrupt safetensors: a header of {header_bytes} bytes in a "
                 f"file of {size}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lmdeploy.base.installed import free_memory_bytes
+from lmdeploy.base.resources import free_memory_bytes
 from lmdeploy.lite.divergence import cache_variants
 from lmdeploy.lite.prompt_engine import STALL_MS, Configure, Floats, OpenModel, prompt_config
 

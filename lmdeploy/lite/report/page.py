@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lmdeploy.base.resources import cpu_name
 from lmdeploy.lite.report.cells import REFERENCE
 from lmdeploy.lite.report.costs import DECODE_ROUNDS, DECODE_STEPS, SIZES
 from lmdeploy.lite.retrieval import DEPTHS
@@ -74,8 +75,6 @@ def command(report: Report) -> str:
 
 
 def _introduction(report: Report) -> Iterator[str]:
-    from lmdeploy.cli.check_env import cpu_name
-
     yield "Made by"
     yield ""
     yield f"    {command(report)}"

@@ -9,7 +9,8 @@ from fake_engine import EOS, FakeTextStream
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lmdeploy.chat.detokenize import AnswerText, GatedAnswer, StopMatcher
+from lmdeploy.chat.detokenize import AnswerText, GatedAnswer
+from lmdeploy.chat.stop_words import StopMatcher
 
 
 class Pieces:

@@ -14,13 +14,9 @@ from lmdeploy.base.checks import OptionError
 from lmdeploy.chat import prompts
 from lmdeploy.chat.gguf_tokenizer import tokenizer_from_gguf
 from lmdeploy.chat.jinja_template import ChatTemplate
-from lmdeploy.chat.prompts import (
-    PromptTemplate,
-    check_messages,
-    check_template_options,
-    choose_template,
-    encode_chat,
-)
+from lmdeploy.chat.messages import check_messages
+from lmdeploy.chat.prompts import check_template_options, encode_chat
+from lmdeploy.chat.template import PromptTemplate, choose_template
 from lmdeploy.config.chat_template import ChatTemplateConfig
 
 QUESTION = [{"role": "user", "content": "abc"}]

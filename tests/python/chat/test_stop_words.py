@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmdeploy.chat.detokenize import StopMatcher
+from lmdeploy.chat.stop_words import StopMatcher
 
 LETTERS = "abc"
 

@@ -14,8 +14,8 @@ from safetensors.numpy import load_file, save_file
 from tiny_models import TINY_MODELS, VOCAB_SIZE, TinyModel, make_model, save_model
 
 from lmdeploy.base.errors import ModelFormatError
+from lmdeploy.base.files import read_json_object
 from lmdeploy.checkpoint.convert import bf16_bits, matrix_for_engine, vector_for_engine
-from lmdeploy.checkpoint.files.safetensors_file import read_json_object
 from lmdeploy.checkpoint.hub import resolve_model
 from lmdeploy.checkpoint.open import Checkpoint, open_checkpoint
 from lmdeploy.engine.model_files import cache_dtype

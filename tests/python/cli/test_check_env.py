@@ -29,7 +29,7 @@ def test_speed_of_the_default_device(capsys, monkeypatch):
     begun = time.perf_counter()
     lines = list(check_env.speed())
     took = time.perf_counter() - begun
-    threads = installed.usable_cores()
+    threads = resources.usable_cores()
     assert re.match(rf"device: cpu \(\w+, {threads} threads?\); ", lines[0])
     found = re.match(r"reads: ([\d.]+) GB/s from memory", lines[1])
     assert found and float(found[1]) > 0
@@ -65,9 +65,9 @@ def set_files(monkeypatch):
 def test_a_quota_limits_the_cores(monkeypatch, set_files, written, quota, cores):
     files = {"/proc/self/cgroup": "0::/\n", "/sys/fs/cgroup/cpu.max": written}
     set_files(files)
-    monkeypatch.setattr(installed.os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(resources.os, "sched_getaffinity", lambda pid: set(range(8)))
     assert resources.cpu_quota() == quota
-    assert installed.usable_cores() == cores
+    assert resources.usable_cores() == cores
     text = "no cgroup quota" if quota is None else f"cgroup quota {quota}"
     assert check_env.core_limits() == f"affinity 8 of {check_env.os.cpu_count()}, {text}"
 
@@ -81,7 +81,7 @@ def test_a_quota_limits_the_cores(monkeypatch, set_files, written, quota, cores)
     ],
 )
 def test_amx_is_named(monkeypatch, flags, tile_rate, text):
-    monkeypatch.setattr(check_env, "_cpu_info", lambda key: flags)
+    monkeypatch.setattr(check_env, "cpu_info", lambda key: flags)
     ceilings = SimpleNamespace(
         isa="avx512", tile_int8_ops_per_s=tile_rate, tile_bf16_ops_per_s=tile_rate / 2
     )
@@ -111,8 +111,8 @@ def test_no_namesake_no_warning():
 
 
 def test_machine_facts():
-    assert installed.usable_cores() >= 1
-    assert installed.free_memory_bytes() > 1 << 20
+    assert resources.usable_cores() >= 1
+    assert resources.free_memory_bytes() > 1 << 20
 
 
 def test_cached_pages_of_a_cgroup_count_as_free(set_files):
@@ -123,7 +123,7 @@ def test_cached_pages_of_a_cgroup_count_as_free(set_files):
         "/sys/fs/cgroup/memory.stat": "anon 2000\ninactive_file 500\nactive_file 12500\n",
     }
     set_files(files)
-    assert installed.free_memory_bytes() == 22000
+    assert resources.free_memory_bytes() == 22000
 
 
 def test_the_tightest_group_around_us_counts(set_files):

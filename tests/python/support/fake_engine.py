@@ -11,7 +11,7 @@ from typing import Any
 
 from lmdeploy.chat.formats.harmony.tokens import HarmonyTokens
 from lmdeploy.chat.jinja_template import ChatTemplate
-from lmdeploy.chat.prompts import PromptTemplate
+from lmdeploy.chat.template import PromptTemplate
 from lmdeploy.config.kv_formats import FormatPair
 from lmdeploy.engine.async_engine import AsyncEngine
 from lmdeploy.engine.kv_quality import KvOptions

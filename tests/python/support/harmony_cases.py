@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from lmdeploy.chat.formats.harmony.library import VARIABLE, VOCABULARY
 from lmdeploy.chat.formats.harmony.parser import Parts, parse_answer
 from lmdeploy.chat.jinja_template import ChatTemplate
-from lmdeploy.chat.prompts import PromptTemplate
+from lmdeploy.chat.template import PromptTemplate
 
 OWN_TEMPLATE = (Path(__file__).parents[1] / "data/harmony.jinja").read_text(encoding="utf-8")
 # The template of a GPT-OSS checkpoint, for those who have one.

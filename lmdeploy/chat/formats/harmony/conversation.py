@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lmdeploy.base.checks import OptionError, refuse, show
-from lmdeploy.chat.prompts import MAX_MESSAGES, OUR_OWN_KEY, ROLES, text_of
+from lmdeploy.chat.messages import MAX_MESSAGES, OUR_OWN_KEY, ROLES, text_of
 
 REASONING_EFFORTS = ("low", "medium", "high")
 BUILTIN_TOOLS = ("browser", "python")

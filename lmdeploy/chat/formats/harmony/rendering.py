@@ -20,7 +20,7 @@ from lmdeploy.chat.jinja_template import RawText
 from lmdeploy.chat.tokenizer import without_surrogates
 
 if TYPE_CHECKING:
-    from lmdeploy.chat.prompts import PromptTemplate
+    from lmdeploy.chat.template import PromptTemplate
 
 _SPECIAL = re.compile(r"<(?=\|\w+\|>)")
 _ANALYSIS = "<|channel|>analysis<|message|>"

@@ -1,0 +1,122 @@
+"""Choose the template of a conversation and render prompts with it."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lmdeploy.base.checks import OptionError
+from lmdeploy.chat.messages import is_continued
+
+if TYPE_CHECKING:
+    from lmdeploy.chat.jinja_template import ChatTemplate
+    from lmdeploy.chat.tokenizer import Tokenizer
+    from lmdeploy.config.chat_template import ChatTemplateConfig
+
+logger = logging.getLogger("lmdeploy")
+
+_NO_NAMES = ("custom", "hf")  # a ChatTemplateConfig needs a name
+_PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
+_FROM_TEXTS = """\
+{%- for m in messages %}
+{%- if m.role == 'system' %}{{ texts.system }}{{ m.content }}{{ texts.eosys }}
+{%- elif m.role == 'user' %}{{ texts.user }}{{ m.content }}{{ texts.eoh }}
+{%- else %}{{ texts.assistant }}{{ m.content }}{{ texts.eoa }}{{ texts.separator }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ texts.assistant }}{% endif -%}
+"""
+_TEXTS = ("system", "eosys", "user", "eoh", "assistant", "eoa", "separator")
+
+
+class PromptTemplate:
+    """The model's template, or the one that a ChatTemplateConfig asks for. Immutable.
+
+    `add_special`: whether the tokenizer puts BOS before the prompt; a Jinja template writes it.
+    `goes_on`: whether the answer goes on with the prompt's text instead of beginning its own.
+    """
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        *,
+        meta_instruction: str | None = None,
+        texts: dict[str, str] | None = None,
+        stop_words: list[str] | None = None,
+        add_special: bool = False,
+        goes_on: bool = False,
+    ) -> None:
+        self.add_special = add_special
+        self.goes_on = goes_on
+        self._template = template
+        self._meta_instruction = meta_instruction
+        self._texts = texts or {}
+        self.stop_words = list(stop_words or [])
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: dict[str, Any],
+        *,
+        continues: bool = True,
+    ) -> str:
+        """The prompt. `options` are further names the template may use.
+
+        `continues`: whether an answer at the end is continued; else another one begins.
+        """
+        if self._meta_instruction and not (messages and messages[0]["role"] == "system"):
+            messages = [{"role": "system", "content": self._meta_instruction}, *messages]
+        variables = {**options, "texts": self._texts}
+        if not (continues and is_continued(messages)):
+            return self._template.render(messages, variables=variables)
+        mark = secrets.token_hex(16)  # in no text of the client's
+        last = {**messages[-1], "content": messages[-1]["content"] + mark}
+        text = self._template.render(
+            [*messages[:-1], last], add_generation_prompt=False, variables=variables
+        )
+        end = text.rfind(mark)
+        if end < 0:
+            raise OptionError(
+                "messages",
+                "got an answer at the end, to be continued, which the chat template leaves out; "
+                "wanted a message of the user there; change messages or --chat-template",
+            )
+        return text[:end]
+
+
+def choose_template(
+    own: ChatTemplate | None, config: ChatTemplateConfig | None, *, tokenizer: Tokenizer
+) -> PromptTemplate | None:
+    """The template to use; None when neither the model nor `config` has one."""
+    from lmdeploy.chat.jinja_template import ChatTemplate, template_from_file
+
+    if config is None:
+        return None if own is None else PromptTemplate(own)
+    texts = {name: getattr(config, name) or "" for name in _TEXTS}
+    tokens = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
+    template, add_special = own, False
+    if config.model_path is not None:
+        template = template_from_file(config.model_path, tokenizer)
+    elif config.capability == "completion":
+        template, add_special = ChatTemplate(_PLAIN, origin="capability", **tokens), True
+    elif any(texts.values()):
+        template = ChatTemplate(_FROM_TEXTS, origin="ChatTemplateConfig", **tokens)
+        add_special = True
+    elif config.model_name not in _NO_NAMES:
+        logger.warning(
+            "ChatTemplateConfig: templates are not looked up by name, so %r has no effect and the "
+            "model's own is used; give model_path or the texts",
+            config.model_name[:80],
+        )
+    if template is None:
+        return None
+    return PromptTemplate(
+        template,
+        meta_instruction=config.meta_instruction,
+        texts=texts,
+        stop_words=config.stop_words,
+        add_special=add_special,
+        goes_on=config.model_path is None and config.capability == "completion",
+    )
