@@ -217,7 +217,8 @@ def _add_kv_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]
 
 def _kv_report(args: argparse.Namespace) -> int:
     from lmdeploy.lite.divergence import read_text
-    from lmdeploy.lite.report.run import ReportOptions, make_report, names, numbers
+    from lmdeploy.lite.report.data import ReportOptions
+    from lmdeploy.lite.report.run import make_report, names, numbers
 
     for path in args.text:
         read_text(path)  # what it lacks is said before what other flags lack

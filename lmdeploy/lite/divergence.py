@@ -65,6 +65,13 @@ class Score:
         }
 
 
+def log_sums(logits: Floats) -> Doubles:
+    """log Σ exp of each row, the sum in double precision."""
+    top = logits.max(axis=1)
+    total = np.exp(logits - top[:, None]).sum(axis=1, dtype=np.float64)
+    return np.asarray(top + np.log(total), np.float64)
+
+
 def log_softmax(logits: Floats) -> Doubles:
     """Rows of logits to log-probabilities, in double precision."""
     shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)

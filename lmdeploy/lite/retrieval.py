@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lmdeploy.lite.divergence import Doubles, log_sums
 from lmdeploy.lite.prompt_engine import PromptEngine
-from lmdeploy.lite.report.scores import Doubles, log_sums
 
 DEPTHS = 10  # tenths of the context
 # Keys share no word: a model as small as SmolLM2-135M finds them by their first token.

@@ -13,7 +13,7 @@ from lmdeploy.lite.report.costs import DECODE_ROUNDS, DECODE_STEPS, SIZES
 from lmdeploy.lite.retrieval import DEPTHS
 
 if TYPE_CHECKING:
-    from lmdeploy.lite.report.run import Report
+    from lmdeploy.lite.report.data import Report
 
 NOTHING = "–"
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lmdeploy.lite.report.cells import REFERENCE
 
 if TYPE_CHECKING:
-    from lmdeploy.lite.report.run import Report
+    from lmdeploy.lite.report.data import Report
 
 MARKERS = {"raw": "o", "balanced": "s", "best": "*"}
 WIDTH_INCHES, HEIGHT_INCHES = 12.0, 4.5

@@ -9,22 +9,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from lmdeploy.lite.divergence import fill_reference, reference_logits
+from lmdeploy.lite.divergence import Doubles, fill_reference, log_sums, reference_logits
 from lmdeploy.lite.prompt_engine import Floats, OpenModel, PromptEngine
 from lmdeploy.lite.report.cells import REFERENCE, Done, KvCell
 
-Doubles = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
 
 # A row per position: -log p(target), KL(none || cell), 1 if both have the same most likely token.
 LOSS, KL, AGREED = range(3)
-
-
-def log_sums(logits: Floats) -> Doubles:
-    """log Σ exp of each row, the sum in double precision."""
-    top = logits.max(axis=1)
-    total = np.exp(logits - top[:, None]).sum(axis=1, dtype=np.float64)
-    return np.asarray(top + np.log(total), np.float64)
 
 
 def score_rows(logits: Floats, reference: Floats, *, targets: Ids) -> Doubles:

@@ -12,9 +12,10 @@ from tiny_models import TinyModel, make_model, save_model
 
 from lmdeploy.cli.main import main
 from lmdeploy.lite.divergence import Score
-from lmdeploy.lite.report import costs, run
+from lmdeploy.lite.report import costs, data, run
 from lmdeploy.lite.report.cells import KvCell
-from lmdeploy.lite.report.run import Measurements, ReportOptions, check_length, numbers
+from lmdeploy.lite.report.data import Measurements, ReportOptions
+from lmdeploy.lite.report.run import check_length, numbers
 from lmdeploy.lite.report.scores import score_rows, summary
 from lmdeploy.lite.retrieval import KEYS, ask, make_prompt, recall_summary
 
@@ -250,7 +251,7 @@ def test_the_whole_command(arguments: list[str], monkeypatch: pytest.MonkeyPatch
 
     # Once more: nothing is measured again, the page is the same.
     monkeypatch.setattr(costs, "decode_speeds", lambda *a, **k: pytest.fail("measured again"))
-    monkeypatch.setattr(run, "PromptEngine", lambda *a, **k: pytest.fail("measured again"))
+    monkeypatch.setattr(data, "PromptEngine", lambda *a, **k: pytest.fail("measured again"))
     assert main(arguments) == 0
     assert (folder / "kv-report.md").read_text(encoding="utf-8") == page
 

@@ -1,0 +1,277 @@
+"""The options, measurements and figures of one report.
+
+Measurements are kept in a folder beside the page, prompt by prompt, so that a run that was
+interrupted, or is given more formats, continues.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lmdeploy.base.checks import check_int, refuse
+from lmdeploy.config.kv_formats import KV_QUALITIES, REPORTED_FORMATS, UNCALIBRATED_QUALITIES
+from lmdeploy.lite.divergence import cut_contexts
+from lmdeploy.lite.prompt_engine import OpenModel, PromptEngine
+from lmdeploy.lite.report import costs
+from lmdeploy.lite.report.cells import REFERENCE, KvCell
+from lmdeploy.lite.report.scores import ScoreFolder
+from lmdeploy.lite.retrieval import ask, make_prompt, recall_summary
+
+TOKENS_PER_PAIR = 64  # of the context: a pair and its question take 20
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """What to measure and where to put it.
+
+    Args:
+        texts: UTF-8 files; the first is used for everything, the others at the first context.
+        contexts: tokens of one prompt, at most as many as the model was trained for; empty: those
+            of DEFAULT_CONTEXTS that are, or else that many.
+        max_tokens: of each text.
+        calibration: file for `best`; else one is made of `calibration_text`.
+        retrieval_prompts: prompts with planted pairs per context.
+        output: folder of the page; name: of its files, without an ending.
+    """
+
+    model_path: str
+    texts: tuple[Path, ...]
+    formats: tuple[str, ...] = REPORTED_FORMATS
+    qualities: tuple[str, ...] = UNCALIBRATED_QUALITIES
+    contexts: tuple[int, ...] = ()
+    max_tokens: int = 1 << 30
+    calibration: Path | None = None
+    calibration_text: Path | None = None
+    retrieval_prompts: int = 4
+    output: Path = field(default_factory=Path.cwd)
+    name: str = "kv-report"
+
+    def __post_init__(self) -> None:
+        for flag, names, known in (
+            ("--formats", self.formats, REPORTED_FORMATS),
+            ("--qualities", self.qualities, KV_QUALITIES),
+        ):
+            unknown = [name for name in names if name not in known]
+            if unknown or not names:
+                raise ValueError(f"{flag}: got {names}; wanted some of {', '.join(known)}")
+        for context in self.contexts:
+            check_int("contexts", context, low=256, flag="--contexts")
+        check_int("max_tokens", self.max_tokens, low=1, flag="--max-tokens")
+        check_int("retrieval_prompts", self.retrieval_prompts, low=1, flag="--retrieval-prompts")
+        if len({path.stem for path in self.texts}) != len(self.texts):
+            raise ValueError("--text: two files of the same name; rename one")
+        self._check_calibration()
+
+    def _check_calibration(self) -> None:
+        if self.calibration and self.calibration_text:
+            raise ValueError(
+                "--calibration-text: got it beside --kv-calibration, wanted one of the two; remove "
+                "one"
+            )
+        if (self.calibration or self.calibration_text) and "best" not in self.qualities:
+            raise ValueError(
+                "--kv-calibration, --calibration-text: got one without quality best, which alone "
+                "uses it; add best to --qualities or remove it"
+            )
+        if "best" in self.qualities and not (self.calibration or self.calibration_text):
+            raise ValueError(
+                "--qualities: best needs a calibration file; give --kv-calibration, or "
+                "--calibration-text to make one"
+            )
+        if self.calibration and not self.calibration.is_file():
+            raise refuse(
+                "kv_calibration",
+                str(self.calibration),
+                wanted="an existing file",
+                flag="--kv-calibration",
+            )
+
+    @property
+    def parts(self) -> Path:
+        """The folder of what has been measured."""
+        return self.output / f"{self.name}.parts"
+
+
+class Measurements:
+    """Values by key in a JSON file; what is there is not measured again."""
+
+    def __init__(self, path: Path, facts: dict[str, Any]) -> None:
+        """`facts` are what the values, and the scores beside them, depend on.
+
+        They are written at once, so that not even an interrupted run leaves scores without them. A
+        fact that the file does not hold yet (a calibration, another text) is added.
+
+        Raises:
+            ValueError: when the file holds values of other facts, or is none of ours.
+        """
+        self._path, self._facts = path, facts
+        self._values: dict[str, Any] = {}
+        if not path.exists():
+            self.put({})
+            return
+        try:
+            held = json.loads(path.read_text(encoding="utf-8"))
+            known = dict(held["facts"])
+            different = [name for name in facts if known.get(name, facts[name]) != facts[name]]
+            self._values = dict(held["values"])
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path}: not a file of kv-report; delete its folder") from error
+        if different:
+            raise ValueError(
+                f"{path.parent}: measured with another {', '.join(different)}; delete the folder "
+                "or change --output or --name"
+            )
+        self._facts = known | facts
+        self.put({})
+
+    def get(self, key: str, measure: Callable[[], Any]) -> Any:
+        """The value of `key`, measured if it is not there."""
+        if key not in self._values:
+            self.put({key: measure()})
+        return self._values[key]
+
+    def has(self, key: str) -> bool:
+        """Whether the value is there."""
+        return key in self._values
+
+    def put(self, values: dict[str, Any]) -> None:
+        """Adds values and writes the file, whole or not at all."""
+        self._values |= values
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self._path.with_suffix(".part")
+        text = json.dumps({"facts": self._facts, "values": self._values}, indent=1)
+        unfinished.write_text(text + "\n", encoding="utf-8")
+        unfinished.rename(self._path)
+
+
+@dataclass
+class Report:
+    """One run. Figures by label: `cells[label]["texts"][text][context]` and so on."""
+
+    options: ReportOptions
+    model: OpenModel
+    cells: list[KvCell]
+    ids: dict[str, list[int]]  # by text
+    measured: Measurements
+    picture: bool = True  # drawn, beside the page
+    figures: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Measures everything that is missing."""
+        for cell in self.cells:
+            self.figures[cell.label] = {"texts": {}, "retrieval": {}, "decode": {}}
+        for index, text in enumerate(self.ids):
+            contexts = self.options.contexts if index == 0 else self.options.contexts[:1]
+            for context in contexts:
+                self._score(text, context)
+        for context in self.options.contexts:
+            self._retrieve(context)
+        self._costs()
+        self._decode()
+
+    def _score(self, text: str, context: int) -> None:
+        contexts = cut_contexts(self.ids[text], context, max_tokens=self.options.max_tokens)
+        folder = ScoreFolder(self.options.parts / text / str(context), self.cells, contexts)
+        with Progress(folder.num_missing(), f"{text}, context {context}") as bar:
+            folder.fill(self.model, bar)
+        for cell in self.cells:
+            per_text = self.figures[cell.label]["texts"].setdefault(text, {})
+            per_text[str(context)] = folder.summary(cell)
+
+    def _retrieve(self, context: int) -> None:
+        keys = {
+            (cell.label, seed): f"retrieval/{context}/{seed}/{cell.label}"
+            for cell in self.cells
+            for seed in range(self.options.retrieval_prompts)
+        }
+        missing = sum(not self.measured.has(key) for key in keys.values())
+        with Progress(missing, f"retrieval, context {context}") as bar:
+            for cell in self.cells:
+                answers = []
+                for seed in range(self.options.retrieval_prompts):
+                    key = keys[cell.label, seed]
+                    if not self.measured.has(key):
+                        self.measured.put({key: self._ask(cell, context, seed=seed)})
+                        bar(cell.label)
+                    answers += self.measured.get(key, list)
+                summary = recall_summary(np.array(answers))
+                self.figures[cell.label]["retrieval"][str(context)] = summary
+
+    def _ask(self, cell: KvCell, context: int, *, seed: int) -> list[list[float]]:
+        filler = next(iter(self.ids.values()))
+        start = seed * len(filler) // self.options.retrieval_prompts
+        prompt = make_prompt(
+            lambda text: self.model.loaded.tokenizer.encode(text, add_special=False),
+            filler[start:] + filler[:start],
+            context=context,
+            pairs=min(context // TOKENS_PER_PAIR, 96),
+            seed=seed,
+        )
+        with PromptEngine(self.model, cell.configure, context=len(prompt.ids)) as engine:
+            rows: list[list[float]] = ask(engine, prompt).tolist()
+        return rows
+
+    def _costs(self) -> None:
+        prompt = next(iter(self.ids.values()))[: self.options.contexts[0]]
+        with Progress(len(self.cells), "costs") as bar:
+            for cell in self.cells:
+                row = self.figures[cell.label]
+                row["bits_per_value"] = costs.bits_per_value(self.model, cell)
+                row["write_ns_per_token"] = self.measured.get(
+                    f"write/{cell.label}",
+                    lambda cell=cell: costs.write_ns_per_token(self.model, cell),  # type: ignore[misc]
+                )
+                row["saturated"] = self.measured.get(
+                    f"saturated/{cell.label}",
+                    lambda cell=cell: costs.num_saturated(  # type: ignore[misc]
+                        costs.stored_histograms(self.model, cell, prompt=prompt), cell
+                    ),
+                )
+                bar(cell.label)
+
+    def _decode(self) -> None:
+        prompt = next(iter(self.ids.values()))
+        for context in self.options.contexts:
+            for family in costs.families(self.cells):
+                key = f"decode/{context}/" + ",".join(cell.label for cell in family)
+                if not self.measured.has(key):
+                    turns = len(family) * (costs.DECODE_ROUNDS + 1)
+                    with Progress(turns, f"decode, context {context}") as bar:
+                        speeds = costs.decode_speeds(
+                            self.model, family, prompt=prompt[:context], done=bar
+                        )
+                    self.measured.put({key: speeds})
+                self._add_speeds(str(context), self.measured.get(key, dict))
+
+    def _add_speeds(self, context: str, speeds: dict[str, float]) -> None:
+        for label, speed in speeds.items():
+            raw = None if label == REFERENCE else speeds.get(label.partition("/")[0])
+            row = {"tokens_per_s": speed, "to_raw": speed / raw if raw else None}
+            row["to_none"] = speed / speeds[REFERENCE]
+            self.figures[label]["decode"].setdefault(context, row)
+
+
+class Progress:
+    """A bar of `total` steps that is called with what was done; silent without a terminal."""
+
+    def __init__(self, total: int, what: str) -> None:
+        from tqdm import tqdm
+
+        self._bar = tqdm(total=total, desc=what, disable=None if total else True)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def __call__(self, label: str) -> None:
+        """One step more."""
+        self._bar.set_postfix_str(label)
+        self._bar.update()
