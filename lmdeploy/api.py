@@ -5,10 +5,10 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-# Imported here so that binding the submodules `lmdeploy.pipeline` and `lmdeploy.serve` happens
-# before the package binds the functions of these names.
-import lmdeploy.serve as _  # noqa: F401
+# These two imports bind the modules `lmdeploy.pipeline` and `lmdeploy.serve` before the package
+# binds the functions of the same names.
 from lmdeploy.pipeline import Pipeline
+from lmdeploy.serve.state import ServerOptions
 
 if TYPE_CHECKING:
     from lmdeploy.config.chat_template import ChatTemplateConfig
@@ -52,7 +52,6 @@ def serve(
     `shutdown_timeout`: seconds that running answers may go on after that.
     """
     from lmdeploy.serve.server import run_server
-    from lmdeploy.serve.state import ServerOptions
 
     options = ServerOptions(
         model_name=model_name,

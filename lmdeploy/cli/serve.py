@@ -7,12 +7,13 @@ import argparse
 from lmdeploy.cli.engine_flags import engine_config
 from lmdeploy.config.chat_template import parse_chat_template
 from lmdeploy.config.engine import TurbomindEngineConfig
-from lmdeploy.serve import server
 from lmdeploy.serve.state import ServerOptions
 
 
 def run_api_server(args: argparse.Namespace) -> int:
     """Serves until interrupted, or prints the memory plan with --dry-run."""
+    from lmdeploy.serve import server
+
     config = engine_config(args)
     template = parse_chat_template(args.chat_template)
     keys = [key for key in args.api_keys or [] if key]

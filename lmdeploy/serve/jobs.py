@@ -1,9 +1,9 @@
-"""② From a request's fields to prompt ids, a GenerationConfig and its running answers."""
+"""② From a request's prompts to its running answers."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from lmdeploy.config.generation import GenerationConfig
 from lmdeploy.engine.request import is_constrained
 from lmdeploy.response import Response, join_pieces
 from lmdeploy.serve.errors import ApiError
-from lmdeploy.serve.schema import MAX_PROMPTS, SamplingFields, check_stop
+from lmdeploy.serve.schema import MAX_PROMPTS
 
 if TYPE_CHECKING:
     from lmdeploy.engine.async_engine import AsyncEngine
@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 
 MAX_ANSWERS = 1024  # of one HTTP request
 MAX_GRAMMAR_ANSWERS = 128  # with response_format; those that run take up to 100 MB each
-MAX_ENCODED_TOKENS = 1 << 22  # of one reply of /v1/encode
 MAX_PROMPT_TOKENS = 1 << 22  # of one HTTP request, once per answer; up to 44 bytes each
-_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
 MAX_LOGPROB_VALUES = 1 << 22  # of one HTTP request; about 100 bytes each
 
 
@@ -36,16 +34,6 @@ class Prepared:
     prompts: list[list[int]]
     config: GenerationConfig
     goes_on: bool = False
-
-
-@dataclass
-class Limits:
-    """What an endpoint adds to the shared sampling fields."""
-
-    max_new_tokens: int | None  # None: all that session_len leaves
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    n: int = 1
 
 
 @dataclass
@@ -82,49 +70,6 @@ class Usage:
         }
 
 
-def make_config(
-    fields: SamplingFields, limits: Limits, *, model_defaults: dict[str, Any], room: int
-) -> GenerationConfig:
-    """The GenerationConfig of a request. OptionError when the two disagree.
-
-    A model whose default is greedy samples for a request that says how.
-    """
-
-    def sampling(name: str) -> Any:
-        value = getattr(fields, name)
-        return model_defaults[name] if value is None else value
-
-    says_how = any(getattr(fields, name) is not None for name in _SAMPLING_FIELDS)
-    try:
-        bias = {int(token): value for token, value in (fields.logit_bias or {}).items()}
-    except ValueError:
-        raise refuse("logit_bias", fields.logit_bias, wanted="token ids as keys") from None
-    return GenerationConfig(
-        n=limits.n,
-        max_new_tokens=room if limits.max_new_tokens is None else limits.max_new_tokens,
-        min_new_tokens=fields.min_new_tokens,
-        do_sample=says_how or model_defaults["do_sample"],
-        temperature=float(sampling("temperature")),
-        top_p=float(sampling("top_p")),
-        top_k=sampling("top_k"),
-        min_p=float(sampling("min_p")),
-        repetition_penalty=float(sampling("repetition_penalty")),
-        presence_penalty=fields.presence_penalty or 0.0,
-        frequency_penalty=fields.frequency_penalty or 0.0,
-        random_seed=None if fields.seed is None else fields.seed % 2**64,
-        stop_words=check_stop(fields.stop),
-        stop_token_ids=fields.stop_token_ids,
-        ignore_eos=bool(fields.ignore_eos),
-        skip_special_tokens=fields.skip_special_tokens is not False,
-        spaces_between_special_tokens=fields.spaces_between_special_tokens is not False,
-        include_stop_str_in_output=bool(fields.include_stop_str_in_output),
-        logit_bias=bias or None,
-        logprobs=limits.logprobs,
-        prompt_logprobs=limits.prompt_logprobs,
-        response_format=fields.response_format,
-    )
-
-
 async def encode_prompts(
     engine: AsyncEngine, prompt: str | list[Any], *, num_new: int
 ) -> list[list[int]]:
@@ -155,21 +100,6 @@ async def encode_prompts(
             wanted = f"wanted at most {MAX_PROMPT_TOKENS}; send fewer prompts"
             raise OptionError("prompt", f"got {num_tokens} tokens in all, {wanted}")
         result.append(ids)
-    return result
-
-
-async def encode_texts(texts: Sequence[str], encode: Callable[[str], list[int]]) -> list[list[int]]:
-    """Ids of the field `input`. OptionError for more texts or tokens than one reply may hold."""
-    if len(texts) > MAX_PROMPTS:
-        raise OptionError("input", f"got {len(texts)} texts, wanted at most {MAX_PROMPTS}")
-    result: list[list[int]] = []
-    num_tokens = 0
-    for text in texts:
-        result.append(await asyncio.to_thread(encode, text))
-        num_tokens += len(result[-1])
-        if num_tokens > MAX_ENCODED_TOKENS:
-            wanted = f"wanted at most {MAX_ENCODED_TOKENS} in all; send fewer texts"
-            raise OptionError("input", f"got {num_tokens} tokens, {wanted}")
     return result
 
 

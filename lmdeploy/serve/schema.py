@@ -16,7 +16,6 @@ from lmdeploy.base.checks import show
 from lmdeploy.config.generation import (
     MAX_ALL_STOP_CHARS,
     MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
     MAX_N,
     MAX_STOP_WORD_CHARS,
     MAX_STOP_WORDS,
@@ -32,9 +31,9 @@ _MAX_SHOWN = 100
 _TEXT = re.compile(rb'"[^"]*"')  # where no quote is escaped
 
 # Of wrong items the first alone is reported: an error for each would take hundreds of bytes.
-_Ids = Annotated[list[int], Field(fail_fast=True)]
-_Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
-_Texts = Annotated[list[str], Field(fail_fast=True)]
+Ids = Annotated[list[int], Field(fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
 R = TypeVar("R", bound="ApiRequest")
 
 
@@ -53,7 +52,7 @@ class StreamOptions(ApiRequest):
     include_obfuscation: Literal[False] | None = None
 
 
-_COMMON_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+COMMON_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "session_id": (None, -1),
     "repetition_ngram_size": (None, 0),
     "repetition_ngram_threshold": (None, 0),
@@ -79,8 +78,8 @@ class SamplingFields(ApiRequest):
     presence_penalty: float | None = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=0.0, ge=-2, le=2)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
-    stop: str | _Texts | None = None
-    stop_token_ids: _Ids | None = Field(default=None, max_length=MAX_TOKEN_IDS)
+    stop: str | Texts | None = None
+    stop_token_ids: Ids | None = Field(default=None, max_length=MAX_TOKEN_IDS)
     ignore_eos: bool | None = False
     min_new_tokens: int | None = Field(default=None, ge=0, lt=2**31)
     skip_special_tokens: bool | None = True
@@ -108,98 +107,6 @@ class CompletionFields(SamplingFields):
     def streams_usage(self) -> bool:
         """Whether a stream ends with its token counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
-
-
-class ChatCompletionRequest(CompletionFields):
-    """Body of POST /v1/chat/completions."""
-
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
-        **_COMMON_UNSUPPORTED,
-        "do_preprocess": (None, True),
-        "functions": (None, []),
-        "function_call": (None, "none", "auto"),
-        "return_logprob": (None, False),
-        "modalities": (None, ["text"]),
-        "audio": (None,),
-        "prediction": (None,),
-        "store": (None, False),
-        "service_tier": (None, "auto", "default"),
-        "metadata": (None, {}),
-        "verbosity": (None, "medium"),
-        "web_search_options": (None,),
-    }
-
-    # Fields that only models with such an answer format have → values that others accept.
-    of_answer_format: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "tools": (None, []),
-        "tool_choice": (None, "none", "auto"),
-        "parallel_tool_calls": (None, True),
-        "reasoning_effort": (None,),
-    }
-
-    messages: str | _Objects | None = None  # a string: one user message
-    input_ids: _Ids | None = None
-    logprobs: bool | None = False
-    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
-    return_token_ids: bool | None = False
-    enable_thinking: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: _Objects | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None
-
-    def check_plain(self) -> None:
-        """ApiError 400 for a field that only models with an answer format of their own have."""
-        for name, accepted in self.of_answer_format.items():
-            check_value(name, getattr(self, name), accepted=accepted)
-
-
-class CompletionRequest(CompletionFields):
-    """Body of POST /v1/completions."""
-
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = _COMMON_UNSUPPORTED
-
-    prompt: str | list[Any]
-    echo: bool | None = False
-    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    max_tokens: int | None = Field(default=16, ge=0, lt=2**31)
-    return_token_ids: bool | None = False
-
-
-class GenerateRequest(SamplingFields):
-    """Body of POST /generate. As in LMDeploy, it samples from the model's own distribution."""
-
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
-        **_COMMON_UNSUPPORTED,
-        "logprob_start_len": (None, -1),
-    }
-
-    prompt: str | None = None
-    input_ids: _Ids | None = None
-    return_logprob: bool | None = None
-    top_logprobs_num: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    max_tokens: int = Field(default=128, ge=1, lt=2**31)
-    temperature: float | None = Field(default=1.0, ge=0, le=2)
-    top_p: float | None = Field(default=1.0, ge=0, le=1)
-    top_k: int | None = Field(default=0, ge=0, lt=2**31)
-
-
-class EncodeRequest(ApiRequest):
-    """Body of POST /v1/encode."""
-
-    input: str | _Texts
-    do_preprocess: bool | None = False
-    add_bos: bool | None = True
-
-
-class AbortRequest(ApiRequest):
-    """Body of POST /abort_request."""
-
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"session_id": (None, -1)}
-
-    abort_all: bool | None = False
 
 
 def check_value(name: str, value: Any, *, accepted: tuple[Any, ...]) -> None:

@@ -7,20 +7,78 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
 
 from lmdeploy.base.checks import OptionError, refuse
 from lmdeploy.chat.formats.harmony.conversation import read_options
 from lmdeploy.chat.prompts import encode_chat
 from lmdeploy.chat.tool_calls import ToolCall
-from lmdeploy.response import Response
-from lmdeploy.serve.jobs import Job, Limits, Prepared, Usage, make_config
+from lmdeploy.config.generation import MAX_LOGPROBS
+from lmdeploy.response import Response as Answer
+from lmdeploy.serve.jobs import Job, Prepared, Usage
 from lmdeploy.serve.logprobs import chat_logprobs
-from lmdeploy.serve.schema import ChatCompletionRequest, check_value
+from lmdeploy.serve.routes.base import Endpoint, post, respond
+from lmdeploy.serve.sampling import Limits, make_config
+from lmdeploy.serve.schema import (
+    COMMON_UNSUPPORTED,
+    CompletionFields,
+    Ids,
+    Objects,
+    check_value,
+)
+from lmdeploy.serve.state import ServerState
 from lmdeploy.serve.streaming import Body, answer_events
 
-if TYPE_CHECKING:
-    from lmdeploy.serve.state import ServerState
+router = APIRouter()
+
+
+class ChatCompletionRequest(CompletionFields):
+    """Body of POST /v1/chat/completions."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **COMMON_UNSUPPORTED,
+        "do_preprocess": (None, True),
+        "functions": (None, []),
+        "function_call": (None, "none", "auto"),
+        "return_logprob": (None, False),
+        "modalities": (None, ["text"]),
+        "audio": (None,),
+        "prediction": (None,),
+        "store": (None, False),
+        "service_tier": (None, "auto", "default"),
+        "metadata": (None, {}),
+        "verbosity": (None, "medium"),
+        "web_search_options": (None,),
+    }
+
+    # Fields that only models with such an answer format have → values that others accept.
+    of_answer_format: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "tools": (None, []),
+        "tool_choice": (None, "none", "auto"),
+        "parallel_tool_calls": (None, True),
+        "reasoning_effort": (None,),
+    }
+
+    messages: str | Objects | None = None  # a string: one user message
+    input_ids: Ids | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    return_token_ids: bool | None = False
+    enable_thinking: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Objects | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+
+    def check_plain(self) -> None:
+        """ApiError 400 for a field that only models with an answer format of their own have."""
+        for name, accepted in self.of_answer_format.items():
+            check_value(name, getattr(self, name), accepted=accepted)
 
 
 # Fields that the chat template reads.
@@ -108,7 +166,7 @@ class ChatReply:
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
 
-    def whole(self, jobs: Sequence[Job], answers: Sequence[Response]) -> dict[str, Any]:
+    def whole(self, jobs: Sequence[Job], answers: Sequence[Answer]) -> dict[str, Any]:
         """The answer to a request without `stream`."""
         usage = Usage()
         choices = []
@@ -132,11 +190,11 @@ class ChatReply:
         usage = Usage()
         wanted = self._request.streams_usage
 
-        def chunk(job: Job, delta: dict[str, Any], *, piece: Response | None) -> Body:
+        def chunk(job: Job, delta: dict[str, Any], *, piece: Answer | None) -> Body:
             body = self._chunk(job, delta, piece=piece)
             return {**body, "usage": None} if wanted else body
 
-        def bodies(job: Job, piece: Response) -> Iterator[Body]:
+        def bodies(job: Job, piece: Answer) -> Iterator[Body]:
             usage.add(job, piece)
             delta = self._delta(piece)
             if delta or piece.finish_reason is not None or self._request.logprobs:
@@ -150,7 +208,7 @@ class ChatReply:
         first = [chunk(job, {"role": "assistant", "content": ""}, piece=None) for job in jobs]
         return answer_events(jobs, self._state.metrics, bodies=bodies, first=first, last=last)
 
-    def _message(self, answer: Response) -> dict[str, Any]:
+    def _message(self, answer: Answer) -> dict[str, Any]:
         if not self._state.splits_answers:
             return {"content": answer.text}
         calls = [_call_body(call) for call in answer.tool_calls or []]
@@ -160,7 +218,7 @@ class ChatReply:
             "tool_calls": calls or None,
         }
 
-    def _delta(self, piece: Response) -> dict[str, Any]:
+    def _delta(self, piece: Answer) -> dict[str, Any]:
         delta: dict[str, Any] = {}
         if piece.text or not self._state.splits_answers:
             delta["content"] = piece.text
@@ -172,7 +230,7 @@ class ChatReply:
             delta["gen_tokens"] = piece.token_ids
         return delta
 
-    def _chunk(self, job: Job, delta: dict[str, Any], *, piece: Response | None) -> Body:
+    def _chunk(self, job: Job, delta: dict[str, Any], *, piece: Answer | None) -> Body:
         choice = {
             "index": job.index,
             "delta": delta,
@@ -189,7 +247,7 @@ class ChatReply:
             "model": self._state.model_name,
         }
 
-    def _logprobs(self, piece: Response) -> dict[str, Any] | None:
+    def _logprobs(self, piece: Answer) -> dict[str, Any] | None:
         if not self._request.logprobs:
             return None
         return chat_logprobs(
@@ -198,3 +256,14 @@ class ChatReply:
             logprobs=piece.logprobs or [],
             num_top=self._request.top_logprobs or 0,
         )
+
+
+_ENDPOINT = Endpoint(prepare_chat, ChatReply, is_chat=True, fields={"prompt": "messages"})
+
+
+@post(router, "/v1/chat/completions", body=ChatCompletionRequest)
+async def chat_completions(
+    request: Request, state: ServerState, body: ChatCompletionRequest
+) -> Response:
+    """OpenAI's chat completions."""
+    return await respond(request, state, endpoint=_ENDPOINT, body=body)

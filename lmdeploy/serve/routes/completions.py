@@ -5,18 +5,40 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
 
 from lmdeploy.chat.detokenize import KnownIds
 from lmdeploy.chat.tokenizer import without_surrogates
-from lmdeploy.response import Response, join_pieces
-from lmdeploy.serve.jobs import Job, Limits, Prepared, Usage, encode_prompts, make_config
+from lmdeploy.config.generation import MAX_LOGPROBS
+from lmdeploy.response import Response as Answer
+from lmdeploy.response import join_pieces
+from lmdeploy.serve.jobs import Job, Prepared, Usage, encode_prompts
 from lmdeploy.serve.logprobs import CompletionLogprobs
-from lmdeploy.serve.schema import CompletionRequest
+from lmdeploy.serve.routes.base import Endpoint, post, respond
+from lmdeploy.serve.sampling import Limits, make_config
+from lmdeploy.serve.schema import (
+    COMMON_UNSUPPORTED,
+    CompletionFields,
+)
+from lmdeploy.serve.state import ServerState
 from lmdeploy.serve.streaming import Body, answer_events
 
-if TYPE_CHECKING:
-    from lmdeploy.serve.state import ServerState
+router = APIRouter()
+
+
+class CompletionRequest(CompletionFields):
+    """Body of POST /v1/completions."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = COMMON_UNSUPPORTED
+
+    prompt: str | list[Any]
+    echo: bool | None = False
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    max_tokens: int | None = Field(default=16, ge=0, lt=2**31)
+    return_token_ids: bool | None = False
 
 
 async def prepare_completion(state: ServerState, request: CompletionRequest) -> Prepared:
@@ -47,7 +69,7 @@ class CompletionReply:
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._echoed: set[int] = set()
 
-    def whole(self, jobs: Sequence[Job], answers: Sequence[Response]) -> dict[str, Any]:
+    def whole(self, jobs: Sequence[Job], answers: Sequence[Answer]) -> dict[str, Any]:
         """The answer to a request without `stream`."""
         usage = Usage()
         choices = []
@@ -60,9 +82,9 @@ class CompletionReply:
         """The answer to a request with `stream`."""
         usage = Usage()
         wanted = self._request.streams_usage
-        held: dict[int, list[Response]] = {}  # pieces that only carry prompt logprobs
+        held: dict[int, list[Answer]] = {}  # pieces that only carry prompt logprobs
 
-        def bodies(job: Job, piece: Response) -> Iterator[Body]:
+        def bodies(job: Job, piece: Answer) -> Iterator[Body]:
             usage.add(job, piece)
             if not piece.token_ids and not piece.text and piece.finish_reason is None:
                 held.setdefault(job.index, []).append(piece)
@@ -77,7 +99,7 @@ class CompletionReply:
 
         return answer_events(jobs, self._state.metrics, bodies=bodies, last=last)
 
-    def _choice(self, job: Job, piece: Response) -> dict[str, Any]:
+    def _choice(self, job: Job, piece: Answer) -> dict[str, Any]:
         echo = bool(self._request.echo) and job.index not in self._echoed
         self._echoed.add(job.index)
         prompt_text = self._prompt_text(job) if echo else ""
@@ -120,3 +142,12 @@ class CompletionReply:
             "created": self._created,
             "model": self._state.model_name,
         }
+
+
+_ENDPOINT = Endpoint(prepare_completion, CompletionReply)
+
+
+@post(router, "/v1/completions", body=CompletionRequest)
+async def completions(request: Request, state: ServerState, body: CompletionRequest) -> Response:
+    """OpenAI's completions."""
+    return await respond(request, state, endpoint=_ENDPOINT, body=body)

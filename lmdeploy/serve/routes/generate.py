@@ -4,18 +4,46 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
 
 from lmdeploy.base.checks import OptionError
 from lmdeploy.chat.prompts import encode_text
-from lmdeploy.response import Response
-from lmdeploy.serve.jobs import Job, Limits, Prepared, make_config
+from lmdeploy.config.generation import MAX_LOGPROBS
+from lmdeploy.response import Response as Answer
+from lmdeploy.serve.jobs import Job, Prepared
 from lmdeploy.serve.logprobs import LOWEST
-from lmdeploy.serve.schema import GenerateRequest
+from lmdeploy.serve.routes.base import Endpoint, post, respond
+from lmdeploy.serve.sampling import Limits, make_config
+from lmdeploy.serve.schema import (
+    COMMON_UNSUPPORTED,
+    Ids,
+    SamplingFields,
+)
+from lmdeploy.serve.state import ServerState
 from lmdeploy.serve.streaming import answer_events
 
-if TYPE_CHECKING:
-    from lmdeploy.serve.state import ServerState
+router = APIRouter()
+
+
+class GenerateRequest(SamplingFields):
+    """Body of POST /generate. As in LMDeploy, it samples from the model's own distribution."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **COMMON_UNSUPPORTED,
+        "logprob_start_len": (None, -1),
+    }
+
+    prompt: str | None = None
+    input_ids: Ids | None = None
+    return_logprob: bool | None = None
+    top_logprobs_num: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    max_tokens: int = Field(default=128, ge=1, lt=2**31)
+    temperature: float | None = Field(default=1.0, ge=0, le=2)
+    top_p: float | None = Field(default=1.0, ge=0, le=1)
+    top_k: int | None = Field(default=0, ge=0, lt=2**31)
 
 
 async def prepare_generate(state: ServerState, request: GenerateRequest) -> Prepared:
@@ -49,11 +77,11 @@ class GenerateReply:
         self._state = state
         self._request = request
 
-    def whole(self, jobs: Sequence[Job], answers: Sequence[Response]) -> dict[str, Any]:
+    def whole(self, jobs: Sequence[Job], answers: Sequence[Answer]) -> dict[str, Any]:
         """The answer to a request without `stream`."""
         return self._body(answers[0])
 
-    def _body(self, answer: Response) -> dict[str, Any]:
+    def _body(self, answer: Answer) -> dict[str, Any]:
         """One object with `text`, `output_ids` and `meta_info`."""
         reason = answer.finish_reason
         meta: dict[str, Any] = {
@@ -81,3 +109,12 @@ class GenerateReply:
     def events(self, jobs: Sequence[Job]) -> AsyncIterator[bytes]:
         """The answer to a request with `stream`."""
         return answer_events(jobs, self._state.metrics, bodies=lambda _, piece: [self._body(piece)])
+
+
+_ENDPOINT = Endpoint(prepare_generate, GenerateReply, fields={"logprobs": "top_logprobs_num"})
+
+
+@post(router, "/generate", body=GenerateRequest)
+async def generate(request: Request, state: ServerState, body: GenerateRequest) -> Response:
+    """LMDeploy's plain generation."""
+    return await respond(request, state, endpoint=_ENDPOINT, body=body)

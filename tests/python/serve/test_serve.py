@@ -17,8 +17,7 @@ from fake_engine import make_engine
 from serving import ANSWER, CHAT, post, serving
 
 from lmdeploy.serve.app import make_app
-from lmdeploy.serve.graceful_server import GracefulServer
-from lmdeploy.serve.server import bind, check_options, curl_line, listen
+from lmdeploy.serve.server import GracefulServer, bind, check_options, curl_line, listen
 from lmdeploy.serve.state import ServerOptions
 
 

@@ -26,10 +26,13 @@ from lmdeploy.response import Response
 from lmdeploy.serve import jobs as generation
 from lmdeploy.serve import server
 from lmdeploy.serve.errors import ApiError, to_api_error
-from lmdeploy.serve.graceful_server import GracefulServer
 from lmdeploy.serve.jobs import Prepared, collect_all, request_error, submit_all
 from lmdeploy.serve.metrics import ServerMetrics
-from lmdeploy.serve.schema import ChatCompletionRequest, CompletionRequest, parse_request
+from lmdeploy.serve.routes import encode
+from lmdeploy.serve.routes.chat import ChatCompletionRequest
+from lmdeploy.serve.routes.completions import CompletionRequest
+from lmdeploy.serve.schema import parse_request
+from lmdeploy.serve.server import GracefulServer
 
 JSON_FORMAT = {"type": "json_object"}
 COMPLETION = {"model": "m", "prompt": "a"}
@@ -208,7 +211,7 @@ def test_the_first_wrong_prompt_ends_the_encoding():
 
 
 def test_encode_has_a_limit_of_tokens(url, monkeypatch):
-    monkeypatch.setattr(generation, "MAX_ENCODED_TOKENS", 10)
+    monkeypatch.setattr(encode, "MAX_ENCODED_TOKENS", 10)
     assert post(url, "/v1/encode", {"input": ["a" * 5] * 2}).json()["length"] == [5, 5]
     reply = post(url, "/v1/encode", {"input": ["a" * 4] * 3})
     assert "got 12 tokens, wanted at most 10" in refused(reply, param="input")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fastapi.routing import APIRoute
 from reference.codecs import MODES
 from reference.layout import row_bytes
 
@@ -21,6 +22,11 @@ from lmdeploy.config import generation as generation_config
 from lmdeploy.config import kv_formats
 from lmdeploy.models import FAMILIES
 from lmdeploy.serve import schema as protocol
+from lmdeploy.serve.routes import ROUTERS
+from lmdeploy.serve.routes.chat import ChatCompletionRequest
+from lmdeploy.serve.routes.completions import CompletionRequest
+from lmdeploy.serve.routes.encode import EncodeRequest
+from lmdeploy.serve.routes.generate import GenerateRequest
 
 ROOT = Path(__file__).resolve().parents[3]
 SERVING = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
@@ -105,8 +111,8 @@ def test_quality_options() -> None:
 
 
 def test_endpoints() -> None:
-    source = (ROOT / "lmdeploy/serve/app.py").read_text(encoding="utf-8")
-    routes = {f"{m.upper()} {p}" for m, p in re.findall(r'@app\.(get|post)\("([^"]+)"', source)}
+    found = [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
+    routes = {f"{method} {route.path}" for route in found for method in route.methods}
     routes = {route.replace(":path}", "}") for route in routes}
     assert {row[0].strip("`") for row in table(section(SERVING, "Endpoints"))} == routes
 
@@ -114,10 +120,10 @@ def test_endpoints() -> None:
 @pytest.mark.parametrize(
     ("endpoint", "schema"),
     [
-        ("/v1/chat/completions", protocol.ChatCompletionRequest),
-        ("/v1/completions", protocol.CompletionRequest),
-        ("/generate", protocol.GenerateRequest),
-        ("/v1/encode", protocol.EncodeRequest),
+        ("/v1/chat/completions", ChatCompletionRequest),
+        ("/v1/completions", CompletionRequest),
+        ("/generate", GenerateRequest),
+        ("/v1/encode", EncodeRequest),
     ],
 )
 def test_fields(endpoint: str, schema: type[protocol.ApiRequest]) -> None:

@@ -1,0 +1,196 @@
+"""What endpoints share: reading a body, and answering a request, whole or as events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from fastapi import APIRouter, Request, Response
+from starlette.requests import ClientDisconnect
+
+from lmdeploy.base.checks import OptionError
+from lmdeploy.response import Response as Answer
+from lmdeploy.serve.admission import Place
+from lmdeploy.serve.errors import ApiError, JsonResponse
+from lmdeploy.serve.jobs import Job, Prepared, check_size, close_all, collect_all, submit_all
+from lmdeploy.serve.schema import (
+    MAX_BODY_BYTES,
+    ApiRequest,
+    CompletionFields,
+    SamplingFields,
+    parse_request,
+)
+from lmdeploy.serve.state import ServerState
+from lmdeploy.serve.streaming import SseResponse
+
+BODIES: list[type[ApiRequest]] = []  # of all POST routes
+BODY_REFERENCE = "#/components/schemas/{model}"
+R = TypeVar("R", bound=ApiRequest)
+T = TypeVar("T")
+Handler = Callable[[Request, ServerState, R], Awaitable[Response]]
+
+
+def state_of(request: Request) -> ServerState:
+    """Return the state of the server that got a request."""
+    state: ServerState = request.app.state.server
+    return state
+
+
+def post(router: APIRouter, path: str, *, body: type[R]) -> Callable[[Handler[R]], Handler[R]]:
+    """Register the decorated handler of POST requests, and describe its body in /openapi.json.
+
+    FastAPI does not parse the bodies, because its errors have another shape than OpenAI's.
+    """
+    schema = {"$ref": BODY_REFERENCE.format(model=body.__name__)}
+    described = {"required": True, "content": {"application/json": {"schema": schema}}}
+
+    def register(handler: Handler[R]) -> Handler[R]:
+        async def endpoint(request: Request) -> Response:
+            return await handler(request, state_of(request), await read_body(request, body))
+
+        router.add_api_route(
+            path,
+            endpoint,
+            methods=["POST"],
+            name=handler.__name__,
+            description=handler.__doc__,
+            openapi_extra={"requestBody": described},
+        )
+        BODIES.append(body)
+        return handler
+
+    return register
+
+
+class Reply(Protocol):
+    """Builds the JSON of one response."""
+
+    def __init__(self, state: ServerState, request: Any) -> None: ...
+
+    def whole(self, jobs: Sequence[Job], answers: Sequence[Answer]) -> dict[str, Any]:
+        """The answer to a request without `stream`."""
+        ...
+
+    def events(self, jobs: Sequence[Job]) -> AsyncIterator[bytes]:
+        """The answer to a request with `stream`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """What one generating route has of its own."""
+
+    prepare: Callable[[ServerState, Any], Coroutine[Any, Any, Prepared]]
+    reply: type[Reply]
+    is_chat: bool = False
+    # Fields of errors that have another name in this route's body.
+    fields: Mapping[str, str] = field(default_factory=dict)
+
+
+async def respond(
+    request: Request, state: ServerState, *, endpoint: Endpoint, body: SamplingFields
+) -> Response:
+    """Answers a request if there is a place for it, which is left when the answer has ended."""
+    if isinstance(body, CompletionFields):
+        check_model(state, body.model)
+    with ExitStack() as ends:
+        place = ends.enter_context(state.admission.enter())
+        response = await _answer(request, state, endpoint=endpoint, body=body, place=place)
+        if isinstance(response, SseResponse):
+            response.on_end(ends.pop_all().close)
+        return response
+
+
+async def _answer(
+    request: Request,
+    state: ServerState,
+    *,
+    endpoint: Endpoint,
+    body: SamplingFields,
+    place: Place,
+) -> Response:
+    """The answer, whole or as events. A client that leaves at any time cancels it."""
+    jobs: list[Job] = []
+
+    async def start() -> None:
+        prepared = await endpoint.prepare(state, body)
+        prompts, config = prepared.prompts, prepared.config
+        check_size(prompts, config, max_tokens=state.engine.max_request_tokens)
+        place.hold(sum(map(len, prompts)) * config.n)
+        jobs.extend(await submit_all(state.engine, prepared, chat=endpoint.is_chat))
+
+    async def answer() -> list[Answer]:
+        await start()
+        return await collect_all(jobs, state.metrics)
+
+    reply = endpoint.reply(state, body)
+    try:
+        if body.stream:
+            await until_disconnect(request, start())
+            return SseResponse(reply.events(jobs), jobs)
+        answers = await until_disconnect(request, answer())
+        echoes = bool(getattr(body, "echo", False))
+        return await _render(lambda: reply.whole(jobs, answers), answers, echoes=echoes)
+    except OptionError as error:
+        raise error.renamed(endpoint.fields.get(error.field, error.field)) from error
+    except asyncio.CancelledError:
+        close_all(jobs)
+        raise
+
+
+def check_model(state: ServerState, name: str) -> None:
+    """Raise ApiError 404 for a name that is not the model's."""
+    if name != state.model_name:
+        message = f"model: got {name[:100]!r}, wanted {state.model_name!r}; change model"
+        raise ApiError(404, message, param="model")
+
+
+async def _render(
+    build: Callable[[], dict[str, Any]], answers: Sequence[Answer], *, echoes: bool
+) -> Response:
+    """The body of a whole reply; in a worker thread when prompts or log probabilities are in it."""
+    if echoes or any(answer.logprobs or answer.prompt_logprobs for answer in answers):
+        return await asyncio.to_thread(lambda: JsonResponse(build()))
+    return JsonResponse(build())
+
+
+async def read_body(request: Request, model: type[R]) -> R:
+    """Return the checked body. ApiError 413 for one that is too large."""
+    body = bytearray()
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_BODY_BYTES:
+                message = f"body: got more than {MAX_BODY_BYTES} bytes, wanted fewer; shorten it"
+                raise ApiError(413, message)
+    except ClientDisconnect:
+        raise _gone() from None
+    return parse_request(model, bytes(body))
+
+
+async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away."""
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(watch())
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise _gone()
+        return task.result()
+    finally:
+        watcher.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+def _gone() -> ApiError:
+    return ApiError(400, "the client went away")

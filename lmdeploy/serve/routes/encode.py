@@ -1,0 +1,68 @@
+"""POST /v1/encode: token ids of texts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from lmdeploy.base.checks import OptionError
+from lmdeploy.chat.prompts import encode_chat, encode_text
+from lmdeploy.engine.async_engine import AsyncEngine
+from lmdeploy.serve.errors import JsonResponse
+from lmdeploy.serve.routes.base import post, until_disconnect
+from lmdeploy.serve.schema import MAX_PROMPTS, ApiRequest, Texts
+from lmdeploy.serve.state import ServerState
+
+MAX_ENCODED_TOKENS = 1 << 22  # of one reply of /v1/encode
+
+router = APIRouter()
+
+
+class EncodeRequest(ApiRequest):
+    """Body of POST /v1/encode."""
+
+    input: str | Texts
+    do_preprocess: bool | None = False
+    add_bos: bool | None = True
+
+
+@post(router, "/v1/encode", body=EncodeRequest)
+async def encode(request: Request, state: ServerState, body: EncodeRequest) -> Response:
+    """Token ids of texts."""
+    texts = [body.input] if isinstance(body.input, str) else body.input
+    with state.admission.enter():
+        work = encode_texts(texts, lambda text: _encode_one(state.engine, body, text=text))
+        try:
+            ids = await until_disconnect(request, work)
+        except OptionError as error:
+            raise error.renamed("input") from error
+        reply: dict[str, Any] = {"input_ids": ids, "length": [len(item) for item in ids]}
+        if isinstance(body.input, str):
+            reply = {"input_ids": ids[0], "length": len(ids[0])}
+        return await asyncio.to_thread(JsonResponse, reply)
+
+
+async def encode_texts(texts: Sequence[str], encode: Callable[[str], list[int]]) -> list[list[int]]:
+    """Ids of the field `input`. OptionError for more texts or tokens than one reply may hold."""
+    if len(texts) > MAX_PROMPTS:
+        raise OptionError("input", f"got {len(texts)} texts, wanted at most {MAX_PROMPTS}")
+    result: list[list[int]] = []
+    num_tokens = 0
+    for text in texts:
+        result.append(await asyncio.to_thread(encode, text))
+        num_tokens += len(result[-1])
+        if num_tokens > MAX_ENCODED_TOKENS:
+            wanted = f"wanted at most {MAX_ENCODED_TOKENS} in all; send fewer texts"
+            raise OptionError("input", f"got {num_tokens} tokens, {wanted}")
+    return result
+
+
+def _encode_one(engine: AsyncEngine, body: EncodeRequest, *, text: str) -> list[int]:
+    parts, most = engine.parts, MAX_ENCODED_TOKENS
+    if body.do_preprocess:
+        message = {"role": "user", "content": text}
+        return encode_chat(parts, [message], max_tokens=most).ids
+    return encode_text(parts, text, add_special=body.add_bos is not False, max_tokens=most)

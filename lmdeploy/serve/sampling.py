@@ -1,0 +1,65 @@
+"""② From the sampling fields of a request to a GenerationConfig."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lmdeploy.base.checks import refuse
+from lmdeploy.config.generation import GenerationConfig
+from lmdeploy.serve.schema import SamplingFields, check_stop
+
+_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
+
+
+@dataclass
+class Limits:
+    """What an endpoint adds to the shared sampling fields."""
+
+    max_new_tokens: int | None  # None: all that session_len leaves
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
+
+
+def make_config(
+    fields: SamplingFields, limits: Limits, *, model_defaults: dict[str, Any], room: int
+) -> GenerationConfig:
+    """The GenerationConfig of a request. OptionError when the two disagree.
+
+    A model whose default is greedy samples for a request that says how.
+    """
+
+    def sampling(name: str) -> Any:
+        value = getattr(fields, name)
+        return model_defaults[name] if value is None else value
+
+    says_how = any(getattr(fields, name) is not None for name in _SAMPLING_FIELDS)
+    try:
+        bias = {int(token): value for token, value in (fields.logit_bias or {}).items()}
+    except ValueError:
+        raise refuse("logit_bias", fields.logit_bias, wanted="token ids as keys") from None
+    return GenerationConfig(
+        n=limits.n,
+        max_new_tokens=room if limits.max_new_tokens is None else limits.max_new_tokens,
+        min_new_tokens=fields.min_new_tokens,
+        do_sample=says_how or model_defaults["do_sample"],
+        temperature=float(sampling("temperature")),
+        top_p=float(sampling("top_p")),
+        top_k=sampling("top_k"),
+        min_p=float(sampling("min_p")),
+        repetition_penalty=float(sampling("repetition_penalty")),
+        presence_penalty=fields.presence_penalty or 0.0,
+        frequency_penalty=fields.frequency_penalty or 0.0,
+        random_seed=None if fields.seed is None else fields.seed % 2**64,
+        stop_words=check_stop(fields.stop),
+        stop_token_ids=fields.stop_token_ids,
+        ignore_eos=bool(fields.ignore_eos),
+        skip_special_tokens=fields.skip_special_tokens is not False,
+        spaces_between_special_tokens=fields.spaces_between_special_tokens is not False,
+        include_stop_str_in_output=bool(fields.include_stop_str_in_output),
+        logit_bias=bias or None,
+        logprobs=limits.logprobs,
+        prompt_logprobs=limits.prompt_logprobs,
+        response_format=fields.response_format,
+    )
