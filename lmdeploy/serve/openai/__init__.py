@@ -1,0 +1,1 @@
+"""The client of LMDeploy 0.18, at its import path."""

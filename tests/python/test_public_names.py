@@ -1,0 +1,24 @@
+"""The import paths that users of LMDeploy 0.18 type."""
+
+import importlib
+
+import pytest
+
+NAMES = {
+    "lmdeploy": (
+        "pipeline serve Pipeline TurbomindEngineConfig GenerationConfig ChatTemplateConfig "
+        "Response __version__"
+    ),
+    "lmdeploy.api": "pipeline serve",
+    "lmdeploy.messages": "GenerationConfig Response ResponseType TurbomindEngineConfig",
+    "lmdeploy.model": "ChatTemplateConfig",
+    "lmdeploy.pipeline": "Pipeline",
+    "lmdeploy.version": "__version__ version_info",
+    "lmdeploy.serve.openai.api_client": "APIClient",
+}
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_public_names(module: str) -> None:
+    found = importlib.import_module(module)
+    assert [name for name in NAMES[module].split() if not hasattr(found, name)] == []
