@@ -1,4 +1,4 @@
-"""Check the messages of a conversation."""
+"""② Check the messages of a conversation."""
 
 from __future__ import annotations
 

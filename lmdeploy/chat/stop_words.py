@@ -1,4 +1,4 @@
-"""Find stop words in a text that arrives in chunks."""
+"""⑨ Find stop words in a text that arrives in chunks."""
 
 from __future__ import annotations
 

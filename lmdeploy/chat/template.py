@@ -1,4 +1,4 @@
-"""Choose the template of a conversation and render prompts with it."""
+"""② Choose the template of a conversation and render prompts with it."""
 
 from __future__ import annotations
 
