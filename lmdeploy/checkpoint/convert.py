@@ -7,14 +7,12 @@ import numpy.typing as npt
 
 from lmdeploy.base.errors import ModelFormatError
 from lmdeploy.checkpoint.files.tensor_file import (
-    AWQ,
     BLOCK_FORMATS,
     SPLIT_MXFP4,
     StoredTensor,
     row_bytes,
 )
 from lmdeploy.checkpoint.gguf_blocks import REPACKED, values_to_q8_0
-from lmdeploy.checkpoint.methods.awq import AwqMatrix
 from lmdeploy.checkpoint.tensor_plan import PlannedTensor
 
 # Computed as they are. REPACKED and _ROUNDED keep about as many bits as they have in the file;
@@ -32,8 +30,8 @@ def engine_format(tensor: StoredTensor, exact: bool) -> str:
         return _RAW_FORMATS[tensor.format]
     if exact and tensor.format != "BF16":
         return "f32"
-    if tensor.format == AWQ:
-        return "q4_1"
+    if tensor.matrix is not None:
+        return tensor.matrix.kind
     if tensor.format in REPACKED:
         return REPACKED[tensor.format][0]
     return "q8_0" if tensor.format in _ROUNDED else "bf16"
@@ -79,7 +77,8 @@ def matrix_for_engine(
         return kind, np.ascontiguousarray(_separate_halves(halves, interleaved_heads))
     width = row_bytes(kind.upper(), tensor.cols)
     out = np.empty((tensor.rows, width), np.uint8)
-    step = max(8, _CHUNK_VALUES // tensor.cols // 8 * 8)  # AWQ has 8 rows in a word
+    row_step = 1 if tensor.matrix is None else tensor.matrix.row_step
+    step = max(row_step, _CHUNK_VALUES // tensor.cols // row_step * row_step)
     try:
         for start in range(0, tensor.rows, step):
             chunk = _convert_rows(tensor, kind, span=slice(start, min(start + step, tensor.rows)))
@@ -94,9 +93,8 @@ def matrix_for_engine(
 
 def _convert_rows(tensor: StoredTensor, kind: str, *, span: slice) -> npt.NDArray[Any]:
     stored_format = tensor.format
-    if stored_format == AWQ:
-        matrix = _awq_matrix(tensor)
-        convert = matrix.f32 if kind == "f32" else matrix.q4_1
+    if tensor.matrix is not None:
+        convert = tensor.matrix.f32 if kind == "f32" else tensor.matrix.blocks
         return convert(span.start, span.stop)
     rows = tensor.raw.reshape(tensor.rows, -1)[span]
     if kind not in ("f32", "bf16") and stored_format in REPACKED:
@@ -105,14 +103,6 @@ def _convert_rows(tensor: StoredTensor, kind: str, *, span: slice) -> npt.NDArra
     if kind == "f32":
         return np.ascontiguousarray(values)
     return values_to_q8_0(values) if kind == "q8_0" else bf16_bits(values)
-
-
-def _awq_matrix(tensor: StoredTensor) -> AwqMatrix:
-    assert tensor.scales is not None and tensor.zeros is not None
-    groups = tensor.scales.size // (2 * tensor.rows)
-    return AwqMatrix(
-        tensor.rows, tensor.cols, tensor.cols // groups, tensor.raw, tensor.scales, tensor.zeros
-    )
 
 
 def vector_for_engine(

@@ -6,7 +6,7 @@ from lmdeploy.base.errors import ModelFormatError
 from lmdeploy.base.files import read_json_object
 from lmdeploy.checkpoint.files.safetensors_file import SafetensorsFile
 from lmdeploy.checkpoint.files.tensor_file import TensorFile
-from lmdeploy.checkpoint.methods import awq
+from lmdeploy.checkpoint.methods import METHODS
 from lmdeploy.checkpoint.tensor_plan import (
     KV_SCALES_ADVICE,
     MAX_LAYERS,
@@ -35,12 +35,12 @@ _ACTIVATIONS = {
 }
 
 
-def is_awq(folder: Path) -> bool:
-    """Whether config.json says that the weights are AWQ's."""
-    quantization = read_json_object(folder / "config.json", _MAX_CONFIG_BYTES).get(
-        "quantization_config"
-    )
-    return isinstance(quantization, dict) and quantization.get("quant_method") == awq.METHOD
+def method_of(folder: Path) -> str | None:
+    """Return the quantization method that config.json names, or None if it is not in METHODS."""
+    values = read_json_object(folder / "config.json", _MAX_CONFIG_BYTES)
+    quantization = values.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    return method if isinstance(method, str) and method in METHODS else None
 
 
 def open_folder(folder: Path) -> Checkpoint:
@@ -52,12 +52,12 @@ def open_folder(folder: Path) -> Checkpoint:
     if not architectures:
         raise reader.refuse("architectures is missing")
     family = family_of_hf(architectures[0], source)
-    awq_group = _check_quantization(reader, family)
+    quantization = _method_config(reader, family)
     reader = reader.with_defaults(family.hf_defaults)
     config = _config_from_hf(reader, family)
     file: TensorFile = SafetensorsFile(folder)
-    if awq_group:
-        file = awq.AwqFile(file, group=awq_group, source=str(folder))
+    if quantization is not None:
+        file = METHODS[quantization.text("quant_method")](file, quantization, str(folder))
     names = dict(family.hf_tensors)
     config = resolve_tied_head(file, config, names=names, source=source)
     for matrix in family.hf_bias(reader):
@@ -75,13 +75,16 @@ def open_folder(folder: Path) -> Checkpoint:
     return Checkpoint(folder, family, config, tensors, stored_dtype(tensors), values, False)
 
 
-def _check_quantization(reader: ConfigReader, family: ModelFamily) -> int:
-    """The inputs per scale of AWQ weights, else 0. ModelFormatError for what is not computed."""
+def _method_config(reader: ConfigReader, family: ModelFamily) -> ConfigReader | None:
+    """Return `quantization_config` if METHODS has its method, and None if weights are as stored.
+
+    Raises ModelFormatError for a method that is not supported.
+    """
     quantization = reader.child("quantization_config")
     if quantization is None:
-        return 0
+        return None
     method = quantization.text("quant_method", default="unknown")
-    is_known = method in (*family.hf_quant_methods, awq.METHOD)
+    is_known = method in (*family.hf_quant_methods, *METHODS)
     kv_keys = [key for key in _KV_KEYS if quantization.has(key)]
     if kv_keys and (is_known or not _has_quantized_weights(quantization, method)):
         raise quantization.refuse(
@@ -89,12 +92,12 @@ def _check_quantization(reader: ConfigReader, family: ModelFamily) -> int:
             f"{kv_keys[0] if is_known else 'quantization_config'} and the tensors k_scale, v_scale "
             "and kv_scale"
         )
-    # Its modules_to_not_convert say nothing that the tensors do not.
-    if method == awq.METHOD:
-        return awq.group_size(quantization)
+    # `modules_to_not_convert` is not read: the tensors show which modules were converted.
+    if method in METHODS:
+        return quantization
     if is_known:
-        return 0
-    known = "".join(f"{name}, " for name in (*family.hf_quant_methods, awq.METHOD))
+        return None
+    known = "".join(f"{name}, " for name in (*family.hf_quant_methods, *METHODS))
     raise ModelFormatError(
         f"{reader.source}: quantization_config.quant_method: got {method[:40]!r}, "
         f"wanted {known}F32, F16 or BF16 weights, or a GGUF file"

@@ -196,7 +196,11 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         choices=DTYPES,
         default="auto",
     )
-    add("--model-format", "hf, awq or gguf; found from the files when absent", default=None)
+    add(
+        "--model-format",
+        "require this format: hf, gguf, or a method such as awq",
+        default=None,
+    )
     add(
         "--device", "auto (default): a GPU if one can be used", choices=DEVICE_TYPES, default="auto"
     )

@@ -78,7 +78,8 @@ class TurbomindEngineConfig:
     Args:
         dtype: of what the cache does not quantise: auto (as the weights), float16, bfloat16 or
             float32.
-        model_format: None (found from the files), `hf`, `awq` or `gguf`.
+        model_format: `hf`, `gguf` or a quantization method such as `awq`; a model in another
+            format is then refused. None accepts all formats.
         session_len: longest prompt plus answer; None: what the model was trained for.
         max_batch_size: most sequences in one step; None: 32 on CPU, 128 on CUDA.
         cache_max_entry_count: below 1 the share of the memory left by the weights, from 1 on a
@@ -173,12 +174,6 @@ class TurbomindEngineConfig:
     def __post_init__(self) -> None:
         refuse_unsupported(self, UNSUPPORTED_ENGINE_FIELDS)
         check_choice("dtype", self.dtype, choices=DTYPES, flag="--dtype")
-        check_choice(
-            "model_format",
-            self.model_format,
-            choices=(None, "hf", "awq", "gguf"),
-            flag="--model-format",
-        )
         if self.session_len is not None:
             check_int("session_len", self.session_len, low=1, flag="--session-len")
         if self.max_batch_size is not None:

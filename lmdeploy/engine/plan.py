@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from lmdeploy.base.checks import check_choice
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.engine.devices import step_sizes
 
@@ -69,15 +70,18 @@ def _warn_of_length(session_len: int, model: _turbomind.ModelConfig) -> None:
 
 
 def check_model_format(model_path: str, wanted: str | None) -> None:
-    """ValueError when `--model-format` contradicts the files; None: whatever they are."""
-    from lmdeploy.checkpoint.hf import is_awq
+    """Raise ValueError if `--model-format` contradicts the files. None accepts all of them."""
+    from lmdeploy.checkpoint.hf import method_of
     from lmdeploy.checkpoint.hub import resolve_model
+    from lmdeploy.checkpoint.methods import METHODS
 
     if wanted is None:
         return
+    check_choice("model_format", wanted, choices=("hf", "gguf", *METHODS), flag="--model-format")
     path = resolve_model(model_path)
-    actual = "gguf" if path.is_file() else "awq" if is_awq(path) else "hf"
-    if wanted not in (actual, "hf" if actual == "awq" else actual):
+    container = "gguf" if path.is_file() else "hf"
+    actual = container if container == "gguf" else method_of(path) or container
+    if wanted not in (actual, container):
         raise ValueError(
             f"model_format: got {wanted}, wanted {actual} for {model_path}; change --model-format"
         )

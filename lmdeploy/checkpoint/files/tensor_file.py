@@ -29,8 +29,6 @@ BLOCK_FORMATS = {
 SUPPORTED_FORMATS = (*PLAIN_FORMATS, *BLOCK_FORMATS)
 # MXFP4 as Hugging Face stores it: codes, and E8M0 scales in a tensor of their own.
 SPLIT_MXFP4 = "MXFP4_SPLIT"
-# 4-bit codes, and scales and zeros of groups of inputs, in three tensors (awq.py).
-AWQ = "AWQ"
 
 
 def row_bytes(tensor_format: str, cols: int) -> int:
@@ -43,16 +41,39 @@ def row_bytes(tensor_format: str, cols: int) -> int:
     return cols // values * size
 
 
+class QuantizedMatrix(Protocol):
+    """A matrix that a quantization method stores as several tensors."""
+
+    @property
+    def kind(self) -> str:
+        """The engine format that the matrix becomes: q4_0, q4_1 or q8_0."""
+
+    @property
+    def row_step(self) -> int:
+        """Rows that are read together; row ranges begin and end at multiples of it."""
+
+    @property
+    def parts(self) -> tuple[Bytes, ...]:
+        """All of the matrix's bytes in the file."""
+
+    def blocks(self, begin: int, end: int) -> Bytes:
+        """Return rows [begin, end) as GGUF blocks of `kind`. ValueError for values beyond it."""
+
+    def f32(self, begin: int, end: int) -> npt.NDArray[np.float32]:
+        """Return rows [begin, end) without rounding."""
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """A tensor as it lies in the file: its place was checked against the file's size."""
 
     name: str
-    format: str  # one of SUPPORTED_FORMATS, SPLIT_MXFP4, AWQ, or U8 or I32 for a part of those
+    # One of SUPPORTED_FORMATS, SPLIT_MXFP4, the name of a method, or that of a part's elements.
+    format: str
     shape: tuple[int, ...]  # rows first
     raw: Bytes  # the bytes of the tensor, a view into the mapped file
-    scales: Bytes | None = None  # of SPLIT_MXFP4 and AWQ, views too
-    zeros: Bytes | None = None  # of AWQ
+    scales: Bytes | None = None  # of SPLIT_MXFP4, a view too
+    matrix: QuantizedMatrix | None = None  # of a quantization method
 
     @property
     def rows(self) -> int:
@@ -72,7 +93,9 @@ class StoredTensor:
     @property
     def parts(self) -> list[Bytes]:
         """All of its bytes in the file."""
-        return [part for part in (self.raw, self.scales, self.zeros) if part is not None]
+        if self.matrix is not None:
+            return list(self.matrix.parts)
+        return [part for part in (self.raw, self.scales) if part is not None]
 
     def item(self, index: int) -> StoredTensor:
         """Entry `index` of the first dimension, of a tensor with at least two."""

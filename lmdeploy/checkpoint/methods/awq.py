@@ -13,11 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from lmdeploy.base.errors import ModelFormatError
-from lmdeploy.checkpoint.files.tensor_file import AWQ, SUPPORTED_FORMATS, StoredTensor, TensorFile
+from lmdeploy.checkpoint.files.tensor_file import SUPPORTED_FORMATS, StoredTensor, TensorFile
 from lmdeploy.checkpoint.gguf_blocks import q4_1_blocks
 from lmdeploy.models.config_reader import ConfigReader
 
-METHOD = "awq"
 NIBBLE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 WORD_OUTPUTS = len(NIBBLE_ORDER)
 _BLOCK = 32  # values of a block of Q4_1
@@ -28,7 +27,10 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class AwqMatrix:
-    """The bytes of one matrix [rows, cols]: views into the mapped file."""
+    """A QuantizedMatrix [rows, cols] whose bytes are views into the mapped file."""
+
+    kind = "q4_1"
+    row_step = WORD_OUTPUTS
 
     rows: int  # outputs
     cols: int  # inputs
@@ -37,9 +39,16 @@ class AwqMatrix:
     scales: Bytes
     zeros: Bytes
 
-    def q4_1(self, begin: int, end: int) -> Bytes:
-        """Rows [begin, end), multiples of 8, as Q4_1: the same codes and scales; a minimum, -zero ·
-        scale, is rounded to FP16. ValueError where it is not finite there.
+    @property
+    def parts(self) -> tuple[Bytes, ...]:
+        """All of the matrix's bytes in the file."""
+        return self.codes, self.scales, self.zeros
+
+    def blocks(self, begin: int, end: int) -> Bytes:
+        """Return rows [begin, end), multiples of `row_step`, as Q4_1 blocks.
+
+        Codes and scales stay the same. A block's minimum, -zero · scale, is rounded to FP16.
+        Raises ValueError where that is not finite.
         """
         codes, scales, zeros = self._rows(begin, end)
         repeats = self.group // _BLOCK
@@ -48,7 +57,7 @@ class AwqMatrix:
         return q4_1_blocks(blocks, scales=scales, minima=minima)
 
     def f32(self, begin: int, end: int) -> npt.NDArray[np.float32]:
-        """Rows [begin, end), multiples of 8, without rounding."""
+        """Return rows [begin, end), multiples of `row_step`, without rounding."""
         codes, scales, zeros = self._rows(begin, end)
         groups = codes.reshape(end - begin, -1, self.group).astype(np.float32)
         values: npt.NDArray[np.float32] = (groups - zeros[:, :, None]) * scales[:, :, None]
@@ -121,7 +130,8 @@ class AwqFile:
                     f"{self._source}: tensor {part.name} has shape {list(part.shape)}; {_CODES} "
                     f"and group_size {self._group} want {list(shape)}"
                 )
-        return StoredTensor(codes.name, AWQ, (rows, cols), codes.raw, scales.raw, zeros.raw)
+        matrix = AwqMatrix(rows, cols, self._group, codes.raw, scales.raw, zeros.raw)
+        return StoredTensor(codes.name, "AWQ", (rows, cols), codes.raw, matrix=matrix)
 
     def _part(self, name: str, kind: str) -> StoredTensor:
         if name not in self._present:
@@ -129,8 +139,15 @@ class AwqFile:
         return self._file.tensor(name, formats=(kind,))
 
 
-def group_size(quantization: ConfigReader) -> int:
-    """Inputs of a group, by config.json's quantization_config. ModelFormatError for other forms."""
+def open_awq(file: TensorFile, quantization: ConfigReader, source: str) -> TensorFile:
+    """Open AWQ weights in version "gemm" with 4 bits and zero points.
+
+    Raises ModelFormatError for every other variant.
+    """
+    return AwqFile(file, group=_group_size(quantization), source=source)
+
+
+def _group_size(quantization: ConfigReader) -> int:
     bits = quantization.integer("bits", default=quantization.integer("w_bit", default=4))
     if bits != 4:
         raise quantization.refuse(f"bits: got {bits}, wanted 4")

@@ -122,7 +122,8 @@ def test_matrices_are_q4_1(qwen2: Path) -> None:
 
 def test_larger_groups_and_more_rows_than_a_chunk(tmp_path: Path) -> None:
     from lmdeploy.checkpoint.convert import _CHUNK_VALUES
-    from lmdeploy.checkpoint.files.tensor_file import AWQ, StoredTensor
+    from lmdeploy.checkpoint.files.tensor_file import StoredTensor
+    from lmdeploy.checkpoint.methods.awq import AwqMatrix
 
     rows, cols = 1032, 1024
     assert rows * cols > _CHUNK_VALUES
@@ -132,7 +133,8 @@ def test_larger_groups_and_more_rows_than_a_chunk(tmp_path: Path) -> None:
         np.ascontiguousarray(parts[name]).view(np.uint8).reshape(-1)
         for name in ("qweight", "qzeros", "scales")
     )
-    tensor = StoredTensor("x", AWQ, (rows, cols), codes, scales, zeros)
+    matrix = AwqMatrix(rows, cols, 128, codes, scales, zeros)
+    tensor = StoredTensor("x", "AWQ", (rows, cols), codes, matrix=matrix)
     np.testing.assert_array_equal(matrix_for_engine(tensor, exact=True)[1], wanted)
 
 
@@ -154,6 +156,8 @@ def test_model_format(qwen2: Path) -> None:
     check_model_format(str(qwen2), "hf")
     with pytest.raises(ValueError, match="got gguf, wanted awq"):
         check_model_format(str(qwen2), "gguf")
+    with pytest.raises(ValueError, match="model_format: got 'gptq', wanted one of hf, gguf, awq"):
+        check_model_format(str(qwen2), "gptq")
 
 
 Change = Callable[[dict[str, np.ndarray]], None]

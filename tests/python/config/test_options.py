@@ -49,7 +49,6 @@ def test_quant_policy_refused(bad):
         ("max_prefill_token_num", 0),
         ("num_threads", 0),
         ("dtype", "int8"),
-        ("model_format", "gptq"),
         ("device_type", "npu"),
         ("enable_prefix_caching", 1),
         ("deterministic", "yes"),
