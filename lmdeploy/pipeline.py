@@ -21,6 +21,7 @@ from lmdeploy.response import Response, join_pieces
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from lmdeploy.chat.formats.base import AnswerStart
     from lmdeploy.chat.grammar import Grammars
     from lmdeploy.chat.tokenizer import Tokenizer
     from lmdeploy.config.chat_template import ChatTemplateConfig
@@ -274,8 +275,7 @@ class Pipeline:
             job.ids,
             job.config,
             index=job.choice,
-            chat=job.chat,
-            goes_on=job.goes_on,
+            start=job.start,
             grammars=job.grammars,
         )
 
@@ -315,27 +315,24 @@ class Pipeline:
             if not isinstance(config, GenerationConfig):
                 raise refuse("gen_config", config, wanted="a GenerationConfig")
             try:
-                ids, goes_on = self._encode(prompt, template_options)
+                ids, start = self._encode(prompt, template_options)
                 self.engine.check_prompt(ids, num_new=min(config.max_new_tokens, 1))
             except OptionError as error:
                 if single:
                     raise
                 text = error.reason if error.field == "prompt" else str(error)
                 raise OptionError(f"prompts[{i}]", text) from error
-            chat = template_options is not None
-            jobs += [
-                _Job(ids, config, i, choice, chat, goes_on, grammars) for choice in range(config.n)
-            ]
+            jobs += [_Job(ids, config, i, choice, start, grammars) for choice in range(config.n)]
         return jobs, single
 
     def _encode(
         self, prompt: Any, template_options: dict[str, Any] | None
-    ) -> tuple[list[int], bool]:
-        """Ids, and whether the answer goes on with them."""
+    ) -> tuple[list[int], AnswerStart | None]:
+        """Return the ids and the state in which the answer to a conversation begins."""
         from lmdeploy.chat.prompts import encode_chat, encode_text
 
         if isinstance(prompt, str) and template_options is None:
-            return encode_text(self.engine.parts, prompt, add_special=True), True
+            return encode_text(self.engine.parts, prompt, add_special=True), None
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         if not _is_conversation(prompt):
@@ -352,8 +349,7 @@ class _Job:
     config: GenerationConfig
     index: int = 0
     choice: int = 0
-    chat: bool = False
-    goes_on: bool = False
+    start: AnswerStart | None = None
     grammars: Grammars | None = None  # of the call
 
 

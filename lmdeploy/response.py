@@ -50,7 +50,7 @@ class Response:
         choice: which of the prompt's n answers.
         cached_tokens: prompt tokens taken from the prefix cache.
         prompt_logprobs: as logprobs, of the prompt's tokens from the second on.
-        reasoning_content: of a model that tells it apart from its answer (GPT-OSS), else None.
+        reasoning_content: the part of the answer before its content, if the chat format has one.
         tool_calls: calls that such a model asks for; in a stream parts of them, which
             join_tool_calls makes whole.
     """

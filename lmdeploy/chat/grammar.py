@@ -125,19 +125,23 @@ class Grammars:
     def __init__(self, get_tokenizer: Callable[[], Any]) -> None:
         self._get_tokenizer = get_tokenizer
         self._lock = threading.Lock()
-        self._kept: deque[tuple[dict[str, Any], Grammar]] = deque(maxlen=_MAX_KEPT)
+        self._kept: deque[tuple[dict[str, Any] | str, Grammar]] = deque(maxlen=_MAX_KEPT)
 
-    def token_mask(self, response_format: dict[str, Any]) -> TokenMask | None:
-        """The callback for one answer, None for plain text. OptionError for a bad grammar."""
+    def token_mask(self, wanted: dict[str, Any] | str) -> TokenMask | None:
+        """Return the callback for one answer, or None for plain text.
+
+        `wanted` is a `response_format`, or a grammar in llguidance's notation. Raises OptionError
+        for a bad one.
+        """
         with self._lock:
             for known, grammar in self._kept:
-                if known is response_format:
+                if known is wanted:
                     return grammar.token_mask()
-            text = grammar_text(response_format)
+            text = wanted if isinstance(wanted, str) else grammar_text(wanted)
             if text is None:
                 return None
             grammar = Grammar(text, self._get_tokenizer())
-            self._kept.append((response_format, grammar))
+            self._kept.append((wanted, grammar))
             return grammar.token_mask()
 
 

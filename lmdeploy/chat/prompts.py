@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from lmdeploy.base.checks import OptionError, flag_of
-from lmdeploy.chat.messages import check_messages, is_continued
+from lmdeploy.chat.formats.base import AnswerStart
 
 if TYPE_CHECKING:
-    from lmdeploy.chat.formats.harmony.tokens import HarmonyTokens
+    from lmdeploy.chat.formats.base import ChatFormat
     from lmdeploy.chat.template import PromptTemplate
     from lmdeploy.chat.tokenizer import Tokenizer
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _HUGE_TEXT = 1 << 20
 _PIECE_CHARS = 1 << 16
 _MORE_OF_A_PIECE = 64  # tokens that the cuts of a piece may add
+_MAX_PROMPT_END = 256  # characters
 MAX_OPTIONS_SIZE = 1 << 22  # characters and values of chat_template_kwargs
 MAX_OPTIONS_DEPTH = 64
 # What a template is given besides chat_template_kwargs.
@@ -27,7 +28,7 @@ class PromptSource(Protocol):
 
     tokenizer: Tokenizer
     chat_template: PromptTemplate | None
-    harmony: HarmonyTokens | None
+    chat_format: ChatFormat
     session_len: int
 
 
@@ -80,10 +81,10 @@ def _check_length(source: PromptSource, num_chars: int) -> None:
 
 
 class ChatPrompt(NamedTuple):
-    """A conversation as token ids. `goes_on`: the answer continues its last text."""
+    """A conversation as token ids, and the state in which its answer begins."""
 
     ids: list[int]
-    goes_on: bool
+    start: AnswerStart
 
 
 def encode_chat(
@@ -93,51 +94,43 @@ def encode_chat(
     template_options: dict[str, Any] | None = None,
     max_tokens: int | None = None,
 ) -> ChatPrompt:
-    """Token ids of a conversation with the answer's beginning appended.
+    """Return the token ids of a conversation, up to where the answer begins.
 
-    `max_tokens`: that are wanted; session_len when None.
+    A conversation that ends with an answer is continued within it, as in LMDeploy, unless the chat
+    format begins another message.
 
-    A conversation that ends with an answer is continued within it, as in LMDeploy; with GPT-OSS,
-    whose answers are messages of several channels, the assistant begins another message.
+    Args:
+        template_options: variables of the template. They have passed `ChatFormat.check_options`.
+        max_tokens: reject longer prompts. None means session_len.
 
     Raises OptionError for a wrong conversation, too large options, a model without a chat template,
-    or what the template itself refuses.
+    and for what the template itself rejects.
     """
     options = template_options or {}
-    # The tools of GPT-OSS have checks of their own.
+    chat_format = source.chat_format
+    # Tools have checks of their own.
     check_template_options(
-        {name: value for name, value in options.items() if not source.harmony or name != "tools"}
+        {name: v for name, v in options.items() if name != "tools" or not chat_format.accepts_tools}
     )
-    if source.harmony is not None:
-        from lmdeploy.chat.formats.harmony.rendering import render_prompt
-
-        texts = render_prompt(source.chat_template, messages, options=options)
-        num_chars = sum(map(len, texts))
-        _check_length(source, num_chars)
-        if len(texts) > source.session_len:  # each has a token of its own
-            raise OptionError(
-                "prompt",
-                f"got {len(texts)} texts that spell special tokens, wanted fewer than "
-                f"session_len {source.session_len}; shorten the prompt",
-            )
-        most = max_tokens or source.session_len
-        ids: list[int] = []
-        for text in texts:
-            ids += encode_text(source, text, add_special=False, max_tokens=max_tokens)
-            if len(ids) > most and num_chars > _HUGE_TEXT:
-                raise _too_long(source, most)
-        return ChatPrompt(ids, goes_on=False)
-    if source.chat_template is None:
+    rendered = chat_format.render(source.chat_template, messages, options)
+    texts = rendered.texts
+    num_chars = sum(map(len, texts))
+    _check_length(source, num_chars)
+    if len(texts) > source.session_len:  # each has a token of its own
         raise OptionError(
-            "messages",
-            "the model has no chat template; use /v1/completions (do_preprocess=False) "
-            "or give one with --chat-template",
+            "prompt",
+            f"got {len(texts)} texts that spell special tokens, wanted fewer than "
+            f"session_len {source.session_len}; shorten the prompt",
         )
-    template, checked = source.chat_template, check_messages(messages)
-    text = template.render(checked, options)
-    ids = encode_text(source, text, add_special=template.add_special, max_tokens=max_tokens)
-    goes_on = is_continued(checked) and checked[-1]["content"] != ""
-    return ChatPrompt(ids, goes_on=template.goes_on or goes_on)
+    limit = max_tokens or source.session_len
+    ids: list[int] = []
+    for i, text in enumerate(texts):
+        add_special = rendered.add_special and i == 0
+        ids += encode_text(source, text, add_special=add_special, max_tokens=max_tokens)
+        if len(ids) > limit and num_chars > _HUGE_TEXT:
+            raise _too_long(source, limit)
+    start = AnswerStart(texts[-1][-_MAX_PROMPT_END:], rendered.continue_final_message)
+    return ChatPrompt(ids, start)
 
 
 def check_template_options(options: dict[str, Any]) -> None:

@@ -54,6 +54,7 @@ class PromptTemplate:
         self._meta_instruction = meta_instruction
         self._texts = texts or {}
         self.stop_words = list(stop_words or [])
+        self.source = template.source
 
     def render(
         self,

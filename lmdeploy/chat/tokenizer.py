@@ -34,8 +34,8 @@ _END_OF_TURN = (
     "<|end|>",
     "</s>",
 )
-# Harmony, the chat format of GPT-OSS: <|end|> only ends one of the messages of an answer.
-_HARMONY_ENDS = ("<|return|>", "<|call|>")
+# Where answers consist of several messages, <|end|> ends one of them, not the answer.
+_ANSWER_ENDS = ("<|return|>", "<|call|>")
 
 _LONG_TEXT = 4096  # characters
 
@@ -259,8 +259,8 @@ def end_of_turn_ids(backend: Backend) -> list[int]:
         if token.special
     }
     ends: tuple[str, ...] = _END_OF_TURN
-    if {"<|channel|>", *_HARMONY_ENDS} <= set(special):
-        ends = (*_HARMONY_ENDS, *(text for text in _END_OF_TURN if text != "<|end|>"))
+    if {"<|channel|>", *_ANSWER_ENDS} <= set(special):
+        ends = (*_ANSWER_ENDS, *(text for text in _END_OF_TURN if text != "<|end|>"))
     return [special[text] for text in ends if text in special]
 
 

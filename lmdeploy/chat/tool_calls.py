@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from lmdeploy.base.checks import OptionError, refuse, show
+
+MAX_TOOLS = 1024
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
 @dataclass
@@ -42,3 +48,45 @@ def join_tool_calls(parts: list[ToolCall]) -> list[ToolCall]:
         ToolCall(first.id, FunctionCall(first.function.name, "".join(arguments[index])), index)
         for index, first in names.items()
     ]
+
+
+def check_tools(tools: Any) -> list[dict[str, Any]]:
+    """Return function tools in OpenAI's form, each with name, description and parameters.
+
+    Raises OptionError that names the part that is wrong.
+    """
+    if tools is None:
+        return []
+    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
+        raise refuse("tools", tools, wanted=f"a list of at most {MAX_TOOLS} tools")
+    result = [_check_tool(f"tools[{index}]", tool) for index, tool in enumerate(tools)]
+    seen = set()
+    for index, tool in enumerate(result):
+        name = tool["function"]["name"]
+        if name in seen:
+            raise refuse(f"tools[{index}].function.name", name, wanted="a name that is new")
+        seen.add(name)
+    return result
+
+
+def _check_tool(where: str, tool: Any) -> dict[str, Any]:
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        kind = tool.get("type") if isinstance(tool, dict) else tool
+        raise OptionError(
+            f"{where}.type", f"got {show(kind)}, wanted function; change or remove the tool"
+        )
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        raise refuse(f"{where}.function", function, wanted="an object with name and parameters")
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        wanted = "a name of 1 to 64 letters, digits, underscores and hyphens"
+        raise refuse(f"{where}.function.name", name, wanted=wanted)
+    description = function.get("description")
+    if not isinstance(description, (str, type(None))):
+        raise refuse(f"{where}.function.description", description, wanted="a text")
+    parameters = function.get("parameters")
+    if not isinstance(parameters, (dict, type(None))):
+        raise refuse(f"{where}.function.parameters", parameters, wanted="a JSON schema")
+    checked = {"name": name, "description": description or "", "parameters": parameters or {}}
+    return {"type": "function", "function": checked}

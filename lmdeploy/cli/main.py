@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from lmdeploy.base.logs import LOG_FORMAT
-from lmdeploy.chat.formats.harmony.tokens import PARSER_NAME
+from lmdeploy.chat.formats.registry import REASONING_PARSERS, TOOL_CALL_PARSERS, parser_names
 from lmdeploy.cli.engine_flags import OneLineParser, add_common_flags, fail
 from lmdeploy.cli.lite import add_lite_commands
 from lmdeploy.version import __version__
@@ -57,12 +57,15 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
         help="CORS: browsers may send cookies and logins (default: not)",
     )
     group.add_argument("--disable-fastapi-docs", action="store_true", help="no /docs")
-    for flag in ("--reasoning-parser", "--tool-call-parser"):
+    for flag, part, parsers in (
+        ("--reasoning-parser", "reasoning", REASONING_PARSERS),
+        ("--tool-call-parser", "tool calls", TOOL_CALL_PARSERS),
+    ):
         group.add_argument(
             flag,
-            choices=(PARSER_NAME,),
+            choices=parser_names(parsers),
             default=None,
-            help="answers come in the format of GPT-OSS; found from the model when absent",
+            help=f"format of {part} in answers (default: chosen by the model)",
         )
     group.add_argument(
         "--enable-abort-handling", action="store_true", help="POST /abort_request ends all answers"

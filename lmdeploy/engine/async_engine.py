@@ -17,9 +17,9 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from lmdeploy.base.checks import OptionError, flag_of
-from lmdeploy.chat.detokenize import AnswerText, Detokenizer, GatedAnswer, KnownIds
-from lmdeploy.chat.formats.harmony.parser import HarmonyText
-from lmdeploy.chat.formats.harmony.tokens import HarmonyTokens
+from lmdeploy.chat.detokenize import AnswerText, GatedAnswer, KnownIds
+from lmdeploy.chat.formats.base import AnswerDecoder, AnswerStart
+from lmdeploy.chat.formats.text import TextDecoder
 from lmdeploy.chat.grammar import Grammars
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.config.generation import GenerationConfig
@@ -74,7 +74,8 @@ class AsyncEngine:
         config: TurbomindEngineConfig | None = None,
         *,
         chat_template_config: ChatTemplateConfig | None = None,
-        answer_parser: str | None = None,
+        reasoning_parser: str | None = None,
+        tool_call_parser: str | None = None,
         progress: bool = True,
     ) -> AsyncEngine:
         """Loads a folder, GGUF file, hub id or `smollm2`; the options are those of `load_parts`."""
@@ -84,7 +85,8 @@ class AsyncEngine:
                 model_path,
                 config,
                 chat_template_config=chat_template_config,
-                answer_parser=answer_parser,
+                reasoning_parser=reasoning_parser,
+                tool_call_parser=tool_call_parser,
                 progress=progress,
             )
         )
@@ -175,31 +177,40 @@ class AsyncEngine:
         config: GenerationConfig | None = None,
         *,
         index: int = 0,
-        chat: bool = False,
-        goes_on: bool = False,
+        start: AnswerStart | None = None,
+        grammar: str | None = None,
         grammars: Grammars | None = None,
     ) -> RequestStream:
-        """Starts one answer. `index` tells the n answers of one prompt apart (their seeds).
+        """Start one answer.
 
-        `chat` is whether the prompt is a conversation: its answer is a text of its own, unless it
-        `goes_on` with the prompt's, and a model with a format of its own splits it into reasoning,
-        content (the text) and tool calls. `grammars` are those of the call it belongs to.
+        Args:
+            index: separates the seeds of the n answers of one prompt.
+            start: the state in which the prompt of a conversation ends. The chat format then splits
+                the answer into reasoning, content (the text) and tool calls. None for a plain
+                prompt, whose text the answer continues.
+            grammar: constrains the answer, in llguidance's notation; wins over `response_format`.
+            grammars: the compiled grammars of the call that the answer belongs to.
 
         Raises OptionError when the request is wrong and EngineFailure when the engine has failed.
         """
         config = config or GenerationConfig()
         self.check_healthy()
-        request, prompt_ids, answer = await asyncio.to_thread(
+        request, prompt_ids, answer, decoder = await asyncio.to_thread(
             self._make_request,
             prompt_ids,
             config,
             index=index,
-            chat=chat,
-            goes_on=goes_on,
+            start=start,
+            grammar=grammar,
             grammars=grammars or self.new_grammars(),
         )
         stream = RequestStream(
-            request.id, prompt_ids, config=config, answer=answer, forget=self.forget
+            request.id,
+            prompt_ids,
+            config=config,
+            answer=answer,
+            decoder=decoder,
+            forget=self.forget,
         )
         with self._lock:
             self._streams[stream.request_id] = stream
@@ -283,15 +294,16 @@ class AsyncEngine:
         config: GenerationConfig,
         *,
         index: int,
-        chat: bool,
-        goes_on: bool,
+        start: AnswerStart | None,
+        grammar: str | None,
         grammars: Grammars,
-    ) -> tuple[Any, list[int], GatedAnswer]:
+    ) -> tuple[Any, list[int], GatedAnswer, AnswerDecoder]:
         # In a worker thread: tokenising words and compiling a grammar take time. The ids that come
         # back are the caller's list where nothing was added: n answers share it.
-        harmony = self.parts.harmony if chat else None
-        if harmony is not None and is_constrained(config):
-            prompt_ids = [*prompt_ids, *harmony.begin_final(self.parts.tokenizer)]
+        constrained = is_constrained(config) and grammar is None
+        if start is not None and constrained:
+            prefix = self.parts.chat_format.constrained_prefix()
+            prompt_ids = [*prompt_ids, *prefix] if prefix else prompt_ids
         self.check_prompt(prompt_ids, num_new=min(config.max_new_tokens, 1))
         check_token_ids(config, self.parts.vocab_size)
         room = self.max_request_tokens - len(prompt_ids)
@@ -303,7 +315,7 @@ class AsyncEngine:
         request.ignore_eos = config.ignore_eos
         request.eos_ids = [] if config.ignore_eos else list(self.parts.eos_ids)
         template = self.parts.chat_template
-        of_template = template.stop_words if chat and template is not None else []
+        of_template = template.stop_words if start is not None and template is not None else []
         stop_ids, plain_words, special_words = sort_stop_words(
             [*(config.stop_words or []), *of_template], self.parts.tokenizer
         )
@@ -315,16 +327,24 @@ class AsyncEngine:
         )
         request.logits_output = config.output_logits or "none"
         set_sampling(request, config, index=index)
-        if config.response_format is not None:
-            request.token_mask = grammars.token_mask(config.response_format)
+        wanted = grammar or config.response_format
+        if wanted is not None:
+            request.token_mask = grammars.token_mask(wanted)
+        decoder = self._decoder(config, start, constrained=constrained)
         answer = self._answer_text(
-            config,
-            plain_words,
-            special_words=special_words,
-            harmony=harmony,
-            begins_text=chat and not goes_on,
+            config, plain_words, special_words=special_words, start=start, decoder=decoder
         )
-        return request, prompt_ids, answer
+        return request, prompt_ids, answer, decoder
+
+    def _decoder(
+        self, config: GenerationConfig, start: AnswerStart | None, *, constrained: bool
+    ) -> AnswerDecoder:
+        skip_special = config.skip_special_tokens
+        if start is None:
+            return TextDecoder(KnownIds(self.parts.tokenizer, skip_special, begins_text=False))
+        return self.parts.chat_format.decoder(
+            start, skip_special=skip_special, constrained=constrained
+        )
 
     def _answer_text(
         self,
@@ -332,24 +352,21 @@ class AsyncEngine:
         plain_words: list[str],
         *,
         special_words: list[str],
-        harmony: HarmonyTokens | None,
-        begins_text: bool,
+        start: AnswerStart | None,
+        decoder: AnswerDecoder,
     ) -> GatedAnswer:
-        tokenizer = self.parts.tokenizer
-        detokenizer: Detokenizer = KnownIds(
-            tokenizer, config.skip_special_tokens, begins_text=begins_text
-        )
-        if harmony is not None:
-            detokenizer = HarmonyText(tokenizer, harmony, in_final=is_constrained(config))
         include_stop, min_tokens = config.include_stop_str_in_output, config.min_new_tokens or 0
         gate = None
         if special_words:
-            shown = KnownIds(tokenizer, skip_special=False, begins_text=begins_text)
-            # Of two words the first to end counts. GPT-OSS shows another text than the gate sees.
-            words = special_words if harmony is not None else [*special_words, *plain_words]
+            begins_text = start is not None and not start.continue_final_message
+            shown = KnownIds(self.parts.tokenizer, skip_special=False, begins_text=begins_text)
+            # The word that ends first counts. Where answers are split, content is not the text
+            # that the gate sees.
+            is_split = start is not None and self.parts.chat_format.splits_answers
+            words = special_words if is_split else [*special_words, *plain_words]
             gate = AnswerText(shown, words, include_stop=include_stop, min_tokens=min_tokens)
         return GatedAnswer(
-            detokenizer, plain_words, gate=gate, include_stop=include_stop, min_tokens=min_tokens
+            decoder, plain_words, gate=gate, include_stop=include_stop, min_tokens=min_tokens
         )
 
     def _drain(self) -> None:

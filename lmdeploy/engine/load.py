@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lmdeploy.base.checks import show
-from lmdeploy.chat.formats.harmony.tokens import HarmonyTokens, find_harmony
+from lmdeploy.chat.formats.base import ChatFormat, ModelInfo
+from lmdeploy.chat.formats.registry import choose_format
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.config.generation import sampling_defaults
 from lmdeploy.engine.devices import open_device
@@ -28,14 +29,14 @@ logger = logging.getLogger("lmdeploy")
 class EngineParts:
     """What an engine is made of. Tests pass fakes with the same methods.
 
-    `sampling` are the options of requests that do not say theirs. `harmony` is there when answers
-    to conversations come in the format of GPT-OSS.
+    `sampling` holds the defaults of sampling options that a request leaves out.
     """
 
     core: _turbomind.Engine
     new_request: Callable[[], _turbomind.Request]
     tokenizer: Tokenizer
     chat_template: PromptTemplate | None
+    chat_format: ChatFormat
     vocab_size: int
     session_len: int
     eos_ids: list[int]
@@ -43,7 +44,6 @@ class EngineParts:
     sampling: dict[str, Any] = field(default_factory=lambda: sampling_defaults({}))
     model_path: str = ""
     model_type: str = ""
-    harmony: HarmonyTokens | None = None
     device_line: str = ""
     on_close: Callable[[], None] = lambda: None
 
@@ -53,12 +53,14 @@ def load_parts(
     config: TurbomindEngineConfig,
     *,
     chat_template_config: ChatTemplateConfig | None = None,
-    answer_parser: str | None = None,
+    reasoning_parser: str | None = None,
+    tool_call_parser: str | None = None,
     progress: bool = True,
 ) -> EngineParts:
-    """Loads the model and starts the C++ engine. ValueError says what is wrong with the input.
+    """Load the model and start the C++ engine. ValueError says what is wrong with the input.
 
-    `answer_parser` is "gpt-oss" where answers come in that format whatever the model's type.
+    `reasoning_parser` and `tool_call_parser` name the parts of the chat format. None chooses them
+    by the model.
     """
     from lmdeploy import _turbomind
     from lmdeploy.chat.template import choose_template
@@ -68,12 +70,14 @@ def load_parts(
     files, native, kv = plan_engine(model_path, config, device=device)
     # Before the weights, which take long.
     texts = files.read_texts()
-    harmony = find_harmony(files.info.model_type, texts.tokenizer, answer_parser=answer_parser)
     template = choose_template(texts.chat_template, chat_template_config, tokenizer=texts.tokenizer)
-    if harmony is not None and template is None:
-        from lmdeploy.chat.formats.harmony.library import warn_without_encoding
-
-        warn_without_encoding()
+    chat_format = choose_format(
+        ModelInfo(
+            files.info.model_type, texts.tokenizer, "" if template is None else template.source
+        ),
+        reasoning_parser=reasoning_parser,
+        tool_call_parser=tool_call_parser,
+    )
     model = files.load(texts, device=device, progress=progress)
     free = max(target.free_bytes() - model.mapped_bytes, 0)
     core = _turbomind.Engine(model.config, native, model.weights, device, free)
@@ -85,6 +89,7 @@ def load_parts(
         new_request=_turbomind.Request,
         tokenizer=model.tokenizer,
         chat_template=template,
+        chat_format=chat_format,
         vocab_size=model.config.vocab_size,
         session_len=native.session_len,
         eos_ids=_eos_ids(
@@ -94,7 +99,6 @@ def load_parts(
         sampling=sampling_defaults(model.generation_config),
         model_path=model_path,
         model_type=model.model_type,
-        harmony=harmony,
         device_line=target.line,
         # Not of `model`: its weights are the engine's, which frees them when it is closed.
         on_close=lambda: None if writer is None else writer.stop(),

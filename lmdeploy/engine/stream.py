@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lmdeploy.chat.detokenize import GatedAnswer
-from lmdeploy.chat.formats.harmony.parser import HarmonyText
+from lmdeploy.chat.formats.base import AnswerDecoder
 from lmdeploy.config.generation import GenerationConfig
 from lmdeploy.response import FinishReason, Response
 
@@ -35,10 +35,10 @@ class RequestStream:
         *,
         config: GenerationConfig,
         answer: GatedAnswer,
+        decoder: AnswerDecoder,
         forget: Callable[[int], None],
     ) -> None:
-        split = answer.detokenizer
-        self._split = split if isinstance(split, HarmonyText) else None
+        self._decoder = decoder
         self.request_id = request_id
         self.prompt_ids = prompt_ids
         self.config = config
@@ -100,8 +100,8 @@ class RequestStream:
             if self._answer.stopped:
                 reason = "stop"
         text, count = self._answer.take()
-        reasoning, tool_calls = self._split.take_aside() if self._split is not None else ("", [])
-        if reason == "stop" and self._split is not None and self._split.num_calls:
+        aside = self._decoder.take_aside()
+        if reason == "stop" and self._decoder.num_tool_calls:
             reason = "tool_calls"
         tokens, self._tokens = self._tokens[:count], self._tokens[count:]
         logprobs, self._logprobs = self._logprobs[:count], self._logprobs[count:]
@@ -118,8 +118,8 @@ class RequestStream:
             prompt_logprobs=self._prompt_logprobs(output),
             error_code=_error_code(output) if reason == "error" else None,
             error_message=output.error if reason == "error" else None,
-            reasoning_content=reasoning or None,
-            tool_calls=tool_calls or None,
+            reasoning_content=aside.reasoning or None,
+            tool_calls=aside.tool_calls or None,
         )
 
     def _push(self, tokens: list[int], logprobs: list[Any]) -> None:

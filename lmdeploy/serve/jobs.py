@@ -17,6 +17,7 @@ from lmdeploy.serve.errors import ApiError
 from lmdeploy.serve.schema import MAX_PROMPTS
 
 if TYPE_CHECKING:
+    from lmdeploy.chat.formats.base import AnswerStart
     from lmdeploy.engine.async_engine import AsyncEngine
     from lmdeploy.engine.stream import RequestStream
     from lmdeploy.serve.metrics import ServerMetrics
@@ -29,11 +30,12 @@ MAX_LOGPROB_VALUES = 1 << 22  # of one HTTP request; about 100 bytes each
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a request asks for. `goes_on`: see AsyncEngine.submit."""
+    """A checked request. `start` and `grammar`: see AsyncEngine.submit."""
 
     prompts: list[list[int]]
     config: GenerationConfig
-    goes_on: bool = False
+    start: AnswerStart | None = None
+    grammar: str | None = None
 
 
 @dataclass
@@ -140,8 +142,8 @@ def check_size(prompts: Sequence[list[int]], config: GenerationConfig, *, max_to
         )
 
 
-async def submit_all(engine: AsyncEngine, prepared: Prepared, *, chat: bool = False) -> list[Job]:
-    """Starts n answers for every prompt, or none of them. `chat`: prompts are conversations.
+async def submit_all(engine: AsyncEngine, prepared: Prepared) -> list[Job]:
+    """Start n answers for every prompt, or none of them.
 
     REQUIRES: what check_size accepts.
     """
@@ -155,8 +157,8 @@ async def submit_all(engine: AsyncEngine, prepared: Prepared, *, chat: bool = Fa
                     ids,
                     config,
                     index=choice,
-                    chat=chat,
-                    goes_on=prepared.goes_on,
+                    start=prepared.start,
+                    grammar=prepared.grammar,
                     grammars=grammars,
                 )
                 jobs.append(Job(len(jobs), prompt_index, stream))

@@ -129,7 +129,8 @@ def run_server(
             model_path,
             config,
             chat_template_config=chat_template_config,
-            answer_parser=options.reasoning_parser or options.tool_call_parser,
+            reasoning_parser=options.reasoning_parser,
+            tool_call_parser=options.tool_call_parser,
         )
         with closing(engine):
             name = options.model_name or model_path

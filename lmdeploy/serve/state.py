@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lmdeploy.chat.formats.base import ChatFormat
     from lmdeploy.engine.async_engine import AsyncEngine
     from lmdeploy.serve.admission import Admission
     from lmdeploy.serve.metrics import ServerMetrics
@@ -45,6 +46,6 @@ class ServerState:
     created: int = 0
 
     @property
-    def splits_answers(self) -> bool:
-        """Whether answers to conversations come apart into reasoning, content and tool calls."""
-        return self.engine.parts.harmony is not None
+    def chat_format(self) -> ChatFormat:
+        """The chat format of the model."""
+        return self.engine.parts.chat_format

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from lmdeploy.base.errors import ModelFormatError
 from lmdeploy.base.files import Bytes
 

@@ -85,7 +85,6 @@ class Endpoint:
 
     prepare: Callable[[ServerState, Any], Coroutine[Any, Any, Prepared]]
     reply: type[Reply]
-    is_chat: bool = False
     # Fields of errors that have another name in this route's body.
     fields: Mapping[str, str] = field(default_factory=dict)
 
@@ -120,7 +119,7 @@ async def _answer(
         prompts, config = prepared.prompts, prepared.config
         check_size(prompts, config, max_tokens=state.engine.max_request_tokens)
         place.hold(sum(map(len, prompts)) * config.n)
-        jobs.extend(await submit_all(state.engine, prepared, chat=endpoint.is_chat))
+        jobs.extend(await submit_all(state.engine, prepared))
 
     async def answer() -> list[Answer]:
         await start()

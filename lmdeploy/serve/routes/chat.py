@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from lmdeploy.base.checks import OptionError, refuse
-from lmdeploy.chat.formats.harmony.conversation import read_options
+from lmdeploy.base.checks import OptionError
+from lmdeploy.chat.formats.base import AnswerStart, ChatFormat
 from lmdeploy.chat.prompts import encode_chat
 from lmdeploy.chat.tool_calls import ToolCall
 from lmdeploy.config.generation import MAX_LOGPROBS
@@ -92,7 +92,8 @@ async def prepare_chat(state: ServerState, request: ChatCompletionRequest) -> Pr
             "top_logprobs",
             f"got {request.top_logprobs}, wanted logprobs true beside it; add logprobs",
         )
-    options = _template_options(request, splits_answers=state.splits_answers)
+    chat_format = state.chat_format
+    options = _template_options(request, chat_format)
     if request.messages and request.input_ids:
         raise OptionError("input_ids", "got it beside messages, wanted one of the two; remove one")
     for name in _OF_MESSAGES if request.input_ids else ():
@@ -104,13 +105,13 @@ async def prepare_chat(state: ServerState, request: ChatCompletionRequest) -> Pr
         messages = request.messages
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        ids, goes_on = await asyncio.to_thread(
+        ids, start = await asyncio.to_thread(
             encode_chat, state.engine.parts, messages, template_options=options
         )
     elif request.input_ids:
         ids = request.input_ids
         template = state.engine.parts.chat_template
-        goes_on = template is not None and template.goes_on
+        start = AnswerStart(continue_final_message=template is not None and template.goes_on)
         state.engine.check_prompt(ids, name="input_ids")
     else:
         raise OptionError("messages", "got none, wanted at least one; add messages")
@@ -121,28 +122,29 @@ async def prepare_chat(state: ServerState, request: ChatCompletionRequest) -> Pr
     )
     room = max(state.engine.max_request_tokens - len(ids), 1)
     config = make_config(request, limits, model_defaults=state.engine.parts.sampling, room=room)
-    return Prepared([ids], config, goes_on=goes_on)
+    grammar = None
+    if options.get("tools"):
+        grammar = chat_format.tool_grammar(options["tools"], request.tool_choice)
+    return Prepared([ids], config, start=start, grammar=grammar)
 
 
-def _template_options(request: ChatCompletionRequest, *, splits_answers: bool) -> dict[str, Any]:
-    """Variables of the chat template. ApiError or OptionError for fields that it cannot follow."""
+def _template_options(request: ChatCompletionRequest, chat_format: ChatFormat) -> dict[str, Any]:
+    """Return the variables of the chat template.
+
+    Raises ApiError or OptionError for fields that the chat format cannot follow.
+    """
     options = dict(request.chat_template_kwargs or {})
     if request.enable_thinking is not None:
         options["enable_thinking"] = request.enable_thinking
-    if not splits_answers:
+    if not chat_format.accepts_tools:
         request.check_plain()
         check_value("chat_template_kwargs.tools", options.get("tools"), accepted=(None, []))
         return options
-    if request.tool_choice not in (None, "none", "auto"):
-        raise refuse("tool_choice", request.tool_choice, wanted="none or auto")
     if request.tools is not None:
         options["tools"] = request.tools
     if request.reasoning_effort is not None:
         options["reasoning_effort"] = request.reasoning_effort
-    options = read_options(options)
-    if request.tool_choice == "none":
-        options.pop("tools", None)
-    return options
+    return chat_format.check_options(options, tool_choice=request.tool_choice)
 
 
 def _call_body(call: ToolCall) -> dict[str, Any]:
@@ -209,7 +211,7 @@ class ChatReply:
         return answer_events(jobs, self._state.metrics, bodies=bodies, first=first, last=last)
 
     def _message(self, answer: Answer) -> dict[str, Any]:
-        if not self._state.splits_answers:
+        if not self._state.chat_format.splits_answers:
             return {"content": answer.text}
         calls = [_call_body(call) for call in answer.tool_calls or []]
         return {
@@ -220,7 +222,7 @@ class ChatReply:
 
     def _delta(self, piece: Answer) -> dict[str, Any]:
         delta: dict[str, Any] = {}
-        if piece.text or not self._state.splits_answers:
+        if piece.text or not self._state.chat_format.splits_answers:
             delta["content"] = piece.text
         if piece.reasoning_content:
             delta["reasoning_content"] = piece.reasoning_content
@@ -258,7 +260,7 @@ class ChatReply:
         )
 
 
-_ENDPOINT = Endpoint(prepare_chat, ChatReply, is_chat=True, fields={"prompt": "messages"})
+_ENDPOINT = Endpoint(prepare_chat, ChatReply, fields={"prompt": "messages"})
 
 
 @post(router, "/v1/chat/completions", body=ChatCompletionRequest)

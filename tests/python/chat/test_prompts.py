@@ -12,6 +12,7 @@ from vocabularies import sentence_piece_metadata
 
 from lmdeploy.base.checks import OptionError
 from lmdeploy.chat import prompts
+from lmdeploy.chat.formats.text import TextFormat
 from lmdeploy.chat.gguf_tokenizer import tokenizer_from_gguf
 from lmdeploy.chat.jinja_template import ChatTemplate
 from lmdeploy.chat.messages import check_messages
@@ -31,7 +32,10 @@ def encode(config: ChatTemplateConfig | None, *, adds_bos: bool) -> tuple[list[i
     )
     template = choose_template(own, config, tokenizer=tokenizer)
     parts: Any = SimpleNamespace(
-        tokenizer=tokenizer, chat_template=template, session_len=64, harmony=None
+        tokenizer=tokenizer,
+        chat_template=template,
+        session_len=64,
+        chat_format=TextFormat(tokenizer),
     )
     return encode_chat(parts, QUESTION).ids, tokenizer
 
@@ -111,11 +115,15 @@ def test_the_answer_to_a_continued_one_goes_on() -> None:
         tokenizer=tokenizer,
         chat_template=PromptTemplate(ChatTemplate(CHATML, origin="test")),
         session_len=64,
-        harmony=None,
+        chat_format=TextFormat(tokenizer),
     )
-    assert not encode_chat(parts, QUESTION).goes_on
-    assert encode_chat(parts, [{"role": "assistant", "content": "a"}]).goes_on
-    assert not encode_chat(parts, [{"role": "assistant", "content": ""}]).goes_on
+
+    def continues(messages: list[dict[str, str]]) -> bool:
+        return encode_chat(parts, messages).start.continue_final_message
+
+    assert not continues(QUESTION)
+    assert continues([{"role": "assistant", "content": "a"}])
+    assert not continues([{"role": "assistant", "content": ""}])
 
 
 def test_a_template_without_the_last_answer_is_refused() -> None:

@@ -11,6 +11,7 @@ import pytest
 from fake_engine import EOS, FakeTextStream, FakeTokenizer, make_engine
 
 from lmdeploy import GenerationConfig
+from lmdeploy.chat.formats.base import AnswerStart
 from lmdeploy.engine.async_engine import EngineFailure
 from lmdeploy.engine.load import _eos_ids
 from lmdeploy.response import Response
@@ -27,9 +28,9 @@ def test_an_answer_begins_a_text_in_a_chat_alone(monkeypatch):
     monkeypatch.setattr(engine.parts.tokenizer, "stream", stream, raising=False)
 
     async def run():
-        for chat in (False, True):
-            (await engine.submit([97], chat=chat)).close()
-        (await engine.submit([97], chat=True, goes_on=True)).close()
+        for start in (None, AnswerStart()):
+            (await engine.submit([97], start=start)).close()
+        (await engine.submit([97], start=AnswerStart(continue_final_message=True))).close()
 
     asyncio.run(run())
     engine.close()
@@ -145,7 +146,8 @@ async def test_a_word_in_the_format_of_gpt_oss(engine):
     script = "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>final"
     harmony = make_engine(lambda _: f"{script}<|message|>a.b<|end|>", harmony_template=source)
     for word, text in (("a.<|end|>", "a.b"), (".b<|end|>", "a"), ("m<|end|><|start|>", "")):
-        stream = await harmony.submit([97], GenerationConfig(stop_words=[word]), chat=True)
+        config = GenerationConfig(stop_words=[word])
+        stream = await harmony.submit([97], config, start=AnswerStart())
         whole = Response("", 0, 0)
         async for piece in stream:
             whole.extend(piece)
@@ -180,8 +182,8 @@ async def test_stop_words_of_a_template_are_none_of_the_requests():
     engine = make_engine(lambda _: "one two three")
     engine.parts.chat_template.stop_words = ["two"]
     config = GenerationConfig(stop_words=[f"word {i}" for i in range(256)])  # as many as may be
-    for chat, text in ((True, "one "), (False, "one two three")):
-        stream = await engine.submit([1], config, chat=chat)
+    for start, text in ((AnswerStart(), "one "), (None, "one two three")):
+        stream = await engine.submit([1], config, start=start)
         assert "".join([piece.text async for piece in stream]) == text
     assert len(config.stop_words) == 256
     engine.close()

@@ -9,7 +9,9 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from lmdeploy.chat.formats.base import ModelInfo
 from lmdeploy.chat.formats.harmony.tokens import HarmonyTokens
+from lmdeploy.chat.formats.registry import choose_format
 from lmdeploy.chat.jinja_template import ChatTemplate
 from lmdeploy.chat.template import PromptTemplate
 from lmdeploy.config.kv_formats import FormatPair
@@ -291,8 +293,13 @@ def make_engine(
     """`harmony_template`: the model is GPT-OSS's kind, with that template ("" for none)."""
     source = TEMPLATE if harmony_template is None else harmony_template
     tokenizer = tokenizer or (FakeTokenizer() if harmony_template is None else HarmonyTokenizer())
-    harmony = None if harmony_template is None else HarmonyTokens.of(HarmonyTokenizer())
-    ends = [] if harmony is None else [harmony.return_, harmony.call]
+    chat_format = choose_format(
+        ModelInfo("" if harmony_template is None else "gpt_oss", tokenizer)  # type: ignore[arg-type]
+    )
+    ends: list[int] = []
+    if harmony_template is not None:
+        tokens = HarmonyTokens.of(tokenizer)  # type: ignore[arg-type]
+        ends = [tokens.return_, tokens.call]
     return AsyncEngine(
         EngineParts(
             core=FakeCore(  # type: ignore[arg-type]
@@ -307,7 +314,7 @@ def make_engine(
             vocab_size=max(VOCAB_SIZE, tokenizer.vocab_size),
             session_len=session_len,
             eos_ids=[EOS, *ends],
-            harmony=harmony,
+            chat_format=chat_format,
             kv=BALANCED,
             model_path="fake",
         )

@@ -14,8 +14,9 @@ import pytest
 from fake_engine import HarmonyTokenizer
 from hypothesis import strategies as st
 
+from lmdeploy.chat.formats.base import Delta
 from lmdeploy.chat.formats.harmony.library import VARIABLE, VOCABULARY
-from lmdeploy.chat.formats.harmony.parser import Parts, parse_answer
+from lmdeploy.chat.formats.harmony.parser import parse_answer
 from lmdeploy.chat.jinja_template import ChatTemplate
 from lmdeploy.chat.template import PromptTemplate
 
@@ -181,7 +182,7 @@ CONVERSATIONS = st.builds(
 )
 
 
-def plain(parts: Parts) -> tuple[str, str, list[tuple[str, str]]]:
+def plain(parts: Delta) -> tuple[str, str, list[tuple[str, str]]]:
     """Without the ids of calls."""
     calls = [(call.function.name, call.function.arguments) for call in parts.tool_calls]
     return parts.content, parts.reasoning, calls

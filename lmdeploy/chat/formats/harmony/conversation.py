@@ -12,14 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lmdeploy.base.checks import OptionError, refuse, show
+from lmdeploy.base.checks import OptionError, refuse
 from lmdeploy.chat.messages import MAX_MESSAGES, OUR_OWN_KEY, ROLES, text_of
+from lmdeploy.chat.tool_calls import check_tools
 
 REASONING_EFFORTS = ("low", "medium", "high")
 BUILTIN_TOOLS = ("browser", "python")
-MAX_TOOLS = 1024
 MAX_TOOL_CALLS = 1024  # of one message
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 # Of a call that a client sends back: the model chose it.
 _CALL_NAME = re.compile(r"[^\s<>]{1,256}")
 _THOUGHTS = ("reasoning_content", "thinking")
@@ -190,48 +189,6 @@ def _read_calls(name: str, calls: Any) -> Iterator[tuple[str, Call]]:
         yield call_id, Call(tool, arguments)
 
 
-def read_tools(tools: Any) -> list[dict[str, Any]]:
-    """Function tools in OpenAI's form, each with name, description and parameters.
-
-    ValueError names what is wrong.
-    """
-    if tools is None:
-        return []
-    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
-        raise refuse("tools", tools, wanted=f"a list of at most {MAX_TOOLS} tools")
-    result = [_read_tool(f"tools[{index}]", tool) for index, tool in enumerate(tools)]
-    seen = set()
-    for index, tool in enumerate(result):
-        name = tool["function"]["name"]
-        if name in seen:
-            raise refuse(f"tools[{index}].function.name", name, wanted="a name that is new")
-        seen.add(name)
-    return result
-
-
-def _read_tool(where: str, tool: Any) -> dict[str, Any]:
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-        kind = tool.get("type") if isinstance(tool, dict) else tool
-        raise OptionError(
-            f"{where}.type", f"got {show(kind)}, wanted function; change or remove the tool"
-        )
-    function = tool.get("function")
-    if not isinstance(function, dict):
-        raise refuse(f"{where}.function", function, wanted="an object with name and parameters")
-    name = function.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        wanted = "a name of 1 to 64 letters, digits, underscores and hyphens"
-        raise refuse(f"{where}.function.name", name, wanted=wanted)
-    description = function.get("description")
-    if not isinstance(description, (str, type(None))):
-        raise refuse(f"{where}.function.description", description, wanted="a text")
-    parameters = function.get("parameters")
-    if not isinstance(parameters, (dict, type(None))):
-        raise refuse(f"{where}.function.parameters", parameters, wanted="a JSON schema")
-    checked = {"name": name, "description": description or "", "parameters": parameters or {}}
-    return {"type": "function", "function": checked}
-
-
 def read_options(options: dict[str, Any]) -> dict[str, Any]:
     """Checks `tools`, `reasoning_effort` and `builtin_tools` among a template's variables.
 
@@ -244,5 +201,5 @@ def read_options(options: dict[str, Any]) -> dict[str, Any]:
     builtin = result.get("builtin_tools", [])
     if not isinstance(builtin, list) or any(tool not in BUILTIN_TOOLS for tool in builtin):
         raise refuse("builtin_tools", builtin, wanted="a list of browser and python")
-    tools = read_tools(result.pop("tools", None))
+    tools = check_tools(result.pop("tools", None))
     return {**result, "tools": tools} if tools else result

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+from lmdeploy.chat.formats.base import Delta
 from lmdeploy.chat.formats.harmony.tokens import HarmonyTokens, SpecialTokens
 from lmdeploy.chat.tool_calls import FunctionCall, ToolCall, join_tool_calls
 
@@ -37,21 +38,6 @@ class Kind(Enum):
     REASONING = "reasoning"
     TOOL_CALL = "tool_call"
     DROPPED = "dropped"
-
-
-@dataclass
-class Parts:
-    """New parts of an answer, or the whole of it. `tool_calls` are parts of calls in order."""
-
-    content: str = ""
-    reasoning: str = ""
-    tool_calls: list[ToolCall] = field(default_factory=list)
-
-    def add(self, other: Parts) -> None:
-        """Appends later parts."""
-        self.content += other.content
-        self.reasoning += other.reasoning
-        self.tool_calls += other.tool_calls
 
 
 @dataclass
@@ -123,7 +109,7 @@ class HarmonyParser:
         self._num_calls = 0
 
     @property
-    def num_calls(self) -> int:
+    def num_tool_calls(self) -> int:
         """Tool calls begun so far."""
         return self._num_calls
 
@@ -133,7 +119,7 @@ class HarmonyParser:
         in_content = self._header is None and self._kind is Kind.CONTENT
         return in_content and bool(self._decoder.getstate()[0])
 
-    def push(self, token: int) -> Parts:
+    def push(self, token: int) -> Delta:
         """What `token` adds."""
         tokens = self._tokens
         if token in (tokens.start, tokens.end, tokens.call, tokens.return_):
@@ -152,9 +138,9 @@ class HarmonyParser:
             return self._text(self._decoder.decode(self._tokenizer.token_bytes(token)))
         else:
             return self._extend_header(self._tokenizer.token_bytes(token))
-        return Parts()
+        return Delta()
 
-    def finish(self) -> Parts:
+    def finish(self) -> Delta:
         """No token follows: half a character becomes U+FFFD."""
         header = self._header
         if header is None:
@@ -163,57 +149,57 @@ class HarmonyParser:
         recipient = text.strip()
         self._header = _Header()
         if not header.is_plain or recipient.startswith("to=") or "to=".startswith(recipient):
-            return Parts()
-        return Parts(content=text)
+            return Delta()
+        return Delta(content=text)
 
-    def _extend_header(self, data: bytes) -> Parts:
+    def _extend_header(self, data: bytes) -> Delta:
         header = self._header
         if header is None:
             raise RuntimeError("a header was extended inside a body")
         header.append(data)
         if not header.is_plain or len(header.role) <= _MAX_PLAIN_HEADER_BYTES:
-            return Parts()
+            return Delta()
         result = self._begin_body(Kind.CONTENT, "")
         result.add(self._text(self._decoder.decode(bytes(header.role))))
         return result
 
-    def _begin_header(self, header: _Header) -> Parts:
-        parts = self._end_body() if self._header is None else Parts()
+    def _begin_header(self, header: _Header) -> Delta:
+        parts = self._end_body() if self._header is None else Delta()
         self._header = header
         return parts
 
-    def _begin_body(self, kind: Kind, name: str) -> Parts:
+    def _begin_body(self, kind: Kind, name: str) -> Delta:
         self._header = None
         self._kind = kind
         self._owes_break = kind in self._written
         if kind is not Kind.TOOL_CALL:
-            return Parts()
+            return Delta()
         self._call_id = f"chatcmpl-tool-{uuid.uuid4().hex}"
         self._num_calls += 1
-        return Parts(tool_calls=[self._call_part(name=name)])
+        return Delta(tool_calls=[self._call_part(name=name)])
 
-    def _end_body(self) -> Parts:
+    def _end_body(self) -> Delta:
         return self._text(self._decoder.decode(b"", True))
 
-    def _text(self, text: str) -> Parts:
+    def _text(self, text: str) -> Delta:
         if not text or self._kind is Kind.DROPPED:
-            return Parts()
+            return Delta()
         if self._kind is Kind.TOOL_CALL:
-            return Parts(tool_calls=[self._call_part(arguments=text)])
+            return Delta(tool_calls=[self._call_part(arguments=text)])
         self._written.add(self._kind)
         if self._owes_break:
             text, self._owes_break = "\n" + text, False
-        return Parts(content=text) if self._kind is Kind.CONTENT else Parts(reasoning=text)
+        return Delta(content=text) if self._kind is Kind.CONTENT else Delta(reasoning=text)
 
     def _call_part(self, *, name: str = "", arguments: str = "") -> ToolCall:
         return ToolCall(self._call_id, FunctionCall(name, arguments), self._num_calls - 1)
 
 
-def parse_answer(tokenizer: SpecialTokens, token_ids: Iterable[int]) -> Parts:
+def parse_answer(tokenizer: SpecialTokens, token_ids: Iterable[int]) -> Delta:
     """A whole answer at once; its tool calls are whole too. ValueError for unknown ids."""
     parser = HarmonyParser(tokenizer)
     pieces = [*(parser.push(token_id) for token_id in token_ids), parser.finish()]
-    return Parts(
+    return Delta(
         content="".join(piece.content for piece in pieces),
         reasoning="".join(piece.reasoning for piece in pieces),
         tool_calls=join_tool_calls([part for piece in pieces for part in piece.tool_calls]),
@@ -229,8 +215,8 @@ class KnownTokens(SpecialTokens, Protocol):
         ...
 
 
-class HarmonyText:
-    """A Detokenizer (chat/detokenize.py): its text is the content, the rest is set aside.
+class HarmonyDecoder:
+    """An AnswerDecoder: its text is the content, the rest is set aside.
 
     So stop words are matched against the content alone: one in the reasoning ends nothing.
     """
@@ -240,12 +226,12 @@ class HarmonyText:
     ) -> None:
         self._parser = HarmonyParser(tokenizer, tokens, in_final=in_final)
         self._vocab_size = tokenizer.vocab_size
-        self._aside = Parts()
+        self._aside = Delta()
 
     @property
-    def num_calls(self) -> int:
+    def num_tool_calls(self) -> int:
         """Tool calls begun so far."""
-        return self._parser.num_calls
+        return self._parser.num_tool_calls
 
     def push(self, token: int) -> str:
         """The content that `token` completes. Ids that only pad the vocabulary have no text."""
@@ -260,12 +246,12 @@ class HarmonyText:
         """The rest of the content."""
         return self._sort(self._parser.finish())
 
-    def take_aside(self) -> tuple[str, list[ToolCall]]:
-        """Reasoning and parts of tool calls since the last time."""
-        aside, self._aside = self._aside, Parts()
-        return aside.reasoning, aside.tool_calls
+    def take_aside(self) -> Delta:
+        """Return reasoning and parts of tool calls since the last time."""
+        aside, self._aside = self._aside, Delta()
+        return aside
 
-    def _sort(self, parts: Parts) -> str:
+    def _sort(self, parts: Delta) -> str:
         content, parts.content = parts.content, ""
         self._aside.add(parts)
         return content

@@ -17,8 +17,10 @@ from rich.console import Console
 from tiny_models import VOCAB_SIZE, TinyModel, byte_tokenizer, make_model, save_model
 
 from lmdeploy import GenerationConfig, Pipeline, TurbomindEngineConfig
-from lmdeploy.chat.formats.harmony.parser import HarmonyParser, Parts, parse_answer
-from lmdeploy.chat.formats.harmony.tokens import HarmonyTokens, find_harmony
+from lmdeploy.chat.formats.base import Delta, ModelInfo
+from lmdeploy.chat.formats.harmony.parser import HarmonyParser, parse_answer
+from lmdeploy.chat.formats.harmony.tokens import HarmonyTokens
+from lmdeploy.chat.formats.registry import choose_format
 from lmdeploy.chat.gguf_tokenizer import tokenizer_from_gguf
 from lmdeploy.chat.tokenizer import Tokenizer, tokenizer_from_folder
 from lmdeploy.chat.tool_calls import FunctionCall, ToolCall, join_tool_calls
@@ -157,14 +159,14 @@ def test_any_tokenizer_gives_the_same(tiny: Tokenizer, o200k: Vocabulary, answer
 # --- streams --------------------------------------------------------------------------------------
 
 
-def stream(tokenizer: Any, ids: list[int], cut: int) -> Parts:
+def stream(tokenizer: Any, ids: list[int], cut: int) -> Delta:
     """Two pieces, joined as a client joins them."""
     parser = HarmonyParser(tokenizer)
-    pieces = [Parts(), Parts()]
+    pieces = [Delta(), Delta()]
     for position, token in enumerate(ids):
         pieces[position >= cut].add(parser.push(token))
     pieces[1].add(parser.finish())
-    return Parts(
+    return Delta(
         pieces[0].content + pieces[1].content,
         pieces[0].reasoning + pieces[1].reasoning,
         join_tool_calls(pieces[0].tool_calls + pieces[1].tool_calls),
@@ -199,7 +201,7 @@ def test_every_truncation(answer: str) -> None:
 def test_half_a_character_waits() -> None:
     parser = HarmonyParser(BYTES)
     for token in BYTES.encode("<|channel|>final<|message|>"):
-        assert parser.push(token) == Parts()
+        assert parser.push(token) == Delta()
     first, *rest = "👧".encode()
     assert parser.push(first).content == ""
     assert [parser.push(byte).content for byte in rest] == ["", "", "👧"]
@@ -281,7 +283,7 @@ def test_nonsense(ids: list[int]) -> None:
     whole = parse_answer(BYTES, ids)
     assert "".join(piece.content for piece in pieces) == whole.content
     assert "".join(piece.reasoning for piece in pieces) == whole.reasoning
-    assert len(whole.tool_calls) == parser.num_calls == len(started)
+    assert len(whole.tool_calls) == parser.num_tool_calls == len(started)
     visible = whole.content + whole.reasoning + "".join(str(call) for call in whole.tool_calls)
     assert not any(name in visible for name in BYTES.names)
 
@@ -416,9 +418,9 @@ def test_a_real_engine(tmp_path: Path) -> None:
     tiny_harmony().save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(OWN_TEMPLATE)
     config = TurbomindEngineConfig(session_len=256, max_batch_size=2)
-    engine = AsyncEngine.load(str(folder), config, answer_parser="gpt-oss", progress=False)
-    special = engine.parts.harmony
-    assert special is not None and special.end not in engine.parts.eos_ids
+    engine = AsyncEngine.load(str(folder), config, tool_call_parser="gpt-oss", progress=False)
+    special = HarmonyTokens.of(engine.parts.tokenizer)
+    assert special.end not in engine.parts.eos_ids
     assert {special.return_, special.call} <= set(engine.parts.eos_ids)
     likely = dict.fromkeys((special.start, special.channel, special.message, special.end), 4.0)
     with Pipeline("x", engine=engine) as pipe:
@@ -449,17 +451,21 @@ def test_the_terminal_shows_both(ask: Asker) -> None:
 # --- which models, which tokens -------------------------------------------------------------------
 
 
-def test_who_has_the_format() -> None:
+def test_choose_format_uses_harmony_for_gpt_oss_and_where_a_flag_names_it() -> None:
     class Bare(HarmonyTokenizer):
         def token_id(self, token: str) -> int | None:
             return None if token == "<|call|>" else super().token_id(token)
 
-    assert find_harmony("gpt_oss", BYTES, answer_parser=None) == HarmonyTokens.of(BYTES)
-    assert find_harmony("llama", BYTES, answer_parser=None) is None
-    assert find_harmony("llama", BYTES, answer_parser="gpt-oss") is not None
-    assert find_harmony("gpt_oss", Bare(), answer_parser=None) is None
+    def choose(model_type: str, tokenizer: Any, **flags: str) -> str:
+        return choose_format(ModelInfo(model_type, tokenizer), **flags).name
+
+    assert choose("gpt_oss", BYTES) == "gpt-oss"
+    assert choose("llama", BYTES) == "plain"
+    assert choose("llama", BYTES, reasoning_parser="gpt-oss") == "gpt-oss"
+    assert choose("llama", BYTES, tool_call_parser="gpt-oss") == "gpt-oss"
+    assert choose("gpt_oss", Bare()) == "plain"
     with pytest.raises(ValueError, match=r"no <\|call\|>.*--reasoning-parser"):
-        find_harmony("llama", Bare(), answer_parser="gpt-oss")
+        choose("llama", Bare(), reasoning_parser="gpt-oss")
 
 
 def test_ends_of_answers(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from harmony_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmdeploy.chat.formats.harmony.conversation import read_conversation, read_options, read_tools
+from lmdeploy.chat.formats.harmony.conversation import read_conversation, read_options
 from lmdeploy.chat.formats.harmony.library import (
     VARIABLE,
     VOCABULARY,
@@ -30,6 +30,7 @@ from lmdeploy.chat.formats.harmony.library import (
     warn_without_encoding,
 )
 from lmdeploy.chat.formats.harmony.rendering import render_prompt
+from lmdeploy.chat.tool_calls import check_tools
 
 BYTES = HarmonyTokenizer()
 USER = {"role": "user", "content": "Hi"}
@@ -298,7 +299,7 @@ BAD_TOOLS: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(("tools", "text"), BAD_TOOLS, ids=[t for _, t in BAD_TOOLS])
 def test_bad_tools(tools: Any, text: str) -> None:
     with pytest.raises(ValueError) as info:
-        read_tools(tools)
+        check_tools(tools)
     assert text in str(info.value)
 
 

@@ -1,0 +1,216 @@
+"""The interface of chat formats: from messages to a prompt, and from an answer to its parts.
+
+A chat format has a reasoning part and a tool-call part, which are chosen independently. Each is a
+parser in the registry (registry.py). A parser usually works on text and is combined with others by
+`TextFormat` (text.py). A parser whose format has its own prompts or tokens overrides `extend` and
+returns a ChatFormat of its own.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from lmdeploy.chat.detokenize import Detokenizer
+from lmdeploy.chat.tool_calls import ToolCall
+
+if TYPE_CHECKING:
+    from lmdeploy.chat.template import PromptTemplate
+    from lmdeploy.chat.tokenizer import Tokenizer
+
+Message = dict[str, Any]
+Tool = dict[str, Any]
+
+
+@dataclass
+class Delta:
+    """New parts of an answer. `tool_calls` are parts of calls, in order."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+
+    def add(self, other: Delta) -> None:
+        """Append later parts."""
+        self.content += other.content
+        self.reasoning += other.reasoning
+        self.tool_calls += other.tool_calls
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """The facts by which a parser recognizes the models that it belongs to."""
+
+    model_type: str  # of config.json, or the family's name for a GGUF file
+    tokenizer: Tokenizer
+    template: str = ""  # source of the chat template
+
+
+class AnswerStart(NamedTuple):
+    """The state in which the prompt of an answer ends.
+
+    prompt_end: the last characters of the prompt, such as `<think>` where it opens the reasoning.
+    continue_final_message: the answer continues the text of the last message.
+    """
+
+    prompt_end: str = ""
+    continue_final_message: bool = False
+
+
+class RenderedPrompt(NamedTuple):
+    """A conversation before it is tokenized.
+
+    texts: tokenized one by one and joined, so no token spans two of them.
+    add_special: the tokenizer adds its BOS token, because the template does not write it.
+    """
+
+    texts: list[str]
+    add_special: bool = False
+    continue_final_message: bool = False
+
+
+class AnswerDecoder(Detokenizer, Protocol):
+    """Turns the tokens of one answer into content; reasoning and tool calls are set aside.
+
+    `push` and `finish` return content alone, so stop words match the content and nothing else.
+    Every sequence of tokens is accepted and none loses text.
+    """
+
+    @property
+    def num_tool_calls(self) -> int:
+        """Number of tool calls begun so far."""
+        ...
+
+    def take_aside(self) -> Delta:
+        """Return reasoning and parts of tool calls since the last time; `content` is empty."""
+        ...
+
+
+class ChatFormat(Protocol):
+    """How conversations with one model are written. Immutable; safe to use from any thread."""
+
+    @property
+    def name(self) -> str:
+        """Name for logs and errors."""
+        ...
+
+    @property
+    def splits_answers(self) -> bool:
+        """Whether answers can have reasoning or tool calls beside content."""
+        ...
+
+    @property
+    def accepts_tools(self) -> bool:
+        """Whether requests may have `tools`."""
+        ...
+
+    def check_options(self, options: dict[str, Any], *, tool_choice: Any) -> dict[str, Any]:
+        """Check the template's variables that belong to the format and return those to render.
+
+        Raises OptionError that names the field.
+        """
+        ...
+
+    def render(
+        self, template: PromptTemplate | None, messages: Any, options: dict[str, Any]
+    ) -> RenderedPrompt:
+        """Check and render messages as a client sends them.
+
+        Raises OptionError for wrong messages and where a template is needed and missing.
+        """
+        ...
+
+    def tool_grammar(self, tools: Sequence[Tool], tool_choice: Any) -> str | None:
+        """Return the grammar of an answer in llguidance's notation; None leaves it free.
+
+        Raises OptionError for a `tool_choice` that the format cannot enforce.
+        """
+        ...
+
+    def constrained_prefix(self) -> list[int]:
+        """Return the tokens after the prompt that open the content for a `response_format`."""
+        ...
+
+    def decoder(
+        self, start: AnswerStart, *, skip_special: bool, constrained: bool
+    ) -> AnswerDecoder:
+        """Return a decoder for one answer.
+
+        skip_special: leave special tokens out of the content.
+        constrained: the prompt ends with `constrained_prefix`.
+        """
+        ...
+
+    def with_reasoning(self, parser: ReasoningParser) -> ChatFormat:
+        """Return this format with a reasoning part. ValueError if it cannot have one."""
+        ...
+
+    def with_tools(self, parser: ToolCallParser) -> ChatFormat:
+        """Return this format with a tool-call part. ValueError if it cannot have one."""
+        ...
+
+
+class Splitter(Protocol):
+    """Splits a text that arrives in chunks. One per answer.
+
+    The result does not depend on where the text is cut. Text that cannot be parsed is content.
+    """
+
+    def push(self, text: str) -> Delta:
+        """Return the parts that `text` completes."""
+        ...
+
+    def finish(self) -> Delta:
+        """Return the parts that were held back."""
+        ...
+
+
+class Parser(ABC):
+    """A part of a chat format, as the registry has it."""
+
+    names: tuple[str, ...]  # for --reasoning-parser and --tool-call-parser
+
+    @abstractmethod
+    def matches(self, model: ModelInfo) -> bool:
+        """Whether the parser is used for this model if no flag names one."""
+
+    @abstractmethod
+    def extend(self, chat_format: ChatFormat, model: ModelInfo) -> ChatFormat:
+        """Return `chat_format` with this part.
+
+        Raises ValueError if the model lacks what the part needs or the formats exclude each other.
+        """
+
+
+class ReasoningParser(Parser):
+    """Separates reasoning from the rest of an answer."""
+
+    @abstractmethod
+    def splitter(self, start: AnswerStart) -> Splitter:
+        """Return a splitter of text into reasoning and content."""
+
+    def extend(self, chat_format: ChatFormat, model: ModelInfo) -> ChatFormat:
+        """Return `chat_format` with this reasoning part."""
+        return chat_format.with_reasoning(self)
+
+
+class ToolCallParser(Parser):
+    """Finds tool calls in an answer."""
+
+    @abstractmethod
+    def splitter(self) -> Splitter:
+        """Return a splitter of text into content and tool calls."""
+
+    @abstractmethod
+    def grammar(self, tools: Sequence[Tool], tool_choice: Any) -> str | None:
+        """Return the grammar of an answer; see ChatFormat.tool_grammar."""
+
+    def prepare(self, messages: list[Message]) -> list[Message]:
+        """Return checked messages in the form in which the model's template expects them."""
+        return messages
+
+    def extend(self, chat_format: ChatFormat, model: ModelInfo) -> ChatFormat:
+        """Return `chat_format` with this tool-call part."""
+        return chat_format.with_tools(self)
