@@ -1,7 +1,5 @@
 // What Python sets and sees of the KV cache.
 
-#include "turbomind/bindings_kv.h"
-
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
@@ -9,7 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include "turbomind/bindings_enum.h"
+#include "turbomind/bindings/bindings.h"
+#include "turbomind/bindings/enums.h"
 
 namespace py = pybind11;
 
@@ -133,6 +132,29 @@ void DefKv(py::module_& m) {
   DefStats(m);
   m.def("sequence_bytes", &SequenceBytes, py::arg("model"), py::arg("config"),
         py::arg("num_tokens"));
+  m.def("kv_cache_mode_names", &KvCacheModeNames);
+  m.def(
+      "get_kv_cache_mode",
+      [](const py::object& policy, int sm, bool strict_arch) {
+        const DeviceCapability device{sm != 0, sm};
+        if (py::isinstance<py::str>(policy)) {
+          return std::string(
+              ToString(GetKvCacheMode(policy.cast<std::string>(), device, strict_arch)));
+        }
+        if (py::isinstance<py::bool_>(policy) || !py::isinstance<py::int_>(policy)) {
+          throw InvalidArgument("quant_policy: got " + py::repr(policy).cast<std::string>() +
+                                ", want an integer or a format name");
+        }
+        int overflow = 0;
+        const int64_t value = PyLong_AsLongLongAndOverflow(policy.ptr(), &overflow);
+        const bool fits = overflow == 0 && value >= INT32_MIN && value <= INT32_MAX;
+        if (!fits) {
+          throw InvalidArgument("quant_policy: got " + py::str(policy).cast<std::string>() +
+                                ", want 0, 4, 8 or 16");
+        }
+        return std::string(ToString(GetKvCacheMode(static_cast<int>(value), device)));
+      },
+      py::arg("quant_policy"), py::arg("sm") = 0, py::arg("strict_arch") = false);
 }
 
 py::dict ToDict(const KvStatistics& statistics) {

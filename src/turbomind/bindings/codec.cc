@@ -1,7 +1,5 @@
 // The codecs over NumPy arrays.
 
-#include "turbomind/bindings_codec.h"
-
 #include <pybind11/numpy.h>
 
 #include <algorithm>
@@ -10,7 +8,8 @@
 
 #include "turbomind/backend/cpu/cpu_device.h"
 #include "turbomind/backend/cpu/cpu_kv_ops.h"
-#include "turbomind/bindings_enum.h"
+#include "turbomind/bindings/bindings.h"
+#include "turbomind/bindings/enums.h"
 #include "turbomind/core/check.h"
 
 namespace py = pybind11;

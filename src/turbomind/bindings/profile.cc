@@ -1,7 +1,5 @@
 // What Python sees of a profile.
 
-#include "turbomind/bindings_profile.h"
-
 #include <pybind11/stl.h>
 
 #include <memory>
@@ -10,7 +8,8 @@
 #include <vector>
 
 #include "turbomind/backend/cpu/cpu_device.h"
-#include "turbomind/bindings_enum.h"
+#include "turbomind/bindings/bindings.h"
+#include "turbomind/bindings/enums.h"
 #include "turbomind/ops/profiling_device.h"
 
 namespace py = pybind11;

@@ -1,7 +1,5 @@
 // Devices: what there is, and how one is made.
 
-#include "turbomind/bindings_device.h"
-
 #include <pybind11/stl.h>
 
 #include <memory>
@@ -11,7 +9,8 @@
 
 #include "turbomind/backend/cpu/cpu_device.h"
 #include "turbomind/backend/cuda_loader.h"
-#include "turbomind/bindings_enum.h"
+#include "turbomind/bindings/bindings.h"
+#include "turbomind/bindings/enums.h"
 
 namespace py = pybind11;
 

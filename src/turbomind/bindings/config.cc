@@ -1,0 +1,80 @@
+// The configs of a model and of an engine.
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "turbomind/bindings/bindings.h"
+#include "turbomind/bindings/enums.h"
+
+namespace py = pybind11;
+
+namespace turbomind {
+namespace {
+
+constexpr EnumName<Activation> kActivations[] = {{Activation::kSilu, "silu"},
+                                                 {Activation::kGeluTanh, "gelu_tanh"},
+                                                 {Activation::kClampedSwiglu, "clamped_swiglu"}};
+constexpr EnumName<RopeKind> kRopeKinds[] = {
+    {RopeKind::kNone, "none"},       {RopeKind::kDefault, "default"}, {RopeKind::kLinear, "linear"},
+    {RopeKind::kDynamic, "dynamic"}, {RopeKind::kLlama3, "llama3"},   {RopeKind::kYarn, "yarn"}};
+
+}  // namespace
+
+void DefConfigs(py::module_& m) {
+  py::class_<RopeConfig> rope(m, "RopeConfig");
+  rope.def(py::init<>());
+  DefEnum(rope, "kind", &RopeConfig::kind, kRopeKinds);
+  rope.def_readwrite("theta", &RopeConfig::theta)
+      .def_readwrite("dim", &RopeConfig::dim)
+      .def_readwrite("factor", &RopeConfig::factor)
+      .def_readwrite("original_max_position", &RopeConfig::original_max_position)
+      .def_readwrite("low_freq_factor", &RopeConfig::low_freq_factor)
+      .def_readwrite("high_freq_factor", &RopeConfig::high_freq_factor)
+      .def_readwrite("beta_fast", &RopeConfig::beta_fast)
+      .def_readwrite("beta_slow", &RopeConfig::beta_slow)
+      .def_readwrite("attention_factor", &RopeConfig::attention_factor)
+      .def_readwrite("truncate", &RopeConfig::truncate)
+      .def_readwrite("freq_factors", &RopeConfig::freq_factors);
+
+  py::class_<MoeConfig>(m, "MoeConfig")
+      .def(py::init<>())
+      .def_readwrite("num_experts", &MoeConfig::num_experts)
+      .def_readwrite("top_k", &MoeConfig::top_k)
+      .def_readwrite("intermediate_size", &MoeConfig::intermediate_size)
+      .def_readwrite("shared_intermediate_size", &MoeConfig::shared_intermediate_size)
+      .def_readwrite("normalise", &MoeConfig::normalise)
+      .def_readwrite("layers", &MoeConfig::layers);
+
+  py::class_<ModelConfig> model(m, "ModelConfig");
+  model.def(py::init<>())
+      .def_readwrite("num_layers", &ModelConfig::num_layers)
+      .def_readwrite("hidden_size", &ModelConfig::hidden_size)
+      .def_readwrite("intermediate_size", &ModelConfig::intermediate_size)
+      .def_readwrite("num_heads", &ModelConfig::num_heads)
+      .def_readwrite("num_kv_heads", &ModelConfig::num_kv_heads)
+      .def_readwrite("head_dim", &ModelConfig::head_dim)
+      .def_readwrite("vocab_size", &ModelConfig::vocab_size)
+      .def_readwrite("max_position", &ModelConfig::max_position)
+      .def_readwrite("norm_eps", &ModelConfig::norm_eps)
+      .def_readwrite("softmax_scale", &ModelConfig::softmax_scale)
+      .def_readwrite("swiglu_limit", &ModelConfig::swiglu_limit)
+      .def_readwrite("moe", &ModelConfig::moe)
+      .def_readwrite("rope", &ModelConfig::rope)
+      .def_readwrite("windows", &ModelConfig::windows)
+      .def("validate", &ModelConfig::Validate);
+  DefEnum(model, "activation", &ModelConfig::activation, kActivations);
+  DefEnum(model, "dtype", &ModelConfig::dtype, kDataTypes);
+
+  py::class_<EngineConfig> config(m, "EngineConfig");
+  config.def(py::init<>())
+      .def_readwrite("max_batch_size", &EngineConfig::max_batch_size)
+      .def_readwrite("session_len", &EngineConfig::session_len)
+      .def_readwrite("max_prefill_token_num", &EngineConfig::max_prefill_token_num)
+      .def_readwrite("cache_block_seq_len", &EngineConfig::cache_block_seq_len)
+      .def_readwrite("cache_max_entry_count", &EngineConfig::cache_max_entry_count)
+      .def_readwrite("enable_prefix_caching", &EngineConfig::enable_prefix_caching)
+      .def_readwrite("check_integrity", &EngineConfig::check_integrity);
+  DefKvOptions(config);
+}
+
+}  // namespace turbomind

@@ -1,0 +1,106 @@
+// The engine.
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
+
+#include <memory>
+#include <utility>
+
+#include "turbomind/bindings/bindings.h"
+
+namespace py = pybind11;
+
+namespace turbomind {
+namespace {
+
+// What loading a model freed, back to the system: a C library keeps megabytes of it otherwise.
+void ReturnFreedMemory() {
+#ifdef __GLIBC__
+  malloc_trim(0);
+#endif
+}
+
+// close() may come while other threads wait: their calls return, and find the engine stopped.
+class PyEngine {
+ public:
+  PyEngine(const ModelConfig& model, const EngineConfig& config, std::shared_ptr<Weights> weights,
+           std::shared_ptr<Device> device, int64_t free_bytes)
+      : engine_(std::make_unique<Engine>(model, config, std::move(weights), std::move(device),
+                                         free_bytes)) {
+    ReturnFreedMemory();
+  }
+  ~PyEngine() {
+    py::gil_scoped_release released;
+    engine_.reset();
+  }
+  PyEngine(const PyEngine&) = delete;
+  PyEngine& operator=(const PyEngine&) = delete;
+
+  Engine& operator*() { return *engine_; }
+
+ private:
+  std::unique_ptr<Engine> engine_;
+};
+
+}  // namespace
+
+void DefEngine(py::module_& m) {
+  using release = py::call_guard<py::gil_scoped_release>;
+  py::class_<PyEngine>(m, "Engine")
+      .def(py::init<const ModelConfig&, const EngineConfig&, std::shared_ptr<Weights>,
+                    std::shared_ptr<Device>, int64_t>(),
+           py::arg("model"), py::arg("config"), py::arg("weights").none(false),
+           py::arg("device").none(false), py::arg("free_bytes"))
+      .def(
+          "submit",
+          [](PyEngine& self, const std::shared_ptr<Request>& request) { (*self).Submit(request); },
+          py::arg("request").none(false), release())
+      .def(
+          "cancel", [](PyEngine& self, uint64_t id) { (*self).Cancel(id); }, py::arg("request_id"),
+          release())
+      .def(
+          "wait_outputs", [](PyEngine& self, int ms) { return (*self).WaitOutputs(ms); },
+          py::arg("timeout_ms"), release())
+      .def(
+          "stats", [](PyEngine& self) { return (*self).stats(); }, release())
+      .def(
+          "memory_plan", [](PyEngine& self) { return (*self).memory_plan(); }, release())
+      .def_property_readonly(
+          "healthy", py::cpp_function([](PyEngine& self) { return (*self).healthy(); }, release()))
+      .def_property_readonly(
+          "failure", py::cpp_function([](PyEngine& self) { return (*self).failure(); }, release()))
+      .def(
+          "clear_prefix_cache", [](PyEngine& self) { (*self).ClearPrefixCache(); }, release())
+      .def("kv_statistics",
+           [](PyEngine& self) {
+             const auto collected = [&self] {
+               const py::gil_scoped_release unlocked;
+               return (*self).kv_statistics();
+             };
+             return ToDict(collected());
+           })
+      .def(
+          "check_integrity", [](PyEngine& self) { (*self).CheckIntegrity(); }, release())
+      .def(
+          "close", [](PyEngine& self) { (*self).Stop(); }, release());
+  m.def(
+      "plan_memory",
+      [](const ModelConfig& model, const EngineConfig& config, int64_t free_bytes, bool is_cuda) {
+        return PlanMemory(model, config, free_bytes, !is_cuda);
+      },
+      py::arg("model"), py::arg("config"), py::arg("free_bytes"), py::kw_only(),
+      py::arg("is_cuda") = false);
+  m.def(
+      "require_kernels",
+      [](const ModelConfig& model, const EngineConfig& config, const Device& device) {
+        model.Validate();
+        RequireKernels(model, config, device);
+      },
+      py::arg("model"), py::arg("config"), py::arg("device"));
+}
+
+}  // namespace turbomind

@@ -1,0 +1,151 @@
+// Requests and outputs.
+
+#include <pybind11/functional.h>
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstring>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "turbomind/bindings/bindings.h"
+#include "turbomind/bindings/enums.h"
+#include "turbomind/core/check.h"
+
+namespace py = pybind11;
+
+namespace turbomind {
+namespace {
+
+constexpr EnumName<LogitsOutput> kLogitsOutputs[] = {{LogitsOutput::kNone, "none"},
+                                                     {LogitsOutput::kGeneration, "generation"},
+                                                     {LogitsOutput::kAll, "all"}};
+constexpr EnumName<FinishReason> kFinishReasons[] = {{FinishReason::kNone, "none"},
+                                                     {FinishReason::kStop, "stop"},
+                                                     {FinishReason::kLength, "length"},
+                                                     {FinishReason::kCancelled, "cancelled"},
+                                                     {FinishReason::kError, "error"}};
+
+// Calls and destroys a Python callable with the GIL held, from any thread.
+class PyTokenMask {
+ public:
+  explicit PyTokenMask(py::object fn)
+      : fn_(new py::object(std::move(fn)), [](py::object* object) {
+          py::gil_scoped_acquire gil;
+          delete object;
+        }) {}
+
+  bool operator()(const std::vector<int32_t>& new_tokens, std::vector<uint32_t>& mask) const {
+    py::gil_scoped_acquire gil;
+    try {
+      // The array belongs to Python: a callback may keep it without reaching our memory.
+      py::array_t<int32_t> words(static_cast<py::ssize_t>(mask.size()));
+      std::memcpy(words.mutable_data(), mask.data(), mask.size() * sizeof(uint32_t));
+      const bool go_on = (*fn_)(new_tokens, words).cast<bool>();
+      std::memcpy(mask.data(), words.data(), mask.size() * sizeof(uint32_t));
+      return go_on;
+    } catch (const py::error_already_set& error) {
+      // OptionError of checks.py: what the request asked for cannot be.
+      if (error.matches(PyExc_ValueError) && py::hasattr(error.value(), "field")) {
+        throw InvalidArgument(py::str(error.value()).cast<std::string>());
+      }
+      throw std::runtime_error(py::str(error.type().attr("__name__")).cast<std::string>() + ": " +
+                               py::str(error.value()).cast<std::string>());
+    } catch (const py::cast_error&) {
+      throw std::runtime_error("want a bool from the callback");
+    }
+  }
+
+  py::object object() const { return *fn_; }
+
+ private:
+  std::shared_ptr<py::object> fn_;
+};
+
+py::object GetTokenMask(const Request& request) {
+  const auto* mask = request.token_mask.target<PyTokenMask>();
+  return mask == nullptr ? py::object(py::none()) : mask->object();
+}
+
+void SetTokenMask(Request& request, const py::object& fn) {
+  if (fn.is_none()) {
+    request.token_mask = nullptr;
+    return;
+  }
+  if (PyCallable_Check(fn.ptr()) == 0) {
+    throw InvalidArgument("token_mask: got " + py::str(py::type::of(fn)).cast<std::string>() +
+                          ", want a callable or None");
+  }
+  request.token_mask = PyTokenMask(fn);
+}
+
+// [n, vocab] over the output's own memory; the array keeps the output alive.
+py::object GetLogits(const py::object& self) {
+  auto& output = self.cast<RequestOutput&>();
+  if (output.logits.empty()) {
+    return py::none();
+  }
+  const auto rows = static_cast<py::ssize_t>(output.logits_rows);
+  const auto cols = static_cast<py::ssize_t>(output.logits.size()) / rows;
+  return py::array_t<float>({rows, cols}, output.logits.data(), self);
+}
+
+// A member of Request::sampling as a property of Request.
+template <class T>
+void DefSampling(py::class_<Request, std::shared_ptr<Request>>& target, const char* name,
+                 T SamplingParams::*member) {
+  target.def_property(
+      name, [member](const Request& self) { return self.sampling.*member; },
+      [member](Request& self, T value) { self.sampling.*member = std::move(value); });
+}
+
+}  // namespace
+
+void DefRequest(py::module_& m) {
+  py::class_<Request, std::shared_ptr<Request>> request(m, "Request");
+  request.def(py::init<>())
+      .def_readwrite("id", &Request::id)
+      .def_readwrite("prompt", &Request::prompt)
+      .def_readwrite("max_new_tokens", &Request::max_new_tokens)
+      .def_readwrite("min_new_tokens", &Request::min_new_tokens)
+      .def_readwrite("ignore_eos", &Request::ignore_eos)
+      .def_readwrite("eos_ids", &Request::eos_ids)
+      .def_readwrite("stop_sequences", &Request::stop_sequences)
+      .def_readwrite("bad_sequences", &Request::bad_sequences)
+      .def_readwrite("num_prompt_logprobs", &Request::num_prompt_logprobs)
+      .def_property("token_mask", &GetTokenMask, &SetTokenMask);
+  DefEnum(request, "logits_output", &Request::logits_output, kLogitsOutputs);
+  DefSampling(request, "do_sample", &SamplingParams::do_sample);
+  DefSampling(request, "temperature", &SamplingParams::temperature);
+  DefSampling(request, "top_k", &SamplingParams::top_k);
+  DefSampling(request, "top_p", &SamplingParams::top_p);
+  DefSampling(request, "min_p", &SamplingParams::min_p);
+  DefSampling(request, "repetition_penalty", &SamplingParams::repetition_penalty);
+  DefSampling(request, "presence_penalty", &SamplingParams::presence_penalty);
+  DefSampling(request, "frequency_penalty", &SamplingParams::frequency_penalty);
+  DefSampling(request, "seed", &SamplingParams::seed);
+  DefSampling(request, "num_logprobs", &SamplingParams::num_logprobs);
+  DefSampling(request, "logit_bias", &SamplingParams::logit_bias);
+
+  py::class_<TokenLogprobs>(m, "TokenLogprobs")
+      .def_readonly("chosen", &TokenLogprobs::chosen)
+      .def_readonly("top", &TokenLogprobs::top);
+  py::class_<RequestOutput>(m, "RequestOutput")
+      .def_readonly("request_id", &RequestOutput::request_id)
+      .def_readonly("tokens", &RequestOutput::tokens)
+      .def_readonly("logprobs", &RequestOutput::logprobs)
+      .def_readonly("prompt_logprobs", &RequestOutput::prompt_logprobs)
+      .def_property_readonly("logits", &GetLogits)
+      .def_property_readonly(
+          "finish_reason",
+          [](const RequestOutput& self) { return Name(kFinishReasons, self.finish_reason); })
+      .def_readonly("stop_tokens", &RequestOutput::stop_tokens)
+      .def_readonly("cached_tokens", &RequestOutput::cached_tokens)
+      .def_readonly("error", &RequestOutput::error)
+      .def_readonly("is_request_fault", &RequestOutput::is_request_fault);
+}
+
+}  // namespace turbomind

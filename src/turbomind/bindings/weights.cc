@@ -1,0 +1,192 @@
+// Weights: NumPy arrays become a model's matrices and vectors.
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "turbomind/backend/cpu/packed_layout.h"
+#include "turbomind/bindings/bindings.h"
+#include "turbomind/bindings/enums.h"
+#include "turbomind/core/check.h"
+
+namespace py = pybind11;
+
+namespace turbomind {
+namespace {
+
+bool IsInBlocks(MatrixFormat format) { return IsQuantized(format) || IsMxfp4(format); }
+
+// Without scales that are an array of their own. Formats in blocks have whole ones.
+int64_t SourceBytes(MatrixFormat format, int64_t values) {
+  const int64_t block_bytes = SourceBlockBytes(format);
+  return IsInBlocks(format) ? values / kQuantBlock * block_bytes
+                            : values * (block_bytes / kQuantBlock);
+}
+
+void RequireShape(const std::string& what, MatrixFormat format, int64_t rows, int64_t cols) {
+  constexpr int64_t kMost = int64_t{1} << 30;
+  if (rows < 1 || cols < 1 || rows > kMost || cols > kMost) {
+    throw InvalidArgument(what + ": got shape [" + std::to_string(rows) + ", " +
+                          std::to_string(cols) + "], want positive sizes");
+  }
+  if (IsInBlocks(format) && cols % 32 != 0) {
+    throw InvalidArgument(what + ": got " + std::to_string(cols) + " columns, " +
+                          Name(kMatrixFormats, format) + " wants a multiple of 32");
+  }
+}
+
+void RequireArray(const std::string& what, const py::array& data, char kind, int item_bytes) {
+  if (data.dtype().kind() != kind || data.itemsize() != item_bytes) {
+    throw InvalidArgument(what + ": got values of dtype " +
+                          py::str(data.dtype()).cast<std::string>() + ", want " + kind +
+                          std::to_string(item_bytes));
+  }
+  if ((data.flags() & py::array::c_style) == 0) {
+    throw InvalidArgument(what + ": got a strided array, want a C-contiguous one");
+  }
+}
+
+void RequireBytes(const std::string& what, const py::array& data, int64_t want) {
+  if (data.nbytes() != want) {
+    throw InvalidArgument(what + ": got " + std::to_string(data.nbytes()) + " bytes, want " +
+                          std::to_string(want));
+  }
+}
+
+// Holds the arrays' memory, from any thread; lets them go with the GIL held.
+std::shared_ptr<const void> KeepArrays(const py::array& data,
+                                       const std::optional<py::array>& scales) {
+  using Arrays = std::pair<py::array, std::optional<py::array>>;
+  return {new Arrays(data, scales), [](const Arrays* arrays) {
+            if (Py_IsInitialized() == 0) {
+              return;  // the interpreter has taken its objects with it
+            }
+            py::gil_scoped_acquire gil;
+            delete arrays;
+          }};
+}
+
+// A device outlives what packs on it.
+struct PyWeightsBuilder {
+  std::shared_ptr<Device> device;
+  WeightsBuilder builder;
+
+  PyWeightsBuilder(const ModelConfig& config, std::shared_ptr<Device> target, bool exact)
+      : device(std::move(target)), builder(config, *device, exact) {}
+
+  // The weights, and the device as long as they are there.
+  std::shared_ptr<const Weights> WithDevice(std::shared_ptr<const Weights> weights) const {
+    struct Both {
+      std::shared_ptr<Device> device;
+      std::shared_ptr<const Weights> weights;
+    };
+    const Weights* address = weights.get();
+    return {std::make_shared<Both>(device, std::move(weights)), address};
+  }
+
+  void AddMatrix(const std::string& name, const std::string& format_name, const py::array& data,
+                 int64_t rows, int64_t cols, const std::optional<py::array>& scales) {
+    const MatrixFormat format = Parse("format", kMatrixFormats, format_name);
+    const std::string what = "matrix " + name;
+    RequireShape(what, format, rows, cols);
+    const bool in_blocks = IsInBlocks(format);
+    const bool is_f32 = format == MatrixFormat::kF32;
+    RequireArray(what, data, is_f32 ? 'f' : 'u', is_f32 ? 4 : in_blocks ? 1 : 2);
+    RequireBytes(what + " (" + format_name + ")", data, SourceBytes(format, rows * cols));
+    MatrixSource source{format, data.data(), rows, cols};
+    const bool is_split = format == MatrixFormat::kMxfp4Split;
+    if (is_split != scales.has_value()) {
+      throw InvalidArgument(what + ": got " + (is_split ? "no scales, " : "scales, ") +
+                            format_name + (is_split ? " has them apart" : " has none apart"));
+    }
+    if (scales) {
+      RequireArray(what + ", scales", *scales, 'u', 1);
+      RequireBytes(what + ", scales", *scales, rows * cols / 32);
+      source.scales = scales->data();
+    }
+    if (IsMxfp4(format)) {
+      source.owner = KeepArrays(data, scales);
+    }
+    py::gil_scoped_release released;
+    builder.AddMatrix(name, source);
+  }
+
+  // `in_place`: the array is read where it lies, and held.
+  void AddPacked(const std::string& name, const std::string& format_name, const py::array& data,
+                 int64_t rows, int64_t cols, bool in_place) {
+    const MatrixFormat format = Parse("format", kMatrixFormats, format_name);
+    const std::string what = "packed matrix " + name;
+    RequireShape(what, format, rows, cols);
+    if (IsMxfp4(format)) {
+      throw InvalidArgument(what + ": got " + format_name + ", which is never packed");
+    }
+    RequireArray(what, data, 'u', 1);
+    RequireBytes(what + " (" + format_name + ")", data, PackedBytes(format, rows, cols));
+    MatrixSource source{format, data.data(), rows, cols};
+    source.packed = true;
+    if (in_place) {
+      source.owner = KeepArrays(data, std::nullopt);
+    }
+    py::gil_scoped_release released;
+    builder.AddMatrix(name, source);
+  }
+
+  // The tiles of every matrix that has some, by name; an array holds the weights.
+  py::dict Packed() const {
+    py::dict result;
+    for (const auto& [name, matrix] : builder.Matrices()) {
+      if (matrix->packed_data() == nullptr) {
+        continue;
+      }
+      auto* weights = new std::shared_ptr<const Weights>(WithDevice(builder.weights()));
+      const py::capsule owner(
+          weights, [](void* p) { delete static_cast<std::shared_ptr<const Weights>*>(p); });
+      py::array_t<uint8_t> bytes(matrix->num_bytes(), matrix->packed_data(), owner);
+      bytes.attr("setflags")(py::arg("write") = false);
+      result[py::str(name)] =
+          py::make_tuple(Name(kMatrixFormats, matrix->format), matrix->rows, matrix->cols, bytes);
+    }
+    return result;
+  }
+
+  void AddVector(const std::string& name,
+                 const py::array_t<float, py::array::c_style | py::array::forcecast>& data) {
+    builder.AddVector(name, data.data(), data.size());
+  }
+};
+
+}  // namespace
+
+void DefWeights(py::module_& m) {
+  py::class_<Weights, std::shared_ptr<Weights>>(m, "Weights")
+      .def_property_readonly("num_bytes", &Weights::num_bytes);
+  py::class_<PyWeightsBuilder>(m, "WeightsBuilder")
+      .def(py::init<const ModelConfig&, std::shared_ptr<Device>, bool>(), py::arg("config"),
+           py::arg("device").none(false), py::arg("exact"))
+      .def("add_matrix", &PyWeightsBuilder::AddMatrix, py::arg("name"), py::arg("format"),
+           py::arg("data"), py::arg("rows"), py::arg("cols"), py::arg("scales") = py::none())
+      .def("add_packed", &PyWeightsBuilder::AddPacked, py::arg("name"), py::arg("format"),
+           py::arg("data"), py::arg("rows"), py::arg("cols"), py::kw_only(), py::arg("in_place"))
+      .def("add_vector", &PyWeightsBuilder::AddVector, py::arg("name"), py::arg("data"))
+      .def("packed", &PyWeightsBuilder::Packed)
+      .def("build", [](PyWeightsBuilder& self) {
+        // Python sees nothing that could change them.
+        return std::const_pointer_cast<Weights>(self.WithDevice(self.builder.Build()));
+      });
+  m.attr("packed_layout_id") = kPackedLayoutId;
+  m.def(
+      "packed_bytes",
+      [](const std::string& format, int64_t rows, int64_t cols) {
+        const MatrixFormat parsed = Parse("format", kMatrixFormats, format);
+        RequireShape("packed matrix", parsed, rows, cols);
+        return PackedBytes(parsed, rows, cols);
+      },
+      py::arg("format"), py::arg("rows"), py::arg("cols"));
+}
+
+}  // namespace turbomind
