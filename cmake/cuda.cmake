@@ -54,9 +54,9 @@ else()
   message(STATUS "CUDA backend: OFF (TM_CUDA=${TM_CUDA}) ${why}")
 endif()
 
-# The engine uses the library's objects as core/device.h declares them: the stamp holds a hash of
+# The engine uses the library's objects as ops/device.h declares them: the stamp holds a hash of
 # that header and of all that it includes.
-set(todo turbomind/core/device.h turbomind/core/check.h turbomind/backend/cuda_library.h)
+set(todo turbomind/ops/device.h turbomind/core/check.h turbomind/backend/cuda_library.h)
 set(seen "")
 set(hashes "")
 while(todo)

@@ -14,7 +14,7 @@
 #include "bench_line.h"
 #include "turbomind/backend/cpu/cpu_device.h"
 #include "turbomind/backend/cuda_loader.h"
-#include "turbomind/core/device.h"
+#include "turbomind/ops/device.h"
 
 namespace turbomind::bench {
 

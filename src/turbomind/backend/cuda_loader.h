@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "turbomind/backend/cuda_library.h"
-#include "turbomind/core/device.h"
+#include "turbomind/ops/device.h"
 
 namespace turbomind {
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <utility>
 
-#include "turbomind/core/device.h"
+#include "turbomind/core/device_memory.h"
 
 namespace turbomind {
 
@@ -14,7 +14,7 @@ class DeviceArray {
  public:
   DeviceArray() = default;
   // Throws std::bad_alloc.
-  DeviceArray(Device& device, const float* values, int64_t size) : size_(size) {
+  DeviceArray(DeviceMemory& device, const float* values, int64_t size) : size_(size) {
     if (size > 0) {
       device_ = &device;
       data_ = static_cast<float*>(device.Reserve(num_bytes()));
@@ -41,7 +41,7 @@ class DeviceArray {
   size_t num_bytes() const { return static_cast<size_t>(size_) * sizeof(float); }
 
  private:
-  Device* device_ = nullptr;
+  DeviceMemory* device_ = nullptr;
   float* data_ = nullptr;
   int64_t size_ = 0;
 };

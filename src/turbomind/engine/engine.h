@@ -5,7 +5,6 @@
 #include <string>
 #include <vector>
 
-#include "turbomind/core/device.h"
 #include "turbomind/engine/request.h"
 #include "turbomind/kv/hot_rule.h"
 #include "turbomind/kv/kv_cache_mode.h"
@@ -13,6 +12,7 @@
 #include "turbomind/model/kv_statistics.h"
 #include "turbomind/model/model_config.h"
 #include "turbomind/model/weights.h"
+#include "turbomind/ops/device.h"
 
 namespace turbomind {
 

@@ -37,6 +37,12 @@ void SetCalibration(const KvCalibration& calibration, int num_layers, KvCache& c
   }
 }
 
+KvCacheConfig SupportedCacheConfig(const ModelConfig& model, const EngineConfig& config,
+                                   const Device& device) {
+  RequireKernels(model, config, device);
+  return CacheConfig(model, config);
+}
+
 std::vector<LayerCache> LayerCaches(const ModelConfig& model, const EngineConfig& config,
                                     KvCache& cache) {
   SetCalibration(config.kv_quality.calibration, model.num_layers, cache);
@@ -69,7 +75,7 @@ EngineState::EngineState(const ModelConfig& model, const EngineConfig& config,
                          const MemoryPlan& plan, int64_t free_bytes,
                          std::shared_ptr<const Weights> weights, std::shared_ptr<Device> target)
     : device(std::move(target)),
-      cache_config(CacheConfig(model, config)),
+      cache_config(SupportedCacheConfig(model, config, *device)),
       cache(*device, cache_config,
             PlanBlocks(model, config, free_bytes, !device->capability().is_cuda)),
       manager(cache, config.enable_prefix_caching),

@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <memory>
 
-#include "turbomind/core/device.h"
 #include "turbomind/engine/engine.h"
 #include "turbomind/engine/generation.h"
 #include "turbomind/engine/scheduler.h"
@@ -14,6 +13,7 @@
 #include "turbomind/kv/sequence_manager.h"
 #include "turbomind/model/decoder.h"
 #include "turbomind/model/weights.h"
+#include "turbomind/ops/device.h"
 
 namespace turbomind {
 

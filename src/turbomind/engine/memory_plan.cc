@@ -132,7 +132,14 @@ KvCacheConfig CacheConfig(const ModelConfig& model, const EngineConfig& config) 
 
 void RequireKernels(const ModelConfig& model, const EngineConfig& config, const Device& device) {
   RequireHeadDim(model.head_dim);
-  RequireAttention(device, MakeLayerGroups(CacheConfig(model, config)));
+  for (const LayerGroup& group : MakeLayerGroups(CacheConfig(model, config))) {
+    for (int layer = 0; layer < static_cast<int>(group.layers.size()); ++layer) {
+      device.RequireAttention(group.layout.LayerView(layer, nullptr, nullptr));
+    }
+    if (group.hot_layout) {
+      device.RequireAttention(group.hot_layout->LayerView(0, nullptr, nullptr));
+    }
+  }
 }
 
 int StepTokens(const EngineConfig& config) {

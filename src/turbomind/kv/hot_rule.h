@@ -39,6 +39,12 @@ struct HotRule {
   }
 };
 
+// A block that leaves the recent window: its slot in the hot pool and in the cold one.
+struct BlockMove {
+  int32_t hot = -1;
+  int32_t cold = -1;
+};
+
 // What is hot, in tokens: multiples of 64, rounded up to whole blocks. The current block is hot
 // whenever anything is. `recent_tokens` -1 turns hot blocks off.
 struct HotTokens {

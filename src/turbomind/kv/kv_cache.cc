@@ -11,18 +11,7 @@
 
 namespace turbomind {
 
-void RequireAttention(const Device& device, const std::vector<LayerGroup>& groups) {
-  for (const LayerGroup& group : groups) {
-    for (int layer = 0; layer < static_cast<int>(group.layers.size()); ++layer) {
-      device.RequireAttention(group.layout.LayerView(layer, nullptr, nullptr));
-    }
-    if (group.hot_layout) {
-      device.RequireAttention(group.hot_layout->LayerView(0, nullptr, nullptr));
-    }
-  }
-}
-
-KvCache::KvCache(Device& device, const KvCacheConfig& config, std::vector<int64_t> num_blocks)
+KvCache::KvCache(DeviceMemory& device, const KvCacheConfig& config, std::vector<int64_t> num_blocks)
     : device_(device),
       block_seq_len_(config.block_seq_len),
       kv_heads_(config.kv_heads),
@@ -32,7 +21,6 @@ KvCache::KvCache(Device& device, const KvCacheConfig& config, std::vector<int64_
       index_in_group_(config.layers.size()),
       factors_(2 * config.layers.size()),
       k_means_(config.layers.size()) {
-  RequireAttention(device, groups_);
   const size_t num_pools = groups_.size() * (groups_.front().hot_layout ? 2 : 1);
   Check(num_blocks_.size() == num_pools, "each pool has a number of blocks");
   for (size_t g = 0; g < groups_.size(); ++g) {

@@ -4,13 +4,10 @@
 #include <cstdint>
 #include <vector>
 
-#include "turbomind/core/device.h"
+#include "turbomind/core/device_memory.h"
 #include "turbomind/kv/layer_group.h"
 
 namespace turbomind {
-
-// Throws InvalidArgument where the device has no attention kernels for some layer, hot or cold.
-void RequireAttention(const Device& device, const std::vector<LayerGroup>& groups);
 
 // The pools' memory, reserved at once, touched as blocks are used. Who uses which block is
 // SequenceManager's business. Engine thread; kernels read it through LayerView.
@@ -20,9 +17,8 @@ void RequireAttention(const Device& device, const std::vector<LayerGroup>& group
 // [num_groups, 2 · num_groups) are the 16-bit ones of the same groups.
 class KvCache {
  public:
-  // num_blocks: one per pool of MakeLayerGroups(config). `device` must outlive the cache. Throws
-  // InvalidArgument for a cache that the device has no kernels for.
-  KvCache(Device& device, const KvCacheConfig& config, std::vector<int64_t> num_blocks);
+  // num_blocks: one per pool of MakeLayerGroups(config). `device` must outlive the cache.
+  KvCache(DeviceMemory& device, const KvCacheConfig& config, std::vector<int64_t> num_blocks);
   ~KvCache();
   KvCache(const KvCache&) = delete;
   KvCache& operator=(const KvCache&) = delete;
@@ -70,7 +66,7 @@ class KvCache {
   const block::Layout& PoolLayout(int pool) const;
   void CheckId(int pool, int64_t block) const;
 
-  Device& device_;
+  DeviceMemory& device_;
   int block_seq_len_;
   int kv_heads_;
   std::vector<LayerGroup> groups_;

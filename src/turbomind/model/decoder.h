@@ -8,11 +8,11 @@
 #include <span>
 #include <vector>
 
-#include "turbomind/core/device.h"
 #include "turbomind/model/decoder_scratch.h"
 #include "turbomind/model/kv_statistics.h"
 #include "turbomind/model/model_config.h"
 #include "turbomind/model/weights.h"
+#include "turbomind/ops/device.h"
 #include "turbomind/ops/rope.h"
 
 namespace turbomind {

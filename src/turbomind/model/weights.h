@@ -7,9 +7,9 @@
 #include <utility>
 #include <vector>
 
-#include "turbomind/core/device.h"
 #include "turbomind/core/device_array.h"
 #include "turbomind/model/model_config.h"
+#include "turbomind/ops/device.h"
 
 namespace turbomind {
 

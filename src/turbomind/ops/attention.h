@@ -2,7 +2,7 @@
 
 // ⑦ Attention of a step's tokens over the cache.
 
-#include "turbomind/core/device.h"
+#include "turbomind/ops/device.h"
 
 namespace turbomind {
 

@@ -2,7 +2,7 @@
 
 // ⑥ The cache as dense FP32, for tests and reports; attention reads the packed form.
 
-#include "turbomind/core/device.h"
+#include "turbomind/ops/device.h"
 
 namespace turbomind {
 

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "turbomind/core/device.h"
+#include "turbomind/ops/device.h"
 
 namespace turbomind {
 

@@ -15,12 +15,6 @@ namespace turbomind {
 
 class RopeTable;
 
-// A block that leaves the recent window: its slot in the hot pool and in the cold one.
-struct BlockMove {
-  int32_t hot = -1;
-  int32_t cold = -1;
-};
-
 // One step's flat arrays. Sequences with one new token (decode) come first.
 struct BatchView {
   int num_seqs = 0;

@@ -2,7 +2,7 @@
 
 // ⑥ Writes the K and V of a step's tokens into the cache.
 
-#include "turbomind/core/device.h"
+#include "turbomind/ops/device.h"
 
 namespace turbomind {
 

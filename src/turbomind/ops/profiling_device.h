@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "turbomind/core/device.h"
+#include "turbomind/ops/device.h"
 #include "turbomind/ops/op_cost.h"
 
 namespace turbomind {

@@ -2,7 +2,7 @@
 
 // ⑥ Moves blocks out of the 16-bit pool.
 
-#include "turbomind/core/device.h"
+#include "turbomind/ops/device.h"
 
 namespace turbomind {
 

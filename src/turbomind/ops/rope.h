@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "turbomind/model/model_config.h"
+#include "turbomind/ops/rope_config.h"
 
 namespace turbomind {
 

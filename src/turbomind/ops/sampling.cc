@@ -42,7 +42,7 @@ void MaskCompletions(const std::vector<std::vector<int32_t>>& sequences, const i
 }
 
 void MaskEarlyStop(const SampleInput& input, int vocab_size) {
-  const Request& request = *input.request;
+  const SamplingRequest& request = *input.request;
   if (input.num_generated >= request.min_new_tokens) {
     return;
   }
@@ -83,7 +83,7 @@ double SumKept(float* weights, int size, float min_p) {
 }
 
 // What changes logits before a token is chosen, a token mask aside.
-bool ChangesLogits(const Request& request, int64_t num_generated) {
+bool ChangesLogits(const SamplingRequest& request, int64_t num_generated) {
   const SamplingParams& params = request.sampling;
   return !params.logit_bias.empty() || params.repetition_penalty != 1.f ||
          params.presence_penalty != 0.f || params.frequency_penalty != 0.f ||
@@ -126,18 +126,18 @@ std::string CheckParams(const SamplingParams& p) {
 }
 
 // Whether nothing is asked of the row but a token, and nothing changes the row before.
-bool AsksForToken(const Request& request, int64_t num_generated) {
+bool AsksForToken(const SamplingRequest& request, int64_t num_generated) {
   return request.sampling.num_logprobs < 0 && request.token_mask == nullptr &&
          !ChangesLogits(request, num_generated) && CheckParams(request.sampling).empty();
 }
 
 }  // namespace
 
-bool TakesHighest(const Request& request, int64_t num_generated) {
+bool TakesHighest(const SamplingRequest& request, int64_t num_generated) {
   return IsGreedy(request.sampling) && AsksForToken(request, num_generated);
 }
 
-std::optional<RowDraw> DrawOf(const Request& request, int64_t num_generated) {
+std::optional<RowDraw> DrawOf(const SamplingRequest& request, int64_t num_generated) {
   if (IsGreedy(request.sampling) || !AsksForToken(request, num_generated)) {
     return std::nullopt;
   }

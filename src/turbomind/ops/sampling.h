@@ -8,19 +8,19 @@
 #include <string>
 #include <vector>
 
-#include "turbomind/engine/request.h"
 #include "turbomind/ops/params.h"
+#include "turbomind/ops/sampling_params.h"
 
 namespace turbomind {
 
 // One sequence that needs its next token.
 struct SampleInput {
-  float* logits = nullptr;               // [vocab_size], overwritten
-  const Request* request = nullptr;      // sampling, bad and stop sequences, min_new_tokens
-  const int32_t* tokens = nullptr;       // [num_tokens] prompt, then generated
-  int64_t num_tokens = 0;                // prompt included
-  int64_t num_generated = 0;             // the last num_generated of tokens
-  const uint32_t* token_mask = nullptr;  // [ceil(vocab_size / 32)] allowed tokens, or null: all
+  float* logits = nullptr;                   // [vocab_size], overwritten
+  const SamplingRequest* request = nullptr;  // sampling, bad and stop sequences, min_new_tokens
+  const int32_t* tokens = nullptr;           // [num_tokens] prompt, then generated
+  int64_t num_tokens = 0;                    // prompt included
+  int64_t num_generated = 0;                 // the last num_generated of tokens
+  const uint32_t* token_mask = nullptr;      // [ceil(vocab_size / 32)] allowed tokens, or null: all
 };
 
 // `error` is empty on success; else token is -1 and the request must end with kError.
@@ -69,10 +69,10 @@ class Sampler {
 // Whether Sample would choose the highest of the row as it came from the model, and nothing else is
 // asked of the row: the token is then that of ArgMaxRowsParams, or Sample has to tell what is wrong
 // with the row.
-bool TakesHighest(const Request& request, int64_t num_generated);
+bool TakesHighest(const SamplingRequest& request, int64_t num_generated);
 // What a device needs to know to draw the token that Sample would from the row as it came from the
 // model, where nothing else is asked of the row; else nothing. The row's index is the caller's.
-std::optional<RowDraw> DrawOf(const Request& request, int64_t num_generated);
+std::optional<RowDraw> DrawOf(const SamplingRequest& request, int64_t num_generated);
 
 // Log-softmax of a row at `token`, and its `num_top` most likely tokens (ties to the lowest id).
 // A row with NaN gives NaN. REQUIRES: token in [0, vocab_size).

@@ -12,7 +12,7 @@
 #include <random>
 #include <vector>
 
-#include "turbomind/core/device.h"
+#include "turbomind/ops/device.h"
 
 namespace turbomind::testing {
 

@@ -5,8 +5,10 @@
 #include <string>
 #include <vector>
 
+#include "engine/null_device.h"
 #include "engine/tiny_model.h"
 #include "turbomind/core/check.h"
+#include "turbomind/engine/engine_state.h"
 #include "turbomind/model/decoder.h"
 
 namespace turbomind {
@@ -204,6 +206,35 @@ TEST_CASE("what does not fit is refused with the bytes it takes") {
   }
   config.kv_quality.hot = {64, 65};
   CHECK_THROWS_AS(PlanMemory(Model(), config, kFreeBytes, true), InvalidArgument);
+}
+
+// Has no attention kernels for 16-bit caches. Only hot blocks need them here.
+class No16Bit : public testing::NullDevice {
+ public:
+  void RequireAttention(const KvLayerView& layer) const override {
+    if (layer.mode[0] == KvCacheMode::kNone) {
+      throw InvalidArgument("no kernels");
+    }
+  }
+};
+
+TEST_CASE("a cache without kernels, or whose hot blocks have none, is refused") {
+  const auto cpu = MakeCpuDevice(1);
+  const auto device = std::make_shared<No16Bit>();
+  const ModelConfig model = testing::TinyConfig();
+  const auto refuses = [&](const EngineConfig& config) {
+    CHECK_THROWS_AS(RequireKernels(model, config, *device), InvalidArgument);
+    const MemoryPlan plan = PlanMemory(model, config, testing::kFreeBytes, true);
+    CHECK_THROWS_AS(EngineState(model, config, plan, testing::kFreeBytes,
+                                testing::TinyWeights(model, *cpu), device),
+                    InvalidArgument);
+  };
+  EngineConfig config = testing::TinyEngineConfig(KvCacheMode::kInt8);
+  config.kv_quality.hot = {};
+  CHECK_NOTHROW(RequireKernels(model, config, *device));
+  config.kv_quality.hot = {.sink_tokens = 64, .recent_tokens = 64};
+  refuses(config);
+  refuses(testing::TinyEngineConfig(KvCacheMode::kNone));
 }
 
 TEST_CASE("a head_dim that attention cannot compute is refused before there are weights") {

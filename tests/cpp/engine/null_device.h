@@ -6,9 +6,9 @@
 #include <string>
 #include <utility>
 
-#include "kv/ops_refusing_device.h"
+#include "engine/ops_refusing_device.h"
 #include "turbomind/core/check.h"
-#include "turbomind/core/device.h"
+#include "turbomind/ops/device.h"
 
 namespace turbomind::testing {
 

@@ -76,26 +76,6 @@ TEST_CASE("hot pools lie after the cold ones, in 16 bit") {
   CHECK(device.reserved_bytes == 0);
 }
 
-// Has no kernels for 16-bit caches: hot blocks alone need them.
-class No16Bit : public MemoryDevice {
- public:
-  void RequireAttention(const KvLayerView& layer) const override {
-    if (layer.mode[0] == KvCacheMode::kNone) {
-      throw InvalidArgument("no kernels");
-    }
-  }
-};
-
-TEST_CASE("a cache without kernels, or whose hot blocks have none, is refused") {
-  No16Bit device;
-  KvCacheConfig config = Config({0, 40});
-  KvCache(device, config, {3, 5});
-  config.hot = {.sink_tokens = 16, .recent_tokens = 32};
-  CHECK_THROWS_AS(KvCache(device, config, {3, 5, 3, 5}), InvalidArgument);
-  CHECK_THROWS_AS(RequireAttention(device, MakeLayerGroups(Config({0}, KvCacheMode::kNone))),
-                  InvalidArgument);
-}
-
 TEST_CASE("no scale pool without FP4; a failing reservation gives everything back") {
   MemoryDevice device;
   KvCache cache(device, Config({0}, KvCacheMode::kInt8), {4});

@@ -4,19 +4,18 @@
 #include <cstring>
 #include <new>
 
-#include "kv/ops_refusing_device.h"
 #include "turbomind/core/check.h"
+#include "turbomind/core/device_memory.h"
 
 namespace turbomind {
 
 // Memory without ops, filled with a sentinel instead of zeros so that stale slots are seen.
-class MemoryDevice : public testing::OpsRefusingDevice {
+class MemoryDevice : public DeviceMemory {
  public:
   static constexpr unsigned char kSentinel = 0xAB;
 
   ~MemoryDevice() override { Check(reserved_bytes == 0, "everything reserved was released"); }
 
-  std::string name() const override { return "memory"; }
   void* Reserve(size_t num_bytes) override {
     if (reserved_bytes + num_bytes > limit_bytes) {
       throw std::bad_alloc();
@@ -29,6 +28,9 @@ class MemoryDevice : public testing::OpsRefusingDevice {
   void Release(void* memory, size_t num_bytes) override {
     ::operator delete(memory, std::align_val_t(64));
     reserved_bytes -= num_bytes;
+  }
+  void Copy(void* to, const void* from, size_t num_bytes) override {
+    std::memcpy(to, from, num_bytes);
   }
 
   size_t reserved_bytes = 0;

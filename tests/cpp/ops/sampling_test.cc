@@ -19,6 +19,10 @@ using namespace turbomind;
 
 namespace {
 
+struct Request : SamplingRequest {
+  std::vector<int32_t> prompt;
+};
+
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 

@@ -178,7 +178,7 @@ def test_a_format_that_is_not_finished_does_not_compile(tmp_path: Path) -> None:
 
 
 DEVICE = """
-#include "turbomind/core/device.h"
+#include "turbomind/ops/device.h"
 namespace turbomind {
 class Other final : public Device {
  public:
@@ -209,7 +209,7 @@ std::unique_ptr<Device> Make() { return std::make_unique<Other>(); }
 
 
 def test_a_device_is_one_class(tmp_path: Path) -> None:
-    assert "src/turbomind/core/device.h" in recipe("A device")
+    assert "src/turbomind/ops/device.h" in recipe("A device")
     source = tmp_path / "other.cc"
     source.write_text(DEVICE)
     assert compile_errors(source, ROOT / "src") == ""

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "turbomind/backend/cpu/ceilings.h"
-#include "turbomind/core/device.h"
+#include "turbomind/ops/device.h"
 
 namespace turbomind {
 

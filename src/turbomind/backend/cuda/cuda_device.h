@@ -5,7 +5,7 @@
 #include <memory>
 
 #include "turbomind/backend/cuda_library.h"
-#include "turbomind/core/device.h"
+#include "turbomind/ops/device.h"
 
 namespace turbomind::cuda {
 

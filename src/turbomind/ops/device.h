@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 
+#include "turbomind/core/device_memory.h"
 #include "turbomind/core/function_ref.h"
 #include "turbomind/kv/kv_cache_mode.h"
 #include "turbomind/ops/params.h"
@@ -15,10 +16,8 @@ namespace turbomind {
 // The checks of an op's arguments are in ops/*.cc, before the call comes here.
 // One thread, the engine's, calls a device; work is done when a call returns (CPU) or when
 // Synchronize() does.
-class Device {
+class Device : public DeviceMemory {
  public:
-  virtual ~Device() = default;
-
   virtual DeviceCapability capability() const = 0;
   virtual std::string name() const = 0;  // e.g. "cpu (avx512, 2 threads)"
   // What computes products of matrices, where it can be one or the other: e.g. "cuBLASLt 13.0" or
@@ -29,14 +28,6 @@ class Device {
   // address.
   virtual void RequireAttention(const KvLayerView& layer) const { static_cast<void>(layer); }
 
-  // Zero-filled memory, 64-byte aligned at least; physical pages are taken when first touched where
-  // the system can. Throws std::bad_alloc.
-  virtual void* Reserve(size_t num_bytes) = 0;
-  virtual void Release(void* memory, size_t num_bytes) = 0;
-  // In order with the ops; what it writes on the host is there after Synchronize(), and what it
-  // reads there stays until then.
-  virtual void Copy(void* to, const void* from, size_t num_bytes) = 0;
-  virtual void Synchronize() {}
   // What lies at `memory` of this device, when all work so far is done, where the host can read and
   // overwrite it: there, or in a copy that stays until the next call.
   virtual void* ReadBack(void* memory, size_t num_bytes) {

@@ -4,7 +4,7 @@
 #include <memory>
 
 #include "turbomind/core/check.h"
-#include "turbomind/core/device.h"
+#include "turbomind/ops/device.h"
 
 namespace turbomind::testing {
 

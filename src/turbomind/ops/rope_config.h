@@ -1,0 +1,27 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace turbomind {
+
+enum class RopeKind : uint8_t { kNone, kDefault, kLinear, kDynamic, kLlama3, kYarn };
+
+// Rotary position embedding; names and meaning as in Hugging Face configs.
+struct RopeConfig {
+  RopeKind kind = RopeKind::kDefault;
+  float theta = 10000.f;
+  int dim = 0;  // rotated values of head_dim
+  float factor = 1.f;
+  int original_max_position = 0;  // original_max_position_embeddings
+  float low_freq_factor = 1.f;    // llama3
+  float high_freq_factor = 4.f;   // llama3
+  float beta_fast = 32.f;         // yarn
+  float beta_slow = 1.f;          // yarn
+  float attention_factor = 0.f;   // yarn; 0: derive from factor
+  bool truncate = true;           // yarn: round the correction range to integers
+  // Divisors of the dim / 2 frequencies, or empty: GGUF's rope_freqs (llama3) as stored.
+  std::vector<float> freq_factors;
+};
+
+}  // namespace turbomind

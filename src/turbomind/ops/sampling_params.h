@@ -1,0 +1,48 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <utility>
+#include <vector>
+
+namespace turbomind {
+
+// Names, meaning and defaults as in lmdeploy.GenerationConfig.
+struct SamplingParams {
+  bool do_sample = false;  // false: greedy
+  float temperature = 1.f;
+  int top_k = 0;  // 0: all
+  float top_p = 1.f;
+  float min_p = 0.f;
+  float repetition_penalty = 1.f;
+  float presence_penalty = 0.f;
+  float frequency_penalty = 0.f;
+  uint64_t seed = 0;
+  int num_logprobs = -1;  // -1: none; 0: of the chosen token; n: and of the n most likely
+  std::vector<std::pair<int32_t, float>> logit_bias;
+};
+
+// Writes allowed tokens for the next position as a bitmask, [ceil(vocab / 32)] words, bit i % 32 of
+// word i / 32. `new_tokens` are the tokens chosen since the last call. Returns false when
+// generation must stop here. A thrown exception ends the request with kError; InvalidArgument says
+// that the request asked for what cannot be. Called by a thread that runs beside the step, for one
+// request at a time.
+using TokenMaskFn =
+    std::function<bool(const std::vector<int32_t>& new_tokens, std::vector<uint32_t>& mask)>;
+
+// The part of a request that decides its tokens.
+struct SamplingRequest {
+  int min_new_tokens = 0;
+  std::vector<int32_t> eos_ids;
+  std::vector<std::vector<int32_t>> stop_sequences;  // token sequences of any length
+  std::vector<std::vector<int32_t>> bad_sequences;   // the last token of a match is never chosen
+  SamplingParams sampling;
+  TokenMaskFn token_mask;
+};
+
+struct TokenLogprobs {
+  float chosen = 0.f;
+  std::vector<std::pair<int32_t, float>> top;  // by decreasing probability
+};
+
+}  // namespace turbomind
