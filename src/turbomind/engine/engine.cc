@@ -15,7 +15,6 @@
 
 #include "turbomind/core/check.h"
 #include "turbomind/engine/engine_state.h"
-#include "turbomind/engine/memory_plan.h"
 #include "turbomind/engine/output_list.h"
 #include "turbomind/ops/rope.h"
 

@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "turbomind/core/check.h"
-#include "turbomind/engine/memory_plan.h"
 
 namespace turbomind {
 namespace {

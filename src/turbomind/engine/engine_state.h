@@ -6,8 +6,9 @@
 #include <cstdint>
 #include <memory>
 
-#include "turbomind/engine/engine.h"
-#include "turbomind/engine/generation.h"
+#include "turbomind/engine/engine_config.h"
+#include "turbomind/engine/memory_plan.h"
+#include "turbomind/engine/output_processor.h"
 #include "turbomind/engine/scheduler.h"
 #include "turbomind/kv/kv_cache.h"
 #include "turbomind/kv/sequence_manager.h"

@@ -1,6 +1,6 @@
 // ⑧ From a step's hidden states to tokens.
 
-#include "turbomind/engine/generation.h"
+#include "turbomind/engine/output_processor.h"
 
 #include <algorithm>
 #include <exception>
