@@ -2,9 +2,9 @@
 
 #include <vector>
 
-#include "turbomind/kv/hot_rule.h"
 #include "turbomind/kv/kv_cache_mode.h"
 #include "turbomind/kv/layout.h"
+#include "turbomind/kv/precision_window.h"
 
 namespace turbomind {
 

@@ -9,7 +9,7 @@
 
 #include "turbomind/core/check.h"
 #include "turbomind/kv/kv_cache.h"
-#include "turbomind/kv/pool_sizes.h"
+#include "turbomind/kv/pool_budget.h"
 #include "turbomind/model/decoder_scratch.h"
 
 namespace turbomind {

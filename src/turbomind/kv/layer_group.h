@@ -4,8 +4,8 @@
 #include <optional>
 #include <vector>
 
-#include "turbomind/kv/hot_rule.h"
 #include "turbomind/kv/layout.h"
+#include "turbomind/kv/precision_window.h"
 
 namespace turbomind {
 

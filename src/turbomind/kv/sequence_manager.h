@@ -41,10 +41,10 @@ struct BlockCounts {
 //               ends it, also for preemption. What was committed stays cached, so that a new
 //               Create with the same tokens finds it, until it is evicted.
 //
-// Hot blocks (kv/hot_rule.h). Tokens are written to hot blocks. A block gets a cold slot, and is
-// quantised into it, in the first step with a query that sees it cold; its hot slot is given back
-// after that step. Sinks stay hot. With the prefix cache a whole block keeps its 16-bit copy as a
-// cached block of the hot pool, evicted on its own; a hit is cut to what can be used
+// Hot blocks (kv/precision_window.h). Tokens are written to hot blocks. A block gets a cold slot,
+// and is quantised into it, in the first step with a query that sees it cold; its hot slot is given
+// back after that step. Sinks stay hot. With the prefix cache a whole block keeps its 16-bit copy
+// as a cached block of the hot pool, evicted on its own; a hit is cut to what can be used
 // (prefix_hit.h). A hot block found in both pools is taken from both, and not quantised again,
 // unless a block before it has yet to be: a sequence then never has more cold blocks than one that
 // found nothing, and fits wherever that does.

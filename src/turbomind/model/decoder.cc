@@ -13,7 +13,7 @@
 #include "turbomind/ops/attention.h"
 #include "turbomind/ops/moe.h"
 #include "turbomind/ops/process_kv.h"
-#include "turbomind/ops/quantise_blocks.h"
+#include "turbomind/ops/quantize_blocks.h"
 
 namespace turbomind {
 namespace {

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "turbomind/core/check.h"
-#include "turbomind/kv/window.h"
+#include "turbomind/kv/sliding_window.h"
 #include "turbomind/ops/kv_checks.h"
 
 namespace turbomind {

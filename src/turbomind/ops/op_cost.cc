@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "turbomind/kv/window.h"
+#include "turbomind/kv/sliding_window.h"
 
 namespace turbomind {
 namespace {

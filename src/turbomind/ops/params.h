@@ -8,8 +8,8 @@
 #include <memory>
 
 #include "turbomind/core/host_device.h"
-#include "turbomind/kv/hot_rule.h"
 #include "turbomind/kv/layout.h"
+#include "turbomind/kv/precision_window.h"
 
 namespace turbomind {
 
@@ -108,10 +108,10 @@ struct FlattenKVParams {
 // batching, prefix hits or the number of threads: positions are cut into splits of kSplitTokens and
 // tiles of kTileTokens at absolute positions; FP32 online softmax over the tiles of a split, splits
 // merged in order of position. With hot blocks a tile is read up to twice, each time with the
-// positions that the query sees there: first the cold view, then the hot one (kv/hot_rule.h). The
-// factor g of K is part of the scale of the cold scores. The factor g of V multiplies the output;
-// with hot blocks it multiplies the softmax weight of every cold value instead (the sum of weights
-// stays without it).
+// positions that the query sees there: first the cold view, then the hot one
+// (kv/precision_window.h). The factor g of K is part of the scale of the cold scores. The factor g
+// of V multiplies the output; with hot blocks it multiplies the softmax weight of every cold value
+// instead (the sum of weights stays without it).
 struct AttentionParams {
   const float* q = nullptr;  // row i at q + i * q_stride: [q_heads, head_dim]
   int64_t q_stride = 0;      // floats between tokens (q lies inside qkv)
@@ -241,7 +241,7 @@ struct ArgMaxRowsParams {
 };
 
 // How the token of a row of logits is drawn: SamplingParams, the temperature not that of greedy
-// sampling, and the number in [0, 1) that decides. What it means: ops/draw.h.
+// sampling, and the number in [0, 1) that decides. What it means: ops/sampling_math.h.
 struct RowDraw {
   double uniform = 0;
   int32_t row = 0;    // of the logits

@@ -6,8 +6,8 @@
 #include <cstring>
 
 #include "turbomind/core/check.h"
-#include "turbomind/ops/draw.h"
 #include "turbomind/ops/row_math.h"
+#include "turbomind/ops/sampling_math.h"
 
 namespace turbomind {
 namespace {

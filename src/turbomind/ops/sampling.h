@@ -34,10 +34,9 @@ struct SampleResult {
 // Chooses tokens. Order: logit_bias; repetition penalty (prompt and generated, as transformers);
 // presence and frequency penalty (generated); bad sequences; EOS and stop sequences while
 // num_generated < min_new_tokens; token mask; then the highest logit (greedy, ties to the lowest
-// id), or temperature, top-k, top-p, min-p and a draw (ops/draw.h) that depends on seed and
-// num_generated alone.
-// Log-probabilities are of the row as it came from the model, before all of that.
-// Owns scratch: one thread at a time.
+// id), or temperature, top-k, top-p, min-p and a draw (ops/sampling_math.h) that depends on seed
+// and num_generated alone. Log-probabilities are of the row as it came from the model, before all
+// of that. Owns scratch: one thread at a time.
 class Sampler {
  public:
   explicit Sampler(int vocab_size);

@@ -16,7 +16,7 @@
 #include "turbomind/ops/attention.h"
 #include "turbomind/ops/flatten_kv.h"
 #include "turbomind/ops/process_kv.h"
-#include "turbomind/ops/quantise_blocks.h"
+#include "turbomind/ops/quantize_blocks.h"
 
 namespace turbomind {
 namespace {

@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "cuda/gpu_array.h"
-#include "turbomind/ops/draw.h"
 #include "turbomind/ops/sampling.h"
+#include "turbomind/ops/sampling_math.h"
 
 namespace turbomind::cuda {
 namespace {

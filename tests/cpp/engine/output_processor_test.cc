@@ -13,8 +13,8 @@
 
 #include "engine/null_device.h"
 #include "engine/tiny_model.h"
-#include "turbomind/ops/draw.h"
 #include "turbomind/ops/row_math.h"
+#include "turbomind/ops/sampling_math.h"
 
 namespace turbomind {
 namespace {

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "turbomind/kv/kv_cache.h"
-#include "turbomind/kv/pool_sizes.h"
+#include "turbomind/kv/pool_budget.h"
 
 namespace turbomind::testing {
 

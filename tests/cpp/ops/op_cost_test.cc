@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "turbomind/kv/hot_rule.h"
+#include "turbomind/kv/precision_window.h"
 
 using namespace turbomind;
 

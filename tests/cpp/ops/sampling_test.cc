@@ -12,8 +12,8 @@
 #include <string>
 #include <vector>
 
-#include "turbomind/ops/draw.h"
 #include "turbomind/ops/row_math.h"
+#include "turbomind/ops/sampling_math.h"
 
 using namespace turbomind;
 
@@ -257,7 +257,7 @@ TEST_CASE("weights of lower logits are never more than the error above those of 
   CHECK(most == 1.f);
 }
 
-// ops/draw.h word for word, of all tokens in order.
+// ops/sampling_math.h word for word, of all tokens in order.
 int32_t DrawPlainly(const std::vector<float>& logits, const RowDraw& draw) {
   const int vocab = static_cast<int>(logits.size());
   const float highest = *std::max_element(logits.begin(), logits.end());

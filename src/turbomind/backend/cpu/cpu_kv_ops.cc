@@ -12,7 +12,7 @@
 
 #include "turbomind/core/check.h"
 #include "turbomind/kv/layout.h"
-#include "turbomind/kv/window.h"
+#include "turbomind/kv/sliding_window.h"
 
 namespace turbomind {
 namespace {

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "turbomind/core/ceil_div.h"
-#include "turbomind/kv/hot_rule.h"
+#include "turbomind/kv/precision_window.h"
 
 namespace turbomind::cuda {
 
@@ -66,8 +66,8 @@ struct LayerRule {
 // Decode attention of one step, for the layers of one rule.
 //
 // The query at position context_len - 1 sees the window's positions: cold those in
-// [SinkEnd(), RecentBegin()), hot the others (kv/hot_rule.h). Partials of a sequence: those of its
-// cold items, then of its hot ones.
+// [SinkEnd(), RecentBegin()), hot the others (kv/precision_window.h). Partials of a sequence: those
+// of its cold items, then of its hot ones.
 struct AttentionPlan {
   std::vector<int32_t> first_partial;  // [num_seqs + 1]
   DecodePlan parts[2];                 // cold and hot; item.sequence is that of the batch

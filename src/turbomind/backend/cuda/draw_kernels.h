@@ -1,6 +1,6 @@
 #pragma once
 
-// ⑧ Tokens drawn from rows of logits: ops/draw.h, every number with the host's bits.
+// ⑧ Tokens drawn from rows of logits: ops/sampling_math.h, every number with the host's bits.
 //
 // One pass over a row finds the highest logit of every chunk of 128. So many chunks that reach a
 // logit hold at least as many tokens that do: the tokens of at least the kMostListed-th highest of
@@ -12,7 +12,7 @@
 #include <cstdint>
 
 #include "turbomind/backend/cuda/row_ops.h"
-#include "turbomind/ops/draw.h"
+#include "turbomind/ops/sampling_math.h"
 
 namespace turbomind::cuda {
 

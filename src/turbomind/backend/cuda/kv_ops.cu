@@ -7,7 +7,7 @@
 #include "turbomind/backend/cuda/launch.h"
 #include "turbomind/core/ceil_div.h"
 #include "turbomind/core/check.h"
-#include "turbomind/kv/window.h"
+#include "turbomind/kv/sliding_window.h"
 
 namespace turbomind::cuda {
 namespace {

@@ -30,11 +30,10 @@ struct PositionSpan {
   int32_t end = 0;
 };
 
-// The positions that some query of a chunk sees in each view of the cache (kv/hot_rule.h); with a
-// window perhaps some between them. Which
-// view the query at p reads at position t, p itself included, follows from the rule alone:
-// hot where t < SinkEnd() or t >= RecentBegin(p), else cold. `cold` and `recent` overlap: there an
-// older query still reads 16 bits and a newer one the format.
+// The positions that some query of a chunk sees in each view of the cache (kv/precision_window.h);
+// with a window perhaps some between them. Which view the query at p reads at position t, p itself
+// included, follows from the rule alone: hot where t < SinkEnd() or t >= RecentBegin(p), else cold.
+// `cold` and `recent` overlap: there an older query still reads 16 bits and a newer one the format.
 struct SeenSpans {
   PositionSpan cold;    // all positions where the rule is off
   PositionSpan sinks;   // hot, the first blocks

@@ -6,8 +6,8 @@
 
 #include "turbomind/backend/cuda/intrinsics.h"
 #include "turbomind/core/dtype.h"
-#include "turbomind/kv/hot_rule.h"
-#include "turbomind/kv/window.h"
+#include "turbomind/kv/precision_window.h"
+#include "turbomind/kv/sliding_window.h"
 
 namespace turbomind::cuda {
 

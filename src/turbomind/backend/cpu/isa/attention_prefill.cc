@@ -9,7 +9,7 @@
 #include "turbomind/backend/cpu/isa/attention_prefill_float.h"
 #include "turbomind/backend/cpu/isa/attention_prefill_integer.h"
 #include "turbomind/backend/cpu/isa/attention_prefill_softmax.h"
-#include "turbomind/kv/window.h"
+#include "turbomind/kv/sliding_window.h"
 #if defined(TM_ISA_amx)
 #include "turbomind/backend/cpu/isa/amx/attention_prefill.h"
 #endif

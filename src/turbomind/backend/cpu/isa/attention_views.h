@@ -1,7 +1,7 @@
 #pragma once
 
-// ⑦ What a query sees of a tile in each view of the cache (kv/hot_rule.h): the layer's pool (cold)
-// and the 16-bit one (hot).
+// ⑦ What a query sees of a tile in each view of the cache (kv/precision_window.h): the layer's pool
+// (cold) and the 16-bit one (hot).
 
 #include "turbomind/backend/cpu/isa/simd.h"
 #include "turbomind/backend/cpu/kv_kernels.h"

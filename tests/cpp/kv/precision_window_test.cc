@@ -1,4 +1,4 @@
-#include "turbomind/kv/hot_rule.h"
+#include "turbomind/kv/precision_window.h"
 
 #include <doctest/doctest.h>
 

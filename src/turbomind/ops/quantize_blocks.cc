@@ -1,4 +1,4 @@
-#include "turbomind/ops/quantise_blocks.h"
+#include "turbomind/ops/quantize_blocks.h"
 
 #include "turbomind/core/check.h"
 #include "turbomind/ops/kv_checks.h"

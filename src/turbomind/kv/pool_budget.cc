@@ -1,4 +1,4 @@
-#include "turbomind/kv/pool_sizes.h"
+#include "turbomind/kv/pool_budget.h"
 
 #include <algorithm>
 #include <limits>
