@@ -1,10 +1,10 @@
 """A profile of the engine as a table, as JSON and as a trace: time, bytes and operations per op,
 beside what the machine allows.
 
-Bytes and operations are the least that an op must move and compute (ops/op_cost.h); the ceilings
-are measured in the same process with as many threads. An op is held against two of them: the read
-bandwidth of the level that its bytes live in, and the product rate of its numbers. The one that
-would take longer binds it; 100 % is an op that takes no longer than that.
+Bytes and operations are the least that an op must move and compute (profile/op_cost.h); the
+ceilings are measured in the same process with as many threads. An op is held against two of them:
+the read bandwidth of the level that its bytes live in, and the product rate of its numbers. The one
+that would take longer binds it; 100 % is an op that takes no longer than that.
 """
 
 from __future__ import annotations

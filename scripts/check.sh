@@ -141,7 +141,7 @@ run_sanitized() {
 
 step_asan() {
   ASAN_OPTIONS=detect_leaks=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-    run_sanitized asan address,undefined 'core|kv|ops|cpu|model|engine'
+    run_sanitized asan address,undefined 'core|kv|ops|profile|cpu|model|engine'
 }
 
 step_tsan() { TSAN_OPTIONS=halt_on_error=1 run_sanitized tsan thread 'core|engine'; }

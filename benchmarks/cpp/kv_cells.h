@@ -15,7 +15,7 @@
 #include "turbomind/core/ceil_div.h"
 #include "turbomind/kv/codec.h"
 #include "turbomind/kv/layout.h"
-#include "turbomind/ops/op_cost.h"
+#include "turbomind/profile/op_cost.h"
 
 namespace turbomind::bench {
 

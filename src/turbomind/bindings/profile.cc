@@ -10,7 +10,7 @@
 #include "turbomind/backend/cpu/cpu_device.h"
 #include "turbomind/bindings/bindings.h"
 #include "turbomind/bindings/enums.h"
-#include "turbomind/ops/profiling_device.h"
+#include "turbomind/profile/profiling_device.h"
 
 namespace py = pybind11;
 

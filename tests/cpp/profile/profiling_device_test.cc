@@ -1,4 +1,4 @@
-#include "turbomind/ops/profiling_device.h"
+#include "turbomind/profile/profiling_device.h"
 
 #include <doctest/doctest.h>
 

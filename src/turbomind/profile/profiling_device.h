@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "turbomind/ops/device.h"
-#include "turbomind/ops/op_cost.h"
+#include "turbomind/profile/op_cost.h"
 
 namespace turbomind {
 

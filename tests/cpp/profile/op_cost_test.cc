@@ -1,4 +1,4 @@
-#include "turbomind/ops/op_cost.h"
+#include "turbomind/profile/op_cost.h"
 
 #include <doctest/doctest.h>
 
