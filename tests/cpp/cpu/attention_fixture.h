@@ -27,8 +27,8 @@ inline constexpr float kSentinel = 12345.f;
 // 2^bits times finer than the zero point it is added to.
 inline constexpr double kMaxError = 1e-5;
 inline constexpr double kMaxErrorAffine = 3e-5;
-// Where queries and weights are rounded to 16 bits (isa/attention_integer.h; observed below 1.1e-4,
-// with head_dim 16).
+// Where queries and weights are rounded to 16 bits (isa/attention/attention_integer.h; observed
+// below 1.1e-4, with head_dim 16).
 inline constexpr double kMaxErrorRounded = 2e-4;
 
 struct Case {

@@ -6,8 +6,8 @@
 #include <string>
 #include <utility>
 
-#include "turbomind/backend/cpu/for_rows.h"
 #include "turbomind/backend/cpu/packed_matrix.h"
+#include "turbomind/backend/cpu/parallel_rows.h"
 #include "turbomind/core/check.h"
 
 namespace turbomind {

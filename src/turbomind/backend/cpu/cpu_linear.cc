@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include "turbomind/backend/cpu/for_rows.h"
 #include "turbomind/backend/cpu/packed_layout.h"
+#include "turbomind/backend/cpu/parallel_rows.h"
 #include "turbomind/core/ceil_div.h"
 #include "turbomind/core/check.h"
 

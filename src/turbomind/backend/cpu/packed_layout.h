@@ -23,13 +23,13 @@
 //   quantised  int8[R][2][32], float d[R], then int32 -zero_point * sum[R] or, kQ4_1, float
 //   d*sum[R];
 //              an activation is (256 * high + low) * d: the high bytes of a row, then the low ones
-//              (with AVX2 and kQ8_0 as int16 pairs: isa/linear_avx2.h)
+//              (with AVX2 and kQ8_0 as int16 pairs: isa/linear/linear_avx2.h)
 //   MXFP4      128 columns, 4 blocks, for each row: int8 high[2][4][16], low[2][4][16] (block b,
 //              byte j: what the low nibble of the stored byte j multiplies, then the high one),
 //              float d[4][4], int32 -zero_point * sum[4][4]: each block's value 4 times. Columns
 //              beyond the matrix are zero, and so is their d. A kernel that transposes weights
-//              (isa/mxfp4_tiles_avx512.h) has panels of many rows in the form of kQ4_0 instead,
-//              columns in the order of the nibbles, in the same space.
+//              (isa/mxfp4/mxfp4_tiles_avx512.h) has panels of many rows in the form of kQ4_0
+//              instead, columns in the order of the nibbles, in the same space.
 
 #include <cstdint>
 

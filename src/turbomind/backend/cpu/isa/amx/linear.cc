@@ -16,9 +16,9 @@
 #include <cstdint>
 
 #include "turbomind/backend/cpu/isa/amx/tiles.h"
-#include "turbomind/backend/cpu/isa/linear_avx512.h"
-#include "turbomind/backend/cpu/isa/mxfp4_avx512.h"
-#include "turbomind/backend/cpu/isa/mxfp4_tiles_avx512.h"
+#include "turbomind/backend/cpu/isa/linear/linear_avx512.h"
+#include "turbomind/backend/cpu/isa/mxfp4/mxfp4_avx512.h"
+#include "turbomind/backend/cpu/isa/mxfp4/mxfp4_tiles_avx512.h"
 #include "turbomind/backend/cpu/packed_layout.h"
 
 namespace turbomind::avx512 {

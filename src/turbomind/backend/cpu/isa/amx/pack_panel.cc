@@ -1,12 +1,12 @@
-// ⑥⑦ Activations for tiles: the codes of isa/quantize_activations.h, for 4-bit weights in the order
-// in which their codes are widened.
+// ⑥⑦ Activations for tiles: the codes of isa/linear/quantize_activations.h, for 4-bit weights in
+// the order in which their codes are widened.
 
 #include <immintrin.h>
 
 #include <cstdint>
 
 #include "turbomind/backend/cpu/isa/amx/linear.h"
-#include "turbomind/backend/cpu/isa/quantize_activations.h"
+#include "turbomind/backend/cpu/isa/linear/quantize_activations.h"
 
 namespace turbomind::avx512 {
 void PackPanel(const PackPanelArgs& args);
@@ -44,7 +44,7 @@ struct Codes {
   int32_t sum = 0;  // of the codes
 };
 
-// The same as QuantizeBlock of isa/quantize_activations.h.
+// The same as QuantizeBlock of isa/linear/quantize_activations.h.
 TM_HD Codes Quantize(__m512 first, __m512 second) {
   const __m512i magnitudes = _mm512_set1_epi32(0x7fffffff);
   const auto amax_bits = static_cast<uint32_t>(_mm512_reduce_max_epi32(

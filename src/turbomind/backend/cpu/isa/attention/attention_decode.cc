@@ -1,0 +1,336 @@
+// ⑦ Decode: one query token, one KV head with all its query heads, neighbouring splits of at most
+// kSplitTokens positions each. Codes are unpacked in registers, once for up to kMaxHeads heads,
+// values of 4 bits once for up to kMostQuadHeads; no tile is materialised. Integer codes are
+// computed in integers unless FP32 is asked for.
+
+#include <cstdint>
+#include <span>
+
+#include "turbomind/backend/cpu/isa/attention/attention.h"
+#include "turbomind/backend/cpu/isa/attention/attention_decode_float.h"
+#include "turbomind/backend/cpu/isa/attention/attention_decode_integer.h"
+#include "turbomind/backend/cpu/isa/attention/attention_load.h"
+#include "turbomind/backend/cpu/isa/attention/attention_softmax.h"
+#include "turbomind/backend/cpu/isa/attention/attention_softmax_rows.h"
+#include "turbomind/backend/cpu/isa/attention/attention_views.h"
+
+namespace turbomind::TM_ISA {
+namespace {
+
+using ScoreFn = void (*)(const ScoreArgs&);
+using ValueFn = void (*)(const ValueArgs&);
+
+// Heads that one call handles: the group is padded up to these. Scalar code gains nothing from
+// several. Sanitizer builds have few (TM_FEW_HEAD_COUNTS): they would take minutes to compile.
+#if defined(TM_ISA_scalar)
+constexpr int kHeadCounts[] = {1};
+#elif defined(TM_ISA_avx2) && defined(TM_FEW_HEAD_COUNTS)
+constexpr int kHeadCounts[] = {3};
+#elif defined(TM_ISA_avx2)
+constexpr int kHeadCounts[] = {1, 2, 3, 4};  // more would spill their sums
+#elif defined(TM_FEW_HEAD_COUNTS)
+constexpr int kHeadCounts[] = {4};
+#else
+constexpr int kHeadCounts[] = {1, 2, 3, 4, 8};
+#endif
+constexpr int kNumHeadCounts = sizeof(kHeadCounts) / sizeof(int);
+constexpr int kMaxHeads = kHeadCounts[kNumHeadCounts - 1];
+
+template <Stored S>
+ScoreFn FindScore(int index, bool exact) {
+  ScoreFn fn = nullptr;
+  Unroll<kNumHeadCounts>([&](auto i) {
+    constexpr int at = decltype(i)::value;
+    if (at == index) {
+      fn = ScoreTile<S, kHeadCounts[at]>;
+      if constexpr (IsInteger(S)) {
+        fn = exact ? fn : ScoreTileInteger<S, kHeadCounts[at]>;
+      }
+    }
+  });
+  return fn;
+}
+
+template <Stored S>
+ValueFn FindValue(int index, bool exact) {
+  ValueFn fn = nullptr;
+  Unroll<kNumHeadCounts>([&](auto i) {
+    constexpr int at = decltype(i)::value;
+    if (at == index) {
+      fn = AddValues<S, kHeadCounts[at]>;
+      if constexpr (IsInteger(S)) {
+        fn = exact ? fn : AddValuesInteger<S, kHeadCounts[at]>;
+      }
+    }
+  });
+  return fn;
+}
+
+using RoundFn = RoundedQuery (*)(const float* q, int head_dim, int32_t* pairs);
+
+struct SplitKernels {
+  ScoreFn score;
+  ValueFn value;
+  RoundFn round;  // null: keys are multiplied in FP32
+  bool rounds_weights;
+};
+
+SplitKernels FindKernels(const KvLayerView& layer, int heads_index, bool exact) {
+  SplitKernels k;
+  DispatchStored(StoredAs(layer.mode[0], layer.dtype), [&]<Stored S>() {
+    k.score = FindScore<S>(heads_index, exact);
+    k.round = nullptr;
+    if constexpr (IsInteger(S)) {
+      k.round = exact ? nullptr : RoundQuery<S>;
+    }
+  });
+  DispatchStored(StoredAs(layer.mode[1], layer.dtype), [&]<Stored S>() {
+    k.value = FindValue<S>(heads_index, exact);
+    k.rounds_weights = IsInteger(S) && !exact;
+  });
+  return k;
+}
+
+// One view of the cache: the layer's pool or the 16-bit one.
+struct View {
+  KvHead kv;
+  SplitKernels kernels;
+  float scale = 1.f;         // from sums to scores
+  float value_factor = 1.f;  // of the weights of its values
+  bool interleaved = false;  // order of its value lanes
+};
+
+View OpenView(const KvHead& kv, int heads_index, const DecodeSplitsArgs& args) {
+  View view;
+  view.kv = kv;
+  view.kernels = FindKernels(*kv.layer, heads_index, args.exact);
+  view.scale = ScoreScale(kv, args.softmax_scale);
+  view.value_factor = args.hot.layer != nullptr ? ValueFactor(kv) : 1.f;
+  view.interleaved = HasInterleavedValues(kv, args.exact);
+  return view;
+}
+
+// Up to kMaxHeads query heads and what they have seen of a split.
+struct Heads {
+  int num_heads = 0;
+  int head_dim = 0;
+  alignas(64) float q[kMaxHeads * kMaxHeadDim];
+  alignas(64) float o[kMaxHeads * kMaxHeadDim];
+  alignas(64) float scores[kMaxHeads * kTileTokens];
+  alignas(64) float meta[2][kMaxHeadDim / 16 * kTileTokens];
+  float qsum[kMaxHeads];
+  alignas(64) int32_t pairs[kMaxHeads * kMaxHeadDim / 2];  // q, rounded: ScoreArgs
+  RoundedQuery rounded[kMaxHeads];
+  float rounded_sum[kMaxHeads];
+  float old[kMaxHeads];  // of the tile at hand: SoftmaxState::Factors
+  float tile[kMaxHeads];
+  ValueScales value_scales;
+  alignas(64) int32_t weight_pairs[kMaxHeads * kMaxHeadDim / 16 * kTilePairs];
+  SoftmaxState state[kMaxHeads];
+  TileSide sides[2];
+  bool interleaved = false;  // order of o
+};
+
+// What all splits have in common.
+void FillHeads(const DecodeSplitsArgs& args, int first_head, int padded, Heads* heads) {
+  const int head_dim = heads->head_dim;
+  __builtin_memset(heads->q, 0, sizeof(float) * padded * head_dim);
+  __builtin_memset(heads->scores, 0, sizeof(float) * padded * kTileTokens);
+  for (int h = 0; h < padded; ++h) {
+    heads->qsum[h] = 0.f;
+    heads->old[h] = 0.f;
+    heads->tile[h] = 0.f;
+  }
+  __builtin_memcpy(heads->q, args.q + first_head * head_dim,
+                   sizeof(float) * heads->num_heads * head_dim);
+  for (int h = 0; h < heads->num_heads; ++h) {
+    heads->qsum[h] = SumRow(heads->q + h * head_dim, head_dim);
+  }
+  heads->sides[0].meta = heads->meta[0];
+  heads->sides[1].meta = heads->meta[1];
+}
+
+// Heads that are padding have a query of zero.
+void RoundQueries(RoundFn round, int padded, Heads& heads) {
+  int32_t pairs[kMaxHeadDim / 2];
+  for (int h = 0; h < padded; ++h) {
+    heads.rounded[h] = round(heads.q + h * heads.head_dim, heads.head_dim, pairs);
+    heads.rounded_sum[h] = heads.rounded[h].sum;
+    for (int i = 0; i < heads.head_dim / 2; ++i) {
+      heads.pairs[i * padded + h] = pairs[i];
+    }
+  }
+}
+
+void Reorder(Heads& heads, bool interleaved) {
+  for (int h = 0; heads.interleaved != interleaved && h < heads.num_heads; ++h) {
+    float* o = heads.o + h * heads.head_dim;
+    if (interleaved) {
+      InterleaveRow(o, heads.head_dim);
+    } else {
+      DeinterleaveRow(o, heads.head_dim);
+    }
+  }
+  heads.interleaved = interleaved;
+}
+
+float ScaleOfHead(const View& view, const Heads& heads, int h) {
+  return view.kernels.round != nullptr ? view.scale * heads.rounded[h].scale : view.scale;
+}
+
+// From head h on; `scale` is of head h on, too.
+TileRows RowsFrom(int h, const View& view, const float* scale, Heads& heads) {
+  return {heads.scores + h * kTileTokens,
+          scale,
+          heads.state + h,
+          heads.old + h,
+          heads.tile + h,
+          view.value_factor};
+}
+
+#if defined(TM_ISA_avx512)
+// The first heads, several at once, of a tile that is seen as a whole; returns how many.
+int UpdateHeadsTogether(const View& view, const float* scale, Heads& heads) {
+  int h = 0;
+  const auto update = [&]<int N>() {
+    UpdateRows<N>(RowsFrom(h, view, scale + h, heads));
+    h += N;
+  };
+  while (h + 4 <= heads.num_heads) {
+    update.template operator()<4>();
+  }
+  if (h + 3 == heads.num_heads) {
+    update.template operator()<3>();
+  } else if (h + 2 == heads.num_heads) {
+    update.template operator()<2>();
+  }
+  return h;
+}
+#else
+int UpdateHeadsTogether(const View& /*view*/, const float* /*scale*/, Heads& /*heads*/) {
+  return 0;
+}
+#endif
+
+void UpdateSoftmax(const View& view, const Seen& seen, Heads& heads) {
+  float scale[kMaxHeads];
+  for (int h = 0; h < heads.num_heads; ++h) {
+    scale[h] = ScaleOfHead(view, heads, h);
+  }
+  const bool rounds = view.kernels.rounds_weights;
+  const bool all = seen.begin == 0 && seen.end == kTileTokens;
+  for (int h = all && rounds ? UpdateHeadsTogether(view, scale, heads) : 0; h < heads.num_heads;
+       ++h) {
+    UpdateOneRow(RowsFrom(h, view, scale + h, heads), seen, rounds);
+  }
+}
+
+// One tile of a sequence of `context` positions, of which the next one is asked for.
+void ReadTile(const View& view, int tile, const Seen& seen, int context, Heads& heads) {
+  OpenTile(view.kv, KvSide::kK, tile, seen.begin, seen.end, &heads.sides[0]);
+  OpenTile(view.kv, KvSide::kV, tile, seen.begin, seen.end, &heads.sides[1]);
+  const bool rounded = view.kernels.round != nullptr;
+  OpenNext(view.kv, KvSide::kK, tile + kTileTokens, context, &heads.sides[0]);
+  view.kernels.score({&heads.sides[0], heads.q, heads.pairs,
+                      rounded ? heads.rounded_sum : heads.qsum, heads.head_dim, heads.scores});
+  UpdateSoftmax(view, seen, heads);
+  Reorder(heads, view.interleaved);
+  OpenNext(view.kv, KvSide::kV, tile + kTileTokens, context, &heads.sides[1]);
+  view.kernels.value({&heads.sides[1], heads.scores, heads.old, heads.tile, seen.begin, seen.end,
+                      heads.head_dim, heads.o, &heads.value_scales, heads.weight_pairs});
+}
+
+int SplitEnd(int begin) { return (begin / kSplitTokens + 1) * kSplitTokens; }
+
+// The tiles of one split. With no view of 16 bit the second is not there.
+void ReadSplit(const DecodeSplitsArgs& args, std::span<const View> views, int padded, int begin,
+               int end, Heads& heads) {
+  __builtin_memset(heads.o, 0, sizeof(float) * padded * heads.head_dim);
+  for (int h = 0; h < padded; ++h) {
+    heads.state[h] = SoftmaxState();
+  }
+  heads.interleaved = views[0].interleaved;  // o is zero
+  const Visible visible = MakeVisible(args.rule, args.position, begin, end);
+  for (int tile = begin / kTileTokens * kTileTokens; tile < end; tile += kTileTokens) {
+    for (size_t i = 0; i < views.size(); ++i) {
+      const Seen seen = SeenOf(visible, tile, i == 1);
+      if (seen.begin < seen.end) {
+        ReadTile(views[i], tile, seen, args.position + 1, heads);
+      }
+    }
+  }
+  Reorder(heads, false);
+}
+
+void WriteStates(const Heads& heads, float* states) {
+  for (int h = 0; h < heads.num_heads; ++h) {
+    float* out = states + h * (kStateHeader + heads.head_dim);
+    out[0] = heads.state[h].m;
+    out[1] = heads.state[h].l;
+    __builtin_memcpy(out + kStateHeader, heads.o + h * heads.head_dim,
+                     sizeof(float) * heads.head_dim);
+  }
+}
+
+// Up to kMaxHeads query heads over the splits of [begin, end).
+void DecodeHeads(const DecodeSplitsArgs& args, int first_head, int num_heads) {
+  int index = 0;
+  while (kHeadCounts[index] < num_heads) {
+    ++index;
+  }
+  const int padded = kHeadCounts[index];
+  Heads heads;
+  heads.num_heads = num_heads;
+  heads.head_dim = args.kv.layer->head_dim;
+  FillHeads(args, first_head, padded, &heads);
+  const size_t num_views = args.hot.layer != nullptr ? 2 : 1;
+  View views[2];
+  views[0] = OpenView(args.kv, index, args);
+  if (num_views == 2) {
+    views[1] = OpenView(args.hot, index, args);  // 16 bit: not rounded
+  }
+  if (views[0].kernels.round != nullptr) {
+    RoundQueries(views[0].kernels.round, padded, heads);
+  }
+  const int64_t head_stride = kStateHeader + heads.head_dim;
+  float* states = args.states + first_head * head_stride;
+  for (int begin = args.begin; begin < args.end; states += args.group * head_stride) {
+    const int end = Smaller(args.end, SplitEnd(begin));
+    ReadSplit(args, {views, num_views}, padded, begin, end, heads);
+    WriteStates(heads, states);
+    begin = end;
+  }
+}
+
+}  // namespace
+
+void DecodeSplits(const DecodeSplitsArgs& args) {
+  if (args.group <= kMaxHeads) {
+    return DecodeHeads(args, 0, args.group);
+  }
+  // Split by split, so that all but the first heads find it in the cache.
+  DecodeSplitsArgs split = args;
+  for (; split.begin < args.end; split.begin = split.end) {
+    split.end = Smaller(args.end, SplitEnd(split.begin));
+    for (int head = 0; head < args.group; head += kMaxHeads) {
+      DecodeHeads(split, head, Smaller(args.group - head, kMaxHeads));
+    }
+    split.states += args.group * (kStateHeader + args.kv.layer->head_dim);
+  }
+}
+
+void MergeSplits(const MergeSplitsArgs& args) {
+  alignas(64) float o[kMaxHeadDim] = {};
+  SoftmaxState total;
+  for (int i = 0; i < args.num_splits; ++i) {
+    const float* split = args.states + i * args.state_stride;
+    SoftmaxState state;
+    state.m = split[0];
+    state.l = split[1];
+    total.Merge(state, o, split + kStateHeader, args.head_dim);
+  }
+  WriteOutput(o, args.head_dim, total.Finish(args.sink, args.sink_shift, args.value_factor),
+              args.out);
+}
+
+}  // namespace turbomind::TM_ISA

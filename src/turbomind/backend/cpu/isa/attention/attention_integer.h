@@ -1,0 +1,270 @@
+#pragma once
+
+// ⑦ Attention over integer codes (int8, int4, FP4) in integers. A query and the softmax weights are
+// rounded to 16 bits; codes are small integers (E2M1 doubled); their products are summed exactly,
+// so that the order of a sum does not matter. Relative to the FP32 kernels (`exact`) a score moves
+// by about 2^-16 of |q| |k|, an output by about 2^-16 of |v|.
+//
+//   score[t] = q_scale · Σ over groups g of 16 dimensions: scale[t, g] · Σ int16 q · code
+//   o[d] += tile · f[g] · Σ over tokens t: int16(weight[t] · r[t, g]) · code
+//
+// with r[t, g] = scale[t, g] / f[g] <= 32767: the scales of a tile are folded into its weights, of
+// which the largest is 1. What a query sees of a tile alone decides its bits.
+
+#include <cstdint>
+
+#include "turbomind/backend/cpu/isa/attention/attention_load.h"
+#include "turbomind/backend/cpu/isa/attention/attention_views.h"
+#include "turbomind/backend/cpu/isa/simd/simd.h"
+
+namespace turbomind::TM_ISA {
+
+constexpr bool IsInteger(Stored s) {
+  return s == Stored::kInt8 || s == Stored::kInt4 || s == Stored::kFp4;
+}
+
+inline constexpr float kMostShort = 32767.f;
+inline constexpr int kGroupPairs = 8;  // of 16 dimensions
+inline constexpr int kTilePairs = kTileTokens / 2;
+// Below, 32767 / largest overflows: such values count as zero.
+inline constexpr float kLeastLargest = 1e-30f;
+
+// Codes of FP4 are E2M1 values times two.
+alignas(64) inline constexpr int16_t kDoubledE2m1[16] = {0, 1,  2,  3,  4,  6,  8,  12,
+                                                         0, -1, -2, -3, -4, -6, -8, -12};
+alignas(64) inline constexpr int16_t kUint4Shorts[16] = {0, 1, 2,  3,  4,  5,  6,  7,
+                                                         8, 9, 10, 11, 12, 13, 14, 15};
+
+template <Stored S>
+TM_HD ShortTable CodeTable() {
+  return LoadShortTable(S == Stored::kFp4 ? kDoubledE2m1 : kUint4Shorts);
+}
+constexpr float CodeUnit(Stored s) { return s == Stored::kFp4 ? 0.5f : 1.f; }
+
+// Keys: a dword of a row holds the dimensions 0 .. 2n - 1, n = PairsPerWord; its pair k is (k, n +
+// k).
+constexpr int PairsPerWord(Stored s) { return 16 / BitsOf(s); }
+
+// Pair J of a piece; `words` is what LoadTransposed gave.
+template <Stored S, int J>
+TM_HD I32x16 KeyPairs(const I32x16 (&words)[4], const ShortTable& table) {
+  const I32x16 word = words[J / PairsPerWord(S)];
+  if constexpr (BitsOf(S) == 4) {
+    return LookupNibble<J % 4>(table, word);
+  } else {
+    return And(ShiftRight<J % 2 * 8>(word), Set1Int(0x00ff00ff));
+  }
+}
+
+// Values of 4-bit codes are read four groups, or 64 dimensions, at a time: register k of a quad
+// holds in lane 4 j + g dimension 16 g + 4 j + k. Sums come back to the order of dimensions with
+// TransposeQuads. Groups from here on, and those of 8-bit codes, are read one by one.
+constexpr int GroupsInQuads(Stored s, int head_dim) {
+  return BitsOf(s) == 4 ? head_dim / 64 * 4 : 0;
+}
+
+// Two tokens' rows, at the first of the quad's groups.
+template <Stored S>
+TM_HD void LoadValueQuad(const uint8_t* row, int64_t stride, const ShortTable& table,
+                         I32x16 (&value)[4]) {
+  const I32x16 words = LoadNibbleRows(row, row + stride);
+  Unroll<4>([&](auto k) __attribute__((always_inline)) {
+    value[decltype(k)::value] = LookupNibble<decltype(k)::value>(table, words);
+  });
+}
+
+// One group of two tokens; `row` is where rows begin.
+template <Stored S>
+TM_HD I32x16 LoadValueGroup(const uint8_t* row, int64_t stride, int group,
+                            const ShortTable& table) {
+  if constexpr (BitsOf(S) == 8) {
+    return LoadBytePairs(row + 16 * group, row + stride + 16 * group);
+  } else {
+    return LookupPairs(table, LoadNibblePairs(row + 8 * group, row + stride + 8 * group));
+  }
+}
+
+// A query in the order of the keys' pairs.
+struct RoundedQuery {
+  float scale;  // of what the codes' sums have to be multiplied with; NaN: q has a NaN or infinity
+  float sum;    // Σ of the rounded values
+};
+
+// q[head_dim] → pairs[head_dim / 2].
+template <Stored S>
+TM_HD RoundedQuery RoundQuery(const float* q, int head_dim, int32_t* pairs) {
+  F32x16 magnitude = Zero();
+  I32x16 largest_bits = Set1Int(0);
+  for (int d = 0; d < head_dim; d += kLanes) {
+    const I32x16 bits = And(Bits(Load(q + d)), Set1Int(0x7fffffff));
+    largest_bits = MaxInt(largest_bits, bits);
+    magnitude = Max(magnitude, FromBits(bits));
+  }
+  const bool finite = Count(Less(largest_bits, Set1Int(0x7f800000))) == kLanes;
+  const float largest = ReduceMax(magnitude);
+  const F32x16 inverse = Set1(finite && largest >= kLeastLargest ? kMostShort / largest : 0.f);
+  I32x16 sum = Set1Int(0);
+  for (int d = 0; d < head_dim; d += kLanes) {
+    const I32x16 codes = finite ? ToInt(Mul(Load(q + d), inverse)) : Set1Int(0);
+    sum = Add(sum, codes);
+    // Lane i of a word's low half: codes i and i + kWord.
+    constexpr int kWord = PairsPerWord(S);
+    const I32x16 other = Bits(SwapLanes<kWord>(FromBits(codes)));
+    alignas(64) int32_t both[kLanes];
+    StoreInt(both, Or(And(codes, Set1Int(0xffff)), ShiftLeft<16>(other)));
+    for (int word = 0; word < kLanes / (2 * kWord); ++word) {
+      __builtin_memcpy(pairs + d / 2 + word * kWord, both + word * 2 * kWord,
+                       kWord * sizeof(int32_t));
+    }
+  }
+  const float total = ReduceAdd(ToFloat(sum));
+  return {finite ? largest / kMostShort * CodeUnit(S) : __builtin_nanf(""), total};
+}
+
+// Scores of 16 tokens from the sums over the codes of all dimensions; `meta` as LoadAffine made it.
+TM_HD F32x16 AffineScore(F32x16 total, float query_sum, const float* meta) {
+  return Fma(Load(meta), total, Mul(Load(meta + kTileTokens), Set1(query_sum)));
+}
+
+// Groups of dimensions that share a scale of the values: one if it is the token's.
+constexpr int ValueGroups(Stored s, int head_dim) { return IsAffine(s) ? 1 : head_dim / 16; }
+
+// r and f of the positions [begin, end) of a tile; r is zero at the others.
+struct ValueScales {
+  int begin = 0;
+  int end = 0;
+  alignas(64) float r[kMaxHeadDim / 16 * kTileTokens];
+  float f[kMaxHeadDim / 16];
+};
+
+// The scales of positions [16 i, 16 i + 16) of a tile that are in [begin, end), else zero.
+TM_HD F32x16 SeenScales(const float* scales, int i, const Seen& seen) {
+  const F32x16 all = Load(scales + 16 * i);
+  return seen.begin == 0 && seen.end == kTileTokens
+             ? all
+             : Select(LaneRange(seen.begin - 16 * i, seen.end - 16 * i), all, Zero());
+}
+
+// Groups [group, group + N) of FillValueScales.
+template <Stored S, int N>
+TM_HD void FillScalesOf(const float* meta, int group, const Seen& seen, ValueScales* out) {
+  F32x16 most[4] = {Zero(), Zero(), Zero(), Zero()};
+  Unroll<N>([&](auto g) __attribute__((always_inline)) {
+    Unroll<4>([&](auto i) __attribute__((always_inline)) {
+      F32x16& to = most[decltype(g)::value];
+      const float* scales = meta + (group + decltype(g)::value) * kTileTokens;
+      to = Max(to, SeenScales(scales, decltype(i)::value, seen));
+    });
+  });
+  const F32x16 largest = MaxOfEach(most);
+  alignas(64) float inverse[kLanes];
+  alignas(64) float f[kLanes];
+  Store(inverse,
+        Select(Less(largest, Set1(kLeastLargest)), Zero(), Div(Set1(kMostShort), largest)));
+  Store(f, Mul(Div(largest, Set1(kMostShort)), Set1(CodeUnit(S))));
+  for (int g = 0; g < N; ++g) {
+    out->f[group + g] = f[g];
+    const F32x16 factor = Set1(inverse[g]);
+    const float* scales = meta + (group + g) * kTileTokens;
+    float* r = out->r + (group + g) * kTileTokens;
+    Unroll<4>([&](auto i) __attribute__((always_inline)) {
+      Store(r + 16 * decltype(i)::value, Mul(SeenScales(scales, decltype(i)::value, seen), factor));
+    });
+  }
+}
+
+template <Stored S>
+TM_HD void FillValueScales(const float* meta, int head_dim, int begin, int end, ValueScales* out) {
+  out->begin = begin;
+  out->end = end;
+  int group = 0;
+  for (; group + 4 <= ValueGroups(S, head_dim); group += 4) {
+    FillScalesOf<S, 4>(meta, group, {begin, end}, out);
+  }
+  for (; group < ValueGroups(S, head_dim); ++group) {
+    FillScalesOf<S, 1>(meta, group, {begin, end}, out);
+  }
+}
+
+// weights[kTileTokens] of one query head → pairs of consecutive tokens, as PairWeight reads them:
+// [groups / 4][kTilePairs][4] in an order of pairs of its own, where values are read in quads, then
+// [groups][kTilePairs].
+template <Stored S>
+TM_HD void RoundWeights(const float* weights, const ValueScales& scales, int head_dim,
+                        int32_t* pairs) {
+  F32x16 w[4];
+  for (int i = 0; i < 4; ++i) {
+    w[i] = Load(weights + 16 * i);
+  }
+  int group = 0;
+  if constexpr (!IsAffine(S)) {
+    for (; group < GroupsInQuads(S, head_dim); group += 4) {
+      const float* r = scales.r + group * kTileTokens;
+      Unroll<2>([&](auto half) __attribute__((always_inline)) {
+        constexpr int first = 2 * decltype(half)::value;
+        I32x16 quads[4];
+        Unroll<4>([&](auto g) __attribute__((always_inline)) {
+          const float* from = r + decltype(g)::value * kTileTokens + 16 * first;
+          quads[decltype(g)::value] = PackPairs(ToInt(Mul(w[first], Load(from))),
+                                                ToInt(Mul(w[first + 1], Load(from + 16))));
+        });
+        TransposeQuads(quads);
+        Unroll<4>([&](auto i) __attribute__((always_inline)) {
+          constexpr int at = (2 * first + decltype(i)::value) * kLanes;
+          StoreInt(pairs + group * kTilePairs + at, quads[decltype(i)::value]);
+        });
+      });
+    }
+  }
+  for (; group < ValueGroups(S, head_dim); ++group) {
+    for (int i = 0; i < 4; ++i) {
+      StoreShorts(pairs + group * kTilePairs + 8 * i,
+                  ToInt(Mul(w[i], Load(scales.r + group * kTileTokens + 16 * i))));
+    }
+  }
+}
+
+// The weights of pair 2 * j + kOdd of 16 tokens, for a quad of values; `pairs` is where the quad's
+// begin, or the head's if they share a scale.
+template <Stored S, int kOdd>
+TM_HD I32x16 PairWeight(const int32_t* pairs, int part, int j) {
+  if constexpr (IsAffine(S)) {
+    return Set1Int(pairs[8 * part + 2 * j + kOdd]);
+  } else {
+    return LoadQuad(pairs + (2 * part + kOdd) * kLanes + 4 * j);
+  }
+}
+
+// Σ weight · zero of affine values: what every dimension gets.
+template <Stored S>
+TM_HD float WeightedZero(const float* weights, const float* meta, int begin, int end) {
+  if constexpr (!IsAffine(S)) {
+    return 0.f;
+  }
+  F32x16 sum = Zero();
+  for (int i = 0; i < 4; ++i) {
+    const F32x16 zero =
+        Select(LaneRange(begin - 16 * i, end - 16 * i), Load(meta + kTileTokens + 16 * i), Zero());
+    sum = Fma(Load(weights + 16 * i), zero, sum);
+  }
+  return ReduceAdd(sum);
+}
+
+// How a tile's sum comes to o: tile = the factor of its softmax weights.
+struct TileFactors {
+  float old;
+  float tile;
+  float f;
+  float zero;  // WeightedZero
+};
+template <Stored S>
+TM_HD F32x16 AddTile(F32x16 o, F32x16 sum, const TileFactors& factors) {
+  const F32x16 scaled = Mul(o, Set1(factors.old));
+  if constexpr (IsAffine(S)) {
+    return Fma(Fma(sum, Set1(factors.f), Set1(factors.zero)), Set1(factors.tile), scaled);
+  } else {
+    return Fma(sum, Set1(factors.f * factors.tile), scaled);
+  }
+}
+
+}  // namespace turbomind::TM_ISA

@@ -1,0 +1,101 @@
+#pragma once
+
+// ⑦ What the kernels of prefill attention work on: the query rows of one item and one tile.
+
+#include <cstdint>
+
+#include "turbomind/backend/cpu/isa/attention/attention_integer.h"
+#include "turbomind/backend/cpu/isa/attention/attention_load.h"
+#include "turbomind/backend/cpu/isa/attention/attention_softmax.h"
+#include "turbomind/backend/cpu/isa/attention/attention_views.h"
+
+namespace turbomind::TM_ISA {
+
+#if defined(TM_ISA_avx512)
+inline constexpr int kRows = 6;
+inline constexpr int kColumns = 4;
+#else
+inline constexpr int kRows = 2;
+inline constexpr int kColumns = 2;
+#endif
+
+// Everything one item works on; the arrays lie in the caller's scratch.
+struct Block {
+  const PrefillRowsArgs* args = nullptr;
+  int head_dim = 0;
+  int rows = 0;  // tokens * group
+  // FP32 kernels: [head_dim, kTileTokens] and [kTileTokens, head_dim]; integer ones: pairs of
+  // dimensions [head_dim / 2, kTileTokens] and of tokens [kTilePairs, head_dim]. Values are in the
+  // order of the layer's values.
+  float* keys = nullptr;
+  float* values = nullptr;
+  TileSide side[2];
+  float* scores = nullptr;  // [rows, kTileTokens]
+  float* q = nullptr;       // [rows, head_dim]
+  float* o = nullptr;       // [rows, head_dim] of the split
+  float* total_o = nullptr;
+  SoftmaxState* state = nullptr;  // [rows] of the split
+  SoftmaxState* total = nullptr;
+  float* old = nullptr;          // [rows] SoftmaxState::Factors of the tile
+  float* tile = nullptr;         // [rows]
+  float* qsum = nullptr;         // [rows]
+  int32_t* pairs = nullptr;      // [rows, head_dim / 2] rounded queries, where keys are integers
+  float* halves = nullptr;       // the same for tiles (amx/), [rows, a multiple of 16][head_dim]
+  float* q_scale = nullptr;      // [rows] of RoundedQuery
+  float* rounded_sum = nullptr;  // [rows]
+  Visible* visible = nullptr;    // [tokens]
+
+  int32_t* key_pairs() const { return reinterpret_cast<int32_t*>(keys); }
+  int32_t* value_pairs() const { return reinterpret_cast<int32_t*>(values); }
+};
+
+struct View;
+
+// How a tile is read, by the way K and V are stored.
+struct TileFns {
+  void (*unpack_keys)(const Block&) = nullptr;
+  void (*score)(const Block&) = nullptr;
+  // Positions `any` of the tile, which begins at position `tile`; the scores have become weights.
+  void (*add_values)(const Block&, const View&, int tile, const Seen& any) = nullptr;
+  RoundedQuery (*round)(const float* q, int head_dim, int32_t* pairs) = nullptr;  // or FP32 keys
+  bool rounds_weights = false;
+};
+
+// One view of the cache: the layer's pool or the 16-bit one.
+struct View {
+  KvHead kv;
+  TileFns fns;
+  float scale = 1.f;         // from sums to scores
+  float value_factor = 1.f;  // of the weights of its values
+  bool hot = false;
+  bool interleave = false;  // its values have yet to get the order of o
+};
+
+inline Seen SeenByRow(const Block& b, const View& view, int tile, int row) {
+  return SeenOf(b.visible[row / b.args->group], tile, view.hot);
+}
+
+// What any of the rows sees.
+inline Seen SeenByAny(const Block& b, const View& view, int tile) {
+  Seen all = {kTileTokens, 0};
+  for (int token = 0; token < b.args->num_tokens; ++token) {
+    const Seen seen = SeenOf(b.visible[token], tile, view.hot);
+    if (seen.begin < seen.end) {
+      all = {Smaller(all.begin, seen.begin), Larger(all.end, seen.end)};
+    }
+  }
+  return all;
+}
+
+// Whether every row sees all of the tile.
+inline bool AllSeeAll(const Block& b, const View& view, int tile) {
+  for (int token = 0; token < b.args->num_tokens; ++token) {
+    const Seen seen = SeenOf(b.visible[token], tile, view.hot);
+    if (seen.begin != 0 || seen.end != kTileTokens) {
+      return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace turbomind::TM_ISA

@@ -1,0 +1,59 @@
+#pragma once
+
+// ⑦ The softmax of a prefill tile: scores of a block of query rows → weights. Rows that see all of
+// the tile go four at a time with AVX-512.
+
+#include <cstdint>
+
+#include "turbomind/backend/cpu/isa/attention/attention_prefill_block.h"
+#include "turbomind/backend/cpu/isa/attention/attention_softmax.h"
+#include "turbomind/backend/cpu/isa/attention/attention_softmax_rows.h"
+
+namespace turbomind::TM_ISA {
+
+TM_HD float ScaleOfRow(const Block& b, const View& view, int row) {
+  return view.fns.round != nullptr ? view.scale * b.q_scale[row] : view.scale;
+}
+
+inline void UpdateRow(const Block& b, const View& view, int tile, int row) {
+  const Seen seen = SeenByRow(b, view, tile, row);
+  float* scores = b.scores + row * kTileTokens;
+  const float scale = ScaleOfRow(b, view, row);
+  if (seen.begin >= seen.end) {
+    b.old[row] = 1.f;
+    b.tile[row] = 0.f;
+    __builtin_memset(scores, 0, kTileTokens * sizeof(float));
+  } else {
+    UpdateOneRow({scores, &scale, b.state + row, b.old + row, b.tile + row, view.value_factor},
+                 seen, view.fns.rounds_weights);
+  }
+}
+
+#if defined(TM_ISA_avx512)
+
+inline int UpdateRowsInFours(const Block& b, const View& view) {
+  int row = 0;
+  for (; row + 4 <= b.rows; row += 4) {
+    float scale[4];
+    for (int r = 0; r < 4; ++r) {
+      scale[r] = ScaleOfRow(b, view, row + r);
+    }
+    UpdateRows<4>({b.scores + row * kTileTokens, scale, b.state + row, b.old + row, b.tile + row,
+                   view.value_factor});
+  }
+  return row;
+}
+
+#else
+inline int UpdateRowsInFours(const Block& /*block*/, const View& /*view*/) { return 0; }
+#endif
+
+// `all`: every row sees all of the tile.
+inline void UpdateSoftmax(const Block& b, const View& view, int tile, bool all) {
+  int row = all && view.fns.rounds_weights ? UpdateRowsInFours(b, view) : 0;
+  for (; row < b.rows; ++row) {
+    UpdateRow(b, view, tile, row);
+  }
+}
+
+}  // namespace turbomind::TM_ISA

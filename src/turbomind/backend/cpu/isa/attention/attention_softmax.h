@@ -1,0 +1,152 @@
+#pragma once
+
+// ⑦ Online softmax of one query head: tiles into a split, splits into the result. The same code for
+// prefill and decode, so the same bits.
+
+#include <cstdint>
+
+#include "turbomind/backend/cpu/isa/simd/simd.h"
+#include "turbomind/backend/cpu/kv_kernels.h"
+
+namespace turbomind::TM_ISA {
+
+inline constexpr float kLog2E = 1.44269504f;
+
+// The scores of a tile, the hidden ones -infinity.
+struct TileScores {
+  F32x16 s[4];
+  float largest;
+};
+
+TM_HD TileScores ReadScores(const float* scores, float scale, int begin, int end) {
+  const F32x16 factor = Set1(scale);
+  const F32x16 hidden = Set1(-__builtin_inff());
+  TileScores tile;
+  const bool all = begin == 0 && end == 4 * kLanes;
+  for (int i = 0; i < 4; ++i) {
+    tile.s[i] = Mul(Load(scores + 16 * i), factor);
+    if (!all) {
+      tile.s[i] = Select(LaneRange(begin - 16 * i, end - 16 * i), tile.s[i], hidden);
+    }
+  }
+  tile.largest = ReduceMax(Max(Max(tile.s[0], tile.s[1]), Max(tile.s[2], tile.s[3])));
+  return tile;
+}
+
+// 2^(score - shift) → weights; returns their sum.
+TM_HD float StoreWeights(const TileScores& tile, float shift, float* weights) {
+  const F32x16 lowered = Set1(shift);
+  F32x16 w[4];
+  for (int i = 0; i < 4; ++i) {
+    w[i] = Exp2(Sub(tile.s[i], lowered));
+    Store(weights + 16 * i, w[i]);
+  }
+  return ReduceAdd(Add(Add(w[0], w[1]), Add(w[2], w[3])));
+}
+
+// 2^n for an integer n <= 0; 0 below -126 and for NaN.
+TM_HD float PowerOfTwo(float n) {
+  if (!(n >= -126.f)) {
+    return 0.f;
+  }
+  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
+  float power;
+  __builtin_memcpy(&power, &bits, sizeof(power));
+  return power;
+}
+
+// (m, l) of a state; o is elsewhere. m is an integer, so that states are scaled by powers of two.
+struct SoftmaxState {
+  float m = -__builtin_inff();
+  float l = 0.f;
+
+  // Turns the scores of a tile (positions [begin, end) of it are visible) into 2^(score - m) in
+  // place and returns what o has to be multiplied with. A NaN score makes the state NaN.
+  TM_HD float Update(float* scores, float scale, int begin, int end) {
+    const TileScores tile = ReadScores(scores, scale, begin, end);
+    const float top = __builtin_ceilf(tile.largest);
+    const float m_new = top <= m ? m : top;
+    const float correction = PowerOfTwo(m - m_new);
+    l = l * correction + StoreWeights(tile, m_new, scores);
+    m = m_new;
+    return correction;
+  }
+
+  // The same with 2^(score - n), n the tile's own largest score rounded up: the largest weight lies
+  // in (1/2, 1], and o becomes old * o + tile * (sum of the tile).
+  struct Factors {
+    float old;
+    float tile;
+  };
+  TM_HD Factors UpdateTile(float* scores, float scale, int begin, int end) {
+    const TileScores tile = ReadScores(scores, scale, begin, end);
+    const float top = __builtin_ceilf(tile.largest);
+    const bool lower = top <= m;
+    const float smaller = PowerOfTwo(lower ? top - m : m - top);
+    const Factors factors = lower ? Factors{1.f, smaller} : Factors{smaller, 1.f};
+    l = l * factors.old + factors.tile * StoreWeights(tile, top, scores);
+    m = lower ? m : top;
+    return factors;
+  }
+
+  // Adds a later split's state; o and other_o have head_dim values.
+  TM_HD void Merge(const SoftmaxState& other, float* o, const float* other_o, int head_dim) {
+    if (other.l == 0.f) {
+      return;
+    }
+    if (l == 0.f) {
+      *this = other;
+      for (int d = 0; d < head_dim; d += kLanes) {
+        Store(o + d, Load(other_o + d));
+      }
+      return;
+    }
+    const float m_new = m > other.m ? m : other.m;
+    const float a = PowerOfTwo(m - m_new);
+    const float b = PowerOfTwo(other.m - m_new);
+    m = m_new;
+    l = l * a + other.l * b;
+    for (int d = 0; d < head_dim; d += kLanes) {
+      Store(o + d, Fma(Load(o + d), Set1(a), Mul(Load(other_o + d), Set1(b))));
+    }
+  }
+
+  // The factor that turns o into the output. A sink, lowered by `shift`, adds weight and no value.
+  TM_HD float Finish(const float* sink, float shift, float value_factor) {
+    if (l == 0.f) {
+      return 0.f;
+    }
+    float correction = 1.f;
+    if (sink != nullptr) {
+      const float logit = (*sink - shift) * kLog2E;
+      const float m_new = m > logit ? m : logit;
+      correction = Exp2Scalar(m - m_new);
+      l = l * correction + Exp2Scalar(logit - m_new);
+    }
+    return correction * value_factor / l;
+  }
+};
+
+// Σ q in one fixed order: the zero points' share of a score.
+TM_HD float SumRow(const float* q, int head_dim) {
+  F32x16 sum = Zero();
+  for (int d = 0; d < head_dim; d += kLanes) {
+    sum = Add(sum, Load(q + d));
+  }
+  return ReduceAdd(sum);
+}
+
+// From sums over codes to scores in units of log2: softmax scale times the keys' factor g.
+TM_HD float ScoreScale(const KvHead& kv, float softmax_scale) {
+  const float* g = kv.layer->g[0];
+  return (g != nullptr ? softmax_scale * g[kv.head] : softmax_scale) * kLog2E;
+}
+
+// out = o * factor; adding zero turns -0 into 0, as hidden tokens may have done on the way.
+TM_HD void WriteOutput(const float* o, int head_dim, float factor, float* out) {
+  for (int d = 0; d < head_dim; d += kLanes) {
+    Store(out + d, Fma(Load(o + d), Set1(factor), Zero()));
+  }
+}
+
+}  // namespace turbomind::TM_ISA

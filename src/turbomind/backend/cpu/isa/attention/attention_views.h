@@ -1,0 +1,60 @@
+#pragma once
+
+// ⑦ What a query sees of a tile in each view of the cache (kv/precision_window.h): the layer's pool
+// (cold) and the 16-bit one (hot).
+
+#include "turbomind/backend/cpu/isa/simd/simd.h"
+#include "turbomind/backend/cpu/kv_kernels.h"
+
+namespace turbomind::TM_ISA {
+
+TM_HD int Larger(int a, int b) { return a > b ? a : b; }
+TM_HD int Smaller(int a, int b) { return a < b ? a : b; }
+
+// Positions [begin, end) of one query; [sink_end, recent_begin) of them are cold.
+struct Visible {
+  int begin;
+  int end;
+  int sink_end;
+  int recent_begin;
+};
+
+TM_HD Visible MakeVisible(const HotRule& rule, int position, int begin, int end) {
+  if (!rule.enabled()) {
+    return {begin, end, 0, end};
+  }
+  return {begin, end, rule.SinkEnd(), rule.RecentBegin(position)};
+}
+
+// Positions [begin, end) of a tile; none if begin >= end.
+struct Seen {
+  int begin;
+  int end;
+};
+
+// One range per tile and view: sink_end is a multiple of kTileTokens.
+TM_HD Seen SeenOf(const Visible& v, int tile, bool hot) {
+  const bool sinks = tile < v.sink_end;
+  const int begin =
+      hot ? (sinks ? v.begin : Larger(v.begin, v.recent_begin)) : Larger(v.begin, v.sink_end);
+  const int end = hot ? v.end : Smaller(v.end, v.recent_begin);
+  return {Smaller(Larger(begin - tile, 0), kTileTokens),
+          Smaller(Larger(end - tile, 0), kTileTokens)};
+}
+
+TM_HD float ValueFactor(const KvHead& kv) {
+  const float* g = kv.layer->g[1];
+  return g != nullptr ? g[kv.head] : 1.f;
+}
+
+// The softmax weights of a tile times the factor of its values.
+TM_HD void ScaleWeights(float* weights, float factor) {
+  if (factor == 1.f) {
+    return;
+  }
+  for (int i = 0; i < kTileTokens; i += kLanes) {
+    Store(weights + i, Mul(Load(weights + i), Set1(factor)));
+  }
+}
+
+}  // namespace turbomind::TM_ISA

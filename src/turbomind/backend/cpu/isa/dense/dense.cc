@@ -1,0 +1,135 @@
+// ⑥⑦ RMSNorm and gated activations of one row, with the same bits in every instruction set: lanes
+// of simd.h, or loops over lanes that the compiler turns into vectors, without contraction.
+
+#include "turbomind/backend/cpu/isa/dense/dense.h"
+
+#include <cstdint>
+
+#include "turbomind/backend/cpu/isa/linear/linear.h"
+#include "turbomind/backend/cpu/isa/simd/simd.h"
+#include "turbomind/core/host_device.h"
+
+namespace turbomind::TM_ISA {
+namespace {
+
+constexpr int kSums = 64;  // four 512-bit sums hide the latency of addition
+
+// exp(x) clipped to [-87, 88]; relative error below 2e-7.
+TM_HD F32x16 Exp(F32x16 x) {
+  const F32x16 log2e = Set1(1.44269504f);
+  const F32x16 ln2_high = Set1(0.693359375f);  // few bits: n * ln2_high is exact
+  const F32x16 ln2_low = Set1(-2.12194440e-4f);
+  const F32x16 magic = Set1(12582912.f);  // 1.5 · 2^23: adding it rounds to an integer
+  const F32x16 clipped = Min(Max(x, Set1(-87.f)), Set1(88.f));
+  const F32x16 n = Sub(Add(Mul(clipped, log2e), magic), magic);
+  const F32x16 r = Sub(Sub(clipped, Mul(n, ln2_high)), Mul(n, ln2_low));
+  F32x16 p = Set1(1.f / 5040);  // Taylor, |r| <= ln 2 / 2
+  constexpr float kTerms[] = {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, 0.5f, 1.f, 1.f};
+  for (const float term : kTerms) {
+    p = Add(Mul(p, r), Set1(term));
+  }
+  return Mul(p, FromBits(ShiftLeft<23>(Add(ToInt(n), Set1Int(127)))));
+}
+
+TM_HD F32x16 Sigmoid(F32x16 x) {
+  const F32x16 one = Set1(1.f);
+  return Div(one, Add(one, Exp(Mul(x, Set1(-1.f)))));
+}
+
+TM_HD float SumOfSquares(const float* x, int dim) {
+  float lanes[kSums] = {};
+  int i = 0;
+  for (; i + kSums <= dim; i += kSums) {
+    for (int j = 0; j < kSums; ++j) {
+      lanes[j] += x[i + j] * x[i + j];
+    }
+  }
+  for (int j = 0; i + j < dim; ++j) {
+    lanes[j] += x[i + j] * x[i + j];
+  }
+  for (int width = kSums / 2; width > 0; width /= 2) {
+    for (int j = 0; j < width; ++j) {
+      lanes[j] += lanes[j + width];
+    }
+  }
+  return lanes[0];
+}
+
+// 16 elements of gate_up.
+struct GateAndUp {
+  F32x16 gate;
+  F32x16 up;
+};
+TM_HD GateAndUp ReadPairs(const float* in) {
+  return {FromBits(LoadEverySecond<0>(in)), FromBits(LoadEverySecond<1>(in))};
+}
+
+// out[i] = fn(gate[i], up[i]) of one row.
+template <class Fn>
+TM_HD void Gate(const GatedActivationParams& params, int64_t row, Fn fn) {
+  const int64_t dim = params.dim;
+  const float* in = params.gate_up + 2 * row * dim;
+  float* out = params.out + row * dim;
+  int64_t i = 0;
+  for (; i + kLanes <= dim; i += kLanes) {
+    const GateAndUp x =
+        params.interleaved ? ReadPairs(in + 2 * i) : GateAndUp{Load(in + i), Load(in + dim + i)};
+    Store(out + i, fn(x.gate, x.up));
+  }
+  const int rest = static_cast<int>(dim - i);
+  if (rest == 0) {
+    return;
+  }
+  float gate[kLanes] = {};
+  float up[kLanes] = {};
+  for (int k = 0; k < rest; ++k) {
+    gate[k] = params.interleaved ? in[2 * (i + k)] : in[i + k];
+    up[k] = params.interleaved ? in[2 * (i + k) + 1] : in[dim + i + k];
+  }
+  Store(gate, fn(Load(gate), Load(up)));
+  __builtin_memcpy(out + i, gate, rest * sizeof(float));
+}
+
+}  // namespace
+
+void RmsNormRow(const float* x, const float* weight, float eps, int dim, float* out) {
+  const float mean = SumOfSquares(x, dim) / static_cast<float>(dim);
+  const float scale = 1.f / __builtin_sqrtf(mean + eps);
+  for (int i = 0; i < dim; ++i) {
+    out[i] = x[i] * scale * weight[i];
+  }
+}
+
+void GatedActivationRow(const GatedActivationParams& params, int64_t row) {
+  switch (params.activation) {
+    case Activation::kSilu:
+      return Gate(params, row, [](F32x16 g, F32x16 up) { return Mul(Mul(g, Sigmoid(g)), up); });
+    case Activation::kGeluTanh:
+      return Gate(params, row, [](F32x16 g, F32x16 up) {
+        // tanh form: 0.5 (1 + tanh u) = sigmoid(2 u)
+        const F32x16 cube = Mul(Mul(Mul(Set1(0.044715f), g), g), g);
+        const F32x16 two_u = Mul(Set1(1.59576912f), Add(g, cube));  // 2 sqrt(2 / pi)
+        return Mul(Mul(g, Sigmoid(two_u)), up);
+      });
+    case Activation::kClampedSwiglu:
+      return Gate(params, row, [limit = params.limit](F32x16 gate, F32x16 up) {
+        const F32x16 most = Set1(limit);
+        const F32x16 least = Set1(-limit);
+        const F32x16 g = Min(most, gate);  // NaN stays
+        const F32x16 u = Max(least, Min(most, up));
+        const F32x16 swish = Mul(g, Sigmoid(Mul(Set1(1.702f), g)));
+        return Mul(swish, Add(u, Set1(1.f)));
+      });
+  }
+}
+
+void FillDenseKernels(CpuDenseKernels& kernels) {
+  kernels.pack_panel = PackPanel;
+  kernels.panel_bytes = FullPanelBytes;
+  kernels.multiply = Multiply;
+  kernels.scratch_bytes = MultiplyScratchBytes;
+  kernels.rms_norm = RmsNormRow;
+  kernels.gated_activation = GatedActivationRow;
+}
+
+}  // namespace turbomind::TM_ISA

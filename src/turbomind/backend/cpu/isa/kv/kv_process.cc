@@ -1,0 +1,181 @@
+// ⑥ One token and KV head of ProcessKV: its query heads, its key and its value, in place; then the
+// key and the value are quantised and stored.
+
+#include <cstdint>
+
+#include "turbomind/backend/cpu/isa/kv/kv_rows.h"
+#include "turbomind/backend/cpu/isa/simd/simd.h"
+
+namespace turbomind::TM_ISA {
+namespace {
+
+TM_HD void AddBias(float* x, const float* bias, int n) {
+  for (int d = 0; d < n; d += kLanes) {
+    Store(x + d, Add(Load(x + d), Load(bias + d)));
+  }
+}
+
+TM_HD void NormRow(float* x, const float* weight, int n, float eps) {
+  F32x16 squares = Zero();
+  for (int d = 0; d < n; d += kLanes) {
+    const F32x16 v = Load(x + d);
+    squares = Fma(v, v, squares);
+  }
+  const float mean = ReduceAdd(squares) / static_cast<float>(n);
+  const float inverse = 1.f / __builtin_sqrtf(mean + eps);
+  for (int d = 0; d < n; d += kLanes) {
+    Store(x + d, Mul(Mul(Load(x + d), Set1(inverse)), Load(weight + d)));
+  }
+}
+
+// Pairs (i, i + half) turn by the token's angles.
+TM_HD void RotateRow(float* x, const float* cos, const float* sin, int half) {
+  int i = 0;
+  for (; i + kLanes <= half; i += kLanes) {
+    const F32x16 a = Load(x + i);
+    const F32x16 b = Load(x + half + i);
+    const F32x16 c = Load(cos + i);
+    const F32x16 s = Load(sin + i);
+    Store(x + i, Sub(Mul(a, c), Mul(b, s)));
+    Store(x + half + i, Add(Mul(b, c), Mul(a, s)));
+  }
+  for (; i < half; ++i) {
+    const float a = x[i];
+    const float b = x[half + i];
+    x[i] = a * cos[i] - b * sin[i];
+    x[half + i] = b * cos[i] + a * sin[i];
+  }
+}
+
+constexpr int32_t kSign = INT32_MIN;
+alignas(64) constexpr int32_t kOddSigns[4][16] = {
+    {0, kSign, 0, kSign, 0, kSign, 0, kSign, 0, kSign, 0, kSign, 0, kSign, 0, kSign},
+    {0, 0, kSign, kSign, 0, 0, kSign, kSign, 0, 0, kSign, kSign, 0, 0, kSign, kSign},
+    {0, 0, 0, 0, kSign, kSign, kSign, kSign, 0, 0, 0, 0, kSign, kSign, kSign, kSign},
+    {0, 0, 0, 0, 0, 0, 0, 0, kSign, kSign, kSign, kSign, kSign, kSign, kSign, kSign},
+};
+
+// Lanes (i, i + h) become their sum and their difference.
+template <int kStage>
+TM_HD F32x16 Butterfly(F32x16 x) {
+  return Add(SwapLanes<1 << kStage>(x), FromBits(Xor(Bits(x), LoadInt(kOddSigns[kStage]))));
+}
+
+// Normalised Walsh-Hadamard transform of every run of `size` values, a power of two from 16 on:
+// stages h = 1, 2, 4, ..., then one multiplication by 1 / sqrt(size).
+TM_HD void HadamardRow(float* x, int n, int size) {
+  for (int d = 0; d < n; d += kLanes) {
+    F32x16 v = Load(x + d);
+    v = Butterfly<0>(v);
+    v = Butterfly<1>(v);
+    v = Butterfly<2>(v);
+    v = Butterfly<3>(v);
+    Store(x + d, v);
+  }
+  for (int h = kLanes; h < size; h *= 2) {
+    for (int base = 0; base < n; base += 2 * h) {
+      for (int d = base; d < base + h; d += kLanes) {
+        const F32x16 a = Load(x + d);
+        const F32x16 b = Load(x + d + h);
+        Store(x + d, Add(a, b));
+        Store(x + d + h, Sub(a, b));
+      }
+    }
+  }
+  const F32x16 norm = Set1(static_cast<float>(1.0 / __builtin_sqrt(static_cast<double>(size))));
+  for (int d = 0; d < n; d += kLanes) {
+    Store(x + d, Mul(Load(x + d), norm));
+  }
+}
+
+TM_HD void SubtractRow(float* x, const float* mean, int n) {
+  for (int d = 0; d < n; d += kLanes) {
+    Store(x + d, Sub(Load(x + d), Load(mean + d)));
+  }
+}
+
+TM_HD float DotRow(const float* x, const float* y, int n) {
+  F32x16 sum = Zero();
+  for (int d = 0; d < n; d += kLanes) {
+    sum = Fma(Load(x + d), Load(y + d), sum);
+  }
+  return ReduceAdd(sum);
+}
+
+struct TokenRows {
+  const ProcessKVParams* params;
+  float* rows;  // [q_heads + 2 * kv_heads, head_dim]
+  const float* cos;
+  const float* sin;
+};
+
+TM_HD float* PrepareHead(const TokenRows& t, int head, const float* norm, bool rotate) {
+  const ProcessKVParams& p = *t.params;
+  const int n = p.kv.head_dim;
+  float* x = t.rows + static_cast<int64_t>(head) * n;
+  if (p.bias != nullptr) {
+    AddBias(x, p.bias + static_cast<int64_t>(head) * n, n);
+  }
+  if (norm != nullptr) {
+    NormRow(x, norm, n, p.norm_eps);
+  }
+  if (rotate && t.cos != nullptr) {
+    RotateRow(x, t.cos, t.sin, p.rope_dim / 2);
+  }
+  return x;
+}
+
+int StoreRow(const ProcessHeadArgs& args, KvSide side, const float* row) {
+  const KvLayerView& kv = args.params->hot.data != nullptr ? args.params->hot : args.params->kv;
+  const int s = static_cast<int>(side);
+  const auto slot = [&](std::byte* first, int64_t stride) {
+    return reinterpret_cast<uint8_t*>(first + args.slot * stride);
+  };
+  uint8_t* metadata = nullptr;
+  if (kv.scale_bytes[s] > 0) {
+    metadata = slot(kv.Scales(side, args.block, args.head), kv.ScaleStride());
+  } else if (kv.param_bytes[s] > 0) {
+    metadata = slot(kv.Params(side, args.block, args.head), kv.param_bytes[s]);
+  }
+  const float g = kv.g[s] != nullptr ? kv.g[s][args.head] : 1.f;
+  return EncodeRow({kv.mode[s], kv.head_dim, kv.dtype, g, args.params->search_scales}, row,
+                   slot(kv.Payload(side, args.block, args.head), kv.row_bytes[s]), metadata);
+}
+
+}  // namespace
+
+int ProcessHead(const ProcessHeadArgs& args) {
+  const ProcessKVParams& p = *args.params;
+  const int kv_heads = p.kv.kv_heads;
+  const int group = p.q_heads / kv_heads;
+  const int64_t angles = static_cast<int64_t>(args.token) * (p.rope_dim / 2);
+  TokenRows t;
+  t.params = &p;
+  t.rows = p.qkv + static_cast<int64_t>(args.token) * (p.q_heads + 2 * kv_heads) * p.kv.head_dim;
+  t.cos = p.rope_cos != nullptr ? p.rope_cos + angles : nullptr;
+  t.sin = p.rope_sin != nullptr ? p.rope_sin + angles : nullptr;
+  const int n = p.kv.head_dim;
+  const float* mean =
+      p.k_mean != nullptr ? p.k_mean + static_cast<int64_t>(args.head) * n : nullptr;
+  for (int h = 0; h < group; ++h) {
+    const int q_head = args.head * group + h;
+    float* q = PrepareHead(t, q_head, p.q_norm, true);
+    if (mean != nullptr && p.q_dot_mean != nullptr) {
+      p.q_dot_mean[static_cast<int64_t>(args.token) * p.q_heads + q_head] = DotRow(q, mean, n);
+    }
+    if (p.rotate) {
+      HadamardRow(q, n, RotationSize(n));
+    }
+  }
+  float* k = PrepareHead(t, p.q_heads + args.head, p.k_norm, true);
+  if (mean != nullptr) {
+    SubtractRow(k, mean, n);
+  }
+  if (p.rotate) {
+    HadamardRow(k, n, RotationSize(n));
+  }
+  const float* v = PrepareHead(t, p.q_heads + kv_heads + args.head, nullptr, false);
+  return StoreRow(args, KvSide::kK, k) + StoreRow(args, KvSide::kV, v);
+}
+
+}  // namespace turbomind::TM_ISA

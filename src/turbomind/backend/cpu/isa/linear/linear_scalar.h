@@ -1,0 +1,85 @@
+#pragma once
+
+// y tile = tile · panelᵀ in portable code: slow, and the plainest statement of the arithmetic. The
+// same sums in the same order as linear_avx512.h, so the same bits.
+
+#include <cstdint>
+
+#include "turbomind/backend/cpu/isa/linear/linear.h"
+#include "turbomind/backend/cpu/packed_layout.h"
+#include "turbomind/core/float_convert.h"
+
+namespace turbomind::TM_ISA {
+
+// Codes of activations stay where QuantizeBlock left them.
+TM_HD void ArrangeRow(MatrixFormat /*format*/, uint8_t* /*row*/) {}
+
+template <int R>
+inline constexpr int kTilesAtOnce = 1;
+
+TM_HD float LoadFloat(const uint8_t* p) { return LoadAs(p, DataType::kFloat32, 0); }
+TM_HD float LoadHalf(const uint8_t* p) { return LoadAs(p, DataType::kFloat16, 0); }
+
+// Σ code * activation of one block, one output, one row; the zero point taken off.
+template <MatrixFormat F>
+TM_HD int32_t DotBlock(const uint8_t* w, const uint8_t* a) {
+  int32_t sum = 0;
+  for (int c = 0; c < kQuantBlock; ++c) {
+    const int group = c / 4;
+    int32_t code;
+    if constexpr (F == MatrixFormat::kQ8_0) {
+      code = w[64 * group + c % 4];
+    } else {
+      const uint8_t pair = w[64 * (group % 4) + c % 4];
+      code = group < 4 ? pair & 0x0f : pair >> 4;
+    }
+    const int32_t x = 256 * static_cast<int8_t>(a[c]) + static_cast<int8_t>(a[kQuantBlock + c]);
+    sum += (code - ZeroPoint(F)) * x;
+  }
+  return sum;
+}
+
+// One output of the step at `w` and row r of a panel of R rows.
+template <MatrixFormat F, int R>
+TM_HD float AddStep(const uint8_t* w, int64_t output, const uint8_t* a, int r, float acc) {
+  const uint8_t* meta = w + 2 * output;
+  w += TileMetaBytes(F) + 4 * output;
+  if constexpr (F == MatrixFormat::kF32) {
+    return __builtin_fmaf(LoadFloat(w), LoadFloat(a + 4 * r), acc);
+  } else if constexpr (F == MatrixFormat::kBF16) {
+    const uint8_t* x = a + 4 * r;  // the odd element first: the order of vdpbf16ps
+    const auto fma = [&](int i, float sum) {
+      return __builtin_fmaf(LoadAs(w, DataType::kBFloat16, i), LoadAs(x, DataType::kBFloat16, i),
+                            sum);
+    };
+    return fma(0, fma(1, acc));
+  } else {
+    const uint8_t* scales = a + R * kQuantRowBytes;
+    const float scale = LoadHalf(meta) * LoadFloat(scales + 4 * r);
+    acc = __builtin_fmaf(static_cast<float>(DotBlock<F>(w, a + r * kQuantRowBytes)), scale, acc);
+    if constexpr (F == MatrixFormat::kQ4_1) {
+      acc = __builtin_fmaf(LoadHalf(meta + 32), LoadFloat(scales + R * 4 + 4 * r), acc);
+    }
+    return acc;
+  }
+}
+
+template <MatrixFormat F, int R, int T>
+void MultiplyTiles(const TileRun& run) {
+  static_assert(T == 1);
+  const int64_t outputs = run.num_outputs < kTileRows ? run.num_outputs : kTileRows;
+  for (int64_t output = 0; output < outputs; ++output) {
+    for (int r = 0; r < R; ++r) {
+      float acc = 0.f;
+      for (int64_t s = 0; s < run.steps; ++s) {
+        acc = AddStep<F, R>(run.tile + s * TileStepBytes(F), output,
+                            run.panel + s * PanelStepBytes(F, R), r, acc);
+      }
+      float* y = run.y + r * run.y_stride + output;
+      const float out = run.bias != nullptr ? acc + run.bias[output] : acc;
+      *y = run.accumulate ? out + *y : out;
+    }
+  }
+}
+
+}  // namespace turbomind::TM_ISA

@@ -1,0 +1,61 @@
+#pragma once
+
+// Linear layers whose weights are MXFP4 as it is stored; see dense_kernels.h for the arguments.
+//
+// Defined arithmetic. An output has four FP32 sums; block b of its row goes to sum b % 4, in order
+// of b:
+//   sum = fma(float(Σ 2 * E2M1(code) * activation code) * d, 2^(e - 127), sum)
+// with d half the scale of the activations. The integer is exact (at most 32 * 12 * 32512 < 2^24),
+// in whatever order the nibbles lie. At the end (sum 0 + sum 1) + (sum 2 + sum 3). Blocks that a
+// row lacks to a multiple of four count as zeros.
+
+#include <cstdint>
+
+#include "turbomind/backend/cpu/isa/linear/linear.h"
+#include "turbomind/backend/cpu/packed_layout.h"
+
+namespace turbomind::TM_ISA {
+
+inline constexpr int kMxOutputs = 4;  // rows of the matrix that are read side by side
+
+// One call: up to 4 neighbouring outputs, R rows of a panel.
+struct MxRun {
+  // Where each output's row begins, codes or blocks and scales apart; outputs that do not exist
+  // repeat the last one.
+  const uint8_t* rows[kMxOutputs] = {};
+  const uint8_t* scales[kMxOutputs] = {};  // kMxfp4Split
+  int64_t blocks = 0;                      // of a row
+  const uint8_t* next = nullptr;           // fetched meanwhile, as many bytes as the rows have
+  const uint8_t* next_scales = nullptr;
+  const uint8_t* panel = nullptr;  // packed for R rows
+  const float* bias = nullptr;     // [num_outputs] or null
+  float* y = nullptr;              // [R, num_outputs]
+  int64_t y_stride = 0;
+  int num_outputs = 0;  // 1 to 4
+  bool accumulate = false;
+};
+
+template <MatrixFormat F>
+inline constexpr int kMxBlockBytes = F == MatrixFormat::kMxfp4 ? 17 : 16;
+template <MatrixFormat F>
+inline constexpr int kMxCodesAt = F == MatrixFormat::kMxfp4 ? 1 : 0;
+
+TM_HD int64_t MxSteps(int64_t blocks) { return (blocks + kMxStepBlocks - 1) / kMxStepBlocks; }
+
+// What one step of a row's panel holds; each part kMxStepBytes.
+struct MxPanelRow {
+  const uint8_t* high[2];  // for low nibbles, for high nibbles
+  const uint8_t* low[2];
+  const uint8_t* scales;   // float[4][4]
+  const uint8_t* offsets;  // int32[4][4]
+};
+
+TM_HD MxPanelRow MxRowAt(const uint8_t* panel, int64_t step, int num_rows, int row) {
+  const uint8_t* at = panel + (step * num_rows + row) * kMxPanelRowBytes;
+  return {{at, at + kMxStepBytes},
+          {at + 2 * kMxStepBytes, at + 3 * kMxStepBytes},
+          at + 4 * kMxStepBytes,
+          at + 5 * kMxStepBytes};
+}
+
+}  // namespace turbomind::TM_ISA

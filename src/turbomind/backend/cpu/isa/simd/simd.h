@@ -1,0 +1,95 @@
+#pragma once
+
+// ⑥⑦ Sixteen FP32 or int32 lanes, the same operations for every instruction set. Each operation has
+// the same result, bit for bit, in all three forms (sums over lanes have one fixed order), so a
+// kernel written with them is equal on every CPU. Everything is always inlined and lives in
+// the per-target namespace.
+//
+// Types: F32x16, I32x16, Mask16 (one flag per lane), Table16 (16 floats, looked up by low 4 bits),
+// Part (of the lanes of an I32x16, as many as a register holds).
+
+#include <cstdint>
+
+#include "turbomind/core/host_device.h"
+
+#if defined(TM_ISA_avx512)
+#include "turbomind/backend/cpu/isa/simd/simd_avx512.h"
+#elif defined(TM_ISA_avx2)
+#include "turbomind/backend/cpu/isa/simd/simd_avx2.h"
+#else
+#include "turbomind/backend/cpu/isa/simd/simd_scalar.h"
+#endif
+
+namespace turbomind::TM_ISA {
+
+inline constexpr int kLanes = 16;
+
+#if !defined(TM_ISA_avx512)  // which has instructions of its own for these
+// Of 16 bytes at a (low halves) and b (high halves).
+TM_HD I32x16 LoadBytePairs(const void* a, const void* b) {
+  return Or(LoadBytes(a), ShiftLeft<16>(LoadBytes(b)));
+}
+#endif
+
+#if !defined(TM_ISA_avx2)  // whose registers hold half the lanes
+inline constexpr int kParts = 1;
+using Part = I32x16;
+template <int P>
+TM_HD Part PartOf(const I32x16& x) {
+  return x;
+}
+template <int P>
+TM_HD void SetPart(I32x16& x, const Part& part) {
+  x = part;
+}
+#endif
+
+// fn(Index<0>()), ..., fn(Index<N - 1>()): a loop whose index is a constant in each round.
+template <int I>
+struct Index {
+  static constexpr int value = I;
+};
+template <int N, class F>
+TM_HD void Unroll(F fn) {
+  if constexpr (N > 0) {
+    Unroll<N - 1>(fn);
+    fn(Index<N - 1>());
+  }
+}
+
+TM_HD F32x16 Zero() { return Set1(0.f); }
+
+// Lane i is the largest lane of a[i % 4]. No lane is NaN.
+TM_HD F32x16 MaxOfEach(const F32x16 (&a)[4]) {
+  I32x16 quads[4] = {Bits(a[0]), Bits(a[1]), Bits(a[2]), Bits(a[3])};
+  TransposeQuads(quads);
+  F32x16 most =
+      Max(Max(FromBits(quads[0]), FromBits(quads[1])), Max(FromBits(quads[2]), FromBits(quads[3])));
+  most = Max(most, SwapLanes<4>(most));
+  return Max(most, SwapLanes<8>(most));
+}
+
+// 2^x for x <= 0, relative error below 1e-7 (about one ulp); exactly 1 at 0, 0 below -126, NaN for
+// NaN. Rounds x to the nearest integer n and evaluates a polynomial on [-0.5, 0.5].
+TM_HD F32x16 Exp2(F32x16 x) {
+  const F32x16 lowest = Set1(-126.f);
+  const Mask16 vanishes = Less(x, lowest);
+  const F32x16 clamped = Max(lowest, x);
+  const F32x16 magic = Set1(12582912.f);  // 1.5 * 2^23: the sum's low bits are the integer
+  const F32x16 shifted = Add(clamped, magic);
+  const F32x16 f = Sub(clamped, Sub(shifted, magic));
+  F32x16 p = Set1(1.53536763e-4f);
+  p = Fma(p, f, Set1(1.3398896e-3f));
+  p = Fma(p, f, Set1(9.61843599e-3f));
+  p = Fma(p, f, Set1(5.55033237e-2f));
+  p = Fma(p, f, Set1(2.40226477e-1f));
+  p = Fma(p, f, Set1(6.93147182e-1f));
+  p = Fma(p, f, Set1(1.f));
+  const I32x16 exponent = ShiftLeft<23>(Bits(shifted));
+  return Select(vanishes, Zero(), FromBits(Add(Bits(p), exponent)));
+}
+
+// The value of lane 0 of a vector function of one number.
+TM_HD float Exp2Scalar(float x) { return First(Exp2(Set1(x))); }
+
+}  // namespace turbomind::TM_ISA
