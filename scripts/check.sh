@@ -27,7 +27,7 @@ python="$VENV/bin/python"
   exit 2
 }
 
-cpp_files() { git ls-files '*.cc' '*.cu' '*.h'; }
+cpp_files() { git ls-files '*.cc' '*.cu' '*.cuh' '*.h'; }
 
 # A number that differs from commit to commit: the next one, where the history is there.
 turn() {

@@ -2,7 +2,7 @@
 
     python scripts/check_cuda.py          # what CI checks: minutes
     python scripts/check_cuda.py --all    # every file for every architecture: 20 minutes
-    python scripts/check_cuda.py --all --only decode_variants_64 --only kv_ops    # parts of it
+    python scripts/check_cuda.py --all --only head_dim_64 --only kv_ops    # parts of it
 
 Compiles every *.cu of the CUDA backend for the architectures that kernels are measured on, and some
 decode kernels, as they are shipped, for others. Fails where a kernel spills registers, where a
@@ -122,7 +122,7 @@ class Unit:
     @property
     def is_counted(self) -> bool:
         """Whether its machine code is read."""
-        gated = self.arch == GATED_ARCH and self.label.startswith("decode_variants")
+        gated = self.arch == GATED_ARCH and self.label.startswith("head_dim_")
         return gated or self.file is None
 
 
@@ -258,7 +258,7 @@ def source_of(unit: Unit, folder: Path) -> Path:
         for mode in QUICK_MODES
     ]
     source.write_text(
-        '#include "turbomind/backend/cuda/decode_variants_of.h"\n'
+        '#include "turbomind/backend/cuda/decode/decode_variants_of.cuh"\n'
         "namespace turbomind::cuda {\nusing enum KvCacheMode;\n" + "".join(variants) + "}\n",
         encoding="utf-8",
     )
@@ -305,7 +305,7 @@ def chosen_units(everything: bool) -> list[Unit]:
     """What to compile."""
     archs = ALL_ARCHS if everything else FILE_ARCHS
     others = [Unit(arch) for arch in ALL_ARCHS if everything or arch in OTHER_ARCHS]
-    files = sorted(BACKEND.glob("*.cu"))
+    files = sorted(BACKEND.rglob("*.cu"))
     return others + [Unit(arch, file=path) for path in files for arch in archs]
 
 
@@ -341,7 +341,7 @@ def missing_kernels(result: Result) -> list[str]:
         shapes = {(kernel.k, kernel.head_dim) for kernel in found}
         wanted = ((mode, dim) for mode in QUICK_MODES for dim in QUICK_DIMS)
         return [f"{mode} {dim}" for mode, dim in wanted if (mode, dim) not in shapes]
-    gated = [x for x in GATED if result.unit.label == f"decode_variants_{x.head_dim}.cu"]
+    gated = [x for x in GATED if result.unit.label == f"head_dim_{x.head_dim}.cu"]
     return [f"{x.k} {x.head_dim}, {8 * x.head_tiles} heads" for x in gated if x not in found]
 
 

@@ -26,7 +26,7 @@ struct CudaDeviceOptions {
   bool deterministic = false;  // rows of the results do not depend on the batch
   int num_threads = 1;         // of the host: weights are packed and rows sampled on them
   // cuBLASLt: what dlopen takes, to be tried in this order before the places that the library knows
-  // itself (backend/cuda/cublas_lt.h).
+  // itself (backend/cuda/linear/cublas_lt.h).
   std::vector<std::string> cublas_lt = {};
 };
 

@@ -1,7 +1,7 @@
 // The decode kernels of backend/cuda, run thread by thread on the CPU (cuda_shim/shim.h), against
 // attention in FP64 over the values that the codecs define.
 
-#include "turbomind/backend/cuda/decode_attention.h"
+#include "turbomind/backend/cuda/decode/decode_attention.cuh"
 
 #include <doctest/doctest.h>
 
@@ -13,8 +13,8 @@
 #include <string>
 #include <vector>
 
-#include "turbomind/backend/cuda/decode_combine.h"
-#include "turbomind/backend/cuda/decode_plan.h"
+#include "turbomind/backend/cuda/decode/decode_combine.cuh"
+#include "turbomind/backend/cuda/decode/decode_plan.h"
 #include "turbomind/kv/codec.h"
 #include "turbomind/kv/layout.h"
 

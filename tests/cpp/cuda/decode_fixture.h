@@ -14,9 +14,9 @@
 
 #include "cuda/gpu_array.h"
 #include "turbomind/backend/cpu/cpu_device.h"
-#include "turbomind/backend/cuda/decode_ops.h"
-#include "turbomind/backend/cuda/step_arrays.h"
-#include "turbomind/backend/cuda/step_graphs.h"
+#include "turbomind/backend/cuda/decode/decode_ops.h"
+#include "turbomind/backend/cuda/runtime/step_arrays.h"
+#include "turbomind/backend/cuda/runtime/step_graphs.h"
 #include "turbomind/kv/codec.h"
 #include "turbomind/kv/layout.h"
 

@@ -1,6 +1,6 @@
 // Decode attention of whole steps on the make-believe GPU, against the CPU backend.
 
-#include "turbomind/backend/cuda/decode_ops.h"
+#include "turbomind/backend/cuda/decode/decode_ops.h"
 
 #include <doctest/doctest.h>
 
@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "cuda/decode_fixture.h"
-#include "turbomind/backend/cuda/decode_variants.h"
+#include "turbomind/backend/cuda/decode/decode_variants.h"
 #include "turbomind/core/check.h"
 #include "turbomind/kv/layout.h"
 

@@ -1,4 +1,4 @@
-#include "turbomind/backend/cuda/decode_plan.h"
+#include "turbomind/backend/cuda/decode/decode_plan.h"
 
 #include <doctest/doctest.h>
 

@@ -1,6 +1,6 @@
 // The small ops of backend/cuda against those of the CPU backend; argmax against the sampler.
 
-#include "turbomind/backend/cuda/dense_ops.h"
+#include "turbomind/backend/cuda/dense/dense_ops.h"
 
 #include <doctest/doctest.h>
 
@@ -298,7 +298,7 @@ TEST_CASE_FIXTURE(Fixture, "experts' rows are combined" * doctest::test_suite("s
 // What the sampler says of greedy requests.
 std::vector<int32_t> SampleRows(std::vector<float> logits, int vocab_size) {
   std::vector<int32_t> ids;
-  const Request request;
+  const SamplingRequest request;
   Sampler sampler(vocab_size);
   for (size_t first = 0; first < logits.size(); first += static_cast<size_t>(vocab_size)) {
     SampleInput input;

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "turbomind/backend/cuda/cuda_device.h"
-#include "turbomind/backend/cuda/runtime.h"
+#include "turbomind/backend/cuda/runtime/runtime.h"
 
 namespace turbomind::cuda {
 namespace {

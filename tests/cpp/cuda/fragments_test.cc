@@ -1,7 +1,7 @@
 // Codes of FP4, made and as operands of the tensor cores: in software and by the GPU's instruction,
 // every code under every scale that is stored.
 
-#include "turbomind/backend/cuda/fragments.h"
+#include "turbomind/backend/cuda/kv/fragments.cuh"
 
 #include <doctest/doctest.h>
 
@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <random>
 
-#include "turbomind/backend/cuda/kv_encode.h"
+#include "turbomind/backend/cuda/kv/kv_encode.cuh"
 #include "turbomind/kv/codec.h"
 
 namespace turbomind::cuda {

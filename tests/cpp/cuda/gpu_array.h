@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "turbomind/backend/cuda/runtime.h"
+#include "turbomind/backend/cuda/runtime/runtime.h"
 
 namespace turbomind::cuda {
 

@@ -1,5 +1,5 @@
-// The kernels that read the KV cache into dense rows (backend/cuda/kv_ops.h), run thread by thread
-// on the CPU.
+// The kernels that read the KV cache into dense rows (backend/cuda/kv/kv_ops.h), run thread by
+// thread on the CPU.
 
 #include <doctest/doctest.h>
 
@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "cuda/kv_step.h"
-#include "turbomind/backend/cuda/kv_ops.h"
+#include "turbomind/backend/cuda/kv/kv_ops.h"
 #include "turbomind/kv/codec.h"
 
 namespace turbomind::cuda::kv_step {

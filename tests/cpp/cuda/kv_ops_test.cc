@@ -1,7 +1,7 @@
-// The kernels that write the KV cache (backend/cuda/kv_ops.h), run thread by thread on the CPU:
+// The kernels that write the KV cache (backend/cuda/kv/kv_ops.h), run thread by thread on the CPU:
 // their bits are those of the CPU backend.
 
-#include "turbomind/backend/cuda/kv_ops.h"
+#include "turbomind/backend/cuda/kv/kv_ops.h"
 
 #include <doctest/doctest.h>
 
@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "cuda/kv_step.h"
-#include "turbomind/backend/cuda/kv_encode.h"
+#include "turbomind/backend/cuda/kv/kv_encode.cuh"
 
 namespace turbomind::cuda::kv_step {
 namespace {

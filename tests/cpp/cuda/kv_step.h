@@ -1,7 +1,7 @@
 #pragma once
 
 // A small step over one layer's cache, on the CPU and on the GPU, for tests of
-// backend/cuda/kv_ops.h.
+// backend/cuda/kv/kv_ops.h.
 
 #include <algorithm>
 #include <cstdint>
@@ -15,7 +15,7 @@
 #include "cuda/gpu_array.h"
 #include "kv/mode_pairs.h"
 #include "turbomind/backend/cpu/cpu_device.h"
-#include "turbomind/backend/cuda/context.h"
+#include "turbomind/backend/cuda/runtime/context.h"
 #include "turbomind/core/float_convert.h"
 #include "turbomind/kv/layout.h"
 #include "turbomind/ops/params.h"

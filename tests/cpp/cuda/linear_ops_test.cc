@@ -1,7 +1,7 @@
 // Linear layers, grouped ones and embedding of backend/cuda, run thread by thread on the CPU
 // (cuda_shim/shim.h), against FP64 over the values that a checkpoint's bytes mean.
 
-#include "turbomind/backend/cuda/linear_ops.h"
+#include "turbomind/backend/cuda/linear/linear_ops.h"
 
 #include <doctest/doctest.h>
 #include <unistd.h>
@@ -18,7 +18,7 @@
 
 #include "cpu/linear_fixture.h"
 #include "cuda/gpu_array.h"
-#include "turbomind/backend/cuda/cuda_matrix.h"
+#include "turbomind/backend/cuda/linear/cuda_matrix.h"
 #include "turbomind/core/check.h"
 
 namespace turbomind::cuda {

@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "turbomind/backend/cuda/cuda_matrix.h"
+#include "turbomind/backend/cuda/linear/cuda_matrix.h"
 #include "turbomind/core/check.h"
 
 namespace turbomind::cuda {

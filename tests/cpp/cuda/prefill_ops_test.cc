@@ -1,7 +1,7 @@
 // Prefill attention of the CUDA backend, run thread by thread on the CPU (cuda_shim/shim.h),
 // against attention in FP64 over the values that the codecs define.
 
-#include "turbomind/backend/cuda/prefill_ops.h"
+#include "turbomind/backend/cuda/prefill/prefill_ops.h"
 
 #include <doctest/doctest.h>
 
@@ -13,7 +13,7 @@
 
 #include "cpu/attention_fixture.h"
 #include "cuda/gpu_array.h"
-#include "turbomind/backend/cuda/prefill_shape.h"
+#include "turbomind/backend/cuda/prefill/prefill_shape.cuh"
 #include "turbomind/core/ceil_div.h"
 
 namespace turbomind::cuda {

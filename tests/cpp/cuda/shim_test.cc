@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "turbomind/backend/cuda/intrinsics.h"
+#include "turbomind/backend/cuda/runtime/intrinsics.cuh"
 
 namespace turbomind::cuda {
 namespace {

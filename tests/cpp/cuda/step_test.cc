@@ -9,9 +9,9 @@
 #include <string>
 #include <vector>
 
-#include "turbomind/backend/cuda/context.h"
-#include "turbomind/backend/cuda/step_arrays.h"
-#include "turbomind/backend/cuda/step_graphs.h"
+#include "turbomind/backend/cuda/runtime/context.h"
+#include "turbomind/backend/cuda/runtime/step_arrays.h"
+#include "turbomind/backend/cuda/runtime/step_graphs.h"
 #include "turbomind/core/check.h"
 
 namespace turbomind::cuda {

@@ -1,5 +1,5 @@
-// A library with the functions of cuBLASLt that backend/cuda/cublas_lt.cc uses, for the shim's GPU:
-// does what the manual says of them, in FP64, for the attributes that are used there.
+// A library with the functions of cuBLASLt that backend/cuda/linear/cublas_lt.cc uses, for the
+// shim's GPU: does what the manual says of them, in FP64, for the attributes that are used there.
 
 #include <cstdint>
 #include <cstring>

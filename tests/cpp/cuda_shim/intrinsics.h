@@ -1,6 +1,7 @@
 #pragma once
 
-// backend/cuda/intrinsics.h for the CPU: the same functions, defined by what the PTX manual says.
+// backend/cuda/runtime/intrinsics.cuh for the CPU: the same functions, defined by what the PTX
+// manual says.
 
 #include <algorithm>
 #include <cmath>

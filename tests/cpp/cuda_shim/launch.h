@@ -1,6 +1,6 @@
 #pragma once
 
-// backend/cuda/launch.h for the CPU.
+// backend/cuda/runtime/launch.cuh for the CPU.
 
 #include <functional>
 

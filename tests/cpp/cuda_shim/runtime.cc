@@ -1,7 +1,7 @@
-// backend/cuda/runtime.h for the CPU: one make-believe GPU with one SM. Work runs when it is
-// given; kernels in an order of threads that changes from launch to launch.
+// backend/cuda/runtime/runtime.h for the CPU: one make-believe GPU with one SM. Work runs when it
+// is given; kernels in an order of threads that changes from launch to launch.
 
-#include "turbomind/backend/cuda/runtime.h"
+#include "turbomind/backend/cuda/runtime/runtime.h"
 
 #include <cstdlib>
 #include <cstring>
@@ -11,7 +11,7 @@
 #include <new>
 #include <vector>
 
-#include "turbomind/backend/cuda/launch.h"
+#include "turbomind/backend/cuda/runtime/launch.cuh"
 #include "turbomind/core/check.h"
 
 struct CUstream_st {

@@ -7,8 +7,8 @@
 // barriers that some threads never reach. What it cannot find: missing memory fences, races inside
 // one word, the rounding of the tensor cores, speed.
 //
-// A kernel runs as it is compiled for a GPU: backend/cuda/intrinsics.h is the only file that
-// differs. x86-64 only; one launch at a time.
+// A kernel runs as it is compiled for a GPU: backend/cuda/runtime/intrinsics.cuh is the only file
+// that differs. x86-64 only; one launch at a time.
 
 #include <cstddef>
 #include <cstdint>

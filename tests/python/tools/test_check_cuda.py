@@ -95,13 +95,13 @@ def test_modes_are_numbered_as_in_the_header():
 def test_what_is_compiled():
     quick, everything = check_cuda.chosen_units(False), check_cuda.chosen_units(True)
     assert {unit.arch for unit in quick if not unit.file} == set(check_cuda.OTHER_ARCHS)
-    files = set(check_cuda.BACKEND.glob("*.cu"))
+    files = set(check_cuda.BACKEND.rglob("*.cu"))
     assert {unit.file for unit in quick if unit.file and unit.arch == "sm_90a"} == files
     built = {(unit.file, unit.arch) for unit in everything if unit.file}
     assert built == {(file, arch) for file in files for arch in check_cuda.ALL_ARCHS}
     assert {"sm_100a", "sm_103a", "sm_110a", "sm_120a", "sm_121a"} < set(check_cuda.ALL_ARCHS)
     counted = {unit.label for unit in quick if unit.arch == "sm_90a" and unit.is_counted}
-    assert {"decode_variants_64.cu", "decode_variants_128.cu"} < counted
+    assert {"head_dim_64.cu", "head_dim_128.cu"} < counted
 
 
 def make_tool(path: Path, body: str) -> str:
@@ -123,7 +123,7 @@ def run(monkeypatch, tmp_path, capsys):
     def go(
         instructions: int, *, frame: int = 0, spilled: int = 0, fails: bool = False, **names: str
     ):
-        gated = tmp_path / "decode_variants_128.cu"
+        gated = tmp_path / "head_dim_128.cu"
         units = [Unit("sm_90a", file=gated), Unit("sm_80", file=tmp_path / "x_ops.cu")]
         said, sass = "", ""
         for mode, head_tiles in ((5, 1), (5, 2), (6, 1), (6, 2)):
@@ -159,10 +159,7 @@ def test_what_is_gated_has_to_be_there(run):
     status, text = run(700, sass="_Z4loopv")
     assert status == 1 and text.count("no machine code found  FAILED") == 4
     status, text = run(700, said="_Z4loopv")
-    assert (
-        status == 1
-        and "decode_variants_128.cu: no decode kernel kFp4Mx 128, 16 heads  FAILED" in text
-    )
+    assert status == 1 and "head_dim_128.cu: no decode kernel kFp4Mx 128, 16 heads  FAILED" in text
     assert "4 faults" in text
 
 

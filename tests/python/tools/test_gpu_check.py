@@ -257,7 +257,7 @@ def test_every_file_of_kernels_has_small_tests():
         for name in (
             "decode_ops",
             "dense_ops",
-            "draw_ops",
+            "sampling_ops",
             "kv_flatten",
             "kv_ops",
             "linear_ops",

@@ -1,7 +1,7 @@
 #pragma once
 
 // Loops that do nothing but read, or nothing but multiply, compiled once per instruction set (isa/)
-// with the instructions of its linear layers. Plain structs, as in dense_kernels.h.
+// with the instructions of its linear layers. Plain structs, as in dense_kernels.cuh.
 
 #include <cstdint>
 

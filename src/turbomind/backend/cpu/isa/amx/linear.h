@@ -1,6 +1,6 @@
 #pragma once
 
-// Linear layers of quantised weights on AMX tiles; see dense_kernels.h for the arguments.
+// Linear layers of quantised weights on AMX tiles; see dense_kernels.cuh for the arguments.
 //
 // Panels of quantised weights are packed for tiles, the last one with zeros in the place of rows
 // that it lacks; few rows, and all panels of FP32 and BF16, as packed_layout.h says. A step of 32

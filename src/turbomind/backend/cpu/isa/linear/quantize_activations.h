@@ -1,6 +1,7 @@
 #pragma once
 
-// Activations for quantised weights: 16 bits with an FP32 scale per block of 32 (dense_kernels.h).
+// Activations for quantised weights: 16 bits with an FP32 scale per block of 32
+// (dense_kernels.cuh).
 
 #include <cstdint>
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// Linear layers whose weights are MXFP4 as it is stored; see dense_kernels.h for the arguments.
+// Linear layers whose weights are MXFP4 as it is stored; see dense_kernels.cuh for the arguments.
 //
 // Defined arithmetic. An output has four FP32 sums; block b of its row goes to sum b % 4, in order
 // of b:

@@ -1,0 +1,549 @@
+#pragma once
+
+// ⑦ Decode attention over paged, quantised pools, for one query token per sequence.
+//
+// What a block owns: one item (a range of positions of one sequence, cut by decode_plan.h), one KV
+// head, up to kHeads of its query heads. Its warps take turns with tiles of kTileTokens positions,
+// each with a ring of kStages stages of its own that cp.async fills, and an online softmax of its
+// own; they are merged at the end into one partial result per query head, which CombineKernel
+// merges over the items of a sequence.
+//
+// What moves: every byte of payload, parameters and scales of the range, once per KV head and
+// kHeads query heads; 16 bytes at a time. Bound: memory, with about 3 instructions per FP4 element
+// at most (scripts/check_cuda.py counts them); what is the same for all tiles is computed once
+// (StageView).
+//
+// Products: Kᵀ tiles of 16 positions × 16 dimensions times a tile of 8 query heads (mma.m16n8k16);
+// a dequantised value serves all heads of the block. Dimensions may come in any order as long as
+// queries come in the same. Values lie in shared memory as SideShape scatters them, against bank
+// conflicts.
+//
+// The reference maximum of the softmax moves only when a score exceeds it by more than 2^8; it
+// begins finite, so that a tile without visible positions adds nothing.
+
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+
+#include "turbomind/backend/cuda/decode/decode_load.cuh"
+#include "turbomind/backend/cuda/decode/decode_shape.cuh"
+#include "turbomind/backend/cuda/kv/fragments.cuh"
+
+namespace turbomind::cuda {
+
+template <class C>
+TM_DEVICE IntParam LoadParam(const char* from) {
+  return IntParamOf<C::kType>(LoadShared<uint32_t>(from));
+}
+
+// The queries of a head tile as operand B of the keys' products, in the order of the keys'
+// dimensions, and the sum of each head's values as rounded.
+template <class C>
+struct Query {
+  uint32_t b[C::kSteps][2];
+  float sum[2];  // of the heads 2 t and 2 t + 1, for integer keys
+};
+
+// Of the heads from `first` on, counted from the block's first.
+template <class C>
+TM_DEVICE void LoadQuery(const DecodeTask<C>& task, int first, Query<C>* query) {
+  using F = Fragments<C::kKeyMode, C::kType>;
+  using Shape = typename C::KeyShape;
+  constexpr int kPairs = F::kDims / 2;  // of a word
+  const int head = first + task.at.g;
+  const bool real = head < task.num_heads;
+  const float* q = task.params.q + task.item.sequence * task.params.q_stride +
+                   static_cast<int64_t>(task.first_head + (real ? head : 0)) * C::kHeadDim;
+  float sum = 0.f;
+#pragma unroll
+  for (int pair = 0; pair < 2 * C::kSteps; ++pair) {
+    const int word = Shape::KeyWord(task.at.t, pair / kPairs);
+    const int dim = word * F::kDims;
+    float x[2] = {0.f, 0.f};
+    if (real && word < Shape::kRowWords && pair / kPairs < Shape::kKeyWords) {
+      x[0] = LoadGlobal(q + dim + F::Low(pair % kPairs));
+      x[1] = LoadGlobal(q + dim + F::High(pair % kPairs));
+    }
+    const uint32_t packed = F::kBFloat ? PackBFloat2(x[0], x[1]) : PackFiniteHalf2(x[0], x[1]);
+    query->b[pair / 2][pair % 2] = packed;
+    if constexpr (IsInteger(C::kKeyMode)) {
+      sum += LowHalf(packed) + HighHalf(packed);
+    }
+  }
+  if constexpr (IsInteger(C::kKeyMode)) {
+    sum += ShuffleXor(sum, 1);
+    sum += ShuffleXor(sum, 2);  // of head g, in its four lanes
+    query->sum[0] = ShuffleTo(sum, 8 * task.at.t);
+    query->sum[1] = ShuffleTo(sum, 8 * task.at.t + 4);
+  }
+}
+
+// Words i ... of the lane in a key row → pairs of dimensions, times their scales; zero where they
+// lie behind the row.
+template <class C>
+TM_DEVICE void ExpandKeys(const StageView& view, int stage, int row, int i, bool there,
+                          uint32_t* pairs) {
+  using F = Fragments<C::kKeyMode, C::kType>;
+  using Shape = typename C::KeyShape;
+  constexpr int kPiece = Shape::kKeyPiece;
+  constexpr int kPairs = F::kDims / 2;
+  const int word = Shape::KeyWord(0, i);  // from the lane's first
+  Words<4 * kPiece> words = {};
+  [[maybe_unused]] uint32_t scale = 0;  // of the piece's first group of 16 and its second
+  if (there) {
+    words = LoadShared<Words<4 * kPiece>>(view.key + stage + row * Shape::kRowBytes + 4 * word);
+    if constexpr (IsFp4(C::kKeyMode)) {
+      using Bytes = std::conditional_t<kPiece == 4, uint16_t, uint8_t>;
+      scale = ScalesOf<C::kKeyMode, F::kHardware, kPiece == 4>(
+          LoadShared<Bytes>(view.key_meta + stage + row * C::kScaleStride + word / 2));
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kPiece; ++j) {
+    uint32_t expanded[kPairs];
+    F::Expand(words.v[j], expanded);
+#pragma unroll
+    for (int p = 0; p < kPairs; ++p) {
+      pairs[j * kPairs + p] = expanded[p];
+      if constexpr (IsFp4(C::kKeyMode)) {
+        pairs[j * kPairs + p] = MulHalf2(expanded[p], j < 2 ? LowTwice(scale) : HighTwice(scale));
+      }
+    }
+  }
+}
+
+// What a warp holds of each head tile for a tile of positions: rows g and g + 8 of 16, heads 2 t
+// and 2 t + 1.
+template <class C>
+using TileScores = float[C::kHeadTiles][C::kSubTiles][4];
+
+// Scores of 16 positions, not yet scaled by the softmax scale. A key is expanded once for all
+// heads.
+template <class C>
+TM_DEVICE void ScoreRows(const DecodeTask<C>& task, const Query<C> (&query)[C::kHeadTiles],
+                         const StageView& view, int stage, int sub_tile, TileScores<C>& scores) {
+  using F = Fragments<C::kKeyMode, C::kType>;
+  using Shape = typename C::KeyShape;
+  constexpr int kPiece = Shape::kKeyPiece;
+  constexpr int kPairs = F::kDims / 2;
+#pragma unroll
+  for (int n = 0; n < C::kHeadTiles; ++n) {
+#pragma unroll
+    for (float& score : scores[n][sub_tile]) {
+      score = 0.f;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < Shape::kKeyWords; i += kPiece) {
+    const bool there = Shape::kKeysEven || Shape::KeyWord(task.at.t, i) < Shape::kRowWords;
+    uint32_t pairs[2][kPiece * kPairs];  // of the rows g and g + 8
+#pragma unroll
+    for (int x = 0; x < 2; ++x) {
+      ExpandKeys<C>(view, stage, 16 * sub_tile + 8 * x, i, there, pairs[x]);
+    }
+#pragma unroll
+    for (int p = 0; p + 1 < kPiece * kPairs; p += 2) {
+      const int step = (i * kPairs + p) / 2;
+      const uint32_t a[4] = {pairs[0][p], pairs[1][p], pairs[0][p + 1], pairs[1][p + 1]};
+#pragma unroll
+      for (int n = 0; n < C::kHeadTiles; ++n) {
+        Multiply<F::kBFloat>(scores[n][sub_tile], a, query[n].b[step][0], query[n].b[step][1]);
+      }
+    }
+  }
+  if constexpr (IsInteger(C::kKeyMode)) {
+#pragma unroll
+    for (int x = 0; x < 2; ++x) {
+      const IntParam param = LoadParam<C>(view.key_meta + stage + 4 * (16 * sub_tile + 8 * x));
+#pragma unroll
+      for (int n = 0; n < C::kHeadTiles; ++n) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float& score = scores[n][sub_tile][2 * x + h];
+          score = score * param.scale + query[n].sum[h] * param.zero;
+        }
+      }
+    }
+  }
+}
+
+// Results of a warp for a head tile: o of dimensions ValueDim(g, tile) and the next (rows g and
+// g + 8 of a tile) and heads 2 t, 2 t + 1; reference maxima and sums of those heads.
+template <class C>
+struct HeadState {
+  float o[C::kOutTiles][4];
+  float m[2];
+  float l[2];  // of the lane's rows, until the end
+};
+template <class C>
+using WarpState = HeadState<C>[C::kHeadTiles];
+// Operand B of the values' products for 16 positions.
+template <class C>
+using Weights = uint32_t[C::kHeadTiles][2];
+
+// The scales of one side's parameters of two positions.
+template <class C>
+struct ValueScales {
+  uint32_t scale[2];  // of the positions 2 t, 2 t + 1, and those 8 on
+  uint32_t zero[2];
+};
+
+// A piece of a row of values: whole words, or the bytes of two dimensions.
+template <class C>
+TM_DEVICE auto LoadValues(const char* from) {
+  using Shape = typename C::ValueShape;
+  constexpr int kBits = Fragments<C::kValueMode, C::kType>::kBits;
+  using Piece = Words<4 * Shape::kValuePiece>;
+  if constexpr (Shape::kEighths || kBits == 16) {
+    return LoadShared<Piece>(from);
+  } else if constexpr (kBits == 8) {
+    return Piece{{LoadShared<uint16_t>(from)}};
+  } else {
+    return Piece{{LoadShared<uint8_t>(from)}};
+  }
+}
+
+// Of one group of 16 dimensions and the four positions of a lane; `from` is that of the first.
+template <class C>
+TM_DEVICE void LoadValueScales(const char* from, ValueScales<C>* scales) {
+  constexpr bool kHardware = Fragments<C::kValueMode, C::kType>::kHardware;
+#pragma unroll
+  for (int x = 0; x < 2; ++x) {
+    const char* row = from + 8 * x * C::kScaleStride;
+    scales->scale[x] = ScalePair<C::kValueMode, kHardware>(
+        LoadShared<uint8_t>(row), LoadShared<uint8_t>(row + C::kScaleStride));
+  }
+}
+
+// (scale, zero) of the four positions.
+template <class C>
+TM_DEVICE void LoadValueParams(const char* from, ValueScales<C>* scales) {
+#pragma unroll
+  for (int x = 0; x < 2; ++x) {
+    if constexpr (C::kType == DataType::kBFloat16) {
+      const IntParam a = LoadParam<C>(from + 32 * x);
+      const IntParam b = LoadParam<C>(from + 32 * x + 4);
+      scales->scale[x] = PackHalf2(a.scale, b.scale);
+      scales->zero[x] = PackHalf2(a.zero, b.zero);
+    } else {
+      const auto a = LoadShared<uint32_t>(from + 32 * x);
+      const auto b = LoadShared<uint32_t>(from + 32 * x + 4);
+      scales->scale[x] = SelectBytes(a, b, 0x5410);
+      scales->zero[x] = SelectBytes(a, b, 0x7632);
+    }
+  }
+}
+
+// Word i of the values of the positions row, row + 1 of an operand and 8 on → o.
+template <class C>
+TM_DEVICE void AddValueWord(const uint32_t (&words)[4], const ValueScales<C>& scales, int i,
+                            const Weights<C>& weights, WarpState<C>& state) {
+  using F = Fragments<C::kValueMode, C::kType>;
+  using Shape = typename C::ValueShape;
+  uint32_t pairs[2][F::kDims];
+#pragma unroll
+  for (int x = 0; x < 2; ++x) {
+    F::ExpandTokens(words[2 * x], words[2 * x + 1], pairs[x]);
+#pragma unroll
+    for (int d = 0; d < Shape::kValueDims; ++d) {
+      if constexpr (IsFp4(C::kValueMode)) {
+        pairs[x][d] = MulHalf2(pairs[x][d], scales.scale[x]);
+      } else if constexpr (IsInteger(C::kValueMode)) {
+        pairs[x][d] = FmaHalf2(pairs[x][d], scales.scale[x], scales.zero[x]);
+      }
+    }
+  }
+#pragma unroll
+  for (int d = 0; d < Shape::kValueDims; d += 2) {
+    const uint32_t a[4] = {pairs[0][d], pairs[0][d + 1], pairs[1][d], pairs[1][d + 1]};
+#pragma unroll
+    for (int n = 0; n < C::kHeadTiles; ++n) {
+      float(&o)[4] = state[n].o[(i * Shape::kValueDims + d) / 2];
+      Multiply<F::kBFloat>(o, a, weights[n][0], weights[n][1]);
+    }
+  }
+}
+
+// o += weights · values of 16 positions. A value is expanded once for all heads.
+template <class C>
+TM_DEVICE void AddValues(const StageView& view, int stage, int sub_tile, const Weights<C>& weights,
+                         WarpState<C>& state) {
+  using Shape = typename C::ValueShape;
+  constexpr int kPiece = Shape::kValuePiece;
+  constexpr int kOddRow = Shape::Slot(1) * Shape::kRowBytes;
+  ValueScales<C> scales = {};
+  if constexpr (IsInteger(C::kValueMode)) {
+    LoadValueParams<C>(view.value_meta + stage + 4 * 16 * sub_tile, &scales);
+  }
+#pragma unroll
+  for (int i = 0; i < Shape::kValueWords; i += kPiece) {
+    const char* from = view.value + stage + 16 * sub_tile * Shape::kRowBytes +
+                       Shape::ValueWordDim(0, i) * Shape::F::kBits / 8;
+    Words<4 * kPiece> words[4];
+#pragma unroll
+    for (int x = 0; x < 4; ++x) {
+      words[x] = LoadValues<C>(from + (x >> 1) * 8 * Shape::kRowBytes + (x & 1) * kOddRow);
+    }
+#pragma unroll
+    for (int j = 0; j < kPiece; ++j) {
+      if constexpr (IsFp4(C::kValueMode)) {
+        if (j * Shape::kValueDims % 16 == 0) {
+          LoadValueScales<C>(view.value_meta + stage + 16 * sub_tile * C::kScaleStride +
+                                 Shape::ValueWordDim(0, i + j) / 16,
+                             &scales);
+        }
+      }
+      const uint32_t four[4] = {words[0].v[j], words[1].v[j], words[2].v[j], words[3].v[j]};
+      AddValueWord<C>(four, scales, i + j, weights, state);
+    }
+  }
+}
+
+// The same of all positions of a tile.
+template <class C>
+TM_DEVICE void AddTile(const StageView& view, int stage, const TileScores<C>& weights,
+                       WarpState<C>& state) {
+  constexpr bool kBFloat = Fragments<C::kValueMode, C::kType>::kBFloat;
+#pragma unroll
+  for (int u = 0; u < C::kSubTiles; ++u) {
+    Weights<C> b;
+#pragma unroll
+    for (int n = 0; n < C::kHeadTiles; ++n) {
+      const float(&w)[4] = weights[n][u];
+      b[n][0] = TransposeMatrix(PackPair<kBFloat>(w[0], w[1]));
+      b[n][1] = TransposeMatrix(PackPair<kBFloat>(w[2], w[3]));
+    }
+    AddValues<C>(view, stage, u, b, state);
+  }
+}
+
+// Scores of a head tile → weights 2^(score - m) in `scores`; o and l are lowered where m moves.
+template <class C>
+TM_DEVICE void UpdateSoftmax(float scale, float (&scores)[C::kSubTiles][4], HeadState<C>* state) {
+  float most[2] = {scores[0][0], scores[0][1]};
+#pragma unroll
+  for (int u = 0; u < C::kSubTiles; ++u) {
+    most[0] = fmaxf(most[0], fmaxf(scores[u][0], scores[u][2]));
+    most[1] = fmaxf(most[1], fmaxf(scores[u][1], scores[u][3]));
+  }
+  most[0] *= scale;
+  most[1] *= scale;
+  if (AnyInWarp(most[0] > state->m[0] + kLazyMax || most[1] > state->m[1] + kLazyMax)) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int mask = 4; mask < 32; mask *= 2) {
+        most[h] = fmaxf(most[h], ShuffleXor(most[h], mask));
+      }
+      const float m = fmaxf(state->m[h], most[h]);
+      const float factor = Exp2Approx(state->m[h] - m);
+      state->m[h] = m;
+      state->l[h] *= factor;
+#pragma unroll
+      for (int tile = 0; tile < C::kOutTiles; ++tile) {
+        state->o[tile][h] *= factor;
+        state->o[tile][2 + h] *= factor;
+      }
+    }
+  }
+#pragma unroll
+  for (int u = 0; u < C::kSubTiles; ++u) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      scores[u][i] = Exp2Approx(fmaf(scores[u][i], scale, -state->m[i & 1]));
+      state->l[i & 1] += scores[u][i];
+    }
+  }
+}
+
+// Positions of the tile outside [begin, end), counted from its first: scores of -infinity, finite
+// values.
+template <class C>
+TM_DEVICE void HideOutside(const DecodeTask<C>& task, int begin, int end, int stage,
+                           TileScores<C>& scores) {
+#pragma unroll
+  for (int u = 0; u < C::kSubTiles; ++u) {
+#pragma unroll
+    for (int x = 0; x < 2; ++x) {
+      const int row = 16 * u + 8 * x + task.at.g;
+      if (row < begin || row >= end) {
+#pragma unroll
+        for (int n = 0; n < C::kHeadTiles; ++n) {
+          scores[n][u][2 * x] = -INFINITY;
+          scores[n][u][2 * x + 1] = -INFINITY;
+        }
+      }
+    }
+  }
+#pragma unroll 1
+  for (int row = task.at.lane; row < C::kTileTokens; row += 32) {
+    if (row < begin || row >= end) {
+      ClearValues<C>(task.ring + stage, row);
+    }
+  }
+  SyncWarp();
+}
+
+// All tiles of the warp: tiles warp, warp + kWarps, ... of the item.
+template <class C>
+TM_DEVICE void ReadItem(const DecodeTask<C>& task, WarpState<C>& state) {
+  constexpr int kTile = C::kTileTokens;
+  constexpr int kTurn = C::kTurnTokens;
+  constexpr int kAhead = C::kStages - 1;
+  const DecodeParams& p = task.params;
+  const int start = task.item.begin / kTile * kTile + task.at.warp * kTile;
+  const int mask = p.kv.block_seq_len - 1;
+  const int shift = CountZeros(p.kv.block_seq_len);
+  const TileSources sources =
+      FindSources<C>(p.kv, task.kv_head, C::kWholeBlocks ? start & mask : 0, task.at.lane);
+  const StageView view = ViewStages<C>(task.at, task.ring);
+  const int32_t* table = KeepGlobal(p.block_tables + task.item.sequence * p.block_table_stride);
+  const auto place_of = [&](int position) {
+    return TilePlace{LoadGlobal(table + (position >> shift)), position & mask};
+  };
+  const int length = task.item.end - task.item.begin;
+  int left = task.item.end - start;  // positions from the turn's tile on
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) {
+    if (left > i * kTurn) {
+      LoadTile<C>(sources, task.at.lane, place_of(start + i * kTurn), view, i * C::kStageBytes);
+    }
+    CommitCopies();
+  }
+  // Read one tile ahead of its use: a load from the table is on the way while a tile is computed.
+  int ahead = start + kAhead * kTurn;
+  TilePlace next = {};
+  if (left > kAhead * kTurn) {
+    next = place_of(ahead);
+  }
+  Query<C> query[C::kHeadTiles];
+#pragma unroll
+  for (int n = 0; n < C::kHeadTiles; ++n) {
+    LoadQuery<C>(task, n * kHeadTile, &query[n]);
+  }
+  const float scale = p.softmax_scale * kLog2E * Fragments<C::kKeyMode, C::kType>::kUnit *
+                      HeadFactor(p.kv.g[0], task.kv_head);
+  int stage = 0;
+  int free = kAhead * C::kStageBytes;
+#pragma unroll 1
+  for (; left > 0; left -= kTurn) {
+    WaitForCopies<C::kStages - 2>();
+    SyncWarp();  // all lanes' copies are there, and nobody reads the stage that is filled next
+    if (left > kAhead * kTurn) {
+      LoadTile<C>(sources, task.at.lane, next, view, free);
+    }
+    CommitCopies();
+    ahead += kTurn;
+    if (left > C::kStages * kTurn) {
+      next = place_of(ahead);
+    }
+    TileScores<C> scores;
+#pragma unroll
+    for (int u = 0; u < C::kSubTiles; ++u) {
+      ScoreRows<C>(task, query, view, stage, u, scores);
+    }
+    if (left < kTile || left > length) {  // the item's first tile or its last
+      HideOutside<C>(task, left - length, left, stage, scores);
+    }
+#pragma unroll
+    for (int n = 0; n < C::kHeadTiles; ++n) {
+      UpdateSoftmax<C>(scale, scores[n], &state[n]);
+    }
+    AddTile<C>(view, stage, scores, state);
+    free = stage;
+    stage = stage == kAhead * C::kStageBytes ? 0 : stage + C::kStageBytes;
+  }
+  WaitForCopies<0>();
+}
+
+// The warps' states → one partial result.
+template <class C>
+TM_DEVICE void MergeWarps(const DecodeTask<C>& task, const WarpState<C>& state) {
+  constexpr int D = C::kHeadDim;
+  float* merged_o = reinterpret_cast<float*>(SharedMemory());
+  float* merged_ml = merged_o + C::kWarps * C::kHeads * C::kMergeStride;
+  const Lane& at = task.at;
+#pragma unroll
+  for (int i = 0; i < 2 * C::kHeadTiles; ++i) {
+    const HeadState<C>& heads = state[i / 2];
+    const int h = i % 2;
+    const int row = at.warp * C::kHeads + i / 2 * kHeadTile + 2 * at.t + h;
+    float l = heads.l[h];
+    for (int mask = 4; mask < 32; mask *= 2) {
+      l += ShuffleXor(l, mask);
+    }
+#pragma unroll
+    for (int tile = 0; tile < C::kOutTiles; ++tile) {
+      float* to = merged_o + row * C::kMergeStride + C::ValueShape::ValueDim(at.g, tile);
+      StoreShared(to, heads.o[tile][h]);
+      StoreShared(to + 1, heads.o[tile][2 + h]);
+    }
+    if (at.g == 0) {
+      StoreShared(merged_ml + 2 * row, heads.m[h]);
+      StoreShared(merged_ml + 2 * row + 1, l);
+    }
+  }
+  SyncBlock();
+  const DecodeParams& p = task.params;
+  const float factor =
+      Fragments<C::kValueMode, C::kType>::kUnit * HeadFactor(p.kv.g[1], task.kv_head);
+  for (int head = at.warp; head < task.num_heads; head += C::kWarps) {
+    float m = kLeastMax;
+    for (int w = 0; w < C::kWarps; ++w) {
+      m = fmaxf(m, LoadShared<float>(merged_ml + 2 * (w * C::kHeads + head)));
+    }
+    float l = 0.f;
+    float weight[C::kWarps];
+    for (int w = 0; w < C::kWarps; ++w) {
+      const float* ml = merged_ml + 2 * (w * C::kHeads + head);
+      weight[w] = Exp2Approx(LoadShared<float>(ml) - m);
+      l += weight[w] * LoadShared<float>(ml + 1);
+    }
+    const int64_t result =
+        static_cast<int64_t>(task.item.partial) * p.q_heads + task.first_head + head;
+    for (int d = at.lane; d < D; d += 32) {
+      float o = 0.f;
+      for (int w = 0; w < C::kWarps; ++w) {
+        o += weight[w] * LoadShared<float>(merged_o + (w * C::kHeads + head) * C::kMergeStride + d);
+      }
+      StoreGlobal(p.partial_o + result * D + d, o * factor);
+    }
+    if (at.lane == 0) {
+      StoreGlobal(p.partial_ml + 2 * result, m);
+      StoreGlobal(p.partial_ml + 2 * result + 1, l);
+    }
+  }
+}
+
+// Grid: (KV heads · ⌈query heads of a KV head / kHeads⌉) × items; kWarps warps; kSharedBytes.
+template <class C>
+__global__ void __launch_bounds__(32 * C::kWarps, C::kBlocksPerSm)
+    DecodeKernel(DecodeParams params) {
+  const DecodeItem item = LoadGlobal(params.items + BlockIndexY());
+  if (item.begin == item.end) {
+    return;
+  }
+  const int lane = ThreadIndexX() & 31;
+  const int warp = WarpIndex();
+  const int group = params.q_heads / params.kv.kv_heads;
+  const int head_tiles = (group + C::kHeads - 1) / C::kHeads;
+  const int kv_head = BlockIndexX() / head_tiles;
+  const int first = BlockIndexX() % head_tiles * C::kHeads;
+  const DecodeTask<C> task = {params,
+                              item,
+                              kv_head,
+                              kv_head * group + first,
+                              group - first < C::kHeads ? group - first : C::kHeads,
+                              SharedMemory() + warp * C::kRingBytes,
+                              {lane, warp, lane >> 2, lane & 3}};
+  WarpState<C> state = {};
+#pragma unroll
+  for (int n = 0; n < C::kHeadTiles; ++n) {
+    state[n].m[0] = state[n].m[1] = kLeastMax;
+  }
+  ReadItem<C>(task, state);
+  SyncBlock();  // the rings make room for the results
+  MergeWarps<C>(task, state);
+}
+
+}  // namespace turbomind::cuda

@@ -1,0 +1,195 @@
+#include <algorithm>
+#include <bit>
+#include <limits>
+
+#include "turbomind/backend/cuda/decode/decode_combine.cuh"
+#include "turbomind/backend/cuda/decode/decode_ops.h"
+#include "turbomind/backend/cuda/decode/decode_variants.h"
+#include "turbomind/backend/cuda/runtime/launch.cuh"
+#include "turbomind/core/check.h"
+
+namespace turbomind::cuda {
+namespace {
+
+constexpr size_t kAlignment = 256;
+// Blocks that an SM runs at once, or that it runs in two rounds (ChooseTile).
+constexpr int kSlotsPerSm = 4;
+
+// Blocks of so many query heads that read one item.
+int BlocksPerItem(int kv_heads, int q_heads, int heads) {
+  return kv_heads * static_cast<int>(CeilDiv(q_heads / kv_heads, heads));
+}
+
+// So that a sequence of average length is merged in one round.
+int WarpsPerRow(int64_t num_partials, int num_seqs) {
+  const int64_t warps = CeilDiv(num_partials, int64_t{num_seqs} * kCombineAhead);
+  const auto most = static_cast<int64_t>(kCombineWarps);
+  return static_cast<int>(std::bit_ceil(static_cast<uint64_t>(std::min(warps, most))));
+}
+
+size_t Aligned(size_t num_bytes) { return (num_bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+// `size` values, those of `from` first and zeros behind them; the bytes they take.
+template <class T>
+size_t Put(const std::vector<T>& from, int64_t size, std::byte* to) {
+  Check(static_cast<int64_t>(from.size()) <= size, "a plan fits its place");
+  auto* values = reinterpret_cast<T*>(to);
+  std::fill(std::copy(from.begin(), from.end(), values), values + size, T{});
+  return Aligned(static_cast<size_t>(size) * sizeof(T));
+}
+
+size_t BytesOf(const DecodePlanner::Plan& plan, int num_seqs) {
+  const auto bytes = [](int64_t size, size_t of) {
+    return Aligned(static_cast<size_t>(size) * of);
+  };
+  return bytes(num_seqs + 1, sizeof(int32_t)) + bytes(plan.num_cold, sizeof(DecodeItem)) +
+         bytes(plan.num_hot, sizeof(DecodeItem));
+}
+
+LayerRule RuleOf(int window, const HotRule& hot) {
+  return {window, hot.enabled() ? hot : HotRule{}};
+}
+
+}  // namespace
+
+DecodePlanner::DecodePlanner(const Context& context) : context_(context), bytes_(context.stream) {}
+
+DecodePlanner::Plan DecodePlanner::Measure(const StepGroup& group, int q_heads) const {
+  Check(q_heads > 0 && group.kv_heads > 0 && q_heads % group.kv_heads == 0,
+        "q_heads is a multiple of kv_heads");
+  Check(group.batch.num_decode == num_seqs_, "the groups of a step share its sequences");
+  Plan plan;
+  plan.rule = RuleOf(group.window, group.rule);
+  plan.q_heads = q_heads;
+  plan.kv_heads = group.kv_heads;
+  // A block of two head tiles counts as two: half as many fit an SM.
+  const int slots =
+      kSlotsPerSm * context_.gpu.num_sms / BlocksPerItem(group.kv_heads, q_heads, kHeadTile);
+  plan.num_slots = std::max(slots, 1);
+  plan.num_cold = plan.rule.MostCold(num_seqs_, plan.num_slots);
+  plan.num_hot = plan.rule.MostHot(num_seqs_, plan.num_slots);
+  plan.warps_per_row = WarpsPerRow(plan.num_cold + plan.num_hot, num_seqs_);
+  return plan;
+}
+
+size_t DecodePlanner::Write(const StepGroup& group, size_t begin, Plan* plan) {
+  const std::span context_lens(group.batch.context_lens, static_cast<size_t>(num_seqs_));
+  PlanAttention(context_lens, plan->rule, plan->num_slots, &plan_);
+  plan->first_partial = reinterpret_cast<const int32_t*>(bytes_.gpu() + begin);
+  begin += Put(plan_.first_partial, num_seqs_ + 1, bytes_.host() + begin);
+  plan->cold = reinterpret_cast<const DecodeItem*>(bytes_.gpu() + begin);
+  begin += Put(plan_.cold(), plan->num_cold, bytes_.host() + begin);
+  plan->hot = reinterpret_cast<const DecodeItem*>(bytes_.gpu() + begin);
+  begin += Put(plan_.hot(), plan->num_hot, bytes_.host() + begin);
+  return begin;
+}
+
+void DecodePlanner::Upload(const StepParams& step) {
+  Check(step.num_groups > 0, "a step has layers");
+  plans_.clear();
+  num_seqs_ = step.groups[0].batch.num_decode;
+  if (num_seqs_ == 0) {
+    return;
+  }
+  size_t num_bytes = 0;
+  for (int i = 0; i < step.num_groups; ++i) {
+    plans_.push_back(Measure(step.groups[i], step.q_heads));
+    num_bytes += BytesOf(plans_.back(), num_seqs_);
+  }
+  bytes_.Reserve(num_bytes);
+  size_t used = 0;
+  for (int i = 0; i < step.num_groups; ++i) {
+    used = Write(step.groups[i], used, &plans_[static_cast<size_t>(i)]);
+  }
+  bytes_.Upload(used);
+}
+
+const DecodePlanner::Plan& DecodePlanner::Find(const AttentionParams& layer) const {
+  Check(layer.batch.num_decode == num_seqs_, "the plans are the step's");
+  const LayerRule rule = RuleOf(layer.window, layer.rule);
+  const auto found = std::find_if(plans_.begin(), plans_.end(), [&](const Plan& plan) {
+    return plan.rule == rule && plan.q_heads == layer.q_heads && plan.kv_heads == layer.kv.kv_heads;
+  });
+  Check(found != plans_.end(), "the layer is of a group of the step");
+  return *found;
+}
+
+namespace {
+
+// One pool's items of a layer.
+struct PoolItems {
+  const KvLayerView& kv;
+  const int32_t* block_tables;
+  const DecodeItem* items;
+  int64_t num_items;
+};
+
+void LaunchItems(const Context& context, const PoolItems& pool, DecodeParams params) {
+  if (pool.num_items == 0) {
+    return;
+  }
+  const DecodeVariant variant =
+      FindDecodeVariant(pool.kv, params.q_heads / pool.kv.kv_heads, context.gpu);
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  Check(pool.kv.block_bytes <= kMost && pool.kv.scale_block_bytes <= kMost,
+        "a block has less than 2 GiB");
+  params.kv = pool.kv;
+  params.block_tables = pool.block_tables;
+  for (int64_t first = 0; first < pool.num_items; first += kMostGridY) {
+    params.items = pool.items + first;  // where an item's partial sums go does not depend on it
+    Launch(variant.kernel,
+           {.grid_x = BlocksPerItem(pool.kv.kv_heads, params.q_heads, variant.heads),
+            .grid_y = std::min(pool.num_items - first, kMostGridY),
+            .threads = variant.threads,
+            .shared_bytes = variant.shared_bytes},
+           context.stream, params);
+  }
+}
+
+void LaunchCombine(const Context& context, const CombineParams& params) {
+  const int vectors = CombineVectors(params.head_dim);
+  Launch(vectors == 1 ? &CombineKernel<1> : &CombineKernel<2>,
+         {.grid_x = CeilDiv(int64_t{params.num_rows} * params.warps_per_row, kCombineWarps),
+          .threads = 32 * kCombineWarps,
+          .shared_bytes = static_cast<size_t>(CombineSharedBytes(vectors))},
+         context.stream, params);
+}
+
+}  // namespace
+
+void CudaDecodeAttention(const Context& context, const DecodePlanner& planner,
+                         const AttentionParams& params) {
+  const BatchView& batch = params.batch;
+  if (batch.num_decode == 0) {
+    return;
+  }
+  const DecodePlanner::Plan& plan = planner.Find(params);
+  const int head_dim = params.kv.head_dim;
+  const int64_t rows = (plan.num_cold + plan.num_hot) * params.q_heads;
+  auto* partial_o = static_cast<float*>(
+      context.workspace->Get(static_cast<size_t>(rows * (head_dim + 2)) * sizeof(float)));
+  float* partial_ml = partial_o + rows * head_dim;
+  DecodeParams decode;
+  decode.q = params.q;
+  decode.q_stride = params.q_stride;
+  decode.q_heads = params.q_heads;
+  decode.softmax_scale = params.softmax_scale;
+  decode.block_table_stride = batch.block_table_stride;
+  decode.partial_o = partial_o;
+  decode.partial_ml = partial_ml;
+  LaunchItems(context, {params.kv, batch.block_tables, plan.cold, plan.num_cold}, decode);
+  LaunchItems(context, {params.hot, batch.hot_tables, plan.hot, plan.num_hot}, decode);
+  LaunchCombine(context, {.partial_o = partial_o,
+                          .partial_ml = partial_ml,
+                          .first_partial = plan.first_partial,
+                          .out = params.out,
+                          .num_rows = batch.num_decode * params.q_heads,
+                          .q_heads = params.q_heads,
+                          .head_dim = head_dim,
+                          .warps_per_row = plan.warps_per_row,
+                          .softmax_scale = params.softmax_scale,
+                          .sinks = params.sinks,
+                          .q_dot_mean = params.q_dot_mean});
+}
+
+}  // namespace turbomind::cuda

@@ -1,0 +1,7 @@
+#include "turbomind/backend/cuda/decode/decode_variants_of.cuh"
+
+namespace turbomind::cuda {
+
+template DecodeVariant FindVariant<64, true>(const DecodeFormat& format);
+
+}  // namespace turbomind::cuda

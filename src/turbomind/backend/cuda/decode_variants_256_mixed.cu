@@ -1,7 +1,0 @@
-#include "turbomind/backend/cuda/decode_variants_of.h"
-
-namespace turbomind::cuda {
-
-template DecodeVariant FindVariant<256, true>(const DecodeFormat& format);
-
-}  // namespace turbomind::cuda

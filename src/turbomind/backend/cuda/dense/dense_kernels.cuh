@@ -1,0 +1,222 @@
+#pragma once
+
+// ⑥⑦ The kernels of dense_ops.h over rows that stand alone: RoPE tables, norm, activations, argmax.
+// A row's result does not depend on its batch. kWidth is 4 where every row begins at 16 bytes, else
+// 1.
+
+#include <cfloat>
+#include <cmath>
+#include <cstdint>
+
+#include "turbomind/backend/cuda/dense/elementwise.cuh"
+#include "turbomind/ops/params.h"
+
+namespace turbomind::cuda {
+
+struct RopeParams {
+  const float* inv_freq = nullptr;     // [half]
+  const int32_t* positions = nullptr;  // [num_tokens]
+  float* cos = nullptr;                // [num_tokens, half]
+  float* sin = nullptr;                // same
+  int64_t num_values = 0;              // num_tokens * half
+  int half = 0;
+  float attention_factor = 1.f;
+};
+
+inline constexpr int kRopeThreads = 128;
+
+// A thread for every value of cos.
+__global__ void __launch_bounds__(kRopeThreads) FillRopeKernel(RopeParams p) {
+  const int64_t at = static_cast<int64_t>(BlockIndexX()) * kRopeThreads + ThreadIndexX();
+  if (at >= p.num_values) {
+    return;
+  }
+  const int i = static_cast<int>(at % p.half);
+  const int position = LoadGlobal(p.positions + at / p.half);
+  const float frequency = LoadGlobal(p.inv_freq + i);
+  float sin;
+  float cos;
+  sincosf(frequency * static_cast<float>(position), &sin, &cos);
+  StoreGlobal(p.cos + at, cos * p.attention_factor);
+  StoreGlobal(p.sin + at, sin * p.attention_factor);
+}
+
+struct NormTask {
+  RmsNormParams op;
+  int num_warps = 0;
+};
+
+inline constexpr int kNormHeld = 4;  // pieces of x and of the weight in a thread's registers
+inline constexpr int kMostNormWarps = 32;
+
+// A block of num_warps for every row; 4 num_warps bytes of shared memory. Pieces beyond kNormHeld a
+// thread are read twice.
+template <int kWidth>
+__global__ void __launch_bounds__(32 * kMostNormWarps) RmsNormKernel(NormTask task) {
+  const RmsNormParams& p = task.op;
+  const int thread = ThreadIndexX();
+  const int threads = 32 * task.num_warps;
+  const int count = p.dim / kWidth;
+  const float* x = p.x + static_cast<int64_t>(BlockIndexX()) * p.dim;
+  float* out = p.out + static_cast<int64_t>(BlockIndexX()) * p.dim;
+  Floats<kWidth> held[kNormHeld] = {};
+  Floats<kWidth> weight[kNormHeld] = {};
+#pragma unroll
+  for (int i = 0; i < kNormHeld; ++i) {
+    const int at = thread + i * threads;
+    if (at < count) {
+      held[i] = LoadFloats<kWidth>(x + at * kWidth);
+      weight[i] = LoadFloats<kWidth>(p.weight + at * kWidth);
+    }
+  }
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < kNormHeld; ++i) {
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      sum += held[i].v[j] * held[i].v[j];
+    }
+  }
+  for (int at = thread + kNormHeld * threads; at < count; at += threads) {
+    const Floats<kWidth> piece = LoadFloats<kWidth>(x + at * kWidth);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      sum += piece.v[j] * piece.v[j];
+    }
+  }
+  const float mean = AddInBlock(sum, thread, task.num_warps) / static_cast<float>(p.dim);
+  const float scale = 1.f / sqrtf(mean + p.eps);
+  const auto scaled = [scale](Floats<kWidth> piece, const Floats<kWidth>& by) {
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      piece.v[j] = piece.v[j] * scale * by.v[j];
+    }
+    return piece;
+  };
+#pragma unroll
+  for (int i = 0; i < kNormHeld; ++i) {
+    const int at = thread + i * threads;
+    if (at < count) {
+      StoreFloats(out + at * kWidth, scaled(held[i], weight[i]));
+    }
+  }
+  for (int at = thread + kNormHeld * threads; at < count; at += threads) {
+    const Floats<kWidth> piece = LoadFloats<kWidth>(x + at * kWidth);
+    StoreFloats(out + at * kWidth, scaled(piece, LoadFloats<kWidth>(p.weight + at * kWidth)));
+  }
+}
+
+TM_DEVICE float ActivateGate(const GatedActivationParams& p, float gate, float up) {
+  if (p.activation == Activation::kSilu) {
+    return gate * Sigmoid(gate) * up;
+  }
+  if (p.activation == Activation::kGeluTanh) {
+    constexpr float kTwoSqrt2OverPi = 1.59576912f;  // 0.5 (1 + tanh u) = sigmoid(2 u)
+    // Rounded, as exp makes of an argument's last bit an error that grows with the argument.
+    const float cubic = MulRounded(0.044715f * gate * gate, gate);
+    return gate * Sigmoid(kTwoSqrt2OverPi * (gate + cubic)) * up;
+  }
+  constexpr float kAlpha = 1.702f;
+  const float g = gate > p.limit ? p.limit : gate;  // NaN stays
+  const float high = up > p.limit ? p.limit : up;
+  const float u = high < -p.limit ? -p.limit : high;
+  return g * Sigmoid(kAlpha * g) * (u + 1.f);
+}
+
+inline constexpr int kGateThreads = 256;
+
+// Grid: rows × ⌈dim / (kGateThreads kWidth)⌉.
+template <int kWidth>
+__global__ void __launch_bounds__(kGateThreads) GatedActivationKernel(GatedActivationParams p) {
+  const int at = (BlockIndexY() * kGateThreads + ThreadIndexX()) * kWidth;
+  if (at >= p.dim) {
+    return;
+  }
+  const float* row = p.gate_up + 2 * static_cast<int64_t>(BlockIndexX()) * p.dim;
+  Floats<kWidth> out;
+  const int first = p.interleaved ? 2 * at : at;
+  const int second = p.interleaved ? first + kWidth : p.dim + at;
+  const auto a = LoadFloats<kWidth>(row + first);
+  const auto b = LoadFloats<kWidth>(row + second);
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) {
+    float gate = a.v[j];
+    float up = b.v[j];
+    if (p.interleaved && kWidth > 1) {
+      const auto& half = 2 * j < kWidth ? a : b;
+      gate = half.v[2 * j % kWidth];
+      up = half.v[(2 * j + 1) % kWidth];
+    }
+    out.v[j] = ActivateGate(p, gate, up);
+  }
+  StoreFloats(p.out + static_cast<int64_t>(BlockIndexX()) * p.dim + at, out);
+}
+
+struct ArgMaxTask {
+  ArgMaxRowsParams op;
+  uint64_t* best = nullptr;  // [num_rows, num_parts]
+  int num_parts = 0;
+  int part = 0;  // values, a multiple of 4
+};
+
+inline constexpr int kArgMaxThreads = 256;
+inline constexpr uint64_t kRefusedKey = ~uint64_t{0};  // above every RankKey
+
+// Grid: parts of a row × rows. Of each part the largest RankKey; 0: nothing above -infinity,
+// kRefusedKey: NaN or +infinity.
+template <int kWidth>
+__global__ void __launch_bounds__(kArgMaxThreads) ArgMaxPartsKernel(ArgMaxTask task) {
+  constexpr int kWarps = kArgMaxThreads / 32;
+  constexpr float kHighest = FLT_MAX;
+  const int thread = ThreadIndexX();
+  const int row = BlockIndexY();
+  const int begin = BlockIndexX() * task.part;
+  const int left = task.op.vocab_size - begin;
+  const int size = left < task.part ? left : task.part;
+  const float* logits = task.op.logits + static_cast<int64_t>(row) * task.op.vocab_size + begin;
+  float most = -INFINITY;
+  int at_most = -1;
+  bool refused = false;
+#pragma unroll 4
+  for (int at = thread * kWidth; at < size; at += kArgMaxThreads * kWidth) {
+    const auto piece = LoadFloats<kWidth>(logits + at);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      const float x = piece.v[j];
+      refused |= !(x <= kHighest);
+      at_most = x > most ? at + j : at_most;
+      most = x > most ? x : most;
+    }
+  }
+  uint64_t key = at_most < 0 ? 0 : RankKey(most, begin + at_most);
+  key = MaxKeyInWarp(refused ? kRefusedKey : key);
+  if (thread % 32 == 0) {
+    StoreShared(SharedMemory() + thread / 32 * sizeof(key), key);
+  }
+  SyncBlock();
+  if (thread < 32) {
+    key = thread < kWarps ? LoadShared<uint64_t>(SharedMemory() + thread * sizeof(key)) : 0;
+    key = MaxKeyInWarp(key);
+    if (thread == 0) {
+      StoreGlobal(task.best + static_cast<int64_t>(row) * task.num_parts + BlockIndexX(), key);
+    }
+  }
+}
+
+// A block of kThreads, a warp, for every row.
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads) ArgMaxRowsKernel(ArgMaxTask task) {
+  const uint64_t* best = task.best + static_cast<int64_t>(BlockIndexX()) * task.num_parts;
+  uint64_t key = 0;
+#pragma unroll 1
+  for (int i = ThreadIndexX(); i < task.num_parts; i += kThreads) {
+    const uint64_t other = LoadGlobal(best + i);
+    key = other > key ? other : key;
+  }
+  key = MaxKeyInWarp(key);
+  if (ThreadIndexX() == 0) {
+    StoreGlobal(task.op.ids + BlockIndexX(), key == 0 || key == kRefusedKey ? -1 : IdOfKey(key));
+  }
+}
+
+}  // namespace turbomind::cuda

@@ -1,0 +1,20 @@
+#pragma once
+
+// ⑥⑦ The small ops between the matrices, on the GPU: what ops/params.h says of each. All pointers
+// are the GPU's but FillRopeParams::table. A row's result does not depend on its batch.
+
+#include "turbomind/backend/cuda/runtime/context.h"
+#include "turbomind/ops/params.h"
+
+namespace turbomind::cuda {
+
+void CudaFillRope(const Context& ctx, const FillRopeParams& params);
+void CudaRmsNorm(const Context& ctx, const RmsNormParams& params);
+void CudaGatedActivation(const Context& ctx, const GatedActivationParams& params);
+void CudaRouteExperts(const Context& ctx, const RouteExpertsParams& params);
+void CudaGroupRows(const Context& ctx, const GroupRowsParams& params);
+void CudaCombineExperts(const Context& ctx, const CombineExpertsParams& params);
+// Uses the workspace: 8 bytes for every part of a row.
+void CudaArgMaxRows(const Context& ctx, const ArgMaxRowsParams& params);
+
+}  // namespace turbomind::cuda

@@ -1,0 +1,165 @@
+#pragma once
+
+// ⑦ The kernels of dense_ops.h for a mixture of experts.
+
+#include <cmath>
+#include <cstdint>
+
+#include "turbomind/backend/cuda/dense/elementwise.cuh"
+#include "turbomind/ops/params.h"
+
+namespace turbomind::cuda {
+
+inline constexpr int kRouteWarps = 4;
+
+// A token's experts by falling logits, then rising ids; NaN with the lowest.
+TM_DEVICE uint64_t ExpertKey(float logit, int expert) {
+  return RankKey(IsNan(logit) ? -INFINITY : logit, expert);
+}
+
+// A warp for every token: the key of its last expert is found first, then the experts with that key
+// or a larger one are written in order of their ids.
+template <int kWarps>
+__global__ void __launch_bounds__(32 * kWarps) RouteExpertsKernel(RouteExpertsParams p) {
+  const int lane = ThreadIndexX() & 31;
+  const int64_t token = static_cast<int64_t>(BlockIndexX()) * kWarps + ThreadIndexX() / 32;
+  if (token >= p.num_tokens) {
+    return;
+  }
+  const float* logits = p.logits + token * p.num_experts;
+  uint64_t first = 0;
+  uint64_t last = ~uint64_t{0};
+  for (int rank = 0; rank < p.top_k; ++rank) {
+    uint64_t next = 0;
+#pragma unroll 4
+    for (int expert = lane; expert < p.num_experts; expert += 32) {
+      const uint64_t key = ExpertKey(LoadGlobal(logits + expert), expert);
+      next = key < last && key > next ? key : next;
+    }
+    last = MaxKeyInWarp(next);
+    first = rank == 0 ? last : first;
+  }
+  const float highest = LoadGlobal(logits + IdOfKey(first));
+  float sum = 0.f;
+  for (int expert = lane; expert < p.num_experts; expert += 32) {
+    const float logit = LoadGlobal(logits + expert);
+    if (!p.normalise || ExpertKey(logit, expert) >= last) {
+      sum += expf(logit - highest);
+    }
+  }
+  sum = AddInWarp(sum);
+  int64_t out = token * p.top_k;
+  for (int start = 0; start < p.num_experts; start += 32) {
+    const int expert = start + lane;
+    const float logit = expert < p.num_experts ? LoadGlobal(logits + expert) : 0.f;
+    const bool chosen = expert < p.num_experts && ExpertKey(logit, expert) >= last;
+    const uint32_t all = BallotInWarp(chosen);
+    if (chosen) {
+      const int64_t at = out + CountOnes(all & ((1u << lane) - 1));
+      StoreGlobal(p.ids + at, expert);
+      StoreGlobal(p.weights + at, expf(logit - highest) / sum);
+    }
+    out += CountOnes(all);
+  }
+}
+
+inline constexpr int kGroupWarps = 8;
+inline constexpr int kGroupAhead = 4;  // ids that a lane loads at once
+inline constexpr int kGroupSharedBytes = 2 * kGroupWarps * sizeof(int);
+
+// Calls fn(id, pair) with all lanes for 32 pairs of [begin, end) at a time, in order; id is -1 for
+// pairs from `end` on.
+template <class Fn>
+TM_DEVICE void ForPairs(const int32_t* ids, int begin, int end, Fn fn) {
+  const int lane = ThreadIndexX() & 31;
+  for (int start = begin; start < end; start += 32 * kGroupAhead) {
+    int32_t id[kGroupAhead];
+#pragma unroll
+    for (int i = 0; i < kGroupAhead; ++i) {
+      const int pair = start + 32 * i + lane;
+      id[i] = pair < end ? LoadGlobal(ids + pair) : -1;
+    }
+#pragma unroll
+    for (int i = 0; i < kGroupAhead; ++i) {
+      fn(id[i], start + 32 * i + lane);
+    }
+  }
+}
+
+// A block for every expert, which reads all ids: a warp counts in its own run of pairs those of
+// lower experts and of this one, and then knows where the first of its own lies.
+template <int kWarps>
+__global__ void __launch_bounds__(32 * kWarps) GroupRowsKernel(GroupRowsParams p) {
+  const int expert = BlockIndexX();
+  const int lane = ThreadIndexX() & 31;
+  const int warp = ThreadIndexX() / 32;
+  const int num_pairs = p.num_tokens * p.top_k;
+  const int run = (num_pairs + 32 * kWarps - 1) / (32 * kWarps) * 32;
+  const int begin = warp * run;
+  const int end = begin + run < num_pairs ? begin + run : num_pairs;
+  int lower = 0;
+  int equal = 0;
+  ForPairs(p.ids, begin, end, [&](int32_t id, int) {
+    lower += id >= 0 && id < expert ? 1 : 0;
+    equal += id == expert ? 1 : 0;
+  });
+  lower = SumInWarp(lower);
+  equal = SumInWarp(equal);
+  int* counts = reinterpret_cast<int*>(SharedMemory());
+  if (lane == 0) {
+    StoreShared(counts + warp, lower);
+    StoreShared(counts + kWarps + warp, equal);
+  }
+  SyncBlock();
+  int before = lane < kWarps ? LoadShared<int>(counts + lane) : 0;
+  before += lane < warp ? LoadShared<int>(counts + kWarps + lane) : 0;
+  int slot = SumInWarp(before);
+  ForPairs(p.ids, begin, end, [&](int32_t id, int pair) {
+    const uint32_t all = BallotInWarp(id == expert);
+    if (id == expert) {
+      const int at = slot + CountOnes(all & ((1u << lane) - 1));
+      StoreGlobal(p.slots + pair, at);
+      StoreGlobal(p.x_rows + at, pair / p.top_k);
+    }
+    slot += CountOnes(all);
+  });
+  if (lane == 0 && warp == kWarps - 1) {
+    StoreGlobal(p.offsets + expert + 1, slot);
+  }
+  if (expert == 0 && ThreadIndexX() == 0) {
+    StoreGlobal(p.offsets, 0);
+  }
+}
+
+inline constexpr int kCombineThreads = 128;
+
+// Grid: tokens × ⌈dim / (kCombineThreads kWidth)⌉; kWidth is 4 where every row begins at 16 bytes.
+template <int kWidth>
+__global__ void __launch_bounds__(kCombineThreads) CombineExpertsKernel(CombineExpertsParams p) {
+  const int at = (BlockIndexY() * kCombineThreads + ThreadIndexX()) * kWidth;
+  if (at >= p.dim) {
+    return;
+  }
+  const int64_t first = static_cast<int64_t>(BlockIndexX()) * p.top_k;
+  Floats<kWidth> sum = {};
+#pragma unroll 4
+  for (int64_t rank = first; rank < first + p.top_k; ++rank) {
+    const int64_t slot = p.slots == nullptr ? rank : LoadGlobal(p.slots + rank);
+    const auto y = LoadFloats<kWidth>(p.y + slot * p.dim + at);
+    const float given = LoadGlobal(p.weights + rank);
+    const float weight = p.sigmoid ? Sigmoid(given) : given;
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      sum.v[j] += weight * y.v[j];
+    }
+  }
+  float* to = p.out + static_cast<int64_t>(BlockIndexX()) * p.dim + at;
+  auto out = LoadFloats<kWidth>(to);
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) {
+    out.v[j] += sum.v[j];
+  }
+  StoreFloats(to, out);
+}
+
+}  // namespace turbomind::cuda

@@ -1,0 +1,407 @@
+#pragma once
+
+// ⑥ Rows → the bytes of the cache, eight consecutive values in each lane: bit for bit what
+// kv/codec.h defines, however the compiler contracts sums (MulRounded).
+//
+// A row is a run of kRowLanes lanes, 8, 16 or 32, of one warp; lanes whose first value is at or
+// behind n hold nothing. All lanes of the warp run these functions together, with rows of one mode.
+//
+// REQUIRES: n a multiple of 16; g between 2^-64 and 2^64 (KvCache::SetFactors).
+
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+
+#include "turbomind/backend/cuda/kv/fragments.cuh"
+#include "turbomind/backend/cuda/runtime/intrinsics.cuh"
+#include "turbomind/backend/cuda/runtime/vector_types.cuh"
+#include "turbomind/kv/codec.h"
+#include "turbomind/kv/layout.h"
+
+namespace turbomind::cuda {
+
+inline constexpr int kLaneValues = 8;
+inline constexpr uint32_t kInfinityBits = 0x7F800000u;
+
+// Lane 0 holds the values [0, 8) of a row.
+struct RowLane {
+  int lane;
+  int n;
+  TM_DEVICE int first() const { return kLaneValues * lane; }
+  TM_DEVICE bool active() const { return first() < n; }
+};
+
+// --- Values as the cache dtype holds them -------------------------------------------------------
+
+struct LaneValues {
+  uint32_t pairs[kLaneValues / 2];
+  float value[kLaneValues];
+  uint32_t top;  // bits of the largest magnitude: NaN above infinity above numbers
+  TM_DEVICE bool has_nonfinite() const { return top >= kInfinityBits; }
+};
+
+TM_DEVICE uint32_t SignBit(float x) { return FloatBits(x) & 0x80000000u; }
+
+// x with the sign of `sign`. REQUIRES: x >= 0.
+TM_DEVICE float WithSign(float x, float sign) { return BitsFloat(FloatBits(x) | SignBit(sign)); }
+
+template <DataType T>
+TM_DEVICE void Unpack(LaneValues& to) {
+  to.top = 0;
+#pragma unroll
+  for (int p = 0; p < kLaneValues / 2; ++p) {
+    if constexpr (T == DataType::kBFloat16) {
+      to.value[2 * p] = BitsFloat(to.pairs[p] << 16);
+      to.value[2 * p + 1] = BitsFloat(to.pairs[p] & 0xffff0000u);
+    } else {
+      to.value[2 * p] = LowHalf(to.pairs[p]);
+      to.value[2 * p + 1] = HighHalf(to.pairs[p]);
+    }
+    for (int i = 2 * p; i < 2 * p + 2; ++i) {
+      const uint32_t size = FloatBits(to.value[i]) & 0x7FFFFFFFu;
+      to.top = size > to.top ? size : to.top;
+    }
+  }
+}
+
+template <DataType T>
+TM_DEVICE LaneValues RoundLane(const float (&x)[kLaneValues]) {
+  constexpr bool kBFloat = T == DataType::kBFloat16;
+  LaneValues out;
+#pragma unroll
+  for (int p = 0; p < kLaneValues / 2; ++p) {
+    out.pairs[p] =
+        kBFloat ? PackBFloat2(x[2 * p], x[2 * p + 1]) : PackHalf2(x[2 * p], x[2 * p + 1]);
+  }
+  Unpack<T>(out);
+  if (out.has_nonfinite()) {  // the hardware has one NaN, the codec keeps more of each
+#pragma unroll
+    for (int p = 0; p < kLaneValues / 2; ++p) {
+      const auto code = [](float v) {
+        return static_cast<uint32_t>(kBFloat ? FloatToBFloat16(v) : FloatToHalf(v));
+      };
+      out.pairs[p] = code(x[2 * p]) | code(x[2 * p + 1]) << 16;
+    }
+  }
+  return out;
+}
+
+TM_DEVICE int CountNonfinite(const LaneValues& x) {
+  int count = 0;
+#pragma unroll
+  for (int i = 0; i < kLaneValues; ++i) {
+    count += !IsFinite(x.value[i]);
+  }
+  return count;
+}
+
+// What scales are chosen by: NaN counts as 0, infinities as the largest finite value.
+template <DataType T>
+TM_DEVICE void FiniteValues(const LaneValues& x, float (&finite)[kLaneValues]) {
+#pragma unroll
+  for (int i = 0; i < kLaneValues; ++i) {
+    finite[i] = x.value[i];
+  }
+  if (x.has_nonfinite()) {
+#pragma unroll
+    for (int i = 0; i < kLaneValues; ++i) {
+      finite[i] = FiniteValue(x.value[i], T);
+    }
+  }
+}
+
+// --- Quotients
+// ------------------------------------------------------------------------------------
+
+// A divisor of many values. REQUIRES: value between 2^-80 and 2^124.
+struct Divisor {
+  float value;
+  float inverse;  // of value, rounded to nearest
+};
+
+TM_DEVICE Divisor MakeDivisor(float value) { return {value, 1.f / value}; }
+
+// min(size / divisor, limit) as IEEE division rounds it, where that is at least 2^-20, and
+// something below 2^-19 where it is not. Two steps: after the first the quotient is one of the two
+// neighbours of the exact one, and with that and the nearest inverse the second rounds right.
+// REQUIRES: size >= 0 or NaN, which gives the limit; limit * divisor is finite.
+TM_DEVICE float Quotient(float size, const Divisor& divisor, float limit) {
+  const float x = fminf(size, limit * divisor.value);
+  float q = x * divisor.inverse;
+  q = fmaf(fmaf(-q, divisor.value, x), divisor.inverse, q);
+  return fmaf(fmaf(-q, divisor.value, x), divisor.inverse, q);
+}
+
+// --- FP4
+// ------------------------------------------------------------------------------------------
+
+// The E2M1 value nearest to x, ties to the even code: adding 1.5 * 2^22 times x's binade leaves one
+// bit behind its leading one; below 1 the steps stay 0.5.
+struct NearestE2m1 {
+  uint32_t binade;  // bits of the power of two, at least 1
+  uint32_t magic;
+  float sum;
+  // REQUIRES: 0 <= x < 7.
+  TM_DEVICE explicit NearestE2m1(float x) {
+    binade = FloatBits(fmaxf(x, 1.f)) & kInfinityBits;
+    magic = binade + (22u << 23) + 0x400000u;
+    sum = x + BitsFloat(magic);
+  }
+  TM_DEVICE float value() const { return sum - BitsFloat(magic); }
+  // Codes count the steps: of 0.5 up to 2, then of 1, then of 2.
+  TM_DEVICE uint32_t code() const {
+    return FloatBits(sum) - magic + ((binade - (127u << 23)) >> 22);
+  }
+};
+
+// Two codes in a byte. REQUIRES: sizes below 7.
+template <bool kHardware = kHasE2m1>
+TM_DEVICE uint32_t E2m1Byte(float low, float high) {
+  if constexpr (kHardware) {
+    return PackE2m1(low, high);
+  } else {
+    const uint32_t codes = NearestE2m1(Magnitude(low)).code() | NearestE2m1(Magnitude(high)).code()
+                                                                    << 4;
+    return codes | SignBit(low) >> 28 | SignBit(high) >> 24;
+  }
+}
+
+inline constexpr float kMostE2m1 = 6.f;
+
+template <class Scale>
+inline constexpr bool kPowersOfTwo = std::is_same_v<Scale, MxScale>;
+
+// The quotient by a group's divisor, at most 6.
+template <class Scale>
+TM_DEVICE float ScaleQuotient(float size, const Divisor& divisor) {
+  return kPowersOfTwo<Scale> ? fminf(size * divisor.inverse, kMostE2m1)
+                             : Quotient(size, divisor, kMostE2m1);
+}
+
+// Of the 16 values of a group, in order. kShortG: g is a power of two. Then divisors have at most 4
+// bits and values at most 11, so that a quotient lies 2^-11 of it away from every midpoint between
+// two codes, or on it: the product with the inverse finds the codes, and on a midpoint one of two
+// with the same error. Decoded values are exact.
+template <class Scale, bool kShortG>
+TM_DEVICE float SquaredError(const float (&size)[kFp4Group], int byte, float g) {
+  const Divisor divisor = MakeDivisor(Scale::Divisor(byte, g));
+  const float step = Scale::Divisor(byte, 1.f);
+  float error = 0.f;
+#pragma unroll
+  for (int i = 0; i < kFp4Group; ++i) {
+    float value;
+    if constexpr (kShortG) {
+      const float q = fminf(size[i] * divisor.inverse, kMostE2m1);
+      value = MulRounded(NearestE2m1(q).value(), divisor.value);
+    } else {
+      const float q = ScaleQuotient<Scale>(size[i], divisor);
+      value = MulRounded(MulRounded(NearestE2m1(q).value(), step), g);
+    }
+    const float difference = size[i] - value;
+    error = error + MulRounded(difference, difference);
+  }
+  return error;
+}
+
+// Fp4Codec::SearchByte of the group that lanes 2i and 2i + 1 hold: each tries one half of the
+// candidates on all 16 values.
+template <class Scale>
+TM_DEVICE int SearchByte(const float (&size)[kLaneValues], int plain, float g) {
+  constexpr int kHalf = Scale::kCandidates / 2;
+  const bool odd = (ThreadIndexX() & 1) != 0;
+  const bool short_g = kPowersOfTwo<Scale> || (FloatBits(g) & 0x7FFFFFu) == 0;
+  float all[kFp4Group];
+#pragma unroll
+  for (int i = 0; i < kLaneValues; ++i) {
+    const float other = ShuffleXor(size[i], 1);
+    all[i] = odd ? other : size[i];
+    all[kLaneValues + i] = odd ? size[i] : other;
+  }
+  int best = plain;
+  float least = BitsFloat(kInfinityBits);
+#pragma unroll 1
+  for (int k = 0; k < kHalf; ++k) {
+    const int byte = Scale::Candidate(plain, odd ? kHalf + k : k);
+    const float error = short_g ? SquaredError<Scale, true>(all, byte, g)
+                                : SquaredError<Scale, false>(all, byte, g);
+    best = error < least ? byte : best;
+    least = error < least ? error : least;
+  }
+  const float other_least = ShuffleXor(least, 1);
+  const int other_best = static_cast<int>(ShuffleXor(static_cast<float>(best), 1));
+  // Ties go to the even lane, whose candidates come first.
+  return (odd ? other_least <= least : other_least < least) ? other_best : best;
+}
+
+struct Fp4Lane {
+  uint32_t codes;
+  int byte;  // the group's
+};
+
+template <class Scale, DataType T>
+TM_DEVICE Fp4Lane EncodeFp4(const LaneValues& x, float g, bool search) {
+  float size[kLaneValues];
+  FiniteValues<T>(x, size);
+  float amax = 0.f;
+#pragma unroll
+  for (int i = 0; i < kLaneValues; ++i) {
+    size[i] = Magnitude(size[i]);
+    amax = fmaxf(amax, size[i]);
+  }
+  amax = fmaxf(amax, ShuffleXor(amax, 1));
+  Fp4Lane out = {0, amax > 0.f ? Scale::PlainByte(amax, g) : Scale::kZeroBlock};
+  if (search) {
+    const int found = SearchByte<Scale>(size, out.byte, g);
+    out.byte = amax > 0.f ? found : Scale::kZeroBlock;
+  }
+  const Divisor divisor = MakeDivisor(Scale::Divisor(out.byte, g));
+#pragma unroll
+  for (int p = 0; p < kLaneValues / 2; ++p) {
+    float q[2];
+    for (int i = 0; i < 2; ++i) {
+      float value = x.value[2 * p + i];
+      if (x.has_nonfinite() && IsNan(value)) {  // 6, as infinity
+        value = BitsFloat(kInfinityBits);
+      }
+      q[i] = WithSign(ScaleQuotient<Scale>(Magnitude(value), divisor), value);
+    }
+    out.codes |= E2m1Byte(q[0], q[1]) << (8 * p);
+  }
+  out.codes = amax > 0.f ? out.codes : 0u;
+  return out;
+}
+
+// --- FP8
+// ------------------------------------------------------------------------------------------
+
+template <bool kE4m3>
+TM_DEVICE Words<8> EncodeFp8(const LaneValues& x, float g) {
+  constexpr float kLimit = kE4m3 ? 512.f : 65536.f;
+  const Divisor divisor = MakeDivisor(g);
+  Words<8> out = {};
+#pragma unroll
+  for (int p = 0; p < kLaneValues / 2; ++p) {
+    float q[2];
+    for (int i = 0; i < 2; ++i) {
+      const float value = x.value[2 * p + i];
+      q[i] = WithSign(Quotient(Magnitude(value), divisor, kLimit), value);
+    }
+    out.v[p / 2] |= (kE4m3 ? PackE4m3(q[0], q[1]) : PackE5m2(q[0], q[1])) << (16 * (p % 2));
+  }
+  if (x.has_nonfinite()) {
+#pragma unroll
+    for (int i = 0; i < kLaneValues; ++i) {
+      const int shift = 8 * (i % 4);
+      if (IsNan(x.value[i])) {
+        out.v[i / 4] = (out.v[i / 4] & ~(0xffu << shift)) | 0x7fu << shift;
+      }
+    }
+  }
+  return out;
+}
+
+// --- Integers
+// -------------------------------------------------------------------------------------
+
+template <int kIntBits>
+struct IntLane {
+  Words<kIntBits> codes;
+  float scale;
+  float zero;
+};
+
+template <int kRowLanes, int kIntBits, DataType T>
+TM_DEVICE IntLane<kIntBits> EncodeInt(const LaneValues& x, const RowLane& at) {
+  using Definition = IntCodec<kIntBits>;
+  float finite[kLaneValues];
+  FiniteValues<T>(x, finite);
+  float least = at.active() ? finite[0] : BitsFloat(kInfinityBits);
+  float most = at.active() ? finite[0] : -BitsFloat(kInfinityBits);
+#pragma unroll
+  for (int i = 1; i < kLaneValues; ++i) {
+    least = at.active() ? fminf(least, finite[i]) : least;
+    most = at.active() ? fmaxf(most, finite[i]) : most;
+  }
+#pragma unroll
+  for (int mask = 1; mask < kRowLanes; mask *= 2) {
+    least = fminf(least, ShuffleXor(least, mask));
+    most = fmaxf(most, ShuffleXor(most, mask));
+  }
+  IntLane<kIntBits> out = {};
+  out.zero = least + 0.f;
+  const float range = most - least;
+  out.scale =
+      RoundTo((range < Definition::kWidest ? range : Definition::kWidest) / Definition::kLevels, T);
+  if (!(out.scale > 0.f) || !at.active()) {
+    return out;
+  }
+  constexpr float kFew = 0x1p-64f;  // below it quotients are taken of larger numbers
+  const float unit = out.scale < kFew ? 1.f / kFew : 1.f;
+  const Divisor divisor = MakeDivisor(out.scale * unit);
+  constexpr float kLimit = Definition::kLevels + 1.f;
+#pragma unroll
+  for (int i = 0; i < kLaneValues; ++i) {
+    const float above = fminf(finite[i] - out.zero, kLimit * out.scale);
+    const float steps = fminf(Quotient(above * unit, divisor, kLimit), Definition::kLevels);
+    const auto code = static_cast<uint32_t>(RoundSmall(steps));
+    out.codes.v[i * kIntBits / 32] |= code << (i * kIntBits % 32);
+  }
+  return out;
+}
+
+// --- Rows
+// -----------------------------------------------------------------------------------------
+
+// Where a row goes: payload null where it is stored nowhere.
+struct RowTarget {
+  KvCacheMode mode;
+  std::byte* payload;
+  std::byte* meta;  // scale bytes or (scale, zero)
+  float g;
+};
+
+template <int kBytes>
+TM_DEVICE void StoreLane(const RowTarget& to, const RowLane& at, const Words<kBytes>& words) {
+  if (to.payload != nullptr && at.active()) {
+    StoreGlobal(reinterpret_cast<Words<kBytes>*>(to.payload + at.lane * kBytes), words);
+  }
+}
+
+template <class Scale, DataType T>
+TM_DEVICE void StoreFp4(const RowTarget& to, const RowLane& at, const LaneValues& x, bool search) {
+  const Fp4Lane out = EncodeFp4<Scale, T>(x, to.g, search);
+  StoreLane(to, at, Words<4>{{out.codes}});
+  if (to.payload != nullptr && at.active() && at.lane % 2 == 0) {
+    StoreGlobal(reinterpret_cast<uint8_t*>(to.meta) + at.lane / 2, static_cast<uint8_t>(out.byte));
+  }
+}
+
+template <int kRowLanes, int kIntBits, DataType T>
+TM_DEVICE void StoreInt(const RowTarget& to, const RowLane& at, const LaneValues& x) {
+  const auto out = EncodeInt<kRowLanes, kIntBits, T>(x, at);
+  StoreLane(to, at, out.codes);
+  if (to.payload != nullptr && at.lane == 0) {
+    const uint32_t pair = T == DataType::kBFloat16 ? PackBFloat2(out.scale, out.zero)
+                                                   : PackHalf2(out.scale, out.zero);
+    StoreGlobal(reinterpret_cast<uint32_t*>(to.meta), pair);
+  }
+}
+
+// Codec<mode>::EncodeRow of a row of the cache dtype. `search`: FP4's rule.
+template <int kRowLanes, DataType T>
+TM_DEVICE void StoreRow(const RowTarget& to, const RowLane& at, const LaneValues& x, bool search) {
+  DispatchMode(to.mode, [&]<KvCacheMode M>() {
+    if constexpr (M == KvCacheMode::kNone) {
+      StoreLane(to, at, Words<16>{{x.pairs[0], x.pairs[1], x.pairs[2], x.pairs[3]}});
+    } else if constexpr (IsFp4(M)) {
+      StoreFp4<std::conditional_t<M == KvCacheMode::kFp4Mx, MxScale, NvScale>, T>(to, at, x,
+                                                                                  search);
+    } else if constexpr (IsInteger(M)) {
+      StoreInt<kRowLanes, M == KvCacheMode::kInt8 ? 8 : 4, T>(to, at, x);
+    } else {
+      StoreLane(to, at, EncodeFp8<M == KvCacheMode::kFp8E4m3>(x, to.g));
+    }
+  });
+}
+
+}  // namespace turbomind::cuda

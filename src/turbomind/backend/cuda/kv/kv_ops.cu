@@ -1,0 +1,107 @@
+#include <algorithm>
+#include <cmath>
+
+#include "turbomind/backend/cuda/kv/kv_flatten.cuh"
+#include "turbomind/backend/cuda/kv/kv_ops.h"
+#include "turbomind/backend/cuda/kv/kv_write.cuh"
+#include "turbomind/backend/cuda/runtime/launch.cuh"
+#include "turbomind/core/ceil_div.h"
+#include "turbomind/core/check.h"
+#include "turbomind/kv/sliding_window.h"
+
+namespace turbomind::cuda {
+namespace {
+
+// fn.operator()<row lanes, dtype>(): lanes with eight values each that cover a row.
+template <class F>
+void DispatchRows(const KvLayerView& kv, F&& fn) {
+  Check(kv.head_dim > 0 && kv.head_dim % 16 == 0 && kv.head_dim <= 32 * kLaneValues,
+        "head_dim is a multiple of 16, at most 256");
+  Check(kv.dtype != DataType::kFloat32, "the cache dtype has 16 bits");
+  const auto with_lanes = [&]<DataType T>() {
+    if (kv.head_dim <= 8 * kLaneValues) {
+      fn.template operator()<8, T>();
+    } else if (kv.head_dim <= 16 * kLaneValues) {
+      fn.template operator()<16, T>();
+    } else {
+      fn.template operator()<32, T>();
+    }
+  };
+  if (kv.dtype == DataType::kBFloat16) {
+    with_lanes.template operator()<DataType::kBFloat16>();
+  } else {
+    with_lanes.template operator()<DataType::kFloat16>();
+  }
+}
+
+}  // namespace
+
+void CudaProcessKV(const Context& context, const ProcessKVParams& params) {
+  DispatchRows(params.kv, [&]<int kRowLanes, DataType T>() {
+    const auto blocks = [&](int heads) {
+      const int64_t rows = static_cast<int64_t>(params.batch.num_tokens) * heads;
+      return static_cast<int>(CeilDiv(rows, int64_t{RowsOfBlock(kRowLanes)}));
+    };
+    ProcessKvLaunch launch;
+    launch.op = params;
+    launch.q_blocks = blocks(params.q_heads);
+    launch.kv_blocks = blocks(params.kv.kv_heads);
+    if (params.rotate) {
+      launch.rotation_size = RotationSize(params.kv.head_dim);
+      launch.rotation_norm =
+          static_cast<float>(1.0 / std::sqrt(static_cast<double>(launch.rotation_size)));
+    }
+    Launch(ProcessKvKernel<kRowLanes, T>,
+           {.grid_x = launch.q_blocks + 2 * int64_t{launch.kv_blocks}, .threads = kWriteThreads},
+           context.stream, launch);
+  });
+}
+
+void CudaQuantiseBlocks(const Context& context, const QuantiseBlocksParams& params) {
+  DispatchRows(params.kv, [&]<int kRowLanes, DataType T>() {
+    const int64_t rows =
+        static_cast<int64_t>(params.num_moves) * params.kv.kv_heads * params.kv.block_seq_len;
+    QuantiseLaunch launch;
+    launch.op = params;
+    launch.side_blocks = static_cast<int>(CeilDiv(rows, int64_t{RowsOfBlock(kRowLanes)}));
+    Launch(QuantiseBlocksKernel<kRowLanes, T>,
+           {.grid_x = 2 * int64_t{launch.side_blocks}, .threads = kWriteThreads}, context.stream,
+           launch);
+  });
+}
+
+void CudaFlattenKV(const Context& context, const FlattenKVParams& params) {
+  DispatchRows(params.kv, [&]<int kRowLanes, DataType T>() {
+    const int64_t rows =
+        static_cast<int64_t>(params.batch.num_seqs) * params.kv.kv_heads * params.max_len;
+    Launch(FlattenKernel<kRowLanes, T>,
+           {.grid_x = CeilDiv(rows, int64_t{RowsOfBlock(kRowLanes)}),
+            .grid_y = 2,
+            .threads = kWriteThreads},
+           context.stream, params);
+  });
+}
+
+SeenSpans SpansOf(const HotRule& rule, int window, int first_query, int context_len) {
+  const int begin = FirstVisible(window, first_query);
+  if (!rule.enabled()) {
+    return {.cold = {begin, context_len}, .sinks = {}, .recent = {}};
+  }
+  const int oldest = rule.RecentBegin(first_query);
+  const int newest = rule.RecentBegin(context_len - 1);
+  return {.cold = {std::max(begin, rule.SinkEnd()), newest},
+          .sinks = {begin, std::min(rule.SinkEnd(), context_len)},
+          .recent = {std::max(begin, oldest), context_len}};
+}
+
+void CudaFlattenToHalf(const Context& context, const FlattenHalfParams& params) {
+  DispatchRows(params.kv, [&]<int kRowLanes, DataType T>() {
+    Launch(FlattenHalfKernel<kRowLanes, T>,
+           {.grid_x = CeilDiv(params.num_rows, int64_t{FlattenRowsOfBlock(kRowLanes)}),
+            .grid_y = 2 * int64_t{params.kv.kv_heads},
+            .threads = kWriteThreads},
+           context.stream, params);
+  });
+}
+
+}  // namespace turbomind::cuda

@@ -1,0 +1,426 @@
+#pragma once
+
+// ⑥ ProcessKV and QuantiseBlocks on a GPU: a run of 8, 16 or 32 lanes has one row (one head of one
+// token) in registers from the first load to the stored codes. Sums are in the order of the CPU's.
+
+#include <cmath>
+#include <cstdint>
+
+#include "turbomind/backend/cuda/kv/kv_encode.cuh"
+#include "turbomind/ops/params.h"
+
+namespace turbomind::cuda {
+
+inline constexpr int kWriteThreads = 128;
+// Blocks of an SM that registers have to leave room for.
+inline constexpr int kWriteBlocks = 5;
+inline constexpr int kFlattenBlocks = 8;
+
+TM_HD constexpr int RowsOfBlock(int row_lanes) { return kWriteThreads / row_lanes; }
+
+// Blocks do rows of one kind. Those of K and V, which have the arithmetic, are spread evenly among
+// those of Q, which wait for memory.
+struct ProcessKvLaunch {
+  ProcessKVParams op;
+  int q_blocks = 0;
+  int kv_blocks = 0;      // of K, and of V
+  int rotation_size = 0;  // 0: none
+  float rotation_norm = 1.f;
+};
+
+enum class RowKind { kQ, kK, kV };
+
+using Float4 = Words<16>;
+
+TM_DEVICE void LoadFloats(const float* from, float (&x)[kLaneValues]) {
+#pragma unroll
+  for (int i = 0; i < kLaneValues; i += 4) {
+    const Float4 words = LoadGlobal(reinterpret_cast<const Float4*>(from + i));
+    for (int j = 0; j < 4; ++j) {
+      x[i + j] = BitsFloat(words.v[j]);
+    }
+  }
+}
+
+TM_DEVICE void StoreFloats(float* to, const float (&x)[kLaneValues]) {
+#pragma unroll
+  for (int i = 0; i < kLaneValues; i += 4) {
+    StoreGlobal(
+        reinterpret_cast<Float4*>(to + i),
+        Float4{{FloatBits(x[i]), FloatBits(x[i + 1]), FloatBits(x[i + 2]), FloatBits(x[i + 3])}});
+  }
+}
+
+// The sum over a row as the CPU takes it: value i goes to chain i % 16 in order, then the chains
+// are halved. add(i, sum) is the chain's next sum.
+template <int kRowLanes, class Add>
+TM_DEVICE float SumInChains(const RowLane& at, const Add& add) {
+  float sum = 0.f;
+  for (int i = at.lane & 15; i < at.n; i += 16) {
+    sum = add(i, sum);
+  }
+  if constexpr (kRowLanes == 8) {
+    float upper = 0.f;
+    for (int i = at.lane + 8; i < at.n; i += 16) {
+      upper = add(i, upper);
+    }
+    sum += upper;
+  } else {
+    sum += ShuffleXor(sum, 8);
+  }
+  sum += ShuffleXor(sum, 4);
+  sum += ShuffleXor(sum, 2);
+  return sum + ShuffleXor(sum, 1);
+}
+
+// One row of qkv on its way. Rows that are not there have at.n = 0.
+template <int kRowLanes>
+struct ProcessRow {
+  const ProcessKvLaunch& launch;
+  RowKind kind;
+  RowLane at;
+  int token;
+  int head;    // of its kind
+  float* row;  // in qkv
+  float x[kLaneValues];
+
+  TM_DEVICE const ProcessKVParams& op() const { return launch.op; }
+  TM_DEVICE int head_of_all() const {
+    return head + (kind == RowKind::kQ ? 0 : op().q_heads) +
+           (kind == RowKind::kV ? op().kv.kv_heads : 0);
+  }
+  TM_DEVICE void Load();
+  TM_DEVICE void AddBias();
+  TM_DEVICE void Norm(const float* weight);
+  TM_DEVICE void Rotate();  // RoPE
+  TM_DEVICE void SubtractMean();
+  TM_DEVICE void DotMean();
+  TM_DEVICE void Hadamard();
+  TM_DEVICE void Store() {
+    if (at.active()) {
+      StoreFloats(row + at.first(), x);
+    }
+  }
+};
+
+template <int kRowLanes>
+TM_DEVICE void ProcessRow<kRowLanes>::Load() {
+  const int all = op().q_heads + 2 * op().kv.kv_heads;
+  row = op().qkv + (static_cast<int64_t>(token) * all + head_of_all()) * op().kv.head_dim;
+#pragma unroll
+  for (float& value : x) {
+    value = 0.f;
+  }
+  if (at.active()) {
+    LoadFloats(row + at.first(), x);
+  }
+}
+
+template <int kRowLanes>
+TM_DEVICE void ProcessRow<kRowLanes>::AddBias() {
+  if (op().bias != nullptr && at.active()) {
+    float b[kLaneValues];
+    LoadFloats(op().bias + static_cast<int64_t>(head_of_all()) * op().kv.head_dim + at.first(), b);
+    for (int i = 0; i < kLaneValues; ++i) {
+      x[i] += b[i];
+    }
+  }
+}
+
+template <int kRowLanes>
+TM_DEVICE void ProcessRow<kRowLanes>::Norm(const float* weight) {
+  const float* bias = op().bias != nullptr
+                          ? op().bias + static_cast<int64_t>(head_of_all()) * op().kv.head_dim
+                          : nullptr;
+  const float squares = SumInChains<kRowLanes>(at, [&](int i, float sum) {
+    const float value = LoadGlobal(row + i) + (bias != nullptr ? LoadGlobal(bias + i) : 0.f);
+    return fmaf(value, value, sum);
+  });
+  const float mean = squares / static_cast<float>(op().kv.head_dim);
+  const float inverse = 1.f / sqrtf(mean + op().norm_eps);
+  if (at.active()) {
+    float w[kLaneValues];
+    LoadFloats(weight + at.first(), w);
+    for (int i = 0; i < kLaneValues; ++i) {
+      x[i] = MulRounded(MulRounded(x[i], inverse), w[i]);
+    }
+  }
+}
+
+// Pairs (i, i + half) turn by the token's angles. Where half is no multiple of eight, pairs do not
+// meet lane by lane: they do in memory, where the row is rewritten anyway.
+template <int kRowLanes>
+TM_DEVICE void ProcessRow<kRowLanes>::Rotate() {
+  const int half = op().rope_dim / 2;
+  const int first = at.first();
+  const float* cosines = op().rope_cos + static_cast<int64_t>(token) * half;
+  const float* sines = op().rope_sin + static_cast<int64_t>(token) * half;
+  float y[kLaneValues];
+  float c[kLaneValues];
+  float s[kLaneValues];
+  const bool turns = first < op().rope_dim && at.active();
+  if (half % kLaneValues == 0) {
+    const int distance = half / kLaneValues;
+    const int other = first >= 2 * half ? at.lane
+                      : first < half    ? at.lane + distance
+                                        : at.lane - distance;
+    const int base = ThreadIndexX() & 31 & -kRowLanes;
+#pragma unroll
+    for (int i = 0; i < kLaneValues; ++i) {
+      y[i] = ShuffleTo(x[i], base + other);
+    }
+    if (turns) {
+      const int angle = first < half ? first : first - half;
+      LoadFloats(cosines + angle, c);
+      LoadFloats(sines + angle, s);
+    }
+  } else {
+    SyncWarp();  // the sum of the norm has read the row
+    Store();
+    SyncWarp();
+#pragma unroll
+    for (int i = 0; i < kLaneValues; ++i) {
+      const int d = first + i;
+      if (turns && d < op().rope_dim) {
+        y[i] = LoadGlobal(row + (d < half ? d + half : d - half));
+        c[i] = LoadGlobal(cosines + (d < half ? d : d - half));
+        s[i] = LoadGlobal(sines + (d < half ? d : d - half));
+      }
+    }
+  }
+  if (turns) {
+#pragma unroll
+    for (int i = 0; i < kLaneValues; ++i) {
+      const int d = first + i;
+      if (d < op().rope_dim) {
+        const float own = MulRounded(x[i], c[i]);
+        const float turned = MulRounded(y[i], s[i]);
+        x[i] = d < half ? own - turned : own + turned;
+      }
+    }
+  }
+}
+
+template <int kRowLanes>
+TM_DEVICE void ProcessRow<kRowLanes>::SubtractMean() {
+  if (at.active()) {
+    float mean[kLaneValues];
+    LoadFloats(op().k_mean + static_cast<int64_t>(head) * op().kv.head_dim + at.first(), mean);
+    for (int i = 0; i < kLaneValues; ++i) {
+      x[i] -= mean[i];
+    }
+  }
+}
+
+// q · k_mean of the head's group, over the row in memory.
+template <int kRowLanes>
+TM_DEVICE void ProcessRow<kRowLanes>::DotMean() {
+  const int kv_head = head / (op().q_heads / op().kv.kv_heads);
+  const float* mean = op().k_mean + static_cast<int64_t>(kv_head) * op().kv.head_dim;
+  SyncWarp();
+  Store();
+  SyncWarp();
+  const float dot = SumInChains<kRowLanes>(
+      at, [&](int i, float sum) { return fmaf(LoadGlobal(row + i), LoadGlobal(mean + i), sum); });
+  if (at.active() && at.lane == 0) {
+    StoreGlobal(op().q_dot_mean + static_cast<int64_t>(token) * op().q_heads + head, dot);
+  }
+}
+
+// Normalised Walsh-Hadamard transform of every run of rotation_size values, at least 16.
+template <int kRowLanes>
+TM_DEVICE void ProcessRow<kRowLanes>::Hadamard() {
+#pragma unroll
+  for (int h = 1; h < kLaneValues; h *= 2) {
+#pragma unroll
+    for (int i = 0; i < kLaneValues; ++i) {
+      if ((i & h) == 0) {
+        const float a = x[i];
+        const float b = x[i + h];
+        x[i] = a + b;
+        x[i + h] = a - b;
+      }
+    }
+  }
+  for (int mask = 1; mask * kLaneValues < launch.rotation_size; mask *= 2) {
+#pragma unroll
+    for (int i = 0; i < kLaneValues; ++i) {
+      const float other = ShuffleXor(x[i], mask);
+      x[i] = (at.lane & mask) != 0 ? other - x[i] : other + x[i];
+    }
+  }
+#pragma unroll
+  for (float& value : x) {
+    value *= launch.rotation_norm;
+  }
+}
+
+// Row `slot` of a side of a block.
+TM_DEVICE RowTarget TargetOf(const KvLayerView& kv, KvSide side, int64_t block, int head,
+                             int slot) {
+  const bool is_k = side == KvSide::kK;
+  RowTarget to;
+  to.mode = is_k ? kv.mode[0] : kv.mode[1];
+  to.payload = kv.Payload(side, block, head) +
+               static_cast<int64_t>(slot) * (is_k ? kv.row_bytes[0] : kv.row_bytes[1]);
+  to.meta = nullptr;
+  if (IsFp4(to.mode)) {
+    to.meta = kv.Scales(side, block, head) + static_cast<int64_t>(slot) * kv.ScaleStride();
+  } else if (IsInteger(to.mode)) {
+    to.meta = kv.Params(side, block, head) +
+              static_cast<int64_t>(slot) * (is_k ? kv.param_bytes[0] : kv.param_bytes[1]);
+  }
+  const float* g = is_k ? kv.g[0] : kv.g[1];
+  to.g = g != nullptr ? LoadGlobal(g + head) : 1.f;
+  return to;
+}
+
+// Decode sequences come first, with one token each.
+TM_DEVICE int SequenceOf(const BatchView& batch, int token) {
+  if (token < batch.num_decode) {
+    return token;
+  }
+  int low = batch.num_decode;  // the sequence is in [low, high)
+  int high = batch.num_seqs;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (LoadGlobal(batch.cu_seqlens + middle) <= token) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// Where K or V of a token goes.
+TM_DEVICE RowTarget TargetOfToken(const ProcessKVParams& op, RowKind kind, int token, int head) {
+  const bool hot = op.hot.data != nullptr;
+  const KvLayerView& kv = hot ? op.hot : op.kv;
+  RowTarget none = {kind == RowKind::kK ? kv.mode[0] : kv.mode[1], nullptr, nullptr, 1.f};
+  if (kind == RowKind::kQ || token >= op.batch.num_tokens) {
+    return none;
+  }
+  const int position = LoadGlobal(op.batch.positions + token);
+  const int shift = CountZeros(kv.block_seq_len);
+  const int32_t block =
+      LoadGlobal((hot ? op.batch.hot_tables : op.batch.block_tables) +
+                 SequenceOf(op.batch, token) * op.batch.block_table_stride + (position >> shift));
+  if (block < 0) {
+    return none;
+  }
+  return TargetOf(kv, kind == RowKind::kK ? KvSide::kK : KvSide::kV, block, head,
+                  position & (kv.block_seq_len - 1));
+}
+
+struct BlockRows {
+  RowKind kind;
+  int first;  // row of the kind
+};
+
+template <int kRowLanes>
+TM_DEVICE BlockRows RowsOf(const ProcessKvLaunch& p, int64_t block) {
+  const int64_t kv_blocks = 2 * int64_t{p.kv_blocks};
+  const int64_t blocks = p.q_blocks + kv_blocks;
+  const auto before = static_cast<int>(block * kv_blocks / blocks);  // blocks of K and V
+  if ((block + 1) * kv_blocks / blocks == before) {
+    return {RowKind::kQ, (static_cast<int>(block) - before) * RowsOfBlock(kRowLanes)};
+  }
+  const bool is_k = before < p.kv_blocks;
+  return {is_k ? RowKind::kK : RowKind::kV,
+          (before - (is_k ? 0 : p.kv_blocks)) * RowsOfBlock(kRowLanes)};
+}
+
+// Grid: q_blocks + 2 * kv_blocks.
+template <int kRowLanes, DataType T>
+__global__ void __launch_bounds__(kWriteThreads, kWriteBlocks) ProcessKvKernel(ProcessKvLaunch p) {
+  const ProcessKVParams& op = p.op;
+  const BlockRows rows = RowsOf<kRowLanes>(p, BlockIndexX());
+  const RowKind kind = rows.kind;
+  const int heads = kind == RowKind::kQ ? op.q_heads : op.kv.kv_heads;
+  const int index = rows.first + ThreadIndexX() / kRowLanes;
+  const int token = index / heads;
+  const bool valid = token < op.batch.num_tokens;
+  ProcessRow<kRowLanes> row = {.launch = p,
+                               .kind = kind,
+                               .at = {ThreadIndexX() % kRowLanes, valid ? op.kv.head_dim : 0},
+                               .token = token,
+                               .head = index % heads,
+                               .row = nullptr,
+                               .x = {}};
+  row.Load();
+  const RowTarget to = TargetOfToken(op, kind, token, row.head);  // while the row is on its way
+  row.AddBias();
+  if (kind != RowKind::kV) {
+    const float* weight = kind == RowKind::kQ ? op.q_norm : op.k_norm;
+    if (weight != nullptr) {
+      row.Norm(weight);
+    }
+    if (op.rope_cos != nullptr) {
+      row.Rotate();
+    }
+    if (kind == RowKind::kQ && op.k_mean != nullptr && op.q_dot_mean != nullptr) {
+      row.DotMean();
+    }
+    if (kind == RowKind::kK && op.k_mean != nullptr) {
+      row.SubtractMean();
+    }
+    if (p.rotation_size > 0) {
+      row.Hadamard();
+    }
+  }
+  SyncWarp();  // all have read what they read of the row
+  if (kind != RowKind::kV || op.bias != nullptr) {
+    row.Store();
+  }
+  if (kind == RowKind::kQ) {
+    return;
+  }
+  const LaneValues values = RoundLane<T>(row.x);
+  if (values.has_nonfinite() && to.payload != nullptr) {
+    AddGlobal(op.num_nonfinite, CountNonfinite(values));
+  }
+  StoreRow<kRowLanes, T>(to, row.at, values, op.search_scales);
+}
+
+// --- QuantiseBlocks
+// -------------------------------------------------------------------------------
+
+struct QuantiseLaunch {
+  QuantiseBlocksParams op;
+  int side_blocks = 0;  // of K, then as many of V
+};
+
+template <int kRowLanes, DataType T>
+__global__ void __launch_bounds__(kWriteThreads) QuantiseBlocksKernel(QuantiseLaunch p) {
+  const KvLayerView& kv = p.op.kv;
+  const KvLayerView& hot = p.op.hot;
+  const bool is_k = BlockIndexX() < p.side_blocks;
+  const KvSide side = is_k ? KvSide::kK : KvSide::kV;
+  const int index = (BlockIndexX() - (is_k ? 0 : p.side_blocks)) * RowsOfBlock(kRowLanes) +
+                    ThreadIndexX() / kRowLanes;
+  const int shift = CountZeros(kv.block_seq_len);
+  const int slot = index & (kv.block_seq_len - 1);
+  const int head = (index >> shift) % kv.kv_heads;
+  const int move = (index >> shift) / kv.kv_heads;
+  const BlockMove ids = move < p.op.num_moves ? LoadGlobal(p.op.moves + move) : BlockMove{};
+  const bool valid = ids.cold >= 0;
+  const RowLane at = {ThreadIndexX() % kRowLanes, valid ? kv.head_dim : 0};
+  RowTarget to = {is_k ? kv.mode[0] : kv.mode[1], nullptr, nullptr, 1.f};
+  LaneValues values = {};
+  if (valid) {
+    to = TargetOf(kv, side, ids.cold, head, slot);
+    if (at.active()) {
+      const std::byte* payload = TargetOf(hot, side, ids.hot, head, slot).payload;
+      const auto words =
+          LoadGlobal(reinterpret_cast<const Words<16>*>(payload + at.lane * sizeof(Words<16>)));
+      for (int i = 0; i < kLaneValues / 2; ++i) {
+        values.pairs[i] = words.v[i];
+      }
+    }
+  }
+  Unpack<T>(values);
+  StoreRow<kRowLanes, T>(to, at, values, p.op.search_scales);
+}
+
+}  // namespace turbomind::cuda

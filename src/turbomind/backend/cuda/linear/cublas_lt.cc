@@ -1,0 +1,267 @@
+#include "turbomind/backend/cuda/linear/cublas_lt.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <filesystem>
+
+#include "turbomind/core/check.h"
+
+namespace turbomind::cuda {
+namespace {
+
+constexpr const char* kFileNames[] = {"libcublasLt.so.13", "libcublasLt.so.12"};
+constexpr size_t kLeastVersion = 120000;  // older ones count otherwise
+
+// Values of the library's enums.
+constexpr int kSuccess = 0;
+constexpr int kTypeFloat32 = 0;
+constexpr int kTypeBFloat16 = 14;
+constexpr int kComputeFloat32 = 68;
+constexpr int kTransposed = 1;
+constexpr int kDescTransposeA = 3;
+constexpr int kDescEpilogue = 7;
+constexpr int kDescBias = 8;
+constexpr uint32_t kEpilogueBias = 4;
+constexpr int kPreferWorkspaceBytes = 1;
+constexpr int kPreferAlignmentC = 7;
+constexpr int kPreferAlignmentD = 8;
+
+constexpr uint32_t kBestAlignment = 256;
+constexpr size_t kMostPlans = 4096;
+
+struct Algorithm {
+  uint64_t data[8];
+};
+
+struct Heuristic {
+  Algorithm algorithm;
+  size_t workspace_bytes;
+  int status;
+  float waves;
+  int reserved[4];
+};
+
+void Require(int status, const char* what) {
+  if (status != kSuccess) {
+    throw InternalError(std::string("cuBLASLt: ") + what + ": status " + std::to_string(status));
+  }
+}
+
+// Of the last dlopen.
+std::string LoadError(const std::string& name) {
+  const std::string words = dlerror();
+  return words.starts_with(name + ": cannot open") ? "no " + name : words;
+}
+
+uint32_t AlignmentOf(const void* p) {
+  const auto address = reinterpret_cast<uintptr_t>(p);
+  return address == 0 ? 0
+                      : static_cast<uint32_t>(
+                            std::min<uintptr_t>(address & -address, uintptr_t{kBestAlignment}));
+}
+
+}  // namespace
+
+struct CublasLt::Functions {
+  void* library = nullptr;
+  size_t (*version)();
+  int (*create)(void** handle);
+  int (*destroy)(void* handle);
+  int (*desc_create)(void** desc, int compute, int scale);
+  int (*desc_set)(void* desc, int attribute, const void* value, size_t bytes);
+  int (*desc_destroy)(void* desc);
+  int (*layout_create)(void** layout, int type, uint64_t rows, uint64_t cols, int64_t ld);
+  int (*layout_destroy)(void* layout);
+  int (*preference_create)(void** preference);
+  int (*preference_set)(void* preference, int attribute, const void* value, size_t bytes);
+  int (*preference_destroy)(void* preference);
+  int (*heuristic)(void* handle, void* desc, void* a, void* b, void* c, void* d, void* preference,
+                   int wanted, Heuristic* results, int* found);
+  int (*matmul)(void* handle, void* desc, const void* alpha, const void* a, void* a_layout,
+                const void* b, void* b_layout, const void* beta, const void* c, void* c_layout,
+                void* d, void* d_layout, const Algorithm* algorithm, void* workspace,
+                size_t workspace_bytes, Stream stream);
+
+  ~Functions() {
+    if (library != nullptr) {
+      dlclose(library);
+    }
+  }
+
+  // The name of a function that the library does not have; null if it has all.
+  const char* Find() {
+    const char* missing = nullptr;
+    const auto find = [&](auto& function, const char* name) {
+      void* found = dlsym(library, name);
+      missing = found == nullptr ? name : missing;
+      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(found);
+    };
+    find(version, "cublasLtGetVersion");
+    find(create, "cublasLtCreate");
+    find(destroy, "cublasLtDestroy");
+    find(desc_create, "cublasLtMatmulDescCreate");
+    find(desc_set, "cublasLtMatmulDescSetAttribute");
+    find(desc_destroy, "cublasLtMatmulDescDestroy");
+    find(layout_create, "cublasLtMatrixLayoutCreate");
+    find(layout_destroy, "cublasLtMatrixLayoutDestroy");
+    find(preference_create, "cublasLtMatmulPreferenceCreate");
+    find(preference_set, "cublasLtMatmulPreferenceSetAttribute");
+    find(preference_destroy, "cublasLtMatmulPreferenceDestroy");
+    find(heuristic, "cublasLtMatmulAlgoGetHeuristic");
+    find(matmul, "cublasLtMatmul");
+    return missing;
+  }
+};
+
+// What is asked of the library once for each shape. In its column-major terms y is wᵀ · x.
+struct CublasLt::Plan {
+  explicit Plan(const Functions& f) : functions(&f) {}
+  ~Plan() {
+    for (void* layout : {w, x, y}) {
+      if (layout != nullptr) {
+        functions->layout_destroy(layout);
+      }
+    }
+    if (desc != nullptr) {
+      functions->desc_destroy(desc);
+    }
+  }
+  Plan(const Plan&) = delete;
+  Plan& operator=(const Plan&) = delete;
+
+  const Functions* functions;
+  void* desc = nullptr;
+  void* w = nullptr;
+  void* x = nullptr;
+  void* y = nullptr;
+  bool possible = false;
+  Algorithm algorithm = {};
+};
+
+CublasLt::CublasLt() : functions_(std::make_unique<Functions>()) {}
+
+CublasLt::~CublasLt() {
+  plans_.clear();
+  if (handle_ != nullptr) {
+    functions_->destroy(handle_);
+  }
+}
+
+std::string CublasLt::name() const {
+  const size_t version = functions_->version();
+  return "cuBLASLt " + std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100);
+}
+
+std::vector<std::string> CublasLt::UsualPlaces(const std::string& root) {
+  std::vector<std::string> files;
+  std::error_code error;
+  for (std::filesystem::directory_iterator at(root, error), end; !error && at != end;
+       at.increment(error)) {
+    for (const char* name : kFileNames) {
+      const std::filesystem::path file = at->path() / "lib64" / name;
+      std::error_code ignored;
+      if (at->path().filename().string().starts_with("cuda") &&
+          std::filesystem::exists(file, ignored)) {
+        files.push_back(file);
+      }
+    }
+  }
+  std::sort(files.rbegin(), files.rend());
+  files.insert(files.begin(), std::begin(kFileNames), std::end(kFileNames));
+  return files;
+}
+
+std::unique_ptr<CublasLt> CublasLt::Load(const std::vector<std::string>& libraries,
+                                         std::string* why) {
+  why->clear();
+  for (const std::string& name : libraries) {
+    std::unique_ptr<CublasLt> loaded(new CublasLt);
+    Functions& functions = *loaded->functions_;
+    // For ever: recorded steps hold its kernels, and it takes long to load again.
+    functions.library = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
+    std::string wrong;
+    if (functions.library == nullptr) {
+      wrong = LoadError(name);
+    } else if (const char* missing = functions.Find(); missing != nullptr) {
+      wrong = name + " has no " + missing;
+    } else if (functions.version() < kLeastVersion) {
+      wrong = name + ": got version " + std::to_string(functions.version()) + ", want " +
+              std::to_string(kLeastVersion) + " or newer";
+    } else if (const int status = functions.create(&loaded->handle_); status != kSuccess) {
+      wrong = name + " cannot be used here: status " + std::to_string(status);
+    } else {
+      return loaded;
+    }
+    *why += (why->empty() ? "" : "; ") + wrong;
+  }
+  if (libraries.empty()) {
+    *why = "no library was named";
+  }
+  return nullptr;
+}
+
+const CublasLt::Plan& CublasLt::PlanOf(const Key& key, const BFloatProduct& product) {
+  const auto found = plans_.find(key);
+  if (found != plans_.end()) {
+    return found->second;
+  }
+  if (plans_.size() >= kMostPlans) {
+    plans_.clear();
+  }
+  const Functions& f = *functions_;
+  Plan& plan = plans_.try_emplace(key, f).first->second;
+  const auto outputs = static_cast<uint64_t>(product.outputs);
+  const auto rows = static_cast<uint64_t>(product.rows);
+  const auto cols = static_cast<uint64_t>(product.cols);
+  Require(f.desc_create(&plan.desc, kComputeFloat32, kTypeFloat32), "descriptor");
+  Require(f.desc_set(plan.desc, kDescTransposeA, &kTransposed, sizeof(kTransposed)), "transpose");
+  if (product.bias != nullptr) {
+    Require(f.desc_set(plan.desc, kDescEpilogue, &kEpilogueBias, sizeof(kEpilogueBias)), "bias");
+    Require(f.desc_set(plan.desc, kDescBias, &product.bias, sizeof(product.bias)), "bias");
+  }
+  Require(f.layout_create(&plan.w, kTypeBFloat16, cols, outputs, product.cols), "layout");
+  Require(f.layout_create(&plan.x, kTypeBFloat16, cols, rows, product.cols), "layout");
+  Require(f.layout_create(&plan.y, kTypeFloat32, outputs, rows, product.y_stride), "layout");
+  void* preference = nullptr;
+  Require(f.preference_create(&preference), "preference");
+  const uint64_t workspace_bytes = kWorkspaceBytes;
+  const uint32_t alignment =
+      std::min(AlignmentOf(product.y),
+               AlignmentOf(reinterpret_cast<const void*>(product.y_stride * sizeof(float))));
+  int found_algorithms = 0;
+  Heuristic best = {};
+  const bool known =
+      f.preference_set(preference, kPreferWorkspaceBytes, &workspace_bytes, sizeof(uint64_t)) ==
+          kSuccess &&
+      f.preference_set(preference, kPreferAlignmentC, &alignment, sizeof(alignment)) == kSuccess &&
+      f.preference_set(preference, kPreferAlignmentD, &alignment, sizeof(alignment)) == kSuccess &&
+      f.heuristic(handle_, plan.desc, plan.w, plan.x, plan.y, plan.y, preference, 1, &best,
+                  &found_algorithms) == kSuccess;
+  f.preference_destroy(preference);
+  plan.possible = known && found_algorithms > 0 && best.status == kSuccess;
+  plan.algorithm = best.algorithm;
+  return plan;
+}
+
+bool CublasLt::Multiply(const BFloatProduct& product, void* workspace, Stream stream) {
+  const Plan& plan = PlanOf({product.rows, product.outputs, product.cols, product.y_stride,
+                             AlignmentOf(product.y), AlignmentOf(product.bias)},
+                            product);
+  if (!plan.possible) {
+    return false;
+  }
+  if (product.bias != nullptr) {
+    Require(functions_->desc_set(plan.desc, kDescBias, &product.bias, sizeof(product.bias)),
+            "bias");
+  }
+  const float one = 1.f;
+  const float beta = product.accumulate ? 1.f : 0.f;
+  Require(functions_->matmul(handle_, plan.desc, &one, product.w, plan.w, product.x, plan.x, &beta,
+                             product.y, plan.y, product.y, plan.y, &plan.algorithm, workspace,
+                             kWorkspaceBytes, stream),
+          "product");
+  return true;
+}
+
+}  // namespace turbomind::cuda

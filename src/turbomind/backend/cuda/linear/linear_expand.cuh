@@ -1,0 +1,57 @@
+#pragma once
+
+// ⑥ Weights with block scales → BF16 [outputs, cols], for libraries that know nothing else. Rounds:
+// a scale has more bits than BF16.
+
+#include <cmath>
+#include <cstdint>
+
+#include "turbomind/backend/cuda/linear/weight_fragments.cuh"
+
+namespace turbomind::cuda {
+
+struct ExpandParams {
+  const char* weight = nullptr;  // its first tile that is wanted
+  uint16_t* out = nullptr;       // [16 gridDim.y, cols]
+  int cols = 0;                  // whole units
+};
+
+inline constexpr int kExpandWarps = 4;
+
+// Grid: parts of kExpandWarps units × tiles.
+template <MatrixFormat F>
+__global__ void __launch_bounds__(32 * kExpandWarps) ExpandKernel(ExpandParams params) {
+  using W = WeightFragments<F>;
+  const int lane = ThreadIndexX() & 31;
+  const int unit = BlockIndexX() * kExpandWarps + (ThreadIndexX() >> 5);
+  if (unit >= params.cols / UnitCols(F)) {
+    return;
+  }
+  const int64_t tile_bytes = TileBytes(F, params.cols);
+  const auto words = W::Load(params.weight + BlockIndexY() * tile_bytes, unit, lane, tile_bytes);
+#pragma unroll
+  for (int block = 0; block < W::kBlocks; ++block) {
+    uint32_t pairs[2][4];
+    W::Expand(words, block, pairs);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float scale = W::Scale(words, block, half);
+      float minimum = 0.f;
+      if constexpr (W::kMinimum) {
+        minimum = W::Minimum(words, block, half);
+      }
+      Words<16> out;
+#pragma unroll
+      for (int p = 0; p < 4; ++p) {
+        const uint32_t pair = pairs[half][p];
+        out.v[p] = PackBFloat2(fmaf(scale, BitsFloat(pair << 16), minimum),
+                               fmaf(scale, BitsFloat(pair & 0xffff0000u), minimum));
+      }
+      const int64_t row = BlockIndexY() * kTileOutputs + (lane >> 2) + 8 * half;
+      const int col = unit * UnitCols(F) + block * kQuantBlock + 8 * (lane & 3);
+      StoreGlobal(reinterpret_cast<Words<16>*>(params.out + row * params.cols + col), out);
+    }
+  }
+}
+
+}  // namespace turbomind::cuda

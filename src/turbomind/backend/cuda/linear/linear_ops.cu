@@ -1,0 +1,415 @@
+#include <algorithm>
+
+#include "turbomind/backend/cuda/linear/cuda_matrix.h"
+#include "turbomind/backend/cuda/linear/embed_kernels.cuh"
+#include "turbomind/backend/cuda/linear/linear_copy.cuh"
+#include "turbomind/backend/cuda/linear/linear_exact.cuh"
+#include "turbomind/backend/cuda/linear/linear_expand.cuh"
+#include "turbomind/backend/cuda/linear/linear_ops.h"
+#include "turbomind/backend/cuda/linear/linear_stream.cuh"
+#include "turbomind/backend/cuda/linear/linear_tile.cuh"
+#include "turbomind/backend/cuda/runtime/launch.cuh"
+#include "turbomind/core/ceil_div.h"
+#include "turbomind/core/check.h"
+
+namespace turbomind::cuda {
+namespace {
+
+// Warps of the matrices' first row tile that fill a large GPU (132 SMs, 32 to 48 each).
+constexpr int64_t kWantedWarps = 6144;
+// Tiles that two by two give every SM a block; two share what is read of x.
+constexpr int64_t kWantedTiles = 264;
+constexpr int kMostStreamRows = 16;
+// From where on the library is faster. Up to one tile of rows TileKernel reads a weight once, as
+// nobody does faster. Weights with scales cost the library 4.5 bytes of traffic each: against the
+// instructions for whole warp groups (wgmma, tcgen05), about twice as fast as mma, that pays from
+// 400 rows on; elsewhere the library has mma itself, and but the better schedule.
+constexpr int kLeastLibraryRows = 65;
+constexpr int kLeastExpandedRows = 512;
+constexpr int kLeastExpandedRowsMma = 2048;
+constexpr int64_t kExpandedBytes = int64_t{64} << 20;
+constexpr int kLeastUnits = 5;  // of a slice: less is over before its first loads are back
+
+const CudaMatrix& Weight(const LinearPart& part) {
+  return static_cast<const CudaMatrix&>(*part.weight);
+}
+
+// Gives each segment its blocks of `outputs` outputs; returns their number.
+int64_t CutOutputs(LinearKernelParams* params, int outputs) {
+  int64_t blocks = 0;
+  for (int i = 0; i < params->num_segments; ++i) {
+    params->segments[i].first_block = static_cast<int32_t>(blocks);
+    blocks += CeilDiv(params->segments[i].outputs, outputs);
+  }
+  return blocks;
+}
+
+template <class C>
+void RunStreamKernel(const Context& ctx, StreamParams params) {
+  LinearKernelParams& linear = params.linear;
+  const SlotCount slots = CountSlots(linear.num_rows, linear.num_experts, C::kRows);
+  linear.slot_is_row = slots.slot_is_row;
+  const LaunchShape shape = {.grid_x = slots.slots,
+                             .grid_y = CutOutputs(&linear, C::kOutputs),
+                             .threads = 32 * params.slices,
+                             .shared_bytes = static_cast<size_t>(C::SharedBytes(params.slices))};
+  Launch(StreamKernel<C>, shape, ctx.stream, params);
+}
+
+// Of x that one matrix sees; of experts, on average.
+int64_t RowsOfMatrix(const LinearKernelParams& params) {
+  return params.num_experts > 0 ? CeilDiv(params.num_rows, params.num_experts) : params.num_rows;
+}
+
+template <MatrixFormat F>
+void RunStream(const Context& ctx, const StreamParams& params, int64_t outputs) {
+  if (params.linear.num_rows > 8) {
+    RunStreamKernel<StreamConfig<F, 2, 2>>(ctx, params);
+  } else if (NumTiles(outputs) * params.slices >= kWantedWarps ||
+             (params.linear.num_rows > 2 && NumTiles(outputs) >= kWantedTiles)) {
+    RunStreamKernel<StreamConfig<F, 2, 1>>(ctx, params);
+  } else {
+    RunStreamKernel<StreamConfig<F, 1, 1>>(ctx, params);
+  }
+}
+
+// The rows that y's rows are made of, one after the other.
+void CopyRows(const Context& ctx, const LinearKernelParams& from, int out_cols, bool bfloat,
+              void* out) {
+  const CopyRowsParams params = {from.x, from.x_stride, from.x_rows, from.cols, out, out_cols};
+  const LaunchShape shape = {.grid_x = from.num_rows,
+                             .grid_y = CeilDiv(out_cols, kCopyThreads * kCopyCols),
+                             .threads = kCopyThreads};
+  Launch(bfloat ? CopyRowsKernel<true> : CopyRowsKernel<false>, shape, ctx.stream, params);
+}
+
+// Where rows of x are not as the kernels want them, takes a copy that is, in order of y's rows.
+void AlignX(const Context& ctx, MatrixFormat stored, LinearKernelParams* params) {
+  const int padded = NumUnits(stored, params->cols) * UnitCols(stored);
+  const bool aligned =
+      reinterpret_cast<uintptr_t>(params->x) % 16 == 0 && params->x_stride % 4 == 0;
+  if (aligned && params->cols == padded) {
+    return;
+  }
+  auto* copy = static_cast<float*>(
+      ctx.workspace->Get(static_cast<size_t>(int64_t{params->num_rows} * padded) * sizeof(float)));
+  CopyRows(ctx, *params, padded, false, copy);
+  params->x = copy;
+  params->x_stride = padded;
+  params->cols = padded;
+  params->x_rows = nullptr;
+}
+
+template <class C>
+void RunTileKernel(const Context& ctx, LinearKernelParams linear, int slices, int64_t outputs) {
+  const SlotCount slots = CountSlots(linear.num_rows, linear.num_experts, C::kRows);
+  linear.slot_is_row = slots.slot_is_row;
+  const int64_t blocks = CutOutputs(&linear, C::kOutputs);
+  // Each slice has blocks of its own where else some SM would have none.
+  const bool in_parts = slices > 1 && slots.slots * blocks < ctx.gpu.num_sms;
+  const int cols = NumUnits(C::kFormat, linear.cols) * UnitCols(C::kFormat);
+  const size_t x_bytes = CeilDiv((int64_t{linear.num_rows} + C::kRows) * cols * 2, 256) * 256;
+  const size_t part_bytes =
+      in_parts ? static_cast<size_t>(slices * outputs * linear.num_rows) * sizeof(float) : 0;
+  char* memory = static_cast<char*>(ctx.workspace->Get(x_bytes + part_bytes));
+  CopyRows(ctx, linear, cols, true, memory);
+  linear.cols = cols;
+  TileParams params = {.linear = linear,
+                       .x_bfloat = reinterpret_cast<const uint16_t*>(memory),
+                       .slices = slices,
+                       .slots = slots.slots,
+                       .parts = in_parts ? reinterpret_cast<float*>(memory + x_bytes) : nullptr,
+                       .part_stride = outputs};
+  const LaunchShape shape = {
+      .grid_x = slots.slots * (in_parts ? slices : 1),
+      .grid_y = blocks,
+      .threads = 32 * C::kWarps,
+      .shared_bytes = static_cast<size_t>(C::SharedBytes(slices > 1 && !in_parts))};
+  Launch(TileKernel<C>, shape, ctx.stream, params);
+  if (in_parts) {
+    const SlotCount rows = CountSlots(linear.num_rows, linear.num_experts, 1);
+    params.linear.slot_is_row = rows.slot_is_row;
+    Launch(AddPartsKernel<kAddThreads>,
+           {.grid_x = rows.slots,
+            .grid_y = CutOutputs(&params.linear, kAddThreads),
+            .threads = kAddThreads},
+           ctx.stream, params);
+  }
+}
+
+// What products by the library need of the workspace. Weights with scales are expanded first, as
+// many tiles of outputs at a time as kExpandedBytes hold.
+struct LibraryMemory {
+  int64_t tiles_at_once = 0;
+  char* x = nullptr;  // BF16
+  char* expanded = nullptr;
+  char* library = nullptr;
+};
+
+template <MatrixFormat F>
+LibraryMemory PlanLibrary(const Context& ctx, const LinearKernelParams& linear) {
+  const int64_t row_bytes = int64_t{linear.cols} * 2;
+  const int64_t tile_bytes = row_bytes * kTileOutputs;
+  int64_t most = 1;
+  for (int i = 0; i < linear.num_segments; ++i) {
+    most = std::max(most, NumTiles(linear.segments[i].outputs));
+  }
+  LibraryMemory memory;
+  memory.tiles_at_once = most;
+  if constexpr (F != MatrixFormat::kBF16) {
+    memory.tiles_at_once =
+        std::clamp<int64_t>(kExpandedBytes / tile_bytes, 1, std::min(most, kMostGridY));
+  }
+  const int64_t x_bytes = CeilDiv(linear.num_rows * row_bytes, 256) * 256;
+  const int64_t expanded_bytes =
+      F == MatrixFormat::kBF16 ? 0 : CeilDiv(memory.tiles_at_once * tile_bytes, 256) * 256;
+  memory.x = static_cast<char*>(ctx.workspace->Get(static_cast<size_t>(x_bytes + expanded_bytes) +
+                                                   CublasLt::kWorkspaceBytes));
+  memory.expanded = memory.x + x_bytes;
+  memory.library = memory.expanded + expanded_bytes;
+  return memory;
+}
+
+// Segment `i` by the library; false where it cannot.
+template <MatrixFormat F>
+bool MultiplySegment(const Context& ctx, const LinearKernelParams& linear, int i,
+                     const LibraryMemory& memory, CublasLt& library) {
+  const LinearSegment& segment = linear.segments[i];
+  const int64_t tiles = NumTiles(segment.outputs);
+  for (int64_t first = 0; first < tiles; first += memory.tiles_at_once) {
+    const int64_t first_output = first * kTileOutputs;
+    const int64_t count = std::min(memory.tiles_at_once, tiles - first);
+    BFloatProduct product;
+    product.w = segment.weight + first * TileBytes(F, linear.cols);
+    if constexpr (F != MatrixFormat::kBF16) {
+      const ExpandParams expand = {static_cast<const char*>(product.w),
+                                   reinterpret_cast<uint16_t*>(memory.expanded), linear.cols};
+      Launch(ExpandKernel<F>,
+             {.grid_x = CeilDiv(linear.cols / UnitCols(F), kExpandWarps),
+              .grid_y = count,
+              .threads = 32 * kExpandWarps},
+             ctx.stream, expand);
+      product.w = memory.expanded;
+    }
+    product.x = memory.x;
+    product.bias = segment.bias == nullptr ? nullptr : segment.bias + first_output;
+    product.y = linear.y + segment.first_output + first_output;
+    product.y_stride = linear.y_stride;
+    product.outputs = std::min(count * kTileOutputs, segment.outputs - first_output);
+    product.rows = linear.num_rows;
+    product.cols = linear.cols;
+    product.accumulate = linear.accumulate;
+    if (!library.Multiply(product, memory.library, ctx.stream)) {
+      Check(first == 0, "a library that can multiply some outputs of a matrix can multiply all");
+      return false;
+    }
+  }
+  return true;
+}
+
+// By the library as many segments as it can; returns the others, of which x is as it was.
+template <MatrixFormat F>
+LinearKernelParams RunLibrary(const Context& ctx, const LinearKernelParams& params,
+                              CublasLt& library) {
+  LinearKernelParams linear = params;
+  linear.cols = NumUnits(F, params.cols) * UnitCols(F);
+  const LibraryMemory memory = PlanLibrary<F>(ctx, linear);
+  CopyRows(ctx, params, linear.cols, true, memory.x);
+  LinearKernelParams rest = params;
+  rest.num_segments = 0;
+  for (int i = 0; i < linear.num_segments; ++i) {
+    if (!MultiplySegment<F>(ctx, linear, i, memory, library)) {
+      rest.segments[rest.num_segments++] = linear.segments[i];
+    }
+  }
+  return rest;
+}
+
+template <MatrixFormat F>
+void RunTile(const Context& ctx, const LinearKernelParams& params, int slices, int64_t outputs) {
+  if constexpr (F != MatrixFormat::kQ4_1) {  // whose minima take the registers of more rows
+    if (RowsOfMatrix(params) > 32) {
+      return RunTileKernel<TileConfig<F, 8>>(ctx, params, slices, outputs);
+    }
+  }
+  RunTileKernel<TileConfig<F, 4>>(ctx, params, slices, outputs);
+}
+
+bool LibraryIsFaster(const Context& ctx, MatrixFormat stored, int num_rows) {
+  if (stored == MatrixFormat::kBF16) {
+    return num_rows >= kLeastLibraryRows;
+  }
+  const bool has_warp_groups = ctx.gpu.sm / 10 == 9 || ctx.gpu.sm / 10 == 10;
+  return num_rows >= (has_warp_groups ? kLeastExpandedRows : kLeastExpandedRowsMma);
+}
+
+// Few rows stream weights; many share them.
+template <MatrixFormat F>
+void RunFormat(const Context& ctx, LinearKernelParams params, int64_t outputs, CublasLt* library) {
+  const int slices = NumSlices(F, outputs, params.cols);
+  if (RowsOfMatrix(params) <= kMostStreamRows) {
+    AlignX(ctx, F, &params);
+    return RunStream<F>(ctx, {params, slices}, outputs);
+  }
+  if (library == nullptr || ctx.deterministic || params.experts != nullptr ||
+      !LibraryIsFaster(ctx, F, params.num_rows)) {
+    return RunTile<F>(ctx, params, slices, outputs);
+  }
+  const LinearKernelParams rest = RunLibrary<F>(ctx, params, *library);
+  for (int i = 0; i < rest.num_segments; ++i) {
+    LinearKernelParams one = rest;
+    one.num_segments = 1;
+    one.segments[0] = rest.segments[i];
+    RunTile<F>(ctx, one, slices, one.segments[0].outputs);
+  }
+}
+
+void RunExact(const Context& ctx, LinearKernelParams params) {
+  const SlotCount slots = CountSlots(params.num_rows, params.num_experts, kExactRows);
+  params.slot_is_row = slots.slot_is_row;
+  const LaunchShape shape = {.grid_x = slots.slots,
+                             .grid_y = CutOutputs(&params, kExactOutputs),
+                             .threads = 32 * kExactWarps,
+                             .shared_bytes = kExactSharedBytes};
+  Launch(ExactLinearKernel<kExactWarps>, shape, ctx.stream, params);
+}
+
+void Run(const Context& ctx, LinearKernelParams params, MatrixFormat stored, CublasLt* library) {
+  int64_t outputs = 0;
+  for (int i = 0; i < params.num_segments; ++i) {
+    outputs += params.segments[i].outputs;
+  }
+  switch (stored) {
+    case MatrixFormat::kF32:
+      AlignX(ctx, stored, &params);
+      return RunExact(ctx, params);
+    case MatrixFormat::kBF16:
+      return RunFormat<MatrixFormat::kBF16>(ctx, params, outputs, library);
+    case MatrixFormat::kQ4_0:
+      return RunFormat<MatrixFormat::kQ4_0>(ctx, params, outputs, library);
+    case MatrixFormat::kQ4_1:
+      return RunFormat<MatrixFormat::kQ4_1>(ctx, params, outputs, library);
+    case MatrixFormat::kQ8_0:
+      return RunFormat<MatrixFormat::kQ8_0>(ctx, params, outputs, library);
+    case MatrixFormat::kMxfp4:
+    case MatrixFormat::kMxfp4Split:
+      return RunFormat<MatrixFormat::kMxfp4>(ctx, params, outputs, library);
+  }
+}
+
+}  // namespace
+
+int NumSlices(MatrixFormat stored, int64_t outputs, int64_t cols) {
+  const int64_t most = std::min({int64_t{kMostSlices}, kWantedWarps / NumTiles(outputs),
+                                 int64_t{NumUnits(stored, cols)} / kLeastUnits});
+  int slices = 1;
+  while (2 * slices <= most) {
+    slices *= 2;
+  }
+  return slices;
+}
+
+CudaLinear::CudaLinear(std::unique_ptr<CublasLt> library) : library_(std::move(library)) {}
+
+CudaLinear::~CudaLinear() {
+  for (auto& [array, table] : tables_) {
+    FreeGpu(table.gpu);
+  }
+}
+
+void CudaLinear::Linear(const Context& ctx, const LinearParams& params) {
+  LinearKernelParams kernel;
+  kernel.y = params.y;
+  kernel.y_stride = params.y_stride;
+  kernel.num_rows = params.num_rows;
+  kernel.accumulate = params.accumulate;
+  int64_t column = 0;
+  for (int i = 0; i < params.num_parts;) {
+    const MatrixFormat stored = params.parts[i].weight->format;
+    kernel.x = params.x;
+    kernel.x_stride = params.x_stride;
+    kernel.cols = static_cast<int>(params.parts[i].weight->cols);
+    kernel.num_segments = 0;
+    for (; i < params.num_parts && kernel.num_segments < kMaxSegments; ++i) {
+      const LinearPart& part = params.parts[i];
+      if (part.weight->format != stored) {
+        break;
+      }
+      kernel.segments[kernel.num_segments++] = {Weight(part).data(), part.bias, 0,
+                                                static_cast<int32_t>(column),
+                                                static_cast<int32_t>(part.weight->rows)};
+      column += part.weight->rows;
+    }
+    Run(ctx, kernel, stored, library_.get());
+  }
+}
+
+const ExpertWeight* CudaLinear::TableOf(const Context& ctx, const GroupedLinearParams& params) {
+  ExpertTable& table = tables_[params.experts];
+  const auto count = static_cast<size_t>(params.num_experts);
+  bool same = table.host.size() == count;
+  for (size_t i = 0; i < count && same; ++i) {
+    same = table.host[i].weight == Weight(params.experts[i]).data() &&
+           table.host[i].bias == params.experts[i].bias;
+  }
+  if (same) {
+    return table.gpu;
+  }
+  Synchronize(ctx.stream);  // nothing reads the old table
+  if (table.gpu != nullptr) {
+    FreeGpu(table.gpu);
+    table = {};
+  }
+  std::vector<ExpertWeight> host(count);
+  for (size_t i = 0; i < count; ++i) {
+    host[i] = {Weight(params.experts[i]).data(), params.experts[i].bias};
+  }
+  table.gpu = static_cast<ExpertWeight*>(AllocateGpu(count * sizeof(ExpertWeight)));
+  table.host = std::move(host);
+  CopyBytes(table.gpu, table.host.data(), count * sizeof(ExpertWeight), ctx.stream);
+  return table.gpu;
+}
+
+void CudaLinear::GroupedLinear(const Context& ctx, const GroupedLinearParams& params) {
+  const PackedMatrix& weight = *params.experts[0].weight;
+  LinearKernelParams kernel;
+  kernel.x = params.x;
+  kernel.x_stride = params.x_stride;
+  kernel.cols = static_cast<int>(weight.cols);
+  kernel.x_rows = params.x_rows;
+  kernel.y = params.y;
+  kernel.y_stride = params.y_stride;
+  kernel.num_rows = params.num_rows;
+  kernel.num_segments = 1;
+  kernel.segments[0].outputs = static_cast<int32_t>(weight.rows);
+  kernel.experts = TableOf(ctx, params);
+  kernel.offsets = params.offsets;
+  kernel.num_experts = params.num_experts;
+  Run(ctx, kernel, weight.format, nullptr);
+}
+
+void CudaLinear::Embed(const Context& ctx, const EmbedParams& params) {
+  const auto& table = static_cast<const CudaMatrix&>(*params.table);
+  const EmbedKernelParams kernel = {table.data(), params.ids, params.out,
+                                    static_cast<int>(table.cols)};
+  const LaunchShape shape = {.grid_x = params.num_tokens,
+                             .grid_y = CeilDiv(table.cols, kEmbedThreads * kEmbedCols),
+                             .threads = kEmbedThreads};
+  switch (table.format) {
+    case MatrixFormat::kF32:
+      return Launch(EmbedKernel<MatrixFormat::kF32>, shape, ctx.stream, kernel);
+    case MatrixFormat::kBF16:
+      return Launch(EmbedKernel<MatrixFormat::kBF16>, shape, ctx.stream, kernel);
+    case MatrixFormat::kQ4_0:
+      return Launch(EmbedKernel<MatrixFormat::kQ4_0>, shape, ctx.stream, kernel);
+    case MatrixFormat::kQ4_1:
+      return Launch(EmbedKernel<MatrixFormat::kQ4_1>, shape, ctx.stream, kernel);
+    case MatrixFormat::kQ8_0:
+      return Launch(EmbedKernel<MatrixFormat::kQ8_0>, shape, ctx.stream, kernel);
+    case MatrixFormat::kMxfp4:
+    case MatrixFormat::kMxfp4Split:
+      return Launch(EmbedKernel<MatrixFormat::kMxfp4>, shape, ctx.stream, kernel);
+  }
+}
+
+}  // namespace turbomind::cuda

@@ -1,0 +1,152 @@
+#pragma once
+
+// ⑥ What the kernels of linear layers are given, and which part of it a block computes.
+
+#include <cstdint>
+
+#include "turbomind/backend/cuda/linear/matrix_layout.h"
+#include "turbomind/backend/cuda/runtime/intrinsics.cuh"
+#include "turbomind/backend/cuda/runtime/vector_types.cuh"
+#include "turbomind/core/float_convert.h"
+
+namespace turbomind::cuda {
+
+inline constexpr int kMaxSegments = 4;
+
+// One matrix of several that lie along the outputs; its blocks of outputs are
+// [first_block, first_block of the next).
+struct LinearSegment {
+  const char* weight = nullptr;
+  const float* bias = nullptr;  // of its outputs, or null
+  int32_t first_block = 0;
+  int32_t first_output = 0;  // its column of y
+  int32_t outputs = 0;
+};
+
+struct ExpertWeight {
+  const char* weight = nullptr;
+  const float* bias = nullptr;
+};
+
+// All matrices have one format and the same cols. Grid: slots of rows × blocks of outputs.
+struct LinearKernelParams {
+  const float* x = nullptr;  // rows begin at multiples of 16 bytes
+  int64_t x_stride = 0;
+  const int32_t* x_rows = nullptr;  // [num_rows] or null
+  float* y = nullptr;
+  int64_t y_stride = 0;
+  int num_rows = 0;
+  bool accumulate = false;
+  int cols = 0;  // whole units
+  int num_segments = 0;
+  LinearSegment segments[kMaxSegments] = {};
+  // Grouped: one segment, whose weight and bias are those of the expert.
+  const ExpertWeight* experts = nullptr;  // [num_experts] or null
+  const int32_t* offsets = nullptr;       // [num_experts + 1]
+  int num_experts = 0;
+  bool slot_is_row = false;  // of the two ways to number slots, below
+};
+
+// One block's share.
+struct LinearBlock {
+  const char* weight;
+  const float* bias;
+  int first_row;  // of y
+  int num_rows;
+  int first_output;  // of the weight
+  int num_outputs;   // of the weight
+  int y_column;      // of the weight's first output
+};
+
+// Slots that FindBlock wants for tiles of `rows` rows, at most `rows` of one expert each: either
+// one per row, of which those are used that begin a tile, or tiles of the rows as a whole and one
+// more for each expert.
+struct SlotCount {
+  int64_t slots;
+  bool slot_is_row;
+};
+inline SlotCount CountSlots(int num_rows, int num_experts, int rows) {
+  if (num_experts == 0) {
+    return {(num_rows + rows - 1) / rows, false};
+  }
+  const int64_t tiles = int64_t{num_rows} / rows + num_experts;
+  return num_rows <= tiles ? SlotCount{num_rows, true} : SlotCount{tiles, false};
+}
+
+// The rows of a slot. As FindBlock.
+TM_DEVICE bool FindExpertRows(const LinearKernelParams& p, int slot, int rows, int* expert,
+                              LinearBlock* block) {
+  const int lane = ThreadIndexX() & 31;
+  // Experts whose slots begin at or before this one; empty ones lie before those behind them.
+  int before = 0;
+  for (int e = lane; e - lane < p.num_experts; e += 32) {
+    const int first = e < p.num_experts ? LoadGlobal(p.offsets + e) : 0;
+    const int begin = p.slot_is_row ? first : first / rows + e;
+    before += CountInWarp(e < p.num_experts && begin <= slot);
+  }
+  *expert = before - 1;
+  const int first = LoadGlobal(p.offsets + *expert);
+  const int end = LoadGlobal(p.offsets + *expert + 1);
+  const int at = p.slot_is_row ? slot : first + (slot - first / rows - *expert) * rows;
+  if (at >= end || (p.slot_is_row && (slot - first) % rows != 0)) {
+    return false;
+  }
+  block->first_row = at;
+  block->num_rows = end - at < rows ? end - at : rows;
+  return true;
+}
+
+// What a block of the grid computes: up to `rows` rows, those of `slot`, and `outputs` outputs. All
+// lanes of a warp call it; false for a slot without rows.
+TM_DEVICE bool FindBlock(const LinearKernelParams& p, int slot, int rows, int outputs,
+                         LinearBlock* block) {
+  const int y = BlockIndexY();
+  int s = 0;
+  for (int i = 1; i < kMaxSegments; ++i) {
+    s += i < p.num_segments && p.segments[i].first_block <= y;
+  }
+  const LinearSegment& segment = p.segments[s];  // a copy of it would be one in local memory
+  block->weight = segment.weight;
+  block->bias = segment.bias;
+  block->first_output = (y - segment.first_block) * outputs;
+  block->num_outputs = segment.outputs;
+  block->y_column = segment.first_output;
+  if (p.experts == nullptr) {
+    block->first_row = slot * rows;
+    block->num_rows = p.num_rows - block->first_row < rows ? p.num_rows - block->first_row : rows;
+    return true;
+  }
+  int expert;
+  if (!FindExpertRows(p, slot, rows, &expert, block)) {
+    return false;
+  }
+  const auto weight = LoadGlobal(p.experts + expert);
+  block->weight = weight.weight;
+  block->bias = weight.bias;
+  return true;
+}
+
+// Row `row` of the block's rows of x; beyond them the last one, whose results nobody stores.
+TM_DEVICE const float* RowOfX(const LinearKernelParams& p, const LinearBlock& block, int row) {
+  const int at = block.first_row + (row < block.num_rows ? row : block.num_rows - 1);
+  const int64_t x_row = p.x_rows != nullptr ? LoadGlobal(p.x_rows + at) : at;
+  return p.x + x_row * p.x_stride;
+}
+
+// y (+)= sum + bias for one row of the block and one output of the weight, if there is that output.
+TM_DEVICE void StoreOutput(const LinearKernelParams& p, const LinearBlock& block, int row,
+                           int output, float sum) {
+  if (row >= block.num_rows || output >= block.num_outputs) {
+    return;
+  }
+  float* y = p.y + (block.first_row + row) * p.y_stride + block.y_column + output;
+  if (block.bias != nullptr) {
+    sum += LoadGlobal(block.bias + output);
+  }
+  if (p.accumulate) {
+    sum += LoadGlobal(static_cast<const float*>(y));
+  }
+  StoreGlobal(y, sum);
+}
+
+}  // namespace turbomind::cuda

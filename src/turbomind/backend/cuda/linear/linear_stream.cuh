@@ -1,0 +1,283 @@
+#pragma once
+
+// ⑥ y = x · wᵀ for few rows: bound by the bytes of the weights.
+//
+// What a block owns: 16 kTiles outputs of up to 8 kRowTiles rows. Its warps cut the columns into
+// slices, one each; sums of the slices are added in their order. What moves: every byte of the
+// weights once per row tile, 16 bytes per lane from global memory straight into registers, kAhead
+// units ahead of their use; x from L1 and L2, in FP32.
+//
+// Products: 16 outputs × 16 columns of weights (operand A, expanded in registers) times 8 rows of x
+// rounded to BF16 (mma.m16n8k16), in FP32. With block scales the sum of each block of 32 columns
+// starts at zero and is multiplied by its scale as it is added: the codes are exact in BF16, so
+// that nothing but x is rounded. That costs 1.7e-3 of the output's norm, a third of what storing
+// weights as kQ8_0 costs, the finest of the quantised formats (a second operand with what rounding
+// takes away would reach 1e-5, for twice the products and six times the conversions, and the same
+// bits for many rows would cost them as much).
+//
+// An output's sum depends on its row of x, its weights and the slices alone, never on the rows
+// beside it.
+
+#include <cmath>
+#include <cstdint>
+
+#include "turbomind/backend/cuda/linear/linear_shape.cuh"
+#include "turbomind/backend/cuda/linear/weight_fragments.cuh"
+
+namespace turbomind::cuda {
+
+struct StreamParams {
+  LinearKernelParams linear;
+  int slices = 1;  // warps of a block
+};
+
+template <MatrixFormat F, int kTileCount, int kRowTileCount>
+struct StreamConfig {
+  static constexpr MatrixFormat kFormat = F;
+  static constexpr int kTiles = kTileCount;        // of 16 outputs
+  static constexpr int kRowTiles = kRowTileCount;  // of 8 rows
+  static constexpr int kOutputs = kTileOutputs * kTiles;
+  static constexpr int kRows = 8 * kRowTiles;
+  static constexpr int kAhead = 4 / kTiles;  // units in flight
+  // Blocks of kMostSlices warps that fit an SM; 0: the compiler's choice. It would choose 4 for
+  // these, on some architectures, and spill for it.
+  static constexpr bool kTight =
+      (F == MatrixFormat::kBF16 || F == MatrixFormat::kMxfp4) && kTiles == 2 && kRowTiles == 1;
+  static constexpr int kBlocks = kTight ? 3 : 0;
+  static constexpr int SharedBytes(int slices) { return slices * kOutputs * kRows * 4; }
+};
+
+// Columns 8 t .. 8 t + 7 of a block of 32, of one row.
+struct RowValues {
+  Words<16> low;
+  Words<16> high;
+};
+TM_DEVICE RowValues LoadRow(const float* row) {
+  const auto* from = reinterpret_cast<const Words<16>*>(row);
+  return {LoadGlobal(from), LoadGlobal(from + 1)};
+}
+
+// The same as operand B of two products.
+struct RowFragment {
+  uint32_t v[4];
+};
+TM_DEVICE RowFragment RoundRow(const RowValues& x) {
+  RowFragment out;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    out.v[i] = PackBFloat2(BitsFloat(x.low.v[2 * i]), BitsFloat(x.low.v[2 * i + 1]));
+    out.v[2 + i] = PackBFloat2(BitsFloat(x.high.v[2 * i]), BitsFloat(x.high.v[2 * i + 1]));
+  }
+  return out;
+}
+
+// sum += 16 outputs × 32 columns of weights times 8 rows.
+TM_DEVICE void MultiplyBlock(const uint32_t (&pairs)[2][4], const RowFragment& x, float (&sum)[4]) {
+  const uint32_t first[4] = {pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]};
+  const uint32_t second[4] = {pairs[0][2], pairs[1][2], pairs[0][3], pairs[1][3]};
+  MmaBFloat(sum, first, x.v[0], x.v[1]);
+  MmaBFloat(sum, second, x.v[2], x.v[3]);
+}
+
+// Of each of 8 rows the sum over 32 columns, where MultiplyBlock puts products.
+TM_DEVICE void SumBlock(const RowFragment& x, float (&sum)[4]) {
+  constexpr uint32_t kOnes[4] = {kBFloatOne, kBFloatOne, kBFloatOne, kBFloatOne};
+  sum[0] = sum[1] = sum[2] = sum[3] = 0.f;
+  MmaBFloat(sum, kOnes, x.v[0], x.v[1]);
+  MmaBFloat(sum, kOnes, x.v[2], x.v[3]);
+}
+
+// A block of a unit, ready for products.
+template <MatrixFormat F>
+struct ExpandedBlock {
+  uint32_t pairs[2][4];
+  float scale[2];  // of the outputs g and g + 8
+  float minimum[2];
+};
+
+template <MatrixFormat F>
+TM_DEVICE ExpandedBlock<F> ExpandBlock(const typename WeightFragments<F>::Unit& unit, int block) {
+  using W = WeightFragments<F>;
+  ExpandedBlock<F> out;
+  W::Expand(unit, block, out.pairs);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if constexpr (W::kScaled) {
+      out.scale[half] = W::Scale(unit, block, half);
+    }
+    if constexpr (W::kMinimum) {
+      out.minimum[half] = W::Minimum(unit, block, half);
+    }
+  }
+  return out;
+}
+
+// sums += a block times 8 rows.
+template <MatrixFormat F>
+TM_DEVICE void AddBlock(const ExpandedBlock<F>& weights, const RowFragment& x,
+                        const float (&x_sums)[4], float (&sums)[4]) {
+  using W = WeightFragments<F>;
+  if constexpr (!W::kScaled) {
+    MultiplyBlock(weights.pairs, x, sums);
+  } else {
+    float product[4] = {0.f, 0.f, 0.f, 0.f};
+    MultiplyBlock(weights.pairs, x, product);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      sums[i] = fmaf(weights.scale[i / 2], product[i], sums[i]);
+      if constexpr (W::kMinimum) {
+        sums[i] = fmaf(weights.minimum[i / 2], x_sums[i], sums[i]);
+      }
+    }
+  }
+}
+
+// What a warp reads of x: kRowTiles rows per lane, each block of columns one ahead of its use.
+template <class C>
+struct RowReader {
+  const float* rows[C::kRowTiles];  // at the lane's columns of the first block
+  int last_col;                     // of the warp's slice: the first of its last block
+  RowValues next[C::kRowTiles];
+
+  TM_DEVICE void Ask(int col) {
+#pragma unroll
+    for (int n = 0; n < C::kRowTiles; ++n) {
+      next[n] = LoadRow(rows[n] + (col < last_col ? col : last_col));
+    }
+  }
+};
+
+// One unit of all tiles.
+template <class C>
+TM_DEVICE void AddUnit(const typename WeightFragments<C::kFormat>::Unit (&units)[C::kTiles],
+                       int first_col, RowReader<C>* reader,
+                       float (&sums)[C::kTiles][C::kRowTiles][4]) {
+  using W = WeightFragments<C::kFormat>;
+#pragma unroll
+  for (int block = 0; block < W::kBlocks; ++block) {
+    RowFragment x[C::kRowTiles];
+    float x_sums[C::kRowTiles][4] = {};
+#pragma unroll
+    for (int n = 0; n < C::kRowTiles; ++n) {
+      x[n] = RoundRow(reader->next[n]);
+      if constexpr (W::kMinimum) {
+        SumBlock(x[n], x_sums[n]);
+      }
+    }
+    reader->Ask(first_col + (block + 1) * kQuantBlock);
+#pragma unroll
+    for (int m = 0; m < C::kTiles; ++m) {
+      const auto weights = ExpandBlock<C::kFormat>(units[m], block);
+#pragma unroll
+      for (int n = 0; n < C::kRowTiles; ++n) {
+        AddBlock(weights, x[n], x_sums[n], sums[m][n]);
+      }
+    }
+  }
+}
+
+// The warp's slice of the columns.
+template <class C>
+TM_DEVICE void SumSlice(const StreamParams& params, const LinearBlock& block,
+                        float (&sums)[C::kTiles][C::kRowTiles][4]) {
+  using W = WeightFragments<C::kFormat>;
+  constexpr int kCols = UnitCols(C::kFormat);
+  const LinearKernelParams& p = params.linear;
+  const int lane = ThreadIndexX() & 31;
+  const int slice = ThreadIndexX() >> 5;
+  const int units = p.cols / kCols;
+  const int begin = units * slice / params.slices;
+  const int end = units * (slice + 1) / params.slices;
+  const int64_t tile_bytes = TileBytes(C::kFormat, p.cols);
+  const char* tiles[C::kTiles];
+  const int last = static_cast<int>(NumTiles(block.num_outputs)) - 1;
+#pragma unroll
+  for (int m = 0; m < C::kTiles; ++m) {
+    const int tile = block.first_output / kTileOutputs + m;
+    tiles[m] = block.weight + (tile < last ? tile : last) * tile_bytes;
+  }
+  typename W::Unit ring[C::kAhead][C::kTiles];
+  const auto load = [&](int i, int unit) {
+#pragma unroll
+    for (int m = 0; m < C::kTiles; ++m) {
+      ring[i][m] = W::Load(tiles[m], unit, lane, tile_bytes);
+    }
+  };
+#pragma unroll
+  for (int i = 0; i < C::kAhead; ++i) {
+    if (begin + i < end) {
+      load(i, begin + i);
+    }
+  }
+  RowReader<C> reader;
+  reader.last_col = end * kCols - kQuantBlock;
+#pragma unroll
+  for (int n = 0; n < C::kRowTiles; ++n) {
+    reader.rows[n] = RowOfX(p, block, 8 * n + (lane >> 2)) + 8 * (lane & 3);
+  }
+  reader.Ask(begin * kCols);
+#pragma unroll 1
+  for (int first = begin; first < end; first += C::kAhead) {
+#pragma unroll
+    for (int i = 0; i < C::kAhead; ++i) {
+      const int unit = first + i;
+      if (unit < end) {
+        AddUnit<C>(ring[i], unit * kCols, &reader, sums);
+        if (unit + C::kAhead < end) {
+          load(i, unit + C::kAhead);
+        }
+      }
+    }
+  }
+}
+
+// The warps' sums, in their order → y.
+template <class C>
+TM_DEVICE void AddSlices(const StreamParams& params, const LinearBlock& block,
+                         const float (&sums)[C::kTiles][C::kRowTiles][4]) {
+  constexpr int kSums = C::kOutputs * C::kRows;
+  const int thread = ThreadIndexX();
+  float* shared = reinterpret_cast<float*>(SharedMemory());
+#pragma unroll
+  for (int m = 0; m < C::kTiles; ++m) {
+#pragma unroll
+    for (int n = 0; n < C::kRowTiles; ++n) {
+      Words<16> words;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        words.v[i] = FloatBits(sums[m][n][i]);
+      }
+      const int at = (thread >> 5) * kSums + (m * C::kRowTiles + n) * 128 + (thread & 31) * 4;
+      StoreShared(shared + at, words);
+    }
+  }
+  SyncBlock();
+  for (int i = thread; i < kSums; i += 32 * params.slices) {
+    const int row = i / C::kOutputs;
+    const int output = i % C::kOutputs;
+    // Where the lane lies that has it: row 8 n + 2 t + (0, 1), output 16 m + g + (0, 8).
+    const int at = (output / 16 * C::kRowTiles + row / 8) * 128 + output % 8 * 16 +
+                   row % 8 / 2 * 4 + output % 16 / 8 * 2 + row % 2;
+    float sum = LoadShared<float>(shared + at);
+    for (int slice = 1; slice < params.slices; ++slice) {
+      sum += LoadShared<float>(shared + slice * kSums + at);
+    }
+    StoreOutput(params.linear, block, row, block.first_output + output, sum);
+  }
+}
+
+inline constexpr int kMostSlices = 8;
+
+// Grid: slots of C::kRows rows × blocks of C::kOutputs outputs; `slices` warps; C::SharedBytes.
+template <class C>
+__global__ void __launch_bounds__(32 * kMostSlices, C::kBlocks) StreamKernel(StreamParams params) {
+  LinearBlock block;
+  if (!FindBlock(params.linear, BlockIndexX(), C::kRows, C::kOutputs, &block)) {
+    return;
+  }
+  float sums[C::kTiles][C::kRowTiles][4] = {};
+  SumSlice<C>(params, block, sums);
+  AddSlices<C>(params, block, sums);
+}
+
+}  // namespace turbomind::cuda

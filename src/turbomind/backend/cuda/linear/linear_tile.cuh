@@ -1,0 +1,287 @@
+#pragma once
+
+// ⑥ y = x · wᵀ for many rows: bound by the tensor cores.
+//
+// What a block owns: 128 outputs of up to 8 kRowTiles rows; each of its four warps 32 outputs of
+// all rows, so that a weight is expanded once per block and a row that is read from shared memory
+// serves two products. What moves: weights as in linear_stream.cuh, from global memory into
+// registers, one unit ahead; rows of x, rounded to BF16 before, by cp.async through a ring of
+// kStages units of columns.
+//
+// Sums are those of StreamKernel, bit for bit: the same slices, each summed in the same order. A
+// block adds up all of them, in shared memory, or where blocks are few only one, which
+// AddPartsKernel adds to the others.
+
+#include <cstdint>
+
+#include "turbomind/backend/cuda/linear/linear_stream.cuh"
+
+namespace turbomind::cuda {
+
+struct TileParams {
+  LinearKernelParams linear;  // x and x_rows are not used
+  // [num_rows, linear.cols] in the order of y's rows; C::kRows rows more can be read.
+  const uint16_t* x_bfloat = nullptr;
+  int slices = 1;
+  int64_t slots = 1;
+  float* parts = nullptr;  // [slices, num_rows, part_stride] or null: all slices in one block
+  int64_t part_stride = 0;
+};
+
+template <MatrixFormat F, int kRowTileCount>
+struct TileConfig {
+  static constexpr MatrixFormat kFormat = F;
+  static constexpr int kWarps = 4;
+  static constexpr int kTiles = 2;  // of a warp
+  static constexpr int kRowTiles = kRowTileCount;
+  static constexpr int kOutputs = kWarps * kTiles * kTileOutputs;
+  static constexpr int kRows = 8 * kRowTiles;
+  // Units of weights that take turns in a ring of two; 1: the second moves to the first's place,
+  // for kernels that else need more registers than there are.
+  static constexpr int kTurns = kRowTiles > 4 ? 1 : 2;
+  static constexpr int kStages = 4;
+  static constexpr int kRowBytes = UnitCols(F) * 2;  // of a stage
+  static constexpr int kStageBytes = kRows * kRowBytes;
+  static constexpr int kTotalBytes = kRows * kOutputs * 4;
+  static constexpr int SharedBytes(bool totals) {
+    return kStages * kStageBytes + (totals ? kTotalBytes : 0);
+  }
+};
+
+// Where 16 bytes of a row of a stage lie: two rows that are read at once are in different banks.
+template <class C>
+TM_DEVICE int StageOffset(int row, int chunk) {
+  constexpr int kSwap = C::kRowBytes == 128 ? 4 : 0;
+  return row * C::kRowBytes + (chunk ^ (row & 1) * kSwap) * 16;
+}
+
+// What a thread copies of the block's rows: 16 bytes of every kStep-th of them.
+template <class C>
+struct StageCopier {
+  static constexpr int kChunks = C::kRowBytes / 16;
+  static constexpr int kStep = 32 * C::kWarps / kChunks;
+  static_assert(C::kRows % kStep == 0 && kStep % 2 == 0);
+
+  const char* from;  // in the first unit
+  int64_t step_bytes;
+  int to;
+
+  TM_DEVICE StageCopier(const TileParams& params, const LinearBlock& block) {
+    const int row = ThreadIndexX() / kChunks;
+    const int chunk = ThreadIndexX() % kChunks;
+    const int64_t row_bytes = int64_t{params.linear.cols} * 2;
+    from = reinterpret_cast<const char*>(params.x_bfloat) + (block.first_row + row) * row_bytes +
+           chunk * 16;
+    step_bytes = kStep * row_bytes;
+    to = StageOffset<C>(row, chunk);
+  }
+
+  // A committed group, even where the unit is not there.
+  TM_DEVICE void Copy(int unit, int end, char* stage) const {
+    if (unit < end) {
+      const char* at = from + static_cast<int64_t>(unit) * C::kRowBytes;
+#pragma unroll
+      for (int i = 0; i < C::kRows / kStep; ++i) {
+        CopyAsync(stage + to + i * kStep * C::kRowBytes, at + i * step_bytes, 16);
+      }
+    }
+    CommitCopies();
+  }
+};
+
+// One unit for all rows.
+template <class C>
+TM_DEVICE void AddTileUnit(const typename WeightFragments<C::kFormat>::Unit (&units)[C::kTiles],
+                           const char* stage, float (&sums)[C::kTiles][C::kRowTiles][4]) {
+  using W = WeightFragments<C::kFormat>;
+  const int lane = ThreadIndexX() & 31;
+#pragma unroll
+  for (int block = 0; block < W::kBlocks; ++block) {
+    const ExpandedBlock<C::kFormat> weights[C::kTiles] = {ExpandBlock<C::kFormat>(units[0], block),
+                                                          ExpandBlock<C::kFormat>(units[1], block)};
+#pragma unroll
+    for (int n = 0; n < C::kRowTiles; ++n) {
+      const char* from = stage + StageOffset<C>(8 * n + (lane >> 2), 4 * block + (lane & 3));
+      const auto words = LoadShared<Words<16>>(from);
+      const RowFragment x = {{words.v[0], words.v[1], words.v[2], words.v[3]}};
+      float x_sums[4] = {};
+      if constexpr (W::kMinimum) {
+        SumBlock(x, x_sums);
+      }
+#pragma unroll
+      for (int m = 0; m < C::kTiles; ++m) {
+        AddBlock(weights[m], x, x_sums, sums[m][n]);
+      }
+    }
+  }
+}
+
+// Calls fn(m, n, i, row, output) for every sum of the lane: rows of the block, outputs of the
+// weight.
+template <class C, class Fn>
+TM_DEVICE void ForEachSum(const LinearBlock& block, Fn fn) {
+  const int lane = ThreadIndexX() & 31;
+  const int first = block.first_output + (ThreadIndexX() >> 5) * C::kTiles * kTileOutputs;
+#pragma unroll
+  for (int m = 0; m < C::kTiles; ++m) {
+#pragma unroll
+    for (int n = 0; n < C::kRowTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        fn(m, n, i, 8 * n + 2 * (lane & 3) + i % 2,
+           first + m * kTileOutputs + (lane >> 2) + i / 2 * 8);
+      }
+    }
+  }
+}
+
+// sums += what the thread has kept of the slices before, if any; kept for the next unless last.
+template <class C>
+TM_DEVICE void AddTotals(bool first, bool last, char* totals,
+                         float (&sums)[C::kTiles][C::kRowTiles][4]) {
+#pragma unroll
+  for (int m = 0; m < C::kTiles; ++m) {
+#pragma unroll
+    for (int n = 0; n < C::kRowTiles; ++n) {
+      char* at = totals + ((m * C::kRowTiles + n) * 32 * C::kWarps + ThreadIndexX()) * 16;
+      if (!first) {
+        const auto before = LoadShared<Words<16>>(at);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          sums[m][n][i] = BitsFloat(before.v[i]) + sums[m][n][i];
+        }
+      }
+      if (!last) {
+        Words<16> words;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          words.v[i] = FloatBits(sums[m][n][i]);
+          sums[m][n][i] = 0.f;
+        }
+        StoreShared(at, words);
+      }
+    }
+  }
+}
+
+// Slices [first_slice, end_slice) of the columns.
+template <class C>
+TM_DEVICE void SumSlices(const TileParams& params, const LinearBlock& block, int first_slice,
+                         int end_slice, float (&sums)[C::kTiles][C::kRowTiles][4]) {
+  using W = WeightFragments<C::kFormat>;
+  const int lane = ThreadIndexX() & 31;
+  const int units = params.linear.cols / UnitCols(C::kFormat);
+  const int begin = units * first_slice / params.slices;
+  const int end = units * end_slice / params.slices;
+  const int64_t tile_bytes = TileBytes(C::kFormat, params.linear.cols);
+  const int last_tile = static_cast<int>(NumTiles(block.num_outputs)) - 1;
+  const int first_tile = block.first_output / kTileOutputs + (ThreadIndexX() >> 5) * C::kTiles;
+  const char* tiles[C::kTiles];
+#pragma unroll
+  for (int m = 0; m < C::kTiles; ++m) {
+    const int tile = first_tile + m < last_tile ? first_tile + m : last_tile;
+    tiles[m] = block.weight + tile * tile_bytes;
+  }
+  typename W::Unit ring[2][C::kTiles];
+  const auto load = [&](int i, int unit) {
+    if (unit < end) {
+#pragma unroll
+      for (int m = 0; m < C::kTiles; ++m) {
+        ring[i][m] = W::Load(tiles[m], unit, lane, tile_bytes);
+      }
+    }
+  };
+  const StageCopier<C> copier(params, block);
+  char* stages = SharedMemory();
+  char* totals = stages + C::kStages * C::kStageBytes;
+#pragma unroll
+  for (int i = 0; i < C::kStages - 1; ++i) {
+    copier.Copy(begin + i, end, stages + i * C::kStageBytes);
+  }
+  load(0, begin);
+  int slice = first_slice;
+  int slice_end = units * (slice + 1) / params.slices;
+#pragma unroll 1
+  for (int first = begin; first < end; first += C::kTurns) {
+#pragma unroll
+    for (int i = 0; i < C::kTurns; ++i) {
+      const int unit = first + i;
+      if (unit >= end) {
+        break;
+      }
+      load(1 - i, unit + 1);
+      WaitForCopies<C::kStages - 2>();
+      SyncBlock();  // the stage is there for all, and nobody reads the one that is filled next
+      const int at = unit - begin;
+      copier.Copy(unit + C::kStages - 1, end,
+                  stages + (at + C::kStages - 1) % C::kStages * C::kStageBytes);
+      AddTileUnit<C>(ring[i], stages + at % C::kStages * C::kStageBytes, sums);
+      if (unit + 1 == slice_end && end_slice - first_slice > 1) {
+        AddTotals<C>(slice == first_slice, slice == end_slice - 1, totals, sums);
+        ++slice;
+        slice_end = units * (slice + 1) / params.slices;
+      }
+      if constexpr (C::kTurns == 1) {
+#pragma unroll
+        for (int m = 0; m < C::kTiles; ++m) {
+          ring[0][m] = ring[1][m];
+        }
+      }
+    }
+  }
+  WaitForCopies<0>();
+}
+
+// Grid: (slots of C::kRows rows, times slices where parts are wanted) × blocks of C::kOutputs
+// outputs; C::kWarps warps; C::SharedBytes.
+template <class C>
+__global__ void __launch_bounds__(32 * C::kWarps, 2) TileKernel(TileParams params) {
+  const bool in_parts = params.parts != nullptr;
+  const auto slots = static_cast<int>(params.slots);
+  const int slice = BlockIndexX() / slots;
+  LinearBlock block;
+  if (!FindBlock(params.linear, BlockIndexX() % slots, C::kRows, C::kOutputs, &block)) {
+    return;
+  }
+  float sums[C::kTiles][C::kRowTiles][4] = {};
+  SumSlices<C>(params, block, slice, in_parts ? slice + 1 : params.slices, sums);
+  if (!in_parts) {
+    ForEachSum<C>(block, [&](int m, int n, int i, int row, int output) {
+      StoreOutput(params.linear, block, row, output, sums[m][n][i]);
+    });
+    return;
+  }
+  const int64_t first_row = static_cast<int64_t>(slice) * params.linear.num_rows + block.first_row;
+  float* part = params.parts + first_row * params.part_stride + block.y_column -
+                params.linear.segments[0].first_output;
+  ForEachSum<C>(block, [&](int m, int n, int i, int row, int output) {
+    if (row < block.num_rows && output < block.num_outputs) {
+      StoreGlobal(part + row * params.part_stride + output, sums[m][n][i]);
+    }
+  });
+}
+
+inline constexpr int kAddThreads = 128;
+
+// The parts of TileKernel → y. Grid: slots of one row × blocks of kThreads outputs.
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads) AddPartsKernel(TileParams params) {
+  LinearBlock block;
+  if (!FindBlock(params.linear, BlockIndexX(), 1, kThreads, &block)) {
+    return;
+  }
+  const int output = block.first_output + ThreadIndexX();
+  if (output >= block.num_outputs) {
+    return;
+  }
+  const float* part = params.parts + block.first_row * params.part_stride + block.y_column -
+                      params.linear.segments[0].first_output + output;
+  const int64_t stride = params.linear.num_rows * params.part_stride;
+  float sum = LoadGlobal(part);
+  for (int slice = 1; slice < params.slices; ++slice) {
+    sum += LoadGlobal(part + slice * stride);
+  }
+  StoreOutput(params.linear, block, 0, output, sum);
+}
+
+}  // namespace turbomind::cuda

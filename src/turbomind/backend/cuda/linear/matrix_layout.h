@@ -1,0 +1,101 @@
+#pragma once
+
+// Where each byte of a weight matrix lies in GPU memory. Arithmetic only: shared by the packer and
+// by the kernels.
+//
+// Outputs are cut into tiles of 16, columns into units; what is beyond the matrix is zero. A tile
+// of a quantised matrix is a run of units:
+//   512 bytes of codes: 16 of each lane of a warp. Lane 4 g + t has columns 8 t .. 8 t + 7 of each
+//     block of 32, of the outputs g and g + 8
+//       kQ4_0, kQ4_1, MXFP4: word 2 block + half, eight codes (weight_fragments.cuh)
+//       kQ8_0: words 2 half and 2 half + 1, four codes each
+//   then of g = 0..7: the scales [block][half] of the outputs g + 8 half: FP16 d (kQ4_1: all d,
+//   then
+//     all m) or E8M0
+// so that a warp reads a unit in one coalesced access of 16 bytes per lane, as an operand of the
+// tensor cores. kBF16 and kF32 are row-major; their rows are as long as whole units.
+
+#include <cstdint>
+
+#include "turbomind/core/host_device.h"
+#include "turbomind/ops/matrix_source.h"
+
+namespace turbomind::cuda {
+
+inline constexpr int kTileOutputs = 16;
+inline constexpr int kUnitCodeBytes = 512;
+
+// As the GPU stores it: both forms of MXFP4 are one.
+TM_HD constexpr MatrixFormat StoredFormat(MatrixFormat format) {
+  return IsMxfp4(format) ? MatrixFormat::kMxfp4 : format;
+}
+
+TM_HD constexpr bool HasBlocks(MatrixFormat format) {
+  return IsQuantized(format) || IsMxfp4(format);
+}
+
+TM_HD constexpr int UnitCols(MatrixFormat format) {
+  switch (format) {
+    case MatrixFormat::kF32:
+      return 4;
+    case MatrixFormat::kBF16:
+    case MatrixFormat::kQ8_0:
+      return 32;
+    case MatrixFormat::kQ4_0:
+    case MatrixFormat::kQ4_1:
+    case MatrixFormat::kMxfp4:
+    case MatrixFormat::kMxfp4Split:
+      break;
+  }
+  return 64;
+}
+
+// Scales and minima of one output in a unit.
+TM_HD constexpr int UnitScaleBytes(MatrixFormat format) {
+  switch (format) {
+    case MatrixFormat::kF32:
+    case MatrixFormat::kBF16:
+      return 0;
+    case MatrixFormat::kQ4_1:
+      return 8;
+    case MatrixFormat::kQ4_0:
+      return 4;
+    case MatrixFormat::kQ8_0:
+    case MatrixFormat::kMxfp4:
+    case MatrixFormat::kMxfp4Split:
+      break;
+  }
+  return 2;
+}
+
+// Of all outputs of a tile.
+TM_HD constexpr int UnitBytes(MatrixFormat format) {
+  if (HasBlocks(format)) {
+    return kUnitCodeBytes + kTileOutputs * UnitScaleBytes(format);
+  }
+  return kTileOutputs * UnitCols(format) * (format == MatrixFormat::kF32 ? 4 : 2);
+}
+
+TM_HD constexpr int NumUnits(MatrixFormat format, int64_t cols) {
+  return static_cast<int>((cols + UnitCols(format) - 1) / UnitCols(format));
+}
+
+TM_HD constexpr int64_t NumTiles(int64_t outputs) {
+  return (outputs + kTileOutputs - 1) / kTileOutputs;
+}
+
+TM_HD constexpr int64_t TileBytes(MatrixFormat format, int64_t cols) {
+  return int64_t{NumUnits(format, cols)} * UnitBytes(format);
+}
+
+// Of a row-major matrix.
+TM_HD constexpr int64_t RowBytes(MatrixFormat format, int64_t cols) {
+  return TileBytes(format, cols) / kTileOutputs;
+}
+
+static_assert(TileBytes(MatrixFormat::kMxfp4, 2880) == 45 * 544);
+static_assert(TileBytes(MatrixFormat::kQ4_1, 4096) == 64 * 640);
+static_assert(RowBytes(MatrixFormat::kBF16, 100) == 256);
+static_assert(UnitBytes(MatrixFormat::kQ8_0) % 32 == 0);
+
+}  // namespace turbomind::cuda

@@ -1,0 +1,163 @@
+#pragma once
+
+// How stored weights become operands of the tensor cores: BF16, exact for every code. Scales stay
+// apart, in FP32.
+//
+// WeightFragments<F> has
+//   kBlocks    blocks of 32 columns in a unit
+//   kScaled    values are codes, to be multiplied by Scale; kMinimum: and Minimum is to be added
+//   Unit       what a lane (4 g + t) holds of a unit: 8 columns of every block, of 2 outputs
+//   Load       from a tile
+//   Expand     block → pairs[half][p]: columns 8 t + 2 p and the next, of the output g + 8 half
+
+#include <cstdint>
+
+#include "turbomind/backend/cuda/linear/matrix_layout.h"
+#include "turbomind/backend/cuda/runtime/intrinsics.cuh"
+#include "turbomind/backend/cuda/runtime/vector_types.cuh"
+#include "turbomind/core/float_convert.h"
+
+namespace turbomind::cuda {
+
+inline constexpr uint32_t kBFloatOne = 0x3f803f80u;
+inline constexpr uint32_t kBFloat128 = 0x43004300u;  // bits 0..6 count in ones
+inline constexpr uint32_t kBFloatMinus128 = 0xc300c300u;
+inline constexpr uint32_t kBFloatMinus136 = 0xc308c308u;
+
+// Eight codes, pair p at bits 4 p of the two halves → codes + 128 + offset.
+TM_DEVICE void ExpandInt4(uint32_t word, uint32_t offset, uint32_t (&out)[4]) {
+#pragma unroll
+  for (int p = 0; p < 4; ++p) {
+    out[p] = FmaBFloat2(AndOr(word >> (4 * p), 0x000f000fu, kBFloat128), kBFloatOne, offset);
+  }
+}
+
+// Four signed codes, the pairs in bytes (0, 2) and (1, 3): 128 + the low 7 bits, less 128 or, where
+// the sign is set, 256.
+TM_DEVICE void ExpandInt8(uint32_t word, uint32_t* out) {
+#pragma unroll
+  for (int p = 0; p < 2; ++p) {
+    const uint32_t codes = word >> (8 * p);
+    out[p] = FmaBFloat2(AndOr(codes, 0x007f007fu, kBFloat128), kBFloatOne,
+                        AndOr(codes, 0x00800080u, kBFloatMinus128));
+  }
+}
+
+// Eight codes of E2M1, their bits where a shift brings them to where BF16 has the sign, two bits of
+// the exponent and one of the mantissa: the value times 2^-126, as one product normalises.
+TM_DEVICE void ExpandMxfp4(uint32_t word, uint32_t (&out)[4]) {
+  constexpr uint32_t kSign = 0x80008000u;
+  constexpr uint32_t kLow = 0x01c001c0u;
+  constexpr uint32_t k2To126 = 0x7e807e80u;
+  out[0] = word & (kSign | kLow);
+  out[1] = (word << 3) & (kSign | kLow);
+  out[2] = AndOr(word << 2, kSign, (word << 6) & kLow);
+  out[3] = AndOr(word << 1, kSign, (word >> 3) & kLow);
+#pragma unroll
+  for (int p = 0; p < 4; ++p) {
+    out[p] = FmaBFloat2(out[p], k2To126, kSign);
+  }
+}
+
+template <MatrixFormat F>
+struct WeightFragments;
+
+// Codes in one access of 16 bytes, scales in one of kScaleBytes.
+template <MatrixFormat F>
+struct BlockFragments {
+  static constexpr int kBlocks = UnitCols(F) / kQuantBlock;
+  static constexpr int kScaleBytes = 2 * UnitScaleBytes(F);
+  static constexpr bool kScaled = true;
+  static constexpr bool kMinimum = F == MatrixFormat::kQ4_1;
+
+  struct Unit {
+    Words<16> codes;
+    Words<kScaleBytes> scales;
+  };
+
+  static TM_DEVICE Unit Load(const char* tile, int unit, int lane, int64_t) {
+    const char* at = tile + static_cast<int64_t>(unit) * UnitBytes(F);
+    return {LoadGlobalOnce(reinterpret_cast<const Words<16>*>(at + lane * 16)),
+            LoadGlobalOnce(reinterpret_cast<const Words<kScaleBytes>*>(at + kUnitCodeBytes +
+                                                                       (lane >> 2) * kScaleBytes))};
+  }
+  static TM_DEVICE float HalfAt(const Unit& unit, int i) {
+    return ConvertHalf(unit.scales.v[i / 2] >> (16 * (i % 2)));
+  }
+  static TM_DEVICE float Scale(const Unit& unit, int block, int half) {
+    return HalfAt(unit, 2 * block + half);
+  }
+  static TM_DEVICE float Minimum(const Unit& unit, int block, int half) {
+    return HalfAt(unit, 4 + 2 * block + half);
+  }
+};
+
+template <>
+struct WeightFragments<MatrixFormat::kQ4_0> : BlockFragments<MatrixFormat::kQ4_0> {
+  static TM_DEVICE void Expand(const Unit& unit, int block, uint32_t (&pairs)[2][4]) {
+    ExpandInt4(unit.codes.v[2 * block], kBFloatMinus136, pairs[0]);
+    ExpandInt4(unit.codes.v[2 * block + 1], kBFloatMinus136, pairs[1]);
+  }
+};
+
+template <>
+struct WeightFragments<MatrixFormat::kQ4_1> : BlockFragments<MatrixFormat::kQ4_1> {
+  static TM_DEVICE void Expand(const Unit& unit, int block, uint32_t (&pairs)[2][4]) {
+    ExpandInt4(unit.codes.v[2 * block], kBFloatMinus128, pairs[0]);
+    ExpandInt4(unit.codes.v[2 * block + 1], kBFloatMinus128, pairs[1]);
+  }
+};
+
+template <>
+struct WeightFragments<MatrixFormat::kQ8_0> : BlockFragments<MatrixFormat::kQ8_0> {
+  static TM_DEVICE void Expand(const Unit& unit, int, uint32_t (&pairs)[2][4]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      ExpandInt8(unit.codes.v[2 * half], pairs[half]);
+      ExpandInt8(unit.codes.v[2 * half + 1], pairs[half] + 2);
+    }
+  }
+};
+
+template <>
+struct WeightFragments<MatrixFormat::kMxfp4> : BlockFragments<MatrixFormat::kMxfp4> {
+  static TM_DEVICE void Expand(const Unit& unit, int block, uint32_t (&pairs)[2][4]) {
+    ExpandMxfp4(unit.codes.v[2 * block], pairs[0]);
+    ExpandMxfp4(unit.codes.v[2 * block + 1], pairs[1]);
+  }
+  // 2^(e - 127). e = 0 counts as zero (its values are below 2^-124), 255 is not finite.
+  static TM_DEVICE float Scale(const Unit& unit, int block, int half) {
+    const int byte = 2 * block + half;
+    const uint32_t bits = byte < 3 ? unit.scales.v[0] << (23 - 8 * byte) : unit.scales.v[0] >> 1;
+    return BitsFloat(bits & 0x7f800000u);
+  }
+};
+
+// Row-major.
+template <>
+struct WeightFragments<MatrixFormat::kBF16> {
+  static constexpr int kBlocks = 1;
+  static constexpr bool kScaled = false;
+  static constexpr bool kMinimum = false;
+
+  struct Unit {
+    Words<16> rows[2];
+  };
+
+  static TM_DEVICE Unit Load(const char* tile, int unit, int lane, int64_t tile_bytes) {
+    const int64_t row_bytes = tile_bytes / kTileOutputs;
+    const char* at = tile + (lane >> 2) * row_bytes + unit * 64 + (lane & 3) * 16;
+    return {{LoadGlobalOnce(reinterpret_cast<const Words<16>*>(at)),
+             LoadGlobalOnce(reinterpret_cast<const Words<16>*>(at + 8 * row_bytes))}};
+  }
+  static TM_DEVICE void Expand(const Unit& unit, int, uint32_t (&pairs)[2][4]) {
+#pragma unroll
+    for (int p = 0; p < 4; ++p) {
+      pairs[0][p] = unit.rows[0].v[p];
+      pairs[1][p] = unit.rows[1].v[p];
+    }
+  }
+  static TM_DEVICE float Scale(const Unit&, int, int) { return 1.f; }
+};
+
+}  // namespace turbomind::cuda

@@ -1,0 +1,122 @@
+// The library's one function: see backend/cuda_library.h.
+
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "turbomind/backend/cuda/cuda_device.h"
+#include "turbomind/backend/cuda/linear/cublas_lt.h"
+#include "turbomind/backend/cuda/runtime/launch.cuh"
+#include "turbomind/backend/cuda_library.h"
+#include "turbomind/core/check.h"
+
+namespace turbomind::cuda {
+namespace {
+
+#if defined(__CUDACC__)
+constexpr char kStamp[] = TM_CUDA_STAMP " " TM_STANDARD_LIBRARY;
+#else
+constexpr char kStamp[] = TM_CUDA_STAMP " " TM_STANDARD_LIBRARY TM_SHIM_SUFFIX;
+#endif
+
+// What `run` returns; `failed` and the reason where it throws.
+template <class Result, class F>
+Result Guarded(std::string* why, Result failed, const F& run) noexcept {
+  try {
+    return run();
+  } catch (const OutOfMemory& error) {
+    *why = error.what();
+  } catch (const std::bad_alloc&) {
+    *why = "not enough memory";
+  } catch (const std::exception& error) {
+    *why = error.what();
+  } catch (...) {
+    *why = "an unknown error";
+  }
+  return failed;
+}
+
+void List(std::vector<CudaDeviceInfo>* gpus, std::string* why) noexcept {
+  gpus->clear();
+  Guarded(why, 0, [&] {
+    const int count = NumGpus(why);
+    for (int gpu = 0; gpu < count; ++gpu) {
+      const GpuProperties properties = PropertiesOf(gpu);
+      gpus->push_back({.name = properties.name,
+                       .sm = properties.sm,
+                       .memory_bytes = static_cast<int64_t>(properties.memory_bytes)});
+    }
+    return count;
+  });
+}
+
+int64_t FreeBytes(int gpu, std::string* why) noexcept {
+  return Guarded(why, int64_t{-1}, [&] {
+    UseGpu(gpu);
+    return static_cast<int64_t>(GpuMemory().free_bytes);
+  });
+}
+
+struct ProbeParams {
+  int32_t* out;
+};
+
+__global__ void Probe(ProbeParams params) {
+  if (ThreadIndexX() == 0) {
+    StoreGlobal(params.out, int32_t{1});
+  }
+}
+
+// Throws InvalidArgument where kernels of this build do not run on the GPU.
+void RequireKernels(int gpu) {
+  UseGpu(gpu);
+  const std::unique_ptr<CUstream_st, void (*)(Stream)> stream(CreateStream(), DestroyStream);
+  const std::unique_ptr<void, void (*)(void*)> memory(AllocateGpu(sizeof(int32_t)), FreeGpu);
+  try {
+    Launch(Probe, {}, stream.get(), ProbeParams{static_cast<int32_t*>(memory.get())});
+    Synchronize(stream.get());
+  } catch (const InternalError& error) {
+    throw InvalidArgument("SM " + std::to_string(PropertiesOf(gpu).sm) +
+                          ", the library was built for " + TM_CUDA_ARCHS +
+                          " (TM_CUDA_ARCHS): " + error.what());
+  }
+}
+
+// Where cuBLASLt may be. The shim takes a library that is named alone: the real one knows nothing
+// of its memory.
+std::vector<std::string> CublasLtLibraries(const CudaDeviceOptions& options) {
+  if (const char* named = std::getenv("LMDEPLOY_CUBLASLT_LIBRARY"); named != nullptr && *named) {
+    return {named};
+  }
+  std::vector<std::string> libraries;
+#if defined(__CUDACC__)
+  libraries = options.cublas_lt;
+  for (std::string& place : CublasLt::UsualPlaces()) {
+    libraries.push_back(std::move(place));
+  }
+#else
+  static_cast<void>(options);
+#endif
+  return libraries;
+}
+
+Device* Make(int gpu, const CudaDeviceOptions& options, std::string* why) noexcept {
+  return Guarded(why, static_cast<Device*>(nullptr), [&] {
+    CudaDeviceOptions resolved = options;
+    resolved.cublas_lt = CublasLtLibraries(options);
+    auto device = MakeDevice(gpu, resolved);
+    RequireKernels(gpu);
+    return device.release();
+  });
+}
+
+constexpr CudaLibrary kLibrary = {kStamp, List, FreeBytes, Make};
+
+}  // namespace
+}  // namespace turbomind::cuda
+
+extern "C" __attribute__((visibility("default"))) const turbomind::CudaLibrary*
+turbomind_cuda_library() {
+  return &turbomind::cuda::kLibrary;
+}

@@ -1,0 +1,213 @@
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <string>
+
+#include "turbomind/backend/cuda/runtime/launch.cuh"
+#include "turbomind/backend/cuda/runtime/runtime.h"
+
+namespace turbomind::cuda {
+namespace {
+
+constexpr size_t kSharedByDefault = 48 << 10;
+// Enough for most models and steps; the memory plan leaves twice as much (engine/memory_plan.cc).
+constexpr size_t kWorkspaceStepBytes = size_t{256} << 20;
+constexpr size_t kMatrixPieceBytes = size_t{64} << 20;
+
+void Require(cudaError_t code, const char* what) {
+  if (code == cudaErrorMemoryAllocation) {
+    cudaGetLastError();  // the error is this call's alone
+    throw OutOfMemory(std::string("GPU memory: too little for ") + what +
+                      "; lower --cache-max-entry-count or --max-batch-size");
+  }
+  if (code != cudaSuccess) {
+    throw InternalError(std::string("CUDA: ") + what + ": " + cudaGetErrorString(code));
+  }
+}
+
+int Attribute(cudaDeviceAttr attribute, int gpu) {
+  int value = 0;
+  Require(cudaDeviceGetAttribute(&value, attribute, gpu), "cudaDeviceGetAttribute");
+  return value;
+}
+
+std::string TextOf(const LaunchShape& shape) {
+  return "a launch of " + std::to_string(shape.grid_x) + " x " + std::to_string(shape.grid_y) +
+         " x " + std::to_string(shape.grid_z) + " blocks of " + std::to_string(shape.threads) +
+         " threads and " + std::to_string(shape.shared_bytes) + " bytes of shared memory";
+}
+
+// Why there is no GPU.
+std::string WhyNone(cudaError_t code) {
+  int driver = 0;
+  int runtime = 0;
+  cudaDriverGetVersion(&driver);
+  cudaRuntimeGetVersion(&runtime);
+  const auto text = [](int version) {
+    return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+  };
+  if (driver == 0) {
+    return "no NVIDIA driver found";
+  }
+  if (code == cudaErrorInsufficientDriver) {
+    return "the NVIDIA driver is for CUDA " + text(driver) + ", want " + text(runtime) +
+           " or newer: update the driver";
+  }
+  if (code == cudaSuccess || code == cudaErrorNoDevice) {
+    return "no GPU found; CUDA_VISIBLE_DEVICES may hide some";
+  }
+  return cudaGetErrorString(code);
+}
+
+}  // namespace
+
+int NumGpus(std::string* why) {
+  int count = 0;
+  const cudaError_t code = cudaGetDeviceCount(&count);
+  if (code != cudaSuccess) {
+    cudaGetLastError();
+    count = 0;
+  }
+  if (count == 0 && why != nullptr) {
+    *why = WhyNone(code);
+  }
+  return count;
+}
+
+GpuProperties PropertiesOf(int gpu) {
+  cudaDeviceProp all;
+  Require(cudaGetDeviceProperties(&all, gpu), "cudaGetDeviceProperties");
+  return {.name = all.name,
+          .sm = all.major * 10 + all.minor,
+          .num_sms = all.multiProcessorCount,
+          .memory_bytes = all.totalGlobalMem,
+          .shared_bytes_per_block =
+              static_cast<size_t>(Attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, gpu)),
+          .workspace_step_bytes = kWorkspaceStepBytes,
+          .matrix_piece_bytes = kMatrixPieceBytes};
+}
+
+void UseGpu(int gpu) { Require(cudaSetDevice(gpu), "cudaSetDevice"); }
+
+void UseGpuToFree(int gpu) noexcept { cudaSetDevice(gpu); }
+
+int CurrentGpu() {
+  int gpu = 0;
+  Require(cudaGetDevice(&gpu), "cudaGetDevice");
+  return gpu;
+}
+
+MemoryInfo GpuMemory() {
+  MemoryInfo info;
+  Require(cudaMemGetInfo(&info.free_bytes, &info.total_bytes), "cudaMemGetInfo");
+  return info;
+}
+
+void* AllocateGpu(size_t num_bytes) {
+  void* memory = nullptr;
+  const cudaError_t code = cudaMalloc(&memory, std::max<size_t>(num_bytes, 1));
+  if (code == cudaErrorMemoryAllocation) {
+    cudaGetLastError();  // the error is this call's alone
+    throw GpuIsFull(num_bytes, GpuMemory().free_bytes);
+  }
+  Require(code, "cudaMalloc");
+  return memory;
+}
+
+void FreeGpu(void* memory) noexcept { cudaFree(memory); }
+
+void* AllocatePinned(size_t num_bytes) {
+  void* memory = nullptr;
+  const cudaError_t code = cudaMallocHost(&memory, num_bytes);
+  if (code == cudaErrorMemoryAllocation) {
+    cudaGetLastError();
+    throw OutOfMemory("host memory that GPUs read: " + std::to_string(num_bytes) +
+                      " bytes wanted; lower --max-batch-size");
+  }
+  Require(code, "cudaMallocHost");
+  return memory;
+}
+
+void FreePinned(void* memory) noexcept { cudaFreeHost(memory); }
+
+Stream CreateStream() {
+  cudaStream_t stream = nullptr;
+  Require(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+  return stream;
+}
+
+void DestroyStream(Stream stream) noexcept { cudaStreamDestroy(stream); }
+
+void Synchronize(Stream stream) {
+  Require(cudaStreamSynchronize(stream), "waiting for kernels and copies");
+}
+
+void CopyBytes(void* to, const void* from, size_t num_bytes, Stream stream) {
+  if (num_bytes > 0) {
+    const cudaError_t code = cudaMemcpyAsync(to, from, num_bytes, cudaMemcpyDefault, stream);
+    if (code != cudaSuccess) {
+      Require(code, ("a copy of " + std::to_string(num_bytes) + " bytes").c_str());
+    }
+  }
+}
+
+void ClearBytes(void* to, size_t num_bytes, Stream stream) {
+  if (num_bytes > 0) {
+    Require(cudaMemsetAsync(to, 0, num_bytes, stream), "clearing memory");
+  }
+}
+
+Event CreateEvent() {
+  cudaEvent_t event = nullptr;
+  Require(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+  return event;
+}
+
+void DestroyEvent(Event event) noexcept { cudaEventDestroy(event); }
+
+void Record(Event event, Stream stream) {
+  Require(cudaEventRecord(event, stream), "cudaEventRecord");
+}
+
+void WaitFor(Event event) { Require(cudaEventSynchronize(event), "cudaEventSynchronize"); }
+
+void BeginCapture(Stream stream) {
+  Require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "begin of a graph");
+}
+
+Graph EndCapture(Stream stream) {
+  cudaGraph_t graph = nullptr;
+  Require(cudaStreamEndCapture(stream, &graph), "end of a graph");
+  cudaGraphExec_t runnable = nullptr;
+  const cudaError_t code = cudaGraphInstantiate(&runnable, graph, 0);
+  cudaGraphDestroy(graph);
+  Require(code, "cudaGraphInstantiate");
+  return runnable;
+}
+
+void LaunchGraph(Graph graph, Stream stream) {
+  Require(cudaGraphLaunch(graph, stream), "cudaGraphLaunch");
+}
+
+void DestroyGraph(Graph graph) noexcept { cudaGraphExecDestroy(graph); }
+
+void LaunchKernel(const void* kernel, const LaunchShape& shape, Stream stream, void** arguments) {
+  if (shape.grid_x == 0 || shape.grid_y == 0 || shape.grid_z == 0) {
+    return;
+  }
+  if (shape.shared_bytes > kSharedByDefault) {
+    Require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 static_cast<int>(shape.shared_bytes)),
+            "shared memory of a kernel");
+  }
+  const dim3 grid(static_cast<unsigned>(shape.grid_x), static_cast<unsigned>(shape.grid_y),
+                  static_cast<unsigned>(shape.grid_z));
+  const cudaError_t code =
+      cudaLaunchKernel(kernel, grid, dim3(static_cast<unsigned>(shape.threads)), arguments,
+                       shape.shared_bytes, stream);
+  if (code != cudaSuccess) {
+    Require(code, TextOf(shape).c_str());
+  }
+}
+
+}  // namespace turbomind::cuda

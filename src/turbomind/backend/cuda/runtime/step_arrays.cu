@@ -1,0 +1,150 @@
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "turbomind/backend/cuda/runtime/step_arrays.h"
+#include "turbomind/core/check.h"
+
+namespace turbomind::cuda {
+namespace {
+
+constexpr size_t kAlignment = 256;
+constexpr int64_t kLeastStride = 8;
+constexpr unsigned kLeastMoves = 4;
+
+size_t Aligned(size_t num_bytes) { return (num_bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+template <class T>
+size_t BytesOf(int64_t size) {
+  return Aligned(static_cast<size_t>(size) * sizeof(T));
+}
+
+int64_t TableStride(const BatchView& batch) {
+  const auto least = static_cast<uint64_t>(std::max(batch.block_table_stride, kLeastStride));
+  return static_cast<int64_t>(std::bit_ceil(least));
+}
+
+// Few numbers, so that a step finds the record of another.
+int PaddedMoves(int num_moves) {
+  const auto least = std::max(static_cast<unsigned>(num_moves), kLeastMoves);
+  return num_moves == 0 ? 0 : static_cast<int>(std::bit_ceil(least));
+}
+
+}  // namespace
+
+// Fills shape_ and makes room.
+void StepArrays::Measure(const StepParams& step) {
+  const BatchView& first = step.groups[0].batch;
+  shape_.num_seqs = first.num_seqs;
+  shape_.num_tokens = first.num_tokens;
+  shape_.table_strides.clear();
+  shape_.num_moves.clear();
+  shape_.has_hot.clear();
+  size_t num_bytes =
+      2 * BytesOf<int32_t>(first.num_tokens) + 2 * BytesOf<int32_t>(int64_t{first.num_seqs} + 1);
+  for (int i = 0; i < step.num_groups; ++i) {
+    const BatchView& batch = step.groups[i].batch;
+    const int64_t stride = TableStride(batch);
+    const bool has_hot = batch.hot_tables != nullptr;
+    shape_.table_strides.push_back(stride);
+    const int num_moves = PaddedMoves(batch.num_moves);
+    shape_.num_moves.push_back(num_moves);
+    shape_.has_hot.push_back(has_hot);
+    num_bytes += (has_hot ? 2 : 1) * BytesOf<int32_t>(batch.num_seqs * stride) +
+                 BytesOf<BlockMove>(num_moves);
+  }
+  bytes_.Reserve(num_bytes);
+}
+
+template <class T>
+const T* StepArrays::Place(const T* host, int64_t size) {
+  const size_t begin = used_;
+  used_ += BytesOf<T>(size);
+  Check(used_ <= bytes_.capacity(), "the arrays of a step fit");
+  if (size > 0) {
+    std::memcpy(bytes_.host() + begin, host, static_cast<size_t>(size) * sizeof(T));
+  }
+  return reinterpret_cast<const T*>(bytes_.gpu() + begin);
+}
+
+const int32_t* StepArrays::PlaceTable(const int32_t* host, const BatchView& batch, int64_t stride) {
+  const size_t begin = used_;
+  used_ += BytesOf<int32_t>(batch.num_seqs * stride);
+  Check(used_ <= bytes_.capacity(), "the arrays of a step fit");
+  auto* to = reinterpret_cast<int32_t*>(bytes_.host() + begin);
+  for (int i = 0; i < batch.num_seqs; ++i) {
+    int32_t* row = to + i * stride;
+    std::copy_n(host + i * batch.block_table_stride, batch.block_table_stride, row);
+    std::fill(row + batch.block_table_stride, row + stride, -1);
+  }
+  return reinterpret_cast<const int32_t*>(bytes_.gpu() + begin);
+}
+
+const BlockMove* StepArrays::PlaceMoves(const BatchView& batch, int num_moves) {
+  const size_t begin = used_;
+  used_ += BytesOf<BlockMove>(num_moves);
+  Check(used_ <= bytes_.capacity(), "the arrays of a step fit");
+  auto* to = reinterpret_cast<BlockMove*>(bytes_.host() + begin);
+  std::fill(std::copy_n(batch.moves, batch.num_moves, to), to + num_moves, BlockMove{});
+  return reinterpret_cast<const BlockMove*>(bytes_.gpu() + begin);
+}
+
+void StepArrays::Upload(const StepParams& step) {
+  Check(step.num_groups > 0, "a step has layers");
+  Measure(step);
+  used_ = 0;
+  const BatchView& first = step.groups[0].batch;
+  tokens_ = {step.tokens, Place(step.tokens, first.num_tokens)};
+  positions_ = {first.positions, Place(first.positions, first.num_tokens)};
+  const int32_t* cu_seqlens = Place(first.cu_seqlens, int64_t{first.num_seqs} + 1);
+  const int32_t* context_lens = Place(first.context_lens, first.num_seqs);
+  host_.clear();
+  views_.clear();
+  for (int i = 0; i < step.num_groups; ++i) {
+    const BatchView& batch = step.groups[i].batch;
+    const int64_t stride = shape_.table_strides[static_cast<size_t>(i)];
+    BatchView view = batch;
+    view.cu_seqlens = cu_seqlens;
+    view.context_lens = context_lens;
+    view.positions = static_cast<const int32_t*>(positions_.gpu);
+    view.block_tables = PlaceTable(batch.block_tables, batch, stride);
+    view.block_table_stride = stride;
+    if (batch.hot_tables != nullptr) {
+      view.hot_tables = PlaceTable(batch.hot_tables, batch, stride);
+    }
+    view.num_moves = shape_.num_moves[static_cast<size_t>(i)];
+    view.moves = PlaceMoves(batch, view.num_moves);
+    host_.push_back(batch);
+    views_.push_back(view);
+  }
+  bytes_.Upload(used_);
+}
+
+const BatchView& StepArrays::OnGpu(const BatchView& host) const {
+  for (size_t i = 0; i < host_.size(); ++i) {
+    if (host_[i].block_tables == host.block_tables && host_[i].num_tokens == host.num_tokens) {
+      return views_[i];
+    }
+  }
+  FailCheck("the batch is one of the step's", std::source_location::current());
+}
+
+const int32_t* StepArrays::OnGpu(const int32_t* host) const {
+  for (const Pair& pair : {tokens_, positions_}) {
+    if (pair.host == host) {
+      return static_cast<const int32_t*>(pair.gpu);
+    }
+  }
+  FailCheck("the tokens are the step's", std::source_location::current());
+}
+
+std::span<const BlockMove> StepArrays::OnGpu(const BlockMove* host) const {
+  for (size_t i = 0; i < host_.size(); ++i) {
+    if (host_[i].num_moves > 0 && host_[i].moves == host) {
+      return {views_[i].moves, static_cast<size_t>(views_[i].num_moves)};
+    }
+  }
+  FailCheck("the moves are the step's", std::source_location::current());
+}
+
+}  // namespace turbomind::cuda

@@ -1,0 +1,74 @@
+#include <algorithm>
+
+#include "turbomind/backend/cuda/runtime/step_graphs.h"
+
+namespace turbomind::cuda {
+
+Graph StepGraphs::Capture(FunctionRef<void()> ops) {
+  BeginCapture(stream_);
+  try {
+    ops();
+  } catch (...) {
+    try {
+      DestroyGraph(EndCapture(stream_));
+    } catch (...) {  // what spoilt the record is thrown below
+    }
+    throw;
+  }
+  return EndCapture(stream_);
+}
+
+// The place of a shape that is seen for the first time.
+void StepGraphs::Add(const StepShape& shape) {
+  if (entries_.size() == most_graphs_) {
+    const auto oldest =
+        std::min_element(entries_.begin(), entries_.end(),
+                         [](const Entry& a, const Entry& b) { return a.last_step < b.last_step; });
+    Synchronize(stream_);  // it may still run
+    *oldest = std::move(entries_.back());
+    entries_.pop_back();
+  }
+  entries_.push_back({.shape = shape, .last_step = num_steps_});
+}
+
+void StepGraphs::DropRecords() {
+  const auto num_graphs = std::count_if(entries_.begin(), entries_.end(),
+                                        [](const Entry& entry) { return entry.graph != nullptr; });
+  most_graphs_ = std::max<size_t>(1, static_cast<size_t>(num_graphs) / 2);
+  Synchronize(stream_);  // they may still run
+  entries_.clear();
+}
+
+void StepGraphs::Run(const StepShape& shape, const FunctionRef<int64_t()>& generations,
+                     FunctionRef<void()> ops) {
+  if (generations() != generations_) {
+    Synchronize(stream_);
+    entries_.clear();
+    most_graphs_ = kMostGraphs;
+    generations_ = generations();
+  }
+  ++num_steps_;
+  const auto found = std::find_if(entries_.begin(), entries_.end(),
+                                  [&](const Entry& entry) { return entry.shape == shape; });
+  if (found == entries_.end()) {
+    ops();
+    Add(shape);
+    return;
+  }
+  found->last_step = num_steps_;
+  if (found->graph == nullptr) {
+    try {
+      found->graph.reset(Capture(ops));
+      LaunchGraph(found->graph.get(), stream_);
+      ++num_recorded_;
+    } catch (const OutOfMemory&) {
+      DropRecords();
+      ops();
+    }
+    return;
+  }
+  LaunchGraph(found->graph.get(), stream_);
+  ++num_replayed_;
+}
+
+}  // namespace turbomind::cuda
