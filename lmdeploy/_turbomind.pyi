@@ -276,72 +276,33 @@ def kv_cache_conversion(mode: str, sm: int = 0) -> str:
 
 # Profiles, for benchmarks.
 class OpRecord:
-    """One op of one phase, summed. Bytes and operations are the least that it needs."""
+    """The sums of one op in one phase. Bytes are the least that the op must move."""
 
     kind: str  # embed, norm, linear, ..., decode_attention, copy, engine, between_steps
-    rows: int  # of the matrix (outputs); 0: the op has none
+    rows: int  # outputs of the matrix; 0 for an op without a matrix
     cols: int
     format: str  # of the matrix: f32, bf16, q4_0, ...; empty without one
-    kv_formats: list[str]  # of K and V where the op touches the cache, else empty
+    kv_formats: list[str]  # of K and V if the op touches the cache, else empty
     calls: int
     nanoseconds: int
     weight_bytes: int  # as packed
     kv_bytes: int  # payload, (scale, zero) and scales
     activation_bytes: int  # everything else
-    operations: int  # 2 per multiply-add of matrix products and attention
 
 class PhaseProfile:
     phase: str  # prefill, decode, mixed (both in each step), other (no attention)
     num_steps: int
     num_tokens: int
-    nanoseconds: int  # from each step's first op to its last
-    records: list[OpRecord]  # all but between_steps sum to `nanoseconds`
-
-class OpEvent:
-    kind: str
-    rows: int
-    cols: int
-    format: str
-    kv_formats: list[str]
-    step: int
-    begin_ns: int
-    end_ns: int
-
-class Profile:
-    phases: list[PhaseProfile]
-    events: list[OpEvent]  # in order of time, none overlaps another
-    num_dropped_events: int
+    nanoseconds: int  # from the first op of each step to its last op
+    records: list[OpRecord]  # all except between_steps sum to `nanoseconds`
 
 class ProfilingDevice(Device):
-    def profile(self) -> Profile:
-        """Since clear(). Exact while the engine is idle; a step that runs counts so far."""
+    def profile(self) -> list[PhaseProfile]:
+        """Return the phases since clear(). A running step counts with the ops that have ended."""
     def clear(self) -> None: ...
 
-def make_profiling_device(device: Device, max_events: int = 0) -> ProfilingDevice:
-    """A device that forwards to `device` and times every op; the first `max_events` ops are kept
-    as events."""
-
-class ReadCeiling:
-    bytes_per_s: float  # of all threads together; 0: not measured
-    working_set: int  # bytes
-
-class CpuCeilings:
-    isa: str
-    num_threads: int
-    l2_bytes: int  # of one core
-    l3_bytes: int  # of the machine
-    memory: ReadCeiling
-    l3: ReadCeiling
-    l2: ReadCeiling
-    int8_ops_per_s: float  # 2 per multiply-add, all threads; 0: no such instruction
-    bf16_ops_per_s: float
-    fp32_ops_per_s: float
-    tile_int8_ops_per_s: float  # on matrix tiles (AMX)
-    tile_bf16_ops_per_s: float
-
-def measure_ceilings(device: Device, seconds: float) -> CpuCeilings:
-    """Takes about `seconds` (more than 0, up to 60) on the device's own threads, on which nothing
-    else may run meanwhile: no engine that has requests. GIL released."""
+def make_profiling_device(device: Device) -> ProfilingDevice:
+    """Make a device that forwards to `device` and times every op."""
 
 # Codecs and ops, for tests and reports.
 def encode_rows(

@@ -1,6 +1,6 @@
 #pragma once
 
-// What the benchmarks of a device read and write: a line of key=value in, a line of JSON out.
+// Input and output of the device benchmarks: one line of key=value pairs, one line of JSON.
 
 #include <charconv>
 #include <cmath>
@@ -13,10 +13,10 @@
 
 namespace turbomind::bench {
 
-// One cell: the words of a line. Every key must be asked for, so that a wrong one is found.
+// One cell: the key=value pairs of a line. RequireAllRead finds keys that no code reads.
 class Cell {
  public:
-  // Throws std::invalid_argument for a word without '=' and for a key that is there twice.
+  // Throws std::invalid_argument for a word without '=' and for a repeated key.
   explicit Cell(std::string_view line) {
     while (!line.empty()) {
       const size_t end = line.find(' ');
@@ -25,7 +25,10 @@ class Cell {
     }
   }
 
-  bool Has(const std::string& key) const { return values_.contains(key); }
+  // Gives `key` the value `otherwise` if the line does not have it.
+  void SetDefault(const std::string& key, const std::string& otherwise) {
+    values_.emplace(key, std::pair(otherwise, false));
+  }
 
   std::string Text(const std::string& key, const std::string& otherwise = "") {
     const auto found = values_.find(key);
@@ -49,7 +52,7 @@ class Cell {
     return value;
   }
 
-  // Throws std::invalid_argument for a key that nobody asked for.
+  // Throws std::invalid_argument for a key that was never read.
   void RequireAllRead() const {
     for (const auto& [key, value] : values_) {
       if (!value.second) {

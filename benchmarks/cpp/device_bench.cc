@@ -66,8 +66,7 @@ void Answer(const DeviceChoice& choice, const std::string& line, const Limits& l
         .Add("layers", int64_t{found.layers})
         .Add("weight_bytes", found.cost.weight_bytes)
         .Add("kv_bytes", found.cost.kv_bytes)
-        .Add("activation_bytes", found.cost.activation_bytes)
-        .Add("operations", found.cost.operations);
+        .Add("activation_bytes", found.cost.activation_bytes);
   } catch (const std::bad_alloc&) {
     answer.Add("skipped", "the device has too little memory");
   } catch (const std::exception& error) {

@@ -1,10 +1,9 @@
 // Tokens per second of the whole engine on a device, with a model of random weights that never
 // touches a disk. Usage:
 //   generation_bench device=cuda gpu=0 model=llama-3-8b
-//   generation_bench model=llama-3-8b config=1
-// Models: random_model.h; the second says what one is and ends. After a line that says what the
-// device is and one on the weights, reads cells from standard input and answers each with a line of
-// JSON. Cells, with defaults:
+// Models: see random_model.h. The program prints one JSON line about the device and one about the
+// weights. Then it reads cells from standard input and prints JSON lines for each. Cells, with
+// defaults:
 //   mode=nvfp4 quality=raw|balanced batches=1,32,128 context=512 steps=64 prompt=2048 prompts=8
 //     rough=0
 // prompts: `prompts` prompts of `prompt` tokens, all at once, nothing cached, to the last one's
@@ -271,12 +270,7 @@ int Main(int argc, char** argv) {
   const std::string name = arguments.Text("model", "llama-3-8b");
   const ModelConfig model = NamedModel(name);
   const DeviceChoice choice(arguments);
-  const bool only_config = arguments.Number("config", 0) != 0;
   arguments.RequireAllRead();
-  if (only_config) {
-    PrintConfig(model);
-    return 0;
-  }
   const Target target = {choice.Make(), choice.gpu};
   choice.Print(*target.device);
   const auto begin = Clock::now();

@@ -1,8 +1,8 @@
 #pragma once
 
-// Ops over the KV cache of some layers: what is measured of one shape. Every sequence has blocks
-// of its own; a block holds the same random rows everywhere, at an address of its own. Launches of
-// a step take turns with the layers, so that no launch finds its bytes in a cache.
+// Measures ops over the KV cache of some layers for one shape. Every sequence has its own blocks.
+// All blocks hold the same random rows, each at its own address. The launches of a step cycle
+// through the layers, so that no launch finds its bytes in a cache.
 
 #include <algorithm>
 #include <cmath>
@@ -20,15 +20,15 @@
 namespace turbomind::bench {
 
 struct Limits {
-  int launches = 24;         // of a step, at least
-  int64_t rotate_bytes = 0;  // of all layers together, at least
+  int launches = 24;         // the least number in a step
+  int64_t rotate_bytes = 0;  // the least size of all layers together
   double round_seconds = 0.02;
 };
 
 constexpr int kMostLaunches = 256;
 constexpr int kLeastLayers = 2;
 constexpr int kBlockTokens = 64;
-constexpr int64_t kPeriodValues = int64_t{1} << 18;  // random ones of an activation, then again
+constexpr int64_t kPeriodValues = int64_t{1} << 18;  // random values of an activation; they repeat
 constexpr float kNormEps = 1e-6f;
 
 struct KvShape {
@@ -86,7 +86,7 @@ inline std::vector<float> RandomValues(int64_t size, unsigned seed) {
   return values;
 }
 
-// The rows of layer 0 of a block on the host.
+// Writes random rows into layer 0 of a block on the host.
 inline void WriteRows(const KvLayerView& view) {
   const std::vector<float> values =
       RandomValues(int64_t{2} * view.kv_heads * view.block_seq_len * view.head_dim, 1);
@@ -112,13 +112,14 @@ inline void WriteRows(const KvLayerView& view) {
   }
 }
 
-// A step's arrays on the host.
+// The arrays of a step on the host.
 struct StepArraysOnHost {
   std::vector<int32_t> tokens, cu_seqlens, context_lens, positions, table;
   BatchView batch;
 
   StepArraysOnHost(const KvShape& shape, int64_t num_blocks) {
-    constexpr int64_t kScatter = 7919;  // a prime: neighbours in a sequence lie far apart
+    constexpr int64_t kScatter =
+        7919;  // a prime: consecutive blocks of a sequence have distant addresses
     const int first = shape.first_visible_block();
     int64_t next = 0;
     for (int i = 0; i < shape.batch; ++i) {
@@ -146,13 +147,15 @@ struct StepArraysOnHost {
   }
 };
 
-// Pools of some layers, filled, and everything that the ops of one shape take.
+// Filled pools of some layers and the parameters of the ops of one shape.
 class KvBench {
  public:
-  KvBench(Device& device, const KvShape& shape, const Limits& limits)
+  KvBench(Device& device, const KvShape& shape, const Limits& limits,
+          int least_layers = kLeastLayers)
       : device_(device),
         shape_(shape),
         blocks_(int64_t{shape.batch} * (shape.blocks_of_context() - shape.first_visible_block())),
+        least_layers_(least_layers),
         launches_(Launches(limits)),
         layout_(ConfigOf(shape, Layers(limits))),
         data_(device, static_cast<size_t>(blocks_ * layout_.block_bytes())),
@@ -219,7 +222,7 @@ class KvBench {
            sizeof(float);
   }
 
-  // One step of launch(i) for every i below launches().
+  // Runs one step that calls launch(i) for every i below launches().
   template <class F>
   void RunStep(F launch) {
     device_.RunStep({.tokens = host_.tokens.data(),
@@ -249,10 +252,10 @@ class KvBench {
   }
   int Layers(const Limits& limits) const {
     return static_cast<int>(
-        std::clamp<int64_t>(LayersFor(limits), kLeastLayers, std::max(kLeastLayers, launches_)));
+        std::clamp<int64_t>(LayersFor(limits), least_layers_, std::max(least_layers_, launches_)));
   }
 
-  // Layers have one mode, so that each takes an equal part of a block.
+  // All layers have the same mode, so that each takes an equal part of a block.
   void Fill() {
     std::vector<std::byte> data(static_cast<size_t>(layout_.block_bytes()));
     std::vector<std::byte> scales(static_cast<size_t>(layout_.scale_block_bytes()));
@@ -275,6 +278,7 @@ class KvBench {
   Device& device_;
   KvShape shape_;
   int64_t blocks_;
+  int least_layers_;
   int launches_;
   block::Layout layout_;
   DeviceBuffer data_;

@@ -102,43 +102,6 @@ inline ModelConfig NamedModel(const std::string& name) {
                               ", wanted llama-3-8b, gpt-oss-20b, tiny-llama or tiny-gpt-oss");
 }
 
-// What a model is, as a line of JSON.
-inline void PrintConfig(const ModelConfig& config) {
-  std::string windows;
-  for (const int window : config.windows) {
-    windows += (windows.empty() ? "" : " ") + std::to_string(window);
-  }
-  const RopeConfig& rope = config.rope;
-  const MoeConfig& moe = config.moe;
-  Json()
-      .Add("num_layers", int64_t{config.num_layers})
-      .Add("hidden_size", int64_t{config.hidden_size})
-      .Add("intermediate_size", int64_t{config.intermediate_size})
-      .Add("num_heads", int64_t{config.num_heads})
-      .Add("num_kv_heads", int64_t{config.num_kv_heads})
-      .Add("head_dim", int64_t{config.head_dim})
-      .Add("vocab_size", int64_t{config.vocab_size})
-      .Add("max_position", int64_t{config.max_position})
-      .Add("norm_eps", double{config.norm_eps})
-      .Add("activation", static_cast<int64_t>(config.activation))
-      .Add("swiglu_limit", double{config.swiglu_limit})
-      .Add("windows", windows)
-      .Add("rope.kind", static_cast<int64_t>(rope.kind))
-      .Add("rope.theta", double{rope.theta})
-      .Add("rope.dim", int64_t{rope.dim})
-      .Add("rope.factor", double{rope.factor})
-      .Add("rope.original_max_position", int64_t{rope.original_max_position})
-      .Add("rope.beta_fast", double{rope.beta_fast})
-      .Add("rope.beta_slow", double{rope.beta_slow})
-      .Add("rope.truncate", int64_t{rope.truncate})
-      .Add("moe.num_experts", int64_t{moe.num_experts})
-      .Add("moe.top_k", int64_t{moe.top_k})
-      .Add("moe.intermediate_size", int64_t{moe.intermediate_size})
-      .Add("moe.normalise", int64_t{moe.normalise})
-      .Add("moe.layers", static_cast<int64_t>(std::count(moe.layers.begin(), moe.layers.end(), 1)))
-      .Print();
-}
-
 // Fills a builder with every weight of the config.
 class RandomModel {
  public:

@@ -7,17 +7,11 @@ import platform
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lmdeploy.base.installed import OURS, installed_version, namesake_warning
 from lmdeploy.base.resources import cpu_info, cpu_name, cpu_quota, free_memory_bytes, usable_cores
 from lmdeploy.version import __version__
 
-if TYPE_CHECKING:
-    from lmdeploy._turbomind import CpuCeilings
-
-MEASURE_SECONDS = 0.25
-MEASURE_FREE_BYTES = 2 << 30  # twice what a fast machine writes and reads in that time
 
 _PACKAGES = (
     "fastapi",
@@ -46,7 +40,7 @@ def report() -> Iterator[str]:
         from lmdeploy import _turbomind
 
         yield f"engine: built, instruction sets {', '.join(_turbomind.available_cpu_isas())}"
-        yield from speed()
+        yield from cpu_device()
         yield from gpus()
         yield from kv_formats()
     except ImportError as error:
@@ -65,8 +59,8 @@ def core_limits() -> str:
     return f"affinity {len(os.sched_getaffinity(0))} of {os.cpu_count()}, {limit}"
 
 
-def speed() -> Iterator[str]:
-    """What the CPU device may reach, by a measurement of MEASURE_SECONDS."""
+def cpu_device() -> Iterator[str]:
+    """Yield the CPU device that serving uses by default."""
     from lmdeploy import _turbomind
 
     threads = usable_cores()
@@ -76,21 +70,6 @@ def speed() -> Iterator[str]:
         yield f"device: ERROR {error}"
         return
     yield f"device: {device.name}; LMDEPLOY_CPU_ISA, --num-threads change it"
-    if free_memory_bytes() < MEASURE_FREE_BYTES:
-        yield f"speed: not measured, less than {MEASURE_FREE_BYTES >> 30} GiB are free"
-        return
-    ceilings = _turbomind.measure_ceilings(device, MEASURE_SECONDS)
-    reads = [f"{ceilings.memory.bytes_per_s / 1e9:.1f} GB/s from memory"]
-    reads += [
-        f"{read.bytes_per_s / 1e9:.1f} from {level}"
-        for level, read in (("L3", ceilings.l3), ("L2", ceilings.l2))
-        if read.bytes_per_s > 0
-    ]
-    if ceilings.memory.working_set < 2 * ceilings.l3_bytes:
-        size = ceilings.memory.working_set >> 20
-        reads[0] += f" (a quick look at {size} MiB, of which L3 holds a part)"
-    yield f"reads: {', '.join(reads)}"
-    yield f"products: {', '.join(product_rates(ceilings))}; AMX {amx_support(ceilings)}"
 
 
 def gpus() -> Iterator[str]:
@@ -143,24 +122,6 @@ def _table_row(name: str, cells: Iterable[str]) -> str:
     return f"  {name:<10}" + "".join(f"{cell:<12}" for cell in cells).rstrip()
 
 
-def product_rates(ceilings: CpuCeilings) -> Iterator[str]:
-    """Per kind of numbers, counting a multiply-add as two."""
-    for name, rate in (
-        ("int8", ceilings.int8_ops_per_s),
-        ("BF16", ceilings.bf16_ops_per_s),
-        ("FP32", ceilings.fp32_ops_per_s),
-    ):
-        yield f"{name} {rate / 1e9:.0f} GOP/s" if rate > 0 else f"{name} without an instruction"
-
-
-def amx_support(ceilings: CpuCeilings) -> str:
-    """The rates of matrix tiles, or why they are not used."""
-    if ceilings.tile_int8_ops_per_s > 0:
-        int8, bf16 = ceilings.tile_int8_ops_per_s, ceilings.tile_bf16_ops_per_s
-        return f"int8 {int8 / 1e9:.0f} GOP/s, BF16 {bf16 / 1e9:.0f} GOP/s"
-    if "amx_tile" in cpu_info("flags").split():
-        return f"is there but not used by the instruction set {ceilings.isa}"
-    return "not available"
 
 
 def run_check_env(dump_file: str | None) -> int:

@@ -18,7 +18,7 @@ void DefKv(pybind11::module_& m);
 void DefEngine(pybind11::module_& m);
 // encode_rows and decode_rows: the codecs over NumPy arrays, for tests and reports.
 void DefCodecs(pybind11::module_& m);
-// Profiling devices, their records, and the machine's ceilings. REQUIRES: Device is defined.
+// Profiling devices and their records. REQUIRES: Device is defined.
 void DefProfile(pybind11::module_& m);
 
 // Formats and qualities of the cache as properties of EngineConfig.

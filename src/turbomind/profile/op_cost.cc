@@ -9,7 +9,7 @@ namespace {
 
 constexpr int64_t kFloat = sizeof(float);
 
-// One position in one layer of the cache: K and V of every head.
+// Returns the bytes of one position in one layer: K and V of every head.
 int64_t TokenBytes(const KvLayerView& kv) {
   int64_t bytes = 0;
   for (const int side : {0, 1}) {
@@ -18,7 +18,7 @@ int64_t TokenBytes(const KvLayerView& kv) {
   return bytes * kv.kv_heads;
 }
 
-// A stretch of positions, empty where end <= begin.
+// A range of positions. It is empty if end <= begin.
 struct Stretch {
   int begin;
   int end;
@@ -29,8 +29,8 @@ struct Stretch {
   }
 };
 
-// Positions from `begin` on that some query up to `last` sees cold: those of a block from the query
-// on that leaves it behind, as far as the window reaches back.
+// Counts the positions from `begin` on that some query up to `last` reads from the quantized pool.
+// Queries read a block from this pool after it has left the 16-bit window.
 int64_t ColdPositions(const AttentionParams& p, int begin, int last) {
   const int length = p.rule.block_seq_len;
   int64_t count = 0;
@@ -42,8 +42,8 @@ int64_t ColdPositions(const AttentionParams& p, int begin, int last) {
   return count;
 }
 
-// What queries at [first, last] see. With hot blocks some positions are hot for the first of them
-// and cold for the last: they are read twice.
+// Returns the bytes that queries at [first, last] see. Some positions are in the 16-bit window of
+// the first query and in the quantized pool for the last one: they are read twice.
 int64_t VisibleBytes(const AttentionParams& p, int first, int last) {
   const int begin = FirstVisible(p.window, first);
   const Stretch seen = {begin, last + 1};
@@ -58,29 +58,22 @@ int64_t VisibleBytes(const AttentionParams& p, int first, int last) {
 OpCost AttentionCost(const AttentionParams& p, int first_seq, int last_seq) {
   OpCost cost;
   int64_t num_tokens = 0;
-  int64_t scores = 0;  // of one query head
   for (int seq = first_seq; seq < last_seq; ++seq) {
     const int tokens = p.batch.cu_seqlens[seq + 1] - p.batch.cu_seqlens[seq];
     const int last = p.batch.context_lens[seq] - 1;
     const int first = last + 1 - tokens;
     cost.kv_bytes += VisibleBytes(p, first, last);
-    for (int position = first; position <= last; ++position) {
-      scores += p.window > 0 ? std::min(position + 1, p.window) : position + 1;
-    }
     num_tokens += tokens;
   }
-  const int64_t width = int64_t{p.q_heads} * p.kv.head_dim;
-  cost.activation_bytes = 2 * num_tokens * width * kFloat;
-  cost.operations = 2 * 2 * scores * width;  // q · k, then the weight times v
+  cost.activation_bytes = 2 * num_tokens * p.q_heads * p.kv.head_dim * kFloat;
   return cost;
 }
 
 OpCost MultiplyCost(const PackedMatrix& weight, bool has_bias, int64_t num_rows) {
-  return {
-      .weight_bytes = weight.num_bytes(),
-      .activation_bytes =
-          ((has_bias ? weight.rows : 0) + num_rows * weight.cols + num_rows * weight.rows) * kFloat,
-      .operations = 2 * num_rows * weight.rows * weight.cols};
+  return {.weight_bytes = weight.num_bytes(),
+          .activation_bytes =
+              ((has_bias ? weight.rows : 0) + num_rows * weight.cols + num_rows * weight.rows) *
+              kFloat};
 }
 
 }  // namespace
@@ -89,7 +82,6 @@ void OpCost::Add(const OpCost& other) {
   weight_bytes += other.weight_bytes;
   kv_bytes += other.kv_bytes;
   activation_bytes += other.activation_bytes;
-  operations += other.operations;
 }
 
 OpCost CostOf(const EmbedParams& p) {
@@ -144,7 +136,7 @@ OpCost CostOf(const CombineExpertsParams& p) {
 OpCost CostOf(const ProcessKVParams& p) {
   const KvLayerView& written = p.hot.data != nullptr ? p.hot : p.kv;
   const int64_t read_heads = int64_t{p.q_heads} + 2 * int64_t{p.kv.kv_heads};
-  const int64_t written_heads = int64_t{p.q_heads} + p.kv.kv_heads;  // V stays as it is
+  const int64_t written_heads = int64_t{p.q_heads} + p.kv.kv_heads;  // V is not written back
   const int64_t tokens = p.batch.num_tokens;
   return {.kv_bytes = tokens * TokenBytes(written),
           .activation_bytes =
@@ -160,7 +152,7 @@ OpCost CostOf(const FlattenKVParams& p) {
   OpCost cost;
   for (int seq = 0; seq < p.batch.num_seqs; ++seq) {
     const int context = p.batch.context_lens[seq];
-    AttentionParams seen;  // the same positions as a query at the end
+    AttentionParams seen;  // a query at the end sees the same positions
     seen.kv = p.kv;
     seen.hot = p.hot;
     seen.rule = p.rule;

@@ -1,10 +1,7 @@
 #include "turbomind/profile/profiling_device.h"
 
-#include <algorithm>
 #include <chrono>
 #include <utility>
-
-#include "turbomind/core/check.h"
 
 namespace turbomind {
 namespace {
@@ -27,7 +24,7 @@ OpKey Key(OpKind kind, const KvLayerView& kv) {
   return {.kind = kind, .k_mode = kv.mode[0], .v_mode = kv.mode[1]};
 }
 
-// The outputs of all parts, in the format of the first.
+// Returns the key for the outputs of all parts, with the format of the first part.
 OpKey Key(const LinearParams& params) {
   OpKey key = Key(OpKind::kLinear);
   for (int i = 0; i < params.num_parts; ++i) {
@@ -39,7 +36,7 @@ OpKey Key(const LinearParams& params) {
   return key;
 }
 
-// All groups have one shape and format.
+// All experts have the same shape and format.
 OpKey Key(const GroupedLinearParams& params) {
   return params.num_experts == 0 ? Key(OpKind::kGroupedLinear)
                                  : Key(OpKind::kGroupedLinear, *params.experts[0].weight);
@@ -55,24 +52,15 @@ std::vector<PhaseProfile> EmptyPhases() {
 
 }  // namespace
 
-ProfilingDevice::ProfilingDevice(std::shared_ptr<Device> device, int64_t max_events)
-    : device_(std::move(device)),
-      max_events_(static_cast<size_t>(std::max<int64_t>(max_events, 0))),
-      phases_(EmptyPhases()) {
-  if (device_ == nullptr) {
-    throw InvalidArgument("profiling device: got no device");
-  }
-  if (max_events < 0) {
-    throw InvalidArgument("max_events: got " + std::to_string(max_events) + ", want 0 or more");
-  }
-}
+ProfilingDevice::ProfilingDevice(std::shared_ptr<Device> device)
+    : ForwardingDevice(std::move(device)), phases_(EmptyPhases()) {}
 
-Profile ProfilingDevice::profile() const {
+std::vector<PhaseProfile> ProfilingDevice::profile() const {
   const std::lock_guard lock(mutex_);
-  Profile result = {phases_, events_, num_dropped_events_};
-  AddStep(step_, result.phases);
-  std::erase_if(result.phases, [](const PhaseProfile& phase) { return phase.num_steps == 0; });
-  return result;
+  std::vector<PhaseProfile> phases = phases_;
+  AddStep(step_, phases);
+  std::erase_if(phases, [](const PhaseProfile& phase) { return phase.num_steps == 0; });
+  return phases;
 }
 
 void ProfilingDevice::Clear() {
@@ -80,16 +68,13 @@ void ProfilingDevice::Clear() {
   phases_ = EmptyPhases();
   is_cut_ = is_cut_ || step_.last_end_ns.has_value();
   step_ = {};
-  step_index_ = 0;
-  events_.clear();
-  num_dropped_events_ = 0;
 }
 
 template <class Fn>
 ProfilingDevice::Span ProfilingDevice::Time(const Fn& op) {
   const int64_t begin = NowNs();
   op();
-  device_->Synchronize();
+  inner().Synchronize();
   return {begin, NowNs()};
 }
 
@@ -113,27 +98,21 @@ void ProfilingDevice::Add(const OpKey& key, const OpCost& cost, const Span& span
   AddTo(step_.records, {key, 1, spent, cost});
   step_.nanoseconds += spent;
   step_.last_end_ns = span.end_ns;
-  if (events_.size() < max_events_) {
-    events_.push_back({key, step_index_, span.begin_ns, span.end_ns});
-  } else {
-    ++num_dropped_events_;
-  }
 }
 
-// The step before ends here, and so does the time after its last op.
+// Ends the previous step and the time after its last op.
 void ProfilingDevice::BeginStep(int64_t now_ns) {
   is_cut_ = false;
   if (!step_.last_end_ns) {
-    step_ = {};  // what a step that was cut, or threw, said of its phase
+    step_ = {};  // the previous step was cleared or threw
     return;
   }
   AddTo(step_.records, {Key(OpKind::kBetweenSteps), 1, now_ns - *step_.last_end_ns, {}});
   AddStep(step_, phases_);
   Step next;
-  next.records.swap(step_.records);  // keeps its memory
+  next.records.swap(step_.records);  // reuse the memory
   next.records.clear();
   step_ = std::move(next);
-  ++step_index_;
 }
 
 void ProfilingDevice::AddTo(std::vector<OpRecord>& records, const OpRecord& record) {
@@ -174,20 +153,20 @@ bool ProfilingDevice::InStep() const {
 
 void ProfilingDevice::Copy(void* to, const void* from, size_t num_bytes) {
   if (!InStep()) {
-    device_->Copy(to, from, num_bytes);
+    inner().Copy(to, from, num_bytes);
     return;
   }
-  Run(Key(OpKind::kCopy), CopyCost(num_bytes), [&] { device_->Copy(to, from, num_bytes); });
+  Run(Key(OpKind::kCopy), CopyCost(num_bytes), [&] { inner().Copy(to, from, num_bytes); });
 }
 
 void ProfilingDevice::RunStep(const StepParams& step, FunctionRef<void()> ops) {
   StepParams each = step;
   each.op_by_op = true;
-  device_->RunStep(each, ops);
+  inner().RunStep(each, ops);
 }
 
 void ProfilingDevice::Embed(const EmbedParams& params) {
-  const Span span = Time([&] { device_->Embed(params); });
+  const Span span = Time([&] { inner().Embed(params); });
   const std::lock_guard lock(mutex_);
   BeginStep(span.begin_ns);
   step_.num_tokens += params.num_tokens;
@@ -195,61 +174,61 @@ void ProfilingDevice::Embed(const EmbedParams& params) {
 }
 
 void ProfilingDevice::RmsNorm(const RmsNormParams& params) {
-  Run(Key(OpKind::kNorm), CostOf(params), [&] { device_->RmsNorm(params); });
+  Run(Key(OpKind::kNorm), CostOf(params), [&] { inner().RmsNorm(params); });
 }
 
 void ProfilingDevice::Linear(const LinearParams& params) {
-  Run(Key(params), CostOf(params), [&] { device_->Linear(params); });
+  Run(Key(params), CostOf(params), [&] { inner().Linear(params); });
 }
 
 void ProfilingDevice::GatedActivation(const GatedActivationParams& params) {
-  Run(Key(OpKind::kActivation), CostOf(params), [&] { device_->GatedActivation(params); });
+  Run(Key(OpKind::kActivation), CostOf(params), [&] { inner().GatedActivation(params); });
 }
 
 void ProfilingDevice::GroupedLinear(const GroupedLinearParams& params) {
   const auto num_experts = static_cast<size_t>(params.num_experts);
   offsets_.resize(num_experts + 1);
   if (num_experts > 0) {
-    device_->Copy(offsets_.data(), params.offsets, offsets_.size() * sizeof(int32_t));
-    device_->Synchronize();
+    inner().Copy(offsets_.data(), params.offsets, offsets_.size() * sizeof(int32_t));
+    inner().Synchronize();
   }
-  Run(Key(params), CostOf(params, offsets_.data()), [&] { device_->GroupedLinear(params); });
+  Run(Key(params), CostOf(params, offsets_.data()), [&] { inner().GroupedLinear(params); });
 }
 
 void ProfilingDevice::RouteExperts(const RouteExpertsParams& params) {
-  Run(Key(OpKind::kRouteExperts), CostOf(params), [&] { device_->RouteExperts(params); });
+  Run(Key(OpKind::kRouteExperts), CostOf(params), [&] { inner().RouteExperts(params); });
 }
 
 void ProfilingDevice::GroupRows(const GroupRowsParams& params) {
-  Run(Key(OpKind::kRouteExperts), {}, [&] { device_->GroupRows(params); });
+  Run(Key(OpKind::kRouteExperts), {}, [&] { inner().GroupRows(params); });
 }
 
 void ProfilingDevice::CombineExperts(const CombineExpertsParams& params) {
-  Run(Key(OpKind::kCombineExperts), CostOf(params), [&] { device_->CombineExperts(params); });
+  Run(Key(OpKind::kCombineExperts), CostOf(params), [&] { inner().CombineExperts(params); });
 }
 
 void ProfilingDevice::ProcessKV(const ProcessKVParams& params) {
-  Run(Key(OpKind::kProcessKv, params.kv), CostOf(params), [&] { device_->ProcessKV(params); });
+  Run(Key(OpKind::kProcessKv, params.kv), CostOf(params), [&] { inner().ProcessKV(params); });
 }
 
 void ProfilingDevice::QuantiseBlocks(const QuantiseBlocksParams& params) {
   Run(Key(OpKind::kQuantiseBlocks, params.kv), CostOf(params),
-      [&] { device_->QuantiseBlocks(params); });
+      [&] { inner().QuantiseBlocks(params); });
 }
 
 void ProfilingDevice::FlattenKV(const FlattenKVParams& params) {
-  Run(Key(OpKind::kFlattenKv, params.kv), CostOf(params), [&] { device_->FlattenKV(params); });
+  Run(Key(OpKind::kFlattenKv, params.kv), CostOf(params), [&] { inner().FlattenKV(params); });
 }
 
 void ProfilingDevice::PrefillAttention(const AttentionParams& params) {
-  const Span span = Time([&] { device_->PrefillAttention(params); });
+  const Span span = Time([&] { inner().PrefillAttention(params); });
   const std::lock_guard lock(mutex_);
   step_.prefills = true;
   Add(Key(OpKind::kPrefillAttention, params.kv), PrefillCost(params), span);
 }
 
 void ProfilingDevice::DecodeAttention(const AttentionParams& params) {
-  const Span span = Time([&] { device_->DecodeAttention(params); });
+  const Span span = Time([&] { inner().DecodeAttention(params); });
   const std::lock_guard lock(mutex_);
   step_.decodes = true;
   Add(Key(OpKind::kDecodeAttention, params.kv), DecodeCost(params), span);

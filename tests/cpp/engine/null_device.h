@@ -8,7 +8,7 @@
 
 #include "engine/ops_refusing_device.h"
 #include "turbomind/core/check.h"
-#include "turbomind/ops/device.h"
+#include "turbomind/profile/forwarding_device.h"
 
 namespace turbomind::testing {
 
@@ -20,58 +20,7 @@ class NullDevice : public OpsRefusingDevice {
   void Release(void* memory, size_t) override { std::free(memory); }
 };
 
-// Hands everything to another device.
-class ForwardingDevice : public Device {
- public:
-  explicit ForwardingDevice(std::shared_ptr<Device> device) : device_(std::move(device)) {}
-  DeviceCapability capability() const override { return device_->capability(); }
-  std::string name() const override { return device_->name(); }
-  void RequireAttention(const KvLayerView& layer) const override {
-    device_->RequireAttention(layer);
-  }
-  void* Reserve(size_t num_bytes) override { return device_->Reserve(num_bytes); }
-  void Release(void* memory, size_t n) override { device_->Release(memory, n); }
-  void Copy(void* to, const void* from, size_t n) override { device_->Copy(to, from, n); }
-  void Synchronize() override { device_->Synchronize(); }
-  void* ReadBack(void* memory, size_t n) override { return device_->ReadBack(memory, n); }
-  void RunStep(const StepParams& step, FunctionRef<void()> ops) override {
-    device_->RunStep(step, ops);
-  }
-  int num_host_threads() const override { return device_->num_host_threads(); }
-  void ForEachOnHost(int64_t num_items, FunctionRef<void(int64_t item, int thread)> fn) override {
-    device_->ForEachOnHost(num_items, fn);
-  }
-  std::unique_ptr<PackedMatrix> PackMatrix(const MatrixSource& source, bool exact) override {
-    return device_->PackMatrix(source, exact);
-  }
-  void Embed(const EmbedParams& params) override { device_->Embed(params); }
-  void FillRope(const FillRopeParams& params) override { device_->FillRope(params); }
-  void RmsNorm(const RmsNormParams& params) override { device_->RmsNorm(params); }
-  void Linear(const LinearParams& params) override { device_->Linear(params); }
-  void GatedActivation(const GatedActivationParams& params) override {
-    device_->GatedActivation(params);
-  }
-  void GroupedLinear(const GroupedLinearParams& params) override { device_->GroupedLinear(params); }
-  void RouteExperts(const RouteExpertsParams& params) override { device_->RouteExperts(params); }
-  void GroupRows(const GroupRowsParams& params) override { device_->GroupRows(params); }
-  void CombineExperts(const CombineExpertsParams& params) override {
-    device_->CombineExperts(params);
-  }
-  void ProcessKV(const ProcessKVParams& params) override { device_->ProcessKV(params); }
-  void QuantiseBlocks(const QuantiseBlocksParams& params) override {
-    device_->QuantiseBlocks(params);
-  }
-  void FlattenKV(const FlattenKVParams& params) override { device_->FlattenKV(params); }
-  void PrefillAttention(const AttentionParams& params) override {
-    device_->PrefillAttention(params);
-  }
-  void DecodeAttention(const AttentionParams& params) override { device_->DecodeAttention(params); }
-  bool ArgMaxRows(const ArgMaxRowsParams& params) override { return device_->ArgMaxRows(params); }
-  bool DrawRows(const DrawRowsParams& params) override { return device_->DrawRows(params); }
-
- private:
-  std::shared_ptr<Device> device_;
-};
+using turbomind::ForwardingDevice;
 
 // A latch that opens once and stays open.
 class Gate {

@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-import time
 import warnings
-from types import SimpleNamespace
 
 import pytest
 
@@ -25,27 +23,16 @@ def test_report(capsys, tmp_path):
     assert path.read_text() == text
 
 
-def test_speed_of_the_default_device(capsys, monkeypatch):
-    begun = time.perf_counter()
-    lines = list(check_env.speed())
-    took = time.perf_counter() - begun
+def test_cpu_device_line_names_the_isa_and_reports_an_unknown_one(capsys, monkeypatch):
     threads = resources.usable_cores()
-    assert re.match(rf"device: cpu \(\w+, {threads} threads?\); ", lines[0])
-    found = re.match(r"reads: ([\d.]+) GB/s from memory", lines[1])
-    assert found and float(found[1]) > 0
-    assert re.match(r"products: int8 \d+ GOP/s, BF16 .*, FP32 \d+ GOP/s; AMX ", lines[2])
-    assert took < 10  # 0.3 s on a quiet machine
+    (line,) = check_env.cpu_device()
+    assert re.match(rf"device: cpu \(\w+, {threads} threads?\); ", line)
     monkeypatch.setenv("LMDEPLOY_CPU_ISA", "scalar")
-    assert next(check_env.speed()).startswith("device: cpu (scalar")
+    assert next(check_env.cpu_device()).startswith("device: cpu (scalar")
     monkeypatch.setenv("LMDEPLOY_CPU_ISA", "neon")
-    assert 'got "neon"' in next(check_env.speed())
+    assert 'got "neon"' in next(check_env.cpu_device())
     assert main(["check_env"]) == 0
     assert "device: ERROR LMDEPLOY_CPU_ISA" in capsys.readouterr().out
-
-
-def test_nothing_is_measured_where_memory_is_short(monkeypatch):
-    monkeypatch.setattr(check_env, "free_memory_bytes", lambda: 1 << 30)
-    assert list(check_env.speed())[1:] == ["speed: not measured, less than 2 GiB are free"]
 
 
 @pytest.fixture
@@ -70,22 +57,6 @@ def test_a_quota_limits_the_cores(monkeypatch, set_files, written, quota, cores)
     assert resources.usable_cores() == cores
     text = "no cgroup quota" if quota is None else f"cgroup quota {quota}"
     assert check_env.core_limits() == f"affinity 8 of {check_env.os.cpu_count()}, {text}"
-
-
-@pytest.mark.parametrize(
-    ("flags", "tile_rate", "text"),
-    [
-        ("fpu amx_bf16 amx_tile", 3e12, "int8 3000 GOP/s, BF16 1500 GOP/s"),
-        ("fpu amx_bf16 amx_tile", 0.0, "is there but not used by the instruction set avx512"),
-        ("fpu avx2", 0.0, "not available"),
-    ],
-)
-def test_amx_is_named(monkeypatch, flags, tile_rate, text):
-    monkeypatch.setattr(check_env, "cpu_info", lambda key: flags)
-    ceilings = SimpleNamespace(
-        isa="avx512", tile_int8_ops_per_s=tile_rate, tile_bf16_ops_per_s=tile_rate / 2
-    )
-    assert check_env.amx_support(ceilings) == text
 
 
 @pytest.fixture

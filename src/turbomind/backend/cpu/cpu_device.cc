@@ -86,19 +86,15 @@ class CpuDevice final : public Device {
     if (isa_ == "amx") {
       amx::FillDenseKernels(dense_);
       amx::FillKvKernels(kv_);
-      amx::FillCeilingKernels(ceilings_);
     } else if (isa_ == "avx512") {
       avx512::FillDenseKernels(dense_);
       avx512::FillKvKernels(kv_);
-      avx512::FillCeilingKernels(ceilings_);
     } else if (isa_ == "avx2") {
       avx2::FillDenseKernels(dense_);
       avx2::FillKvKernels(kv_);
-      avx2::FillCeilingKernels(ceilings_);
     } else {
       scalar::FillDenseKernels(dense_);
       scalar::FillKvKernels(kv_);
-      scalar::FillCeilingKernels(ceilings_);
     }
   }
 
@@ -161,18 +157,11 @@ class CpuDevice final : public Device {
     CpuDecodeAttention(kv_, pool_, kv_scratch_, params);
   }
 
-  CpuCeilings MeasureOwnCeilings(double seconds) {
-    CpuCeilings result = MeasureCeilings(ceilings_, pool_, seconds);
-    result.isa = isa_;
-    return result;
-  }
-
  private:
   ThreadPool pool_;
   std::string isa_;
   CpuDenseKernels dense_;
   CpuKvKernels kv_;
-  CpuCeilingKernels ceilings_;
   MatrixArena arena_;
   CpuLinearScratch linear_scratch_;
   CpuKvScratch kv_scratch_;
@@ -200,14 +189,6 @@ std::unique_ptr<Device> MakeCpuDevice(int num_threads, std::string_view isa) {
                           std::to_string(kMaxThreads));
   }
   return std::make_unique<CpuDevice>(num_threads, ResolveIsa(isa));
-}
-
-CpuCeilings MeasureCpuCeilings(Device& device, double seconds) {
-  auto* const cpu = dynamic_cast<CpuDevice*>(&device);
-  if (cpu == nullptr) {
-    throw InvalidArgument("ceilings: got the device " + device.name() + ", want a CPU device");
-  }
-  return cpu->MeasureOwnCeilings(seconds);
 }
 
 }  // namespace turbomind

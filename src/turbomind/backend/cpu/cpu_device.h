@@ -5,7 +5,6 @@
 #include <string_view>
 #include <vector>
 
-#include "turbomind/backend/cpu/ceilings.h"
 #include "turbomind/ops/device.h"
 
 namespace turbomind {
@@ -17,9 +16,5 @@ std::vector<std::string> AvailableCpuIsas();
 // A CPU device with its own thread pool. `isa` is one of AvailableCpuIsas(), or empty for the best
 // one (LMDEPLOY_CPU_ISA in the environment pins it). Throws InvalidArgument naming the choices.
 std::unique_ptr<Device> MakeCpuDevice(int num_threads, std::string_view isa = "");
-
-// What the cores and the memory allow that a CPU device uses; see ceilings.h. Throws
-// InvalidArgument for any other device. REQUIRES: no engine runs a step on it meanwhile.
-CpuCeilings MeasureCpuCeilings(Device& device, double seconds);
 
 }  // namespace turbomind
