@@ -1,10 +1,11 @@
-"""Concurrent streaming clients against our server and llama.cpp's, in turns.
+"""Concurrent streaming clients against our server and llama.cpp's server, in turns.
 
     python benchmarks/bench_server.py --model smollm2 --llama-server BUILD/bin/llama-server
+    python benchmarks/bench_server.py --model smollm2 --starts 5
 
 16 clients, 512 tokens in, 128 out: requests per second, time to the first token, time per token.
-llama.cpp's server has a slot per client, continuous batching and the fastest of its KV types with
-flash attention on and off. It builds from the sources that llama-cpp-python comes with:
+llama-server has one slot per client, continuous batching and the fastest of three KV settings. It
+builds from the sources of llama-cpp-python:
 
     pip download --no-binary llama-cpp-python --no-deps llama-cpp-python==0.3.36
     tar xf llama_cpp_python-0.3.36.tar.gz
@@ -14,240 +15,430 @@ flash attention on and off. It builds from the sources that llama-cpp-python com
         -DLLAMA_BUILD_EXAMPLES=OFF
     ninja -C build-llama llama-server
 
-(On a CPU with AMX, with the compiler and the flags of docs/performance.md, "Measure it yourself":
-gcc 12 miscompiles that path.) Both servers stay up during the run; the one that is not asked
-sleeps. All prompts are different, given as token ids, and answers run to their limit.
+On a CPU with AMX, use the compiler and the flags of docs/performance.md, "Measure it yourself":
+gcc 12 miscompiles that code. Both servers stay up during the run, and the idle one sleeps. All
+prompts differ and are given as token ids. Answers run to their limit.
+
+--starts N measures the seconds from the command to the first 200 on /health instead: one start with
+an empty weight cache, then N starts with the cache.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import json
 import os
+import socket
+import statistics
+import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from server_load import Load, LoadResult, run_load
-from server_processes import (
-    EVERY_PEER_SETTING,
-    MODEL_NAME,
-    PeerServerSetting,
-    ServerShape,
-    llama_server_command,
-    our_command,
-    running,
-)
-from targets import BY_NAME, FP4, Runs, Target, as_trial, row_of
+import numpy as np
 
+MODEL_NAME = "measured"
+FIRST_WORD_ID, LAST_WORD_ID = 300, 40_000  # above special tokens and single bytes
+MAX_EVENT_BYTES = 1 << 20
+REQUEST_TIMEOUT_S = 1800.0
+START_SECONDS, STOP_SECONDS, POLL_SECONDS = 600.0, 15.0, 0.05
+CACHE_SECONDS = 300.0
 SLOT_MARGIN = 64
-FULL_SIZE = 3  # settings that run the whole load before one is chosen
-WARM_PROMPT, WARM_ANSWER = 8, 8
+TAIL_BYTES = 1500
+
+
+@dataclass(frozen=True)
+class LlamaServerSetting:
+    """KV types and flash attention of llama-server."""
+
+    k: str
+    v: str
+    flash_attention: bool
+
+    @property
+    def name(self) -> str:
+        """The name in tables and on the command line."""
+        types = self.k if self.k == self.v else f"{self.k} keys, {self.v} values"
+        return types + (", flash attention" if self.flash_attention else "")
+
+    @classmethod
+    def named(cls, name: str) -> LlamaServerSetting:
+        """Return the setting with this name."""
+        for setting in SERVER_SETTINGS:
+            if setting.name == name:
+                return setting
+        names = ", ".join(repr(setting.name) for setting in SERVER_SETTINGS)
+        raise ValueError(
+            f"--peer-setting {name!r} is unknown to the server; choose one of {names}."
+        )
+
+
+SERVER_SETTINGS = (
+    LlamaServerSetting("f16", "f16", True),
+    LlamaServerSetting("q8_0", "f16", False),
+    LlamaServerSetting("q4_0", "q4_0", True),
+)
 
 
 @dataclass(frozen=True)
 class ServerBench:
-    """What is measured."""
+    """The load of one measurement: `clients` clients send `requests` requests each."""
 
     model: str
     vocab_size: int
-    load: Load
     llama_server: Path
     threads: int
-    mode: str = FP4
-    quality: str = ""
+    clients: int = 16
+    requests: int = 1
+    prompt_tokens: int = 512
+    answer_tokens: int = 128
+    mode: str = "nvfp4"
 
     @property
-    def shape(self) -> ServerShape:
-        """Room for one request per client."""
-        length = self.load.prompt_tokens + self.load.answer_tokens + SLOT_MARGIN
-        return ServerShape(self.load.clients, -(-length // 256) * 256, self.threads)
-
-    def run(self, port: int, seed: int, *, load: Load | None = None) -> LoadResult:
-        """One run; other seeds have other prompts."""
-        return run_load(
-            port, load or self.load, model=MODEL_NAME, vocab_size=self.vocab_size, seed=seed
+    def load_text(self) -> str:
+        """The load in words, for results."""
+        return (
+            f"{self.clients} clients with {self.requests} requests each, {self.prompt_tokens} in, "
+            f"{self.answer_tokens} out"
         )
 
-    @contextmanager
-    def peer(self, setting: PeerServerSetting) -> Iterator[int]:
-        """llama.cpp's server; yields its port."""
-        command = llama_server_command(
-            self.llama_server, self.model, setting=setting, shape=self.shape
+    @property
+    def session_len(self) -> int:
+        """Slots of one request, rounded up to 256."""
+        return -(-(self.prompt_tokens + self.answer_tokens + SLOT_MARGIN) // 256) * 256
+
+    def our_command(self) -> list[str]:
+        """Return the command of our server; the port comes last."""
+        return [
+            *(sys.executable, "-m", "lmdeploy", "serve", "api_server", self.model),
+            *("--server-name", "127.0.0.1", "--model-name", MODEL_NAME, "--log-level", "ERROR"),
+            *("--quant-policy", self.mode, "--max-batch-size", str(self.clients)),
+            *("--session-len", str(self.session_len), "--num-threads", str(self.threads)),
+            "--server-port",
+        ]
+
+    def llama_command(self, setting: LlamaServerSetting) -> list[str]:
+        """Return the command of llama-server; the port comes last."""
+        return [
+            *(str(self.llama_server), "--model", self.model, "--host", "127.0.0.1"),
+            *("--alias", MODEL_NAME, "--parallel", str(self.clients)),
+            *("--ctx-size", str(self.clients * self.session_len)),
+            *("--threads", str(self.threads), "--threads-batch", str(self.threads)),
+            *("--cache-type-k", setting.k, "--cache-type-v", setting.v),
+            *("--flash-attn", "on" if setting.flash_attention else "off", "--cont-batching"),
+            *("--no-kv-unified", "--cache-ram", "0", "--no-webui", "--log-disable", "--port"),
+        ]
+
+    def bodies(self, seed: int) -> list[bytes]:
+        """Return greedy streaming requests. No two prompts of any seed begin alike."""
+        rng = np.random.default_rng(seed)
+        shape = (self.clients * self.requests, self.prompt_tokens)
+        ids = rng.integers(FIRST_WORD_ID, min(self.vocab_size, LAST_WORD_ID), shape).tolist()
+        fields = {
+            "model": MODEL_NAME,
+            "max_tokens": self.answer_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        return [json.dumps({**fields, "prompt": prompt}).encode() for prompt in ids]
+
+    def run(self, port: int, seed: int) -> LoadResult:
+        """Send all requests. The clock runs from the first request to the last answer."""
+        bodies = self.bodies(seed)
+        begun = time.perf_counter()
+        answers = asyncio.run(self._clients(port, bodies))
+        return summarize(answers, time.perf_counter() - begun)
+
+    async def _clients(self, port: int, bodies: Sequence[bytes]) -> list[Answer]:
+        async def client(own: Sequence[bytes]) -> list[Answer]:
+            lengths = (self.prompt_tokens, self.answer_tokens)
+            return [
+                await asyncio.wait_for(send(port, body, lengths=lengths), REQUEST_TIMEOUT_S)
+                for body in own
+            ]
+
+        tasks = [client(bodies[i :: self.clients]) for i in range(self.clients)]
+        return [answer for answers in await asyncio.gather(*tasks) for answer in answers]
+
+    def speeds_of_settings(self) -> dict[str, float]:
+        """Return requests per second of every setting of llama-server, after a small warm-up."""
+        warm = replace(self, requests=1, prompt_tokens=8, answer_tokens=8)
+        speeds: dict[str, float] = {}
+        for setting in SERVER_SETTINGS:
+            try:
+                with running(self.llama_command(setting)) as port:
+                    warm.run(port, 2)
+                    speeds[setting.name] = self.run(port, 1).requests_per_s
+            except RuntimeError as error:
+                print(f"llama-server, {setting.name}: skipped: {error}", file=sys.stderr)
+        return speeds
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The time at which a request was sent and at which each piece of its text arrived."""
+
+    sent: float
+    pieces: list[float]
+    tokens: int
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """Figures of one run, times in seconds.
+
+    A piece is the text of one event: a token, or several tokens that form a character together.
+    99 % of the pieces arrived within `p99_token` after the previous piece.
+    """
+
+    requests_per_s: float
+    tokens_per_s: float
+    p50_token: float
+    p99_token: float
+    p50_first: float
+    p99_first: float
+    pieces_per_token: float
+
+    @property
+    def text(self) -> str:
+        """The times in words, for notes."""
+        return (
+            f"first token {self.p50_first:.3g} s (p99 {self.p99_first:.3g}), token "
+            f"{self.p50_token * 1e3:.3g} ms (p99 {self.p99_token * 1e3:.3g}), "
+            f"{self.pieces_per_token:.2f} pieces per token"
         )
-        with running(command) as port:
-            yield port
 
 
-def search(bench: ServerBench) -> dict[str, float]:
-    """Requests per second of every setting, for one request per client of a quarter of the size."""
-    load = bench.load
-    tried = replace(
-        load,
-        requests=1,
-        prompt_tokens=max(2, load.prompt_tokens // 4),
-        answer_tokens=max(2, load.answer_tokens // 4),
-    )
-    return speeds_of(bench, EVERY_PEER_SETTING, load=tried)
-
-
-def at_full_size(bench: ServerBench, order: Sequence[str]) -> dict[str, float]:
-    """Requests per second of the whole load, of the first FULL_SIZE names of a ranking."""
-    return speeds_of(bench, [setting_named(name) for name in order[:FULL_SIZE]], load=bench.load)
-
-
-def speeds_of(
-    bench: ServerBench, settings: Sequence[PeerServerSetting], *, load: Load
-) -> dict[str, float]:
-    """Requests per second of one run each, after a small one that does not count."""
-    warm = replace(load, requests=1, prompt_tokens=WARM_PROMPT, answer_tokens=WARM_ANSWER)
-    speeds: dict[str, float] = {}
-    for setting in settings:
-        try:
-            with bench.peer(setting) as port:
-                bench.run(port, 2, load=warm)
-                speeds[setting.name] = bench.run(port, 1, load=load).requests_per_s
-        except RuntimeError as error:
-            print(f"llama-server, {setting.name}: left out: {error}", file=sys.stderr)
-            continue
-        print(f"llama-server, {setting.name}: {speeds[setting.name]:.3g} requests/s", flush=True)
-    return speeds
-
-
-def setting_named(name: str) -> PeerServerSetting:
-    """ValueError for a name that is not in the list."""
-    for setting in EVERY_PEER_SETTING:
-        if setting.name == name:
-            return setting
-    raise ValueError(
-        f"peer setting: got {name!r}, wanted one of {[s.name for s in EVERY_PEER_SETTING]}"
+def summarize(answers: Sequence[Answer], seconds: float) -> LoadResult:
+    """Return the figures of a run. ValueError is raised if there are no two pieces to time."""
+    gaps = [b - a for x in answers for a, b in zip(x.pieces, x.pieces[1:], strict=False)]
+    if not gaps:
+        raise ValueError(f"none of {len(answers)} answers has two pieces to time")
+    tokens = sum(answer.tokens for answer in answers)
+    firsts = [answer.pieces[0] - answer.sent for answer in answers]
+    return LoadResult(
+        requests_per_s=len(answers) / seconds,
+        tokens_per_s=tokens / seconds,
+        p50_token=statistics.median(gaps),
+        p99_token=float(np.percentile(gaps, 99)),
+        p50_first=statistics.median(firsts),
+        p99_first=float(np.percentile(firsts, 99)),
+        pieces_per_token=sum(len(answer.pieces) for answer in answers) / tokens,
     )
 
 
-def measure(
-    bench: ServerBench, setting: PeerServerSetting, *, repeats: int
+async def send(port: int, body: bytes, *, lengths: tuple[int, int]) -> Answer:
+    """Send one request and read its answer.
+
+    Parsing waits until the answer is complete, because client and server share the cores.
+    """
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=MAX_EVENT_BYTES)
+    try:
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        sent = time.perf_counter()
+        writer.write(head.encode() + body)
+        await writer.drain()
+        lines: list[tuple[float, bytes]] = []
+        status = await reader.readline()
+        while line := await reader.readline():
+            if line.startswith(b"data:"):
+                lines.append((time.perf_counter(), line))
+            elif not status.startswith(b"HTTP/1.1 200"):
+                status += line
+    finally:
+        writer.close()
+    if not status.startswith(b"HTTP/1.1 200"):
+        raise RuntimeError(f"the server answered {status[:1000].decode(errors='replace')}")
+    return read_answer(sent, lines, lengths=lengths)
+
+
+def read_answer(
+    sent: float, lines: Sequence[tuple[float, bytes]], *, lengths: tuple[int, int]
+) -> Answer:
+    """Parse the events of a stream. RuntimeError is raised for errors and for wrong lengths."""
+    pieces: list[float] = []
+    usage: dict[str, Any] = {}
+    for at, line in lines:
+        text = line[len(b"data:") :].strip()
+        if text == b"[DONE]":
+            break
+        event = json.loads(text)
+        if "error" in event:
+            raise RuntimeError(f"the server answered {event['error']}")
+        if any(choice.get("text") for choice in event.get("choices", ())):
+            pieces.append(at)
+        usage = event.get("usage") or usage
+    else:
+        raise RuntimeError(f"the stream ended after {len(lines)} events without [DONE]")
+    got = (usage.get("prompt_tokens"), usage.get("completion_tokens"))
+    if got != lengths or len(pieces) < 2:
+        raise RuntimeError(
+            f"the answer has {got[0]} prompt tokens and {got[1]} tokens in {len(pieces)} pieces; "
+            f"the request asked for {lengths[0]} and {lengths[1]}"
+        )
+    return Answer(sent, pieces, lengths[1])
+
+
+def measure_servers(
+    bench: ServerBench, setting: LlamaServerSetting, *, repeats: int
 ) -> dict[str, list[LoadResult]]:
-    """`ours` and `peer`: runs in turns, after one short run of each that does not count."""
-    warm = replace(bench.load, requests=1, answer_tokens=8)
+    """Return the alternating runs `ours` and `peer`, after a short warm-up of each server."""
+    warm = replace(bench, requests=1, answer_tokens=8)
     results: dict[str, list[LoadResult]] = {"peer": [], "ours": []}
-    command = our_command(bench.model, bench.mode, shape=bench.shape)
-    with running(command) as our_port, bench.peer(setting) as peer_port:
-        ports = {"peer": peer_port, "ours": our_port}
+    with running(bench.our_command()) as ours, running(bench.llama_command(setting)) as peer:
+        ports = {"peer": peer, "ours": ours}
         for port in ports.values():
-            bench.run(port, 2, load=warm)
+            warm.run(port, 2)
         for turn in range(repeats):
             for name in ports if turn % 2 == 0 else reversed(ports):
                 result = bench.run(ports[name], 3 + turn)
                 results[name].append(result)
-                print(f"run {turn + 1}, {name}: {asdict(result)}", flush=True)
+                print(f"run {turn + 1}, {name}: {result.requests_per_s:.3g} requests/s", flush=True)
     return results
 
 
-def runs_of(
-    bench: ServerBench, results: dict[str, list[LoadResult]], *, field: str, peer_setting: str
-) -> Runs:
-    """One figure of all runs, with the others in the note."""
-    values = {name: [getattr(r, field) for r in runs] for name, runs in results.items()}
-    notes = []
-    for name, runs in results.items():
-        middle = sorted(runs, key=lambda r: r.requests_per_s)[len(runs) // 2]
-        notes.append(
-            f"{name}: first token {middle.p50_first:.3g} s (p99 {middle.p99_first:.3g}), token "
-            f"{middle.p50_token * 1e3:.3g} ms (p99 {middle.p99_token * 1e3:.3g}, mean of the "
-            f"slowest requests {middle.p99_request_mean * 1e3:.3g}), "
-            f"{middle.pieces_per_token:.2f} pieces per token"
+@contextmanager
+def running(command: Sequence[str]) -> Iterator[int]:
+    """Start a server, wait until /health answers 200, yield its port, and stop it at the end.
+
+    RuntimeError with the end of the log is raised if the server does not start.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            [*command, str(port)],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
-    load = bench.load
-    ours = (
-        f"{bench.mode}, {bench.quality}, {load.clients} clients with {load.requests} requests each"
-    )
-    return Runs(values["ours"], values["peer"], ours, peer_setting, "; ".join(notes))
+        try:
+            _wait(process, f"http://127.0.0.1:{port}/health", log=log)
+            yield port
+        finally:
+            process.terminate()
+            try:
+                process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
-def target_runs(bench: ServerBench, setting: PeerServerSetting, *, repeats: int) -> dict[str, Runs]:
-    """Of the targets `server-requests` and `server-p99`."""
-    results = measure(bench, setting, repeats=repeats)
-    name = f"llama-server, {setting.name}"
-    fields = {"server-requests": "requests_per_s", "server-p99": "p99_token"}
-    return {
-        target: runs_of(bench, results, field=field, peer_setting=name)
-        for target, field in fields.items()
-    }
+def _wait(process: subprocess.Popen[bytes], url: str, *, log: IO[bytes]) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    why = f"no answer from {url} within {START_SECONDS:.0f} s"
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            why = f"the server ended with {process.returncode}"
+            break
+        try:
+            with urllib.request.urlopen(url, timeout=5) as reply:
+                if reply.status == 200:
+                    return
+        except OSError:
+            pass
+        time.sleep(POLL_SECONDS)
+    log.seek(0, os.SEEK_END)
+    log.seek(max(0, log.tell() - TAIL_BYTES))
+    raise RuntimeError(f"{why}: {log.read().decode(errors='replace')}")
 
 
-def fastest(speeds: dict[str, Any]) -> PeerServerSetting:
-    """The setting with the most requests per second. RuntimeError when none ran."""
-    if not speeds:
-        raise RuntimeError("llama-server ran with none of its settings")
-    return setting_named(max(speeds, key=lambda name: speeds[name]))
+def start_seconds(command: Sequence[str], *, until: Callable[[], bool] = lambda: True) -> float:
+    """Return the seconds of one start. The server stops when `until` returns true."""
+    begun = time.perf_counter()
+    with running(command):
+        seconds = time.perf_counter() - begun
+        deadline = time.monotonic() + CACHE_SECONDS
+        while not until():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the weight cache was not written in {CACHE_SECONDS:.0f} s")
+            time.sleep(POLL_SECONDS)
+    return seconds
 
 
-def not_the_target(target: Target, load: Load) -> str | None:
-    """What the load is where it is other work than the target's."""
-    cell = target.cell
-    if (load.clients, load.prompt_tokens, load.answer_tokens) == (
-        cell.batch,
-        cell.context,
-        cell.steps,
-    ):
-        return None
-    return f"{load.clients} clients, {load.prompt_tokens} in, {load.answer_tokens} out"
+def measure_starts(bench: ServerBench, count: int) -> None:
+    """Print the seconds of a start without the weight cache and of `count` starts with it."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {"LMDEPLOY_CACHE": "1", "LMDEPLOY_CACHE_DIR": folder}
+        command = bench.our_command()
+        first = start_seconds(command, until=lambda: any(Path(folder).glob("*.packed")))
+        later = [start_seconds(command) for _ in range(count)]
+    print(f"first start  {first:6.2f} s")
+    shown = ", ".join(f"{seconds:.2f}" for seconds in later)
+    print(f"later starts {statistics.median(later):6.2f} s (median of {shown})")
 
 
 def run(options: argparse.Namespace) -> None:
-    """Searches, measures, writes both rows."""
-    from our_engine import quality_of
-    from results_file import ResultsFile, describe_machine
-    from target_suite import format_row
+    """Measure both servers and write the rows."""
+    from results import ResultsFile, describe_machine
+    from targets import BY_NAME, SuiteOptions, TargetRow, as_trial, format_row, row_of, server_runs
 
     from lmdeploy.engine.model_files import open_files
 
     info = open_files(options.model).info
-    file = ResultsFile(options.json)
-    file.measured_on(describe_machine(options.num_threads))
-    load = Load(options.clients, options.requests, options.prompt_tokens, options.answer_tokens)
     bench = ServerBench(
         str(info.path),
         info.config.vocab_size,
-        load,
-        options.llama_server,
+        llama_server=options.llama_server or Path(),
         threads=options.num_threads,
-        quality=quality_of(FP4),
+        clients=options.clients,
+        requests=options.requests,
+        prompt_tokens=options.prompt_tokens,
+        answer_tokens=options.answer_tokens,
     )
+    if options.starts:
+        measure_starts(bench, options.starts)
+        return
+    file = ResultsFile(options.json, make_row=lambda fields: TargetRow(**fields))
+    file.measured_on(describe_machine(options.num_threads))
+    suite = SuiteOptions(options.num_threads, options.repeats, peer_setting=options.peer_setting)
     name = Path(info.path).stem
-    if options.peer_setting:
-        setting = setting_named(options.peer_setting)
-    else:
-        key = f"{name}: llama-server, {load.clients} clients, {load.prompt_tokens} tokens in"
-        tried = file.search(f"{key}, a quarter of the load", lambda: search(bench))
-        order = sorted(tried, key=lambda name: -float(tried[name]))
-        setting = fastest(file.search(f"{key}, whole", lambda: at_full_size(bench, order)))
-    for target, runs in target_runs(bench, setting, repeats=options.repeats).items():
+    for target, runs in server_runs(bench, file, model=name, options=suite).items():
         row = row_of(BY_NAME[target], runs, model=name)
-        if (why := not_the_target(BY_NAME[target], load)) is not None:
-            row = as_trial(row, why)
+        cell = BY_NAME[target].cell
+        if (cell.batch, cell.context, cell.steps) != (
+            bench.clients,
+            bench.prompt_tokens,
+            bench.answer_tokens,
+        ):
+            row = as_trial(row, bench.load_text)
         file.add(row)
         print(format_row(row))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, write the JSON file."""
+    """Measure, print and write the JSON file."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="smollm2", help="GGUF file or smollm2")
-    parser.add_argument("--json", type=Path, help="add the rows to this file")
-    parser.add_argument("--llama-server", type=Path, required=True, help="its binary")
-    parser.add_argument("--peer-setting", help="its KV types by name, instead of a search")
-    parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--requests", type=int, default=1, help="of each client (default: 1)")
-    parser.add_argument("--prompt-tokens", type=int, default=512)
-    parser.add_argument("--answer-tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--num-threads", type=int, default=len(os.sched_getaffinity(0)))
+    add = parser.add_argument
+    add("--model", default="smollm2", help="GGUF file or smollm2")
+    add("--json", type=Path, help="add the rows to this file")
+    add("--llama-server", type=Path, help="binary llama-server")
+    add("--peer-setting", help="name of its setting instead of the fastest")
+    add("--clients", type=int, default=16)
+    add("--requests", type=int, default=1, help="requests of each client (default: 1)")
+    add("--prompt-tokens", type=int, default=512)
+    add("--answer-tokens", type=int, default=128)
+    add("--repeats", type=int, default=5)
+    add("--num-threads", type=int, default=len(os.sched_getaffinity(0)))
+    add("--starts", type=int, help="measure starts instead: one without and N with a weight cache")
     options = parser.parse_args(arguments)
+    if not options.starts and not options.llama_server:
+        parser.error("--llama-server is required, except with --starts.")
     try:
         run(options)
     except (ValueError, RuntimeError) as error:

@@ -1,16 +1,149 @@
-"""The tensors of a checkpoint: names, shapes and formats, for safetensors and for GGUF.
+"""Random tensors of a checkpoint: names, shapes and formats, for safetensors and for GGUF.
 
 Matrices have the standard deviation 1/sqrt(columns), so that outputs of a normed input have unit
-variance; norms are 1, biases and attention sinks small, and the head's logits have LOGIT_STD.
+variance. Norms are 1, biases and attention sinks are small, and the logits have LOGIT_STD.
+
+A value is `mean + std * z`, where z is one of 256 quantiles of the normal distribution, or a random
+code of a quantized format with scales that give the same standard deviation. The bytes of a tensor
+depend only on the seed and its name, so that a shorter model has the first layers of a longer one.
 """
 
 from __future__ import annotations
 
+import enum
+import math
+import statistics
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from random_tensors import BLOCK, Encoding, RandomTensor
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+
+PIECE_VALUES = 1 << 22  # values of one piece: no array of ours passes 16 MiB
+BLOCK = 32  # values of a block of Q8_0, Q4_0 and MXFP4
+E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_STD = math.sqrt(sum(value * value for value in E2M1_MAGNITUDES) / 8)
+INT8_STD = math.sqrt((127 * 128 * 255 / 3 + 127 * 127) / 256)  # -127..127, -127 twice
+INT4_STD = math.sqrt(sum((code - 8) ** 2 for code in range(16)) / 16)
+EXPONENT_BIAS = 127
+
+
+class Encoding(enum.Enum):
+    """The format of the bytes of a tensor."""
+
+    F32 = "F32"
+    BF16 = "BF16"
+    Q8_0 = "Q8_0"
+    Q4_0 = "Q4_0"
+    MXFP4 = "MXFP4"  # blocks of 17 bytes: exponent, then codes
+    E2M1_PAIRS = "E2M1_PAIRS"  # the codes alone: two values in a byte
+    E8M0 = "E8M0"  # the exponents alone: one value in a byte
+
+    def num_bytes(self, num_values: int) -> int:
+        """Return the bytes of that many values."""
+        per_block = {"F32": 128, "BF16": 64, "Q8_0": 34, "Q4_0": 18, "MXFP4": 17}
+        per_block |= {"E2M1_PAIRS": 16, "E8M0": 32}
+        return num_values * per_block[self.value] // BLOCK
+
+
+@dataclass(frozen=True)
+class RandomTensor:
+    """Name, shape in values (outermost first) and distribution of one tensor.
+
+    E8M0 scales have the `std` of the matrix that they scale. `values` are those of an F32 vector
+    that is not random.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    encoding: Encoding
+    std: float
+    mean: float = 0.0
+    values: tuple[float, ...] | None = None
+
+    @property
+    def num_values(self) -> int:
+        """The product of the shape."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes in the file."""
+        return self.encoding.num_bytes(self.num_values)
+
+    def pieces(self, seed: int) -> Iterator[Bytes]:
+        """Yield the bytes in order, PIECE_VALUES values at a time."""
+        if self.values is not None:
+            yield np.array(self.values, np.float32).view(np.uint8)
+            return
+        rng = np.random.default_rng([seed, zlib.crc32(self.name.encode())])
+        make = {
+            Encoding.F32: self._floats,
+            Encoding.BF16: self._bfloats,
+            Encoding.Q8_0: self._q8_0,
+            Encoding.Q4_0: self._q4_0,
+            Encoding.MXFP4: self._mxfp4,
+            Encoding.E2M1_PAIRS: self._code_pairs,
+            Encoding.E8M0: self._exponents,
+        }[self.encoding]
+        for start in range(0, self.num_values, PIECE_VALUES):
+            yield make(rng, min(PIECE_VALUES, self.num_values - start))
+
+    def _levels(self) -> npt.NDArray[np.float32]:
+        normal = statistics.NormalDist()
+        quantiles = [normal.inv_cdf((i + 0.5) / 256) for i in range(256)]
+        return np.array([self.mean + self.std * z for z in quantiles], np.float32)
+
+    def _floats(self, rng: np.random.Generator, count: int) -> Bytes:
+        return self._levels()[random_bytes(rng, count)].view(np.uint8)
+
+    def _bfloats(self, rng: np.random.Generator, count: int) -> Bytes:
+        bits = self._levels().view(np.uint32)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+        return rounded[random_bytes(rng, count)].view(np.uint8)
+
+    def _q8_0(self, rng: np.random.Generator, count: int) -> Bytes:
+        blocks = np.empty((count // BLOCK, 34), np.uint8)
+        blocks[:, :2] = np.array([self.std / INT8_STD], np.float16).view(np.uint8)
+        codes = random_bytes(rng, count).view(np.int8)
+        blocks[:, 2:] = np.maximum(codes, -127).view(np.uint8).reshape(-1, BLOCK)
+        return blocks.reshape(-1)
+
+    def _q4_0(self, rng: np.random.Generator, count: int) -> Bytes:
+        """Return codes -8 to 7. Every second scale is negative, so that the mean is zero."""
+        blocks = np.empty((count // BLOCK, 18), np.uint8)
+        scales = np.array([self.std / INT4_STD, -self.std / INT4_STD], np.float16)
+        blocks[:, :2] = scales.view(np.uint8).reshape(2, 2)[np.arange(count // BLOCK) % 2]
+        blocks[:, 2:] = random_bytes(rng, count // 2).reshape(-1, 16)
+        return blocks.reshape(-1)
+
+    def _mxfp4(self, rng: np.random.Generator, count: int) -> Bytes:
+        blocks = np.empty((count // BLOCK, 17), np.uint8)
+        blocks[:, 0] = self._exponents(rng, count // BLOCK)
+        blocks[:, 1:] = random_bytes(rng, count // 2).reshape(-1, 16)
+        return blocks.reshape(-1)
+
+    def _code_pairs(self, rng: np.random.Generator, count: int) -> Bytes:
+        return random_bytes(rng, count // 2)
+
+    def _exponents(self, rng: np.random.Generator, count: int) -> Bytes:
+        """Return two consecutive exponents, mixed so that the mean square is std²."""
+        unit = math.log2(self.std / E2M1_STD)
+        low = math.floor(unit)
+        share_of_high = (4 ** (unit - low) - 1) / 3
+        high = random_bytes(rng, count) < round(256 * share_of_high)
+        return (low + EXPONENT_BIAS + high).astype(np.uint8)
+
+
+def random_bytes(rng: np.random.Generator, count: int) -> Bytes:
+    """Return `count` uniform bytes."""
+    words = rng.integers(0, 1 << 64, -(-count // 8), np.uint64)
+    return words.view(np.uint8)[:count]
+
 
 LOGIT_STD = 2.0
 SMALL_STD = 0.1
@@ -40,10 +173,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a config.json says about sizes.
-
-    Raises ValueError (in `of`) that names the key, what it holds and what was wanted.
-    """
+    """The sizes in a config.json. `of` raises ValueError for a wrong value."""
 
     architecture: str
     hidden: int
@@ -61,12 +191,12 @@ class Shape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Shape:
-        """The shape of a Hugging Face config."""
+        """Read the shape from a Hugging Face config."""
         names = config.get("architectures")
         name = names[0] if isinstance(names, list) and names else None
         if name not in GGUF_ARCHITECTURES:
             raise ValueError(
-                f"architectures: got {names!r}, wanted one of {', '.join(GGUF_ARCHITECTURES)}"
+                f"architectures {names!r} is not supported; use one of {', '.join(GGUF_ARCHITECTURES)}."
             )
         hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
         given_dim = config.get("head_dim") is not None
@@ -89,11 +219,11 @@ class Shape:
 
     @property
     def is_gpt_oss(self) -> bool:
-        """Whether sinks, MXFP4 experts and biases everywhere belong to it."""
+        """Whether the model has sinks, MXFP4 experts and biases."""
         return self.architecture == "GptOssForCausalLM"
 
     def attention(self) -> dict[str, tuple[int, int]]:
-        """q, k, v, o → [rows, columns]."""
+        """Return [rows, columns] of q, k, v and o."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return {
             "q": (q, self.hidden),
@@ -103,18 +233,18 @@ class Shape:
         }
 
     def has_bias(self, matrix: str) -> bool:
-        """Whether q, k, v or o has a bias."""
+        """Return whether q, k, v or o has a bias."""
         return self.output_bias if matrix == "o" else self.qkv_bias
 
     def experts_of(self, layer: int) -> Experts | None:
-        """The experts of a layer, None where it is dense."""
+        """Return the experts of a layer, or None for a dense layer."""
         return self.experts if self.experts and layer in self.experts.layers else None
 
 
 def _size(config: Mapping[str, Any], key: str) -> int:
     value = config.get(key)
     if type(value) is not int or not 1 <= value < 1 << 31:
-        raise ValueError(f"{key}: got {value!r}, wanted a positive integer")
+        raise ValueError(f"{key} {value!r} is wrong; it must be a positive integer.")
     return value
 
 
@@ -125,7 +255,9 @@ def _experts(architecture: str, config: Mapping[str, Any]) -> Experts | None:
         if architecture == "GptOssForCausalLM":
             for key in ("hidden_size", "intermediate_size"):
                 if _size(config, key) % BLOCK:
-                    raise ValueError(f"{key}: got {config[key]}, wanted a multiple of {BLOCK}")
+                    raise ValueError(
+                        f"{key} {config[key]} is wrong; it must be a multiple of {BLOCK}."
+                    )
         count, width = _size(config, "num_local_experts"), _size(config, "intermediate_size")
         return Experts(count, _size(config, per_token), width, 0, every)
     if architecture in ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"):
@@ -142,7 +274,7 @@ def _experts(architecture: str, config: Mapping[str, Any]) -> Experts | None:
 
 
 def _plain(name: str, *shape: int, std: float | None = None) -> RandomTensor:
-    """A BF16 matrix (std from its columns) or vector."""
+    """Return a BF16 matrix (std from its columns) or vector."""
     return RandomTensor(name, shape, Encoding.BF16, shape[-1] ** -0.5 if std is None else std)
 
 
@@ -151,9 +283,9 @@ def _ones(name: str, length: int, *, encoding: Encoding = Encoding.BF16) -> Rand
 
 
 def hf_tensors(shape: Shape) -> list[RandomTensor]:
-    """All tensors of a Hugging Face folder, in the order of the file.
+    """Return all tensors of a Hugging Face folder, in the order of the file.
 
-    The shape of `_blocks` is given in values: two of them lie in a byte.
+    The shape of `_blocks` counts values, and a byte holds two values.
     """
     std = _embedding_std(shape)
     tensors = [_plain("model.embed_tokens.weight", shape.vocab, shape.hidden, std=std)]
@@ -223,7 +355,7 @@ def _gpt_oss_experts(prefix: str, hidden: int, *, experts: Experts) -> Iterator[
 
 
 def gguf_tensors(shape: Shape, encoding: Encoding = Encoding.Q8_0) -> list[RandomTensor]:
-    """All tensors of a GGUF file: experts of GPT-OSS in MXFP4, other matrices in `encoding`."""
+    """Return all tensors of a GGUF file. Experts of GPT-OSS have MXFP4, other matrices `encoding`."""
     tensors = [_matrix("token_embd.weight", shape.vocab, shape.hidden, std=_embedding_std(shape))]
     for layer in range(shape.layers):
         tensors += _gguf_layer(shape, layer)
@@ -238,14 +370,14 @@ def gguf_tensors(shape: Shape, encoding: Encoding = Encoding.Q8_0) -> list[Rando
 
 
 def _embedding_std(shape: Shape) -> float:
-    """Of a tied embedding the head's: the first norm makes up for the size of its rows."""
+    """Return the std of the embedding. A tied embedding has the std of the head."""
     return LOGIT_STD * shape.hidden**-0.5 if shape.tied else 1.0
 
 
 def _matrix(
     name: str, *shape: int, std: float | None = None, encoding: Encoding = Encoding.Q8_0
 ) -> RandomTensor:
-    """Quantised where whole blocks fit into a row. Q8_0 stands for the file's encoding."""
+    """Return a matrix, quantized if rows have whole blocks. Q8_0 stands for that of the file."""
     if shape[-1] % BLOCK:
         encoding = Encoding.F32
     return RandomTensor(name, shape, encoding, shape[-1] ** -0.5 if std is None else std)

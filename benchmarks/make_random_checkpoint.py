@@ -1,15 +1,15 @@
-"""Writes a full-size checkpoint with random weights from a config.
+"""Write a full-size checkpoint with random weights from a config.
 
     python benchmarks/make_random_checkpoint.py gpt-oss-20b OUT_FOLDER
     python benchmarks/make_random_checkpoint.py gpt-oss-20b OUT.gguf --format gguf
     python benchmarks/make_random_checkpoint.py llama-3.2-1b OUT.gguf --format gguf --type q4_0
     python benchmarks/make_random_checkpoint.py path/to/config.json OUT_FOLDER --layers 2
 
-The result loads like the real one: names, shapes, formats, tokenizer with the family's special
-tokens, chat template. The weights give finite activations and logits that differ. Tensors go to the
-file in pieces of at most 16 MiB; the peak of the whole process is printed and stays below 512 MiB
-whatever the model. The same seed gives the same bytes, and --layers N gives the first N layers of
-the longer model.
+The result loads like the real checkpoint: names, shapes, formats, a tokenizer with the special
+tokens of the family, a chat template. The weights give finite activations and different logits.
+Tensors are written in pieces of at most 16 MiB, and the peak memory of the process stays below
+512 MiB. The same seed gives the same bytes, and --layers N gives the first N layers of the longer
+model.
 """
 
 from __future__ import annotations
@@ -25,14 +25,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
-from checkpoint_configs import NAMED_CONFIGS, Config, read_config
-from checkpoint_tensors import GGUF_ARCHITECTURES, Shape, gguf_tensors, hf_tensors
-from random_tensors import Encoding, RandomTensor
+import yaml
+from checkpoint_tensors import (
+    GGUF_ARCHITECTURES,
+    Encoding,
+    RandomTensor,
+    Shape,
+    gguf_tensors,
+    hf_tensors,
+)
 from random_tokenizer import RandomTokenizer
+from results import write_json
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
+Config = dict[str, Any]
+
+CONFIGS = Path(__file__).with_name("checkpoint_configs.yaml")
 DEFAULT_SHARD_BYTES = 5_000_000_000
 GGUF_ALIGNMENT = 32
 _SAFETENSORS_DTYPES = {
@@ -45,7 +55,7 @@ _SAFETENSORS_DTYPES = {
 
 @dataclass(frozen=True)
 class Model:
-    """What is written."""
+    """The model to write."""
 
     name: str
     config: Config
@@ -54,8 +64,46 @@ class Model:
     seed: int
 
 
+def named_configs() -> dict[str, Config]:
+    """Return the published configs by name."""
+    configs: dict[str, Config] = yaml.safe_load(CONFIGS.read_text(encoding="utf-8"))
+    for config in configs.values():
+        if config["model_type"] == "gpt_oss":
+            pairs = config["num_hidden_layers"] // 2
+            config["layer_types"] = ["sliding_attention", "full_attention"] * pairs
+    return configs
+
+
+def read_config(name: str, layers: int | None) -> Config:
+    """Return a named config or that of a file, cut to its first `layers` layers."""
+    config = named_configs().get(name) or _config_of_file(name)
+    own = config.get("num_hidden_layers")
+    if layers is None:
+        return config
+    if type(own) is not int or not 1 <= layers <= own:
+        raise ValueError(f"--layers {layers} is wrong; the model has num_hidden_layers {own!r}.")
+    config["num_hidden_layers"] = layers
+    if isinstance(config.get("layer_types"), list):
+        config["layer_types"] = config["layer_types"][:layers]
+    return config
+
+
+def _config_of_file(name: str) -> Config:
+    path = Path(name)
+    if not path.is_file():
+        names = ", ".join(named_configs())
+        raise ValueError(f"config {name!r} is unknown; give a config.json or one of {names}.")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"config {path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"config {path} holds {type(config).__name__}; it must be an object.")
+    return config
+
+
 def make_model(name: str, *, layers: int | None, seed: int) -> Model:
-    """Reads and checks a config. ValueError says which key is wrong."""
+    """Read and check a config. ValueError is raised for a wrong key."""
     config = read_config(name, layers)
     shape = Shape.of(config)
     tokenizer = RandomTokenizer.of(shape.architecture, shape.vocab)
@@ -65,7 +113,7 @@ def make_model(name: str, *, layers: int | None, seed: int) -> Model:
 
 
 def cut_shards(tensors: Sequence[RandomTensor], shard_bytes: int) -> list[list[RandomTensor]]:
-    """Neighbouring tensors together, at most `shard_bytes` unless one alone is larger."""
+    """Group consecutive tensors into shards of `shard_bytes`; a larger tensor has its own."""
     shards: list[list[RandomTensor]] = [[]]
     filled = 0
     for tensor in tensors:
@@ -78,7 +126,7 @@ def cut_shards(tensors: Sequence[RandomTensor], shard_bytes: int) -> list[list[R
 
 
 def write_folder(model: Model, folder: Path, *, shard_bytes: int) -> None:
-    """A Hugging Face folder: shards, index, config and tokenizer."""
+    """Write a Hugging Face folder: shards, index, config and tokenizer."""
     tensors = hf_tensors(model.shape)
     total = check_space(folder.parent, tensors)
     folder.mkdir()
@@ -95,16 +143,13 @@ def write_folder(model: Model, folder: Path, *, shard_bytes: int) -> None:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_json(folder / "model.safetensors.index.json", index)
     model.tokenizer.save(folder)
-    special = model.tokenizer.special
-    ids = {"eos_token_id": model.tokenizer.eos_ids[0]}
-    ids["pad_token_id"] = model.tokenizer.id_of(special.pad)
-    if special.bos is not None:
-        ids["bos_token_id"] = model.tokenizer.id_of(special.bos)
+    ids = model.tokenizer.config_ids()
+    ids["eos_token_id"] = ids["eos_token_id"][0]
     write_json(folder / "config.json", {**model.config, **ids})
 
 
 def write_shard(path: Path, tensors: Sequence[RandomTensor], *, seed: int, bar: tqdm[Any]) -> None:
-    """One safetensors file: length of the header, header, tensors without gaps."""
+    """Write one safetensors file: length of the header, header, tensors without gaps."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in tensors:
@@ -126,9 +171,9 @@ def write_shard(path: Path, tensors: Sequence[RandomTensor], *, seed: int, bar: 
 
 
 def write_gguf(model: Model, path: Path, *, encoding: Encoding) -> None:
-    """A GGUF file as llama.cpp's converter lays it out, matrices in Q8_0 or Q4_0.
+    """Write a GGUF file in the layout of llama.cpp's converter, matrices in Q8_0 or Q4_0.
 
-    Raises ValueError for a mixture of dense layers and experts, which GGUF's architectures lack.
+    ValueError is raised for a mixture of dense layers and experts, which GGUF cannot hold.
     """
     import gguf
 
@@ -136,7 +181,7 @@ def write_gguf(model: Model, path: Path, *, encoding: Encoding) -> None:
     if experts and len(experts.layers) < model.shape.layers:
         raise ValueError(
             f"--format gguf: {len(experts.layers)} of {model.shape.layers} layers have experts "
-            "(mlp_only_layers, decoder_sparse_step), wanted all of them"
+            "(mlp_only_layers, decoder_sparse_step), but GGUF needs experts in all of them."
         )
     tensors = gguf_tensors(model.shape, encoding) + rope_tensors(model.config, model.shape)
     total = check_space(path.parent, tensors)
@@ -162,7 +207,7 @@ def write_gguf(model: Model, path: Path, *, encoding: Encoding) -> None:
 
 
 def add_gguf_keys(writer: Any, model: Model) -> None:
-    """Sizes and RoPE, under the names of llama.cpp's converter. KeyError for a missing key."""
+    """Write sizes and RoPE with the names of llama.cpp's converter."""
     shape, config = model.shape, model.config
     writer.add_type("model")
     writer.add_name(f"{Path(model.name).stem} random")
@@ -191,7 +236,7 @@ def add_gguf_keys(writer: Any, model: Model) -> None:
 
 
 def add_file_type(writer: Any, shape: Shape, *, encoding: Encoding) -> None:
-    """The format that most of the matrices have."""
+    """Write the format that most of the matrices have."""
     import gguf
 
     mostly = "MXFP4_MOE" if shape.is_gpt_oss else encoding.value
@@ -200,7 +245,7 @@ def add_file_type(writer: Any, shape: Shape, *, encoding: Encoding) -> None:
 
 
 def add_rope_keys(writer: Any, config: Config) -> None:
-    """RoPE as transformers 5 spells it, or as before. ValueError for a kind that is not built."""
+    """Write RoPE, read from the keys of transformers 5 or of earlier versions."""
     import gguf
 
     rope, kind, theta = rope_of(config)
@@ -210,23 +255,21 @@ def add_rope_keys(writer: Any, config: Config) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     elif kind not in ("default", "llama3"):
-        raise ValueError(
-            f"rope_type: got {kind!r}, wanted default, llama3 or yarn with --format gguf"
-        )
+        raise ValueError(f"rope_type {kind!r} has no GGUF form; use default, llama3 or yarn.")
 
 
 def rope_of(config: Config) -> tuple[Config, str, float]:
-    """RoPE's own keys, its kind and its base."""
+    """Return the RoPE keys, their kind and the base."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     return rope, rope.get("rope_type", rope.get("type", "default")), theta
 
 
 def rope_tensors(config: Config, shape: Shape) -> list[RandomTensor]:
-    """The divisors of the frequencies, which GGUF has instead of the keys of `llama3`.
+    """Return the divisors of the frequencies, which GGUF stores instead of the `llama3` keys.
 
-    Frequencies whose wavelength is beyond original / low_freq_factor are divided by `factor`, those
-    below original / high_freq_factor stay, and between them the quotient changes linearly.
+    Frequencies with a wavelength over original / low_freq_factor are divided by `factor`. Those
+    below original / high_freq_factor stay. Between the two, the quotient changes linearly.
     """
     rope, kind, theta = rope_of(config)
     if kind != "llama3":
@@ -243,37 +286,32 @@ def rope_tensors(config: Config, shape: Shape) -> list[RandomTensor]:
 
 
 def write_pieces(file: BinaryIO, tensor: RandomTensor, *, seed: int, bar: tqdm[Any]) -> None:
-    """The bytes of one tensor."""
+    """Write the bytes of one tensor."""
     for piece in tensor.pieces(seed):
         file.write(piece.data)
         bar.update(len(piece))
 
 
 def check_space(folder: Path, tensors: Sequence[RandomTensor]) -> int:
-    """Bytes of all tensors. ValueError when the disk does not have them."""
+    """Return the bytes of all tensors. ValueError is raised if the disk has less space."""
     total = sum(tensor.num_bytes for tensor in tensors)
     free = shutil.disk_usage(folder).free
     if total > free:
-        raise ValueError(f"output: {folder} has {free:,} bytes free, wanted {total:,}")
+        raise ValueError(f"{folder} has {free:,} bytes free, but the checkpoint needs {total:,}.")
     return total
 
 
 def progress(total: int) -> tqdm[Any]:
-    """A bar over bytes."""
+    """Return a progress bar over bytes."""
     from tqdm import tqdm
 
     return tqdm(total=total, unit="B", unit_scale=True, disable=None)
 
 
-def write_json(path: Path, value: Config) -> None:
-    """Indented, as the hub's files are."""
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("config", help=f"a config.json, or {', '.join(NAMED_CONFIGS)}")
+    parser.add_argument("config", help=f"a config.json, or {', '.join(named_configs())}")
     parser.add_argument("output", type=Path, help="folder (safetensors) or file (gguf) to make")
     parser.add_argument("--format", choices=("safetensors", "gguf"), default="safetensors")
     parser.add_argument(
@@ -292,11 +330,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     try:
         if options.output.exists():
-            raise ValueError(f"output: {options.output} is there already, wanted a new name")
+            raise ValueError(f"{options.output} exists already; choose a new name.")
         if options.seed < 0:
-            raise ValueError(f"--seed: got {options.seed}, wanted 0 or more")
+            raise ValueError(f"--seed {options.seed} is wrong; it must be 0 or more.")
         if options.type and options.format != "gguf":
-            raise ValueError(f"--type {options.type}: wanted --format gguf beside it")
+            raise ValueError(f"--type {options.type} needs --format gguf.")
         model = make_model(options.config, layers=options.layers, seed=options.seed)
         if options.format == "gguf":
             write_gguf(model, options.output, encoding=Encoding[(options.type or "q8_0").upper()])
@@ -304,7 +342,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             write_folder(model, options.output, shard_bytes=options.shard_bytes)
     except (ValueError, KeyError, OSError) as error:
         missing = isinstance(error, KeyError)
-        text = f"config: {error}: missing, wanted a value" if missing else str(error)
+        text = f"config has no key {error}; add it." if missing else str(error)
         print(f"make_random_checkpoint.py: {text}", file=sys.stderr)
         return 2
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024

@@ -1,90 +1,113 @@
-"""Times the engine itself: token ids in, token ids out, no HTTP and no text."""
+"""Times the engine: token ids in, token ids out, without HTTP and text."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from cells import BLOCK_TOKENS, Cell, Quality, Timing
+import numpy as np
 
-from lmdeploy import _turbomind
+if TYPE_CHECKING:
+    from lmdeploy import _turbomind
 
-STALL_MS = 3_600_000  # a prompt of 32k tokens of a 1B model takes a quarter of an hour
+BLOCK_TOKENS = 64
+STALL_MS = 3_600_000  # a 32k-token prompt of a 1B model takes 15 minutes
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The work to time: `batch` sequences of `context` tokens, then `steps` decode steps.
+
+    With `shared`, all sequences have the same prompt and share its blocks.
+    """
+
+    context: int
+    batch: int
+    steps: int
+    shared: bool = False
+
+    def prompts(self, vocab_size: int) -> list[list[int]]:
+        """Return random ids, the same for every engine."""
+        rng = np.random.default_rng(self.context * 1000 + self.batch)
+        ids = rng.integers(100, vocab_size - 100, (1 if self.shared else self.batch, self.context))
+        rows: list[list[int]] = ids.tolist()
+        return rows * self.batch if self.shared else rows
+
+    @property
+    def room(self) -> int:
+        """Tokens of an answer: early sequences decode while late prompts are still read."""
+        return self.steps + 2 * self.batch + self.batch * self.context // 1024
+
+    @property
+    def session_len(self) -> int:
+        """Slots of one sequence, rounded up to whole blocks."""
+        return -(-(self.context + self.room + 1) // BLOCK_TOKENS) * BLOCK_TOKENS
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Tokens per second. `prefill` is None for shared prompts."""
+
+    prefill: float | None
+    decode: float
 
 
 @dataclass(frozen=True)
 class OurSetting:
-    """What the engine's cache is like; sizes in tokens and blocks.
-
-    `quality` None: the default of the mode, as a user of `--quant-policy` gets it.
-    """
+    """The KV cache of the engine. `quality` None selects the default of the format."""
 
     mode: str
     session_len: int
     num_blocks: int
-    quality: Quality | None = None
+    quality: str | None = None
     max_batch_size: int = 32
-    max_prefill_token_num: int | None = None  # the default
 
     @classmethod
-    def for_cell(cls, cell: Cell, mode: str, *, quality: Quality | None = None) -> OurSetting:
-        """Room for one cell and its cached prompts; everything else as by default."""
+    def for_cell(cls, cell: Cell, mode: str) -> OurSetting:
+        """Return a setting with room for one cell and its cached prompts."""
         blocks = cell.batch * (cell.session_len // BLOCK_TOKENS + 1)
-        return cls(
-            mode,
-            cell.session_len,
-            blocks,
-            quality=quality,
-            max_batch_size=cell.batch,
-        )
+        return cls(mode, cell.session_len, blocks, max_batch_size=cell.batch)
 
 
 def quality_of(mode: str) -> str:
-    """What a user of `--quant-policy` gets, without its details."""
+    """Return the quality that a user of `--quant-policy` gets by default."""
     from lmdeploy import TurbomindEngineConfig
-    from lmdeploy.engine.kv_quality import resolve_kv_options
+    from lmdeploy.turbomind.kv_quality import resolve_kv_options
 
     return resolve_kv_options(TurbomindEngineConfig(quant_policy=mode), [0]).quality
 
 
 class OurEngine:
-    """One engine with one KV format, used for all cells. `quality`: what it resolved to."""
-
-    name = "ours"
+    """One engine with one KV format. With `profiled`, a profiling device times its ops."""
 
     def __init__(
-        self,
-        config: _turbomind.ModelConfig,
-        weights: _turbomind.Weights,
-        *,
-        setting: OurSetting,
-        threads: int,
+        self, loaded: Any, *, setting: OurSetting, threads: int, profiled: bool = False
     ) -> None:
-        from lmdeploy import TurbomindEngineConfig
-        from lmdeploy.engine.plan import engine_config_of
+        from lmdeploy import TurbomindEngineConfig, _turbomind
+        from lmdeploy.turbomind.engine_plan import engine_config_of
 
+        config = loaded.config
         options, kv = engine_config_of(
             TurbomindEngineConfig(
                 quant_policy=setting.mode,
                 kv_quality=setting.quality,
                 max_batch_size=setting.max_batch_size,
                 session_len=setting.session_len,
-                max_prefill_token_num=setting.max_prefill_token_num,
                 cache_max_entry_count=setting.num_blocks,
             ),
             config,
             model_path="",
         )
         self.mode, self.quality, self.vocab_size = setting.mode, kv.quality_text, config.vocab_size
-        device = self._make_device(threads)
-        free_bytes = 1 << 36  # the pool is given as a number of blocks and reserved lazily
-        self._engine = _turbomind.Engine(config, options, weights, device, free_bytes)
+        self.format = f"{self.mode}, {self.quality}"
+        device: _turbomind.Device = _turbomind.make_cpu_device(threads)
+        self.profiling: _turbomind.ProfilingDevice | None = None
+        if profiled:
+            self.profiling = device = _turbomind.make_profiling_device(device)
+        free_bytes = 1 << 36  # the pool has a fixed number of blocks and is reserved lazily
+        self._engine = _turbomind.Engine(config, options, loaded.weights, device, free_bytes)
         self._next_id = 1
-
-    @property
-    def format(self) -> str:
-        """Mode and quality, as results name them."""
-        return f"{self.mode}, {self.quality}"
 
     def __enter__(self) -> OurEngine:
         return self
@@ -92,10 +115,13 @@ class OurEngine:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _make_device(self, threads: int) -> _turbomind.Device:
-        return _turbomind.make_cpu_device(threads)
+    def close(self) -> None:
+        """Stop the engine."""
+        self._engine.close()
 
     def _submit(self, prompt: list[int], max_new_tokens: int) -> int:
+        from lmdeploy import _turbomind
+
         request = _turbomind.Request()
         request.id, request.prompt = self._next_id, prompt
         request.max_new_tokens, request.ignore_eos = max_new_tokens, True
@@ -106,7 +132,7 @@ class OurEngine:
     def _outputs(self) -> list[_turbomind.RequestOutput]:
         outputs = self._engine.wait_outputs(STALL_MS)
         if not outputs:
-            raise RuntimeError(f"the engine gave nothing: {self._engine.failure}")
+            raise RuntimeError(f"the engine returned no outputs: {self._engine.failure}")
         for output in outputs:
             if output.error:
                 raise RuntimeError(output.error)
@@ -116,21 +142,26 @@ class OurEngine:
         while ids:
             ids -= {o.request_id for o in self._outputs() if o.finish_reason != "none"}
 
-    def prefill(self, cell: Cell) -> float:
-        """Prompt tokens per second, to the first token of the last sequence; nothing is cached."""
+    def _clear(self) -> None:
         self._engine.clear_prefix_cache()
+        if self.profiling:
+            self.profiling.clear()
+
+    def prefill(self, cell: Cell) -> float:
+        """Return prompt tokens per second until the first token of the last sequence."""
+        self._clear()
         prompts = cell.prompts(self.vocab_size)
         begun = time.perf_counter()
         self._drain({self._submit(prompt, 1) for prompt in prompts})
         return cell.context * cell.batch / (time.perf_counter() - begun)
 
     def decode(self, cell: Cell) -> float:
-        """Tokens per second with every sequence running; prompts read before are reused."""
+        """Return tokens per second with every sequence running; cached prompts are reused."""
         return self._timed(cell).decode
 
     def run(self, cell: Cell) -> Timing:
-        """Prefill, then decode with every sequence running."""
-        self._engine.clear_prefix_cache()
+        """Time prefill, then decode with every sequence running."""
+        self._clear()
         if cell.shared:
             self._drain({self._submit(cell.prompts(self.vocab_size)[0], 1)})
         return self._timed(cell)
@@ -144,7 +175,7 @@ class OurEngine:
             for output in self._outputs():
                 if output.tokens:
                     waiting.discard(output.request_id)
-                if output.finish_reason != "none":  # a tiny model may be done by now
+                if output.finish_reason != "none":  # a tiny model may have finished already
                     running.discard(output.request_id)
         started = time.perf_counter()
         tokens = 0
@@ -160,11 +191,29 @@ class OurEngine:
         prefill = None if cell.shared else cell.context * cell.batch / (started - begun)
         return Timing(prefill, tokens / seconds)
 
-    @property
-    def bytes_per_token(self) -> float:
-        """Of the cache, all layers, K and V."""
-        return self._engine.memory_plan().bytes_per_token
+    def profile_table(self) -> str:
+        """Return a table of time and bytes per op since the last clear."""
+        if self.profiling is None:
+            raise ValueError("this engine has no profiling device; make it with profiled=True")
+        return "\n".join(format_phase(phase) for phase in self.profiling.profile())
 
-    def close(self) -> None:
-        """Stop the engine."""
-        self._engine.close()
+
+def format_phase(phase: _turbomind.PhaseProfile) -> str:
+    """Return the table of one phase: ops sorted by time, with the bytes that each must move."""
+    total = max(sum(record.nanoseconds for record in phase.records), 1)
+    lines = [
+        f"{phase.phase}: {phase.num_steps} steps, {phase.num_tokens / phase.num_steps:.1f} tokens "
+        f"and {total / phase.num_steps / 1e6:.3f} ms per step",
+        f"  {'op':<42} {'calls':>6} {'ms':>9} {'share':>6} {'MB':>9} {'GB/s':>7}",
+    ]
+    for record in sorted(phase.records, key=lambda record: -record.nanoseconds):
+        share = record.nanoseconds / total
+        moved = record.weight_bytes + record.kv_bytes + record.activation_bytes
+        shape = f" {record.rows} x {record.cols} {record.format}" if record.rows else ""
+        formats = " " + "/".join(dict.fromkeys(record.kv_formats)) if record.kv_formats else ""
+        lines.append(
+            f"  {record.kind + shape + formats:<42} {record.calls / phase.num_steps:>6.1f} "
+            f"{record.nanoseconds / phase.num_steps / 1e6:>9.4f} {share:>6.1%} "
+            f"{moved / phase.num_steps / 1e6:>9.3f} {moved / max(record.nanoseconds, 1):>7.1f}"
+        )
+    return "\n".join(lines)

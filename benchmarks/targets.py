@@ -1,23 +1,39 @@
-"""The table of targets: what is measured, against what, and from which ratio on it is met."""
+"""The table of targets: the work, the baseline, and the ratio that meets the goal."""
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
-from collections.abc import Sequence
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from cells import Cell
+from bench_server import LlamaServerSetting, ServerBench, measure_servers
+from our_engine import Cell, OurEngine, OurSetting, quality_of
+from results import ResultsFile
 
-FP4 = "nvfp4"  # what --quant-policy 16 is on CPU
+if TYPE_CHECKING:
+    from baselines.llama_cpp import LlamaCpp, Setting
+
+FP4 = "nvfp4"  # the format of --quant-policy 16 on the CPU
 MIN_REPEATS = 5
-NO_ORIGIN = "not noted"
+REST_SECONDS = 0.2
+PROBE_TIMEOUT_S = 1800
+BENCH_TIMEOUT_S = 600
+# KV type, flash attention, and how llama.cpp reads the file. "as-stored" keeps the matrices as they
+# are in the file: less memory, slower products.
+MEMORY_SETTINGS = ("q4_0,on,mmap", "q4_0,on,as-stored", "f16,on,mmap")
 
 
 class Kind(Enum):
-    """What a target times."""
+    """The kind of work of a target."""
 
     DECODE = "decode"
     PREFILL = "prefill"
@@ -27,18 +43,12 @@ class Kind(Enum):
     SERVER = "server"
 
 
-class Peers(Enum):
-    """Which settings of llama.cpp are tried."""
-
-    EVERY = "every KV type, flash attention on and off"
-    SIXTEEN_BIT = "16-bit KV types, flash attention on and off"
-    OURS = "our own 16 bit"
-    CEILING = "what the machine was measured to allow"
-
-
 @dataclass(frozen=True)
 class Target:
-    """One line of the table. `better`: whether the ratio must be at least or at most `goal`."""
+    """One line of the table. `better` is the direction in which the ratio meets `goal`.
+
+    `settings` names the settings of llama.cpp that are tried (baselines/llama_cpp.py).
+    """
 
     name: str
     work: str
@@ -46,12 +56,12 @@ class Target:
     goal: float
     cell: Cell
     mode: str = FP4
-    peers: Peers = Peers.EVERY
+    settings: str = "decode"
     better: Literal[">=", "<="] = ">="
     unit: str = "tokens/s"
 
     def is_met(self, ratio: float | None) -> bool | None:
-        """None where nothing was measured."""
+        """Return whether a ratio meets the goal. None means that nothing was measured."""
         if ratio is None:
             return None
         return ratio >= self.goal if self.better == ">=" else ratio <= self.goal
@@ -62,12 +72,21 @@ def _decode(context: int, batch: int, *, goal: float, steps: int) -> Target:
     if batch > 1:
         work = f"{batch} sequences decoding together, context {context}, fp4"
     cell = Cell(context, batch, steps)
-    return Target(f"decode-{context}-batch-{batch}", work, Kind.DECODE, goal, cell)
+    return Target(
+        f"decode-{context}-batch-{batch}",
+        work,
+        Kind.DECODE,
+        goal,
+        cell,
+        settings="decode" if batch == 1 else "batch",
+    )
 
 
 def _prefill(context: int, goal: float) -> Target:
     work = f"prefill, {context} tokens, fp4"
-    return Target(f"prefill-{context}", work, Kind.PREFILL, goal, Cell(context, 1, 1))
+    return Target(
+        f"prefill-{context}", work, Kind.PREFILL, goal, Cell(context, 1, 1), settings="prefill"
+    )
 
 
 def _attention(context: int) -> Target:
@@ -77,7 +96,6 @@ def _attention(context: int) -> Target:
         Kind.ATTENTION,
         goal=0.7,
         cell=Cell(context, 8, 1),
-        peers=Peers.CEILING,
         unit="bytes/s",
     )
 
@@ -92,7 +110,7 @@ TARGETS = (
         goal=1.2,
         cell=Cell(128, 1, 64),
         mode="none",
-        peers=Peers.SIXTEEN_BIT,
+        settings="16 bit",
     ),
     _decode(2048, 1, goal=1.8, steps=32),
     _decode(8192, 1, goal=3.5, steps=16),
@@ -124,7 +142,6 @@ TARGETS = (
         Kind.DECODE_OWN,
         goal=2.0,
         cell=Cell(32768, 1, 16),
-        peers=Peers.OURS,
     ),
     _attention(8192),
     _attention(32768),
@@ -143,11 +160,9 @@ BY_NAME = {target.name: target for target in TARGETS}
 
 @dataclass(frozen=True)
 class TargetRow:
-    """One measured line. `ratio` is the median of the runs' ratios, low and high their ends.
+    """One measured line. `ratio` is the median of the ratios of the paired runs.
 
-    `trial`: shorter than the target's work, to try the suite; it is neither met nor missed.
-    `commit`, `date`: of the sources and of the measurement, empty in files from before they were
-    noted.
+    A `trial` is shorter than the work of the target; it neither meets nor misses the goal.
     """
 
     name: str
@@ -172,24 +187,10 @@ class TargetRow:
     commit: str = ""
     date: str = ""
 
-    @classmethod
-    def from_json(cls, fields: Any) -> TargetRow:
-        """ValueError for a row that is not one of ours; early ones lack commit and date."""
-        names = set(cls.__dataclass_fields__)
-        if not isinstance(fields, dict) or set(fields) | {"commit", "date"} != names:
-            got = sorted(fields) if isinstance(fields, dict) else type(fields).__name__
-            raise ValueError(f"row: got {got}, wanted {sorted(names)}")
-        return cls(**fields)
-
-    @property
-    def origin(self) -> str:
-        """Commit and day."""
-        return f"{self.commit}, {self.date}" if self.commit else NO_ORIGIN
-
 
 @dataclass(frozen=True)
 class Runs:
-    """Alternating runs of both sides, in the order in which they were paired."""
+    """Alternating runs of both engines, in the order in which they were paired."""
 
     ours: Sequence[float]
     peer: Sequence[float]
@@ -198,70 +199,328 @@ class Runs:
     note: str = ""
 
 
-def row_of(target: Target, runs: Runs, *, model: str) -> TargetRow:
-    """Medians and the verdict. ValueError for runs that do not pair."""
-    if len(runs.ours) != len(runs.peer) or not runs.ours:
-        raise ValueError(f"{target.name}: {len(runs.ours)} runs of ours, {len(runs.peer)} of peer")
-    values = [*runs.ours, *runs.peer]
-    if not all(math.isfinite(value) and value > 0 for value in values):
-        raise ValueError(f"{target.name}: got {values}, wanted positive figures")
-    ratios = [ours / peer for ours, peer in zip(runs.ours, runs.peer, strict=True)]
-    ratio = statistics.median(ratios)
-    few = len(ratios) < MIN_REPEATS and target.kind is not Kind.ATTENTION
-    note = f"runs: only {len(ratios)}; " * few + runs.note
+def row_of(target: Target, runs: Runs | None, *, model: str, note: str = "") -> TargetRow:
+    """Return the row with medians and verdict, or a row without figures for `runs` None.
+
+    Raises ValueError for runs that do not pair and for figures that are not positive.
+    """
+    ours, peer = (list(runs.ours), list(runs.peer)) if runs else ([], [])
+    if len(ours) != len(peer) or not all(math.isfinite(x) and x > 0 for x in [*ours, *peer]):
+        raise ValueError(
+            f"{target.name}: the runs {ours} and {peer} are not pairs of positive figures"
+        )
+    ratios = [a / b for a, b in zip(ours, peer, strict=True)]
+    ratio = statistics.median(ratios) if ratios else None
+    if runs:
+        few = len(ratios) < MIN_REPEATS and target.kind is not Kind.ATTENTION
+        note = "; ".join(filter(None, [f"runs: only {len(ratios)}" * few, note, runs.note]))
     return TargetRow(
         name=target.name,
         work=target.work,
         model=model,
         unit=target.unit,
-        ours=rounded(statistics.median(runs.ours)),
-        ours_setting=runs.ours_setting,
-        peer=rounded(statistics.median(runs.peer)),
-        peer_setting=runs.peer_setting,
-        ratio=rounded(ratio),
-        ratio_low=rounded(min(ratios)),
-        ratio_high=rounded(max(ratios)),
+        ours=rounded(statistics.median(ours)) if ours else None,
+        ours_setting=runs.ours_setting if runs else "",
+        peer=rounded(statistics.median(peer)) if peer else None,
+        peer_setting=runs.peer_setting if runs else "",
+        ratio=rounded(ratio) if ratio else None,
+        ratio_low=rounded(min(ratios)) if ratios else None,
+        ratio_high=rounded(max(ratios)) if ratios else None,
         repeats=len(ratios),
         better=target.better,
         target=target.goal,
         met=target.is_met(ratio),
         trial=False,
-        note=note.removesuffix("; "),
-        ours_runs=[rounded(value) for value in runs.ours],
-        peer_runs=[rounded(value) for value in runs.peer],
-    )
-
-
-def as_trial(row: TargetRow, what: str) -> TargetRow:
-    """A row of other work than the target's."""
-    return replace(row, met=None, trial=True, note=f"trial: {what}; {row.note}".removesuffix("; "))
-
-
-def unmeasured(target: Target, why: str, *, model: str) -> TargetRow:
-    """A line that says why it has no figures."""
-    return TargetRow(
-        name=target.name,
-        work=target.work,
-        model=model,
-        unit=target.unit,
-        ours=None,
-        ours_setting="",
-        peer=None,
-        peer_setting="",
-        ratio=None,
-        ratio_low=None,
-        ratio_high=None,
-        repeats=0,
-        better=target.better,
-        target=target.goal,
-        met=None,
-        trial=False,
-        note=f"not measured: {why}",
-        ours_runs=[],
-        peer_runs=[],
+        note=note,
+        ours_runs=[rounded(value) for value in ours],
+        peer_runs=[rounded(value) for value in peer],
     )
 
 
 def rounded(value: float) -> float:
-    """To four significant digits: more is noise."""
+    """Round to four significant digits: more is noise."""
     return float(f"{value:.4g}") if value < 1e6 else float(round(value))
+
+
+class NotMeasured(Exception):
+    """The reason why a row has no figures."""
+
+
+@dataclass(frozen=True)
+class SuiteOptions:
+    """Options of the suite. `steps` and `max_context` None keep those of each target."""
+
+    threads: int
+    repeats: int
+    steps: int | None = None
+    max_context: int | None = None
+    peer_setting: str | None = None
+    attention_bench: Path | None = None
+    llama_server: Path | None = None
+    server_requests: int = 1
+    keep: bool = False
+
+    def cell_of(self, target: Target) -> Cell:
+        """Return the cell of the target, shortened by the options."""
+        cell = target.cell
+        context = min(cell.context, self.max_context or cell.context)
+        return replace(cell, context=context, steps=min(cell.steps, self.steps or cell.steps))
+
+
+def alternate(
+    ours: Callable[[], float], theirs: Callable[[], float], *, repeats: int
+) -> tuple[list[float], list[float]]:
+    """Run each side `repeats` times. The first side changes every time, so that drift is fair.
+
+    A rest between runs lets the waiting threads of the last run stop spinning.
+    """
+    sides: list[tuple[Callable[[], float], list[float]]] = [(theirs, []), (ours, [])]
+    for turn in range(repeats):
+        for run, values in sides if turn % 2 == 0 else reversed(sides):
+            time.sleep(REST_SECONDS)
+            values.append(run())
+    return sides[1][1], sides[0][1]
+
+
+def peak_memory(path: str, cell: Cell, *, engine: str, setting: str, threads: int) -> int:
+    """Return the peak bytes of one engine in a new process (bench_engine.py --peak)."""
+    command = [sys.executable, str(Path(__file__).with_name("bench_engine.py")), "--model", path]
+    command += ["--peak", f"{engine}:{setting}", "--contexts", str(cell.context)]
+    command += ["--steps", str(cell.steps), "--num-threads", str(threads)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S)
+    if done.returncode:
+        raise RuntimeError(f"{engine} {setting}: exit {done.returncode}: {done.stderr[-500:]}")
+    return int(json.loads(done.stdout.splitlines()[-1])["peak_rss_bytes"])
+
+
+def attention_run(bench: Path, config: Any, *, cell: Cell, mode: str, threads: int) -> Any:
+    """Run attention_alone_bench once and return its JSON object."""
+    sizes = {
+        "mode": mode,
+        "context": cell.context,
+        "batch": cell.batch,
+        "kv_heads": config.num_kv_heads,
+        "group": config.num_heads // config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "threads": threads,
+    }
+    command = [str(bench), *(f"{key}={value}" for key, value in sizes.items())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=BENCH_TIMEOUT_S)
+    if done.returncode:
+        raise RuntimeError(f"{bench.name}: exit {done.returncode}: {done.stderr[-500:]}")
+    return json.loads(done.stdout)
+
+
+class TargetSuite:
+    """Measures the targets for one model and writes every row to the file."""
+
+    def __init__(
+        self, loaded: Any, peer: LlamaCpp | None, *, options: SuiteOptions, file: ResultsFile
+    ) -> None:
+        self._loaded, self._peer, self._options, self._file = loaded, peer, options, file
+        self._path = Path(loaded.path)
+        self._server_runs: dict[str, Runs] | None = None
+        self.model = self._path.stem
+
+    def run(self, targets: Sequence[Target], *, report: Callable[[TargetRow], None]) -> None:
+        """Measure the rows that the file does not have."""
+        for target in targets:
+            options = self._options
+            earlier = self._file.row(
+                self.model, target.name, repeats=options.repeats, keep=options.keep
+            )
+            report(earlier or self._measured(target))
+
+    def _measured(self, target: Target) -> TargetRow:
+        cell = self._options.cell_of(target)
+        try:
+            row = row_of(target, self._runs(target, cell), model=self.model)
+            if cell != target.cell:
+                row = as_trial(row, f"context {cell.context}, {cell.steps} steps")
+        except NotMeasured as why:
+            row = row_of(target, None, model=self.model, note=f"not measured: {why}")
+        self._file.add(row)
+        return row
+
+    def _runs(self, target: Target, cell: Cell) -> Runs:
+        if target.kind in (Kind.DECODE, Kind.PREFILL):
+            return self._against_llama_cpp(target, cell)
+        if target.kind is Kind.DECODE_OWN:
+            return self._own(target, cell)
+        if target.kind is Kind.MEMORY:
+            return self._memory(target, cell)
+        if target.kind is Kind.ATTENTION:
+            return self._attention(target, cell)
+        if self._server_runs is None:  # both server rows come from one measurement
+            self._server_runs = self._servers(target, cell)
+        return self._server_runs[target.name]
+
+    def _engine(self, cell: Cell, mode: str) -> OurEngine:
+        setting = OurSetting.for_cell(cell, mode)
+        return OurEngine(self._loaded, setting=setting, threads=self._options.threads)
+
+    def _setting(self, target: Target, cell: Cell) -> Setting:
+        """Return the fastest setting of llama.cpp for the cell, or the one of --peer-setting."""
+        from baselines.llama_cpp import SETTINGS, setting_named
+
+        if self._options.peer_setting:
+            return setting_named(self._options.peer_setting)
+        assert self._peer
+        peer = self._peer
+        tried = SETTINGS[target.settings]
+        works = f"{target.kind.value}, batch {cell.batch}, context {cell.context}"
+        key = f"{self.model}: {works}, {target.settings} settings"
+        speeds = self._file.search(
+            key, lambda: {s.name: speed_of(peer, cell, setting=s, kind=target.kind) for s in tried}
+        )
+        return setting_named(max(speeds, key=lambda name: speeds[name]))
+
+    def _against_llama_cpp(self, target: Target, cell: Cell) -> Runs:
+        if not self._peer:
+            raise NotMeasured("llama.cpp is not available (--no-peer, or not installed)")
+        setting = self._setting(target, cell)
+        with ExitStack() as stack:
+            engine = stack.enter_context(self._engine(cell, target.mode))
+            context = stack.enter_context(self._peer.context(cell, setting))
+            ours, theirs = lambda: engine.decode(cell), context.decode
+            if target.kind is Kind.PREFILL:
+                engine.prefill(replace(cell, context=min(cell.context, 512)))  # warm up
+                ours, theirs = lambda: engine.prefill(cell), context.prefill
+            else:
+                context.fill()
+                engine.decode(cell)
+                context.decode()
+            pairs = alternate(ours, theirs, repeats=self._options.repeats)
+            return Runs(*pairs, engine.format, setting.name)
+
+    def _own(self, target: Target, cell: Cell) -> Runs:
+        """Both engines keep their prompts in their caches; only decoding alternates."""
+        with self._engine(cell, target.mode) as engine, self._engine(cell, "none") as plain:
+            engine.decode(cell)
+            plain.decode(cell)
+            pairs = alternate(
+                lambda: engine.decode(cell),
+                lambda: plain.decode(cell),
+                repeats=self._options.repeats,
+            )
+            return Runs(*pairs, engine.format, "ours, 16 bit")
+
+    def _memory(self, target: Target, cell: Cell) -> Runs:
+        """Compare with the setting of llama.cpp that needs the least memory."""
+        if not self._peer:
+            raise NotMeasured("llama.cpp is not available (--no-peer, or not installed)")
+
+        def peak(engine: str, setting: str) -> int:
+            threads = self._options.threads
+            return peak_memory(
+                str(self._path), cell, engine=engine, setting=setting, threads=threads
+            )
+
+        peaks = {s: peak("peer", s) for s in MEMORY_SETTINGS}
+        least = min(peaks, key=lambda setting: peaks[setting])
+        pairs = alternate(
+            lambda: peak("ours", target.mode),
+            lambda: peak("peer", least),
+            repeats=self._options.repeats,
+        )
+        note = ", ".join(f"{s}: {p / 2**20:.0f} MiB" for s, p in peaks.items())
+        return Runs(
+            *pairs, f"{target.mode}, {quality_of(target.mode)}", least, f"llama.cpp: {note}"
+        )
+
+    def _servers(self, target: Target, cell: Cell) -> dict[str, Runs]:
+        options = self._options
+        if options.llama_server is None:
+            raise NotMeasured("pass --llama-server BUILD/bin/llama-server (see bench_server.py)")
+        bench = ServerBench(
+            str(self._path),
+            self._loaded.config.vocab_size,
+            llama_server=options.llama_server,
+            threads=options.threads,
+            clients=cell.batch,
+            requests=options.server_requests,
+            prompt_tokens=cell.context,
+            answer_tokens=cell.steps,
+        )
+        return server_runs(bench, self._file, model=self.model, options=options)
+
+    def _attention(self, target: Target, cell: Cell) -> Runs:
+        """Compare attention with a plain read of the same bytes by the same threads."""
+        bench = self._options.attention_bench
+        if bench is None or not bench.is_file():
+            raise NotMeasured(
+                "pass --attention-bench BUILD/attention_alone_bench (ninja attention_alone_bench)"
+            )
+        threads = self._options.threads
+        found = [
+            attention_run(bench, self._loaded.config, cell=cell, mode=target.mode, threads=threads)
+            for _ in range(self._options.repeats)
+        ]
+        ours = [run["bytes"] / statistics.median(run["seconds"]) for run in found]
+        reads = [run["read_bytes_per_s"] for run in found]
+        note = f"{found[0]['bytes'] / 2**20:.1f} MiB, {found[0]['isa']}"
+        return Runs(
+            ours, reads, f"{target.mode}, raw, {threads} threads", "a sum of the bytes", note
+        )
+
+
+def as_trial(row: TargetRow, what: str) -> TargetRow:
+    """Mark a row whose work differs from that of the target."""
+    note = f"trial: {what}; {row.note}".removesuffix("; ")
+    return replace(row, met=None, trial=True, note=note)
+
+
+def server_runs(
+    bench: ServerBench, file: ResultsFile, *, model: str, options: SuiteOptions
+) -> dict[str, Runs]:
+    """Choose the fastest setting of llama-server and measure the rows of both servers."""
+    if options.peer_setting:
+        setting = LlamaServerSetting.named(options.peer_setting)
+    else:
+        speeds: Mapping[str, float] = file.search(
+            f"{model}: llama-server, {bench.load_text}", bench.speeds_of_settings
+        )
+        if not speeds:
+            raise NotMeasured("llama-server started with none of its settings")
+        setting = LlamaServerSetting.named(max(speeds, key=lambda name: speeds[name]))
+    results = measure_servers(bench, setting, repeats=options.repeats)
+    fields = {"server-requests": "requests_per_s", "server-p99": "p99_token"}
+    note = "; ".join(f"{name}: {runs[len(runs) // 2].text}" for name, runs in results.items())
+    ours = f"{bench.mode}, {quality_of(bench.mode)}, {bench.load_text}"
+    return {
+        target: Runs(
+            [getattr(run, field) for run in results["ours"]],
+            [getattr(run, field) for run in results["peer"]],
+            ours,
+            f"llama-server, {setting.name}",
+            note,
+        )
+        for target, field in fields.items()
+    }
+
+
+def speed_of(peer: LlamaCpp, cell: Cell, *, setting: Setting, kind: Kind) -> float:
+    """Return tokens per second of one run after a warm-up, or 0 if llama.cpp refuses."""
+    try:
+        with peer.context(cell, setting) as context:
+            if kind is Kind.PREFILL:
+                return round(max(context.prefill(), context.prefill()), 2)
+            context.fill()
+            context.decode()
+            return round(context.decode(), 2)
+    except RuntimeError as error:
+        print(f"llama.cpp, {setting.name}: skipped: {error}")
+        return 0.0
+
+
+def format_row(row: TargetRow) -> str:
+    """Return one line for the terminal."""
+    goal = f"{row.better} {row.target:g}"
+    if row.ratio is None:
+        return f"{row.name:<22} {'':>31} {goal:>7}  {row.note}"
+    verdict = {True: "met", False: "MISSED", None: ""}[row.met]
+    spread = f"{row.ratio_low:.2f}-{row.ratio_high:.2f}"
+    return (
+        f"{row.name:<22} {row.ours:>12.6g} {row.peer:>12.6g} {row.ratio:>6.3g} ({spread}) "
+        f"{goal:>7} {verdict:<6} {row.peer_setting}" + (f"; {row.note}" if row.note else "")
+    )
