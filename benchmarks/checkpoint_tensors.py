@@ -196,7 +196,7 @@ class Shape:
         name = names[0] if isinstance(names, list) and names else None
         if name not in GGUF_ARCHITECTURES:
             raise ValueError(
-                f"architectures {names!r} is not supported; use one of {', '.join(GGUF_ARCHITECTURES)}."
+                f"architectures {names!r} is unknown; use one of {', '.join(GGUF_ARCHITECTURES)}."
             )
         hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
         given_dim = config.get("head_dim") is not None
@@ -355,7 +355,7 @@ def _gpt_oss_experts(prefix: str, hidden: int, *, experts: Experts) -> Iterator[
 
 
 def gguf_tensors(shape: Shape, encoding: Encoding = Encoding.Q8_0) -> list[RandomTensor]:
-    """Return all tensors of a GGUF file. Experts of GPT-OSS have MXFP4, other matrices `encoding`."""
+    """Return all tensors of a GGUF file. GPT-OSS experts have MXFP4, other matrices `encoding`."""
     tensors = [_matrix("token_embd.weight", shape.vocab, shape.hidden, std=_embedding_std(shape))]
     for layer in range(shape.layers):
         tensors += _gguf_layer(shape, layer)

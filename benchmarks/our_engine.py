@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -60,7 +60,7 @@ class OurSetting:
     mode: str
     session_len: int
     num_blocks: int
-    quality: str | None = None
+    quality: Literal["raw", "balanced"] | None = None
     max_batch_size: int = 32
 
     @classmethod

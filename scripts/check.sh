@@ -51,11 +51,14 @@ configure() {
 
 step_ruff() { ruff check . && ruff format --check .; }
 
-step_mypy() { mypy && mypy --strict --ignore-missing-imports scripts benchmarks/*.py; }
+step_mypy() {
+  mypy && mypy --strict --ignore-missing-imports scripts/*.py scripts/eval scripts/dev/*.py \
+    benchmarks/*.py benchmarks/baselines
+}
 
 step_clang_format() { cpp_files | xargs -r clang-format --dry-run --Werror; }
 
-step_sizes() { "$python" scripts/check_sizes.py; }
+step_sizes() { "$python" scripts/dev/check_sizes.py; }
 
 # Warnings fail it: found in the output rather than by -Werror, so that setup.sh and the wheel
 # compile with the same flags and the compiler cache (which repeats warnings) serves all three.
@@ -78,16 +81,16 @@ print("instruction sets tested:", *here, "- not here:", *(set(all_sets) - set(he
   ctest --test-dir "$BUILD_ROOT/release" --no-tests=error --output-on-failure -j "$JOBS" --timeout 300
 }
 
-# Whether the tests of the CUDA kernels still find bugs: other ones with each commit.
-step_planted() {
-  "$python" scripts/planted_bugs.py --build "$BUILD_ROOT/release" --turn "$(turn)"
+# Mutations of the CUDA kernels that their tests must catch: others with each commit.
+step_mutations() {
+  "$python" scripts/dev/mutation_test.py --build "$BUILD_ROOT/release" --turn "$(turn)"
 }
 
 # Compiles for GPUs where nvcc is found, and links what scripts/gpu_check.sh runs; says that it does
 # not elsewhere.
 step_cuda() {
   local folder="$BUILD_ROOT/cuda" launcher=() count
-  "$python" scripts/check_cuda.py || return 1
+  "$python" scripts/dev/check_cuda.py || return 1
   command -v nvcc >/dev/null || return "$SKIPPED"
   command -v ccache >/dev/null && launcher=(-DCMAKE_CUDA_COMPILER_LAUNCHER=ccache)
   configure cuda -DTM_BUILD_PYTHON=OFF -DTM_CUDA=ON -DTM_CUDA_ARCHS=90a "${launcher[@]}" &&
@@ -166,7 +169,7 @@ assert Path(_turbomind.__file__).parent == Path.cwd() / "lmdeploy", _turbomind._
 assert _turbomind.make_cpu_device(1)')
 }
 
-readonly ALL_STEPS=(ruff mypy clang_format sizes build ctest planted cuda pytest clang_tidy asan tsan wheel)
+readonly ALL_STEPS=(ruff mypy clang_format sizes build ctest mutations cuda pytest clang_tidy asan tsan wheel)
 steps=("$@")
 [ $# -gt 0 ] || steps=("${ALL_STEPS[@]}")
 for step in "${steps[@]}"; do

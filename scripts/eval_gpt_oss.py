@@ -1,11 +1,11 @@
-"""What every KV policy costs on real tasks: accuracy, divergence, times and memory in one table.
+"""Measure accuracy, divergence, times and memory of KV policies on tasks, in one table.
 
     python scripts/eval_gpt_oss.py MODEL --tasks tiny --policies 0 8 4 16 nvfp4 --output eval
     python scripts/eval_gpt_oss.py MODEL --tasks aime25 gsm8k --data FOLDER -- --session-len 40960
 
-Serves the model once per policy and asks through lm-eval over HTTP. Flags after -- go to the
-server. An interrupted run goes on when the same command is given again. Nothing is downloaded; see
-docs/evaluation.md for the data.
+The script serves the model once per policy and runs lm-eval over HTTP. Flags after -- go to the
+server. The same command resumes an interrupted run. Nothing is downloaded; docs/evaluation.md
+describes the data.
 """
 
 from __future__ import annotations
@@ -21,22 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kv_eval import divergence
-from kv_eval.harness import Harness, HarnessFailure, Job, LmEval
-from kv_eval.policies import Policy, make_plan, make_policies
-from kv_eval.results import (
-    VERSION,
-    Row,
-    RunFolder,
-    RunResult,
-    key_of,
-    markdown,
-    summarise,
-    write_json,
-    write_whole,
-)
-from kv_eval.server import Server, ServerFailure, serving
-from kv_eval.tasks import FOLDER, Task, known_tasks, read_task
+from eval import divergence
+from eval.harness import Harness, HarnessFailure, Job, LmEval
+from eval.policies import Policy, make_plan, make_policies
+from eval.results import VERSION, Row, RunFolder, RunResult, key_of, markdown, summarize
+from eval.server import Server, ServerFailure, serving
+from eval.tasks import FOLDER, Task, known_tasks, read_task
+from results import write_json, write_whole
 
 from lmdeploy.config.kv_formats import KV_QUALITIES
 from lmdeploy.version import __version__
@@ -44,31 +35,31 @@ from lmdeploy.version import __version__
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-COUNT_SECONDS = 2.0  # between looks at the server's counters, for the bar
+COUNT_SECONDS = 2.0  # between updates of the progress bar
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that is measured; checked."""
+    """The checked settings of a run."""
 
     model: str
     model_hash: str
     policies: tuple[Policy, ...]
     tasks: tuple[Task, ...]
     seeds: tuple[int, ...]
-    prompts: tuple[str, ...]  # empty: no divergence
+    prompts: tuple[str, ...]  # empty for no divergence
     generation: Mapping[str, Any]
     options: argparse.Namespace
 
     @property
     def parts(self) -> Path:
-        """The folder of what has been measured, and of logs."""
+        """The folder of finished runs and logs."""
         output: Path = self.options.output
         return output.with_name(output.name + ".parts")
 
 
 class Evaluation:
-    """Runs what is missing and writes the table."""
+    """Runs the missing measurements and writes the table."""
 
     def __init__(self, settings: Settings, harness: Harness) -> None:
         self._settings = settings
@@ -78,7 +69,7 @@ class Evaluation:
         self._divergence: dict[str, divergence.Figures] = {}
 
     def run(self) -> bool:
-        """Everything that has no result yet. False when a policy failed."""
+        """Run everything without a result. Return False if a policy failed."""
         from tqdm import tqdm
 
         settings = self._settings
@@ -96,7 +87,7 @@ class Evaluation:
         return not self._failures
 
     def write(self) -> None:
-        """The table as it stands, as Markdown and JSON."""
+        """Write the current table as Markdown and JSON."""
         settings, options = self._settings, self._settings.options
         rows = [
             Row(
@@ -120,12 +111,12 @@ class Evaluation:
             "concurrency": options.concurrency,
             "server_flags": list(settings.policies[0].server_flags),
         }
-        summary = summarise(rows, facts)
+        summary = summarize(rows, facts)
         write_json(options.output.with_name(options.output.name + ".json"), summary)
         write_whole(options.output.with_name(options.output.name + ".md"), markdown(summary))
 
     def _facts(self, policy: Policy, task: Task, *, seed: int) -> dict[str, Any]:
-        """Everything that a run's result depends on."""
+        """Return everything that the result of a run depends on."""
         options = self._settings.options
         return {
             "version": VERSION,
@@ -151,7 +142,7 @@ class Evaluation:
         ]
 
     def _results(self, policy: Policy, task: Task) -> list[RunResult]:
-        """Of all seeds, or none."""
+        """Return the results of all seeds, or nothing if one is missing."""
         facts = [self._facts(policy, task, seed=seed) for seed in self._settings.seeds]
         loaded = [self._folder.load(fact) for fact in facts]
         found = [result for result in loaded if result is not None]
@@ -175,7 +166,7 @@ class Evaluation:
         )
 
     def _serve(self, policy: Policy, runs: Sequence[tuple[Task, int]], *, bar: tqdm[Any]) -> None:
-        """All missing runs of one policy. A failure is kept and told; it ends the policy."""
+        """Run the missing tasks of one policy. A failure is recorded and ends the policy."""
         settings, options = self._settings, self._settings.options
         log = settings.parts / f"server-{key_of(policy.facts())}.log"
         bar.set_postfix_str(f"{policy.label}: loading")
@@ -207,7 +198,7 @@ class Evaluation:
         )
 
     def _ask(self, server: Server, job: Job, *, bar: tqdm[Any]) -> RunResult:
-        """One run, timed by the server's own counters."""
+        """Run one task, timed by the counters of the server."""
         before, begun = server.counters(), time.monotonic()
         counted, looked = 0, begun
 
@@ -234,15 +225,15 @@ class Evaluation:
 
 
 def make_settings(options: argparse.Namespace, server_flags: Sequence[str]) -> Settings:
-    """Checks everything that can be checked before something is loaded. Raises ValueError."""
-    from lmdeploy.checkpoint.fingerprint import hash_model
+    """Check all options before a model is loaded. ValueError is raised for wrong ones."""
+    from lmdeploy.turbomind.model_hash import hash_model
 
     if options.reasoning_effort and options.api == "completions":
-        raise ValueError("--reasoning-effort: a field of chats; wanted --api chat")
+        raise ValueError("--reasoning-effort needs --api chat.")
     tasks = tuple(read_task(name, options.data) for name in dict.fromkeys(options.tasks))
     names = [task.name for task in tasks]
     if len(set(names)) < len(names):
-        raise ValueError(f"--tasks: got two tasks of one name ({', '.join(names)})")
+        raise ValueError(f"--tasks has two tasks of the same name: {', '.join(names)}.")
     qualities = options.kv_quality or [None]
     policies = make_policies(options.policies, qualities, server_flags=server_flags)
     for policy in policies:
@@ -267,14 +258,14 @@ def make_settings(options: argparse.Namespace, server_flags: Sequence[str]) -> S
 
 
 def positive(text: str) -> int:
-    """An argument that must be a positive integer."""
+    """Parse a positive integer."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a positive integer")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line without what is meant for the server."""
+    """Make the parser of the options before `--`."""
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").split("\n\n")[0], epilog="Flags after -- go to the server."
     )
@@ -285,22 +276,28 @@ def make_parser() -> argparse.ArgumentParser:
     add("--tasks", nargs="+", default=["tiny"], help=f"a .yaml file or {', '.join(known_tasks())}")
     add("--data", type=Path, help="folder of the JSONL files")
     add("--limit", type=positive, help="only the first questions of each task")
-    add("--seeds", nargs="+", type=positive, default=[1234], help="each asks every question once")
+    add(
+        "--seeds",
+        nargs="+",
+        type=positive,
+        default=[1234],
+        help="each seed asks every question once",
+    )
     add("--api", choices=("chat", "completions"), default="chat")
-    add("--concurrency", type=positive, default=4, help="questions at a time")
-    add("--max-new-tokens", type=positive, help="instead of the task's own number")
-    add("--temperature", type=float, help="instead of the task's own, 0")
+    add("--concurrency", type=positive, default=4, help="questions in parallel")
+    add("--max-new-tokens", type=positive, help="default: that of the task")
+    add("--temperature", type=float, help="default: that of the task, 0")
     add("--top-p", type=float)
     add("--reasoning-effort", choices=("low", "medium", "high"))
     add("--prompts", type=Path, default=FOLDER / "prompts.jsonl", help="for KL: .jsonl or .txt")
-    add("--skip-divergence", action="store_true", help="no KL and top-1")
+    add("--skip-divergence", action="store_true", help="do not measure KL and top-1")
     add("--start-timeout", type=positive, default=1800, help="seconds until a server is ready")
-    add("--output", type=Path, default=Path("eval"), help="name of the table, without an ending")
+    add("--output", type=Path, default=Path("eval"), help="name of the table, without an extension")
     return parser
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What stands before and after `--`."""
+    """Return the arguments before and after `--`."""
     own = list(arguments)
     if "--" not in own:
         return own, []
@@ -309,7 +306,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def main(arguments: Sequence[str] | None = None, *, harness: Harness | None = None) -> int:
-    """Evaluate. 1 when a policy failed, 2 for wrong input, 130 when interrupted."""
+    """Evaluate. Return 1 if a policy failed, 2 for wrong input, 130 when interrupted."""
     own, server_flags = split_arguments(sys.argv[1:] if arguments is None else arguments)
     options = make_parser().parse_args(own)
     with contextlib.suppress(ValueError):  # only the main thread may
@@ -321,7 +318,7 @@ def main(arguments: Sequence[str] | None = None, *, harness: Harness | None = No
         print(f"eval_gpt_oss.py: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on where this one was", file=sys.stderr)
+        print("interrupted; the same command resumes this run", file=sys.stderr)
         return 130
     print(options.output.with_name(options.output.name + ".md").read_text(encoding="utf-8"))
     return 0 if complete else 1

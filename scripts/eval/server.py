@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
 import re
-import signal
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 MODEL_NAME = "evaluated"
 STOP_SECONDS = 15.0
 TAIL_LINES = 20
-_PR_SET_PDEATHSIG = 1
 _URL = re.compile(rb"^Serving .* at (http://\S+)", re.M)
 _HISTOGRAMS = {
     "first_token": "lmdeploy:time_to_first_token_seconds",
@@ -27,7 +23,7 @@ _HISTOGRAMS = {
 
 
 class ServerFailure(RuntimeError):
-    """The server did not start, or ended by itself; the message ends with its log's last lines."""
+    """The server did not start or ended; the message has the last lines of its log."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +35,7 @@ class Timing:
 
     @property
     def mean(self) -> float | None:
-        """Seconds of one; None where there was none."""
+        """The seconds of one request, or None without requests."""
         return self.seconds / self.count if self.count else None
 
     def __add__(self, other: Timing) -> Timing:
@@ -51,12 +47,12 @@ class Timing:
 
 @dataclass(frozen=True)
 class Counters:
-    """What the server has counted since its start."""
+    """The counters of the server since its start. `truncated` answers reached their limit."""
 
     first_token: Timing
     per_token: Timing
     finished: int
-    truncated: int  # answers that ended at their length limit
+    truncated: int
 
 
 class Server:
@@ -68,7 +64,7 @@ class Server:
         self.url = ""
 
     def wait_until_ready(self, timeout: float) -> None:
-        """Until it answers. ServerFailure when it ends, or has not answered in `timeout` s."""
+        """Wait until the server answers on /health."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             self.check()
@@ -79,24 +75,25 @@ class Server:
                     self._get("/health")
                     return
             time.sleep(0.1)
-        raise ServerFailure(f"the server is not ready after {timeout:g} s{self._tail()}")
+        raise ServerFailure(f"the server is not ready after {timeout:g} s{last_lines(self.log)}")
 
     def check(self) -> None:
-        """ServerFailure when the process has ended."""
+        """Raise ServerFailure if the process has ended."""
         status = self._process.poll()
         if status is not None:
             how = f"signal {-status}" if status < 0 else f"status {status}"
-            raise ServerFailure(f"the server has ended with {how}{self._tail()}")
+            raise ServerFailure(f"the server has ended with {how}{last_lines(self.log)}")
 
     def counters(self) -> Counters:
-        """From its /metrics. ServerFailure when it does not answer."""
+        """Read /metrics."""
         from prometheus_client.parser import text_string_to_metric_families
 
         try:
             text = self._get("/metrics")
         except OSError as error:
             self.check()
-            raise ServerFailure(f"the server does not answer: {error}{self._tail()}") from error
+            end = last_lines(self.log)
+            raise ServerFailure(f"the server does not answer: {error}{end}") from error
         values: dict[str, float] = {}
         truncated = 0.0
         for family in text_string_to_metric_families(text):
@@ -112,7 +109,7 @@ class Server:
         return Counters(finished=finished, truncated=int(truncated), **timings)
 
     def peak_bytes(self) -> int | None:
-        """The most memory that the process has had resident; None where /proc does not say."""
+        """Return the peak of resident memory, or None if /proc does not have it."""
         try:
             status = Path(f"/proc/{self._process.pid}/status").read_text(encoding="ascii")
         except OSError:
@@ -120,67 +117,45 @@ class Server:
         found = re.search(r"^VmHWM:\s*(\d+) kB", status, re.M)
         return int(found[1]) * 1024 if found else None
 
-    def stop(self) -> None:
-        """Ends the process; kills it when it does not end by itself."""
-        end_process(self._process)
-
     def _get(self, path: str) -> str:
-        # Our own address: never through a proxy of the environment.
+        # A local address must not go through a proxy of the environment.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(self.url + path, timeout=30) as reply:
             body: bytes = reply.read()
         return body.decode()
-
-    def _tail(self) -> str:
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
-        return f"; last lines of {self.log}:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 @contextlib.contextmanager
 def serving(
     model_path: str, flags: Sequence[str], *, log: Path, timeout: float
 ) -> Iterator[Server]:
-    """A server that is ready; it is stopped however the block ends."""
+    """Start a server, wait until it is ready, and stop it at the end of the block."""
     command = [sys.executable, "-m", "lmdeploy", "serve", "api_server", model_path]
     command += ["--server-name", "127.0.0.1", "--server-port", "0", "--model-name", MODEL_NAME]
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [*command, *flags],
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            preexec_fn=end_with_parent(),
+            [*command, *flags], stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
         )
     server = Server(process, log)
     try:
         server.wait_until_ready(timeout)
         yield server
     finally:
-        server.stop()
-
-
-def end_with_parent() -> Callable[[], None] | None:
-    """For Popen: the child gets SIGTERM when this process dies, even by SIGKILL (Linux only)."""
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl = ctypes.CDLL(None).prctl
-    parent = os.getpid()
-
-    def ask() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != parent:  # died before it was asked for
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    return ask
+        end_process(process)
 
 
 def end_process(process: subprocess.Popen[bytes]) -> None:
-    """Asks a process to end, then kills it."""
-    if process.poll() is not None:
-        return
-    process.terminate()
-    try:
-        process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    """Terminate a process, and kill it if it does not end."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def last_lines(log: Path) -> str:
+    """Return the last lines of a log, as the end of an error message."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
+    return f"; last lines of {log}:\n" + "\n".join(f"  {line}" for line in lines)

@@ -1,4 +1,4 @@
-"""A KV policy: what the server is told, and what the engine makes of it."""
+"""A KV policy: the flags of the server, and the cache that the engine makes of them."""
 
 from __future__ import annotations
 
@@ -16,24 +16,16 @@ from lmdeploy.config.kv_formats import TABLE_SUFFIXES
 
 REFERENCE = "0"
 REFERENCE_FORMAT = "none"
-# What this script sets itself, or needs as it is.
-RESERVED_FLAGS = frozenset(
-    {
-        "--api-keys",
-        "--disable-metrics",
-        "--dry-run",
-        "--model-name",
-        "--server-name",
-        "--server-port",
-        "--help",
-        "-h",
-    }
+# Flags that this script sets, or whose defaults it needs.
+RESERVED_FLAGS = (
+    *("--api-keys", "--disable-metrics", "--dry-run", "--model-name", "--server-name"),
+    *("--server-port", "--help", "-h"),
 )
 
 
 @dataclass(frozen=True)
 class Policy:
-    """`name` as given on the command line; quality None: the server's default."""
+    """`name` is that of the command line; `quality` None selects the default of the server."""
 
     name: str
     quality: str | None
@@ -41,19 +33,19 @@ class Policy:
 
     @property
     def label(self) -> str:
-        """As it stands in the table."""
+        """The name in the table."""
         return self.name if self.quality is None else f"{self.name}/{self.quality}"
 
     @property
     def flags(self) -> list[str]:
-        """The server's flags."""
+        """The flags of the server."""
         table = "=" in self.name or self.name.lower().endswith(TABLE_SUFFIXES)
         flag = "--kv-cache-format" if table else "--quant-policy"
         quality = [] if self.quality is None else ["--kv-quality", self.quality]
         return [*self.server_flags, flag, self.name, *quality]
 
     def facts(self) -> dict[str, str | list[str]]:
-        """What tells this policy from others: flags, and the content of files among them."""
+        """Return what identifies the policy: flags, and digests of the files that they name."""
         config = self.config()
         files = [config.kv_cache_format, config.kv_calibration, *self.server_flags]
         paths = [Path(str(file).partition("=")[2] or str(file)) for file in files if file]
@@ -63,29 +55,23 @@ class Policy:
         return {"policy": self.label, "flags": self.flags, "files": digests}
 
     def config(self) -> TurbomindEngineConfig:
-        """The engine options that the server will make of its flags.
-
-        Raises ValueError for an unknown name and for flags that contradict each other.
-        """
+        """Return the engine options of the flags. ValueError is raised for wrong flags."""
         wrong = [flag for flag in self.server_flags if flag.partition("=")[0] in RESERVED_FLAGS]
         if wrong:
-            raise ValueError(f"flags of the server: {wrong[0]} is not for this script to pass on")
-        told = io.StringIO()
+            raise ValueError(f"{wrong[0]} is set by this script; remove it from the server flags.")
+        errors = io.StringIO()
         try:
-            with contextlib.redirect_stderr(told):
+            with contextlib.redirect_stderr(errors):
                 command = ["serve", "api_server", "MODEL", *self.flags]
                 return engine_config(make_parser().parse_args(command))
         except SystemExit:
-            raise ValueError(f"flags of the server: {told.getvalue().strip()}") from None
+            raise ValueError(f"wrong server flags: {errors.getvalue().strip()}") from None
 
 
 def make_policies(
     names: Sequence[str], qualities: Sequence[str | None], *, server_flags: Sequence[str]
 ) -> list[Policy]:
-    """Names × qualities in the order given; 16 bit once, since it has no qualities.
-
-    Raises ValueError for what no server would accept.
-    """
+    """Return names × qualities in order. The 16-bit policy occurs once, without a quality."""
     found: dict[str, Policy] = {}
     for name in names:
         for quality in qualities:
@@ -98,10 +84,7 @@ def make_policies(
 
 @dataclass(frozen=True)
 class Plan:
-    """What a cache holds, from the engine's own plan.
-
-    `hot_bytes` of the 16-bit blocks come on top, per sequence.
-    """
+    """The format and the size of a cache. `hot_bytes` is the 16-bit window of each sequence."""
 
     stored: str
     bytes_per_token: float
@@ -109,7 +92,7 @@ class Plan:
 
 
 def make_plan(model_path: str, policy: Policy) -> Plan:
-    """Reads the model's config but not its weights. ValueError for options that do not fit it."""
+    """Return the engine's own plan. This reads the config of the model but not its weights."""
     from lmdeploy import _turbomind
     from lmdeploy.base.resources import free_memory_bytes
     from lmdeploy.engine.model_files import open_files
@@ -119,7 +102,5 @@ def make_plan(model_path: str, policy: Policy) -> Plan:
     info = open_files(model_path, dtype=config.dtype, exact=config.exact).info
     native, options = engine_config_of(config, info.config, model_path=str(info.path))
     plan = _turbomind.plan_memory(info.config, native, free_memory_bytes())
-    stored = (
-        f"{options.mode} {options.quality}" if options.mode != REFERENCE_FORMAT else options.mode
-    )
-    return Plan(stored, plan.bytes_per_token, plan.hot_bytes_per_sequence)
+    quality = "" if options.mode == REFERENCE_FORMAT else f" {options.quality}"
+    return Plan(options.mode + quality, plan.bytes_per_token, plan.hot_bytes_per_sequence)

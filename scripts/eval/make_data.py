@@ -1,10 +1,10 @@
-"""Local JSONL files for scripts/eval_gpt_oss.py from what a person has fetched.
+"""Convert downloaded files to JSONL files for scripts/eval_gpt_oss.py.
 
-    python scripts/make_eval_data.py gpqa gpqa_diamond.csv DATA/gpqa_diamond.jsonl
-    python scripts/make_eval_data.py needle TEXT DATA/needle.jsonl --characters 32000 120000
+    python scripts/eval/make_data.py gpqa gpqa_diamond.csv DATA/gpqa_diamond.jsonl
+    python scripts/eval/make_data.py needle TEXT DATA/needle.jsonl --characters 32000 120000
 
-`gpqa` shuffles the choices of each question, the same way every time. `needle` hides one sentence
-with a number in a piece of the text, at evenly spread depths.
+`gpqa` shuffles the choices of each question, always in the same way. `needle` hides one sentence
+with a number in a piece of the text, at evenly spaced depths.
 """
 
 from __future__ import annotations
@@ -36,19 +36,16 @@ Line = dict[str, object]
 
 
 def gpqa_lines(path: Path) -> Iterator[Line]:
-    """Question, choices in an order that depends on the question alone, letter of the right one.
-
-    Raises ValueError for a file without the columns of GPQA_COLUMNS.
-    """
+    """Yield questions, choices in an order that depends on the question, and the right letter."""
     with path.open(encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
         missing = [name for name in GPQA_COLUMNS if name not in (reader.fieldnames or [])]
         if missing:
-            raise ValueError(f"{path}: column {missing[0]!r}: missing, wanted {GPQA_COLUMNS}")
+            raise ValueError(f"{path} has no column {missing[0]!r}; it needs {GPQA_COLUMNS}.")
         for number, row in enumerate(reader, 1):
             question, *choices = (str(row[name] or "").strip() for name in GPQA_COLUMNS)
             if not question or not all(choices) or len(set(choices)) < len(choices):
-                raise ValueError(f"{path}: row {number}: wanted a question and 4 distinct answers")
+                raise ValueError(f"{path}: row {number} needs a question and 4 distinct answers.")
             right = choices[0]
             seed = hashlib.sha256(question.encode()).hexdigest()
             random.Random(seed).shuffle(choices)
@@ -57,14 +54,10 @@ def gpqa_lines(path: Path) -> Iterator[Line]:
 
 
 def needle_lines(text: str, *, lengths: Sequence[int], count: int, seed: int) -> Iterator[Line]:
-    """`count` questions for each length in characters.
-
-    Raises ValueError for a text shorter than the longest piece.
-    """
+    """Yield `count` questions for each length in characters."""
     if len(text) < max(lengths):
         raise ValueError(
-            f"the text has {len(text)} characters, wanted at least {max(lengths)}; give a longer "
-            "one or smaller --characters"
+            f"the text has {len(text)} characters, fewer than --characters {max(lengths)}"
         )
     rng = random.Random(seed)
     for length in lengths:
@@ -86,16 +79,16 @@ def needle_lines(text: str, *, lengths: Sequence[int], count: int, seed: int) ->
 
 
 def write_lines(path: Path, lines: Iterable[Line]) -> int:
-    """How many were written. ValueError when the file is there already."""
+    """Write a new file and return the number of lines."""
     if path.exists():
-        raise ValueError(f"{path} is there already, wanted a new name")
+        raise ValueError(f"{path} exists already; choose a new name.")
     made = [json.dumps(line, ensure_ascii=False) + "\n" for line in lines]
     path.write_text("".join(made), encoding="utf-8")
     return len(made)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     gpqa = commands.add_parser("gpqa", help="gpqa_diamond.csv to JSONL")
@@ -108,12 +101,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     needle.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     if options.command == "needle" and (min(options.characters) < 1 or options.count < 1):
-        parser.error("--characters and --count: wanted positive integers")
+        parser.error("--characters and --count must be positive.")
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the file; 2 when the source is not usable."""
+    """Write the file. Return 2 for a source that cannot be used."""
     options = parse_arguments(arguments)
     try:
         if options.command == "gpqa":
@@ -125,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         count = write_lines(options.output, lines)
     except (ValueError, OSError) as error:
-        print(f"make_eval_data.py: {error}", file=sys.stderr)
+        print(f"make_data.py: {error}", file=sys.stderr)
         return 2
     print(f"{options.output}: {count} questions")
     return 0

@@ -1,10 +1,9 @@
-"""Puts o200k_base.tiktoken, the vocabulary of GPT-OSS, into a folder for openai-harmony.
+"""Write o200k_base.tiktoken, the vocabulary of GPT-OSS, into a folder for openai-harmony.
 
-    python scripts/fetch_o200k.py [FOLDER]        default: share/lmdeploy of this environment
+    python scripts/dev/fetch_o200k.py [FOLDER]        default: share/lmdeploy of this environment
 
-It is taken out of the package litellm, which pip downloads and which is not installed. Serving a
-model needs the file only where the checkpoint has no chat template; set TIKTOKEN_ENCODINGS_BASE to
-the folder then. The tests look in the default folder as well.
+The file comes from the package litellm, which pip downloads and does not install. The tests compare
+the rendering of GPT-OSS prompts with openai-harmony, which needs it.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ NAME = "o200k_base.tiktoken"
 
 
 def read_member(wheel: Path) -> bytes:
-    """The vocabulary in a wheel of litellm. ValueError when it is not the expected one."""
+    """Return the vocabulary in a wheel of litellm. Its SHA-256 must match."""
     with zipfile.ZipFile(wheel) as archive:
         data = archive.read(MEMBER)
     found = hashlib.sha256(data).hexdigest()
     if found != SHA256:
-        raise ValueError(f"{wheel.name}: {MEMBER} has SHA-256 {found}, wanted {SHA256}")
+        raise ValueError(f"{MEMBER} in {wheel.name} has SHA-256 {found}; expected {SHA256}.")
     return data
 
 
 def main(folder: Path) -> int:
-    """Writes the file unless it is there; the exit status."""
+    """Write the file unless it exists. Return the exit status."""
     target = folder / NAME
     if target.is_file() and hashlib.sha256(target.read_bytes()).hexdigest() == SHA256:
-        print(f"{target} is there")
+        print(f"{target} exists")
         return 0
     with tempfile.TemporaryDirectory() as scratch:
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]

@@ -1,7 +1,7 @@
-"""Running one task against a server that is up: lm-eval, in a process of its own.
+"""Runs one task against a running server with lm-eval, in a process of its own.
 
-It talks to the HTTP API, gets its data from a local file and is kept offline: no tokenizer and no
-data set is fetched.
+lm-eval talks to the HTTP API and reads a local file. It is kept offline, so that it downloads
+neither tokenizers nor data sets.
 """
 
 from __future__ import annotations
@@ -18,26 +18,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from kv_eval.server import MODEL_NAME, end_process, end_with_parent
-from kv_eval.tasks import Task
+from eval.server import MODEL_NAME, end_process, last_lines
+from eval.tasks import Task
 
 WATCH_SECONDS = 0.5
-REQUEST_SECONDS = 24 * 3600  # of one answer: a long chain of thought on a CPU takes hours
+REQUEST_SECONDS = 24 * 3600  # a long chain of thought on a CPU takes hours
 METRIC = "exact_match"
-TAIL_LINES = 20
-
 Api = Literal["chat", "completions"]
 _MODELS = {"chat": "local-chat-completions", "completions": "local-completions"}
 _PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+_OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 class HarnessFailure(RuntimeError):
-    """The harness did not give a score for every question."""
+    """The harness did not score every question."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One task on one server. `generation` is what replaces the task file's own settings."""
+    """One task on one server. `generation` replaces settings of the task file."""
 
     task: Task
     url: str
@@ -50,7 +49,7 @@ class Job:
 
     @property
     def num_samples(self) -> int:
-        """Questions that are asked."""
+        """The number of questions to ask."""
         return min(self.task.num_samples, self.limit or self.task.num_samples)
 
 
@@ -59,13 +58,12 @@ class Harness(Protocol):
 
     @property
     def version(self) -> str:
-        """Part of the key of a result."""
+        """Name and version, part of the key of a result."""
 
     def run(self, job: Job, watch: Callable[[], None]) -> list[bool]:
-        """Whether each question, in the file's order, was answered rightly.
+        """Return whether each question, in file order, was answered correctly.
 
-        Calls `watch` at least every few seconds; what it raises ends the run and comes through.
-        Raises HarnessFailure.
+        `watch` is called every few seconds; its exceptions end the run and reach the caller.
         """
 
 
@@ -74,33 +72,28 @@ class LmEval:
 
     def __init__(self) -> None:
         try:
-            self._version = importlib.metadata.version("lm-eval")
+            self.version = f"lm-eval {importlib.metadata.version('lm-eval')}"
         except importlib.metadata.PackageNotFoundError:
             raise ValueError(
-                "the harness lm-eval is not installed; run, in the project: pip install '.[eval]'"
+                "lm-eval is not installed; run pip install '.[eval]' in the project."
             ) from None
 
-    @property
-    def version(self) -> str:
-        """Name and version."""
-        return f"lm-eval {self._version}"
-
     def run(self, job: Job, watch: Callable[[], None]) -> list[bool]:
-        """See Harness."""
+        """Run lm-eval; see Harness."""
         with tempfile.TemporaryDirectory(prefix="kv-eval-") as name:
             folder = Path(name)
-            tasks = folder / "tasks"
-            tasks.mkdir()
+            (folder / "tasks").mkdir()
             text = job.task.rendered(job.generation)
-            (tasks / f"{job.task.harness_name}.yaml").write_text(text, encoding="utf-8")
+            (folder / f"tasks/{job.task.harness_name}.yaml").write_text(text, encoding="utf-8")
+            environment = {**os.environ, **dict.fromkeys(_OFFLINE, "1")}
+            environment |= {"HF_HOME": str(folder / "cache"), "NO_PROXY": "127.0.0.1"}
             with job.log.open("wb") as log:
                 process = subprocess.Popen(
                     self._command(job, folder),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=offline_environment(folder),
-                    preexec_fn=end_with_parent(),
+                    env=environment | {"no_proxy": "127.0.0.1", "HF_HUB_DISABLE_TELEMETRY": "1"},
                 )
             try:
                 while process.poll() is None:
@@ -110,7 +103,8 @@ class LmEval:
                 end_process(process)
             watch()
             if process.returncode != 0:
-                raise HarnessFailure(f"lm-eval ended with {process.returncode}{_tail(job.log)}")
+                end = last_lines(job.log)
+                raise HarnessFailure(f"lm-eval ended with {process.returncode}{end}")
             return read_scores(folder / "output", job)
 
     def _command(self, job: Job, folder: Path) -> list[str]:
@@ -126,47 +120,22 @@ class LmEval:
         command += ["--model_args", ",".join(f"{key}={value}" for key, value in arguments.items())]
         command += ["--include_path", str(folder / "tasks"), "--tasks", job.task.harness_name]
         command += ["--output_path", str(folder / "output"), "--log_samples"]
-        if job.api == "chat":
-            command.append("--apply_chat_template")
-        if job.limit is not None:
-            command += ["--limit", str(job.limit)]
-        return command
-
-
-def offline_environment(folder: Path) -> dict[str, str]:
-    """This process's environment, with every download switched off and caches in `folder`."""
-    return {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "HF_DATASETS_OFFLINE": "1",
-        "HF_EVALUATE_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "HF_HOME": str(folder / "cache"),
-        "NO_PROXY": "127.0.0.1",
-        "no_proxy": "127.0.0.1",
-    }
+        command += ["--apply_chat_template"] if job.api == "chat" else []
+        return command + (["--limit", str(job.limit)] if job.limit is not None else [])
 
 
 def read_scores(folder: Path, job: Job) -> list[bool]:
-    """From lm-eval's file of samples. HarnessFailure when one is missing or has no score."""
+    """Read lm-eval's file of samples. HarnessFailure is raised if a score is missing."""
     files = sorted(folder.rglob("samples_*.jsonl"))
     if len(files) != 1:
-        raise HarnessFailure(
-            f"lm-eval wrote {len(files)} files of samples, wanted 1{_tail(job.log)}"
-        )
+        raise HarnessFailure(f"lm-eval wrote {len(files)} sample files, not 1{last_lines(job.log)}")
     scores: dict[int, bool] = {}
     for line in files[0].read_text(encoding="utf-8").splitlines():
         sample = json.loads(line)
         score = sample.get(METRIC)
         if score not in (0, 1):
-            raise HarnessFailure(f"{files[0].name}: {METRIC}: got {score!r}, wanted 0 or 1")
+            raise HarnessFailure(f"{files[0].name}: {METRIC} is {score!r}, not 0 or 1")
         scores[sample["doc_id"]] = bool(score)
     if sorted(scores) != list(range(job.num_samples)):
-        raise HarnessFailure(f"lm-eval scored {len(scores)} questions, wanted {job.num_samples}")
+        raise HarnessFailure(f"lm-eval scored {len(scores)} of {job.num_samples} questions")
     return [scores[i] for i in range(job.num_samples)]
-
-
-def _tail(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
-    return f"; last lines of {log}:\n" + "\n".join(f"  {line}" for line in lines)

@@ -1,4 +1,4 @@
-"""What has been measured: one small file per run, and the table made of them."""
+"""Results of runs: one small file per run, and the table made of them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kv_eval.policies import REFERENCE, Plan
-from kv_eval.server import Timing
+from results import write_json
+
+from eval.policies import REFERENCE, Plan
+from eval.server import Timing
 
 Z_95 = 1.959963984540054  # normal quantile of a 95 % interval
 VERSION = 1
 
 
 def wilson(correct: int, total: int) -> tuple[float, float]:
-    """The 95 % score interval of a share (Wilson 1927): inside [0, 1], and not empty at 0 and 1."""
+    """Return the 95 % score interval of a share (Wilson 1927). It lies inside [0, 1]."""
     share = correct / total
     middle = (share + Z_95**2 / (2 * total)) / (1 + Z_95**2 / total)
     spread = math.sqrt(share * (1 - share) / total + Z_95**2 / (4 * total**2))
@@ -28,7 +30,7 @@ def wilson(correct: int, total: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class RunResult:
-    """One task under one policy with one seed; `truncated` answers ended at their length limit."""
+    """One task under one policy with one seed. `truncated` answers reached their length limit."""
 
     correct: list[bool]
     first_token: Timing
@@ -39,13 +41,13 @@ class RunResult:
 
 
 class RunFolder:
-    """Results by key; a key is everything that the result depends on."""
+    """Results by key. The key covers everything that the result depends on."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def load(self, facts: Mapping[str, Any]) -> RunResult | None:
-        """The result of a finished run; None when there is none that can be read."""
+        """Return the result of a finished run, or None."""
         try:
             stored = json.loads(self._path(facts).read_text(encoding="utf-8"))
             if stored["facts"] != dict(facts):
@@ -58,7 +60,7 @@ class RunFolder:
             return None
 
     def store(self, facts: Mapping[str, Any], result: RunResult) -> None:
-        """Whole or not at all."""
+        """Write a result atomically."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self._path(facts), {"facts": dict(facts), "result": asdict(result)})
 
@@ -67,25 +69,13 @@ class RunFolder:
 
 
 def key_of(facts: Mapping[str, Any]) -> str:
-    """A name made of everything in `facts`."""
+    """Return a name made of everything in `facts`."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Whole or not at all: a run may be killed."""
-    unfinished = path.with_name(path.name + ".part")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """`write_whole` of JSON."""
-    write_whole(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One policy: results by task (those of all seeds), None where it failed or is missing."""
+    """One policy: the results of all seeds by task."""
 
     label: str
     plan: Plan
@@ -94,7 +84,7 @@ class Row:
     failure: str | None = None
 
     def summary(self, reference: Row | None) -> dict[str, Any]:
-        """As it goes into the JSON file."""
+        """Return the entry of the JSON file."""
         runs = [run for results in self.runs.values() for run in results]
         peaks = [run.peak_bytes for run in runs if run.peak_bytes is not None]
         return {
@@ -133,14 +123,14 @@ def _accuracy(results: Sequence[RunResult], reference: Sequence[RunResult]) -> d
     return values
 
 
-def summarise(rows: Sequence[Row], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything that the table says, and what it was measured with."""
+def summarize(rows: Sequence[Row], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the table as a dictionary, with the facts of the measurement."""
     reference = next((row for row in rows if row.label == REFERENCE), None)
     return {**facts, "policies": {row.label: row.summary(reference) for row in rows}}
 
 
 def markdown(summary: Mapping[str, Any]) -> str:
-    """One table with a line on what it was measured with."""
+    """Return the table as Markdown, with notes on the measurement."""
     policies: Mapping[str, Any] = summary["policies"]
     tasks = list(summary["tasks"])
     heads = ["policy", "stored as", *tasks, "lost / gained", "KL mean", "KL p99", "top-1"]

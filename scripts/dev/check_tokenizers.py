@@ -1,8 +1,8 @@
-"""Compares our GGUF tokenizers with llama.cpp's test vectors.
+"""Compare our GGUF tokenizers with llama.cpp's test vectors.
 
-Usage: python scripts/check_tokenizers.py FOLDER
+Usage: python scripts/dev/check_tokenizers.py FOLDER
 
-FOLDER holds ggml-vocab-*.gguf with .inp and .out beside them: `vendor/llama.cpp/models` of an
+FOLDER contains ggml-vocab-*.gguf with their .inp and .out files: `vendor/llama.cpp/models` of an
 unpacked llama-cpp-python source distribution, or `models` of llama.cpp itself.
 """
 
@@ -18,7 +18,7 @@ _SEPARATOR = "\n__ggml_vocab_test__\n"
 
 
 def read_vectors(vocab: Path) -> list[tuple[str, list[int]]]:
-    """(text, ids) of each test of a vocabulary."""
+    """Return (text, ids) of each test of a vocabulary."""
     texts = Path(f"{vocab}.inp").read_text(encoding="utf-8").split(_SEPARATOR)
     lines = Path(f"{vocab}.out").read_text(encoding="utf-8").splitlines()
     rows = [[int(word) for word in line.split()] for line in lines]
@@ -26,7 +26,7 @@ def read_vectors(vocab: Path) -> list[tuple[str, list[int]]]:
 
 
 def check(vocab: Path, verbose: bool) -> str:
-    """One line on one vocabulary; it begins with `ok`, `FAIL` or `refused`."""
+    """Return one line about a vocabulary; it begins with `ok`, `FAIL` or `refused`."""
     try:
         tokenizer = tokenizer_from_gguf(GgufFile(vocab).metadata, vocab.name)
     except ModelFormatError as error:
@@ -38,13 +38,13 @@ def check(vocab: Path, verbose: bool) -> str:
         if ids != expected:
             wrong += 1
             if verbose:
-                print(f"  {text!r}\n    got    {ids}\n    wanted {expected}")
+                print(f"  {text!r}\n    got    {ids}\n    expected {expected}")
     state = "FAIL    " if wrong else "ok      "
     return f"{state} {vocab.name}: {len(vectors) - wrong} of {len(vectors)} vectors"
 
 
 def main() -> int:
-    """Checks every vocabulary of the folder; 1 when one that we accept differs."""
+    """Check every vocabulary of the folder. Return 1 if an accepted one differs."""
     parser = argparse.ArgumentParser(description="compare GGUF tokenizers with llama.cpp's ids")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--verbose", action="store_true", help="print every difference")

@@ -1,0 +1,245 @@
+"""The benchmarks: rows and files of the suite, the load of the server benchmark, GPU programs."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import bench_engine
+import bench_gpu
+import bench_server
+import pytest
+import results
+import targets
+from results import ResultsFile
+from targets import BY_NAME, Runs, TargetRow, alternate, as_trial, row_of
+
+ROOT = Path(__file__).parents[3]
+DECODE, MEMORY = BY_NAME["decode-2048-batch-1"], BY_NAME["memory"]
+MACHINE = {"cpu": "x", "cores": 2, "threads": 2, "caches": {}, "isa": "avx2"}
+
+
+def runs(ours: list[float], peer: list[float]) -> Runs:
+    return Runs(ours, peer, "nvfp4", "f16")
+
+
+def open_file(path: Path | None, commit: str = "a") -> ResultsFile:
+    return ResultsFile(path, make_row=lambda fields: TargetRow(**fields), commit=commit)
+
+
+def test_row_ratio_is_the_median_of_the_paired_ratios():
+    row = row_of(DECODE, runs([10, 20, 90], [10, 10, 30]), model="m")
+    assert (row.ratio, row.ratio_low, row.ratio_high) == (2.0, 1.0, 3.0)
+    assert row.met is True and row.note == "runs: only 3"
+    assert row_of(MEMORY, runs([11] * 5, [10] * 5), model="m").met is False
+    assert row_of(DECODE, None, model="m", note="why").met is None
+
+
+@pytest.mark.parametrize(("ours", "peer"), [([1.0], [1.0, 2.0]), ([0.0], [1.0]), ([1.0], [1e999])])
+def test_row_rejects_runs_without_a_ratio(ours, peer):
+    with pytest.raises(ValueError, match="not pairs of positive figures"):
+        row_of(DECODE, runs(ours, peer), model="m")
+
+
+def test_alternate_changes_the_first_side_every_turn(monkeypatch):
+    monkeypatch.setattr(targets, "REST_SECONDS", 0.0)
+    order: list[str] = []
+
+    def run(name: str) -> float:
+        order.append(name)
+        return float(len(order))
+
+    ours, theirs = alternate(lambda: run("ours"), lambda: run("peer"), repeats=2)
+    assert order == ["peer", "ours", "ours", "peer"]
+    assert (ours, theirs) == ([2.0, 3.0], [1.0, 4.0])
+
+
+def test_results_file_resumes_and_keeps_complete_rows(tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    file = open_file(path)
+    file.measured_on(MACHINE)
+    file.add(row_of(DECODE, runs([2.0] * 5, [1.0] * 5), model="m"))
+    file.add(as_trial(row_of(DECODE, runs([9.0], [1.0]), model="m"), "short"))
+    assert file.search("key", lambda: 1) == 1
+    again = open_file(path)
+    assert again.search("key", lambda: 2) == 1
+    row = again.row("m", DECODE.name, repeats=5, keep=False)
+    assert row.ratio == 2.0 and row.commit == "a" and not row.trial
+    assert again.row("m", DECODE.name, repeats=6, keep=False) is None
+    other = open_file(path, commit="b")
+    assert other.row("m", DECODE.name, repeats=5, keep=False) is None
+    assert other.row("m", DECODE.name, repeats=5, keep=True) == row
+    assert "measured again" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="cores 2, but this machine has 4"):
+        again.measured_on({**MACHINE, "cores": 4})
+    assert [p.name for p in tmp_path.iterdir()] == ["rows.json"]
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"about": {}, "searches": {}, "rows": [{"name": 1}]}']
+)
+def test_results_file_rejects_another_format(text, tmp_path):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(ValueError, match="does not hold results"):
+        open_file(tmp_path / "x.json")
+
+
+def test_committed_results_have_rows_of_the_suite():
+    for path in (ROOT / "benchmarks/results").glob("targets_*.json"):
+        rows = json.loads(path.read_text())["rows"]
+        assert rows and all(TargetRow(**row).name in BY_NAME for row in rows)
+
+
+def test_commit_names_uncommitted_changes_of_sources(tmp_path):
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True, capture_output=True)
+
+    git("init", "-q")
+    (tmp_path / "a.cc").write_text("1")
+    git("add", ".")
+    git("-c", "user.name=x", "-c", "user.email=x@y", "commit", "-qm", "first")
+    clean = results.commit_here(tmp_path)
+    (tmp_path / "README.md").write_text("1")
+    assert results.commit_here(tmp_path) == clean
+    (tmp_path / "a.cc").write_text("2")
+    assert results.commit_here(tmp_path) == clean + "+"
+
+
+def test_bench_engine_rejects_unknown_targets(capsys):
+    assert bench_engine.main(["--suite", "targets", "--only", "no-such-target"]) == 2
+    assert "decode-2048-batch-1" in capsys.readouterr().err
+    options = bench_engine.parse_arguments(["--suite", "targets", "--skip", "memory"])
+    assert [t.name for t in bench_engine.targets_of(options)] == [
+        n for n in BY_NAME if n != "memory"
+    ]
+
+
+def test_baseline_buffers_are_read_from_the_log(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llama_cpp", type(sys)("llama_cpp"))
+    from baselines.llama_cpp import SETTINGS, buffers_in, setting_named
+
+    line = "load_tensors:          AMX model buffer size =    98.44 MiB\n"
+    assert buffers_in(line) == ["AMX 98.44 MiB"]
+    assert buffers_in("load_tensors: loading") == []
+    assert all(len(settings) == 3 for settings in SETTINGS.values())
+    assert setting_named("q8_0 keys, f16 values").k == "q8_0"
+
+
+# The server benchmark.
+
+BENCH = bench_server.ServerBench(
+    "m", 1000, Path(), threads=1, clients=2, requests=2, prompt_tokens=3, answer_tokens=4
+)
+USAGE = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 4}}
+
+
+def stream(*events: Any) -> list[tuple[float, bytes]]:
+    texts = [event if isinstance(event, str) else json.dumps(event) for event in events]
+    return [(float(i), f"data: {text}\n".encode()) for i, text in enumerate(texts)]
+
+
+def piece(text: str) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "text": text}]}
+
+
+def test_summary_counts_pieces_and_gaps():
+    lines = stream(piece("a"), piece(""), piece("b"), piece("c"), USAGE, "[DONE]")
+    answer = bench_server.read_answer(-1.0, lines, lengths=(3, 4))
+    assert answer.pieces == [0.0, 2.0, 3.0]
+    other = dataclasses.replace(answer, pieces=[0.0, 5.0])
+    result = bench_server.summarize([answer, other], 10.0)
+    assert result.requests_per_s == 0.2 and result.tokens_per_s == 0.8
+    assert result.p50_token == 2.0 and result.p50_first == 1.0
+
+
+@pytest.mark.parametrize(
+    ("events", "words"),
+    [
+        ([piece("a"), piece("b"), USAGE], "DONE"),
+        ([piece("a"), piece("b"), "[DONE]"], "None prompt tokens"),
+        ([piece("a"), USAGE, "[DONE]"], "1 pieces"),
+        ([{"error": {"message": "full"}}, "[DONE]"], "full"),
+    ],
+)
+def test_read_answer_rejects_incomplete_answers(events, words):
+    with pytest.raises(RuntimeError, match=words):
+        bench_server.read_answer(0.0, stream(*events), lengths=(3, 4))
+
+
+def test_clients_stream_in_parallel_from_a_server():
+    active, most, prompts = 0, 0, set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal active, most
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.split(b"Content-Length: ")[1].split(b"\r\n")[0])
+        prompts.add(tuple(json.loads(await reader.readexactly(length))["prompt"]))
+        active += 1
+        most = max(most, active)
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for _, line in stream(piece("a"), piece("b"), USAGE, "[DONE]"):
+            writer.write(f"{len(line) + 1:x}\r\n".encode() + line + b"\n\r\n")
+            await asyncio.sleep(0.005)
+        active -= 1
+        writer.write(b"0\r\n\r\n")
+        writer.close()
+
+    async def run() -> list[bench_server.Answer]:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            return await BENCH._clients(port, BENCH.bodies(0))
+
+    answers = asyncio.run(run())
+    assert len(answers) == 4 and most == 2 and len(prompts) == 4
+    assert all(len(answer.pieces) == 2 for answer in answers)
+
+
+# GPU programs. Small cells run on the CPU in ctest (cuda/bench_device, cuda/bench_generation).
+
+DEVICE_BENCH = f"""#!{sys.executable}
+import json, sys
+print(json.dumps({{"device": "Synthetic GPU"}}), flush=True)
+for line in sys.stdin:
+    if "op=flatten" in line:
+        sys.exit(9)
+    print(json.dumps({{"us": 10.0}}), flush=True)
+"""
+
+
+def test_gpu_program_is_started_again_after_a_crash(tmp_path, capsys):
+    program, path = tmp_path / "device_bench", tmp_path / "gpu.json"
+    program.write_text(DEVICE_BENCH)
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    command = ["device", "--small", "--bench", str(program), "--json", str(path)]
+    assert bench_gpu.main(command) == 1
+    rows = json.loads(path.read_text())["rows"]
+    cells = [cell for cell in bench_gpu.small_cells() if "op=flatten" not in cell]
+    assert [row["cell"] for row in rows] == cells
+    assert capsys.readouterr().out.count("FAILED: op=flatten") == len(bench_gpu.FEW_MODES)
+    assert bench_gpu.main(command) == 1
+    assert len(json.loads(path.read_text())["rows"]) == len(cells)  # replaced, not repeated
+    path.write_text(path.read_text().replace("Synthetic", "Other"))
+    assert bench_gpu.main(command) == 2
+
+
+def test_gpu_program_that_finds_no_gpu_has_its_own_status(tmp_path):
+    program = tmp_path / "device_bench"
+    program.write_text("#!/bin/sh\nexit 2\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    assert bench_gpu.main(["device", "--small", "--bench", str(program)]) == bench_gpu.NO_GPU
+
+
+def test_gpu_ops_have_small_tests_for_the_memory_checkers():
+    small = {
+        path.name.removesuffix("_test.cc")
+        for path in (ROOT / "tests/cpp/cuda").rglob("*_test.cc")
+        if 'test_suite("small")' in path.read_text(encoding="utf-8")
+    }
+    ops = {"decode_ops", "dense_ops", "draw_ops", "kv_flatten", "kv_ops", "linear_ops"}
+    assert small == {*ops, "prefill_ops"}
