@@ -119,7 +119,7 @@ def median(timings: Sequence[Timing], work: str) -> float:
 def load(options: argparse.Namespace) -> Any:
     """Load the model for our engine."""
     from lmdeploy import _turbomind
-    from lmdeploy.turbomind.loader import load_model
+    from lmdeploy.engine.model_files import load_model
 
     device = _turbomind.make_cpu_device(options.num_threads)
     return load_model(options.model, device=device)

@@ -73,7 +73,7 @@ class OurSetting:
 def quality_of(mode: str) -> str:
     """Return the quality that a user of `--quant-policy` gets by default."""
     from lmdeploy import TurbomindEngineConfig
-    from lmdeploy.turbomind.kv_quality import resolve_kv_options
+    from lmdeploy.engine.kv_quality import resolve_kv_options
 
     return resolve_kv_options(TurbomindEngineConfig(quant_policy=mode), [0]).quality
 
@@ -85,7 +85,7 @@ class OurEngine:
         self, loaded: Any, *, setting: OurSetting, threads: int, profiled: bool = False
     ) -> None:
         from lmdeploy import TurbomindEngineConfig, _turbomind
-        from lmdeploy.turbomind.engine_plan import engine_config_of
+        from lmdeploy.engine.plan import engine_config_of
 
         config = loaded.config
         options, kv = engine_config_of(

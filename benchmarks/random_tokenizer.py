@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 
-from lmdeploy.gguf_tokenizer import cut_patterns
-from lmdeploy.tokenizer import byte_alphabet
+from lmdeploy.chat.gguf_tokenizer import cut_patterns
+from lmdeploy.chat.tokenizer import byte_alphabet
 
 FAMILIES = Path(__file__).with_name("checkpoint_tokenizers.yaml")
 NORMAL, CONTROL, UNUSED = 1, 3, 5  # tokenizer.ggml.token_type

@@ -226,7 +226,7 @@ class Evaluation:
 
 def make_settings(options: argparse.Namespace, server_flags: Sequence[str]) -> Settings:
     """Check all options before a model is loaded. ValueError is raised for wrong ones."""
-    from lmdeploy.turbomind.model_hash import hash_model
+    from lmdeploy.checkpoint.fingerprint import hash_model
 
     if options.reasoning_effort and options.api == "completions":
         raise ValueError("--reasoning-effort needs --api chat.")
