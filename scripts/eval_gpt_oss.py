@@ -225,7 +225,7 @@ class Evaluation:
 
 
 def make_settings(options: argparse.Namespace, server_flags: Sequence[str]) -> Settings:
-    """Check all options before a model is loaded. ValueError is raised for wrong ones."""
+    """Checks everything that can be checked before something is loaded. Raises ValueError."""
     from lmdeploy.checkpoint.fingerprint import hash_model
 
     if options.reasoning_effort and options.api == "completions":

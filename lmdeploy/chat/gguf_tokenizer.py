@@ -2,7 +2,7 @@
 
 `tokenizer.ggml.model` is the kind (gpt2: byte-level BPE, llama: SentencePiece BPE) and
 `tokenizer.ggml.pre` says how text is cut before BPE. A name that is not listed here is refused: a
-wrong cut gives wrong ids without any other sign. scripts/dev/check_tokenizers.py compares the ids with
+wrong cut gives wrong ids without any other sign. scripts/dev/check_tokenizers.py compares ids with
 llama.cpp's test vectors.
 """
 

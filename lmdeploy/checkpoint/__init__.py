@@ -1,1 +1,1 @@
-"""Checkpoint files: find, open, check and convert them to the engine's weights."""
+"""From the files of a checkpoint to the weights of the engine."""

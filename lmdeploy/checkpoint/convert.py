@@ -15,6 +15,9 @@ from lmdeploy.checkpoint.files.tensor_file import (
 from lmdeploy.checkpoint.gguf_blocks import REPACKED, values_to_q8_0
 from lmdeploy.checkpoint.tensor_plan import PlannedTensor
 
+# Raise it when a converter gives other bytes: the weight cache then packs every model again.
+# tests/python/test_weight_cache.py fails until it is raised.
+WEIGHT_CACHE_VERSION = 2
 # Computed as they are. REPACKED and _ROUNDED keep about as many bits as they have in the file;
 # everything else becomes BF16. Where exact results are asked for, all but these become F32.
 _RAW_FORMATS = {"Q4_0": "q4_0", "Q4_1": "q4_1", "Q8_0": "q8_0"}

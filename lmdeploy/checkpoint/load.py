@@ -18,15 +18,11 @@ from lmdeploy.checkpoint.convert import (
     matrix_for_engine,
     vector_for_engine,
 )
+from lmdeploy.checkpoint.fingerprint import FileIdentities
 from lmdeploy.checkpoint.open import Checkpoint
 from lmdeploy.checkpoint.tensor_plan import PlannedTensor
-from lmdeploy.checkpoint.weight_cache import (
-    CacheEntry,
-    CacheWriter,
-    Source,
-    options_from_environment,
-)
-from lmdeploy.checkpoint.weight_cache_file import Shape, Tiles
+from lmdeploy.checkpoint.weight_cache import CacheEntry, CacheWriter, options_from_environment
+from lmdeploy.checkpoint.weight_cache_file import Shape
 
 if TYPE_CHECKING:
     from lmdeploy._turbomind import Weights, WeightsBuilder
@@ -54,7 +50,7 @@ class _Converted:
     values: npt.NDArray[Any]
 
 
-def cache_of(checkpoint: Checkpoint, source: Source) -> CacheEntry | None:
+def cache_of(checkpoint: Checkpoint, files: FileIdentities) -> CacheEntry | None:
     """Where the packed weights are kept; None: nowhere. Not for exact compute.
 
     Raises ValueError for wrong options in the environment.
@@ -63,7 +59,7 @@ def cache_of(checkpoint: Checkpoint, source: Source) -> CacheEntry | None:
     shapes = _packed_shapes(checkpoint)
     if options is None or sum(shape.num_bytes for shape in shapes.values()) < MIN_CACHED_BYTES:
         return None
-    return CacheEntry(options, checkpoint, shapes=shapes, source=source)
+    return CacheEntry(options, checkpoint, shapes=shapes, files=files)
 
 
 def load_weights(
@@ -84,16 +80,14 @@ def load_through_cache(
         title = _title(checkpoint, progress)
         _add_all(builder, checkpoint.tensors, exact=False, copied=False, progress=title)
         packed = builder.packed()
-        matrices = {name: Tiles(shape, packed[name][3]) for name, shape in entry.shapes.items()}
+        matrices = {name: packed[name][3] for name in entry.shapes}
         return LoadedWeights(builder.build(), cache_writer=CacheWriter(entry, matrices))
     in_place = cached.in_huge_pages
-    for name, matrix in cached.matrices.items():
-        shape = matrix.shape
-        builder.add_packed(
-            name, shape.format, matrix.data, shape.rows, shape.cols, in_place=in_place
-        )
+    for name, data in cached.matrices.items():
+        shape = entry.shapes[name]
+        builder.add_packed(name, shape.format, data, shape.rows, shape.cols, in_place=in_place)
         if not in_place:
-            release_pages(matrix.data)
+            release_pages(data)
     rest = [planned for planned in checkpoint.tensors if planned.name not in cached.matrices]
     _add_all(builder, rest, exact=False, copied=False, progress="")
     total = sum(shape.num_bytes for shape in entry.shapes.values())

@@ -9,9 +9,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from lmdeploy.base.installed import OURS, installed_version, namesake_warning
-from lmdeploy.base.resources import cpu_info, cpu_name, cpu_quota, free_memory_bytes, usable_cores
+from lmdeploy.base.resources import cpu_name, cpu_quota, free_memory_bytes, usable_cores
 from lmdeploy.version import __version__
-
 
 _PACKAGES = (
     "fastapi",
@@ -120,8 +119,6 @@ def _fp4_meaning(sm: int) -> str:
 
 def _table_row(name: str, cells: Iterable[str]) -> str:
     return f"  {name:<10}" + "".join(f"{cell:<12}" for cell in cells).rstrip()
-
-
 
 
 def run_check_env(dump_file: str | None) -> int:

@@ -83,7 +83,7 @@ def load_parts(
     core = _turbomind.Engine(model.config, native, model.weights, device, free)
     writer = model.cache_writer
     if writer is not None:
-        writer.start(is_busy=lambda: core.stats().num_running > 0)
+        writer.start()
     return EngineParts(
         core=core,
         new_request=_turbomind.Request,

@@ -12,10 +12,11 @@ from lmdeploy.chat.gguf_tokenizer import tokenizer_from_gguf
 from lmdeploy.chat.jinja_template import ChatTemplate, template_from_folder, template_from_gguf
 from lmdeploy.chat.tokenizer import Tokenizer, tokenizer_from_folder
 from lmdeploy.checkpoint.convert import engine_bytes
+from lmdeploy.checkpoint.fingerprint import FileIdentities, identify_files
 from lmdeploy.checkpoint.hub import resolve_model
 from lmdeploy.checkpoint.load import cache_of, load_through_cache, load_weights
 from lmdeploy.checkpoint.open import Checkpoint, open_checkpoint
-from lmdeploy.checkpoint.weight_cache import CacheWriter, Source, stamp_files
+from lmdeploy.checkpoint.weight_cache import CacheWriter
 
 if TYPE_CHECKING:
     from lmdeploy._turbomind import Device, ModelConfig, Weights
@@ -86,7 +87,7 @@ class ModelFiles:
 
     info: ModelInfo
     _checkpoint: Checkpoint
-    _source: Source
+    _files: FileIdentities
     _exact: bool
     _copied: bool  # no tensor stays in the mapped files
 
@@ -120,7 +121,7 @@ class ModelFiles:
 
         checkpoint, exact = self._checkpoint, self._exact
         builder = WeightsBuilder(self.info.config, device, exact)
-        cache = None if self._copied else cache_of(checkpoint, self._source)
+        cache = None if self._copied else cache_of(checkpoint, self._files)
         if cache is not None:
             loaded = load_through_cache(builder, checkpoint, entry=cache, progress=progress)
         else:
@@ -158,10 +159,10 @@ def open_files(
         raise ValueError("exact: got True, wanted False on CUDA; change --exact or --device")
     copied = exact or on_gpu
     resolved = resolve_model(path)
-    source = stamp_files(resolved)  # before they are opened
+    files = identify_files(resolved)  # before they are opened
     checkpoint = open_checkpoint(resolved)
     info = _info(checkpoint, dtype=dtype, exact=exact, copied=copied)
-    return ModelFiles(info, checkpoint, source, exact, copied)
+    return ModelFiles(info, checkpoint, files, exact, copied)
 
 
 def load_model(

@@ -10,9 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from eval.policies import REFERENCE, Policy
-from lmdeploy.lite.report.cells import REFERENCE as REFERENCE_LABEL
-from lmdeploy.lite.report.cells import KvCell
-from lmdeploy.lite.report.scores import ScoreFolder
 from lmdeploy.lite.prompt_engine import open_model
 from lmdeploy.lite.report.cells import REFERENCE as REFERENCE_LABEL
 from lmdeploy.lite.report.cells import KvCell
