@@ -1,54 +1,124 @@
-"""② Check the messages of a conversation."""
+"""Checks of the messages in a conversation, as clients and callers send them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lmdeploy.base.checks import OptionError, refuse, show
 
 MAX_MESSAGES = 4096
-# What return_token_ids adds to a message, which clients send back as it came: ignored.
+MAX_TOOL_CALLS = 1024  # of one message
+# return_token_ids adds this key to a message. Clients send it back, and it is ignored.
 OUR_OWN_KEY = "gen_tokens"
 ROLES = ("system", "developer", "user", "assistant", "tool")
+# The model chose the name of a call, so only what a prompt cannot hold is refused.
+_CALL_NAME = re.compile(r"[^\s<>]{1,256}")
+_REASONING_KEYS = ("reasoning_content", "thinking")
+_KEYS = ("role", "content", "name")
 
 
-def check_messages(messages: Any) -> list[dict[str, str]]:
-    """A conversation with plain text contents. OptionError names the message that is wrong.
+def check_messages(messages: Any, *, accept_tools: bool = False) -> list[dict[str, Any]]:
+    """Return the messages of a conversation, checked and in one form.
 
-    A content may be a text or a list of `{"type": "text", "text": ...}` parts. What a `name` is
-    for, the chat template knows.
+    Each message has `role` (developer becomes system) and `content`, a text. It has `name` if one
+    was given. With `accept_tools`, a message of the assistant may also have `reasoning_content` and
+    `tool_calls`, whose `arguments` are texts, and a message of a tool may have `tool_call_id`.
+
+    Raises:
+        OptionError: names the message and the field that is wrong.
     """
     if not isinstance(messages, list) or not 0 < len(messages) <= MAX_MESSAGES:
         raise refuse("messages", messages, wanted=f"a list of 1 to {MAX_MESSAGES} messages")
-    return [_check_message(i, message) for i, message in enumerate(messages)]
+    return [
+        _check_message(f"messages[{index}]", message, accept_tools=accept_tools)
+        for index, message in enumerate(messages)
+    ]
 
 
-def _check_message(index: int, message: Any) -> dict[str, str]:
-    name = f"messages[{index}]"
+def _check_message(name: str, message: Any, *, accept_tools: bool) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise refuse(name, message, wanted="an object with role and content")
     role = message.get("role")
-    known = ("role", "content", "name", *([OUR_OWN_KEY] if role == "assistant" else []))
-    for key, value in message.items():
-        if key not in known and value not in (None, []):
-            raise OptionError(f"{name}.{key}", "not supported, wanted role and content; remove it")
     if not isinstance(role, str) or role not in ROLES:
         raise refuse(f"{name}.role", role, wanted="one of " + ", ".join(ROLES))
-    if role == "tool":
+    if role == "tool" and not accept_tools:
         raise OptionError(f"{name}.role", "tool calls are not supported; remove the message")
-    content = text_of(name, message.get("content"))
-    checked = {"role": "system" if role == "developer" else role, "content": content}
-    speaker = message.get("name")
-    if speaker is None:
-        return checked
-    if not isinstance(speaker, str):
-        raise refuse(f"{name}.name", speaker, wanted="a text")
-    return {**checked, "name": speaker}
+    keys = _keys_of(role, accept_tools=accept_tools)
+    for key, value in message.items():
+        if key not in keys and value not in (None, []):
+            raise OptionError(f"{name}.{key}", f"not supported in a message of {role}; remove it")
+    content, checked = message.get("content"), _check_texts(name, message, keys)
+    if role == "assistant" and accept_tools:
+        if calls := list(_check_calls(name, message.get("tool_calls"))):
+            checked["tool_calls"] = calls
+        if content is None and (calls or "reasoning_content" in checked):
+            content = ""
+    return {
+        "role": "system" if role == "developer" else role,
+        "content": text_of(name, content),
+        **checked,
+    }
+
+
+def _keys_of(role: str, *, accept_tools: bool) -> tuple[str, ...]:
+    if role == "tool":
+        return (*_KEYS, "tool_call_id")
+    if role != "assistant":
+        return _KEYS
+    return (*_KEYS, OUR_OWN_KEY, *(("tool_calls", *_REASONING_KEYS) if accept_tools else ()))
+
+
+def _check_texts(name: str, message: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
+    """Return the fields besides role and content that are texts."""
+    checked: dict[str, Any] = {}
+    for key in ("name", "tool_call_id", *_REASONING_KEYS):
+        value = message.get(key)
+        if key not in keys or value is None:
+            continue
+        field = "reasoning_content" if key in _REASONING_KEYS else key
+        if not isinstance(value, str):
+            raise refuse(f"{name}.{field}", value, wanted="a text")
+        checked.setdefault(field, value)
+    return checked
+
+
+def _check_calls(name: str, calls: Any) -> Iterator[dict[str, Any]]:
+    if calls is None:
+        return
+    if not isinstance(calls, list) or len(calls) > MAX_TOOL_CALLS:
+        raise refuse(
+            f"{name}.tool_calls", calls, wanted=f"a list of at most {MAX_TOOL_CALLS} calls"
+        )
+    seen = set()
+    for index, call in enumerate(calls):
+        where = f"{name}.tool_calls[{index}]"
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise refuse(where, call, wanted="an object with id, type and function")
+        tool = function.get("name")
+        if not isinstance(tool, str) or not _CALL_NAME.fullmatch(tool):
+            wanted = "a name of 1 to 256 characters without spaces, < and >"
+            raise refuse(f"{where}.function.name", tool, wanted=wanted)
+        arguments = function.get("arguments")
+        if arguments is None:
+            arguments = ""
+        if isinstance(arguments, dict):  # the form that chat templates take
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        if not isinstance(arguments, str):
+            raise refuse(f"{where}.function.arguments", arguments, wanted="a text with JSON")
+        call_id = f"call {index}" if call.get("id") is None else call["id"]
+        if not isinstance(call_id, str) or call_id in seen:
+            raise refuse(f"{where}.id", call_id, wanted="a text that no other call of it has")
+        seen.add(call_id)
+        checked = {"name": tool, "arguments": arguments}
+        yield {"id": call_id, "type": "function", "function": checked}
 
 
 def text_of(name: str, content: Any) -> str:
-    """The text of a message's content, joined when it comes in parts. OptionError for others."""
+    """Return the text of a message's content, which may be a list of text parts."""
     if isinstance(content, list):
         content = "".join(_check_part(name, part) for part in content)
     if not isinstance(content, str):

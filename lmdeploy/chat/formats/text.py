@@ -104,7 +104,7 @@ class TextFormat:
                 "the model has no chat template; use /v1/completions (do_preprocess=False) "
                 "or give one with --chat-template",
             )
-        checked: list[Any] = check_messages(messages)
+        checked = check_messages(messages, accept_tools=self.splits_answers)
         if self.tools is not None:
             checked = self.tools.prepare(checked)
         text = template.render(checked, options)

@@ -6,27 +6,16 @@ message, followed by all results. `read_conversation` makes the former of the la
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from lmdeploy.base.checks import OptionError, refuse
-from lmdeploy.chat.messages import MAX_MESSAGES, OUR_OWN_KEY, ROLES, text_of
+from lmdeploy.chat.messages import check_messages
 from lmdeploy.chat.tool_calls import check_tools
 
 REASONING_EFFORTS = ("low", "medium", "high")
 BUILTIN_TOOLS = ("browser", "python")
-MAX_TOOL_CALLS = 1024  # of one message
-# Of a call that a client sends back: the model chose it.
-_CALL_NAME = re.compile(r"[^\s<>]{1,256}")
-_THOUGHTS = ("reasoning_content", "thinking")
-_KEYS = {
-    "assistant": ("role", "content", "name", "tool_calls", OUR_OWN_KEY, *_THOUGHTS),
-    "tool": ("role", "content", "name", "tool_call_id"),
-}
-_KEYS_OF_OTHERS = ("role", "content", "name")
 
 
 @dataclass(frozen=True)
@@ -71,12 +60,11 @@ def read_conversation(messages: Any) -> list[Turn]:
     answers the call of the assistant message before it that `tool_call_id` names, or the first
     one without an answer when it names none.
     """
-    if not isinstance(messages, list) or not 0 < len(messages) <= MAX_MESSAGES:
-        raise refuse("messages", messages, wanted=f"a list of 1 to {MAX_MESSAGES} messages")
-    given = [_read_message(index, message) for index, message in enumerate(messages)]
-    instructions = [g.content for g in given if g.role in ("system", "developer") and g.content]
+    checked = check_messages(messages, accept_tools=True)
+    given = [_given(index, message) for index, message in enumerate(checked)]
+    instructions = [g.content for g in given if g.role == "system" and g.content]
     turns = [Turn("developer", "\n\n".join(instructions))] if instructions else []
-    rest = [g for g in given if g.role not in ("system", "developer")]
+    rest = [g for g in given if g.role != "system"]
     last_answer = max(
         (i for i, g in enumerate(rest) if g.role == "assistant" and not g.calls), default=-1
     )
@@ -131,62 +119,19 @@ def _call_turns(message: _Given, results: list[_Given], *, keeps_thinking: bool)
             yield Turn("tool", result.content, call=call)
 
 
-def _read_message(index: int, message: Any) -> _Given:
-    name = f"messages[{index}]"
-    if not isinstance(message, dict):
-        raise refuse(name, message, wanted="an object with role and content")
-    role = message.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        raise refuse(f"{name}.role", role, wanted="one of " + ", ".join(ROLES))
-    keys = _KEYS.get(role, _KEYS_OF_OTHERS)
-    for key, value in message.items():
-        if key not in keys and value not in (None, []):
-            raise OptionError(f"{name}.{key}", f"not supported in a message of {role}; remove it")
-    thoughts = [message[key] for key in _THOUGHTS if message.get(key) is not None]
-    for thought in thoughts:
-        if not isinstance(thought, str):
-            raise refuse(f"{name}.reasoning_content", thought, wanted="a text")
-    calls = tuple(_read_calls(name, message.get("tool_calls"))) if role == "assistant" else ()
-    content = message.get("content")
-    if content is None and role == "assistant" and (calls or thoughts):
-        content = ""
-    answers = message.get("tool_call_id")
-    if answers is not None and not isinstance(answers, str):
-        raise refuse(f"{name}.tool_call_id", answers, wanted="a text")
+def _given(index: int, message: dict[str, Any]) -> _Given:
+    calls = [
+        (call["id"], Call(call["function"]["name"], call["function"]["arguments"]))
+        for call in message.get("tool_calls", [])
+    ]
     return _Given(
-        index, role, text_of(name, content), thoughts[0] if thoughts else "", calls, answers
+        index,
+        message["role"],
+        message["content"],
+        message.get("reasoning_content", ""),
+        tuple(calls),
+        message.get("tool_call_id"),
     )
-
-
-def _read_calls(name: str, calls: Any) -> Iterator[tuple[str, Call]]:
-    if calls is None:
-        return
-    if not isinstance(calls, list) or len(calls) > MAX_TOOL_CALLS:
-        raise refuse(
-            f"{name}.tool_calls", calls, wanted=f"a list of at most {MAX_TOOL_CALLS} calls"
-        )
-    seen = set()
-    for index, call in enumerate(calls):
-        where = f"{name}.tool_calls[{index}]"
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict):
-            raise refuse(where, call, wanted="an object with id, type and function")
-        tool = function.get("name")
-        if not isinstance(tool, str) or not _CALL_NAME.fullmatch(tool):
-            wanted = "a name of 1 to 256 characters without spaces, < and >"
-            raise refuse(f"{where}.function.name", tool, wanted=wanted)
-        arguments = function.get("arguments")
-        if arguments is None:
-            arguments = ""
-        if isinstance(arguments, dict):  # as chat templates take them
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        if not isinstance(arguments, str):
-            raise refuse(f"{where}.function.arguments", arguments, wanted="a text with JSON")
-        call_id = f"call {index}" if call.get("id") is None else call["id"]
-        if not isinstance(call_id, str) or call_id in seen:
-            raise refuse(f"{where}.id", call_id, wanted="a text that no other call of it has")
-        seen.add(call_id)
-        yield call_id, Call(tool, arguments)
 
 
 def read_options(options: dict[str, Any]) -> dict[str, Any]:
