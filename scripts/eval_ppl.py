@@ -4,7 +4,7 @@
     python scripts/eval_ppl.py MODEL TEXT --modes nvfp4 --kv-quality raw,best --kv-calibration FILE
 
 Int8 activations add noise of about 0.004 to the KL divergence, so the default computes in FP32.
-lmdeploy/lite/evaluation.py defines the figures.
+lmdeploy/lite/divergence.py defines the figures.
 """
 
 from __future__ import annotations

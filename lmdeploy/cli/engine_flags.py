@@ -12,66 +12,9 @@ from lmdeploy.base.logs import LOG_LEVELS
 from lmdeploy.config.engine import BLOCK_LENGTHS, DEVICE_TYPES, DTYPES, TurbomindEngineConfig
 from lmdeploy.config.kv_formats import KV_QUALITIES
 from lmdeploy.config.kv_formats import parse_quant_policy as _check_quant_policy
+from lmdeploy.config.unsupported import unsupported_flags
 
-# Flags of LMDeploy 0.18 that are not built → (number of arguments, accepted values). A flag is
-# accepted with its default, which changes nothing.
-UNSUPPORTED_FLAGS: dict[str, tuple[str | int, tuple[str, ...]]] = {
-    "--adapters": ("*", ()),
-    "--allow-terminate-by-client": (0, ()),
-    "--allowed-media-domains": ("+", ()),
-    "--async": (1, ("1",)),
-    "--backend": (1, ("turbomind",)),
-    "--block-size": (1, ("64",)),
-    "--communicator": (1, ("nccl",)),
-    "--cp": (1, ("1",)),
-    "--cudagraph-capture-batch-sizes": ("+", ()),
-    "--dist-init-addr": (1, ()),
-    "--disable-vision-encoder": (0, ()),
-    "--distributed-executor-backend": (1, ()),
-    "--dllm-block-length": (1, ()),
-    "--dllm-confidence-threshold": (1, ("0.85",)),
-    "--dllm-denoising-steps": (1, ()),
-    "--dllm-unmasking-strategy": (1, ("low_confidence_dynamic",)),
-    "--download-dir": (1, ()),
-    "--dp": (1, ("1",)),
-    "--dp-rank": (1, ("0",)),
-    "--eager-mode": (0, ()),
-    "--empty-init": (0, ()),
-    "--enable-eplb": (0, ()),
-    "--enable-microbatch": (0, ()),
-    "--enable-return-routed-experts": (0, ()),
-    "--ep": (1, ("1",)),
-    "--generation-config": (1, ("auto",)),
-    "--hf-overrides": (1, ()),
-    "--kernel-block-size": (1, ("-1",)),
-    "--kv-transfer-config": (1, ()),
-    "--language-model-only": (0, ()),
-    "--logprobs-mode": (1, ()),
-    "--max-log-len": (1, ()),
-    "--max-prefill-iters": (1, ("1",)),
-    "--migration-backend": (1, ("DLSlime",)),
-    "--moe-a2a-backend": (1, ("auto",)),
-    "--nnodes": (1, ("1",)),
-    "--node-rank": (1, ("0",)),
-    "--num-gpu-blocks": (1, ("0",)),
-    "--num-tokens-per-iter": (1, ("0",)),
-    "--piecewise-cudagraph-max-tokens": (1, ()),
-    "--prefix-cache-decode-state-interval": (1, ("0",)),
-    "--prefix-cache-state-budget": (1, ("0",)),
-    "--proxy-url": (1, ()),
-    "--revision": (1, ()),
-    "--role": (1, ("Hybrid",)),
-    "--rope-scaling-factor": (1, ("0.0", "0")),
-    "--speculative-algorithm": (1, ()),
-    "--speculative-dflash-block-size": (1, ()),
-    "--speculative-draft-model": (1, ()),
-    "--speculative-num-draft-tokens": (1, ("1",)),
-    "--ssl": (0, ()),
-    "--tp": (1, ("1",)),
-    "--trust-remote-code": (0, ()),
-    "--use-logn-attn": (0, ()),
-    "--vision-max-batch-size": (1, ("1",)),
-}
+UNSUPPORTED_FLAGS = unsupported_flags()
 
 
 class OneLineParser(argparse.ArgumentParser):

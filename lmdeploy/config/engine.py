@@ -26,42 +26,7 @@ from lmdeploy.config.kv_formats import (
     parse_cache_format,
     parse_quant_policy,
 )
-
-# Features of LMDeploy 0.18 that are not built: field → the only accepted value.
-UNSUPPORTED_ENGINE_FIELDS: dict[str, Any] = {
-    "gemm_input_dtype": None,
-    "tp": 1,
-    "dp": 1,
-    "cp": 1,
-    "ep": 1,
-    "device_num": None,
-    "attn_tp_size": None,
-    "attn_cp_size": None,
-    "attn_dp_size": None,
-    "mlp_tp_size": None,
-    "mlp_dp_size": None,
-    "outer_dp_size": None,
-    "nnodes": 1,
-    "node_rank": 0,
-    "dist_init_addr": None,
-    "cache_chunk_size": -1,
-    "cache_checkpoint_interval": 4096,
-    "cache_prompt": "auto",
-    "cache_prompt_boundary_skip": 1,
-    "cache_generation": "auto",
-    "rope_scaling_factor": 0.0,
-    "use_logn_attn": False,
-    "download_dir": None,
-    "revision": None,
-    "num_tokens_per_iter": 0,
-    "max_prefill_iters": 1,
-    "async_": 1,
-    "empty_init": False,
-    "language_model_only": False,
-    "communicator": "nccl",
-    "moe_a2a_backend": "auto",
-    "hf_overrides": None,
-}
+from lmdeploy.config.unsupported import ENGINE, unsupported_fields
 
 BLOCK_LENGTHS = (16, 32, 64, 128)
 # Tokens kept in 16 bit come in tiles of attention.
@@ -172,7 +137,7 @@ class TurbomindEngineConfig:
     kv_cache_format: str | os.PathLike[str] | dict[Any, str] | None = None
 
     def __post_init__(self) -> None:
-        refuse_unsupported(self, UNSUPPORTED_ENGINE_FIELDS)
+        refuse_unsupported(self, unsupported_fields(ENGINE))
         check_choice("dtype", self.dtype, choices=DTYPES, flag="--dtype")
         if self.session_len is not None:
             check_int("session_len", self.session_len, low=1, flag="--session-len")

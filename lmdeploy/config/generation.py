@@ -22,6 +22,7 @@ from lmdeploy.base.checks import (
     refuse,
     refuse_unsupported,
 )
+from lmdeploy.config.unsupported import GENERATION, unsupported_fields
 
 logger = logging.getLogger("lmdeploy")
 
@@ -32,20 +33,6 @@ MAX_TOKEN_IDS = 4096
 MAX_LOGIT_BIAS = 4096
 MAX_LOGPROBS = 100
 MAX_N = 128
-
-# Features of LMDeploy 0.18 that are not built: field → the only accepted value.
-UNSUPPORTED_GENERATION_FIELDS: dict[str, Any] = {
-    "logprob_start_len": -1,
-    "logits_processors": None,
-    "output_last_hidden_state": None,
-    "with_cache": False,
-    "preserve_cache": False,
-    "migration_request": None,
-    "return_routed_experts": False,
-    "return_ppl": False,
-    "repetition_ngram_size": 0,
-    "repetition_ngram_threshold": 0,
-}
 
 
 @dataclass
@@ -115,7 +102,7 @@ class GenerationConfig:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        refuse_unsupported(self, UNSUPPORTED_GENERATION_FIELDS)
+        refuse_unsupported(self, unsupported_fields(GENERATION))
         check_int("n", self.n, low=1, high=MAX_N)
         check_int("max_new_tokens", self.max_new_tokens, low=0)
         if self.min_new_tokens is not None:

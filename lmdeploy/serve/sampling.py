@@ -7,7 +7,7 @@ from typing import Any
 
 from lmdeploy.base.checks import refuse
 from lmdeploy.config.generation import GenerationConfig
-from lmdeploy.serve.schema import SamplingFields, check_stop
+from lmdeploy.serve.schema import SamplingFields
 
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
 
@@ -52,7 +52,7 @@ def make_config(
         presence_penalty=fields.presence_penalty or 0.0,
         frequency_penalty=fields.frequency_penalty or 0.0,
         random_seed=None if fields.seed is None else fields.seed % 2**64,
-        stop_words=check_stop(fields.stop),
+        stop_words=[fields.stop] if isinstance(fields.stop, str) else fields.stop,
         stop_token_ids=fields.stop_token_ids,
         ignore_eos=bool(fields.ignore_eos),
         skip_special_tokens=fields.skip_special_tokens is not False,

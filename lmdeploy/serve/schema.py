@@ -14,11 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lmdeploy.base.checks import show
 from lmdeploy.config.generation import (
-    MAX_ALL_STOP_CHARS,
     MAX_LOGIT_BIAS,
     MAX_N,
-    MAX_STOP_WORD_CHARS,
-    MAX_STOP_WORDS,
     MAX_TOKEN_IDS,
 )
 from lmdeploy.serve.errors import ApiError
@@ -34,6 +31,8 @@ _TEXT = re.compile(rb'"[^"]*"')  # where no quote is escaped
 Ids = Annotated[list[int], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
+# Fields that are not built, and the values that mean "not used".
+Unsupported = dict[str, tuple[Any, ...]]
 R = TypeVar("R", bound="ApiRequest")
 
 
@@ -41,8 +40,7 @@ class ApiRequest(BaseModel):
     """Base of all requests: strict types, no NaN, unknown fields refused by name."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-    # Fields that are not built → values that mean "not used".
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    unsupported: ClassVar[Unsupported] = {}
 
 
 class StreamOptions(ApiRequest):
@@ -50,21 +48,6 @@ class StreamOptions(ApiRequest):
 
     include_usage: bool | None = False
     include_obfuscation: Literal[False] | None = None
-
-
-COMMON_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "session_id": (None, -1),
-    "repetition_ngram_size": (None, 0),
-    "repetition_ngram_threshold": (None, 0),
-    "media_io_kwargs": (None,),
-    "mm_processor_kwargs": (None,),
-    "image_data": (None,),
-    "return_routed_experts": (None, False),
-    "adapter_name": (None,),
-    "best_of": (None, 1),
-    "suffix": (None, ""),
-    "kwargs": (None, {}),  # LMDeploy's own client sends it
-}
 
 
 class SamplingFields(ApiRequest):
@@ -160,11 +143,9 @@ def parse_request(model: type[R], body: bytes) -> R:
     _refuse_unknown(model, values)
     _check_sizes(values)
     try:
-        request = model.model_validate(values)
+        return model.model_validate(values)
     except ValidationError as error:
         raise _first_error(error, values) from None
-    check_stop(getattr(request, "stop", None))
-    return request
 
 
 def _refuse_unknown(model: type[ApiRequest], values: dict[str, Any]) -> None:
@@ -185,34 +166,6 @@ def _check_sizes(values: dict[str, Any]) -> None:
     if isinstance(bias, dict) and len(bias) > MAX_LOGIT_BIAS:
         wanted = f"wanted at most {MAX_LOGIT_BIAS}; change logit_bias"
         raise ApiError(400, f"logit_bias: got {len(bias)} token ids, {wanted}", param="logit_bias")
-
-
-def check_stop(stop: str | list[str] | None) -> list[str]:
-    """`stop` as a list. ApiError 400 for too many, too long or empty words."""
-    words = [stop] if isinstance(stop, str) else stop or []
-    if len(words) > MAX_STOP_WORDS:
-        raise ApiError(
-            400,
-            f"stop: got {len(words)} words, wanted at most {MAX_STOP_WORDS}; change stop",
-            param="stop",
-        )
-    total = sum(len(word) for word in words)
-    if total > MAX_ALL_STOP_CHARS:
-        raise ApiError(
-            400,
-            f"stop: got {total} characters in {len(words)} words, wanted at most "
-            f"{MAX_ALL_STOP_CHARS}; change stop",
-            param="stop",
-        )
-    for word in words:
-        if not 0 < len(word) <= MAX_STOP_WORD_CHARS:
-            wanted = f"1 to {MAX_STOP_WORD_CHARS} characters"
-            raise ApiError(
-                400,
-                f"stop: got a word of {len(word)} characters, wanted {wanted}; change stop",
-                param="stop",
-            )
-    return words
 
 
 def _first_error(error: ValidationError, values: dict[str, Any]) -> ApiError:

@@ -8,9 +8,10 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from lmdeploy.config.unsupported import ABORT, unsupported_body_fields
 from lmdeploy.serve.errors import ApiError, error_response
 from lmdeploy.serve.routes.base import check_model, post, state_of
-from lmdeploy.serve.schema import ApiRequest
+from lmdeploy.serve.schema import ApiRequest, Unsupported
 from lmdeploy.serve.state import ServerState
 
 router = APIRouter()
@@ -19,7 +20,7 @@ router = APIRouter()
 class AbortRequest(ApiRequest):
     """Body of POST /abort_request."""
 
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {"session_id": (None, -1)}
+    unsupported: ClassVar[Unsupported] = unsupported_body_fields(ABORT)
 
     abort_all: bool | None = False
 

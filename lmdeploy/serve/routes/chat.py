@@ -17,16 +17,17 @@ from lmdeploy.chat.formats.base import AnswerStart, ChatFormat
 from lmdeploy.chat.prompts import encode_chat
 from lmdeploy.chat.tool_calls import ToolCall
 from lmdeploy.config.generation import MAX_LOGPROBS
+from lmdeploy.config.unsupported import BODY, CHAT, unsupported_body_fields
 from lmdeploy.response import Response as Answer
 from lmdeploy.serve.jobs import Job, Prepared, Usage
 from lmdeploy.serve.logprobs import chat_logprobs
 from lmdeploy.serve.routes.base import Endpoint, post, respond
 from lmdeploy.serve.sampling import Limits, make_config
 from lmdeploy.serve.schema import (
-    COMMON_UNSUPPORTED,
     CompletionFields,
     Ids,
     Objects,
+    Unsupported,
     check_value,
 )
 from lmdeploy.serve.state import ServerState
@@ -38,21 +39,7 @@ router = APIRouter()
 class ChatCompletionRequest(CompletionFields):
     """Body of POST /v1/chat/completions."""
 
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
-        **COMMON_UNSUPPORTED,
-        "do_preprocess": (None, True),
-        "functions": (None, []),
-        "function_call": (None, "none", "auto"),
-        "return_logprob": (None, False),
-        "modalities": (None, ["text"]),
-        "audio": (None,),
-        "prediction": (None,),
-        "store": (None, False),
-        "service_tier": (None, "auto", "default"),
-        "metadata": (None, {}),
-        "verbosity": (None, "medium"),
-        "web_search_options": (None,),
-    }
+    unsupported: ClassVar[Unsupported] = unsupported_body_fields(BODY | CHAT)
 
     # Fields that only models with such an answer format have → values that others accept.
     of_answer_format: ClassVar[dict[str, tuple[Any, ...]]] = {

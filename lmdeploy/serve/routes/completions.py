@@ -13,6 +13,7 @@ from pydantic import Field
 from lmdeploy.chat.detokenize import KnownIds
 from lmdeploy.chat.tokenizer import without_surrogates
 from lmdeploy.config.generation import MAX_LOGPROBS
+from lmdeploy.config.unsupported import BODY, unsupported_body_fields
 from lmdeploy.response import Response as Answer
 from lmdeploy.response import join_pieces
 from lmdeploy.serve.jobs import Job, Prepared, Usage, encode_prompts
@@ -20,8 +21,8 @@ from lmdeploy.serve.logprobs import CompletionLogprobs
 from lmdeploy.serve.routes.base import Endpoint, post, respond
 from lmdeploy.serve.sampling import Limits, make_config
 from lmdeploy.serve.schema import (
-    COMMON_UNSUPPORTED,
     CompletionFields,
+    Unsupported,
 )
 from lmdeploy.serve.state import ServerState
 from lmdeploy.serve.streaming import Body, answer_events
@@ -32,7 +33,7 @@ router = APIRouter()
 class CompletionRequest(CompletionFields):
     """Body of POST /v1/completions."""
 
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = COMMON_UNSUPPORTED
+    unsupported: ClassVar[Unsupported] = unsupported_body_fields(BODY)
 
     prompt: str | list[Any]
     echo: bool | None = False

@@ -12,15 +12,16 @@ from pydantic import Field
 from lmdeploy.base.checks import OptionError
 from lmdeploy.chat.prompts import encode_text
 from lmdeploy.config.generation import MAX_LOGPROBS
+from lmdeploy.config.unsupported import BODY, GENERATE, unsupported_body_fields
 from lmdeploy.response import Response as Answer
 from lmdeploy.serve.jobs import Job, Prepared
 from lmdeploy.serve.logprobs import LOWEST
 from lmdeploy.serve.routes.base import Endpoint, post, respond
 from lmdeploy.serve.sampling import Limits, make_config
 from lmdeploy.serve.schema import (
-    COMMON_UNSUPPORTED,
     Ids,
     SamplingFields,
+    Unsupported,
 )
 from lmdeploy.serve.state import ServerState
 from lmdeploy.serve.streaming import answer_events
@@ -31,10 +32,7 @@ router = APIRouter()
 class GenerateRequest(SamplingFields):
     """Body of POST /generate. As in LMDeploy, it samples from the model's own distribution."""
 
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
-        **COMMON_UNSUPPORTED,
-        "logprob_start_len": (None, -1),
-    }
+    unsupported: ClassVar[Unsupported] = unsupported_body_fields(BODY | GENERATE)
 
     prompt: str | None = None
     input_ids: Ids | None = None

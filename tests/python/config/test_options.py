@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from lmdeploy import ChatTemplateConfig, GenerationConfig, Response, TurbomindEngineConfig
-from lmdeploy.config.engine import UNSUPPORTED_ENGINE_FIELDS
-from lmdeploy.config.generation import UNSUPPORTED_GENERATION_FIELDS
 from lmdeploy.config.kv_formats import QUANT_POLICY_NAMES, parse_quant_policy
+from lmdeploy.config.unsupported import ENGINE, GENERATION, unsupported_fields
 from lmdeploy.engine.devices import step_sizes
 from lmdeploy.response import join_pieces
 
@@ -59,18 +58,18 @@ def test_engine_config_ranges(field, value):
         TurbomindEngineConfig(**{field: value})
 
 
-@pytest.mark.parametrize("field", UNSUPPORTED_ENGINE_FIELDS)
+@pytest.mark.parametrize("field", unsupported_fields(ENGINE))
 def test_unsupported_engine_fields_take_their_default_only(field):
-    default = UNSUPPORTED_ENGINE_FIELDS[field]
+    default = unsupported_fields(ENGINE)[field]
     TurbomindEngineConfig(**{field: default})
     for other in (2, "other"):
         with pytest.raises(ValueError, match=rf"^{field}: got .* not supported"):
             TurbomindEngineConfig(**{field: other})
 
 
-@pytest.mark.parametrize("field", UNSUPPORTED_GENERATION_FIELDS)
+@pytest.mark.parametrize("field", unsupported_fields(GENERATION))
 def test_unsupported_generation_fields_take_their_default_only(field):
-    GenerationConfig(**{field: UNSUPPORTED_GENERATION_FIELDS[field]})
+    GenerationConfig(**{field: unsupported_fields(GENERATION)[field]})
     with pytest.raises(ValueError, match=rf"^{field}: got .* not supported"):
         GenerationConfig(**{field: "other"})
 

@@ -192,8 +192,11 @@ BAD_CHAT = [
         {"n": 128, "logprobs": True, "top_logprobs": 100},
         "log probabilities, wanted at most 4194304",
     ),
-    ({"stop": ["a"] * 10**6}, "stop: got 1000000 words, wanted at most 256"),
-    ({"stop": [""]}, "stop: got a word of 0"),
+    (
+        {"stop": ["a"] * 10**6},
+        "stop: got a list of 1000000 items, wanted a list of at most 256",
+    ),
+    ({"stop": [""]}, "stop: got '', wanted a non-empty string of at most 4096 characters"),
     ({"stop": ["a" * 4096] * 17}, "stop: got 69632 characters in 17 words"),
     ({"stop": 3}, "stop: got 3"),
     ({"logit_bias": {"x": 1}}, "logit_bias: got {'x': 1.0}, wanted token ids as keys"),

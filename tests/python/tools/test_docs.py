@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 from reference.codecs import MODES
 from reference.layout import row_bytes
 
-from lmdeploy import _turbomind, messages
+from lmdeploy import _turbomind, response
 from lmdeploy.checkpoint.convert import MAPPED_FORMATS, engine_format
 from lmdeploy.checkpoint.files.tensor_file import AWQ, SUPPORTED_FORMATS, StoredTensor
 from lmdeploy.cli.engine_flags import UNSUPPORTED_FLAGS
@@ -100,7 +100,7 @@ def test_flags_of_lite() -> None:
 
 def test_quality_options() -> None:
     rows = [row for row in table(section(FORMATS, "Quality")) if row[0].startswith("`kv_")]
-    fields = {field.name for field in dataclasses.fields(messages.TurbomindEngineConfig)}
+    fields = {field.name for field in dataclasses.fields(response.TurbomindEngineConfig)}
     assert {row[0].strip("`") for row in rows} == {
         name for name in fields if name.startswith("kv_")
     } - {"kv_quality", "kv_cache_format"}
@@ -134,11 +134,12 @@ def test_fields(endpoint: str, schema: type[protocol.ApiRequest]) -> None:
 def test_options() -> None:
     body = section(SERVING, "Options of `pipeline` and the engine")
     engine, generation = body.split("Those of `GenerationConfig`:")
-    for text, config, unsupported in [
-        (engine, messages.TurbomindEngineConfig, engine_config.UNSUPPORTED_ENGINE_FIELDS),
-        (generation, messages.GenerationConfig, generation_config.UNSUPPORTED_GENERATION_FIELDS),
+    for text, config, place in [
+        (engine, response.TurbomindEngineConfig, unsupported.ENGINE),
+        (generation, response.GenerationConfig, unsupported.GENERATION),
     ]:
-        names = {field.name for field in dataclasses.fields(config)} - set(unsupported)
+        names = {field.name for field in dataclasses.fields(config)}
+        names -= set(unsupported.unsupported_fields(place))
         assert {n for n in quoted(text) if re.fullmatch(r"[a-z_]+", n)} == names
 
 
