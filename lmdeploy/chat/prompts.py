@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from lmdeploy.base.checks import OptionError, flag_of
 from lmdeploy.chat.formats.base import AnswerStart
+from lmdeploy.chat.template import NO_TEMPLATE
 
 if TYPE_CHECKING:
     from lmdeploy.chat.formats.base import ChatFormat
@@ -112,6 +113,8 @@ def encode_chat(
     check_template_options(
         {name: v for name, v in options.items() if name != "tools" or not chat_format.accepts_tools}
     )
+    if source.chat_template is None:
+        raise OptionError("messages", NO_TEMPLATE)
     rendered = chat_format.render(source.chat_template, messages, options)
     texts = rendered.texts
     num_chars = sum(map(len, texts))

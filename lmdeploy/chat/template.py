@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("lmdeploy")
 
+NO_TEMPLATE = (
+    "the model has no chat template; use /v1/completions (do_preprocess=False) "
+    "or give one with --chat-template"
+)
 _NO_NAMES = ("custom", "hf")  # a ChatTemplateConfig needs a name
 _PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 _FROM_TEXTS = """\

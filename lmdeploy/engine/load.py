@@ -63,7 +63,7 @@ def load_parts(
     by the model.
     """
     from lmdeploy import _turbomind
-    from lmdeploy.chat.template import choose_template
+    from lmdeploy.chat.template import NO_TEMPLATE, choose_template
 
     target = open_device(config)
     device = target.device
@@ -78,6 +78,8 @@ def load_parts(
         reasoning_parser=reasoning_parser,
         tool_call_parser=tool_call_parser,
     )
+    if template is None and chat_format.splits_answers:
+        logger.warning("%s", NO_TEMPLATE)
     model = files.load(texts, device=device, progress=progress)
     free = max(target.free_bytes() - model.mapped_bytes, 0)
     core = _turbomind.Engine(model.config, native, model.weights, device, free)

@@ -114,11 +114,11 @@ class ChatFormat(Protocol):
         ...
 
     def render(
-        self, template: PromptTemplate | None, messages: Any, options: dict[str, Any]
+        self, template: PromptTemplate, messages: Any, options: dict[str, Any]
     ) -> RenderedPrompt:
         """Check and render messages as a client sends them.
 
-        Raises OptionError for wrong messages and where a template is needed and missing.
+        Raises OptionError for wrong messages.
         """
         ...
 

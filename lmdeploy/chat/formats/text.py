@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from lmdeploy.base.checks import OptionError
 from lmdeploy.chat.detokenize import KnownIds
 from lmdeploy.chat.formats.base import (
     AnswerStart,
@@ -95,15 +94,9 @@ class TextFormat:
         return {**rest, "tools": tools} if tools and tool_choice != "none" else rest
 
     def render(
-        self, template: PromptTemplate | None, messages: Any, options: dict[str, Any]
+        self, template: PromptTemplate, messages: Any, options: dict[str, Any]
     ) -> RenderedPrompt:
         """Check messages and render them by the template."""
-        if template is None:
-            raise OptionError(
-                "messages",
-                "the model has no chat template; use /v1/completions (do_preprocess=False) "
-                "or give one with --chat-template",
-            )
         checked = check_messages(messages, accept_tools=self.splits_answers)
         if self.tools is not None:
             checked = self.tools.prepare(checked)

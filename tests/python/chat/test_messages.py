@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from lmdeploy.chat.messages import MAX_TOOL_CALLS, OUR_OWN_KEY, check_messages
 from lmdeploy.base.checks import OptionError
+from lmdeploy.chat.messages import MAX_TOOL_CALLS, OUR_OWN_KEY, check_messages
 
 FUNCTION = {"name": "f", "arguments": {"x": "é"}}
 CALL = {"id": "a", "type": "function", "function": FUNCTION}

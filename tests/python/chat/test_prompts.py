@@ -178,3 +178,13 @@ def test_a_huge_text_is_refused_before_all_of_it_is_tokenised(monkeypatch):
         prompts.encode_text(parts, "a" * 1900, add_special=True, max_tokens=1000)
     with pytest.raises(ValueError, match="got 2001 characters"):
         prompts.encode_text(parts, "a" * 2001, add_special=True)
+
+
+def test_encode_chat_without_a_template_names_the_flag() -> None:
+    parts: Any = SimpleNamespace(
+        chat_template=None,
+        session_len=64,
+        chat_format=TextFormat(None),  # type: ignore[arg-type]
+    )
+    with pytest.raises(OptionError, match=r"no chat template; use .* with --chat-template"):
+        encode_chat(parts, QUESTION)

@@ -384,7 +384,10 @@ time.sleep(1000 if sys.argv[2] == "kill" else 0.2)
 
 
 def run_python(code: str, *arguments: str) -> subprocess.Popen[str]:
-    paths = [str(Path(weight_cache.__file__).parents[2]), str(Path(__file__).parents[1] / "support")]
+    paths = [
+        str(Path(weight_cache.__file__).parents[2]),
+        str(Path(__file__).parents[1] / "support"),
+    ]
     return subprocess.Popen(
         [sys.executable, "-c", code, *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},

@@ -15,11 +15,12 @@ from fake_engine import HarmonyTokenizer
 from hypothesis import strategies as st
 
 from lmdeploy.chat.formats.base import Delta
-from lmdeploy.chat.formats.harmony.library import VARIABLE, VOCABULARY
 from lmdeploy.chat.formats.harmony.parser import parse_answer
 from lmdeploy.chat.jinja_template import ChatTemplate
 from lmdeploy.chat.template import PromptTemplate
 
+VOCABULARY = "o200k_base.tiktoken"
+VARIABLE = "TIKTOKEN_ENCODINGS_BASE"
 OWN_TEMPLATE = (Path(__file__).parents[1] / "data/harmony.jinja").read_text(encoding="utf-8")
 # The template of a GPT-OSS checkpoint, for those who have one.
 REAL_TEMPLATE = os.environ.get("GPT_OSS_CHAT_TEMPLATE")
@@ -71,13 +72,12 @@ class Vocabulary:
 
 def load_vocabulary(monkeypatch: pytest.MonkeyPatch) -> Vocabulary:
     """Skips where the library or its file is not there."""
-    pytest.importorskip("openai_harmony")
-    from lmdeploy.chat.formats.harmony.library import load_encoding
-
+    harmony = pytest.importorskip("openai_harmony")
     for folder in (os.environ.get(VARIABLE), f"{sys.prefix}/share/lmdeploy"):
         if folder and (Path(folder) / VOCABULARY).is_file():
             monkeypatch.setenv(VARIABLE, folder)
-            return Vocabulary(load_encoding())
+            name = harmony.HarmonyEncodingName.HARMONY_GPT_OSS
+            return Vocabulary(harmony.load_harmony_encoding(name))
     pytest.skip(f"{VOCABULARY} is missing: scripts/setup.sh test brings it")
 
 

@@ -17,8 +17,6 @@ from lmdeploy.checkpoint.convert import MAPPED_FORMATS, engine_format
 from lmdeploy.checkpoint.files.tensor_file import AWQ, SUPPORTED_FORMATS, StoredTensor
 from lmdeploy.cli.engine_flags import UNSUPPORTED_FLAGS
 from lmdeploy.cli.main import make_parser
-from lmdeploy.config import engine as engine_config
-from lmdeploy.config import generation as generation_config
 from lmdeploy.config import kv_formats
 from lmdeploy.models import FAMILIES
 from lmdeploy.serve import schema as protocol

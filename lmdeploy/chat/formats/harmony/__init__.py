@@ -12,6 +12,5 @@ knows one vocabulary, o200k, whose file is not in its package, while any tokeniz
 special tokens will do here; and it takes the type of a message without recipient for its recipient.
 The tests use it as the independent reference.
 
-Prompts are rendered by the checkpoint's chat template, or by openai-harmony where it has none
-(library.py). conversation.py checks messages and tools for both.
+The checkpoint's chat template renders prompts. conversation.py checks messages and tools for it.
 """

@@ -1,4 +1,4 @@
-"""② A checked conversation → the texts of a prompt, by the chat template or by openai-harmony.
+"""② A checked conversation → the texts of a prompt, by the chat template.
 
 What a client sends must never become a special token: `<|end|><|start|>system…` in the result of a
 tool would speak with the system's voice. So wherever a text of the request spells one, a guard is
@@ -30,19 +30,18 @@ _BROWSER = "browser."  # the namespace of a built-in tool
 
 
 def render_prompt(
-    template: PromptTemplate | None, messages: Any, *, options: Mapping[str, Any]
+    template: PromptTemplate, messages: Any, *, options: Mapping[str, Any]
 ) -> list[str]:
     """The prompt as texts to be tokenised one by one and joined.
 
     Args:
-        template: of the checkpoint; None: openai-harmony renders.
+        template: of the checkpoint, or the one of --chat-template.
         messages: as a client sends them: roles system, developer, user, assistant (with
             `reasoning_content` or `thinking`, and `tool_calls`) and tool.
         options: variables of the template; `tools`, `reasoning_effort` (low, medium, high) and
             `builtin_tools` (browser, python) are checked.
 
-    Raises ValueError that names the field, what the template itself refuses, or what rendering
-    without a template lacks.
+    Raises ValueError that names the field, or what the template itself refuses.
     """
     turns, variables = read_conversation(messages), read_options(dict(options))
     guard = secrets.token_hex(16)
@@ -53,16 +52,6 @@ def render_prompt(
         raise OptionError(
             "tools", "nested too deep, wanted a plain JSON schema; change tools"
         ) from None
-
-
-def _render(
-    template: PromptTemplate | None, turns: Sequence[Turn], *, variables: dict[str, Any]
-) -> str:
-    if template is not None:
-        return _render_by_template(template, turns, variables=variables)
-    from lmdeploy.chat.formats.harmony.library import render_by_library
-
-    return render_by_library(turns, variables)
 
 
 def _guard_turn(turn: Turn, guard: str) -> Turn:
@@ -88,9 +77,7 @@ def _guarded(value: Any, guard: str) -> Any:
     return value
 
 
-def _render_by_template(
-    template: PromptTemplate, turns: Sequence[Turn], *, variables: dict[str, Any]
-) -> str:
+def _render(template: PromptTemplate, turns: Sequence[Turn], *, variables: dict[str, Any]) -> str:
     # Templates know reasoning before a call, but no preamble: it goes in behind a mark and gets
     # its own channel afterwards. They take every call for one of a function: those of the browser,
     # whose names no function may have, are marked too.
@@ -104,8 +91,8 @@ def _render_by_template(
 def _template_messages(turns: Sequence[Turn], mark: str) -> list[dict[str, Any]]:
     """Messages as GPT-OSS's template wants them: one call each, `thinking`, texts as they are.
 
-    Its filter `tojson` leaves RawText alone: arguments and results go in as they were written, as
-    openai-harmony does it, and the beginning of the prompt stays equal for the prefix cache.
+    Its filter `tojson` leaves RawText alone: arguments and results go in as they were written, and
+    the beginning of the prompt stays equal for the prefix cache.
     """
     messages: list[dict[str, Any]] = []
     for turn in turns:

@@ -23,12 +23,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmdeploy.chat.formats.harmony.conversation import read_conversation, read_options
-from lmdeploy.chat.formats.harmony.library import (
-    VARIABLE,
-    VOCABULARY,
-    load_encoding,
-    warn_without_encoding,
-)
 from lmdeploy.chat.formats.harmony.rendering import render_prompt
 from lmdeploy.chat.tool_calls import check_tools
 
@@ -67,14 +61,6 @@ def test_round_trip_by_template(source: str, conversation: Conversation) -> None
         prompt_template(TEMPLATES[source]), conversation.messages, options={"tools": [TOOL]}
     )
     assert parsed_turns(BYTES, encode(BYTES, texts)) == conversation.answers
-
-
-@settings(max_examples=150, deadline=None)
-@given(conversation=CONVERSATIONS)
-def test_round_trip_by_library(o200k: Vocabulary, conversation: Conversation) -> None:
-    texts = render_prompt(None, conversation.messages, options={"tools": [TOOL]})
-    for tokenizer in (BYTES, o200k):
-        assert parsed_turns(tokenizer, encode(tokenizer, texts)) == conversation.answers
 
 
 @settings(max_examples=100, deadline=None)
@@ -162,31 +148,6 @@ def test_instructions_are_joined(template: Any) -> None:
     later = {"role": "system", "content": "And brief."}
     text = render(template, [{"role": "developer", "content": "Be kind."}, USER, later])
     assert "Be kind.\n\nAnd brief." in text and text.count("<|start|>developer") == 1
-
-
-def test_library_renders_the_documented_prompt(o200k: Vocabulary) -> None:
-    text = render(
-        None,
-        [
-            {"role": "system", "content": "Be kind."},
-            USER,
-            {"role": "assistant", "reasoning_content": "hm", "tool_calls": [CALL]},
-            {"role": "tool", "tool_call_id": "a", "content": "7"},
-        ],
-        tools=[TOOL],
-        reasoning_effort="low",
-        builtin_tools=["python"],
-    )
-    assert (
-        "Reasoning: low\n" in text and "## python" in text and "# Instructions\n\nBe kind." in text
-    )
-    assert "type get_weather = (_: {\n// A town.\nplace: string,\n" in text
-    assert text.endswith(
-        "<|start|>user<|message|>Hi<|end|><|start|>assistant<|channel|>analysis<|message|>hm<|end|>"
-        "<|start|>assistant to=functions.f<|channel|>commentary <|constrain|>json<|message|>"
-        '{"x": 1}<|call|><|start|>functions.f to=assistant<|channel|>commentary<|message|>7<|end|>'
-        "<|start|>assistant"
-    )
 
 
 # --- hostile input --------------------------------------------------------------------------------
@@ -323,11 +284,10 @@ def test_bad_options() -> None:
     ],
 )
 def test_odd_schemas_are_value_errors_or_rendered(template: Any, parameters: Any) -> None:
-    for renderer in (template, None):
-        try:
-            render(renderer, [USER], tools=function(parameters=parameters))
-        except ValueError as error:
-            assert "\n" not in str(error)
+    try:
+        render(template, [USER], tools=function(parameters=parameters))
+    except ValueError as error:
+        assert "\n" not in str(error)
 
 
 def test_deep_schemas_are_value_errors(template: Any) -> None:
@@ -338,47 +298,6 @@ def test_deep_schemas_are_value_errors(template: Any) -> None:
         render(template, [USER], tools=function(parameters=deep))
 
 
-def test_the_prompt_has_the_ids_of_the_library(o200k: Vocabulary) -> None:
-    from openai_harmony import Conversation, Message, Role, SystemContent
-
-    date = datetime.datetime.now().strftime("%Y-%m-%d")
-    system = SystemContent.new().with_conversation_start_date(date)
-    messages = [
-        Message.from_role_and_content(Role.SYSTEM, system),
-        Message.from_role_and_content(Role.USER, "Größe, 你好?"),
-        Message.from_role_and_content(Role.ASSISTANT, "Ja.").with_channel("final"),
-        Message.from_role_and_content(Role.USER, "  x\n"),
-    ]
-    wanted = o200k.encoding.render_conversation_for_completion(
-        Conversation.from_messages(messages), Role.ASSISTANT
-    )
-    given = [
-        {"role": "user", "content": "Größe, 你好?"},
-        {"role": "assistant", "content": "Ja.", "reasoning_content": "hm"},
-        {"role": "user", "content": "  x\n"},
-    ]
-    assert encode(o200k, render_prompt(None, given, options={})) == wanted
-
-
-def test_lone_surrogates_are_no_text(o200k: Vocabulary, template: Any) -> None:
+def test_lone_surrogates_are_no_text(template: Any) -> None:
     message = {"role": "user", "content": "a\ud800b"}
-    for renderer in (template, None):
-        assert "<|message|>a\ufffdb<|end|>" in render(renderer, [message])
-
-
-def test_missing_vocabulary_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    pytest.importorskip("openai_harmony")
-    monkeypatch.delenv(VARIABLE, raising=False)
-    with pytest.raises(ValueError, match=rf"{VOCABULARY}: {VARIABLE} is not set") as info:
-        render(None, [USER])
-    assert "--chat-template" in str(info.value)
-    monkeypatch.setenv(VARIABLE, str(tmp_path))
-    with pytest.raises(ValueError, match=rf"{VOCABULARY}: there is none in {tmp_path}"):
-        load_encoding()
-    warn_without_encoding()
-    assert f"{VOCABULARY}: there is none in {tmp_path}" in caplog.text
-    (tmp_path / VOCABULARY).write_text("not a vocabulary\n")
-    with pytest.raises(ValueError, match="cannot be read"):
-        load_encoding()
+    assert "<|message|>a\ufffdb<|end|>" in render(template, [message])
