@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from lmdeploy.chat.gguf_tokenizer import cut_patterns
+from lmdeploy.chat.gguf_pretokenizers import PRE_TOKENIZERS
 from lmdeploy.chat.tokenizer import byte_alphabet
 
 FAMILIES = Path(__file__).with_name("checkpoint_tokenizers.yaml")
@@ -89,7 +89,9 @@ class RandomTokenizer:
         from tokenizers import pre_tokenizers as pre
 
         backend = Tokenizer(models.BPE(self.words, self.merges))
-        cuts = [pre.Split(Regex(p), "isolated") for p in cut_patterns(self.family["pre"])]
+        cuts = [
+            pre.Split(Regex(p), "isolated") for p in PRE_TOKENIZERS[self.family["pre"]].patterns
+        ]
         backend.pre_tokenizer = pre.Sequence(
             [*cuts, pre.ByteLevel(add_prefix_space=False, use_regex=False)]
         )

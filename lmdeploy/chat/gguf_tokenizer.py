@@ -1,9 +1,7 @@
-"""③ The tokenizer inside a GGUF file, rebuilt for the library tokenizers with llama.cpp's ids.
+"""The tokenizer inside a GGUF file, rebuilt for the library tokenizers with llama.cpp's ids.
 
-`tokenizer.ggml.model` is the kind (gpt2: byte-level BPE, llama: SentencePiece BPE) and
-`tokenizer.ggml.pre` says how text is cut before BPE. A name that is not listed here is refused: a
-wrong cut gives wrong ids without any other sign. scripts/dev/check_tokenizers.py compares ids with
-llama.cpp's test vectors.
+`tokenizer.ggml.model` is the kind: gpt2 (byte-level BPE) or llama (SentencePiece BPE). For gpt2,
+`tokenizer.ggml.pre` names the pre-tokenizer (gguf_pretokenizers.py). An unknown name is refused.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lmdeploy.base.errors import ModelFormatError
+from lmdeploy.chat.gguf_pretokenizers import PRE_TOKENIZERS
 from lmdeploy.chat.tokenizer import Tokenizer, end_of_turn_ids
 
 if TYPE_CHECKING:
@@ -22,105 +21,6 @@ _MAX_TOKENS = 1 << 22
 _MAX_TOKEN_LENGTH = 4096
 # tokenizer.ggml.token_type
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
-
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_ENGLISH_SUFFIX = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
-_MODERN_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = _ENGLISH_SUFFIX + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _MODERN_TAIL
-_QWEN2 = _ENGLISH_SUFFIX + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _MODERN_TAIL
-_QWEN35 = (
-    _ENGLISH_SUFFIX
-    + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
-    + r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASED_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
-    + _CASED_TAIL
-)
-_GPT4O = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENGLISH_SUFFIX}?"
-    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENGLISH_SUFFIX}?|\p{{N}}{{1,3}}"
-) + _CASED_TAIL
-# Letters with case, as DeepSeek LLM lists them.
-_CASED_LETTERS = (
-    "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-"
-    "\u02af\u0370-\u0373\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-"
-    "\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5"
-    "\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77\u1d79-\u1d9a\u1e00-"
-    "\u1f15\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-"
-    "\u1f7d\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-"
-    "\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc\u2102\u2107\u210a-\u2113\u2115\u2119-"
-    "\u211d\u2124\u2126\u2128\u212a-\u212d\u212f-\u2134\u2139\u213c-\u213f\u2145-\u2149"
-    "\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d"
-    "\ua680-\ua69b\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf\ufb00-\ufb06\ufb13-"
-    "\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-"
-    "\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-"
-    "\U0001e943"
-)
-_CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
-_DEEPSEEK3_WORDS = (
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
-    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """How text is cut before BPE: each pattern cuts the pieces of the one before."""
-
-    patterns: tuple[str, ...]
-    ignore_merges: bool = False  # a piece that is a token is taken whole
-    add_bos: bool = False  # where the file does not say
-
-
-_DIGITS_GPT2 = _Cut((r"\p{N}", _GPT2))
-_PLAIN_GPT2 = _Cut((_GPT2,))
-_CUTS: Mapping[str, _Cut] = {
-    "llama-bpe": _Cut((_LLAMA3,), ignore_merges=True, add_bos=True),
-    "llama3": _Cut((_LLAMA3,), ignore_merges=True, add_bos=True),
-    "llama-v3": _Cut((_LLAMA3,), ignore_merges=True, add_bos=True),
-    "falcon3": _Cut((_LLAMA3,), ignore_merges=True, add_bos=True),
-    "dbrx": _Cut((_LLAMA3,)),
-    "smaug-bpe": _Cut((_LLAMA3,)),
-    "qwen2": _Cut((_QWEN2,)),
-    "deepseek-r1-qwen": _Cut((_QWEN2,)),
-    "megrez": _Cut((_QWEN2,)),
-    "stablelm2": _Cut((_QWEN2,)),
-    "qwen35": _Cut((_QWEN35,)),
-    "smollm": _DIGITS_GPT2,
-    "starcoder": _DIGITS_GPT2,
-    "refact": _DIGITS_GPT2,
-    "command-r": _DIGITS_GPT2,
-    "codeshell": _DIGITS_GPT2,
-    "exaone": _DIGITS_GPT2,
-    "minerva-7b": _DIGITS_GPT2,
-    "gpt-2": _PLAIN_GPT2,
-    "phi-2": _PLAIN_GPT2,
-    "mpt": _PLAIN_GPT2,
-    "olmo": _PLAIN_GPT2,
-    "jais": _PLAIN_GPT2,
-    "exaone4": _PLAIN_GPT2,
-    "falcon": _Cut((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
-    "deepseek-llm": _Cut(
-        (
-            r"[\r\n]",
-            rf"\s?[{_CASED_LETTERS}]+",
-            "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
-            r"\s+$",
-            _CJK,
-            r"\p{N}+",
-        )
-    ),
-    "deepseek-coder": _Cut((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")),
-    "deepseek-v3": _Cut(
-        (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK3_WORDS)
-    ),
-    "tekken": _Cut((_TEKKEN,), ignore_merges=True, add_bos=True),
-    "gpt-4o": _Cut((_GPT4O,)),
-    "llama4": _Cut((_GPT4O,)),
-}
 
 
 @dataclass(frozen=True)
@@ -161,16 +61,6 @@ class _Vocabulary:
                 f"{self.source}: tokenizer.ggml.{name} is {value!r}; wanted true or false"
             )
         return value
-
-
-def supported_cuts() -> list[str]:
-    """The values of `tokenizer.ggml.pre` that are known."""
-    return sorted(_CUTS)
-
-
-def cut_patterns(name: str) -> tuple[str, ...]:
-    """The regular expressions of one `tokenizer.ggml.pre`. KeyError when it is not known."""
-    return _CUTS[name].patterns
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
@@ -229,27 +119,29 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Backend, bool]:
     from tokenizers import Tokenizer as BackendClass
 
     name = vocabulary.metadata.get("tokenizer.ggml.pre")
-    cut = _CUTS.get(name) if isinstance(name, str) else None
-    if cut is None:
+    pre_tokenizer = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
+    if pre_tokenizer is None:
         raise ModelFormatError(
             f"{vocabulary.source}: tokenizer.ggml.pre is {str(name)[:40]!r}; supported: "
-            f"{', '.join(supported_cuts())}"
+            f"{', '.join(sorted(PRE_TOKENIZERS))}"
         )
     ids = {token: token_id for token_id, token in enumerate(vocabulary.tokens)}
     merges = _read_merges(vocabulary)
     try:
-        model = models.BPE(ids, merges, ignore_merges=cut.ignore_merges)
+        model = models.BPE(ids, merges, ignore_merges=pre_tokenizer.ignore_merges)
     except Exception as error:  # the library raises plain Exception
         raise ModelFormatError(
             f"{vocabulary.source}: tokenizer.ggml.merges do not fit the tokens: {str(error)[:120]}"
         ) from error
     backend: Backend = BackendClass(model)
-    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in cut.patterns]
+    splits = [
+        pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre_tokenizer.patterns
+    ]
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     backend.decoder = decoders.ByteLevel()
-    return backend, cut.add_bos
+    return backend, pre_tokenizer.add_bos
 
 
 def _read_merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:

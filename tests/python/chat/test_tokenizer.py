@@ -15,7 +15,8 @@ from tiny_models import TINY_MODELS, VOCAB_SIZE, byte_tokenizer, make_model, sav
 from vocabularies import sentence_piece_metadata
 
 from lmdeploy.base.errors import ModelFormatError
-from lmdeploy.chat.gguf_tokenizer import supported_cuts, tokenizer_from_gguf
+from lmdeploy.chat.gguf_pretokenizers import PRE_TOKENIZERS
+from lmdeploy.chat.gguf_tokenizer import tokenizer_from_gguf
 from lmdeploy.chat.tokenizer import Tokenizer, tokenizer_from_folder
 from lmdeploy.checkpoint.files.gguf_file import GgufFile
 from lmdeploy.checkpoint.hub import resolve_model
@@ -311,8 +312,8 @@ def test_bad_vocabulary(metadata: dict[str, Any], message: str) -> None:
         tokenizer_from_gguf(metadata, "file")
 
 
-def test_every_listed_cut_compiles() -> None:
-    for name in supported_cuts():
+def test_every_pre_tokenizer_compiles() -> None:
+    for name in PRE_TOKENIZERS:
         tokenizer = tokenizer_from_gguf(byte_level_metadata(pre=name), name)
         text = "The 1234 rest's\r\n  <x> é 中文\t!?  "
         assert tokenizer.decode(tokenizer.encode(text, False)) == text
