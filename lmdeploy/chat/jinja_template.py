@@ -1,7 +1,7 @@
 """② Messages → prompt text, with the Jinja template of the checkpoint in a sandbox.
 
 A template comes from a download: it runs in a sandbox of bounded time and memory
-(template_limits.py), with limits on the sizes of the template and of the prompt.
+(chat/template_limits.py), with limits on the sizes of the template and of the prompt.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ChatTemplate:
         """
         from jinja2 import TemplateError
 
-        from lmdeploy.chat.template_limits import TemplateLimitError, metered
+        from lmdeploy.chat.template_limits import TemplateLimitError, limits
 
         context = {
             "tools": None,
@@ -85,7 +85,7 @@ class ChatTemplate:
         pieces: list[str] = []
         size = 0
         try:
-            with metered():
+            with limits():
                 for piece in self._template.generate(context):
                     pieces.append(piece)
                     size += len(piece)
@@ -172,7 +172,7 @@ def _source_from_json(file: Path) -> str | None:
 def _compile(source: str, origin: str) -> Template:
     from jinja2 import TemplateError
 
-    from lmdeploy.chat.template_limits import BoundedEnvironment, metered
+    from lmdeploy.chat.template_limits import BoundedEnvironment, bounded, limits
 
     if len(source) > _MAX_TEMPLATE_CHARS:
         raise ModelFormatError(
@@ -182,11 +182,11 @@ def _compile(source: str, origin: str) -> Template:
     environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = _to_json
+    environment.filters["tojson"] = bounded(_to_json)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     try:
-        with metered():  # filters of constants run here
+        with limits():  # filters of constants run here
             return environment.from_string(_without_generation_marks(source))
     except (TemplateError, RecursionError, ValueError, SyntaxError) as error:
         raise ModelFormatError(f"{origin}: the chat template does not compile: {error}") from error

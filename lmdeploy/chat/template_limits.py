@@ -1,10 +1,9 @@
-"""② The jinja2 environment of chat templates, which come from downloads.
+"""A Jinja environment for downloaded chat templates, with bounds on time and memory.
 
-jinja2's immutable sandbox keeps templates from Python; what it lacks is a bound on time and memory.
-Inside `metered()` a rendering has MAX_SECONDS of its thread's time, looked at with every turn of a
-loop and every call of a macro or block; no value that an expression makes is larger than MAX_SIZE,
-counted as in `size_of`, and all together not than MAX_TOTAL; integers have MAX_INTEGER_BITS. More
-raises TemplateLimitError. Of texts, numbers and containers only the methods of _METHODS are there.
+Jinja's immutable sandbox keeps templates away from Python. Inside `limits()` one rendering gets
+MAX_SECONDS of its thread's time, checked in every turn of a loop, every call of a macro or block,
+and every filter and test. No value may be larger than MAX_SIZE (see `size_of`), all values together
+not larger than MAX_TOTAL, and integers have at most MAX_INTEGER_BITS.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -21,6 +20,7 @@ from jinja2 import nodes
 from jinja2.exceptions import TemplateRuntimeError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
 
 MAX_SECONDS = 10.0
 MAX_SIZE = 64 << 20
@@ -28,9 +28,9 @@ MAX_TOTAL = 512 << 20
 MAX_INTEGER_BITS = 4096
 MAX_WIDTH = 1 << 16
 
-_ITEM = 64  # what an item of a container counts, in characters: about what it takes
-# No template can spell them: names of the language do not begin with a digit.
-_TICK, _JOIN, _MADE, _COUNTED = "0tick", "0join", "0made", "0counted"
+_ITEM = 64  # an item of a container counts as this many characters
+# A template cannot spell these names, since identifiers do not begin with a digit.
+_TICK, _JOIN, _CHECK, _COUNT = "0tick", "0join", "0check", "0count"
 _BUILT_IN = (str, bytes, int, float, complex, list, tuple, dict, set, frozenset, range)
 _METHODS = frozenset(
     {
@@ -42,73 +42,82 @@ _METHODS = frozenset(
         *("isspace", "istitle", "isupper", "items", "keys", "values", "get", "copy"),
     }
 )
-_WIDE_METHODS = frozenset({"center", "ljust", "rjust", "zfill"})
-_LEFT_OUT = ("pprint", "urlize", "xmlattr")  # of filters: slow on long texts, of no use here
-# A width of `%`: in digits, or `*` for a value. Doubled signs are taken out before.
+# Slow on long texts, or without a bound on their result, and no chat template uses them.
+_REMOVED_FILTERS = ("batch", "pprint", "slice", "urlize", "wordwrap", "xmlattr")
+# Widths in `%` formats, as digits or `*`, and the fields of str.format.
 _PERCENT = re.compile(r"%(?:\([^)]*\))?[-#0 +]*(\*|\d*)(?:\.(\*|\d*))?")
 _BRACES = re.compile(r"\{([^{}]*)(\{?)")
-_NUMBER = re.compile(r"\d+")
-
-
-Given = Mapping[str, Any]
 
 
 class TemplateLimitError(TemplateRuntimeError):
-    """A template wants more time or memory than one may have."""
+    """A template exceeds a limit."""
 
 
-class _Meter(threading.local):
-    """Of the rendering that this thread is at."""
+class _Budget(threading.local):
+    """The remaining time and memory of the rendering in this thread."""
 
     end = float("inf")
     left = MAX_TOTAL
 
 
-_meter = _Meter()
+_budget = _Budget()
 
 
 @contextmanager
-def metered() -> Iterator[None]:
-    """One rendering, whose time and memory begin to count."""
-    _meter.end, _meter.left = time.thread_time() + MAX_SECONDS, MAX_TOTAL
+def limits() -> Iterator[None]:
+    """Limit the rendering inside the block."""
+    _budget.end, _budget.left = time.thread_time() + MAX_SECONDS, MAX_TOTAL
     try:
         yield
     finally:
-        _meter.end, _meter.left = float("inf"), MAX_TOTAL
+        _budget.end, _budget.left = float("inf"), MAX_TOTAL
 
 
-def size_of(value: Any, *, most: int = MAX_SIZE) -> int:
-    """Characters of texts and _ITEM for each item of containers, those inside counted each time
-    they are there; little more than `most` where it is more.
+def size_of(value: Any) -> int:
+    """Return the characters of texts plus _ITEM per item of containers, each time they occur.
+
+    The walk ends soon after MAX_SIZE is passed.
     """
-    if isinstance(value, str | bytes):
-        return len(value)
-    size, left = 0, [value]
-    while left and size <= most:
-        each = left.pop()
+    size, rest = 0, [value]
+    while rest and size <= MAX_SIZE:
+        each = rest.pop()
         if isinstance(each, str | bytes):
             size += len(each)
         elif isinstance(each, dict):
             size += 2 * _ITEM * len(each)
-            left += [*each, *each.values()]
+            rest += [*each, *each.values()]
         elif isinstance(each, list | tuple | set | frozenset):
             size += _ITEM * len(each)
-            left += each
+            rest += each
     return size
 
 
+def bounded(function: Any, name: str = "") -> Callable[..., Any]:
+    """Wrap a filter or test so that it checks time, arguments and result."""
+    skipped = int(hasattr(function, "jinja_pass_arg"))  # an environment or context comes first
+    check = _FILTERS.get(name)
+
+    @wraps(function)
+    def bounded_function(*args: Any, **kwargs: Any) -> Any:
+        _tick()
+        if check is not None:
+            check(*args[skipped:], **kwargs)
+        return _check(function(*args, **kwargs))
+
+    return bounded_function
+
+
 def _concat(pieces: Iterable[str]) -> str:
-    """`"".join`, for blocks and macros."""
     kept, size = [], 0
     for piece in pieces:
         size += len(piece)
         _check_size(size)
         kept.append(piece)
-    return str(_counted("".join(kept)))
+    return str(_count("".join(kept)))
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """As its base, with the bounds of this module."""
+    """An immutable sandbox with the limits of this module."""
 
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "**", "%"})
     concat = staticmethod(_concat)
@@ -116,110 +125,102 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         del self.globals["lipsum"]
-        self.globals |= {_TICK: _tick, _JOIN: _join_values, _MADE: _made, _COUNTED: _counted}
+        self.globals |= {_TICK: _tick, _JOIN: _join, _CHECK: _check, _COUNT: _count}
         self.globals["namespace"] = _Names
-        for name in _LEFT_OUT:
+        for name in _REMOVED_FILTERS:
             del self.filters[name]
-        for name, function in self.filters.items():
-            self.filters[name] = _metered_filter(name, function)
+        self.filters |= {name: bounded(each, name) for name, each in self.filters.items()}
+        self.tests |= {name: bounded(each) for name, each in self.tests.items()}
 
     def _parse(self, source: str, *names: str | None) -> nodes.Template:
         template = super()._parse(source, *names)
-        _rewrite_fields(template)
-        bodies: tuple[type[nodes.Stmt], ...] = (
-            nodes.For,
-            nodes.Macro,
-            nodes.CallBlock,
-            nodes.Block,
-        )
-        for node in list(template.find_all(bodies)):
-            body: list[nodes.Node] = node.body  # type: ignore[attr-defined]
-            body.insert(0, nodes.ExprStmt(_call(_TICK, [], at=node), lineno=node.lineno))
-            if isinstance(node, nodes.For) and node.test is not None:
-                tick = _call(_TICK, [], at=node)
-                node.test = nodes.And(tick, node.test, lineno=node.lineno)
+        _AddChecks().visit(template)
         return template
 
-    def is_safe_attribute(self, obj: Any, *attribute: Any) -> bool:
-        """Of built-in types the methods of _METHODS alone. `attribute`: name and value."""
-        if isinstance(obj, _BUILT_IN) and attribute[0] not in _METHODS:
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Allow only _METHODS of built-in types."""
+        if isinstance(obj, _BUILT_IN) and attr not in _METHODS:
             return False
-        return super().is_safe_attribute(obj, *attribute)
+        return super().is_safe_attribute(obj, attr, value)
 
-    def call_binop(self, context: Any, *operation: Any) -> Any:
-        """The operator's result, unless it would be too large. `operation`: sign, left, right."""
-        _check_operands(*operation)
-        return _made(super().call_binop(context, *operation))
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Compute an operator unless its result would be too large."""
+        _check_operands(operator, left, right)
+        return _check(super().call_binop(context, operator, left, right))
 
     def call(self, context: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """The call's result; methods of texts that make large ones are checked before."""
-        function, *given = args
-        method = getattr(function, "__wrapped__", function)  # the sandbox wraps str.format
-        owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+        """Call a function unless its result would be too large."""
+        method = getattr(args[0], "__wrapped__", args[0])  # the sandbox wraps str.format
+        owner, check = getattr(method, "__self__", None), None
         if isinstance(owner, str):
-            if name in _WIDE_METHODS:
-                _check_width(*given[:1])
-            elif name == "replace":
-                _check_replace(owner, *given[:2])
-            elif name == "join":
-                _check_join(owner, *given[:1])
-            elif name in ("format", "format_map"):
-                _check_braces(owner, *given, *kwargs.values())
-        return _made(super().call(context, *args, **kwargs))
+            check = _METHOD_CHECKS.get(method.__name__)
+        if check is not None:
+            check(owner, *args[1:], **kwargs)
+        return _check(super().call(context, *args, **kwargs))
 
 
 class _Names(Namespace):
-    """`namespace()`, whose text does not show what it holds: that could be anything."""
+    """`namespace()`. Its text hides the contents, whose size has no bound."""
 
     def __repr__(self) -> str:
         return "<Namespace>"
 
 
-def _call(name: str, arguments: list[Any], *, at: nodes.Node) -> nodes.Call:
-    called = nodes.Name(name, "load", lineno=at.lineno)
-    return nodes.Call(called, arguments, [], None, None, lineno=at.lineno)
+class _AddChecks(NodeTransformer):
+    """Adds a tick to every repeated body, and checks to expressions that make large values."""
+
+    def _add_tick(self, node: Any) -> Any:
+        self.generic_visit(node)
+        node.body.insert(0, nodes.ExprStmt(_call(_TICK, [], node), lineno=node.lineno))
+        if isinstance(node, nodes.For) and node.test is not None:
+            node.test = nodes.And(_call(_TICK, [], node), node.test, lineno=node.lineno)
+        return node
+
+    def _add_check(self, node: Any) -> Any:
+        self.generic_visit(node)
+        return node if getattr(node, "ctx", "load") != "load" else _call(_CHECK, [node], node)
+
+    visit_For = visit_Macro = visit_CallBlock = visit_Block = _add_tick
+    visit_List = visit_Dict = visit_Tuple = _add_check
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _call(_JOIN, node.nodes, node)
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        self.generic_visit(node)
+        # A slice is no larger than its source, so that only the total grows.
+        return _call(_COUNT, [node], node) if isinstance(node.arg, nodes.Slice) else node
 
 
-def _rewrite_fields(node: nodes.Node) -> None:
-    """Puts calls of _made and _join_values around what makes containers, slices and texts."""
-    for field, value in node.iter_fields():
-        if isinstance(value, list):
-            setattr(node, field, [_rewritten(item) for item in value])
-        else:
-            setattr(node, field, _rewritten(value))
-
-
-def _rewritten(value: Any) -> Any:
-    if not isinstance(value, nodes.Node):
-        return value
-    _rewrite_fields(value)
-    if isinstance(value, nodes.Concat):
-        return _call(_JOIN, value.nodes, at=value)
-    if isinstance(value, nodes.Getitem) and isinstance(value.arg, nodes.Slice):
-        return _call(_COUNTED, [value], at=value)  # no larger than what it is of
-    is_literal = isinstance(value, nodes.List | nodes.Dict)
-    is_tuple = isinstance(value, nodes.Tuple) and value.ctx == "load"
-    return _call(_MADE, [value], at=value) if is_literal or is_tuple else value
+def _call(name: str, arguments: list[Any], node: nodes.Node) -> nodes.Call:
+    function = nodes.Name(name, "load", lineno=node.lineno)
+    return nodes.Call(function, arguments, [], None, None, lineno=node.lineno)
 
 
 def _tick() -> bool:
-    if time.thread_time() > _meter.end:
+    if time.thread_time() > _budget.end:
         raise TemplateLimitError(f"it runs for more than {MAX_SECONDS:g} s")
     return True
 
 
-def _made(value: Any) -> Any:
-    """The value, whose whole size is checked; what it holds was counted when that was made."""
-    _check_size(size_of(value))
-    return _counted(value)
-
-
-def _counted(value: Any) -> Any:
+def _check(value: Any) -> Any:
+    """Check the size of a new value. Its items were counted when they were made."""
     if isinstance(value, str | bytes | list | tuple | dict | set | frozenset):
-        _meter.left -= len(value) * (1 if isinstance(value, str | bytes) else _ITEM)
-        if _meter.left < 0:
+        _check_size(size_of(value))
+    return _count(value)
+
+
+def _count(value: Any) -> Any:
+    if isinstance(value, str | bytes | list | tuple | dict | set | frozenset):
+        _budget.left -= len(value) * (1 if isinstance(value, str | bytes) else _ITEM)
+        if _budget.left < 0:
             raise TemplateLimitError(f"it makes more than {MAX_TOTAL} characters in all")
     return value
+
+
+def _join(*values: Any) -> str:
+    return _concat(str(value) for value in values)
 
 
 def _check_size(size: int) -> None:
@@ -230,18 +231,12 @@ def _check_size(size: int) -> None:
         )
 
 
-def _join_values(*values: Any) -> str:
-    return _concat(str(value) for value in values)
-
-
-def _check_operands(operator: str, *operands: Any) -> None:
-    left, right = operands
+def _check_operands(operator: str, left: Any, right: Any) -> None:
     if isinstance(left, int) and isinstance(right, int):
         bits = max(left.bit_length(), right.bit_length())
-        if operator == "*":
-            bits = left.bit_length() + right.bit_length()
-        elif operator == "**":
-            bits = left.bit_length() * max(right, 1)
+        if operator in ("*", "**"):
+            power = left.bit_length() * max(right, 1)
+            bits = power if operator == "**" else left.bit_length() + right.bit_length()
         if bits > MAX_INTEGER_BITS:
             raise TemplateLimitError(
                 f"got an integer of {bits} bits, wanted at most {MAX_INTEGER_BITS}"
@@ -249,116 +244,86 @@ def _check_operands(operator: str, *operands: Any) -> None:
     elif operator == "*":
         for times, value in ((left, right), (right, left)):
             if isinstance(times, int):
-                _check_size(max(times, 0) * (size_of(value) + _items_of(value)))
+                items = _ITEM * len(value) if isinstance(value, list | tuple) else 0
+                _check_size(max(times, 0) * (size_of(value) + items))
     elif operator == "%" and isinstance(left, str):
         _check_percent(left, *(right if isinstance(right, tuple) else (right,)))
     elif operator == "+":
         _check_size(size_of(left) + size_of(right))
 
 
-def _items_of(value: Any) -> int:
-    return _ITEM * len(value) if isinstance(value, list | tuple) else 0
+# --- checks of arguments, with the parameters of the filter or method ----------------------------
 
 
-def _check_width(width: Any = 0) -> None:
+def _check_width(_: Any, width: Any = 0, *__: Any) -> None:
     if isinstance(width, int) and width > MAX_WIDTH:
         raise TemplateLimitError(f"got a width of {width}, wanted at most {MAX_WIDTH}")
 
 
-def _check_percent(pattern: str, *values: Any) -> None:
-    """Bounds what `%` makes: its widths, those among the values for `*`, and the values."""
-    longest = max((size_of(value) for value in values), default=0)
+def _check_percent(pattern: Any, *values: Any, **named: Any) -> None:
+    values = (*values, *named.values())
     widest = max((value for value in values if isinstance(value, int)), default=0)
-    size = len(pattern)
-    for found in _PERCENT.finditer(pattern.replace("%%", "")):
-        for width in found.groups():
-            if width:
-                number = widest if width == "*" else int(width[:9])
-                _check_width(number)
-                size += max(number, 0)
-        size += longest
-        _check_size(size)
+    found = _PERCENT.findall(str(pattern).replace("%%", ""))
+    widths = [[widest if w == "*" else int(w[:9]) for w in each if w] for each in found]
+    _check_format(pattern, values, widths)
 
 
-def _check_braces(pattern: str, *values: Any) -> None:
-    """The same for str.format. Widths that are fields themselves, `{:{}}`, are refused."""
-    longest = max((size_of(value) for value in values), default=0)
-    size = len(pattern)
-    for field, nested in _BRACES.findall(pattern.replace("{{", "").replace("}}", "")):
-        if nested:
-            raise TemplateLimitError("got a field inside a field of str.format, wanted none")
-        for digits in _NUMBER.findall(field):
-            _check_width(int(digits[:9]))
-            size += int(digits[:9])
-        size += longest
-        _check_size(size)
+def _check_braces(pattern: Any, *values: Any, **named: Any) -> None:
+    found = _BRACES.findall(str(pattern).replace("{{", "").replace("}}", ""))
+    if any(nested for _, nested in found):
+        raise TemplateLimitError("got a field inside a field of str.format, wanted none")
+    widths = [[int(digits[:9]) for digits in re.findall(r"\d+", field)] for field, _ in found]
+    _check_format(pattern, (*values, *named.values()), widths)
 
 
-def _check_replace(text: str, *arguments: Any) -> None:
-    old, new, *_ = (*map(str, arguments), "", "")
+def _check_format(pattern: Any, values: tuple[Any, ...], widths: list[list[int]]) -> None:
+    """Check a result in which each field has these widths and may show the longest value."""
+    for each in widths:
+        for width in each:
+            _check_width(None, width)
+    longest = max(map(size_of, values), default=0)
+    _check_size(len(str(pattern)) + sum(max(sum(each), 0) + longest for each in widths))
+
+
+def _check_replace(text: Any, old: Any = "", new: Any = "", *_: Any, **__: Any) -> None:
+    text, old, new = str(text), str(old), str(new)
     _check_size(len(text) + text.count(old) * max(0, len(new) - len(old)))
 
 
-def _check_join(separator: str, values: Any) -> None:
-    if isinstance(values, list | tuple):  # what comes one by one was counted when it was made
-        _check_size(size_of(values) + len(values) * len(separator))
+def _check_join(value: Any, d: Any = "", attribute: Any = None) -> None:
+    if isinstance(value, list | tuple):  # an iterator yields items that were counted before
+        _check_size(size_of(value) + len(value) * len(str(d)))
 
 
-def _check_indent(given: Given) -> None:
-    width = given.get("width", 4)
-    _check_width(width)
+def _check_indent(s: Any, width: Any = 4, first: Any = False, blank: Any = False) -> None:
+    _check_width(s, width)
     step = len(width) if isinstance(width, str) else max(int(width), 0)
-    _check_size(size_of(given["s"]) + (str(given["s"]).count("\n") + 1) * step)
+    _check_size(size_of(s) + (str(s).count("\n") + 1) * step)
 
 
-def _check_wordwrap(given: Given) -> None:
-    _check_size(size_of(given["s"]) * max(1, size_of(given.get("wrapstring"))))
+def _check_int(value: Any, *_: Any, **__: Any) -> None:
+    if isinstance(value, str) and len(value) > MAX_INTEGER_BITS // 4:
+        most = MAX_INTEGER_BITS // 4
+        raise TemplateLimitError(f"int: got {len(value)} characters, wanted at most {most}")
 
 
-def _check_int(given: Given) -> None:
-    text, most = given["value"], MAX_INTEGER_BITS // 4
-    if isinstance(text, str) and len(text) > most:
-        raise TemplateLimitError(f"int: got {len(text)} characters, wanted at most {most}")
-
-
-def _check_sum(given: Given) -> None:
-    start = given.get("start", 0)
+def _check_sum(iterable: Any, attribute: Any = None, start: Any = 0) -> None:
     if not isinstance(start, int | float):
         raise TemplateLimitError(f"sum: got a start of {type(start).__name__}, wanted a number")
 
 
-# Name of a filter → names of its arguments and what bounds them.
-_FILTER_CHECKS: dict[str, tuple[tuple[str, ...], Callable[[Given], None]]] = {
-    "center": (("value", "width"), lambda given: _check_width(given.get("width"))),
-    "batch": (("value", "linecount"), lambda given: _check_width(given.get("linecount"))),
-    "slice": (("value", "slices"), lambda given: _check_width(given.get("slices"))),
-    "indent": (("s", "width"), _check_indent),
-    "wordwrap": (("s", "width", "break_long_words", "wrapstring"), _check_wordwrap),
-    "replace": (
-        ("s", "old", "new"),
-        lambda given: _check_replace(str(given["s"]), given.get("old"), given.get("new")),
-    ),
-    "join": (("value", "d"), lambda given: _check_join(str(given.get("d", "")), given["value"])),
-    "int": (("value",), _check_int),
-    "sum": (("iterable", "attribute", "start"), _check_sum),
+_FILTERS: dict[str, Callable[..., None]] = {
+    "center": _check_width,
+    "format": _check_percent,
+    "indent": _check_indent,
+    "int": _check_int,
+    "join": _check_join,
+    "replace": _check_replace,
+    "sum": _check_sum,
 }
-
-
-def _check_filter(name: str, args: tuple[Any, ...], *, kwargs: Given) -> None:
-    if name == "format":
-        _check_percent(str(args[0]), *args[1:], *kwargs.values())
-    elif name in _FILTER_CHECKS:
-        names, check = _FILTER_CHECKS[name]
-        check({**dict(zip(names, args, strict=False)), **kwargs})
-
-
-def _metered_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    takes_more = hasattr(function, "jinja_pass_arg")  # an environment or context comes first
-
-    @wraps(function)
-    def metered_filter(*args: Any, **kwargs: Any) -> Any:
-        _tick()
-        _check_filter(name, args[takes_more:], kwargs=kwargs)
-        return _made(function(*args, **kwargs))
-
-    return metered_filter
+_METHOD_CHECKS: dict[str, Callable[..., None]] = {
+    **dict.fromkeys(("center", "ljust", "rjust", "zfill"), _check_width),
+    **dict.fromkeys(("format", "format_map"), _check_braces),
+    "join": lambda text, values=(): _check_join(values, text),
+    "replace": _check_replace,
+}

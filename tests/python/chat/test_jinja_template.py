@@ -123,6 +123,7 @@ DOUBLED = "{%% set ns = namespace(x=%s) %%}{%% for i in range(60) %%}%s{%% endfo
 SPINNING = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 FILTERED = "{% for a in range(99999) if (range(99999)|sum) < 0 %}{% endfor %}"
 BRANCHING = "{% macro m(n) %}{% if n %}{{ m(n-1) }}{{ m(n-1) }}{% endif %}{% endmacro %}{{ m(60) }}"
+SEARCHED = "{% set x = range(99999)|list * 5 %}{{ range(99999)|TEST|list|length }}"
 BLOCKS = (
     "{% set ns = namespace(n=0) %}{% block x %}{% if ns.n < 60 %}{% set ns.n = ns.n + 1 %}"
     "{{ self.x() }}{{ self.x() }}{% set ns.n = ns.n - 1 %}{% endif %}{% endblock %}"
@@ -150,11 +151,11 @@ SLOW = f"{VALUE}|runs for more than"  # whichever is first
         ("{{ 'x'|center(100000000000) }}", WIDTH),
         ("{{ 'x'.rjust(100000000000) }}", WIDTH),
         ("{{ ([1] * 2**19)|map('center', 65536)|list }}", "characters in all|runs for"),
-        ("{{ [1]|batch(100000000000, 0)|list }}", WIDTH),
+        ("{{ [1]|batch(100000000000, 0)|list }}", "No filter named 'batch'"),
         ("{{ ('\n' * 10**6)|indent(65536, blank=true) }}", VALUE),
         ("{{ ('\n' * 10**6)|indent(first=true, width=65536) }}", VALUE),
         ("{{ ('\n' * 10**6)|indent('y' * 10**6) }}", VALUE),
-        ("{{ ('x' * 10**5)|wordwrap(1, true, 'y' * 10**5) }}", VALUE),
+        ("{{ ('x' * 10**5)|wordwrap(1, true, 'y' * 10**5) }}", "No filter named 'wordwrap'"),
         ("{{ '%0999999999d' % 1 }}", WIDTH),
         ("{{ '%*d' % (999999999, 1) }}", WIDTH),
         ("{{ '%.*f' % (999999999, 1.0) }}", WIDTH),
@@ -198,6 +199,10 @@ SLOW = f"{VALUE}|runs for more than"  # whichever is first
         (FILTERED, "runs for more than"),
         (BRANCHING, "runs for more than"),
         (BLOCKS, "runs for more than"),
+        (SEARCHED.replace("TEST", "select('in', x)"), "runs for more than"),
+        (SEARCHED.replace("TEST", "reject('in', x)"), "runs for more than"),
+        (SEARCHED.replace("TEST", "map('string')|select('in', x)"), "runs for more than"),
+        (SEARCHED.replace("TEST", "map('tojson')|reject('in', x)"), "runs for more than"),
     ],
 )
 def test_time_and_memory_are_bounded(
