@@ -16,8 +16,9 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
-from jinja2 import nodes
+from jinja2 import nodes, pass_environment
 from jinja2.exceptions import TemplateRuntimeError
+from jinja2.filters import make_attrgetter
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
@@ -27,6 +28,7 @@ MAX_SIZE = 64 << 20
 MAX_TOTAL = 512 << 20
 MAX_INTEGER_BITS = 4096
 MAX_WIDTH = 1 << 16
+MAX_PRECISION = 300
 
 _ITEM = 64  # an item of a container counts as this many characters
 # A template cannot spell these names, since identifiers do not begin with a digit.
@@ -116,6 +118,22 @@ def _concat(pieces: Iterable[str]) -> str:
     return str(_count("".join(kept)))
 
 
+def _separated(separator: str, values: Iterable[Any]) -> Iterator[Any]:
+    for index, value in enumerate(values):
+        _tick()
+        if index:
+            yield separator
+        yield value
+
+
+@pass_environment
+def _join_filter(environment: Any, value: Any, d: Any = "", attribute: Any = None) -> str:
+    """Join like Jinja's filter, with a check of the size after each item."""
+    if attribute is not None:
+        value = map(make_attrgetter(environment, attribute), value)
+    return _concat(_separated(str(d), map(str, value)))
+
+
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """An immutable sandbox with the limits of this module."""
 
@@ -129,6 +147,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.globals["namespace"] = _Names
         for name in _REMOVED_FILTERS:
             del self.filters[name]
+        self.filters["join"] = _join_filter
         self.filters |= {name: bounded(each, name) for name, each in self.filters.items()}
         self.tests |= {name: bounded(each) for name, each in self.tests.items()}
 
@@ -151,11 +170,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def call(self, context: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call a function unless its result would be too large."""
         method = getattr(args[0], "__wrapped__", args[0])  # the sandbox wraps str.format
-        owner, check = getattr(method, "__self__", None), None
+        owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
         if isinstance(owner, str):
-            check = _METHOD_CHECKS.get(method.__name__)
-        if check is not None:
-            check(owner, *args[1:], **kwargs)
+            if name == "join":
+                return _concat(_separated(owner, *args[1:]))
+            if name in _METHOD_CHECKS:
+                _METHOD_CHECKS[name](owner, *args[1:], **kwargs)
         return _check(super().call(context, *args, **kwargs))
 
 
@@ -290,11 +310,6 @@ def _check_replace(text: Any, old: Any = "", new: Any = "", *_: Any, **__: Any) 
     _check_size(len(text) + text.count(old) * max(0, len(new) - len(old)))
 
 
-def _check_join(value: Any, d: Any = "", attribute: Any = None) -> None:
-    if isinstance(value, list | tuple):  # an iterator yields items that were counted before
-        _check_size(size_of(value) + len(value) * len(str(d)))
-
-
 def _check_indent(s: Any, width: Any = 4, first: Any = False, blank: Any = False) -> None:
     _check_width(s, width)
     step = len(width) if isinstance(width, str) else max(int(width), 0)
@@ -307,6 +322,11 @@ def _check_int(value: Any, *_: Any, **__: Any) -> None:
         raise TemplateLimitError(f"int: got {len(value)} characters, wanted at most {most}")
 
 
+def _check_round(value: Any, precision: Any = 0, method: Any = "common") -> None:
+    if isinstance(precision, int) and abs(precision) > MAX_PRECISION:  # it computes 10**precision
+        raise TemplateLimitError(f"round: got {precision} digits, wanted at most {MAX_PRECISION}")
+
+
 def _check_sum(iterable: Any, attribute: Any = None, start: Any = 0) -> None:
     if not isinstance(start, int | float):
         raise TemplateLimitError(f"sum: got a start of {type(start).__name__}, wanted a number")
@@ -317,13 +337,12 @@ _FILTERS: dict[str, Callable[..., None]] = {
     "format": _check_percent,
     "indent": _check_indent,
     "int": _check_int,
-    "join": _check_join,
     "replace": _check_replace,
+    "round": _check_round,
     "sum": _check_sum,
 }
 _METHOD_CHECKS: dict[str, Callable[..., None]] = {
     **dict.fromkeys(("center", "ljust", "rjust", "zfill"), _check_width),
     **dict.fromkeys(("format", "format_map"), _check_braces),
-    "join": lambda text, values=(): _check_join(values, text),
     "replace": _check_replace,
 }

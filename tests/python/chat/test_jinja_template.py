@@ -172,6 +172,13 @@ SLOW = f"{VALUE}|runs for more than"  # whichever is first
         ("{{ (['x' * 10**6] * 10**6)|join }}", VALUE),
         ("{{ [1, 2]|join('x' * 10**8) }}", VALUE),
         ("{{ ('y' * 10**5).join(['x'] * 10**5) }}", VALUE),
+        ("{{ ('x' * 10**6)|join('y' * 10**6) }}", VALUE),
+        ("{{ 'y'.join('x' * 10**8) }}", VALUE),
+        ("{{ range(99999)|map('string')|join('x' * 10**7) }}", VALUE),
+        ("{{ ('x' * 10**7).join(range(99999)|map('string')) }}", VALUE),
+        ("{{ range(99999)|map(attribute='a', default='x' * 10**7)|join }}", VALUE),
+        ("{{ 5|round(-10**9) }}", "got -1000000000 digits"),
+        ("{{ 5|round(precision=10**9, method='ceil') }}", "got 1000000000 digits"),
         ("{{ '%s' % (['x' * 10**6] * 10**6,) }}", VALUE),
         ("{{ {'a': ['x' * 10**6] * 100}.items() }}", VALUE),
         ("{{ namespace(x=['x' * 10**6] * 100) }}", VALUE),
@@ -309,6 +316,9 @@ def test_bounds_leave_ordinary_templates_alone() -> None:
         "{{ f(context=1, function=2) }}": "12",
         "{{ '{\"id\": 12345678} at 12:20241123 %s' % 'x' }}": '{"id": 12345678} at 12:20241123 x',
         "{{ '{:%}'.format(1) }} {{ '{{{}}}'.format(7) }}": "100.000000% {7}",
+        "{{ messages|join('+', attribute='role') ~ '-'.join(['a', 'b']) ~ 2.55|round(1) }}": (
+            "system+user+assistant+usera-b2.5"
+        ),
         "{{ 'aXb'|replace('X', '-') }}{{ 'a,b'.split(',')[1] }}{{ 5|string }}": "a-bb5",
     }.items():
         assert template(source).render(MESSAGES) == text
