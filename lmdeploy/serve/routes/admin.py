@@ -70,8 +70,9 @@ async def metrics(request: Request) -> Response:
 
 
 @post(router, "/abort_request", body=AbortRequest)
-async def abort_request(_: Request, state: ServerState, body: AbortRequest) -> Response:
+async def abort_request(request: Request, body: AbortRequest) -> Response:
     """LMDeploy's: ends all running answers, which keep what they have."""
+    state = state_of(request)
     if not state.enable_abort_handling:
         raise ApiError(501, "/abort_request: switched on by --enable-abort-handling")
     if not body.abort_all:

@@ -30,7 +30,7 @@ BODIES: list[type[ApiRequest]] = []  # of all POST routes
 BODY_REFERENCE = "#/components/schemas/{model}"
 R = TypeVar("R", bound=ApiRequest)
 T = TypeVar("T")
-Handler = Callable[[Request, ServerState, R], Awaitable[Response]]
+Handler = Callable[[Request, R], Awaitable[Response]]
 
 
 def state_of(request: Request) -> ServerState:
@@ -49,7 +49,7 @@ def post(router: APIRouter, path: str, *, body: type[R]) -> Callable[[Handler[R]
 
     def register(handler: Handler[R]) -> Handler[R]:
         async def endpoint(request: Request) -> Response:
-            return await handler(request, state_of(request), await read_body(request, body))
+            return await handler(request, await read_body(request, body))
 
         router.add_api_route(
             path,
@@ -89,10 +89,9 @@ class Endpoint:
     fields: Mapping[str, str] = field(default_factory=dict)
 
 
-async def respond(
-    request: Request, state: ServerState, *, endpoint: Endpoint, body: SamplingFields
-) -> Response:
+async def respond(request: Request, *, endpoint: Endpoint, body: SamplingFields) -> Response:
     """Answers a request if there is a place for it, which is left when the answer has ended."""
+    state = state_of(request)
     if isinstance(body, CompletionFields):
         check_model(state, body.model)
     with ExitStack() as ends:

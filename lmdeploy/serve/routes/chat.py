@@ -251,8 +251,6 @@ _ENDPOINT = Endpoint(prepare_chat, ChatReply, fields={"prompt": "messages"})
 
 
 @post(router, "/v1/chat/completions", body=ChatCompletionRequest)
-async def chat_completions(
-    request: Request, state: ServerState, body: ChatCompletionRequest
-) -> Response:
+async def chat_completions(request: Request, body: ChatCompletionRequest) -> Response:
     """OpenAI's chat completions."""
-    return await respond(request, state, endpoint=_ENDPOINT, body=body)
+    return await respond(request, endpoint=_ENDPOINT, body=body)

@@ -149,6 +149,6 @@ _ENDPOINT = Endpoint(prepare_completion, CompletionReply)
 
 
 @post(router, "/v1/completions", body=CompletionRequest)
-async def completions(request: Request, state: ServerState, body: CompletionRequest) -> Response:
+async def completions(request: Request, body: CompletionRequest) -> Response:
     """OpenAI's completions."""
-    return await respond(request, state, endpoint=_ENDPOINT, body=body)
+    return await respond(request, endpoint=_ENDPOINT, body=body)

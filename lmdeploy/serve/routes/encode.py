@@ -12,9 +12,8 @@ from lmdeploy.base.checks import OptionError
 from lmdeploy.chat.prompts import encode_chat, encode_text
 from lmdeploy.engine.async_engine import AsyncEngine
 from lmdeploy.serve.errors import JsonResponse
-from lmdeploy.serve.routes.base import post, until_disconnect
+from lmdeploy.serve.routes.base import post, state_of, until_disconnect
 from lmdeploy.serve.schema import MAX_PROMPTS, ApiRequest, Texts
-from lmdeploy.serve.state import ServerState
 
 MAX_ENCODED_TOKENS = 1 << 22  # of one reply of /v1/encode
 
@@ -30,8 +29,9 @@ class EncodeRequest(ApiRequest):
 
 
 @post(router, "/v1/encode", body=EncodeRequest)
-async def encode(request: Request, state: ServerState, body: EncodeRequest) -> Response:
+async def encode(request: Request, body: EncodeRequest) -> Response:
     """Token ids of texts."""
+    state = state_of(request)
     texts = [body.input] if isinstance(body.input, str) else body.input
     with state.admission.enter():
         work = encode_texts(texts, lambda text: _encode_one(state.engine, body, text=text))

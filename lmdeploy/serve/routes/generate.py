@@ -113,6 +113,6 @@ _ENDPOINT = Endpoint(prepare_generate, GenerateReply, fields={"logprobs": "top_l
 
 
 @post(router, "/generate", body=GenerateRequest)
-async def generate(request: Request, state: ServerState, body: GenerateRequest) -> Response:
+async def generate(request: Request, body: GenerateRequest) -> Response:
     """LMDeploy's plain generation."""
-    return await respond(request, state, endpoint=_ENDPOINT, body=body)
+    return await respond(request, endpoint=_ENDPOINT, body=body)
