@@ -85,13 +85,14 @@ class OurEngine:
         self, loaded: Any, *, setting: OurSetting, threads: int, profiled: bool = False
     ) -> None:
         from lmdeploy import TurbomindEngineConfig, _turbomind
+        from lmdeploy.config.kv_formats import parse_quant_policy
         from lmdeploy.engine.plan import engine_config_of
 
         config = loaded.config
         options, kv = engine_config_of(
             TurbomindEngineConfig(
                 quant_policy=setting.mode,
-                kv_quality=setting.quality,
+                kv_quality=setting.quality if parse_quant_policy(setting.mode) != "none" else None,
                 max_batch_size=setting.max_batch_size,
                 session_len=setting.session_len,
                 cache_max_entry_count=setting.num_blocks,

@@ -234,7 +234,27 @@ class TurbomindEngineConfig:
             raise refuse(
                 "kv_sink_tokens", self.kv_sink_tokens, wanted=wanted, flag="--kv-sink-tokens"
             )
+        if self.kv_format == "none":
+            self.refuse_kv_quality()
         self._check_kv_calibration()
+
+    def refuse_kv_quality(self) -> None:
+        """Raise ValueError if an explicit option asks for more accuracy of a 16-bit cache."""
+        nothing: dict[str, Any] = {
+            "kv_quality": "raw",
+            "kv_rotation": False,
+            "kv_scale_search": False,
+            "kv_sink_tokens": 0,
+            "kv_recent_tokens": -1,
+            "kv_calibration": None,
+        }
+        for name, off in nothing.items():
+            value = getattr(self, name)
+            if value not in (None, off):
+                raise ValueError(
+                    f"{name}: {show(value)} has no effect with the KV format none, which keeps 16 "
+                    f"bits; remove {flag_of(name)} or choose another --quant-policy"
+                )
 
     def _check_kv_calibration(self) -> None:
         path = self.kv_calibration

@@ -76,7 +76,8 @@ def resolve_kv_options(
     """The options of `config` for a model with these sliding windows (0: full attention) by layer,
     on a GPU of this `sm` (0: the CPU).
 
-    Raises ValueError for a format that does not fit the model's layers or the device.
+    Raises ValueError for a format that does not fit the model's layers or the device, and for an
+    option without effect.
     """
     table = config.kv_table.by_layer(windows)
     layers = tuple(
@@ -87,6 +88,7 @@ def resolve_kv_options(
     )
     names = {name for pair in layers for name in (pair.k, pair.v)}
     if names == {"none"}:
+        config.refuse_kv_quality()
         return KvOptions(layers, "raw")
     quality = config.kv_quality or ("balanced" if names & FOUR_BIT_FORMATS else "raw")
     by_default = quality != "raw"

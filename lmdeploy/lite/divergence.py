@@ -118,6 +118,9 @@ def cache_variants(
     """
     variants: dict[str, TurbomindEngineConfig] = {}
     for name in formats:
+        if TurbomindEngineConfig(kv_cache_format=name).kv_format == "none":
+            variants.setdefault(REFERENCE, TurbomindEngineConfig())
+            continue
         for quality in qualities:
             fields: dict[str, Any] = dict(ingredients or {})
             config = TurbomindEngineConfig(
@@ -126,10 +129,7 @@ def cache_variants(
                 kv_calibration=calibration if quality == "best" else None,
                 **fields,
             )
-            if config.kv_format == "none":
-                variants.setdefault(REFERENCE, TurbomindEngineConfig())
-            else:
-                variants[name if quality == "raw" else f"{name}/{quality}"] = config
+            variants[name if quality == "raw" else f"{name}/{quality}"] = config
     return variants
 
 

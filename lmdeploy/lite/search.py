@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,8 @@ class SearchOptions:
     def config(self, table: FormatPair | dict[Any, str]) -> TurbomindEngineConfig:
         """Engine options with this format, or this table of formats."""
         given = str(table) if isinstance(table, FormatPair) else table
-        return TurbomindEngineConfig(kv_cache_format=given, **self.cache)
+        config = TurbomindEngineConfig(kv_cache_format=given)
+        return config if config.kv_format == "none" else replace(config, **self.cache)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import hashlib
 import io
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmdeploy.cli.engine_flags import engine_config
+from lmdeploy.cli.engine_flags import add_kv_flags, engine_config
 from lmdeploy.cli.main import make_parser
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.config.kv_formats import TABLE_SUFFIXES
@@ -44,6 +45,12 @@ class Policy:
         quality = [] if self.quality is None else ["--kv-quality", self.quality]
         return [*self.server_flags, flag, self.name, *quality]
 
+    @property
+    def is_reference(self) -> bool:
+        """Whether the server keeps every layer in 16 bit."""
+        alone = Policy(self.name, None, ())
+        return alone.config().kv_format == REFERENCE_FORMAT
+
     def facts(self) -> dict[str, str | list[str]]:
         """Return what identifies the policy: flags, and digests of the files that they name."""
         config = self.config()
@@ -68,6 +75,16 @@ class Policy:
             raise ValueError(f"wrong server flags: {errors.getvalue().strip()}") from None
 
 
+def _without_kv_flags(flags: Sequence[str]) -> tuple[str, ...]:
+    """Remove the flags of the cache's accuracy, which a server refuses with the format none."""
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    add_kv_flags(parser)
+    try:
+        return tuple(parser.parse_known_args(flags)[1])
+    except argparse.ArgumentError as error:
+        raise ValueError(f"flags of the server: {error}") from None
+
+
 def make_policies(
     names: Sequence[str], qualities: Sequence[str | None], *, server_flags: Sequence[str]
 ) -> list[Policy]:
@@ -76,8 +93,9 @@ def make_policies(
     for name in names:
         for quality in qualities:
             policy = Policy(name, quality, tuple(server_flags))
-            if policy.config().kv_format == REFERENCE_FORMAT:
-                policy = Policy(REFERENCE, None, tuple(server_flags))
+            if policy.is_reference:
+                policy = Policy(REFERENCE, None, _without_kv_flags(server_flags))
+            policy.config()
             found.setdefault(policy.label, policy)
     return list(found.values())
 

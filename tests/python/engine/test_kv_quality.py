@@ -15,6 +15,7 @@ from lmdeploy.engine.kv_quality import KvOptions, apply_kv_options, resolve_kv_o
 
 FULL = [0, 0, 0, 0]
 MIXED = [0, 16, 0, 16]
+INT4 = {"quant_policy": 4}
 FOUR_BIT = ["fp4", "mxfp4", "nvfp4", "int4"]
 
 
@@ -45,11 +46,39 @@ def test_raw_and_balanced_by_name(name):
     assert (quality, rotation, hot) == ("balanced", True, (64, 64))
 
 
-def test_sixteen_bits_have_nothing_to_improve(tmp_path):
-    for quality in ("raw", "balanced", "best"):
-        path = str(tmp_path / "c") if quality == "best" else None
-        options = resolve(kv_quality=quality, kv_calibration=path, kv_rotation=True)
-        assert facts(options) == ("raw", False, False, (0, -1)) and options.calibration is None
+WITHOUT_EFFECT = [
+    {"kv_quality": "balanced"},
+    {"kv_quality": "best"},
+    {"kv_quality": "best", "kv_calibration": "/nonexistent"},
+    {"kv_calibration": "/nonexistent"},
+    {"kv_rotation": True},
+    {"kv_scale_search": True},
+    {"kv_sink_tokens": 64},
+    {"kv_recent_tokens": 0},
+    {"kv_recent_tokens": 64},
+]
+
+
+@pytest.mark.parametrize("given", WITHOUT_EFFECT)
+def test_options_without_effect_are_refused(given):
+    name = next(iter(given))
+    text = rf"^{name}: .* has no effect with the KV format none, which.*; remove --{name[:2]}-"
+    for layers in ("none", {"default": "none", "sliding": "none"}):
+        with pytest.raises(ValueError, match=text):
+            TurbomindEngineConfig(kv_cache_format=layers, **given)
+    with pytest.raises(ValueError, match=text):
+        TurbomindEngineConfig(**given)
+    if given.get("kv_quality") != "best" and "kv_calibration" not in given:
+        only_sliding = {"default": "none", "sliding": "int4"}
+        assert resolve(windows=MIXED, kv_cache_format=only_sliding, **given)
+        with pytest.raises(ValueError, match=text):
+            resolve(windows=FULL, kv_cache_format=only_sliding, **given)
+
+
+def test_sixteen_bits_accept_options_that_ask_for_nothing():
+    nothing = {"kv_rotation": False, "kv_scale_search": False, "kv_recent_tokens": -1}
+    options = resolve(kv_quality="raw", kv_sink_tokens=0, **nothing)
+    assert facts(options) == facts(resolve()) == ("raw", False, False, (0, -1))
 
 
 @pytest.mark.parametrize(
@@ -93,11 +122,20 @@ def test_what_is_shown():
     [
         ({"kv_quality": "good"}, r"kv_quality: got 'good', wanted one of .*best; .*--kv-quality"),
         ({"kv_quality": ""}, "kv_quality: got ''"),
-        ({"kv_quality": "best"}, r"kv_quality: got 'best', wanted a calib.*--kv-calibration"),
-        ({"kv_calibration": "f"}, r"kv_calibration: got 'f' with kv_quality not given, wanted"),
-        ({"kv_calibration": "f", "kv_quality": "raw"}, r"with kv_quality raw, wanted .*best"),
-        ({"kv_calibration": "", "kv_quality": "best"}, r"kv_calibration: got ''"),
-        ({"kv_calibration": 3, "kv_quality": "best"}, r"kv_calibration: got 3"),
+        (
+            {"kv_quality": "best", **INT4},
+            r"kv_quality: got 'best', wanted a calib.*--kv-calibration",
+        ),
+        (
+            {"kv_calibration": "f", **INT4},
+            r"kv_calibration: got .f. with kv_quality not given",
+        ),
+        (
+            {"kv_calibration": "f", "kv_quality": "raw", **INT4},
+            r"with kv_quality raw, .*best",
+        ),
+        ({"kv_calibration": "", "kv_quality": "best", **INT4}, r"kv_calibration: got ''"),
+        ({"kv_calibration": 3, "kv_quality": "best", **INT4}, r"kv_calibration: got 3"),
         ({"kv_rotation": 1}, r"kv_rotation: got 1, wanted True or False; change --kv-rotation"),
         ({"kv_scale_search": "on"}, "--kv-scale-search"),
         ({"kv_sink_tokens": 4}, r"kv_sink_tokens: got 4, wanted a multiple of 64 .*--kv-sink-tok"),
@@ -276,7 +314,9 @@ def test_flags():
     ("flags", "text"),
     [
         (["--kv-quality", "good"], "--kv-quality"),
-        (["--kv-quality", "best"], "--kv-calibration"),
+        (["--quant-policy", "4", "--kv-quality", "best"], "--kv-calibration"),
+        (["--quant-policy", "0", "--kv-quality", "best", "--kv-calibration", "/x"], "no effect"),
+        (["--kv-rotation"], "remove --kv-rotation"),
         (["--kv-sink-tokens", "5"], "--kv-sink-tokens"),
         (["--kv-sink-tokens", "many"], "--kv-sink-tokens"),
         (["--kv-cache-format", "fp8", "--quant-policy", "0"], "quant_policy: got 'none' beside"),
