@@ -36,6 +36,7 @@ def engine_config_of(
     native.enable_prefix_caching = config.enable_prefix_caching
     _warn_of_length(native.session_len, model)
     options = resolve_kv_options(config, model.windows, sm=sm)
+    _warn_of_conversion(options, sm)
     model_hash = None
     if options.calibration is not None:
         from lmdeploy.checkpoint.fingerprint import hash_model
@@ -67,6 +68,19 @@ def _warn_of_length(session_len: int, model: _turbomind.ModelConfig) -> None:
         if model.rope.kind == "dynamic"
         else "",
     )
+
+
+def _warn_of_conversion(options: KvOptions, sm: int) -> None:
+    """Warn where a GPU has no instructions for nvfp4, which was then asked for by name."""
+    from lmdeploy import _turbomind
+
+    has_nvfp4 = any("nvfp4" in (pair.k, pair.v) for pair in options.layers)
+    if sm and has_nvfp4 and _turbomind.kv_cache_conversion("nvfp4", sm) == "software":
+        logger.warning(
+            "KV cache format nvfp4: a GPU of SM %d has no FP4 instructions and converts it in "
+            "software. SM 100 and higher convert it in hardware; --strict-arch refuses it below.",
+            sm,
+        )
 
 
 def check_model_format(model_path: str, wanted: str | None) -> None:

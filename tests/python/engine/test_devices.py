@@ -217,6 +217,27 @@ def test_strict_arch_and_old_gpus():
         resolve_kv_options(TurbomindEngineConfig(quant_policy=16), [0], sm=75)
 
 
+@pytest.mark.parametrize(
+    ("policy", "sm", "warns"),
+    [
+        *(("nvfp4", sm, True) for sm in (80, 86, 89, 90)),
+        ("k=fp8,v=nvfp4", 90, True),
+        ("nvfp4", 100, False),
+        ("nvfp4", 0, False),  # the CPU has its own vector code
+        ("fp4", 90, False),  # resolves to mxfp4, which the start line says
+        ("mxfp4", 90, False),
+        ("fp8", 80, False),
+    ],
+)
+def test_nvfp4_in_software_is_warned_of_once(caplog, policy, sm, warns):
+    config = TurbomindEngineConfig(kv_cache_format=policy, session_len=128)
+    with caplog.at_level("WARNING", logger="lmdeploy"):
+        engine_config_of(config, model_config(), model_path="", sm=sm)
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == warns
+    assert all(f"nvfp4: a GPU of SM {sm} has no FP4 instructions" in text for text in texts)
+
+
 def model_config():
     """Of a small model."""
     config = _turbomind.ModelConfig()
