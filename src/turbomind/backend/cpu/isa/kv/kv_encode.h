@@ -301,6 +301,36 @@ inline void DecodeNone(const uint8_t* payload, int n, DataType dtype, float* row
   }
 }
 
+// --- FP8 --------------------------------------------------------------------------------------
+
+// Nearest code of an 8-bit float with these mantissa bits and this exponent bias, ties to even,
+// saturating at `largest`; NaN gives 0x7F. Adding 2^(23 - kMantissa) times x's binade leaves
+// kMantissa bits after its leading one; below the least normal number the steps stay the same.
+template <int kMantissa, int kBias>
+TM_HD I32x16 Fp8Lanes(F32x16 x, float largest) {
+  constexpr int kLeastNormal = (127 - kBias + 1) << 23;
+  const F32x16 size = Min(FromBits(MagnitudeBits(x)), Set1(largest));
+  const I32x16 normal = MaxInt(Bits(size), Set1Int(kLeastNormal));
+  const I32x16 binade = And(normal, Set1Int(0x7f800000));
+  const I32x16 magic = Add(binade, Set1Int((23 - kMantissa) << 23));
+  const I32x16 steps = Sub(Bits(Add(size, FromBits(magic))), magic);
+  const I32x16 below = ShiftRight<23 - kMantissa>(Sub(binade, Set1Int(kLeastNormal)));
+  const I32x16 sign = And(ShiftRight<24>(Bits(x)), Set1Int(0x80));
+  return Select(NanLanes(x), Set1Int(0x7f), Or(sign, Add(steps, below)));
+}
+
+template <bool kE4M3>
+int EncodeFp8(const RowFormat& f, const float* row, uint8_t* payload) {
+  int nonfinite = 0;
+  for (int d = 0; d < f.n; d += kLanes) {
+    const F32x16 value = RoundLanes(Load(row + d), f.dtype);
+    nonfinite += CountNonfinite(value);
+    const F32x16 x = Div(value, Set1(f.g));
+    StoreBytes(payload + d, kE4M3 ? Fp8Lanes<3, 7>(x, 448.f) : Fp8Lanes<2, 15>(x, 57344.f));
+  }
+  return nonfinite;
+}
+
 // --- Integers ---------------------------------------------------------------------------------
 
 template <int kIntBits>

@@ -50,6 +50,12 @@ int EncodeRow(const RowFormat& format, const float* row, uint8_t* payload, uint8
     if (mode == KvCacheMode::kInt4) {
       return EncodeInt<4>(row, n, format.dtype, payload, metadata);
     }
+    if (mode == KvCacheMode::kFp8E4m3) {
+      return EncodeFp8<true>(format, row, payload);
+    }
+    if (mode == KvCacheMode::kFp8E5m2) {
+      return EncodeFp8<false>(format, row, payload);
+    }
     if (mode == KvCacheMode::kNone) {
       return EncodeNone(row, n, format.dtype, payload);
     }
