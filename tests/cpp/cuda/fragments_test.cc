@@ -80,7 +80,7 @@ TEST_CASE("FP4 operands times their scales are the codec's values, exactly") {
   CheckScales<KvCacheMode::kFp4Nv>();
 }
 
-TEST_CASE("codes of E2M1 are the same in software and by the instruction of the newest GPUs") {
+TEST_CASE("E2M1 codes of the kernels equal those of the host model of the instruction") {
   const auto check = [](float x) {
     REQUIRE(E2m1Byte<false>(x, -x) == E2m1Byte<true>(x, -x));
     REQUIRE(E2m1Byte<false>(-x, x) == E2m1Byte<true>(-x, x));
