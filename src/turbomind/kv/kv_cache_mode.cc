@@ -11,7 +11,7 @@ std::string DeviceText(DeviceCapability device) {
 
 bool HasFp4(DeviceCapability device) { return !device.is_cuda || device.sm >= 80; }
 
-// The devices that KV_FORMATS lists; a newer one is at least as able as SM 100.
+// Of the devices in docs/kv_cache.md, "The list". A newer one can do at least what SM 100 can.
 bool HasNativeNvFp4(DeviceCapability device) { return device.is_cuda && device.sm >= 100; }
 
 void RequireFp4(const std::string& asked, DeviceCapability device) {
