@@ -267,6 +267,9 @@ def require_kernels(model: ModelConfig, config: EngineConfig, device: Device) ->
 def sequence_bytes(model: ModelConfig, config: EngineConfig, num_tokens: int) -> int:
     """Of one sequence between steps, whole blocks of every pool."""
 
+def require_listed_pair(k: str, v: str) -> None:
+    """Raise InvalidArgument unless a layer may have these canonical formats for K and V."""
+
 def kv_cache_mode_names() -> list[tuple[str, str]]: ...
 def get_kv_cache_mode(quant_policy: int | str, sm: int = 0, strict_arch: bool = False) -> str:
     """`sm` 0: CPU."""

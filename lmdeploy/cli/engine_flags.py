@@ -208,7 +208,11 @@ def add_kv_flags(group: argparse._ActionsContainer) -> None:
     def add(flag: str, text: str, **options: Any) -> None:
         group.add_argument(flag, help=text, **options)
 
-    add("--kv-cache-format", "instead: a format, k=fp8,v=nvfp4, or a YAML file with layers")
+    group.add_argument(
+        "--kv-cache-format",
+        "--kv-cache-dtype",
+        help="instead: a format, k=fp8,v=nvfp4, or a YAML file with layers",
+    )
     add(
         "--kv-quality",
         "raw, balanced or best; when absent, balanced for four-bit formats, else raw",

@@ -30,6 +30,11 @@ QUANT_POLICY_NAMES: dict[int | str, str] = {
     "fp4": "fp4",
     "mxfp4": "mxfp4",
     "nvfp4": "nvfp4",
+    # Names of vLLM and SGLang.
+    "fp4_e2m1": "fp4",
+    "auto": "none",
+    "bf16": "none",
+    "bfloat16": "none",
 }
 FORMAT_NAMES = tuple(name for name in QUANT_POLICY_NAMES if isinstance(name, str))
 # One name per format, in the order of a report.
@@ -141,7 +146,20 @@ def parse_pair(value: Any, where: str = "kv_cache_format", *, flag: str = FLAG) 
         sides[side] = QUANT_POLICY_NAMES[name]
     if len(sides) < 2:
         raise refuse(where, value, wanted=wanted, flag=flag)
+    _require_listed(sides["k"], sides["v"])
     return FormatPair(sides["k"], sides["v"])
+
+
+def _require_listed(k: str, v: str) -> None:
+    """Raise ValueError for a pair that the engine has no layers of, whatever fp4 resolves to."""
+    from lmdeploy import _turbomind
+
+    if k == "fp4":
+        k = v if v in FP4_FORMATS else "nvfp4"
+    if v == "fp4":
+        v = k if k in FP4_FORMATS else "nvfp4"
+    if k != v:
+        _turbomind.require_listed_pair(k, v)
 
 
 def _parse_table(table: dict[Any, Any], where: str) -> FormatTable:

@@ -130,6 +130,12 @@ void DefKv(py::module_& m) {
       .def_readonly("max_tokens", &MemoryPlan::max_tokens)
       .def_readonly("max_sequence_tokens", &MemoryPlan::max_sequence_tokens);
   DefStats(m);
+  m.def(
+      "require_listed_pair",
+      [](const std::string& k, const std::string& v) {
+        RequireListedPair(Parse("k", kModes, k), Parse("v", kModes, v));
+      },
+      py::arg("k"), py::arg("v"));
   m.def("sequence_bytes", &SequenceBytes, py::arg("model"), py::arg("config"),
         py::arg("num_tokens"));
   m.def("kv_cache_mode_names", &KvCacheModeNames);

@@ -107,6 +107,15 @@ const char* KvCacheConversion(KvCacheMode mode, DeviceCapability device) {
   return in_hardware ? "hardware" : "software";
 }
 
+void RequireListedPair(KvCacheMode k, KvCacheMode v) {
+  if (!IsListedPair(k, v)) {
+    throw InvalidArgument(std::string("KV formats of a layer: got K ") + ToString(k) + " and V " +
+                          ToString(v) +
+                          ", wanted the same for both, or K none, int8 or fp8 with V int4, mxfp4 "
+                          "or nvfp4; change kv_cache_format");
+  }
+}
+
 const char* ToString(KvCacheMode mode) {
   switch (mode) {
     case KvCacheMode::kNone:

@@ -76,6 +76,9 @@ constexpr bool IsListedPair(KvCacheMode k, KvCacheMode v) {
   return k == v || (wide && narrow);
 }
 
+// Throws InvalidArgument for a pair that is not listed.
+void RequireListedPair(KvCacheMode k, KvCacheMode v);
+
 // Calls fn.template operator()<M>() with the mode as a template argument: where fn may be called.
 #if defined(__CUDACC__)
 #pragma nv_exec_check_disable

@@ -60,12 +60,7 @@ void CheckConfig(const Config& config) {
   for (const Config::LayerModes& modes : config.layers) {
     CheckMode(modes.k, config.head_dim);
     CheckMode(modes.v, config.head_dim);
-    if (!IsListedPair(modes.k, modes.v)) {
-      throw InvalidArgument(std::string("KV formats of a layer: got K ") + ToString(modes.k) +
-                            " and V " + ToString(modes.v) +
-                            ", wanted the same for both, or K none, int8 or fp8 with V int4, mxfp4 "
-                            "or nvfp4; change kv_cache_format");
-    }
+    RequireListedPair(modes.k, modes.v);
   }
 }
 

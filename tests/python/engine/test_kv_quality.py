@@ -291,6 +291,40 @@ def test_options_reach_the_engine():
     assert native.kv_layers == [("fp8", "nvfp4")] * 4
 
 
+UNLISTED = [
+    *("k=fp8_e5m2,v=fp8", "k=fp8,v=fp8_e5m2", "k=int4,v=int8", "k=fp8_e5m2,v=nvfp4"),
+    *("k=nvfp4,v=mxfp4", "k=fp4,v=int8", "k=fp8_e5m2,v=fp4", "k=fp8,v=auto"),
+]
+LISTED = [
+    *("k=none,v=nvfp4", "k=int8,v=int4", "k=fp8,v=fp4", "k=bf16,v=fp4_e2m1", "k=fp4,v=fp4_e2m1"),
+    *("k=fp4,v=nvfp4", "k=mxfp4,v=fp4"),  # the device decides
+]
+
+
+@pytest.mark.parametrize("pair", UNLISTED)
+def test_pairs_of_no_engine_are_refused_by_the_config(pair):
+    for given in (pair, {"default": "none", 3: pair}):
+        with pytest.raises(ValueError, match=r"KV formats of a layer: got K .*change kv_cache"):
+            TurbomindEngineConfig(kv_cache_format=given)
+
+
+@pytest.mark.parametrize("pair", LISTED)
+def test_pairs_of_some_engine_are_accepted(pair):
+    assert TurbomindEngineConfig(kv_cache_format=pair).kv_table.default is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "format_name"),
+    [("fp4_e2m1", "fp4"), ("auto", "none"), ("bf16", "none"), ("BFloat16", "none")],
+)
+def test_names_of_other_engines(name, format_name):
+    assert TurbomindEngineConfig(quant_policy=name).kv_format == format_name
+    assert TurbomindEngineConfig(kv_cache_format=name).kv_format == format_name
+    assert TurbomindEngineConfig(kv_cache_format={"default": name}).kv_format == format_name
+    assert parse("--kv-cache-dtype", name).kv_format == format_name
+    assert parse("--quant-policy", name).kv_format == format_name
+
+
 def parse(*flags):
     return engine_config(make_parser().parse_args(["serve", "api_server", "smollm2", *flags]))
 

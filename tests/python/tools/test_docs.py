@@ -186,7 +186,8 @@ def test_format_table() -> None:
 def test_every_name_of_the_engine_is_documented() -> None:
     names = {name for name, _ in _turbomind.kv_cache_mode_names()}
     assert names <= quoted(FORMATS)
-    assert {name for name in kv_formats.QUANT_POLICY_NAMES if isinstance(name, str)} <= names
+    assert set(kv_formats.QUANT_POLICY_NAMES.values()) <= names
+    assert set(kv_formats.FORMAT_NAMES) <= quoted(FORMATS)
 
 
 def test_device_table() -> None:
