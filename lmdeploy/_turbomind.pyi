@@ -202,6 +202,7 @@ class EngineStats:
     prompt_tokens: int
     generated_tokens: int
     num_nonfinite: int
+    clipped: list[tuple[int, int]]  # sliding window (0: full), values, by layer group
 
 class Engine:
     def __init__(

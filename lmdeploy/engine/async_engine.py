@@ -60,6 +60,7 @@ class AsyncEngine:
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._failure = ""  # of the drain thread
+        self._has_warned = False  # of clipped values, by the drain thread
         self._closing = threading.Event()
         self._closed = False
         self._close_lock = threading.RLock()
@@ -377,6 +378,8 @@ class AsyncEngine:
                 outputs = core.wait_outputs(_WAIT_MS)
                 for output in outputs:
                     self._deliver(output)
+                if not self._has_warned and any(out.finish_reason != "none" for out in outputs):
+                    self._warn_of_clipping()
                 if not outputs and not core.healthy:
                     reason = f"the engine has failed: {core.failure}"
                     break
@@ -388,6 +391,19 @@ class AsyncEngine:
         if self._failure:  # nobody would read what is still computed
             for request_id in ended:
                 core.cancel(request_id)
+
+    def _warn_of_clipping(self) -> None:
+        """Warn once when values of K or V were beyond the range of their format."""
+        num_values = sum(count for _, count in self.parts.core.stats().clipped)
+        if num_values == 0:
+            return
+        self._has_warned = True
+        logger.warning(
+            "KV cache: %d values of K or V were beyond the range of their format and were clipped. "
+            "Use --kv-quality best with a calibration file, or another format. The metric "
+            "lmdeploy:kv_clipped_values_total counts them.",
+            num_values,
+        )
 
     def _deliver(self, output: Any) -> None:
         with self._lock:

@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
+    from lmdeploy import _turbomind
     from lmdeploy.engine.async_engine import AsyncEngine
     from lmdeploy.engine.stream import RequestStream
     from lmdeploy.response import Response
@@ -68,7 +69,23 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(f"lmdeploy:{name}", text, labels=["model_name"])
             counter.add_metric(self._labels, value)
             yield counter
+        yield self._clipped(stats)
         yield self._cache_info()
+
+    def _clipped(self, stats: _turbomind.EngineStats) -> Metric:
+        """Return the clipped values, with the kind of attention as a label."""
+        counter = CounterMetricFamily(
+            "lmdeploy:kv_clipped_values_total",
+            "Values in K or V beyond the range of their format.",
+            labels=["model_name", "group"],
+        )
+        by_group: dict[str, int] = {}
+        for window, num_values in stats.clipped:
+            group = f"window_{window}" if window else "full"
+            by_group[group] = by_group.get(group, 0) + num_values
+        for group, num_values in by_group.items():
+            counter.add_metric([*self._labels, group], num_values)
+        return counter
 
     def _cache_info(self) -> Metric:
         """What is stored how, as labels of a metric that is always 1."""

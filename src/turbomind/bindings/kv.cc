@@ -81,7 +81,14 @@ void DefStats(py::module_& m) {
       .def_readonly("num_steps", &EngineStats::num_steps)
       .def_readonly("prompt_tokens", &EngineStats::prompt_tokens)
       .def_readonly("generated_tokens", &EngineStats::generated_tokens)
-      .def_readonly("num_nonfinite", &EngineStats::num_nonfinite);
+      .def_readonly("num_nonfinite", &EngineStats::num_nonfinite)
+      .def_property_readonly("clipped", [](const EngineStats& self) {
+        std::vector<std::pair<int, int64_t>> groups;
+        for (const EngineStats::Clipped& group : self.clipped) {
+          groups.emplace_back(group.window, group.num_values);
+        }
+        return groups;
+      });
 }
 
 }  // namespace

@@ -421,6 +421,11 @@ void Engine::Impl::UpdateStats() {
   totals.prefix_cut_tokens = state->scheduler.stats().prefix_cut_tokens;
   totals.num_preemptions = state->scheduler.stats().num_preemptions;
   totals.num_nonfinite = state->decoder.num_nonfinite();
+  const std::vector<LayerGroup>& groups = state->cache.groups();
+  totals.clipped.resize(groups.size());
+  for (size_t g = 0; g < groups.size(); ++g) {
+    totals.clipped[g] = {groups[g].window, state->decoder.num_clipped()[g]};
+  }
   const std::lock_guard lock(mutex);
   stats = totals;
   touched_bytes = state->manager.touched_bytes();

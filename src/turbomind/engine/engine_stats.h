@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 namespace turbomind {
 
@@ -23,6 +24,12 @@ struct EngineStats {
   int64_t prompt_tokens = 0;
   int64_t generated_tokens = 0;
   int64_t num_nonfinite = 0;  // NaN and infinities met when K and V were quantised
+  // Values beyond the range of their format, by layer group.
+  struct Clipped {
+    int window = 0;  // 0: full attention
+    int64_t num_values = 0;
+  };
+  std::vector<Clipped> clipped;
 };
 
 }  // namespace turbomind

@@ -70,6 +70,43 @@ TM_HD bool IsLegalScale(uint8_t byte) {
   return M == KvCacheMode::kFp4Mx ? (byte >= kMxLeast && byte <= kMxMost) : byte <= kNvMost;
 }
 
+// --- Clipping ---------------------------------------------------------------------------------
+
+// The largest magnitude that a format stores with factor g. int8 and int4 scale every row.
+TM_HD float ClipLimit(KvCacheMode mode, float g) {
+  const float largest = LargestFinite(DataType::kFloat32);
+  float limit = largest;
+  switch (mode) {
+    case KvCacheMode::kNone:
+    case KvCacheMode::kInt8:
+    case KvCacheMode::kInt4:
+      break;
+    case KvCacheMode::kFp8E4m3:
+      limit = 448.f * g;
+      break;
+    case KvCacheMode::kFp8E5m2:
+      limit = 57344.f * g;
+      break;
+    case KvCacheMode::kFp4Mx:
+      limit = 6.f * MxStep(kMxMost);
+      break;
+    case KvCacheMode::kFp4Nv:
+      limit = 6.f * 448.f * g;
+      break;
+  }
+  return limit < largest ? limit : largest;
+}
+
+// Finite values of a row, as `dtype` holds them, whose magnitude is beyond the limit.
+TM_HD int CountClipped(const float* x, int n, DataType dtype, float limit) {
+  int clipped = 0;
+  for (int i = 0; i < n; ++i) {
+    const float value = RoundTo(x[i], dtype);
+    clipped += IsFinite(value) && Magnitude(value) > limit;
+  }
+  return clipped;
+}
+
 // --- The codecs -------------------------------------------------------------------------------
 
 template <KvCacheMode M>

@@ -96,6 +96,7 @@ Decoder::Decoder(DecoderConfig config, std::shared_ptr<const Weights> weights, D
                            .has_hot = cache.hot.data != nullptr,
                            .rule = cache.rule};
   }
+  num_clipped_.assign(step_groups_.size(), 0);
   scratch_bytes_ = scratch_.Place(model, limits, nullptr);
   memory_ = static_cast<std::byte*>(device_.Reserve(static_cast<size_t>(scratch_bytes_)));
   scratch_.Place(model, limits, memory_);
@@ -229,9 +230,27 @@ void Decoder::ReadTokens(size_t count, int32_t* tokens) {
                                          reinterpret_cast<std::byte*>(scratch_.num_nonfinite));
   const auto* read =
       static_cast<const std::byte*>(device_.ReadBack(scratch_.num_nonfinite, begin + num_bytes));
-  std::memcpy(&num_nonfinite_, read, sizeof(num_nonfinite_));
-  count_is_old_ = false;
+  ReadCounts(read);
   std::memcpy(tokens, read + begin, num_bytes);
+}
+
+// `read` is a copy of the scratch from num_nonfinite on.
+void Decoder::ReadCounts(const std::byte* read) {
+  std::memcpy(&num_nonfinite_, read, sizeof(num_nonfinite_));
+  read += OffsetOfClipped();
+  std::fill(num_clipped_.begin(), num_clipped_.end(), 0);
+  for (const LayerCache& layer : config_.layers) {
+    int64_t clipped = 0;
+    std::memcpy(&clipped, read, sizeof(clipped));
+    num_clipped_[static_cast<size_t>(layer.group)] += clipped;
+    read += sizeof(clipped);
+  }
+  count_is_old_ = false;
+}
+
+size_t Decoder::OffsetOfClipped() const {
+  return static_cast<size_t>(reinterpret_cast<std::byte*>(scratch_.num_clipped) -
+                             reinterpret_cast<std::byte*>(scratch_.num_nonfinite));
 }
 
 float* Decoder::ReadLogits(std::span<const int32_t> rows) {
@@ -245,9 +264,9 @@ float* Decoder::ReadLogits(std::span<const int32_t> rows) {
       device_.Copy(scratch_.logits + to * width, scratch_.logits + rows[i] * width, row_bytes);
     }
   }
-  if (std::exchange(count_is_old_, false)) {
-    std::memcpy(&num_nonfinite_, device_.ReadBack(scratch_.num_nonfinite, sizeof(num_nonfinite_)),
-                sizeof(num_nonfinite_));
+  if (count_is_old_) {
+    const size_t num_bytes = OffsetOfClipped() + config_.layers.size() * sizeof(int64_t);
+    ReadCounts(static_cast<const std::byte*>(device_.ReadBack(scratch_.num_nonfinite, num_bytes)));
   }
   return static_cast<float*>(device_.ReadBack(scratch_.logits, rows.size() * row_bytes));
 }
@@ -274,13 +293,15 @@ void Decoder::StoreKV(int index, const BatchView& batch) {
                                .kv = cache.kv,
                                .hot = cache.hot,
                                .batch = batch,
-                               .num_nonfinite = scratch_.num_nonfinite});
+                               .num_nonfinite = scratch_.num_nonfinite,
+                               .num_clipped = scratch_.num_clipped + index});
   if (batch.num_moves > 0) {
     invokeQuantiseBlocks(device_, {.kv = cache.kv,
                                    .hot = cache.hot,
                                    .search_scales = config_.search_scales,
                                    .moves = batch.moves,
-                                   .num_moves = batch.num_moves});
+                                   .num_moves = batch.num_moves,
+                                   .num_clipped = scratch_.num_clipped + index});
   }
   if (config_.statistics != nullptr) {
     const int64_t q_size = int64_t{model().num_heads} * model().head_dim;

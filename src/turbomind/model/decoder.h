@@ -82,6 +82,8 @@ class Decoder {
   int64_t scratch_bytes() const { return scratch_bytes_; }
   // Of all steps up to the last whose tokens or logits were read: waits for nothing.
   int64_t num_nonfinite() const { return num_nonfinite_; }
+  // The same of values that a format has clipped, by layer group.
+  std::span<const int64_t> num_clipped() const { return num_clipped_; }
 
  private:
   struct Output {
@@ -101,6 +103,8 @@ class Decoder {
   void Norm(const VectorWeight& weight, const float* x, float* out, int num_rows);
 
   void ReadTokens(size_t count, int32_t* tokens);
+  void ReadCounts(const std::byte* read);
+  size_t OffsetOfClipped() const;
 
   const ModelConfig& model() const { return config_.model; }
 
@@ -117,7 +121,8 @@ class Decoder {
   int num_rows_ = 0;        // whose hidden states are in the scratch
   int num_logit_rows_ = 0;  // whose logits are
   int64_t num_nonfinite_ = 0;
-  bool count_is_old_ = false;  // num_nonfinite_ is that of an earlier step
+  std::vector<int64_t> num_clipped_;
+  bool count_is_old_ = false;  // the counts are those of an earlier step
 };
 
 }  // namespace turbomind

@@ -57,6 +57,7 @@ int64_t DecoderScratch::Place(const ModelConfig& model, const StepLimits& limits
   const int64_t half_rope = model.rope.kind == RopeKind::kNone ? 0 : model.rope.dim / 2;
   Placer placer(memory);
   placer.Add(num_nonfinite, 1);
+  placer.Add(num_clipped, model.num_layers);
   placer.Add(chosen, logit_rows);
   placer.Add(hidden, tokens * model.hidden_size);
   placer.Add(normed, tokens * model.hidden_size);

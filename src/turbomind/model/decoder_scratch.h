@@ -20,6 +20,7 @@ struct StepLimits {
 struct DecoderScratch {
   // What the host reads after a step, side by side:
   int64_t* num_nonfinite = nullptr;  // [1] counts all steps
+  int64_t* num_clipped = nullptr;    // [num_layers] counts all steps
   int32_t* chosen = nullptr;         // [max_logit_rows] tokens that the device chose
   // Of a step:
   float* hidden = nullptr;    // [max_tokens, hidden]

@@ -75,6 +75,7 @@ struct ProcessKVParams {
   KvLayerView hot = {};  // mode none; data null where nothing is hot
   BatchView batch;
   int64_t* num_nonfinite = nullptr;  // counter, added to (atomically); never null
+  int64_t* num_clipped = nullptr;    // the same of values that the format clips, or null
 };
 
 // Values that one Hadamard rotation mixes: the largest power of two that divides head_dim.
@@ -88,6 +89,7 @@ struct QuantiseBlocksParams {
   bool search_scales = false;
   const BlockMove* moves = nullptr;  // [num_moves], both ids valid
   int num_moves = 0;
+  int64_t* num_clipped = nullptr;  // as in ProcessKVParams
 };
 
 // The cache of some sequences → dense FP32, values as stored (K after RoPE, mean and rotation),

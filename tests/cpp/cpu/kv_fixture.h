@@ -33,6 +33,12 @@ inline int EncodeByCodec(const RowFormat& f, const float* row, uint8_t* payload,
   });
 }
 
+inline RowCounts EncodeAndCount(const RowFormat& f, const float* row, uint8_t* payload,
+                                uint8_t* meta) {
+  return {EncodeByCodec(f, row, payload, meta),
+          CountClipped(row, f.n, f.dtype, ClipLimit(f.mode, f.g))};
+}
+
 inline void DecodeByCodec(const RowFormat& f, const uint8_t* payload, const uint8_t* meta,
                           float* row) {
   DispatchMode(

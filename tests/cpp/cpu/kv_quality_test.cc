@@ -103,6 +103,7 @@ class Layer {
       p.search_scales = with_.search;
       p.moves = batch.moves;
       p.num_moves = batch.num_moves;
+      p.num_clipped = &num_clipped_;
       invokeQuantiseBlocks(*device_, p);
     }
     const std::vector<float> out = Attend(sequence, begin, batch);
@@ -136,6 +137,7 @@ class Layer {
   const HotRule& rule() const { return rule_; }
   TestCache& cold() { return cold_; }
   int64_t num_nonfinite() const { return num_nonfinite_; }
+  int64_t num_clipped() const { return num_clipped_; }
 
  private:
   static CacheShape HotShape(CacheShape shape) {
@@ -178,6 +180,7 @@ class Layer {
       p.hot = hot_.view();
     }
     p.num_nonfinite = &num_nonfinite_;
+    p.num_clipped = &num_clipped_;
     invokeProcessKV_v2(*device_, p);
   }
 
@@ -221,6 +224,7 @@ class Layer {
   std::vector<int32_t> cold_table_;
   std::vector<int32_t> hot_table_;
   int64_t num_nonfinite_ = 0;
+  int64_t num_clipped_ = 0;
   int32_t last_ = 0;
 };
 
@@ -448,6 +452,20 @@ TEST_CASE("NaN and infinities are counted when written, not when moved") {
   Layer layer(shape, {false, true, false, kBalanced});
   RunSteps(layer, sequence, shape.context, 64);
   CHECK(layer.num_nonfinite() == 2);
+}
+
+TEST_CASE("clipped values are counted when moved, not while they are kept in 16 bit") {
+  const CacheShape shape = Shape(KvCacheMode::kFp4Nv, 64);
+  Sequence sequence(shape, 2);
+  sequence.Row(10, kQHeads)[5] = 1e5f;            // a sink
+  sequence.Row(100, kQHeads)[5] = 1e5f;           // K
+  sequence.Row(110, kQHeads + kHeads)[7] = 1e5f;  // V
+  sequence.Row(299, kQHeads)[5] = 1e5f;           // in the newest block
+  Layer layer(shape, {false, true, false, kBalanced});
+  layer.Step(sequence, 0, 120);
+  CHECK(layer.num_clipped() == 0);
+  layer.Step(sequence, 120, shape.context);
+  CHECK(layer.num_clipped() == 2);
 }
 
 // --- Checks -----------------------------------------------------------------------------------

@@ -24,8 +24,11 @@ constexpr int kPad = 16;  // sentinel bytes behind each row
 struct Encoded {
   std::vector<uint8_t> payload;
   std::vector<uint8_t> meta;
-  int nonfinite = 0;
-  bool operator==(const Encoded&) const = default;
+  RowCounts counts;
+  bool operator==(const Encoded& other) const {
+    return payload == other.payload && meta == other.meta &&
+           counts.nonfinite == other.counts.nonfinite && counts.clipped == other.counts.clipped;
+  }
 };
 
 Encoded Empty(KvCacheMode mode, int n, DataType dtype) {
@@ -77,10 +80,10 @@ TEST_CASE("encoders equal the codec bit for bit on a million random rows") {
         }
         const RowFormat format = {mode, kDim, dtype, HasFactor(mode) ? factors[i / 6 % 4] : 1.f};
         Encoded want = Empty(mode, kDim, dtype);
-        want.nonfinite = EncodeByCodec(format, row, want.payload.data(), want.meta.data());
+        want.counts = EncodeAndCount(format, row, want.payload.data(), want.meta.data());
         for (const CpuKvKernels& kernels : isas) {
           Encoded got = Empty(mode, kDim, dtype);
-          got.nonfinite = kernels.encode_row(format, row, got.payload.data(), got.meta.data());
+          got.counts = kernels.encode_row(format, row, got.payload.data(), got.meta.data());
           different += got == want ? 0 : 1;
         }
       }
@@ -109,9 +112,9 @@ TEST_CASE("FP8 encoders equal the codec at every tie, code, limit and special va
                 row[i] = BitsFloat((first + i) << 16 | lower);
               }
               Encoded want = Empty(mode, kDim, dtype);
-              want.nonfinite = EncodeByCodec(format, row, want.payload.data(), want.meta.data());
+              want.counts = EncodeAndCount(format, row, want.payload.data(), want.meta.data());
               Encoded got = Empty(mode, kDim, dtype);
-              got.nonfinite = kernels.encode_row(format, row, got.payload.data(), got.meta.data());
+              got.counts = kernels.encode_row(format, row, got.payload.data(), got.meta.data());
               different += got == want ? 0 : 1;
             }
           }
@@ -164,10 +167,10 @@ TEST_CASE("searching encoders equal the codec bit for bit on a million random ro
         }
         RowFormat format = {mode, dim, dtype, HasFactor(mode) ? factors[i / 7 % 6] : 1.f, true};
         Encoded want = Empty(mode, dim, dtype);
-        want.nonfinite = EncodeByCodec(format, row, want.payload.data(), want.meta.data());
+        want.counts = EncodeAndCount(format, row, want.payload.data(), want.meta.data());
         for (const CpuKvKernels& kernels : isas) {
           Encoded got = Empty(mode, dim, dtype);
-          got.nonfinite = kernels.encode_row(format, row, got.payload.data(), got.meta.data());
+          got.counts = kernels.encode_row(format, row, got.payload.data(), got.meta.data());
           different += got == want ? 0 : 1;
         }
         format.search = false;
@@ -397,7 +400,7 @@ TEST_CASE("ProcessKV transforms rows in place and stores what the codec says") {
   }
 }
 
-TEST_CASE("NaN and infinities are counted") {
+TEST_CASE("NaN, infinities and clipped values are counted") {
   const auto device = MakeCpuDevice(2);
   CacheShape shape;
   shape.k = shape.v = KvCacheMode::kFp4Nv;
@@ -409,15 +412,21 @@ TEST_CASE("NaN and infinities are counted") {
   qkv[(0 * 6 + 2) * 64 + 5] = std::numeric_limits<float>::quiet_NaN();   // K
   qkv[(3 * 6 + 5) * 64 + 63] = -std::numeric_limits<float>::infinity();  // V
   qkv[(3 * 6 + 1) * 64] = std::numeric_limits<float>::infinity();        // Q: not stored
+  qkv[(2 * 6 + 3) * 64 + 1] = 1e5f;                                      // K: beyond 6 * 448 * g
+  qkv[(2 * 6 + 3) * 64 + 2] = -1e30f;
+  qkv[(5 * 6 + 1) * 64 + 7] = 1e30f;  // Q
   int64_t num_nonfinite = 40;
+  int64_t num_clipped = 50;
   ProcessKVParams p;
   p.qkv = qkv.data();
   p.q_heads = 2;
   p.kv = cache.view();
   p.batch = step.View();
   p.num_nonfinite = &num_nonfinite;
+  p.num_clipped = &num_clipped;
   invokeProcessKV_v2(*device, p);
   CHECK(num_nonfinite == 42);
+  CHECK(num_clipped == 52);
 }
 
 TEST_CASE("ops refuse arguments that would index outside the cache") {

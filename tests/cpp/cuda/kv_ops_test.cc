@@ -30,6 +30,7 @@ void CheckProcess(Step step) {
   CHECK(SameFloats(on_gpu.qkv.Read(), step.qkv));
   CHECK(SameFloats(on_gpu.q_dot_mean.Read(), step.q_dot_mean));
   CHECK(on_gpu.num_nonfinite.Read() == step.num_nonfinite);
+  CHECK(on_gpu.num_clipped.Read() == step.num_clipped);
 }
 
 // Rows of every kind: of all sizes, zero, constant, ties between codes, NaN, infinities.
@@ -258,15 +259,32 @@ TEST_CASE("blocks that leave the recent window are quantised as the CPU does") {
       const GpuStep on_gpu(gpu, step);
       const auto params = [&](const Pointers& p, int moves) {
         return QuantiseBlocksParams{ViewOf(step, p), HotViewOf(step, p), seed % 2 == 0, p.moves,
-                                    moves};
+                                    moves,           p.num_clipped};
       };
       CudaQuantiseBlocks(gpu.context, params(on_gpu.pointers(), 4));
       Cpu().QuantiseBlocks(params(CpuPointers(step), num_moves));
       CHECK(SameBytes(on_gpu.data.Read(), step.data));
       CHECK(SameBytes(on_gpu.scales.Read(), step.scales));
       CHECK(SameBytes(on_gpu.hot_data.Read(), step.hot_data));
+      CHECK(on_gpu.num_clipped.Read() == step.num_clipped);
     }
   }
+}
+
+TEST_CASE("values that a format clips are counted" * doctest::test_suite("small")) {
+  Step step = MakeStep({.modes = {KvCacheMode::kFp8E4m3, KvCacheMode::kFp8E4m3}}, {}, 1);
+  const size_t before = static_cast<size_t>(step.num_clipped.front());
+  float* v = step.qkv.data() + (step.kv_all() - 1) * step.shape.head_dim;  // of the first token
+  v[0] = 10000.f;
+  v[1] = -20000.f;
+  v[2] = INFINITY;
+  v[3] = NAN;
+  const Gpu gpu;
+  const GpuStep on_gpu(gpu, step);
+  CudaProcessKV(gpu.context, ProcessParams(step, on_gpu.pointers()));
+  Cpu().ProcessKV(ProcessParams(step, CpuPointers(step)));
+  CHECK(step.num_clipped.front() == static_cast<int64_t>(before) + 2);
+  CHECK(on_gpu.num_clipped.Read() == step.num_clipped);
 }
 
 }  // namespace

@@ -98,6 +98,7 @@ struct Step {
   std::vector<float> k_mean;
   std::vector<float> q_dot_mean;
   std::vector<int64_t> num_nonfinite = {5};
+  std::vector<int64_t> num_clipped = {7};
   std::vector<BlockMove> moves;
   int rope_dim = 0;
   bool rotate = false;
@@ -175,6 +176,7 @@ struct Pointers {
   const float* k_mean;
   float* q_dot_mean;
   int64_t* num_nonfinite;
+  int64_t* num_clipped;
   const BlockMove* moves;
 };
 
@@ -184,16 +186,16 @@ T* OrNull(std::vector<T>& v) {
 }
 
 inline Pointers CpuPointers(Step& s) {
-  return {OrNull(s.data),       OrNull(s.scales),
-          OrNull(s.hot_data),   {OrNull(s.g[0]), OrNull(s.g[1])},
-          OrNull(s.cu_seqlens), OrNull(s.shape.contexts),
-          OrNull(s.positions),  OrNull(s.tables),
-          OrNull(s.hot_tables), OrNull(s.qkv),
-          OrNull(s.bias),       OrNull(s.q_norm),
-          OrNull(s.k_norm),     OrNull(s.rope_cos),
-          OrNull(s.rope_sin),   OrNull(s.k_mean),
-          OrNull(s.q_dot_mean), OrNull(s.num_nonfinite),
-          OrNull(s.moves)};
+  return {OrNull(s.data),        OrNull(s.scales),
+          OrNull(s.hot_data),    {OrNull(s.g[0]), OrNull(s.g[1])},
+          OrNull(s.cu_seqlens),  OrNull(s.shape.contexts),
+          OrNull(s.positions),   OrNull(s.tables),
+          OrNull(s.hot_tables),  OrNull(s.qkv),
+          OrNull(s.bias),        OrNull(s.q_norm),
+          OrNull(s.k_norm),      OrNull(s.rope_cos),
+          OrNull(s.rope_sin),    OrNull(s.k_mean),
+          OrNull(s.q_dot_mean),  OrNull(s.num_nonfinite),
+          OrNull(s.num_clipped), OrNull(s.moves)};
 }
 
 struct GpuStep {
@@ -217,19 +219,20 @@ struct GpuStep {
         k_mean(gpu.stream(), s.k_mean),
         q_dot_mean(gpu.stream(), s.q_dot_mean),
         num_nonfinite(gpu.stream(), s.num_nonfinite),
+        num_clipped(gpu.stream(), s.num_clipped),
         moves(gpu.stream(), s.moves) {}
   Pointers pointers() const {
-    return {data.data(),       scales.data(),        hot_data.data(),  {g0.data(), g1.data()},
-            cu_seqlens.data(), contexts.data(),      positions.data(), tables.data(),
-            hot_tables.data(), qkv.data(),           bias.data(),      q_norm.data(),
-            k_norm.data(),     rope_cos.data(),      rope_sin.data(),  k_mean.data(),
-            q_dot_mean.data(), num_nonfinite.data(), moves.data()};
+    return {data.data(),       scales.data(),        hot_data.data(),    {g0.data(), g1.data()},
+            cu_seqlens.data(), contexts.data(),      positions.data(),   tables.data(),
+            hot_tables.data(), qkv.data(),           bias.data(),        q_norm.data(),
+            k_norm.data(),     rope_cos.data(),      rope_sin.data(),    k_mean.data(),
+            q_dot_mean.data(), num_nonfinite.data(), num_clipped.data(), moves.data()};
   }
   GpuArray<std::byte> data, scales, hot_data;
   GpuArray<float> g0, g1;
   GpuArray<int32_t> cu_seqlens, contexts, positions, tables, hot_tables;
   GpuArray<float> qkv, bias, q_norm, k_norm, rope_cos, rope_sin, k_mean, q_dot_mean;
-  GpuArray<int64_t> num_nonfinite;
+  GpuArray<int64_t> num_nonfinite, num_clipped;
   GpuArray<BlockMove> moves;
 };
 
@@ -277,6 +280,7 @@ inline ProcessKVParams ProcessParams(const Step& s, const Pointers& p) {
   params.hot = HotViewOf(s, p);
   params.batch = BatchOf(s, p);
   params.num_nonfinite = p.num_nonfinite;
+  params.num_clipped = p.num_clipped;
   return params;
 }
 

@@ -149,14 +149,17 @@ TEST_CASE("a failing token mask ends its request alone") {
   CHECK(engine->stats().blocks_free == engine->stats().blocks_total);
 }
 
-// Its first V row has a NaN; chooses tokens itself, so that no logits are read for that.
+// Its first V row has a NaN and a value that FP4 clips; chooses tokens itself, so that no logits
+// are read for that.
 class NanDevice : public testing::ForwardingDevice {
  public:
   using ForwardingDevice::ForwardingDevice;
 
   void ProcessKV(const ProcessKVParams& params) override {
     if (!std::exchange(is_done_, true)) {
-      params.qkv[(params.q_heads + params.kv.kv_heads) * params.kv.head_dim] = NAN;
+      float* v = params.qkv + (params.q_heads + params.kv.kv_heads) * params.kv.head_dim;
+      v[0] = NAN;
+      v[1] = -30000.f;
     }
     ForwardingDevice::ProcessKV(params);
   }
@@ -173,7 +176,7 @@ class NanDevice : public testing::ForwardingDevice {
   bool is_done_ = false;
 };
 
-TEST_CASE("NaN in K and V are counted, whether tokens or logits are read") {
+TEST_CASE("NaN and clipped values in K and V are counted, whether tokens or logits are read") {
   const ModelConfig model = testing::TinyConfig();
   for (const int num_logprobs : {-1, 2}) {
     CAPTURE(num_logprobs);
@@ -184,6 +187,11 @@ TEST_CASE("NaN in K and V are counted, whether tokens or logits are read") {
     request->sampling.num_logprobs = num_logprobs;
     CHECK(RunOne(engine, request).finish_reason == FinishReason::kLength);
     CHECK(engine.stats().num_nonfinite == 1);
+    const std::vector<EngineStats::Clipped> clipped = engine.stats().clipped;
+    REQUIRE(clipped.size() == 2);
+    for (const EngineStats::Clipped& group : clipped) {
+      CHECK(group.num_values == (group.window == model.windows.front() ? 1 : 0));
+    }
   }
 }
 

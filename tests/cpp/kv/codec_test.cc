@@ -391,6 +391,40 @@ void CheckFigure(const char* name, double measured, double expected) {
   CHECK(measured < expected * (1 + kBand));
 }
 
+template <KvCacheMode M>
+void CheckLimit(float wanted, float g) {
+  const float limit = ClipLimit(M, g);
+  CHECK(limit == wanted);
+  const float beyond = std::nextafter(limit, kInf);
+  std::vector<float> row(16, 0.f);
+  row[0] = limit;
+  row[1] = -beyond;
+  row[2] = 1e37f;
+  row[3] = kInf;
+  row[4] = kNan;
+  CHECK(CountClipped(row.data(), 16, DataType::kFloat32, limit) == 2);
+  const std::vector<float> decoded =
+      Decode<M>(Encode<M>(row, DataType::kFloat32, g), row.size(), DataType::kFloat32, g);
+  CHECK(decoded[0] == limit);
+  CHECK(decoded[1] == -limit);
+  CHECK(decoded[2] == limit);
+}
+
+TEST_CASE("clipping: the limit of a format is its largest value") {
+  CheckLimit<KvCacheMode::kFp8E4m3>(448.f, 1.f);
+  CheckLimit<KvCacheMode::kFp8E4m3>(112.f, 0.25f);
+  CheckLimit<KvCacheMode::kFp8E5m2>(57344.f, 1.f);
+  CheckLimit<KvCacheMode::kFp4Mx>(3072.f, 1.f);
+  CheckLimit<KvCacheMode::kFp4Mx>(3072.f, 0.25f);
+  CheckLimit<KvCacheMode::kFp4Nv>(2688.f, 1.f);
+  CheckLimit<KvCacheMode::kFp4Nv>(672.f, 0.25f);
+  const float largest = LargestFinite(DataType::kFloat32);
+  for (KvCacheMode mode : {KvCacheMode::kNone, KvCacheMode::kInt8, KvCacheMode::kInt4}) {
+    CHECK(ClipLimit(mode, 1.f) == largest);
+  }
+  CHECK(ClipLimit(KvCacheMode::kFp4Nv, 0x1p127f) == largest);
+}
+
 TEST_CASE("round trip of N(0, 1) has the published relative error") {
   CheckFigure("nvfp4", RelativeError<KvCacheMode::kFp4Nv>(), 0.0952);
   CheckFigure("nvfp4 search", RelativeError<KvCacheMode::kFp4Nv, true>(), 0.0815);

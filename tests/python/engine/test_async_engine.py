@@ -58,6 +58,17 @@ async def test_generate(engine):
     assert (answer.input_token_len, answer.cached_tokens) == (3, 3)
 
 
+async def test_clipped_values_are_warned_of_once(engine, caplog):
+    with caplog.at_level(logging.WARNING, logger="lmdeploy"):
+        await collect(engine, "a")
+        assert not caplog.records
+        engine.parts.core.clipped = ((0, 3), (128, 4))
+        await collect(engine, "a")
+        await collect(engine, "a")
+        engine.close()
+    assert [record.getMessage()[:19] for record in caplog.records] == ["KV cache: 7 values "]
+
+
 async def test_length_and_stop_ids(engine):
     answer = await collect(engine, "x", GenerationConfig(max_new_tokens=3))
     assert (answer.text, answer.finish_reason) == ("You", "length")

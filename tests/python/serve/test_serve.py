@@ -163,6 +163,8 @@ def test_metrics(url):
         'kv_cache_hot_blocks_cached{model_name="m"} 1.0',
         'prefix_cut_tokens_total{model_name="m"} 7.0',
         'num_nonfinite_kv_total{model_name="m"} 9.0',
+        'kv_clipped_values_total{group="full",model_name="m"} 0.0',
+        'kv_clipped_values_total{group="window_128",model_name="m"} 0.0',
     ):
         assert f"lmdeploy:{line}" in text, line
 

@@ -122,6 +122,8 @@ class FakeRequest(SimpleNamespace):
 class FakeCore:
     """Generates the tokens of `script(prompt text)`, one per step, then EOS."""
 
+    clipped: tuple[tuple[int, int], ...] = ((0, 0), (128, 0))
+
     def __init__(
         self,
         script: Callable[[str], str],
@@ -257,6 +259,7 @@ class FakeCore:
             prompt_tokens=0,
             generated_tokens=0,
             num_nonfinite=9,
+            clipped=self.clipped,
         )
 
     def memory_plan(self) -> Any:

@@ -58,6 +58,12 @@ RowAt FindRow(const KvLayerView& kv, KvSide side, int head, int64_t block, int s
   return {reinterpret_cast<uint8_t*>(payload), reinterpret_cast<uint8_t*>(metadata)};
 }
 
+void AddTo(int64_t* counter, int64_t found) {
+  if (counter != nullptr && found != 0) {
+    __atomic_fetch_add(counter, found, __ATOMIC_RELAXED);
+  }
+}
+
 }  // namespace
 
 float* CpuKvScratch::Get(int64_t num_floats) {
@@ -102,8 +108,9 @@ void CpuProcessKV(const CpuKvKernels& kernels, ThreadPool& pool, const ProcessKV
   const std::span starts(batch.cu_seqlens, static_cast<size_t>(batch.num_seqs) + 1);
   const int64_t num_heads = static_cast<int64_t>(batch.num_tokens) * kv_heads;
   std::atomic<int64_t> num_nonfinite{0};
+  std::atomic<int64_t> num_clipped{0};
   pool.ParallelFor((num_heads + kHeadsPerItem - 1) / kHeadsPerItem, [&](int64_t item, int) {
-    int64_t found = 0;
+    RowCounts found;
     const int64_t end = std::min(num_heads, (item + 1) * kHeadsPerItem);
     for (int64_t i = item * kHeadsPerItem; i < end; ++i) {
       ProcessHeadArgs args;
@@ -114,15 +121,19 @@ void CpuProcessKV(const CpuKvKernels& kernels, ThreadPool& pool, const ProcessKV
       const int position = batch.positions[args.token];
       args.block = table[position / params.kv.block_seq_len];
       args.slot = position % params.kv.block_seq_len;
-      found += kernels.process_head(args);
+      const RowCounts counts = kernels.process_head(args);
+      found.nonfinite += counts.nonfinite;
+      found.clipped += counts.clipped;
     }
-    if (found != 0) {
-      num_nonfinite.fetch_add(found, std::memory_order_relaxed);
+    if (found.nonfinite != 0) {
+      num_nonfinite.fetch_add(found.nonfinite, std::memory_order_relaxed);
+    }
+    if (found.clipped != 0) {
+      num_clipped.fetch_add(found.clipped, std::memory_order_relaxed);
     }
   });
-  if (num_nonfinite != 0) {
-    __atomic_fetch_add(params.num_nonfinite, num_nonfinite.load(), __ATOMIC_RELAXED);
-  }
+  AddTo(params.num_nonfinite, num_nonfinite.load());
+  AddTo(params.num_clipped, num_clipped.load());
 }
 
 void CpuQuantiseBlocks(const CpuKvKernels& kernels, ThreadPool& pool,
@@ -144,11 +155,14 @@ void CpuQuantiseBlocks(const CpuKvKernels& kernels, ThreadPool& pool,
     const RowFormat to = {kv.mode[s], kv.head_dim, kv.dtype, Factor(kv, side, head),
                           params.search_scales};
     float row[kMaxHeadDim];
+    int clipped = 0;
     for (int slot = 0; slot < kv.block_seq_len; ++slot) {
       kernels.decode_row(from, FindRow(hot, side, head, move.hot, slot).payload, nullptr, row);
       const RowAt at = FindRow(kv, side, head, move.cold, slot);
-      kernels.encode_row(to, row, at.payload, at.metadata);  // bad numbers were counted before
+      // NaN and infinities were counted before.
+      clipped += kernels.encode_row(to, row, at.payload, at.metadata).clipped;
     }
+    AddTo(params.num_clipped, clipped);
   });
 }
 
@@ -363,8 +377,10 @@ int64_t EncodeRows(const CpuKvKernels& kernels, const CodecRows& shape, const fl
   const RowFormat format = {shape.mode, shape.head_dim, shape.dtype, shape.g, shape.search};
   int64_t num_nonfinite = 0;
   for (int64_t i = 0; i < shape.num_rows; ++i) {
-    num_nonfinite += kernels.encode_row(format, rows + i * shape.head_dim,
-                                        payload + i * sizes.payload, metadata + i * sizes.metadata);
+    num_nonfinite += kernels
+                         .encode_row(format, rows + i * shape.head_dim, payload + i * sizes.payload,
+                                     metadata + i * sizes.metadata)
+                         .nonfinite;
   }
   return num_nonfinite;
 }

@@ -95,15 +95,21 @@ struct RowFormat {
   bool search = false;  // FP4 scales by least squared error
 };
 
+// Values of encoded rows that are not finite, and finite ones beyond the format's ClipLimit.
+struct RowCounts {
+  int nonfinite = 0;
+  int clipped = 0;
+};
+
 struct CpuKvKernels {
   void (*decode_splits)(const DecodeSplitsArgs&) = nullptr;
   void (*merge_splits)(const MergeSplitsArgs&) = nullptr;
   void (*prefill_rows)(const PrefillRowsArgs&) = nullptr;
-  // Returns the number of NaN and infinite values of K and V.
-  int (*process_head)(const ProcessHeadArgs&) = nullptr;
-  // One row ↔ payload and metadata. `encode_row` returns the number of NaN and infinite values.
-  int (*encode_row)(const RowFormat&, const float* row, uint8_t* payload,
-                    uint8_t* metadata) = nullptr;
+  // Returns the counts of K and V.
+  RowCounts (*process_head)(const ProcessHeadArgs&) = nullptr;
+  // One row ↔ payload and metadata.
+  RowCounts (*encode_row)(const RowFormat&, const float* row, uint8_t* payload,
+                          uint8_t* metadata) = nullptr;
   void (*decode_row)(const RowFormat&, const uint8_t* payload, const uint8_t* metadata,
                      float* row) = nullptr;
 };

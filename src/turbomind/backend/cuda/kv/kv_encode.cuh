@@ -95,6 +95,22 @@ TM_DEVICE int CountNonfinite(const LaneValues& x) {
   return count;
 }
 
+// Adds the finite values beyond the format's limit to a counter. Few lanes have any.
+TM_DEVICE void AddClipped(const LaneValues& x, KvCacheMode mode, float g, int64_t* counter) {
+  const float limit = ClipLimit(mode, g);
+  if (x.top <= FloatBits(limit) || counter == nullptr) {
+    return;
+  }
+  int count = 0;
+#pragma unroll
+  for (int i = 0; i < kLaneValues; ++i) {
+    count += IsFinite(x.value[i]) && Magnitude(x.value[i]) > limit;
+  }
+  if (count > 0) {
+    AddGlobal(counter, count);
+  }
+}
+
 // What scales are chosen by: NaN counts as 0, infinities as the largest finite value.
 template <DataType T>
 TM_DEVICE void FiniteValues(const LaneValues& x, float (&finite)[kLaneValues]) {

@@ -380,6 +380,9 @@ __global__ void __launch_bounds__(kWriteThreads, kWriteBlocks) ProcessKvKernel(P
   if (values.has_nonfinite() && to.payload != nullptr) {
     AddGlobal(op.num_nonfinite, CountNonfinite(values));
   }
+  if (to.payload != nullptr) {
+    AddClipped(values, to.mode, to.g, op.num_clipped);
+  }
   StoreRow<kRowLanes, T>(to, row.at, values, op.search_scales);
 }
 
@@ -420,6 +423,7 @@ __global__ void __launch_bounds__(kWriteThreads) QuantiseBlocksKernel(QuantiseLa
     }
   }
   Unpack<T>(values);
+  AddClipped(values, to.mode, to.g, p.op.num_clipped);
   StoreRow<kRowLanes, T>(to, at, values, p.op.search_scales);
 }
 

@@ -19,6 +19,12 @@ TM_HD int CountNonfinite(F32x16 x) {
   return kLanes - Count(Less(MagnitudeBits(x), Set1Int(0x7f800000)));
 }
 
+// Finite lanes beyond a finite limit.
+TM_HD int CountBeyond(F32x16 x, float limit) {
+  return Count(Less(Set1Int(static_cast<int32_t>(FloatBits(limit))), MagnitudeBits(x))) -
+         CountNonfinite(x);
+}
+
 // Rounded to the cache dtype.
 TM_HD F32x16 RoundLanes(F32x16 x, DataType dtype) {
   if (dtype == DataType::kFloat32) {
@@ -214,8 +220,17 @@ struct GroupTarget {
   int count;
 };
 
+// Few groups have a value beyond the limit.
+TM_HD void CountGroup(const Fp4Input& in, float limit, RowCounts& counts) {
+  counts.nonfinite += CountNonfinite(in.value);
+  if (in.amax > limit) {
+    counts.clipped += CountBeyond(in.value, limit);
+  }
+}
+
 template <class Scale, int kPairs>
-TM_HD int EncodeGroups(const RowFormat& f, const float* row, const GroupTarget& to) {
+TM_HD void EncodeGroups(const RowFormat& f, const float* row, const GroupTarget& to,
+                        RowCounts& counts) {
   Fp4Input in[2 * kPairs];
   for (int i = 0; i < 2 * kPairs; ++i) {  // lanes without a group repeat the last one
     const int group = i < to.count ? i : to.count - 1;
@@ -223,40 +238,41 @@ TM_HD int EncodeGroups(const RowFormat& f, const float* row, const GroupTarget& 
   }
   int bytes[2 * kPairs];
   SearchBytes<Scale, kPairs>(f, in, bytes);
-  int nonfinite = 0;
+  const float limit = ClipLimit(f.mode, f.g);
   for (int i = 0; i < to.count; ++i) {
-    nonfinite += CountNonfinite(in[i].value);
+    CountGroup(in[i], limit, counts);
     StoreGroup<Scale>(in[i], bytes[i], f.g, to.payload + i * kLanes / 2, to.meta + i);
   }
-  return nonfinite;
 }
 
 template <class Scale>
-int EncodeFp4Searching(const RowFormat& f, const float* row, uint8_t* payload, uint8_t* meta) {
-  int nonfinite = 0;
+RowCounts EncodeFp4Searching(const RowFormat& f, const float* row, uint8_t* payload,
+                             uint8_t* meta) {
+  RowCounts counts;
   int d = 0;
   for (; d + 4 * kLanes <= f.n; d += 4 * kLanes) {
-    nonfinite += EncodeGroups<Scale, 2>(f, row + d, {payload + d / 2, meta + d / kLanes, 4});
+    EncodeGroups<Scale, 2>(f, row + d, {payload + d / 2, meta + d / kLanes, 4}, counts);
   }
   for (; d < f.n; d += 2 * kLanes) {
     const int count = d + kLanes < f.n ? 2 : 1;
-    nonfinite += EncodeGroups<Scale, 1>(f, row + d, {payload + d / 2, meta + d / kLanes, count});
+    EncodeGroups<Scale, 1>(f, row + d, {payload + d / 2, meta + d / kLanes, count}, counts);
   }
-  return nonfinite;
+  return counts;
 }
 
 template <class Scale>
-int EncodeFp4(const RowFormat& f, const float* row, uint8_t* payload, uint8_t* meta) {
+RowCounts EncodeFp4(const RowFormat& f, const float* row, uint8_t* payload, uint8_t* meta) {
   if (f.search) {
     return EncodeFp4Searching<Scale>(f, row, payload, meta);
   }
-  int nonfinite = 0;
+  const float limit = ClipLimit(f.mode, f.g);
+  RowCounts counts;
   for (int d = 0; d < f.n; d += kLanes) {
     const Fp4Input in = LoadGroup<Scale>(row + d, f.dtype, f.g);
-    nonfinite += CountNonfinite(in.value);
+    CountGroup(in, limit, counts);
     StoreGroup<Scale>(in, in.plain, f.g, payload + d / 2, meta + d / kLanes);
   }
-  return nonfinite;
+  return counts;
 }
 
 // --- The cache dtype --------------------------------------------------------------------------
@@ -320,15 +336,25 @@ TM_HD I32x16 Fp8Lanes(F32x16 x, float largest) {
 }
 
 template <bool kE4M3>
-int EncodeFp8(const RowFormat& f, const float* row, uint8_t* payload) {
-  int nonfinite = 0;
+RowCounts EncodeFp8(const RowFormat& f, const float* row, uint8_t* payload) {
+  const float limit = ClipLimit(f.mode, f.g);
+  I32x16 top = Set1Int(0);
   for (int d = 0; d < f.n; d += kLanes) {
     const F32x16 value = RoundLanes(Load(row + d), f.dtype);
-    nonfinite += CountNonfinite(value);
+    top = MaxInt(top, MagnitudeBits(value));
     const F32x16 x = Div(value, Set1(f.g));
     StoreBytes(payload + d, kE4M3 ? Fp8Lanes<3, 7>(x, 448.f) : Fp8Lanes<2, 15>(x, 57344.f));
   }
-  return nonfinite;
+  RowCounts counts;
+  // NaN and infinities are beyond the limit too. Few rows have any of them.
+  if (Count(Less(Set1Int(static_cast<int32_t>(FloatBits(limit))), top)) > 0) {
+    for (int d = 0; d < f.n; d += kLanes) {
+      const F32x16 value = RoundLanes(Load(row + d), f.dtype);
+      counts.nonfinite += CountNonfinite(value);
+      counts.clipped += CountBeyond(value, limit);
+    }
+  }
+  return counts;
 }
 
 // --- Integers ---------------------------------------------------------------------------------

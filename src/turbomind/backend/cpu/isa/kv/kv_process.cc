@@ -125,7 +125,7 @@ TM_HD float* PrepareHead(const TokenRows& t, int head, const float* norm, bool r
   return x;
 }
 
-int StoreRow(const ProcessHeadArgs& args, KvSide side, const float* row) {
+RowCounts StoreRow(const ProcessHeadArgs& args, KvSide side, const float* row) {
   const KvLayerView& kv = args.params->hot.data != nullptr ? args.params->hot : args.params->kv;
   const int s = static_cast<int>(side);
   const auto slot = [&](std::byte* first, int64_t stride) {
@@ -144,7 +144,7 @@ int StoreRow(const ProcessHeadArgs& args, KvSide side, const float* row) {
 
 }  // namespace
 
-int ProcessHead(const ProcessHeadArgs& args) {
+RowCounts ProcessHead(const ProcessHeadArgs& args) {
   const ProcessKVParams& p = *args.params;
   const int kv_heads = p.kv.kv_heads;
   const int group = p.q_heads / kv_heads;
@@ -175,7 +175,9 @@ int ProcessHead(const ProcessHeadArgs& args) {
     HadamardRow(k, n, RotationSize(n));
   }
   const float* v = PrepareHead(t, p.q_heads + kv_heads + args.head, nullptr, false);
-  return StoreRow(args, KvSide::kK, k) + StoreRow(args, KvSide::kV, v);
+  const RowCounts of_k = StoreRow(args, KvSide::kK, k);
+  const RowCounts of_v = StoreRow(args, KvSide::kV, v);
+  return {of_k.nonfinite + of_v.nonfinite, of_k.clipped + of_v.clipped};
 }
 
 }  // namespace turbomind::TM_ISA

@@ -34,7 +34,8 @@ int EncodeByDefinition(const RowFormat& format, const float* row, uint8_t* paylo
 
 }  // namespace
 
-int EncodeRow(const RowFormat& format, const float* row, uint8_t* payload, uint8_t* metadata) {
+RowCounts EncodeRow(const RowFormat& format, const float* row, uint8_t* payload,
+                    uint8_t* metadata) {
   const int n = format.n;
   const KvCacheMode mode = format.mode;
   if (mode == KvCacheMode::kFp4Nv) {
@@ -45,10 +46,10 @@ int EncodeRow(const RowFormat& format, const float* row, uint8_t* payload, uint8
   }
   if (n % kLanes == 0) {
     if (mode == KvCacheMode::kInt8) {
-      return EncodeInt<8>(row, n, format.dtype, payload, metadata);
+      return {EncodeInt<8>(row, n, format.dtype, payload, metadata), 0};
     }
     if (mode == KvCacheMode::kInt4) {
-      return EncodeInt<4>(row, n, format.dtype, payload, metadata);
+      return {EncodeInt<4>(row, n, format.dtype, payload, metadata), 0};
     }
     if (mode == KvCacheMode::kFp8E4m3) {
       return EncodeFp8<true>(format, row, payload);
@@ -57,10 +58,12 @@ int EncodeRow(const RowFormat& format, const float* row, uint8_t* payload, uint8
       return EncodeFp8<false>(format, row, payload);
     }
     if (mode == KvCacheMode::kNone) {
-      return EncodeNone(row, n, format.dtype, payload);
+      return {EncodeNone(row, n, format.dtype, payload), 0};
     }
   }
-  return EncodeByDefinition(format, row, payload, metadata);
+  const float limit = ClipLimit(mode, format.g);
+  return {EncodeByDefinition(format, row, payload, metadata),
+          CountClipped(row, n, format.dtype, limit)};
 }
 
 void DecodeRow(const RowFormat& format, const uint8_t* payload, const uint8_t* metadata,

@@ -6,9 +6,9 @@
 
 namespace turbomind::TM_ISA {
 
-int EncodeRow(const RowFormat& format, const float* row, uint8_t* payload, uint8_t* metadata);
+RowCounts EncodeRow(const RowFormat& format, const float* row, uint8_t* payload, uint8_t* metadata);
 void DecodeRow(const RowFormat& format, const uint8_t* payload, const uint8_t* metadata,
                float* row);
-int ProcessHead(const ProcessHeadArgs& args);
+RowCounts ProcessHead(const ProcessHeadArgs& args);
 
 }  // namespace turbomind::TM_ISA
