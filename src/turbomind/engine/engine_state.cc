@@ -49,7 +49,7 @@ std::vector<LayerCache> LayerCaches(const ModelConfig& model, const EngineConfig
   for (int i = 0; i < model.num_layers; ++i) {
     layers.push_back({.kv = cache.LayerView(i),
                       .hot = cache.HotLayerView(i),
-                      .rule = cache.rule(),
+                      .rule = cache.rule(i),
                       .k_mean = cache.KMean(i),
                       .group = cache.GroupOf(i),
                       .window = model.windows[static_cast<size_t>(i)]});

@@ -193,7 +193,7 @@ void Scheduler::Build() {
 // A group's tables of both pools have the same length.
 void Scheduler::BuildTables(int group) {
   const int num_groups = static_cast<int>(groups_.size());
-  const bool has_hot = manager_.num_pools() > num_groups;
+  const bool has_hot = groups_[static_cast<size_t>(group)].rule.enabled();
   size_t stride = 0;
   for (const Sequence* sequence : batch_.sequences) {
     stride = std::max(stride, manager_.BlockTable(sequence->request->id, group).size());

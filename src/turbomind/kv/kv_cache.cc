@@ -21,7 +21,7 @@ KvCache::KvCache(DeviceMemory& device, const KvCacheConfig& config, std::vector<
       index_in_group_(config.layers.size()),
       factors_(2 * config.layers.size()),
       k_means_(config.layers.size()) {
-  const size_t num_pools = groups_.size() * (groups_.front().hot_layout ? 2 : 1);
+  const size_t num_pools = groups_.size() * (HasHot(groups_) ? 2 : 1);
   Check(num_blocks_.size() == num_pools, "each pool has a number of blocks");
   for (size_t g = 0; g < groups_.size(); ++g) {
     for (size_t i = 0; i < groups_[g].layers.size(); ++i) {
@@ -30,16 +30,21 @@ KvCache::KvCache(DeviceMemory& device, const KvCacheConfig& config, std::vector<
       index_in_group_[layer] = static_cast<int>(i);
     }
   }
-  for (const int64_t blocks : num_blocks_) {
-    if (blocks < 1 || blocks > std::numeric_limits<int32_t>::max()) {
+  for (int pool = 0; pool < this->num_pools(); ++pool) {
+    const int64_t blocks = this->num_blocks(pool);
+    if (IsEmpty(pool)) {
+      Check(blocks == 0, "a pool without a layout has no blocks");
+    } else if (blocks < 1 || blocks > std::numeric_limits<int32_t>::max()) {
       throw InvalidArgument("blocks of the KV cache: got " + std::to_string(blocks) +
                             ", wanted 1 to 2147483647; change cache_max_entry_count");
     }
   }
   try {
     for (int pool = 0; pool < this->num_pools(); ++pool) {
-      data_.push_back(Reserve(this->num_blocks(pool) * PoolLayout(pool).block_bytes()));
-      scales_.push_back(Reserve(this->num_blocks(pool) * PoolLayout(pool).scale_block_bytes()));
+      const bool is_empty = IsEmpty(pool);
+      const int64_t blocks = this->num_blocks(pool);
+      data_.push_back(is_empty ? Pool{} : Reserve(blocks * PoolLayout(pool).block_bytes()));
+      scales_.push_back(is_empty ? Pool{} : Reserve(blocks * PoolLayout(pool).scale_block_bytes()));
     }
   } catch (...) {
     ReleaseAll();
@@ -69,8 +74,12 @@ void KvCache::ReleaseAll() {
   }
 }
 
+bool KvCache::IsEmpty(int pool) const {
+  return pool >= num_groups() && !groups_[static_cast<size_t>(pool - num_groups())].hot_layout;
+}
+
 const block::Layout& KvCache::PoolLayout(int pool) const {
-  Check(pool >= 0 && pool < num_pools(), "the pool exists");
+  Check(pool >= 0 && pool < num_pools() && !IsEmpty(pool), "the pool exists");
   const LayerGroup& group = groups_[static_cast<size_t>(pool % num_groups())];
   return pool < num_groups() ? group.layout : *group.hot_layout;
 }
@@ -85,7 +94,7 @@ int KvCache::GroupOf(int layer) const { return group_of_.at(static_cast<size_t>(
 int64_t KvCache::num_blocks(int pool) const { return num_blocks_.at(static_cast<size_t>(pool)); }
 
 int64_t KvCache::bytes_per_block(int pool) const {
-  return PoolLayout(pool).block_bytes() + PoolLayout(pool).scale_block_bytes();
+  return IsEmpty(pool) ? 0 : PoolLayout(pool).block_bytes() + PoolLayout(pool).scale_block_bytes();
 }
 
 int64_t KvCache::data_bytes(int pool) const {
@@ -118,10 +127,10 @@ KvLayerView KvCache::LayerView(int layer) const {
 KvLayerView KvCache::HotLayerView(int layer) const {
   const auto l = static_cast<size_t>(layer);
   const int group = GroupOf(layer);
-  if (!has_hot_pools()) {
+  const int pool = HotPool(group);
+  if (!has_hot_pools() || IsEmpty(pool)) {
     return {};
   }
-  const int pool = HotPool(group);
   return PoolLayout(pool).LayerView(index_in_group_[l], data_[static_cast<size_t>(pool)].memory,
                                     nullptr);
 }

@@ -14,7 +14,8 @@ namespace turbomind {
 //
 // A *pool* holds blocks of one layer group, each with data and scales (none without FP4) under one
 // id. Pools [0, num_groups) are the cold ones, in the layers' formats; where blocks are hot, pools
-// [num_groups, 2 · num_groups) are the 16-bit ones of the same groups.
+// [num_groups, 2 · num_groups) are the 16-bit ones of the same groups, empty where a group has no
+// hot blocks.
 class KvCache {
  public:
   // num_blocks: one per pool of MakeLayerGroups(config). `device` must outlive the cache.
@@ -29,7 +30,7 @@ class KvCache {
   bool has_hot_pools() const { return num_pools() > num_groups(); }
   int HotPool(int group) const { return num_groups() + group; }
   int GroupOf(int layer) const;  // of a model layer
-  const HotRule& rule() const { return groups_.front().rule; }
+  const HotRule& rule(int layer) const { return groups_[static_cast<size_t>(GroupOf(layer))].rule; }
   int block_seq_len() const { return block_seq_len_; }
   int64_t num_blocks(int pool) const;
   int64_t bytes_per_block(int pool) const;
@@ -63,6 +64,7 @@ class KvCache {
   };
   Pool Reserve(int64_t num_bytes);
   void ReleaseAll();
+  bool IsEmpty(int pool) const;
   const block::Layout& PoolLayout(int pool) const;
   void CheckId(int pool, int64_t block) const;
 

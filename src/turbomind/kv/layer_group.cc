@@ -97,19 +97,26 @@ BlockRange LayerGroup::ColdBlocks(int64_t begin, int64_t end) const {
 
 std::vector<LayerGroup> MakeLayerGroups(const KvCacheConfig& config) {
   Check(config.layers.size() == config.windows.size(), "each layer has a window");
-  std::map<int, std::vector<int>> by_window;
+  const HotRule rule = MakeHotRule(config.hot, config.block_seq_len);
+  // A 16-bit copy of a 16-bit layer would only take memory.
+  const auto has_no_hot = [&](size_t layer) {
+    const block::Config::LayerModes& modes = config.layers[layer];
+    return rule.enabled() && modes.k == KvCacheMode::kNone && modes.v == KvCacheMode::kNone;
+  };
+  std::map<std::pair<int, bool>, std::vector<int>> by_window;
   for (size_t layer = 0; layer < config.windows.size(); ++layer) {
     if (config.windows[layer] < 0) {
       throw InvalidArgument("sliding window of layer " + std::to_string(layer) + ": got " +
                             std::to_string(config.windows[layer]) + ", wanted 0 (full) or more");
     }
-    by_window[config.windows[layer]].push_back(static_cast<int>(layer));
+    by_window[{config.windows[layer], has_no_hot(layer)}].push_back(static_cast<int>(layer));
   }
   if (by_window.empty()) {
     throw InvalidArgument("layers of the KV cache: got 0, wanted at least 1");
   }
   std::vector<LayerGroup> groups;
-  for (auto& [window, layers] : by_window) {
+  for (auto& [key, layers] : by_window) {
+    const auto& [window, is_sixteen_bit] = key;
     block::Config block;
     for (const int layer : layers) {
       block.layers.push_back(config.layers[static_cast<size_t>(layer)]);
@@ -118,15 +125,19 @@ std::vector<LayerGroup> MakeLayerGroups(const KvCacheConfig& config) {
     block.head_dim = config.head_dim;
     block.block_seq_len = config.block_seq_len;
     block.dtype = config.dtype;
-    LayerGroup& group = groups.emplace_back(
-        LayerGroup{window, std::move(layers), block::Layout(block), std::nullopt,
-                   MakeHotRule(config.hot, config.block_seq_len)});
+    LayerGroup& group =
+        groups.emplace_back(LayerGroup{window, std::move(layers), block::Layout(block),
+                                       std::nullopt, is_sixteen_bit ? HotRule{} : rule});
     if (group.rule.enabled()) {
       block.layers.assign(block.layers.size(), {KvCacheMode::kNone, KvCacheMode::kNone});
       group.hot_layout.emplace(std::move(block));
     }
   }
   return groups;
+}
+
+bool HasHot(const std::vector<LayerGroup>& groups) {
+  return std::ranges::any_of(groups, [](const LayerGroup& group) { return group.rule.enabled(); });
 }
 
 }  // namespace turbomind

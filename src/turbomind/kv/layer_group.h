@@ -30,7 +30,8 @@ struct BlockRange {
   int64_t end = 0;
 };
 
-// The layers that share block ids: full attention, or one sliding window length.
+// The layers that share block ids: full attention, or one sliding window length. Where blocks are
+// hot, layers with both sides in 16 bit make a group of their own, in which nothing is hot.
 struct LayerGroup {
   int window = 0;                           // 0: full attention
   std::vector<int> layers;                  // model layers, ascending
@@ -56,8 +57,11 @@ struct LayerGroup {
   BlockRange ColdBlocks(int64_t begin, int64_t end) const;
 };
 
-// Full attention first, then windows in ascending order. Throws InvalidArgument for negative
-// windows and whatever block::Layout refuses.
+// Full attention first, then windows in ascending order; of one window, 16-bit layers last. Throws
+// InvalidArgument for negative windows and whatever block::Layout refuses.
 std::vector<LayerGroup> MakeLayerGroups(const KvCacheConfig& config);
+
+// Whether some group has hot blocks.
+bool HasHot(const std::vector<LayerGroup>& groups);
 
 }  // namespace turbomind

@@ -47,8 +47,6 @@ int64_t HotBlocks(const LayerGroup& group, int64_t n, const KvDemand& demand) {
   return Saturate(std::min(Wide{n} * alone, Wide{n} * each + chunk));
 }
 
-bool HasHot(const std::vector<LayerGroup>& groups) { return groups.front().rule.enabled(); }
-
 Wide SumBytes(const std::vector<int64_t>& blocks, const std::vector<int64_t>& block_bytes,
               size_t first_pool = 0) {
   Wide sum = 0;

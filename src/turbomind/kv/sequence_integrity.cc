@@ -50,6 +50,10 @@ void SequenceManager::CheckTables(const Sequence& sequence, int group) const {
 void SequenceManager::CheckPool(int pool, bool check_scale_bytes) const {
   const BlockManager& manager = managers_[static_cast<size_t>(pool)];
   const LayerGroup& layers = cache_.groups()[static_cast<size_t>(pool % cache_.num_groups())];
+  if (pool >= cache_.num_groups() && !layers.hot_layout) {
+    Check(manager.total() == 0, "a group without hot blocks has no hot pool");
+    return;
+  }
   const block::Layout& layout = pool < cache_.num_groups() ? layers.layout : *layers.hot_layout;
   manager.CheckIntegrity();
   Check(cache_.data_bytes(pool) == manager.total() * layout.block_bytes() &&

@@ -93,8 +93,13 @@ void SequenceManager::LockHit(Sequence& sequence, const std::vector<std::vector<
 
 int64_t SequenceManager::BlocksNeeded(uint64_t id, int pool, int64_t num_tokens) const {
   const Sequence& sequence = At(id);
-  if (cache_.has_hot_pools() && pool < cache_.num_groups()) {
+  const bool is_cold = pool < cache_.num_groups();
+  const bool has_hot = RuleOf(pool % cache_.num_groups()).enabled();
+  if (has_hot && is_cold) {
     return static_cast<int64_t>(ColdSlotsMissing(sequence, pool, num_tokens).size());
+  }
+  if (!has_hot && !is_cold) {
+    return 0;
   }
   const auto have = static_cast<int64_t>(sequence.tables.at(static_cast<size_t>(pool)).size());
   return std::max<int64_t>(CeilDiv(num_tokens, cache_.block_seq_len()) - have, 0);
@@ -185,15 +190,20 @@ bool SequenceManager::AllocateDataAndScaleBlocks(uint64_t id, int64_t num_tokens
     MarkServed(sequence);
   }
   sequence.num_planned = num_tokens;
-  // New tokens go to the last pool of a group.
-  for (size_t p = managers_.size() - cache_.groups().size(); p < managers_.size(); ++p) {
-    sequence.tables[p].insert(sequence.tables[p].end(), taken_[p].begin(), taken_[p].end());
-  }
-  for (int group = 0; cache_.has_hot_pools() && group < cache_.num_groups(); ++group) {
+  for (int group = 0; group < cache_.num_groups(); ++group) {
     const auto g = static_cast<size_t>(group);
+    const bool is_hot = RuleOf(group).enabled();  // where new tokens go
+    const auto p = static_cast<size_t>(is_hot ? cache_.HotPool(group) : group);
+    std::vector<int32_t>& table = sequence.tables[p];
+    table.insert(table.end(), taken_[p].begin(), taken_[p].end());
+    if (!is_hot) {
+      if (cache_.has_hot_pools()) {
+        sequence.tables[static_cast<size_t>(cache_.HotPool(group))].resize(table.size(), -1);
+      }
+      continue;
+    }
     const std::vector<int64_t> missing = ColdSlotsMissing(sequence, group, num_tokens);
-    sequence.tables[g].resize(sequence.tables[static_cast<size_t>(cache_.HotPool(group))].size(),
-                              -1);
+    sequence.tables[g].resize(table.size(), -1);
     for (size_t i = 0; i < missing.size(); ++i) {
       sequence.tables[g][static_cast<size_t>(missing[i])] = taken_[g][i];
       sequence.unquantised[g].push_back(missing[i]);
@@ -246,7 +256,7 @@ void SequenceManager::Commit(uint64_t id, std::span<const int32_t> tokens) {
           "written tokens were planned");
     sequence.num_planned = num_tokens;
     for (int group = 0; group < cache_.num_groups(); ++group) {
-      any_quantised = FinishMoves(sequence, group) || any_quantised;
+      any_quantised = (RuleOf(group).enabled() && FinishMoves(sequence, group)) || any_quantised;
     }
   }
   sequence.num_written = num_tokens;
@@ -257,7 +267,7 @@ void SequenceManager::Commit(uint64_t id, std::span<const int32_t> tokens) {
   }
   for (int group = 0; group < cache_.num_groups(); ++group) {
     TrimBehindWindow(sequence, group);
-    if (cache_.has_hot_pools()) {
+    if (RuleOf(group).enabled()) {
       TrimQuantised(sequence, group);
     }
   }
@@ -321,7 +331,7 @@ void SequenceManager::TrimBehindWindow(Sequence& sequence, int group) {
 
 // Gives back the hot slots of blocks that the last query saw cold.
 void SequenceManager::TrimQuantised(Sequence& sequence, int group) {
-  const HotRule& rule = cache_.rule();
+  const HotRule& rule = RuleOf(group);
   const int pool = cache_.HotPool(group);
   const std::vector<int32_t>& hot = sequence.tables[static_cast<size_t>(pool)];
   const int64_t last = std::max<int64_t>(sequence.num_written - 1, 0) / rule.block_seq_len;

@@ -137,6 +137,9 @@ class SequenceManager {
   void LockHit(Sequence& sequence, const std::vector<std::vector<int>>& path);
   bool TakeBlocks(const std::vector<int64_t>& needed);
   void MarkServed(const Sequence& sequence);
+  const HotRule& RuleOf(int group) const {
+    return cache_.groups()[static_cast<size_t>(group)].rule;
+  }
   void PlanMoves(Sequence& sequence, int group);
   bool FinishMoves(Sequence& sequence, int group);
   void Enter(const Sequence& sequence, std::span<const int32_t> whole);

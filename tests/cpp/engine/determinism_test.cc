@@ -200,6 +200,27 @@ TEST_CASE("the same bits in balanced and best, with blocks that were hot and are
   }
 }
 
+TEST_CASE("the same bits with hot blocks and layers in 16 bit") {
+  const block::Config::LayerModes nvfp4 = {KvCacheMode::kFp4Nv, KvCacheMode::kFp4Nv};
+  testing::SanitizedSample sample(3);
+  for (const int window : {0, 170}) {
+    for (const size_t sixteen_bit : {0, 1}) {
+      if (!sample.Next()) {
+        continue;
+      }
+      CAPTURE(window);
+      CAPTURE(sixteen_bit);
+      Setting setting{.config = TinyEngineConfig(KvCacheMode::kFp4Nv), .prompts = kLong};
+      setting.model.windows = {0, window};
+      setting.config.kv_layers = {nvfp4, nvfp4};
+      setting.config.kv_layers[sixteen_bit] = {};
+      setting.config.enable_prefix_caching = false;
+      setting.config.kv_quality = {.rotate_k = true, .search_scales = true, .hot = {64, 64}};
+      CheckEveryWay(setting, 26);
+    }
+  }
+}
+
 TEST_CASE("a quality changes what is computed") {
   Setting setting{.config = TinyEngineConfig(KvCacheMode::kFp4Nv), .prompts = kLong};
   const Answers raw = OneByOne(setting);

@@ -58,6 +58,28 @@ TEST_CASE("bytes of a sequence: whole blocks of every pool") {
   CHECK(bits > 4.7);
 }
 
+TEST_CASE("layers in 16 bit take no hot blocks") {
+  const ModelConfig model = Model();
+  constexpr int64_t kRows = 64 * 2 * 3 * 30;
+  EngineConfig mixed = Config(KvCacheMode::kFp4Nv, {64, 64});
+  mixed.kv_layers.assign(30, {KvCacheMode::kFp4Nv, KvCacheMode::kFp4Nv});
+  for (size_t layer = 0; layer < 30; layer += 2) {
+    mixed.kv_layers[layer] = {};
+  }
+  const int64_t none = kRows / 2 * 128 * 128;
+  CHECK(SequenceBytes(model, mixed, 8192) == kRows / 2 * (125 * 36 + 3 * 128) + none);
+  mixed.max_batch_size = 1;
+  const MemoryPlan plan = PlanMemory(model, mixed, kFreeBytes, true);
+  CHECK(plan.hot_bytes_per_sequence == kRows / 2 * 3 * 128);
+  // A pool of 16-bit layers holds a sequence of session_len and nothing more.
+  const std::vector<LayerGroup> groups = MakeLayerGroups(CacheConfig(model, mixed));
+  const std::vector<int64_t> blocks = PlanBlocks(model, mixed, kFreeBytes, true);
+  REQUIRE(groups.size() == 2);
+  REQUIRE(blocks.size() == 4);
+  CHECK(blocks[1] * groups[1].bytes_per_block() == none);
+  CHECK(blocks[3] == 0);
+}
+
 TEST_CASE("bytes of a sliding sequence: what its window keeps") {
   const ModelConfig model = Model({0, 128, 300});
   constexpr int64_t kRows = 64 * 2 * 3;

@@ -50,7 +50,7 @@ TEST_CASE("the life of a block, at every edge") {
       for (const int window : {0, 2 * length, 300}) {
         Pools pools(PoolConfig({window}, length, tokens), {64, 64}, false);
         const LayerGroup& group = pools.cache.groups().front();
-        const HotRule& rule = pools.cache.rule();
+        const HotRule& rule = pools.cache.rule(0);
         const auto all = Tokens(9 * length);
         pools.manager.Create(1, all);
         for (int64_t n = 0; n < 8 * length; ++n) {

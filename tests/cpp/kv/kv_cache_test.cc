@@ -56,7 +56,7 @@ TEST_CASE("hot pools lie after the cold ones, in 16 bit") {
     CHECK(cache.num_groups() == 2);
     CHECK(cache.num_pools() == 4);
     CHECK(cache.HotPool(1) == 3);
-    CHECK(cache.rule().recent_blocks == 4);
+    CHECK(cache.rule(0).recent_blocks == 4);
     CHECK(cache.bytes_per_block(3) == 2 * 16 * 2 * 2 * 64);  // layers, tokens, heads, K and V
     CHECK(cache.data_bytes(3) == 6 * cache.bytes_per_block(3));
     CHECK(cache.scale_bytes(3) == 0);

@@ -29,6 +29,29 @@ TEST_CASE("layers are grouped by what they keep") {
   CHECK_THROWS_AS(MakeLayerGroups(Config({})), InvalidArgument);
 }
 
+TEST_CASE("layers in 16 bit have no hot blocks and are grouped apart from the others") {
+  KvCacheConfig config = Config({40, 0, 40, 0});
+  config.layers[0] = config.layers[1] = {};
+  config.layers[2] = {KvCacheMode::kNone, KvCacheMode::kFp4Nv};
+  CHECK(MakeLayerGroups(config).size() == 2);
+  CHECK_FALSE(HasHot(MakeLayerGroups(config)));
+  config.hot = {64, 64};
+  const std::vector<LayerGroup> groups = MakeLayerGroups(config);
+  CHECK(HasHot(groups));
+  REQUIRE(groups.size() == 4);
+  const std::vector<int> layers[] = {{3}, {1}, {2}, {0}};
+  for (size_t g = 0; g < 4; ++g) {
+    const bool is_sixteen_bit = g % 2 == 1;
+    CHECK(groups[g].window == (g < 2 ? 0 : 40));
+    CHECK(groups[g].layers == layers[g]);
+    CHECK(groups[g].rule.enabled() == !is_sixteen_bit);
+    CHECK(groups[g].hot_layout.has_value() == !is_sixteen_bit);
+    CHECK((groups[g].HotBlocksPerSequence(1000, 64) == 0) == is_sixteen_bit);
+  }
+  config.layers.assign(4, {});
+  CHECK_FALSE(HasHot(MakeLayerGroups(config)));
+}
+
 TEST_CASE("the first visible block is that of the oldest position in the window") {
   const std::vector<LayerGroup> groups = MakeLayerGroups(Config({0, 40}));
   for (int64_t position = 0; position < 300; ++position) {

@@ -205,7 +205,7 @@ class RandomOperations {
 
   struct Slot {
     std::byte* row;     // K, at least 8 bytes
-    std::byte* scales;  // K and V, 2 bytes; null in a hot pool
+    std::byte* scales;  // K and V, 2 bytes; null without FP4
   };
 
   Slot SlotOf(int pool, int32_t block, int64_t position) const {
@@ -214,12 +214,12 @@ class RandomOperations {
     const KvLayerView view = is_hot ? cache_.HotLayerView(layer) : cache_.LayerView(layer);
     const int64_t token = position % kLength;
     std::byte* row = view.Payload(KvSide::kK, block, 0);
-    std::byte* scales = is_hot ? nullptr : view.Scales(KvSide::kK, block, 0);
+    std::byte* scales = view.scales ? view.Scales(KvSide::kK, block, 0) : nullptr;
     Check(manager_.GetBlockPtr(block, pool) == row &&
               manager_.GetScaleBlockPtr(block, pool) == scales,
           "a block of one layer starts where the layer does");
     return {row + token * view.row_bytes[0],
-            is_hot ? nullptr : scales + token * view.ScaleStride()};
+            scales ? scales + token * view.ScaleStride() : nullptr};
   }
 
   static void Store(const Slot& slot, uint64_t stamp) {
@@ -239,8 +239,8 @@ class RandomOperations {
   // New tokens go to the hot pool where there is one.
   void Write(uint64_t id, int64_t begin, int64_t end) {
     const std::vector<uint64_t> stamps = Stamps(model_[id].tokens);
-    const int first_pool = cache_.num_pools() - cache_.num_groups();
-    for (int pool = first_pool; pool < cache_.num_pools(); ++pool) {
+    for (int group = 0; group < cache_.num_groups(); ++group) {
+      const int pool = cache_.rule(group).enabled() ? cache_.HotPool(group) : group;
       const auto table = manager_.BlockTable(id, pool);
       for (int64_t i = begin; i < end; ++i) {
         Store(SlotOf(pool, table[static_cast<size_t>(i / kLength)], i),
@@ -382,6 +382,7 @@ struct HotCase {
   HotTokens tokens;
   std::vector<int> windows;
   std::vector<int64_t> num_blocks;
+  int sixteen_bit_layer = -1;
 };
 
 KvCacheConfig HotConfig(const HotCase& one) {
@@ -389,13 +390,16 @@ KvCacheConfig HotConfig(const HotCase& one) {
   config.windows = one.windows;
   config.layers.resize(one.windows.size());
   config.hot = one.tokens;
+  if (one.sixteen_bit_layer >= 0) {
+    config.layers[static_cast<size_t>(one.sixteen_bit_layer)] = {};
+  }
   return config;
 }
 
 constexpr Lengths kLong = {.shared = 260, .chunk = 70};
 
 // Every combination of sinks and recent blocks; windows longer than what is hot, hardly longer, as
-// long, and shorter; a full-attention group or none.
+// long, and shorter; a full-attention group or none; layers in 16 bit beside others.
 TEST_CASE("random operations agree with the model where blocks are hot") {
   const HotCase cases[] = {
       {{64, 64}, {0, 120}, {30, 14, 44, 40}},
@@ -406,6 +410,9 @@ TEST_CASE("random operations agree with the model where blocks are hot") {
       {{0, 64}, {24, 90}, {1, 8, 12, 26}},
       {{64, 128}, {0}, {10, 52}},
       {{0, 0}, {17}, {7, 7}},
+      {{64, 64}, {0, 0}, {30, 60, 44, 0}, 1},
+      {{64, 64}, {0, 120}, {60, 14, 0, 40}, 0},
+      {{64, 64}, {0, 120}, {30, 40, 44, 0}, 1},
   };
   for (const HotCase& one : cases) {
     CAPTURE(one.tokens.sink_tokens);
