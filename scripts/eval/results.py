@@ -17,15 +17,7 @@ from eval.server import Timing
 
 Z_95 = 1.959963984540054  # normal quantile of a 95 % interval
 VERSION = 1
-
-
-def wilson(correct: int, total: int) -> tuple[float, float]:
-    """Return the 95 % score interval of a share (Wilson 1927). It lies inside [0, 1]."""
-    share = correct / total
-    middle = (share + Z_95**2 / (2 * total)) / (1 + Z_95**2 / total)
-    spread = math.sqrt(share * (1 - share) / total + Z_95**2 / (4 * total**2))
-    half = Z_95 * spread / (1 + Z_95**2 / total)
-    return max(middle - half, 0.0), min(middle + half, 1.0)
+NONE = "–"
 
 
 @dataclass(frozen=True)
@@ -53,15 +45,13 @@ class RunFolder:
             if stored["facts"] != dict(facts):
                 return None
             result = stored["result"]
-            for key in ("first_token", "per_token"):
-                result[key] = Timing(**result[key])
-            return RunResult(**result)
+            timings = {key: Timing(**result[key]) for key in ("first_token", "per_token")}
+            return RunResult(**{**result, **timings})
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def store(self, facts: Mapping[str, Any], result: RunResult) -> None:
         """Write a result atomically."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self._path(facts), {"facts": dict(facts), "result": asdict(result)})
 
     def _path(self, facts: Mapping[str, Any]) -> Path:
@@ -73,76 +63,92 @@ def key_of(facts: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One policy: the results of all seeds by task."""
-
-    label: str
-    plan: Plan
-    runs: Mapping[str, Sequence[RunResult]]
-    divergence: Mapping[str, float | int] | None
-    failure: str | None = None
-
-    def summary(self, reference: Row | None) -> dict[str, Any]:
-        """Return the entry of the JSON file."""
-        runs = [run for results in self.runs.values() for run in results]
-        peaks = [run.peak_bytes for run in runs if run.peak_bytes is not None]
-        return {
-            "stored": self.plan.stored,
-            "tasks": {
-                task: _accuracy(results, reference.runs.get(task, ()) if reference else ())
-                for task, results in self.runs.items()
-                if results
-            },
-            "divergence": None if self.divergence is None else dict(self.divergence),
-            "first_token_seconds": sum((r.first_token for r in runs), Timing(0.0, 0)).mean,
-            "per_token_seconds": sum((r.per_token for r in runs), Timing(0.0, 0)).mean,
-            "kv_bytes_per_token": self.plan.bytes_per_token,
-            "kv_hot_bytes_per_sequence": self.plan.hot_bytes,
-            "peak_memory_bytes": max(peaks) if peaks else None,
-            "failure": self.failure,
-        }
+def wilson(correct: int, total: int) -> tuple[float, float]:
+    """Return the 95 % score interval of a share (Wilson 1927). It lies inside [0, 1]."""
+    share = correct / total
+    middle = (share + Z_95**2 / (2 * total)) / (1 + Z_95**2 / total)
+    spread = math.sqrt(share * (1 - share) / total + Z_95**2 / (4 * total**2))
+    half = Z_95 * spread / (1 + Z_95**2 / total)
+    return max(middle - half, 0.0), min(middle + half, 1.0)
 
 
-def _accuracy(results: Sequence[RunResult], reference: Sequence[RunResult]) -> dict[str, Any]:
-    answers = [right for run in results for right in run.correct]
-    low, high = wilson(sum(answers), len(answers))
-    values: dict[str, Any] = {
-        "accuracy": sum(answers) / len(answers),
-        "low": low,
-        "high": high,
-        "correct": sum(answers),
-        "total": len(answers),
-        "truncated": sum(run.truncated for run in results),
+def row_of(
+    plan: Plan,
+    runs: Mapping[str, Sequence[RunResult]],
+    *,
+    divergence: Mapping[str, float | int] | None = None,
+    failure: str | None = None,
+) -> dict[str, Any]:
+    """Return the entry of one policy; `runs` has the results of all seeds by task."""
+    every = [run for results in runs.values() for run in results]
+    tasks = {}
+    for name, results in runs.items():
+        answers = [right for run in results for right in run.correct]
+        if answers:
+            low, high = wilson(sum(answers), len(answers))
+            tasks[name] = {
+                "accuracy": sum(answers) / len(answers),
+                "low": low,
+                "high": high,
+                "correct": sum(answers),
+                "total": len(answers),
+                "truncated": sum(run.truncated for run in results),
+                "answers": answers,
+            }
+    return {
+        "stored": plan.stored,
+        "tasks": tasks,
+        "divergence": None if divergence is None else dict(divergence),
+        "first_token_seconds": sum((r.first_token for r in every), Timing(0.0, 0)).mean,
+        "per_token_seconds": sum((r.per_token for r in every), Timing(0.0, 0)).mean,
+        "kv_bytes_per_token": plan.bytes_per_token,
+        "kv_hot_bytes_per_sequence": plan.hot_bytes,
+        "peak_memory_bytes": max((r.peak_bytes for r in every if r.peak_bytes), default=None),
+        "failure": failure,
     }
-    before = [right for run in reference for right in run.correct]
-    if len(before) == len(answers):
-        pairs = list(zip(before, answers, strict=True))
-        values["lost"] = sum(was and not now for was, now in pairs)
-        values["gained"] = sum(now and not was for was, now in pairs)
-    return values
 
 
-def summarize(rows: Sequence[Row], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the table as a dictionary, with the facts of the measurement."""
-    reference = next((row for row in rows if row.label == REFERENCE), None)
-    return {**facts, "policies": {row.label: row.summary(reference) for row in rows}}
+def summary_of(rows: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the JSON file: facts of the measurement, and rows compared with the reference."""
+    reference = rows.get(REFERENCE, {}).get("tasks", {})
+    before = {name: task["answers"] for name, task in reference.items()}
+    for row in rows.values():
+        for name, task in row["tasks"].items():
+            if len(before.get(name, ())) == len(task["answers"]):
+                pairs = list(zip(before[name], task["answers"], strict=True))
+                task["lost"] = sum(was and not now for was, now in pairs)
+                task["gained"] = sum(now and not was for was, now in pairs)
+    for row in rows.values():
+        for task in row["tasks"].values():
+            del task["answers"]
+    return {**facts, "policies": dict(rows)}
 
 
 def markdown(summary: Mapping[str, Any]) -> str:
     """Return the table as Markdown, with notes on the measurement."""
-    policies: Mapping[str, Any] = summary["policies"]
     tasks = list(summary["tasks"])
     heads = ["policy", "stored as", *tasks, "lost / gained", "KL mean", "KL p99", "top-1"]
     heads += ["first token", "per token", "KV bytes per token", "peak memory"]
-    lines = [_line(heads), _line(["---"] * len(heads))]
-    for label, row in policies.items():
-        cells = [f"`{label}`", row["stored"]]
-        cells += [_share(row["tasks"].get(task)) for task in tasks]
-        cells += [_changes(row["tasks"]), *_divergence(row["divergence"])]
-        cells += [_time(row["first_token_seconds"]), _time(row["per_token_seconds"])]
-        cells += [_bytes(row), _memory(row["peak_memory_bytes"])]
-        lines.append(_line(cells))
+    rows = [heads, ["---"] * len(heads)]
+    failures = []
+    for label, row in summary["policies"].items():
+        known = [task for task in row["tasks"].values() if "lost" in task]
+        lost, gained = (sum(task[key] for task in known) for key in ("lost", "gained"))
+        kl = row["divergence"]
+        figures = [f"{kl['kl_mean']:.6f}", f"{kl['kl_p99']:.5f}", f"{kl['top1']:.4f}"] if kl else []
+        hot, peak = row["kv_hot_bytes_per_sequence"], row["peak_memory_bytes"]
+        per_token = f"{row['kv_bytes_per_token']:,.3f}".rstrip("0").rstrip(".")
+        rows.append(
+            [
+                *(f"`{label}`", row["stored"], *(_share(row["tasks"].get(t)) for t in tasks)),
+                *(f"{lost} / {gained}" if known else NONE, *(figures or [NONE] * 3)),
+                *(_time(row["first_token_seconds"]), _time(row["per_token_seconds"])),
+                per_token + (f" + {hot:,} per sequence" if hot else ""),
+                NONE if peak is None else f"{peak / 2**20:,.0f} MiB",
+            ]
+        )
+        if row["failure"]:
+            failures.append(f"Failed: `{label}`: {row['failure'].splitlines()[0]}")
     notes = [
         f"Model `{summary['model']}`, {summary['harness']}, limit {summary['limit'] or 'none'}, "
         f"seeds {', '.join(map(str, summary['seeds']))}.",
@@ -151,48 +157,17 @@ def markdown(summary: Mapping[str, Any]) -> str:
         f"{summary['num_prompts']} prompts. Times are the server's means per request; peak memory "
         "is the server's, weights included.",
     ]
-    failures = [
-        f"Failed: `{label}`: {row['failure'].splitlines()[0]}"
-        for label, row in policies.items()
-        if row["failure"]
-    ]
+    lines = ["| " + " | ".join(cells) + " |" for cells in rows]
     return "\n".join(["\n".join(lines), "", *notes, *failures, ""])
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 def _share(task: Mapping[str, Any] | None) -> str:
     if task is None:
-        return "–"
-    text = f"{task['accuracy']:.3f} [{task['low']:.3f}, {task['high']:.3f}]"
+        return NONE
     cut = f", {task['truncated']} cut off" if task["truncated"] else ""
-    return f"{text} ({task['correct']}/{task['total']}{cut})"
-
-
-def _changes(tasks: Mapping[str, Any]) -> str:
-    known = [task for task in tasks.values() if "lost" in task]
-    if not known:
-        return "–"
-    return f"{sum(task['lost'] for task in known)} / {sum(task['gained'] for task in known)}"
-
-
-def _divergence(figures: Mapping[str, Any] | None) -> list[str]:
-    if figures is None:
-        return ["–"] * 3
-    return [f"{figures['kl_mean']:.6f}", f"{figures['kl_p99']:.5f}", f"{figures['top1']:.4f}"]
+    interval = f"{task['accuracy']:.3f} [{task['low']:.3f}, {task['high']:.3f}]"
+    return f"{interval} ({task['correct']}/{task['total']}{cut})"
 
 
 def _time(seconds: float | None) -> str:
-    return "–" if seconds is None else f"{seconds * 1000:.1f} ms"
-
-
-def _bytes(row: Mapping[str, Any]) -> str:
-    hot = row["kv_hot_bytes_per_sequence"]
-    per_token = f"{row['kv_bytes_per_token']:,.3f}".rstrip("0").rstrip(".")
-    return per_token + (f" + {hot:,} per sequence" if hot else "")
-
-
-def _memory(count: int | None) -> str:
-    return "–" if count is None else f"{count / 2**20:,.0f} MiB"
+    return NONE if seconds is None else f"{seconds * 1000:.1f} ms"
