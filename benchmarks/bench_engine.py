@@ -1,18 +1,17 @@
 """Prefill and decode speed per KV format, compared with llama.cpp on the same GGUF file.
 
     python benchmarks/bench_engine.py --suite targets --json targets.json
-    python benchmarks/bench_engine.py --json results.json          # cells of any size
+    python benchmarks/bench_engine.py --contexts 128,2048 --batches 1,8 --json results.json
     python benchmarks/bench_engine.py --quick --profile            # a table of time per op
 
 The suite measures the table of targets (targets.py) in alternating pairs of runs. llama.cpp runs
 with the fastest of three settings for each workload. The file is written after every row. A second
 run with the same file measures missing rows and, without --keep, rows of other commits.
 
-Without --suite, the benchmark times cells of any size: both engines run in this process with the
-same number of threads, in turns, and a figure is the median of the repetitions. Cells of more than
---long-context tokens run once. Batches of more than --max-fill prompt tokens share one prompt in
-both engines, and their prefill is not timed. Our engine samples each token by argmax over the
-vocabulary; llama.cpp gets its next token from the benchmark.
+Without --suite, the benchmark times our engine on cells of any size. A figure is the median of the
+repetitions. Cells of more than --long-context tokens run once. Batches of more than --max-fill
+prompt tokens share one prompt, and their prefill is not timed. The engine samples each token by
+argmax over the vocabulary.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from our_engine import BLOCK_TOKENS, Cell, OurEngine, OurSetting, Timing
+from our_engine import BLOCK_TOKENS, Cell, OurEngine, OurSetting
 from results import ResultsFile, describe_machine, write_json
 
 if TYPE_CHECKING:
-    from baselines.llama_cpp import LlamaCpp, Setting
+    from baselines.llama_cpp import LlamaCpp
     from targets import Target
 
 MODES = ("none", "int8", "fp8", "nvfp4", "int4", "mxfp4")
@@ -49,9 +48,6 @@ class Row:
     batch: int
     context: int
     ours: float
-    peer: float | None
-    peer_setting: str
-    ratio: float | None
 
 
 def cells_of(options: argparse.Namespace) -> Iterator[Cell]:
@@ -64,56 +60,13 @@ def cells_of(options: argparse.Namespace) -> Iterator[Cell]:
             yield Cell(context, batch, options.steps, shared)
 
 
-def best_settings(peer: LlamaCpp, cell: Cell) -> dict[str, Setting]:
-    """Return the fastest setting of llama.cpp for prefill and for decode."""
-    from baselines.llama_cpp import SETTINGS
-
-    best: dict[str, Setting] = {}
-    for work in ("prefill", "decode"):
-        timings: dict[Setting, float] = {}
-        for setting in SETTINGS["batch" if work == "decode" and cell.batch > 1 else work]:
-            try:
-                timings[setting] = getattr(peer.run(cell, setting), work) or 0.0
-            except RuntimeError as error:
-                print(f"llama.cpp, {setting.name}: skipped: {error}")
-        best[work] = max(timings, key=lambda setting: timings[setting])
-    return best
-
-
-def measure(
-    cell: Cell, engines: Sequence[OurEngine], *, peer: LlamaCpp | None, repeats: int
-) -> Iterator[Row]:
+def measure(cell: Cell, engines: Sequence[OurEngine], *, repeats: int) -> Iterator[Row]:
     """Yield the rows of one cell. The engines alternate, `repeats` times."""
-    settings = best_settings(peer, cell) if peer else {}
-    ours: dict[str, list[Timing]] = {engine.mode: [] for engine in engines}
-    theirs: dict[str, list[Timing]] = {setting.name: [] for setting in settings.values()}
-    for _ in range(repeats):
-        if peer:
-            for setting in dict.fromkeys(settings.values()):
-                theirs[setting.name].append(peer.run(cell, setting))
-        for engine in engines:
-            ours[engine.mode].append(engine.run(cell))
+    timings = [[engine.run(cell) for engine in engines] for _ in range(repeats)]
     for work in ("decode",) if cell.shared else ("prefill", "decode"):
-        name = settings[work].name if peer else ""
-        other = median(theirs[name], work) if peer else None
-        for engine in engines:
-            speed = median(ours[engine.mode], work)
-            yield Row(
-                work=work,
-                mode=engine.mode,
-                quality=engine.quality,
-                batch=cell.batch,
-                context=cell.context,
-                ours=round(speed, 1),
-                peer=round(other, 1) if other else None,
-                peer_setting=name + (", shared prompt" if cell.shared and peer else ""),
-                ratio=round(speed / other, 3) if other else None,
-            )
-
-
-def median(timings: Sequence[Timing], work: str) -> float:
-    """Return the median tokens per second of one kind of work."""
-    return float(statistics.median(getattr(timing, work) for timing in timings))
+        for engine, runs in zip(engines, zip(*timings, strict=True), strict=True):
+            speed = float(statistics.median(getattr(run, work) for run in runs))
+            yield Row(work, engine.mode, engine.quality, cell.batch, cell.context, round(speed, 1))
 
 
 def load(options: argparse.Namespace) -> Any:
@@ -160,12 +113,11 @@ def run(options: argparse.Namespace) -> None:
         )
         for mode in options.modes
     ]
-    peer = make_peer(options, Path(loaded.path))
     rows: list[Row] = []
     print(f"ours: {options.num_threads} threads; median of {options.repeats}")
     for cell in cells_of(options):
         repeats = 1 if cell.context > options.long_context else options.repeats
-        for row in measure(cell, engines, peer=peer, repeats=repeats):
+        for row in measure(cell, engines, repeats=repeats):
             rows.append(row)
             print(format_row(row), flush=True)
         if options.json:
@@ -175,8 +127,6 @@ def run(options: argparse.Namespace) -> None:
             print(engine.profile_table(), flush=True)
     for engine in engines:
         engine.close()
-    if peer:
-        peer.close()
 
 
 def run_suite(options: argparse.Namespace) -> None:
@@ -238,11 +188,9 @@ def run_peak(options: argparse.Namespace) -> None:
 
 def format_row(row: Row) -> str:
     """Return one line of the table."""
-    other = "" if row.peer is None else f"{row.peer:>10.1f} {row.ratio:>7.2f}  {row.peer_setting}"
     cache = f"{row.mode}, {row.quality.split(' (')[0]}"
     return (
-        f"{row.work:<8} {cache:<18} batch {row.batch:>2} context {row.context:>5} "
-        f"{row.ours:>10.1f} {other}"
+        f"{row.work:<8} {cache:<18} batch {row.batch:>2} context {row.context:>5} {row.ours:>10.1f}"
     )
 
 

@@ -34,7 +34,7 @@ from lmdeploy.version import __version__
 
 
 class Evaluation:
-    """Runs the missing measurements and writes the table. ValueError is raised for wrong options."""
+    """Runs the missing measurements and writes the table. Wrong options raise ValueError."""
 
     def __init__(
         self, options: argparse.Namespace, server_flags: Sequence[str], *, harness: Harness
