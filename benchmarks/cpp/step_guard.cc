@@ -1,5 +1,5 @@
-// Decode steps of a small model on one thread, for callgrind to count (--instr-atstart=no): it is
-// asked for one dump per KV mode. scripts/count_instructions.py runs this.
+// Runs decode steps of a small model on one thread, for callgrind to count (--instr-atstart=no). The
+// program asks for one dump per KV format. scripts/dev/count_instructions.py runs it.
 //
 //   step_guard compiler                  name and version of the compiler
 //   step_guard steps                     steps in a dump; 0: built without valgrind's header
@@ -71,7 +71,7 @@ ModelConfig GuardModel() {
   return model;
 }
 
-// Marks the counted steps by where they begin; `computes` false leaves the ops out.
+// Marks where the counted steps begin. With `computes` false, the ops compute nothing.
 class GuardDevice : public testing::WaitingDevice {
  public:
   GuardDevice(std::shared_ptr<Device> device, int batch, bool computes)
