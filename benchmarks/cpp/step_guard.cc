@@ -1,5 +1,5 @@
-// Runs decode steps of a small model on one thread, for callgrind to count (--instr-atstart=no). The
-// program asks for one dump per KV format. scripts/dev/count_instructions.py runs it.
+// Runs decode steps of a small model on one thread, for callgrind to count (--instr-atstart=no).
+// The program asks for one dump per KV format. scripts/dev/count_instructions.py runs it.
 //
 //   step_guard compiler                  name and version of the compiler
 //   step_guard steps                     steps in a dump; 0: built without valgrind's header
