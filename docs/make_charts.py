@@ -1,0 +1,245 @@
+"""Draw the charts of the documentation and fill the tables of docs/performance.md.
+
+Everything comes from benchmarks/results. Run it after new results: python docs/make_charts.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+
+DOCS = Path(__file__).resolve().parent
+RESULTS = DOCS.parent / "benchmarks/results"
+MACHINES = ("avx512", "amx", "avx2")
+OURS, BASELINE, SHADES = "#2563a8", "#a9afb7", ("#2563a8", "#6fa8dc", "#16437a")
+MODELS = {
+    "SmolLM2-135M-Instruct.Q4_1": "SmolLM2-135M, Q4_1",
+    "llama-3.2-1b-q4_0": "Llama 3.2 1B, Q4_0",
+    "llama-3.2-1b-q8_0": "Llama 3.2 1B, Q8_0",
+}
+# Name in the results → label. Smaller is better for the rows in SMALLER.
+WORKLOADS = {
+    "prefill-128": "Prefill, 128 tokens",
+    "prefill-2048": "Prefill, 2,048 tokens",
+    "prefill-8192": "Prefill, 8,192 tokens",
+    "decode-128-16bit": "Decode at 128, 16-bit cache",
+    "decode-2048-batch-1": "Decode at 2,048",
+    "decode-8192-batch-1": "Decode at 8,192",
+    "decode-128-batch-32": "32 sequences at 128",
+    "decode-1024-batch-32": "32 sequences at 1,024",
+    "server-requests": "Server, 16 clients",
+    "server-p99": "Server, p99 time per token",
+    "memory": "Peak memory at 2,048",
+}
+SMALLER = ("server-p99", "memory")
+
+Row = dict[str, Any]
+
+
+def read(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def rows_of(machine: str) -> dict[tuple[str, str], Row]:
+    """Return the rows of one machine by workload and model."""
+    return {(row["name"], row["model"]): row for row in read(f"targets_{machine}")["rows"]}
+
+
+def number(value: float, unit: str) -> str:
+    if unit == "bytes":
+        return f"{value / 2**20:,.0f} MiB"
+    if unit == "s":
+        return f"{value * 1000:,.0f} ms"
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2
+    suffix = " req/s" if unit == "requests/s" else ""
+    return f"{value:,.{digits}f}{suffix}"
+
+
+def speed_cell(row: Row | None) -> str:
+    if row is None:
+        return "–"
+    ours, baseline = (number(row[key], row["unit"]) for key in ("ours", "peer"))
+    spread = f"{row['ratio_low']:.2f}–{row['ratio_high']:.2f}"
+    return f"{ours} / {baseline}<br>**{row['ratio']:.2f}** ({spread})"
+
+
+def speed_table(machine: str) -> str:
+    """Return the Markdown table of one machine: a line per workload, a column per model."""
+    rows = rows_of(machine)
+    # A model of which little was measured gets no column.
+    counts = {model: sum((name, model) in rows for name in WORKLOADS) for model in MODELS}
+    models = [model for model in MODELS if counts[model] > len(WORKLOADS) / 2]
+    lines = [
+        "| workload | " + " | ".join(MODELS[model] for model in models) + " |",
+        "| --- |" + " ---: |" * len(models),
+    ]
+    for name, label in WORKLOADS.items():
+        cells = [speed_cell(rows.get((name, model))) for model in models]
+        if cells != ["–"] * len(models):
+            lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def fill_tables(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for machine in MACHINES:
+        pattern = rf"(<!-- table {machine}[^\n]*-->\n).*?(<!-- end -->)"
+        text, count = re.subn(
+            pattern,
+            lambda found, machine=machine: found[1] + speed_table(machine) + "\n" + found[2],
+            text,
+            flags=re.S,
+        )
+        if count != 1:
+            raise SystemExit(f"{page.name} must have one table {machine}, found {count}.")
+    page.write_text(text, encoding="utf-8")
+
+
+def save(figure: Any, name: str) -> None:
+    figure.savefig(DOCS / f"{name}.svg", metadata={"Date": None}, facecolor="white")
+    plt.close(figure)
+
+
+def draw_readme_chart() -> None:
+    """Draw the decoding speed of this engine and of llama.cpp at three context lengths."""
+    rows, model = rows_of("avx512"), next(iter(MODELS))
+    names = ("decode-128-16bit", "decode-2048-batch-1", "decode-8192-batch-1")
+    labels = (
+        "128 tokens\n(16-bit cache)",
+        "2,048 tokens\n(FP4 cache)",
+        "8,192 tokens\n(FP4 cache)",
+    )
+    figure, axes = plt.subplots(figsize=(7.6, 3.1), layout="constrained")
+    for i, name in enumerate(names):
+        row = rows[name, model]
+        axes.bar(i - 0.2, row["peer"], 0.38, color=BASELINE, label="llama.cpp" if not i else None)
+        axes.bar(i + 0.2, row["ours"], 0.38, color=OURS, label="lmdeploy-fp4" if not i else None)
+        axes.text(i - 0.2, row["peer"] + 3, f"{row['peer']:.0f}", ha="center")
+        ours = f"{row['ours']:.0f}  ({row['ratio']:.1f}×)"
+        axes.text(i + 0.2, row["ours"] + 3, ours, ha="center", weight="bold", color=OURS)
+    axes.set_xticks(range(len(names)), labels)
+    axes.set_ylabel("tokens per second")
+    axes.set_ylim(0, 245)
+    axes.legend(frameon=False)
+    axes.set_title("Decoding one sequence: SmolLM2-135M on two cores of an AMD EPYC", fontsize=10)
+    save(figure, "speed")
+
+
+def draw_ratios(machine: str) -> None:
+    """Draw the speedup over llama.cpp of every workload that was measured on a machine."""
+    rows = rows_of(machine)
+    names = [name for name in WORKLOADS if name not in SMALLER]
+    models = [m for m in MODELS if any((name, m) in rows for name in names)]
+    names = [name for name in names if any((name, m) in rows for m in models)]
+    height = 0.8 / len(models)
+    figure, axes = plt.subplots(
+        figsize=(7.6, 0.8 + len(names) * (0.22 + 0.16 * len(models))), layout="constrained"
+    )
+    for j, model in enumerate(models):
+        offset = (j - (len(models) - 1) / 2) * height
+        found = [
+            (i, rows[name, model]["ratio"]) for i, name in enumerate(names) if (name, model) in rows
+        ]
+        places, ratios = [i + offset for i, _ in found], [ratio for _, ratio in found]
+        axes.barh(places, ratios, height * 0.92, color=SHADES[j], label=MODELS[model])
+        for place, ratio in zip(places, ratios, strict=True):
+            axes.text(ratio + 0.04, place, f"{ratio:.1f}×", va="center", fontsize=8)
+    axes.axvline(1, color="black", linewidth=0.8, linestyle=":")
+    axes.set_yticks(range(len(names)), [WORKLOADS[name] for name in names])
+    axes.invert_yaxis()
+    axes.set_xlabel("speed relative to llama.cpp (1 = equal)")
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    axes.margins(x=0.12)
+    save(figure, f"speed_{machine}")
+
+
+def draw_scaling() -> None:
+    """Draw decoding speed against context and against the number of sequences."""
+    cells = [cell for cell in read("scaling")["cells"] if cell["threads"] == 2]
+    figure, panels = plt.subplots(1, 2, figsize=(7.6, 2.9), layout="constrained")
+    styles = {"none": ("16 bit", BASELINE), "nvfp4": ("FP4", OURS)}
+    for name, (label, color) in styles.items():
+        single = sorted(
+            (c["context"], 1 / c["seconds"]) for c in cells if (c["mode"], c["batch"]) == (name, 1)
+        )
+        panels[0].plot(*zip(*single, strict=True), "o-", color=color, label=label)
+        many = sorted(
+            (c["batch"], c["batch"] / c["seconds"])
+            for c in cells
+            if (c["mode"], c["context"]) == (name, 1024)
+        )
+        panels[1].plot(*zip(*many, strict=True), "o-", color=color, label=label)
+    for panel, ticks, axis in (
+        (panels[0], (128, 512, 2048, 8192, 32768), "context, tokens (one sequence)"),
+        (panels[1], (1, 4, 16, 64), "sequences (context 1,024)"),
+    ):
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+        panel.set_xlabel(axis)
+        panel.set_ylim(bottom=0)
+        panel.grid(alpha=0.3)
+        panel.legend(frameon=False)
+    panels[0].set_ylabel("tokens per second")
+    save(figure, "scaling")
+
+
+def draw_accuracy() -> None:
+    """Draw the KL divergence of every format and preset against its bits per value."""
+    markers = {"raw": ("o", "raw"), "balanced": ("s", "balanced"), "best": ("*", "best")}
+    colors = {
+        "int8": "#2563a8",
+        "fp8": "#d97a1e",
+        "nvfp4": "#2f8f4e",
+        "int4": "#c23b3b",
+        "mxfp4": "#7b57b2",
+    }
+    figure, axes = plt.subplots(figsize=(7.6, 3.4), layout="constrained")
+    for name, cell in read("kv_report_smollm2")["cells"].items():
+        format_name, _, preset = name.partition("/")
+        if format_name == "none":
+            continue
+        divergence = cell["texts"]["austen_eval"]["2048"]["kl_mean"]
+        bits = cell["bits_per_value"]["8192"]
+        axes.plot(
+            bits, divergence, markers[preset or "raw"][0], color=colors[format_name], markersize=8
+        )
+    for marker, label in markers.values():
+        axes.plot([], [], marker, color="black", label=f"preset {label}", linestyle="none")
+    for format_name, color in colors.items():
+        axes.plot([], [], "o", color=color, label=format_name, linestyle="none")
+    axes.set_yscale("log")
+    axes.set_xlabel("bits per value in a sequence of 8,192 tokens, everything included")
+    axes.set_ylabel("KL divergence, nats per token")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    save(figure, "accuracy")
+
+
+def main() -> None:
+    plt.rcParams.update(
+        {
+            "svg.fonttype": "none",
+            "svg.hashsalt": "lmdeploy-fp4",
+            "font.family": "sans-serif",
+            "font.size": 9,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+        }
+    )
+    draw_readme_chart()
+    for machine in MACHINES:
+        draw_ratios(machine)
+    draw_scaling()
+    draw_accuracy()
+    fill_tables(DOCS / "performance.md")
+
+
+if __name__ == "__main__":
+    main()
