@@ -68,7 +68,7 @@ def dry_run_lines(model_path: str, config: TurbomindEngineConfig) -> list[str]:
         f"model: {model_path} ({info.model_type}), weights {info.weight_bytes:,} bytes{mapped}",
         target.line,
         f"free memory: {free:,} bytes",
-        cache_line(kv, plan),
+        cache_line(kv, plan, session_len=native.session_len),
         f"blocks: {plan.num_blocks:,} of {native.cache_block_seq_len} tokens",
         f"reserved bytes: {plan.reserved_bytes:,}",
         *([] if device.is_cuda else [touched]),

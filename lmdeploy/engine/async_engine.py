@@ -125,7 +125,9 @@ class AsyncEngine:
         """One line on the cache."""
         from lmdeploy.engine.kv_quality import cache_line
 
-        return cache_line(self.parts.kv, self.parts.core.memory_plan())
+        return cache_line(
+            self.parts.kv, self.parts.core.memory_plan(), session_len=self.parts.session_len
+        )
 
     def start_lines(self) -> list[str]:
         """On the device and the cache, for the start of a server."""

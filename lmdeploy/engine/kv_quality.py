@@ -165,8 +165,11 @@ def apply_kv_options(
         )
 
 
-def cache_line(options: KvOptions, plan: _turbomind.MemoryPlan) -> str:
-    """One line on the cache: format, quality, bytes, tokens that fit, comparison with 16 bit."""
+def cache_line(options: KvOptions, plan: _turbomind.MemoryPlan, *, session_len: int) -> str:
+    """Return one line on the cache: format, preset, bytes, capacity, comparison with 16 bit.
+
+    The 16-bit window makes the comparison depend on `session_len`, so the line names both.
+    """
     ratio = plan.session_bytes_none / plan.session_bytes
     note = f"; {options.note}" if options.note else ""
     hot = f" + {plan.hot_bytes_per_sequence:,} per sequence" if plan.hot_bytes_per_sequence else ""
@@ -174,7 +177,6 @@ def cache_line(options: KvOptions, plan: _turbomind.MemoryPlan) -> str:
         f"KV cache: mode {options.mode}, quality {options.quality_text}, "
         f"{plan.bytes_per_token:,.0f} bytes per token{hot}, "
         f"{plan.max_tokens:,} tokens fit in {plan.reserved_bytes / 2**20:,.1f} MiB; "
-        f"{ratio:.2f}x the tokens of 16 bit at session_len "
-        f"({plan.bytes_per_token_none:,.0f} bytes per token); "
-        f"a full session takes {plan.session_bytes / 2**20:,.1f} MiB{note}"
+        f"a session of {session_len:,} tokens takes {plan.session_bytes / 2**20:,.1f} MiB, "
+        f"{ratio:.2f}x less than in 16 bit ({plan.bytes_per_token_none:,.0f} bytes per token){note}"
     )
