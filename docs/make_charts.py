@@ -70,12 +70,26 @@ def speed_cell(row: Row | None) -> str:
     return f"{ours} / {baseline}<br>**{row['ratio']:.2f}** ({spread})"
 
 
+def narrow_table(rows: dict[str, Row]) -> str:
+    """Return the Markdown table of one model."""
+    lines = ["| workload | this engine | llama.cpp | ratio | range |", "| --- |" + " ---: |" * 4]
+    for name, row in rows.items():
+        ours, baseline = (number(row[key], row["unit"]) for key in ("ours", "peer"))
+        spread = f"{row['ratio_low']:.2f}–{row['ratio_high']:.2f}"
+        cells = [WORKLOADS[name], ours, baseline, f"**{row['ratio']:.2f}**", spread]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def speed_table(machine: str) -> str:
     """Return the Markdown table of one machine: a line per workload, a column per model."""
     rows = rows_of(machine)
     # A model of which little was measured gets no column.
     counts = {model: sum((name, model) in rows for name in WORKLOADS) for model in MODELS}
     models = [model for model in MODELS if counts[model] > len(WORKLOADS) / 2]
+    if len(models) == 1:
+        names = [name for name in WORKLOADS if (name, models[0]) in rows]
+        return narrow_table({name: rows[name, models[0]] for name in names})
     lines = [
         "| workload | " + " | ".join(MODELS[model] for model in models) + " |",
         "| --- |" + " ---: |" * len(models),
@@ -116,17 +130,17 @@ def draw_readme_chart() -> None:
         "2,048 tokens\n(FP4 cache)",
         "8,192 tokens\n(FP4 cache)",
     )
-    figure, axes = plt.subplots(figsize=(7.6, 3.1), layout="constrained")
+    figure, axes = plt.subplots(figsize=(9.15, 2.5), layout="constrained")
     for i, name in enumerate(names):
         row = rows[name, model]
         axes.bar(i - 0.2, row["peer"], 0.38, color=BASELINE, label="llama.cpp" if not i else None)
         axes.bar(i + 0.2, row["ours"], 0.38, color=OURS, label="lmdeploy-fp4" if not i else None)
-        axes.text(i - 0.2, row["peer"] + 3, f"{row['peer']:.0f}", ha="center")
+        axes.text(i - 0.2, row["peer"] + 6, f"{row['peer']:.0f}", ha="center")
         ours = f"{row['ours']:.0f}  ({row['ratio']:.1f}×)"
-        axes.text(i + 0.2, row["ours"] + 3, ours, ha="center", weight="bold", color=OURS)
+        axes.text(i + 0.2, row["ours"] + 6, ours, ha="center", weight="bold", color=OURS)
     axes.set_xticks(range(len(names)), labels)
     axes.set_ylabel("tokens per second")
-    axes.set_ylim(0, 245)
+    axes.set_ylim(0, 250)
     axes.legend(frameon=False)
     axes.set_title("Decoding one sequence: SmolLM2-135M on two cores of an AMD EPYC", fontsize=10)
     save(figure, "speed")
@@ -140,7 +154,7 @@ def draw_ratios(machine: str) -> None:
     names = [name for name in names if any((name, m) in rows for m in models)]
     height = 0.8 / len(models)
     figure, axes = plt.subplots(
-        figsize=(7.6, 0.8 + len(names) * (0.22 + 0.16 * len(models))), layout="constrained"
+        figsize=(9.15, 0.8 + len(names) * (0.2 + 0.12 * len(models))), layout="constrained"
     )
     for j, model in enumerate(models):
         offset = (j - (len(models) - 1) / 2) * height
@@ -163,7 +177,7 @@ def draw_ratios(machine: str) -> None:
 def draw_scaling() -> None:
     """Draw decoding speed against context and against the number of sequences."""
     cells = [cell for cell in read("scaling")["cells"] if cell["threads"] == 2]
-    figure, panels = plt.subplots(1, 2, figsize=(7.6, 2.9), layout="constrained")
+    figure, panels = plt.subplots(1, 2, figsize=(9.15, 2.9), layout="constrained")
     styles = {"none": ("16 bit", BASELINE), "nvfp4": ("FP4", OURS)}
     for name, (label, color) in styles.items():
         single = sorted(
@@ -200,7 +214,7 @@ def draw_accuracy() -> None:
         "int4": "#c23b3b",
         "mxfp4": "#7b57b2",
     }
-    figure, axes = plt.subplots(figsize=(7.6, 3.4), layout="constrained")
+    figure, axes = plt.subplots(figsize=(9.15, 3.2), layout="constrained")
     for name, cell in read("kv_report_smollm2")["cells"].items():
         format_name, _, preset = name.partition("/")
         if format_name == "none":

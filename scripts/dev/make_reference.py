@@ -1,0 +1,199 @@
+"""Write docs/reference/{flags,fields,limits}.md from the code.
+
+Run it after a change to a flag, a field or a limit: python scripts/dev/make_reference.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lmdeploy.cli.entrypoint import make_parser
+from lmdeploy.engine_config import UNSUPPORTED_ENGINE_FIELDS, TurbomindEngineConfig
+from lmdeploy.generation_config import UNSUPPORTED_GENERATION_FIELDS, GenerationConfig
+from lmdeploy.serve import protocol as schema
+
+FOLDER = Path(__file__).resolve().parents[2] / "docs/reference"
+NOTE = "<!-- Written by scripts/dev/make_reference.py. Do not edit by hand. -->"
+ENDPOINTS = {
+    "`/v1/chat/completions`": schema.ChatCompletionRequest,
+    "`/v1/completions`": schema.CompletionRequest,
+    "`/generate`": schema.GenerateRequest,
+    "`/v1/encode`": schema.EncodeRequest,
+}
+# Module, constant, what it limits. {} is the place of the number.
+LIMITS = (
+    ("serve.protocol", "MAX_BODY_BYTES", "{} bytes in a request's body"),
+    ("serve.protocol", "MAX_BODY_VALUES", "{} JSON values in a body; a token id is one"),
+    ("serve.protocol", "MAX_PROMPTS", "{} prompts in a request"),
+    ("serve.generation", "MAX_ANSWERS", "{} choices in a request, over all prompts"),
+    ("generation_config", "MAX_N", "`n` is at most {}"),
+    ("serve.generation", "MAX_GRAMMAR_ANSWERS", "{} choices in a request with `response_format`"),
+    ("serve.generation", "MAX_PROMPT_TOKENS", "{} prompt tokens in a request, once per choice"),
+    ("serve.generation", "MAX_LOGPROB_VALUES", "{} log probabilities in a response"),
+    ("generation_config", "MAX_LOGPROBS", "{} log probabilities per token"),
+    ("serve.generation", "MAX_ENCODED_TOKENS", "{} tokens in a response of `/v1/encode`"),
+    ("serve.admission", "MAX_HELD_TOKENS", "{} prompt tokens of all requests that a server holds"),
+    ("turbomind.prompts", "MAX_MESSAGES", "{} messages"),
+    ("turbomind.prompts", "MAX_OPTIONS_SIZE", "{} characters in `chat_template_kwargs`"),
+    ("turbomind.prompts", "MAX_OPTIONS_DEPTH", "{} nested levels in `chat_template_kwargs`"),
+    ("harmony.conversation", "MAX_TOOLS", "{} tools"),
+    ("harmony.conversation", "MAX_TOOL_CALLS", "{} tool calls in a message"),
+    ("generation_config", "MAX_STOP_WORDS", "{} stop words"),
+    ("generation_config", "MAX_STOP_WORD_CHARS", "{} characters in a stop word"),
+    ("generation_config", "MAX_ALL_STOP_CHARS", "{} characters in all stop words"),
+    ("generation_config", "MAX_TOKEN_IDS", "{} `stop_token_ids` or `bad_token_ids`"),
+    ("generation_config", "MAX_LOGIT_BIAS", "{} entries in `logit_bias`"),
+    ("turbomind.grammar", "MAX_GRAMMAR_CHARS", "{} characters in a grammar (`response_format`)"),
+)
+
+
+def _table(heads: list[str], rows: list[list[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(
+        "| " + " | ".join(c.replace("|", "\\|") for c in line) + " |" for line in lines
+    )
+
+
+def _page(title: str, *parts: str) -> str:
+    return "\n\n".join([NOTE, f"# {title}", *parts]) + "\n"
+
+
+def _commands(
+    parser: argparse.ArgumentParser, name: str
+) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Yield every command that has no subcommands."""
+    for action in parser._actions:  # argparse has no public way to a subcommand
+        if isinstance(action, argparse._SubParsersAction):
+            for word, child in action.choices.items():
+                yield from _commands(child, f"{name} {word}")
+            return
+    yield name, parser
+
+
+def _flag_rows(parser: argparse.ArgumentParser) -> list[list[str]]:
+    rows = []
+    for action in parser._actions:
+        # Flags of LMDeploy that are refused by name are hidden from the help text.
+        if action.help in (None, argparse.SUPPRESS) or action.dest == "help":
+            continue
+        names = [flag for flag in action.option_strings if flag.startswith("--")]
+        name = "<br>".join(f"`{flag}`" for flag in names) or f"`{action.dest.upper()}`"
+        text = parser._get_formatter()._expand_help(action)
+        if action.choices is not None and not all(str(choice) in text for choice in action.choices):
+            text += "; one of " + ", ".join(f"`{choice}`" for choice in action.choices)
+        rows.append([name, text])
+    return rows
+
+
+def make_flags() -> str:
+    """Return the page of all flags; flags that two commands share are listed once."""
+    commands = dict(_commands(make_parser(), "lmdeploy"))
+    rows = {name: _flag_rows(parser) for name, parser in commands.items()}
+    serve, chat = rows["lmdeploy serve api_server"], rows.pop("lmdeploy chat")
+    parts = [
+        "Every other flag of LMDeploy 0.18 is refused by name, unless it has its default value.",
+        "## lmdeploy chat and lmdeploy serve api_server",
+        _table(["flag", "meaning"], chat),
+    ]
+    rows["lmdeploy serve api_server"] = [row for row in serve if row not in chat]
+    for name in sorted(rows, key=list(commands).index):
+        parts += [f"## {name}", _table(["flag", "meaning"], rows[name])]
+    return _page("Flags", *parts)
+
+
+def _allowed(field: dict[str, Any]) -> str:
+    """Describe the values of a field of a JSON schema."""
+    options = [option for option in field.get("anyOf", [field]) if option.get("type") != "null"]
+    texts = []
+    for option in options:
+        text = option.get("type", "object")
+        if "const" in option:
+            text = str(option["const"]).lower()
+        if text == "array":
+            text = f"list of {option['items'].get('type', 'value')}s".replace(
+                "values", "any values"
+            )
+        low = option.get("minimum", option.get("exclusiveMinimum"))
+        high = option.get("maximum", option.get("exclusiveMaximum"))
+        if low is not None:
+            left = ">" if "exclusiveMinimum" in option else "≥"
+            text += f" {left} {_number(low)}"
+        if high is not None:
+            right = "<" if "exclusiveMaximum" in option else "≤"
+            text += f"{',' if low is not None else ''} {right} {_number(high)}"
+        if "maxItems" in option:
+            text += f", at most {option['maxItems']:,}"
+        texts.append(text)
+    return " or ".join(texts)
+
+
+def _number(value: float) -> str:
+    exponent = int(abs(value)).bit_length() - 1
+    if exponent > 20 and abs(value) == 2**exponent:
+        return ("-" if value < 0 else "") + f"2^{exponent}"
+    return f"{value:g}"
+
+
+def _default(value: Any) -> str:
+    return "" if value is None else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def make_fields() -> str:
+    """Return the page of request fields and of the options in Python."""
+    parts = ["## Request bodies"]
+    parts.append(
+        "A field that is not listed is refused with HTTP 400. Fields of OpenAI's and LMDeploy's APIs "
+        'that are not supported are accepted with the value that means "not used".'
+    )
+    for endpoint, model in ENDPOINTS.items():
+        described = model.model_json_schema()
+        rows = []
+        for name, field in sorted(described["properties"].items()):
+            required = name in described.get("required", [])
+            default = "required" if required else _default(field.get("default"))
+            rows.append([f"`{name}`", _allowed(field), default])
+        parts += [f"### {endpoint}", _table(["field", "values", "default"], rows)]
+    for config, unsupported in (
+        (TurbomindEngineConfig, UNSUPPORTED_ENGINE_FIELDS),
+        (GenerationConfig, UNSUPPORTED_GENERATION_FIELDS),
+    ):
+        rows = [
+            [f"`{field.name}`", f"`{field.type}`", _default(getattr(config(), field.name))]
+            for field in dataclasses.fields(config)
+            if field.name not in unsupported
+        ]
+        parts += [f"## {config.__name__}", _table(["option", "type", "default"], rows)]
+    parts.append("LMDeploy's other options are accepted with their default value only.")
+    return _page("Fields", *parts)
+
+
+def make_limits() -> str:
+    """Return the page of the limits of one request."""
+    rows = []
+    for module, name, text in LIMITS:
+        value = getattr(importlib.import_module(f"lmdeploy.{module}"), name)
+        rows.append([text.format(f"{value:,}"), f"`{name}`"])
+    return _page(
+        "Limits",
+        "A request beyond a limit is refused with HTTP 400, a body that is too large with 413.",
+        _table(["at most", "constant"], rows),
+    )
+
+
+PAGES = {"flags.md": make_flags, "fields.md": make_fields, "limits.md": make_limits}
+
+
+def main() -> None:
+    """Write every page."""
+    FOLDER.mkdir(exist_ok=True)
+    for name, make in PAGES.items():
+        (FOLDER / name).write_text(make(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
