@@ -12,43 +12,40 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lmdeploy.cli.entrypoint import make_parser
-from lmdeploy.engine_config import UNSUPPORTED_ENGINE_FIELDS, TurbomindEngineConfig
-from lmdeploy.generation_config import UNSUPPORTED_GENERATION_FIELDS, GenerationConfig
-from lmdeploy.serve import protocol as schema
+from fastapi.routing import APIRoute
+from lmdeploy.cli.main import make_parser
+from lmdeploy.config.engine import UNSUPPORTED_ENGINE_FIELDS, TurbomindEngineConfig
+from lmdeploy.config.generation import UNSUPPORTED_GENERATION_FIELDS, GenerationConfig
+from lmdeploy.serve.routes import ROUTERS
+from lmdeploy.serve.routes.base import BODIES
+from lmdeploy.serve.schema import ApiRequest
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs/reference"
 NOTE = "<!-- Written by scripts/dev/make_reference.py. Do not edit by hand. -->"
-ENDPOINTS = {
-    "`/v1/chat/completions`": schema.ChatCompletionRequest,
-    "`/v1/completions`": schema.CompletionRequest,
-    "`/generate`": schema.GenerateRequest,
-    "`/v1/encode`": schema.EncodeRequest,
-}
 # Module, constant, what it limits. {} is the place of the number.
 LIMITS = (
-    ("serve.protocol", "MAX_BODY_BYTES", "{} bytes in a request's body"),
-    ("serve.protocol", "MAX_BODY_VALUES", "{} JSON values in a body; a token id is one"),
-    ("serve.protocol", "MAX_PROMPTS", "{} prompts in a request"),
-    ("serve.generation", "MAX_ANSWERS", "{} choices in a request, over all prompts"),
-    ("generation_config", "MAX_N", "`n` is at most {}"),
-    ("serve.generation", "MAX_GRAMMAR_ANSWERS", "{} choices in a request with `response_format`"),
-    ("serve.generation", "MAX_PROMPT_TOKENS", "{} prompt tokens in a request, once per choice"),
-    ("serve.generation", "MAX_LOGPROB_VALUES", "{} log probabilities in a response"),
-    ("generation_config", "MAX_LOGPROBS", "{} log probabilities per token"),
-    ("serve.generation", "MAX_ENCODED_TOKENS", "{} tokens in a response of `/v1/encode`"),
+    ("serve.schema", "MAX_BODY_BYTES", "{} bytes in a request's body"),
+    ("serve.schema", "MAX_BODY_VALUES", "{} JSON values in a body; a token id is one"),
+    ("serve.schema", "MAX_PROMPTS", "{} prompts in a request"),
+    ("serve.jobs", "MAX_ANSWERS", "{} choices in a request, over all prompts"),
+    ("config.generation", "MAX_N", "`n` is at most {}"),
+    ("serve.jobs", "MAX_GRAMMAR_ANSWERS", "{} choices in a request with `response_format`"),
+    ("serve.jobs", "MAX_PROMPT_TOKENS", "{} prompt tokens in a request, once per choice"),
+    ("serve.jobs", "MAX_LOGPROB_VALUES", "{} log probabilities in a response"),
+    ("config.generation", "MAX_LOGPROBS", "{} log probabilities per token"),
+    ("serve.routes.encode", "MAX_ENCODED_TOKENS", "{} tokens in a response of `/v1/encode`"),
     ("serve.admission", "MAX_HELD_TOKENS", "{} prompt tokens of all requests that a server holds"),
-    ("turbomind.prompts", "MAX_MESSAGES", "{} messages"),
-    ("turbomind.prompts", "MAX_OPTIONS_SIZE", "{} characters in `chat_template_kwargs`"),
-    ("turbomind.prompts", "MAX_OPTIONS_DEPTH", "{} nested levels in `chat_template_kwargs`"),
-    ("harmony.conversation", "MAX_TOOLS", "{} tools"),
-    ("harmony.conversation", "MAX_TOOL_CALLS", "{} tool calls in a message"),
-    ("generation_config", "MAX_STOP_WORDS", "{} stop words"),
-    ("generation_config", "MAX_STOP_WORD_CHARS", "{} characters in a stop word"),
-    ("generation_config", "MAX_ALL_STOP_CHARS", "{} characters in all stop words"),
-    ("generation_config", "MAX_TOKEN_IDS", "{} `stop_token_ids` or `bad_token_ids`"),
-    ("generation_config", "MAX_LOGIT_BIAS", "{} entries in `logit_bias`"),
-    ("turbomind.grammar", "MAX_GRAMMAR_CHARS", "{} characters in a grammar (`response_format`)"),
+    ("chat.messages", "MAX_MESSAGES", "{} messages"),
+    ("chat.prompts", "MAX_OPTIONS_SIZE", "{} characters in `chat_template_kwargs`"),
+    ("chat.prompts", "MAX_OPTIONS_DEPTH", "{} nested levels in `chat_template_kwargs`"),
+    ("chat.formats.harmony.conversation", "MAX_TOOLS", "{} tools"),
+    ("chat.formats.harmony.conversation", "MAX_TOOL_CALLS", "{} tool calls in a message"),
+    ("config.generation", "MAX_STOP_WORDS", "{} stop words"),
+    ("config.generation", "MAX_STOP_WORD_CHARS", "{} characters in a stop word"),
+    ("config.generation", "MAX_ALL_STOP_CHARS", "{} characters in all stop words"),
+    ("config.generation", "MAX_TOKEN_IDS", "{} `stop_token_ids` or `bad_token_ids`"),
+    ("config.generation", "MAX_LOGIT_BIAS", "{} entries in `logit_bias`"),
+    ("chat.grammar", "MAX_GRAMMAR_CHARS", "{} characters in a grammar (`response_format`)"),
 )
 
 
@@ -84,8 +81,9 @@ def _flag_rows(parser: argparse.ArgumentParser) -> list[list[str]]:
         names = [flag for flag in action.option_strings if flag.startswith("--")]
         name = "<br>".join(f"`{flag}`" for flag in names) or f"`{action.dest.upper()}`"
         text = parser._get_formatter()._expand_help(action)
-        if action.choices is not None and not all(str(choice) in text for choice in action.choices):
-            text += "; one of " + ", ".join(f"`{choice}`" for choice in action.choices)
+        choices = [str(choice) for choice in action.choices or ()]
+        if not all(choice in text for choice in choices):
+            text += "; one of " + ", ".join(f"`{choice}`" for choice in choices)
         rows.append([name, text])
     return rows
 
@@ -106,6 +104,15 @@ def make_flags() -> str:
     return _page("Flags", *parts)
 
 
+def _bodies() -> Iterator[tuple[str, type[ApiRequest]]]:
+    """Yield the path of every POST endpoint with the schema of its body."""
+    models = {model.__name__: model for model in BODIES}
+    for route in (route for router in ROUTERS for route in router.routes):
+        if isinstance(route, APIRoute) and route.openapi_extra:
+            content = route.openapi_extra["requestBody"]["content"]["application/json"]
+            yield route.path, models[content["schema"]["$ref"].rsplit("/", 1)[1]]
+
+
 def _allowed(field: dict[str, Any]) -> str:
     """Describe the values of a field of a JSON schema."""
     options = [option for option in field.get("anyOf", [field]) if option.get("type") != "null"]
@@ -115,9 +122,7 @@ def _allowed(field: dict[str, Any]) -> str:
         if "const" in option:
             text = str(option["const"]).lower()
         if text == "array":
-            text = f"list of {option['items'].get('type', 'value')}s".replace(
-                "values", "any values"
-            )
+            text = f"list of {option['items'].get('type', 'any value')}s"
         low = option.get("minimum", option.get("exclusiveMinimum"))
         high = option.get("maximum", option.get("exclusiveMaximum"))
         if low is not None:
@@ -147,17 +152,17 @@ def make_fields() -> str:
     """Return the page of request fields and of the options in Python."""
     parts = ["## Request bodies"]
     parts.append(
-        "A field that is not listed is refused with HTTP 400. Fields of OpenAI's and LMDeploy's APIs "
-        'that are not supported are accepted with the value that means "not used".'
+        "A field that is not listed is refused with HTTP 400. Fields of LMDeploy and OpenAI that are "
+        'not supported are accepted with the value that means "not used".'
     )
-    for endpoint, model in ENDPOINTS.items():
+    for path, model in _bodies():
         described = model.model_json_schema()
         rows = []
         for name, field in sorted(described["properties"].items()):
             required = name in described.get("required", [])
             default = "required" if required else _default(field.get("default"))
             rows.append([f"`{name}`", _allowed(field), default])
-        parts += [f"### {endpoint}", _table(["field", "values", "default"], rows)]
+        parts += [f"### `{path}`", _table(["field", "values", "default"], rows)]
     for config, unsupported in (
         (TurbomindEngineConfig, UNSUPPORTED_ENGINE_FIELDS),
         (GenerationConfig, UNSUPPORTED_GENERATION_FIELDS),
