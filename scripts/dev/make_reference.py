@@ -152,8 +152,8 @@ def make_fields() -> str:
     """Return the page of request fields and of the options in Python."""
     parts = ["## Request bodies"]
     parts.append(
-        "A field that is not listed is refused with HTTP 400. Fields of LMDeploy and OpenAI that are "
-        'not supported are accepted with the value that means "not used".'
+        "A field that is not listed is refused with HTTP 400. Unsupported fields of OpenAI and "
+        'LMDeploy are accepted with the value that means "not used".'
     )
     for path, model in _bodies():
         described = model.model_json_schema()

@@ -90,7 +90,7 @@ def test_readme_formats_equal_memory_plan() -> None:
 def session_bytes(model: _turbomind.ModelConfig, name: str, length: int) -> int:
     """Return the bytes of a session with the default preset of a format."""
     config = _turbomind.EngineConfig()
-    config.kv_mode = name
+    config.kv_layers = [(name, name)] * LAYERS
     config.session_len = length
     config.cache_block_seq_len = 64
     balanced = row_bytes(name, HEAD_DIM) * 8 / HEAD_DIM < 8
