@@ -40,6 +40,7 @@ WORKLOADS = {
 }
 SMALLER = ("server-p99", "memory")
 
+KEYS = ("ours", "peer")  # of the results: this engine, the baseline
 Row = dict[str, Any]
 
 
@@ -65,7 +66,7 @@ def number(value: float, unit: str) -> str:
 def speed_cell(row: Row | None) -> str:
     if row is None:
         return "–"
-    ours, baseline = (number(row[key], row["unit"]) for key in ("ours", "peer"))
+    ours, baseline = (number(row[key], row["unit"]) for key in KEYS)
     spread = f"{row['ratio_low']:.2f}–{row['ratio_high']:.2f}"
     return f"{ours} / {baseline}<br>**{row['ratio']:.2f}** ({spread})"
 
@@ -74,7 +75,7 @@ def narrow_table(rows: dict[str, Row]) -> str:
     """Return the Markdown table of one model."""
     lines = ["| workload | this engine | llama.cpp | ratio | range |", "| --- |" + " ---: |" * 4]
     for name, row in rows.items():
-        ours, baseline = (number(row[key], row["unit"]) for key in ("ours", "peer"))
+        ours, baseline = (number(row[key], row["unit"]) for key in KEYS)
         spread = f"{row['ratio_low']:.2f}–{row['ratio_high']:.2f}"
         cells = [WORKLOADS[name], ours, baseline, f"**{row['ratio']:.2f}**", spread]
         lines.append("| " + " | ".join(cells) + " |")

@@ -156,7 +156,7 @@ def test_score_by_hand(eval_ppl: ModuleType) -> None:
 
 def test_documented_figures() -> None:
     facts = json.loads((ROOT / "benchmarks/results/accuracy_smollm2_austen_2048.json").read_text())
-    text = (ROOT / "docs/kv_cache.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/accuracy.md").read_text(encoding="utf-8")
     assert list(facts["modes"]) == ALL_MODES
     assert facts["modes"]["int8"]["ppl"] - facts["modes"]["none"]["ppl"] <= INT8_PPL_DELTA
     for mode, row in facts["modes"].items():
