@@ -22,7 +22,7 @@ class CMakeBuild(build_ext):
     """
 
     def build_extension(self, ext: Extension) -> None:
-        """Build `ext`; `CMAKE_ARGS` and `CMAKE_BUILD_PARALLEL_LEVEL` are honoured."""
+        """Build `ext`; `CMAKE_ARGS` and `CMAKE_BUILD_PARALLEL_LEVEL` are honored."""
         import pybind11
 
         target = Path(self.get_ext_fullpath(ext.name)).resolve().parent

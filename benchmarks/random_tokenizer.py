@@ -43,8 +43,10 @@ class RandomTokenizer:
             names += [f"<|reserved_{len(names) + i}|>" for i in reserved] or [token]
         alphabet = sorted(byte_alphabet())
         if vocab_size < len(alphabet) + len(names):
-            least = len(alphabet) + len(names)
-            raise ValueError(f"vocab_size {vocab_size} is too small; it must be at least {least}.")
+            min_value = len(alphabet) + len(names)
+            raise ValueError(
+                f"vocab_size {vocab_size} is too small; it must be at least {min_value}."
+            )
         first = min(family["first"], vocab_size - len(names))
         count = first or vocab_size - len(names)
         letters = string.ascii_lowercase

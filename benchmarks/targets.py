@@ -417,15 +417,15 @@ class TargetSuite:
             )
 
         peaks = {s: peak("peer", s) for s in MEMORY_SETTINGS}
-        least = min(peaks, key=lambda setting: peaks[setting])
+        min_value = min(peaks, key=lambda setting: peaks[setting])
         pairs = alternate(
             lambda: peak("ours", target.mode),
-            lambda: peak("peer", least),
+            lambda: peak("peer", min_value),
             repeats=self._options.repeats,
         )
         note = ", ".join(f"{s}: {p / 2**20:.0f} MiB" for s, p in peaks.items())
         return Runs(
-            *pairs, f"{target.mode}, {quality_of(target.mode)}", least, f"llama.cpp: {note}"
+            *pairs, f"{target.mode}, {quality_of(target.mode)}", min_value, f"llama.cpp: {note}"
         )
 
     def _servers(self, target: Target, cell: Cell) -> dict[str, Runs]:

@@ -6,7 +6,7 @@ set(TM_CUDA_ARCHS AUTO CACHE STRING
 # Machine code for each kind of GPU, and PTX for those that are newer than the compiler: FP4 is
 # converted in software there.
 set(tm_all_cuda_archs 80 86 89 90a 100f 110f 120f 90-virtual)
-set(tm_least_sm 80)
+set(tm_min_sm 80)
 
 # Sets `out` to the numbers of architectures that nvcc knows; empty: it does not say.
 function(tm_known_archs out)

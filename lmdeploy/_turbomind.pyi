@@ -29,7 +29,7 @@ class MoeConfig:
     top_k: int
     intermediate_size: int  # of one expert
     shared_intermediate_size: int  # 0: no shared expert
-    normalise: bool  # a token's weights sum to 1
+    normalize: bool  # a token's weights sum to 1
     layers: list[int]  # per layer; 1: experts, 0: dense feed-forward
     def __init__(self) -> None: ...
 
@@ -54,8 +54,8 @@ class ModelConfig:
     def validate(self) -> None: ...
 
 class EngineConfig:
-    kv_mode: str  # a resolved name: none, int8, int4, fp8, fp8_e5m2, mxfp4, nvfp4
-    kv_layers: list[tuple[str, str]]  # (K, V) of each layer; empty: kv_mode for all
+    kv_format: str  # a resolved name: none, int8, int4, fp8, fp8_e5m2, mxfp4, nvfp4
+    kv_layers: list[tuple[str, str]]  # (K, V) of each layer; empty: kv_format for all
     kv_rotate_k: bool
     kv_search_scales: bool
     kv_sink_tokens: int
@@ -72,8 +72,8 @@ class EngineConfig:
     def set_kv_calibration(
         self,
         k_mean: npt.NDArray[np.float32] | None,  # [layers, kv_heads, head_dim]
-        k_factors: npt.NDArray[np.float32] | None,  # [layers, kv_heads]
-        v_factors: npt.NDArray[np.float32] | None,  # [layers, kv_heads]
+        k_scales: npt.NDArray[np.float32] | None,  # [layers, kv_heads]
+        v_scales: npt.NDArray[np.float32] | None,  # [layers, kv_heads]
     ) -> None: ...
 
 class MemoryPlan:
@@ -83,7 +83,7 @@ class MemoryPlan:
     scratch_bytes: int
     bytes_per_token: float
     bytes_per_token_none: float
-    hot_bytes_per_sequence: int
+    window16_bytes_per_sequence: int
     session_bytes: int
     session_bytes_none: int
     max_tokens: int
@@ -93,7 +93,7 @@ class Device:
     @property
     def name(self) -> str: ...
     @property
-    def products(self) -> str: ...  # what computes them; empty: CPU
+    def gemm_backend(self) -> str: ...  # what computes them; empty: CPU
     @property
     def is_cuda(self) -> bool: ...
     @property
@@ -190,10 +190,10 @@ class EngineStats:
     blocks_free: int
     blocks_cached: int
     blocks_active: int
-    hot_blocks_total: int
-    hot_blocks_free: int
-    hot_blocks_cached: int
-    hot_blocks_active: int
+    window16_blocks_total: int
+    window16_blocks_free: int
+    window16_blocks_cached: int
+    window16_blocks_active: int
     prefix_queried_tokens: int
     prefix_hit_tokens: int
     prefix_cut_tokens: int
@@ -313,7 +313,7 @@ def encode_rows(
     mode: str,
     rows: npt.NDArray[np.float32],
     dtype: str,
-    g: float = 1.0,
+    global_scale: float = 1.0,
     isa: str = "",
     *,
     search: bool = False,
@@ -326,6 +326,6 @@ def decode_rows(
     metadata: npt.NDArray[np.uint8],
     head_dim: int,
     dtype: str,
-    g: float = 1.0,
+    global_scale: float = 1.0,
     isa: str = "",
 ) -> npt.NDArray[np.float32]: ...

@@ -164,21 +164,21 @@ class Pipeline:
         """
         options = (chat_template_kwargs or {}) if do_preprocess else None
         jobs, _ = self._jobs(prompts, gen_config, template_options=options)
-        pieces: queue.Queue[Response | None] = queue.Queue()
+        chunks: queue.Queue[Response | None] = queue.Queue()
 
         async def run_one(_: int, job: _Job) -> None:
             stream = await self._submit(job)
             try:
-                async for piece in stream:
-                    pieces.put(replace(piece, index=job.index, choice=job.choice))
+                async for chunk in stream:
+                    chunks.put(replace(chunk, index=job.index, choice=job.choice))
             finally:
                 stream.close()
 
         future = self._loop.start_all(jobs, run_one)
-        future.add_done_callback(lambda _: pieces.put(None))
+        future.add_done_callback(lambda _: chunks.put(None))
         try:
-            while (piece := pieces.get()) is not None:
-                yield piece
+            while (chunk := chunks.get()) is not None:
+                yield chunk
                 self.engine.check_process()
             self._loop.wait(future)
         finally:
@@ -203,10 +203,10 @@ class Pipeline:
         if gen_config is not None and gen_config.n > 1:
             raise refuse("n", gen_config.n, wanted="1, as a conversation goes on with one answer")
         session = session or self.session()
-        pieces = self._chat_pieces(prompt, session, gen_config=gen_config)
+        chunks = self._chat_pieces(prompt, session, gen_config=gen_config)
         if stream_response:
-            return pieces
-        for _ in pieces:
+            return chunks
+        for _ in chunks:
             pass
         return session
 
@@ -217,7 +217,7 @@ class Pipeline:
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's: `encode(text)` gives token ids, `decode(ids)` a text."""
-        return self.engine.parts.tokenizer
+        return self.engine.loaded.tokenizer
 
     def get_ppl(self, input_ids: list[int] | list[list[int]]) -> list[float]:
         """Mean negative log likelihood of each token list after its first token, as in LMDeploy.
@@ -261,12 +261,12 @@ class Pipeline:
     def _chat_pieces(
         self, prompt: str, session: Session, *, gen_config: GenerationConfig | None
     ) -> Iterator[Response]:
-        pieces = []
-        for piece in self.stream_infer(session.messages(prompt), gen_config):
-            pieces.append(piece)
-            yield piece
-        if pieces:
-            session.response = join_pieces(pieces)
+        chunks = []
+        for chunk in self.stream_infer(session.messages(prompt), gen_config):
+            chunks.append(chunk)
+            yield chunk
+        if chunks:
+            session.response = join_pieces(chunks)
             if session.response.finish_reason in _ANSWERED:
                 session.history.append((prompt, session.response.text))
 
@@ -332,7 +332,7 @@ class Pipeline:
         from lmdeploy.chat.prompts import encode_chat, encode_text
 
         if isinstance(prompt, str) and template_options is None:
-            return encode_text(self.engine.parts, prompt, add_special=True), None
+            return encode_text(self.engine.loaded, prompt, add_special=True), None
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         if not _is_conversation(prompt):
@@ -340,7 +340,7 @@ class Pipeline:
         if template_options is None:
             wanted = "a text, because do_preprocess=False skips the chat template"
             raise OptionError("prompt", f"got {show(prompt)}, wanted {wanted}")
-        return encode_chat(self.engine.parts, prompt, template_options=template_options)
+        return encode_chat(self.engine.loaded, prompt, template_options=template_options)
 
 
 @dataclass
@@ -364,9 +364,9 @@ def _is_conversation(prompts: Any) -> bool:
 async def collect(stream: RequestStream) -> Response:
     """A whole answer. Leaving early, e.g. by cancellation, cancels the request."""
     try:
-        pieces = [piece async for piece in stream]
+        chunks = [chunk async for chunk in stream]
     finally:
         stream.close()
-    if not pieces:
+    if not chunks:
         raise RuntimeError("a stream ended without a last piece")
-    return join_pieces(pieces)
+    return join_pieces(chunks)

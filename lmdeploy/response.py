@@ -92,23 +92,23 @@ class Response:
         self.error_code, self.error_message = other.error_code, other.error_message
 
 
-def join_pieces(pieces: Sequence[Response]) -> Response:
+def join_pieces(chunks: Sequence[Response]) -> Response:
     """The whole answer; linear in its length, and the pieces stay as they are.
 
     REQUIRES: `pieces` is not empty.
     """
 
     def joined(name: str) -> list[dict[int, float]] | None:
-        parts = [part for p in pieces if (part := getattr(p, name)) is not None]
+        parts = [part for p in chunks if (part := getattr(p, name)) is not None]
         return [item for part in parts for item in part] if parts else None
 
-    logits = [piece.logits for piece in pieces if piece.logits is not None]
-    reasoning = [p.reasoning_content for p in pieces if p.reasoning_content is not None]
-    calls = [call for piece in pieces for call in piece.tool_calls or []]
+    logits = [chunk.logits for chunk in chunks if chunk.logits is not None]
+    reasoning = [p.reasoning_content for p in chunks if p.reasoning_content is not None]
+    calls = [call for chunk in chunks for call in chunk.tool_calls or []]
     return replace(
-        pieces[-1],
-        text="".join(piece.text for piece in pieces),
-        token_ids=[token for piece in pieces for token in piece.token_ids],
+        chunks[-1],
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=[token for chunk in chunks for token in chunk.token_ids],
         logprobs=joined("logprobs"),
         prompt_logprobs=joined("prompt_logprobs"),
         logits=np.concatenate(logits) if logits else None,

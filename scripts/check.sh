@@ -18,7 +18,7 @@ readonly BUILD_ROOT VENV
 readonly JOBS="$(nproc)"
 readonly SKIPPED=77 # a step's status
 export PATH="$VENV/bin:$PATH"
-# Colour codes and the terminal's width must not change what a test sees.
+# Color codes and the terminal's width must not change what a test sees.
 export NO_COLOR=1 COLUMNS=100
 
 python="$VENV/bin/python"

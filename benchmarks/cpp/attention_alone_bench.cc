@@ -76,7 +76,7 @@ int Main(int argc, char** argv) {
   const auto bytes = static_cast<double>(DecodeCost(params).kv_bytes);
   device->DecodeAttention(params);
   std::printf("{\"isa\": \"%s\", \"mode\": \"%s\", \"bytes\": %.0f, \"seconds\": [", isa.c_str(),
-              ToString(shape.mode), bytes);
+              ToString(shape.format), bytes);
   for (int i = 0; i < rounds; ++i) {
     const double seconds = SecondsPerCall([&] { device->DecodeAttention(params); });
     std::printf("%s%.6g", i > 0 ? ", " : "", seconds);

@@ -34,8 +34,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int kTimeoutMs = 120'000;
-constexpr int kStepTokens = 8192;  // of a step: the engine's default
-constexpr int kHotTokens = 64;     // sinks and recent ones: the default of `balanced`
+constexpr int kStepTokens = 8192;    // of a step: the engine's default
+constexpr int kWindow16Tokens = 64;  // sinks and recent ones: the default of `balanced`
 constexpr int64_t kSpareBytes = int64_t{2} << 30;
 
 double SecondsSince(Clock::time_point begin) {
@@ -53,7 +53,7 @@ std::vector<int> Numbers(const std::string& text) {
 
 struct Work {
   explicit Work(Cell& cell)
-      : mode(GetKvCacheMode(cell.Text("mode", "nvfp4"), DeviceCapability())),
+      : format(GetKvCacheMode(cell.Text("mode", "nvfp4"), DeviceCapability())),
         quality(cell.Text("quality", "raw")),
         batches(Numbers(cell.Text("batches", "1,32,128"))),
         context(cell.Number("context", 512)),
@@ -78,7 +78,7 @@ struct Work {
     return std::max(decoding, prompts * (prompt / kBlockTokens + 2));
   }
 
-  KvCacheMode mode;
+  KvCacheMode format;
   std::string quality;
   std::vector<int> batches;
   int context;
@@ -90,12 +90,12 @@ struct Work {
 
 EngineConfig ConfigOf(const Work& work) {
   EngineConfig config;
-  config.kv_mode = work.mode;
+  config.kv_format = work.format;
   if (work.quality == "balanced") {
-    const bool fp4 = work.mode == KvCacheMode::kFp4Mx || work.mode == KvCacheMode::kFp4Nv;
+    const bool fp4 = work.format == KvCacheMode::kFp4Mx || work.format == KvCacheMode::kFp4Nv;
     config.kv_quality.rotate_k = true;
     config.kv_quality.search_scales = fp4;
-    config.kv_quality.hot = {kHotTokens, kHotTokens};
+    config.kv_quality.window16 = {kWindow16Tokens, kWindow16Tokens};
   }
   config.max_batch_size = std::max(work.max_batch(), work.prompts);
   config.session_len = work.session_len();
@@ -231,7 +231,7 @@ class Runner {
 
 Json Row(const Work& work) {
   Json row;
-  row.Add("mode", ToString(work.mode)).Add("quality", work.quality);
+  row.Add("mode", ToString(work.format)).Add("quality", work.quality);
   return row;
 }
 

@@ -25,15 +25,15 @@ struct Limits {
   double round_seconds = 0.02;
 };
 
-constexpr int kMostLaunches = 256;
-constexpr int kLeastLayers = 2;
+constexpr int kMaxLaunches = 256;
+constexpr int kMinLayers = 2;
 constexpr int kBlockTokens = 64;
 constexpr int64_t kPeriodValues = int64_t{1} << 18;  // random values of an activation; they repeat
 constexpr float kNormEps = 1e-6f;
 
 struct KvShape {
   explicit KvShape(Cell& cell)
-      : mode(GetKvCacheMode(cell.Text("mode", "none"), DeviceCapability())),
+      : format(GetKvCacheMode(cell.Text("mode", "none"), DeviceCapability())),
         batch(cell.Number("batch", 1)),
         context(cell.Number("context", 1024)),
         new_tokens(cell.Number("new_tokens", 1)),
@@ -56,7 +56,7 @@ struct KvShape {
     return window == 0 ? 0 : std::max(0, context - new_tokens + 1 - window) / kBlockTokens;
   }
 
-  KvCacheMode mode;
+  KvCacheMode format;
   int batch;
   int context;  // of each sequence, with the new tokens
   int new_tokens;
@@ -71,7 +71,7 @@ struct KvShape {
 
 inline block::Config ConfigOf(const KvShape& shape, int layers) {
   block::Config config;
-  config.layers.assign(static_cast<size_t>(layers), {shape.mode, shape.mode});
+  config.layers.assign(static_cast<size_t>(layers), {shape.format, shape.format});
   config.kv_heads = shape.kv_heads;
   config.head_dim = shape.head_dim;
   config.block_seq_len = kBlockTokens;
@@ -102,7 +102,7 @@ inline void WriteRows(const KvLayerView& view) {
         } else if (view.param_bytes[side] > 0) {
           meta = view.Params(s, 0, head) + int64_t{token} * view.param_bytes[side];
         }
-        DispatchMode(view.mode[side], [&]<KvCacheMode M>() {
+        DispatchFormat(view.format[side], [&]<KvCacheMode M>() {
           Codec<M>::EncodeRow(row, view.head_dim, view.dtype, 1.f,
                               reinterpret_cast<uint8_t*>(payload),
                               reinterpret_cast<uint8_t*>(meta));
@@ -150,8 +150,7 @@ struct StepArraysOnHost {
 // Filled pools of some layers and the parameters of the ops of one shape.
 class KvBench {
  public:
-  KvBench(Device& device, const KvShape& shape, const Limits& limits,
-          int least_layers = kLeastLayers)
+  KvBench(Device& device, const KvShape& shape, const Limits& limits, int least_layers = kMinLayers)
       : device_(device),
         shape_(shape),
         blocks_(int64_t{shape.batch} * (shape.blocks_of_context() - shape.first_visible_block())),
@@ -192,8 +191,8 @@ class KvBench {
     p.batch = host_.batch;
     return p;
   }
-  ProcessKVParams Write(int launch) const {
-    ProcessKVParams p;
+  WriteKvParams Write(int launch) const {
+    WriteKvParams p;
     p.qkv = qkv_.As<float>();
     p.norm_eps = kNormEps;
     p.rope_cos = angles_.As<float>();
@@ -248,7 +247,7 @@ class KvBench {
   }
   int Launches(const Limits& limits) const {
     return static_cast<int>(std::clamp<int64_t>(LayersFor(limits), limits.launches,
-                                                std::max(limits.launches, kMostLaunches)));
+                                                std::max(limits.launches, kMaxLaunches)));
   }
   int Layers(const Limits& limits) const {
     return static_cast<int>(
@@ -316,7 +315,7 @@ inline Measured MeasureKv(Device& device, const std::string& op, const KvShape& 
                    [&](int i) { device.PrefillAttention(bench.Attention(i)); });
   }
   if (op == "write") {
-    return measure(CostOf(bench.Write(0)), [&](int i) { device.ProcessKV(bench.Write(i)); });
+    return measure(CostOf(bench.Write(0)), [&](int i) { device.WriteKv(bench.Write(i)); });
   }
   const DeviceBuffer dense(device, bench.dense_bytes());
   return measure(CostOf(bench.Flatten(0, dense)),

@@ -36,7 +36,7 @@ struct MatrixShape {
 };
 
 // A step of as many sequences with one token each, so that a device may record it; above
-// kMostDecoding of one prompt.
+// kMaxDecoding of one prompt.
 class PlainStep {
  public:
   PlainStep(Device& device, int tokens)
@@ -54,12 +54,12 @@ class PlainStep {
   }
 
  private:
-  static constexpr int kMostDecoding = 256;
+  static constexpr int kMaxDecoding = 256;
   static KvShape ShapeOf(int tokens) {
     Cell none("");
     KvShape shape(none);
-    shape.batch = tokens > kMostDecoding ? 1 : tokens;
-    shape.new_tokens = tokens > kMostDecoding ? tokens : 1;
+    shape.batch = tokens > kMaxDecoding ? 1 : tokens;
+    shape.new_tokens = tokens > kMaxDecoding ? tokens : 1;
     shape.context = shape.new_tokens;
     return shape;
   }
@@ -85,10 +85,9 @@ class MatrixBench {
     const int64_t layer_bytes = matrices_[0]->num_bytes() * shape.num_experts;
     launches_ = static_cast<int>(std::clamp<int64_t>(CeilDiv(limits.rotate_bytes, layer_bytes),
                                                      limits.launches,
-                                                     std::max(limits.launches, kMostLaunches)));
-    layers_ =
-        static_cast<int>(std::clamp<int64_t>(CeilDiv(limits.rotate_bytes, layer_bytes),
-                                             kLeastLayers, std::max(kLeastLayers, launches_)));
+                                                     std::max(limits.launches, kMaxLaunches)));
+    layers_ = static_cast<int>(std::clamp<int64_t>(CeilDiv(limits.rotate_bytes, layer_bytes),
+                                                   kMinLayers, std::max(kMinLayers, launches_)));
     for (int layer = 1; layer < layers_; ++layer) {
       add();
     }
@@ -130,7 +129,7 @@ inline Measured MeasureLinear(Device& device, const MatrixShape& shape, const Li
   return {timing, CostOf(params(0)), matrices.layers()};
 }
 
-// Every token goes to top_k experts, drawn at random: rows in order of experts.
+// Every token goes to top_k experts, sampled at random: rows in order of experts.
 struct Routing {
   std::vector<int32_t> offsets;
   std::vector<int32_t> x_rows;

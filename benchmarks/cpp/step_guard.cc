@@ -105,9 +105,9 @@ class GuardDevice : public testing::WaitingDevice {
       WaitingDevice::GatedActivation(params);
     }
   }
-  void ProcessKV(const ProcessKVParams& params) override {
+  void WriteKv(const WriteKvParams& params) override {
     if (computes_) {
-      WaitingDevice::ProcessKV(params);
+      WaitingDevice::WriteKv(params);
     }
   }
   void PrefillAttention(const AttentionParams& params) override {
@@ -136,15 +136,15 @@ struct How {
   bool computes = true;
 };
 
-void Run(const How& how, const std::string& mode_name) {
+void Run(const How& how, const std::string& format_name) {
   const ModelConfig model = GuardModel();
   const int batch = how.batch;
   auto device = std::make_shared<GuardDevice>(MakeCpuDevice(1, how.isa), batch, how.computes);
   EngineConfig config;
-  config.kv_mode = GetKvCacheMode(mode_name, device->capability());
+  config.kv_format = GetKvCacheMode(format_name, device->capability());
   config.max_batch_size = batch;
   config.max_prefill_token_num = batch * (kPromptTokens + 1);
-  auto weights = testing::TinyWeights(model, *device, {.quantised = true});
+  auto weights = testing::TinyWeights(model, *device, {.quantized = true});
   Engine engine(model, config, std::move(weights), device, int64_t{512} << 20);
   for (int id = 0; id < batch; ++id) {
     engine.Submit(testing::MakeRequest(

@@ -40,15 +40,15 @@ def _quota(text: str) -> float | None:
 
 
 def _memory_left(folder: str, limit: str, *, used: str, prefix: str) -> int | None:
-    most = read_kernel(f"{folder}/{limit}").strip()
+    max_value = read_kernel(f"{folder}/{limit}").strip()
     taken = read_kernel(f"{folder}/{used}").strip()
-    if not most.isdigit() or not taken.isdigit():
+    if not max_value.isdigit() or not taken.isdigit():
         return None
     # Cached pages of files are given back, those that were used lately too.
     names = (f"{prefix}inactive_file ", f"{prefix}active_file ")
     lines = read_kernel(f"{folder}/memory.stat").splitlines()
     cached = sum(int(line.split()[1]) for line in lines if line.startswith(names))
-    return max(int(most) - int(taken) + cached, 0)
+    return max(int(max_value) - int(taken) + cached, 0)
 
 
 def _folders(controller: str) -> list[str]:

@@ -32,7 +32,7 @@ class Detokenizer(Protocol):
         ...
 
 
-class KnownIds:
+class TokenDetokenizer:
     """A tokenizer's incremental decoder. Ids that only pad the model's vocabulary have no text.
 
     `begins_text`: a chat template's answer is a text of its own, any other goes on with its prompt.
@@ -139,7 +139,7 @@ class AnswerText:
         return text, num_tokens
 
 
-class GatedAnswer(AnswerText):
+class SpecialTokenStopFilter(AnswerText):
     """An answer that ends, too, at stop words which contain special tokens.
 
     `gate` matches those in the text that shows special tokens. A token becomes part of the answer

@@ -32,7 +32,7 @@ _FILE_NAMES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.js
 Message = Mapping[str, Any]
 
 
-class RawText(str):
+class PreRenderedJson(str):
     """A text that is JSON already, or goes in as it is: the filter `tojson` leaves it alone."""
 
 
@@ -215,7 +215,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    if isinstance(value, RawText):
+    if isinstance(value, PreRenderedJson):
         return str(value)
     width = len(indent) if isinstance(indent, str) else indent or 0
     if width > _MAX_INDENT:

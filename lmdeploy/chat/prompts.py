@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lmdeploy.chat.template import PromptTemplate
     from lmdeploy.chat.tokenizer import Tokenizer
 
-# Characters from which on a text is tokenised in pieces first, to be refused early.
+# Characters from which on a text is tokenized in pieces first, to be refused early.
 _HUGE_TEXT = 1 << 20
 _PIECE_CHARS = 1 << 16
 _MORE_OF_A_PIECE = 64  # tokens that the cuts of a piece may add

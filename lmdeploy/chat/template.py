@@ -39,7 +39,8 @@ class PromptTemplate:
     """The model's template, or the one that a ChatTemplateConfig asks for. Immutable.
 
     `add_special`: whether the tokenizer puts BOS before the prompt; a Jinja template writes it.
-    `goes_on`: whether the answer goes on with the prompt's text instead of beginning its own.
+    `continue_final_message`: whether the answer goes on with the prompt's text instead of beginning
+    its own.
     """
 
     def __init__(
@@ -50,10 +51,10 @@ class PromptTemplate:
         texts: dict[str, str] | None = None,
         stop_words: list[str] | None = None,
         add_special: bool = False,
-        goes_on: bool = False,
+        continue_final_message: bool = False,
     ) -> None:
         self.add_special = add_special
-        self.goes_on = goes_on
+        self.continue_final_message = continue_final_message
         self._template = template
         self._meta_instruction = meta_instruction
         self._texts = texts or {}
@@ -123,5 +124,5 @@ def choose_template(
         texts=texts,
         stop_words=config.stop_words,
         add_special=add_special,
-        goes_on=config.model_path is None and config.capability == "completion",
+        continue_final_message=config.model_path is None and config.capability == "completion",
     )

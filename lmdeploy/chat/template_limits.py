@@ -318,8 +318,8 @@ def _check_indent(s: Any, width: Any = 4, first: Any = False, blank: Any = False
 
 def _check_int(value: Any, *_: Any, **__: Any) -> None:
     if isinstance(value, str) and len(value) > MAX_INTEGER_BITS // 4:
-        most = MAX_INTEGER_BITS // 4
-        raise TemplateLimitError(f"int: got {len(value)} characters, wanted at most {most}")
+        max_value = MAX_INTEGER_BITS // 4
+        raise TemplateLimitError(f"int: got {len(value)} characters, wanted at most {max_value}")
 
 
 def _check_round(value: Any, precision: Any = 0, method: Any = "common") -> None:

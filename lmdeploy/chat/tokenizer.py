@@ -119,7 +119,7 @@ class Tokenizer:
         return (self._backend.id_to_token(self.bos_id) or "") if self.bos_id is not None else ""
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Ids of `text`; special tokens written out in it are recognised.
+        """Ids of `text`; special tokens written out in it are recognized.
 
         `add_special` adds what the model puts around a text (BOS); a rendered chat template has it
         already.

@@ -67,7 +67,7 @@ def matrix_for_engine(
     """(format, C-contiguous array [rows, ...]) for WeightsBuilder.add_matrix.
 
     `interleaved_heads` > 0 undoes GGUF's row order of q and k; rows move whole, so this holds for
-    quantised ones too. A tensor that is `transposed` in the file is F32, F16 or BF16, and turned.
+    quantized ones too. A tensor that is `transposed` in the file is F32, F16 or BF16, and turned.
     """
     kind = engine_format(tensor, exact)
     stored = tensor.raw.reshape(tensor.rows, -1)

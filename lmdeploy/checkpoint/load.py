@@ -21,7 +21,11 @@ from lmdeploy.checkpoint.convert import (
 from lmdeploy.checkpoint.fingerprint import FileIdentities
 from lmdeploy.checkpoint.open import Checkpoint
 from lmdeploy.checkpoint.tensor_plan import PlannedTensor
-from lmdeploy.checkpoint.weight_cache import CacheEntry, CacheWriter, options_from_environment
+from lmdeploy.checkpoint.weight_cache import (
+    WeightCacheEntry,
+    WeightCacheWriter,
+    options_from_environment,
+)
 from lmdeploy.checkpoint.weight_cache_file import Shape
 
 if TYPE_CHECKING:
@@ -40,7 +44,7 @@ class LoadedWeights:
 
     weights: Weights
     mapped_bytes: int = 0  # of packed weights that are used in the cache's file
-    cache_writer: CacheWriter | None = None
+    cache_writer: WeightCacheWriter | None = None
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class _Converted:
     values: npt.NDArray[Any]
 
 
-def cache_of(checkpoint: Checkpoint, files: FileIdentities) -> CacheEntry | None:
+def cache_of(checkpoint: Checkpoint, files: FileIdentities) -> WeightCacheEntry | None:
     """Where the packed weights are kept; None: nowhere. Not for exact compute.
 
     Raises ValueError for wrong options in the environment.
@@ -59,7 +63,7 @@ def cache_of(checkpoint: Checkpoint, files: FileIdentities) -> CacheEntry | None
     shapes = _packed_shapes(checkpoint)
     if options is None or sum(shape.num_bytes for shape in shapes.values()) < MIN_CACHED_BYTES:
         return None
-    return CacheEntry(options, checkpoint, shapes=shapes, files=files)
+    return WeightCacheEntry(options, checkpoint, shapes=shapes, files=files)
 
 
 def load_weights(
@@ -72,7 +76,7 @@ def load_weights(
 
 
 def load_through_cache(
-    builder: WeightsBuilder, checkpoint: Checkpoint, *, entry: CacheEntry, progress: bool
+    builder: WeightsBuilder, checkpoint: Checkpoint, *, entry: WeightCacheEntry, progress: bool
 ) -> LoadedWeights:
     """The same from the cache; where it has none, with a writer that puts them there."""
     cached = entry.load()
@@ -81,7 +85,7 @@ def load_through_cache(
         _add_all(builder, checkpoint.tensors, exact=False, copied=False, progress=title)
         packed = builder.packed()
         matrices = {name: packed[name][3] for name in entry.shapes}
-        return LoadedWeights(builder.build(), cache_writer=CacheWriter(entry, matrices))
+        return LoadedWeights(builder.build(), cache_writer=WeightCacheWriter(entry, matrices))
     in_place = cached.in_huge_pages
     for name, data in cached.matrices.items():
         shape = entry.shapes[name]

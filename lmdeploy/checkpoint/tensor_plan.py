@@ -20,7 +20,7 @@ from lmdeploy.checkpoint.files.tensor_file import (
 )
 from lmdeploy.models.config_reader import ConfigReader
 from lmdeploy.models.decoder_config import DecoderConfig
-from lmdeploy.models.experts import MAX_EXPERTS_OF_MODEL, ExpertTensors, Place
+from lmdeploy.models.experts import MAX_EXPERTS_OF_MODEL, ExpertTensors, TensorLocation
 from lmdeploy.models.family import (
     FFN_MATRICES,
     REQUIRED_MATRICES,
@@ -34,7 +34,7 @@ MAX_LAYERS = 4096
 GGUF_ROPE_FACTORS = "rope_freqs.weight"
 # Tensors that carry no weights of ours: derived tables of older checkpoints.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
-# Constants of a quantised KV cache, as llm-compressor, ModelOpt and Quark write them.
+# Constants of a quantized KV cache, as llm-compressor, ModelOpt and Quark write them.
 _KV_SCALE_SUFFIXES = (
     ".k_scale",
     ".v_scale",
@@ -120,8 +120,8 @@ def resolve_tied_head(
     if not config.tied_head or names["head"] not in file.names:
         return config
     lookup = _Lookup(file, config, source=source)
-    embedding = lookup.find("embedding", Place(names["embedding"]))
-    head = lookup.find("head", Place(names["head"]))
+    embedding = lookup.find("embedding", TensorLocation(names["embedding"]))
+    head = lookup.find("head", TensorLocation(names["head"]))
     if _is_same(embedding, head):
         return config
     logger.warning(
@@ -174,7 +174,7 @@ def plan_tensors(
     if config.tied_head:
         lookup.ignore(names["head"])
     for kind in outer:
-        yield PlannedTensor(kind, lookup.find(kind, Place(names[kind])))
+        yield PlannedTensor(kind, lookup.find(kind, TensorLocation(names[kind])))
     heads = {"q": config.num_heads, "k": config.num_kv_heads} if interleaved else {}
     places = _choose(experts, file=file, config=config)
     for layer in range(config.num_layers):
@@ -183,7 +183,7 @@ def plan_tensors(
             base = kind.removesuffix(".bias")
             if kind in ("embedding", "final_norm", "head") or (sparse and base in FFN_MATRICES):
                 continue
-            tensor = lookup.find(kind, Place(name), layer=layer)
+            tensor = lookup.find(kind, TensorLocation(name), layer=layer)
             yield PlannedTensor(f"layers.{layer}.{kind}", tensor, heads.get(base, 0))
         if sparse:
             yield from _plan_experts(lookup, places, layer=layer)
@@ -238,7 +238,9 @@ class _Lookup:
         self._shapes = tensor_shapes(config)
         self._stacked: dict[str, StoredTensor] = {}  # of the layer at hand
 
-    def find(self, kind: str, place: Place, *, layer: int = 0, expert: int = 0) -> StoredTensor:
+    def find(
+        self, kind: str, place: TensorLocation, *, layer: int = 0, expert: int = 0
+    ) -> StoredTensor:
         """The tensor of an engine name, of one expert where it is one of many."""
         name = place.name.format(i=layer, e=expert)
         shape = self._shapes[kind]
@@ -270,7 +272,7 @@ class _Lookup:
                 f"such as {min(self._left)[:80]}"
             )
 
-    def _split(self, kind: str, place: Place, *, layer: int, expert: int) -> StoredTensor:
+    def _split(self, kind: str, place: TensorLocation, *, layer: int, expert: int) -> StoredTensor:
         rows, cols = self._shapes[kind]
         if cols % 32:
             raise ModelFormatError(

@@ -97,7 +97,7 @@ def _parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-class CacheEntry:
+class WeightCacheEntry:
     """The file of one model in the cache. Its methods log errors and do not raise them.
 
     Args:
@@ -224,10 +224,10 @@ class CacheEntry:
         return identify_files(self._model).files != self._files.files
 
 
-class CacheWriter:
+class WeightCacheWriter:
     """Stores packed weights in a background thread once the engine is ready."""
 
-    def __init__(self, entry: CacheEntry, matrices: Mapping[str, Bytes]) -> None:
+    def __init__(self, entry: WeightCacheEntry, matrices: Mapping[str, Bytes]) -> None:
         self._entry = entry
         self._matrices: Mapping[str, Bytes] | None = matrices
         self._stopped = threading.Event()

@@ -67,11 +67,11 @@ class _Printer:
         self._console = console
         self._style: str | None = None
 
-    def __call__(self, piece: Response) -> None:
-        if piece.reasoning_content:
-            self._print(piece.reasoning_content, "dim")
-        self._print(piece.text, "none")
-        for call in piece.tool_calls or []:
+    def __call__(self, chunk: Response) -> None:
+        if chunk.reasoning_content:
+            self._print(chunk.reasoning_content, "dim")
+        self._print(chunk.text, "none")
+        for call in chunk.tool_calls or []:
             if call.function.name:
                 self._print(f"\n[{call.function.name}] ", "dim")
             self._print(call.function.arguments, "dim")
@@ -90,14 +90,14 @@ def _answer(pipeline: Pipeline, session: Session, *, console: Console, line: str
     text = ""
     show = _Printer(console)
     try:
-        config = GenerationConfig(max_new_tokens=limit, **pipeline.engine.parts.sampling)
-        for piece in pipeline.stream_infer(session.messages(line), config):
-            text += piece.text
-            show(piece)
-            if piece.finish_reason == "error":
-                console.print(f"\nerror: {piece.error_message}", style="red", markup=False)
+        config = GenerationConfig(max_new_tokens=limit, **pipeline.engine.loaded.sampling)
+        for chunk in pipeline.stream_infer(session.messages(line), config):
+            text += chunk.text
+            show(chunk)
+            if chunk.finish_reason == "error":
+                console.print(f"\nerror: {chunk.error_message}", style="red", markup=False)
                 return
-            if piece.finish_reason == "length":
+            if chunk.finish_reason == "length":
                 console.print(f" [cut: {_FULL}]", style="dim", markup=False)
     except KeyboardInterrupt:
         console.print(" [stopped]", style="dim", markup=False)

@@ -88,7 +88,7 @@ def gpus() -> Iterator[str]:
             yield f"{line}; ERROR {error}"
             continue
         first = "with --device auto or cuda" if index == 0 else f"with --devices {index}"
-        yield f"{line}, {free / 2**30:.1f} free; used {first}; products: {device.products}"
+        yield f"{line}, {free / 2**30:.1f} free; used {first}; products: {device.gemm_backend}"
 
 
 def kv_formats() -> Iterator[str]:

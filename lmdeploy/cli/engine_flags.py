@@ -135,7 +135,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
     add(
         "--dtype",
-        "of what the cache does not quantise (default: auto, as the weights)",
+        "of what the cache does not quantize (default: auto, as the weights)",
         choices=DTYPES,
         default="auto",
     )

@@ -16,7 +16,7 @@ from lmdeploy.version import __version__
 
 def make_parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    parser = OneLineParser(prog="lmdeploy", description="LLM inference with a quantised KV cache.")
+    parser = OneLineParser(prog="lmdeploy", description="LLM inference with a quantized KV cache.")
     parser.add_argument("-v", "--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     chat = commands.add_parser("chat", help="talk to a model in the terminal")

@@ -54,11 +54,11 @@ def dry_run_lines(model_path: str, config: TurbomindEngineConfig) -> list[str]:
 
     target = open_device(config)
     device = target.device
-    files, native, kv = plan_engine(model_path, config, device=device)
+    files, engine_config, kv = plan_engine(model_path, config, device=device)
     info = files.info
     free = target.free_bytes()
     left = max(free - info.weight_bytes, 0)
-    plan = _turbomind.plan_memory(info.config, native, left, is_cuda=device.is_cuda)
+    plan = _turbomind.plan_memory(info.config, engine_config, left, is_cuda=device.is_cuda)
     peak = info.weight_bytes + plan.reserved_bytes + plan.scratch_bytes
     mapped = ""
     if info.mapped_bytes:
@@ -68,8 +68,8 @@ def dry_run_lines(model_path: str, config: TurbomindEngineConfig) -> list[str]:
         f"model: {model_path} ({info.model_type}), weights {info.weight_bytes:,} bytes{mapped}",
         target.line,
         f"free memory: {free:,} bytes",
-        cache_line(kv, plan, session_len=native.session_len),
-        f"blocks: {plan.num_blocks:,} of {native.cache_block_seq_len} tokens",
+        cache_line(kv, plan, session_len=engine_config.session_len),
+        f"blocks: {plan.num_blocks:,} of {engine_config.cache_block_seq_len} tokens",
         f"reserved bytes: {plan.reserved_bytes:,}",
         *([] if device.is_cuda else [touched]),
         f"scratch bytes: {plan.scratch_bytes:,} (activations of a full step)",

@@ -41,7 +41,7 @@ class TurbomindEngineConfig:
     """Options of the engine. Sizes are in tokens unless a name says otherwise.
 
     Args:
-        dtype: of what the cache does not quantise: auto (as the weights), float16, bfloat16 or
+        dtype: of what the cache does not quantize: auto (as the weights), float16, bfloat16 or
             float32.
         model_format: `hf`, `gguf` or a quantization method such as `awq`; a model in another
             format is then refused. None accepts all formats.
@@ -218,15 +218,16 @@ class TurbomindEngineConfig:
         for name in ("kv_rotation", "kv_scale_search"):
             if getattr(self, name) is not None:
                 check_bool(name, getattr(self, name), flag=flag_of(name))
-        for name, least in (("kv_sink_tokens", 0), ("kv_recent_tokens", -1)):
+        for name, min_value in (("kv_sink_tokens", 0), ("kv_recent_tokens", -1)):
             value = getattr(self, name)
             if value is None:
                 continue
             is_int = isinstance(value, int) and not isinstance(value, bool)
             if not is_int or not (
-                value == least or (0 <= value <= MAX_HOT_TOKENS and value % HOT_TOKENS_STEP == 0)
+                value == min_value
+                or (0 <= value <= MAX_HOT_TOKENS and value % HOT_TOKENS_STEP == 0)
             ):
-                off = " or -1" if least < 0 else ""
+                off = " or -1" if min_value < 0 else ""
                 wanted = f"a multiple of {HOT_TOKENS_STEP} from 0 to {MAX_HOT_TOKENS}{off}"
                 raise refuse(name, value, wanted=wanted, flag=flag_of(name))
         if self.kv_recent_tokens == -1 and self.kv_sink_tokens:

@@ -17,13 +17,13 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from lmdeploy.base.checks import OptionError, flag_of
-from lmdeploy.chat.detokenize import AnswerText, GatedAnswer, KnownIds
+from lmdeploy.chat.detokenize import AnswerText, SpecialTokenStopFilter, TokenDetokenizer
 from lmdeploy.chat.formats.base import AnswerDecoder, AnswerStart
 from lmdeploy.chat.formats.text import TextDecoder
 from lmdeploy.chat.grammar import Grammars
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.config.generation import GenerationConfig
-from lmdeploy.engine.load import EngineParts, load_parts
+from lmdeploy.engine.load import LoadedEngine, load_engine
 from lmdeploy.engine.request import (
     bad_sequences,
     check_token_ids,
@@ -53,8 +53,8 @@ class AsyncEngine:
     `submit` and `generate` may be called from any event loop; `close` from any thread.
     """
 
-    def __init__(self, parts: EngineParts) -> None:
-        self.parts = parts
+    def __init__(self, loaded: LoadedEngine) -> None:
+        self.loaded = loaded
         self._ids = itertools.count(1)
         self._streams: dict[int, RequestStream] = {}
         self._lock = threading.Lock()
@@ -79,10 +79,11 @@ class AsyncEngine:
         tool_call_parser: str | None = None,
         progress: bool = True,
     ) -> AsyncEngine:
-        """Loads a folder, GGUF file, hub id or `smollm2`; the options are those of `load_parts`."""
+        """Loads a folder, GGUF file, hub id or `smollm2`; the options are those of
+        `load_engine`."""
         config = config or TurbomindEngineConfig()
         return cls(
-            load_parts(
+            load_engine(
                 model_path,
                 config,
                 chat_template_config=chat_template_config,
@@ -95,14 +96,14 @@ class AsyncEngine:
     @property
     def max_request_tokens(self) -> int:
         """Longest prompt plus answer: what session_len and the cache allow."""
-        return self.parts.core.memory_plan().max_sequence_tokens
+        return self.loaded.cpp_engine.memory_plan().max_sequence_tokens
 
     @property
     def healthy(self) -> bool:
         """False from the moment the engine has failed or been closed, and after a fork."""
         if self.in_other_process or self._closing.is_set() or self._failure:
             return False
-        return self.parts.core.healthy
+        return self.loaded.cpp_engine.healthy
 
     @property
     def failure(self) -> str:
@@ -114,7 +115,7 @@ class AsyncEngine:
             )
         if self._closing.is_set():
             return "the engine is closed"
-        return self._failure or self.parts.core.failure
+        return self._failure or self.loaded.cpp_engine.failure
 
     @property
     def in_other_process(self) -> bool:
@@ -126,16 +127,18 @@ class AsyncEngine:
         from lmdeploy.engine.kv_quality import cache_line
 
         return cache_line(
-            self.parts.kv, self.parts.core.memory_plan(), session_len=self.parts.session_len
+            self.loaded.kv,
+            self.loaded.cpp_engine.memory_plan(),
+            session_len=self.loaded.session_len,
         )
 
     def start_lines(self) -> list[str]:
         """On the device and the cache, for the start of a server."""
-        return [line for line in (self.parts.device_line, self.cache_line()) if line]
+        return [line for line in (self.loaded.device_line, self.cache_line()) if line]
 
     def stats(self) -> _turbomind.EngineStats:
         """Counters of the C++ engine."""
-        return self.parts.core.stats()
+        return self.loaded.cpp_engine.stats()
 
     def check_prompt(
         self, prompt_ids: list[int], *, num_new: int = 1, name: str = "prompt"
@@ -146,7 +149,7 @@ class AsyncEngine:
         """
         if not prompt_ids:
             raise OptionError(name, "got no tokens, wanted at least 1; change the prompt")
-        limit, session_len = self.max_request_tokens, self.parts.session_len
+        limit, session_len = self.max_request_tokens, self.loaded.session_len
         wanted = len(prompt_ids) + num_new
         got = f"got {len(prompt_ids)} tokens, wanted "
         got += "fewer than" if num_new else "at most"
@@ -163,16 +166,16 @@ class AsyncEngine:
                 f"{flag_of('cache_max_entry_count')}",
             )
         top = max(prompt_ids)
-        if top >= self.parts.vocab_size or min(prompt_ids) < 0:
-            bad = top if top >= self.parts.vocab_size else min(prompt_ids)
+        if top >= self.loaded.vocab_size or min(prompt_ids) < 0:
+            bad = top if top >= self.loaded.vocab_size else min(prompt_ids)
             raise OptionError(
                 name,
-                f"got token id {bad}, wanted 0 to {self.parts.vocab_size - 1}; change the prompt",
+                f"got token id {bad}, wanted 0 to {self.loaded.vocab_size - 1}; change the prompt",
             )
 
     def new_grammars(self) -> Grammars:
         """For the answers of one call, which share what `response_format` compiles to."""
-        return Grammars(lambda: self.parts.tokenizer.grammar_tokenizer(self.parts.vocab_size))
+        return Grammars(lambda: self.loaded.tokenizer.grammar_tokenizer(self.loaded.vocab_size))
 
     async def submit(
         self,
@@ -218,7 +221,7 @@ class AsyncEngine:
         with self._lock:
             self._streams[stream.request_id] = stream
         try:
-            self.parts.core.submit(request)
+            self.loaded.cpp_engine.submit(request)
         except BaseException:
             with self._lock:
                 self._streams.pop(stream.request_id, None)
@@ -237,8 +240,8 @@ class AsyncEngine:
         """`submit` as one iterator; leaving it early cancels the request."""
         stream = await self.submit(prompt_ids, config, index=index)
         try:
-            async for piece in stream:
-                yield piece
+            async for chunk in stream:
+                yield chunk
         finally:
             stream.close()
 
@@ -249,7 +252,7 @@ class AsyncEngine:
         with self._lock:
             known = self._streams.pop(request_id, None)
         if known is not None and not self._closing.is_set():
-            self.parts.core.cancel(request_id)
+            self.loaded.cpp_engine.cancel(request_id)
 
     def abort_all(self) -> int:
         """Ends all answers that run or wait, which keep what they have (finish_reason `abort`).
@@ -260,7 +263,7 @@ class AsyncEngine:
         with self._lock:
             ids = list(self._streams)
         for request_id in ids:
-            self.parts.core.cancel(request_id)
+            self.loaded.cpp_engine.cancel(request_id)
         return len(ids)
 
     def close(self) -> None:
@@ -273,9 +276,9 @@ class AsyncEngine:
         with self._close_lock:
             if not self._closed:
                 self._closing.set()
-                self.parts.on_close()
+                self.loaded.on_close()
                 self._drain_thread.join()
-                self.parts.core.close()
+                self.loaded.cpp_engine.close()
                 self._closed = True
 
     def check_healthy(self) -> None:
@@ -300,30 +303,30 @@ class AsyncEngine:
         start: AnswerStart | None,
         grammar: str | None,
         grammars: Grammars,
-    ) -> tuple[Any, list[int], GatedAnswer, AnswerDecoder]:
-        # In a worker thread: tokenising words and compiling a grammar take time. The ids that come
+    ) -> tuple[Any, list[int], SpecialTokenStopFilter, AnswerDecoder]:
+        # In a worker thread: tokenizing words and compiling a grammar take time. The ids that come
         # back are the caller's list where nothing was added: n answers share it.
         constrained = is_constrained(config) and grammar is None
         if start is not None and constrained:
-            prefix = self.parts.chat_format.constrained_prefix()
+            prefix = self.loaded.chat_format.constrained_prefix()
             prompt_ids = [*prompt_ids, *prefix] if prefix else prompt_ids
         self.check_prompt(prompt_ids, num_new=min(config.max_new_tokens, 1))
-        check_token_ids(config, self.parts.vocab_size)
+        check_token_ids(config, self.loaded.vocab_size)
         room = self.max_request_tokens - len(prompt_ids)
-        request = self.parts.new_request()
+        request = self.loaded.new_request()
         request.id = next(self._ids)
         request.prompt = prompt_ids
         request.max_new_tokens = min(config.max_new_tokens, room)
         request.min_new_tokens = min(config.min_new_tokens or 0, request.max_new_tokens)
         request.ignore_eos = config.ignore_eos
-        request.eos_ids = [] if config.ignore_eos else list(self.parts.eos_ids)
-        template = self.parts.chat_template
+        request.eos_ids = [] if config.ignore_eos else list(self.loaded.eos_ids)
+        template = self.loaded.chat_template
         of_template = template.stop_words if start is not None and template is not None else []
         stop_ids, plain_words, special_words = sort_stop_words(
-            [*(config.stop_words or []), *of_template], self.parts.tokenizer
+            [*(config.stop_words or []), *of_template], self.loaded.tokenizer
         )
         request.stop_sequences = [[i] for i in [*(config.stop_token_ids or []), *stop_ids]]
-        request.bad_sequences = bad_sequences(config, self.parts.tokenizer)
+        request.bad_sequences = bad_sequences(config, self.loaded.tokenizer)
         request.num_logprobs = -1 if config.logprobs is None else config.logprobs
         request.num_prompt_logprobs = (
             -1 if config.prompt_logprobs is None else config.prompt_logprobs
@@ -344,8 +347,10 @@ class AsyncEngine:
     ) -> AnswerDecoder:
         skip_special = config.skip_special_tokens
         if start is None:
-            return TextDecoder(KnownIds(self.parts.tokenizer, skip_special, begins_text=False))
-        return self.parts.chat_format.decoder(
+            return TextDecoder(
+                TokenDetokenizer(self.loaded.tokenizer, skip_special, begins_text=False)
+            )
+        return self.loaded.chat_format.decoder(
             start, skip_special=skip_special, constrained=constrained
         )
 
@@ -357,33 +362,35 @@ class AsyncEngine:
         special_words: list[str],
         start: AnswerStart | None,
         decoder: AnswerDecoder,
-    ) -> GatedAnswer:
+    ) -> SpecialTokenStopFilter:
         include_stop, min_tokens = config.include_stop_str_in_output, config.min_new_tokens or 0
         gate = None
         if special_words:
             begins_text = start is not None and not start.continue_final_message
-            shown = KnownIds(self.parts.tokenizer, skip_special=False, begins_text=begins_text)
+            shown = TokenDetokenizer(
+                self.loaded.tokenizer, skip_special=False, begins_text=begins_text
+            )
             # The word that ends first counts. Where answers are split, content is not the text
             # that the gate sees.
-            is_split = start is not None and self.parts.chat_format.splits_answers
+            is_split = start is not None and self.loaded.chat_format.splits_answers
             words = special_words if is_split else [*special_words, *plain_words]
             gate = AnswerText(shown, words, include_stop=include_stop, min_tokens=min_tokens)
-        return GatedAnswer(
+        return SpecialTokenStopFilter(
             decoder, plain_words, gate=gate, include_stop=include_stop, min_tokens=min_tokens
         )
 
     def _drain(self) -> None:
-        core = self.parts.core
+        cpp_engine = self.loaded.cpp_engine
         reason = "the engine has been closed"
         try:
             while not self._closing.is_set():
-                outputs = core.wait_outputs(_WAIT_MS)
+                outputs = cpp_engine.wait_outputs(_WAIT_MS)
                 for output in outputs:
                     self._deliver(output)
                 if not self._has_warned and any(out.finish_reason != "none" for out in outputs):
                     self._warn_of_clipping()
-                if not outputs and not core.healthy:
-                    reason = f"the engine has failed: {core.failure}"
+                if not outputs and not cpp_engine.healthy:
+                    reason = f"the engine has failed: {cpp_engine.failure}"
                     break
         except BaseException as error:  # whatever it is, without this thread nobody is answered
             logger.exception("the engine's outputs cannot be delivered")
@@ -392,11 +399,11 @@ class AsyncEngine:
         ended = self._end_all(EngineFailure(reason))
         if self._failure:  # nobody would read what is still computed
             for request_id in ended:
-                core.cancel(request_id)
+                cpp_engine.cancel(request_id)
 
     def _warn_of_clipping(self) -> None:
         """Warn once when values of K or V were beyond the range of their format."""
-        num_values = sum(count for _, count in self.parts.core.stats().clipped)
+        num_values = sum(count for _, count in self.loaded.cpp_engine.stats().clipped)
         if num_values == 0:
             return
         self._has_warned = True

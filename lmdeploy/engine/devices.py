@@ -57,7 +57,7 @@ class OpenDevice:
     @property
     def line(self) -> str:
         """For the start of a server."""
-        products = self.device.products
+        products = self.device.gemm_backend
         return f"device: {self.device.name}" + (f"; products: {products}" if products else "")
 
 

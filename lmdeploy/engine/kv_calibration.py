@@ -35,7 +35,7 @@ _MAX_VALUE = 2.0**24
 
 
 @dataclass(frozen=True)
-class CalibrationFacts:
+class CalibrationMetadata:
     """What a calibration file was made of."""
 
     model_hash: str
@@ -51,7 +51,7 @@ class CalibrationFacts:
 class Calibration:
     """Constants of one model's cache, K after RoPE, by model layer."""
 
-    facts: CalibrationFacts
+    facts: CalibrationMetadata
     k_mean: Floats  # [layers, kv_heads, head_dim], before the rotation
     k_amax: Floats  # [layers, kv_heads], of K - mean: at least the largest value
     k_amax_rotated: Floats  # [layers, kv_heads], of K - mean after the rotation
@@ -97,7 +97,7 @@ def _read_calibration(path: Path, model: ModelConfig, *, model_hash: str) -> Cal
         if path.stat().st_size > _MAX_FILE_BYTES:
             raise ModelFormatError(f"{path}: more than {_MAX_FILE_BYTES} bytes: no calibration")
         with safe_open(path, framework="np") as file:
-            facts = _read_facts(path, file.metadata() or {}, model_hash=model_hash)
+            facts = _read_metadata(path, file.metadata() or {}, model_hash=model_hash)
             # The sizes first: nothing of a wrong shape is read.
             for name, shape in _shapes(model).items():
                 if name not in file.keys():  # noqa: SIM118  the handle is not a mapping
@@ -115,15 +115,15 @@ def _read_calibration(path: Path, model: ModelConfig, *, model_hash: str) -> Cal
     except SafetensorError as error:
         raise ModelFormatError(f"{path}: truncated or corrupt safetensors: {error}") from error
     for name, values in tensors.items():
-        least = -_MAX_VALUE if name == "k_mean" else 0.0
-        if not ((values >= least) & (values <= _MAX_VALUE)).all():  # a NaN is not
+        min_value = -_MAX_VALUE if name == "k_mean" else 0.0
+        if not ((values >= min_value) & (values <= _MAX_VALUE)).all():  # a NaN is not
             raise ModelFormatError(
-                f"{path}: {name} holds values beyond [{least:g}, {_MAX_VALUE:g}] or NaN"
+                f"{path}: {name} holds values beyond [{min_value:g}, {_MAX_VALUE:g}] or NaN"
             )
     return Calibration(facts=facts, **tensors)
 
 
-def _read_facts(path: Path, metadata: dict[str, str], *, model_hash: str) -> CalibrationFacts:
+def _read_metadata(path: Path, metadata: dict[str, str], *, model_hash: str) -> CalibrationMetadata:
     if _METADATA_KEY not in metadata:
         raise ModelFormatError(
             f"{path}: no file of lmdeploy lite calibrate: {_METADATA_KEY} is missing"
@@ -143,16 +143,16 @@ def _read_facts(path: Path, metadata: dict[str, str], *, model_hash: str) -> Cal
             f"{path}: made for another model (hash {str(values.get('model_hash'))[:12]}, this "
             f"model has {model_hash[:12]}); make one with lmdeploy lite calibrate"
         )
-    names = {field.name: field.type for field in fields(CalibrationFacts)}
+    names = {field.name: field.type for field in fields(CalibrationMetadata)}
     if {name: type(value).__name__ for name, value in values.items()} != names:
         raise ModelFormatError(f"{path}: {_METADATA_KEY} has other fields than version 1")
-    return CalibrationFacts(**values)
+    return CalibrationMetadata(**values)
 
 
 def engine_constants(
     calibration: Calibration, layers: Sequence[FormatPair], *, rotated: bool
 ) -> tuple[Floats | None, Floats, Floats]:
-    """(k_mean, k_factors, v_factors) for the engine; k_mean None where all of it is 0."""
+    """(k_mean, k_scales, v_scales) for the engine; k_mean None where all of it is 0."""
     k_amax = calibration.k_amax_rotated if rotated else calibration.k_amax
     return (
         calibration.k_mean if calibration.k_mean.any() else None,

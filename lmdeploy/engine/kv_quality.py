@@ -92,7 +92,7 @@ def resolve_kv_options(
         return KvOptions(layers, "raw")
     quality = config.kv_quality or ("balanced" if names & FOUR_BIT_FORMATS else "raw")
     by_default = quality != "raw"
-    sink_tokens, recent_tokens = _hot_tokens(config, by_default)
+    sink_tokens, recent_tokens = _window16_tokens(config, by_default)
     search = by_default if config.kv_scale_search is None else config.kv_scale_search
     path = config.kv_calibration
     return KvOptions(
@@ -116,7 +116,7 @@ def _format_note(asked: Sequence[FormatPair], layers: Sequence[FormatPair]) -> s
     return ""
 
 
-def _hot_tokens(config: TurbomindEngineConfig, by_default: bool) -> tuple[int, int]:
+def _window16_tokens(config: TurbomindEngineConfig, by_default: bool) -> tuple[int, int]:
     """Sink and recent tokens. Sinks alone keep the current block in 16 bit as well."""
     sink, recent = config.kv_sink_tokens, config.kv_recent_tokens
     if recent is None:
@@ -136,7 +136,7 @@ def _on_device(name: str, *, config: TurbomindEngineConfig, sm: int) -> str:
 
 def apply_kv_options(
     options: KvOptions,
-    native: _turbomind.EngineConfig,
+    engine_config: _turbomind.EngineConfig,
     *,
     model: _turbomind.ModelConfig,
     model_hash: str | None = None,
@@ -146,21 +146,21 @@ def apply_kv_options(
     Raises ValueError when the calibration file cannot be read or belongs to another model;
     `model_hash` is needed with a calibration file only.
     """
-    native.kv_mode = options.layers[0].k
+    engine_config.kv_format = options.layers[0].k
     uniform = len({str(pair) for pair in options.layers}) == 1
     if not uniform or options.layers[0].k != options.layers[0].v:
-        native.kv_layers = [(pair.k, pair.v) for pair in options.layers]
-    native.kv_rotate_k = options.rotation
-    native.kv_search_scales = options.scale_search
-    native.kv_sink_tokens = options.sink_tokens
-    native.kv_recent_tokens = options.recent_tokens
+        engine_config.kv_layers = [(pair.k, pair.v) for pair in options.layers]
+    engine_config.kv_rotate_k = options.rotation
+    engine_config.kv_search_scales = options.scale_search
+    engine_config.kv_sink_tokens = options.sink_tokens
+    engine_config.kv_recent_tokens = options.recent_tokens
     if options.calibration is not None:
         from lmdeploy.engine.kv_calibration import engine_constants, read_calibration
 
         if model_hash is None:
             raise RuntimeError("a calibration file needs the hash of the model")
         calibration = read_calibration(options.calibration, model, model_hash=model_hash)
-        native.set_kv_calibration(
+        engine_config.set_kv_calibration(
             *engine_constants(calibration, options.layers, rotated=options.rotation)
         )
 
@@ -172,10 +172,14 @@ def cache_line(options: KvOptions, plan: _turbomind.MemoryPlan, *, session_len: 
     """
     ratio = plan.session_bytes_none / plan.session_bytes
     note = f"; {options.note}" if options.note else ""
-    hot = f" + {plan.hot_bytes_per_sequence:,} per sequence" if plan.hot_bytes_per_sequence else ""
+    window16 = (
+        f" + {plan.window16_bytes_per_sequence:,} per sequence"
+        if plan.window16_bytes_per_sequence
+        else ""
+    )
     return (
         f"KV cache: mode {options.mode}, quality {options.quality_text}, "
-        f"{plan.bytes_per_token:,.0f} bytes per token{hot}, "
+        f"{plan.bytes_per_token:,.0f} bytes per token{window16}, "
         f"{plan.max_tokens:,} tokens fit in {plan.reserved_bytes / 2**20:,.1f} MiB; "
         f"a session of {session_len:,} tokens takes {plan.session_bytes / 2**20:,.1f} MiB, "
         f"{ratio:.2f}x less than in 16 bit ({plan.bytes_per_token_none:,.0f} bytes per token){note}"

@@ -26,13 +26,13 @@ logger = logging.getLogger("lmdeploy")
 
 
 @dataclass
-class EngineParts:
+class LoadedEngine:
     """What an engine is made of. Tests pass fakes with the same methods.
 
     `sampling` holds the defaults of sampling options that a request leaves out.
     """
 
-    core: _turbomind.Engine
+    cpp_engine: _turbomind.Engine
     new_request: Callable[[], _turbomind.Request]
     tokenizer: Tokenizer
     chat_template: PromptTemplate | None
@@ -48,7 +48,7 @@ class EngineParts:
     on_close: Callable[[], None] = lambda: None
 
 
-def load_parts(
+def load_engine(
     model_path: str,
     config: TurbomindEngineConfig,
     *,
@@ -56,7 +56,7 @@ def load_parts(
     reasoning_parser: str | None = None,
     tool_call_parser: str | None = None,
     progress: bool = True,
-) -> EngineParts:
+) -> LoadedEngine:
     """Load the model and start the C++ engine. ValueError says what is wrong with the input.
 
     `reasoning_parser` and `tool_call_parser` name the parts of the chat format. None chooses them
@@ -67,7 +67,7 @@ def load_parts(
 
     target = open_device(config)
     device = target.device
-    files, native, kv = plan_engine(model_path, config, device=device)
+    files, engine_config, kv = plan_engine(model_path, config, device=device)
     # Before the weights, which take long.
     texts = files.read_texts()
     template = choose_template(texts.chat_template, chat_template_config, tokenizer=texts.tokenizer)
@@ -82,18 +82,18 @@ def load_parts(
         logger.warning("%s", NO_TEMPLATE)
     model = files.load(texts, device=device, progress=progress)
     free = max(target.free_bytes() - model.mapped_bytes, 0)
-    core = _turbomind.Engine(model.config, native, model.weights, device, free)
+    cpp_engine = _turbomind.Engine(model.config, engine_config, model.weights, device, free)
     writer = model.cache_writer
     if writer is not None:
         writer.start()
-    return EngineParts(
-        core=core,
+    return LoadedEngine(
+        cpp_engine=cpp_engine,
         new_request=_turbomind.Request,
         tokenizer=model.tokenizer,
         chat_template=template,
         chat_format=chat_format,
         vocab_size=model.config.vocab_size,
-        session_len=native.session_len,
+        session_len=engine_config.session_len,
         eos_ids=_eos_ids(
             model.tokenizer.stop_ids, model.generation_config, vocab_size=model.config.vocab_size
         ),

@@ -75,7 +75,7 @@ class LoopThread:
 
 
 async def _run_all(jobs: Sequence[T], run_one: Callable[[int, T], Awaitable[None]]) -> None:
-    """Runs all jobs. The first that fails, or cancelling this, cancels the rest."""
+    """Runs all jobs. The first that fails, or canceling this, cancels the rest."""
     room = asyncio.Semaphore(_MAX_IN_FLIGHT)
 
     async def run(slot: int, job: T) -> None:

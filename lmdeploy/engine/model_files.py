@@ -16,7 +16,7 @@ from lmdeploy.checkpoint.fingerprint import FileIdentities, identify_files
 from lmdeploy.checkpoint.hub import resolve_model
 from lmdeploy.checkpoint.load import cache_of, load_through_cache, load_weights
 from lmdeploy.checkpoint.open import Checkpoint, open_checkpoint
-from lmdeploy.checkpoint.weight_cache import CacheWriter
+from lmdeploy.checkpoint.weight_cache import WeightCacheWriter
 
 if TYPE_CHECKING:
     from lmdeploy._turbomind import Device, ModelConfig, Weights
@@ -26,7 +26,7 @@ __all__ = [
     "ModelFiles",
     "ModelFormatError",
     "ModelInfo",
-    "ModelTexts",
+    "TokenizerAndTemplate",
     "load_model",
     "open_files",
 ]
@@ -69,11 +69,11 @@ class LoadedModel:
     chat_template: ChatTemplate | None  # None: the checkpoint has none
     mapped_bytes: int = 0  # of weights in mapped files, resident once they have been used
     generation_config: dict[str, Any] = field(default_factory=dict)
-    cache_writer: CacheWriter | None = None  # to be started when the engine is ready
+    cache_writer: WeightCacheWriter | None = None  # to be started when the engine is ready
 
 
 @dataclass(frozen=True)
-class ModelTexts:
+class TokenizerAndTemplate:
     """What a checkpoint says of texts."""
 
     tokenizer: Tokenizer
@@ -91,7 +91,7 @@ class ModelFiles:
     _exact: bool
     _copied: bool  # no tensor stays in the mapped files
 
-    def read_texts(self) -> ModelTexts:
+    def read_texts(self) -> TokenizerAndTemplate:
         """The small parts, which fail fast. Once: the strings of a vocabulary, tens of megabytes,
         are let go.
 
@@ -106,9 +106,9 @@ class ModelFiles:
                 f"model only {checkpoint.config.vocab_size} rows of embedding"
             )
         template = _chat_template(checkpoint, tokenizer)
-        return ModelTexts(tokenizer, template, _generation_config(checkpoint))
+        return TokenizerAndTemplate(tokenizer, template, _generation_config(checkpoint))
 
-    def load(self, texts: ModelTexts, *, device: Device, progress: bool) -> LoadedModel:
+    def load(self, texts: TokenizerAndTemplate, *, device: Device, progress: bool) -> LoadedModel:
         """The weights tensor by tensor, or packed from the cache (weight_cache.py).
 
         Of the mapped files only experts in MXFP4 stay, as long as the weights live; the pages of

@@ -28,13 +28,13 @@ def engine_config_of(
     from lmdeploy import _turbomind
     from lmdeploy.engine.kv_quality import apply_kv_options, resolve_kv_options
 
-    native = _turbomind.EngineConfig()
-    native.max_batch_size, native.max_prefill_token_num = step_sizes(config, sm)
-    native.session_len = config.session_len or model.max_position
-    native.cache_block_seq_len = config.cache_block_seq_len
-    native.cache_max_entry_count = float(config.cache_max_entry_count)
-    native.enable_prefix_caching = config.enable_prefix_caching
-    _warn_of_length(native.session_len, model)
+    engine_config = _turbomind.EngineConfig()
+    engine_config.max_batch_size, engine_config.max_prefill_token_num = step_sizes(config, sm)
+    engine_config.session_len = config.session_len or model.max_position
+    engine_config.cache_block_seq_len = config.cache_block_seq_len
+    engine_config.cache_max_entry_count = float(config.cache_max_entry_count)
+    engine_config.enable_prefix_caching = config.enable_prefix_caching
+    _warn_of_length(engine_config.session_len, model)
     options = resolve_kv_options(config, model.windows, sm=sm)
     _warn_of_conversion(options, sm)
     model_hash = None
@@ -42,8 +42,8 @@ def engine_config_of(
         from lmdeploy.checkpoint.fingerprint import hash_model
 
         model_hash = hash_model(model_path)
-    apply_kv_options(options, native, model=model, model_hash=model_hash)
-    return native, options
+    apply_kv_options(options, engine_config, model=model, model_hash=model_hash)
+    return engine_config, options
 
 
 def longest_position(model: _turbomind.ModelConfig) -> int:
@@ -115,6 +115,8 @@ def plan_engine(
     check_model_format(model_path, config.model_format)
     files = open_files(model_path, dtype=config.dtype, exact=config.exact, on_gpu=device.is_cuda)
     info = files.info
-    native, kv = engine_config_of(config, info.config, model_path=str(info.path), sm=device.sm)
-    _turbomind.require_kernels(info.config, native, device)
-    return files, native, kv
+    engine_config, kv = engine_config_of(
+        config, info.config, model_path=str(info.path), sm=device.sm
+    )
+    _turbomind.require_kernels(info.config, engine_config, device)
+    return files, engine_config, kv

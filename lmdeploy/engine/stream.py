@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lmdeploy.chat.detokenize import GatedAnswer
+from lmdeploy.chat.detokenize import SpecialTokenStopFilter
 from lmdeploy.chat.formats.base import AnswerDecoder
 from lmdeploy.config.generation import GenerationConfig
 from lmdeploy.response import FinishReason, Response
@@ -34,7 +34,7 @@ class RequestStream:
         prompt_ids: list[int],
         *,
         config: GenerationConfig,
-        answer: GatedAnswer,
+        answer: SpecialTokenStopFilter,
         decoder: AnswerDecoder,
         forget: Callable[[int], None],
     ) -> None:
@@ -65,14 +65,14 @@ class RequestStream:
             if isinstance(output, BaseException):
                 self._done = True
                 raise output
-            piece = self._assemble(output)
-            if piece.finish_reason is not None:
+            chunk = self._assemble(output)
+            if chunk.finish_reason is not None:
                 self._done = True
-                return piece
-            if piece.token_ids or piece.text or piece.logits is not None or piece.prompt_logprobs:
-                return piece
-            if piece.reasoning_content or piece.tool_calls:
-                return piece
+                return chunk
+            if chunk.token_ids or chunk.text or chunk.logits is not None or chunk.prompt_logprobs:
+                return chunk
+            if chunk.reasoning_content or chunk.tool_calls:
+                return chunk
         raise StopAsyncIteration
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmdeploy.base.checks import check_choice, check_int, check_number
-from lmdeploy.engine.kv_calibration import Calibration, CalibrationFacts, write_calibration
+from lmdeploy.engine.kv_calibration import Calibration, CalibrationMetadata, write_calibration
 from lmdeploy.engine.plan import longest_position
 from lmdeploy.lite.divergence import read_text
 from lmdeploy.lite.prompt_engine import OpenModel, PromptEngine, open_model
@@ -90,7 +90,7 @@ def calibrate(
     first = _collect(model, prompts, mean=None, context=context)
     mean = k_mean(first, model.config, which=options.mean, context=context)
     second = _collect(model, prompts, mean=mean, context=context)
-    facts = CalibrationFacts(
+    facts = CalibrationMetadata(
         model_hash=model.hash,
         text_hash=text_hash,
         tokens=len(ids),
@@ -114,11 +114,11 @@ def _collect(
     """Statistics of one pass; with `mean`, of K as it is stored then."""
     from tqdm import tqdm
 
-    def configure(native: _turbomind.EngineConfig) -> None:
-        native.kv_mode, native.collect_kv_statistics = "none", True
+    def configure(engine_config: _turbomind.EngineConfig) -> None:
+        engine_config.kv_format, engine_config.collect_kv_statistics = "none", True
         if mean is not None:
-            native.kv_rotate_k = True
-            native.set_kv_calibration(mean if mean.any() else None, None, None)
+            engine_config.kv_rotate_k = True
+            engine_config.set_kv_calibration(mean if mean.any() else None, None, None)
 
     what = "mean of K" if mean is None else "ranges of K and V"
     with (

@@ -133,9 +133,9 @@ def cache_variants(
     return variants
 
 
-def raw_none(native: _turbomind.EngineConfig) -> None:
+def raw_none(engine_config: _turbomind.EngineConfig) -> None:
     """Configures the reference: everything in 16 bit."""
-    native.kv_mode = REFERENCE
+    engine_config.kv_format = REFERENCE
 
 
 def evaluate(

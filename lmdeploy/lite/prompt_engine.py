@@ -55,8 +55,8 @@ class OpenModel:
         options = resolve_kv_options(config, self.config.windows)
         model_hash = self.hash if options.calibration is not None else None
 
-        def apply(native: _turbomind.EngineConfig) -> None:
-            apply_kv_options(options, native, model=self.config, model_hash=model_hash)
+        def apply(engine_config: _turbomind.EngineConfig) -> None:
+            apply_kv_options(options, engine_config, model=self.config, model_hash=model_hash)
 
         apply(_turbomind.EngineConfig())
         return apply
@@ -145,10 +145,10 @@ def prompt_config(configure: Configure, context: int) -> _turbomind.EngineConfig
     """The engine's options for single prompts of `context` tokens."""
     from lmdeploy import _turbomind
 
-    native = _turbomind.EngineConfig()
-    native.max_batch_size, native.session_len = 1, context + 1
-    native.max_prefill_token_num = PIECE_TOKENS
-    native.cache_max_entry_count = 0.5
-    native.enable_prefix_caching = False
-    configure(native)
-    return native
+    engine_config = _turbomind.EngineConfig()
+    engine_config.max_batch_size, engine_config.session_len = 1, context + 1
+    engine_config.max_prefill_token_num = PIECE_TOKENS
+    engine_config.cache_max_entry_count = 0.5
+    engine_config.enable_prefix_caching = False
+    configure(engine_config)
+    return engine_config

@@ -30,7 +30,8 @@ class SearchOptions:
     """What to search.
 
     Args:
-        budget_bits: bits per value of a sequence of `at_tokens`, metadata and hot blocks included.
+        budget_bits: bits per value of a sequence of `at_tokens`, metadata and 16-bit blocks
+        included.
         at_tokens: length of that sequence.
         formats: candidates; 16 bit is always one.
         tokens: of the text to measure on.
@@ -77,7 +78,7 @@ class SearchResult:
     table: tuple[FormatPair, ...]  # by layer
     bits: float
     kl_mean: float  # measured
-    predicted_kl: float  # the sum that was minimised
+    predicted_kl: float  # the sum that was minimized
     layer_kl: dict[FormatPair, list[float]]  # by candidate and layer
     uniform: dict[FormatPair, Measured]
     yaml: str
@@ -98,9 +99,9 @@ def check_context(model: OpenModel, context: int, *, options: SearchOptions) -> 
     for name in options.formats:
         kv = resolve_kv_options(options.config(parse_pair(name)), model.config.windows)
         block = TurbomindEngineConfig().cache_block_seq_len
-        hot = 0 if kv.recent_tokens < 0 else kv.sink_tokens + kv.recent_tokens + block
-        if context <= hot:
-            wanted = f"more than {hot}, all of which this quality keeps in 16 bit"
+        window16 = 0 if kv.recent_tokens < 0 else kv.sink_tokens + kv.recent_tokens + block
+        if context <= window16:
+            wanted = f"more than {window16}, all of which this quality keeps in 16 bit"
             raise refuse("context", context, wanted=wanted, flag="--context or --kv-quality")
 
 
@@ -181,7 +182,7 @@ class Sizes:
         self._model = model
         self._options = options
         none = _turbomind.EngineConfig()
-        none.kv_mode = "none"
+        none.kv_format = "none"
         none.session_len = options.at_tokens
         self._none_bytes = _turbomind.sequence_bytes(model.config, none, options.at_tokens)
 
@@ -189,10 +190,10 @@ class Sizes:
         """Of a sequence, whole blocks of every pool."""
         from lmdeploy import _turbomind
 
-        native = _turbomind.EngineConfig()
-        native.session_len = self._options.at_tokens
-        self._model.configure(self._options.config(table))(native)
-        return _turbomind.sequence_bytes(self._model.config, native, self._options.at_tokens)
+        engine_config = _turbomind.EngineConfig()
+        engine_config.session_len = self._options.at_tokens
+        self._model.configure(self._options.config(table))(engine_config)
+        return _turbomind.sequence_bytes(self._model.config, engine_config, self._options.at_tokens)
 
     def bits(self, table: FormatPair | dict[Any, str]) -> float:
         """Per stored value. A 16-bit cache has 16."""
@@ -201,10 +202,10 @@ class Sizes:
     def room(self, cheapest: FormatPair) -> int:
         """Bytes that the budget leaves above the cheapest candidate in all layers."""
         budget = self._options.budget_bits
-        least = self.bits(cheapest)
-        if least > budget:
+        floor = self.bits(cheapest)
+        if floor > budget:
             raise ValueError(
-                f"budget: got {budget:g} bits, wanted at least {least:.3f}, which {cheapest} takes "
+                f"budget: got {budget:g} bits, wanted at least {floor:.3f}, which {cheapest} takes "
                 f"at {self._options.at_tokens} tokens; change --budget, --formats or --at-tokens"
             )
         return int(budget * self._none_bytes / 16.0) - self.bytes(cheapest)
@@ -231,10 +232,10 @@ def best_table(choices: Sequence[Sequence[Choice]], room: int) -> tuple[FormatPa
                 total, sum_kl = used + extra, kl + more
                 if total <= room and (total not in longer or sum_kl < longer[total][0]):
                     longer[total] = (sum_kl, (*table, pair))
-        ways, least = {}, float("inf")
+        ways, min_value = {}, float("inf")
         for total in sorted(longer):
-            if longer[total][0] < least:
-                least = longer[total][0]
+            if longer[total][0] < min_value:
+                min_value = longer[total][0]
                 ways[total] = longer[total]
     return min(ways.values(), key=lambda way: way[0])[1]
 

@@ -34,7 +34,7 @@ class MoeSettings:
     top_k: int
     intermediate_size: int  # of one expert
     shared_intermediate_size: int = 0  # 0: no shared expert
-    normalise: bool = True  # the top_k weights of a token sum to 1
+    normalize: bool = True  # the top_k weights of a token sum to 1
     layers: tuple[bool, ...] = ()  # per layer; False: a dense feed-forward part
 
     def to_engine(self) -> MoeConfig:
@@ -47,7 +47,7 @@ class MoeSettings:
             "top_k",
             "intermediate_size",
             "shared_intermediate_size",
-            "normalise",
+            "normalize",
         ):
             setattr(config, name, getattr(self, name))
         config.layers = [int(sparse) for sparse in self.layers]

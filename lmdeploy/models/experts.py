@@ -15,7 +15,7 @@ MAX_WIDTH = 1 << 22  # of any matrix; the engine's is four times that
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorLocation:
     """Where a file keeps one tensor; in the name `{i}` is the layer and `{e}` the expert."""
 
     name: str
@@ -29,7 +29,7 @@ class Place:
 
 # Engine name → place, for one layer. `experts.*` are those of each expert, the rest the layer's:
 # router, router.bias, experts.{gate, up, gate_up, down}[.bias], shared.{gate, up, down, router}.
-ExpertTensors = Mapping[str, Place]
+ExpertTensors = Mapping[str, TensorLocation]
 MoeRule = Callable[[ConfigReader, int], MoeSettings]
 
 
@@ -40,15 +40,15 @@ class Experts:
     settings: MoeRule  # from config.json and the number of layers
     hf: tuple[ExpertTensors, ...]
     gguf: tuple[ExpertTensors, ...]
-    gguf_normalise: bool = True  # where the file does not say whether top-k weights sum to 1
+    gguf_normalize: bool = True  # where the file does not say whether top-k weights sum to 1
 
 
 def _hf(block: str, parts: Mapping[str, str]) -> ExpertTensors:
     """Hugging Face's names with one tensor per expert and matrix."""
     base = f"model.layers.{{i}}.{block}"
-    places = {"router": Place(f"{base}.gate.weight")}
+    places = {"router": TensorLocation(f"{base}.gate.weight")}
     for engine, name in parts.items():
-        places[f"experts.{engine}"] = Place(f"{base}.experts.{{e}}.{name}.weight")
+        places[f"experts.{engine}"] = TensorLocation(f"{base}.experts.{{e}}.{name}.weight")
     return places
 
 
@@ -57,28 +57,30 @@ def _hf(block: str, parts: Mapping[str, str]) -> ExpertTensors:
 HF_MIXTRAL = _hf("block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"})
 HF_QWEN = _hf("mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"})
 HF_STACKED: ExpertTensors = {
-    "router": Place("model.layers.{i}.mlp.gate.weight"),
-    "experts.gate": Place("model.layers.{i}.mlp.experts.gate_up_proj", stacked=True, half=0),
-    "experts.up": Place("model.layers.{i}.mlp.experts.gate_up_proj", stacked=True, half=1),
-    "experts.down": Place("model.layers.{i}.mlp.experts.down_proj", stacked=True),
+    "router": TensorLocation("model.layers.{i}.mlp.gate.weight"),
+    "experts.gate": TensorLocation(
+        "model.layers.{i}.mlp.experts.gate_up_proj", stacked=True, half=0
+    ),
+    "experts.up": TensorLocation("model.layers.{i}.mlp.experts.gate_up_proj", stacked=True, half=1),
+    "experts.down": TensorLocation("model.layers.{i}.mlp.experts.down_proj", stacked=True),
 }
 HF_SHARED: ExpertTensors = {
-    "shared.gate": Place("model.layers.{i}.mlp.shared_expert.gate_proj.weight"),
-    "shared.up": Place("model.layers.{i}.mlp.shared_expert.up_proj.weight"),
-    "shared.down": Place("model.layers.{i}.mlp.shared_expert.down_proj.weight"),
-    "shared.router": Place("model.layers.{i}.mlp.shared_expert_gate.weight"),
+    "shared.gate": TensorLocation("model.layers.{i}.mlp.shared_expert.gate_proj.weight"),
+    "shared.up": TensorLocation("model.layers.{i}.mlp.shared_expert.up_proj.weight"),
+    "shared.down": TensorLocation("model.layers.{i}.mlp.shared_expert.down_proj.weight"),
+    "shared.router": TensorLocation("model.layers.{i}.mlp.shared_expert_gate.weight"),
 }
 GGUF_EXPERTS: ExpertTensors = {
-    "router": Place("blk.{i}.ffn_gate_inp.weight"),
-    "experts.gate": Place("blk.{i}.ffn_gate_exps.weight", stacked=True),
-    "experts.up": Place("blk.{i}.ffn_up_exps.weight", stacked=True),
-    "experts.down": Place("blk.{i}.ffn_down_exps.weight", stacked=True),
+    "router": TensorLocation("blk.{i}.ffn_gate_inp.weight"),
+    "experts.gate": TensorLocation("blk.{i}.ffn_gate_exps.weight", stacked=True),
+    "experts.up": TensorLocation("blk.{i}.ffn_up_exps.weight", stacked=True),
+    "experts.down": TensorLocation("blk.{i}.ffn_down_exps.weight", stacked=True),
 }
 GGUF_SHARED: ExpertTensors = {
-    "shared.gate": Place("blk.{i}.ffn_gate_shexp.weight"),
-    "shared.up": Place("blk.{i}.ffn_up_shexp.weight"),
-    "shared.down": Place("blk.{i}.ffn_down_shexp.weight"),
-    "shared.router": Place("blk.{i}.ffn_gate_inp_shexp.weight"),
+    "shared.gate": TensorLocation("blk.{i}.ffn_gate_shexp.weight"),
+    "shared.up": TensorLocation("blk.{i}.ffn_up_shexp.weight"),
+    "shared.down": TensorLocation("blk.{i}.ffn_down_shexp.weight"),
+    "shared.router": TensorLocation("blk.{i}.ffn_gate_inp_shexp.weight"),
 }
 
 
@@ -98,7 +100,7 @@ def sparse_experts(config: ConfigReader, num_layers: int) -> MoeSettings:
         num_experts=_num_experts(config),
         top_k=config.integer("num_experts_per_tok"),
         intermediate_size=config.integer("moe_intermediate_size", high=MAX_WIDTH),
-        normalise=config.flag("norm_topk_prob", default=False),
+        normalize=config.flag("norm_topk_prob", default=False),
         layers=_sparse_layers(config, num_layers),
     )
 
@@ -106,13 +108,13 @@ def sparse_experts(config: ConfigReader, num_layers: int) -> MoeSettings:
 def moe_from_gguf(config: ConfigReader, prefix: str, *, experts: Experts) -> MoeSettings:
     """`<architecture>.expert_*`: experts in every layer."""
     feed_forward = config.integer(f"{prefix}.feed_forward_length", high=MAX_WIDTH)
-    normalise = config.flag(f"{prefix}.expert_weights_norm", default=experts.gguf_normalise)
+    normalize = config.flag(f"{prefix}.expert_weights_norm", default=experts.gguf_normalize)
     # llama.cpp's numbers: 0 not given, 1 softmax over all, 3 softmax over the chosen ones.
     gating = config.integer(f"{prefix}.expert_gating_func", default=0, low=0)
-    if gating not in ((0, 1, 3) if normalise else (0, 1)):
+    if gating not in ((0, 1, 3) if normalize else (0, 1)):
         raise config.refuse(
             f"{prefix}.expert_gating_func: got {gating}, wanted 1 (softmax)"
-            + (" or 3 (softmax over the chosen experts)" if normalise else "")
+            + (" or 3 (softmax over the chosen experts)" if normalize else "")
         )
     scale = config.number(f"{prefix}.expert_weights_scale", default=1.0)
     if scale not in (0.0, 1.0):  # 0 stands for none
@@ -132,7 +134,7 @@ def moe_from_gguf(config: ConfigReader, prefix: str, *, experts: Experts) -> Moe
             f"{prefix}.expert_feed_forward_length", default=feed_forward, high=MAX_WIDTH
         ),
         shared_intermediate_size=shared,
-        normalise=normalise,
+        normalize=normalize,
         layers=(True,) * config.integer(f"{prefix}.block_count"),
     )
 

@@ -2,7 +2,7 @@
 
 from lmdeploy.models.config_reader import ConfigReader
 from lmdeploy.models.decoder_config import MoeSettings
-from lmdeploy.models.experts import Experts, ExpertTensors, Place, local_experts
+from lmdeploy.models.experts import Experts, ExpertTensors, TensorLocation, local_experts
 from lmdeploy.models.family import (
     ATTENTION_MATRICES,
     GGUF_TENSORS,
@@ -13,15 +13,15 @@ from lmdeploy.models.family import (
 
 _HF_EXPERTS = "model.layers.{i}.mlp.experts"
 _HF_COMMON: ExpertTensors = {
-    "router": Place("model.layers.{i}.mlp.router.weight"),
-    "router.bias": Place("model.layers.{i}.mlp.router.bias"),
-    "experts.gate_up.bias": Place(f"{_HF_EXPERTS}.gate_up_proj_bias", stacked=True),
-    "experts.down.bias": Place(f"{_HF_EXPERTS}.down_proj_bias", stacked=True),
+    "router": TensorLocation("model.layers.{i}.mlp.router.weight"),
+    "router.bias": TensorLocation("model.layers.{i}.mlp.router.bias"),
+    "experts.gate_up.bias": TensorLocation(f"{_HF_EXPERTS}.gate_up_proj_bias", stacked=True),
+    "experts.down.bias": TensorLocation(f"{_HF_EXPERTS}.down_proj_bias", stacked=True),
 }
 _HF_MXFP4: ExpertTensors = {
     **_HF_COMMON,
     **{
-        f"experts.{name}": Place(
+        f"experts.{name}": TensorLocation(
             f"{_HF_EXPERTS}.{name}_proj_blocks",
             stacked=True,
             scales=f"{_HF_EXPERTS}.{name}_proj_scales",
@@ -32,15 +32,17 @@ _HF_MXFP4: ExpertTensors = {
 _HF_PLAIN: ExpertTensors = {
     **_HF_COMMON,
     **{
-        f"experts.{name}": Place(f"{_HF_EXPERTS}.{name}_proj", stacked=True, transposed=True)
+        f"experts.{name}": TensorLocation(
+            f"{_HF_EXPERTS}.{name}_proj", stacked=True, transposed=True
+        )
         for name in ("gate_up", "down")
     },
 }
 _GGUF: ExpertTensors = {
-    "router": Place("blk.{i}.ffn_gate_inp.weight"),
-    "router.bias": Place("blk.{i}.ffn_gate_inp.bias"),
+    "router": TensorLocation("blk.{i}.ffn_gate_inp.weight"),
+    "router.bias": TensorLocation("blk.{i}.ffn_gate_inp.bias"),
     **{
-        f"experts.{name}{suffix}": Place(
+        f"experts.{name}{suffix}": TensorLocation(
             f"blk.{{i}}.ffn_{name}_exps{suffix or '.weight'}", stacked=True
         )
         for name in ("gate", "up", "down")

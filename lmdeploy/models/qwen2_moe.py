@@ -42,6 +42,6 @@ FAMILY = ModelFamily(
         settings=_settings,
         hf=({**HF_QWEN, **HF_SHARED}, {**HF_STACKED, **HF_SHARED}),
         gguf=({**GGUF_EXPERTS, **GGUF_SHARED},),
-        gguf_normalise=False,
+        gguf_normalize=False,
     ),
 )

@@ -22,17 +22,17 @@ class Admission:
         self.num_requests = 0
         self.num_tokens = 0
 
-    def enter(self) -> Place:
+    def enter(self) -> AdmissionSlot:
         """A place for one request, until it is left. ApiError 503 when there is none."""
         if self._max_requests is not None and self.num_requests >= self._max_requests:
             raise _full(
                 f"it answers {self.num_requests} requests, which is all that it takes at once "
                 "(--max-concurrent-requests)"
             )
-        return Place(self)
+        return AdmissionSlot(self)
 
 
-class Place:
+class AdmissionSlot:
     """Of one request. A context manager; `leave` may be called again."""
 
     def __init__(self, admission: Admission) -> None:
@@ -59,7 +59,7 @@ class Place:
             self._admission.num_requests -= 1
             self._admission.num_tokens -= self._num_tokens
 
-    def __enter__(self) -> Place:
+    def __enter__(self) -> AdmissionSlot:
         return self
 
     def __exit__(

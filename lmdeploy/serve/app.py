@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from lmdeploy.base.checks import OptionError
 from lmdeploy.engine.async_engine import AsyncEngine, EngineFailure
 from lmdeploy.serve.admission import Admission
-from lmdeploy.serve.auth import Edge
+from lmdeploy.serve.auth import AuthMiddleware
 from lmdeploy.serve.errors import ApiError, error_response, to_api_error
 from lmdeploy.serve.metrics import ServerMetrics
 from lmdeploy.serve.routes import ROUTERS
@@ -31,7 +31,7 @@ def make_app(
 ) -> FastAPI:
     """The application for a running engine, which is closed with the application."""
     options = options or ServerOptions()
-    name = options.model_name or engine.parts.model_path or "model"
+    name = options.model_name or engine.loaded.model_path or "model"
     state = ServerState(
         engine,
         name,
@@ -57,7 +57,7 @@ def make_app(
         openapi_url=None if docs is None else "/openapi.json",
     )
     _add_errors(app)
-    app.add_middleware(Edge, api_keys=options.api_keys)
+    app.add_middleware(AuthMiddleware, api_keys=options.api_keys)
     if options.allow_origins:
         app.add_middleware(
             CORSMiddleware,

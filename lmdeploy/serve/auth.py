@@ -20,7 +20,7 @@ logger = logging.getLogger("lmdeploy")
 PUBLIC_PATHS = ("/health",)
 
 
-class Edge:
+class AuthMiddleware:
     """ASGI middleware. Every path but /health needs a key when keys are set."""
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str] = ()) -> None:

@@ -29,7 +29,7 @@ MAX_LOGPROB_VALUES = 1 << 22  # of one HTTP request; about 100 bytes each
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedRequest:
     """A checked request. `start` and `grammar`: see AsyncEngine.submit."""
 
     prompts: list[list[int]]
@@ -54,11 +54,11 @@ class Usage:
     prompt: dict[int, tuple[int, int]] = field(default_factory=dict)  # index → tokens, cached
     completion: dict[int, int] = field(default_factory=dict)
 
-    def add(self, job: Job, piece: Response) -> None:
+    def add(self, job: Job, chunk: Response) -> None:
         """Takes the counts of a piece; later pieces replace earlier ones."""
-        cached = max(piece.cached_tokens, self.prompt.get(job.prompt_index, (0, 0))[1])
-        self.prompt[job.prompt_index] = (piece.input_token_len, cached)
-        self.completion[job.index] = piece.generate_token_len
+        cached = max(chunk.cached_tokens, self.prompt.get(job.prompt_index, (0, 0))[1])
+        self.prompt[job.prompt_index] = (chunk.input_token_len, cached)
+        self.completion[job.index] = chunk.generate_token_len
 
     def body(self) -> dict[str, Any]:
         """The JSON object `usage`."""
@@ -95,7 +95,7 @@ async def encode_prompts(
     for item in prompts:
         ids = item
         if isinstance(item, str):
-            ids = await asyncio.to_thread(encode_text, engine.parts, item, add_special=True)
+            ids = await asyncio.to_thread(encode_text, engine.loaded, item, add_special=True)
         engine.check_prompt(ids, num_new=num_new)
         num_tokens += len(ids)
         if num_tokens > MAX_PROMPT_TOKENS:
@@ -111,13 +111,13 @@ def check_size(prompts: Sequence[list[int]], config: GenerationConfig, *, max_to
     `max_tokens` bounds a prompt and its answer together.
     """
     num_answers = len(prompts) * config.n
-    most, where = MAX_ANSWERS, ""
+    max_value, where = MAX_ANSWERS, ""
     if is_constrained(config):
-        most, where = MAX_GRAMMAR_ANSWERS, " with response_format"
-    if num_answers > most:
+        max_value, where = MAX_GRAMMAR_ANSWERS, " with response_format"
+    if num_answers > max_value:
         raise OptionError(
             "n",
-            f"got {len(prompts)} prompts with {config.n} answers each, wanted at most {most} "
+            f"got {len(prompts)} prompts with {config.n} answers each, wanted at most {max_value} "
             f"answers{where}; change n",
         )
     num_tokens = sum(len(ids) for ids in prompts) * config.n
@@ -142,7 +142,7 @@ def check_size(prompts: Sequence[list[int]], config: GenerationConfig, *, max_to
         )
 
 
-async def submit_all(engine: AsyncEngine, prepared: Prepared) -> list[Job]:
+async def submit_all(engine: AsyncEngine, prepared: PreparedRequest) -> list[Job]:
     """Start n answers for every prompt, or none of them.
 
     REQUIRES: what check_size accepts.
@@ -174,26 +174,26 @@ def close_all(jobs: Sequence[Job]) -> None:
         job.stream.close()
 
 
-def request_error(piece: Response | None) -> ApiError:
+def request_error(chunk: Response | None) -> ApiError:
     """The error of an answer that ended with finish_reason `error`."""
-    if piece is None:
+    if chunk is None:
         return ApiError(500, "the request ended without an answer")
-    message = piece.error_message or "the request failed"
-    if piece.error_code != "bad_request":
+    message = chunk.error_message or "the request failed"
+    if chunk.error_code != "bad_request":
         return ApiError(500, message)
     field, colon, _ = message.partition(": ")
     return ApiError(400, message, param=field if colon and field.isidentifier() else None)
 
 
 async def collect_all(jobs: Sequence[Job], metrics: ServerMetrics) -> list[Response]:
-    """Whole answers, in order. Cancelling this cancels the requests."""
+    """Whole answers, in order. Canceling this cancels the requests."""
 
     async def one(job: Job) -> Response:
         async with aclosing(metrics.observe(job.stream)) as stream:
-            pieces = [piece async for piece in stream]
-        if not pieces or pieces[-1].finish_reason == "error":
-            raise request_error(pieces[-1] if pieces else None)
-        return join_pieces(pieces)
+            chunks = [chunk async for chunk in stream]
+        if not chunks or chunks[-1].finish_reason == "error":
+            raise request_error(chunks[-1] if chunks else None)
+        return join_pieces(chunks)
 
     tasks = [asyncio.ensure_future(one(job)) for job in jobs]
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from lmdeploy.chat.detokenize import KnownIds
+from lmdeploy.chat.detokenize import TokenDetokenizer
 
 if TYPE_CHECKING:
     from lmdeploy.chat.tokenizer import Tokenizer
@@ -62,7 +62,7 @@ class CompletionLogprobs:
     def __init__(self, tokenizer: Tokenizer, num_top: int, *, skip_special: bool) -> None:
         self._tokenizer = tokenizer
         self._num_top = num_top
-        self._answer = KnownIds(tokenizer, skip_special, begins_text=False)
+        self._answer = TokenDetokenizer(tokenizer, skip_special, begins_text=False)
         self._offset = 0
         self._body = _empty_body()
 
@@ -78,7 +78,7 @@ class CompletionLogprobs:
         spelled = [token_text(self._tokenizer, token)[0] == bos for token in tokens[:2]]
         is_added = bool(bos) and spelled[:1] == [True]
         is_added = is_added and (not text.startswith(bos) or spelled[1:] == [True])
-        stream = KnownIds(self._tokenizer, skip_special=False, begins_text=True)
+        stream = TokenDetokenizer(self._tokenizer, skip_special=False, begins_text=True)
         for i, (token, values) in enumerate(zip_longest(tokens, logprobs[: len(tokens)])):
             self._add(token, values, text="" if is_added and i == 0 else stream.push(token))
         self._offset = len(text)

@@ -38,11 +38,14 @@ class _EngineCollector(Collector):
             "kv_cache_usage_perc": ("Share of cache blocks in use.", stats.blocks_active / total),
             "kv_cache_blocks_total": ("Cache blocks.", stats.blocks_total),
             "kv_cache_blocks_cached": ("Blocks kept for prefix reuse.", stats.blocks_cached),
-            "kv_cache_hot_blocks_total": ("Blocks of the 16-bit pools.", stats.hot_blocks_total),
-            "kv_cache_hot_blocks_active": ("16-bit blocks in use.", stats.hot_blocks_active),
+            "kv_cache_hot_blocks_total": (
+                "Blocks of the 16-bit pools.",
+                stats.window16_blocks_total,
+            ),
+            "kv_cache_hot_blocks_active": ("16-bit blocks in use.", stats.window16_blocks_active),
             "kv_cache_hot_blocks_cached": (
                 "16-bit blocks kept for prefix reuse.",
-                stats.hot_blocks_cached,
+                stats.window16_blocks_cached,
             ),
             "prefix_cache_hit_rate": (
                 "Share of prompt tokens found in the prefix cache.",
@@ -89,7 +92,7 @@ class _EngineCollector(Collector):
 
     def _cache_info(self) -> Metric:
         """What is stored how, as labels of a metric that is always 1."""
-        labels = self._engine.parts.kv.labels()
+        labels = self._engine.loaded.kv.labels()
         info = GaugeMetricFamily(
             "lmdeploy:kv_cache_info",
             "Format and quality of the KV cache.",
@@ -145,30 +148,30 @@ class ServerMetrics:
         """Passes the pieces of `stream` on and measures them; cancels the request when left."""
         begin = last = stream.created
         first: float | None = None
-        piece: Response | None = None
+        chunk: Response | None = None
         try:
-            async for piece in stream:
+            async for chunk in stream:
                 now = time.monotonic()
-                if piece.token_ids and first is None:
+                if chunk.token_ids and first is None:
                     first = now
                     self._first_token.observe(now - begin)
-                elif piece.token_ids:
+                elif chunk.token_ids:
                     self._iteration.observe(now - last)
                 last = now
-                yield piece
+                yield chunk
         finally:
             stream.close()
-            self._end(piece, begin, first=first)
+            self._end(chunk, begin, first=first)
 
-    def _end(self, piece: Response | None, begin: float, *, first: float | None) -> None:
+    def _end(self, chunk: Response | None, begin: float, *, first: float | None) -> None:
         now = time.monotonic()
-        reason = (piece.finish_reason if piece is not None else None) or "abort"
+        reason = (chunk.finish_reason if chunk is not None else None) or "abort"
         self._success.labels(self._model_name, reason).inc()
         self._latency.observe(now - begin)
-        if piece is None:
+        if chunk is None:
             return
-        self._prompt.observe(piece.input_token_len)
-        self._generated.observe(piece.generate_token_len)
-        self._cached.observe(piece.cached_tokens)
-        if first is not None and piece.generate_token_len > 1:
-            self._per_token.observe((now - first) / (piece.generate_token_len - 1))
+        self._prompt.observe(chunk.input_token_len)
+        self._generated.observe(chunk.generate_token_len)
+        self._cached.observe(chunk.cached_tokens)
+        if first is not None and chunk.generate_token_len > 1:
+            self._per_token.observe((now - first) / (chunk.generate_token_len - 1))

@@ -48,4 +48,4 @@ class ServerState:
     @property
     def chat_format(self) -> ChatFormat:
         """The chat format of the model."""
-        return self.engine.parts.chat_format
+        return self.engine.loaded.chat_format

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
     from lmdeploy.serve.metrics import ServerMetrics
 
-Body = dict[str, Any]  # the JSON of one event
+EventJson = dict[str, Any]  # the JSON of one event
 
 
-def _event(body: Body) -> bytes:
+def _event(body: EventJson) -> bytes:
     return b"data: " + json_bytes(body) + b"\n\n"
 
 
@@ -29,9 +29,9 @@ async def answer_events(
     jobs: Sequence[Job],
     metrics: ServerMetrics,
     *,
-    bodies: Callable[[Job, Response], Iterable[Body]],
-    first: Iterable[Body] = (),
-    last: Callable[[], Iterable[Body]] = tuple,
+    bodies: Callable[[Job, Response], Iterable[EventJson]],
+    first: Iterable[EventJson] = (),
+    last: Callable[[], Iterable[EventJson]] = tuple,
 ) -> AsyncIterator[bytes]:
     """Events of a response: `first`, of every piece its `bodies`, `last`, and the end's mark.
 
@@ -40,11 +40,11 @@ async def answer_events(
     for body in first:
         yield _event(body)
     try:
-        async with aclosing(_merge(jobs, metrics)) as pieces:
-            async for job, piece in pieces:
-                if piece.finish_reason == "error":
-                    raise request_error(piece)
-                for body in bodies(job, piece):
+        async with aclosing(_merge(jobs, metrics)) as chunks:
+            async for job, chunk in chunks:
+                if chunk.finish_reason == "error":
+                    raise request_error(chunk)
+                for body in bodies(job, chunk):
                     yield _event(body)
     except Exception as failure:
         yield _event(error_body(to_api_error(failure)))
@@ -62,9 +62,9 @@ async def _merge(
 
     async def one(job: Job) -> None:
         try:
-            async with aclosing(metrics.observe(job.stream)) as pieces:
-                async for piece in pieces:
-                    queue.put_nowait((job, piece))
+            async with aclosing(metrics.observe(job.stream)) as chunks:
+                async for chunk in chunks:
+                    queue.put_nowait((job, chunk))
             queue.put_nowait(None)
         except Exception as error:
             queue.put_nowait(error)

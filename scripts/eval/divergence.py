@@ -12,7 +12,7 @@ from pathlib import Path
 from eval.policies import REFERENCE, Policy
 from lmdeploy.lite.prompt_engine import open_model
 from lmdeploy.lite.report.cells import REFERENCE as REFERENCE_LABEL
-from lmdeploy.lite.report.cells import KvCell
+from lmdeploy.lite.report.cells import KvVariant
 from lmdeploy.lite.report.scores import ScoreFolder
 
 Figures = dict[str, float | int]
@@ -60,9 +60,9 @@ def measure(
     for index, ids in enumerate(contexts):
         if len(ids) < 2:
             raise ValueError(f"--prompts: prompt {index + 1} has {len(ids)} tokens; it needs 2.")
-    reference = KvCell(REFERENCE_LABEL, model.configure(Policy(REFERENCE, None, ()).config()))
+    reference = KvVariant(REFERENCE_LABEL, model.configure(Policy(REFERENCE, None, ()).config()))
     cells = {
-        policy.label: KvCell(name_of(policy), model.configure(policy.config()))
+        policy.label: KvVariant(name_of(policy), model.configure(policy.config()))
         for policy in policies
         if policy.label != REFERENCE
     }

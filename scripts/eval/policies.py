@@ -102,11 +102,12 @@ def make_policies(
 
 @dataclass(frozen=True)
 class Plan:
-    """The format and the size of a cache. `hot_bytes` is the 16-bit window of each sequence."""
+    """The format and the size of a cache. `window16_bytes` is the 16-bit window of each
+    sequence."""
 
     stored: str
     bytes_per_token: float
-    hot_bytes: int
+    window16_bytes: int
 
 
 def make_plan(model_path: str, policy: Policy) -> Plan:
@@ -118,7 +119,7 @@ def make_plan(model_path: str, policy: Policy) -> Plan:
 
     config = policy.config()
     info = open_files(model_path, dtype=config.dtype, exact=config.exact).info
-    native, options = engine_config_of(config, info.config, model_path=str(info.path))
-    plan = _turbomind.plan_memory(info.config, native, free_memory_bytes())
+    engine_config, options = engine_config_of(config, info.config, model_path=str(info.path))
+    plan = _turbomind.plan_memory(info.config, engine_config, free_memory_bytes())
     quality = "" if options.mode == REFERENCE_FORMAT else f" {options.quality}"
-    return Plan(options.mode + quality, plan.bytes_per_token, plan.hot_bytes_per_sequence)
+    return Plan(options.mode + quality, plan.bytes_per_token, plan.window16_bytes_per_sequence)

@@ -102,7 +102,7 @@ def row_of(
         "first_token_seconds": sum((r.first_token for r in every), Timing(0.0, 0)).mean,
         "per_token_seconds": sum((r.per_token for r in every), Timing(0.0, 0)).mean,
         "kv_bytes_per_token": plan.bytes_per_token,
-        "kv_hot_bytes_per_sequence": plan.hot_bytes,
+        "kv_hot_bytes_per_sequence": plan.window16_bytes,
         "peak_memory_bytes": max((r.peak_bytes for r in every if r.peak_bytes), default=None),
         "failure": failure,
     }
@@ -136,14 +136,14 @@ def markdown(summary: Mapping[str, Any]) -> str:
         lost, gained = (sum(task[key] for task in known) for key in ("lost", "gained"))
         kl = row["divergence"]
         figures = [f"{kl['kl_mean']:.6f}", f"{kl['kl_p99']:.5f}", f"{kl['top1']:.4f}"] if kl else []
-        hot, peak = row["kv_hot_bytes_per_sequence"], row["peak_memory_bytes"]
+        window16, peak = row["kv_hot_bytes_per_sequence"], row["peak_memory_bytes"]
         per_token = f"{row['kv_bytes_per_token']:,.3f}".rstrip("0").rstrip(".")
         rows.append(
             [
                 *(f"`{label}`", row["stored"], *(_share(row["tasks"].get(t)) for t in tasks)),
                 *(f"{lost} / {gained}" if known else NONE, *(figures or [NONE] * 3)),
                 *(_time(row["first_token_seconds"]), _time(row["per_token_seconds"])),
-                per_token + (f" + {hot:,} per sequence" if hot else ""),
+                per_token + (f" + {window16:,} per sequence" if window16 else ""),
                 NONE if peak is None else f"{peak / 2**20:,.0f} MiB",
             ]
         )

@@ -76,13 +76,13 @@ def test_chat(pipe):
 
 def end_with(pipe, monkeypatch, reason):
     """Requests end at once, with `reason`."""
-    core = pipe.engine.parts.core
+    cpp_engine = pipe.engine.loaded.cpp_engine
 
     def step(request_id, request, answer):
-        del core._running[request_id]
-        return core._output(request_id, [], reason, error="out of luck")
+        del cpp_engine._running[request_id]
+        return cpp_engine._output(request_id, [], reason, error="out of luck")
 
-    monkeypatch.setattr(core, "_step", step)
+    monkeypatch.setattr(cpp_engine, "_step", step)
 
 
 @pytest.mark.parametrize("reason", ["error", "cancelled"])
@@ -128,7 +128,7 @@ def test_get_ppl_checks_all_before_any_runs(pipe):
             pipe.get_ppl([[1, 2], wrong])
     with pytest.raises(ValueError, match=r"input_ids: got .* token ids"):
         pipe.get_ppl([[1, 2], [1, "a"]])
-    assert not pipe.engine.parts.core.requests
+    assert not pipe.engine.loaded.cpp_engine.requests
 
 
 @pytest.mark.parametrize(
@@ -142,33 +142,33 @@ def test_get_ppl_checks_all_before_any_runs(pipe):
 )
 def test_few_requests_are_in_flight(pipe, monkeypatch, call):
     monkeypatch.setattr(loop_thread, "_MAX_IN_FLIGHT", 3)
-    core, most = pipe.engine.parts.core, []
-    submit = core.submit
+    cpp_engine, max_value = pipe.engine.loaded.cpp_engine, []
+    submit = cpp_engine.submit
 
     def watched(request):
         submit(request)
-        most.append(len(pipe.engine._streams))
+        max_value.append(len(pipe.engine._streams))
 
-    monkeypatch.setattr(core, "submit", watched)
+    monkeypatch.setattr(cpp_engine, "submit", watched)
     call(pipe)
-    assert len(most) == 20 and max(most) <= 3
+    assert len(max_value) == 20 and max(max_value) <= 3
 
 
 def test_a_failed_likelihood_cancels_the_rest(pipe, monkeypatch):
-    core = pipe.engine.parts.core
-    step = core._step
+    cpp_engine = pipe.engine.loaded.cpp_engine
+    step = cpp_engine._step
 
     def second_fails(request_id, request, answer):
         if request_id == 2:
-            del core._running[request_id]
-            return core._output(request_id, [], "error", error="out of luck")
+            del cpp_engine._running[request_id]
+            return cpp_engine._output(request_id, [], "error", error="out of luck")
         return (
             step(request_id, request, answer)
             if request_id < 2
-            else core._output(request_id, [], "none")
+            else cpp_engine._output(request_id, [], "none")
         )
 
-    monkeypatch.setattr(core, "_step", second_fails)
+    monkeypatch.setattr(cpp_engine, "_step", second_fails)
     with pytest.raises(EngineFailure, match=r"input_ids\[1\]: .*out of luck"):
         pipe.get_ppl([[1, 2]] * 4)
     deadline = time.monotonic() + 5
@@ -230,12 +230,12 @@ def test_closed_pipeline_refuses(pipe):
 )
 def test_close_ends_calls_of_other_threads(call):
     engine = make_engine()
-    entered, goes_on = threading.Event(), threading.Event()
+    entered, released = threading.Event(), threading.Event()
     make_request = engine._make_request
 
     def slow(*args, **options):
         entered.set()
-        goes_on.wait(30)
+        released.wait(30)
         return make_request(*args, **options)
 
     engine._make_request = slow
@@ -253,7 +253,7 @@ def test_close_ends_calls_of_other_threads(call):
     assert entered.wait(10)
     pipe.close()
     caller.join(5)
-    goes_on.set()
+    released.set()
     (error,) = errors
     assert isinstance(error, EngineFailure) and "closed" in str(error)
 
@@ -261,7 +261,7 @@ def test_close_ends_calls_of_other_threads(call):
 @pytest.mark.parametrize(("answer", "begins_text"), [(None, True), ("", True), ("ab", False)])
 def test_a_continued_answer_goes_on_with_its_text(answer, begins_text):
     engine = make_engine()
-    tokenizer, seen = engine.parts.tokenizer, []
+    tokenizer, seen = engine.loaded.tokenizer, []
     stream = tokenizer.stream
 
     def watched(*args, **options):
@@ -354,8 +354,8 @@ def test_after_a_fork_the_child_is_refused(names):
         },
     )
     *refused, healthy, child, last = done.stdout.decode().splitlines()
-    goes_on, process, reason = last.split()
-    assert (goes_on, reason, child, healthy) == ("True", "stop", "3 True", "False"), done.stderr
+    continued, process, reason = last.split()
+    assert (continued, reason, child, healthy) == ("True", "stop", "3 True", "False"), done.stderr
     expected = f"EngineFailure the engine was made before a fork and runs in process {process} only"
     assert len(refused) == 5
     assert all(line.startswith(expected) for line in refused)

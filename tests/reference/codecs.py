@@ -30,8 +30,10 @@ NV_SEARCH = (0, -1, -2, 1, 2, 3, 4, 5)
 
 def finite(x: Floats, dtype: str) -> Floats:
     """What counts for amax, min and max: NaN as 0, infinities as the largest finite value."""
-    most = LARGEST_FINITE[dtype]
-    return np.clip(np.nan_to_num(x, nan=0.0, posinf=most, neginf=-most), -most, most)
+    max_value = LARGEST_FINITE[dtype]
+    return np.clip(
+        np.nan_to_num(x, nan=0.0, posinf=max_value, neginf=-max_value), -max_value, max_value
+    )
 
 
 def pack_nibbles(codes: Bytes) -> Bytes:
@@ -108,46 +110,48 @@ def mx_round(groups: Floats, byte: np.ndarray) -> Floats:
     return E2M1_VALUES[encode_e2m1(groups / step)] * step
 
 
-def nv_round(groups: Floats, codes: Bytes, g: np.float32) -> Floats:
-    return nv_values(encode_e2m1(groups / nv_divisor(codes, g)), codes, g)
+def nv_round(groups: Floats, codes: Bytes, global_scale: np.float32) -> Floats:
+    return nv_values(encode_e2m1(groups / nv_divisor(codes, global_scale)), codes, global_scale)
 
 
-def nv_divisor(scales: Bytes, g: np.float32) -> Floats:
-    return (E4M3_VALUES[scales] * g)[..., None]
+def nv_divisor(scales: Bytes, global_scale: np.float32) -> Floats:
+    return (E4M3_VALUES[scales] * global_scale)[..., None]
 
 
-def nv_values(codes: Bytes, scales: Bytes, g: np.float32) -> Floats:
-    return (E2M1_VALUES[codes] * E4M3_VALUES[scales][..., None]) * g
+def nv_values(codes: Bytes, scales: Bytes, global_scale: np.float32) -> Floats:
+    return (E2M1_VALUES[codes] * E4M3_VALUES[scales][..., None]) * global_scale
 
 
-def encode_nvfp4(x: Floats, dtype: str, g: np.float32, search: bool) -> tuple[Bytes, Bytes]:
+def encode_nvfp4(
+    x: Floats, dtype: str, global_scale: np.float32, search: bool
+) -> tuple[Bytes, Bytes]:
     """E4M3 scale bytes, one per 16 values; the payload is divided by the scale as stored."""
     groups = x.reshape(x.shape[0], -1, GROUP)
     known = finite(groups, dtype)
     amax = np.abs(known).max(axis=-1)
-    plain = encode_e4m3((amax / (np.float32(6) * g)).astype(np.float32))
+    plain = encode_e4m3((amax / (np.float32(6) * global_scale)).astype(np.float32))
     plain = np.where((amax > 0) & (plain == 0), 1, plain).astype(np.uint8)
     best = np.maximum(plain, 1)
     if search:
         start = best.astype(np.int64)
-        least = np.full(amax.shape, np.inf, np.float32)
+        min_value = np.full(amax.shape, np.inf, np.float32)
         for k in NV_SEARCH:
             candidate = np.clip(start + k, 0x01, 0x7E).astype(np.uint8)
-            error = grouped_error(known, nv_round(known, candidate, g))
-            best = np.where(error < least, candidate, best)
-            least = np.minimum(error, least)
-    codes = encode_e2m1(groups / nv_divisor(best, g))
+            error = grouped_error(known, nv_round(known, candidate, global_scale))
+            best = np.where(error < min_value, candidate, best)
+            min_value = np.minimum(error, min_value)
+    codes = encode_e2m1(groups / nv_divisor(best, global_scale))
     codes = np.where(amax[..., None] > 0, codes, 0).astype(np.uint8)
     scales = np.where(amax > 0, best, 0).astype(np.uint8)
     return pack_nibbles(codes.reshape(x.shape)), scales
 
 
 def encode(
-    mode: str, rows: Floats, *, dtype: str, g: float = 1.0, search: bool = False
+    mode: str, rows: Floats, *, dtype: str, global_scale: float = 1.0, search: bool = False
 ) -> tuple[Bytes, Bytes]:
     """Rows [n, head_dim] → (payload, metadata), after rounding them to the cache dtype."""
     x = round_to(np.ascontiguousarray(rows, np.float32), dtype)
-    factor = np.float32(g)
+    factor = np.float32(global_scale)
     nothing = np.empty((len(x), 0), np.uint8)
     with np.errstate(over="ignore", invalid="ignore"):
         if mode == "none":
@@ -165,9 +169,11 @@ def encode(
     raise ValueError(f"unknown mode {mode!r}: {', '.join(MODES)}")
 
 
-def decode(mode: str, payload: Bytes, metadata: Bytes, *, dtype: str, g: float = 1.0) -> Floats:
+def decode(
+    mode: str, payload: Bytes, metadata: Bytes, *, dtype: str, global_scale: float = 1.0
+) -> Floats:
     """The inverse of `encode`: FP32 rows."""
-    factor = np.float32(g)
+    factor = np.float32(global_scale)
     if mode == "none":
         return from_bits(payload, dtype)
     if mode in ("int8", "int4"):
@@ -184,8 +190,8 @@ def decode(mode: str, payload: Bytes, metadata: Bytes, *, dtype: str, g: float =
 
 
 def round_trip(
-    mode: str, rows: Floats, *, dtype: str, g: float = 1.0, search: bool = False
+    mode: str, rows: Floats, *, dtype: str, global_scale: float = 1.0, search: bool = False
 ) -> Floats:
     """What attention sees of rows [n, head_dim] once they have been stored."""
-    payload, metadata = encode(mode, rows, dtype=dtype, g=g, search=search)
-    return decode(mode, payload, metadata, dtype=dtype, g=g)
+    payload, metadata = encode(mode, rows, dtype=dtype, global_scale=global_scale, search=search)
+    return decode(mode, payload, metadata, dtype=dtype, global_scale=global_scale)

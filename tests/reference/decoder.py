@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from reference.moe import Experts, feed_forward
-from reference.quality import RAW, LayerStore, Quality, hot_mask, mixed_attention
+from reference.quality import RAW, LayerStore, Quality, mixed_attention, window16_mask
 from reference.rope import Rope, rotate
 
 Doubles = npt.NDArray[np.float64]
@@ -153,7 +153,7 @@ class Decoder:
             rotate(shape.rope, self._project(layer, "q", x), np.arange(len(x))),
             store.keys(self._keys(layer, x)),
             values=store.values(self._project(layer, "v", x)),
-            hot=hot_mask(store.quality, np.arange(len(x)), len(x)),
+            window16=window16_mask(store.quality, np.arange(len(x)), len(x)),
             scale=shape.head_dim**-0.5,
             window=shape.windows[layer] if shape.windows else 0,
             sinks=None if sinks is None else sinks.astype(np.float64),

@@ -18,7 +18,7 @@ class Experts:
     top_k: int
     width: int
     gpt_oss: bool = False
-    normalise: bool = True
+    normalize: bool = True
     limit: float = 7.0
 
     def matrices(self, hidden: int) -> dict[str, tuple[int, int]]:
@@ -44,7 +44,7 @@ def choose(experts: Experts, logits: Doubles) -> list[tuple[int, float]]:
     weights = np.exp(logits - logits.max())
     weights /= weights.sum()
     ids = sorted(range(experts.count), key=lambda e: (-logits[e], e))[: experts.top_k]
-    total = sum(weights[e] for e in ids) if experts.normalise else 1.0
+    total = sum(weights[e] for e in ids) if experts.normalize else 1.0
     return [(e, float(weights[e] / total)) for e in ids]
 
 

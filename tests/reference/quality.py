@@ -1,4 +1,4 @@
-"""What a cache of a given quality gives back: rotation, mean, scale search, hot blocks.
+"""What a cache of a given quality gives back: rotation, mean, scale search, 16-bit blocks.
 
 Everything is defined in the basis of K after RoPE: a stored row is rotated back and gets its mean
 again, so that queries and learned sinks are left alone. The engine rotates Q and shifts the sinks
@@ -20,7 +20,8 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Quality:
-    """What is done beside the format. Tokens are multiples of 64; `recent_tokens` -1: all cold."""
+    """What is done beside the format. Tokens are multiples of 64; `recent_tokens` -1: all
+    quantized."""
 
     rotate: bool = False
     search: bool = False
@@ -34,7 +35,7 @@ BALANCED = Quality(rotate=True, search=True, sink_tokens=64, recent_tokens=64)
 
 
 def hadamard(size: int) -> Doubles:
-    """Normalised, in Sylvester's order: entry (i, j) is negative where i & j has odd weight."""
+    """Normalized, in Sylvester's order: entry (i, j) is negative where i & j has odd weight."""
     index = np.arange(size)
     weight = np.bitwise_count(index[:, None] & index[None, :])
     return np.where(weight % 2 == 1, -1.0, 1.0) / np.sqrt(size)
@@ -55,10 +56,13 @@ def rotate_rows(x: Doubles) -> Doubles:
     return np.asarray(runs @ hadamard(size)).reshape(x.shape)
 
 
-def hot_mask(quality: Quality, queries: Sequence[int] | npt.NDArray[np.int64], keys: int) -> Mask:
+def window16_mask(
+    quality: Quality, queries: Sequence[int] | npt.NDArray[np.int64], keys: int
+) -> Mask:
     """[queries, keys]: what a query at each position sees in 16 bit, among positions 0 .. keys-1.
 
-    A query in block j sees hot the sink blocks and blocks j - r .. j, where the sinks and r are the
+    A query in block j sees in 16 bits the sink blocks and blocks j - r .. j, where the sinks and r
+    are the
     tokens asked for in whole blocks, rounded up.
     """
     position = np.asarray(queries)[:, None]
@@ -82,34 +86,38 @@ class LayerStore:
     v_mode: str
     dtype: str
     quality: Quality = RAW
-    k_factors: npt.NDArray[np.float32] | None = None
-    v_factors: npt.NDArray[np.float32] | None = None
+    k_scales: npt.NDArray[np.float32] | None = None
+    v_scales: npt.NDArray[np.float32] | None = None
     k_mean: npt.NDArray[np.float32] | None = field(default=None)
 
     def keys(self, k: Doubles) -> tuple[Doubles, Doubles]:
-        """K [tokens, kv_heads, head_dim] as (hot, cold) views give it back."""
+        """K [tokens, kv_heads, head_dim] as (16-bit, quantized) views give it back."""
         mean = np.float64(0) if self.k_mean is None else self.k_mean.astype(np.float64)
         turned = rotate_rows(k - mean) if self.quality.rotate else k - mean
-        views = self._views(self.k_mode, turned, self.k_factors)
-        hot, cold = (rotate_rows(v) if self.quality.rotate else v for v in views)
-        return hot + mean, cold + mean
+        views = self._views(self.k_mode, turned, self.k_scales)
+        window16, quantized = (rotate_rows(v) if self.quality.rotate else v for v in views)
+        return window16 + mean, quantized + mean
 
     def values(self, v: Doubles) -> tuple[Doubles, Doubles]:
-        """V [tokens, kv_heads, head_dim] as (hot, cold) views give it back."""
-        return self._views(self.v_mode, v, self.v_factors)
+        """V [tokens, kv_heads, head_dim] as (16-bit, quantized) views give it back."""
+        return self._views(self.v_mode, v, self.v_scales)
 
     def _views(
         self, mode: str, x: Doubles, factors: npt.NDArray[np.float32] | None
     ) -> tuple[Doubles, Doubles]:
         rows: Floats = x.astype(np.float32)
-        hot = round_to(rows.reshape(-1, x.shape[-1]), self.dtype).reshape(x.shape)
-        cold = np.empty_like(rows)
+        window16 = round_to(rows.reshape(-1, x.shape[-1]), self.dtype).reshape(x.shape)
+        quantized = np.empty_like(rows)
         for head in range(x.shape[1]):
-            g = 1.0 if factors is None else float(factors[head])
-            cold[:, head] = round_trip(
-                mode, rows[:, head], dtype=self.dtype, g=g, search=self.quality.search
+            global_scale = 1.0 if factors is None else float(factors[head])
+            quantized[:, head] = round_trip(
+                mode,
+                rows[:, head],
+                dtype=self.dtype,
+                global_scale=global_scale,
+                search=self.quality.search,
             )
-        return hot.astype(np.float64), cold.astype(np.float64)
+        return window16.astype(np.float64), quantized.astype(np.float64)
 
 
 def mixed_attention(
@@ -117,14 +125,15 @@ def mixed_attention(
     keys: tuple[Doubles, Doubles],
     *,
     values: tuple[Doubles, Doubles],
-    hot: Mask,
+    window16: Mask,
     scale: float,
     window: int = 0,
     sinks: Doubles | None = None,
 ) -> Doubles:
-    """Attention of the last len(q) tokens, each key read in the view that `hot` names.
+    """Attention of the last len(q) tokens, each key read in the view that `16-bit` names.
 
-    `keys` and `values` are (hot, cold), [tokens, kv_heads, d]; `hot` is [queries, tokens].
+    `keys` and `values` are (16-bit, quantized), [tokens, kv_heads, d]; `16-bit` is [queries,
+    tokens].
     """
     queries, heads, _ = q.shape
     tokens, kv_heads, _ = keys[0].shape
@@ -136,7 +145,9 @@ def mixed_attention(
     out = np.empty((queries, heads, values[0].shape[-1]))
     for head in range(heads):
         group = head * kv_heads // heads
-        scores = np.where(hot, q[:, head] @ keys[0][:, group].T, q[:, head] @ keys[1][:, group].T)
+        scores = np.where(
+            window16, q[:, head] @ keys[0][:, group].T, q[:, head] @ keys[1][:, group].T
+        )
         scores = np.where(visible, scores * scale, -np.inf)
         logits = [scores]
         if sinks is not None:
@@ -144,6 +155,6 @@ def mixed_attention(
         every = np.concatenate(logits, axis=1)
         weights = np.exp(every - every.max(axis=1, keepdims=True))
         weights = (weights / weights.sum(axis=1, keepdims=True))[:, :tokens]
-        out[:, head] = (weights * hot) @ values[0][:, group]
-        out[:, head] += (weights * ~hot) @ values[1][:, group]
+        out[:, head] = (weights * window16) @ values[0][:, group]
+        out[:, head] += (weights * ~window16) @ values[1][:, group]
     return out

@@ -1,7 +1,8 @@
-"""SmolLM2 in torch with a quantised KV cache: an independent simulation of the whole engine.
+"""SmolLM2 in torch with a quantized KV cache: an independent simulation of the whole engine.
 
-transformers' Llama with the dequantised weights of the GGUF file, in FP32; every K and V, the
-query's own included, is read back as the NumPy codecs give it: cold and hot views side by side,
+transformers' Llama with the dequantized weights of the GGUF file, in FP32; every K and V, the
+query's own included, is read back as the NumPy codecs give it: quantized and 16-bit views side by
+side,
 and a mask that lets each query see each position once.
 """
 
@@ -15,9 +16,9 @@ import numpy.typing as npt
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from reference.quality import RAW, LayerStore, Quality, hot_mask
+from reference.quality import RAW, LayerStore, Quality, window16_mask
 
-CACHE_DTYPE = "float16"  # of quantised GGUF files
+CACHE_DTYPE = "float16"  # of quantized GGUF files
 NAMES = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -40,7 +41,7 @@ def gguf_path() -> Path:
 
 
 def halves_order(rows: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
-    """GGUF keeps q and k rows so that RoPE pairs neighbours; Llama pairs halves of a head."""
+    """GGUF keeps q and k rows so that RoPE pairs neighbors; Llama pairs halves of a head."""
     size = rows.shape[0] // heads
     split = rows.reshape(heads, size // 2, 2, rows.shape[1])
     return np.ascontiguousarray(split.transpose(0, 2, 1, 3)).reshape(rows.shape)
@@ -105,7 +106,8 @@ def load_model(path: Path | None = None) -> LlamaForCausalLM:
 
 
 class StoredCache(DynamicCache):
-    """A cache that gives K and V back as stored: the cold views of all tokens, then the hot ones.
+    """A cache that gives K and V back as stored: the quantized views of all tokens, then the 16-bit
+    ones.
 
     For one call of the model with the whole context. One store for all layers, or one for each.
     """
@@ -134,16 +136,17 @@ def token_major(x: torch.Tensor) -> npt.NDArray[np.float64]:
 
 
 def both_views(views: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]) -> torch.Tensor:
-    """(hot, cold) of [tokens, heads, d] → [1, heads, 2 * tokens, d], cold first."""
+    """(16-bit, quantized) of [tokens, heads, d] → [1, heads, 2 * tokens, d], quantized first."""
     rows = np.concatenate([views[1], views[0]]).astype(np.float32)
     return torch.from_numpy(rows).transpose(0, 1)[None]
 
 
 def view_mask(quality: Quality, tokens: int) -> torch.Tensor:
-    """[1, 1, tokens, 2 * tokens], added to scores: the cold view of a position or the hot one."""
-    hot = hot_mask(quality, range(tokens), tokens)
+    """[1, 1, tokens, 2 * tokens], added to scores: the quantized view of a position or the 16-bit
+    one."""
+    window16 = window16_mask(quality, range(tokens), tokens)
     causal = np.tri(tokens, dtype=np.bool_)
-    seen = np.concatenate([causal & ~hot, causal & hot], axis=1)
+    seen = np.concatenate([causal & ~window16, causal & window16], axis=1)
     return torch.from_numpy(np.where(seen, 0.0, -np.inf).astype(np.float32))[None, None]
 
 

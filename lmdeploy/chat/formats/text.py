@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from lmdeploy.chat.detokenize import KnownIds
+from lmdeploy.chat.detokenize import TokenDetokenizer
 from lmdeploy.chat.formats.base import (
     AnswerStart,
     Delta,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class TextDecoder:
     """An AnswerDecoder that passes the text through splitters, one after the other."""
 
-    def __init__(self, text: KnownIds, splitters: Sequence[Splitter] = ()) -> None:
+    def __init__(self, text: TokenDetokenizer, splitters: Sequence[Splitter] = ()) -> None:
         self._text = text
         self._splitters = splitters
         self._aside = Delta()
@@ -101,7 +101,9 @@ class TextFormat:
         if self.tools is not None:
             checked = self.tools.prepare(checked)
         text = template.render(checked, options)
-        continues = template.goes_on or (is_continued(checked) and checked[-1]["content"] != "")
+        continues = template.continue_final_message or (
+            is_continued(checked) and checked[-1]["content"] != ""
+        )
         return RenderedPrompt([text], template.add_special, continues)
 
     def tool_grammar(self, tools: Sequence[Tool], tool_choice: Any) -> str | None:
@@ -114,7 +116,7 @@ class TextFormat:
 
     def decoder(self, start: AnswerStart, *, skip_special: bool, constrained: bool) -> TextDecoder:
         """Return a decoder. Splitters see text, so special tokens are shown to them."""
-        text = KnownIds(
+        text = TokenDetokenizer(
             self.tokenizer,
             skip_special and not self.splits_answers,
             begins_text=not start.continue_final_message,

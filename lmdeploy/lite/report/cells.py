@@ -20,7 +20,7 @@ REFERENCE = "none"
 
 
 @dataclass(frozen=True)
-class KvCell:
+class KvVariant:
     """One row of the report: `label` is `none`, `nvfp4` (raw), `nvfp4/balanced` and so on."""
 
     label: str
@@ -42,7 +42,7 @@ class KvCell:
         """The label as part of a file name."""
         return self.label.replace("/", "-")
 
-    def native(self, context: int) -> _turbomind.EngineConfig:
+    def engine_config(self, context: int) -> _turbomind.EngineConfig:
         """The engine's options for single prompts of `context` tokens."""
         return prompt_config(self.configure, context)
 
@@ -53,7 +53,7 @@ def make_cells(
     *,
     qualities: Sequence[str],
     calibration: Path | None,
-) -> list[KvCell]:
+) -> list[KvVariant]:
     """`none`, then formats × qualities in the order given.
 
     Raises:
@@ -62,7 +62,7 @@ def make_cells(
     path = None if calibration is None else str(calibration)
     variants = cache_variants([REFERENCE, *formats], qualities, calibration=path)
     return [
-        KvCell(label, model.configure(config), _factors(model, config))
+        KvVariant(label, model.configure(config), _factors(model, config))
         for label, config in variants.items()
     ]
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lmdeploy.lite.prompt_engine import OpenModel, PromptEngine
-from lmdeploy.lite.report.cells import REFERENCE, DecodeEngine, Done, KvCell
+from lmdeploy.lite.report.cells import REFERENCE, DecodeEngine, Done, KvVariant
 
 if TYPE_CHECKING:
     from lmdeploy import _turbomind
@@ -27,27 +27,27 @@ LARGEST = {"fp8": 448.0, "fp8_e5m2": 57344.0, "nvfp4": 6 * 448.0, "mxfp4": 6 * 2
 _FIRST_BIN = (127 - 20) << 4  # histograms count by the upper float bits, 16 bins per octave
 
 
-def bits_per_value(model: OpenModel, cell: KvCell) -> dict[str, float]:
-    """Of one sequence between steps: whole blocks, metadata, scales and hot blocks included."""
+def bits_per_value(model: OpenModel, cell: KvVariant) -> dict[str, float]:
+    """Of one sequence between steps: whole blocks, metadata, scales and 16-bit blocks included."""
     from lmdeploy import _turbomind
 
     config = model.config
     values = 2 * config.num_layers * config.num_kv_heads * config.head_dim
     return {
-        str(tokens): _turbomind.sequence_bytes(config, cell.native(tokens), tokens)
+        str(tokens): _turbomind.sequence_bytes(config, cell.engine_config(tokens), tokens)
         * 8
         / (values * tokens)
         for tokens in SIZES
     }
 
 
-def write_ns_per_token(model: OpenModel, cell: KvCell) -> float:
+def write_ns_per_token(model: OpenModel, cell: KvVariant) -> float:
     """Encoding K and V of one token in all layers, on one core: best of some rounds.
 
-    With hot blocks a row is stored in 16 bit first and encoded when its block leaves the window;
+    With 16-bit blocks a row is stored in 16 bit first and encoded when its block leaves the window;
     both count. The rotation is not in it.
     """
-    options = cell.native(SIZES[0])
+    options = cell.engine_config(SIZES[0])
     rng = np.random.default_rng(0)
     rows = rng.standard_normal((WRITE_ROWS, model.config.head_dim)).astype(np.float32)
     modes = [cell.format]
@@ -70,7 +70,7 @@ def _encode_ns(mode: str, rows: npt.NDArray[np.float32], *, dtype: str, search: 
 
 
 def decode_speeds(
-    model: OpenModel, cells: Sequence[KvCell], *, prompt: Sequence[int], done: Done
+    model: OpenModel, cells: Sequence[KvVariant], *, prompt: Sequence[int], done: Done
 ) -> dict[str, float]:
     """Tokens per second of one sequence after `prompt`: medians of rounds that alternate.
 
@@ -94,27 +94,33 @@ def decode_speeds(
     return {label: 1 / statistics.median(values) for label, values in seconds.items()}
 
 
-def families(cells: Sequence[KvCell]) -> list[list[KvCell]]:
+def families(cells: Sequence[KvVariant]) -> list[list[KvVariant]]:
     """Cells that are timed against each other: the qualities of a format, and `none`."""
     none = [cell for cell in cells if cell.label == REFERENCE]
     formats = dict.fromkeys(cell.format for cell in cells if cell.label != REFERENCE)
     return [[*none, *(c for c in cells if c.format == name)] for name in formats]
 
 
-def stored_histograms(model: OpenModel, cell: KvCell, *, prompt: Sequence[int]) -> dict[str, Any]:
+def stored_histograms(
+    model: OpenModel, cell: KvVariant, *, prompt: Sequence[int]
+) -> dict[str, Any]:
     """How large K and V are, in the basis in which this cell stores them."""
 
-    def configure(native: _turbomind.EngineConfig) -> None:
-        cell.configure(native)
-        native.kv_mode, native.kv_layers, native.collect_kv_statistics = REFERENCE, [], True
-        native.kv_sink_tokens, native.kv_recent_tokens = 0, -1
+    def configure(engine_config: _turbomind.EngineConfig) -> None:
+        cell.configure(engine_config)
+        engine_config.kv_format, engine_config.kv_layers, engine_config.collect_kv_statistics = (
+            REFERENCE,
+            [],
+            True,
+        )
+        engine_config.kv_sink_tokens, engine_config.kv_recent_tokens = 0, -1
 
     with PromptEngine(model, configure, context=len(prompt)) as engine:
         engine.read(prompt)
         return engine.statistics()
 
 
-def num_saturated(statistics: dict[str, Any], cell: KvCell) -> int | None:
+def num_saturated(statistics: dict[str, Any], cell: KvVariant) -> int | None:
     """Values of K and V beyond what the format stores; None where every row has its own range.
 
     To 1/16 octave: a bin counts when its lower edge is at or beyond the limit.

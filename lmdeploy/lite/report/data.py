@@ -19,7 +19,7 @@ from lmdeploy.config.kv_formats import KV_QUALITIES, REPORTED_FORMATS, UNCALIBRA
 from lmdeploy.lite.divergence import cut_contexts
 from lmdeploy.lite.prompt_engine import OpenModel, PromptEngine
 from lmdeploy.lite.report import costs
-from lmdeploy.lite.report.cells import REFERENCE, KvCell
+from lmdeploy.lite.report.cells import REFERENCE, KvVariant
 from lmdeploy.lite.report.scores import ScoreFolder
 from lmdeploy.lite.retrieval import ask, make_prompt, recall_summary
 
@@ -156,7 +156,7 @@ class Report:
 
     options: ReportOptions
     model: OpenModel
-    cells: list[KvCell]
+    cells: list[KvVariant]
     ids: dict[str, list[int]]  # by text
     measured: Measurements
     picture: bool = True  # drawn, beside the page
@@ -203,7 +203,7 @@ class Report:
                 summary = recall_summary(np.array(answers))
                 self.figures[cell.label]["retrieval"][str(context)] = summary
 
-    def _ask(self, cell: KvCell, context: int, *, seed: int) -> list[list[float]]:
+    def _ask(self, cell: KvVariant, context: int, *, seed: int) -> list[list[float]]:
         filler = next(iter(self.ids.values()))
         start = seed * len(filler) // self.options.retrieval_prompts
         prompt = make_prompt(

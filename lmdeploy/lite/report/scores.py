@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from lmdeploy.lite.divergence import Doubles, fill_reference, log_sums, reference_logits
 from lmdeploy.lite.prompt_engine import Floats, OpenModel, PromptEngine
-from lmdeploy.lite.report.cells import REFERENCE, Done, KvCell
+from lmdeploy.lite.report.cells import REFERENCE, Done, KvVariant
 
 Ids = npt.NDArray[np.int64]
 
@@ -73,10 +73,10 @@ class ScoreFolder:
     """Scores by context, one small file each: what is there is not measured again."""
 
     folder: Path
-    cells: Sequence[KvCell]
+    cells: Sequence[KvVariant]
     contexts: Sequence[Sequence[int]]
 
-    def path(self, index: int, cell: KvCell) -> Path:
+    def path(self, index: int, cell: KvVariant) -> Path:
         """The file of one cell and context."""
         return self.folder / f"{index:04d}-{cell.slug}.npy"
 
@@ -102,12 +102,12 @@ class ScoreFolder:
                     save_array(self.path(index, cell), scores)
                     done(cell.label)
 
-    def summary(self, cell: KvCell) -> dict[str, float | int]:
+    def summary(self, cell: KvVariant) -> dict[str, float | int]:
         """The figures of one cell over all contexts."""
         paths = [self.path(index, cell) for index in range(len(self.contexts))]
         return summary(np.concatenate([np.load(path) for path in paths]))
 
-    def _missing(self, index: int) -> list[KvCell]:
+    def _missing(self, index: int) -> list[KvVariant]:
         """In order, `none` first: it is read again for whatever else is missing."""
         missing = [cell for cell in self.cells if not self.path(index, cell).exists()]
         reference = [cell for cell in self.cells if cell.label == REFERENCE]

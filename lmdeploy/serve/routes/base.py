@@ -13,9 +13,9 @@ from starlette.requests import ClientDisconnect
 
 from lmdeploy.base.checks import OptionError
 from lmdeploy.response import Response as Answer
-from lmdeploy.serve.admission import Place
+from lmdeploy.serve.admission import AdmissionSlot
 from lmdeploy.serve.errors import ApiError, JsonResponse
-from lmdeploy.serve.jobs import Job, Prepared, check_size, close_all, collect_all, submit_all
+from lmdeploy.serve.jobs import Job, PreparedRequest, check_size, close_all, collect_all, submit_all
 from lmdeploy.serve.schema import (
     MAX_BODY_BYTES,
     ApiRequest,
@@ -83,7 +83,7 @@ class Reply(Protocol):
 class Endpoint:
     """What one generating route has of its own."""
 
-    prepare: Callable[[ServerState, Any], Coroutine[Any, Any, Prepared]]
+    prepare: Callable[[ServerState, Any], Coroutine[Any, Any, PreparedRequest]]
     reply: type[Reply]
     # Fields of errors that have another name in this route's body.
     fields: Mapping[str, str] = field(default_factory=dict)
@@ -108,7 +108,7 @@ async def _answer(
     *,
     endpoint: Endpoint,
     body: SamplingFields,
-    place: Place,
+    place: AdmissionSlot,
 ) -> Response:
     """The answer, whole or as events. A client that leaves at any time cancels it."""
     jobs: list[Job] = []

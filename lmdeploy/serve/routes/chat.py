@@ -19,7 +19,7 @@ from lmdeploy.chat.tool_calls import ToolCall
 from lmdeploy.config.generation import MAX_LOGPROBS
 from lmdeploy.config.unsupported import BODY, CHAT, unsupported_body_fields
 from lmdeploy.response import Response as Answer
-from lmdeploy.serve.jobs import Job, Prepared, Usage
+from lmdeploy.serve.jobs import Job, PreparedRequest, Usage
 from lmdeploy.serve.logprobs import chat_logprobs
 from lmdeploy.serve.routes.base import Endpoint, post, respond
 from lmdeploy.serve.sampling import Limits, make_config
@@ -31,7 +31,7 @@ from lmdeploy.serve.schema import (
     check_value,
 )
 from lmdeploy.serve.state import ServerState
-from lmdeploy.serve.streaming import Body, answer_events
+from lmdeploy.serve.streaming import EventJson, answer_events
 
 router = APIRouter()
 
@@ -72,7 +72,7 @@ class ChatCompletionRequest(CompletionFields):
 _OF_MESSAGES = ("tools", "reasoning_effort", "enable_thinking", "chat_template_kwargs")
 
 
-async def prepare_chat(state: ServerState, request: ChatCompletionRequest) -> Prepared:
+async def prepare_chat(state: ServerState, request: ChatCompletionRequest) -> PreparedRequest:
     """The prompt and options. ApiError or OptionError for what cannot be served."""
     if request.top_logprobs and not request.logprobs:
         raise OptionError(
@@ -93,12 +93,14 @@ async def prepare_chat(state: ServerState, request: ChatCompletionRequest) -> Pr
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         ids, start = await asyncio.to_thread(
-            encode_chat, state.engine.parts, messages, template_options=options
+            encode_chat, state.engine.loaded, messages, template_options=options
         )
     elif request.input_ids:
         ids = request.input_ids
-        template = state.engine.parts.chat_template
-        start = AnswerStart(continue_final_message=template is not None and template.goes_on)
+        template = state.engine.loaded.chat_template
+        start = AnswerStart(
+            continue_final_message=template is not None and template.continue_final_message
+        )
         state.engine.check_prompt(ids, name="input_ids")
     else:
         raise OptionError("messages", "got none, wanted at least one; add messages")
@@ -108,11 +110,11 @@ async def prepare_chat(state: ServerState, request: ChatCompletionRequest) -> Pr
         n=request.n or 1,
     )
     room = max(state.engine.max_request_tokens - len(ids), 1)
-    config = make_config(request, limits, model_defaults=state.engine.parts.sampling, room=room)
+    config = make_config(request, limits, model_defaults=state.engine.loaded.sampling, room=room)
     grammar = None
     if options.get("tools"):
         grammar = chat_format.tool_grammar(options["tools"], request.tool_choice)
-    return Prepared([ids], config, start=start, grammar=grammar)
+    return PreparedRequest([ids], config, start=start, grammar=grammar)
 
 
 def _template_options(request: ChatCompletionRequest, chat_format: ChatFormat) -> dict[str, Any]:
@@ -179,17 +181,17 @@ class ChatReply:
         usage = Usage()
         wanted = self._request.streams_usage
 
-        def chunk(job: Job, delta: dict[str, Any], *, piece: Answer | None) -> Body:
+        def chunk(job: Job, delta: dict[str, Any], *, piece: Answer | None) -> EventJson:
             body = self._chunk(job, delta, piece=piece)
             return {**body, "usage": None} if wanted else body
 
-        def bodies(job: Job, piece: Answer) -> Iterator[Body]:
+        def bodies(job: Job, piece: Answer) -> Iterator[EventJson]:
             usage.add(job, piece)
             delta = self._delta(piece)
             if delta or piece.finish_reason is not None or self._request.logprobs:
                 yield chunk(job, delta, piece=piece)
 
-        def last() -> Iterator[Body]:
+        def last() -> Iterator[EventJson]:
             if wanted:
                 head = self._head("chat.completion.chunk")
                 yield {**head, "choices": [], "usage": usage.body()}
@@ -219,7 +221,7 @@ class ChatReply:
             delta["gen_tokens"] = piece.token_ids
         return delta
 
-    def _chunk(self, job: Job, delta: dict[str, Any], *, piece: Answer | None) -> Body:
+    def _chunk(self, job: Job, delta: dict[str, Any], *, piece: Answer | None) -> EventJson:
         choice = {
             "index": job.index,
             "delta": delta,
@@ -240,7 +242,7 @@ class ChatReply:
         if not self._request.logprobs:
             return None
         return chat_logprobs(
-            self._state.engine.parts.tokenizer,
+            self._state.engine.loaded.tokenizer,
             piece.token_ids,
             logprobs=piece.logprobs or [],
             num_top=self._request.top_logprobs or 0,

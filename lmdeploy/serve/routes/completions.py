@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from lmdeploy.chat.detokenize import KnownIds
+from lmdeploy.chat.detokenize import TokenDetokenizer
 from lmdeploy.chat.tokenizer import without_surrogates
 from lmdeploy.config.generation import MAX_LOGPROBS
 from lmdeploy.config.unsupported import BODY, unsupported_body_fields
 from lmdeploy.response import Response as Answer
 from lmdeploy.response import join_pieces
-from lmdeploy.serve.jobs import Job, Prepared, Usage, encode_prompts
+from lmdeploy.serve.jobs import Job, PreparedRequest, Usage, encode_prompts
 from lmdeploy.serve.logprobs import CompletionLogprobs
 from lmdeploy.serve.routes.base import Endpoint, post, respond
 from lmdeploy.serve.sampling import Limits, make_config
@@ -25,7 +25,7 @@ from lmdeploy.serve.schema import (
     Unsupported,
 )
 from lmdeploy.serve.state import ServerState
-from lmdeploy.serve.streaming import Body, answer_events
+from lmdeploy.serve.streaming import EventJson, answer_events
 
 router = APIRouter()
 
@@ -42,7 +42,7 @@ class CompletionRequest(CompletionFields):
     return_token_ids: bool | None = False
 
 
-async def prepare_completion(state: ServerState, request: CompletionRequest) -> Prepared:
+async def prepare_completion(state: ServerState, request: CompletionRequest) -> PreparedRequest:
     """Prompts and options. OptionError for what cannot be served."""
     limit = request.max_completion_tokens
     if limit is None:
@@ -53,9 +53,9 @@ async def prepare_completion(state: ServerState, request: CompletionRequest) -> 
         prompt_logprobs=request.logprobs if request.echo else None,
         n=request.n or 1,
     )
-    config = make_config(request, limits, model_defaults=state.engine.parts.sampling, room=0)
+    config = make_config(request, limits, model_defaults=state.engine.loaded.sampling, room=0)
     prompts = await encode_prompts(state.engine, request.prompt, num_new=min(limit, 1))
-    return Prepared(prompts, config)
+    return PreparedRequest(prompts, config)
 
 
 class CompletionReply:
@@ -64,7 +64,7 @@ class CompletionReply:
     def __init__(self, state: ServerState, request: CompletionRequest) -> None:
         self._state = state
         self._request = request
-        self._tokenizer = state.engine.parts.tokenizer
+        self._tokenizer = state.engine.loaded.tokenizer
         self._id = f"cmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._logprobs: dict[int, CompletionLogprobs] = {}
@@ -85,33 +85,33 @@ class CompletionReply:
         wanted = self._request.streams_usage
         held: dict[int, list[Answer]] = {}  # pieces that only carry prompt logprobs
 
-        def bodies(job: Job, piece: Answer) -> Iterator[Body]:
-            usage.add(job, piece)
-            if not piece.token_ids and not piece.text and piece.finish_reason is None:
-                held.setdefault(job.index, []).append(piece)
+        def bodies(job: Job, chunk: Answer) -> Iterator[EventJson]:
+            usage.add(job, chunk)
+            if not chunk.token_ids and not chunk.text and chunk.finish_reason is None:
+                held.setdefault(job.index, []).append(chunk)
                 return
-            piece = join_pieces([*held.pop(job.index, ()), piece])
-            body = {**self._head(), "choices": [self._choice(job, piece)]}
+            chunk = join_pieces([*held.pop(job.index, ()), chunk])
+            body = {**self._head(), "choices": [self._choice(job, chunk)]}
             yield {**body, "usage": None} if wanted else body
 
-        def last() -> Iterator[Body]:
+        def last() -> Iterator[EventJson]:
             if wanted:
                 yield {**self._head(), "choices": [], "usage": usage.body()}
 
         return answer_events(jobs, self._state.metrics, bodies=bodies, last=last)
 
-    def _choice(self, job: Job, piece: Answer) -> dict[str, Any]:
+    def _choice(self, job: Job, chunk: Answer) -> dict[str, Any]:
         echo = bool(self._request.echo) and job.index not in self._echoed
         self._echoed.add(job.index)
         prompt_text = self._prompt_text(job) if echo else ""
         choice: dict[str, Any] = {
             "index": job.index,
-            "text": prompt_text + piece.text,
+            "text": prompt_text + chunk.text,
             "logprobs": None,
-            "finish_reason": piece.finish_reason,
+            "finish_reason": chunk.finish_reason,
         }
         if self._request.return_token_ids:
-            choice["gen_tokens"] = piece.token_ids
+            choice["gen_tokens"] = chunk.token_ids
         if self._request.logprobs is not None:
             if job.index not in self._logprobs:
                 self._logprobs[job.index] = CompletionLogprobs(
@@ -121,9 +121,9 @@ class CompletionReply:
                 )
             maker = self._logprobs[job.index]
             if echo:
-                values = [None, *(piece.prompt_logprobs or [])]
+                values = [None, *(chunk.prompt_logprobs or [])]
                 maker.add_prompt(job.stream.prompt_ids, values, text=prompt_text)
-            maker.add_answer(piece.token_ids, piece.logprobs or [])
+            maker.add_answer(chunk.token_ids, chunk.logprobs or [])
             choice["logprobs"] = maker.take()
         return choice
 
@@ -133,7 +133,7 @@ class CompletionReply:
             prompt = prompt[job.prompt_index]
         if isinstance(prompt, str):
             return without_surrogates(prompt)
-        stream = KnownIds(self._tokenizer, skip_special=False, begins_text=True)
+        stream = TokenDetokenizer(self._tokenizer, skip_special=False, begins_text=True)
         return "".join(map(stream.push, job.stream.prompt_ids)) + stream.finish()
 
     def _head(self) -> dict[str, Any]:

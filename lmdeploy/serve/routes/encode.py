@@ -61,8 +61,8 @@ async def encode_texts(texts: Sequence[str], encode: Callable[[str], list[int]])
 
 
 def _encode_one(engine: AsyncEngine, body: EncodeRequest, *, text: str) -> list[int]:
-    parts, most = engine.parts, MAX_ENCODED_TOKENS
+    parts, max_value = engine.loaded, MAX_ENCODED_TOKENS
     if body.do_preprocess:
         message = {"role": "user", "content": text}
-        return encode_chat(parts, [message], max_tokens=most).ids
-    return encode_text(parts, text, add_special=body.add_bos is not False, max_tokens=most)
+        return encode_chat(parts, [message], max_tokens=max_value).ids
+    return encode_text(parts, text, add_special=body.add_bos is not False, max_tokens=max_value)

@@ -14,7 +14,7 @@ from lmdeploy.chat.prompts import encode_text
 from lmdeploy.config.generation import MAX_LOGPROBS
 from lmdeploy.config.unsupported import BODY, GENERATE, unsupported_body_fields
 from lmdeploy.response import Response as Answer
-from lmdeploy.serve.jobs import Job, Prepared
+from lmdeploy.serve.jobs import Job, PreparedRequest
 from lmdeploy.serve.logprobs import LOWEST
 from lmdeploy.serve.routes.base import Endpoint, post, respond
 from lmdeploy.serve.sampling import Limits, make_config
@@ -44,7 +44,7 @@ class GenerateRequest(SamplingFields):
     top_k: int | None = Field(default=0, ge=0, lt=2**31)
 
 
-async def prepare_generate(state: ServerState, request: GenerateRequest) -> Prepared:
+async def prepare_generate(state: ServerState, request: GenerateRequest) -> PreparedRequest:
     """The prompt and options. OptionError for what cannot be served."""
     if (request.prompt is None) == (request.input_ids is None):
         got = "neither" if request.prompt is None else "both"
@@ -56,7 +56,7 @@ async def prepare_generate(state: ServerState, request: GenerateRequest) -> Prep
     ids = request.input_ids
     if ids is None:
         ids = await asyncio.to_thread(
-            encode_text, state.engine.parts, request.prompt or "", add_special=True
+            encode_text, state.engine.loaded, request.prompt or "", add_special=True
         )
     else:
         state.engine.check_prompt(ids, name="input_ids")
@@ -64,8 +64,8 @@ async def prepare_generate(state: ServerState, request: GenerateRequest) -> Prep
         max_new_tokens=request.max_tokens,
         logprobs=(request.top_logprobs_num or 0) if request.return_logprob else None,
     )
-    config = make_config(request, limits, model_defaults=state.engine.parts.sampling, room=0)
-    return Prepared([ids], config)
+    config = make_config(request, limits, model_defaults=state.engine.loaded.sampling, room=0)
+    return PreparedRequest([ids], config)
 
 
 class GenerateReply:
@@ -106,7 +106,7 @@ class GenerateReply:
 
     def events(self, jobs: Sequence[Job]) -> AsyncIterator[bytes]:
         """The answer to a request with `stream`."""
-        return answer_events(jobs, self._state.metrics, bodies=lambda _, piece: [self._body(piece)])
+        return answer_events(jobs, self._state.metrics, bodies=lambda _, chunk: [self._body(chunk)])
 
 
 _ENDPOINT = Endpoint(prepare_generate, GenerateReply, fields={"logprobs": "top_logprobs_num"})

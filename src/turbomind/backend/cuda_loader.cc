@@ -14,12 +14,12 @@ namespace {
 
 constexpr char kFileName[] = "libturbomind_cuda.so";
 constexpr char kVariable[] = "LMDEPLOY_CUDA_LIBRARY";
-constexpr size_t kMostShown = 120;
+constexpr size_t kMaxShown = 120;
 
 // A text from elsewhere, fit for one line.
 std::string Shown(const char* text) {
   std::string line;
-  for (; text != nullptr && *text != '\0' && line.size() < kMostShown; ++text) {
+  for (; text != nullptr && *text != '\0' && line.size() < kMaxShown; ++text) {
     line += std::isprint(static_cast<unsigned char>(*text)) != 0 ? *text : ' ';
   }
   return line;

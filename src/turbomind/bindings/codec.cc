@@ -42,31 +42,31 @@ struct RowShape {
   py::ssize_t metadata_bytes = 0;
 };
 
-RowShape Shape(const std::string& mode_name, const std::string& dtype, py::ssize_t num_rows,
+RowShape Shape(const std::string& format_name, const std::string& dtype, py::ssize_t num_rows,
                int64_t head_dim) {
   if (head_dim < 1 || head_dim > 65536) {
     throw InvalidArgument("head_dim: got " + std::to_string(head_dim) + ", want 1 to 65536");
   }
   RowShape shape;
-  shape.rows.mode = GetKvCacheMode(mode_name, DeviceCapability{});
+  shape.rows.format = GetKvCacheMode(format_name, DeviceCapability{});
   shape.rows.dtype = Parse("dtype", kDataTypes, dtype);
   shape.rows.num_rows = num_rows;
   shape.rows.head_dim = static_cast<int>(head_dim);
   const int dim = shape.rows.head_dim;
-  shape.payload_bytes = block::RowBytes(shape.rows.mode, dim, shape.rows.dtype);
-  shape.metadata_bytes = block::ParamBytes(shape.rows.mode, shape.rows.dtype) +
-                         block::ScaleBytes(shape.rows.mode, dim);
+  shape.payload_bytes = block::RowBytes(shape.rows.format, dim, shape.rows.dtype);
+  shape.metadata_bytes = block::ParamBytes(shape.rows.format, shape.rows.dtype) +
+                         block::ScaleBytes(shape.rows.format, dim);
   return shape;
 }
 
-py::tuple Encode(const std::string& mode, const Array<float>& rows, const std::string& dtype,
-                 float g, const std::string& isa, bool search) {
+py::tuple Encode(const std::string& format, const Array<float>& rows, const std::string& dtype,
+                 float global_scale, const std::string& isa, bool search) {
   if (rows.ndim() != 2) {
     throw InvalidArgument("rows: got " + std::to_string(rows.ndim()) +
                           " dimensions, want [n, head_dim]");
   }
-  RowShape shape = Shape(mode, dtype, rows.shape(0), rows.shape(1));
-  shape.rows.g = g;
+  RowShape shape = Shape(format, dtype, rows.shape(0), rows.shape(1));
+  shape.rows.global_scale = global_scale;
   shape.rows.search = search;
   const CpuKvKernels kernels = Kernels(isa);
   py::array_t<uint8_t> payload({rows.shape(0), shape.payload_bytes});
@@ -85,17 +85,17 @@ void RequireShape(const char* what, const Array<uint8_t>& array, py::ssize_t row
 }
 
 struct DecodeOptions {
-  std::string mode;
+  std::string format;
   std::string dtype;
-  float g;
+  float global_scale;
   std::string isa;
 };
 
 Array<float> Decode(const Array<uint8_t>& payload, const Array<uint8_t>& metadata, int64_t head_dim,
                     const DecodeOptions& options) {
   const py::ssize_t num_rows = payload.ndim() == 2 ? payload.shape(0) : 0;
-  RowShape shape = Shape(options.mode, options.dtype, num_rows, head_dim);
-  shape.rows.g = options.g;
+  RowShape shape = Shape(options.format, options.dtype, num_rows, head_dim);
+  shape.rows.global_scale = options.global_scale;
   RequireShape("payload", payload, num_rows, shape.payload_bytes);
   RequireShape("metadata", metadata, num_rows, shape.metadata_bytes);
   const CpuKvKernels kernels = Kernels(options.isa);
@@ -108,15 +108,16 @@ Array<float> Decode(const Array<uint8_t>& payload, const Array<uint8_t>& metadat
 
 void DefCodecs(py::module_& module) {
   module.def("encode_rows", &Encode, py::arg("mode"), py::arg("rows"), py::arg("dtype"),
-             py::arg("g") = 1.f, py::arg("isa") = "", py::kw_only(), py::arg("search") = false);
+             py::arg("global_scale") = 1.f, py::arg("isa") = "", py::kw_only(),
+             py::arg("search") = false);
   module.def(
       "decode_rows",
-      [](const std::string& mode, const Array<uint8_t>& payload, const Array<uint8_t>& metadata,
-         int64_t head_dim, const std::string& dtype, float g, const std::string& isa) {
-        return Decode(payload, metadata, head_dim, {mode, dtype, g, isa});
+      [](const std::string& format, const Array<uint8_t>& payload, const Array<uint8_t>& metadata,
+         int64_t head_dim, const std::string& dtype, float global_scale, const std::string& isa) {
+        return Decode(payload, metadata, head_dim, {format, dtype, global_scale, isa});
       },
       py::arg("mode"), py::arg("payload"), py::arg("metadata"), py::arg("head_dim"),
-      py::arg("dtype"), py::arg("g") = 1.f, py::arg("isa") = "");
+      py::arg("dtype"), py::arg("global_scale") = 1.f, py::arg("isa") = "");
 }
 
 }  // namespace turbomind

@@ -42,7 +42,7 @@ void DefConfigs(py::module_& m) {
       .def_readwrite("top_k", &MoeConfig::top_k)
       .def_readwrite("intermediate_size", &MoeConfig::intermediate_size)
       .def_readwrite("shared_intermediate_size", &MoeConfig::shared_intermediate_size)
-      .def_readwrite("normalise", &MoeConfig::normalise)
+      .def_readwrite("normalize", &MoeConfig::normalize)
       .def_readwrite("layers", &MoeConfig::layers);
 
   py::class_<ModelConfig> model(m, "ModelConfig");

@@ -20,7 +20,7 @@ void DefDevices(py::module_& m) {
   using release = py::call_guard<py::gil_scoped_release>;
   py::class_<Device, std::shared_ptr<Device>>(m, "Device")
       .def_property_readonly("name", &Device::name)
-      .def_property_readonly("products", &Device::products)
+      .def_property_readonly("gemm_backend", &Device::gemm_backend)
       .def_property_readonly("is_cuda",
                              [](const Device& self) { return self.capability().is_cuda; })
       .def_property_readonly("sm", [](const Device& self) { return self.capability().sm; });
@@ -57,8 +57,8 @@ void DefDevices(py::module_& m) {
       py::arg("cublas_lt") = std::vector<std::string>(), release());
   m.def(
       "kv_cache_conversion",
-      [](const std::string& mode, int sm) {
-        return std::string(KvCacheConversion(Parse("mode", kModes, mode), {sm != 0, sm}));
+      [](const std::string& format, int sm) {
+        return std::string(KvCacheConversion(Parse("mode", kKvFormats, format), {sm != 0, sm}));
       },
       py::arg("mode"), py::arg("sm") = 0);
 }

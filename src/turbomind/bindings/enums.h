@@ -22,7 +22,7 @@ struct EnumName {
 };
 
 // Canonical names alone: an alias is resolved by get_kv_cache_mode.
-constexpr EnumName<KvCacheMode> kModes[] = {
+constexpr EnumName<KvCacheMode> kKvFormats[] = {
     {KvCacheMode::kNone, "none"},        {KvCacheMode::kInt8, "int8"},
     {KvCacheMode::kInt4, "int4"},        {KvCacheMode::kFp8E4m3, "fp8"},
     {KvCacheMode::kFp8E5m2, "fp8_e5m2"}, {KvCacheMode::kFp4Mx, "mxfp4"},

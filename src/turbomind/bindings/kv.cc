@@ -21,15 +21,15 @@ using Pairs = std::vector<std::pair<std::string, std::string>>;
 Pairs GetLayers(const EngineConfig& config) {
   Pairs pairs;
   for (const auto& layer : config.kv_layers) {
-    pairs.emplace_back(Name(kModes, layer.k), Name(kModes, layer.v));
+    pairs.emplace_back(Name(kKvFormats, layer.k), Name(kKvFormats, layer.v));
   }
   return pairs;
 }
 
 void SetLayers(EngineConfig& config, const Pairs& pairs) {
-  std::vector<block::Config::LayerModes> layers;
+  std::vector<block::Config::LayerFormats> layers;
   for (const auto& [k, v] : pairs) {
-    layers.push_back({Parse("kv_layers", kModes, k), Parse("kv_layers", kModes, v)});
+    layers.push_back({Parse("kv_layers", kKvFormats, k), Parse("kv_layers", kKvFormats, v)});
   }
   config.kv_layers = std::move(layers);
 }
@@ -70,10 +70,10 @@ void DefStats(py::module_& m) {
       .def_readonly("blocks_free", &EngineStats::blocks_free)
       .def_readonly("blocks_cached", &EngineStats::blocks_cached)
       .def_readonly("blocks_active", &EngineStats::blocks_active)
-      .def_readonly("hot_blocks_total", &EngineStats::hot_blocks_total)
-      .def_readonly("hot_blocks_free", &EngineStats::hot_blocks_free)
-      .def_readonly("hot_blocks_cached", &EngineStats::hot_blocks_cached)
-      .def_readonly("hot_blocks_active", &EngineStats::hot_blocks_active)
+      .def_readonly("window16_blocks_total", &EngineStats::window16_blocks_total)
+      .def_readonly("window16_blocks_free", &EngineStats::window16_blocks_free)
+      .def_readonly("window16_blocks_cached", &EngineStats::window16_blocks_cached)
+      .def_readonly("window16_blocks_active", &EngineStats::window16_blocks_active)
       .def_readonly("prefix_queried_tokens", &EngineStats::prefix_queried_tokens)
       .def_readonly("prefix_hit_tokens", &EngineStats::prefix_hit_tokens)
       .def_readonly("prefix_cut_tokens", &EngineStats::prefix_cut_tokens)
@@ -94,7 +94,7 @@ void DefStats(py::module_& m) {
 }  // namespace
 
 void DefKvOptions(py::class_<EngineConfig>& config) {
-  DefEnum(config, "kv_mode", &EngineConfig::kv_mode, kModes);
+  DefEnum(config, "kv_format", &EngineConfig::kv_format, kKvFormats);
   config.def_property("kv_layers", &GetLayers, &SetLayers)
       .def_property(
           "kv_rotate_k", [](const EngineConfig& self) { return self.kv_quality.rotate_k; },
@@ -105,22 +105,22 @@ void DefKvOptions(py::class_<EngineConfig>& config) {
           [](EngineConfig& self, bool value) { self.kv_quality.search_scales = value; })
       .def_property(
           "kv_sink_tokens",
-          [](const EngineConfig& self) { return self.kv_quality.hot.sink_tokens; },
-          [](EngineConfig& self, int value) { self.kv_quality.hot.sink_tokens = value; })
+          [](const EngineConfig& self) { return self.kv_quality.window16.sink_tokens; },
+          [](EngineConfig& self, int value) { self.kv_quality.window16.sink_tokens = value; })
       .def_property(
           "kv_recent_tokens",
-          [](const EngineConfig& self) { return self.kv_quality.hot.recent_tokens; },
-          [](EngineConfig& self, int value) { self.kv_quality.hot.recent_tokens = value; })
+          [](const EngineConfig& self) { return self.kv_quality.window16.recent_tokens; },
+          [](EngineConfig& self, int value) { self.kv_quality.window16.recent_tokens = value; })
       .def_readwrite("collect_kv_statistics", &EngineConfig::collect_kv_statistics)
       .def(
           "set_kv_calibration",
-          [](EngineConfig& self, const py::object& k_mean, const py::object& k_factors,
-             const py::object& v_factors) {
+          [](EngineConfig& self, const py::object& k_mean, const py::object& k_scales,
+             const py::object& v_scales) {
             self.kv_quality.calibration = {.k_mean = Layers("k_mean", k_mean, 3),
-                                           .k_factors = Layers("k_factors", k_factors, 2),
-                                           .v_factors = Layers("v_factors", v_factors, 2)};
+                                           .k_scales = Layers("k_scales", k_scales, 2),
+                                           .v_scales = Layers("v_scales", v_scales, 2)};
           },
-          py::arg("k_mean"), py::arg("k_factors"), py::arg("v_factors"));
+          py::arg("k_mean"), py::arg("k_scales"), py::arg("v_scales"));
 }
 
 void DefKv(py::module_& m) {
@@ -131,7 +131,7 @@ void DefKv(py::module_& m) {
       .def_readonly("scratch_bytes", &MemoryPlan::scratch_bytes)
       .def_readonly("bytes_per_token", &MemoryPlan::bytes_per_token)
       .def_readonly("bytes_per_token_none", &MemoryPlan::bytes_per_token_none)
-      .def_readonly("hot_bytes_per_sequence", &MemoryPlan::hot_bytes_per_sequence)
+      .def_readonly("window16_bytes_per_sequence", &MemoryPlan::window16_bytes_per_sequence)
       .def_readonly("session_bytes", &MemoryPlan::session_bytes)
       .def_readonly("session_bytes_none", &MemoryPlan::session_bytes_none)
       .def_readonly("max_tokens", &MemoryPlan::max_tokens)
@@ -140,7 +140,7 @@ void DefKv(py::module_& m) {
   m.def(
       "require_listed_pair",
       [](const std::string& k, const std::string& v) {
-        RequireListedPair(Parse("k", kModes, k), Parse("v", kModes, v));
+        RequireListedPair(Parse("k", kKvFormats, k), Parse("v", kKvFormats, v));
       },
       py::arg("k"), py::arg("v"));
   m.def("sequence_bytes", &SequenceBytes, py::arg("model"), py::arg("config"),

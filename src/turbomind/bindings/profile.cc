@@ -23,8 +23,8 @@ constexpr EnumName<OpKind> kOpKinds[] = {{OpKind::kEmbed, "embed"},
                                          {OpKind::kActivation, "activation"},
                                          {OpKind::kRouteExperts, "route_experts"},
                                          {OpKind::kCombineExperts, "combine_experts"},
-                                         {OpKind::kProcessKv, "process_kv"},
-                                         {OpKind::kQuantiseBlocks, "quantise_blocks"},
+                                         {OpKind::kWriteKv, "process_kv"},
+                                         {OpKind::kQuantizeBlocks, "quantize_blocks"},
                                          {OpKind::kFlattenKv, "flatten_kv"},
                                          {OpKind::kPrefillAttention, "prefill_attention"},
                                          {OpKind::kDecodeAttention, "decode_attention"},
@@ -37,8 +37,9 @@ constexpr EnumName<StepPhase> kPhases[] = {{StepPhase::kOther, "other"},
                                            {StepPhase::kMixed, "mixed"}};
 
 std::vector<std::string> KvFormats(const OpKey& key) {
-  return TouchesCache(key.kind) ? std::vector{Name(kModes, key.k_mode), Name(kModes, key.v_mode)}
-                                : std::vector<std::string>();
+  return TouchesCache(key.kind)
+             ? std::vector{Name(kKvFormats, key.k_format), Name(kKvFormats, key.v_format)}
+             : std::vector<std::string>();
 }
 
 void DefRecords(py::module_& m) {

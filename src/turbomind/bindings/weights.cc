@@ -29,8 +29,8 @@ int64_t SourceBytes(MatrixFormat format, int64_t values) {
 }
 
 void RequireShape(const std::string& what, MatrixFormat format, int64_t rows, int64_t cols) {
-  constexpr int64_t kMost = int64_t{1} << 30;
-  if (rows < 1 || cols < 1 || rows > kMost || cols > kMost) {
+  constexpr int64_t kLimit = int64_t{1} << 30;
+  if (rows < 1 || cols < 1 || rows > kLimit || cols > kLimit) {
     throw InvalidArgument(what + ": got shape [" + std::to_string(rows) + ", " +
                           std::to_string(cols) + "], want positive sizes");
   }

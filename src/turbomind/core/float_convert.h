@@ -125,7 +125,7 @@ TM_HD float LoadAs(const uint8_t* from, DataType dtype, int i) {
 // Saturates; any NaN gives 0x7F.
 template <int kMantissa, int kBias, int kMax>
 TM_HD uint8_t FloatToFp8(float x) {
-  constexpr uint32_t kLeastNormal = static_cast<uint32_t>(127 - kBias + 1) << 23;
+  constexpr uint32_t kMinNormal = static_cast<uint32_t>(127 - kBias + 1) << 23;
   constexpr uint32_t kPerUnit = static_cast<uint32_t>(127 + kBias - 1 + kMantissa) << 23;
   constexpr int kDropped = 23 - kMantissa;
   const uint32_t bits = FloatBits(x);
@@ -135,7 +135,7 @@ TM_HD uint8_t FloatToFp8(float x) {
     return 0x7F;
   }
   uint32_t code;
-  if (size < kLeastNormal) {
+  if (size < kMinNormal) {
     code = static_cast<uint32_t>(RoundSmall(BitsFloat(size) * BitsFloat(kPerUnit)));
   } else {
     const uint32_t half = (1u << (kDropped - 1)) - 1u + ((size >> kDropped) & 1u);

@@ -24,7 +24,7 @@ using Job = FunctionRef<void(int64_t item, int worker)>;
 
 // Longer than the serial part between two ops of a step and about what it costs to fall asleep and
 // be woken; much shorter than a time slice.
-constexpr std::chrono::microseconds kMostSpinning{100};
+constexpr std::chrono::microseconds kMaxSpinning{100};
 constexpr int kSpinsPerLook = 16;  // between two looks at the clock
 
 void Pause() {
@@ -53,7 +53,7 @@ bool SpinUntil(const Ready& ready, const IsHopeless& is_hopeless) {
   if (ready()) {
     return true;
   }
-  const Clock::time_point end = Clock::now() + kMostSpinning;
+  const Clock::time_point end = Clock::now() + kMaxSpinning;
   do {
     const int core = CurrentCore();
     if (core != kNoCore && is_hopeless(core)) {

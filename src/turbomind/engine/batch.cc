@@ -23,23 +23,23 @@ void Batch::Add(Sequence& sequence) {
   sequences.push_back(&sequence);
 }
 
-void Batch::BlockTables::SetRow(size_t row, std::span<const int32_t> cold,
-                                std::span<const int32_t> hot) {
+void Batch::BlockTables::SetRow(size_t row, std::span<const int32_t> quantized,
+                                std::span<const int32_t> window16) {
   const auto width = static_cast<size_t>(stride);
-  Check(cold.size() <= width && hot.size() <= width, "a row of the block table fits");
-  std::copy(cold.begin(), cold.end(), ids.data() + row * width);
-  if (!hot.empty()) {
-    std::copy(hot.begin(), hot.end(), hot_ids.data() + row * width);
+  Check(quantized.size() <= width && window16.size() <= width, "a row of the block table fits");
+  std::copy(quantized.begin(), quantized.end(), ids.data() + row * width);
+  if (!window16.empty()) {
+    std::copy(window16.begin(), window16.end(), window16_ids.data() + row * width);
   }
 }
 
-Batch::BlockTables& Batch::ResetTables(size_t group, int64_t stride, bool has_hot) {
+Batch::BlockTables& Batch::ResetTables(size_t group, int64_t stride, bool has_window16) {
   BlockTables& table = tables.at(group);
   table.stride = stride;
   const size_t size = sequences.size() * static_cast<size_t>(stride);
   table.ids.assign(size, -1);
-  table.hot_ids.assign(has_hot ? size : 0, -1);
-  table.moves.clear();
+  table.window16_ids.assign(has_window16 ? size : 0, -1);
+  table.blocks_to_quantize.clear();
   return table;
 }
 
@@ -55,17 +55,18 @@ void Batch::Clear() {
 void Batch::Finish() {
   for (size_t group = 0; group < tables.size(); ++group) {
     const BlockTables& table = tables[group];
-    views[group] = {.num_seqs = num_seqs(),
-                    .num_decode = num_decode,
-                    .num_tokens = num_tokens(),
-                    .cu_seqlens = cu_seqlens.data(),
-                    .context_lens = context_lens.data(),
-                    .positions = positions.data(),
-                    .block_tables = table.ids.data(),
-                    .block_table_stride = table.stride,
-                    .hot_tables = table.hot_ids.empty() ? nullptr : table.hot_ids.data(),
-                    .moves = table.moves.data(),
-                    .num_moves = static_cast<int>(table.moves.size())};
+    views[group] = {
+        .num_seqs = num_seqs(),
+        .num_decode = num_decode,
+        .num_tokens = num_tokens(),
+        .cu_seqlens = cu_seqlens.data(),
+        .context_lens = context_lens.data(),
+        .positions = positions.data(),
+        .block_tables = table.ids.data(),
+        .block_table_stride = table.stride,
+        .window16_tables = table.window16_ids.empty() ? nullptr : table.window16_ids.data(),
+        .blocks_to_quantize = table.blocks_to_quantize.data(),
+        .num_to_quantize = static_cast<int>(table.blocks_to_quantize.size())};
   }
 }
 

@@ -17,13 +17,13 @@ namespace turbomind {
 // larger than those before allocates nothing.
 struct Batch {
   struct BlockTables {
-    std::vector<int32_t> ids;      // [num_seqs, stride], -1 beyond a sequence's blocks
-    std::vector<int32_t> hot_ids;  // same shape; empty where nothing is hot
+    std::vector<int32_t> ids;           // [num_seqs, stride], -1 beyond a sequence's blocks
+    std::vector<int32_t> window16_ids;  // same shape; empty where there is no 16-bit window
     int64_t stride = 0;
-    std::vector<BlockMove> moves;
+    std::vector<PendingQuantization> blocks_to_quantize;
 
     // Writes a sequence's row. REQUIRES: at most `stride` blocks in either pool.
-    void SetRow(size_t row, std::span<const int32_t> cold, std::span<const int32_t> hot);
+    void SetRow(size_t row, std::span<const int32_t> quantized, std::span<const int32_t> window16);
   };
 
   explicit Batch(int num_groups)
@@ -49,7 +49,7 @@ struct Batch {
   void Add(Sequence& sequence);
   // Makes a group's tables for the sequences, `stride` blocks each and none of them there yet. The
   // rows and the moves are the caller's to fill.
-  BlockTables& ResetTables(size_t group, int64_t stride, bool has_hot);
+  BlockTables& ResetTables(size_t group, int64_t stride, bool has_window16);
   // The batch is complete.
   void Finish();
 

@@ -95,7 +95,7 @@ struct Engine::Impl {
   bool TakeRequests();  // true: some request was cancelled
   void EndCancelled();
   void Step();
-  bool HasMoved() const;  // sequences from queue to queue since UpdateStats
+  bool HasQuantized() const;  // sequences from queue to queue since UpdateStats
   void EndAll(FinishReason reason, const std::string& error);
   void End(const Sequence* sequence);
   void Publish(Sequence& sequence);
@@ -314,7 +314,7 @@ void Engine::Impl::EndCancelled() {
   UpdateStats();
 }
 
-bool Engine::Impl::HasMoved() const {
+bool Engine::Impl::HasQuantized() const {
   return totals.num_running != static_cast<int>(state->scheduler.running().size()) ||
          totals.num_waiting != static_cast<int>(state->scheduler.waiting().size());
 }
@@ -322,7 +322,7 @@ bool Engine::Impl::HasMoved() const {
 void Engine::Impl::Step() {
   const Batch& batch = state->scheduler.Plan();
   if (!batch.empty()) {
-    if (HasMoved()) {
+    if (HasQuantized()) {
       UpdateStats();  // what runs, while it does: a step may take seconds
     }
     state->generation.Begin(batch);
@@ -405,16 +405,16 @@ void Engine::Impl::UpdateStats() {
     }
     return sums;
   };
-  const BlockCounts cold = sum(0, state->cache.num_groups());
-  totals.blocks_total = cold.total;
-  totals.blocks_free = cold.free;
-  totals.blocks_cached = cold.cached;
-  totals.blocks_active = cold.active;
-  const BlockCounts hot = sum(state->cache.num_groups(), state->cache.num_pools());
-  totals.hot_blocks_total = hot.total;
-  totals.hot_blocks_free = hot.free;
-  totals.hot_blocks_cached = hot.cached;
-  totals.hot_blocks_active = hot.active;
+  const BlockCounts quantized = sum(0, state->cache.num_groups());
+  totals.blocks_total = quantized.total;
+  totals.blocks_free = quantized.free;
+  totals.blocks_cached = quantized.cached;
+  totals.blocks_active = quantized.active;
+  const BlockCounts window16 = sum(state->cache.num_groups(), state->cache.num_pools());
+  totals.window16_blocks_total = window16.total;
+  totals.window16_blocks_free = window16.free;
+  totals.window16_blocks_cached = window16.cached;
+  totals.window16_blocks_active = window16.active;
   totals.prompt_tokens = state->scheduler.stats().prompt_tokens;
   totals.prefix_queried_tokens = state->scheduler.stats().prefix_queried_tokens;
   totals.prefix_hit_tokens = state->scheduler.stats().prefix_hit_tokens;

@@ -10,23 +10,23 @@ namespace turbomind {
 
 // Constants of the cache, from `lmdeploy lite calibrate`, by model layer. Each may be empty.
 struct KvCalibration {
-  std::vector<std::vector<float>> k_mean;     // [kv_heads * head_dim], after RoPE
-  std::vector<std::vector<float>> k_factors;  // [kv_heads] g of FP8 and NVFP4
-  std::vector<std::vector<float>> v_factors;
+  std::vector<std::vector<float>> k_mean;    // [kv_heads * head_dim], after RoPE
+  std::vector<std::vector<float>> k_scales;  // [kv_heads] g of FP8 and NVFP4
+  std::vector<std::vector<float>> v_scales;
 };
 
 // What is done beside the format (docs/kv_cache.md, "Quality"). All off: `raw`.
 struct KvQuality {
   bool rotate_k = false;
   bool search_scales = false;  // FP4
-  HotTokens hot;
+  PrecisionWindowTokens window16;
   KvCalibration calibration = {};
 };
 
 struct EngineConfig {
-  KvCacheMode kv_mode = KvCacheMode::kNone;
-  // K and V of each layer in formats of their own; empty: kv_mode for all.
-  std::vector<block::Config::LayerModes> kv_layers;
+  KvCacheMode kv_format = KvCacheMode::kNone;
+  // K and V of each layer in formats of their own; empty: kv_format for all.
+  std::vector<block::Config::LayerFormats> kv_layers;
   KvQuality kv_quality;
   int max_batch_size = 32;
   int session_len = 2048;

@@ -19,18 +19,18 @@ void SetCalibration(const KvCalibration& calibration, int num_layers, KvCache& c
     return !values.empty();
   };
   const bool has_mean = per_layer("K means", calibration.k_mean);
-  const bool has_factors[] = {per_layer("K factors", calibration.k_factors),
-                              per_layer("V factors", calibration.v_factors)};
+  const bool has_scales[] = {per_layer("K factors", calibration.k_scales),
+                             per_layer("V factors", calibration.v_scales)};
   for (int i = 0; i < num_layers; ++i) {
     const auto layer = static_cast<size_t>(i);
     if (has_mean) {
       cache.SetKMean(i, calibration.k_mean[layer]);
     }
     for (const KvSide side : {KvSide::kK, KvSide::kV}) {
-      const auto& factors = side == KvSide::kK ? calibration.k_factors : calibration.v_factors;
+      const auto& scales = side == KvSide::kK ? calibration.k_scales : calibration.v_scales;
       const int s = static_cast<int>(side);
-      if (has_factors[s] && HasFactor(cache.LayerView(i).mode[s])) {
-        cache.SetFactors(i, side, factors[layer]);
+      if (has_scales[s] && HasGlobalScale(cache.LayerView(i).format[s])) {
+        cache.SetGlobalScales(i, side, scales[layer]);
       }
     }
   }
@@ -48,7 +48,7 @@ std::vector<LayerCache> LayerCaches(const ModelConfig& model, const EngineConfig
   std::vector<LayerCache> layers;
   for (int i = 0; i < model.num_layers; ++i) {
     layers.push_back({.kv = cache.LayerView(i),
-                      .hot = cache.HotLayerView(i),
+                      .window16 = cache.Window16LayerView(i),
                       .rule = cache.rule(i),
                       .k_mean = cache.KMean(i),
                       .group = cache.GroupOf(i),

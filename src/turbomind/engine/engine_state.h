@@ -36,7 +36,7 @@ struct EngineState {
   Scheduler scheduler;
   const std::unique_ptr<KvStatistics> statistics;  // null: not collected
   Decoder decoder;
-  Generation generation;
+  OutputProcessor generation;
 };
 
 }  // namespace turbomind

@@ -8,22 +8,22 @@ namespace turbomind {
 struct EngineStats {
   int num_waiting = 0;
   int num_running = 0;
-  int64_t blocks_total = 0;  // cold pools
+  int64_t blocks_total = 0;  // quantized pools
   int64_t blocks_free = 0;
   int64_t blocks_cached = 0;
   int64_t blocks_active = 0;
-  int64_t hot_blocks_total = 0;
-  int64_t hot_blocks_free = 0;
-  int64_t hot_blocks_cached = 0;  // evictable 16-bit copies
-  int64_t hot_blocks_active = 0;
+  int64_t window16_blocks_total = 0;
+  int64_t window16_blocks_free = 0;
+  int64_t window16_blocks_cached = 0;  // evictable 16-bit copies
+  int64_t window16_blocks_active = 0;
   int64_t prefix_queried_tokens = 0;
   int64_t prefix_hit_tokens = 0;
-  int64_t prefix_cut_tokens = 0;  // found cold, not used for want of a 16-bit copy
+  int64_t prefix_cut_tokens = 0;  // found quantized, not used for want of a 16-bit copy
   int64_t num_preemptions = 0;
   int64_t num_steps = 0;
   int64_t prompt_tokens = 0;
   int64_t generated_tokens = 0;
-  int64_t num_nonfinite = 0;  // NaN and infinities met when K and V were quantised
+  int64_t num_nonfinite = 0;  // NaN and infinities met when K and V were quantized
   // Values beyond the range of their format, by layer group.
   struct Clipped {
     int window = 0;  // 0: full attention

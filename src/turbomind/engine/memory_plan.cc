@@ -16,10 +16,10 @@ namespace turbomind {
 namespace {
 
 void RequirePositive(const char* field, int got, const char* flag) {
-  constexpr int kMost = 1 << 24;
-  if (got < 1 || got > kMost) {
+  constexpr int kLimit = 1 << 24;
+  if (got < 1 || got > kLimit) {
     throw InvalidArgument(std::string(field) + ": got " + std::to_string(got) + ", want 1 to " +
-                          std::to_string(kMost) + " (" + flag + ")");
+                          std::to_string(kLimit) + " (" + flag + ")");
   }
 }
 
@@ -41,25 +41,25 @@ int64_t PoolBytes(const std::vector<LayerGroup>& groups, const std::vector<int64
   return std::inner_product(blocks.begin(), blocks.end(), bytes.begin(), int64_t{0});
 }
 
-// Hot blocks of a sequence longer than every window, between steps, its last block full.
-int64_t LongSequenceHotBytes(const std::vector<LayerGroup>& groups) {
+// 16-bit blocks of a sequence longer than every window, between steps, its last block full.
+int64_t LongSequenceWindow16Bytes(const std::vector<LayerGroup>& groups) {
   constexpr int64_t kLong = int64_t{1} << 40;
   int64_t bytes = 0;
   for (const LayerGroup& group : groups) {
-    bytes += group.HotBlocksHeld(kLong) * group.hot_bytes_per_block();
+    bytes += group.Window16BlocksHeld(kLong) * group.window16_bytes_per_block();
   }
   return bytes;
 }
 
 // Tokens of as many sequences of session_len as run at once, in pools of one group.
-int64_t TokensThatFit(const LayerGroup& group, int64_t cold, int64_t hot,
+int64_t TokensThatFit(const LayerGroup& group, int64_t quantized, int64_t window16,
                       const EngineConfig& config) {
   if (group.rule.enabled()) {
-    const bool uses_cold = group.ColdBlocksHeld(config.session_len) > 0;
-    const int64_t held = group.HotBlocksHeld(config.session_len) * config.max_batch_size;
-    cold = (uses_cold ? cold : 0) + std::min(hot, held);
+    const bool uses_quantized = group.QuantizedBlocksHeld(config.session_len) > 0;
+    const int64_t held = group.Window16BlocksHeld(config.session_len) * config.max_batch_size;
+    quantized = (uses_quantized ? quantized : 0) + std::min(window16, held);
   }
-  return cold * config.cache_block_seq_len;
+  return quantized * config.cache_block_seq_len;
 }
 
 // The longest sequence, at most session_len, that pools of so many blocks hold.
@@ -90,10 +90,10 @@ int64_t StepBytes(const ModelConfig& model, const EngineConfig& config, bool is_
 // What attention can compute; a KV format may ask for more (kv/layout.cc).
 void RequireHeadDim(int head_dim) {
   constexpr int kMultiple = 16;
-  constexpr int kMost = 256;
-  if (head_dim % kMultiple != 0 || head_dim > kMost) {
+  constexpr int kLimit = 256;
+  if (head_dim % kMultiple != 0 || head_dim > kLimit) {
     throw InvalidArgument("head_dim: got " + std::to_string(head_dim) + ", want a multiple of " +
-                          std::to_string(kMultiple) + " of at most " + std::to_string(kMost) +
+                          std::to_string(kMultiple) + " of at most " + std::to_string(kLimit) +
                           "; use another model");
   }
 }
@@ -106,8 +106,8 @@ void ValidateEngineConfig(const EngineConfig& config) {
   RequirePositive("max_prefill_token_num", config.max_prefill_token_num, "--max-prefill-token-num");
   RequirePositive("cache_block_seq_len", config.cache_block_seq_len, "--cache-block-seq-len");
   const double count = config.cache_max_entry_count;
-  constexpr double kMostBlocks = 1 << 30;
-  if (!std::isfinite(count) || count <= 0 || count > kMostBlocks ||
+  constexpr double kMaxBlocks = 1 << 30;
+  if (!std::isfinite(count) || count <= 0 || count > kMaxBlocks ||
       (count > 1 && count != std::floor(count))) {
     throw InvalidArgument("cache_max_entry_count: got " + std::to_string(count) +
                           ", want a share of the free memory in (0, 1) or a whole number of "
@@ -116,7 +116,7 @@ void ValidateEngineConfig(const EngineConfig& config) {
 }
 
 KvCacheConfig CacheConfig(const ModelConfig& model, const EngineConfig& config) {
-  KvCacheConfig cache = MakeKvCacheConfig(model.windows, config.kv_mode, model.num_kv_heads,
+  KvCacheConfig cache = MakeKvCacheConfig(model.windows, config.kv_format, model.num_kv_heads,
                                           model.head_dim, config.cache_block_seq_len, model.dtype);
   if (!config.kv_layers.empty()) {
     if (config.kv_layers.size() != cache.layers.size()) {
@@ -126,7 +126,7 @@ KvCacheConfig CacheConfig(const ModelConfig& model, const EngineConfig& config) 
     }
     cache.layers = config.kv_layers;
   }
-  cache.hot = config.kv_quality.hot;
+  cache.window16 = config.kv_quality.window16;
   return cache;
 }
 
@@ -136,15 +136,15 @@ void RequireKernels(const ModelConfig& model, const EngineConfig& config, const 
     for (int layer = 0; layer < static_cast<int>(group.layers.size()); ++layer) {
       device.RequireAttention(group.layout.LayerView(layer, nullptr, nullptr));
     }
-    if (group.hot_layout) {
-      device.RequireAttention(group.hot_layout->LayerView(0, nullptr, nullptr));
+    if (group.window16_layout) {
+      device.RequireAttention(group.window16_layout->LayerView(0, nullptr, nullptr));
     }
   }
 }
 
 int StepTokens(const EngineConfig& config) {
-  const int64_t most = int64_t{config.max_batch_size} * config.session_len;
-  return static_cast<int>(std::min<int64_t>(config.max_prefill_token_num, most));
+  const int64_t max_value = int64_t{config.max_batch_size} * config.session_len;
+  return static_cast<int>(std::min<int64_t>(config.max_prefill_token_num, max_value));
 }
 
 StepLimits PlanStep(const EngineConfig& config, bool is_cpu) {
@@ -195,8 +195,8 @@ std::vector<int64_t> PlanBlocks(const ModelConfig& model, const EngineConfig& co
 int64_t SequenceBytes(const ModelConfig& model, const EngineConfig& config, int64_t num_tokens) {
   int64_t bytes = 0;
   for (const LayerGroup& group : MakeLayerGroups(CacheConfig(model, config))) {
-    bytes += group.ColdBlocksHeld(num_tokens) * group.bytes_per_block() +
-             group.HotBlocksHeld(num_tokens) * group.hot_bytes_per_block();
+    bytes += group.QuantizedBlocksHeld(num_tokens) * group.bytes_per_block() +
+             group.Window16BlocksHeld(num_tokens) * group.window16_bytes_per_block();
   }
   return bytes;
 }
@@ -208,36 +208,36 @@ MemoryPlan PlanMemory(const ModelConfig& model, const EngineConfig& config, int6
   const auto groups = MakeLayerGroups(CacheConfig(model, config));
   RequireHeadDim(model.head_dim);
   const std::vector<int64_t> blocks = PlanBlocks(model, config, free_bytes, is_cpu);
-  const std::vector<int64_t> least = BlocksForSequences(
+  const std::vector<int64_t> min_value = BlocksForSequences(
       groups, 1, {.session_len = config.cache_block_seq_len, .chunk = StepTokens(config)});
-  if (!HasRoom(blocks, least)) {
+  if (!HasRoom(blocks, min_value)) {
     throw InvalidArgument(
         "KV cache: cache_max_entry_count " + std::to_string(config.cache_max_entry_count) + " of " +
         std::to_string(free_bytes) + " free bytes, less " +
         std::to_string(StepBytes(model, config, is_cpu)) +
         " bytes of a step (--max-prefill-token-num), does not hold one sequence of one block, "
         "which takes " +
-        std::to_string(PoolBytes(groups, least)) + " bytes (--cache-max-entry-count)");
+        std::to_string(PoolBytes(groups, min_value)) + " bytes (--cache-max-entry-count)");
   }
   MemoryPlan plan;
   plan.reserved_bytes = PoolBytes(groups, blocks);
-  const auto cold_end = blocks.begin() + static_cast<std::ptrdiff_t>(groups.size());
+  const auto quantized_end = blocks.begin() + static_cast<std::ptrdiff_t>(groups.size());
   const auto largest =
-      groups.front().window == 0 ? blocks.begin() : std::max_element(blocks.begin(), cold_end);
+      groups.front().window == 0 ? blocks.begin() : std::max_element(blocks.begin(), quantized_end);
   plan.num_blocks = *largest;
   plan.bytes_per_token = BytesPerToken(groups);
-  plan.hot_bytes_per_sequence = LongSequenceHotBytes(groups);
+  plan.window16_bytes_per_sequence = LongSequenceWindow16Bytes(groups);
   plan.scratch_bytes = ScratchBytes(model, config, is_cpu);
   plan.session_bytes = SequenceBytes(model, config, config.session_len);
   EngineConfig none = config;
-  none.kv_mode = KvCacheMode::kNone;
+  none.kv_format = KvCacheMode::kNone;
   none.kv_layers.clear();
   none.kv_quality = {};
   plan.bytes_per_token_none = BytesPerToken(MakeLayerGroups(CacheConfig(model, none)));
   plan.session_bytes_none = SequenceBytes(model, none, config.session_len);
   const auto g = static_cast<size_t>(largest - blocks.begin());
-  const int64_t hot = groups[g].rule.enabled() ? blocks[groups.size() + g] : 0;
-  plan.max_tokens = TokensThatFit(groups[g], plan.num_blocks, hot, config);
+  const int64_t window16 = groups[g].rule.enabled() ? blocks[groups.size() + g] : 0;
+  plan.max_tokens = TokensThatFit(groups[g], plan.num_blocks, window16, config);
   plan.max_sequence_tokens = LongestSequence(groups, blocks, config);
   return plan;
 }

@@ -13,19 +13,19 @@ namespace turbomind {
 
 // What the pools take. All layer groups together.
 struct MemoryPlan {
-  int64_t num_blocks = 0;      // cold ones of the full-attention group, or the largest group
+  int64_t num_blocks = 0;      // quantized ones of the full-attention group, or the largest group
   int64_t reserved_bytes = 0;  // address space of data and scale pools
   // Of blocks ever used: those never used are handed out last (kv/block_manager.h), so that this
   // is what the pools add to the resident set, up to pages.
   int64_t touched_bytes = 0;
   // The decoder's activations of a full step: beside the pools, touched as far as steps fill them.
   int64_t scratch_bytes = 0;
-  double bytes_per_token = 0;          // cold blocks; metadata and scales included
-  int64_t hot_bytes_per_sequence = 0;  // of a long sequence, between steps
-  double bytes_per_token_none = 0;     // the same model with mode none
-  int64_t max_tokens = 0;              // tokens that fit, of sequences of session_len
-  int64_t max_sequence_tokens = 0;     // the longest sequence, at most session_len, that fits
-  // One sequence of session_len, whole blocks, hot ones included; and with mode none.
+  double bytes_per_token = 0;               // quantized blocks; metadata and scales included
+  int64_t window16_bytes_per_sequence = 0;  // of a long sequence, between steps
+  double bytes_per_token_none = 0;          // the same model with mode none
+  int64_t max_tokens = 0;                   // tokens that fit, of sequences of session_len
+  int64_t max_sequence_tokens = 0;          // the longest sequence, at most session_len, that fits
+  // One sequence of session_len, whole blocks, 16-bit ones included; and with mode none.
   int64_t session_bytes = 0;
   int64_t session_bytes_none = 0;
 };

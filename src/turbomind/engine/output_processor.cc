@@ -42,13 +42,13 @@ int64_t MatchedStop(const Sequence& sequence) {
 }
 
 // Whether nothing is asked of the row but the next token.
-bool AsksForToken(const Sequence& sequence, int64_t position) {
+bool NeedsOnlyToken(const Sequence& sequence, int64_t position) {
   return position + 1 == sequence.num_tokens() &&
          sequence.request->logits_output == LogitsOutput::kNone;
 }
 
 // Whether the log-probability of the prompt's next token is asked for, and was not sent yet.
-bool AsksForPromptToken(const Sequence& sequence, int64_t position) {
+bool NeedsPromptToken(const Sequence& sequence, int64_t position) {
   return sequence.request->num_prompt_logprobs >= 0 && position + 1 < sequence.num_prompt &&
          position >= sequence.next_prompt_row;
 }
@@ -67,7 +67,8 @@ void Fail(Sequence& sequence, const std::string& error, bool is_request_fault) {
   sequence.output.is_request_fault = is_request_fault;
 }
 
-Generation::Generation(int vocab_size, int64_t max_sequence_len, int max_batch_size, Device& device)
+OutputProcessor::OutputProcessor(int vocab_size, int64_t max_sequence_len, int max_batch_size,
+                                 Device& device)
     : vocab_size_(vocab_size),
       max_sequence_len_(max_sequence_len),
       device_(device),
@@ -79,25 +80,25 @@ Generation::Generation(int vocab_size, int64_t max_sequence_len, int max_batch_s
   row_indices_.reserve(static_cast<size_t>(max_batch_size));
 }
 
-void Generation::Begin(const Batch& batch) {
+void OutputProcessor::Begin(const Batch& batch) {
   masks_.Begin(batch);
   CollectRows(batch);
 }
 
-void Generation::Run(Decoder& decoder) {
-  const auto most = static_cast<size_t>(decoder.max_logit_rows());
-  for (size_t first = 0; first < rows_.size(); first += most) {
-    const size_t count = std::min(most, rows_.size() - first);
+void OutputProcessor::Run(Decoder& decoder) {
+  const auto max_value = static_cast<size_t>(decoder.max_logit_rows());
+  for (size_t first = 0; first < rows_.size(); first += max_value) {
+    const size_t count = std::min(max_value, rows_.size() - first);
     const std::span<Row> rows = std::span(rows_).subspan(first, count);
     decoder.ComputeLogits(static_cast<int>(first), static_cast<int>(count));
-    AskHighest(rows, decoder);
-    AskDrawn(rows, decoder);
+    ArgMaxOnDevice(rows, decoder);
+    SampleOnDevice(rows, decoder);
     HandleRows(rows, ReadLogits(rows, decoder));
   }
   masks_.End();
 }
 
-void Generation::CollectRows(const Batch& batch) {
+void OutputProcessor::CollectRows(const Batch& batch) {
   rows_.clear();
   row_indices_.clear();
   for (int i = 0; i < batch.num_seqs(); ++i) {
@@ -112,13 +113,13 @@ void Generation::CollectRows(const Batch& batch) {
   }
 }
 
-void Generation::AskHighest(std::span<Row> rows, Decoder& decoder) {
+void OutputProcessor::ArgMaxOnDevice(std::span<Row> rows, Decoder& decoder) {
   const auto may_stay = [](const Row& row) {
-    return AsksForToken(*row.sequence, row.position) &&
-           TakesHighest(*row.sequence->request, row.sequence->num_generated());
+    return NeedsOnlyToken(*row.sequence, row.position) &&
+           IsPlainArgMax(*row.sequence->request, row.sequence->num_generated());
   };
   chosen_.resize(rows.size());
-  if (std::none_of(rows.begin(), rows.end(), may_stay) || !decoder.HighestTokens(chosen_.data())) {
+  if (std::none_of(rows.begin(), rows.end(), may_stay) || !decoder.ArgMaxTokens(chosen_.data())) {
     return;
   }
   for (size_t i = 0; i < rows.size(); ++i) {
@@ -126,29 +127,29 @@ void Generation::AskHighest(std::span<Row> rows, Decoder& decoder) {
   }
 }
 
-void Generation::AskDrawn(std::span<Row> rows, Decoder& decoder) {
-  draws_.clear();
+void OutputProcessor::SampleOnDevice(std::span<Row> rows, Decoder& decoder) {
+  samplings_.clear();
   for (size_t i = 0; i < rows.size(); ++i) {
     const Sequence& sequence = *rows[i].sequence;
-    if (!AsksForToken(sequence, rows[i].position)) {
+    if (!NeedsOnlyToken(sequence, rows[i].position)) {
       continue;
     }
-    if (auto draw = DrawOf(*sequence.request, sequence.num_generated())) {
-      draw->row = static_cast<int32_t>(i);
-      draws_.push_back(*draw);
+    if (auto sampling = RowSamplingOf(*sequence.request, sequence.num_generated())) {
+      sampling->row = static_cast<int32_t>(i);
+      samplings_.push_back(*sampling);
     }
   }
   chosen_.resize(rows.size());
-  if (draws_.empty() || !decoder.DrawTokens(draws_, chosen_.data())) {
+  if (samplings_.empty() || !decoder.SampleTokens(samplings_, chosen_.data())) {
     return;
   }
-  for (size_t i = 0; i < draws_.size(); ++i) {
-    rows[static_cast<size_t>(draws_[i].row)].chosen = chosen_[i];
+  for (size_t i = 0; i < samplings_.size(); ++i) {
+    rows[static_cast<size_t>(samplings_[i].row)].chosen = chosen_[i];
   }
 }
 
 // Fills read_rows_; null where no row is needed.
-float* Generation::ReadLogits(std::span<const Row> rows, Decoder& decoder) {
+float* OutputProcessor::ReadLogits(std::span<const Row> rows, Decoder& decoder) {
   read_rows_.clear();
   for (size_t i = 0; i < rows.size(); ++i) {
     if (rows[i].chosen < 0) {
@@ -158,7 +159,7 @@ float* Generation::ReadLogits(std::span<const Row> rows, Decoder& decoder) {
   return read_rows_.empty() ? nullptr : decoder.ReadLogits(read_rows_);
 }
 
-void Generation::HandleRows(std::span<Row> rows, float* logits) {
+void OutputProcessor::HandleRows(std::span<Row> rows, float* logits) {
   ComputePromptLogprobs(rows, logits);
   runs_.clear();
   masked_runs_.clear();
@@ -186,13 +187,13 @@ void Generation::HandleRows(std::span<Row> rows, float* logits) {
   HandleRuns(masked_runs_);
 }
 
-void Generation::ComputePromptLogprobs(std::span<Row> rows, const float* logits) {
+void OutputProcessor::ComputePromptLogprobs(std::span<Row> rows, const float* logits) {
   prompt_rows_.clear();
   for (Row& row : rows) {
     if (row.chosen >= 0) {
       continue;
     }
-    if (AsksForPromptToken(*row.sequence, row.position)) {
+    if (NeedsPromptToken(*row.sequence, row.position)) {
       row.prompt_row = static_cast<int32_t>(prompt_rows_.size());
       prompt_rows_.emplace_back(&row, logits);
     }
@@ -210,7 +211,7 @@ void Generation::ComputePromptLogprobs(std::span<Row> rows, const float* logits)
   });
 }
 
-void Generation::ForEach(int64_t num_items, FunctionRef<void(int64_t item, int thread)> fn) {
+void OutputProcessor::ForEach(int64_t num_items, FunctionRef<void(int64_t item, int thread)> fn) {
   const int64_t num_logits = static_cast<int64_t>(read_rows_.size()) * vocab_size_;
   if (num_items > 1 && num_logits >= kMinParallelLogits) {
     device_.ForEachOnHost(num_items, fn);
@@ -221,13 +222,13 @@ void Generation::ForEach(int64_t num_items, FunctionRef<void(int64_t item, int t
   }
 }
 
-void Generation::HandleRuns(std::span<const SequenceRows> runs) {
+void OutputProcessor::HandleRuns(std::span<const SequenceRows> runs) {
   ForEach(static_cast<int64_t>(runs.size()), [this, runs](int64_t item, int thread) {
     HandleRun(runs[static_cast<size_t>(item)], samplers_[static_cast<size_t>(thread)]);
   });
 }
 
-void Generation::TakeMask(SequenceRows& run) {
+void OutputProcessor::TakeMask(SequenceRows& run) {
   const Row& last = run.rows[run.num_rows - 1];
   Sequence& sequence = *last.sequence;
   if (last.position + 1 < sequence.num_tokens() || sequence.request->max_new_tokens == 0) {
@@ -242,7 +243,7 @@ void Generation::TakeMask(SequenceRows& run) {
   }
 }
 
-void Generation::HandleRun(const SequenceRows& run, Sampler& sampler) {
+void OutputProcessor::HandleRun(const SequenceRows& run, Sampler& sampler) {
   for (size_t i = 0; i < run.num_rows && !run.rows[i].sequence->finished(); ++i) {
     try {
       float* logits = run.logits + i * static_cast<size_t>(vocab_size_);
@@ -255,8 +256,8 @@ void Generation::HandleRun(const SequenceRows& run, Sampler& sampler) {
   }
 }
 
-void Generation::HandleRow(const Row& row, float* logits, std::span<const uint32_t> mask,
-                           Sampler& sampler) {
+void OutputProcessor::HandleRow(const Row& row, float* logits, std::span<const uint32_t> mask,
+                                Sampler& sampler) {
   Sequence& sequence = *row.sequence;
   const Request& request = *sequence.request;
   const int64_t next = row.position + 1;
@@ -284,8 +285,8 @@ void Generation::HandleRow(const Row& row, float* logits, std::span<const uint32
   }
 }
 
-void Generation::ChooseToken(Sequence& sequence, float* logits, std::span<const uint32_t> mask,
-                             Sampler& sampler) {
+void OutputProcessor::ChooseToken(Sequence& sequence, float* logits, std::span<const uint32_t> mask,
+                                  Sampler& sampler) {
   const Request& request = *sequence.request;
   if (request.token_mask != nullptr && mask.empty()) {
     sequence.output.finish_reason = FinishReason::kStop;
@@ -310,18 +311,18 @@ void Generation::ChooseToken(Sequence& sequence, float* logits, std::span<const 
   AppendToken(sequence, result.token);
 }
 
-void Generation::AppendToken(Sequence& sequence, int32_t token) const {
+void OutputProcessor::AppendToken(Sequence& sequence, int32_t token) const {
   sequence.tokens.push_back(token);
   sequence.output.tokens.push_back(token);
   CheckStop(sequence);
 }
 
-void Generation::AppendLogits(Sequence& sequence, const float* logits) {
+void OutputProcessor::AppendLogits(Sequence& sequence, const float* logits) {
   sequence.output.logits.insert(sequence.output.logits.end(), logits, logits + vocab_size_);
   ++sequence.output.logits_rows;
 }
 
-void Generation::CheckStop(Sequence& sequence) const {
+void OutputProcessor::CheckStop(Sequence& sequence) const {
   const Request& request = *sequence.request;
   RequestOutput& output = sequence.output;
   const std::vector<int32_t>& eos = request.eos_ids;

@@ -3,7 +3,7 @@
 // ⑧ From a step's hidden states to tokens: logits of the rows that need them, log-probabilities,
 // sampling, stop conditions. Fills Sequence::tokens and Sequence::output.
 //
-// A row of which nothing is asked but a token, the highest or one drawn from the row as it is,
+// A row of which nothing is asked but a token, the highest or one sampled from the row as it is,
 // stays with a device that chooses it itself: the token alone comes to the host.
 
 #include <cstdint>
@@ -23,12 +23,12 @@ namespace turbomind {
 
 // What goes wrong with one request (its callback, its parameters, its memory) ends that request
 // with kError; the others of the batch do not notice. Engine thread only.
-class Generation {
+class OutputProcessor {
  public:
   // `max_sequence_len`: a sequence that reaches it ends with kLength. Up to `max_batch_size` rows a
   // step asks for no memory. Sequences are handled side by side on the host threads of `device`,
   // those with a token mask after the others: masks may still be asked for meanwhile.
-  Generation(int vocab_size, int64_t max_sequence_len, int max_batch_size, Device& device);
+  OutputProcessor(int vocab_size, int64_t max_sequence_len, int max_batch_size, Device& device);
 
   // Before the decoder runs the planned batch: asks for what can be asked by then, and chooses
   // rows.
@@ -57,8 +57,8 @@ class Generation {
   };
 
   void CollectRows(const Batch& batch);
-  void AskHighest(std::span<Row> rows, Decoder& decoder);
-  void AskDrawn(std::span<Row> rows, Decoder& decoder);
+  void ArgMaxOnDevice(std::span<Row> rows, Decoder& decoder);
+  void SampleOnDevice(std::span<Row> rows, Decoder& decoder);
   float* ReadLogits(std::span<const Row> rows, Decoder& decoder);
   void HandleRows(std::span<Row> rows, float* logits);
   // Rows are independent of each other: those of one long prompt need all threads.
@@ -83,7 +83,7 @@ class Generation {
   std::vector<Row> rows_;
   std::vector<int32_t> row_indices_;
   std::vector<int32_t> chosen_;  // by the device
-  std::vector<RowDraw> draws_;
+  std::vector<RowSampling> samplings_;
   std::vector<int32_t> read_rows_;                                // whose logits are on the host
   std::vector<SequenceRows> runs_;                                // that threads share
   std::vector<SequenceRows> masked_runs_;                         // those with a token mask

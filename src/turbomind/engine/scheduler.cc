@@ -80,9 +80,9 @@ void Scheduler::PreemptNewest() {
 
 // Starts waiting sequences while there is room; returns how many tokens they take.
 int64_t Scheduler::Admit(int64_t budget) {
-  const int most = std::min(config_.max_batch_size, config_.max_step_tokens);
+  const int max_value = std::min(config_.max_batch_size, config_.max_step_tokens);
   int64_t used = 0;
-  while (!waiting_.empty() && used < budget && static_cast<int>(running_.size()) < most) {
+  while (!waiting_.empty() && used < budget && static_cast<int>(running_.size()) < max_value) {
     Sequence& sequence = *waiting_.front();
     const uint64_t id = sequence.request->id;
     CountPromised();
@@ -98,7 +98,7 @@ int64_t Scheduler::Admit(int64_t budget) {
       sequence.was_admitted = true;
       stats_.prompt_tokens += sequence.num_prompt;
       sequence.cached_tokens = static_cast<int>(sequence.num_computed);
-      stats_.prefix_queried_tokens += AsksPrefixCache(sequence) ? sequence.num_prompt : 0;
+      stats_.prefix_queried_tokens += UsesPrefixCache(sequence) ? sequence.num_prompt : 0;
       stats_.prefix_hit_tokens += sequence.num_computed;
       stats_.prefix_cut_tokens += manager_.num_cut(id);
     }
@@ -116,7 +116,7 @@ int64_t Scheduler::BlocksToCome(const Sequence& sequence, int pool) const {
                                config_.max_step_tokens);
 }
 
-// Blocks that the running sequences will still take for their prompts, by pool. In hot pools a
+// Blocks that the running sequences will still take for their prompts, by pool. In 16-bit pools a
 // step's chunk would count for each of them, but while there is room in the step for another
 // sequence, all tokens of those that run are in it and have their slots.
 void Scheduler::CountPromised() {
@@ -128,7 +128,7 @@ void Scheduler::CountPromised() {
   }
 }
 
-bool Scheduler::AsksPrefixCache(const Sequence& sequence) const {
+bool Scheduler::UsesPrefixCache(const Sequence& sequence) const {
   return manager_.enable_prefix_caching() && sequence.may_use_prefix_cache();
 }
 
@@ -150,25 +150,25 @@ bool Scheduler::Fits(const Sequence& sequence) const {
 // Of a created sequence. It waits for whole blocks of tokens that it has in common with one that
 // runs, and only for those of this step: where they turn out to be of no use, it waits no longer.
 bool Scheduler::AwaitsPrefix(const Sequence& sequence) const {
-  if (!AsksPrefixCache(sequence)) {
+  if (!UsesPrefixCache(sequence)) {
     return false;
   }
   const int64_t length = manager_.block_seq_len();
   const auto whole = [length](int64_t num_tokens) { return num_tokens / length * length; };
-  const int64_t least = sequence.num_computed + CeilDiv(sequence.num_missing(), int64_t{2});
+  const int64_t min_value = sequence.num_computed + CeilDiv(sequence.num_missing(), int64_t{2});
   const auto brings = [&](const auto& other) {
     // The last token of a prompt is always computed.
     const int64_t end =
         std::min(sequence.num_tokens() - 1, other->num_computed + other->num_planned);
-    if (whole(end) < least || whole(end) <= whole(other->num_computed)) {
+    if (whole(end) < min_value || whole(end) <= whole(other->num_computed)) {
       return false;
     }
     const auto tokens = std::span(sequence.tokens).first(static_cast<size_t>(end));
     const auto differ = std::ranges::mismatch(tokens, other->tokens).in1;
     const int64_t shared = whole(differ - tokens.begin());
-    return shared >= least && shared > whole(other->num_computed);
+    return shared >= min_value && shared > whole(other->num_computed);
   };
-  const auto beginning = std::span(sequence.tokens).first(static_cast<size_t>(least));
+  const auto beginning = std::span(sequence.tokens).first(static_cast<size_t>(min_value));
   const auto is_alike = [&](const auto& other) {
     return std::ranges::mismatch(beginning, other->tokens).in1 == beginning.end();
   };
@@ -193,20 +193,20 @@ void Scheduler::Build() {
 // A group's tables of both pools have the same length.
 void Scheduler::BuildTables(int group) {
   const int num_groups = static_cast<int>(groups_.size());
-  const bool has_hot = groups_[static_cast<size_t>(group)].rule.enabled();
+  const bool has_window16 = groups_[static_cast<size_t>(group)].rule.enabled();
   size_t stride = 0;
   for (const Sequence* sequence : batch_.sequences) {
     stride = std::max(stride, manager_.BlockTable(sequence->request->id, group).size());
   }
   Batch::BlockTables& tables =
-      batch_.ResetTables(static_cast<size_t>(group), static_cast<int64_t>(stride), has_hot);
+      batch_.ResetTables(static_cast<size_t>(group), static_cast<int64_t>(stride), has_window16);
   for (size_t row = 0; row < batch_.sequences.size(); ++row) {
     const uint64_t id = batch_.sequences[row]->request->id;
     tables.SetRow(
         row, manager_.BlockTable(id, group),
-        has_hot ? manager_.BlockTable(id, num_groups + group) : std::span<const int32_t>());
-    const std::span<const BlockMove> own = manager_.Moves(id, group);
-    tables.moves.insert(tables.moves.end(), own.begin(), own.end());
+        has_window16 ? manager_.BlockTable(id, num_groups + group) : std::span<const int32_t>());
+    const std::span<const PendingQuantization> own = manager_.BlocksToQuantize(id, group);
+    tables.blocks_to_quantize.insert(tables.blocks_to_quantize.end(), own.begin(), own.end());
   }
 }
 

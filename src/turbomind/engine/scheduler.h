@@ -76,7 +76,7 @@ class Scheduler {
   int64_t PlanRunning(Sequence& sequence, int64_t budget);
   void PreemptNewest();
   int64_t Admit(int64_t budget);
-  bool AsksPrefixCache(const Sequence& sequence) const;
+  bool UsesPrefixCache(const Sequence& sequence) const;
   bool Fits(const Sequence& sequence) const;
   bool AwaitsPrefix(const Sequence& sequence) const;
   void CountPromised();

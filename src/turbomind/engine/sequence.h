@@ -28,7 +28,7 @@ struct Sequence {
   int cached_tokens = 0;        // at the first admission
   int64_t next_prompt_row = 0;  // first position whose prompt log-probabilities were not yet sent
   int64_t next_logits_row = 0;  // first position whose logits were not yet sent (kAll)
-  int64_t num_told = 0;         // generated tokens that token_mask has seen
+  int64_t num_tokens_sent = 0;  // generated tokens that token_mask has seen
   RequestOutput output;
 
   int64_t num_tokens() const { return static_cast<int64_t>(tokens.size()); }

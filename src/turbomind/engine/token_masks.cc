@@ -16,12 +16,12 @@ TokenMasks::~TokenMasks() {
     const std::lock_guard lock(mutex_);
     stops_ = true;
   }
-  asked_.notify_one();
+  requested_.notify_one();
   thread_.join();
 }
 
 void TokenMasks::Begin(const Batch& batch) {
-  Check(num_questions_ == 0, "the step before has ended");
+  Check(num_mask_requests_ == 0, "the step before has ended");
   for (Sequence* sequence : batch.sequences) {
     const Request& request = *sequence->request;
     const bool chooses = sequence->num_computed + sequence->num_planned == sequence->num_tokens() &&
@@ -29,96 +29,99 @@ void TokenMasks::Begin(const Batch& batch) {
     if (request.token_mask == nullptr || !chooses) {
       continue;
     }
-    if (num_questions_ == questions_.size()) {
-      questions_.emplace_back();
+    if (num_mask_requests_ == mask_requests_.size()) {
+      mask_requests_.emplace_back();
     }
-    Question& question = questions_[num_questions_++];
-    question.sequence = sequence;
-    question.request = sequence->request;
-    question.new_tokens.assign(sequence->tokens.begin() + sequence->num_prompt + sequence->num_told,
-                               sequence->tokens.end());
-    sequence->num_told = sequence->num_generated();
+    MaskRequest& mask_request = mask_requests_[num_mask_requests_++];
+    mask_request.sequence = sequence;
+    mask_request.request = sequence->request;
+    mask_request.new_tokens.assign(
+        sequence->tokens.begin() + sequence->num_prompt + sequence->num_tokens_sent,
+        sequence->tokens.end());
+    sequence->num_tokens_sent = sequence->num_generated();
   }
-  if (num_questions_ == 0) {
+  if (num_mask_requests_ == 0) {
     return;
   }
   {
     const std::lock_guard lock(mutex_);
-    num_asked_ = num_questions_;
+    num_requested_ = num_mask_requests_;
   }
-  asked_.notify_one();
+  requested_.notify_one();
 }
 
 std::span<const uint32_t> TokenMasks::Wait(const Sequence& sequence) {
-  const auto end = questions_.begin() + static_cast<std::ptrdiff_t>(num_questions_);
-  const auto found = std::ranges::find(questions_.begin(), end, &sequence, &Question::sequence);
+  const auto end = mask_requests_.begin() + static_cast<std::ptrdiff_t>(num_mask_requests_);
+  const auto found =
+      std::ranges::find(mask_requests_.begin(), end, &sequence, &MaskRequest::sequence);
   Check(found != end, "the sequence's mask was asked for");
-  WaitFor(static_cast<size_t>(found - questions_.begin()) + 1);
+  WaitFor(static_cast<size_t>(found - mask_requests_.begin()) + 1);
   if (found->error != nullptr) {
     std::rethrow_exception(found->error);
   }
-  return found->goes_on ? std::span<const uint32_t>(found->mask) : std::span<const uint32_t>();
+  return found->continues ? std::span<const uint32_t>(found->mask) : std::span<const uint32_t>();
 }
 
 void TokenMasks::Drop() {
   {
     const std::lock_guard lock(mutex_);
-    num_asked_ = num_questions_ = num_begun_;
+    num_requested_ = num_mask_requests_ = num_begun_;
   }
   End();
 }
 
 void TokenMasks::End() {
-  WaitFor(num_questions_);
+  WaitFor(num_mask_requests_);
   {
     const std::lock_guard lock(mutex_);
-    num_asked_ = num_begun_ = num_answered_ = 0;
+    num_requested_ = num_begun_ = num_ready_ = 0;
   }
-  for (Question& question : questions_) {
-    question.sequence = nullptr;
-    question.request.reset();
-    question.error = nullptr;
+  for (MaskRequest& mask_request : mask_requests_) {
+    mask_request.sequence = nullptr;
+    mask_request.request.reset();
+    mask_request.error = nullptr;
   }
-  num_questions_ = 0;
+  num_mask_requests_ = 0;
 }
 
-void TokenMasks::WaitFor(size_t num_answered) {
+void TokenMasks::WaitFor(size_t num_ready) {
   std::unique_lock lock(mutex_);
-  answered_.wait(lock, [&] { return num_answered_ >= num_answered; });
+  ready_.wait(lock, [&] { return num_ready_ >= num_ready; });
 }
 
 void TokenMasks::Work() {
   std::unique_lock lock(mutex_);
   while (true) {
-    asked_.wait(lock, [this] { return stops_ || num_begun_ < num_asked_; });
+    requested_.wait(lock, [this] { return stops_ || num_begun_ < num_requested_; });
     if (stops_) {
       return;
     }
-    Question& question = questions_[num_begun_++];
+    MaskRequest& mask_request = mask_requests_[num_begun_++];
     lock.unlock();
-    Ask(question);
+    Compute(mask_request);
     lock.lock();
-    ++num_answered_;
-    answered_.notify_one();
+    ++num_ready_;
+    ready_.notify_one();
   }
 }
 
-void TokenMasks::Ask(Question& question) const {
+void TokenMasks::Compute(MaskRequest& mask_request) const {
   try {
-    question.goes_on = false;
-    question.mask.assign(num_words_, 0);
-    question.goes_on = question.request->token_mask(question.new_tokens, question.mask);
-    if (question.mask.size() != num_words_) {
-      throw InvalidArgument("token_mask: got " + std::to_string(question.mask.size()) +
+    mask_request.continues = false;
+    mask_request.mask.assign(num_words_, 0);
+    mask_request.continues =
+        mask_request.request->token_mask(mask_request.new_tokens, mask_request.mask);
+    if (mask_request.mask.size() != num_words_) {
+      throw InvalidArgument("token_mask: got " + std::to_string(mask_request.mask.size()) +
                             " words, want " + std::to_string(num_words_) + "; change the callback");
     }
   } catch (const InvalidArgument&) {
-    question.error = std::current_exception();
+    mask_request.error = std::current_exception();
   } catch (const std::exception& error) {
-    question.error =
+    mask_request.error =
         std::make_exception_ptr(std::runtime_error(std::string("token_mask: ") + error.what()));
   } catch (...) {
-    question.error = std::make_exception_ptr(std::runtime_error("token_mask: unknown error"));
+    mask_request.error = std::make_exception_ptr(std::runtime_error("token_mask: unknown error"));
   }
 }
 

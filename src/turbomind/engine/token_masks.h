@@ -32,7 +32,7 @@ class TokenMasks {
   TokenMasks& operator=(const TokenMasks&) = delete;
 
   // Begins to ask for each sequence with a mask that the planned batch brings to its next token,
-  // and notes in num_told what it is told. REQUIRES: Scheduler::StepDone was not called yet.
+  // and notes in num_tokens_sent what it is told. REQUIRES: Scheduler::StepDone was not called yet.
   void Begin(const Batch& batch);
 
   // The answer for a sequence: [ceil(vocab / 32)] words, valid until End; empty where generation
@@ -46,29 +46,29 @@ class TokenMasks {
   void Drop();
 
  private:
-  struct Question {
+  struct MaskRequest {
     const Sequence* sequence = nullptr;  // to be found by, never followed
     std::shared_ptr<Request> request;
     std::vector<int32_t> new_tokens;
     std::vector<uint32_t> mask;
-    bool goes_on = false;
+    bool continues = false;
     std::exception_ptr error;
   };
   void Work();
-  void Ask(Question& question) const;
-  void WaitFor(size_t num_answered);
+  void Compute(MaskRequest& mask_request) const;
+  void WaitFor(size_t num_ready);
 
   size_t num_words_;
-  // Of the step the first num_questions_, in the memory of those before; changed only while the
+  // Of the step the first num_mask_requests_, in the memory of those before; changed only while the
   // thread waits.
-  std::vector<Question> questions_;
-  size_t num_questions_ = 0;
+  std::vector<MaskRequest> mask_requests_;
+  size_t num_mask_requests_ = 0;
   std::mutex mutex_;
-  std::condition_variable asked_;
-  std::condition_variable answered_;
-  size_t num_asked_ = 0;
+  std::condition_variable requested_;
+  std::condition_variable ready_;
+  size_t num_requested_ = 0;
   size_t num_begun_ = 0;
-  size_t num_answered_ = 0;
+  size_t num_ready_ = 0;
   bool stops_ = false;
   std::thread thread_;
 };

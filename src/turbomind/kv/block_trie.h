@@ -19,7 +19,7 @@ struct PoolBlock {
 // The prefix cache: which blocks hold the K and V of a given sequence of tokens.
 //
 // A node stands for block_seq_len tokens after those of its parent and carries one block id per
-// pool, -1 where that pool has none (evicted, not quantised yet, or behind a window when it was
+// pool, -1 where that pool has none (evicted, not quantized yet, or behind a window when it was
 // committed). Tokens are compared exactly; there is no hash.
 //
 // Invariants:

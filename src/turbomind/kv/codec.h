@@ -10,12 +10,12 @@
 //   kHasParams   an inline (scale, zero) per row, in the cache dtype
 //   kHasScales   scale bytes in the scale pool, n / kGroup per row
 //   EncodeRow    x[n] → payload[n * kBits / 8] and meta; returns the number of NaN and infinities.
-//                x is rounded to `dtype` first. `g` is the FP32 factor of FP8 and NVFP4 (1 if
-//                none). kSearch picks FP4 scales by least squared error; without it the plain rule
-//                holds.
+//                x is rounded to `dtype` first. `global_scale` is the FP32 factor of FP8 and NVFP4
+//                (1 if none). kSearch picks FP4 scales by least squared error; without it the plain
+//                rule holds.
 //   DecodeRow    the inverse.
 // meta is (scale, zero) for int8 and int4, the scale bytes for FP4; never read or written
-// otherwise. REQUIRES: n is even for 4-bit modes and a multiple of kGroup; g > 0.
+// otherwise. REQUIRES: n is even for 4-bit modes and a multiple of kGroup; global_scale > 0.
 
 #include <cstdint>
 
@@ -40,10 +40,10 @@ TM_HD float FiniteValue(float x, DataType dtype) {
 // --- Scales of FP4 ----------------------------------------------------------------------------
 
 inline constexpr int kFp4Group = 16;
-inline constexpr int kMxLeast = 112;  // 2^-15; a zero block stores it
-inline constexpr int kMxMost = 136;   // 2^9
-inline constexpr int kNvLeast = 0x01;
-inline constexpr int kNvMost = 0x7E;
+inline constexpr int kMxMinByte = 112;  // 2^-15; a zero block stores it
+inline constexpr int kMxMaxByte = 136;  // 2^9
+inline constexpr int kNvMinByte = 0x01;
+inline constexpr int kNvMaxByte = 0x7E;
 
 // 2^(byte - 127), exact for every byte below 255 (byte 0 is subnormal).
 TM_HD float MxStep(int byte) {
@@ -54,44 +54,45 @@ TM_HD float MxStep(int byte) {
 TM_HD int MxPlainByte(float amax) {
   const uint32_t bits = FloatBits(amax);
   const int byte = static_cast<int>(bits >> 23) - 2 + ((bits & 0x7FFFFFu) > 0x400000u);
-  return byte < kMxLeast ? kMxLeast : (byte > kMxMost ? kMxMost : byte);
+  return byte < kMxMinByte ? kMxMinByte : (byte > kMxMaxByte ? kMxMaxByte : byte);
 }
 
-// E4M3 code of amax / (6 g), at least 0x01. REQUIRES: amax > 0.
-TM_HD int NvPlainByte(float amax, float g) {
-  const int byte = FloatToE4M3(amax / (6.f * g));
-  return byte < kNvLeast ? kNvLeast : byte;
+// E4M3 code of amax / (6 global_scale), at least 0x01. REQUIRES: amax > 0.
+TM_HD int NvPlainByte(float amax, float global_scale) {
+  const int byte = FloatToE4M3(amax / (6.f * global_scale));
+  return byte < kNvMinByte ? kNvMinByte : byte;
 }
 
 // Scale bytes that the encoder stores; the integrity check refuses every other byte.
 template <KvCacheMode M>
 TM_HD bool IsLegalScale(uint8_t byte) {
   static_assert(M == KvCacheMode::kFp4Mx || M == KvCacheMode::kFp4Nv);
-  return M == KvCacheMode::kFp4Mx ? (byte >= kMxLeast && byte <= kMxMost) : byte <= kNvMost;
+  return M == KvCacheMode::kFp4Mx ? (byte >= kMxMinByte && byte <= kMxMaxByte) : byte <= kNvMaxByte;
 }
 
 // --- Clipping ---------------------------------------------------------------------------------
 
-// The largest magnitude that a format stores with factor g. int8 and int4 scale every row.
-TM_HD float ClipLimit(KvCacheMode mode, float g) {
+// The largest magnitude that a format stores with factor global_scale. int8 and int4 scale every
+// row.
+TM_HD float ClipLimit(KvCacheMode format, float global_scale) {
   const float largest = LargestFinite(DataType::kFloat32);
   float limit = largest;
-  switch (mode) {
+  switch (format) {
     case KvCacheMode::kNone:
     case KvCacheMode::kInt8:
     case KvCacheMode::kInt4:
       break;
     case KvCacheMode::kFp8E4m3:
-      limit = 448.f * g;
+      limit = 448.f * global_scale;
       break;
     case KvCacheMode::kFp8E5m2:
-      limit = 57344.f * g;
+      limit = 57344.f * global_scale;
       break;
     case KvCacheMode::kFp4Mx:
-      limit = 6.f * MxStep(kMxMost);
+      limit = 6.f * MxStep(kMxMaxByte);
       break;
     case KvCacheMode::kFp4Nv:
-      limit = 6.f * 448.f * g;
+      limit = 6.f * 448.f * global_scale;
       break;
   }
   return limit < largest ? limit : largest;
@@ -120,8 +121,8 @@ struct Codec<KvCacheMode::kNone> {
   static constexpr bool kHasScales = false;
 
   template <bool kSearch = false>
-  static TM_HD int EncodeRow(const float* x, int n, DataType dtype, float /*g*/, uint8_t* payload,
-                             uint8_t* /*meta*/) {
+  static TM_HD int EncodeRow(const float* x, int n, DataType dtype, float /*global_scale*/,
+                             uint8_t* payload, uint8_t* /*meta*/) {
     int nonfinite = 0;
     for (int i = 0; i < n; ++i) {
       nonfinite += !IsFinite(RoundTo(x[i], dtype));
@@ -131,7 +132,7 @@ struct Codec<KvCacheMode::kNone> {
   }
 
   static TM_HD void DecodeRow(const uint8_t* payload, const uint8_t* /*meta*/, int n,
-                              DataType dtype, float /*g*/, float* out) {
+                              DataType dtype, float /*global_scale*/, float* out) {
     for (int i = 0; i < n; ++i) {
       out[i] = LoadAs(payload, dtype, i);
     }
@@ -150,32 +151,32 @@ struct IntCodec {
   static constexpr float kWidest = 1.7014118346046923e38f;  // 2^127
 
   template <bool kSearch = false>
-  static TM_HD int EncodeRow(const float* x, int n, DataType dtype, float /*g*/, uint8_t* payload,
-                             uint8_t* meta) {
+  static TM_HD int EncodeRow(const float* x, int n, DataType dtype, float /*global_scale*/,
+                             uint8_t* payload, uint8_t* meta) {
     int nonfinite = 0;
-    float least = 0.f;
-    float most = 0.f;
+    float min_value = 0.f;
+    float max_value = 0.f;
     for (int i = 0; i < n; ++i) {
       const float rounded = RoundTo(x[i], dtype);
       const float value = FiniteValue(rounded, dtype);
       nonfinite += !IsFinite(rounded);
-      least = i == 0 || value < least ? value : least;
-      most = i == 0 || value > most ? value : most;
+      min_value = i == 0 || value < min_value ? value : min_value;
+      max_value = i == 0 || value > max_value ? value : max_value;
     }
-    const float range = most - least;
+    const float range = max_value - min_value;
     const float scale = RoundTo((range < kWidest ? range : kWidest) / kLevels, dtype);
-    const float zero = least + 0.f;  // -0 is stored as +0: the order of min must not matter
+    const float zero = min_value + 0.f;  // -0 is stored as +0: the order of min must not matter
     StoreAs(scale, dtype, meta, 0);
     StoreAs(zero, dtype, meta, 1);
     for (int i = 0; i < n; ++i) {
       const float value = FiniteValue(RoundTo(x[i], dtype), dtype);
-      Put(payload, i, scale > 0.f ? Quantise(value, scale, zero) : 0);
+      Put(payload, i, scale > 0.f ? Quantize(value, scale, zero) : 0);
     }
     return nonfinite;
   }
 
   static TM_HD void DecodeRow(const uint8_t* payload, const uint8_t* meta, int n, DataType dtype,
-                              float /*g*/, float* out) {
+                              float /*global_scale*/, float* out) {
     const float scale = LoadAs(meta, dtype, 0);
     const float zero = LoadAs(meta, dtype, 1);
     for (int i = 0; i < n; ++i) {
@@ -184,7 +185,7 @@ struct IntCodec {
     }
   }
 
-  static TM_HD uint8_t Quantise(float value, float scale, float zero) {
+  static TM_HD uint8_t Quantize(float value, float scale, float zero) {
     const float steps = (value - zero) / scale;
     return static_cast<uint8_t>(
         RoundSmall(steps > 0.f ? (steps < kLevels ? steps : kLevels) : 0.f));
@@ -215,21 +216,21 @@ struct Fp8Codec {
   static constexpr bool kHasScales = false;
 
   template <bool kSearch = false>
-  static TM_HD int EncodeRow(const float* x, int n, DataType dtype, float g, uint8_t* payload,
-                             uint8_t* /*meta*/) {
+  static TM_HD int EncodeRow(const float* x, int n, DataType dtype, float global_scale,
+                             uint8_t* payload, uint8_t* /*meta*/) {
     int nonfinite = 0;
     for (int i = 0; i < n; ++i) {
       const float value = RoundTo(x[i], dtype);
       nonfinite += !IsFinite(value);
-      payload[i] = kE4M3 ? FloatToE4M3(value / g) : FloatToE5M2(value / g);
+      payload[i] = kE4M3 ? FloatToE4M3(value / global_scale) : FloatToE5M2(value / global_scale);
     }
     return nonfinite;
   }
 
   static TM_HD void DecodeRow(const uint8_t* payload, const uint8_t* /*meta*/, int n,
-                              DataType /*dtype*/, float g, float* out) {
+                              DataType /*dtype*/, float global_scale, float* out) {
     for (int i = 0; i < n; ++i) {
-      out[i] = (kE4M3 ? E4M3ToFloat(payload[i]) : E5M2ToFloat(payload[i])) * g;
+      out[i] = (kE4M3 ? E4M3ToFloat(payload[i]) : E5M2ToFloat(payload[i])) * global_scale;
     }
   }
 };
@@ -249,24 +250,25 @@ struct Fp4Codec {
   static constexpr bool kHasScales = true;
 
   template <bool kSearch = false>
-  static TM_HD int EncodeRow(const float* x, int n, DataType dtype, float g, uint8_t* payload,
-                             uint8_t* meta) {
+  static TM_HD int EncodeRow(const float* x, int n, DataType dtype, float global_scale,
+                             uint8_t* payload, uint8_t* meta) {
     int nonfinite = 0;
     for (int i = 0; i < n; i += kGroup) {
-      nonfinite += EncodeGroup<kSearch>(x + i, dtype, g, payload + i / 2, meta + i / kGroup);
+      nonfinite +=
+          EncodeGroup<kSearch>(x + i, dtype, global_scale, payload + i / 2, meta + i / kGroup);
     }
     return nonfinite;
   }
 
   static TM_HD void DecodeRow(const uint8_t* payload, const uint8_t* meta, int n,
-                              DataType /*dtype*/, float g, float* out) {
+                              DataType /*dtype*/, float global_scale, float* out) {
     for (int i = 0; i < n; ++i) {
-      out[i] = Scale::Value(Nibble(payload, i), meta[i / kGroup], g);
+      out[i] = Scale::Value(Nibble(payload, i), meta[i / kGroup], global_scale);
     }
   }
 
   template <bool kSearch>
-  static TM_HD int EncodeGroup(const float* x, DataType dtype, float g, uint8_t* payload,
+  static TM_HD int EncodeGroup(const float* x, DataType dtype, float global_scale, uint8_t* payload,
                                uint8_t* meta) {
     int nonfinite = 0;
     float amax = 0.f;
@@ -280,11 +282,11 @@ struct Fp4Codec {
     }
     int byte = Scale::kZeroBlock;
     if (amax > 0.f) {
-      byte = Scale::PlainByte(amax, g);
-      byte = kSearch ? SearchByte(finite, byte, g) : byte;
+      byte = Scale::PlainByte(amax, global_scale);
+      byte = kSearch ? SearchByte(finite, byte, global_scale) : byte;
     }
     *meta = static_cast<uint8_t>(byte);
-    const float divisor = Scale::Divisor(byte, g);
+    const float divisor = Scale::Divisor(byte, global_scale);
     for (int i = 0; i < kGroup; i += 2) {
       const uint8_t low = amax > 0.f ? FloatToE2M1(value[i] / divisor) : 0;
       const uint8_t high = amax > 0.f ? FloatToE2M1(value[i + 1] / divisor) : 0;
@@ -294,34 +296,35 @@ struct Fp4Codec {
   }
 
   // The candidate with the least squared error, summed in order in FP32; ties to the first.
-  static TM_HD int SearchByte(const float* finite, int plain, float g) {
+  static TM_HD int SearchByte(const float* finite, int plain, float global_scale) {
     int best = plain;
-    float least = BitsFloat(0x7F800000u);
+    float min_value = BitsFloat(0x7F800000u);
     for (int k = 0; k < Scale::kCandidates; ++k) {
       const int byte = Scale::Candidate(plain, k);
-      const float divisor = Scale::Divisor(byte, g);
+      const float divisor = Scale::Divisor(byte, global_scale);
       float error = 0.f;
       for (int i = 0; i < kGroup; ++i) {
         const uint8_t code = FloatToE2M1(finite[i] / divisor);
-        const float difference = finite[i] - Scale::Value(code, static_cast<uint8_t>(byte), g);
+        const float difference =
+            finite[i] - Scale::Value(code, static_cast<uint8_t>(byte), global_scale);
         error = error + difference * difference;
       }
-      best = error < least ? byte : best;
-      least = error < least ? error : least;
+      best = error < min_value ? byte : best;
+      min_value = error < min_value ? error : min_value;
     }
     return best;
   }
 };
 
 struct MxScale {
-  static constexpr int kZeroBlock = kMxLeast;
+  static constexpr int kZeroBlock = kMxMinByte;
   static constexpr int kCandidates = 2;
-  static TM_HD int PlainByte(float amax, float /*g*/) { return MxPlainByte(amax); }
+  static TM_HD int PlainByte(float amax, float /*global_scale*/) { return MxPlainByte(amax); }
   static TM_HD int Candidate(int plain, int k) {
-    return plain - k < kMxLeast ? kMxLeast : plain - k;
+    return plain - k < kMxMinByte ? kMxMinByte : plain - k;
   }
-  static TM_HD float Divisor(int byte, float /*g*/) { return MxStep(byte); }
-  static TM_HD float Value(uint8_t code, uint8_t byte, float /*g*/) {
+  static TM_HD float Divisor(int byte, float /*global_scale*/) { return MxStep(byte); }
+  static TM_HD float Value(uint8_t code, uint8_t byte, float /*global_scale*/) {
     return E2M1ToFloat(code) * MxStep(byte);
   }
 };
@@ -329,17 +332,19 @@ struct MxScale {
 struct NvScale {
   static constexpr int kZeroBlock = 0;
   static constexpr int kCandidates = 8;
-  static TM_HD int PlainByte(float amax, float g) { return NvPlainByte(amax, g); }
+  static TM_HD int PlainByte(float amax, float global_scale) {
+    return NvPlainByte(amax, global_scale);
+  }
   // Offsets 0, -1, -2, +1, +2, +3, +4, +5.
   static TM_HD int Candidate(int plain, int k) {
     const int byte = plain + (k <= 2 ? -k : k - 2);
-    return byte < kNvLeast ? kNvLeast : (byte > kNvMost ? kNvMost : byte);
+    return byte < kNvMinByte ? kNvMinByte : (byte > kNvMaxByte ? kNvMaxByte : byte);
   }
-  static TM_HD float Divisor(int byte, float g) {
-    return E4M3ToFloat(static_cast<uint8_t>(byte)) * g;
+  static TM_HD float Divisor(int byte, float global_scale) {
+    return E4M3ToFloat(static_cast<uint8_t>(byte)) * global_scale;
   }
-  static TM_HD float Value(uint8_t code, uint8_t byte, float g) {
-    return E2M1ToFloat(code) * E4M3ToFloat(byte) * g;
+  static TM_HD float Value(uint8_t code, uint8_t byte, float global_scale) {
+    return E2M1ToFloat(code) * E4M3ToFloat(byte) * global_scale;
   }
 };
 

@@ -19,9 +19,9 @@ KvCache::KvCache(DeviceMemory& device, const KvCacheConfig& config, std::vector<
       num_blocks_(std::move(num_blocks)),
       group_of_(config.layers.size()),
       index_in_group_(config.layers.size()),
-      factors_(2 * config.layers.size()),
+      global_scales_(2 * config.layers.size()),
       k_means_(config.layers.size()) {
-  const size_t num_pools = groups_.size() * (HasHot(groups_) ? 2 : 1);
+  const size_t num_pools = groups_.size() * (HasWindow16(groups_) ? 2 : 1);
   Check(num_blocks_.size() == num_pools, "each pool has a number of blocks");
   for (size_t g = 0; g < groups_.size(); ++g) {
     for (size_t i = 0; i < groups_[g].layers.size(); ++i) {
@@ -64,7 +64,7 @@ KvCache::Pool KvCache::Reserve(int64_t num_bytes) {
 }
 
 void KvCache::ReleaseAll() {
-  for (std::vector<Pool>* pools : {&data_, &scales_, &factors_, &k_means_}) {
+  for (std::vector<Pool>* pools : {&data_, &scales_, &global_scales_, &k_means_}) {
     for (Pool& pool : *pools) {
       if (pool.memory) {
         device_.Release(pool.memory, static_cast<size_t>(pool.num_bytes));
@@ -75,13 +75,13 @@ void KvCache::ReleaseAll() {
 }
 
 bool KvCache::IsEmpty(int pool) const {
-  return pool >= num_groups() && !groups_[static_cast<size_t>(pool - num_groups())].hot_layout;
+  return pool >= num_groups() && !groups_[static_cast<size_t>(pool - num_groups())].window16_layout;
 }
 
 const block::Layout& KvCache::PoolLayout(int pool) const {
   Check(pool >= 0 && pool < num_pools() && !IsEmpty(pool), "the pool exists");
   const LayerGroup& group = groups_[static_cast<size_t>(pool % num_groups())];
-  return pool < num_groups() ? group.layout : *group.hot_layout;
+  return pool < num_groups() ? group.layout : *group.window16_layout;
 }
 
 void KvCache::CheckId(int pool, int64_t block) const {
@@ -119,16 +119,16 @@ KvLayerView KvCache::LayerView(int layer) const {
   KvLayerView view =
       groups_[g].layout.LayerView(index_in_group_[l], data_[g].memory, scales_[g].memory);
   for (size_t side = 0; side < 2; ++side) {
-    view.g[side] = reinterpret_cast<const float*>(factors_[2 * l + side].memory);
+    view.global_scale[side] = reinterpret_cast<const float*>(global_scales_[2 * l + side].memory);
   }
   return view;
 }
 
-KvLayerView KvCache::HotLayerView(int layer) const {
+KvLayerView KvCache::Window16LayerView(int layer) const {
   const auto l = static_cast<size_t>(layer);
   const int group = GroupOf(layer);
-  const int pool = HotPool(group);
-  if (!has_hot_pools() || IsEmpty(pool)) {
+  const int pool = Window16Pool(group);
+  if (!has_window16_pools() || IsEmpty(pool)) {
     return {};
   }
   return PoolLayout(pool).LayerView(index_in_group_[l], data_[static_cast<size_t>(pool)].memory,
@@ -146,28 +146,28 @@ std::byte* KvCache::GetScaleBlockPtr(int pool, int64_t block) const {
   return memory ? memory + block * PoolLayout(pool).scale_block_bytes() : nullptr;
 }
 
-void KvCache::SetFactors(int layer, KvSide side, const std::vector<float>& factors) {
+void KvCache::SetGlobalScales(int layer, KvSide side, const std::vector<float>& scales) {
   const std::string what = "KV cache factors of layer " + std::to_string(layer);
   if (layer < 0 || static_cast<size_t>(layer) >= group_of_.size()) {
     throw InvalidArgument(what + ": wanted a layer below " + std::to_string(group_of_.size()));
   }
-  if (factors.size() != static_cast<size_t>(kv_heads_)) {
-    throw InvalidArgument(what + ": got " + std::to_string(factors.size()) + ", wanted " +
+  if (scales.size() != static_cast<size_t>(kv_heads_)) {
+    throw InvalidArgument(what + ": got " + std::to_string(scales.size()) + ", wanted " +
                           std::to_string(kv_heads_) + ", one per kv head");
   }
-  for (const float factor : factors) {
+  for (const float scale : scales) {
     // Written so that NaN is refused too; scale * factor then stays a normal number.
-    if (!(factor >= std::ldexp(1.f, -64) && factor <= std::ldexp(1.f, 64))) {
-      throw InvalidArgument(what + ": got " + std::to_string(factor) +
+    if (!(scale >= std::ldexp(1.f, -64) && scale <= std::ldexp(1.f, 64))) {
+      throw InvalidArgument(what + ": got " + std::to_string(scale) +
                             ", wanted a number in [2^-64, 2^64]");
     }
   }
-  const size_t num_bytes = factors.size() * sizeof(float);
-  Pool& pool = factors_[2 * static_cast<size_t>(layer) + static_cast<size_t>(side)];
+  const size_t num_bytes = scales.size() * sizeof(float);
+  Pool& pool = global_scales_[2 * static_cast<size_t>(layer) + static_cast<size_t>(side)];
   if (!pool.memory) {
     pool = Reserve(static_cast<int64_t>(num_bytes));
   }
-  device_.Copy(pool.memory, factors.data(), num_bytes);
+  device_.Copy(pool.memory, scales.data(), num_bytes);
   device_.Synchronize();
 }
 
@@ -220,8 +220,8 @@ void KvCache::CheckScaleBytes(int pool, int64_t block) const {
             view.Scales(side, 0, 0) + static_cast<int64_t>(row) * view.ScaleStride();
         for (int i = 0; i < view.scale_bytes[s]; ++i) {
           const auto byte = static_cast<uint8_t>(scales[i]);
-          Check(view.mode[s] == KvCacheMode::kFp4Mx ? IsLegalScale<KvCacheMode::kFp4Mx>(byte)
-                                                    : IsLegalScale<KvCacheMode::kFp4Nv>(byte),
+          Check(view.format[s] == KvCacheMode::kFp4Mx ? IsLegalScale<KvCacheMode::kFp4Mx>(byte)
+                                                      : IsLegalScale<KvCacheMode::kFp4Nv>(byte),
                 "a stored scale byte is one that the encoder stores");
         }
       }

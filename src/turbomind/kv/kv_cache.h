@@ -13,9 +13,9 @@ namespace turbomind {
 // SequenceManager's business. Engine thread; kernels read it through LayerView.
 //
 // A *pool* holds blocks of one layer group, each with data and scales (none without FP4) under one
-// id. Pools [0, num_groups) are the cold ones, in the layers' formats; where blocks are hot, pools
-// [num_groups, 2 · num_groups) are the 16-bit ones of the same groups, empty where a group has no
-// hot blocks.
+// id. Pools [0, num_groups) are the quantized ones, in the layers' formats; where there is a 16-bit
+// window, pools [num_groups, 2 · num_groups) are the 16-bit ones of the same groups, empty where a
+// group has no 16-bit blocks.
 class KvCache {
  public:
   // num_blocks: one per pool of MakeLayerGroups(config). `device` must outlive the cache.
@@ -27,10 +27,12 @@ class KvCache {
   const std::vector<LayerGroup>& groups() const { return groups_; }
   int num_groups() const { return static_cast<int>(groups_.size()); }
   int num_pools() const { return static_cast<int>(num_blocks_.size()); }
-  bool has_hot_pools() const { return num_pools() > num_groups(); }
-  int HotPool(int group) const { return num_groups() + group; }
+  bool has_window16_pools() const { return num_pools() > num_groups(); }
+  int Window16Pool(int group) const { return num_groups() + group; }
   int GroupOf(int layer) const;  // of a model layer
-  const HotRule& rule(int layer) const { return groups_[static_cast<size_t>(GroupOf(layer))].rule; }
+  const PrecisionWindow& rule(int layer) const {
+    return groups_[static_cast<size_t>(GroupOf(layer))].rule;
+  }
   int block_seq_len() const { return block_seq_len_; }
   int64_t num_blocks(int pool) const;
   int64_t bytes_per_block(int pool) const;
@@ -40,14 +42,14 @@ class KvCache {
 
   // What kernels see of a model layer; valid as long as the cache.
   KvLayerView LayerView(int layer) const;
-  KvLayerView HotLayerView(int layer) const;  // data null where nothing is hot
+  KvLayerView Window16LayerView(int layer) const;  // data null where there is no 16-bit window
 
   std::byte* GetBlockPtr(int pool, int64_t block) const;
   std::byte* GetScaleBlockPtr(int pool, int64_t block) const;  // null without FP4
 
   // The constant FP32 factor of FP8 and NVFP4: one per kv head, finite and in [2^-64, 2^64].
   // REQUIRES: before the first write to the layer. Throws InvalidArgument.
-  void SetFactors(int layer, KvSide side, const std::vector<float>& factors);
+  void SetGlobalScales(int layer, KvSide side, const std::vector<float>& scales);
   // The constant that K loses before it is stored, in every pool: [kv_heads, head_dim], finite.
   // REQUIRES: before the first write to the layer. Throws InvalidArgument.
   void SetKMean(int layer, const std::vector<float>& mean);
@@ -77,7 +79,7 @@ class KvCache {
   std::vector<int> index_in_group_;  // by model layer
   std::vector<Pool> data_;           // by pool
   std::vector<Pool> scales_;         // by pool
-  std::vector<Pool> factors_;        // by 2 * layer + side; empty: 1.0
+  std::vector<Pool> global_scales_;  // by 2 * layer + side; empty: 1.0
   std::vector<Pool> k_means_;        // by model layer; empty: none
 };
 

@@ -52,16 +52,16 @@ KvCacheMode GetKvCacheMode(int quant_policy, DeviceCapability device) {
 
 KvCacheMode GetKvCacheMode(std::string_view name, DeviceCapability device, bool strict_arch) {
   const std::string asked(name);
-  KvCacheMode mode = KvCacheMode::kNone;
+  KvCacheMode format = KvCacheMode::kNone;
   if (asked == "fp4") {
-    mode = ResolveFp4(asked, device);
+    format = ResolveFp4(asked, device);
   } else if (asked == "fp8_e4m3") {
-    mode = KvCacheMode::kFp8E4m3;
+    format = KvCacheMode::kFp8E4m3;
   } else {
     bool found = false;
     for (const KvCacheMode candidate : kAllKvCacheModes) {
       if (asked == ToString(candidate)) {
-        mode = candidate;
+        format = candidate;
         found = true;
       }
     }
@@ -70,26 +70,26 @@ KvCacheMode GetKvCacheMode(std::string_view name, DeviceCapability device, bool 
                             "\", wanted 0, 4, 8, 16 or one of the names " + kNames);
     }
   }
-  if (mode == KvCacheMode::kFp4Mx || mode == KvCacheMode::kFp4Nv) {
+  if (format == KvCacheMode::kFp4Mx || format == KvCacheMode::kFp4Nv) {
     RequireFp4(asked, device);
   }
-  if (strict_arch && mode == KvCacheMode::kFp4Nv && device.is_cuda && !HasNativeNvFp4(device)) {
+  if (strict_arch && format == KvCacheMode::kFp4Nv && device.is_cuda && !HasNativeNvFp4(device)) {
     throw InvalidArgument("quant_policy " + asked +
                           " with strict_arch=True needs SM 100 or higher"
                           ", got " +
                           DeviceText(device) + "; use mxfp4 or strict_arch=False");
   }
-  return mode;
+  return format;
 }
 
-const char* KvCacheConversion(KvCacheMode mode, DeviceCapability device) {
-  constexpr int kLeastSm = 80;
-  constexpr int kLeastFp8Sm = 89;
-  if (device.is_cuda && device.sm < kLeastSm) {
+const char* KvCacheConversion(KvCacheMode format, DeviceCapability device) {
+  constexpr int kMinSm = 80;
+  constexpr int kMinFp8Sm = 89;
+  if (device.is_cuda && device.sm < kMinSm) {
     return "unsupported";
   }
   bool in_hardware = false;
-  switch (mode) {
+  switch (format) {
     case KvCacheMode::kNone:
       return "not needed";
     case KvCacheMode::kInt8:
@@ -97,7 +97,7 @@ const char* KvCacheConversion(KvCacheMode mode, DeviceCapability device) {
       break;
     case KvCacheMode::kFp8E4m3:
     case KvCacheMode::kFp8E5m2:
-      in_hardware = device.is_cuda && device.sm >= kLeastFp8Sm;
+      in_hardware = device.is_cuda && device.sm >= kMinFp8Sm;
       break;
     case KvCacheMode::kFp4Mx:
     case KvCacheMode::kFp4Nv:
@@ -116,8 +116,8 @@ void RequireListedPair(KvCacheMode k, KvCacheMode v) {
   }
 }
 
-const char* ToString(KvCacheMode mode) {
-  switch (mode) {
+const char* ToString(KvCacheMode format) {
+  switch (format) {
     case KvCacheMode::kNone:
       return "none";
     case KvCacheMode::kInt8:

@@ -52,18 +52,18 @@ KvCacheMode GetKvCacheMode(std::string_view name, DeviceCapability device,
 
 // How a device converts a format: "not needed" (16 bit), "hardware" (it has instructions for the
 // format), "software" (others do it, with the same values), or "unsupported".
-const char* KvCacheConversion(KvCacheMode mode, DeviceCapability device);
+const char* KvCacheConversion(KvCacheMode format, DeviceCapability device);
 
 // Canonical name: none, int8, int4, fp8, fp8_e5m2, mxfp4, nvfp4.
-const char* ToString(KvCacheMode mode);
+const char* ToString(KvCacheMode format);
 
 // Every accepted name with its meaning, for help texts and support tables.
 std::vector<std::pair<std::string, std::string>> KvCacheModeNames();
 
 // Whether one constant FP32 factor per layer, KV head and side scales the format.
-constexpr bool HasFactor(KvCacheMode mode) {
-  return mode == KvCacheMode::kFp8E4m3 || mode == KvCacheMode::kFp8E5m2 ||
-         mode == KvCacheMode::kFp4Nv;
+constexpr bool HasGlobalScale(KvCacheMode format) {
+  return format == KvCacheMode::kFp8E4m3 || format == KvCacheMode::kFp8E5m2 ||
+         format == KvCacheMode::kFp4Nv;
 }
 
 // Formats that the K and V of a layer may have: the same for both, or 16-bit or 8-bit keys, which
@@ -84,8 +84,8 @@ void RequireListedPair(KvCacheMode k, KvCacheMode v);
 #pragma nv_exec_check_disable
 #endif
 template <class F>
-TM_HD decltype(auto) DispatchMode(KvCacheMode mode, F&& fn) {
-  switch (mode) {
+TM_HD decltype(auto) DispatchFormat(KvCacheMode format, F&& fn) {
+  switch (format) {
     case KvCacheMode::kNone:
       return fn.template operator()<KvCacheMode::kNone>();
     case KvCacheMode::kInt8:

@@ -19,10 +19,10 @@ int64_t CeilDivSum(int64_t a, int64_t b, int64_t c) {
 
 }  // namespace
 
-KvCacheConfig MakeKvCacheConfig(const std::vector<int>& windows, KvCacheMode mode, int kv_heads,
+KvCacheConfig MakeKvCacheConfig(const std::vector<int>& windows, KvCacheMode format, int kv_heads,
                                 int head_dim, int block_seq_len, DataType dtype) {
   KvCacheConfig config;
-  config.layers.assign(windows.size(), {mode, mode});
+  config.layers.assign(windows.size(), {format, format});
   config.windows = windows;
   config.kv_heads = kv_heads;
   config.head_dim = head_dim;
@@ -38,38 +38,38 @@ int64_t LayerGroup::BlocksPerSequence(int64_t num_tokens, int64_t chunk) const {
   if (!rule.enabled()) {
     return window == 0 ? all : std::min(all, CeilDiv(window, length) + 2 + CeilDiv(added, length));
   }
-  const int64_t cold = std::max<int64_t>(all - 1 - rule.recent_blocks - rule.sink_blocks, 0);
+  const int64_t quantized = std::max<int64_t>(all - 1 - rule.recent_blocks - rule.sink_blocks, 0);
   if (window == 0) {
-    return cold;
+    return quantized;
   }
-  if (rule.IsAlwaysHot(window)) {
+  if (rule.IsAlwaysInWindow16(window)) {
     return 0;
   }
   // From the first block that the step's first query sees to the last one that its last query sees
-  // cold, at the worst of all places where the step can begin.
-  return std::min(cold, CeilDivSum(added, window - 2, length) - rule.recent_blocks);
+  // quantized, at the worst of all places where the step can begin.
+  return std::min(quantized, CeilDivSum(added, window - 2, length) - rule.recent_blocks);
 }
 
-int64_t LayerGroup::HotBlocksPerSequence(int64_t num_tokens, int64_t chunk) const {
+int64_t LayerGroup::Window16BlocksPerSequence(int64_t num_tokens, int64_t chunk) const {
   if (!rule.enabled()) {
     return 0;
   }
   const int64_t length = layout.config().block_seq_len;
   const int64_t added = std::min(chunk, num_tokens);
   const int64_t kept = rule.sink_blocks + rule.recent_blocks + 1 + CeilDiv(added, length);
-  int64_t most = std::min(CeilDiv(num_tokens, length), kept);
+  int64_t max_value = std::min(CeilDiv(num_tokens, length), kept);
   if (window > 0) {
-    most = std::min(most, CeilDivSum(added, window - 2, length) + 1);
+    max_value = std::min(max_value, CeilDivSum(added, window - 2, length) + 1);
   }
-  return most;
+  return max_value;
 }
 
-int64_t LayerGroup::ColdBlocksHeld(int64_t num_tokens) const {
+int64_t LayerGroup::QuantizedBlocksHeld(int64_t num_tokens) const {
   const int64_t all = CeilDiv(num_tokens, layout.config().block_seq_len);
-  return all - FirstVisibleBlock(num_tokens) - HotBlocksHeld(num_tokens);
+  return all - FirstVisibleBlock(num_tokens) - Window16BlocksHeld(num_tokens);
 }
 
-int64_t LayerGroup::HotBlocksHeld(int64_t num_tokens) const {
+int64_t LayerGroup::Window16BlocksHeld(int64_t num_tokens) const {
   if (!rule.enabled() || num_tokens < 1) {
     return 0;
   }
@@ -85,10 +85,10 @@ int64_t LayerGroup::FirstVisibleBlock(int64_t position) const {
   return FirstVisible(window, position) / layout.config().block_seq_len;
 }
 
-BlockRange LayerGroup::ColdBlocks(int64_t begin, int64_t end) const {
-  Check(rule.enabled(), "some blocks are hot");
+BlockRange LayerGroup::QuantizedBlocks(int64_t begin, int64_t end) const {
+  Check(rule.enabled(), "some blocks are in the 16-bit window");
   const int64_t length = rule.block_seq_len;
-  if (end <= begin || rule.IsAlwaysHot(window)) {
+  if (end <= begin || rule.IsAlwaysInWindow16(window)) {
     return {};
   }
   return {std::max<int64_t>(rule.sink_blocks, FirstVisibleBlock(begin)),
@@ -97,11 +97,11 @@ BlockRange LayerGroup::ColdBlocks(int64_t begin, int64_t end) const {
 
 std::vector<LayerGroup> MakeLayerGroups(const KvCacheConfig& config) {
   Check(config.layers.size() == config.windows.size(), "each layer has a window");
-  const HotRule rule = MakeHotRule(config.hot, config.block_seq_len);
+  const PrecisionWindow rule = MakePrecisionWindow(config.window16, config.block_seq_len);
   // A 16-bit copy of a 16-bit layer would only take memory.
-  const auto has_no_hot = [&](size_t layer) {
-    const block::Config::LayerModes& modes = config.layers[layer];
-    return rule.enabled() && modes.k == KvCacheMode::kNone && modes.v == KvCacheMode::kNone;
+  const auto has_no_window16 = [&](size_t layer) {
+    const block::Config::LayerFormats& formats = config.layers[layer];
+    return rule.enabled() && formats.k == KvCacheMode::kNone && formats.v == KvCacheMode::kNone;
   };
   std::map<std::pair<int, bool>, std::vector<int>> by_window;
   for (size_t layer = 0; layer < config.windows.size(); ++layer) {
@@ -109,7 +109,7 @@ std::vector<LayerGroup> MakeLayerGroups(const KvCacheConfig& config) {
       throw InvalidArgument("sliding window of layer " + std::to_string(layer) + ": got " +
                             std::to_string(config.windows[layer]) + ", wanted 0 (full) or more");
     }
-    by_window[{config.windows[layer], has_no_hot(layer)}].push_back(static_cast<int>(layer));
+    by_window[{config.windows[layer], has_no_window16(layer)}].push_back(static_cast<int>(layer));
   }
   if (by_window.empty()) {
     throw InvalidArgument("layers of the KV cache: got 0, wanted at least 1");
@@ -127,16 +127,16 @@ std::vector<LayerGroup> MakeLayerGroups(const KvCacheConfig& config) {
     block.dtype = config.dtype;
     LayerGroup& group =
         groups.emplace_back(LayerGroup{window, std::move(layers), block::Layout(block),
-                                       std::nullopt, is_sixteen_bit ? HotRule{} : rule});
+                                       std::nullopt, is_sixteen_bit ? PrecisionWindow{} : rule});
     if (group.rule.enabled()) {
       block.layers.assign(block.layers.size(), {KvCacheMode::kNone, KvCacheMode::kNone});
-      group.hot_layout.emplace(std::move(block));
+      group.window16_layout.emplace(std::move(block));
     }
   }
   return groups;
 }
 
-bool HasHot(const std::vector<LayerGroup>& groups) {
+bool HasWindow16(const std::vector<LayerGroup>& groups) {
   return std::ranges::any_of(groups, [](const LayerGroup& group) { return group.rule.enabled(); });
 }
 

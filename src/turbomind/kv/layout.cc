@@ -16,7 +16,7 @@ KvLayerView KvLayerView::Heads(int first, int count) const {
   if (scales != nullptr) {
     heads.scales = Scales(KvSide::kK, 0, first);
   }
-  for (const float*& factors : heads.g) {
+  for (const float*& factors : heads.global_scale) {
     factors = factors != nullptr ? factors + first : nullptr;
   }
   heads.kv_heads = count;
@@ -30,13 +30,13 @@ namespace {
 
 constexpr int64_t kAlignment = 16;
 
-void CheckMode(KvCacheMode mode, int head_dim) {
-  const int group = DispatchMode(mode, []<KvCacheMode M>() { return Codec<M>::kGroup; });
+void CheckFormat(KvCacheMode format, int head_dim) {
+  const int group = DispatchFormat(format, []<KvCacheMode M>() { return Codec<M>::kGroup; });
   const int multiple = group ? group : 2;
   if (head_dim % multiple != 0) {
     throw InvalidArgument(std::string("head_dim: got ") + std::to_string(head_dim) +
                           ", wanted a multiple of " + std::to_string(multiple) +
-                          " for quant_policy " + ToString(mode) + "; use another quant_policy");
+                          " for quant_policy " + ToString(format) + "; use another quant_policy");
   }
 }
 
@@ -57,26 +57,26 @@ void CheckConfig(const Config& config) {
   if (config.layers.empty()) {
     throw InvalidArgument("layers of a block: got 0, wanted at least 1");
   }
-  for (const Config::LayerModes& modes : config.layers) {
-    CheckMode(modes.k, config.head_dim);
-    CheckMode(modes.v, config.head_dim);
-    RequireListedPair(modes.k, modes.v);
+  for (const Config::LayerFormats& formats : config.layers) {
+    CheckFormat(formats.k, config.head_dim);
+    CheckFormat(formats.v, config.head_dim);
+    RequireListedPair(formats.k, formats.v);
   }
 }
 
 // Sizes of one layer; offsets and pointers stay empty.
-KvLayerView Shape(const Config& config, const Config::LayerModes& modes) {
+KvLayerView Shape(const Config& config, const Config::LayerFormats& formats) {
   KvLayerView view;
   view.dtype = config.dtype;
   view.block_seq_len = config.block_seq_len;
   view.kv_heads = config.kv_heads;
   view.head_dim = config.head_dim;
-  view.mode[0] = modes.k;
-  view.mode[1] = modes.v;
+  view.format[0] = formats.k;
+  view.format[1] = formats.v;
   for (int side = 0; side < 2; ++side) {
-    view.row_bytes[side] = RowBytes(view.mode[side], config.head_dim, config.dtype);
-    view.param_bytes[side] = ParamBytes(view.mode[side], config.dtype);
-    view.scale_bytes[side] = ScaleBytes(view.mode[side], config.head_dim);
+    view.row_bytes[side] = RowBytes(view.format[side], config.head_dim, config.dtype);
+    view.param_bytes[side] = ParamBytes(view.format[side], config.dtype);
+    view.scale_bytes[side] = ScaleBytes(view.format[side], config.head_dim);
   }
   const int64_t slots = static_cast<int64_t>(config.kv_heads) * config.block_seq_len;
   view.param_offset = slots * (view.row_bytes[0] + view.row_bytes[1]);
@@ -94,20 +94,20 @@ int64_t LayerScaleBytes(const KvLayerView& view) {
 
 }  // namespace
 
-int RowBytes(KvCacheMode mode, int head_dim, DataType dtype) {
-  if (mode == KvCacheMode::kNone) {
+int RowBytes(KvCacheMode format, int head_dim, DataType dtype) {
+  if (format == KvCacheMode::kNone) {
     return head_dim * SizeOf(dtype);
   }
-  return DispatchMode(mode, [&]<KvCacheMode M>() { return head_dim * Codec<M>::kBits / 8; });
+  return DispatchFormat(format, [&]<KvCacheMode M>() { return head_dim * Codec<M>::kBits / 8; });
 }
 
-int ParamBytes(KvCacheMode mode, DataType dtype) {
-  return DispatchMode(
-      mode, [&]<KvCacheMode M>() { return Codec<M>::kHasParams ? 2 * SizeOf(dtype) : 0; });
+int ParamBytes(KvCacheMode format, DataType dtype) {
+  return DispatchFormat(
+      format, [&]<KvCacheMode M>() { return Codec<M>::kHasParams ? 2 * SizeOf(dtype) : 0; });
 }
 
-int ScaleBytes(KvCacheMode mode, int head_dim) {
-  return DispatchMode(mode, [&]<KvCacheMode M>() {
+int ScaleBytes(KvCacheMode format, int head_dim) {
+  return DispatchFormat(format, [&]<KvCacheMode M>() {
     if constexpr (Codec<M>::kHasScales) {
       return head_dim / Codec<M>::kGroup;
     } else {
@@ -118,8 +118,8 @@ int ScaleBytes(KvCacheMode mode, int head_dim) {
 
 Layout::Layout(Config config) : config_(std::move(config)) {
   CheckConfig(config_);
-  for (const Config::LayerModes& modes : config_.layers) {
-    const KvLayerView view = Shape(config_, modes);
+  for (const Config::LayerFormats& formats : config_.layers) {
+    const KvLayerView view = Shape(config_, formats);
     layer_offset_.push_back(block_bytes_);
     scale_layer_offset_.push_back(scale_block_bytes_);
     block_bytes_ += LayerBytes(view);

@@ -22,7 +22,7 @@ struct KvLayerView {
   std::byte* scales = nullptr;  // scale pool, already offset to this layer; null without FP4
   int64_t block_bytes = 0;
   int64_t scale_block_bytes = 0;
-  KvCacheMode mode[2] = {KvCacheMode::kNone, KvCacheMode::kNone};  // by KvSide
+  KvCacheMode format[2] = {KvCacheMode::kNone, KvCacheMode::kNone};  // by KvSide
   DataType dtype = DataType::kBFloat16;  // of mode none and of (scale, zero)
   int block_seq_len = 0;
   int kv_heads = 0;
@@ -31,7 +31,8 @@ struct KvLayerView {
   int param_bytes[2] = {0, 0};  // bytes of (scale, zero) per token, 0 where there is none
   int scale_bytes[2] = {0, 0};  // scale pool bytes per token and head, 0 where there is none
   int64_t param_offset = 0;     // of the (scale, zero) region inside the layer
-  const float* g[2] = {nullptr, nullptr};  // [kv_heads] FP32 per-head factor; null means 1.0
+  const float* global_scale[2] = {nullptr,
+                                  nullptr};  // [kv_heads] FP32 per-head factor; null means 1.0
 
   // First token's payload row of (block, head, side); tokens follow at stride row_bytes[side].
   TM_HD std::byte* Payload(KvSide side, int64_t block, int head) const {
@@ -64,11 +65,11 @@ namespace block {
 // One layer group: the layers that share block ids (all full-attention layers, or all layers of one
 // sliding window length).
 struct Config {
-  struct LayerModes {
+  struct LayerFormats {
     KvCacheMode k = KvCacheMode::kNone;
     KvCacheMode v = KvCacheMode::kNone;
   };
-  std::vector<LayerModes> layers;  // of this group, in model order
+  std::vector<LayerFormats> layers;  // of this group, in model order
   int kv_heads = 0;
   int head_dim = 0;
   int block_seq_len = 64;
@@ -103,11 +104,11 @@ class Layout {
 };
 
 // Payload bytes of one row of `head_dim` values.
-int RowBytes(KvCacheMode mode, int head_dim, DataType dtype);
+int RowBytes(KvCacheMode format, int head_dim, DataType dtype);
 // Bytes of (scale, zero) per row: int8 and int4 only.
-int ParamBytes(KvCacheMode mode, DataType dtype);
+int ParamBytes(KvCacheMode format, DataType dtype);
 // Scale pool bytes per row: FP4 only.
-int ScaleBytes(KvCacheMode mode, int head_dim);
+int ScaleBytes(KvCacheMode format, int head_dim);
 
 }  // namespace block
 }  // namespace turbomind

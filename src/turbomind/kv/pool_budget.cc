@@ -12,7 +12,7 @@ namespace {
 // Products of three numbers from outside.
 using Wide = __int128;
 
-constexpr int64_t kMostBlocks = std::numeric_limits<int32_t>::max();  // ids are int32
+constexpr int64_t kMaxBlocks = std::numeric_limits<int32_t>::max();  // ids are int32
 
 int64_t Saturate(Wide value) {
   return static_cast<int64_t>(std::min<Wide>(value, std::numeric_limits<int64_t>::max()));
@@ -32,17 +32,17 @@ void CheckDemand(const KvDemand& demand) {
   }
 }
 
-// Cold blocks of one sequence. A pool that nothing is ever quantised into still has one.
-int64_t ColdBlocks(const LayerGroup& group, const KvDemand& demand) {
+// Quantized blocks of one sequence. A pool that nothing is ever quantized into still has one.
+int64_t QuantizedBlocks(const LayerGroup& group, const KvDemand& demand) {
   return std::max<int64_t>(group.BlocksPerSequence(demand.session_len, demand.chunk), 1);
 }
 
-// Hot blocks of `n` sequences. Each has those of a step of one block; of the tokens of one step,
+// 16-bit blocks of `n` sequences. Each has those of a step of one block; of the tokens of one step,
 // shared by all, only those count that do not fit into a block that was counted already.
-int64_t HotBlocks(const LayerGroup& group, int64_t n, const KvDemand& demand) {
-  const int64_t alone = group.HotBlocksPerSequence(demand.session_len, demand.chunk);
+int64_t Window16Blocks(const LayerGroup& group, int64_t n, const KvDemand& demand) {
+  const int64_t alone = group.Window16BlocksPerSequence(demand.session_len, demand.chunk);
   const int64_t length = group.layout.config().block_seq_len;
-  const int64_t each = group.HotBlocksPerSequence(demand.session_len, length);
+  const int64_t each = group.Window16BlocksPerSequence(demand.session_len, length);
   const int64_t chunk = (demand.chunk - 1) / length;
   return Saturate(std::min(Wide{n} * alone, Wide{n} * each + chunk));
 }
@@ -61,7 +61,7 @@ int64_t SequencesThatFit(const std::vector<LayerGroup>& groups, int64_t budget,
                          const KvDemand& demand) {
   const std::vector<int64_t> bytes = BlockBytes(groups);
   int64_t fits = 0;
-  int64_t too_many = kMostBlocks;
+  int64_t too_many = kMaxBlocks;
   while (too_many - fits > 1) {
     const int64_t middle = fits + (too_many - fits) / 2;
     const Wide cost = SumBytes(BlocksForSequences(groups, middle, demand), bytes);
@@ -86,28 +86,28 @@ std::vector<int64_t> ShareBudget(const std::vector<LayerGroup>& groups, int64_t 
   return blocks;
 }
 
-// Grows the hot pools for num_running sequences, up to a quarter of the budget, and shares what is
-// left among the cold ones; but not so far that a sequence of session_len no longer fits.
-std::vector<int64_t> WidenHot(const std::vector<LayerGroup>& groups, int64_t budget,
-                              const KvDemand& demand, std::vector<int64_t> blocks) {
+// Grows the 16-bit pools for num_running sequences, up to a quarter of the budget, and shares what
+// is left among the quantized ones; but not so far that a sequence of session_len no longer fits.
+std::vector<int64_t> WidenWindow16(const std::vector<LayerGroup>& groups, int64_t budget,
+                                   const KvDemand& demand, std::vector<int64_t> blocks) {
   const std::vector<int64_t> bytes = BlockBytes(groups);
   const std::vector<int64_t> one = BlocksForSequences(groups, 1, demand);
   const std::vector<int64_t> wanted = BlocksForSequences(groups, demand.num_running, demand);
   const Wide wanted_bytes = SumBytes(wanted, bytes, groups.size());
-  const Wide least_cold = SumBytes(one, bytes) - SumBytes(one, bytes, groups.size());
-  const Wide most = std::min<Wide>(budget / 4, budget - least_cold);
-  if (most <= 0) {
+  const Wide min_quantized_bytes = SumBytes(one, bytes) - SumBytes(one, bytes, groups.size());
+  const Wide max_value = std::min<Wide>(budget / 4, budget - min_quantized_bytes);
+  if (max_value <= 0) {
     return blocks;
   }
   std::vector<int64_t> wide = blocks;
   for (size_t pool = groups.size(); pool < blocks.size(); ++pool) {
-    const Wide fits =
-        wanted_bytes <= most ? Wide{wanted[pool]} : Wide{wanted[pool]} * most / wanted_bytes;
+    const Wide fits = wanted_bytes <= max_value ? Wide{wanted[pool]}
+                                                : Wide{wanted[pool]} * max_value / wanted_bytes;
     wide[pool] = std::max(blocks[pool], Saturate(fits));
   }
   const Wide left = budget - SumBytes(wide, bytes, groups.size());
   for (size_t pool = 0; pool < groups.size(); ++pool) {
-    wide[pool] = Saturate(std::max<Wide>(left, 0) * one[pool] / least_cold);
+    wide[pool] = Saturate(std::max<Wide>(left, 0) * one[pool] / min_quantized_bytes);
     if (wide[pool] < one[pool]) {
       return blocks;
     }
@@ -120,13 +120,13 @@ std::vector<int64_t> Limit(const std::vector<LayerGroup>& groups, std::vector<in
                            const KvDemand& demand) {
   const std::vector<int64_t> needed = BlocksForSequences(groups, demand.max_sequences, demand);
   for (size_t pool = 0; pool < blocks.size(); ++pool) {
-    const int64_t most = demand.max_sequences > 0 ? needed[pool] : kMostBlocks;
-    blocks[pool] = std::clamp<int64_t>(blocks[pool], 0, std::min(most, kMostBlocks));
+    const int64_t max_value = demand.max_sequences > 0 ? needed[pool] : kMaxBlocks;
+    blocks[pool] = std::clamp<int64_t>(blocks[pool], 0, std::min(max_value, kMaxBlocks));
   }
   return blocks;
 }
 
-// The longest sequence of at most session_len that `num_blocks` cold blocks of a group hold.
+// The longest sequence of at most session_len that `num_blocks` quantized blocks of a group hold.
 int64_t LongestSequence(const LayerGroup& group, int64_t num_blocks, const KvDemand& demand) {
   int64_t fits = 0;
   int64_t too_long = demand.session_len;
@@ -147,8 +147,8 @@ std::vector<int64_t> BlockBytes(const std::vector<LayerGroup>& groups) {
   for (const LayerGroup& group : groups) {
     bytes.push_back(group.bytes_per_block());
   }
-  for (size_t g = 0; HasHot(groups) && g < groups.size(); ++g) {
-    bytes.push_back(groups[g].hot_bytes_per_block());
+  for (size_t g = 0; HasWindow16(groups) && g < groups.size(); ++g) {
+    bytes.push_back(groups[g].window16_bytes_per_block());
   }
   return bytes;
 }
@@ -158,10 +158,10 @@ std::vector<int64_t> BlocksForSequences(const std::vector<LayerGroup>& groups,
   CheckDemand(demand);
   std::vector<int64_t> blocks;
   for (const LayerGroup& group : groups) {
-    blocks.push_back(MulDiv(num_sequences, ColdBlocks(group, demand), 1));
+    blocks.push_back(MulDiv(num_sequences, QuantizedBlocks(group, demand), 1));
   }
-  for (size_t g = 0; HasHot(groups) && g < groups.size(); ++g) {
-    blocks.push_back(HotBlocks(groups[g], num_sequences, demand));
+  for (size_t g = 0; HasWindow16(groups) && g < groups.size(); ++g) {
+    blocks.push_back(Window16Blocks(groups[g], num_sequences, demand));
   }
   return blocks;
 }
@@ -171,8 +171,8 @@ std::vector<int64_t> BlocksForBudget(const std::vector<LayerGroup>& groups, int6
   CheckDemand(demand);
   const int64_t budget = std::max<int64_t>(budget_bytes, 0);
   std::vector<int64_t> blocks = ShareBudget(groups, budget, demand);
-  if (HasHot(groups) && demand.num_running > 0) {
-    blocks = WidenHot(groups, budget, demand, std::move(blocks));
+  if (HasWindow16(groups) && demand.num_running > 0) {
+    blocks = WidenWindow16(groups, budget, demand, std::move(blocks));
   }
   return Limit(groups, std::move(blocks), demand);
 }
@@ -181,22 +181,22 @@ std::vector<int64_t> BlocksForCount(const std::vector<LayerGroup>& groups, int64
                                     const KvDemand& demand) {
   CheckDemand(demand);
   const int64_t count = std::max<int64_t>(num_blocks, 0);
-  const int64_t first = ColdBlocks(groups.front(), demand);
+  const int64_t first = QuantizedBlocks(groups.front(), demand);
   std::vector<int64_t> blocks;
   for (const LayerGroup& group : groups) {
-    blocks.push_back(MulDiv(count, ColdBlocks(group, demand), first));
+    blocks.push_back(MulDiv(count, QuantizedBlocks(group, demand), first));
   }
-  if (!HasHot(groups)) {
+  if (!HasWindow16(groups)) {
     return Limit(groups, std::move(blocks), demand);
   }
   KvDemand longest = demand;
   longest.session_len = std::max<int64_t>(LongestSequence(groups.front(), count, demand), 1);
   for (size_t g = 0; g < groups.size(); ++g) {
     blocks[g] = std::max<int64_t>(blocks[g], count > 0 ? 1 : 0);
-    const int64_t hot =
-        std::max({HotBlocks(groups[g], 1, longest), HotBlocks(groups[g], count / first, demand),
-                  std::min(HotBlocks(groups[g], demand.num_running, demand), count)});
-    blocks.push_back(hot);
+    const int64_t window16 = std::max(
+        {Window16Blocks(groups[g], 1, longest), Window16Blocks(groups[g], count / first, demand),
+         std::min(Window16Blocks(groups[g], demand.num_running, demand), count)});
+    blocks.push_back(window16);
   }
   return Limit(groups, std::move(blocks), demand);
 }
@@ -205,8 +205,8 @@ bool HoldSequence(const std::vector<LayerGroup>& groups, const std::vector<int64
                   int64_t num_tokens, int64_t chunk) {
   for (size_t g = 0; g < groups.size(); ++g) {
     if (groups[g].BlocksPerSequence(num_tokens, chunk) > blocks[g] ||
-        (HasHot(groups) &&
-         groups[g].HotBlocksPerSequence(num_tokens, chunk) > blocks[groups.size() + g])) {
+        (HasWindow16(groups) &&
+         groups[g].Window16BlocksPerSequence(num_tokens, chunk) > blocks[groups.size() + g])) {
       return false;
     }
   }

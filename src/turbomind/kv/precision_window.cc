@@ -9,10 +9,10 @@ namespace turbomind {
 namespace {
 
 constexpr int kGranularity = 64;
-constexpr int kMost = 4096;
+constexpr int kLimit = 4096;
 
 void RequireTokens(const char* field, const char* flag, int got) {
-  if (got < 0 || got > kMost || got % kGranularity != 0) {
+  if (got < 0 || got > kLimit || got % kGranularity != 0) {
     throw InvalidArgument(std::string(field) + ": got " + std::to_string(got) +
                           ", want a multiple of 64 from 0 to 4096 (" + flag + ")");
   }
@@ -20,8 +20,8 @@ void RequireTokens(const char* field, const char* flag, int got) {
 
 }  // namespace
 
-HotRule MakeHotRule(const HotTokens& tokens, int block_seq_len) {
-  HotRule rule;
+PrecisionWindow MakePrecisionWindow(const PrecisionWindowTokens& tokens, int block_seq_len) {
+  PrecisionWindow rule;
   rule.block_seq_len = block_seq_len;
   if (tokens.recent_tokens == -1 && tokens.sink_tokens == 0) {
     return rule;

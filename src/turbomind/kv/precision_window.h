@@ -6,19 +6,20 @@
 
 namespace turbomind {
 
-// Which blocks a query sees in 16 bit ("hot") and which as stored by the layer's format ("cold"):
-// by positions alone, the same in prefill and decode, so that prefix hits, chunks and preemption
-// change nothing (docs/kv_cache.md, "Hot blocks").
+// Which blocks a query sees in 16 bit (the 16-bit window) and which as stored by the layer's format
+// (quantized): by positions alone, the same in prefill and decode, so that prefix hits, chunks and
+// preemption change nothing (docs/kv_cache.md, "16-bit blocks").
 //
-// A query at position p, in block j = p / block_seq_len, sees hot: the first `sink_blocks` blocks,
-// and blocks j - recent_blocks .. j. All others are cold. Plain data, read by kernels.
+// A query at position p, in block j = p / block_seq_len, sees in 16 bits: the first `sink_blocks`
+// blocks, and blocks j - recent_blocks .. j. All others are quantized. Plain data, read by kernels.
 //
-// Positions: hot are [0, SinkEnd()) and [RecentBegin(p), p]; cold is [SinkEnd(), RecentBegin(p)).
-// SinkEnd() is a multiple of 64 tokens, the tile of attention; RecentBegin of block_seq_len alone.
-struct HotRule {
+// Positions: 16-bit are [0, SinkEnd()) and [RecentBegin(p), p]; quantized is [SinkEnd(),
+// RecentBegin(p)). SinkEnd() is a multiple of 64 tokens, the tile of attention; RecentBegin of
+// block_seq_len alone.
+struct PrecisionWindow {
   int block_seq_len = 0;
   int sink_blocks = 0;
-  int recent_blocks = -1;  // before the current one; -1: nothing is hot
+  int recent_blocks = -1;  // before the current one; -1: there is no 16-bit window
 
   TM_HD bool enabled() const { return recent_blocks >= 0; }
   TM_HD int SinkEnd() const { return sink_blocks * block_seq_len; }
@@ -28,32 +29,33 @@ struct HotRule {
     return begin > SinkEnd() ? begin : SinkEnd();
   }
   // Whether the blocks that a query in a layer with this window (0: full attention) sees are all
-  // hot, whatever its position: the first that could see a block cold comes recent_blocks blocks
-  // after the block's end.
-  TM_HD bool IsAlwaysHot(int window) const {
+  // 16-bit, whatever its position: the first that could see a block quantized comes recent_blocks
+  // blocks after the block's end.
+  TM_HD bool IsAlwaysInWindow16(int window) const {
     return enabled() && window > 0 && window <= recent_blocks * block_seq_len + 1;
   }
-  // Whether a query at `position` sees `block` hot. REQUIRES: block <= position / block_seq_len.
-  TM_HD bool IsHot(int64_t block, int64_t position) const {
+  // Whether a query at `position` sees `block` in 16 bits. REQUIRES: block <= position /
+  // block_seq_len.
+  TM_HD bool IsInWindow16(int64_t block, int64_t position) const {
     return block < sink_blocks || block + recent_blocks >= position / block_seq_len;
   }
 };
 
-// A block that leaves the recent window: its slot in the hot pool and in the cold one.
-struct BlockMove {
-  int32_t hot = -1;
-  int32_t cold = -1;
+// A block that leaves the recent window: its slot in the 16-bit pool and in the quantized one.
+struct PendingQuantization {
+  int32_t window16 = -1;
+  int32_t quantized = -1;
 };
 
-// What is hot, in tokens: multiples of 64, rounded up to whole blocks. The current block is hot
-// whenever anything is. `recent_tokens` -1 turns hot blocks off.
-struct HotTokens {
+// What is in the 16-bit window, in tokens: multiples of 64, rounded up to whole blocks. The current
+// block is in the 16-bit window whenever anything is. `recent_tokens` -1 turns 16-bit blocks off.
+struct PrecisionWindowTokens {
   int sink_tokens = 0;
   int recent_tokens = -1;
 };
 
 // Throws InvalidArgument for numbers that are not multiples of 64 in [0, 4096] (-1 allowed for
 // recent_tokens, with sink_tokens 0).
-HotRule MakeHotRule(const HotTokens& tokens, int block_seq_len);
+PrecisionWindow MakePrecisionWindow(const PrecisionWindowTokens& tokens, int block_seq_len);
 
 }  // namespace turbomind

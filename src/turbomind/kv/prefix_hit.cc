@@ -27,23 +27,23 @@ class Presence {
 
 struct GroupPresence {
   const LayerGroup& group;
-  Presence cold;
-  Presence hot;
+  Presence quantized;
+  Presence window16;
   Presence either;
 
   bool IsFound(int64_t n) const { return either.Has(First(n), n); }
   bool IsUsable(int64_t n) const {
-    const HotRule& rule = group.rule;
+    const PrecisionWindow& rule = group.rule;
     const int64_t first = First(n);
     if (!rule.enabled()) {
-      return cold.Has(first, n);
+      return quantized.Has(first, n);
     }
     const int64_t sinks_end = std::min<int64_t>(rule.sink_blocks, n);
-    const int64_t cold_begin = std::max(first, sinks_end);
-    const int64_t recent = std::max(cold_begin, n - rule.recent_blocks);
-    const int64_t leaving = std::max(cold_begin, recent - 1);
-    return hot.Has(first, sinks_end) && cold.Has(cold_begin, leaving) &&
-           either.Has(leaving, recent) && hot.Has(recent, n);
+    const int64_t quantized_begin = std::max(first, sinks_end);
+    const int64_t recent = std::max(quantized_begin, n - rule.recent_blocks);
+    const int64_t leaving = std::max(quantized_begin, recent - 1);
+    return window16.Has(first, sinks_end) && quantized.Has(quantized_begin, leaving) &&
+           either.Has(leaving, recent) && window16.Has(recent, n);
   }
 
  private:
@@ -59,13 +59,13 @@ PrefixHit FindPrefixHit(const std::vector<LayerGroup>& groups,
   const auto num_blocks = static_cast<int64_t>(path.size());
   std::vector<GroupPresence> present;
   for (size_t g = 0; g < groups.size(); ++g) {
-    const auto has_cold = [&](size_t i) { return path[i][g] >= 0; };
-    const auto has_hot = [&](size_t i) {
+    const auto has_quantized = [&](size_t i) { return path[i][g] >= 0; };
+    const auto has_window16 = [&](size_t i) {
       return groups[g].rule.enabled() && path[i][groups.size() + g] >= 0;
     };
-    const auto has_either = [&](size_t i) { return has_cold(i) || has_hot(i); };
-    present.push_back({groups[g], Presence(num_blocks, has_cold), Presence(num_blocks, has_hot),
-                       Presence(num_blocks, has_either)});
+    const auto has_either = [&](size_t i) { return has_quantized(i) || has_window16(i); };
+    present.push_back({groups[g], Presence(num_blocks, has_quantized),
+                       Presence(num_blocks, has_window16), Presence(num_blocks, has_either)});
   }
   PrefixHit hit;
   for (int64_t n = num_blocks; n > 0 && hit.num_blocks == 0; --n) {

@@ -9,40 +9,43 @@ namespace turbomind {
 
 void SequenceManager::CheckTables(const Sequence& sequence, int group) const {
   const LayerGroup& layers = cache_.groups()[static_cast<size_t>(group)];
-  const HotRule& rule = layers.rule;
-  const std::vector<int32_t>& cold = sequence.tables[static_cast<size_t>(group)];
-  const std::vector<int64_t>& unquantised = sequence.unquantised[static_cast<size_t>(group)];
-  const auto num_blocks = static_cast<int64_t>(cold.size());
+  const PrecisionWindow& rule = layers.rule;
+  const std::vector<int32_t>& quantized = sequence.tables[static_cast<size_t>(group)];
+  const std::vector<int64_t>& unquantized = sequence.unquantized[static_cast<size_t>(group)];
+  const auto num_blocks = static_cast<int64_t>(quantized.size());
   const int64_t n = sequence.num_written;
   const int64_t first = layers.FirstVisibleBlock(n);
   Check(n <= num_blocks * cache_.block_seq_len(), "written tokens have slots");
   if (!rule.enabled()) {
     for (int64_t i = 0; i < num_blocks; ++i) {
-      Check((cold[static_cast<size_t>(i)] >= 0) == (i >= first),
+      Check((quantized[static_cast<size_t>(i)] >= 0) == (i >= first),
             "a table has the visible blocks and no others");
     }
     return;
   }
-  const std::vector<int32_t>& hot = sequence.tables[static_cast<size_t>(cache_.HotPool(group))];
-  Check(hot.size() == cold.size(), "the tables of a group have the same length");
-  Check(std::ranges::is_sorted(unquantised), "slots to be written are listed in order");
+  const std::vector<int32_t>& window16 =
+      sequence.tables[static_cast<size_t>(cache_.Window16Pool(group))];
+  Check(window16.size() == quantized.size(), "the tables of a group have the same length");
+  Check(std::ranges::is_sorted(unquantized), "slots to be written are listed in order");
   for (int64_t i = 0; i < num_blocks; ++i) {
-    const bool is_hot = hot[static_cast<size_t>(i)] >= 0;
-    const bool has_slot = cold[static_cast<size_t>(i)] >= 0;
-    const bool is_pending = std::ranges::binary_search(unquantised, i);
-    const bool is_cold = has_slot && !is_pending;
-    Check(has_slot || !is_pending, "a block that is to be quantised has a cold slot");
+    const bool is_in_window16 = window16[static_cast<size_t>(i)] >= 0;
+    const bool has_slot = quantized[static_cast<size_t>(i)] >= 0;
+    const bool is_pending = std::ranges::binary_search(unquantized, i);
+    const bool is_quantized = has_slot && !is_pending;
+    Check(has_slot || !is_pending, "a block that is to be quantized has a quantized slot");
     if (i < first) {
-      Check(!is_hot && !has_slot, "behind the window there is nothing");
+      Check(!is_in_window16 && !has_slot, "behind the window there is nothing");
     } else if (i * cache_.block_seq_len() >= n) {
-      Check(is_hot && !is_cold, "tokens to come are written hot");
-    } else if (rule.IsHot(i, n)) {
-      Check(is_hot, "what the next query sees hot is hot");
-      Check(i >= rule.sink_blocks || !has_slot, "sinks are never quantised");
-    } else if (rule.IsHot(i, n - 1)) {
-      Check(is_hot || is_cold, "a block that leaves the recent ones is in one of the pools");
+      Check(is_in_window16 && !is_quantized, "tokens to come are written in 16 bits");
+    } else if (rule.IsInWindow16(i, n)) {
+      Check(is_in_window16, "what the next query sees in 16 bits is in the 16-bit window");
+      Check(i >= rule.sink_blocks || !has_slot, "sinks are never quantized");
+    } else if (rule.IsInWindow16(i, n - 1)) {
+      Check(is_in_window16 || is_quantized,
+            "a block that leaves the recent ones is in one of the pools");
     } else {
-      Check(is_cold && !is_hot, "what the last query saw cold is cold alone");
+      Check(is_quantized && !is_in_window16,
+            "what the last query saw quantized is quantized alone");
     }
   }
 }
@@ -50,11 +53,12 @@ void SequenceManager::CheckTables(const Sequence& sequence, int group) const {
 void SequenceManager::CheckPool(int pool, bool check_scale_bytes) const {
   const BlockManager& manager = managers_[static_cast<size_t>(pool)];
   const LayerGroup& layers = cache_.groups()[static_cast<size_t>(pool % cache_.num_groups())];
-  if (pool >= cache_.num_groups() && !layers.hot_layout) {
-    Check(manager.total() == 0, "a group without hot blocks has no hot pool");
+  if (pool >= cache_.num_groups() && !layers.window16_layout) {
+    Check(manager.total() == 0, "a group without 16-bit blocks has no 16-bit pool");
     return;
   }
-  const block::Layout& layout = pool < cache_.num_groups() ? layers.layout : *layers.hot_layout;
+  const block::Layout& layout =
+      pool < cache_.num_groups() ? layers.layout : *layers.window16_layout;
   manager.CheckIntegrity();
   Check(cache_.data_bytes(pool) == manager.total() * layout.block_bytes() &&
             cache_.scale_bytes(pool) == manager.total() * layout.scale_block_bytes(),

@@ -14,7 +14,8 @@ std::vector<int> FullPools(const KvCache& cache) {
   if (cache.groups().front().window != 0) {
     return {};
   }
-  return cache.has_hot_pools() ? std::vector<int>{0, cache.HotPool(0)} : std::vector<int>{0};
+  return cache.has_window16_pools() ? std::vector<int>{0, cache.Window16Pool(0)}
+                                    : std::vector<int>{0};
 }
 
 }  // namespace
@@ -46,8 +47,8 @@ int64_t SequenceManager::Create(uint64_t id, std::span<const int32_t> prompt,
   Check(!Contains(id), "a sequence id is used once");
   Sequence sequence;
   sequence.tables.resize(managers_.size());
-  sequence.unquantised.resize(cache_.groups().size());
-  sequence.moves.resize(cache_.groups().size());
+  sequence.unquantized.resize(cache_.groups().size());
+  sequence.blocks_to_quantize.resize(cache_.groups().size());
   if (enable_prefix_caching_ && use_prefix_cache) {
     // The last token is always computed: its logits are wanted.
     const std::vector<std::vector<int>> path = trie_.Find(prompt.first(prompt.size() - 1));
@@ -79,13 +80,13 @@ void SequenceManager::LockHit(Sequence& sequence, const std::vector<std::vector<
   };
   for (int group = 0; group < cache_.num_groups(); ++group) {
     const LayerGroup& layers = cache_.groups()[static_cast<size_t>(group)];
-    const HotRule& rule = layers.rule;
-    bool has_gap = false;  // a block before this one, not a sink, has yet to be quantised
+    const PrecisionWindow& rule = layers.rule;
+    bool has_gap = false;  // a block before this one, not a sink, has yet to be quantized
     for (auto i = static_cast<size_t>(layers.FirstVisibleBlock(n)); i < num_blocks; ++i) {
-      const bool is_cold = !has_gap && take(group, i);
-      has_gap = !is_cold && static_cast<int64_t>(i) >= rule.sink_blocks;
-      if (rule.enabled() && (!is_cold || rule.IsHot(static_cast<int64_t>(i), n))) {
-        Check(take(cache_.HotPool(group), i), "a hit has every block");
+      const bool is_quantized = !has_gap && take(group, i);
+      has_gap = !is_quantized && static_cast<int64_t>(i) >= rule.sink_blocks;
+      if (rule.enabled() && (!is_quantized || rule.IsInWindow16(static_cast<int64_t>(i), n))) {
+        Check(take(cache_.Window16Pool(group), i), "a hit has every block");
       }
     }
   }
@@ -93,28 +94,28 @@ void SequenceManager::LockHit(Sequence& sequence, const std::vector<std::vector<
 
 int64_t SequenceManager::BlocksNeeded(uint64_t id, int pool, int64_t num_tokens) const {
   const Sequence& sequence = At(id);
-  const bool is_cold = pool < cache_.num_groups();
-  const bool has_hot = RuleOf(pool % cache_.num_groups()).enabled();
-  if (has_hot && is_cold) {
-    return static_cast<int64_t>(ColdSlotsMissing(sequence, pool, num_tokens).size());
+  const bool is_quantized = pool < cache_.num_groups();
+  const bool has_window16 = RuleOf(pool % cache_.num_groups()).enabled();
+  if (has_window16 && is_quantized) {
+    return static_cast<int64_t>(QuantizedSlotsMissing(sequence, pool, num_tokens).size());
   }
-  if (!has_hot && !is_cold) {
+  if (!has_window16 && !is_quantized) {
     return 0;
   }
   const auto have = static_cast<int64_t>(sequence.tables.at(static_cast<size_t>(pool)).size());
   return std::max<int64_t>(CeilDiv(num_tokens, cache_.block_seq_len()) - have, 0);
 }
 
-std::vector<int64_t> SequenceManager::ColdSlotsMissing(const Sequence& sequence, int group,
-                                                       int64_t num_tokens) const {
+std::vector<int64_t> SequenceManager::QuantizedSlotsMissing(const Sequence& sequence, int group,
+                                                            int64_t num_tokens) const {
   const LayerGroup& layers = cache_.groups()[static_cast<size_t>(group)];
-  const BlockRange cold = layers.ColdBlocks(sequence.num_written, num_tokens);
-  // Blocks that the last query before saw cold have a slot (invariant 4).
+  const BlockRange quantized = layers.QuantizedBlocks(sequence.num_written, num_tokens);
+  // Blocks that the last query before saw quantized have a slot (invariant 4).
   const int64_t known = std::max<int64_t>(sequence.num_written - 1, 0) / cache_.block_seq_len() -
                         layers.rule.recent_blocks;
   const std::vector<int32_t>& table = sequence.tables[static_cast<size_t>(group)];
   std::vector<int64_t> missing;
-  for (int64_t i = std::max(cold.begin, known); i < cold.end; ++i) {
+  for (int64_t i = std::max(quantized.begin, known); i < quantized.end; ++i) {
     if (i >= static_cast<int64_t>(table.size()) || table[static_cast<size_t>(i)] < 0) {
       missing.push_back(i);
     }
@@ -130,19 +131,20 @@ int64_t SequenceManager::BlocksToCome(uint64_t id, int pool, int64_t num_tokens,
     return std::min(needed, layers.BlocksPerSequence(num_tokens, chunk));
   }
   const LayerGroup& layers = cache_.groups()[static_cast<size_t>(pool - cache_.num_groups())];
-  const int64_t most = layers.HotBlocksPerSequence(num_tokens, chunk);
+  const int64_t max_value = layers.Window16BlocksPerSequence(num_tokens, chunk);
   if (layers.window > 0) {
-    return std::min(needed, most);
+    return std::min(needed, max_value);
   }
   // Sinks that it has already stay. The recent ones are given back as others come, but somebody
   // else may go on using them.
   const auto have = static_cast<int64_t>(At(id).tables[static_cast<size_t>(pool)].size());
   const int64_t sinks = std::min<int64_t>(layers.rule.sink_blocks, have);
-  return std::min(needed, std::max<int64_t>(most - sinks, 0));
+  return std::min(needed, std::max<int64_t>(max_value - sinks, 0));
 }
 
-std::span<const BlockMove> SequenceManager::Moves(uint64_t id, int group) const {
-  return At(id).moves.at(static_cast<size_t>(group));
+std::span<const PendingQuantization> SequenceManager::BlocksToQuantize(uint64_t id,
+                                                                       int group) const {
+  return At(id).blocks_to_quantize.at(static_cast<size_t>(group));
 }
 
 void SequenceManager::DropFromTrie(const std::vector<PoolBlock>& blocks) {
@@ -192,23 +194,23 @@ bool SequenceManager::AllocateDataAndScaleBlocks(uint64_t id, int64_t num_tokens
   sequence.num_planned = num_tokens;
   for (int group = 0; group < cache_.num_groups(); ++group) {
     const auto g = static_cast<size_t>(group);
-    const bool is_hot = RuleOf(group).enabled();  // where new tokens go
-    const auto p = static_cast<size_t>(is_hot ? cache_.HotPool(group) : group);
+    const bool is_in_window16 = RuleOf(group).enabled();  // where new tokens go
+    const auto p = static_cast<size_t>(is_in_window16 ? cache_.Window16Pool(group) : group);
     std::vector<int32_t>& table = sequence.tables[p];
     table.insert(table.end(), taken_[p].begin(), taken_[p].end());
-    if (!is_hot) {
-      if (cache_.has_hot_pools()) {
-        sequence.tables[static_cast<size_t>(cache_.HotPool(group))].resize(table.size(), -1);
+    if (!is_in_window16) {
+      if (cache_.has_window16_pools()) {
+        sequence.tables[static_cast<size_t>(cache_.Window16Pool(group))].resize(table.size(), -1);
       }
       continue;
     }
-    const std::vector<int64_t> missing = ColdSlotsMissing(sequence, group, num_tokens);
+    const std::vector<int64_t> missing = QuantizedSlotsMissing(sequence, group, num_tokens);
     sequence.tables[g].resize(table.size(), -1);
     for (size_t i = 0; i < missing.size(); ++i) {
       sequence.tables[g][static_cast<size_t>(missing[i])] = taken_[g][i];
-      sequence.unquantised[g].push_back(missing[i]);
+      sequence.unquantized[g].push_back(missing[i]);
     }
-    PlanMoves(sequence, group);
+    PlanQuantization(sequence, group);
   }
   return true;
 }
@@ -216,8 +218,8 @@ bool SequenceManager::AllocateDataAndScaleBlocks(uint64_t id, int64_t num_tokens
 // A copy that has served a hit, at the end of a shared prefix, may serve the next one. One that was
 // found for a sequence that then had to wait has not.
 void SequenceManager::MarkServed(const Sequence& sequence) {
-  for (int group = 0; cache_.has_hot_pools() && group < cache_.num_groups(); ++group) {
-    const auto pool = static_cast<size_t>(cache_.HotPool(group));
+  for (int group = 0; cache_.has_window16_pools() && group < cache_.num_groups(); ++group) {
+    const auto pool = static_cast<size_t>(cache_.Window16Pool(group));
     for (const int32_t block : sequence.tables[pool]) {
       if (block >= 0) {
         managers_[pool].ClearSpare(block);
@@ -227,17 +229,19 @@ void SequenceManager::MarkServed(const Sequence& sequence) {
 }
 
 // Slots may be left from a step that was planned and never run.
-void SequenceManager::PlanMoves(Sequence& sequence, int group) {
+void SequenceManager::PlanQuantization(Sequence& sequence, int group) {
   const auto g = static_cast<size_t>(group);
-  std::ranges::sort(sequence.unquantised[g]);
-  const BlockRange cold = cache_.groups()[g].ColdBlocks(sequence.num_written, sequence.num_planned);
-  sequence.moves[g].clear();
-  for (const int64_t i : sequence.unquantised[g]) {
-    if (i >= cold.begin && i < cold.end) {
+  std::ranges::sort(sequence.unquantized[g]);
+  const BlockRange quantized =
+      cache_.groups()[g].QuantizedBlocks(sequence.num_written, sequence.num_planned);
+  sequence.blocks_to_quantize[g].clear();
+  for (const int64_t i : sequence.unquantized[g]) {
+    if (i >= quantized.begin && i < quantized.end) {
       const auto index = static_cast<size_t>(i);
-      const int32_t hot = sequence.tables[static_cast<size_t>(cache_.HotPool(group))][index];
-      Check(hot >= 0, "a block that is to be quantised is hot");
-      sequence.moves[g].push_back({hot, sequence.tables[g][index]});
+      const int32_t window16 =
+          sequence.tables[static_cast<size_t>(cache_.Window16Pool(group))][index];
+      Check(window16 >= 0, "a block that is to be quantized is in the 16-bit window");
+      sequence.blocks_to_quantize[g].push_back({window16, sequence.tables[g][index]});
     }
   }
 }
@@ -250,44 +254,46 @@ void SequenceManager::Commit(uint64_t id, std::span<const int32_t> tokens) {
   for (const std::vector<int32_t>& table : sequence.tables) {
     Check(num_tokens <= static_cast<int64_t>(table.size()) * length, "written tokens have slots");
   }
-  bool any_quantised = false;
-  if (cache_.has_hot_pools()) {
+  bool any_quantized = false;
+  if (cache_.has_window16_pools()) {
     Check(num_tokens <= std::max(sequence.num_planned, sequence.num_written),
           "written tokens were planned");
     sequence.num_planned = num_tokens;
     for (int group = 0; group < cache_.num_groups(); ++group) {
-      any_quantised = (RuleOf(group).enabled() && FinishMoves(sequence, group)) || any_quantised;
+      any_quantized =
+          (RuleOf(group).enabled() && FinishQuantization(sequence, group)) || any_quantized;
     }
   }
   sequence.num_written = num_tokens;
   const int64_t num_whole = num_tokens / length;
-  if (enable_prefix_caching_ && (num_whole > sequence.num_entered || any_quantised)) {
+  if (enable_prefix_caching_ && (num_whole > sequence.num_entered || any_quantized)) {
     Enter(sequence, tokens.first(static_cast<size_t>(num_whole * length)));
     sequence.num_entered = num_whole;
   }
   for (int group = 0; group < cache_.num_groups(); ++group) {
     TrimBehindWindow(sequence, group);
     if (RuleOf(group).enabled()) {
-      TrimQuantised(sequence, group);
+      TrimQuantized(sequence, group);
     }
   }
 }
 
-// Cold slots of the moves up to num_planned are written now; others, planned for a longer step than
-// the one that ran, are given back. True if there were any moves.
-bool SequenceManager::FinishMoves(Sequence& sequence, int group) {
+// Quantized slots of the moves up to num_planned are written now; others, planned for a longer step
+// than the one that ran, are given back. True if there were any moves.
+bool SequenceManager::FinishQuantization(Sequence& sequence, int group) {
   const auto g = static_cast<size_t>(group);
-  const BlockRange cold = cache_.groups()[g].ColdBlocks(sequence.num_written, sequence.num_planned);
+  const BlockRange quantized =
+      cache_.groups()[g].QuantizedBlocks(sequence.num_written, sequence.num_planned);
   bool any = false;
-  for (const int64_t i : sequence.unquantised[g]) {
-    if (i >= cold.begin && i < cold.end) {
+  for (const int64_t i : sequence.unquantized[g]) {
+    if (i >= quantized.begin && i < quantized.end) {
       any = true;
     } else {
       Release(sequence, group, i);
     }
   }
-  sequence.unquantised[g].clear();
-  sequence.moves[g].clear();
+  sequence.unquantized[g].clear();
+  sequence.blocks_to_quantize[g].clear();
   return any;
 }
 
@@ -296,14 +302,14 @@ void SequenceManager::Enter(const Sequence& sequence, std::span<const int32_t> w
   for (const PoolBlock& block : entered) {
     managers_[static_cast<size_t>(block.pool)].Keep(block.block);
   }
-  if (!cache_.has_hot_pools()) {
+  if (!cache_.has_window16_pools()) {
     return;
   }
   for (const PoolBlock& block : entered) {
     const int group = block.pool % cache_.num_groups();
-    const int hot = trie_.Twin(block, cache_.HotPool(group));
-    if (hot >= 0 && trie_.Twin(block, group) >= 0) {
-      managers_[static_cast<size_t>(cache_.HotPool(group))].MarkSpare(hot);
+    const int window16 = trie_.Twin(block, cache_.Window16Pool(group));
+    if (window16 >= 0 && trie_.Twin(block, group) >= 0) {
+      managers_[static_cast<size_t>(cache_.Window16Pool(group))].MarkSpare(window16);
     }
   }
 }
@@ -319,7 +325,7 @@ void SequenceManager::TrimBehindWindow(Sequence& sequence, int group) {
   const auto is_there = [&](int pool, int64_t i) {
     return sequence.tables[static_cast<size_t>(pool)][static_cast<size_t>(i)] >= 0;
   };
-  const int last_pool = cache_.has_hot_pools() ? cache_.HotPool(group) : group;
+  const int last_pool = cache_.has_window16_pools() ? cache_.Window16Pool(group) : group;
   // Backwards until the part that earlier calls have trimmed.
   int64_t i = cache_.groups()[static_cast<size_t>(group)].FirstVisibleBlock(sequence.num_written);
   while (i > 0 && (is_there(group, i - 1) || is_there(last_pool, i - 1))) {
@@ -329,17 +335,17 @@ void SequenceManager::TrimBehindWindow(Sequence& sequence, int group) {
   }
 }
 
-// Gives back the hot slots of blocks that the last query saw cold.
-void SequenceManager::TrimQuantised(Sequence& sequence, int group) {
-  const HotRule& rule = RuleOf(group);
-  const int pool = cache_.HotPool(group);
-  const std::vector<int32_t>& hot = sequence.tables[static_cast<size_t>(pool)];
+// Gives back the 16-bit slots of blocks that the last query saw quantized.
+void SequenceManager::TrimQuantized(Sequence& sequence, int group) {
+  const PrecisionWindow& rule = RuleOf(group);
+  const int pool = cache_.Window16Pool(group);
+  const std::vector<int32_t>& window16 = sequence.tables[static_cast<size_t>(pool)];
   const int64_t last = std::max<int64_t>(sequence.num_written - 1, 0) / rule.block_seq_len;
   int64_t i = last - rule.recent_blocks;
-  while (i > rule.sink_blocks && hot[static_cast<size_t>(i - 1)] >= 0) {
+  while (i > rule.sink_blocks && window16[static_cast<size_t>(i - 1)] >= 0) {
     --i;
     Check(sequence.tables[static_cast<size_t>(group)][static_cast<size_t>(i)] >= 0,
-          "a block is quantised before its hot slot is given back");
+          "a block is quantized before its 16-bit slot is given back");
     Release(sequence, pool, i);
   }
 }

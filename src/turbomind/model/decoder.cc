@@ -37,7 +37,7 @@ MoeLayer ViewExperts(const ModelConfig& model, const MoeWeights& weights) {
                     .top_k = model.moe.top_k,
                     .intermediate_size = model.moe.intermediate_size,
                     .shared_intermediate_size = model.moe.shared_intermediate_size,
-                    .normalise = model.moe.normalise,
+                    .normalize = model.moe.normalize,
                     .activation = model.activation,
                     .swiglu_limit = model.swiglu_limit,
                     .router = ViewPart(weights.router)};
@@ -93,7 +93,7 @@ Decoder::Decoder(DecoderConfig config, std::shared_ptr<const Weights> weights, D
     step_groups_[group] = {.batch = {},
                            .window = cache.window,
                            .kv_heads = cache.kv.kv_heads,
-                           .has_hot = cache.hot.data != nullptr,
+                           .has_window16 = cache.window16.data != nullptr,
                            .rule = cache.rule};
   }
   num_clipped_.assign(step_groups_.size(), 0);
@@ -122,7 +122,7 @@ void Decoder::Forward(const DecoderInput& input) {
                    .q_heads = model().num_heads},
                   [&] { RunLayers(input); });
   if (DecodesOnly(batch)) {
-    KeepRows(input.rows, scratch_.hidden, model().hidden_size);
+    GatherRows(input.rows, scratch_.hidden, model().hidden_size);
   }
   num_rows_ = static_cast<int>(input.rows.size());
 }
@@ -145,21 +145,21 @@ void Decoder::RunLayers(const DecoderInput& input) {
     const LayerWeights& layer = weights_->layers[static_cast<size_t>(i)];
     const LayerCache& cache = config_.layers[static_cast<size_t>(i)];
     const BatchView& view = input.batch[static_cast<size_t>(cache.group)];
-    const bool keeps_rows = i + 1 == model().num_layers && !DecodesOnly(batch);
+    const bool last_layer_rows_only = i + 1 == model().num_layers && !DecodesOnly(batch);
     Norm(layer.attention_norm, scratch_.hidden, scratch_.normed, batch.num_tokens);
     Project(layer.qkv, nullptr, scratch_.normed, {scratch_.qkv, batch.num_tokens});
-    StoreKV(i, view);
+    WriteKv(i, view);
     int num_rows = batch.num_tokens;
-    if (keeps_rows) {
+    if (last_layer_rows_only) {
       num_rows = static_cast<int>(input.rows.size());
       if (num_rows == 0) {
         return;
       }
     }
-    Attention(i, view, !keeps_rows || input.rows.back() >= batch.num_decode);
-    if (keeps_rows) {
-      KeepRows(input.rows, scratch_.hidden, model().hidden_size);
-      KeepRows(input.rows, scratch_.attended, int64_t{model().num_heads} * model().head_dim);
+    Attention(i, view, !last_layer_rows_only || input.rows.back() >= batch.num_decode);
+    if (last_layer_rows_only) {
+      GatherRows(input.rows, scratch_.hidden, model().hidden_size);
+      GatherRows(input.rows, scratch_.attended, int64_t{model().num_heads} * model().head_dim);
     }
     Project(layer.output, layer.output.bias.data, scratch_.attended,
             {scratch_.hidden, num_rows, true});
@@ -168,7 +168,7 @@ void Decoder::RunLayers(const DecoderInput& input) {
   }
 }
 
-void Decoder::KeepRows(std::span<const int32_t> rows, float* values, int64_t width) {
+void Decoder::GatherRows(std::span<const int32_t> rows, float* values, int64_t width) {
   const auto num_rows = static_cast<int64_t>(rows.size());
   for (int64_t first = 0, end = 0; first < num_rows; first = end) {
     const int32_t* from = rows.data() + first;
@@ -200,7 +200,7 @@ void Decoder::ComputeLogits(int first, int num_rows) {
   num_logit_rows_ = num_rows;
 }
 
-bool Decoder::HighestTokens(int32_t* tokens) {
+bool Decoder::ArgMaxTokens(int32_t* tokens) {
   if (!device_.ArgMaxRows({.logits = scratch_.logits,
                            .ids = scratch_.chosen,
                            .num_rows = num_logit_rows_,
@@ -211,16 +211,16 @@ bool Decoder::HighestTokens(int32_t* tokens) {
   return true;
 }
 
-bool Decoder::DrawTokens(std::span<const RowDraw> draws, int32_t* tokens) {
-  Check(draws.size() <= static_cast<size_t>(num_logit_rows_), "a row is drawn from once");
-  if (!device_.DrawRows({.logits = scratch_.logits,
-                         .draws = draws.data(),
-                         .ids = scratch_.chosen,
-                         .num_draws = static_cast<int>(draws.size()),
-                         .vocab_size = model().vocab_size})) {
+bool Decoder::SampleTokens(std::span<const RowSampling> samplings, int32_t* tokens) {
+  Check(samplings.size() <= static_cast<size_t>(num_logit_rows_), "a row is sampled from once");
+  if (!device_.SampleRows({.logits = scratch_.logits,
+                           .samplings = samplings.data(),
+                           .ids = scratch_.chosen,
+                           .num_samplings = static_cast<int>(samplings.size()),
+                           .vocab_size = model().vocab_size})) {
     return false;
   }
-  ReadTokens(draws.size(), tokens);
+  ReadTokens(samplings.size(), tokens);
   return true;
 }
 
@@ -272,8 +272,8 @@ float* Decoder::ReadLogits(std::span<const int32_t> rows) {
 }
 
 // qkv → Q ready for attention, K and V of this step in the cache, and blocks that leave the recent
-// window quantised.
-void Decoder::StoreKV(int index, const BatchView& batch) {
+// window quantized.
+void Decoder::WriteKv(int index, const BatchView& batch) {
   const LayerWeights& layer = weights_->layers[static_cast<size_t>(index)];
   const LayerCache& cache = config_.layers[static_cast<size_t>(index)];
   const bool rotates = rope_.enabled();
@@ -291,16 +291,16 @@ void Decoder::StoreKV(int index, const BatchView& batch) {
                                .k_mean = cache.k_mean,
                                .q_dot_mean = scratch_.q_dot_mean,
                                .kv = cache.kv,
-                               .hot = cache.hot,
+                               .window16 = cache.window16,
                                .batch = batch,
                                .num_nonfinite = scratch_.num_nonfinite,
                                .num_clipped = scratch_.num_clipped + index});
-  if (batch.num_moves > 0) {
-    invokeQuantiseBlocks(device_, {.kv = cache.kv,
-                                   .hot = cache.hot,
+  if (batch.num_to_quantize > 0) {
+    invokeQuantizeBlocks(device_, {.kv = cache.kv,
+                                   .window16 = cache.window16,
                                    .search_scales = config_.search_scales,
-                                   .moves = batch.moves,
-                                   .num_moves = batch.num_moves,
+                                   .blocks_to_quantize = batch.blocks_to_quantize,
+                                   .num_to_quantize = batch.num_to_quantize,
                                    .num_clipped = scratch_.num_clipped + index});
   }
   if (config_.statistics != nullptr) {
@@ -313,8 +313,8 @@ void Decoder::StoreKV(int index, const BatchView& batch) {
   }
 }
 
-// Q → attended, of sequences that decode and, where `of_prompts`, of the others.
-void Decoder::Attention(int index, const BatchView& batch, bool of_prompts) {
+// Q → attended, of sequences that decode and, where `include_prefill`, of the others.
+void Decoder::Attention(int index, const BatchView& batch, bool include_prefill) {
   const LayerWeights& layer = weights_->layers[static_cast<size_t>(index)];
   const LayerCache& cache = config_.layers[static_cast<size_t>(index)];
   const int64_t heads = int64_t{model().num_heads} + 2 * int64_t{model().num_kv_heads};
@@ -329,13 +329,13 @@ void Decoder::Attention(int index, const BatchView& batch, bool of_prompts) {
       .sinks = layer.sinks.data,
       .q_dot_mean = cache.k_mean != nullptr ? scratch_.q_dot_mean : nullptr,
       .kv = cache.kv,
-      .hot = cache.hot,
+      .window16 = cache.window16,
       .rule = cache.rule,
       .batch = batch};
   if (batch.num_decode > 0) {
     dispatchDecoding(device_, attention);
   }
-  if (of_prompts && !DecodesOnly(batch)) {
+  if (include_prefill && !DecodesOnly(batch)) {
     invokePrefillAttention(device_, attention);
   }
 }

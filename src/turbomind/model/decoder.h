@@ -20,8 +20,8 @@ namespace turbomind {
 // Where a layer's K and V of this step go and come from.
 struct LayerCache {
   KvLayerView kv;
-  KvLayerView hot;  // data null where nothing is hot
-  HotRule rule;
+  KvLayerView window16;  // data null where there is no 16-bit window
+  PrecisionWindow rule;
   const float* k_mean = nullptr;
   int group = 0;   // of the batch views
   int window = 0;  // 0: full attention
@@ -71,9 +71,9 @@ class Decoder {
   void ComputeLogits(int first, int num_rows);
   // Writes what ArgMaxRowsParams says of each of them, [num_rows]. False, and nothing is written,
   // where the device leaves that to the host.
-  bool HighestTokens(int32_t* tokens);
-  // The same of DrawRowsParams, [draws.size()]; their rows are of these.
-  bool DrawTokens(std::span<const RowDraw> draws, int32_t* tokens);
+  bool ArgMaxTokens(int32_t* tokens);
+  // The same of SampleRowsParams, [samplings.size()]; their rows are of these.
+  bool SampleTokens(std::span<const RowSampling> samplings, int32_t* tokens);
   // Some of them, ascending indices of [0, num_rows): [rows.size(), vocab_size] on the host, valid
   // until the next call, free to overwrite. Then the logits are gone.
   float* ReadLogits(std::span<const int32_t> rows);
@@ -93,10 +93,10 @@ class Decoder {
   };
 
   void RunLayers(const DecoderInput& input);
-  void Attention(int index, const BatchView& batch, bool of_prompts);
+  void Attention(int index, const BatchView& batch, bool include_prefill);
   // Moves rows of [num_tokens, width] to its beginning.
-  void KeepRows(std::span<const int32_t> rows, float* values, int64_t width);
-  void StoreKV(int index, const BatchView& batch);
+  void GatherRows(std::span<const int32_t> rows, float* values, int64_t width);
+  void WriteKv(int index, const BatchView& batch);
   void FeedForward(int index, int num_tokens);
   void DenseFeedForward(const LayerWeights& layer, int64_t first, int num_rows);
   void Project(const LinearWeight& weight, const float* bias, const float* x, const Output& out);

@@ -15,7 +15,7 @@ struct MoeConfig {
   int top_k = 0;                     // num_experts_per_tok
   int intermediate_size = 0;         // of one expert
   int shared_intermediate_size = 0;  // 0: no shared expert
-  bool normalise = true;             // norm_topk_prob
+  bool normalize = true;             // norm_topk_prob
   std::vector<uint8_t> layers;       // per layer; 1: experts, 0: dense feed-forward
 
   bool HasExperts(int layer) const {

@@ -9,9 +9,9 @@
 namespace turbomind {
 namespace {
 
-// Blocks that the queries [first, last] of a sequence see in the cold view.
-void CheckColdBlocks(const AttentionParams& p, int seq, int first, int last) {
-  const HotRule& rule = p.rule;
+// Blocks that the queries [first, last] of a sequence see in the quantized view.
+void CheckQuantizedBlocks(const AttentionParams& p, int seq, int first, int last) {
+  const PrecisionWindow& rule = p.rule;
   PositionRange seen = {seq, last + 1, 0};
   for (int position = first; position <= last; ++position) {
     const int begin = std::max(FirstVisible(p.window, position), rule.SinkEnd());
@@ -33,17 +33,18 @@ void CheckSequence(const AttentionParams& p, int seq) {
     CheckBlocks(batch, batch.block_tables, {seq, begin, end}, block_seq_len);
     return;
   }
-  CheckColdBlocks(p, seq, first, end - 1);
+  CheckQuantizedBlocks(p, seq, first, end - 1);
   const int recent = std::max(begin, p.rule.RecentBegin(first));
-  CheckBlocks(batch, batch.hot_tables, {seq, begin, std::min(end, p.rule.SinkEnd())},
+  CheckBlocks(batch, batch.window16_tables, {seq, begin, std::min(end, p.rule.SinkEnd())},
               block_seq_len);
-  CheckBlocks(batch, batch.hot_tables, {seq, recent, end}, block_seq_len);
+  CheckBlocks(batch, batch.window16_tables, {seq, recent, end}, block_seq_len);
 }
 
 void CheckAttention(const AttentionParams& params, int first_seq, int last_seq) {
   CheckLayer(params.kv);
-  CheckHotLayer(params.kv, params.hot);
-  Check((params.hot.data != nullptr) == params.rule.enabled(), "the hot pool goes with its rule");
+  CheckWindow16Layer(params.kv, params.window16);
+  Check((params.window16.data != nullptr) == params.rule.enabled(),
+        "the 16-bit pool goes with its rule");
   Check(!params.rule.enabled() || params.rule.block_seq_len == params.kv.block_seq_len,
         "the rule counts the layer's blocks");
   Check(!params.rule.enabled() || params.rule.SinkEnd() % kTileTokens == 0,

@@ -22,7 +22,7 @@ class Device : public DeviceMemory {
   virtual std::string name() const = 0;  // e.g. "cpu (avx512, 2 threads)"
   // What computes products of matrices, where it can be one or the other: e.g. "cuBLASLt 13.0" or
   // "own kernels: " and why.
-  virtual std::string products() const { return {}; }
+  virtual std::string gemm_backend() const { return {}; }
 
   // Throws InvalidArgument where attention has no kernels for a layer with such a cache. Reads no
   // address.
@@ -59,7 +59,7 @@ class Device : public DeviceMemory {
 
   // Packs a matrix; a source without an owner may be freed afterwards. MXFP4 is kept as it is
   // stored: with an owner where it lies, which the result then holds, else as a copy. `exact` asks
-  // for FP32 compute, for tests: quantised sources are dequantised (8 times the bytes of MXFP4) and
+  // for FP32 compute, for tests: quantized sources are dequantized (8 times the bytes of MXFP4) and
   // activations are not rounded. A source that is packed already is read in place with an owner,
   // else copied. Throws InvalidArgument for shapes that the format cannot have.
   virtual std::unique_ptr<PackedMatrix> PackMatrix(const MatrixSource& source, bool exact) = 0;
@@ -73,8 +73,8 @@ class Device : public DeviceMemory {
   virtual void RouteExperts(const RouteExpertsParams& params) = 0;
   virtual void GroupRows(const GroupRowsParams& params) = 0;
   virtual void CombineExperts(const CombineExpertsParams& params) = 0;
-  virtual void ProcessKV(const ProcessKVParams& params) = 0;
-  virtual void QuantiseBlocks(const QuantiseBlocksParams& params) = 0;
+  virtual void WriteKv(const WriteKvParams& params) = 0;
+  virtual void QuantizeBlocks(const QuantizeBlocksParams& params) = 0;
   virtual void FlattenKV(const FlattenKVParams& params) = 0;
   // Sequences [num_decode, num_seqs) of the batch.
   virtual void PrefillAttention(const AttentionParams& params) = 0;
@@ -85,8 +85,8 @@ class Device : public DeviceMemory {
     static_cast<void>(params);
     return false;
   }
-  // The same of rows that are sampled: the tokens are those that the host would draw.
-  virtual bool DrawRows(const DrawRowsParams& params) {
+  // The same of rows that are sampled: the tokens are those that the host would sample.
+  virtual bool SampleRows(const SampleRowsParams& params) {
     static_cast<void>(params);
     return false;
   }

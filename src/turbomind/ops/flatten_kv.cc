@@ -7,9 +7,11 @@ namespace turbomind {
 
 void invokeFlattenKV_v2(Device& device, const FlattenKVParams& params) {
   CheckLayer(params.kv);
-  CheckHotLayer(params.kv, params.hot);
-  Check((params.hot.data != nullptr) == params.rule.enabled(), "the hot pool goes with its rule");
-  Check(params.hot.data == nullptr || params.batch.hot_tables != nullptr, "hot_tables is set");
+  CheckWindow16Layer(params.kv, params.window16);
+  Check((params.window16.data != nullptr) == params.rule.enabled(),
+        "the 16-bit pool goes with its rule");
+  Check(params.window16.data == nullptr || params.batch.window16_tables != nullptr,
+        "window16_tables is set");
   CheckBatch(params.batch);
   Check(params.k != nullptr && params.v != nullptr, "k and v are set");
   for (int seq = 0; seq < params.batch.num_seqs; ++seq) {

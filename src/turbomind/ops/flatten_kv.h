@@ -7,7 +7,7 @@
 namespace turbomind {
 
 // K (after RoPE, mean and rotation) and V of every sequence as the query at its last position sees
-// them, dequantised; zeros where a sliding group has freed the block. Checks the shapes, then calls
+// them, dequantized; zeros where a sliding group has freed the block. Checks the shapes, then calls
 // the device. Throws InternalError.
 void invokeFlattenKV_v2(Device& device, const FlattenKVParams& params);
 

@@ -37,16 +37,16 @@ void CheckBatch(const BatchView& batch) {
   }
 }
 
-void CheckHotLayer(const KvLayerView& kv, const KvLayerView& hot) {
-  if (hot.data == nullptr) {
+void CheckWindow16Layer(const KvLayerView& kv, const KvLayerView& window16) {
+  if (window16.data == nullptr) {
     return;
   }
-  CheckLayer(hot);
-  Check(hot.mode[0] == KvCacheMode::kNone && hot.mode[1] == KvCacheMode::kNone,
-        "the hot pool is not quantised");
-  Check(hot.kv_heads == kv.kv_heads && hot.head_dim == kv.head_dim && hot.dtype == kv.dtype &&
-            hot.block_seq_len == kv.block_seq_len,
-        "the hot pool has the layer's shape");
+  CheckLayer(window16);
+  Check(window16.format[0] == KvCacheMode::kNone && window16.format[1] == KvCacheMode::kNone,
+        "the 16-bit pool is not quantized");
+  Check(window16.kv_heads == kv.kv_heads && window16.head_dim == kv.head_dim &&
+            window16.dtype == kv.dtype && window16.block_seq_len == kv.block_seq_len,
+        "the 16-bit pool has the layer's shape");
 }
 
 void CheckBlocks(const BatchView& batch, const int32_t* tables, const PositionRange& range,

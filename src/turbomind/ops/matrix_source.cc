@@ -83,7 +83,7 @@ void CheckMatrixSource(const MatrixSource& source) {
     throw InvalidArgument("matrix: got " + shape + ", want at least one row and one column");
   }
   if ((IsQuantized(source.format) || IsMxfp4(source.format)) && source.cols % kQuantBlock != 0) {
-    throw InvalidArgument("quantised matrix: got " + shape +
+    throw InvalidArgument("quantized matrix: got " + shape +
                           ", want columns in blocks of 32; expand it to BF16");
   }
   if (source.packed && IsMxfp4(source.format)) {

@@ -21,7 +21,7 @@ TM_HD constexpr int ZeroPoint(MatrixFormat format) {
   return format == MatrixFormat::kQ4_0 ? 8 : format == MatrixFormat::kQ8_0 ? 128 : 0;
 }
 
-// Throws InvalidArgument for what no checkpoint can hold: no rows or columns, quantised columns
+// Throws InvalidArgument for what no checkpoint can hold: no rows or columns, quantized columns
 // that are not a multiple of 32, scales apart where the format has none or none where it has.
 void CheckMatrixSource(const MatrixSource& source);
 

@@ -87,7 +87,7 @@ void Route(Device& device, const MoeParams& p) {
                        .num_tokens = p.num_tokens,
                        .num_experts = layer.num_experts,
                        .top_k = layer.top_k,
-                       .normalise = layer.normalise});
+                       .normalize = layer.normalize});
   device.GroupRows({.ids = p.scratch.ids,
                     .slots = p.scratch.slots,
                     .x_rows = p.scratch.x_rows,

@@ -21,7 +21,7 @@ struct MoeLayer {
   int top_k = 0;
   int intermediate_size = 0;         // of one expert
   int shared_intermediate_size = 0;  // 0: no shared expert
-  bool normalise = false;            // a token's weights sum to 1
+  bool normalize = false;            // a token's weights sum to 1
   Activation activation = Activation::kSilu;
   float swiglu_limit = 0.f;
 

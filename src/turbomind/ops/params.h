@@ -24,14 +24,15 @@ struct BatchView {
   const int32_t* context_lens = nullptr;  // [num_seqs] tokens in the cache after this step's write
   const int32_t* positions = nullptr;     // [num_tokens] context_len - new tokens + i
   // [num_seqs, block_table_stride] of the layer's group, indexed by position / block_seq_len; -1
-  // where a sliding group has freed the block, or where it is in the hot pool alone.
+  // where a sliding group has freed the block, or where it is in the 16-bit pool alone.
   const int32_t* block_tables = nullptr;
   int64_t block_table_stride = 0;
-  // Same shape, ids in the group's hot pool; -1 where the block has no 16-bit copy. Null where
-  // nothing is hot.
-  const int32_t* hot_tables = nullptr;
-  const BlockMove* moves = nullptr;  // [num_moves] to be quantised after the write of this step
-  int num_moves = 0;
+  // Same shape, ids in the group's 16-bit pool; -1 where the block has no 16-bit copy. Null where
+  // there is no 16-bit window.
+  const int32_t* window16_tables = nullptr;
+  const PendingQuantization* blocks_to_quantize =
+      nullptr;  // [num_to_quantize] to be quantized after the write of this step
+  int num_to_quantize = 0;
 };
 
 // What the layers of a group share in a step.
@@ -39,8 +40,8 @@ struct StepGroup {
   BatchView batch;
   int window = 0;  // 0: full attention
   int kv_heads = 0;
-  bool has_hot = false;
-  HotRule rule = {};
+  bool has_window16 = false;
+  PrecisionWindow rule = {};
 };
 
 struct StepParams {
@@ -52,9 +53,9 @@ struct StepParams {
 };
 
 // Bias, qk-norm and RoPE on Q, K (bias on V) in place; then K loses its mean and Q and K are
-// rotated, in place too; K and V rounded to the cache dtype, quantised and stored. With hot blocks
-// they are stored in 16 bit, in the hot pool, and QuantiseBlocks follows.
-struct ProcessKVParams {
+// rotated, in place too; K and V rounded to the cache dtype, quantized and stored. With 16-bit
+// blocks they are stored in 16 bit, in the 16-bit pool, and QuantizeBlocks follows.
+struct WriteKvParams {
   float* qkv = nullptr;           // [num_tokens, q_heads + 2 * kv_heads, head_dim]
   const float* bias = nullptr;    // [q_heads + 2 * kv_heads, head_dim] or null
   const float* q_norm = nullptr;  // [head_dim] or null
@@ -64,7 +65,7 @@ struct ProcessKVParams {
   const float* rope_sin = nullptr;  // [num_tokens, rope_dim / 2]
   int rope_dim = 0;  // the first rope_dim values rotate, halves paired (i, i + dim/2)
   int q_heads = 0;
-  // Hadamard rotation of every Q and K head, normalised, over runs of RotationSize(head_dim).
+  // Hadamard rotation of every Q and K head, normalized, over runs of RotationSize(head_dim).
   bool rotate = false;
   bool search_scales = false;     // FP4: the search rule of kv/codec.h, not the plain one
   const float* k_mean = nullptr;  // [kv_heads, head_dim] before the rotation, or null
@@ -72,7 +73,7 @@ struct ProcessKVParams {
   // when it and k_mean are set; sinks need it.
   float* q_dot_mean = nullptr;
   KvLayerView kv;
-  KvLayerView hot = {};  // mode none; data null where nothing is hot
+  KvLayerView window16 = {};  // mode none; data null where there is no 16-bit window
   BatchView batch;
   int64_t* num_nonfinite = nullptr;  // counter, added to (atomically); never null
   int64_t* num_clipped = nullptr;    // the same of values that the format clips, or null
@@ -81,26 +82,26 @@ struct ProcessKVParams {
 // Values that one Hadamard rotation mixes: the largest power of two that divides head_dim.
 inline constexpr int RotationSize(int head_dim) { return head_dim & -head_dim; }
 
-// The moves of a batch: every slot of the hot block, as stored, encoded into the cold block. The
-// same bytes as if the row had been encoded when it was written.
-struct QuantiseBlocksParams {
+// The moves of a batch: every slot of the 16-bit block, as stored, encoded into the quantized
+// block. The same bytes as if the row had been encoded when it was written.
+struct QuantizeBlocksParams {
   KvLayerView kv;
-  KvLayerView hot = {};  // mode none
+  KvLayerView window16 = {};  // mode none
   bool search_scales = false;
-  const BlockMove* moves = nullptr;  // [num_moves], both ids valid
-  int num_moves = 0;
-  int64_t* num_clipped = nullptr;  // as in ProcessKVParams
+  const PendingQuantization* blocks_to_quantize = nullptr;  // [num_to_quantize], both ids valid
+  int num_to_quantize = 0;
+  int64_t* num_clipped = nullptr;  // as in WriteKvParams
 };
 
 // The cache of some sequences → dense FP32, values as stored (K after RoPE, mean and rotation),
-// dequantised: what a query at position context_len - 1 sees.
+// dequantized: what a query at position context_len - 1 sees.
 struct FlattenKVParams {
   float* k = nullptr;  // [num_seqs, kv_heads, max_len, head_dim]
   float* v = nullptr;  // same; slots at or beyond context_len are not written
   int max_len = 0;
   KvLayerView kv;
-  KvLayerView hot = {};  // data null where nothing is hot
-  HotRule rule = {};
+  KvLayerView window16 = {};  // data null where there is no 16-bit window
+  PrecisionWindow rule = {};
   BatchView batch;
 };
 
@@ -109,11 +110,11 @@ struct FlattenKVParams {
 // Defined arithmetic, the same for prefill and decode, so that logits do not depend on chunking,
 // batching, prefix hits or the number of threads: positions are cut into splits of kSplitTokens and
 // tiles of kTileTokens at absolute positions; FP32 online softmax over the tiles of a split, splits
-// merged in order of position. With hot blocks a tile is read up to twice, each time with the
-// positions that the query sees there: first the cold view, then the hot one
-// (kv/precision_window.h). The factor g of K is part of the scale of the cold scores. The factor g
-// of V multiplies the output; with hot blocks it multiplies the softmax weight of every cold value
-// instead (the sum of weights stays without it).
+// merged in order of position. With 16-bit blocks a tile is read up to twice, each time with the
+// positions that the query sees there: first the quantized view, then the 16-bit one
+// (kv/precision_window.h). The factor g of K is part of the scale of the quantized scores. The
+// factor g of V multiplies the output; with 16-bit blocks it multiplies the softmax weight of every
+// quantized value instead (the sum of weights stays without it).
 struct AttentionParams {
   const float* q = nullptr;  // row i at q + i * q_stride: [q_heads, head_dim]
   int64_t q_stride = 0;      // floats between tokens (q lies inside qkv)
@@ -123,12 +124,12 @@ struct AttentionParams {
   bool exact = false;            // FP32 where integer codes would be computed in integers
   int window = 0;                // 0: full; else a query at p sees positions in (p - window, p]
   const float* sinks = nullptr;  // [q_heads] learned sink logits or null
-  // [num_tokens, q_heads] of ProcessKV where K has lost its mean: a sink's logit is lowered by
+  // [num_tokens, q_heads] of WriteKv where K has lost its mean: a sink's logit is lowered by
   // softmax_scale times it, as all scores are. Null: no mean.
   const float* q_dot_mean = nullptr;
   KvLayerView kv;
-  KvLayerView hot = {};  // mode none; data null where nothing is hot
-  HotRule rule = {};
+  KvLayerView window16 = {};  // mode none; data null where there is no 16-bit window
+  PrecisionWindow rule = {};
   BatchView batch;
 };
 
@@ -242,9 +243,9 @@ struct ArgMaxRowsParams {
   int vocab_size = 0;
 };
 
-// How the token of a row of logits is drawn: SamplingParams, the temperature not that of greedy
+// How the token of a row of logits is sampled: SamplingParams, the temperature not that of greedy
 // sampling, and the number in [0, 1) that decides. What it means: ops/sampling_math.h.
-struct RowDraw {
+struct RowSampling {
   double uniform = 0;
   int32_t row = 0;    // of the logits
   int32_t top_k = 0;  // 0: all
@@ -253,14 +254,14 @@ struct RowDraw {
   float min_p = 0.f;
 };
 
-// The token of each draw, as the sampler chooses it; -1 where the device leaves that to the host: a
-// row that the sampler refuses (NaN or +infinity somewhere, -infinity everywhere), or one of which
-// too many tokens may be drawn.
-struct DrawRowsParams {
-  const float* logits = nullptr;   // rows of [vocab_size]
-  const RowDraw* draws = nullptr;  // [num_draws] on the host
-  int32_t* ids = nullptr;          // [num_draws]
-  int num_draws = 0;
+// The token of each sample, as the sampler chooses it; -1 where the device leaves that to the host:
+// a row that the sampler refuses (NaN or +infinity somewhere, -infinity everywhere), or one of
+// which too many tokens may be sampled.
+struct SampleRowsParams {
+  const float* logits = nullptr;           // rows of [vocab_size]
+  const RowSampling* samplings = nullptr;  // [num_samplings] on the host
+  int32_t* ids = nullptr;                  // [num_samplings]
+  int num_samplings = 0;
   int vocab_size = 0;
 };
 
@@ -288,7 +289,7 @@ struct RouteExpertsParams {
   int num_tokens = 0;
   int num_experts = 0;
   int top_k = 0;           // 1 to num_experts
-  bool normalise = false;  // the weights of a token sum to 1
+  bool normalize = false;  // the weights of a token sum to 1
 };
 
 // The (token, rank) pairs in order of their experts, those of one expert in order of tokens.

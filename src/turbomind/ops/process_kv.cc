@@ -5,9 +5,9 @@
 
 namespace turbomind {
 
-void invokeProcessKV_v2(Device& device, const ProcessKVParams& params) {
+void invokeProcessKV_v2(Device& device, const WriteKvParams& params) {
   CheckLayer(params.kv);
-  CheckHotLayer(params.kv, params.hot);
+  CheckWindow16Layer(params.kv, params.window16);
   CheckBatch(params.batch);
   Check(params.qkv != nullptr && params.num_nonfinite != nullptr, "qkv and num_nonfinite are set");
   Check(params.q_heads > 0 && params.q_heads % params.kv.kv_heads == 0,
@@ -16,14 +16,14 @@ void invokeProcessKV_v2(Device& device, const ProcessKVParams& params) {
   Check(params.rope_cos == nullptr || (params.rope_dim > 0 && params.rope_dim % 2 == 0 &&
                                        params.rope_dim <= params.kv.head_dim),
         "rope_dim is even and at most head_dim");
-  const bool hot = params.hot.data != nullptr;
-  const int32_t* tables = hot ? params.batch.hot_tables : params.batch.block_tables;
+  const bool window16 = params.window16.data != nullptr;
+  const int32_t* tables = window16 ? params.batch.window16_tables : params.batch.block_tables;
   for (int seq = 0; seq < params.batch.num_seqs; ++seq) {
     const int end = params.batch.context_lens[seq];
     const int new_tokens = params.batch.cu_seqlens[seq + 1] - params.batch.cu_seqlens[seq];
     CheckBlocks(params.batch, tables, {seq, end - new_tokens, end}, params.kv.block_seq_len);
   }
-  device.ProcessKV(params);
+  device.WriteKv(params);
 }
 
 }  // namespace turbomind

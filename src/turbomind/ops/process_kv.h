@@ -7,9 +7,9 @@
 namespace turbomind {
 
 // Bias, qk-norm and RoPE on Q and K in place, K less its mean, both rotated; K and V rounded to the
-// cache dtype, quantised and stored: with hot blocks in 16 bit, in the hot pool. Checks the shapes
-// and that every new token has a block, then calls the device. Throws InternalError: the engine
-// builds these arguments.
-void invokeProcessKV_v2(Device& device, const ProcessKVParams& params);
+// cache dtype, quantized and stored: with 16-bit blocks in 16 bit, in the 16-bit pool. Checks the
+// shapes and that every new token has a block, then calls the device. Throws InternalError: the
+// engine builds these arguments.
+void invokeProcessKV_v2(Device& device, const WriteKvParams& params);
 
 }  // namespace turbomind

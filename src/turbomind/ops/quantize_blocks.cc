@@ -5,16 +5,17 @@
 
 namespace turbomind {
 
-void invokeQuantiseBlocks(Device& device, const QuantiseBlocksParams& params) {
+void invokeQuantizeBlocks(Device& device, const QuantizeBlocksParams& params) {
   CheckLayer(params.kv);
-  Check(params.hot.data != nullptr, "there is a hot pool");
-  CheckHotLayer(params.kv, params.hot);
-  Check(params.num_moves == 0 || params.moves != nullptr, "moves is set");
-  for (int i = 0; i < params.num_moves; ++i) {
-    Check(params.moves[i].hot >= 0 && params.moves[i].cold >= 0, "both blocks of a move are there");
+  Check(params.window16.data != nullptr, "there is a 16-bit pool");
+  CheckWindow16Layer(params.kv, params.window16);
+  Check(params.num_to_quantize == 0 || params.blocks_to_quantize != nullptr, "moves is set");
+  for (int i = 0; i < params.num_to_quantize; ++i) {
+    Check(params.blocks_to_quantize[i].window16 >= 0 && params.blocks_to_quantize[i].quantized >= 0,
+          "both blocks of a move are there");
   }
-  if (params.num_moves > 0) {
-    device.QuantiseBlocks(params);
+  if (params.num_to_quantize > 0) {
+    device.QuantizeBlocks(params);
   }
 }
 

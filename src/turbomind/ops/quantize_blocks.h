@@ -6,9 +6,9 @@
 
 namespace turbomind {
 
-// Encodes every slot of each hot block into its cold block, after the step's ProcessKV and before
-// its attention. Checks the shapes and ids, then calls the device; nothing to do without moves.
-// Throws InternalError.
-void invokeQuantiseBlocks(Device& device, const QuantiseBlocksParams& params);
+// Encodes every slot of each 16-bit block into its quantized block, after the step's WriteKv and
+// before its attention. Checks the shapes and ids, then calls the device; nothing to do without
+// moves. Throws InternalError.
+void invokeQuantizeBlocks(Device& device, const QuantizeBlocksParams& params);
 
 }  // namespace turbomind

@@ -1,6 +1,6 @@
 #pragma once
 
-// ⑥ Rotary position embedding: the angles of each token of a step, for ProcessKVParams.
+// ⑥ Rotary position embedding: the angles of each token of a step, for WriteKvParams.
 
 #include <cstdint>
 #include <vector>

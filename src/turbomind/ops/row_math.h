@@ -12,7 +12,7 @@ namespace turbomind {
 inline constexpr float kMasked = -std::numeric_limits<float>::infinity();
 inline constexpr int kRowLanes = 16;
 
-// Four values in a register of any x86-64 or ARM64: compilers do not vectorise comparisons of
+// Four values in a register of any x86-64 or ARM64: compilers do not vectorize comparisons of
 // floats that might trap.
 using Float4 = float __attribute__((vector_size(16)));
 using Int4 = int32_t __attribute__((vector_size(16)));

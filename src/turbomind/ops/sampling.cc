@@ -14,7 +14,7 @@ namespace {
 
 constexpr float kGreedyTemperature = 1e-6f;  // from here down the limit, greedy, is meant
 
-// A counter-based generator: SplitMix64's finaliser over (seed, step), twice. In [0, 1).
+// A counter-based generator: SplitMix64's finalizer over (seed, step), twice. In [0, 1).
 double Uniform(uint64_t seed, uint64_t step) {
   const auto mix = [](uint64_t x) {
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
@@ -94,7 +94,7 @@ bool IsGreedy(const SamplingParams& params) {
   return !params.do_sample || params.top_k == 1 || params.temperature <= kGreedyTemperature;
 }
 
-RowDraw MakeDraw(const SamplingParams& params, int64_t num_generated) {
+RowSampling MakeRowSampling(const SamplingParams& params, int64_t num_generated) {
   return {.uniform = Uniform(params.seed, static_cast<uint64_t>(num_generated)),
           .top_k = params.top_k,
           .inverse_temperature = 1.f / params.temperature,
@@ -126,22 +126,22 @@ std::string CheckParams(const SamplingParams& p) {
 }
 
 // Whether nothing is asked of the row but a token, and nothing changes the row before.
-bool AsksForToken(const SamplingRequest& request, int64_t num_generated) {
+bool NeedsOnlyToken(const SamplingRequest& request, int64_t num_generated) {
   return request.sampling.num_logprobs < 0 && request.token_mask == nullptr &&
          !ChangesLogits(request, num_generated) && CheckParams(request.sampling).empty();
 }
 
 }  // namespace
 
-bool TakesHighest(const SamplingRequest& request, int64_t num_generated) {
-  return IsGreedy(request.sampling) && AsksForToken(request, num_generated);
+bool IsPlainArgMax(const SamplingRequest& request, int64_t num_generated) {
+  return IsGreedy(request.sampling) && NeedsOnlyToken(request, num_generated);
 }
 
-std::optional<RowDraw> DrawOf(const SamplingRequest& request, int64_t num_generated) {
-  if (IsGreedy(request.sampling) || !AsksForToken(request, num_generated)) {
+std::optional<RowSampling> RowSamplingOf(const SamplingRequest& request, int64_t num_generated) {
+  if (IsGreedy(request.sampling) || !NeedsOnlyToken(request, num_generated)) {
     return std::nullopt;
   }
-  return MakeDraw(request.sampling, num_generated);
+  return MakeRowSampling(request.sampling, num_generated);
 }
 
 Sampler::Sampler(int vocab_size) : vocab_size_(vocab_size) {
@@ -204,17 +204,17 @@ std::string Sampler::ApplyPenalties(const SampleInput& input) {
   return error;
 }
 
-// A draw from softmax(logits / temperature), filtered.
-int32_t Sampler::Draw(const float* logits, float max_logit, const RowDraw& draw) {
+// A sample from softmax(logits / temperature), filtered.
+int32_t Sampler::SampleRow(const float* logits, float max_logit, const RowSampling& sampling) {
   weights_.resize(static_cast<size_t>(vocab_size_));
-  FillWeights(logits, max_logit, draw.inverse_temperature);
-  if (DrawsFromAll(draw, vocab_size_)) {
-    return DrawFromAll(draw.min_p, draw.uniform);
+  FillWeights(logits, max_logit, sampling.inverse_temperature);
+  if (SamplesFromAll(sampling, vocab_size_)) {
+    return SampleFromAll(sampling.min_p, sampling.uniform);
   }
-  const double total = SelectLargest(draw);
+  const double total = SelectLargest(sampling);
   const auto weight = [this](int i) { return candidates_[static_cast<size_t>(i)].weight; };
-  const Kept kept = KeepByMass(static_cast<int>(candidates_.size()), total, draw, weight);
-  return candidates_[static_cast<size_t>(DrawKept(kept, draw.uniform, weight))].id;
+  const Kept kept = KeepByMass(static_cast<int>(candidates_.size()), total, sampling, weight);
+  return candidates_[static_cast<size_t>(SampleKept(kept, sampling.uniform, weight))].id;
 }
 
 // weights_ = exp((logits - max_logit) * inverse).
@@ -242,8 +242,8 @@ double Sampler::SumBlocks(float min_p) {
   return total;
 }
 
-// A draw by weights_, of those that are at least min_p: the sums of blocks find the block.
-int32_t Sampler::DrawFromAll(float min_p, double uniform) {
+// A sample by weights_, of those that are at least min_p: the sums of blocks find the block.
+int32_t Sampler::SampleFromAll(float min_p, double uniform) {
   double left = uniform * SumBlocks(min_p);
   int32_t last = -1;
   for (size_t block = 0; block < block_sums_.size(); ++block) {
@@ -271,7 +271,7 @@ int32_t Sampler::DrawFromAll(float min_p, double uniform) {
 // Fills candidates_ with what top-k leaves, without it with what top-p may leave, by decreasing
 // weight, ties by id; the sum that top-p is a share of. Sorts only the weights that can be among
 // them: a histogram over the leading bits of the weights gives the least weight that matters.
-double Sampler::SelectLargest(const RowDraw& draw) {
+double Sampler::SelectLargest(const RowSampling& sampling) {
   constexpr int kShift = 19;  // 16 bins per power of two
   constexpr uint32_t kOne = 0x3f800000u;
   constexpr size_t kBins = (kOne >> kShift) + 1;
@@ -290,10 +290,10 @@ double Sampler::SelectLargest(const RowDraw& draw) {
   }
   // Sums in another order differ by less.
   constexpr double kAnyOrder = 1 + 1e-9;
-  const bool by_mass = !LimitsCount(draw, vocab_size_);  // else top-p is of what top-k leaves
-  const int64_t keep = by_mass ? vocab_size_ : draw.top_k;
+  const bool by_mass = !LimitsCount(sampling, vocab_size_);  // else top-p is of what top-k leaves
+  const int64_t keep = by_mass ? vocab_size_ : sampling.top_k;
   double total = by_mass ? SumBlocks(0.f) : 0;
-  const double wanted = draw.top_p * total * kAnyOrder;
+  const double wanted = sampling.top_p * total * kAnyOrder;
   size_t last_bin = 0;
   int64_t count = counts[0];
   double mass = masses[0];
@@ -363,9 +363,9 @@ SampleResult Sampler::Sample(const SampleInput& input) {
                      : "penalties or logit_bias made the logits NaN or infinite");
     return result;
   }
-  result.token = IsGreedy(params)
-                     ? FirstOf(input.logits, vocab_size_, max.value)
-                     : Draw(input.logits, max.value, MakeDraw(params, input.num_generated));
+  result.token = IsGreedy(params) ? FirstOf(input.logits, vocab_size_, max.value)
+                                  : SampleRow(input.logits, max.value,
+                                              MakeRowSampling(params, input.num_generated));
   if (wants_logprobs) {
     result.logprobs = ComputeLogprobs(raw_.data(), vocab_size_, result.token, params.num_logprobs);
   }

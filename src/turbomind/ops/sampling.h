@@ -34,7 +34,7 @@ struct SampleResult {
 // Chooses tokens. Order: logit_bias; repetition penalty (prompt and generated, as transformers);
 // presence and frequency penalty (generated); bad sequences; EOS and stop sequences while
 // num_generated < min_new_tokens; token mask; then the highest logit (greedy, ties to the lowest
-// id), or temperature, top-k, top-p, min-p and a draw (ops/sampling_math.h) that depends on seed
+// id), or temperature, top-k, top-p, min-p and a sample (ops/sampling_math.h) that depends on seed
 // and num_generated alone. Log-probabilities are of the row as it came from the model, before all
 // of that. Owns scratch: one thread at a time.
 class Sampler {
@@ -53,25 +53,25 @@ class Sampler {
   void ApplyMasks(const SampleInput& input) const;
   void FillWeights(const float* logits, float max_logit, float inverse);
   double SumBlocks(float min_p);
-  int32_t Draw(const float* logits, float max_logit, const RowDraw& draw);
-  int32_t DrawFromAll(float min_p, double uniform);
-  double SelectLargest(const RowDraw& draw);
+  int32_t SampleRow(const float* logits, float max_logit, const RowSampling& sampling);
+  int32_t SampleFromAll(float min_p, double uniform);
+  double SelectLargest(const RowSampling& sampling);
 
   int vocab_size_;
   std::vector<float> raw_;             // [vocab_size] before anything was changed
-  std::vector<float> weights_;         // [vocab_size] since the first draw
+  std::vector<float> weights_;         // [vocab_size] since the first sample
   std::vector<int32_t> counts_;        // [vocab_size] since the first penalty, zero between calls
-  std::vector<Candidate> candidates_;  // of one draw
-  std::vector<double> block_sums_;     // [ceil(vocab_size / kSumBlock)] of one draw
+  std::vector<Candidate> candidates_;  // of one sample
+  std::vector<double> block_sums_;     // [ceil(vocab_size / kSumBlock)] of one sample
 };
 
 // Whether Sample would choose the highest of the row as it came from the model, and nothing else is
 // asked of the row: the token is then that of ArgMaxRowsParams, or Sample has to tell what is wrong
 // with the row.
-bool TakesHighest(const SamplingRequest& request, int64_t num_generated);
-// What a device needs to know to draw the token that Sample would from the row as it came from the
-// model, where nothing else is asked of the row; else nothing. The row's index is the caller's.
-std::optional<RowDraw> DrawOf(const SamplingRequest& request, int64_t num_generated);
+bool IsPlainArgMax(const SamplingRequest& request, int64_t num_generated);
+// What a device needs to know to sample the token that Sample would from the row as it came from
+// the model, where nothing else is asked of the row; else nothing. The row's index is the caller's.
+std::optional<RowSampling> RowSamplingOf(const SamplingRequest& request, int64_t num_generated);
 
 // Log-softmax of a row at `token`, and its `num_top` most likely tokens (ties to the lowest id).
 // A row with NaN gives NaN. REQUIRES: token in [0, vocab_size).

@@ -1,6 +1,6 @@
 #pragma once
 
-// ⑧ How a token is drawn from a row of logits: what the sampler and devices that draw share, so
+// ⑧ How a token is sampled from a row of logits: what the sampler and devices that sample share, so
 // that they choose the same token. Every number has the same bits on both, since each is computed
 // by the same operations in the same order, none contracted (a .cu with it is compiled with
 // -fmad=false):
@@ -47,13 +47,13 @@ TM_HD float WeightOf(float x) {
   return x > kLow ? p * BitsFloat(exponent << 23) : 0.f;
 }
 
-// Whether every token may be drawn, min_p aside.
-TM_HD bool DrawsFromAll(const RowDraw& draw, int vocab_size) {
-  return (draw.top_k <= 0 || draw.top_k >= vocab_size) && draw.top_p >= 1.f;
+// Whether every token may be sampled, min_p aside.
+TM_HD bool SamplesFromAll(const RowSampling& sampling, int vocab_size) {
+  return (sampling.top_k <= 0 || sampling.top_k >= vocab_size) && sampling.top_p >= 1.f;
 }
 // Whether top_k leaves less than all.
-TM_HD bool LimitsCount(const RowDraw& draw, int vocab_size) {
-  return draw.top_k > 0 && draw.top_k < vocab_size;
+TM_HD bool LimitsCount(const RowSampling& sampling, int vocab_size) {
+  return sampling.top_k > 0 && sampling.top_k < vocab_size;
 }
 
 // weight(i), of at most kSumBlock: lanes i % kSumLanes, each in order; what is left behind the last
@@ -78,20 +78,20 @@ struct Kept {
 
 // weight(i) of candidate i of `count` by decreasing weight; `total` is what top_p is a share of.
 template <class Weight>
-TM_HD Kept KeepByMass(int count, double total, const RowDraw& draw, const Weight& weight) {
-  const double wanted = draw.top_p * total;
+TM_HD Kept KeepByMass(int count, double total, const RowSampling& sampling, const Weight& weight) {
+  const double wanted = sampling.top_p * total;
   Kept kept;
   while (kept.count < count && (kept.count == 0 || kept.sum < wanted) &&
-         weight(kept.count) >= draw.min_p) {
+         weight(kept.count) >= sampling.min_p) {
     kept.sum += weight(kept.count);
     ++kept.count;
   }
   return kept;
 }
 
-// The index of the candidate that is drawn; the last where rounding took the last step.
+// The index of the candidate that is sampled; the last where rounding took the last step.
 template <class Weight>
-TM_HD int DrawKept(const Kept& kept, double uniform, const Weight& weight) {
+TM_HD int SampleKept(const Kept& kept, double uniform, const Weight& weight) {
   double left = uniform * kept.sum;
   int i = 0;
   while (i + 1 < kept.count && left >= weight(i)) {

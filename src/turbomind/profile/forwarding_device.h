@@ -53,9 +53,9 @@ class ForwardingDevice : public Device {
   void CombineExperts(const CombineExpertsParams& params) override {
     device_->CombineExperts(params);
   }
-  void ProcessKV(const ProcessKVParams& params) override { device_->ProcessKV(params); }
-  void QuantiseBlocks(const QuantiseBlocksParams& params) override {
-    device_->QuantiseBlocks(params);
+  void WriteKv(const WriteKvParams& params) override { device_->WriteKv(params); }
+  void QuantizeBlocks(const QuantizeBlocksParams& params) override {
+    device_->QuantizeBlocks(params);
   }
   void FlattenKV(const FlattenKVParams& params) override { device_->FlattenKV(params); }
   void PrefillAttention(const AttentionParams& params) override {
@@ -63,7 +63,7 @@ class ForwardingDevice : public Device {
   }
   void DecodeAttention(const AttentionParams& params) override { device_->DecodeAttention(params); }
   bool ArgMaxRows(const ArgMaxRowsParams& params) override { return device_->ArgMaxRows(params); }
-  bool DrawRows(const DrawRowsParams& params) override { return device_->DrawRows(params); }
+  bool SampleRows(const SampleRowsParams& params) override { return device_->SampleRows(params); }
 
  private:
   const std::shared_ptr<Device> device_;

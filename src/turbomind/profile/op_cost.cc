@@ -31,7 +31,7 @@ struct Stretch {
 
 // Counts the positions from `begin` on that some query up to `last` reads from the quantized pool.
 // Queries read a block from this pool after it has left the 16-bit window.
-int64_t ColdPositions(const AttentionParams& p, int begin, int last) {
+int64_t QuantizedPositions(const AttentionParams& p, int begin, int last) {
   const int length = p.rule.block_seq_len;
   int64_t count = 0;
   for (int block = p.rule.SinkEnd(); block < p.rule.RecentBegin(last); block += length) {
@@ -47,12 +47,12 @@ int64_t ColdPositions(const AttentionParams& p, int begin, int last) {
 int64_t VisibleBytes(const AttentionParams& p, int first, int last) {
   const int begin = FirstVisible(p.window, first);
   const Stretch seen = {begin, last + 1};
-  if (p.hot.data == nullptr || !p.rule.enabled()) {
+  if (p.window16.data == nullptr || !p.rule.enabled()) {
     return seen.size() * TokenBytes(p.kv);
   }
-  const int64_t hot = Stretch{0, p.rule.SinkEnd()}.Within(seen).size() +
-                      Stretch{p.rule.RecentBegin(first), last + 1}.Within(seen).size();
-  return hot * TokenBytes(p.hot) + ColdPositions(p, begin, last) * TokenBytes(p.kv);
+  const int64_t window16 = Stretch{0, p.rule.SinkEnd()}.Within(seen).size() +
+                           Stretch{p.rule.RecentBegin(first), last + 1}.Within(seen).size();
+  return window16 * TokenBytes(p.window16) + QuantizedPositions(p, begin, last) * TokenBytes(p.kv);
 }
 
 OpCost AttentionCost(const AttentionParams& p, int first_seq, int last_seq) {
@@ -133,8 +133,8 @@ OpCost CostOf(const CombineExpertsParams& p) {
   return {.activation_bytes = p.num_tokens * (int64_t{p.top_k} + 2) * p.dim * kFloat};
 }
 
-OpCost CostOf(const ProcessKVParams& p) {
-  const KvLayerView& written = p.hot.data != nullptr ? p.hot : p.kv;
+OpCost CostOf(const WriteKvParams& p) {
+  const KvLayerView& written = p.window16.data != nullptr ? p.window16 : p.kv;
   const int64_t read_heads = int64_t{p.q_heads} + 2 * int64_t{p.kv.kv_heads};
   const int64_t written_heads = int64_t{p.q_heads} + p.kv.kv_heads;  // V is not written back
   const int64_t tokens = p.batch.num_tokens;
@@ -143,9 +143,9 @@ OpCost CostOf(const ProcessKVParams& p) {
               tokens * ((read_heads + written_heads) * p.kv.head_dim + p.rope_dim) * kFloat};
 }
 
-OpCost CostOf(const QuantiseBlocksParams& p) {
-  const int64_t slots = int64_t{p.num_moves} * p.kv.block_seq_len;
-  return {.kv_bytes = slots * (TokenBytes(p.hot) + TokenBytes(p.kv))};
+OpCost CostOf(const QuantizeBlocksParams& p) {
+  const int64_t slots = int64_t{p.num_to_quantize} * p.kv.block_seq_len;
+  return {.kv_bytes = slots * (TokenBytes(p.window16) + TokenBytes(p.kv))};
 }
 
 OpCost CostOf(const FlattenKVParams& p) {
@@ -154,7 +154,7 @@ OpCost CostOf(const FlattenKVParams& p) {
     const int context = p.batch.context_lens[seq];
     AttentionParams seen;  // a query at the end sees the same positions
     seen.kv = p.kv;
-    seen.hot = p.hot;
+    seen.window16 = p.window16;
     seen.rule = p.rule;
     cost.kv_bytes += VisibleBytes(seen, context - 1, context - 1);
     cost.activation_bytes += 2 * int64_t{context} * p.kv.kv_heads * p.kv.head_dim * kFloat;

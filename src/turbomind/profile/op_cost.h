@@ -27,8 +27,8 @@ OpCost CostOf(const GatedActivationParams& params);
 OpCost CostOf(const GroupedLinearParams& params, const int32_t* offsets);
 OpCost CostOf(const RouteExpertsParams& params);
 OpCost CostOf(const CombineExpertsParams& params);
-OpCost CostOf(const ProcessKVParams& params);
-OpCost CostOf(const QuantiseBlocksParams& params);
+OpCost CostOf(const WriteKvParams& params);
+OpCost CostOf(const QuantizeBlocksParams& params);
 OpCost CostOf(const FlattenKVParams& params);
 // The cost of the sequences [num_decode, num_seqs) and [0, num_decode). A position that some query
 // of a sequence sees counts once for the sequence, in each pool in which it is seen.

@@ -21,7 +21,7 @@ OpKey Key(OpKind kind, const PackedMatrix& matrix) {
 }
 
 OpKey Key(OpKind kind, const KvLayerView& kv) {
-  return {.kind = kind, .k_mode = kv.mode[0], .v_mode = kv.mode[1]};
+  return {.kind = kind, .k_format = kv.format[0], .v_format = kv.format[1]};
 }
 
 // Returns the key for the outputs of all parts, with the format of the first part.
@@ -207,13 +207,13 @@ void ProfilingDevice::CombineExperts(const CombineExpertsParams& params) {
   Run(Key(OpKind::kCombineExperts), CostOf(params), [&] { inner().CombineExperts(params); });
 }
 
-void ProfilingDevice::ProcessKV(const ProcessKVParams& params) {
-  Run(Key(OpKind::kProcessKv, params.kv), CostOf(params), [&] { inner().ProcessKV(params); });
+void ProfilingDevice::WriteKv(const WriteKvParams& params) {
+  Run(Key(OpKind::kWriteKv, params.kv), CostOf(params), [&] { inner().WriteKv(params); });
 }
 
-void ProfilingDevice::QuantiseBlocks(const QuantiseBlocksParams& params) {
-  Run(Key(OpKind::kQuantiseBlocks, params.kv), CostOf(params),
-      [&] { inner().QuantiseBlocks(params); });
+void ProfilingDevice::QuantizeBlocks(const QuantizeBlocksParams& params) {
+  Run(Key(OpKind::kQuantizeBlocks, params.kv), CostOf(params),
+      [&] { inner().QuantizeBlocks(params); });
 }
 
 void ProfilingDevice::FlattenKV(const FlattenKVParams& params) {

@@ -21,8 +21,8 @@ enum class OpKind : uint8_t {
   kActivation,
   kRouteExperts,
   kCombineExperts,
-  kProcessKv,
-  kQuantiseBlocks,
+  kWriteKv,
+  kQuantizeBlocks,
   kFlattenKv,
   kPrefillAttention,
   kDecodeAttention,
@@ -33,7 +33,7 @@ enum class OpKind : uint8_t {
 
 // Returns whether the op reads or writes the KV cache.
 constexpr bool TouchesCache(OpKind kind) {
-  return kind >= OpKind::kProcessKv && kind <= OpKind::kDecodeAttention;
+  return kind >= OpKind::kWriteKv && kind <= OpKind::kDecodeAttention;
 }
 
 // Ops with equal keys share one record. Embed, Linear and GroupedLinear have the shape of their
@@ -43,8 +43,8 @@ struct OpKey {
   MatrixFormat format = MatrixFormat::kF32;
   int64_t rows = 0;  // outputs; 0 for an op without a matrix
   int64_t cols = 0;
-  KvCacheMode k_mode = KvCacheMode::kNone;
-  KvCacheMode v_mode = KvCacheMode::kNone;
+  KvCacheMode k_format = KvCacheMode::kNone;
+  KvCacheMode v_format = KvCacheMode::kNone;
 
   bool operator==(const OpKey&) const = default;
 };
@@ -95,8 +95,8 @@ class ProfilingDevice final : public ForwardingDevice {
   void RouteExperts(const RouteExpertsParams& params) override;
   void GroupRows(const GroupRowsParams& params) override;
   void CombineExperts(const CombineExpertsParams& params) override;
-  void ProcessKV(const ProcessKVParams& params) override;
-  void QuantiseBlocks(const QuantiseBlocksParams& params) override;
+  void WriteKv(const WriteKvParams& params) override;
+  void QuantizeBlocks(const QuantizeBlocksParams& params) override;
   void FlattenKV(const FlattenKVParams& params) override;
   void PrefillAttention(const AttentionParams& params) override;
   void DecodeAttention(const AttentionParams& params) override;

@@ -201,49 +201,48 @@ double CpuSecondsOfLoops(int num_threads) {
 }
 
 // The least of a few runs: what else the machine does can only add.
-double LeastCpuSecondsOfLoops(int num_threads) {
-  double least = CpuSecondsOfLoops(num_threads);
+double MinCpuSecondsOfLoops(int num_threads) {
+  double min_value = CpuSecondsOfLoops(num_threads);
   for (int i = 0; i < 4; ++i) {
-    least = std::min(least, CpuSecondsOfLoops(num_threads));
+    min_value = std::min(min_value, CpuSecondsOfLoops(num_threads));
   }
-  return least;
+  return min_value;
 }
 
 // Threads that spin for one another on one core, time slice by time slice, cost a multiple.
-constexpr double kMostOverhead = 1.4;
+constexpr double kMaxOverhead = 1.4;
 
 TEST_CASE("threads on one core cost little more CPU than one thread") {
   const OneCore one_core;
-  const double alone = LeastCpuSecondsOfLoops(1);
+  const double alone = MinCpuSecondsOfLoops(1);
   for (const int num_threads : {2, 4}) {
     CAPTURE(num_threads);
-    const double shared = LeastCpuSecondsOfLoops(num_threads);
+    const double shared = MinCpuSecondsOfLoops(num_threads);
     CAPTURE(shared / alone);
-    CHECK(shared < kMostOverhead * alone);
+    CHECK(shared < kMaxOverhead * alone);
   }
 }
 
 TEST_CASE("beside a busy process on the same core the work ends and costs no more CPU") {
   const OneCore one_core;
-  const double alone = LeastCpuSecondsOfLoops(1);
+  const double alone = MinCpuSecondsOfLoops(1);
   const BusyProcess busy;
-  const double shared = LeastCpuSecondsOfLoops(2);
+  const double shared = MinCpuSecondsOfLoops(2);
   CAPTURE(shared / alone);
-  CHECK(shared < kMostOverhead * alone);
+  CHECK(shared < kMaxOverhead * alone);
 }
 
 // The pool's threads may go anywhere, the busy process holds one of the cores.
 TEST_CASE("a core that somebody else keeps busy costs the pool no CPU") {
-  const double alone = LeastCpuSecondsOfLoops(1);
+  const double alone = MinCpuSecondsOfLoops(1);
   std::unique_ptr<BusyProcess> busy;
   {
     const OneCore one_core;
     busy = std::make_unique<BusyProcess>();
   }
-  const double shared =
-      LeastCpuSecondsOfLoops(static_cast<int>(std::thread::hardware_concurrency()));
+  const double shared = MinCpuSecondsOfLoops(static_cast<int>(std::thread::hardware_concurrency()));
   CAPTURE(shared / alone);
-  CHECK(shared < 2 * kMostOverhead * alone);
+  CHECK(shared < 2 * kMaxOverhead * alone);
 }
 
 TEST_CASE("idle workers sleep") {

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "cpu/kv_fixture.h"
-#include "kv/mode_pairs.h"
+#include "kv/format_pairs.h"
 #include "turbomind/backend/cpu/cpu_device.h"
 #include "turbomind/backend/cpu/cpu_kv_ops.h"
 #include "turbomind/ops/attention.h"
@@ -37,33 +37,34 @@ struct Case {
   int window = 0;
   bool sinks = false;
   int first = 200;  // queries are positions [first, context)
-  HotTokens hot;
+  PrecisionWindowTokens window16;
   bool mean = false;  // K has lost a mean: sinks are lowered
   bool exact = true;
 };
 
-// The layer's pool and, where anything is hot, the 16-bit one with the same rows.
+// The layer's pool and, where anything is in the 16-bit window, the 16-bit one with the same rows.
 struct Caches {
   explicit Caches(const Case& c, uint8_t poison = 0xff)
-      : cold(c.shape, poison),
-        hot(HotShape(c.shape), poison),
-        rule(MakeHotRule(c.hot, c.shape.block_seq_len)) {}
+      : quantized(c.shape, poison),
+        window16(Window16Shape(c.shape), poison),
+        rule(MakePrecisionWindow(c.window16, c.shape.block_seq_len)) {}
 
-  static CacheShape HotShape(const CacheShape& shape) {
-    CacheShape hot = shape;
-    hot.k = hot.v = KvCacheMode::kNone;
-    hot.first_block = 2;
-    return hot;
+  static CacheShape Window16Shape(const CacheShape& shape) {
+    CacheShape window16 = shape;
+    window16.k = window16.v = KvCacheMode::kNone;
+    window16.first_block = 2;
+    return window16;
   }
   // A row as the query at `position` sees it.
   const float* Decoded(KvSide side, int head, int token, int position) {
-    const bool is_hot = rule.enabled() && rule.IsHot(token / cold.shape().block_seq_len, position);
-    return (is_hot ? hot : cold).Decoded(side, head, token);
+    const bool is_in_window16 =
+        rule.enabled() && rule.IsInWindow16(token / quantized.shape().block_seq_len, position);
+    return (is_in_window16 ? window16 : quantized).Decoded(side, head, token);
   }
 
-  TestCache cold;
-  TestCache hot;
-  HotRule rule;
+  TestCache quantized;
+  TestCache window16;
+  PrecisionWindow rule;
 };
 
 struct Inputs {
@@ -101,25 +102,25 @@ struct Run {
 
 // The tables of one step: only blocks that some query of [begin, begin + count) sees in that view.
 struct StepTables {
-  std::vector<int32_t> cold;
-  std::vector<int32_t> hot;
+  std::vector<int32_t> quantized;
+  std::vector<int32_t> window16;
 };
 
 inline StepTables TablesOf(const Run& run, int begin, int count) {
   const Case& c = run.c;
   if (!run.caches.rule.enabled()) {
-    return {run.caches.cold.table(), {}};
+    return {run.caches.quantized.table(), {}};
   }
-  const size_t blocks = run.caches.cold.table().size();
+  const size_t blocks = run.caches.quantized.table().size();
   StepTables tables = {std::vector<int32_t>(blocks, -1), std::vector<int32_t>(blocks, -1)};
   for (int position = begin; position < begin + count; ++position) {
     const int first = c.window > 0 ? std::max(0, position + 1 - c.window) : 0;
     for (int t = first; t <= position; ++t) {
       const auto block = static_cast<size_t>(t / c.shape.block_seq_len);
-      if (run.caches.rule.IsHot(static_cast<int64_t>(block), position)) {
-        tables.hot[block] = run.caches.hot.table()[block];
+      if (run.caches.rule.IsInWindow16(static_cast<int64_t>(block), position)) {
+        tables.window16[block] = run.caches.window16.table()[block];
       } else {
-        tables.cold[block] = run.caches.cold.table()[block];
+        tables.quantized[block] = run.caches.quantized.table()[block];
       }
     }
   }
@@ -144,7 +145,7 @@ inline void RunStep(const Run& run, int begin, int count, float* out) {
   p.window = c.window;
   p.sinks = c.sinks ? run.in.sinks.data() : nullptr;
   p.q_dot_mean = c.mean ? run.in.q_dot_mean.data() + begin * q_heads : nullptr;
-  p.kv = run.caches.cold.view();
+  p.kv = run.caches.quantized.view();
   p.rule = run.caches.rule;
   const StepTables tables = TablesOf(run, begin, count);
   p.batch = {1,
@@ -153,11 +154,11 @@ inline void RunStep(const Run& run, int begin, int count, float* out) {
              cu_seqlens,
              &context,
              positions.data(),
-             tables.cold.data(),
-             static_cast<int64_t>(tables.cold.size())};
+             tables.quantized.data(),
+             static_cast<int64_t>(tables.quantized.size())};
   if (p.rule.enabled()) {
-    p.hot = run.caches.hot.view();
-    p.batch.hot_tables = tables.hot.data();
+    p.window16 = run.caches.window16.view();
+    p.batch.window16_tables = tables.window16.data();
   }
   CpuKvScratch memory;
   if (count == 1) {
@@ -231,7 +232,7 @@ inline double ErrorOf(const Case& c, Caches& caches, const Inputs& in,
   double error = 0;
   for (int t = 0; t < c.shape.context; ++t) {
     for (int d = 0; d < dim; ++d) {
-      largest = std::max<double>(largest, std::fabs(caches.hot.Decoded(KvSide::kV, 0, t)[d]));
+      largest = std::max<double>(largest, std::fabs(caches.window16.Decoded(KvSide::kV, 0, t)[d]));
     }
   }
   for (int position = c.first; position < c.shape.context; position += 19) {
@@ -248,13 +249,13 @@ inline double ErrorOf(const Case& c, Caches& caches, const Inputs& in,
   return error / largest;
 }
 
-inline bool Affine(const ModePair& pair) {
+inline bool Affine(const FormatPair& pair) {
   return pair.k == KvCacheMode::kInt8 || pair.k == KvCacheMode::kInt4;
 }
 
-inline bool HasIntegers(KvCacheMode mode) {
-  return mode == KvCacheMode::kInt8 || mode == KvCacheMode::kInt4 || mode == KvCacheMode::kFp4Mx ||
-         mode == KvCacheMode::kFp4Nv;
+inline bool HasIntegers(KvCacheMode format) {
+  return format == KvCacheMode::kInt8 || format == KvCacheMode::kInt4 ||
+         format == KvCacheMode::kFp4Mx || format == KvCacheMode::kFp4Nv;
 }
 
 inline std::string Name(const Case& c, const std::string& isa) {
@@ -262,8 +263,8 @@ inline std::string Name(const Case& c, const std::string& isa) {
          ToString(c.shape.dtype) + " dim=" + std::to_string(c.shape.head_dim) +
          " group=" + std::to_string(c.group) + " window=" + std::to_string(c.window) +
          " sinks=" + std::to_string(c.sinks) + " block=" + std::to_string(c.shape.block_seq_len) +
-         (c.exact ? " exact" : " rounded") + " hot=" + std::to_string(c.hot.sink_tokens) + "," +
-         std::to_string(c.hot.recent_tokens);
+         (c.exact ? " exact" : " rounded") + " 16-bit=" + std::to_string(c.window16.sink_tokens) +
+         "," + std::to_string(c.window16.recent_tokens);
 }
 
 // Every chunking gives the same bits, close to double precision. Returns the bits.

@@ -14,7 +14,7 @@ namespace {
 
 TEST_CASE("prefill and decode agree bit for bit and with double precision") {
   testing::SanitizedSample sample(28);
-  for (const ModePair& pair : ListedPairs()) {
+  for (const FormatPair& pair : ListedPairs()) {
     for (int dim : {64, 80, 96, 128, 256}) {
       for (int group : {1, 3, 7, 9}) {
         for (int window : {0, 100}) {
@@ -38,7 +38,7 @@ TEST_CASE("prefill and decode agree bit for bit and with double precision") {
 }
 
 TEST_CASE("every instruction set gives the same bits") {
-  for (const ModePair& pair : ListedPairs()) {
+  for (const FormatPair& pair : ListedPairs()) {
     for (int group : {2, 5}) {
       Case c;
       c.shape.k = pair.k;
@@ -58,18 +58,18 @@ TEST_CASE("every instruction set gives the same bits") {
 }
 
 TEST_CASE("block lengths, cache types and short contexts") {
-  for (KvCacheMode mode : kAllKvCacheModes) {
+  for (KvCacheMode format : kAllKvCacheModes) {
     for (int block : {16, 32, 64, 128}) {
       for (int context : {1, 15, 64, 65, 257}) {
         Case c;
-        c.shape.k = c.shape.v = mode;
+        c.shape.k = c.shape.v = format;
         c.shape.block_seq_len = block;
         c.shape.context = context;
         c.shape.dtype = block == 16   ? DataType::kFloat32
                         : block == 32 ? DataType::kFloat16
                                       : DataType::kBFloat16;
         c.first = 0;
-        CheckCase(c, BestIsa(), Affine({mode, mode}));
+        CheckCase(c, BestIsa(), Affine({format, format}));
       }
     }
   }
@@ -78,15 +78,15 @@ TEST_CASE("block lengths, cache types and short contexts") {
 // 33 splits for 8 runs: runs of 4 splits, of which some begin with one head and end with the next.
 TEST_CASE("several splits in a run") {
   for (const std::string& isa : AvailableCpuIsas()) {
-    for (KvCacheMode mode : {KvCacheMode::kFp4Nv, KvCacheMode::kNone}) {
+    for (KvCacheMode format : {KvCacheMode::kFp4Nv, KvCacheMode::kNone}) {
       Case c;
-      c.shape.k = c.shape.v = mode;
+      c.shape.k = c.shape.v = format;
       c.shape.kv_heads = 3;
       c.shape.context = 2700;
       c.first = c.shape.context - 2;
-      c.hot = {64, 64};
+      c.window16 = {64, 64};
       CheckCase(c, isa, false);
-      c.hot = {};
+      c.window16 = {};
       c.group = 9;  // more than one call of a kernel
       c.window = 2500;
       CheckCase(c, isa, false);
@@ -95,7 +95,7 @@ TEST_CASE("several splits in a run") {
 }
 
 TEST_CASE("small heads") {
-  for (const ModePair& pair : ListedPairs()) {
+  for (const FormatPair& pair : ListedPairs()) {
     for (int dim : {16, 32, 48}) {
       Case c;
       c.shape.k = pair.k;
@@ -111,7 +111,7 @@ TEST_CASE("small heads") {
 TEST_CASE("slots and blocks outside what a query sees do not matter") {
   ThreadPool pool(1);
   const CpuKvKernels kernels = CpuKvKernelsFor(BestIsa());
-  for (const ModePair& pair : ListedPairs()) {
+  for (const FormatPair& pair : ListedPairs()) {
     for (bool exact : {true, false}) {
       Case c;
       c.shape.k = pair.k;
@@ -124,7 +124,7 @@ TEST_CASE("slots and blocks outside what a query sees do not matter") {
       const std::vector<float> want = RunChunks(kernels, pool, c, clean, in, 64);
       for (int poison : {0x7f, 0xff, 0x7e}) {
         Caches cache(c, static_cast<uint8_t>(poison));
-        cache.cold.table()[0] = cache.cold.table()[1] = cache.cold.table()[2] =
+        cache.quantized.table()[0] = cache.quantized.table()[1] = cache.quantized.table()[2] =
             -1;  // before every window
         CHECK(SameBits(want, RunChunks(kernels, pool, c, cache, in, 64)));
         CHECK(SameBits(want, RunChunks(kernels, pool, c, cache, in, 1)));
@@ -136,9 +136,9 @@ TEST_CASE("slots and blocks outside what a query sees do not matter") {
 TEST_CASE("a NaN value reaches the queries that see it and no other") {
   ThreadPool pool(1);
   const CpuKvKernels kernels = CpuKvKernelsFor(BestIsa());
-  for (KvCacheMode mode : {KvCacheMode::kNone, KvCacheMode::kFp8E4m3, KvCacheMode::kFp8E5m2}) {
+  for (KvCacheMode format : {KvCacheMode::kNone, KvCacheMode::kFp8E4m3, KvCacheMode::kFp8E5m2}) {
     Case c;
-    c.shape.k = c.shape.v = mode;
+    c.shape.k = c.shape.v = format;
     c.shape.kv_heads = 1;
     c.first = 260;
     const Inputs in = MakeInputs(c);
@@ -146,7 +146,7 @@ TEST_CASE("a NaN value reaches the queries that see it and no other") {
     const std::vector<float> want = RunChunks(kernels, pool, c, clean, in, 1);
     Caches cache(c);
     std::vector<float> row(c.shape.head_dim, std::numeric_limits<float>::quiet_NaN());
-    cache.cold.Write(KvSide::kV, 0, 300, row.data());
+    cache.quantized.Write(KvSide::kV, 0, 300, row.data());
     const std::vector<float> whole = RunChunks(kernels, pool, c, cache, in, 333);
     const size_t before = static_cast<size_t>(300 - c.first) * c.group * c.shape.head_dim;
     CHECK(std::memcmp(want.data(), whole.data(), before * sizeof(float)) == 0);
@@ -157,9 +157,9 @@ TEST_CASE("a NaN value reaches the queries that see it and no other") {
 TEST_CASE("a NaN or an infinity in a query reaches its own head and no other") {
   ThreadPool pool(1);
   const CpuKvKernels kernels = CpuKvKernelsFor(BestIsa());
-  for (KvCacheMode mode : {KvCacheMode::kInt8, KvCacheMode::kInt4, KvCacheMode::kFp4Nv}) {
+  for (KvCacheMode format : {KvCacheMode::kInt8, KvCacheMode::kInt4, KvCacheMode::kFp4Nv}) {
     Case c;
-    c.shape.k = c.shape.v = mode;
+    c.shape.k = c.shape.v = format;
     c.first = 300;
     c.exact = false;
     Caches cache(c);
@@ -184,9 +184,9 @@ TEST_CASE("a NaN or an infinity in a query reaches its own head and no other") {
 TEST_CASE("queries and scales of zero") {
   ThreadPool pool(1);
   const CpuKvKernels kernels = CpuKvKernelsFor(BestIsa());
-  for (KvCacheMode mode : {KvCacheMode::kInt8, KvCacheMode::kInt4, KvCacheMode::kFp4Nv}) {
+  for (KvCacheMode format : {KvCacheMode::kInt8, KvCacheMode::kInt4, KvCacheMode::kFp4Nv}) {
     Case c;
-    c.shape.k = c.shape.v = mode;
+    c.shape.k = c.shape.v = format;
     c.shape.context = 100;
     c.first = 90;
     c.exact = false;
@@ -194,7 +194,7 @@ TEST_CASE("queries and scales of zero") {
     const std::vector<float> zeros(static_cast<size_t>(c.shape.head_dim));
     for (int head = 0; head < c.shape.kv_heads; ++head) {
       for (int token = 0; token < c.shape.context; ++token) {
-        cache.cold.Write(KvSide::kV, head, token, zeros.data());
+        cache.quantized.Write(KvSide::kV, head, token, zeros.data());
       }
     }
     Inputs in = MakeInputs(c);

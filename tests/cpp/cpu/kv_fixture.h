@@ -27,22 +27,24 @@ struct CacheShape {
 };
 
 inline int EncodeByCodec(const RowFormat& f, const float* row, uint8_t* payload, uint8_t* meta) {
-  return DispatchMode(f.mode, [&]<KvCacheMode M>() {
-    return f.search ? Codec<M>::template EncodeRow<true>(row, f.n, f.dtype, f.g, payload, meta)
-                    : Codec<M>::EncodeRow(row, f.n, f.dtype, f.g, payload, meta);
+  return DispatchFormat(f.format, [&]<KvCacheMode M>() {
+    return f.search ? Codec<M>::template EncodeRow<true>(row, f.n, f.dtype, f.global_scale, payload,
+                                                         meta)
+                    : Codec<M>::EncodeRow(row, f.n, f.dtype, f.global_scale, payload, meta);
   });
 }
 
 inline RowCounts EncodeAndCount(const RowFormat& f, const float* row, uint8_t* payload,
                                 uint8_t* meta) {
   return {EncodeByCodec(f, row, payload, meta),
-          CountClipped(row, f.n, f.dtype, ClipLimit(f.mode, f.g))};
+          CountClipped(row, f.n, f.dtype, ClipLimit(f.format, f.global_scale))};
 }
 
 inline void DecodeByCodec(const RowFormat& f, const uint8_t* payload, const uint8_t* meta,
                           float* row) {
-  DispatchMode(
-      f.mode, [&]<KvCacheMode M>() { Codec<M>::DecodeRow(payload, meta, f.n, f.dtype, f.g, row); });
+  DispatchFormat(f.format, [&]<KvCacheMode M>() {
+    Codec<M>::DecodeRow(payload, meta, f.n, f.dtype, f.global_scale, row);
+  });
 }
 
 class TestCache {
@@ -50,7 +52,7 @@ class TestCache {
   explicit TestCache(const CacheShape& shape, uint8_t poison = 0xff, unsigned seed = 1)
       : shape_(shape), layout_(MakeConfig(shape)), random_(seed) {
     const int blocks = (shape.context + shape.block_seq_len - 1) / shape.block_seq_len;
-    num_blocks_ = 2 * blocks + shape.first_block;  // neighbours stay poisoned
+    num_blocks_ = 2 * blocks + shape.first_block;  // neighbors stay poisoned
     data_.assign(static_cast<size_t>(num_blocks_ * layout_.block_bytes()),
                  static_cast<std::byte>(poison));
     scales_.assign(static_cast<size_t>(num_blocks_ * layout_.scale_block_bytes()),
@@ -60,12 +62,12 @@ class TestCache {
     }
     view_ = layout_.LayerView(0, data_.data(), scales_.empty() ? nullptr : scales_.data());
     for (int head = 0; head < shape.kv_heads; ++head) {
-      factors_[0].push_back(0.75f + 0.5f * head);
-      factors_[1].push_back(1.25f - 0.5f * head);
+      global_scales_[0].push_back(0.75f + 0.5f * head);
+      global_scales_[1].push_back(1.25f - 0.5f * head);
     }
     for (int side = 0; side < 2; ++side) {
-      if (HasFactor(view_.mode[side])) {
-        view_.g[side] = factors_[side].data();
+      if (HasGlobalScale(view_.format[side])) {
+        view_.global_scale[side] = global_scales_[side].data();
       }
       decoded_[side].resize(static_cast<size_t>(shape.kv_heads) * shape.context * shape.head_dim);
     }
@@ -87,10 +89,10 @@ class TestCache {
     const int s = static_cast<int>(side);
     uint8_t* meta = Metadata(side, head, token);
     uint8_t* payload = PayloadRow(side, head, token);
-    const RowFormat format = {view_.mode[s], shape_.head_dim, shape_.dtype, Factor(side, head),
-                              false};
-    EncodeByCodec(format, row, payload, meta);
-    DecodeByCodec(format, payload, meta, Decoded(side, head, token));
+    const RowFormat row_format = {view_.format[s], shape_.head_dim, shape_.dtype,
+                                  GlobalScale(side, head), false};
+    EncodeByCodec(row_format, row, payload, meta);
+    DecodeByCodec(row_format, payload, meta, Decoded(side, head, token));
   }
 
   uint8_t* PayloadRow(KvSide side, int head, int token) {
@@ -107,9 +109,9 @@ class TestCache {
     }
     return reinterpret_cast<uint8_t*>(at);
   }
-  float Factor(KvSide side, int head) const {
-    const float* g = view_.g[static_cast<int>(side)];
-    return g != nullptr ? g[head] : 1.f;
+  float GlobalScale(KvSide side, int head) const {
+    const float* global_scale = view_.global_scale[static_cast<int>(side)];
+    return global_scale != nullptr ? global_scale[head] : 1.f;
   }
   float* Decoded(KvSide side, int head, int token) {
     return decoded_[static_cast<int>(side)].data() +
@@ -141,7 +143,7 @@ class TestCache {
   std::vector<std::byte> data_;
   std::vector<std::byte> scales_;
   std::vector<int32_t> table_;
-  std::vector<float> factors_[2];
+  std::vector<float> global_scales_[2];
   std::vector<float> decoded_[2];
   KvLayerView view_;
 };

@@ -25,7 +25,7 @@ constexpr int kQHeads = 4;
 constexpr int kHeads = 2;
 constexpr int kGroup = kQHeads / kHeads;
 constexpr int kAllHeads = kQHeads + 2 * kHeads;
-constexpr HotTokens kBalanced = {64, 64};
+constexpr PrecisionWindowTokens kBalanced = {64, 64};
 
 std::vector<float> RandomRow(std::mt19937& random, size_t n, float mean = 0.f) {
   std::normal_distribution<float> normal(mean);
@@ -63,23 +63,24 @@ struct Ingredients {
   bool rotate = false;
   bool search = false;
   bool mean = false;
-  HotTokens hot;
+  PrecisionWindowTokens window16;
 };
 
-// Cold and hot pool of one layer, empty, and the ops of one step over them.
+// Quantized and 16-bit pool of one layer, empty, and the ops of one step over them.
 class Layer {
  public:
   Layer(const CacheShape& shape, const Ingredients& with, const std::string& isa = "")
       : with_(with),
-        rule_(MakeHotRule(with.hot, shape.block_seq_len)),
+        rule_(MakePrecisionWindow(with.window16, shape.block_seq_len)),
         device_(MakeCpuDevice(2, isa)),
-        cold_(shape, 0xff),
-        hot_(HotShape(shape), 0xff) {
-    std::fill(cold_.data().begin(), cold_.data().end(), std::byte{0xff});
-    std::fill(cold_.scales().begin(), cold_.scales().end(), std::byte{0xff});
-    std::fill(hot_.data().begin(), hot_.data().end(), std::byte{0xff});
-    hot_table_.assign(hot_.table().size(), -1);
-    cold_table_ = rule_.enabled() ? std::vector<int32_t>(cold_.table().size(), -1) : cold_.table();
+        quantized_(shape, 0xff),
+        window16_(Window16Shape(shape), 0xff) {
+    std::fill(quantized_.data().begin(), quantized_.data().end(), std::byte{0xff});
+    std::fill(quantized_.scales().begin(), quantized_.scales().end(), std::byte{0xff});
+    std::fill(window16_.data().begin(), window16_.data().end(), std::byte{0xff});
+    window16_table_.assign(window16_.table().size(), -1);
+    quantized_table_ =
+        rule_.enabled() ? std::vector<int32_t>(quantized_.table().size(), -1) : quantized_.table();
   }
 
   // Tokens [begin, end) as one step: write, move, attend. Tables hold what the step needs and no
@@ -87,32 +88,32 @@ class Layer {
   std::vector<float> Step(Sequence& sequence, int begin, int end) {
     const int32_t cu_seqlens[2] = {0, end - begin};
     const int32_t context = end;
-    const std::vector<BlockMove> moves = Plan(begin, end);
+    const std::vector<PendingQuantization> blocks_to_quantize = Plan(begin, end);
     BatchView batch = {1,        end - begin == 1 ? 1 : 0,         end - begin, cu_seqlens,
                        &context, sequence.positions.data() + begin};
-    batch.block_tables = cold_table_.data();
-    batch.hot_tables = rule_.enabled() ? hot_table_.data() : nullptr;
-    batch.block_table_stride = static_cast<int64_t>(cold_table_.size());
-    batch.moves = moves.data();
-    batch.num_moves = static_cast<int>(moves.size());
+    batch.block_tables = quantized_table_.data();
+    batch.window16_tables = rule_.enabled() ? window16_table_.data() : nullptr;
+    batch.block_table_stride = static_cast<int64_t>(quantized_table_.size());
+    batch.blocks_to_quantize = blocks_to_quantize.data();
+    batch.num_to_quantize = static_cast<int>(blocks_to_quantize.size());
     Write(sequence, begin, batch);
     if (rule_.enabled()) {
-      QuantiseBlocksParams p;
-      p.kv = cold_.view();
-      p.hot = hot_.view();
+      QuantizeBlocksParams p;
+      p.kv = quantized_.view();
+      p.window16 = window16_.view();
       p.search_scales = with_.search;
-      p.moves = batch.moves;
-      p.num_moves = batch.num_moves;
+      p.blocks_to_quantize = batch.blocks_to_quantize;
+      p.num_to_quantize = batch.num_to_quantize;
       p.num_clipped = &num_clipped_;
-      invokeQuantiseBlocks(*device_, p);
+      invokeQuantizeBlocks(*device_, p);
     }
     const std::vector<float> out = Attend(sequence, begin, batch);
-    Release(moves);
+    Release(blocks_to_quantize);
     return out;
   }
 
   void Flatten(std::vector<float>& k, std::vector<float>& v, const int32_t& context) {
-    const CacheShape& shape = cold_.shape();
+    const CacheShape& shape = quantized_.shape();
     static const int32_t cu_seqlens[2] = {0, 1};
     const size_t size = static_cast<size_t>(kHeads) * context * shape.head_dim;
     k.assign(size, -1.f);
@@ -122,62 +123,63 @@ class Layer {
     f.k = k.data();
     f.v = v.data();
     f.max_len = context;
-    f.kv = cold_.view();
+    f.kv = quantized_.view();
     f.batch = {1, 1, 1, cu_seqlens, &context, &last_};
-    f.batch.block_tables = cold_table_.data();
-    f.batch.block_table_stride = static_cast<int64_t>(cold_table_.size());
+    f.batch.block_tables = quantized_table_.data();
+    f.batch.block_table_stride = static_cast<int64_t>(quantized_table_.size());
     if (rule_.enabled()) {
-      f.hot = hot_.view();
+      f.window16 = window16_.view();
       f.rule = rule_;
-      f.batch.hot_tables = hot_table_.data();
+      f.batch.window16_tables = window16_table_.data();
     }
     invokeFlattenKV_v2(*device_, f);
   }
 
-  const HotRule& rule() const { return rule_; }
-  TestCache& cold() { return cold_; }
+  const PrecisionWindow& rule() const { return rule_; }
+  TestCache& quantized() { return quantized_; }
   int64_t num_nonfinite() const { return num_nonfinite_; }
   int64_t num_clipped() const { return num_clipped_; }
 
  private:
-  static CacheShape HotShape(CacheShape shape) {
+  static CacheShape Window16Shape(CacheShape shape) {
     shape.k = shape.v = KvCacheMode::kNone;
     shape.first_block = 2;
     return shape;
   }
 
-  // Gives the new tokens hot blocks; returns those that leave the recent window of the last query.
-  std::vector<BlockMove> Plan(int begin, int end) {
-    std::vector<BlockMove> moves;
+  // Gives the new tokens 16-bit blocks; returns those that leave the recent window of the last
+  // query.
+  std::vector<PendingQuantization> Plan(int begin, int end) {
+    std::vector<PendingQuantization> blocks_to_quantize;
     if (!rule_.enabled()) {
-      return moves;
+      return blocks_to_quantize;
     }
     const int length = rule_.block_seq_len;
     for (int block = begin / length; block * length < end; ++block) {
-      hot_table_[static_cast<size_t>(block)] = hot_.table()[static_cast<size_t>(block)];
+      window16_table_[static_cast<size_t>(block)] = window16_.table()[static_cast<size_t>(block)];
     }
     for (int block = rule_.sink_blocks; block * length < rule_.RecentBegin(end - 1); ++block) {
       const auto i = static_cast<size_t>(block);
-      if (cold_table_[i] < 0) {
-        cold_table_[i] = cold_.table()[i];
-        moves.push_back({hot_table_[i], cold_table_[i]});
+      if (quantized_table_[i] < 0) {
+        quantized_table_[i] = quantized_.table()[i];
+        blocks_to_quantize.push_back({window16_table_[i], quantized_table_[i]});
       }
     }
-    return moves;
+    return blocks_to_quantize;
   }
 
   void Write(Sequence& sequence, int begin, const BatchView& batch) {
-    ProcessKVParams p;
+    WriteKvParams p;
     p.qkv = sequence.Row(begin, 0);
     p.q_heads = kQHeads;
     p.rotate = with_.rotate;
     p.search_scales = with_.search;
     p.k_mean = with_.mean ? sequence.mean.data() : nullptr;
     p.q_dot_mean = sequence.q_dot_mean.data() + static_cast<int64_t>(begin) * kQHeads;
-    p.kv = cold_.view();
+    p.kv = quantized_.view();
     p.batch = batch;
     if (rule_.enabled()) {
-      p.hot = hot_.view();
+      p.window16 = window16_.view();
     }
     p.num_nonfinite = &num_nonfinite_;
     p.num_clipped = &num_clipped_;
@@ -196,10 +198,10 @@ class Layer {
     p.sinks = sequence.sinks.data();
     p.q_dot_mean =
         with_.mean ? sequence.q_dot_mean.data() + static_cast<int64_t>(begin) * kQHeads : nullptr;
-    p.kv = cold_.view();
+    p.kv = quantized_.view();
     p.rule = rule_;
     if (rule_.enabled()) {
-      p.hot = hot_.view();
+      p.window16 = window16_.view();
     }
     p.batch = batch;
     dispatchDecoding(*device_, p);
@@ -207,22 +209,22 @@ class Layer {
     return out;
   }
 
-  // Moved blocks give their hot slots back; what is left there must not matter.
-  void Release(const std::vector<BlockMove>& moves) {
-    for (const BlockMove& move : moves) {
-      std::fill_n(hot_.view().data + move.hot * hot_.view().block_bytes, hot_.view().block_bytes,
-                  std::byte{0xff});
-      std::replace(hot_table_.begin(), hot_table_.end(), move.hot, -1);
+  // Moved blocks give their 16-bit slots back; what is left there must not matter.
+  void Release(const std::vector<PendingQuantization>& blocks_to_quantize) {
+    for (const PendingQuantization& pending : blocks_to_quantize) {
+      std::fill_n(window16_.view().data + pending.window16 * window16_.view().block_bytes,
+                  window16_.view().block_bytes, std::byte{0xff});
+      std::replace(window16_table_.begin(), window16_table_.end(), pending.window16, -1);
     }
   }
 
   Ingredients with_;
-  HotRule rule_;
+  PrecisionWindow rule_;
   std::unique_ptr<Device> device_;
-  TestCache cold_;
-  TestCache hot_;
-  std::vector<int32_t> cold_table_;
-  std::vector<int32_t> hot_table_;
+  TestCache quantized_;
+  TestCache window16_;
+  std::vector<int32_t> quantized_table_;
+  std::vector<int32_t> window16_table_;
   int64_t num_nonfinite_ = 0;
   int64_t num_clipped_ = 0;
   int32_t last_ = 0;
@@ -241,9 +243,9 @@ bool SameBits(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
 
-CacheShape Shape(KvCacheMode mode, int dim, int block = 64, int context = 300) {
+CacheShape Shape(KvCacheMode format, int dim, int block = 64, int context = 300) {
   CacheShape shape;
-  shape.k = shape.v = mode;
+  shape.k = shape.v = format;
   shape.head_dim = dim;
   shape.kv_heads = kHeads;
   shape.block_seq_len = block;
@@ -253,7 +255,7 @@ CacheShape Shape(KvCacheMode mode, int dim, int block = 64, int context = 300) {
 
 // --- Rotation and mean ------------------------------------------------------------------------
 
-// Normalised Hadamard matrix over runs: (-1)^popcount(i & j) / sqrt(size).
+// Normalized Hadamard matrix over runs: (-1)^popcount(i & j) / sqrt(size).
 std::vector<double> Rotated(const std::vector<float>& x, int size) {
   std::vector<double> y(x.size());
   for (size_t i = 0; i < x.size(); ++i) {
@@ -306,7 +308,7 @@ TEST_CASE("Q and K are rotated, the mean is taken off K before, V stays") {
         }
       }
       INFO(isa << " dim " << dim);
-      CHECK(error < 5e-6);      // FP32 sums of at most 256 values below 8, normalised
+      CHECK(error < 5e-6);      // FP32 sums of at most 256 values below 8, normalized
       CHECK(dot_error < 2e-4);  // of 256 products of about 2
     }
   }
@@ -363,13 +365,13 @@ TEST_CASE("a mean and a rotation change no output beyond rounding, sinks include
   }
 }
 
-// --- Hot blocks -------------------------------------------------------------------------------
+// --- 16-bit blocks -------------------------------------------------------------------------------
 
-// What the query at the end sees is what the codec makes of the rows in place: cold ones encoded
-// with the layer's format, hot ones rounded. Cold bytes equal those of direct encoding.
+// What the query at the end sees is what the codec makes of the rows in place: quantized ones
+// encoded with the layer's format, 16-bit ones rounded. Cold bytes equal those of direct encoding.
 void CheckStored(Layer& layer, Sequence& sequence, bool search) {
-  const KvLayerView& view = layer.cold().view();
-  const int32_t context = layer.cold().shape().context;
+  const KvLayerView& view = layer.quantized().view();
+  const int32_t context = layer.quantized().shape().context;
   const int dim = view.head_dim;
   std::vector<float> flat[2];
   layer.Flatten(flat[0], flat[1], context);
@@ -378,20 +380,21 @@ void CheckStored(Layer& layer, Sequence& sequence, bool search) {
     for (int head = 0; head < kHeads; ++head) {
       for (int t = 0; t < context; ++t) {
         const KvSide kv_side = static_cast<KvSide>(side);
-        const bool hot =
-            layer.rule().enabled() && layer.rule().IsHot(t / view.block_seq_len, context - 1);
-        const RowFormat format = {hot ? KvCacheMode::kNone : view.mode[side], dim, view.dtype,
-                                  hot ? 1.f : layer.cold().Factor(kv_side, head), search};
+        const bool window16 = layer.rule().enabled() &&
+                              layer.rule().IsInWindow16(t / view.block_seq_len, context - 1);
+        const RowFormat row_format = {
+            window16 ? KvCacheMode::kNone : view.format[side], dim, view.dtype,
+            window16 ? 1.f : layer.quantized().GlobalScale(kv_side, head), search};
         std::vector<uint8_t> payload(static_cast<size_t>(dim) * 4);
         std::vector<uint8_t> meta(64);
         std::vector<float> want(static_cast<size_t>(dim));
-        EncodeByCodec(format, sequence.Row(t, kQHeads + side * kHeads + head), payload.data(),
+        EncodeByCodec(row_format, sequence.Row(t, kQHeads + side * kHeads + head), payload.data(),
                       meta.data());
-        DecodeByCodec(format, payload.data(), meta.data(), want.data());
+        DecodeByCodec(row_format, payload.data(), meta.data(), want.data());
         const float* got = flat[side].data() + (static_cast<int64_t>(head) * context + t) * dim;
         different += std::memcmp(got, want.data(), sizeof(float) * want.size()) != 0;
-        if (!hot) {
-          different += std::memcmp(layer.cold().PayloadRow(kv_side, head, t), payload.data(),
+        if (!window16) {
+          different += std::memcmp(layer.quantized().PayloadRow(kv_side, head, t), payload.data(),
                                    static_cast<size_t>(view.row_bytes[side])) != 0;
         }
       }
@@ -403,14 +406,14 @@ void CheckStored(Layer& layer, Sequence& sequence, bool search) {
 TEST_CASE("blocks that are moved hold the bytes of rows encoded when written") {
   testing::SanitizedSample sample(5);
   for (const std::string& isa : AvailableCpuIsas()) {
-    for (KvCacheMode mode : kAllKvCacheModes) {
+    for (KvCacheMode format : kAllKvCacheModes) {
       for (int block : {16, 64, 128}) {
         for (bool search : {false, true}) {
           if (!sample.Next()) {
             continue;
           }
-          INFO(isa << " " << std::string(ToString(mode)) << " block " << block);
-          const CacheShape shape = Shape(mode, block == 16 ? 80 : 64, block);
+          INFO(isa << " " << std::string(ToString(format)) << " block " << block);
+          const CacheShape shape = Shape(format, block == 16 ? 80 : 64, block);
           Sequence sequence(shape, 21);
           Layer layer(shape, {true, search, true, kBalanced}, isa);
           RunSteps(layer, sequence, shape.context, 70);
@@ -427,12 +430,12 @@ TEST_CASE("blocks that are moved hold the bytes of rows encoded when written") {
 }
 
 TEST_CASE("chunks, moves and single tokens give the same outputs bit for bit") {
-  for (KvCacheMode mode : kAllKvCacheModes) {
+  for (KvCacheMode format : kAllKvCacheModes) {
     for (int block : {16, 64, 128}) {
-      const CacheShape shape = Shape(mode, 64, block, 420);
+      const CacheShape shape = Shape(format, 64, block, 420);
       std::vector<float> want;
       for (int chunk : {420, 1, 7, 64, 130}) {
-        INFO(std::string(ToString(mode)) << " block " << block << " chunk " << chunk);
+        INFO(std::string(ToString(format)) << " block " << block << " chunk " << chunk);
         Sequence sequence(shape, 33);
         Layer layer(shape, {true, true, true, kBalanced});
         const std::vector<float> got = RunSteps(layer, sequence, shape.context, chunk);
@@ -475,9 +478,9 @@ template <class F>
 void Attend(int position, F change) {
   const auto device = MakeCpuDevice(1);
   CacheShape shape = Shape(KvCacheMode::kInt4, 64);
-  TestCache cold(shape);
+  TestCache quantized(shape);
   shape.k = shape.v = KvCacheMode::kNone;
-  TestCache hot(shape);
+  TestCache window16(shape);
   const int32_t cu_seqlens[2] = {0, 1};
   const int32_t context = position + 1;
   const int32_t at = position;
@@ -488,57 +491,59 @@ void Attend(int position, F change) {
   p.q_stride = kQHeads * 64;
   p.out = out.data();
   p.q_heads = kQHeads;
-  p.kv = cold.view();
-  p.hot = hot.view();
-  p.rule = MakeHotRule(kBalanced, 64);
-  p.batch = {1, 1, 1, cu_seqlens, &context, &at, cold.table().data(), 5};
-  p.batch.hot_tables = hot.table().data();
-  change(p, cold.table(), hot.table());
+  p.kv = quantized.view();
+  p.window16 = window16.view();
+  p.rule = MakePrecisionWindow(kBalanced, 64);
+  p.batch = {1, 1, 1, cu_seqlens, &context, &at, quantized.table().data(), 5};
+  p.batch.window16_tables = window16.table().data();
+  change(p, quantized.table(), window16.table());
   dispatchDecoding(*device, p);
 }
 
 TEST_CASE("attention refuses tables without a block that a query sees") {
   using Table = std::vector<int32_t>;
-  // Position 270 is in block 4: hot are 0, 3 and 4, cold are 1 and 2.
-  Attend(270, [](AttentionParams&, Table& cold, Table& hot) {
-    cold[0] = cold[3] = cold[4] = -1;
-    hot[1] = hot[2] = -1;
+  // Position 270 is in block 4: 16-bit are 0, 3 and 4, quantized are 1 and 2.
+  Attend(270, [](AttentionParams&, Table& quantized, Table& window16) {
+    quantized[0] = quantized[3] = quantized[4] = -1;
+    window16[1] = window16[2] = -1;
   });
   for (size_t block : {0, 3, 4}) {
-    CHECK_THROWS_AS(Attend(270, [&](AttentionParams&, Table&, Table& hot) { hot[block] = -1; }),
-                    InternalError);
+    CHECK_THROWS_AS(
+        Attend(270, [&](AttentionParams&, Table&, Table& window16) { window16[block] = -1; }),
+        InternalError);
   }
   for (size_t block : {1, 2}) {
-    CHECK_THROWS_AS(Attend(270, [&](AttentionParams&, Table& cold, Table&) { cold[block] = -1; }),
-                    InternalError);
+    CHECK_THROWS_AS(
+        Attend(270, [&](AttentionParams&, Table& quantized, Table&) { quantized[block] = -1; }),
+        InternalError);
   }
   CHECK_THROWS_AS(Attend(270, [](AttentionParams& p, Table&, Table&) { p.rule = {}; }),
                   InternalError);
-  CHECK_THROWS_AS(Attend(270, [](AttentionParams& p, Table&, Table&) { p.hot = p.kv; }),
+  CHECK_THROWS_AS(Attend(270, [](AttentionParams& p, Table&, Table&) { p.window16 = p.kv; }),
                   InternalError);
-  // A window of 64 hides everything cold.
-  Attend(270, [](AttentionParams& p, Table& cold, Table& hot) {
+  // A window of 64 hides everything quantized.
+  Attend(270, [](AttentionParams& p, Table& quantized, Table& window16) {
     p.window = 64;
-    cold.assign(cold.size(), -1);
-    hot[0] = -1;
+    quantized.assign(quantized.size(), -1);
+    window16[0] = -1;
   });
 }
 
-TEST_CASE("QuantiseBlocks refuses moves without a block") {
+TEST_CASE("QuantizeBlocks refuses moves without a block") {
   const auto device = MakeCpuDevice(1);
   CacheShape shape = Shape(KvCacheMode::kInt4, 64);
-  TestCache cold(shape);
+  TestCache quantized(shape);
   shape.k = shape.v = KvCacheMode::kNone;
-  TestCache hot(shape);
-  const BlockMove moves[] = {{1, 1}, {3, -1}};
-  QuantiseBlocksParams p;
-  p.kv = cold.view();
-  p.hot = hot.view();
-  p.moves = moves;
-  p.num_moves = 1;
-  invokeQuantiseBlocks(*device, p);
-  p.num_moves = 2;
-  CHECK_THROWS_AS(invokeQuantiseBlocks(*device, p), InternalError);
+  TestCache window16(shape);
+  const PendingQuantization blocks_to_quantize[] = {{1, 1}, {3, -1}};
+  QuantizeBlocksParams p;
+  p.kv = quantized.view();
+  p.window16 = window16.view();
+  p.blocks_to_quantize = blocks_to_quantize;
+  p.num_to_quantize = 1;
+  invokeQuantizeBlocks(*device, p);
+  p.num_to_quantize = 2;
+  CHECK_THROWS_AS(invokeQuantizeBlocks(*device, p), InternalError);
 }
 
 }  // namespace

@@ -31,10 +31,10 @@ struct Encoded {
   }
 };
 
-Encoded Empty(KvCacheMode mode, int n, DataType dtype) {
+Encoded Empty(KvCacheMode format, int n, DataType dtype) {
   Encoded e;
-  e.payload.assign(block::RowBytes(mode, n, dtype) + kPad, kSentinel);
-  e.meta.assign(block::ParamBytes(mode, dtype) + block::ScaleBytes(mode, n) + kPad, kSentinel);
+  e.payload.assign(block::RowBytes(format, n, dtype) + kPad, kSentinel);
+  e.meta.assign(block::ParamBytes(format, dtype) + block::ScaleBytes(format, n) + kPad, kSentinel);
   return e;
 }
 
@@ -70,7 +70,7 @@ TEST_CASE("encoders equal the codec bit for bit on a million random rows") {
     isas.push_back(CpuKvKernelsFor(isa));
   }
   const float factors[] = {1.f, 0.37f, 1e-3f, 250.f};
-  for (KvCacheMode mode : kAllKvCacheModes) {
+  for (KvCacheMode format : kAllKvCacheModes) {
     for (DataType dtype : {DataType::kFloat32, DataType::kFloat16, DataType::kBFloat16}) {
       int64_t different = 0;
       for (int i = 0; i < kRowsPerCase; ++i) {
@@ -78,16 +78,17 @@ TEST_CASE("encoders equal the codec bit for bit on a million random rows") {
         for (float& x : row) {
           x = RandomValue(random, i % 6);
         }
-        const RowFormat format = {mode, kDim, dtype, HasFactor(mode) ? factors[i / 6 % 4] : 1.f};
-        Encoded want = Empty(mode, kDim, dtype);
-        want.counts = EncodeAndCount(format, row, want.payload.data(), want.meta.data());
+        const RowFormat row_format = {format, kDim, dtype,
+                                      HasGlobalScale(format) ? factors[i / 6 % 4] : 1.f};
+        Encoded want = Empty(format, kDim, dtype);
+        want.counts = EncodeAndCount(row_format, row, want.payload.data(), want.meta.data());
         for (const CpuKvKernels& kernels : isas) {
-          Encoded got = Empty(mode, kDim, dtype);
-          got.counts = kernels.encode_row(format, row, got.payload.data(), got.meta.data());
+          Encoded got = Empty(format, kDim, dtype);
+          got.counts = kernels.encode_row(row_format, row, got.payload.data(), got.meta.data());
           different += got == want ? 0 : 1;
         }
       }
-      INFO(ToString(mode) << " " << ToString(dtype));
+      INFO(ToString(format) << " " << ToString(dtype));
       CHECK(different == 0);
     }
   }
@@ -100,27 +101,27 @@ TEST_CASE("FP8 encoders equal the codec at every tie, code, limit and special va
   constexpr int kDim = 256;
   for (const std::string& isa : AvailableCpuIsas()) {
     const CpuKvKernels kernels = CpuKvKernelsFor(isa);
-    for (KvCacheMode mode : {KvCacheMode::kFp8E4m3, KvCacheMode::kFp8E5m2}) {
+    for (KvCacheMode format : {KvCacheMode::kFp8E4m3, KvCacheMode::kFp8E5m2}) {
       int64_t different = 0;
       for (DataType dtype : {DataType::kFloat32, DataType::kFloat16, DataType::kBFloat16}) {
-        for (float g : {1.f, 0.37f, 0x1p-64f, 0x1p64f}) {
-          const RowFormat format = {mode, kDim, dtype, g};
+        for (float global_scale : {1.f, 0.37f, 0x1p-64f, 0x1p64f}) {
+          const RowFormat row_format = {format, kDim, dtype, global_scale};
           for (uint32_t first = 0; first < 0x10000; first += kDim) {
             for (uint32_t lower : kLower) {
               float row[kDim];
               for (uint32_t i = 0; i < kDim; ++i) {
                 row[i] = BitsFloat((first + i) << 16 | lower);
               }
-              Encoded want = Empty(mode, kDim, dtype);
-              want.counts = EncodeAndCount(format, row, want.payload.data(), want.meta.data());
-              Encoded got = Empty(mode, kDim, dtype);
-              got.counts = kernels.encode_row(format, row, got.payload.data(), got.meta.data());
+              Encoded want = Empty(format, kDim, dtype);
+              want.counts = EncodeAndCount(row_format, row, want.payload.data(), want.meta.data());
+              Encoded got = Empty(format, kDim, dtype);
+              got.counts = kernels.encode_row(row_format, row, got.payload.data(), got.meta.data());
               different += got == want ? 0 : 1;
             }
           }
         }
       }
-      INFO(isa << " " << ToString(mode));
+      INFO(isa << " " << ToString(format));
       CHECK(different == 0);
     }
   }
@@ -132,7 +133,7 @@ void FillWithTies(std::mt19937& random, float* row, int n) {
                               2.f, 2.5f, 3.f, 3.5f, 4.f, 5.f,   6.f,  6.5f};
   for (int d = 0; d < n; d += 16) {
     const float scale = random() % 2 == 0 ? E4M3ToFloat(static_cast<uint8_t>(random() % 0x7F))
-                                          : MxStep(kMxLeast + static_cast<int>(random() % 25));
+                                          : MxStep(kMxMinByte + static_cast<int>(random() % 25));
     for (int i = d; i < d + 16; ++i) {
       const uint32_t bits = random();
       row[i] = kEdges[bits % 16] * scale * (bits & 16 ? -1.f : 1.f);
@@ -152,7 +153,7 @@ TEST_CASE("searching encoders equal the codec bit for bit on a million random ro
     isas.push_back(CpuKvKernelsFor(isa));
   }
   const float factors[] = {1.f, 0.37f, 0x1p-9f, 250.f, 1e-40f, 0x1p60f};
-  for (KvCacheMode mode : {KvCacheMode::kFp4Mx, KvCacheMode::kFp4Nv}) {
+  for (KvCacheMode format : {KvCacheMode::kFp4Mx, KvCacheMode::kFp4Nv}) {
     for (DataType dtype : {DataType::kFloat32, DataType::kFloat16, DataType::kBFloat16}) {
       int64_t different = 0;
       int64_t moved = 0;  // rows whose scales are not the plain ones
@@ -165,20 +166,21 @@ TEST_CASE("searching encoders equal the codec bit for bit on a million random ro
         if (i % 7 == 6) {
           FillWithTies(random, row, dim);
         }
-        RowFormat format = {mode, dim, dtype, HasFactor(mode) ? factors[i / 7 % 6] : 1.f, true};
-        Encoded want = Empty(mode, dim, dtype);
-        want.counts = EncodeAndCount(format, row, want.payload.data(), want.meta.data());
+        RowFormat row_format = {format, dim, dtype,
+                                HasGlobalScale(format) ? factors[i / 7 % 6] : 1.f, true};
+        Encoded want = Empty(format, dim, dtype);
+        want.counts = EncodeAndCount(row_format, row, want.payload.data(), want.meta.data());
         for (const CpuKvKernels& kernels : isas) {
-          Encoded got = Empty(mode, dim, dtype);
-          got.counts = kernels.encode_row(format, row, got.payload.data(), got.meta.data());
+          Encoded got = Empty(format, dim, dtype);
+          got.counts = kernels.encode_row(row_format, row, got.payload.data(), got.meta.data());
           different += got == want ? 0 : 1;
         }
-        format.search = false;
-        Encoded plain = Empty(mode, dim, dtype);
-        EncodeByCodec(format, row, plain.payload.data(), plain.meta.data());
+        row_format.search = false;
+        Encoded plain = Empty(format, dim, dtype);
+        EncodeByCodec(row_format, row, plain.payload.data(), plain.meta.data());
         moved += plain.meta == want.meta ? 0 : 1;
       }
-      INFO(ToString(mode) << " " << ToString(dtype));
+      INFO(ToString(format) << " " << ToString(dtype));
       CHECK(different == 0);
       CHECK(moved > kRowsPerCase / 8);
     }
@@ -188,28 +190,28 @@ TEST_CASE("searching encoders equal the codec bit for bit on a million random ro
 TEST_CASE("decoders equal the codec for every code and every scale byte") {
   for (const std::string& isa : AvailableCpuIsas()) {
     const CpuKvKernels kernels = CpuKvKernelsFor(isa);
-    for (KvCacheMode mode : kAllKvCacheModes) {
+    for (KvCacheMode format : kAllKvCacheModes) {
       for (int meta_byte = 0; meta_byte < 256; ++meta_byte) {
         constexpr int kDim = 256;
         const DataType dtype = meta_byte % 2 == 0 ? DataType::kFloat16 : DataType::kBFloat16;
-        std::vector<uint8_t> payload(block::RowBytes(mode, kDim, dtype));
+        std::vector<uint8_t> payload(block::RowBytes(format, kDim, dtype));
         for (size_t i = 0; i < payload.size(); ++i) {
           payload[i] = static_cast<uint8_t>(i);  // every code in both nibbles
         }
         const std::vector<uint8_t> meta(16, static_cast<uint8_t>(meta_byte));
         float want[kDim];
         float got[kDim];
-        const RowFormat format = {mode, kDim, dtype, 0.7f};
-        DecodeByCodec(format, payload.data(), meta.data(), want);
-        kernels.decode_row(format, payload.data(), meta.data(), got);
-        INFO(isa << " " << ToString(mode) << " byte " << meta_byte);
+        const RowFormat row_format = {format, kDim, dtype, 0.7f};
+        DecodeByCodec(row_format, payload.data(), meta.data(), want);
+        kernels.decode_row(row_format, payload.data(), meta.data(), got);
+        INFO(isa << " " << ToString(format) << " byte " << meta_byte);
         CHECK(std::memcmp(want, got, sizeof(want)) == 0);
       }
     }
   }
 }
 
-// One step of two sequences through ProcessKV: 5 new tokens at 3, 1 at 20.
+// One step of two sequences through WriteKv: 5 new tokens at 3, 1 at 20.
 struct Step {
   static constexpr int kTokens = 6;
   static constexpr int kMaxLen = 21;
@@ -220,7 +222,7 @@ struct Step {
   BatchView View() const { return {2, 1, kTokens, cu_seqlens, context_lens, positions, tables, 2}; }
 };
 
-// Random inputs of ProcessKV for one step, the rows that it changes, and the cache it writes.
+// Random inputs of WriteKv for one step, the rows that it changes, and the cache it writes.
 class ProcessCase {
  public:
   static constexpr int kQHeads = 4;
@@ -249,7 +251,7 @@ class ProcessCase {
   // Returns the number of NaN and infinite values.
   int64_t Process(Device& device) {
     int64_t num_nonfinite = 0;
-    ProcessKVParams p;
+    WriteKvParams p;
     p.qkv = qkv_.data();
     p.bias = bias_.data();
     p.q_norm = q_norm_.data();
@@ -298,13 +300,13 @@ class ProcessCase {
   // Whether the cache holds the codec's image of the row in place.
   bool StoresTheRow(int token, KvSide side, int head) const {
     const int s = static_cast<int>(side);
-    const RowFormat format = {cache_.view().mode[s], dim_, cache_.shape().dtype,
-                              cache_.Factor(side, head)};
-    Encoded e = Empty(format.mode, dim_, format.dtype);
+    const RowFormat row_format = {cache_.view().format[s], dim_, cache_.shape().dtype,
+                                  cache_.GlobalScale(side, head)};
+    Encoded e = Empty(row_format.format, dim_, row_format.dtype);
     std::vector<float> decoded(dim_);
-    EncodeByCodec(format, qkv_.data() + RowAt(token, kQHeads + s * kHeads + head), e.payload.data(),
-                  e.meta.data());
-    DecodeByCodec(format, e.payload.data(), e.meta.data(), decoded.data());
+    EncodeByCodec(row_format, qkv_.data() + RowAt(token, kQHeads + s * kHeads + head),
+                  e.payload.data(), e.meta.data());
+    DecodeByCodec(row_format, e.payload.data(), e.meta.data(), decoded.data());
     return std::memcmp(Flat(side, token == 0 ? 0 : 1, head, step_.positions[token]), decoded.data(),
                        dim_ * sizeof(float)) == 0;
   }
@@ -379,16 +381,16 @@ void CheckProcess(Device& device, const CacheShape& shape, int rope_dim, std::mt
   CHECK(*c.Flat(KvSide::kK, 1, 0, 8) == -1.f);
 }
 
-TEST_CASE("ProcessKV transforms rows in place and stores what the codec says") {
+TEST_CASE("WriteKv transforms rows in place and stores what the codec says") {
   std::mt19937 random(3);
   for (const std::string& isa : AvailableCpuIsas()) {
     const auto device = MakeCpuDevice(2, isa);
-    for (KvCacheMode mode : kAllKvCacheModes) {
+    for (KvCacheMode format : kAllKvCacheModes) {
       for (int dim : {64, 80}) {
         for (int rope_dim : {dim, 32}) {
-          INFO(isa << " " << ToString(mode) << " dim " << dim << " rope " << rope_dim);
+          INFO(isa << " " << ToString(format) << " dim " << dim << " rope " << rope_dim);
           CacheShape shape;
-          shape.k = shape.v = mode;
+          shape.k = shape.v = format;
           shape.head_dim = dim;
           shape.kv_heads = ProcessCase::kHeads;
           shape.block_seq_len = 16;
@@ -412,12 +414,12 @@ TEST_CASE("NaN, infinities and clipped values are counted") {
   qkv[(0 * 6 + 2) * 64 + 5] = std::numeric_limits<float>::quiet_NaN();   // K
   qkv[(3 * 6 + 5) * 64 + 63] = -std::numeric_limits<float>::infinity();  // V
   qkv[(3 * 6 + 1) * 64] = std::numeric_limits<float>::infinity();        // Q: not stored
-  qkv[(2 * 6 + 3) * 64 + 1] = 1e5f;                                      // K: beyond 6 * 448 * g
+  qkv[(2 * 6 + 3) * 64 + 1] = 1e5f;  // K: beyond 6 * 448 * global_scale
   qkv[(2 * 6 + 3) * 64 + 2] = -1e30f;
   qkv[(5 * 6 + 1) * 64 + 7] = 1e30f;  // Q
   int64_t num_nonfinite = 40;
   int64_t num_clipped = 50;
-  ProcessKVParams p;
+  WriteKvParams p;
   p.qkv = qkv.data();
   p.q_heads = 2;
   p.kv = cache.view();
@@ -439,7 +441,7 @@ TEST_CASE("ops refuse arguments that would index outside the cache") {
   int64_t num_nonfinite = 0;
   const auto refused = [&](auto change) {
     Step step;
-    ProcessKVParams p;
+    WriteKvParams p;
     p.qkv = qkv.data();
     p.q_heads = 2;
     p.kv = cache.view();
@@ -448,14 +450,14 @@ TEST_CASE("ops refuse arguments that would index outside the cache") {
     change(step, p);
     CHECK_THROWS_AS(invokeProcessKV_v2(*device, p), InternalError);
   };
-  refused([](Step& step, ProcessKVParams&) { step.tables[1] = -1; });
-  refused([](Step& step, ProcessKVParams&) { step.positions[2] = 9; });
-  refused([](Step&, ProcessKVParams& p) { p.q_heads = 3; });
-  refused([](Step&, ProcessKVParams& p) { p.batch.block_table_stride = 1; });
-  refused([](Step& step, ProcessKVParams&) { step.context_lens[1] = 4; });
+  refused([](Step& step, WriteKvParams&) { step.tables[1] = -1; });
+  refused([](Step& step, WriteKvParams&) { step.positions[2] = 9; });
+  refused([](Step&, WriteKvParams& p) { p.q_heads = 3; });
+  refused([](Step&, WriteKvParams& p) { p.batch.block_table_stride = 1; });
+  refused([](Step& step, WriteKvParams&) { step.context_lens[1] = 4; });
   shape.k = shape.v = KvCacheMode::kFp4Nv;
   TestCache fp4(shape);
-  refused([&](Step&, ProcessKVParams& p) {
+  refused([&](Step&, WriteKvParams& p) {
     p.kv = fp4.view();
     p.kv.scales = nullptr;
   });

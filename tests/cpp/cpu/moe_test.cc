@@ -59,7 +59,7 @@ struct Matrix {
 
 struct Shape {
   int top_k = 3;
-  bool normalise = true;
+  bool normalize = true;
   bool interleaved = false;
   bool has_bias = true;
   bool has_shared = false;
@@ -69,8 +69,8 @@ struct Shape {
 // Everything about one random layer; scratch for `max_tokens`.
 class TestLayer {
  public:
-  TestLayer(const Shape& shape, Device& device, int max_tokens, bool quantised = false)
-      : shape_(shape), device_(device), quantised_(quantised) {
+  TestLayer(const Shape& shape, Device& device, int max_tokens, bool quantized = false)
+      : shape_(shape), device_(device), quantized_(quantized) {
     router_ = Make(kExperts, kHidden, 1.f, true);
     for (int e = 0; e < kExperts; ++e) {
       gate_.push_back(Make(kInner, kHidden));
@@ -81,7 +81,7 @@ class TestLayer {
               .num_experts = kExperts,
               .top_k = shape.top_k,
               .intermediate_size = kInner,
-              .normalise = shape.normalise,
+              .normalize = shape.normalize,
               .activation = shape.activation,
               .swiglu_limit = 0.9f,
               .router = router_.view()};
@@ -132,7 +132,7 @@ class TestLayer {
     }
     std::vector<double> out(kHidden);
     for (size_t e : order) {
-      const double weight = std::exp(logits[e]) / (shape_.normalise ? chosen : all);
+      const double weight = std::exp(logits[e]) / (shape_.normalize ? chosen : all);
       Add(down_[e], Activate(gate_[e].Times(x.data()), up_[e].Times(x.data())), weight, out);
     }
     if (shape_.has_shared) {
@@ -154,7 +154,7 @@ class TestLayer {
   }
 
   void Pack(Matrix& matrix, bool exact) {
-    if (!quantised_ || exact) {
+    if (!quantized_ || exact) {
       matrix.packed = device_.PackMatrix(
           {MatrixFormat::kF32, matrix.values.data(), matrix.rows, matrix.cols}, true);
       return;
@@ -246,7 +246,7 @@ class TestLayer {
 
   Shape shape_;
   Device& device_;
-  bool quantised_;
+  bool quantized_;
   uint32_t seed_ = 1;
   Matrix router_;
   std::vector<Matrix> gate_, up_, both_, down_;
@@ -260,12 +260,12 @@ class TestLayer {
 std::vector<Shape> AllShapes() {
   std::vector<Shape> shapes;
   for (int top_k : {1, 3, kExperts}) {
-    for (bool normalise : {false, true}) {
+    for (bool normalize : {false, true}) {
       for (bool interleaved : {false, true}) {
         for (bool has_shared : {false, true}) {
           const Activation activation =
               interleaved ? Activation::kClampedSwiglu : Activation::kSilu;
-          shapes.push_back({top_k, normalise, interleaved, top_k != 1, has_shared, activation});
+          shapes.push_back({top_k, normalize, interleaved, top_k != 1, has_shared, activation});
         }
       }
     }
@@ -313,21 +313,21 @@ TEST_CASE("experts agree with double precision") {
   const std::vector<float> residual = Random(92, x.size(), 1.f);
   for (const Shape& shape : AllShapes()) {
     CAPTURE(shape.top_k);
-    CAPTURE(shape.normalise);
+    CAPTURE(shape.normalize);
     CAPTURE(shape.interleaved);
     CAPTURE(shape.has_shared);
     TestLayer layer(shape, *device, kTokens);
     std::vector<float> out = residual;
     layer.Run(x, out);
-    double most = 0;
+    double max_value = 0;
     for (size_t t = 0; t < kTokens; ++t) {
       const std::vector<double> want = layer.Reference(x.data() + t * kHidden);
       for (size_t i = 0; i < kHidden; ++i) {
         const size_t at = t * kHidden + i;
-        most = std::max(most, std::abs(out[at] - residual[at] - want[i]));
+        max_value = std::max(max_value, std::abs(out[at] - residual[at] - want[i]));
       }
     }
-    CHECK(most < kAbsolute);
+    CHECK(max_value < kAbsolute);
   }
 }
 
@@ -355,12 +355,12 @@ TEST_CASE(
     "a token alone, in a batch, in chunks, on other threads and instruction sets: same bits") {
   constexpr size_t kTokens = 64;
   const std::vector<float> x = Random(17, kTokens * kHidden, 1.5f);
-  for (const bool quantised : {false, true}) {
+  for (const bool quantized : {false, true}) {
     std::vector<float> want;
     for (const std::string& isa : AvailableCpuIsas()) {
       for (const int threads : {1, 2}) {
         const auto device = MakeCpuDevice(threads, isa);
-        TestLayer layer({.has_shared = true}, *device, kTokens, quantised);
+        TestLayer layer({.has_shared = true}, *device, kTokens, quantized);
         for (const size_t chunk : {kTokens, size_t{1}, size_t{13}}) {
           std::vector<float> out(x.size());
           for (size_t first = 0; first < kTokens; first += chunk) {

@@ -16,7 +16,7 @@ struct Routed {
 };
 
 Routed Route(Device& device, const std::vector<float>& logits, int num_experts, int top_k,
-             bool normalise) {
+             bool normalize) {
   const int tokens = static_cast<int>(logits.size()) / num_experts;
   const auto size = static_cast<size_t>(tokens * top_k);
   Routed routed{std::vector<int32_t>(size, -1), std::vector<float>(size, -1.f)};
@@ -26,7 +26,7 @@ Routed Route(Device& device, const std::vector<float>& logits, int num_experts, 
                        .num_tokens = tokens,
                        .num_experts = num_experts,
                        .top_k = top_k,
-                       .normalise = normalise});
+                       .normalize = normalize});
   return routed;
 }
 
@@ -56,8 +56,8 @@ TEST_CASE("logits that are no numbers name experts that are there") {
       {3e38f, -3e38f, 0.f, 1.f}};
   for (const std::vector<float>& logits : cases) {
     for (int top_k = 1; top_k <= 4; ++top_k) {
-      for (const bool normalise : {false, true}) {
-        const Routed routed = Route(*device, logits, 4, top_k, normalise);
+      for (const bool normalize : {false, true}) {
+        const Routed routed = Route(*device, logits, 4, top_k, normalize);
         for (size_t j = 0; j < routed.ids.size(); ++j) {
           CHECK(routed.ids[j] >= 0);
           CHECK(routed.ids[j] < 4);

@@ -60,7 +60,7 @@ struct Pools {
   std::vector<std::byte> data;
   std::vector<std::byte> scales;
   std::vector<int32_t> table;
-  std::vector<float> g[2];
+  std::vector<float> global_scale[2];
   std::mt19937 random;
 };
 
@@ -91,13 +91,13 @@ Pools::Pools(KvCacheMode k, KvCacheMode v, DataType dtype, int head_dim, const C
   }
   std::shuffle(table.begin(), table.end(), random);
   for (int side = 0; side < 2 && c.factors; ++side) {
-    if (!HasFactor(view.mode[side])) {
+    if (!HasGlobalScale(view.format[side])) {
       continue;
     }
     for (int head = 0; head < c.kv_heads; ++head) {
-      g[side].push_back(0.25f * static_cast<float>(1 + head + side));
+      global_scale[side].push_back(0.25f * static_cast<float>(1 + head + side));
     }
-    view.g[side] = g[side].data();
+    view.global_scale[side] = global_scale[side].data();
   }
   for (size_t i = 0; i < c.ranges.size(); ++i) {
     // Behind a window lie rows of the same sequence, in the block that the window begins in.
@@ -123,8 +123,8 @@ uint8_t* Pools::Meta(KvSide side, int sequence, int position, int head) const {
   return nullptr;
 }
 
-float FactorOf(const KvLayerView& view, int side, int head) {
-  return view.g[side] != nullptr ? view.g[side][head] : 1.f;
+float GlobalScaleOf(const KvLayerView& view, int side, int head) {
+  return view.global_scale[side] != nullptr ? view.global_scale[side][head] : 1.f;
 }
 
 void Pools::Fill(const Case& c, int sequence, int position, int head) {
@@ -137,8 +137,8 @@ void Pools::Fill(const Case& c, int sequence, int position, int head) {
     if (position < c.ranges[static_cast<size_t>(sequence)].begin) {
       row[random() % row.size()] = NAN;
     }
-    DispatchMode(view.mode[side], [&]<KvCacheMode M>() {
-      Codec<M>::EncodeRow(row.data(), view.head_dim, view.dtype, FactorOf(view, side, head),
+    DispatchFormat(view.format[side], [&]<KvCacheMode M>() {
+      Codec<M>::EncodeRow(row.data(), view.head_dim, view.dtype, GlobalScaleOf(view, side, head),
                           Payload(static_cast<KvSide>(side), sequence, position, head),
                           Meta(static_cast<KvSide>(side), sequence, position, head));
     });
@@ -148,10 +148,10 @@ void Pools::Fill(const Case& c, int sequence, int position, int head) {
 std::vector<float> Pools::Row(KvSide side, int sequence, int position, int head) const {
   std::vector<float> row(static_cast<size_t>(view.head_dim));
   const int s = static_cast<int>(side);
-  DispatchMode(view.mode[s], [&]<KvCacheMode M>() {
+  DispatchFormat(view.format[s], [&]<KvCacheMode M>() {
     Codec<M>::DecodeRow(Payload(side, sequence, position, head),
                         Meta(side, sequence, position, head), view.head_dim, view.dtype,
-                        FactorOf(view, s, head), row.data());
+                        GlobalScaleOf(view, s, head), row.data());
   });
   return row;
 }
@@ -168,7 +168,7 @@ struct Inputs {
 Inputs MakeInputs(const Case& c, int head_dim) {
   std::mt19937 random(static_cast<unsigned>(c.seed) + 1000);
   std::normal_distribution<float> normal;
-  const auto draw = [&](size_t count) {
+  const auto sampling = [&](size_t count) {
     std::vector<float> values(count);
     std::generate(values.begin(), values.end(), [&] { return normal(random); });
     return values;
@@ -176,9 +176,9 @@ Inputs MakeInputs(const Case& c, int head_dim) {
   Inputs in;
   in.q_heads = c.kv_heads * c.group;
   const size_t rows = c.ranges.size() * static_cast<size_t>(in.q_heads);
-  in.q = draw(rows * static_cast<size_t>(head_dim));
-  in.sinks = draw(c.sinks ? static_cast<size_t>(in.q_heads) : 0);
-  in.q_dot_mean = draw(c.mean ? rows : 0);
+  in.q = sampling(rows * static_cast<size_t>(head_dim));
+  in.sinks = sampling(c.sinks ? static_cast<size_t>(in.q_heads) : 0);
+  in.q_dot_mean = sampling(c.mean ? rows : 0);
   in.softmax_scale = 2.f / std::sqrt(static_cast<float>(head_dim));
   return in;
 }
@@ -250,8 +250,8 @@ std::vector<float> RunKernels(const Case& c, const Pools& pools, const Inputs& i
   share(pools.data);
   share(pools.scales);
   share(pools.table);
-  share(pools.g[0]);
-  share(pools.g[1]);
+  share(pools.global_scale[0]);
+  share(pools.global_scale[1]);
   share(plan.items);
   share(plan.first_partial);
   share(partial_o, Buffer::kReadWrite);
@@ -307,16 +307,16 @@ double RelativeError(const std::vector<float>& got, const std::vector<double>& w
 // In some orders of the threads: the same bits in each.
 template <class C>
 void CheckCase(const Case& c, uint64_t num_orders = 1) {
-  const Pools pools(C::kKeyMode, C::kValueMode, C::kType, C::kHeadDim, c);
+  const Pools pools(C::kKeyFormat, C::kValueFormat, C::kType, C::kHeadDim, c);
   const Inputs in = MakeInputs(c, C::kHeadDim);
   const std::vector<float> out = RunKernels<C>(c, pools, in, c.seed);
   const double error = RelativeError(out, Reference(c, pools, in));
-  const std::string formats =
-      std::string(ToString(C::kKeyMode)) + " " + ToString(C::kValueMode) + " " + ToString(C::kType);
+  const std::string formats = std::string(ToString(C::kKeyFormat)) + " " +
+                              ToString(C::kValueFormat) + " " + ToString(C::kType);
   CAPTURE(formats);
   CAPTURE(C::kHeadDim);
   CAPTURE(c.group);
-  const bool bfloat = Fragments<C::kValueMode, C::kType>::kBFloat;
+  const bool bfloat = Fragments<C::kValueFormat, C::kType>::kBFloat;
   CHECK(error < (bfloat ? kMaxErrorBFloat : kMaxError));
   for (uint64_t order = 1; order < num_orders; ++order) {
     CHECK(RunKernels<C>(c, pools, in, c.seed + 100 * order) == out);

@@ -35,11 +35,11 @@ struct Case {
   int group = 3;
   int block_seq_len = 64;
   int window = 0;
-  HotTokens hot = {};
+  PrecisionWindowTokens window16 = {};
   bool sinks = false;
   bool mean = false;
-  int most_context = 300;
-  int most_seqs = 3;
+  int max_context = 300;
+  int max_seqs = 3;
 };
 
 // One pool of a layer: random rows of all sequences, in shuffled blocks; the rest is poison.
@@ -55,7 +55,7 @@ struct Pool {
   std::vector<int32_t> blocks;
   std::vector<std::byte> data;
   std::vector<std::byte> scales;
-  std::vector<float> g[2];
+  std::vector<float> global_scale[2];
   KvLayerView view;
 };
 
@@ -79,16 +79,16 @@ inline void FillRow(const KvLayerView& view, KvSide side, int64_t block, int hea
   } else if (view.param_bytes[s] > 0) {
     meta = view.Params(side, block, head) + slot * view.param_bytes[s];
   }
-  const float factor = view.g[s] != nullptr ? view.g[s][head] : 1.f;
-  DispatchMode(view.mode[s], [&]<KvCacheMode M>() {
+  const float factor = view.global_scale[s] != nullptr ? view.global_scale[s][head] : 1.f;
+  DispatchFormat(view.format[s], [&]<KvCacheMode M>() {
     Codec<M>::EncodeRow(row, view.head_dim, view.dtype, factor, reinterpret_cast<uint8_t*>(payload),
                         reinterpret_cast<uint8_t*>(meta));
   });
 }
 
 inline Pool::Pool(const Case& c, KvCacheMode k, KvCacheMode v, std::mt19937* random)
-    : layout(ConfigOf(c, k, v)), blocks_per_seq((c.most_context - 1) / c.block_seq_len + 1) {
-  const int total = blocks_per_seq * c.most_seqs;
+    : layout(ConfigOf(c, k, v)), blocks_per_seq((c.max_context - 1) / c.block_seq_len + 1) {
+  const int total = blocks_per_seq * c.max_seqs;
   data.assign(static_cast<size_t>(total * layout.block_bytes()), std::byte{0xff});
   scales.assign(static_cast<size_t>(total * layout.scale_block_bytes()), std::byte{0x7f});
   view = layout.LayerView(0, data.data(), scales.empty() ? nullptr : scales.data());
@@ -97,17 +97,17 @@ inline Pool::Pool(const Case& c, KvCacheMode k, KvCacheMode v, std::mt19937* ran
   }
   std::shuffle(blocks.begin(), blocks.end(), *random);
   for (int side = 0; side < 2; ++side) {
-    for (int head = 0; head < c.kv_heads && HasFactor(view.mode[side]); ++head) {
-      g[side].push_back(0.5f + 0.25f * static_cast<float>(head + side));
-      view.g[side] = g[side].data();
+    for (int head = 0; head < c.kv_heads && HasGlobalScale(view.format[side]); ++head) {
+      global_scale[side].push_back(0.5f + 0.25f * static_cast<float>(head + side));
+      view.global_scale[side] = global_scale[side].data();
     }
   }
   std::normal_distribution<float> normal(0.2f);
   std::vector<float> row(static_cast<size_t>(c.head_dim));
-  for (int i = 0; i < 2 * c.most_seqs * c.most_context * c.kv_heads; ++i) {
+  for (int i = 0; i < 2 * c.max_seqs * c.max_context * c.kv_heads; ++i) {
     std::generate(row.begin(), row.end(), [&] { return normal(*random); });
-    const int position = i / 2 / c.kv_heads % c.most_context;
-    const int32_t block = Block(i / 2 / c.kv_heads / c.most_context, position / c.block_seq_len);
+    const int position = i / 2 / c.kv_heads % c.max_context;
+    const int32_t block = Block(i / 2 / c.kv_heads / c.max_context, position / c.block_seq_len);
     FillRow(view, static_cast<KvSide>(i % 2), block, i / 2 % c.kv_heads, position % c.block_seq_len,
             row.data());
   }
@@ -118,23 +118,23 @@ struct Layer {
   explicit Layer(const Case& of, unsigned seed = 1)
       : c(of),
         random(seed),
-        rule(MakeHotRule(c.hot, c.block_seq_len)),
-        cold(c, c.k, c.v, &random),
-        hot(c, KvCacheMode::kNone, KvCacheMode::kNone, &random) {
+        rule(MakePrecisionWindow(c.window16, c.block_seq_len)),
+        quantized(c, c.k, c.v, &random),
+        window16(c, KvCacheMode::kNone, KvCacheMode::kNone, &random) {
     std::normal_distribution<float> normal;
-    const auto draw = [&](bool wanted, int count) {
+    const auto sampling = [&](bool wanted, int count) {
       std::vector<float> values(wanted ? static_cast<size_t>(count) : 0);
       std::generate(values.begin(), values.end(), [&] { return normal(random); });
       return values;
     };
-    q = draw(true, c.most_seqs * q_stride());
-    sinks = draw(c.sinks, q_heads());
-    q_dot_mean = draw(c.mean, c.most_seqs * q_heads());
+    q = sampling(true, c.max_seqs * q_stride());
+    sinks = sampling(c.sinks, q_heads());
+    q_dot_mean = sampling(c.mean, c.max_seqs * q_heads());
   }
 
   int q_heads() const { return c.group * c.kv_heads; }
   int q_stride() const { return (q_heads() + 2 * c.kv_heads) * c.head_dim; }
-  size_t out_size() const { return static_cast<size_t>(c.most_seqs * q_heads() * c.head_dim); }
+  size_t out_size() const { return static_cast<size_t>(c.max_seqs * q_heads() * c.head_dim); }
 
   AttentionParams Params() const {
     AttentionParams p;
@@ -146,19 +146,19 @@ struct Layer {
     p.window = c.window;
     p.sinks = c.sinks ? sinks.data() : nullptr;
     p.q_dot_mean = c.mean ? q_dot_mean.data() : nullptr;
-    p.kv = cold.view;
+    p.kv = quantized.view;
     p.rule = rule;
     if (rule.enabled()) {
-      p.hot = hot.view;
+      p.window16 = window16.view;
     }
     return p;
   }
 
   Case c;
   std::mt19937 random;
-  HotRule rule;
-  Pool cold;
-  Pool hot;
+  PrecisionWindow rule;
+  Pool quantized;
+  Pool window16;
   std::vector<float> q;
   std::vector<float> sinks;
   std::vector<float> q_dot_mean;
@@ -179,7 +179,7 @@ struct Step {
   std::vector<int32_t> cu_seqlens = {0};
   std::vector<int32_t> tokens;
   std::vector<int32_t> tables;
-  std::vector<int32_t> hot_tables;
+  std::vector<int32_t> window16_tables;
   StepGroup group;
 };
 
@@ -192,14 +192,15 @@ inline Step::Step(const Layer& layer, std::vector<int32_t> lens, std::vector<int
     positions.push_back(context - 1);
     cu_seqlens.push_back(i + 1);
     tokens.push_back(0);
-    for (int j = 0; j < layer.cold.blocks_per_seq; ++j) {
+    for (int j = 0; j < layer.quantized.blocks_per_seq; ++j) {
       const int first = j * c.block_seq_len;
       const bool is_seen =
           first < context && (c.window == 0 || first + c.block_seq_len > context - c.window);
-      const bool is_hot = layer.rule.enabled() && is_seen && layer.rule.IsHot(j, context - 1);
+      const bool is_in_window16 =
+          layer.rule.enabled() && is_seen && layer.rule.IsInWindow16(j, context - 1);
       const int sequence = sequences[static_cast<size_t>(i)];
-      tables.push_back(is_seen && !is_hot ? layer.cold.Block(sequence, j) : -1);
-      hot_tables.push_back(is_hot ? layer.hot.Block(sequence, j) : -1);
+      tables.push_back(is_seen && !is_in_window16 ? layer.quantized.Block(sequence, j) : -1);
+      window16_tables.push_back(is_in_window16 ? layer.window16.Block(sequence, j) : -1);
     }
   }
   group.batch = {.num_seqs = num_seqs,
@@ -209,11 +210,11 @@ inline Step::Step(const Layer& layer, std::vector<int32_t> lens, std::vector<int
                  .context_lens = context_lens.data(),
                  .positions = positions.data(),
                  .block_tables = tables.data(),
-                 .block_table_stride = layer.cold.blocks_per_seq};
-  group.batch.hot_tables = layer.rule.enabled() ? hot_tables.data() : nullptr;
+                 .block_table_stride = layer.quantized.blocks_per_seq};
+  group.batch.window16_tables = layer.rule.enabled() ? window16_tables.data() : nullptr;
   group.window = c.window;
   group.kv_heads = c.kv_heads;
-  group.has_hot = layer.rule.enabled();
+  group.has_window16 = layer.rule.enabled();
   group.rule = layer.rule;
 }
 
@@ -231,10 +232,11 @@ class TestGpu {
   TestGpu(const Layer& layer, int num_sms)
       : stream_(CreateStream()),
         layer_(layer),
-        cold_data_(stream_, layer.cold.data),
-        cold_scales_(stream_, layer.cold.scales),
-        hot_data_(stream_, layer.hot.data),
-        g_{{stream_, layer.cold.g[0]}, {stream_, layer.cold.g[1]}},
+        quantized_data_(stream_, layer.quantized.data),
+        quantized_scales_(stream_, layer.quantized.scales),
+        window16_data_(stream_, layer.window16.data),
+        global_scale_{{stream_, layer.quantized.global_scale[0]},
+                      {stream_, layer.quantized.global_scale[1]}},
         q_(stream_, layer.q),
         sinks_(stream_, layer.sinks),
         q_dot_mean_(stream_, layer.q_dot_mean),
@@ -265,11 +267,11 @@ class TestGpu {
     p.out = out_.data();
     p.sinks = sinks_.data();
     p.q_dot_mean = q_dot_mean_.data();
-    p.kv = layer_.cold.layout.LayerView(0, cold_data_.data(), cold_scales_.data());
-    p.kv.g[0] = g_[0].data();
-    p.kv.g[1] = g_[1].data();
+    p.kv = layer_.quantized.layout.LayerView(0, quantized_data_.data(), quantized_scales_.data());
+    p.kv.global_scale[0] = global_scale_[0].data();
+    p.kv.global_scale[1] = global_scale_[1].data();
     if (layer_.rule.enabled()) {
-      p.hot = layer_.hot.layout.LayerView(0, hot_data_.data(), nullptr);
+      p.window16 = layer_.window16.layout.LayerView(0, window16_data_.data(), nullptr);
     }
     p.batch = arrays_->OnGpu(step.group.batch);
     ++num_ops_;
@@ -308,10 +310,10 @@ class TestGpu {
  private:
   Stream stream_;
   const Layer& layer_;
-  GpuArray<std::byte> cold_data_;
-  GpuArray<std::byte> cold_scales_;
-  GpuArray<std::byte> hot_data_;
-  GpuArray<float> g_[2];
+  GpuArray<std::byte> quantized_data_;
+  GpuArray<std::byte> quantized_scales_;
+  GpuArray<std::byte> window16_data_;
+  GpuArray<float> global_scale_[2];
   GpuArray<float> q_;
   GpuArray<float> sinks_;
   GpuArray<float> q_dot_mean_;
@@ -345,11 +347,11 @@ inline void CheckClose(const Layer& layer, const Step& step, const std::vector<f
     norm += std::pow(double{want[i]}, 2);
   }
   const Case& c = layer.c;
-  const std::string name = std::string(ToString(c.k)) + " " + ToString(c.v) + " " +
-                           ToString(c.dtype) + " head_dim " + std::to_string(c.head_dim) +
-                           " block " + std::to_string(c.block_seq_len) + " window " +
-                           std::to_string(c.window) + " hot " + std::to_string(c.hot.sink_tokens) +
-                           "," + std::to_string(c.hot.recent_tokens);
+  const std::string name =
+      std::string(ToString(c.k)) + " " + ToString(c.v) + " " + ToString(c.dtype) + " head_dim " +
+      std::to_string(c.head_dim) + " block " + std::to_string(c.block_seq_len) + " window " +
+      std::to_string(c.window) + " 16-bit " + std::to_string(c.window16.sink_tokens) + "," +
+      std::to_string(c.window16.recent_tokens);
   CAPTURE(name);
   const bool bfloat =
       c.dtype == DataType::kBFloat16 &&

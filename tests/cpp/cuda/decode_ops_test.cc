@@ -43,8 +43,8 @@ TEST_CASE("every listed pair of formats at every head_dim") {
         c.dtype = i % 2 == 0 ? DataType::kFloat16 : DataType::kBFloat16;
         c.group = static_cast<int>(1 + i % 3);
         c.sinks = i % 3 == 0;
-        c.most_seqs = 2;
-        c.most_context = 90;
+        c.max_seqs = 2;
+        c.max_context = 90;
         CheckCase(c, {90, 33});
         ++i;
       }
@@ -55,11 +55,11 @@ TEST_CASE("every listed pair of formats at every head_dim") {
 TEST_CASE("every head_dim and block length, NVFP4 and 16 bit") {
   for (int head_dim : kHeadDims) {
     for (int block_seq_len : kBlockLens) {
-      for (KvCacheMode mode : {kFp4Nv, kNone}) {
-        Case c = {.k = mode, .v = mode, .dtype = DataType::kBFloat16, .head_dim = head_dim};
+      for (KvCacheMode format : {kFp4Nv, kNone}) {
+        Case c = {.k = format, .v = format, .dtype = DataType::kBFloat16, .head_dim = head_dim};
         c.block_seq_len = block_seq_len;
-        c.most_seqs = 1;
-        c.most_context = 140;
+        c.max_seqs = 1;
+        c.max_context = 140;
         CheckCase(c, {140});
       }
     }
@@ -69,8 +69,8 @@ TEST_CASE("every head_dim and block length, NVFP4 and 16 bit") {
 TEST_CASE("sequences are cut among the SMs and merged, sinks and means once" *
           doctest::test_suite("small")) {
   Case c = {.kv_heads = 2, .group = 9, .sinks = true, .mean = true};
-  c.most_seqs = 2;
-  c.most_context = 1100;
+  c.max_seqs = 2;
+  c.max_context = 1100;
   CheckCase(c, {1100, 3}, 4);
   c.kv_heads = 1;
   c.window = 700;
@@ -78,36 +78,37 @@ TEST_CASE("sequences are cut among the SMs and merged, sinks and means once" *
   CheckCase(c, {1100, 650}, 8);
 }
 
-TEST_CASE("hot blocks: sinks and recent positions come from the 16-bit pool") {
-  const HotTokens kHot[] = {{64, 64}, {0, 0}, {64, 0}, {0, 128}};
+TEST_CASE("16-bit blocks: sinks and recent positions come from the 16-bit pool") {
+  const PrecisionWindowTokens kWindow16[] = {{64, 64}, {0, 0}, {64, 0}, {0, 128}};
   size_t i = 0;
-  for (const HotTokens& hot : kHot) {
+  for (const PrecisionWindowTokens& window16 : kWindow16) {
     for (int window : {0, 100, 150}) {
-      Case c = {.k = kFp4Nv, .v = kFp4Nv, .window = window, .hot = hot};
+      Case c = {.k = kFp4Nv, .v = kFp4Nv, .window = window, .window16 = window16};
       c.k = i % 3 == 0 ? kInt8 : i % 3 == 1 ? kFp8E4m3 : kFp4Nv;
       c.block_seq_len = kBlockLens[i % 4];
       c.dtype = i % 2 == 0 ? DataType::kFloat16 : DataType::kBFloat16;
       c.sinks = c.mean = i % 2 == 0;
       c.group = 2;
       const auto context = static_cast<int32_t>(200 + 13 * i);
-      c.most_context = context;
+      c.max_context = context;
       CheckCase(c, {context, 64, static_cast<int32_t>(1 + 17 * i)});
       ++i;
     }
   }
 }
 
-TEST_CASE("hot blocks: long hot and cold ranges are cut" * doctest::test_suite("small")) {
-  Case c = {.k = kInt4, .v = kInt4, .group = 1, .hot = {576, 640}};
-  c.most_seqs = 1;
-  c.most_context = 2000;
+TEST_CASE("16-bit blocks: long 16-bit and quantized ranges are cut" *
+          doctest::test_suite("small")) {
+  Case c = {.k = kInt4, .v = kInt4, .group = 1, .window16 = {576, 640}};
+  c.max_seqs = 1;
+  c.max_context = 2000;
   CheckCase(c, {2000}, 4);
 }
 
 TEST_CASE("a recorded step is right for other contexts and tables" * doctest::test_suite("small")) {
-  Case c = {.k = kFp8E4m3, .v = kInt4, .group = 1, .block_seq_len = 32, .hot = {64, 64}};
+  Case c = {.k = kFp8E4m3, .v = kInt4, .group = 1, .block_seq_len = 32, .window16 = {64, 64}};
   c.sinks = true;
-  c.most_context = 700;
+  c.max_context = 700;
   const Layer layer(c);
   TestGpu gpu(layer, 3);
   const std::vector<std::pair<std::vector<int32_t>, std::vector<int>>> steps = {
@@ -124,8 +125,8 @@ TEST_CASE("a recorded step is right for other contexts and tables" * doctest::te
 
 TEST_CASE("plans keep their addresses until they must grow") {
   Case c = {.group = 1};
-  c.most_seqs = 40;
-  c.most_context = 20;
+  c.max_seqs = 40;
+  c.max_context = 20;
   const Layer layer(c);
   TestGpu gpu(layer, 2);
   const auto upload = [&](size_t num_seqs) {
@@ -138,13 +139,13 @@ TEST_CASE("plans keep their addresses until they must grow") {
   const DecodePlanner::Plan first = upload(3);
   const int generation = gpu.planner().generation();
   const DecodePlanner::Plan second = upload(3);
-  CHECK(second.cold == first.cold);
-  CHECK(second.num_cold == first.num_cold);
+  CHECK(second.quantized == first.quantized);
+  CHECK(second.num_quantized == first.num_quantized);
   CHECK(second.first_partial == first.first_partial);
   CHECK(gpu.planner().generation() == generation);
   upload(40);
   CHECK(gpu.planner().generation() == generation + 1);
-  CHECK(upload(3).num_cold == first.num_cold);
+  CHECK(upload(3).num_quantized == first.num_quantized);
 }
 
 TEST_CASE("layers of one step with different windows have plans of their own") {
@@ -165,7 +166,7 @@ TEST_CASE("layers of one step with different windows have plans of their own") {
   CHECK(planner.Find(p).rule.window == 0);
   p.window = 100;
   CHECK(planner.Find(p).rule.window == 100);
-  CHECK(planner.Find(p).num_cold == 2);
+  CHECK(planner.Find(p).num_quantized == 2);
   p.window = 99;
   CHECK_THROWS_AS(planner.Find(p), InternalError);
   p.window = 100;
@@ -209,34 +210,34 @@ TEST_CASE("what no kernel is built for is refused in words") {
                   "use --device cpu") != std::string::npos);
 }
 
-TEST_CASE("head_dim 256 runs with 99 KiB of shared memory, hot blocks too") {
-  for (KvCacheMode mode : {kFp4Nv, kFp4Mx, kNone}) {
-    Case c = {.k = mode, .v = mode, .dtype = DataType::kBFloat16, .head_dim = 256};
+TEST_CASE("head_dim 256 runs with 99 KiB of shared memory, 16-bit blocks too") {
+  for (KvCacheMode format : {kFp4Nv, kFp4Mx, kNone}) {
+    Case c = {.k = format, .v = format, .dtype = DataType::kBFloat16, .head_dim = 256};
     c.group = 2;
-    c.hot = mode == kFp4Mx ? HotTokens{64, 64} : HotTokens{};
-    c.most_seqs = 2;
-    c.most_context = 330;
+    c.window16 = format == kFp4Mx ? PrecisionWindowTokens{64, 64} : PrecisionWindowTokens{};
+    c.max_seqs = 2;
+    c.max_context = 330;
     const Layer layer(c);
     TestGpu gpu(layer, 2);
-    gpu.context().gpu.shared_bytes_per_block = kMostShared;
+    gpu.context().gpu.shared_bytes_per_block = kMaxShared;
     const Step step(layer, {330, 70}, FirstSequences(2));
     CheckClose(layer, step, gpu.Run(step));
   }
 }
 
 TEST_CASE("two head tiles of four-bit values are read by one block") {
-  for (KvCacheMode mode : {kFp4Mx, kFp4Nv, kInt4, kInt8}) {
+  for (KvCacheMode format : {kFp4Mx, kFp4Nv, kInt4, kInt8}) {
     for (int head_dim : {64, 128}) {
-      Case c = {.k = mode, .v = mode, .head_dim = head_dim};
+      Case c = {.k = format, .v = format, .head_dim = head_dim};
       c.group = head_dim == 64 ? 16 : 19;
       c.block_seq_len = head_dim == 64 ? 64 : 16;
-      c.hot = mode == kFp4Nv ? HotTokens{64, 64} : HotTokens{};
+      c.window16 = format == kFp4Nv ? PrecisionWindowTokens{64, 64} : PrecisionWindowTokens{};
       c.sinks = true;
-      c.most_seqs = 2;
-      c.most_context = 280;
+      c.max_seqs = 2;
+      c.max_context = 280;
       const Layer layer(c);
-      CHECK(FindDecodeVariant(layer.cold.view, c.group, PropertiesOf(0)).heads ==
-            (mode == kInt8 ? 8 : 16));
+      CHECK(FindDecodeVariant(layer.quantized.view, c.group, PropertiesOf(0)).heads ==
+            (format == kInt8 ? 8 : 16));
       TestGpu gpu(layer, 2);
       const Step step(layer, {280, 70}, FirstSequences(2));
       CheckClose(layer, step, gpu.Run(step));

@@ -49,7 +49,7 @@ void CheckPlan(const std::vector<DecodeRange>& ranges, int num_slots, const Deco
       REQUIRE(item.end > at);
       REQUIRE((at == ranges[i].begin || at % kItemGranule == 0));
       const bool is_whole = at == ranges[i].begin && item.end == ranges[i].end;
-      REQUIRE((is_whole || Length(item) >= kLeastItem));
+      REQUIRE((is_whole || Length(item) >= kMinItem));
       at = item.end;
     }
     REQUIRE(at == ranges[i].end);
@@ -58,10 +58,10 @@ void CheckPlan(const std::vector<DecodeRange>& ranges, int num_slots, const Deco
     REQUIRE(Length(plan.items[i - 1]) >= Length(plan.items[i]));
   }
   const auto num_ranges = static_cast<int64_t>(ranges.size());
-  REQUIRE(static_cast<int64_t>(plan.items.size()) <= MostItems(num_ranges, longest, num_slots));
+  REQUIRE(static_cast<int64_t>(plan.items.size()) <= MaxItems(num_ranges, longest, num_slots));
 }
 
-TEST_CASE("a plan covers every range once, in items of at least kLeastItem, longest first") {
+TEST_CASE("a plan covers every range once, in items of at least kMinItem, longest first") {
   Random random(5);
   DecodePlan plan;
   for (int round = 0; round < 20000; ++round) {
@@ -83,9 +83,9 @@ TEST_CASE("no item is much longer than an equal share") {
     for (const DecodeRange& range : ranges) {
       total += range.end - range.begin + kItemCost;
     }
-    const int64_t share = std::max<int64_t>(total / num_slots + kItemCost, kLeastItem);
+    const int64_t share = std::max<int64_t>(total / num_slots + kItemCost, kMinItem);
     for (const DecodeItem& item : plan.items) {
-      REQUIRE(Length(item) <= share + 2 * kItemGranule + 2 * kLeastItem);
+      REQUIRE(Length(item) <= share + 2 * kItemGranule + 2 * kMinItem);
     }
   }
 }
@@ -101,10 +101,10 @@ TEST_CASE("one long sequence fills the GPU") {
   }
   const std::vector<DecodeRange> shorter = {{0, 8192}};
   PlanDecode(shorter, kSlots, &plan);
-  CHECK(plan.items.size() == 8192 / kLeastItem);
+  CHECK(plan.items.size() == 8192 / kMinItem);
 }
 
-// What each position of a sequence is read by: the number of cold items and of hot ones.
+// What each position of a sequence is read by: the number of quantized items and of 16-bit ones.
 using Readers = std::vector<std::pair<int, int>>;
 
 Readers ReadersOf(const AttentionPlan& plan, int sequence, int context) {
@@ -116,8 +116,8 @@ Readers ReadersOf(const AttentionPlan& plan, int sequence, int context) {
       }
     }
   };
-  count(plan.cold(), &std::pair<int, int>::first);
-  count(plan.hot(), &std::pair<int, int>::second);
+  count(plan.quantized(), &std::pair<int, int>::first);
+  count(plan.window16(), &std::pair<int, int>::second);
   return readers;
 }
 
@@ -125,17 +125,18 @@ Readers WantedReaders(const LayerRule& rule, int context) {
   Readers readers(static_cast<size_t>(context));
   for (int p = 0; p < context; ++p) {
     const bool is_seen = rule.window == 0 || p >= context - rule.window;
-    const bool is_hot =
-        rule.hot.enabled() && rule.hot.IsHot(p / rule.hot.block_seq_len, context - 1);
-    readers[static_cast<size_t>(p)] = {is_seen && !is_hot, is_seen && is_hot};
+    const bool is_in_window16 =
+        rule.window16.enabled() &&
+        rule.window16.IsInWindow16(p / rule.window16.block_seq_len, context - 1);
+    readers[static_cast<size_t>(p)] = {is_seen && !is_in_window16, is_seen && is_in_window16};
   }
   return readers;
 }
 
 // The partials of a sequence are those of its items, each once.
 void CheckPartials(const AttentionPlan& plan, size_t num_seqs) {
-  std::vector<DecodeItem> items = plan.cold();
-  items.insert(items.end(), plan.hot().begin(), plan.hot().end());
+  std::vector<DecodeItem> items = plan.quantized();
+  items.insert(items.end(), plan.window16().begin(), plan.window16().end());
   items = ByPartial(items);
   REQUIRE(plan.first_partial.size() == num_seqs + 1);
   REQUIRE(plan.first_partial.back() == static_cast<int32_t>(items.size()));
@@ -153,7 +154,7 @@ LayerRule RandomRule(Random& random) {
   rule.window = windows[random() % 7];
   if (random() % 4 != 0) {
     const int block = 16 << random() % 4;
-    rule.hot = MakeHotRule(
+    rule.window16 = MakePrecisionWindow(
         {static_cast<int>(64 * (random() % 12)), static_cast<int>(64 * (random() % 12))}, block);
   }
   return rule;
@@ -176,20 +177,22 @@ TEST_CASE("every position that a query sees is read once, from the pool that the
     }
     CheckPartials(plan, context_lens.size());
     const auto num_seqs = static_cast<int64_t>(context_lens.size());
-    REQUIRE(static_cast<int64_t>(plan.cold().size()) <= rule.MostCold(num_seqs, num_slots));
-    REQUIRE(static_cast<int64_t>(plan.hot().size()) <= rule.MostHot(num_seqs, num_slots));
+    REQUIRE(static_cast<int64_t>(plan.quantized().size()) <=
+            rule.MaxQuantizedItems(num_seqs, num_slots));
+    REQUIRE(static_cast<int64_t>(plan.window16().size()) <=
+            rule.MaxWindow16Items(num_seqs, num_slots));
   }
 }
 
 TEST_CASE("layers with short windows have few items, whatever the GPU") {
   const int num_slots = 264;
-  CHECK(LayerRule{128}.MostCold(3, num_slots) == 3);
-  CHECK(LayerRule{}.MostCold(3, num_slots) == 266);
-  CHECK(LayerRule{}.MostHot(3, num_slots) == 0);
-  const LayerRule hot = {128, MakeHotRule({64, 128}, 64)};
-  CHECK(hot.hot.IsAlwaysHot(hot.window));
-  CHECK(hot.MostCold(3, num_slots) == 0);
-  CHECK(hot.MostHot(3, num_slots) == 6);
+  CHECK(LayerRule{128}.MaxQuantizedItems(3, num_slots) == 3);
+  CHECK(LayerRule{}.MaxQuantizedItems(3, num_slots) == 266);
+  CHECK(LayerRule{}.MaxWindow16Items(3, num_slots) == 0);
+  const LayerRule window16 = {128, MakePrecisionWindow({64, 128}, 64)};
+  CHECK(window16.window16.IsAlwaysInWindow16(window16.window));
+  CHECK(window16.MaxQuantizedItems(3, num_slots) == 0);
+  CHECK(window16.MaxWindow16Items(3, num_slots) == 6);
 }
 
 }  // namespace

@@ -218,14 +218,14 @@ TEST_CASE_FIXTURE(Fixture, "routes: every number of experts, ties, NaN and infin
       if (top_k > experts) {
         continue;
       }
-      for (const bool normalise : {false, true}) {
+      for (const bool normalize : {false, true}) {
         CAPTURE(experts);
         CAPTURE(top_k);
         RouteExpertsParams params;
         params.num_tokens = kTokens;
         params.num_experts = experts;
         params.top_k = top_k;
-        params.normalise = normalise;
+        params.normalize = normalize;
         const Routes got = Route(*this, logits, params);
         const Routes want = RouteOnCpu(*this, logits, params);
         CHECK(got.ids == want.ids);

@@ -228,7 +228,7 @@ TEST_CASE("experts, from the router's logits to the sum") {
                            .num_tokens = kTokens,
                            .num_experts = kExperts,
                            .top_k = kTopK,
-                           .normalise = true});
+                           .normalize = true});
       device.GroupRows({.ids = ids[side],
                         .slots = slots[side],
                         .x_rows = x_rows[side],

@@ -19,7 +19,7 @@ namespace turbomind::testing {
 namespace {
 
 // Of the output's norm. The GPU rounds queries, weights of the softmax and values to 16 bits: 11
-// bits of FP16, 8 of BF16, which is used for a BF16 cache that is not quantised.
+// bits of FP16, 8 of BF16, which is used for a BF16 cache that is not quantized.
 constexpr double kMaxError = 2e-3;
 constexpr double kMaxErrorBFloat = 8e-3;
 
@@ -36,7 +36,7 @@ struct KvCase {
   int group = 2;
   int window = 0;
   bool sinks = false;
-  bool hot = false;                            // first and newest tokens in 16 bit
+  bool window16 = false;                       // first and newest tokens in 16 bit
   bool as_served = false;                      // rotation, scale search, a mean of K
   std::vector<int> contexts = {210, 35, 150};  // before the first step
 };
@@ -44,12 +44,13 @@ struct KvCase {
 std::string Describe(const KvCase& c) {
   return std::string(ToString(c.k)) + " / " + ToString(c.v) + ", " + ToString(c.dtype) +
          ", head_dim " + std::to_string(c.head_dim) + ", window " + std::to_string(c.window) +
-         (c.hot ? ", hot" : "") + (c.as_served ? ", as served" : "");
+         (c.window16 ? ", 16-bit" : "") + (c.as_served ? ", as served" : "");
 }
 
-block::Layout LayoutOf(const KvCase& c, bool hot) {
+block::Layout LayoutOf(const KvCase& c, bool window16) {
   block::Config config;
-  config.layers = {hot ? block::Config::LayerModes{} : block::Config::LayerModes{c.k, c.v}};
+  config.layers = {window16 ? block::Config::LayerFormats{}
+                            : block::Config::LayerFormats{c.k, c.v}};
   config.kv_heads = c.kv_heads;
   config.head_dim = c.head_dim;
   config.block_seq_len = kBlockTokens;
@@ -63,23 +64,23 @@ class Layer {
   Layer(Devices& devices, const KvCase& c)
       : devices_(devices),
         case_(c),
-        cold_(LayoutOf(c, false)),
+        quantized_(LayoutOf(c, false)),
         warm_(LayoutOf(c, true)),
         blocks_(4 + static_cast<int>(CeilDiv(c.contexts[0], kBlockTokens))),
-        data_(devices, Zeros(cold_.block_bytes())),
-        scales_(devices, Zeros(std::max<int64_t>(16, cold_.scale_block_bytes()))),
-        hot_(devices, Zeros(warm_.block_bytes())),
+        data_(devices, Zeros(quantized_.block_bytes())),
+        scales_(devices, Zeros(std::max<int64_t>(16, quantized_.scale_block_bytes()))),
+        window16_(devices, Zeros(warm_.block_bytes())),
         bias_(devices, Normal(Row(), 1)),
         norm_(devices, Normal(static_cast<size_t>(c.head_dim), 2, 0.1f)),
         mean_(devices, Normal(static_cast<size_t>(c.kv_heads * c.head_dim), 3)),
         sinks_(devices, Normal(static_cast<size_t>(q_heads()), 4)),
-        factors_(devices, std::vector<float>(static_cast<size_t>(c.kv_heads), 0.75f)),
+        global_scales_(devices, std::vector<float>(static_cast<size_t>(c.kv_heads), 0.75f)),
         num_nonfinite_(devices, {0}),
-        qkv_(devices, Unwritten(most_tokens() * Row())),
-        dot_(devices, Unwritten(most_tokens() * static_cast<size_t>(q_heads()))),
-        out_(devices, Unwritten(most_tokens() * Width())),
+        qkv_(devices, Unwritten(max_tokens() * Row())),
+        dot_(devices, Unwritten(max_tokens() * static_cast<size_t>(q_heads()))),
+        out_(devices, Unwritten(max_tokens() * Width())),
         dense_(devices, Unwritten(2 * c.contexts.size() * static_cast<size_t>(c.kv_heads) *
-                                  static_cast<size_t>(most_positions() * c.head_dim))),
+                                  static_cast<size_t>(max_positions() * c.head_dim))),
         lengths_(c.contexts.size(), 0) {}
 
   int q_heads() const { return case_.group * case_.kv_heads; }
@@ -89,58 +90,59 @@ class Layer {
   int num_steps() const { return static_cast<int>(steps_); }
   // That the GPU did not take from a record.
   int num_runs() const { return num_runs_; }
-  int num_with_moves() const { return num_with_moves_; }
+  int num_with_pending() const { return num_with_pending_; }
 
  private:
   std::vector<std::byte> Zeros(int64_t block_bytes) const {
     const auto blocks = static_cast<int64_t>(case_.contexts.size()) * blocks_;
     return std::vector<std::byte>(static_cast<size_t>(block_bytes * blocks));
   }
-  int most_positions() const { return blocks_ * kBlockTokens; }
-  size_t most_tokens() const {
+  int max_positions() const { return blocks_ * kBlockTokens; }
+  size_t max_tokens() const {
     return static_cast<size_t>(std::accumulate(case_.contexts.begin(), case_.contexts.end(), 0));
   }
   size_t Width() const { return static_cast<size_t>(q_heads() * case_.head_dim); }
   size_t Row() const {
     return static_cast<size_t>((q_heads() + 2 * case_.kv_heads) * case_.head_dim);
   }
-  HotRule Rule() const {
-    return case_.hot ? MakeHotRule({kRecentTokens, kRecentTokens}, kBlockTokens) : HotRule();
+  PrecisionWindow Rule() const {
+    return case_.window16 ? MakePrecisionWindow({kRecentTokens, kRecentTokens}, kBlockTokens)
+                          : PrecisionWindow();
   }
   KvLayerView View(int side) const {
-    KvLayerView view = cold_.LayerView(0, data_[side], scales_[side]);
+    KvLayerView view = quantized_.LayerView(0, data_[side], scales_[side]);
     for (int s = 0; s < 2; ++s) {
-      view.g[s] = HasFactor(view.mode[s]) ? factors_[side] : nullptr;
+      view.global_scale[s] = HasGlobalScale(view.format[s]) ? global_scales_[side] : nullptr;
     }
     return view;
   }
-  KvLayerView HotView(int side) const {
-    return case_.hot ? warm_.LayerView(0, hot_[side], nullptr) : KvLayerView();
+  KvLayerView Window16View(int side) const {
+    return case_.window16 ? warm_.LayerView(0, window16_[side], nullptr) : KvLayerView();
   }
 
   struct Arrays {
-    std::vector<int32_t> tokens, cu_seqlens = {0}, context_lens, positions, cold, hot;
-    std::vector<BlockMove> moves;
+    std::vector<int32_t> tokens, cu_seqlens = {0}, context_lens, positions, quantized, window16;
+    std::vector<PendingQuantization> blocks_to_quantize;
     StepGroup group;
   };
   void FillArrays(const std::vector<int>& counts, Arrays& arrays);
-  ProcessKVParams Write(int side) const;
+  WriteKvParams Write(int side) const;
   AttentionParams Attention(int side) const;
   void RunOps(int side, const BatchView& batch);
 
   Devices& devices_;
   KvCase case_;
-  block::Layout cold_;
+  block::Layout quantized_;
   block::Layout warm_;
   int blocks_;  // of a sequence
   Both<std::byte> data_;
   Both<std::byte> scales_;
-  Both<std::byte> hot_;
+  Both<std::byte> window16_;
   Both<float> bias_;
   Both<float> norm_;
   Both<float> mean_;
   Both<float> sinks_;
-  Both<float> factors_;
+  Both<float> global_scales_;
   Both<int64_t> num_nonfinite_;
   // Of every step: what is recorded holds addresses.
   Both<float> qkv_;
@@ -150,7 +152,7 @@ class Layer {
   std::vector<int> lengths_;
   unsigned steps_ = 0;
   int num_runs_ = 0;
-  int num_with_moves_ = 0;
+  int num_with_pending_ = 0;
 };
 
 void Layer::FillArrays(const std::vector<int>& counts, Arrays& a) {
@@ -166,14 +168,15 @@ void Layer::FillArrays(const std::vector<int>& counts, Arrays& a) {
       a.positions.push_back(p);
     }
     for (int block = 0; block < blocks_; ++block) {  // every block has both copies
-      a.cold.push_back(static_cast<int32_t>(i) * blocks_ + (blocks_ - 1 - block));
-      a.hot.push_back(static_cast<int32_t>(i) * blocks_ + block);
+      a.quantized.push_back(static_cast<int32_t>(i) * blocks_ + (blocks_ - 1 - block));
+      a.window16.push_back(static_cast<int32_t>(i) * blocks_ + block);
     }
     const int row = static_cast<int>(i) * blocks_;
-    for (int block = 0; case_.hot && block * kBlockTokens < lengths_[i]; ++block) {
+    for (int block = 0; case_.window16 && block * kBlockTokens < lengths_[i]; ++block) {
       const bool is_new = block * kBlockTokens >= before;
-      if ((is_new || Rule().IsHot(block, before - 1)) && !Rule().IsHot(block, lengths_[i] - 1)) {
-        a.moves.push_back({row + block, row + blocks_ - 1 - block});
+      if ((is_new || Rule().IsInWindow16(block, before - 1)) &&
+          !Rule().IsInWindow16(block, lengths_[i] - 1)) {
+        a.blocks_to_quantize.push_back({row + block, row + blocks_ - 1 - block});
       }
     }
   }
@@ -183,18 +186,18 @@ void Layer::FillArrays(const std::vector<int>& counts, Arrays& a) {
                        .cu_seqlens = a.cu_seqlens.data(),
                        .context_lens = a.context_lens.data(),
                        .positions = a.positions.data(),
-                       .block_tables = a.cold.data(),
+                       .block_tables = a.quantized.data(),
                        .block_table_stride = blocks_,
-                       .hot_tables = case_.hot ? a.hot.data() : nullptr,
-                       .moves = a.moves.data(),
-                       .num_moves = static_cast<int>(a.moves.size())},
+                       .window16_tables = case_.window16 ? a.window16.data() : nullptr,
+                       .blocks_to_quantize = a.blocks_to_quantize.data(),
+                       .num_to_quantize = static_cast<int>(a.blocks_to_quantize.size())},
              .window = case_.window,
              .kv_heads = case_.kv_heads,
-             .has_hot = case_.hot,
+             .has_window16 = case_.window16,
              .rule = Rule()};
 }
 
-ProcessKVParams Layer::Write(int side) const {
+WriteKvParams Layer::Write(int side) const {
   return {.qkv = qkv_[side],
           .bias = bias_[side],
           .q_norm = norm_[side],
@@ -205,7 +208,7 @@ ProcessKVParams Layer::Write(int side) const {
           .k_mean = case_.as_served ? mean_[side] : nullptr,
           .q_dot_mean = case_.as_served ? dot_[side] : nullptr,
           .kv = View(side),
-          .hot = HotView(side),
+          .window16 = Window16View(side),
           .batch = {},
           .num_nonfinite = num_nonfinite_[side]};
 }
@@ -220,7 +223,7 @@ AttentionParams Layer::Attention(int side) const {
           .sinks = case_.sinks ? sinks_[side] : nullptr,
           .q_dot_mean = case_.as_served && case_.sinks ? dot_[side] : nullptr,
           .kv = View(side),
-          .hot = HotView(side),
+          .window16 = Window16View(side),
           .rule = Rule(),
           .batch = {}};
 }
@@ -228,15 +231,15 @@ AttentionParams Layer::Attention(int side) const {
 void Layer::RunOps(int side, const BatchView& batch) {
   num_runs_ += side == kGpu ? 1 : 0;
   Device& device = *devices_.of[side];
-  ProcessKVParams write = Write(side);
+  WriteKvParams write = Write(side);
   write.batch = batch;
-  device.ProcessKV(write);
-  if (batch.num_moves > 0) {
-    device.QuantiseBlocks({.kv = View(side),
-                           .hot = HotView(side),
+  device.WriteKv(write);
+  if (batch.num_to_quantize > 0) {
+    device.QuantizeBlocks({.kv = View(side),
+                           .window16 = Window16View(side),
                            .search_scales = case_.as_served,
-                           .moves = batch.moves,
-                           .num_moves = batch.num_moves});
+                           .blocks_to_quantize = batch.blocks_to_quantize,
+                           .num_to_quantize = batch.num_to_quantize});
   }
   AttentionParams attention = Attention(side);
   attention.out = out_[side];
@@ -249,9 +252,9 @@ void Layer::RunOps(int side, const BatchView& batch) {
   }
   device.FlattenKV({.k = dense_[side],
                     .v = dense_[side] + dense_.size() / 2,
-                    .max_len = most_positions(),
+                    .max_len = max_positions(),
                     .kv = View(side),
-                    .hot = HotView(side),
+                    .window16 = Window16View(side),
                     .rule = Rule(),
                     .batch = batch});
 }
@@ -261,7 +264,7 @@ void Layer::Step(const std::vector<int>& counts) {
   FillArrays(counts, arrays);
   const BatchView& batch = arrays.group.batch;
   const auto tokens = static_cast<size_t>(batch.num_tokens);
-  num_with_moves_ += batch.num_moves > 0 ? 1 : 0;
+  num_with_pending_ += batch.num_to_quantize > 0 ? 1 : 0;
   qkv_.Write(Normal(tokens * Row(), 100 + steps_++));
   out_.Write(Unwritten(out_.size()));
   for (const int side : {kCpu, kGpu}) {
@@ -276,11 +279,12 @@ void Layer::Step(const std::vector<int>& counts) {
   CHECK(dot_.Same());
   CHECK(data_.Same());
   CHECK(scales_.Same());
-  CHECK(hot_.Same());
+  CHECK(window16_.Same());
   CHECK(dense_.Same());
   CHECK(num_nonfinite_.Same());
-  const bool bfloat = case_.dtype == DataType::kBFloat16 &&
-                      (case_.hot || case_.k == KvCacheMode::kNone || case_.v == KvCacheMode::kNone);
+  const bool bfloat =
+      case_.dtype == DataType::kBFloat16 &&
+      (case_.window16 || case_.k == KvCacheMode::kNone || case_.v == KvCacheMode::kNone);
   CHECK(RelativeError(out_, tokens * Width()) < (bfloat ? kMaxErrorBFloat : kMaxError));
 }
 
@@ -299,17 +303,17 @@ void CheckCase(const KvCase& c) {
 }
 
 TEST_CASE("every format, 16 bit of both kinds, head_dim 64 and 128") {
-  for (const KvCacheMode mode : kAllKvCacheModes) {
-    CheckCase({.k = mode, .v = mode, .dtype = DataType::kFloat16});
-    CheckCase({.k = mode, .v = mode, .head_dim = 128, .contexts = {66, 20, 40}});
+  for (const KvCacheMode format : kAllKvCacheModes) {
+    CheckCase({.k = format, .v = format, .dtype = DataType::kFloat16});
+    CheckCase({.k = format, .v = format, .head_dim = 128, .contexts = {66, 20, 40}});
   }
 }
 
-TEST_CASE("four bits as they are served: rotation, search, mean, hot blocks") {
-  for (const KvCacheMode mode : {KvCacheMode::kFp4Nv, KvCacheMode::kFp4Mx, KvCacheMode::kInt4}) {
-    CheckCase({.k = mode, .v = mode, .hot = true, .as_served = true});
-    CheckCase({.k = mode,
-               .v = mode,
+TEST_CASE("four bits as they are served: rotation, search, mean, 16-bit blocks") {
+  for (const KvCacheMode format : {KvCacheMode::kFp4Nv, KvCacheMode::kFp4Mx, KvCacheMode::kInt4}) {
+    CheckCase({.k = format, .v = format, .window16 = true, .as_served = true});
+    CheckCase({.k = format,
+               .v = format,
                .group = 8,
                .window = 32,
                .sinks = true,
@@ -325,13 +329,13 @@ TEST_CASE("steps that move blocks are recorded and replayed, too") {
                         .v = KvCacheMode::kFp4Nv,
                         .kv_heads = 1,
                         .group = 1,
-                        .hot = true,
+                        .window16 = true,
                         .contexts = {143, 143, 142, 141}});
   layer.Step({143, 143, 142, 141});
   for (int i = 0; i < 6; ++i) {
     layer.Step({1, 1, 1, 1});
   }
-  CHECK(layer.num_with_moves() == 3);
+  CHECK(layer.num_with_pending() == 3);
   CHECK(layer.num_steps() == 7);
   // The prompts; of two kinds of decode steps the first, and the second, which is recorded.
   CHECK(layer.num_runs() == 5);
@@ -340,7 +344,7 @@ TEST_CASE("steps that move blocks are recorded and replayed, too") {
 TEST_CASE("sliding windows with sinks, keys wider than values") {
   CheckCase({.k = KvCacheMode::kNone, .v = KvCacheMode::kNone, .window = 40, .sinks = true});
   CheckCase({.k = KvCacheMode::kInt8, .v = KvCacheMode::kFp4Nv, .window = 40, .sinks = true});
-  CheckCase({.k = KvCacheMode::kFp8E4m3, .v = KvCacheMode::kInt4, .hot = true});
+  CheckCase({.k = KvCacheMode::kFp8E4m3, .v = KvCacheMode::kInt4, .window16 = true});
 }
 
 }  // namespace

@@ -21,10 +21,10 @@ namespace {
 using testing::TinyOptions;
 
 // Of the logits' L2 norm. Operands of the GPU's products have 8 bits (linear layers, a BF16 cache)
-// or 11, the CPU's 16. Values that differ so may be stored as neighbouring codes: no more than what
+// or 11, the CPU's 16. Values that differ so may be stored as neighboring codes: no more than what
 // the format itself changes is added to it.
 constexpr double kMaxError = 0.03;
-const TinyOptions kPacked = {.quantised = true};  // FP32 layers take long, run so
+const TinyOptions kPacked = {.quantized = true};  // FP32 layers take long, run so
 constexpr int kNewTokens = 5;
 constexpr int64_t kFreeBytes = int64_t{576} << 20;  // 512 MiB stay for the ops
 
@@ -75,20 +75,20 @@ std::vector<float> Row(const RequestOutput& output, size_t token) {
   return {begin, begin + testing::kVocab};
 }
 
-// With nothing quantised, on the CPU.
+// With nothing quantized, on the CPU.
 Outputs RunPlain(Setting setting) {
-  setting.config.kv_mode = KvCacheMode::kNone;
+  setting.config.kv_format = KvCacheMode::kNone;
   setting.config.kv_layers.clear();
   return RunOn(MakeCpuDevice(1), setting, Requests(setting));
 }
 
 // What the format changes in the first logits, at most.
 double FormatError(const Outputs& stored, const Outputs& plain) {
-  double most = 0;
+  double max_value = 0;
   for (const auto& [id, output] : plain) {
-    most = std::max(most, Error(Row(stored.at(id), 0), Row(output, 0)));
+    max_value = std::max(max_value, Error(Row(stored.at(id), 0), Row(output, 0)));
   }
-  return most;
+  return max_value;
 }
 
 // The first logits of the request that the format changes most are nearer to the stored ones; false
@@ -109,7 +109,7 @@ bool CheckStored(const Outputs& got, const Outputs& want, const Outputs& plain) 
 }
 
 // Logits up to the first token that differs: what follows answers another text.
-void CheckAlike(const Outputs& got, const Outputs& want, double most) {
+void CheckAlike(const Outputs& got, const Outputs& want, double max_value) {
   REQUIRE(got.size() == want.size());
   for (const auto& [id, output] : want) {
     const RequestOutput& other = got.at(id);
@@ -118,7 +118,7 @@ void CheckAlike(const Outputs& got, const Outputs& want, double most) {
     REQUIRE(other.logits.size() == output.logits.size());
     for (size_t t = 0; t < output.tokens.size(); ++t) {
       CAPTURE(t);
-      CHECK(Error(Row(other, t), Row(output, t)) < most);
+      CHECK(Error(Row(other, t), Row(output, t)) < max_value);
       if (other.tokens.at(t) != output.tokens[t]) {
         break;
       }
@@ -126,7 +126,7 @@ void CheckAlike(const Outputs& got, const Outputs& want, double most) {
   }
 }
 
-// Counts what comes to the host, and the tokens that the device draws.
+// Counts what comes to the host, and the tokens that the device samplings.
 class CountingDevice : public testing::ForwardingDevice {
  public:
   using ForwardingDevice::ForwardingDevice;
@@ -136,28 +136,29 @@ class CountingDevice : public testing::ForwardingDevice {
     rows_read += num_bytes / (testing::kVocab * sizeof(float));
     return ForwardingDevice::ReadBack(memory, num_bytes);
   }
-  bool DrawRows(const DrawRowsParams& params) override {
-    ++num_draw_calls;
-    num_drawn += params.num_draws;
-    return ForwardingDevice::DrawRows(params);
+  bool SampleRows(const SampleRowsParams& params) override {
+    ++num_sample_calls;
+    num_sampled += params.num_samplings;
+    return ForwardingDevice::SampleRows(params);
   }
 
   int num_reads = 0;
   size_t rows_read = 0;
-  int num_draw_calls = 0;  // one in each step
-  int num_drawn = 0;
+  int num_sample_calls = 0;  // one in each step
+  int num_sampled = 0;
 };
 
 std::vector<Setting> Settings() {
   std::vector<Setting> settings;
-  for (const KvCacheMode mode : kAllKvCacheModes) {
-    settings.push_back({testing::TinyConfig(), testing::TinyEngineConfig(mode), kPacked});
+  for (const KvCacheMode format : kAllKvCacheModes) {
+    settings.push_back({testing::TinyConfig(), testing::TinyEngineConfig(format), kPacked});
   }
-  Setting hot = {testing::TinyConfig(), testing::TinyEngineConfig(KvCacheMode::kFp4Nv), kPacked};
-  hot.config.kv_quality = {.rotate_k = true, .search_scales = true, .hot = {64, 64}};
-  hot.prompts = {210, 3, 140};  // blocks leave the recent window
-  settings.push_back(hot);
-  Setting mixed = hot;
+  Setting window16 = {testing::TinyConfig(), testing::TinyEngineConfig(KvCacheMode::kFp4Nv),
+                      kPacked};
+  window16.config.kv_quality = {.rotate_k = true, .search_scales = true, .window16 = {64, 64}};
+  window16.prompts = {210, 3, 140};  // blocks leave the recent window
+  settings.push_back(window16);
+  Setting mixed = window16;
   mixed.config.kv_layers = {{KvCacheMode::kFp8E4m3, KvCacheMode::kFp4Mx},
                             {KvCacheMode::kInt8, KvCacheMode::kInt4}};
   settings.push_back(mixed);
@@ -171,9 +172,9 @@ std::vector<Setting> Settings() {
 }
 
 TEST_CASE("an engine on a GPU answers as one on a CPU") {
-  int num_told = 0;
+  int num_tokens_sent = 0;
   for (const Setting& setting : Settings()) {
-    CAPTURE(std::string(ToString(setting.config.kv_mode)));
+    CAPTURE(std::string(ToString(setting.config.kv_format)));
     CAPTURE(setting.model.moe.num_experts);
     CAPTURE(setting.config.kv_quality.rotate_k);
     const auto requests = Requests(setting);
@@ -181,13 +182,13 @@ TEST_CASE("an engine on a GPU answers as one on a CPU") {
     const Outputs plain = RunPlain(setting);
     const Outputs got = RunOn(cuda::MakeDevice(0, {}), setting, requests);
     CheckAlike(got, want, kMaxError + FormatError(want, plain));
-    num_told += CheckStored(got, want, plain) ? 1 : 0;
+    num_tokens_sent += CheckStored(got, want, plain) ? 1 : 0;
   }
-  CHECK(num_told == 9);  // all but 16 bit, int8 and one mix
+  CHECK(num_tokens_sent == 9);  // all but 16 bit, int8 and one mix
 }
 
 // With their logits the rows come to the host, and are sampled there.
-TEST_CASE("tokens that the GPU draws are those that the host draws") {
+TEST_CASE("tokens that the GPU samples are those that the host samples") {
   const Setting setting = {testing::TinyConfig(), testing::TinyEngineConfig(KvCacheMode::kFp4Nv),
                            kPacked};
   const auto requests = [&](LogitsOutput output) {
@@ -206,11 +207,11 @@ TEST_CASE("tokens that the GPU draws are those that the host draws") {
   const auto device =
       std::make_shared<CountingDevice>(cuda::MakeDevice(0, {.deterministic = true}));
   const Outputs got = RunOn(device, setting, requests(LogitsOutput::kNone));
-  CHECK(device->num_drawn == 3 * kNewTokens);
+  CHECK(device->num_sampled == 3 * kNewTokens);
   CHECK(device->rows_read == 0);
-  CHECK(device->num_reads == device->num_draw_calls);  // each a wait
+  CHECK(device->num_reads == device->num_sample_calls);  // each a wait
   const Outputs want = RunOn(device, setting, requests(LogitsOutput::kGeneration));
-  CHECK(device->num_drawn == 3 * kNewTokens);
+  CHECK(device->num_sampled == 3 * kNewTokens);
   CHECK(device->rows_read == 3 * kNewTokens);
   for (const auto& [id, output] : want) {
     CHECK(got.at(id).error == "");
@@ -229,11 +230,11 @@ void CheckSameBits(const Outputs& got, uint64_t first_id, const Outputs& want) {
 }
 
 TEST_CASE("deterministic: a sequence has the same bits however it is run") {
-  for (const KvCacheMode mode : {KvCacheMode::kNone, KvCacheMode::kInt8, KvCacheMode::kFp4Nv}) {
-    CAPTURE(std::string(ToString(mode)));
-    Setting setting = {testing::TinyConfig(), testing::TinyEngineConfig(mode), kPacked};
-    if (mode == KvCacheMode::kFp4Nv) {
-      setting.config.kv_quality.hot = {64, 64};
+  for (const KvCacheMode format : {KvCacheMode::kNone, KvCacheMode::kInt8, KvCacheMode::kFp4Nv}) {
+    CAPTURE(std::string(ToString(format)));
+    Setting setting = {testing::TinyConfig(), testing::TinyEngineConfig(format), kPacked};
+    if (format == KvCacheMode::kFp4Nv) {
+      setting.config.kv_quality.window16 = {64, 64};
       setting.prompts = {210, 3, 21};  // blocks leave the recent window
     }
     const CudaDeviceOptions options = {.deterministic = true};

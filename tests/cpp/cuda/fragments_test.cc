@@ -90,7 +90,7 @@ TEST_CASE("E2M1 codes of the kernels equal those of the host model of the instru
   for (uint32_t bits = 0; bits < end; bits += kStep) {
     check(BitsFloat(bits));
   }
-  for (int code = 0; code < 8; ++code) {  // ties, codes and their neighbours
+  for (int code = 0; code < 8; ++code) {  // ties, codes and their neighbors
     const float value = E2M1ToFloat(static_cast<uint8_t>(code));
     const float next = code < 7 ? E2M1ToFloat(static_cast<uint8_t>(code + 1)) : 7.f;
     for (const float x : {value, (value + next) / 2}) {

@@ -20,21 +20,21 @@ void MakeScalesLegal(Step& step) {
   for (size_t i = 0; i < step.scales.size(); ++i) {
     const int side = static_cast<int>(i) % stride < view.scale_bytes[0] ? 0 : 1;
     const int byte = static_cast<int>(step.scales[i]);
-    step.scales[i] = static_cast<std::byte>(view.mode[side] == KvCacheMode::kFp4Mx
-                                                ? kMxLeast + byte % (kMxMost - kMxLeast + 1)
-                                                : byte % (kNvMost + 1));
+    step.scales[i] = static_cast<std::byte>(view.format[side] == KvCacheMode::kFp4Mx
+                                                ? kMxMinByte + byte % (kMxMaxByte - kMxMinByte + 1)
+                                                : byte % (kNvMaxByte + 1));
   }
 }
 
 TEST_CASE("flattened FP32 has the CPU's bits") {
   unsigned seed = 0;
-  for (const ModePair& modes : ListedPairs()) {
+  for (const FormatPair& formats : ListedPairs()) {
     for (int head_dim : {64, 80, 96, 128, 256}) {
-      for (bool hot : {false, true}) {
-        Shape shape = {.modes = modes, .dtype = kTypes[++seed % 2], .head_dim = head_dim};
+      for (bool window16 : {false, true}) {
+        Shape shape = {.formats = formats, .dtype = kTypes[++seed % 2], .head_dim = head_dim};
         shape.contexts[1] = 2 * shape.block_seq_len;  // its last position ends a block
         Step step(shape, seed);
-        step.hot = hot;
+        step.window16 = window16;
         step.tables[1] = -1;
         MakeScalesLegal(step);
         CAPTURE(Describe(shape));
@@ -48,12 +48,12 @@ TEST_CASE("flattened FP32 has the CPU's bits") {
         const GpuArray<float> gpu_v(gpu.stream(), v);
         FlattenKVParams params;
         params.max_len = kMaxLen;
-        params.rule = hot ? HotRule{shape.block_seq_len, 1, 0} : HotRule{};
+        params.rule = window16 ? PrecisionWindow{shape.block_seq_len, 1, 0} : PrecisionWindow{};
         const auto with = [&](const Pointers& p, float* to_k, float* to_v) {
           params.k = to_k;
           params.v = to_v;
           params.kv = ViewOf(step, p);
-          params.hot = HotViewOf(step, p);
+          params.window16 = Window16ViewOf(step, p);
           params.batch = BatchOf(step, p);
           return params;
         };
@@ -83,7 +83,7 @@ std::vector<float> Decoded(Step& step, const KvLayerView& view, const FlattenSpa
   } else if (view.param_bytes[s] > 0) {
     meta = view.Params(side, block, head) + slot * view.param_bytes[s];
   }
-  DispatchMode(view.mode[s], [&]<KvCacheMode M>() {
+  DispatchFormat(view.format[s], [&]<KvCacheMode M>() {
     Codec<M>::DecodeRow(reinterpret_cast<const uint8_t*>(view.Payload(side, block, head) +
                                                          slot * view.row_bytes[s]),
                         reinterpret_cast<const uint8_t*>(meta), view.head_dim, view.dtype, 1.f,
@@ -93,12 +93,12 @@ std::vector<float> Decoded(Step& step, const KvLayerView& view, const FlattenSpa
 }
 
 // `rounds`: a BF16 cache becomes FP16.
-bool IsExpected(uint16_t got, float want, KvCacheMode mode, DataType dtype, bool rounds) {
+bool IsExpected(uint16_t got, float want, KvCacheMode format, DataType dtype, bool rounds) {
   if (IsNan(want)) {
     return true;  // E4M3 on a GPU without conversions has none
   }
-  const bool is_int = mode == KvCacheMode::kInt8 || mode == KvCacheMode::kInt4;
-  if (mode == KvCacheMode::kNone && !rounds) {
+  const bool is_int = format == KvCacheMode::kInt8 || format == KvCacheMode::kInt4;
+  if (format == KvCacheMode::kNone && !rounds) {
     return RoundTo(want, dtype) == LoadAs(reinterpret_cast<const uint8_t*>(&got), dtype, 0);
   }
   if (is_int || rounds) {
@@ -109,9 +109,9 @@ bool IsExpected(uint16_t got, float want, KvCacheMode mode, DataType dtype, bool
 
 TEST_CASE("flattened 16 bits hold the values without their factor" * doctest::test_suite("small")) {
   unsigned seed = 0;
-  for (const ModePair& modes : ListedPairs()) {
+  for (const FormatPair& formats : ListedPairs()) {
     for (int head_dim : {64, 80, 96, 128, 256}) {
-      Shape shape = {.modes = modes, .dtype = kTypes[++seed % 2], .head_dim = head_dim};
+      Shape shape = {.formats = formats, .dtype = kTypes[++seed % 2], .head_dim = head_dim};
       Step step(shape, seed);
       step.tables[static_cast<size_t>(2 * step.table_stride)] = -1;
       MakeScalesLegal(step);
@@ -148,11 +148,11 @@ TEST_CASE("flattened 16 bits hold the values without their factor" * doctest::te
             const std::vector<float> want =
                 Decoded(step, view, span, span.begin + row - span.row, side, head);
             for (int d = 0; d < head_dim; ++d) {
-              const KvCacheMode mode = view.mode[static_cast<int>(side)];
+              const KvCacheMode format = view.format[static_cast<int>(side)];
               const bool rounds =
-                  all_half && mode == KvCacheMode::kNone && shape.dtype == DataType::kBFloat16;
+                  all_half && format == KvCacheMode::kNone && shape.dtype == DataType::kBFloat16;
               wrong += !IsExpected(got[static_cast<size_t>((head * kRows + row) * head_dim + d)],
-                                   want[static_cast<size_t>(d)], mode, shape.dtype, rounds);
+                                   want[static_cast<size_t>(d)], format, shape.dtype, rounds);
             }
           }
         }
@@ -164,27 +164,28 @@ TEST_CASE("flattened 16 bits hold the values without their factor" * doctest::te
 
 TEST_CASE("the spans of a chunk hold what its queries see in each view") {
   constexpr int kLength = 4;  // of a block
-  for (const HotRule& rule :
-       {HotRule{}, HotRule{kLength, 0, 0}, HotRule{kLength, 1, 0}, HotRule{kLength, 2, 1}}) {
+  for (const PrecisionWindow& rule :
+       {PrecisionWindow{}, PrecisionWindow{kLength, 0, 0}, PrecisionWindow{kLength, 1, 0},
+        PrecisionWindow{kLength, 2, 1}}) {
     for (int window : {0, 1, 5, 13}) {
       for (int context = 1; context <= 30; ++context) {
         for (int first = 0; first < context; ++first) {
           const SeenSpans spans = SpansOf(rule, window, first, context);
           int wrong = 0;
           for (int t = 0; t < context; ++t) {
-            bool cold = false;
-            bool hot = false;
+            bool quantized = false;
+            bool window16 = false;
             for (int p = std::max(first, t); p < context; ++p) {
               const bool seen = window == 0 || t > p - window;
-              const bool is_hot = rule.enabled() && rule.IsHot(t / kLength, p);
-              cold = cold || (seen && !is_hot);
-              hot = hot || (seen && is_hot);
+              const bool is_in_window16 = rule.enabled() && rule.IsInWindow16(t / kLength, p);
+              quantized = quantized || (seen && !is_in_window16);
+              window16 = window16 || (seen && is_in_window16);
             }
             const auto in = [&](const PositionSpan& s) { return t >= s.begin && t < s.end; };
-            const bool in_hot = in(spans.sinks) || in(spans.recent);
-            wrong += (cold && !in(spans.cold)) || (hot && !in_hot);
+            const bool in_window16 = in(spans.sinks) || in(spans.recent);
+            wrong += (quantized && !in(spans.quantized)) || (window16 && !in_window16);
             if (window == 0) {
-              wrong += cold != in(spans.cold) || hot != in_hot;
+              wrong += quantized != in(spans.quantized) || window16 != in_window16;
             }
             wrong += in(spans.sinks) && in(spans.recent);
           }

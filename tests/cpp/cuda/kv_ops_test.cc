@@ -22,11 +22,11 @@ void CheckProcess(Step step) {
   CAPTURE(Describe(step.shape));
   const Gpu gpu;
   const GpuStep on_gpu(gpu, step);
-  CudaProcessKV(gpu.context, ProcessParams(step, on_gpu.pointers()));
-  Cpu().ProcessKV(ProcessParams(step, CpuPointers(step)));
+  CudaWriteKv(gpu.context, ProcessParams(step, on_gpu.pointers()));
+  Cpu().WriteKv(ProcessParams(step, CpuPointers(step)));
   CHECK(SameBytes(on_gpu.data.Read(), step.data));
   CHECK(SameBytes(on_gpu.scales.Read(), step.scales));
-  CHECK(SameBytes(on_gpu.hot_data.Read(), step.hot_data));
+  CHECK(SameBytes(on_gpu.window16_data.Read(), step.window16_data));
   CHECK(SameFloats(on_gpu.qkv.Read(), step.qkv));
   CHECK(SameFloats(on_gpu.q_dot_mean.Read(), step.q_dot_mean));
   CHECK(on_gpu.num_nonfinite.Read() == step.num_nonfinite);
@@ -83,9 +83,9 @@ TEST_CASE("a quotient is what division gives") {
   };
   constexpr float kMidpoints[] = {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.f, 100.5f, 9.5f};
   for (int i = 0; i < 100000; ++i) {
-    const float g = std::ldexp(BitsFloat(0x3f800000u | (random() & 0x7fffffu)),
-                               static_cast<int>(random() % 128) - 64);
-    const float d = E4M3ToFloat(static_cast<uint8_t>(1 + random() % 0x7e)) * g;
+    const float global_scale = std::ldexp(BitsFloat(0x3f800000u | (random() & 0x7fffffu)),
+                                          static_cast<int>(random() % 128) - 64);
+    const float d = E4M3ToFloat(static_cast<uint8_t>(1 + random() % 0x7e)) * global_scale;
     check(BFloat16ToFloat(static_cast<uint16_t>(random() % 0x7f81)), d);
     check(HalfToFloat(static_cast<uint16_t>(random() % 0x7c01)), d);
     // Beside a midpoint between codes.
@@ -118,11 +118,11 @@ TEST_CASE("E2M1 by a sum is E2M1 by its definition") {
 
 TEST_CASE("what is written is what the CPU writes: every pair of formats, head_dim and dtype") {
   unsigned seed = 0;
-  for (const ModePair& modes : ListedPairs()) {
+  for (const FormatPair& formats : ListedPairs()) {
     for (int head_dim : {64, 80, 96, 128, 256}) {
       for (DataType dtype : kTypes) {
         for (bool search : {false, true}) {
-          Shape shape = {.modes = modes, .dtype = dtype, .head_dim = head_dim};
+          Shape shape = {.formats = formats, .dtype = dtype, .head_dim = head_dim};
           const float factors[] = {1.f, 0.75f, 0.3f, 0x1p-64f, 0x1.8p60f};
           shape.factor = factors[++seed % 5];
           Step step(shape, seed);
@@ -150,7 +150,7 @@ struct Ingredients {
   int rope_dim = 0;
   bool mean = false;
   bool rotate = false;
-  bool hot = false;
+  bool window16 = false;
 };
 
 Step MakeStep(const Shape& shape, const Ingredients& with, unsigned seed) {
@@ -175,7 +175,7 @@ Step MakeStep(const Shape& shape, const Ingredients& with, unsigned seed) {
     step.q_dot_mean.assign(tokens * heads * static_cast<size_t>(shape.group), -1.f);
   }
   step.rotate = with.rotate;
-  step.hot = with.hot;
+  step.window16 = with.window16;
   return step;
 }
 
@@ -186,7 +186,7 @@ TEST_CASE("bias, norm, RoPE, mean and rotation have the CPU's bits") {
     for (int rope_dim : {0, 20, 32, head_dim}) {
       for (int with = 0; with < 32; with += 1 + static_cast<int>(seed % 3)) {
         Shape shape = {.dtype = kTypes[seed % 2], .head_dim = head_dim};
-        shape.modes = ListedPairs()[seed % ListedPairs().size()];
+        shape.formats = ListedPairs()[seed % ListedPairs().size()];
         CAPTURE(rope_dim);
         CAPTURE(with);
         CheckProcess(MakeStep(shape,
@@ -195,7 +195,7 @@ TEST_CASE("bias, norm, RoPE, mean and rotation have the CPU's bits") {
                                .rope_dim = rope_dim,
                                .mean = (with & 4) != 0,
                                .rotate = (with & 8) != 0,
-                               .hot = (with & 16) != 0},
+                               .window16 = (with & 16) != 0},
                               ++seed));
       }
     }
@@ -203,29 +203,30 @@ TEST_CASE("bias, norm, RoPE, mean and rotation have the CPU's bits") {
 }
 
 TEST_CASE("a token without a block is not stored and not counted" * doctest::test_suite("small")) {
-  for (bool hot : {false, true}) {
-    Step step = MakeStep({}, {.hot = hot}, 1);
+  for (bool window16 : {false, true}) {
+    Step step = MakeStep({}, {.window16 = window16}, 1);
     const int row = step.kv_all() * step.shape.head_dim;
     step.qkv[static_cast<size_t>(row) - 1] = NAN;  // of V of the first sequence's token
     std::fill(step.tables.begin(), step.tables.begin() + step.table_stride, -1);
-    std::fill(step.hot_tables.begin(), step.hot_tables.begin() + step.table_stride, -1);
+    std::fill(step.window16_tables.begin(), step.window16_tables.begin() + step.table_stride, -1);
     const Gpu gpu;
     const GpuStep on_gpu(gpu, step);
-    CudaProcessKV(gpu.context, ProcessParams(step, on_gpu.pointers()));
+    CudaWriteKv(gpu.context, ProcessParams(step, on_gpu.pointers()));
     CHECK(on_gpu.num_nonfinite.Read() == step.num_nonfinite);
     // The same step without that token.
-    Step rest = MakeStep({}, {.hot = hot}, 1);
+    Step rest = MakeStep({}, {.window16 = window16}, 1);
     rest.qkv.erase(rest.qkv.begin(), rest.qkv.begin() + row);
     rest.tables.erase(rest.tables.begin(), rest.tables.begin() + rest.table_stride);
-    rest.hot_tables.erase(rest.hot_tables.begin(), rest.hot_tables.begin() + rest.table_stride);
+    rest.window16_tables.erase(rest.window16_tables.begin(),
+                               rest.window16_tables.begin() + rest.table_stride);
     rest.shape.contexts.erase(rest.shape.contexts.begin());
     rest.shape.num_decode = 0;
     rest.cu_seqlens = {0, 2, 3};
     rest.positions.erase(rest.positions.begin());
-    Cpu().ProcessKV(ProcessParams(rest, CpuPointers(rest)));
+    Cpu().WriteKv(ProcessParams(rest, CpuPointers(rest)));
     CHECK(SameBytes(on_gpu.data.Read(), rest.data));
     CHECK(SameBytes(on_gpu.scales.Read(), rest.scales));
-    CHECK(SameBytes(on_gpu.hot_data.Read(), rest.hot_data));
+    CHECK(SameBytes(on_gpu.window16_data.Read(), rest.window16_data));
   }
 }
 
@@ -234,45 +235,45 @@ TEST_CASE("a recorded write runs again" * doctest::test_suite("small")) {
   const Gpu gpu;
   const GpuStep on_gpu(gpu, step);
   BeginCapture(gpu.context.stream);
-  CudaProcessKV(gpu.context, ProcessParams(step, on_gpu.pointers()));
+  CudaWriteKv(gpu.context, ProcessParams(step, on_gpu.pointers()));
   const Graph graph = EndCapture(gpu.context.stream);
   LaunchGraph(graph, gpu.context.stream);
   Synchronize(gpu.context.stream);
   DestroyGraph(graph);
-  Cpu().ProcessKV(ProcessParams(step, CpuPointers(step)));
+  Cpu().WriteKv(ProcessParams(step, CpuPointers(step)));
   CHECK(SameBytes(on_gpu.data.Read(), step.data));
 }
 
-TEST_CASE("blocks that leave the recent window are quantised as the CPU does") {
+TEST_CASE("blocks that leave the recent window are quantized as the CPU does") {
   unsigned seed = 0;
-  for (const ModePair& modes : ListedPairs()) {
+  for (const FormatPair& formats : ListedPairs()) {
     for (int head_dim : {64, 80, 96, 128, 256}) {
-      Shape shape = {.modes = modes, .dtype = kTypes[++seed % 2], .head_dim = head_dim};
+      Shape shape = {.formats = formats, .dtype = kTypes[++seed % 2], .head_dim = head_dim};
       shape.factor = seed % 3 == 0 ? 0.3f : 1.f;
-      Step step(shape, seed);  // the hot pool holds all kinds of bits
-      step.hot = true;
-      step.moves = {{3, 7}, {5, 2}};
-      const auto num_moves = static_cast<int>(step.moves.size());
-      step.moves.resize(4);  // the others have no blocks
+      Step step(shape, seed);  // the 16-bit pool holds all kinds of bits
+      step.window16 = true;
+      step.blocks_to_quantize = {{3, 7}, {5, 2}};
+      const auto num_to_quantize = static_cast<int>(step.blocks_to_quantize.size());
+      step.blocks_to_quantize.resize(4);  // the others have no blocks
       CAPTURE(Describe(shape));
       const Gpu gpu;
       const GpuStep on_gpu(gpu, step);
-      const auto params = [&](const Pointers& p, int moves) {
-        return QuantiseBlocksParams{ViewOf(step, p), HotViewOf(step, p), seed % 2 == 0, p.moves,
-                                    moves,           p.num_clipped};
+      const auto params = [&](const Pointers& p, int blocks_to_quantize) {
+        return QuantizeBlocksParams{ViewOf(step, p),      Window16ViewOf(step, p), seed % 2 == 0,
+                                    p.blocks_to_quantize, blocks_to_quantize,      p.num_clipped};
       };
-      CudaQuantiseBlocks(gpu.context, params(on_gpu.pointers(), 4));
-      Cpu().QuantiseBlocks(params(CpuPointers(step), num_moves));
+      CudaQuantizeBlocks(gpu.context, params(on_gpu.pointers(), 4));
+      Cpu().QuantizeBlocks(params(CpuPointers(step), num_to_quantize));
       CHECK(SameBytes(on_gpu.data.Read(), step.data));
       CHECK(SameBytes(on_gpu.scales.Read(), step.scales));
-      CHECK(SameBytes(on_gpu.hot_data.Read(), step.hot_data));
+      CHECK(SameBytes(on_gpu.window16_data.Read(), step.window16_data));
       CHECK(on_gpu.num_clipped.Read() == step.num_clipped);
     }
   }
 }
 
 TEST_CASE("values that a format clips are counted" * doctest::test_suite("small")) {
-  Step step = MakeStep({.modes = {KvCacheMode::kFp8E4m3, KvCacheMode::kFp8E4m3}}, {}, 1);
+  Step step = MakeStep({.formats = {KvCacheMode::kFp8E4m3, KvCacheMode::kFp8E4m3}}, {}, 1);
   const size_t before = static_cast<size_t>(step.num_clipped.front());
   float* v = step.qkv.data() + (step.kv_all() - 1) * step.shape.head_dim;  // of the first token
   v[0] = 10000.f;
@@ -281,8 +282,8 @@ TEST_CASE("values that a format clips are counted" * doctest::test_suite("small"
   v[3] = NAN;
   const Gpu gpu;
   const GpuStep on_gpu(gpu, step);
-  CudaProcessKV(gpu.context, ProcessParams(step, on_gpu.pointers()));
-  Cpu().ProcessKV(ProcessParams(step, CpuPointers(step)));
+  CudaWriteKv(gpu.context, ProcessParams(step, on_gpu.pointers()));
+  Cpu().WriteKv(ProcessParams(step, CpuPointers(step)));
   CHECK(step.num_clipped.front() == static_cast<int64_t>(before) + 2);
   CHECK(on_gpu.num_clipped.Read() == step.num_clipped);
 }

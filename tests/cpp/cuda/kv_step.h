@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "cuda/gpu_array.h"
-#include "kv/mode_pairs.h"
+#include "kv/format_pairs.h"
 #include "turbomind/backend/cpu/cpu_device.h"
 #include "turbomind/backend/cuda/runtime/context.h"
 #include "turbomind/core/float_convert.h"
@@ -45,7 +45,7 @@ inline constexpr DataType kTypes[] = {DataType::kFloat16, DataType::kBFloat16};
 inline constexpr int kBlocks = 12;  // of a pool
 
 struct Shape {
-  ModePair modes = {KvCacheMode::kFp4Nv, KvCacheMode::kFp4Nv};
+  FormatPair formats = {KvCacheMode::kFp4Nv, KvCacheMode::kFp4Nv};
   DataType dtype = DataType::kBFloat16;
   int head_dim = 64;
   int kv_heads = 2;
@@ -58,13 +58,14 @@ struct Shape {
 };
 
 inline std::string Describe(const Shape& s) {
-  return std::string(ToString(s.modes.k)) + " / " + ToString(s.modes.v) + ", " + ToString(s.dtype) +
-         ", head_dim " + std::to_string(s.head_dim) + ", factor " + std::to_string(s.factor);
+  return std::string(ToString(s.formats.k)) + " / " + ToString(s.formats.v) + ", " +
+         ToString(s.dtype) + ", head_dim " + std::to_string(s.head_dim) + ", factor " +
+         std::to_string(s.factor);
 }
 
-inline block::Layout LayoutOf(const Shape& s, ModePair modes) {
+inline block::Layout LayoutOf(const Shape& s, FormatPair formats) {
   block::Config config;
-  config.layers = {{modes.k, modes.v}};
+  config.layers = {{formats.k, formats.v}};
   config.kv_heads = s.kv_heads;
   config.head_dim = s.head_dim;
   config.block_seq_len = s.block_seq_len;
@@ -79,15 +80,15 @@ struct Step {
 
   Shape shape;
   block::Layout layout;
-  block::Layout hot_layout;
+  block::Layout window16_layout;
   std::vector<std::byte> data;
   std::vector<std::byte> scales;
-  std::vector<std::byte> hot_data;
-  std::vector<float> g[2];
+  std::vector<std::byte> window16_data;
+  std::vector<float> global_scale[2];
   std::vector<int32_t> cu_seqlens = {0};
   std::vector<int32_t> positions;
   std::vector<int32_t> tables;
-  std::vector<int32_t> hot_tables;
+  std::vector<int32_t> window16_tables;
   int table_stride = 0;
   std::vector<float> qkv;
   std::vector<float> bias;
@@ -99,11 +100,11 @@ struct Step {
   std::vector<float> q_dot_mean;
   std::vector<int64_t> num_nonfinite = {5};
   std::vector<int64_t> num_clipped = {7};
-  std::vector<BlockMove> moves;
+  std::vector<PendingQuantization> blocks_to_quantize;
   int rope_dim = 0;
   bool rotate = false;
   bool search = false;
-  bool hot = false;
+  bool window16 = false;
   std::mt19937 random;
 };
 
@@ -118,18 +119,18 @@ inline std::vector<float> Normals(std::mt19937& random, size_t count, float mean
 
 inline Step::Step(const Shape& s, unsigned seed)
     : shape(s),
-      layout(LayoutOf(s, s.modes)),
-      hot_layout(LayoutOf(s, {KvCacheMode::kNone, KvCacheMode::kNone})),
+      layout(LayoutOf(s, s.formats)),
+      window16_layout(LayoutOf(s, {KvCacheMode::kNone, KvCacheMode::kNone})),
       data(static_cast<size_t>(kBlocks * layout.block_bytes())),
       scales(static_cast<size_t>(kBlocks * layout.scale_block_bytes())),
-      hot_data(static_cast<size_t>(kBlocks * hot_layout.block_bytes())),
+      window16_data(static_cast<size_t>(kBlocks * window16_layout.block_bytes())),
       random(seed) {
-  for (std::vector<std::byte>* pool : {&data, &scales, &hot_data}) {
+  for (std::vector<std::byte>* pool : {&data, &scales, &window16_data}) {
     std::generate(pool->begin(), pool->end(), [&] { return std::byte(random() % 256); });
   }
   for (int side = 0; side < 2; ++side) {
     for (int head = 0; head < s.kv_heads; ++head) {
-      g[side].push_back(s.factor * static_cast<float>(1 + head + side));
+      global_scale[side].push_back(s.factor * static_cast<float>(1 + head + side));
     }
   }
   for (int context : s.contexts) {
@@ -137,9 +138,9 @@ inline Step::Step(const Shape& s, unsigned seed)
   }
   std::vector<int32_t> ids(kBlocks);
   std::iota(ids.begin(), ids.end(), 0);
-  std::vector<int32_t> hot_ids = ids;
+  std::vector<int32_t> window16_ids = ids;
   std::shuffle(ids.begin(), ids.end(), random);
-  std::shuffle(hot_ids.begin(), hot_ids.end(), random);
+  std::shuffle(window16_ids.begin(), window16_ids.end(), random);
   size_t next = 0;
   for (size_t i = 0; i < s.contexts.size(); ++i) {
     cu_seqlens.push_back(cu_seqlens.back() + s.new_tokens[i]);
@@ -149,7 +150,7 @@ inline Step::Step(const Shape& s, unsigned seed)
     for (int block = 0; block < table_stride; ++block) {
       const bool used = block * s.block_seq_len < s.contexts[i];
       tables.push_back(used ? ids.at(next) : -1);
-      hot_tables.push_back(used ? hot_ids.at(next) : -1);
+      window16_tables.push_back(used ? window16_ids.at(next) : -1);
       next += used;
     }
   }
@@ -160,13 +161,13 @@ inline Step::Step(const Shape& s, unsigned seed)
 struct Pointers {
   std::byte* data;
   std::byte* scales;
-  std::byte* hot_data;
-  const float* g[2];
+  std::byte* window16_data;
+  const float* global_scale[2];
   const int32_t* cu_seqlens;
   const int32_t* context_lens;
   const int32_t* positions;
   const int32_t* tables;
-  const int32_t* hot_tables;
+  const int32_t* window16_tables;
   float* qkv;
   const float* bias;
   const float* q_norm;
@@ -177,7 +178,7 @@ struct Pointers {
   float* q_dot_mean;
   int64_t* num_nonfinite;
   int64_t* num_clipped;
-  const BlockMove* moves;
+  const PendingQuantization* blocks_to_quantize;
 };
 
 template <class T>
@@ -186,30 +187,40 @@ T* OrNull(std::vector<T>& v) {
 }
 
 inline Pointers CpuPointers(Step& s) {
-  return {OrNull(s.data),        OrNull(s.scales),
-          OrNull(s.hot_data),    {OrNull(s.g[0]), OrNull(s.g[1])},
-          OrNull(s.cu_seqlens),  OrNull(s.shape.contexts),
-          OrNull(s.positions),   OrNull(s.tables),
-          OrNull(s.hot_tables),  OrNull(s.qkv),
-          OrNull(s.bias),        OrNull(s.q_norm),
-          OrNull(s.k_norm),      OrNull(s.rope_cos),
-          OrNull(s.rope_sin),    OrNull(s.k_mean),
-          OrNull(s.q_dot_mean),  OrNull(s.num_nonfinite),
-          OrNull(s.num_clipped), OrNull(s.moves)};
+  return {OrNull(s.data),
+          OrNull(s.scales),
+          OrNull(s.window16_data),
+          {OrNull(s.global_scale[0]), OrNull(s.global_scale[1])},
+          OrNull(s.cu_seqlens),
+          OrNull(s.shape.contexts),
+          OrNull(s.positions),
+          OrNull(s.tables),
+          OrNull(s.window16_tables),
+          OrNull(s.qkv),
+          OrNull(s.bias),
+          OrNull(s.q_norm),
+          OrNull(s.k_norm),
+          OrNull(s.rope_cos),
+          OrNull(s.rope_sin),
+          OrNull(s.k_mean),
+          OrNull(s.q_dot_mean),
+          OrNull(s.num_nonfinite),
+          OrNull(s.num_clipped),
+          OrNull(s.blocks_to_quantize)};
 }
 
 struct GpuStep {
   GpuStep(const Gpu& gpu, const Step& s)
       : data(gpu.stream(), s.data),
         scales(gpu.stream(), s.scales),
-        hot_data(gpu.stream(), s.hot_data),
-        g0(gpu.stream(), s.g[0]),
-        g1(gpu.stream(), s.g[1]),
+        window16_data(gpu.stream(), s.window16_data),
+        g0(gpu.stream(), s.global_scale[0]),
+        g1(gpu.stream(), s.global_scale[1]),
         cu_seqlens(gpu.stream(), s.cu_seqlens),
         contexts(gpu.stream(), s.shape.contexts),
         positions(gpu.stream(), s.positions),
         tables(gpu.stream(), s.tables),
-        hot_tables(gpu.stream(), s.hot_tables),
+        window16_tables(gpu.stream(), s.window16_tables),
         qkv(gpu.stream(), s.qkv),
         bias(gpu.stream(), s.bias),
         q_norm(gpu.stream(), s.q_norm),
@@ -220,32 +231,48 @@ struct GpuStep {
         q_dot_mean(gpu.stream(), s.q_dot_mean),
         num_nonfinite(gpu.stream(), s.num_nonfinite),
         num_clipped(gpu.stream(), s.num_clipped),
-        moves(gpu.stream(), s.moves) {}
+        blocks_to_quantize(gpu.stream(), s.blocks_to_quantize) {}
   Pointers pointers() const {
-    return {data.data(),       scales.data(),        hot_data.data(),    {g0.data(), g1.data()},
-            cu_seqlens.data(), contexts.data(),      positions.data(),   tables.data(),
-            hot_tables.data(), qkv.data(),           bias.data(),        q_norm.data(),
-            k_norm.data(),     rope_cos.data(),      rope_sin.data(),    k_mean.data(),
-            q_dot_mean.data(), num_nonfinite.data(), num_clipped.data(), moves.data()};
+    return {data.data(),
+            scales.data(),
+            window16_data.data(),
+            {g0.data(), g1.data()},
+            cu_seqlens.data(),
+            contexts.data(),
+            positions.data(),
+            tables.data(),
+            window16_tables.data(),
+            qkv.data(),
+            bias.data(),
+            q_norm.data(),
+            k_norm.data(),
+            rope_cos.data(),
+            rope_sin.data(),
+            k_mean.data(),
+            q_dot_mean.data(),
+            num_nonfinite.data(),
+            num_clipped.data(),
+            blocks_to_quantize.data()};
   }
-  GpuArray<std::byte> data, scales, hot_data;
+  GpuArray<std::byte> data, scales, window16_data;
   GpuArray<float> g0, g1;
-  GpuArray<int32_t> cu_seqlens, contexts, positions, tables, hot_tables;
+  GpuArray<int32_t> cu_seqlens, contexts, positions, tables, window16_tables;
   GpuArray<float> qkv, bias, q_norm, k_norm, rope_cos, rope_sin, k_mean, q_dot_mean;
   GpuArray<int64_t> num_nonfinite, num_clipped;
-  GpuArray<BlockMove> moves;
+  GpuArray<PendingQuantization> blocks_to_quantize;
 };
 
 inline KvLayerView ViewOf(const Step& s, const Pointers& p) {
   KvLayerView view = s.layout.LayerView(0, p.data, p.scales);
   for (int side = 0; side < 2; ++side) {
-    view.g[side] = HasFactor(view.mode[side]) && s.shape.factor != 1.f ? p.g[side] : nullptr;
+    view.global_scale[side] =
+        HasGlobalScale(view.format[side]) && s.shape.factor != 1.f ? p.global_scale[side] : nullptr;
   }
   return view;
 }
 
-inline KvLayerView HotViewOf(const Step& s, const Pointers& p) {
-  return s.hot ? s.hot_layout.LayerView(0, p.hot_data, nullptr) : KvLayerView{};
+inline KvLayerView Window16ViewOf(const Step& s, const Pointers& p) {
+  return s.window16 ? s.window16_layout.LayerView(0, p.window16_data, nullptr) : KvLayerView{};
 }
 
 inline BatchView BatchOf(const Step& s, const Pointers& p) {
@@ -258,12 +285,12 @@ inline BatchView BatchOf(const Step& s, const Pointers& p) {
   batch.positions = p.positions;
   batch.block_tables = p.tables;
   batch.block_table_stride = s.table_stride;
-  batch.hot_tables = s.hot ? p.hot_tables : nullptr;
+  batch.window16_tables = s.window16 ? p.window16_tables : nullptr;
   return batch;
 }
 
-inline ProcessKVParams ProcessParams(const Step& s, const Pointers& p) {
-  ProcessKVParams params;
+inline WriteKvParams ProcessParams(const Step& s, const Pointers& p) {
+  WriteKvParams params;
   params.qkv = p.qkv;
   params.bias = p.bias;
   params.q_norm = p.q_norm;
@@ -277,7 +304,7 @@ inline ProcessKVParams ProcessParams(const Step& s, const Pointers& p) {
   params.k_mean = p.k_mean;
   params.q_dot_mean = p.q_dot_mean;
   params.kv = ViewOf(s, p);
-  params.hot = HotViewOf(s, p);
+  params.window16 = Window16ViewOf(s, p);
   params.batch = BatchOf(s, p);
   params.num_nonfinite = p.num_nonfinite;
   params.num_clipped = p.num_clipped;

@@ -38,9 +38,9 @@ struct Batch {
   int num_sms = 1;
   bool deterministic = false;
   int64_t scratch_bytes = kPrefillScratchBytes;
-  // What the factors of the cold pool are multiplied with, and the softmax scale.
-  float key_factor = 1.f;
-  float value_factor = 1.f;
+  // What the factors of the quantized pool are multiplied with, and the softmax scale.
+  float key_scale = 1.f;
+  float value_scale = 1.f;
   float softmax_factor = 1.f;
 
   int num_tokens() const {
@@ -61,7 +61,7 @@ struct HostBatch {
   std::vector<int32_t> context_lens;
   std::vector<int32_t> positions;
   std::vector<int32_t> tables;
-  std::vector<int32_t> hot_tables;
+  std::vector<int32_t> window16_tables;
   std::vector<float> q;  // q_heads of a wider row, as in qkv
   std::vector<float> q_dot_mean;
 };
@@ -85,8 +85,8 @@ HostBatch::HostBatch(const Case& c, Caches& caches, const Inputs& in, const Batc
     context_lens.push_back(chunk.end);
     const StepTables step =
         TablesOf({kernels, pool, c, caches, in}, chunk.begin, chunk.end - chunk.begin);
-    tables.insert(tables.end(), step.cold.begin(), step.cold.end());
-    hot_tables.insert(hot_tables.end(), step.hot.begin(), step.hot.end());
+    tables.insert(tables.end(), step.quantized.begin(), step.quantized.end());
+    window16_tables.insert(window16_tables.end(), step.window16.begin(), step.window16.end());
   }
 }
 
@@ -121,12 +121,13 @@ KvLayerView GpuRun::Upload(TestCache& cache, const Batch& b) {
     view.scales = Upload(cache.scales()) + (view.scales - cache.scales().data());
   }
   for (int side = 0; side < 2; ++side) {
-    if (view.g[side] != nullptr) {
-      std::vector<float> g(view.g[side], view.g[side] + view.kv_heads);
-      for (float& x : g) {
-        x *= side == 0 ? b.key_factor : b.value_factor;
+    if (view.global_scale[side] != nullptr) {
+      std::vector<float> global_scale(view.global_scale[side],
+                                      view.global_scale[side] + view.kv_heads);
+      for (float& x : global_scale) {
+        x *= side == 0 ? b.key_scale : b.value_scale;
       }
-      view.g[side] = Upload(g);
+      view.global_scale[side] = Upload(global_scale);
     }
   }
   return view;
@@ -144,7 +145,7 @@ GpuRun::GpuRun(const Case& c, Caches& caches, const Inputs& in, const Batch& b)
   params.window = c.window;
   params.sinks = c.sinks ? Upload(in.sinks) : nullptr;
   params.q_dot_mean = c.mean ? Upload(host.q_dot_mean) : nullptr;
-  params.kv = Upload(caches.cold, b);
+  params.kv = Upload(caches.quantized, b);
   params.rule = caches.rule;
   BatchView& batch = params.batch;
   batch.num_seqs = seqs;
@@ -156,8 +157,8 @@ GpuRun::GpuRun(const Case& c, Caches& caches, const Inputs& in, const Batch& b)
   batch.block_tables = Upload(host.tables);
   batch.block_table_stride = static_cast<int64_t>(host.tables.size()) / seqs;
   if (caches.rule.enabled()) {
-    params.hot = Upload(caches.hot, b);
-    batch.hot_tables = Upload(host.hot_tables);
+    params.window16 = Upload(caches.window16, b);
+    batch.window16_tables = Upload(host.window16_tables);
   }
 }
 
@@ -174,7 +175,7 @@ std::vector<float> GpuRun::Run(const Batch& b) {
   batch.context_lens = host.context_lens.data();
   batch.positions = host.positions.data();
   batch.block_tables = host.tables.data();
-  batch.hot_tables = host.hot_tables.data();
+  batch.window16_tables = host.window16_tables.data();
   CudaPrefillAttention(context, params, batch, {batch.num_decode, batch.num_seqs}, b.scratch_bytes);
   std::vector<float> out(num_out);
   CopyBytes(out.data(), params.out, num_out * sizeof(float), stream);
@@ -224,7 +225,7 @@ std::vector<float> CheckBatch(const Case& c, const Batch& b) {
   return out;
 }
 
-Case MakeCase(const ModePair& pair, int head_dim, DataType dtype = DataType::kFloat16) {
+Case MakeCase(const FormatPair& pair, int head_dim, DataType dtype = DataType::kFloat16) {
   Case c;
   c.shape.k = pair.k;
   c.shape.v = pair.v;
@@ -238,7 +239,7 @@ Case MakeCase(const ModePair& pair, int head_dim, DataType dtype = DataType::kFl
 TEST_CASE("prefill equals the codecs' values, every pair of modes") {
   constexpr int kDims[] = {64, 80, 96, 128, 256};
   int i = 0;
-  for (const ModePair& pair : ListedPairs()) {
+  for (const FormatPair& pair : ListedPairs()) {
     for (DataType dtype : {DataType::kFloat16, DataType::kBFloat16}) {
       Case c = MakeCase(pair, kDims[i % 5], dtype);
       c.shape.block_seq_len = 16 << (i % 4);
@@ -291,17 +292,18 @@ TEST_CASE("every number of query heads") {
   }
 }
 
-TEST_CASE("hot blocks: every query sees its own view") {
-  constexpr HotTokens kSizes[] = {{64, 64}, {64, 0}, {0, 64}, {0, 0}, {128, 128}, {64, 256}};
+TEST_CASE("16-bit blocks: every query sees its own view") {
+  constexpr PrecisionWindowTokens kSizes[] = {{64, 64}, {64, 0},    {0, 64},
+                                              {0, 0},   {128, 128}, {64, 256}};
   int i = 0;
-  for (const HotTokens& hot : kSizes) {
+  for (const PrecisionWindowTokens& window16 : kSizes) {
     for (int window : {0, 100, 40}) {
       Case c =
-          MakeCase(i % 3 == 0   ? ModePair{kFp4Nv, kFp4Nv}
-                   : i % 3 == 1 ? ModePair{kNone, kInt4}
-                                : ModePair{kFp8E4m3, kFp8E4m3},
+          MakeCase(i % 3 == 0   ? FormatPair{kFp4Nv, kFp4Nv}
+                   : i % 3 == 1 ? FormatPair{kNone, kInt4}
+                                : FormatPair{kFp8E4m3, kFp8E4m3},
                    i % 4 == 0 ? 128 : 64, i % 2 == 0 ? DataType::kBFloat16 : DataType::kFloat16);
-      c.hot = hot;
+      c.window16 = window16;
       c.window = window;
       c.sinks = i % 2 == 0;
       c.mean = i % 3 == 0;
@@ -318,10 +320,10 @@ TEST_CASE("hot blocks: every query sees its own view") {
 }
 
 // A rule that is off by one block must show.
-TEST_CASE("hot blocks: a wrong rule is caught") {
+TEST_CASE("16-bit blocks: a wrong rule is caught") {
   Case c = MakeCase({kInt4, kInt4}, 64);
   c.shape.context = 333;
-  c.hot = {64, 64};
+  c.window16 = {64, 64};
   Batch b;
   b.chunks = {{290, 333}};
   Caches caches(c);
@@ -329,9 +331,11 @@ TEST_CASE("hot blocks: a wrong rule is caught") {
   GpuRun run(c, caches, in, b);
   const std::vector<float> out = run.Run(b);
   CHECK(RelativeError(c, caches, in, b, out) < kMaxHalfError);
-  for (const HotTokens& other : {HotTokens{0, 64}, HotTokens{64, 0}, HotTokens{64, 128}}) {
+  for (const PrecisionWindowTokens& other :
+       {PrecisionWindowTokens{0, 64}, PrecisionWindowTokens{64, 0},
+        PrecisionWindowTokens{64, 128}}) {
     Case wrong = c;
-    wrong.hot = other;
+    wrong.window16 = other;
     Caches wrong_caches(wrong);
     CHECK(RelativeError(wrong, wrong_caches, in, b, out) > 5 * kMaxHalfError);
   }
@@ -350,14 +354,14 @@ TEST_CASE("decode sequences are left alone; many sequences, several launches") {
 }
 
 TEST_CASE("little scratch: sequences and heads one after the other, the same bits") {
-  for (const ModePair& pair : {ModePair{kInt4, kInt4}, ModePair{kFp8E4m3, kFp4Nv}}) {
+  for (const FormatPair& pair : {FormatPair{kInt4, kInt4}, FormatPair{kFp8E4m3, kFp4Nv}}) {
     for (int recent : {-1, 64}) {
       Case c = MakeCase(pair, 64, DataType::kBFloat16);
       c.shape.kv_heads = 3;
       c.group = 1;
       c.sinks = true;
       c.shape.context = 200;
-      c.hot.recent_tokens = recent;
+      c.window16.recent_tokens = recent;
       Batch b;
       b.chunks = {{170, 200}, {0, 20}, {60, 70}};
       const std::vector<float> want = CheckBatch(c, b);
@@ -373,7 +377,7 @@ TEST_CASE("the same bits however a sequence is cut, in either size of tiles") {
   Case c = MakeCase({kFp4Mx, kFp4Mx}, 64);
   c.shape.context = 180;
   c.window = 90;
-  c.hot = {64, 64};
+  c.window16 = {64, 64};
   c.shape.block_seq_len = 32;
   Batch whole;
   whole.chunks = {{0, 180}};
@@ -394,8 +398,8 @@ TEST_CASE("the same bits however a sequence is cut, in either size of tiles") {
 
 TEST_CASE("few queries of long contexts: positions are split" * doctest::test_suite("small")) {
   int i = 0;
-  for (const ModePair& pair :
-       {ModePair{kFp4Nv, kFp4Nv}, ModePair{kNone, kNone}, ModePair{kInt8, kFp4Mx}}) {
+  for (const FormatPair& pair :
+       {FormatPair{kFp4Nv, kFp4Nv}, FormatPair{kNone, kNone}, FormatPair{kInt8, kFp4Mx}}) {
     for (int recent : {-1, 64}) {
       Case c = MakeCase(pair, i == 3 ? 256 : i == 4 ? 80 : 64, DataType::kBFloat16);
       c.shape.context = 1100;
@@ -403,7 +407,7 @@ TEST_CASE("few queries of long contexts: positions are split" * doctest::test_su
       c.shape.kv_heads = 1 + i / 4;
       c.window = i % 2 == 0 ? 0 : 1060;
       c.sinks = c.mean = i > 1;
-      c.hot = {recent < 0 ? 0 : 64, recent};
+      c.window16 = {recent < 0 ? 0 : 64, recent};
       Batch b;
       b.chunks = {{20, 21}, {1093, 1100}, {30, 37}, {1080, 1081}};
       b.num_decode = 1;
@@ -432,18 +436,18 @@ TEST_CASE("factors as large and as small as there are") {
     for (int recent : {-1, 64}) {
       Case c = MakeCase({kFp4Nv, kFp4Nv}, 64);
       c.shape.context = 260;
-      c.hot.recent_tokens = recent;
+      c.window16.recent_tokens = recent;
       Batch b;
       b.chunks = {{220, 260}};
-      b.value_factor = factor;
+      b.value_scale = factor;
       if (recent < 0) {
-        b.key_factor = factor;
+        b.key_scale = factor;
         b.softmax_factor = 1 / factor;
       }
       Caches caches(c);
       for (int head = 0; head < c.shape.kv_heads; ++head) {
         for (int t = 0; t < c.shape.context; ++t) {
-          float* row = caches.cold.Decoded(KvSide::kV, head, t);
+          float* row = caches.quantized.Decoded(KvSide::kV, head, t);
           std::for_each(row, row + c.shape.head_dim, [&](float& x) { x *= factor; });
         }
       }
@@ -457,13 +461,13 @@ TEST_CASE("factors as large and as small as there are") {
 TEST_CASE("what BF16 holds and FP16 does not is the largest FP16") {
   Case c = MakeCase({kNone, kInt4}, 64, DataType::kBFloat16);
   c.shape.context = 64;
-  c.hot = {};
+  c.window16 = {};
   Caches caches(c);
   std::vector<float> row(64, 0.f);
   row[3] = -1e30f;
   for (int head = 0; head < c.shape.kv_heads; ++head) {
-    caches.cold.Write(KvSide::kK, head, 5, row.data());
-    caches.cold.Decoded(KvSide::kK, head, 5)[3] = -65504.f;
+    caches.quantized.Write(KvSide::kK, head, 5, row.data());
+    caches.quantized.Decoded(KvSide::kK, head, 5)[3] = -65504.f;
   }
   const Inputs in = MakeInputs(c);
   Batch b;

@@ -1,4 +1,4 @@
-// Tokens drawn on the GPU are the sampler's.
+// Tokens sampled on the GPU are the sampler's.
 
 #include "turbomind/backend/cuda/sampling/sampling_ops.h"
 
@@ -21,22 +21,22 @@ namespace {
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
-// Rows of logits and a draw from each, on the GPU and by the sampler.
-class Draws {
+// Rows of logits and a sample from each, on the GPU and by the sampler.
+class Samples {
  public:
-  explicit Draws(int vocab_size) : vocab_size_(vocab_size) {}
+  explicit Samples(int vocab_size) : vocab_size_(vocab_size) {}
 
   void Add(std::vector<float> row, SamplingParams params) {
     REQUIRE(static_cast<int>(row.size()) == vocab_size_);
     params.do_sample = true;
     SamplingRequest request;
     request.sampling = params;
-    const int64_t num_generated = static_cast<int64_t>(draws_.size()) % 7;
-    auto draw = DrawOf(request, num_generated);
-    REQUIRE(draw.has_value());
-    // Rows in another order than draws.
-    draw->row = static_cast<int32_t>(draws_.size());
-    draws_.insert(draws_.begin(), *draw);
+    const int64_t num_generated = static_cast<int64_t>(samplings_.size()) % 7;
+    auto sampling = RowSamplingOf(request, num_generated);
+    REQUIRE(sampling.has_value());
+    // Rows in another order than samplings.
+    sampling->row = static_cast<int32_t>(samplings_.size());
+    samplings_.insert(samplings_.begin(), *sampling);
     logits_.insert(logits_.end(), row.begin(), row.end());
     std::vector<int32_t> tokens(8);
     SampleInput input;
@@ -54,34 +54,34 @@ class Draws {
     const std::vector<int32_t> got = RunOnGpu();
     for (size_t i = 0; i < got.size(); ++i) {
       CAPTURE(vocab_size_);
-      CAPTURE(draws_[i].row);
-      CAPTURE(draws_[i].top_k);
-      CAPTURE(draws_[i].top_p);
-      CAPTURE(draws_[i].min_p);
+      CAPTURE(samplings_[i].row);
+      CAPTURE(samplings_[i].top_k);
+      CAPTURE(samplings_[i].top_p);
+      CAPTURE(samplings_[i].min_p);
       num_left += got[i] < 0 ? 1 : 0;
       CHECK((got[i] == want_[i] || got[i] == -1));
     }
     return num_left;
   }
-  int size() const { return static_cast<int>(draws_.size()); }
+  int size() const { return static_cast<int>(samplings_.size()); }
 
  private:
   std::vector<int32_t> RunOnGpu() const {
     const Stream stream = CreateStream();
-    std::vector<int32_t> ids(draws_.size(), -7);
+    std::vector<int32_t> ids(samplings_.size(), -7);
     {
       Workspace workspace(stream);
       const Context ctx = {.stream = stream, .gpu = PropertiesOf(0), .workspace = &workspace};
       const GpuArray<float> logits(stream, logits_);
-      const GpuArray<RowDraw> draws(stream, draws_);
+      const GpuArray<RowSampling> samplings(stream, samplings_);
       const GpuArray<int32_t> out(stream, ids);
-      CudaDrawRows(ctx,
-                   {.logits = logits.data(),
-                    .draws = draws_.data(),
-                    .ids = out.data(),
-                    .num_draws = size(),
-                    .vocab_size = vocab_size_},
-                   draws.data());
+      CudaSampleRows(ctx,
+                     {.logits = logits.data(),
+                      .samplings = samplings_.data(),
+                      .ids = out.data(),
+                      .num_samplings = size(),
+                      .vocab_size = vocab_size_},
+                     samplings.data());
       ids = out.Read();
     }
     DestroyStream(stream);
@@ -89,7 +89,7 @@ class Draws {
   }
 
   int vocab_size_;
-  std::vector<RowDraw> draws_;
+  std::vector<RowSampling> samplings_;
   std::vector<float> logits_;
   std::vector<int32_t> want_;
 };
@@ -148,7 +148,7 @@ std::vector<SamplingParams> AllParams() {
 
 TEST_CASE("tokens are the sampler's, whatever the vocabulary and the parameters") {
   for (const int vocab : {1, 3, 300, 1024, 1025, 5003, 8196}) {
-    Draws draws(vocab);
+    Samples samplings(vocab);
     Rows rows(vocab, static_cast<uint32_t>(vocab));
     size_t which = 0;
     for (const SamplingParams& params : AllParams()) {
@@ -156,50 +156,50 @@ TEST_CASE("tokens are the sampler's, whatever the vocabulary and the parameters"
       if (few && ++which % 4 != 0) {
         continue;
       }
-      switch (draws.size() % 3) {
+      switch (samplings.size() % 3) {
         case 0:
-          draws.Add(rows.Peaked(), params);
+          samplings.Add(rows.Peaked(), params);
           break;
         case 1:
-          draws.Add(rows.Normal(3.f), params);
+          samplings.Add(rows.Normal(3.f), params);
           break;
         default:
-          draws.Add(rows.Tied(), params);
+          samplings.Add(rows.Tied(), params);
       }
     }
-    const int num_left = draws.Check();
+    const int num_left = samplings.Check();
     CAPTURE(vocab);
-    CHECK(num_left <= (vocab <= 1024 ? 0 : draws.size() / 2));
+    CHECK(num_left <= (vocab <= 1024 ? 0 : samplings.size() / 2));
   }
 }
 
 TEST_CASE("what a server is asked for by default stays on the GPU" * doctest::test_suite("small")) {
   constexpr int kVocab = 40004;
-  Draws draws(kVocab);
+  Samples samplings(kVocab);
   Rows rows(kVocab, 7);
   for (uint64_t seed = 0; seed < 4; ++seed) {
     SamplingParams params;
     params.seed = seed;
     params.temperature = 0.7f;
     params.top_k = 40;
-    draws.Add(rows.Normal(3.f), params);
+    samplings.Add(rows.Normal(3.f), params);
     params.top_k = 0;
-    draws.Add(rows.Normal(3.f), params);  // of all tokens
+    samplings.Add(rows.Normal(3.f), params);  // of all tokens
     params.top_p = 0.9f;
-    draws.Add(rows.Peaked(), params);
+    samplings.Add(rows.Peaked(), params);
     params.top_p = 1.f;
     params.min_p = 0.05f;
-    draws.Add(rows.Normal(3.f), params);
+    samplings.Add(rows.Normal(3.f), params);
   }
-  CHECK(draws.Check() == 0);
+  CHECK(samplings.Check() == 0);
 }
 
-TEST_CASE("rows that the sampler refuses, and draws from too many tokens, are left to the host") {
+TEST_CASE("rows that the sampler refuses, and samples from too many tokens, are left to the host") {
   for (const int vocab : {900, 5003}) {
     for (const int top_k : {0, 40}) {
       SamplingParams params;
       params.top_k = top_k;
-      Draws refused(vocab);
+      Samples refused(vocab);
       const auto size = static_cast<size_t>(vocab);
       refused.Add(std::vector<float>(size, -kInf), params);
       refused.Add(std::vector<float>(size, kNaN), params);
@@ -215,7 +215,7 @@ TEST_CASE("rows that the sampler refuses, and draws from too many tokens, are le
   }
   SamplingParams nucleus;
   nucleus.top_p = 0.9f;
-  Draws flat(5003);
+  Samples flat(5003);
   flat.Add(std::vector<float>(5003, 0.5f), nucleus);
   flat.Add(Rows(5003, 3).Normal(0.1f), nucleus);
   CHECK(flat.Check() == 2);
@@ -224,22 +224,22 @@ TEST_CASE("rows that the sampler refuses, and draws from too many tokens, are le
 // Among equal weights the lower id comes first, also where its logit is lower.
 TEST_CASE("logits that are nearer than weights can tell") {
   constexpr int kVocab = 5003;
-  Draws draws(kVocab);
+  Samples samplings(kVocab);
   Rows rows(kVocab, 11);
   for (uint64_t seed = 0; seed < 6; ++seed) {
     for (const float deviation : {1e-8f, 1e-6f, 1e-4f}) {
       SamplingParams params;
       params.seed = seed;
       params.top_k = 3;
-      draws.Add(rows.Normal(deviation), params);
+      samplings.Add(rows.Normal(deviation), params);
     }
   }
-  CHECK(draws.Check() >= 6);
+  CHECK(samplings.Check() >= 6);
 }
 
 TEST_CASE("extreme logits") {
   for (const int vocab : {700, 3001}) {
-    Draws draws(vocab);
+    Samples samplings(vocab);
     const auto size = static_cast<size_t>(vocab);
     for (const int top_k : {0, 3}) {
       for (const float top_p : {0.9f, 1.f}) {
@@ -248,28 +248,28 @@ TEST_CASE("extreme logits") {
         params.top_p = top_p;
         std::vector<float> row(size, -kInf);
         row[size - 2] = -3e38f;
-        draws.Add(row, params);  // one token
+        samplings.Add(row, params);  // one token
         row[5] = 3e38f;
-        draws.Add(row, params);
+        samplings.Add(row, params);
         row.assign(size, -0.f);
         row[7] = 0.f;
         row[300] = 1e-40f;
-        draws.Add(row, params);
+        samplings.Add(row, params);
         row.assign(size, -200.f);
         row[1] = row[600] = -150.f;
-        draws.Add(row, params);
+        samplings.Add(row, params);
       }
     }
-    CHECK(draws.Check() == (vocab <= 1024 ? 0 : 6));  // where nearly all tokens are equal
+    CHECK(samplings.Check() == (vocab <= 1024 ? 0 : 6));  // where nearly all tokens are equal
   }
 }
 
-TEST_CASE("no draws, nothing done") {
+TEST_CASE("no samples, nothing done") {
   const Stream stream = CreateStream();
   {
     Workspace workspace(stream);
-    CudaDrawRows({.stream = stream, .gpu = PropertiesOf(0), .workspace = &workspace},
-                 {.vocab_size = 4}, nullptr);
+    CudaSampleRows({.stream = stream, .gpu = PropertiesOf(0), .workspace = &workspace},
+                   {.vocab_size = 4}, nullptr);
     CHECK(workspace.generation() == 0);
   }
   DestroyStream(stream);

@@ -23,8 +23,8 @@ struct Step {
   std::vector<int32_t> cu_seqlens = {0, 1, 4};
   std::vector<int32_t> context_lens = {6, 3};
   std::vector<int32_t> tables[2] = {{1, 2, 3, 4, -1, -1}, {5, -1}};
-  std::vector<int32_t> hot = {9, 8, 7, 6, 5, 4};
-  std::vector<BlockMove> moves = {{3, 4}};
+  std::vector<int32_t> window16 = {9, 8, 7, 6, 5, 4};
+  std::vector<PendingQuantization> blocks_to_quantize = {{3, 4}};
   StepGroup groups[2];
 
   StepParams Params() {
@@ -37,9 +37,9 @@ struct Step {
                          .positions = positions.data(),
                          .block_tables = tables[g].data(),
                          .block_table_stride = static_cast<int64_t>(tables[g].size()) / 2,
-                         .hot_tables = g == 0 ? hot.data() : nullptr,
-                         .moves = moves.data(),
-                         .num_moves = g == 0 ? 1 : 0};
+                         .window16_tables = g == 0 ? window16.data() : nullptr,
+                         .blocks_to_quantize = blocks_to_quantize.data(),
+                         .num_to_quantize = g == 0 ? 1 : 0};
     }
     return {.tokens = tokens.data(), .groups = groups, .num_groups = 2, .q_heads = 4};
   }
@@ -73,30 +73,31 @@ TEST_CASE("the arrays of a step lie on the GPU, rows of tables padded with -1") 
   CHECK(first.block_table_stride == 8);
   CHECK(Read(first.block_tables, 16, s.stream) ==
         std::vector<int32_t>{1, 2, 3, -1, -1, -1, -1, -1, 4, -1, -1, -1, -1, -1, -1, -1});
-  CHECK(Read(first.hot_tables, 8, s.stream) == std::vector<int32_t>{9, 8, 7, -1, -1, -1, -1, -1});
-  CHECK(second.hot_tables == nullptr);
+  CHECK(Read(first.window16_tables, 8, s.stream) ==
+        std::vector<int32_t>{9, 8, 7, -1, -1, -1, -1, -1});
+  CHECK(second.window16_tables == nullptr);
   CHECK(Read(second.block_tables, 1, s.stream) == std::vector<int32_t>{5});
-  const std::span<const BlockMove> on_gpu = arrays.OnGpu(step.moves.data());
+  const std::span<const PendingQuantization> on_gpu = arrays.OnGpu(step.blocks_to_quantize.data());
   REQUIRE(on_gpu.size() == 4);
-  CHECK(first.num_moves == 4);
-  CHECK(second.num_moves == 0);
-  const std::vector<BlockMove> moves = Read(on_gpu.data(), 4, s.stream);
-  CHECK(moves[0].hot == 3);
-  CHECK(moves[0].cold == 4);
-  for (size_t i = 1; i < moves.size(); ++i) {
-    CHECK(moves[i].hot == -1);
-    CHECK(moves[i].cold == -1);
+  CHECK(first.num_to_quantize == 4);
+  CHECK(second.num_to_quantize == 0);
+  const std::vector<PendingQuantization> blocks_to_quantize = Read(on_gpu.data(), 4, s.stream);
+  CHECK(blocks_to_quantize[0].window16 == 3);
+  CHECK(blocks_to_quantize[0].quantized == 4);
+  for (size_t i = 1; i < blocks_to_quantize.size(); ++i) {
+    CHECK(blocks_to_quantize[i].window16 == -1);
+    CHECK(blocks_to_quantize[i].quantized == -1);
   }
 }
 
 TEST_CASE("steps with few moves have one shape") {
   TestStream s;
   StepArrays arrays(s.stream);
-  const auto shape = [&](size_t num_moves) {
+  const auto shape = [&](size_t num_to_quantize) {
     Step step;
-    step.moves.assign(num_moves, {3, 4});
+    step.blocks_to_quantize.assign(num_to_quantize, {3, 4});
     const StepParams params = step.Params();
-    step.groups[0].batch.num_moves = static_cast<int>(num_moves);
+    step.groups[0].batch.num_to_quantize = static_cast<int>(num_to_quantize);
     arrays.Upload(params);
     return arrays.shape();
   };
@@ -121,9 +122,9 @@ TEST_CASE("steps of one shape have their arrays at the same addresses") {
   CHECK(arrays.OnGpu(b.tokens.data()) == tokens);
   CHECK(arrays.OnGpu(b.groups[1].batch).block_tables == tables);
   CHECK(Read(tokens, 4, s.stream) == b.tokens);
-  b.moves.clear();
+  b.blocks_to_quantize.clear();
   StepParams params = b.Params();
-  b.groups[0].batch.num_moves = 0;
+  b.groups[0].batch.num_to_quantize = 0;
   arrays.Upload(params);
   CHECK_FALSE(arrays.shape() == shape);
 }
@@ -136,8 +137,8 @@ TEST_CASE("what is not of the step is our own bug, and found") {
   const std::vector<int32_t> other(4);
   CHECK_THROWS_AS(arrays.OnGpu(other.data()), InternalError);
   CHECK_THROWS_AS(arrays.OnGpu(BatchView{.block_tables = other.data()}), InternalError);
-  const BlockMove move;
-  CHECK_THROWS_AS(arrays.OnGpu(&move), InternalError);
+  const PendingQuantization pending;
+  CHECK_THROWS_AS(arrays.OnGpu(&pending), InternalError);
 }
 
 // Copies the step's tokens, as an op would.
@@ -276,15 +277,15 @@ TEST_CASE("the record that was not wanted for longest makes room") {
     graphs.Run(
         {.num_seqs = static_cast<int>(num_seqs)}, [] { return int64_t{1}; }, [&] { ++runs; });
   };
-  for (size_t i = 0; i < StepGraphs::kMostGraphs; ++i) {
+  for (size_t i = 0; i < StepGraphs::kMaxGraphs; ++i) {
     run(i);
     run(i);
   }
   runs = 0;
   run(0);
-  run(StepGraphs::kMostGraphs);  // takes the place of 1
+  run(StepGraphs::kMaxGraphs);  // takes the place of 1
   CHECK(runs == 1);
-  CHECK(graphs.num_shapes() == StepGraphs::kMostGraphs);
+  CHECK(graphs.num_shapes() == StepGraphs::kMaxGraphs);
   run(0);
   run(2);
   CHECK(runs == 1);

@@ -138,12 +138,12 @@ inline uint32_t BallotInWarp(bool flag) {
 inline uint32_t MaxInWarp(uint32_t value) {
   uint32_t out;
   shim::MeetWarp({"redux.max", &value, 1, &out, 1}, [](shim::LaneWords& words) {
-    uint32_t most = 0;
+    uint32_t max_value = 0;
     for (const auto& lane : words.in) {
-      most = std::max(most, lane[0]);
+      max_value = std::max(max_value, lane[0]);
     }
     for (auto& lane : words.out) {
-      lane[0] = most;
+      lane[0] = max_value;
     }
   });
   return out;

@@ -184,7 +184,7 @@ void LaunchGraph(Graph graph, Stream) {
 void DestroyGraph(Graph graph) noexcept { delete graph; }
 
 void RunOnShim(const LaunchShape& shape, Stream stream, std::function<void()> kernel) {
-  Check(shape.grid_y <= kMostGridY && shape.grid_z <= kMostGridY && shape.threads <= 1024 &&
+  Check(shape.grid_y <= kMaxGridY && shape.grid_z <= kMaxGridY && shape.threads <= 1024 &&
             shape.shared_bytes <= PropertiesOf(0).shared_bytes_per_block,
         "a launch stays inside what a GPU can");
   if (shape.grid_x == 0 || shape.grid_y == 0 || shape.grid_z == 0) {

@@ -72,7 +72,7 @@ class RecordingDevice : public testing::WaitingDevice {
       : WaitingDevice(std::move(device)),
         windows_(std::move(windows)),
         last_length_(last_length),
-        steps_(kMost) {}
+        steps_(kLimit) {}
 
   void Embed(const EmbedParams& params) override {
     const int64_t now = num_allocations.load();
@@ -83,13 +83,13 @@ class RecordingDevice : public testing::WaitingDevice {
       std::this_thread::yield();
     }
     WaitingDevice::Embed(params);
-    if (num_steps_ < kMost) {
+    if (num_steps_ < kLimit) {
       steps_[num_steps_++].num_tokens = params.num_tokens;
     }
     last_ = num_allocations.load();
   }
 
-  void ProcessKV(const ProcessKVParams& params) override {
+  void WriteKv(const WriteKvParams& params) override {
     for (int seq = 0; seq < params.batch.num_seqs; ++seq) {
       const int length = params.batch.context_lens[seq];
       const int new_tokens = params.batch.cu_seqlens[seq + 1] - params.batch.cu_seqlens[seq];
@@ -100,8 +100,8 @@ class RecordingDevice : public testing::WaitingDevice {
       }
       steps_[num_steps_ - 1].is_special |= is_special;
     }
-    steps_[num_steps_ - 1].is_special |= params.batch.num_moves > 0;  // frees a hot block
-    WaitingDevice::ProcessKV(params);
+    steps_[num_steps_ - 1].is_special |= params.batch.num_to_quantize > 0;  // frees a 16-bit block
+    WaitingDevice::WriteKv(params);
   }
 
   void Linear(const LinearParams& params) override {
@@ -117,7 +117,7 @@ class RecordingDevice : public testing::WaitingDevice {
   }
 
  private:
-  static constexpr size_t kMost = 1000;
+  static constexpr size_t kLimit = 1000;
   const std::vector<int> windows_;  // of the layers, 0: none
   const int last_length_;
   std::vector<StepRecord> steps_;
@@ -131,13 +131,13 @@ struct Case {
   std::string name;
   ModelConfig model = testing::TinyConfig();
   EngineConfig config = testing::TinyEngineConfig(KvCacheMode::kFp4Nv);
-  bool quantised = true;
+  bool quantized = true;
   int prompt = kPrompt;
 };
 
-Case MakeCase(std::string name, KvCacheMode mode) {
+Case MakeCase(std::string name, KvCacheMode format) {
   Case made{.name = std::move(name)};
-  made.config = testing::TinyEngineConfig(mode);
+  made.config = testing::TinyEngineConfig(format);
   made.config.check_integrity = false;
   made.config.cache_block_seq_len = kBlock;
   made.config.max_prefill_token_num = kChunk;
@@ -146,20 +146,20 @@ Case MakeCase(std::string name, KvCacheMode mode) {
 
 std::vector<Case> Cases() {
   std::vector<Case> cases;
-  for (const KvCacheMode mode : {KvCacheMode::kNone, KvCacheMode::kInt4, KvCacheMode::kFp4Nv}) {
-    cases.push_back(MakeCase(ToString(mode), mode));
+  for (const KvCacheMode format : {KvCacheMode::kNone, KvCacheMode::kInt4, KvCacheMode::kFp4Nv}) {
+    cases.push_back(MakeCase(ToString(format), format));
   }
   cases.push_back(MakeCase("exact weights", KvCacheMode::kFp4Mx));
-  cases.back().quantised = false;
-  cases.push_back(MakeCase("hot blocks", KvCacheMode::kFp4Nv));
-  cases.back().config.kv_quality.hot = {64, 64};
-  cases.back().prompt = 292;  // of three blocks one is quantised while tokens are generated
+  cases.back().quantized = false;
+  cases.push_back(MakeCase("16-bit blocks", KvCacheMode::kFp4Nv));
+  cases.back().config.kv_quality.window16 = {64, 64};
+  cases.back().prompt = 292;  // of three blocks one is quantized while tokens are generated
   cases.back().config.max_prefill_token_num = 20;  // all prompts are read before an answer ends
   cases.push_back(MakeCase("experts", KvCacheMode::kFp4Nv));
   cases.back().model = testing::TinyGptOss();
   cases.push_back(MakeCase("experts, one shared", KvCacheMode::kFp4Nv));
   cases.back().model = testing::TinyQwenMoe();
-  cases.back().quantised = false;  // its experts would differ in their formats
+  cases.back().quantized = false;  // its experts would differ in their formats
   return cases;
 }
 
@@ -168,7 +168,7 @@ std::vector<StepRecord> Run(const Case& how, uint64_t num_requests, bool logprob
   is_counted = false;  // the client's thread
   auto device = std::make_shared<RecordingDevice>(MakeCpuDevice(2), how.model.windows,
                                                   how.prompt + kGenerated - 1);
-  auto weights = testing::TinyWeights(how.model, *device, {.quantised = how.quantised});
+  auto weights = testing::TinyWeights(how.model, *device, {.quantized = how.quantized});
   Engine engine(how.model, how.config, std::move(weights), device, testing::kFreeBytes);
   for (uint64_t id = 0; id < num_requests; ++id) {
     auto request = MakeRequest(id, RandomPrompt(static_cast<uint32_t>(id), how.prompt), kGenerated);

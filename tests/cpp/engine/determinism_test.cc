@@ -29,7 +29,7 @@ struct Prompts {
 };
 // Around the block (16), the window (40) and the attention tile (64).
 constexpr Prompts kShort = {{1, 15, 16, 63, 65, 130, 150, 150}, 100};
-// With blocks that are quantised after they were hot: 64 first and 64 newest tokens are not.
+// With blocks that are quantized after they were 16-bit: 64 first and 64 newest tokens are not.
 constexpr Prompts kLong = {{1, 63, 129, 144, 200, 290, 330, 330}, 250};
 
 std::vector<std::shared_ptr<Request>> Requests(uint64_t first_id, const Prompts& prompts) {
@@ -155,12 +155,12 @@ void CheckEveryWay(const Setting& setting, int num_blocks) {
 
 TEST_CASE("the same bits however a request is run") {
   testing::SanitizedSample sample(4);
-  for (KvCacheMode mode : kAllKvCacheModes) {
+  for (KvCacheMode format : kAllKvCacheModes) {
     if (!sample.Next()) {
       continue;
     }
-    CAPTURE(std::string(ToString(mode)));
-    Setting setting{.config = TinyEngineConfig(mode)};
+    CAPTURE(std::string(ToString(format)));
+    Setting setting{.config = TinyEngineConfig(format)};
     setting.config.enable_prefix_caching = false;
     CheckEveryWay(setting, 16);
   }
@@ -173,25 +173,25 @@ KvCalibration TinyCalibration(const ModelConfig& model) {
   KvCalibration calibration;
   for (int i = 0; i < model.num_layers; ++i) {
     calibration.k_mean.push_back(random.Uniform(heads * model.head_dim, -2.f, 2.f));
-    calibration.k_factors.push_back(random.Uniform(heads, 0.01f, 0.1f));
-    calibration.v_factors.push_back(random.Uniform(heads, 0.01f, 0.1f));
+    calibration.k_scales.push_back(random.Uniform(heads, 0.01f, 0.1f));
+    calibration.v_scales.push_back(random.Uniform(heads, 0.01f, 0.1f));
   }
   return calibration;
 }
 
-TEST_CASE("the same bits in balanced and best, with blocks that were hot and are cold") {
+TEST_CASE("the same bits in balanced and best, with blocks that were 16-bit and are quantized") {
   testing::SanitizedSample sample(7);
-  for (KvCacheMode mode : kAllKvCacheModes) {
+  for (KvCacheMode format : kAllKvCacheModes) {
     for (const bool best : {false, true}) {
       if (!sample.Next()) {
         continue;
       }
-      CAPTURE(std::string(ToString(mode)));
+      CAPTURE(std::string(ToString(format)));
       CAPTURE(best);
-      Setting setting{.config = TinyEngineConfig(mode), .prompts = kLong};
+      Setting setting{.config = TinyEngineConfig(format), .prompts = kLong};
       setting.model.windows = {0, 170};
       setting.config.enable_prefix_caching = false;
-      setting.config.kv_quality = {.rotate_k = true, .search_scales = true, .hot = {64, 64}};
+      setting.config.kv_quality = {.rotate_k = true, .search_scales = true, .window16 = {64, 64}};
       if (best) {
         setting.config.kv_quality.calibration = TinyCalibration(setting.model);
       }
@@ -200,8 +200,8 @@ TEST_CASE("the same bits in balanced and best, with blocks that were hot and are
   }
 }
 
-TEST_CASE("the same bits with hot blocks and layers in 16 bit") {
-  const block::Config::LayerModes nvfp4 = {KvCacheMode::kFp4Nv, KvCacheMode::kFp4Nv};
+TEST_CASE("the same bits with 16-bit blocks and layers in 16 bit") {
+  const block::Config::LayerFormats nvfp4 = {KvCacheMode::kFp4Nv, KvCacheMode::kFp4Nv};
   testing::SanitizedSample sample(3);
   for (const int window : {0, 170}) {
     for (const size_t sixteen_bit : {0, 1}) {
@@ -215,7 +215,7 @@ TEST_CASE("the same bits with hot blocks and layers in 16 bit") {
       setting.config.kv_layers = {nvfp4, nvfp4};
       setting.config.kv_layers[sixteen_bit] = {};
       setting.config.enable_prefix_caching = false;
-      setting.config.kv_quality = {.rotate_k = true, .search_scales = true, .hot = {64, 64}};
+      setting.config.kv_quality = {.rotate_k = true, .search_scales = true, .window16 = {64, 64}};
       CheckEveryWay(setting, 26);
     }
   }
@@ -224,16 +224,16 @@ TEST_CASE("the same bits with hot blocks and layers in 16 bit") {
 TEST_CASE("a quality changes what is computed") {
   Setting setting{.config = TinyEngineConfig(KvCacheMode::kFp4Nv), .prompts = kLong};
   const Answers raw = OneByOne(setting);
-  setting.config.kv_quality.hot = {64, 64};
-  const Answers hot = OneByOne(setting);
+  setting.config.kv_quality.window16 = {64, 64};
+  const Answers window16 = OneByOne(setting);
   setting.config.kv_quality.rotate_k = true;
   const Answers rotated = OneByOne(setting);
   setting.config.kv_quality.search_scales = true;
   const Answers searched = OneByOne(setting);
   setting.config.kv_quality.calibration = TinyCalibration(setting.model);
   const Answers best = OneByOne(setting);
-  CHECK(raw.at(7).logits != hot.at(7).logits);
-  CHECK(hot.at(7).logits != rotated.at(7).logits);
+  CHECK(raw.at(7).logits != window16.at(7).logits);
+  CHECK(window16.at(7).logits != rotated.at(7).logits);
   CHECK(rotated.at(7).logits != searched.at(7).logits);
   CHECK(searched.at(7).logits != best.at(7).logits);
 }
@@ -251,30 +251,30 @@ TEST_CASE("the same bits with BF16 and Q8_0 weights, whose activations are round
 
 TEST_CASE("the same bits with experts, sinks and windows in every other layer") {
   testing::SanitizedSample sample(5);
-  for (KvCacheMode mode : kAllKvCacheModes) {
+  for (KvCacheMode format : kAllKvCacheModes) {
     if (!sample.Next()) {
       continue;
     }
-    CAPTURE(std::string(ToString(mode)));
-    Setting setting{.model = testing::TinyGptOss(), .config = TinyEngineConfig(mode)};
+    CAPTURE(std::string(ToString(format)));
+    Setting setting{.model = testing::TinyGptOss(), .config = TinyEngineConfig(format)};
     setting.config.enable_prefix_caching = false;
     CheckEveryWay(setting, 16);
   }
 }
 
-TEST_CASE("the same bits with experts and sinks where blocks were hot and K has lost its mean") {
+TEST_CASE("the same bits with experts and sinks where blocks were 16-bit and K has lost its mean") {
   testing::SanitizedSample sample(2);
-  for (KvCacheMode mode : {KvCacheMode::kInt4, KvCacheMode::kFp4Nv}) {
+  for (KvCacheMode format : {KvCacheMode::kInt4, KvCacheMode::kFp4Nv}) {
     if (!sample.Next()) {
       continue;
     }
-    CAPTURE(std::string(ToString(mode)));
+    CAPTURE(std::string(ToString(format)));
     Setting setting{.model = testing::TinyGptOss(),
-                    .config = TinyEngineConfig(mode),
+                    .config = TinyEngineConfig(format),
                     .prompts = kLong,
-                    .weights = {.quantised = true}};
+                    .weights = {.quantized = true}};
     setting.config.enable_prefix_caching = false;
-    setting.config.kv_quality = {.rotate_k = true, .search_scales = true, .hot = {64, 64}};
+    setting.config.kv_quality = {.rotate_k = true, .search_scales = true, .window16 = {64, 64}};
     setting.config.kv_quality.calibration = TinyCalibration(setting.model);
     CheckEveryWay(setting, 26);
   }

@@ -24,9 +24,9 @@ using testing::RunOne;
 using testing::TinyEngine;
 using testing::TinyEngineConfig;
 
-constexpr KvCacheMode kMode = KvCacheMode::kFp4Nv;
+constexpr KvCacheMode kFormat = KvCacheMode::kFp4Nv;
 
-std::unique_ptr<Engine> DefaultEngine() { return TinyEngine(TinyEngineConfig(kMode)); }
+std::unique_ptr<Engine> DefaultEngine() { return TinyEngine(TinyEngineConfig(kFormat)); }
 
 TEST_CASE("EOS, stop sequences and limits end a request") {
   auto engine = DefaultEngine();
@@ -70,7 +70,7 @@ TEST_CASE("EOS, stop sequences and limits end a request") {
 }
 
 TEST_CASE("a sequence ends at session_len") {
-  EngineConfig config = TinyEngineConfig(kMode);
+  EngineConfig config = TinyEngineConfig(kFormat);
   config.session_len = 40;
   auto engine = TinyEngine(config);
   const RequestOutput output = RunOne(*engine, MakeRequest(1, RandomPrompt(1, 30), 100));
@@ -79,7 +79,7 @@ TEST_CASE("a sequence ends at session_len") {
 }
 
 TEST_CASE("log-probabilities and logits of prompt and answer") {
-  EngineConfig config = TinyEngineConfig(kMode);
+  EngineConfig config = TinyEngineConfig(kFormat);
   config.max_prefill_token_num = 16;
   auto engine = TinyEngine(config);
   const auto prompt = RandomPrompt(3, 50);
@@ -155,13 +155,13 @@ class NanDevice : public testing::ForwardingDevice {
  public:
   using ForwardingDevice::ForwardingDevice;
 
-  void ProcessKV(const ProcessKVParams& params) override {
+  void WriteKv(const WriteKvParams& params) override {
     if (!std::exchange(is_done_, true)) {
       float* v = params.qkv + (params.q_heads + params.kv.kv_heads) * params.kv.head_dim;
       v[0] = NAN;
       v[1] = -30000.f;
     }
-    ForwardingDevice::ProcessKV(params);
+    ForwardingDevice::WriteKv(params);
   }
   bool ArgMaxRows(const ArgMaxRowsParams& params) override {
     for (int row = 0; row < params.num_rows; ++row) {
@@ -181,7 +181,7 @@ TEST_CASE("NaN and clipped values in K and V are counted, whether tokens or logi
   for (const int num_logprobs : {-1, 2}) {
     CAPTURE(num_logprobs);
     auto device = std::make_shared<NanDevice>(MakeCpuDevice(1));
-    Engine engine(model, TinyEngineConfig(kMode), testing::TinyWeights(model, *device), device,
+    Engine engine(model, TinyEngineConfig(kFormat), testing::TinyWeights(model, *device), device,
                   testing::kFreeBytes);
     auto request = MakeRequest(1, RandomPrompt(1, 40), 3);
     request->sampling.num_logprobs = num_logprobs;
@@ -196,7 +196,7 @@ TEST_CASE("NaN and clipped values in K and V are counted, whether tokens or logi
 }
 
 TEST_CASE("requests that cannot run are refused with the numbers") {
-  EngineConfig config = TinyEngineConfig(kMode);
+  EngineConfig config = TinyEngineConfig(kFormat);
   config.cache_max_entry_count = 8;  // 128 tokens
   auto engine = TinyEngine(config);
   const auto text = [&](const std::shared_ptr<Request>& request) {
@@ -234,7 +234,7 @@ TEST_CASE("an id in use is refused and free again after the last output") {
 }
 
 TEST_CASE("500 requests cancelled at random points leave every block free") {
-  EngineConfig config = TinyEngineConfig(kMode);
+  EngineConfig config = TinyEngineConfig(kFormat);
   config.cache_max_entry_count = 40;
   config.max_prefill_token_num = 64;
   auto engine = TinyEngine(config);
@@ -273,7 +273,7 @@ TEST_CASE("500 requests cancelled at random points leave every block free") {
 TEST_CASE("a request is counted from its submission on, its first step included") {
   const ModelConfig model = testing::TinyConfig();
   auto device = std::make_shared<testing::WaitingDevice>(MakeCpuDevice(1));
-  Engine engine(model, TinyEngineConfig(kMode), testing::TinyWeights(model, *device), device,
+  Engine engine(model, TinyEngineConfig(kFormat), testing::TinyWeights(model, *device), device,
                 testing::kFreeBytes);
   engine.Submit(MakeRequest(1, RandomPrompt(1, 40), 2));
   bool was_lost = false;
@@ -295,7 +295,7 @@ TEST_CASE("a request is counted from its submission on, its first step included"
 TEST_CASE("prompts that never ran are not counted as processed") {
   const ModelConfig model = testing::TinyConfig();
   auto device = std::make_shared<testing::WaitingDevice>(MakeCpuDevice(1));
-  EngineConfig config = TinyEngineConfig(kMode);
+  EngineConfig config = TinyEngineConfig(kFormat);
   config.max_batch_size = 1;
   Engine engine(model, config, testing::TinyWeights(model, *device), device, testing::kFreeBytes);
   engine.Submit(MakeRequest(1, RandomPrompt(1, 40), 2));
@@ -345,7 +345,7 @@ class ReservingDevice : public testing::ForwardingDevice {
 
 TEST_CASE("stopping frees the model and the cache, and leaves the figures") {
   const ModelConfig model = testing::TinyConfig();
-  const EngineConfig config = TinyEngineConfig(kMode);
+  const EngineConfig config = TinyEngineConfig(kFormat);
   auto device = std::make_shared<ReservingDevice>(MakeCpuDevice(1));
   std::shared_ptr<const Weights> weights = testing::TinyWeights(model, *device);
   const std::weak_ptr<const Weights> model_weights = weights;
@@ -363,7 +363,7 @@ TEST_CASE("stopping frees the model and the cache, and leaves the figures") {
 
 TEST_CASE("the plan holds for the pools, and refuses what does not fit") {
   const ModelConfig model = testing::TinyConfig();
-  EngineConfig config = TinyEngineConfig(kMode);
+  EngineConfig config = TinyEngineConfig(kFormat);
   const MemoryPlan plan = PlanMemory(model, config, testing::kFreeBytes, true);
   auto engine = TinyEngine(config);
   CHECK(engine->memory_plan().reserved_bytes == plan.reserved_bytes);

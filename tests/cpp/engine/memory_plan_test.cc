@@ -32,11 +32,11 @@ ModelConfig Model(std::vector<int> windows = std::vector<int>(30, 0)) {
   return model;
 }
 
-EngineConfig Config(KvCacheMode mode, HotTokens hot = {}) {
+EngineConfig Config(KvCacheMode format, PrecisionWindowTokens window16 = {}) {
   EngineConfig config;
-  config.kv_mode = mode;
+  config.kv_format = format;
   config.session_len = 8192;
-  config.kv_quality.hot = hot;
+  config.kv_quality.window16 = window16;
   return config;
 }
 
@@ -58,7 +58,7 @@ TEST_CASE("bytes of a sequence: whole blocks of every pool") {
   CHECK(bits > 4.7);
 }
 
-TEST_CASE("layers in 16 bit take no hot blocks") {
+TEST_CASE("layers in 16 bit take no 16-bit blocks") {
   const ModelConfig model = Model();
   constexpr int64_t kRows = 64 * 2 * 3 * 30;
   EngineConfig mixed = Config(KvCacheMode::kFp4Nv, {64, 64});
@@ -70,7 +70,7 @@ TEST_CASE("layers in 16 bit take no hot blocks") {
   CHECK(SequenceBytes(model, mixed, 8192) == kRows / 2 * (125 * 36 + 3 * 128) + none);
   mixed.max_batch_size = 1;
   const MemoryPlan plan = PlanMemory(model, mixed, kFreeBytes, true);
-  CHECK(plan.hot_bytes_per_sequence == kRows / 2 * 3 * 128);
+  CHECK(plan.window16_bytes_per_sequence == kRows / 2 * 3 * 128);
   // A pool of 16-bit layers holds a sequence of session_len and nothing more.
   const std::vector<LayerGroup> groups = MakeLayerGroups(CacheConfig(model, mixed));
   const std::vector<int64_t> blocks = PlanBlocks(model, mixed, kFreeBytes, true);
@@ -101,14 +101,14 @@ TEST_CASE("the plan counts all pools") {
   CHECK(plan.num_blocks == blocks[0]);
   CHECK(plan.reserved_bytes == kRows * (blocks[0] * 36 + blocks[1] * 128));
   CHECK(plan.reserved_bytes <= static_cast<int64_t>(0.8 * static_cast<double>(kFreeBytes)));
-  CHECK(plan.hot_bytes_per_sequence == kRows * 3 * 128);
+  CHECK(plan.window16_bytes_per_sequence == kRows * 3 * 128);
   CHECK(plan.session_bytes == kRows * (125 * 36 + 3 * 128));
   CHECK(plan.session_bytes_none == kRows * 128 * 128);
   CHECK(plan.bytes_per_token == 2 * 3 * 30 * 36);
   CHECK(blocks[1] >= 32 * 4 + 127);  // max_batch_size short sequences and a step's 8192 tokens
 
   const MemoryPlan raw = PlanMemory(model, Config(KvCacheMode::kFp4Nv), kFreeBytes, true);
-  CHECK(raw.hot_bytes_per_sequence == 0);
+  CHECK(raw.window16_bytes_per_sequence == 0);
   CHECK(raw.session_bytes == kRows * 128 * 36);
 }
 
@@ -139,8 +139,9 @@ TEST_CASE("a GPU's pools share what the scratch and the workspace of a step leav
 
 TEST_CASE("whatever the budget, one sequence of the length that fits runs in full chunks") {
   const ModelConfig model = Model({0, 300, 300});
-  for (const HotTokens& hot : {HotTokens{0, 0}, {64, 64}, {128, 256}}) {
-    EngineConfig config = Config(KvCacheMode::kFp4Nv, hot);
+  for (const PrecisionWindowTokens& window16 :
+       {PrecisionWindowTokens{0, 0}, {64, 64}, {128, 256}}) {
+    EngineConfig config = Config(KvCacheMode::kFp4Nv, window16);
     config.max_batch_size = 7;
     const auto groups = MakeLayerGroups(CacheConfig(model, config));
     for (const bool is_cpu : {true, false}) {
@@ -159,7 +160,7 @@ TEST_CASE("whatever the budget, one sequence of the length that fits runs in ful
           CHECK(blocks[g] >= 1);
           if (!is_cut) {
             CHECK(blocks[g] >= groups[g].BlocksPerSequence(longest, 8192));
-            CHECK(blocks[groups.size() + g] >= groups[g].HotBlocksPerSequence(longest, 8192));
+            CHECK(blocks[groups.size() + g] >= groups[g].Window16BlocksPerSequence(longest, 8192));
           }
         }
       }
@@ -171,12 +172,12 @@ TEST_CASE("whatever the budget, one sequence of the length that fits runs in ful
   }
 }
 
-TEST_CASE("tokens that fit count hot blocks; the longest sequence is what the pools hold") {
+TEST_CASE("tokens that fit count 16-bit blocks; the longest sequence is what the pools hold") {
   const ModelConfig model = Model();
-  for (const HotTokens& hot : {HotTokens{}, {64, 64}, {128, 256}}) {
+  for (const PrecisionWindowTokens& window16 : {PrecisionWindowTokens{}, {64, 64}, {128, 256}}) {
     for (const int session_len : {128, 192, 1024, 8192}) {
       for (const int batch : {1, 3}) {
-        EngineConfig config = Config(KvCacheMode::kFp4Nv, hot);
+        EngineConfig config = Config(KvCacheMode::kFp4Nv, window16);
         config.session_len = session_len;
         config.max_batch_size = batch;
         const MemoryPlan plan = PlanMemory(model, config, kFreeBytes, true);
@@ -185,7 +186,7 @@ TEST_CASE("tokens that fit count hot blocks; the longest sequence is what the po
       }
     }
   }
-  // Three hot blocks and five cold ones.
+  // Three 16-bit blocks and five quantized ones.
   EngineConfig config = Config(KvCacheMode::kFp4Nv, {64, 64});
   config.cache_max_entry_count = 5;
   CHECK(PlanMemory(model, config, kFreeBytes, true).max_sequence_tokens == 8 * 64);
@@ -222,25 +223,25 @@ TEST_CASE("what does not fit is refused with the bytes it takes") {
     PlanMemory(Model(), config, 100'000, true);
     FAIL("100 kB were taken");
   } catch (const InvalidArgument& error) {
-    // A cold block, unused, and a hot one.
+    // A quantized block, unused, and a 16-bit one.
     const std::string bytes = std::to_string(64 * 2 * 3 * 30 * (36 + 128));
     CHECK(std::string(error.what()).find(bytes) != std::string::npos);
   }
-  config.kv_quality.hot = {64, 65};
+  config.kv_quality.window16 = {64, 65};
   CHECK_THROWS_AS(PlanMemory(Model(), config, kFreeBytes, true), InvalidArgument);
 }
 
-// Has no attention kernels for 16-bit caches. Only hot blocks need them here.
+// Has no attention kernels for 16-bit caches. Only 16-bit blocks need them here.
 class No16Bit : public testing::NullDevice {
  public:
   void RequireAttention(const KvLayerView& layer) const override {
-    if (layer.mode[0] == KvCacheMode::kNone) {
+    if (layer.format[0] == KvCacheMode::kNone) {
       throw InvalidArgument("no kernels");
     }
   }
 };
 
-TEST_CASE("a cache without kernels, or whose hot blocks have none, is refused") {
+TEST_CASE("a cache without kernels, or whose 16-bit blocks have none, is refused") {
   const auto cpu = MakeCpuDevice(1);
   const auto device = std::make_shared<No16Bit>();
   const ModelConfig model = testing::TinyConfig();
@@ -252,9 +253,9 @@ TEST_CASE("a cache without kernels, or whose hot blocks have none, is refused") 
                     InvalidArgument);
   };
   EngineConfig config = testing::TinyEngineConfig(KvCacheMode::kInt8);
-  config.kv_quality.hot = {};
+  config.kv_quality.window16 = {};
   CHECK_NOTHROW(RequireKernels(model, config, *device));
-  config.kv_quality.hot = {.sink_tokens = 64, .recent_tokens = 64};
+  config.kv_quality.window16 = {.sink_tokens = 64, .recent_tokens = 64};
   refuses(config);
   refuses(testing::TinyEngineConfig(KvCacheMode::kNone));
 }

@@ -25,8 +25,8 @@ class OpsRefusingDevice : public Device {
   void RouteExperts(const RouteExpertsParams&) override { Refuse(); }
   void GroupRows(const GroupRowsParams&) override { Refuse(); }
   void CombineExperts(const CombineExpertsParams&) override { Refuse(); }
-  void ProcessKV(const ProcessKVParams&) override { Refuse(); }
-  void QuantiseBlocks(const QuantiseBlocksParams&) override { Refuse(); }
+  void WriteKv(const WriteKvParams&) override { Refuse(); }
+  void QuantizeBlocks(const QuantizeBlocksParams&) override { Refuse(); }
   void FlattenKV(const FlattenKVParams&) override { Refuse(); }
   void PrefillAttention(const AttentionParams&) override { Refuse(); }
   void DecodeAttention(const AttentionParams&) override { Refuse(); }

@@ -221,28 +221,28 @@ class ChoosingDevice : public testing::WaitingDevice {
     return true;
   }
   // Draws from the top_k alone.
-  bool DrawRows(const DrawRowsParams& params) override {
-    for (int i = 0; i < params.num_draws; ++i) {
-      const RowDraw& draw = params.draws[i];
-      const float* logits = params.logits + int64_t{draw.row} * params.vocab_size;
+  bool SampleRows(const SampleRowsParams& params) override {
+    for (int i = 0; i < params.num_samplings; ++i) {
+      const RowSampling& sampling = params.samplings[i];
+      const float* logits = params.logits + int64_t{sampling.row} * params.vocab_size;
       const RowMax max = MaxLogit(logits, params.vocab_size);
       params.ids[i] = -1;
-      if (!LimitsCount(draw, params.vocab_size) || !max.valid) {
+      if (!LimitsCount(sampling, params.vocab_size) || !max.valid) {
         continue;
       }
       std::vector<std::pair<float, int32_t>> tokens;
       for (int32_t id = 0; id < params.vocab_size; ++id) {
-        tokens.emplace_back(-WeightOf((logits[id] - max.value) * draw.inverse_temperature), id);
+        tokens.emplace_back(-WeightOf((logits[id] - max.value) * sampling.inverse_temperature), id);
       }
       std::sort(tokens.begin(), tokens.end());
       const auto weight = [&](int j) { return -tokens[static_cast<size_t>(j)].first; };
       double total = 0;
-      for (int j = 0; j < draw.top_k; ++j) {
+      for (int j = 0; j < sampling.top_k; ++j) {
         total += weight(j);
       }
-      const Kept kept = KeepByMass(draw.top_k, total, draw, weight);
-      const int drawn = DrawKept(kept, draw.uniform, weight);
-      params.ids[i] = tokens[static_cast<size_t>(drawn)].second;
+      const Kept kept = KeepByMass(sampling.top_k, total, sampling, weight);
+      const int sampled = SampleKept(kept, sampling.uniform, weight);
+      params.ids[i] = tokens[static_cast<size_t>(sampled)].second;
     }
     return true;
   }
@@ -328,7 +328,8 @@ TEST_CASE("rows of which the highest token is all that is asked stay with the de
   CheckSame({greedy, all_logits, greedy}, 20 + 5);
 }
 
-TEST_CASE("sampled rows stay with a device that draws, but for those that it leaves to the host") {
+TEST_CASE(
+    "sampled rows stay with a device that samples, but for those that it leaves to the host") {
   const Change top_k = [](Request& r) {
     r.sampling.do_sample = true;
     r.sampling.top_k = 5;

@@ -15,15 +15,16 @@ namespace {
 
 struct Planner {
   Planner(int max_batch_size, int max_step_tokens, std::vector<int64_t> num_blocks,
-          std::vector<int> windows = {0}, bool prefix_caching = true, HotTokens hot = {})
-      : cache(device, Config(windows, hot), std::move(num_blocks)),
+          std::vector<int> windows = {0}, bool prefix_caching = true,
+          PrecisionWindowTokens window16 = {})
+      : cache(device, Config(windows, window16), std::move(num_blocks)),
         manager(cache, prefix_caching),
         scheduler({max_batch_size, max_step_tokens}, manager, cache.groups()) {}
 
-  static KvCacheConfig Config(const std::vector<int>& windows, HotTokens hot) {
+  static KvCacheConfig Config(const std::vector<int>& windows, PrecisionWindowTokens window16) {
     KvCacheConfig config =
         MakeKvCacheConfig(windows, KvCacheMode::kFp4Nv, 1, 64, 16, DataType::kBFloat16);
-    config.hot = hot;
+    config.window16 = window16;
     return config;
   }
 
@@ -241,7 +242,8 @@ TEST_CASE("a large request is not overtaken by smaller ones behind it") {
   CHECK(planner.Step() == "1:120");
 }
 
-// --- Hot blocks ----------------------------------------------------------------------------------
+// --- 16-bit blocks
+// ----------------------------------------------------------------------------------
 
 TEST_CASE("a batch carries tables of both kinds and every sequence's moves") {
   Planner planner(4, 200, {32, 8, 32, 32}, {0, 40}, false, {0, 0});
@@ -253,19 +255,19 @@ TEST_CASE("a batch carries tables of both kinds and every sequence's moves") {
   const std::span<const BatchView> views = batch.Views();
   const Batch::BlockTables& full = batch.tables[0];
   CHECK(full.stride == 5);
-  REQUIRE(full.hot_ids.size() == 10);
-  REQUIRE(full.moves.size() == 2 + 4);
-  CHECK(views[0].hot_tables == full.hot_ids.data());
-  CHECK(views[0].num_moves == 6);
+  REQUIRE(full.window16_ids.size() == 10);
+  REQUIRE(full.blocks_to_quantize.size() == 2 + 4);
+  CHECK(views[0].window16_tables == full.window16_ids.data());
+  CHECK(views[0].num_to_quantize == 6);
   size_t next = 0;
   for (size_t row : {0, 1}) {
     const size_t num_blocks = row == 0 ? 3 : 5;
     for (size_t i = 0; i < 5; ++i) {
-      CHECK((full.hot_ids[5 * row + i] >= 0) == (i < num_blocks));
+      CHECK((full.window16_ids[5 * row + i] >= 0) == (i < num_blocks));
       CHECK((full.ids[5 * row + i] >= 0) == (i + 1 < num_blocks));
       if (i + 1 < num_blocks) {
-        CHECK(full.moves[next].hot == full.hot_ids[5 * row + i]);
-        CHECK(full.moves[next].cold == full.ids[5 * row + i]);
+        CHECK(full.blocks_to_quantize[next].window16 == full.window16_ids[5 * row + i]);
+        CHECK(full.blocks_to_quantize[next].quantized == full.ids[5 * row + i]);
         ++next;
       }
     }
@@ -277,22 +279,23 @@ TEST_CASE("a batch carries tables of both kinds and every sequence's moves") {
     sequence->tokens.push_back(7);
   }
   const Batch& second = planner.scheduler.Plan();
-  CHECK(second.tables[0].moves.size() == 1);  // 1 begins its sixth block, 0 is in its third
-  CHECK(second.tables[1].moves.size() == 1);
-  CHECK(second.tables[0].hot_ids[2] >= 0);
+  CHECK(second.tables[0].blocks_to_quantize.size() ==
+        1);  // 1 begins its sixth block, 0 is in its third
+  CHECK(second.tables[1].blocks_to_quantize.size() == 1);
+  CHECK(second.tables[0].window16_ids[2] >= 0);
 }
 
-TEST_CASE("without hot blocks there are no hot tables") {
+TEST_CASE("without 16-bit blocks there are no 16-bit tables") {
   Planner planner(4, 200, {32});
   planner.Add(Prompt(0, 40));
   const Batch& batch = planner.scheduler.Plan();
-  CHECK(batch.tables[0].hot_ids.empty());
-  CHECK(batch.tables[0].moves.empty());
-  CHECK(batch.Views()[0].hot_tables == nullptr);
+  CHECK(batch.tables[0].window16_ids.empty());
+  CHECK(batch.tables[0].blocks_to_quantize.empty());
+  CHECK(batch.Views()[0].window16_tables == nullptr);
 }
 
-TEST_CASE("a prompt starts when the hot blocks of its chunk fit beside those that run") {
-  // Each prompt takes up to 1 + 4 hot blocks while it is computed, and one afterwards.
+TEST_CASE("a prompt starts when the 16-bit blocks of its chunk fit beside those that run") {
+  // Each prompt takes up to 1 + 4 16-bit blocks while it is computed, and one afterwards.
   Planner planner(4, 64, {64, 9}, {0}, false, {0, 0});
   planner.Add(Prompt(0, 100));
   planner.Add(Prompt(1, 100));
@@ -314,7 +317,7 @@ TEST_CASE("a prompt starts when the hot blocks of its chunk fit beside those tha
   CHECK(narrow.Step() == "1:64");
 }
 
-TEST_CASE("the newest is preempted when the hot pool is full") {
+TEST_CASE("the newest is preempted when the 16-bit pool is full") {
   // Sequences keep sinks, the recent blocks and the current one: 4 + 4 + 1 of 16 blocks.
   Planner planner(4, 64, {64, 16}, {0}, true, {64, 64});
   planner.Add(Prompt(0, 60));
@@ -338,7 +341,7 @@ TEST_CASE("what a hit lost for want of 16-bit copies is counted once") {
   planner.Step();
   planner.Step();
   planner.Step();
-  planner.scheduler.Remove(first);  // blocks 4 to 7 hot alone, copies of 0 to 3
+  planner.scheduler.Remove(first);  // blocks 4 to 7 16-bit alone, copies of 0 to 3
   Sequence* other = planner.Add(Prompt(1, 80));
   planner.Step();
   planner.Step();
@@ -352,14 +355,14 @@ TEST_CASE("what a hit lost for want of 16-bit copies is counted once") {
 struct Load {
   std::vector<int64_t> num_blocks;
   std::vector<int> windows;
-  HotTokens hot;
+  PrecisionWindowTokens window16;
   int max_step_tokens = 24;
 };
 
 // Random loads on tiny pools: everything ends, every block comes back. Returns the plans.
 std::string RunLoad(const Load& load) {
   std::mt19937 random(3);
-  Planner planner(5, load.max_step_tokens, load.num_blocks, load.windows, true, load.hot);
+  Planner planner(5, load.max_step_tokens, load.num_blocks, load.windows, true, load.window16);
   std::vector<std::pair<Sequence*, int64_t>> open;  // and the length at which it ends
   std::string log;
   int num_started = 0;
@@ -399,23 +402,25 @@ TEST_CASE("random requests all finish, and the same calls give the same plans") 
 }
 
 // As small as Fits allows for 149 tokens: 10 blocks.
-TEST_CASE("the same with hot pools that hold a single sequence and little more") {
+TEST_CASE("the same with 16-bit pools that hold a single sequence and little more") {
   for (const int max_step_tokens : {5, 24, 150}) {
-    for (const HotTokens& hot : {HotTokens{0, 0}, {64, 0}, {0, 64}, {64, 64}}) {
+    for (const PrecisionWindowTokens& window16 :
+         {PrecisionWindowTokens{0, 0}, {64, 0}, {0, 64}, {64, 64}}) {
       for (const std::vector<int>& windows : {std::vector<int>{0}, {0, 20}, {40}, {0, 90}}) {
         for (const int64_t spare : {0, 3}) {
-          Load load = {{}, windows, hot, max_step_tokens};
-          const auto groups = MakeLayerGroups(Planner::Config(windows, hot));
+          Load load = {{}, windows, window16, max_step_tokens};
+          const auto groups = MakeLayerGroups(Planner::Config(windows, window16));
           for (const LayerGroup& group : groups) {
             load.num_blocks.push_back(
                 std::max<int64_t>(group.BlocksPerSequence(150, max_step_tokens), 1) + spare);
           }
           for (const LayerGroup& group : groups) {
-            load.num_blocks.push_back(group.HotBlocksPerSequence(150, max_step_tokens) + spare);
+            load.num_blocks.push_back(group.Window16BlocksPerSequence(150, max_step_tokens) +
+                                      spare);
           }
           CAPTURE(max_step_tokens);
-          CAPTURE(hot.sink_tokens);
-          CAPTURE(hot.recent_tokens);
+          CAPTURE(window16.sink_tokens);
+          CAPTURE(window16.recent_tokens);
           CAPTURE(windows.back());
           CAPTURE(spare);
           CHECK(RunLoad(load) == RunLoad(load));

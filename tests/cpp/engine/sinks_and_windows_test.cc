@@ -35,10 +35,10 @@ std::vector<float> Logits(const ModelConfig& model, const EngineConfig& config,
 // The formats as they are, and with 16-bit blocks around them.
 std::vector<EngineConfig> Configs() {
   std::vector<EngineConfig> configs;
-  for (KvCacheMode mode : kAllKvCacheModes) {
-    configs.push_back(testing::TinyEngineConfig(mode));
+  for (KvCacheMode format : kAllKvCacheModes) {
+    configs.push_back(testing::TinyEngineConfig(format));
     configs.push_back(configs.back());
-    configs.back().kv_quality = {.rotate_k = true, .hot = {64, 64}};
+    configs.back().kv_quality = {.rotate_k = true, .window16 = {64, 64}};
   }
   return configs;
 }
@@ -73,7 +73,7 @@ TEST_CASE("what no window reaches has no influence, its last token has") {
     if (!sample.Next()) {
       continue;
     }
-    CAPTURE(std::string(ToString(config.kv_mode)));
+    CAPTURE(std::string(ToString(config.kv_format)));
     const std::vector<float> want = Logits(model, config, unseen.a);
     CHECK(Logits(model, config, unseen.b) == want);
     CHECK(Logits(model, config, seen.b) != want);
@@ -91,7 +91,7 @@ TEST_CASE("sinks take part in every softmax: large ones leave nothing to the con
     if (!sample.Next()) {
       continue;
     }
-    CAPTURE(std::string(ToString(config.kv_mode)));
+    CAPTURE(std::string(ToString(config.kv_format)));
     // e^-1000 is nothing beside a value of the residual, whatever V is.
     const TinyOptions large = {.sink_offset = 1000.f};
     CHECK(Logits(model, config, pair.a, large) == Logits(model, config, pair.b, large));

@@ -55,7 +55,7 @@ inline ModelConfig TinyQwenMoe() {
                 .top_k = 3,
                 .intermediate_size = 32,
                 .shared_intermediate_size = 64,
-                .normalise = false,
+                .normalize = false,
                 .layers = {0, 1}};
   return config;
 }
@@ -97,7 +97,7 @@ inline std::vector<uint16_t> RandomQ8(RandomValues& random, int64_t num_blocks) 
 }
 
 struct TinyOptions {
-  bool quantised = false;  // BF16 and Q8_0 in turn, as a checkpoint has them; else FP32 and exact
+  bool quantized = false;  // BF16 and Q8_0 in turn, as a checkpoint has them; else FP32 and exact
   bool sinks = true;       // of TinyGptOss
   float sink_offset = 0.f;
 };
@@ -106,7 +106,7 @@ struct TinyOptions {
 class TinyBuilder {
  public:
   TinyBuilder(const ModelConfig& config, Device& device, const TinyOptions& options)
-      : config_(config), options_(options), builder_(config, device, !options.quantised) {}
+      : config_(config), options_(options), builder_(config, device, !options.quantized) {}
 
   std::shared_ptr<const Weights> Build() {
     AddMatrix("embedding", config_.vocab_size, config_.hidden_size, 1.f);
@@ -125,7 +125,7 @@ class TinyBuilder {
 
  private:
   void AddMatrix(const std::string& name, int64_t rows, int64_t cols, float range) {
-    if (options_.quantised) {
+    if (options_.quantized) {
       is_bf16_ = !is_bf16_;
       const std::vector<uint16_t> data =
           is_bf16_ ? RandomBF16(random_, rows * cols, range) : RandomQ8(random_, rows * cols / 32);
@@ -205,9 +205,9 @@ inline std::shared_ptr<const Weights> TinyWeights(const ModelConfig& config, Dev
   return TinyBuilder(config, device, options).Build();
 }
 
-inline EngineConfig TinyEngineConfig(KvCacheMode mode) {
+inline EngineConfig TinyEngineConfig(KvCacheMode format) {
   EngineConfig config;
-  config.kv_mode = mode;
+  config.kv_format = format;
   config.max_batch_size = 8;
   config.session_len = 512;
   config.max_prefill_token_num = 2048;
@@ -217,10 +217,10 @@ inline EngineConfig TinyEngineConfig(KvCacheMode mode) {
 }
 
 inline std::unique_ptr<Engine> TinyEngine(const EngineConfig& config, int num_threads = 1,
-                                          bool quantised = false) {
+                                          bool quantized = false) {
   const ModelConfig model = TinyConfig();
   std::shared_ptr<Device> device = MakeCpuDevice(num_threads);
-  auto weights = TinyWeights(model, *device, {.quantised = quantised});
+  auto weights = TinyWeights(model, *device, {.quantized = quantized});
   return std::make_unique<Engine>(model, config, std::move(weights), std::move(device), kFreeBytes);
 }
 

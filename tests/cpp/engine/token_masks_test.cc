@@ -31,15 +31,15 @@ class PatientDevice : public testing::ForwardingDevice {
   void Embed(const EmbedParams& params) override {
     ++num_steps;
     const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(10);
-    while (num_asked < num_steps && std::chrono::steady_clock::now() < end) {
+    while (num_requested < num_steps && std::chrono::steady_clock::now() < end) {
       std::this_thread::yield();
     }
-    num_late += num_asked < num_steps ? 1 : 0;
+    num_late += num_requested < num_steps ? 1 : 0;
     ForwardingDevice::Embed(params);
   }
 
   int num_steps = 0;
-  std::atomic<int> num_asked = 0;
+  std::atomic<int> num_requested = 0;
   int num_late = 0;
 };
 
@@ -50,14 +50,14 @@ TEST_CASE("masks are asked for while the step runs") {
                 testing::TinyWeights(model, *device), device, testing::kFreeBytes);
   auto request = MakeRequest(1, RandomPrompt(1, 20), 5);
   request->token_mask = [&](const auto&, auto& mask) {
-    ++device->num_asked;
+    ++device->num_requested;
     mask.assign(mask.size(), 0xffffffffu);
     return true;
   };
   const RequestOutput output = RunOne(engine, request);
   CHECK(output.tokens.size() == 5);
   CHECK(device->num_steps == 5);
-  CHECK(device->num_asked == 5);
+  CHECK(device->num_requested == 5);
   CHECK(device->num_late == 0);
 }
 
@@ -104,7 +104,7 @@ TEST_CASE("only those that come to their next token are asked, and told what is 
   CHECK_THROWS_AS(masks.Wait(*planned.sequences[0]), InternalError);
   masks.End();
   CHECK(asked == std::vector<std::string>{"first token:0", "later:2"});
-  CHECK(later->num_told == 2);
+  CHECK(later->num_tokens_sent == 2);
   CHECK_THROWS_AS(masks.Wait(*later), InternalError);
 }
 
@@ -124,11 +124,11 @@ TEST_CASE("errors come to the one that waits for them") {
 
 TEST_CASE("the end waits for answers that nobody took, and lets requests go") {
   Planned planned;
-  std::atomic<int> num_asked = 0;
+  std::atomic<int> num_requested = 0;
   Sequence* slow = planned.Add(
       [&](const auto&, auto&) {
         std::this_thread::sleep_for(std::chrono::milliseconds(20));
-        return ++num_asked > 0;
+        return ++num_requested > 0;
       },
       4, 4);
   const std::weak_ptr<Request> request = slow->request;
@@ -136,7 +136,7 @@ TEST_CASE("the end waits for answers that nobody took, and lets requests go") {
   for (int step = 1; step < 4; ++step) {
     masks.Begin(planned.batch);
     masks.End();
-    CHECK(num_asked == step);
+    CHECK(num_requested == step);
   }
   masks.Begin(planned.batch);
   planned.sequences.clear();  // its step has failed, say

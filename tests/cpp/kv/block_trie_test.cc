@@ -13,7 +13,7 @@ namespace {
 const std::vector<int32_t> kTokens = {1, 2, 3, 4, 5, 6};
 
 TEST_CASE("a node lives while one pool of the full-attention group has its block") {
-  // Pools: full attention cold, a window's cold, then the hot ones.
+  // Pools: full attention quantized, a window's quantized, then the 16-bit ones.
   BlockTrie trie(4, {0, 2}, 2);
   trie.Insert(kTokens, {{-1, 11, 12}, {20, 21, 22}, {30, 31, -1}, {40, 41, 42}});
   trie.CheckIntegrity();

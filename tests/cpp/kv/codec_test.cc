@@ -25,18 +25,20 @@ struct Encoded {
 };
 
 template <KvCacheMode M, bool kSearch = false>
-Encoded Encode(const std::vector<float>& x, DataType dtype = DataType::kFloat32, float g = 1.f) {
+Encoded Encode(const std::vector<float>& x, DataType dtype = DataType::kFloat32,
+               float global_scale = 1.f) {
   Encoded row;
-  row.nonfinite = Codec<M>::template EncodeRow<kSearch>(x.data(), static_cast<int>(x.size()), dtype,
-                                                        g, row.payload.data(), row.meta.data());
+  row.nonfinite =
+      Codec<M>::template EncodeRow<kSearch>(x.data(), static_cast<int>(x.size()), dtype,
+                                            global_scale, row.payload.data(), row.meta.data());
   return row;
 }
 
 template <KvCacheMode M>
 std::vector<float> Decode(const Encoded& row, size_t n, DataType dtype = DataType::kFloat32,
-                          float g = 1.f) {
+                          float global_scale = 1.f) {
   std::vector<float> out(n + 8, -12345.f);
-  Codec<M>::DecodeRow(row.payload.data(), row.meta.data(), static_cast<int>(n), dtype, g,
+  Codec<M>::DecodeRow(row.payload.data(), row.meta.data(), static_cast<int>(n), dtype, global_scale,
                       out.data());
   for (size_t i = n; i < out.size(); ++i) {
     CHECK(out[i] == -12345.f);
@@ -164,16 +166,17 @@ TEST_CASE("FP8 and 16 bit: saturation, infinities, NaN, signs") {
 // --- FP4 --------------------------------------------------------------------------------------
 
 template <KvCacheMode M>
-void CheckDecodeAll(int num_scales, float g, double (*scale_value)(int)) {
+void CheckDecodeAll(int num_scales, float global_scale, double (*scale_value)(int)) {
   for (int scale = 0; scale < num_scales; ++scale) {
     Encoded row;
     row.meta[0] = static_cast<uint8_t>(scale);
     for (int i = 0; i < 8; ++i) {
       row.payload[static_cast<size_t>(i)] = static_cast<uint8_t>(2 * i | ((2 * i + 1) << 4));
     }
-    const std::vector<float> out = Decode<M>(row, 16, DataType::kFloat32, g);
+    const std::vector<float> out = Decode<M>(row, 16, DataType::kFloat32, global_scale);
     for (int code = 0; code < 16; ++code) {
-      const double value = E2M1ToFloat(static_cast<uint8_t>(code)) * scale_value(scale) * g;
+      const double value =
+          E2M1ToFloat(static_cast<uint8_t>(code)) * scale_value(scale) * global_scale;
       REQUIRE(SameBits(out[static_cast<size_t>(code)], static_cast<float>(value)));
     }
   }
@@ -213,10 +216,10 @@ TEST_CASE("MXFP4: the least exponent that does not clip, by the bits") {
     CHECK(Encode<KvCacheMode::kFp4Mx>(Group(0.f, -edge)).meta[0] == 127 + e);
     CHECK(Encode<KvCacheMode::kFp4Mx>(Group(0.f, std::nextafter(edge, 0.f))).meta[0] == 127 + e);
     CHECK(Encode<KvCacheMode::kFp4Mx>(Group(0.f, std::nextafter(edge, kInf))).meta[0] ==
-          std::min(128 + e, kMxMost));
+          std::min(128 + e, kMxMaxByte));
   }
-  CHECK(Encode<KvCacheMode::kFp4Mx>(Group(0.f, 1e-40f)).meta[0] == kMxLeast);
-  CHECK(Encode<KvCacheMode::kFp4Mx>(Group(0.f, kInf)).meta[0] == kMxMost);
+  CHECK(Encode<KvCacheMode::kFp4Mx>(Group(0.f, 1e-40f)).meta[0] == kMxMinByte);
+  CHECK(Encode<KvCacheMode::kFp4Mx>(Group(0.f, kInf)).meta[0] == kMxMaxByte);
 }
 
 template <KvCacheMode M>
@@ -392,8 +395,8 @@ void CheckFigure(const char* name, double measured, double expected) {
 }
 
 template <KvCacheMode M>
-void CheckLimit(float wanted, float g) {
-  const float limit = ClipLimit(M, g);
+void CheckLimit(float wanted, float global_scale) {
+  const float limit = ClipLimit(M, global_scale);
   CHECK(limit == wanted);
   const float beyond = std::nextafter(limit, kInf);
   std::vector<float> row(16, 0.f);
@@ -403,8 +406,8 @@ void CheckLimit(float wanted, float g) {
   row[3] = kInf;
   row[4] = kNan;
   CHECK(CountClipped(row.data(), 16, DataType::kFloat32, limit) == 2);
-  const std::vector<float> decoded =
-      Decode<M>(Encode<M>(row, DataType::kFloat32, g), row.size(), DataType::kFloat32, g);
+  const std::vector<float> decoded = Decode<M>(Encode<M>(row, DataType::kFloat32, global_scale),
+                                               row.size(), DataType::kFloat32, global_scale);
   CHECK(decoded[0] == limit);
   CHECK(decoded[1] == -limit);
   CHECK(decoded[2] == limit);
@@ -419,8 +422,8 @@ TEST_CASE("clipping: the limit of a format is its largest value") {
   CheckLimit<KvCacheMode::kFp4Nv>(2688.f, 1.f);
   CheckLimit<KvCacheMode::kFp4Nv>(672.f, 0.25f);
   const float largest = LargestFinite(DataType::kFloat32);
-  for (KvCacheMode mode : {KvCacheMode::kNone, KvCacheMode::kInt8, KvCacheMode::kInt4}) {
-    CHECK(ClipLimit(mode, 1.f) == largest);
+  for (KvCacheMode format : {KvCacheMode::kNone, KvCacheMode::kInt8, KvCacheMode::kInt4}) {
+    CHECK(ClipLimit(format, 1.f) == largest);
   }
   CHECK(ClipLimit(KvCacheMode::kFp4Nv, 0x1p127f) == largest);
 }

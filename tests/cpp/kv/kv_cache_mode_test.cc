@@ -50,20 +50,20 @@ TEST_CASE("16 resolves by device") {
 }
 
 TEST_CASE("what a device has instructions for") {
-  for (const KvCacheMode mode : kAllKvCacheModes) {
-    const std::string name = ToString(mode);
+  for (const KvCacheMode format : kAllKvCacheModes) {
+    const std::string name = ToString(format);
     CAPTURE(name);
     const bool is_fp8 = Mentions(name, "fp8");
     const bool is_fp4 = Mentions(name, "fp4");
-    const std::string in_software = mode == KvCacheMode::kNone ? "not needed" : "software";
-    CHECK(KvCacheConversion(mode, kCpu) == in_software);
-    CHECK(KvCacheConversion(mode, Cuda(75)) == std::string("unsupported"));
-    CHECK(KvCacheConversion(mode, Cuda(86)) == in_software);
+    const std::string in_software = format == KvCacheMode::kNone ? "not needed" : "software";
+    CHECK(KvCacheConversion(format, kCpu) == in_software);
+    CHECK(KvCacheConversion(format, Cuda(75)) == std::string("unsupported"));
+    CHECK(KvCacheConversion(format, Cuda(86)) == in_software);
     for (const int sm : {89, 90}) {
-      CHECK(KvCacheConversion(mode, Cuda(sm)) == (is_fp8 ? "hardware" : in_software));
+      CHECK(KvCacheConversion(format, Cuda(sm)) == (is_fp8 ? "hardware" : in_software));
     }
     for (const int sm : {100, 103, 110, 120, 121}) {
-      CHECK(KvCacheConversion(mode, Cuda(sm)) == (is_fp8 || is_fp4 ? "hardware" : in_software));
+      CHECK(KvCacheConversion(format, Cuda(sm)) == (is_fp8 || is_fp4 ? "hardware" : in_software));
     }
   }
 }
@@ -99,8 +99,8 @@ TEST_CASE("every listed name resolves, and every mode has its name") {
     CHECK(!meaning.empty());
     CHECK(Mentions(ErrorOf([] { GetKvCacheMode("fp3", kCpu); }), name));
   }
-  for (const KvCacheMode mode : kAllKvCacheModes) {
-    CHECK(GetKvCacheMode(ToString(mode), kCpu) == mode);
+  for (const KvCacheMode format : kAllKvCacheModes) {
+    CHECK(GetKvCacheMode(ToString(format), kCpu) == format);
   }
   CHECK(GetKvCacheMode("fp8_e4m3", kCpu) == KvCacheMode::kFp8E4m3);
   CHECK(Mentions(ErrorOf([] { GetKvCacheMode("fp3", kCpu); }), "\"fp3\""));

@@ -14,8 +14,8 @@
 namespace turbomind {
 namespace {
 
-KvCacheConfig Config(std::vector<int> windows, KvCacheMode mode = KvCacheMode::kFp4Nv) {
-  return MakeKvCacheConfig(windows, mode, 2, 32, 16, DataType::kBFloat16);
+KvCacheConfig Config(std::vector<int> windows, KvCacheMode format = KvCacheMode::kFp4Nv) {
+  return MakeKvCacheConfig(windows, format, 2, 32, 16, DataType::kBFloat16);
 }
 
 TEST_CASE("pools: addresses, sizes, release") {
@@ -30,7 +30,7 @@ TEST_CASE("pools: addresses, sizes, release") {
     CHECK(cache.LayerView(0).Scales(KvSide::kK, 4, 0) == cache.GetScaleBlockPtr(1, 4));
     CHECK(cache.LayerView(2).data - cache.LayerView(0).data ==
           cache.groups()[1].layout.block_bytes() / 2);
-    CHECK(cache.LayerView(2).g[0] == nullptr);
+    CHECK(cache.LayerView(2).global_scale[0] == nullptr);
 
     const auto data_bytes = static_cast<size_t>(cache.groups()[1].layout.block_bytes());
     const auto scale_bytes = static_cast<size_t>(cache.groups()[1].layout.scale_block_bytes());
@@ -46,32 +46,32 @@ TEST_CASE("pools: addresses, sizes, release") {
   CHECK(device.reserved_bytes == 0);
 }
 
-TEST_CASE("hot pools lie after the cold ones, in 16 bit") {
+TEST_CASE("16-bit pools lie after the quantized ones, in 16 bit") {
   MemoryDevice device;
   {
     KvCacheConfig config = Config({40, 0, 40});
-    config.hot = {64, 64};
+    config.window16 = {64, 64};
     KvCache cache(device, config, {3, 5, 4, 6});
-    CHECK(cache.has_hot_pools());
+    CHECK(cache.has_window16_pools());
     CHECK(cache.num_groups() == 2);
     CHECK(cache.num_pools() == 4);
-    CHECK(cache.HotPool(1) == 3);
+    CHECK(cache.Window16Pool(1) == 3);
     CHECK(cache.rule(0).recent_blocks == 4);
     CHECK(cache.bytes_per_block(3) == 2 * 16 * 2 * 2 * 64);  // layers, tokens, heads, K and V
     CHECK(cache.data_bytes(3) == 6 * cache.bytes_per_block(3));
     CHECK(cache.scale_bytes(3) == 0);
     CHECK(cache.GetScaleBlockPtr(3, 0) == nullptr);
     CHECK(cache.reserved_bytes() == static_cast<int64_t>(device.reserved_bytes));
-    CHECK(cache.HotLayerView(0).Payload(KvSide::kK, 5, 0) == cache.GetBlockPtr(3, 5));
-    CHECK(cache.HotLayerView(1).Payload(KvSide::kK, 3, 0) == cache.GetBlockPtr(2, 3));
-    CHECK(cache.HotLayerView(0).mode[0] == KvCacheMode::kNone);
+    CHECK(cache.Window16LayerView(0).Payload(KvSide::kK, 5, 0) == cache.GetBlockPtr(3, 5));
+    CHECK(cache.Window16LayerView(1).Payload(KvSide::kK, 3, 0) == cache.GetBlockPtr(2, 3));
+    CHECK(cache.Window16LayerView(0).format[0] == KvCacheMode::kNone);
     std::memset(cache.GetBlockPtr(3, 2), 7, static_cast<size_t>(cache.bytes_per_block(3)));
     CHECK(static_cast<unsigned char>(*cache.GetBlockPtr(3, 3)) == MemoryDevice::kSentinel);
     CHECK_NOTHROW(cache.CheckScaleBytes(3, 3));
     CHECK_THROWS_AS(cache.GetBlockPtr(2, 4), InternalError);
     CHECK_THROWS_AS(KvCache(device, config, {3, 5}), InternalError);
     CHECK_THROWS_AS(KvCache(device, config, {3, 5, 4, 0}), InvalidArgument);
-    CHECK(KvCache(device, Config({0}), {3}).HotLayerView(0).data == nullptr);
+    CHECK(KvCache(device, Config({0}), {3}).Window16LayerView(0).data == nullptr);
   }
   CHECK(device.reserved_bytes == 0);
 }
@@ -95,29 +95,29 @@ TEST_CASE("no scale pool without FP4; a failing reservation gives everything bac
 TEST_CASE("factors are checked and seen by kernels") {
   MemoryDevice device;
   KvCache cache(device, Config({0, 0}), {2});
-  cache.SetFactors(1, KvSide::kV, {0.5f, 2.f});
-  CHECK(cache.LayerView(1).g[1][1] == 2.f);
-  CHECK(cache.LayerView(1).g[0] == nullptr);
-  CHECK(cache.LayerView(0).g[1] == nullptr);
-  cache.SetFactors(1, KvSide::kV, {1.f, 4.f});
-  CHECK(cache.LayerView(1).g[1][1] == 4.f);
+  cache.SetGlobalScales(1, KvSide::kV, {0.5f, 2.f});
+  CHECK(cache.LayerView(1).global_scale[1][1] == 2.f);
+  CHECK(cache.LayerView(1).global_scale[0] == nullptr);
+  CHECK(cache.LayerView(0).global_scale[1] == nullptr);
+  cache.SetGlobalScales(1, KvSide::kV, {1.f, 4.f});
+  CHECK(cache.LayerView(1).global_scale[1][1] == 4.f);
   for (const float bad : {0.f, -1.f, std::nanf(""), std::numeric_limits<float>::infinity()}) {
-    CHECK_THROWS_AS(cache.SetFactors(0, KvSide::kK, {1.f, bad}), InvalidArgument);
+    CHECK_THROWS_AS(cache.SetGlobalScales(0, KvSide::kK, {1.f, bad}), InvalidArgument);
   }
-  CHECK_THROWS_AS(cache.SetFactors(0, KvSide::kK, {1.f}), InvalidArgument);
-  CHECK_THROWS_AS(cache.SetFactors(2, KvSide::kK, {1.f, 1.f}), InvalidArgument);
+  CHECK_THROWS_AS(cache.SetGlobalScales(0, KvSide::kK, {1.f}), InvalidArgument);
+  CHECK_THROWS_AS(cache.SetGlobalScales(2, KvSide::kK, {1.f, 1.f}), InvalidArgument);
 }
 
 TEST_CASE("scale bytes that no encoder stores are found wherever they lie") {
   struct Case {
-    KvCacheMode mode;
+    KvCacheMode format;
     int good;
     std::vector<int> bad;
   };
   for (const Case& one : {Case{KvCacheMode::kFp4Nv, 0x7E, {0x7F, 0x80, 0xFF}},
                           Case{KvCacheMode::kFp4Mx, 112, {0, 111, 137, 255}}}) {
     MemoryDevice device;
-    KvCache cache(device, Config({0, 0}, one.mode), {2});
+    KvCache cache(device, Config({0, 0}, one.format), {2});
     const auto num_bytes = static_cast<size_t>(cache.groups()[0].layout.scale_block_bytes());
     std::byte* scales = cache.GetScaleBlockPtr(0, 1);
     CHECK_THROWS_AS(cache.CheckScaleBytes(0, 1), InternalError);  // the sentinel

@@ -11,8 +11,8 @@
 namespace turbomind {
 namespace {
 
-KvCacheConfig Config(std::vector<int> windows, KvCacheMode mode = KvCacheMode::kFp4Nv) {
-  return MakeKvCacheConfig(windows, mode, 2, 32, 16, DataType::kBFloat16);
+KvCacheConfig Config(std::vector<int> windows, KvCacheMode format = KvCacheMode::kFp4Nv) {
+  return MakeKvCacheConfig(windows, format, 2, 32, 16, DataType::kBFloat16);
 }
 
 TEST_CASE("layers are grouped by what they keep") {
@@ -29,15 +29,15 @@ TEST_CASE("layers are grouped by what they keep") {
   CHECK_THROWS_AS(MakeLayerGroups(Config({})), InvalidArgument);
 }
 
-TEST_CASE("layers in 16 bit have no hot blocks and are grouped apart from the others") {
+TEST_CASE("layers in 16 bit have no 16-bit blocks and are grouped apart from the others") {
   KvCacheConfig config = Config({40, 0, 40, 0});
   config.layers[0] = config.layers[1] = {};
   config.layers[2] = {KvCacheMode::kNone, KvCacheMode::kFp4Nv};
   CHECK(MakeLayerGroups(config).size() == 2);
-  CHECK_FALSE(HasHot(MakeLayerGroups(config)));
-  config.hot = {64, 64};
+  CHECK_FALSE(HasWindow16(MakeLayerGroups(config)));
+  config.window16 = {64, 64};
   const std::vector<LayerGroup> groups = MakeLayerGroups(config);
-  CHECK(HasHot(groups));
+  CHECK(HasWindow16(groups));
   REQUIRE(groups.size() == 4);
   const std::vector<int> layers[] = {{3}, {1}, {2}, {0}};
   for (size_t g = 0; g < 4; ++g) {
@@ -45,11 +45,11 @@ TEST_CASE("layers in 16 bit have no hot blocks and are grouped apart from the ot
     CHECK(groups[g].window == (g < 2 ? 0 : 40));
     CHECK(groups[g].layers == layers[g]);
     CHECK(groups[g].rule.enabled() == !is_sixteen_bit);
-    CHECK(groups[g].hot_layout.has_value() == !is_sixteen_bit);
-    CHECK((groups[g].HotBlocksPerSequence(1000, 64) == 0) == is_sixteen_bit);
+    CHECK(groups[g].window16_layout.has_value() == !is_sixteen_bit);
+    CHECK((groups[g].Window16BlocksPerSequence(1000, 64) == 0) == is_sixteen_bit);
   }
   config.layers.assign(4, {});
-  CHECK_FALSE(HasHot(MakeLayerGroups(config)));
+  CHECK_FALSE(HasWindow16(MakeLayerGroups(config)));
 }
 
 TEST_CASE("the first visible block is that of the oldest position in the window") {
@@ -71,21 +71,21 @@ TEST_CASE("the first visible block is that of the oldest position in the window"
   }
 }
 
-LayerGroup HotGroup(HotTokens hot, int window, int block_seq_len) {
+LayerGroup Window16Group(PrecisionWindowTokens window16, int window, int block_seq_len) {
   KvCacheConfig config =
       MakeKvCacheConfig({window}, KvCacheMode::kFp4Nv, 2, 32, block_seq_len, DataType::kBFloat16);
-  config.hot = hot;
+  config.window16 = window16;
   return MakeLayerGroups(config).front();
 }
 
 // Position by position, from the rule alone.
-std::set<int64_t> SeenCold(const LayerGroup& group, int64_t begin, int64_t end) {
+std::set<int64_t> SeenQuantized(const LayerGroup& group, int64_t begin, int64_t end) {
   const int64_t length = group.rule.block_seq_len;
   std::set<int64_t> blocks;
   for (int64_t p = begin; p < end; ++p) {
     const int64_t oldest = group.window ? std::max<int64_t>(p - group.window + 1, 0) : 0;
     for (int64_t b = oldest / length; b <= p / length; ++b) {
-      if (!group.rule.IsHot(b, p)) {
+      if (!group.rule.IsInWindow16(b, p)) {
         blocks.insert(b);
       }
     }
@@ -93,12 +93,12 @@ std::set<int64_t> SeenCold(const LayerGroup& group, int64_t begin, int64_t end) 
   return blocks;
 }
 
-// Blocks that a query at `position` sees hot.
-std::set<int64_t> SeenHot(const LayerGroup& group, int64_t position) {
+// Blocks that a query at `position` sees in 16 bits.
+std::set<int64_t> SeenWindow16(const LayerGroup& group, int64_t position) {
   const int64_t length = group.rule.block_seq_len;
   std::set<int64_t> blocks;
   for (int64_t b = group.FirstVisibleBlock(position); b <= position / length; ++b) {
-    if (group.rule.IsHot(b, position)) {
+    if (group.rule.IsInWindow16(b, position)) {
       blocks.insert(b);
     }
   }
@@ -106,8 +106,8 @@ std::set<int64_t> SeenHot(const LayerGroup& group, int64_t position) {
 }
 
 struct Peak {
-  int64_t cold = 0;
-  int64_t hot = 0;
+  int64_t quantized = 0;
+  int64_t window16 = 0;
 };
 
 // Most blocks of a sequence of `total` tokens while steps of `chunk` tokens begin wherever they do.
@@ -117,35 +117,36 @@ Peak PeakOf(const LayerGroup& group, int64_t total, int64_t chunk) {
   for (int64_t n = 0; n < total; ++n) {
     const int64_t m = std::min(n + chunk, total);
     const int64_t first = group.FirstVisibleBlock(n);
-    std::set<int64_t> cold = SeenCold(group, std::max<int64_t>(n - 1, 0), m);
-    cold.erase(cold.begin(), cold.lower_bound(first));
-    std::set<int64_t> hot = n > 0 ? SeenHot(group, n - 1) : std::set<int64_t>();
-    hot.erase(hot.begin(), hot.lower_bound(first));
+    std::set<int64_t> quantized = SeenQuantized(group, std::max<int64_t>(n - 1, 0), m);
+    quantized.erase(quantized.begin(), quantized.lower_bound(first));
+    std::set<int64_t> window16 = n > 0 ? SeenWindow16(group, n - 1) : std::set<int64_t>();
+    window16.erase(window16.begin(), window16.lower_bound(first));
     for (int64_t b = n / length; b * length < m; ++b) {
-      hot.insert(b);
+      window16.insert(b);
     }
-    peak.cold = std::max(peak.cold, static_cast<int64_t>(cold.size()));
-    peak.hot = std::max(peak.hot, static_cast<int64_t>(hot.size()));
+    peak.quantized = std::max(peak.quantized, static_cast<int64_t>(quantized.size()));
+    peak.window16 = std::max(peak.window16, static_cast<int64_t>(window16.size()));
   }
   return peak;
 }
 
-constexpr HotTokens kHotTokens[] = {{0, 0}, {64, 0}, {0, 64}, {64, 64}, {128, 64}, {64, 192}};
+constexpr PrecisionWindowTokens kWindow16Tokens[] = {{0, 0},   {64, 0},   {0, 64},
+                                                     {64, 64}, {128, 64}, {64, 192}};
 
-TEST_CASE("blocks that a step sees cold are those of the rule") {
+TEST_CASE("blocks that a step sees quantized are those of the rule") {
   for (const int length : {16, 32, 64, 128}) {
-    for (const HotTokens& tokens : kHotTokens) {
+    for (const PrecisionWindowTokens& tokens : kWindow16Tokens) {
       for (const int window : {0, 1, 17, 64, 65, 66, 129, 130, 200}) {
-        const LayerGroup group = HotGroup(tokens, window, length);
+        const LayerGroup group = Window16Group(tokens, window, length);
         for (int64_t begin = 0; begin < 600; begin += 37) {
           for (const int64_t chunk : {0, 1, 64, 150}) {
-            const BlockRange range = group.ColdBlocks(begin, begin + chunk);
+            const BlockRange range = group.QuantizedBlocks(begin, begin + chunk);
             std::set<int64_t> blocks;
             for (int64_t b = range.begin; b < range.end; ++b) {
               blocks.insert(b);
             }
-            CHECK(blocks == SeenCold(group, begin, begin + chunk));
-            CHECK((!group.rule.IsAlwaysHot(group.window) || blocks.empty()));
+            CHECK(blocks == SeenQuantized(group, begin, begin + chunk));
+            CHECK((!group.rule.IsAlwaysInWindow16(group.window) || blocks.empty()));
           }
         }
       }
@@ -155,19 +156,19 @@ TEST_CASE("blocks that a step sees cold are those of the rule") {
 
 TEST_CASE("a sequence's blocks: never more than said, and no fewer where it is long") {
   for (const int length : {16, 64}) {
-    for (const HotTokens& tokens : kHotTokens) {
+    for (const PrecisionWindowTokens& tokens : kWindow16Tokens) {
       for (const int window : {0, 40, 65, 66, 200}) {
-        const LayerGroup group = HotGroup(tokens, window, length);
+        const LayerGroup group = Window16Group(tokens, window, length);
         for (const int64_t chunk : {1, 16, 17, 100, 1000}) {
           for (const int64_t total : {1, 64, 65, 300, 641}) {
             const Peak peak = PeakOf(group, total, chunk);
-            CHECK(peak.cold <= group.BlocksPerSequence(total, chunk));
-            CHECK(peak.hot <= group.HotBlocksPerSequence(total, chunk));
+            CHECK(peak.quantized <= group.BlocksPerSequence(total, chunk));
+            CHECK(peak.window16 <= group.Window16BlocksPerSequence(total, chunk));
             if (total == 641 && chunk <= 17) {
-              CHECK(peak.cold == group.BlocksPerSequence(total, chunk));
+              CHECK(peak.quantized == group.BlocksPerSequence(total, chunk));
             }
             if (total == 641 && chunk <= 17 && window == 0) {
-              CHECK(peak.hot == group.HotBlocksPerSequence(total, chunk));
+              CHECK(peak.window16 == group.Window16BlocksPerSequence(total, chunk));
             }
           }
         }
@@ -178,14 +179,14 @@ TEST_CASE("a sequence's blocks: never more than said, and no fewer where it is l
 
 TEST_CASE("blocks between steps") {
   for (const int length : {16, 32, 64, 128}) {
-    for (const HotTokens& tokens : kHotTokens) {
+    for (const PrecisionWindowTokens& tokens : kWindow16Tokens) {
       for (const int window : {0, 40, 66, 200}) {
-        const LayerGroup group = HotGroup(tokens, window, length);
+        const LayerGroup group = Window16Group(tokens, window, length);
         for (int64_t n = 1; n < 700; n += 9) {
-          std::set<int64_t> hot = SeenHot(group, n - 1);
-          hot.erase(hot.begin(), hot.lower_bound(group.FirstVisibleBlock(n)));
-          CHECK(group.HotBlocksHeld(n) == static_cast<int64_t>(hot.size()));
-          CHECK(group.ColdBlocksHeld(n) + group.HotBlocksHeld(n) ==
+          std::set<int64_t> window16 = SeenWindow16(group, n - 1);
+          window16.erase(window16.begin(), window16.lower_bound(group.FirstVisibleBlock(n)));
+          CHECK(group.Window16BlocksHeld(n) == static_cast<int64_t>(window16.size()));
+          CHECK(group.QuantizedBlocksHeld(n) + group.Window16BlocksHeld(n) ==
                 (n + length - 1) / length - group.FirstVisibleBlock(n));
         }
       }
@@ -194,31 +195,31 @@ TEST_CASE("blocks between steps") {
 }
 
 TEST_CASE("known numbers") {
-  const LayerGroup full = HotGroup({64, 64}, 0, 64);
-  CHECK(full.ColdBlocksHeld(8192) == 125);
-  CHECK(full.HotBlocksHeld(8192) == 3);
+  const LayerGroup full = Window16Group({64, 64}, 0, 64);
+  CHECK(full.QuantizedBlocksHeld(8192) == 125);
+  CHECK(full.Window16BlocksHeld(8192) == 3);
   CHECK(full.BlocksPerSequence(8192, 1) == 125);
   CHECK(full.BlocksPerSequence(8192, 4096) == 125);
-  CHECK(full.HotBlocksPerSequence(8192, 1) == 4);
-  CHECK(full.HotBlocksPerSequence(8192, 4096) == 3 + 64);
+  CHECK(full.Window16BlocksPerSequence(8192, 1) == 4);
+  CHECK(full.Window16BlocksPerSequence(8192, 4096) == 3 + 64);
   CHECK(full.BlocksPerSequence(192, 192) == 0);
-  CHECK(full.HotBlocksPerSequence(192, 192) == 3);
+  CHECK(full.Window16BlocksPerSequence(192, 192) == 3);
   CHECK(full.BlocksPerSequence(193, 1) == 1);
-  const LayerGroup sliding = HotGroup({64, 64}, 128, 64);  // as GPT-OSS
+  const LayerGroup sliding = Window16Group({64, 64}, 128, 64);  // as GPT-OSS
   CHECK(sliding.BlocksPerSequence(8192, 1) == 1);
-  CHECK(sliding.HotBlocksPerSequence(8192, 1) == 3);  // never more than the window's blocks
-  CHECK(sliding.HotBlocksHeld(8192) == 2);
-  CHECK(sliding.ColdBlocksHeld(8192) == 0);
-  CHECK(sliding.ColdBlocksHeld(8129) == 1);
-  CHECK(HotGroup({64, 128}, 128, 64).BlocksPerSequence(8192, 8192) == 0);
-  const LayerGroup raw = HotGroup({}, 0, 64);
-  CHECK(raw.HotBlocksPerSequence(8192, 4096) == 0);
-  CHECK(raw.HotBlocksHeld(8192) == 0);
-  CHECK(raw.ColdBlocksHeld(8192) == 128);
+  CHECK(sliding.Window16BlocksPerSequence(8192, 1) == 3);  // never more than the window's blocks
+  CHECK(sliding.Window16BlocksHeld(8192) == 2);
+  CHECK(sliding.QuantizedBlocksHeld(8192) == 0);
+  CHECK(sliding.QuantizedBlocksHeld(8129) == 1);
+  CHECK(Window16Group({64, 128}, 128, 64).BlocksPerSequence(8192, 8192) == 0);
+  const LayerGroup raw = Window16Group({}, 0, 64);
+  CHECK(raw.Window16BlocksPerSequence(8192, 4096) == 0);
+  CHECK(raw.Window16BlocksHeld(8192) == 0);
+  CHECK(raw.QuantizedBlocksHeld(8192) == 128);
   // Absurd numbers do not overflow.
   constexpr int64_t kHuge = int64_t{1} << 62;
   CHECK(full.BlocksPerSequence(kHuge, kHuge) == kHuge / 64 - 3);
-  CHECK(full.HotBlocksPerSequence(kHuge, kHuge) == kHuge / 64);
+  CHECK(full.Window16BlocksPerSequence(kHuge, kHuge) == kHuge / 64);
   CHECK(sliding.BlocksPerSequence(kHuge, kHuge) > 0);
 }
 

@@ -39,24 +39,24 @@ Config OneLayer(KvCacheMode k, KvCacheMode v, int head_dim) {
 
 TEST_CASE("bytes per K or V row are those of the format table") {
   struct Row {
-    KvCacheMode mode;
+    KvCacheMode format;
     int bytes_128;
     int bytes_64;
   };
   for (const Row& row :
        {Row{kNone, 256, 128}, Row{kInt8, 132, 68}, Row{kInt4, 68, 36}, Row{kFp8, 128, 64},
         Row{kFp8E5m2, 128, 64}, Row{kMx, 72, 36}, Row{kNv, 72, 36}}) {
-    CAPTURE(ToString(row.mode));
+    CAPTURE(ToString(row.format));
     for (const int head_dim : {128, 64}) {
       const int expected = head_dim == 128 ? row.bytes_128 : row.bytes_64;
-      CHECK(block::RowBytes(row.mode, head_dim, DataType::kBFloat16) +
-                block::ParamBytes(row.mode, DataType::kBFloat16) +
-                block::ScaleBytes(row.mode, head_dim) ==
+      CHECK(block::RowBytes(row.format, head_dim, DataType::kBFloat16) +
+                block::ParamBytes(row.format, DataType::kBFloat16) +
+                block::ScaleBytes(row.format, head_dim) ==
             expected);
-      const Layout layout(OneLayer(row.mode, row.mode, head_dim));
+      const Layout layout(OneLayer(row.format, row.format, head_dim));
       CHECK(layout.bytes_per_token() == 2.0 * 3 * expected);
       CHECK(layout.scale_block_bytes() ==
-            (row.mode == kMx || row.mode == kNv ? 3 * 64 * 2 * head_dim / 16 : 0));
+            (row.format == kMx || row.format == kNv ? 3 * 64 * 2 * head_dim / 16 : 0));
     }
   }
   CHECK(block::RowBytes(kNone, 64, DataType::kFloat32) == 256);
@@ -128,8 +128,8 @@ TEST_CASE("payload, parameters and scales tile a block without gap or overlap, 1
       for (const DataType dtype : {DataType::kBFloat16, DataType::kFloat32}) {
         Config config = OneLayer(kNone, kNone, head_dim);
         config.layers.clear();
-        for (const KvCacheMode mode : kAllKvCacheModes) {
-          config.layers.push_back({mode, mode});
+        for (const KvCacheMode format : kAllKvCacheModes) {
+          config.layers.push_back({format, format});
         }
         config.layers.push_back({kFp8, kNv});
         config.layers.push_back({kInt8, kInt4});
@@ -184,11 +184,11 @@ TEST_CASE("some heads of a layer lie where the layer has them") {
     std::vector<std::byte> scales(static_cast<size_t>(2 * layout.scale_block_bytes()));
     const float factors[3] = {1.f, 2.f, 3.f};
     KvLayerView layer = layout.LayerView(0, data.data(), scales.empty() ? nullptr : scales.data());
-    layer.g[1] = factors;
+    layer.global_scale[1] = factors;
     const KvLayerView heads = layer.Heads(1, 2);
     CHECK(heads.kv_heads == 2);
-    CHECK(heads.g[0] == nullptr);
-    CHECK(heads.g[1][1] == 3.f);
+    CHECK(heads.global_scale[0] == nullptr);
+    CHECK(heads.global_scale[1][1] == 3.f);
     for (const KvSide side : {KvSide::kK, KvSide::kV}) {
       for (const int head : {0, 1}) {
         CHECK(heads.Payload(side, 1, head) == layer.Payload(side, 1, head + 1));

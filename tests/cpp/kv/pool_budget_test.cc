@@ -10,8 +10,8 @@
 namespace turbomind {
 namespace {
 
-KvCacheConfig Config(std::vector<int> windows, KvCacheMode mode = KvCacheMode::kFp4Nv) {
-  return MakeKvCacheConfig(windows, mode, 2, 32, 16, DataType::kBFloat16);
+KvCacheConfig Config(std::vector<int> windows, KvCacheMode format = KvCacheMode::kFp4Nv) {
+  return MakeKvCacheConfig(windows, format, 2, 32, 16, DataType::kBFloat16);
 }
 
 TEST_CASE("one group: blocks are the budget over data and scales together") {
@@ -46,10 +46,11 @@ TEST_CASE("several groups: the budget serves the same number of sequences in eac
   CHECK_THROWS_AS(BlocksForCount(groups, 1, {1, 1, -1}), InvalidArgument);
 }
 
-std::vector<LayerGroup> HotGroups(std::vector<int> windows, HotTokens hot = {64, 64}) {
+std::vector<LayerGroup> Window16Groups(std::vector<int> windows,
+                                       PrecisionWindowTokens window16 = {64, 64}) {
   KvCacheConfig config =
       MakeKvCacheConfig(windows, KvCacheMode::kFp4Nv, 2, 64, 64, DataType::kBFloat16);
-  config.hot = hot;
+  config.window16 = window16;
   return MakeLayerGroups(config);
 }
 
@@ -57,19 +58,19 @@ int64_t Bytes(const std::vector<LayerGroup>& groups, const std::vector<int64_t>&
   int64_t bytes = 0;
   for (size_t g = 0; g < groups.size(); ++g) {
     bytes += blocks[g] * groups[g].bytes_per_block() +
-             blocks[groups.size() + g] * groups[g].hot_bytes_per_block();
+             blocks[groups.size() + g] * groups[g].window16_bytes_per_block();
   }
   return bytes;
 }
 
-TEST_CASE("hot pools: what a number of sequences needs") {
-  const std::vector<LayerGroup> groups = HotGroups({0});
-  // 64 blocks each: 61 cold; sinks, recent, current, moving; a step's 512 tokens once.
+TEST_CASE("16-bit pools: what a number of sequences needs") {
+  const std::vector<LayerGroup> groups = Window16Groups({0});
+  // 64 blocks each: 61 quantized; sinks, recent, current, moving; a step's 512 tokens once.
   const KvDemand demand = {.session_len = 4096, .chunk = 512};
   CHECK(BlocksForSequences(groups, 0, demand) == std::vector<int64_t>{0, 0});
   CHECK(BlocksForSequences(groups, 1, demand) == std::vector<int64_t>{61, 4 + 7});
   CHECK(BlocksForSequences(groups, 10, demand) == std::vector<int64_t>{610, 40 + 7});
-  // Short sequences are hot altogether, whatever the chunk is.
+  // Short sequences are in the 16-bit window altogether, whatever the chunk is.
   const KvDemand brief = {.session_len = 128, .chunk = 8192};
   CHECK(BlocksForSequences(groups, 10, brief) == std::vector<int64_t>{10, 20});
   // Five blocks: one more than decode keeps, until the chunk is used up.
@@ -78,20 +79,21 @@ TEST_CASE("hot pools: what a number of sequences needs") {
   CHECK(BlocksForSequences(groups, 9, five) == std::vector<int64_t>{18, 9 * 4 + 7});
 }
 
-TEST_CASE("hot pools: the budget holds the same number of sequences in every pool") {
-  const std::vector<LayerGroup> groups = HotGroups({0, 128, 128});
-  const int64_t cold = groups[0].bytes_per_block();
-  const int64_t hot = groups[0].hot_bytes_per_block();
-  CHECK(cold == 2 * 2 * 64 * 36);
-  CHECK(hot == 2 * 2 * 64 * 128);
+TEST_CASE("16-bit pools: the budget holds the same number of sequences in every pool") {
+  const std::vector<LayerGroup> groups = Window16Groups({0, 128, 128});
+  const int64_t quantized = groups[0].bytes_per_block();
+  const int64_t window16 = groups[0].window16_bytes_per_block();
+  CHECK(quantized == 2 * 2 * 64 * 36);
+  CHECK(window16 == 2 * 2 * 64 * 128);
   const KvDemand demand = {.session_len = 4096, .chunk = 512};
   for (const int64_t n : {1, 2, 7, 100}) {
     const std::vector<int64_t> needed = BlocksForSequences(groups, n, demand);
     const int64_t budget = Bytes(groups, needed);
     CHECK(BlocksForBudget(groups, budget, demand) == needed);
     const std::vector<int64_t> less = BlocksForBudget(groups, budget - 1, demand);
-    const std::vector<int64_t> more = BlocksForBudget(groups, budget + 9 * (cold + hot), demand);
-    CHECK(Bytes(groups, more) <= budget + 9 * (cold + hot));
+    const std::vector<int64_t> more =
+        BlocksForBudget(groups, budget + 9 * (quantized + window16), demand);
+    CHECK(Bytes(groups, more) <= budget + 9 * (quantized + window16));
     for (size_t pool = 0; pool < needed.size(); ++pool) {
       CHECK(less[pool] <= needed[pool]);
       CHECK(more[pool] >= needed[pool]);
@@ -101,36 +103,36 @@ TEST_CASE("hot pools: the budget holds the same number of sequences in every poo
   CHECK(BlocksForBudget(groups, -1, demand) == std::vector<int64_t>(4, 0));
 }
 
-TEST_CASE("hot pools: room for many short sequences, as far as a quarter of the budget goes") {
-  const std::vector<LayerGroup> groups = HotGroups({0});
-  const int64_t cold = groups[0].bytes_per_block();
-  const int64_t hot = groups[0].hot_bytes_per_block();
+TEST_CASE("16-bit pools: room for many short sequences, as far as a quarter of the budget goes") {
+  const std::vector<LayerGroup> groups = Window16Groups({0});
+  const int64_t quantized = groups[0].bytes_per_block();
+  const int64_t window16 = groups[0].window16_bytes_per_block();
   KvDemand demand = {.session_len = 65536, .chunk = 64};
   const std::vector<int64_t> one = {1021, 4};
-  const int64_t budget = 4 * (one[0] * cold + one[1] * hot);
+  const int64_t budget = 4 * (one[0] * quantized + one[1] * window16);
   CHECK(BlocksForBudget(groups, budget, demand) == std::vector<int64_t>{4 * 1021, 16});
   demand.num_running = 32;  // 128 blocks are less than a quarter
   CHECK(BlocksForBudget(groups, budget, demand) ==
-        std::vector<int64_t>{(budget - 128 * hot) / cold, 128});
+        std::vector<int64_t>{(budget - 128 * window16) / quantized, 128});
   demand.num_running = 1000;
-  const int64_t quarter = budget / 4 / hot;
+  const int64_t quarter = budget / 4 / window16;
   CHECK(quarter < 4000);
   CHECK(BlocksForBudget(groups, budget, demand) ==
-        std::vector<int64_t>{(budget - quarter * hot) / cold, quarter});
+        std::vector<int64_t>{(budget - quarter * window16) / quantized, quarter});
   // A sequence of session_len goes on to fit.
-  const int64_t tight = one[0] * cold + 10 * hot;
+  const int64_t tight = one[0] * quantized + 10 * window16;
   CHECK(BlocksForBudget(groups, tight, demand) == std::vector<int64_t>{1021, 10});
   // Never more than max_sequences need.
   demand.num_running = demand.max_sequences = 2;
   CHECK(BlocksForBudget(groups, int64_t{1} << 50, demand) == std::vector<int64_t>{2042, 8});
 }
 
-TEST_CASE("hot pools: they come on top of a number of cold blocks") {
-  const std::vector<LayerGroup> groups = HotGroups({0});
+TEST_CASE("16-bit pools: they come on top of a number of quantized blocks") {
+  const std::vector<LayerGroup> groups = Window16Groups({0});
   KvDemand demand = {.session_len = 4096, .chunk = 8192};
-  // 61 cold blocks are one sequence of 4096 tokens, which may be written in one step.
+  // 61 quantized blocks are one sequence of 4096 tokens, which may be written in one step.
   CHECK(BlocksForCount(groups, 61, demand) == std::vector<int64_t>{61, 64});
-  // Shorter: 10 cold blocks, 13 in all.
+  // Shorter: 10 quantized blocks, 13 in all.
   CHECK(BlocksForCount(groups, 10, demand) == std::vector<int64_t>{10, 13});
   CHECK(BlocksForCount(groups, 1, demand) == std::vector<int64_t>{1, 4});
   CHECK(BlocksForCount(groups, 610, demand) == std::vector<int64_t>{610, 40 + 127});
@@ -140,14 +142,14 @@ TEST_CASE("hot pools: they come on top of a number of cold blocks") {
   demand.max_sequences = 1;
   CHECK(BlocksForCount(groups, 610, demand) == std::vector<int64_t>{61, 64});
   CHECK(BlocksForCount(groups, 0, demand)[0] == 0);
-  // A pool into which nothing is quantised still exists.
+  // A pool into which nothing is quantized still exists.
   const std::vector<int64_t> blocks =
-      BlocksForCount(HotGroups({0, 65}), 5, {.session_len = 4096, .chunk = 64});
+      BlocksForCount(Window16Groups({0, 65}), 5, {.session_len = 4096, .chunk = 64});
   CHECK(blocks == std::vector<int64_t>{5, 1, 4, 3});
 }
 
 TEST_CASE("absurd numbers saturate") {
-  const std::vector<LayerGroup> groups = HotGroups({0, 4096});
+  const std::vector<LayerGroup> groups = Window16Groups({0, 4096});
   constexpr int64_t kHuge = std::numeric_limits<int64_t>::max();
   const KvDemand demand = {
       .session_len = kHuge / 2, .chunk = kHuge / 2, .max_sequences = 0, .num_running = kHuge};

@@ -11,36 +11,36 @@ namespace {
 
 TEST_CASE("tokens become whole blocks") {
   const struct {
-    HotTokens tokens;
+    PrecisionWindowTokens tokens;
     int block_seq_len;
     int sink_blocks;
     int recent_blocks;
   } cases[] = {{{64, 64}, 16, 4, 4}, {{64, 64}, 64, 1, 1},    {{64, 64}, 128, 1, 1},
                {{128, 0}, 32, 4, 0}, {{0, 4096}, 16, 0, 256}, {{192, 192}, 128, 2, 2}};
   for (const auto& one : cases) {
-    const HotRule rule = MakeHotRule(one.tokens, one.block_seq_len);
+    const PrecisionWindow rule = MakePrecisionWindow(one.tokens, one.block_seq_len);
     CHECK(rule.enabled());
     CHECK(rule.block_seq_len == one.block_seq_len);
     CHECK(rule.sink_blocks == one.sink_blocks);
     CHECK(rule.recent_blocks == one.recent_blocks);
   }
-  CHECK_FALSE(MakeHotRule({}, 64).enabled());
-  CHECK(MakeHotRule({}, 64).sink_blocks == 0);
+  CHECK_FALSE(MakePrecisionWindow({}, 64).enabled());
+  CHECK(MakePrecisionWindow({}, 64).sink_blocks == 0);
 }
 
 TEST_CASE("numbers that are no multiple of 64 in [0, 4096] are refused with the flag") {
-  for (const HotTokens& bad : {HotTokens{1, 64},
-                               {64, 63},
-                               {-64, 64},
-                               {64, -64},
-                               {64, -1},
-                               {4160, 64},
-                               {0, 4160},
-                               {0, -2}}) {
-    CHECK_THROWS_AS(MakeHotRule(bad, 64), InvalidArgument);
+  for (const PrecisionWindowTokens& bad : {PrecisionWindowTokens{1, 64},
+                                           {64, 63},
+                                           {-64, 64},
+                                           {64, -64},
+                                           {64, -1},
+                                           {4160, 64},
+                                           {0, 4160},
+                                           {0, -2}}) {
+    CHECK_THROWS_AS(MakePrecisionWindow(bad, 64), InvalidArgument);
   }
   try {
-    MakeHotRule({0, 100}, 64);
+    MakePrecisionWindow({0, 100}, 64);
     FAIL("100 was taken");
   } catch (const InvalidArgument& error) {
     const std::string what = error.what();
@@ -50,10 +50,11 @@ TEST_CASE("numbers that are no multiple of 64 in [0, 4096] are refused with the 
 }
 
 // From the words: the first blocks, and the current one with those before it.
-TEST_CASE("hot are sinks and the newest blocks, at every edge of a block") {
+TEST_CASE("16-bit are sinks and the newest blocks, at every edge of a block") {
   for (const int length : {16, 32, 64, 128}) {
-    for (const HotTokens& tokens : {HotTokens{64, 64}, {0, 0}, {0, 128}, {128, 0}, {192, 64}}) {
-      const HotRule rule = MakeHotRule(tokens, length);
+    for (const PrecisionWindowTokens& tokens :
+         {PrecisionWindowTokens{64, 64}, {0, 0}, {0, 128}, {128, 0}, {192, 64}}) {
+      const PrecisionWindow rule = MakePrecisionWindow(tokens, length);
       for (int position = 0; position < 12 * length; ++position) {
         const int current = position / length;
         for (int block = 0; block <= current; ++block) {
@@ -61,10 +62,10 @@ TEST_CASE("hot are sinks and the newest blocks, at every edge of a block") {
           // ⌈tokens / length⌉ blocks before the current one.
           const bool is_recent =
               (current - block - 1) * length < tokens.recent_tokens || block == current;
-          REQUIRE(rule.IsHot(block, position) == (is_sink || is_recent));
+          REQUIRE(rule.IsInWindow16(block, position) == (is_sink || is_recent));
           // The same in positions.
           const int begin = block * length;
-          REQUIRE(rule.IsHot(block, position) ==
+          REQUIRE(rule.IsInWindow16(block, position) ==
                   (begin < rule.SinkEnd() || begin >= rule.RecentBegin(position)));
         }
         REQUIRE(rule.RecentBegin(position) >= rule.SinkEnd());

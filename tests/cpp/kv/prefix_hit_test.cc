@@ -11,10 +11,10 @@ namespace {
 
 constexpr int kLength = 16;
 
-std::vector<LayerGroup> Groups(std::vector<int> windows, HotTokens hot) {
+std::vector<LayerGroup> Groups(std::vector<int> windows, PrecisionWindowTokens window16) {
   KvCacheConfig config =
       MakeKvCacheConfig(windows, KvCacheMode::kFp4Nv, 1, 16, kLength, DataType::kBFloat16);
-  config.hot = hot;
+  config.window16 = window16;
   return MakeLayerGroups(config);
 }
 
@@ -30,13 +30,13 @@ bool IsUsable(const std::vector<LayerGroup>& groups, const std::vector<std::vect
     const int64_t oldest =
         groups[g].window ? std::max<int64_t>(position - groups[g].window + 1, 0) : 0;
     for (int64_t b = oldest / kLength; b < n; ++b) {
-      const HotRule& rule = groups[g].rule;
-      const bool cold = Has(path, b, g);
-      const bool hot = rule.enabled() && Has(path, b, groups.size() + g);
-      const bool seen_hot = rule.enabled() && rule.IsHot(b, position);
-      const bool just_left = rule.enabled() && !seen_hot && rule.IsHot(b, position - 1);
-      const bool usable = seen_hot ? hot : cold || (just_left && hot);
-      if (!(any_pool ? cold || hot : usable)) {
+      const PrecisionWindow& rule = groups[g].rule;
+      const bool quantized = Has(path, b, g);
+      const bool window16 = rule.enabled() && Has(path, b, groups.size() + g);
+      const bool seen_window16 = rule.enabled() && rule.IsInWindow16(b, position);
+      const bool just_left = rule.enabled() && !seen_window16 && rule.IsInWindow16(b, position - 1);
+      const bool usable = seen_window16 ? window16 : quantized || (just_left && window16);
+      if (!(any_pool ? quantized || window16 : usable)) {
         return false;
       }
     }
@@ -57,9 +57,10 @@ TEST_CASE("the longest usable prefix, whatever is missing") {
   std::mt19937 random(1);
   int64_t num_partial = 0;
   int64_t num_cut = 0;
-  for (const HotTokens& hot : {HotTokens{}, {0, 0}, {64, 0}, {0, 64}, {64, 64}, {128, 192}}) {
+  for (const PrecisionWindowTokens& window16 :
+       {PrecisionWindowTokens{}, {0, 0}, {64, 0}, {0, 64}, {64, 64}, {128, 192}}) {
     for (const std::vector<int>& windows : {std::vector<int>{0}, {0, 40}, {66}, {0, 20, 150}}) {
-      const std::vector<LayerGroup> groups = Groups(windows, hot);
+      const std::vector<LayerGroup> groups = Groups(windows, window16);
       const size_t num_pools = groups.size() * (groups.front().rule.enabled() ? 2 : 1);
       for (int round = 0; round < 300; ++round) {
         const unsigned missing = 1 + random() % 20;  // percent
@@ -74,7 +75,7 @@ TEST_CASE("the longest usable prefix, whatever is missing") {
         REQUIRE(hit.num_found == Longest(groups, path, true));
         num_partial += hit.num_blocks > 0 && hit.num_blocks < static_cast<int64_t>(path.size());
         num_cut += hit.num_found > hit.num_blocks;
-        REQUIRE((hot.recent_tokens >= 0 || hit.num_found == hit.num_blocks));
+        REQUIRE((window16.recent_tokens >= 0 || hit.num_found == hit.num_blocks));
       }
     }
   }

@@ -43,7 +43,7 @@ std::vector<uint64_t> Stamps(const std::vector<int32_t>& tokens) {
 struct ModelSequence {
   std::vector<int32_t> tokens;  // all that the sequence will have
   int64_t num_written = 0;
-  std::set<std::pair<int, int32_t>> quantised;  // by this sequence: group and cold block
+  std::set<std::pair<int, int32_t>> quantized;  // by this sequence: group and quantized block
 };
 
 // How long prompts are.
@@ -83,7 +83,7 @@ class RandomOperations {
   int64_t num_hit_tokens = 0;
   int64_t num_refused = 0;
   int64_t num_partial_hits = 0;
-  int64_t num_moves = 0;
+  int64_t num_to_quantize = 0;
   int64_t num_cut_tokens = 0;
 
  private:
@@ -171,10 +171,10 @@ class RandomOperations {
             "as many blocks are taken as were said to be needed");
     }
     if (Below(10) == 0) {
-      return;  // cancelled between planning and the step: slots without content
+      return;  // canceled between planning and the step: slots without content
     }
     Write(id, before, num_tokens);
-    MoveBlocks(id);
+    QuantizePending(id);
     for (int64_t p = before; p < num_tokens; p = std::min(NextBlock(p), num_tokens)) {
       CheckSeen(id, p);
     }
@@ -184,7 +184,7 @@ class RandomOperations {
         Below(10) == 0 ? std::max<int64_t>(before, num_tokens - Below(40)) : num_tokens;
     sequence.num_written = num_kept;
     manager_.Commit(id, std::span(sequence.tokens).first(static_cast<size_t>(num_kept)));
-    RememberMoves(id, sequence);
+    RememberPending(id, sequence);
   }
 
   static int64_t NextBlock(int64_t position) { return (position / kLength + 1) * kLength; }
@@ -209,9 +209,10 @@ class RandomOperations {
   };
 
   Slot SlotOf(int pool, int32_t block, int64_t position) const {
-    const bool is_hot = pool >= cache_.num_groups();
+    const bool is_in_window16 = pool >= cache_.num_groups();
     const int layer = pool % cache_.num_groups();  // groups have one layer each, in order
-    const KvLayerView view = is_hot ? cache_.HotLayerView(layer) : cache_.LayerView(layer);
+    const KvLayerView view =
+        is_in_window16 ? cache_.Window16LayerView(layer) : cache_.LayerView(layer);
     const int64_t token = position % kLength;
     std::byte* row = view.Payload(KvSide::kK, block, 0);
     std::byte* scales = view.scales ? view.Scales(KvSide::kK, block, 0) : nullptr;
@@ -236,11 +237,11 @@ class RandomOperations {
           "a slot holds what its tokens say, data and scales");
   }
 
-  // New tokens go to the hot pool where there is one.
+  // New tokens go to the 16-bit pool where there is one.
   void Write(uint64_t id, int64_t begin, int64_t end) {
     const std::vector<uint64_t> stamps = Stamps(model_[id].tokens);
     for (int group = 0; group < cache_.num_groups(); ++group) {
-      const int pool = cache_.rule(group).enabled() ? cache_.HotPool(group) : group;
+      const int pool = cache_.rule(group).enabled() ? cache_.Window16Pool(group) : group;
       const auto table = manager_.BlockTable(id, pool);
       for (int64_t i = begin; i < end; ++i) {
         Store(SlotOf(pool, table[static_cast<size_t>(i / kLength)], i),
@@ -249,33 +250,35 @@ class RandomOperations {
     }
   }
 
-  // What the step's quantisation does.
-  void MoveBlocks(uint64_t id) {
+  // What the step's quantization does.
+  void QuantizePending(uint64_t id) {
     for (int group = 0; group < cache_.num_groups(); ++group) {
-      for (const BlockMove& move : manager_.Moves(id, group)) {
-        Check(!model_[id].quantised.contains({group, move.cold}), "a block is quantised once");
+      for (const PendingQuantization& pending : manager_.BlocksToQuantize(id, group)) {
+        Check(!model_[id].quantized.contains({group, pending.quantized}),
+              "a block is quantized once");
         for (int64_t i = 0; i < kLength; ++i) {
           uint64_t stamp = 0;
-          std::memcpy(&stamp, SlotOf(cache_.HotPool(group), move.hot, i).row, sizeof(stamp));
-          Store(SlotOf(group, move.cold, i), stamp);
+          std::memcpy(&stamp, SlotOf(cache_.Window16Pool(group), pending.window16, i).row,
+                      sizeof(stamp));
+          Store(SlotOf(group, pending.quantized, i), stamp);
         }
-        pending_.push_back({group, move.cold});
-        ++num_moves;
+        pending_.push_back({group, pending.quantized});
+        ++num_to_quantize;
       }
     }
   }
 
-  // A block in a table of cold ones after Commit is not moved again.
-  void RememberMoves(uint64_t id, ModelSequence& sequence) {
+  // A block in a table of quantized ones after Commit is not moved again.
+  void RememberPending(uint64_t id, ModelSequence& sequence) {
     for (const auto& [group, block] : pending_) {
       const auto table = manager_.BlockTable(id, group);
       if (std::ranges::count(table, block)) {
-        sequence.quantised.insert({group, block});
+        sequence.quantized.insert({group, block});
       }
     }
     pending_.clear();
     // Ids behind a window come back for other blocks.
-    std::erase_if(sequence.quantised, [&](const std::pair<int, int32_t>& entry) {
+    std::erase_if(sequence.quantized, [&](const std::pair<int, int32_t>& entry) {
       return std::ranges::count(manager_.BlockTable(id, entry.first), entry.second) == 0;
     });
   }
@@ -288,8 +291,9 @@ class RandomOperations {
       const LayerGroup& layers = cache_.groups()[static_cast<size_t>(group)];
       const int64_t first = layers.window ? std::max<int64_t>(position - layers.window + 1, 0) : 0;
       for (int64_t i = first; i <= position; ++i) {
-        const bool is_hot = layers.rule.enabled() && layers.rule.IsHot(i / kLength, position);
-        const int pool = is_hot ? cache_.HotPool(group) : group;
+        const bool is_in_window16 =
+            layers.rule.enabled() && layers.rule.IsInWindow16(i / kLength, position);
+        const int pool = is_in_window16 ? cache_.Window16Pool(group) : group;
         const int32_t block = manager_.BlockTable(id, pool)[static_cast<size_t>(i / kLength)];
         Check(block >= 0, "a visible slot has a block");
         CheckSlot(SlotOf(pool, block, i), stamps[static_cast<size_t>(i)]);
@@ -312,12 +316,12 @@ class RandomOperations {
       const int64_t first = layers.window ? std::max<int64_t>(n - layers.window + 1, 0) : 0;
       for (int64_t i = first; i < n; ++i) {
         const auto b = static_cast<size_t>(i / kLength);
-        bool is_hot = layers.rule.enabled() && layers.rule.IsHot(i / kLength, n);
-        if (layers.rule.enabled() && layers.rule.IsHot(i / kLength, n - 1)) {
-          // Not quantised before the next step, unless it was found cold.
-          is_hot = manager_.BlockTable(id, cache_.HotPool(group))[b] >= 0;
+        bool is_in_window16 = layers.rule.enabled() && layers.rule.IsInWindow16(i / kLength, n);
+        if (layers.rule.enabled() && layers.rule.IsInWindow16(i / kLength, n - 1)) {
+          // Not quantized before the next step, unless it was found quantized.
+          is_in_window16 = manager_.BlockTable(id, cache_.Window16Pool(group))[b] >= 0;
         }
-        const int pool = is_hot ? cache_.HotPool(group) : group;
+        const int pool = is_in_window16 ? cache_.Window16Pool(group) : group;
         const int32_t block = manager_.BlockTable(id, pool)[b];
         Check(block >= 0, "a visible slot has a block");
         CheckSlot(SlotOf(pool, block, i), stamps[static_cast<size_t>(i)]);
@@ -344,7 +348,8 @@ class RandomOperations {
   const KvCache& cache_;
   std::mt19937 random_;
   Lengths lengths_;
-  std::vector<std::pair<int, int32_t>> pending_;  // of the step that runs: group and cold block
+  std::vector<std::pair<int, int32_t>>
+      pending_;  // of the step that runs: group and quantized block
   std::vector<int32_t> shared_[4];
   std::map<uint64_t, ModelSequence> model_;
   uint64_t next_id_ = 1;
@@ -378,18 +383,18 @@ TEST_CASE("the same without a full-attention group, and without a window") {
   }
 }
 
-struct HotCase {
-  HotTokens tokens;
+struct Window16Case {
+  PrecisionWindowTokens tokens;
   std::vector<int> windows;
   std::vector<int64_t> num_blocks;
   int sixteen_bit_layer = -1;
 };
 
-KvCacheConfig HotConfig(const HotCase& one) {
+KvCacheConfig Window16Config(const Window16Case& one) {
   KvCacheConfig config = TwoGroups();
   config.windows = one.windows;
   config.layers.resize(one.windows.size());
-  config.hot = one.tokens;
+  config.window16 = one.tokens;
   if (one.sixteen_bit_layer >= 0) {
     config.layers[static_cast<size_t>(one.sixteen_bit_layer)] = {};
   }
@@ -398,10 +403,11 @@ KvCacheConfig HotConfig(const HotCase& one) {
 
 constexpr Lengths kLong = {.shared = 260, .chunk = 70};
 
-// Every combination of sinks and recent blocks; windows longer than what is hot, hardly longer, as
-// long, and shorter; a full-attention group or none; layers in 16 bit beside others.
-TEST_CASE("random operations agree with the model where blocks are hot") {
-  const HotCase cases[] = {
+// Every combination of sinks and recent blocks; windows longer than what is in the 16-bit window,
+// hardly longer, as long, and shorter; a full-attention group or none; layers in 16 bit beside
+// others.
+TEST_CASE("random operations agree with the model where there is a 16-bit window") {
+  const Window16Case cases[] = {
       {{64, 64}, {0, 120}, {30, 14, 44, 40}},
       {{64, 0}, {0, 40}, {40, 10, 26, 16}},
       {{0, 64}, {0, 66}, {44, 5, 32, 28}},
@@ -414,23 +420,23 @@ TEST_CASE("random operations agree with the model where blocks are hot") {
       {{64, 64}, {0, 120}, {60, 14, 0, 40}, 0},
       {{64, 64}, {0, 120}, {30, 40, 44, 0}, 1},
   };
-  for (const HotCase& one : cases) {
+  for (const Window16Case& one : cases) {
     CAPTURE(one.tokens.sink_tokens);
     CAPTURE(one.tokens.recent_tokens);
     CAPTURE(one.windows.back());
     MemoryDevice device;
-    KvCache cache(device, HotConfig(one), one.num_blocks);
+    KvCache cache(device, Window16Config(one), one.num_blocks);
     SequenceManager manager(cache, true);
     RandomOperations operations(manager, cache, 4, kLong);
     // 10^5 in all, most of them in the default setting.
     operations.Run(&one == cases ? kNumOperations / 2 : kNumOperations / 10);
     CHECK(operations.num_hit_tokens > 1000);
-    // Without recent blocks only sinks are read hot, and nothing is cached without them.
+    // Without recent blocks only sinks are read 16-bit, and nothing is cached without them.
     CHECK((operations.num_cut_tokens > 300 || one.tokens.recent_tokens == 0));
     CHECK(operations.num_refused > 100);
-    CHECK(operations.num_moves > 200);
+    CHECK(operations.num_to_quantize > 200);
     MESSAGE("hit tokens " << operations.num_hit_tokens << ", cut " << operations.num_cut_tokens
-                          << ", moves " << operations.num_moves << ", refused "
+                          << ", moves " << operations.num_to_quantize << ", refused "
                           << operations.num_refused);
   }
 }
@@ -481,21 +487,21 @@ class SoundManager : public FaultyManager {
 };
 
 template <class Manager>
-void RunPlanted(bool hot) {
-  const HotCase one = {{64, 64}, {0, 120}, {30, 14, 44, 40}};
+void RunPlanted(bool window16) {
+  const Window16Case one = {{64, 64}, {0, 120}, {30, 14, 44, 40}};
   MemoryDevice device;
-  KvCache cache(device, hot ? HotConfig(one) : TwoGroups(),
-                hot ? one.num_blocks : std::vector<int64_t>{36, 26});
+  KvCache cache(device, window16 ? Window16Config(one) : TwoGroups(),
+                window16 ? one.num_blocks : std::vector<int64_t>{36, 26});
   Manager manager(cache, true);
-  manager.first_pool = hot ? cache.num_groups() : 0;
-  RandomOperations(manager, cache, 3, hot ? kLong : Lengths()).Run(kNumOperations / 5);
+  manager.first_pool = window16 ? cache.num_groups() : 0;
+  RandomOperations(manager, cache, 3, window16 ? kLong : Lengths()).Run(kNumOperations / 5);
 }
 
-TEST_CASE("a planted leak and a planted double release are found, in hot pools too") {
-  for (const bool hot : {false, true}) {
-    RunPlanted<SoundManager>(hot);
-    CHECK_THROWS_AS(RunPlanted<LeakyManager>(hot), InternalError);
-    CHECK_THROWS_AS(RunPlanted<EagerManager>(hot), InternalError);
+TEST_CASE("a planted leak and a planted double release are found, in 16-bit pools too") {
+  for (const bool window16 : {false, true}) {
+    RunPlanted<SoundManager>(window16);
+    CHECK_THROWS_AS(RunPlanted<LeakyManager>(window16), InternalError);
+    CHECK_THROWS_AS(RunPlanted<EagerManager>(window16), InternalError);
   }
 }
 

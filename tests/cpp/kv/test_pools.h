@@ -23,10 +23,10 @@ inline std::vector<int32_t> Tokens(int n, int first = 0) {
 }
 
 inline KvCacheConfig PoolConfig(const std::vector<int>& windows, int block_seq_len = kLength,
-                                HotTokens hot = {}) {
+                                PrecisionWindowTokens window16 = {}) {
   KvCacheConfig config =
       MakeKvCacheConfig(windows, KvCacheMode::kFp4Nv, 1, 16, block_seq_len, DataType::kBFloat16);
-  config.hot = hot;
+  config.window16 = window16;
   return config;
 }
 

@@ -22,22 +22,23 @@ using testing::Pools;
 // The least pools for sequences of `longest` tokens, `chunk` at a time.
 struct Tight {
   std::vector<int> windows;
-  HotTokens hot;
+  PrecisionWindowTokens window16;
   int longest = 0;
   int chunk = 0;
 };
 
-std::vector<int64_t> LeastBlocks(const Tight& tight) {
-  std::vector<int64_t> cold;
-  std::vector<int64_t> hot;
-  for (const LayerGroup& group : MakeLayerGroups(PoolConfig(tight.windows, kLength, tight.hot))) {
-    cold.push_back(std::max<int64_t>(group.BlocksPerSequence(tight.longest, tight.chunk), 1));
+std::vector<int64_t> MinBlocks(const Tight& tight) {
+  std::vector<int64_t> quantized;
+  std::vector<int64_t> window16;
+  for (const LayerGroup& group :
+       MakeLayerGroups(PoolConfig(tight.windows, kLength, tight.window16))) {
+    quantized.push_back(std::max<int64_t>(group.BlocksPerSequence(tight.longest, tight.chunk), 1));
     if (group.rule.enabled()) {
-      hot.push_back(group.HotBlocksPerSequence(tight.longest, tight.chunk));
+      window16.push_back(group.Window16BlocksPerSequence(tight.longest, tight.chunk));
     }
   }
-  cold.insert(cold.end(), hot.begin(), hot.end());
-  return cold;
+  quantized.insert(quantized.end(), window16.begin(), window16.end());
+  return quantized;
 }
 
 // Sequences that share parts of one text, several at once and now and then one alone.
@@ -46,7 +47,7 @@ class Crowd {
   Crowd(const Tight& tight, unsigned seed)
       : tight_(tight),
         random_(seed),
-        pools_(PoolConfig(tight.windows, kLength, tight.hot), LeastBlocks(tight)) {
+        pools_(PoolConfig(tight.windows, kLength, tight.window16), MinBlocks(tight)) {
     REQUIRE(testing::Fits(pools_.cache, tight.longest, tight.chunk));
     for (int i = 0; i < tight.longest; ++i) {
       text_.push_back(Below(3));
@@ -136,21 +137,22 @@ class Crowd {
 };
 
 TEST_CASE("a sequence that fits alone runs, whatever is cached") {
-  const std::vector<HotTokens> hots = {{}, {0, 0}, {64, 0}, {0, 64}, {64, 64}, {0, 128}};
+  const std::vector<PrecisionWindowTokens> window16s = {{},      {0, 0},   {64, 0},
+                                                        {0, 64}, {64, 64}, {0, 128}};
   const std::vector<std::vector<int>> windows = {{0}, {40}, {100}, {200}, {0, 40}, {0, 200}};
   int64_t num_hits = 0;
   int64_t num_refused = 0;
   unsigned seed = 0;
-  for (const HotTokens& hot : hots) {
+  for (const PrecisionWindowTokens& window16 : window16s) {
     for (const std::vector<int>& of_layers : windows) {
       for (const int chunk : {7, 11, 26, 38, 150}) {
         for (const int longest : {100, 160, 310}) {
-          CAPTURE(hot.sink_tokens);
-          CAPTURE(hot.recent_tokens);
+          CAPTURE(window16.sink_tokens);
+          CAPTURE(window16.recent_tokens);
           CAPTURE(of_layers.back());
           CAPTURE(chunk);
           CAPTURE(longest);
-          Crowd crowd({of_layers, hot, longest, chunk}, seed++);
+          Crowd crowd({of_layers, window16, longest, chunk}, seed++);
           for (int i = 0; i < 200; ++i) {
             crowd.Step();
           }

@@ -218,8 +218,8 @@ TEST_CASE("thousands of missing experts make a short error that names some") {
 
 TEST_CASE("an expert's parts are what the op wants, and routers stay exact") {
   const auto device = MakeCpuDevice(1);
-  const testing::TinyOptions quantised = {.quantised = true};
-  const auto gpt_oss = testing::TinyWeights(testing::TinyGptOss(), *device, quantised);
+  const testing::TinyOptions quantized = {.quantized = true};
+  const auto gpt_oss = testing::TinyWeights(testing::TinyGptOss(), *device, quantized);
   const MoeWeights& moe = gpt_oss->layers[2].moe;
   REQUIRE(moe.experts.size() == 6);
   CHECK(moe.router.parts[0]->format == MatrixFormat::kF32);

@@ -54,7 +54,7 @@ std::vector<float> RandomLogits(int n, uint32_t seed) {
 }
 
 // The tokens of many seeds.
-std::map<int32_t, int> Draws(const std::vector<float>& logits, Request& request, int count) {
+std::map<int32_t, int> Samples(const std::vector<float>& logits, Request& request, int count) {
   std::map<int32_t, int> counts;
   request.sampling.do_sample = true;
   for (int seed = 0; seed < count; ++seed) {
@@ -66,7 +66,7 @@ std::map<int32_t, int> Draws(const std::vector<float>& logits, Request& request,
   return counts;
 }
 
-// Probabilities by the plain definition: sort everything, filter, renormalise.
+// Probabilities by the plain definition: sort everything, filter, renormalize.
 std::map<int32_t, double> Reference(const std::vector<float>& logits, const SamplingParams& p) {
   std::vector<std::pair<double, int32_t>> all;
   const double max = *std::max_element(logits.begin(), logits.end());
@@ -101,15 +101,15 @@ std::map<int32_t, double> Reference(const std::vector<float>& logits, const Samp
 
 // Pearson's statistic over the tokens that are expected at least 5 times, the rest as one.
 void CheckDistribution(const std::vector<float>& logits, Request& request) {
-  constexpr int kDraws = 20000;
+  constexpr int kSamples = 20000;
   const std::map<int32_t, double> want = Reference(logits, request.sampling);
-  std::map<int32_t, int> got = Draws(logits, request, kDraws);
+  std::map<int32_t, int> got = Samples(logits, request, kSamples);
   double chi2 = 0;
   int cells = 0;
   double rest_want = 0;
   double rest_got = 0;
   for (const auto& [id, probability] : want) {
-    const double expected = probability * kDraws;
+    const double expected = probability * kSamples;
     if (expected < 5) {
       rest_want += expected;
       rest_got += got[id];
@@ -159,7 +159,7 @@ TEST_CASE("whether the highest of the model's row is all that is asked") {
   const auto takes = [](const std::function<void(Request&)>& set, int64_t num_generated = 0) {
     Request request;
     set(request);
-    return TakesHighest(request, num_generated);
+    return IsPlainArgMax(request, num_generated);
   };
   CHECK(takes([](Request&) {}));
   CHECK(takes([](Request& r) { r.sampling.temperature = 0.5f; }));
@@ -181,14 +181,14 @@ TEST_CASE("whether the highest of the model's row is all that is asked") {
   CHECK(!takes([](Request& r) { r.sampling.top_p = 2.f; }));  // an error, which Sample gives
 }
 
-TEST_CASE("what a device may draw") {
-  const auto draw = [](const std::function<void(Request&)>& set, int64_t num_generated = 0) {
+TEST_CASE("what a device may sample") {
+  const auto sampling = [](const std::function<void(Request&)>& set, int64_t num_generated = 0) {
     Request request;
     request.sampling.do_sample = true;
     set(request);
-    return DrawOf(request, num_generated);
+    return RowSamplingOf(request, num_generated);
   };
-  const auto plain = draw([](Request& r) {
+  const auto plain = sampling([](Request& r) {
     r.sampling.temperature = 0.5f;
     r.sampling.top_k = 7;
     r.sampling.top_p = 0.25f;
@@ -201,22 +201,22 @@ TEST_CASE("what a device may draw") {
   CHECK(plain->top_p == 0.25f);
   CHECK(plain->min_p == 0.125f);
   const auto uniform = [&](uint64_t seed, int64_t num_generated) {
-    return draw([&](Request& r) { r.sampling.seed = seed; }, num_generated)->uniform;
+    return sampling([&](Request& r) { r.sampling.seed = seed; }, num_generated)->uniform;
   };
   CHECK(plain->uniform == uniform(3, 0));
   CHECK(uniform(3, 0) != uniform(3, 1));
   CHECK(uniform(3, 0) != uniform(4, 0));
-  CHECK(!draw([](Request& r) { r.sampling.do_sample = false; }));
-  CHECK(!draw([](Request& r) { r.sampling.temperature = 0.f; }));
-  CHECK(!draw([](Request& r) { r.sampling.top_k = 1; }));
-  CHECK(draw([](Request& r) { r.min_new_tokens = 3; }, 3));
-  CHECK(!draw([](Request& r) { r.min_new_tokens = 3; }, 2));
-  CHECK(!draw([](Request& r) { r.sampling.num_logprobs = 0; }));
-  CHECK(!draw([](Request& r) { r.sampling.logit_bias = {{1, 1.f}}; }));
-  CHECK(!draw([](Request& r) { r.sampling.repetition_penalty = 2.f; }));
-  CHECK(!draw([](Request& r) { r.bad_sequences = {{1}}; }));
-  CHECK(!draw([](Request& r) { r.token_mask = [](const auto&, auto&) { return true; }; }));
-  CHECK(!draw([](Request& r) { r.sampling.top_p = 2.f; }));  // an error, which Sample gives
+  CHECK(!sampling([](Request& r) { r.sampling.do_sample = false; }));
+  CHECK(!sampling([](Request& r) { r.sampling.temperature = 0.f; }));
+  CHECK(!sampling([](Request& r) { r.sampling.top_k = 1; }));
+  CHECK(sampling([](Request& r) { r.min_new_tokens = 3; }, 3));
+  CHECK(!sampling([](Request& r) { r.min_new_tokens = 3; }, 2));
+  CHECK(!sampling([](Request& r) { r.sampling.num_logprobs = 0; }));
+  CHECK(!sampling([](Request& r) { r.sampling.logit_bias = {{1, 1.f}}; }));
+  CHECK(!sampling([](Request& r) { r.sampling.repetition_penalty = 2.f; }));
+  CHECK(!sampling([](Request& r) { r.bad_sequences = {{1}}; }));
+  CHECK(!sampling([](Request& r) { r.token_mask = [](const auto&, auto&) { return true; }; }));
+  CHECK(!sampling([](Request& r) { r.sampling.top_p = 2.f; }));  // an error, which Sample gives
 }
 
 TEST_CASE("a weight has the same bits one by one and four at a time") {
@@ -243,22 +243,22 @@ TEST_CASE("a weight has the same bits one by one and four at a time") {
 TEST_CASE("weights of lower logits are never more than the error above those of higher ones") {
   constexpr float kError = 5e-7f;  // twice that of a weight, and a rounding
   constexpr int kSteps = 1000000;
-  float most = 0.f;  // of the weights so far
+  float max_value = 0.f;  // of the weights so far
   int num_wrong = 0;
   for (int i = 0; i <= kSteps; ++i) {
     float x = static_cast<float>(88. * i / kSteps - 88.);
     for (int j = 0; j < 2 && x <= 0.f; ++j, x = std::nextafter(x, 1.f)) {
       const float weight = WeightOf(x);
-      num_wrong += most <= weight * (1.f + kError) ? 0 : 1;
-      most = std::max(most, weight);
+      num_wrong += max_value <= weight * (1.f + kError) ? 0 : 1;
+      max_value = std::max(max_value, weight);
     }
   }
   CHECK(num_wrong == 0);
-  CHECK(most == 1.f);
+  CHECK(max_value == 1.f);
 }
 
 // ops/sampling_math.h word for word, of all tokens in order.
-int32_t DrawPlainly(const std::vector<float>& logits, const RowDraw& draw) {
+int32_t SamplePlainly(const std::vector<float>& logits, const RowSampling& sampling) {
   const int vocab = static_cast<int>(logits.size());
   const float highest = *std::max_element(logits.begin(), logits.end());
   std::vector<std::pair<float, int32_t>> tokens;  // weights below 0: the largest come first
@@ -269,7 +269,7 @@ int32_t DrawPlainly(const std::vector<float>& logits, const RowDraw& draw) {
     double rest = 0;
     for (int i = 0; i < size; ++i) {
       const float logit = logits[static_cast<size_t>(begin + i)];
-      const float weight = WeightOf((logit - highest) * draw.inverse_temperature);
+      const float weight = WeightOf((logit - highest) * sampling.inverse_temperature);
       tokens.emplace_back(-weight, begin + i);
       (i < size / kSumLanes * kSumLanes ? lanes[i % kSumLanes] : rest) += weight;
     }
@@ -279,8 +279,8 @@ int32_t DrawPlainly(const std::vector<float>& logits, const RowDraw& draw) {
     total += rest;
   }
   std::sort(tokens.begin(), tokens.end());
-  if (draw.top_k > 0 && draw.top_k < vocab) {
-    tokens.resize(static_cast<size_t>(draw.top_k));
+  if (sampling.top_k > 0 && sampling.top_k < vocab) {
+    tokens.resize(static_cast<size_t>(sampling.top_k));
     total = 0;
     for (const auto& [weight, id] : tokens) {
       total -= weight;
@@ -289,13 +289,13 @@ int32_t DrawPlainly(const std::vector<float>& logits, const RowDraw& draw) {
   std::vector<std::pair<float, int32_t>> kept;
   double sum = 0;
   for (const auto& [weight, id] : tokens) {
-    if ((!kept.empty() && sum >= draw.top_p * total) || -weight < draw.min_p) {
+    if ((!kept.empty() && sum >= sampling.top_p * total) || -weight < sampling.min_p) {
       break;
     }
     kept.emplace_back(-weight, id);
     sum -= weight;
   }
-  double left = draw.uniform * sum;
+  double left = sampling.uniform * sum;
   for (const auto& [weight, id] : kept) {
     if (left < weight) {
       return id;
@@ -305,7 +305,7 @@ int32_t DrawPlainly(const std::vector<float>& logits, const RowDraw& draw) {
   return kept.back().second;
 }
 
-TEST_CASE("draws are those that the rule defines, whatever the vocabulary") {
+TEST_CASE("samples are those that the rule defines, whatever the vocabulary") {
   for (const int vocab : {2, 9, 511, 520, 3000}) {
     for (uint32_t seed = 0; seed < 60; ++seed) {
       Request request;
@@ -320,17 +320,17 @@ TEST_CASE("draws are those that the rule defines, whatever the vocabulary") {
       for (float& logit : logits) {
         logit = seed % 4 == 0 ? std::round(logit) : logit;  // many are equal
       }
-      const auto draw = DrawOf(request, 0);
-      if (draw && !DrawsFromAll(*draw, vocab)) {
+      const auto sampling = RowSamplingOf(request, 0);
+      if (sampling && !SamplesFromAll(*sampling, vocab)) {
         CAPTURE(vocab);
         CAPTURE(seed);
-        CHECK(Sample(logits, request).token == DrawPlainly(logits, *draw));
+        CHECK(Sample(logits, request).token == SamplePlainly(logits, *sampling));
       }
     }
   }
 }
 
-TEST_CASE("draws follow the filtered distribution") {
+TEST_CASE("samples follow the filtered distribution") {
   const std::vector<float> logits = RandomLogits(500, 2);
   const auto check = [&](const std::function<void(SamplingParams&)>& set) {
     Request request;
@@ -364,7 +364,7 @@ TEST_CASE("filters keep exactly the right tokens in a large vocabulary") {
         request.sampling.top_p = top_p;
         request.sampling.min_p = min_p;
         const auto want = Reference(logits, request.sampling);
-        for (const auto& [id, count] : Draws(logits, request, 20)) {
+        for (const auto& [id, count] : Samples(logits, request, 20)) {
           CHECK(want.contains(id));
         }
       }
@@ -377,7 +377,7 @@ TEST_CASE("equal logits: top_k keeps the lowest ids") {
   Request request;
   request.sampling.top_k = 4;
   std::set<int32_t> seen;
-  for (const auto& [id, count] : Draws(logits, request, 300)) {
+  for (const auto& [id, count] : Samples(logits, request, 300)) {
     seen.insert(id);
   }
   CHECK(seen == std::set<int32_t>{0, 1, 2, 3});

@@ -24,8 +24,8 @@ class FakeMatrix : public PackedMatrix {
 };
 
 // A layer of 2 KV heads of 64 values; only sizes matter.
-KvLayerView View(KvCacheMode mode) {
-  const block::Config config = {.layers = {{mode, mode}}, .kv_heads = 2, .head_dim = 64};
+KvLayerView View(KvCacheMode format) {
+  const block::Config config = {.layers = {{format, format}}, .kv_heads = 2, .head_dim = 64};
   return block::Layout(config).LayerView(0, nullptr, nullptr);
 }
 
@@ -38,10 +38,10 @@ struct Batch {
   std::vector<int32_t> cu_seqlens = {0, 1, 41};
   std::vector<int32_t> context_lens = {300, 140};
 
-  AttentionParams Params(KvCacheMode mode) const {
+  AttentionParams Params(KvCacheMode format) const {
     AttentionParams params;
     params.q_heads = 6;
-    params.kv = View(mode);
+    params.kv = View(format);
     params.batch = {.num_seqs = 2,
                     .num_decode = 1,
                     .num_tokens = 41,
@@ -53,22 +53,22 @@ struct Batch {
 
 // Positions that some query in [first, last] sees, in each pool, one by one.
 struct Seen {
-  int64_t hot = 0;
-  int64_t cold = 0;
+  int64_t window16 = 0;
+  int64_t quantized = 0;
 };
 
-Seen CountSeen(const HotRule& rule, int window, int first, int last) {
+Seen CountSeen(const PrecisionWindow& rule, int window, int first, int last) {
   Seen seen;
   for (int position = 0; position <= last; ++position) {
-    bool hot = false;
-    bool cold = false;
+    bool window16 = false;
+    bool quantized = false;
     for (int query = first; query <= last; ++query) {
       if (position <= query && (window == 0 || position > query - window)) {
-        (rule.IsHot(position / rule.block_seq_len, query) ? hot : cold) = true;
+        (rule.IsInWindow16(position / rule.block_seq_len, query) ? window16 : quantized) = true;
       }
     }
-    seen.hot += hot;
-    seen.cold += cold;
+    seen.window16 += window16;
+    seen.quantized += quantized;
   }
   return seen;
 }
@@ -147,13 +147,13 @@ TEST_CASE("attention reads the 16-bit window and the quantized pool in their for
         params.q_heads = 2;
         params.window = window;
         params.kv = View(KvCacheMode::kFp4Nv);
-        params.hot = View(KvCacheMode::kNone);
-        params.hot.data = &byte;
+        params.window16 = View(KvCacheMode::kNone);
+        params.window16.data = &byte;
         params.rule = {.block_seq_len = 64, .sink_blocks = 1, .recent_blocks = 1};
         params.batch = {.num_seqs = 1, .cu_seqlens = cu_seqlens, .context_lens = context_lens};
         const Seen seen = CountSeen(params.rule, window, first, first + tokens - 1);
         CHECK(PrefillCost(params).kv_bytes ==
-              seen.hot * kNoneTokenBytes + seen.cold * kNvTokenBytes);
+              seen.window16 * kNoneTokenBytes + seen.quantized * kNvTokenBytes);
       }
     }
   }
@@ -162,18 +162,19 @@ TEST_CASE("attention reads the 16-bit window and the quantized pool in their for
 TEST_CASE("ops write new rows and quantized blocks in the format of their pool") {
   const Batch batch;
   std::byte byte{};
-  ProcessKVParams params;
+  WriteKvParams params;
   params.q_heads = 6;
   params.rope_dim = 64;
   params.kv = View(KvCacheMode::kFp4Nv);
   params.batch = batch.Params(KvCacheMode::kNone).batch;
   CHECK(CostOf(params).kv_bytes == 41 * kNvTokenBytes);
   CHECK(CostOf(params).activation_bytes == 41 * 4 * ((6 + 4) * 64 + (6 + 2) * 64 + 64));
-  params.hot = View(KvCacheMode::kNone);
-  params.hot.data = &byte;
+  params.window16 = View(KvCacheMode::kNone);
+  params.window16.data = &byte;
   CHECK(CostOf(params).kv_bytes == 41 * kNoneTokenBytes);
-  const QuantiseBlocksParams moves = {.kv = params.kv, .hot = params.hot, .num_moves = 3};
-  CHECK(CostOf(moves).kv_bytes == 3 * 64 * (kNvTokenBytes + kNoneTokenBytes));
+  const QuantizeBlocksParams blocks_to_quantize = {
+      .kv = params.kv, .window16 = params.window16, .num_to_quantize = 3};
+  CHECK(CostOf(blocks_to_quantize).kv_bytes == 3 * 64 * (kNvTokenBytes + kNoneTokenBytes));
   FlattenKVParams flat;
   flat.kv = params.kv;
   flat.batch = params.batch;

@@ -64,8 +64,8 @@ class LoggingDevice : public NullDevice {
   void FillRope(const FillRopeParams&) override { calls.emplace_back("FillRope"); }
   void GroupRows(const GroupRowsParams&) override { calls.emplace_back("GroupRows"); }
   void CombineExperts(const CombineExpertsParams&) override { calls.emplace_back("Combine"); }
-  void ProcessKV(const ProcessKVParams&) override { calls.emplace_back("ProcessKV"); }
-  void QuantiseBlocks(const QuantiseBlocksParams&) override { calls.emplace_back("Quantise"); }
+  void WriteKv(const WriteKvParams&) override { calls.emplace_back("WriteKv"); }
+  void QuantizeBlocks(const QuantizeBlocksParams&) override { calls.emplace_back("Quantize"); }
   void FlattenKV(const FlattenKVParams&) override { calls.emplace_back("Flatten"); }
   void PrefillAttention(const AttentionParams&) override { calls.emplace_back("Prefill"); }
   void DecodeAttention(const AttentionParams&) override { calls.emplace_back("Decode"); }
@@ -161,8 +161,8 @@ TEST_CASE("a profiling device forwards every call") {
   device.GroupedLinear({});
   device.RouteExperts({});
   device.CombineExperts({});
-  device.ProcessKV({});
-  device.QuantiseBlocks({});
+  device.WriteKv({});
+  device.QuantizeBlocks({});
   device.FlattenKV({});
   device.PrefillAttention({});
   device.DecodeAttention({});
@@ -176,7 +176,7 @@ TEST_CASE("a profiling device forwards every call") {
     CHECK(f.inner->calls.at(i + 1) == "Synchronize");
   }
   CHECK(ops == std::vector<std::string>{"Embed", "RmsNorm", "Linear", "Gated", "Grouped", "Route",
-                                        "Combine", "ProcessKV", "Quantise", "Flatten", "Prefill",
+                                        "Combine", "WriteKv", "Quantize", "Flatten", "Prefill",
                                         "Decode", "Copy", "GroupRows"});
   CHECK(device.name() == "logging");
   CHECK(device.capability().sm == 90);
@@ -237,13 +237,14 @@ TEST_CASE("KV formats have separate records") {
   AttentionParams params;
   f.Embed(1);
   f.device.DecodeAttention(params);
-  params.kv.mode[1] = KvCacheMode::kInt8;
+  params.kv.format[1] = KvCacheMode::kInt8;
   f.device.DecodeAttention(params);
   f.device.DecodeAttention(params);
   const Profile profile = f.device.profile();
   const PhaseProfile& decode = *Find(profile, StepPhase::kDecode);
   CHECK(Find(decode, {.kind = OpKind::kDecodeAttention}).calls == 1);
-  CHECK(Find(decode, {.kind = OpKind::kDecodeAttention, .v_mode = KvCacheMode::kInt8}).calls == 2);
+  CHECK(Find(decode, {.kind = OpKind::kDecodeAttention, .v_format = KvCacheMode::kInt8}).calls ==
+        2);
 }
 
 TEST_CASE("time between ops is recorded as engine time") {

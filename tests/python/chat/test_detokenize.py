@@ -9,7 +9,7 @@ from fake_engine import EOS, FakeTextStream
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lmdeploy.chat.detokenize import AnswerText, GatedAnswer
+from lmdeploy.chat.detokenize import AnswerText, SpecialTokenStopFilter
 from lmdeploy.chat.stop_words import StopMatcher
 
 
@@ -206,7 +206,7 @@ def test_words_with_special_tokens_against_find(tokens, words, include_stop):
         alone = place if place < 0 else len(whole[:place].replace("<S>", ""))
         assume(whole.replace("<S>", "").find(word) == alone)
     gate = AnswerText(Pieces(WHOLE), words, include_stop=include_stop)
-    answer = GatedAnswer(Pieces(SHOWN), plain, gate=gate, include_stop=include_stop)
+    answer = SpecialTokenStopFilter(Pieces(SHOWN), plain, gate=gate, include_stop=include_stop)
     shown, count = "", 0
     for token in tokens:
         answer.push(token)
@@ -246,7 +246,7 @@ class LatePieces(Pieces):
 
 @pytest.mark.parametrize("shown", [Pieces, LatePieces])
 def test_a_token_that_a_word_cuts_is_shown_to_the_cut(shown):
-    answer = GatedAnswer(shown(SHOWN), gate=AnswerText(Pieces(WHOLE), ["b<S>"]))
+    answer = SpecialTokenStopFilter(shown(SHOWN), gate=AnswerText(Pieces(WHOLE), ["b<S>"]))
     for token in (0, 2, 4):  # a, ab, <S>
         answer.push(token)
     assert answer.stopped and answer.take() == ("aa", 2)
@@ -254,7 +254,7 @@ def test_a_token_that_a_word_cuts_is_shown_to_the_cut(shown):
 
 def test_half_a_character_of_a_dropped_word_is_not_shown():
     gate = AnswerText(FakeTextStream(False), ["é<eos>"])
-    answer = GatedAnswer(FakeTextStream(True), gate=gate)
+    answer = SpecialTokenStopFilter(FakeTextStream(True), gate=gate)
     for token in [*"né".encode(), EOS]:
         answer.push(token)
     assert answer.stopped and answer.take()[0] == "n"

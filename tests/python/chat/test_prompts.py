@@ -52,10 +52,13 @@ def test_bos_is_the_tokenizers_matter(options: dict[str, Any], text: str, adds_b
 
 def test_without_a_template_the_answer_goes_on() -> None:
     tokenizer = tokenizer_from_gguf(sentence_piece_metadata(), "spm")
-    for options, goes_on in (({"capability": "completion"}, True), ({"user": "a"}, False)):
+    for options, continue_final_message in (
+        ({"capability": "completion"}, True),
+        ({"user": "a"}, False),
+    ):
         config = ChatTemplateConfig("custom", **options)
         template = choose_template(None, config, tokenizer=tokenizer)
-        assert template is not None and template.goes_on is goes_on
+        assert template is not None and template.continue_final_message is continue_final_message
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])
@@ -153,7 +156,7 @@ def test_a_name_goes_to_the_template() -> None:
         check_messages([{"role": "user", "name": 3, "content": "a"}])
 
 
-def test_a_huge_text_is_refused_before_all_of_it_is_tokenised(monkeypatch):
+def test_a_huge_text_is_refused_before_all_of_it_is_tokenized(monkeypatch):
     monkeypatch.setattr(prompts, "_HUGE_TEXT", 100)
     monkeypatch.setattr(prompts, "_PIECE_CHARS", 50)
     monkeypatch.setattr(prompts, "_MORE_OF_A_PIECE", 2)

@@ -37,7 +37,7 @@ def pack(values: np.ndarray) -> np.ndarray:
     return packed.view(np.int32)
 
 
-def quantise(weight: np.ndarray, group: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+def quantize(weight: np.ndarray, group: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """[outputs, inputs] → the three tensors, and the values that they stand for."""
     groups = weight.T.reshape(-1, group, weight.shape[0])  # [groups, inputs, outputs]
     low, high = groups.min(axis=1), groups.max(axis=1)
@@ -60,7 +60,7 @@ def save_awq(tiny: TinyModel, folder: Path) -> Any:
     values = {}
     for name in [n for n in stored if n.endswith("proj.weight") and ".layers." in n]:
         base = name.removesuffix("weight")
-        parts, values[name] = quantise(stored.pop(name), GROUP)
+        parts, values[name] = quantize(stored.pop(name), GROUP)
         stored |= {base + part: data for part, data in parts.items()}
     save_file(stored, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
@@ -115,9 +115,9 @@ def test_matrices_are_q4_1(qwen2: Path) -> None:
         assert (kind, data.nbytes) == ("q4_1", engine_bytes(planned[name], exact=False))
         got = gguf.quants.dequantize(data, gguf.GGMLQuantizationType.Q4_1)
         scales = stored[tensor.name.replace("qweight", "scales")].astype(np.float32)
-        most = 15 * np.repeat(scales.T, GROUP, axis=1) * 2**-11  # of the minimum, in FP16
+        max_value = 15 * np.repeat(scales.T, GROUP, axis=1) * 2**-11  # of the minimum, in FP16
         error = np.abs(got - wanted)
-        assert (error <= most).all() and error.any()
+        assert (error <= max_value).all() and error.any()
 
 
 def test_larger_groups_and_more_rows_than_a_chunk(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_larger_groups_and_more_rows_than_a_chunk(tmp_path: Path) -> None:
     rows, cols = 1032, 1024
     assert rows * cols > _CHUNK_VALUES
     weight = np.random.default_rng(1).normal(size=(rows, cols)).astype(np.float32)
-    parts, wanted = quantise(weight, 128)
+    parts, wanted = quantize(weight, 128)
     codes, zeros, scales = (
         np.ascontiguousarray(parts[name]).view(np.uint8).reshape(-1)
         for name in ("qweight", "qzeros", "scales")

@@ -307,7 +307,7 @@ def test_a_stored_head_has_the_shape_of_one(tied_folder: Path) -> None:
         open_checkpoint(tied_folder)
 
 
-# --- constants of a quantised cache ---------------------------------------------------------------
+# --- constants of a quantized cache ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from tiny_moe import (
     QWEN3_MOE,
     TINY_MOE_MODELS,
     change_config,
-    dequantise_mxfp4,
+    dequantize_mxfp4,
     save_mxfp4,
     write_moe_gguf,
 )
@@ -68,7 +68,7 @@ def test_settings_of_every_family(tmp_path: Path) -> None:
     wanted = {
         "gpt-oss-window-24": MoeSettings(8, 4, 96, layers=(True,) * 4),
         "mixtral": MoeSettings(6, 2, 160, layers=(True,) * 2),
-        "qwen2-moe": MoeSettings(8, 3, 48, 80, normalise=False, layers=(True,) * 2),
+        "qwen2-moe": MoeSettings(8, 3, 48, 80, normalize=False, layers=(True,) * 2),
         "qwen3-moe": MoeSettings(8, 3, 64, layers=(True,) * 2),
     }
     for tiny in (GPT_OSS, MIXTRAL, QWEN2_MOE, QWEN3_MOE):
@@ -190,14 +190,14 @@ def test_a_shared_router_of_one_dimension(tmp_path: Path) -> None:
     assert planned["layers.0.shared.router"].tensor.shape == (1, 64)
 
 
-def test_quantiser_of_the_tests() -> None:
+def test_quantizer_of_the_tests() -> None:
     """Every code with every sign, ties aside, and the library's own reading of the blocks."""
     import gguf
-    from tiny_moe import gguf_blocks, quantise_mxfp4
+    from tiny_moe import gguf_blocks, quantize_mxfp4
 
     values = np.random.default_rng(3).standard_normal((40, 96)).astype(np.float32)
-    codes, exponents = quantise_mxfp4(values)
-    ours = dequantise_mxfp4(codes, exponents)
+    codes, exponents = quantize_mxfp4(values)
+    ours = dequantize_mxfp4(codes, exponents)
     theirs = gguf.quants.dequantize(gguf_blocks(codes, exponents), gguf.GGMLQuantizationType.MXFP4)
     np.testing.assert_array_equal(ours, theirs)
     assert len(np.unique(codes)) >= 15
@@ -377,11 +377,11 @@ def test_experts_where_a_family_has_none(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "m.gguf")
 
 
-def test_normalisation_of_gguf(tmp_path: Path) -> None:
+def test_normalization_of_gguf(tmp_path: Path) -> None:
     model = make_model(QWEN3_MOE)
     write_moe_gguf(model, tmp_path / "m.gguf", extra={"expert_weights_norm": False})
     moe = open_checkpoint(tmp_path / "m.gguf").config.moe
-    assert moe is not None and not moe.normalise
+    assert moe is not None and not moe.normalize
 
 
 def test_shards_of_experts(gpt_oss: Path, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from lmdeploy.checkpoint.load import LoadedWeights, load_weights
 from lmdeploy.checkpoint.open import Checkpoint, open_checkpoint
 from lmdeploy.checkpoint.tensor_plan import PlannedTensor
 from lmdeploy.engine import model_files
-from lmdeploy.engine.load import load_parts
+from lmdeploy.engine.load import load_engine
 from lmdeploy.models.config_reader import ConfigReader
 
 LLAMA = TINY_MODELS[0]
@@ -113,7 +113,7 @@ def test_an_engine_opens_its_file_once(good: Path, monkeypatch: pytest.MonkeyPat
             super().__init__(path)
 
     monkeypatch.setattr(gguf_checkpoint, "GgufFile", Counted)
-    load_parts(str(good), SMALL, progress=False).core.close()
+    load_engine(str(good), SMALL, progress=False).cpp_engine.close()
     assert opened == [good]
 
 
@@ -127,9 +127,9 @@ def test_a_closed_engine_has_no_weights(good: Path, monkeypatch: pytest.MonkeyPa
         return model
 
     monkeypatch.setattr(model_files.ModelFiles, "load", watched)
-    parts = load_parts(str(good), SMALL, progress=False)
+    parts = load_engine(str(good), SMALL, progress=False)
     parts.on_close()
-    parts.core.close()
+    parts.cpp_engine.close()
     gc.collect()
     assert loaded[0]() is None
 
@@ -145,9 +145,9 @@ def test_a_bad_template_is_refused_before_weights_are_read(
     bad.write_text("{% if %}")
     config = ChatTemplateConfig("custom", model_path=str(bad))
     with pytest.raises(ModelFormatError, match=r"bad\.jinja"):
-        load_parts(str(good), SMALL, chat_template_config=config, progress=False)
+        load_engine(str(good), SMALL, chat_template_config=config, progress=False)
     with pytest.raises(AssertionError, match="weights are read"):
-        load_parts(str(good), SMALL, progress=False)
+        load_engine(str(good), SMALL, progress=False)
 
 
 @pytest.mark.parametrize("weight_format", WRITABLE)

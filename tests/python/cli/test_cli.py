@@ -154,10 +154,10 @@ def test_chat_says_where_an_answer_was_cut():
     lines = iter(["hello", "/exit"])
     out = io.StringIO()
     engine = make_engine(lambda _: "a" * 2000, session_len=64)
-    engine.parts.sampling["top_k"] = 7
+    engine.loaded.sampling["top_k"] = 7
     with Pipeline("fake", engine=engine) as pipeline:
         talk(pipeline, Console(file=out, width=200), read=lambda: next(lines))
-        assert engine.parts.core.requests[0].top_k == 7  # the model's own sampling
+        assert engine.loaded.cpp_engine.requests[0].top_k == 7  # the model's own sampling
     assert "[cut: " in out.getvalue() and "/clear makes room" in out.getvalue()
 
 

@@ -161,18 +161,18 @@ def test_chat_template_config(tmp_path):
 
 
 def test_join_pieces_gives_the_whole_and_changes_no_piece():
-    pieces = [
+    chunks = [
         Response("", 0, 3, prompt_logprobs=[{1: -1.0}], logits=np.ones((2, 4), np.float32)),
         Response("a", 1, 3, token_ids=[5], logprobs=[{5: -0.5}], index=1, cached_tokens=2),
         Response("bc", 2, 3, finish_reason="stop", token_ids=[6], logprobs=[{6: -0.1}], index=1),
         Response("", 2, 3, finish_reason="length", logits=np.zeros((1, 4), np.float32), index=1),
     ]
-    before = copy.deepcopy(pieces)
-    whole = join_pieces(pieces)
+    before = copy.deepcopy(chunks)
+    whole = join_pieces(chunks)
     assert (whole.text, whole.token_ids, whole.generate_token_len) == ("abc", [5, 6], 2)
     assert (whole.finish_reason, whole.index) == ("length", 1)
     assert whole.logprobs == [{5: -0.5}, {6: -0.1}] and whole.prompt_logprobs == [{1: -1.0}]
     assert whole.logits is not None and whole.logits.sum(1).tolist() == [4.0, 4.0, 0.0]
-    assert [p.text for p in pieces] == [p.text for p in before]
-    assert [p.logprobs for p in pieces] == [p.logprobs for p in before]
+    assert [p.text for p in chunks] == [p.text for p in before]
+    assert [p.logprobs for p in chunks] == [p.logprobs for p in before]
     assert join_pieces([Response("x", 1, 1)]).logprobs is None

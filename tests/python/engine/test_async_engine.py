@@ -25,7 +25,7 @@ def test_an_answer_begins_a_text_in_a_chat_alone(monkeypatch):
         begun.append(begins_text)
         return FakeTextStream(skip_special)
 
-    monkeypatch.setattr(engine.parts.tokenizer, "stream", stream, raising=False)
+    monkeypatch.setattr(engine.loaded.tokenizer, "stream", stream, raising=False)
 
     async def run():
         for start in (None, AnswerStart()):
@@ -39,8 +39,8 @@ def test_an_answer_begins_a_text_in_a_chat_alone(monkeypatch):
 
 async def collect(engine, prompt, config=None):
     whole = Response("", 0, 0)
-    async for piece in engine.generate(list(prompt.encode()), config):
-        whole.extend(piece)
+    async for chunk in engine.generate(list(prompt.encode()), config):
+        whole.extend(chunk)
     return whole
 
 
@@ -62,7 +62,7 @@ async def test_clipped_values_are_warned_of_once(engine, caplog):
     with caplog.at_level(logging.WARNING, logger="lmdeploy"):
         await collect(engine, "a")
         assert not caplog.records
-        engine.parts.core.clipped = ((0, 3), (128, 4))
+        engine.loaded.cpp_engine.clipped = ((0, 3), (128, 4))
         await collect(engine, "a")
         await collect(engine, "a")
         engine.close()
@@ -160,8 +160,8 @@ async def test_a_word_in_the_format_of_gpt_oss(engine):
         config = GenerationConfig(stop_words=[word])
         stream = await harmony.submit([97], config, start=AnswerStart())
         whole = Response("", 0, 0)
-        async for piece in stream:
-            whole.extend(piece)
+        async for chunk in stream:
+            whole.extend(chunk)
         assert (whole.text, whole.reasoning_content[0]) == (text, "H")
     harmony.close()
 
@@ -175,27 +175,27 @@ async def test_a_space_that_decoding_drops_makes_no_special_word(engine):
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     backend.decoder = decoders.Metaspace(prepend_scheme="first")
     backend.add_special_tokens([AddedToken("</s>", special=True)])
-    engine.parts.tokenizer = OurTokenizer(backend, eos_ids=[0])
+    engine.loaded.tokenizer = OurTokenizer(backend, eos_ids=[0])
     config = GenerationConfig(stop_words=[" a", "</s>", "a</s>"])
     (await engine.submit([1], config)).close()
-    assert engine.parts.core.requests[-1].stop_sequences == [[0]]
+    assert engine.loaded.cpp_engine.requests[-1].stop_sequences == [[0]]
 
 
 async def test_stop_word_cancels_the_rest():
     engine = make_engine(lambda _: "one two three " * 50, step_seconds=0.001)
     answer = await collect(engine, "x", GenerationConfig(stop_words=["two"]))
     assert (answer.text, answer.finish_reason) == ("one ", "stop")
-    assert engine.parts.core.cancelled
+    assert engine.loaded.cpp_engine.cancelled
     engine.close()
 
 
 async def test_stop_words_of_a_template_are_none_of_the_requests():
     engine = make_engine(lambda _: "one two three")
-    engine.parts.chat_template.stop_words = ["two"]
+    engine.loaded.chat_template.stop_words = ["two"]
     config = GenerationConfig(stop_words=[f"word {i}" for i in range(256)])  # as many as may be
     for start, text in ((AnswerStart(), "one "), (None, "one two three")):
         stream = await engine.submit([1], config, start=start)
-        assert "".join([piece.text async for piece in stream]) == text
+        assert "".join([chunk.text async for chunk in stream]) == text
     assert len(config.stop_words) == 256
     engine.close()
 
@@ -205,13 +205,13 @@ async def test_leaving_cancels():
     stream = engine.generate([1])
     await anext(stream)
     await stream.aclose()
-    assert engine.parts.core.cancelled == [1]
+    assert engine.loaded.cpp_engine.cancelled == [1]
     task = asyncio.create_task(collect(engine, "x"))
     await asyncio.sleep(0.02)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert engine.parts.core.cancelled == [1, 2]
+    assert engine.loaded.cpp_engine.cancelled == [1, 2]
     engine.close()
 
 
@@ -247,7 +247,7 @@ async def test_a_prompt_without_an_answer_may_be_as_long_as_the_session(engine):
 
 async def test_answer_is_cut_to_the_room_left(engine):
     await collect(engine, "x" * 500, GenerationConfig(max_new_tokens=5000))
-    assert engine.parts.core.requests[-1].max_new_tokens == 12
+    assert engine.loaded.cpp_engine.requests[-1].max_new_tokens == 12
 
 
 async def test_sampling_fields_reach_the_request(engine):
@@ -261,21 +261,21 @@ async def test_sampling_fields_reach_the_request(engine):
         bad_token_ids=[9],
     )
     stream = await engine.submit([1], config, index=1)
-    request = engine.parts.core.requests[-1]
+    request = engine.loaded.cpp_engine.requests[-1]
     assert (request.do_sample, request.temperature, request.top_k) == (True, 0.5, 7)
     assert request.seed == 0 and request.logit_bias == [(5, -1.0)]
     assert request.bad_sequences == [[9], [ord("q")], [ord(" "), ord("q")]]
     assert request.eos_ids == [EOS]
     stream.close()
     await collect(engine, "x", GenerationConfig(do_sample=True, temperature=0.0))
-    assert engine.parts.core.requests[-1].do_sample is False
+    assert engine.loaded.cpp_engine.requests[-1].do_sample is False
 
 
 async def test_engine_failure_ends_all_streams():
     engine = make_engine(lambda _: "a" * 400, step_seconds=0.001)
     tasks = [asyncio.create_task(collect(engine, "x")) for _ in range(3)]
     await asyncio.sleep(0.02)
-    engine.parts.core.fail("out of luck")
+    engine.loaded.cpp_engine.fail("out of luck")
     for task in tasks:
         with pytest.raises(EngineFailure, match="out of luck"):
             await asyncio.wait_for(task, 5)
@@ -285,15 +285,15 @@ async def test_engine_failure_ends_all_streams():
     engine.close()
 
 
-def wait_fails(core):
+def wait_fails(cpp_engine):
     def wait_outputs(timeout_ms):
         raise MemoryError("no room for outputs")
 
-    core.wait_outputs = wait_outputs
+    cpp_engine.wait_outputs = wait_outputs
 
 
-def output_is_wrong(core):
-    core.wait_outputs = lambda timeout_ms: ["no room for outputs"]
+def output_is_wrong(cpp_engine):
+    cpp_engine.wait_outputs = lambda timeout_ms: ["no room for outputs"]
 
 
 @pytest.mark.parametrize("break_core", [wait_fails, output_is_wrong])
@@ -301,7 +301,7 @@ async def test_an_engine_that_cannot_deliver_has_failed(break_core):
     engine = make_engine(lambda _: "a" * 30_000, step_seconds=0.001, session_len=40_000)
     task = asyncio.create_task(collect(engine, "x"))
     await asyncio.sleep(0.02)
-    break_core(engine.parts.core)
+    break_core(engine.loaded.cpp_engine)
     with pytest.raises(EngineFailure, match="the engine has failed: "):
         await asyncio.wait_for(task, 5)
     assert not engine.healthy
@@ -310,7 +310,7 @@ async def test_an_engine_that_cannot_deliver_has_failed(break_core):
         "'str' object has no attribute 'finish_reason'",
     )
     engine._drain_thread.join(5)
-    assert engine.parts.core.cancelled == [1]
+    assert engine.loaded.cpp_engine.cancelled == [1]
     with pytest.raises(EngineFailure, match="the engine has failed: "):
         await asyncio.wait_for(collect(engine, "x"), 5)
     engine.close()
@@ -329,27 +329,27 @@ def test_an_interrupted_close_can_be_finished(monkeypatch):
     monkeypatch.setattr(engine._drain_thread, "join", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.close()
-    assert not engine.healthy and engine.parts.core.healthy
+    assert not engine.healthy and engine.loaded.cpp_engine.healthy
     engine.close()
     engine.close()
-    assert len(calls) == 2 and not engine.parts.core.healthy
+    assert len(calls) == 2 and not engine.loaded.cpp_engine.healthy
     assert engine.failure == "the engine is closed"
 
 
 def test_a_second_close_waits_for_the_first():
     engine = make_engine()
-    goes_on = threading.Event()
-    engine.parts.on_close = goes_on.wait
+    released = threading.Event()
+    engine.loaded.on_close = released.wait
     threads = [threading.Thread(target=engine.close, daemon=True) for _ in range(2)]
     for thread in threads:
         thread.start()
     time.sleep(0.1)
     assert all(thread.is_alive() for thread in threads)
-    goes_on.set()
+    released.set()
     for thread in threads:
         thread.join(5)
         assert not thread.is_alive()
-    assert not engine.parts.core.healthy
+    assert not engine.loaded.cpp_engine.healthy
 
 
 def test_end_tokens_that_are_none_are_ignored(caplog):
@@ -385,13 +385,13 @@ def test_stop_words_are_prepared_outside_the_loop():
     async def run():
         engine = make_engine()
         threads = []
-        encode = engine.parts.tokenizer.encode
+        encode = engine.loaded.tokenizer.encode
 
         def spy(text, add_special=True):
             threads.append(threading.current_thread())
             return encode(text, add_special)
 
-        engine.parts.tokenizer.encode = spy
+        engine.loaded.tokenizer.encode = spy
         config = GenerationConfig(stop_words=["SAID", "<eos>"])
         stream = await engine.submit(list(b"x"), config)
         stream.close()

@@ -163,8 +163,8 @@ def test_cancel(engine: Any) -> None:
 
 def test_unknown_strings_name_the_choices() -> None:
     config = tm.EngineConfig()
-    with pytest.raises(ValueError, match=r'kv_mode: got "fp3", want one of none, int8.*nvfp4'):
-        config.kv_mode = "fp3"
+    with pytest.raises(ValueError, match=r'kv_format: got "fp3", want one of none, int8.*nvfp4'):
+        config.kv_format = "fp3"
     with pytest.raises(tm.InvalidArgument, match="bfloat16"):
         model_config().dtype = "int3"
     with pytest.raises(ValueError, match="yarn"):
@@ -253,7 +253,7 @@ def test_threads_that_the_system_refuses() -> None:
 
 def test_plan_memory_checks_and_counts() -> None:
     config = tm.EngineConfig()
-    config.kv_mode = "nvfp4"
+    config.kv_format = "nvfp4"
     plan = tm.plan_memory(model_config(), config, 1 << 30)
     assert plan.bytes_per_token == 2 * 2 * 36
     assert plan.bytes_per_token_none == 2 * 2 * 128

@@ -35,7 +35,7 @@ def model_config(*, shared: int = 0) -> Any:
     config.moe.top_k = 2
     config.moe.intermediate_size = INNER
     config.moe.shared_intermediate_size = shared
-    config.moe.normalise = True
+    config.moe.normalize = True
     config.moe.layers = [1, 1]
     return config
 
@@ -82,7 +82,7 @@ def gguf_blocks(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(np.concatenate([scales[..., None], packed], axis=-1))
 
 
-def dequantised(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+def dequantized(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """What the format means, from the OCP specification."""
     magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
     values = np.stack([codes & 15, codes >> 4], axis=-1).reshape(codes.shape[0], -1, 32)
@@ -112,13 +112,13 @@ def build_weights(device: Any, form: str) -> Any:
         elif form == "mxfp4":
             builder.add_matrix(name, form, gguf_blocks(codes, scales), rows, cols)
         else:
-            builder.add_matrix(name, "f32", dequantised(codes, scales), rows, cols)
+            builder.add_matrix(name, "f32", dequantized(codes, scales), rows, cols)
     return builder.build()
 
 
 def make_engine(weights: Any, device: Any) -> Any:
     config = tm.EngineConfig()
-    config.kv_mode = "none"
+    config.kv_format = "none"
     config.max_batch_size = 4
     config.session_len = 256
     config.max_prefill_token_num = 64

@@ -83,7 +83,7 @@ def read(*args, **options):
     raise ValueError("weights are read")
 loader.ModelFiles.load = read
 try:
-    engine_parts.load_parts(sys.argv[1], TurbomindEngineConfig(dtype=sys.argv[2], num_threads=1))
+    engine_parts.load_engine(sys.argv[1], TurbomindEngineConfig(dtype=sys.argv[2], num_threads=1))
 except ValueError as error:
     print(error)
 """
@@ -252,12 +252,12 @@ def model_config():
 def test_the_plan_of_a_gpu_takes_all_that_is_allowed():
     model = model_config()
     config = TurbomindEngineConfig(session_len=256, max_batch_size=1)
-    native, _ = engine_config_of(config, model, model_path="", sm=90)
-    cpu = _turbomind.plan_memory(model, native, 1 << 30)
-    cuda = _turbomind.plan_memory(model, native, 1 << 30, is_cuda=True)
+    engine_config, _ = engine_config_of(config, model, model_path="", sm=90)
+    cpu = _turbomind.plan_memory(model, engine_config, 1 << 30)
+    cuda = _turbomind.plan_memory(model, engine_config, 1 << 30, is_cuda=True)
     assert cpu.reserved_bytes < cuda.reserved_bytes <= 0.8 * (1 << 30)
-    native, _ = engine_config_of(TurbomindEngineConfig(), model, model_path="", sm=90)
-    assert native.max_batch_size == 128
+    engine_config, _ = engine_config_of(TurbomindEngineConfig(), model, model_path="", sm=90)
+    assert engine_config.max_batch_size == 128
 
 
 def test_check_env_without_a_gpu(capsys):
@@ -371,7 +371,7 @@ PRODUCTS = """
 import sys
 from lmdeploy import _turbomind
 device = _turbomind.make_cuda_device(0, sys.argv[1] == "deterministic", cublas_lt=sys.argv[2:])
-print(device.products)
+print(device.gemm_backend)
 """
 
 

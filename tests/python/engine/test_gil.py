@@ -35,18 +35,18 @@ def long_request(request_id: int) -> Any:
 
 
 def test_steps_go_on_while_python_holds_the_gil(engine: Any) -> None:
-    most = 0
+    max_value = 0
     for attempt in range(ATTEMPTS):
         engine.submit(long_request(attempt))
         early = engine.wait_outputs(0)
         hold_gil()
         late = engine.wait_outputs(0)  # what is there, at once
-        most = max(most, sum(len(output.tokens) for output in late))
+        max_value = max(max_value, sum(len(output.tokens) for output in late))
         if not any(output.finish_reason != "none" for output in early + late):
             collect(engine)
-        if most >= ENOUGH_TOKENS:
+        if max_value >= ENOUGH_TOKENS:
             return
-    raise AssertionError(f"got {most} tokens within {HOLD_S} s, want {ENOUGH_TOKENS}")
+    raise AssertionError(f"got {max_value} tokens within {HOLD_S} s, want {ENOUGH_TOKENS}")
 
 
 def test_a_grammar_waits_for_the_gil(engine: Any) -> None:

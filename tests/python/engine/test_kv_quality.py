@@ -24,8 +24,8 @@ def resolve(windows=FULL, **options) -> KvOptions:
 
 
 def facts(options: KvOptions):
-    hot = (options.sink_tokens, options.recent_tokens)
-    return options.quality, options.rotation, options.scale_search, hot
+    window16 = (options.sink_tokens, options.recent_tokens)
+    return options.quality, options.rotation, options.scale_search, window16
 
 
 @pytest.mark.parametrize("name", FOUR_BIT)
@@ -42,8 +42,8 @@ def test_raw_is_the_default_of_the_rest(name):
 @pytest.mark.parametrize("name", [*FOUR_BIT, "int8", "fp8"])
 def test_raw_and_balanced_by_name(name):
     assert facts(resolve(quant_policy=name, kv_quality="raw")) == ("raw", False, False, (0, -1))
-    quality, rotation, _, hot = facts(resolve(quant_policy=name, kv_quality="balanced"))
-    assert (quality, rotation, hot) == ("balanced", True, (64, 64))
+    quality, rotation, _, window16 = facts(resolve(quant_policy=name, kv_quality="balanced"))
+    assert (quality, rotation, window16) == ("balanced", True, (64, 64))
 
 
 WITHOUT_EFFECT = [
@@ -275,20 +275,28 @@ def test_a_folder_is_no_table(tmp_path):
 
 
 def applied(options):
-    native = SimpleNamespace(calibrations=[])
-    apply_kv_options(options, native, model=SimpleNamespace())
-    return native
+    engine_config = SimpleNamespace(calibrations=[])
+    apply_kv_options(options, engine_config, model=SimpleNamespace())
+    return engine_config
 
 
 def test_options_reach_the_engine():
-    native = applied(resolve(quant_policy=16, kv_recent_tokens=128))
-    assert (native.kv_mode, native.kv_rotate_k, native.kv_search_scales) == ("nvfp4", True, True)
-    assert (native.kv_sink_tokens, native.kv_recent_tokens) == (64, 128)
-    assert not hasattr(native, "kv_layers")
-    native = applied(resolve(quant_policy=8))
-    assert (native.kv_rotate_k, native.kv_sink_tokens, native.kv_recent_tokens) == (False, 0, -1)
-    native = applied(resolve(kv_cache_format="k=fp8,v=nvfp4"))
-    assert native.kv_layers == [("fp8", "nvfp4")] * 4
+    engine_config = applied(resolve(quant_policy=16, kv_recent_tokens=128))
+    assert (engine_config.kv_format, engine_config.kv_rotate_k, engine_config.kv_search_scales) == (
+        "nvfp4",
+        True,
+        True,
+    )
+    assert (engine_config.kv_sink_tokens, engine_config.kv_recent_tokens) == (64, 128)
+    assert not hasattr(engine_config, "kv_layers")
+    engine_config = applied(resolve(quant_policy=8))
+    assert (
+        engine_config.kv_rotate_k,
+        engine_config.kv_sink_tokens,
+        engine_config.kv_recent_tokens,
+    ) == (False, 0, -1)
+    engine_config = applied(resolve(kv_cache_format="k=fp8,v=nvfp4"))
+    assert engine_config.kv_layers == [("fp8", "nvfp4")] * 4
 
 
 UNLISTED = [

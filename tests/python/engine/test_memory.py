@@ -64,7 +64,7 @@ def build_weights(device: Any) -> Any:
 
 def engine_config(mode: str) -> Any:
     config = tm.EngineConfig()
-    config.kv_mode = mode
+    config.kv_format = mode
     config.max_batch_size = BATCH
     config.session_len = SESSION_LEN
     config.max_prefill_token_num = SESSION_LEN

@@ -174,10 +174,10 @@ def test_the_cache_leaves_room_for_experts(big: Path, monkeypatch: pytest.Monkey
     free = 64 << 20
     monkeypatch.setattr(devices, "free_memory_bytes", lambda: free)
     config = TurbomindEngineConfig(cache_max_entry_count=0.9, session_len=4096, max_batch_size=64)
-    parts = load.load_parts(str(big), config, progress=False)
+    parts = load.load_engine(str(big), config, progress=False)
     try:
-        reserved = parts.core.memory_plan().reserved_bytes
+        reserved = parts.cpp_engine.memory_plan().reserved_bytes
     finally:
-        parts.core.close()
+        parts.cpp_engine.close()
     left = free - open_files(str(big)).info.mapped_bytes
     assert 0.8 * left < reserved <= 0.9 * left

@@ -12,9 +12,9 @@ from reference_runs import EXACT_MAX, TIMEOUT_MS, VOCAB, make_engine, make_shape
 
 from lmdeploy import _turbomind
 
-QUANTISED = [mode for mode in codecs.MODES if mode != "none"]
+QUANTIZED = [mode for mode in codecs.MODES if mode != "none"]
 QUALITIES = ["raw", "balanced", "best"]
-# Prompts that end before, at and behind the edges where the hot blocks change.
+# Prompts that end before, at and behind the edges where the 16-bit blocks change.
 PROMPTS = {
     16: [15, 16, 17, 63, 64, 65, 79, 80, 81, 95, 96, 97],
     64: [63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257],
@@ -37,8 +37,8 @@ class Constants:
     """What a calibration file holds, by layer."""
 
     k_mean: np.ndarray  # [layers, kv_heads, head_dim]
-    k_factors: np.ndarray  # [layers, kv_heads]
-    v_factors: np.ndarray
+    k_scales: np.ndarray  # [layers, kv_heads]
+    v_scales: np.ndarray
 
 
 def make_constants(shape: Shape, weights: dict[str, np.ndarray], mode: str) -> Constants:
@@ -67,7 +67,7 @@ class Case:
 
     def engine(self) -> "_turbomind.Engine":
         options = _turbomind.EngineConfig()
-        options.kv_mode = self.mode
+        options.kv_format = self.mode
         if self.v_mode:
             options.kv_layers = [(self.mode, self.v_mode)] * self.shape.layers
         options.cache_block_seq_len = self.quality.block_len
@@ -76,7 +76,7 @@ class Case:
         options.kv_recent_tokens = self.quality.recent_tokens
         c = self.constants
         if c is not None:
-            options.set_kv_calibration(c.k_mean, c.k_factors, c.v_factors)
+            options.set_kv_calibration(c.k_mean, c.k_scales, c.v_scales)
         return make_engine(self.shape, self.weights, dtype=self.dtype, options=options)
 
     def decoder(self, quality: Quality | None = None) -> Decoder:
@@ -86,8 +86,8 @@ class Case:
         c = self.constants
         if c is not None:
             stores = [
-                replace(store, k_mean=c.k_mean[i], k_factors=c.k_factors[i], v_factors=f)
-                for i, f in enumerate(c.v_factors)
+                replace(store, k_mean=c.k_mean[i], k_scales=c.k_scales[i], v_scales=f)
+                for i, f in enumerate(c.v_scales)
             ]
         return Decoder(self.shape, self.weights, stores=stores)
 
@@ -162,7 +162,7 @@ def random_prompt(length: int, *, seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize("quality", QUALITIES)
-@pytest.mark.parametrize("mode", QUANTISED)
+@pytest.mark.parametrize("mode", QUANTIZED)
 def test_every_format_and_quality(mode: str, quality: str) -> None:
     for block_len in (16, 64):
         check_prompts(make_case(mode, quality, block_len=block_len), [257])
@@ -230,7 +230,7 @@ def test_formats_by_side(k_mode: str, v_mode: str) -> None:
         {"rotate": False},
         {"search": False},
     ],
-    ids=["recent-more", "recent-less", "sink-quantised", "no-rotation", "no-search"],
+    ids=["recent-more", "recent-less", "sink-quantized", "no-rotation", "no-search"],
 )
 def test_a_wrong_rule_is_caught(wrong: dict[str, object], block_len: int) -> None:
     """The engine's logits do not pass for those of another rule."""
@@ -254,7 +254,7 @@ def test_one_block_more_is_caught() -> None:
     wrong = replace(case.quality, recent_tokens=80)
     ids = np.random.default_rng(4).integers(0, case.shape.vocab, 160)
     apart = difference(case.decoder().logits(ids), case.decoder(wrong).logits(ids))
-    first = 64 + 16 + 64  # the first position that sees a cold block
+    first = 64 + 16 + 64  # the first position that sees a quantized block
     assert (apart[:first] == 0).all() and apart[first:].mean() > PLANTED
 
 
@@ -312,7 +312,7 @@ def test_first_layers_of_smollm2(tmp_path: Path) -> None:
         fields = None
         if quality == "best":
             constants = engine_constants(made, [FormatPair(mode, mode)] * 2, rotated=True)
-            names = ("k_mean", "k_factors", "v_factors")
+            names = ("k_mean", "k_scales", "v_scales")
             fields = [dict(zip(names, rows, strict=True)) for rows in zip(*constants, strict=True)]
         contexts = [ids[:SMOLLM2_CONTEXT]]
         wanted = smollm2.figures(

@@ -9,7 +9,7 @@ from reference.floats import LARGEST_FINITE, encode_e2m1, round_to
 
 from lmdeploy import _turbomind
 
-QUANTISED = [mode for mode in codecs.MODES if mode != "none"]
+QUANTIZED = [mode for mode in codecs.MODES if mode != "none"]
 DTYPES = ["float16", "bfloat16"]
 
 # Relative L2 error of a round trip of N(0, 1); the band is that of docs/kv_cache.md.
@@ -32,10 +32,10 @@ def gaussian(rows: int = 4096, head_dim: int = 128, seed: int = 0) -> np.ndarray
 def hostile_rows(head_dim: int, dtype: str) -> np.ndarray:
     """Ties, signed zeros, subnormals, infinities, NaN, constants and extreme sizes."""
     rng = np.random.default_rng(1)
-    most = LARGEST_FINITE[dtype]
+    max_value = LARGEST_FINITE[dtype]
     ties = np.array([0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6, 7, -0.0, -0.1, -0.25, -5, -6, 1])
     scaled = [np.resize(ties * 2.0**e, head_dim) for e in range(-20, 14)]
-    scaled = [np.clip(row, -most, most) for row in scaled]
+    scaled = [np.clip(row, -max_value, max_value) for row in scaled]
     sizes = [rng.standard_normal(head_dim) * 2.0**e for e in range(-24, 14)]
     mixed = rng.standard_normal((64, head_dim)) * 2.0 ** rng.integers(-12, 9, (64, head_dim))
     special = rng.standard_normal((8, head_dim))
@@ -45,15 +45,17 @@ def hostile_rows(head_dim: int, dtype: str) -> np.ndarray:
     special[3] = np.nan
     special[4, :16] = 0.0
     special[5, :16] = -0.0
-    constants = [np.full(head_dim, c) for c in (0.0, -0.0, 1.0, -3.25, 6e-8, float(most) / 2)]
+    constants = [np.full(head_dim, c) for c in (0.0, -0.0, 1.0, -3.25, 6e-8, float(max_value) / 2)]
     return np.vstack([*scaled, *sizes, mixed, special, *constants]).astype(np.float32)
 
 
 def assert_same_bytes(
-    mode: str, rows: np.ndarray, *, dtype: str, g: float, isa: str, search: bool = False
+    mode: str, rows: np.ndarray, *, dtype: str, global_scale: float, isa: str, search: bool = False
 ) -> None:
-    payload, metadata = _turbomind.encode_rows(mode, rows, dtype, g, isa, search=search)
-    wanted_payload, wanted_metadata = codecs.encode(mode, rows, dtype=dtype, g=g, search=search)
+    payload, metadata = _turbomind.encode_rows(mode, rows, dtype, global_scale, isa, search=search)
+    wanted_payload, wanted_metadata = codecs.encode(
+        mode, rows, dtype=dtype, global_scale=global_scale, search=search
+    )
     np.testing.assert_array_equal(metadata, wanted_metadata)
     np.testing.assert_array_equal(payload, wanted_payload)
 
@@ -88,25 +90,31 @@ def test_error_of_the_engine_is_that_of_the_specification(mode: str, dtype: str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", codecs.MODES)
 def test_encoders_equal_the_specification(mode: str, dtype: str, isa: str) -> None:
-    for g in [1.0, 0.0371] if mode in ("fp8", "fp8_e5m2", "nvfp4") else [1.0]:
+    for global_scale in [1.0, 0.0371] if mode in ("fp8", "fp8_e5m2", "nvfp4") else [1.0]:
         for head_dim in (64, 80, 96, 128, 256):
-            assert_same_bytes(mode, gaussian(256, head_dim), dtype=dtype, g=g, isa=isa)
+            assert_same_bytes(
+                mode, gaussian(256, head_dim), dtype=dtype, global_scale=global_scale, isa=isa
+            )
             hostile = hostile_rows(head_dim, dtype)
             if mode == "none":
                 hostile = hostile[np.isfinite(round_to(hostile, dtype)).all(axis=1)]
-            assert_same_bytes(mode, hostile, dtype=dtype, g=g, isa=isa)
+            assert_same_bytes(mode, hostile, dtype=dtype, global_scale=global_scale, isa=isa)
 
 
 @pytest.mark.parametrize("isa", _turbomind.available_cpu_isas())
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", ["mxfp4", "nvfp4"])
 def test_encoders_with_the_search_equal_the_specification(mode: str, dtype: str, isa: str) -> None:
-    for g in [1.0, 0.0371, 11.5] if mode == "nvfp4" else [1.0]:
+    for global_scale in [1.0, 0.0371, 11.5] if mode == "nvfp4" else [1.0]:
         for head_dim in (64, 80, 96, 128, 256):
             rows = gaussian(256, head_dim)
-            assert_same_bytes(mode, rows, dtype=dtype, g=g, isa=isa, search=True)
+            assert_same_bytes(
+                mode, rows, dtype=dtype, global_scale=global_scale, isa=isa, search=True
+            )
             hostile = hostile_rows(head_dim, dtype)
-            assert_same_bytes(mode, hostile, dtype=dtype, g=g, isa=isa, search=True)
+            assert_same_bytes(
+                mode, hostile, dtype=dtype, global_scale=global_scale, isa=isa, search=True
+            )
     plain, _ = _turbomind.encode_rows(mode, rows, dtype)
     searched, _ = _turbomind.encode_rows(mode, rows, dtype, search=True)
     assert (plain != searched).any()
@@ -123,7 +131,7 @@ def test_encoders_equal_the_specification_on_any_row(
     values: list[float], mode: str, dtype: str, search: bool
 ) -> None:
     rows = np.resize(np.array(values, np.float32), (1, 64))
-    assert_same_bytes(mode, rows, dtype=dtype, g=1.0, isa="", search=search)
+    assert_same_bytes(mode, rows, dtype=dtype, global_scale=1.0, isa="", search=search)
 
 
 def all_codes(mode: str, metadata: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -138,24 +146,24 @@ def all_codes(mode: str, metadata: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize(
     ("mode", "scales"), [("nvfp4", range(256)), ("mxfp4", range(253))], ids=["nvfp4", "mxfp4"]
 )
-@pytest.mark.parametrize("g", [1.0, 0.0371])
-def test_every_code_with_every_scale_byte(mode: str, scales: range, g: float) -> None:
-    factor = g if mode == "nvfp4" else 1.0
+@pytest.mark.parametrize("global_scale", [1.0, 0.0371])
+def test_every_code_with_every_scale_byte(mode: str, scales: range, global_scale: float) -> None:
+    factor = global_scale if mode == "nvfp4" else 1.0
     metadata = np.repeat(np.array(scales, np.uint8)[:, None], 2, axis=1)
     payload, metadata = all_codes(mode, metadata)
     decoded = _turbomind.decode_rows(mode, payload, metadata, 32, "float16", factor)
-    wanted = codecs.decode(mode, payload, metadata, dtype="float16", g=factor)
+    wanted = codecs.decode(mode, payload, metadata, dtype="float16", global_scale=factor)
     np.testing.assert_array_equal(decoded, wanted)
     number = ~np.isnan(wanted)
     np.testing.assert_array_equal(np.signbit(decoded[number]), np.signbit(wanted[number]))
 
 
 @pytest.mark.parametrize("mode", ["fp8", "fp8_e5m2"])
-@pytest.mark.parametrize("g", [1.0, 0.0371])
-def test_every_fp8_code(mode: str, g: float) -> None:
+@pytest.mark.parametrize("global_scale", [1.0, 0.0371])
+def test_every_fp8_code(mode: str, global_scale: float) -> None:
     payload, metadata = all_codes(mode, np.empty((1, 0), np.uint8))
-    decoded = _turbomind.decode_rows(mode, payload, metadata, 32, "float16", g)
-    wanted = codecs.decode(mode, payload, metadata, dtype="float16", g=g)
+    decoded = _turbomind.decode_rows(mode, payload, metadata, 32, "float16", global_scale)
+    wanted = codecs.decode(mode, payload, metadata, dtype="float16", global_scale=global_scale)
     np.testing.assert_array_equal(decoded, wanted)
 
 

@@ -96,7 +96,7 @@ def test_memory_plan_counts_the_bytes_of_the_layout(mode: str, head_dim: int) ->
     rope.kind, rope.theta, rope.dim = "default", 10000.0, head_dim
     config.rope = rope
     options = _turbomind.EngineConfig()
-    options.kv_mode, options.session_len, options.max_batch_size = mode, 65536, 64
+    options.kv_format, options.session_len, options.max_batch_size = mode, 65536, 64
     options.cache_max_entry_count = 0.5
     budget = 64 << 20
     plan = _turbomind.plan_memory(config, options, 2 * budget)

@@ -22,7 +22,7 @@ from test_quality_engine import (
 
 from lmdeploy import _turbomind
 
-QUANTISED = [mode for mode in codecs.MODES if mode != "none"]
+QUANTIZED = [mode for mode in codecs.MODES if mode != "none"]
 ROPE = Rope(64, "yarn", theta=150000.0, factor=32.0, original_max_position=128, truncate=False)
 # 8 query heads on one of K and V, a sink for each, biases, one window of 128 as published.
 GPT_OSS = {
@@ -161,7 +161,7 @@ def test_preemption(mode: str) -> None:
     """Two sequences with blocks for one and a half: the younger is computed again, and is right."""
     case = attention_case(mode, windows=(WINDOW, 0), block_len=16)
     options = _turbomind.EngineConfig()
-    options.kv_mode, options.cache_block_seq_len = mode, 16
+    options.kv_format, options.cache_block_seq_len = mode, 16
     options.cache_max_entry_count = 18.0
     alone = {}
     prompts = {number: random_prompt(40, seed=number) for number in (1, 2)}
@@ -216,8 +216,8 @@ def moe_shape(experts: Experts) -> Shape:
         Experts(8, 4, 96, gpt_oss=True, limit=0.5),
         Experts(5, 1, 64, gpt_oss=True),
         Experts(8, 3, 48),
-        Experts(8, 3, 48, normalise=False),
-        Experts(4, 4, 32, normalise=False),
+        Experts(8, 3, 48, normalize=False),
+        Experts(4, 4, 32, normalize=False),
     ],
     ids=["gpt-oss", "limit", "top-1", "silu", "plain", "all"],
 )
@@ -226,7 +226,7 @@ def test_experts(experts: Experts) -> None:
     weights = random_weights(shape, seed=3)
     ids = np.random.default_rng(4).integers(0, shape.vocab, 150)
     options = _turbomind.EngineConfig()
-    options.kv_mode = "none"
+    options.kv_format = "none"
     engine = make_engine(shape, weights, dtype="float32", options=options)
     try:
         got = collect_logits(engine, ids)
@@ -240,7 +240,7 @@ def test_choice_of_experts_by_hand() -> None:
     logits = np.log(np.array([0.1, 0.4, 0.4, 0.1]))
     assert [e for e, _ in choose(Experts(4, 3, 1), logits)] == [1, 2, 0]
     assert dict(choose(Experts(4, 2, 1), logits)) == pytest.approx({1: 0.5, 2: 0.5})
-    plain = dict(choose(Experts(4, 2, 1, normalise=False), logits))
+    plain = dict(choose(Experts(4, 2, 1, normalize=False), logits))
     assert plain == pytest.approx({1: 0.4, 2: 0.4})
 
 

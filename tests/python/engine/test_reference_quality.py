@@ -11,13 +11,13 @@ from reference.quality import (
     LayerStore,
     Quality,
     hadamard,
-    hot_mask,
     mixed_attention,
     rotate_rows,
     rotation_size,
+    window16_mask,
 )
 
-QUANTISED = [mode for mode in codecs.MODES if mode != "none"]
+QUANTIZED = [mode for mode in codecs.MODES if mode != "none"]
 FP4 = ["mxfp4", "nvfp4"]
 EXACT = 1e-12  # double precision
 
@@ -43,14 +43,14 @@ def test_rotation_by_hand() -> None:
 
 
 @pytest.mark.parametrize("mode", FP4)
-@pytest.mark.parametrize("g", [1.0, 0.0371])
-def test_search_is_never_worse_than_the_plain_rule(mode: str, g: float) -> None:
-    factor = g if mode == "nvfp4" else 1.0
+@pytest.mark.parametrize("global_scale", [1.0, 0.0371])
+def test_search_is_never_worse_than_the_plain_rule(mode: str, global_scale: float) -> None:
+    factor = global_scale if mode == "nvfp4" else 1.0
     rows = gaussian(512, 128) * np.exp2(gaussian(512, 1, seed=1))
     rows = round_to(rows.astype(np.float32), "float16")
 
     def errors(search: bool) -> np.ndarray:
-        stored = codecs.round_trip(mode, rows, dtype="float16", g=factor, search=search)
+        stored = codecs.round_trip(mode, rows, dtype="float16", global_scale=factor, search=search)
         return ((stored - rows).astype(np.float64) ** 2).reshape(512, 8, 16).sum(axis=-1)
 
     plain, searched = errors(False), errors(True)
@@ -67,7 +67,7 @@ def test_error_with_the_search(mode: str, figure: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("position", "hot"),
+    ("position", "window16"),
     [
         (0, [(0, 1)]),
         (63, [(0, 64)]),
@@ -80,11 +80,11 @@ def test_error_with_the_search(mode: str, figure: float) -> None:
         (256, [(0, 64), (192, 257)]),
     ],
 )
-def test_hot_blocks_of_64_by_hand(position: int, hot: list[tuple[int, int]]) -> None:
+def test_hot_blocks_of_64_by_hand(position: int, window16: list[tuple[int, int]]) -> None:
     wanted = np.zeros(position + 1, bool)
-    for begin, end in hot:
+    for begin, end in window16:
         wanted[begin:end] = True
-    assert hot_mask(BALANCED, [position], position + 1)[0].tolist() == wanted.tolist()
+    assert window16_mask(BALANCED, [position], position + 1)[0].tolist() == wanted.tolist()
 
 
 @pytest.mark.parametrize(
@@ -92,12 +92,12 @@ def test_hot_blocks_of_64_by_hand(position: int, hot: list[tuple[int, int]]) -> 
 )
 def test_hot_blocks_of_any_length(length: int, sink_end: int, recent: int) -> None:
     quality = Quality(sink_tokens=64, recent_tokens=64, block_len=length)
-    mask = hot_mask(quality, range(700), 700)
+    mask = window16_mask(quality, range(700), 700)
     for position in range(700):
         begin = (position // length - recent) * length
         wanted = [key < sink_end or key >= begin for key in range(position + 1)]
         assert mask[position, : position + 1].tolist() == wanted
-    assert not hot_mask(RAW, range(700), 700).any()
+    assert not window16_mask(RAW, range(700), 700).any()
 
 
 def views(seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -108,9 +108,9 @@ def views(seed: int) -> tuple[np.ndarray, np.ndarray]:
 def test_mixed_attention_of_equal_views_is_attention(window: int) -> None:
     q, sinks = gaussian(30, 4, 64), gaussian(4, seed=9)
     k, v = views(3)[0], views(5)[0]
-    hot = hot_mask(BALANCED, range(170, 200), 200)
+    window16 = window16_mask(BALANCED, range(170, 200), 200)
     got = mixed_attention(
-        q, (k, k), values=(v, v), hot=hot, scale=0.125, window=window, sinks=sinks
+        q, (k, k), values=(v, v), window16=window16, scale=0.125, window=window, sinks=sinks
     )
     wanted = attention(q, k, v, scale=0.125, window=window, sinks=sinks)
     assert np.abs(got - wanted).max() < EXACT
@@ -118,9 +118,9 @@ def test_mixed_attention_of_equal_views_is_attention(window: int) -> None:
 
 def test_mixed_attention_reads_each_key_in_its_view() -> None:
     q, keys, values = gaussian(1, 4, 64), views(3), views(5)
-    hot = hot_mask(BALANCED, [199], 200)
-    got = mixed_attention(q, keys, values=values, hot=hot, scale=0.125)
-    where = hot[0][:, None, None]
+    window16 = window16_mask(BALANCED, [199], 200)
+    got = mixed_attention(q, keys, values=values, window16=window16, scale=0.125)
+    where = window16[0][:, None, None]
     merged = [np.where(where, view[0], view[1]) for view in (keys, values)]
     assert np.abs(got - attention(q, *merged, scale=0.125)).max() < EXACT
 
@@ -134,15 +134,15 @@ def test_a_mean_and_a_rotation_cancel_in_high_precision() -> None:
         assert np.abs(view - k).max() < 1e-5  # stored in FP32, values up to 30
 
 
-@pytest.mark.parametrize("mode", QUANTISED)
+@pytest.mark.parametrize("mode", QUANTIZED)
 def test_views_of_a_store(mode: str) -> None:
-    """Hot rows have 16-bit error, cold rows that of the format, with a factor per head."""
+    """16-bit rows have 16-bit error, quantized rows that of the format, with a factor per head."""
     k = gaussian(64, 2, 64)
     factors = np.array([1.0, 0.02], np.float32)
-    store = LayerStore(mode, mode, "float16", BALANCED, k_factors=factors, v_factors=factors)
-    for hot, cold in (store.keys(k), store.values(k)):
-        assert 0 < np.abs(hot - k).max() < 4e-3
-        error = np.linalg.norm(cold - k, axis=(0, 2)) / np.linalg.norm(k, axis=(0, 2))
+    store = LayerStore(mode, mode, "float16", BALANCED, k_scales=factors, v_scales=factors)
+    for window16, quantized in (store.keys(k), store.values(k)):
+        assert 0 < np.abs(window16 - k).max() < 4e-3
+        error = np.linalg.norm(quantized - k, axis=(0, 2)) / np.linalg.norm(k, axis=(0, 2))
         assert (error > 2e-3).all() and (error < 0.15).all()
         if mode in ("fp8", "fp8_e5m2", "nvfp4"):
             assert not np.isclose(error[0], error[1], rtol=1e-6)

@@ -22,7 +22,7 @@ from lmdeploy.cli.main import main
 from lmdeploy.config.kv_formats import FormatPair
 from lmdeploy.engine.kv_calibration import (
     Calibration,
-    CalibrationFacts,
+    CalibrationMetadata,
     engine_constants,
     read_calibration,
     write_calibration,
@@ -44,7 +44,7 @@ HASH = "ab" * 32
 
 def make_calibration(**changes) -> Calibration:
     random = np.random.default_rng(0)
-    facts = CalibrationFacts(HASH, "cd" * 32, 100, 64, "all", 100.0)
+    facts = CalibrationMetadata(HASH, "cd" * 32, 100, 64, "all", 100.0)
     amax = {
         name: random.uniform(1, 9, (LAYERS, HEADS)).astype(np.float32)
         for name in ("k_amax", "k_amax_rotated", "v_amax")
@@ -260,13 +260,15 @@ class FakeEngine:
     """Counts passes; its statistics tell them apart."""
 
     prompts: list[list[int]] = []  # noqa: RUF012
-    natives: list[SimpleNamespace] = []  # noqa: RUF012
+    engine_configs: list[SimpleNamespace] = []  # noqa: RUF012
 
     def __init__(self, model, configure, *, context):
-        self.native = SimpleNamespace(constants=None)
-        self.native.set_kv_calibration = lambda *values: setattr(self.native, "constants", values)
-        configure(self.native)
-        self.natives.append(self.native)
+        self.engine_config = SimpleNamespace(constants=None)
+        self.engine_config.set_kv_calibration = lambda *values: setattr(
+            self.engine_config, "constants", values
+        )
+        configure(self.engine_config)
+        self.engine_configs.append(self.engine_config)
 
     def __enter__(self):
         return self
@@ -278,7 +280,7 @@ class FakeEngine:
         self.prompts.append(list(prompt))
 
     def statistics(self):
-        second = hasattr(self.native, "kv_rotate_k")
+        second = hasattr(self.engine_config, "kv_rotate_k")
         amax = np.full((LAYERS, HEADS), 5.0 if second else 9.0, np.float32)
         return {
             "tokens": 10,
@@ -290,13 +292,13 @@ class FakeEngine:
 
 def test_two_passes(monkeypatch):
     monkeypatch.setattr(module, "PromptEngine", FakeEngine)
-    FakeEngine.prompts, FakeEngine.natives = [], []
+    FakeEngine.prompts, FakeEngine.engine_configs = [], []
     model = SimpleNamespace(config=MODEL, hash=HASH)
     options = CalibrationOptions(tokens=150, context=2048)
     found = calibrate(model, list(range(200)), text_hash="t", options=options)
     assert [len(p) for p in FakeEngine.prompts] == [64, 64, 22] * 2  # cut to max_position
-    first, second = FakeEngine.natives
-    assert first.kv_mode == second.kv_mode == "none" and first.constants is None
+    first, second = FakeEngine.engine_configs
+    assert first.kv_format == second.kv_format == "none" and first.constants is None
     assert (second.constants[0] == -2).all() and second.constants[1:] == (None, None)
     assert (found.k_mean == -2).all() and (found.v_amax == 7).all()
     assert (found.k_amax == 9 + 2).all() and (found.k_amax_rotated == 5).all()

@@ -81,7 +81,7 @@ def wanted(model, ids) -> SimpleNamespace:
 
 
 def hadamard(size: int) -> np.ndarray:
-    """Normalised, in Sylvester's order."""
+    """Normalized, in Sylvester's order."""
     matrix = np.ones((1, 1))
     while len(matrix) < size:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]]) / np.sqrt(2)

@@ -13,7 +13,7 @@ from tiny_models import TinyModel, make_model, save_model
 from lmdeploy.cli.main import main
 from lmdeploy.lite.divergence import Score
 from lmdeploy.lite.report import costs, data, run
-from lmdeploy.lite.report.cells import KvCell
+from lmdeploy.lite.report.cells import KvVariant
 from lmdeploy.lite.report.data import Measurements, ReportOptions
 from lmdeploy.lite.report.run import check_length, numbers
 from lmdeploy.lite.report.scores import score_rows, summary
@@ -95,11 +95,11 @@ def test_saturation_counts_bins_beyond_the_limit() -> None:
     for x in (1.0, 440.0, 450.0, 1000.0):
         histogram[0, :, place(x)] += 1
     statistics = {"k_histogram": histogram, "v_histogram": np.zeros_like(histogram)}
-    cell = KvCell("fp8", lambda _: None)
+    cell = KvVariant("fp8", lambda _: None)
     assert costs.num_saturated(statistics, cell) == 4  # 450 shares its bin with 448
     factors = (np.array([[1.0, 4.0]], np.float32), np.ones((1, 2), np.float32))
     assert costs.num_saturated(statistics, replace(cell, factors=factors)) == 2
-    assert costs.num_saturated(statistics, KvCell("int4", lambda _: None)) is None
+    assert costs.num_saturated(statistics, KvVariant("int4", lambda _: None)) is None
 
 
 def test_measurements_are_kept_and_other_facts_refused(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_logits_and_greedy_tokens(tiny: TinyModel, tmp_path: Path) -> None:
         check_greedy(run, model, ids)
 
 
-def test_mxfp4_is_the_same_model_dequantised(tmp_path: Path) -> None:
+def test_mxfp4_is_the_same_model_dequantized(tmp_path: Path) -> None:
     model = make_model(GPT_OSS)
     stored = save_mxfp4(model, tmp_path / "mxfp4")  # rounds the experts of `model`
     plain = save_model(model, tmp_path / "plain")
@@ -196,7 +196,7 @@ def test_the_bound_sees_mistakes(mistake: str, tmp_path: Path) -> None:
     )
 
 
-def test_normalised_weights_are_told_from_plain_ones(tmp_path: Path) -> None:
+def test_normalized_weights_are_told_from_plain_ones(tmp_path: Path) -> None:
     model = make_model(QWEN3_MOE)
     folder = save_model(model, tmp_path)
     change_config(folder, norm_topk_prob=False)

@@ -44,7 +44,7 @@ TEXT = (
 )
 
 
-def dequantised(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+def dequantized(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """Hugging Face names → FP32 tensors, by the library gguf."""
     import gguf
 
@@ -95,7 +95,7 @@ def reference() -> Any:
             rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
         )
     ).eval()
-    missing, unexpected = model.load_state_dict(dequantised(checkpoint), strict=False)
+    missing, unexpected = model.load_state_dict(dequantized(checkpoint), strict=False)
     assert missing == ["lm_head.weight"] and not unexpected
     model.tie_weights()
     return model
@@ -138,15 +138,15 @@ def test_int8_activations_add_little(wanted_logits: np.ndarray) -> None:
     assert 0 < kl <= MAX_KL_INT8_ACTIVATIONS
 
 
-@pytest.mark.parametrize("kv_mode", ["int8", "fp8", "int4", "nvfp4", "mxfp4"])
-def test_served_formats_cost_what_they_cost_in_fp32(exact_run: EngineRun, kv_mode: str) -> None:
+@pytest.mark.parametrize("kv_format", ["int8", "fp8", "int4", "nvfp4", "mxfp4"])
+def test_served_formats_cost_what_they_cost_in_fp32(exact_run: EngineRun, kv_format: str) -> None:
     ids = exact_run.model.tokenizer.encode(SERVED_TEXT.read_text("utf-8"))[:SERVED_TOKENS]
     plain = exact_run.logits(ids)
     costs = {}
     for exact in (True, False):
-        with EngineRun("smollm2", exact=exact, kv_mode=kv_mode) as run:
+        with EngineRun("smollm2", exact=exact, kv_format=kv_format) as run:
             costs[exact] = mean_kl(plain, run.logits(ids))
-    print(f"{kv_mode}: KL {costs[True]:.2e} in FP32, {costs[False]:.2e} served")
+    print(f"{kv_format}: KL {costs[True]:.2e} in FP32, {costs[False]:.2e} served")
     assert SERVED_COST[0] < costs[False] / costs[True] < SERVED_COST[1]
 
 

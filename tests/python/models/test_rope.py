@@ -221,8 +221,8 @@ def test_a_session_is_too_long_beyond_what_scaling_reaches(
         caplog.clear()
         with caplog.at_level(logging.WARNING, "lmdeploy"):
             config = TurbomindEngineConfig(session_len=session_len)
-            native, _ = engine_config_of(config, model, model_path="x")
-        return native.session_len, caplog.text
+            engine_config, _ = engine_config_of(config, model, model_path="x")
+        return engine_config.session_len, caplog.text
 
     assert plan(None) == (256, "")
     assert plan(longest) == (longest, "")

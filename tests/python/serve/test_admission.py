@@ -29,7 +29,7 @@ def test_more_requests_than_the_server_takes_at_once_are_refused(stream):
             target=lambda: replies.append(post(url, "/v1/chat/completions", body))
         )
         one.start()
-        while not engine.parts.core.requests:
+        while not engine.loaded.cpp_engine.requests:
             time.sleep(0.001)
         refused = post(url, "/v1/chat/completions", body)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
@@ -52,14 +52,14 @@ def test_a_client_that_leaves_leaves_its_place(stream, when, monkeypatch):
     engine = make_engine(lambda _: "a" * 450, step_seconds=0.005)
     entered = threading.Event()
     if when == "prompt":
-        encode = engine.parts.tokenizer.encode
+        encode = engine.loaded.tokenizer.encode
 
         def slow(*args, **options):
             entered.set()
             time.sleep(0.2)
             return encode(*args, **options)
 
-        monkeypatch.setattr(engine.parts.tokenizer, "encode", slow, raising=False)
+        monkeypatch.setattr(engine.loaded.tokenizer, "encode", slow, raising=False)
     with serving(engine) as url:
         host, port = url.removeprefix("http://").split(":")
         body = json.dumps({**CHAT, "stream": stream}).encode()

@@ -271,10 +271,10 @@ def test_a_default_of_lmdeploy_is_accepted(url):
 def test_generate_samples_from_the_whole_distribution():
     engine = make_engine()
     with serving(engine) as url:
-        core = engine.parts.core
+        cpp_engine = engine.loaded.cpp_engine
         for more, wanted in (({}, (1.0, 0, 1.0)), ({"top_k": 3, "temperature": 2}, (2.0, 3, 1.0))):
             post(url, "/generate", {"prompt": "hi", **more})
-            request = core.requests[-1]
+            request = cpp_engine.requests[-1]
             assert request.do_sample
             assert (request.temperature, request.top_k, request.top_p) == wanted
 
@@ -363,9 +363,9 @@ def test_disconnect_cancels(stream):
                 assert sock.recv(100)
             time.sleep(0.1)
         deadline = time.monotonic() + 5
-        while not engine.parts.core.cancelled and time.monotonic() < deadline:
+        while not engine.loaded.cpp_engine.cancelled and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert engine.parts.core.cancelled == [1]
+        assert engine.loaded.cpp_engine.cancelled == [1]
         assert httpx.get(f"{url}/health").status_code == 200
 
 
@@ -383,7 +383,7 @@ def test_the_end_of_the_server_ends_requests(stream):
     with serving(engine, grace_seconds=1) as url:
         client = threading.Thread(target=ask, args=(url,))
         client.start()
-        while not engine.parts.core.requests:
+        while not engine.loaded.cpp_engine.requests:
             time.sleep(0.01)
         time.sleep(0.2)
     client.join()
@@ -420,7 +420,7 @@ def test_failed_engine_is_not_healthy():
         ) as reply:
             lines = reply.iter_lines()
             next(lines)
-            engine.parts.core.fail("out of luck")
+            engine.loaded.cpp_engine.fail("out of luck")
             rest = "\n".join(lines)
         assert "out of luck" in rest and "[DONE]" not in rest
         reply = httpx.get(f"{url}/health")
@@ -475,7 +475,7 @@ def test_abort_all_ends_answers_with_what_they_have():
             rest = [line for line in lines if line.startswith("data: {")]
         last = json.loads(rest[-1].removeprefix("data: "))
         assert last["choices"][0]["finish_reason"] == "abort"
-        assert engine.parts.core.cancelled
+        assert engine.loaded.cpp_engine.cancelled
         refused = post(url, "/abort_request", {"session_id": -1})
         assert refused.status_code == 400 and "abort_all" in refused.text
         assert "session_id: not supported" in post(url, "/abort_request", {"session_id": 3}).text

@@ -26,7 +26,7 @@ from lmdeploy.response import Response
 from lmdeploy.serve import jobs as generation
 from lmdeploy.serve import server
 from lmdeploy.serve.errors import ApiError, to_api_error
-from lmdeploy.serve.jobs import Prepared, collect_all, request_error, submit_all
+from lmdeploy.serve.jobs import PreparedRequest, collect_all, request_error, submit_all
 from lmdeploy.serve.metrics import ServerMetrics
 from lmdeploy.serve.routes import encode
 from lmdeploy.serve.routes.chat import ChatCompletionRequest
@@ -184,7 +184,7 @@ def test_a_client_that_leaves_ends_the_encoding(path, body):
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_ends_the_submitting(stream):
     engine = make_engine(lambda _: "a" * 100_000, step_seconds=0.005, session_len=200_000)
-    engine.parts.core.cache_tokens = 200_000
+    engine.loaded.cpp_engine.cache_tokens = 200_000
     make = engine._make_request
 
     def slow(*args, **options):
@@ -192,13 +192,13 @@ def test_a_client_that_leaves_ends_the_submitting(stream):
         return make(*args, **options)
 
     engine._make_request = slow
-    core = engine.parts.core
+    cpp_engine = engine.loaded.cpp_engine
     body = {**COMPLETION, "n": 100, "max_tokens": 100_000, "stream": stream}
     with serving(engine) as url:
-        send_and_leave(url, "/v1/completions", body, after=lambda: len(core.requests) > 5)
+        send_and_leave(url, "/v1/completions", body, after=lambda: len(cpp_engine.requests) > 5)
         time.sleep(0.2)
-        assert len(core.requests) < 50
-        assert sorted(core.cancelled) == [request.id for request in core.requests]
+        assert len(cpp_engine.requests) < 50
+        assert sorted(cpp_engine.cancelled) == [request.id for request in cpp_engine.requests]
         assert not engine._streams
 
 
@@ -221,7 +221,7 @@ def test_an_answer_that_fails_ends_its_siblings():
     engine = make_engine(lambda _: "a" * 400, step_seconds=0.005)
 
     async def run():
-        jobs = await submit_all(engine, Prepared([[1]], GenerationConfig(n=3)))
+        jobs = await submit_all(engine, PreparedRequest([[1]], GenerationConfig(n=3)))
         jobs[1].stream.deliver(EngineFailure("out of luck"))
         with pytest.raises(EngineFailure):
             await collect_all(jobs, ServerMetrics(engine, "m"))
@@ -230,7 +230,7 @@ def test_an_answer_that_fails_ends_its_siblings():
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(run())
-    assert sorted(engine.parts.core.cancelled) == [1, 2, 3]
+    assert sorted(engine.loaded.cpp_engine.cancelled) == [1, 2, 3]
     engine.close()
 
 
@@ -313,7 +313,7 @@ def test_a_failed_engine_ends_a_stream_with_503():
     ):
         lines = reply.iter_lines()
         next(lines)
-        engine.parts.core.fail("out of luck")
+        engine.loaded.cpp_engine.fail("out of luck")
         events = [line for line in lines if line.startswith("data: ")]
     error = json.loads(events[-1].removeprefix("data: "))["error"]
     assert error["code"] == 503 and "out of luck" in error["message"]
@@ -444,8 +444,8 @@ def test_what_a_model_says_of_sampling_is_checked_once(caplog):
 
 def test_a_greedy_model_samples_for_requests_that_say_how():
     engine = make_engine()
-    engine.parts.sampling = sampling_defaults({"do_sample": False})
-    core = engine.parts.core
+    engine.loaded.sampling = sampling_defaults({"do_sample": False})
+    cpp_engine = engine.loaded.cpp_engine
     with serving(engine) as url:
         for more, samples in (
             ({}, False),
@@ -456,7 +456,7 @@ def test_a_greedy_model_samples_for_requests_that_say_how():
             ({"top_k": 5}, True),
         ):
             assert post(url, "/v1/completions", {**COMPLETION, **more}).status_code == 200
-            assert core.requests[-1].do_sample == samples, more
+            assert cpp_engine.requests[-1].do_sample == samples, more
 
 
 @pytest.mark.parametrize(
@@ -526,11 +526,11 @@ def test_fields_have_the_names_of_their_route(url):
 
 
 def test_an_answer_that_fails_is_in_the_log(caplog):
-    piece = Response("", 0, 1, "error", error_code="engine_error", error_message="NaN logits")
-    assert to_api_error(request_error(piece)).status == 500
+    chunk = Response("", 0, 1, "error", error_code="engine_error", error_message="NaN logits")
+    assert to_api_error(request_error(chunk)).status == 500
     assert "NaN logits" in caplog.text
-    piece.error_code, piece.error_message = "bad_request", "response_format: no such token"
-    told = to_api_error(request_error(piece))
+    chunk.error_code, chunk.error_message = "bad_request", "response_format: no such token"
+    told = to_api_error(request_error(chunk))
     assert (told.status, told.param) == (400, "response_format")
-    piece.error_message = "no token is allowed: all are excluded"
-    assert to_api_error(request_error(piece)).param is None
+    chunk.error_message = "no token is allowed: all are excluded"
+    assert to_api_error(request_error(chunk)).param is None

@@ -43,7 +43,7 @@ def client(url):
 
 def test_options_that_leave_no_token_are_the_requests_fault(engine):
     only_b = {"type": "regex_schema", "regex_schema": "b"}
-    token = engine.parts.tokenizer.encode("b", add_special=False)
+    token = engine.loaded.tokenizer.encode("b", add_special=False)
     config = GenerationConfig(response_format=only_b, bad_token_ids=token)
 
     async def ask():
@@ -143,7 +143,7 @@ def test_cancelled_streams_free_everything(engine, client):
     stats = engine.stats()
     assert stats.blocks_active == 0
     assert stats.blocks_free + stats.blocks_cached == stats.blocks_total
-    engine.parts.core.check_integrity()
+    engine.loaded.cpp_engine.check_integrity()
 
 
 def test_logprobs_agree_with_logits(engine):

@@ -17,7 +17,7 @@ class EngineRun:
         path: str,
         *,
         exact: bool,
-        kv_mode: str = "none",
+        kv_format: str = "none",
         max_prefill: int = 64,
         session_len: int = 1024,
     ) -> None:
@@ -28,7 +28,7 @@ class EngineRun:
         device = _turbomind.make_cpu_device(2)
         self.model = load_model(path, exact=exact, device=device, progress=False)
         config = _turbomind.EngineConfig()
-        config.kv_mode = kv_mode
+        config.kv_format = kv_format
         config.max_batch_size = 4
         config.session_len = session_len
         config.max_prefill_token_num = max_prefill

@@ -17,7 +17,7 @@ from lmdeploy.chat.template import PromptTemplate
 from lmdeploy.config.kv_formats import FormatPair
 from lmdeploy.engine.async_engine import AsyncEngine
 from lmdeploy.engine.kv_quality import KvOptions
-from lmdeploy.engine.load import EngineParts
+from lmdeploy.engine.load import LoadedEngine
 
 EOS = 256
 VOCAB_SIZE = 258
@@ -247,10 +247,10 @@ class FakeCore:
             blocks_free=10,
             blocks_cached=0,
             blocks_active=0,
-            hot_blocks_total=6,
-            hot_blocks_free=3,
-            hot_blocks_cached=1,
-            hot_blocks_active=2,
+            window16_blocks_total=6,
+            window16_blocks_free=3,
+            window16_blocks_cached=1,
+            window16_blocks_active=2,
             prefix_queried_tokens=8,
             prefix_hit_tokens=4,
             prefix_cut_tokens=7,
@@ -268,7 +268,7 @@ class FakeCore:
             reserved_bytes=1 << 20,
             touched_bytes=0,
             bytes_per_token=100.0,
-            hot_bytes_per_sequence=5000,
+            window16_bytes_per_sequence=5000,
             bytes_per_token_none=300.0,
             max_tokens=640,
             max_sequence_tokens=min(self.session_len, self.cache_tokens),
@@ -304,8 +304,8 @@ def make_engine(
         tokens = HarmonyTokens.of(tokenizer)  # type: ignore[arg-type]
         ends = [tokens.return_, tokens.call]
     return AsyncEngine(
-        EngineParts(
-            core=FakeCore(  # type: ignore[arg-type]
+        LoadedEngine(
+            cpp_engine=FakeCore(  # type: ignore[arg-type]
                 script,
                 step_seconds=step_seconds,
                 session_len=session_len,

@@ -35,7 +35,7 @@ def engine_logits(
 ) -> np.ndarray:
     """[tokens, vocab] of a prompt, from the C++ engine in its exact form."""
     options = _turbomind.EngineConfig()
-    options.kv_mode = mode
+    options.kv_format = mode
     engine = make_engine(shape, weights, dtype=dtype, options=options)
     try:
         return collect_logits(engine, ids)
@@ -82,7 +82,7 @@ def set_experts(config: "_turbomind.ModelConfig", shape: Shape) -> None:
     assert experts is not None
     moe = _turbomind.MoeConfig()
     moe.num_experts, moe.top_k = experts.count, experts.top_k
-    moe.intermediate_size, moe.normalise = experts.width, experts.normalise
+    moe.intermediate_size, moe.normalize = experts.width, experts.normalize
     moe.layers = [1] * shape.layers
     config.moe, config.swiglu_limit = moe, experts.limit
     config.activation = "clamped_swiglu" if experts.gpt_oss else "silu"

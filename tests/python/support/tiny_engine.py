@@ -64,7 +64,7 @@ def build_weights(device: Any, leave_out: str = "") -> Any:
 
 def make_engine(mode: str = "nvfp4") -> Any:
     config = tm.EngineConfig()
-    config.kv_mode = mode
+    config.kv_format = mode
     config.max_batch_size = 4
     config.session_len = 256
     config.max_prefill_token_num = 64

@@ -122,7 +122,7 @@ def _write(
     kind = gguf.GGMLQuantizationType[weight_format]
     raw = gguf.quants.quantize(np.ascontiguousarray(ordered), kind)
     writer.add_tensor(gguf_name(name), raw, raw_dtype=kind)
-    # Quantisation works along rows, so it commutes with their order.
+    # Quantization works along rows, so it commutes with their order.
     plain = gguf.quants.quantize(np.ascontiguousarray(values), kind)
     return gguf.quants.dequantize(plain, kind).reshape(values.shape)
 

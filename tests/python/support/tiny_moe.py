@@ -44,7 +44,7 @@ QWEN2_MOE = TinyModel("qwen2-moe", "Qwen2Moe", {**_EXPERTS, "shared_expert_inter
 QWEN3_MOE = TinyModel(
     "qwen3-moe", "Qwen3Moe", {**_EXPERTS, "norm_topk_prob": True, "moe_intermediate_size": 64}
 )
-# Every family; windows, dense layers, a router that is not normalised.
+# Every family; windows, dense layers, a router that is not normalized.
 TINY_MOE_MODELS = (
     GPT_OSS,
     TinyModel(
@@ -86,7 +86,7 @@ TINY_MOE_MODELS = (
 )
 
 
-def quantise_mxfp4(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def quantize_mxfp4(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """[.., n] → codes [.., n] of E2M1 and exponents [.., n / 32] of E8M0, nearest values."""
     blocks = np.ascontiguousarray(values, np.float32).reshape(*values.shape[:-1], -1, BLOCK)
     top = np.abs(blocks).max(axis=-1)
@@ -96,14 +96,14 @@ def quantise_mxfp4(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return codes.astype(np.uint8).reshape(values.shape), exponents.astype(np.uint8)
 
 
-def dequantise_mxfp4(codes: np.ndarray, exponents: np.ndarray) -> np.ndarray:
+def dequantize_mxfp4(codes: np.ndarray, exponents: np.ndarray) -> np.ndarray:
     """The inverse: E2M1(code) * 2^(exponent - 127)."""
     scales = np.exp2(exponents.astype(np.float32) - 127)
     return E2M1[codes] * np.repeat(scales, BLOCK, axis=-1)
 
 
 def split_blocks(codes: np.ndarray) -> np.ndarray:
-    """[.., n] → [.., n / 32, 16] as Hugging Face stores them: neighbours share a byte."""
+    """[.., n] → [.., n / 32, 16] as Hugging Face stores them: neighbors share a byte."""
     pairs = codes.reshape(*codes.shape[:-1], -1, BLOCK // 2, 2)
     return pairs[..., 0] | pairs[..., 1] << 4
 
@@ -120,23 +120,23 @@ def round_experts(model: Any) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Rounds a GPT-OSS's experts to MXFP4 in place; name → (codes, exponents), outputs first."""
     import torch
 
-    quantised = {}
+    quantized = {}
     for name, parameter in model.named_parameters():
         if name.endswith(("gate_up_proj", "down_proj")):
             rows = parameter.detach().numpy().swapaxes(1, 2)
-            quantised[name] = quantise_mxfp4(rows)
-            values = dequantise_mxfp4(*quantised[name]).swapaxes(1, 2)
+            quantized[name] = quantize_mxfp4(rows)
+            values = dequantize_mxfp4(*quantized[name]).swapaxes(1, 2)
             with torch.no_grad():
                 parameter.copy_(torch.from_numpy(values.copy()))
-    return quantised
+    return quantized
 
 
 def save_mxfp4(model: Any, folder: Path) -> Path:
     """Writes a GPT-OSS as published, rounding its experts in place to what is stored."""
-    quantised = round_experts(model)
+    quantized = round_experts(model)
     save_model(model, folder)
     tensors = load_file(folder / "model.safetensors")
-    for name, (codes, exponents) in quantised.items():
+    for name, (codes, exponents) in quantized.items():
         del tensors[name]
         tensors[f"{name}_blocks"] = split_blocks(codes)
         tensors[f"{name}_scales"] = exponents
@@ -256,9 +256,9 @@ def _write_format(writer: Any, tensor: str, values: np.ndarray, expert_format: s
         return values
     kind = gguf.GGMLQuantizationType[expert_format]
     if expert_format == "MXFP4":
-        codes, exponents = quantise_mxfp4(values)
+        codes, exponents = quantize_mxfp4(values)
         writer.add_tensor(tensor, gguf_blocks(codes, exponents), raw_dtype=kind)
-        return dequantise_mxfp4(codes, exponents)
+        return dequantize_mxfp4(codes, exponents)
     raw = gguf.quants.quantize(values, kind)
     writer.add_tensor(tensor, raw, raw_dtype=kind)
     result: np.ndarray = gguf.quants.dequantize(raw, kind)

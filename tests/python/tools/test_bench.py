@@ -173,15 +173,15 @@ def test_read_answer_rejects_incomplete_answers(events, words):
 
 
 def test_clients_stream_in_parallel_from_a_server():
-    active, most, prompts = 0, 0, set()
+    active, max_value, prompts = 0, 0, set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal active, most
+        nonlocal active, max_value
         head = await reader.readuntil(b"\r\n\r\n")
         length = int(head.split(b"Content-Length: ")[1].split(b"\r\n")[0])
         prompts.add(tuple(json.loads(await reader.readexactly(length))["prompt"]))
         active += 1
-        most = max(most, active)
+        max_value = max(max_value, active)
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
         for _, line in stream(piece("a"), piece("b"), USAGE, "[DONE]"):
             writer.write(f"{len(line) + 1:x}\r\n".encode() + line + b"\n\r\n")
@@ -196,7 +196,7 @@ def test_clients_stream_in_parallel_from_a_server():
             return await BENCH._clients(port, BENCH.bodies(0))
 
     answers = asyncio.run(run())
-    assert len(answers) == 4 and most == 2 and len(prompts) == 4
+    assert len(answers) == 4 and max_value == 2 and len(prompts) == 4
     assert all(len(answer.pieces) == 2 for answer in answers)
 
 
@@ -241,5 +241,5 @@ def test_gpu_ops_have_small_tests_for_the_memory_checkers():
         for path in (ROOT / "tests/cpp/cuda").rglob("*_test.cc")
         if 'test_suite("small")' in path.read_text(encoding="utf-8")
     }
-    ops = {"decode_ops", "dense_ops", "draw_ops", "kv_flatten", "kv_ops", "linear_ops"}
+    ops = {"decode_ops", "dense_ops", "sampling_ops", "kv_flatten", "kv_ops", "linear_ops"}
     assert small == {*ops, "prefill_ops"}

@@ -21,7 +21,7 @@ WINDOW = 24  # of the second layer
 def profiled(mode: str, *, max_prefill: int = 64) -> tuple[Any, Any]:
     """Return an engine of the model of test_bindings, and its device."""
     config = tm.EngineConfig()
-    config.kv_mode = mode
+    config.kv_format = mode
     config.max_batch_size, config.session_len = 4, 256
     config.max_prefill_token_num, config.cache_block_seq_len = max_prefill, 16
     device = tm.make_profiling_device(tm.make_cpu_device(1))
@@ -129,7 +129,7 @@ def test_profiled_engine_returns_the_same_tokens():
         if wrapped:
             device = tm.make_profiling_device(device)
         config = tm.EngineConfig()
-        config.kv_mode, config.session_len = "nvfp4", 256
+        config.kv_format, config.session_len = "nvfp4", 256
         engine = tm.Engine(model_config(), config, build_weights(device), device, 64 << 20)
         engine.submit(make_request(1, list(range(PROMPT)), NEW_TOKENS))
         found = [token for output in collect(engine) for token in output.tokens]

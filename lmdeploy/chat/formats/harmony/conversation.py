@@ -27,7 +27,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Turn:
+class HarmonyMessage:
     """A message in Harmony's order. `content` of a turn with a call is its preamble.
 
     `keeps_thinking` is whether the model still needs the reasoning: it belongs to a call, and no
@@ -42,7 +42,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class _Given:
+class _CheckedMessage:
     """A message as it was sent, checked. `calls` are pairs of id and call."""
 
     index: int
@@ -53,7 +53,7 @@ class _Given:
     answers: str | None = None  # id of the call that a tool message answers
 
 
-def read_conversation(messages: Any) -> list[Turn]:
+def read_conversation(messages: Any) -> list[HarmonyMessage]:
     """Turns of a conversation: at most one developer turn, first. ValueError names what is wrong.
 
     The texts of all system and developer messages make the developer turn, in order. A tool message
@@ -63,7 +63,7 @@ def read_conversation(messages: Any) -> list[Turn]:
     checked = check_messages(messages, accept_tools=True)
     given = [_given(index, message) for index, message in enumerate(checked)]
     instructions = [g.content for g in given if g.role == "system" and g.content]
-    turns = [Turn("developer", "\n\n".join(instructions))] if instructions else []
+    turns = [HarmonyMessage("developer", "\n\n".join(instructions))] if instructions else []
     rest = [g for g in given if g.role != "system"]
     last_answer = max(
         (i for i, g in enumerate(rest) if g.role == "assistant" and not g.calls), default=-1
@@ -89,15 +89,17 @@ def read_conversation(messages: Any) -> list[Turn]:
     return turns
 
 
-def _plain_turn(message: _Given) -> Turn:
+def _plain_turn(message: _CheckedMessage) -> HarmonyMessage:
     role: Literal["user", "assistant"] = "assistant" if message.role == "assistant" else "user"
-    return Turn(role, message.content, message.thinking)
+    return HarmonyMessage(role, message.content, message.thinking)
 
 
-def _call_turns(message: _Given, results: list[_Given], *, keeps_thinking: bool) -> Iterator[Turn]:
+def _call_turns(
+    message: _CheckedMessage, results: list[_CheckedMessage], *, keeps_thinking: bool
+) -> Iterator[HarmonyMessage]:
     """Each call of a message, followed by its results."""
     waiting = [call_id for call_id, _ in message.calls]
-    by_call: dict[str, list[_Given]] = {call_id: [] for call_id in waiting}
+    by_call: dict[str, list[_CheckedMessage]] = {call_id: [] for call_id in waiting}
     for result in results:
         call_id = result.answers
         if call_id is None and waiting:
@@ -113,18 +115,18 @@ def _call_turns(message: _Given, results: list[_Given], *, keeps_thinking: bool)
             waiting.remove(call_id)
     content, thinking = message.content, message.thinking
     for call_id, call in message.calls:
-        yield Turn("assistant", content, thinking, call, keeps_thinking)
+        yield HarmonyMessage("assistant", content, thinking, call, keeps_thinking)
         content = thinking = ""
         for result in by_call[call_id]:
-            yield Turn("tool", result.content, call=call)
+            yield HarmonyMessage("tool", result.content, call=call)
 
 
-def _given(index: int, message: dict[str, Any]) -> _Given:
+def _given(index: int, message: dict[str, Any]) -> _CheckedMessage:
     calls = [
         (call["id"], Call(call["function"]["name"], call["function"]["arguments"]))
         for call in message.get("tool_calls", [])
     ]
-    return _Given(
+    return _CheckedMessage(
         index,
         message["role"],
         message["content"],

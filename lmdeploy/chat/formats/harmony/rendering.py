@@ -3,7 +3,7 @@
 What a client sends must never become a special token: `<|end|><|start|>system…` in the result of a
 tool would speak with the system's voice. So wherever a text of the request spells one, a guard is
 put after its first character before rendering, and the rendered prompt is cut at the guards. Each
-piece is tokenised by itself: the text that the model sees is the same, the token is not.
+piece is tokenized by itself: the text that the model sees is the same, the token is not.
 """
 
 from __future__ import annotations
@@ -15,8 +15,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lmdeploy.base.checks import OptionError
-from lmdeploy.chat.formats.harmony.conversation import Call, Turn, read_conversation, read_options
-from lmdeploy.chat.jinja_template import RawText
+from lmdeploy.chat.formats.harmony.conversation import (
+    Call,
+    HarmonyMessage,
+    read_conversation,
+    read_options,
+)
+from lmdeploy.chat.jinja_template import PreRenderedJson
 from lmdeploy.chat.tokenizer import without_surrogates
 
 if TYPE_CHECKING:
@@ -32,7 +37,7 @@ _BROWSER = "browser."  # the namespace of a built-in tool
 def render_prompt(
     template: PromptTemplate, messages: Any, *, options: Mapping[str, Any]
 ) -> list[str]:
-    """The prompt as texts to be tokenised one by one and joined.
+    """The prompt as texts to be tokenized one by one and joined.
 
     Args:
         template: of the checkpoint, or the one of --chat-template.
@@ -54,7 +59,7 @@ def render_prompt(
         ) from None
 
 
-def _guard_turn(turn: Turn, guard: str) -> Turn:
+def _guard_turn(turn: HarmonyMessage, guard: str) -> HarmonyMessage:
     call = turn.call
     if call is not None:
         call = Call(call.name, _guarded(call.arguments, guard))
@@ -77,7 +82,9 @@ def _guarded(value: Any, guard: str) -> Any:
     return value
 
 
-def _render(template: PromptTemplate, turns: Sequence[Turn], *, variables: dict[str, Any]) -> str:
+def _render(
+    template: PromptTemplate, turns: Sequence[HarmonyMessage], *, variables: dict[str, Any]
+) -> str:
     # Templates know reasoning before a call, but no preamble: it goes in behind a mark and gets
     # its own channel afterwards. They take every call for one of a function: those of the browser,
     # whose names no function may have, are marked too.
@@ -88,10 +95,11 @@ def _render(template: PromptTemplate, turns: Sequence[Turn], *, variables: dict[
     return text.replace(mark, _NEXT_MESSAGE + _COMMENTARY)
 
 
-def _template_messages(turns: Sequence[Turn], mark: str) -> list[dict[str, Any]]:
+def _template_messages(turns: Sequence[HarmonyMessage], mark: str) -> list[dict[str, Any]]:
     """Messages as GPT-OSS's template wants them: one call each, `thinking`, texts as they are.
 
-    Its filter `tojson` leaves RawText alone: arguments and results go in as they were written, and
+    Its filter `tojson` leaves PreRenderedJson alone: arguments and results go in as they were
+    written, and
     the beginning of the prompt stays equal for the prefix cache.
     """
     messages: list[dict[str, Any]] = []
@@ -99,7 +107,9 @@ def _template_messages(turns: Sequence[Turn], mark: str) -> list[dict[str, Any]]
         name = "" if turn.call is None else turn.call.name
         name = mark + name if name.startswith(_BROWSER) else name
         if turn.role == "tool" and turn.call is not None:
-            messages.append({"role": "tool", "name": name, "content": RawText(turn.content)})
+            messages.append(
+                {"role": "tool", "name": name, "content": PreRenderedJson(turn.content)}
+            )
             continue
         if turn.call is None:
             role = "system" if turn.role == "developer" else turn.role
@@ -108,7 +118,7 @@ def _template_messages(turns: Sequence[Turn], mark: str) -> list[dict[str, Any]]
             continue
         if turn.content and not turn.keeps_thinking:
             messages.append({"role": "assistant", "content": turn.content})
-        function = {"name": name, "arguments": RawText(turn.call.arguments)}
+        function = {"name": name, "arguments": PreRenderedJson(turn.call.arguments)}
         calls = [{"type": "function", "function": function}]
         request: dict[str, Any] = {"role": "assistant", "tool_calls": calls}
         thinking = turn.thinking + (mark + turn.content if turn.content else "")

@@ -48,7 +48,7 @@ void RouteToken(const RouteExpertsParams& params, int64_t token) {
     weights[rank] = std::exp(logits[ids[rank]] - highest);
     sum += weights[rank];
   }
-  if (!params.normalise) {
+  if (!params.normalize) {
     sum = 0;
     for (int expert = 0; expert < params.num_experts; ++expert) {
       sum += std::exp(logits[expert] - highest);

@@ -145,9 +145,9 @@ class CpuDevice final : public Device {
   void CombineExperts(const CombineExpertsParams& params) override {
     CpuCombineExperts(pool_, params);
   }
-  void ProcessKV(const ProcessKVParams& params) override { CpuProcessKV(kv_, pool_, params); }
-  void QuantiseBlocks(const QuantiseBlocksParams& params) override {
-    CpuQuantiseBlocks(kv_, pool_, params);
+  void WriteKv(const WriteKvParams& params) override { CpuWriteKv(kv_, pool_, params); }
+  void QuantizeBlocks(const QuantizeBlocksParams& params) override {
+    CpuQuantizeBlocks(kv_, pool_, params);
   }
   void FlattenKV(const FlattenKVParams& params) override { CpuFlattenKV(kv_, pool_, params); }
   void PrefillAttention(const AttentionParams& params) override {

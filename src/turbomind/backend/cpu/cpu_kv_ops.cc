@@ -28,16 +28,16 @@ KvHead HeadOf(const AttentionParams& p, int seq, int head) {
   return {&p.kv, p.batch.block_tables + seq * p.batch.block_table_stride, head};
 }
 
-KvHead HotHeadOf(const AttentionParams& p, int seq, int head) {
-  if (p.hot.data == nullptr) {
+KvHead Window16HeadOf(const AttentionParams& p, int seq, int head) {
+  if (p.window16.data == nullptr) {
     return {};
   }
-  return {&p.hot, p.batch.hot_tables + seq * p.batch.block_table_stride, head};
+  return {&p.window16, p.batch.window16_tables + seq * p.batch.block_table_stride, head};
 }
 
-float Factor(const KvLayerView& kv, KvSide side, int head) {
-  const float* g = kv.g[static_cast<int>(side)];
-  return g != nullptr ? g[head] : 1.f;
+float GlobalScale(const KvLayerView& kv, KvSide side, int head) {
+  const float* global_scale = kv.global_scale[static_cast<int>(side)];
+  return global_scale != nullptr ? global_scale[head] : 1.f;
 }
 
 // One row of a block, and its metadata where the mode has any.
@@ -100,10 +100,11 @@ CpuKvKernels CpuKvKernelsFor(std::string_view isa) {
   return kernels;
 }
 
-void CpuProcessKV(const CpuKvKernels& kernels, ThreadPool& pool, const ProcessKVParams& params) {
+void CpuWriteKv(const CpuKvKernels& kernels, ThreadPool& pool, const WriteKvParams& params) {
   constexpr int64_t kHeadsPerItem = 8;
   const BatchView& batch = params.batch;
-  const int32_t* const tables = params.hot.data != nullptr ? batch.hot_tables : batch.block_tables;
+  const int32_t* const tables =
+      params.window16.data != nullptr ? batch.window16_tables : batch.block_tables;
   const int kv_heads = params.kv.kv_heads;
   const std::span starts(batch.cu_seqlens, static_cast<size_t>(batch.num_seqs) + 1);
   const int64_t num_heads = static_cast<int64_t>(batch.num_tokens) * kv_heads;
@@ -113,7 +114,7 @@ void CpuProcessKV(const CpuKvKernels& kernels, ThreadPool& pool, const ProcessKV
     RowCounts found;
     const int64_t end = std::min(num_heads, (item + 1) * kHeadsPerItem);
     for (int64_t i = item * kHeadsPerItem; i < end; ++i) {
-      ProcessHeadArgs args;
+      WriteHeadArgs args;
       args.params = &params;
       args.token = static_cast<int>(i / kv_heads);
       args.head = static_cast<int>(i % kv_heads);
@@ -121,7 +122,7 @@ void CpuProcessKV(const CpuKvKernels& kernels, ThreadPool& pool, const ProcessKV
       const int position = batch.positions[args.token];
       args.block = table[position / params.kv.block_seq_len];
       args.slot = position % params.kv.block_seq_len;
-      const RowCounts counts = kernels.process_head(args);
+      const RowCounts counts = kernels.write_head(args);
       found.nonfinite += counts.nonfinite;
       found.clipped += counts.clipped;
     }
@@ -136,29 +137,31 @@ void CpuProcessKV(const CpuKvKernels& kernels, ThreadPool& pool, const ProcessKV
   AddTo(params.num_clipped, num_clipped.load());
 }
 
-void CpuQuantiseBlocks(const CpuKvKernels& kernels, ThreadPool& pool,
-                       const QuantiseBlocksParams& params) {
+void CpuQuantizeBlocks(const CpuKvKernels& kernels, ThreadPool& pool,
+                       const QuantizeBlocksParams& params) {
   const KvLayerView& kv = params.kv;
-  const KvLayerView& hot = params.hot;
-  const int64_t num_items = static_cast<int64_t>(params.num_moves) * kv.kv_heads * 2;
+  const KvLayerView& window16 = params.window16;
+  const int64_t num_items = static_cast<int64_t>(params.num_to_quantize) * kv.kv_heads * 2;
   pool.ParallelFor(num_items, [&](int64_t item, int) {
     const KvSide side = item % 2 == 0 ? KvSide::kK : KvSide::kV;
     const int s = static_cast<int>(side);
     const int head = static_cast<int>(item / 2 % kv.kv_heads);
-    const BlockMove& move = params.moves[item / 2 / kv.kv_heads];
-    if (kv.mode[s] == KvCacheMode::kNone) {
-      std::memcpy(kv.Payload(side, move.cold, head), hot.Payload(side, move.hot, head),
+    const PendingQuantization& pending = params.blocks_to_quantize[item / 2 / kv.kv_heads];
+    if (kv.format[s] == KvCacheMode::kNone) {
+      std::memcpy(kv.Payload(side, pending.quantized, head),
+                  window16.Payload(side, pending.window16, head),
                   static_cast<size_t>(kv.row_bytes[s]) * kv.block_seq_len);
       return;
     }
-    const RowFormat from = {KvCacheMode::kNone, hot.head_dim, hot.dtype, 1.f, false};
-    const RowFormat to = {kv.mode[s], kv.head_dim, kv.dtype, Factor(kv, side, head),
+    const RowFormat from = {KvCacheMode::kNone, window16.head_dim, window16.dtype, 1.f, false};
+    const RowFormat to = {kv.format[s], kv.head_dim, kv.dtype, GlobalScale(kv, side, head),
                           params.search_scales};
     float row[kMaxHeadDim];
     int clipped = 0;
     for (int slot = 0; slot < kv.block_seq_len; ++slot) {
-      kernels.decode_row(from, FindRow(hot, side, head, move.hot, slot).payload, nullptr, row);
-      const RowAt at = FindRow(kv, side, head, move.cold, slot);
+      kernels.decode_row(from, FindRow(window16, side, head, pending.window16, slot).payload,
+                         nullptr, row);
+      const RowAt at = FindRow(kv, side, head, pending.quantized, slot);
       // NaN and infinities were counted before.
       clipped += kernels.encode_row(to, row, at.payload, at.metadata).clipped;
     }
@@ -181,17 +184,19 @@ void CpuFlattenKV(const CpuKvKernels& kernels, ThreadPool& pool, const FlattenKV
                  item / 2 * static_cast<int64_t>(params.max_len) * head_dim;
     for (int t = 0; t < context; ++t, out += head_dim) {
       const int index = t / params.kv.block_seq_len;
-      const bool is_hot = params.hot.data != nullptr && params.rule.IsHot(index, context - 1);
-      const KvLayerView& kv = is_hot ? params.hot : params.kv;
-      const int64_t block = (is_hot ? batch.hot_tables : batch.block_tables)[row + index];
+      const bool is_in_window16 =
+          params.window16.data != nullptr && params.rule.IsInWindow16(index, context - 1);
+      const KvLayerView& kv = is_in_window16 ? params.window16 : params.kv;
+      const int64_t block =
+          (is_in_window16 ? batch.window16_tables : batch.block_tables)[row + index];
       if (block < 0) {
         std::fill_n(out, head_dim, 0.f);
         continue;
       }
       const RowAt at = FindRow(kv, side, head, block, t % kv.block_seq_len);
-      kernels.decode_row(
-          {kv.mode[static_cast<int>(side)], head_dim, kv.dtype, Factor(kv, side, head), false},
-          at.payload, at.metadata, out);
+      kernels.decode_row({kv.format[static_cast<int>(side)], head_dim, kv.dtype,
+                          GlobalScale(kv, side, head), false},
+                         at.payload, at.metadata, out);
     }
   });
 }
@@ -222,7 +227,7 @@ void CpuPrefillAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScr
     const int64_t token = batch.cu_seqlens[seq] + first;
     PrefillRowsArgs args;
     args.kv = HeadOf(params, seq, head);
-    args.hot = HotHeadOf(params, seq, head);
+    args.window16 = Window16HeadOf(params, seq, head);
     args.rule = params.rule;
     args.q = params.q + token * params.q_stride + static_cast<int64_t>(head) * group * kv.head_dim;
     args.q_stride = params.q_stride;
@@ -248,10 +253,10 @@ void CpuPrefillAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScr
 
 namespace {
 
-// Splits are handed out in runs of neighbours: short enough to balance the threads, long enough to
+// Splits are handed out in runs of neighbors: short enough to balance the threads, long enough to
 // read ahead and to prepare a query for several.
 constexpr int kRunsPerThread = 8;
-constexpr int64_t kMostSplitsPerRun = 16;
+constexpr int64_t kMaxSplitsPerRun = 16;
 
 // Those of the splits [first, *last) that are of the first one's sequence and head; *last becomes
 // where they end. `starts` as in CpuDecodeAttention.
@@ -269,7 +274,7 @@ DecodeSplitsArgs DecodeArgs(const AttentionParams& params, const std::vector<int
   const int64_t split = begin / kSplitTokens + local % num_splits;
   DecodeSplitsArgs args;
   args.kv = HeadOf(params, seq, head);
-  args.hot = HotHeadOf(params, seq, head);
+  args.window16 = Window16HeadOf(params, seq, head);
   args.rule = params.rule;
   args.group = params.q_heads / kv.kv_heads;
   args.q = params.q + batch.cu_seqlens[seq] * params.q_stride +
@@ -303,7 +308,7 @@ void CpuDecodeAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScra
   float* const states = memory.Get(starts.back() * split_stride);
   const int64_t total = starts.back();
   const int64_t run =
-      std::clamp(total / (pool.num_threads() * kRunsPerThread), int64_t{1}, kMostSplitsPerRun);
+      std::clamp(total / (pool.num_threads() * kRunsPerThread), int64_t{1}, kMaxSplitsPerRun);
   pool.ParallelFor((total + run - 1) / run, [&](int64_t i, int) {
     const int64_t end = std::min(total, (i + 1) * run);
     for (int64_t first = i * run; first < end;) {
@@ -329,7 +334,7 @@ void CpuDecodeAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScra
       const int64_t row = batch.cu_seqlens[seq] * static_cast<int64_t>(params.q_heads) + q_head;
       args.sink_shift = params.softmax_scale * params.q_dot_mean[row];
     }
-    args.value_factor = params.hot.data != nullptr ? 1.f : Factor(kv, KvSide::kV, head);
+    args.value_scale = params.window16.data != nullptr ? 1.f : GlobalScale(kv, KvSide::kV, head);
     args.out =
         params.out +
         (batch.cu_seqlens[seq] * static_cast<int64_t>(params.q_heads) + q_head) * kv.head_dim;
@@ -354,19 +359,20 @@ struct RowSizes {
 };
 
 RowSizes CheckRows(const CodecRows& shape) {
-  const bool fp4 = shape.mode == KvCacheMode::kFp4Mx || shape.mode == KvCacheMode::kFp4Nv;
+  const bool fp4 = shape.format == KvCacheMode::kFp4Mx || shape.format == KvCacheMode::kFp4Nv;
   const int multiple = fp4 ? 16 : 2;
   if (shape.head_dim <= 0 || shape.head_dim % multiple != 0) {
     throw InvalidArgument("head_dim: got " + std::to_string(shape.head_dim) + ", " +
-                          ToString(shape.mode) + " needs a positive multiple of " +
+                          ToString(shape.format) + " needs a positive multiple of " +
                           std::to_string(multiple));
   }
-  if (!(shape.g > 0.f) || !std::isfinite(shape.g)) {
-    throw InvalidArgument("g: got " + std::to_string(shape.g) + ", want a positive finite factor");
+  if (!(shape.global_scale > 0.f) || !std::isfinite(shape.global_scale)) {
+    throw InvalidArgument("global_scale: got " + std::to_string(shape.global_scale) +
+                          ", want a positive finite factor");
   }
-  return {
-      block::RowBytes(shape.mode, shape.head_dim, shape.dtype),
-      block::ParamBytes(shape.mode, shape.dtype) + block::ScaleBytes(shape.mode, shape.head_dim)};
+  return {block::RowBytes(shape.format, shape.head_dim, shape.dtype),
+          block::ParamBytes(shape.format, shape.dtype) +
+              block::ScaleBytes(shape.format, shape.head_dim)};
 }
 
 }  // namespace
@@ -374,12 +380,13 @@ RowSizes CheckRows(const CodecRows& shape) {
 int64_t EncodeRows(const CpuKvKernels& kernels, const CodecRows& shape, const float* rows,
                    uint8_t* payload, uint8_t* metadata) {
   const RowSizes sizes = CheckRows(shape);
-  const RowFormat format = {shape.mode, shape.head_dim, shape.dtype, shape.g, shape.search};
+  const RowFormat row_format = {shape.format, shape.head_dim, shape.dtype, shape.global_scale,
+                                shape.search};
   int64_t num_nonfinite = 0;
   for (int64_t i = 0; i < shape.num_rows; ++i) {
     num_nonfinite += kernels
-                         .encode_row(format, rows + i * shape.head_dim, payload + i * sizes.payload,
-                                     metadata + i * sizes.metadata)
+                         .encode_row(row_format, rows + i * shape.head_dim,
+                                     payload + i * sizes.payload, metadata + i * sizes.metadata)
                          .nonfinite;
   }
   return num_nonfinite;
@@ -388,9 +395,10 @@ int64_t EncodeRows(const CpuKvKernels& kernels, const CodecRows& shape, const fl
 void DecodeRows(const CpuKvKernels& kernels, const CodecRows& shape, const uint8_t* payload,
                 const uint8_t* metadata, float* rows) {
   const RowSizes sizes = CheckRows(shape);
-  const RowFormat format = {shape.mode, shape.head_dim, shape.dtype, shape.g, false};
+  const RowFormat row_format = {shape.format, shape.head_dim, shape.dtype, shape.global_scale,
+                                false};
   for (int64_t i = 0; i < shape.num_rows; ++i) {
-    kernels.decode_row(format, payload + i * sizes.payload, metadata + i * sizes.metadata,
+    kernels.decode_row(row_format, payload + i * sizes.payload, metadata + i * sizes.metadata,
                        rows + i * shape.head_dim);
   }
 }

@@ -20,9 +20,9 @@ namespace turbomind {
 // (AvailableCpuIsas). Throws InvalidArgument for another name.
 CpuKvKernels CpuKvKernelsFor(std::string_view isa);
 
-void CpuProcessKV(const CpuKvKernels& kernels, ThreadPool& pool, const ProcessKVParams& params);
-void CpuQuantiseBlocks(const CpuKvKernels& kernels, ThreadPool& pool,
-                       const QuantiseBlocksParams& params);
+void CpuWriteKv(const CpuKvKernels& kernels, ThreadPool& pool, const WriteKvParams& params);
+void CpuQuantizeBlocks(const CpuKvKernels& kernels, ThreadPool& pool,
+                       const QuantizeBlocksParams& params);
 void CpuFlattenKV(const CpuKvKernels& kernels, ThreadPool& pool, const FlattenKVParams& params);
 
 // Working memory of the attention ops, kept from call to call: taken and given back in each, it
@@ -54,17 +54,17 @@ void CpuDecodeAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScra
 
 // Rows without a cache around them, for tests and reports.
 struct CodecRows {
-  KvCacheMode mode = KvCacheMode::kNone;
+  KvCacheMode format = KvCacheMode::kNone;
   DataType dtype = DataType::kBFloat16;
-  float g = 1.f;
+  float global_scale = 1.f;
   int64_t num_rows = 0;
   int head_dim = 0;
   bool search = false;  // FP4 scales by least squared error
 };
 // rows [num_rows, head_dim] → payload [num_rows, block::RowBytes] and metadata [num_rows,
 // block::ParamBytes + block::ScaleBytes]. Returns the number of NaN and infinite values. Throws
-// InvalidArgument for a head_dim that the mode cannot store and for a factor g that is not positive
-// and finite.
+// InvalidArgument for a head_dim that the mode cannot store and for a factor global_scale that is
+// not positive and finite.
 int64_t EncodeRows(const CpuKvKernels& kernels, const CodecRows& shape, const float* rows,
                    uint8_t* payload, uint8_t* metadata);
 void DecodeRows(const CpuKvKernels& kernels, const CodecRows& shape, const uint8_t* payload,

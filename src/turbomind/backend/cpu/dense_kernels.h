@@ -11,7 +11,7 @@
 namespace turbomind {
 
 // Up to kPanelRows rows of activations → one panel (packed_layout.h). Rounds to BF16, not at all,
-// or for quantised weights to 16 bits with an FP32 scale per block of 32, stored as two int8
+// or for quantized weights to 16 bits with an FP32 scale per block of 32, stored as two int8
 // halves: one int8 pass adds a KL divergence of 3e-3 to 4e-3 to SmolLM2, two add less than 1e-6. A
 // block with NaN or an infinity gets the scale NaN.
 struct PackPanelArgs {

@@ -26,11 +26,11 @@ struct KvHead {
   int head = 0;
 };
 
-// Neighbouring splits of one query token: all query heads of a KV head.
+// Neighboring splits of one query token: all query heads of a KV head.
 struct DecodeSplitsArgs {
   KvHead kv;
-  KvHead hot;  // layer null where nothing is hot
-  HotRule rule;
+  KvHead window16;  // layer null where there is no 16-bit window
+  PrecisionWindow rule;
   int position = 0;          // of the token
   const float* q = nullptr;  // [group, head_dim]
   int group = 0;
@@ -49,15 +49,15 @@ struct MergeSplitsArgs {
   int head_dim = 0;
   const float* sink = nullptr;  // one logit or null
   float sink_shift = 0.f;       // what the sink is lowered by
-  float value_factor = 1.f;
+  float value_scale = 1.f;
   float* out = nullptr;  // [head_dim]
 };
 
 // A run of new tokens of one sequence: all query heads of a KV head.
 struct PrefillRowsArgs {
   KvHead kv;
-  KvHead hot;  // layer null where nothing is hot
-  HotRule rule;
+  KvHead window16;  // layer null where there is no 16-bit window
+  PrecisionWindow rule;
   const float* q = nullptr;  // first token's [group, head_dim]
   int64_t q_stride = 0;      // floats between tokens
   float* out = nullptr;      // first token's [group, head_dim]
@@ -78,20 +78,20 @@ struct PrefillRowsArgs {
 
 // K and V of one token and kv head: bias, norm, RoPE, mean and rotation of the head and of its
 // query heads, then the write.
-struct ProcessHeadArgs {
-  const ProcessKVParams* params = nullptr;
+struct WriteHeadArgs {
+  const WriteKvParams* params = nullptr;
   int token = 0;
   int head = 0;
-  int64_t block = 0;  // of the hot pool where there is one
+  int64_t block = 0;  // of the 16-bit pool where there is one
   int slot = 0;       // inside the block
 };
 
 // How one row of n values is stored (docs/kv_cache.md).
 struct RowFormat {
-  KvCacheMode mode = KvCacheMode::kNone;
+  KvCacheMode format = KvCacheMode::kNone;
   int n = 0;
   DataType dtype = DataType::kBFloat16;
-  float g = 1.f;
+  float global_scale = 1.f;
   bool search = false;  // FP4 scales by least squared error
 };
 
@@ -106,7 +106,7 @@ struct CpuKvKernels {
   void (*merge_splits)(const MergeSplitsArgs&) = nullptr;
   void (*prefill_rows)(const PrefillRowsArgs&) = nullptr;
   // Returns the counts of K and V.
-  RowCounts (*process_head)(const ProcessHeadArgs&) = nullptr;
+  RowCounts (*write_head)(const WriteHeadArgs&) = nullptr;
   // One row ↔ payload and metadata.
   RowCounts (*encode_row)(const RowFormat&, const float* row, uint8_t* payload,
                           uint8_t* metadata) = nullptr;

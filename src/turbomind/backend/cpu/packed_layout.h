@@ -20,7 +20,7 @@
 // it has (those for matrix tiles: isa/amx/linear.h). A step of a panel:
 //   kF32   float[R]
 //   kBF16  bf16[R][2]
-//   quantised  int8[R][2][32], float d[R], then int32 -zero_point * sum[R] or, kQ4_1, float
+//   quantized  int8[R][2][32], float d[R], then int32 -zero_point * sum[R] or, kQ4_1, float
 //   d*sum[R];
 //              an activation is (256 * high + low) * d: the high bytes of a row, then the low ones
 //              (with AVX2 and kQ8_0 as int16 pairs: isa/linear/linear_avx2.h)

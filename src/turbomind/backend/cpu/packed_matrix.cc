@@ -24,7 +24,7 @@ uint16_t FlushSubnormal(uint16_t bf16) {
   return (bf16 & 0x7f80) == 0 ? static_cast<uint16_t>(bf16 & 0x8000) : bf16;
 }
 
-// Lane `lane` of a tile from one quantised row of the source.
+// Lane `lane` of a tile from one quantized row of the source.
 void PackQuantRow(const MatrixSource& source, int64_t row, int lane, uint8_t* tile) {
   const MatrixFormat format = source.format;
   const uint8_t* block = SourceRow(source, row);
@@ -87,7 +87,7 @@ void CopyBytes(ThreadPool& pool, const void* from, int64_t num_bytes, uint8_t* t
   });
 }
 
-constexpr size_t kLeastForHugePages = size_t{16} << 20;
+constexpr size_t kMinForHugePages = size_t{16} << 20;
 
 void* ReservePages(size_t num_bytes) {
   if (num_bytes == 0) {
@@ -98,7 +98,7 @@ void* ReservePages(size_t num_bytes) {
   if (memory == MAP_FAILED) {
     throw std::bad_alloc();
   }
-  if (num_bytes >= kLeastForHugePages) {
+  if (num_bytes >= kMinForHugePages) {
     madvise(memory, num_bytes, MADV_HUGEPAGE);  // a hint: failure costs only speed
   }
   return memory;

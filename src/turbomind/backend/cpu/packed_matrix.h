@@ -56,7 +56,7 @@ class CpuMatrix : public PackedMatrix {
   // kMxfp4Split: the scales of a tile's outputs; else null.
   virtual const uint8_t* tile_scales(int64_t /*index*/) const { return nullptr; }
 
-  // Dequantises one row. REQUIRES: row in [0, rows).
+  // Dequantizes one row. REQUIRES: row in [0, rows).
   virtual void ReadRow(int64_t row, float* out) const = 0;
 };
 

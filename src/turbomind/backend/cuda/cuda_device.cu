@@ -21,7 +21,7 @@
 namespace turbomind::cuda {
 namespace {
 
-constexpr int kLeastSm = 80;  // cp.async, mma.m16n8k16 of BF16
+constexpr int kMinSm = 80;  // cp.async, mma.m16n8k16 of BF16
 
 GpuProperties Resolve(int gpu) {
   std::string why;
@@ -31,7 +31,7 @@ GpuProperties Resolve(int gpu) {
                           (count == 0 ? why : "there are " + std::to_string(count)));
   }
   GpuProperties properties = PropertiesOf(gpu);
-  if (properties.sm < kLeastSm) {
+  if (properties.sm < kMinSm) {
     throw InvalidArgument("CUDA device " + std::to_string(gpu) + ": " + properties.name +
                           " has compute capability " + std::to_string(properties.sm / 10) + "." +
                           std::to_string(properties.sm % 10) + ", want 8.0 or newer");
@@ -105,11 +105,11 @@ class CudaDevice final : public Device {
         arrays_(stream_),
         graphs_(stream_),
         planner_(context_),
-        draws_(stream_),
+        samplings_(stream_),
         pool_(options.num_threads),
         uploader_(stream_, pool_),
         matrix_memory_(properties_.matrix_piece_bytes),
-        linear_(LoadCublasLt(options, &products_)) {}
+        linear_(LoadCublasLt(options, &gemm_backend_)) {}
 
   ~CudaDevice() override { UseGpuToFree(gpu_); }
 
@@ -123,7 +123,7 @@ class CudaDevice final : public Device {
     FindDecodeVariant(layer, 1, properties_);  // prefill has the same head_dims and dtypes
   }
 
-  std::string products() const override { return products_; }
+  std::string gemm_backend() const override { return gemm_backend_; }
 
   void* Reserve(size_t num_bytes) override {
     if (num_bytes == 0) {
@@ -194,10 +194,8 @@ class CudaDevice final : public Device {
   void CombineExperts(const CombineExpertsParams& params) override {
     CudaCombineExperts(context_, params);
   }
-  void ProcessKV(const ProcessKVParams& params) override {
-    CudaProcessKV(context_, WithBatch(params));
-  }
-  void QuantiseBlocks(const QuantiseBlocksParams& params) override;
+  void WriteKv(const WriteKvParams& params) override { CudaWriteKv(context_, WithBatch(params)); }
+  void QuantizeBlocks(const QuantizeBlocksParams& params) override;
   void FlattenKV(const FlattenKVParams& params) override {
     CudaFlattenKV(context_, WithBatch(params));
   }
@@ -217,7 +215,7 @@ class CudaDevice final : public Device {
     CudaArgMaxRows(context_, params);
     return true;
   }
-  bool DrawRows(const DrawRowsParams& params) override;
+  bool SampleRows(const SampleRowsParams& params) override;
 
  private:
   template <class Params>
@@ -235,30 +233,32 @@ class CudaDevice final : public Device {
   StepArrays arrays_;
   StepGraphs graphs_;
   DecodePlanner planner_;
-  MirroredBytes draws_;
+  MirroredBytes samplings_;
   ThreadPool pool_;
   Uploader uploader_;
   MatrixMemory matrix_memory_;
-  std::string products_;
+  std::string gemm_backend_;
   CudaLinear linear_;
   int64_t num_released_ = 0;  // what is recorded may hold such addresses
   PinnedBuffer read_back_;
 };
 
-void CudaDevice::QuantiseBlocks(const QuantiseBlocksParams& params) {
-  QuantiseBlocksParams p = params;
-  const std::span<const BlockMove> moves = arrays_.OnGpu(params.moves);
-  p.moves = moves.data();
-  p.num_moves = static_cast<int>(moves.size());
-  CudaQuantiseBlocks(context_, p);
+void CudaDevice::QuantizeBlocks(const QuantizeBlocksParams& params) {
+  QuantizeBlocksParams p = params;
+  const std::span<const PendingQuantization> blocks_to_quantize =
+      arrays_.OnGpu(params.blocks_to_quantize);
+  p.blocks_to_quantize = blocks_to_quantize.data();
+  p.num_to_quantize = static_cast<int>(blocks_to_quantize.size());
+  CudaQuantizeBlocks(context_, p);
 }
 
-bool CudaDevice::DrawRows(const DrawRowsParams& params) {
-  const size_t num_bytes = static_cast<size_t>(params.num_draws) * sizeof(RowDraw);
-  draws_.Reserve(num_bytes);
-  std::copy_n(params.draws, params.num_draws, reinterpret_cast<RowDraw*>(draws_.host()));
-  draws_.Upload(num_bytes);
-  CudaDrawRows(context_, params, reinterpret_cast<const RowDraw*>(draws_.gpu()));
+bool CudaDevice::SampleRows(const SampleRowsParams& params) {
+  const size_t num_bytes = static_cast<size_t>(params.num_samplings) * sizeof(RowSampling);
+  samplings_.Reserve(num_bytes);
+  std::copy_n(params.samplings, params.num_samplings,
+              reinterpret_cast<RowSampling*>(samplings_.host()));
+  samplings_.Upload(num_bytes);
+  CudaSampleRows(context_, params, reinterpret_cast<const RowSampling*>(samplings_.gpu()));
   return true;
 }
 

@@ -162,14 +162,14 @@ def test_any_tokenizer_gives_the_same(tiny: Tokenizer, o200k: Vocabulary, answer
 def stream(tokenizer: Any, ids: list[int], cut: int) -> Delta:
     """Two pieces, joined as a client joins them."""
     parser = HarmonyParser(tokenizer)
-    pieces = [Delta(), Delta()]
+    chunks = [Delta(), Delta()]
     for position, token in enumerate(ids):
-        pieces[position >= cut].add(parser.push(token))
-    pieces[1].add(parser.finish())
+        chunks[position >= cut].add(parser.push(token))
+    chunks[1].add(parser.finish())
     return Delta(
-        pieces[0].content + pieces[1].content,
-        pieces[0].reasoning + pieces[1].reasoning,
-        join_tool_calls(pieces[0].tool_calls + pieces[1].tool_calls),
+        chunks[0].content + chunks[1].content,
+        chunks[0].reasoning + chunks[1].reasoning,
+        join_tool_calls(chunks[0].tool_calls + chunks[1].tool_calls),
     )
 
 
@@ -274,15 +274,15 @@ NONSENSE = st.lists(st.sampled_from([*BYTES.names, *WORDS]), max_size=40).map(""
 def test_nonsense(ids: list[int]) -> None:
     """No exception, no special token in a text, and the first piece of a call has the name."""
     parser = HarmonyParser(BYTES)
-    pieces = [*(parser.push(token) for token in ids), parser.finish()]
-    calls = [part for piece in pieces for part in piece.tool_calls]
+    chunks = [*(parser.push(token) for token in ids), parser.finish()]
+    calls = [part for chunk in chunks for part in chunk.tool_calls]
     started: set[int] = set()
     for part in calls:
         assert (part.index not in started) == bool(part.function.name)
         started.add(part.index)
     whole = parse_answer(BYTES, ids)
-    assert "".join(piece.content for piece in pieces) == whole.content
-    assert "".join(piece.reasoning for piece in pieces) == whole.reasoning
+    assert "".join(chunk.content for chunk in chunks) == whole.content
+    assert "".join(chunk.reasoning for chunk in chunks) == whole.reasoning
     assert len(whole.tool_calls) == parser.num_tool_calls == len(started)
     visible = whole.content + whole.reasoning + "".join(str(call) for call in whole.tool_calls)
     assert not any(name in visible for name in BYTES.names)
@@ -303,7 +303,7 @@ class Asker:
         self, answer: str, config: GenerationConfig | None = None, *, per_step: int = 1
     ) -> list[Response]:
         self._answer = answer
-        self._engine.parts.core.tokens_per_step = per_step  # type: ignore[attr-defined]
+        self._engine.loaded.cpp_engine.tokens_per_step = per_step  # type: ignore[attr-defined]
         return list(self.pipe.stream_infer("Hi", config))
 
 
@@ -339,8 +339,8 @@ def test_every_step_size_gives_the_same(ask: Asker) -> None:
 
 def test_pieces_can_be_extended_as_well(ask: Asker) -> None:
     first, *rest = ask(CALL_ANSWER)
-    for piece in rest:
-        first.extend(piece)
+    for chunk in rest:
+        first.extend(chunk)
     wanted = join_pieces(ask(CALL_ANSWER))
     assert (first.text, first.reasoning_content) == (wanted.text, wanted.reasoning_content)
     assert pairs(first.tool_calls) == pairs(wanted.tool_calls)
@@ -363,7 +363,7 @@ def test_stop_words_are_of_the_content(ask: Asker) -> None:
 
 def test_a_grammar_is_of_the_final_channel(ask: Asker) -> None:
     """The prompt opens the channel, which a grammar could not."""
-    tokenizer = ask.pipe.engine.parts.tokenizer
+    tokenizer = ask.pipe.engine.loaded.tokenizer
     plain_ids = ask("x")[-1].input_token_len
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lmdeploy.chat.grammar.Grammars.token_mask", lambda *_: None)
@@ -373,8 +373,8 @@ def test_a_grammar_is_of_the_final_channel(ask: Asker) -> None:
         assert join_pieces(ask("to=", json_object)).text == "to="
     header = tokenizer.encode("<|channel|>final<|message|>", add_special=False)
     assert whole.input_token_len == plain_ids + len(header)
-    core: Any = ask.pipe.engine.parts.core
-    assert core.requests[-1].prompt[-len(header) :] == header
+    cpp_engine: Any = ask.pipe.engine.loaded.cpp_engine
+    assert cpp_engine.requests[-1].prompt[-len(header) :] == header
     text = join_pieces(ask(FINAL_ANSWER, GenerationConfig(response_format={"type": "text"})))
     assert text.reasoning_content == "Easy."
 
@@ -407,8 +407,8 @@ def test_options_of_the_template() -> None:
 @settings(max_examples=150, deadline=None)
 @given(answer=NONSENSE, limit=st.integers(1, 200))
 def test_nonsense_has_a_finish_reason(ask: Asker, answer: str, limit: int) -> None:
-    pieces = ask(answer, GenerationConfig(max_new_tokens=limit), per_step=16)
-    assert pieces[-1].finish_reason in ("stop", "length", "tool_calls")
+    chunks = ask(answer, GenerationConfig(max_new_tokens=limit), per_step=16)
+    assert chunks[-1].finish_reason in ("stop", "length", "tool_calls")
 
 
 def test_a_real_engine(tmp_path: Path) -> None:
@@ -419,9 +419,9 @@ def test_a_real_engine(tmp_path: Path) -> None:
     (folder / "chat_template.jinja").write_text(OWN_TEMPLATE)
     config = TurbomindEngineConfig(session_len=256, max_batch_size=2)
     engine = AsyncEngine.load(str(folder), config, tool_call_parser="gpt-oss", progress=False)
-    special = HarmonyTokens.of(engine.parts.tokenizer)
-    assert special.end not in engine.parts.eos_ids
-    assert {special.return_, special.call} <= set(engine.parts.eos_ids)
+    special = HarmonyTokens.of(engine.loaded.tokenizer)
+    assert special.end not in engine.loaded.eos_ids
+    assert {special.return_, special.call} <= set(engine.loaded.eos_ids)
     likely = dict.fromkeys((special.start, special.channel, special.message, special.end), 4.0)
     with Pipeline("x", engine=engine) as pipe:
         for seed in range(8):
@@ -430,7 +430,7 @@ def test_a_real_engine(tmp_path: Path) -> None:
             )
             whole = join_pieces(list(pipe.stream_infer("Hi", options)))
             assert whole.finish_reason in ("stop", "length", "tool_calls")
-            parts = parse_answer(engine.parts.tokenizer, whole.token_ids)
+            parts = parse_answer(engine.loaded.tokenizer, whole.token_ids)
             assert (whole.text, whole.reasoning_content or "") == (parts.content, parts.reasoning)
             assert pairs(whole.tool_calls) == pairs(parts.tool_calls)
 

@@ -132,8 +132,8 @@ def test_choose_format_rejects_unknown_names_and_excluded_parts() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_server_splits_answers_by_added_parsers(stream: bool) -> None:
     engine = make_engine(lambda _: ANSWER)
-    model = ModelInfo("thinker", engine.parts.tokenizer, "<call>")
-    engine.parts.chat_format = registry.choose_format(model)
+    model = ModelInfo("thinker", engine.loaded.tokenizer, "<call>")
+    engine.loaded.chat_format = registry.choose_format(model)
     with serving(engine) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         answer = client.chat.completions.create(
@@ -162,8 +162,8 @@ def test_server_splits_answers_by_added_parsers(stream: bool) -> None:
 def test_tool_choice_reaches_the_grammar_of_the_format() -> None:
     masks: list[Any] = []
     engine = make_engine(lambda _: ANSWER)
-    model = ModelInfo("llama", engine.parts.tokenizer, "<call>")
-    engine.parts.chat_format = registry.choose_format(model)
+    model = ModelInfo("llama", engine.loaded.tokenizer, "<call>")
+    engine.loaded.chat_format = registry.choose_format(model)
     grammars = type("Grammars", (), {"token_mask": lambda _, wanted: masks.append(wanted)})
     engine.new_grammars = grammars  # type: ignore[method-assign,assignment]
     with serving(engine) as url:

@@ -1,6 +1,6 @@
 #pragma once
 
-// ⑦ Decode attention over paged, quantised pools, for one query token per sequence.
+// ⑦ Decode attention over paged, quantized pools, for one query token per sequence.
 //
 // What a block owns: one item (a range of positions of one sequence, cut by decode_plan.h), one KV
 // head, up to kHeads of its query heads. Its warps take turns with tiles of kTileTokens positions,
@@ -13,7 +13,7 @@
 // at most; what is the same for all tiles is computed once (StageView).
 //
 // Products: Kᵀ tiles of 16 positions × 16 dimensions times a tile of 8 query heads (mma.m16n8k16);
-// a dequantised value serves all heads of the block. Dimensions may come in any order as long as
+// a dequantized value serves all heads of the block. Dimensions may come in any order as long as
 // queries come in the same. Values lie in shared memory as SideShape scatters them, against bank
 // conflicts.
 //
@@ -46,7 +46,7 @@ struct Query {
 // Of the heads from `first` on, counted from the block's first.
 template <class C>
 TM_DEVICE void LoadQuery(const DecodeTask<C>& task, int first, Query<C>* query) {
-  using F = Fragments<C::kKeyMode, C::kType>;
+  using F = Fragments<C::kKeyFormat, C::kType>;
   using Shape = typename C::KeyShape;
   constexpr int kPairs = F::kDims / 2;  // of a word
   const int head = first + task.at.g;
@@ -65,11 +65,11 @@ TM_DEVICE void LoadQuery(const DecodeTask<C>& task, int first, Query<C>* query) 
     }
     const uint32_t packed = F::kBFloat ? PackBFloat2(x[0], x[1]) : PackFiniteHalf2(x[0], x[1]);
     query->b[pair / 2][pair % 2] = packed;
-    if constexpr (IsInteger(C::kKeyMode)) {
+    if constexpr (IsInteger(C::kKeyFormat)) {
       sum += LowHalf(packed) + HighHalf(packed);
     }
   }
-  if constexpr (IsInteger(C::kKeyMode)) {
+  if constexpr (IsInteger(C::kKeyFormat)) {
     sum += ShuffleXor(sum, 1);
     sum += ShuffleXor(sum, 2);  // of head g, in its four lanes
     query->sum[0] = ShuffleTo(sum, 8 * task.at.t);
@@ -82,7 +82,7 @@ TM_DEVICE void LoadQuery(const DecodeTask<C>& task, int first, Query<C>* query) 
 template <class C>
 TM_DEVICE void ExpandKeys(const StageView& view, int stage, int row, int i, bool there,
                           uint32_t* pairs) {
-  using F = Fragments<C::kKeyMode, C::kType>;
+  using F = Fragments<C::kKeyFormat, C::kType>;
   using Shape = typename C::KeyShape;
   constexpr int kPiece = Shape::kKeyPiece;
   constexpr int kPairs = F::kDims / 2;
@@ -91,9 +91,9 @@ TM_DEVICE void ExpandKeys(const StageView& view, int stage, int row, int i, bool
   [[maybe_unused]] uint32_t scale = 0;  // of the piece's first group of 16 and its second
   if (there) {
     words = LoadShared<Words<4 * kPiece>>(view.key + stage + row * Shape::kRowBytes + 4 * word);
-    if constexpr (IsFp4(C::kKeyMode)) {
+    if constexpr (IsFp4(C::kKeyFormat)) {
       using Bytes = std::conditional_t<kPiece == 4, uint16_t, uint8_t>;
-      scale = ScalesOf<C::kKeyMode, F::kHardware, kPiece == 4>(
+      scale = ScalesOf<C::kKeyFormat, F::kHardware, kPiece == 4>(
           LoadShared<Bytes>(view.key_meta + stage + row * C::kScaleStride + word / 2));
     }
   }
@@ -104,7 +104,7 @@ TM_DEVICE void ExpandKeys(const StageView& view, int stage, int row, int i, bool
 #pragma unroll
     for (int p = 0; p < kPairs; ++p) {
       pairs[j * kPairs + p] = expanded[p];
-      if constexpr (IsFp4(C::kKeyMode)) {
+      if constexpr (IsFp4(C::kKeyFormat)) {
         pairs[j * kPairs + p] = MulHalf2(expanded[p], j < 2 ? LowTwice(scale) : HighTwice(scale));
       }
     }
@@ -121,7 +121,7 @@ using TileScores = float[C::kHeadTiles][C::kSubTiles][4];
 template <class C>
 TM_DEVICE void ScoreRows(const DecodeTask<C>& task, const Query<C> (&query)[C::kHeadTiles],
                          const StageView& view, int stage, int sub_tile, TileScores<C>& scores) {
-  using F = Fragments<C::kKeyMode, C::kType>;
+  using F = Fragments<C::kKeyFormat, C::kType>;
   using Shape = typename C::KeyShape;
   constexpr int kPiece = Shape::kKeyPiece;
   constexpr int kPairs = F::kDims / 2;
@@ -150,7 +150,7 @@ TM_DEVICE void ScoreRows(const DecodeTask<C>& task, const Query<C> (&query)[C::k
       }
     }
   }
-  if constexpr (IsInteger(C::kKeyMode)) {
+  if constexpr (IsInteger(C::kKeyFormat)) {
 #pragma unroll
     for (int x = 0; x < 2; ++x) {
       const IntParam param = LoadParam<C>(view.key_meta + stage + 4 * (16 * sub_tile + 8 * x));
@@ -191,7 +191,7 @@ struct ValueScales {
 template <class C>
 TM_DEVICE auto LoadValues(const char* from) {
   using Shape = typename C::ValueShape;
-  constexpr int kBits = Fragments<C::kValueMode, C::kType>::kBits;
+  constexpr int kBits = Fragments<C::kValueFormat, C::kType>::kBits;
   using Piece = Words<4 * Shape::kValuePiece>;
   if constexpr (Shape::kEighths || kBits == 16) {
     return LoadShared<Piece>(from);
@@ -205,11 +205,11 @@ TM_DEVICE auto LoadValues(const char* from) {
 // Of one group of 16 dimensions and the four positions of a lane; `from` is that of the first.
 template <class C>
 TM_DEVICE void LoadValueScales(const char* from, ValueScales<C>* scales) {
-  constexpr bool kHardware = Fragments<C::kValueMode, C::kType>::kHardware;
+  constexpr bool kHardware = Fragments<C::kValueFormat, C::kType>::kHardware;
 #pragma unroll
   for (int x = 0; x < 2; ++x) {
     const char* row = from + 8 * x * C::kScaleStride;
-    scales->scale[x] = ScalePair<C::kValueMode, kHardware>(
+    scales->scale[x] = ScalePair<C::kValueFormat, kHardware>(
         LoadShared<uint8_t>(row), LoadShared<uint8_t>(row + C::kScaleStride));
   }
 }
@@ -237,7 +237,7 @@ TM_DEVICE void LoadValueParams(const char* from, ValueScales<C>* scales) {
 template <class C>
 TM_DEVICE void AddValueWord(const uint32_t (&words)[4], const ValueScales<C>& scales, int i,
                             const Weights<C>& weights, WarpState<C>& state) {
-  using F = Fragments<C::kValueMode, C::kType>;
+  using F = Fragments<C::kValueFormat, C::kType>;
   using Shape = typename C::ValueShape;
   uint32_t pairs[2][F::kDims];
 #pragma unroll
@@ -245,9 +245,9 @@ TM_DEVICE void AddValueWord(const uint32_t (&words)[4], const ValueScales<C>& sc
     F::ExpandTokens(words[2 * x], words[2 * x + 1], pairs[x]);
 #pragma unroll
     for (int d = 0; d < Shape::kValueDims; ++d) {
-      if constexpr (IsFp4(C::kValueMode)) {
+      if constexpr (IsFp4(C::kValueFormat)) {
         pairs[x][d] = MulHalf2(pairs[x][d], scales.scale[x]);
-      } else if constexpr (IsInteger(C::kValueMode)) {
+      } else if constexpr (IsInteger(C::kValueFormat)) {
         pairs[x][d] = FmaHalf2(pairs[x][d], scales.scale[x], scales.zero[x]);
       }
     }
@@ -271,7 +271,7 @@ TM_DEVICE void AddValues(const StageView& view, int stage, int sub_tile, const W
   constexpr int kPiece = Shape::kValuePiece;
   constexpr int kOddRow = Shape::Slot(1) * Shape::kRowBytes;
   ValueScales<C> scales = {};
-  if constexpr (IsInteger(C::kValueMode)) {
+  if constexpr (IsInteger(C::kValueFormat)) {
     LoadValueParams<C>(view.value_meta + stage + 4 * 16 * sub_tile, &scales);
   }
 #pragma unroll
@@ -285,7 +285,7 @@ TM_DEVICE void AddValues(const StageView& view, int stage, int sub_tile, const W
     }
 #pragma unroll
     for (int j = 0; j < kPiece; ++j) {
-      if constexpr (IsFp4(C::kValueMode)) {
+      if constexpr (IsFp4(C::kValueFormat)) {
         if (j * Shape::kValueDims % 16 == 0) {
           LoadValueScales<C>(view.value_meta + stage + 16 * sub_tile * C::kScaleStride +
                                  Shape::ValueWordDim(0, i + j) / 16,
@@ -302,7 +302,7 @@ TM_DEVICE void AddValues(const StageView& view, int stage, int sub_tile, const W
 template <class C>
 TM_DEVICE void AddTile(const StageView& view, int stage, const TileScores<C>& weights,
                        WarpState<C>& state) {
-  constexpr bool kBFloat = Fragments<C::kValueMode, C::kType>::kBFloat;
+  constexpr bool kBFloat = Fragments<C::kValueFormat, C::kType>::kBFloat;
 #pragma unroll
   for (int u = 0; u < C::kSubTiles; ++u) {
     Weights<C> b;
@@ -319,22 +319,22 @@ TM_DEVICE void AddTile(const StageView& view, int stage, const TileScores<C>& we
 // Scores of a head tile → weights 2^(score - m) in `scores`; o and l are lowered where m moves.
 template <class C>
 TM_DEVICE void UpdateSoftmax(float scale, float (&scores)[C::kSubTiles][4], HeadState<C>* state) {
-  float most[2] = {scores[0][0], scores[0][1]};
+  float max_value[2] = {scores[0][0], scores[0][1]};
 #pragma unroll
   for (int u = 0; u < C::kSubTiles; ++u) {
-    most[0] = fmaxf(most[0], fmaxf(scores[u][0], scores[u][2]));
-    most[1] = fmaxf(most[1], fmaxf(scores[u][1], scores[u][3]));
+    max_value[0] = fmaxf(max_value[0], fmaxf(scores[u][0], scores[u][2]));
+    max_value[1] = fmaxf(max_value[1], fmaxf(scores[u][1], scores[u][3]));
   }
-  most[0] *= scale;
-  most[1] *= scale;
-  if (AnyInWarp(most[0] > state->m[0] + kLazyMax || most[1] > state->m[1] + kLazyMax)) {
+  max_value[0] *= scale;
+  max_value[1] *= scale;
+  if (AnyInWarp(max_value[0] > state->m[0] + kLazyMax || max_value[1] > state->m[1] + kLazyMax)) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
       for (int mask = 4; mask < 32; mask *= 2) {
-        most[h] = fmaxf(most[h], ShuffleXor(most[h], mask));
+        max_value[h] = fmaxf(max_value[h], ShuffleXor(max_value[h], mask));
       }
-      const float m = fmaxf(state->m[h], most[h]);
+      const float m = fmaxf(state->m[h], max_value[h]);
       const float factor = Exp2Approx(state->m[h] - m);
       state->m[h] = m;
       state->l[h] *= factor;
@@ -420,8 +420,8 @@ TM_DEVICE void ReadItem(const DecodeTask<C>& task, WarpState<C>& state) {
   for (int n = 0; n < C::kHeadTiles; ++n) {
     LoadQuery<C>(task, n * kHeadTile, &query[n]);
   }
-  const float scale = p.softmax_scale * kLog2E * Fragments<C::kKeyMode, C::kType>::kUnit *
-                      HeadFactor(p.kv.g[0], task.kv_head);
+  const float scale = p.softmax_scale * kLog2E * Fragments<C::kKeyFormat, C::kType>::kUnit *
+                      HeadScale(p.kv.global_scale[0], task.kv_head);
   int stage = 0;
   int free = kAhead * C::kStageBytes;
 #pragma unroll 1
@@ -485,9 +485,9 @@ TM_DEVICE void MergeWarps(const DecodeTask<C>& task, const WarpState<C>& state) 
   SyncBlock();
   const DecodeParams& p = task.params;
   const float factor =
-      Fragments<C::kValueMode, C::kType>::kUnit * HeadFactor(p.kv.g[1], task.kv_head);
+      Fragments<C::kValueFormat, C::kType>::kUnit * HeadScale(p.kv.global_scale[1], task.kv_head);
   for (int head = at.warp; head < task.num_heads; head += C::kWarps) {
-    float m = kLeastMax;
+    float m = kMinRowMax;
     for (int w = 0; w < C::kWarps; ++w) {
       m = fmaxf(m, LoadShared<float>(merged_ml + 2 * (w * C::kHeads + head)));
     }
@@ -538,7 +538,7 @@ __global__ void __launch_bounds__(32 * C::kWarps, C::kBlocksPerSm)
   WarpState<C> state = {};
 #pragma unroll
   for (int n = 0; n < C::kHeadTiles; ++n) {
-    state[n].m[0] = state[n].m[1] = kLeastMax;
+    state[n].m[0] = state[n].m[1] = kMinRowMax;
   }
   ReadItem<C>(task, state);
   SyncBlock();  // the rings make room for the results

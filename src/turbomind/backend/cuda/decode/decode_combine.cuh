@@ -39,7 +39,7 @@ struct alignas(16) Floats4 {
 // Of a warp's partials: their largest m, and o and l relative to it.
 template <int kVectors>
 struct CombineState {
-  float m = kLeastMax;
+  float m = kMinRowMax;
   float l = 0.f;
   Floats4 o[kVectors];
 

@@ -160,8 +160,8 @@ TM_DEVICE void LoadTile(const TileSources& from, int lane, TilePlace place, cons
 template <class C>
 TM_DEVICE void ClearValues(char* stage, int row) {
   using Shape = typename C::ValueShape;
-  if constexpr (IsFp4(C::kValueMode)) {
-    constexpr uint8_t kFinite = C::kValueMode == KvCacheMode::kFp4Mx ? kMxLeast : 0;
+  if constexpr (IsFp4(C::kValueFormat)) {
+    constexpr uint8_t kFinite = C::kValueFormat == KvCacheMode::kFp4Mx ? kMxMinByte : 0;
     char* scales = stage + C::kScalesAt + row * C::kScaleStride + C::KeyShape::kScaleBytes;
 #pragma unroll 1
     for (int i = 0; i < Shape::kScaleBytes; ++i) {

@@ -23,8 +23,8 @@ int BlocksPerItem(int kv_heads, int q_heads, int heads) {
 // So that a sequence of average length is merged in one round.
 int WarpsPerRow(int64_t num_partials, int num_seqs) {
   const int64_t warps = CeilDiv(num_partials, int64_t{num_seqs} * kCombineAhead);
-  const auto most = static_cast<int64_t>(kCombineWarps);
-  return static_cast<int>(std::bit_ceil(static_cast<uint64_t>(std::min(warps, most))));
+  const auto max_value = static_cast<int64_t>(kCombineWarps);
+  return static_cast<int>(std::bit_ceil(static_cast<uint64_t>(std::min(warps, max_value))));
 }
 
 size_t Aligned(size_t num_bytes) { return (num_bytes + kAlignment - 1) / kAlignment * kAlignment; }
@@ -42,12 +42,12 @@ size_t BytesOf(const DecodePlanner::Plan& plan, int num_seqs) {
   const auto bytes = [](int64_t size, size_t of) {
     return Aligned(static_cast<size_t>(size) * of);
   };
-  return bytes(num_seqs + 1, sizeof(int32_t)) + bytes(plan.num_cold, sizeof(DecodeItem)) +
-         bytes(plan.num_hot, sizeof(DecodeItem));
+  return bytes(num_seqs + 1, sizeof(int32_t)) + bytes(plan.num_quantized, sizeof(DecodeItem)) +
+         bytes(plan.num_window16, sizeof(DecodeItem));
 }
 
-LayerRule RuleOf(int window, const HotRule& hot) {
-  return {window, hot.enabled() ? hot : HotRule{}};
+LayerRule RuleOf(int window, const PrecisionWindow& window16) {
+  return {window, window16.enabled() ? window16 : PrecisionWindow{}};
 }
 
 }  // namespace
@@ -66,9 +66,9 @@ DecodePlanner::Plan DecodePlanner::Measure(const StepGroup& group, int q_heads) 
   const int slots =
       kSlotsPerSm * context_.gpu.num_sms / BlocksPerItem(group.kv_heads, q_heads, kHeadTile);
   plan.num_slots = std::max(slots, 1);
-  plan.num_cold = plan.rule.MostCold(num_seqs_, plan.num_slots);
-  plan.num_hot = plan.rule.MostHot(num_seqs_, plan.num_slots);
-  plan.warps_per_row = WarpsPerRow(plan.num_cold + plan.num_hot, num_seqs_);
+  plan.num_quantized = plan.rule.MaxQuantizedItems(num_seqs_, plan.num_slots);
+  plan.num_window16 = plan.rule.MaxWindow16Items(num_seqs_, plan.num_slots);
+  plan.warps_per_row = WarpsPerRow(plan.num_quantized + plan.num_window16, num_seqs_);
   return plan;
 }
 
@@ -77,10 +77,10 @@ size_t DecodePlanner::Write(const StepGroup& group, size_t begin, Plan* plan) {
   PlanAttention(context_lens, plan->rule, plan->num_slots, &plan_);
   plan->first_partial = reinterpret_cast<const int32_t*>(bytes_.gpu() + begin);
   begin += Put(plan_.first_partial, num_seqs_ + 1, bytes_.host() + begin);
-  plan->cold = reinterpret_cast<const DecodeItem*>(bytes_.gpu() + begin);
-  begin += Put(plan_.cold(), plan->num_cold, bytes_.host() + begin);
-  plan->hot = reinterpret_cast<const DecodeItem*>(bytes_.gpu() + begin);
-  begin += Put(plan_.hot(), plan->num_hot, bytes_.host() + begin);
+  plan->quantized = reinterpret_cast<const DecodeItem*>(bytes_.gpu() + begin);
+  begin += Put(plan_.quantized(), plan->num_quantized, bytes_.host() + begin);
+  plan->window16 = reinterpret_cast<const DecodeItem*>(bytes_.gpu() + begin);
+  begin += Put(plan_.window16(), plan->num_window16, bytes_.host() + begin);
   return begin;
 }
 
@@ -130,16 +130,16 @@ void LaunchItems(const Context& context, const PoolItems& pool, DecodeParams par
   }
   const DecodeVariant variant =
       FindDecodeVariant(pool.kv, params.q_heads / pool.kv.kv_heads, context.gpu);
-  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-  Check(pool.kv.block_bytes <= kMost && pool.kv.scale_block_bytes <= kMost,
+  constexpr int64_t kLimit = std::numeric_limits<int32_t>::max();
+  Check(pool.kv.block_bytes <= kLimit && pool.kv.scale_block_bytes <= kLimit,
         "a block has less than 2 GiB");
   params.kv = pool.kv;
   params.block_tables = pool.block_tables;
-  for (int64_t first = 0; first < pool.num_items; first += kMostGridY) {
+  for (int64_t first = 0; first < pool.num_items; first += kMaxGridY) {
     params.items = pool.items + first;  // where an item's partial sums go does not depend on it
     Launch(variant.kernel,
            {.grid_x = BlocksPerItem(pool.kv.kv_heads, params.q_heads, variant.heads),
-            .grid_y = std::min(pool.num_items - first, kMostGridY),
+            .grid_y = std::min(pool.num_items - first, kMaxGridY),
             .threads = variant.threads,
             .shared_bytes = variant.shared_bytes},
            context.stream, params);
@@ -165,7 +165,7 @@ void CudaDecodeAttention(const Context& context, const DecodePlanner& planner,
   }
   const DecodePlanner::Plan& plan = planner.Find(params);
   const int head_dim = params.kv.head_dim;
-  const int64_t rows = (plan.num_cold + plan.num_hot) * params.q_heads;
+  const int64_t rows = (plan.num_quantized + plan.num_window16) * params.q_heads;
   auto* partial_o = static_cast<float*>(
       context.workspace->Get(static_cast<size_t>(rows * (head_dim + 2)) * sizeof(float)));
   float* partial_ml = partial_o + rows * head_dim;
@@ -177,8 +177,9 @@ void CudaDecodeAttention(const Context& context, const DecodePlanner& planner,
   decode.block_table_stride = batch.block_table_stride;
   decode.partial_o = partial_o;
   decode.partial_ml = partial_ml;
-  LaunchItems(context, {params.kv, batch.block_tables, plan.cold, plan.num_cold}, decode);
-  LaunchItems(context, {params.hot, batch.hot_tables, plan.hot, plan.num_hot}, decode);
+  LaunchItems(context, {params.kv, batch.block_tables, plan.quantized, plan.num_quantized}, decode);
+  LaunchItems(context, {params.window16, batch.window16_tables, plan.window16, plan.num_window16},
+              decode);
   LaunchCombine(context, {.partial_o = partial_o,
                           .partial_ml = partial_ml,
                           .first_partial = plan.first_partial,

@@ -40,11 +40,11 @@ class DecodePlanner {
     int q_heads = 0;
     int kv_heads = 0;
     int num_slots = 1;
-    int64_t num_cold = 0;  // items, empty ones included
-    int64_t num_hot = 0;
+    int64_t num_quantized = 0;  // items, empty ones included
+    int64_t num_window16 = 0;
     const int32_t* first_partial = nullptr;  // [num_seqs + 1]
-    const DecodeItem* cold = nullptr;        // [num_cold]
-    const DecodeItem* hot = nullptr;         // [num_hot]
+    const DecodeItem* quantized = nullptr;   // [num_quantized]
+    const DecodeItem* window16 = nullptr;    // [num_window16]
     int warps_per_row = 1;                   // of CombineKernel
   };
   // REQUIRES: a layer of a group of the last Upload.
@@ -65,10 +65,10 @@ class DecodePlanner {
 // Attention of sequences [0, num_decode) of the batch: Device::DecodeAttention. All addresses are
 // on the GPU; q, out and q_dot_mean at multiples of 16 bytes. REQUIRES: the planner has the step.
 //
-// A block of a kernel reads one item for up to 8 or 16 query heads of a KV head; the items of hot
-// blocks go through the kernel of mode none with the hot pool. Their results are merged by
-// CombineKernel. Products are of 16-bit operands, summed in FP32, whatever params.exact says. How
-// positions are cut, and with it a row's bits, depends on the batch: a device that is to be
+// A block of a kernel reads one item for up to 8 or 16 query heads of a KV head; the items of
+// 16-bit blocks go through the kernel of mode none with the 16-bit pool. Their results are merged
+// by CombineKernel. Products are of 16-bit operands, summed in FP32, whatever params.exact says.
+// How positions are cut, and with it a row's bits, depends on the batch: a device that is to be
 // deterministic takes CudaPrefillAttention for all sequences.
 //
 // Throws InvalidArgument for a layer that there is no kernel for (decode_variants.h).

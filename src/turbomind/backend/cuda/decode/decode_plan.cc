@@ -22,7 +22,7 @@ class Cutter {
   int64_t left() const { return int64_t{range_.end} - range_.begin; }
 
   // Whether the range may be cut at this position.
-  bool LeavesEnough(int64_t cut) const { return range_.end - cut >= kLeastItem; }
+  bool LeavesEnough(int64_t cut) const { return range_.end - cut >= kMinItem; }
   void TakeTo(int64_t cut) {
     const auto index = static_cast<int32_t>(plan_.first_partial.size()) - 1;
     const auto partial = static_cast<int32_t>(plan_.items.size());
@@ -38,13 +38,13 @@ class Cutter {
 };
 
 // All ranges in a line, an item's cost before each, cut into num_slots equal shares; a cut that
-// would leave less than kLeastItem on one of its sides is made later or not at all.
+// would leave less than kMinItem on one of its sides is made later or not at all.
 void CutIntoShares(std::span<const DecodeRange> ranges, int num_slots, Cutter* cutter) {
   int64_t total = int64_t{num_slots} * kItemCost;
   for (const DecodeRange& range : ranges) {
     total += range.end - range.begin + kItemCost;
   }
-  const int64_t positions = std::max<int64_t>(CeilDiv(total, num_slots) - kItemCost, kLeastItem);
+  const int64_t positions = std::max<int64_t>(CeilDiv(total, num_slots) - kItemCost, kMinItem);
   const int64_t share = CeilDiv(positions, kItemGranule) * kItemGranule + kItemCost;
   int64_t taken = 0;  // on the line
   int64_t slot = 0;
@@ -59,7 +59,7 @@ void CutIntoShares(std::span<const DecodeRange> ranges, int num_slots, Cutter* c
         cutter->TakeTo(cutter->end());
         continue;
       }
-      if (cut - cutter->begin() >= kLeastItem) {
+      if (cut - cutter->begin() >= kMinItem) {
         taken += cut - cutter->begin() + kItemCost;
         cutter->TakeTo(cut);
       }
@@ -71,17 +71,17 @@ void CutIntoShares(std::span<const DecodeRange> ranges, int num_slots, Cutter* c
 
 // What the query of a sequence sees.
 struct Visible {
-  DecodeRange cold;
-  DecodeRange hot[2];  // sinks and recent positions; all in the first where nothing is between
+  DecodeRange quantized;
+  DecodeRange window16[2];  // sinks and recent positions; all in the first where nothing is between
 };
 
 Visible VisibleAt(int context, const LayerRule& rule) {
   const int begin = FirstVisible(rule.window, context - 1);
-  if (!rule.hot.enabled() || context == 0) {
+  if (!rule.window16.enabled() || context == 0) {
     return {{begin, context}, {}};
   }
-  const int sink_end = std::clamp(rule.hot.SinkEnd(), begin, context);
-  const int recent = std::clamp(rule.hot.RecentBegin(context - 1), sink_end, context);
+  const int sink_end = std::clamp(rule.window16.SinkEnd(), begin, context);
+  const int recent = std::clamp(rule.window16.RecentBegin(context - 1), sink_end, context);
   if (sink_end == recent) {
     return {{}, {{begin, context}, {}}};
   }
@@ -101,47 +101,49 @@ void PlanDecode(std::span<const DecodeRange> ranges, int num_slots, DecodePlan* 
 }
 
 bool LayerRule::operator==(const LayerRule& other) const {
-  return window == other.window && hot.recent_blocks == other.hot.recent_blocks &&
-         hot.sink_blocks == other.hot.sink_blocks && hot.block_seq_len == other.hot.block_seq_len;
+  return window == other.window && window16.recent_blocks == other.window16.recent_blocks &&
+         window16.sink_blocks == other.window16.sink_blocks &&
+         window16.block_seq_len == other.window16.block_seq_len;
 }
 
-int64_t LayerRule::MostCold(int64_t num_seqs, int num_slots) const {
-  if (hot.IsAlwaysHot(window)) {
+int64_t LayerRule::MaxQuantizedItems(int64_t num_seqs, int num_slots) const {
+  if (window16.IsAlwaysInWindow16(window)) {
     return 0;
   }
-  return MostItems(num_seqs, window > 0 ? window : std::numeric_limits<int32_t>::max(), num_slots);
+  return MaxItems(num_seqs, window > 0 ? window : std::numeric_limits<int32_t>::max(), num_slots);
 }
 
-int64_t LayerRule::MostHot(int64_t num_seqs, int num_slots) const {
-  if (!hot.enabled()) {
+int64_t LayerRule::MaxWindow16Items(int64_t num_seqs, int num_slots) const {
+  if (!window16.enabled()) {
     return 0;
   }
-  const int64_t recent = int64_t{hot.recent_blocks + 1} * hot.block_seq_len;
-  return MostItems(num_seqs, hot.SinkEnd(), num_slots) + MostItems(num_seqs, recent, num_slots);
+  const int64_t recent = int64_t{window16.recent_blocks + 1} * window16.block_seq_len;
+  return MaxItems(num_seqs, window16.SinkEnd(), num_slots) + MaxItems(num_seqs, recent, num_slots);
 }
 
 void PlanAttention(std::span<const int32_t> context_lens, const LayerRule& rule, int num_slots,
                    AttentionPlan* plan) {
-  auto& [cold, hot] = plan->parts;
-  plan->cold_ranges.clear();
-  plan->hot_ranges.clear();
+  auto& [quantized, window16] = plan->parts;
+  plan->quantized_ranges.clear();
+  plan->window16_ranges.clear();
   for (const int32_t context : context_lens) {
     const Visible visible = VisibleAt(context, rule);
-    plan->cold_ranges.push_back(visible.cold);
-    plan->hot_ranges.insert(plan->hot_ranges.end(), visible.hot, visible.hot + 2);
+    plan->quantized_ranges.push_back(visible.quantized);
+    plan->window16_ranges.insert(plan->window16_ranges.end(), visible.window16,
+                                 visible.window16 + 2);
   }
-  PlanDecode(plan->cold_ranges, num_slots, &cold);
-  PlanDecode(plan->hot_ranges, num_slots, &hot);
+  PlanDecode(plan->quantized_ranges, num_slots, &quantized);
+  PlanDecode(plan->window16_ranges, num_slots, &window16);
   plan->first_partial.clear();
   for (size_t i = 0; i <= context_lens.size(); ++i) {
-    plan->first_partial.push_back(cold.first_partial[i] + hot.first_partial[2 * i]);
+    plan->first_partial.push_back(quantized.first_partial[i] + window16.first_partial[2 * i]);
   }
-  for (DecodeItem& item : cold.items) {
-    item.partial += hot.first_partial[2 * static_cast<size_t>(item.sequence)];
+  for (DecodeItem& item : quantized.items) {
+    item.partial += window16.first_partial[2 * static_cast<size_t>(item.sequence)];
   }
-  for (DecodeItem& item : hot.items) {
+  for (DecodeItem& item : window16.items) {
     item.sequence /= 2;
-    item.partial += cold.first_partial[static_cast<size_t>(item.sequence) + 1];
+    item.partial += quantized.first_partial[static_cast<size_t>(item.sequence) + 1];
   }
 }
 

@@ -13,7 +13,7 @@
 namespace turbomind::cuda {
 
 // REQUIRES: block_bytes and scale_block_bytes below 2^31; block_seq_len a power of two, at least
-// the tile's positions and at most kMostBlockTokens; modes, dtype and head_dim those of the kernel.
+// the tile's positions and at most kMaxBlockTokens; modes, dtype and head_dim those of the kernel.
 struct DecodeParams {
   const float* q = nullptr;  // row i at q + i * q_stride: [q_heads, head_dim]
   int64_t q_stride = 0;
@@ -23,15 +23,15 @@ struct DecodeParams {
   const int32_t* block_tables = nullptr;  // [num_seqs, block_table_stride]
   int64_t block_table_stride = 0;
   const DecodeItem* items = nullptr;  // [gridDim.y]
-  // Of every partial result and query head: o, not normalised, and (m, l) with m in units of log2.
+  // Of every partial result and query head: o, not normalized, and (m, l) with m in units of log2.
   float* partial_o = nullptr;   // [num_partials, q_heads, head_dim]
   float* partial_ml = nullptr;  // [num_partials, q_heads, 2]
 };
 
 inline constexpr int kDecodeWarps = 4;  // of a block, unless its ring is too large
 inline constexpr int kHeadTile = 8;     // query heads of one matrix product
-inline constexpr int kMostBlockTokens = 128;
-inline constexpr float kLeastMax = -1e30f;
+inline constexpr int kMaxBlockTokens = 128;
+inline constexpr float kMinRowMax = -1e30f;
 inline constexpr float kLazyMax = 8.f;
 inline constexpr float kLog2E = 1.44269504f;
 
@@ -39,7 +39,7 @@ inline constexpr float kLog2E = 1.44269504f;
 inline constexpr int kQuarterOfSm = 56 << 10;
 // What every GPU from SM 80 on gives a block; SM 86, 89 and 120 give no more. Two such blocks fit
 // an SM of 228 KiB.
-inline constexpr int kMostShared = 99 << 10;
+inline constexpr int kMaxShared = 99 << 10;
 
 // Of a run of words that begins at a multiple of its length.
 constexpr int WordsAtOnce(int words) { return words % 4 == 0 ? 4 : words % 2 == 0 ? 2 : 1; }
@@ -92,8 +92,8 @@ template <KvCacheMode K, KvCacheMode V, DataType T, int D, int kTokens, int kSta
 struct DecodeConfig {
   using KeyShape = SideShape<K, T, D>;
   using ValueShape = SideShape<V, T, D>;
-  static constexpr KvCacheMode kKeyMode = K;
-  static constexpr KvCacheMode kValueMode = V;
+  static constexpr KvCacheMode kKeyFormat = K;
+  static constexpr KvCacheMode kValueFormat = V;
   static constexpr DataType kType = T;
   static constexpr int kHeadDim = D;
   static constexpr int kTileTokens = kTokens;
@@ -104,7 +104,7 @@ struct DecodeConfig {
   static constexpr int kSubTiles = kTokens / 16;
   // The warps' turn of tiles is whole blocks: a warp's tiles lie at one slot of all its blocks.
   static constexpr int kTurnTokens = kWarps * kTokens;
-  static constexpr bool kWholeBlocks = kTurnTokens >= kMostBlockTokens;
+  static constexpr bool kWholeBlocks = kTurnTokens >= kMaxBlockTokens;
   static constexpr int kScaleStride = KeyShape::kScaleBytes + ValueShape::kScaleBytes;
   // A stage: keys, values, scales, parameters of keys, of values; each begins at 16 bytes.
   static constexpr int kValuesAt = kTokens * KeyShape::kRowBytes;

@@ -39,13 +39,13 @@ DecodeVariant FindDecodeVariant(const KvLayerView& kv, int group, const GpuPrope
         "dtype: got float32, want float16 or bfloat16 on a GPU; use --dtype bfloat16 or --device "
         "cpu");
   }
-  const DecodeVariant variant =
-      Find(kv.head_dim,
-           {kv.mode[0], kv.mode[1], kv.dtype, kv.block_seq_len == kSmallBlock, group > kHeadTile});
+  const DecodeVariant variant = Find(
+      kv.head_dim,
+      {kv.format[0], kv.format[1], kv.dtype, kv.block_seq_len == kSmallBlock, group > kHeadTile});
   Check(variant.kernel != nullptr, "the formats of K and V are a listed pair");
-  if (variant.shared_bytes > gpu.shared_bytes_per_block) {  // none of today's: kMostShared
+  if (variant.shared_bytes > gpu.shared_bytes_per_block) {  // none of today's: kMaxShared
     throw InvalidArgument("head_dim " + std::to_string(kv.head_dim) + " with K " +
-                          ToString(kv.mode[0]) + " and V " + ToString(kv.mode[1]) + ": got " +
+                          ToString(kv.format[0]) + " and V " + ToString(kv.format[1]) + ": got " +
                           gpu.name + " with " + std::to_string(gpu.shared_bytes_per_block) +
                           " bytes of shared memory per block, want " +
                           std::to_string(variant.shared_bytes) + "; use --device cpu");

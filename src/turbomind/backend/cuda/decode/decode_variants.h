@@ -31,7 +31,7 @@ template <int kHeadDim, bool kMixed>
 DecodeVariant FindVariant(const DecodeFormat& format);
 
 // `group`: query heads of a KV head. Throws InvalidArgument for a layer that no kernel is built
-// for; every kernel fits a GPU with kMostShared. Reads no address.
+// for; every kernel fits a GPU with kMaxShared. Reads no address.
 DecodeVariant FindDecodeVariant(const KvLayerView& kv, int group, const GpuProperties& gpu);
 
 }  // namespace turbomind::cuda

@@ -28,7 +28,7 @@ constexpr TileShape ChooseTile(int bytes, int head_dim) {
   }
   for (const TileShape shape :
        {TileShape{32, 3}, TileShape{32, 2}, TileShape{16, 3}, TileShape{16, 2}}) {
-    if (fits(shape, kMostShared)) {
+    if (fits(shape, kMaxShared)) {
       return shape;
     }
   }
@@ -38,7 +38,7 @@ constexpr TileShape ChooseTile(int bytes, int head_dim) {
 template <class Config>
 DecodeVariant VariantOf() {
   static_assert(Config::kBlocksPerSm != 3);
-  static_assert(Config::kSharedBytes <= kMostShared);
+  static_assert(Config::kSharedBytes <= kMaxShared);
   return {&DecodeKernel<Config>, Config::kSharedBytes, 32 * Config::kWarps, Config::kHeads};
 }
 
@@ -69,14 +69,14 @@ DecodeVariant MakeVariant(const DecodeFormat& format) {
 }
 
 // Whether the dtype decides what the stored bytes are.
-constexpr bool DependsOnType(KvCacheMode mode) {
-  return mode == KvCacheMode::kNone || IsInteger(mode);
+constexpr bool DependsOnType(KvCacheMode format) {
+  return format == KvCacheMode::kNone || IsInteger(format);
 }
 
 template <int D, bool kMixed>
 DecodeVariant FindVariant(const DecodeFormat& format) {
-  return DispatchMode(format.k, [&]<KvCacheMode K>() {
-    return DispatchMode(format.v, [&]<KvCacheMode V>() -> DecodeVariant {
+  return DispatchFormat(format.k, [&]<KvCacheMode K>() {
+    return DispatchFormat(format.v, [&]<KvCacheMode V>() -> DecodeVariant {
       if constexpr (!IsListedPair(K, V) || kMixed != (K != V)) {
         return {};
       } else {

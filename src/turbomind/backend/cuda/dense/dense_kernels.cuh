@@ -47,12 +47,12 @@ struct NormTask {
 };
 
 inline constexpr int kNormHeld = 4;  // pieces of x and of the weight in a thread's registers
-inline constexpr int kMostNormWarps = 32;
+inline constexpr int kMaxNormWarps = 32;
 
 // A block of num_warps for every row; 4 num_warps bytes of shared memory. Pieces beyond kNormHeld a
 // thread are read twice.
 template <int kWidth>
-__global__ void __launch_bounds__(32 * kMostNormWarps) RmsNormKernel(NormTask task) {
+__global__ void __launch_bounds__(32 * kMaxNormWarps) RmsNormKernel(NormTask task) {
   const RmsNormParams& p = task.op;
   const int thread = ThreadIndexX();
   const int threads = 32 * task.num_warps;
@@ -174,8 +174,8 @@ __global__ void __launch_bounds__(kArgMaxThreads) ArgMaxPartsKernel(ArgMaxTask t
   const int left = task.op.vocab_size - begin;
   const int size = left < task.part ? left : task.part;
   const float* logits = task.op.logits + static_cast<int64_t>(row) * task.op.vocab_size + begin;
-  float most = -INFINITY;
-  int at_most = -1;
+  float max_value = -INFINITY;
+  int at_max = -1;
   bool refused = false;
 #pragma unroll 4
   for (int at = thread * kWidth; at < size; at += kArgMaxThreads * kWidth) {
@@ -184,11 +184,11 @@ __global__ void __launch_bounds__(kArgMaxThreads) ArgMaxPartsKernel(ArgMaxTask t
     for (int j = 0; j < kWidth; ++j) {
       const float x = piece.v[j];
       refused |= !(x <= kHighest);
-      at_most = x > most ? at + j : at_most;
-      most = x > most ? x : most;
+      at_max = x > max_value ? at + j : at_max;
+      max_value = x > max_value ? x : max_value;
     }
   }
-  uint64_t key = at_most < 0 ? 0 : RankKey(most, begin + at_most);
+  uint64_t key = at_max < 0 ? 0 : RankKey(max_value, begin + at_max);
   key = MaxKeyInWarp(refused ? kRefusedKey : key);
   if (thread % 32 == 0) {
     StoreShared(SharedMemory() + thread / 32 * sizeof(key), key);

@@ -43,7 +43,7 @@ void CudaRmsNorm(const Context& ctx, const RmsNormParams& params) {
   const bool wide = HasWideRows(params.dim, {params.x, params.weight, params.out});
   const int pieces = params.dim / (wide ? 4 : 1);
   const int num_warps =
-      static_cast<int>(std::clamp<int64_t>(CeilDiv(pieces, 32 * kNormHeld), 1, kMostNormWarps));
+      static_cast<int>(std::clamp<int64_t>(CeilDiv(pieces, 32 * kNormHeld), 1, kMaxNormWarps));
   const LaunchShape shape = {.grid_x = params.num_rows,
                              .threads = 32 * num_warps,
                              .shared_bytes = static_cast<size_t>(num_warps) * sizeof(float)};

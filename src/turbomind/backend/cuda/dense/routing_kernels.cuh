@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(32 * kWarps) RouteExpertsKernel(RouteExpertsPa
   float sum = 0.f;
   for (int expert = lane; expert < p.num_experts; expert += 32) {
     const float logit = LoadGlobal(logits + expert);
-    if (!p.normalise || ExpertKey(logit, expert) >= last) {
+    if (!p.normalize || ExpertKey(logit, expert) >= last) {
       sum += expf(logit - highest);
     }
   }

@@ -1,9 +1,9 @@
 #pragma once
 
 // How stored rows become operands of the tensor cores, by the way they are stored: registers of two
-// FP16 (BF16 for a BF16 cache that is not quantised). E2M1 in software goes through bytes of E5M2:
+// FP16 (BF16 for a BF16 cache that is not quantized). E2M1 in software goes through bytes of E5M2:
 // a code's bits are those of a small FP16 after two masks, and one multiplication by the scale
-// normalises them. GPUs from Blackwell on convert codes themselves (kHasE2m1). Either way every
+// normalizes them. GPUs from Blackwell on convert codes themselves (kHasE2m1). Either way every
 // product is exact for the scales that are stored (docs/kv_cache.md).
 //
 // Fragments<M, T> has
@@ -228,7 +228,7 @@ TM_DEVICE IntParam IntParamOf(uint32_t bits) {
 }
 
 // The factor g of a head; 1 where there is none.
-TM_DEVICE float HeadFactor(const float* g, int head) {
+TM_DEVICE float HeadScale(const float* g, int head) {
   return g != nullptr ? LoadGlobal(g + head) : 1.f;
 }
 
@@ -249,9 +249,9 @@ TM_DEVICE uint32_t PackPair(float low, float high) {
 
 // Two FP16, at most 65504 in size; NaN stays NaN.
 TM_DEVICE uint32_t PackFiniteHalf2(float low, float high) {
-  constexpr float kMost = 65504.f;
-  low = low > kMost ? kMost : low < -kMost ? -kMost : low;
-  high = high > kMost ? kMost : high < -kMost ? -kMost : high;
+  constexpr float kLimit = 65504.f;
+  low = low > kLimit ? kLimit : low < -kLimit ? -kLimit : low;
+  high = high > kLimit ? kLimit : high < -kLimit ? -kLimit : high;
   return PackHalf2(low, high);
 }
 

@@ -6,7 +6,7 @@
 // A row is a run of kRowLanes lanes, 8, 16 or 32, of one warp; lanes whose first value is at or
 // behind n hold nothing. All lanes of the warp run these functions together, with rows of one mode.
 //
-// REQUIRES: n a multiple of 16; g between 2^-64 and 2^64 (KvCache::SetFactors).
+// REQUIRES: n a multiple of 16; g between 2^-64 and 2^64 (KvCache::SetGlobalScales).
 
 #include <cmath>
 #include <cstdint>
@@ -96,8 +96,8 @@ TM_DEVICE int CountNonfinite(const LaneValues& x) {
 }
 
 // Adds the finite values beyond the format's limit to a counter. Few lanes have any.
-TM_DEVICE void AddClipped(const LaneValues& x, KvCacheMode mode, float g, int64_t* counter) {
-  const float limit = ClipLimit(mode, g);
+TM_DEVICE void AddClipped(const LaneValues& x, KvCacheMode format, float g, int64_t* counter) {
+  const float limit = ClipLimit(format, g);
   if (x.top <= FloatBits(limit) || counter == nullptr) {
     return;
   }
@@ -139,7 +139,7 @@ TM_DEVICE Divisor MakeDivisor(float value) { return {value, 1.f / value}; }
 
 // min(size / divisor, limit) as IEEE division rounds it, where that is at least 2^-20, and
 // something below 2^-19 where it is not. Two steps: after the first the quotient is one of the two
-// neighbours of the exact one, and with that and the nearest inverse the second rounds right.
+// neighbors of the exact one, and with that and the nearest inverse the second rounds right.
 // REQUIRES: size >= 0 or NaN, which gives the limit; limit * divisor is finite.
 TM_DEVICE float Quotient(float size, const Divisor& divisor, float limit) {
   const float x = fminf(size, limit * divisor.value);
@@ -182,7 +182,7 @@ TM_DEVICE uint32_t E2m1Byte(float low, float high) {
   }
 }
 
-inline constexpr float kMostE2m1 = 6.f;
+inline constexpr float kE2m1Max = 6.f;
 
 template <class Scale>
 inline constexpr bool kPowersOfTwo = std::is_same_v<Scale, MxScale>;
@@ -190,15 +190,15 @@ inline constexpr bool kPowersOfTwo = std::is_same_v<Scale, MxScale>;
 // The quotient by a group's divisor, at most 6.
 template <class Scale>
 TM_DEVICE float ScaleQuotient(float size, const Divisor& divisor) {
-  return kPowersOfTwo<Scale> ? fminf(size * divisor.inverse, kMostE2m1)
-                             : Quotient(size, divisor, kMostE2m1);
+  return kPowersOfTwo<Scale> ? fminf(size * divisor.inverse, kE2m1Max)
+                             : Quotient(size, divisor, kE2m1Max);
 }
 
-// Of the 16 values of a group, in order. kShortG: g is a power of two. Then divisors have at most 4
-// bits and values at most 11, so that a quotient lies 2^-11 of it away from every midpoint between
-// two codes, or on it: the product with the inverse finds the codes, and on a midpoint one of two
-// with the same error. Decoded values are exact.
-template <class Scale, bool kShortG>
+// Of the 16 values of a group, in order. kShortScale: g is a power of two. Then divisors have at
+// most 4 bits and values at most 11, so that a quotient lies 2^-11 of it away from every midpoint
+// between two codes, or on it: the product with the inverse finds the codes, and on a midpoint one
+// of two with the same error. Decoded values are exact.
+template <class Scale, bool kShortScale>
 TM_DEVICE float SquaredError(const float (&size)[kFp4Group], int byte, float g) {
   const Divisor divisor = MakeDivisor(Scale::Divisor(byte, g));
   const float step = Scale::Divisor(byte, 1.f);
@@ -206,8 +206,8 @@ TM_DEVICE float SquaredError(const float (&size)[kFp4Group], int byte, float g) 
 #pragma unroll
   for (int i = 0; i < kFp4Group; ++i) {
     float value;
-    if constexpr (kShortG) {
-      const float q = fminf(size[i] * divisor.inverse, kMostE2m1);
+    if constexpr (kShortScale) {
+      const float q = fminf(size[i] * divisor.inverse, kE2m1Max);
       value = MulRounded(NearestE2m1(q).value(), divisor.value);
     } else {
       const float q = ScaleQuotient<Scale>(size[i], divisor);
@@ -225,7 +225,7 @@ template <class Scale>
 TM_DEVICE int SearchByte(const float (&size)[kLaneValues], int plain, float g) {
   constexpr int kHalf = Scale::kCandidates / 2;
   const bool odd = (ThreadIndexX() & 1) != 0;
-  const bool short_g = kPowersOfTwo<Scale> || (FloatBits(g) & 0x7FFFFFu) == 0;
+  const bool short_scale = kPowersOfTwo<Scale> || (FloatBits(g) & 0x7FFFFFu) == 0;
   float all[kFp4Group];
 #pragma unroll
   for (int i = 0; i < kLaneValues; ++i) {
@@ -234,19 +234,19 @@ TM_DEVICE int SearchByte(const float (&size)[kLaneValues], int plain, float g) {
     all[kLaneValues + i] = odd ? size[i] : other;
   }
   int best = plain;
-  float least = BitsFloat(kInfinityBits);
+  float min_value = BitsFloat(kInfinityBits);
 #pragma unroll 1
   for (int k = 0; k < kHalf; ++k) {
     const int byte = Scale::Candidate(plain, odd ? kHalf + k : k);
-    const float error = short_g ? SquaredError<Scale, true>(all, byte, g)
-                                : SquaredError<Scale, false>(all, byte, g);
-    best = error < least ? byte : best;
-    least = error < least ? error : least;
+    const float error = short_scale ? SquaredError<Scale, true>(all, byte, g)
+                                    : SquaredError<Scale, false>(all, byte, g);
+    best = error < min_value ? byte : best;
+    min_value = error < min_value ? error : min_value;
   }
-  const float other_least = ShuffleXor(least, 1);
+  const float other_min = ShuffleXor(min_value, 1);
   const int other_best = static_cast<int>(ShuffleXor(static_cast<float>(best), 1));
   // Ties go to the even lane, whose candidates come first.
-  return (odd ? other_least <= least : other_least < least) ? other_best : best;
+  return (odd ? other_min <= min_value : other_min < min_value) ? other_best : best;
 }
 
 struct Fp4Lane {
@@ -331,21 +331,21 @@ TM_DEVICE IntLane<kIntBits> EncodeInt(const LaneValues& x, const RowLane& at) {
   using Definition = IntCodec<kIntBits>;
   float finite[kLaneValues];
   FiniteValues<T>(x, finite);
-  float least = at.active() ? finite[0] : BitsFloat(kInfinityBits);
-  float most = at.active() ? finite[0] : -BitsFloat(kInfinityBits);
+  float min_value = at.active() ? finite[0] : BitsFloat(kInfinityBits);
+  float max_value = at.active() ? finite[0] : -BitsFloat(kInfinityBits);
 #pragma unroll
   for (int i = 1; i < kLaneValues; ++i) {
-    least = at.active() ? fminf(least, finite[i]) : least;
-    most = at.active() ? fmaxf(most, finite[i]) : most;
+    min_value = at.active() ? fminf(min_value, finite[i]) : min_value;
+    max_value = at.active() ? fmaxf(max_value, finite[i]) : max_value;
   }
 #pragma unroll
   for (int mask = 1; mask < kRowLanes; mask *= 2) {
-    least = fminf(least, ShuffleXor(least, mask));
-    most = fmaxf(most, ShuffleXor(most, mask));
+    min_value = fminf(min_value, ShuffleXor(min_value, mask));
+    max_value = fmaxf(max_value, ShuffleXor(max_value, mask));
   }
   IntLane<kIntBits> out = {};
-  out.zero = least + 0.f;
-  const float range = most - least;
+  out.zero = min_value + 0.f;
+  const float range = max_value - min_value;
   out.scale =
       RoundTo((range < Definition::kWidest ? range : Definition::kWidest) / Definition::kLevels, T);
   if (!(out.scale > 0.f) || !at.active()) {
@@ -370,7 +370,7 @@ TM_DEVICE IntLane<kIntBits> EncodeInt(const LaneValues& x, const RowLane& at) {
 
 // Where a row goes: payload null where it is stored nowhere.
 struct RowTarget {
-  KvCacheMode mode;
+  KvCacheMode format;
   std::byte* payload;
   std::byte* meta;  // scale bytes or (scale, zero)
   float g;
@@ -405,8 +405,8 @@ TM_DEVICE void StoreInt(const RowTarget& to, const RowLane& at, const LaneValues
 
 // Codec<mode>::EncodeRow of a row of the cache dtype. `search`: FP4's rule.
 template <int kRowLanes, DataType T>
-TM_DEVICE void StoreRow(const RowTarget& to, const RowLane& at, const LaneValues& x, bool search) {
-  DispatchMode(to.mode, [&]<KvCacheMode M>() {
+TM_DEVICE void WriteRow(const RowTarget& to, const RowLane& at, const LaneValues& x, bool search) {
+  DispatchFormat(to.format, [&]<KvCacheMode M>() {
     if constexpr (M == KvCacheMode::kNone) {
       StoreLane(to, at, Words<16>{{x.pairs[0], x.pairs[1], x.pairs[2], x.pairs[3]}});
     } else if constexpr (IsFp4(M)) {

@@ -129,14 +129,14 @@ __global__ void __launch_bounds__(kWriteThreads) FlattenKernel(FlattenKVParams p
   }
   const int shift = CountZeros(p.kv.block_seq_len);
   const int index = position >> shift;
-  const bool hot = p.hot.data != nullptr && p.rule.IsHot(index, context - 1);
-  const int32_t block = LoadGlobal((hot ? p.batch.hot_tables : p.batch.block_tables) +
+  const bool window16 = p.window16.data != nullptr && p.rule.IsInWindow16(index, context - 1);
+  const int32_t block = LoadGlobal((window16 ? p.batch.window16_tables : p.batch.block_tables) +
                                    sequence * p.batch.block_table_stride + index);
   float x[kLaneValues] = {};
   if (block >= 0) {
     const int slot = position - (index << shift);
-    const RowTarget from = TargetOf(hot ? p.hot : p.kv, side, block, head, slot);
-    DispatchMode(from.mode, [&]<KvCacheMode M>() {
+    const RowTarget from = TargetOf(window16 ? p.window16 : p.kv, side, block, head, slot);
+    DispatchFormat(from.format, [&]<KvCacheMode M>() {
       const StoredLane<M> stored = LoadLane<M>(from, at.lane);
 #pragma unroll
       for (int i = 0; i < kLaneValues; ++i) {
@@ -180,7 +180,7 @@ TM_DEVICE void FindRows(const FlattenHalfParams& p, KvSide side, int64_t first,
 #pragma unroll
   for (int i = 0; i < kFlattenRows; ++i) {
     const int64_t row = first + i;
-    from[i] = {side == KvSide::kK ? p.kv.mode[0] : p.kv.mode[1], nullptr, nullptr, 1.f};
+    from[i] = {side == KvSide::kK ? p.kv.format[0] : p.kv.format[1], nullptr, nullptr, 1.f};
     if (row >= p.num_rows) {
       continue;
     }
@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(kWriteThreads, kFlattenBlocks)
   RowTarget from[kFlattenRows];
   FindRows(p, side, first, from);
   Words<16> out[kFlattenRows];
-  DispatchMode(from[0].mode, [&]<KvCacheMode M>() {
+  DispatchFormat(from[0].format, [&]<KvCacheMode M>() {
     StoredLane<M> stored[kFlattenRows];
 #pragma unroll
     for (int i = 0; i < kFlattenRows; ++i) {

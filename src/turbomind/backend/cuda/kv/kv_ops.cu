@@ -36,13 +36,13 @@ void DispatchRows(const KvLayerView& kv, F&& fn) {
 
 }  // namespace
 
-void CudaProcessKV(const Context& context, const ProcessKVParams& params) {
+void CudaWriteKv(const Context& context, const WriteKvParams& params) {
   DispatchRows(params.kv, [&]<int kRowLanes, DataType T>() {
     const auto blocks = [&](int heads) {
       const int64_t rows = static_cast<int64_t>(params.batch.num_tokens) * heads;
       return static_cast<int>(CeilDiv(rows, int64_t{RowsOfBlock(kRowLanes)}));
     };
-    ProcessKvLaunch launch;
+    WriteKvLaunch launch;
     launch.op = params;
     launch.q_blocks = blocks(params.q_heads);
     launch.kv_blocks = blocks(params.kv.kv_heads);
@@ -51,20 +51,20 @@ void CudaProcessKV(const Context& context, const ProcessKVParams& params) {
       launch.rotation_norm =
           static_cast<float>(1.0 / std::sqrt(static_cast<double>(launch.rotation_size)));
     }
-    Launch(ProcessKvKernel<kRowLanes, T>,
+    Launch(WriteKvKernel<kRowLanes, T>,
            {.grid_x = launch.q_blocks + 2 * int64_t{launch.kv_blocks}, .threads = kWriteThreads},
            context.stream, launch);
   });
 }
 
-void CudaQuantiseBlocks(const Context& context, const QuantiseBlocksParams& params) {
+void CudaQuantizeBlocks(const Context& context, const QuantizeBlocksParams& params) {
   DispatchRows(params.kv, [&]<int kRowLanes, DataType T>() {
     const int64_t rows =
-        static_cast<int64_t>(params.num_moves) * params.kv.kv_heads * params.kv.block_seq_len;
-    QuantiseLaunch launch;
+        static_cast<int64_t>(params.num_to_quantize) * params.kv.kv_heads * params.kv.block_seq_len;
+    QuantizeLaunch launch;
     launch.op = params;
     launch.side_blocks = static_cast<int>(CeilDiv(rows, int64_t{RowsOfBlock(kRowLanes)}));
-    Launch(QuantiseBlocksKernel<kRowLanes, T>,
+    Launch(QuantizeBlocksKernel<kRowLanes, T>,
            {.grid_x = 2 * int64_t{launch.side_blocks}, .threads = kWriteThreads}, context.stream,
            launch);
   });
@@ -82,14 +82,14 @@ void CudaFlattenKV(const Context& context, const FlattenKVParams& params) {
   });
 }
 
-SeenSpans SpansOf(const HotRule& rule, int window, int first_query, int context_len) {
+SeenSpans SpansOf(const PrecisionWindow& rule, int window, int first_query, int context_len) {
   const int begin = FirstVisible(window, first_query);
   if (!rule.enabled()) {
-    return {.cold = {begin, context_len}, .sinks = {}, .recent = {}};
+    return {.quantized = {begin, context_len}, .sinks = {}, .recent = {}};
   }
   const int oldest = rule.RecentBegin(first_query);
   const int newest = rule.RecentBegin(context_len - 1);
-  return {.cold = {std::max(begin, rule.SinkEnd()), newest},
+  return {.quantized = {std::max(begin, rule.SinkEnd()), newest},
           .sinks = {begin, std::min(rule.SinkEnd(), context_len)},
           .recent = {std::max(begin, oldest), context_len}};
 }

@@ -18,9 +18,9 @@ namespace turbomind::cuda {
 
 // Equal to the CPU's, bit for bit (but for which NaN a sum gives): qkv, q_dot_mean, the bytes of
 // the cache. A token whose block id is -1 is not stored and not counted.
-void CudaProcessKV(const Context& context, const ProcessKVParams& params);
+void CudaWriteKv(const Context& context, const WriteKvParams& params);
 // Moves without blocks (-1) may be among them: nothing is done for these.
-void CudaQuantiseBlocks(const Context& context, const QuantiseBlocksParams& params);
+void CudaQuantizeBlocks(const Context& context, const QuantizeBlocksParams& params);
 // Equal to the CPU's, bit for bit.
 void CudaFlattenKV(const Context& context, const FlattenKVParams& params);
 
@@ -32,16 +32,17 @@ struct PositionSpan {
 
 // The positions that some query of a chunk sees in each view of the cache (kv/precision_window.h);
 // with a window perhaps some between them. Which view the query at p reads at position t, p itself
-// included, follows from the rule alone: hot where t < SinkEnd() or t >= RecentBegin(p), else cold.
-// `cold` and `recent` overlap: there an older query still reads 16 bits and a newer one the format.
+// included, follows from the rule alone: 16-bit where t < SinkEnd() or t >= RecentBegin(p), else
+// quantized. `quantized` and `recent` overlap: there an older query still reads 16 bits and a newer
+// one the format.
 struct SeenSpans {
-  PositionSpan cold;    // all positions where the rule is off
-  PositionSpan sinks;   // hot, the first blocks
-  PositionSpan recent;  // hot
+  PositionSpan quantized;  // all positions where the rule is off
+  PositionSpan sinks;      // 16-bit, the first blocks
+  PositionSpan recent;     // 16-bit
 };
 
 // Of the queries at positions [first_query, context_len), which look back `window` (0: all).
-SeenSpans SpansOf(const HotRule& rule, int window, int first_query, int context_len);
+SeenSpans SpansOf(const PrecisionWindow& rule, int window, int first_query, int context_len);
 
 inline constexpr int kMaxFlattenSpans = 128;
 
@@ -53,14 +54,14 @@ struct FlattenSpan {
 };
 
 // One view of the cache → dense rows of 16 bits for prefill: called once for the layer's pool and,
-// with hot blocks, once more for the hot pool, each with its own spans and output.
+// with 16-bit blocks, once more for the 16-bit pool, each with its own spans and output.
 //
 // Mode none: as stored (FP16 or BF16), unless all_half. All others: FP16, of
 //   FP4        E2M1 * scale, exact; without g
 //   FP8        the code's value, exact (below SM 89 an E4M3 NaN is read as 480); without g
 //   int8, int4 code * scale + zero in FP32, rounded once to FP16, at most 65504 in size
-// g stays the reader's: part of the softmax scale of cold scores (K) and of the weights or of the
-// output (V), as AttentionParams says. A position whose block is -1 gives zeros.
+// g stays the reader's: part of the softmax scale of quantized scores (K) and of the weights or of
+// the output (V), as AttentionParams says. A position whose block is -1 gives zeros.
 struct FlattenHalfParams {
   uint16_t* k = nullptr;  // [kv_heads, num_rows, head_dim], 16-byte aligned
   uint16_t* v = nullptr;  // same
@@ -68,7 +69,7 @@ struct FlattenHalfParams {
   // At least one; their rows follow one another: 0, then the row behind the last span's.
   FlattenSpan spans[kMaxFlattenSpans] = {};
   int num_spans = 0;
-  KvLayerView kv;                         // the layer's pool or the hot one
+  KvLayerView kv;                         // the layer's pool or the 16-bit one
   const int32_t* block_tables = nullptr;  // of that pool: [sequences, block_table_stride]
   int64_t block_table_stride = 0;
   bool all_half = false;  // BF16 is rounded to FP16, at most 65504 in size

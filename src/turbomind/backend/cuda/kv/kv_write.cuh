@@ -1,6 +1,6 @@
 #pragma once
 
-// ⑥ ProcessKV and QuantiseBlocks on a GPU: a run of 8, 16 or 32 lanes has one row (one head of one
+// ⑥ WriteKv and QuantizeBlocks on a GPU: a run of 8, 16 or 32 lanes has one row (one head of one
 // token) in registers from the first load to the stored codes. Sums are in the order of the CPU's.
 
 #include <cmath>
@@ -20,8 +20,8 @@ TM_HD constexpr int RowsOfBlock(int row_lanes) { return kWriteThreads / row_lane
 
 // Blocks do rows of one kind. Those of K and V, which have the arithmetic, are spread evenly among
 // those of Q, which wait for memory.
-struct ProcessKvLaunch {
-  ProcessKVParams op;
+struct WriteKvLaunch {
+  WriteKvParams op;
   int q_blocks = 0;
   int kv_blocks = 0;      // of K, and of V
   int rotation_size = 0;  // 0: none
@@ -76,7 +76,7 @@ TM_DEVICE float SumInChains(const RowLane& at, const Add& add) {
 // One row of qkv on its way. Rows that are not there have at.n = 0.
 template <int kRowLanes>
 struct ProcessRow {
-  const ProcessKvLaunch& launch;
+  const WriteKvLaunch& launch;
   RowKind kind;
   RowLane at;
   int token;
@@ -84,7 +84,7 @@ struct ProcessRow {
   float* row;  // in qkv
   float x[kLaneValues];
 
-  TM_DEVICE const ProcessKVParams& op() const { return launch.op; }
+  TM_DEVICE const WriteKvParams& op() const { return launch.op; }
   TM_DEVICE int head_of_all() const {
     return head + (kind == RowKind::kQ ? 0 : op().q_heads) +
            (kind == RowKind::kV ? op().kv.kv_heads : 0);
@@ -227,7 +227,7 @@ TM_DEVICE void ProcessRow<kRowLanes>::DotMean() {
   }
 }
 
-// Normalised Walsh-Hadamard transform of every run of rotation_size values, at least 16.
+// Normalized Walsh-Hadamard transform of every run of rotation_size values, at least 16.
 template <int kRowLanes>
 TM_DEVICE void ProcessRow<kRowLanes>::Hadamard() {
 #pragma unroll
@@ -260,17 +260,17 @@ TM_DEVICE RowTarget TargetOf(const KvLayerView& kv, KvSide side, int64_t block, 
                              int slot) {
   const bool is_k = side == KvSide::kK;
   RowTarget to;
-  to.mode = is_k ? kv.mode[0] : kv.mode[1];
+  to.format = is_k ? kv.format[0] : kv.format[1];
   to.payload = kv.Payload(side, block, head) +
                static_cast<int64_t>(slot) * (is_k ? kv.row_bytes[0] : kv.row_bytes[1]);
   to.meta = nullptr;
-  if (IsFp4(to.mode)) {
+  if (IsFp4(to.format)) {
     to.meta = kv.Scales(side, block, head) + static_cast<int64_t>(slot) * kv.ScaleStride();
-  } else if (IsInteger(to.mode)) {
+  } else if (IsInteger(to.format)) {
     to.meta = kv.Params(side, block, head) +
               static_cast<int64_t>(slot) * (is_k ? kv.param_bytes[0] : kv.param_bytes[1]);
   }
-  const float* g = is_k ? kv.g[0] : kv.g[1];
+  const float* g = is_k ? kv.global_scale[0] : kv.global_scale[1];
   to.g = g != nullptr ? LoadGlobal(g + head) : 1.f;
   return to;
 }
@@ -294,17 +294,17 @@ TM_DEVICE int SequenceOf(const BatchView& batch, int token) {
 }
 
 // Where K or V of a token goes.
-TM_DEVICE RowTarget TargetOfToken(const ProcessKVParams& op, RowKind kind, int token, int head) {
-  const bool hot = op.hot.data != nullptr;
-  const KvLayerView& kv = hot ? op.hot : op.kv;
-  RowTarget none = {kind == RowKind::kK ? kv.mode[0] : kv.mode[1], nullptr, nullptr, 1.f};
+TM_DEVICE RowTarget TargetOfToken(const WriteKvParams& op, RowKind kind, int token, int head) {
+  const bool window16 = op.window16.data != nullptr;
+  const KvLayerView& kv = window16 ? op.window16 : op.kv;
+  RowTarget none = {kind == RowKind::kK ? kv.format[0] : kv.format[1], nullptr, nullptr, 1.f};
   if (kind == RowKind::kQ || token >= op.batch.num_tokens) {
     return none;
   }
   const int position = LoadGlobal(op.batch.positions + token);
   const int shift = CountZeros(kv.block_seq_len);
   const int32_t block =
-      LoadGlobal((hot ? op.batch.hot_tables : op.batch.block_tables) +
+      LoadGlobal((window16 ? op.batch.window16_tables : op.batch.block_tables) +
                  SequenceOf(op.batch, token) * op.batch.block_table_stride + (position >> shift));
   if (block < 0) {
     return none;
@@ -319,7 +319,7 @@ struct BlockRows {
 };
 
 template <int kRowLanes>
-TM_DEVICE BlockRows RowsOf(const ProcessKvLaunch& p, int64_t block) {
+TM_DEVICE BlockRows RowsOf(const WriteKvLaunch& p, int64_t block) {
   const int64_t kv_blocks = 2 * int64_t{p.kv_blocks};
   const int64_t blocks = p.q_blocks + kv_blocks;
   const auto before = static_cast<int>(block * kv_blocks / blocks);  // blocks of K and V
@@ -333,8 +333,8 @@ TM_DEVICE BlockRows RowsOf(const ProcessKvLaunch& p, int64_t block) {
 
 // Grid: q_blocks + 2 * kv_blocks.
 template <int kRowLanes, DataType T>
-__global__ void __launch_bounds__(kWriteThreads, kWriteBlocks) ProcessKvKernel(ProcessKvLaunch p) {
-  const ProcessKVParams& op = p.op;
+__global__ void __launch_bounds__(kWriteThreads, kWriteBlocks) WriteKvKernel(WriteKvLaunch p) {
+  const WriteKvParams& op = p.op;
   const BlockRows rows = RowsOf<kRowLanes>(p, BlockIndexX());
   const RowKind kind = rows.kind;
   const int heads = kind == RowKind::kQ ? op.q_heads : op.kv.kv_heads;
@@ -381,23 +381,23 @@ __global__ void __launch_bounds__(kWriteThreads, kWriteBlocks) ProcessKvKernel(P
     AddGlobal(op.num_nonfinite, CountNonfinite(values));
   }
   if (to.payload != nullptr) {
-    AddClipped(values, to.mode, to.g, op.num_clipped);
+    AddClipped(values, to.format, to.g, op.num_clipped);
   }
-  StoreRow<kRowLanes, T>(to, row.at, values, op.search_scales);
+  WriteRow<kRowLanes, T>(to, row.at, values, op.search_scales);
 }
 
-// --- QuantiseBlocks
+// --- QuantizeBlocks
 // -------------------------------------------------------------------------------
 
-struct QuantiseLaunch {
-  QuantiseBlocksParams op;
+struct QuantizeLaunch {
+  QuantizeBlocksParams op;
   int side_blocks = 0;  // of K, then as many of V
 };
 
 template <int kRowLanes, DataType T>
-__global__ void __launch_bounds__(kWriteThreads) QuantiseBlocksKernel(QuantiseLaunch p) {
+__global__ void __launch_bounds__(kWriteThreads) QuantizeBlocksKernel(QuantizeLaunch p) {
   const KvLayerView& kv = p.op.kv;
-  const KvLayerView& hot = p.op.hot;
+  const KvLayerView& window16 = p.op.window16;
   const bool is_k = BlockIndexX() < p.side_blocks;
   const KvSide side = is_k ? KvSide::kK : KvSide::kV;
   const int index = (BlockIndexX() - (is_k ? 0 : p.side_blocks)) * RowsOfBlock(kRowLanes) +
@@ -405,16 +405,18 @@ __global__ void __launch_bounds__(kWriteThreads) QuantiseBlocksKernel(QuantiseLa
   const int shift = CountZeros(kv.block_seq_len);
   const int slot = index & (kv.block_seq_len - 1);
   const int head = (index >> shift) % kv.kv_heads;
-  const int move = (index >> shift) / kv.kv_heads;
-  const BlockMove ids = move < p.op.num_moves ? LoadGlobal(p.op.moves + move) : BlockMove{};
-  const bool valid = ids.cold >= 0;
+  const int pending = (index >> shift) / kv.kv_heads;
+  const PendingQuantization ids = pending < p.op.num_to_quantize
+                                      ? LoadGlobal(p.op.blocks_to_quantize + pending)
+                                      : PendingQuantization{};
+  const bool valid = ids.quantized >= 0;
   const RowLane at = {ThreadIndexX() % kRowLanes, valid ? kv.head_dim : 0};
-  RowTarget to = {is_k ? kv.mode[0] : kv.mode[1], nullptr, nullptr, 1.f};
+  RowTarget to = {is_k ? kv.format[0] : kv.format[1], nullptr, nullptr, 1.f};
   LaneValues values = {};
   if (valid) {
-    to = TargetOf(kv, side, ids.cold, head, slot);
+    to = TargetOf(kv, side, ids.quantized, head, slot);
     if (at.active()) {
-      const std::byte* payload = TargetOf(hot, side, ids.hot, head, slot).payload;
+      const std::byte* payload = TargetOf(window16, side, ids.window16, head, slot).payload;
       const auto words =
           LoadGlobal(reinterpret_cast<const Words<16>*>(payload + at.lane * sizeof(Words<16>)));
       for (int i = 0; i < kLaneValues / 2; ++i) {
@@ -423,8 +425,8 @@ __global__ void __launch_bounds__(kWriteThreads) QuantiseBlocksKernel(QuantiseLa
     }
   }
   Unpack<T>(values);
-  AddClipped(values, to.mode, to.g, p.op.num_clipped);
-  StoreRow<kRowLanes, T>(to, at, values, p.op.search_scales);
+  AddClipped(values, to.format, to.g, p.op.num_clipped);
+  WriteRow<kRowLanes, T>(to, at, values, p.op.search_scales);
 }
 
 }  // namespace turbomind::cuda

@@ -11,7 +11,7 @@ namespace turbomind::cuda {
 namespace {
 
 constexpr const char* kFileNames[] = {"libcublasLt.so.13", "libcublasLt.so.12"};
-constexpr size_t kLeastVersion = 120000;  // older ones count otherwise
+constexpr size_t kMinVersion = 120000;  // older ones count otherwise
 
 // Values of the library's enums.
 constexpr int kSuccess = 0;
@@ -28,7 +28,7 @@ constexpr int kPreferAlignmentC = 7;
 constexpr int kPreferAlignmentD = 8;
 
 constexpr uint32_t kBestAlignment = 256;
-constexpr size_t kMostPlans = 4096;
+constexpr size_t kMaxPlans = 4096;
 
 struct Algorithm {
   uint64_t data[8];
@@ -185,9 +185,9 @@ std::unique_ptr<CublasLt> CublasLt::Load(const std::vector<std::string>& librari
       wrong = LoadError(name);
     } else if (const char* missing = functions.Find(); missing != nullptr) {
       wrong = name + " has no " + missing;
-    } else if (functions.version() < kLeastVersion) {
+    } else if (functions.version() < kMinVersion) {
       wrong = name + ": got version " + std::to_string(functions.version()) + ", want " +
-              std::to_string(kLeastVersion) + " or newer";
+              std::to_string(kMinVersion) + " or newer";
     } else if (const int status = functions.create(&loaded->handle_); status != kSuccess) {
       wrong = name + " cannot be used here: status " + std::to_string(status);
     } else {
@@ -206,7 +206,7 @@ const CublasLt::Plan& CublasLt::PlanOf(const Key& key, const BFloatProduct& prod
   if (found != plans_.end()) {
     return found->second;
   }
-  if (plans_.size() >= kMostPlans) {
+  if (plans_.size() >= kMaxPlans) {
     plans_.clear();
   }
   const Functions& f = *functions_;

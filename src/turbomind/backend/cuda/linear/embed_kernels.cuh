@@ -1,6 +1,6 @@
 #pragma once
 
-// ⑥ Rows of a weight matrix, dequantised: embeddings of tokens.
+// ⑥ Rows of a weight matrix, dequantized: embeddings of tokens.
 
 #include <cmath>
 #include <cstdint>

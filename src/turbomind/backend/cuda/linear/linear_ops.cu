@@ -19,16 +19,16 @@ namespace {
 constexpr int64_t kWantedWarps = 6144;
 // Tiles that two by two give every SM a block; two share what is read of x.
 constexpr int64_t kWantedTiles = 264;
-constexpr int kMostStreamRows = 16;
+constexpr int kMaxStreamRows = 16;
 // From where on the library is faster. Up to one tile of rows TileKernel reads a weight once, as
 // nobody does faster. Weights with scales cost the library 4.5 bytes of traffic each: against the
 // instructions for whole warp groups (wgmma, tcgen05), about twice as fast as mma, that pays from
 // 400 rows on; elsewhere the library has mma itself, and but the better schedule.
-constexpr int kLeastLibraryRows = 65;
-constexpr int kLeastExpandedRows = 512;
-constexpr int kLeastExpandedRowsMma = 2048;
+constexpr int kMinLibraryRows = 65;
+constexpr int kMinExpandedRows = 512;
+constexpr int kMinExpandedRowsMma = 2048;
 constexpr int64_t kExpandedBytes = int64_t{64} << 20;
-constexpr int kLeastUnits = 5;  // of a slice: less is over before its first loads are back
+constexpr int kMinUnits = 5;  // of a slice: less is over before its first loads are back
 
 const CudaMatrix& Weight(const LinearPart& part) {
   return static_cast<const CudaMatrix&>(*part.weight);
@@ -150,15 +150,15 @@ template <MatrixFormat F>
 LibraryMemory PlanLibrary(const Context& ctx, const LinearKernelParams& linear) {
   const int64_t row_bytes = int64_t{linear.cols} * 2;
   const int64_t tile_bytes = row_bytes * kTileOutputs;
-  int64_t most = 1;
+  int64_t max_value = 1;
   for (int i = 0; i < linear.num_segments; ++i) {
-    most = std::max(most, NumTiles(linear.segments[i].outputs));
+    max_value = std::max(max_value, NumTiles(linear.segments[i].outputs));
   }
   LibraryMemory memory;
-  memory.tiles_at_once = most;
+  memory.tiles_at_once = max_value;
   if constexpr (F != MatrixFormat::kBF16) {
     memory.tiles_at_once =
-        std::clamp<int64_t>(kExpandedBytes / tile_bytes, 1, std::min(most, kMostGridY));
+        std::clamp<int64_t>(kExpandedBytes / tile_bytes, 1, std::min(max_value, kMaxGridY));
   }
   const int64_t x_bytes = CeilDiv(linear.num_rows * row_bytes, 256) * 256;
   const int64_t expanded_bytes =
@@ -237,17 +237,17 @@ void RunTile(const Context& ctx, const LinearKernelParams& params, int slices, i
 
 bool LibraryIsFaster(const Context& ctx, MatrixFormat stored, int num_rows) {
   if (stored == MatrixFormat::kBF16) {
-    return num_rows >= kLeastLibraryRows;
+    return num_rows >= kMinLibraryRows;
   }
   const bool has_warp_groups = ctx.gpu.sm / 10 == 9 || ctx.gpu.sm / 10 == 10;
-  return num_rows >= (has_warp_groups ? kLeastExpandedRows : kLeastExpandedRowsMma);
+  return num_rows >= (has_warp_groups ? kMinExpandedRows : kMinExpandedRowsMma);
 }
 
 // Few rows stream weights; many share them.
 template <MatrixFormat F>
 void RunFormat(const Context& ctx, LinearKernelParams params, int64_t outputs, CublasLt* library) {
   const int slices = NumSlices(F, outputs, params.cols);
-  if (RowsOfMatrix(params) <= kMostStreamRows) {
+  if (RowsOfMatrix(params) <= kMaxStreamRows) {
     AlignX(ctx, F, &params);
     return RunStream<F>(ctx, {params, slices}, outputs);
   }
@@ -300,10 +300,10 @@ void Run(const Context& ctx, LinearKernelParams params, MatrixFormat stored, Cub
 }  // namespace
 
 int NumSlices(MatrixFormat stored, int64_t outputs, int64_t cols) {
-  const int64_t most = std::min({int64_t{kMostSlices}, kWantedWarps / NumTiles(outputs),
-                                 int64_t{NumUnits(stored, cols)} / kLeastUnits});
+  const int64_t max_value = std::min({int64_t{kMaxSlices}, kWantedWarps / NumTiles(outputs),
+                                      int64_t{NumUnits(stored, cols)} / kMinUnits});
   int slices = 1;
-  while (2 * slices <= most) {
+  while (2 * slices <= max_value) {
     slices *= 2;
   }
   return slices;

@@ -11,7 +11,7 @@
 // rounded to BF16 (mma.m16n8k16), in FP32. With block scales the sum of each block of 32 columns
 // starts at zero and is multiplied by its scale as it is added: the codes are exact in BF16, so
 // that nothing but x is rounded. That costs 1.7e-3 of the output's norm, a third of what storing
-// weights as kQ8_0 costs, the finest of the quantised formats (a second operand with what rounding
+// weights as kQ8_0 costs, the finest of the quantized formats (a second operand with what rounding
 // takes away would reach 1e-5, for twice the products and six times the conversions, and the same
 // bits for many rows would cost them as much).
 //
@@ -39,7 +39,7 @@ struct StreamConfig {
   static constexpr int kOutputs = kTileOutputs * kTiles;
   static constexpr int kRows = 8 * kRowTiles;
   static constexpr int kAhead = 4 / kTiles;  // units in flight
-  // Blocks of kMostSlices warps that fit an SM; 0: the compiler's choice. It would choose 4 for
+  // Blocks of kMaxSlices warps that fit an SM; 0: the compiler's choice. It would choose 4 for
   // these, on some architectures, and spill for it.
   static constexpr bool kTight =
       (F == MatrixFormat::kBF16 || F == MatrixFormat::kMxfp4) && kTiles == 2 && kRowTiles == 1;
@@ -139,7 +139,7 @@ struct RowReader {
   int last_col;                     // of the warp's slice: the first of its last block
   RowValues next[C::kRowTiles];
 
-  TM_DEVICE void Ask(int col) {
+  TM_DEVICE void Compute(int col) {
 #pragma unroll
     for (int n = 0; n < C::kRowTiles; ++n) {
       next[n] = LoadRow(rows[n] + (col < last_col ? col : last_col));
@@ -164,7 +164,7 @@ TM_DEVICE void AddUnit(const typename WeightFragments<C::kFormat>::Unit (&units)
         SumBlock(x[n], x_sums[n]);
       }
     }
-    reader->Ask(first_col + (block + 1) * kQuantBlock);
+    reader->Compute(first_col + (block + 1) * kQuantBlock);
 #pragma unroll
     for (int m = 0; m < C::kTiles; ++m) {
       const auto weights = ExpandBlock<C::kFormat>(units[m], block);
@@ -215,7 +215,7 @@ TM_DEVICE void SumSlice(const StreamParams& params, const LinearBlock& block,
   for (int n = 0; n < C::kRowTiles; ++n) {
     reader.rows[n] = RowOfX(p, block, 8 * n + (lane >> 2)) + 8 * (lane & 3);
   }
-  reader.Ask(begin * kCols);
+  reader.Compute(begin * kCols);
 #pragma unroll 1
   for (int first = begin; first < end; first += C::kAhead) {
 #pragma unroll
@@ -266,11 +266,11 @@ TM_DEVICE void AddSlices(const StreamParams& params, const LinearBlock& block,
   }
 }
 
-inline constexpr int kMostSlices = 8;
+inline constexpr int kMaxSlices = 8;
 
 // Grid: slots of C::kRows rows × blocks of C::kOutputs outputs; `slices` warps; C::SharedBytes.
 template <class C>
-__global__ void __launch_bounds__(32 * kMostSlices, C::kBlocks) StreamKernel(StreamParams params) {
+__global__ void __launch_bounds__(32 * kMaxSlices, C::kBlocks) StreamKernel(StreamParams params) {
   LinearBlock block;
   if (!FindBlock(params.linear, BlockIndexX(), C::kRows, C::kOutputs, &block)) {
     return;

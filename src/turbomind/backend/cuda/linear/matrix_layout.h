@@ -4,13 +4,14 @@
 // by the kernels.
 //
 // Outputs are cut into tiles of 16, columns into units; what is beyond the matrix is zero. A tile
-// of a quantised matrix is a run of units:
-//   512 bytes of codes: 16 of each lane of a warp. Lane 4 g + t has columns 8 t .. 8 t + 7 of each
-//     block of 32, of the outputs g and g + 8
+// of a quantized matrix is a run of units:
+//   512 bytes of codes: 16 of each lane of a warp. Lane 4 global_scale + t has columns 8 t .. 8 t +
+//   7 of each
+//     block of 32, of the outputs global_scale and global_scale + 8
 //       kQ4_0, kQ4_1, MXFP4: word 2 block + half, eight codes (weight_fragments.cuh)
 //       kQ8_0: words 2 half and 2 half + 1, four codes each
-//   then of g = 0..7: the scales [block][half] of the outputs g + 8 half: FP16 d (kQ4_1: all d,
-//   then
+//   then of global_scale = 0..7: the scales [block][half] of the outputs global_scale + 8 half:
+//   FP16 d (kQ4_1: all d, then
 //     all m) or E8M0
 // so that a warp reads a unit in one coalesced access of 16 bytes per lane, as an operand of the
 // tensor cores. kBF16 and kF32 are row-major; their rows are as long as whole units.

@@ -44,7 +44,7 @@ TM_DEVICE void ExpandInt8(uint32_t word, uint32_t* out) {
 }
 
 // Eight codes of E2M1, their bits where a shift brings them to where BF16 has the sign, two bits of
-// the exponent and one of the mantissa: the value times 2^-126, as one product normalises.
+// the exponent and one of the mantissa: the value times 2^-126, as one product normalizes.
 TM_DEVICE void ExpandMxfp4(uint32_t word, uint32_t (&out)[4]) {
   constexpr uint32_t kSign = 0x80008000u;
   constexpr uint32_t kLow = 0x01c001c0u;

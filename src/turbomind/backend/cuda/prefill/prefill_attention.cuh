@@ -16,8 +16,8 @@
 // exceeds it by more than 2^8. It begins finite, so that a tile without visible positions adds
 // nothing.
 //
-// Ranges (prefill_shape.cuh) are read one after the other. Cold ones come first, so that the factor
-// of cold values is one multiplication of the sums so far.
+// Ranges (prefill_shape.cuh) are read one after the other. Quantized ones come first, so that the
+// factor of quantized values is one multiplication of the sums so far.
 
 #include <cmath>
 #include <cstdint>
@@ -213,7 +213,7 @@ TM_DEVICE void HideScores(const PrefillTask<C>& task, int range, int first, Scor
 // Scores → weights 2^(score - m) in `scores`; o and l are lowered where m moves.
 template <class C>
 TM_DEVICE void UpdateSoftmax(float scale, Scores<C>& scores, PrefillState<C>* state) {
-  float most[C::kRowTiles][2];
+  float max_value[C::kRowTiles][2];
   bool above = false;
 #pragma unroll
   for (int tile = 0; tile < C::kRowTiles; ++tile) {
@@ -224,8 +224,8 @@ TM_DEVICE void UpdateSoftmax(float scale, Scores<C>& scores, PrefillState<C>* st
       for (int n = 0; n < C::kKeys / 8; ++n) {
         x = fmaxf(x, fmaxf(scores[tile][n][2 * half], scores[tile][n][2 * half + 1]));
       }
-      most[tile][half] = x * scale;
-      above = above || most[tile][half] > state->m[tile][half] + kLazyMax;
+      max_value[tile][half] = x * scale;
+      above = above || max_value[tile][half] > state->m[tile][half] + kLazyMax;
     }
   }
   if (AnyInWarp(above)) {
@@ -233,7 +233,7 @@ TM_DEVICE void UpdateSoftmax(float scale, Scores<C>& scores, PrefillState<C>* st
     for (int tile = 0; tile < C::kRowTiles; ++tile) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float x = most[tile][half];
+        float x = max_value[tile][half];
         x = fmaxf(x, ShuffleXor(x, 1));
         x = fmaxf(x, ShuffleXor(x, 2));
         const float m = state->m[tile][half];
@@ -327,7 +327,7 @@ TM_DEVICE void ReadRange(const PrefillTask<C>& task, const QueryStep<C>* query, 
   const SeenByRows mine =
       SeenByRange<C>(task, range, task.first_row + kWarpRows * task.at.warp, kWarpRows);
   const PrefillParams& p = task.params;
-  const float factor = range == 0 ? HeadFactor(p.key_factor, task.kv_head()) : 1.f;
+  const float factor = range == 0 ? HeadScale(p.key_scale, task.kv_head()) : 1.f;
   const float scale = p.softmax_scale * kLog2E * factor;
   char* const stages = SharedMemory() + C::kQueryBytes;
   int stage = 0;
@@ -368,10 +368,10 @@ TM_DEVICE float SinkLogit(const PrefillParams& p, int64_t token, int q_head) {
 
 // What the sums o of weights relative to 2^m have to be multiplied with, when the weights' sum is
 // l.
-TM_DEVICE float FinalFactor(float sink, float m, float l) {
-  const float most = fmaxf(m, sink);
-  const float factor = Exp2Approx(m - most);
-  return factor / (l * factor + Exp2Approx(sink - most));
+TM_DEVICE float FinalScale(float sink, float m, float l) {
+  const float max_value = fmaxf(m, sink);
+  const float factor = Exp2Approx(m - max_value);
+  return factor / (l * factor + Exp2Approx(sink - max_value));
 }
 
 template <class C>
@@ -406,7 +406,7 @@ TM_DEVICE void WriteRows(const PrefillTask<C>& task, const PrefillState<C>& stat
       } else {
         const int q_head = task.kv_head() * p.group + in_group;
         out = p.out + (token * p.q_heads + q_head) * C::kHeadDim;
-        factor = FinalFactor(SinkLogit(p, token, q_head), m, l);
+        factor = FinalScale(SinkLogit(p, token, q_head), m, l);
       }
 #pragma unroll
       for (int n = 0; n < C::kChunks; ++n) {
@@ -448,16 +448,16 @@ __global__ void __launch_bounds__(kPrefillThreads, kPrefillBlocks)
   PrefillState<C> state = {};
 #pragma unroll
   for (int i = 0; i < 2 * C::kRowTiles; ++i) {
-    state.m[i / 2][i % 2] = kLeastMax;
+    state.m[i / 2][i % 2] = kMinRowMax;
   }
-  const float value_factor = HeadFactor(params.value_factor, task.kv_head());
+  const float value_scale = HeadScale(params.value_scale, task.kv_head());
 #pragma unroll 1
   for (int range = 0; range < kPrefillRanges; ++range) {
     ReadRange<C>(task, query, range, &state);
     if (range == 0) {
 #pragma unroll
       for (int i = 0; i < C::kRowTiles * C::kChunks * 4; ++i) {
-        state.o[i / (C::kChunks * 4)][i / 4 % C::kChunks][i % 4] *= value_factor;
+        state.o[i / (C::kChunks * 4)][i / 4 % C::kChunks][i % 4] *= value_scale;
       }
     }
   }

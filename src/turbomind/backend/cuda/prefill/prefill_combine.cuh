@@ -18,19 +18,19 @@ __global__ void __launch_bounds__(32 * kPrefillCombineWarps) PrefillCombineKerne
   if (row >= p.num_rows) {
     return;
   }
-  float m = kLeastMax;
+  float m = kMinRowMax;
   float l = 0.f;
   if (lane < p.num_splits) {  // a lane has a split
     const float* ml = p.partial_ml + 2 * (lane * p.num_rows + row);
     m = LoadGlobal(ml);
     l = LoadGlobal(ml + 1);
   }
-  float most = m;
+  float max_value = m;
 #pragma unroll
   for (int mask = 1; mask < 32; mask *= 2) {
-    most = fmaxf(most, ShuffleXor(most, mask));
+    max_value = fmaxf(max_value, ShuffleXor(max_value, mask));
   }
-  const float weight = Exp2Approx(m - most);
+  const float weight = Exp2Approx(m - max_value);
   l *= weight;
 #pragma unroll
   for (int mask = 1; mask < 32; mask *= 2) {
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(32 * kPrefillCombineWarps) PrefillCombineKerne
   const int heads = p.num_heads * p.group;
   const int64_t token = p.sequences[0].first_token + row / heads;
   const int q_head = p.first_head * p.group + static_cast<int>(row % heads);
-  const float factor = FinalFactor(SinkLogit(p, token, q_head), most, l);
+  const float factor = FinalScale(SinkLogit(p, token, q_head), max_value, l);
   float* const out = p.out + (token * p.q_heads + q_head) * D;
 #pragma unroll
   for (int first = 0; first < D; first += 128) {

@@ -17,12 +17,12 @@ static_assert(2 * kMaxPrefillSequences <= kMaxFlattenSpans);  // sinks and recen
 
 constexpr int64_t kAlignment = 256;
 
-constexpr int kLeastSplit = 512;  // positions for which a partial result pays
+constexpr int kMinSplit = 512;  // positions for which a partial result pays
 
 // Sequences of one launch, and their rows in the two views.
 struct Group {
   std::vector<PrefillSequence> sequences;  // first_tile is not set
-  std::vector<FlattenSpan> spans[2];       // of the cold and of the hot view
+  std::vector<FlattenSpan> spans[2];       // of the quantized and of the 16-bit view
   int64_t num_rows[2] = {0, 0};
   int heads_at_once = 0;
   int num_splits = 1;
@@ -58,7 +58,7 @@ std::vector<Group> MakeGroups(const AttentionParams& p, const BatchView& host,
     const int num_tokens = host.cu_seqlens[seq + 1] - first_token;
     const int context = host.context_lens[seq];
     const SeenSpans spans = SpansOf(p.rule, p.window, context - num_tokens, context);
-    const int64_t wanted = Length(spans.cold) + Length(spans.sinks) + Length(spans.recent);
+    const int64_t wanted = Length(spans.quantized) + Length(spans.sinks) + Length(spans.recent);
     if (groups.empty() || groups.back().sequences.size() == kMaxPrefillSequences ||
         (rows + wanted) * row_bytes * p.kv.kv_heads > scratch_bytes) {
       groups.emplace_back();
@@ -67,7 +67,7 @@ std::vector<Group> MakeGroups(const AttentionParams& p, const BatchView& host,
     rows += wanted;
     Group& group = groups.back();
     group.sequences.push_back({0, first_token, num_tokens, context - num_tokens, 0, 0, {}});
-    AddRange(spans.cold, seq, 0, &group);
+    AddRange(spans.quantized, seq, 0, &group);
     AddRange(spans.sinks, seq, 1, &group);
     AddRange(spans.recent, seq, 2, &group);
     const int64_t fitting = scratch_bytes / (rows * row_bytes);
@@ -94,8 +94,8 @@ void PlanSplits(const Context& context, int q_heads_per_head, Group* group) {
   }
   const int64_t slots = int64_t{kPrefillBlocks} * context.gpu.num_sms;
   if (!context.deterministic) {
-    const int most = std::clamp(longest / kLeastSplit, 1, kMaxPrefillSplits);
-    group->num_splits = static_cast<int>(std::clamp<int64_t>(slots / blocks, 1, most));
+    const int max_value = std::clamp(longest / kMinSplit, 1, kMaxPrefillSplits);
+    group->num_splits = static_cast<int>(std::clamp<int64_t>(slots / blocks, 1, max_value));
   }
   for (PrefillSequence& sequence : group->sequences) {
     const int length = sequence.position + sequence.num_tokens - sequence.split_begin;
@@ -145,7 +145,7 @@ struct Pass {
 
   bool bfloat() const {
     const KvLayerView& kv = params.kv;
-    return kv.mode[0] == KvCacheMode::kNone && kv.mode[1] == KvCacheMode::kNone &&
+    return kv.format[0] == KvCacheMode::kNone && kv.format[1] == KvCacheMode::kNone &&
            kv.dtype == DataType::kBFloat16;
   }
 };
@@ -163,8 +163,8 @@ DenseView Flatten(const Pass& pass, const Scratch& at, int which) {
   flatten.num_rows = pass.group.num_rows[which];
   std::copy(spans.begin(), spans.end(), flatten.spans);
   flatten.num_spans = static_cast<int>(spans.size());
-  flatten.kv = (which == 0 ? p.kv : p.hot).Heads(pass.first_head, pass.num_heads);
-  flatten.block_tables = which == 0 ? p.batch.block_tables : p.batch.hot_tables;
+  flatten.kv = (which == 0 ? p.kv : p.window16).Heads(pass.first_head, pass.num_heads);
+  flatten.block_tables = which == 0 ? p.batch.block_tables : p.batch.window16_tables;
   flatten.block_table_stride = p.batch.block_table_stride;
   flatten.all_half = !pass.bfloat();
   CudaFlattenToHalf(pass.context, flatten);
@@ -179,8 +179,8 @@ PrefillParams ParamsOf(const Pass& pass) {
   out.out = p.out;
   out.sinks = p.sinks;
   out.q_dot_mean = p.q_dot_mean;
-  out.key_factor = p.kv.g[0];
-  out.value_factor = p.kv.g[1];
+  out.key_scale = p.kv.global_scale[0];
+  out.value_scale = p.kv.global_scale[1];
   out.q_heads = p.q_heads;
   out.group = p.q_heads / p.kv.kv_heads;
   out.first_head = pass.first_head;
@@ -279,15 +279,16 @@ void CudaPrefillAttention(const Context& context, const AttentionParams& params,
                           int64_t scratch_bytes) {
   const int kv_heads = params.kv.kv_heads;
   std::vector<Group> groups = MakeGroups(params, host, sequences, scratch_bytes);
-  int64_t most = 0;
+  int64_t max_value = 0;
   for (Group& group : groups) {
     PlanSplits(context, params.q_heads / kv_heads, &group);
-    most = std::max(most, LayOut(group, params).end);
+    max_value = std::max(max_value, LayOut(group, params).end);
   }
   if (groups.empty()) {
     return;
   }
-  auto* const scratch = static_cast<std::byte*>(context.workspace->Get(static_cast<size_t>(most)));
+  auto* const scratch =
+      static_cast<std::byte*>(context.workspace->Get(static_cast<size_t>(max_value)));
   for (const Group& group : groups) {
     for (int head = 0; head < kv_heads; head += group.heads_at_once) {
       const int num_heads = std::min(group.heads_at_once, kv_heads - head);

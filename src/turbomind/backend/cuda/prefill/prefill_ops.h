@@ -21,7 +21,7 @@ struct SequenceRange {
 // Attention of these sequences, whether they read prompts or decode. `params` holds GPU addresses;
 // `host` is the same batch of which cu_seqlens and context_lens are read on the host.
 //
-// Operands are BF16 for a BF16 cache that is not quantised, else FP16: then queries and what is
+// Operands are BF16 for a BF16 cache that is not quantized, else FP16: then queries and what is
 // stored in BF16 are rounded to FP16, at most 65504 in size. Few queries of a long context are
 // spread over the GPU by splitting the positions; not where context.deterministic is set: then a
 // row of the output has the same bits however its sequence is cut into chunks and whatever else is

@@ -11,8 +11,8 @@
 
 namespace turbomind::cuda {
 
-// The ranges of positions that a query sees, those of SeenSpans (kv_ops.h) in their order: cold
-// ones, or all without hot blocks; hot sinks; hot recent ones.
+// The ranges of positions that a query sees, those of SeenSpans (kv_ops.h) in their order:
+// quantized ones, or all without 16-bit blocks; 16-bit sinks; 16-bit recent ones.
 inline constexpr int kPrefillRanges = 3;
 
 struct SeenPositions {
@@ -21,7 +21,7 @@ struct SeenPositions {
 };
 
 // Neither bound falls as `position` grows.
-TM_HD SeenPositions SeenBy(const HotRule& rule, int window, int range, int position) {
+TM_HD SeenPositions SeenBy(const PrecisionWindow& rule, int window, int range, int position) {
   const int first = FirstVisible(window, position);
   const int next = position + 1;
   if (!rule.enabled()) {
@@ -73,18 +73,18 @@ struct PrefillParams {
   float* out = nullptr;               // [num_tokens, q_heads, head_dim]
   const float* sinks = nullptr;       // [q_heads] or null
   const float* q_dot_mean = nullptr;  // [num_tokens, q_heads] or null
-  // [KV heads of the layer] what cold keys and values have to be multiplied with; null: 1.
-  const float* key_factor = nullptr;
-  const float* value_factor = nullptr;
-  DenseView views[2];  // the cold one, the hot one
+  // [KV heads of the layer] what quantized keys and values have to be multiplied with; null: 1.
+  const float* key_scale = nullptr;
+  const float* value_scale = nullptr;
+  DenseView views[2];  // the quantized one, the 16-bit one
   int q_heads = 0;
   int group = 1;       // query heads of a KV head
   int first_head = 0;  // KV head of the layer that comes first in the views
   int num_heads = 0;   // in the views
   float softmax_scale = 1.f;
   int window = 0;
-  HotRule rule = {};
-  // With more than one split: of each, o, not normalised, and (m, l) with m in units of log2. A row
+  PrecisionWindow rule = {};
+  // With more than one split: of each, o, not normalized, and (m, l) with m in units of log2. A row
   // is a token of the launch and a query head of the views.
   float* partial_o = nullptr;   // [num_splits, num_rows, head_dim]
   float* partial_ml = nullptr;  // [num_splits, num_rows, 2]

@@ -10,7 +10,7 @@
 
 namespace turbomind::cuda {
 
-inline constexpr int64_t kMostGridY = 65535;  // and in z
+inline constexpr int64_t kMaxGridY = 65535;  // and in z
 
 struct LaunchShape {
   int64_t grid_x = 1;

@@ -9,8 +9,8 @@ namespace turbomind::cuda {
 namespace {
 
 constexpr size_t kAlignment = 256;
-constexpr int64_t kLeastStride = 8;
-constexpr unsigned kLeastMoves = 4;
+constexpr int64_t kMinStride = 8;
+constexpr unsigned kMinToQuantize = 4;
 
 size_t Aligned(size_t num_bytes) { return (num_bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
@@ -20,14 +20,14 @@ size_t BytesOf(int64_t size) {
 }
 
 int64_t TableStride(const BatchView& batch) {
-  const auto least = static_cast<uint64_t>(std::max(batch.block_table_stride, kLeastStride));
-  return static_cast<int64_t>(std::bit_ceil(least));
+  const auto min_value = static_cast<uint64_t>(std::max(batch.block_table_stride, kMinStride));
+  return static_cast<int64_t>(std::bit_ceil(min_value));
 }
 
 // Few numbers, so that a step finds the record of another.
-int PaddedMoves(int num_moves) {
-  const auto least = std::max(static_cast<unsigned>(num_moves), kLeastMoves);
-  return num_moves == 0 ? 0 : static_cast<int>(std::bit_ceil(least));
+int PaddedToQuantize(int num_to_quantize) {
+  const auto min_value = std::max(static_cast<unsigned>(num_to_quantize), kMinToQuantize);
+  return num_to_quantize == 0 ? 0 : static_cast<int>(std::bit_ceil(min_value));
 }
 
 }  // namespace
@@ -38,20 +38,20 @@ void StepArrays::Measure(const StepParams& step) {
   shape_.num_seqs = first.num_seqs;
   shape_.num_tokens = first.num_tokens;
   shape_.table_strides.clear();
-  shape_.num_moves.clear();
-  shape_.has_hot.clear();
+  shape_.num_to_quantize.clear();
+  shape_.has_window16.clear();
   size_t num_bytes =
       2 * BytesOf<int32_t>(first.num_tokens) + 2 * BytesOf<int32_t>(int64_t{first.num_seqs} + 1);
   for (int i = 0; i < step.num_groups; ++i) {
     const BatchView& batch = step.groups[i].batch;
     const int64_t stride = TableStride(batch);
-    const bool has_hot = batch.hot_tables != nullptr;
+    const bool has_window16 = batch.window16_tables != nullptr;
     shape_.table_strides.push_back(stride);
-    const int num_moves = PaddedMoves(batch.num_moves);
-    shape_.num_moves.push_back(num_moves);
-    shape_.has_hot.push_back(has_hot);
-    num_bytes += (has_hot ? 2 : 1) * BytesOf<int32_t>(batch.num_seqs * stride) +
-                 BytesOf<BlockMove>(num_moves);
+    const int num_to_quantize = PaddedToQuantize(batch.num_to_quantize);
+    shape_.num_to_quantize.push_back(num_to_quantize);
+    shape_.has_window16.push_back(has_window16);
+    num_bytes += (has_window16 ? 2 : 1) * BytesOf<int32_t>(batch.num_seqs * stride) +
+                 BytesOf<PendingQuantization>(num_to_quantize);
   }
   bytes_.Reserve(num_bytes);
 }
@@ -80,13 +80,14 @@ const int32_t* StepArrays::PlaceTable(const int32_t* host, const BatchView& batc
   return reinterpret_cast<const int32_t*>(bytes_.gpu() + begin);
 }
 
-const BlockMove* StepArrays::PlaceMoves(const BatchView& batch, int num_moves) {
+const PendingQuantization* StepArrays::PlacePending(const BatchView& batch, int num_to_quantize) {
   const size_t begin = used_;
-  used_ += BytesOf<BlockMove>(num_moves);
+  used_ += BytesOf<PendingQuantization>(num_to_quantize);
   Check(used_ <= bytes_.capacity(), "the arrays of a step fit");
-  auto* to = reinterpret_cast<BlockMove*>(bytes_.host() + begin);
-  std::fill(std::copy_n(batch.moves, batch.num_moves, to), to + num_moves, BlockMove{});
-  return reinterpret_cast<const BlockMove*>(bytes_.gpu() + begin);
+  auto* to = reinterpret_cast<PendingQuantization*>(bytes_.host() + begin);
+  std::fill(std::copy_n(batch.blocks_to_quantize, batch.num_to_quantize, to), to + num_to_quantize,
+            PendingQuantization{});
+  return reinterpret_cast<const PendingQuantization*>(bytes_.gpu() + begin);
 }
 
 void StepArrays::Upload(const StepParams& step) {
@@ -109,11 +110,11 @@ void StepArrays::Upload(const StepParams& step) {
     view.positions = static_cast<const int32_t*>(positions_.gpu);
     view.block_tables = PlaceTable(batch.block_tables, batch, stride);
     view.block_table_stride = stride;
-    if (batch.hot_tables != nullptr) {
-      view.hot_tables = PlaceTable(batch.hot_tables, batch, stride);
+    if (batch.window16_tables != nullptr) {
+      view.window16_tables = PlaceTable(batch.window16_tables, batch, stride);
     }
-    view.num_moves = shape_.num_moves[static_cast<size_t>(i)];
-    view.moves = PlaceMoves(batch, view.num_moves);
+    view.num_to_quantize = shape_.num_to_quantize[static_cast<size_t>(i)];
+    view.blocks_to_quantize = PlacePending(batch, view.num_to_quantize);
     host_.push_back(batch);
     views_.push_back(view);
   }
@@ -138,10 +139,10 @@ const int32_t* StepArrays::OnGpu(const int32_t* host) const {
   FailCheck("the tokens are the step's", std::source_location::current());
 }
 
-std::span<const BlockMove> StepArrays::OnGpu(const BlockMove* host) const {
+std::span<const PendingQuantization> StepArrays::OnGpu(const PendingQuantization* host) const {
   for (size_t i = 0; i < host_.size(); ++i) {
-    if (host_[i].num_moves > 0 && host_[i].moves == host) {
-      return {views_[i].moves, static_cast<size_t>(views_[i].num_moves)};
+    if (host_[i].num_to_quantize > 0 && host_[i].blocks_to_quantize == host) {
+      return {views_[i].blocks_to_quantize, static_cast<size_t>(views_[i].num_to_quantize)};
     }
   }
   FailCheck("the moves are the step's", std::source_location::current());

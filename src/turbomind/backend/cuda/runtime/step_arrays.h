@@ -18,8 +18,8 @@ struct StepShape {
   int num_seqs = 0;
   int num_tokens = 0;
   std::vector<int64_t> table_strides = {};  // by group, powers of two
-  std::vector<int> num_moves = {};          // by group, 0 or powers of two
-  std::vector<bool> has_hot = {};           // by group
+  std::vector<int> num_to_quantize = {};    // by group, 0 or powers of two
+  std::vector<bool> has_window16 = {};      // by group
 
   bool operator==(const StepShape&) const = default;
 };
@@ -43,7 +43,7 @@ class StepArrays {
   // Tokens or positions of the last Upload.
   const int32_t* OnGpu(const int32_t* host) const;
   // All of a group's, those without blocks included.
-  std::span<const BlockMove> OnGpu(const BlockMove* host) const;
+  std::span<const PendingQuantization> OnGpu(const PendingQuantization* host) const;
 
  private:
   struct Pair {
@@ -55,7 +55,7 @@ class StepArrays {
   template <class T>
   const T* Place(const T* host, int64_t size);
   const int32_t* PlaceTable(const int32_t* host, const BatchView& batch, int64_t stride);
-  const BlockMove* PlaceMoves(const BatchView& batch, int num_moves);
+  const PendingQuantization* PlacePending(const BatchView& batch, int num_to_quantize);
 
   MirroredBytes bytes_;
   size_t used_ = 0;

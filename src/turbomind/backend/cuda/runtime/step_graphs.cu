@@ -20,7 +20,7 @@ Graph StepGraphs::Capture(FunctionRef<void()> ops) {
 
 // The place of a shape that is seen for the first time.
 void StepGraphs::Add(const StepShape& shape) {
-  if (entries_.size() == most_graphs_) {
+  if (entries_.size() == max_graphs_) {
     const auto oldest =
         std::min_element(entries_.begin(), entries_.end(),
                          [](const Entry& a, const Entry& b) { return a.last_step < b.last_step; });
@@ -34,7 +34,7 @@ void StepGraphs::Add(const StepShape& shape) {
 void StepGraphs::DropRecords() {
   const auto num_graphs = std::count_if(entries_.begin(), entries_.end(),
                                         [](const Entry& entry) { return entry.graph != nullptr; });
-  most_graphs_ = std::max<size_t>(1, static_cast<size_t>(num_graphs) / 2);
+  max_graphs_ = std::max<size_t>(1, static_cast<size_t>(num_graphs) / 2);
   Synchronize(stream_);  // they may still run
   entries_.clear();
 }
@@ -44,7 +44,7 @@ void StepGraphs::Run(const StepShape& shape, const FunctionRef<int64_t()>& gener
   if (generations() != generations_) {
     Synchronize(stream_);
     entries_.clear();
-    most_graphs_ = kMostGraphs;
+    max_graphs_ = kMaxGraphs;
     generations_ = generations();
   }
   ++num_steps_;

@@ -18,7 +18,7 @@ namespace turbomind::cuda {
 class StepGraphs {
  public:
   // Whose records are kept: the one that no step had for longest makes room for another.
-  static constexpr size_t kMostGraphs = 128;
+  static constexpr size_t kMaxGraphs = 128;
 
   explicit StepGraphs(Stream stream) : stream_(stream) {}
   StepGraphs(const StepGraphs&) = delete;
@@ -50,7 +50,7 @@ class StepGraphs {
   void DropRecords();
 
   Stream stream_;
-  size_t most_graphs_ = kMostGraphs;
+  size_t max_graphs_ = kMaxGraphs;
   std::vector<Entry> entries_;
   int64_t generations_ = -1;
   int64_t num_steps_ = 0;

@@ -1,11 +1,11 @@
 #pragma once
 
-// ⑧ Tokens drawn from rows of logits: ops/sampling_math.h, every number with the host's bits.
+// ⑧ Tokens sampled from rows of logits: ops/sampling_math.h, every number with the host's bits.
 //
 // One pass over a row finds the highest logit of every chunk of 128. So many chunks that reach a
-// logit hold at least as many tokens that do: the tokens of at least the kMostListed-th highest of
-// these maxima are listed, by their weights, and lie in few chunks. A draw from more than the list
-// is left to the host. Sums over a whole row take a second pass.
+// logit hold at least as many tokens that do: the tokens of at least the kMaxListed-th highest of
+// these maxima are listed, by their weights, and lie in few chunks. A sample from more than the
+// list is left to the host. Sums over a whole row take a second pass.
 
 #include <cfloat>
 #include <cmath>
@@ -21,18 +21,19 @@ inline constexpr int kChunksOfWarp = 8;  // in flight together
 inline constexpr int kChunkWarps = 4;    // of a block
 inline constexpr int kSumWarps = 4;      // likewise
 inline constexpr int kSumBlocksOfWarp = 4;  // side by side, kSumLanes lanes each
-inline constexpr int kDrawWarps = 8;
-inline constexpr int kMostListed = 256;       // chunks whose maximum is the least logit of a list
-inline constexpr int kMostCandidates = 1024;  // in a list
-inline constexpr int kDrawHeadBytes = 128;    // of shared memory: what the threads of a block share
+inline constexpr int kSamplingWarps = 8;
+inline constexpr int kMaxListed = 256;       // chunks whose maximum is the least logit of a list
+inline constexpr int kMaxCandidates = 1024;  // in a list
+inline constexpr int kSamplingHeadBytes =
+    128;  // of shared memory: what the threads of a block share
 
-struct DrawTask {
-  DrawRowsParams op;  // with draws on the GPU
-  // [num_draws, num_chunks] OrderedBits of the highest of each chunk; kRefusedBits: NaN or
+struct SamplingTask {
+  SampleRowsParams op;  // with samples on the GPU
+  // [num_samplings, num_chunks] OrderedBits of the highest of each chunk; kRefusedBits: NaN or
   // +infinity
   uint32_t* highest = nullptr;
   double* sums =
-      nullptr;  // [num_draws, num_sums] of blocks of kSumBlock, where the draw needs them
+      nullptr;  // [num_samplings, num_sums] of blocks of kSumBlock, where the sample needs them
   int num_chunks = 0;
   int num_sums = 0;
 };
@@ -40,11 +41,11 @@ struct DrawTask {
 inline constexpr uint32_t kRefusedBits = ~0u;
 inline constexpr uint32_t kLowestBits = 0x007FFFFFu;  // of -infinity
 
-TM_DEVICE RowDraw LoadDraw(const DrawTask& task, int draw) {
-  return LoadGlobal(task.op.draws + draw);
+TM_DEVICE RowSampling LoadSampling(const SamplingTask& task, int sampling) {
+  return LoadGlobal(task.op.samplings + sampling);
 }
-TM_DEVICE const float* RowOf(const DrawTask& task, const RowDraw& draw) {
-  return task.op.logits + static_cast<int64_t>(draw.row) * task.op.vocab_size;
+TM_DEVICE const float* RowOf(const SamplingTask& task, const RowSampling& sampling) {
+  return task.op.logits + static_cast<int64_t>(sampling.row) * task.op.vocab_size;
 }
 
 // A lane's four values of a chunk, in the order of ids for kWidth 4.
@@ -78,16 +79,16 @@ TM_DEVICE ChunkValues<kWidth> LoadChunk(const float* row, int chunk, int vocab_s
   return values;
 }
 
-// Grid: chunks / (kChunkWarps kChunksOfWarp) × draws.
+// Grid: chunks / (kChunkWarps kChunksOfWarp) × samplings.
 template <int kWidth>
-__global__ void __launch_bounds__(32 * kChunkWarps) ChunkMaximaKernel(DrawTask task) {
+__global__ void __launch_bounds__(32 * kChunkWarps) ChunkMaximaKernel(SamplingTask task) {
   constexpr float kHighest = FLT_MAX;
   const int lane = ThreadIndexX() & 31;
   const int first = (BlockIndexX() * kChunkWarps + WarpIndex()) * kChunksOfWarp;
   if (first >= task.num_chunks) {
     return;
   }
-  const float* row = RowOf(task, LoadDraw(task, BlockIndexY()));
+  const float* row = RowOf(task, LoadSampling(task, BlockIndexY()));
   ChunkValues<kWidth> values[kChunksOfWarp];
 #pragma unroll
   for (int c = 0; c < kChunksOfWarp; ++c) {
@@ -96,15 +97,15 @@ __global__ void __launch_bounds__(32 * kChunkWarps) ChunkMaximaKernel(DrawTask t
   uint32_t mine = 0;
 #pragma unroll
   for (int c = 0; c < kChunksOfWarp; ++c) {
-    uint32_t most = 0;
+    uint32_t max_value = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float x = values[c].v[i / kWidth].v[i % kWidth];
       const uint32_t bits = x <= kHighest ? OrderedBits(x) : kRefusedBits;
-      most = bits > most ? bits : most;
+      max_value = bits > max_value ? bits : max_value;
     }
-    most = MaxInWarp(most);
-    mine = lane == c ? most : mine;
+    max_value = MaxInWarp(max_value);
+    mine = lane == c ? max_value : mine;
   }
   if (lane < kChunksOfWarp && first + lane < task.num_chunks) {
     StoreGlobal(task.highest + static_cast<int64_t>(BlockIndexY()) * task.num_chunks + first + lane,
@@ -114,26 +115,26 @@ __global__ void __launch_bounds__(32 * kChunkWarps) ChunkMaximaKernel(DrawTask t
 
 // Of a row's chunks; uses the first 4 kWarps bytes of shared memory.
 template <int kWarps>
-TM_DEVICE uint32_t HighestOfRow(const DrawTask& task) {
+TM_DEVICE uint32_t HighestOfRow(const SamplingTask& task) {
   const uint32_t* highest = task.highest + static_cast<int64_t>(BlockIndexY()) * task.num_chunks;
-  uint32_t most = 0;
+  uint32_t max_value = 0;
 #pragma unroll 4
   for (int i = ThreadIndexX(); i < task.num_chunks; i += 32 * kWarps) {
     const uint32_t bits = LoadGlobal(highest + i);
-    most = bits > most ? bits : most;
+    max_value = bits > max_value ? bits : max_value;
   }
-  most = MaxInWarp(most);
+  max_value = MaxInWarp(max_value);
   const int lane = ThreadIndexX() & 31;
   char* const of_warp = SharedMemory() + 4 * WarpIndex();
   if (lane == 0) {
-    StoreShared(of_warp, most);
+    StoreShared(of_warp, max_value);
   }
   SyncBlock();
   return MaxInWarp(lane < kWarps ? LoadShared<uint32_t>(SharedMemory() + 4 * lane) : 0u);
 }
 
-// Whether the sampler draws from a row with this maximum.
-TM_DEVICE bool MayDraw(uint32_t highest) {
+// Whether the sampler samples from a row with this maximum.
+TM_DEVICE bool MaySample(uint32_t highest) {
   return highest > kLowestBits && highest != kRefusedBits;
 }
 
@@ -146,33 +147,37 @@ struct Weights {
   }
 };
 
-TM_DEVICE float AtLeast(float weight, float least) { return weight >= least ? weight : 0.f; }
+TM_DEVICE float ZeroBelow(float weight, float min_value) {
+  return weight >= min_value ? weight : 0.f;
+}
 
-// Grid: sums / (kSumWarps kSumBlocksOfWarp) × draws. Shared memory: kDrawHeadBytes, eight bytes for
-// every thread.
-__global__ void __launch_bounds__(32 * kSumWarps) WeightSumsKernel(DrawTask task) {
-  const RowDraw draw = LoadDraw(task, BlockIndexY());
-  if (LimitsCount(draw, task.op.vocab_size)) {
+// Grid: sums / (kSumWarps kSumBlocksOfWarp) × samplings. Shared memory: kSamplingHeadBytes, eight
+// bytes for every thread.
+__global__ void __launch_bounds__(32 * kSumWarps) WeightSumsKernel(SamplingTask task) {
+  const RowSampling sampling = LoadSampling(task, BlockIndexY());
+  if (LimitsCount(sampling, task.op.vocab_size)) {
     return;
   }
   const uint32_t highest = HighestOfRow<kSumWarps>(task);
-  if (!MayDraw(highest)) {
+  if (!MaySample(highest)) {
     return;
   }
-  const Weights weights = {FloatOfOrdered(highest), draw.inverse_temperature};
-  const float least = DrawsFromAll(draw, task.op.vocab_size) ? draw.min_p : 0.f;
+  const Weights weights = {FloatOfOrdered(highest), sampling.inverse_temperature};
+  const float min_value = SamplesFromAll(sampling, task.op.vocab_size) ? sampling.min_p : 0.f;
   const int lane = ThreadIndexX() & 31;
   const int block = (BlockIndexX() * kSumWarps + WarpIndex()) * kSumBlocksOfWarp + lane / kSumLanes;
   const int left = task.op.vocab_size - block * kSumBlock;
   const int size = block >= task.num_sums ? 0 : left < kSumBlock ? left : kSumBlock;
-  const float* logits = RowOf(task, draw) + static_cast<int64_t>(block) * kSumBlock;
-  const auto weight = [&](int i) { return AtLeast(weights.Of(LoadGlobal(logits + i)), least); };
+  const float* logits = RowOf(task, sampling) + static_cast<int64_t>(block) * kSumBlock;
+  const auto weight = [&](int i) {
+    return ZeroBelow(weights.Of(LoadGlobal(logits + i)), min_value);
+  };
   double sum = 0;
 #pragma unroll 8
   for (int i = lane % kSumLanes; i < size / kSumLanes * kSumLanes; i += kSumLanes) {
     sum += weight(i);
   }
-  char* const of_warp = SharedMemory() + kDrawHeadBytes + 8 * 32 * WarpIndex();
+  char* const of_warp = SharedMemory() + kSamplingHeadBytes + 8 * 32 * WarpIndex();
   StoreShared(of_warp + 8 * lane, sum);
   SyncWarp();
   if (lane % kSumLanes == 0 && size > 0) {
@@ -182,19 +187,19 @@ __global__ void __launch_bounds__(32 * kSumWarps) WeightSumsKernel(DrawTask task
   }
 }
 
-// --- One draw, by a block
+// --- One sample, by a block
 // -------------------------------------------------------------------------
 
-// The shared memory of a draw from all tokens.
+// The shared memory of a sample from all tokens.
 struct AllShared {
   char* sums;     // [num_sums] double
   char* weights;  // [kSumBlock] float
 };
 
-// All threads: the sums of the draw's row → shared memory.
-TM_DEVICE void CopySums(const DrawTask& task, char* to) {
+// All threads: the sums of the sample's row → shared memory.
+TM_DEVICE void CopySums(const SamplingTask& task, char* to) {
   const double* sums = task.sums + static_cast<int64_t>(BlockIndexY()) * task.num_sums;
-  for (int i = ThreadIndexX(); i < task.num_sums; i += 32 * kDrawWarps) {
+  for (int i = ThreadIndexX(); i < task.num_sums; i += 32 * kSamplingWarps) {
     StoreShared(to + 8 * i, LoadGlobal(sums + i));
   }
 }
@@ -225,25 +230,26 @@ TM_DEVICE PlaceInRow FindBlock(const AllShared& shared, int num_sums, double uni
 }
 
 // The token, in thread 0; -1 where rounding took the last step of a block.
-TM_DEVICE int DrawFromSums(const DrawTask& task, const RowDraw& draw, const Weights& weights) {
+TM_DEVICE int SampleFromSums(const SamplingTask& task, const RowSampling& sampling,
+                             const Weights& weights) {
   const int thread = ThreadIndexX();
   char* const place_at = SharedMemory();
-  const AllShared shared = {SharedMemory() + kDrawHeadBytes,
-                            SharedMemory() + kDrawHeadBytes + 8 * task.num_sums};
+  const AllShared shared = {SharedMemory() + kSamplingHeadBytes,
+                            SharedMemory() + kSamplingHeadBytes + 8 * task.num_sums};
   CopySums(task, shared.sums);
   SyncBlock();
   if (thread == 0) {
-    StoreShared(place_at, FindBlock(shared, task.num_sums, draw.uniform));
+    StoreShared(place_at, FindBlock(shared, task.num_sums, sampling.uniform));
   }
   SyncBlock();
   const auto place = LoadShared<PlaceInRow>(place_at);
   const int begin = place.block * kSumBlock;
   const int left_ids = task.op.vocab_size - begin;
   const int size = left_ids < kSumBlock ? left_ids : kSumBlock;
-  const float* row = RowOf(task, draw);
-  for (int i = thread; i < size; i += 32 * kDrawWarps) {
+  const float* row = RowOf(task, sampling);
+  for (int i = thread; i < size; i += 32 * kSamplingWarps) {
     StoreShared(shared.weights + 4 * i,
-                AtLeast(weights.Of(LoadGlobal(row + begin + i)), draw.min_p));
+                ZeroBelow(weights.Of(LoadGlobal(row + begin + i)), sampling.min_p));
   }
   SyncBlock();
   double left = place.left;
@@ -257,34 +263,34 @@ TM_DEVICE int DrawFromSums(const DrawTask& task, const RowDraw& draw, const Weig
   return -1;
 }
 
-// The shared memory of a draw from listed candidates.
+// The shared memory of a sample from listed candidates.
 struct ListShared {
-  char* highest;     // [num_chunks] as DrawTask's; then [num_sums], the sums
-  char* candidates;  // [kMostCandidates] keys: bits of the weight, then of ~id
+  char* highest;     // [num_chunks] as SamplingTask's; then [num_sums], the sums
+  char* candidates;  // [kMaxCandidates] keys: bits of the weight, then of ~id
   char* sorted;      // the same, the largest first
 };
 
 // How many chunks reach `least`; `turn` is one more with each call.
-TM_DEVICE int CountChunks(const ListShared& shared, int num_chunks, uint32_t least, int turn) {
+TM_DEVICE int CountChunks(const ListShared& shared, int num_chunks, uint32_t min_value, int turn) {
   int count = 0;
 #pragma unroll 4
-  for (int i = ThreadIndexX(); i < num_chunks; i += 32 * kDrawWarps) {
-    count += LoadShared<uint32_t>(shared.highest + 4 * i) >= least ? 1 : 0;
+  for (int i = ThreadIndexX(); i < num_chunks; i += 32 * kSamplingWarps) {
+    count += LoadShared<uint32_t>(shared.highest + 4 * i) >= min_value ? 1 : 0;
   }
   count = SumInWarp(count);
   const int lane = ThreadIndexX() & 31;
-  char* const counts = SharedMemory() + 4 * kDrawWarps * (1 + turn % 2);
+  char* const counts = SharedMemory() + 4 * kSamplingWarps * (1 + turn % 2);
   char* const of_warp = counts + 4 * WarpIndex();
   if (lane == 0) {
     StoreShared(of_warp, count);
   }
   SyncBlock();  // those of the turn before last have been read
-  return SumInWarp(lane < kDrawWarps ? LoadShared<int>(counts + 4 * lane) : 0);
+  return SumInWarp(lane < kSamplingWarps ? LoadShared<int>(counts + 4 * lane) : 0);
 }
 
 // Bits that at least `wanted` chunks reach and not many more, unless maxima are equal.
-TM_DEVICE uint32_t LeastListed(const ListShared& shared, int num_chunks, int wanted,
-                               uint32_t highest) {
+TM_DEVICE uint32_t MinListed(const ListShared& shared, int num_chunks, int wanted,
+                             uint32_t highest) {
   uint32_t low = 0;
   uint32_t high = highest + 1;  // reached by none
   int reached = num_chunks;
@@ -302,16 +308,17 @@ TM_DEVICE uint32_t LeastListed(const ListShared& shared, int num_chunks, int wan
 // The tokens with a weight whose bits reach `least`; `count` in shared memory counts them, those
 // that are not stored included.
 template <int kWidth>
-TM_DEVICE void ListCandidates(const DrawTask& task, const RowDraw& draw, const Weights& weights,
-                              const ListShared& shared, uint32_t least, char* count) {
+TM_DEVICE void ListCandidates(const SamplingTask& task, const RowSampling& sampling,
+                              const Weights& weights, const ListShared& shared, uint32_t min_value,
+                              char* count) {
   constexpr int kAhead = 4;
   const int lane = ThreadIndexX() & 31;
-  const float* row = RowOf(task, draw);
+  const float* row = RowOf(task, sampling);
 #pragma unroll 1
-  for (int base = 32 * WarpIndex(); base < task.num_chunks; base += 32 * kDrawWarps) {
+  for (int base = 32 * WarpIndex(); base < task.num_chunks; base += 32 * kSamplingWarps) {
     uint32_t chunks =
         BallotInWarp(base + lane < task.num_chunks &&
-                     LoadShared<uint32_t>(shared.highest + 4 * (base + lane)) >= least);
+                     LoadShared<uint32_t>(shared.highest + 4 * (base + lane)) >= min_value);
     while (chunks != 0) {
       ChunkValues<kWidth> values[kAhead];
       int index[kAhead];
@@ -326,12 +333,12 @@ TM_DEVICE void ListCandidates(const DrawTask& task, const RowDraw& draw, const W
       for (int i = 0; i < 4 * kAhead; ++i) {
         const float x = values[i / 4].v[i % 4 / kWidth].v[i % kWidth];
         const int id = IdInChunk<kWidth>(index[i / 4], lane, i % 4);
-        if (id >= task.op.vocab_size || OrderedBits(x) < least) {
+        if (id >= task.op.vocab_size || OrderedBits(x) < min_value) {
           continue;
         }
         const uint32_t weight = FloatBits(weights.Of(x));
-        const int at = weight > 0 ? AddShared(count, 1) : kMostCandidates;
-        if (at < kMostCandidates) {
+        const int at = weight > 0 ? AddShared(count, 1) : kMaxCandidates;
+        if (at < kMaxCandidates) {
           StoreShared(shared.candidates + 8 * at,
                       uint64_t{weight} << 32 | ~static_cast<uint32_t>(id));
         }
@@ -341,7 +348,7 @@ TM_DEVICE void ListCandidates(const DrawTask& task, const RowDraw& draw, const W
 }
 
 TM_DEVICE void SortCandidates(const ListShared& shared, int count) {
-  for (int i = ThreadIndexX(); i < count; i += 32 * kDrawWarps) {
+  for (int i = ThreadIndexX(); i < count; i += 32 * kSamplingWarps) {
     const auto mine = LoadShared<uint64_t>(shared.candidates + 8 * i);
     int rank = 0;
 #pragma unroll 8
@@ -354,96 +361,98 @@ TM_DEVICE void SortCandidates(const ListShared& shared, int count) {
 
 // The token, by one thread. Tokens that are not listed weigh at most `unlisted`. -1: the list is
 // too short.
-TM_DEVICE int DrawFromSorted(const DrawTask& task, const RowDraw& draw, const ListShared& shared,
-                             int count, float unlisted) {
+TM_DEVICE int SampleFromSorted(const SamplingTask& task, const RowSampling& sampling,
+                               const ListShared& shared, int count, float unlisted) {
   const auto key = [&](int i) { return LoadShared<uint64_t>(shared.sorted + 8 * i); };
   const auto weight = [&](int i) { return BitsFloat(static_cast<uint32_t>(key(i) >> 32)); };
   while (count > 0 && weight(count - 1) <= unlisted) {
     --count;  // another may come before it
   }
   const bool is_whole = unlisted == 0.f;
-  const bool is_limited = LimitsCount(draw, task.op.vocab_size);
-  if (count < (is_whole || !is_limited ? 1 : draw.top_k)) {
+  const bool is_limited = LimitsCount(sampling, task.op.vocab_size);
+  if (count < (is_whole || !is_limited ? 1 : sampling.top_k)) {
     return -1;
   }
   double total = 0;
   if (is_limited) {
-    count = count < draw.top_k ? count : draw.top_k;
+    count = count < sampling.top_k ? count : sampling.top_k;
     for (int i = 0; i < count; ++i) {
       total += weight(i);
     }
   } else {
     total = SumOfSums(shared.highest, task.num_sums);
   }
-  const Kept kept = KeepByMass(count, total, draw, weight);
-  if (!is_whole && !is_limited && kept.count == count && kept.sum < draw.top_p * total) {
+  const Kept kept = KeepByMass(count, total, sampling, weight);
+  if (!is_whole && !is_limited && kept.count == count && kept.sum < sampling.top_p * total) {
     return -1;
   }
-  return IdOfKey(key(DrawKept(kept, draw.uniform, weight)));
+  return IdOfKey(key(SampleKept(kept, sampling.uniform, weight)));
 }
 
 // The token, in thread 0; -1: left to the host.
 template <int kWidth>
-TM_DEVICE int DrawFromList(const DrawTask& task, const RowDraw& draw, const Weights& weights,
-                           uint32_t highest) {
+TM_DEVICE int SampleFromList(const SamplingTask& task, const RowSampling& sampling,
+                             const Weights& weights, uint32_t highest) {
   // A weight is at most so much more than that of a higher logit, by the error of WeightOf.
   constexpr float kMonotone = 1.000001f;
   const int thread = ThreadIndexX();
   char* const count_at = SharedMemory();
   const int chunk_bytes = (4 * task.num_chunks + 7) / 8 * 8;
-  char* const begin = SharedMemory() + kDrawHeadBytes;
-  const ListShared shared = {begin, begin + chunk_bytes, begin + chunk_bytes + 8 * kMostCandidates};
+  char* const begin = SharedMemory() + kSamplingHeadBytes;
+  const ListShared shared = {begin, begin + chunk_bytes, begin + chunk_bytes + 8 * kMaxCandidates};
   const uint32_t* from = task.highest + static_cast<int64_t>(BlockIndexY()) * task.num_chunks;
-  for (int i = thread; i < task.num_chunks; i += 32 * kDrawWarps) {
+  for (int i = thread; i < task.num_chunks; i += 32 * kSamplingWarps) {
     StoreShared(shared.highest + 4 * i, LoadGlobal(from + i));
   }
   SyncBlock();
   if (thread == 0) {
     StoreShared(count_at, 0);
   }
-  uint32_t least = 0;
-  if (task.op.vocab_size > kMostCandidates) {
-    const int most = task.num_chunks * 3 / 4;  // of nearly all, a list would be too long
-    least = LeastListed(shared, task.num_chunks, most < kMostListed ? most : kMostListed, highest);
+  uint32_t min_value = 0;
+  if (task.op.vocab_size > kMaxCandidates) {
+    const int max_value = task.num_chunks * 3 / 4;  // of nearly all, a list would be too long
+    min_value = MinListed(shared, task.num_chunks, max_value < kMaxListed ? max_value : kMaxListed,
+                          highest);
   }
   SyncBlock();
-  ListCandidates<kWidth>(task, draw, weights, shared, least, count_at);
+  ListCandidates<kWidth>(task, sampling, weights, shared, min_value, count_at);
   SyncBlock();
   const int count = LoadShared<int>(count_at);
-  if (count > kMostCandidates) {
+  if (count > kMaxCandidates) {
     return -1;
   }
   SortCandidates(shared, count);
-  if (!LimitsCount(draw, task.op.vocab_size)) {
+  if (!LimitsCount(sampling, task.op.vocab_size)) {
     CopySums(task, shared.highest);
   }
   SyncBlock();
-  const float unlisted = least <= kLowestBits ? 0.f : weights.Of(FloatOfOrdered(least)) * kMonotone;
-  return thread == 0 ? DrawFromSorted(task, draw, shared, count, unlisted) : -1;
+  const float unlisted =
+      min_value <= kLowestBits ? 0.f : weights.Of(FloatOfOrdered(min_value)) * kMonotone;
+  return thread == 0 ? SampleFromSorted(task, sampling, shared, count, unlisted) : -1;
 }
 
-// Grid: 1 × draws. DrawSharedBytes. One block per SM will do; without the 1 sm_120 spills.
+// Grid: 1 × samplings. SamplingSharedBytes. One block per SM will do; without the 1 sm_120 spills.
 template <int kWidth>
-__global__ void __launch_bounds__(32 * kDrawWarps, 1) DrawKernel(DrawTask task) {
-  const RowDraw draw = LoadDraw(task, BlockIndexY());
-  const uint32_t highest = HighestOfRow<kDrawWarps>(task);
+__global__ void __launch_bounds__(32 * kSamplingWarps, 1) SamplingKernel(SamplingTask task) {
+  const RowSampling sampling = LoadSampling(task, BlockIndexY());
+  const uint32_t highest = HighestOfRow<kSamplingWarps>(task);
   int id = -1;
-  if (MayDraw(highest)) {
-    const Weights weights = {FloatOfOrdered(highest), draw.inverse_temperature};
+  if (MaySample(highest)) {
+    const Weights weights = {FloatOfOrdered(highest), sampling.inverse_temperature};
     SyncBlock();  // all have read what HighestOfRow keeps
-    id = DrawsFromAll(draw, task.op.vocab_size)
-             ? DrawFromSums(task, draw, weights)
-             : DrawFromList<kWidth>(task, draw, weights, highest);
+    id = SamplesFromAll(sampling, task.op.vocab_size)
+             ? SampleFromSums(task, sampling, weights)
+             : SampleFromList<kWidth>(task, sampling, weights, highest);
   }
   if (ThreadIndexX() == 0) {
     StoreGlobal(task.op.ids + BlockIndexY(), id);
   }
 }
 
-inline size_t DrawSharedBytes(int num_chunks, int num_sums) {
-  const size_t list = (4 * static_cast<size_t>(num_chunks) + 7) / 8 * 8 + 16 * kMostCandidates;
+inline size_t SamplingSharedBytes(int num_chunks, int num_sums) {
+  const size_t list = (4 * static_cast<size_t>(num_chunks) + 7) / 8 * 8 + 16 * kMaxCandidates;
   const size_t all = 8 * static_cast<size_t>(num_sums) + 4 * kSumBlock;
-  return kDrawHeadBytes + (list > all ? list : all);
+  return kSamplingHeadBytes + (list > all ? list : all);
 }
 
 }  // namespace turbomind::cuda

@@ -1,4 +1,4 @@
-// ⑥⑦ Linear layers of quantised weights on AMX tiles, for panels of several rows; everything else
+// ⑥⑦ Linear layers of quantized weights on AMX tiles, for panels of several rows; everything else
 // is left to AVX-512. The sum of a block of 32 columns is an exact integer, and what becomes of it
 // is what linear_avx512.h and mxfp4_tiles_avx512.h do, in the same order: the same bits.
 //
@@ -6,7 +6,7 @@
 // that one tile of FP32 sums takes both halves: |Σ| < 2^24. Codes of 8 bits have no room for that:
 // bytes by bytes, a tile of sums for each half. Codes are widened once for all panels.
 //
-// Per block, two neighbouring tiles of weights and 12 rows: 4 products of 32 columns. Their sums go
+// Per block, two neighboring tiles of weights and 12 rows: 4 products of 32 columns. Their sums go
 // through memory, a tile register having no arithmetic of its own; AVX-512 scales those of one
 // block while tiles work on the next two. The products take 58 cycles, storing the
 // sums 35, scaling them 50 to 60, which overlap in part.
@@ -286,7 +286,7 @@ class BlockPipe {
   BlockSums sums_[2];
 };
 
-TM_HD void StoreRow(const PairRun& run, int r, int tile, __m512 out) {
+TM_HD void WriteRow(const PairRun& run, int r, int tile, __m512 out) {
   const int64_t left = run.num_outputs - tile * kTileRows;
   if (left <= 0) {
     return;
@@ -322,13 +322,13 @@ void MultiplyPair(const PairRun& run) {
   for (int r = 0; r < run.rows; ++r) {
     for (int t = 0; t < kPair; ++t) {
       if constexpr (kPhases == 1) {
-        StoreRow(run, r, t, sums[0][t][r]);
+        WriteRow(run, r, t, sums[0][t][r]);
       } else {
         for (int64_t phase = kPhases - lacking; phase < kPhases; ++phase) {
           // Blocks that are not there count as zeros: -0 becomes 0.
           sums[phase][t][r] = _mm512_add_ps(sums[phase][t][r], _mm512_setzero_ps());
         }
-        StoreRow(run, r, t,
+        WriteRow(run, r, t,
                  _mm512_add_ps(_mm512_add_ps(sums[0][t][r], sums[1][t][r]),
                                _mm512_add_ps(sums[2][t][r], sums[3][t][r])));
       }
@@ -413,7 +413,7 @@ int64_t FullPanelBytes(MatrixFormat format, int64_t cols) {
   }
   // The last panel may be one that is not on tiles, and MXFP4's are padded to four blocks.
   const int64_t on_tiles = cols / kQuantBlock * TilePanelStep(format);
-  const int64_t rest = PanelBytes(format, cols, kLeastTileRows - 1);
+  const int64_t rest = PanelBytes(format, cols, kMinTileRows - 1);
   return on_tiles > rest ? on_tiles : (rest + 63) / 64 * 64;
 }
 

@@ -1,8 +1,8 @@
 #pragma once
 
-// Linear layers of quantised weights on AMX tiles; see dense_kernels.cuh for the arguments.
+// Linear layers of quantized weights on AMX tiles; see dense_kernels.cuh for the arguments.
 //
-// Panels of quantised weights are packed for tiles, the last one with zeros in the place of rows
+// Panels of quantized weights are packed for tiles, the last one with zeros in the place of rows
 // that it lacks; few rows, and all panels of FP32 and BF16, as packed_layout.h says. A step of 32
 // columns, R = kPanelRows:
 //   kQ8_0        int8[R][2][32] (high halves of a row, then low ones)
@@ -18,10 +18,9 @@ inline constexpr int64_t kTileStepMeta = 128;  // scales and sums of a step of a
 
 // Whether a panel of `rows` is packed for tiles. A single one does not pay for widening codes
 // unless it is full; a last one that takes part in it, with half of its rows.
-inline constexpr int kLeastTileRows = kPanelRows / 2;
+inline constexpr int kMinTileRows = kPanelRows / 2;
 constexpr bool OnTiles(MatrixFormat format, int rows, int all_rows) {
-  return (IsQuantized(format) || IsMxfp4(format)) && all_rows >= kPanelRows &&
-         rows >= kLeastTileRows;
+  return (IsQuantized(format) || IsMxfp4(format)) && all_rows >= kPanelRows && rows >= kMinTileRows;
 }
 
 constexpr int64_t TileStepCodes(MatrixFormat format) {  // of a step of a panel, bytes

@@ -17,7 +17,7 @@ namespace {
 
 // From two registers of FP32 numbers, of the columns 0 to 15 and 16 to 31: the upper halves, BF16
 // where the lower ones are zero. A 16-bit lane of packed weights holds the columns c, 16 + c, c + 1
-// and 17 + c of an output, its neighbour those of c + 2; shifted by 4, 8 and 12 they give the other
+// and 17 + c of an output, its neighbor those of c + 2; shifted by 4, 8 and 12 they give the other
 // lines of a tile.
 struct ColumnOrder {
   alignas(64) uint16_t from[kQuantBlock];
@@ -58,7 +58,7 @@ TM_HD Codes Quantize(__m512 first, __m512 second) {
     codes.scale = finite ? 0.f : __builtin_nanf("");
     return codes;
   }
-  const __m512 inverse = _mm512_set1_ps(kMostCode / amax);
+  const __m512 inverse = _mm512_set1_ps(kMaxCode / amax);
   const __m512 x[2] = {first, second};
 #pragma GCC unroll 2
   for (int i = 0; i < 2; ++i) {
@@ -70,7 +70,7 @@ TM_HD Codes Quantize(__m512 first, __m512 second) {
   const __m512i high = _mm512_add_epi32(codes.high[0], codes.high[1]);
   const __m512i low = _mm512_add_epi32(codes.low[0], codes.low[1]);
   codes.sum = _mm512_reduce_add_epi32(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
-  codes.scale = amax / kMostCode;
+  codes.scale = amax / kMaxCode;
   return codes;
 }
 
@@ -95,7 +95,7 @@ TM_HD void LoadBlock(const float* x, MatrixFormat format, __m512& first, __m512&
   const __m512 high = _mm512_loadu_ps(x + 16);
   first = low;
   second = high;
-  if (format == MatrixFormat::kMxfp4Split) {  // neighbours share a byte
+  if (format == MatrixFormat::kMxfp4Split) {  // neighbors share a byte
     const __m512i even =
         _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
     first = _mm512_permutex2var_ps(low, even, high);

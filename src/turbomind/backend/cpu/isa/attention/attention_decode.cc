@@ -1,6 +1,6 @@
-// ⑦ Decode: one query token, one KV head with all its query heads, neighbouring splits of at most
+// ⑦ Decode: one query token, one KV head with all its query heads, neighboring splits of at most
 // kSplitTokens positions each. Codes are unpacked in registers, once for up to kMaxHeads heads,
-// values of 4 bits once for up to kMostQuadHeads; no tile is materialised. Integer codes are
+// values of 4 bits once for up to kMaxQuadHeads; no tile is materialized. Integer codes are
 // computed in integers unless FP32 is asked for.
 
 #include <cstdint>
@@ -77,14 +77,14 @@ struct SplitKernels {
 
 SplitKernels FindKernels(const KvLayerView& layer, int heads_index, bool exact) {
   SplitKernels k;
-  DispatchStored(StoredAs(layer.mode[0], layer.dtype), [&]<Stored S>() {
+  DispatchStored(StoredAs(layer.format[0], layer.dtype), [&]<Stored S>() {
     k.score = FindScore<S>(heads_index, exact);
     k.round = nullptr;
     if constexpr (IsInteger(S)) {
       k.round = exact ? nullptr : RoundQuery<S>;
     }
   });
-  DispatchStored(StoredAs(layer.mode[1], layer.dtype), [&]<Stored S>() {
+  DispatchStored(StoredAs(layer.format[1], layer.dtype), [&]<Stored S>() {
     k.value = FindValue<S>(heads_index, exact);
     k.rounds_weights = IsInteger(S) && !exact;
   });
@@ -96,7 +96,7 @@ struct View {
   KvHead kv;
   SplitKernels kernels;
   float scale = 1.f;         // from sums to scores
-  float value_factor = 1.f;  // of the weights of its values
+  float value_scale = 1.f;   // of the weights of its values
   bool interleaved = false;  // order of its value lanes
 };
 
@@ -105,7 +105,7 @@ View OpenView(const KvHead& kv, int heads_index, const DecodeSplitsArgs& args) {
   view.kv = kv;
   view.kernels = FindKernels(*kv.layer, heads_index, args.exact);
   view.scale = ScoreScale(kv, args.softmax_scale);
-  view.value_factor = args.hot.layer != nullptr ? ValueFactor(kv) : 1.f;
+  view.value_scale = args.window16.layer != nullptr ? ValueScale(kv) : 1.f;
   view.interleaved = HasInterleavedValues(kv, args.exact);
   return view;
 }
@@ -185,7 +185,7 @@ TileRows RowsFrom(int h, const View& view, const float* scale, Heads& heads) {
           heads.state + h,
           heads.old + h,
           heads.tile + h,
-          view.value_factor};
+          view.value_scale};
 }
 
 #if defined(TM_ISA_avx512)
@@ -283,11 +283,11 @@ void DecodeHeads(const DecodeSplitsArgs& args, int first_head, int num_heads) {
   heads.num_heads = num_heads;
   heads.head_dim = args.kv.layer->head_dim;
   FillHeads(args, first_head, padded, &heads);
-  const size_t num_views = args.hot.layer != nullptr ? 2 : 1;
+  const size_t num_views = args.window16.layer != nullptr ? 2 : 1;
   View views[2];
   views[0] = OpenView(args.kv, index, args);
   if (num_views == 2) {
-    views[1] = OpenView(args.hot, index, args);  // 16 bit: not rounded
+    views[1] = OpenView(args.window16, index, args);  // 16 bit: not rounded
   }
   if (views[0].kernels.round != nullptr) {
     RoundQueries(views[0].kernels.round, padded, heads);
@@ -295,7 +295,7 @@ void DecodeHeads(const DecodeSplitsArgs& args, int first_head, int num_heads) {
   const int64_t head_stride = kStateHeader + heads.head_dim;
   float* states = args.states + first_head * head_stride;
   for (int begin = args.begin; begin < args.end; states += args.group * head_stride) {
-    const int end = Smaller(args.end, SplitEnd(begin));
+    const int end = MinOf(args.end, SplitEnd(begin));
     ReadSplit(args, {views, num_views}, padded, begin, end, heads);
     WriteStates(heads, states);
     begin = end;
@@ -311,9 +311,9 @@ void DecodeSplits(const DecodeSplitsArgs& args) {
   // Split by split, so that all but the first heads find it in the cache.
   DecodeSplitsArgs split = args;
   for (; split.begin < args.end; split.begin = split.end) {
-    split.end = Smaller(args.end, SplitEnd(split.begin));
+    split.end = MinOf(args.end, SplitEnd(split.begin));
     for (int head = 0; head < args.group; head += kMaxHeads) {
-      DecodeHeads(split, head, Smaller(args.group - head, kMaxHeads));
+      DecodeHeads(split, head, MinOf(args.group - head, kMaxHeads));
     }
     split.states += args.group * (kStateHeader + args.kv.layer->head_dim);
   }
@@ -329,7 +329,7 @@ void MergeSplits(const MergeSplitsArgs& args) {
     state.l = split[1];
     total.Merge(state, o, split + kStateHeader, args.head_dim);
   }
-  WriteOutput(o, args.head_dim, total.Finish(args.sink, args.sink_shift, args.value_factor),
+  WriteOutput(o, args.head_dim, total.Finish(args.sink, args.sink_shift, args.value_scale),
               args.out);
 }
 

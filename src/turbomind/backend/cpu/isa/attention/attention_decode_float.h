@@ -1,7 +1,7 @@
 #pragma once
 
 // ⑦ Decode in FP32: the scores of a tile and the sum of its values for H query heads. Codes are
-// dequantised in registers, once for all heads.
+// dequantized in registers, once for all heads.
 //
 // Instructions per 16 key or value elements of FP4 with AVX-512: shift, permute, and one FMA per
 // head; keys add 0.75 for the transposition, values 2 for broadcast and scale.

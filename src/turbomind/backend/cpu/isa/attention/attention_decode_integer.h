@@ -16,11 +16,11 @@
 namespace turbomind::TM_ISA {
 
 #if defined(TM_ISA_avx512)
-inline constexpr int kScoreSums = 8;      // of 32 registers
-inline constexpr int kMostQuadHeads = 4;  // with 4 sums each
+inline constexpr int kScoreSums = 8;     // of 32 registers
+inline constexpr int kMaxQuadHeads = 4;  // with 4 sums each
 #else
 inline constexpr int kScoreSums = 1;
-inline constexpr int kMostQuadHeads = 3;
+inline constexpr int kMaxQuadHeads = 3;
 #endif
 // Runs of 16 tokens that share a query's broadcast, and hide the latency of few sums.
 constexpr int kScoreParts(int heads) { return 2 * heads <= kScoreSums ? 2 : 1; }
@@ -237,8 +237,8 @@ TM_HD void AddGroupsInteger(const ValueArgs& args, const float* zeros, int group
 template <Stored S, int H>
 void AddValuesInteger(const ValueArgs& args) {
   constexpr int kGroups = H <= 4 ? 4 : 2;
-  constexpr int kQuadHeads = H <= kMostQuadHeads ? H : H / 2;
-  static_assert(H % kQuadHeads == 0 && kQuadHeads <= kMostQuadHeads);
+  constexpr int kQuadHeads = H <= kMaxQuadHeads ? H : H / 2;
+  static_assert(H % kQuadHeads == 0 && kQuadHeads <= kMaxQuadHeads);
   const int num_groups = args.head_dim / 16;
   const int shared = ValueGroups(S, args.head_dim);
   FillValueScales<S>(args.values->meta, args.head_dim, args.begin, args.end, args.scales);

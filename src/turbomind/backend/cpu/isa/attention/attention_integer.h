@@ -23,11 +23,11 @@ constexpr bool IsInteger(Stored s) {
   return s == Stored::kInt8 || s == Stored::kInt4 || s == Stored::kFp4;
 }
 
-inline constexpr float kMostShort = 32767.f;
+inline constexpr float kInt16Max = 32767.f;
 inline constexpr int kGroupPairs = 8;  // of 16 dimensions
 inline constexpr int kTilePairs = kTileTokens / 2;
 // Below, 32767 / largest overflows: such values count as zero.
-inline constexpr float kLeastLargest = 1e-30f;
+inline constexpr float kMinLargest = 1e-30f;
 
 // Codes of FP4 are E2M1 values times two.
 alignas(64) inline constexpr int16_t kDoubledE2m1[16] = {0, 1,  2,  3,  4,  6,  8,  12,
@@ -102,7 +102,7 @@ TM_HD RoundedQuery RoundQuery(const float* q, int head_dim, int32_t* pairs) {
   }
   const bool finite = Count(Less(largest_bits, Set1Int(0x7f800000))) == kLanes;
   const float largest = ReduceMax(magnitude);
-  const F32x16 inverse = Set1(finite && largest >= kLeastLargest ? kMostShort / largest : 0.f);
+  const F32x16 inverse = Set1(finite && largest >= kMinLargest ? kInt16Max / largest : 0.f);
   I32x16 sum = Set1Int(0);
   for (int d = 0; d < head_dim; d += kLanes) {
     const I32x16 codes = finite ? ToInt(Mul(Load(q + d), inverse)) : Set1Int(0);
@@ -118,7 +118,7 @@ TM_HD RoundedQuery RoundQuery(const float* q, int head_dim, int32_t* pairs) {
     }
   }
   const float total = ReduceAdd(ToFloat(sum));
-  return {finite ? largest / kMostShort * CodeUnit(S) : __builtin_nanf(""), total};
+  return {finite ? largest / kInt16Max * CodeUnit(S) : __builtin_nanf(""), total};
 }
 
 // Scores of 16 tokens from the sums over the codes of all dimensions; `meta` as LoadAffine made it.
@@ -148,20 +148,19 @@ TM_HD F32x16 SeenScales(const float* scales, int i, const Seen& seen) {
 // Groups [group, group + N) of FillValueScales.
 template <Stored S, int N>
 TM_HD void FillScalesOf(const float* meta, int group, const Seen& seen, ValueScales* out) {
-  F32x16 most[4] = {Zero(), Zero(), Zero(), Zero()};
+  F32x16 max_value[4] = {Zero(), Zero(), Zero(), Zero()};
   Unroll<N>([&](auto g) __attribute__((always_inline)) {
     Unroll<4>([&](auto i) __attribute__((always_inline)) {
-      F32x16& to = most[decltype(g)::value];
+      F32x16& to = max_value[decltype(g)::value];
       const float* scales = meta + (group + decltype(g)::value) * kTileTokens;
       to = Max(to, SeenScales(scales, decltype(i)::value, seen));
     });
   });
-  const F32x16 largest = MaxOfEach(most);
+  const F32x16 largest = MaxOfEach(max_value);
   alignas(64) float inverse[kLanes];
   alignas(64) float f[kLanes];
-  Store(inverse,
-        Select(Less(largest, Set1(kLeastLargest)), Zero(), Div(Set1(kMostShort), largest)));
-  Store(f, Mul(Div(largest, Set1(kMostShort)), Set1(CodeUnit(S))));
+  Store(inverse, Select(Less(largest, Set1(kMinLargest)), Zero(), Div(Set1(kInt16Max), largest)));
+  Store(f, Mul(Div(largest, Set1(kInt16Max)), Set1(CodeUnit(S))));
   for (int g = 0; g < N; ++g) {
     out->f[group + g] = f[g];
     const F32x16 factor = Set1(inverse[g]);

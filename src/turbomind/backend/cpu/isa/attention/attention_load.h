@@ -14,8 +14,8 @@ namespace turbomind::TM_ISA {
 // How one side of a layer is stored: mode and cache dtype in one.
 enum class Stored : uint8_t { kF32, kF16, kBF16, kInt8, kInt4, kE4m3, kE5m2, kFp4 };
 
-inline Stored StoredAs(KvCacheMode mode, DataType dtype) {
-  switch (mode) {
+inline Stored StoredAs(KvCacheMode format, DataType dtype) {
+  switch (format) {
     case KvCacheMode::kNone:
       return dtype == DataType::kFloat32   ? Stored::kF32
              : dtype == DataType::kFloat16 ? Stored::kF16
@@ -161,7 +161,7 @@ struct ValueReader {
 
 // The FP32 kernels read them so, the integer ones in their own order.
 inline bool HasInterleavedValues(const KvHead& kv, bool exact) {
-  return exact && IsInterleaved(StoredAs(kv.layer->mode[1], kv.layer->dtype));
+  return exact && IsInterleaved(StoredAs(kv.layer->format[1], kv.layer->dtype));
 }
 
 // Dimensions in order → the order of 4-bit codes, in place; and back.
@@ -309,8 +309,8 @@ inline void OpenNext(const KvHead& kv, KvSide side, int tile, int end, TileSide*
 inline void OpenTile(const KvHead& kv, KvSide side, int tile, int begin, int end, TileSide* out) {
   const KvLayerView& layer = *kv.layer;
   const int s = static_cast<int>(side);
-  const auto load_scales = layer.mode[s] == KvCacheMode::kFp4Mx ? LoadScales<KvCacheMode::kFp4Mx>
-                                                                : LoadScales<KvCacheMode::kFp4Nv>;
+  const auto load_scales = layer.format[s] == KvCacheMode::kFp4Mx ? LoadScales<KvCacheMode::kFp4Mx>
+                                                                  : LoadScales<KvCacheMode::kFp4Nv>;
   const int block_shift = __builtin_ctz(static_cast<unsigned>(layer.block_seq_len));  // 16 to 128
   out->stride = layer.row_bytes[s];
   for (int i = 0; i < 4; ++i) {

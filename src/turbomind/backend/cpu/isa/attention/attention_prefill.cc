@@ -46,7 +46,7 @@ void RoundQueries(const Block& b, RoundedQuery (*round)(const float*, int, int32
 // Integer codes are computed in integers unless FP32 is asked for.
 TileFns FindFns(const KvLayerView& layer, bool exact) {
   TileFns fns;
-  DispatchStored(StoredAs(layer.mode[0], layer.dtype), [&]<Stored S>() {
+  DispatchStored(StoredAs(layer.format[0], layer.dtype), [&]<Stored S>() {
     fns.unpack_keys = UnpackKeys<S>;
     fns.score = ScoreTile<IsGrouped(S), IsAffine(S)>;
     if constexpr (IsInteger(S)) {
@@ -57,7 +57,7 @@ TileFns FindFns(const KvLayerView& layer, bool exact) {
       }
     }
   });
-  DispatchStored(StoredAs(layer.mode[1], layer.dtype), [&]<Stored S>() {
+  DispatchStored(StoredAs(layer.format[1], layer.dtype), [&]<Stored S>() {
     fns.add_values = AddTileValues<S>;
     if constexpr (IsInteger(S)) {
       if (!exact) {
@@ -67,7 +67,7 @@ TileFns FindFns(const KvLayerView& layer, bool exact) {
     }
   });
   const auto is_fp4 = [&](int side) {
-    return StoredAs(layer.mode[side], layer.dtype) == Stored::kFp4;
+    return StoredAs(layer.format[side], layer.dtype) == Stored::kFp4;
   };
   UseTiles(fns, !exact && is_fp4(0), !exact && is_fp4(1));
   return fns;
@@ -143,14 +143,14 @@ Block MakeBlock(const PrefillRowsArgs& args) {
   return b;
 }
 
-View MakeView(const PrefillRowsArgs& args, bool hot) {
+View MakeView(const PrefillRowsArgs& args, bool window16) {
   View view;
-  view.kv = hot ? args.hot : args.kv;
+  view.kv = window16 ? args.window16 : args.kv;
   view.fns = FindFns(*view.kv.layer, args.exact);
   view.scale = ScoreScale(view.kv, args.softmax_scale);
-  view.value_factor = args.hot.layer != nullptr ? ValueFactor(view.kv) : 1.f;
-  view.hot = hot;
-  view.interleave = hot && HasInterleavedValues(args.kv, args.exact);
+  view.value_scale = args.window16.layer != nullptr ? ValueScale(view.kv) : 1.f;
+  view.window16 = window16;
+  view.interleave = window16 && HasInterleavedValues(args.kv, args.exact);
   return view;
 }
 
@@ -163,8 +163,8 @@ void WriteRow(const Block& b, int row) {
       args.q_dot_mean != nullptr
           ? args.softmax_scale * args.q_dot_mean[token * args.q_dot_mean_stride + head]
           : 0.f;
-  const float value_factor = args.hot.layer != nullptr ? 1.f : ValueFactor(args.kv);
-  const float factor = b.total[row].Finish(sink, shift, value_factor);
+  const float value_scale = args.window16.layer != nullptr ? 1.f : ValueScale(args.kv);
+  const float factor = b.total[row].Finish(sink, shift, value_scale);
   float* o = b.total_o + row * b.head_dim;
   if (HasInterleavedValues(args.kv, args.exact)) {
     DeinterleaveRow(o, b.head_dim);
@@ -180,7 +180,7 @@ void PrefillRows(const PrefillRowsArgs& args) {
 #if defined(TM_ISA_amx)
   const TileConfig config(FullShape());
 #endif
-  const int num_views = args.hot.layer != nullptr ? 2 : 1;
+  const int num_views = args.window16.layer != nullptr ? 2 : 1;
   View views[2];
   views[0] = MakeView(args, false);
   if (views[0].fns.round != nullptr) {

@@ -130,7 +130,7 @@ TM_HD void ScaleScores(const Block& b, int row, int group, int part,
     scale[decltype(g)::value] = Load(meta + decltype(g)::value * kTileTokens);
   });
   float* scores = b.scores + row * kTileTokens + 16 * part;
-  const int rows = Smaller(kRegisterRows, b.rows - row);
+  const int rows = MinOf(kRegisterRows, b.rows - row);
   for (int r = 0; r < rows; ++r, scores += kTileTokens) {
     F32x16 score = group == 0 ? Zero() : Load(scores);
     Unroll<N>([&](auto g) __attribute__((always_inline)) {
@@ -267,7 +267,7 @@ TM_HD void SumValues(const Block& b, const TileWeights& weights, int group) {
 
 TM_HD void AddSums(const Block& b, const TileWeights& weights, int row, int group,
                    const RegisterSums (&sums)[2]) {
-  const int rows = Smaller(kRegisterRows, b.rows - row);
+  const int rows = MinOf(kRegisterRows, b.rows - row);
   const int64_t stride = b.head_dim;
   const float* old = b.old + row;
   float* o = b.o + row * stride + 16 * group;
@@ -316,7 +316,7 @@ inline void AddTileValuesOnTiles(const Block& b, const View& view, int tile, con
   const bool all = AllSeeAll(b, view, tile);
   TileWeights weights;
   for (int row = 0; row < b.rows; row += kRegisterRows) {
-    const int rows = Smaller(kRegisterRows, b.rows - row);
+    const int rows = MinOf(kRegisterRows, b.rows - row);
     for (int r = 0; r < rows; ++r) {
       const ValueScales* scales = &shared;
       if (!all) {

@@ -65,23 +65,23 @@ struct TileFns {
 struct View {
   KvHead kv;
   TileFns fns;
-  float scale = 1.f;         // from sums to scores
-  float value_factor = 1.f;  // of the weights of its values
-  bool hot = false;
+  float scale = 1.f;        // from sums to scores
+  float value_scale = 1.f;  // of the weights of its values
+  bool window16 = false;
   bool interleave = false;  // its values have yet to get the order of o
 };
 
 inline Seen SeenByRow(const Block& b, const View& view, int tile, int row) {
-  return SeenOf(b.visible[row / b.args->group], tile, view.hot);
+  return SeenOf(b.visible[row / b.args->group], tile, view.window16);
 }
 
 // What any of the rows sees.
 inline Seen SeenByAny(const Block& b, const View& view, int tile) {
   Seen all = {kTileTokens, 0};
   for (int token = 0; token < b.args->num_tokens; ++token) {
-    const Seen seen = SeenOf(b.visible[token], tile, view.hot);
+    const Seen seen = SeenOf(b.visible[token], tile, view.window16);
     if (seen.begin < seen.end) {
-      all = {Smaller(all.begin, seen.begin), Larger(all.end, seen.end)};
+      all = {MinOf(all.begin, seen.begin), MaxOf(all.end, seen.end)};
     }
   }
   return all;
@@ -90,7 +90,7 @@ inline Seen SeenByAny(const Block& b, const View& view, int tile) {
 // Whether every row sees all of the tile.
 inline bool AllSeeAll(const Block& b, const View& view, int tile) {
   for (int token = 0; token < b.args->num_tokens; ++token) {
-    const Seen seen = SeenOf(b.visible[token], tile, view.hot);
+    const Seen seen = SeenOf(b.visible[token], tile, view.window16);
     if (seen.begin != 0 || seen.end != kTileTokens) {
       return false;
     }

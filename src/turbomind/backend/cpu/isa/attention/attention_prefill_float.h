@@ -1,6 +1,6 @@
 #pragma once
 
-// ⑦ Prefill in FP32: a tile of the cache is dequantised into scratch (keys transposed and unscaled,
+// ⑦ Prefill in FP32: a tile of the cache is dequantized into scratch (keys transposed and unscaled,
 // values scaled), then every row does, in the same order, the operations that decode does.
 //
 // Compute bound: kRows × 4 registers of sums per pass, 24 FMAs for 10 loads with AVX-512.

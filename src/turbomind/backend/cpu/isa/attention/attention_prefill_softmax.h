@@ -24,8 +24,8 @@ inline void UpdateRow(const Block& b, const View& view, int tile, int row) {
     b.tile[row] = 0.f;
     __builtin_memset(scores, 0, kTileTokens * sizeof(float));
   } else {
-    UpdateOneRow({scores, &scale, b.state + row, b.old + row, b.tile + row, view.value_factor},
-                 seen, view.fns.rounds_weights);
+    UpdateOneRow({scores, &scale, b.state + row, b.old + row, b.tile + row, view.value_scale}, seen,
+                 view.fns.rounds_weights);
   }
 }
 
@@ -39,7 +39,7 @@ inline int UpdateRowsInFours(const Block& b, const View& view) {
       scale[r] = ScaleOfRow(b, view, row + r);
     }
     UpdateRows<4>({b.scores + row * kTileTokens, scale, b.state + row, b.old + row, b.tile + row,
-                   view.value_factor});
+                   view.value_scale});
   }
   return row;
 }

@@ -112,7 +112,7 @@ struct SoftmaxState {
   }
 
   // The factor that turns o into the output. A sink, lowered by `shift`, adds weight and no value.
-  TM_HD float Finish(const float* sink, float shift, float value_factor) {
+  TM_HD float Finish(const float* sink, float shift, float value_scale) {
     if (l == 0.f) {
       return 0.f;
     }
@@ -123,7 +123,7 @@ struct SoftmaxState {
       correction = Exp2Scalar(m - m_new);
       l = l * correction + Exp2Scalar(logit - m_new);
     }
-    return correction * value_factor / l;
+    return correction * value_scale / l;
   }
 };
 
@@ -138,7 +138,7 @@ TM_HD float SumRow(const float* q, int head_dim) {
 
 // From sums over codes to scores in units of log2: softmax scale times the keys' factor g.
 TM_HD float ScoreScale(const KvHead& kv, float softmax_scale) {
-  const float* g = kv.layer->g[0];
+  const float* g = kv.layer->global_scale[0];
   return (g != nullptr ? softmax_scale * g[kv.head] : softmax_scale) * kLog2E;
 }
 

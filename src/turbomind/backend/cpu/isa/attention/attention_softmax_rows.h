@@ -20,8 +20,8 @@ struct TileRows {
   const float* scale;  // from sums to scores
   SoftmaxState* state;
   float* old;   // SoftmaxState::Factors
-  float* tile;  // the same, times value_factor
-  float value_factor;
+  float* tile;  // the same, times value_scale
+  float value_scale;
 };
 
 // One row, which sees [seen.begin, seen.end) of the tile, not nothing. Where weights are not
@@ -30,10 +30,10 @@ inline void UpdateOneRow(const TileRows& row, const Seen& seen, bool rounds_weig
   if (rounds_weights) {
     const auto factors = row.state->UpdateTile(row.scores, *row.scale, seen.begin, seen.end);
     *row.old = factors.old;
-    *row.tile = factors.tile * row.value_factor;
+    *row.tile = factors.tile * row.value_scale;
   } else {
     *row.old = row.state->Update(row.scores, *row.scale, seen.begin, seen.end);
-    ScaleWeights(row.scores, row.value_factor);
+    ScaleWeights(row.scores, row.value_scale);
   }
 }
 
@@ -71,7 +71,7 @@ TM_HD void UpdateRows(const TileRows& rows) {
   constexpr __mmask16 kRowMask = (1 << N) - 1;
   constexpr __mmask16 kStateMask = (1 << 2 * N) - 1;
   F32x16 s[N][4];
-  F32x16 most[4] = {Zero(), Zero(), Zero(), Zero()};
+  F32x16 max_value[4] = {Zero(), Zero(), Zero(), Zero()};
   Unroll<N>([&](auto index) __attribute__((always_inline)) {
     constexpr int r = decltype(index)::value;
     const F32x16 scale = Set1(rows.scale[r]);
@@ -79,9 +79,9 @@ TM_HD void UpdateRows(const TileRows& rows) {
       constexpr int k = decltype(i)::value;
       s[r][k] = Mul(Load(rows.scores + r * kTileTokens + 16 * k), scale);
     });
-    most[r] = Max(Max(s[r][0], s[r][1]), Max(s[r][2], s[r][3]));
+    max_value[r] = Max(Max(s[r][0], s[r][1]), Max(s[r][2], s[r][3]));
   });
-  const __m512 top = _mm512_maskz_roundscale_ps(0xffff, MaxOfEach(most).v,
+  const __m512 top = _mm512_maskz_roundscale_ps(0xffff, MaxOfEach(max_value).v,
                                                 _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
   auto* const states = reinterpret_cast<float*>(rows.state);
   const __m512 state = _mm512_maskz_loadu_ps(kStateMask, states);
@@ -113,7 +113,7 @@ TM_HD void UpdateRows(const TileRows& rows) {
   _mm512_mask_storeu_ps(states, kStateMask, _mm512_permutex2var_ps(new_m, pairs, new_l));
   _mm512_mask_storeu_ps(rows.old, kRowMask, old);
   _mm512_mask_storeu_ps(rows.tile, kRowMask,
-                        _mm512_mul_ps(factor, _mm512_set1_ps(rows.value_factor)));
+                        _mm512_mul_ps(factor, _mm512_set1_ps(rows.value_scale)));
 }
 
 #endif

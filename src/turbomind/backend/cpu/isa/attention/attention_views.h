@@ -1,17 +1,17 @@
 #pragma once
 
 // ⑦ What a query sees of a tile in each view of the cache (kv/precision_window.h): the layer's pool
-// (cold) and the 16-bit one (hot).
+// (quantized) and the 16-bit one (16-bit).
 
 #include "turbomind/backend/cpu/isa/simd/simd.h"
 #include "turbomind/backend/cpu/kv_kernels.h"
 
 namespace turbomind::TM_ISA {
 
-TM_HD int Larger(int a, int b) { return a > b ? a : b; }
-TM_HD int Smaller(int a, int b) { return a < b ? a : b; }
+TM_HD int MaxOf(int a, int b) { return a > b ? a : b; }
+TM_HD int MinOf(int a, int b) { return a < b ? a : b; }
 
-// Positions [begin, end) of one query; [sink_end, recent_begin) of them are cold.
+// Positions [begin, end) of one query; [sink_end, recent_begin) of them are quantized.
 struct Visible {
   int begin;
   int end;
@@ -19,7 +19,7 @@ struct Visible {
   int recent_begin;
 };
 
-TM_HD Visible MakeVisible(const HotRule& rule, int position, int begin, int end) {
+TM_HD Visible MakeVisible(const PrecisionWindow& rule, int position, int begin, int end) {
   if (!rule.enabled()) {
     return {begin, end, 0, end};
   }
@@ -33,17 +33,16 @@ struct Seen {
 };
 
 // One range per tile and view: sink_end is a multiple of kTileTokens.
-TM_HD Seen SeenOf(const Visible& v, int tile, bool hot) {
+TM_HD Seen SeenOf(const Visible& v, int tile, bool window16) {
   const bool sinks = tile < v.sink_end;
   const int begin =
-      hot ? (sinks ? v.begin : Larger(v.begin, v.recent_begin)) : Larger(v.begin, v.sink_end);
-  const int end = hot ? v.end : Smaller(v.end, v.recent_begin);
-  return {Smaller(Larger(begin - tile, 0), kTileTokens),
-          Smaller(Larger(end - tile, 0), kTileTokens)};
+      window16 ? (sinks ? v.begin : MaxOf(v.begin, v.recent_begin)) : MaxOf(v.begin, v.sink_end);
+  const int end = window16 ? v.end : MinOf(v.end, v.recent_begin);
+  return {MinOf(MaxOf(begin - tile, 0), kTileTokens), MinOf(MaxOf(end - tile, 0), kTileTokens)};
 }
 
-TM_HD float ValueFactor(const KvHead& kv) {
-  const float* g = kv.layer->g[1];
+TM_HD float ValueScale(const KvHead& kv) {
+  const float* g = kv.layer->global_scale[1];
   return g != nullptr ? g[kv.head] : 1.f;
 }
 

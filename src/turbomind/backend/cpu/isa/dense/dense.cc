@@ -113,10 +113,10 @@ void GatedActivationRow(const GatedActivationParams& params, int64_t row) {
       });
     case Activation::kClampedSwiglu:
       return Gate(params, row, [limit = params.limit](F32x16 gate, F32x16 up) {
-        const F32x16 most = Set1(limit);
-        const F32x16 least = Set1(-limit);
-        const F32x16 g = Min(most, gate);  // NaN stays
-        const F32x16 u = Max(least, Min(most, up));
+        const F32x16 max_value = Set1(limit);
+        const F32x16 min_value = Set1(-limit);
+        const F32x16 g = Min(max_value, gate);  // NaN stays
+        const F32x16 u = Max(min_value, Min(max_value, up));
         const F32x16 swish = Mul(g, Sigmoid(Mul(Set1(1.702f), g)));
         return Mul(swish, Add(u, Set1(1.f)));
       });

@@ -41,9 +41,9 @@ TM_HD F32x16 RoundLanes(F32x16 x, DataType dtype) {
 
 // NaN counts as 0, infinities as the largest finite value.
 TM_HD F32x16 FiniteLanes(F32x16 x, DataType dtype) {
-  const F32x16 most = Set1(LargestFinite(dtype));
-  const F32x16 least = Set1(-LargestFinite(dtype));
-  return Select(NanLanes(x), Zero(), Max(least, Min(most, x)));
+  const F32x16 max_value = Set1(LargestFinite(dtype));
+  const F32x16 min_value = Set1(-LargestFinite(dtype));
+  return Select(NanLanes(x), Zero(), Max(min_value, Min(max_value, x)));
 }
 
 // --- FP4 --------------------------------------------------------------------------------------
@@ -76,19 +76,20 @@ struct Fp4Input {
 };
 
 template <class Scale>
-TM_HD Fp4Input LoadGroup(const float* x, DataType dtype, float g) {
+TM_HD Fp4Input LoadGroup(const float* x, DataType dtype, float global_scale) {
   Fp4Input in;
   in.value = RoundLanes(Load(x), dtype);
   in.sizes = FromBits(MagnitudeBits(FiniteLanes(in.value, dtype)));
   in.amax = ReduceMax(in.sizes);
-  in.plain = in.amax > 0.f ? Scale::PlainByte(in.amax, g) : Scale::kZeroBlock;
+  in.plain = in.amax > 0.f ? Scale::PlainByte(in.amax, global_scale) : Scale::kZeroBlock;
   return in;
 }
 
 template <class Scale>
-TM_HD void StoreGroup(const Fp4Input& in, int byte, float g, uint8_t* payload, uint8_t* meta) {
+TM_HD void StoreGroup(const Fp4Input& in, int byte, float global_scale, uint8_t* payload,
+                      uint8_t* meta) {
   *meta = static_cast<uint8_t>(byte);
-  const I32x16 codes = E2m1Lanes(Div(in.value, Set1(Scale::Divisor(byte, g))));
+  const I32x16 codes = E2m1Lanes(Div(in.value, Set1(Scale::Divisor(byte, global_scale))));
   StoreNibbles(payload, in.amax > 0.f ? codes : Set1Int(0));
 }
 
@@ -102,7 +103,7 @@ struct CandidateLanes<NvScale> {
     alignas(64) static constexpr int32_t kOffsets[16] = {0, -1, -2, 1, 2, 3, 4, 5,
                                                          0, -1, -2, 1, 2, 3, 4, 5};
     const I32x16 bytes = Add(plain, LoadInt(kOffsets));
-    return MinInt(MaxInt(bytes, Set1Int(kNvLeast)), Set1Int(kNvMost));
+    return MinInt(MaxInt(bytes, Set1Int(kNvMinByte)), Set1Int(kNvMaxByte));
   }
   static TM_HD F32x16 Steps(I32x16 bytes) { return ScaleValue<KvCacheMode::kFp4Nv, 0>(bytes); }
 };
@@ -112,7 +113,7 @@ struct CandidateLanes<MxScale> {
   static TM_HD I32x16 Bytes(I32x16 plain) {  // two of eight lanes are used
     alignas(64) static constexpr int32_t kOffsets[16] = {0, -1, 0, 0, 0, 0, 0, 0,
                                                          0, -1, 0, 0, 0, 0, 0, 0};
-    return MaxInt(Add(plain, LoadInt(kOffsets)), Set1Int(kMxLeast));
+    return MaxInt(Add(plain, LoadInt(kOffsets)), Set1Int(kMxMinByte));
   }
   static TM_HD F32x16 Steps(I32x16 bytes) { return ScaleValue<KvCacheMode::kFp4Mx, 0>(bytes); }
 };
@@ -124,14 +125,16 @@ alignas(64) inline constexpr float kQuarters[32] = {
     -6.f, -6.f, -6.f, -6.f, -6.f, -6.f,  -6.f,  -6.f, -6.f, -6.f};
 
 // Whether the search may multiply by 4 / divisor and look the quarters up. MXFP4: the divisor is a
-// power of two, so the product is exact. NVFP4 with a power of two for g: divisors have 4 bits and
-// 16-bit values at most 11, so x lies 2^-11 of it away from every midpoint between two codes, or on
-// it. There the table goes to either side: both give the same error, since decoded values and
-// differences are exact.
+// power of two, so the product is exact. NVFP4 with a power of two for global_scale: divisors have
+// 4 bits and 16-bit values at most 11, so x lies 2^-11 of it away from every midpoint between two
+// codes, or on it. There the table goes to either side: both give the same error, since decoded
+// values and differences are exact.
 template <class Scale>
 TM_HD bool CanLookUp(const RowFormat& f) {
-  const bool short_g = (FloatBits(f.g) & 0x7FFFFFu) == 0 && f.g >= 0x1p-64f && f.g <= 0x1p64f;
-  return Scale::kCandidates == MxScale::kCandidates || (f.dtype != DataType::kFloat32 && short_g);
+  const bool short_scale = (FloatBits(f.global_scale) & 0x7FFFFFu) == 0 &&
+                           f.global_scale >= 0x1p-64f && f.global_scale <= 0x1p64f;
+  return Scale::kCandidates == MxScale::kCandidates ||
+         (f.dtype != DataType::kFloat32 && short_scale);
 }
 
 // What the search knows of pairs of groups: the sizes of their values, the steps of their
@@ -145,7 +148,7 @@ struct PairLanes {
 
 // Errors summed over the 16 values in order. Several pairs hide the latency of one another.
 template <bool kLookUp, int kPairs>
-TM_HD void SumErrors(PairLanes<kPairs>& lanes, float g) {
+TM_HD void SumErrors(PairLanes<kPairs>& lanes, float global_scale) {
   const Table32 quarters = LoadTable32(kQuarters);
   const Mask16 first = LaneRange(0, 8);
   F32x16 divisor[kPairs];
@@ -153,7 +156,7 @@ TM_HD void SumErrors(PairLanes<kPairs>& lanes, float g) {
   F32x16 sum[kPairs];
   Unroll<kPairs>([&](auto pair) __attribute__((always_inline)) {
     constexpr int p = decltype(pair)::value;
-    divisor[p] = Mul(lanes.steps[p], Set1(g));
+    divisor[p] = Mul(lanes.steps[p], Set1(global_scale));
     inverse[p] = Div(Set1(4.f), divisor[p]);
     sum[p] = Zero();
   });
@@ -168,7 +171,7 @@ TM_HD void SumErrors(PairLanes<kPairs>& lanes, float g) {
         difference = Fma(Lookup(quarters, Truncate(ratio)), divisor[p], x);
       } else {
         const F32x16 ratio = NearestE2m1(Div(x, divisor[p]));
-        difference = Sub(x, Mul(Mul(ratio, lanes.steps[p]), Set1(g)));
+        difference = Sub(x, Mul(Mul(ratio, lanes.steps[p]), Set1(global_scale)));
       }
       sum[p] = Add(sum[p], Mul(difference, difference));
     });
@@ -180,10 +183,10 @@ TM_HD void SumErrors(PairLanes<kPairs>& lanes, float g) {
 
 // Bit i: lane i's error is not the least of its group of 8 lanes.
 TM_HD unsigned WorseLanes(F32x16 errors) {
-  F32x16 least = Min(errors, SwapLanes<4>(errors));
-  least = Min(least, SwapLanes<2>(least));
-  least = Min(least, SwapLanes<1>(least));
-  return MaskBits(Less(least, errors));
+  F32x16 min_value = Min(errors, SwapLanes<4>(errors));
+  min_value = Min(min_value, SwapLanes<2>(min_value));
+  min_value = Min(min_value, SwapLanes<1>(min_value));
+  return MaskBits(Less(min_value, errors));
 }
 
 // Fp4Codec::SearchByte of 2 * kPairs groups.
@@ -198,11 +201,11 @@ TM_HD void SearchBytes(const RowFormat& f, const Fp4Input (&in)[2 * kPairs],
         Select(LaneRange(0, 8), Set1Int(in[2 * p].plain), Set1Int(in[2 * p + 1].plain));
     lanes.steps[p] = CandidateLanes<Scale>::Steps(CandidateLanes<Scale>::Bytes(plain));
   }
-  const float g = Scale::kCandidates == MxScale::kCandidates ? 1.f : f.g;
+  const float global_scale = Scale::kCandidates == MxScale::kCandidates ? 1.f : f.global_scale;
   if (CanLookUp<Scale>(f)) {
-    SumErrors<true>(lanes, g);
+    SumErrors<true>(lanes, global_scale);
   } else {
-    SumErrors<false>(lanes, g);
+    SumErrors<false>(lanes, global_scale);
   }
   for (int p = 0; p < kPairs; ++p) {
     const unsigned worse = WorseLanes(lanes.errors[p]);
@@ -234,14 +237,14 @@ TM_HD void EncodeGroups(const RowFormat& f, const float* row, const GroupTarget&
   Fp4Input in[2 * kPairs];
   for (int i = 0; i < 2 * kPairs; ++i) {  // lanes without a group repeat the last one
     const int group = i < to.count ? i : to.count - 1;
-    in[i] = LoadGroup<Scale>(row + group * kLanes, f.dtype, f.g);
+    in[i] = LoadGroup<Scale>(row + group * kLanes, f.dtype, f.global_scale);
   }
   int bytes[2 * kPairs];
   SearchBytes<Scale, kPairs>(f, in, bytes);
-  const float limit = ClipLimit(f.mode, f.g);
+  const float limit = ClipLimit(f.format, f.global_scale);
   for (int i = 0; i < to.count; ++i) {
     CountGroup(in[i], limit, counts);
-    StoreGroup<Scale>(in[i], bytes[i], f.g, to.payload + i * kLanes / 2, to.meta + i);
+    StoreGroup<Scale>(in[i], bytes[i], f.global_scale, to.payload + i * kLanes / 2, to.meta + i);
   }
 }
 
@@ -265,12 +268,12 @@ RowCounts EncodeFp4(const RowFormat& f, const float* row, uint8_t* payload, uint
   if (f.search) {
     return EncodeFp4Searching<Scale>(f, row, payload, meta);
   }
-  const float limit = ClipLimit(f.mode, f.g);
+  const float limit = ClipLimit(f.format, f.global_scale);
   RowCounts counts;
   for (int d = 0; d < f.n; d += kLanes) {
-    const Fp4Input in = LoadGroup<Scale>(row + d, f.dtype, f.g);
+    const Fp4Input in = LoadGroup<Scale>(row + d, f.dtype, f.global_scale);
     CountGroup(in, limit, counts);
-    StoreGroup<Scale>(in, in.plain, f.g, payload + d / 2, meta + d / kLanes);
+    StoreGroup<Scale>(in, in.plain, f.global_scale, payload + d / 2, meta + d / kLanes);
   }
   return counts;
 }
@@ -312,7 +315,7 @@ inline void DecodeNone(const uint8_t* payload, int n, DataType dtype, float* row
     }
     Store(row + d, x);
   }
-  if (nans != 0) {  // the hardware makes signalling NaN quiet
+  if (nans != 0) {  // the hardware makes signaling NaN quiet
     Codec<KvCacheMode::kNone>::DecodeRow(payload, nullptr, n, dtype, 1.f, row);
   }
 }
@@ -324,25 +327,25 @@ inline void DecodeNone(const uint8_t* payload, int n, DataType dtype, float* row
 // kMantissa bits after its leading one; below the least normal number the steps stay the same.
 template <int kMantissa, int kBias>
 TM_HD I32x16 Fp8Lanes(F32x16 x, float largest) {
-  constexpr int kLeastNormal = (127 - kBias + 1) << 23;
+  constexpr int kMinNormal = (127 - kBias + 1) << 23;
   const F32x16 size = Min(FromBits(MagnitudeBits(x)), Set1(largest));
-  const I32x16 normal = MaxInt(Bits(size), Set1Int(kLeastNormal));
+  const I32x16 normal = MaxInt(Bits(size), Set1Int(kMinNormal));
   const I32x16 binade = And(normal, Set1Int(0x7f800000));
   const I32x16 magic = Add(binade, Set1Int((23 - kMantissa) << 23));
   const I32x16 steps = Sub(Bits(Add(size, FromBits(magic))), magic);
-  const I32x16 below = ShiftRight<23 - kMantissa>(Sub(binade, Set1Int(kLeastNormal)));
+  const I32x16 below = ShiftRight<23 - kMantissa>(Sub(binade, Set1Int(kMinNormal)));
   const I32x16 sign = And(ShiftRight<24>(Bits(x)), Set1Int(0x80));
   return Select(NanLanes(x), Set1Int(0x7f), Or(sign, Add(steps, below)));
 }
 
 template <bool kE4M3>
 RowCounts EncodeFp8(const RowFormat& f, const float* row, uint8_t* payload) {
-  const float limit = ClipLimit(f.mode, f.g);
+  const float limit = ClipLimit(f.format, f.global_scale);
   I32x16 top = Set1Int(0);
   for (int d = 0; d < f.n; d += kLanes) {
     const F32x16 value = RoundLanes(Load(row + d), f.dtype);
     top = MaxInt(top, MagnitudeBits(value));
-    const F32x16 x = Div(value, Set1(f.g));
+    const F32x16 x = Div(value, Set1(f.global_scale));
     StoreBytes(payload + d, kE4M3 ? Fp8Lanes<3, 7>(x, 448.f) : Fp8Lanes<2, 15>(x, 57344.f));
   }
   RowCounts counts;

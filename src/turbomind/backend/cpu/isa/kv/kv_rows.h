@@ -9,6 +9,6 @@ namespace turbomind::TM_ISA {
 RowCounts EncodeRow(const RowFormat& format, const float* row, uint8_t* payload, uint8_t* metadata);
 void DecodeRow(const RowFormat& format, const uint8_t* payload, const uint8_t* metadata,
                float* row);
-RowCounts ProcessHead(const ProcessHeadArgs& args);
+RowCounts WriteHead(const WriteHeadArgs& args);
 
 }  // namespace turbomind::TM_ISA

@@ -6,7 +6,7 @@
 
 namespace turbomind::TM_ISA {
 
-// One call: T neighbouring tiles, R rows.
+// One call: T neighboring tiles, R rows.
 struct TileRun {
   const uint8_t* tile = nullptr;
   int64_t tile_bytes = 0;

@@ -41,7 +41,7 @@ TM_HD __m256i LoadCodes(const uint8_t* p) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
 }
 
-// A row of a step as QuantizeBlock left it → as DotRow reads it. kQ8_0: int16, of four neighbouring
+// A row of a step as QuantizeBlock left it → as DotRow reads it. kQ8_0: int16, of four neighboring
 // columns the first and the third, then the second and the fourth.
 TM_HD void ArrangeRow(MatrixFormat format, uint8_t* row) {
   if (format != MatrixFormat::kQ8_0) {

@@ -27,7 +27,7 @@ inline constexpr int kTilesAtOnce = R == 1   ? 4
                                              : 1;
 
 TM_HD __m512 LoadHalf16(const uint8_t* p) {
-  // The zero-masked form: g++ 12 warns of an uninitialised value in the plain one.
+  // The zero-masked form: g++ 12 warns of an uninitialized value in the plain one.
   return _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// Activations for quantised weights: 16 bits with an FP32 scale per block of 32
+// Activations for quantized weights: 16 bits with an FP32 scale per block of 32
 // (dense_kernels.cuh).
 
 #include <cstdint>
@@ -11,8 +11,8 @@
 namespace turbomind::TM_ISA {
 
 inline constexpr uint32_t kInfinityBits = 0x7f800000u;
-inline constexpr float kMostCode = 127.f * 256.f;
-// Below, kMostCode / amax overflows: the block counts as zero.
+inline constexpr float kMaxCode = 127.f * 256.f;
+// Below, kMaxCode / amax overflows: the block counts as zero.
 inline constexpr float kMinAmax = 1e-33f;
 
 TM_HD void StoreFloat(float x, uint8_t* to) { __builtin_memcpy(to, &x, sizeof(x)); }
@@ -33,7 +33,7 @@ TM_HD float QuantizeBlock(const float* x, int8_t* high, int32_t& sum) {
     return finite ? 0.f : __builtin_nanf("");
   }
   constexpr float kRound = 12582912.f;  // 1.5 · 2^23: adding it rounds to an integer, ties to even
-  const float inverse = kMostCode / amax;
+  const float inverse = kMaxCode / amax;
   int32_t total = 0;
   for (int i = 0; i < kQuantBlock; ++i) {
     const int32_t code =
@@ -46,7 +46,7 @@ TM_HD float QuantizeBlock(const float* x, int8_t* high, int32_t& sum) {
     total += upper * 256 + lower;
   }
   sum = total;
-  return amax / kMostCode;
+  return amax / kMaxCode;
 }
 
 }  // namespace turbomind::TM_ISA

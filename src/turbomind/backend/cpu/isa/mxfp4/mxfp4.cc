@@ -20,7 +20,7 @@
 namespace turbomind::TM_ISA {
 namespace {
 
-// The 32 activations that meet the low nibbles of a block's 16 bytes, then the high ones, quantised
+// The 32 activations that meet the low nibbles of a block's 16 bytes, then the high ones, quantized
 // as QuantizeBlock does; the scale is halved, since codes are looked up doubled.
 TM_HD float QuantizeMxBlock(const float* x, MatrixFormat format, int8_t* halves, int32_t& offset) {
   float ordered[kQuantBlock];

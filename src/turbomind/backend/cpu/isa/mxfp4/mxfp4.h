@@ -18,7 +18,7 @@ namespace turbomind::TM_ISA {
 
 inline constexpr int kMxOutputs = 4;  // rows of the matrix that are read side by side
 
-// One call: up to 4 neighbouring outputs, R rows of a panel.
+// One call: up to 4 neighboring outputs, R rows of a panel.
 struct MxRun {
   // Where each output's row begins, codes or blocks and scales apart; outputs that do not exist
   // repeat the last one.

@@ -63,10 +63,10 @@ TM_HD F32x16 Zero() { return Set1(0.f); }
 TM_HD F32x16 MaxOfEach(const F32x16 (&a)[4]) {
   I32x16 quads[4] = {Bits(a[0]), Bits(a[1]), Bits(a[2]), Bits(a[3])};
   TransposeQuads(quads);
-  F32x16 most =
+  F32x16 max_value =
       Max(Max(FromBits(quads[0]), FromBits(quads[1])), Max(FromBits(quads[2]), FromBits(quads[3])));
-  most = Max(most, SwapLanes<4>(most));
-  return Max(most, SwapLanes<8>(most));
+  max_value = Max(max_value, SwapLanes<4>(max_value));
+  return Max(max_value, SwapLanes<8>(max_value));
 }
 
 // 2^x for x <= 0, relative error below 1e-7 (about one ulp); exactly 1 at 0, 0 below -126, NaN for

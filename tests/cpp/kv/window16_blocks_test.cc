@@ -1,4 +1,4 @@
-// Sequences whose newest blocks and sinks are in 16 bit: when a block is quantised and given back,
+// Sequences whose newest blocks and sinks are in 16 bit: when a block is quantized and given back,
 // and what that means for hits and windows.
 
 #include <doctest/doctest.h>
@@ -30,27 +30,30 @@ std::string Present(const SequenceManager& manager, uint64_t id, int pool) {
 
 // The blocks that the step planned last moves, by index in the tables.
 std::vector<int64_t> Moved(const SequenceManager& manager, uint64_t id, int group, int num_groups) {
-  const auto cold = manager.BlockTable(id, group);
-  const auto hot = manager.BlockTable(id, num_groups + group);
+  const auto quantized = manager.BlockTable(id, group);
+  const auto window16 = manager.BlockTable(id, num_groups + group);
   std::vector<int64_t> indices;
-  for (const BlockMove& move : manager.Moves(id, group)) {
-    const auto at = std::find(cold.begin(), cold.end(), move.cold) - cold.begin();
-    REQUIRE(at < static_cast<int64_t>(cold.size()));
-    CHECK(hot[static_cast<size_t>(at)] == move.hot);
+  for (const PendingQuantization& pending : manager.BlocksToQuantize(id, group)) {
+    const auto at =
+        std::find(quantized.begin(), quantized.end(), pending.quantized) - quantized.begin();
+    REQUIRE(at < static_cast<int64_t>(quantized.size()));
+    CHECK(window16[static_cast<size_t>(at)] == pending.window16);
     indices.push_back(at);
   }
   return indices;
 }
 
-// One token after the other: a block is hot when it is written, is quantised in the step of the
-// first query for which it is none of the recent ones, and leaves the hot pool after that step.
+// One token after the other: a block is in the 16-bit window when it is written, is quantized in
+// the step of the first query for which it is none of the recent ones, and leaves the 16-bit pool
+// after that step.
 TEST_CASE("the life of a block, at every edge") {
   for (const int length : {16, 32, 64, 128}) {
-    for (const HotTokens& tokens : {HotTokens{64, 64}, {0, 64}, {64, 0}, {0, 0}, {128, 192}}) {
+    for (const PrecisionWindowTokens& tokens :
+         {PrecisionWindowTokens{64, 64}, {0, 64}, {64, 0}, {0, 0}, {128, 192}}) {
       for (const int window : {0, 2 * length, 300}) {
         Pools pools(PoolConfig({window}, length, tokens), {64, 64}, false);
         const LayerGroup& group = pools.cache.groups().front();
-        const HotRule& rule = pools.cache.rule(0);
+        const PrecisionWindow& rule = pools.cache.rule(0);
         const auto all = Tokens(9 * length);
         pools.manager.Create(1, all);
         for (int64_t n = 0; n < 8 * length; ++n) {
@@ -58,18 +61,19 @@ TEST_CASE("the life of a block, at every edge") {
           // The query at n is the step's only one.
           const bool begins_block = n % length == 0;
           const int64_t leaves = n / length - rule.recent_blocks - 1;
-          const bool moves =
+          const bool blocks_to_quantize =
               begins_block && leaves >= rule.sink_blocks && leaves >= group.FirstVisibleBlock(n);
-          const auto expected = moves ? std::vector<int64_t>{leaves} : std::vector<int64_t>();
+          const auto expected =
+              blocks_to_quantize ? std::vector<int64_t>{leaves} : std::vector<int64_t>();
           REQUIRE(Moved(pools.manager, 1, 0, 1) == expected);
           for (int64_t b = group.FirstVisibleBlock(n); b <= n / length; ++b) {
-            const int pool = rule.IsHot(b, n) ? 1 : 0;
+            const int pool = rule.IsInWindow16(b, n) ? 1 : 0;
             REQUIRE(pools.manager.BlockTable(1, pool)[static_cast<size_t>(b)] >= 0);
           }
           pools.manager.Commit(1, std::span(all).first(static_cast<size_t>(n + 1)));
-          REQUIRE(pools.manager.Moves(1, 0).empty());
-          REQUIRE(pools.manager.counts(0).active == group.ColdBlocksHeld(n + 1));
-          REQUIRE(pools.manager.counts(1).active == group.HotBlocksHeld(n + 1));
+          REQUIRE(pools.manager.BlocksToQuantize(1, 0).empty());
+          REQUIRE(pools.manager.counts(0).active == group.QuantizedBlocksHeld(n + 1));
+          REQUIRE(pools.manager.counts(1).active == group.Window16BlocksHeld(n + 1));
           pools.manager.CheckIntegrity();
         }
       }
@@ -77,7 +81,7 @@ TEST_CASE("the life of a block, at every edge") {
   }
 }
 
-TEST_CASE("a chunk moves all blocks that its last query sees cold, those it wrote included") {
+TEST_CASE("a chunk moves all blocks that its last query sees quantized, those it wrote included") {
   Pools pools(PoolConfig({0, 40}, kLength, {64, 64}), {32, 32, 32, 32});
   const auto all = Tokens(400);
   pools.manager.Create(1, all);
@@ -119,21 +123,21 @@ TEST_CASE("growing is all or nothing over both kinds of pools") {
   Pools pools(PoolConfig({0}, kLength, {0, 0}), {4, 9}, false);
   const auto all = Tokens(400);
   pools.manager.Create(1, all);
-  CHECK_FALSE(pools.manager.AllocateDataAndScaleBlocks(1, 6 * kLength));  // 5 cold
+  CHECK_FALSE(pools.manager.AllocateDataAndScaleBlocks(1, 6 * kLength));  // 5 quantized
   CHECK(pools.manager.counts(1).active == 0);
   CHECK(pools.manager.BlockTable(1, 1).empty());
-  CHECK(pools.manager.Moves(1, 0).empty());
+  CHECK(pools.manager.BlocksToQuantize(1, 0).empty());
   REQUIRE(pools.manager.AllocateDataAndScaleBlocks(1, 5 * kLength));
   pools.manager.Create(2, all);
-  CHECK_FALSE(pools.manager.AllocateDataAndScaleBlocks(2, 5 * kLength));  // 5 hot of 4
+  CHECK_FALSE(pools.manager.AllocateDataAndScaleBlocks(2, 5 * kLength));  // 5 16-bit of 4
   CHECK(pools.manager.counts(0).active == 4);
   CHECK(testing::Fits(pools.cache, 5 * kLength, 1000));
   CHECK_FALSE(testing::Fits(pools.cache, 5 * kLength + 1, 16));
 }
 
-TEST_CASE("prefix hits take hot and cold places, and quantise nothing twice") {
+TEST_CASE("prefix hits take 16-bit and quantized places, and quantize nothing twice") {
   Pools pools(PoolConfig({0}, kLength, {64, 64}), {64, 64});
-  pools.RunAndFree(1, Tokens(300));  // 18 whole blocks; 14 to 17 were never quantised
+  pools.RunAndFree(1, Tokens(300));  // 18 whole blocks; 14 to 17 were never quantized
   CHECK(pools.manager.counts(0).cached == 10);
   CHECK(pools.manager.counts(1).cached == 18);
   CHECK(pools.manager.Create(2, Tokens(177)) == 176);  // 11 blocks
@@ -143,20 +147,22 @@ TEST_CASE("prefix hits take hot and cold places, and quantise nothing twice") {
   auto other = Tokens(200);
   other[180] = -1;
   REQUIRE(pools.manager.AllocateDataAndScaleBlocks(2, 193));
-  CHECK(pools.manager.Moves(2, 0).empty());  // 7 has left, as 8 has: both were found cold
+  CHECK(pools.manager.BlocksToQuantize(2, 0)
+            .empty());  // 7 has left, as 8 has: both were found quantized
   pools.manager.Commit(2, std::span(other).first(193));
   CHECK(Present(pools.manager, 2, 1) == "####....#####");
   pools.manager.CheckIntegrity();
-  // Whole: its last blocks were found hot alone and are quantised as they leave.
+  // Whole: its last blocks were found 16-bit alone and are quantized as they leave.
   CHECK(pools.manager.Create(3, Tokens(320)) == 288);
   REQUIRE(pools.Compute(3, Tokens(319)));
   REQUIRE(pools.manager.AllocateDataAndScaleBlocks(3, 321));
   CHECK(Moved(pools.manager, 3, 0, 1) == std::vector<int64_t>{15});
 }
 
-TEST_CASE("of what ended at a block's edge, the block that would leave next is taken hot") {
+TEST_CASE("of what ended at a block's edge, the block that would leave next is taken 16-bit") {
   Pools pools(PoolConfig({0}, kLength, {0, 64}), {64, 64});
-  pools.RunAndFree(1, Tokens(160));  // the last query was in block 9: 5 to 9 are hot
+  pools.RunAndFree(1,
+                   Tokens(160));  // the last query was in block 9: 5 to 9 are in the 16-bit window
   CHECK(pools.manager.counts(0).cached == 5);
   CHECK(pools.manager.Create(2, Tokens(161)) == 160);
   CHECK(Present(pools.manager, 2, 0) == "#####.....");
@@ -167,26 +173,27 @@ TEST_CASE("of what ended at a block's edge, the block that would leave next is t
 }
 
 TEST_CASE("a lost 16-bit copy cuts a hit, and is lost before sinks and blocks without a twin") {
-  // 18 hot copies of one prompt, 12 of which have a twin, and no free hot block but one.
+  // 18 16-bit copies of one prompt, 12 of which have a twin, and no free 16-bit block but one.
   Pools pools(PoolConfig({0}, kLength, {32 * 2, 64}), {64, 20});
   pools.RunAndFree(1, Tokens(300), 16);
   CHECK(pools.manager.counts(0).cached == 10);
   CHECK(pools.manager.counts(1).cached == 18);
-  // Needs 4 hot blocks: 2 are free, the two oldest copies of quantised blocks leave.
+  // Needs 4 16-bit blocks: 2 are free, the two oldest copies of quantized blocks leave.
   pools.manager.Create(2, Tokens(60, 5000));
   REQUIRE(pools.Compute(2, Tokens(60, 5000)));
   CHECK(pools.manager.counts(1).cached == 16);
   CHECK(pools.manager.counts(0).cached == 10);
-  // 4 and 5 were quantised first.
+  // 4 and 5 were quantized first.
   CHECK(pools.manager.Create(3, Tokens(300)) == 288);
   CHECK(pools.manager.num_cut(3) == 0);
   pools.manager.FreeDataAndScaleBlocks(3);
-  CHECK(pools.manager.Create(4, Tokens(130)) == 64);  // 8 blocks found; 4 to 7 would be hot
+  CHECK(pools.manager.Create(4, Tokens(130)) ==
+        64);  // 8 blocks found; 4 to 7 would be in the 16-bit window
   CHECK(pools.manager.num_cut(4) == 64);
   pools.manager.FreeDataAndScaleBlocks(4);
   CHECK(pools.manager.Create(5, Tokens(163)) == 160);  // 6 to 9 are there
   pools.manager.FreeDataAndScaleBlocks(5);
-  // All copies, then what is read hot alone: the end of the prefix first, sinks last.
+  // All copies, then what is read 16-bit alone: the end of the prefix first, sinks last.
   pools.manager.Create(6, Tokens(160, 9000));
   REQUIRE(pools.manager.AllocateDataAndScaleBlocks(6, 160));
   CHECK(pools.manager.counts(1).cached == 6);
@@ -225,23 +232,25 @@ TEST_CASE("computing what was cut brings the copies back") {
   pools.manager.CheckIntegrity();
 }
 
-TEST_CASE("sinks of a window are freed like others; a short window never quantises") {
+TEST_CASE("sinks of a window are freed like others; a short window never quantizes") {
   Pools pools(PoolConfig({40, 200}, kLength, {64, 64}), {4, 64, 64, 64}, false);
   const auto all = Tokens(600);
   pools.manager.Create(1, all);
-  int64_t moves[2] = {0, 0};
+  int64_t blocks_to_quantize[2] = {0, 0};
   for (int64_t n = 7; n <= 595; n += 7) {
     REQUIRE(pools.manager.AllocateDataAndScaleBlocks(1, n));
     for (int group : {0, 1}) {
-      moves[group] += static_cast<int64_t>(pools.manager.Moves(1, group).size());
+      blocks_to_quantize[group] +=
+          static_cast<int64_t>(pools.manager.BlocksToQuantize(1, group).size());
     }
     pools.manager.Commit(1, std::span(all).first(static_cast<size_t>(n)));
     pools.manager.CheckIntegrity();
   }
-  CHECK(moves[0] == 0);
-  CHECK(moves[1] == 595 / kLength - 4 - 4);  // each block once, but sinks and the newest
+  CHECK(blocks_to_quantize[0] == 0);
+  CHECK(blocks_to_quantize[1] ==
+        595 / kLength - 4 - 4);  // each block once, but sinks and the newest
   CHECK(pools.manager.high_water(0) == 0);
-  // 595 tokens: the next query sees from 396 on, block 24; hot are 33 to 37.
+  // 595 tokens: the next query sees from 396 on, block 24; 16-bit are 33 to 37.
   CHECK(Present(pools.manager, 1, 1) == std::string(24, '.') + "#########" + ".....");
   CHECK(Present(pools.manager, 1, 3) == std::string(33, '.') + "#####");
   CHECK(Present(pools.manager, 1, 2) == std::string(34, '.') + "####");
@@ -260,19 +269,19 @@ TEST_CASE("what is said to come is enough, whoever holds the recent blocks") {
   for (const int64_t chunk : {1, 16, 50}) {
     const int64_t promised[] = {pools.manager.BlocksToCome(3, 0, 488, chunk),
                                 pools.manager.BlocksToCome(3, 1, 488, chunk)};
-    CHECK(promised[0] == 31 - 4 - 5 - 10);  // cold: exactly
+    CHECK(promised[0] == 31 - 4 - 5 - 10);  // quantized: exactly
     CHECK(promised[1] == std::min<int64_t>(13, 5 + (chunk + 15) / 16));
   }
   const int64_t active[] = {pools.manager.counts(0).active, pools.manager.counts(1).active};
   const int64_t promised = pools.manager.BlocksToCome(3, 1, 488, 50);
-  int64_t most = 0;
+  int64_t max_value = 0;
   while (pools.manager.num_written(3) < 488) {
     const int64_t n = std::min<int64_t>(pools.manager.num_written(3) + 50, 488);
     REQUIRE(pools.manager.AllocateDataAndScaleBlocks(3, n));
-    most = std::max(most, pools.manager.counts(1).active - active[1]);
+    max_value = std::max(max_value, pools.manager.counts(1).active - active[1]);
     pools.manager.Commit(3, std::span(longer).first(static_cast<size_t>(n)));
   }
-  CHECK(most <= promised);
+  CHECK(max_value <= promised);
   CHECK(pools.manager.counts(0).active - active[0] == 31 - 4 - 5 - 10);
 }
 

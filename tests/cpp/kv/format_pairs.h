@@ -8,16 +8,16 @@
 
 namespace turbomind {
 
-struct ModePair {
+struct FormatPair {
   KvCacheMode k;
   KvCacheMode v;
 };
 
 // Every format for both sides, and the listed mixtures (KV_FORMATS, section 2).
-inline std::vector<ModePair> ListedPairs() {
-  std::vector<ModePair> pairs;
-  for (KvCacheMode mode : kAllKvCacheModes) {
-    pairs.push_back({mode, mode});
+inline std::vector<FormatPair> ListedPairs() {
+  std::vector<FormatPair> pairs;
+  for (KvCacheMode format : kAllKvCacheModes) {
+    pairs.push_back({format, format});
   }
   for (KvCacheMode k : {KvCacheMode::kNone, KvCacheMode::kInt8, KvCacheMode::kFp8E4m3}) {
     for (KvCacheMode v : {KvCacheMode::kInt4, KvCacheMode::kFp4Mx, KvCacheMode::kFp4Nv}) {

@@ -11,11 +11,11 @@
 namespace turbomind {
 namespace {
 
-constexpr HotTokens kBalanced = {64, 64};
+constexpr PrecisionWindowTokens kBalanced = {64, 64};
 
-TEST_CASE("hot blocks: prefill and decode agree bit for bit and with double precision") {
+TEST_CASE("16-bit blocks: prefill and decode agree bit for bit and with double precision") {
   testing::SanitizedSample sample(9);
-  for (const ModePair& pair : ListedPairs()) {
+  for (const FormatPair& pair : ListedPairs()) {
     for (int dim : {64, 80, 96, 128, 256}) {
       for (int block : {16, 32, 64, 128}) {
         if (!sample.Next()) {
@@ -35,18 +35,21 @@ TEST_CASE("hot blocks: prefill and decode agree bit for bit and with double prec
         c.sinks = block >= 64;
         c.mean = block == 64;
         c.first = c.shape.context - 140;
-        c.hot = kBalanced;
+        c.window16 = kBalanced;
         CheckCase(c, BestIsa(), Affine(pair));
       }
     }
   }
 }
 
-TEST_CASE("hot blocks: every position from 0 on, other sizes of what is hot, windows") {
-  constexpr HotTokens kSizes[] = {{64, 64}, {64, 0}, {0, 64}, {0, 0}, {128, 128}, {64, 256}};
+TEST_CASE(
+    "16-bit blocks: every position from 0 on, other sizes of what is in the 16-bit window, "
+    "windows") {
+  constexpr PrecisionWindowTokens kSizes[] = {{64, 64}, {64, 0},    {0, 64},
+                                              {0, 0},   {128, 128}, {64, 256}};
   int i = 0;
   testing::SanitizedSample sample(21);
-  for (const HotTokens& hot : kSizes) {
+  for (const PrecisionWindowTokens& window16 : kSizes) {
     for (int block : {16, 32, 64, 128}) {
       for (int window : {0, 30, 64, 100, 150}) {
         if (!sample.Next()) {
@@ -64,7 +67,7 @@ TEST_CASE("hot blocks: every position from 0 on, other sizes of what is hot, win
         c.window = window;
         c.sinks = i % 2 == 0;
         c.first = 0;
-        c.hot = hot;
+        c.window16 = window16;
         CheckCase(c, BestIsa(), Affine({c.shape.k, c.shape.v}));
         ++i;
       }
@@ -72,8 +75,8 @@ TEST_CASE("hot blocks: every position from 0 on, other sizes of what is hot, win
   }
 }
 
-TEST_CASE("hot blocks: every instruction set gives the same bits") {
-  for (const ModePair& pair : ListedPairs()) {
+TEST_CASE("16-bit blocks: every instruction set gives the same bits") {
+  for (const FormatPair& pair : ListedPairs()) {
     for (int block : {16, 64}) {
       Case c;
       c.shape.k = pair.k;
@@ -85,7 +88,7 @@ TEST_CASE("hot blocks: every instruction set gives the same bits") {
       c.sinks = true;
       c.mean = true;
       c.first = 250;
-      c.hot = kBalanced;
+      c.window16 = kBalanced;
       const std::vector<float> want = CheckCase(c, BestIsa(), Affine(pair));
       for (const std::string& isa : AvailableCpuIsas()) {
         CHECK(SameBits(want, CheckCase(c, isa, Affine(pair))));
@@ -94,16 +97,16 @@ TEST_CASE("hot blocks: every instruction set gives the same bits") {
   }
 }
 
-TEST_CASE("hot blocks: slots and blocks that a query does not see do not matter") {
+TEST_CASE("16-bit blocks: slots and blocks that a query does not see do not matter") {
   ThreadPool pool(1);
   const CpuKvKernels kernels = CpuKvKernelsFor(BestIsa());
-  for (const ModePair& pair : ListedPairs()) {
+  for (const FormatPair& pair : ListedPairs()) {
     Case c;
     c.shape.k = pair.k;
     c.shape.v = pair.v;
     c.window = 150;
     c.first = 300;
-    c.hot = kBalanced;
+    c.window16 = kBalanced;
     const Inputs in = MakeInputs(c);
     Caches clean(c, 0x00);
     const std::vector<float> want = RunChunks(kernels, pool, c, clean, in, 64);
@@ -116,11 +119,11 @@ TEST_CASE("hot blocks: slots and blocks that a query does not see do not matter"
 }
 
 // The reference tells one block more or less in 16 bit apart from what is asked.
-TEST_CASE("hot blocks: a wrong rule is caught") {
+TEST_CASE("16-bit blocks: a wrong rule is caught") {
   Case c;
   c.shape.k = c.shape.v = KvCacheMode::kInt4;
   c.shape.context = 400;
-  c.hot = kBalanced;
+  c.window16 = kBalanced;
   ThreadPool pool(2);
   const CpuKvKernels kernels = CpuKvKernelsFor(BestIsa());
   Caches cache(c);
@@ -128,10 +131,12 @@ TEST_CASE("hot blocks: a wrong rule is caught") {
   for (int chunk : {1, 64}) {
     const std::vector<float> out = RunChunks(kernels, pool, c, cache, in, chunk);
     CHECK(ErrorOf(c, cache, in, out) < kMaxErrorAffine);
-    for (const HotTokens& other : {HotTokens{0, 64}, HotTokens{64, 0}, HotTokens{64, 128},
-                                   HotTokens{128, 64}, HotTokens{}}) {
+    for (const PrecisionWindowTokens& other :
+         {PrecisionWindowTokens{0, 64}, PrecisionWindowTokens{64, 0},
+          PrecisionWindowTokens{64, 128}, PrecisionWindowTokens{128, 64},
+          PrecisionWindowTokens{}}) {
       Case wrong = c;
-      wrong.hot = other;
+      wrong.window16 = other;
       Caches wrong_cache(wrong);
       CHECK(ErrorOf(wrong, wrong_cache, in, out) > 100 * kMaxErrorAffine);
     }
@@ -145,17 +150,17 @@ TEST_CASE("hot blocks: a wrong rule is caught") {
   }
 }
 
-TEST_CASE("hot blocks: contexts that are hot throughout equal mode none") {
+TEST_CASE("16-bit blocks: contexts that are in the 16-bit window throughout equal mode none") {
   ThreadPool pool(1);
   const CpuKvKernels kernels = CpuKvKernelsFor(BestIsa());
   Case c;
   c.shape.k = c.shape.v = KvCacheMode::kFp4Nv;
   c.shape.context = 192;
   c.first = 100;
-  c.hot = kBalanced;
+  c.window16 = kBalanced;
   Case none = c;
   none.shape.k = none.shape.v = KvCacheMode::kNone;
-  none.hot = {};
+  none.window16 = {};
   const Inputs in = MakeInputs(c);
   Caches cache(c);
   Caches plain(none);

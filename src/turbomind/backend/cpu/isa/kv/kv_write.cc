@@ -1,5 +1,5 @@
-// ⑥ One token and KV head of ProcessKV: its query heads, its key and its value, in place; then the
-// key and the value are quantised and stored.
+// ⑥ One token and KV head of WriteKv: its query heads, its key and its value, in place; then the
+// key and the value are quantized and stored.
 
 #include <cstdint>
 
@@ -61,7 +61,7 @@ TM_HD F32x16 Butterfly(F32x16 x) {
   return Add(SwapLanes<1 << kStage>(x), FromBits(Xor(Bits(x), LoadInt(kOddSigns[kStage]))));
 }
 
-// Normalised Walsh-Hadamard transform of every run of `size` values, a power of two from 16 on:
+// Normalized Walsh-Hadamard transform of every run of `size` values, a power of two from 16 on:
 // stages h = 1, 2, 4, ..., then one multiplication by 1 / sqrt(size).
 TM_HD void HadamardRow(float* x, int n, int size) {
   for (int d = 0; d < n; d += kLanes) {
@@ -103,14 +103,14 @@ TM_HD float DotRow(const float* x, const float* y, int n) {
 }
 
 struct TokenRows {
-  const ProcessKVParams* params;
+  const WriteKvParams* params;
   float* rows;  // [q_heads + 2 * kv_heads, head_dim]
   const float* cos;
   const float* sin;
 };
 
 TM_HD float* PrepareHead(const TokenRows& t, int head, const float* norm, bool rotate) {
-  const ProcessKVParams& p = *t.params;
+  const WriteKvParams& p = *t.params;
   const int n = p.kv.head_dim;
   float* x = t.rows + static_cast<int64_t>(head) * n;
   if (p.bias != nullptr) {
@@ -125,8 +125,9 @@ TM_HD float* PrepareHead(const TokenRows& t, int head, const float* norm, bool r
   return x;
 }
 
-RowCounts StoreRow(const ProcessHeadArgs& args, KvSide side, const float* row) {
-  const KvLayerView& kv = args.params->hot.data != nullptr ? args.params->hot : args.params->kv;
+RowCounts WriteRow(const WriteHeadArgs& args, KvSide side, const float* row) {
+  const KvLayerView& kv =
+      args.params->window16.data != nullptr ? args.params->window16 : args.params->kv;
   const int s = static_cast<int>(side);
   const auto slot = [&](std::byte* first, int64_t stride) {
     return reinterpret_cast<uint8_t*>(first + args.slot * stride);
@@ -137,15 +138,15 @@ RowCounts StoreRow(const ProcessHeadArgs& args, KvSide side, const float* row) {
   } else if (kv.param_bytes[s] > 0) {
     metadata = slot(kv.Params(side, args.block, args.head), kv.param_bytes[s]);
   }
-  const float g = kv.g[s] != nullptr ? kv.g[s][args.head] : 1.f;
-  return EncodeRow({kv.mode[s], kv.head_dim, kv.dtype, g, args.params->search_scales}, row,
-                   slot(kv.Payload(side, args.block, args.head), kv.row_bytes[s]), metadata);
+  const float global_scale = kv.global_scale[s] != nullptr ? kv.global_scale[s][args.head] : 1.f;
+  return EncodeRow({kv.format[s], kv.head_dim, kv.dtype, global_scale, args.params->search_scales},
+                   row, slot(kv.Payload(side, args.block, args.head), kv.row_bytes[s]), metadata);
 }
 
 }  // namespace
 
-RowCounts ProcessHead(const ProcessHeadArgs& args) {
-  const ProcessKVParams& p = *args.params;
+RowCounts WriteHead(const WriteHeadArgs& args) {
+  const WriteKvParams& p = *args.params;
   const int kv_heads = p.kv.kv_heads;
   const int group = p.q_heads / kv_heads;
   const int64_t angles = static_cast<int64_t>(args.token) * (p.rope_dim / 2);
@@ -175,8 +176,8 @@ RowCounts ProcessHead(const ProcessHeadArgs& args) {
     HadamardRow(k, n, RotationSize(n));
   }
   const float* v = PrepareHead(t, p.q_heads + kv_heads + args.head, nullptr, false);
-  const RowCounts of_k = StoreRow(args, KvSide::kK, k);
-  const RowCounts of_v = StoreRow(args, KvSide::kV, v);
+  const RowCounts of_k = WriteRow(args, KvSide::kK, k);
+  const RowCounts of_v = WriteRow(args, KvSide::kV, v);
   return {of_k.nonfinite + of_v.nonfinite, of_k.clipped + of_v.clipped};
 }
 
