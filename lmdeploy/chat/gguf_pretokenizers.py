@@ -2,8 +2,8 @@
 
 `tokenizer.ggml.pre` is the name. The expressions are those of llama.cpp, src/llama-vocab.cpp, class
 llm_tokenizer_bpe. The comment of a row is its `case LLAMA_VOCAB_PRE_TYPE_…` there, and who uses it.
-Names that only architectures use which family_of_gguf refuses are left out. A wrong split gives
-wrong ids without any other sign: scripts/dev/check_tokenizers.py compares ids with llama.cpp's tests.
+The table has no names that only unsupported architectures use. A wrong split gives wrong ids
+without any other sign, so scripts/dev/check_tokenizers.py compares ids with llama.cpp's tests.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from enum import Flag, auto
 from typing import Any
 
 
-class TensorLocation(Flag):
+class Where(Flag):
     """Where users can give a value."""
 
     ENGINE = auto()  # a field of TurbomindEngineConfig
@@ -24,11 +24,11 @@ class TensorLocation(Flag):
     ABORT = auto()  # a field in the body of /abort_request
 
 
-ENGINE, GENERATION = Place.ENGINE, Place.GENERATION
-FLAG, SWITCH, LIST = Place.FLAG, Place.SWITCH, Place.LIST
-BODY, CHAT, GENERATE, ABORT = Place.BODY, Place.CHAT, Place.GENERATE, Place.ABORT
+ENGINE, GENERATION = Where.ENGINE, Where.GENERATION
+FLAG, SWITCH, LIST = Where.FLAG, Where.SWITCH, Where.LIST
+BODY, CHAT, GENERATE, ABORT = Where.BODY, Where.CHAT, Where.GENERATE, Where.ABORT
 
-UNSUPPORTED: dict[str, tuple[TensorLocation, tuple[Any, ...]]] = {
+UNSUPPORTED: dict[str, tuple[Where, tuple[Any, ...]]] = {
     "adapter_name": (BODY, ()),
     "adapters": (LIST, ()),
     "allow_terminate_by_client": (SWITCH, ()),
@@ -128,15 +128,15 @@ UNSUPPORTED: dict[str, tuple[TensorLocation, tuple[Any, ...]]] = {
     "web_search_options": (CHAT, ()),
     "with_cache": (GENERATION, (False,)),
 }
-_NUM_VALUES: dict[TensorLocation, str | int] = {FLAG: 1, SWITCH: 0, LIST: "*"}
+_NUM_VALUES: dict[Where, str | int] = {FLAG: 1, SWITCH: 0, LIST: "*"}
 
 
-def unsupported_fields(place: TensorLocation) -> dict[str, Any]:
+def unsupported_fields(place: Where) -> dict[str, Any]:
     """Return the fields of an options class and their defaults."""
     return {name: values[0] for name, (places, values) in UNSUPPORTED.items() if place in places}
 
 
-def unsupported_body_fields(place: TensorLocation) -> dict[str, tuple[Any, ...]]:
+def unsupported_body_fields(place: Where) -> dict[str, tuple[Any, ...]]:
     """Return the fields of a request body and their accepted values."""
     return {
         name: (None, *values) for name, (places, values) in UNSUPPORTED.items() if places & place

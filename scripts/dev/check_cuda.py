@@ -69,8 +69,8 @@ class Kernel:
     @property
     def is_good(self) -> bool:
         """Whether the kernel spills nothing and has a small stack frame."""
-        max_value = 0 if "DecodeKernel" in self.name else MOST_FRAME_BYTES
-        return self.spilled == 0 and self.frame <= max_value
+        limit = 0 if "DecodeKernel" in self.name else MOST_FRAME_BYTES
+        return self.spilled == 0 and self.frame <= limit
 
 
 @dataclass
@@ -160,9 +160,9 @@ def report(result: Result) -> int:
     wanted = len(QUICK_MODES) * len(QUICK_DIMS) if unit.file is None else 0
     if decode < wanted:
         print(f"{unit.arch:8} {unit.label}: {decode} kernels, not at least {wanted}  FAILED")
-    max_value = max((kernel.registers for kernel in result.kernels), default=0)
+    max_registers = max((kernel.registers for kernel in result.kernels), default=0)
     print(
-        f"{unit.arch:8} {unit.label}: {len(result.kernels)} kernels, at most {top} registers, "
+        f"{unit.arch:8} {unit.label}: {len(result.kernels)} kernels, at most {max_registers} registers, "
         f"{result.seconds:.0f} s",
         flush=True,
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi.routing import APIRoute
+
 from lmdeploy.cli.main import make_parser
 from lmdeploy.config.engine import UNSUPPORTED_ENGINE_FIELDS, TurbomindEngineConfig
 from lmdeploy.config.generation import UNSUPPORTED_GENERATION_FIELDS, GenerationConfig

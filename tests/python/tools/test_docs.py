@@ -8,12 +8,12 @@ from types import ModuleType
 
 import pytest
 from fastapi.routing import APIRoute
-from lmdeploy.models import FAMILIES
-from lmdeploy.serve.routes import ROUTERS
 from reference.codecs import MODES
 from reference.layout import row_bytes
 
 from lmdeploy import _turbomind
+from lmdeploy.models import FAMILIES
+from lmdeploy.serve.routes import ROUTERS
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks/NOTES.md"])
