@@ -162,7 +162,8 @@ def report(result: Result) -> int:
         print(f"{unit.arch:8} {unit.label}: {decode} kernels, not at least {wanted}  FAILED")
     max_registers = max((kernel.registers for kernel in result.kernels), default=0)
     print(
-        f"{unit.arch:8} {unit.label}: {len(result.kernels)} kernels, at most {max_registers} registers, "
+        f"{unit.arch:8} {unit.label}: {len(result.kernels)} kernels, "
+        f"at most {max_registers} registers, "
         f"{result.seconds:.0f} s",
         flush=True,
     )

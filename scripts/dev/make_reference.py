@@ -15,8 +15,9 @@ from typing import Any
 from fastapi.routing import APIRoute
 
 from lmdeploy.cli.main import make_parser
-from lmdeploy.config.engine import UNSUPPORTED_ENGINE_FIELDS, TurbomindEngineConfig
-from lmdeploy.config.generation import UNSUPPORTED_GENERATION_FIELDS, GenerationConfig
+from lmdeploy.config.engine import TurbomindEngineConfig
+from lmdeploy.config.generation import GenerationConfig
+from lmdeploy.config.unsupported import ENGINE, GENERATION, unsupported_fields
 from lmdeploy.serve.routes import ROUTERS
 from lmdeploy.serve.routes.base import BODIES
 from lmdeploy.serve.schema import ApiRequest
@@ -39,8 +40,8 @@ LIMITS = (
     ("chat.messages", "MAX_MESSAGES", "{} messages"),
     ("chat.prompts", "MAX_OPTIONS_SIZE", "{} characters in `chat_template_kwargs`"),
     ("chat.prompts", "MAX_OPTIONS_DEPTH", "{} nested levels in `chat_template_kwargs`"),
-    ("chat.formats.harmony.conversation", "MAX_TOOLS", "{} tools"),
-    ("chat.formats.harmony.conversation", "MAX_TOOL_CALLS", "{} tool calls in a message"),
+    ("chat.tool_calls", "MAX_TOOLS", "{} tools"),
+    ("chat.messages", "MAX_TOOL_CALLS", "{} tool calls in a message"),
     ("config.generation", "MAX_STOP_WORDS", "{} stop words"),
     ("config.generation", "MAX_STOP_WORD_CHARS", "{} characters in a stop word"),
     ("config.generation", "MAX_ALL_STOP_CHARS", "{} characters in all stop words"),
@@ -165,8 +166,8 @@ def make_fields() -> str:
             rows.append([f"`{name}`", _allowed(field), default])
         parts += [f"### `{path}`", _table(["field", "values", "default"], rows)]
     for config, unsupported in (
-        (TurbomindEngineConfig, UNSUPPORTED_ENGINE_FIELDS),
-        (GenerationConfig, UNSUPPORTED_GENERATION_FIELDS),
+        (TurbomindEngineConfig, unsupported_fields(ENGINE)),
+        (GenerationConfig, unsupported_fields(GENERATION)),
     ):
         rows = [
             [f"`{field.name}`", f"`{field.type}`", _default(getattr(config(), field.name))]
