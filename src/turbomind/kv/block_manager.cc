@@ -8,11 +8,13 @@
 namespace turbomind {
 
 BlockManager::BlockManager(int64_t total) : total_(total) {
-  Check(total >= 0 && total <= std::numeric_limits<int32_t>::max(), "the ids fit into int32");
+  Check(total >= 0 && total <= std::numeric_limits<int32_t>::max(),
+        "the number of blocks must be in [0, 2147483647]");
 }
 
 const BlockManager::Block& BlockManager::At(int id) const {
-  Check(id >= 0 && static_cast<size_t>(id) < blocks_.size(), "the block was handed out");
+  Check(id >= 0 && static_cast<size_t>(id) < blocks_.size(),
+        "the block must have been allocated before");
   return blocks_[static_cast<size_t>(id)];
 }
 
@@ -38,7 +40,7 @@ int BlockManager::Allocate() {
 
 void BlockManager::Lock(int id) {
   Block& block = At(id);
-  Check(block.num_users > 0 || block.kept, "a locked block is cached or active");
+  Check(block.num_users > 0 || block.kept, "only a cached or active block can be locked");
   if (block.num_users++ == 0) {
     Order(block).erase(block.place);
     ++active_;
@@ -47,7 +49,7 @@ void BlockManager::Lock(int id) {
 
 void BlockManager::Unlock(int id) {
   Block& block = At(id);
-  Check(block.num_users > 0, "an unlocked block is active");
+  Check(block.num_users > 0, "only an active block can be unlocked");
   if (--block.num_users > 0) {
     return;
   }
@@ -60,13 +62,13 @@ void BlockManager::Unlock(int id) {
 }
 
 void BlockManager::Keep(int id) {
-  Check(At(id).num_users > 0, "a block that becomes kept is active");
+  Check(At(id).num_users > 0, "only an active block can be marked as kept");
   At(id).kept = true;
 }
 
 void BlockManager::Drop(int id) {
   Block& block = At(id);
-  Check(block.kept, "a dropped block is kept");
+  Check(block.kept, "only a kept block can be dropped");
   if (block.num_users == 0) {
     Order(block).erase(block.place);
     returned_.push_back(id);
@@ -76,7 +78,7 @@ void BlockManager::Drop(int id) {
 
 void BlockManager::MarkSpare(int id) {
   Block& block = At(id);
-  Check(block.kept, "a spare block is kept");
+  Check(block.kept, "only a kept block can be marked as spare");
   if (block.num_users == 0 && !block.spare) {
     plain_.erase(block.place);
     block.place = spare_.insert(spare_.end(), id);
@@ -85,7 +87,7 @@ void BlockManager::MarkSpare(int id) {
 }
 
 void BlockManager::ClearSpare(int id) {
-  Check(At(id).num_users > 0, "a block that becomes plain is active");
+  Check(At(id).num_users > 0, "only an active block can lose its spare mark");
   At(id).spare = false;
 }
 
@@ -95,15 +97,18 @@ int BlockManager::OldestCached() const {
 }
 
 void BlockManager::CheckIntegrity() const {
-  std::vector<int> places(blocks_.size(), 0);  // lists that a block is in
+  std::vector<int> places(blocks_.size(), 0);  // number of lists that contain the block
   for (const int id : returned_) {
-    Check(At(id).num_users == 0 && !At(id).kept, "a free block has no users and is not kept");
+    Check(At(id).num_users == 0 && !At(id).kept,
+          "a free block must have no users and must not be kept");
     ++places[static_cast<size_t>(id)];
   }
   for (const std::list<int>* order : {&plain_, &spare_}) {
     for (const int id : *order) {
-      Check(At(id).num_users == 0 && At(id).kept, "a cached block has no users and is kept");
-      Check(At(id).spare == (order == &spare_), "a cached block is in the list of its kind");
+      Check(At(id).num_users == 0 && At(id).kept,
+            "a cached block must have no users and must be kept");
+      Check(At(id).spare == (order == &spare_),
+            "a cached block must be in the list that matches its spare mark");
       ++places[static_cast<size_t>(id)];
     }
   }
@@ -111,12 +116,13 @@ void BlockManager::CheckIntegrity() const {
   for (size_t id = 0; id < blocks_.size(); ++id) {
     const bool used = blocks_[id].num_users > 0;
     active += used;
-    Check(blocks_[id].kept || !blocks_[id].spare, "a spare block is kept");
-    Check(places[id] + used == 1, "a block is in exactly one of free, cached, active");
+    Check(blocks_[id].kept || !blocks_[id].spare, "a spare block must be kept");
+    Check(places[id] + used == 1,
+          "a block must be in exactly one of the states free, cached and active");
   }
   const int64_t fresh = total_ - high_water();
   const int64_t counted = fresh + static_cast<int64_t>(returned_.size()) + cached() + active;
-  Check(active == active_ && counted == total_, "free + cached + active = total");
+  Check(active == active_ && counted == total_, "free + cached + active must equal total");
 }
 
 }  // namespace turbomind

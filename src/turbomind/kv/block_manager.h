@@ -6,19 +6,19 @@
 
 namespace turbomind {
 
-// Who uses which block of one pool: ids and reference counts, no memory. One id addresses a
-// block's data and its scales, so whatever happens here happens to both.
+// Tracks the users of each block of one pool. It stores ids and reference counts, no memory. One
+// id addresses a block's data and its scales, so every operation applies to both.
 //
 // Invariants:
 //  1. Every id in [0, total) is in exactly one state:
-//       free    nobody uses it, its bytes mean nothing;
-//       cached  nobody uses it, but it is kept (marked with Keep) and can be locked again;
+//       free    no users; the contents are undefined;
+//       cached  no users, but the block is kept (see Keep) and can be locked again;
 //       active  locked at least once.
 //  2. free + cached + active = total.
-//  3. Ids that were never handed out are handed out last, in ascending order: memory beyond
-//     high_water() has never been touched.
-// A kept block may be marked spare: losing it costs little, so spare ones are evicted first.
-// Not thread-safe: the engine thread's.
+//  3. Ids that were never allocated are allocated last, in ascending order. Memory beyond
+//     high_water() has therefore never been touched.
+// A kept block may be marked spare if losing it costs little. Spare blocks are evicted first.
+// Not thread-safe: only the engine thread may use it.
 class BlockManager {
  public:
   explicit BlockManager(int64_t total);
@@ -29,30 +29,31 @@ class BlockManager {
   int64_t active() const { return active_; }
   int64_t high_water() const { return static_cast<int64_t>(blocks_.size()); }
 
-  // A free block, locked once; -1 when there is none (cached ones are not taken).
+  // Allocates a free block and locks it once. Returns -1 if no block is free; cached blocks are not
+  // evicted.
   int Allocate();
-  // One more user. REQUIRES: the block is cached or active.
+  // Adds a user. REQUIRES: the block is cached or active.
   void Lock(int id);
-  // One user less. The last one's leaving makes the block cached if it is kept, else free.
+  // Removes a user. After the last one, the block becomes cached if it is kept, and free otherwise.
   // REQUIRES: active.
   void Unlock(int id);
-  // Marks a block to be kept when nobody uses it. REQUIRES: active.
+  // Marks a block to be kept when it has no users. REQUIRES: active.
   void Keep(int id);
-  // Marks a kept block to be evicted before those that are not spare, until it is dropped.
+  // Marks a kept block to be evicted before blocks that are not spare. Drop removes the mark.
   void MarkSpare(int id);
-  // Takes that mark back. REQUIRES: active.
+  // Removes the spare mark. REQUIRES: active.
   void ClearSpare(int id);
-  // Takes the marks back; a cached block becomes free.
+  // Removes both marks. A cached block becomes free.
   void Drop(int id);
 
-  // The cached block that was unlocked longest ago, of the spare ones if there are any; -1 when
-  // there is none.
+  // Returns the cached block that was unlocked longest ago, or -1 if no block is cached. Spare
+  // blocks come first.
   int OldestCached() const;
 
   int num_users(int id) const { return At(id).num_users; }
   bool is_kept(int id) const { return At(id).kept; }
 
-  // Throws InternalError naming a broken invariant. O(total).
+  // Throws InternalError that names the broken invariant. O(total).
   void CheckIntegrity() const;
 
  private:
@@ -68,9 +69,9 @@ class BlockManager {
 
   int64_t total_;
   int64_t active_ = 0;
-  std::vector<Block> blocks_;  // handed out at least once
-  std::vector<int> returned_;  // free and handed out before
-  // Cached ones, least recently used first.
+  std::vector<Block> blocks_;  // allocated at least once
+  std::vector<int> returned_;  // free, but allocated before
+  // Cached blocks, least recently used first.
   std::list<int> plain_;
   std::list<int> spare_;
 };

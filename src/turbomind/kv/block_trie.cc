@@ -8,7 +8,7 @@
 namespace turbomind {
 namespace {
 
-// Compares token blocks without building a vector for a look-up.
+// Compares token blocks so that a lookup need not build a vector.
 struct TokenOrder {
   using is_transparent = void;
   bool operator()(std::span<const int32_t> a, std::span<const int32_t> b) const {
@@ -22,7 +22,7 @@ struct BlockTrie::Node {
   using Children = std::map<std::vector<int32_t>, std::unique_ptr<Node>, TokenOrder>;
   Node* parent = nullptr;
   Children children;
-  Children::iterator place;  // in the parent's children; not of the root
+  Children::iterator place;  // in the parent's children; unset for the root
   std::vector<int> blocks;   // by pool
 
   bool HasBlock() const {
@@ -40,9 +40,10 @@ BlockTrie::BlockTrie(int num_pools, std::vector<int> full_pools, int block_seq_l
       block_seq_len_(static_cast<size_t>(block_seq_len)),
       root_(std::make_unique<Node>()),
       node_of_(static_cast<size_t>(num_pools)) {
-  Check(num_pools > 0 && block_seq_len > 0, "a trie has pools");
+  Check(num_pools > 0 && block_seq_len > 0,
+        "the number of pools and block_seq_len must be positive");
   for (const int pool : full_pools_) {
-    Check(pool >= 0 && pool < num_pools, "the full-attention group's pools exist");
+    Check(pool >= 0 && pool < num_pools, "every pool of the full-attention group must exist");
   }
 }
 
@@ -86,14 +87,16 @@ std::vector<PoolBlock> BlockTrie::Insert(std::span<const int32_t> tokens,
       const auto p = static_cast<size_t>(pool);
       const int block = tables[p][i];
       if (child->blocks[p] < 0 && block >= 0) {
-        Check(node_of_[p].emplace(block, child).second, "a block enters the trie once");
+        Check(node_of_[p].emplace(block, child).second,
+              "a block must be in at most one node of the trie");
         child->blocks[p] = block;
         entered.push_back({pool, block});
       }
     }
     node = child;
   }
-  // Without a full group, nodes behind every window may have stayed empty: fine above others only.
+  // Without a full-attention group, nodes outside every window may have received no block. Such a
+  // node may stay only as an ancestor of other nodes.
   while (node != root_.get() && !node->HasBlock() && node->children.empty()) {
     Node* parent = node->parent;
     Erase(node);
@@ -108,7 +111,7 @@ bool BlockTrie::MustLeave(const Node& node) const {
 
 void BlockTrie::Erase(Node* node) { node->parent->children.erase(node->place); }
 
-// Iterative: a prefix may be many thousand blocks deep.
+// Iterative because a prefix may be many thousands of blocks deep.
 void BlockTrie::TakeSubtree(Node* node, std::vector<PoolBlock>* taken) {
   std::vector<Node*> pending = {node};
   std::vector<std::unique_ptr<Node>> doomed;
@@ -134,7 +137,7 @@ void BlockTrie::TakeSubtree(Node* node, std::vector<PoolBlock>* taken) {
 std::vector<PoolBlock> BlockTrie::Remove(PoolBlock block) {
   const auto p = static_cast<size_t>(block.pool);
   const auto found = node_of_[p].find(block.block);
-  Check(found != node_of_[p].end(), "a removed block is in the trie");
+  Check(found != node_of_[p].end(), "a removed block must be in the trie");
   Node* node = found->second;
   std::vector<PoolBlock> taken = {block};
   node->blocks[p] = -1;
@@ -163,7 +166,7 @@ bool BlockTrie::Contains(PoolBlock block) const {
 int BlockTrie::Twin(PoolBlock block, int pool) const {
   const auto& of_pool = node_of_[static_cast<size_t>(block.pool)];
   const auto found = of_pool.find(block.block);
-  Check(found != of_pool.end(), "the block is in the trie");
+  Check(found != of_pool.end(), "the block must be in the trie");
   return found->second->blocks.at(static_cast<size_t>(pool));
 }
 
@@ -192,23 +195,26 @@ void BlockTrie::CheckIntegrity() const {
     const Node* node = pending.back();
     pending.pop_back();
     if (node != root_.get()) {
-      Check(node->HasBlock() || !node->children.empty(), "an empty node has descendants");
-      Check(!MustLeave(*node), "a node has a block of the full-attention group");
-      Check(node->place->second.get() == node, "a node is its parent's child");
+      Check(node->HasBlock() || !node->children.empty(),
+            "a node without blocks must have descendants");
+      Check(!MustLeave(*node), "a node must have a block of the full-attention group");
+      Check(node->place->second.get() == node, "a node must be a child of its parent");
       for (size_t p = 0; p < node->blocks.size(); ++p) {
         if (node->blocks[p] >= 0) {
           const auto found = node_of_[p].find(node->blocks[p]);
-          Check(found != node_of_[p].end() && found->second == node, "a block is in one node");
+          Check(found != node_of_[p].end() && found->second == node,
+                "each block must be listed under its node");
           ++held;
         }
       }
     }
     for (const auto& [key, child] : node->children) {
-      Check(key.size() == block_seq_len_ && child->parent == node, "a child is a whole block");
+      Check(key.size() == block_seq_len_ && child->parent == node,
+            "a child must hold a whole block and point to its parent");
       pending.push_back(child.get());
     }
   }
-  Check(held == listed, "every listed block is in a node");
+  Check(held == listed, "every listed block must be in a node");
 }
 
 }  // namespace turbomind

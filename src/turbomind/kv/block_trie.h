@@ -9,56 +9,57 @@
 
 namespace turbomind {
 
-// A block of a pool (kv_cache.h).
+// A block of one pool (kv_cache.h).
 struct PoolBlock {
   int pool = 0;
   int block = -1;
   bool operator==(const PoolBlock&) const = default;
 };
 
-// The prefix cache: which blocks hold the K and V of a given sequence of tokens.
+// The prefix cache. It maps token sequences to the blocks that hold their K and V.
 //
-// A node stands for block_seq_len tokens after those of its parent and carries one block id per
-// pool, -1 where that pool has none (evicted, not quantized yet, or behind a window when it was
-// committed). Tokens are compared exactly; there is no hash.
+// A node represents the block_seq_len tokens that follow its parent's tokens. It has one block id
+// per pool, or -1 if that pool has no block: it was evicted, is not quantized yet, or was outside
+// the window when it was committed. Tokens are compared exactly; there is no hash.
 //
 // Invariants:
 //  1. A block is in at most one node.
-//  2. Where there is a full-attention group, each node has a block in one of its pools: when the
-//     last one leaves, the node's whole subtree leaves, since no hit could use it.
+//  2. If there is a full-attention group, each node has a block in one of its pools. When the last
+//     such block is removed, the node's whole subtree is removed, because no hit could use it.
 //  3. Otherwise a node without blocks has descendants.
-// Knows nothing of reference counts: SequenceManager marks what is in the trie in its
-// BlockManagers. Not thread-safe: the engine thread's.
+// The trie does not count references: SequenceManager marks the blocks of the trie in its
+// BlockManagers. Not thread-safe: only the engine thread may use it.
 class BlockTrie {
  public:
-  // `full_pools` are those of the full-attention group; empty where there is none.
+  // `full_pools` are the pools of the full-attention group; empty if there is no such group.
   BlockTrie(int num_pools, std::vector<int> full_pools, int block_seq_len);
   ~BlockTrie();
   BlockTrie(const BlockTrie&) = delete;
   BlockTrie& operator=(const BlockTrie&) = delete;
 
-  // Block ids of the nodes along `tokens`, as far as the trie goes: result[i][pool]. Only whole
-  // blocks count.
+  // Returns the block ids of the nodes along `tokens`, as far as they are cached: result[i][pool].
+  // A partial last block is ignored.
   std::vector<std::vector<int>> Find(std::span<const int32_t> tokens) const;
 
-  // Enters tables[pool][i] for the i-th whole block of `tokens`, creating nodes as needed; places
-  // that are taken, and ids of -1, are left alone. Returns what was entered.
+  // Inserts tables[pool][i] for the i-th whole block of `tokens` and creates nodes as needed.
+  // Existing entries are not replaced, and ids of -1 are skipped. Returns the inserted blocks.
   std::vector<PoolBlock> Insert(std::span<const int32_t> tokens,
                                 const std::vector<std::vector<int32_t>>& tables);
 
-  // Takes a block out, with whatever must go with it. Returns all that left, the block included.
-  // REQUIRES: Contains(block).
+  // Removes a block and every block that cannot stay without it (invariant 2). Returns all removed
+  // blocks, `block` included. REQUIRES: Contains(block).
   std::vector<PoolBlock> Remove(PoolBlock block);
-  // Takes everything out.
+  // Removes all blocks and returns them.
   std::vector<PoolBlock> Clear();
 
   bool Contains(PoolBlock block) const;
-  // The block of another pool for the same tokens; -1: none. REQUIRES: Contains(block).
+  // Returns the block of another pool for the same tokens, or -1 if that pool has none. REQUIRES:
+  // Contains(block).
   int Twin(PoolBlock block, int pool) const;
   int64_t num_blocks(int pool) const;
-  // Every block in the trie, in no particular order.
+  // Returns every block in the trie, in no particular order.
   std::vector<PoolBlock> Blocks() const;
-  // Throws InternalError naming a broken invariant.
+  // Throws InternalError that names the broken invariant.
   void CheckIntegrity() const;
 
  private:

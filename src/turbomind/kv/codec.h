@@ -1,21 +1,23 @@
 #pragma once
 
-// ⑥⑦ The meaning of every byte in the KV cache: THE definition, for host and device. Faster paths
-// must equal it bit for bit. Always inlined, no library call: safe in files compiled for a newer
-// instruction set. Compile without FMA contraction (-ffp-contract=off, -fmad=false).
+// ⑥⑦ Defines the meaning of every byte in the KV cache, for host and device. Faster implementations
+// must be bit-equal to it. Everything is always inlined and calls no library function, so it is
+// safe in files compiled for a newer instruction set. Compile without FMA contraction
+// (-ffp-contract=off, -fmad=false).
 //
 // Codec<M> has
 //   kBits        payload bits per value
-//   kGroup       values per scale byte; 0 where metadata is per row or absent
-//   kHasParams   an inline (scale, zero) per row, in the cache dtype
-//   kHasScales   scale bytes in the scale pool, n / kGroup per row
-//   EncodeRow    x[n] → payload[n * kBits / 8] and meta; returns the number of NaN and infinities.
-//                x is rounded to `dtype` first. `global_scale` is the FP32 factor of FP8 and NVFP4
-//                (1 if none). kSearch picks FP4 scales by least squared error; without it the plain
-//                rule holds.
-//   DecodeRow    the inverse.
-// meta is (scale, zero) for int8 and int4, the scale bytes for FP4; never read or written
-// otherwise. REQUIRES: n is even for 4-bit modes and a multiple of kGroup; global_scale > 0.
+//   kGroup       values per scale byte; 0 if metadata is per row or absent
+//   kHasParams   true for an inline (scale, zero) per row, in the cache dtype
+//   kHasScales   true for scale bytes in the scale pool, n / kGroup per row
+//   EncodeRow    Encodes x[n] into payload[n * kBits / 8] and meta. Returns the number of NaN and
+//                infinite values. x is first rounded to `dtype`. `global_scale` is the FP32
+//                global_scale of NVFP4 or the k_scale / v_scale of FP8, else 1. With kSearch, FP4
+//                scales minimize the squared error; without it they follow the plain rule
+//                (MxPlainByte, NvPlainByte).
+//   DecodeRow    Decodes a row: the inverse of EncodeRow.
+// meta is (scale, zero) for int8 and int4, and the scale bytes for FP4. Other formats do not access
+// it. REQUIRES: n is even for 4-bit formats and a multiple of kGroup; global_scale > 0.
 
 #include <cstdint>
 
@@ -26,7 +28,8 @@
 
 namespace turbomind {
 
-// The highest value for amax, min and max: NaN counts as 0, infinities as the largest finite value.
+// Returns the value that counts for amax, min and max. NaN becomes 0, and an infinity becomes the
+// largest finite value of its sign.
 TM_HD float FiniteValue(float x, DataType dtype) {
   if (IsFinite(x)) {
     return x;
@@ -37,33 +40,32 @@ TM_HD float FiniteValue(float x, DataType dtype) {
   return x < 0.f ? -LargestFinite(dtype) : LargestFinite(dtype);
 }
 
-// --- Scales of FP4 ----------------------------------------------------------------------------
-
 inline constexpr int kFp4Group = 16;
-inline constexpr int kMxMinByte = 112;  // 2^-15; a zero block stores it
+inline constexpr int kMxMinByte = 112;  // 2^-15; stored for a zero block
 inline constexpr int kMxMaxByte = 136;  // 2^9
 inline constexpr int kNvMinByte = 0x01;
 inline constexpr int kNvMaxByte = 0x7E;
 
-// 2^(byte - 127), exact for every byte below 255 (byte 0 is subnormal).
+// Returns 2^(byte - 127), exact for every byte below 255 (byte 0 is subnormal).
 TM_HD float MxStep(int byte) {
   return BitsFloat(byte ? static_cast<uint32_t>(byte) << 23 : 0x00400000u);
 }
 
-// Scale byte of the least e with amax <= 6 * 2^e, clamped to what is stored. REQUIRES: amax > 0.
+// Returns the scale byte of the smallest exponent e with amax <= 6 * 2^e, clamped to the stored
+// range. REQUIRES: amax > 0.
 TM_HD int MxPlainByte(float amax) {
   const uint32_t bits = FloatBits(amax);
   const int byte = static_cast<int>(bits >> 23) - 2 + ((bits & 0x7FFFFFu) > 0x400000u);
   return byte < kMxMinByte ? kMxMinByte : (byte > kMxMaxByte ? kMxMaxByte : byte);
 }
 
-// E4M3 code of amax / (6 global_scale), at least 0x01. REQUIRES: amax > 0.
+// Returns the E4M3 code of amax / (6 global_scale), at least 0x01. REQUIRES: amax > 0.
 TM_HD int NvPlainByte(float amax, float global_scale) {
   const int byte = FloatToE4M3(amax / (6.f * global_scale));
   return byte < kNvMinByte ? kNvMinByte : byte;
 }
 
-// Scale bytes that the encoder stores; the integrity check refuses every other byte.
+// Returns whether the encoder can store this scale byte. The integrity check rejects all others.
 template <KvCacheMode M>
 TM_HD bool IsLegalScale(uint8_t byte) {
   static_assert(M == KvCacheMode::kFp4Mx || M == KvCacheMode::kFp4Nv);
@@ -72,8 +74,8 @@ TM_HD bool IsLegalScale(uint8_t byte) {
 
 // --- Clipping ---------------------------------------------------------------------------------
 
-// The largest magnitude that a format stores with factor global_scale. int8 and int4 scale every
-// row.
+// Returns the largest magnitude that a format can store with this global_scale. For int8 and int4,
+// which scale every row, it is the largest finite float.
 TM_HD float ClipLimit(KvCacheMode format, float global_scale) {
   const float largest = LargestFinite(DataType::kFloat32);
   float limit = largest;
@@ -98,7 +100,7 @@ TM_HD float ClipLimit(KvCacheMode format, float global_scale) {
   return limit < largest ? limit : largest;
 }
 
-// Finite values of a row, as `dtype` holds them, whose magnitude is beyond the limit.
+// Counts the finite values of a row, rounded to `dtype`, whose magnitude exceeds the limit.
 TM_HD int CountClipped(const float* x, int n, DataType dtype, float limit) {
   int clipped = 0;
   for (int i = 0; i < n; ++i) {
@@ -111,7 +113,7 @@ TM_HD int CountClipped(const float* x, int n, DataType dtype, float limit) {
 // --- The codecs -------------------------------------------------------------------------------
 
 template <KvCacheMode M>
-struct Codec;  // undefined: a mode without a codec does not compile
+struct Codec;  // undefined, so that a format without a codec does not compile
 
 template <>
 struct Codec<KvCacheMode::kNone> {
@@ -139,7 +141,7 @@ struct Codec<KvCacheMode::kNone> {
   }
 };
 
-// Asymmetric integers, one (scale, zero) per row.
+// Asymmetric integers with one (scale, zero) per row.
 template <int kIntBits>
 struct IntCodec {
   static constexpr int kBits = kIntBits;
@@ -165,7 +167,8 @@ struct IntCodec {
     }
     const float range = max_value - min_value;
     const float scale = RoundTo((range < kWidest ? range : kWidest) / kLevels, dtype);
-    const float zero = min_value + 0.f;  // -0 is stored as +0: the order of min must not matter
+    const float zero =
+        min_value + 0.f;  // stores -0 as +0, so that the order of min does not matter
     StoreAs(scale, dtype, meta, 0);
     StoreAs(zero, dtype, meta, 1);
     for (int i = 0; i < n; ++i) {
@@ -207,7 +210,7 @@ struct Codec<KvCacheMode::kInt8> : IntCodec<8> {};
 template <>
 struct Codec<KvCacheMode::kInt4> : IntCodec<4> {};
 
-// Small floats with one FP32 factor per layer, head and side.
+// 8-bit floats with one FP32 scale (k_scale or v_scale) per layer and head.
 template <bool kE4M3>
 struct Fp8Codec {
   static constexpr int kBits = 8;
@@ -241,7 +244,7 @@ template <>
 struct Codec<KvCacheMode::kFp8E5m2> : Fp8Codec<false> {};
 
 // E2M1 values with one scale byte per 16. `Scale` supplies the zero block's byte, the candidates,
-// the divisor of the encoder and the value of a code.
+// the encoder's divisor and the value of a code.
 template <class Scale>
 struct Fp4Codec {
   static constexpr int kBits = 4;
@@ -272,8 +275,8 @@ struct Fp4Codec {
                                uint8_t* meta) {
     int nonfinite = 0;
     float amax = 0.f;
-    float value[kGroup];   // as stored by the cache dtype
-    float finite[kGroup];  // what scales are chosen by
+    float value[kGroup];   // rounded to the cache dtype
+    float finite[kGroup];  // input of the scale choice
     for (int i = 0; i < kGroup; ++i) {
       value[i] = RoundTo(x[i], dtype);
       finite[i] = FiniteValue(value[i], dtype);
@@ -295,7 +298,8 @@ struct Fp4Codec {
     return nonfinite;
   }
 
-  // The candidate with the least squared error, summed in order in FP32; ties to the first.
+  // Returns the candidate with the smallest squared error. Errors are summed in order in FP32; ties
+  // go to the first candidate.
   static TM_HD int SearchByte(const float* finite, int plain, float global_scale) {
     int best = plain;
     float min_value = BitsFloat(0x7F800000u);

@@ -22,7 +22,7 @@ KvCache::KvCache(DeviceMemory& device, const KvCacheConfig& config, std::vector<
       global_scales_(2 * config.layers.size()),
       k_means_(config.layers.size()) {
   const size_t num_pools = groups_.size() * (HasWindow16(groups_) ? 2 : 1);
-  Check(num_blocks_.size() == num_pools, "each pool has a number of blocks");
+  Check(num_blocks_.size() == num_pools, "every pool must have a number of blocks");
   for (size_t g = 0; g < groups_.size(); ++g) {
     for (size_t i = 0; i < groups_[g].layers.size(); ++i) {
       const auto layer = static_cast<size_t>(groups_[g].layers[i]);
@@ -33,10 +33,11 @@ KvCache::KvCache(DeviceMemory& device, const KvCacheConfig& config, std::vector<
   for (int pool = 0; pool < this->num_pools(); ++pool) {
     const int64_t blocks = this->num_blocks(pool);
     if (IsEmpty(pool)) {
-      Check(blocks == 0, "a pool without a layout has no blocks");
+      Check(blocks == 0, "a pool without a layout must have no blocks");
     } else if (blocks < 1 || blocks > std::numeric_limits<int32_t>::max()) {
-      throw InvalidArgument("blocks of the KV cache: got " + std::to_string(blocks) +
-                            ", wanted 1 to 2147483647; change cache_max_entry_count");
+      throw InvalidArgument(
+          "The KV cache would have " + std::to_string(blocks) +
+          " blocks in a pool, but needs 1 to 2147483647. Change cache_max_entry_count.");
     }
   }
   try {
@@ -79,14 +80,14 @@ bool KvCache::IsEmpty(int pool) const {
 }
 
 const block::Layout& KvCache::PoolLayout(int pool) const {
-  Check(pool >= 0 && pool < num_pools() && !IsEmpty(pool), "the pool exists");
+  Check(pool >= 0 && pool < num_pools() && !IsEmpty(pool), "the pool must exist");
   const LayerGroup& group = groups_[static_cast<size_t>(pool % num_groups())];
   return pool < num_groups() ? group.layout : *group.window16_layout;
 }
 
 void KvCache::CheckId(int pool, int64_t block) const {
-  Check(pool >= 0 && pool < num_pools(), "the pool exists");
-  Check(block >= 0 && block < num_blocks_[static_cast<size_t>(pool)], "the block exists");
+  Check(pool >= 0 && pool < num_pools(), "the pool must exist");
+  Check(block >= 0 && block < num_blocks_[static_cast<size_t>(pool)], "the block must exist");
 }
 
 int KvCache::GroupOf(int layer) const { return group_of_.at(static_cast<size_t>(layer)); }
@@ -147,19 +148,20 @@ std::byte* KvCache::GetScaleBlockPtr(int pool, int64_t block) const {
 }
 
 void KvCache::SetGlobalScales(int layer, KvSide side, const std::vector<float>& scales) {
-  const std::string what = "KV cache factors of layer " + std::to_string(layer);
+  const std::string what = "KV cache scales of layer " + std::to_string(layer);
   if (layer < 0 || static_cast<size_t>(layer) >= group_of_.size()) {
-    throw InvalidArgument(what + ": wanted a layer below " + std::to_string(group_of_.size()));
+    throw InvalidArgument(what + " cannot be set. The layer must be below " +
+                          std::to_string(group_of_.size()));
   }
   if (scales.size() != static_cast<size_t>(kv_heads_)) {
-    throw InvalidArgument(what + ": got " + std::to_string(scales.size()) + ", wanted " +
-                          std::to_string(kv_heads_) + ", one per kv head");
+    throw InvalidArgument(what + " have " + std::to_string(scales.size()) + " values, but need " +
+                          std::to_string(kv_heads_) + ", one per KV head.");
   }
   for (const float scale : scales) {
-    // Written so that NaN is refused too; scale * factor then stays a normal number.
+    // The condition also rejects NaN. Within this range scale * factor stays a normal number.
     if (!(scale >= std::ldexp(1.f, -64) && scale <= std::ldexp(1.f, 64))) {
-      throw InvalidArgument(what + ": got " + std::to_string(scale) +
-                            ", wanted a number in [2^-64, 2^64]");
+      throw InvalidArgument(what + " contain " + std::to_string(scale) +
+                            ", but must be in [2^-64, 2^64].");
     }
   }
   const size_t num_bytes = scales.size() * sizeof(float);
@@ -172,18 +174,19 @@ void KvCache::SetGlobalScales(int layer, KvSide side, const std::vector<float>& 
 }
 
 void KvCache::SetKMean(int layer, const std::vector<float>& mean) {
-  const std::string what = "K mean of layer " + std::to_string(layer);
+  const std::string what = "The K mean of layer " + std::to_string(layer);
   if (layer < 0 || static_cast<size_t>(layer) >= group_of_.size()) {
-    throw InvalidArgument(what + ": wanted a layer below " + std::to_string(group_of_.size()));
+    throw InvalidArgument(what + " cannot be set. The layer must be below " +
+                          std::to_string(group_of_.size()));
   }
   const size_t wanted = static_cast<size_t>(kv_heads_) *
                         static_cast<size_t>(groups_.front().layout.config().head_dim);
   if (mean.size() != wanted) {
-    throw InvalidArgument(what + ": got " + std::to_string(mean.size()) + " values, wanted " +
-                          std::to_string(wanted) + ", kv heads times head_dim");
+    throw InvalidArgument(what + " has " + std::to_string(mean.size()) + " values, but needs " +
+                          std::to_string(wanted) + ", the number of KV heads times head_dim.");
   }
   if (!std::all_of(mean.begin(), mean.end(), [](float x) { return std::isfinite(x); })) {
-    throw InvalidArgument(what + ": got a value that is not finite");
+    throw InvalidArgument(what + " has a value that is not finite. Use finite values.");
   }
   const size_t num_bytes = mean.size() * sizeof(float);
   Pool& pool = k_means_[static_cast<size_t>(layer)];
@@ -215,14 +218,14 @@ void KvCache::CheckScaleBytes(int pool, int64_t block) const {
         continue;
       }
       for (int row = 0; row < view.kv_heads * view.block_seq_len; ++row) {
-        // Heads follow each other without a gap, so all rows of a side have one stride.
+        // Heads are contiguous, so all rows of a side have one stride.
         const std::byte* scales =
             view.Scales(side, 0, 0) + static_cast<int64_t>(row) * view.ScaleStride();
         for (int i = 0; i < view.scale_bytes[s]; ++i) {
           const auto byte = static_cast<uint8_t>(scales[i]);
           Check(view.format[s] == KvCacheMode::kFp4Mx ? IsLegalScale<KvCacheMode::kFp4Mx>(byte)
                                                       : IsLegalScale<KvCacheMode::kFp4Nv>(byte),
-                "a stored scale byte is one that the encoder stores");
+                "every stored scale byte must be one that the encoder can store");
         }
       }
     }

@@ -9,16 +9,17 @@
 
 namespace turbomind {
 
-// The pools' memory, reserved at once, touched as blocks are used. Who uses which block is
-// SequenceManager's business. Engine thread; kernels read it through LayerView.
+// Owns the memory of the pools. It is reserved at construction and touched as blocks are used.
+// SequenceManager tracks the users of each block. Only the engine thread may use it; kernels read
+// it through LayerView.
 //
-// A *pool* holds blocks of one layer group, each with data and scales (none without FP4) under one
-// id. Pools [0, num_groups) are the quantized ones, in the layers' formats; where there is a 16-bit
-// window, pools [num_groups, 2 · num_groups) are the 16-bit ones of the same groups, empty where a
-// group has no 16-bit blocks.
+// A *pool* holds blocks of one layer group. Each block has data and, for FP4, scales under one id.
+// Pools [0, num_groups) are the quantized pools, in the layers' KV formats. With a 16-bit window,
+// pools [num_groups, 2 · num_groups) are the 16-bit pools of the same groups. The 16-bit pool of a
+// group without 16-bit blocks is empty.
 class KvCache {
  public:
-  // num_blocks: one per pool of MakeLayerGroups(config). `device` must outlive the cache.
+  // num_blocks: one number per pool of MakeLayerGroups(config). `device` must outlive the cache.
   KvCache(DeviceMemory& device, const KvCacheConfig& config, std::vector<int64_t> num_blocks);
   ~KvCache();
   KvCache(const KvCache&) = delete;
@@ -29,7 +30,7 @@ class KvCache {
   int num_pools() const { return static_cast<int>(num_blocks_.size()); }
   bool has_window16_pools() const { return num_pools() > num_groups(); }
   int Window16Pool(int group) const { return num_groups() + group; }
-  int GroupOf(int layer) const;  // of a model layer
+  int GroupOf(int layer) const;  // `layer` is a model layer
   const PrecisionWindow& rule(int layer) const {
     return groups_[static_cast<size_t>(GroupOf(layer))].rule;
   }
@@ -38,25 +39,26 @@ class KvCache {
   int64_t bytes_per_block(int pool) const;
   int64_t data_bytes(int pool) const;
   int64_t scale_bytes(int pool) const;  // 0 without FP4
-  int64_t reserved_bytes() const;       // all pools
+  int64_t reserved_bytes() const;       // sum over all pools
 
-  // What kernels see of a model layer; valid as long as the cache.
+  // Returns the kernels' view of a model layer. It is valid for the lifetime of the cache.
   KvLayerView LayerView(int layer) const;
-  KvLayerView Window16LayerView(int layer) const;  // data null where there is no 16-bit window
+  KvLayerView Window16LayerView(int layer) const;  // data is null if there is no 16-bit window
 
   std::byte* GetBlockPtr(int pool, int64_t block) const;
   std::byte* GetScaleBlockPtr(int pool, int64_t block) const;  // null without FP4
 
-  // The constant FP32 factor of FP8 and NVFP4: one per kv head, finite and in [2^-64, 2^64].
-  // REQUIRES: before the first write to the layer. Throws InvalidArgument.
+  // Sets the constant FP32 global_scale of NVFP4 or k_scale / v_scale of FP8: one per KV head,
+  // finite and in [2^-64, 2^64]. REQUIRES: nothing was written to the layer yet. Throws
+  // InvalidArgument.
   void SetGlobalScales(int layer, KvSide side, const std::vector<float>& scales);
-  // The constant that K loses before it is stored, in every pool: [kv_heads, head_dim], finite.
-  // REQUIRES: before the first write to the layer. Throws InvalidArgument.
+  // Sets the constant that is subtracted from K before it is stored, in every pool: [kv_heads,
+  // head_dim], finite. REQUIRES: nothing was written to the layer yet. Throws InvalidArgument.
   void SetKMean(int layer, const std::vector<float>& mean);
-  const float* KMean(int layer) const;  // null: none
+  const float* KMean(int layer) const;  // null if no K mean was set
 
-  // Throws InternalError when a scale byte of a block whose slots are all written is one that no
-  // encoder stores.
+  // Throws InternalError if a scale byte of the block is one that no encoder stores. REQUIRES: all
+  // slots of the block are written.
   void CheckScaleBytes(int pool, int64_t block) const;
 
  private:
@@ -79,8 +81,8 @@ class KvCache {
   std::vector<int> index_in_group_;  // by model layer
   std::vector<Pool> data_;           // by pool
   std::vector<Pool> scales_;         // by pool
-  std::vector<Pool> global_scales_;  // by 2 * layer + side; empty: 1.0
-  std::vector<Pool> k_means_;        // by model layer; empty: none
+  std::vector<Pool> global_scales_;  // by 2 * layer + side; empty means 1.0
+  std::vector<Pool> k_means_;        // by model layer; empty if not set
 };
 
 }  // namespace turbomind

@@ -11,14 +11,16 @@ std::string DeviceText(DeviceCapability device) {
 
 bool HasFp4(DeviceCapability device) { return !device.is_cuda || device.sm >= 80; }
 
-// Of the devices in docs/kv_cache.md, "The list". A newer one can do at least what SM 100 can.
+// Covers the devices in docs/kv_cache.md, "Formats". A newer device is assumed to have at least the
+// instructions of SM 100.
 bool HasNativeNvFp4(DeviceCapability device) { return device.is_cuda && device.sm >= 100; }
 
 void RequireFp4(const std::string& asked, DeviceCapability device) {
   if (!HasFp4(device)) {
-    throw InvalidArgument("quant_policy " + asked +
-                          " needs a CUDA device of SM 80 or higher, got " + DeviceText(device) +
-                          "; no policy works there, and on the CPU all do (device cpu)");
+    throw InvalidArgument(
+        "quant_policy " + asked + " needs a CUDA device of SM 80 or higher, but the device is " +
+        DeviceText(device) +
+        ". No quant_policy works there; use device cpu, which supports all of them.");
   }
 }
 
@@ -44,10 +46,11 @@ KvCacheMode GetKvCacheMode(int quant_policy, DeviceCapability device) {
     default:
       break;
   }
-  throw InvalidArgument("quant_policy: got " + std::to_string(quant_policy) +
-                        (quant_policy == 12 ? " (int4 and int8 together)" : "") +
-                        ", wanted 0 (none), 4 (int4), 8 (int8), 16 (fp4) or one of the names " +
-                        kNames);
+  throw InvalidArgument(
+      "quant_policy " + std::to_string(quant_policy) +
+      (quant_policy == 12 ? " (int4 and int8 together)" : "") +
+      " is not supported. Use 0 (none), 4 (int4), 8 (int8), 16 (fp4) or one of the names " +
+      kNames);
 }
 
 KvCacheMode GetKvCacheMode(std::string_view name, DeviceCapability device, bool strict_arch) {
@@ -66,8 +69,8 @@ KvCacheMode GetKvCacheMode(std::string_view name, DeviceCapability device, bool 
       }
     }
     if (!found) {
-      throw InvalidArgument("quant_policy: got \"" + asked.substr(0, 64) +
-                            "\", wanted 0, 4, 8, 16 or one of the names " + kNames);
+      throw InvalidArgument("quant_policy \"" + asked.substr(0, 64) +
+                            "\" is not supported. Use 0, 4, 8, 16 or one of the names " + kNames);
     }
   }
   if (format == KvCacheMode::kFp4Mx || format == KvCacheMode::kFp4Nv) {
@@ -75,9 +78,8 @@ KvCacheMode GetKvCacheMode(std::string_view name, DeviceCapability device, bool 
   }
   if (strict_arch && format == KvCacheMode::kFp4Nv && device.is_cuda && !HasNativeNvFp4(device)) {
     throw InvalidArgument("quant_policy " + asked +
-                          " with strict_arch=True needs SM 100 or higher"
-                          ", got " +
-                          DeviceText(device) + "; use mxfp4 or strict_arch=False");
+                          " with strict_arch=True needs SM 100 or higher, but the device is " +
+                          DeviceText(device) + ". Use mxfp4 or strict_arch=False.");
   }
   return format;
 }
@@ -109,10 +111,10 @@ const char* KvCacheConversion(KvCacheMode format, DeviceCapability device) {
 
 void RequireListedPair(KvCacheMode k, KvCacheMode v) {
   if (!IsListedPair(k, v)) {
-    throw InvalidArgument(std::string("KV formats of a layer: got K ") + ToString(k) + " and V " +
-                          ToString(v) +
-                          ", wanted the same for both, or K none, int8 or fp8 with V int4, mxfp4 "
-                          "or nvfp4; change kv_cache_format");
+    throw InvalidArgument(std::string("A layer cannot combine KV format ") + ToString(k) +
+                          " for K with " + ToString(v) +
+                          " for V. Change kv_cache_format: use one format for both, or none, "
+                          "int8 or fp8 for K with int4, mxfp4 or nvfp4 for V.");
   }
 }
 
@@ -141,10 +143,10 @@ std::vector<std::pair<std::string, std::string>> KvCacheModeNames() {
       {"none", "the model's 16-bit dtype"},
       {"int8", "8-bit integers, a scale and a zero per token and head"},
       {"int4", "4-bit integers, a scale and a zero per token and head"},
-      {"fp8", "8-bit floats (E4M3), one factor per layer and head"},
+      {"fp8", "8-bit floats (E4M3), one k_scale and v_scale per layer and head"},
       {"fp8_e4m3", "the same as fp8"},
-      {"fp8_e5m2", "8-bit floats (E5M2), one factor per layer and head"},
-      {"fp4", "nvfp4 or mxfp4, whichever suits the device"},
+      {"fp8_e5m2", "8-bit floats (E5M2), one k_scale and v_scale per layer and head"},
+      {"fp4", "nvfp4 or mxfp4, depending on the device"},
       {"mxfp4", "4-bit floats (E2M1), a power-of-two scale per 16 values"},
       {"nvfp4", "4-bit floats (E2M1), an E4M3 scale per 16 values"},
   };

@@ -9,7 +9,7 @@
 
 namespace turbomind {
 
-// The KV cache formats: the one list (docs/kv_cache.md, "The list").
+// The list of all KV formats (docs/kv_cache.md).
 enum class KvCacheMode : unsigned char {
   kNone,
   kInt8,
@@ -25,7 +25,7 @@ inline constexpr KvCacheMode kAllKvCacheModes[] = {
     KvCacheMode::kFp8E5m2, KvCacheMode::kFp4Mx, KvCacheMode::kFp4Nv,
 };
 
-// Bitmask of the TurboMind design. Accepted integers are exactly 0, 4, 8 and 16.
+// Bitmask of TurboMind's design. The only accepted integers are 0, 4, 8 and 16.
 enum class QuantPolicy : int {
   kNone = 0x00,
   kReserve1 = 0x01,
@@ -35,39 +35,41 @@ enum class QuantPolicy : int {
   kCacheKVFp4 = 0x10,
 };
 
-// What GetKvCacheMode needs to know of a device. `sm` is 0 for a CPU, else e.g. 90.
+// The device properties that GetKvCacheMode depends on. `sm` is 0 for a CPU and e.g. 90 for CUDA.
 struct DeviceCapability {
   bool is_cuda = false;
   int sm = 0;
 };
 
-// Resolves a quant policy on a device. Throws InvalidArgument for any value but 0, 4, 8, 16 and for
-// a device without FP4 support; the text names the value and what would work.
+// Resolves a quant policy on a device. Throws InvalidArgument for a value other than 0, 4, 8 and
+// 16, or if the device lacks FP4 support. The message names the value and the alternatives.
 KvCacheMode GetKvCacheMode(int quant_policy, DeviceCapability device);
 
-// Resolves a format name ("nvfp4", "fp4", "int8", "fp8_e4m3", ...) on a device. `strict_arch`
-// refuses NVFP4 on CUDA devices below SM 100.
+// Resolves a format name ("nvfp4", "fp4", "int8", "fp8_e4m3", ...) on a device. With `strict_arch`,
+// NVFP4 is rejected on CUDA devices below SM 100.
 KvCacheMode GetKvCacheMode(std::string_view name, DeviceCapability device,
                            bool strict_arch = false);
 
-// How a device converts a format: "not needed" (16 bit), "hardware" (it has instructions for the
-// format), "software" (others do it, with the same values), or "unsupported".
+// Returns how a device converts a format. "not needed" means 16 bit, and "hardware" that the device
+// has instructions for the format. "software" means that other instructions compute the same
+// values. "unsupported" means that the device cannot use the format.
 const char* KvCacheConversion(KvCacheMode format, DeviceCapability device);
 
-// Canonical name: none, int8, int4, fp8, fp8_e5m2, mxfp4, nvfp4.
+// Returns the canonical name: none, int8, int4, fp8, fp8_e5m2, mxfp4, nvfp4.
 const char* ToString(KvCacheMode format);
 
-// Every accepted name with its meaning, for help texts and support tables.
+// Returns every accepted name with its meaning, for help texts and support tables.
 std::vector<std::pair<std::string, std::string>> KvCacheModeNames();
 
-// Whether one constant FP32 factor per layer, KV head and side scales the format.
+// Returns whether the format uses a constant FP32 scale per layer, KV head and side (global_scale,
+// k_scale or v_scale).
 constexpr bool HasGlobalScale(KvCacheMode format) {
   return format == KvCacheMode::kFp8E4m3 || format == KvCacheMode::kFp8E5m2 ||
          format == KvCacheMode::kFp4Nv;
 }
 
-// Formats that the K and V of a layer may have: the same for both, or 16-bit or 8-bit keys, which
-// carry most of the error, over 4-bit values.
+// Returns whether a layer may combine these formats for K and V. Both may be equal, or 16-bit or
+// 8-bit keys may be combined with 4-bit values. Keys carry most of the error.
 constexpr bool IsListedPair(KvCacheMode k, KvCacheMode v) {
   const bool wide =
       k == KvCacheMode::kNone || k == KvCacheMode::kInt8 || k == KvCacheMode::kFp8E4m3;
@@ -79,7 +81,8 @@ constexpr bool IsListedPair(KvCacheMode k, KvCacheMode v) {
 // Throws InvalidArgument for a pair that is not listed.
 void RequireListedPair(KvCacheMode k, KvCacheMode v);
 
-// Calls fn.template operator()<M>() with the mode as a template argument: where fn may be called.
+// Calls fn.template operator()<M>() with the format as a template argument. It runs on the host or
+// on the device, wherever fn may be called.
 #if defined(__CUDACC__)
 #pragma nv_exec_check_disable
 #endif

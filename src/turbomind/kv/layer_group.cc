@@ -12,7 +12,7 @@
 namespace turbomind {
 namespace {
 
-// ⌈(a + b) / c⌉, whatever a and b are.
+// Returns ⌈(a + b) / c⌉ without overflow.
 int64_t CeilDivSum(int64_t a, int64_t b, int64_t c) {
   return static_cast<int64_t>((static_cast<__int128>(a) + b + c - 1) / c);
 }
@@ -45,8 +45,9 @@ int64_t LayerGroup::BlocksPerSequence(int64_t num_tokens, int64_t chunk) const {
   if (rule.IsAlwaysInWindow16(window)) {
     return 0;
   }
-  // From the first block that the step's first query sees to the last one that its last query sees
-  // quantized, at the worst of all places where the step can begin.
+  // Counts from the first block that the step's first query sees to the last block that its last
+  // query reads as quantized. It takes the worst case over all positions at which the step can
+  // begin.
   return std::min(quantized, CeilDivSum(added, window - 2, length) - rule.recent_blocks);
 }
 
@@ -86,7 +87,7 @@ int64_t LayerGroup::FirstVisibleBlock(int64_t position) const {
 }
 
 BlockRange LayerGroup::QuantizedBlocks(int64_t begin, int64_t end) const {
-  Check(rule.enabled(), "some blocks are in the 16-bit window");
+  Check(rule.enabled(), "the 16-bit window must be on");
   const int64_t length = rule.block_seq_len;
   if (end <= begin || rule.IsAlwaysInWindow16(window)) {
     return {};
@@ -96,7 +97,7 @@ BlockRange LayerGroup::QuantizedBlocks(int64_t begin, int64_t end) const {
 }
 
 std::vector<LayerGroup> MakeLayerGroups(const KvCacheConfig& config) {
-  Check(config.layers.size() == config.windows.size(), "each layer has a window");
+  Check(config.layers.size() == config.windows.size(), "each layer must have a window");
   const PrecisionWindow rule = MakePrecisionWindow(config.window16, config.block_seq_len);
   // A 16-bit copy of a 16-bit layer would only take memory.
   const auto has_no_window16 = [&](size_t layer) {
@@ -106,13 +107,14 @@ std::vector<LayerGroup> MakeLayerGroups(const KvCacheConfig& config) {
   std::map<std::pair<int, bool>, std::vector<int>> by_window;
   for (size_t layer = 0; layer < config.windows.size(); ++layer) {
     if (config.windows[layer] < 0) {
-      throw InvalidArgument("sliding window of layer " + std::to_string(layer) + ": got " +
-                            std::to_string(config.windows[layer]) + ", wanted 0 (full) or more");
+      throw InvalidArgument("The sliding window of layer " + std::to_string(layer) + " is " +
+                            std::to_string(config.windows[layer]) +
+                            ". It must be 0 (full attention) or positive.");
     }
     by_window[{config.windows[layer], has_no_window16(layer)}].push_back(static_cast<int>(layer));
   }
   if (by_window.empty()) {
-    throw InvalidArgument("layers of the KV cache: got 0, wanted at least 1");
+    throw InvalidArgument("The KV cache needs at least 1 layer, but the configuration has none.");
   }
   std::vector<LayerGroup> groups;
   for (auto& [key, layers] : by_window) {

@@ -9,10 +9,10 @@
 
 namespace turbomind {
 
-// What the cache stores, by model layer.
+// The contents of the cache, by model layer.
 struct KvCacheConfig {
   std::vector<block::Config::LayerFormats> layers;
-  std::vector<int> windows;  // 0: full attention. Same length as layers
+  std::vector<int> windows;  // 0: full attention. As long as `layers`
   int kv_heads = 0;
   int head_dim = 0;
   int block_seq_len = 64;
@@ -20,55 +20,57 @@ struct KvCacheConfig {
   PrecisionWindowTokens window16;  // off unless set
 };
 
-// Every layer with the same mode for K and V.
+// Returns a configuration in which every layer has the same KV format for K and V.
 KvCacheConfig MakeKvCacheConfig(const std::vector<int>& windows, KvCacheMode format, int kv_heads,
                                 int head_dim, int block_seq_len, DataType dtype);
 
-// Blocks [begin, end) of a sequence; empty where end <= begin.
+// Blocks [begin, end) of a sequence; empty if end <= begin.
 struct BlockRange {
   int64_t begin = 0;
   int64_t end = 0;
 };
 
-// The layers that share block ids: full attention, or one sliding window length. Where blocks are
-// 16-bit, layers with both sides in 16 bit make a group of their own, in which there is no 16-bit
-// window.
+// The layers that share block ids: all full-attention layers, or all layers with one sliding window
+// length. With a 16-bit window, layers whose K and V are both 16-bit form a group of their own,
+// which has no 16-bit window.
 struct LayerGroup {
   int window = 0;           // 0: full attention
   std::vector<int> layers;  // model layers, ascending
   block::Layout layout;     // of the quantized pool
   std::optional<block::Layout>
-      window16_layout;  // the same layers in mode none; empty: there is no 16-bit window
+      window16_layout;  // the same layers in 16 bits; empty if there is no 16-bit window
   PrecisionWindow rule;
 
   int64_t bytes_per_block() const { return layout.block_bytes() + layout.scale_block_bytes(); }
   int64_t window16_bytes_per_block() const {
     return window16_layout ? window16_layout->block_bytes() : 0;
   }
-  // Quantized blocks that a sequence of up to `num_tokens` needs, at most, while no more than
-  // `chunk` tokens are added at once: all its blocks, or those of its window; where there is a
-  // 16-bit window, without the sinks, the current block and the recent ones (0 for a sequence that
-  // is in the 16-bit window altogether).
+  // Returns the maximum number of quantized blocks that a sequence of up to `num_tokens` needs if
+  // at most `chunk` tokens are added at once. Without a 16-bit window these are all blocks, or
+  // those of the sliding window. With one, the sinks, the current block and the recent blocks do
+  // not count; the result is 0 if the whole sequence is in the 16-bit window.
   int64_t BlocksPerSequence(int64_t num_tokens, int64_t chunk) const;
-  // 16-bit blocks, while at most `chunk` tokens are added at once (1: decode): sinks, the recent
-  // ones, the one that is being quantized, and those of the chunk. 0 where there is no 16-bit
-  // window.
+  // Returns the maximum number of 16-bit blocks if at most `chunk` tokens are added at once (1:
+  // decode). They are the sinks, the recent blocks, the block that is being quantized, and the
+  // blocks of the chunk. 0 if there is no 16-bit window.
   int64_t Window16BlocksPerSequence(int64_t num_tokens, int64_t chunk) const;
-  // Quantized and 16-bit blocks of a sequence of `num_tokens` between steps, each token added on
-  // its own.
+  // Return the quantized and 16-bit blocks that a sequence of `num_tokens` holds between steps if
+  // tokens are added one at a time.
   int64_t QuantizedBlocksHeld(int64_t num_tokens) const;
   int64_t Window16BlocksHeld(int64_t num_tokens) const;
-  // First block of a sequence that a query at `position`, or any later one, can see.
+  // Returns the first block of a sequence that a query at `position` or later can see.
   int64_t FirstVisibleBlock(int64_t position) const;
-  // Blocks that some query at a position in [begin, end) sees quantized. REQUIRES: rule.enabled().
+  // Returns the blocks that some query at a position in [begin, end) reads as quantized. REQUIRES:
+  // rule.enabled().
   BlockRange QuantizedBlocks(int64_t begin, int64_t end) const;
 };
 
-// Full attention first, then windows in ascending order; of one window, 16-bit layers last. Throws
-// InvalidArgument for negative windows and whatever block::Layout refuses.
+// Returns the groups: full attention first, then windows in ascending order; for equal windows,
+// 16-bit layers last. Throws InvalidArgument for negative windows and for any configuration that
+// block::Layout rejects.
 std::vector<LayerGroup> MakeLayerGroups(const KvCacheConfig& config);
 
-// Whether some group has 16-bit blocks.
+// Returns whether any group has 16-bit blocks.
 bool HasWindow16(const std::vector<LayerGroup>& groups);
 
 }  // namespace turbomind

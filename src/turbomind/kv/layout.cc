@@ -9,7 +9,8 @@
 namespace turbomind {
 
 KvLayerView KvLayerView::Heads(int first, int count) const {
-  Check(0 <= first && 0 < count && count <= kv_heads - first, "the layer has the heads");
+  Check(0 <= first && 0 < count && count <= kv_heads - first,
+        "the head range must lie within the layer's heads");
   KvLayerView heads = *this;
   heads.data = Payload(KvSide::kK, 0, first);
   heads.param_offset = Params(KvSide::kK, 0, first) - heads.data;
@@ -34,28 +35,29 @@ void CheckFormat(KvCacheMode format, int head_dim) {
   const int group = DispatchFormat(format, []<KvCacheMode M>() { return Codec<M>::kGroup; });
   const int multiple = group ? group : 2;
   if (head_dim % multiple != 0) {
-    throw InvalidArgument(std::string("head_dim: got ") + std::to_string(head_dim) +
-                          ", wanted a multiple of " + std::to_string(multiple) +
-                          " for quant_policy " + ToString(format) + "; use another quant_policy");
+    throw InvalidArgument(std::string("head_dim ") + std::to_string(head_dim) +
+                          " is not supported. It must be a multiple of " +
+                          std::to_string(multiple) + " for quant_policy " + ToString(format) +
+                          ". Use another quant_policy.");
   }
 }
 
 void CheckConfig(const Config& config) {
   const int length = config.block_seq_len;
   if (length != 16 && length != 32 && length != 64 && length != 128) {
-    throw InvalidArgument("cache_block_seq_len: got " + std::to_string(length) +
-                          ", wanted 16, 32, 64 or 128");
+    throw InvalidArgument("cache_block_seq_len is " + std::to_string(length) +
+                          ". It must be 16, 32, 64 or 128.");
   }
   if (config.head_dim < 1 || config.head_dim > 4096) {
-    throw InvalidArgument("head_dim: got " + std::to_string(config.head_dim) +
-                          ", wanted 1 to 4096");
+    throw InvalidArgument("head_dim is " + std::to_string(config.head_dim) +
+                          ". It must be 1 to 4096.");
   }
   if (config.kv_heads < 1 || config.kv_heads > 65536) {
-    throw InvalidArgument("number of kv heads: got " + std::to_string(config.kv_heads) +
-                          ", wanted 1 to 65536");
+    throw InvalidArgument("The number of KV heads is " + std::to_string(config.kv_heads) +
+                          ". It must be 1 to 65536.");
   }
   if (config.layers.empty()) {
-    throw InvalidArgument("layers of a block: got 0, wanted at least 1");
+    throw InvalidArgument("A block needs at least 1 layer, but the configuration has none.");
   }
   for (const Config::LayerFormats& formats : config.layers) {
     CheckFormat(formats.k, config.head_dim);
@@ -64,7 +66,7 @@ void CheckConfig(const Config& config) {
   }
 }
 
-// Sizes of one layer; offsets and pointers stay empty.
+// Returns the sizes of one layer. Offsets and pointers stay unset.
 KvLayerView Shape(const Config& config, const Config::LayerFormats& formats) {
   KvLayerView view;
   view.dtype = config.dtype;
@@ -125,7 +127,7 @@ Layout::Layout(Config config) : config_(std::move(config)) {
     block_bytes_ += LayerBytes(view);
     scale_block_bytes_ += LayerScaleBytes(view);
     Check(block_bytes_ % kAlignment == 0 && scale_block_bytes_ % kAlignment == 0,
-          "layers of a block are multiples of 16 bytes");
+          "the size of each layer of a block must be a multiple of 16 bytes");
   }
 }
 
@@ -135,7 +137,7 @@ double Layout::bytes_per_token() const {
 
 KvLayerView Layout::LayerView(int layer, std::byte* data_pool, std::byte* scale_pool) const {
   const auto index = static_cast<size_t>(layer);
-  Check(layer >= 0 && index < config_.layers.size(), "the layer is in the group");
+  Check(layer >= 0 && index < config_.layers.size(), "the layer must be in the group");
   KvLayerView view = Shape(config_, config_.layers[index]);
   view.data = data_pool ? data_pool + layer_offset_[index] : nullptr;
   view.scales =

@@ -9,7 +9,7 @@
 namespace turbomind {
 namespace {
 
-// Products of three numbers from outside.
+// Holds products of three user-supplied numbers.
 using Wide = __int128;
 
 constexpr int64_t kMaxBlocks = std::numeric_limits<int32_t>::max();  // ids are int32
@@ -18,27 +18,29 @@ int64_t Saturate(Wide value) {
   return static_cast<int64_t>(std::min<Wide>(value, std::numeric_limits<int64_t>::max()));
 }
 
-// a * b / c without overflow, rounded down.
+// Returns a * b / c, rounded down, without overflow.
 int64_t MulDiv(int64_t a, int64_t b, int64_t c) { return Saturate(Wide{a} * b / c); }
 
 void CheckDemand(const KvDemand& demand) {
   if (demand.session_len < 1 || demand.chunk < 1 || demand.max_sequences < 0 ||
       demand.num_running < 0) {
-    throw InvalidArgument("KV cache sizes: got session_len " + std::to_string(demand.session_len) +
-                          ", max_prefill_token_num " + std::to_string(demand.chunk) +
-                          ", max_batch_size " +
+    throw InvalidArgument("The KV cache cannot be sized for session_len " +
+                          std::to_string(demand.session_len) + ", max_prefill_token_num " +
+                          std::to_string(demand.chunk) + " and max_batch_size " +
                           std::to_string(std::max(demand.max_sequences, demand.num_running)) +
-                          ", wanted positive numbers");
+                          ". Use positive numbers.");
   }
 }
 
-// Quantized blocks of one sequence. A pool that nothing is ever quantized into still has one.
+// Returns the quantized blocks of one sequence. A pool into which nothing is ever quantized still
+// has one block.
 int64_t QuantizedBlocks(const LayerGroup& group, const KvDemand& demand) {
   return std::max<int64_t>(group.BlocksPerSequence(demand.session_len, demand.chunk), 1);
 }
 
-// 16-bit blocks of `n` sequences. Each has those of a step of one block; of the tokens of one step,
-// shared by all, only those count that do not fit into a block that was counted already.
+// Returns the 16-bit blocks of `n` sequences. Each sequence has the blocks of a step that adds one
+// block. All sequences share the tokens of one step, so only those tokens add blocks that do not
+// fit into a block that is already counted.
 int64_t Window16Blocks(const LayerGroup& group, int64_t n, const KvDemand& demand) {
   const int64_t alone = group.Window16BlocksPerSequence(demand.session_len, demand.chunk);
   const int64_t length = group.layout.config().block_seq_len;
@@ -56,7 +58,7 @@ Wide SumBytes(const std::vector<int64_t>& blocks, const std::vector<int64_t>& bl
   return sum;
 }
 
-// The largest number of sequences whose blocks cost no more than the budget.
+// Returns the largest number of sequences whose blocks fit into the budget.
 int64_t SequencesThatFit(const std::vector<LayerGroup>& groups, int64_t budget,
                          const KvDemand& demand) {
   const std::vector<int64_t> bytes = BlockBytes(groups);
@@ -70,8 +72,8 @@ int64_t SequencesThatFit(const std::vector<LayerGroup>& groups, int64_t budget,
   return fits;
 }
 
-// What the budget buys when its last part, too small for one more sequence, is spent in the same
-// proportions as that sequence would be.
+// Returns the blocks for the budget. The remainder, too small for one more sequence, is split in
+// the proportions of that sequence.
 std::vector<int64_t> ShareBudget(const std::vector<LayerGroup>& groups, int64_t budget,
                                  const KvDemand& demand) {
   const std::vector<int64_t> bytes = BlockBytes(groups);
@@ -86,8 +88,9 @@ std::vector<int64_t> ShareBudget(const std::vector<LayerGroup>& groups, int64_t 
   return blocks;
 }
 
-// Grows the 16-bit pools for num_running sequences, up to a quarter of the budget, and shares what
-// is left among the quantized ones; but not so far that a sequence of session_len no longer fits.
+// Grows the 16-bit pools for num_running sequences, up to a quarter of the budget, and shares the
+// rest among the quantized pools. Returns `blocks` unchanged if a sequence of session_len would no
+// longer fit.
 std::vector<int64_t> WidenWindow16(const std::vector<LayerGroup>& groups, int64_t budget,
                                    const KvDemand& demand, std::vector<int64_t> blocks) {
   const std::vector<int64_t> bytes = BlockBytes(groups);
@@ -115,7 +118,7 @@ std::vector<int64_t> WidenWindow16(const std::vector<LayerGroup>& groups, int64_
   return wide;
 }
 
-// Blocks beyond what max_sequences sequences need are of no use.
+// Caps the blocks at those that max_sequences sequences need.
 std::vector<int64_t> Limit(const std::vector<LayerGroup>& groups, std::vector<int64_t> blocks,
                            const KvDemand& demand) {
   const std::vector<int64_t> needed = BlocksForSequences(groups, demand.max_sequences, demand);
@@ -126,7 +129,8 @@ std::vector<int64_t> Limit(const std::vector<LayerGroup>& groups, std::vector<in
   return blocks;
 }
 
-// The longest sequence of at most session_len that `num_blocks` quantized blocks of a group hold.
+// Returns the length, up to session_len, of the longest sequence that fits into `num_blocks`
+// quantized blocks of a group.
 int64_t LongestSequence(const LayerGroup& group, int64_t num_blocks, const KvDemand& demand) {
   int64_t fits = 0;
   int64_t too_long = demand.session_len;

@@ -6,7 +6,7 @@
 namespace turbomind {
 namespace {
 
-// For ranges of blocks: is each of them there?
+// Answers whether all blocks of a range are present.
 class Presence {
  public:
   Presence(int64_t num_blocks, const std::function<bool(size_t)>& is_present) {
@@ -22,7 +22,7 @@ class Presence {
   }
 
  private:
-  std::vector<int64_t> runs_;  // blocks present without a gap up to each
+  std::vector<int64_t> runs_;  // by block: length of the run of present blocks that ends there
 };
 
 struct GroupPresence {

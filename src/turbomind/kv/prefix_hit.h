@@ -7,16 +7,19 @@
 
 namespace turbomind {
 
-// How much of what the trie has found a sequence can start from.
+// The part of a trie lookup from which a sequence can start.
 struct PrefixHit {
-  int64_t num_blocks = 0;  // the sequence's first query comes after them
-  int64_t num_found = 0;   // the same if a 16-bit copy and a quantized one were worth the same
+  int64_t num_blocks = 0;  // blocks before the sequence's first query
+  int64_t num_found = 0;   // num_blocks if a 16-bit copy and a quantized copy were interchangeable
 };
 
-// `path` holds block ids by block and pool, -1 where a pool has none (BlockTrie::Find). A hit of n
-// blocks has, of those that a query at position n · block_seq_len sees, the 16-bit ones 16-bit and
-// the quantized ones quantized; of a block that this query is the first to see quantized, the
-// 16-bit one will do, since it is quantized in the first step. The longest such n is taken.
+// Finds the longest usable hit. `path` holds block ids by block and pool, -1 if the pool has none
+// (BlockTrie::Find).
+//
+// Consider a query at position n · block_seq_len. A hit of n blocks needs a 16-bit copy of every
+// block that this query reads as 16-bit, and a quantized copy of every block that it reads as
+// quantized. If this query is the first to read a block as quantized, the 16-bit copy suffices,
+// because the first step quantizes it.
 PrefixHit FindPrefixHit(const std::vector<LayerGroup>& groups,
                         const std::vector<std::vector<int>>& path);
 

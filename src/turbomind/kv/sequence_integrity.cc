@@ -1,4 +1,4 @@
-// SequenceManager::CheckIntegrity: the invariants of its header, read off the tables.
+// SequenceManager::CheckIntegrity checks the invariants of sequence_manager.h against the tables.
 
 #include <algorithm>
 
@@ -15,37 +15,39 @@ void SequenceManager::CheckTables(const Sequence& sequence, int group) const {
   const auto num_blocks = static_cast<int64_t>(quantized.size());
   const int64_t n = sequence.num_written;
   const int64_t first = layers.FirstVisibleBlock(n);
-  Check(n <= num_blocks * cache_.block_seq_len(), "written tokens have slots");
+  Check(n <= num_blocks * cache_.block_seq_len(), "every written token must have a slot");
   if (!rule.enabled()) {
     for (int64_t i = 0; i < num_blocks; ++i) {
       Check((quantized[static_cast<size_t>(i)] >= 0) == (i >= first),
-            "a table has the visible blocks and no others");
+            "a table must contain exactly the visible blocks");
     }
     return;
   }
   const std::vector<int32_t>& window16 =
       sequence.tables[static_cast<size_t>(cache_.Window16Pool(group))];
-  Check(window16.size() == quantized.size(), "the tables of a group have the same length");
-  Check(std::ranges::is_sorted(unquantized), "slots to be written are listed in order");
+  Check(window16.size() == quantized.size(), "the tables of a group must have the same length");
+  Check(std::ranges::is_sorted(unquantized), "pending slots must be listed in order");
   for (int64_t i = 0; i < num_blocks; ++i) {
     const bool is_in_window16 = window16[static_cast<size_t>(i)] >= 0;
     const bool has_slot = quantized[static_cast<size_t>(i)] >= 0;
     const bool is_pending = std::ranges::binary_search(unquantized, i);
     const bool is_quantized = has_slot && !is_pending;
-    Check(has_slot || !is_pending, "a block that is to be quantized has a quantized slot");
+    Check(has_slot || !is_pending, "a block with pending quantization must have a quantized slot");
     if (i < first) {
-      Check(!is_in_window16 && !has_slot, "behind the window there is nothing");
+      Check(!is_in_window16 && !has_slot, "no block outside the window may have a slot");
     } else if (i * cache_.block_seq_len() >= n) {
-      Check(is_in_window16 && !is_quantized, "tokens to come are written in 16 bits");
+      Check(is_in_window16 && !is_quantized,
+            "blocks for future tokens must be in the 16-bit window only");
     } else if (rule.IsInWindow16(i, n)) {
-      Check(is_in_window16, "what the next query sees in 16 bits is in the 16-bit window");
-      Check(i >= rule.sink_blocks || !has_slot, "sinks are never quantized");
+      Check(is_in_window16,
+            "a block that the next query reads as 16-bit must be in the 16-bit window");
+      Check(i >= rule.sink_blocks || !has_slot, "sinks must not be quantized");
     } else if (rule.IsInWindow16(i, n - 1)) {
       Check(is_in_window16 || is_quantized,
-            "a block that leaves the recent ones is in one of the pools");
+            "a block that leaves the recent blocks must be in one of the pools");
     } else {
       Check(is_quantized && !is_in_window16,
-            "what the last query saw quantized is quantized alone");
+            "a block that the last query read as quantized must be quantized only");
     }
   }
 }
@@ -62,7 +64,7 @@ void SequenceManager::CheckPool(int pool, bool check_scale_bytes) const {
   manager.CheckIntegrity();
   Check(cache_.data_bytes(pool) == manager.total() * layout.block_bytes() &&
             cache_.scale_bytes(pool) == manager.total() * layout.scale_block_bytes(),
-        "data and scales have a place for every block");
+        "data and scales must have room for every block");
   std::vector<int> users(static_cast<size_t>(manager.high_water()), 0);
   for (const auto& [id, sequence] : sequences_) {
     for (const int32_t block : sequence.tables[static_cast<size_t>(pool)]) {
@@ -74,9 +76,9 @@ void SequenceManager::CheckPool(int pool, bool check_scale_bytes) const {
   int64_t kept = 0;
   for (int block = 0; block < static_cast<int>(users.size()); ++block) {
     Check(manager.num_users(block) == users[static_cast<size_t>(block)],
-          "a block's reference count is the number of sequences that use it");
+          "a block's reference count must equal the number of sequences that use it");
     Check(manager.is_kept(block) == trie_.Contains({pool, block}),
-          "a block is kept if and only if it is in the trie");
+          "a block must be kept if and only if it is in the trie");
     if (manager.is_kept(block)) {
       ++kept;
       if (check_scale_bytes) {
@@ -84,7 +86,7 @@ void SequenceManager::CheckPool(int pool, bool check_scale_bytes) const {
       }
     }
   }
-  Check(kept == trie_.num_blocks(pool), "every block of the trie was handed out");
+  Check(kept == trie_.num_blocks(pool), "every block in the trie must be allocated");
 }
 
 void SequenceManager::CheckIntegrity(bool check_scale_bytes) const {

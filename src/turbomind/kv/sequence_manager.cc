@@ -33,7 +33,7 @@ SequenceManager::~SequenceManager() = default;
 
 const SequenceManager::Sequence& SequenceManager::At(uint64_t id) const {
   const auto found = sequences_.find(id);
-  Check(found != sequences_.end(), "the sequence exists");
+  Check(found != sequences_.end(), "the sequence must exist");
   return found->second;
 }
 
@@ -43,14 +43,14 @@ SequenceManager::Sequence& SequenceManager::At(uint64_t id) {
 
 int64_t SequenceManager::Create(uint64_t id, std::span<const int32_t> prompt,
                                 bool use_prefix_cache) {
-  Check(!prompt.empty(), "a prompt has tokens");
-  Check(!Contains(id), "a sequence id is used once");
+  Check(!prompt.empty(), "a prompt must have tokens");
+  Check(!Contains(id), "a sequence id must be used only once");
   Sequence sequence;
   sequence.tables.resize(managers_.size());
   sequence.unquantized.resize(cache_.groups().size());
   sequence.blocks_to_quantize.resize(cache_.groups().size());
   if (enable_prefix_caching_ && use_prefix_cache) {
-    // The last token is always computed: its logits are wanted.
+    // The last token is always computed because its logits are needed.
     const std::vector<std::vector<int>> path = trie_.Find(prompt.first(prompt.size() - 1));
     const PrefixHit hit = FindPrefixHit(cache_.groups(), path);
     sequence.num_written = hit.num_blocks * cache_.block_seq_len();
@@ -81,12 +81,12 @@ void SequenceManager::LockHit(Sequence& sequence, const std::vector<std::vector<
   for (int group = 0; group < cache_.num_groups(); ++group) {
     const LayerGroup& layers = cache_.groups()[static_cast<size_t>(group)];
     const PrecisionWindow& rule = layers.rule;
-    bool has_gap = false;  // a block before this one, not a sink, has yet to be quantized
+    bool has_gap = false;  // an earlier block that is not a sink is still waiting to be quantized
     for (auto i = static_cast<size_t>(layers.FirstVisibleBlock(n)); i < num_blocks; ++i) {
       const bool is_quantized = !has_gap && take(group, i);
       has_gap = !is_quantized && static_cast<int64_t>(i) >= rule.sink_blocks;
       if (rule.enabled() && (!is_quantized || rule.IsInWindow16(static_cast<int64_t>(i), n))) {
-        Check(take(cache_.Window16Pool(group), i), "a hit has every block");
+        Check(take(cache_.Window16Pool(group), i), "a prefix hit must have every block");
       }
     }
   }
@@ -110,7 +110,7 @@ std::vector<int64_t> SequenceManager::QuantizedSlotsMissing(const Sequence& sequ
                                                             int64_t num_tokens) const {
   const LayerGroup& layers = cache_.groups()[static_cast<size_t>(group)];
   const BlockRange quantized = layers.QuantizedBlocks(sequence.num_written, num_tokens);
-  // Blocks that the last query before saw quantized have a slot (invariant 4).
+  // Blocks that the previous query read as quantized already have a slot (invariant 4).
   const int64_t known = std::max<int64_t>(sequence.num_written - 1, 0) / cache_.block_seq_len() -
                         layers.rule.recent_blocks;
   const std::vector<int32_t>& table = sequence.tables[static_cast<size_t>(group)];
@@ -135,8 +135,8 @@ int64_t SequenceManager::BlocksToCome(uint64_t id, int pool, int64_t num_tokens,
   if (layers.window > 0) {
     return std::min(needed, max_value);
   }
-  // Sinks that it has already stay. The recent ones are given back as others come, but somebody
-  // else may go on using them.
+  // The sequence keeps the sinks that it already has. It releases recent blocks as new ones come,
+  // but other sequences may still use those.
   const auto have = static_cast<int64_t>(At(id).tables[static_cast<size_t>(pool)].size());
   const int64_t sinks = std::min<int64_t>(layers.rule.sink_blocks, have);
   return std::min(needed, std::max<int64_t>(max_value - sinks, 0));
@@ -155,11 +155,11 @@ void SequenceManager::DropFromTrie(const std::vector<PoolBlock>& blocks) {
 
 void SequenceManager::EvictOldest(int pool) {
   const int block = managers_[static_cast<size_t>(pool)].OldestCached();
-  Check(block >= 0, "a block can be evicted");
+  Check(block >= 0, "there must be a block to evict");
   DropFromTrie(trie_.Remove({pool, block}));
 }
 
-// Fills taken_.
+// Writes the blocks to taken_.
 bool SequenceManager::TakeBlocks(const std::vector<int64_t>& needed) {
   for (size_t p = 0; p < managers_.size(); ++p) {
     if (managers_[p].free() + managers_[p].cached() < needed[p]) {
@@ -194,7 +194,7 @@ bool SequenceManager::AllocateDataAndScaleBlocks(uint64_t id, int64_t num_tokens
   sequence.num_planned = num_tokens;
   for (int group = 0; group < cache_.num_groups(); ++group) {
     const auto g = static_cast<size_t>(group);
-    const bool is_in_window16 = RuleOf(group).enabled();  // where new tokens go
+    const bool is_in_window16 = RuleOf(group).enabled();  // whether new tokens are 16-bit
     const auto p = static_cast<size_t>(is_in_window16 ? cache_.Window16Pool(group) : group);
     std::vector<int32_t>& table = sequence.tables[p];
     table.insert(table.end(), taken_[p].begin(), taken_[p].end());
@@ -215,8 +215,8 @@ bool SequenceManager::AllocateDataAndScaleBlocks(uint64_t id, int64_t num_tokens
   return true;
 }
 
-// A copy that has served a hit, at the end of a shared prefix, may serve the next one. One that was
-// found for a sequence that then had to wait has not.
+// Removes the spare mark from copies that served a hit: they end a shared prefix and may serve the
+// next hit. A hit of a sequence that still waits for its first step does not count.
 void SequenceManager::MarkServed(const Sequence& sequence) {
   for (int group = 0; cache_.has_window16_pools() && group < cache_.num_groups(); ++group) {
     const auto pool = static_cast<size_t>(cache_.Window16Pool(group));
@@ -228,7 +228,7 @@ void SequenceManager::MarkServed(const Sequence& sequence) {
   }
 }
 
-// Slots may be left from a step that was planned and never run.
+// Slots may remain from a step that was planned but never ran.
 void SequenceManager::PlanQuantization(Sequence& sequence, int group) {
   const auto g = static_cast<size_t>(group);
   std::ranges::sort(sequence.unquantized[g]);
@@ -240,7 +240,7 @@ void SequenceManager::PlanQuantization(Sequence& sequence, int group) {
       const auto index = static_cast<size_t>(i);
       const int32_t window16 =
           sequence.tables[static_cast<size_t>(cache_.Window16Pool(group))][index];
-      Check(window16 >= 0, "a block that is to be quantized is in the 16-bit window");
+      Check(window16 >= 0, "a block with pending quantization must be in the 16-bit window");
       sequence.blocks_to_quantize[g].push_back({window16, sequence.tables[g][index]});
     }
   }
@@ -250,14 +250,15 @@ void SequenceManager::Commit(uint64_t id, std::span<const int32_t> tokens) {
   Sequence& sequence = At(id);
   const auto num_tokens = static_cast<int64_t>(tokens.size());
   const int64_t length = cache_.block_seq_len();
-  Check(num_tokens >= sequence.num_written, "written tokens stay written");
+  Check(num_tokens >= sequence.num_written, "written tokens must stay written");
   for (const std::vector<int32_t>& table : sequence.tables) {
-    Check(num_tokens <= static_cast<int64_t>(table.size()) * length, "written tokens have slots");
+    Check(num_tokens <= static_cast<int64_t>(table.size()) * length,
+          "every written token must have a slot");
   }
   bool any_quantized = false;
   if (cache_.has_window16_pools()) {
     Check(num_tokens <= std::max(sequence.num_planned, sequence.num_written),
-          "written tokens were planned");
+          "written tokens must have been planned");
     sequence.num_planned = num_tokens;
     for (int group = 0; group < cache_.num_groups(); ++group) {
       any_quantized =
@@ -278,8 +279,9 @@ void SequenceManager::Commit(uint64_t id, std::span<const int32_t> tokens) {
   }
 }
 
-// Quantized slots of the moves up to num_planned are written now; others, planned for a longer step
-// than the one that ran, are given back. True if there were any moves.
+// Completes the pending quantizations up to num_planned, whose quantized slots are now written.
+// Releases the others, which were planned for a longer step than the one that ran. Returns true if
+// any were completed.
 bool SequenceManager::FinishQuantization(Sequence& sequence, int group) {
   const auto g = static_cast<size_t>(group);
   const BlockRange quantized =
@@ -326,7 +328,7 @@ void SequenceManager::TrimBehindWindow(Sequence& sequence, int group) {
     return sequence.tables[static_cast<size_t>(pool)][static_cast<size_t>(i)] >= 0;
   };
   const int last_pool = cache_.has_window16_pools() ? cache_.Window16Pool(group) : group;
-  // Backwards until the part that earlier calls have trimmed.
+  // Goes backwards to the part that earlier calls have trimmed.
   int64_t i = cache_.groups()[static_cast<size_t>(group)].FirstVisibleBlock(sequence.num_written);
   while (i > 0 && (is_there(group, i - 1) || is_there(last_pool, i - 1))) {
     --i;
@@ -335,7 +337,7 @@ void SequenceManager::TrimBehindWindow(Sequence& sequence, int group) {
   }
 }
 
-// Gives back the 16-bit slots of blocks that the last query saw quantized.
+// Releases the 16-bit slots of blocks that the last query read as quantized.
 void SequenceManager::TrimQuantized(Sequence& sequence, int group) {
   const PrecisionWindow& rule = RuleOf(group);
   const int pool = cache_.Window16Pool(group);
@@ -345,7 +347,7 @@ void SequenceManager::TrimQuantized(Sequence& sequence, int group) {
   while (i > rule.sink_blocks && window16[static_cast<size_t>(i - 1)] >= 0) {
     --i;
     Check(sequence.tables[static_cast<size_t>(group)][static_cast<size_t>(i)] >= 0,
-          "a block is quantized before its 16-bit slot is given back");
+          "a block must be quantized before its 16-bit slot is released");
     Release(sequence, pool, i);
   }
 }
@@ -357,7 +359,7 @@ void SequenceManager::UnlockBlock(PoolBlock block) {
 void SequenceManager::FreeDataAndScaleBlocks(uint64_t id) {
   const Sequence& sequence = At(id);
   for (size_t p = 0; p < managers_.size(); ++p) {
-    // Last first: the end of a prefix is evicted before its beginning.
+    // Releases the last block first, so that the end of a prefix is evicted before its beginning.
     const std::vector<int32_t>& table = sequence.tables[p];
     for (auto block = table.rbegin(); block != table.rend(); ++block) {
       if (*block >= 0) {
