@@ -26,7 +26,8 @@ void Batch::Add(Sequence& sequence) {
 void Batch::BlockTables::SetRow(size_t row, std::span<const int32_t> quantized,
                                 std::span<const int32_t> window16) {
   const auto width = static_cast<size_t>(stride);
-  Check(quantized.size() <= width && window16.size() <= width, "a row of the block table fits");
+  Check(quantized.size() <= width && window16.size() <= width,
+        "a row of the block table must not be longer than the stride");
   std::copy(quantized.begin(), quantized.end(), ids.data() + row * width);
   if (!window16.empty()) {
     std::copy(window16.begin(), window16.end(), window16_ids.data() + row * width);

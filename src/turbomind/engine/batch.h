@@ -12,13 +12,13 @@
 
 namespace turbomind {
 
-// Sequences with exactly one new token come first (decode). Plain data: made by the scheduler, read
-// by the decoder through Views(). Made again for every step in the same memory, so that a step no
-// larger than those before allocates nothing.
+// The flat arrays of one step. Sequences with exactly one new token come first (decode). The
+// scheduler fills the arrays and the decoder reads them through Views(). Every step reuses the
+// memory, so a step no larger than an earlier one allocates nothing.
 struct Batch {
   struct BlockTables {
     std::vector<int32_t> ids;           // [num_seqs, stride], -1 beyond a sequence's blocks
-    std::vector<int32_t> window16_ids;  // same shape; empty where there is no 16-bit window
+    std::vector<int32_t> window16_ids;  // same shape; empty if there is no 16-bit window
     int64_t stride = 0;
     std::vector<PendingQuantization> blocks_to_quantize;
 
@@ -45,15 +45,15 @@ struct Batch {
   int num_tokens() const { return static_cast<int>(tokens.size()); }
 
   void Clear();
-  // Appends a sequence's planned tokens. All sequences come before the first table.
+  // Appends a sequence's planned tokens. REQUIRES: no table has been reset for this batch yet.
   void Add(Sequence& sequence);
-  // Makes a group's tables for the sequences, `stride` blocks each and none of them there yet. The
-  // rows and the moves are the caller's to fill.
+  // Resets a group's tables for the batch's sequences: `stride` entries of -1 per row and no moves.
+  // The caller then fills the rows and the moves.
   BlockTables& ResetTables(size_t group, int64_t stride, bool has_window16);
-  // The batch is complete.
+  // Makes the views. Call it when the batch is complete.
   void Finish();
 
-  // One view per group, since Finish() and while the batch is unchanged.
+  // Returns one view per group. Valid after Finish() while the batch is unchanged.
   std::span<const BatchView> Views() const { return views; }
 };
 

@@ -1,5 +1,5 @@
-// ④⑤ The engine loop: requests in through one locked queue, a step at a time, outputs out through
-// another.
+// ④⑤ The engine loop: takes requests from one locked queue, runs steps, and writes outputs to
+// another queue.
 
 #include "turbomind/engine/engine.h"
 
@@ -27,7 +27,7 @@ constexpr bool kIsDebugBuild = false;
 constexpr bool kIsDebugBuild = true;
 #endif
 
-// The checked model, as this engine runs it.
+// Validates the model and resolves its RoPE for this session_len.
 ModelConfig ResolveModel(ModelConfig model, int session_len) {
   model.Validate();
   model.rope = ResolveRope(std::move(model.rope), session_len);
@@ -37,8 +37,8 @@ ModelConfig ResolveModel(ModelConfig model, int session_len) {
 void RequireIds(const char* field, const std::vector<int32_t>& ids, int vocab_size) {
   for (int32_t id : ids) {
     if (id < 0 || id >= vocab_size) {
-      throw InvalidArgument(std::string(field) + ": got token id " + std::to_string(id) +
-                            ", want 0 to " + std::to_string(vocab_size - 1));
+      throw InvalidArgument(std::string(field) + " contains token id " + std::to_string(id) +
+                            ". It must be 0 to " + std::to_string(vocab_size - 1));
     }
   }
 }
@@ -46,12 +46,12 @@ void RequireIds(const char* field, const std::vector<int32_t>& ids, int vocab_si
 void RequireNonEmpty(const char* field, const std::vector<std::vector<int32_t>>& sequences) {
   for (const auto& sequence : sequences) {
     if (sequence.empty()) {
-      throw InvalidArgument(std::string(field) + ": got an empty sequence of tokens");
+      throw InvalidArgument(std::string(field) + " contains an empty token sequence. Remove it.");
     }
   }
 }
 
-// All its memory at once, for the longest answer it may get: no step makes it grow.
+// Allocates all memory of a sequence for the longest possible response, so that no step allocates.
 std::unique_ptr<Sequence> MakeSequence(std::shared_ptr<Request> request, int session_len) {
   auto sequence = std::make_unique<Sequence>();
   sequence->tokens.reserve(
@@ -80,22 +80,23 @@ struct Engine::Impl {
     thread = std::thread([this] { Loop(); });
   }
 
-  // --- Any thread ---
+  // Any thread.
 
   void CheckRequest(const Request& request) const;
   void Submit(const std::shared_ptr<Request>& request);
   void Stop();
-  // Runs `work` on the engine thread between two steps; what it throws comes as InternalError.
+  // Runs `work` on the engine thread between two steps. Its exceptions are rethrown as
+  // InternalError.
   void RunBetweenSteps(std::function<void()> work);
 
-  // --- Engine thread ---
+  // Engine thread.
 
   void Loop();
-  bool Wait();          // for something to do; false: stop
-  bool TakeRequests();  // true: some request was cancelled
+  bool Wait();          // waits for work; returns false to stop
+  bool TakeRequests();  // returns true if a request was cancelled
   void EndCancelled();
   void Step();
-  bool HasQuantized() const;  // sequences from queue to queue since UpdateStats
+  bool HasQuantized() const;  // true if a queue's length changed since UpdateStats
   void EndAll(FinishReason reason, const std::string& error);
   void End(const Sequence* sequence);
   void Publish(Sequence& sequence);
@@ -105,12 +106,12 @@ struct Engine::Impl {
   const EngineConfig config;
   const MemoryPlan plan;
 
-  // Engine thread's.
-  std::optional<EngineState> state;  // until the thread has been joined
+  // Used by the engine thread.
+  std::optional<EngineState> state;  // reset after the thread has been joined
   EngineStats totals;
   bool checked_idle = false;
   uint64_t next_arrival = 0;
-  OutputList ready;  // of this step
+  OutputList ready;  // outputs of this step
 
   // Shared, under `mutex`.
   mutable std::mutex mutex;
@@ -119,15 +120,16 @@ struct Engine::Impl {
   std::vector<std::unique_ptr<Sequence>> submitted;
   std::vector<std::packaged_task<std::string()>> tasks;
   std::unordered_map<uint64_t, std::shared_ptr<Request>> live;  // until the last output
-  // Ended. Destroyed by who takes the outputs: the end of a callback may wait for Python's lock.
+  // Finished requests. The thread that takes the outputs destroys them, because destroying a
+  // callback may wait for Python's lock.
   std::vector<std::shared_ptr<Request>> gone;
   OutputList outputs;
-  size_t outputs_expected = 1;  // of a step
+  size_t outputs_expected = 1;  // per step
   EngineStats stats;
   int64_t touched_bytes = 0;
   bool any_cancelled = false;
   bool stopping = false;
-  bool stopped = false;  // the loop has ended: no output will follow
+  bool stopped = false;  // the loop has ended; no more output follows
   bool healthy = true;
   std::string failure;
 
@@ -137,25 +139,25 @@ struct Engine::Impl {
 
 void Engine::Impl::CheckRequest(const Request& request) const {
   if (request.prompt.empty()) {
-    throw InvalidArgument("prompt: got no tokens, want at least one");
+    throw InvalidArgument("The prompt has no tokens. It needs at least one.");
   }
   const auto length = static_cast<int64_t>(request.prompt.size());
   if (request.max_new_tokens < 0 || request.min_new_tokens < 0) {
-    throw InvalidArgument("max_new_tokens, min_new_tokens: got " +
+    throw InvalidArgument("max_new_tokens and min_new_tokens are " +
                           std::to_string(request.max_new_tokens) + ", " +
-                          std::to_string(request.min_new_tokens) + ", want 0 or more");
+                          std::to_string(request.min_new_tokens) + ". They must not be negative.");
   }
   const int64_t wanted = length + (request.max_new_tokens > 0 ? 1 : 0);
-  const std::string got = "prompt: got " + std::to_string(length) + " tokens" +
-                          (request.max_new_tokens > 0 ? " and at least one to generate" : "");
+  const std::string got = "The prompt has " + std::to_string(length) + " tokens" +
+                          (request.max_new_tokens > 0 ? " and needs room for one new token" : "");
   if (wanted > config.session_len) {
-    throw InvalidArgument(got + ", session_len is " + std::to_string(config.session_len) +
-                          " (shorten the prompt or raise --session-len)");
+    throw InvalidArgument(got + ", but session_len is " + std::to_string(config.session_len) +
+                          ". Shorten the prompt or raise --session-len.");
   }
   if (wanted > plan.max_sequence_tokens) {
-    throw InvalidArgument(got + ", the whole KV cache holds " +
+    throw InvalidArgument(got + ", but the whole KV cache holds " +
                           std::to_string(plan.max_sequence_tokens) +
-                          " (shorten the prompt or raise --cache-max-entry-count)");
+                          ". Shorten the prompt or raise --cache-max-entry-count.");
   }
   RequireIds("prompt", request.prompt, model.vocab_size);
   RequireNonEmpty("stop_sequences", request.stop_sequences);
@@ -164,7 +166,7 @@ void Engine::Impl::CheckRequest(const Request& request) const {
 
 void Engine::Impl::Submit(const std::shared_ptr<Request>& request) {
   CheckRequest(*request);
-  // Here, not between steps: a long prompt takes time, and memory that may not be there.
+  // Allocated here and not between steps: a long prompt takes time, and memory may be short.
   std::unique_ptr<Sequence> sequence = MakeSequence(request, config.session_len);
   const std::lock_guard lock(mutex);
   if (!healthy) {
@@ -174,8 +176,8 @@ void Engine::Impl::Submit(const std::shared_ptr<Request>& request) {
     throw InternalError("the engine is closed");
   }
   if (!live.emplace(request->id, request).second) {
-    throw InvalidArgument("request id: got " + std::to_string(request->id) +
-                          ", which is in use; want a new one");
+    throw InvalidArgument("Request id " + std::to_string(request->id) +
+                          " is in use. Choose a new id.");
   }
   submitted.push_back(std::move(sequence));
   work_arrived.notify_one();
@@ -195,8 +197,8 @@ void Engine::Impl::Stop() {
 }
 
 void Engine::Impl::RunBetweenSteps(std::function<void()> work) {
-  // A task that is left when the engine fails is run by the loop as it ends: it must say so, too.
-  // What went wrong travels as text: an exception would be shared by two threads.
+  // If the engine fails, its loop still runs the remaining tasks. Each of them must then report the
+  // failure. Errors travel as text, because two threads would share an exception object.
   std::packaged_task<std::string()> task([this, work = std::move(work)]() -> std::string {
     {
       const std::lock_guard lock(mutex);
@@ -244,7 +246,7 @@ void Engine::Impl::Loop() {
     EndAll(FinishReason::kError, std::string("the engine has failed: ") + error.what());
     state->generation.Drop();
   }
-  // Whoever waits for a task finds it done here.
+  // Runs the remaining tasks, so that every waiting thread gets a result.
   std::vector<std::packaged_task<std::string()>> rest;
   {
     const std::lock_guard lock(mutex);
@@ -280,14 +282,15 @@ bool Engine::Impl::Wait() {
   return true;
 }
 
-// Requests and the cancel mark leave under one lock: a mark never outruns its request.
+// Takes requests and the cancel flag under one lock, so that the flag never arrives before its
+// request.
 bool Engine::Impl::TakeRequests() {
   std::vector<std::unique_ptr<Sequence>> taken;
   bool cancelled = false;
   {
     const std::lock_guard lock(mutex);
     taken.swap(submitted);
-    stats.num_waiting += static_cast<int>(taken.size());  // until the plan says more
+    stats.num_waiting += static_cast<int>(taken.size());  // until the next plan updates it
     cancelled = std::exchange(any_cancelled, false);
   }
   for (auto& sequence : taken) {
@@ -323,7 +326,7 @@ void Engine::Impl::Step() {
   const Batch& batch = state->scheduler.Plan();
   if (!batch.empty()) {
     if (HasQuantized()) {
-      UpdateStats();  // what runs, while it does: a step may take seconds
+      UpdateStats();  // published before the step, which may take seconds
     }
     state->generation.Begin(batch);
     state->decoder.Forward(
@@ -346,7 +349,7 @@ void Engine::Impl::Step() {
   UpdateStats();
 }
 
-// Takes the sequence out of the scheduler; its last output carries the reason.
+// Removes the sequence from the scheduler. Its last output carries the reason.
 void Engine::Impl::End(const Sequence* sequence) {
   const std::unique_ptr<Sequence> ended = state->scheduler.Remove(sequence);
   Publish(*ended);
@@ -367,7 +370,8 @@ void Engine::Impl::Publish(Sequence& sequence) {
 void Engine::Impl::EndAll(FinishReason reason, const std::string& error) {
   ready.Clear();
   state->scheduler.Abandon();
-  decltype(live) ended;  // goes after the lock, whose holders a callback's end may wait for
+  decltype(live) ended;  // Declared before the lock so that it is destroyed after it: destroying a
+                         // callback may wait for a thread that holds this lock.
   decltype(submitted) refused;
   decltype(gone) left;
   const std::lock_guard lock(mutex);
@@ -390,7 +394,7 @@ void Engine::Impl::EndAll(FinishReason reason, const std::string& error) {
   outputs_arrived.notify_all();
 }
 
-// Hands over the step's outputs and what others may read.
+// Publishes the step's outputs and statistics.
 void Engine::Impl::UpdateStats() {
   totals.num_running = static_cast<int>(state->scheduler.running().size());
   totals.num_waiting = static_cast<int>(state->scheduler.waiting().size());
@@ -467,13 +471,15 @@ void Engine::Cancel(uint64_t request_id) {
 
 std::vector<RequestOutput> Engine::WaitOutputs(int timeout_ms) {
   if (timeout_ms < 0) {
-    throw InvalidArgument("timeout_ms: got " + std::to_string(timeout_ms) + ", want 0 or more");
+    throw InvalidArgument("timeout_ms is " + std::to_string(timeout_ms) +
+                          ". It must not be negative.");
   }
   std::unique_lock lock(impl_->mutex);
   const size_t expected = impl_->outputs_expected;
-  lock.unlock();  // to allocate what the engine will write into here, on the client's thread
+  lock.unlock();  // allocates, on the client's thread, the outputs that the engine will write into
   OutputList taken(expected);
-  decltype(impl_->gone) gone;  // goes after the lock, whose holders a callback's end may wait for
+  decltype(impl_->gone) gone;  // Declared before the lock is taken again and destroyed after it:
+                               // destroying a callback may wait for a thread that holds this lock.
   lock.lock();
   impl_->outputs_arrived.wait_for(lock, std::chrono::milliseconds(timeout_ms),
                                   [this] { return !impl_->outputs.empty() || impl_->stopped; });
@@ -516,7 +522,7 @@ void Engine::ClearPrefixCache() {
 
 KvStatistics Engine::kv_statistics() {
   if (!impl_->config.collect_kv_statistics) {
-    throw InvalidArgument("kv_statistics: not collected; set collect_kv_statistics");
+    throw InvalidArgument("KV statistics are not collected. Set collect_kv_statistics.");
   }
   KvStatistics copy(impl_->model.num_layers, impl_->model.num_kv_heads, impl_->model.head_dim);
   impl_->RunBetweenSteps([this, &copy] { copy = *impl_->state->statistics; });

@@ -17,36 +17,40 @@
 namespace turbomind {
 
 // The engine: one thread that owns the scheduler, kv/ and the device.
-// Submit, Cancel, WaitOutputs and stats may be called from any thread.
 class Engine {
  public:
-  // Starts the engine thread, which alone uses `device` from then on. Others may read `weights`.
+  // Starts the engine thread. From then on only that thread may use `device`. Other threads may
+  // read `weights`.
   Engine(ModelConfig model, EngineConfig config, std::shared_ptr<const Weights> weights,
          std::shared_ptr<Device> device, int64_t free_bytes);
-  ~Engine();  // Stop()
-  // Cancels what runs, lets its last outputs be collected, joins the engine thread and frees the
-  // memory of model and cache (weights that others hold stay theirs). Submit throws from then on;
-  // stats and plan stay readable. May be called twice, and while others wait for outputs.
+  ~Engine();  // calls Stop()
+  // Cancels running requests, joins the engine thread and frees the memory of model and cache. Last
+  // outputs can still be collected, and weights that the caller holds stay valid. Afterwards Submit
+  // throws; stats and plan stay readable. May be called twice, and while other threads wait for
+  // outputs.
   void Stop();
 
-  // Throws InvalidArgument for a request that can never fit (with the numbers), token ids outside
-  // the vocabulary, or an empty prompt; InternalError when the engine has failed.
+  // Submits a request. Throws InvalidArgument for a request that can never fit (with the numbers),
+  // for token ids outside the vocabulary, and for an empty prompt. Throws InternalError if the
+  // engine has failed.
   void Submit(const std::shared_ptr<Request>& request);
-  // No effect on an unknown or finished id. The request still gets a last output.
+  // Cancels a request. The request still gets a last output. An unknown or finished id has no
+  // effect.
   void Cancel(uint64_t request_id);
-  // Blocks until there are outputs, the timeout passes (empty result) or the engine stops. Lets
-  // go of requests that have ended: where the caller has not kept one, it is destroyed here.
+  // Waits until there are outputs, the timeout expires (empty result) or the engine stops. Releases
+  // requests that have ended: if the caller does not hold one, it is destroyed here.
   std::vector<RequestOutput> WaitOutputs(int timeout_ms);
 
   EngineStats stats() const;
   MemoryPlan memory_plan() const;
-  bool healthy() const;         // false from the moment the engine loop fails
-  std::string failure() const;  // why
-  // Drops all cached prefixes. Sequences that run are not touched.
+  bool healthy() const;         // false once the engine loop has failed
+  std::string failure() const;  // the reason; empty while healthy
+  // Drops all cached prefixes. Running sequences are not affected.
   void ClearPrefixCache();
-  // What has been stored so far. Throws InvalidArgument unless collect_kv_statistics is set.
+  // Returns the statistics of everything stored so far. Throws InvalidArgument unless
+  // collect_kv_statistics is set.
   KvStatistics kv_statistics();
-  // Throws InternalError naming a broken invariant of the pools. For tests and debug builds.
+  // Throws InternalError that names the broken invariant of the pools. For tests and debug builds.
   void CheckIntegrity();
 
  private:

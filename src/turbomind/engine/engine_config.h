@@ -8,14 +8,15 @@
 
 namespace turbomind {
 
-// Constants of the cache, from `lmdeploy lite calibrate`, by model layer. Each may be empty.
+// Per-layer constants of the cache from `lmdeploy lite calibrate`, by model layer. Each list may be
+// empty.
 struct KvCalibration {
   std::vector<std::vector<float>> k_mean;    // [kv_heads * head_dim], after RoPE
-  std::vector<std::vector<float>> k_scales;  // [kv_heads] g of FP8 and NVFP4
+  std::vector<std::vector<float>> k_scales;  // [kv_heads] scale of FP8 and NVFP4
   std::vector<std::vector<float>> v_scales;
 };
 
-// What is done beside the format (docs/kv_cache.md, "Quality"). All off: `raw`.
+// Quality options in addition to the KV format (docs/kv_cache.md, "Presets"). All off: `raw`.
 struct KvQuality {
   bool rotate_k = false;
   bool search_scales = false;  // FP4
@@ -25,18 +26,19 @@ struct KvQuality {
 
 struct EngineConfig {
   KvCacheMode kv_format = KvCacheMode::kNone;
-  // K and V of each layer in formats of their own; empty: kv_format for all.
+  // KV formats of K and V by layer; empty means kv_format for all layers.
   std::vector<block::Config::LayerFormats> kv_layers;
   KvQuality kv_quality;
   int max_batch_size = 32;
   int session_len = 2048;
   int max_prefill_token_num = 8192;  // new tokens of one step, decode included
   int cache_block_seq_len = 64;
-  // In (0, 1): share of the memory free after the weights; >= 1: number of blocks.
+  // In (0, 1): share of the memory that is free after the weights are loaded. >= 1: number of
+  // blocks.
   double cache_max_entry_count = 0.8;
   bool enable_prefix_caching = true;
-  // CheckIntegrity, scale bytes included, after every step (tests). Debug builds run it without
-  // these bytes when they become idle.
+  // Runs CheckIntegrity, scale bytes included, after every step (tests). Debug builds run it
+  // without scale bytes when the engine becomes idle.
   bool check_integrity = false;
   bool collect_kv_statistics = false;  // for calibration; costs about as much as writing K and V
 };

@@ -12,8 +12,8 @@ namespace {
 void SetCalibration(const KvCalibration& calibration, int num_layers, KvCache& cache) {
   const auto per_layer = [num_layers](const char* what, const auto& values) {
     if (!values.empty() && values.size() != static_cast<size_t>(num_layers)) {
-      throw InvalidArgument(std::string("KV calibration: got ") + what + " of " +
-                            std::to_string(values.size()) + " layers, the model has " +
+      throw InvalidArgument(std::string("The KV calibration has ") + what + " of " +
+                            std::to_string(values.size()) + " layers, but the model has " +
                             std::to_string(num_layers));
     }
     return !values.empty();
@@ -63,7 +63,7 @@ std::unique_ptr<KvStatistics> MakeStatistics(const ModelConfig& model, const Eng
     return nullptr;
   }
   if (device.capability().is_cuda) {
-    throw InvalidArgument("collect_kv_statistics: got True, is there on CPU only");
+    throw InvalidArgument("collect_kv_statistics works only on the CPU. Set it to False.");
   }
   return std::make_unique<KvStatistics>(model.num_layers, model.num_kv_heads, model.head_dim);
 }

@@ -1,7 +1,6 @@
 #pragma once
 
-// ④⑤ What an engine holds while it runs: the model, the cache, who owns its blocks, and the steps
-// over them.
+// ④⑤ The state of a running engine: model, KV cache, block management and steps.
 
 #include <cstdint>
 #include <memory>
@@ -18,11 +17,12 @@
 
 namespace turbomind {
 
-// Made by whoever makes the engine, then the engine thread's alone. With it goes all memory of the
-// model and the cache.
+// The thread that constructs the engine constructs this; afterwards only the engine thread uses it.
+// Destroying it frees all memory of the model and the cache.
 struct EngineState {
-  // `plan`: of the same arguments. Throws InvalidArgument for a wrong calibration, a cache that the
-  // device has no kernels for, or statistics that it cannot collect; std::bad_alloc.
+  // `plan` must be made from the same arguments. Throws InvalidArgument for a wrong calibration,
+  // for a cache that the device has no kernels for, and for statistics that it cannot collect.
+  // Throws std::bad_alloc if memory is short.
   EngineState(const ModelConfig& model, const EngineConfig& config, const MemoryPlan& plan,
               int64_t free_bytes, std::shared_ptr<const Weights> weights,
               std::shared_ptr<Device> target);
@@ -34,7 +34,7 @@ struct EngineState {
   KvCache cache;
   SequenceManager manager;
   Scheduler scheduler;
-  const std::unique_ptr<KvStatistics> statistics;  // null: not collected
+  const std::unique_ptr<KvStatistics> statistics;  // null if not collected
   Decoder decoder;
   OutputProcessor generation;
 };

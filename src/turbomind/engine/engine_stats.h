@@ -18,12 +18,12 @@ struct EngineStats {
   int64_t window16_blocks_active = 0;
   int64_t prefix_queried_tokens = 0;
   int64_t prefix_hit_tokens = 0;
-  int64_t prefix_cut_tokens = 0;  // found quantized, not used for want of a 16-bit copy
+  int64_t prefix_cut_tokens = 0;  // found as quantized blocks, unused without a 16-bit copy
   int64_t num_preemptions = 0;
   int64_t num_steps = 0;
   int64_t prompt_tokens = 0;
   int64_t generated_tokens = 0;
-  int64_t num_nonfinite = 0;  // NaN and infinities met when K and V were quantized
+  int64_t num_nonfinite = 0;  // NaN and infinite values found while quantizing K and V
   // Values beyond the range of their format, by layer group.
   struct Clipped {
     int window = 0;  // 0: full attention

@@ -1,4 +1,4 @@
-// What the pools will take, computed before anything is allocated.
+// Computes the sizes of the pools before anything is allocated.
 
 #include "turbomind/engine/memory_plan.h"
 
@@ -18,7 +18,7 @@ namespace {
 void RequirePositive(const char* field, int got, const char* flag) {
   constexpr int kLimit = 1 << 24;
   if (got < 1 || got > kLimit) {
-    throw InvalidArgument(std::string(field) + ": got " + std::to_string(got) + ", want 1 to " +
+    throw InvalidArgument(std::string(field) + " is " + std::to_string(got) + ". It must be 1 to " +
                           std::to_string(kLimit) + " (" + flag + ")");
   }
 }
@@ -35,13 +35,14 @@ bool HasRoom(const std::vector<int64_t>& blocks, const std::vector<int64_t>& nee
   return std::ranges::equal(blocks, needed, std::greater_equal<>());
 }
 
-// Bytes of so many blocks of each pool.
+// Returns the bytes of the given blocks of each pool.
 int64_t PoolBytes(const std::vector<LayerGroup>& groups, const std::vector<int64_t>& blocks) {
   const std::vector<int64_t> bytes = BlockBytes(groups);
   return std::inner_product(blocks.begin(), blocks.end(), bytes.begin(), int64_t{0});
 }
 
-// 16-bit blocks of a sequence longer than every window, between steps, its last block full.
+// Returns the bytes of the 16-bit blocks of a sequence longer than every window, between steps,
+// with its last block full.
 int64_t LongSequenceWindow16Bytes(const std::vector<LayerGroup>& groups) {
   constexpr int64_t kLong = int64_t{1} << 40;
   int64_t bytes = 0;
@@ -51,7 +52,8 @@ int64_t LongSequenceWindow16Bytes(const std::vector<LayerGroup>& groups) {
   return bytes;
 }
 
-// Tokens of as many sequences of session_len as run at once, in pools of one group.
+// Returns the tokens that the pools of one group hold in sequences of session_len, with
+// max_batch_size sequences running.
 int64_t TokensThatFit(const LayerGroup& group, int64_t quantized, int64_t window16,
                       const EngineConfig& config) {
   if (group.rule.enabled()) {
@@ -62,7 +64,7 @@ int64_t TokensThatFit(const LayerGroup& group, int64_t quantized, int64_t window
   return quantized * config.cache_block_seq_len;
 }
 
-// The longest sequence, at most session_len, that pools of so many blocks hold.
+// Returns the length, up to session_len, of the longest sequence that these pools hold.
 int64_t LongestSequence(const std::vector<LayerGroup>& groups, const std::vector<int64_t>& blocks,
                         const EngineConfig& config) {
   int64_t fits = 0;
@@ -74,27 +76,30 @@ int64_t LongestSequence(const std::vector<LayerGroup>& groups, const std::vector
   return fits;
 }
 
-// GPU memory beside weights, pools and the decoder's scratch: the workspace of the ops (flattened
-// prefixes, copies of activations in 16 bit, cuBLASLt's own) and recorded steps.
+// GPU memory in addition to weights, pools and the decoder's scratch: the ops' workspace and
+// recorded steps. The workspace holds flattened prefixes, 16-bit copies of activations, and
+// cuBLASLt's own workspace.
 constexpr int64_t kGpuWorkspaceBytes = int64_t{512} << 20;
 
 int64_t ScratchBytes(const ModelConfig& model, const EngineConfig& config, bool is_cpu) {
   return DecoderScratch().Place(model, PlanStep(config, is_cpu), nullptr);
 }
 
-// Taken before the pools get their share. A CPU's pages come one by one, as they are touched.
+// Returns the bytes that are subtracted before the pools get their share. 0 on a CPU, which maps
+// pages as they are touched.
 int64_t StepBytes(const ModelConfig& model, const EngineConfig& config, bool is_cpu) {
   return is_cpu ? 0 : ScratchBytes(model, config, is_cpu) + kGpuWorkspaceBytes;
 }
 
-// What attention can compute; a KV format may ask for more (kv/layout.cc).
+// Checks the limits of attention. A KV format may be stricter (kv/layout.cc).
 void RequireHeadDim(int head_dim) {
   constexpr int kMultiple = 16;
   constexpr int kLimit = 256;
   if (head_dim % kMultiple != 0 || head_dim > kLimit) {
-    throw InvalidArgument("head_dim: got " + std::to_string(head_dim) + ", want a multiple of " +
-                          std::to_string(kMultiple) + " of at most " + std::to_string(kLimit) +
-                          "; use another model");
+    throw InvalidArgument("head_dim " + std::to_string(head_dim) +
+                          " is not supported. It must be a multiple of " +
+                          std::to_string(kMultiple) + " and at most " + std::to_string(kLimit) +
+                          ". Use another model.");
   }
 }
 
@@ -109,9 +114,9 @@ void ValidateEngineConfig(const EngineConfig& config) {
   constexpr double kMaxBlocks = 1 << 30;
   if (!std::isfinite(count) || count <= 0 || count > kMaxBlocks ||
       (count > 1 && count != std::floor(count))) {
-    throw InvalidArgument("cache_max_entry_count: got " + std::to_string(count) +
-                          ", want a share of the free memory in (0, 1) or a whole number of "
-                          "blocks (--cache-max-entry-count)");
+    throw InvalidArgument("cache_max_entry_count is " + std::to_string(count) +
+                          ". It must be a share of the free memory in (0, 1) or a whole number of "
+                          "blocks (--cache-max-entry-count).");
   }
 }
 
@@ -120,9 +125,9 @@ KvCacheConfig CacheConfig(const ModelConfig& model, const EngineConfig& config) 
                                           model.head_dim, config.cache_block_seq_len, model.dtype);
   if (!config.kv_layers.empty()) {
     if (config.kv_layers.size() != cache.layers.size()) {
-      throw InvalidArgument("kv_cache_format: got formats of " +
-                            std::to_string(config.kv_layers.size()) + " layers, the model has " +
-                            std::to_string(cache.layers.size()));
+      throw InvalidArgument("kv_cache_format has formats for " +
+                            std::to_string(config.kv_layers.size()) +
+                            " layers, but the model has " + std::to_string(cache.layers.size()));
     }
     cache.layers = config.kv_layers;
   }
@@ -148,8 +153,9 @@ int StepTokens(const EngineConfig& config) {
 }
 
 StepLimits PlanStep(const EngineConfig& config, bool is_cpu) {
-  // On a CPU activations stay near the cores; a GPU reads all weights again for each piece. Logits
-  // are a few MB on a CPU at any vocabulary, and rows enough to share a pass over the head.
+  // On a CPU, small pieces keep activations near the cores; a GPU reads all weights again for each
+  // piece. The logits take a few MB on a CPU at any vocabulary size, and the rows are enough to
+  // share a pass over the head.
   constexpr int kCpuRows = 128;
   constexpr int kGpuRows = 2048;
   constexpr int kCpuLogitRows = 32;
@@ -181,7 +187,8 @@ std::vector<int64_t> PlanBlocks(const ModelConfig& model, const EngineConfig& co
   if (holds_one()) {
     return blocks();
   }
-  // Less than one sequence of session_len: share by the longest one that every pool holds.
+  // The pools hold less than one sequence of session_len. They are sized for the longest sequence
+  // that fits into every pool.
   int64_t fits = 0;
   int64_t too_long = demand.session_len;
   while (too_long - fits > 1) {
@@ -212,12 +219,11 @@ MemoryPlan PlanMemory(const ModelConfig& model, const EngineConfig& config, int6
       groups, 1, {.session_len = config.cache_block_seq_len, .chunk = StepTokens(config)});
   if (!HasRoom(blocks, min_value)) {
     throw InvalidArgument(
-        "KV cache: cache_max_entry_count " + std::to_string(config.cache_max_entry_count) + " of " +
-        std::to_string(free_bytes) + " free bytes, less " +
-        std::to_string(StepBytes(model, config, is_cpu)) +
-        " bytes of a step (--max-prefill-token-num), does not hold one sequence of one block, "
-        "which takes " +
-        std::to_string(PoolBytes(groups, min_value)) + " bytes (--cache-max-entry-count)");
+        "The KV cache does not hold one sequence of one block. cache_max_entry_count is " +
+        std::to_string(config.cache_max_entry_count) + " of " + std::to_string(free_bytes) +
+        " free bytes, of which a step needs " + std::to_string(StepBytes(model, config, is_cpu)) +
+        " bytes (--max-prefill-token-num). Such a sequence needs " +
+        std::to_string(PoolBytes(groups, min_value)) + " bytes. Raise --cache-max-entry-count.");
   }
   MemoryPlan plan;
   plan.reserved_bytes = PoolBytes(groups, blocks);

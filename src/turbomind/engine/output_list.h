@@ -1,6 +1,6 @@
 #pragma once
 
-// ⑧ Outputs on their way from the step to the client.
+// ⑧ Passes outputs from the step to the client.
 
 #include <cstddef>
 #include <span>
@@ -11,10 +11,9 @@
 
 namespace turbomind {
 
-// A list that takes outputs by swapping them for blank ones, which have room for a token: a
-// sequence gets a blank for the one that it gives away, and writes its next token into memory that
-// somebody else allocated. So a step allocates no output as long as the blanks last; beyond them
-// the list grows. Not thread-safe.
+// A list that swaps each added output for a blank one with room for a token. The sequence writes
+// its next token into the blank, whose memory another thread allocated. A step therefore allocates
+// no output until the blanks run out; then the list grows. Not thread-safe.
 class OutputList {
  public:
   OutputList() = default;
@@ -36,17 +35,18 @@ class OutputList {
     std::swap(items_[size_++], output);
   }
 
-  // REQUIRES: the outputs have been handed on (swapped for blanks), or nobody wants them.
+  // Removes all outputs and keeps their memory as blanks. REQUIRES: the outputs were passed on
+  // (swapped for blanks) or are not needed.
   void Clear() { size_ = 0; }
 
-  // The outputs without the blanks left over.
+  // Returns the outputs without the remaining blanks.
   std::vector<RequestOutput> TakeItems() && {
     items_.resize(size_);
     return std::move(items_);
   }
 
  private:
-  std::vector<RequestOutput> items_;  // the first size_ are outputs, the others blank
+  std::vector<RequestOutput> items_;  // the first size_ are outputs, the others are blank
   size_t size_ = 0;
 };
 

@@ -1,4 +1,4 @@
-// ⑧ From a step's hidden states to tokens.
+// ⑧ Turns a step's hidden states into tokens.
 
 #include "turbomind/engine/output_processor.h"
 
@@ -10,10 +10,10 @@
 namespace turbomind {
 namespace {
 
-// Below, waking a thread costs more than the rows: 10 us of sampling.
+// With fewer logits, waking a thread costs more than the rows: 10 us of sampling.
 constexpr int64_t kMinParallelLogits = 1 << 15;
 
-// First of the positions [begin, end) of this step whose logits are needed.
+// Returns the first of the positions [begin, end) of this step whose logits are needed.
 int64_t FirstRow(const Sequence& sequence, int64_t begin, int64_t end) {
   const bool is_last = end == sequence.num_tokens();
   int64_t first = is_last ? end - 1 : end;
@@ -28,7 +28,7 @@ int64_t FirstRow(const Sequence& sequence, int64_t begin, int64_t end) {
   return first;
 }
 
-// Length of the longest stop sequence that the generated tokens end with.
+// Returns the length of the longest stop sequence at the end of the generated tokens.
 int64_t MatchedStop(const Sequence& sequence) {
   int64_t longest = 0;
   for (const std::vector<int32_t>& stop : sequence.request->stop_sequences) {
@@ -41,13 +41,13 @@ int64_t MatchedStop(const Sequence& sequence) {
   return longest;
 }
 
-// Whether nothing is asked of the row but the next token.
+// Returns whether the row is needed only to sample the next token.
 bool NeedsOnlyToken(const Sequence& sequence, int64_t position) {
   return position + 1 == sequence.num_tokens() &&
          sequence.request->logits_output == LogitsOutput::kNone;
 }
 
-// Whether the log-probability of the prompt's next token is asked for, and was not sent yet.
+// Returns whether the log-probability of the prompt's next token is requested and not sent yet.
 bool NeedsPromptToken(const Sequence& sequence, int64_t position) {
   return sequence.request->num_prompt_logprobs >= 0 && position + 1 < sequence.num_prompt &&
          position >= sequence.next_prompt_row;
@@ -148,7 +148,7 @@ void OutputProcessor::SampleOnDevice(std::span<Row> rows, Decoder& decoder) {
   }
 }
 
-// Fills read_rows_; null where no row is needed.
+// Copies logits to the host and fills read_rows_. Returns null if no row is needed.
 float* OutputProcessor::ReadLogits(std::span<const Row> rows, Decoder& decoder) {
   read_rows_.clear();
   for (size_t i = 0; i < rows.size(); ++i) {
@@ -206,7 +206,7 @@ void OutputProcessor::ComputePromptLogprobs(std::span<Row> rows, const float* lo
       prompt_logprobs_[static_cast<size_t>(item)] =
           PromptLogprobs(*row->sequence, row->position, row_logits, vocab_size_);
     } catch (const std::exception&) {
-      // HandleRow tries again, where it can end the request.
+      // HandleRow retries, because it can end the request.
     }
   });
 }
@@ -232,7 +232,7 @@ void OutputProcessor::TakeMask(SequenceRows& run) {
   const Row& last = run.rows[run.num_rows - 1];
   Sequence& sequence = *last.sequence;
   if (last.position + 1 < sequence.num_tokens() || sequence.request->max_new_tokens == 0) {
-    return;  // it chooses no token
+    return;  // no token is sampled
   }
   try {
     run.mask = masks_.Wait(sequence);

@@ -19,11 +19,13 @@ Scheduler::Scheduler(const SchedulerConfig& config, SequenceManager& manager,
       groups_(groups),
       batch_(static_cast<int>(groups.size())),
       promised_(static_cast<size_t>(manager.num_pools())) {
-  Check(config_.max_batch_size > 0 && config_.max_step_tokens > 0, "a step has room");
+  Check(config_.max_batch_size > 0 && config_.max_step_tokens > 0,
+        "max_batch_size and max_step_tokens must be positive");
 }
 
 void Scheduler::Add(std::unique_ptr<Sequence> sequence) {
-  Check(waiting_.empty() || waiting_.back()->arrival < sequence->arrival, "arrivals ascend");
+  Check(waiting_.empty() || waiting_.back()->arrival < sequence->arrival,
+        "sequences must be added in order of arrival");
   waiting_.push_back(std::move(sequence));
 }
 
@@ -35,7 +37,8 @@ const Batch& Scheduler::Plan() {
   int64_t budget = config_.max_step_tokens;
   const int64_t preemptions_before = stats_.num_preemptions;
   for (const bool decode : {true, false}) {
-    // By index: planning one may preempt the newest ones, at the end.
+    // Uses indices, because planning a sequence may preempt the newest ones at the end of the
+    // queue.
     for (size_t i = 0; i < running_.size(); ++i) {
       Sequence& sequence = *running_[i];
       if ((sequence.num_missing() == 1) == decode) {
@@ -47,7 +50,8 @@ const Batch& Scheduler::Plan() {
     budget -= Admit(budget);
   }
   Build();
-  Check(!batch_.empty() || (waiting_.empty() && running_.empty()), "something can run");
+  Check(!batch_.empty() || (waiting_.empty() && running_.empty()),
+        "at least one sequence must be able to run");
   return batch_;
 }
 
@@ -78,7 +82,7 @@ void Scheduler::PreemptNewest() {
   ++stats_.num_preemptions;
 }
 
-// Starts waiting sequences while there is room; returns how many tokens they take.
+// Starts waiting sequences while there is room. Returns the number of tokens planned for them.
 int64_t Scheduler::Admit(int64_t budget) {
   const int max_value = std::min(config_.max_batch_size, config_.max_step_tokens);
   int64_t used = 0;
@@ -110,15 +114,15 @@ int64_t Scheduler::Admit(int64_t budget) {
   return used;
 }
 
-// Blocks that a sequence will still ask for until all its tokens are computed.
+// Returns the blocks that a sequence will still need until all its tokens are computed.
 int64_t Scheduler::BlocksToCome(const Sequence& sequence, int pool) const {
   return manager_.BlocksToCome(sequence.request->id, pool, sequence.num_tokens(),
                                config_.max_step_tokens);
 }
 
-// Blocks that the running sequences will still take for their prompts, by pool. In 16-bit pools a
-// step's chunk would count for each of them, but while there is room in the step for another
-// sequence, all tokens of those that run are in it and have their slots.
+// Computes, by pool, the blocks that running sequences will still need for their prompts. A step's
+// chunk is not added per sequence in 16-bit pools: while the step has room for another sequence, it
+// contains all tokens of the running ones, and these have their slots.
 void Scheduler::CountPromised() {
   std::fill(promised_.begin(), promised_.end(), 0);
   for (const auto& sequence : running_) {
@@ -132,7 +136,7 @@ bool Scheduler::UsesPrefixCache(const Sequence& sequence) const {
   return manager_.enable_prefix_caching() && sequence.may_use_prefix_cache();
 }
 
-// Alone, a sequence always starts: it was checked when it came.
+// Returns whether a sequence fits. It always fits alone, because Submit checked it.
 bool Scheduler::Fits(const Sequence& sequence) const {
   if (running_.empty()) {
     return true;
@@ -147,8 +151,9 @@ bool Scheduler::Fits(const Sequence& sequence) const {
   return true;
 }
 
-// Of a created sequence. It waits for whole blocks of tokens that it has in common with one that
-// runs, and only for those of this step: where they turn out to be of no use, it waits no longer.
+// Returns whether a created sequence should wait for the prefix cache. It waits for whole blocks
+// that it shares with a running sequence and that this step computes. If they turn out to be
+// unusable, it does not wait again.
 bool Scheduler::AwaitsPrefix(const Sequence& sequence) const {
   if (!UsesPrefixCache(sequence)) {
     return false;
@@ -190,7 +195,7 @@ void Scheduler::Build() {
   batch_.Finish();
 }
 
-// A group's tables of both pools have the same length.
+// Relies on equal table lengths in both pools of a group.
 void Scheduler::BuildTables(int group) {
   const int num_groups = static_cast<int>(groups_.size());
   const bool has_window16 = groups_[static_cast<size_t>(group)].rule.enabled();
@@ -232,7 +237,7 @@ std::unique_ptr<Sequence> Scheduler::Remove(const Sequence* sequence) {
     }
     return taken;
   }
-  throw InternalError("a sequence that neither waits nor runs");
+  throw InternalError("the sequence is neither waiting nor running");
 }
 
 void Scheduler::Abandon() {

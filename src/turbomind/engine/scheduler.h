@@ -1,6 +1,6 @@
 #pragma once
 
-// ⑤ Plans steps: which sequences run, how many tokens each, who waits, who is preempted.
+// ⑤ Plans steps: which sequences run with how many tokens, which wait and which are preempted.
 
 #include <cstdint>
 #include <deque>
@@ -19,52 +19,56 @@ struct SchedulerConfig {
 };
 
 struct SchedulerStats {
-  int64_t prompt_tokens = 0;  // of admitted sequences, cached ones included
+  int64_t prompt_tokens = 0;  // of admitted sequences, cached tokens included
   int64_t prefix_queried_tokens = 0;
   int64_t prefix_hit_tokens = 0;
   int64_t prefix_cut_tokens = 0;  // SequenceManager::num_cut
   int64_t num_preemptions = 0;
 };
 
-// The planner. It touches block ids and tokens alone, never a device: the same calls give the same
-// plans, so that a test can replay them.
+// Plans the steps. It works on block ids and tokens and never uses a device. The same calls give
+// the same plans, so a test can replay them.
 //
-// Each step, within max_step_tokens new tokens:
+// Each step plans, within max_step_tokens new tokens:
 //   1. sequences that decode, oldest first;
-//   2. sequences in the middle of their prompt, oldest first, each as large a chunk as is left;
-//   3. waiting ones, oldest first, while their whole prompt fits beside what is promised to those
-//      that run, in every pool. None overtakes another, so none starves. One that would compute
-//      twice what this step computes anyway (the n answers of a prompt, questions on one text)
-//      waits for the prefix cache to have it, where that is at least half of its work and those
-//      behind it begin alike: they wait with it.
-// Where no block is free for a sequence that runs, the newest running one is preempted: its blocks
-// are freed and it waits at its old place, to be computed again (cached blocks permitting).
+//   2. sequences in the middle of their prompt, oldest first, each with the largest chunk left;
+//   3. waiting sequences, oldest first. A sequence starts if its whole prompt fits into every pool,
+//      in addition to the blocks promised to running sequences. No sequence overtakes another, so
+//      none starves. A sequence may wait for the prefix cache if this step computes at least half
+//      of its work anyway (n choices of one prompt, questions about one text). It waits only if
+//      the sequences after it start with the same tokens, because they wait with it.
+// If no block is free for a running sequence, the newest running sequence is preempted. Its blocks
+// are freed and it returns to its place in the queue. It is computed again, except for tokens that
+// are still cached.
 //
-// A step is planned when the one before it has ended. Counted by step_guard (benchmarks/cpp), Plan
-// and StepDone take 1,300 instructions for one decoding sequence and 28,000 for 32: some 10 us, a
-// thousandth of a step on CPU, where a thread that plans meanwhile would take a core from the ops.
-// A device that runs a step on its own could be planned for ahead: of a step's result, Plan needs
-// only which sequences have ended; Batch::Add is where chosen tokens enter.
+// A step is planned after the previous one has ended. step_guard (benchmarks/cpp) counts 1,300
+// instructions for Plan and StepDone with one decoding sequence, and 28,000 with 32. That is about
+// 10 us, a thousandth of a step on a CPU. A thread that plans ahead would take a core from the ops.
+// For a device that runs steps asynchronously, planning ahead is possible: Plan only needs to know
+// which sequences have ended. Sampled tokens enter in Batch::Add.
 //
 // Invariants:
 //  1. Every running sequence is older than every waiting one (by `arrival`).
-//  2. At most min(max_batch_size, max_step_tokens) run, so that each of them advances each step.
+//  2. At most min(max_batch_size, max_step_tokens) sequences run, so each of them can advance in
+//     each step.
 //  3. While anything waits or runs, Plan() returns a batch that is not empty. This holds because
-//     requests that could not run alone are refused before (MemoryPlan::max_sequence_tokens).
-// Engine thread only.
+//     requests that could not run alone are rejected before (MemoryPlan::max_sequence_tokens).
+// Only the engine thread may use it.
 class Scheduler {
  public:
   Scheduler(const SchedulerConfig& config, SequenceManager& manager,
             const std::vector<LayerGroup>& groups);
 
   void Add(std::unique_ptr<Sequence> sequence);
-  // The next step; valid until the next call. Empty when there is nothing to do.
+  // Plans the next step. The batch is valid until the next call and empty if there is nothing to
+  // do.
   const Batch& Plan();
-  // The planned step has run: its K and V are written. Committed blocks enter the prefix cache.
+  // Records that the planned step has run and its K and V are written. Committed blocks enter the
+  // prefix cache.
   void StepDone();
-  // Takes a sequence out, in whatever state, and frees its blocks.
+  // Removes a sequence in any state and frees its blocks.
   std::unique_ptr<Sequence> Remove(const Sequence* sequence);
-  // Forgets all sequences and leaves their blocks as they are: nothing will run again.
+  // Drops all sequences without freeing their blocks. Nothing may run afterwards.
   void Abandon();
 
   const std::deque<std::unique_ptr<Sequence>>& waiting() const { return waiting_; }
@@ -72,7 +76,7 @@ class Scheduler {
   const SchedulerStats& stats() const { return stats_; }
 
  private:
-  // Plans up to `budget` tokens of a running sequence; returns how many.
+  // Plans up to `budget` tokens of a running sequence. Returns the number planned.
   int64_t PlanRunning(Sequence& sequence, int64_t budget);
   void PreemptNewest();
   int64_t Admit(int64_t budget);
@@ -90,7 +94,7 @@ class Scheduler {
   std::deque<std::unique_ptr<Sequence>> waiting_;  // by arrival
   std::deque<std::unique_ptr<Sequence>> running_;  // by arrival
   Batch batch_;
-  std::vector<int64_t> promised_;  // by pool, of one admission
+  std::vector<int64_t> promised_;  // by pool, for one admission
   SchedulerStats stats_;
 };
 

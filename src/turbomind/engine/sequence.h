@@ -10,13 +10,13 @@
 
 namespace turbomind {
 
-// Engine thread only. `request` is shared with the submitter, who may set its cancel flag.
+// Only the engine thread may use it. The submitter shares `request` and may set its cancel flag.
 //
 // Invariants:
-//  1. tokens = prompt, then generated; it never shrinks. A preempted sequence computes all of it
-//     again, generated tokens as prompt.
+//  1. tokens = prompt, then generated tokens; it never shrinks. A preempted sequence computes all
+//     of it again and treats generated tokens as part of the prompt.
 //  2. num_computed < tokens.size() between steps, until the sequence is finished.
-//  3. `output` collects what the current step adds; the engine empties it after each step.
+//  3. `output` collects the results of the current step; the engine empties it after each step.
 struct Sequence {
   std::shared_ptr<Request> request;
   uint64_t arrival = 0;  // order of Submit: first come, first served
@@ -28,14 +28,14 @@ struct Sequence {
   int cached_tokens = 0;        // at the first admission
   int64_t next_prompt_row = 0;  // first position whose prompt log-probabilities were not yet sent
   int64_t next_logits_row = 0;  // first position whose logits were not yet sent (kAll)
-  int64_t num_tokens_sent = 0;  // generated tokens that token_mask has seen
+  int64_t num_tokens_sent = 0;  // generated tokens already passed to token_mask
   RequestOutput output;
 
   int64_t num_tokens() const { return static_cast<int64_t>(tokens.size()); }
   int64_t num_generated() const { return num_tokens() - num_prompt; }
   int64_t num_missing() const { return num_tokens() - num_computed; }
   bool finished() const { return output.finish_reason != FinishReason::kNone; }
-  // Rows of cached tokens would be missing from the answer.
+  // Returns false if the output needs rows that cached tokens would not compute.
   bool may_use_prefix_cache() const {
     return request->num_prompt_logprobs < 0 && request->logits_output != LogitsOutput::kAll;
   }

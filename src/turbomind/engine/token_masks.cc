@@ -21,7 +21,7 @@ TokenMasks::~TokenMasks() {
 }
 
 void TokenMasks::Begin(const Batch& batch) {
-  Check(num_mask_requests_ == 0, "the step before has ended");
+  Check(num_mask_requests_ == 0, "the previous step must have ended");
   for (Sequence* sequence : batch.sequences) {
     const Request& request = *sequence->request;
     const bool chooses = sequence->num_computed + sequence->num_planned == sequence->num_tokens() &&
@@ -54,7 +54,7 @@ std::span<const uint32_t> TokenMasks::Wait(const Sequence& sequence) {
   const auto end = mask_requests_.begin() + static_cast<std::ptrdiff_t>(num_mask_requests_);
   const auto found =
       std::ranges::find(mask_requests_.begin(), end, &sequence, &MaskRequest::sequence);
-  Check(found != end, "the sequence's mask was asked for");
+  Check(found != end, "Begin must have started the sequence's mask");
   WaitFor(static_cast<size_t>(found - mask_requests_.begin()) + 1);
   if (found->error != nullptr) {
     std::rethrow_exception(found->error);
@@ -112,8 +112,9 @@ void TokenMasks::Compute(MaskRequest& mask_request) const {
     mask_request.continues =
         mask_request.request->token_mask(mask_request.new_tokens, mask_request.mask);
     if (mask_request.mask.size() != num_words_) {
-      throw InvalidArgument("token_mask: got " + std::to_string(mask_request.mask.size()) +
-                            " words, want " + std::to_string(num_words_) + "; change the callback");
+      throw InvalidArgument("token_mask returned " + std::to_string(mask_request.mask.size()) +
+                            " words, but must return " + std::to_string(num_words_) +
+                            ". Change the callback.");
     }
   } catch (const InvalidArgument&) {
     mask_request.error = std::current_exception();

@@ -1,6 +1,6 @@
 #pragma once
 
-// ⑧ Which tokens the sequences of a step may choose, asked for while the device runs the step.
+// ⑧ Gets the token masks of a step's sequences while the device runs the step.
 
 #include <condition_variable>
 #include <cstdint>
@@ -16,38 +16,39 @@
 
 namespace turbomind {
 
-// A callback may wait for a lock for long (Python's): a thread of this class's own calls them, one
-// after the other in the order of the batch, and the engine's waits only for an answer that is not
-// there yet.
+// A callback may wait for a lock for a long time (Python's). Therefore a separate thread makes the
+// calls, one after another in batch order. The engine thread waits only for masks that are not
+// ready.
 //
-// Each Begin is followed by an End, or a Drop where the step has failed. What belongs to a request
-// is held until then and no longer, so that a request that ends meanwhile may go. Engine thread
-// only.
+// Each Begin is followed by End, or by Drop if the step failed. A request's data is held until then
+// and no longer, so that a request that ends meanwhile can be destroyed. Only the engine thread may
+// use it.
 class TokenMasks {
  public:
-  // Starts the thread. Throws std::system_error when the system gives none.
+  // Starts the thread. Throws std::system_error if it cannot be created.
   explicit TokenMasks(int vocab_size);
   ~TokenMasks();
   TokenMasks(const TokenMasks&) = delete;
   TokenMasks& operator=(const TokenMasks&) = delete;
 
-  // Begins to ask for each sequence with a mask that the planned batch brings to its next token,
-  // and notes in num_tokens_sent what it is told. REQUIRES: Scheduler::StepDone was not called yet.
+  // Starts computing the masks of all sequences that get their next token from the planned batch.
+  // Updates num_tokens_sent. REQUIRES: Scheduler::StepDone was not called yet.
   void Begin(const Batch& batch);
 
-  // The answer for a sequence: [ceil(vocab / 32)] words, valid until End; empty where generation
-  // must stop. Waits for it. Throws what the callback threw (InvalidArgument as it is, others as
-  // std::runtime_error) and InvalidArgument for a mask of another size. REQUIRES: it was asked for.
+  // Waits for a sequence's mask and returns it: [ceil(vocab / 32)] words, valid until End; empty if
+  // generation must stop. Rethrows InvalidArgument from the callback; other exceptions become
+  // std::runtime_error. Throws InvalidArgument for a mask of the wrong size. REQUIRES: Begin
+  // started the sequence's mask.
   std::span<const uint32_t> Wait(const Sequence& sequence);
 
-  // Waits for the answers that nobody took.
+  // Waits for all remaining masks.
   void End();
-  // The same, without asking those that were not asked yet.
+  // Like End, but skips masks whose callback has not started yet.
   void Drop();
 
  private:
   struct MaskRequest {
-    const Sequence* sequence = nullptr;  // to be found by, never followed
+    const Sequence* sequence = nullptr;  // used as a key, never dereferenced
     std::shared_ptr<Request> request;
     std::vector<int32_t> new_tokens;
     std::vector<uint32_t> mask;
@@ -59,8 +60,8 @@ class TokenMasks {
   void WaitFor(size_t num_ready);
 
   size_t num_words_;
-  // Of the step the first num_mask_requests_, in the memory of those before; changed only while the
-  // thread waits.
+  // The first num_mask_requests_ belong to this step; the others keep memory for later steps.
+  // Changed only while the thread waits.
   std::vector<MaskRequest> mask_requests_;
   size_t num_mask_requests_ = 0;
   std::mutex mutex_;

@@ -57,11 +57,10 @@ struct BlockCounts {
 //  2. A block's users are exactly the sequences that have it in their tables.
 //  3. A block is kept if and only if it is in the trie. Only whole, written blocks are in the trie.
 //  4. Consider the blocks that the next query, at num_written, can see. A block that it reads as
-//  16-bit
-//     is in the 16-bit table. A block that it reads as quantized is in the quantized table only; if
-//     it is the first query to do so, the block may be in either table. Blocks outside the sliding
-//     window are in neither. Without a 16-bit window, every visible block is in the quantized
-//     table.
+//     16-bit is in the 16-bit table. A block that it reads as quantized is in the quantized table
+//     only; if it is the first query to do so, the block may be in either table. Blocks outside the
+//     sliding window are in neither. Without a 16-bit window, every visible block is in the
+//     quantized table.
 //  5. FP4: every scale byte of a block in the trie is one that an encoder stores.
 // An unknown or reused id is a bug in the caller and throws InternalError. Not thread-safe: only
 // the engine thread may use it.

@@ -7,35 +7,35 @@
 
 namespace turbomind {
 
-// Names, meaning and defaults as in lmdeploy.GenerationConfig.
+// Names, meaning and defaults match lmdeploy.GenerationConfig.
 struct SamplingParams {
   bool do_sample = false;  // false: greedy
   float temperature = 1.f;
-  int top_k = 0;  // 0: all
+  int top_k = 0;  // 0: no limit
   float top_p = 1.f;
   float min_p = 0.f;
   float repetition_penalty = 1.f;
   float presence_penalty = 0.f;
   float frequency_penalty = 0.f;
   uint64_t seed = 0;
-  int num_logprobs = -1;  // -1: none; 0: of the chosen token; n: and of the n most likely
+  int num_logprobs = -1;  // -1: none; 0: the sampled token; n: also the n most likely tokens
   std::vector<std::pair<int32_t, float>> logit_bias;
 };
 
-// Writes allowed tokens for the next position as a bitmask, [ceil(vocab / 32)] words, bit i % 32 of
-// word i / 32. `new_tokens` are the tokens chosen since the last call. Returns false when
-// generation must stop here. A thrown exception ends the request with kError; InvalidArgument says
-// that the request asked for what cannot be. Called by a thread that runs beside the step, for one
-// request at a time.
+// Writes the tokens allowed at the next position as a bitmask of [ceil(vocab / 32)] words: token i
+// is bit i % 32 of word i / 32. `new_tokens` are the tokens generated since the last call. Returns
+// false if generation must stop here. An exception ends the request with kError; InvalidArgument
+// means that the request itself was invalid. A separate thread makes the calls while the step runs,
+// for one request at a time.
 using TokenMaskFn =
     std::function<bool(const std::vector<int32_t>& new_tokens, std::vector<uint32_t>& mask)>;
 
-// The part of a request that decides its tokens.
+// The part of a request that determines its tokens.
 struct SamplingRequest {
   int min_new_tokens = 0;
   std::vector<int32_t> eos_ids;
   std::vector<std::vector<int32_t>> stop_sequences;  // token sequences of any length
-  std::vector<std::vector<int32_t>> bad_sequences;   // the last token of a match is never chosen
+  std::vector<std::vector<int32_t>> bad_sequences;   // the last token of a match is never sampled
   SamplingParams sampling;
   TokenMaskFn token_mask;
 };

@@ -89,7 +89,7 @@ TEST_CASE("a mask of another size ends its request alone") {
   };
   const RequestOutput output = RunOne(*engine, request);
   CHECK(output.finish_reason == FinishReason::kError);
-  CHECK(output.error.find("got 1 words, want 4") != std::string::npos);
+  CHECK(output.error.find("returned 1 words, but must return 4") != std::string::npos);
   CHECK(RunOne(*engine, MakeRequest(2, {1, 2, 3}, 4)).tokens.size() == 4);
 }
 
@@ -102,7 +102,7 @@ TEST_CASE("a head that attention cannot compute is refused before anything runs"
       PlanMemory(model, TinyEngineConfig(KvCacheMode::kNone), testing::kFreeBytes, true);
       FAIL("head_dim was taken");
     } catch (const InvalidArgument& error) {
-      CHECK(std::string(error.what()).find("head_dim: got " + std::to_string(head_dim)) == 0);
+      CHECK(std::string(error.what()).find("head_dim " + std::to_string(head_dim)) == 0);
     }
   }
 }

@@ -227,8 +227,8 @@ TEST_CASE("pairs that are not listed, and sizes that a mode cannot store, are re
   }
   CHECK(listed == 16);
   CHECK_THROWS_WITH_AS(Layout(OneLayer(kNv, kNv, 72)),
-                       "head_dim: got 72, wanted a multiple of 16 for quant_policy nvfp4; use "
-                       "another quant_policy",
+                       "head_dim 72 is not supported. It must be a multiple of 16 for quant_policy "
+                       "nvfp4. Use another quant_policy.",
                        InvalidArgument);
   CHECK_NOTHROW(Layout(OneLayer(kInt4, kInt4, 72)));
   CHECK_THROWS_AS(Layout(OneLayer(kInt4, kInt4, 71)), InvalidArgument);
