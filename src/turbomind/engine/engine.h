@@ -17,6 +17,7 @@
 namespace turbomind {
 
 // The engine: one thread that owns the scheduler, kv/ and the device.
+// Any thread may call Submit, Cancel, WaitOutputs and stats.
 class Engine {
  public:
   // Starts the engine thread. From then on only that thread may use `device`. Other threads may

@@ -1,5 +1,6 @@
-// ⑥⑦ The forward pass: embed; per layer attention and feed-forward, each behind a norm and added to
-// the residual; final norm and logits of the rows that need them.
+// ⑥⑦ The forward pass: embedding, then attention and feed-forward per layer, then final norm and
+// logits of the needed rows. Attention and feed-forward are each preceded by a norm and added to
+// the residual.
 
 #include "turbomind/model/decoder.h"
 
@@ -18,7 +19,7 @@
 namespace turbomind {
 namespace {
 
-// Part `index` of a linear layer.
+// Returns part `index` of a linear layer.
 MatrixView ViewPart(const LinearWeight& linear, size_t index = 0) {
   int64_t row = 0;
   for (size_t i = 0; i < index; ++i) {
@@ -59,7 +60,8 @@ MoeLayer ViewExperts(const ModelConfig& model, const MoeWeights& weights) {
   return layer;
 }
 
-// Such a step may be recorded and replayed: its ops do not depend on what is asked of it.
+// Returns whether the step may be recorded and replayed: its ops do not depend on the rows it
+// returns.
 bool DecodesOnly(const BatchView& batch) { return batch.num_decode == batch.num_seqs; }
 
 }  // namespace
@@ -71,21 +73,22 @@ Decoder::Decoder(DecoderConfig config, std::shared_ptr<const Weights> weights, D
       rope_(config_.model.rope),
       inv_freq_(device, rope_.inv_freq().data(), static_cast<int64_t>(rope_.inv_freq().size())) {
   ModelConfig& model = config_.model;
-  Check(config_.layers.size() == weights_->layers.size(), "one cache view per layer");
+  Check(config_.layers.size() == weights_->layers.size(), "there must be one cache view per layer");
   if (model.softmax_scale == 0.f) {
     model.softmax_scale = 1.f / std::sqrt(static_cast<float>(model.head_dim));
   }
   bool shifts_sinks = false;
   StepLimits& limits = config_.limits;
   Check(limits.max_tokens > 0 && limits.max_logit_rows > 0 && limits.ffn_rows > 0,
-        "a step has rows");
+        "max_tokens, max_logit_rows and ffn_rows must be positive");
   for (size_t i = 0; i < config_.layers.size(); ++i) {
     const bool removes_mean = config_.layers[i].k_mean != nullptr;
     limits.removes_mean = limits.removes_mean || removes_mean;
     shifts_sinks = shifts_sinks || (removes_mean && !weights_->layers[i].sinks.empty());
     const MoeWeights& moe = weights_->layers[i].moe;
     const int num_experts = model.moe.HasExperts(static_cast<int>(i)) ? model.moe.num_experts : 0;
-    Check(moe.experts.size() == static_cast<size_t>(num_experts), "the weights have the experts");
+    Check(moe.experts.size() == static_cast<size_t>(num_experts),
+          "the weights must have every expert");
     experts_.push_back(ViewExperts(model, moe));
     const LayerCache& cache = config_.layers[i];
     const auto group = static_cast<size_t>(cache.group);
@@ -101,7 +104,7 @@ Decoder::Decoder(DecoderConfig config, std::shared_ptr<const Weights> weights, D
   memory_ = static_cast<std::byte*>(device_.Reserve(static_cast<size_t>(scratch_bytes_)));
   scratch_.Place(model, limits, memory_);
   if (!shifts_sinks) {
-    scratch_.q_dot_mean = nullptr;  // computed for sinks alone
+    scratch_.q_dot_mean = nullptr;  // needed only by layers with sinks
   }
 }
 
@@ -110,8 +113,9 @@ Decoder::~Decoder() { device_.Release(memory_, static_cast<size_t>(scratch_bytes
 void Decoder::Forward(const DecoderInput& input) {
   const BatchView& batch = input.batch.front();
   Check(batch.num_tokens > 0 && batch.num_tokens <= config_.limits.max_tokens,
-        "the step fits the scratch");
-  Check(input.rows.empty() || input.rows.back() < batch.num_tokens, "the step has the rows");
+        "the step must fit into the scratch memory");
+  Check(input.rows.empty() || input.rows.back() < batch.num_tokens,
+        "the requested rows must be tokens of the step");
   count_is_old_ = true;
   for (size_t i = 0; i < step_groups_.size(); ++i) {
     step_groups_[i].batch = input.batch[i];
@@ -174,7 +178,7 @@ void Decoder::GatherRows(std::span<const int32_t> rows, float* values, int64_t w
     const int32_t* from = rows.data() + first;
     const int64_t distance = *from - first;
     do {
-      ++end;  // of rows that follow one another, as many as do not overlap where they go: one copy
+      ++end;  // groups consecutive rows whose target does not overlap them into one copy
     } while (end < num_rows && end - first < distance &&
              rows[static_cast<size_t>(end)] == from[end - first - 1] + 1);
     if (distance > 0) {
@@ -185,8 +189,10 @@ void Decoder::GatherRows(std::span<const int32_t> rows, float* values, int64_t w
 }
 
 void Decoder::ComputeLogits(int first, int num_rows) {
-  Check(num_rows > 0 && num_rows <= config_.limits.max_logit_rows, "the logits fit the scratch");
-  Check(first >= 0 && first + num_rows <= num_rows_, "the step was asked for the rows");
+  Check(num_rows > 0 && num_rows <= config_.limits.max_logit_rows,
+        "the logits must fit into the scratch memory");
+  Check(first >= 0 && first + num_rows <= num_rows_,
+        "the rows must have been requested from Forward");
   const int64_t width = model().hidden_size;
   Norm(weights_->final_norm, scratch_.hidden + first * width, scratch_.selected, num_rows);
   const LinearPart head = {&weights_->output_head()};
@@ -212,7 +218,8 @@ bool Decoder::ArgMaxTokens(int32_t* tokens) {
 }
 
 bool Decoder::SampleTokens(std::span<const RowSampling> samplings, int32_t* tokens) {
-  Check(samplings.size() <= static_cast<size_t>(num_logit_rows_), "a row is sampled from once");
+  Check(samplings.size() <= static_cast<size_t>(num_logit_rows_),
+        "each row must be sampled at most once");
   if (!device_.SampleRows({.logits = scratch_.logits,
                            .samplings = samplings.data(),
                            .ids = scratch_.chosen,
@@ -254,11 +261,11 @@ size_t Decoder::OffsetOfClipped() const {
 }
 
 float* Decoder::ReadLogits(std::span<const int32_t> rows) {
-  Check(!rows.empty() && rows.back() < num_logit_rows_, "the logits have been computed");
+  Check(!rows.empty() && rows.back() < num_logit_rows_, "the logits must have been computed");
   num_logit_rows_ = 0;
   const int64_t width = model().vocab_size;
   const size_t row_bytes = static_cast<size_t>(width) * sizeof(float);
-  for (size_t i = 0; i < rows.size(); ++i) {  // what is read lies together
+  for (size_t i = 0; i < rows.size(); ++i) {  // makes the rows contiguous for one read
     const auto to = static_cast<int64_t>(i);
     if (rows[i] != to) {
       device_.Copy(scratch_.logits + to * width, scratch_.logits + rows[i] * width, row_bytes);
@@ -271,8 +278,8 @@ float* Decoder::ReadLogits(std::span<const int32_t> rows) {
   return static_cast<float*>(device_.ReadBack(scratch_.logits, rows.size() * row_bytes));
 }
 
-// qkv → Q ready for attention, K and V of this step in the cache, and blocks that leave the recent
-// window quantized.
+// Prepares Q for attention, writes the step's K and V to the cache, and quantizes blocks that leave
+// the 16-bit window.
 void Decoder::WriteKv(int index, const BatchView& batch) {
   const LayerWeights& layer = weights_->layers[static_cast<size_t>(index)];
   const LayerCache& cache = config_.layers[static_cast<size_t>(index)];
@@ -313,7 +320,7 @@ void Decoder::WriteKv(int index, const BatchView& batch) {
   }
 }
 
-// Q → attended, of sequences that decode and, where `include_prefill`, of the others.
+// Computes `attended` from Q for decode sequences and, if `include_prefill` is set, for the others.
 void Decoder::Attention(int index, const BatchView& batch, bool include_prefill) {
   const LayerWeights& layer = weights_->layers[static_cast<size_t>(index)];
   const LayerCache& cache = config_.layers[static_cast<size_t>(index)];
@@ -340,7 +347,7 @@ void Decoder::Attention(int index, const BatchView& batch, bool include_prefill)
   }
 }
 
-// normed → hidden += feed-forward, in chunks of rows.
+// Adds the feed-forward of `normed` to `hidden`, in chunks of rows.
 void Decoder::FeedForward(int index, int num_tokens) {
   const MoeLayer& experts = experts_[static_cast<size_t>(index)];
   for (int first = 0; first < num_tokens; first += config_.limits.ffn_rows) {
@@ -358,7 +365,7 @@ void Decoder::FeedForward(int index, int num_tokens) {
   }
 }
 
-// Rows of normed → the same rows of hidden += down(activation(gate_up(normed))).
+// Adds down(activation(gate_up(normed))) to `hidden` for the given rows.
 void Decoder::DenseFeedForward(const LayerWeights& layer, int64_t first, int num_rows) {
   const int64_t offset = first * model().hidden_size;
   Project(layer.gate_up, layer.gate_up.bias.data, scratch_.normed + offset,
@@ -373,11 +380,11 @@ void Decoder::DenseFeedForward(const LayerWeights& layer, int64_t first, int num
           {scratch_.hidden + offset, num_rows, true});
 }
 
-// Each part of the weight fills its own columns of y.
+// Writes each part of the weight to its own columns of y.
 void Decoder::Project(const LinearWeight& weight, const float* bias, const float* x,
                       const Output& out) {
   std::array<LinearPart, 3> parts;  // q, k and v
-  Check(weight.parts.size() <= parts.size(), "a linear layer has at most three parts");
+  Check(weight.parts.size() <= parts.size(), "a linear layer must have at most three parts");
   int64_t output = 0;
   for (size_t i = 0; i < weight.parts.size(); ++i) {
     parts[i] = {weight.parts[i].get(), bias != nullptr ? bias + output : nullptr};

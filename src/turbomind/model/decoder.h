@@ -1,7 +1,7 @@
 #pragma once
 
-// ⑤→⑧ One forward pass over one batch. What a step computes; not what it plans (engine/scheduler)
-// nor what it stores where (kv/).
+// ⑤→⑧ One forward pass over one batch. The decoder computes a step; engine/scheduler plans it and
+// kv/ decides where K and V are stored.
 
 #include <cstdint>
 #include <memory>
@@ -17,42 +17,44 @@
 
 namespace turbomind {
 
-// Where a layer's K and V of this step go and come from.
+// The cache of one layer: where this step's K and V are written and read.
 struct LayerCache {
   KvLayerView kv;
-  KvLayerView window16;  // data null where there is no 16-bit window
+  KvLayerView window16;  // data is null if there is no 16-bit window
   PrecisionWindow rule;
   const float* k_mean = nullptr;
-  int group = 0;   // of the batch views
+  int group = 0;   // index of the batch view
   int window = 0;  // 0: full attention
 };
 
-// Everything a decoder is made of but the weights and the device.
+// All parameters of a decoder except the weights and the device.
 struct DecoderConfig {
   ModelConfig model;
   std::vector<LayerCache> layers;  // one per layer
   bool rotate_k = false;
   bool search_scales = false;
-  StepLimits limits;  // removes_mean: also where `layers` say so
-  // Sees K and V of every step as they are stored, if set. On CPU only.
+  StepLimits limits;  // removes_mean is also set if a layer has k_mean
+  // If set, receives K and V of every step as they are stored. CPU only.
   KvStatistics* statistics = nullptr;
 };
 
-// One step's input. `batch` has one view per layer group: they differ in their block tables alone.
+// The input of one step. `batch` has one view per layer group; the views differ only in their block
+// tables.
 struct DecoderInput {
   const int32_t* tokens = nullptr;   // [num_tokens]
   std::span<const BatchView> batch;  // [num_groups]
-  // Token indices, ascending, whose logits may be asked for afterwards. Behind the last layer's
-  // attention a step that reads prompts goes on with these alone; without any it ends with K and V.
+  // Ascending token indices whose logits may be computed afterwards. After the last layer's
+  // attention, a prefill step keeps only these rows. If there are none, it stops once K and V are
+  // written.
   std::span<const int32_t> rows;
 };
 
-// A decoder over a device. Owns its scratch, sized once for the limits of a step; a step
-// allocates nothing.
+// A decoder on one device. It owns its scratch memory, sized once for the limits of a step, so a
+// step allocates nothing.
 //
 // Invariant: a row of the hidden states and of the logits depends on its own sequence alone, bit
-// for bit (each op's contract), whatever the batch, the chunking or the number of threads. Called
-// by the engine thread alone.
+// for bit. Batch, chunking and number of threads do not matter (each op guarantees this). Only the
+// engine thread may call it.
 class Decoder {
  public:
   // Throws std::bad_alloc.
@@ -61,28 +63,31 @@ class Decoder {
   Decoder(const Decoder&) = delete;
   Decoder& operator=(const Decoder&) = delete;
 
-  // Runs all layers; the hidden states of the input's rows stay until the next call.
-  // REQUIRES: num_tokens <= limits.max_tokens, every token id in the vocabulary, the blocks of
-  // every position present.
+  // Runs all layers. The hidden states of the input's rows are valid until the next call. REQUIRES:
+  // num_tokens <= limits.max_tokens, every token id is in the vocabulary, and every visible
+  // position has a block.
   void Forward(const DecoderInput& input);
 
-  // Logits of the input's rows [first, first + num_rows), for the functions that follow.
+  // Computes the logits of the input's rows [first, first + num_rows) for the following functions.
   // REQUIRES: num_rows <= max_logit_rows.
   void ComputeLogits(int first, int num_rows);
-  // Writes what ArgMaxRowsParams says of each of them, [num_rows]. False, and nothing is written,
-  // where the device leaves that to the host.
+  // Writes the argmax of each row (ArgMaxRowsParams), [num_rows]. Returns false and writes nothing
+  // if the device does not support it.
   bool ArgMaxTokens(int32_t* tokens);
-  // The same of SampleRowsParams, [samplings.size()]; their rows are of these.
+  // Samples tokens (SampleRowsParams), [samplings.size()], like ArgMaxTokens. The samples refer to
+  // the computed rows.
   bool SampleTokens(std::span<const RowSampling> samplings, int32_t* tokens);
-  // Some of them, ascending indices of [0, num_rows): [rows.size(), vocab_size] on the host, valid
-  // until the next call, free to overwrite. Then the logits are gone.
+  // Returns the logits of some rows, given as ascending indices in [0, num_rows): [rows.size(),
+  // vocab_size] on the host. They are valid until the next call and may be overwritten. The
+  // device's copy is lost.
   float* ReadLogits(std::span<const int32_t> rows);
 
   int max_logit_rows() const { return config_.limits.max_logit_rows; }
   int64_t scratch_bytes() const { return scratch_bytes_; }
-  // Of all steps up to the last whose tokens or logits were read: waits for nothing.
+  // Returns the count of all steps up to the last one whose tokens or logits were read. Does not
+  // wait.
   int64_t num_nonfinite() const { return num_nonfinite_; }
-  // The same of values that a format has clipped, by layer group.
+  // Like num_nonfinite, but counts the values that a KV format clipped, by layer group.
   std::span<const int64_t> num_clipped() const { return num_clipped_; }
 
  private:
@@ -94,7 +99,7 @@ class Decoder {
 
   void RunLayers(const DecoderInput& input);
   void Attention(int index, const BatchView& batch, bool include_prefill);
-  // Moves rows of [num_tokens, width] to its beginning.
+  // Moves rows of [num_tokens, width] to the beginning of `values`.
   void GatherRows(std::span<const int32_t> rows, float* values, int64_t width);
   void WriteKv(int index, const BatchView& batch);
   void FeedForward(int index, int num_tokens);
@@ -114,15 +119,15 @@ class Decoder {
   RopeTable rope_;
   DeviceArray inv_freq_;                // of rope_
   std::vector<StepGroup> step_groups_;  // by layer group
-  std::vector<MoeLayer> experts_;       // [num_layers], empty where a layer is dense
+  std::vector<MoeLayer> experts_;       // [num_layers], empty for dense layers
   int64_t scratch_bytes_ = 0;
   std::byte* memory_ = nullptr;
   DecoderScratch scratch_;
-  int num_rows_ = 0;        // whose hidden states are in the scratch
-  int num_logit_rows_ = 0;  // whose logits are
+  int num_rows_ = 0;        // rows whose hidden states are in the scratch
+  int num_logit_rows_ = 0;  // rows whose logits are in the scratch
   int64_t num_nonfinite_ = 0;
   std::vector<int64_t> num_clipped_;
-  bool count_is_old_ = false;  // the counts are those of an earlier step
+  bool count_is_old_ = false;  // the counts belong to an earlier step
 };
 
 }  // namespace turbomind

@@ -16,7 +16,7 @@ class Placer {
     num_bytes_ = std::max(num_bytes_, next_);
   }
 
-  // What is added next lies at next() bytes from the beginning; going back shares memory.
+  // Offset of the next buffer. Going back makes buffers share memory.
   int64_t next() const { return next_; }
   void GoBack(int64_t next) { next_ = next; }
 

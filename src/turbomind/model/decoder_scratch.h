@@ -8,38 +8,40 @@
 
 namespace turbomind {
 
-// What a step may ask of the decoder.
+// The limits of a step.
 struct StepLimits {
   int max_tokens = 0;         // new tokens of a step
   int max_logit_rows = 0;     // rows of logits at a time
-  int ffn_rows = 0;           // rows of a feed-forward at a time; the cut changes no result
-  bool removes_mean = false;  // K loses its mean in some layer
+  int ffn_rows = 0;           // rows of a feed-forward at a time; splitting does not change the
+                              // result
+  bool removes_mean = false;  // a layer subtracts K's mean
 };
 
-// The decoder's buffers, as arithmetic: the memory plan counts what the decoder reserves.
+// The decoder's buffers as an arithmetic layout, so that the memory plan counts exactly what the
+// decoder reserves.
 struct DecoderScratch {
-  // What the host reads after a step, side by side:
-  int64_t* num_nonfinite = nullptr;  // [1] counts all steps
-  int64_t* num_clipped = nullptr;    // [num_layers] counts all steps
-  int32_t* chosen = nullptr;         // [max_logit_rows] tokens that the device chose
-  // Of a step:
+  // Contiguous values that the host reads after a step:
+  int64_t* num_nonfinite = nullptr;  // [1] sum over all steps
+  int64_t* num_clipped = nullptr;    // [num_layers] sums over all steps
+  int32_t* chosen = nullptr;         // [max_logit_rows] tokens that the device sampled
+  // Buffers of a step:
   float* hidden = nullptr;    // [max_tokens, hidden]
   float* normed = nullptr;    // [max_tokens, hidden]
   float* cos = nullptr;       // [max_tokens, rope_dim / 2]
   float* sin = nullptr;       // [max_tokens, rope_dim / 2]
   float* selected = nullptr;  // [max_logit_rows, hidden]
   float* logits = nullptr;    // [max_logit_rows, vocab]
-  // Of a layer's attention:
+  // Buffers of a layer's attention:
   float* qkv = nullptr;         // [max_tokens, (heads + 2 kv_heads) * head_dim]
   float* attended = nullptr;    // [max_tokens, heads * head_dim]
-  float* q_dot_mean = nullptr;  // [max_tokens, heads]; where K loses its mean
-  // Of its feed-forward, in the same memory:
-  float* gate_up = nullptr;    // [ffn rows, 2 * intermediate]; where a layer is dense
+  float* q_dot_mean = nullptr;  // [max_tokens, heads]; for layers that subtract K's mean
+  // Buffers of its feed-forward, in the same memory:
+  float* gate_up = nullptr;    // [ffn rows, 2 * intermediate]; for dense layers
   float* activated = nullptr;  // [ffn rows, intermediate]
-  MoeScratch moe;              // for ffn rows; where a layer has experts
+  MoeScratch moe;              // for ffn rows; for layers with experts
 
-  // Lays the buffers out from `memory` on, each at a multiple of 64 bytes, and returns the bytes
-  // they take. With null it only counts.
+  // Places the buffers from `memory` on, each at a multiple of 64 bytes, and returns their size in
+  // bytes. With null it only computes the size.
   int64_t Place(const ModelConfig& model, const StepLimits& limits, std::byte* memory);
 };
 

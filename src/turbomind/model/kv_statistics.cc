@@ -32,7 +32,8 @@ int KvStatistics::Bin(float x) {
 
 KvStatistics::KvStatistics(int num_layers, int kv_heads, int head_dim)
     : num_layers_(num_layers), kv_heads_(kv_heads), head_dim_(head_dim) {
-  Check(num_layers > 0 && kv_heads > 0 && head_dim > 0, "statistics have a shape");
+  Check(num_layers > 0 && kv_heads > 0 && head_dim > 0,
+        "num_layers, kv_heads and head_dim must be positive");
   const size_t heads = static_cast<size_t>(num_layers) * static_cast<size_t>(kv_heads);
   k_sum_.assign(heads * static_cast<size_t>(head_dim), 0.);
   k_square_sum_ = k_sum_;
@@ -43,7 +44,7 @@ KvStatistics::KvStatistics(int num_layers, int kv_heads, int head_dim)
 }
 
 void KvStatistics::Add(int layer, const Rows& rows) {
-  Check(layer >= 0 && layer < num_layers_, "the layer exists");
+  Check(layer >= 0 && layer < num_layers_, "the layer must exist");
   num_tokens_ += layer == 0 ? rows.num_tokens : 0;
   for (int head = 0; head < kv_heads_; ++head) {
     const size_t index =

@@ -6,14 +6,15 @@
 
 namespace turbomind {
 
-// What calibration needs to know of K and V, as they are handed to the codec: K after RoPE, and
-// after its mean and rotation where those are on. Sums over all tokens seen, per model layer and kv
-// head. Engine thread's.
+// Statistics of K and V for calibration, taken as the codec receives them: K after RoPE, and after
+// mean removal and rotation if these are on. They are sums over all tokens, per model layer and KV
+// head. Only the engine thread may use it.
 class KvStatistics {
  public:
-  // Histogram of |x| by the float's bits: 16 bins per octave from 2^-20 on, so that every limit of
-  // a format (448, 2688, 3072, ...) is an edge: bin i begins at 2^(i / 16 - 20) · (1 + i % 16 /
-  // 16). The first bin takes what is smaller, the last what is larger, NaN included.
+  // Returns the histogram bin of |x|, from the float's bits. There are 16 bins per octave from
+  // 2^-20 on, so every limit of a format (448, 2688, 3072, ...) is a bin edge. Bin i begins at 2^(i
+  // / 16 - 20) · (1 + i % 16 / 16). The first bin also counts smaller values; the last also counts
+  // larger values and NaN.
   static constexpr int kBins = 640;
   static int Bin(float x);
 
@@ -24,7 +25,7 @@ class KvStatistics {
 
   KvStatistics(int num_layers, int kv_heads, int head_dim);
 
-  // Rows k, v of [kv_heads, head_dim], the next token's `stride` floats further.
+  // Rows k and v of [kv_heads, head_dim]; tokens are `stride` floats apart.
   struct Rows {
     const float* k = nullptr;
     const float* v = nullptr;

@@ -9,17 +9,17 @@
 namespace turbomind {
 namespace {
 
-// Above any real model; keeps products of two sizes inside 64 bits.
+// Above any real model. These limits keep products of two sizes within 64 bits.
 constexpr int64_t kMaxLayers = 4096;
 constexpr int64_t kMaxHeads = 65536;
 constexpr int64_t kMaxWidth = int64_t{1} << 24;
-// What the weights' names take grows with the experts of all layers.
+// The memory for the weights' names grows with the number of experts in all layers.
 constexpr int64_t kMaxExperts = 1024;
 constexpr int64_t kMaxExpertsOfModel = 65536;
 
 void RequireSize(const char* field, int64_t got, int64_t max_value) {
   if (got < 1 || got > max_value) {
-    throw InvalidArgument(std::string(field) + ": got " + std::to_string(got) + ", want 1 to " +
+    throw InvalidArgument(std::string(field) + " is " + std::to_string(got) + ". It must be 1 to " +
                           std::to_string(max_value));
   }
 }
@@ -33,26 +33,27 @@ void Require(bool ok, const std::string& text) {
 void ValidateMoe(const MoeConfig& moe, int num_layers) {
   const auto with_experts = std::ranges::count(moe.layers, uint8_t{1});
   if (moe.num_experts == 0) {
-    Require(with_experts == 0, "moe.layers: got layers with experts, moe.num_experts is 0");
+    Require(with_experts == 0,
+            "moe.layers has layers with experts, but moe.num_experts is 0. Set moe.num_experts.");
     return;
   }
   RequireSize("moe.num_experts", moe.num_experts, kMaxExperts);
   RequireSize("moe.top_k", moe.top_k, moe.num_experts);
   RequireSize("moe.intermediate_size", moe.intermediate_size, kMaxWidth);
   const int shared = moe.shared_intermediate_size;
-  Require(shared >= 0 && shared <= kMaxWidth, "moe.shared_intermediate_size: got " +
-                                                  std::to_string(shared) + ", want 0 to " +
+  Require(shared >= 0 && shared <= kMaxWidth, "moe.shared_intermediate_size is " +
+                                                  std::to_string(shared) + ". It must be 0 to " +
                                                   std::to_string(kMaxWidth));
   Require(moe.layers.size() == static_cast<size_t>(num_layers),
-          "moe.layers: got " + std::to_string(moe.layers.size()) +
-              " entries, want one per layer (" + std::to_string(num_layers) + ")");
+          "moe.layers has " + std::to_string(moe.layers.size()) +
+              " entries. It must have one per layer (" + std::to_string(num_layers) + ")");
   for (const uint8_t layer : moe.layers) {
-    Require(layer <= 1, "moe.layers: got " + std::to_string(layer) +
-                            ", want 1 (experts) or 0 (dense feed-forward)");
+    Require(layer <= 1, "moe.layers contains " + std::to_string(layer) +
+                            ". Each entry must be 1 (experts) or 0 (dense feed-forward).");
   }
   const int64_t experts = with_experts * moe.num_experts;
-  Require(experts <= kMaxExpertsOfModel, "moe.num_experts: got " + std::to_string(experts) +
-                                             " in all layers, want at most " +
+  Require(experts <= kMaxExpertsOfModel, "moe.num_experts gives " + std::to_string(experts) +
+                                             " experts in all layers. Use at most " +
                                              std::to_string(kMaxExpertsOfModel));
 }
 
@@ -70,20 +71,21 @@ void ModelConfig::Validate() const {
   RequireSize("head_dim", head_dim, 1024);
   RequireSize("vocab_size", vocab_size, kMaxWidth);
   RequireSize("max_position", max_position, int64_t{1} << 30);
-  Require(num_heads % num_kv_heads == 0, "num_heads: got " + std::to_string(num_heads) +
-                                             ", want a multiple of num_kv_heads (" +
+  Require(num_heads % num_kv_heads == 0, "num_heads is " + std::to_string(num_heads) +
+                                             ". It must be a multiple of num_kv_heads (" +
                                              std::to_string(num_kv_heads) + ")");
   Require(std::isfinite(norm_eps) && norm_eps >= 0.f,
-          "norm_eps: got " + std::to_string(norm_eps) + ", want a finite value of at least 0");
+          "norm_eps is " + std::to_string(norm_eps) + ". It must be finite and at least 0.");
   Require(std::isfinite(softmax_scale) && softmax_scale >= 0.f,
-          "softmax_scale: got " + std::to_string(softmax_scale) +
-              ", want a positive value, or 0 for 1 / sqrt(head_dim)");
+          "softmax_scale is " + std::to_string(softmax_scale) +
+              ". It must be positive, or 0 for 1 / sqrt(head_dim).");
   Require(windows.size() == static_cast<size_t>(num_layers),
-          "windows: got " + std::to_string(windows.size()) + " entries, want one per layer (" +
-              std::to_string(num_layers) + ")");
+          "windows has " + std::to_string(windows.size()) +
+              " entries. It must have one per layer (" + std::to_string(num_layers) + ")");
   for (int window : windows) {
-    Require(window >= 0, "windows: got " + std::to_string(window) +
-                             ", want a positive number of tokens, or 0 for full attention");
+    Require(window >= 0,
+            "windows contains " + std::to_string(window) +
+                ". Each entry must be a positive number of tokens, or 0 for full attention.");
   }
   ValidateMoe(moe, num_layers);
   if (HasDenseLayer()) {
@@ -91,10 +93,10 @@ void ModelConfig::Validate() const {
   }
   Require(activation != Activation::kClampedSwiglu ||
               (std::isfinite(swiglu_limit) && swiglu_limit > 0.f),
-          "swiglu_limit: got " + std::to_string(swiglu_limit) + ", want a positive value");
+          "swiglu_limit is " + std::to_string(swiglu_limit) + ". It must be positive.");
   const RopeTable checked(rope);
   Require(rope.kind == RopeKind::kNone || rope.dim <= head_dim,
-          "rope.dim: got " + std::to_string(rope.dim) + ", want at most head_dim (" +
+          "rope.dim is " + std::to_string(rope.dim) + ". It must be at most head_dim (" +
               std::to_string(head_dim) + ")");
 }
 

@@ -9,7 +9,7 @@
 
 namespace turbomind {
 
-// Experts in place of the feed-forward of some layers. Names as in Hugging Face configs.
+// Experts that replace the feed-forward of some layers. Names match Hugging Face configs.
 struct MoeConfig {
   int num_experts = 0;               // 0: a dense model
   int top_k = 0;                     // num_experts_per_tok
@@ -23,29 +23,29 @@ struct MoeConfig {
   }
 };
 
-// A decoder as data. Optional parts (biases, q_norm and k_norm, sinks, tied head) are present
-// when their weights are.
+// A decoder model as data. Optional parts (biases, q_norm and k_norm, sinks, separate head) are
+// used if their weights exist.
 struct ModelConfig {
   int num_layers = 0;
   int hidden_size = 0;
-  int intermediate_size = 0;  // of the dense feed-forward; 0 where every layer has experts
+  int intermediate_size = 0;  // of the dense feed-forward; 0 if every layer has experts
   int num_heads = 0;
   int num_kv_heads = 0;
   int head_dim = 0;
   int vocab_size = 0;
   int max_position = 0;  // max_position_embeddings
   float norm_eps = 1e-6f;
-  float softmax_scale = 0.f;  // 0: 1 / sqrt(head_dim)
+  float softmax_scale = 0.f;  // 0 means 1 / sqrt(head_dim)
   Activation activation = Activation::kSilu;
-  float swiglu_limit = 7.f;  // of kClampedSwiglu
+  float swiglu_limit = 7.f;  // for kClampedSwiglu
   MoeConfig moe;
   RopeConfig rope;
   std::vector<int> windows;              // per layer; 0: full attention
-  DataType dtype = DataType::kBFloat16;  // cache dtype (mode none, inline metadata)
+  DataType dtype = DataType::kBFloat16;  // cache dtype (16-bit values and inline metadata)
 
-  // Throws InvalidArgument naming the field.
+  // Throws InvalidArgument that names the field.
   void Validate() const;
-  // Whether some layer has a feed-forward of intermediate_size.
+  // Returns whether some layer has a feed-forward of intermediate_size.
   bool HasDenseLayer() const;
 };
 

@@ -56,23 +56,23 @@ struct MatrixSlot {
   int64_t rows = 0;
   int64_t cols = 0;
   bool required = true;
-  bool exact = false;  // packed for FP32 compute whatever the others are
+  bool exact = false;  // packed for FP32 compute, whatever the other matrices use
 };
 
 struct VectorSlot {
-  VectorWeight* target = nullptr;  // null: the bias of a part, see JoinBiases
+  VectorWeight* target = nullptr;  // null for the bias of a part, see JoinBiases
   int64_t size = 0;
   bool required = true;
   std::vector<float> values = {};
 };
 
-// What Upload puts where.
+// A vector to upload and its target.
 struct VectorUpload {
   VectorWeight* target = nullptr;
   std::vector<float> values;
 };
 
-// An expert whose gate and up may still come in either form.
+// An expert whose gate and up matrices may be added in either form.
 struct ExpertSlot {
   ExpertWeights* expert = nullptr;
   std::string prefix;
@@ -142,7 +142,7 @@ struct WeightsBuilder::Impl {
     }
   }
 
-  // gate and up in either form; which one is required is known when all are there.
+  // Accepts gate and up in either form. The required form is known once all matrices are added.
   void AddExpert(const std::string& prefix, ExpertWeights& expert) {
     const int64_t hidden = config.hidden_size;
     const int64_t inner = config.moe.intermediate_size;
@@ -155,7 +155,7 @@ struct WeightsBuilder::Impl {
     Linear(expert.down, inner, {{prefix + "down", hidden}});
   }
 
-  // A linear layer of one matrix per (name, rows), each with an optional bias.
+  // Declares a linear layer with one matrix per (name, rows), each with an optional bias.
   void Linear(LinearWeight& linear, int64_t cols,
               const std::vector<std::pair<std::string, int64_t>>& parts) {
     linear.parts.resize(parts.size());
@@ -179,7 +179,7 @@ struct WeightsBuilder::Impl {
 
   bool HasVector(const std::string& name) const { return !vectors.at(name).values.empty(); }
 
-  // The biases of a layer's parts, one after the other; a part without one has zeros.
+  // Concatenates the biases of a layer's parts. A part without a bias gets zeros.
   void JoinBiases(std::vector<VectorUpload>& uploads) {
     for (auto& [linear, names] : linear_biases) {
       if (std::ranges::none_of(names, [this](const auto& name) { return HasVector(name); })) {
@@ -195,7 +195,7 @@ struct WeightsBuilder::Impl {
     }
   }
 
-  // All vectors to the device, in one array, each at a multiple of kVectorAlignment values.
+  // Uploads all vectors to the device in one array, each at a multiple of kVectorAlignment values.
   void Upload() {
     std::vector<VectorUpload> uploads;
     JoinBiases(uploads);
@@ -225,7 +225,7 @@ struct WeightsBuilder::Impl {
         experts, [this](const ExpertSlot& slot) { return Has(slot.prefix + "gate_up"); });
   }
 
-  // What an expert's gate and up are called in one of the two forms.
+  // Returns the names of an expert's gate and up matrices in the given form.
   static std::vector<std::string> GateNames(const ExpertSlot& slot, bool interleaved) {
     if (interleaved) {
       return {slot.prefix + "gate_up"};
@@ -246,7 +246,7 @@ struct WeightsBuilder::Impl {
 
   void RequireNotBuilt(const std::string& got = "") const {
     if (weights == nullptr) {
-      throw InvalidArgument("weights: already built" + got);
+      throw InvalidArgument("The weights are already built" + got);
     }
   }
 
@@ -256,16 +256,18 @@ struct WeightsBuilder::Impl {
       for (const std::string& name : GateNames(slot, !interleaved)) {
         if (Has(name) || HasVector(name + ".bias")) {
           throw InvalidArgument(
-              "weights: got " + name + (Has(name) ? "" : ".bias") + ", other experts have " +
-              (interleaved ? "gate_up; want one form" : "gate and up; want one form"));
+              "The weights contain " + name + (Has(name) ? "" : ".bias") +
+              ", but other experts have " +
+              (interleaved ? "gate_up. Use one form." : "gate and up. Use one form."));
         }
       }
     }
   }
 
-  // Rows of several experts go through one call, which knows one format.
+  // One call handles rows of several experts and supports only one format.
   void RequireOneFormat() const {
-    std::unordered_map<std::string, std::pair<std::string, MatrixFormat>> first;  // by layer, part
+    std::unordered_map<std::string, std::pair<std::string, MatrixFormat>>
+        first;  // by layer and part
     for (const ExpertSlot& slot : experts) {
       const size_t layer_end = slot.prefix.find(".experts.");
       for (const char* part : {"gate", "up", "gate_up", "down"}) {
@@ -277,14 +279,15 @@ struct WeightsBuilder::Impl {
         const auto [found, is_first] =
             first.try_emplace(slot.prefix.substr(0, layer_end + 1) + part, name, format);
         if (found->second.second != format) {
-          throw InvalidArgument("weights: " + name + " and " + found->second.first +
-                                " differ in their format; want one for the experts of a layer");
+          throw InvalidArgument(
+              "weights: " + name + " and " + found->second.first +
+              " have different formats. Use one format for the experts of a layer.");
         }
       }
     }
   }
 
-  // The other form becomes what the decoder sees. After Upload.
+  // Makes the interleaved form visible to the decoder. Called after Upload.
   void ChooseForm() {
     if (Interleaved()) {
       for (ExpertSlot& slot : experts) {
@@ -324,7 +327,7 @@ struct WeightsBuilder::Impl {
       return;
     }
     constexpr size_t kNamed = 8;
-    std::string text = "weights: missing " + std::to_string(missing.size()) + ":";
+    std::string text = "The weights lack " + std::to_string(missing.size()) + " tensors:";
     std::sort(missing.begin(), missing.end());
     for (size_t i = 0; i < std::min(kNamed, missing.size()); ++i) {
       text += (i == 0 ? " " : ", ") + missing[i];
@@ -339,7 +342,7 @@ struct WeightsBuilder::Impl {
   std::unordered_map<std::string, MatrixSlot> matrices;
   std::unordered_map<std::string, VectorSlot> vectors;
   std::vector<std::pair<LinearWeight*, std::vector<std::string>>> linear_biases;
-  std::deque<ExpertSlot> experts;  // never moved: linear_biases points into it
+  std::deque<ExpertSlot> experts;  // a deque, because linear_biases points to its elements
 };
 
 WeightsBuilder::WeightsBuilder(const ModelConfig& config, Device& device, bool exact)
@@ -349,37 +352,36 @@ WeightsBuilder::~WeightsBuilder() = default;
 
 void WeightsBuilder::AddMatrix(std::string_view name, const MatrixSource& source) {
   const std::string key(name);
-  impl_->RequireNotBuilt(", got another matrix " + key);
+  impl_->RequireNotBuilt(", so they cannot take matrix " + key);
   const auto found = impl_->matrices.find(key);
   if (found == impl_->matrices.end()) {
-    throw InvalidArgument("weights: unknown matrix " + key);
+    throw InvalidArgument("The weights have no matrix named " + key);
   }
   const MatrixSlot& slot = found->second;
   if (*slot.target != nullptr) {
-    throw InvalidArgument("weights: matrix " + key + " given twice");
+    throw InvalidArgument("Weight matrix " + key + " was added twice.");
   }
   if (source.rows != slot.rows || source.cols != slot.cols) {
-    throw InvalidArgument("weights: matrix " + key + ": got shape " +
-                          Shape(source.rows, source.cols) + ", the config wants " +
-                          Shape(slot.rows, slot.cols));
+    throw InvalidArgument("Weight matrix " + key + " has shape " + Shape(source.rows, source.cols) +
+                          ", but the config requires " + Shape(slot.rows, slot.cols));
   }
   *slot.target = impl_->device.PackMatrix(source, impl_->exact || slot.exact);
 }
 
 void WeightsBuilder::AddVector(std::string_view name, const float* data, int64_t size) {
   const std::string key(name);
-  impl_->RequireNotBuilt(", got another vector " + key);
+  impl_->RequireNotBuilt(", so they cannot take vector " + key);
   const auto found = impl_->vectors.find(key);
   if (found == impl_->vectors.end()) {
-    throw InvalidArgument("weights: unknown vector " + key);
+    throw InvalidArgument("The weights have no vector named " + key);
   }
   VectorSlot& slot = found->second;
   if (!slot.values.empty()) {
-    throw InvalidArgument("weights: vector " + key + " given twice");
+    throw InvalidArgument("Weight vector " + key + " was added twice.");
   }
   if (size != slot.size) {
-    throw InvalidArgument("weights: vector " + key + ": got " + std::to_string(size) +
-                          " values, the config wants " + std::to_string(slot.size));
+    throw InvalidArgument("Weight vector " + key + " has " + std::to_string(size) +
+                          " values, but the config requires " + std::to_string(slot.size));
   }
   slot.values.assign(data, data + size);
 }

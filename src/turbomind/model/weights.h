@@ -13,16 +13,16 @@
 
 namespace turbomind {
 
-// Part of Weights::vectors.
+// A part of Weights::vectors.
 struct VectorWeight {
-  const float* data = nullptr;  // null where empty; in the device's memory
+  const float* data = nullptr;  // device memory; null if empty
   int64_t size = 0;
 
   bool empty() const { return size == 0; }
 };
 
 // A linear layer: one or more matrices stacked along their outputs (q, k and v; gate and up), each
-// in a format of its own.
+// in its own format.
 struct LinearWeight {
   std::vector<std::unique_ptr<PackedMatrix>> parts;
   VectorWeight bias;  // [sum of rows] or empty
@@ -32,7 +32,7 @@ struct LinearWeight {
   int64_t cols() const;
 };
 
-// One expert. gate_up has two parts, gate and up, or one whose rows alternate between them.
+// One expert. gate_up has two parts (gate, up), or one part whose rows alternate between them.
 struct ExpertWeights {
   LinearWeight gate_up;  // [2 * intermediate, hidden]
   LinearWeight down;     // [hidden, intermediate]
@@ -42,7 +42,7 @@ struct ExpertWeights {
 
 struct MoeWeights {
   LinearWeight router;                 // [num_experts, hidden], FP32
-  std::vector<ExpertWeights> experts;  // [num_experts]; empty: a dense layer
+  std::vector<ExpertWeights> experts;  // [num_experts]; empty for a dense layer
   LinearWeight shared_gate_up, shared_down;
   LinearWeight shared_router;  // [1, hidden], FP32
 };
@@ -54,11 +54,11 @@ struct LayerWeights {
   VectorWeight sinks;           // [num_heads] or empty
   LinearWeight qkv;             // [(heads + 2 kv_heads) * head_dim, hidden]
   LinearWeight output;          // [hidden, heads * head_dim]
-  LinearWeight gate_up;         // [2 * intermediate, hidden], of a dense layer
-  LinearWeight down;            // [hidden, intermediate], of a dense layer
+  LinearWeight gate_up;         // [2 * intermediate, hidden], for a dense layer
+  LinearWeight down;            // [hidden, intermediate], for a dense layer
   MoeWeights moe;
 
-  // Every linear layer, empty ones too.
+  // Returns every linear layer, including empty ones.
   std::vector<const LinearWeight*> linears() const;
 };
 
@@ -66,9 +66,9 @@ struct Weights {
   std::unique_ptr<PackedMatrix> embedding;  // [vocab, hidden]
   std::vector<LayerWeights> layers;
   VectorWeight final_norm;             // [hidden]
-  std::unique_ptr<PackedMatrix> head;  // [vocab, hidden]; null: tied to the embedding
-  bool exact = false;                  // attention, too, is computed in FP32
-  DeviceArray vectors;                 // what every VectorWeight points into
+  std::unique_ptr<PackedMatrix> head;  // [vocab, hidden]; null if tied to the embedding
+  bool exact = false;                  // attention is also computed in FP32
+  DeviceArray vectors;                 // storage of every VectorWeight
 
   const PackedMatrix& output_head() const { return head ? *head : *embedding; }
   int64_t num_bytes() const;
@@ -79,28 +79,29 @@ struct Weights {
 //   layers.{i}.{attention_norm, ffn_norm, q_norm, k_norm, sinks},
 //   layers.{i}.{q, k, v, o, gate, up, down} and the same with ".bias";
 // and for a layer with experts, instead of gate, up and down:
-//   layers.{i}.router, layers.{i}.experts.{e}.{gate, up, down}, or gate_up with the rows gate0,
-//   up0, gate1, ... instead of gate and up, and the same with ".bias", layers.{i}.shared.{gate, up,
-//   down, router}, where the model has a shared expert.
-// Routers are packed exact: they are small, and a rounded logit chooses other experts.
+//   layers.{i}.router,
+//   layers.{i}.experts.{e}.{gate, up, down} and the same with ".bias"; gate_up, with the rows
+//   gate0, up0, gate1, ..., may replace gate and up,
+//   layers.{i}.shared.{gate, up, down, router} if the model has a shared expert.
+// Routers are packed exactly: they are small, and a rounded logit would select other experts.
 class WeightsBuilder {
  public:
   WeightsBuilder(const ModelConfig& config, Device& device, bool exact);
   ~WeightsBuilder();
 
-  // Copies and packs. Throws InvalidArgument for an unknown or repeated name and for a shape that
-  // does not match the config (naming both).
+  // Copy and pack one tensor. Throw InvalidArgument for an unknown or repeated name, and for a
+  // shape that does not match the config (naming both).
   void AddMatrix(std::string_view name, const MatrixSource& source);
   void AddVector(std::string_view name, const float* data, int64_t size);
 
-  // Matrices that are there, by name, in no order. They and what they point to live as long as the
-  // weights of Build(). Throws InvalidArgument after Build().
+  // Returns the matrices added so far, by name, in no particular order. They and the pointed-to
+  // data live as long as the weights of Build(). Throws InvalidArgument after Build().
   std::vector<std::pair<std::string, const PackedMatrix*>> Matrices() const;
 
-  // What Build() will return; holds the matrices.
+  // Returns the weights that Build() will return. They own the matrices.
   std::shared_ptr<const Weights> weights() const;
 
-  // Throws InvalidArgument listing what is missing.
+  // Completes the weights. Throws InvalidArgument that lists missing tensors.
   std::shared_ptr<const Weights> Build();
 
  private:

@@ -38,7 +38,7 @@ TEST_CASE("a wrong config is refused by the field's name") {
       }
       ModelConfig config = good;
       config.*field = bad;
-      CHECK(ErrorOf(config).find(name + ": got " + std::to_string(bad)) == 0);
+      CHECK(ErrorOf(config).find(name + " is " + std::to_string(bad)) == 0);
     }
   }
   ModelConfig config = good;
@@ -46,12 +46,12 @@ TEST_CASE("a wrong config is refused by the field's name") {
   CHECK(ErrorOf(config).find("multiple of num_kv_heads") != std::string::npos);
   config = good;
   config.windows = {0};
-  CHECK(ErrorOf(config).find("windows: got 1 entries") == 0);
+  CHECK(ErrorOf(config).find("windows has 1 entries") == 0);
   config.windows = {0, -4};
-  CHECK(ErrorOf(config).find("windows: got -4") == 0);
+  CHECK(ErrorOf(config).find("windows contains -4") == 0);
   config = good;
   config.rope.dim = 128;
-  CHECK(ErrorOf(config).find("rope.dim: got 128") == 0);
+  CHECK(ErrorOf(config).find("rope.dim is 128") == 0);
 }
 
 TEST_CASE("a linear layer has its parts in order, and zeros where a part has no bias") {
@@ -102,25 +102,23 @@ TEST_CASE("a wrong config of experts is refused by the field's name") {
     return ErrorOf(config);
   };
   CHECK(error_of([](ModelConfig&) {}).empty());
-  CHECK(error_of([](ModelConfig& c) { c.moe.num_experts = -1; }).find("moe.num_experts: got -1") ==
+  CHECK(error_of([](ModelConfig& c) { c.moe.num_experts = -1; }).find("moe.num_experts is -1") ==
         0);
   CHECK(error_of([](ModelConfig& c) { c.moe.num_experts = 1 << 20; }).find("moe.num_experts") == 0);
-  CHECK(error_of([](ModelConfig& c) { c.moe.top_k = 7; }).find("moe.top_k: got 7, want 1 to 6") ==
-        0);
-  CHECK(error_of([](ModelConfig& c) { c.moe.layers = {1}; }).find("moe.layers: got 1 entries") ==
-        0);
-  CHECK(error_of([](ModelConfig& c) { c.moe.layers[2] = 2; }).find("moe.layers: got 2") == 0);
-  CHECK(error_of([](ModelConfig& c) { c.moe.layers[2] = 0; }).find("intermediate_size: got 0") ==
-        0);
-  CHECK(error_of([](ModelConfig& c) { c.moe.num_experts = 0; }).find("moe.layers: got layers") ==
-        0);
-  CHECK(error_of([](ModelConfig& c) { c.swiglu_limit = 0.f; }).find("swiglu_limit: got 0") == 0);
+  CHECK(error_of([](ModelConfig& c) {
+          c.moe.top_k = 7;
+        }).find("moe.top_k is 7. It must be 1 to 6") == 0);
+  CHECK(error_of([](ModelConfig& c) { c.moe.layers = {1}; }).find("moe.layers has 1 entries") == 0);
+  CHECK(error_of([](ModelConfig& c) { c.moe.layers[2] = 2; }).find("moe.layers contains 2") == 0);
+  CHECK(error_of([](ModelConfig& c) { c.moe.layers[2] = 0; }).find("intermediate_size is 0") == 0);
+  CHECK(error_of([](ModelConfig& c) { c.moe.num_experts = 0; }).find("moe.layers has layers") == 0);
+  CHECK(error_of([](ModelConfig& c) { c.swiglu_limit = 0.f; }).find("swiglu_limit is 0") == 0);
   CHECK(error_of([](ModelConfig& c) {
           c.num_layers = 4096;
           c.windows.assign(4096, 0);
           c.moe.layers.assign(4096, 1);
           c.moe.num_experts = 1024;
-        }).find("moe.num_experts: got 4194304 in all layers") == 0);
+        }).find("moe.num_experts gives 4194304 experts in all layers") == 0);
 }
 
 // Everything that TinyGptOss wants but the experts' gates, with zeros for values.
@@ -190,15 +188,16 @@ std::string BuildErrorOf(const Missing& missing) {
 TEST_CASE("experts are complete, in one form and one format, and sinks are in every layer") {
   CHECK(BuildErrorOf({}) == "");
   CHECK(BuildErrorOf({.sinks_everywhere = false}) ==
-        "weights: missing 2: layers.0.sinks, layers.2.sinks");
+        "The weights lack 2 tensors: layers.0.sinks, layers.2.sinks");
   CHECK(BuildErrorOf({.other = "layers.1.experts.3."})
-            .find("got layers.1.experts.3.gate, other experts have gate_up") != std::string::npos);
+            .find("contain layers.1.experts.3.gate, but other experts have gate_up") !=
+        std::string::npos);
   CHECK(BuildErrorOf({.bias = "layers.2.experts.0.up.bias"})
-            .find("got layers.2.experts.0.up.bias, other experts have gate_up") !=
+            .find("contain layers.2.experts.0.up.bias, but other experts have gate_up") !=
         std::string::npos);
   CHECK(BuildErrorOf({.bf16 = "layers.0.experts.5.gate_up"}) ==
-        "weights: layers.0.experts.5.gate_up and layers.0.experts.0.gate_up differ in their "
-        "format; want one for the experts of a layer");
+        "Weights layers.0.experts.5.gate_up and layers.0.experts.0.gate_up have different "
+        "formats. Use one format for the experts of a layer.");
 }
 
 TEST_CASE("thousands of missing experts make a short error that names some") {
@@ -211,7 +210,9 @@ TEST_CASE("thousands of missing experts make a short error that names some") {
     FAIL("built without a weight");
   } catch (const InvalidArgument& error) {
     const std::string text = error.what();
-    CHECK(text.find("weights: missing 12030: embedding, final_norm, layers.0.attention_norm") == 0);
+    CHECK(text.find(
+              "The weights lack 12030 tensors: embedding, final_norm, layers.0.attention_norm") ==
+          0);
     CHECK(text.size() < 400);
   }
 }
