@@ -280,7 +280,7 @@ struct WeightsBuilder::Impl {
             first.try_emplace(slot.prefix.substr(0, layer_end + 1) + part, name, format);
         if (found->second.second != format) {
           throw InvalidArgument(
-              "weights: " + name + " and " + found->second.first +
+              "Weights " + name + " and " + found->second.first +
               " have different formats. Use one format for the experts of a layer.");
         }
       }

@@ -179,7 +179,7 @@ def test_wrong_weights_are_refused_by_name() -> None:
         build_weights(device, leave_out="layers.1.down")
     builder = tm.WeightsBuilder(model_config(), device, True)
     values = np.zeros((128, 64), np.float32)
-    with pytest.raises(ValueError, match=r"got shape \[64, 128\].*wants \[128, 64\]"):
+    with pytest.raises(ValueError, match=r"has shape \[64, 128\].*requires \[128, 64\]"):
         builder.add_matrix("layers.0.q", "f32", values.reshape(64, 128), 64, 128)
     with pytest.raises(ValueError, match="unknown matrix nonsense"):
         builder.add_matrix("nonsense", "f32", values, 128, 64)
