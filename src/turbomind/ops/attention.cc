@@ -9,7 +9,7 @@
 namespace turbomind {
 namespace {
 
-// Blocks that the queries [first, last] of a sequence see in the quantized view.
+// Checks the blocks that the queries [first, last] of a sequence read in the quantized view.
 void CheckQuantizedBlocks(const AttentionParams& p, int seq, int first, int last) {
   const PrecisionWindow& rule = p.rule;
   PositionRange seen = {seq, last + 1, 0};
@@ -44,18 +44,18 @@ void CheckAttention(const AttentionParams& params, int first_seq, int last_seq) 
   CheckLayer(params.kv);
   CheckWindow16Layer(params.kv, params.window16);
   Check((params.window16.data != nullptr) == params.rule.enabled(),
-        "the 16-bit pool goes with its rule");
+        "there must be a 16-bit pool if and only if the rule is enabled");
   Check(!params.rule.enabled() || params.rule.block_seq_len == params.kv.block_seq_len,
-        "the rule counts the layer's blocks");
+        "the rule must have the layer's block_seq_len");
   Check(!params.rule.enabled() || params.rule.SinkEnd() % kTileTokens == 0,
-        "sinks end with a tile");
+        "the sinks must end at a tile boundary");
   CheckBatch(params.batch);
-  Check(params.q != nullptr && params.out != nullptr, "q and out are set");
+  Check(params.q != nullptr && params.out != nullptr, "q and out must be set");
   Check(params.q_heads > 0 && params.q_heads % params.kv.kv_heads == 0,
-        "q_heads is a multiple of kv_heads");
+        "q_heads must be a multiple of kv_heads");
   Check(params.q_stride >= static_cast<int64_t>(params.q_heads) * params.kv.head_dim,
-        "q_stride covers the heads");
-  Check(params.window >= 0, "window is not negative");
+        "q_stride must cover all heads");
+  Check(params.window >= 0, "window must not be negative");
   for (int seq = first_seq; seq < last_seq; ++seq) {
     CheckSequence(params, seq);
   }

@@ -6,11 +6,11 @@
 
 namespace turbomind {
 
-// Sequences [num_decode, num_seqs) of the batch: any number of new tokens.
+// Computes sequences [num_decode, num_seqs) of the batch, with any number of new tokens.
 void invokePrefillAttention(Device& device, const AttentionParams& params);
-// Sequences [0, num_decode): one new token each.
+// Computes sequences [0, num_decode), with one new token each.
 void dispatchDecoding(Device& device, const AttentionParams& params);
-// Both check the shapes and that every visible position has a block, then call the device. A query
-// gets the same bits from both. Throw InternalError.
+// Both functions check the shapes and that every visible position has a block, then call the
+// device. A query gets the same bits from both. They throw InternalError.
 
 }  // namespace turbomind

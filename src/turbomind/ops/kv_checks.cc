@@ -5,34 +5,35 @@
 namespace turbomind {
 
 void CheckLayer(const KvLayerView& kv) {
-  Check(kv.data != nullptr, "kv.data is set");
-  Check(kv.kv_heads > 0, "kv.kv_heads is positive");
+  Check(kv.data != nullptr, "kv.data must be set");
+  Check(kv.kv_heads > 0, "kv.kv_heads must be positive");
   Check(kv.head_dim > 0 && kv.head_dim % 16 == 0 && kv.head_dim <= 256,
-        "kv.head_dim is a multiple of 16, at most 256");
+        "kv.head_dim must be a multiple of 16 and at most 256");
   Check(kv.block_seq_len == 16 || kv.block_seq_len == 32 || kv.block_seq_len == 64 ||
             kv.block_seq_len == 128,
-        "kv.block_seq_len is 16, 32, 64 or 128");
+        "kv.block_seq_len must be 16, 32, 64 or 128");
   for (int side = 0; side < 2; ++side) {
-    Check(kv.row_bytes[side] > 0, "kv.row_bytes is positive");
-    Check(kv.scale_bytes[side] == 0 || kv.scales != nullptr, "kv.scales is set");
+    Check(kv.row_bytes[side] > 0, "kv.row_bytes must be positive");
+    Check(kv.scale_bytes[side] == 0 || kv.scales != nullptr, "kv.scales must be set");
   }
 }
 
 void CheckBatch(const BatchView& batch) {
-  Check(batch.num_seqs > 0 && batch.num_tokens > 0, "the batch is not empty");
+  Check(batch.num_seqs > 0 && batch.num_tokens > 0, "the batch must not be empty");
   Check(batch.num_decode >= 0 && batch.num_decode <= batch.num_seqs,
-        "num_decode is at most num_seqs");
+        "num_decode must be at most num_seqs");
   Check(batch.cu_seqlens[0] == 0 && batch.cu_seqlens[batch.num_seqs] == batch.num_tokens,
-        "cu_seqlens runs from 0 to num_tokens");
+        "cu_seqlens must run from 0 to num_tokens");
   for (int seq = 0; seq < batch.num_seqs; ++seq) {
     const int first = batch.cu_seqlens[seq];
     const int new_tokens = batch.cu_seqlens[seq + 1] - first;
-    Check(new_tokens > 0, "every sequence has a new token");
-    Check(seq >= batch.num_decode || new_tokens == 1, "decode sequences have one new token");
-    Check(batch.context_lens[seq] >= new_tokens, "context_len covers the new tokens");
+    Check(new_tokens > 0, "every sequence must have a new token");
+    Check(seq >= batch.num_decode || new_tokens == 1,
+          "decode sequences must have exactly one new token");
+    Check(batch.context_lens[seq] >= new_tokens, "context_len must cover the new tokens");
     const int position = batch.context_lens[seq] - new_tokens;
     for (int i = 0; i < new_tokens; ++i) {
-      Check(batch.positions[first + i] == position + i, "positions follow from context_lens");
+      Check(batch.positions[first + i] == position + i, "positions must match context_lens");
     }
   }
 }
@@ -43,10 +44,10 @@ void CheckWindow16Layer(const KvLayerView& kv, const KvLayerView& window16) {
   }
   CheckLayer(window16);
   Check(window16.format[0] == KvCacheMode::kNone && window16.format[1] == KvCacheMode::kNone,
-        "the 16-bit pool is not quantized");
+        "the 16-bit pool must not be quantized");
   Check(window16.kv_heads == kv.kv_heads && window16.head_dim == kv.head_dim &&
             window16.dtype == kv.dtype && window16.block_seq_len == kv.block_seq_len,
-        "the 16-bit pool has the layer's shape");
+        "the 16-bit pool must have the layer's shape");
 }
 
 void CheckBlocks(const BatchView& batch, const int32_t* tables, const PositionRange& range,
@@ -54,12 +55,12 @@ void CheckBlocks(const BatchView& batch, const int32_t* tables, const PositionRa
   if (range.begin >= range.end) {
     return;
   }
-  Check(tables != nullptr, "the block tables are set");
+  Check(tables != nullptr, "the block tables must be set");
   const int32_t* blocks = tables + range.seq * batch.block_table_stride;
   Check((range.end + block_seq_len - 1) / block_seq_len <= batch.block_table_stride,
-        "the block table covers the context");
+        "the block table must cover the context");
   for (int i = range.begin / block_seq_len; i * block_seq_len < range.end; ++i) {
-    Check(blocks[i] >= 0, "every position that is used has a block");
+    Check(blocks[i] >= 0, "every position that is read or written must have a block");
   }
 }
 

@@ -1,17 +1,18 @@
 #pragma once
 
-// Checks that the ops over the cache share. In each layer they read the positions of a step's
-// tokens and the ids of all blocks that it uses.
+// Checks shared by the ops that access the cache. For each layer they read the positions of a
+// step's tokens and the ids of all blocks that the layer uses.
 
 #include "turbomind/ops/params.h"
 
 namespace turbomind {
 
-// The layer's shape: sizes are positive, head_dim is one the kernels hold, pools are there.
+// Checks a layer's shape: sizes are positive, the kernels support head_dim, and the pools are set.
 void CheckLayer(const KvLayerView& kv);
-// The batch's arrays agree with one another: cu_seqlens rises, context_lens and positions match.
+// Checks that the batch's arrays are consistent: cu_seqlens increases, context_lens and positions
+// match.
 void CheckBatch(const BatchView& batch);
-// The 16-bit pool of a layer, where there is one: 16 bit, of the layer's shape.
+// Checks the 16-bit pool of a layer, if there is one: 16 bits and the layer's shape.
 void CheckWindow16Layer(const KvLayerView& kv, const KvLayerView& window16);
 // Positions [begin, end) of a sequence.
 struct PositionRange {
@@ -19,7 +20,8 @@ struct PositionRange {
   int begin = 0;
   int end = 0;
 };
-// They lie in blocks that are there. `tables`: the batch's block_tables or window16_tables.
+// Checks that the positions lie in existing blocks. `tables` is the batch's block_tables or
+// window16_tables.
 void CheckBlocks(const BatchView& batch, const int32_t* tables, const PositionRange& range,
                  int block_seq_len);
 

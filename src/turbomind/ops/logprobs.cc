@@ -1,4 +1,4 @@
-// ⑧ Log-probabilities of one row of logits.
+// ⑧ Computes the log-probabilities of one row of logits.
 
 #include <algorithm>
 #include <array>
@@ -12,7 +12,8 @@
 namespace turbomind {
 
 TokenLogprobs ComputeLogprobs(const float* logits, int vocab_size, int32_t token, int num_top) {
-  Check(token >= 0 && token < vocab_size, "the token of a log-probability is in the vocabulary");
+  Check(token >= 0 && token < vocab_size,
+        "the token of a log-probability must be in the vocabulary");
   TokenLogprobs result;
   const RowMax max = MaxLogit(logits, vocab_size);
   if (!max.valid || max.value == kMasked) {
@@ -21,7 +22,7 @@ TokenLogprobs ComputeLogprobs(const float* logits, int vocab_size, int32_t token
   }
   double total = 0;
   for (int begin = 0; begin < vocab_size; begin += 4096) {
-    std::array<Float4, kRowLanes / 4> lanes{};  // short FP32 sums, then double
+    std::array<Float4, kRowLanes / 4> lanes{};  // short sums in FP32, then in double
     const int end = std::min(vocab_size, begin + 4096);
     int i = begin;
     for (; i + kRowLanes <= end; i += kRowLanes) {
@@ -43,7 +44,7 @@ TokenLogprobs ComputeLogprobs(const float* logits, int vocab_size, int32_t token
     return static_cast<float>(static_cast<double>(logits[id]) - max.value - log_total);
   };
   result.chosen = logprob(token);
-  // A heap of the best so far, its worst on top; ties go to the lower id.
+  // A heap of the best so far, with the worst on top. Ties go to the lower id.
   const auto better = [](const std::pair<int32_t, float>& a, const std::pair<int32_t, float>& b) {
     return a.second > b.second || (a.second == b.second && a.first < b.first);
   };

@@ -80,17 +80,22 @@ void DequantizeBlock(MatrixFormat format, const uint8_t* block, float* out) {
 void CheckMatrixSource(const MatrixSource& source) {
   const std::string shape = std::to_string(source.rows) + " x " + std::to_string(source.cols);
   if (source.data == nullptr || source.rows <= 0 || source.cols <= 0) {
-    throw InvalidArgument("matrix: got " + shape + ", want at least one row and one column");
+    throw InvalidArgument("A matrix has shape " + shape +
+                          ". It must have at least one row and one column.");
   }
   if ((IsQuantized(source.format) || IsMxfp4(source.format)) && source.cols % kQuantBlock != 0) {
-    throw InvalidArgument("quantized matrix: got " + shape +
-                          ", want columns in blocks of 32; expand it to BF16");
+    throw InvalidArgument(
+        "A quantized matrix has shape " + shape +
+        ". The number of columns must be a multiple of 32; expand the matrix to BF16.");
   }
   if (source.packed && IsMxfp4(source.format)) {
-    throw InvalidArgument("packed matrix of " + shape + ": MXFP4 is never packed");
+    throw InvalidArgument("A matrix of " + shape +
+                          " is marked as packed, but MXFP4 is never packed.");
   }
   if ((source.scales != nullptr) != (source.format == MatrixFormat::kMxfp4Split)) {
-    throw InvalidArgument("matrix of " + shape + ": scales apart come with the split form of " +
+    throw InvalidArgument("A matrix of " + shape +
+                          " has wrong scales. The split form of MXFP4 needs separate scales; other "
+                          "formats must not have them." +
                           "MXFP4, with it alone");
   }
 }

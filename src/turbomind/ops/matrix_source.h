@@ -1,6 +1,6 @@
 #pragma once
 
-// How a matrix lies in a checkpoint, for the devices that pack it.
+// The layout of matrices in a checkpoint, for the devices that pack them.
 
 #include <cstdint>
 
@@ -9,32 +9,33 @@
 
 namespace turbomind {
 
-inline constexpr int kQuantBlock = 32;  // columns that share one scale, weights and activations
+inline constexpr int kQuantBlock = 32;  // columns that share one scale, in weights and activations
 
 TM_HD constexpr bool IsQuantized(MatrixFormat format) {
   return format == MatrixFormat::kQ4_0 || format == MatrixFormat::kQ4_1 ||
          format == MatrixFormat::kQ8_0;
 }
 
-// What unsigned weight codes subtract to become signed. kQ4_1 has a minimum instead.
+// Returns the number that is subtracted from unsigned weight codes. kQ4_1 has a minimum instead.
 TM_HD constexpr int ZeroPoint(MatrixFormat format) {
   return format == MatrixFormat::kQ4_0 ? 8 : format == MatrixFormat::kQ8_0 ? 128 : 0;
 }
 
-// Throws InvalidArgument for what no checkpoint can hold: no rows or columns, quantized columns
-// that are not a multiple of 32, scales apart where the format has none or none where it has.
+// Throws InvalidArgument for sources that no checkpoint can contain: no rows or columns, quantized
+// columns that are not a multiple of 32, and separate scales that do not match the format.
 void CheckMatrixSource(const MatrixSource& source);
 
-// Of kQuantBlock values of a row; GGUF's blocks hold fp16 d, for kQ4_1 fp16 m, then the codes.
+// Returns the bytes of kQuantBlock values of a row. GGUF's blocks hold fp16 d, for kQ4_1 also fp16
+// m, then the codes.
 int64_t SourceBlockBytes(MatrixFormat format);
 
-// REQUIRES: a checked source that is not packed, row in [0, rows).
+// Returns the first byte of a row. REQUIRES: a checked source that is not packed, row in [0, rows).
 const uint8_t* SourceRow(const MatrixSource& source, int64_t row);
 
-// One block of kQ4_0, kQ4_1 or kQ8_0 → [kQuantBlock].
+// Dequantizes one block of kQ4_0, kQ4_1 or kQ8_0 into [kQuantBlock].
 void DequantizeBlock(MatrixFormat format, const uint8_t* block, float* out);
 
-// One row as FP32 [cols]. REQUIRES: as SourceRow.
+// Dequantizes one row into FP32 [cols]. REQUIRES: like SourceRow.
 void DequantizeMatrixRow(const MatrixSource& source, int64_t row, float* out);
 
 }  // namespace turbomind

@@ -9,27 +9,29 @@ namespace {
 
 void CheckMatrix(const MatrixView& matrix, int64_t rows, int64_t cols) {
   if (matrix.weight == nullptr) {
-    FailCheck("every matrix of a layer of experts is there", std::source_location::current());
+    FailCheck("every matrix of a layer of experts must be set", std::source_location::current());
   }
   Check(matrix.weight->rows == rows && matrix.weight->cols == cols,
-        "the matrices of a layer of experts have its shapes");
+        "the matrices of a layer of experts must match its sizes");
 }
 
 void CheckExperts(const std::vector<MatrixView>& experts, int num_experts, int64_t rows,
                   int64_t cols) {
-  Check(experts.size() == static_cast<size_t>(num_experts), "every expert is there");
+  Check(experts.size() == static_cast<size_t>(num_experts),
+        "there must be a matrix for every expert");
   for (const MatrixView& expert : experts) {
     CheckMatrix(expert, rows, cols);
     Check(expert.weight->format == experts.front().weight->format,
-          "the experts of a layer have one format");
+          "the experts of a layer must have one format");
   }
 }
 
 void CheckLayer(const MoeLayer& layer) {
   const int64_t hidden = layer.hidden_size;
   const int64_t inner = layer.intermediate_size;
-  Check(hidden > 0 && inner > 0, "a layer of experts has sizes");
-  Check(layer.top_k > 0 && layer.top_k <= layer.num_experts, "top_k is at most num_experts");
+  Check(hidden > 0 && inner > 0, "hidden_size and intermediate_size must be positive");
+  Check(layer.top_k > 0 && layer.top_k <= layer.num_experts,
+        "top_k must be positive and at most num_experts");
   CheckMatrix(layer.router, layer.num_experts, hidden);
   CheckExperts(layer.down, layer.num_experts, hidden, inner);
   if (layer.interleaved()) {
@@ -47,14 +49,15 @@ void CheckLayer(const MoeLayer& layer) {
 }
 
 void CheckParams(const MoeParams& p) {
-  Check(p.layer != nullptr && p.x != nullptr && p.out != nullptr, "layer, x and out are set");
+  Check(p.layer != nullptr && p.x != nullptr && p.out != nullptr, "layer, x and out must be set");
   CheckLayer(*p.layer);
   const MoeScratch& s = p.scratch;
   Check(s.logits != nullptr && s.weights != nullptr && s.ids != nullptr && s.slots != nullptr &&
             s.x_rows != nullptr && s.offsets != nullptr && s.gate_up != nullptr &&
             s.activated != nullptr && s.output != nullptr,
-        "the scratch of the experts is there");
-  Check(p.num_tokens > 0 && p.num_tokens <= s.max_tokens, "the tokens fit the scratch");
+        "every scratch buffer of the experts must be set");
+  Check(p.num_tokens > 0 && p.num_tokens <= s.max_tokens,
+        "the tokens must fit into the scratch memory");
 }
 
 void Project(Device& device, const MatrixView& matrix, const float* x, float* y, int64_t y_stride,
@@ -97,7 +100,7 @@ void Route(Device& device, const MoeParams& p) {
                     .top_k = layer.top_k});
 }
 
-// One matrix of every expert; x_rows as in GroupedLinearParams.
+// One matrix of every expert. x_rows is as in GroupedLinearParams.
 struct GroupedPart {
   const std::vector<MatrixView>* matrices = nullptr;  // [num_experts]
   const float* x = nullptr;

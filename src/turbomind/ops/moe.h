@@ -1,7 +1,7 @@
 #pragma once
 
-// ⑥⑦ Mixture of experts: a router gives each token a few experts of many; their outputs, weighted,
-// are added to the residual, as is that of a shared expert where there is one.
+// ⑥⑦ Mixture of experts. A router selects a few experts for each token. Their weighted outputs are
+// added to the residual, and so is the output of a shared expert if there is one.
 
 #include <cstddef>
 #include <cstdint>
@@ -14,32 +14,32 @@ namespace turbomind {
 // One matrix and its bias.
 using MatrixView = LinearPart;
 
-// The weights of one layer's experts, seen; they must outlive it.
+// Views of the weights of one layer's experts. The weights must outlive it.
 struct MoeLayer {
   int hidden_size = 0;
   int num_experts = 0;
   int top_k = 0;
   int intermediate_size = 0;         // of one expert
   int shared_intermediate_size = 0;  // 0: no shared expert
-  bool normalize = false;            // a token's weights sum to 1
+  bool normalize = false;            // normalize a token's weights to a sum of 1
   Activation activation = Activation::kSilu;
   float swiglu_limit = 0.f;
 
   MatrixView router = {};  // [num_experts, hidden]
-  // Each [num_experts]: gate and up, or neither and gate_up, whose rows alternate between them.
+  // Each [num_experts]: either gate and up, or gate_up, whose rows alternate between them.
   std::vector<MatrixView> gate = {}, up = {};
   std::vector<MatrixView> gate_up = {};  // [2 * intermediate, hidden]
   std::vector<MatrixView> down = {};     // [num_experts] of [hidden, intermediate]
 
   MatrixView shared_gate = {}, shared_up = {}, shared_down = {};
-  MatrixView shared_router = {};  // [1, hidden]: its sigmoid weighs the shared expert
+  MatrixView shared_router = {};  // [1, hidden]: its sigmoid is the weight of the shared expert
 
   bool empty() const { return num_experts == 0; }
   bool interleaved() const { return !gate_up.empty(); }
 };
 
-// Where the op works. Widths are per token: gate_up_width is 2 · intermediate for each of top_k
-// experts or for the shared one, whichever is more.
+// Scratch memory of the op. gate_up_width is a width per token: 2 · intermediate for each of top_k
+// experts, or for the shared expert if that is larger.
 struct MoeScratch {
   int max_tokens = 0;
   float* logits = nullptr;     // [max_tokens, num_experts]
@@ -61,10 +61,10 @@ struct MoeParams {
   MoeScratch scratch;
 };
 
-// out += experts(x). Tokens are grouped by expert: each expert that any of them has is read once,
-// the others are not. A row of out depends on its own row of x alone, bit for bit, so that a caller
-// may cut the tokens as it likes. Waits for nothing. Throws InternalError: the engine builds these
-// arguments.
+// Adds experts(x) to out. Tokens are grouped by expert: each selected expert is read once, the
+// others are not read. A row of out depends only on its own row of x, bit for bit, so a caller may
+// split the tokens. Does not wait for the device. Throws InternalError, because the engine builds
+// these arguments.
 void invokeMoe(Device& device, const MoeParams& params);
 
 }  // namespace turbomind

@@ -1,8 +1,7 @@
 #pragma once
 
-// ⑥⑦ Arguments of the ops that touch the cache and of the dense ops: one struct each, a shape
-// beside each pointer. Plain data, read by every backend. Everything is row-major; activations are
-// FP32.
+// ⑥⑦ Arguments of the cache ops and the dense ops: one struct per op, with the shape next to each
+// pointer. Plain data that every backend reads. Everything is row-major; activations are FP32.
 
 #include <cstdint>
 #include <memory>
@@ -15,7 +14,7 @@ namespace turbomind {
 
 class RopeTable;
 
-// One step's flat arrays. Sequences with one new token (decode) come first.
+// The flat arrays of one step. Sequences with one new token (decode) come first.
 struct BatchView {
   int num_seqs = 0;
   int num_decode = 0;                     // the first num_decode sequences have exactly one token
@@ -23,19 +22,19 @@ struct BatchView {
   const int32_t* cu_seqlens = nullptr;    // [num_seqs + 1] new tokens of each sequence
   const int32_t* context_lens = nullptr;  // [num_seqs] tokens in the cache after this step's write
   const int32_t* positions = nullptr;     // [num_tokens] context_len - new tokens + i
-  // [num_seqs, block_table_stride] of the layer's group, indexed by position / block_seq_len; -1
-  // where a sliding group has freed the block, or where it is in the 16-bit pool alone.
+  // [num_seqs, block_table_stride] of the layer's group, indexed by position / block_seq_len. -1 if
+  // a sliding-window group has freed the block, or if it is only in the 16-bit pool.
   const int32_t* block_tables = nullptr;
   int64_t block_table_stride = 0;
-  // Same shape, ids in the group's 16-bit pool; -1 where the block has no 16-bit copy. Null where
+  // Same shape, with ids in the group's 16-bit pool. -1 if the block has no 16-bit copy. Null if
   // there is no 16-bit window.
   const int32_t* window16_tables = nullptr;
   const PendingQuantization* blocks_to_quantize =
-      nullptr;  // [num_to_quantize] to be quantized after the write of this step
+      nullptr;  // [num_to_quantize] blocks to quantize after this step's write
   int num_to_quantize = 0;
 };
 
-// What the layers of a group share in a step.
+// The part of a step that the layers of a group share.
 struct StepGroup {
   BatchView batch;
   int window = 0;  // 0: full attention
@@ -49,12 +48,12 @@ struct StepParams {
   const StepGroup* groups = nullptr;  // [num_groups]
   int num_groups = 0;
   int q_heads = 0;
-  bool op_by_op = false;  // runs the ops themselves, whatever the device has recorded
+  bool op_by_op = false;  // run the ops themselves, even if the device has recorded the step
 };
 
-// Bias, qk-norm and RoPE on Q, K (bias on V) in place; then K loses its mean and Q and K are
-// rotated, in place too; K and V rounded to the cache dtype, quantized and stored. With 16-bit
-// blocks they are stored in 16 bit, in the 16-bit pool, and QuantizeBlocks follows.
+// Applies bias, qk-norm and RoPE to Q and K in place, and the bias to V. Then it subtracts K's mean
+// and rotates Q and K, also in place. K and V are rounded to the cache dtype, quantized and stored.
+// With a 16-bit window they are stored in 16 bits in the 16-bit pool, and QuantizeBlocks follows.
 struct WriteKvParams {
   float* qkv = nullptr;           // [num_tokens, q_heads + 2 * kv_heads, head_dim]
   const float* bias = nullptr;    // [q_heads + 2 * kv_heads, head_dim] or null
@@ -63,72 +62,77 @@ struct WriteKvParams {
   float norm_eps = 1e-6f;
   const float* rope_cos = nullptr;  // [num_tokens, rope_dim / 2]; null: no RoPE
   const float* rope_sin = nullptr;  // [num_tokens, rope_dim / 2]
-  int rope_dim = 0;  // the first rope_dim values rotate, halves paired (i, i + dim/2)
+  int rope_dim = 0;  // the first rope_dim values rotate, paired by halves (i, i + dim/2)
   int q_heads = 0;
-  // Hadamard rotation of every Q and K head, normalized, over runs of RotationSize(head_dim).
+  // Apply a normalized Hadamard rotation to every Q and K head, in runs of RotationSize(head_dim).
   bool rotate = false;
-  bool search_scales = false;     // FP4: the search rule of kv/codec.h, not the plain one
+  bool search_scales = false;     // FP4: use the search rule of kv/codec.h instead of the plain
+                                  // rule
   const float* k_mean = nullptr;  // [kv_heads, head_dim] before the rotation, or null
-  // [num_tokens, q_heads] out: q · k_mean of the head's group, what each score has lost. Written
-  // when it and k_mean are set; sinks need it.
+  // [num_tokens, q_heads] output: q · k_mean of the head's group, the amount missing from each
+  // score. Written if both it and k_mean are set. Sinks need it.
   float* q_dot_mean = nullptr;
   KvLayerView kv;
-  KvLayerView window16 = {};  // mode none; data null where there is no 16-bit window
+  KvLayerView window16 = {};  // 16 bits; data is null if there is no 16-bit window
   BatchView batch;
-  int64_t* num_nonfinite = nullptr;  // counter, added to (atomically); never null
-  int64_t* num_clipped = nullptr;    // the same of values that the format clips, or null
+  int64_t* num_nonfinite = nullptr;  // counter that is added to (atomically); never null
+  int64_t* num_clipped = nullptr;    // the same for values that the KV format clips; may be null
 };
 
-// Values that one Hadamard rotation mixes: the largest power of two that divides head_dim.
+// Returns the number of values that one Hadamard rotation mixes: the largest power of two that
+// divides head_dim.
 inline constexpr int RotationSize(int head_dim) { return head_dim & -head_dim; }
 
-// The moves of a batch: every slot of the 16-bit block, as stored, encoded into the quantized
-// block. The same bytes as if the row had been encoded when it was written.
+// Encodes every slot of each 16-bit block, as stored, into its quantized block. The bytes are the
+// same as if each row had been encoded when it was written.
 struct QuantizeBlocksParams {
   KvLayerView kv;
-  KvLayerView window16 = {};  // mode none
+  KvLayerView window16 = {};  // 16 bits
   bool search_scales = false;
   const PendingQuantization* blocks_to_quantize = nullptr;  // [num_to_quantize], both ids valid
   int num_to_quantize = 0;
   int64_t* num_clipped = nullptr;  // as in WriteKvParams
 };
 
-// The cache of some sequences → dense FP32, values as stored (K after RoPE, mean and rotation),
-// dequantized: what a query at position context_len - 1 sees.
+// Dequantizes the cache of some sequences to dense FP32, as a query at position context_len - 1
+// reads it. Values are as stored (K after RoPE, mean removal and rotation).
 struct FlattenKVParams {
   float* k = nullptr;  // [num_seqs, kv_heads, max_len, head_dim]
   float* v = nullptr;  // same; slots at or beyond context_len are not written
   int max_len = 0;
   KvLayerView kv;
-  KvLayerView window16 = {};  // data null where there is no 16-bit window
+  KvLayerView window16 = {};  // data is null if there is no 16-bit window
   PrecisionWindow rule = {};
   BatchView batch;
 };
 
-// Attention of new tokens over the cache (their own K and V included, read back as stored).
+// Attention of new tokens over the cache. Their own K and V are included, read back as stored.
 //
-// Defined arithmetic, the same for prefill and decode, so that logits do not depend on chunking,
-// batching, prefix hits or the number of threads: positions are cut into splits of kSplitTokens and
-// tiles of kTileTokens at absolute positions; FP32 online softmax over the tiles of a split, splits
-// merged in order of position. With 16-bit blocks a tile is read up to twice, each time with the
-// positions that the query sees there: first the quantized view, then the 16-bit one
-// (kv/precision_window.h). The factor g of K is part of the scale of the quantized scores. The
-// factor g of V multiplies the output; with 16-bit blocks it multiplies the softmax weight of every
-// quantized value instead (the sum of weights stays without it).
+// The arithmetic is defined and is the same for prefill and decode. Logits therefore do not depend
+// on chunking, batching, prefix hits or the number of threads. Positions are cut into splits of
+// kSplitTokens and tiles of kTileTokens at absolute positions. Each split uses FP32 online softmax
+// over its tiles; splits are merged in order of position.
+//
+// With a 16-bit window a tile is read up to twice, each time with the positions that the query
+// reads there: first the quantized view, then the 16-bit one (kv/precision_window.h). The scale g
+// of K is part of the scale of the quantized scores. The scale g of V multiplies the output. With a
+// 16-bit window it instead multiplies the softmax weight of every quantized value, but not the sum
+// of weights.
 struct AttentionParams {
   const float* q = nullptr;  // row i at q + i * q_stride: [q_heads, head_dim]
-  int64_t q_stride = 0;      // floats between tokens (q lies inside qkv)
+  int64_t q_stride = 0;      // floats between tokens (q is part of qkv)
   float* out = nullptr;      // [num_tokens, q_heads, head_dim]
   int q_heads = 0;
   float softmax_scale = 1.f;
-  bool exact = false;            // FP32 where integer codes would be computed in integers
-  int window = 0;                // 0: full; else a query at p sees positions in (p - window, p]
+  bool exact = false;            // use FP32 instead of integer arithmetic on integer codes
+  int window = 0;                // 0: full; otherwise a query at p sees positions in (p - window,
+                                 // p]
   const float* sinks = nullptr;  // [q_heads] learned sink logits or null
-  // [num_tokens, q_heads] of WriteKv where K has lost its mean: a sink's logit is lowered by
-  // softmax_scale times it, as all scores are. Null: no mean.
+  // [num_tokens, q_heads] from WriteKv if K's mean was subtracted. A sink's logit is lowered by
+  // softmax_scale times this value, as all scores are. Null: no mean.
   const float* q_dot_mean = nullptr;
   KvLayerView kv;
-  KvLayerView window16 = {};  // mode none; data null where there is no 16-bit window
+  KvLayerView window16 = {};  // 16 bits; data is null if there is no 16-bit window
   PrecisionWindow rule = {};
   BatchView batch;
 };
@@ -136,33 +140,34 @@ struct AttentionParams {
 inline constexpr int kTileTokens = 64;
 inline constexpr int kSplitTokens = 256;
 
-// How a matrix is stored in a checkpoint. The rest of GGUF's types are expanded by the loader.
+// The storage format of a matrix in a checkpoint. The loader expands GGUF's other types.
 //   kMxfp4       GGUF's blocks of 17 bytes: E8M0 exponent e, then 16 bytes; byte j holds value j
 //                (low nibble) and 16 + j (high nibble)
 //   kMxfp4Split  Hugging Face's form: codes [rows, cols / 2], byte j of a row holds values 2j (low)
-//                and 2j + 1 (high); the exponents apart, [rows, cols / 32]
-// A value of MXFP4 is E2M1(code) * 2^(e - 127); e = 255 is NaN; cols is a multiple of 32.
+//                and 2j + 1 (high); separate exponents [rows, cols / 32]
+// An MXFP4 value is E2M1(code) * 2^(e - 127); e = 255 is NaN; cols is a multiple of 32.
 enum class MatrixFormat : uint8_t { kF32, kBF16, kQ4_0, kQ4_1, kQ8_0, kMxfp4, kMxfp4Split };
 
 TM_HD constexpr bool IsMxfp4(MatrixFormat format) {
   return format == MatrixFormat::kMxfp4 || format == MatrixFormat::kMxfp4Split;
 }
 
-// One matrix as it lies in the checkpoint: [rows, cols], rows are outputs.
+// One matrix as stored in the checkpoint: [rows, cols]; rows are outputs.
 struct MatrixSource {
   MatrixFormat format = MatrixFormat::kF32;
   const void* data = nullptr;
   int64_t rows = 0;
   int64_t cols = 0;
   const void* scales = nullptr;  // kMxfp4Split only
-  // Holds data and scales where a device may read them in place, as long as it keeps a copy of
-  // this; null: they may go once they are packed.
+  // Owns data and scales if a device may read them in place; the device then keeps a copy of this
+  // pointer. Null: the memory may be freed once the matrix is packed.
   std::shared_ptr<const void> owner = {};
-  // data is what PackedMatrix::packed_data() of an equal matrix was; format is that matrix's.
+  // `data` comes from PackedMatrix::packed_data() of an equal matrix, and `format` is that
+  // matrix's.
   bool packed = false;
 };
 
-// A matrix packed by a device for its kernels. Made by Device::PackMatrix.
+// A matrix that a device packed for its kernels. Made by Device::PackMatrix.
 class PackedMatrix {
  public:
   virtual ~PackedMatrix() = default;
@@ -170,7 +175,7 @@ class PackedMatrix {
   int64_t cols = 0;
   MatrixFormat format = MatrixFormat::kF32;
   virtual int64_t num_bytes() const = 0;
-  // [num_bytes()] that the device takes back as a packed source; null: it takes none.
+  // Returns [num_bytes()] that the device accepts as a packed source; null if it accepts none.
   virtual const uint8_t* packed_data() const { return nullptr; }
 };
 
@@ -179,8 +184,9 @@ struct LinearPart {
   const float* bias = nullptr;           // [outputs] or null
 };
 
-// y = x · [w0; w1; ...]ᵀ + bias (+ y if accumulate): parts stacked along the outputs, each with a
-// format of its own. Each output is summed in one fixed order over cols, whatever num_rows is.
+// Computes y = x · [w0; w1; ...]ᵀ + bias (+ y if accumulate). The parts are stacked along the
+// outputs, each in its own format. Each output is summed in one fixed order over cols, whatever
+// num_rows is.
 struct LinearParams {
   const float* x = nullptr;  // [num_rows, cols], row stride x_stride floats
   int64_t x_stride = 0;
@@ -199,7 +205,7 @@ struct EmbedParams {
   int num_tokens = 0;
 };
 
-// cos and sin of RopeTable::Fill for the tokens of a step.
+// Computes cos and sin for the tokens of a step, as RopeTable::Fill does.
 struct FillRopeParams {
   const RopeTable* table = nullptr;    // on the host
   const float* inv_freq = nullptr;     // [dim / 2] table->inv_freq(), on the device
@@ -209,7 +215,7 @@ struct FillRopeParams {
   int num_tokens = 0;
 };
 
-// out = x / rms(x) * weight; out may be x.
+// Computes out = x / rms(x) * weight. `out` may be `x`.
 struct RmsNormParams {
   const float* x = nullptr;       // [num_rows, dim]
   const float* weight = nullptr;  // [dim]
@@ -223,7 +229,7 @@ struct RmsNormParams {
 // out = g * sigmoid(1.702 g) * (u + 1).
 enum class Activation : uint8_t { kSilu, kGeluTanh, kClampedSwiglu };
 
-// out = act(gate) * up
+// Computes out = act(gate) * up.
 struct GatedActivationParams {
   const float* gate_up = nullptr;  // [num_rows, 2 * dim]: gate, then up
   float* out = nullptr;            // [num_rows, dim]
@@ -234,8 +240,8 @@ struct GatedActivationParams {
   float limit = 7.f;         // kClampedSwiglu
 };
 
-// The lowest id among the highest of each row, as greedy sampling chooses it; -1 for a row that it
-// refuses: NaN or +infinity somewhere, -infinity everywhere.
+// Computes the argmax of each row; ties go to the lowest id. Writes -1 if the row contains NaN or
+// +infinity, or only -infinity.
 struct ArgMaxRowsParams {
   const float* logits = nullptr;  // [num_rows, vocab_size]
   int32_t* ids = nullptr;         // [num_rows]
@@ -243,20 +249,20 @@ struct ArgMaxRowsParams {
   int vocab_size = 0;
 };
 
-// How the token of a row of logits is sampled: SamplingParams, the temperature not that of greedy
-// sampling, and the number in [0, 1) that decides. What it means: ops/sampling_math.h.
+// How to sample the token of a row of logits: the SamplingParams, and the random number in [0, 1).
+// The temperature is above that of greedy sampling. ops/sampling_math.h defines the meaning.
 struct RowSampling {
   double uniform = 0;
-  int32_t row = 0;    // of the logits
-  int32_t top_k = 0;  // 0: all
+  int32_t row = 0;    // row of the logits
+  int32_t top_k = 0;  // 0: no limit
   float inverse_temperature = 1.f;
   float top_p = 1.f;
   float min_p = 0.f;
 };
 
-// The token of each sample, as the sampler chooses it; -1 where the device leaves that to the host:
-// a row that the sampler refuses (NaN or +infinity somewhere, -infinity everywhere), or one of
-// which too many tokens may be sampled.
+// Samples the token of each sample exactly as the sampler does. Writes -1 to leave a row to the
+// host: if the sampler would reject it (NaN or +infinity, or only -infinity), or if too many tokens
+// could be sampled.
 struct SampleRowsParams {
   const float* logits = nullptr;           // rows of [vocab_size]
   const RowSampling* samplings = nullptr;  // [num_samplings] on the host
@@ -265,23 +271,25 @@ struct SampleRowsParams {
   int vocab_size = 0;
 };
 
-// y = x · wᵀ + bias: rows [offsets[e], offsets[e + 1]) of y go through expert e's weight, [out,
-// cols]; all weights have one shape and one format. A row of y has the bits of Linear with its row
-// of x and its weight. The weights of experts without rows are not read.
+// Computes y = x · wᵀ + bias per expert: rows [offsets[e], offsets[e + 1]) of y use expert e's
+// weight, [out, cols]. All weights have one shape and one format. A row of y has the same bits as
+// Linear with its row of x and its weight. Weights of experts without rows are not read.
 struct GroupedLinearParams {
   const float* x = nullptr;  // rows of [cols], x_stride floats apart
   int64_t x_stride = 0;
-  const int32_t* x_rows = nullptr;  // [num_rows] the row of x of each row of y; null: the same
+  const int32_t* x_rows = nullptr;  // [num_rows] the row of x for each row of y; null: the same row
   float* y = nullptr;               // [num_rows, out], rows y_stride floats apart
   int64_t y_stride = 0;
-  const LinearPart* experts = nullptr;  // [num_experts]; stays where it is as long as its weights
+  const LinearPart* experts = nullptr;  // [num_experts]; stays at this address as long as its
+                                        // weights exist
   int num_experts = 0;
-  const int32_t* offsets = nullptr;  // [num_experts + 1] of GroupRows; its last is num_rows
+  const int32_t* offsets = nullptr;  // [num_experts + 1] from GroupRows; the last one is num_rows
   int num_rows = 0;
 };
 
-// Softmax over all experts and the top_k highest of it; among equals the lower id, NaN last. A
-// token's experts come in order of their ids, whatever the logits hold.
+// Computes the softmax over all experts and selects the top_k highest. Among equals the lower id
+// wins, and NaN comes last. A token's experts are in order of their ids, whatever the logits
+// contain.
 struct RouteExpertsParams {
   const float* logits = nullptr;  // [num_tokens, num_experts]
   int32_t* ids = nullptr;         // [num_tokens, top_k], ascending, each in [0, num_experts)
@@ -289,24 +297,26 @@ struct RouteExpertsParams {
   int num_tokens = 0;
   int num_experts = 0;
   int top_k = 0;           // 1 to num_experts
-  bool normalize = false;  // the weights of a token sum to 1
+  bool normalize = false;  // normalize a token's weights to a sum of 1
 };
 
-// The (token, rank) pairs in order of their experts, those of one expert in order of tokens.
+// Sorts the (token, rank) pairs by expert; pairs of one expert stay in order of tokens.
 struct GroupRowsParams {
-  const int32_t* ids = nullptr;  // [num_tokens, top_k] of RouteExperts
-  int32_t* slots = nullptr;      // [num_tokens, top_k] where each pair lies in that order
+  const int32_t* ids = nullptr;  // [num_tokens, top_k] from RouteExperts
+  int32_t* slots = nullptr;      // [num_tokens, top_k] index of each pair in that order
   int32_t* x_rows = nullptr;     // [num_tokens * top_k] the token of each slot
-  int32_t* offsets = nullptr;  // [num_experts + 1] the first slot of each expert, then their number
+  int32_t* offsets = nullptr;    // [num_experts + 1] first slot of each expert, then the number of
+                                 // slots
   int num_tokens = 0;
   int num_experts = 0;
   int top_k = 0;
 };
 
-// out[t] += sum over j, ascending, of w(t, j) * y[slots[t, j]], w being the weight or its sigmoid
+// Computes out[t] += sum over ascending j of w(t, j) * y[slots[t, j]]. w is the weight or its
+// sigmoid.
 struct CombineExpertsParams {
   const float* y = nullptr;        // rows of [dim]
-  const int32_t* slots = nullptr;  // [num_tokens, top_k] or null: t * top_k + j
+  const int32_t* slots = nullptr;  // [num_tokens, top_k]; null means t * top_k + j
   const float* weights = nullptr;  // [num_tokens, top_k]
   bool sigmoid = false;
   float* out = nullptr;  // [num_tokens, dim]

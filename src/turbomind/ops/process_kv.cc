@@ -9,13 +9,15 @@ void invokeProcessKV_v2(Device& device, const WriteKvParams& params) {
   CheckLayer(params.kv);
   CheckWindow16Layer(params.kv, params.window16);
   CheckBatch(params.batch);
-  Check(params.qkv != nullptr && params.num_nonfinite != nullptr, "qkv and num_nonfinite are set");
+  Check(params.qkv != nullptr && params.num_nonfinite != nullptr,
+        "qkv and num_nonfinite must be set");
   Check(params.q_heads > 0 && params.q_heads % params.kv.kv_heads == 0,
-        "q_heads is a multiple of kv_heads");
-  Check((params.rope_cos == nullptr) == (params.rope_sin == nullptr), "rope has cos and sin");
+        "q_heads must be a multiple of kv_heads");
+  Check((params.rope_cos == nullptr) == (params.rope_sin == nullptr),
+        "rope_cos and rope_sin must be set together");
   Check(params.rope_cos == nullptr || (params.rope_dim > 0 && params.rope_dim % 2 == 0 &&
                                        params.rope_dim <= params.kv.head_dim),
-        "rope_dim is even and at most head_dim");
+        "rope_dim must be even and at most head_dim");
   const bool window16 = params.window16.data != nullptr;
   const int32_t* tables = window16 ? params.batch.window16_tables : params.batch.block_tables;
   for (int seq = 0; seq < params.batch.num_seqs; ++seq) {

@@ -6,10 +6,10 @@
 
 namespace turbomind {
 
-// Bias, qk-norm and RoPE on Q and K in place, K less its mean, both rotated; K and V rounded to the
-// cache dtype, quantized and stored: with 16-bit blocks in 16 bit, in the 16-bit pool. Checks the
-// shapes and that every new token has a block, then calls the device. Throws InternalError: the
-// engine builds these arguments.
+// Applies bias, qk-norm and RoPE to Q and K in place, subtracts K's mean and rotates both. Rounds K
+// and V to the cache dtype, quantizes and stores them; with a 16-bit window it stores 16 bits in
+// the 16-bit pool. Checks the shapes and that every new token has a block, then calls the device.
+// Throws InternalError, because the engine builds these arguments.
 void invokeProcessKV_v2(Device& device, const WriteKvParams& params);
 
 }  // namespace turbomind

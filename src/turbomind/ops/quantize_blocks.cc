@@ -7,12 +7,12 @@ namespace turbomind {
 
 void invokeQuantizeBlocks(Device& device, const QuantizeBlocksParams& params) {
   CheckLayer(params.kv);
-  Check(params.window16.data != nullptr, "there is a 16-bit pool");
+  Check(params.window16.data != nullptr, "there must be a 16-bit pool");
   CheckWindow16Layer(params.kv, params.window16);
-  Check(params.num_to_quantize == 0 || params.blocks_to_quantize != nullptr, "moves is set");
+  Check(params.num_to_quantize == 0 || params.blocks_to_quantize != nullptr, "moves must be set");
   for (int i = 0; i < params.num_to_quantize; ++i) {
     Check(params.blocks_to_quantize[i].window16 >= 0 && params.blocks_to_quantize[i].quantized >= 0,
-          "both blocks of a move are there");
+          "both block ids of a pending quantization must be valid");
   }
   if (params.num_to_quantize > 0) {
     device.QuantizeBlocks(params);

@@ -10,7 +10,7 @@
 namespace turbomind {
 namespace {
 
-// 1 / theta^(2i / dim), rounded to FP32 where transformers rounds.
+// Returns 1 / theta^(2i / dim), rounded to FP32 where transformers rounds.
 float InvFreq(float theta, int i, int dim) {
   const float exponent = static_cast<float>(2 * i) / static_cast<float>(dim);
   return 1.f / static_cast<float>(std::pow(double{theta}, double{exponent}));
@@ -32,7 +32,7 @@ void Llama3(const RopeConfig& config, std::vector<float>& inv_freq) {
   }
 }
 
-// The dimension that turns `rotations` times over the original context.
+// Returns the dimension that makes `rotations` turns over the original context.
 double CorrectionDim(const RopeConfig& config, double rotations) {
   return config.dim * std::log(config.original_max_position / (rotations * 2 * std::numbers::pi)) /
          (2 * std::log(static_cast<double>(config.theta)));
@@ -48,7 +48,7 @@ void Yarn(const RopeConfig& config, std::vector<float>& inv_freq) {
   low = std::max(low, 0.0);
   high = std::min(high, config.dim - 1.0);
   if (low == high) {
-    high += 0.001;  // as transformers: no division by zero
+    high += 0.001;  // avoids a division by zero, as transformers does
   }
   for (int i = 0; i < config.dim / 2; ++i) {
     const float ramp =
@@ -62,8 +62,8 @@ void Yarn(const RopeConfig& config, std::vector<float>& inv_freq) {
 
 void Require(bool ok, const char* field, double got, const char* want) {
   if (!ok) {
-    throw InvalidArgument("rope." + std::string(field) + ": got " + std::to_string(got) +
-                          ", want " + want);
+    throw InvalidArgument("rope." + std::string(field) + " is " + std::to_string(got) +
+                          ". It must be " + want);
   }
 }
 
@@ -72,38 +72,38 @@ void Validate(const RopeConfig& c) {
     return;
   }
   for (float divisor : c.freq_factors) {
-    Require(std::isfinite(divisor) && divisor > 0.f, "freq_factors", divisor, "positive values");
+    Require(std::isfinite(divisor) && divisor > 0.f, "freq_factors", divisor, "positive");
   }
   const bool dynamic = c.kind == RopeKind::kDynamic;
-  Require(c.dim > 0 && c.dim % 2 == 0, "dim", c.dim, "a positive even number");
-  Require(std::isfinite(c.theta) && c.theta > 1.f, "theta", c.theta, "a finite value above 1");
+  Require(c.dim > 0 && c.dim % 2 == 0, "dim", c.dim, "positive and even");
+  Require(std::isfinite(c.theta) && c.theta > 1.f, "theta", c.theta, "finite and above 1");
   if (!c.freq_factors.empty()) {
-    Require(c.freq_factors.size() == static_cast<size_t>(c.dim / 2), "freq_factors: size",
-            static_cast<double>(c.freq_factors.size()), "dim / 2 values");
-    Require(!dynamic, "freq_factors: size", static_cast<double>(c.freq_factors.size()),
-            "none for dynamic scaling");
+    Require(c.freq_factors.size() == static_cast<size_t>(c.dim / 2), "freq_factors size",
+            static_cast<double>(c.freq_factors.size()), "dim / 2");
+    Require(!dynamic, "freq_factors size", static_cast<double>(c.freq_factors.size()),
+            "0 for dynamic scaling");
   }
   if (c.kind == RopeKind::kDefault) {
     return;
   }
-  Require(std::isfinite(c.factor) && c.factor > 0.f, "factor", c.factor, "a positive value");
+  Require(std::isfinite(c.factor) && c.factor > 0.f, "factor", c.factor, "positive");
   if (c.kind == RopeKind::kLinear) {
     return;
   }
   Require(c.original_max_position > 0, "original_max_position", c.original_max_position,
-          "a positive number of tokens");
+          "positive");
   Require(!dynamic || c.dim > 2, "dim", c.dim, "at least 4 for dynamic scaling");
   Require(!dynamic || c.factor >= 1.f, "factor", c.factor, "at least 1 for dynamic scaling");
   if (c.kind == RopeKind::kLlama3) {
-    Require(c.low_freq_factor > 0.f, "low_freq_factor", c.low_freq_factor, "a positive value");
+    Require(c.low_freq_factor > 0.f, "low_freq_factor", c.low_freq_factor, "positive");
     Require(c.high_freq_factor > c.low_freq_factor, "high_freq_factor", c.high_freq_factor,
-            "a value above low_freq_factor");
+            "above low_freq_factor");
   }
   if (c.kind == RopeKind::kYarn) {
-    Require(c.beta_fast > 0.f, "beta_fast", c.beta_fast, "a positive value");
-    Require(c.beta_slow > 0.f, "beta_slow", c.beta_slow, "a positive value");
+    Require(c.beta_fast > 0.f, "beta_fast", c.beta_fast, "positive");
+    Require(c.beta_slow > 0.f, "beta_slow", c.beta_slow, "positive");
     Require(std::isfinite(c.attention_factor) && c.attention_factor >= 0.f, "attention_factor",
-            c.attention_factor, "a positive value, or 0 to derive it from factor");
+            c.attention_factor, "positive, or 0 to derive it from factor");
   }
 }
 
@@ -114,7 +114,7 @@ RopeConfig ResolveRope(RopeConfig config, int session_len) {
     return config;
   }
   if (session_len > config.original_max_position) {
-    // FP32, as transformers computes it from a tensor of the length.
+    // FP32, because transformers computes it from a tensor of the length.
     const float length = config.factor * static_cast<float>(session_len);
     const float scale =
         length / static_cast<float>(config.original_max_position) - (config.factor - 1.f);

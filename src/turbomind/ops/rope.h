@@ -1,6 +1,6 @@
 #pragma once
 
-// ⑥ Rotary position embedding: the angles of each token of a step, for WriteKvParams.
+// ⑥ Rotary position embedding: computes the angles of each token of a step for WriteKvParams.
 
 #include <cstdint>
 #include <vector>
@@ -9,26 +9,26 @@
 
 namespace turbomind {
 
-// The settings of an engine for texts of up to session_len tokens: kDynamic becomes kDefault with
-// the base that transformers takes for one call of session_len tokens, theta itself where that is
-// at most original_max_position. One base for every position of every text keeps what a score may
-// depend on to the distance of its tokens, and lets texts share keys. Other kinds stay as they are.
-// REQUIRES: a config that RopeTable takes.
+// Returns the config for an engine with sequences of up to session_len tokens. kDynamic becomes
+// kDefault with the base that transformers uses for one call of session_len tokens; if session_len
+// is at most original_max_position, that is theta. With one base for all positions, a score depends
+// only on the distance of its tokens, and sequences can share keys. Other kinds are unchanged.
+// REQUIRES: a config that RopeTable accepts.
 RopeConfig ResolveRope(RopeConfig config, int session_len);
 
-// Cos and sin of every (position, frequency) as Hugging Face transformers computes them.
+// Cos and sin of every (position, frequency), as Hugging Face transformers computes them.
 //
 // Invariants:
-//  1. The values of a position depend on nothing but the config and the position, so that cached
-//     keys may be shared. kDynamic has the base of short texts: see ResolveRope.
+//  1. The values of a position depend only on the config and the position, so cached keys can be
+//     shared. kDynamic uses the base of short sequences: see ResolveRope.
 //  2. The attention factor (yarn) is part of cos and sin.
-// Immutable: any thread may use it.
+// Immutable, so any thread may use it.
 class RopeTable {
  public:
-  // Throws InvalidArgument naming the field (dim odd or not positive, factor <= 0, ...).
+  // Throws InvalidArgument that names the field (dim odd or not positive, factor <= 0, ...).
   explicit RopeTable(const RopeConfig& config);
 
-  // Fills cos and sin, each [num_tokens, dim / 2]. Nothing is written for kNone.
+  // Fills cos and sin, each [num_tokens, dim / 2]. Writes nothing for kNone.
   void Fill(const int32_t* positions, int num_tokens, float* cos, float* sin) const;
 
   bool enabled() const { return config_.kind != RopeKind::kNone; }

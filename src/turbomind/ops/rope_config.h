@@ -7,11 +7,11 @@ namespace turbomind {
 
 enum class RopeKind : uint8_t { kNone, kDefault, kLinear, kDynamic, kLlama3, kYarn };
 
-// Rotary position embedding; names and meaning as in Hugging Face configs.
+// Rotary position embedding. Names and meaning match Hugging Face configs.
 struct RopeConfig {
   RopeKind kind = RopeKind::kDefault;
   float theta = 10000.f;
-  int dim = 0;  // rotated values of head_dim
+  int dim = 0;  // the number of values of a head that rotate
   float factor = 1.f;
   int original_max_position = 0;  // original_max_position_embeddings
   float low_freq_factor = 1.f;    // llama3
@@ -20,7 +20,7 @@ struct RopeConfig {
   float beta_slow = 1.f;          // yarn
   float attention_factor = 0.f;   // yarn; 0: derive from factor
   bool truncate = true;           // yarn: round the correction range to integers
-  // Divisors of the dim / 2 frequencies, or empty: GGUF's rope_freqs (llama3) as stored.
+  // Divisors of the dim / 2 frequencies: GGUF's rope_freqs (llama3) as stored. May be empty.
   std::vector<float> freq_factors;
 };
 

@@ -12,8 +12,8 @@ namespace turbomind {
 inline constexpr float kMasked = -std::numeric_limits<float>::infinity();
 inline constexpr int kRowLanes = 16;
 
-// Four values in a register of any x86-64 or ARM64: compilers do not vectorize comparisons of
-// floats that might trap.
+// Four values in a register of any x86-64 or ARM64 CPU. Explicit vectors are needed because
+// compilers do not vectorize float comparisons that might trap.
 using Float4 = float __attribute__((vector_size(16)));
 using Int4 = int32_t __attribute__((vector_size(16)));
 
@@ -25,13 +25,13 @@ inline Float4 LoadFloat4(const float* p) {
   return x;
 }
 
-// exp(x) for x <= 0; relative error below 2e-7. Below -87 it is 0.
+// Returns exp(x) for x <= 0, with a relative error below 2e-7; 0 below -87.
 inline Float4 ExpNegative(Float4 x) {
   const Float4 low = Splat(-87.f);
   const Float4 round = Splat(12582912.f);
   const Float4 clipped = x > low ? x : low;
   const Float4 n = (clipped * Splat(1.44269504f) + round) - round;  // x / ln 2
-  // ln 2 in two parts, the high one of few bits, so that n times it is exact.
+  // ln 2 in two parts. The high part has few bits, so that n times it is exact.
   const Float4 r = (clipped - n * Splat(0.693359375f)) - n * Splat(-2.12194440e-4f);
   Float4 p = Splat(1.f / 5040);  // Taylor, |r| <= ln 2 / 2
   for (const float coefficient : {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, 0.5f, 1.f, 1.f}) {
@@ -78,7 +78,7 @@ inline RowMax MaxLogit(const float* logits, int n) {
   return max;
 }
 
-// The first index of `value`. REQUIRES: it is among the logits.
+// Returns the first index of `value`. REQUIRES: `value` is among the logits.
 inline int32_t FirstOf(const float* logits, int n, float value) {
   constexpr int kChunk = 64;
   int32_t i = 0;

@@ -12,9 +12,10 @@
 namespace turbomind {
 namespace {
 
-constexpr float kGreedyTemperature = 1e-6f;  // from here down the limit, greedy, is meant
+constexpr float kGreedyTemperature = 1e-6f;  // at or below this, sampling is greedy
 
-// A counter-based generator: SplitMix64's finalizer over (seed, step), twice. In [0, 1).
+// Returns a random number in [0, 1). The generator is counter-based: SplitMix64's finalizer over
+// (seed, step), applied twice.
 double Uniform(uint64_t seed, uint64_t step) {
   const auto mix = [](uint64_t x) {
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
@@ -26,12 +27,12 @@ double Uniform(uint64_t seed, uint64_t step) {
   return static_cast<double>(bits >> 11) * 0x1p-53;
 }
 
-// Masks the last token of each sequence whose other tokens end `tokens`.
+// Masks the last token of each sequence whose other tokens are the end of `tokens`.
 void MaskCompletions(const std::vector<std::vector<int32_t>>& sequences, const int32_t* tokens,
                      int64_t num_tokens, int vocab_size, float* logits) {
   for (const std::vector<int32_t>& sequence : sequences) {
     if (sequence.empty() || sequence.back() < 0 || sequence.back() >= vocab_size) {
-      continue;  // can never be chosen
+      continue;  // can never be sampled
     }
     const auto prefix = static_cast<int64_t>(sequence.size()) - 1;
     if (prefix <= num_tokens &&
@@ -65,8 +66,8 @@ void ApplyTokenMask(const uint32_t* mask, int vocab_size, float* logits) {
   }
 }
 
-// Sets weights below min_p to 0 and returns the sum of the others. Lanes hide the latency of
-// adding.
+// Sets weights below min_p to 0 and returns the sum of the others. Several lanes hide the latency
+// of additions.
 double SumKept(float* weights, int size, float min_p) {
   for (int i = 0; i < size && min_p > 0.f; ++i) {
     weights[i] = weights[i] >= min_p ? weights[i] : 0.f;
@@ -82,7 +83,7 @@ double SumKept(float* weights, int size, float min_p) {
       [&](int i) { return weights[i]; });
 }
 
-// What changes logits before a token is chosen, a token mask aside.
+// Returns whether logits change before a token is sampled, not counting a token mask.
 bool ChangesLogits(const SamplingRequest& request, int64_t num_generated) {
   const SamplingParams& params = request.sampling;
   return !params.logit_bias.empty() || params.repetition_penalty != 1.f ||
@@ -102,30 +103,30 @@ RowSampling MakeRowSampling(const SamplingParams& params, int64_t num_generated)
           .min_p = params.min_p};
 }
 
-// Names the first parameter out of range, or nothing.
+// Returns an error for the first parameter out of range, or an empty string.
 std::string CheckParams(const SamplingParams& p) {
   const auto wrong = [](const char* name, float got, const char* want) {
-    return std::string(name) + ": got " + std::to_string(got) + ", want " + want;
+    return std::string(name) + " is " + std::to_string(got) + ". It must be " + want;
   };
   if (!(p.temperature >= 0.f) || std::isinf(p.temperature)) {
-    return wrong("temperature", p.temperature, "a finite value of at least 0");
+    return wrong("temperature", p.temperature, "finite and at least 0.");
   }
   if (!(p.top_p >= 0.f && p.top_p <= 1.f)) {
-    return wrong("top_p", p.top_p, "0 to 1");
+    return wrong("top_p", p.top_p, "0 to 1.");
   }
   if (!(p.min_p >= 0.f && p.min_p <= 1.f)) {
-    return wrong("min_p", p.min_p, "0 to 1");
+    return wrong("min_p", p.min_p, "0 to 1.");
   }
   if (!(p.repetition_penalty > 0.f) || std::isinf(p.repetition_penalty)) {
-    return wrong("repetition_penalty", p.repetition_penalty, "a finite value above 0");
+    return wrong("repetition_penalty", p.repetition_penalty, "finite and above 0.");
   }
   if (!std::isfinite(p.presence_penalty) || !std::isfinite(p.frequency_penalty)) {
-    return "presence_penalty, frequency_penalty: want finite values";
+    return "presence_penalty and frequency_penalty must be finite.";
   }
   return {};
 }
 
-// Whether nothing is asked of the row but a token, and nothing changes the row before.
+// Returns whether the row is needed only to sample a token, and its logits do not change first.
 bool NeedsOnlyToken(const SamplingRequest& request, int64_t num_generated) {
   return request.sampling.num_logprobs < 0 && request.token_mask == nullptr &&
          !ChangesLogits(request, num_generated) && CheckParams(request.sampling).empty();
@@ -145,22 +146,22 @@ std::optional<RowSampling> RowSamplingOf(const SamplingRequest& request, int64_t
 }
 
 Sampler::Sampler(int vocab_size) : vocab_size_(vocab_size) {
-  Check(vocab_size > 0, "the vocabulary has tokens");
+  Check(vocab_size > 0, "the vocabulary size must be positive");
   const auto size = static_cast<size_t>(vocab_size);
-  // Reserved, so that no step allocates, and sized by the first that needs them: pages of a sampler
-  // that only takes the highest stay untouched.
+  // Memory is reserved here so that no step allocates. Vectors are resized on first use, so a
+  // greedy sampler never touches their pages.
   weights_.reserve(size);
   counts_.reserve(size);
   candidates_.reserve(size);
   block_sums_.resize((size + kSumBlock - 1) / kSumBlock);
 }
 
-// Logit bias and penalties. Returns an error or an empty string.
+// Applies logit bias and penalties. Returns an error or an empty string.
 std::string Sampler::ApplyPenalties(const SampleInput& input) {
   const SamplingParams& params = input.request->sampling;
   for (const auto& [id, bias] : params.logit_bias) {
     if (id < 0 || id >= vocab_size_) {
-      return "logit_bias: got token id " + std::to_string(id) + ", want 0 to " +
+      return "logit_bias contains token id " + std::to_string(id) + ". It must be 0 to " +
              std::to_string(vocab_size_ - 1);
     }
     input.logits[id] += bias;
@@ -171,7 +172,8 @@ std::string Sampler::ApplyPenalties(const SampleInput& input) {
     return {};
   }
   counts_.resize(static_cast<size_t>(vocab_size_));
-  // counts_[id]: 1 + times generated, 0 for a token never seen. Undone below.
+  // counts_[id] is 1 + the number of times generated, or 0 for a token not seen. The loop below
+  // resets it.
   const int64_t num_prompt = input.num_tokens - input.num_generated;
   int64_t counted = repetition ? 0 : num_prompt;
   const int64_t first = counted;
@@ -179,8 +181,8 @@ std::string Sampler::ApplyPenalties(const SampleInput& input) {
   for (; counted < input.num_tokens; ++counted) {
     const int32_t id = input.tokens[counted];
     if (id < 0 || id >= vocab_size_) {
-      error =
-          "token id: got " + std::to_string(id) + ", want 0 to " + std::to_string(vocab_size_ - 1);
+      error = "The sequence contains token id " + std::to_string(id) + ". It must be 0 to " +
+              std::to_string(vocab_size_ - 1);
       break;
     }
     int32_t& count = counts_[static_cast<size_t>(id)];
@@ -190,7 +192,7 @@ std::string Sampler::ApplyPenalties(const SampleInput& input) {
     const int32_t id = input.tokens[i];
     int32_t& count = counts_[static_cast<size_t>(id)];
     if (count == 0) {
-      continue;  // done at an earlier occurrence
+      continue;  // handled at an earlier occurrence
     }
     float& logit = input.logits[id];
     if (repetition) {
@@ -204,7 +206,7 @@ std::string Sampler::ApplyPenalties(const SampleInput& input) {
   return error;
 }
 
-// A sample from softmax(logits / temperature), filtered.
+// Samples from softmax(logits / temperature) after filtering.
 int32_t Sampler::SampleRow(const float* logits, float max_logit, const RowSampling& sampling) {
   weights_.resize(static_cast<size_t>(vocab_size_));
   FillWeights(logits, max_logit, sampling.inverse_temperature);
@@ -217,7 +219,7 @@ int32_t Sampler::SampleRow(const float* logits, float max_logit, const RowSampli
   return candidates_[static_cast<size_t>(SampleKept(kept, sampling.uniform, weight))].id;
 }
 
-// weights_ = exp((logits - max_logit) * inverse).
+// Computes weights_ = exp((logits - max_logit) * inverse).
 void Sampler::FillWeights(const float* logits, float max_logit, float inverse) {
   float* const weights = weights_.data();
   int i = 0;
@@ -230,7 +232,7 @@ void Sampler::FillWeights(const float* logits, float max_logit, float inverse) {
   }
 }
 
-// Fills block_sums_ with those of weights_, of which the ones below min_p become 0; their sum.
+// Sets weights_ below min_p to 0, fills block_sums_ and returns the total.
 double Sampler::SumBlocks(float min_p) {
   double total = 0;
   for (size_t block = 0; block < block_sums_.size(); ++block) {
@@ -242,7 +244,7 @@ double Sampler::SumBlocks(float min_p) {
   return total;
 }
 
-// A sample by weights_, of those that are at least min_p: the sums of blocks find the block.
+// Samples from the weights_ of at least min_p. The sums of blocks locate the block first.
 int32_t Sampler::SampleFromAll(float min_p, double uniform) {
   double left = uniform * SumBlocks(min_p);
   int32_t last = -1;
@@ -262,20 +264,20 @@ int32_t Sampler::SampleFromAll(float min_p, double uniform) {
       last = weight > 0 ? static_cast<int32_t>(i) : last;
     }
     if (last >= 0) {
-      return last;  // rounding took the last step
+      return last;  // rounding skipped the last candidate
     }
   }
   return FirstOf(weights_.data(), vocab_size_, 1.f);
 }
 
-// Fills candidates_ with what top-k leaves, without it with what top-p may leave, by decreasing
-// weight, ties by id; the sum that top-p is a share of. Sorts only the weights that can be among
-// them: a histogram over the leading bits of the weights gives the least weight that matters.
+// Fills candidates_, by decreasing weight (ties by id), and returns the sum that top-p is a share
+// of. The candidates are the top-k, or without top-k those that top-p may keep. Only weights that
+// can be candidates are sorted: a histogram over the leading bits gives the smallest one.
 double Sampler::SelectLargest(const RowSampling& sampling) {
   constexpr int kShift = 19;  // 16 bins per power of two
   constexpr uint32_t kOne = 0x3f800000u;
   constexpr size_t kBins = (kOne >> kShift) + 1;
-  const auto bin_of = [kOne](float weight) {  // weight in (0, 1]: the largest come first
+  const auto bin_of = [kOne](float weight) {  // weight in (0, 1]: the largest weights come first
     uint32_t bits;
     std::memcpy(&bits, &weight, sizeof(bits));
     return static_cast<size_t>((kOne - std::min(bits, kOne)) >> kShift);
@@ -288,9 +290,10 @@ double Sampler::SelectLargest(const RowSampling& sampling) {
       masses[bin_of(weight)] += weight;
     }
   }
-  // Sums in another order differ by less.
+  // Sums in a different order differ by less than this.
   constexpr double kAnyOrder = 1 + 1e-9;
-  const bool by_mass = !LimitsCount(sampling, vocab_size_);  // else top-p is of what top-k leaves
+  const bool by_mass =
+      !LimitsCount(sampling, vocab_size_);  // otherwise top-p is a share of the top-k
   const int64_t keep = by_mass ? vocab_size_ : sampling.top_k;
   double total = by_mass ? SumBlocks(0.f) : 0;
   const double wanted = sampling.top_p * total * kAnyOrder;
@@ -343,7 +346,7 @@ SampleResult Sampler::Sample(const SampleInput& input) {
   }
   RowMax max = MaxLogit(input.logits, vocab_size_);
   if (!max.valid || max.value == kMasked) {
-    result.error = "the model gave NaN or infinite logits";
+    result.error = "The model computed NaN or infinite logits.";
     return result;
   }
   const bool wants_logprobs = params.num_logprobs >= 0;
@@ -358,9 +361,11 @@ SampleResult Sampler::Sample(const SampleInput& input) {
     max = MaxLogit(input.logits, vocab_size_);
   }
   if (!max.valid || max.value == kMasked) {
-    refuse(max.valid ? "no token is allowed: bad words, min_new_tokens and the grammar together "
-                       "exclude the whole vocabulary"
-                     : "penalties or logit_bias made the logits NaN or infinite");
+    refuse(
+        max.valid
+            ? "No token is allowed. Bad words, min_new_tokens and the grammar together exclude the "
+              "whole vocabulary."
+            : "The penalties or logit_bias made the logits NaN or infinite. Use smaller values.");
     return result;
   }
   result.token = IsGreedy(params) ? FirstOf(input.logits, vocab_size_, max.value)

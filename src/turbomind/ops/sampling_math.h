@@ -1,21 +1,22 @@
 #pragma once
 
-// ⑧ How a token is sampled from a row of logits: what the sampler and devices that sample share, so
-// that they choose the same token. Every number has the same bits on both, since each is computed
-// by the same operations in the same order, none contracted (a .cu with it is compiled with
-// -fmad=false):
+// ⑧ Defines how a token is sampled from a row of logits. The sampler and the devices share this
+// header so that they sample the same token. Every number has the same bits in both, because the
+// same operations run in the same order without contraction. A .cu file that includes this header
+// is compiled with -fmad=false.
 //
 //   weight  WeightOf((logit - highest) * inverse_temperature), FP32
-//   sums    FP64. Of many weights: of runs of kSumBlock, by SumOfBlock's order, then of these in
-//           order of the ids. Of candidates: in their order
+//   sums    FP64. The sum over the whole row adds runs of kSumBlock weights, each in SumOfBlock's
+//           order, in order of the ids. The sum over candidates follows the order of candidates.
 //
-// Without top_k, and top_p >= 1: weights below min_p count as 0; the token is the first at which
-// the sum from id 0 on exceeds `uniform` of the whole.
+// Without top_k and with top_p >= 1, weights below min_p count as 0. The token is the first one at
+// which the sum from id 0 exceeds `uniform` times the total.
 //
-// Else candidates by decreasing weight, the lower id first among equals. Those that stay: the first
-// top_k; of these the fewest that reach top_p of the sum (of the top_k; without top_k of all
-// weights), at least one; of these the ones of at least min_p. The token is the first of them at
-// which their sum exceeds `uniform` of that of all that stay.
+// Otherwise the candidates are sorted by decreasing weight; among equals the lower id is first. The
+// filters apply in this order: the first top_k; then the fewest that reach top_p of the sum, at
+// least one; then those of at least min_p. The sum is over the top_k, or over all weights without
+// top_k. The token is the first candidate at which the running sum exceeds `uniform` times the sum
+// of the remaining candidates.
 
 #include <cstdint>
 
@@ -27,13 +28,14 @@ namespace turbomind {
 inline constexpr int kSumBlock = 512;
 inline constexpr int kSumLanes = 8;
 
-// exp(x) for x <= 0; relative error below 2e-7. Below -87 it is 0. Bit for bit row_math.h's.
+// Returns exp(x) for x <= 0, with a relative error below 2e-7; 0 below -87. Bit-equal to
+// ExpNegative in row_math.h.
 TM_HD float WeightOf(float x) {
   constexpr float kLow = -87.f;
   constexpr float kRound = 12582912.f;
   const float clipped = x > kLow ? x : kLow;
   const float n = (clipped * 1.44269504f + kRound) - kRound;  // x / ln 2
-  // ln 2 in two parts, the high one of few bits, so that n times it is exact.
+  // ln 2 in two parts. The high part has few bits, so that n times it is exact.
   const float r = (clipped - n * 0.693359375f) - n * -2.12194440e-4f;
   float p = 1.f / 5040;  // Taylor, |r| <= ln 2 / 2
   p = p * r + 1.f / 720;
@@ -47,17 +49,17 @@ TM_HD float WeightOf(float x) {
   return x > kLow ? p * BitsFloat(exponent << 23) : 0.f;
 }
 
-// Whether every token may be sampled, min_p aside.
+// Returns whether every token may be sampled, apart from min_p.
 TM_HD bool SamplesFromAll(const RowSampling& sampling, int vocab_size) {
   return (sampling.top_k <= 0 || sampling.top_k >= vocab_size) && sampling.top_p >= 1.f;
 }
-// Whether top_k leaves less than all.
+// Returns whether top_k removes any token.
 TM_HD bool LimitsCount(const RowSampling& sampling, int vocab_size) {
   return sampling.top_k > 0 && sampling.top_k < vocab_size;
 }
 
-// weight(i), of at most kSumBlock: lanes i % kSumLanes, each in order; what is left behind the last
-// whole round comes first, then lane by lane.
+// Returns the sum of weight(i) over at most kSumBlock weights. Lane i % kSumLanes sums in order.
+// The rest after the last whole round is added first, then lane by lane.
 template <class Lane, class Weight>
 TM_HD double SumOfBlock(int size, const Lane& lane_sum, const Weight& weight) {
   double sum = 0;
@@ -70,13 +72,14 @@ TM_HD double SumOfBlock(int size, const Lane& lane_sum, const Weight& weight) {
   return sum;
 }
 
-// The first candidates that stay, and their sum.
+// The number of candidates that remain after filtering, and their sum.
 struct Kept {
   int count = 0;
   double sum = 0;
 };
 
-// weight(i) of candidate i of `count` by decreasing weight; `total` is what top_p is a share of.
+// Applies top_p and min_p to `count` candidates sorted by decreasing weight. top_p is a share of
+// `total`.
 template <class Weight>
 TM_HD Kept KeepByMass(int count, double total, const RowSampling& sampling, const Weight& weight) {
   const double wanted = sampling.top_p * total;
@@ -89,7 +92,8 @@ TM_HD Kept KeepByMass(int count, double total, const RowSampling& sampling, cons
   return kept;
 }
 
-// The index of the candidate that is sampled; the last where rounding took the last step.
+// Returns the index of the sampled candidate. If rounding skips past all of them, returns the last
+// one.
 template <class Weight>
 TM_HD int SampleKept(const Kept& kept, double uniform, const Weight& weight) {
   double left = uniform * kept.sum;

@@ -384,7 +384,7 @@ TEST_CASE("a row or parameters that sampling refuses are an error, in the same w
   const auto outputs = RunChanged({[](Request&) {}}, device, [&] { device->LetStart(); });
   REQUIRE(outputs.size() == 1);
   CHECK(outputs[0].tokens.size() == 2);
-  CHECK(outputs[0].error == "the model gave NaN or infinite logits");
+  CHECK(outputs[0].error == "The model computed NaN or infinite logits.");
   CHECK_FALSE(outputs[0].is_request_fault);
   CHECK(device->rows_read == 1);
 }

@@ -506,7 +506,7 @@ TEST_CASE("NaN and infinite logits end the request with an error") {
         request.sampling.do_sample = do_sample;
         const SampleResult result = Sample(logits, request);
         CHECK(result.token == -1);
-        CHECK(result.error == "the model gave NaN or infinite logits");
+        CHECK(result.error == "The model computed NaN or infinite logits.");
         CHECK_FALSE(result.is_request_fault);
       }
     }
@@ -515,7 +515,7 @@ TEST_CASE("NaN and infinite logits end the request with an error") {
   logits[3] = -kInf;  // a model may mask tokens itself
   CHECK(Sample(logits, Request()).error == "");
   const SampleResult masked = Sample(std::vector<float>(100, -kInf), Request());
-  CHECK(masked.error == "the model gave NaN or infinite logits");
+  CHECK(masked.error == "The model computed NaN or infinite logits.");
   CHECK_FALSE(masked.is_request_fault);
 }
 
