@@ -8,8 +8,8 @@
 
 namespace turbomind {
 
-// FP32 values in a device's memory, copied there once: `values` may go when the constructor
-// returns. The device must outlive them.
+// FP32 values in a device's memory. The constructor copies `values`, which may be freed when it
+// returns. The device must outlive the array.
 class DeviceArray {
  public:
   DeviceArray() = default;
@@ -35,7 +35,7 @@ class DeviceArray {
     return *this;
   }
 
-  const float* data() const { return data_; }  // null where empty
+  const float* data() const { return data_; }  // null if empty
   int64_t size() const { return size_; }
   bool empty() const { return size_ == 0; }
   size_t num_bytes() const { return static_cast<size_t>(size_) * sizeof(float); }

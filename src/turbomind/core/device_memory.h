@@ -4,17 +4,17 @@
 
 namespace turbomind {
 
-// The memory of a device. The whole interface of a device is Device (ops/device.h).
+// The memory interface of a device. Device (ops/device.h) is the whole interface.
 class DeviceMemory {
  public:
   virtual ~DeviceMemory() = default;
 
-  // Zero-filled memory, 64-byte aligned at least; physical pages are taken when first touched where
-  // the system can. Throws std::bad_alloc.
+  // Reserves zero-filled memory, aligned to at least 64 bytes. If the system supports it, physical
+  // pages are allocated on first touch. Throws std::bad_alloc.
   virtual void* Reserve(size_t num_bytes) = 0;
   virtual void Release(void* memory, size_t num_bytes) = 0;
-  // In order with the ops; what it writes on the host is there after Synchronize(), and what it
-  // reads there stays until then.
+  // Copies in order with the ops. Host data that it writes is valid after Synchronize(); host data
+  // that it reads must stay valid until then.
   virtual void Copy(void* to, const void* from, size_t num_bytes) = 0;
   virtual void Synchronize() {}
 };

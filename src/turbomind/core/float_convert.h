@@ -1,8 +1,8 @@
 #pragma once
 
 // Conversions between FP32 and the small floating-point types, by integer arithmetic on the bits.
-// Every encoder rounds to nearest, ties to even. Always inlined, no library call: safe in files
-// compiled for a newer instruction set.
+// Every encoder rounds to nearest, ties to even. Everything is always inlined and calls no library
+// function, so it is safe in files compiled for a newer instruction set.
 
 #include <cstdint>
 
@@ -27,15 +27,13 @@ TM_HD bool IsNan(float x) { return (FloatBits(x) & 0x7FFFFFFFu) > 0x7F800000u; }
 TM_HD bool IsFinite(float x) { return (FloatBits(x) & 0x7F800000u) != 0x7F800000u; }
 TM_HD float Magnitude(float x) { return BitsFloat(FloatBits(x) & 0x7FFFFFFFu); }
 
-// Nearest integer of x in [0, 2^22), ties to even. Not for other values.
+// Rounds x in [0, 2^22) to the nearest integer, ties to even. Not valid for other values.
 TM_HD float RoundSmall(float x) { return (x + 12582912.f) - 12582912.f; }  // 1.5 * 2^23
-
-// --- 16 bit -----------------------------------------------------------------------------------
 
 TM_HD uint16_t FloatToBFloat16(float x) {
   const uint32_t bits = FloatBits(x);
   if ((bits & 0x7FFFFFFFu) > 0x7F800000u) {
-    return static_cast<uint16_t>((bits >> 16) | 0x40u);  // stays a NaN, quiet
+    return static_cast<uint16_t>((bits >> 16) | 0x40u);  // keeps it a quiet NaN
   }
   return static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
 }
@@ -51,7 +49,7 @@ TM_HD uint16_t FloatToHalf(float x) {
     code = 0x7E00u | ((size >> 13) & 0x1FFu);
   } else if (size >= 0x477FF000u) {  // 65520 and above round to infinity
     code = 0x7C00u;
-  } else if (size < 0x38800000u) {  // below 2^-14: the sum's last bit is worth 2^-24
+  } else if (size < 0x38800000u) {  // below 2^-14: the last bit of the sum has the value 2^-24
     code = FloatBits(BitsFloat(size) + 0.5f) - 0x3F000000u;
   } else {
     code = (size - 0x38000000u + 0xFFFu + ((size >> 13) & 1u)) >> 13;
@@ -73,7 +71,7 @@ TM_HD float HalfToFloat(uint16_t code) {
   return BitsFloat(sign | bits);
 }
 
-// x as `dtype` holds it.
+// Rounds x to `dtype`.
 TM_HD float RoundTo(float x, DataType dtype) {
   switch (dtype) {
     case DataType::kFloat16:
@@ -98,7 +96,7 @@ TM_HD float LargestFinite(DataType dtype) {
   return BitsFloat(0x7F7FFFFFu);
 }
 
-// Writes and reads element i of an array of `dtype`, of any alignment.
+// Write and read element i of an array of `dtype`, with any alignment.
 TM_HD void StoreAs(float x, DataType dtype, uint8_t* to, int i) {
   if (dtype == DataType::kFloat32) {
     __builtin_memcpy(to + i * 4, &x, 4);
@@ -119,10 +117,8 @@ TM_HD float LoadAs(const uint8_t* from, DataType dtype, int i) {
   return dtype == DataType::kFloat16 ? HalfToFloat(code) : BFloat16ToFloat(code);
 }
 
-// --- 8 bit ------------------------------------------------------------------------------------
-
-// An 8-bit float: kMantissa stored mantissa bits, exponent bias kBias, largest finite code kMax.
-// Saturates; any NaN gives 0x7F.
+// Converts to an 8-bit float with kMantissa stored mantissa bits, exponent bias kBias and largest
+// finite code kMax. Saturates; every NaN becomes 0x7F.
 template <int kMantissa, int kBias, int kMax>
 TM_HD uint8_t FloatToFp8(float x) {
   constexpr uint32_t kMinNormal = static_cast<uint32_t>(127 - kBias + 1) << 23;
@@ -167,8 +163,6 @@ TM_HD float E5M2ToFloat(uint8_t code) {
   return HalfToFloat(static_cast<uint16_t>(static_cast<uint32_t>(code) << 8));
 }
 
-// --- 4 bit ------------------------------------------------------------------------------------
-
 TM_HD uint8_t FloatToE2M1(float x) {
   if (IsNan(x)) {
     return 7;
@@ -182,18 +176,18 @@ TM_HD uint8_t FloatToE2M1(float x) {
 TM_HD float E2M1ToFloat(uint8_t code) {
   const uint32_t size = code & 7u;
   const uint32_t sign = static_cast<uint32_t>(code & 8u) << 28;
-  // 1, 1.5, 2, ... have one mantissa bit and bias 1; code 1 is the only subnormal.
+  // 1, 1.5, 2, ... have one mantissa bit and bias 1. Code 1 is the only subnormal.
   const uint32_t bits = size >= 2u ? (size << 22) + (126u << 23) : (size ? 0x3F000000u : 0u);
   return BitsFloat(sign | bits);
 }
 
-// A power of two: 2^(code - 127), code 0 is subnormal, code 255 is NaN.
+// Returns the power of two 2^(code - 127). Code 0 is subnormal, code 255 is NaN.
 TM_HD float E8M0ToFloat(uint8_t code) {
   const uint32_t ends = code == 0 || code == 255 ? 0x00400000u : 0u;
   return BitsFloat((static_cast<uint32_t>(code) << 23) | ends);
 }
 
-// Element i of a row of packed 4-bit codes: even elements in the low nibble.
+// Returns element i of a row of packed 4-bit codes. Even elements are in the low nibble.
 TM_HD uint8_t Nibble(const uint8_t* payload, int i) {
   return static_cast<uint8_t>((payload[i >> 1] >> ((i & 1) * 4)) & 15);
 }

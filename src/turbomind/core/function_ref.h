@@ -6,8 +6,8 @@
 
 namespace turbomind {
 
-// A callable that somebody else keeps alive: two pointers, so that passing a lambda allocates
-// nothing whatever it captures. For parameters; never stored beyond the call that takes it.
+// A non-owning reference to a callable: two pointers, so passing a lambda never allocates. Use it
+// only as a parameter, and do not store it beyond the call.
 template <class Signature>
 class FunctionRef;
 

@@ -22,10 +22,10 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Job = FunctionRef<void(int64_t item, int worker)>;
 
-// Longer than the serial part between two ops of a step and about what it costs to fall asleep and
-// be woken; much shorter than a time slice.
+// Longer than the serial part between two ops of a step, and about the cost of falling asleep and
+// being woken. Much shorter than a time slice.
 constexpr std::chrono::microseconds kMaxSpinning{100};
-constexpr int kSpinsPerLook = 16;  // between two looks at the clock
+constexpr int kSpinsPerLook = 16;  // between two reads of the clock
 
 void Pause() {
 #if defined(__x86_64__)
@@ -37,7 +37,7 @@ void Pause() {
 
 constexpr int kNoCore = -1;
 
-// The core that this thread runs on; kNoCore where the system does not tell.
+// Returns the core that this thread runs on, or kNoCore if the system does not report it.
 int CurrentCore() {
 #if defined(__linux__)
   return sched_getcpu();
@@ -46,8 +46,8 @@ int CurrentCore() {
 #endif
 }
 
-// True as soon as `ready` is. False when time is up (it goes on while the thread's core is taken
-// away, so that spinning ends with it), or when `is_hopeless(core)`.
+// Spins until `ready` and returns true. Returns false when time is up or when `is_hopeless(core)`.
+// The clock also runs while the thread has lost its core, so spinning ends then, too.
 template <class Ready, class IsHopeless>
 bool SpinUntil(const Ready& ready, const IsHopeless& is_hopeless) {
   if (ready()) {
@@ -69,17 +69,17 @@ bool SpinUntil(const Ready& ready, const IsHopeless& is_hopeless) {
   return false;
 }
 
-// Where a thread was when it last began to run items; kNoCore while it has none to run.
+// The core on which a thread last began to run items; kNoCore while it has no items.
 struct alignas(64) Place {
   std::atomic<int> core = kNoCore;
 };
 
 }  // namespace
 
-// The whole protocol is two counters. `unclaimed` is taken down by one to claim an item; only a
-// thread that holds a claim reads the job, and the job changes only when `unfinished` is 0. A
-// thread reports what it has run once, when no item is left. So a worker that slept through several
-// jobs can never run an item twice or with an old function.
+// The protocol uses two counters. A thread decrements `unclaimed` to claim an item. Only a thread
+// with a claim reads the job, and the job changes only when `unfinished` is 0. A thread reports all
+// items that it has run once, when no item is left. A worker that slept through several jobs can
+// therefore never run an item twice or with an old function.
 struct ThreadPool::Impl {
   explicit Impl(int num_threads) : places(static_cast<size_t>(num_threads)) {
     try {
@@ -89,9 +89,9 @@ struct ThreadPool::Impl {
     } catch (const std::system_error& error) {
       const size_t started = workers.size() + 1;
       Stop();
-      throw InvalidArgument("num_threads: got " + std::to_string(num_threads) +
-                            ", the system gives " + std::to_string(started) + " (" + error.what() +
-                            "); use fewer (--num-threads)");
+      throw InvalidArgument("The system cannot start " + std::to_string(num_threads) +
+                            " threads; it allows " + std::to_string(started) + " (" + error.what() +
+                            "). Use fewer (--num-threads).");
     } catch (...) {
       Stop();
       throw;
@@ -114,7 +114,7 @@ struct ThreadPool::Impl {
   void RunItems(int worker) {
     Place& place = places[static_cast<size_t>(worker)];
     int64_t num_run = 0;
-    // The look before the claim keeps idle threads from taking the counter ever further below 0.
+    // The check before the claim keeps idle threads from decrementing the counter far below 0.
     while (unclaimed.load(std::memory_order_relaxed) > 0) {
       const int64_t left = unclaimed.fetch_sub(1, std::memory_order_acquire);
       if (left <= 0) {
@@ -128,7 +128,7 @@ struct ThreadPool::Impl {
     if (num_run == 0) {
       return;
     }
-    if (worker != 0) {  // the caller's place stays: idle workers look at it
+    if (worker != 0) {  // the caller's place stays set because idle workers read it
       place.core.store(kNoCore, std::memory_order_relaxed);
     }
     if (unfinished.fetch_sub(num_run) == num_run && caller_sleeps.load()) {
@@ -145,7 +145,7 @@ struct ThreadPool::Impl {
     while (!stop.load()) {
       if (!SpinUntil(has_work, is_callers)) {
         std::unique_lock lock(mutex);
-        sleepers.fetch_add(1);  // before the last look at the counters, see Run
+        sleepers.fetch_add(1);  // before the last check of the counters, see Run
         work.wait(lock, has_work);
         sleepers.fetch_sub(1);
       }
@@ -158,7 +158,7 @@ struct ThreadPool::Impl {
     num_items = items;
     unfinished.store(items, std::memory_order_relaxed);
     unclaimed.store(items);     // publishes the job
-    if (sleepers.load() > 0) {  // a worker that we miss here sees `unclaimed` before it sleeps
+    if (sleepers.load() > 0) {  // a worker missed here sees `unclaimed` before it sleeps
       { const std::lock_guard lock(mutex); }
       work.notify_all();
     }
@@ -193,8 +193,8 @@ struct ThreadPool::Impl {
 
 ThreadPool::ThreadPool(int num_threads) {
   if (num_threads < 1 || num_threads > 1024) {
-    throw InvalidArgument("number of threads: got " + std::to_string(num_threads) +
-                          ", wanted 1 to 1024");
+    throw InvalidArgument("num_threads is " + std::to_string(num_threads) +
+                          ". It must be 1 to 1024.");
   }
   impl_ = std::make_unique<Impl>(num_threads);
 }

@@ -12,44 +12,42 @@
 
 namespace turbomind {
 
-// Everything the engine asks of a device. Two backends: CPU (backend/cpu) and CUDA.
-// The checks of an op's arguments are in ops/*.cc, before the call comes here.
-// One thread, the engine's, calls a device; work is done when a call returns (CPU) or when
-// Synchronize() does.
+// The engine's interface to a device. There are two backends: CPU (backend/cpu) and CUDA. ops/*.cc
+// check the arguments of an op before it is called here. Only the engine thread calls a device.
+// Work is complete when a call returns (CPU) or when Synchronize() returns.
 class Device : public DeviceMemory {
  public:
   virtual DeviceCapability capability() const = 0;
   virtual std::string name() const = 0;  // e.g. "cpu (avx512, 2 threads)"
-  // What computes products of matrices, where it can be one or the other: e.g. "cuBLASLt 13.0" or
-  // "own kernels: " and why.
+  // Returns which library or kernels compute matrix products, if there is a choice: e.g. "cuBLASLt
+  // 13.0", or "own kernels: " and the reason.
   virtual std::string gemm_backend() const { return {}; }
 
-  // Throws InvalidArgument where attention has no kernels for a layer with such a cache. Reads no
-  // address.
+  // Throws InvalidArgument if attention has no kernels for a layer with this cache. Does not read
+  // the view's memory.
   virtual void RequireAttention(const KvLayerView& layer) const { static_cast<void>(layer); }
 
-  // What lies at `memory` of this device, when all work so far is done, where the host can read and
-  // overwrite it: there, or in a copy that stays until the next call.
+  // Waits for all queued work and returns a host-writable view of `memory`. The view is `memory`
+  // itself or a copy that is valid until the next call.
   virtual void* ReadBack(void* memory, size_t num_bytes) {
     static_cast<void>(num_bytes);
     Synchronize();
     return memory;
   }
 
-  // Runs a step's ops. The arrays of `step` and of the batches in the ops' params are the host's;
-  // all other pointers of params are this device's memory. A device may record the ops of a step
-  // and run the record instead of `ops` when a step with the same numbers of sequences, tokens and
-  // moves comes again: ops may differ between two such steps in those arrays' contents alone.
-  // Release ends every record, so that an engine may follow another on one device.
+  // Runs a step's ops. The arrays of `step` and of the batches in the ops' params are host memory;
+  // all other pointers of params are this device's memory. A device may record the ops of a step.
+  // It may replay the record instead of calling `ops` for a later step with the same numbers of
+  // sequences, tokens and moves. Two such steps may therefore differ only in the contents of those
+  // arrays. Release drops every record, so that another engine can use the device afterwards.
   virtual void RunStep(const StepParams& step, FunctionRef<void()> ops) {
     static_cast<void>(step);
     ops();
   }
 
-  // Host work of a step that does not depend on itself (sampling): runs fn(item, thread) for every
-  // item in [0, num_items) on the threads that compute, where the device has any on the host; else
-  // here. `thread` is in [0, num_host_threads()) and unique among concurrent calls. Items do not
-  // throw.
+  // Runs fn(item, thread) for every item in [0, num_items): independent host work of a step, such
+  // as sampling. Uses the device's host compute threads if there are any, else the calling thread.
+  // `thread` is in [0, num_host_threads()) and unique among concurrent calls. Items must not throw.
   virtual int num_host_threads() const { return 1; }
   virtual void ForEachOnHost(int64_t num_items, FunctionRef<void(int64_t item, int thread)> fn) {
     for (int64_t item = 0; item < num_items; ++item) {
@@ -57,11 +55,11 @@ class Device : public DeviceMemory {
     }
   }
 
-  // Packs a matrix; a source without an owner may be freed afterwards. MXFP4 is kept as it is
-  // stored: with an owner where it lies, which the result then holds, else as a copy. `exact` asks
-  // for FP32 compute, for tests: quantized sources are dequantized (8 times the bytes of MXFP4) and
-  // activations are not rounded. A source that is packed already is read in place with an owner,
-  // else copied. Throws InvalidArgument for shapes that the format cannot have.
+  // Packs a matrix. A source without an owner may be freed afterwards. MXFP4 is kept in its stored
+  // form: with an owner it is read in place and the result holds the owner, otherwise it is copied.
+  // A source that is already packed is handled the same way. `exact` selects FP32 compute, for
+  // tests: quantized sources are dequantized (8 times the bytes of MXFP4) and activations are not
+  // rounded. Throws InvalidArgument for shapes that the format does not allow.
   virtual std::unique_ptr<PackedMatrix> PackMatrix(const MatrixSource& source, bool exact) = 0;
 
   virtual void Embed(const EmbedParams& params) = 0;
@@ -76,16 +74,16 @@ class Device : public DeviceMemory {
   virtual void WriteKv(const WriteKvParams& params) = 0;
   virtual void QuantizeBlocks(const QuantizeBlocksParams& params) = 0;
   virtual void FlattenKV(const FlattenKVParams& params) = 0;
-  // Sequences [num_decode, num_seqs) of the batch.
+  // Handles sequences [num_decode, num_seqs) of the batch.
   virtual void PrefillAttention(const AttentionParams& params) = 0;
-  // Sequences [0, num_decode) of the batch: reads packed payload and scales, no flatten.
+  // Handles sequences [0, num_decode) of the batch. It reads packed payload and scales directly.
   virtual void DecodeAttention(const AttentionParams& params) = 0;
-  // False, and nothing is written: the host reads the logits and finds it.
+  // Returns false and writes nothing if the host must read the logits and compute the argmax.
   virtual bool ArgMaxRows(const ArgMaxRowsParams& params) {
     static_cast<void>(params);
     return false;
   }
-  // The same of rows that are sampled: the tokens are those that the host would sample.
+  // Samples rows like ArgMaxRows. The tokens are the ones that the host would sample.
   virtual bool SampleRows(const SampleRowsParams& params) {
     static_cast<void>(params);
     return false;

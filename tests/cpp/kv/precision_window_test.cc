@@ -44,7 +44,7 @@ TEST_CASE("numbers that are no multiple of 64 in [0, 4096] are refused with the 
     FAIL("100 was taken");
   } catch (const InvalidArgument& error) {
     const std::string what = error.what();
-    CHECK(what.find("got 100") != std::string::npos);
+    CHECK(what.find("is 100") != std::string::npos);
     CHECK(what.find("--kv-recent-tokens") != std::string::npos);
   }
 }

@@ -491,7 +491,7 @@ TEST_CASE("bad sequences, early stops and the mask exclude tokens") {
     const std::vector<uint32_t> mask = {0b11101001};
     CHECK(Sample(logits, request, {}, &mask).token == 3);
     const std::vector<uint32_t> nothing = {0};
-    CHECK(Sample(logits, request, {}, &nothing).error.find("no token is allowed") == 0);
+    CHECK(Sample(logits, request, {}, &nothing).error.find("No token is allowed") == 0);
     CHECK(Sample(logits, request, {}, &nothing).is_request_fault);
   }
 }

@@ -51,7 +51,7 @@ def test_options_that_leave_no_token_are_the_requests_fault(engine):
 
     last = asyncio.run(ask())[-1]
     assert (last.finish_reason, last.error_code) == ("error", "bad_request")
-    assert "no token is allowed" in last.error_message
+    assert "No token is allowed" in last.error_message
 
 
 def wait_until_idle(engine):
