@@ -1,4 +1,4 @@
-"""Typed face of the C++ engine. Only turbomind/ imports it."""
+"""Types of the C++ engine. Only turbomind/ imports the module."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,7 +29,7 @@ class MoeConfig:
     top_k: int
     intermediate_size: int  # of one expert
     shared_intermediate_size: int  # 0: no shared expert
-    normalize: bool  # a token's weights sum to 1
+    normalize: bool  # normalize a token's weights to a sum of 1
     layers: list[int]  # per layer; 1: experts, 0: dense feed-forward
     def __init__(self) -> None: ...
 
@@ -45,7 +45,7 @@ class ModelConfig:
     norm_eps: float
     softmax_scale: float
     activation: str  # silu, gelu_tanh, clamped_swiglu
-    swiglu_limit: float  # of clamped_swiglu
+    swiglu_limit: float  # for clamped_swiglu
     moe: MoeConfig
     rope: RopeConfig
     windows: list[int]
@@ -59,7 +59,7 @@ class EngineConfig:
     kv_rotate_k: bool
     kv_search_scales: bool
     kv_sink_tokens: int
-    kv_recent_tokens: int  # -1: nothing is kept in 16 bit
+    kv_recent_tokens: int  # -1: no 16-bit window
     collect_kv_statistics: bool
     max_batch_size: int
     session_len: int
@@ -93,7 +93,7 @@ class Device:
     @property
     def name(self) -> str: ...
     @property
-    def gemm_backend(self) -> str: ...  # what computes them; empty: CPU
+    def gemm_backend(self) -> str: ...  # library of matrix products; empty on the CPU
     @property
     def is_cuda(self) -> bool: ...
     @property
@@ -114,12 +114,13 @@ class WeightsBuilder:
         cols: int,
         scales: npt.NDArray[np.uint8] | None = None,
     ) -> None:
-        """`format`: f32, bf16 (as uint16), or raw uint8: q4_0, q4_1, q8_0 and mxfp4 in GGUF's byte
-        layout, mxfp4_split as Hugging Face's codes [rows, cols / 2] with `scales`
-        [rows, cols / 32].
+        """Add a matrix in `format`: f32, bf16 (as uint16), or raw uint8.
+
+        q4_0, q4_1, q8_0 and mxfp4 use GGUF's byte layout. mxfp4_split uses Hugging Face's codes
+        [rows, cols / 2] with `scales` [rows, cols / 32].
 
         `data` must be C-contiguous with exactly the bytes of rows x cols values. MXFP4 arrays are
-        read where they lie: they are held as long as the weights and must not change. GIL released.
+        read in place: the weights hold them, and they must not change. The GIL is released.
         """
     def add_packed(
         self,
@@ -131,12 +132,15 @@ class WeightsBuilder:
         *,
         in_place: bool,
     ) -> None:
-        """A matrix as `packed` gave it. `in_place`: `data` (aligned to 64 bytes) is held as long as
-        the weights and must not change; else it is copied. GIL released.
+        """Add a matrix that `packed` returned.
+
+        With `in_place`, `data` (aligned to 64 bytes) is held by the weights and must not change;
+        otherwise it is copied. The GIL is released.
         """
     def packed(self) -> dict[str, tuple[str, int, int, npt.NDArray[np.uint8]]]:
-        """Before `build`: name → (format, rows, cols, tiles) of every packed matrix. The read-only
-        arrays hold the weights. MXFP4 that is used as stored is left out.
+        """Return name → (format, rows, cols, tiles) of every packed matrix. Call before `build`.
+
+        The read-only arrays keep the weights alive. MXFP4 that is used as stored is left out.
         """
     def add_vector(self, name: str, data: npt.NDArray[np.float32]) -> None: ...
     def build(self) -> Weights: ...
@@ -163,7 +167,7 @@ class Request:
     logit_bias: list[tuple[int, float]]
     num_prompt_logprobs: int
     logits_output: str  # none, generation, all
-    # fn(new_tokens, mask) -> bool: writes the bitmask into `mask` (int32, in place).
+    # fn(new_tokens, mask) -> bool writes the bitmask to `mask` (int32) in place.
     token_mask: Callable[[Sequence[int], npt.NDArray[np.int32]], bool] | None
     def __init__(self) -> None: ...
 
@@ -227,10 +231,10 @@ class Engine:
     def kv_statistics(self) -> dict[str, Any]: ...
     def close(self) -> None: ...
 
-packed_layout_id: int  # of the tiles that `packed` gives
+packed_layout_id: int  # of the tiles that `packed` returns
 
 def packed_bytes(format: str, rows: int, cols: int) -> int:
-    """Of the tiles of one matrix; 0 for MXFP4."""
+    """Return the bytes of the tiles of one matrix; 0 for MXFP4."""
 
 def make_cpu_device(num_threads: int, isa: str = "") -> Device: ...
 def available_cpu_isas() -> list[str]: ...
@@ -240,13 +244,13 @@ class CudaDeviceInfo:
     sm: int  # compute capability, e.g. 90
     memory_bytes: int
 
-cuda_stamp: str  # that libturbomind_cuda.so must have
+cuda_stamp: str  # libturbomind_cuda.so must have the same stamp
 
 def cuda_devices() -> tuple[list[CudaDeviceInfo], str]:
-    """GPUs in the driver's order; where there is none, why CUDA is not used, in one line."""
+    """Return the GPUs in the driver's order. If there are none, also return the reason."""
 
 def cuda_free_bytes(ordinal: int) -> int:
-    """Of the whole GPU, for all processes. Raises like make_cuda_device."""
+    """Return the free bytes of the whole GPU. Raises like make_cuda_device."""
 
 def make_cuda_device(
     ordinal: int,
@@ -254,33 +258,33 @@ def make_cuda_device(
     num_threads: int = 1,
     cublas_lt: Sequence[str] = (),
 ) -> Device:
-    """`cublas_lt`: files of cuBLASLt, tried before those that the library finds itself.
+    """Make a device. `cublas_lt` files are tried before those that the library finds itself.
 
-    Raises InvalidArgument, in one line, where the GPU cannot be used.
+    Raises InvalidArgument, in one line, if the GPU cannot be used.
     """
 
 def plan_memory(
     model: ModelConfig, config: EngineConfig, free_bytes: int, *, is_cuda: bool = False
 ) -> MemoryPlan: ...
 def require_kernels(model: ModelConfig, config: EngineConfig, device: Device) -> None:
-    """Raises InvalidArgument where the device has none for the model's cache."""
+    """Raise InvalidArgument if the device has no kernels for the model's cache."""
 
 def sequence_bytes(model: ModelConfig, config: EngineConfig, num_tokens: int) -> int:
-    """Of one sequence between steps, whole blocks of every pool."""
+    """Return the bytes of one sequence between steps, in whole blocks of every pool."""
 
 def require_listed_pair(k: str, v: str) -> None:
     """Raise InvalidArgument unless a layer may have these canonical formats for K and V."""
 
 def kv_cache_mode_names() -> list[tuple[str, str]]: ...
 def get_kv_cache_mode(quant_policy: int | str, sm: int = 0, strict_arch: bool = False) -> str:
-    """`sm` 0: CPU."""
+    """Resolve a quant_policy to a canonical format name. `sm` 0 means CPU."""
 
 def kv_cache_conversion(mode: str, sm: int = 0) -> str:
-    """How a device converts a canonical format: not needed, hardware, software, unsupported."""
+    """Return how a device converts a format: not needed, hardware, software or unsupported."""
 
 # Profiles, for benchmarks.
 class OpRecord:
-    """The sums of one op in one phase. Bytes are the least that the op must move."""
+    """The totals of one op in one phase. Bytes are the minimum that the op must move."""
 
     kind: str  # embed, norm, linear, ..., decode_attention, copy, engine, between_steps
     rows: int  # outputs of the matrix; 0 for an op without a matrix
@@ -318,7 +322,7 @@ def encode_rows(
     *,
     search: bool = False,
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-    """Rows [n, head_dim] → (payload [n, row bytes], metadata [n, param or scale bytes])."""
+    """Encode rows [n, head_dim] to (payload [n, row bytes], metadata [n, meta bytes])."""
 
 def decode_rows(
     mode: str,

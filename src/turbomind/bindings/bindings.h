@@ -12,18 +12,18 @@ void DefConfigs(pybind11::module_& m);
 void DefDevices(pybind11::module_& m);
 void DefWeights(pybind11::module_& m);
 void DefRequest(pybind11::module_& m);
-// MemoryPlan, EngineStats, sequence_bytes and the names of formats.
+// Binds MemoryPlan, EngineStats, sequence_bytes and the names of the KV formats.
 void DefKv(pybind11::module_& m);
-// The engine, and what is checked before there is one.
+// Binds the engine and the checks that need no engine.
 void DefEngine(pybind11::module_& m);
-// encode_rows and decode_rows: the codecs over NumPy arrays, for tests and reports.
+// Binds encode_rows and decode_rows: the codecs over NumPy arrays, for tests and reports.
 void DefCodecs(pybind11::module_& m);
-// Profiling devices and their records. REQUIRES: Device is defined.
+// Binds profiling devices and their records. REQUIRES: Device is already defined.
 void DefProfile(pybind11::module_& m);
 
-// Formats and qualities of the cache as properties of EngineConfig.
+// Defines the KV formats and quality options as properties of EngineConfig.
 void DefKvOptions(pybind11::class_<EngineConfig>& config);
-// Arrays by name (_turbomind.pyi).
+// Returns the statistics as arrays by name (_turbomind.pyi).
 pybind11::dict ToDict(const KvStatistics& statistics);
 
 }  // namespace turbomind

@@ -1,4 +1,4 @@
-// The codecs over NumPy arrays.
+// Binds the codecs over NumPy arrays.
 
 #include <pybind11/numpy.h>
 
@@ -20,7 +20,7 @@ namespace {
 template <class T>
 using Array = py::array_t<T, py::array::c_style | py::array::forcecast>;
 
-// Kernels of an instruction set that this machine can run; empty: the best.
+// Returns the kernels of an instruction set that this machine can run; empty selects the best.
 CpuKvKernels Kernels(const std::string& isa) {
   const std::vector<std::string> isas = AvailableCpuIsas();
   if (isa.empty()) {
@@ -31,7 +31,8 @@ CpuKvKernels Kernels(const std::string& isa) {
     choices += (choices.empty() ? "" : ", ") + choice;
   }
   if (std::find(isas.begin(), isas.end(), isa) == isas.end()) {
-    throw InvalidArgument("isa: got \"" + isa + "\", this machine can run: " + choices);
+    throw InvalidArgument("isa \"" + isa + "\" is not available on this machine. Use one of " +
+                          choices);
   }
   return CpuKvKernelsFor(isa);
 }
@@ -45,7 +46,7 @@ struct RowShape {
 RowShape Shape(const std::string& format_name, const std::string& dtype, py::ssize_t num_rows,
                int64_t head_dim) {
   if (head_dim < 1 || head_dim > 65536) {
-    throw InvalidArgument("head_dim: got " + std::to_string(head_dim) + ", want 1 to 65536");
+    throw InvalidArgument("head_dim is " + std::to_string(head_dim) + ". It must be 1 to 65536.");
   }
   RowShape shape;
   shape.rows.format = GetKvCacheMode(format_name, DeviceCapability{});
@@ -62,8 +63,8 @@ RowShape Shape(const std::string& format_name, const std::string& dtype, py::ssi
 py::tuple Encode(const std::string& format, const Array<float>& rows, const std::string& dtype,
                  float global_scale, const std::string& isa, bool search) {
   if (rows.ndim() != 2) {
-    throw InvalidArgument("rows: got " + std::to_string(rows.ndim()) +
-                          " dimensions, want [n, head_dim]");
+    throw InvalidArgument("rows has " + std::to_string(rows.ndim()) +
+                          " dimensions, but must be [n, head_dim].");
   }
   RowShape shape = Shape(format, dtype, rows.shape(0), rows.shape(1));
   shape.rows.global_scale = global_scale;
@@ -78,9 +79,10 @@ py::tuple Encode(const std::string& format, const Array<float>& rows, const std:
 void RequireShape(const char* what, const Array<uint8_t>& array, py::ssize_t rows,
                   py::ssize_t cols) {
   if (array.ndim() != 2 || array.shape(0) != rows || array.shape(1) != cols) {
-    throw InvalidArgument(std::string(what) + ": got " + std::to_string(array.size()) +
-                          " bytes in " + std::to_string(array.ndim()) + " dimensions, want [" +
-                          std::to_string(rows) + ", " + std::to_string(cols) + "]");
+    throw InvalidArgument(std::string(what) + " has " + std::to_string(array.size()) +
+                          " bytes in " + std::to_string(array.ndim()) +
+                          " dimensions, but must be [" + std::to_string(rows) + ", " +
+                          std::to_string(cols) + "]");
   }
 }
 

@@ -1,4 +1,4 @@
-// The configs of a model and of an engine.
+// Binds the configurations of a model and of an engine.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

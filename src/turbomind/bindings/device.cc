@@ -1,4 +1,4 @@
-// Devices: what there is, and how one is made.
+// Binds the devices.
 
 #include <pybind11/stl.h>
 

@@ -1,4 +1,4 @@
-// The engine.
+// Binds the engine.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -17,14 +17,15 @@ namespace py = pybind11;
 namespace turbomind {
 namespace {
 
-// What loading a model freed, back to the system: a C library keeps megabytes of it otherwise.
+// Returns memory that loading a model has freed to the system. A C library would keep megabytes of
+// it.
 void ReturnFreedMemory() {
 #ifdef __GLIBC__
   malloc_trim(0);
 #endif
 }
 
-// close() may come while other threads wait: their calls return, and find the engine stopped.
+// close() may be called while other threads wait. Their calls return and find the engine stopped.
 class PyEngine {
  public:
   PyEngine(const ModelConfig& model, const EngineConfig& config, std::shared_ptr<Weights> weights,

@@ -1,6 +1,6 @@
 #pragma once
 
-// Enums of the core as strings of Python.
+// Maps C++ enums to Python strings.
 
 #include <pybind11/pybind11.h>
 
@@ -14,14 +14,14 @@
 
 namespace turbomind {
 
-// An enum crosses as a string; the list is also what an error names.
+// An enum value and its string. Error messages list these strings.
 template <class E>
 struct EnumName {
   E value;
   const char* name;
 };
 
-// Canonical names alone: an alias is resolved by get_kv_cache_mode.
+// Only canonical names. get_kv_cache_mode resolves aliases.
 constexpr EnumName<KvCacheMode> kKvFormats[] = {
     {KvCacheMode::kNone, "none"},        {KvCacheMode::kInt8, "int8"},
     {KvCacheMode::kInt4, "int4"},        {KvCacheMode::kFp8E4m3, "fp8"},
@@ -49,7 +49,8 @@ E Parse(const char* what, const EnumName<E> (&names)[N], const std::string& text
     }
     choices += (choices.empty() ? "" : ", ") + std::string(entry.name);
   }
-  throw InvalidArgument(std::string(what) + ": got \"" + text + "\", want one of " + choices);
+  throw InvalidArgument(std::string(what) + " has value \"" + text + "\". It must be one of " +
+                        choices);
 }
 
 template <class E, size_t N>
@@ -59,10 +60,10 @@ std::string Name(const EnumName<E> (&names)[N], E value) {
       return entry.name;
     }
   }
-  throw InternalError("an enum value without a name");
+  throw InternalError("every enum value must have a name");
 }
 
-// A string property over an enum member.
+// Defines a string property for an enum member.
 template <class C, class... Options, class E, size_t N>
 void DefEnum(pybind11::class_<C, Options...>& target, const char* name, E C::*member,
              const EnumName<E> (&names)[N]) {

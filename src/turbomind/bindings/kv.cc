@@ -1,4 +1,4 @@
-// What Python sets and sees of the KV cache.
+// Binds the options and statistics of the KV cache.
 
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
@@ -34,7 +34,7 @@ void SetLayers(EngineConfig& config, const Pairs& pairs) {
   config.kv_layers = std::move(layers);
 }
 
-// The first dimension is the layer; the others are one row. `ndim` is what is wanted.
+// Splits an array with `ndim` dimensions by its first one, the layer.
 std::vector<std::vector<float>> Layers(const char* name, const py::object& object, int ndim) {
   std::vector<std::vector<float>> layers;
   if (object.is_none()) {
@@ -43,11 +43,11 @@ std::vector<std::vector<float>> Layers(const char* name, const py::object& objec
   const Floats array = Floats::ensure(object);
   if (!array) {
     PyErr_Clear();
-    throw InvalidArgument(std::string(name) + ": want an array of numbers");
+    throw InvalidArgument(std::string(name) + " must be an array of numbers.");
   }
   if (array.ndim() != ndim) {
-    throw InvalidArgument(std::string(name) + ": got " + std::to_string(array.ndim()) +
-                          " dimensions, want " + std::to_string(ndim));
+    throw InvalidArgument(std::string(name) + " has " + std::to_string(array.ndim()) +
+                          " dimensions, but must have " + std::to_string(ndim));
   }
   const py::ssize_t num_layers = array.shape(0);
   const py::ssize_t row = num_layers > 0 ? array.size() / num_layers : 0;
@@ -155,15 +155,15 @@ void DefKv(py::module_& m) {
               ToString(GetKvCacheMode(policy.cast<std::string>(), device, strict_arch)));
         }
         if (py::isinstance<py::bool_>(policy) || !py::isinstance<py::int_>(policy)) {
-          throw InvalidArgument("quant_policy: got " + py::repr(policy).cast<std::string>() +
-                                ", want an integer or a format name");
+          throw InvalidArgument("quant_policy " + py::repr(policy).cast<std::string>() +
+                                " is not supported. Use an integer or a format name.");
         }
         int overflow = 0;
         const int64_t value = PyLong_AsLongLongAndOverflow(policy.ptr(), &overflow);
         const bool fits = overflow == 0 && value >= INT32_MIN && value <= INT32_MAX;
         if (!fits) {
-          throw InvalidArgument("quant_policy: got " + py::str(policy).cast<std::string>() +
-                                ", want 0, 4, 8 or 16");
+          throw InvalidArgument("quant_policy " + py::str(policy).cast<std::string>() +
+                                " is not supported. Use 0, 4, 8 or 16.");
         }
         return std::string(ToString(GetKvCacheMode(static_cast<int>(value), device)));
       },

@@ -1,7 +1,8 @@
-// ④ The boundary: everything before and after token ids is Python, everything between is C++.
-// Mirrors lmdeploy/_turbomind.pyi. The GIL is released around every call that may take long or
-// that needs the engine thread. A thread of the engine's takes it to call token masks, one that
-// waits for outputs (or the engine's, as it ends) to destroy them.
+// ④ The Python boundary: everything before and after token ids is Python, everything in between is
+// C++. Mirrors lmdeploy/_turbomind.pyi. The GIL is released around every call that may take long or
+// that needs the engine thread. One engine-side thread takes the GIL to call token masks. The
+// thread that destroys a mask also takes it: a thread that waits for outputs, or the engine thread
+// as it ends.
 
 #include <pybind11/pybind11.h>
 

@@ -1,4 +1,4 @@
-// Python bindings of the profiling device.
+// Binds the profiling device.
 
 #include <pybind11/stl.h>
 

@@ -1,4 +1,4 @@
-// Requests and outputs.
+// Binds requests and outputs.
 
 #include <pybind11/functional.h>
 #include <pybind11/numpy.h>
@@ -41,21 +41,21 @@ class PyTokenMask {
   bool operator()(const std::vector<int32_t>& new_tokens, std::vector<uint32_t>& mask) const {
     py::gil_scoped_acquire gil;
     try {
-      // The array belongs to Python: a callback may keep it without reaching our memory.
+      // Python owns the array, so a callback may keep it without access to our memory.
       py::array_t<int32_t> words(static_cast<py::ssize_t>(mask.size()));
       std::memcpy(words.mutable_data(), mask.data(), mask.size() * sizeof(uint32_t));
       const bool go_on = (*fn_)(new_tokens, words).cast<bool>();
       std::memcpy(mask.data(), words.data(), mask.size() * sizeof(uint32_t));
       return go_on;
     } catch (const py::error_already_set& error) {
-      // OptionError of checks.py: what the request asked for cannot be.
+      // OptionError of checks.py: the request asked for something impossible.
       if (error.matches(PyExc_ValueError) && py::hasattr(error.value(), "field")) {
         throw InvalidArgument(py::str(error.value()).cast<std::string>());
       }
       throw std::runtime_error(py::str(error.type().attr("__name__")).cast<std::string>() + ": " +
                                py::str(error.value()).cast<std::string>());
     } catch (const py::cast_error&) {
-      throw std::runtime_error("want a bool from the callback");
+      throw std::runtime_error("The callback must return a bool.");
     }
   }
 
@@ -76,13 +76,13 @@ void SetTokenMask(Request& request, const py::object& fn) {
     return;
   }
   if (PyCallable_Check(fn.ptr()) == 0) {
-    throw InvalidArgument("token_mask: got " + py::str(py::type::of(fn)).cast<std::string>() +
-                          ", want a callable or None");
+    throw InvalidArgument("token_mask has type " + py::str(py::type::of(fn)).cast<std::string>() +
+                          ", but must be a callable or None.");
   }
   request.token_mask = PyTokenMask(fn);
 }
 
-// [n, vocab] over the output's own memory; the array keeps the output alive.
+// Returns [n, vocab] as a view of the output's memory. The array keeps the output alive.
 py::object GetLogits(const py::object& self) {
   auto& output = self.cast<RequestOutput&>();
   if (output.logits.empty()) {
@@ -93,7 +93,7 @@ py::object GetLogits(const py::object& self) {
   return py::array_t<float>({rows, cols}, output.logits.data(), self);
 }
 
-// A member of Request::sampling as a property of Request.
+// Defines a member of Request::sampling as a property of Request.
 template <class T>
 void DefSampling(py::class_<Request, std::shared_ptr<Request>>& target, const char* name,
                  T SamplingParams::*member) {

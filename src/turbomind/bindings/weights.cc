@@ -1,4 +1,4 @@
-// Weights: NumPy arrays become a model's matrices and vectors.
+// Binds the weights: NumPy arrays become a model's matrices and vectors.
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -21,7 +21,8 @@ namespace {
 
 bool IsInBlocks(MatrixFormat format) { return IsQuantized(format) || IsMxfp4(format); }
 
-// Without scales that are an array of their own. Formats in blocks have whole ones.
+// Returns the bytes of `values` values, without separate scales. REQUIRES: block formats have whole
+// blocks.
 int64_t SourceBytes(MatrixFormat format, int64_t values) {
   const int64_t block_bytes = SourceBlockBytes(format);
   return IsInBlocks(format) ? values / kQuantBlock * block_bytes
@@ -31,47 +32,47 @@ int64_t SourceBytes(MatrixFormat format, int64_t values) {
 void RequireShape(const std::string& what, MatrixFormat format, int64_t rows, int64_t cols) {
   constexpr int64_t kLimit = int64_t{1} << 30;
   if (rows < 1 || cols < 1 || rows > kLimit || cols > kLimit) {
-    throw InvalidArgument(what + ": got shape [" + std::to_string(rows) + ", " +
-                          std::to_string(cols) + "], want positive sizes");
+    throw InvalidArgument(what + " has shape [" + std::to_string(rows) + ", " +
+                          std::to_string(cols) + "], but sizes must be 1 to 2^30.");
   }
   if (IsInBlocks(format) && cols % 32 != 0) {
-    throw InvalidArgument(what + ": got " + std::to_string(cols) + " columns, " +
-                          Name(kMatrixFormats, format) + " wants a multiple of 32");
+    throw InvalidArgument(what + " has " + std::to_string(cols) + " columns, but " +
+                          Name(kMatrixFormats, format) + " needs a multiple of 32.");
   }
 }
 
 void RequireArray(const std::string& what, const py::array& data, char kind, int item_bytes) {
   if (data.dtype().kind() != kind || data.itemsize() != item_bytes) {
-    throw InvalidArgument(what + ": got values of dtype " +
-                          py::str(data.dtype()).cast<std::string>() + ", want " + kind +
+    throw InvalidArgument(what + " has values of dtype " +
+                          py::str(data.dtype()).cast<std::string>() + ", but needs " + kind +
                           std::to_string(item_bytes));
   }
   if ((data.flags() & py::array::c_style) == 0) {
-    throw InvalidArgument(what + ": got a strided array, want a C-contiguous one");
+    throw InvalidArgument(what + " is a strided array. Use a C-contiguous one.");
   }
 }
 
 void RequireBytes(const std::string& what, const py::array& data, int64_t want) {
   if (data.nbytes() != want) {
-    throw InvalidArgument(what + ": got " + std::to_string(data.nbytes()) + " bytes, want " +
+    throw InvalidArgument(what + " has " + std::to_string(data.nbytes()) + " bytes, but needs " +
                           std::to_string(want));
   }
 }
 
-// Holds the arrays' memory, from any thread; lets them go with the GIL held.
+// Returns an owner of the arrays' memory for use by any thread. It releases them with the GIL held.
 std::shared_ptr<const void> KeepArrays(const py::array& data,
                                        const std::optional<py::array>& scales) {
   using Arrays = std::pair<py::array, std::optional<py::array>>;
   return {new Arrays(data, scales), [](const Arrays* arrays) {
             if (Py_IsInitialized() == 0) {
-              return;  // the interpreter has taken its objects with it
+              return;  // the interpreter has already freed its objects
             }
             py::gil_scoped_acquire gil;
             delete arrays;
           }};
 }
 
-// A device outlives what packs on it.
+// Keeps the device alive for the weights that are packed on it.
 struct PyWeightsBuilder {
   std::shared_ptr<Device> device;
   WeightsBuilder builder;
@@ -79,7 +80,7 @@ struct PyWeightsBuilder {
   PyWeightsBuilder(const ModelConfig& config, std::shared_ptr<Device> target, bool exact)
       : device(std::move(target)), builder(config, *device, exact) {}
 
-  // The weights, and the device as long as they are there.
+  // Returns the weights with an owner that also keeps the device alive.
   std::shared_ptr<const Weights> WithDevice(std::shared_ptr<const Weights> weights) const {
     struct Both {
       std::shared_ptr<Device> device;
@@ -101,12 +102,14 @@ struct PyWeightsBuilder {
     MatrixSource source{format, data.data(), rows, cols};
     const bool is_split = format == MatrixFormat::kMxfp4Split;
     if (is_split != scales.has_value()) {
-      throw InvalidArgument(what + ": got " + (is_split ? "no scales, " : "scales, ") +
-                            format_name + (is_split ? " has them apart" : " has none apart"));
+      throw InvalidArgument(
+          what + " has " +
+          (is_split ? "no separate scales, but format " : "separate scales, but format ") +
+          format_name + (is_split ? " needs them." : " must not have them."));
     }
     if (scales) {
-      RequireArray(what + ", scales", *scales, 'u', 1);
-      RequireBytes(what + ", scales", *scales, rows * cols / 32);
+      RequireArray(what + " (scales)", *scales, 'u', 1);
+      RequireBytes(what + " (scales)", *scales, rows * cols / 32);
       source.scales = scales->data();
     }
     if (IsMxfp4(format)) {
@@ -116,14 +119,15 @@ struct PyWeightsBuilder {
     builder.AddMatrix(name, source);
   }
 
-  // `in_place`: the array is read where it lies, and held.
+  // Adds a packed matrix. With `in_place` the array is read in place and held.
   void AddPacked(const std::string& name, const std::string& format_name, const py::array& data,
                  int64_t rows, int64_t cols, bool in_place) {
     const MatrixFormat format = Parse("format", kMatrixFormats, format_name);
     const std::string what = "packed matrix " + name;
     RequireShape(what, format, rows, cols);
     if (IsMxfp4(format)) {
-      throw InvalidArgument(what + ": got " + format_name + ", which is never packed");
+      throw InvalidArgument(what + " has format " + format_name +
+                            ", which is never packed. Use add_matrix.");
     }
     RequireArray(what, data, 'u', 1);
     RequireBytes(what + " (" + format_name + ")", data, PackedBytes(format, rows, cols));
@@ -136,7 +140,7 @@ struct PyWeightsBuilder {
     builder.AddMatrix(name, source);
   }
 
-  // The tiles of every matrix that has some, by name; an array holds the weights.
+  // Returns the tiles of every packed matrix by name. The arrays keep the weights alive.
   py::dict Packed() const {
     py::dict result;
     for (const auto& [name, matrix] : builder.Matrices()) {
@@ -175,7 +179,7 @@ void DefWeights(py::module_& m) {
       .def("add_vector", &PyWeightsBuilder::AddVector, py::arg("name"), py::arg("data"))
       .def("packed", &PyWeightsBuilder::Packed)
       .def("build", [](PyWeightsBuilder& self) {
-        // Python sees nothing that could change them.
+        // Removes const: Python has no way to change the weights.
         return std::const_pointer_cast<Weights>(self.WithDevice(self.builder.Build()));
       });
   m.attr("packed_layout_id") = kPackedLayoutId;

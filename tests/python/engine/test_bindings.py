@@ -163,7 +163,9 @@ def test_cancel(engine: Any) -> None:
 
 def test_unknown_strings_name_the_choices() -> None:
     config = tm.EngineConfig()
-    with pytest.raises(ValueError, match=r'kv_format: got "fp3", want one of none, int8.*nvfp4'):
+    with pytest.raises(
+        ValueError, match=r'kv_format has value "fp3". It must be one of none, int8.*nvfp4'
+    ):
         config.kv_format = "fp3"
     with pytest.raises(tm.InvalidArgument, match="bfloat16"):
         model_config().dtype = "int3"
@@ -175,13 +177,13 @@ def test_unknown_strings_name_the_choices() -> None:
 
 def test_wrong_weights_are_refused_by_name() -> None:
     device = tm.make_cpu_device(1)
-    with pytest.raises(ValueError, match=r"missing 1: layers\.1\.down"):
+    with pytest.raises(ValueError, match=r"lack 1 tensors: layers\.1\.down"):
         build_weights(device, leave_out="layers.1.down")
     builder = tm.WeightsBuilder(model_config(), device, True)
     values = np.zeros((128, 64), np.float32)
     with pytest.raises(ValueError, match=r"has shape \[64, 128\].*requires \[128, 64\]"):
         builder.add_matrix("layers.0.q", "f32", values.reshape(64, 128), 64, 128)
-    with pytest.raises(ValueError, match="unknown matrix nonsense"):
+    with pytest.raises(ValueError, match="no matrix named nonsense"):
         builder.add_matrix("nonsense", "f32", values, 128, 64)
     with pytest.raises(ValueError, match="bytes"):
         builder.add_matrix("layers.0.q", "f32", values[:64], 128, 64)
@@ -247,8 +249,8 @@ def test_threads_that_the_system_refuses() -> None:
         [sys.executable, "-c", FEW_THREADS], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("num_threads: got 500, the system gives ")
-    assert done.stdout.strip().endswith("use fewer (--num-threads)")
+    assert done.stdout.startswith("The system cannot start 500 threads; it allows ")
+    assert done.stdout.strip().endswith("Use fewer (--num-threads).")
 
 
 def test_plan_memory_checks_and_counts() -> None:
@@ -258,5 +260,5 @@ def test_plan_memory_checks_and_counts() -> None:
     assert plan.bytes_per_token == 2 * 2 * 36
     assert plan.bytes_per_token_none == 2 * 2 * 128
     config.session_len = -1
-    with pytest.raises(ValueError, match=r"session_len: got -1.*--session-len"):
+    with pytest.raises(ValueError, match=r"session_len is -1.*--session-len"):
         tm.plan_memory(model_config(), config, 1 << 30)

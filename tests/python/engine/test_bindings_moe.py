@@ -217,12 +217,17 @@ def test_gate_and_up_apart_are_the_same_as_interleaved() -> None:
 @pytest.mark.parametrize(
     ("form", "rows", "scales", "want"),
     [
-        ("mxfp4_split", 64, None, "got no scales"),
-        ("mxfp4_split", 64, np.zeros((64, 3), np.uint8), "scales: got 192 bytes, want 128"),
-        ("mxfp4_split", 64, np.zeros((64, 2), np.int8), "scales: got values of dtype int8"),
+        ("mxfp4_split", 64, None, "has no separate scales"),
+        (
+            "mxfp4_split",
+            64,
+            np.zeros((64, 3), np.uint8),
+            r"\(scales\) has 192 bytes, but needs 128",
+        ),
+        ("mxfp4_split", 64, np.zeros((64, 2), np.int8), r"\(scales\) has values of dtype int8"),
         ("mxfp4_split", 64, np.zeros((64, 4), np.uint8)[:, ::2], "scales: got a strided array"),
-        ("mxfp4", 64, np.zeros((64, 2), np.uint8), "got 2048 bytes, want 2176"),
-        ("mxfp4_split", 32, np.zeros((32, 2), np.uint8), r"got 2048 bytes, want 1024"),
+        ("mxfp4", 64, np.zeros((64, 2), np.uint8), "has 2048 bytes, but needs 2176"),
+        ("mxfp4_split", 32, np.zeros((32, 2), np.uint8), "has 2048 bytes, but needs 1024"),
     ],
 )
 def test_mxfp4_arrays_of_the_wrong_shape_are_refused(
@@ -239,7 +244,7 @@ def test_scales_go_with_the_split_form_alone() -> None:
     builder = tm.WeightsBuilder(model_config(), tm.make_cpu_device(1), True)
     values = np.zeros((2 * INNER, HIDDEN), np.float32)
     scales = np.zeros((2 * INNER, HIDDEN // 32), np.uint8)
-    with pytest.raises(ValueError, match="f32 has none apart"):
+    with pytest.raises(ValueError, match="f32 must not have them"):
         builder.add_matrix("layers.0.experts.0.gate_up", "f32", values, 2 * INNER, HIDDEN, scales)
 
 
