@@ -1,11 +1,12 @@
 #pragma once
 
-// What libturbomind_cuda.so hands to the engine, which runs without it: its one function is
+// The interface of libturbomind_cuda.so, which the engine loads if it exists. The library has one
+// function:
 //
 //   extern "C" const turbomind::CudaLibrary* turbomind_cuda_library();
 //
-// The engine then uses Device objects of the library, so both are built from the same headers by
-// the same rules of C++; the stamp says so. Any thread may call, one at a time.
+// The engine uses Device objects of the library, so both must be built from the same headers with
+// the same C++ ABI. The stamp checks this. Any thread may call, one at a time.
 
 #include <cstdint>
 #include <string>
@@ -21,32 +22,33 @@ struct CudaDeviceInfo {
   int64_t memory_bytes = 0;
 };
 
-// How a device is to be.
+// Options of a device.
 struct CudaDeviceOptions {
   bool deterministic = false;  // rows of the results do not depend on the batch
-  int num_threads = 1;         // of the host: weights are packed and rows sampled on them
-  // cuBLASLt: what dlopen takes, to be tried in this order before the places that the library knows
+  int num_threads = 1;         // host threads that pack weights and sample rows
+  // cuBLASLt: names for dlopen, tried in this order before the locations that the library knows
   // itself (backend/cuda/linear/cublas_lt.h).
   std::vector<std::string> cublas_lt = {};
 };
 
 inline constexpr char kCudaLibrarySymbol[] = "turbomind_cuda_library";
 
-// Nothing is thrown: where a function fails, `why` says why, in one line.
+// Functions throw nothing. On failure, `why` gives the reason in one line.
 struct CudaLibrary {
-  // CudaStamp() of its build, first in every version: with another one nothing else may be read.
+  // CudaStamp() of its build. It is the first member in every version: if it differs, no other
+  // member may be read.
   const char* stamp;
-  // Empty where there is no GPU, or no driver for it.
+  // Empty if there is no GPU, or no driver for it.
   void (*list)(std::vector<CudaDeviceInfo>* gpus, std::string* why) noexcept;
-  int64_t (*free_bytes)(int gpu, std::string* why) noexcept;  // -1: failed
-  // The caller's to delete. Null: failed.
+  int64_t (*free_bytes)(int gpu, std::string* why) noexcept;  // -1 on failure
+  // The caller deletes the device. Null on failure.
   Device* (*make_device)(int gpu, const CudaDeviceOptions& options, std::string* why) noexcept;
 };
 
 using GetCudaLibrary = const CudaLibrary* (*)();
 
-// What a library that runs kernels on the CPU (tests/cpp/cuda_shim) adds to the stamp, so that it
-// is never taken for one with a GPU.
+// Stamp suffix of a library that runs kernels on the CPU (tests/cpp/cuda_shim), so that it is never
+// mistaken for one that uses a GPU.
 #define TM_SHIM_SUFFIX " shim"
 
 #if defined(_LIBCPP_VERSION)

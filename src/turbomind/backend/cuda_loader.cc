@@ -16,7 +16,7 @@ constexpr char kFileName[] = "libturbomind_cuda.so";
 constexpr char kVariable[] = "LMDEPLOY_CUDA_LIBRARY";
 constexpr size_t kMaxShown = 120;
 
-// A text from elsewhere, fit for one line.
+// Returns a foreign text with printable characters only, cut to one short line.
 std::string Shown(const char* text) {
   std::string line;
   for (; text != nullptr && *text != '\0' && line.size() < kMaxShown; ++text) {
@@ -27,7 +27,7 @@ std::string Shown(const char* text) {
 
 struct LibraryFile {
   std::filesystem::path path;
-  bool named = false;  // by the environment
+  bool named = false;  // by the environment variable
 };
 
 LibraryFile FindFile() {
@@ -41,14 +41,14 @@ LibraryFile FindFile() {
   return {std::filesystem::absolute(here.dli_fname).parent_path() / kFileName, false};
 }
 
-// Null: `why` says why.
+// Returns null on failure and sets `why`.
 const CudaLibrary* Open(std::string* why) {
   const LibraryFile file = FindFile();
   const std::string from = file.named ? std::string(kVariable) + ": " : "";
   std::error_code ignored;
   if (!std::filesystem::exists(file.path, ignored)) {
     *why = from + "no " + file.path.string() +
-           "; build it, with nvcc: " + "CMAKE_ARGS=-DTM_CUDA=ON pip install .";
+           " was found. Build it with nvcc: " + "CMAKE_ARGS=-DTM_CUDA=ON pip install .";
     return nullptr;
   }
   void* handle = dlopen(file.path.c_str(), RTLD_NOW | RTLD_LOCAL);
@@ -58,7 +58,7 @@ const CudaLibrary* Open(std::string* why) {
   }
   const auto get = reinterpret_cast<GetCudaLibrary>(dlsym(handle, kCudaLibrarySymbol));
   if (get == nullptr) {
-    *why = from + file.path.string() + " has no " + kCudaLibrarySymbol;
+    *why = from + file.path.string() + " has no symbol " + kCudaLibrarySymbol;
     dlclose(handle);
     return nullptr;
   }
@@ -66,21 +66,21 @@ const CudaLibrary* Open(std::string* why) {
   const std::string stamp = Shown(library->stamp);
   const bool is_shim = file.named && stamp == std::string(CudaStamp()) + TM_SHIM_SUFFIX;
   if (stamp != CudaStamp() && !is_shim) {
-    *why = from + file.path.string() + " was built for another version: got " + stamp + ", want " +
-           CudaStamp() + "; build it and the engine together";
+    *why = from + file.path.string() + " was built for another version: it has stamp " + stamp +
+           ", but the engine needs " + CudaStamp() + ". Build the library and the engine together.";
     dlclose(handle);
     return nullptr;
   }
   return library;
 }
 
-// Held while the library is asked.
+// Held during every call into the library.
 std::mutex& Mutex() {
   static std::mutex mutex;
   return mutex;
 }
 
-// Null: `why` says why. REQUIRES: the mutex.
+// Returns null on failure and sets `why`. REQUIRES: the mutex is held.
 const CudaLibrary* Library(std::string* why) {
   static const CudaLibrary* library = nullptr;
   if (library == nullptr) {
@@ -93,7 +93,7 @@ const CudaLibrary* Library(std::string* why) {
   throw InvalidArgument("CUDA is not used: " + why);
 }
 
-// REQUIRES: the mutex. Throws InvalidArgument unless there is such a GPU.
+// REQUIRES: the mutex is held. Throws InvalidArgument unless the GPU exists.
 const CudaLibrary& LibraryFor(int ordinal) {
   std::string why;
   const CudaLibrary* library = Library(&why);
@@ -105,7 +105,7 @@ const CudaLibrary& LibraryFor(int ordinal) {
     ThrowUnusable(why);
   }
   if (ordinal < 0 || static_cast<size_t>(ordinal) >= gpus.size()) {
-    throw InvalidArgument("devices: got GPU " + std::to_string(ordinal) + ", want 0 to " +
+    throw InvalidArgument("GPU " + std::to_string(ordinal) + " does not exist. Use 0 to " +
                           std::to_string(gpus.size() - 1) + " (--devices)");
   }
   return *library;

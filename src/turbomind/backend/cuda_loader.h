@@ -1,8 +1,8 @@
 #pragma once
 
-// GPUs, through libturbomind_cuda.so, which is looked for when first asked: the file that
-// LMDEPLOY_CUDA_LIBRARY names, else the one beside the file this code is in. Once loaded it stays.
-// Any thread.
+// Access to GPUs through libturbomind_cuda.so. The library is searched on the first call: the file
+// in LMDEPLOY_CUDA_LIBRARY, else the one in the folder of the file that contains this code. Once
+// loaded it stays loaded. Any thread may call.
 
 #include <cstdint>
 #include <memory>
@@ -14,18 +14,19 @@
 
 namespace turbomind {
 
-// In the driver's order. Empty: `why_none` says in one line why CUDA is not used (no library, one
-// of another version, no driver, an old driver, no GPU). Takes no memory of the GPUs.
+// Returns the GPUs in the driver's order. If the result is empty, `why_none` gives the reason in
+// one line (no library, wrong version, no driver, old driver, no GPU). Allocates no GPU memory.
 std::vector<CudaDeviceInfo> CudaDevices(std::string* why_none = nullptr);
 
-// Of the whole GPU, for all processes. Throws InvalidArgument like MakeCudaDevice.
+// Returns the free bytes of the whole GPU, shared by all processes. Throws InvalidArgument like
+// MakeCudaDevice.
 int64_t CudaFreeBytes(int ordinal);
 
-// `ordinal` is an index into CudaDevices(). Throws InvalidArgument, in one line, where the GPU
-// cannot be used.
+// Makes a device. `ordinal` is an index into CudaDevices(). Throws InvalidArgument, in one line, if
+// the GPU cannot be used.
 std::shared_ptr<Device> MakeCudaDevice(int ordinal, const CudaDeviceOptions& options);
 
-// What the library's stamp has to be.
+// Returns the stamp that the library must have.
 const char* CudaStamp();
 
 }  // namespace turbomind
