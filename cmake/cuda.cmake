@@ -1,6 +1,7 @@
-# Whether CUDA is built (tm_cuda), for what, and the stamp that ties the library to the engine.
+# Decides whether CUDA is built (tm_cuda) and for which GPUs, and computes the stamp that ties the
+# library to the engine.
 
-set(TM_CUDA AUTO CACHE STRING "Build libturbomind_cuda.so: ON, OFF, AUTO (ON where nvcc and a GPU are)")
+set(TM_CUDA AUTO CACHE STRING "Build libturbomind_cuda.so: ON, OFF, AUTO (ON if nvcc and a GPU are found)")
 set_property(CACHE TM_CUDA PROPERTY STRINGS AUTO ON OFF)
 include(${CMAKE_CURRENT_LIST_DIR}/cuda_archs.cmake)
 set(tm_min_nvcc 12.0)  # C++20
@@ -8,7 +9,7 @@ set(tm_min_nvcc 12.0)  # C++20
 find_program(tm_nvidia_smi nvidia-smi)
 mark_as_advanced(tm_nvidia_smi)
 set(tm_cuda ${TM_CUDA})
-set(why "")  # no CUDA
+set(why "")  # reason for not building CUDA
 if(tm_cuda STREQUAL "AUTO" AND NOT tm_nvidia_smi AND NOT EXISTS /dev/nvidiactl)
   set(why "no GPU found")
 endif()
@@ -24,23 +25,23 @@ if(tm_cuda AND NOT why)
   endif()
 endif()
 if(tm_cuda AND NOT why)
-  set(CMAKE_CUDA_ARCHITECTURES OFF)  # TM_CUDA_ARCHS, which knows every suffix
+  set(CMAKE_CUDA_ARCHITECTURES OFF)  # replaced by TM_CUDA_ARCHS, which supports every suffix
   include(CheckLanguage)
   check_language(CUDA)
   if(NOT CMAKE_CUDA_COMPILER)
-    set(why "no nvcc found that works")
+    set(why "no working nvcc was found")
   else()
     enable_language(CUDA)
     if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS tm_min_nvcc)
-      set(why "${CMAKE_CUDA_COMPILER} is ${CMAKE_CUDA_COMPILER_VERSION}, want ${tm_min_nvcc}")
+      set(why "${CMAKE_CUDA_COMPILER} is ${CMAKE_CUDA_COMPILER_VERSION}, but ${tm_min_nvcc} or newer is needed")
     endif()
   endif()
 endif()
 if(why AND tm_cuda STREQUAL "AUTO")
   set(tm_cuda OFF)
 elseif(why)
-  message(FATAL_ERROR "TM_CUDA=${TM_CUDA}: ${why}; put nvcc ${tm_min_nvcc} or newer on PATH, or "
-                      "set CUDACXX=/path/to/nvcc, or build with -DTM_CUDA=OFF")
+  message(FATAL_ERROR "TM_CUDA=${TM_CUDA}: ${why}. Put nvcc ${tm_min_nvcc} or newer on PATH, "
+                      "set CUDACXX=/path/to/nvcc, or build with -DTM_CUDA=OFF.")
 endif()
 set(tm_cuda_archs "")
 if(tm_cuda)
@@ -54,8 +55,8 @@ else()
   message(STATUS "CUDA backend: OFF (TM_CUDA=${TM_CUDA}) ${why}")
 endif()
 
-# The engine uses the library's objects as ops/device.h declares them: the stamp holds a hash of
-# that header and of all that it includes.
+# The engine uses the library's objects as ops/device.h declares them. The stamp therefore contains
+# a hash of that header and of all headers that it includes.
 set(todo turbomind/ops/device.h turbomind/core/check.h turbomind/backend/cuda_library.h)
 set(seen "")
 set(hashes "")

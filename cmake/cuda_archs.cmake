@@ -1,14 +1,15 @@
-# For which GPUs nvcc compiles: what TM_CUDA_ARCHS may be, and what becomes of it.
+# Resolves TM_CUDA_ARCHS to the GPU architectures that nvcc compiles for.
 
 set(TM_CUDA_ARCHS AUTO CACHE STRING
-    "What nvcc compiles for: AUTO (the GPUs here, else ALL), ALL, or a list such as 80;90a;100f;90-virtual")
+    "Architectures for nvcc: AUTO (the GPUs of this machine, else ALL), ALL, or a list such as 80;90a;100f;90-virtual")
 
-# Machine code for each kind of GPU, and PTX for those that are newer than the compiler: FP4 is
-# converted in software there.
+# Machine code for each kind of GPU, and PTX for GPUs newer than the compiler. With PTX, FP4 is
+# converted in software.
 set(tm_all_cuda_archs 80 86 89 90a 100f 110f 120f 90-virtual)
 set(tm_min_sm 80)
 
-# Sets `out` to the numbers of architectures that nvcc knows; empty: it does not say.
+# Sets `out` to the numbers of the architectures that nvcc supports; empty if nvcc does not list
+# them.
 function(tm_known_archs out)
   execute_process(COMMAND ${CMAKE_CUDA_COMPILER} --list-gpu-arch OUTPUT_VARIABLE said
                   ERROR_QUIET)
@@ -17,8 +18,8 @@ function(tm_known_archs out)
   set(${out} "${known}" PARENT_SCOPE)
 endfunction()
 
-# Sets `out` to the compute capabilities of this machine's GPUs, as 90; empty: nvidia-smi does not
-# say.
+# Sets `out` to the compute capabilities of this machine's GPUs, e.g. 90; empty if nvidia-smi does
+# not report them.
 function(tm_gpus_here out)
   set(sms "")
   if(tm_nvidia_smi)
@@ -33,8 +34,8 @@ function(tm_gpus_here out)
   set(${out} "${sms}" PARENT_SCOPE)
 endfunction()
 
-# Sets `out` to what nvcc has to be told for GPUs of `sms`: with the letter that brings all their
-# instructions; PTX where nvcc is older than the GPU.
+# Sets `out` to the nvcc architectures for GPUs of `sms`. The letter suffix enables all their
+# instructions; if nvcc is older than the GPU, the result is PTX.
 function(tm_archs_of_gpus sms known out)
   set(archs "")
   foreach(sm ${sms})
@@ -50,7 +51,7 @@ function(tm_archs_of_gpus sms known out)
   set(${out} "${archs}" PARENT_SCOPE)
 endfunction()
 
-# Sets `out` to those of tm_all_cuda_archs that nvcc knows: suffix f needs CUDA 12.9.
+# Sets `out` to the entries of tm_all_cuda_archs that nvcc supports. Suffix f needs CUDA 12.9.
 function(tm_all_archs known out)
   set(archs "")
   foreach(arch ${tm_all_cuda_archs})
@@ -66,7 +67,7 @@ function(tm_all_archs known out)
   set(${out} "${archs}" PARENT_SCOPE)
 endfunction()
 
-# nvcc's options for one of tm_cuda_archs.
+# Sets `out` to nvcc's option for one entry of tm_cuda_archs.
 function(tm_gencode arch out)
   if(arch MATCHES "^(.+)-virtual$")
     set(flag "compute_${CMAKE_MATCH_1},code=compute_${CMAKE_MATCH_1}")
@@ -76,7 +77,7 @@ function(tm_gencode arch out)
   set(${out} "SHELL:-gencode arch=${flag}" PARENT_SCOPE)
 endfunction()
 
-# Sets `out` to what nvcc compiles for, where GPUs of `sms` are here.
+# Sets `out` to the architectures to compile for on a machine with GPUs of `sms`.
 function(tm_resolve_archs sms out)
   set(archs ${TM_CUDA_ARCHS})
   tm_known_archs(known)
