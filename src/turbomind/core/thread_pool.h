@@ -11,11 +11,9 @@ namespace turbomind {
 //
 // Invariants:
 //  1. Workers take items dynamically from one atomic counter. A worker that loses its core delays
-//  at
-//     most the item that it holds.
+//     at most the item that it holds.
 //  2. The caller also runs items. A waiting thread spins for a bounded time, then sleeps. It does
-//  not
-//     spin for a thread on its own core, because that thread could not run meanwhile.
+//     not spin for a thread on its own core, because that thread could not run meanwhile.
 //  3. `worker` in the callback is in [0, num_threads) and unique among concurrent calls.
 //  4. ParallelFor allocates nothing.
 // Only one thread at a time may call ParallelFor. Items must not throw.

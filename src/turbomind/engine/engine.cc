@@ -370,8 +370,9 @@ void Engine::Impl::Publish(Sequence& sequence) {
 void Engine::Impl::EndAll(FinishReason reason, const std::string& error) {
   ready.Clear();
   state->scheduler.Abandon();
-  decltype(live) ended;  // Declared before the lock so that it is destroyed after it: destroying a
-                         // callback may wait for a thread that holds this lock.
+  // Declared before the lock so that it is destroyed after it: destroying a callback may wait for a
+  // thread that holds this lock.
+  decltype(live) ended;
   decltype(submitted) refused;
   decltype(gone) left;
   const std::lock_guard lock(mutex);
@@ -478,8 +479,9 @@ std::vector<RequestOutput> Engine::WaitOutputs(int timeout_ms) {
   const size_t expected = impl_->outputs_expected;
   lock.unlock();  // allocates, on the client's thread, the outputs that the engine will write into
   OutputList taken(expected);
-  decltype(impl_->gone) gone;  // Declared before the lock is taken again and destroyed after it:
-                               // destroying a callback may wait for a thread that holds this lock.
+  // Declared before the lock is taken again and destroyed after it: destroying a callback may wait
+  // for a thread that holds this lock.
+  decltype(impl_->gone) gone;
   lock.lock();
   impl_->outputs_arrived.wait_for(lock, std::chrono::milliseconds(timeout_ms),
                                   [this] { return !impl_->outputs.empty() || impl_->stopped; });

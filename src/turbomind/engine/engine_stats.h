@@ -18,7 +18,7 @@ struct EngineStats {
   int64_t window16_blocks_active = 0;
   int64_t prefix_queried_tokens = 0;
   int64_t prefix_hit_tokens = 0;
-  int64_t prefix_cut_tokens = 0;  // found as quantized blocks, unused without a 16-bit copy
+  int64_t prefix_cut_tokens = 0;  // found, but the 16-bit copy was missing
   int64_t num_preemptions = 0;
   int64_t num_steps = 0;
   int64_t prompt_tokens = 0;

@@ -53,8 +53,7 @@ class OutputProcessor {
     const Row* rows = nullptr;
     size_t num_rows = 0;
     float* logits = nullptr;  // [num_rows, vocab] for rows without a token from the device
-    std::span<const uint32_t> mask = {};  // mask of the last row; empty: no mask, or generation
-                                          // must stop
+    std::span<const uint32_t> mask = {};  // of the last row; empty: none, or stop here
   };
 
   void CollectRows(const Batch& batch);
@@ -85,14 +84,11 @@ class OutputProcessor {
   std::vector<int32_t> row_indices_;
   std::vector<int32_t> chosen_;  // tokens chosen by the device
   std::vector<RowSampling> samplings_;
-  std::vector<int32_t> read_rows_;                                // rows whose logits are on the
-                                                                  // host
+  std::vector<int32_t> read_rows_;                                // rows with logits on the host
   std::vector<SequenceRows> runs_;                                // runs that threads share
-  std::vector<SequenceRows> masked_runs_;                         // runs of sequences with a token
-                                                                  // mask
+  std::vector<SequenceRows> masked_runs_;                         // runs with a token mask
   std::vector<std::pair<const Row*, const float*>> prompt_rows_;  // rows and their logits
-  std::vector<std::optional<TokenLogprobs>> prompt_logprobs_;     // of prompt_rows_; empty if
-                                                                  // memory was short
+  std::vector<std::optional<TokenLogprobs>> prompt_logprobs_;     // empty if memory was short
 };
 
 // Ends a sequence with kError.

@@ -34,13 +34,11 @@ struct RequestOutput {
   uint64_t request_id = 0;
   std::vector<int32_t> tokens;          // new tokens, EOS and a matched stop sequence included
   std::vector<TokenLogprobs> logprobs;  // of `tokens`, if requested
-  std::vector<TokenLogprobs> prompt_logprobs;  // of prompt[1..], split over several chunks, if
-                                               // requested
+  std::vector<TokenLogprobs> prompt_logprobs;  // of prompt[1..], in chunks, if requested
   std::vector<float> logits;                   // [logits_rows, vocab], if requested
   int64_t logits_rows = 0;
   FinishReason finish_reason = FinishReason::kNone;
-  int stop_tokens = 0;            // number of trailing tokens that are EOS or a matched stop
-                                  // sequence
+  int stop_tokens = 0;            // trailing tokens: EOS or a matched stop sequence
   int cached_tokens = 0;          // prompt tokens taken from the prefix cache
   std::string error;              // set with kError
   bool is_request_fault = false;  // set with kError if the request's own options caused the error

@@ -12,8 +12,7 @@ namespace turbomind {
 struct StepLimits {
   int max_tokens = 0;         // new tokens of a step
   int max_logit_rows = 0;     // rows of logits at a time
-  int ffn_rows = 0;           // rows of a feed-forward at a time; splitting does not change the
-                              // result
+  int ffn_rows = 0;           // rows of a feed-forward at a time; does not change results
   bool removes_mean = false;  // a layer subtracts K's mean
 };
 

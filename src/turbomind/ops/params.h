@@ -66,8 +66,7 @@ struct WriteKvParams {
   int q_heads = 0;
   // Apply a normalized Hadamard rotation to every Q and K head, in runs of RotationSize(head_dim).
   bool rotate = false;
-  bool search_scales = false;     // FP4: use the search rule of kv/codec.h instead of the plain
-                                  // rule
+  bool search_scales = false;     // FP4: use the search rule of kv/codec.h
   const float* k_mean = nullptr;  // [kv_heads, head_dim] before the rotation, or null
   // [num_tokens, q_heads] output: q · k_mean of the head's group, the amount missing from each
   // score. Written if both it and k_mean are set. Sinks need it.
@@ -125,8 +124,7 @@ struct AttentionParams {
   int q_heads = 0;
   float softmax_scale = 1.f;
   bool exact = false;            // use FP32 instead of integer arithmetic on integer codes
-  int window = 0;                // 0: full; otherwise a query at p sees positions in (p - window,
-                                 // p]
+  int window = 0;                // 0: full; else a query at p sees (p - window, p]
   const float* sinks = nullptr;  // [q_heads] learned sink logits or null
   // [num_tokens, q_heads] from WriteKv if K's mean was subtracted. A sink's logit is lowered by
   // softmax_scale times this value, as all scores are. Null: no mean.
@@ -280,8 +278,7 @@ struct GroupedLinearParams {
   const int32_t* x_rows = nullptr;  // [num_rows] the row of x for each row of y; null: the same row
   float* y = nullptr;               // [num_rows, out], rows y_stride floats apart
   int64_t y_stride = 0;
-  const LinearPart* experts = nullptr;  // [num_experts]; stays at this address as long as its
-                                        // weights exist
+  const LinearPart* experts = nullptr;  // [num_experts]; address fixed while its weights exist
   int num_experts = 0;
   const int32_t* offsets = nullptr;  // [num_experts + 1] from GroupRows; the last one is num_rows
   int num_rows = 0;
