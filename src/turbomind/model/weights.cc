@@ -327,7 +327,7 @@ struct WeightsBuilder::Impl {
       return;
     }
     constexpr size_t kNamed = 8;
-    std::string text = "The weights lack " + std::to_string(missing.size()) + " tensors:";
+    std::string text = "The weights lack tensors (" + std::to_string(missing.size()) + "):";
     std::sort(missing.begin(), missing.end());
     for (size_t i = 0; i < std::min(kNamed, missing.size()); ++i) {
       text += (i == 0 ? " " : ", ") + missing[i];

@@ -132,7 +132,7 @@ TEST_CASE("a GPU's pools share what the scratch and the workspace of a step leav
     FAIL("there was room for nothing");
   } catch (const InvalidArgument& error) {
     const std::string text = error.what();
-    CHECK(text.find("less " + std::to_string(step)) != std::string::npos);
+    CHECK(text.find("a step needs " + std::to_string(step)) != std::string::npos);
     CHECK(text.find("--max-prefill-token-num") != std::string::npos);
   }
 }

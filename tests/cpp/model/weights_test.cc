@@ -91,7 +91,8 @@ TEST_CASE("names are known, given once, of the right shape, and complete") {
   CHECK(matrices[0].second == builder.weights()->layers[0].qkv.parts[0].get());
   builder.AddVector("layers.0.q.bias", data.data(), 256);
   CHECK_THROWS_AS(builder.AddVector("layers.0.q.bias", data.data(), 256), InvalidArgument);
-  CHECK_THROWS_WITH_AS(builder.Build(), doctest::Contains("missing 19: embedding, final_norm"),
+  CHECK_THROWS_WITH_AS(builder.Build(),
+                       doctest::Contains("lack tensors (19): embedding, final_norm"),
                        InvalidArgument);
 }
 
@@ -188,7 +189,7 @@ std::string BuildErrorOf(const Missing& missing) {
 TEST_CASE("experts are complete, in one form and one format, and sinks are in every layer") {
   CHECK(BuildErrorOf({}) == "");
   CHECK(BuildErrorOf({.sinks_everywhere = false}) ==
-        "The weights lack 2 tensors: layers.0.sinks, layers.2.sinks");
+        "The weights lack tensors (2): layers.0.sinks, layers.2.sinks");
   CHECK(BuildErrorOf({.other = "layers.1.experts.3."})
             .find("contain layers.1.experts.3.gate, but other experts have gate_up") !=
         std::string::npos);
@@ -211,7 +212,7 @@ TEST_CASE("thousands of missing experts make a short error that names some") {
   } catch (const InvalidArgument& error) {
     const std::string text = error.what();
     CHECK(text.find(
-              "The weights lack 12030 tensors: embedding, final_norm, layers.0.attention_norm") ==
+              "The weights lack tensors (12030): embedding, final_norm, layers.0.attention_norm") ==
           0);
     CHECK(text.size() < 400);
   }

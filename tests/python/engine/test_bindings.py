@@ -177,7 +177,7 @@ def test_unknown_strings_name_the_choices() -> None:
 
 def test_wrong_weights_are_refused_by_name() -> None:
     device = tm.make_cpu_device(1)
-    with pytest.raises(ValueError, match=r"lack 1 tensors: layers\.1\.down"):
+    with pytest.raises(ValueError, match=r"lack tensors \(1\): layers\.1\.down"):
         build_weights(device, leave_out="layers.1.down")
     builder = tm.WeightsBuilder(model_config(), device, True)
     values = np.zeros((128, 64), np.float32)

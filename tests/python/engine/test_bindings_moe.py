@@ -225,7 +225,7 @@ def test_gate_and_up_apart_are_the_same_as_interleaved() -> None:
             r"\(scales\) has 192 bytes, but needs 128",
         ),
         ("mxfp4_split", 64, np.zeros((64, 2), np.int8), r"\(scales\) has values of dtype int8"),
-        ("mxfp4_split", 64, np.zeros((64, 4), np.uint8)[:, ::2], "scales: got a strided array"),
+        ("mxfp4_split", 64, np.zeros((64, 4), np.uint8)[:, ::2], r"\(scales\) is a strided array"),
         ("mxfp4", 64, np.zeros((64, 2), np.uint8), "has 2048 bytes, but needs 2176"),
         ("mxfp4_split", 32, np.zeros((32, 2), np.uint8), "has 2048 bytes, but needs 1024"),
     ],
