@@ -64,7 +64,7 @@ class TurbomindEngineConfig:
             decode attention then goes through the kernels of prompts.
         exact: compute in FP32, no int8 activations. Slower; for comparisons; on CPU only.
         strict_arch: refuse NVFP4 where the device has no FP4 instructions (no effect on CPU).
-        kv_quality: raw, balanced or best (docs/kv_cache.md, "Quality"); None: balanced for
+        kv_quality: raw, balanced or best (docs/kv_cache.md, "Presets"); None: balanced for
             four-bit formats, raw for the others. Each of the next four replaces one ingredient.
         kv_rotation: rotate K (and Q) by a Hadamard matrix.
         kv_scale_search: choose FP4 scales by the error that they leave. No effect without FP4.

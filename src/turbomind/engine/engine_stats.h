@@ -24,7 +24,7 @@ struct EngineStats {
   int64_t prompt_tokens = 0;
   int64_t generated_tokens = 0;
   int64_t num_nonfinite = 0;  // NaN and infinite values found while quantizing K and V
-  // Values beyond the range of their format, by layer group.
+  // Values that exceeded the range of their KV format, by layer group.
   struct Clipped {
     int window = 0;  // 0: full attention
     int64_t num_values = 0;

@@ -25,7 +25,7 @@ struct MemoryPlan {
   int64_t window16_bytes_per_sequence = 0;  // 16-bit blocks of a long sequence, between steps
   double bytes_per_token_none = 0;          // the same model without quantization
   int64_t max_tokens = 0;                   // tokens of sequences of session_len that fit
-  int64_t max_sequence_tokens = 0;          // longest sequence that fits, at most session_len
+  int64_t max_sequence_tokens = 0;          // longest sequence that fits, <= session_len
   // Bytes of one sequence of session_len in whole blocks, 16-bit blocks included, and the same
   // without quantization.
   int64_t session_bytes = 0;

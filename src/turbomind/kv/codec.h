@@ -72,8 +72,6 @@ TM_HD bool IsLegalScale(uint8_t byte) {
   return M == KvCacheMode::kFp4Mx ? (byte >= kMxMinByte && byte <= kMxMaxByte) : byte <= kNvMaxByte;
 }
 
-// --- Clipping ---------------------------------------------------------------------------------
-
 // Returns the largest magnitude that a format can store with this global_scale. For int8 and int4,
 // which scale every row, it is the largest finite float.
 TM_HD float ClipLimit(KvCacheMode format, float global_scale) {
@@ -109,8 +107,6 @@ TM_HD int CountClipped(const float* x, int n, DataType dtype, float limit) {
   }
   return clipped;
 }
-
-// --- The codecs -------------------------------------------------------------------------------
 
 template <KvCacheMode M>
 struct Codec;  // undefined, so that a format without a codec does not compile

@@ -6,18 +6,17 @@
 
 namespace turbomind {
 
-// Decides which blocks a query reads from the 16-bit window (the 16-bit window) and which in the
-// layer's KV format (quantized). The rule depends on positions alone and is the same in prefill and
-// decode. Prefix hits, chunking and preemption therefore do not change the result
-// (docs/kv_cache.md).
+// Decides which blocks a query reads from the 16-bit window and which in the layer's KV format
+// (docs/kv_cache.md, "The 16-bit window"). The rule depends on positions alone and is the same in
+// prefill and decode. Prefix hits, chunking and preemption therefore do not change the result.
 //
 // A query at position p, in block j = p / block_seq_len, reads in 16 bits the first `sink_blocks`
 // blocks and blocks j - recent_blocks .. j. It reads all other blocks in the KV format. The struct
 // is plain data that kernels read.
 //
-// As positions, 16-bit are [0, SinkEnd()) and [RecentBegin(p), p]; quantized is
-// [SinkEnd(), RecentBegin(p)). SinkEnd() is a multiple of 64 tokens, the attention tile.
-// RecentBegin() is only a multiple of block_seq_len, unless it equals SinkEnd().
+// The query reads positions [0, SinkEnd()) and [RecentBegin(p), p] in 16 bits, and positions
+// [SinkEnd(), RecentBegin(p)) in the KV format. SinkEnd() is a multiple of 64 tokens, the attention
+// tile. RecentBegin() is only a multiple of block_seq_len, unless it equals SinkEnd().
 struct PrecisionWindow {
   int block_seq_len = 0;
   int sink_blocks = 0;

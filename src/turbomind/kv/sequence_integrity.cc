@@ -56,7 +56,7 @@ void SequenceManager::CheckPool(int pool, bool check_scale_bytes) const {
   const BlockManager& manager = managers_[static_cast<size_t>(pool)];
   const LayerGroup& layers = cache_.groups()[static_cast<size_t>(pool % cache_.num_groups())];
   if (pool >= cache_.num_groups() && !layers.window16_layout) {
-    Check(manager.total() == 0, "a group without 16-bit blocks has no 16-bit pool");
+    Check(manager.total() == 0, "a group without 16-bit blocks must have no 16-bit pool");
     return;
   }
   const block::Layout& layout =

@@ -241,7 +241,7 @@ void Decoder::ReadTokens(size_t count, int32_t* tokens) {
   std::memcpy(tokens, read + begin, num_bytes);
 }
 
-// `read` is a copy of the scratch from num_nonfinite on.
+// Reads the counters. `read` is a copy of the scratch that begins at num_nonfinite.
 void Decoder::ReadCounts(const std::byte* read) {
   std::memcpy(&num_nonfinite_, read, sizeof(num_nonfinite_));
   read += OffsetOfClipped();

@@ -1,7 +1,7 @@
 #pragma once
 
-// The bytes that an op must move at least, computed from its parameters. The functions read only
-// cu_seqlens and context_lens of the arrays that the parameters point to.
+// The minimum number of bytes that an op must move, computed from its parameters. The functions
+// read only cu_seqlens and context_lens of the arrays that the parameters point to.
 
 #include <cstddef>
 #include <cstdint>

@@ -1,7 +1,7 @@
 #pragma once
 
-// ⑦ What a query sees of a tile in each view of the cache (kv/precision_window.h): the layer's pool
-// (quantized) and the 16-bit one (16-bit).
+// ⑦ The part of a tile that a query reads from each view of the cache: the quantized pool and the
+// 16-bit pool (kv/precision_window.h).
 
 #include "turbomind/backend/cpu/isa/simd/simd.h"
 #include "turbomind/backend/cpu/kv_kernels.h"
