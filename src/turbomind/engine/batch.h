@@ -47,8 +47,8 @@ struct Batch {
   void Clear();
   // Appends a sequence's planned tokens. REQUIRES: no table has been reset for this batch yet.
   void Add(Sequence& sequence);
-  // Resets a group's tables for the batch's sequences: `stride` entries of -1 per row and no moves.
-  // The caller then fills the rows and the moves.
+  // Resets a group's tables for the batch's sequences: `stride` entries of -1 per row, no pending
+  // quantizations. The caller then fills the rows and the pending quantizations.
   BlockTables& ResetTables(size_t group, int64_t stride, bool has_window16);
   // Makes the views. Call it when the batch is complete.
   void Finish();

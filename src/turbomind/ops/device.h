@@ -38,8 +38,8 @@ class Device : public DeviceMemory {
   // Runs a step's ops. The arrays of `step` and of the batches in the ops' params are host memory;
   // all other pointers of params are this device's memory. A device may record the ops of a step.
   // It may replay the record instead of calling `ops` for a later step with the same numbers of
-  // sequences, tokens and moves. Two such steps may therefore differ only in the contents of those
-  // arrays. Release drops every record, so that another engine can use the device afterwards.
+  // sequences, tokens and blocks to quantize. Two such steps may therefore differ only in the
+  // contents of those arrays. Release drops every record, so another engine can use the device.
   virtual void RunStep(const StepParams& step, FunctionRef<void()> ops) {
     static_cast<void>(step);
     ops();

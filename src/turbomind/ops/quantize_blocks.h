@@ -8,7 +8,7 @@ namespace turbomind {
 
 // Encodes every slot of each 16-bit block into its quantized block. Call it after the step's
 // WriteKv and before its attention. Checks the shapes and ids, then calls the device. Does nothing
-// without moves. Throws InternalError.
+// if there are no blocks to quantize. Throws InternalError.
 void invokeQuantizeBlocks(Device& device, const QuantizeBlocksParams& params);
 
 }  // namespace turbomind
