@@ -33,7 +33,7 @@ struct BlockCounts {
 //               none. If no block is free, it evicts cached blocks, least recently used first.
 //               16-bit copies of quantized blocks go before the other blocks of their pool. False
 //               means that a sequence must be preempted: call FreeDataAndScaleBlocks on a victim.
-//   BlockTable, Moves
+//   BlockTable, BlocksToQuantize
 //               describe the sequence in the step's batch.
 //   Commit      records, after the step, that K and V of tokens [0, n) are written and the pending
 //               quantizations are done. Whole blocks enter the prefix cache. Blocks outside the
