@@ -8,14 +8,14 @@ inline constexpr bool kSanitized = true;
 inline constexpr bool kSanitized = false;
 #endif
 
-// Thins a product of cases under a sanitizer, where each takes ten times as long: every `stride`-th
-// is run there, all of them otherwise. A stride that is prime to the lengths of the inner loops
-// reaches every value of each.
+// Runs every `stride`-th case under a sanitizer, where each case takes ten times as long, and all
+// cases otherwise. A stride that is coprime to the lengths of the inner loops reaches every value
+// of each loop.
 class SanitizedSample {
  public:
   explicit SanitizedSample(int stride) : stride_(kSanitized ? stride : 1) {}
 
-  // Whether to run the next case.
+  // Returns whether to run the next case.
   bool Next() { return count_++ % stride_ == 0; }
 
  private:

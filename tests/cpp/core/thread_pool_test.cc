@@ -22,9 +22,10 @@
 namespace turbomind {
 namespace {
 
-// Runs every item once on workers that are alone under their number.
+// Checks that every item runs once and that no two threads share a worker number.
 void CheckLoop(ThreadPool& pool, int64_t num_items) {
-  std::vector<int> runs(static_cast<size_t>(num_items), 0);  // not atomic: TSan sees a double claim
+  std::vector<int> runs(static_cast<size_t>(num_items),
+                        0);  // not atomic, so TSan reports a double claim
   std::vector<std::atomic<int>> inside(static_cast<size_t>(pool.num_threads()));
   std::atomic<int> bad = 0;
   pool.ParallelFor(num_items, [&](int64_t item, int worker) {
@@ -50,7 +51,7 @@ TEST_CASE("every item runs exactly once, for any number of threads and items") {
   }
 }
 
-TEST_CASE("many short loops, one after the other") {
+TEST_CASE("many short loops run one after the other") {
   ThreadPool pool(3);
   int64_t sum = 0;
   for (int loop = 0; loop < 20000; ++loop) {
@@ -63,7 +64,7 @@ TEST_CASE("many short loops, one after the other") {
   CHECK(sum == 20000 * 10 + 5 * (int64_t{19999} * 20000 / 2));
 }
 
-TEST_CASE("workers that fell asleep wake up") {
+TEST_CASE("sleeping workers wake up for the next loop") {
   ThreadPool pool(4);
   for (int loop = 0; loop < 20; ++loop) {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
@@ -71,13 +72,13 @@ TEST_CASE("workers that fell asleep wake up") {
   }
 }
 
-TEST_CASE("a worker that is held up delays only the item it holds") {
+TEST_CASE("a stalled worker delays only its own item") {
   ThreadPool pool(2);
   std::atomic<bool> held = false;
   std::atomic<int> others = 0;
   pool.ParallelFor(101, [&](int64_t, int) {
     if (!held.exchange(true)) {
-      // Ends only when the other thread has run all other items meanwhile.
+      // Returns only after the other thread has run all other items.
       while (others.load() < 100) {
         std::this_thread::yield();
       }
@@ -88,7 +89,7 @@ TEST_CASE("a worker that is held up delays only the item it holds") {
   CHECK(others == 100);
 }
 
-TEST_CASE("a caller that waits long for a worker sleeps and is woken") {
+TEST_CASE("a caller that waits long for a worker sleeps and wakes up") {
   ThreadPool pool(2);
   std::atomic<int> arrived = 0;
   pool.ParallelFor(2, [&](int64_t, int worker) {
@@ -103,7 +104,7 @@ TEST_CASE("a caller that waits long for a worker sleeps and is woken") {
   CHECK(arrived == 2);
 }
 
-TEST_CASE("correct beside busy threads that take the cores away") {
+TEST_CASE("loops stay correct while busy threads occupy all cores") {
   std::atomic<bool> stop = false;
   std::vector<std::thread> busy;
   for (unsigned i = 0; i < std::thread::hardware_concurrency(); ++i) {
@@ -122,16 +123,14 @@ TEST_CASE("correct beside busy threads that take the cores away") {
   }
 }
 
-// --- A core that is shared -----------------------------------------------------------------------
-
-// What threads cost is told in seconds of CPU, which a busy machine does not stretch.
+// Returns the CPU seconds of this process. Unlike wall time, they do not grow on a busy machine.
 double CpuSeconds() {
   timespec now{};
   clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &now);
   return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
 }
 
-// Keeps this thread, and those that it makes, on the first core that it may use.
+// Pins this thread, and the threads that it creates, to the first core that it may use.
 class OneCore {
  public:
   OneCore() {
@@ -153,7 +152,7 @@ class OneCore {
   cpu_set_t one_;
 };
 
-// Another process that never rests; it inherits this thread's cores.
+// A process that loops forever. It inherits the cores of this thread.
 class BusyProcess {
  public:
   BusyProcess() {
@@ -174,7 +173,7 @@ class BusyProcess {
   pid_t id_ = -1;
 };
 
-// A few microseconds of work that the compiler keeps.
+// Computes for a few microseconds. The compiler cannot remove the work.
 void Work() {
   volatile uint32_t value = 1;
   for (int i = 0; i < 3000; ++i) {
@@ -185,7 +184,7 @@ void Work() {
 constexpr int kItems = 16;
 constexpr int kLoops = testing::kSanitized ? 100 : 1000;
 
-// CPU seconds of loops as a step has them, many short ones.
+// Returns the CPU seconds of many short loops, as an engine step runs them.
 double CpuSecondsOfLoops(int num_threads) {
   ThreadPool pool(num_threads);
   const double begin = CpuSeconds();
@@ -200,7 +199,7 @@ double CpuSecondsOfLoops(int num_threads) {
   return CpuSeconds() - begin;
 }
 
-// The least of a few runs: what else the machine does can only add.
+// Returns the minimum of five runs, because other load on the machine can only add time.
 double MinCpuSecondsOfLoops(int num_threads) {
   double min_value = CpuSecondsOfLoops(num_threads);
   for (int i = 0; i < 4; ++i) {
@@ -209,10 +208,10 @@ double MinCpuSecondsOfLoops(int num_threads) {
   return min_value;
 }
 
-// Threads that spin for one another on one core, time slice by time slice, cost a multiple.
+// Threads that spin for each other's time slices on one core would cost a multiple.
 constexpr double kMaxOverhead = 1.4;
 
-TEST_CASE("threads on one core cost little more CPU than one thread") {
+TEST_CASE("several threads on one core cost little more CPU than one thread") {
   const OneCore one_core;
   const double alone = MinCpuSecondsOfLoops(1);
   for (const int num_threads : {2, 4}) {
@@ -223,7 +222,7 @@ TEST_CASE("threads on one core cost little more CPU than one thread") {
   }
 }
 
-TEST_CASE("beside a busy process on the same core the work ends and costs no more CPU") {
+TEST_CASE("loops finish at the same CPU cost while a process keeps their core busy") {
   const OneCore one_core;
   const double alone = MinCpuSecondsOfLoops(1);
   const BusyProcess busy;
@@ -232,8 +231,8 @@ TEST_CASE("beside a busy process on the same core the work ends and costs no mor
   CHECK(shared < kMaxOverhead * alone);
 }
 
-// The pool's threads may go anywhere, the busy process holds one of the cores.
-TEST_CASE("a core that somebody else keeps busy costs the pool no CPU") {
+// The pool's threads may run on any core. The busy process occupies one of them.
+TEST_CASE("a process that occupies one core costs the pool no extra CPU") {
   const double alone = MinCpuSecondsOfLoops(1);
   std::unique_ptr<BusyProcess> busy;
   {
@@ -254,7 +253,7 @@ TEST_CASE("idle workers sleep") {
   CHECK(CpuSeconds() - begin < 0.02);
 }
 
-TEST_CASE("the number of threads is checked") {
+TEST_CASE("the pool rejects invalid numbers of threads") {
   CHECK_THROWS_AS(ThreadPool(0), InvalidArgument);
   CHECK_THROWS_AS(ThreadPool(-3), InvalidArgument);
   CHECK_THROWS_AS(ThreadPool(100000), InvalidArgument);
