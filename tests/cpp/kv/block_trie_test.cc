@@ -9,21 +9,23 @@
 namespace turbomind {
 namespace {
 
-// Blocks of two tokens.
+// Three blocks of two tokens.
 const std::vector<int32_t> kTokens = {1, 2, 3, 4, 5, 6};
 
-TEST_CASE("a node lives while one pool of the full-attention group has its block") {
-  // Pools: full attention quantized, a window's quantized, then the 16-bit ones.
+TEST_CASE("a node exists while a pool of the full-attention group holds its block") {
+  // Pools 0 and 1 are the quantized pools of full attention and of a sliding window. Pools 2 and
+  // 3 are their 16-bit pools.
   BlockTrie trie(4, {0, 2}, 2);
   trie.Insert(kTokens, {{-1, 11, 12}, {20, 21, 22}, {30, 31, -1}, {40, 41, 42}});
   trie.CheckIntegrity();
   CHECK(trie.Twin({2, 31}, 0) == 11);
   CHECK(trie.Twin({2, 30}, 0) == -1);
-  CHECK(trie.Remove({2, 31}) == std::vector<PoolBlock>{{2, 31}});  // 11 is left
+  CHECK(trie.Remove({2, 31}) == std::vector<PoolBlock>{{2, 31}});  // 11 remains
   CHECK(trie.Remove({3, 41}) == std::vector<PoolBlock>{{3, 41}});
   CHECK(trie.Find(kTokens).size() == 3);
   trie.CheckIntegrity();
-  // The second node's last one: it leaves with what the window has, and with the third node.
+  // 11 is the last full-attention block of the second node. Removing it also removes the node's
+  // sliding-window blocks and the third node.
   const std::vector<PoolBlock> taken = trie.Remove({0, 11});
   CHECK(taken == std::vector<PoolBlock>{{0, 11}, {1, 21}, {0, 12}, {1, 22}, {3, 42}});
   CHECK(trie.Find(kTokens).size() == 1);
@@ -34,7 +36,7 @@ TEST_CASE("a node lives while one pool of the full-attention group has its block
   CHECK(trie.Blocks().empty());
 }
 
-TEST_CASE("places that are free are taken, others are left alone") {
+TEST_CASE("Insert fills empty places and keeps existing blocks") {
   BlockTrie trie(2, {0, 1}, 2);
   trie.Insert(kTokens, {{-1, -1, -1}, {1, 2, 3}});
   const std::vector<PoolBlock> entered = trie.Insert(kTokens, {{4, 5, -1}, {6, -1, 7}});
@@ -45,7 +47,7 @@ TEST_CASE("places that are free are taken, others are left alone") {
   trie.CheckIntegrity();
 }
 
-TEST_CASE("without a full-attention group a block goes alone") {
+TEST_CASE("without a full-attention group, removing a block removes no other block") {
   BlockTrie trie(2, {}, 2);
   trie.Insert(kTokens, {{1, 2, 3}, {4, 5, 6}});
   CHECK(trie.Remove({0, 1}).size() == 1);

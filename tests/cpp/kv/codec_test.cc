@@ -17,7 +17,8 @@ constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr DataType kDtypes[] = {DataType::kFloat32, DataType::kFloat16, DataType::kBFloat16};
 
-// A row and what the codec makes of it; buffers are longer than they need be, behind a sentinel.
+// An encoded row. The buffers are longer than the row and filled with a sentinel, so that tests can
+// check that the codec writes no byte too many.
 struct Encoded {
   std::vector<uint8_t> payload = std::vector<uint8_t>(1024, 0xAB);
   std::vector<uint8_t> meta = std::vector<uint8_t>(64, 0xAB);
@@ -56,9 +57,7 @@ std::vector<float> Group(float first, float amax) {
   return x;
 }
 
-// --- Small floats -----------------------------------------------------------------------------
-
-// Checks an encoder against its decoder around every code and every midpoint of two codes.
+// Checks an encoder against its decoder at every code and around every midpoint of two codes.
 template <class Encoder, class Decoder>
 void CheckRounding(int num_codes, const Encoder& encode, const Decoder& decode) {
   for (int code = 0; code < num_codes; ++code) {
@@ -81,7 +80,7 @@ double Minifloat(int code, int mantissa_bits, int bias) {
   return exponent ? std::ldexp(1 + fraction, exponent - bias) : std::ldexp(fraction, 1 - bias);
 }
 
-TEST_CASE("every code of every small float has its value") {
+TEST_CASE("every code of every small float decodes to its value") {
   const double e2m1[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
   for (int code = 0; code < 8; ++code) {
     CHECK(E2M1ToFloat(static_cast<uint8_t>(code)) == e2m1[code]);
@@ -109,7 +108,7 @@ TEST_CASE("every code of every small float has its value") {
   CHECK(std::isnan(HalfToFloat(0x7C01)));
 }
 
-TEST_CASE("encoders round to nearest, ties to even, around every code") {
+TEST_CASE("encoders round to nearest, ties to even, at every code") {
   CheckRounding(
       8, [](float x) { return FloatToE2M1(x); },
       [](int code) { return E2M1ToFloat(static_cast<uint8_t>(code)); });
@@ -127,7 +126,7 @@ TEST_CASE("encoders round to nearest, ties to even, around every code") {
       [](int code) { return BFloat16ToFloat(static_cast<uint16_t>(code)); });
 }
 
-TEST_CASE("E2M1: the listed ties and specials") {
+TEST_CASE("E2M1 encodes ties, infinities, NaN and signed zeros as listed") {
   const std::pair<float, int> cases[] = {{0.25f, 0}, {0.75f, 2},  {1.25f, 2}, {1.75f, 4},
                                          {2.5f, 4},  {3.5f, 6},   {5.f, 6},   {1e30f, 7},
                                          {kInf, 7},  {-kInf, 15}, {kNan, 7},  {-kNan, 7},
@@ -143,7 +142,7 @@ TEST_CASE("E2M1: the listed ties and specials") {
   CHECK(Encode<KvCacheMode::kFp4Mx>(x).payload[0] == 0x42);
 }
 
-TEST_CASE("FP8 and 16 bit: saturation, infinities, NaN, signs") {
+TEST_CASE("FP8 and 16-bit encoders handle saturation, infinities, NaN and signs") {
   CHECK(FloatToE4M3(448.f) == 0x7E);
   CHECK(FloatToE4M3(1e9f) == 0x7E);
   CHECK(FloatToE4M3(-kInf) == 0xFE);
@@ -163,8 +162,6 @@ TEST_CASE("FP8 and 16 bit: saturation, infinities, NaN, signs") {
   CHECK(std::isnan(BFloat16ToFloat(FloatToBFloat16(BitsFloat(0x7F800001u)))));
 }
 
-// --- FP4 --------------------------------------------------------------------------------------
-
 template <KvCacheMode M>
 void CheckDecodeAll(int num_scales, float global_scale, double (*scale_value)(int)) {
   for (int scale = 0; scale < num_scales; ++scale) {
@@ -182,7 +179,7 @@ void CheckDecodeAll(int num_scales, float global_scale, double (*scale_value)(in
   }
 }
 
-TEST_CASE("FP4: every code with every scale byte") {
+TEST_CASE("FP4 decodes every code under every scale byte") {
   CheckDecodeAll<KvCacheMode::kFp4Mx>(253, 1.f, [](int b) { return std::ldexp(1.0, b - 127); });
   const auto e4m3 = [](int b) { return Minifloat(b & 0x7F, 3, 7) * (b & 0x80 ? -1 : 1); };
   CheckDecodeAll<KvCacheMode::kFp4Nv>(0x7F, 1.f, e4m3);
@@ -193,7 +190,7 @@ TEST_CASE("FP4: every code with every scale byte") {
   CHECK(std::isnan(Decode<KvCacheMode::kFp4Nv>(row, 16)[0]));
 }
 
-TEST_CASE("FP4: a row that was encoded, decoded and encoded again stays the same") {
+TEST_CASE("FP4 encoding a decoded row again changes no value") {
   std::mt19937 random(7);
   std::normal_distribution<float> normal(0.f, 3.f);
   for (int i = 0; i < 2000; ++i) {
@@ -204,12 +201,13 @@ TEST_CASE("FP4: a row that was encoded, decoded and encoded again stays the same
     x[static_cast<size_t>(i) % 16] = 6.f * std::ldexp(1.f, i % 20 - 10);
     const Encoded once = Encode<KvCacheMode::kFp4Mx>(x);
     const Encoded twice = Encode<KvCacheMode::kFp4Mx>(Decode<KvCacheMode::kFp4Mx>(once, x.size()));
-    // The largest value of a group may have come down to 3 steps: half the scale then fits.
+    // The bytes may differ: if a group's largest value was rounded down to 3 steps, half the scale
+    // fits the second time.
     REQUIRE(Decode<KvCacheMode::kFp4Mx>(once, 80) == Decode<KvCacheMode::kFp4Mx>(twice, 80));
   }
 }
 
-TEST_CASE("MXFP4: the least exponent that does not clip, by the bits") {
+TEST_CASE("MXFP4 uses the smallest exponent that does not clip") {
   for (int e = -15; e <= 9; ++e) {
     const float edge = 6.f * std::ldexp(1.f, e);
     CHECK(Encode<KvCacheMode::kFp4Mx>(Group(0.f, edge)).meta[0] == 127 + e);
@@ -246,18 +244,18 @@ void CheckSpecialGroups(uint8_t zero_scale) {
   CHECK(with_inf.nonfinite == 1);
 }
 
-TEST_CASE("FP4: zero groups, NaN, infinities") {
+TEST_CASE("FP4 encodes zero groups, NaN and infinities as specified") {
   CheckSpecialGroups<KvCacheMode::kFp4Mx>(112);
   CheckSpecialGroups<KvCacheMode::kFp4Nv>(0);
 }
 
-TEST_CASE("NVFP4: stored scales stay in range and the payload uses them") {
+TEST_CASE("NVFP4 keeps scales in range and divides the payload by the stored scale") {
   CHECK(Encode<KvCacheMode::kFp4Nv>(Group(0.f, 6.f)).meta[0] == 0x38);  // 1.0
   CHECK(Encode<KvCacheMode::kFp4Nv>(Group(0.f, 6.f), DataType::kFloat32, 0.5f).meta[0] == 0x40);
   CHECK(Encode<KvCacheMode::kFp4Nv>(Group(0.f, 1e-30f)).meta[0] == 0x01);
   CHECK(Encode<KvCacheMode::kFp4Nv>(Group(0.f, 1e30f)).meta[0] == 0x7E);
   CHECK(Encode<KvCacheMode::kFp4Nv, true>(Group(0.f, 1e30f)).meta[0] == 0x7E);
-  // 6.3 / 6 = 1.05 is stored as 1.0: 5.2 is then 5.2 steps (code 7), not 4.95 (code 6).
+  // 6.3 / 6 = 1.05 is stored as 1.0, so 5.2 is 5.2 steps (code 7) and not 4.95 (code 6).
   CHECK(Encode<KvCacheMode::kFp4Nv>(Group(5.2f, 6.3f)).payload[0] == 0x07);
 }
 
@@ -269,7 +267,7 @@ double SquaredError(const std::vector<float>& x, const std::vector<float>& y) {
   return sum;
 }
 
-TEST_CASE("the search never loses to the plain rule") {
+TEST_CASE("the scale search never has a larger error than the plain rule") {
   std::mt19937 random(11);
   std::normal_distribution<float> normal;
   for (int i = 0; i < 3000; ++i) {
@@ -282,23 +280,21 @@ TEST_CASE("the search never loses to the plain rule") {
     };
     constexpr KvCacheMode kMx = KvCacheMode::kFp4Mx;
     constexpr KvCacheMode kNv = KvCacheMode::kFp4Nv;
-    // FP32 sums decide, so allow what rounding them may turn over.
+    // The search compares FP32 sums, so their rounding can make it choose a slightly worse scale.
     constexpr double kRounding = 1.00001;
     REQUIRE(error.operator()<kMx, true>() <= error.operator()<kMx, false>() * kRounding);
     REQUIRE(error.operator()<kNv, true>() <= error.operator()<kNv, false>() * kRounding);
   }
 }
 
-// --- Integers ---------------------------------------------------------------------------------
-
-TEST_CASE("integers: ends are met, constants have scale 0, bad numbers stay finite") {
+TEST_CASE("integers keep the ends of a row, use scale 0 for constants and stay finite") {
   for (const DataType dtype : kDtypes) {
     const std::vector<float> ramp = {-1.f, 0.f, 1.f, 2.f, 5.f, 6.f, 14.f, 13.5f};
     const Encoded row = Encode<KvCacheMode::kInt4>(ramp, dtype);
     CHECK(LoadAs(row.meta.data(), dtype, 0) == 1.f);
     CHECK(LoadAs(row.meta.data(), dtype, 1) == -1.f);
     CHECK(row.payload[0] == 0x10);
-    CHECK(row.payload[3] == 0xEF);  // 14.5 steps: tie to the even code 14
+    CHECK(row.payload[3] == 0xEF);  // 14.5 steps: the tie rounds to the even code 14
     CHECK(row.payload[4] == 0xAB);
     CHECK(row.meta[static_cast<size_t>(2 * SizeOf(dtype))] == 0xAB);
 
@@ -320,14 +316,14 @@ TEST_CASE("integers: ends are met, constants have scale 0, bad numbers stay fini
   }
 }
 
-TEST_CASE("integers: -0 as the least value is stored as +0") {
+TEST_CASE("integers store a minimum of -0 as +0") {
   const Encoded a = Encode<KvCacheMode::kInt8>({-0.f, 0.f, 1.f, 2.f}, DataType::kFloat16);
   const Encoded b = Encode<KvCacheMode::kInt8>({0.f, -0.f, 1.f, 2.f}, DataType::kFloat16);
   CHECK(a.meta == b.meta);
   CHECK(a.meta[3] == 0);
 }
 
-TEST_CASE("integers: every code decodes to code * scale + zero") {
+TEST_CASE("every integer code decodes to code * scale + zero") {
   for (const DataType dtype : kDtypes) {
     Encoded row;
     StoreAs(0.3f, dtype, row.meta.data(), 0);
@@ -346,7 +342,7 @@ TEST_CASE("integers: every code decodes to code * scale + zero") {
   }
 }
 
-TEST_CASE("none and FP8: values as stored, bad numbers counted") {
+TEST_CASE("none and FP8 round-trip stored values and count nonfinite ones") {
   for (const DataType dtype : kDtypes) {
     const std::vector<float> x = {1.f, -2.5f, 1.00048828125f, kInf, kNan, -0.f};
     const Encoded row = Encode<KvCacheMode::kNone>(x, dtype);
@@ -363,11 +359,9 @@ TEST_CASE("none and FP8: values as stored, bad numbers counted") {
   CHECK(fp8.payload[3] == 0x7F);
   CHECK(Decode<KvCacheMode::kFp8E4m3>(fp8, 2, DataType::kBFloat16, 2.f) ==
         std::vector<float>{8.f, -8.f});
-  // Overflow of the cache dtype counts as an infinity.
+  // A value that overflows the cache dtype counts as infinite.
   CHECK(Encode<KvCacheMode::kFp8E5m2>({1e5f, 1.f}, DataType::kFloat16).nonfinite == 1);
 }
-
-// --- Accuracy ---------------------------------------------------------------------------------
 
 template <KvCacheMode M, bool kSearch = false>
 double RelativeError() {
@@ -428,7 +422,7 @@ TEST_CASE("clipping: the limit of a format is its largest value") {
   CHECK(ClipLimit(KvCacheMode::kFp4Nv, 0x1p127f) == largest);
 }
 
-TEST_CASE("round trip of N(0, 1) has the published relative error") {
+TEST_CASE("a round trip of N(0, 1) has the published relative error") {
   CheckFigure("nvfp4", RelativeError<KvCacheMode::kFp4Nv>(), 0.0952);
   CheckFigure("nvfp4 search", RelativeError<KvCacheMode::kFp4Nv, true>(), 0.0815);
   CheckFigure("mxfp4", RelativeError<KvCacheMode::kFp4Mx>(), 0.1129);

@@ -8,8 +8,8 @@
 
 namespace turbomind::testing {
 
-// Whether a cache's pools, when empty, hold one sequence of this length, computed `chunk` tokens at
-// a time.
+// Returns whether the cache's pools, when empty, hold one sequence of this length that is computed
+// `chunk` tokens at a time.
 inline bool Fits(const KvCache& cache, int64_t num_tokens, int64_t chunk) {
   std::vector<int64_t> blocks;
   for (int pool = 0; pool < cache.num_pools(); ++pool) {

@@ -1,6 +1,6 @@
 #pragma once
 
-// The pairs of formats of K and V that tests go through.
+// The pairs of K and V formats that tests run through.
 
 #include <vector>
 
@@ -13,7 +13,7 @@ struct FormatPair {
   KvCacheMode v;
 };
 
-// Every format for both sides, and the listed mixtures (KV_FORMATS, section 2).
+// Returns every format for both K and V, and the mixed pairs of IsListedPair.
 inline std::vector<FormatPair> ListedPairs() {
   std::vector<FormatPair> pairs;
   for (KvCacheMode format : kAllKvCacheModes) {

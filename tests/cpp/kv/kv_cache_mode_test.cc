@@ -27,7 +27,7 @@ bool Mentions(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
 }
 
-TEST_CASE("the four integers") {
+TEST_CASE("four integers name KV formats") {
   for (const DeviceCapability device : {kCpu, Cuda(75), Cuda(90)}) {
     CHECK(GetKvCacheMode(0, device) == KvCacheMode::kNone);
     CHECK(GetKvCacheMode(4, device) == KvCacheMode::kInt4);
@@ -35,7 +35,7 @@ TEST_CASE("the four integers") {
   }
 }
 
-TEST_CASE("16 resolves by device") {
+TEST_CASE("16 selects the FP4 format of the device") {
   CHECK(GetKvCacheMode(16, kCpu) == KvCacheMode::kFp4Nv);
   for (const int sm : {80, 86, 87, 89, 90}) {
     CHECK(GetKvCacheMode(16, Cuda(sm)) == KvCacheMode::kFp4Mx);
@@ -49,7 +49,7 @@ TEST_CASE("16 resolves by device") {
   }
 }
 
-TEST_CASE("what a device has instructions for") {
+TEST_CASE("a device converts a format in hardware only if it has instructions for it") {
   for (const KvCacheMode format : kAllKvCacheModes) {
     const std::string name = ToString(format);
     CAPTURE(name);
@@ -68,7 +68,7 @@ TEST_CASE("what a device has instructions for") {
   }
 }
 
-TEST_CASE("devices without FP4 are named, with where it works") {
+TEST_CASE("the error for a device without FP4 names the device and those that support it") {
   for (const char* name : {"fp4", "mxfp4", "nvfp4"}) {
     const std::string text = ErrorOf([&] { GetKvCacheMode(name, Cuda(75)); });
     CHECK(Mentions(text, name));
@@ -79,7 +79,7 @@ TEST_CASE("devices without FP4 are named, with where it works") {
   CHECK(Mentions(ErrorOf([] { GetKvCacheMode(16, Cuda(70)); }), "SM 70"));
 }
 
-TEST_CASE("every other integer is refused by value") {
+TEST_CASE("every other integer is rejected with its value") {
   for (int value = -40; value <= 300; ++value) {
     if (value == 0 || value == 4 || value == 8 || value == 16) {
       continue;
@@ -93,7 +93,7 @@ TEST_CASE("every other integer is refused by value") {
   CHECK(Mentions(ErrorOf([] { GetKvCacheMode(12, kCpu); }), "int4 and int8 together"));
 }
 
-TEST_CASE("every listed name resolves, and every mode has its name") {
+TEST_CASE("every listed name selects a format, and every format has a name") {
   for (const auto& [name, meaning] : KvCacheModeNames()) {
     CHECK_NOTHROW(GetKvCacheMode(name, kCpu));
     CHECK(!meaning.empty());
@@ -109,7 +109,7 @@ TEST_CASE("every listed name resolves, and every mode has its name") {
   }
 }
 
-TEST_CASE("strict_arch gates NVFP4 on CUDA only") {
+TEST_CASE("strict_arch rejects NVFP4 on CUDA devices only") {
   CHECK(GetKvCacheMode("nvfp4", kCpu, true) == KvCacheMode::kFp4Nv);
   CHECK(GetKvCacheMode("mxfp4", Cuda(90), true) == KvCacheMode::kFp4Mx);
   const std::string text = ErrorOf([] { GetKvCacheMode("nvfp4", Cuda(90), true); });

@@ -18,7 +18,7 @@ KvCacheConfig Config(std::vector<int> windows, KvCacheMode format = KvCacheMode:
   return MakeKvCacheConfig(windows, format, 2, 32, 16, DataType::kBFloat16);
 }
 
-TEST_CASE("pools: addresses, sizes, release") {
+TEST_CASE("pools have the planned sizes and addresses and are released") {
   MemoryDevice device;
   {
     KvCache cache(device, Config({40, 0, 40}), {3, 5});
@@ -46,7 +46,7 @@ TEST_CASE("pools: addresses, sizes, release") {
   CHECK(device.reserved_bytes == 0);
 }
 
-TEST_CASE("16-bit pools lie after the quantized ones, in 16 bit") {
+TEST_CASE("16-bit pools follow the quantized pools") {
   MemoryDevice device;
   {
     KvCacheConfig config = Config({40, 0, 40});
@@ -76,7 +76,7 @@ TEST_CASE("16-bit pools lie after the quantized ones, in 16 bit") {
   CHECK(device.reserved_bytes == 0);
 }
 
-TEST_CASE("no scale pool without FP4; a failing reservation gives everything back") {
+TEST_CASE("formats other than FP4 have no scale pool; a failed reservation releases all memory") {
   MemoryDevice device;
   KvCache cache(device, Config({0}, KvCacheMode::kInt8), {4});
   CHECK(cache.scale_bytes(0) == 0);
@@ -92,7 +92,7 @@ TEST_CASE("no scale pool without FP4; a failing reservation gives everything bac
   CHECK_THROWS_AS(KvCache(device, Config({0}), {int64_t{1} << 31}), InvalidArgument);
 }
 
-TEST_CASE("factors are checked and seen by kernels") {
+TEST_CASE("SetGlobalScales checks its values and passes them to kernels") {
   MemoryDevice device;
   KvCache cache(device, Config({0, 0}), {2});
   cache.SetGlobalScales(1, KvSide::kV, {0.5f, 2.f});
@@ -108,7 +108,7 @@ TEST_CASE("factors are checked and seen by kernels") {
   CHECK_THROWS_AS(cache.SetGlobalScales(2, KvSide::kK, {1.f, 1.f}), InvalidArgument);
 }
 
-TEST_CASE("scale bytes that no encoder stores are found wherever they lie") {
+TEST_CASE("CheckScaleBytes finds an invalid scale byte at every position") {
   struct Case {
     KvCacheMode format;
     int good;

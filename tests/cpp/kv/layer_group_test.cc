@@ -15,7 +15,7 @@ KvCacheConfig Config(std::vector<int> windows, KvCacheMode format = KvCacheMode:
   return MakeKvCacheConfig(windows, format, 2, 32, 16, DataType::kBFloat16);
 }
 
-TEST_CASE("layers are grouped by what they keep") {
+TEST_CASE("layers are grouped by their sliding window") {
   const std::vector<LayerGroup> groups = MakeLayerGroups(Config({40, 0, 40, 8, 0}));
   REQUIRE(groups.size() == 3);
   CHECK(groups[0].window == 0);
@@ -52,7 +52,7 @@ TEST_CASE("layers in 16 bit have no 16-bit blocks and are grouped apart from the
   CHECK_FALSE(HasWindow16(MakeLayerGroups(config)));
 }
 
-TEST_CASE("the first visible block is that of the oldest position in the window") {
+TEST_CASE("the first visible block holds the oldest position in the sliding window") {
   const std::vector<LayerGroup> groups = MakeLayerGroups(Config({0, 40}));
   for (int64_t position = 0; position < 300; ++position) {
     CHECK(groups[0].FirstVisibleBlock(position) == 0);
@@ -62,7 +62,7 @@ TEST_CASE("the first visible block is that of the oldest position in the window"
   CHECK(groups[0].BlocksPerSequence(100, 8) == 7);
   CHECK(groups[1].BlocksPerSequence(1000, 1) == 3 + 2 + 1);
   CHECK(groups[1].BlocksPerSequence(20, 1) == 2);
-  // What a sequence really holds, step by step, never exceeds it.
+  // The blocks that a sequence holds never exceed this number in any step.
   for (const int64_t chunk : {1, 7, 16, 33, 100}) {
     for (int64_t position = 0; position < 400; position += chunk) {
       const int64_t held = (position + chunk + 15) / 16 - groups[1].FirstVisibleBlock(position);
@@ -78,7 +78,7 @@ LayerGroup Window16Group(PrecisionWindowTokens window16, int window, int block_s
   return MakeLayerGroups(config).front();
 }
 
-// Position by position, from the rule alone.
+// Returns the blocks that queries in [begin, end) read quantized, from the rule alone.
 std::set<int64_t> SeenQuantized(const LayerGroup& group, int64_t begin, int64_t end) {
   const int64_t length = group.rule.block_seq_len;
   std::set<int64_t> blocks;
@@ -93,7 +93,7 @@ std::set<int64_t> SeenQuantized(const LayerGroup& group, int64_t begin, int64_t 
   return blocks;
 }
 
-// Blocks that a query at `position` sees in 16 bits.
+// Returns the blocks that a query at `position` reads in 16 bits.
 std::set<int64_t> SeenWindow16(const LayerGroup& group, int64_t position) {
   const int64_t length = group.rule.block_seq_len;
   std::set<int64_t> blocks;
@@ -110,7 +110,8 @@ struct Peak {
   int64_t window16 = 0;
 };
 
-// Most blocks of a sequence of `total` tokens while steps of `chunk` tokens begin wherever they do.
+// Returns the largest number of blocks that a sequence of `total` tokens holds in each pool, over
+// steps of `chunk` tokens that begin at any position.
 Peak PeakOf(const LayerGroup& group, int64_t total, int64_t chunk) {
   const int64_t length = group.rule.block_seq_len;
   Peak peak;
@@ -133,7 +134,7 @@ Peak PeakOf(const LayerGroup& group, int64_t total, int64_t chunk) {
 constexpr PrecisionWindowTokens kWindow16Tokens[] = {{0, 0},   {64, 0},   {0, 64},
                                                      {64, 64}, {128, 64}, {64, 192}};
 
-TEST_CASE("blocks that a step sees quantized are those of the rule") {
+TEST_CASE("QuantizedBlocks returns the blocks that the rule makes a step read quantized") {
   for (const int length : {16, 32, 64, 128}) {
     for (const PrecisionWindowTokens& tokens : kWindow16Tokens) {
       for (const int window : {0, 1, 17, 64, 65, 66, 129, 130, 200}) {
@@ -154,7 +155,7 @@ TEST_CASE("blocks that a step sees quantized are those of the rule") {
   }
 }
 
-TEST_CASE("a sequence's blocks: never more than said, and no fewer where it is long") {
+TEST_CASE("block bounds hold for every sequence and are reached by long ones") {
   for (const int length : {16, 64}) {
     for (const PrecisionWindowTokens& tokens : kWindow16Tokens) {
       for (const int window : {0, 40, 65, 66, 200}) {
@@ -177,7 +178,7 @@ TEST_CASE("a sequence's blocks: never more than said, and no fewer where it is l
   }
 }
 
-TEST_CASE("blocks between steps") {
+TEST_CASE("blocks held between steps follow from the rule") {
   for (const int length : {16, 32, 64, 128}) {
     for (const PrecisionWindowTokens& tokens : kWindow16Tokens) {
       for (const int window : {0, 40, 66, 200}) {
@@ -194,7 +195,7 @@ TEST_CASE("blocks between steps") {
   }
 }
 
-TEST_CASE("known numbers") {
+TEST_CASE("block counts match worked examples") {
   const LayerGroup full = Window16Group({64, 64}, 0, 64);
   CHECK(full.QuantizedBlocksHeld(8192) == 125);
   CHECK(full.Window16BlocksHeld(8192) == 3);
@@ -205,9 +206,10 @@ TEST_CASE("known numbers") {
   CHECK(full.BlocksPerSequence(192, 192) == 0);
   CHECK(full.Window16BlocksPerSequence(192, 192) == 3);
   CHECK(full.BlocksPerSequence(193, 1) == 1);
-  const LayerGroup sliding = Window16Group({64, 64}, 128, 64);  // as GPT-OSS
+  const LayerGroup sliding = Window16Group({64, 64}, 128, 64);  // as in GPT-OSS
   CHECK(sliding.BlocksPerSequence(8192, 1) == 1);
-  CHECK(sliding.Window16BlocksPerSequence(8192, 1) == 3);  // never more than the window's blocks
+  CHECK(sliding.Window16BlocksPerSequence(8192, 1) ==
+        3);  // at most the blocks of the sliding window
   CHECK(sliding.Window16BlocksHeld(8192) == 2);
   CHECK(sliding.QuantizedBlocksHeld(8192) == 0);
   CHECK(sliding.QuantizedBlocksHeld(8129) == 1);
@@ -216,7 +218,7 @@ TEST_CASE("known numbers") {
   CHECK(raw.Window16BlocksPerSequence(8192, 4096) == 0);
   CHECK(raw.Window16BlocksHeld(8192) == 0);
   CHECK(raw.QuantizedBlocksHeld(8192) == 128);
-  // Absurd numbers do not overflow.
+  // Huge numbers do not overflow.
   constexpr int64_t kHuge = int64_t{1} << 62;
   CHECK(full.BlocksPerSequence(kHuge, kHuge) == kHuge / 64 - 3);
   CHECK(full.Window16BlocksPerSequence(kHuge, kHuge) == kHuge / 64);

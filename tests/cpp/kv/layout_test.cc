@@ -37,7 +37,7 @@ Config OneLayer(KvCacheMode k, KvCacheMode v, int head_dim) {
   return config;
 }
 
-TEST_CASE("bytes per K or V row are those of the format table") {
+TEST_CASE("a K or V row has the bytes that the format table gives") {
   struct Row {
     KvCacheMode format;
     int bytes_128;
@@ -63,7 +63,7 @@ TEST_CASE("bytes per K or V row are those of the format table") {
   CHECK(block::ParamBytes(kInt8, DataType::kFloat32) == 8);
 }
 
-TEST_CASE("FP4 holds 3.55 times the tokens of 16 bit, scales included") {
+TEST_CASE("FP4 stores 3.55 times as many tokens as 16 bits, scales included") {
   for (const int head_dim : {64, 128}) {
     const double ratio = Layout(OneLayer(kNone, kNone, head_dim)).bytes_per_token() /
                          Layout(OneLayer(kNv, kNv, head_dim)).bytes_per_token();
@@ -72,7 +72,8 @@ TEST_CASE("FP4 holds 3.55 times the tokens of 16 bit, scales included") {
   }
 }
 
-// Every byte of two blocks belongs to exactly one of: a payload row, a (scale, zero), scale bytes.
+// Checks that every byte of two blocks belongs to exactly one payload row, (scale, zero) pair or
+// scale byte.
 void CheckTiling(const Config& config) {
   const Layout layout(config);
   const int64_t data_bytes = layout.block_bytes();
@@ -122,7 +123,7 @@ void CheckTiling(const Config& config) {
   CHECK(std::all_of(scale_uses.begin(), scale_uses.end(), [](int n) { return n == 1; }));
 }
 
-TEST_CASE("payload, parameters and scales tile a block without gap or overlap, 16-byte aligned") {
+TEST_CASE("payload, parameters and scales tile a block without gaps, 16-byte aligned") {
   for (const int head_dim : {64, 80, 96, 128, 256}) {
     for (const int block_seq_len : {16, 32, 64, 128}) {
       for (const DataType dtype : {DataType::kBFloat16, DataType::kFloat32}) {
@@ -141,8 +142,9 @@ TEST_CASE("payload, parameters and scales tile a block without gap or overlap, 1
   }
 }
 
-// Written out: readers and writers share the view, so that they would agree on any other order.
-TEST_CASE("a block's bytes lie in the order of the format") {
+// The offsets are written out, because readers and writers share the view and would agree on any
+// other order.
+TEST_CASE("a block's bytes are in the order that the format defines") {
   Config config = OneLayer(kInt8, kInt8, 32);
   config.layers.push_back({kNv, kNv});
   config.kv_heads = 2;
@@ -177,7 +179,7 @@ TEST_CASE("a block's bytes lie in the order of the format") {
   CHECK(fp4.ScaleStride() == 4);
 }
 
-TEST_CASE("some heads of a layer lie where the layer has them") {
+TEST_CASE("a view of some heads has the same addresses as the layer") {
   for (const auto& [k, v] : {std::pair{kNone, kNone}, {kInt8, kInt4}, {kInt8, kNv}, {kMx, kMx}}) {
     const Layout layout(OneLayer(k, v, 64));
     std::vector<std::byte> data(static_cast<size_t>(2 * layout.block_bytes()));
@@ -200,7 +202,7 @@ TEST_CASE("some heads of a layer lie where the layer has them") {
   }
 }
 
-TEST_CASE("mixed pairs sum their sides") {
+TEST_CASE("a mixed pair has the bytes of its K format plus its V format") {
   const Layout fp8_nv(OneLayer(kFp8, kNv, 128));
   CHECK(fp8_nv.block_bytes() == 3 * 64 * (128 + 64));
   CHECK(fp8_nv.scale_block_bytes() == 3 * 64 * 8);
@@ -210,7 +212,7 @@ TEST_CASE("mixed pairs sum their sides") {
   CHECK(Layout(OneLayer(kInt8, kInt4, 128)).bytes_per_token() == 3.0 * (132 + 68));
 }
 
-TEST_CASE("pairs that are not listed, and sizes that a mode cannot store, are refused") {
+TEST_CASE("unlisted pairs, and sizes that a format cannot store, are rejected") {
   int listed = 0;
   for (const KvCacheMode k : kAllKvCacheModes) {
     for (const KvCacheMode v : kAllKvCacheModes) {

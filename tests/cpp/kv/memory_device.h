@@ -9,12 +9,13 @@
 
 namespace turbomind {
 
-// Memory without ops, filled with a sentinel instead of zeros so that stale slots are seen.
+// Device memory without ops. It is filled with a sentinel instead of zeros, so that tests detect
+// unwritten slots.
 class MemoryDevice : public DeviceMemory {
  public:
   static constexpr unsigned char kSentinel = 0xAB;
 
-  ~MemoryDevice() override { Check(reserved_bytes == 0, "everything reserved was released"); }
+  ~MemoryDevice() override { Check(reserved_bytes == 0, "all reserved memory must be released"); }
 
   void* Reserve(size_t num_bytes) override {
     if (reserved_bytes + num_bytes > limit_bytes) {

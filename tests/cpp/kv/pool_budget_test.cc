@@ -14,7 +14,7 @@ KvCacheConfig Config(std::vector<int> windows, KvCacheMode format = KvCacheMode:
   return MakeKvCacheConfig(windows, format, 2, 32, 16, DataType::kBFloat16);
 }
 
-TEST_CASE("one group: blocks are the budget over data and scales together") {
+TEST_CASE("with one group, the budget divides into blocks of data plus scales") {
   const std::vector<LayerGroup> groups = MakeLayerGroups(Config({0, 0, 0}));
   const KvDemand demand = {1024, 256, 0};
   const int64_t each = groups[0].bytes_per_block();
@@ -27,7 +27,7 @@ TEST_CASE("one group: blocks are the budget over data and scales together") {
   CHECK(BlocksForCount(groups, 77, demand) == std::vector<int64_t>{77});
 }
 
-TEST_CASE("several groups: the budget serves the same number of sequences in each") {
+TEST_CASE("with several groups, the budget serves the same number of sequences in each") {
   const std::vector<LayerGroup> groups = MakeLayerGroups(Config({0, 40, 40, 40}));
   const KvDemand demand = {4096, 64, 0};
   const int64_t budget = 100 << 20;
@@ -63,23 +63,25 @@ int64_t Bytes(const std::vector<LayerGroup>& groups, const std::vector<int64_t>&
   return bytes;
 }
 
-TEST_CASE("16-bit pools: what a number of sequences needs") {
+TEST_CASE("BlocksForSequences counts quantized and 16-bit blocks") {
   const std::vector<LayerGroup> groups = Window16Groups({0});
-  // 64 blocks each: 61 quantized; sinks, recent, current, moving; a step's 512 tokens once.
+  // Each sequence has 64 blocks, 61 of them quantized. Its 16-bit blocks are sinks, recent, current
+  // and pending quantization. The blocks of a step's 512 tokens are counted once.
   const KvDemand demand = {.session_len = 4096, .chunk = 512};
   CHECK(BlocksForSequences(groups, 0, demand) == std::vector<int64_t>{0, 0});
   CHECK(BlocksForSequences(groups, 1, demand) == std::vector<int64_t>{61, 4 + 7});
   CHECK(BlocksForSequences(groups, 10, demand) == std::vector<int64_t>{610, 40 + 7});
-  // Short sequences are in the 16-bit window altogether, whatever the chunk is.
+  // Short sequences stay in the 16-bit window for any chunk size.
   const KvDemand brief = {.session_len = 128, .chunk = 8192};
   CHECK(BlocksForSequences(groups, 10, brief) == std::vector<int64_t>{10, 20});
-  // Five blocks: one more than decode keeps, until the chunk is used up.
+  // A sequence of five blocks may hold one 16-bit block more than decode keeps. The chunk limits
+  // the sum of these extra blocks.
   const KvDemand five = {.session_len = 320, .chunk = 512};
   CHECK(BlocksForSequences(groups, 3, five) == std::vector<int64_t>{6, 15});
   CHECK(BlocksForSequences(groups, 9, five) == std::vector<int64_t>{18, 9 * 4 + 7});
 }
 
-TEST_CASE("16-bit pools: the budget holds the same number of sequences in every pool") {
+TEST_CASE("with 16-bit pools, the budget holds the same number of sequences in every pool") {
   const std::vector<LayerGroup> groups = Window16Groups({0, 128, 128});
   const int64_t quantized = groups[0].bytes_per_block();
   const int64_t window16 = groups[0].window16_bytes_per_block();
@@ -103,7 +105,7 @@ TEST_CASE("16-bit pools: the budget holds the same number of sequences in every 
   CHECK(BlocksForBudget(groups, -1, demand) == std::vector<int64_t>(4, 0));
 }
 
-TEST_CASE("16-bit pools: room for many short sequences, as far as a quarter of the budget goes") {
+TEST_CASE("16-bit pools take up to a quarter of the budget for many short sequences") {
   const std::vector<LayerGroup> groups = Window16Groups({0});
   const int64_t quantized = groups[0].bytes_per_block();
   const int64_t window16 = groups[0].window16_bytes_per_block();
@@ -119,20 +121,20 @@ TEST_CASE("16-bit pools: room for many short sequences, as far as a quarter of t
   CHECK(quarter < 4000);
   CHECK(BlocksForBudget(groups, budget, demand) ==
         std::vector<int64_t>{(budget - quarter * window16) / quantized, quarter});
-  // A sequence of session_len goes on to fit.
+  // A sequence of session_len still fits.
   const int64_t tight = one[0] * quantized + 10 * window16;
   CHECK(BlocksForBudget(groups, tight, demand) == std::vector<int64_t>{1021, 10});
-  // Never more than max_sequences need.
+  // The pools never exceed what max_sequences need.
   demand.num_running = demand.max_sequences = 2;
   CHECK(BlocksForBudget(groups, int64_t{1} << 50, demand) == std::vector<int64_t>{2042, 8});
 }
 
-TEST_CASE("16-bit pools: they come on top of a number of quantized blocks") {
+TEST_CASE("16-bit pools are added to a given number of quantized blocks") {
   const std::vector<LayerGroup> groups = Window16Groups({0});
   KvDemand demand = {.session_len = 4096, .chunk = 8192};
-  // 61 quantized blocks are one sequence of 4096 tokens, which may be written in one step.
+  // 61 quantized blocks hold one sequence of 4096 tokens, which may be written in one step.
   CHECK(BlocksForCount(groups, 61, demand) == std::vector<int64_t>{61, 64});
-  // Shorter: 10 quantized blocks, 13 in all.
+  // A shorter sequence has 13 blocks, 10 of them quantized.
   CHECK(BlocksForCount(groups, 10, demand) == std::vector<int64_t>{10, 13});
   CHECK(BlocksForCount(groups, 1, demand) == std::vector<int64_t>{1, 4});
   CHECK(BlocksForCount(groups, 610, demand) == std::vector<int64_t>{610, 40 + 127});
@@ -142,13 +144,13 @@ TEST_CASE("16-bit pools: they come on top of a number of quantized blocks") {
   demand.max_sequences = 1;
   CHECK(BlocksForCount(groups, 610, demand) == std::vector<int64_t>{61, 64});
   CHECK(BlocksForCount(groups, 0, demand)[0] == 0);
-  // A pool into which nothing is quantized still exists.
+  // A quantized pool that is never used still gets one block.
   const std::vector<int64_t> blocks =
       BlocksForCount(Window16Groups({0, 65}), 5, {.session_len = 4096, .chunk = 64});
   CHECK(blocks == std::vector<int64_t>{5, 1, 4, 3});
 }
 
-TEST_CASE("absurd numbers saturate") {
+TEST_CASE("huge numbers saturate") {
   const std::vector<LayerGroup> groups = Window16Groups({0, 4096});
   constexpr int64_t kHuge = std::numeric_limits<int64_t>::max();
   const KvDemand demand = {

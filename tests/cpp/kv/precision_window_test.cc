@@ -9,7 +9,7 @@
 namespace turbomind {
 namespace {
 
-TEST_CASE("tokens become whole blocks") {
+TEST_CASE("window sizes in tokens are rounded up to whole blocks") {
   const struct {
     PrecisionWindowTokens tokens;
     int block_seq_len;
@@ -28,7 +28,7 @@ TEST_CASE("tokens become whole blocks") {
   CHECK(MakePrecisionWindow({}, 64).sink_blocks == 0);
 }
 
-TEST_CASE("numbers that are no multiple of 64 in [0, 4096] are refused with the flag") {
+TEST_CASE("numbers that are not multiples of 64 in [0, 4096] are rejected with the flag") {
   for (const PrecisionWindowTokens& bad : {PrecisionWindowTokens{1, 64},
                                            {64, 63},
                                            {-64, 64},
@@ -41,7 +41,7 @@ TEST_CASE("numbers that are no multiple of 64 in [0, 4096] are refused with the 
   }
   try {
     MakePrecisionWindow({0, 100}, 64);
-    FAIL("100 was taken");
+    FAIL("100 was accepted");
   } catch (const InvalidArgument& error) {
     const std::string what = error.what();
     CHECK(what.find("is 100") != std::string::npos);
@@ -49,8 +49,9 @@ TEST_CASE("numbers that are no multiple of 64 in [0, 4096] are refused with the 
   }
 }
 
-// From the words: the first blocks, and the current one with those before it.
-TEST_CASE("16-bit are sinks and the newest blocks, at every edge of a block") {
+// The expectation is the definition in words: the first blocks, the current block, and the blocks
+// just before it.
+TEST_CASE("the 16-bit window holds sinks and the newest blocks, at every block edge") {
   for (const int length : {16, 32, 64, 128}) {
     for (const PrecisionWindowTokens& tokens :
          {PrecisionWindowTokens{64, 64}, {0, 0}, {0, 128}, {128, 0}, {192, 64}}) {
@@ -63,7 +64,7 @@ TEST_CASE("16-bit are sinks and the newest blocks, at every edge of a block") {
           const bool is_recent =
               (current - block - 1) * length < tokens.recent_tokens || block == current;
           REQUIRE(rule.IsInWindow16(block, position) == (is_sink || is_recent));
-          // The same in positions.
+          // SinkEnd and RecentBegin give the same answer in positions.
           const int begin = block * length;
           REQUIRE(rule.IsInWindow16(block, position) ==
                   (begin < rule.SinkEnd() || begin >= rule.RecentBegin(position)));

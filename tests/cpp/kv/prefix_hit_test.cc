@@ -22,7 +22,8 @@ bool Has(const std::vector<std::vector<int>>& path, int64_t block, size_t pool) 
   return path[static_cast<size_t>(block)][pool] >= 0;
 }
 
-// The definition, block by block, for the query after n blocks.
+// Applies the definition block by block to the query after n blocks. With `any_pool`, a 16-bit copy
+// and a quantized copy are equally good.
 bool IsUsable(const std::vector<LayerGroup>& groups, const std::vector<std::vector<int>>& path,
               int64_t n, bool any_pool) {
   const int64_t position = n * kLength;
@@ -53,7 +54,7 @@ int64_t Longest(const std::vector<LayerGroup>& groups, const std::vector<std::ve
   return n;
 }
 
-TEST_CASE("the longest usable prefix, whatever is missing") {
+TEST_CASE("FindPrefixHit returns the longest usable prefix for any missing blocks") {
   std::mt19937 random(1);
   int64_t num_partial = 0;
   int64_t num_cut = 0;

@@ -17,7 +17,7 @@ using testing::kLength;
 using testing::Pools;
 using testing::Tokens;
 
-TEST_CASE("a hit is every committed whole block, but never the whole prompt") {
+TEST_CASE("a hit has all committed whole blocks, but never the whole prompt") {
   Pools pools({0, 40}, {64, 64});
   pools.RunAndFree(1, Tokens(100));
   CHECK(pools.manager.counts(0).cached == 6);
@@ -34,13 +34,13 @@ TEST_CASE("a hit is every committed whole block, but never the whole prompt") {
     pools.manager.FreeDataAndScaleBlocks(id);
   }
   CHECK(pools.manager.Create(100, Tokens(100, 1)) == 0);      // other tokens
-  CHECK(pools.manager.Create(101, Tokens(100), false) == 0);  // asked not to look
+  CHECK(pools.manager.Create(101, Tokens(100), false) == 0);  // without the prefix cache
   std::vector<int32_t> late = Tokens(100);
   late[50] = -1;
   CHECK(pools.manager.Create(102, late) == 48);
 }
 
-TEST_CASE("a hit shares blocks of the full group and only the visible ones of a window") {
+TEST_CASE("a hit shares all full-attention blocks and the visible sliding-window blocks") {
   Pools pools({0, 40}, {64, 64});
   pools.RunAndFree(1, Tokens(161));
   CHECK(pools.manager.Create(2, Tokens(161)) == 160);
@@ -58,7 +58,7 @@ TEST_CASE("a hit shares blocks of the full group and only the visible ones of a 
   CHECK(pools.manager.counts(1).active == 3);
 }
 
-TEST_CASE("a window's blocks behind it are freed while the sequence grows") {
+TEST_CASE("blocks that leave a sliding window are freed while the sequence grows") {
   Pools pools({0, 40}, {64, 64}, false);
   pools.manager.Create(1, Tokens(400));
   REQUIRE(pools.Compute(1, Tokens(400), 10));
@@ -70,23 +70,23 @@ TEST_CASE("a window's blocks behind it are freed while the sequence grows") {
   CHECK(pools.manager.high_water(1) <= pools.cache.groups()[1].BlocksPerSequence(400, 10));
 }
 
-TEST_CASE("a window that lost one block shortens the hit to where all of it is there") {
+TEST_CASE("an evicted sliding-window block limits hits to positions whose window is cached") {
   Pools pools({0, 32}, {64, 8});
   pools.RunAndFree(1, Tokens(113), 16);  // 7 blocks, all cached in both groups
   CHECK(pools.manager.counts(1).cached == 7);
-  // Takes the free block of the window group and evicts the oldest cached ones.
+  // This takes the free block of the sliding-window group and evicts its oldest cached blocks.
   pools.manager.Create(2, Tokens(64, 5000));
   REQUIRE(pools.Compute(2, Tokens(64, 5000)));
   CHECK(pools.manager.counts(1).cached > 0);
   const int64_t hit = pools.manager.Create(3, Tokens(113));
   pools.manager.CheckIntegrity();
-  CHECK(hit == 112);  // the oldest went first: the end of the prefix still has its window
+  CHECK(hit == 112);  // the oldest were evicted; the end keeps its window
   pools.manager.FreeDataAndScaleBlocks(3);
-  CHECK(pools.manager.Create(4, Tokens(33)) == 0);  // its beginning has not
+  CHECK(pools.manager.Create(4, Tokens(33)) == 0);  // the beginning has lost its window
   CHECK(pools.manager.counts(0).cached == 7);
 }
 
-TEST_CASE("growing is all or nothing, and evicts only what nobody uses") {
+TEST_CASE("allocation is all or nothing and evicts only unused blocks") {
   Pools pools({0, 40}, {10, 10});
   pools.RunAndFree(1, Tokens(64));
   pools.manager.Create(2, Tokens(96, 1000));
@@ -100,13 +100,13 @@ TEST_CASE("growing is all or nothing, and evicts only what nobody uses") {
   CHECK(pools.manager.counts(0).cached == 0);
   CHECK(pools.manager.counts(0).active == 10);
   CHECK_FALSE(pools.manager.AllocateDataAndScaleBlocks(3, 65));
-  CHECK(pools.manager.AllocateDataAndScaleBlocks(3, 10));  // fewer than it has: nothing to do
+  CHECK(pools.manager.AllocateDataAndScaleBlocks(3, 10));  // fewer than allocated: no change
   pools.manager.CheckIntegrity();
   CHECK(testing::Fits(pools.cache, 160, 16));
   CHECK_FALSE(testing::Fits(pools.cache, 161, 16));
 }
 
-TEST_CASE("a preempted sequence finds what it had committed") {
+TEST_CASE("a preempted sequence finds its committed blocks again") {
   Pools pools({0}, {16});
   pools.manager.Create(1, Tokens(70));
   REQUIRE(pools.Compute(1, Tokens(70)));
@@ -114,7 +114,7 @@ TEST_CASE("a preempted sequence finds what it had committed") {
   CHECK(pools.manager.Create(1, Tokens(70)) == 64);
 }
 
-TEST_CASE("slots that were never written are not found") {
+TEST_CASE("a hit never includes slots that were not written") {
   Pools pools({0}, {16});
   pools.manager.Create(1, Tokens(70));
   REQUIRE(pools.manager.AllocateDataAndScaleBlocks(1, 70));
@@ -126,7 +126,7 @@ TEST_CASE("slots that were never written are not found") {
   CHECK(pools.manager.counts(0).free == 14);
 }
 
-TEST_CASE("two sequences that compute the same prompt at once keep their own blocks") {
+TEST_CASE("two sequences that compute the same prompt at once keep separate blocks") {
   Pools pools({0}, {32});
   const std::vector<int32_t> tokens = Tokens(80);
   pools.manager.Create(1, tokens);
@@ -141,25 +141,25 @@ TEST_CASE("two sequences that compute the same prompt at once keep their own blo
   pools.manager.CheckIntegrity();
 }
 
-TEST_CASE("evicting the root of a prefix that another sequence goes on with") {
+TEST_CASE("a sequence enters its own blocks after the root of its prefix was evicted") {
   Pools pools({0}, {12});
   const std::vector<int32_t> tokens = Tokens(64);
   pools.manager.Create(1, tokens);
   pools.manager.Create(2, Tokens(96));
   REQUIRE(pools.Compute(1, tokens));
-  REQUIRE(pools.Compute(2, Tokens(80)));  // 4 of its own, the 5th under those of sequence 1
+  REQUIRE(pools.Compute(2, Tokens(80)));  // 4 duplicates; the 5th continues those of sequence 1
   pools.manager.FreeDataAndScaleBlocks(1);
   pools.manager.Create(3, Tokens(112, 9000));
-  REQUIRE(pools.Compute(3, Tokens(112, 9000)));  // takes all that is left
+  REQUIRE(pools.Compute(3, Tokens(112, 9000)));  // takes all remaining blocks
   CHECK(pools.manager.counts(0).cached == 0);
   pools.manager.FreeDataAndScaleBlocks(3);
-  REQUIRE(pools.Compute(2, Tokens(96)));  // enters its own blocks from the root
+  REQUIRE(pools.Compute(2, Tokens(96)));  // its own blocks enter the trie from the root
   pools.manager.FreeDataAndScaleBlocks(2);
   CHECK(pools.manager.Create(4, Tokens(97)) == 96);
   pools.manager.CheckIntegrity();
 }
 
-TEST_CASE("clearing drops what is cached and leaves what runs") {
+TEST_CASE("ClearPrefixCache drops cached blocks and keeps active ones") {
   Pools pools({0, 40}, {32, 32});
   pools.RunAndFree(1, Tokens(100));
   pools.manager.Create(2, Tokens(100));
@@ -175,7 +175,7 @@ TEST_CASE("clearing drops what is cached and leaves what runs") {
   CHECK(pools.manager.counts(0).free == 32);
 }
 
-TEST_CASE("fresh blocks are touched last") {
+TEST_CASE("unused blocks are allocated last") {
   Pools pools({0}, {100}, false);
   for (uint64_t id = 1; id < 20; ++id) {
     pools.RunAndFree(id, Tokens(64));
@@ -184,7 +184,7 @@ TEST_CASE("fresh blocks are touched last") {
   CHECK(pools.manager.touched_bytes() == 4 * pools.cache.groups()[0].bytes_per_block());
 }
 
-TEST_CASE("wrong use is found") {
+TEST_CASE("wrong calls throw InternalError") {
   Pools pools({0}, {8});
   CHECK_THROWS_AS(pools.manager.Create(1, {}), InternalError);
   pools.manager.Create(1, Tokens(10));
@@ -196,7 +196,7 @@ TEST_CASE("wrong use is found") {
   CHECK_THROWS_AS(pools.manager.Commit(1, Tokens(9)), InternalError);
 }
 
-TEST_CASE("a bad scale byte in a committed block is found") {
+TEST_CASE("CheckIntegrity finds a bad scale byte in a committed block") {
   Pools pools({0}, {8});
   pools.RunAndFree(1, Tokens(40));
   *(pools.manager.GetScaleBlockPtr(1) + 5) = std::byte{0x7F};
@@ -204,7 +204,7 @@ TEST_CASE("a bad scale byte in a committed block is found") {
   CHECK_NOTHROW(pools.manager.CheckIntegrity(false));
 }
 
-TEST_CASE("the managers' own check and requirements") {
+TEST_CASE("BlockManager rejects calls that break its requirements") {
   BlockManager manager(2);
   const int a = manager.Allocate();
   CHECK(manager.Allocate() == 1);
@@ -226,7 +226,7 @@ TEST_CASE("the managers' own check and requirements") {
   manager.CheckIntegrity();
 }
 
-TEST_CASE("spare blocks are evicted before others, each kind in the order of its last use") {
+TEST_CASE("spare blocks are evicted before others, each kind least recently used first") {
   BlockManager manager(6);
   for (int i = 0; i < 6; ++i) {
     CHECK(manager.Allocate() == i);
@@ -241,7 +241,7 @@ TEST_CASE("spare blocks are evicted before others, each kind in the order of its
   }
   manager.CheckIntegrity();
   CHECK(manager.OldestCached() == 4);
-  manager.MarkSpare(2);  // while it is cached
+  manager.MarkSpare(2);  // marked while cached
   manager.MarkSpare(2);
   manager.Lock(4);
   CHECK(manager.OldestCached() == 2);
@@ -259,7 +259,7 @@ TEST_CASE("spare blocks are evicted before others, each kind in the order of its
   }
   CHECK(manager.OldestCached() == -1);
   CHECK(manager.free() == 6);
-  // A block that comes back is spare no more.
+  // A block that is allocated again is no longer spare.
   const int id = manager.Allocate();
   manager.Keep(id);
   manager.Unlock(id);

@@ -1,6 +1,6 @@
-// Random operations on SequenceManager against a plain model: what every slot must hold follows
-// from the tokens before it, which pool a query reads it from follows from its position, and which
-// blocks are in use follows from the tables alone.
+// Random operations on SequenceManager against a plain model. The tokens up to a slot determine its
+// content, the query's position determines the pool that the query reads, and the tables alone
+// determine which blocks are active.
 
 #include <doctest/doctest.h>
 
@@ -20,7 +20,7 @@ namespace {
 constexpr int kLength = 16;
 constexpr int kNumOperations = 100000;
 
-// A full-attention layer and one with a window, each a group of its own.
+// Returns a config with a full-attention layer and a sliding-window layer, each its own group.
 KvCacheConfig TwoGroups() {
   return MakeKvCacheConfig({0, 40}, KvCacheMode::kFp4Nv, 1, 16, kLength, DataType::kBFloat16);
 }
@@ -30,7 +30,7 @@ uint64_t Mix(uint64_t hash, int32_t token) {
   return hash ^ (hash >> 29);
 }
 
-// Hash of tokens[0..i] for every i: what slot i must hold.
+// Returns the hash of tokens[0..i] for every i. Slot i must hold this hash.
 std::vector<uint64_t> Stamps(const std::vector<int32_t>& tokens) {
   std::vector<uint64_t> stamps;
   uint64_t hash = 1;
@@ -41,15 +41,15 @@ std::vector<uint64_t> Stamps(const std::vector<int32_t>& tokens) {
 }
 
 struct ModelSequence {
-  std::vector<int32_t> tokens;  // all that the sequence will have
+  std::vector<int32_t> tokens;  // computed and still to compute
   int64_t num_written = 0;
   std::set<std::pair<int, int32_t>> quantized;  // by this sequence: group and quantized block
 };
 
-// How long prompts are.
+// Lengths of prompts and steps.
 struct Lengths {
-  int shared = 120;  // prefixes, of which a prompt begins with a part of one
-  int chunk = 50;    // tokens of a step
+  int shared = 120;  // of prefixes; a prompt begins with a part of one
+  int chunk = 50;    // maximum tokens of a step
 };
 
 class RandomOperations {
@@ -62,7 +62,7 @@ class RandomOperations {
     }
   }
 
-  // Throws InternalError at the first disagreement.
+  // Runs random operations. Throws InternalError at the first disagreement with the model.
   void Run(int num_operations) {
     for (int i = 0; i < num_operations; ++i) {
       Step();
@@ -76,7 +76,8 @@ class RandomOperations {
     manager_.ClearPrefixCache();
     manager_.CheckIntegrity();
     for (int pool = 0; pool < cache_.num_pools(); ++pool) {
-      Check(manager_.counts(pool).free == cache_.num_blocks(pool), "every block is free again");
+      Check(manager_.counts(pool).free == cache_.num_blocks(pool),
+            "every block must be free at the end");
     }
   }
 
@@ -128,11 +129,12 @@ class RandomOperations {
     const auto length = static_cast<int64_t>(sequence.tokens.size());
     const int64_t hit = manager_.Create(id, sequence.tokens, use_cache);
     Check(hit % kLength == 0 && hit >= 0 && hit < length,
-          "a hit is whole blocks and leaves a token");
-    Check(use_cache || hit == 0, "no hit without the prefix cache");
+          "a hit must have whole blocks and leave a token to compute");
+    Check(use_cache || hit == 0, "there must be no hit without the prefix cache");
     num_hit_tokens += hit;
     num_cut_tokens += manager_.num_cut(id);
-    Check(hit + manager_.num_cut(id) < length, "no more is cut than was found");
+    Check(hit + manager_.num_cut(id) < length,
+          "a hit and its cut part must be shorter than the prompt");
     num_partial_hits += hit > 0 && hit / kLength < (length - 1) / kLength;
     sequence.num_written = hit;
     model_[id] = sequence;
@@ -154,13 +156,15 @@ class RandomOperations {
       const int64_t needed = manager_.BlocksNeeded(id, pool, num_tokens);
       fits = fits && needed <= counts.free + counts.cached;
       active.push_back(counts.active + needed);
-      Check(manager_.BlocksToCome(id, pool, num_tokens, num_tokens) >= 0, "nothing is owed");
+      Check(manager_.BlocksToCome(id, pool, num_tokens, num_tokens) >= 0,
+            "BlocksToCome must not be negative");
     }
     const std::vector<std::vector<int32_t>> old = Tables(id);
-    Check(manager_.AllocateDataAndScaleBlocks(id, num_tokens) == fits, "refused only when full");
+    Check(manager_.AllocateDataAndScaleBlocks(id, num_tokens) == fits,
+          "allocation must fail only if blocks are missing");
     if (!fits) {
       ++num_refused;
-      Check(Tables(id) == old, "nothing changes when there are not enough blocks");
+      Check(Tables(id) == old, "a failed allocation must change nothing");
       if (Below(2) == 0) {
         Free(AnyId());  // preemption
       }
@@ -168,10 +172,10 @@ class RandomOperations {
     }
     for (int pool = 0; pool < cache_.num_pools(); ++pool) {
       Check(manager_.counts(pool).active == active[static_cast<size_t>(pool)],
-            "as many blocks are taken as were said to be needed");
+            "an allocation must take BlocksNeeded blocks");
     }
     if (Below(10) == 0) {
-      return;  // canceled between planning and the step: slots without content
+      return;  // canceled between planning and the step: the slots stay unwritten
     }
     Write(id, before, num_tokens);
     QuantizePending(id);
@@ -179,7 +183,7 @@ class RandomOperations {
       CheckSeen(id, p);
     }
     CheckSeen(id, num_tokens - 1);
-    // Now and then fewer tokens than planned count.
+    // Sometimes fewer tokens than planned are committed.
     const int64_t num_kept =
         Below(10) == 0 ? std::max<int64_t>(before, num_tokens - Below(40)) : num_tokens;
     sequence.num_written = num_kept;
@@ -210,7 +214,7 @@ class RandomOperations {
 
   Slot SlotOf(int pool, int32_t block, int64_t position) const {
     const bool is_in_window16 = pool >= cache_.num_groups();
-    const int layer = pool % cache_.num_groups();  // groups have one layer each, in order
+    const int layer = pool % cache_.num_groups();  // each group has one layer, in order
     const KvLayerView view =
         is_in_window16 ? cache_.Window16LayerView(layer) : cache_.LayerView(layer);
     const int64_t token = position % kLength;
@@ -218,7 +222,7 @@ class RandomOperations {
     std::byte* scales = view.scales ? view.Scales(KvSide::kK, block, 0) : nullptr;
     Check(manager_.GetBlockPtr(block, pool) == row &&
               manager_.GetScaleBlockPtr(block, pool) == scales,
-          "a block of one layer starts where the layer does");
+          "a block of a one-layer group must start at the layer's address");
     return {row + token * view.row_bytes[0],
             scales ? scales + token * view.ScaleStride() : nullptr};
   }
@@ -234,10 +238,10 @@ class RandomOperations {
     const auto scale = static_cast<std::byte>(stamp % 0x7F);
     Check(std::memcmp(slot.row, &stamp, sizeof(stamp)) == 0 &&
               (!slot.scales || (slot.scales[0] == scale && slot.scales[1] == scale)),
-          "a slot holds what its tokens say, data and scales");
+          "a slot must hold the data and scales of its tokens");
   }
 
-  // New tokens go to the 16-bit pool where there is one.
+  // Writes new tokens to the 16-bit pools, or to the quantized pools if there is no 16-bit window.
   void Write(uint64_t id, int64_t begin, int64_t end) {
     const std::vector<uint64_t> stamps = Stamps(model_[id].tokens);
     for (int group = 0; group < cache_.num_groups(); ++group) {
@@ -250,12 +254,12 @@ class RandomOperations {
     }
   }
 
-  // What the step's quantization does.
+  // Copies blocks to the quantized pools, in place of the step's quantization.
   void QuantizePending(uint64_t id) {
     for (int group = 0; group < cache_.num_groups(); ++group) {
       for (const PendingQuantization& pending : manager_.BlocksToQuantize(id, group)) {
         Check(!model_[id].quantized.contains({group, pending.quantized}),
-              "a block is quantized once");
+              "a block must be quantized only once");
         for (int64_t i = 0; i < kLength; ++i) {
           uint64_t stamp = 0;
           std::memcpy(&stamp, SlotOf(cache_.Window16Pool(group), pending.window16, i).row,
@@ -268,7 +272,8 @@ class RandomOperations {
     }
   }
 
-  // A block in a table of quantized ones after Commit is not moved again.
+  // Records the quantized blocks of the step. A block that is in a quantized table after Commit
+  // must not be quantized again.
   void RememberPending(uint64_t id, ModelSequence& sequence) {
     for (const auto& [group, block] : pending_) {
       const auto table = manager_.BlockTable(id, group);
@@ -277,14 +282,14 @@ class RandomOperations {
       }
     }
     pending_.clear();
-    // Ids behind a window come back for other blocks.
+    // Ids of blocks that left a sliding window are reused for other blocks.
     std::erase_if(sequence.quantized, [&](const std::pair<int, int32_t>& entry) {
       return std::ranges::count(manager_.BlockTable(id, entry.first), entry.second) == 0;
     });
   }
 
-  // Every slot that a query at `position` sees is in the pool where the query looks for it, and
-  // holds what its tokens say.
+  // Checks that every slot visible to a query at `position` is in the pool that the query reads and
+  // holds the content of its tokens.
   void CheckSeen(uint64_t id, int64_t position) {
     const std::vector<uint64_t> stamps = Stamps(model_[id].tokens);
     for (int group = 0; group < cache_.num_groups(); ++group) {
@@ -301,7 +306,8 @@ class RandomOperations {
     }
   }
 
-  // The same for what later queries will see of a sequence between steps, in whatever pool it is.
+  // Checks, between steps, the slots of a random sequence that later queries will see, in either
+  // pool.
   void CheckContents() {
     if (model_.empty()) {
       return;
@@ -309,7 +315,7 @@ class RandomOperations {
     const uint64_t id = AnyId();
     const ModelSequence& sequence = model_[id];
     const int64_t n = sequence.num_written;
-    Check(manager_.num_written(id) == n, "the model has the same length");
+    Check(manager_.num_written(id) == n, "num_written must equal the model's length");
     const std::vector<uint64_t> stamps = Stamps(sequence.tokens);
     for (int group = 0; group < cache_.num_groups(); ++group) {
       const LayerGroup& layers = cache_.groups()[static_cast<size_t>(group)];
@@ -318,7 +324,7 @@ class RandomOperations {
         const auto b = static_cast<size_t>(i / kLength);
         bool is_in_window16 = layers.rule.enabled() && layers.rule.IsInWindow16(i / kLength, n);
         if (layers.rule.enabled() && layers.rule.IsInWindow16(i / kLength, n - 1)) {
-          // Not quantized before the next step, unless it was found quantized.
+          // The next step quantizes this block, unless a hit found it quantized.
           is_in_window16 = manager_.BlockTable(id, cache_.Window16Pool(group))[b] >= 0;
         }
         const int pool = is_in_window16 ? cache_.Window16Pool(group) : group;
@@ -339,8 +345,9 @@ class RandomOperations {
       used.erase(-1);
       const BlockCounts counts = manager_.counts(pool);
       Check(counts.active == static_cast<int64_t>(used.size()),
-            "active blocks are those in tables");
-      Check(counts.free + counts.cached + counts.active == counts.total, "states add up");
+            "the active blocks must be those in tables");
+      Check(counts.free + counts.cached + counts.active == counts.total,
+            "free, cached and active blocks must add up to the total");
     }
   }
 
@@ -348,8 +355,7 @@ class RandomOperations {
   const KvCache& cache_;
   std::mt19937 random_;
   Lengths lengths_;
-  std::vector<std::pair<int, int32_t>>
-      pending_;  // of the step that runs: group and quantized block
+  std::vector<std::pair<int, int32_t>> pending_;  // of the current step: group and quantized block
   std::vector<int32_t> shared_[4];
   std::map<uint64_t, ModelSequence> model_;
   uint64_t next_id_ = 1;
@@ -368,7 +374,7 @@ TEST_CASE("random operations agree with the model") {
                         << operations.num_partial_hits << ", refused " << operations.num_refused);
 }
 
-TEST_CASE("the same without a full-attention group, and without a window") {
+TEST_CASE("one group, with and without a sliding window, agrees with the model") {
   for (const int window : {0, 24}) {
     MemoryDevice device;
     KvCacheConfig config = TwoGroups();
@@ -403,10 +409,10 @@ KvCacheConfig Window16Config(const Window16Case& one) {
 
 constexpr Lengths kLong = {.shared = 260, .chunk = 70};
 
-// Every combination of sinks and recent blocks; windows longer than what is in the 16-bit window,
-// hardly longer, as long, and shorter; a full-attention group or none; layers in 16 bit beside
-// others.
-TEST_CASE("random operations agree with the model where there is a 16-bit window") {
+// The cases combine sinks and recent blocks in every way. Their sliding windows are longer, hardly
+// longer, as long as, and shorter than the 16-bit window, with and without a full-attention group.
+// Some cases also have layers in 16 bit.
+TEST_CASE("random operations with a 16-bit window agree with the model") {
   const Window16Case cases[] = {
       {{64, 64}, {0, 120}, {30, 14, 44, 40}},
       {{64, 0}, {0, 40}, {40, 10, 26, 16}},
@@ -428,10 +434,10 @@ TEST_CASE("random operations agree with the model where there is a 16-bit window
     KvCache cache(device, Window16Config(one), one.num_blocks);
     SequenceManager manager(cache, true);
     RandomOperations operations(manager, cache, 4, kLong);
-    // 10^5 in all, most of them in the default setting.
+    // The first case is the default window and runs the most operations.
     operations.Run(&one == cases ? kNumOperations / 2 : kNumOperations / 10);
     CHECK(operations.num_hit_tokens > 1000);
-    // Without recent blocks only sinks are read 16-bit, and nothing is cached without them.
+    // If recent_tokens is 0, a hit needs only the sinks in 16 bits, and they are always cached.
     CHECK((operations.num_cut_tokens > 300 || one.tokens.recent_tokens == 0));
     CHECK(operations.num_refused > 100);
     CHECK(operations.num_to_quantize > 200);
@@ -441,7 +447,7 @@ TEST_CASE("random operations agree with the model where there is a 16-bit window
   }
 }
 
-// The 5000th time that a block of pools [first_pool, ...) is unlocked, something goes wrong.
+// Plants a fault when a block of pools [first_pool, ...) is unlocked for the 5000th time.
 class FaultyManager : public SequenceManager {
  public:
   using SequenceManager::SequenceManager;
@@ -454,7 +460,7 @@ class FaultyManager : public SequenceManager {
   int num_unlocks_ = 0;
 };
 
-// Forgets one reference.
+// Leaks one reference.
 class LeakyManager : public FaultyManager {
  public:
   using FaultyManager::FaultyManager;
@@ -467,7 +473,7 @@ class LeakyManager : public FaultyManager {
   }
 };
 
-// Gives back a block twice where another sequence still uses it.
+// Releases one block twice, although another sequence may still use it.
 class EagerManager : public FaultyManager {
  public:
   using FaultyManager::FaultyManager;

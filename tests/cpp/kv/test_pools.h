@@ -1,6 +1,6 @@
 #pragma once
 
-// Pools in plain memory and a manager over them, for tests that compute nothing.
+// Pools in plain memory and their SequenceManager, for tests that compute nothing.
 
 #include <doctest/doctest.h>
 
@@ -41,7 +41,7 @@ struct Pools {
     }
   }
 
-  // Computes tokens[from..] of a sequence in chunks.
+  // Writes the remaining tokens of a sequence in chunks. Returns false if the blocks run out.
   bool Compute(uint64_t id, const std::vector<int32_t>& tokens, int64_t chunk = 1000) {
     const auto total = static_cast<int64_t>(tokens.size());
     while (manager.num_written(id) < total) {

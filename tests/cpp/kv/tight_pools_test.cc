@@ -1,5 +1,5 @@
-// Whatever the pools hold, a sequence that fits alone runs: the scheduler has nobody left to
-// preempt then.
+// A sequence that fits alone must run for any pool contents, because the scheduler then has no
+// other sequence to preempt.
 
 #include <doctest/doctest.h>
 
@@ -19,7 +19,7 @@ using testing::kLength;
 using testing::PoolConfig;
 using testing::Pools;
 
-// The least pools for sequences of `longest` tokens, `chunk` at a time.
+// A case whose pools are as small as sequences of `longest` tokens, `chunk` at a time, allow.
 struct Tight {
   std::vector<int> windows;
   PrecisionWindowTokens window16;
@@ -41,7 +41,8 @@ std::vector<int64_t> MinBlocks(const Tight& tight) {
   return quantized;
 }
 
-// Sequences that share parts of one text, several at once and now and then one alone.
+// Sequences that share parts of one text. Usually several run at once, and sometimes one runs
+// alone.
 class Crowd {
  public:
   Crowd(const Tight& tight, unsigned seed)
@@ -86,7 +87,7 @@ class Crowd {
     return live_.emplace(id, std::move(prompt)).first;
   }
 
-  // Computes up to a chunk of a sequence that is not as long as it can be.
+  // Computes up to a chunk of a sequence that is shorter than `longest`.
   bool Grow(Live::iterator sequence) {
     auto& [id, tokens] = *sequence;
     const int64_t end =
@@ -136,7 +137,7 @@ class Crowd {
   uint64_t next_id_ = 1;
 };
 
-TEST_CASE("a sequence that fits alone runs, whatever is cached") {
+TEST_CASE("a sequence that fits alone runs with any cached blocks") {
   const std::vector<PrecisionWindowTokens> window16s = {{},      {0, 0},   {64, 0},
                                                         {0, 64}, {64, 64}, {0, 128}};
   const std::vector<std::vector<int>> windows = {{0}, {40}, {100}, {200}, {0, 40}, {0, 200}};

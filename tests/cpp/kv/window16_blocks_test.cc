@@ -1,5 +1,5 @@
-// Sequences whose newest blocks and sinks are in 16 bit: when a block is quantized and given back,
-// and what that means for hits and windows.
+// The 16-bit window of a sequence: when its blocks are quantized and released, and how this affects
+// prefix hits and sliding windows.
 
 #include <doctest/doctest.h>
 
@@ -19,7 +19,7 @@ using testing::PoolConfig;
 using testing::Pools;
 using testing::Tokens;
 
-// Which blocks of a pool's table are there, a character for each: '#' or '.'.
+// Returns one character per entry of a pool's block table: '#' for a block, '.' for none.
 std::string Present(const SequenceManager& manager, uint64_t id, int pool) {
   std::string present;
   for (const int32_t block : manager.BlockTable(id, pool)) {
@@ -28,7 +28,7 @@ std::string Present(const SequenceManager& manager, uint64_t id, int pool) {
   return present;
 }
 
-// The blocks that the step planned last moves, by index in the tables.
+// Returns the table indices of the blocks that the last planned step quantizes.
 std::vector<int64_t> Moved(const SequenceManager& manager, uint64_t id, int group, int num_groups) {
   const auto quantized = manager.BlockTable(id, group);
   const auto window16 = manager.BlockTable(id, num_groups + group);
@@ -43,10 +43,9 @@ std::vector<int64_t> Moved(const SequenceManager& manager, uint64_t id, int grou
   return indices;
 }
 
-// One token after the other: a block is in the 16-bit window when it is written, is quantized in
-// the step of the first query for which it is none of the recent ones, and leaves the 16-bit pool
-// after that step.
-TEST_CASE("the life of a block, at every edge") {
+// Tokens are added one by one. A block is written to the 16-bit pool. It is quantized in the step
+// of the first query for which it is not recent, and leaves the 16-bit pool after that step.
+TEST_CASE("a block is quantized when it leaves the 16-bit window, at every block edge") {
   for (const int length : {16, 32, 64, 128}) {
     for (const PrecisionWindowTokens& tokens :
          {PrecisionWindowTokens{64, 64}, {0, 64}, {64, 0}, {0, 0}, {128, 192}}) {
@@ -58,7 +57,7 @@ TEST_CASE("the life of a block, at every edge") {
         pools.manager.Create(1, all);
         for (int64_t n = 0; n < 8 * length; ++n) {
           REQUIRE(pools.manager.AllocateDataAndScaleBlocks(1, n + 1));
-          // The query at n is the step's only one.
+          // The step has one query, at position n.
           const bool begins_block = n % length == 0;
           const int64_t leaves = n / length - rule.recent_blocks - 1;
           const bool blocks_to_quantize =
@@ -81,13 +80,13 @@ TEST_CASE("the life of a block, at every edge") {
   }
 }
 
-TEST_CASE("a chunk moves all blocks that its last query sees quantized, those it wrote included") {
+TEST_CASE("a chunk quantizes all blocks outside its last query's 16-bit window, even new ones") {
   Pools pools(PoolConfig({0, 40}, kLength, {64, 64}), {32, 32, 32, 32});
   const auto all = Tokens(400);
   pools.manager.Create(1, all);
-  REQUIRE(pools.manager.AllocateDataAndScaleBlocks(1, 200));  // 13 blocks, the last query in 12
+  REQUIRE(pools.manager.AllocateDataAndScaleBlocks(1, 200));  // the last query is in block 12
   CHECK(Moved(pools.manager, 1, 0, 2) == std::vector<int64_t>{4, 5, 6, 7});
-  CHECK(Moved(pools.manager, 1, 1, 2).empty());  // 40 tokens are within the recent blocks
+  CHECK(Moved(pools.manager, 1, 1, 2).empty());  // the recent blocks cover 40 tokens
   CHECK(Present(pools.manager, 1, 0) == "....####.....");
   CHECK(Present(pools.manager, 1, 2) == "#############");
   pools.manager.Commit(1, std::span(all).first(200));
@@ -97,7 +96,7 @@ TEST_CASE("a chunk moves all blocks that its last query sees quantized, those it
   pools.manager.CheckIntegrity();
 }
 
-TEST_CASE("a step that is planned anew, shorter or longer, moves what it needs") {
+TEST_CASE("a step that is planned again with another length quantizes only what it needs") {
   Pools pools(PoolConfig({0}, kLength, {0, 0}), {32, 32});
   const auto all = Tokens(400);
   pools.manager.Create(1, all);
@@ -109,7 +108,7 @@ TEST_CASE("a step that is planned anew, shorter or longer, moves what it needs")
   CHECK_THROWS_AS(pools.manager.Commit(1, std::span(all).first(41)), InternalError);
   pools.manager.Commit(1, std::span(all).first(40));
   CHECK(Present(pools.manager, 1, 0) == "##.....");
-  CHECK(Present(pools.manager, 1, 1) == "..#####");  // 3 to 6 are slots without tokens
+  CHECK(Present(pools.manager, 1, 1) == "..#####");  // blocks 3 to 6 have slots without tokens
   pools.manager.CheckIntegrity();
   REQUIRE(pools.manager.AllocateDataAndScaleBlocks(1, 120));
   CHECK(Moved(pools.manager, 1, 0, 1) == std::vector<int64_t>{2, 3, 4, 5, 6});
@@ -119,50 +118,50 @@ TEST_CASE("a step that is planned anew, shorter or longer, moves what it needs")
   CHECK(pools.manager.counts(0).active + pools.manager.counts(1).active == 0);
 }
 
-TEST_CASE("growing is all or nothing over both kinds of pools") {
+TEST_CASE("allocation is all or nothing across quantized and 16-bit pools") {
   Pools pools(PoolConfig({0}, kLength, {0, 0}), {4, 9}, false);
   const auto all = Tokens(400);
   pools.manager.Create(1, all);
-  CHECK_FALSE(pools.manager.AllocateDataAndScaleBlocks(1, 6 * kLength));  // 5 quantized
+  CHECK_FALSE(pools.manager.AllocateDataAndScaleBlocks(1, 6 * kLength));  // lacks a quantized block
   CHECK(pools.manager.counts(1).active == 0);
   CHECK(pools.manager.BlockTable(1, 1).empty());
   CHECK(pools.manager.BlocksToQuantize(1, 0).empty());
   REQUIRE(pools.manager.AllocateDataAndScaleBlocks(1, 5 * kLength));
   pools.manager.Create(2, all);
-  CHECK_FALSE(pools.manager.AllocateDataAndScaleBlocks(2, 5 * kLength));  // 5 16-bit of 4
+  CHECK_FALSE(pools.manager.AllocateDataAndScaleBlocks(2, 5 * kLength));  // lacks a 16-bit block
   CHECK(pools.manager.counts(0).active == 4);
   CHECK(testing::Fits(pools.cache, 5 * kLength, 1000));
   CHECK_FALSE(testing::Fits(pools.cache, 5 * kLength + 1, 16));
 }
 
-TEST_CASE("prefix hits take 16-bit and quantized places, and quantize nothing twice") {
+TEST_CASE("a prefix hit reuses 16-bit and quantized blocks and quantizes none twice") {
   Pools pools(PoolConfig({0}, kLength, {64, 64}), {64, 64});
-  pools.RunAndFree(1, Tokens(300));  // 18 whole blocks; 14 to 17 were never quantized
+  pools.RunAndFree(1, Tokens(300));  // 18 whole blocks, 10 of them quantized: 4 to 13
   CHECK(pools.manager.counts(0).cached == 10);
   CHECK(pools.manager.counts(1).cached == 18);
   CHECK(pools.manager.Create(2, Tokens(177)) == 176);  // 11 blocks
   CHECK(pools.manager.num_cut(2) == 0);
-  CHECK(Present(pools.manager, 2, 0) == "....#######");  // the recent ones too
+  CHECK(Present(pools.manager, 2, 0) == "....#######");  // the recent blocks too
   CHECK(Present(pools.manager, 2, 1) == "####...####");
   auto other = Tokens(200);
   other[180] = -1;
   REQUIRE(pools.manager.AllocateDataAndScaleBlocks(2, 193));
-  CHECK(pools.manager.BlocksToQuantize(2, 0)
-            .empty());  // 7 has left, as 8 has: both were found quantized
+  CHECK(
+      pools.manager.BlocksToQuantize(2, 0).empty());  // 7 left the window, but was found quantized
   pools.manager.Commit(2, std::span(other).first(193));
   CHECK(Present(pools.manager, 2, 1) == "####....#####");
   pools.manager.CheckIntegrity();
-  // Whole: its last blocks were found 16-bit alone and are quantized as they leave.
+  // The hit found the last blocks only in 16 bits, so they are quantized when they leave the
+  // window.
   CHECK(pools.manager.Create(3, Tokens(320)) == 288);
   REQUIRE(pools.Compute(3, Tokens(319)));
   REQUIRE(pools.manager.AllocateDataAndScaleBlocks(3, 321));
   CHECK(Moved(pools.manager, 3, 0, 1) == std::vector<int64_t>{15});
 }
 
-TEST_CASE("of what ended at a block's edge, the block that would leave next is taken 16-bit") {
+TEST_CASE("a hit at a block edge takes a block not yet quantized from the 16-bit pool") {
   Pools pools(PoolConfig({0}, kLength, {0, 64}), {64, 64});
-  pools.RunAndFree(1,
-                   Tokens(160));  // the last query was in block 9: 5 to 9 are in the 16-bit window
+  pools.RunAndFree(1, Tokens(160));  // the last query was in block 9, so 5 to 9 are in 16 bits
   CHECK(pools.manager.counts(0).cached == 5);
   CHECK(pools.manager.Create(2, Tokens(161)) == 160);
   CHECK(Present(pools.manager, 2, 0) == "#####.....");
@@ -172,55 +171,57 @@ TEST_CASE("of what ended at a block's edge, the block that would leave next is t
   CHECK(Moved(pools.manager, 2, 0, 1) == std::vector<int64_t>{5});
 }
 
-TEST_CASE("a lost 16-bit copy cuts a hit, and is lost before sinks and blocks without a twin") {
-  // 18 16-bit copies of one prompt, 12 of which have a twin, and no free 16-bit block but one.
+TEST_CASE("an evicted 16-bit copy shortens a hit; copies go before sinks and unquantized blocks") {
+  // The 16-bit pool caches 18 blocks of one prompt. Ten of them also have a quantized copy, and two
+  // blocks are free.
   Pools pools(PoolConfig({0}, kLength, {32 * 2, 64}), {64, 20});
   pools.RunAndFree(1, Tokens(300), 16);
   CHECK(pools.manager.counts(0).cached == 10);
   CHECK(pools.manager.counts(1).cached == 18);
-  // Needs 4 16-bit blocks: 2 are free, the two oldest copies of quantized blocks leave.
+  // This needs four 16-bit blocks. Two are free; the two oldest copies of quantized blocks are
+  // evicted.
   pools.manager.Create(2, Tokens(60, 5000));
   REQUIRE(pools.Compute(2, Tokens(60, 5000)));
   CHECK(pools.manager.counts(1).cached == 16);
   CHECK(pools.manager.counts(0).cached == 10);
-  // 4 and 5 were quantized first.
+  // The evicted copies are those of blocks 4 and 5, which were quantized first.
   CHECK(pools.manager.Create(3, Tokens(300)) == 288);
   CHECK(pools.manager.num_cut(3) == 0);
   pools.manager.FreeDataAndScaleBlocks(3);
-  CHECK(pools.manager.Create(4, Tokens(130)) ==
-        64);  // 8 blocks found; 4 to 7 would be in the 16-bit window
+  CHECK(pools.manager.Create(4, Tokens(130)) == 64);  // finds 8 blocks, but needs 4 to 7 in 16 bits
   CHECK(pools.manager.num_cut(4) == 64);
   pools.manager.FreeDataAndScaleBlocks(4);
-  CHECK(pools.manager.Create(5, Tokens(163)) == 160);  // 6 to 9 are there
+  CHECK(pools.manager.Create(5, Tokens(163)) == 160);  // finds 6 to 9 in 16 bits
   pools.manager.FreeDataAndScaleBlocks(5);
-  // All copies, then what is read 16-bit alone: the end of the prefix first, sinks last.
+  // All copies are evicted first. Then follow the blocks that exist only in 16 bits, from the end
+  // of the prefix; the sinks come last.
   pools.manager.Create(6, Tokens(160, 9000));
   REQUIRE(pools.manager.AllocateDataAndScaleBlocks(6, 160));
   CHECK(pools.manager.counts(1).cached == 6);
-  CHECK(pools.manager.Create(7, Tokens(300)) == 64);  // the sinks alone
+  CHECK(pools.manager.Create(7, Tokens(300)) == 64);  // only the sinks
   CHECK(pools.manager.num_cut(7) > 100);
   pools.manager.CheckIntegrity();
 }
 
-TEST_CASE("copies that have served a hit outlive those that have not") {
+TEST_CASE("16-bit copies that served a hit are evicted after those that did not") {
   enum class Hit { kNone, kRefused, kServed };
   for (const Hit hit : {Hit::kNone, Hit::kRefused, Hit::kServed}) {
     Pools pools(PoolConfig({0}, kLength, {64, 64}), {64, 24});
     pools.RunAndFree(1, Tokens(300), 16);
     if (hit != Hit::kNone) {
-      CHECK(pools.manager.Create(2, Tokens(163)) == 160);  // another end of the same beginning
+      CHECK(pools.manager.Create(2, Tokens(163)) == 160);  // a shorter prompt with the same prefix
       if (hit == Hit::kServed) {
         REQUIRE(pools.manager.AllocateDataAndScaleBlocks(2, 161));
       }
       pools.manager.FreeDataAndScaleBlocks(2);
     }
-    pools.RunAndFree(3, Tokens(240, 9000), 16);  // needs the room of all copies without a hit
+    pools.RunAndFree(3, Tokens(240, 9000), 16);  // evicts all copies that served no hit
     CHECK(pools.manager.Create(4, Tokens(163)) == (hit == Hit::kServed ? 160 : 64));
     pools.manager.CheckIntegrity();
   }
 }
 
-TEST_CASE("computing what was cut brings the copies back") {
+TEST_CASE("computing the cut part of a hit restores its 16-bit copies") {
   Pools pools(PoolConfig({0}, kLength, {64, 64}), {64, 20});
   pools.RunAndFree(1, Tokens(300), 16);
   pools.RunAndFree(2, Tokens(160, 9000), 16);
@@ -232,7 +233,7 @@ TEST_CASE("computing what was cut brings the copies back") {
   pools.manager.CheckIntegrity();
 }
 
-TEST_CASE("sinks of a window are freed like others; a short window never quantizes") {
+TEST_CASE("a sliding window frees its sinks like other blocks; a short one quantizes nothing") {
   Pools pools(PoolConfig({40, 200}, kLength, {64, 64}), {4, 64, 64, 64}, false);
   const auto all = Tokens(600);
   pools.manager.Create(1, all);
@@ -248,20 +249,21 @@ TEST_CASE("sinks of a window are freed like others; a short window never quantiz
   }
   CHECK(blocks_to_quantize[0] == 0);
   CHECK(blocks_to_quantize[1] ==
-        595 / kLength - 4 - 4);  // each block once, but sinks and the newest
+        595 / kLength - 4 - 4);  // each block once, but no sinks or newest blocks
   CHECK(pools.manager.high_water(0) == 0);
-  // 595 tokens: the next query sees from 396 on, block 24; 16-bit are 33 to 37.
+  // After 595 tokens the next query sees positions from 396 on, which is block 24. Blocks 33 to 37
+  // are in the 16-bit window.
   CHECK(Present(pools.manager, 1, 1) == std::string(24, '.') + "#########" + ".....");
   CHECK(Present(pools.manager, 1, 3) == std::string(33, '.') + "#####");
   CHECK(Present(pools.manager, 1, 2) == std::string(34, '.') + "####");
 }
 
-TEST_CASE("what is said to come is enough, whoever holds the recent blocks") {
+TEST_CASE("BlocksToCome is an upper bound, even if another sequence shares the recent blocks") {
   Pools pools(PoolConfig({0}, kLength, {64, 64}), {64, 64});
   pools.RunAndFree(1, Tokens(300));
   const auto prompt = Tokens(300);
   pools.manager.Create(2, prompt);
-  pools.manager.Create(3, prompt);  // shares everything with 2
+  pools.manager.Create(3, prompt);  // shares all its blocks with 2
   std::vector<int32_t> longer = Tokens(288);
   for (int32_t i = 0; i < 200; ++i) {
     longer.push_back(-i - 1);
@@ -269,7 +271,7 @@ TEST_CASE("what is said to come is enough, whoever holds the recent blocks") {
   for (const int64_t chunk : {1, 16, 50}) {
     const int64_t promised[] = {pools.manager.BlocksToCome(3, 0, 488, chunk),
                                 pools.manager.BlocksToCome(3, 1, 488, chunk)};
-    CHECK(promised[0] == 31 - 4 - 5 - 10);  // quantized: exactly
+    CHECK(promised[0] == 31 - 4 - 5 - 10);  // exact in the quantized pool
     CHECK(promised[1] == std::min<int64_t>(13, 5 + (chunk + 15) / 16));
   }
   const int64_t active[] = {pools.manager.counts(0).active, pools.manager.counts(1).active};
