@@ -12,7 +12,8 @@ using namespace turbomind;
 
 namespace {
 
-// Both sides round the frequency to FP32: 2 ulp of an angle of up to 2500, for the largest.
+// Both sides round the frequency to FP32. For the largest angles, up to 2500, this is an error of
+// 2 ulp.
 constexpr double kTolerance = 4e-4;
 constexpr double kSmallAngleTolerance = 2e-6;  // positions up to 5
 
@@ -44,10 +45,10 @@ RopeConfig Config(RopeKind kind, float theta) {
 
 }  // namespace
 
-// Expected values: LlamaRotaryEmbedding of transformers 5, head_dim 64, max_position 2048, the last
-// position of a sequence of that length.
+// The expected values are those of LlamaRotaryEmbedding of transformers 5, with head_dim 64 and
+// max_position 2048. Each position is the last one of its sequence.
 
-TEST_CASE("default") {
+TEST_CASE("default RoPE matches transformers") {
   const RopeConfig config = Config(RopeKind::kDefault, 10000.f);
   CheckPosition(config, 5,
                 {{0, 0.2836622f, -0.95892429f},
@@ -64,7 +65,7 @@ TEST_CASE("default") {
                  {31, 0.99112177f, 0.13295726f}});
 }
 
-TEST_CASE("linear") {
+TEST_CASE("linear RoPE matches transformers") {
   RopeConfig config = Config(RopeKind::kLinear, 10000.f);
   config.factor = 4.f;
   CheckPosition(config, 5,
@@ -79,7 +80,7 @@ TEST_CASE("linear") {
                  {31, 0.99944437f, 0.03333186f}});
 }
 
-TEST_CASE("dynamic: one base for all positions, of the longest text") {
+TEST_CASE("dynamic RoPE uses the base of the longest sequence at all positions") {
   RopeConfig config = Config(RopeKind::kDynamic, 10000.f);
   config.factor = 2.f;
   config.original_max_position = 2048;
@@ -100,7 +101,7 @@ TEST_CASE("dynamic: one base for all positions, of the longest text") {
                  {15, -0.93899137f, 0.34394068f},
                  {16, -0.26976249f, 0.96292692f},
                  {31, 0.9734078f, 0.22907925f}});
-  // A key and a query turn at the same speed wherever they stand.
+  // Keys and queries use the same frequencies at all positions.
   const RopeTable table(stretched);
   const int32_t positions[] = {1, 2047, 2048, 2499};
   std::vector<float> cos(4 * 32), sin(4 * 32);
@@ -113,7 +114,7 @@ TEST_CASE("dynamic: one base for all positions, of the longest text") {
   }
 }
 
-TEST_CASE("only dynamic follows the longest text") {
+TEST_CASE("only dynamic RoPE depends on session_len") {
   for (const RopeKind kind : {RopeKind::kNone, RopeKind::kDefault, RopeKind::kLinear,
                               RopeKind::kLlama3, RopeKind::kYarn}) {
     RopeConfig config = Config(kind, 10000.f);
@@ -125,7 +126,7 @@ TEST_CASE("only dynamic follows the longest text") {
   }
 }
 
-TEST_CASE("llama3") {
+TEST_CASE("llama3 RoPE matches transformers") {
   RopeConfig config = Config(RopeKind::kLlama3, 500000.f);
   config.factor = 32.f;
   config.original_max_position = 8192;
@@ -161,7 +162,7 @@ TEST_CASE("yarn multiplies cos and sin by the attention factor") {
   CheckPosition(config, 5, {{1, -0.99446f, -0.105121f}});
 }
 
-TEST_CASE("yarn without truncation of the correction range") {
+TEST_CASE("yarn without a truncated correction range matches transformers") {
   RopeConfig config = Config(RopeKind::kYarn, 150000.f);
   config.factor = 32.f;
   config.original_max_position = 4096;
@@ -177,13 +178,13 @@ TEST_CASE("yarn without truncation of the correction range") {
                  {16, 1.2086952f, 0.5935626f}});
 }
 
-TEST_CASE("frequency divisors divide") {
+TEST_CASE("freq_factors divide the frequencies") {
   RopeConfig config = Config(RopeKind::kDefault, 10000.f);
   config.freq_factors.assign(32, 4.f);
   CheckPosition(config, 5, {{0, 0.31532237f, 0.94898462f}, {7, 0.98613936f, 0.16591932f}});
 }
 
-TEST_CASE("impossible configs are refused by field") {
+TEST_CASE("an invalid RoPE config is rejected with the field's name") {
   const auto refuse = [](RopeConfig config, const char* field) {
     CHECK_THROWS_WITH_AS(RopeTable{config}, doctest::Contains(field), InvalidArgument);
   };

@@ -53,7 +53,7 @@ std::vector<float> RandomLogits(int n, uint32_t seed) {
   return logits;
 }
 
-// The tokens of many seeds.
+// Returns how often each token is sampled over `count` seeds.
 std::map<int32_t, int> Samples(const std::vector<float>& logits, Request& request, int count) {
   std::map<int32_t, int> counts;
   request.sampling.do_sample = true;
@@ -66,7 +66,7 @@ std::map<int32_t, int> Samples(const std::vector<float>& logits, Request& reques
   return counts;
 }
 
-// Probabilities by the plain definition: sort everything, filter, renormalize.
+// Returns probabilities by the plain definition: sort all tokens, filter, renormalize.
 std::map<int32_t, double> Reference(const std::vector<float>& logits, const SamplingParams& p) {
   std::vector<std::pair<double, int32_t>> all;
   const double max = *std::max_element(logits.begin(), logits.end());
@@ -99,7 +99,8 @@ std::map<int32_t, double> Reference(const std::vector<float>& logits, const Samp
   return kept;
 }
 
-// Pearson's statistic over the tokens that are expected at least 5 times, the rest as one.
+// Compares sampled tokens with their probabilities by Pearson's chi-squared statistic. All tokens
+// that are expected fewer than 5 times count as one.
 void CheckDistribution(const std::vector<float>& logits, Request& request) {
   constexpr int kSamples = 20000;
   const std::map<int32_t, double> want = Reference(logits, request.sampling);
@@ -123,15 +124,17 @@ void CheckDistribution(const std::vector<float>& logits, Request& request) {
     ++cells;
   }
   for (const auto& [id, count] : got) {
-    CHECK_MESSAGE((count == 0 || want.contains(id)), "token " << id << " was filtered");
+    CHECK_MESSAGE((count == 0 || want.contains(id)),
+                  "token " << id << " was sampled, but filters exclude it");
   }
-  // Mean cells - 1, deviation sqrt(2 (cells - 1)): five deviations, seeds are fixed.
+  // The mean is cells - 1 and the standard deviation sqrt(2 (cells - 1)). The limit is five
+  // deviations. Seeds are fixed, so the result is always the same.
   CHECK(chi2 < cells + 5 * std::sqrt(2.0 * cells) + 5);
 }
 
 }  // namespace
 
-TEST_CASE("greedy takes the highest logit, ties the lowest id") {
+TEST_CASE("greedy sampling chooses the highest logit, and the lowest id on ties") {
   for (int vocab : {1, 15, 16, 17, 1000}) {
     Request request;
     std::vector<float> logits(static_cast<size_t>(vocab), -1.f);
@@ -155,7 +158,7 @@ TEST_CASE("top_k 1 and temperature 0 are greedy") {
   CHECK(Sample(logits, request).token == best);
 }
 
-TEST_CASE("whether the highest of the model's row is all that is asked") {
+TEST_CASE("IsPlainArgMax is true only if a request needs nothing but the argmax") {
   const auto takes = [](const std::function<void(Request&)>& set, int64_t num_generated = 0) {
     Request request;
     set(request);
@@ -178,10 +181,10 @@ TEST_CASE("whether the highest of the model's row is all that is asked") {
   CHECK(!takes([](Request& r) { r.sampling.frequency_penalty = 1.f; }));
   CHECK(!takes([](Request& r) { r.bad_sequences = {{1}}; }));
   CHECK(!takes([](Request& r) { r.token_mask = [](const auto&, auto&) { return true; }; }));
-  CHECK(!takes([](Request& r) { r.sampling.top_p = 2.f; }));  // an error, which Sample gives
+  CHECK(!takes([](Request& r) { r.sampling.top_p = 2.f; }));  // an error that Sample reports
 }
 
-TEST_CASE("what a device may sample") {
+TEST_CASE("RowSamplingOf returns parameters only for rows that a device can sample") {
   const auto sampling = [](const std::function<void(Request&)>& set, int64_t num_generated = 0) {
     Request request;
     request.sampling.do_sample = true;
@@ -216,10 +219,10 @@ TEST_CASE("what a device may sample") {
   CHECK(!sampling([](Request& r) { r.sampling.repetition_penalty = 2.f; }));
   CHECK(!sampling([](Request& r) { r.bad_sequences = {{1}}; }));
   CHECK(!sampling([](Request& r) { r.token_mask = [](const auto&, auto&) { return true; }; }));
-  CHECK(!sampling([](Request& r) { r.sampling.top_p = 2.f; }));  // an error, which Sample gives
+  CHECK(!sampling([](Request& r) { r.sampling.top_p = 2.f; }));  // an error that Sample reports
 }
 
-TEST_CASE("a weight has the same bits one by one and four at a time") {
+TEST_CASE("a weight has the same bits computed singly and four at a time") {
   std::mt19937 random(5);
   std::uniform_real_distribution<float> exponent(-100.f, 0.f);
   const auto same = [](float x) {
@@ -240,10 +243,10 @@ TEST_CASE("a weight has the same bits one by one and four at a time") {
   CHECK(WeightOf(0.f) == 1.f);
 }
 
-TEST_CASE("weights of lower logits are never more than the error above those of higher ones") {
-  constexpr float kError = 5e-7f;  // twice that of a weight, and a rounding
+TEST_CASE("a lower logit's weight exceeds a higher logit's by at most the rounding error") {
+  constexpr float kError = 5e-7f;  // twice the error of a weight, plus a rounding
   constexpr int kSteps = 1000000;
-  float max_value = 0.f;  // of the weights so far
+  float max_value = 0.f;  // largest weight so far
   int num_wrong = 0;
   for (int i = 0; i <= kSteps; ++i) {
     float x = static_cast<float>(88. * i / kSteps - 88.);
@@ -257,11 +260,11 @@ TEST_CASE("weights of lower logits are never more than the error above those of 
   CHECK(max_value == 1.f);
 }
 
-// ops/sampling_math.h word for word, of all tokens in order.
+// Samples by the definition in ops/sampling_math.h, applied literally to all tokens in order.
 int32_t SamplePlainly(const std::vector<float>& logits, const RowSampling& sampling) {
   const int vocab = static_cast<int>(logits.size());
   const float highest = *std::max_element(logits.begin(), logits.end());
-  std::vector<std::pair<float, int32_t>> tokens;  // weights below 0: the largest come first
+  std::vector<std::pair<float, int32_t>> tokens;  // negated weights, so that the largest sort first
   double total = 0;
   for (int begin = 0; begin < vocab; begin += kSumBlock) {
     const int size = std::min(kSumBlock, vocab - begin);
@@ -305,7 +308,7 @@ int32_t SamplePlainly(const std::vector<float>& logits, const RowSampling& sampl
   return kept.back().second;
 }
 
-TEST_CASE("samples are those that the rule defines, whatever the vocabulary") {
+TEST_CASE("sampled tokens are those of the definition for any vocabulary size") {
   for (const int vocab : {2, 9, 511, 520, 3000}) {
     for (uint32_t seed = 0; seed < 60; ++seed) {
       Request request;
@@ -330,7 +333,7 @@ TEST_CASE("samples are those that the rule defines, whatever the vocabulary") {
   }
 }
 
-TEST_CASE("samples follow the filtered distribution") {
+TEST_CASE("sampled tokens follow the filtered distribution") {
   const std::vector<float> logits = RandomLogits(500, 2);
   const auto check = [&](const std::function<void(SamplingParams&)>& set) {
     Request request;
@@ -351,7 +354,7 @@ TEST_CASE("samples follow the filtered distribution") {
   });
 }
 
-TEST_CASE("filters keep exactly the right tokens in a large vocabulary") {
+TEST_CASE("sampled tokens pass the filters in a large vocabulary") {
   const std::vector<float> logits = RandomLogits(150000, 3);
   for (int top_k : {0, 3, 40, 149999}) {
     for (float top_p : {0.f, 0.3f, 0.95f, 1.f}) {
@@ -372,7 +375,7 @@ TEST_CASE("filters keep exactly the right tokens in a large vocabulary") {
   }
 }
 
-TEST_CASE("equal logits: top_k keeps the lowest ids") {
+TEST_CASE("top_k keeps the lowest ids among equal logits") {
   const std::vector<float> logits(64, 0.5f);
   Request request;
   request.sampling.top_k = 4;
@@ -383,8 +386,8 @@ TEST_CASE("equal logits: top_k keeps the lowest ids") {
   CHECK(seen == std::set<int32_t>{0, 1, 2, 3});
 }
 
-TEST_CASE("what a sampler chose before changes nothing") {
-  constexpr int kVocab = 1500;  // blocks of weights and a rest
+TEST_CASE("earlier calls of a sampler do not affect later ones") {
+  constexpr int kVocab = 1500;  // several blocks of weights and a remainder
   Sampler used(kVocab);
   for (uint32_t round = 0; round < 60; ++round) {
     Request request;
@@ -405,7 +408,7 @@ TEST_CASE("what a sampler chose before changes nothing") {
   }
 }
 
-TEST_CASE("a token depends on seed and step alone") {
+TEST_CASE("a token depends only on the logits, the seed and the step") {
   const std::vector<float> logits = RandomLogits(1000, 4);
   Request request;
   request.sampling.do_sample = true;
@@ -427,36 +430,36 @@ TEST_CASE("a token depends on seed and step alone") {
   CHECK(seeds.size() > 5);
 }
 
-TEST_CASE("penalties and bias") {
+TEST_CASE("penalties and logit_bias change the logits") {
   Request request;
   request.prompt = {0, 0};
   const std::vector<float> logits = {4.f, 3.f, -1.f, -1.5f};
-  SUBCASE("repetition: prompt and generated, once each, divides or multiplies") {
+  SUBCASE("repetition_penalty applies once to each prompt and generated token") {
     request.sampling.repetition_penalty = 2.f;
     CHECK(Sample(logits, request).token == 1);             // 2, 3
     CHECK(Sample(logits, request, {1}).token == 0);        // 2, 1.5
-    CHECK(Sample(logits, request, {1, 1, 1}).token == 0);  // not more for more
+    CHECK(Sample(logits, request, {1, 1, 1}).token == 0);  // once, however often it occurs
     CHECK(Sample({-1.f, -1.9f}, request).token == 1);      // -2, -1.9
   }
-  SUBCASE("presence: generated only, once") {
+  SUBCASE("presence_penalty applies once to each generated token") {
     request.sampling.presence_penalty = 1.5f;
     CHECK(Sample(logits, request).token == 0);
     CHECK(Sample(logits, request, {0}).token == 1);
     CHECK(Sample({4.f, 2.4f}, request, {0, 0, 0}).token == 0);
   }
-  SUBCASE("frequency: per occurrence") {
+  SUBCASE("frequency_penalty applies to each occurrence of a generated token") {
     request.sampling.frequency_penalty = 0.6f;
     CHECK(Sample(logits, request, {0}).token == 0);
     CHECK(Sample(logits, request, {0, 0}).token == 1);
   }
-  SUBCASE("logit_bias") {
+  SUBCASE("logit_bias is added to logits and its token ids are checked") {
     request.sampling.logit_bias = {{2, 10.f}, {0, -1.f}};
     CHECK(Sample(logits, request).token == 2);
     request.sampling.logit_bias = {{4, 1.f}};
     CHECK(Sample(logits, request).error.find("logit_bias") == 0);
     CHECK(Sample(logits, request).is_request_fault);
   }
-  SUBCASE("scratch is clean for the next row") {
+  SUBCASE("a failed row leaves clean scratch for the next row") {
     request.sampling.repetition_penalty = 2.f;
     Sampler sampler(4);
     std::vector<float> row = logits;
@@ -474,7 +477,7 @@ TEST_CASE("bad sequences, early stops and the mask exclude tokens") {
   Request request;
   request.prompt = {5, 6};
   const std::vector<float> logits = {1.f, 5.f, 4.f, 3.f, 2.f, 0.f, 0.f, 0.f};
-  SUBCASE("bad sequences of any length, over prompt and generated") {
+  SUBCASE("bad sequences of any length match across prompt and generated tokens") {
     request.bad_sequences = {{1}, {5, 6, 2}, {9, 9, 9, 3}, {}};
     CHECK(Sample(logits, request).token == 3);
     CHECK(Sample(logits, request, {0}).token == 2);
@@ -487,7 +490,7 @@ TEST_CASE("bad sequences, early stops and the mask exclude tokens") {
     CHECK(Sample(logits, request, {7}).token == 4);
     CHECK(Sample(logits, request, {7, 7}).token == 1);
   }
-  SUBCASE("token mask") {
+  SUBCASE("a token mask excludes tokens") {
     const std::vector<uint32_t> mask = {0b11101001};
     CHECK(Sample(logits, request, {}, &mask).token == 3);
     const std::vector<uint32_t> nothing = {0};
@@ -534,7 +537,7 @@ TEST_CASE("parameters out of range are errors") {
   CHECK(error([](SamplingParams& p) { p.presence_penalty = kInf; }).find("presence") == 0);
 }
 
-TEST_CASE("log-probabilities are of the model's row, before filters") {
+TEST_CASE("log-probabilities are those of the model's logits before filters") {
   const std::vector<float> logits = RandomLogits(5003, 7);
   double total = 0;
   for (float logit : logits) {
