@@ -1,4 +1,4 @@
-// What calibration sees.
+// The statistics of K and V that calibration reads.
 
 #include "turbomind/model/kv_statistics.h"
 
@@ -11,7 +11,7 @@
 namespace turbomind {
 namespace {
 
-TEST_CASE("limits of formats are edges of bins") {
+TEST_CASE("the limits of formats are bin edges") {
   for (const float limit : {448.f, 2688.f, 3072.f, 57344.f, 1.f, 0.5f}) {
     CHECK(KvStatistics::Bin(limit) == KvStatistics::Bin(std::nextafter(limit, 0.f)) + 1);
     CHECK(KvStatistics::Bin(limit) == KvStatistics::Bin(limit * 1.01f));
@@ -25,16 +25,16 @@ TEST_CASE("limits of formats are edges of bins") {
   CHECK(KvStatistics::Bin(std::nanf("")) == KvStatistics::kBins - 1);
 }
 
-TEST_CASE("sums, largest values and counts by layer and head") {
+TEST_CASE("sums, largest values and histograms are kept by layer and head") {
   constexpr int kHeads = 2;
   constexpr int kDim = 3;
   KvStatistics statistics(2, kHeads, kDim);
-  // Two tokens of [k (2 heads), v (2 heads)], as they lie in qkv.
+  // Two tokens of [k (2 heads), v (2 heads)], in the order of qkv.
   const float inf = std::numeric_limits<float>::infinity();
   const std::vector<float> rows = {1,  -2, 3,  4, inf, 6, 7, 8, -9, 0,    1, 2,   //
                                    10, 20, 30, 1, 2,   3, 1, 1, 1,  -100, 0, 0};  //
   statistics.Add(1, {.k = rows.data(), .v = rows.data() + 6, .stride = 12, .num_tokens = 2});
-  CHECK(statistics.num_tokens() == 0);  // of the first layer
+  CHECK(statistics.num_tokens() == 0);  // counts tokens of the first layer
   statistics.Add(0, {.k = rows.data(), .v = rows.data() + 6, .stride = 12, .num_tokens = 1});
   statistics.Add(0, {.k = rows.data() + 12, .v = rows.data() + 18, .stride = 12, .num_tokens = 1});
   CHECK(statistics.num_tokens() == 2);

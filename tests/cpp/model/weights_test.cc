@@ -20,7 +20,7 @@ std::string ErrorOf(const ModelConfig& config) {
   return "";
 }
 
-TEST_CASE("a wrong config is refused by the field's name") {
+TEST_CASE("an invalid model config is rejected with the field's name") {
   const ModelConfig good = testing::TinyConfig();
   CHECK(ErrorOf(good).empty());
   for (const auto& [field, name] : std::vector<std::pair<int ModelConfig::*, std::string>>{
@@ -34,7 +34,7 @@ TEST_CASE("a wrong config is refused by the field's name") {
            {&ModelConfig::max_position, "max_position"}}) {
     for (int bad : {0, -1, 1 << 30}) {
       if (bad > 0 && field == &ModelConfig::max_position) {
-        continue;  // positions may be that many
+        continue;  // max_position may be that large
       }
       ModelConfig config = good;
       config.*field = bad;
@@ -54,7 +54,7 @@ TEST_CASE("a wrong config is refused by the field's name") {
   CHECK(ErrorOf(config).find("rope.dim is 128") == 0);
 }
 
-TEST_CASE("a linear layer has its parts in order, and zeros where a part has no bias") {
+TEST_CASE("a linear layer keeps its parts in order and fills missing biases with zeros") {
   const ModelConfig config = testing::TinyConfig();
   const auto device = MakeCpuDevice(1);
   const auto weights = testing::TinyWeights(config, *device);
@@ -74,7 +74,7 @@ TEST_CASE("a linear layer has its parts in order, and zeros where a part has no 
   CHECK(weights->num_bytes() > 97 * 64 * 4);
 }
 
-TEST_CASE("names are known, given once, of the right shape, and complete") {
+TEST_CASE("weights must have known names, be unique and complete, and have the right shape") {
   const ModelConfig config = testing::TinyConfig();
   const auto device = MakeCpuDevice(1);
   WeightsBuilder builder(config, *device, false);
@@ -96,7 +96,7 @@ TEST_CASE("names are known, given once, of the right shape, and complete") {
                        InvalidArgument);
 }
 
-TEST_CASE("a wrong config of experts is refused by the field's name") {
+TEST_CASE("an invalid config of experts is rejected with the field's name") {
   const auto error_of = [](auto change) {
     ModelConfig config = testing::TinyGptOss();
     change(config);
@@ -122,7 +122,7 @@ TEST_CASE("a wrong config of experts is refused by the field's name") {
         }).find("moe.num_experts gives 4194304 experts in all layers") == 0);
 }
 
-// Everything that TinyGptOss wants but the experts' gates, with zeros for values.
+// Adds all weights of TinyGptOss except the experts' gates. All values are zero.
 void AddAllButGates(WeightsBuilder& builder, const ModelConfig& config, bool sinks_everywhere) {
   const std::vector<float> data(512 * 512);
   const auto matrix = [&](const std::string& name, int64_t rows, int64_t cols) {
@@ -150,9 +150,9 @@ void AddAllButGates(WeightsBuilder& builder, const ModelConfig& config, bool sin
 
 struct Missing {
   bool sinks_everywhere = true;
-  std::string other = "";  // gate and up instead of gate_up: of this expert
-  std::string bf16 = "";   // this matrix in another format
-  std::string bias = "";   // a bias without its matrix
+  std::string other = "";  // this expert has gate and up instead of gate_up
+  std::string bf16 = "";   // this matrix has another format
+  std::string bias = "";   // this bias has no matrix
 };
 
 std::string BuildErrorOf(const Missing& missing) {
@@ -186,7 +186,7 @@ std::string BuildErrorOf(const Missing& missing) {
   return "";
 }
 
-TEST_CASE("experts are complete, in one form and one format, and sinks are in every layer") {
+TEST_CASE("experts must be complete and alike in form and format, and every layer needs sinks") {
   CHECK(BuildErrorOf({}) == "");
   CHECK(BuildErrorOf({.sinks_everywhere = false}) ==
         "The weights lack tensors (2): layers.0.sinks, layers.2.sinks");
@@ -201,14 +201,14 @@ TEST_CASE("experts are complete, in one form and one format, and sinks are in ev
         "formats. Use one format for the experts of a layer.");
 }
 
-TEST_CASE("thousands of missing experts make a short error that names some") {
+TEST_CASE("the error for thousands of missing experts is short and names some of them") {
   ModelConfig config = testing::TinyGptOss();
   config.moe.num_experts = 1000;
   const auto device = MakeCpuDevice(1);
   WeightsBuilder builder(config, *device, false);
   try {
     builder.Build();
-    FAIL("built without a weight");
+    FAIL("Build succeeded without weights");
   } catch (const InvalidArgument& error) {
     const std::string text = error.what();
     CHECK(text.find(
@@ -218,7 +218,7 @@ TEST_CASE("thousands of missing experts make a short error that names some") {
   }
 }
 
-TEST_CASE("an expert's parts are what the op wants, and routers stay exact") {
+TEST_CASE("experts have the parts that the ops require, and routers stay FP32") {
   const auto device = MakeCpuDevice(1);
   const testing::TinyOptions quantized = {.quantized = true};
   const auto gpt_oss = testing::TinyWeights(testing::TinyGptOss(), *device, quantized);
@@ -239,8 +239,8 @@ TEST_CASE("an expert's parts are what the op wants, and routers stay exact") {
   CHECK(mixed.experts[0].gate_up.parts.size() == 2);
   CHECK(mixed.shared_gate_up.rows() == 128);
   CHECK(mixed.shared_router.rows() == 1);
-  // Six experts of 3 x 64 x 32 values, a shared one of 3 x 64 x 64 and the dense layer's 3 x 64
-  // x 96.
+  // Six experts have 3 x 64 x 32 values each, the shared expert 3 x 64 x 64 and the dense layer
+  // 3 x 64 x 96.
   CHECK(qwen->num_bytes() > (6 * 3 * 64 * 32 + 3 * 64 * 64 + 3 * 64 * 96) * 4);
 }
 
