@@ -1,5 +1,5 @@
-// A step allocates nothing: neither the engine's thread nor the device's workers, from one forward
-// pass to the next, sampling, planning and the hand-over of outputs included.
+// A step allocates no memory, on the engine thread or on the device's workers. A step lasts from
+// one forward pass to the next and includes sampling, planning and handing over outputs.
 
 #include <doctest/doctest.h>
 
@@ -56,18 +56,18 @@ constexpr int kChunk = 12;
 constexpr int kPrompt = 100;
 constexpr int kGenerated = 90;
 
-// What happened from one step's beginning to the next one's.
+// What happened from the beginning of one step to the beginning of the next.
 struct StepRecord {
   int num_tokens = 0;
   int64_t num_allocations = 0;  // and deallocations
-  bool is_special = false;      // some sequence fills a block, leaves one behind a window, or ends
+  bool is_special = false;      // a sequence fills a block, frees one or ends
 };
 
-// Sees where steps begin, by their first op, and lets none begin before the client has all tokens:
-// to a client that lags behind the engine must allocate.
+// Records where steps begin, which is at their first op. No step begins before the client has all
+// tokens, because the engine must allocate for a client that falls behind.
 class RecordingDevice : public testing::WaitingDevice {
  public:
-  // `last_length`: the context of a sequence's last step.
+  // `last_length` is the context length of a sequence's last step.
   RecordingDevice(std::shared_ptr<Device> device, std::vector<int> windows, int last_length)
       : WaitingDevice(std::move(device)),
         windows_(std::move(windows)),
@@ -95,7 +95,7 @@ class RecordingDevice : public testing::WaitingDevice {
       const int new_tokens = params.batch.cu_seqlens[seq + 1] - params.batch.cu_seqlens[seq];
       bool is_special = length == last_length_;
       for (const int window : windows_) {
-        // In this step or by the plan of the next one, which is as long.
+        // A block leaves the window in this step or in the plan of the next one, which is as long.
         is_special = is_special || (length - window + new_tokens) % kBlock < 2 * new_tokens;
       }
       steps_[num_steps_ - 1].is_special |= is_special;
@@ -111,14 +111,14 @@ class RecordingDevice : public testing::WaitingDevice {
 
   void ClientHas(int64_t num_tokens) { num_received_ += num_tokens; }
 
-  // All steps but the last, which has no end. After the engine has stopped.
+  // Returns all steps except the last, which has no end. REQUIRES: the engine has stopped.
   std::vector<StepRecord> Steps() const {
     return {steps_.begin(), steps_.begin() + static_cast<std::ptrdiff_t>(num_steps_ - 1)};
   }
 
  private:
   static constexpr size_t kLimit = 1000;
-  const std::vector<int> windows_;  // of the layers, 0: none
+  const std::vector<int> windows_;  // by layer; 0: full attention
   const int last_length_;
   std::vector<StepRecord> steps_;
   size_t num_steps_ = 0;
@@ -149,23 +149,23 @@ std::vector<Case> Cases() {
   for (const KvCacheMode format : {KvCacheMode::kNone, KvCacheMode::kInt4, KvCacheMode::kFp4Nv}) {
     cases.push_back(MakeCase(ToString(format), format));
   }
-  cases.push_back(MakeCase("exact weights", KvCacheMode::kFp4Mx));
+  cases.push_back(MakeCase("FP32 weights", KvCacheMode::kFp4Mx));
   cases.back().quantized = false;
-  cases.push_back(MakeCase("16-bit blocks", KvCacheMode::kFp4Nv));
+  cases.push_back(MakeCase("16-bit window", KvCacheMode::kFp4Nv));
   cases.back().config.kv_quality.window16 = {64, 64};
-  cases.back().prompt = 292;  // of three blocks one is quantized while tokens are generated
-  cases.back().config.max_prefill_token_num = 20;  // all prompts are read before an answer ends
+  cases.back().prompt = 292;                       // three blocks, with the generated tokens
+  cases.back().config.max_prefill_token_num = 20;  // reads all prompts before a response ends
   cases.push_back(MakeCase("experts", KvCacheMode::kFp4Nv));
   cases.back().model = testing::TinyGptOss();
-  cases.push_back(MakeCase("experts, one shared", KvCacheMode::kFp4Nv));
+  cases.push_back(MakeCase("shared expert", KvCacheMode::kFp4Nv));
   cases.back().model = testing::TinyQwenMoe();
-  cases.back().quantized = false;  // its experts would differ in their formats
+  cases.back().quantized = false;  // quantized experts would differ in format
   return cases;
 }
 
-// Runs requests, all at once, in steps of kChunk tokens.
+// Runs requests, all at once, and returns the records of their steps.
 std::vector<StepRecord> Run(const Case& how, uint64_t num_requests, bool logprobs = false) {
-  is_counted = false;  // the client's thread
+  is_counted = false;  // this is the client's thread
   auto device = std::make_shared<RecordingDevice>(MakeCpuDevice(2), how.model.windows,
                                                   how.prompt + kGenerated - 1);
   auto weights = testing::TinyWeights(how.model, *device, {.quantized = how.quantized});
@@ -187,9 +187,9 @@ std::vector<StepRecord> Run(const Case& how, uint64_t num_requests, bool logprob
   return device->Steps();
 }
 
-constexpr size_t kWarmUp = 3;  // steps of a kind, until what they keep has its size
+constexpr size_t kWarmUp = 3;  // first steps of a size, in which buffers still grow
 
-// Steps of `num_tokens` that are not special, after the first ones.
+// Returns the steps of `num_tokens` tokens that are not special and not among the first kWarmUp.
 std::vector<StepRecord> Steady(const std::vector<StepRecord>& steps, int num_tokens) {
   std::vector<StepRecord> steady;
   size_t num_seen = 0;
@@ -215,7 +215,7 @@ TEST_CASE("a decode step allocates nothing, unless a block is filled or freed, o
   }
 }
 
-TEST_CASE("a step of a prompt allocates nothing, unless a block is filled or freed") {
+TEST_CASE("a prefill step allocates nothing, unless a block is filled or freed") {
   for (const Case& how : Cases()) {
     CAPTURE(how.name);
     const auto all = Run(how, 1);  // 8 steps of 12 tokens, then 4
@@ -225,8 +225,8 @@ TEST_CASE("a step of a prompt allocates nothing, unless a block is filled or fre
   }
 }
 
-TEST_CASE("the count sees what a step allocates") {
-  const auto steps = Steady(Run(Cases().front(), 2, true), 2);  // log-probabilities are vectors
+TEST_CASE("the counter detects the allocations of a step") {
+  const auto steps = Steady(Run(Cases().front(), 2, true), 2);  // log-probabilities allocate
   CHECK(steps.size() >= 35);
   CHECK(NumAllocating(steps) == static_cast<int>(steps.size()));
 }

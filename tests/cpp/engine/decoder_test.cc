@@ -1,4 +1,4 @@
-// Which rows a step computes, and that the others do no harm.
+// Which rows a step computes, and that leaving out the others changes no result.
 
 #include "turbomind/model/decoder.h"
 
@@ -20,7 +20,7 @@ constexpr int kBlock = 16;
 constexpr int kBlocksEach = 4;
 constexpr int kMaxSequences = 4;
 
-// A tiny model and sequences in blocks of their own.
+// A tiny model and sequences that share no blocks.
 class Steps {
  public:
   Steps()
@@ -30,7 +30,8 @@ class Steps {
                   .limits = {.max_tokens = 64, .max_logit_rows = 64, .ffn_rows = 8}},
                  testing::TinyWeights(model_, *device_), *device_) {}
 
-  // Reads the next `counts[i]` tokens of sequence i, single ones first. Logits of `rows`.
+  // Runs the next `counts[i]` tokens of each sequence i and returns the logits of `rows`. Counts of
+  // 1 must come first.
   std::vector<float> Run(const std::vector<int>& counts, const std::vector<int32_t>& rows) {
     Batch batch(1);
     for (size_t i = 0; i < counts.size(); ++i) {
@@ -106,15 +107,15 @@ void CheckRows(const std::vector<int>& counts, const std::vector<std::vector<int
   }
 }
 
-TEST_CASE("logits of a prompt's rows are the same whichever are asked for") {
+TEST_CASE("the logits of a prompt do not depend on which rows are requested") {
   CheckRows({30}, {{}, {0}, {29}, {3, 4, 5, 6, 20, 29}, {1, 2, 3, 4, 5, 6, 7, 8, 9, 10}});
 }
 
-TEST_CASE("logits of prompts beside answers are the same whichever are asked for") {
+TEST_CASE("the logits of a mixed step do not depend on which rows are requested") {
   CheckRows({1, 1, 20, 9}, {{}, {0}, {1}, {0, 1}, {0, 1, 21}, {1, 5, 6, 30}, {22, 23, 24, 25}});
 }
 
-TEST_CASE("logits of a step of single tokens are the same whichever are asked for") {
+TEST_CASE("the logits of a decode step do not depend on which rows are requested") {
   CheckRows({1, 1, 1, 1}, {{}, {0}, {3}, {1, 2}, {0, 2, 3}, {0, 1, 2, 3}});
 }
 

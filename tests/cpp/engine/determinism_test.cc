@@ -1,5 +1,5 @@
-// Tokens and logits are the same bits whatever the batch, the chunking, prefix hits, preemption and
-// the number of threads, in every KV mode and quality.
+// Tokens and logits have the same bits for any batch, chunking, prefix hits, preemption and number
+// of threads, in every KV format and quality.
 
 #include <doctest/doctest.h>
 
@@ -22,14 +22,16 @@ using testing::TinyEngineConfig;
 constexpr int kNewTokens = 24;
 constexpr int kNumRequests = 8;
 
-// Eight prompts; those of 130 tokens and more share a prefix of `shared` tokens.
+// Eight prompts. Those with at least 130 and at least `shared` tokens begin with the same `shared`
+// tokens.
 struct Prompts {
   std::array<int, kNumRequests> lengths;
   int shared;
 };
-// Around the block (16), the window (40) and the attention tile (64).
+// Lengths around the block (16), the sliding window (40) and the attention tile (64).
 constexpr Prompts kShort = {{1, 15, 16, 63, 65, 130, 150, 150}, 100};
-// With blocks that are quantized after they were 16-bit: 64 first and 64 newest tokens are not.
+// Long enough that blocks leave the 16-bit window, which holds the first 64 and the newest 64
+// tokens.
 constexpr Prompts kLong = {{1, 63, 129, 144, 200, 290, 330, 330}, 250};
 
 std::vector<std::shared_ptr<Request>> Requests(uint64_t first_id, const Prompts& prompts) {
@@ -112,7 +114,7 @@ void CheckPrefixHits(Setting setting, const Answers& want) {
   CHECK(engine->stats().prefix_hit_tokens > 0);
 }
 
-// Fewer blocks than the requests need together.
+// Runs with too few blocks for all requests together, so that some are preempted.
 void CheckPreemption(Setting setting, int num_blocks, const Answers& want) {
   setting.config.max_prefill_token_num = 32;
   setting.config.cache_max_entry_count = num_blocks;
@@ -138,7 +140,7 @@ void CheckChunks(Setting setting, const Answers& want) {
   }
 }
 
-// `num_blocks`: fewer than the requests need together.
+// REQUIRES: `num_blocks` is less than the requests need together.
 void CheckEveryWay(const Setting& setting, int num_blocks) {
   const Answers want = OneByOne(setting);
   INFO("a batch of eight");
@@ -153,7 +155,7 @@ void CheckEveryWay(const Setting& setting, int num_blocks) {
   CheckPreemption(setting, num_blocks, want);
 }
 
-TEST_CASE("the same bits however a request is run") {
+TEST_CASE("a request gives the same bits however it is run") {
   testing::SanitizedSample sample(4);
   for (KvCacheMode format : kAllKvCacheModes) {
     if (!sample.Next()) {
@@ -166,7 +168,7 @@ TEST_CASE("the same bits however a request is run") {
   }
 }
 
-// Constants as a calibration gives them.
+// Returns random constants in the form of a calibration.
 KvCalibration TinyCalibration(const ModelConfig& model) {
   testing::RandomValues random(3);
   const int64_t heads = model.num_kv_heads;
@@ -179,7 +181,7 @@ KvCalibration TinyCalibration(const ModelConfig& model) {
   return calibration;
 }
 
-TEST_CASE("the same bits in balanced and best, with blocks that were 16-bit and are quantized") {
+TEST_CASE("balanced and best give the same bits when blocks leave the 16-bit window") {
   testing::SanitizedSample sample(7);
   for (KvCacheMode format : kAllKvCacheModes) {
     for (const bool best : {false, true}) {
@@ -221,7 +223,7 @@ TEST_CASE("the same bits with 16-bit blocks and layers in 16 bit") {
   }
 }
 
-TEST_CASE("a quality changes what is computed") {
+TEST_CASE("each quality option changes the logits") {
   Setting setting{.config = TinyEngineConfig(KvCacheMode::kFp4Nv), .prompts = kLong};
   const Answers raw = OneByOne(setting);
   setting.config.kv_quality.window16 = {64, 64};
@@ -238,7 +240,7 @@ TEST_CASE("a quality changes what is computed") {
   CHECK(searched.at(7).logits != best.at(7).logits);
 }
 
-TEST_CASE("the same bits with BF16 and Q8_0 weights, whose activations are rounded") {
+TEST_CASE("BF16 and Q8_0 weights, whose activations are rounded, give the same bits") {
   EngineConfig config = TinyEngineConfig(KvCacheMode::kFp4Nv);
   const Answers want = RunAll(*TinyEngine(config, 1, true), 0, kShort);
   for (const int chunk : {16, 64, 2048}) {
@@ -249,7 +251,7 @@ TEST_CASE("the same bits with BF16 and Q8_0 weights, whose activations are round
   }
 }
 
-TEST_CASE("the same bits with experts, sinks and windows in every other layer") {
+TEST_CASE("experts, sinks and alternating sliding windows give the same bits") {
   testing::SanitizedSample sample(5);
   for (KvCacheMode format : kAllKvCacheModes) {
     if (!sample.Next()) {
@@ -262,7 +264,7 @@ TEST_CASE("the same bits with experts, sinks and windows in every other layer") 
   }
 }
 
-TEST_CASE("the same bits with experts and sinks where blocks were 16-bit and K has lost its mean") {
+TEST_CASE("experts and sinks give the same bits with a 16-bit window and K without its mean") {
   testing::SanitizedSample sample(2);
   for (KvCacheMode format : {KvCacheMode::kInt4, KvCacheMode::kFp4Nv}) {
     if (!sample.Next()) {
@@ -280,7 +282,7 @@ TEST_CASE("the same bits with experts and sinks where blocks were 16-bit and K h
   }
 }
 
-TEST_CASE("the same bits with a shared expert beside a dense layer") {
+TEST_CASE("a dense layer and a shared expert give the same bits") {
   Setting setting{.model = testing::TinyQwenMoe(), .config = TinyEngineConfig(KvCacheMode::kInt8)};
   setting.config.enable_prefix_caching = false;
   CheckEveryWay(setting, 16);

@@ -78,12 +78,12 @@ TEST_CASE("a sequence ends at session_len") {
   CHECK(output.tokens.size() == 10);
 }
 
-TEST_CASE("log-probabilities and logits of prompt and answer") {
+TEST_CASE("a request gets the log-probabilities and logits of its prompt and response") {
   EngineConfig config = TinyEngineConfig(kFormat);
   config.max_prefill_token_num = 16;
   auto engine = TinyEngine(config);
   const auto prompt = RandomPrompt(3, 50);
-  for (uint64_t id : {1, 2}) {  // the second would hit the prefix cache
+  for (uint64_t id : {1, 2}) {  // the second must not hit the prefix cache
     auto request = MakeRequest(id, prompt, 3);
     request->num_prompt_logprobs = 2;
     request->sampling.num_logprobs = 4;
@@ -111,7 +111,7 @@ TEST_CASE("log-probabilities and logits of prompt and answer") {
   CHECK(output.finish_reason == FinishReason::kLength);
 }
 
-TEST_CASE("a failing token mask ends its request alone") {
+TEST_CASE("a failing token mask ends only its own request") {
   auto engine = DefaultEngine();
   auto broken = MakeRequest(1, RandomPrompt(1, 20), 20);
   broken->token_mask = [calls = 0](const auto&, auto& mask) mutable {
@@ -149,8 +149,8 @@ TEST_CASE("a failing token mask ends its request alone") {
   CHECK(engine->stats().blocks_free == engine->stats().blocks_total);
 }
 
-// Its first V row has a NaN and a value that FP4 clips; chooses tokens itself, so that no logits
-// are read for that.
+// Puts a NaN and a value that FP4 clips into the first V row. Computes argmax itself, so that the
+// engine reads no logits for it.
 class NanDevice : public testing::ForwardingDevice {
  public:
   using ForwardingDevice::ForwardingDevice;
@@ -176,7 +176,7 @@ class NanDevice : public testing::ForwardingDevice {
   bool is_done_ = false;
 };
 
-TEST_CASE("NaN and clipped values in K and V are counted, whether tokens or logits are read") {
+TEST_CASE("NaN and clipped values in K and V are counted whether tokens or logits are read") {
   const ModelConfig model = testing::TinyConfig();
   for (const int num_logprobs : {-1, 2}) {
     CAPTURE(num_logprobs);
@@ -195,7 +195,7 @@ TEST_CASE("NaN and clipped values in K and V are counted, whether tokens or logi
   }
 }
 
-TEST_CASE("requests that cannot run are refused with the numbers") {
+TEST_CASE("requests that can never run are rejected with the numbers") {
   EngineConfig config = TinyEngineConfig(kFormat);
   config.cache_max_entry_count = 8;  // 128 tokens
   auto engine = TinyEngine(config);
@@ -222,7 +222,7 @@ TEST_CASE("requests that cannot run are refused with the numbers") {
   CHECK(output.tokens.size() == 28);
 }
 
-TEST_CASE("an id in use is refused and free again after the last output") {
+TEST_CASE("an id in use is rejected until its request's last output") {
   auto engine = DefaultEngine();
   engine->Submit(MakeRequest(1, RandomPrompt(1, 100), 300));
   CHECK_THROWS_AS(engine->Submit(MakeRequest(1, {1}, 1)), InvalidArgument);
@@ -248,7 +248,7 @@ TEST_CASE("500 requests cancelled at random points leave every block free") {
       if (random() % 4 != 0) {
         std::this_thread::sleep_for(std::chrono::microseconds(random() % 1500));
       }
-      engine->Cancel(id - random() % 8);  // maybe unknown, maybe finished
+      engine->Cancel(id - random() % 8);  // may be unknown or finished
       engine->Cancel(id);
     }
   });
@@ -270,7 +270,7 @@ TEST_CASE("500 requests cancelled at random points leave every block free") {
   CHECK(engine->healthy());
 }
 
-TEST_CASE("a request is counted from its submission on, its first step included") {
+TEST_CASE("a request is counted from its submission on, including its first step") {
   const ModelConfig model = testing::TinyConfig();
   auto device = std::make_shared<testing::WaitingDevice>(MakeCpuDevice(1));
   Engine engine(model, TinyEngineConfig(kFormat), testing::TinyWeights(model, *device), device,
@@ -303,11 +303,11 @@ TEST_CASE("prompts that never ran are not counted as processed") {
   engine.Cancel(2);
   device->LetStart();
   CHECK(Collect(engine, 2).size() == 2);
-  engine.CheckIntegrity();  // between steps: the counts are published
+  engine.CheckIntegrity();  // runs between steps, after the counts are published
   CHECK(engine.stats().prompt_tokens == 40);
 }
 
-TEST_CASE("stopping ends what runs, and nothing enters afterwards") {
+TEST_CASE("Stop ends all requests, and later requests are rejected") {
   auto engine = DefaultEngine();
   for (uint64_t id = 0; id < 20; ++id) {
     engine->Submit(MakeRequest(id, RandomPrompt(static_cast<uint32_t>(id), 100), 400));
@@ -328,7 +328,7 @@ TEST_CASE("stopping ends what runs, and nothing enters afterwards") {
   CHECK(engine->WaitOutputs(10'000).empty());  // returns at once
 }
 
-// Counts what is reserved and not released.
+// Counts the bytes that are reserved and not yet released.
 class ReservingDevice : public testing::ForwardingDevice {
  public:
   using ForwardingDevice::ForwardingDevice;
@@ -343,7 +343,7 @@ class ReservingDevice : public testing::ForwardingDevice {
   std::atomic<size_t> reserved = 0;
 };
 
-TEST_CASE("stopping frees the model and the cache, and leaves the figures") {
+TEST_CASE("Stop frees the model and the cache and keeps the statistics") {
   const ModelConfig model = testing::TinyConfig();
   const EngineConfig config = TinyEngineConfig(kFormat);
   auto device = std::make_shared<ReservingDevice>(MakeCpuDevice(1));
@@ -361,7 +361,7 @@ TEST_CASE("stopping frees the model and the cache, and leaves the figures") {
   CHECK(engine.memory_plan().touched_bytes > 0);
 }
 
-TEST_CASE("the plan holds for the pools, and refuses what does not fit") {
+TEST_CASE("the pools match the memory plan, which rejects what does not fit") {
   const ModelConfig model = testing::TinyConfig();
   EngineConfig config = TinyEngineConfig(kFormat);
   const MemoryPlan plan = PlanMemory(model, config, testing::kFreeBytes, true);
@@ -369,7 +369,7 @@ TEST_CASE("the plan holds for the pools, and refuses what does not fit") {
   CHECK(engine->memory_plan().reserved_bytes == plan.reserved_bytes);
   CHECK(engine->memory_plan().num_blocks == plan.num_blocks);
   CHECK(engine->memory_plan().touched_bytes == 0);
-  // Two layers, two heads, K and V: 36 bytes a row of 64.
+  // There are two layers, two heads, K and V. A row of 64 values takes 36 bytes.
   CHECK(plan.bytes_per_token == 2 * 2 * 2 * 36);
   CHECK(plan.bytes_per_token_none == 2 * 2 * 2 * 128);
   CHECK(plan.num_blocks <= 8 * (512 / 16) + 8);

@@ -1,4 +1,4 @@
-// The engine itself fails: everything ends, and it says so from then on.
+// If the engine itself fails, it ends all requests and reports the failure from then on.
 
 #include <doctest/doctest.h>
 
@@ -48,7 +48,7 @@ TEST_CASE("a failed engine ends its requests and is not healthy") {
   CHECK(engine.WaitOutputs(10'000).empty());  // returns at once
 }
 
-TEST_CASE("what is done as the engine closes finds nothing running") {
+TEST_CASE("a task that runs while the engine stops leaves no request counted") {
   const ModelConfig model = testing::TinyConfig();
   auto device = std::make_shared<testing::WaitingDevice>(MakeCpuDevice(1));
   Engine engine(model, testing::TinyEngineConfig(KvCacheMode::kNone),
@@ -61,7 +61,7 @@ TEST_CASE("what is done as the engine closes finds nothing running") {
     try {
       engine.ClearPrefixCache();
     } catch (const InternalError&) {
-      // It came too late.
+      // The engine had already stopped.
     }
   });
   std::this_thread::sleep_for(std::chrono::milliseconds(50));  // both wait for the step

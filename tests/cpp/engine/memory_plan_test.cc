@@ -16,7 +16,7 @@ namespace {
 
 constexpr int64_t kFreeBytes = int64_t{1} << 32;
 
-// As SmolLM2-135M: 30 layers, 3 kv heads of 64.
+// Returns the sizes of SmolLM2-135M: 30 layers by default, 3 KV heads of 64 values.
 ModelConfig Model(std::vector<int> windows = std::vector<int>(30, 0)) {
   ModelConfig model;
   model.num_layers = static_cast<int>(windows.size());
@@ -40,9 +40,9 @@ EngineConfig Config(KvCacheMode format, PrecisionWindowTokens window16 = {}) {
   return config;
 }
 
-TEST_CASE("bytes of a sequence: whole blocks of every pool") {
+TEST_CASE("a sequence takes whole blocks of every pool") {
   const ModelConfig model = Model();
-  // Rows of 64 values, K and V of 3 heads in 30 layers.
+  // Rows of a block: 64 tokens, K and V, 3 heads, 30 layers.
   constexpr int64_t kRows = 64 * 2 * 3 * 30;
   const EngineConfig balanced = Config(KvCacheMode::kFp4Nv, {64, 64});
   CHECK(SequenceBytes(model, balanced, 8192) == kRows * (125 * 36 + 3 * 128));
@@ -51,7 +51,7 @@ TEST_CASE("bytes of a sequence: whole blocks of every pool") {
   CHECK(SequenceBytes(model, balanced, 193) == kRows * (36 + 3 * 128));
   CHECK(SequenceBytes(model, Config(KvCacheMode::kFp4Nv), 8192) == kRows * 128 * 36);
   CHECK(SequenceBytes(model, Config(KvCacheMode::kNone), 8192) == kRows * 128 * 128);
-  // The issue's limit.
+  // The limit for balanced at this length is 4.8 bits per value.
   const double bits =
       static_cast<double>(SequenceBytes(model, balanced, 8192)) * 8 / (8192. * 64 * 2 * 3 * 30);
   CHECK(bits < 4.8);
@@ -80,7 +80,7 @@ TEST_CASE("layers in 16 bit take no 16-bit blocks") {
   CHECK(blocks[3] == 0);
 }
 
-TEST_CASE("bytes of a sliding sequence: what its window keeps") {
+TEST_CASE("a sequence takes only the blocks that its sliding windows keep") {
   const ModelConfig model = Model({0, 128, 300});
   constexpr int64_t kRows = 64 * 2 * 3;
   // The next query, at 8192, sees blocks 126 and 127 through the window of 128, and 123 to 127
@@ -112,13 +112,13 @@ TEST_CASE("the plan counts all pools") {
   CHECK(raw.session_bytes == kRows * 128 * 36);
 }
 
-// What a GPU keeps for its steps: the free bytes of which the pools would get nothing.
+// Returns the bytes that a GPU keeps for its steps. With no more free bytes, the pools get nothing.
 int64_t GpuStepBytes(const ModelConfig& model, const EngineConfig& config) {
   constexpr int64_t kWorkspaceBytes = int64_t{512} << 20;
   return PlanMemory(model, config, int64_t{1} << 40, false).scratch_bytes + kWorkspaceBytes;
 }
 
-TEST_CASE("a GPU's pools share what the scratch and the workspace of a step leave") {
+TEST_CASE("a GPU's pools get the memory that a step's scratch and workspace leave") {
   const ModelConfig model = Model();
   EngineConfig config = Config(KvCacheMode::kFp4Nv);
   config.cache_max_entry_count = 0.99;
@@ -129,7 +129,7 @@ TEST_CASE("a GPU's pools share what the scratch and the workspace of a step leav
   CHECK(plan.reserved_bytes > kLeft * 98 / 100);
   try {
     PlanMemory(model, config, step, false);
-    FAIL("there was room for nothing");
+    FAIL("pools without memory were accepted");
   } catch (const InvalidArgument& error) {
     const std::string text = error.what();
     CHECK(text.find("a step needs " + std::to_string(step)) != std::string::npos);
@@ -137,7 +137,7 @@ TEST_CASE("a GPU's pools share what the scratch and the workspace of a step leav
   }
 }
 
-TEST_CASE("whatever the budget, one sequence of the length that fits runs in full chunks") {
+TEST_CASE("for any budget, one sequence of the length that fits runs in full chunks") {
   const ModelConfig model = Model({0, 300, 300});
   for (const PrecisionWindowTokens& window16 :
        {PrecisionWindowTokens{0, 0}, {64, 64}, {128, 256}}) {
@@ -150,7 +150,7 @@ TEST_CASE("whatever the budget, one sequence of the length that fits runs in ful
         const std::vector<int64_t> blocks = PlanBlocks(model, config, given, is_cpu);
         const MemoryPlan plan = PlanMemory(model, config, given, is_cpu);
         CHECK(plan.reserved_bytes <= static_cast<int64_t>(0.8 * static_cast<double>(free_bytes)));
-        // The longest sequence of the first pool fits the others.
+        // The longest sequence that fits the first pool also fits the others.
         int64_t longest = 8192;
         while (groups[0].BlocksPerSequence(longest, 8192) > blocks[0]) {
           --longest;
@@ -172,7 +172,7 @@ TEST_CASE("whatever the budget, one sequence of the length that fits runs in ful
   }
 }
 
-TEST_CASE("tokens that fit count 16-bit blocks; the longest sequence is what the pools hold") {
+TEST_CASE("max_tokens and max_sequence_tokens include the 16-bit window") {
   const ModelConfig model = Model();
   for (const PrecisionWindowTokens& window16 : {PrecisionWindowTokens{}, {64, 64}, {128, 256}}) {
     for (const int session_len : {128, 192, 1024, 8192}) {
@@ -186,13 +186,13 @@ TEST_CASE("tokens that fit count 16-bit blocks; the longest sequence is what the
       }
     }
   }
-  // Three 16-bit blocks and five quantized ones.
+  // Three blocks are in the 16-bit window, and five are quantized.
   EngineConfig config = Config(KvCacheMode::kFp4Nv, {64, 64});
   config.cache_max_entry_count = 5;
   CHECK(PlanMemory(model, config, kFreeBytes, true).max_sequence_tokens == 8 * 64);
 }
 
-TEST_CASE("the plan counts what the decoder reserves") {
+TEST_CASE("the planned scratch is what the decoder reserves") {
   for (const ModelConfig& model :
        {testing::TinyConfig(), testing::TinyGptOss(), testing::TinyQwenMoe()}) {
     for (const int tokens : {1, 40, 700}) {
@@ -217,13 +217,13 @@ TEST_CASE("the plan counts what the decoder reserves") {
   }
 }
 
-TEST_CASE("what does not fit is refused with the bytes it takes") {
+TEST_CASE("a cache that does not fit is rejected with the bytes that it needs") {
   EngineConfig config = Config(KvCacheMode::kFp4Nv, {64, 64});
   try {
     PlanMemory(Model(), config, 100'000, true);
-    FAIL("100 kB were taken");
+    FAIL("100 kB were accepted");
   } catch (const InvalidArgument& error) {
-    // A quantized block, unused, and a 16-bit one.
+    // The minimum is a quantized block, which is unused, and a 16-bit block.
     const std::string bytes = std::to_string(64 * 2 * 3 * 30 * (36 + 128));
     CHECK(std::string(error.what()).find(bytes) != std::string::npos);
   }
@@ -231,7 +231,7 @@ TEST_CASE("what does not fit is refused with the bytes it takes") {
   CHECK_THROWS_AS(PlanMemory(Model(), config, kFreeBytes, true), InvalidArgument);
 }
 
-// Has no attention kernels for 16-bit caches. Only 16-bit blocks need them here.
+// A device without attention kernels for 16-bit blocks.
 class No16Bit : public testing::NullDevice {
  public:
   void RequireAttention(const KvLayerView& layer) const override {
@@ -241,7 +241,7 @@ class No16Bit : public testing::NullDevice {
   }
 };
 
-TEST_CASE("a cache without kernels, or whose 16-bit blocks have none, is refused") {
+TEST_CASE("a cache is rejected if its format or its 16-bit window has no kernels") {
   const auto cpu = MakeCpuDevice(1);
   const auto device = std::make_shared<No16Bit>();
   const ModelConfig model = testing::TinyConfig();
@@ -260,7 +260,7 @@ TEST_CASE("a cache without kernels, or whose 16-bit blocks have none, is refused
   refuses(testing::TinyEngineConfig(KvCacheMode::kNone));
 }
 
-TEST_CASE("a head_dim that attention cannot compute is refused before there are weights") {
+TEST_CASE("an unsupported head_dim is rejected before weights are loaded") {
   const auto device = MakeCpuDevice(1);
   ModelConfig model = Model();
   const EngineConfig config = Config(KvCacheMode::kNone);

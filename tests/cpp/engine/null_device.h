@@ -12,7 +12,7 @@
 
 namespace turbomind::testing {
 
-// Memory and nothing else.
+// A device that has memory but no ops.
 class NullDevice : public OpsRefusingDevice {
  public:
   std::string name() const override { return "null"; }
@@ -35,7 +35,7 @@ class Gate {
   std::atomic<bool> is_open_ = false;
 };
 
-// One Embed call waits for LetFail() and fails: an engine's own failure.
+// Makes the engine fail: Embed call number `fails_at` waits for LetFail() and then throws.
 class FailingDevice : public ForwardingDevice {
  public:
   FailingDevice(std::shared_ptr<Device> device, int fails_at)
@@ -54,8 +54,8 @@ class FailingDevice : public ForwardingDevice {
   Gate may_fail_;
 };
 
-// Computes nothing until LetStart(): requests submitted before it run together, whatever the
-// machine does between two calls of Submit.
+// Computes nothing until LetStart(). Requests submitted before it therefore run together, however
+// long the calls of Submit take.
 class WaitingDevice : public ForwardingDevice {
  public:
   using ForwardingDevice::ForwardingDevice;

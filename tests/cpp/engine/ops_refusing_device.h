@@ -8,7 +8,7 @@
 
 namespace turbomind::testing {
 
-// Memory of the host: whoever asks it to compute fails.
+// A device that copies host memory and whose ops all throw.
 class OpsRefusingDevice : public Device {
  public:
   DeviceCapability capability() const override { return {}; }
@@ -33,7 +33,7 @@ class OpsRefusingDevice : public Device {
 
  private:
   static std::unique_ptr<PackedMatrix> Refuse() {
-    throw InternalError("a device without ops was asked to compute");
+    throw InternalError("this test device has no ops");
   }
 };
 

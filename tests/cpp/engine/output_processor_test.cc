@@ -1,5 +1,5 @@
-// Which rows get logits, which of them come to the host, and that rows are sampled side by side
-// with the same result.
+// Which rows get logits, which of these are copied to the host, and that sampling rows in parallel
+// gives the same result.
 
 #include <doctest/doctest.h>
 
@@ -22,8 +22,8 @@ namespace {
 using testing::MakeRequest;
 using testing::RandomPrompt;
 
-// Rows of the output head, whose number of outputs no other matrix has, and of the layers' MLPs;
-// and what sampling hands out.
+// Counts the rows of the output head and of the layers' MLPs, and the items that sampling hands to
+// host threads. Only the output head has `vocab_size` outputs.
 class CountingDevice : public testing::WaitingDevice {
  public:
   using WaitingDevice::WaitingDevice;
@@ -36,7 +36,7 @@ class CountingDevice : public testing::WaitingDevice {
     mlp_rows += params.num_rows;
     WaitingDevice::GatedActivation(params);
   }
-  // Three threads, and the last item first.
+  // Runs on three threads, the last items first.
   int num_host_threads() const override { return 3; }
   void ForEachOnHost(int64_t num_items, FunctionRef<void(int64_t item, int thread)> fn) override {
     num_items_on_host += num_items;
@@ -95,26 +95,26 @@ Answer Run(const std::vector<std::shared_ptr<Request>>& requests, int vocab_size
   return answer;
 }
 
-TEST_CASE("only rows that somebody asked for have logits") {
-  // In chunks of 32 tokens, some beside others that decode.
+TEST_CASE("only requested rows get logits") {
+  // The prompts run in chunks of 32 tokens, some in one step with decoding sequences.
   std::vector<std::shared_ptr<Request>> requests;
   for (uint64_t id = 0; id < 3; ++id) {
     requests.push_back(MakeRequest(id, RandomPrompt(static_cast<uint32_t>(id), 130), 7));
   }
   CHECK(Run(requests, testing::kVocab).head_rows == 3 * 7);
-  requests[1]->num_prompt_logprobs = 0;  // asks for the rows of its prompt, the last one aside
+  requests[1]->num_prompt_logprobs = 0;  // needs all rows of its prompt but the last
   CHECK(Run(requests, testing::kVocab).head_rows == 3 * 7 + 129);
-  requests[2]->max_new_tokens = 0;  // one row, which tells that the prompt has run
+  requests[2]->max_new_tokens = 0;  // one row, which ends the request
   CHECK(Run(requests, testing::kVocab).head_rows == 2 * 7 + 129 + 1);
 }
 
-TEST_CASE("the last layer of a prompt computes the rows that somebody asked for") {
+TEST_CASE("the last layer computes only the requested rows of a prompt") {
   std::vector<std::shared_ptr<Request>> requests;
   for (uint64_t id = 0; id < 3; ++id) {
     requests.push_back(MakeRequest(id, RandomPrompt(static_cast<uint32_t>(id), 130), 7));
   }
   const int64_t other_layers = testing::TinyConfig().num_layers - 1;
-  const int64_t tokens = 3 * (130 + 6);  // all but the last of each answer
+  const int64_t tokens = 3 * (130 + 6);  // all but the last token of each response
   const Answer plain = Run(requests, testing::kVocab);
   CHECK(plain.mlp_rows == other_layers * tokens + 3 * 7);
   requests[1]->num_prompt_logprobs = 0;
@@ -125,7 +125,7 @@ TEST_CASE("the last layer of a prompt computes the rows that somebody asked for"
   }
 }
 
-// Large enough that rows are handed out.
+// Large enough that rows are handed to host threads.
 constexpr int kLargeVocab = 9000;
 
 std::vector<std::shared_ptr<Request>> SampledRequests() {
@@ -144,7 +144,7 @@ std::vector<std::shared_ptr<Request>> SampledRequests() {
   return requests;
 }
 
-TEST_CASE("rows sampled side by side give the tokens of each on its own") {
+TEST_CASE("rows sampled in parallel give the same tokens as each row alone") {
   const auto requests = SampledRequests();
   const Answer together = Run(requests, kLargeVocab);
   const Answer on_workers = Run(requests, kLargeVocab, true);
@@ -166,11 +166,11 @@ TEST_CASE("rows sampled side by side give the tokens of each on its own") {
   }
 }
 
-TEST_CASE("log-probabilities of one long prompt are computed side by side") {
+TEST_CASE("log-probabilities of one long prompt are computed in parallel") {
   const auto request = MakeRequest(1, RandomPrompt(1, 130), 2);
   request->num_prompt_logprobs = 2;
   const Answer got = Run({request}, kLargeVocab);
-  CHECK(got.num_items_on_host >= 125);  // alone, the last rows of a chunk are too few
+  CHECK(got.num_items_on_host >= 125);  // the last chunk has too few rows for threads
   const auto& logprobs = got.outputs.at(1).prompt_logprobs;
   const Answer want = Run({request}, kLargeVocab, true);
   REQUIRE(logprobs.size() == 129);
@@ -180,7 +180,7 @@ TEST_CASE("log-probabilities of one long prompt are computed side by side") {
   }
 }
 
-TEST_CASE("token masks are asked for on one thread, and their rows sampled side by side") {
+TEST_CASE("token masks are computed on one thread, and their rows are sampled in parallel") {
   auto requests = SampledRequests();
   std::vector<std::thread::id> callers;
   for (const size_t masked : {1, 5}) {
@@ -198,7 +198,8 @@ TEST_CASE("token masks are asked for on one thread, and their rows sampled side 
         Run({SampledRequests()[1]}, kLargeVocab).outputs.at(1).tokens);
 }
 
-// Finds the highest logits itself, and has memory of its own: the host reads copies, once.
+// Computes argmax and samples itself. The host reads copies of its memory, and each row only once:
+// ReadBack overwrites what it has copied.
 class ChoosingDevice : public testing::WaitingDevice {
  public:
   using WaitingDevice::WaitingDevice;
@@ -220,7 +221,7 @@ class ChoosingDevice : public testing::WaitingDevice {
     }
     return true;
   }
-  // Draws from the top_k alone.
+  // Samples only rows that top_k limits and leaves the others to the host.
   bool SampleRows(const SampleRowsParams& params) override {
     for (int i = 0; i < params.num_samplings; ++i) {
       const RowSampling& sampling = params.samplings[i];
@@ -247,7 +248,7 @@ class ChoosingDevice : public testing::WaitingDevice {
     return true;
   }
   void* ReadBack(void* memory, size_t num_bytes) override {
-    constexpr size_t kRowBytes = testing::kVocab * sizeof(float);  // more than all ids of a step
+    constexpr size_t kRowBytes = testing::kVocab * sizeof(float);  // more than a step's ids take
     copy_.resize(num_bytes / sizeof(float));
     std::memcpy(copy_.data(), memory, num_bytes);
     std::fill_n(static_cast<float*>(memory), copy_.size(), NAN);
@@ -256,7 +257,7 @@ class ChoosingDevice : public testing::WaitingDevice {
   }
 
   int num_head_calls = 0;
-  int nan_at = 0;  // a call of the output head
+  int nan_at = 0;  // the call of the output head that gives a NaN; 0: none
   size_t rows_read = 0;
 
  private:
@@ -265,7 +266,7 @@ class ChoosingDevice : public testing::WaitingDevice {
 
 using Change = void (*)(Request&);
 
-// One request for every change, together on one device.
+// Runs one request per change, all together on one device.
 std::vector<RequestOutput> RunChanged(const std::vector<Change>& changes,
                                       const std::shared_ptr<Device>& device,
                                       const std::function<void()>& start) {
@@ -311,7 +312,7 @@ void CheckSame(const std::vector<Change>& changes, size_t rows_read) {
   }
 }
 
-TEST_CASE("rows of which the highest token is all that is asked stay with the device") {
+TEST_CASE("rows that need only the argmax stay on the device") {
   const Change greedy = [](Request&) {};
   const Change top_1 = [](Request& r) {
     r.sampling.do_sample = true;
@@ -328,8 +329,7 @@ TEST_CASE("rows of which the highest token is all that is asked stay with the de
   CheckSame({greedy, all_logits, greedy}, 20 + 5);
 }
 
-TEST_CASE(
-    "sampled rows stay with a device that samples, but for those that it leaves to the host") {
+TEST_CASE("sampled rows stay on a device that samples, except those that it leaves to the host") {
   const Change top_k = [](Request& r) {
     r.sampling.do_sample = true;
     r.sampling.top_k = 5;
@@ -354,7 +354,7 @@ TEST_CASE(
   CheckSame({top_k, logprobs, left, greedy, late_stop, top_k}, 6 + 6 + 2);
 }
 
-TEST_CASE("rows of which more is asked come to the host, each to its sequence") {
+TEST_CASE("rows that need more than a token are copied to the host, each to its sequence") {
   const std::vector<Change> changes = {
       [](Request&) {},
       [](Request& r) { r.logits_output = LogitsOutput::kGeneration; },
@@ -377,7 +377,7 @@ TEST_CASE("rows of which more is asked come to the host, each to its sequence") 
   CheckSame(changes, 6 * 8);
 }
 
-TEST_CASE("a row or parameters that sampling refuses are an error, in the same words") {
+TEST_CASE("rows and parameters that sampling rejects give the same errors on a device") {
   CheckSame({[](Request&) {}, [](Request& r) { r.sampling.temperature = NAN; }}, 1);
   auto device = std::make_shared<ChoosingDevice>(MakeCpuDevice(1));
   device->nan_at = 3;

@@ -1,5 +1,5 @@
-// What a request may do to the engine that runs it: be cancelled at once, bring a callback that
-// misbehaves or is slow to go.
+// Requests that are hard on the engine: they are cancelled at once, or their callback misbehaves or
+// is slow to destroy.
 
 #include <doctest/doctest.h>
 
@@ -28,9 +28,9 @@ std::unique_ptr<Engine> FastEngine() {
   return TinyEngine(config);
 }
 
-// The moment that matters lies between the engine's look at new requests and at cancelled ones:
-// others that come before make it last. No cancel follows, which would find what this one missed.
-TEST_CASE("a cancel right behind its request is never lost") {
+// A cancel could be lost between the engine's reading of new requests and of cancelled ones. The
+// other requests prolong this moment. No later cancel follows, because it would hide the loss.
+TEST_CASE("a cancel right after its request is never lost") {
   constexpr uint64_t kOthers = 500;
   auto engine = FastEngine();
   int num_lost = 0;
@@ -48,8 +48,9 @@ TEST_CASE("a cancel right behind its request is never lost") {
   CHECK(num_lost == 0);
 }
 
-// A callback whose end needs a lock that a caller of the engine may hold, as Python's does.
-TEST_CASE("the last reference to a request goes on the client's thread, with no lock held") {
+// Destroying this callback needs a lock that a caller of the engine may hold, as with Python's
+// lock.
+TEST_CASE("a request is destroyed on the client's thread while no lock is held") {
   auto engine = FastEngine();
   std::vector<std::future<void>> callers;
   bool answered = false;
@@ -80,7 +81,7 @@ TEST_CASE("the last reference to a request goes on the client's thread, with no 
   }
 }
 
-TEST_CASE("a mask of another size ends its request alone") {
+TEST_CASE("a mask of the wrong size ends only its own request") {
   auto engine = FastEngine();
   auto request = MakeRequest(1, {1, 2, 3}, 4);
   request->token_mask = [](const auto&, auto& mask) {
@@ -93,14 +94,14 @@ TEST_CASE("a mask of another size ends its request alone") {
   CHECK(RunOne(*engine, MakeRequest(2, {1, 2, 3}, 4)).tokens.size() == 4);
 }
 
-TEST_CASE("a head that attention cannot compute is refused before anything runs") {
+TEST_CASE("an unsupported head_dim is rejected before anything runs") {
   for (const int head_dim : {20, 72, 272, 512}) {
     ModelConfig model = testing::TinyConfig();
     model.head_dim = head_dim;
     model.rope.dim = head_dim;
     try {
       PlanMemory(model, TinyEngineConfig(KvCacheMode::kNone), testing::kFreeBytes, true);
-      FAIL("head_dim was taken");
+      FAIL("head_dim was accepted");
     } catch (const InvalidArgument& error) {
       CHECK(std::string(error.what()).find("head_dim " + std::to_string(head_dim)) == 0);
     }

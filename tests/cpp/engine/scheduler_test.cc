@@ -1,4 +1,4 @@
-// Plans replayed without computing anything: tokens come from a rule, not from a model.
+// Runs plans without computing anything. Tokens come from a rule and not from a model.
 
 #include "turbomind/engine/scheduler.h"
 
@@ -40,8 +40,8 @@ struct Planner {
     return raw;
   }
 
-  // Runs one step: each sequence whose tokens are all computed gets the next one. "id:tokens" of
-  // the batch in its order, decode first.
+  // Runs one step. Each sequence whose tokens are all computed gets its next token. Returns the
+  // plan as "id:tokens" in the order of the batch, decode first.
   std::string Step() {
     const Batch& batch = scheduler.Plan();
     std::string plan;
@@ -68,12 +68,12 @@ struct Planner {
   uint64_t arrivals = 0;
 };
 
-// Different for each `key`, so that prompts share no prefix.
+// Returns a prompt of equal tokens. Prompts with different keys share no prefix.
 std::vector<int32_t> Prompt(int key, int length) {
   return std::vector<int32_t>(static_cast<size_t>(length), 1000 + key);
 }
 
-TEST_CASE("chunks of a prompt run beside those that decode, decode first") {
+TEST_CASE("prompt chunks share a step with decoding sequences, which come first") {
   Planner planner(4, 20, {64});
   planner.Add(Prompt(0, 30));
   CHECK(planner.Step() == "0:20");
@@ -85,7 +85,7 @@ TEST_CASE("chunks of a prompt run beside those that decode, decode first") {
   CHECK(planner.Step() == "0:1 1:1 2:1");
 }
 
-TEST_CASE("no more sequences than max_batch_size or step tokens, in order of arrival") {
+TEST_CASE("max_batch_size and the step's tokens limit the sequences, which run in arrival order") {
   Planner planner(2, 64, {64});
   for (int i = 0; i < 4; ++i) {
     planner.Add(Prompt(i, 4));
@@ -103,13 +103,13 @@ TEST_CASE("no more sequences than max_batch_size or step tokens, in order of arr
   CHECK(narrow.Step() == "0:1 1:1 2:1");
 }
 
-TEST_CASE("a prompt takes what the prefix cache has") {
+TEST_CASE("a prompt reuses cached prefix blocks") {
   Planner planner(4, 64, {64});
   Sequence* first = planner.Add(Prompt(0, 40));
   CHECK(planner.Step() == "0:40");
   planner.scheduler.Remove(first);
   Sequence* second = planner.Add(Prompt(0, 40));
-  CHECK(planner.Step() == "1:8");  // two blocks of 16 found
+  CHECK(planner.Step() == "1:8");  // reuses two blocks of 16
   CHECK(second->cached_tokens == 32);
   CHECK(planner.scheduler.stats().prefix_hit_tokens == 32);
   Sequence* third = planner.Add(Prompt(0, 40));
@@ -118,7 +118,7 @@ TEST_CASE("a prompt takes what the prefix cache has") {
   CHECK(third->cached_tokens == 0);
 }
 
-TEST_CASE("nothing is asked of a prefix cache that is not there") {
+TEST_CASE("a disabled prefix cache is never queried") {
   Planner planner(4, 64, {64}, {0}, false);
   planner.Add(Prompt(0, 40));
   CHECK(planner.Step() == "0:40");
@@ -126,7 +126,7 @@ TEST_CASE("nothing is asked of a prefix cache that is not there") {
   CHECK(planner.scheduler.stats().prefix_queried_tokens == 0);
 }
 
-TEST_CASE("equal prompts that come together are computed once") {
+TEST_CASE("equal prompts that arrive together are computed once") {
   Planner planner(8, 64, {64});
   std::vector<Sequence*> answers;
   for (int i = 0; i < 4; ++i) {
@@ -138,19 +138,19 @@ TEST_CASE("equal prompts that come together are computed once") {
   CHECK(planner.scheduler.stats().prefix_hit_tokens == 3 * 32);
 }
 
-TEST_CASE("nobody waits behind one that waits, unless for the same") {
+TEST_CASE("a prompt that waits for a prefix does not delay a different prompt") {
   Planner planner(8, 256, {64});
   planner.Add(Prompt(0, 40));
   planner.Add(Prompt(0, 40));
   planner.Add(Prompt(1, 40));
   planner.Add(Prompt(1, 40));
   planner.Add(Prompt(1, 40));
-  // The last two are alike, and nobody is behind them.
+  // The last two are equal, and no request follows them.
   CHECK(planner.Step() == "0:40 1:40 2:40");
   CHECK(planner.Step() == "0:1 1:1 2:1 3:8 4:8");
 }
 
-TEST_CASE("a prompt in chunks is waited for, to its end") {
+TEST_CASE("an equal prompt waits until all chunks of the first are computed") {
   Planner planner(8, 40, {64});
   planner.Add(Prompt(0, 100));
   planner.Add(Prompt(0, 100));
@@ -160,16 +160,16 @@ TEST_CASE("a prompt in chunks is waited for, to its end") {
   CHECK(planner.Step() == "0:1 1:4");
 }
 
-TEST_CASE("less than half of a prompt, or of a block, is not waited for") {
+TEST_CASE("a prompt does not wait for less than half of its tokens or less than a block") {
   std::vector<int32_t> longer = Prompt(0, 40);
   longer.resize(65, 7);
-  SUBCASE("32 of 65 tokens") {
+  SUBCASE("32 of 65 tokens are shared") {
     Planner planner(8, 256, {64});
     planner.Add(Prompt(0, 40));
     planner.Add(longer);
     CHECK(planner.Step() == "0:40 1:65");
   }
-  SUBCASE("32 of 64 tokens") {
+  SUBCASE("32 of 64 tokens are shared") {
     longer.resize(64);
     Planner planner(8, 256, {64});
     planner.Add(Prompt(0, 40));
@@ -177,13 +177,13 @@ TEST_CASE("less than half of a prompt, or of a block, is not waited for") {
     CHECK(planner.Step() == "0:40");
     CHECK(planner.Step() == "0:1 1:32");
   }
-  SUBCASE("no whole block") {
+  SUBCASE("the shared tokens fill no block") {
     Planner planner(8, 256, {64});
     planner.Add(Prompt(0, 15));
     planner.Add(Prompt(0, 15));
     CHECK(planner.Step() == "0:15 1:15");
   }
-  SUBCASE("the last token is computed all the same") {
+  SUBCASE("the only shared block contains the last token, which is always computed") {
     Planner planner(8, 256, {64});
     planner.Add(Prompt(0, 16));
     planner.Add(Prompt(0, 16));
@@ -191,20 +191,20 @@ TEST_CASE("less than half of a prompt, or of a block, is not waited for") {
   }
 }
 
-TEST_CASE("nothing is waited for that cannot be used") {
-  SUBCASE("no prefix cache") {
+TEST_CASE("a prompt does not wait for blocks that it cannot reuse") {
+  SUBCASE("the prefix cache is disabled") {
     Planner planner(8, 256, {64}, {0}, false);
     planner.Add(Prompt(0, 40));
     planner.Add(Prompt(0, 40));
     CHECK(planner.Step() == "0:40 1:40");
   }
-  SUBCASE("all logits are wanted") {
+  SUBCASE("all logits are requested") {
     Planner planner(8, 256, {64});
     planner.Add(Prompt(0, 40));
     planner.Add(Prompt(0, 40))->request->logits_output = LogitsOutput::kAll;
     CHECK(planner.Step() == "0:40 1:40");
   }
-  SUBCASE("what has been computed before") {
+  SUBCASE("the prefix is already computed") {
     Planner planner(8, 20, {64});
     planner.Add(Prompt(0, 36));
     CHECK(planner.Step() == "0:20");
@@ -214,15 +214,15 @@ TEST_CASE("nothing is waited for that cannot be used") {
   }
 }
 
-TEST_CASE("the newest is preempted and comes back first, with its tokens as prompt") {
+TEST_CASE("the newest sequence is preempted and resumes first, with its tokens as prompt") {
   Planner planner(4, 64, {5}, {0}, false);  // 80 tokens
   planner.Add(Prompt(0, 30));
   Sequence* newest = planner.Add(Prompt(1, 30));
   planner.Add(Prompt(2, 30));
-  CHECK(planner.Step() == "0:30 1:30");  // 2 does not fit beside them
+  CHECK(planner.Step() == "0:30 1:30");  // sequence 2 does not fit yet
   CHECK(planner.Step() == "0:1 1:1");
   CHECK(planner.Step() == "0:1 1:1");
-  CHECK(planner.Step() == "0:1");  // a third block for 0; 1 would need a sixth
+  CHECK(planner.Step() == "0:1");  // 0 takes a third block; 1 would need a sixth
   CHECK(planner.scheduler.stats().num_preemptions == 1);
   CHECK(newest->num_computed == 0);
   CHECK(newest->num_tokens() == 33);
@@ -231,7 +231,7 @@ TEST_CASE("the newest is preempted and comes back first, with its tokens as prom
   CHECK(planner.Step() == "1:33 2:30");
 }
 
-TEST_CASE("a large request is not overtaken by smaller ones behind it") {
+TEST_CASE("smaller requests do not overtake an earlier large request") {
   Planner planner(8, 256, {8});
   Sequence* small = planner.Add(Prompt(0, 20));
   planner.Add(Prompt(1, 120));
@@ -242,10 +242,7 @@ TEST_CASE("a large request is not overtaken by smaller ones behind it") {
   CHECK(planner.Step() == "1:120");
 }
 
-// --- 16-bit blocks
-// ----------------------------------------------------------------------------------
-
-TEST_CASE("a batch carries tables of both kinds and every sequence's moves") {
+TEST_CASE("a batch has the tables of both pools and every sequence's pending quantizations") {
   Planner planner(4, 200, {32, 8, 32, 32}, {0, 40}, false, {0, 0});
   planner.Add(Prompt(0, 40));
   planner.Add(Prompt(1, 80));
@@ -285,7 +282,7 @@ TEST_CASE("a batch carries tables of both kinds and every sequence's moves") {
   CHECK(second.tables[0].window16_ids[2] >= 0);
 }
 
-TEST_CASE("without 16-bit blocks there are no 16-bit tables") {
+TEST_CASE("without a 16-bit window there are no 16-bit tables") {
   Planner planner(4, 200, {32});
   planner.Add(Prompt(0, 40));
   const Batch& batch = planner.scheduler.Plan();
@@ -294,8 +291,9 @@ TEST_CASE("without 16-bit blocks there are no 16-bit tables") {
   CHECK(batch.Views()[0].window16_tables == nullptr);
 }
 
-TEST_CASE("a prompt starts when the 16-bit blocks of its chunk fit beside those that run") {
-  // Each prompt takes up to 1 + 4 16-bit blocks while it is computed, and one afterwards.
+TEST_CASE("a prompt starts when the 16-bit blocks of its chunk fit") {
+  // Each prompt takes up to 1 + 4 blocks of the 16-bit pool while it is computed, and one
+  // afterwards.
   Planner planner(4, 64, {64, 9}, {0}, false, {0, 0});
   planner.Add(Prompt(0, 100));
   planner.Add(Prompt(1, 100));
@@ -305,7 +303,7 @@ TEST_CASE("a prompt starts when the 16-bit blocks of its chunk fit beside those 
   CHECK(planner.Step() == "0:1 1:63");
   CHECK(planner.Step() == "0:1 1:9 2:54");
   CHECK(planner.scheduler.stats().num_preemptions == 0);
-  // A pool that holds one alone: they come one after the other.
+  // If the pool holds only one sequence, they run one after the other.
   Planner narrow(4, 64, {64, 5}, {0}, false, {0, 0});
   Sequence* first = narrow.Add(Prompt(0, 100));
   narrow.Add(Prompt(1, 100));
@@ -317,8 +315,8 @@ TEST_CASE("a prompt starts when the 16-bit blocks of its chunk fit beside those 
   CHECK(narrow.Step() == "1:64");
 }
 
-TEST_CASE("the newest is preempted when the 16-bit pool is full") {
-  // Sequences keep sinks, the recent blocks and the current one: 4 + 4 + 1 of 16 blocks.
+TEST_CASE("the newest sequence is preempted when the 16-bit pool is full") {
+  // Each sequence keeps its sinks, recent blocks and current block: 4 + 4 + 1 of 16 blocks.
   Planner planner(4, 64, {64, 16}, {0}, true, {64, 64});
   planner.Add(Prompt(0, 60));
   planner.Add(Prompt(1, 60));
@@ -335,13 +333,13 @@ TEST_CASE("the newest is preempted when the 16-bit pool is full") {
   }
 }
 
-TEST_CASE("what a hit lost for want of 16-bit copies is counted once") {
+TEST_CASE("tokens that a hit lost to missing 16-bit copies are counted once") {
   Planner planner(4, 64, {64, 10}, {0}, true, {0, 64});
   Sequence* first = planner.Add(Prompt(0, 130));
   planner.Step();
   planner.Step();
   planner.Step();
-  planner.scheduler.Remove(first);  // blocks 4 to 7 16-bit alone, copies of 0 to 3
+  planner.scheduler.Remove(first);  // 4 to 7 exist only in 16 bits, 0 to 3 in both pools
   Sequence* other = planner.Add(Prompt(1, 80));
   planner.Step();
   planner.Step();
@@ -359,11 +357,12 @@ struct Load {
   int max_step_tokens = 24;
 };
 
-// Random loads on tiny pools: everything ends, every block comes back. Returns the plans.
+// Runs a random load on tiny pools and checks that every sequence ends and every block is freed.
+// Returns the plans.
 std::string RunLoad(const Load& load) {
   std::mt19937 random(3);
   Planner planner(5, load.max_step_tokens, load.num_blocks, load.windows, true, load.window16);
-  std::vector<std::pair<Sequence*, int64_t>> open;  // and the length at which it ends
+  std::vector<std::pair<Sequence*, int64_t>> open;  // and the length at which each ends
   std::string log;
   int num_started = 0;
   for (int step = 0; num_started < 300 || !open.empty(); ++step) {
@@ -396,13 +395,13 @@ std::string RunLoad(const Load& load) {
   return log;
 }
 
-TEST_CASE("random requests all finish, and the same calls give the same plans") {
+TEST_CASE("random requests all finish, and equal loads give equal plans") {
   const Load load = {{14, 9}, {0, 20}, {}, 24};
   CHECK(RunLoad(load) == RunLoad(load));
 }
 
-// As small as Fits allows for 149 tokens: 10 blocks.
-TEST_CASE("the same with 16-bit pools that hold a single sequence and little more") {
+// The pools are as small as Fits allows for the longest sequence, 150 tokens or 10 blocks.
+TEST_CASE("random requests finish with 16-bit pools that hold little more than one sequence") {
   for (const int max_step_tokens : {5, 24, 150}) {
     for (const PrecisionWindowTokens& window16 :
          {PrecisionWindowTokens{0, 0}, {64, 0}, {0, 64}, {64, 64}}) {

@@ -1,4 +1,5 @@
-// What sinks and windows mean, seen in the engine's logits: prefill and decode, every KV mode.
+// The effect of attention sinks and sliding windows on the engine's logits, in prefill and decode
+// and in every KV format.
 
 #include <doctest/doctest.h>
 
@@ -17,7 +18,7 @@ using testing::TinyOptions;
 constexpr int kPrompt = 150;
 constexpr int kNewTokens = 24;
 
-// Logits of the prompt's last token and of every generated one but the last.
+// Returns the logits of the prompt's last token and of every generated token but the last.
 std::vector<float> Logits(const ModelConfig& model, const EngineConfig& config,
                           const std::vector<int32_t>& prompt, const TinyOptions& options = {}) {
   std::shared_ptr<Device> device = MakeCpuDevice(1);
@@ -32,7 +33,7 @@ std::vector<float> Logits(const ModelConfig& model, const EngineConfig& config,
   return output.logits;
 }
 
-// The formats as they are, and with 16-bit blocks around them.
+// Returns configs for every KV format, without and with a 16-bit window.
 std::vector<EngineConfig> Configs() {
   std::vector<EngineConfig> configs;
   for (KvCacheMode format : kAllKvCacheModes) {
@@ -43,7 +44,7 @@ std::vector<EngineConfig> Configs() {
   return configs;
 }
 
-// Two prompts that differ in their first tokens alone.
+// Two prompts that differ only in their first tokens.
 struct Pair {
   std::vector<int32_t> a;
   std::vector<int32_t> b;
@@ -60,11 +61,11 @@ Pair DifferentBeginnings(int num_different) {
   return pair;
 }
 
-TEST_CASE("what no window reaches has no influence, its last token has") {
+TEST_CASE("a token influences the logits only if the sliding windows reach it") {
   constexpr int kWindow = 16;
   ModelConfig model = testing::TinyGptOss();
   std::ranges::fill(model.windows, kWindow);
-  // Layer by layer a token sees kWindow - 1 tokens further back.
+  // Each layer lets a token see kWindow - 1 tokens further back.
   const int reach = model.num_layers * (kWindow - 1);
   const Pair unseen = DifferentBeginnings(kPrompt - 1 - reach);
   const Pair seen = DifferentBeginnings(kPrompt - reach);
@@ -83,7 +84,7 @@ TEST_CASE("what no window reaches has no influence, its last token has") {
   }
 }
 
-TEST_CASE("sinks take part in every softmax: large ones leave nothing to the context") {
+TEST_CASE("sinks are part of every softmax, and large sinks leave the context no weight") {
   const ModelConfig model = testing::TinyGptOss();
   const Pair pair = DifferentBeginnings(kPrompt - 1);
   testing::SanitizedSample sample(5);
@@ -92,7 +93,7 @@ TEST_CASE("sinks take part in every softmax: large ones leave nothing to the con
       continue;
     }
     CAPTURE(std::string(ToString(config.kv_format)));
-    // e^-1000 is nothing beside a value of the residual, whatever V is.
+    // With weights of e^-1000, no V changes a value of the residual.
     const TinyOptions large = {.sink_offset = 1000.f};
     CHECK(Logits(model, config, pair.a, large) == Logits(model, config, pair.b, large));
     CHECK(Logits(model, config, pair.a) != Logits(model, config, pair.b));

@@ -1,6 +1,7 @@
 #pragma once
 
-// A small random decoder, the same on every call, and the means to run requests through an engine.
+// A small random decoder that is the same on every call, and helpers that run requests through an
+// engine.
 
 #include <cmath>
 #include <cstdint>
@@ -19,7 +20,7 @@ namespace turbomind::testing {
 inline constexpr int kVocab = 97;
 inline constexpr int64_t kFreeBytes = int64_t{64} << 20;
 
-// Two layers, one with a sliding window shorter than the prompts of the tests.
+// Returns a config with two layers. One has a sliding window shorter than the tests' prompts.
 inline ModelConfig TinyConfig() {
   ModelConfig config;
   config.num_layers = 2;
@@ -35,8 +36,8 @@ inline ModelConfig TinyConfig() {
   return config;
 }
 
-// As GPT-OSS: experts with biases in every layer, their gate and up interleaved; windows and full
-// attention in turn. TinyWeights adds sinks.
+// Returns a config like that of GPT-OSS. Every layer has experts with biases and interleaved gate
+// and up. Sliding windows alternate with full attention. TinyWeights adds sinks.
 inline ModelConfig TinyGptOss() {
   ModelConfig config = TinyConfig();
   config.num_layers = 4;
@@ -48,7 +49,8 @@ inline ModelConfig TinyGptOss() {
   return config;
 }
 
-// As Qwen2-MoE: one layer dense, one with experts and a shared one; weights do not sum to 1.
+// Returns a config like that of Qwen2-MoE. One layer is dense, the other has experts and a shared
+// expert. The expert weights do not sum to 1.
 inline ModelConfig TinyQwenMoe() {
   ModelConfig config = TinyConfig();
   config.moe = {.num_experts = 6,
@@ -84,7 +86,7 @@ inline std::vector<uint16_t> RandomBF16(RandomValues& random, int64_t size, floa
   return data;
 }
 
-// Blocks of an FP16 scale, 2^-9, and 32 codes.
+// Returns Q8_0 blocks: each has an FP16 scale of 2^-9 and 32 random codes.
 inline std::vector<uint16_t> RandomQ8(RandomValues& random, int64_t num_blocks) {
   std::vector<uint16_t> data;
   for (int64_t block = 0; block < num_blocks; ++block) {
@@ -97,8 +99,8 @@ inline std::vector<uint16_t> RandomQ8(RandomValues& random, int64_t num_blocks) 
 }
 
 struct TinyOptions {
-  bool quantized = false;  // BF16 and Q8_0 in turn, as a checkpoint has them; else FP32 and exact
-  bool sinks = true;       // of TinyGptOss
+  bool quantized = false;  // BF16 and Q8_0 alternate, as in checkpoints; else FP32, exact
+  bool sinks = true;       // only for TinyGptOss
   float sink_offset = 0.f;
 };
 
@@ -153,7 +155,7 @@ class TinyBuilder {
     AddVector(prefix + "v.bias", kv, -0.1f, 0.1f);
     AddMatrix(prefix + "o", hidden, q, 0.3f);
     if (is_gpt_oss() && options_.sinks) {
-      // Values of their own, so that the others are the same without them.
+      // Sinks have a generator of their own, so that the other weights are the same without them.
       const auto sinks =
           sink_values_.Uniform(config_.num_heads, options_.sink_offset, options_.sink_offset + 2.f);
       builder_.AddVector(prefix + "sinks", sinks.data(), config_.num_heads);
@@ -242,14 +244,14 @@ inline std::shared_ptr<Request> MakeRequest(uint64_t id, std::vector<int32_t> pr
   return request;
 }
 
-// Outputs of `num_requests` requests until each has its last one, joined by request.
+// Waits until `num_requests` requests have ended and returns their outputs, joined by request.
 inline std::map<uint64_t, RequestOutput> Collect(Engine& engine, size_t num_requests) {
   std::map<uint64_t, RequestOutput> joined;
   size_t num_finished = 0;
   while (num_finished < num_requests) {
     const std::vector<RequestOutput> pieces = engine.WaitOutputs(10'000);
     if (pieces.empty()) {
-      break;  // stopped, or stuck: the caller's checks fail
+      break;  // stopped or stuck; the caller's checks fail
     }
     for (const RequestOutput& piece : pieces) {
       RequestOutput& all = joined[piece.request_id];

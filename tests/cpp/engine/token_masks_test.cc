@@ -1,4 +1,4 @@
-// When masks are asked for, in which order, and what becomes of those that nobody takes.
+// When token masks are computed, in which order, and what happens to masks that are not taken.
 
 #include "turbomind/engine/token_masks.h"
 
@@ -23,7 +23,7 @@ using testing::MakeRequest;
 using testing::RandomPrompt;
 using testing::RunOne;
 
-// Its steps wait until as many masks were asked for as steps have begun.
+// Delays each step until as many masks have been requested as steps have begun.
 class PatientDevice : public testing::ForwardingDevice {
  public:
   using ForwardingDevice::ForwardingDevice;
@@ -43,7 +43,7 @@ class PatientDevice : public testing::ForwardingDevice {
   int num_late = 0;
 };
 
-TEST_CASE("masks are asked for while the step runs") {
+TEST_CASE("masks are requested while the step runs") {
   auto device = std::make_shared<PatientDevice>(MakeCpuDevice(2));
   const ModelConfig model = testing::TinyConfig();
   Engine engine(model, testing::TinyEngineConfig(KvCacheMode::kFp4Nv),
@@ -61,7 +61,7 @@ TEST_CASE("masks are asked for while the step runs") {
   CHECK(device->num_late == 0);
 }
 
-// Sequences of a planned batch, each with a mask.
+// The sequences of a planned batch and their token masks.
 struct Planned {
   Sequence* Add(TokenMaskFn mask, int64_t num_prompt, int64_t num_planned) {
     auto sequence = std::make_unique<Sequence>();
@@ -80,7 +80,7 @@ struct Planned {
   std::vector<std::unique_ptr<Sequence>> sequences;
 };
 
-TEST_CASE("only those that come to their next token are asked, and told what is new") {
+TEST_CASE("only sequences that reach their next token get a mask, with their new tokens") {
   Planned planned;
   std::vector<std::string> asked;
   const auto note = [&](const std::string& name) {
@@ -108,7 +108,7 @@ TEST_CASE("only those that come to their next token are asked, and told what is 
   CHECK_THROWS_AS(masks.Wait(*later), InternalError);
 }
 
-TEST_CASE("errors come to the one that waits for them") {
+TEST_CASE("Wait throws the error of its own sequence's callback") {
   Planned planned;
   Sequence* wrong =
       planned.Add([](const auto&, auto&) -> bool { throw InvalidArgument("no such word"); }, 4, 4);
@@ -122,7 +122,7 @@ TEST_CASE("errors come to the one that waits for them") {
   masks.End();
 }
 
-TEST_CASE("the end waits for answers that nobody took, and lets requests go") {
+TEST_CASE("End waits for masks that were not taken and releases their requests") {
   Planned planned;
   std::atomic<int> num_requested = 0;
   Sequence* slow = planned.Add(
@@ -139,13 +139,13 @@ TEST_CASE("the end waits for answers that nobody took, and lets requests go") {
     CHECK(num_requested == step);
   }
   masks.Begin(planned.batch);
-  planned.sequences.clear();  // its step has failed, say
+  planned.sequences.clear();  // as if its step had failed
   CHECK_FALSE(request.expired());
   masks.End();
   CHECK(request.expired());
 }
 
-// The first callback runs until it is let go; the second must never.
+// The first callback runs until `may_end` is set. The second must never run.
 struct Interrupted {
   Interrupted() {
     planned.Add(
@@ -177,7 +177,7 @@ struct Interrupted {
   std::atomic<bool> second_was_asked = false;
 };
 
-TEST_CASE("a step that never ends keeps nothing from going away") {
+TEST_CASE("TokenMasks can be destroyed in a step that never ends") {
   Interrupted step;
   auto masks = std::make_unique<TokenMasks>(40);
   masks->Begin(step.planned.batch);
@@ -185,7 +185,7 @@ TEST_CASE("a step that never ends keeps nothing from going away") {
   CHECK_FALSE(step.second_was_asked);
 }
 
-TEST_CASE("of a failed step nothing more is asked, and nothing is held") {
+TEST_CASE("Drop requests no more masks of a failed step and releases its requests") {
   Interrupted step;
   TokenMasks masks(40);
   masks.Begin(step.planned.batch);
