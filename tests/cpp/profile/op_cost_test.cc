@@ -23,7 +23,7 @@ class FakeMatrix : public PackedMatrix {
   int64_t bytes_;
 };
 
-// A layer of 2 KV heads of 64 values; only sizes matter.
+// Returns the view of a layer with 2 KV heads of 64 values. Only its sizes matter.
 KvLayerView View(KvCacheMode format) {
   const block::Config config = {.layers = {{format, format}}, .kv_heads = 2, .head_dim = 64};
   return block::Layout(config).LayerView(0, nullptr, nullptr);
@@ -33,7 +33,7 @@ constexpr int64_t kNoneTokenBytes = 2 * 2 * 128;       // K and V, 2 heads, 64 B
 constexpr int64_t kNvTokenBytes = 2 * 2 * (32 + 4);    // 64 nibbles, a scale per 16
 constexpr int64_t kInt8TokenBytes = 2 * 2 * (64 + 4);  // codes, (scale, zero)
 
-// Two sequences: one decodes at position 299, one has tokens 100 .. 139 new.
+// Two sequences: one decodes position 299, and one prefills tokens 100 .. 139.
 struct Batch {
   std::vector<int32_t> cu_seqlens = {0, 1, 41};
   std::vector<int32_t> context_lens = {300, 140};
@@ -51,7 +51,7 @@ struct Batch {
   }
 };
 
-// Positions that some query in [first, last] sees, in each pool, one by one.
+// Numbers of positions that at least one query reads from each pool.
 struct Seen {
   int64_t window16 = 0;
   int64_t quantized = 0;
@@ -89,7 +89,7 @@ TEST_CASE("a linear layer reads its packed bytes once for any number of rows") {
   CHECK(CostOf(params).activation_bytes == 4 * (7 * (64 + 2 * 32) + 32));
 }
 
-TEST_CASE("the parts of a linear layer read its input once") {
+TEST_CASE("the parts of a linear layer share one read of its input") {
   const FakeMatrix first(32, 64, 1000);
   const FakeMatrix second(16, 64, 300);
   const LinearPart parts[] = {{&first}, {&second}};
@@ -107,7 +107,7 @@ TEST_CASE("experts without rows cost nothing") {
   CHECK(CostOf(params, offsets).weight_bytes == 1000);
 }
 
-TEST_CASE("embedding reads a row of the table per token") {
+TEST_CASE("embedding reads one table row per token") {
   const FakeMatrix table(100, 64, 100 * 128);
   const OpCost cost = CostOf(EmbedParams{.table = &table, .num_tokens = 5});
   CHECK(cost.weight_bytes == 5 * 128);

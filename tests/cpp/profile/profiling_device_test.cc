@@ -32,7 +32,7 @@ void Sleep(int microseconds) {
   std::this_thread::sleep_for(std::chrono::microseconds(microseconds));
 }
 
-// Logs every call; Linear takes its time.
+// Logs every call. Linear sleeps for `linear_us`.
 class LoggingDevice : public NullDevice {
  public:
   std::vector<std::string> calls;
@@ -79,7 +79,7 @@ struct Fixture {
     const LinearPart part = {&weight};
     device.Linear({.parts = &part, .num_parts = 1, .num_rows = 1});
   }
-  // Ops of one step; the attention names its phase.
+  // Runs the ops of one step. The attention ops determine its phase.
   void Step(bool prefills, bool decodes) {
     Embed(2);
     if (decodes) {
@@ -115,7 +115,7 @@ const OpRecord& Find(const PhaseProfile& phase, const OpKey& key) {
       return record;
     }
   }
-  FAIL("no such record");
+  FAIL("the profile has no such record");
   return phase.records.front();
 }
 
@@ -169,7 +169,7 @@ TEST_CASE("a profiling device forwards every call") {
   device.Copy(to, from, sizeof(to));
   CHECK(to[1] == 2.f);
   device.GroupRows({});
-  // Each op is followed by Synchronize: its time is that of its work.
+  // Synchronize follows each op, so that the op's time includes its work.
   std::vector<std::string> ops;
   for (size_t i = 0; i < f.inner->calls.size(); i += 2) {
     ops.push_back(f.inner->calls[i]);
