@@ -15,11 +15,11 @@ def attention(
     window: int = 0,
     sinks: Doubles | None = None,
 ) -> Doubles:
-    """The last len(q) tokens look at all of k and v.
+    """Compute attention of the last len(q) tokens over all of k and v.
 
-    q is [queries, heads, d], k and v are [tokens, kv_heads, d] as decoded from the cache. A query
+    q is [queries, heads, d]; k and v are [tokens, kv_heads, d] as decoded from the cache. A query
     at position p sees positions p - window + 1 .. p (window 0: 0 .. p). `sinks` [heads] are logits
-    that take part in the sum of the softmax and carry no value.
+    that enter the sum of the softmax but carry no value.
     """
     queries, heads, _ = q.shape
     tokens, kv_heads, _ = k.shape

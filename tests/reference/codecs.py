@@ -1,7 +1,7 @@
 """Encoders and decoders of every KV format, one row of head_dim values per token and head.
 
-`encode(mode, rows, …)` gives (payload, metadata); metadata is (scale, zero) for int8 and int4, the
-scale bytes for FP4, and empty otherwise.
+`encode(mode, rows, …)` returns (payload, metadata). The metadata is (scale, zero) for int8 and
+int4, the scale bytes for FP4, and empty otherwise.
 """
 
 import numpy as np
@@ -24,12 +24,12 @@ from reference.floats import (
 MODES = ("none", "int8", "int4", "fp8", "fp8_e5m2", "mxfp4", "nvfp4")
 GROUP = 16
 MX_LEAST, MX_MOST = 112, 136
-WIDEST = np.float32(2.0**127)  # a wider row saturates: scale and sums stay finite
+WIDEST = np.float32(2.0**127)  # a wider row saturates, so that scale and sums stay finite
 NV_SEARCH = (0, -1, -2, 1, 2, 3, 4, 5)
 
 
 def finite(x: Floats, dtype: str) -> Floats:
-    """What counts for amax, min and max: NaN as 0, infinities as the largest finite value."""
+    """Return the values that count for amax, min and max: NaN → 0, infinities → largest finite."""
     max_value = LARGEST_FINITE[dtype]
     return np.clip(
         np.nan_to_num(x, nan=0.0, posinf=max_value, neginf=-max_value), -max_value, max_value
@@ -37,17 +37,17 @@ def finite(x: Floats, dtype: str) -> Floats:
 
 
 def pack_nibbles(codes: Bytes) -> Bytes:
-    """Element 2i in the low nibble of byte i."""
+    """Pack pairs of codes into bytes, with code 2i in the low nibble of byte i."""
     return (codes[:, 0::2] | (codes[:, 1::2] << 4)).astype(np.uint8)
 
 
 def unpack_nibbles(payload: Bytes) -> Bytes:
-    """The inverse of `pack_nibbles`."""
+    """Invert `pack_nibbles`."""
     return np.stack([payload & 15, payload >> 4], axis=-1).reshape(payload.shape[0], -1)
 
 
 def encode_int(x: Floats, bits: int, dtype: str) -> tuple[Bytes, Bytes]:
-    """Asymmetric, per row; the code uses scale and zero as stored."""
+    """Encode rows with an asymmetric scale per row. Codes use the scale and zero as stored."""
     x = finite(x, dtype)
     low = x.min(axis=1, keepdims=True) + np.float32(0)  # a minimum of -0 is stored as +0
     levels = np.float32(2**bits - 1)
@@ -62,19 +62,19 @@ def encode_int(x: Floats, bits: int, dtype: str) -> tuple[Bytes, Bytes]:
 
 
 def decode_int(codes: Bytes, metadata: Bytes, dtype: str) -> Floats:
-    """code * scale + zero, two rounded operations."""
+    """Return code * scale + zero, with rounding after each operation."""
     scale, zero = np.split(from_bits(metadata, dtype).reshape(-1, 2), 2, axis=1)
     return (codes.astype(np.float32) * scale + zero).astype(np.float32)
 
 
 def mx_exponent(amax: Floats) -> np.ndarray:
-    """Least e with amax <= 6 * 2^e, exactly, for amax > 0."""
+    """Return the smallest e with amax <= 6 * 2^e, exactly, for amax > 0."""
     mantissa, exponent = np.frexp(amax.astype(np.float64))  # amax = mantissa * 2^exponent, [.5, 1)
     return exponent - 3 + (mantissa > 0.75)  # 6 = 0.75 * 2^3
 
 
 def grouped_error(x: Floats, decoded: Floats) -> Floats:
-    """Squared error per group: FP32, in order, without contraction."""
+    """Return the squared error per group: FP32 sums in order, without contraction."""
     total = np.zeros(x.shape[:-1], np.float32)
     for i in range(GROUP):
         difference = x[..., i] - decoded[..., i]
@@ -83,7 +83,7 @@ def grouped_error(x: Floats, decoded: Floats) -> Floats:
 
 
 def encode_mxfp4(x: Floats, dtype: str, search: bool) -> tuple[Bytes, Bytes]:
-    """E8M0 scale bytes, one per 16 values."""
+    """Encode as MXFP4 with one E8M0 scale byte per 16 values."""
     groups = x.reshape(x.shape[0], -1, GROUP)
     amax = np.abs(finite(groups, dtype)).max(axis=-1)
     safe = np.where(amax > 0, amax, np.float32(1))
@@ -101,7 +101,7 @@ def encode_mxfp4(x: Floats, dtype: str, search: bool) -> tuple[Bytes, Bytes]:
 
 
 def mx_step(byte: np.ndarray) -> Floats:
-    """2^(byte - 127)."""
+    """Return 2^(byte - 127)."""
     return np.ldexp(np.float64(1), byte.astype(np.int64) - 127).astype(np.float32)
 
 
@@ -125,7 +125,10 @@ def nv_values(codes: Bytes, scales: Bytes, global_scale: np.float32) -> Floats:
 def encode_nvfp4(
     x: Floats, dtype: str, global_scale: np.float32, search: bool
 ) -> tuple[Bytes, Bytes]:
-    """E4M3 scale bytes, one per 16 values; the payload is divided by the scale as stored."""
+    """Encode as NVFP4 with one E4M3 scale byte per 16 values.
+
+    The payload is divided by the scale as stored.
+    """
     groups = x.reshape(x.shape[0], -1, GROUP)
     known = finite(groups, dtype)
     amax = np.abs(known).max(axis=-1)
@@ -149,7 +152,7 @@ def encode_nvfp4(
 def encode(
     mode: str, rows: Floats, *, dtype: str, global_scale: float = 1.0, search: bool = False
 ) -> tuple[Bytes, Bytes]:
-    """Rows [n, head_dim] → (payload, metadata), after rounding them to the cache dtype."""
+    """Encode rows [n, head_dim], rounded to the cache dtype first, as (payload, metadata)."""
     x = round_to(np.ascontiguousarray(rows, np.float32), dtype)
     factor = np.float32(global_scale)
     nothing = np.empty((len(x), 0), np.uint8)
@@ -166,13 +169,13 @@ def encode(
             return encode_mxfp4(x, dtype, search)
         if mode == "nvfp4":
             return encode_nvfp4(x, dtype, factor, search)
-    raise ValueError(f"unknown mode {mode!r}: {', '.join(MODES)}")
+    raise ValueError(f"KV format {mode!r} is unknown. Use one of {', '.join(MODES)}.")
 
 
 def decode(
     mode: str, payload: Bytes, metadata: Bytes, *, dtype: str, global_scale: float = 1.0
 ) -> Floats:
-    """The inverse of `encode`: FP32 rows."""
+    """Return the FP32 rows of (payload, metadata) from `encode`."""
     factor = np.float32(global_scale)
     if mode == "none":
         return from_bits(payload, dtype)
@@ -192,6 +195,6 @@ def decode(
 def round_trip(
     mode: str, rows: Floats, *, dtype: str, global_scale: float = 1.0, search: bool = False
 ) -> Floats:
-    """What attention sees of rows [n, head_dim] once they have been stored."""
+    """Return rows [n, head_dim] as attention reads them after they were stored."""
     payload, metadata = encode(mode, rows, dtype=dtype, global_scale=global_scale, search=search)
     return decode(mode, payload, metadata, dtype=dtype, global_scale=global_scale)

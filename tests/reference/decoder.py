@@ -1,6 +1,6 @@
-"""A whole decoder in NumPy: what the logits must be when K and V are stored in a format.
+"""A whole decoder in NumPy: the expected logits when K and V are stored in a KV format.
 
-Double precision everywhere except the cache, which holds exactly what the codecs give.
+All arithmetic is in double precision. The cache holds exactly the values that the codecs decode.
 """
 
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ Doubles = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a small decoder; with `experts`, in every layer."""
+    """Sizes of a small decoder. If `experts` is set, every layer has experts."""
 
     layers: int
     hidden: int
@@ -29,12 +29,12 @@ class Shape:
     rope: Rope
     windows: tuple[int, ...] = ()
     norm_eps: float = 1e-5
-    # bias (of q, k, v), o_bias, qk_norm, sinks, head
+    # any of: bias (of q, k, v), o_bias, qk_norm, sinks, head
     optional: frozenset[str] = field(default_factory=frozenset)
     experts: Experts | None = None
 
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """Name → (outputs, inputs)."""
+        """Return (outputs, inputs) of each matrix by name."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         shapes = {"embedding": (self.vocab, self.hidden)}
         if "head" in self.optional:
@@ -55,7 +55,7 @@ class Shape:
         return shapes
 
     def vectors(self) -> dict[str, int]:
-        """Name → length."""
+        """Return the length of each vector by name."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         lengths = {"final_norm": self.hidden}
         for i in range(self.layers):
@@ -80,7 +80,7 @@ class Shape:
 
 
 def random_weights(shape: Shape, seed: int) -> dict[str, npt.NDArray[np.float32]]:
-    """Weights under which activations keep their size and attention is not flat."""
+    """Return random weights that keep the size of activations and give uneven attention."""
     rng = np.random.default_rng(seed)
     weights = {}
     for name, (rows, cols) in shape.matrices().items():
@@ -93,13 +93,17 @@ def random_weights(shape: Shape, seed: int) -> dict[str, npt.NDArray[np.float32]
 
 
 def rms_norm(x: Doubles, weight: npt.NDArray[np.float32], eps: float) -> Doubles:
-    """x / sqrt(mean(x²) + eps) * weight."""
+    """Return x / sqrt(mean(x²) + eps) * weight."""
     return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight
 
 
 @dataclass
 class Decoder:
-    """`mode`, `dtype` and `quality` are those of the KV cache; `stores` are its layers if given."""
+    """A decoder with a KV cache.
+
+    `mode`, `dtype` and `quality` apply to the cache of every layer, unless `stores` gives one
+    LayerStore per layer.
+    """
 
     shape: Shape
     weights: dict[str, npt.NDArray[np.float32]]
@@ -109,7 +113,7 @@ class Decoder:
     stores: list[LayerStore] | None = None
 
     def logits(self, ids: npt.NDArray[np.int64]) -> Doubles:
-        """[tokens, vocab] for a whole prompt."""
+        """Return the logits of a whole prompt, [tokens, vocab]."""
         x = self.weights["embedding"][ids].astype(np.float64)
         for layer in range(self.shape.layers):
             x = x + self._attention(layer, x)
@@ -118,7 +122,7 @@ class Decoder:
         return x @ self.weights.get("head", self.weights["embedding"]).T.astype(np.float64)
 
     def keys_after_rope(self, ids: npt.NDArray[np.int64]) -> list[Doubles]:
-        """K of every layer, [tokens, kv_heads, head_dim], as calibration meets it."""
+        """Return K of every layer after RoPE, [tokens, kv_heads, head_dim], for calibration."""
         x = self.weights["embedding"][ids].astype(np.float64)
         keys = []
         for layer in range(self.shape.layers):

@@ -1,4 +1,4 @@
-"""Small floating-point types: every value spelled out in a table, rounding by search in it."""
+"""Small floating-point types: every value is listed in a table, and rounding searches the table."""
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ E2M1_VALUES = np.concatenate([E2M1_MAGNITUDES, -E2M1_MAGNITUDES]).astype(np.floa
 
 
 def minifloat_table(*, exponent_bits: int, mantissa_bits: int, bias: int) -> Floats:
-    """The values of codes 0..127 of an 8-bit float, read as if no code were special."""
+    """Return the values of codes 0..127 of an 8-bit float, as if no code were special."""
     values = []
     for code in range(1 << (exponent_bits + mantissa_bits)):
         exponent, mantissa = divmod(code, 1 << mantissa_bits)
@@ -30,7 +30,10 @@ def minifloat_table(*, exponent_bits: int, mantissa_bits: int, bias: int) -> Flo
 
 
 def signed_table(magnitudes: Floats, *, first_special: int, infinity: int | None) -> Floats:
-    """256 values: NaN from `first_special` on, except `infinity`; then the same with a sign."""
+    """Return the values of all 256 codes; codes 128..255 are the negatives of 0..127.
+
+    Codes from `first_special` on are NaN, except that code `infinity` is infinite.
+    """
     table = magnitudes.copy()
     table[first_special:] = np.nan
     if infinity is not None:
@@ -45,7 +48,10 @@ E5M2_VALUES = signed_table(E5M2_MAGNITUDES, first_special=0x7C, infinity=0x7C)
 
 
 def nearest_code(x: Floats, magnitudes: Floats) -> Bytes:
-    """Codes of |x| in an ascending table: nearest, ties to the even code, saturating. NaN → 0."""
+    """Return the code of the value nearest to |x| in an ascending table.
+
+    Ties go to the even code. Larger values saturate. NaN → 0.
+    """
     wide = magnitudes.astype(np.float64)
     midpoints = (wide[1:] + wide[:-1]) / 2
     size = np.where(np.isnan(x), 0.0, np.abs(x.astype(np.float64)))
@@ -55,30 +61,30 @@ def nearest_code(x: Floats, magnitudes: Floats) -> Bytes:
 
 
 def encode_e2m1(x: Floats) -> Bytes:
-    """Four-bit codes; NaN → 7, -0 → 8."""
+    """Return four-bit codes; NaN → 7, -0 → 8."""
     code = nearest_code(x, E2M1_MAGNITUDES) | (np.signbit(x).astype(np.uint8) << 3)
     return np.where(np.isnan(x), 7, code).astype(np.uint8)
 
 
 def encode_fp8(x: Floats, magnitudes: Floats, largest_code: int) -> Bytes:
-    """Eight-bit codes, saturating at `largest_code`; NaN → 0x7F."""
+    """Return eight-bit codes, saturated at `largest_code`; NaN → 0x7F."""
     code = nearest_code(x, magnitudes[: largest_code + 1])
     code |= np.signbit(x).astype(np.uint8) << 7
     return np.where(np.isnan(x), 0x7F, code).astype(np.uint8)
 
 
 def encode_e4m3(x: Floats) -> Bytes:
-    """E4M3, saturating at 448 (0x7E)."""
+    """Return E4M3 codes, saturated at 448 (0x7E)."""
     return encode_fp8(x, E4M3_MAGNITUDES, 0x7E)
 
 
 def encode_e5m2(x: Floats) -> Bytes:
-    """E5M2, saturating at 57344 (0x7B)."""
+    """Return E5M2 codes, saturated at 57344 (0x7B)."""
     return encode_fp8(x, E5M2_MAGNITUDES, 0x7B)
 
 
 def to_bits(x: Floats, dtype: str) -> npt.NDArray[np.uint8]:
-    """Rows of a dtype as bytes, rounded to nearest even: [n, d] → [n, d * size]."""
+    """Round rows to a dtype, to nearest even, and return its bytes: [n, d] → [n, d * size]."""
     if dtype == "float32":
         stored: npt.NDArray[np.generic] = np.ascontiguousarray(x, np.float32)
     elif dtype == "float16":
@@ -92,7 +98,7 @@ def to_bits(x: Floats, dtype: str) -> npt.NDArray[np.uint8]:
 
 
 def from_bits(raw: Bytes, dtype: str) -> Floats:
-    """The inverse of `to_bits`."""
+    """Return the FP32 values of bytes from `to_bits`."""
     raw = np.ascontiguousarray(raw)
     if dtype == "float32":
         return raw.view(np.float32)
@@ -102,5 +108,5 @@ def from_bits(raw: Bytes, dtype: str) -> Floats:
 
 
 def round_to(x: Floats, dtype: str) -> Floats:
-    """Rounded to a dtype, back in FP32."""
+    """Round to a dtype and return the result in FP32."""
     return from_bits(to_bits(x, dtype), dtype).reshape(x.shape)

@@ -1,4 +1,4 @@
-"""Bytes of rows, tokens and blocks, from the layout formulas."""
+"""Sizes of rows, tokens and blocks in bytes, from the layout formulas."""
 
 from dataclasses import dataclass
 
@@ -8,24 +8,24 @@ ALIGNMENT = 16
 
 
 def payload_bytes(mode: str, head_dim: int, dtype: str) -> int:
-    """Payload of one row of K or V."""
+    """Return the payload bytes of one row of K or V."""
     if mode == "none":
         return head_dim * ELEMENT_BYTES[dtype]
     return head_dim * BITS[mode] // 8
 
 
 def param_bytes(mode: str, dtype: str) -> int:
-    """(scale, zero) of one row, inline in the data pool."""
+    """Return the bytes of the (scale, zero) pair of one row, stored in the data pool."""
     return 2 * ELEMENT_BYTES[dtype] if mode in ("int8", "int4") else 0
 
 
 def scale_bytes(mode: str, head_dim: int) -> int:
-    """Scale pool bytes of one row."""
+    """Return the bytes of one row in the scale pool."""
     return head_dim // 16 if mode in ("mxfp4", "nvfp4") else 0
 
 
 def row_bytes(mode: str, head_dim: int, dtype: str = "bfloat16") -> int:
-    """Everything that one row of K or V takes."""
+    """Return all bytes of one row of K or V."""
     return (
         payload_bytes(mode, head_dim, dtype)
         + param_bytes(mode, dtype)
@@ -35,7 +35,7 @@ def row_bytes(mode: str, head_dim: int, dtype: str = "bfloat16") -> int:
 
 @dataclass(frozen=True)
 class Shape:
-    """One layer group with the same mode for K and V everywhere."""
+    """One layer group whose layers all use one format for K and V."""
 
     layers: int
     kv_heads: int
@@ -44,17 +44,17 @@ class Shape:
     dtype: str = "bfloat16"
 
     def bytes_per_token(self, mode: str) -> int:
-        """K and V of one token in all layers, metadata and scales included."""
+        """Return the bytes of K and V of one token in all layers, metadata and scales included."""
         return 2 * self.layers * self.kv_heads * row_bytes(mode, self.head_dim, self.dtype)
 
     def block_bytes(self, mode: str) -> int:
-        """One block in the data pool."""
+        """Return the bytes of one block in the data pool."""
         rows = 2 * self.layers * self.kv_heads * self.block_seq_len
         return rows * (
             payload_bytes(mode, self.head_dim, self.dtype) + param_bytes(mode, self.dtype)
         )
 
     def scale_block_bytes(self, mode: str) -> int:
-        """One block in the scale pool."""
+        """Return the bytes of one block in the scale pool."""
         rows = 2 * self.layers * self.kv_heads * self.block_seq_len
         return rows * scale_bytes(mode, self.head_dim)

@@ -1,4 +1,4 @@
-"""A feed-forward part made of experts, in double precision, one token after the other."""
+"""Mixture-of-experts feed-forward layers in double precision, one token at a time."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,11 @@ Weights = Mapping[str, npt.NDArray[np.float32]]
 
 @dataclass(frozen=True)
 class Experts:
-    """GPT-OSS: biases, gate and up in turn, and their clamps. Otherwise SiLU without biases."""
+    """The experts of one layer.
+
+    With `gpt_oss`: biases, interleaved gate and up, and clamped activations. Otherwise: SiLU
+    without biases.
+    """
 
     count: int
     top_k: int
@@ -22,7 +26,7 @@ class Experts:
     limit: float = 7.0
 
     def matrices(self, hidden: int) -> dict[str, tuple[int, int]]:
-        """Name within a layer → (outputs, inputs)."""
+        """Return (outputs, inputs) of each matrix, by its name within a layer."""
         shapes = {"router": (self.count, hidden)}
         for e in range(self.count):
             if self.gpt_oss:
@@ -33,14 +37,14 @@ class Experts:
         return shapes
 
     def biases(self, hidden: int) -> dict[str, int]:
-        """Name within a layer → length."""
+        """Return the length of each bias, by its name within a layer."""
         if not self.gpt_oss:
             return {}
         return {f"{name}.bias": rows for name, (rows, _) in self.matrices(hidden).items()}
 
 
 def choose(experts: Experts, logits: Doubles) -> list[tuple[int, float]]:
-    """(expert, weight) of one token: the highest logits, the lower id where two are equal."""
+    """Return (expert, weight) pairs of one token: the highest logits, lower ids first on ties."""
     weights = np.exp(logits - logits.max())
     weights /= weights.sum()
     ids = sorted(range(experts.count), key=lambda e: (-logits[e], e))[: experts.top_k]
@@ -49,7 +53,7 @@ def choose(experts: Experts, logits: Doubles) -> list[tuple[int, float]]:
 
 
 def run_expert(experts: Experts, weights: Weights, prefix: str, x: Doubles) -> Doubles:
-    """One expert's output for one token."""
+    """Return the output of one expert for one token."""
     if experts.gpt_oss:
         both = weights[f"{prefix}.gate_up"].astype(np.float64) @ x
         both += weights[f"{prefix}.gate_up.bias"]
@@ -65,7 +69,7 @@ def run_expert(experts: Experts, weights: Weights, prefix: str, x: Doubles) -> D
 
 
 def feed_forward(experts: Experts, weights: Weights, prefix: str, x: Doubles) -> Doubles:
-    """[tokens, hidden] → the same, each token through its own experts."""
+    """Run each token of x [tokens, hidden] through its experts; returns the same shape."""
     out = np.zeros_like(x)
     for token, row in enumerate(x):
         logits = weights[f"{prefix}.router"].astype(np.float64) @ row

