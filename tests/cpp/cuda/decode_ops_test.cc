@@ -1,4 +1,4 @@
-// Decode attention of whole steps on the make-believe GPU, against the CPU backend.
+// Decode attention of whole steps on the simulated GPU, compared with the CPU backend.
 
 #include "turbomind/backend/cuda/decode/decode_ops.h"
 
@@ -30,7 +30,7 @@ using enum KvCacheMode;
 constexpr int kHeadDims[] = {64, 128, 80, 96, 256};
 constexpr int kBlockLens[] = {64, 32, 16, 128};
 
-TEST_CASE("every listed pair of formats at every head_dim") {
+TEST_CASE("decode matches the CPU for every listed pair at every head_dim") {
   size_t i = 0;
   for (KvCacheMode k : kAllKvCacheModes) {
     for (KvCacheMode v : kAllKvCacheModes) {
@@ -52,7 +52,7 @@ TEST_CASE("every listed pair of formats at every head_dim") {
   }
 }
 
-TEST_CASE("every head_dim and block length, NVFP4 and 16 bit") {
+TEST_CASE("decode matches the CPU at every head_dim and block length") {
   for (int head_dim : kHeadDims) {
     for (int block_seq_len : kBlockLens) {
       for (KvCacheMode format : {kFp4Nv, kNone}) {
@@ -66,8 +66,7 @@ TEST_CASE("every head_dim and block length, NVFP4 and 16 bit") {
   }
 }
 
-TEST_CASE("sequences are cut among the SMs and merged, sinks and means once" *
-          doctest::test_suite("small")) {
+TEST_CASE("sequences split across SMs count sinks and means once" * doctest::test_suite("small")) {
   Case c = {.kv_heads = 2, .group = 9, .sinks = true, .mean = true};
   c.max_seqs = 2;
   c.max_context = 1100;
@@ -78,7 +77,7 @@ TEST_CASE("sequences are cut among the SMs and merged, sinks and means once" *
   CheckCase(c, {1100, 650}, 8);
 }
 
-TEST_CASE("16-bit blocks: sinks and recent positions come from the 16-bit pool") {
+TEST_CASE("sinks and recent positions are read from the 16-bit window") {
   const PrecisionWindowTokens kWindow16[] = {{64, 64}, {0, 0}, {64, 0}, {0, 128}};
   size_t i = 0;
   for (const PrecisionWindowTokens& window16 : kWindow16) {
@@ -97,15 +96,15 @@ TEST_CASE("16-bit blocks: sinks and recent positions come from the 16-bit pool")
   }
 }
 
-TEST_CASE("16-bit blocks: long 16-bit and quantized ranges are cut" *
-          doctest::test_suite("small")) {
+TEST_CASE("long ranges of both pools are split" * doctest::test_suite("small")) {
   Case c = {.k = kInt4, .v = kInt4, .group = 1, .window16 = {576, 640}};
   c.max_seqs = 1;
   c.max_context = 2000;
   CheckCase(c, {2000}, 4);
 }
 
-TEST_CASE("a recorded step is right for other contexts and tables" * doctest::test_suite("small")) {
+TEST_CASE("a recorded step stays correct for other contexts and tables" *
+          doctest::test_suite("small")) {
   Case c = {.k = kFp8E4m3, .v = kInt4, .group = 1, .block_seq_len = 32, .window16 = {64, 64}};
   c.sinks = true;
   c.max_context = 700;
@@ -120,7 +119,7 @@ TEST_CASE("a recorded step is right for other contexts and tables" * doctest::te
   }
   CHECK(gpu.graphs().num_recorded() == 2);
   CHECK(gpu.graphs().num_replayed() == 3);
-  CHECK(gpu.num_ops() == 5);  // the first grew what the graphs' addresses depend on
+  CHECK(gpu.num_ops() == 5);  // the first step grew buffers that the graphs' addresses depend on
 }
 
 TEST_CASE("plans keep their addresses until they must grow") {
@@ -148,7 +147,7 @@ TEST_CASE("plans keep their addresses until they must grow") {
   CHECK(upload(3).num_quantized == first.num_quantized);
 }
 
-TEST_CASE("layers of one step with different windows have plans of their own") {
+TEST_CASE("layers with different windows in one step have separate plans") {
   Case c;
   c.group = 1;
   Case windowed = c;
@@ -174,13 +173,13 @@ TEST_CASE("layers of one step with different windows have plans of their own") {
   CHECK_THROWS_AS(planner.Find(p), InternalError);
 }
 
-TEST_CASE("a step without decode sequences, and an empty context") {
+TEST_CASE("decode handles steps without sequences and empty contexts") {
   const Layer layer(Case{.group = 1});
   TestGpu gpu(layer, 1);
   Step none(layer, {}, {});
   gpu.Upload(&none);
   gpu.RunOp(none);
-  // A row that only fills up a batch is zero.
+  // A row that only pads a batch is zero.
   const std::vector<float> out = gpu.Run(Step(layer, {0, 40}, {0, 1}));
   CHECK(std::all_of(out.begin(), out.begin() + 64, [](float x) { return x == 0.f; }));
   CHECK_FALSE(std::isnan(out[64]));
@@ -195,22 +194,23 @@ std::string Refusal(const KvLayerView& view, const GpuProperties& gpu) {
   return "";
 }
 
-TEST_CASE("what no kernel is built for is refused in words") {
+TEST_CASE("layers without a kernel are rejected with a clear message") {
   GpuProperties gpu = PropertiesOf(0);
   const auto view = [](const Case& c) {
     return block::Layout(ConfigOf(c, c.k, c.v)).LayerView(0, nullptr, nullptr);
   };
   CHECK(Refusal(view({}), gpu) == "");
-  CHECK(Refusal(view({.head_dim = 112}), gpu).find("head_dim: got 112") == 0);
-  CHECK(Refusal(view({.dtype = DataType::kFloat32}), gpu).find("got float32") != std::string::npos);
-  gpu.shared_bytes_per_block = 64 << 10;  // of an SM 75
+  CHECK(Refusal(view({.head_dim = 112}), gpu).find("head_dim 112 is not supported") == 0);
+  CHECK(Refusal(view({.dtype = DataType::kFloat32}), gpu).find("dtype float32 is not supported") !=
+        std::string::npos);
+  gpu.shared_bytes_per_block = 64 << 10;  // the limit of SM 75
   const Case wide = {.k = kNone, .v = kNone, .head_dim = 256};
   CHECK(Refusal(view(wide), gpu)
-            .find("with 65536 bytes of shared memory per block, want 98304; "
-                  "use --device cpu") != std::string::npos);
+            .find("which has 65536 bytes of shared memory per block. It needs 98304. "
+                  "Use --device cpu.") != std::string::npos);
 }
 
-TEST_CASE("head_dim 256 runs with 99 KiB of shared memory, 16-bit blocks too") {
+TEST_CASE("head_dim 256 runs with 99 KiB of shared memory, also with a 16-bit window") {
   for (KvCacheMode format : {kFp4Nv, kFp4Mx, kNone}) {
     Case c = {.k = format, .v = format, .dtype = DataType::kBFloat16, .head_dim = 256};
     c.group = 2;
@@ -225,7 +225,7 @@ TEST_CASE("head_dim 256 runs with 99 KiB of shared memory, 16-bit blocks too") {
   }
 }
 
-TEST_CASE("two head tiles of four-bit values are read by one block") {
+TEST_CASE("one block reads two head tiles of 4-bit values") {
   for (KvCacheMode format : {kFp4Mx, kFp4Nv, kInt4, kInt8}) {
     for (int head_dim : {64, 128}) {
       Case c = {.k = format, .v = format, .head_dim = head_dim};
@@ -245,7 +245,7 @@ TEST_CASE("two head tiles of four-bit values are read by one block") {
   }
 }
 
-// Every kernel of the list is there, and runs on an SM 86 as well.
+// SM 86 has 99 KiB of shared memory per block.
 TEST_CASE("every listed pair, dtype, head_dim and block length has a kernel") {
   GpuProperties gpu = PropertiesOf(0);
   gpu.shared_bytes_per_block = 99 << 10;

@@ -1,4 +1,4 @@
-// A GPU as a device: threads, memory that is short, what of it ends with it.
+// A GPU as a device: threads, memory exhaustion and object lifetimes.
 
 #include <doctest/doctest.h>
 
@@ -18,7 +18,7 @@ namespace {
 
 constexpr size_t kBytes = 64;
 
-// Which GPU a thread that has said nothing uses once it has run this.
+// Return the GPU that a new thread uses after it has called `run`.
 int GpuAfter(const std::function<void()>& run) {
   int gpu = -1;
   std::thread([&] {
@@ -28,7 +28,7 @@ int GpuAfter(const std::function<void()>& run) {
   return gpu;
 }
 
-TEST_CASE("a thread of its own uses the device's GPU, whatever it asks first") {
+TEST_CASE("a new thread uses the device's GPU, whichever call comes first") {
   auto device = MakeDevice(0, {});
   std::vector<uint8_t> host(kBytes, 3);
   void* memory = device->Reserve(kBytes);
@@ -47,7 +47,7 @@ TEST_CASE("a thread of its own uses the device's GPU, whatever it asks first") {
   CHECK(GpuAfter([&] { device.reset(); }) == 0);
 }
 
-TEST_CASE("what does not fit the GPU says how much and what to change") {
+TEST_CASE("an allocation that does not fit the GPU reports sizes and options") {
   const auto device = MakeDevice(0, {});
   const size_t wanted = PropertiesOf(0).memory_bytes + 1;
   std::string what;
@@ -56,13 +56,14 @@ TEST_CASE("what does not fit the GPU says how much and what to change") {
   } catch (const std::bad_alloc& error) {
     what = error.what();
   }
-  CHECK(what.find("GPU memory: " + std::to_string(wanted) + " bytes wanted, ") == 0);
-  CHECK(what.find(" free; lower --cache-max-entry-count or --max-batch-size") != std::string::npos);
-  void* memory = device->Reserve(kBytes);  // the device goes on
+  CHECK(what.find("GPU memory: " + std::to_string(wanted) + " bytes are needed, but only ") == 0);
+  CHECK(what.find(" free. Lower --cache-max-entry-count or --max-batch-size.") !=
+        std::string::npos);
+  void* memory = device->Reserve(kBytes);  // the device still works
   device->Release(memory, kBytes);
 }
 
-TEST_CASE("a device has the threads that are asked for") {
+TEST_CASE("a device has the requested number of threads") {
   for (const int num_threads : {1, 3}) {
     const auto device = MakeDevice(0, {.num_threads = num_threads});
     CHECK(device->num_host_threads() == num_threads);

@@ -1,5 +1,6 @@
-// Linear layers, grouped ones and embedding of backend/cuda, run thread by thread on the CPU
-// (cuda_shim/shim.h), against FP64 over the values that a checkpoint's bytes mean.
+// Runs linear layers, grouped linear layers and embedding of backend/cuda thread by thread on the
+// CPU (cuda_shim/shim.h). Compares them with FP64 over the values that a checkpoint's bytes
+// represent.
 
 #include "turbomind/backend/cuda/linear/linear_ops.h"
 
@@ -36,10 +37,11 @@ constexpr MatrixFormat kFormats[] = {
 
 // Half a unit of BF16's 8 significant bits.
 constexpr double kBF16Rounding = 0x1p-8;
-// Sums in FP32, of products that are exact: roundings of 2^-24 of what has been added up.
+// FP32 sums of exact products: roundings of 2^-24 of the partial sums.
 constexpr double kSumRounding = 0x1p-22;
-// What rounding x costs of the output's norm: 2^-7 / sqrt(12) of a power of two at or below x,
-// which is 1.35 times that on average; with room for the few outputs that are measured.
+// The error from rounding x, relative to the output's norm. It is 2^-7 / sqrt(12) of the power of
+// two at or below x, and x is 1.35 times that power on average. The margin covers the small number
+// of measured outputs.
 constexpr double kDocumentedError = 1.9e-3;
 
 struct Gpu {
@@ -52,7 +54,7 @@ struct Gpu {
         linear(std::move(library)) {
     ctx.stream = stream;
     ctx.gpu = PropertiesOf(0);
-    ctx.gpu.num_sms = 2;  // one block of rows and outputs is given its slices apart, more are not
+    ctx.gpu.num_sms = 2;  // one block of rows and outputs gets separate slices, more blocks do not
     ctx.workspace = &workspace;
   }
   Stream stream;
@@ -64,8 +66,8 @@ struct Gpu {
   Context ctx;
 };
 
-// Null where a GPU's machine has none; the stand-in for tests without a GPU is a file, always
-// there.
+// Return null if a machine with a GPU has no cuBLASLt. Without a GPU, the stand-in is a file that
+// always exists.
 std::unique_ptr<CublasLt> Library() {
   std::string why;
   std::unique_ptr<CublasLt> library = CublasLt::Load({TM_CUBLAS_LT}, &why);
@@ -84,7 +86,7 @@ struct Call {
   int pad = 3;  // floats between rows of x and of y
 };
 
-// One part of a stack of matrices, with everything it is made of.
+// One matrix of a stack, with all its values.
 struct Part {
   Matrix matrix;
   std::vector<float> bias;
@@ -100,7 +102,7 @@ std::vector<Part> RandomParts(const std::vector<MatrixFormat>& formats,
   return parts;
 }
 
-// The result of a call; y begins as sentinels.
+// The result of a call. y is filled with sentinels before the call.
 struct Outcome {
   std::vector<float> y;
   int64_t y_stride;
@@ -143,7 +145,8 @@ double Product(const Matrix& m, const float* x, int64_t output) {
   return sum;
 }
 
-// How far an output may be from Product. Q4_1 adds d · code and the minimum apart.
+// Return the maximum distance of an output from Product. Q4_1 adds d · code and the minimum
+// separately.
 double ErrorBound(const Matrix& m, const float* x, int64_t output, bool exact) {
   double magnitude = 0;
   for (int64_t c = 0; c < m.cols; ++c) {
@@ -203,7 +206,7 @@ TEST_CASE("every format and shape agrees with FP64") {
   }
 }
 
-TEST_CASE("many rows, and FP32 of every format") {
+TEST_CASE("every format agrees with FP64 for many rows and for FP32 copies") {
   Gpu gpu;
   for (MatrixFormat format : kFormats) {
     CAPTURE(static_cast<int>(format));
@@ -214,7 +217,7 @@ TEST_CASE("many rows, and FP32 of every format") {
   }
 }
 
-TEST_CASE("parts stand side by side, each in its format" * doctest::test_suite("small")) {
+TEST_CASE("stacked parts may have different formats" * doctest::test_suite("small")) {
   Gpu gpu;
   using enum MatrixFormat;
   for (const std::vector<MatrixFormat>& formats : std::vector<std::vector<MatrixFormat>>{
@@ -237,7 +240,7 @@ TEST_CASE("a row has the same bits for every number of rows") {
     CAPTURE(static_cast<int>(format));
     const std::vector<Part> parts = RandomParts({format}, {40}, 704);
     REQUIRE(NumSlices(StoredFormat(format), 40, 704) >= 2);
-    // Two blocks, which add up their slices themselves.
+    // Two blocks, each of which adds its own slices.
     const std::vector<float> x = RandomVector(70 * (704 + 3), 4);
     const Outcome all = RunLinear(gpu, parts, x, {70, true, true});
     for (int num_rows : {1, 8, 9, 17, 35}) {
@@ -248,7 +251,7 @@ TEST_CASE("a row has the same bits for every number of rows") {
   }
 }
 
-TEST_CASE("rounding x costs what is documented" * doctest::test_suite("small")) {
+TEST_CASE("rounding x costs no more than documented" * doctest::test_suite("small")) {
   Gpu gpu;
   for (MatrixFormat format : {MatrixFormat::kBF16, MatrixFormat::kQ8_0, MatrixFormat::kMxfp4}) {
     const std::vector<Part> parts = RandomParts({format}, {64}, 1024);
@@ -267,17 +270,17 @@ TEST_CASE("rounding x costs what is documented" * doctest::test_suite("small")) 
   }
 }
 
-TEST_CASE("many rows by the library") {
+TEST_CASE("products by the library agree with FP64") {
   std::string why;
   Gpu gpu(CublasLt::Load({"no/such/library.so", TM_CUBLAS_LT}, &why));
   CHECK(why.find("no/such/library.so") != std::string::npos);
   for (MatrixFormat format : kFormats) {
     CAPTURE(static_cast<int>(format));
-    // The library does not know what to do with 65 outputs.
+    // The library has no algorithm for 65 outputs.
     const std::vector<Part> parts = RandomParts({format, format}, {37, 65}, 64);
     const Call call = {512, true, true, 3};
     const std::vector<float> x = RandomVector(call.num_rows * (64 + call.pad), 7);
-    // Weights are rounded as well as x where they have scales.
+    // Weights with scales are rounded as well as x.
     CheckLinear(parts, x, RunLinear(gpu, parts, x, call), call, false, 2);
   }
   const std::vector<Part> parts = RandomParts({MatrixFormat::kBF16}, {40}, 77);
@@ -285,7 +288,7 @@ TEST_CASE("many rows by the library") {
   CheckLinear(parts, x, RunLinear(gpu, parts, x, {70, true, true}), {70, true, true});
 }
 
-TEST_CASE("matrices that share a piece of memory compute as others do") {
+TEST_CASE("matrices that share a piece of memory give the same results") {
   Gpu apart;
   Gpu together(nullptr, size_t{1} << 20);
   for (const MatrixFormat format : {MatrixFormat::kQ4_0, MatrixFormat::kMxfp4}) {
@@ -296,7 +299,7 @@ TEST_CASE("matrices that share a piece of memory compute as others do") {
   }
 }
 
-TEST_CASE("the library computes where it is faster") {
+TEST_CASE("the library is used only where it is faster") {
   using enum MatrixFormat;
   struct Case {
     MatrixFormat format;
@@ -329,7 +332,7 @@ TEST_CASE("the library computes where it is faster") {
   }
 }
 
-TEST_CASE("deterministic calls do without the library") {
+TEST_CASE("deterministic calls do not use the library") {
   std::unique_ptr<CublasLt> library = Library();
   if (library == nullptr) {
     return;
@@ -345,20 +348,20 @@ TEST_CASE("deterministic calls do without the library") {
   CHECK(!SameBits(RunLinear(with, parts, x, {70, true, true}).y, want.y));
 }
 
-TEST_CASE("without a library it says why") {
+TEST_CASE("Load reports why no library was loaded") {
   std::string why;
   CHECK(CublasLt::Load({}, &why) == nullptr);
-  CHECK(why == "no library was named");
+  CHECK(why == "no library was given");
   CHECK(CublasLt::Load({"libm.so.6"}, &why) == nullptr);
-  CHECK(why.find("libm.so.6 has no cublasLt") != std::string::npos);
+  CHECK(why.find("libm.so.6 does not export cublasLt") != std::string::npos);
   CHECK(CublasLt::Load({"libof_nobody.so.1", "/no/file"}, &why) == nullptr);
-  CHECK(why == "no libof_nobody.so.1; no /no/file");
+  CHECK(why == "cannot find libof_nobody.so.1; cannot find /no/file");
   if (const auto library = Library(); library != nullptr) {
     CHECK(library->name().starts_with("cuBLASLt 1"));
   }
 }
 
-TEST_CASE("usual places are the loader's, then the newest toolkit's") {
+TEST_CASE("the default places are the loader's names, then toolkits from newest to oldest") {
   namespace fs = std::filesystem;
   const fs::path root = fs::temp_directory_path() / ("cublas_lt_test." + std::to_string(getpid()));
   const auto make = [&](const char* folder, const char* name) {
@@ -377,7 +380,7 @@ TEST_CASE("usual places are the loader's, then the newest toolkit's") {
   CHECK(CublasLt::UsualPlaces(root.string()) == names);
 }
 
-// Experts of one format and shape, and rows that are grouped by them.
+// Experts of one format and shape, and rows that are grouped by expert.
 struct Groups {
   std::vector<std::unique_ptr<PackedMatrix>> weights;
   std::vector<Part> parts;
@@ -426,7 +429,7 @@ std::vector<float> RunGrouped(Gpu& gpu, const Groups& groups, const std::vector<
   return y_gpu.Read();
 }
 
-// Every row of y has the bits of Linear with its row of x and its expert.
+// Check that every row of y has the same bits as Linear with its row of x and its expert.
 void CheckGrouped(Gpu& gpu, const Groups& groups, const std::vector<int>& sizes, bool gathered) {
   const Matrix& first = groups.parts[0].matrix;
   const std::vector<float> x = RandomVector(20 * first.cols, 17);
@@ -460,7 +463,7 @@ void CheckGrouped(Gpu& gpu, const Groups& groups, const std::vector<int>& sizes,
   }
 }
 
-TEST_CASE("rows grouped by expert have the bits of one row alone") {
+TEST_CASE("rows grouped by expert have the same bits as single rows") {
   Gpu gpu;
   for (MatrixFormat format : kFormats) {
     CAPTURE(static_cast<int>(format));
@@ -472,7 +475,7 @@ TEST_CASE("rows grouped by expert have the bits of one row alone") {
   }
 }
 
-TEST_CASE("many rows grouped by expert have the bits of one row alone" *
+TEST_CASE("many rows grouped by expert have the same bits as single rows" *
           doctest::test_suite("small")) {
   Gpu gpu;
   for (MatrixFormat format : {MatrixFormat::kQ8_0, MatrixFormat::kMxfp4}) {
@@ -482,7 +485,8 @@ TEST_CASE("many rows grouped by expert have the bits of one row alone" *
   }
 }
 
-TEST_CASE("more experts than a warp has lanes" * doctest::test_suite("small")) {
+TEST_CASE("GroupedLinear handles more experts than a warp has lanes" *
+          doctest::test_suite("small")) {
   Gpu gpu;
   const Groups groups = MakeGroups(gpu, MatrixFormat::kMxfp4, 70, 17, 64);
   std::vector<int> sizes(70);
@@ -495,7 +499,7 @@ TEST_CASE("more experts than a warp has lanes" * doctest::test_suite("small")) {
   CheckGrouped(gpu, groups, sizes, true);
 }
 
-TEST_CASE("an array of experts may hold other weights later") {
+TEST_CASE("an array of experts may change its weights") {
   Gpu gpu;
   Groups groups = MakeGroups(gpu, MatrixFormat::kQ8_0, 3, 20, 32);
   CheckGrouped(gpu, groups, {1, 1, 1}, false);
@@ -505,7 +509,7 @@ TEST_CASE("an array of experts may hold other weights later") {
   CheckGrouped(gpu, groups, {1, 1, 1}, false);
 }
 
-TEST_CASE("embedding gives the values as they are defined") {
+TEST_CASE("embedding gives exactly the defined values") {
   Gpu gpu;
   for (MatrixFormat format : kFormats) {
     CAPTURE(static_cast<int>(format));
@@ -527,7 +531,7 @@ TEST_CASE("embedding gives the values as they are defined") {
   }
 }
 
-TEST_CASE("what cannot be packed is refused") {
+TEST_CASE("matrices that cannot be packed are rejected") {
   Gpu gpu;
   const Matrix m = RandomMatrix(MatrixFormat::kQ4_0, 4, 32, 1);
   MatrixSource source = m.source();
@@ -542,7 +546,7 @@ TEST_CASE("what cannot be packed is refused") {
   CHECK(packed->num_bytes() == 512 + 64);
 }
 
-TEST_CASE("an upload of many chunks arrives whole") {
+TEST_CASE("an upload of many chunks arrives complete") {
   Gpu gpu;
   constexpr int64_t kItems = 40;
   constexpr int64_t kItemBytes = 1 << 20;

@@ -27,20 +27,20 @@ GpuProperties Resolve(int gpu) {
   std::string why;
   const int count = NumGpus(&why);
   if (gpu < 0 || gpu >= count) {
-    throw InvalidArgument("CUDA device: got " + std::to_string(gpu) + ", " +
-                          (count == 0 ? why : "there are " + std::to_string(count)));
+    throw InvalidArgument("GPU " + std::to_string(gpu) + " cannot be used: " +
+                          (count == 0 ? why : "the number of GPUs is " + std::to_string(count)));
   }
   GpuProperties properties = PropertiesOf(gpu);
   if (properties.sm < kMinSm) {
-    throw InvalidArgument("CUDA device " + std::to_string(gpu) + ": " + properties.name +
+    throw InvalidArgument("GPU " + std::to_string(gpu) + ": " + properties.name +
                           " has compute capability " + std::to_string(properties.sm / 10) + "." +
-                          std::to_string(properties.sm % 10) + ", want 8.0 or newer");
+                          std::to_string(properties.sm % 10) + "; 8.0 or newer is required");
   }
   UseGpu(gpu);
   return properties;
 }
 
-// A stream of its own, destroyed last.
+// Owns a stream. Declare it before its users, so that it is destroyed last.
 class OwnStream {
  public:
   OwnStream() : stream_(CreateStream()) {}
@@ -53,7 +53,7 @@ class OwnStream {
   Stream stream_;
 };
 
-// Pinned memory that grows.
+// Pinned memory that only grows.
 class PinnedBuffer {
  public:
   PinnedBuffer() = default;
@@ -72,7 +72,7 @@ class PinnedBuffer {
       }
       memory_ = nullptr;
       num_bytes_ = 0;
-      num_bytes = std::bit_ceil(num_bytes);  // batches grow a sequence at a time
+      num_bytes = std::bit_ceil(num_bytes);  // batches grow by one sequence at a time
       memory_ = AllocatePinned(num_bytes);
       num_bytes_ = num_bytes;
     }
@@ -84,7 +84,8 @@ class PinnedBuffer {
   size_t num_bytes_ = 0;
 };
 
-// Null where our own kernels compute products; `products` says what does.
+// Return null if the backend's own kernels compute matrix products. `products` receives the name of
+// whatever computes them.
 std::unique_ptr<CublasLt> LoadCublasLt(const CudaDeviceOptions& options, std::string* products) {
   std::string why = "deterministic";
   std::unique_ptr<CublasLt> library;
@@ -204,7 +205,7 @@ class CudaDevice final : public Device {
     CudaPrefillAttention(context_, WithBatch(params), batch, {batch.num_decode, batch.num_seqs});
   }
   void DecodeAttention(const AttentionParams& params) override {
-    if (context_.deterministic) {  // the bits of a prompt's tokens, as which they may be read again
+    if (context_.deterministic) {  // the same bits as prefill, which may read these tokens again
       const BatchView& batch = params.batch;
       CudaPrefillAttention(context_, WithBatch(params), batch, {0, batch.num_decode});
       return;
@@ -226,7 +227,7 @@ class CudaDevice final : public Device {
   }
 
   const int gpu_;
-  const GpuProperties properties_;  // found before anything of the GPU is made
+  const GpuProperties properties_;  // read before any GPU resource is created
   OwnStream stream_;
   Workspace workspace_;
   const Context context_;
@@ -239,7 +240,7 @@ class CudaDevice final : public Device {
   MatrixMemory matrix_memory_;
   std::string gemm_backend_;
   CudaLinear linear_;
-  int64_t num_released_ = 0;  // what is recorded may hold such addresses
+  int64_t num_released_ = 0;  // recorded graphs may hold released addresses
   PinnedBuffer read_back_;
 };
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// A GPU as the engine's device.
+// Makes a Device that runs on a GPU.
 
 #include <memory>
 
@@ -9,9 +9,9 @@
 
 namespace turbomind::cuda {
 
-// Throws InvalidArgument for a GPU that is not there or too old, InternalError with the driver's
-// words. Where nothing of options.cublas_lt can be loaded, and with `deterministic`, products are
-// our own kernels'.
+// Throws InvalidArgument if the GPU does not exist or is too old, and InternalError with the
+// driver's message. The backend's own kernels compute matrix products if `deterministic` is set or
+// no entry of options.cublas_lt can be loaded.
 std::unique_ptr<Device> MakeDevice(int gpu, const CudaDeviceOptions& options);
 
 }  // namespace turbomind::cuda

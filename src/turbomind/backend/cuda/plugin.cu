@@ -1,4 +1,4 @@
-// The library's one function: see backend/cuda_library.h.
+// The function that the library exports; see backend/cuda_library.h.
 
 #include <cstdlib>
 #include <memory>
@@ -20,7 +20,7 @@ constexpr char kStamp[] = TM_CUDA_STAMP " " TM_STANDARD_LIBRARY;
 constexpr char kStamp[] = TM_CUDA_STAMP " " TM_STANDARD_LIBRARY TM_SHIM_SUFFIX;
 #endif
 
-// What `run` returns; `failed` and the reason where it throws.
+// Return the result of `run`. If it throws, write the reason into `why` and return `failed`.
 template <class Result, class F>
 Result Guarded(std::string* why, Result failed, const F& run) noexcept {
   try {
@@ -28,7 +28,7 @@ Result Guarded(std::string* why, Result failed, const F& run) noexcept {
   } catch (const OutOfMemory& error) {
     *why = error.what();
   } catch (const std::bad_alloc&) {
-    *why = "not enough memory";
+    *why = "not enough host memory";
   } catch (const std::exception& error) {
     *why = error.what();
   } catch (...) {
@@ -68,7 +68,7 @@ __global__ void Probe(ProbeParams params) {
   }
 }
 
-// Throws InvalidArgument where kernels of this build do not run on the GPU.
+// Throw InvalidArgument if the kernels of this build do not run on the GPU.
 void RequireKernels(int gpu) {
   UseGpu(gpu);
   const std::unique_ptr<CUstream_st, void (*)(Stream)> stream(CreateStream(), DestroyStream);
@@ -78,13 +78,13 @@ void RequireKernels(int gpu) {
     Synchronize(stream.get());
   } catch (const InternalError& error) {
     throw InvalidArgument("SM " + std::to_string(PropertiesOf(gpu).sm) +
-                          ", the library was built for " + TM_CUDA_ARCHS +
+                          " is not supported. The library was built for " + TM_CUDA_ARCHS +
                           " (TM_CUDA_ARCHS): " + error.what());
   }
 }
 
-// Where cuBLASLt may be. The shim takes a library that is named alone: the real one knows nothing
-// of its memory.
+// Return the candidates for cuBLASLt. The shim loads only a library named by the environment
+// variable, because the real cuBLASLt cannot access the shim's memory.
 std::vector<std::string> CublasLtLibraries(const CudaDeviceOptions& options) {
   if (const char* named = std::getenv("LMDEPLOY_CUBLASLT_LIBRARY"); named != nullptr && *named) {
     return {named};

@@ -2,23 +2,24 @@
 
 // ⑦ Decode attention over paged, quantized pools, for one query token per sequence.
 //
-// What a block owns: one item (a range of positions of one sequence, cut by decode_plan.h), one KV
-// head, up to kHeads of its query heads. Its warps take turns with tiles of kTileTokens positions,
-// each with a ring of kStages stages of its own that cp.async fills, and an online softmax of its
-// own; they are merged at the end into one partial result per query head, which CombineKernel
-// merges over the items of a sequence.
+// A block owns one item (a range of positions of one sequence, cut by decode_plan.h), one KV head
+// and up to kHeads of its query heads. Its warps take turns with tiles of kTileTokens positions.
+// Each warp has its own ring of kStages stages, filled by cp.async, and its own online softmax. At
+// the end the warps are merged into one partial result per query head. CombineKernel merges these
+// over the items of a sequence.
 //
-// What moves: every byte of payload, parameters and scales of the range, once per KV head and
-// kHeads query heads; 16 bytes at a time. Bound: memory, with about 3 instructions per FP4 element
-// at most; what is the same for all tiles is computed once (StageView).
+// Bytes moved: every byte of payload, parameters and scales of the range, once per KV head and
+// kHeads query heads, 16 bytes at a time. Bound: memory, with at most about 3 instructions per FP4
+// element. Whatever is the same for all tiles is computed once
+// (StageView).
 //
-// Products: Kᵀ tiles of 16 positions × 16 dimensions times a tile of 8 query heads (mma.m16n8k16);
-// a dequantized value serves all heads of the block. Dimensions may come in any order as long as
-// queries come in the same. Values lie in shared memory as SideShape scatters them, against bank
-// conflicts.
+// Matrix products: Kᵀ tiles of 16 positions × 16 dimensions times a tile of 8 query heads
+// (mma.m16n8k16). A dequantized value serves all heads of the block. Dimensions may be permuted as
+// long as keys and queries use the same order. SideShape scatters values in shared memory to avoid
+// bank conflicts.
 //
-// The reference maximum of the softmax moves only when a score exceeds it by more than 2^8; it
-// begins finite, so that a tile without visible positions adds nothing.
+// The reference maximum of the softmax rises only when a score exceeds it by more than 2^8. It
+// starts finite, so that a tile without visible positions adds nothing.
 
 #include <cmath>
 #include <cstdint>
@@ -35,20 +36,20 @@ TM_DEVICE IntParam LoadParam(const char* from) {
   return IntParamOf<C::kType>(LoadShared<uint32_t>(from));
 }
 
-// The queries of a head tile as operand B of the keys' products, in the order of the keys'
-// dimensions, and the sum of each head's values as rounded.
+// The queries of a head tile as operand B of the key products, in the keys' order of dimensions,
+// and the sum of each head's rounded values.
 template <class C>
 struct Query {
   uint32_t b[C::kSteps][2];
   float sum[2];  // of the heads 2 t and 2 t + 1, for integer keys
 };
 
-// Of the heads from `first` on, counted from the block's first.
+// Load the queries of the heads from `first` on, relative to the block's first head.
 template <class C>
 TM_DEVICE void LoadQuery(const DecodeTask<C>& task, int first, Query<C>* query) {
   using F = Fragments<C::kKeyFormat, C::kType>;
   using Shape = typename C::KeyShape;
-  constexpr int kPairs = F::kDims / 2;  // of a word
+  constexpr int kPairs = F::kDims / 2;  // pairs per word
   const int head = first + task.at.g;
   const bool real = head < task.num_heads;
   const float* q = task.params.q + task.item.sequence * task.params.q_stride +
@@ -71,14 +72,14 @@ TM_DEVICE void LoadQuery(const DecodeTask<C>& task, int first, Query<C>* query) 
   }
   if constexpr (IsInteger(C::kKeyFormat)) {
     sum += ShuffleXor(sum, 1);
-    sum += ShuffleXor(sum, 2);  // of head g, in its four lanes
+    sum += ShuffleXor(sum, 2);  // the sum of head g, in its four lanes
     query->sum[0] = ShuffleTo(sum, 8 * task.at.t);
     query->sum[1] = ShuffleTo(sum, 8 * task.at.t + 4);
   }
 }
 
-// Words i ... of the lane in a key row → pairs of dimensions, times their scales; zero where they
-// lie behind the row.
+// Expand the lane's words i ... of a key row to pairs of dimensions, times their scales. Words past
+// the end of the row become zero.
 template <class C>
 TM_DEVICE void ExpandKeys(const StageView& view, int stage, int row, int i, bool there,
                           uint32_t* pairs) {
@@ -86,9 +87,9 @@ TM_DEVICE void ExpandKeys(const StageView& view, int stage, int row, int i, bool
   using Shape = typename C::KeyShape;
   constexpr int kPiece = Shape::kKeyPiece;
   constexpr int kPairs = F::kDims / 2;
-  const int word = Shape::KeyWord(0, i);  // from the lane's first
+  const int word = Shape::KeyWord(0, i);  // relative to the lane's first word
   Words<4 * kPiece> words = {};
-  [[maybe_unused]] uint32_t scale = 0;  // of the piece's first group of 16 and its second
+  [[maybe_unused]] uint32_t scale = 0;  // scales of the piece's first and second group of 16
   if (there) {
     words = LoadShared<Words<4 * kPiece>>(view.key + stage + row * Shape::kRowBytes + 4 * word);
     if constexpr (IsFp4(C::kKeyFormat)) {
@@ -111,12 +112,12 @@ TM_DEVICE void ExpandKeys(const StageView& view, int stage, int row, int i, bool
   }
 }
 
-// What a warp holds of each head tile for a tile of positions: rows g and g + 8 of 16, heads 2 t
-// and 2 t + 1.
+// A warp's scores of each head tile for one tile of positions: rows g and g + 8 of each 16, for
+// the heads 2 t and 2 t + 1.
 template <class C>
 using TileScores = float[C::kHeadTiles][C::kSubTiles][4];
 
-// Scores of 16 positions, not yet scaled by the softmax scale. A key is expanded once for all
+// Compute the scores of 16 positions, without the softmax scale. Each key is expanded once for all
 // heads.
 template <class C>
 TM_DEVICE void ScoreRows(const DecodeTask<C>& task, const Query<C> (&query)[C::kHeadTiles],
@@ -135,7 +136,7 @@ TM_DEVICE void ScoreRows(const DecodeTask<C>& task, const Query<C> (&query)[C::k
 #pragma unroll
   for (int i = 0; i < Shape::kKeyWords; i += kPiece) {
     const bool there = Shape::kKeysEven || Shape::KeyWord(task.at.t, i) < Shape::kRowWords;
-    uint32_t pairs[2][kPiece * kPairs];  // of the rows g and g + 8
+    uint32_t pairs[2][kPiece * kPairs];  // for the rows g and g + 8
 #pragma unroll
     for (int x = 0; x < 2; ++x) {
       ExpandKeys<C>(view, stage, 16 * sub_tile + 8 * x, i, there, pairs[x]);
@@ -166,28 +167,28 @@ TM_DEVICE void ScoreRows(const DecodeTask<C>& task, const Query<C> (&query)[C::k
   }
 }
 
-// Results of a warp for a head tile: o of dimensions ValueDim(g, tile) and the next (rows g and
-// g + 8 of a tile) and heads 2 t, 2 t + 1; reference maxima and sums of those heads.
+// A warp's results for a head tile and the heads 2 t and 2 t + 1. o has dimension ValueDim(g, tile)
+// and the next one (rows g and g + 8 of a tile). m and l are reference maxima and sums.
 template <class C>
 struct HeadState {
   float o[C::kOutTiles][4];
   float m[2];
-  float l[2];  // of the lane's rows, until the end
+  float l[2];  // over the lane's rows only, until the end
 };
 template <class C>
 using WarpState = HeadState<C>[C::kHeadTiles];
-// Operand B of the values' products for 16 positions.
+// Operand B of the value products for 16 positions.
 template <class C>
 using Weights = uint32_t[C::kHeadTiles][2];
 
-// The scales of one side's parameters of two positions.
+// Scales of a lane's four positions as FP16 pairs, with zeros for integer formats.
 template <class C>
 struct ValueScales {
-  uint32_t scale[2];  // of the positions 2 t, 2 t + 1, and those 8 on
+  uint32_t scale[2];  // of the positions 2 t and 2 t + 1, and of those plus 8
   uint32_t zero[2];
 };
 
-// A piece of a row of values: whole words, or the bytes of two dimensions.
+// Load a piece of a row of values: whole words, or the bytes of two dimensions.
 template <class C>
 TM_DEVICE auto LoadValues(const char* from) {
   using Shape = typename C::ValueShape;
@@ -202,7 +203,8 @@ TM_DEVICE auto LoadValues(const char* from) {
   }
 }
 
-// Of one group of 16 dimensions and the four positions of a lane; `from` is that of the first.
+// Load the scales of one group of 16 dimensions for a lane's four positions. `from` is the first
+// position's scale.
 template <class C>
 TM_DEVICE void LoadValueScales(const char* from, ValueScales<C>* scales) {
   constexpr bool kHardware = Fragments<C::kValueFormat, C::kType>::kHardware;
@@ -214,7 +216,7 @@ TM_DEVICE void LoadValueScales(const char* from, ValueScales<C>* scales) {
   }
 }
 
-// (scale, zero) of the four positions.
+// Load (scale, zero) of a lane's four positions.
 template <class C>
 TM_DEVICE void LoadValueParams(const char* from, ValueScales<C>* scales) {
 #pragma unroll
@@ -233,7 +235,8 @@ TM_DEVICE void LoadValueParams(const char* from, ValueScales<C>* scales) {
   }
 }
 
-// Word i of the values of the positions row, row + 1 of an operand and 8 on → o.
+// Add the products of the weights and word i of the values to o. The words belong to the positions
+// row, row + 1, row + 8 and row + 9 of an operand.
 template <class C>
 TM_DEVICE void AddValueWord(const uint32_t (&words)[4], const ValueScales<C>& scales, int i,
                             const Weights<C>& weights, WarpState<C>& state) {
@@ -263,7 +266,7 @@ TM_DEVICE void AddValueWord(const uint32_t (&words)[4], const ValueScales<C>& sc
   }
 }
 
-// o += weights · values of 16 positions. A value is expanded once for all heads.
+// o += weights · values for 16 positions. Each value is expanded once for all heads.
 template <class C>
 TM_DEVICE void AddValues(const StageView& view, int stage, int sub_tile, const Weights<C>& weights,
                          WarpState<C>& state) {
@@ -298,7 +301,7 @@ TM_DEVICE void AddValues(const StageView& view, int stage, int sub_tile, const W
   }
 }
 
-// The same of all positions of a tile.
+// The same for all positions of a tile.
 template <class C>
 TM_DEVICE void AddTile(const StageView& view, int stage, const TileScores<C>& weights,
                        WarpState<C>& state) {
@@ -316,7 +319,7 @@ TM_DEVICE void AddTile(const StageView& view, int stage, const TileScores<C>& we
   }
 }
 
-// Scores of a head tile → weights 2^(score - m) in `scores`; o and l are lowered where m moves.
+// Replace the scores of a head tile by weights 2^(score - m). If m rises, scale o and l down.
 template <class C>
 TM_DEVICE void UpdateSoftmax(float scale, float (&scores)[C::kSubTiles][4], HeadState<C>* state) {
   float max_value[2] = {scores[0][0], scores[0][1]};
@@ -355,8 +358,8 @@ TM_DEVICE void UpdateSoftmax(float scale, float (&scores)[C::kSubTiles][4], Head
   }
 }
 
-// Positions of the tile outside [begin, end), counted from its first: scores of -infinity, finite
-// values.
+// Set the scores of positions outside [begin, end), relative to the tile's first, to -infinity, and
+// make their values finite.
 template <class C>
 TM_DEVICE void HideOutside(const DecodeTask<C>& task, int begin, int end, int stage,
                            TileScores<C>& scores) {
@@ -383,7 +386,7 @@ TM_DEVICE void HideOutside(const DecodeTask<C>& task, int begin, int end, int st
   SyncWarp();
 }
 
-// All tiles of the warp: tiles warp, warp + kWarps, ... of the item.
+// Process all tiles of the warp: tiles warp, warp + kWarps, ... of the item.
 template <class C>
 TM_DEVICE void ReadItem(const DecodeTask<C>& task, WarpState<C>& state) {
   constexpr int kTile = C::kTileTokens;
@@ -401,7 +404,7 @@ TM_DEVICE void ReadItem(const DecodeTask<C>& task, WarpState<C>& state) {
     return TilePlace{LoadGlobal(table + (position >> shift)), position & mask};
   };
   const int length = task.item.end - task.item.begin;
-  int left = task.item.end - start;  // positions from the turn's tile on
+  int left = task.item.end - start;  // positions from the current tile on
 #pragma unroll
   for (int i = 0; i < kAhead; ++i) {
     if (left > i * kTurn) {
@@ -409,7 +412,8 @@ TM_DEVICE void ReadItem(const DecodeTask<C>& task, WarpState<C>& state) {
     }
     CommitCopies();
   }
-  // Read one tile ahead of its use: a load from the table is on the way while a tile is computed.
+  // Look up the block table one tile ahead, so that the load overlaps with the computation of a
+  // tile.
   int ahead = start + kAhead * kTurn;
   TilePlace next = {};
   if (left > kAhead * kTurn) {
@@ -427,7 +431,7 @@ TM_DEVICE void ReadItem(const DecodeTask<C>& task, WarpState<C>& state) {
 #pragma unroll 1
   for (; left > 0; left -= kTurn) {
     WaitForCopies<C::kStages - 2>();
-    SyncWarp();  // all lanes' copies are there, and nobody reads the stage that is filled next
+    SyncWarp();  // all lanes' copies have arrived, and no lane reads the stage that is filled next
     if (left > kAhead * kTurn) {
       LoadTile<C>(sources, task.at.lane, next, view, free);
     }
@@ -441,7 +445,7 @@ TM_DEVICE void ReadItem(const DecodeTask<C>& task, WarpState<C>& state) {
     for (int u = 0; u < C::kSubTiles; ++u) {
       ScoreRows<C>(task, query, view, stage, u, scores);
     }
-    if (left < kTile || left > length) {  // the item's first tile or its last
+    if (left < kTile || left > length) {  // the item's first or last tile
       HideOutside<C>(task, left - length, left, stage, scores);
     }
 #pragma unroll
@@ -455,7 +459,7 @@ TM_DEVICE void ReadItem(const DecodeTask<C>& task, WarpState<C>& state) {
   WaitForCopies<0>();
 }
 
-// The warps' states → one partial result.
+// Merge the warps' states into one partial result.
 template <class C>
 TM_DEVICE void MergeWarps(const DecodeTask<C>& task, const WarpState<C>& state) {
   constexpr int D = C::kHeadDim;
@@ -514,7 +518,7 @@ TM_DEVICE void MergeWarps(const DecodeTask<C>& task, const WarpState<C>& state) 
   }
 }
 
-// Grid: (KV heads · ⌈query heads of a KV head / kHeads⌉) × items; kWarps warps; kSharedBytes.
+// Grid: (KV heads · ⌈query heads per KV head / kHeads⌉) × items; kWarps warps; kSharedBytes.
 template <class C>
 __global__ void __launch_bounds__(32 * C::kWarps, C::kBlocksPerSm)
     DecodeKernel(DecodeParams params) {
@@ -541,7 +545,7 @@ __global__ void __launch_bounds__(32 * C::kWarps, C::kBlocksPerSm)
     state[n].m[0] = state[n].m[1] = kMinRowMax;
   }
   ReadItem<C>(task, state);
-  SyncBlock();  // the rings make room for the results
+  SyncBlock();  // the merge reuses the shared memory of the rings
   MergeWarps<C>(task, state);
 }
 

@@ -1,10 +1,10 @@
 #pragma once
 
-// ⑦ The partial results of decode attention (decode_attention.cuh) → its output.
+// ⑦ Merges the partial results of decode attention (decode_attention.cuh) into its output.
 //
-// What a warp owns: every warps_per_row-th partial of one row (query head of a sequence), with 16
-// bytes of the row per lane; four partials are on the way at once. The warps of a row are merged in
-// shared memory. Bound: latency.
+// A warp owns every warps_per_row-th partial of one row (a query head of a sequence). Each lane
+// owns 16 bytes of the row, and four partials are in flight at once. The warps of a row are merged
+// in shared memory. Bound: latency.
 
 #include <cmath>
 #include <cstdint>
@@ -13,11 +13,11 @@
 
 namespace turbomind::cuda {
 
-// REQUIRES: partial_o and out at multiples of 16 bytes; head_dim a multiple of 4.
+// REQUIRES: partial_o and out are 16-byte aligned; head_dim is a multiple of 4.
 struct CombineParams {
   const float* partial_o = nullptr;   // [num_partials, q_heads, head_dim]
   const float* partial_ml = nullptr;  // [num_partials, q_heads, 2]
-  // [num_seqs + 1] partials of a sequence: first_partial[i] to first_partial[i + 1]
+  // [num_seqs + 1]; sequence i has the partials first_partial[i] to first_partial[i + 1]
   const int32_t* first_partial = nullptr;
   float* out = nullptr;  // [num_seqs, q_heads, head_dim]
   int num_rows = 0;      // num_seqs * q_heads
@@ -36,7 +36,7 @@ struct alignas(16) Floats4 {
   float v[4] = {};
 };
 
-// Of a warp's partials: their largest m, and o and l relative to it.
+// The merged partials of a warp: their largest m, and o and l relative to it.
 template <int kVectors>
 struct CombineState {
   float m = kMinRowMax;
@@ -70,7 +70,7 @@ struct CombineState {
   }
 };
 
-// A row's partials part, part + warps_per_row, ...
+// Merge the partials part, part + warps_per_row, ... of a row.
 template <int kVectors>
 TM_DEVICE CombineState<kVectors> AddPartials(const CombineParams& p, int row, int part, int lane) {
   const int sequence = row / p.q_heads;
@@ -112,7 +112,8 @@ TM_DEVICE CombineState<kVectors> AddPartials(const CombineParams& p, int row, in
   return sum;
 }
 
-// A sink adds weight and no value. A row without partials and sink is zero.
+// Normalize and write a row. A sink adds weight but no value. A row without partials and without a
+// sink is zero.
 template <int kVectors>
 TM_DEVICE void FinishRow(const CombineParams& p, int row, int lane, CombineState<kVectors> sum) {
   if (p.sinks != nullptr) {
@@ -149,7 +150,7 @@ __global__ void __launch_bounds__(32 * kCombineWarps) CombineKernel(CombineParam
     sum = AddPartials<kVectors>(p, row, part, lane);
   }
   if (p.warps_per_row > 1) {
-    // Each lane's words of each warp, those of a warp side by side.
+    // Layout: each lane's words for each warp, with the words of one warp contiguous.
     char* const memory = SharedMemory();
     char* const ml = memory + kCombineWarps * 32 * 16 * kVectors;
     const auto at = [&](int of, int v) { return memory + ((of * kVectors + v) * 32 + lane) * 16; };

@@ -1,6 +1,6 @@
 #pragma once
 
-// ⑦ How a warp of decode attention gets tiles of rows into its stages of shared memory.
+// ⑦ Loads tiles of rows into a warp's stages of shared memory for decode attention.
 
 #include <cstdint>
 
@@ -9,7 +9,7 @@
 
 namespace turbomind::cuda {
 
-// Where tiles come from: a lane's first 16 bytes of rows of block 0.
+// Base addresses of tiles: a lane's first 16 bytes of the rows in block 0.
 struct TileSources {
   const char* keys;
   const char* values;
@@ -20,7 +20,7 @@ struct TileSources {
   int32_t scale_block_bytes;
 };
 
-// Of the rows of a KV head from `slot` on.
+// Return the addresses for the rows of a KV head from `slot` on.
 template <class C>
 TM_DEVICE TileSources FindSources(const KvLayerView& kv, int kv_head, int slot, int lane) {
   const auto rows = [&](const std::byte* head, int row_bytes) {
@@ -43,7 +43,8 @@ TM_DEVICE TileSources FindSources(const KvLayerView& kv, int kv_head, int slot, 
   return from;
 }
 
-// Where 16 bytes of a tile's values go, counted from the first, for those at `byte` in the cache.
+// Return the offset in shared memory of the 16 bytes of a tile's values that have offset `byte` in
+// the pool.
 template <class Shape>
 TM_DEVICE constexpr int ValuePlace(int byte) {
   if constexpr (Shape::kScattered) {
@@ -54,13 +55,13 @@ TM_DEVICE constexpr int ValuePlace(int byte) {
   }
 }
 
-// What a lane touches of a stage, as addresses in the ring's first.
+// The addresses that a lane uses in a stage, given for the first stage of the ring.
 struct StageView {
-  char* fill;         // of what it copies: 16 bytes of every 512
-  char* fill_values;  // of values
+  char* fill;         // destination of the lane's copies: 16 bytes of every 512
+  char* fill_values;  // the same for values
   char* key;          // its first piece of row g
   char* key_meta;     // scales or parameters of that piece
-  char* value;        // its first piece of row 2 t; of row 2 t + 1: kOddRow on
+  char* value;        // its first piece of row 2 t; that of row 2 t + 1 follows at kOddRow
   char* value_meta;
 };
 
@@ -91,7 +92,8 @@ TM_DEVICE StageView ViewStages(const Lane& at, char* ring) {
   return view;
 }
 
-// Asks for kBytes that lie one after the other. `to` and `from` are the lane's first 16 of them.
+// Start copies of kBytes contiguous bytes. `to` and `from` are the addresses of the lane's first 16
+// bytes.
 template <int kBytes>
 TM_DEVICE void CopyRows(int lane, char* to, const char* from) {
   static_assert(kBytes % 16 == 0);
@@ -111,7 +113,7 @@ TM_DEVICE void CopyValues(int lane, char* to, const char* from) {
     static_assert(kBytes % 512 == 0);
 #pragma unroll
     for (int first = 0; first < kBytes; first += 512) {
-      const int ahead = Shape::kRowBytes <= 64  // then bits of `first` change none of the lane's
+      const int ahead = Shape::kRowBytes <= 64  // then ValuePlace is additive
                             ? ValuePlace<Shape>(first)
                             : ValuePlace<Shape>(first + 16 * lane) - ValuePlace<Shape>(16 * lane);
       CopyAsync(to + ahead, from + first, 16);
@@ -121,13 +123,13 @@ TM_DEVICE void CopyValues(int lane, char* to, const char* from) {
   }
 }
 
-// Where a tile lies: a block, and its first slot counted from that of the sources.
+// Location of a tile: a block, and its first slot relative to that of the sources.
 struct TilePlace {
   int32_t block;
   int slot;
 };
 
-// A tile into the stage at `stage` of the ring: all of it, whoever else's rows it holds.
+// Copy a whole tile into the stage at `stage` of the ring, including rows outside the item.
 template <class C>
 TM_DEVICE void LoadTile(const TileSources& from, int lane, TilePlace place, const StageView& view,
                         int stage) {
@@ -155,8 +157,8 @@ TM_DEVICE void LoadTile(const TileSources& from, int lane, TilePlace place, cons
   }
 }
 
-// Makes the values of row `row` of a stage finite: nobody may have written it, and 0 times NaN is
-// NaN. Codes of 4 bits are finite under any scale that is.
+// Make the values of row `row` of a stage finite. The row may never have been written, and 0 times
+// NaN is NaN. 4-bit codes are finite under any finite scale.
 template <class C>
 TM_DEVICE void ClearValues(char* stage, int row) {
   using Shape = typename C::ValueShape;

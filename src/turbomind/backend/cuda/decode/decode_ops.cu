@@ -12,15 +12,15 @@ namespace turbomind::cuda {
 namespace {
 
 constexpr size_t kAlignment = 256;
-// Blocks that an SM runs at once, or that it runs in two rounds (ChooseTile).
+// Blocks per SM that plans assume. An SM runs them all at once or in two rounds (ChooseTile).
 constexpr int kSlotsPerSm = 4;
 
-// Blocks of so many query heads that read one item.
+// Return the number of blocks that read one item if each has `heads` query heads.
 int BlocksPerItem(int kv_heads, int q_heads, int heads) {
   return kv_heads * static_cast<int>(CeilDiv(q_heads / kv_heads, heads));
 }
 
-// So that a sequence of average length is merged in one round.
+// Choose the warps per row such that a sequence of average length is merged in one round.
 int WarpsPerRow(int64_t num_partials, int num_seqs) {
   const int64_t warps = CeilDiv(num_partials, int64_t{num_seqs} * kCombineAhead);
   const auto max_value = static_cast<int64_t>(kCombineWarps);
@@ -29,10 +29,10 @@ int WarpsPerRow(int64_t num_partials, int num_seqs) {
 
 size_t Aligned(size_t num_bytes) { return (num_bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
-// `size` values, those of `from` first and zeros behind them; the bytes they take.
+// Write the values of `from`, then zeros up to `size` values. Return the number of bytes used.
 template <class T>
 size_t Put(const std::vector<T>& from, int64_t size, std::byte* to) {
-  Check(static_cast<int64_t>(from.size()) <= size, "a plan fits its place");
+  Check(static_cast<int64_t>(from.size()) <= size, "a plan must fit the space reserved for it");
   auto* values = reinterpret_cast<T*>(to);
   std::fill(std::copy(from.begin(), from.end(), values), values + size, T{});
   return Aligned(static_cast<size_t>(size) * sizeof(T));
@@ -56,13 +56,13 @@ DecodePlanner::DecodePlanner(const Context& context) : context_(context), bytes_
 
 DecodePlanner::Plan DecodePlanner::Measure(const StepGroup& group, int q_heads) const {
   Check(q_heads > 0 && group.kv_heads > 0 && q_heads % group.kv_heads == 0,
-        "q_heads is a multiple of kv_heads");
-  Check(group.batch.num_decode == num_seqs_, "the groups of a step share its sequences");
+        "q_heads must be a positive multiple of kv_heads");
+  Check(group.batch.num_decode == num_seqs_, "the groups of a step must share its sequences");
   Plan plan;
   plan.rule = RuleOf(group.window, group.rule);
   plan.q_heads = q_heads;
   plan.kv_heads = group.kv_heads;
-  // A block of two head tiles counts as two: half as many fit an SM.
+  // A block of two head tiles counts as two, because only half as many fit an SM.
   const int slots =
       kSlotsPerSm * context_.gpu.num_sms / BlocksPerItem(group.kv_heads, q_heads, kHeadTile);
   plan.num_slots = std::max(slots, 1);
@@ -85,7 +85,7 @@ size_t DecodePlanner::Write(const StepGroup& group, size_t begin, Plan* plan) {
 }
 
 void DecodePlanner::Upload(const StepParams& step) {
-  Check(step.num_groups > 0, "a step has layers");
+  Check(step.num_groups > 0, "a step must have at least one group of layers");
   plans_.clear();
   num_seqs_ = step.groups[0].batch.num_decode;
   if (num_seqs_ == 0) {
@@ -105,18 +105,18 @@ void DecodePlanner::Upload(const StepParams& step) {
 }
 
 const DecodePlanner::Plan& DecodePlanner::Find(const AttentionParams& layer) const {
-  Check(layer.batch.num_decode == num_seqs_, "the plans are the step's");
+  Check(layer.batch.num_decode == num_seqs_, "the batch must belong to the uploaded step");
   const LayerRule rule = RuleOf(layer.window, layer.rule);
   const auto found = std::find_if(plans_.begin(), plans_.end(), [&](const Plan& plan) {
     return plan.rule == rule && plan.q_heads == layer.q_heads && plan.kv_heads == layer.kv.kv_heads;
   });
-  Check(found != plans_.end(), "the layer is of a group of the step");
+  Check(found != plans_.end(), "the layer must belong to a group of the uploaded step");
   return *found;
 }
 
 namespace {
 
-// One pool's items of a layer.
+// A layer's items in one pool.
 struct PoolItems {
   const KvLayerView& kv;
   const int32_t* block_tables;
@@ -132,11 +132,11 @@ void LaunchItems(const Context& context, const PoolItems& pool, DecodeParams par
       FindDecodeVariant(pool.kv, params.q_heads / pool.kv.kv_heads, context.gpu);
   constexpr int64_t kLimit = std::numeric_limits<int32_t>::max();
   Check(pool.kv.block_bytes <= kLimit && pool.kv.scale_block_bytes <= kLimit,
-        "a block has less than 2 GiB");
+        "a block must be smaller than 2 GiB");
   params.kv = pool.kv;
   params.block_tables = pool.block_tables;
   for (int64_t first = 0; first < pool.num_items; first += kMaxGridY) {
-    params.items = pool.items + first;  // where an item's partial sums go does not depend on it
+    params.items = pool.items + first;  // items contain the index of their partial result
     Launch(variant.kernel,
            {.grid_x = BlocksPerItem(pool.kv.kv_heads, params.q_heads, variant.heads),
             .grid_y = std::min(pool.num_items - first, kMaxGridY),

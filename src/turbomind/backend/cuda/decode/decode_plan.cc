@@ -9,7 +9,7 @@ namespace {
 
 int64_t AlignDown(int64_t position) { return position / kItemGranule * kItemGranule; }
 
-// Cuts ranges one after the other.
+// Cuts ranges into items, one range after the other.
 class Cutter {
  public:
   explicit Cutter(DecodePlan* plan) : plan_(*plan) {
@@ -21,7 +21,7 @@ class Cutter {
   void End() { plan_.first_partial.push_back(static_cast<int32_t>(plan_.items.size())); }
   int64_t left() const { return int64_t{range_.end} - range_.begin; }
 
-  // Whether the range may be cut at this position.
+  // Return whether a cut at this position leaves enough positions for another item.
   bool LeavesEnough(int64_t cut) const { return range_.end - cut >= kMinItem; }
   void TakeTo(int64_t cut) {
     const auto index = static_cast<int32_t>(plan_.first_partial.size()) - 1;
@@ -37,8 +37,9 @@ class Cutter {
   DecodeRange range_;
 };
 
-// All ranges in a line, an item's cost before each, cut into num_slots equal shares; a cut that
-// would leave less than kMinItem on one of its sides is made later or not at all.
+// Arrange all ranges in a line, with an item's cost before each, and cut the line into num_slots
+// equal shares. A cut that would leave less than kMinItem on either side is made later or not at
+// all.
 void CutIntoShares(std::span<const DecodeRange> ranges, int num_slots, Cutter* cutter) {
   int64_t total = int64_t{num_slots} * kItemCost;
   for (const DecodeRange& range : ranges) {
@@ -46,7 +47,7 @@ void CutIntoShares(std::span<const DecodeRange> ranges, int num_slots, Cutter* c
   }
   const int64_t positions = std::max<int64_t>(CeilDiv(total, num_slots) - kItemCost, kMinItem);
   const int64_t share = CeilDiv(positions, kItemGranule) * kItemGranule + kItemCost;
-  int64_t taken = 0;  // on the line
+  int64_t taken = 0;  // length of the line so far
   int64_t slot = 0;
   for (const DecodeRange& range : ranges) {
     cutter->Begin(range);
@@ -69,10 +70,11 @@ void CutIntoShares(std::span<const DecodeRange> ranges, int num_slots, Cutter* c
   }
 }
 
-// What the query of a sequence sees.
+// The positions that the query of a sequence sees.
 struct Visible {
   DecodeRange quantized;
-  DecodeRange window16[2];  // sinks and recent positions; all in the first where nothing is between
+  DecodeRange
+      window16[2];  // sinks and recent positions; all in the first if nothing is between them
 };
 
 Visible VisibleAt(int context, const LayerRule& rule) {

@@ -1,7 +1,7 @@
 #pragma once
 
-// ⑦ What decode attention on a GPU is given, and how its shared memory is laid out: the constants
-// of one pair of formats, head_dim and tile.
+// ⑦ Parameters of decode attention on a GPU, and its layout of shared memory: the constants for one
+// pair of formats, head_dim and tile.
 
 #include <cstdint>
 
@@ -12,8 +12,9 @@
 
 namespace turbomind::cuda {
 
-// REQUIRES: block_bytes and scale_block_bytes below 2^31; block_seq_len a power of two, at least
-// the tile's positions and at most kMaxBlockTokens; modes, dtype and head_dim those of the kernel.
+// REQUIRES: block_bytes and scale_block_bytes are below 2^31. block_seq_len is a power of two, at
+// least the tile's positions and at most kMaxBlockTokens. The modes, dtype and head_dim are those
+// of the kernel.
 struct DecodeParams {
   const float* q = nullptr;  // row i at q + i * q_stride: [q_heads, head_dim]
   int64_t q_stride = 0;
@@ -23,28 +24,29 @@ struct DecodeParams {
   const int32_t* block_tables = nullptr;  // [num_seqs, block_table_stride]
   int64_t block_table_stride = 0;
   const DecodeItem* items = nullptr;  // [gridDim.y]
-  // Of every partial result and query head: o, not normalized, and (m, l) with m in units of log2.
+  // For every partial result and query head: o, not normalized, and (m, l) with m in units of log2.
   float* partial_o = nullptr;   // [num_partials, q_heads, head_dim]
   float* partial_ml = nullptr;  // [num_partials, q_heads, 2]
 };
 
-inline constexpr int kDecodeWarps = 4;  // of a block, unless its ring is too large
-inline constexpr int kHeadTile = 8;     // query heads of one matrix product
+inline constexpr int kDecodeWarps = 4;  // per block, unless its ring is too large
+inline constexpr int kHeadTile = 8;     // query heads per matrix product
 inline constexpr int kMaxBlockTokens = 128;
 inline constexpr float kMinRowMax = -1e30f;
 inline constexpr float kLazyMax = 8.f;
 inline constexpr float kLog2E = 1.44269504f;
 
-// Shared memory with which four blocks fit an SM of 228 KiB, 1 KiB of each taken by the system.
+// Shared memory per block with which four blocks fit an SM of 228 KiB. The system takes 1 KiB per
+// block.
 inline constexpr int kQuarterOfSm = 56 << 10;
-// What every GPU from SM 80 on gives a block; SM 86, 89 and 120 give no more. Two such blocks fit
-// an SM of 228 KiB.
+// Shared memory per block that every GPU from SM 80 on supports. SM 86, 89 and 120 support no more.
+// Two such blocks fit an SM of 228 KiB.
 inline constexpr int kMaxShared = 99 << 10;
 
-// Of a run of words that begins at a multiple of its length.
+// Return the words per access for a run of words that is aligned to its length.
 constexpr int WordsAtOnce(int words) { return words % 4 == 0 ? 4 : words % 2 == 0 ? 2 : 1; }
 
-// One side's rows of a tile in shared memory, and who reads what.
+// The layout of one side's rows of a tile in shared memory, and the assignment of words to lanes.
 template <KvCacheMode M, DataType T, int D>
 struct SideShape {
   using F = Fragments<M, T>;
@@ -52,7 +54,8 @@ struct SideShape {
   static constexpr int kScaleBytes = IsFp4(M) ? D / 16 : 0;
   static constexpr int kParamBytes = IsInteger(M) ? 4 : 0;
   static constexpr int kRowWords = kRowBytes / 4;
-  // Keys: lane t of four owns every fourth piece of kKeyPiece words; the last may lie behind a row.
+  // Keys: lane t of four owns every fourth piece of kKeyPiece words. The last piece may be past the
+  // end of a row.
   static constexpr int kKeyWords = (kRowWords + 3) / 4;
   static constexpr int kKeyPiece = kRowWords % 4 == 0 ? WordsAtOnce(kKeyWords) : 1;
   static constexpr bool kKeysEven = kRowWords % (4 * kKeyPiece) == 0;
@@ -64,20 +67,21 @@ struct SideShape {
   static constexpr bool kEighths = kRowWords % 8 == 0;
   static constexpr int kValueWords = kEighths ? kRowWords / 8 : D / 16;
   static constexpr int kValuePiece = kEighths ? WordsAtOnce(kValueWords) : 1;
-  static constexpr int kValueDims = kEighths ? F::kDims : 2;  // of a word
-  // First dimension of the lane's word i.
+  static constexpr int kValueDims = kEighths ? F::kDims : 2;  // dimensions per word
+  // Return the first dimension of the lane's word i.
   static TM_HD constexpr int ValueWordDim(int g, int i) {
     return kEighths
                ? (i / kValuePiece * 8 * kValuePiece + g * kValuePiece + i % kValuePiece) * F::kDims
                : 16 * i + 2 * g;
   }
-  // Of a tile of results: the lane's row g; row g + 8 is the next.
+  // Return the dimension of the lane's row g in a tile of results. Row g + 8 has the next
+  // dimension.
   static TM_HD constexpr int ValueDim(int g, int tile) {
     return ValueWordDim(g, 2 * tile / kValueDims) + 2 * tile % kValueDims;
   }
-  // Where rows of values lie, so that what a warp reads at once (pieces of the rows 2 t) is in
-  // different banks: the even rows of eight before the odd ones, and of row t of four the bytes b
-  // at b ^ Swizzle(t).
+  // Rows of values are scattered so that the pieces that a warp reads at once (of the rows 2 t) are
+  // in different banks. Of every eight rows, the even ones come before the odd ones. In row t of
+  // every four, byte b is stored at b ^ Swizzle(t).
   static constexpr bool kScattered = kEighths && (kRowBytes & (kRowBytes - 1)) == 0;
   static TM_HD constexpr int Slot(int row) {
     return kScattered ? (row & ~7) + (row & 1) * 4 + (row >> 1 & 3) : row;
@@ -100,35 +104,37 @@ struct DecodeConfig {
   static constexpr int kStages = kStageCount;
   static constexpr int kWarps = kWarpCount;
   static constexpr int kHeadTiles = kHeadTileCount;
-  static constexpr int kHeads = kHeadTile * kHeadTiles;  // of a block, at most
+  static constexpr int kHeads = kHeadTile * kHeadTiles;  // per block, at most
   static constexpr int kSubTiles = kTokens / 16;
-  // The warps' turn of tiles is whole blocks: a warp's tiles lie at one slot of all its blocks.
+  // Tokens that the warps of a block read in one turn. If these are whole blocks of the pool, a
+  // warp's tiles have the same slot in all of them.
   static constexpr int kTurnTokens = kWarps * kTokens;
   static constexpr bool kWholeBlocks = kTurnTokens >= kMaxBlockTokens;
   static constexpr int kScaleStride = KeyShape::kScaleBytes + ValueShape::kScaleBytes;
-  // A stage: keys, values, scales, parameters of keys, of values; each begins at 16 bytes.
+  // A stage holds keys, values, scales, key parameters and value parameters. Each part begins at a
+  // multiple of 16 bytes.
   static constexpr int kValuesAt = kTokens * KeyShape::kRowBytes;
   static constexpr int kScalesAt = kValuesAt + kTokens * ValueShape::kRowBytes;
   static constexpr int kKeyParamsAt = kScalesAt + kTokens * kScaleStride;
   static constexpr int kValueParamsAt = kKeyParamsAt + kTokens * KeyShape::kParamBytes;
   static constexpr int kStageBytes = kValueParamsAt + kTokens * ValueShape::kParamBytes;
   static constexpr int kRingBytes = kStageBytes * kStageCount;
-  static constexpr int kMergeStride = D + 4;  // floats of a head when warps are merged
+  static constexpr int kMergeStride = D + 4;  // floats per head when warps are merged
   static constexpr int kMergeBytes = kWarps * kHeads * (kMergeStride + 2) * 4;
   static constexpr int kSharedBytes =
       kWarps * kRingBytes > kMergeBytes ? kWarps* kRingBytes : kMergeBytes;
-  // What registers have to leave room for.
+  // Blocks per SM for which the registers must suffice.
   static constexpr int kBlocksPerSm =
       D <= 128 && kSharedBytes <= kQuarterOfSm && kHeadTiles == 1 ? 4 : 2;
   static constexpr int kSteps = (KeyShape::kKeyWords * Fragments<K, T>::kDims / 2 + 1) / 2;
   static constexpr int kOutTiles = D / 16;
 };
 
-// What a lane knows for the whole kernel.
+// A lane's indices, constant for the whole kernel.
 struct Lane {
   int lane;
   int warp;
-  int g;  // 0..7: its row of operands, its head of a head tile's results
+  int g;  // 0..7: its row of the operands, its head in a head tile's results
   int t;  // 0..3: its columns
 };
 
@@ -140,7 +146,7 @@ struct DecodeTask {
   int kv_head;
   int first_head;  // query head of the layer
   int num_heads;
-  char* ring;  // of the warp, in shared memory
+  char* ring;  // the warp's ring in shared memory
   Lane at;
 };
 

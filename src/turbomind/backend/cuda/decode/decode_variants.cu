@@ -26,8 +26,9 @@ DecodeVariant Find(int head_dim, const DecodeFormat& format) {
     case 256:
       return FindOf<256>(format);
     default:
-      throw InvalidArgument("head_dim: got " + std::to_string(head_dim) +
-                            ", want 64, 80, 96, 128 or 256 on a GPU; use --device cpu");
+      throw InvalidArgument("head_dim " + std::to_string(head_dim) +
+                            " is not supported on a GPU, only 64, 80, 96, 128 and 256. "
+                            "Use --device cpu.");
   }
 }
 
@@ -36,19 +37,19 @@ DecodeVariant Find(int head_dim, const DecodeFormat& format) {
 DecodeVariant FindDecodeVariant(const KvLayerView& kv, int group, const GpuProperties& gpu) {
   if (kv.dtype == DataType::kFloat32) {
     throw InvalidArgument(
-        "dtype: got float32, want float16 or bfloat16 on a GPU; use --dtype bfloat16 or --device "
-        "cpu");
+        "dtype float32 is not supported on a GPU. Use --dtype bfloat16 or --device cpu.");
   }
   const DecodeVariant variant = Find(
       kv.head_dim,
       {kv.format[0], kv.format[1], kv.dtype, kv.block_seq_len == kSmallBlock, group > kHeadTile});
-  Check(variant.kernel != nullptr, "the formats of K and V are a listed pair");
-  if (variant.shared_bytes > gpu.shared_bytes_per_block) {  // none of today's: kMaxShared
+  Check(variant.kernel != nullptr, "the formats of K and V must be a listed pair");
+  if (variant.shared_bytes > gpu.shared_bytes_per_block) {  // not with today's kernels: kMaxShared
     throw InvalidArgument("head_dim " + std::to_string(kv.head_dim) + " with K " +
-                          ToString(kv.format[0]) + " and V " + ToString(kv.format[1]) + ": got " +
-                          gpu.name + " with " + std::to_string(gpu.shared_bytes_per_block) +
-                          " bytes of shared memory per block, want " +
-                          std::to_string(variant.shared_bytes) + "; use --device cpu");
+                          ToString(kv.format[0]) + " and V " + ToString(kv.format[1]) +
+                          " does not fit " + gpu.name + ", which has " +
+                          std::to_string(gpu.shared_bytes_per_block) +
+                          " bytes of shared memory per block. It needs " +
+                          std::to_string(variant.shared_bytes) + ". Use --device cpu.");
   }
   return variant;
 }

@@ -1,22 +1,23 @@
 #pragma once
 
-// The kernels of one head_dim. Only for the files instances/head_dim_*.cu, among which the
-// compiler's work is shared.
+// The kernels of one head_dim. Only the files instances/head_dim_*.cu include this, so that the
+// compiler's work is split among them.
 
 #include "turbomind/backend/cuda/decode/decode_attention.cuh"
 #include "turbomind/backend/cuda/decode/decode_variants.h"
 
 namespace turbomind::cuda {
 
-// Positions of a tile, stages of a ring, and warps of a block.
+// Positions per tile, stages per ring and warps per block.
 struct TileShape {
   int tokens;
   int stages;
   int warps = kDecodeWarps;
 };
 
-// Of positions that take `bytes`, metadata included: with it an SM of 228 KiB holds four blocks or
-// two, never three, of which plans would fill a wave and a third (kSlotsPerSm).
+// Choose the tile for positions of `bytes` each, metadata included. An SM of 228 KiB then holds
+// four or two blocks, never three: with three, plans would fill one and a third waves
+// (kSlotsPerSm).
 constexpr TileShape ChooseTile(int bytes, int head_dim) {
   const auto fits = [&](TileShape shape, int limit) {
     return shape.warps * shape.stages * shape.tokens * bytes <= limit;
@@ -42,8 +43,9 @@ DecodeVariant VariantOf() {
   return {&DecodeKernel<Config>, Config::kSharedBytes, 32 * Config::kWarps, Config::kHeads};
 }
 
-// Whether a block reads four-bit values for two head tiles where there are as many: expanding them
-// for each would take longer than reading them. Wider ones have the time.
+// Whether a block reads 4-bit values for two head tiles, if the group has that many heads.
+// Expanding these values once per head tile would take longer than reading them. Wider values leave
+// enough time for that.
 template <KvCacheMode K, KvCacheMode V, DataType T, int D>
 inline constexpr bool kPairsHeadTiles =
     (D == 64 || D == 128) && Fragments<K, T>::kBits == 4 && Fragments<V, T>::kBits == 4;
@@ -68,7 +70,7 @@ DecodeVariant MakeVariant(const DecodeFormat& format) {
   return with_heads.template operator()<1>();
 }
 
-// Whether the dtype decides what the stored bytes are.
+// Return whether the dtype determines the stored bytes.
 constexpr bool DependsOnType(KvCacheMode format) {
   return format == KvCacheMode::kNone || IsInteger(format);
 }

@@ -1,7 +1,7 @@
 #pragma once
 
-// ⑥⑦ The kernels of dense_ops.h over rows that stand alone: RoPE tables, norm, activations, argmax.
-// A row's result does not depend on its batch. kWidth is 4 where every row begins at 16 bytes, else
+// ⑥⑦ The kernels of dense_ops.h for independent rows: RoPE tables, norm, activations, argmax. A
+// row's result does not depend on its batch. kWidth is 4 if every row is 16-byte aligned, otherwise
 // 1.
 
 #include <cfloat>
@@ -25,7 +25,7 @@ struct RopeParams {
 
 inline constexpr int kRopeThreads = 128;
 
-// A thread for every value of cos.
+// One thread per value of cos.
 __global__ void __launch_bounds__(kRopeThreads) FillRopeKernel(RopeParams p) {
   const int64_t at = static_cast<int64_t>(BlockIndexX()) * kRopeThreads + ThreadIndexX();
   if (at >= p.num_values) {
@@ -46,11 +46,11 @@ struct NormTask {
   int num_warps = 0;
 };
 
-inline constexpr int kNormHeld = 4;  // pieces of x and of the weight in a thread's registers
+inline constexpr int kNormHeld = 4;  // pieces of x and of the weight per thread, in registers
 inline constexpr int kMaxNormWarps = 32;
 
-// A block of num_warps for every row; 4 num_warps bytes of shared memory. Pieces beyond kNormHeld a
-// thread are read twice.
+// One block of num_warps warps per row, with 4 num_warps bytes of shared memory. Pieces beyond
+// kNormHeld per thread are read twice.
 template <int kWidth>
 __global__ void __launch_bounds__(32 * kMaxNormWarps) RmsNormKernel(NormTask task) {
   const RmsNormParams& p = task.op;
@@ -112,12 +112,13 @@ TM_DEVICE float ActivateGate(const GatedActivationParams& p, float gate, float u
   }
   if (p.activation == Activation::kGeluTanh) {
     constexpr float kTwoSqrt2OverPi = 1.59576912f;  // 0.5 (1 + tanh u) = sigmoid(2 u)
-    // Rounded, as exp makes of an argument's last bit an error that grows with the argument.
+    // Rounded, because exp turns an error in the argument's last bit into an error that grows with
+    // the argument.
     const float cubic = MulRounded(0.044715f * gate * gate, gate);
     return gate * Sigmoid(kTwoSqrt2OverPi * (gate + cubic)) * up;
   }
   constexpr float kAlpha = 1.702f;
-  const float g = gate > p.limit ? p.limit : gate;  // NaN stays
+  const float g = gate > p.limit ? p.limit : gate;  // NaN stays NaN
   const float high = up > p.limit ? p.limit : up;
   const float u = high < -p.limit ? -p.limit : high;
   return g * Sigmoid(kAlpha * g) * (u + 1.f);
@@ -156,14 +157,14 @@ struct ArgMaxTask {
   ArgMaxRowsParams op;
   uint64_t* best = nullptr;  // [num_rows, num_parts]
   int num_parts = 0;
-  int part = 0;  // values, a multiple of 4
+  int part = 0;  // values per part, a multiple of 4
 };
 
 inline constexpr int kArgMaxThreads = 256;
 inline constexpr uint64_t kRefusedKey = ~uint64_t{0};  // above every RankKey
 
-// Grid: parts of a row × rows. Of each part the largest RankKey; 0: nothing above -infinity,
-// kRefusedKey: NaN or +infinity.
+// Grid: parts of a row × rows. Writes the largest RankKey of each part: 0 if nothing is above
+// -infinity, kRefusedKey for NaN or +infinity.
 template <int kWidth>
 __global__ void __launch_bounds__(kArgMaxThreads) ArgMaxPartsKernel(ArgMaxTask task) {
   constexpr int kWarps = kArgMaxThreads / 32;
@@ -203,7 +204,7 @@ __global__ void __launch_bounds__(kArgMaxThreads) ArgMaxPartsKernel(ArgMaxTask t
   }
 }
 
-// A block of kThreads, a warp, for every row.
+// One block of kThreads threads, a warp, per row.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads) ArgMaxRowsKernel(ArgMaxTask task) {
   const uint64_t* best = task.best + static_cast<int64_t>(BlockIndexX()) * task.num_parts;

@@ -12,7 +12,7 @@
 namespace turbomind::cuda {
 namespace {
 
-// Whether rows of `dim` values at these addresses all begin at 16 bytes.
+// Return whether all rows of `dim` values at these addresses are 16-byte aligned.
 bool HasWideRows(int dim, std::initializer_list<const float*> rows) {
   return dim % 4 == 0 && std::all_of(rows.begin(), rows.end(), [](const float* p) {
            return reinterpret_cast<uintptr_t>(p) % 16 == 0;

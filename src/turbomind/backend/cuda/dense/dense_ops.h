@@ -1,7 +1,8 @@
 #pragma once
 
-// ⑥⑦ The small ops between the matrices, on the GPU: what ops/params.h says of each. All pointers
-// are the GPU's but FillRopeParams::table. A row's result does not depend on its batch.
+// ⑥⑦ The small ops between the matrix products, on the GPU, as specified in ops/params.h. All
+// pointers except FillRopeParams::table are GPU addresses. A row's result does not depend on its
+// batch.
 
 #include "turbomind/backend/cuda/runtime/context.h"
 #include "turbomind/ops/params.h"
@@ -14,7 +15,7 @@ void CudaGatedActivation(const Context& ctx, const GatedActivationParams& params
 void CudaRouteExperts(const Context& ctx, const RouteExpertsParams& params);
 void CudaGroupRows(const Context& ctx, const GroupRowsParams& params);
 void CudaCombineExperts(const Context& ctx, const CombineExpertsParams& params);
-// Uses the workspace: 8 bytes for every part of a row.
+// Uses the workspace: 8 bytes per part of a row.
 void CudaArgMaxRows(const Context& ctx, const ArgMaxRowsParams& params);
 
 }  // namespace turbomind::cuda

@@ -1,6 +1,6 @@
 #pragma once
 
-// What kernels over rows of FP32 share: pieces of a row, sums and maxima over threads.
+// Helpers for kernels over FP32 rows: pieces of a row, and sums and maxima over threads.
 
 #include <cmath>
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace turbomind::cuda {
 
-// Values that a thread reads or writes at once; four are one access of 16 bytes.
+// Values that a thread reads or writes at once. Four are one access of 16 bytes.
 template <int kWidth>
 struct alignas(kWidth * sizeof(float)) Floats {
   float v[kWidth];
@@ -25,7 +25,7 @@ TM_DEVICE void StoreFloats(float* p, const Floats<kWidth>& values) {
   StoreGlobal(reinterpret_cast<Floats<kWidth>*>(p), values);
 }
 
-// Of all lanes, the same bits in each.
+// Add the values of all lanes. Every lane gets the same bits.
 TM_DEVICE float AddInWarp(float value) {
 #pragma unroll
   for (int mask = 16; mask > 0; mask /= 2) {
@@ -34,8 +34,8 @@ TM_DEVICE float AddInWarp(float value) {
   return value;
 }
 
-// Of the first 32 num_warps threads of a block, in one order; uses 4 num_warps bytes of shared
-// memory, once.
+// Add the values of the first 32 num_warps threads of a block in a fixed order. Uses 4 num_warps
+// bytes of shared memory, once.
 TM_DEVICE float AddInBlock(float value, int thread, int num_warps) {
   const float of_warp = AddInWarp(value);
   if (num_warps == 1) {
@@ -57,16 +57,18 @@ TM_DEVICE uint64_t MaxKeyInWarp(uint64_t key) {
   return static_cast<uint64_t>(highest) << 32 | low;
 }
 
-// Larger for larger values, equal for zeros of both signs; above 0. Not for NaN.
+// Map a value to bits in the same order: equal for zeros of both signs, always above 0. Not for
+// NaN.
 TM_DEVICE uint32_t OrderedBits(float value) {
-  const uint32_t bits = FloatBits(value + 0.f);  // one zero
+  const uint32_t bits = FloatBits(value + 0.f);  // merges both zeros
   return bits >> 31 != 0 ? ~bits : bits | 0x80000000u;
 }
 TM_DEVICE float FloatOfOrdered(uint32_t bits) {
   return BitsFloat(bits >> 31 != 0 ? bits & 0x7FFFFFFFu : ~bits);
 }
 
-// Larger for larger values, for equal ones larger for lower ids; above 0. Not for NaN.
+// Return a key that is larger for larger values, and for equal values larger for lower ids. Always
+// above 0. Not for NaN.
 TM_DEVICE uint64_t RankKey(float value, int32_t id) {
   return static_cast<uint64_t>(OrderedBits(value)) << 32 | ~static_cast<uint32_t>(id);
 }

@@ -1,6 +1,6 @@
 #pragma once
 
-// ⑦ The kernels of dense_ops.h for a mixture of experts.
+// ⑦ The kernels of dense_ops.h for mixture-of-experts layers.
 
 #include <cmath>
 #include <cstdint>
@@ -12,13 +12,13 @@ namespace turbomind::cuda {
 
 inline constexpr int kRouteWarps = 4;
 
-// A token's experts by falling logits, then rising ids; NaN with the lowest.
+// Return a key that ranks experts by descending logits, then ascending ids. NaN ranks as -infinity.
 TM_DEVICE uint64_t ExpertKey(float logit, int expert) {
   return RankKey(IsNan(logit) ? -INFINITY : logit, expert);
 }
 
-// A warp for every token: the key of its last expert is found first, then the experts with that key
-// or a larger one are written in order of their ids.
+// One warp per token. It first finds the key of the token's last expert. It then writes the experts
+// with that key or a larger one, in the order of their ids.
 template <int kWarps>
 __global__ void __launch_bounds__(32 * kWarps) RouteExpertsKernel(RouteExpertsParams p) {
   const int lane = ThreadIndexX() & 31;
@@ -67,7 +67,7 @@ inline constexpr int kGroupWarps = 8;
 inline constexpr int kGroupAhead = 4;  // ids that a lane loads at once
 inline constexpr int kGroupSharedBytes = 2 * kGroupWarps * sizeof(int);
 
-// Calls fn(id, pair) with all lanes for 32 pairs of [begin, end) at a time, in order; id is -1 for
+// Call fn(id, pair) in all lanes for 32 pairs of [begin, end) at a time, in order. id is -1 for
 // pairs from `end` on.
 template <class Fn>
 TM_DEVICE void ForPairs(const int32_t* ids, int begin, int end, Fn fn) {
@@ -86,8 +86,8 @@ TM_DEVICE void ForPairs(const int32_t* ids, int begin, int end, Fn fn) {
   }
 }
 
-// A block for every expert, which reads all ids: a warp counts in its own run of pairs those of
-// lower experts and of this one, and then knows where the first of its own lies.
+// One block per expert, which reads all ids. Each warp counts the pairs of lower experts and of
+// this expert in its own run. From these counts it computes the slot of its first pair.
 template <int kWarps>
 __global__ void __launch_bounds__(32 * kWarps) GroupRowsKernel(GroupRowsParams p) {
   const int expert = BlockIndexX();
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(32 * kWarps) GroupRowsKernel(GroupRowsParams p
 
 inline constexpr int kCombineThreads = 128;
 
-// Grid: tokens × ⌈dim / (kCombineThreads kWidth)⌉; kWidth is 4 where every row begins at 16 bytes.
+// Grid: tokens × ⌈dim / (kCombineThreads kWidth)⌉. kWidth is 4 if every row is 16-byte aligned.
 template <int kWidth>
 __global__ void __launch_bounds__(kCombineThreads) CombineExpertsKernel(CombineExpertsParams p) {
   const int at = (BlockIndexY() * kCombineThreads + ThreadIndexX()) * kWidth;

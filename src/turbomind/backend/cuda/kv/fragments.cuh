@@ -1,20 +1,20 @@
 #pragma once
 
-// How stored rows become operands of the tensor cores, by the way they are stored: registers of two
-// FP16 (BF16 for a BF16 cache that is not quantized). E2M1 in software goes through bytes of E5M2:
-// a code's bits are those of a small FP16 after two masks, and one multiplication by the scale
-// normalizes them. GPUs from Blackwell on convert codes themselves (kHasE2m1). Either way every
-// product is exact for the scales that are stored (docs/kv_cache.md).
+// Conversion of stored rows to operands of the tensor cores: registers of two FP16 values, or BF16
+// for a BF16 cache that is not quantized. In software, E2M1 goes through bytes of E5M2: after two
+// masks, a code's bits are those of a small FP16, and one multiplication by the scale normalizes
+// it. GPUs from Blackwell on convert codes in hardware (kHasE2m1). In both cases every product is
+// exact for the scales that are stored (docs/kv_cache.md).
 //
 // Fragments<M, T> has
 //   kBits, kDims      payload bits per value, values per 32-bit word
 //   kBFloat           operands are BF16
-//   kUnit             what a raw product has to be multiplied with to be the value (FP4)
-//   Expand            a word of one token → kDims / 2 pairs; pair p is the dimensions (Low(p),
+//   kUnit             factor from a raw product to the value (FP4)
+//   Expand            a word of one token → kDims / 2 pairs; pair p has the dimensions (Low(p),
 //                     High(p)) of the word
-//   ExpandTokens      the words of two tokens → kDims pairs, dimension i of the one and the other
-//   kHardware         FP4: which ScalePair and ScalesOf go with Expand
-// Values come out raw: FP4 before its scale, integers as codes.
+//   ExpandTokens      words of two tokens → kDims pairs; pair i has dimension i of both tokens
+//   kHardware         FP4: the template argument of ScalePair and ScalesOf that fits Expand
+// Expanded values are raw: FP4 without its scale, integers as codes.
 
 #include <cstdint>
 
@@ -25,7 +25,7 @@
 
 namespace turbomind::cuda {
 
-// Eight nibbles → pairs (n_k, n_{k + 4}) in FP16 for k = 0..3, times 2^-14.
+// Convert eight nibbles to FP16 pairs (n_k, n_{k + 4}) for k = 0..3, times 2^-14.
 TM_DEVICE void ExpandE2m1(uint32_t word, uint32_t (&out)[4]) {
   const uint32_t odd = AndOr(word, 0x80808080u, (word >> 3) & 0x0e0e0e0eu);
   const uint32_t even = AndOr(word << 4, 0x80808080u, (word << 1) & 0x0e0e0e0eu);
@@ -35,7 +35,7 @@ TM_DEVICE void ExpandE2m1(uint32_t word, uint32_t (&out)[4]) {
   out[3] = odd & 0xff00ff00u;
 }
 
-inline constexpr uint32_t kHalf1024 = 0x64006400u;  // bits 0..9 count in ones
+inline constexpr uint32_t kHalf1024 = 0x64006400u;  // bits 0..9 count in units of 1
 inline constexpr uint32_t kHalfMinus1024 = 0xe400e400u;
 inline constexpr uint32_t kHalfOne = 0x3c003c00u;
 
@@ -43,22 +43,22 @@ TM_DEVICE uint32_t LessThan1024(uint32_t bits) {
   return FmaHalf2(bits | kHalf1024, kHalfOne, kHalfMinus1024);
 }
 
-// FP16 of scales of FP4 with which an expanded code gives the value times 2^-8; with kHardware,
-// where codes expand to 2^14 times as much, twice MXFP4's value and the value of NVFP4.
-// REQUIRES: IsLegalScale (codec.h); other bytes give any values.
+// Return the FP16 scales that turn expanded FP4 codes into the value times 2^-8. With kHardware,
+// codes expand to 2^14 times as much, and the scales give twice the value for MXFP4 and the value
+// itself for NVFP4. REQUIRES: IsLegalScale (codec.h). Other bytes give arbitrary values.
 template <bool kHardware>
-TM_DEVICE uint32_t MxScales(uint32_t halves) {       // bytes in 16 bits each
-  constexpr uint32_t kBias = kHardware ? 111 : 106;  // the exponent's bits are byte - kBias
+TM_DEVICE uint32_t MxScales(uint32_t halves) {       // each byte in 16 bits
+  constexpr uint32_t kBias = kHardware ? 111 : 106;  // the exponent field is byte - kBias
   return halves * 1024u - kBias * 1024u * 0x10001u;
 }
 template <bool kHardware>
-TM_DEVICE uint32_t NvScales(uint32_t bytes) {  // the two in the low half
+TM_DEVICE uint32_t NvScales(uint32_t bytes) {  // the two bytes in the low half
   constexpr uint32_t k64 = 0x54005400u;
   const uint32_t pair = E4m3PairToHalf2(bytes);
   return kHardware ? pair : MulHalf2(pair, k64);
 }
 
-// Of two bytes.
+// The scales of two bytes.
 template <KvCacheMode M, bool kHardware = false>
 TM_DEVICE uint32_t ScalePair(uint32_t low, uint32_t high) {
   if constexpr (M == KvCacheMode::kFp4Mx) {
@@ -67,7 +67,8 @@ TM_DEVICE uint32_t ScalePair(uint32_t low, uint32_t high) {
     return NvScales<kHardware>(SelectBytes(low, high, 0x4440));
   }
 }
-// Of the two bytes of a 16-bit number; without kPair of a byte, in the low half of the result.
+// The scales of the two bytes of a 16-bit number. Without kPair, the scale of one byte, in the low
+// half of the result.
 template <KvCacheMode M, bool kHardware, bool kPair>
 TM_DEVICE uint32_t ScalesOf(uint32_t bytes) {
   if constexpr (M == KvCacheMode::kFp4Mx) {
@@ -164,7 +165,7 @@ struct Fragments<KvCacheMode::kInt8, T> : EightBits {
   }
 };
 
-// Two codes in the low half of `codes` → FP16.
+// Convert two codes in the low half of `codes` to FP16.
 template <bool kE4m3>
 TM_DEVICE uint32_t Fp8Pair(uint32_t codes) {
   return kE4m3 ? E4m3PairToHalf2(codes) : SelectBytes(codes, 0, 0x1404);
@@ -193,7 +194,7 @@ struct Fragments<KvCacheMode::kFp8E5m2, T> : Fp8Fragments<false> {};
 
 template <DataType T>
 struct Fragments<KvCacheMode::kNone, T> {
-  static_assert(T != DataType::kFloat32, "the GPU keeps no FP32 cache");
+  static_assert(T != DataType::kFloat32, "FP32 caches are not supported on a GPU");
   static constexpr int kBits = 16;
   static constexpr int kDims = 2;
   static constexpr bool kBFloat = T == DataType::kBFloat16;
@@ -207,13 +208,13 @@ struct Fragments<KvCacheMode::kNone, T> {
   }
 };
 
-// A value of the cache dtype, bits of NaN included.
+// Convert a value of the cache dtype, keeping the bits of NaN.
 template <DataType T>
 TM_DEVICE float ToFloat(uint16_t bits) {
   return T == DataType::kBFloat16 ? BFloat16ToFloat(bits) : HalfToFloat(bits);
 }
 
-// (scale, zero) of a row of integer codes, from how it is stored. Never NaN.
+// (scale, zero) of a row of integer codes, as stored. Never NaN.
 struct IntParam {
   float scale;
   float zero;
@@ -227,12 +228,12 @@ TM_DEVICE IntParam IntParamOf(uint32_t bits) {
   }
 }
 
-// The factor g of a head; 1 where there is none.
+// Return the scale g of a head, or 1 if `g` is null.
 TM_DEVICE float HeadScale(const float* g, int head) {
   return g != nullptr ? LoadGlobal(g + head) : 1.f;
 }
 
-// c += a · b, as MmaHalf.
+// c += a · b, as MmaHalf does.
 template <bool kBFloat>
 TM_DEVICE void Multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   if constexpr (kBFloat) {
@@ -247,7 +248,7 @@ TM_DEVICE uint32_t PackPair(float low, float high) {
   return kBFloat ? PackBFloat2(low, high) : PackHalf2(low, high);
 }
 
-// Two FP16, at most 65504 in size; NaN stays NaN.
+// Pack two FP16 values, clamped to a magnitude of 65504. NaN stays NaN.
 TM_DEVICE uint32_t PackFiniteHalf2(float low, float high) {
   constexpr float kLimit = 65504.f;
   low = low > kLimit ? kLimit : low < -kLimit ? -kLimit : low;

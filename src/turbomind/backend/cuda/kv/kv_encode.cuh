@@ -1,12 +1,13 @@
 #pragma once
 
-// ⑥ Rows → the bytes of the cache, eight consecutive values in each lane: bit for bit what
-// kv/codec.h defines, however the compiler contracts sums (MulRounded).
+// ⑥ Encodes rows into the bytes of the cache, with eight consecutive values in each lane. The
+// results are bit-identical to the definition in kv/codec.h, even if the compiler contracts sums
+// (MulRounded).
 //
-// A row is a run of kRowLanes lanes, 8, 16 or 32, of one warp; lanes whose first value is at or
-// behind n hold nothing. All lanes of the warp run these functions together, with rows of one mode.
+// A row is a run of kRowLanes lanes (8, 16 or 32) of one warp. Lanes whose first value is at or
+// past n hold nothing. All lanes of the warp call these functions together, with rows of one mode.
 //
-// REQUIRES: n a multiple of 16; g between 2^-64 and 2^64 (KvCache::SetGlobalScales).
+// REQUIRES: n is a multiple of 16; g is between 2^-64 and 2^64 (KvCache::SetGlobalScales).
 
 #include <cmath>
 #include <cstdint>
@@ -31,18 +32,16 @@ struct RowLane {
   TM_DEVICE bool active() const { return first() < n; }
 };
 
-// --- Values as the cache dtype holds them -------------------------------------------------------
-
 struct LaneValues {
   uint32_t pairs[kLaneValues / 2];
   float value[kLaneValues];
-  uint32_t top;  // bits of the largest magnitude: NaN above infinity above numbers
+  uint32_t top;  // bits of the largest magnitude, with NaN above infinity above numbers
   TM_DEVICE bool has_nonfinite() const { return top >= kInfinityBits; }
 };
 
 TM_DEVICE uint32_t SignBit(float x) { return FloatBits(x) & 0x80000000u; }
 
-// x with the sign of `sign`. REQUIRES: x >= 0.
+// Return x with the sign of `sign`. REQUIRES: x >= 0.
 TM_DEVICE float WithSign(float x, float sign) { return BitsFloat(FloatBits(x) | SignBit(sign)); }
 
 template <DataType T>
@@ -74,7 +73,7 @@ TM_DEVICE LaneValues RoundLane(const float (&x)[kLaneValues]) {
         kBFloat ? PackBFloat2(x[2 * p], x[2 * p + 1]) : PackHalf2(x[2 * p], x[2 * p + 1]);
   }
   Unpack<T>(out);
-  if (out.has_nonfinite()) {  // the hardware has one NaN, the codec keeps more of each
+  if (out.has_nonfinite()) {  // the hardware has one NaN, the codec keeps more bits of each
 #pragma unroll
     for (int p = 0; p < kLaneValues / 2; ++p) {
       const auto code = [](float v) {
@@ -111,7 +110,7 @@ TM_DEVICE void AddClipped(const LaneValues& x, KvCacheMode format, float g, int6
   }
 }
 
-// What scales are chosen by: NaN counts as 0, infinities as the largest finite value.
+// Copy the values that determine scales: NaN becomes 0, infinities become the largest finite value.
 template <DataType T>
 TM_DEVICE void FiniteValues(const LaneValues& x, float (&finite)[kLaneValues]) {
 #pragma unroll
@@ -126,10 +125,7 @@ TM_DEVICE void FiniteValues(const LaneValues& x, float (&finite)[kLaneValues]) {
   }
 }
 
-// --- Quotients
-// ------------------------------------------------------------------------------------
-
-// A divisor of many values. REQUIRES: value between 2^-80 and 2^124.
+// A divisor for many values. REQUIRES: value is between 2^-80 and 2^124.
 struct Divisor {
   float value;
   float inverse;  // of value, rounded to nearest
@@ -137,10 +133,10 @@ struct Divisor {
 
 TM_DEVICE Divisor MakeDivisor(float value) { return {value, 1.f / value}; }
 
-// min(size / divisor, limit) as IEEE division rounds it, where that is at least 2^-20, and
-// something below 2^-19 where it is not. Two steps: after the first the quotient is one of the two
-// neighbors of the exact one, and with that and the nearest inverse the second rounds right.
-// REQUIRES: size >= 0 or NaN, which gives the limit; limit * divisor is finite.
+// Return min(size / divisor, limit) with IEEE rounding if that is at least 2^-20, and some value
+// below 2^-19 otherwise. Two correction steps are needed. After the first, the quotient is one of
+// the two neighbors of the exact one. From that and the nearest inverse, the second step rounds
+// correctly. REQUIRES: size >= 0 or NaN, which gives the limit; limit * divisor is finite.
 TM_DEVICE float Quotient(float size, const Divisor& divisor, float limit) {
   const float x = fminf(size, limit * divisor.value);
   float q = x * divisor.inverse;
@@ -148,11 +144,8 @@ TM_DEVICE float Quotient(float size, const Divisor& divisor, float limit) {
   return fmaf(fmaf(-q, divisor.value, x), divisor.inverse, q);
 }
 
-// --- FP4
-// ------------------------------------------------------------------------------------------
-
-// The E2M1 value nearest to x, ties to the even code: adding 1.5 * 2^22 times x's binade leaves one
-// bit behind its leading one; below 1 the steps stay 0.5.
+// The E2M1 value nearest to x; ties go to the even code. Adding 1.5 * 2^22 times x's binade leaves
+// one bit after the leading one. Below 1 the steps stay 0.5.
 struct NearestE2m1 {
   uint32_t binade;  // bits of the power of two, at least 1
   uint32_t magic;
@@ -164,13 +157,13 @@ struct NearestE2m1 {
     sum = x + BitsFloat(magic);
   }
   TM_DEVICE float value() const { return sum - BitsFloat(magic); }
-  // Codes count the steps: of 0.5 up to 2, then of 1, then of 2.
+  // Codes count the steps: steps of 0.5 up to 2, then of 1, then of 2.
   TM_DEVICE uint32_t code() const {
     return FloatBits(sum) - magic + ((binade - (127u << 23)) >> 22);
   }
 };
 
-// Two codes in a byte. REQUIRES: sizes below 7.
+// Return two codes in a byte. REQUIRES: magnitudes below 7.
 template <bool kHardware = kHasE2m1>
 TM_DEVICE uint32_t E2m1Byte(float low, float high) {
   if constexpr (kHardware) {
@@ -187,17 +180,18 @@ inline constexpr float kE2m1Max = 6.f;
 template <class Scale>
 inline constexpr bool kPowersOfTwo = std::is_same_v<Scale, MxScale>;
 
-// The quotient by a group's divisor, at most 6.
+// Return the quotient by a group's divisor, at most 6.
 template <class Scale>
 TM_DEVICE float ScaleQuotient(float size, const Divisor& divisor) {
   return kPowersOfTwo<Scale> ? fminf(size * divisor.inverse, kE2m1Max)
                              : Quotient(size, divisor, kE2m1Max);
 }
 
-// Of the 16 values of a group, in order. kShortScale: g is a power of two. Then divisors have at
-// most 4 bits and values at most 11, so that a quotient lies 2^-11 of it away from every midpoint
-// between two codes, or on it: the product with the inverse finds the codes, and on a midpoint one
-// of two with the same error. Decoded values are exact.
+// Return the squared error of a group's 16 values, summed in order. kShortScale means that g is a
+// power of two. Divisors then have at most 4 significant bits and values at most 11. So a quotient
+// is either on a midpoint between two codes, or at least 2^-11 of its size away from every
+// midpoint. The product with the inverse therefore finds the right codes. On a midpoint it finds
+// one of two codes with the same error. Decoded values are exact.
 template <class Scale, bool kShortScale>
 TM_DEVICE float SquaredError(const float (&size)[kFp4Group], int byte, float g) {
   const Divisor divisor = MakeDivisor(Scale::Divisor(byte, g));
@@ -219,7 +213,7 @@ TM_DEVICE float SquaredError(const float (&size)[kFp4Group], int byte, float g) 
   return error;
 }
 
-// Fp4Codec::SearchByte of the group that lanes 2i and 2i + 1 hold: each tries one half of the
+// Fp4Codec::SearchByte for the group that lanes 2i and 2i + 1 hold. Each lane tries one half of the
 // candidates on all 16 values.
 template <class Scale>
 TM_DEVICE int SearchByte(const float (&size)[kLaneValues], int plain, float g) {
@@ -251,7 +245,7 @@ TM_DEVICE int SearchByte(const float (&size)[kLaneValues], int plain, float g) {
 
 struct Fp4Lane {
   uint32_t codes;
-  int byte;  // the group's
+  int byte;  // of the group
 };
 
 template <class Scale, DataType T>
@@ -276,7 +270,7 @@ TM_DEVICE Fp4Lane EncodeFp4(const LaneValues& x, float g, bool search) {
     float q[2];
     for (int i = 0; i < 2; ++i) {
       float value = x.value[2 * p + i];
-      if (x.has_nonfinite() && IsNan(value)) {  // 6, as infinity
+      if (x.has_nonfinite() && IsNan(value)) {  // NaN becomes 6, as infinity does
         value = BitsFloat(kInfinityBits);
       }
       q[i] = WithSign(ScaleQuotient<Scale>(Magnitude(value), divisor), value);
@@ -286,9 +280,6 @@ TM_DEVICE Fp4Lane EncodeFp4(const LaneValues& x, float g, bool search) {
   out.codes = amax > 0.f ? out.codes : 0u;
   return out;
 }
-
-// --- FP8
-// ------------------------------------------------------------------------------------------
 
 template <bool kE4m3>
 TM_DEVICE Words<8> EncodeFp8(const LaneValues& x, float g) {
@@ -315,9 +306,6 @@ TM_DEVICE Words<8> EncodeFp8(const LaneValues& x, float g) {
   }
   return out;
 }
-
-// --- Integers
-// -------------------------------------------------------------------------------------
 
 template <int kIntBits>
 struct IntLane {
@@ -351,7 +339,7 @@ TM_DEVICE IntLane<kIntBits> EncodeInt(const LaneValues& x, const RowLane& at) {
   if (!(out.scale > 0.f) || !at.active()) {
     return out;
   }
-  constexpr float kFew = 0x1p-64f;  // below it quotients are taken of larger numbers
+  constexpr float kFew = 0x1p-64f;  // below this scale, both operands of the division are scaled up
   const float unit = out.scale < kFew ? 1.f / kFew : 1.f;
   const Divisor divisor = MakeDivisor(out.scale * unit);
   constexpr float kLimit = Definition::kLevels + 1.f;
@@ -365,10 +353,7 @@ TM_DEVICE IntLane<kIntBits> EncodeInt(const LaneValues& x, const RowLane& at) {
   return out;
 }
 
-// --- Rows
-// -----------------------------------------------------------------------------------------
-
-// Where a row goes: payload null where it is stored nowhere.
+// Location of a row in the cache. A null payload means that the row is not stored.
 struct RowTarget {
   KvCacheMode format;
   std::byte* payload;
@@ -403,7 +388,7 @@ TM_DEVICE void StoreInt(const RowTarget& to, const RowLane& at, const LaneValues
   }
 }
 
-// Codec<mode>::EncodeRow of a row of the cache dtype. `search`: FP4's rule.
+// Codec<mode>::EncodeRow for a row of the cache dtype. `search` enables the search for FP4 scales.
 template <int kRowLanes, DataType T>
 TM_DEVICE void WriteRow(const RowTarget& to, const RowLane& at, const LaneValues& x, bool search) {
   DispatchFormat(to.format, [&]<KvCacheMode M>() {

@@ -1,7 +1,8 @@
 #pragma once
 
-// ⑦ The cache → dense rows on a GPU: FlattenKV in FP32, by the codec's own arithmetic, and one view
-// of it in 16 bits for prefill. Eight consecutive values in each lane, as they are written.
+// ⑦ Reads the cache back as dense rows on a GPU: FlattenKV in FP32, with the codec's own
+// arithmetic, and one view of the cache in 16 bits for prefill. Each lane holds eight consecutive
+// values, as in the writers.
 
 #include <cstdint>
 
@@ -10,7 +11,7 @@
 
 namespace turbomind::cuda {
 
-// A lane's eight values as they are stored, and what the row has beside them.
+// A lane's eight values as stored, and the row's metadata.
 template <KvCacheMode M>
 struct StoredLane {
   static constexpr int kBits = Codec<M>::kBits;
@@ -38,14 +39,14 @@ TM_DEVICE uint32_t CodeOf(const StoredLane<M>& x, int i) {
   return x.payload.v[i * kBits / 32] >> (i * kBits % 32) & ((1u << kBits) - 1);
 }
 
-// code * scale + zero
+// Return code * scale + zero.
 template <DataType T, KvCacheMode M>
 TM_DEVICE float IntValue(const StoredLane<M>& x, int i) {
   const IntParam param = IntParamOf<T>(x.meta);
   return MulRounded(static_cast<float>(CodeOf(x, i)), param.scale) + param.zero;
 }
 
-// Codec<M>::DecodeRow.
+// Codec<M>::DecodeRow for one value.
 template <DataType T, KvCacheMode M>
 TM_DEVICE float DecodeValue(const StoredLane<M>& x, int i, float g) {
   if constexpr (IsInteger(M)) {
@@ -67,7 +68,7 @@ TM_DEVICE float DecodeValue(const StoredLane<M>& x, int i, float g) {
   }
 }
 
-// The same, as FlattenHalfParams says: pairs of 16 bits.
+// Decode to 16-bit pairs, as FlattenHalfParams specifies.
 template <DataType T, KvCacheMode M>
 TM_DEVICE Words<16> DecodeHalves(const StoredLane<M>& x, bool all_half) {
   Words<16> out;
@@ -107,10 +108,7 @@ TM_DEVICE Words<16> DecodeHalves(const StoredLane<M>& x, bool all_half) {
   return out;
 }
 
-// --- FP32
-// -----------------------------------------------------------------------------------------
-
-// Grid: (rows of [num_seqs, kv_heads, max_len] / rows of a block, side).
+// Grid: (rows of [num_seqs, kv_heads, max_len] / rows per block, side).
 template <int kRowLanes, DataType T>
 __global__ void __launch_bounds__(kWriteThreads) FlattenKernel(FlattenKVParams p) {
   const int64_t row =
@@ -147,16 +145,13 @@ __global__ void __launch_bounds__(kWriteThreads) FlattenKernel(FlattenKVParams p
   StoreFloats((side == KvSide::kK ? p.k : p.v) + row * p.kv.head_dim + at.first(), x);
 }
 
-// --- 16 bits
-// --------------------------------------------------------------------------------------
-
-inline constexpr int kFlattenRows = 4;  // of a run of lanes, in flight together
+inline constexpr int kFlattenRows = 4;  // per run of lanes, in flight together
 
 TM_HD constexpr int FlattenRowsOfBlock(int row_lanes) {
   return RowsOfBlock(row_lanes) * kFlattenRows;
 }
 
-// The span of an output row: the last one that begins at or before it.
+// Return the span of an output row: the last one that begins at or before it.
 TM_DEVICE int SpanOf(const FlattenHalfParams& p, int64_t row) {
   int low = 0;
   int high = p.num_spans;
@@ -171,7 +166,7 @@ TM_DEVICE int SpanOf(const FlattenHalfParams& p, int64_t row) {
   return low;
 }
 
-// Finds the rows [first, first + kFlattenRows) of a side; payload null where there is none.
+// Find the rows [first, first + kFlattenRows) of a side. A row without a block gets a null payload.
 TM_DEVICE void FindRows(const FlattenHalfParams& p, KvSide side, int64_t first,
                         RowTarget (&from)[kFlattenRows]) {
   const int shift = CountZeros(p.kv.block_seq_len);
@@ -197,7 +192,7 @@ TM_DEVICE void FindRows(const FlattenHalfParams& p, KvSide side, int64_t first,
   }
 }
 
-// Grid: (num_rows / FlattenRowsOfBlock, 2 * kv_heads): sides of a head beside each other.
+// Grid: (num_rows / FlattenRowsOfBlock, 2 * kv_heads). The two sides of a head are adjacent.
 template <int kRowLanes, DataType T>
 __global__ void __launch_bounds__(kWriteThreads, kFlattenBlocks)
     FlattenHalfKernel(FlattenHalfParams p) {

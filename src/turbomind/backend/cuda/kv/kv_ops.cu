@@ -12,12 +12,12 @@
 namespace turbomind::cuda {
 namespace {
 
-// fn.operator()<row lanes, dtype>(): lanes with eight values each that cover a row.
+// Call fn.operator()<row lanes, dtype>() with enough lanes, of eight values each, to cover a row.
 template <class F>
 void DispatchRows(const KvLayerView& kv, F&& fn) {
   Check(kv.head_dim > 0 && kv.head_dim % 16 == 0 && kv.head_dim <= 32 * kLaneValues,
-        "head_dim is a multiple of 16, at most 256");
-  Check(kv.dtype != DataType::kFloat32, "the cache dtype has 16 bits");
+        "head_dim must be a multiple of 16 and at most 256");
+  Check(kv.dtype != DataType::kFloat32, "the cache dtype must have 16 bits");
   const auto with_lanes = [&]<DataType T>() {
     if (kv.head_dim <= 8 * kLaneValues) {
       fn.template operator()<8, T>();

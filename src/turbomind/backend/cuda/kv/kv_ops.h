@@ -1,12 +1,12 @@
 #pragma once
 
 // ⑥⑦ Launchers of the CUDA kernels that write the KV cache and read it back as dense rows. All
-// pointers are GPU addresses, those of the batch included; counts are the host's. Work is done in
-// the order of the context's stream; nothing waits, allocates or depends on values in GPU memory,
-// so every launch can be recorded in a graph.
+// pointers are GPU addresses, including those of the batch; counts are read on the host. Work is
+// queued on the context's stream. Launchers do not wait, allocate or depend on values in GPU
+// memory, so every launch can be recorded in a graph.
 //
-// REQUIRES: a cache dtype of 16 bits; head_dim a multiple of 16, at most 256; qkv, cos, sin, bias,
-// norm weights and mean 16-byte aligned, as dense rows.
+// REQUIRES: a cache dtype of 16 bits; head_dim a multiple of 16, at most 256. qkv, cos, sin, bias,
+// norm weights and mean are 16-byte aligned dense rows.
 
 #include <cstdint>
 
@@ -16,65 +16,69 @@
 
 namespace turbomind::cuda {
 
-// Equal to the CPU's, bit for bit (but for which NaN a sum gives): qkv, q_dot_mean, the bytes of
-// the cache. A token whose block id is -1 is not stored and not counted.
+// Bit-identical to the CPU, except for which NaN a sum gives: qkv, q_dot_mean and the bytes of the
+// cache. A token whose block id is -1 is neither stored nor counted.
 void CudaWriteKv(const Context& context, const WriteKvParams& params);
-// Moves without blocks (-1) may be among them: nothing is done for these.
+// Moves without blocks (-1) are skipped.
 void CudaQuantizeBlocks(const Context& context, const QuantizeBlocksParams& params);
-// Equal to the CPU's, bit for bit.
+// Bit-identical to the CPU.
 void CudaFlattenKV(const Context& context, const FlattenKVParams& params);
 
-// Positions [begin, end) of a sequence; none where begin >= end.
+// Positions [begin, end) of a sequence; empty if begin >= end.
 struct PositionSpan {
   int32_t begin = 0;
   int32_t end = 0;
 };
 
-// The positions that some query of a chunk sees in each view of the cache (kv/precision_window.h);
-// with a window perhaps some between them. Which view the query at p reads at position t, p itself
-// included, follows from the rule alone: 16-bit where t < SinkEnd() or t >= RecentBegin(p), else
-// quantized. `quantized` and `recent` overlap: there an older query still reads 16 bits and a newer
-// one the format.
+// The positions that at least one query of a chunk sees in each view of the cache
+// (kv/precision_window.h). With a sliding window, some positions in between may be unseen.
+//
+// The rule alone decides which view the query at p reads at position t, including t = p. It reads
+// the 16-bit window if t < SinkEnd() or t >= RecentBegin(p), and the quantized pool otherwise.
+// `quantized` and `recent` overlap: at such positions older queries still read 16 bits and newer
+// ones the quantized format.
 struct SeenSpans {
-  PositionSpan quantized;  // all positions where the rule is off
+  PositionSpan quantized;  // all positions if the rule is off
   PositionSpan sinks;      // 16-bit, the first blocks
   PositionSpan recent;     // 16-bit
 };
 
-// Of the queries at positions [first_query, context_len), which look back `window` (0: all).
+// Return the spans of the queries at positions [first_query, context_len), which look back `window`
+// positions (0: all).
 SeenSpans SpansOf(const PrecisionWindow& rule, int window, int first_query, int context_len);
 
 inline constexpr int kMaxFlattenSpans = 128;
 
-// Where a span of one sequence goes.
+// Destination of a span of one sequence.
 struct FlattenSpan {
-  int32_t sequence = 0;  // of the batch: the row of the block table
+  int32_t sequence = 0;  // in the batch: the row of the block table
   int32_t begin = 0;     // first position
-  int32_t row = 0;       // of the output that takes it
+  int32_t row = 0;       // first output row
 };
 
-// One view of the cache → dense rows of 16 bits for prefill: called once for the layer's pool and,
-// with 16-bit blocks, once more for the 16-bit pool, each with its own spans and output.
+// Flattens one view of the cache into dense 16-bit rows for prefill. Prefill launches it once for
+// the layer's pool. With a 16-bit window it launches it once more for the 16-bit pool, with other
+// spans and another output.
 //
-// Mode none: as stored (FP16 or BF16), unless all_half. All others: FP16, of
+// Format none: as stored (FP16 or BF16), unless all_half. All other formats give FP16:
 //   FP4        E2M1 * scale, exact; without g
 //   FP8        the code's value, exact (below SM 89 an E4M3 NaN is read as 480); without g
-//   int8, int4 code * scale + zero in FP32, rounded once to FP16, at most 65504 in size
-// g stays the reader's: part of the softmax scale of quantized scores (K) and of the weights or of
-// the output (V), as AttentionParams says. A position whose block is -1 gives zeros.
+//   int8, int4 code * scale + zero in FP32, rounded once to FP16, at most 65504 in magnitude
+// The reader applies g: in the softmax scale of the scores (K), and in the weights or the output
+// (V), as AttentionParams specifies. A position whose block is -1 gives zeros.
 struct FlattenHalfParams {
   uint16_t* k = nullptr;  // [kv_heads, num_rows, head_dim], 16-byte aligned
   uint16_t* v = nullptr;  // same
   int64_t num_rows = 0;   // positions of all spans
-  // At least one; their rows follow one another: 0, then the row behind the last span's.
+  // At least one span. Their output rows are consecutive: 0, then the row after the previous span.
   FlattenSpan spans[kMaxFlattenSpans] = {};
   int num_spans = 0;
   KvLayerView kv;                         // the layer's pool or the 16-bit one
   const int32_t* block_tables = nullptr;  // of that pool: [sequences, block_table_stride]
   int64_t block_table_stride = 0;
-  bool all_half = false;  // BF16 is rounded to FP16, at most 65504 in size
+  bool all_half = false;  // BF16 is rounded to FP16, at most 65504 in magnitude
 };
-static_assert(sizeof(FlattenHalfParams) <= 4096);  // of a kernel
+static_assert(sizeof(FlattenHalfParams) <= 4096);  // limit for kernel parameters
 
 void CudaFlattenToHalf(const Context& context, const FlattenHalfParams& params);
 

@@ -1,7 +1,8 @@
 #pragma once
 
-// ⑥ WriteKv and QuantizeBlocks on a GPU: a run of 8, 16 or 32 lanes has one row (one head of one
-// token) in registers from the first load to the stored codes. Sums are in the order of the CPU's.
+// ⑥ WriteKv and QuantizeBlocks on a GPU. A run of 8, 16 or 32 lanes keeps one row (one head of
+// one token) in registers from the first load to the stored codes. Sums are in the same order as on
+// the CPU.
 
 #include <cmath>
 #include <cstdint>
@@ -12,18 +13,18 @@
 namespace turbomind::cuda {
 
 inline constexpr int kWriteThreads = 128;
-// Blocks of an SM that registers have to leave room for.
+// Blocks per SM for which the registers must suffice.
 inline constexpr int kWriteBlocks = 5;
 inline constexpr int kFlattenBlocks = 8;
 
 TM_HD constexpr int RowsOfBlock(int row_lanes) { return kWriteThreads / row_lanes; }
 
-// Blocks do rows of one kind. Those of K and V, which have the arithmetic, are spread evenly among
-// those of Q, which wait for memory.
+// Every block processes rows of one kind. The blocks of K and V, which do the arithmetic, are
+// spread evenly among those of Q, which wait for memory.
 struct WriteKvLaunch {
   WriteKvParams op;
   int q_blocks = 0;
-  int kv_blocks = 0;      // of K, and of V
+  int kv_blocks = 0;      // for K, and as many for V
   int rotation_size = 0;  // 0: none
   float rotation_norm = 1.f;
 };
@@ -51,8 +52,8 @@ TM_DEVICE void StoreFloats(float* to, const float (&x)[kLaneValues]) {
   }
 }
 
-// The sum over a row as the CPU takes it: value i goes to chain i % 16 in order, then the chains
-// are halved. add(i, sum) is the chain's next sum.
+// Sum over a row in the CPU's order: value i goes to chain i % 16 in order, then the chains are
+// added in halves. add(i, sum) returns the chain's next sum.
 template <int kRowLanes, class Add>
 TM_DEVICE float SumInChains(const RowLane& at, const Add& add) {
   float sum = 0.f;
@@ -73,14 +74,14 @@ TM_DEVICE float SumInChains(const RowLane& at, const Add& add) {
   return sum + ShuffleXor(sum, 1);
 }
 
-// One row of qkv on its way. Rows that are not there have at.n = 0.
+// One row of qkv while it is processed. Rows past the end have at.n = 0.
 template <int kRowLanes>
 struct ProcessRow {
   const WriteKvLaunch& launch;
   RowKind kind;
   RowLane at;
   int token;
-  int head;    // of its kind
+  int head;    // index among the heads of its kind
   float* row;  // in qkv
   float x[kLaneValues];
 
@@ -147,8 +148,9 @@ TM_DEVICE void ProcessRow<kRowLanes>::Norm(const float* weight) {
   }
 }
 
-// Pairs (i, i + half) turn by the token's angles. Where half is no multiple of eight, pairs do not
-// meet lane by lane: they do in memory, where the row is rewritten anyway.
+// Rotate the pairs (i, i + half) by the token's angles. If half is not a multiple of eight, a
+// pair's values are at different places in their lanes. They are then exchanged through global
+// memory, where the row is rewritten anyway.
 template <int kRowLanes>
 TM_DEVICE void ProcessRow<kRowLanes>::Rotate() {
   const int half = op().rope_dim / 2;
@@ -175,7 +177,7 @@ TM_DEVICE void ProcessRow<kRowLanes>::Rotate() {
       LoadFloats(sines + angle, s);
     }
   } else {
-    SyncWarp();  // the sum of the norm has read the row
+    SyncWarp();  // Norm has finished reading the row
     Store();
     SyncWarp();
 #pragma unroll
@@ -212,7 +214,7 @@ TM_DEVICE void ProcessRow<kRowLanes>::SubtractMean() {
   }
 }
 
-// q · k_mean of the head's group, over the row in memory.
+// Compute q · k_mean of the head's group from the row in memory.
 template <int kRowLanes>
 TM_DEVICE void ProcessRow<kRowLanes>::DotMean() {
   const int kv_head = head / (op().q_heads / op().kv.kv_heads);
@@ -227,7 +229,7 @@ TM_DEVICE void ProcessRow<kRowLanes>::DotMean() {
   }
 }
 
-// Normalized Walsh-Hadamard transform of every run of rotation_size values, at least 16.
+// Apply the normalized Walsh-Hadamard transform to every run of rotation_size values, at least 16.
 template <int kRowLanes>
 TM_DEVICE void ProcessRow<kRowLanes>::Hadamard() {
 #pragma unroll
@@ -255,7 +257,7 @@ TM_DEVICE void ProcessRow<kRowLanes>::Hadamard() {
   }
 }
 
-// Row `slot` of a side of a block.
+// Return the location of row `slot` in one side of a block.
 TM_DEVICE RowTarget TargetOf(const KvLayerView& kv, KvSide side, int64_t block, int head,
                              int slot) {
   const bool is_k = side == KvSide::kK;
@@ -275,7 +277,7 @@ TM_DEVICE RowTarget TargetOf(const KvLayerView& kv, KvSide side, int64_t block, 
   return to;
 }
 
-// Decode sequences come first, with one token each.
+// Return the sequence of a token. Decode sequences come first, with one token each.
 TM_DEVICE int SequenceOf(const BatchView& batch, int token) {
   if (token < batch.num_decode) {
     return token;
@@ -293,7 +295,7 @@ TM_DEVICE int SequenceOf(const BatchView& batch, int token) {
   return low;
 }
 
-// Where K or V of a token goes.
+// Return the location of a token's K or V row.
 TM_DEVICE RowTarget TargetOfToken(const WriteKvParams& op, RowKind kind, int token, int head) {
   const bool window16 = op.window16.data != nullptr;
   const KvLayerView& kv = window16 ? op.window16 : op.kv;
@@ -315,14 +317,14 @@ TM_DEVICE RowTarget TargetOfToken(const WriteKvParams& op, RowKind kind, int tok
 
 struct BlockRows {
   RowKind kind;
-  int first;  // row of the kind
+  int first;  // index of its first row among the rows of its kind
 };
 
 template <int kRowLanes>
 TM_DEVICE BlockRows RowsOf(const WriteKvLaunch& p, int64_t block) {
   const int64_t kv_blocks = 2 * int64_t{p.kv_blocks};
   const int64_t blocks = p.q_blocks + kv_blocks;
-  const auto before = static_cast<int>(block * kv_blocks / blocks);  // blocks of K and V
+  const auto before = static_cast<int>(block * kv_blocks / blocks);  // earlier blocks of K and V
   if ((block + 1) * kv_blocks / blocks == before) {
     return {RowKind::kQ, (static_cast<int>(block) - before) * RowsOfBlock(kRowLanes)};
   }
@@ -349,7 +351,7 @@ __global__ void __launch_bounds__(kWriteThreads, kWriteBlocks) WriteKvKernel(Wri
                                .row = nullptr,
                                .x = {}};
   row.Load();
-  const RowTarget to = TargetOfToken(op, kind, token, row.head);  // while the row is on its way
+  const RowTarget to = TargetOfToken(op, kind, token, row.head);  // overlaps with row.Load
   row.AddBias();
   if (kind != RowKind::kV) {
     const float* weight = kind == RowKind::kQ ? op.q_norm : op.k_norm;
@@ -369,7 +371,7 @@ __global__ void __launch_bounds__(kWriteThreads, kWriteBlocks) WriteKvKernel(Wri
       row.Hadamard();
     }
   }
-  SyncWarp();  // all have read what they read of the row
+  SyncWarp();  // all lanes have finished reading the row
   if (kind != RowKind::kV || op.bias != nullptr) {
     row.Store();
   }
@@ -386,12 +388,9 @@ __global__ void __launch_bounds__(kWriteThreads, kWriteBlocks) WriteKvKernel(Wri
   WriteRow<kRowLanes, T>(to, row.at, values, op.search_scales);
 }
 
-// --- QuantizeBlocks
-// -------------------------------------------------------------------------------
-
 struct QuantizeLaunch {
   QuantizeBlocksParams op;
-  int side_blocks = 0;  // of K, then as many of V
+  int side_blocks = 0;  // for K, followed by as many for V
 };
 
 template <int kRowLanes, DataType T>

@@ -11,9 +11,9 @@ namespace turbomind::cuda {
 namespace {
 
 constexpr const char* kFileNames[] = {"libcublasLt.so.13", "libcublasLt.so.12"};
-constexpr size_t kMinVersion = 120000;  // older ones count otherwise
+constexpr size_t kMinVersion = 120000;  // older versions use another numbering
 
-// Values of the library's enums.
+// Values of cuBLASLt's enums.
 constexpr int kSuccess = 0;
 constexpr int kTypeFloat32 = 0;
 constexpr int kTypeBFloat16 = 14;
@@ -44,14 +44,15 @@ struct Heuristic {
 
 void Require(int status, const char* what) {
   if (status != kSuccess) {
-    throw InternalError(std::string("cuBLASLt: ") + what + ": status " + std::to_string(status));
+    throw InternalError(std::string("A cuBLASLt call failed (") + what + "): status " +
+                        std::to_string(status));
   }
 }
 
-// Of the last dlopen.
+// Return the error of the last dlopen.
 std::string LoadError(const std::string& name) {
   const std::string words = dlerror();
-  return words.starts_with(name + ": cannot open") ? "no " + name : words;
+  return words.starts_with(name + ": cannot open") ? "cannot find " + name : words;
 }
 
 uint32_t AlignmentOf(const void* p) {
@@ -89,7 +90,7 @@ struct CublasLt::Functions {
     }
   }
 
-  // The name of a function that the library does not have; null if it has all.
+  // Load all functions. Return the name of one that the library lacks, or null if it has all.
   const char* Find() {
     const char* missing = nullptr;
     const auto find = [&](auto& function, const char* name) {
@@ -114,7 +115,7 @@ struct CublasLt::Functions {
   }
 };
 
-// What is asked of the library once for each shape. In its column-major terms y is wᵀ · x.
+// Descriptors that are created once per shape. In the library's column-major terms, y is wᵀ · x.
 struct CublasLt::Plan {
   explicit Plan(const Functions& f) : functions(&f) {}
   ~Plan() {
@@ -178,25 +179,25 @@ std::unique_ptr<CublasLt> CublasLt::Load(const std::vector<std::string>& librari
   for (const std::string& name : libraries) {
     std::unique_ptr<CublasLt> loaded(new CublasLt);
     Functions& functions = *loaded->functions_;
-    // For ever: recorded steps hold its kernels, and it takes long to load again.
+    // Never unload it: recorded graphs contain its kernels, and loading it again is slow.
     functions.library = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
     std::string wrong;
     if (functions.library == nullptr) {
       wrong = LoadError(name);
     } else if (const char* missing = functions.Find(); missing != nullptr) {
-      wrong = name + " has no " + missing;
+      wrong = name + " does not export " + missing;
     } else if (functions.version() < kMinVersion) {
-      wrong = name + ": got version " + std::to_string(functions.version()) + ", want " +
-              std::to_string(kMinVersion) + " or newer";
+      wrong = name + " has version " + std::to_string(functions.version()) + ", but " +
+              std::to_string(kMinVersion) + " or newer is required";
     } else if (const int status = functions.create(&loaded->handle_); status != kSuccess) {
-      wrong = name + " cannot be used here: status " + std::to_string(status);
+      wrong = name + " cannot be initialized: status " + std::to_string(status);
     } else {
       return loaded;
     }
     *why += (why->empty() ? "" : "; ") + wrong;
   }
   if (libraries.empty()) {
-    *why = "no library was named";
+    *why = "no library was given";
   }
   return nullptr;
 }
@@ -260,7 +261,7 @@ bool CublasLt::Multiply(const BFloatProduct& product, void* workspace, Stream st
   Require(functions_->matmul(handle_, plan.desc, &one, product.w, plan.w, product.x, plan.x, &beta,
                              product.y, plan.y, product.y, plan.y, &plan.algorithm, workspace,
                              kWorkspaceBytes, stream),
-          "product");
+          "matrix product");
   return true;
 }
 

@@ -1,7 +1,7 @@
 #pragma once
 
-// cuBLASLt, where it is installed: products of BF16 matrices. Loaded at run time; nothing of it is
-// needed to build. One thread at a time.
+// Products of BF16 matrices by cuBLASLt, if it is installed. The library is loaded at run time and
+// is not needed for the build. One thread at a time.
 
 #include <cstddef>
 #include <cstdint>
@@ -15,7 +15,7 @@
 
 namespace turbomind::cuda {
 
-// y = x · wᵀ (+ bias) (+ y); all memory is the GPU's, all matrices are row-major.
+// y = x · wᵀ (+ bias) (+ y). All memory is on the GPU, and all matrices are row-major.
 struct BFloatProduct {
   const void* w = nullptr;  // BF16 [outputs, cols], 256-byte aligned
   const void* x = nullptr;  // BF16 [rows, cols], 256-byte aligned
@@ -30,11 +30,12 @@ struct BFloatProduct {
 
 class CublasLt {
  public:
-  // Where it is without anybody saying so: names on the loader's path, then files of toolkits in
+  // Return the default candidates: names on the loader's path, then files of the toolkits in
   // `root`, the newest first.
   static std::vector<std::string> UsualPlaces(const std::string& root = "/usr/local");
-  // The first of `libraries` (paths or names, as dlopen takes them) that can be loaded, for the GPU
-  // in use; null where none can, and `why` says in one line what is wrong with each.
+  // Load the first of `libraries` (paths or names, as dlopen takes them) that can be loaded, for
+  // the current GPU. If none can, return null; `why` then describes in one line what is wrong with
+  // each.
   static std::unique_ptr<CublasLt> Load(const std::vector<std::string>& libraries,
                                         std::string* why);
   ~CublasLt();
@@ -43,9 +44,10 @@ class CublasLt {
 
   std::string name() const;  // e.g. "cuBLASLt 13.0"
 
-  // False where the library has no way to do it: nothing was done. Throws InternalError where it
-  // fails. The workspace is 256-byte aligned and kWorkspaceBytes long. Can be part of a graph where
-  // a product of the same shape has run before: then its plan is made and its kernel loaded.
+  // Return false, without any effect, if the library has no algorithm for this product. Throws
+  // InternalError if a call fails. The workspace is 256-byte aligned and has kWorkspaceBytes. A
+  // graph may contain this call if a product of the same shape ran before: its plan then exists and
+  // its kernel is loaded.
   bool Multiply(const BFloatProduct& product, void* workspace, Stream stream);
 
   static constexpr size_t kWorkspaceBytes = size_t{32} << 20;
@@ -53,7 +55,7 @@ class CublasLt {
  private:
   struct Functions;
   struct Plan;
-  // rows, outputs, cols, y_stride, alignment of y, of the bias (0: none)
+  // rows, outputs, cols, y_stride, alignment of y, alignment of the bias (0: none)
   using Key = std::tuple<int64_t, int64_t, int64_t, int64_t, uint32_t, uint32_t>;
 
   CublasLt();

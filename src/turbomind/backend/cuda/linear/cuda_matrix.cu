@@ -10,9 +10,9 @@ namespace turbomind::cuda {
 namespace {
 
 constexpr size_t kChunkBytes = size_t{16} << 20;
-constexpr size_t kAlignment = 256;  // AllocateGpu's
+constexpr size_t kAlignment = 256;  // the alignment of AllocateGpu
 
-// 32 codes of 4 bits of a stored block, in the order of the columns.
+// Read the 32 4-bit codes of a stored block in the order of the columns.
 void ReadNibbles(const uint8_t* codes, bool split, uint8_t (&out)[kQuantBlock]) {
   for (int j = 0; j < kQuantBlock / 2; ++j) {
     out[split ? 2 * j : j] = codes[j] & 0x0f;
@@ -20,7 +20,7 @@ void ReadNibbles(const uint8_t* codes, bool split, uint8_t (&out)[kQuantBlock]) 
   }
 }
 
-// Eight codes as ExpandInt4 of weight_fragments.cuh takes them apart.
+// Pack eight codes in the order that ExpandInt4 of weight_fragments.cuh expects.
 uint32_t PackInt4(const uint8_t* codes) {
   uint32_t word = 0;
   for (int i = 0; i < 8; ++i) {
@@ -29,8 +29,8 @@ uint32_t PackInt4(const uint8_t* codes) {
   return word;
 }
 
-// Eight codes as ExpandMxfp4 takes them apart: where the three low bits and the sign of the codes
-// of pair p lie in their half of the word.
+// Pack eight codes in the order that ExpandMxfp4 expects. The tables give the positions of the
+// three low bits and of the sign of pair p's codes in their half of the word.
 uint32_t PackE2m1(const uint8_t* codes) {
   constexpr int kLow[4] = {6, 3, 0, 9};
   constexpr int kSign[4] = {15, 12, 13, 14};
@@ -47,12 +47,12 @@ uint32_t PackInt8(const uint8_t* codes) {
          uint32_t{codes[3]} << 24;
 }
 
-// Where the unit of a block keeps what belongs to one output of a tile.
+// Location of a block of one output in its unit.
 struct Place {
   uint8_t* unit;
   int g;
   int half;
-  int block;  // of the unit
+  int block;  // index in the unit
 };
 
 void StoreWord(const Place& at, int t, int word, uint32_t value) {
@@ -182,7 +182,7 @@ void Uploader::Upload(void* to, int64_t num_items, int64_t item_bytes,
     const int64_t count = std::min(per_chunk, num_items - first);
     uint8_t* chunk = pinned_[which];
     pool_.ParallelFor(count, [&](int64_t i, int) { fill(first + i, chunk + i * item_bytes); });
-    Synchronize(stream_);  // the other chunk is free then
+    Synchronize(stream_);  // after this the other chunk is free
     CopyBytes(static_cast<uint8_t*>(to) + first * item_bytes, chunk,
               static_cast<size_t>(count * item_bytes), stream_);
   }
@@ -206,7 +206,7 @@ std::shared_ptr<char> MatrixMemory::Allocate(size_t num_bytes) {
     try {
       piece_ = AllocateShared(piece_bytes_);
     } catch (const OutOfMemory&) {
-      return AllocateShared(num_bytes);  // there may be room for this one
+      return AllocateShared(num_bytes);  // a single matrix may still fit
     }
     used_bytes_ = 0;
   }
@@ -227,7 +227,8 @@ std::unique_ptr<PackedMatrix> CudaPackMatrix(MatrixMemory& memory, Uploader& upl
                                              const MatrixSource& source, bool exact) {
   CheckMatrixSource(source);
   if (source.packed) {
-    throw InvalidArgument("packed matrix: got the form of another device, want the checkpoint's");
+    throw InvalidArgument(
+        "The matrix is packed for another device. Pass it in the checkpoint's format.");
   }
   const MatrixFormat stored = exact ? MatrixFormat::kF32 : StoredFormat(source.format);
   auto matrix = std::make_unique<CudaMatrix>(memory, stored, source.rows, source.cols);

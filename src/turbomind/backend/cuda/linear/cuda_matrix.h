@@ -1,6 +1,6 @@
 #pragma once
 
-// ⑥ Weight matrices in GPU memory, and how they get there.
+// ⑥ Weight matrices in GPU memory, and their upload.
 
 #include <cstddef>
 #include <cstdint>
@@ -14,18 +14,18 @@
 
 namespace turbomind::cuda {
 
-// Brings bytes that are made on the host into GPU memory: through two pinned buffers, so that one
-// is filled by all threads of a pool while the other is copied. One thread at a time.
+// Uploads bytes that are computed on the host into GPU memory. It uses two pinned buffers: all
+// threads of a pool fill one while the other is copied. One thread at a time.
 class Uploader {
  public:
-  // Copies go to `stream`, which outlives this, as the pool does.
+  // Copies are queued on `stream`. REQUIRES: the stream and the pool outlive this object.
   Uploader(Stream stream, ThreadPool& pool);
   ~Uploader();
   Uploader(const Uploader&) = delete;
   Uploader& operator=(const Uploader&) = delete;
 
-  // fill(i, out) writes the item_bytes of item i; called by several threads, each item once, in any
-  // order. The GPU has it all when this returns.
+  // fill(i, out) writes the item_bytes of item i. Several threads call it, once per item and in any
+  // order. When this returns, all bytes are on the GPU.
   void Upload(void* to, int64_t num_items, int64_t item_bytes,
               FunctionRef<void(int64_t item, uint8_t* out)> fill);
 
@@ -38,30 +38,30 @@ class Uploader {
   size_t pinned_bytes_ = 0;
 };
 
-// GPU memory for matrices. A driver gives memory in pages of 2 MiB, of which matrices of a few MB,
-// as experts are, would waste up to a third; those lie side by side in pieces of kPagesOfPiece
-// pages. A piece is given back with the last matrix in it. One thread at a time; matrices may
-// outlive this, in any thread.
+// GPU memory for matrices. Drivers allocate pages of 2 MiB. Matrices of a few MB, such as experts,
+// would waste up to a third of that, so they are packed into pieces of kPagesOfPiece pages. A piece
+// is released with the last matrix in it. One thread at a time; matrices may outlive this object
+// and be released in any thread.
 class MatrixMemory {
  public:
   static constexpr size_t kPagesOfPiece = 32;
 
-  // Matrices of over a quarter of a piece have their own memory, as those have that fill nine
-  // tenths of their pages, and all where a piece has 0 bytes.
+  // A matrix has its own memory if it is larger than a quarter of a piece, or if it fills nine
+  // tenths of its pages. If piece_bytes is 0, every matrix has its own memory.
   explicit MatrixMemory(size_t piece_bytes = 0) : piece_bytes_(piece_bytes) {}
 
-  // On the current GPU; 256-byte aligned, not cleared. Throws OutOfMemory.
+  // Allocate on the current GPU: 256-byte aligned, not cleared. Throws OutOfMemory.
   std::shared_ptr<char> Allocate(size_t num_bytes);
 
  private:
   bool HasOwn(size_t num_bytes) const;
 
   const size_t piece_bytes_;
-  std::shared_ptr<char> piece_;  // the newest
-  size_t used_bytes_ = 0;        // of it
+  std::shared_ptr<char> piece_;  // the newest piece
+  size_t used_bytes_ = 0;        // bytes used in it
 };
 
-// A matrix as matrix_layout.h says.
+// A matrix in the layout of matrix_layout.h.
 class CudaMatrix final : public PackedMatrix {
  public:
   // The memory is not cleared. Throws OutOfMemory.
@@ -74,9 +74,9 @@ class CudaMatrix final : public PackedMatrix {
   std::shared_ptr<char> data_;
 };
 
-// A copy of a matrix that lies on the host, as CudaMatrix. `exact`: kF32, every value as it is
-// defined; else the format of the source. Throws InvalidArgument as CheckMatrixSource does and for
-// packed sources, OutOfMemory where the GPU is full.
+// Copy a matrix from the host into a CudaMatrix. `exact` stores kF32 with every value as defined;
+// otherwise the format is that of the source. Throws InvalidArgument like CheckMatrixSource and for
+// packed sources, and OutOfMemory if the GPU is full.
 std::unique_ptr<PackedMatrix> CudaPackMatrix(MatrixMemory& memory, Uploader& uploader,
                                              const MatrixSource& source, bool exact);
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// ⑥ Rows of a weight matrix, dequantized: embeddings of tokens.
+// ⑥ Dequantizes rows of a weight matrix: embeddings of tokens.
 
 #include <cmath>
 #include <cstdint>
@@ -17,12 +17,12 @@ struct EmbedKernelParams {
 };
 
 inline constexpr int kEmbedThreads = 128;
-inline constexpr int kEmbedCols = 8;  // of a thread at a time
+inline constexpr int kEmbedCols = 8;  // per thread at a time
 
 // Grid: tokens × parts of a row of kEmbedThreads * kEmbedCols columns.
 template <MatrixFormat F>
 __global__ void __launch_bounds__(kEmbedThreads) EmbedKernel(EmbedKernelParams params) {
-  const int group = BlockIndexY() * kEmbedThreads + ThreadIndexX();  // of 8 columns
+  const int group = BlockIndexY() * kEmbedThreads + ThreadIndexX();  // group of 8 columns
   const int first = group * kEmbedCols;
   if (first >= params.cols) {
     return;
@@ -46,8 +46,8 @@ __global__ void __launch_bounds__(kEmbedThreads) EmbedKernel(EmbedKernelParams p
     const auto unit = W::Load(tile, block / W::kBlocks, row % 8 * 4 + group % 4, tile_bytes);
     uint32_t pairs[4] = {};
     float scale = 1.f;
-    float minimum = -0.f;  // adds nothing, to -0 neither
-    // All of the unit, and then a choice of values: one of places would need local memory.
+    float minimum = -0.f;  // the identity of addition, even for -0
+    // Expand the whole unit and then select values. Selecting addresses would need local memory.
 #pragma unroll
     for (int b = 0; b < W::kBlocks; ++b) {
       uint32_t both[2][4];

@@ -1,6 +1,6 @@
 #pragma once
 
-// ⑥ Rows of x in another form for the kernels of linear layers.
+// ⑥ Copies rows of x into another format for the linear kernels.
 
 #include <cstdint>
 
@@ -20,10 +20,10 @@ struct CopyRowsParams {
 };
 
 inline constexpr int kCopyThreads = 128;
-inline constexpr int kCopyCols = 8;  // of a thread
+inline constexpr int kCopyCols = 8;  // per thread
 
-// Grid: rows × parts of kCopyThreads * kCopyCols columns. REQUIRES: out_cols a multiple of 4, with
-// kBFloat of 8.
+// Grid: rows × parts of kCopyThreads * kCopyCols columns. REQUIRES: out_cols is a multiple of 4, or
+// of 8 with kBFloat.
 template <bool kBFloat>
 __global__ void __launch_bounds__(kCopyThreads) CopyRowsKernel(CopyRowsParams params) {
   const int col = (BlockIndexY() * kCopyThreads + ThreadIndexX()) * kCopyCols;

@@ -1,9 +1,10 @@
 #pragma once
 
-// ⑥ y = x · wᵀ in FP32 throughout: FP32 weights (routers, and `exact` for tests).
+// ⑥ y = x · wᵀ in FP32 throughout, for FP32 weights (routers, and `exact` in tests).
 //
-// What a block owns: kExactOutputs outputs of kExactRows rows. Its warps take turns with runs of
-// 128 columns; a lane's products are added in order of the columns, then lanes, then warps.
+// A block owns kExactOutputs outputs of kExactRows rows. Its warps take turns with runs of 128
+// columns. A lane's products are added in the order of the columns, then over lanes, then over
+// warps.
 
 #include <cmath>
 #include <cstdint>

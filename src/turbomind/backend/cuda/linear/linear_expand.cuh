@@ -1,7 +1,7 @@
 #pragma once
 
-// ⑥ Weights with block scales → BF16 [outputs, cols], for libraries that know nothing else. Rounds:
-// a scale has more bits than BF16.
+// ⑥ Expands weights with block scales to BF16 [outputs, cols], for libraries that support nothing
+// else. This rounds, because a scale has more bits than BF16.
 
 #include <cmath>
 #include <cstdint>
@@ -11,7 +11,7 @@
 namespace turbomind::cuda {
 
 struct ExpandParams {
-  const char* weight = nullptr;  // its first tile that is wanted
+  const char* weight = nullptr;  // the first tile to expand
   uint16_t* out = nullptr;       // [16 gridDim.y, cols]
   int cols = 0;                  // whole units
 };

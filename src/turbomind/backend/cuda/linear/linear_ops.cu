@@ -15,26 +15,28 @@
 namespace turbomind::cuda {
 namespace {
 
-// Warps of the matrices' first row tile that fill a large GPU (132 SMs, 32 to 48 each).
+// Number of warps for one row tile that fill a large GPU (132 SMs with 32 to 48 warps each).
 constexpr int64_t kWantedWarps = 6144;
-// Tiles that two by two give every SM a block; two share what is read of x.
+// Number of tiles from which on blocks of two tiles still give every SM a block. Two tiles share
+// the reads of x.
 constexpr int64_t kWantedTiles = 264;
 constexpr int kMaxStreamRows = 16;
-// From where on the library is faster. Up to one tile of rows TileKernel reads a weight once, as
-// nobody does faster. Weights with scales cost the library 4.5 bytes of traffic each: against the
-// instructions for whole warp groups (wgmma, tcgen05), about twice as fast as mma, that pays from
-// 400 rows on; elsewhere the library has mma itself, and but the better schedule.
+// Numbers of rows from which on the library is faster. Up to one tile of rows, TileKernel reads
+// every weight only once, which cannot be improved. Weights with scales cost the library 4.5 bytes
+// of traffic each. On GPUs with warp-group instructions (wgmma, tcgen05), which are about twice as
+// fast as mma, that pays off from 400 rows on. On other GPUs the library uses mma as well and only
+// has the better schedule.
 constexpr int kMinLibraryRows = 65;
 constexpr int kMinExpandedRows = 512;
 constexpr int kMinExpandedRowsMma = 2048;
 constexpr int64_t kExpandedBytes = int64_t{64} << 20;
-constexpr int kMinUnits = 5;  // of a slice: less is over before its first loads are back
+constexpr int kMinUnits = 5;  // per slice; a shorter slice ends before its first loads arrive
 
 const CudaMatrix& Weight(const LinearPart& part) {
   return static_cast<const CudaMatrix&>(*part.weight);
 }
 
-// Gives each segment its blocks of `outputs` outputs; returns their number.
+// Assign each segment its blocks of `outputs` outputs, and return the number of blocks.
 int64_t CutOutputs(LinearKernelParams* params, int outputs) {
   int64_t blocks = 0;
   for (int i = 0; i < params->num_segments; ++i) {
@@ -56,7 +58,7 @@ void RunStreamKernel(const Context& ctx, StreamParams params) {
   Launch(StreamKernel<C>, shape, ctx.stream, params);
 }
 
-// Of x that one matrix sees; of experts, on average.
+// Return the number of rows of x per matrix; for experts, the average.
 int64_t RowsOfMatrix(const LinearKernelParams& params) {
   return params.num_experts > 0 ? CeilDiv(params.num_rows, params.num_experts) : params.num_rows;
 }
@@ -73,7 +75,7 @@ void RunStream(const Context& ctx, const StreamParams& params, int64_t outputs) 
   }
 }
 
-// The rows that y's rows are made of, one after the other.
+// Copy the rows of x in the order of y's rows.
 void CopyRows(const Context& ctx, const LinearKernelParams& from, int out_cols, bool bfloat,
               void* out) {
   const CopyRowsParams params = {from.x, from.x_stride, from.x_rows, from.cols, out, out_cols};
@@ -83,7 +85,8 @@ void CopyRows(const Context& ctx, const LinearKernelParams& from, int out_cols, 
   Launch(bfloat ? CopyRowsKernel<true> : CopyRowsKernel<false>, shape, ctx.stream, params);
 }
 
-// Where rows of x are not as the kernels want them, takes a copy that is, in order of y's rows.
+// If the kernels cannot read the rows of x as they are, use an aligned copy in the order of y's
+// rows.
 void AlignX(const Context& ctx, MatrixFormat stored, LinearKernelParams* params) {
   const int padded = NumUnits(stored, params->cols) * UnitCols(stored);
   const bool aligned =
@@ -105,7 +108,7 @@ void RunTileKernel(const Context& ctx, LinearKernelParams linear, int slices, in
   const SlotCount slots = CountSlots(linear.num_rows, linear.num_experts, C::kRows);
   linear.slot_is_row = slots.slot_is_row;
   const int64_t blocks = CutOutputs(&linear, C::kOutputs);
-  // Each slice has blocks of its own where else some SM would have none.
+  // If some SM would otherwise have no block, each slice gets its own blocks.
   const bool in_parts = slices > 1 && slots.slots * blocks < ctx.gpu.num_sms;
   const int cols = NumUnits(C::kFormat, linear.cols) * UnitCols(C::kFormat);
   const size_t x_bytes = CeilDiv((int64_t{linear.num_rows} + C::kRows) * cols * 2, 256) * 256;
@@ -137,8 +140,8 @@ void RunTileKernel(const Context& ctx, LinearKernelParams linear, int slices, in
   }
 }
 
-// What products by the library need of the workspace. Weights with scales are expanded first, as
-// many tiles of outputs at a time as kExpandedBytes hold.
+// Parts of the workspace for products by the library. Weights with scales are expanded first, as
+// many tiles of outputs at a time as fit into kExpandedBytes.
 struct LibraryMemory {
   int64_t tiles_at_once = 0;
   char* x = nullptr;  // BF16
@@ -170,7 +173,7 @@ LibraryMemory PlanLibrary(const Context& ctx, const LinearKernelParams& linear) 
   return memory;
 }
 
-// Segment `i` by the library; false where it cannot.
+// Multiply segment `i` with the library. Return false if the library cannot.
 template <MatrixFormat F>
 bool MultiplySegment(const Context& ctx, const LinearKernelParams& linear, int i,
                      const LibraryMemory& memory, CublasLt& library) {
@@ -200,14 +203,15 @@ bool MultiplySegment(const Context& ctx, const LinearKernelParams& linear, int i
     product.cols = linear.cols;
     product.accumulate = linear.accumulate;
     if (!library.Multiply(product, memory.library, ctx.stream)) {
-      Check(first == 0, "a library that can multiply some outputs of a matrix can multiply all");
+      Check(first == 0, "the library must support either all outputs of a matrix or none");
       return false;
     }
   }
   return true;
 }
 
-// By the library as many segments as it can; returns the others, of which x is as it was.
+// Multiply as many segments as possible with the library. Return the other segments, with x
+// unchanged.
 template <MatrixFormat F>
 LinearKernelParams RunLibrary(const Context& ctx, const LinearKernelParams& params,
                               CublasLt& library) {
@@ -227,7 +231,7 @@ LinearKernelParams RunLibrary(const Context& ctx, const LinearKernelParams& para
 
 template <MatrixFormat F>
 void RunTile(const Context& ctx, const LinearKernelParams& params, int slices, int64_t outputs) {
-  if constexpr (F != MatrixFormat::kQ4_1) {  // whose minima take the registers of more rows
+  if constexpr (F != MatrixFormat::kQ4_1) {  // its minima leave no registers for more rows
     if (RowsOfMatrix(params) > 32) {
       return RunTileKernel<TileConfig<F, 8>>(ctx, params, slices, outputs);
     }
@@ -243,7 +247,7 @@ bool LibraryIsFaster(const Context& ctx, MatrixFormat stored, int num_rows) {
   return num_rows >= (has_warp_groups ? kMinExpandedRows : kMinExpandedRowsMma);
 }
 
-// Few rows stream weights; many share them.
+// Few rows stream the weights; many rows share each expanded weight.
 template <MatrixFormat F>
 void RunFormat(const Context& ctx, LinearKernelParams params, int64_t outputs, CublasLt* library) {
   const int slices = NumSlices(F, outputs, params.cols);
@@ -355,7 +359,7 @@ const ExpertWeight* CudaLinear::TableOf(const Context& ctx, const GroupedLinearP
   if (same) {
     return table.gpu;
   }
-  Synchronize(ctx.stream);  // nothing reads the old table
+  Synchronize(ctx.stream);  // nothing reads the old table after this
   if (table.gpu != nullptr) {
     FreeGpu(table.gpu);
     table = {};

@@ -1,6 +1,6 @@
 #pragma once
 
-// ⑥ Linear layers and embedding: host side.
+// ⑥ Linear layers and embedding: the host side.
 
 #include <cstdint>
 #include <map>
@@ -14,14 +14,14 @@
 
 namespace turbomind::cuda {
 
-// Weights are CudaMatrix; x, y, biases, ids, x_rows and offsets are GPU memory; the arrays of
-// LinearPart are the host's.
+// Weights are CudaMatrix objects. x, y, biases, ids, x_rows and offsets are in GPU memory; the
+// arrays of LinearPart are on the host.
 //
-// Activations are rounded to BF16 (not beside FP32 weights), sums are FP32; linear_stream.cuh says
-// what that costs. An output's sum depends on its row of x and its matrices alone, not on num_rows:
-// always where ctx.deterministic asks for it or there is no library. With cuBLASLt, calls of many
-// rows are its products, whose order of sums is its own; weights with scales are rounded to BF16
-// for it.
+// Activations are rounded to BF16, except with FP32 weights, and sums are in FP32.
+// linear_stream.cuh states the resulting error. Without a library, or if ctx.deterministic is set,
+// an output's sum depends only on its row of x and its matrices, not on num_rows. With cuBLASLt,
+// calls with many rows use its products, which have their own order of sums. Weights with scales
+// are rounded to BF16 for it.
 class CudaLinear {
  public:
   explicit CudaLinear(std::unique_ptr<CublasLt> library = nullptr);
@@ -31,8 +31,9 @@ class CudaLinear {
 
   void Linear(const Context& ctx, const LinearParams& params);
 
-  // Keeps a table of each array of experts on the GPU, made when the array is first seen and again
-  // when it holds something else: such a call allocates, and must not be part of a graph.
+  // Keeps a table of each array of experts on the GPU. The table is made when the array is first
+  // seen, and again when its contents change. Such a call allocates and must not be part of a
+  // graph.
   void GroupedLinear(const Context& ctx, const GroupedLinearParams& params);
 
   void Embed(const Context& ctx, const EmbedParams& params);
@@ -48,8 +49,8 @@ class CudaLinear {
   std::map<const LinearPart*, ExpertTable> tables_;
 };
 
-// Slices of the columns that are summed apart: so many that few rows of a matrix of this shape keep
-// a GPU busy.
+// Return the number of slices of the columns that are summed separately. It is large enough for a
+// GPU to stay busy with few rows of a matrix of this shape.
 int NumSlices(MatrixFormat stored, int64_t outputs, int64_t cols);
 
 }  // namespace turbomind::cuda

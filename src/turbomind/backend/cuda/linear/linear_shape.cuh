@@ -1,6 +1,6 @@
 #pragma once
 
-// ⑥ What the kernels of linear layers are given, and which part of it a block computes.
+// ⑥ Parameters of the linear kernels, and the part that each block computes.
 
 #include <cstdint>
 
@@ -13,11 +13,11 @@ namespace turbomind::cuda {
 
 inline constexpr int kMaxSegments = 4;
 
-// One matrix of several that lie along the outputs; its blocks of outputs are
-// [first_block, first_block of the next).
+// One of several matrices that are stacked along the outputs. Its blocks of outputs are
+// [first_block, first_block of the next segment).
 struct LinearSegment {
   const char* weight = nullptr;
-  const float* bias = nullptr;  // of its outputs, or null
+  const float* bias = nullptr;  // bias of its outputs, or null
   int32_t first_block = 0;
   int32_t first_output = 0;  // its column of y
   int32_t outputs = 0;
@@ -40,27 +40,27 @@ struct LinearKernelParams {
   int cols = 0;  // whole units
   int num_segments = 0;
   LinearSegment segments[kMaxSegments] = {};
-  // Grouped: one segment, whose weight and bias are those of the expert.
+  // Grouped: one segment, whose weight and bias are replaced by those of the expert.
   const ExpertWeight* experts = nullptr;  // [num_experts] or null
   const int32_t* offsets = nullptr;       // [num_experts + 1]
   int num_experts = 0;
-  bool slot_is_row = false;  // of the two ways to number slots, below
+  bool slot_is_row = false;  // how slots are numbered, see SlotCount
 };
 
-// One block's share.
+// The part of one block.
 struct LinearBlock {
   const char* weight;
   const float* bias;
-  int first_row;  // of y
+  int first_row;  // in y
   int num_rows;
-  int first_output;  // of the weight
-  int num_outputs;   // of the weight
-  int y_column;      // of the weight's first output
+  int first_output;  // in the weight
+  int num_outputs;   // in the weight
+  int y_column;      // column of the weight's first output
 };
 
-// Slots that FindBlock wants for tiles of `rows` rows, at most `rows` of one expert each: either
-// one per row, of which those are used that begin a tile, or tiles of the rows as a whole and one
-// more for each expert.
+// The number of slots that FindBlock needs for tiles of up to `rows` rows of one expert. There are
+// two numberings. Either every row is a slot, and only the slots that begin a tile are used. Or
+// there is a slot for each tile of the rows as a whole, and one more per expert.
 struct SlotCount {
   int64_t slots;
   bool slot_is_row;
@@ -73,11 +73,12 @@ inline SlotCount CountSlots(int num_rows, int num_experts, int rows) {
   return num_rows <= tiles ? SlotCount{num_rows, true} : SlotCount{tiles, false};
 }
 
-// The rows of a slot. As FindBlock.
+// Find the rows of a slot. Return false for a slot without rows.
 TM_DEVICE bool FindExpertRows(const LinearKernelParams& p, int slot, int rows, int* expert,
                               LinearBlock* block) {
   const int lane = ThreadIndexX() & 31;
-  // Experts whose slots begin at or before this one; empty ones lie before those behind them.
+  // Count the experts whose slots begin at or before this one. Of experts with the same begin, only
+  // the last has rows.
   int before = 0;
   for (int e = lane; e - lane < p.num_experts; e += 32) {
     const int first = e < p.num_experts ? LoadGlobal(p.offsets + e) : 0;
@@ -96,8 +97,8 @@ TM_DEVICE bool FindExpertRows(const LinearKernelParams& p, int slot, int rows, i
   return true;
 }
 
-// What a block of the grid computes: up to `rows` rows, those of `slot`, and `outputs` outputs. All
-// lanes of a warp call it; false for a slot without rows.
+// Find the part of a block of the grid: up to `rows` rows, those of `slot`, and `outputs` outputs.
+// All lanes of a warp must call it. Return false for a slot without rows.
 TM_DEVICE bool FindBlock(const LinearKernelParams& p, int slot, int rows, int outputs,
                          LinearBlock* block) {
   const int y = BlockIndexY();
@@ -105,7 +106,7 @@ TM_DEVICE bool FindBlock(const LinearKernelParams& p, int slot, int rows, int ou
   for (int i = 1; i < kMaxSegments; ++i) {
     s += i < p.num_segments && p.segments[i].first_block <= y;
   }
-  const LinearSegment& segment = p.segments[s];  // a copy of it would be one in local memory
+  const LinearSegment& segment = p.segments[s];  // a copy would be in local memory
   block->weight = segment.weight;
   block->bias = segment.bias;
   block->first_output = (y - segment.first_block) * outputs;
@@ -126,14 +127,15 @@ TM_DEVICE bool FindBlock(const LinearKernelParams& p, int slot, int rows, int ou
   return true;
 }
 
-// Row `row` of the block's rows of x; beyond them the last one, whose results nobody stores.
+// Return row `row` of the block's rows of x. Past the end it is the last row, whose extra results
+// are not stored.
 TM_DEVICE const float* RowOfX(const LinearKernelParams& p, const LinearBlock& block, int row) {
   const int at = block.first_row + (row < block.num_rows ? row : block.num_rows - 1);
   const int64_t x_row = p.x_rows != nullptr ? LoadGlobal(p.x_rows + at) : at;
   return p.x + x_row * p.x_stride;
 }
 
-// y (+)= sum + bias for one row of the block and one output of the weight, if there is that output.
+// Store y (+)= sum + bias for one row of the block and one output of the weight, if both exist.
 TM_DEVICE void StoreOutput(const LinearKernelParams& p, const LinearBlock& block, int row,
                            int output, float sum) {
   if (row >= block.num_rows || output >= block.num_outputs) {

@@ -1,22 +1,22 @@
 #pragma once
 
-// ⑥ y = x · wᵀ for few rows: bound by the bytes of the weights.
+// ⑥ y = x · wᵀ for few rows, bound by the bytes of the weights.
 //
-// What a block owns: 16 kTiles outputs of up to 8 kRowTiles rows. Its warps cut the columns into
-// slices, one each; sums of the slices are added in their order. What moves: every byte of the
-// weights once per row tile, 16 bytes per lane from global memory straight into registers, kAhead
-// units ahead of their use; x from L1 and L2, in FP32.
+// A block owns 16 kTiles outputs of up to 8 kRowTiles rows. Its warps split the columns into
+// slices, one per warp. The sums of the slices are added in order. Bytes moved: every byte of the
+// weights once per row tile, 16 bytes per lane from global memory directly into registers, kAhead
+// units ahead of their use. x comes from L1 and L2, in FP32.
 //
-// Products: 16 outputs × 16 columns of weights (operand A, expanded in registers) times 8 rows of x
-// rounded to BF16 (mma.m16n8k16), in FP32. With block scales the sum of each block of 32 columns
-// starts at zero and is multiplied by its scale as it is added: the codes are exact in BF16, so
-// that nothing but x is rounded. That costs 1.7e-3 of the output's norm, a third of what storing
-// weights as kQ8_0 costs, the finest of the quantized formats (a second operand with what rounding
-// takes away would reach 1e-5, for twice the products and six times the conversions, and the same
-// bits for many rows would cost them as much).
+// Matrix products: 16 outputs × 16 columns of weights (operand A, expanded in registers) times 8
+// rows of x, rounded to BF16 (mma.m16n8k16), with FP32 sums. With block scales, the sum of each
+// block of 32 columns starts at zero and is multiplied by its scale when it is added. The codes are
+// exact in BF16, so only x is rounded. That costs 1.7e-3 of the output's norm, a third of the cost
+// of storing weights as kQ8_0, the finest quantized format. A second operand with the rounding
+// error of x would reach 1e-5. It would take twice the products and six times the conversions, and
+// kernels for many rows would have to pay the same to keep equal bits.
 //
-// An output's sum depends on its row of x, its weights and the slices alone, never on the rows
-// beside it.
+// An output's sum depends only on its row of x, its weights and the slices, never on the other
+// rows.
 
 #include <cmath>
 #include <cstdint>
@@ -28,7 +28,7 @@ namespace turbomind::cuda {
 
 struct StreamParams {
   LinearKernelParams linear;
-  int slices = 1;  // warps of a block
+  int slices = 1;  // warps per block
 };
 
 template <MatrixFormat F, int kTileCount, int kRowTileCount>
@@ -39,15 +39,15 @@ struct StreamConfig {
   static constexpr int kOutputs = kTileOutputs * kTiles;
   static constexpr int kRows = 8 * kRowTiles;
   static constexpr int kAhead = 4 / kTiles;  // units in flight
-  // Blocks of kMaxSlices warps that fit an SM; 0: the compiler's choice. It would choose 4 for
-  // these, on some architectures, and spill for it.
+  // Blocks of kMaxSlices warps per SM; 0 leaves the choice to the compiler. On some architectures
+  // it would choose 4 for these kernels and spill registers.
   static constexpr bool kTight =
       (F == MatrixFormat::kBF16 || F == MatrixFormat::kMxfp4) && kTiles == 2 && kRowTiles == 1;
   static constexpr int kBlocks = kTight ? 3 : 0;
   static constexpr int SharedBytes(int slices) { return slices * kOutputs * kRows * 4; }
 };
 
-// Columns 8 t .. 8 t + 7 of a block of 32, of one row.
+// Columns 8 t .. 8 t + 7 of a block of 32, for one row.
 struct RowValues {
   Words<16> low;
   Words<16> high;
@@ -57,7 +57,7 @@ TM_DEVICE RowValues LoadRow(const float* row) {
   return {LoadGlobal(from), LoadGlobal(from + 1)};
 }
 
-// The same as operand B of two products.
+// The same values as operand B of two products.
 struct RowFragment {
   uint32_t v[4];
 };
@@ -79,7 +79,7 @@ TM_DEVICE void MultiplyBlock(const uint32_t (&pairs)[2][4], const RowFragment& x
   MmaBFloat(sum, second, x.v[2], x.v[3]);
 }
 
-// Of each of 8 rows the sum over 32 columns, where MultiplyBlock puts products.
+// Sum the 32 columns of each of 8 rows, in the layout of MultiplyBlock's products.
 TM_DEVICE void SumBlock(const RowFragment& x, float (&sum)[4]) {
   constexpr uint32_t kOnes[4] = {kBFloatOne, kBFloatOne, kBFloatOne, kBFloatOne};
   sum[0] = sum[1] = sum[2] = sum[3] = 0.f;
@@ -87,11 +87,11 @@ TM_DEVICE void SumBlock(const RowFragment& x, float (&sum)[4]) {
   MmaBFloat(sum, kOnes, x.v[2], x.v[3]);
 }
 
-// A block of a unit, ready for products.
+// A block of a unit, expanded for products.
 template <MatrixFormat F>
 struct ExpandedBlock {
   uint32_t pairs[2][4];
-  float scale[2];  // of the outputs g and g + 8
+  float scale[2];  // for the outputs g and g + 8
   float minimum[2];
 };
 
@@ -132,11 +132,11 @@ TM_DEVICE void AddBlock(const ExpandedBlock<F>& weights, const RowFragment& x,
   }
 }
 
-// What a warp reads of x: kRowTiles rows per lane, each block of columns one ahead of its use.
+// A warp's reads of x: kRowTiles rows per lane, one block of columns ahead of their use.
 template <class C>
 struct RowReader {
   const float* rows[C::kRowTiles];  // at the lane's columns of the first block
-  int last_col;                     // of the warp's slice: the first of its last block
+  int last_col;                     // first column of the last block in the warp's slice
   RowValues next[C::kRowTiles];
 
   TM_DEVICE void Compute(int col) {
@@ -147,7 +147,7 @@ struct RowReader {
   }
 };
 
-// One unit of all tiles.
+// Add one unit of all tiles.
 template <class C>
 TM_DEVICE void AddUnit(const typename WeightFragments<C::kFormat>::Unit (&units)[C::kTiles],
                        int first_col, RowReader<C>* reader,
@@ -176,7 +176,7 @@ TM_DEVICE void AddUnit(const typename WeightFragments<C::kFormat>::Unit (&units)
   }
 }
 
-// The warp's slice of the columns.
+// Sum the warp's slice of the columns.
 template <class C>
 TM_DEVICE void SumSlice(const StreamParams& params, const LinearBlock& block,
                         float (&sums)[C::kTiles][C::kRowTiles][4]) {
@@ -231,7 +231,7 @@ TM_DEVICE void SumSlice(const StreamParams& params, const LinearBlock& block,
   }
 }
 
-// The warps' sums, in their order → y.
+// Add the warps' sums in order and store them in y.
 template <class C>
 TM_DEVICE void AddSlices(const StreamParams& params, const LinearBlock& block,
                          const float (&sums)[C::kTiles][C::kRowTiles][4]) {
@@ -255,7 +255,8 @@ TM_DEVICE void AddSlices(const StreamParams& params, const LinearBlock& block,
   for (int i = thread; i < kSums; i += 32 * params.slices) {
     const int row = i / C::kOutputs;
     const int output = i % C::kOutputs;
-    // Where the lane lies that has it: row 8 n + 2 t + (0, 1), output 16 m + g + (0, 8).
+    // Position of the sum in the lane that holds it: row 8 n + 2 t + (0, 1), output 16 m + g + (0,
+    // 8).
     const int at = (output / 16 * C::kRowTiles + row / 8) * 128 + output % 8 * 16 +
                    row % 8 / 2 * 4 + output % 16 / 8 * 2 + row % 2;
     float sum = LoadShared<float>(shared + at);

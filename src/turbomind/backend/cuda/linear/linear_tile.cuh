@@ -1,16 +1,16 @@
 #pragma once
 
-// ⑥ y = x · wᵀ for many rows: bound by the tensor cores.
+// ⑥ y = x · wᵀ for many rows, bound by the tensor cores.
 //
-// What a block owns: 128 outputs of up to 8 kRowTiles rows; each of its four warps 32 outputs of
-// all rows, so that a weight is expanded once per block and a row that is read from shared memory
-// serves two products. What moves: weights as in linear_stream.cuh, from global memory into
-// registers, one unit ahead; rows of x, rounded to BF16 before, by cp.async through a ring of
+// A block owns 128 outputs of up to 8 kRowTiles rows, and each of its four warps 32 outputs of all
+// rows. A weight is therefore expanded once per block, and a row read from shared memory serves two
+// products. Bytes moved: weights as in linear_stream.cuh, from global memory into registers, one
+// unit ahead. Rows of x are rounded to BF16 beforehand and copied by cp.async through a ring of
 // kStages units of columns.
 //
-// Sums are those of StreamKernel, bit for bit: the same slices, each summed in the same order. A
-// block adds up all of them, in shared memory, or where blocks are few only one, which
-// AddPartsKernel adds to the others.
+// The sums are bit-identical to those of StreamKernel: they have the same slices, each summed in
+// the same order. A block adds all slices in shared memory. If there are few blocks, each computes
+// only one slice, and AddPartsKernel adds the slices.
 
 #include <cstdint>
 
@@ -20,7 +20,7 @@ namespace turbomind::cuda {
 
 struct TileParams {
   LinearKernelParams linear;  // x and x_rows are not used
-  // [num_rows, linear.cols] in the order of y's rows; C::kRows rows more can be read.
+  // [num_rows, linear.cols] in the order of y's rows. C::kRows more rows must be readable.
   const uint16_t* x_bfloat = nullptr;
   int slices = 1;
   int64_t slots = 1;
@@ -32,15 +32,15 @@ template <MatrixFormat F, int kRowTileCount>
 struct TileConfig {
   static constexpr MatrixFormat kFormat = F;
   static constexpr int kWarps = 4;
-  static constexpr int kTiles = 2;  // of a warp
+  static constexpr int kTiles = 2;  // per warp
   static constexpr int kRowTiles = kRowTileCount;
   static constexpr int kOutputs = kWarps * kTiles * kTileOutputs;
   static constexpr int kRows = 8 * kRowTiles;
-  // Units of weights that take turns in a ring of two; 1: the second moves to the first's place,
-  // for kernels that else need more registers than there are.
+  // Units of weights that alternate in a ring of two. With 1, the second unit is moved into the
+  // first's place, for kernels that would otherwise need too many registers.
   static constexpr int kTurns = kRowTiles > 4 ? 1 : 2;
   static constexpr int kStages = 4;
-  static constexpr int kRowBytes = UnitCols(F) * 2;  // of a stage
+  static constexpr int kRowBytes = UnitCols(F) * 2;  // in a stage
   static constexpr int kStageBytes = kRows * kRowBytes;
   static constexpr int kTotalBytes = kRows * kOutputs * 4;
   static constexpr int SharedBytes(bool totals) {
@@ -48,14 +48,15 @@ struct TileConfig {
   }
 };
 
-// Where 16 bytes of a row of a stage lie: two rows that are read at once are in different banks.
+// Return the offset of 16 bytes of a row in a stage. Two rows that are read at once are in
+// different banks.
 template <class C>
 TM_DEVICE int StageOffset(int row, int chunk) {
   constexpr int kSwap = C::kRowBytes == 128 ? 4 : 0;
   return row * C::kRowBytes + (chunk ^ (row & 1) * kSwap) * 16;
 }
 
-// What a thread copies of the block's rows: 16 bytes of every kStep-th of them.
+// A thread's copies of the block's rows: 16 bytes of every kStep-th row.
 template <class C>
 struct StageCopier {
   static constexpr int kChunks = C::kRowBytes / 16;
@@ -76,7 +77,7 @@ struct StageCopier {
     to = StageOffset<C>(row, chunk);
   }
 
-  // A committed group, even where the unit is not there.
+  // Commits a group even if the unit does not exist.
   TM_DEVICE void Copy(int unit, int end, char* stage) const {
     if (unit < end) {
       const char* at = from + static_cast<int64_t>(unit) * C::kRowBytes;
@@ -89,7 +90,7 @@ struct StageCopier {
   }
 };
 
-// One unit for all rows.
+// Add one unit for all rows.
 template <class C>
 TM_DEVICE void AddTileUnit(const typename WeightFragments<C::kFormat>::Unit (&units)[C::kTiles],
                            const char* stage, float (&sums)[C::kTiles][C::kRowTiles][4]) {
@@ -116,8 +117,8 @@ TM_DEVICE void AddTileUnit(const typename WeightFragments<C::kFormat>::Unit (&un
   }
 }
 
-// Calls fn(m, n, i, row, output) for every sum of the lane: rows of the block, outputs of the
-// weight.
+// Call fn(m, n, i, row, output) for every sum of the lane. Rows are relative to the block, outputs
+// to the weight.
 template <class C, class Fn>
 TM_DEVICE void ForEachSum(const LinearBlock& block, Fn fn) {
   const int lane = ThreadIndexX() & 31;
@@ -135,7 +136,8 @@ TM_DEVICE void ForEachSum(const LinearBlock& block, Fn fn) {
   }
 }
 
-// sums += what the thread has kept of the slices before, if any; kept for the next unless last.
+// Add the totals of the previous slices, if any, to the sums. Unless this slice is the last, keep
+// the result for the next.
 template <class C>
 TM_DEVICE void AddTotals(bool first, bool last, char* totals,
                          float (&sums)[C::kTiles][C::kRowTiles][4]) {
@@ -164,7 +166,7 @@ TM_DEVICE void AddTotals(bool first, bool last, char* totals,
   }
 }
 
-// Slices [first_slice, end_slice) of the columns.
+// Sum the slices [first_slice, end_slice) of the columns.
 template <class C>
 TM_DEVICE void SumSlices(const TileParams& params, const LinearBlock& block, int first_slice,
                          int end_slice, float (&sums)[C::kTiles][C::kRowTiles][4]) {
@@ -211,7 +213,7 @@ TM_DEVICE void SumSlices(const TileParams& params, const LinearBlock& block, int
       }
       load(1 - i, unit + 1);
       WaitForCopies<C::kStages - 2>();
-      SyncBlock();  // the stage is there for all, and nobody reads the one that is filled next
+      SyncBlock();  // the stage has arrived in all threads, and none reads the one filled next
       const int at = unit - begin;
       copier.Copy(unit + C::kStages - 1, end,
                   stages + (at + C::kStages - 1) % C::kStages * C::kStageBytes);
@@ -232,8 +234,8 @@ TM_DEVICE void SumSlices(const TileParams& params, const LinearBlock& block, int
   WaitForCopies<0>();
 }
 
-// Grid: (slots of C::kRows rows, times slices where parts are wanted) × blocks of C::kOutputs
-// outputs; C::kWarps warps; C::SharedBytes.
+// Grid: (slots of C::kRows rows, times slices if there are parts) × blocks of C::kOutputs outputs;
+// C::kWarps warps; C::SharedBytes.
 template <class C>
 __global__ void __launch_bounds__(32 * C::kWarps, 2) TileKernel(TileParams params) {
   const bool in_parts = params.parts != nullptr;
@@ -263,7 +265,8 @@ __global__ void __launch_bounds__(32 * C::kWarps, 2) TileKernel(TileParams param
 
 inline constexpr int kAddThreads = 128;
 
-// The parts of TileKernel → y. Grid: slots of one row × blocks of kThreads outputs.
+// Add the parts of TileKernel and store them in y. Grid: slots of one row × blocks of kThreads
+// outputs.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads) AddPartsKernel(TileParams params) {
   LinearBlock block;

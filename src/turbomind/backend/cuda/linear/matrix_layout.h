@@ -1,20 +1,20 @@
 #pragma once
 
-// Where each byte of a weight matrix lies in GPU memory. Arithmetic only: shared by the packer and
-// by the kernels.
+// The layout of a weight matrix in GPU memory. Pure arithmetic, shared by the packer and the
+// kernels.
 //
-// Outputs are cut into tiles of 16, columns into units; what is beyond the matrix is zero. A tile
-// of a quantized matrix is a run of units:
-//   512 bytes of codes: 16 of each lane of a warp. Lane 4 global_scale + t has columns 8 t .. 8 t +
-//   7 of each
-//     block of 32, of the outputs global_scale and global_scale + 8
+// Outputs are cut into tiles of 16 and columns into units. Positions past the end of the matrix are
+// zero. A tile of a quantized matrix is a run of units. Each unit has:
+//   512 bytes of codes, 16 per lane of a warp. Lane 4 global_scale + t has columns 8 t .. 8 t + 7
+//   of each
+//     block of 32, for the outputs global_scale and global_scale + 8:
 //       kQ4_0, kQ4_1, MXFP4: word 2 block + half, eight codes (weight_fragments.cuh)
 //       kQ8_0: words 2 half and 2 half + 1, four codes each
-//   then of global_scale = 0..7: the scales [block][half] of the outputs global_scale + 8 half:
-//   FP16 d (kQ4_1: all d, then
-//     all m) or E8M0
-// so that a warp reads a unit in one coalesced access of 16 bytes per lane, as an operand of the
-// tensor cores. kBF16 and kF32 are row-major; their rows are as long as whole units.
+//   then, for global_scale = 0..7, the scales [block][half] of the outputs global_scale + 8 half:
+//   FP16 d (kQ4_1: all d,
+//     then all m) or E8M0
+// A warp thus reads a unit in one coalesced access of 16 bytes per lane, as an operand of the
+// tensor cores. kBF16 and kF32 are row-major; their rows are padded to whole units.
 
 #include <cstdint>
 
@@ -26,7 +26,7 @@ namespace turbomind::cuda {
 inline constexpr int kTileOutputs = 16;
 inline constexpr int kUnitCodeBytes = 512;
 
-// As the GPU stores it: both forms of MXFP4 are one.
+// Return the format as stored on the GPU, where both forms of MXFP4 are one.
 TM_HD constexpr MatrixFormat StoredFormat(MatrixFormat format) {
   return IsMxfp4(format) ? MatrixFormat::kMxfp4 : format;
 }
@@ -51,7 +51,7 @@ TM_HD constexpr int UnitCols(MatrixFormat format) {
   return 64;
 }
 
-// Scales and minima of one output in a unit.
+// Bytes of the scales and minima of one output in a unit.
 TM_HD constexpr int UnitScaleBytes(MatrixFormat format) {
   switch (format) {
     case MatrixFormat::kF32:
@@ -69,7 +69,7 @@ TM_HD constexpr int UnitScaleBytes(MatrixFormat format) {
   return 2;
 }
 
-// Of all outputs of a tile.
+// Bytes of a unit, for all outputs of a tile.
 TM_HD constexpr int UnitBytes(MatrixFormat format) {
   if (HasBlocks(format)) {
     return kUnitCodeBytes + kTileOutputs * UnitScaleBytes(format);
@@ -89,7 +89,7 @@ TM_HD constexpr int64_t TileBytes(MatrixFormat format, int64_t cols) {
   return int64_t{NumUnits(format, cols)} * UnitBytes(format);
 }
 
-// Of a row-major matrix.
+// Bytes of a row of a row-major matrix.
 TM_HD constexpr int64_t RowBytes(MatrixFormat format, int64_t cols) {
   return TileBytes(format, cols) / kTileOutputs;
 }

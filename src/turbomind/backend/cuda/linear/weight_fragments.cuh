@@ -1,13 +1,14 @@
 #pragma once
 
-// How stored weights become operands of the tensor cores: BF16, exact for every code. Scales stay
-// apart, in FP32.
+// Conversion of stored weights to operands of the tensor cores: BF16, exact for every code. Scales
+// are kept separately in FP32.
 //
 // WeightFragments<F> has
-//   kBlocks    blocks of 32 columns in a unit
-//   kScaled    values are codes, to be multiplied by Scale; kMinimum: and Minimum is to be added
-//   Unit       what a lane (4 g + t) holds of a unit: 8 columns of every block, of 2 outputs
-//   Load       from a tile
+//   kBlocks    blocks of 32 columns per unit
+//   kScaled    values are codes that Scale multiplies
+//   kMinimum   Minimum is added as well
+//   Unit       a lane's (4 g + t) part of a unit: 8 columns of every block, of 2 outputs
+//   Load       loads a unit from a tile
 //   Expand     block → pairs[half][p]: columns 8 t + 2 p and the next, of the output g + 8 half
 
 #include <cstdint>
@@ -20,11 +21,11 @@
 namespace turbomind::cuda {
 
 inline constexpr uint32_t kBFloatOne = 0x3f803f80u;
-inline constexpr uint32_t kBFloat128 = 0x43004300u;  // bits 0..6 count in ones
+inline constexpr uint32_t kBFloat128 = 0x43004300u;  // bits 0..6 count in units of 1
 inline constexpr uint32_t kBFloatMinus128 = 0xc300c300u;
 inline constexpr uint32_t kBFloatMinus136 = 0xc308c308u;
 
-// Eight codes, pair p at bits 4 p of the two halves → codes + 128 + offset.
+// Convert eight codes, with pair p at bits 4 p of the two halves, to codes + 128 + offset.
 TM_DEVICE void ExpandInt4(uint32_t word, uint32_t offset, uint32_t (&out)[4]) {
 #pragma unroll
   for (int p = 0; p < 4; ++p) {
@@ -32,8 +33,8 @@ TM_DEVICE void ExpandInt4(uint32_t word, uint32_t offset, uint32_t (&out)[4]) {
   }
 }
 
-// Four signed codes, the pairs in bytes (0, 2) and (1, 3): 128 + the low 7 bits, less 128 or, where
-// the sign is set, 256.
+// Convert four signed codes, with the pairs in bytes (0, 2) and (1, 3). The result is 128 + the low
+// 7 bits, minus 128, or minus 256 if the sign is set.
 TM_DEVICE void ExpandInt8(uint32_t word, uint32_t* out) {
 #pragma unroll
   for (int p = 0; p < 2; ++p) {
@@ -43,8 +44,8 @@ TM_DEVICE void ExpandInt8(uint32_t word, uint32_t* out) {
   }
 }
 
-// Eight codes of E2M1, their bits where a shift brings them to where BF16 has the sign, two bits of
-// the exponent and one of the mantissa: the value times 2^-126, as one product normalizes.
+// Convert eight E2M1 codes. Shifts move a code's bits to BF16's sign, two exponent bits and one
+// mantissa bit. That is the value times 2^-126, which one product normalizes.
 TM_DEVICE void ExpandMxfp4(uint32_t word, uint32_t (&out)[4]) {
   constexpr uint32_t kSign = 0x80008000u;
   constexpr uint32_t kLow = 0x01c001c0u;
@@ -62,7 +63,7 @@ TM_DEVICE void ExpandMxfp4(uint32_t word, uint32_t (&out)[4]) {
 template <MatrixFormat F>
 struct WeightFragments;
 
-// Codes in one access of 16 bytes, scales in one of kScaleBytes.
+// Loads codes in one access of 16 bytes and scales in one of kScaleBytes.
 template <MatrixFormat F>
 struct BlockFragments {
   static constexpr int kBlocks = UnitCols(F) / kQuantBlock;
@@ -125,7 +126,7 @@ struct WeightFragments<MatrixFormat::kMxfp4> : BlockFragments<MatrixFormat::kMxf
     ExpandMxfp4(unit.codes.v[2 * block], pairs[0]);
     ExpandMxfp4(unit.codes.v[2 * block + 1], pairs[1]);
   }
-  // 2^(e - 127). e = 0 counts as zero (its values are below 2^-124), 255 is not finite.
+  // 2^(e - 127). e = 0 counts as zero (its values are below 2^-124); e = 255 is not finite.
   static TM_DEVICE float Scale(const Unit& unit, int block, int half) {
     const int byte = 2 * block + half;
     const uint32_t bits = byte < 3 ? unit.scales.v[0] << (23 - 8 * byte) : unit.scales.v[0] >> 1;
@@ -133,7 +134,7 @@ struct WeightFragments<MatrixFormat::kMxfp4> : BlockFragments<MatrixFormat::kMxf
   }
 };
 
-// Row-major.
+// Row-major weights.
 template <>
 struct WeightFragments<MatrixFormat::kBF16> {
   static constexpr int kBlocks = 1;

@@ -2,22 +2,23 @@
 
 // ⑦ Prefill attention over dense 16-bit keys and values, for any number of new tokens.
 //
-// What a block owns: kRows rows of one sequence and one KV head. A row is a query of one head; rows
+// A block owns kRows rows of one sequence and one KV head. A row is a query of one head. The rows
 // are the query heads of the KV head, token by token, so that small chunks fill tiles and all heads
-// share what is loaded. Each of four warps has kRowTiles tiles of 16 rows and an online softmax of
-// its own.
+// share the loaded data. Each of the four warps has kRowTiles tiles of 16 rows and its own online
+// softmax.
 //
-// What moves: keys and values of the positions that some row sees, in tiles of kKeys positions;
-// cp.async fills one of two stages while the other is read. Bound: tensor cores (mma.m16n8k16).
-// Two row tiles per warp halve the reads of shared memory per product, the next bound.
+// Bytes moved: the keys and values of the positions that at least one row sees, in tiles of kKeys
+// positions. cp.async fills one of two stages while the other is read. Bound: tensor cores
+// (mma.m16n8k16). Two row tiles per warp halve the shared memory reads per product, which are the
+// next bound.
 //
-// A row's sums depend on its own query and what it sees, not on the rows beside it: tiles begin at
-// multiples of kKeys, and the reference maximum of a row moves only when one of its own scores
-// exceeds it by more than 2^8. It begins finite, so that a tile without visible positions adds
-// nothing.
+// A row's sums depend only on its own query and the positions that it sees, not on the other rows.
+// Tiles begin at multiples of kKeys, and a row's reference maximum rises only when one of its own
+// scores exceeds it by more than 2^8. It starts finite, so that a tile without visible positions
+// adds nothing.
 //
-// Ranges (prefill_shape.cuh) are read one after the other. Quantized ones come first, so that the
-// factor of quantized values is one multiplication of the sums so far.
+// Ranges (prefill_shape.cuh) are processed one after the other. That of the quantized pool comes
+// first, so that the scale of its values is a single multiplication of the sums so far.
 
 #include <cmath>
 #include <cstdint>
@@ -28,25 +29,25 @@
 
 namespace turbomind::cuda {
 
-// What a block knows for the whole kernel.
+// A block's constants for the whole kernel.
 template <class C>
 struct PrefillTask {
   const PrefillParams& params;
   int sequence;
-  int head;  // in the views
+  int head;  // index in the views
   int split;
-  int first_row;  // of the block, in the sequence
+  int first_row;  // of the block, within the sequence
   Lane at;
 
   TM_DEVICE const PrefillSequence& of() const { return params.sequences[sequence]; }
   TM_DEVICE int kv_head() const { return params.first_head + head; }
   TM_DEVICE int num_rows() const { return of().num_tokens * params.group; }
-  // The position of a row; behind the last, that of the last.
+  // Return the position of a row. Rows past the last have the position of the last.
   TM_DEVICE int Position(int row) const {
     const int last = num_rows() - 1;
     return of().position + (row < last ? row : last) / params.group;
   }
-  // The lane's row g + 8 * half of a tile.
+  // Return the lane's row g + 8 * half of a tile.
   TM_DEVICE int Row(int tile, int half) const {
     return first_row + 16 * (C::kRowTiles * at.warp + tile) + at.g + 8 * half;
   }
@@ -54,12 +55,12 @@ struct PrefillTask {
 
 template <class C>
 struct PrefillState {
-  float m[C::kRowTiles][2];  // of the rows g and g + 8
-  float l[C::kRowTiles][2];  // of the lane's columns, until the end
+  float m[C::kRowTiles][2];  // for the rows g and g + 8
+  float l[C::kRowTiles][2];  // over the lane's columns only, until the end
   float o[C::kRowTiles][C::kChunks][4];
 };
 
-// Operand A of one step of 16 dimensions.
+// Operand A for one step of 16 dimensions.
 template <class C>
 struct QueryStep {
   uint32_t a[C::kRowTiles][4];
@@ -75,7 +76,7 @@ TM_DEVICE void LoadQueryStep(const Lane& at, int step, QueryStep<C>* query) {
   }
 }
 
-// The block's queries → shared memory, rounded; rows behind the last are zero.
+// Copy the block's queries to shared memory, rounded. Rows past the last are zero.
 template <class C>
 TM_DEVICE void StoreQueries(const PrefillTask<C>& task) {
   const PrefillParams& p = task.params;
@@ -106,19 +107,19 @@ TM_DEVICE void StoreQueries(const PrefillTask<C>& task) {
   }
 }
 
-// Thread i copies the 16 bytes i, i + kPrefillThreads, ... of a tile's keys and of its values. The
-// row of the one that `base` threads are before:
+// Thread i copies the 16-byte pieces i, i + kPrefillThreads, ... of a tile's keys and values.
+// Return the row of the piece that is `base` pieces after the thread's first.
 template <class C>
 TM_DEVICE int CopiedRow(int base) {
-  if constexpr (kPrefillThreads % C::kChunks == 0) {  // the difference is known to the compiler
+  if constexpr (kPrefillThreads % C::kChunks == 0) {  // the compiler can compute the difference
     return ThreadIndexX() / C::kChunks + base / C::kChunks;
   } else {
     return (ThreadIndexX() + base) / C::kChunks;
   }
 }
 
-// The tile of positions [first, first + kKeys) into a stage; those outside the rows become zero. A
-// committed group.
+// Copy the tile of positions [first, first + kKeys) into a stage, with zeros for positions outside
+// the rows. The copies form one committed group.
 template <class C>
 TM_DEVICE void LoadTile(const PrefillTask<C>& task, int range, int first, char* stage) {
   constexpr int kPieces = C::kKeys * C::kChunks;
@@ -133,7 +134,7 @@ TM_DEVICE void LoadTile(const PrefillTask<C>& task, int range, int first, char* 
   if (first >= rows.begin && first + C::kKeys <= rows.end) {
 #pragma unroll
     for (int base = 0; base < kPieces; base += kPrefillThreads) {
-      char* const at = to + 16 * (base + CopiedRow<C>(base));  // a row's padding is a piece
+      char* const at = to + 16 * (base + CopiedRow<C>(base));  // a row is padded by one piece
       CopyAsync(at, keys + 16 * base, 16);
       CopyAsync(at + C::kSideBytes, values + 16 * base, 16);
     }
@@ -152,7 +153,7 @@ TM_DEVICE void LoadTile(const PrefillTask<C>& task, int range, int first, char* 
 template <class C>
 using Scores = float[C::kRowTiles][C::kKeys / 8][4];
 
-// Queries times keys: rows g and g + 8, columns 8 n + 2 t and the next.
+// Compute queries times keys: rows g and g + 8, columns 8 n + 2 t and the next.
 template <class C>
 TM_DEVICE void MultiplyKeys(const Lane& at, const QueryStep<C>* query, const char* keys,
                             Scores<C>& scores) {
@@ -163,7 +164,8 @@ TM_DEVICE void MultiplyKeys(const Lane& at, const QueryStep<C>* query, const cha
       scores[tile][n][0] = scores[tile][n][1] = scores[tile][n][2] = scores[tile][n][3] = 0.f;
     }
   }
-  // Matrices: 8 keys and 8 dimensions, the next dimensions, the same of the next 8 keys.
+  // The four matrices have 8 keys and 8 dimensions, the next 8 dimensions, and the same for the
+  // next 8 keys.
   const char* from =
       keys + ((at.lane & 7) + (at.lane >> 4) * 8) * C::kStride + (at.lane >> 3 & 1) * 16;
 #pragma unroll
@@ -186,7 +188,7 @@ TM_DEVICE void MultiplyKeys(const Lane& at, const QueryStep<C>* query, const cha
   }
 }
 
-// Positions that a row does not see count as -infinity.
+// Set the scores of positions that a row does not see to -infinity.
 template <class C>
 TM_DEVICE void HideScores(const PrefillTask<C>& task, int range, int first, Scores<C>& scores) {
 #pragma unroll
@@ -210,7 +212,7 @@ TM_DEVICE void HideScores(const PrefillTask<C>& task, int range, int first, Scor
   }
 }
 
-// Scores → weights 2^(score - m) in `scores`; o and l are lowered where m moves.
+// Replace the scores by weights 2^(score - m). If m rises, scale o and l down.
 template <class C>
 TM_DEVICE void UpdateSoftmax(float scale, Scores<C>& scores, PrefillState<C>* state) {
   float max_value[C::kRowTiles][2];
@@ -268,7 +270,8 @@ TM_DEVICE void UpdateSoftmax(float scale, Scores<C>& scores, PrefillState<C>* st
 template <class C>
 TM_DEVICE void AddValues(const Lane& at, const char* values, const Scores<C>& weights,
                          PrefillState<C>* state) {
-  // Matrices: 8 positions and 8 dimensions, the next positions, the same of the next dimensions.
+  // The four matrices have 8 positions and 8 dimensions, the next 8 positions, and the same for the
+  // next 8 dimensions.
   const char* from = values + (at.lane & 15) * C::kStride + (at.lane >> 4) * 16;
 #pragma unroll
   for (int u = 0; u < C::kKeys / 16; ++u) {
@@ -294,7 +297,8 @@ TM_DEVICE void AddValues(const Lane& at, const char* values, const Scores<C>& we
   }
 }
 
-// What rows see of a range: tiles outside `some` are skipped, tiles inside `all` need no mask.
+// The positions of a range that rows see. Tiles outside `some` are skipped. Tiles inside `all` need
+// no mask.
 struct SeenByRows {
   SeenPositions some;
   SeenPositions all;
@@ -331,12 +335,12 @@ TM_DEVICE void ReadRange(const PrefillTask<C>& task, const QueryStep<C>* query, 
   const float scale = p.softmax_scale * kLog2E * factor;
   char* const stages = SharedMemory() + C::kQueryBytes;
   int stage = 0;
-  SyncBlock();  // nobody reads the stages any more
+  SyncBlock();  // no thread still reads the stages
   LoadTile<C>(task, range, seen.begin / kKeys * kKeys, stages);
 #pragma unroll 1
   for (int first = seen.begin / kKeys * kKeys; first < seen.end; first += kKeys) {
     WaitForCopies<0>();
-    SyncBlock();  // all threads' copies are there, and nobody reads the other stage
+    SyncBlock();  // all threads' copies have arrived, and no thread reads the other stage
     const char* const keys = stages + stage * C::kStageBytes;
     stage ^= 1;
     if (first + kKeys < seen.end) {
@@ -355,7 +359,7 @@ TM_DEVICE void ReadRange(const PrefillTask<C>& task, const QueryStep<C>* query, 
   }
 }
 
-// Of a query, in units of log2. A sink adds weight and no value.
+// Return a query's sink logit, in units of log2. A sink adds weight but no value.
 TM_DEVICE float SinkLogit(const PrefillParams& p, int64_t token, int q_head) {
   if (p.sinks == nullptr) {
     return -INFINITY;
@@ -366,8 +370,7 @@ TM_DEVICE float SinkLogit(const PrefillParams& p, int64_t token, int q_head) {
   return (LoadGlobal(p.sinks + q_head) - shift) * kLog2E;
 }
 
-// What the sums o of weights relative to 2^m have to be multiplied with, when the weights' sum is
-// l.
+// Return the factor that normalizes the sums o of weights relative to 2^m, if the weights sum to l.
 TM_DEVICE float FinalScale(float sink, float m, float l) {
   const float max_value = fmaxf(m, sink);
   const float factor = Exp2Approx(m - max_value);
@@ -422,7 +425,7 @@ TM_DEVICE void WriteRows(const PrefillTask<C>& task, const PrefillState<C>& stat
 template <class C>
 __global__ void __launch_bounds__(kPrefillThreads, kPrefillBlocks)
     PrefillKernel(PrefillParams params) {
-  const int tile = params.num_tiles - 1 - BlockIndexX();  // the longest of a sequence first
+  const int tile = params.num_tiles - 1 - BlockIndexX();  // a sequence's longest tiles first
   int sequence = 0;
   while (sequence + 1 < params.num_sequences && params.sequences[sequence + 1].first_tile <= tile) {
     ++sequence;

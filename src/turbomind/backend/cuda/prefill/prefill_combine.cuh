@@ -1,6 +1,6 @@
 #pragma once
 
-// ⑦ The partial results of prefill attention over splits → its output. A warp owns a row.
+// ⑦ Merges the partial results of prefill attention over splits into its output. A warp owns a row.
 
 #include "turbomind/backend/cuda/prefill/prefill_attention.cuh"
 
@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(32 * kPrefillCombineWarps) PrefillCombineKerne
   }
   float m = kMinRowMax;
   float l = 0.f;
-  if (lane < p.num_splits) {  // a lane has a split
+  if (lane < p.num_splits) {  // each lane has one split
     const float* ml = p.partial_ml + 2 * (lane * p.num_rows + row);
     m = LoadGlobal(ml);
     l = LoadGlobal(ml + 1);

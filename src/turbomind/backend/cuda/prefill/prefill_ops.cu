@@ -13,16 +13,16 @@
 namespace turbomind::cuda {
 namespace {
 
-static_assert(2 * kMaxPrefillSequences <= kMaxFlattenSpans);  // sinks and recent ones of each
+static_assert(2 * kMaxPrefillSequences <= kMaxFlattenSpans);  // sinks and recent, per sequence
 
 constexpr int64_t kAlignment = 256;
 
-constexpr int kMinSplit = 512;  // positions for which a partial result pays
+constexpr int kMinSplit = 512;  // positions from which on a partial result pays off
 
-// Sequences of one launch, and their rows in the two views.
+// The sequences of one launch, and their rows in the two views.
 struct Group {
   std::vector<PrefillSequence> sequences;  // first_tile is not set
-  std::vector<FlattenSpan> spans[2];       // of the quantized and of the 16-bit view
+  std::vector<FlattenSpan> spans[2];       // of the layer's pool and of the 16-bit window
   int64_t num_rows[2] = {0, 0};
   int heads_at_once = 0;
   int num_splits = 1;
@@ -39,7 +39,7 @@ void AddRange(const PositionSpan& span, int seq, int range, Group* group) {
   const int view = range == 0 ? 0 : 1;
   const int64_t length = Length(span);
   const int64_t row = group->num_rows[view];
-  Check(row + length <= INT32_MAX, "the rows of a launch fit 31 bits");
+  Check(row + length <= INT32_MAX, "the rows of a launch must fit 31 bits");
   group->sequences.back().ranges[range] = {span.begin, static_cast<int32_t>(span.begin + length),
                                            static_cast<int32_t>(row)};
   if (length > 0) {
@@ -50,7 +50,7 @@ void AddRange(const PositionSpan& span, int seq, int range, Group* group) {
 
 std::vector<Group> MakeGroups(const AttentionParams& p, const BatchView& host,
                               const SequenceRange& sequences, int64_t scratch_bytes) {
-  const int64_t row_bytes = int64_t{2} * 2 * p.kv.head_dim;  // of a head: K and V
+  const int64_t row_bytes = int64_t{2} * 2 * p.kv.head_dim;  // K and V of one head
   std::vector<Group> groups;
   int64_t rows = 0;
   for (int seq = sequences.begin; seq < sequences.end; ++seq) {
@@ -76,9 +76,9 @@ std::vector<Group> MakeGroups(const AttentionParams& p, const BatchView& host,
   return groups;
 }
 
-// Cuts the positions of sequences whose queries alone do not fill the GPU.
+// Split the positions of sequences whose queries alone do not fill the GPU.
 void PlanSplits(const Context& context, int q_heads_per_head, Group* group) {
-  using Tile = PrefillConfig<DataType::kFloat16, 64, 1>;  // the smallest
+  using Tile = PrefillConfig<DataType::kFloat16, 64, 1>;  // the smallest tile
   int64_t blocks = 0;
   int longest = 0;
   for (PrefillSequence& sequence : group->sequences) {
@@ -104,7 +104,7 @@ void PlanSplits(const Context& context, int q_heads_per_head, Group* group) {
   }
 }
 
-// Where the parts of a group's scratch begin, in bytes.
+// Byte offsets of the parts of a group's scratch memory.
 struct Scratch {
   int64_t keys[2];
   int64_t values[2];
@@ -134,7 +134,7 @@ Scratch LayOut(const Group& group, const AttentionParams& p) {
   return at;
 }
 
-// One launch's part of the heads.
+// One launch, for a part of the heads.
 struct Pass {
   const Context& context;
   const AttentionParams& params;
@@ -150,7 +150,7 @@ struct Pass {
   }
 };
 
-// Flattens one view.
+// Flatten one view.
 DenseView Flatten(const Pass& pass, const Scratch& at, int which) {
   const std::vector<FlattenSpan>& spans = pass.group.spans[which];
   if (spans.empty()) {
@@ -195,7 +195,7 @@ PrefillParams ParamsOf(const Pass& pass) {
   return out;
 }
 
-// Sets the tiles of the sequences; returns their number.
+// Assign tiles to the sequences and return the number of tiles.
 int SetTiles(int tile_rows, PrefillParams* params) {
   int64_t tiles = 0;
   for (int i = 0; i < params->num_sequences; ++i) {
@@ -216,7 +216,7 @@ void LaunchTiles(const Pass& pass, PrefillParams params) {
   Launch(PrefillKernel<C>, shape, pass.context.stream, params);
 }
 
-// The larger tiles read less; the smaller ones spread a short chunk over more of the GPU.
+// Larger tiles read less. Smaller tiles spread a short chunk over more of the GPU.
 template <DataType T, int D>
 void LaunchHeadDim(const Pass& pass, PrefillParams params) {
   using Small = PrefillConfig<T, D, 1>;
@@ -253,7 +253,7 @@ void LaunchType(const Pass& pass, const PrefillParams& params) {
     case 256:
       return LaunchHeadDim<T, 256>(pass, params);
     default:
-      throw InternalError("prefill: no kernel for head_dim " +
+      throw InternalError("prefill attention has no kernel for head_dim " +
                           std::to_string(pass.params.kv.head_dim));
   }
 }

@@ -1,7 +1,7 @@
 #pragma once
 
-// ⑦ Prefill attention: the cache of each sequence flattened to 16 bits (kv_ops.h), then one kernel
-// over dense rows (prefill_attention.cuh).
+// ⑦ Prefill attention: flattens the cache of each sequence to 16 bits (kv_ops.h), then runs one
+// kernel over the dense rows (prefill_attention.cuh).
 
 #include <cstdint>
 
@@ -12,28 +12,28 @@ namespace turbomind::cuda {
 
 inline constexpr int64_t kPrefillScratchBytes = int64_t{256} << 20;
 
-// Sequences of a batch, one after the other.
+// Consecutive sequences of a batch.
 struct SequenceRange {
   int begin = 0;
   int end = 0;
 };
 
-// Attention of these sequences, whether they read prompts or decode. `params` holds GPU addresses;
-// `host` is the same batch of which cu_seqlens and context_lens are read on the host.
+// Attention of these sequences, for prefill or decode. `params` holds GPU addresses. `host` is the
+// same batch; its cu_seqlens and context_lens are read on the host.
 //
-// Operands are BF16 for a BF16 cache that is not quantized, else FP16: then queries and what is
-// stored in BF16 are rounded to FP16, at most 65504 in size. Few queries of a long context are
-// spread over the GPU by splitting the positions; not where context.deterministic is set: then a
-// row of the output has the same bits however its sequence is cut into chunks and whatever else is
-// in the batch.
+// Operands are BF16 for a BF16 cache that is not quantized, otherwise FP16. With FP16, queries and
+// stored BF16 values are rounded to FP16, at most 65504 in magnitude. If a long context has few
+// queries, its positions are split to fill the GPU. They are not split if context.deterministic is
+// set. A row of the output then has the same bits for every chunking of its sequence and every
+// batch.
 //
-// A value row with a NaN reaches the queries up to kKeys positions before it in its chunk.
+// A NaN in a value row also reaches the queries up to kKeys positions before it in its chunk.
 //
-// At most `scratch_bytes` of the workspace, a few KiB apart, hold flattened rows, by running
-// sequences and KV heads one after the other; more where one KV head of one sequence needs more.
-// The partial results of split positions come on top.
+// Flattened rows use at most `scratch_bytes` of the workspace, within a few KiB, because sequences
+// and KV heads are processed in groups. They use more only if one KV head of one sequence needs
+// more. The partial results of split positions are additional.
 //
-// REQUIRES: a cache dtype of 16 bits; head_dim 64, 80, 96, 128 or 256; q, out and q_stride in
+// REQUIRES: a cache dtype of 16 bits; head_dim 64, 80, 96, 128 or 256; q, out and q_stride are
 // multiples of 16 bytes.
 void CudaPrefillAttention(const Context& context, const AttentionParams& params,
                           const BatchView& host, const SequenceRange& sequences,

@@ -16,7 +16,7 @@ void* Workspace::Get(size_t num_bytes) {
   if (memory_ != nullptr) {
     FreeGpu(memory_);
   }
-  ++generation_;  // also where there is no memory for the new one
+  ++generation_;  // even if the allocation below fails
   memory_ = nullptr;
   num_bytes_ = 0;
   if (step_bytes_ > 0) {

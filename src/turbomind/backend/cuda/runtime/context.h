@@ -1,6 +1,6 @@
 #pragma once
 
-// What every launcher of the backend is given.
+// The context that every launcher of the backend receives.
 
 #include <cstddef>
 
@@ -8,8 +8,9 @@
 
 namespace turbomind::cuda {
 
-// GPU memory that one op uses at a time: what Get returns is the caller's until the next op of the
-// stream asks. Grows by whole multiples of step_bytes, never shrinks; 0: to what is asked for.
+// Scratch GPU memory, used by one op at a time. The result of Get is valid until the next op of the
+// stream calls Get. It grows by whole multiples of step_bytes and never shrinks. If step_bytes is
+// 0, it grows to exactly the requested size.
 class Workspace {
  public:
   explicit Workspace(Stream stream, size_t step_bytes = 0)
@@ -20,7 +21,7 @@ class Workspace {
 
   // 256-byte aligned, not cleared. Throws std::bad_alloc.
   void* Get(size_t num_bytes);
-  // Changes whenever Get's address does: recorded graphs are void then.
+  // Changes whenever the address that Get returns changes. Recorded graphs are then invalid.
   int generation() const { return generation_; }
 
  private:
@@ -34,7 +35,7 @@ class Workspace {
 struct Context {
   Stream stream = nullptr;
   GpuProperties gpu;
-  bool deterministic = false;  // sums of a row do not depend on the batch
+  bool deterministic = false;  // the sums of a row do not depend on the batch
   Workspace* workspace = nullptr;
 };
 

@@ -1,10 +1,11 @@
 #pragma once
 
-// Everything a kernel asks of the GPU beyond C++: instructions, memory spaces, the threads'
-// indices. The only file with inline assembly. Compiled for the host, kernels get their stand-ins
-// from the tests (tests/cpp/cuda_shim), which run them thread by thread and check what they touch.
+// Everything a kernel needs from the GPU beyond C++: instructions, memory spaces and thread
+// indices. This is the only file with inline assembly. When kernels are compiled for the host, the
+// tests' stand-ins (tests/cpp/cuda_shim) replace it: they run kernels thread by thread and check
+// every access.
 //
-// Registers of two FP16 (or BF16) are uint32_t, the first value in the low half.
+// A register with two FP16 (or BF16) values is a uint32_t with the first value in the low half.
 
 #include <cstdint>
 
@@ -22,8 +23,8 @@
 namespace turbomind::cuda {
 
 TM_DEVICE int ThreadIndexX() { return static_cast<int>(threadIdx.x); }
-// Of the block; the compiler knows it to be the same in all lanes. They all must be there, as for
-// every shuffle.
+// The index in the block. The shuffle lets the compiler see that all lanes have the same value. As
+// for every shuffle, all lanes must take part.
 TM_DEVICE int WarpIndex() { return __shfl_sync(~0u, static_cast<int>(threadIdx.x) >> 5, 0); }
 TM_DEVICE int BlockIndexX() { return static_cast<int>(blockIdx.x); }
 TM_DEVICE int BlockIndexY() { return static_cast<int>(blockIdx.y); }
@@ -36,7 +37,7 @@ template <class T>
 TM_DEVICE T LoadGlobal(const T* p) {
   return *p;
 }
-// Of 4, 8 or 16 bytes that nobody writes meanwhile and that are not wanted again soon.
+// Load 4, 8 or 16 bytes that nobody writes in the meantime and that will not be read again soon.
 template <class T>
 TM_DEVICE T LoadGlobalOnce(const T* p) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16);
@@ -74,18 +75,18 @@ TM_DEVICE void StoreShared(void* p, const T& value) {
   *static_cast<T*>(p) = value;
 }
 
-// What was there before.
+// Add to shared memory and return the previous value.
 TM_DEVICE int AddShared(void* p, int value) { return atomicAdd(static_cast<int*>(p), value); }
 
-// Copies `valid` of 16 bytes to shared memory and zeros behind them. Done when WaitForCopies says
-// so, for the thread that copied.
+// Copy `valid` of 16 bytes to shared memory and fill the rest with zeros. The copying thread sees
+// the data after WaitForCopies.
 TM_DEVICE void CopyAsync(void* shared, const void* global, int valid) {
   const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(valid)
                : "memory");
 }
 TM_DEVICE void CommitCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// All groups but the newest kNewest.
+// Wait for all committed groups except the newest kNewest.
 template <int kNewest>
 TM_DEVICE void WaitForCopies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kNewest) : "memory");
@@ -94,16 +95,17 @@ TM_DEVICE void WaitForCopies() {
 TM_DEVICE void SyncWarp() { __syncwarp(); }
 TM_DEVICE void SyncBlock() { __syncthreads(); }
 TM_DEVICE float ShuffleXor(float value, int mask) { return __shfl_xor_sync(~0u, value, mask); }
-// The value of lane `lane`.
+// Return the value of lane `lane`.
 TM_DEVICE float ShuffleTo(float value, int lane) { return __shfl_sync(~0u, value, lane); }
 TM_DEVICE bool AnyInWarp(bool flag) { return __any_sync(~0u, flag); }
-// Bit i: the flag of lane i.
+// Bit i of the result is the flag of lane i.
 TM_DEVICE uint32_t BallotInWarp(bool flag) { return __ballot_sync(~0u, flag); }
 TM_DEVICE uint32_t MaxInWarp(uint32_t value) { return __reduce_max_sync(~0u, value); }
 TM_DEVICE int SumInWarp(int value) { return __reduce_add_sync(~0u, value); }
 TM_DEVICE int CountInWarp(bool flag) { return __popc(__ballot_sync(~0u, flag)); }
 
-// c += a · b: a [16, 16] row-major, b [16, 8] column-major, as mma.m16n8k16 lays them out.
+// c += a · b with a [16, 16] row-major and b [16, 8] column-major, in the fragment layout of
+// mma.m16n8k16.
 TM_DEVICE void MmaHalf(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},"
@@ -118,41 +120,42 @@ TM_DEVICE void MmaBFloat(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uin
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-// An 8 x 8 matrix of 16 bits, two values of row lane / 4 in each lane: transposed.
+// Transpose an 8 x 8 matrix of 16-bit values. Each lane holds two values of row lane / 4.
 TM_DEVICE uint32_t TransposeMatrix(uint32_t a) {
   uint32_t out;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(a));
   return out;
 }
 
-// p, an address in shared memory, in a register of its own: not computed again where it is used.
+// Keep p, an address in shared memory, in its own register, so that the compiler does not compute
+// it again at every use.
 TM_DEVICE char* KeepShared(char* p) {
   auto at = static_cast<uint32_t>(__cvta_generic_to_shared(p));
   asm volatile("" : "+r"(at));
   return static_cast<char*>(__cvta_shared_to_generic(at));
 }
-// The same of an address in global memory, and of a number.
+// The same for an address in global memory, and for a number.
 template <class T>
 TM_DEVICE const T* KeepGlobal(const T* p) {
   auto at = __cvta_generic_to_global(p);
   asm volatile("" : "+l"(at));
   return static_cast<const T*>(__cvta_global_to_generic(at));
 }
-// base + count * bytes: one instruction.
+// Return base + count * bytes in one instruction.
 TM_DEVICE const char* AddProduct(const char* base, int32_t count, int32_t bytes) {
   const char* out;
   asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(out) : "r"(count), "r"(bytes), "l"(base));
   return out;
 }
-// Four 8 x 8 matrices of 16 bits from shared memory. Lane 8 i + r gives the address of row r of
-// matrix i; lane 4 r + c gets the values 2 c and 2 c + 1 of that row in out[i].
+// Load four 8 x 8 matrices of 16-bit values from shared memory. Lane 8 i + r passes the address of
+// row r of matrix i. Lane 4 r + c receives the values 2 c and 2 c + 1 of that row in out[i].
 TM_DEVICE void LoadMatrices(uint32_t (&out)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
                : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(row)))
                : "memory");
 }
-// The same, each matrix transposed: lane 4 c + r gets column c of the rows 2 r and 2 r + 1.
+// The same with each matrix transposed: lane 4 c + r receives column c of the rows 2 r and 2 r + 1.
 TM_DEVICE void LoadMatricesTransposed(uint32_t (&out)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
@@ -160,7 +163,7 @@ TM_DEVICE void LoadMatricesTransposed(uint32_t (&out)[4], const void* row) {
                : "memory");
 }
 
-// Of the low end; of a power of two its log2.
+// Count the zero bits at the low end. For a power of two this is its log2.
 TM_DEVICE int CountZeros(int x) { return __ffs(x) - 1; }
 TM_DEVICE int CountOnes(uint32_t x) { return __popc(x); }
 
@@ -178,7 +181,7 @@ TM_DEVICE uint32_t MulHalf2(uint32_t a, uint32_t b) {
   asm("mul.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
   return out;
 }
-// The low or the high half of a pair in both.
+// Duplicate the low or the high half of a pair into both halves.
 TM_DEVICE uint32_t LowTwice(uint32_t pair) {
   uint32_t out;
   asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {low, low};}"
@@ -214,7 +217,7 @@ TM_DEVICE uint32_t FmaBFloat2(uint32_t a, uint32_t b, uint32_t c) {
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
   return out;
 }
-// The FP16 in the low half.
+// Convert the FP16 value in the low half.
 TM_DEVICE float ConvertHalf(uint32_t bits) {
   float out;
   asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, low;}"
@@ -222,7 +225,7 @@ TM_DEVICE float ConvertHalf(uint32_t bits) {
       : "r"(bits));
   return out;
 }
-// Two E4M3 codes in the low half, without NaN; two FP16.
+// Convert two E4M3 codes in the low half, which must not be NaN, to two FP16 values.
 TM_DEVICE uint32_t E4m3PairToHalf2(uint32_t codes) {
 #if __CUDA_ARCH__ >= 890
   uint32_t out;
@@ -235,21 +238,22 @@ TM_DEVICE uint32_t E4m3PairToHalf2(uint32_t codes) {
   return MulHalf2(((high & 0x7f007f00u) >> 1) | (high & 0x80008000u), 0x5c005c00u);  // times 2^8
 #endif
 }
-// Whether E2m1ToHalf2 and PackE2m1 are there, one instruction per pair: from compute
-// capability 10.0 on, in code for one GPU or its family alone.
+// Whether E2m1ToHalf2 and PackE2m1 exist, with one instruction per pair. They need compute
+// capability 10.0 or newer and code built for one GPU or its family.
 #if defined(__CUDA_ARCH_FAMILY_SPECIFIC__) && __CUDA_ARCH_FAMILY_SPECIFIC__ >= 1000
 inline constexpr bool kHasE2m1 = true;
 #else
 inline constexpr bool kHasE2m1 = false;
 #endif
-// Eight E2M1 codes → four FP16 pairs, each of the codes of a byte. REQUIRES: kHasE2m1.
+// Convert eight E2M1 codes to four FP16 pairs, one pair per byte. REQUIRES: kHasE2m1.
 TM_DEVICE void E2m1ToHalf2(uint32_t codes, uint32_t (&out)[4]) {
   asm("{.reg .b8 a, b, c, d; mov.b32 {a, b, c, d}, %4; cvt.rn.f16x2.e2m1x2 %0, a;"
       "cvt.rn.f16x2.e2m1x2 %1, b; cvt.rn.f16x2.e2m1x2 %2, c; cvt.rn.f16x2.e2m1x2 %3, d;}"
       : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
       : "r"(codes));
 }
-// Rounded: the compiler makes no FMA of it and a sum.
+// Multiply and round, so that the compiler does not fuse the product and a following sum into an
+// FMA.
 TM_DEVICE float MulRounded(float a, float b) { return __fmul_rn(a, b); }
 TM_DEVICE float LowHalf(uint32_t pair) {
   return __half2float(__ushort_as_half(static_cast<uint16_t>(pair)));
@@ -257,7 +261,7 @@ TM_DEVICE float LowHalf(uint32_t pair) {
 TM_DEVICE float HighHalf(uint32_t pair) {
   return __half2float(__ushort_as_half(static_cast<uint16_t>(pair >> 16)));
 }
-// Two codes in the low half, nearest or even, saturated. Not for NaN.
+// Return two codes in the low half, rounded to nearest even and saturated. Not for NaN.
 TM_DEVICE uint32_t PackE4m3(float low, float high) {
 #if __CUDA_ARCH__ >= 890
   uint16_t out;
@@ -276,7 +280,8 @@ TM_DEVICE uint32_t PackE5m2(float low, float high) {
   return static_cast<uint32_t>(FloatToE5M2(low) | FloatToE5M2(high) << 8);
 #endif
 }
-// A byte of two codes, nearest or even, saturated. Not for NaN. REQUIRES: kHasE2m1.
+// Return one byte with two codes, rounded to nearest even and saturated. Not for NaN. REQUIRES:
+// kHasE2m1.
 TM_DEVICE uint32_t PackE2m1(float low, float high) {
   uint16_t out;
   asm("{.reg .b8 codes; cvt.rn.satfinite.e2m1x2.f32 codes, %1, %2; mov.b16 %0, {codes, 0};}"
@@ -284,7 +289,7 @@ TM_DEVICE uint32_t PackE2m1(float low, float high) {
       : "f"(high), "f"(low));
   return out;
 }
-// 2^x, to 2^-22; 0 for -infinity.
+// 2^x with an error of 2^-22; 0 for -infinity.
 TM_DEVICE float Exp2Approx(float x) {
   float out;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));

@@ -1,6 +1,6 @@
 #pragma once
 
-// How the host runs a kernel: Launch(Kernel<...>, shape, stream, params). A kernel takes one struct
+// Launch(Kernel<...>, shape, stream, params) runs a kernel from the host. A kernel takes one struct
 // of plain data.
 
 #include <cstddef>
@@ -20,8 +20,8 @@ struct LaunchShape {
   size_t shared_bytes = 0;
 };
 
-// Allows the kernel `shared_bytes` and runs it in the order of the stream; a grid of no blocks is
-// nothing. Throws InternalError with the driver's words.
+// Allow the kernel `shared_bytes` of shared memory and queue it on the stream. A grid with no
+// blocks is skipped. Throws InternalError with the driver's message.
 void LaunchKernel(const void* kernel, const LaunchShape& shape, Stream stream, void** arguments);
 
 }  // namespace turbomind::cuda

@@ -29,7 +29,7 @@ void MirroredBytes::Reserve(size_t num_bytes) {
   }
   Synchronize(stream_);
   Free();
-  ++generation_;  // also where there is no memory for the new ones
+  ++generation_;  // even if an allocation below fails
   const size_t capacity = std::bit_ceil(num_bytes);
   host_ = static_cast<std::byte*>(AllocatePinned(capacity));
   try {
@@ -42,7 +42,7 @@ void MirroredBytes::Reserve(size_t num_bytes) {
 }
 
 void MirroredBytes::Upload(size_t num_bytes) {
-  Check(num_bytes <= capacity_, "what is copied has been reserved");
+  Check(num_bytes <= capacity_, "Reserve must come before Upload of as many bytes");
   CopyBytes(gpu_, host_, num_bytes, stream_);
   Record(copied_, stream_);
 }

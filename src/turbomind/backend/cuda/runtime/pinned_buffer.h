@@ -1,6 +1,6 @@
 #pragma once
 
-// Bytes that the host writes anew for each step, and their copy on the GPU.
+// A buffer that the host rewrites for each step, and its copy on the GPU.
 
 #include <cstddef>
 
@@ -10,22 +10,22 @@ namespace turbomind::cuda {
 
 class MirroredBytes {
  public:
-  // The stream outlives this.
+  // REQUIRES: the stream outlives this object.
   explicit MirroredBytes(Stream stream);
   ~MirroredBytes();
   MirroredBytes(const MirroredBytes&) = delete;
   MirroredBytes& operator=(const MirroredBytes&) = delete;
 
-  // Room for `num_bytes` that may be written: waits until the last Upload has been done. Throws
-  // std::bad_alloc.
+  // Make room for `num_bytes` on both sides. Waits until the last Upload is done, so that the host
+  // side may be overwritten. Throws std::bad_alloc.
   void Reserve(size_t num_bytes);
-  // Copies the first `num_bytes` in the order of the stream.
+  // Copy the first `num_bytes` to the GPU in the order of the stream.
   void Upload(size_t num_bytes);
 
   std::byte* host() const { return host_; }
   std::byte* gpu() const { return gpu_; }
   size_t capacity() const { return capacity_; }
-  // Changes whenever the addresses do.
+  // Changes whenever the addresses change.
   int generation() const { return generation_; }
 
  private:

@@ -10,15 +10,16 @@ namespace turbomind::cuda {
 namespace {
 
 constexpr size_t kSharedByDefault = 48 << 10;
-// Enough for most models and steps; the memory plan leaves twice as much (engine/memory_plan.cc).
+// These sizes suffice for most models and steps. The memory plan leaves twice as much
+// (engine/memory_plan.cc).
 constexpr size_t kWorkspaceStepBytes = size_t{256} << 20;
 constexpr size_t kMatrixPieceBytes = size_t{64} << 20;
 
 void Require(cudaError_t code, const char* what) {
   if (code == cudaErrorMemoryAllocation) {
-    cudaGetLastError();  // the error is this call's alone
-    throw OutOfMemory(std::string("GPU memory: too little for ") + what +
-                      "; lower --cache-max-entry-count or --max-batch-size");
+    cudaGetLastError();  // clear the error so that later calls do not report it
+    throw OutOfMemory(std::string("There is too little GPU memory for ") + what +
+                      ". Lower --cache-max-entry-count or --max-batch-size.");
   }
   if (code != cudaSuccess) {
     throw InternalError(std::string("CUDA: ") + what + ": " + cudaGetErrorString(code));
@@ -37,7 +38,7 @@ std::string TextOf(const LaunchShape& shape) {
          " threads and " + std::to_string(shape.shared_bytes) + " bytes of shared memory";
 }
 
-// Why there is no GPU.
+// Return the reason why no GPU was found.
 std::string WhyNone(cudaError_t code) {
   int driver = 0;
   int runtime = 0;
@@ -50,8 +51,8 @@ std::string WhyNone(cudaError_t code) {
     return "no NVIDIA driver found";
   }
   if (code == cudaErrorInsufficientDriver) {
-    return "the NVIDIA driver is for CUDA " + text(driver) + ", want " + text(runtime) +
-           " or newer: update the driver";
+    return "the NVIDIA driver supports CUDA " + text(driver) + ", but CUDA " + text(runtime) +
+           " or newer is required; update the driver";
   }
   if (code == cudaSuccess || code == cudaErrorNoDevice) {
     return "no GPU found; CUDA_VISIBLE_DEVICES may hide some";
@@ -107,7 +108,7 @@ void* AllocateGpu(size_t num_bytes) {
   void* memory = nullptr;
   const cudaError_t code = cudaMalloc(&memory, std::max<size_t>(num_bytes, 1));
   if (code == cudaErrorMemoryAllocation) {
-    cudaGetLastError();  // the error is this call's alone
+    cudaGetLastError();  // clear the error so that later calls do not report it
     throw GpuIsFull(num_bytes, GpuMemory().free_bytes);
   }
   Require(code, "cudaMalloc");
@@ -121,8 +122,8 @@ void* AllocatePinned(size_t num_bytes) {
   const cudaError_t code = cudaMallocHost(&memory, num_bytes);
   if (code == cudaErrorMemoryAllocation) {
     cudaGetLastError();
-    throw OutOfMemory("host memory that GPUs read: " + std::to_string(num_bytes) +
-                      " bytes wanted; lower --max-batch-size");
+    throw OutOfMemory("Allocating " + std::to_string(num_bytes) +
+                      " bytes of pinned host memory failed. Lower --max-batch-size.");
   }
   Require(code, "cudaMallocHost");
   return memory;
@@ -172,12 +173,13 @@ void Record(Event event, Stream stream) {
 void WaitFor(Event event) { Require(cudaEventSynchronize(event), "cudaEventSynchronize"); }
 
 void BeginCapture(Stream stream) {
-  Require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "begin of a graph");
+  Require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal),
+          "beginning a graph capture");
 }
 
 Graph EndCapture(Stream stream) {
   cudaGraph_t graph = nullptr;
-  Require(cudaStreamEndCapture(stream, &graph), "end of a graph");
+  Require(cudaStreamEndCapture(stream, &graph), "ending a graph capture");
   cudaGraphExec_t runnable = nullptr;
   const cudaError_t code = cudaGraphInstantiate(&runnable, graph, 0);
   cudaGraphDestroy(graph);
@@ -198,7 +200,7 @@ void LaunchKernel(const void* kernel, const LaunchShape& shape, Stream stream, v
   if (shape.shared_bytes > kSharedByDefault) {
     Require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  static_cast<int>(shape.shared_bytes)),
-            "shared memory of a kernel");
+            "setting the shared memory of a kernel");
   }
   const dim3 grid(static_cast<unsigned>(shape.grid_x), static_cast<unsigned>(shape.grid_y),
                   static_cast<unsigned>(shape.grid_z));

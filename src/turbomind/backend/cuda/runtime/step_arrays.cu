@@ -24,7 +24,7 @@ int64_t TableStride(const BatchView& batch) {
   return static_cast<int64_t>(std::bit_ceil(min_value));
 }
 
-// Few numbers, so that a step finds the record of another.
+// Round up to few distinct numbers, so that more steps can replay the same graph.
 int PaddedToQuantize(int num_to_quantize) {
   const auto min_value = std::max(static_cast<unsigned>(num_to_quantize), kMinToQuantize);
   return num_to_quantize == 0 ? 0 : static_cast<int>(std::bit_ceil(min_value));
@@ -32,7 +32,7 @@ int PaddedToQuantize(int num_to_quantize) {
 
 }  // namespace
 
-// Fills shape_ and makes room.
+// Fill shape_ and reserve the bytes.
 void StepArrays::Measure(const StepParams& step) {
   const BatchView& first = step.groups[0].batch;
   shape_.num_seqs = first.num_seqs;
@@ -60,7 +60,7 @@ template <class T>
 const T* StepArrays::Place(const T* host, int64_t size) {
   const size_t begin = used_;
   used_ += BytesOf<T>(size);
-  Check(used_ <= bytes_.capacity(), "the arrays of a step fit");
+  Check(used_ <= bytes_.capacity(), "the reserved bytes must hold the arrays of the step");
   if (size > 0) {
     std::memcpy(bytes_.host() + begin, host, static_cast<size_t>(size) * sizeof(T));
   }
@@ -70,7 +70,7 @@ const T* StepArrays::Place(const T* host, int64_t size) {
 const int32_t* StepArrays::PlaceTable(const int32_t* host, const BatchView& batch, int64_t stride) {
   const size_t begin = used_;
   used_ += BytesOf<int32_t>(batch.num_seqs * stride);
-  Check(used_ <= bytes_.capacity(), "the arrays of a step fit");
+  Check(used_ <= bytes_.capacity(), "the reserved bytes must hold the arrays of the step");
   auto* to = reinterpret_cast<int32_t*>(bytes_.host() + begin);
   for (int i = 0; i < batch.num_seqs; ++i) {
     int32_t* row = to + i * stride;
@@ -83,7 +83,7 @@ const int32_t* StepArrays::PlaceTable(const int32_t* host, const BatchView& batc
 const PendingQuantization* StepArrays::PlacePending(const BatchView& batch, int num_to_quantize) {
   const size_t begin = used_;
   used_ += BytesOf<PendingQuantization>(num_to_quantize);
-  Check(used_ <= bytes_.capacity(), "the arrays of a step fit");
+  Check(used_ <= bytes_.capacity(), "the reserved bytes must hold the arrays of the step");
   auto* to = reinterpret_cast<PendingQuantization*>(bytes_.host() + begin);
   std::fill(std::copy_n(batch.blocks_to_quantize, batch.num_to_quantize, to), to + num_to_quantize,
             PendingQuantization{});
@@ -91,7 +91,7 @@ const PendingQuantization* StepArrays::PlacePending(const BatchView& batch, int 
 }
 
 void StepArrays::Upload(const StepParams& step) {
-  Check(step.num_groups > 0, "a step has layers");
+  Check(step.num_groups > 0, "a step must have at least one group of layers");
   Measure(step);
   used_ = 0;
   const BatchView& first = step.groups[0].batch;
@@ -127,7 +127,7 @@ const BatchView& StepArrays::OnGpu(const BatchView& host) const {
       return views_[i];
     }
   }
-  FailCheck("the batch is one of the step's", std::source_location::current());
+  FailCheck("the batch must belong to the uploaded step", std::source_location::current());
 }
 
 const int32_t* StepArrays::OnGpu(const int32_t* host) const {
@@ -136,7 +136,8 @@ const int32_t* StepArrays::OnGpu(const int32_t* host) const {
       return static_cast<const int32_t*>(pair.gpu);
     }
   }
-  FailCheck("the tokens are the step's", std::source_location::current());
+  FailCheck("the tokens or positions must belong to the uploaded step",
+            std::source_location::current());
 }
 
 std::span<const PendingQuantization> StepArrays::OnGpu(const PendingQuantization* host) const {
@@ -145,7 +146,7 @@ std::span<const PendingQuantization> StepArrays::OnGpu(const PendingQuantization
       return {views_[i].blocks_to_quantize, static_cast<size_t>(views_[i].num_to_quantize)};
     }
   }
-  FailCheck("the moves are the step's", std::source_location::current());
+  FailCheck("the moves must belong to the uploaded step", std::source_location::current());
 }
 
 }  // namespace turbomind::cuda

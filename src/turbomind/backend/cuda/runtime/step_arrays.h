@@ -1,6 +1,7 @@
 #pragma once
 
-// A step's arrays on the GPU: what the scheduler wrote on the host, copied once before the ops.
+// A step's arrays on the GPU. The scheduler writes them on the host; they are copied once, before
+// the step's ops.
 
 #include <cstddef>
 #include <cstdint>
@@ -12,8 +13,8 @@
 
 namespace turbomind::cuda {
 
-// What decides where each array lies: two steps of one shape have every array at the same address,
-// as long as generation() is the same.
+// Everything that determines the addresses of the arrays. Two steps of the same shape have every
+// array at the same address as long as generation() does not change.
 struct StepShape {
   int num_seqs = 0;
   int num_tokens = 0;
@@ -30,19 +31,19 @@ class StepArrays {
   StepArrays(const StepArrays&) = delete;
   StepArrays& operator=(const StepArrays&) = delete;
 
-  // Copies the arrays in the order of the stream; they may change when it returns. Waits until the
-  // last step's have been copied. Throws std::bad_alloc.
+  // Copy the arrays in the order of the stream. The caller may change them after the return. Waits
+  // until the previous step's copy is done. Throws std::bad_alloc.
   void Upload(const StepParams& step);
 
   const StepShape& shape() const { return shape_; }
   int generation() const { return bytes_.generation(); }
 
-  // The same batch with addresses on the GPU; tables may have a larger stride, and moves without
-  // blocks (-1) may follow. REQUIRES: a batch of the last Upload.
+  // Return the same batch with GPU addresses. Tables may have a larger stride, and the moves may be
+  // padded with entries without blocks (-1). REQUIRES: a batch of the last Upload.
   const BatchView& OnGpu(const BatchView& host) const;
-  // Tokens or positions of the last Upload.
+  // Return the GPU address of the tokens or positions of the last Upload.
   const int32_t* OnGpu(const int32_t* host) const;
-  // All of a group's, those without blocks included.
+  // Return all moves of a group, including the padding.
   std::span<const PendingQuantization> OnGpu(const PendingQuantization* host) const;
 
  private:

@@ -11,20 +11,21 @@ Graph StepGraphs::Capture(FunctionRef<void()> ops) {
   } catch (...) {
     try {
       DestroyGraph(EndCapture(stream_));
-    } catch (...) {  // what spoilt the record is thrown below
+    } catch (...) {  // the original exception is thrown below
     }
     throw;
   }
   return EndCapture(stream_);
 }
 
-// The place of a shape that is seen for the first time.
+// Add an entry for a shape that is seen for the first time. If the table is full, drop the entry
+// that was unused for longest.
 void StepGraphs::Add(const StepShape& shape) {
   if (entries_.size() == max_graphs_) {
     const auto oldest =
         std::min_element(entries_.begin(), entries_.end(),
                          [](const Entry& a, const Entry& b) { return a.last_step < b.last_step; });
-    Synchronize(stream_);  // it may still run
+    Synchronize(stream_);  // its graph may still run
     *oldest = std::move(entries_.back());
     entries_.pop_back();
   }
@@ -35,7 +36,7 @@ void StepGraphs::DropRecords() {
   const auto num_graphs = std::count_if(entries_.begin(), entries_.end(),
                                         [](const Entry& entry) { return entry.graph != nullptr; });
   max_graphs_ = std::max<size_t>(1, static_cast<size_t>(num_graphs) / 2);
-  Synchronize(stream_);  // they may still run
+  Synchronize(stream_);  // the graphs may still run
   entries_.clear();
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
-// Recorded steps: the ops of a decode step are launched once by one, then recorded, then replayed.
+// Graphs of decode steps. The first step of a shape launches its ops one by one, the second records
+// them, and later steps replay the graph.
 
 #include <cstddef>
 #include <cstdint>
@@ -13,21 +14,24 @@
 
 namespace turbomind::cuda {
 
-// Invariant: a graph is replayed only while every address that it holds is valid: `generations`
-// (of the step's arrays, the workspace and whatever else ops keep) are those of its record.
+// Invariant: a graph is replayed only while every address in it is valid. That holds while
+// `generations` (of the step's arrays, the workspace and everything else that ops keep) equals the
+// value at its recording.
 class StepGraphs {
  public:
-  // Whose records are kept: the one that no step had for longest makes room for another.
+  // Maximum number of shapes kept. A new shape replaces the one that was unused for longest.
   static constexpr size_t kMaxGraphs = 128;
 
   explicit StepGraphs(Stream stream) : stream_(stream) {}
   StepGraphs(const StepGraphs&) = delete;
   StepGraphs& operator=(const StepGraphs&) = delete;
 
-  // Runs `ops`, or what they did for the same shape. The first step of a shape runs them, so that
-  // they allocate what they need; the second records them. What ops throw goes through, also where
-  // it has spoilt a record. Where there is no memory for another record, ops are run, all records
-  // are dropped, and until addresses change half as many shapes are kept as had one.
+  // Run `ops`, or replay the graph recorded for the same shape. The first step of a shape runs the
+  // ops, so that they allocate what they need; the second records them. Exceptions from ops
+  // propagate, even if they ended a recording early.
+  //
+  // If there is no memory for another graph, the ops are run and all graphs are dropped. Until
+  // addresses change, the limit on shapes is then half the number that had a graph.
   void Run(const StepShape& shape, const FunctionRef<int64_t()>& generations,
            FunctionRef<void()> ops);
 

@@ -4,7 +4,7 @@
 
 namespace turbomind::cuda {
 
-// What one access moves.
+// The bytes of one vectorized memory access.
 template <int kBytes>
 struct alignas(kBytes) Words {
   uint32_t v[kBytes / 4];

@@ -1,11 +1,12 @@
 #pragma once
 
-// ⑧ Tokens sampled from rows of logits: ops/sampling_math.h, every number with the host's bits.
+// ⑧ Samples tokens from rows of logits with the math of ops/sampling_math.h. Every number has the
+// same bits as on the host.
 //
-// One pass over a row finds the highest logit of every chunk of 128. So many chunks that reach a
-// logit hold at least as many tokens that do: the tokens of at least the kMaxListed-th highest of
-// these maxima are listed, by their weights, and lie in few chunks. A sample from more than the
-// list is left to the host. Sums over a whole row take a second pass.
+// One pass over a row finds the highest logit of every chunk of 128. A logit that n of these maxima
+// reach is reached by at least n tokens. The tokens that reach the kMaxListed-th highest maximum
+// are listed with their weights; they are in few chunks. If sampling needs more tokens than the
+// list holds, it is left to the host. Sums over a whole row need a second pass.
 
 #include <cfloat>
 #include <cmath>
@@ -16,24 +17,23 @@
 
 namespace turbomind::cuda {
 
-inline constexpr int kChunk = 128;       // logits that a warp reads at once, 16 bytes in each lane
-inline constexpr int kChunksOfWarp = 8;  // in flight together
-inline constexpr int kChunkWarps = 4;    // of a block
-inline constexpr int kSumWarps = 4;      // likewise
-inline constexpr int kSumBlocksOfWarp = 4;  // side by side, kSumLanes lanes each
+inline constexpr int kChunk = 128;          // logits that a warp reads at once, 16 bytes per lane
+inline constexpr int kChunksOfWarp = 8;     // in flight together
+inline constexpr int kChunkWarps = 4;       // per block
+inline constexpr int kSumWarps = 4;         // per block
+inline constexpr int kSumBlocksOfWarp = 4;  // in parallel, kSumLanes lanes each
 inline constexpr int kSamplingWarps = 8;
-inline constexpr int kMaxListed = 256;       // chunks whose maximum is the least logit of a list
-inline constexpr int kMaxCandidates = 1024;  // in a list
-inline constexpr int kSamplingHeadBytes =
-    128;  // of shared memory: what the threads of a block share
+inline constexpr int kMaxListed = 256;          // rank of the chunk maximum that limits a list
+inline constexpr int kMaxCandidates = 1024;     // per list
+inline constexpr int kSamplingHeadBytes = 128;  // shared memory for values of the whole block
 
 struct SamplingTask {
   SampleRowsParams op;  // with samples on the GPU
-  // [num_samplings, num_chunks] OrderedBits of the highest of each chunk; kRefusedBits: NaN or
-  // +infinity
+  // [num_samplings, num_chunks] OrderedBits of the highest logit of each chunk; kRefusedBits for
+  // NaN or +infinity
   uint32_t* highest = nullptr;
-  double* sums =
-      nullptr;  // [num_samplings, num_sums] of blocks of kSumBlock, where the sample needs them
+  // [num_samplings, num_sums] sums of blocks of kSumBlock, for the samples that need them
+  double* sums = nullptr;
   int num_chunks = 0;
   int num_sums = 0;
 };
@@ -48,19 +48,19 @@ TM_DEVICE const float* RowOf(const SamplingTask& task, const RowSampling& sampli
   return task.op.logits + static_cast<int64_t>(sampling.row) * task.op.vocab_size;
 }
 
-// A lane's four values of a chunk, in the order of ids for kWidth 4.
+// A lane's four values of a chunk, in the order of ids if kWidth is 4.
 template <int kWidth>
 struct ChunkValues {
   Floats<kWidth> v[4 / kWidth];
 };
 
-// The id of value i.
+// Return the id of value i.
 template <int kWidth>
 TM_DEVICE int IdInChunk(int chunk, int lane, int i) {
   return chunk * kChunk + (i / kWidth * 32 + lane) * kWidth + i % kWidth;
 }
 
-// -infinity behind the last.
+// Load a chunk, with -infinity past the last id.
 template <int kWidth>
 TM_DEVICE ChunkValues<kWidth> LoadChunk(const float* row, int chunk, int vocab_size) {
   ChunkValues<kWidth> values;
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(32 * kChunkWarps) ChunkMaximaKernel(SamplingTa
   }
 }
 
-// Of a row's chunks; uses the first 4 kWarps bytes of shared memory.
+// Return the highest of a row's chunk maxima. Uses the first 4 kWarps bytes of shared memory.
 template <int kWarps>
 TM_DEVICE uint32_t HighestOfRow(const SamplingTask& task) {
   const uint32_t* highest = task.highest + static_cast<int64_t>(BlockIndexY()) * task.num_chunks;
@@ -133,12 +133,12 @@ TM_DEVICE uint32_t HighestOfRow(const SamplingTask& task) {
   return MaxInWarp(lane < kWarps ? LoadShared<uint32_t>(SharedMemory() + 4 * lane) : 0u);
 }
 
-// Whether the sampler samples from a row with this maximum.
+// Return whether the sampler samples from a row with this maximum.
 TM_DEVICE bool MaySample(uint32_t highest) {
   return highest > kLowestBits && highest != kRefusedBits;
 }
 
-// Logits → weights of a row.
+// Converts the logits of a row to weights.
 struct Weights {
   float highest;
   float inverse_temperature;
@@ -151,8 +151,8 @@ TM_DEVICE float ZeroBelow(float weight, float min_value) {
   return weight >= min_value ? weight : 0.f;
 }
 
-// Grid: sums / (kSumWarps kSumBlocksOfWarp) × samplings. Shared memory: kSamplingHeadBytes, eight
-// bytes for every thread.
+// Grid: sums / (kSumWarps kSumBlocksOfWarp) × samplings. Shared memory: kSamplingHeadBytes and
+// eight bytes per thread.
 __global__ void __launch_bounds__(32 * kSumWarps) WeightSumsKernel(SamplingTask task) {
   const RowSampling sampling = LoadSampling(task, BlockIndexY());
   if (LimitsCount(sampling, task.op.vocab_size)) {
@@ -187,16 +187,13 @@ __global__ void __launch_bounds__(32 * kSumWarps) WeightSumsKernel(SamplingTask 
   }
 }
 
-// --- One sample, by a block
-// -------------------------------------------------------------------------
-
-// The shared memory of a sample from all tokens.
+// The shared memory for sampling from all tokens.
 struct AllShared {
   char* sums;     // [num_sums] double
   char* weights;  // [kSumBlock] float
 };
 
-// All threads: the sums of the sample's row → shared memory.
+// Copy the sums of the sample's row to shared memory, with all threads.
 TM_DEVICE void CopySums(const SamplingTask& task, char* to) {
   const double* sums = task.sums + static_cast<int64_t>(BlockIndexY()) * task.num_sums;
   for (int i = ThreadIndexX(); i < task.num_sums; i += 32 * kSamplingWarps) {
@@ -213,7 +210,7 @@ TM_DEVICE double SumOfSums(const char* sums, int num_sums) {
   return total;
 }
 
-// The block of sums in which the sum exceeds `left`, and what of `left` is behind those before it.
+// The block of sums that contains the sampled value, and the value's remainder within that block.
 struct PlaceInRow {
   int block;
   double left;
@@ -229,7 +226,7 @@ TM_DEVICE PlaceInRow FindBlock(const AllShared& shared, int num_sums, double uni
   return place;
 }
 
-// The token, in thread 0; -1 where rounding took the last step of a block.
+// Return the token, in thread 0, or -1 if rounding moved the value past the end of a block.
 TM_DEVICE int SampleFromSums(const SamplingTask& task, const RowSampling& sampling,
                              const Weights& weights) {
   const int thread = ThreadIndexX();
@@ -263,14 +260,14 @@ TM_DEVICE int SampleFromSums(const SamplingTask& task, const RowSampling& sampli
   return -1;
 }
 
-// The shared memory of a sample from listed candidates.
+// The shared memory for sampling from listed candidates.
 struct ListShared {
-  char* highest;     // [num_chunks] as SamplingTask's; then [num_sums], the sums
+  char* highest;     // [num_chunks] as in SamplingTask; later the [num_sums] sums
   char* candidates;  // [kMaxCandidates] keys: bits of the weight, then of ~id
-  char* sorted;      // the same, the largest first
+  char* sorted;      // the same, in descending order
 };
 
-// How many chunks reach `least`; `turn` is one more with each call.
+// Count the chunks that reach `least`. `turn` must increase by one with each call.
 TM_DEVICE int CountChunks(const ListShared& shared, int num_chunks, uint32_t min_value, int turn) {
   int count = 0;
 #pragma unroll 4
@@ -284,11 +281,11 @@ TM_DEVICE int CountChunks(const ListShared& shared, int num_chunks, uint32_t min
   if (lane == 0) {
     StoreShared(of_warp, count);
   }
-  SyncBlock();  // those of the turn before last have been read
+  SyncBlock();  // the counts of the turn before last have been read
   return SumInWarp(lane < kSamplingWarps ? LoadShared<int>(counts + 4 * lane) : 0);
 }
 
-// Bits that at least `wanted` chunks reach and not many more, unless maxima are equal.
+// Return bits that at least `wanted` chunks reach, and not many more unless maxima are equal.
 TM_DEVICE uint32_t MinListed(const ListShared& shared, int num_chunks, int wanted,
                              uint32_t highest) {
   uint32_t low = 0;
@@ -305,8 +302,8 @@ TM_DEVICE uint32_t MinListed(const ListShared& shared, int num_chunks, int wante
   return low;
 }
 
-// The tokens with a weight whose bits reach `least`; `count` in shared memory counts them, those
-// that are not stored included.
+// List the tokens whose logits reach `least` and whose weights are positive. `count` in shared
+// memory counts them, including those that no longer fit.
 template <int kWidth>
 TM_DEVICE void ListCandidates(const SamplingTask& task, const RowSampling& sampling,
                               const Weights& weights, const ListShared& shared, uint32_t min_value,
@@ -324,7 +321,7 @@ TM_DEVICE void ListCandidates(const SamplingTask& task, const RowSampling& sampl
       int index[kAhead];
 #pragma unroll
       for (int a = 0; a < kAhead; ++a) {
-        // With none left a chunk of no ids.
+        // Once no chunk is left, load one without ids.
         index[a] = chunks != 0 ? base + CountZeros(static_cast<int>(chunks)) : task.num_chunks;
         chunks &= chunks - 1;
         values[a] = LoadChunk<kWidth>(row, index[a], task.op.vocab_size);
@@ -359,14 +356,14 @@ TM_DEVICE void SortCandidates(const ListShared& shared, int count) {
   }
 }
 
-// The token, by one thread. Tokens that are not listed weigh at most `unlisted`. -1: the list is
-// too short.
+// Return the token, in one thread, or -1 if the list is too short. Unlisted tokens weigh at most
+// `unlisted`.
 TM_DEVICE int SampleFromSorted(const SamplingTask& task, const RowSampling& sampling,
                                const ListShared& shared, int count, float unlisted) {
   const auto key = [&](int i) { return LoadShared<uint64_t>(shared.sorted + 8 * i); };
   const auto weight = [&](int i) { return BitsFloat(static_cast<uint32_t>(key(i) >> 32)); };
   while (count > 0 && weight(count - 1) <= unlisted) {
-    --count;  // another may come before it
+    --count;  // an unlisted token may precede it
   }
   const bool is_whole = unlisted == 0.f;
   const bool is_limited = LimitsCount(sampling, task.op.vocab_size);
@@ -389,11 +386,12 @@ TM_DEVICE int SampleFromSorted(const SamplingTask& task, const RowSampling& samp
   return IdOfKey(key(SampleKept(kept, sampling.uniform, weight)));
 }
 
-// The token, in thread 0; -1: left to the host.
+// Return the token, in thread 0, or -1 if it is left to the host.
 template <int kWidth>
 TM_DEVICE int SampleFromList(const SamplingTask& task, const RowSampling& sampling,
                              const Weights& weights, uint32_t highest) {
-  // A weight is at most so much more than that of a higher logit, by the error of WeightOf.
+  // Because of the error of WeightOf, a weight can exceed that of a higher logit by at most this
+  // factor.
   constexpr float kMonotone = 1.000001f;
   const int thread = ThreadIndexX();
   char* const count_at = SharedMemory();
@@ -410,7 +408,8 @@ TM_DEVICE int SampleFromList(const SamplingTask& task, const RowSampling& sampli
   }
   uint32_t min_value = 0;
   if (task.op.vocab_size > kMaxCandidates) {
-    const int max_value = task.num_chunks * 3 / 4;  // of nearly all, a list would be too long
+    const int max_value =
+        task.num_chunks * 3 / 4;  // a list from nearly all chunks would be too long
     min_value = MinListed(shared, task.num_chunks, max_value < kMaxListed ? max_value : kMaxListed,
                           highest);
   }
@@ -431,7 +430,8 @@ TM_DEVICE int SampleFromList(const SamplingTask& task, const RowSampling& sampli
   return thread == 0 ? SampleFromSorted(task, sampling, shared, count, unlisted) : -1;
 }
 
-// Grid: 1 × samplings. SamplingSharedBytes. One block per SM will do; without the 1 sm_120 spills.
+// Grid: 1 × samplings. SamplingSharedBytes. One block per SM suffices; without the 1, sm_120 spills
+// registers.
 template <int kWidth>
 __global__ void __launch_bounds__(32 * kSamplingWarps, 1) SamplingKernel(SamplingTask task) {
   const RowSampling sampling = LoadSampling(task, BlockIndexY());
@@ -439,7 +439,7 @@ __global__ void __launch_bounds__(32 * kSamplingWarps, 1) SamplingKernel(Samplin
   int id = -1;
   if (MaySample(highest)) {
     const Weights weights = {FloatOfOrdered(highest), sampling.inverse_temperature};
-    SyncBlock();  // all have read what HighestOfRow keeps
+    SyncBlock();  // all threads have read the memory of HighestOfRow
     id = SamplesFromAll(sampling, task.op.vocab_size)
              ? SampleFromSums(task, sampling, weights)
              : SampleFromList<kWidth>(task, sampling, weights, highest);

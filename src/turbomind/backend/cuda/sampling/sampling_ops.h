@@ -1,16 +1,17 @@
 #pragma once
 
-// ⑧ Tokens sampled on the GPU: Device::SampleRows.
+// ⑧ Samples tokens on the GPU: Device::SampleRows.
 
 #include "turbomind/backend/cuda/runtime/context.h"
 #include "turbomind/ops/params.h"
 
 namespace turbomind::cuda {
 
-// `params.samples` on the host; `samples` the same on the GPU. ids and logits are the GPU's. Tokens
-// do not depend on the batch. Left to the host beside rows that the sampler refuses: a sample from
-// more of the most likely tokens than a list holds, about 190 of a vocabulary of 32000 and 256 of
-// one of 45000 or more. Uses the workspace: 3/256 of the rows' bytes.
+// `params.samples` is on the host, `samples` is its copy on the GPU. ids and logits are on the GPU.
+// The sampled tokens do not depend on the batch. Uses the workspace: 3/256 of the rows' bytes.
+//
+// The host samples the rows that the sampler refuses. It also samples rows that need more of the
+// most likely tokens than a list holds: about 190 for a vocabulary of 32000, and 256 from 45000 on.
 void CudaSampleRows(const Context& ctx, const SampleRowsParams& params,
                     const RowSampling* samplings);
 
