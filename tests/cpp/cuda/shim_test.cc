@@ -1,4 +1,5 @@
-// The shim itself: right kernels run, and each mistake that it is made for is found.
+// Tests the shim itself: correct kernels run, and every kind of mistake that it detects is
+// reported.
 
 #include "cuda_shim/shim.h"
 
@@ -22,7 +23,7 @@ using cuda_shim::LaunchShape;
 
 constexpr int kThreads = 64;
 
-// What Launch says of a kernel over one block; empty if it is right.
+// Return the message of Launch for a kernel over one block, or "" if the kernel is correct.
 std::string Verdict(const std::function<void()>& kernel, uint64_t seed = 1) {
   try {
     Launch({{}, {kThreads}, 4096, seed}, kernel);
@@ -36,7 +37,7 @@ bool Contains(const std::string& text, const char* part) {
   return text.find(part) != std::string::npos;
 }
 
-TEST_CASE("a right kernel gives the same result in every order of its threads") {
+TEST_CASE("a correct kernel gives the same result in every order of its threads") {
   std::vector<float> in(kThreads * 4);
   for (size_t i = 0; i < in.size(); ++i) {
     in[i] = static_cast<float>(i);
@@ -52,10 +53,10 @@ TEST_CASE("a right kernel gives the same result in every order of its threads") 
       CommitCopies();
       WaitForCopies<0>();
       SyncBlock();
-      const int other = (thread + 7) % kThreads;  // of another warp, too
+      const int other = (thread + 7) % kThreads;  // also of another warp
       const auto* row = reinterpret_cast<const float*>(SharedMemory() + 16 * other);
       const float sum = LoadShared<float>(row) + LoadShared<float>(row + 2);
-      const float last = LoadShared<float>(row + 3);  // beyond the valid bytes: zero
+      const float last = LoadShared<float>(row + 3);  // past the valid bytes: zero
       StoreGlobal(out.data() + thread, ShuffleXor(sum + last, 1));
     };
     CHECK(Verdict(kernel, seed) == "");
@@ -67,12 +68,12 @@ TEST_CASE("a right kernel gives the same result in every order of its threads") 
   }
 }
 
-TEST_CASE("addresses outside buffers and shared memory are found") {
+TEST_CASE("accesses outside buffers and shared memory are detected") {
   std::vector<float> data(8);
   const Buffer buffer(data.data(), 7 * sizeof(float), Buffer::kRead);
   CHECK(Contains(Verdict([&] { LoadGlobal(data.data() + 7); }), "outside its buffer by 4"));
   CHECK(Contains(Verdict([&] { LoadGlobal(data.data() - 1); }), "in no buffer"));
-  CHECK(Contains(Verdict([&] { StoreGlobal(data.data(), 1.f); }), "only read"));
+  CHECK(Contains(Verdict([&] { StoreGlobal(data.data(), 1.f); }), "read-only"));
   CHECK(Contains(Verdict([] { LoadShared<float>(SharedMemory() + 4096); }), "outside shared"));
   CHECK(Contains(Verdict([] { LoadShared<float>(SharedMemory() + 2); }), "not aligned"));
   CHECK(Contains(Verdict([&] {
@@ -83,7 +84,7 @@ TEST_CASE("addresses outside buffers and shared memory are found") {
                  "outside its buffer"));
 }
 
-TEST_CASE("lanes that do not meet, and threads that wait for ever, are found") {
+TEST_CASE("lanes that do not meet and threads that wait forever are detected") {
   CHECK(Contains(Verdict([] {
                    if (ThreadIndexX() % 2 == 0) {
                      SyncWarp();
@@ -110,7 +111,7 @@ TEST_CASE("lanes that do not meet, and threads that wait for ever, are found") {
                  "hangs"));
 }
 
-TEST_CASE("a copy that is not waited for is poison or found") {
+TEST_CASE("a copy without a wait is detected or gives poison") {
   std::vector<float> data(4, 1.f);
   const Buffer buffer(data.data(), 16, Buffer::kRead);
   int poisoned = 0;

@@ -1,5 +1,6 @@
-// A library with the functions of cuBLASLt that backend/cuda/linear/cublas_lt.cc uses, for the
-// shim's GPU: does what the manual says of them, in FP64, for the attributes that are used there.
+// A stand-in for cuBLASLt on the shim's GPU, with the functions that
+// backend/cuda/linear/cublas_lt.cc uses. It follows the manual for the attributes that are used
+// there, and computes in FP64.
 
 #include <cstdint>
 #include <cstring>
@@ -95,7 +96,7 @@ TM_EXPORT int cublasLtMatmulPreferenceDestroy(void* preference) {
   return 0;
 }
 
-// Knows no way for 65 outputs, so that tests see what happens then.
+// Reports no algorithm for 65 outputs, so that tests cover that case.
 TM_EXPORT int cublasLtMatmulAlgoGetHeuristic(void*, void*, void*, void*, void*, void* d, void*, int,
                                              Heuristic* results, int* found) {
   *results = {};

@@ -1,7 +1,7 @@
 #pragma once
 
-// backend/cuda/runtime/intrinsics.cuh for the CPU: the same functions, defined by what the PTX
-// manual says.
+// backend/cuda/runtime/intrinsics.cuh for the CPU: the same functions, implemented as the PTX
+// manual defines them.
 
 #include <algorithm>
 #include <cmath>
@@ -83,7 +83,7 @@ inline float ShuffleXor(float value, int mask) {
   return BitsFloat(out);
 }
 
-// A shuffle of all lanes, as on a GPU: none may be elsewhere.
+// A shuffle of all lanes, as on a GPU, so all lanes must take part.
 inline int WarpIndex() {
   const uint32_t in = static_cast<uint32_t>(ThreadIndexX() / shim::kWarp);
   uint32_t out;
@@ -250,7 +250,7 @@ const T* KeepGlobal(const T* p) {
 inline const char* AddProduct(const char* base, int32_t count, int32_t bytes) {
   return base + int64_t{count} * bytes;
 }
-// Rows are read when the warp meets: the last lane's stores are seen, as on a GPU.
+// Rows are read when the warp meets, so stores of the last lane are visible, as on a GPU.
 template <bool kTransposed>
 void LoadFourMatrices(uint32_t (&out)[4], const void* row) {
   shim::CheckAccess(shim::Space::kShared, row, 16, 16);
@@ -303,13 +303,13 @@ inline uint32_t MulHalf2(uint32_t a, uint32_t b) {
 }
 inline uint32_t LowTwice(uint32_t pair) { return (pair & 0xffffu) * 0x10001u; }
 inline uint32_t HighTwice(uint32_t pair) { return (pair >> 16) * 0x10001u; }
-// The product of two FP16 is exact in FP32, and so is its sum with a third in double.
+// The product of two FP16 values is exact in FP32, and so is its sum with a third in double.
 inline uint32_t FmaHalf2(uint32_t a, uint32_t b, uint32_t c) {
   return EachHalf([&](int i) {
     const double sum =
         double{HalfOfPair<false>(a, i)} * HalfOfPair<false>(b, i) + HalfOfPair<false>(c, i);
     const float near = static_cast<float>(sum);
-    // Round to odd, so that rounding again to FP16 is rounding once.
+    // Round to odd, so that the second rounding to FP16 does not round twice.
     if (near != sum && (FloatBits(near) & 1) == 0) {
       return BitsFloat(FloatBits(near) + (std::fabs(sum) > std::fabs(double{near}) ? 1u : ~0u));
     }
@@ -322,7 +322,8 @@ inline uint32_t PackHalf2(float low, float high) {
 inline uint32_t PackBFloat2(float low, float high) {
   return uint32_t{FloatToBFloat16(low)} | uint32_t{FloatToBFloat16(high)} << 16;
 }
-// The product of two BF16 is exact in FP32; the sum with a third is for the values here, too.
+// The product of two BF16 values is exact in FP32. For the values used here, its sum with a third
+// is exact as well.
 inline uint32_t FmaBFloat2(uint32_t a, uint32_t b, uint32_t c) {
   const auto one = [&](int i) {
     return HalfOfPair<true>(a, i) * HalfOfPair<true>(b, i) + HalfOfPair<true>(c, i);
@@ -333,7 +334,7 @@ inline float ConvertHalf(uint32_t bits) { return HalfToFloat(static_cast<uint16_
 inline uint32_t E4m3PairToHalf2(uint32_t codes) {
   return EachHalf([&](int i) { return E4M3ToFloat(static_cast<uint8_t>(codes >> (8 * i))); });
 }
-inline constexpr bool kHasE2m1 = false;  // so that tests run what most GPUs do
+inline constexpr bool kHasE2m1 = false;  // tests then cover the code that most GPUs run
 inline void E2m1ToHalf2(uint32_t codes, uint32_t (&out)[4]) {
   for (int byte = 0; byte < 4; ++byte) {
     out[byte] = EachHalf(

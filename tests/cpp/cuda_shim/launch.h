@@ -10,7 +10,7 @@ namespace turbomind::cuda {
 
 struct LaunchShape;
 
-// Runs now, or when its graph runs.
+// Runs the kernel now, or whenever its graph runs.
 void RunOnShim(const LaunchShape& shape, Stream stream, std::function<void()> kernel);
 
 template <class Params>

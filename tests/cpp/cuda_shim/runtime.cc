@@ -1,5 +1,5 @@
-// backend/cuda/runtime/runtime.h for the CPU: one make-believe GPU with one SM. Work runs when it
-// is given; kernels in an order of threads that changes from launch to launch.
+// backend/cuda/runtime/runtime.h for the CPU: one simulated GPU with one SM. Work runs when it is
+// queued. Kernels run their threads in an order that changes from launch to launch.
 
 #include "turbomind/backend/cuda/runtime/runtime.h"
 
@@ -15,8 +15,8 @@
 #include "turbomind/core/check.h"
 
 struct CUstream_st {
-  std::vector<std::function<void()>>* recorded = nullptr;  // while a graph is recorded
-  bool is_spoilt = false;                                  // that graph
+  std::vector<std::function<void()>>* recorded = nullptr;  // non-null while a graph is recorded
+  bool is_spoilt = false;                                  // an invalid call broke that graph
 };
 
 struct CUevent_st {};
@@ -30,7 +30,7 @@ namespace {
 
 constexpr size_t kAlignment = 256;
 constexpr size_t kMemoryBytes = size_t{4} << 30;
-constexpr int kPoison = 0xff;  // NaN, and as an index far outside
+constexpr int kPoison = 0xff;  // NaN as a float, and far out of range as an index
 
 struct Allocation {
   size_t num_bytes;
@@ -65,14 +65,15 @@ void* Allocate(size_t num_bytes) {
   return memory;
 }
 
-// Whether a copy may touch the bytes: inside one allocation, or in no allocation (host memory).
+// Check that a copy may access the bytes: inside one allocation, or outside all of them (host
+// memory).
 void CheckCopied(const void* address, size_t num_bytes) {
   const auto& allocations = TheGpu().allocations;
   auto after = allocations.upper_bound(const_cast<void*>(address));
   const auto begin = reinterpret_cast<uintptr_t>(address);
   if (after != allocations.end()) {
     Check(begin + num_bytes <= reinterpret_cast<uintptr_t>(after->first),
-          "a copy stays outside what it does not begin in");
+          "a copy that begins outside an allocation must not reach into it");
   }
   if (after != allocations.begin()) {
     --after;
@@ -80,7 +81,7 @@ void CheckCopied(const void* address, size_t num_bytes) {
     const uintptr_t end = first + after->second.num_bytes;
     const uintptr_t last =
         first + (after->second.num_bytes + kAlignment - 1) / kAlignment * kAlignment;
-    Check(begin >= last || begin + num_bytes <= end, "a copy stays inside its allocation");
+    Check(begin >= last || begin + num_bytes <= end, "a copy must stay inside its allocation");
   }
 }
 
@@ -96,7 +97,7 @@ GpuProperties PropertiesOf(int) {
           .shared_bytes_per_block = 227 << 10};
 }
 
-thread_local int current_gpu = -1;  // none has been named
+thread_local int current_gpu = -1;  // UseGpu was never called
 
 void UseGpu(int gpu) { current_gpu = gpu; }
 void UseGpuToFree(int gpu) noexcept { current_gpu = gpu; }
@@ -120,7 +121,7 @@ void* AllocateGpu(size_t num_bytes) {
 void FreeGpu(void* memory) noexcept {
   Gpu& gpu = TheGpu();
   const auto found = gpu.allocations.find(memory);
-  Check(found != gpu.allocations.end(), "what is freed was allocated");
+  Check(found != gpu.allocations.end(), "freed memory must have been allocated");
   gpu.used_bytes -= found->second.num_bytes;
   gpu.allocations.erase(found);
   std::free(memory);
@@ -134,7 +135,7 @@ void DestroyStream(Stream stream) noexcept { delete stream; }
 
 void Synchronize(Stream stream) {
   stream->is_spoilt = stream->recorded != nullptr;
-  Check(stream->recorded == nullptr, "nothing waits while a graph is recorded");
+  Check(stream->recorded == nullptr, "Synchronize must not be called while a graph is recorded");
 }
 
 void CopyBytes(void* to, const void* from, size_t num_bytes, Stream stream) {
@@ -158,20 +159,20 @@ void ClearBytes(void* to, size_t num_bytes, Stream stream) {
 
 Event CreateEvent() { return new CUevent_st; }
 void DestroyEvent(Event event) noexcept { delete event; }
-void Record(Event, Stream) {}  // what a stream is given has run when the call returns
+void Record(Event, Stream) {}  // all queued work has already run
 void WaitFor(Event) {}
 
 void BeginCapture(Stream stream) {
-  Check(stream->recorded == nullptr, "one graph is recorded at a time");
+  Check(stream->recorded == nullptr, "only one graph may be recorded at a time");
   stream->is_spoilt = false;
   stream->recorded = new std::vector<std::function<void()>>;
 }
 
 Graph EndCapture(Stream stream) {
-  Check(stream->recorded != nullptr, "a graph is being recorded");
+  Check(stream->recorded != nullptr, "EndCapture needs a recording in progress");
   const std::unique_ptr<std::vector<std::function<void()>>> work(stream->recorded);
   stream->recorded = nullptr;
-  Check(!stream->is_spoilt, "what was recorded is whole");
+  Check(!stream->is_spoilt, "no invalid call may occur during a recording");
   return new CUgraphExec_st{std::move(*work)};
 }
 
@@ -186,7 +187,7 @@ void DestroyGraph(Graph graph) noexcept { delete graph; }
 void RunOnShim(const LaunchShape& shape, Stream stream, std::function<void()> kernel) {
   Check(shape.grid_y <= kMaxGridY && shape.grid_z <= kMaxGridY && shape.threads <= 1024 &&
             shape.shared_bytes <= PropertiesOf(0).shared_bytes_per_block,
-        "a launch stays inside what a GPU can");
+        "a launch must stay within the limits of a GPU");
   if (shape.grid_x == 0 || shape.grid_y == 0 || shape.grid_z == 0) {
     return;
   }

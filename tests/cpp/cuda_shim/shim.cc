@@ -5,7 +5,7 @@
 #include <map>
 #include <memory>
 
-// Saves the callee-saved registers on the stack of the one and takes those of the other.
+// Save the callee-saved registers on the current stack and restore those of the other stack.
 extern "C" void turbomind_shim_switch(void** from, void* to);
 asm(R"(
 .text
@@ -50,7 +50,7 @@ struct Thread {
   bool done = false;
   void* stack_pointer = nullptr;
   std::vector<char> stack;
-  uint32_t out[kMaxWords];  // of the last meeting
+  uint32_t out[kMaxWords];  // results of the last warp-wide instruction
   std::vector<Copy> uncommitted;
   std::deque<std::vector<Copy>> groups;  // oldest first
 };
@@ -107,7 +107,7 @@ std::string Text(const Dim3& d) {
   std::abort();  // a failed launch is never resumed
 }
 
-// Leaves the current thread for another one that can run; back to the launch if there is none.
+// Switch from the current thread to another runnable one, or back to the launch if there is none.
 void RunAnother() {
   State& s = TheState();
   Thread& me = Current();
@@ -159,7 +159,7 @@ void Prepare(Thread& thread) {
   thread.stack.resize(kStackBytes);
   const auto end = reinterpret_cast<uintptr_t>(thread.stack.data() + kStackBytes) & ~uintptr_t{15};
   void** top = reinterpret_cast<void**>(end);
-  *--top = nullptr;  // Entry begins as if it had been called
+  *--top = nullptr;  // lets Entry begin as if it had been called
   *--top = reinterpret_cast<void*>(&Entry);
   for (int i = 0; i < 6; ++i) {
     *--top = nullptr;
@@ -266,7 +266,7 @@ void CheckAccess(Space space, const void* address, size_t bytes, size_t alignmen
          std::to_string(at + bytes - region->first - region->second.bytes));
   }
   if (space == Space::kGlobalWrite && !region->second.writable) {
-    Fail("a write to a buffer that is only read");
+    Fail("a write to a read-only buffer");
   }
 }
 

@@ -1,14 +1,16 @@
 #pragma once
 
-// Runs CUDA kernels on the CPU: one fibre per thread, one block after another, in a random order of
-// the threads that the seed decides. What it finds: addresses outside the memory that the kernel
-// was given, misaligned vector accesses, shared memory read before it was written or before its
-// copy was waited for, a copy into a stage that others still read, warps whose lanes do not meet,
-// barriers that some threads never reach. What it cannot find: missing memory fences, races inside
-// one word, the rounding of the tensor cores, speed.
+// Runs CUDA kernels on the CPU: one fiber per thread, one block after another. The seed determines
+// a random order of the threads.
 //
-// A kernel runs as it is compiled for a GPU: backend/cuda/runtime/intrinsics.cuh is the only file
-// that differs. x86-64 only; one launch at a time.
+// It detects accesses outside the memory given to the kernel, misaligned vector accesses, and
+// shared memory that is read before it was written or before its copy was waited for. It also
+// detects a copy into a stage that other threads still read, warps whose lanes do not meet, and
+// barriers that some threads never reach. It cannot detect missing memory fences, races inside one
+// word, the rounding of the tensor cores, or speed.
+//
+// A kernel runs as it is compiled for a GPU; only backend/cuda/runtime/intrinsics.cuh is replaced.
+// x86-64 only; one launch at a time.
 
 #include <cstddef>
 #include <cstdint>
@@ -26,13 +28,13 @@ struct Dim3 {
   unsigned z = 1;
 };
 
-// What a kernel did wrong, and where: block, thread.
+// A kernel's mistake, with its block and thread.
 class KernelError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// Memory that kernels may read, or read and write. Alive: registered.
+// Memory that kernels may read, or read and write. It is registered while this object lives.
 class Buffer {
  public:
   enum Access { kRead, kReadWrite };
@@ -52,10 +54,10 @@ struct LaunchShape {
   uint64_t seed = 0;
 };
 
-// Throws KernelError.
+// Run a kernel. Throws KernelError if it makes a mistake.
 void Launch(const LaunchShape& shape, const std::function<void()>& kernel);
 
-// --- What the stand-ins of intrinsics are made of; called from inside a kernel. ------------------
+// Building blocks of the stand-ins for intrinsics, called from inside a kernel.
 
 inline constexpr int kWarp = 32;
 inline constexpr int kMaxWords = 12;
@@ -69,12 +71,13 @@ Dim3 ThreadIndex();
 Dim3 BlockIndex();
 char* SharedMemory();
 
-// Checks an access of `bytes` at `address`, aligned to `alignment`.
+// Kinds of access that CheckAccess distinguishes. It checks the bounds and the alignment of an
+// access of `bytes` at `address`.
 enum class Space { kGlobalRead, kGlobalWrite, kShared };
 void CheckAccess(Space space, const void* address, size_t bytes, size_t alignment);
 
-// All 32 lanes of a warp meet: `in` of each goes to `run`, which fills `out`. `what` names the
-// instruction: lanes that meet with different ones are an error.
+// A meeting of all 32 lanes of a warp: `run` gets the `in` of every lane and fills every `out`.
+// `what` names the instruction. Lanes that meet with different instructions are an error.
 struct Meeting {
   const char* what;
   const uint32_t* in;
@@ -85,8 +88,8 @@ struct Meeting {
 void MeetWarp(const Meeting& meeting, void (*run)(LaneWords&));
 void MeetBlock();
 
-// cp.async: 16 bytes of which the first `valid` are copied and the rest is zero. The copy happens
-// at some time before the wait.
+// cp.async: copy the first `valid` of 16 bytes and set the rest to zero. The copy happens at some
+// time before the wait.
 void CopyAsync(void* shared, const void* global, int valid);
 void CommitCopies();
 void WaitForCopies(int newest);
