@@ -1,6 +1,6 @@
 #pragma once
 
-// The same op on the CPU and on the GPU, from the same values.
+// Runs the same op on the CPU and on the GPU with the same values.
 
 #include <algorithm>
 #include <cmath>
@@ -21,7 +21,7 @@ struct Devices {
   std::unique_ptr<Device> of[2] = {MakeCpuDevice(1), cuda::MakeDevice(0, {})};
 };
 
-// An array in the memory of each.
+// An array in the memory of both devices.
 template <class T>
 class Both {
  public:
@@ -41,7 +41,7 @@ class Both {
 
   T* operator[](int side) const { return data_[side]; }
   size_t size() const { return size_; }
-  // The first values.
+  // Overwrite the first values.
   void Write(const std::vector<T>& values) {
     for (const int side : {kCpu, kGpu}) {
       devices_.of[side]->Copy(data_[side], values.data(), values.size() * sizeof(T));
@@ -76,10 +76,11 @@ inline std::vector<float> Normal(size_t size, unsigned seed, float deviation = 1
   return values;
 }
 
-// What an op must write all of.
+// Outputs that an op must overwrite completely.
 inline std::vector<float> Unwritten(size_t size) { return std::vector<float>(size, NAN); }
 
-// Of the L2 norm of the first `size` values; NaN where something was not written.
+// Return the error relative to the L2 norm of the first `size` values, or NaN if some value was not
+// written.
 inline double RelativeError(const Both<float>& values, size_t size) {
   const std::vector<float> want = values.Read(kCpu);
   const std::vector<float> got = values.Read(kGpu);

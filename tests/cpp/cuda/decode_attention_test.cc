@@ -1,5 +1,5 @@
-// The decode kernels of backend/cuda, run thread by thread on the CPU (cuda_shim/shim.h), against
-// attention in FP64 over the values that the codecs define.
+// Runs the decode kernels of backend/cuda thread by thread on the CPU (cuda_shim/shim.h) and
+// compares them with FP64 attention over the values that the codecs define.
 
 #include "turbomind/backend/cuda/decode/decode_attention.cuh"
 
@@ -23,12 +23,12 @@ namespace {
 
 using cuda_shim::Buffer;
 
-// Of the output's L2 norm. FP16 operands have 11 bits; weights of a BF16 cache have 8.
+// Relative to the output's L2 norm. FP16 operands have 11 bits; weights of a BF16 cache have 8.
 constexpr double kMaxError = 1e-3;
 constexpr double kMaxErrorBFloat = 6e-3;
 
 struct Case {
-  std::vector<DecodeRange> ranges;  // of the sequences, whose caches end there
+  std::vector<DecodeRange> ranges;  // of the sequences; their caches end at range.end
   int kv_heads = 2;
   int group = 4;
   int block_seq_len = 64;
@@ -40,7 +40,7 @@ struct Case {
   uint64_t seed = 1;
 };
 
-// One layer's pools, filled with encoded rows; slots that no sequence has are poisoned.
+// One layer's pools, filled with encoded rows. Slots that no sequence owns are poisoned.
 struct Pools {
   Pools(KvCacheMode k, KvCacheMode v, DataType dtype, int head_dim, const Case& c);
 
@@ -55,7 +55,7 @@ struct Pools {
   }
   uint8_t* Meta(KvSide side, int sequence, int position, int head) const;
 
-  int blocks;  // of a sequence
+  int blocks;  // per sequence
   KvLayerView view;
   std::vector<std::byte> data;
   std::vector<std::byte> scales;
@@ -100,7 +100,7 @@ Pools::Pools(KvCacheMode k, KvCacheMode v, DataType dtype, int head_dim, const C
     view.global_scale[side] = global_scale[side].data();
   }
   for (size_t i = 0; i < c.ranges.size(); ++i) {
-    // Behind a window lie rows of the same sequence, in the block that the window begins in.
+    // Before a sliding window, the block in which it begins holds rows of the same sequence.
     const int first = c.ranges[i].begin / c.block_seq_len * c.block_seq_len;
     for (int position = first; position < c.ranges[i].end; ++position) {
       for (int head = 0; head < c.kv_heads; ++head) {
@@ -156,7 +156,7 @@ std::vector<float> Pools::Row(KvSide side, int sequence, int position, int head)
   return row;
 }
 
-// What attention is computed from, beside the pools.
+// Inputs of attention besides the pools.
 struct Inputs {
   int q_heads;
   std::vector<float> q;
@@ -227,8 +227,8 @@ std::vector<double> Reference(const Case& c, const Pools& pools, const Inputs& i
   return out;
 }
 
-// Runs the two kernels, threads in the order that `seed` says; everything they may touch is
-// registered, nothing else.
+// Run the two kernels with threads in the order given by `seed`. Only the memory that they may
+// access is registered.
 template <class C>
 std::vector<float> RunKernels(const Case& c, const Pools& pools, const Inputs& in, uint64_t seed) {
   const int head_blocks = (c.group + C::kHeads - 1) / C::kHeads;
@@ -304,7 +304,7 @@ double RelativeError(const std::vector<float>& got, const std::vector<double>& w
   return std::sqrt(error / norm);
 }
 
-// In some orders of the threads: the same bits in each.
+// Check a case in several orders of the threads. All orders must give the same bits.
 template <class C>
 void CheckCase(const Case& c, uint64_t num_orders = 1) {
   const Pools pools(C::kKeyFormat, C::kValueFormat, C::kType, C::kHeadDim, c);
@@ -324,7 +324,7 @@ void CheckCase(const Case& c, uint64_t num_orders = 1) {
 }
 
 std::vector<Case> Cases() {
-  Case edges;  // lengths around tiles, blocks and items
+  Case edges;  // lengths around the sizes of tiles, blocks and items
   edges.ranges = {{0, 1}, {0, 31}, {0, 33}, {0, 64}, {0, 129}};
   Case windows;
   windows.ranges = {{1, 129}, {100, 228}, {63, 64}, {37, 300}};
@@ -357,7 +357,7 @@ using enum KvCacheMode;
 constexpr DataType kHalf = DataType::kFloat16;
 constexpr DataType kBFloat = DataType::kBFloat16;
 
-TEST_CASE("decode equals the codecs' values, head_dim 128") {
+TEST_CASE("decode matches the codecs' values at head_dim 128") {
   CheckAll<kNone, kNone, kHalf, 128>();
   CheckAll<kNone, kNone, kBFloat, 128>();
   CheckAll<kInt8, kInt8, kHalf, 128>();
@@ -368,7 +368,7 @@ TEST_CASE("decode equals the codecs' values, head_dim 128") {
   CheckAll<kFp4Nv, kFp4Nv, kBFloat, 128>();
 }
 
-TEST_CASE("decode equals the codecs' values, head_dim 64") {
+TEST_CASE("decode matches the codecs' values at head_dim 64") {
   CheckAll<kNone, kNone, kHalf, 64>();
   CheckAll<kInt8, kInt8, kBFloat, 64>();
   CheckAll<kInt4, kInt4, kHalf, 64>();
@@ -377,7 +377,7 @@ TEST_CASE("decode equals the codecs' values, head_dim 64") {
   CheckAll<kFp4Nv, kFp4Nv, kHalf, 64>();
 }
 
-TEST_CASE("decode equals the codecs' values, rows that are no multiple of a quarter") {
+TEST_CASE("decode matches the codecs' values when a row does not divide among four lanes") {
   CheckAll<kFp4Nv, kFp4Nv, kHalf, 80>();
   CheckAll<kFp4Mx, kFp4Mx, kHalf, 96>();
   CheckAll<kInt4, kInt4, kHalf, 80>();
@@ -387,19 +387,19 @@ TEST_CASE("decode equals the codecs' values, rows that are no multiple of a quar
   CheckAll<kNone, kNone, kHalf, 96>();
 }
 
-TEST_CASE("decode equals the codecs' values, head_dim 256") {
+TEST_CASE("decode matches the codecs' values at head_dim 256") {
   CheckAll<kFp4Nv, kFp4Nv, kHalf, 256>();
   CheckAll<kInt8, kInt8, kHalf, 256>();
   CheckAll<kNone, kNone, kBFloat, 256>();
 }
 
-TEST_CASE("decode equals the codecs' values, K wider than V") {
+TEST_CASE("decode matches the codecs' values when K is wider than V") {
   CheckAll<kInt8, kFp4Nv, kHalf, 64>();
   CheckAll<kFp8E4m3, kInt4, kHalf, 128>();
   CheckAll<kNone, kFp4Mx, kHalf, 64>();
 }
 
-TEST_CASE("blocks of 16, 32 and 128 positions, tiles of 16 and 64") {
+TEST_CASE("decode handles blocks of 16, 32 and 128 positions with tiles of 16 and 64") {
   CheckAll<kFp4Nv, kFp4Nv, kHalf, 64, 16>(16);
   CheckAll<kFp4Mx, kFp4Mx, kHalf, 64, 16>(128);
   CheckAll<kInt8, kInt8, kHalf, 128, 16>(128);
@@ -410,7 +410,7 @@ TEST_CASE("blocks of 16, 32 and 128 positions, tiles of 16 and 64") {
   CheckAll<kFp4Nv, kFp4Nv, kHalf, 64>(128);
 }
 
-TEST_CASE("every number of query heads, each in several orders of threads") {
+TEST_CASE("decode handles 1 to 16 query heads in any order of threads") {
   constexpr uint64_t kOrders = 8;
   for (int group = 1; group <= 16; ++group) {
     Case c;
@@ -423,7 +423,7 @@ TEST_CASE("every number of query heads, each in several orders of threads") {
   }
 }
 
-TEST_CASE("two head tiles, blocks of other numbers of warps") {
+TEST_CASE("decode handles two head tiles and other warp counts") {
   for (Case c : Cases()) {
     c.group = 13;
     c.kv_heads = 1;

@@ -1,6 +1,6 @@
 #pragma once
 
-// A layer with its cache, its queries and a make-believe GPU, for the tests of decode attention.
+// A layer with its cache, its queries and a simulated GPU, for the tests of decode attention.
 
 #include <doctest/doctest.h>
 
@@ -22,7 +22,7 @@
 
 namespace turbomind::cuda::decode_step {
 
-// Of the output's L2 norm. FP16 operands have 11 bits; weights of a BF16 cache have 8.
+// Relative to the output's L2 norm. FP16 operands have 11 bits; weights of a BF16 cache have 8.
 inline constexpr double kMaxError = 1e-3;
 inline constexpr double kMaxErrorBFloat = 6e-3;
 
@@ -42,7 +42,7 @@ struct Case {
   int max_seqs = 3;
 };
 
-// One pool of a layer: random rows of all sequences, in shuffled blocks; the rest is poison.
+// One pool of a layer: random rows of all sequences in shuffled blocks. The rest is poisoned.
 struct Pool {
   Pool(const Case& c, KvCacheMode k, KvCacheMode v, std::mt19937* random);
 
@@ -164,7 +164,7 @@ struct Layer {
   std::vector<float> q_dot_mean;
 };
 
-// A decode step over some of a layer's sequences. Blocks that no query sees are not in the tables.
+// A decode step over some of a layer's sequences. The tables omit blocks that no query sees.
 struct Step {
   // sequences[i] of the layer sees its first context_lens[i] positions.
   Step(const Layer& layer, std::vector<int32_t> lens, std::vector<int> sequences);
@@ -226,7 +226,7 @@ inline std::vector<int> FirstSequences(size_t count) {
   return sequences;
 }
 
-// A GPU with a layer's memory.
+// A GPU that holds a layer's memory.
 class TestGpu {
  public:
   TestGpu(const Layer& layer, int num_sms)
@@ -277,7 +277,7 @@ class TestGpu {
     ++num_ops_;
     CudaDecodeAttention(context_, *planner_, p);
   }
-  // The rows of the step's sequences.
+  // Return the rows of the step's sequences.
   std::vector<float> Output(const Step& step) {
     std::vector<float> out = out_.Read();
     out.resize(step.context_lens.size() * static_cast<size_t>(layer_.q_heads()) *
@@ -289,7 +289,8 @@ class TestGpu {
     RunOp(step);
     return Output(step);
   }
-  // As a device runs decode steps: recorded once, then replayed.
+  // Run a decode step as a device does: the second step of a shape is recorded, later ones are
+  // replayed.
   std::vector<float> RunRecorded(Step step) {
     Upload(&step);
     ClearBytes(out_.data(), layer_.out_size() * sizeof(float), stream_);

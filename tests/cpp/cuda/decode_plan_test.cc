@@ -31,7 +31,7 @@ std::vector<DecodeItem> ByPartial(std::vector<DecodeItem> items) {
   return items;
 }
 
-// The invariants of DecodePlan.
+// Check the invariants of DecodePlan.
 void CheckPlan(const std::vector<DecodeRange>& ranges, int num_slots, const DecodePlan& plan) {
   int64_t longest = 0;
   REQUIRE(plan.first_partial.size() == ranges.size() + 1);
@@ -61,7 +61,7 @@ void CheckPlan(const std::vector<DecodeRange>& ranges, int num_slots, const Deco
   REQUIRE(static_cast<int64_t>(plan.items.size()) <= MaxItems(num_ranges, longest, num_slots));
 }
 
-TEST_CASE("a plan covers every range once, in items of at least kMinItem, longest first") {
+TEST_CASE("a plan covers every range once in items of at least kMinItem, longest first") {
   Random random(5);
   DecodePlan plan;
   for (int round = 0; round < 20000; ++round) {
@@ -104,7 +104,7 @@ TEST_CASE("one long sequence fills the GPU") {
   CHECK(plan.items.size() == 8192 / kMinItem);
 }
 
-// What each position of a sequence is read by: the number of quantized items and of 16-bit ones.
+// For each position of a sequence, the numbers of quantized and 16-bit items that read it.
 using Readers = std::vector<std::pair<int, int>>;
 
 Readers ReadersOf(const AttentionPlan& plan, int sequence, int context) {
@@ -133,7 +133,7 @@ Readers WantedReaders(const LayerRule& rule, int context) {
   return readers;
 }
 
-// The partials of a sequence are those of its items, each once.
+// Check that the partials of a sequence are those of its items, each once.
 void CheckPartials(const AttentionPlan& plan, size_t num_seqs) {
   std::vector<DecodeItem> items = plan.quantized();
   items.insert(items.end(), plan.window16().begin(), plan.window16().end());
@@ -160,7 +160,7 @@ LayerRule RandomRule(Random& random) {
   return rule;
 }
 
-TEST_CASE("every position that a query sees is read once, from the pool that the rule says") {
+TEST_CASE("every visible position is read once, from the pool that the rule selects") {
   Random random(8);
   AttentionPlan plan;
   for (int round = 0; round < 3000; ++round) {
@@ -184,7 +184,7 @@ TEST_CASE("every position that a query sees is read once, from the pool that the
   }
 }
 
-TEST_CASE("layers with short windows have few items, whatever the GPU") {
+TEST_CASE("layers with short windows have few items on any GPU") {
   const int num_slots = 264;
   CHECK(LayerRule{128}.MaxQuantizedItems(3, num_slots) == 3);
   CHECK(LayerRule{}.MaxQuantizedItems(3, num_slots) == 266);

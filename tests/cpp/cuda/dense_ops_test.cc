@@ -1,4 +1,5 @@
-// The small ops of backend/cuda against those of the CPU backend; argmax against the sampler.
+// Compares the small ops of backend/cuda with those of the CPU backend, and argmax with the
+// sampler.
 
 #include "turbomind/backend/cuda/dense/dense_ops.h"
 
@@ -23,11 +24,13 @@ namespace {
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
-// Of a value: FP32 sums in another order, exp of two libraries (2 ulp on a GPU), a few roundings.
+// Relative to a value: FP32 sums in another order, exp of two libraries (2 ulp on a GPU), and a few
+// roundings.
 constexpr float kRelative = 2e-6f;
-// Of cos and sin: libraries differ by 2 ulp of 1.
+// Absolute, for cos and sin: libraries differ by 2 ulp of 1.
 constexpr float kAngleError = 3e-7f;
-// The CPU clips exp(88) where the GPU's sigmoid is 0: what that is worth times values below 1e3.
+// The CPU clips exp(88) while the GPU's sigmoid becomes 0. This is the difference times values
+// below 1e3.
 constexpr float kTiny = 1e-34f;
 
 class Fixture {
@@ -56,7 +59,7 @@ std::vector<float> Random(uint32_t seed, int64_t size, float deviation = 1.f) {
   return values;
 }
 
-// Values that are not finite are equal when they are of one kind.
+// Values that are not finite must be of the same kind.
 void CheckNear(const std::vector<float>& got, const std::vector<float>& want, float relative,
                float absolute = 0.f) {
   REQUIRE(got.size() == want.size());
@@ -73,7 +76,7 @@ void CheckNear(const std::vector<float>& got, const std::vector<float>& want, fl
   CHECK(wrong == 0);
 }
 
-TEST_CASE_FIXTURE(Fixture, "RoPE tables") {
+TEST_CASE_FIXTURE(Fixture, "RoPE tables match the CPU") {
   std::vector<RopeConfig> configs(6);
   for (RopeConfig& config : configs) {
     config.dim = 64;
@@ -107,7 +110,7 @@ TEST_CASE_FIXTURE(Fixture, "RoPE tables") {
   }
 }
 
-// Runs the norm of `rows` from `first` on, optionally in place and not aligned.
+// Run the norm of all rows, optionally in place and with unaligned rows.
 std::vector<float> Norm(Fixture& f, const std::vector<float>& x, const std::vector<float>& weight,
                         bool in_place = false, size_t offset = 0) {
   const auto dim = static_cast<int>(weight.size());
@@ -119,7 +122,7 @@ std::vector<float> Norm(Fixture& f, const std::vector<float>& x, const std::vect
   return in_place ? gpu_x.Read() : out.Read();
 }
 
-TEST_CASE_FIXTURE(Fixture, "RMS norm: every way that a row is cut, odd and unaligned rows" *
+TEST_CASE_FIXTURE(Fixture, "RMS norm matches the CPU for odd, split and unaligned rows" *
                                doctest::test_suite("small")) {
   for (const int dim : {1, 3, 4, 127, 128, 512, 516, 2880, 4097}) {
     CAPTURE(dim);
@@ -137,7 +140,7 @@ TEST_CASE_FIXTURE(Fixture, "RMS norm: every way that a row is cut, odd and unali
   }
 }
 
-TEST_CASE_FIXTURE(Fixture, "RMS norm: rows longer than a block holds") {
+TEST_CASE_FIXTURE(Fixture, "RMS norm handles rows longer than a block's registers") {
   const int dim = 4 * 4 * 1024 + 4;
   const std::vector<float> x = Random(5, dim);
   const std::vector<float> weight = Random(6, dim);
@@ -147,7 +150,7 @@ TEST_CASE_FIXTURE(Fixture, "RMS norm: rows longer than a block holds") {
   CheckNear(Norm(*this, x, weight, true, 1), want, kRelative);
 }
 
-TEST_CASE_FIXTURE(Fixture, "gated activations" * doctest::test_suite("small")) {
+TEST_CASE_FIXTURE(Fixture, "gated activations match the CPU" * doctest::test_suite("small")) {
   using enum Activation;
   constexpr int kRows = 3;
   for (const int dim : {1, 7, 64, 1028, 1030}) {
@@ -204,7 +207,8 @@ Routes RouteOnCpu(Fixture& f, const std::vector<float>& logits, RouteExpertsPara
   return routes;
 }
 
-TEST_CASE_FIXTURE(Fixture, "routes: every number of experts, ties, NaN and infinities") {
+TEST_CASE_FIXTURE(Fixture,
+                  "routing matches the CPU for any number of experts, ties, NaN and infinities") {
   constexpr int kTokens = 9;
   const float odd_values[] = {0.f, -0.f, kNaN, -kInf, 1.f, 1.f, -1.f, -kNaN};
   for (const int experts : {1, 2, 31, 32, 33, 128, 200}) {
@@ -235,7 +239,7 @@ TEST_CASE_FIXTURE(Fixture, "routes: every number of experts, ties, NaN and infin
   }
 }
 
-TEST_CASE_FIXTURE(Fixture, "pairs are grouped as on the CPU") {
+TEST_CASE_FIXTURE(Fixture, "token-expert pairs are grouped as on the CPU") {
   struct Shape {
     int tokens, experts, top_k;
   };
@@ -265,7 +269,8 @@ TEST_CASE_FIXTURE(Fixture, "pairs are grouped as on the CPU") {
   }
 }
 
-TEST_CASE_FIXTURE(Fixture, "experts' rows are combined" * doctest::test_suite("small")) {
+TEST_CASE_FIXTURE(Fixture,
+                  "the experts' rows are combined as on the CPU" * doctest::test_suite("small")) {
   constexpr int kTokens = 5;
   for (const int dim : {1, 64, 515, 1028}) {
     for (const int top_k : {1, 3, 8}) {
@@ -279,7 +284,7 @@ TEST_CASE_FIXTURE(Fixture, "experts' rows are combined" * doctest::test_suite("s
       const auto gpu_slots = Put(slots);
       const auto gpu_y = Put(y);
       const auto gpu_weights = Put(weights);
-      for (const bool shared : {false, true}) {  // no slots and sigmoids, or slots and weights
+      for (const bool shared : {false, true}) {  // shared: sigmoids and no slots
         CAPTURE(dim);
         CAPTURE(shared);
         std::vector<float> want = before;
@@ -288,14 +293,14 @@ TEST_CASE_FIXTURE(Fixture, "experts' rows are combined" * doctest::test_suite("s
                              want.data(), kTokens, top_k, dim});
         CudaCombineExperts(ctx, {gpu_y.data(), shared ? nullptr : gpu_slots.data(),
                                  gpu_weights.data(), shared, out.data(), kTokens, top_k, dim});
-        // Sums of up to nine terms of about 1 that may cancel.
+        // Sums of up to nine terms of about 1, which may cancel.
         CheckNear(out.Read(), want, kRelative, kRelative);
       }
     }
   }
 }
 
-// What the sampler says of greedy requests.
+// Return the sampler's tokens for greedy requests.
 std::vector<int32_t> SampleRows(std::vector<float> logits, int vocab_size) {
   std::vector<int32_t> ids;
   const SamplingRequest request;
@@ -309,7 +314,7 @@ std::vector<int32_t> SampleRows(std::vector<float> logits, int vocab_size) {
   return ids;
 }
 
-TEST_CASE_FIXTURE(Fixture, "the highest logits of rows are the sampler's greedy tokens") {
+TEST_CASE_FIXTURE(Fixture, "the argmax of each row equals the sampler's greedy token") {
   for (const int vocab : {1, 5, 32, 1000, 8195, 20000}) {
     constexpr int kRows = 9;
     std::vector<float> logits = Random(static_cast<uint32_t>(vocab), kRows * int64_t{vocab});
@@ -320,7 +325,7 @@ TEST_CASE_FIXTURE(Fixture, "the highest logits of rows are the sampler's greedy 
     *(row(3) + vocab - 1) = kInf;
     *(row(4) + vocab - 1) = *(row(4) + vocab / 2) = 50.f;
     std::fill_n(row(5), vocab, -0.f);
-    *(row(5) + vocab - 1) = 0.f;  // equal: the lowest id
+    *(row(5) + vocab - 1) = 0.f;  // a tie goes to the lowest id
     std::fill_n(row(6), vocab, -kInf);
     *(row(6) + vocab - 1) = -3e38f;
     const auto gpu_logits = Put(logits);
@@ -340,7 +345,7 @@ TEST_CASE_FIXTURE(Fixture, "the highest logits of rows are the sampler's greedy 
   }
 }
 
-TEST_CASE_FIXTURE(Fixture, "nothing to do is nothing done") {
+TEST_CASE_FIXTURE(Fixture, "ops without rows do nothing") {
   CudaRmsNorm(ctx, {.dim = 4});
   CudaGatedActivation(ctx, {.dim = 4});
   CudaRouteExperts(ctx, {.num_experts = 4, .top_k = 2});

@@ -1,5 +1,5 @@
-// The ops between attention and attention, through the device that the engine sees: the GPU's
-// results beside the CPU's.
+// Tests the ops outside attention through the Device interface that the engine uses. Compares the
+// GPU's results with the CPU's.
 
 #include <doctest/doctest.h>
 
@@ -17,9 +17,9 @@
 namespace turbomind::testing {
 namespace {
 
-// Of a few FP32 roundings and approximate exp, sin and division.
+// A few FP32 roundings and approximate exp, sin and division.
 constexpr double kFloatError = 1e-5;
-// Activations in BF16 (2^-9 at most, each), weights exact, sums in FP32.
+// Activations are rounded to BF16 (at most 2^-9 each), weights are exact, and sums are in FP32.
 constexpr double kProductError = 4e-3;
 
 constexpr MatrixFormat kFormats[] = {
@@ -58,7 +58,7 @@ struct Prompt {
   }
 };
 
-TEST_CASE("embedding") {
+TEST_CASE("embedding matches the CPU") {
   Devices devices;
   const Prompt prompt = {{3, 0, 6, 3}, {0, 1, 2, 3}};
   for (const MatrixFormat format : kFormats) {
@@ -77,12 +77,12 @@ TEST_CASE("embedding") {
   }
 }
 
-TEST_CASE("a recorded step ends with memory that is released") {
+TEST_CASE("a recorded step is dropped when its memory is released") {
   Devices devices;
   const Prompt prompt = {{3}, {0}};
   const BothMatrices table(devices, RandomMatrix(MatrixFormat::kBF16, 7, 64, 1));
   for (int engine = 0; engine < 2; ++engine) {
-    std::vector<std::unique_ptr<Both<float>>> elsewhere;  // the next one's address is another
+    std::vector<std::unique_ptr<Both<float>>> elsewhere;  // moves the next array
     for (int i = 0; i < engine; ++i) {
       elsewhere.push_back(std::make_unique<Both<float>>(devices, Unwritten(64)));
     }
@@ -102,7 +102,7 @@ TEST_CASE("a recorded step ends with memory that is released") {
   }
 }
 
-TEST_CASE("angles") {
+TEST_CASE("RoPE tables match the CPU for every kind of scaling") {
   Devices devices;
   const Prompt prompt = {{0, 0, 0}, {5000, 5001, 5002}};
   for (const RopeKind kind : {RopeKind::kDefault, RopeKind::kLinear, RopeKind::kDynamic,
@@ -131,7 +131,7 @@ TEST_CASE("angles") {
   }
 }
 
-TEST_CASE("norms and activations") {
+TEST_CASE("norms and activations match the CPU") {
   Devices devices;
   const Both<float> x(devices, Normal(5 * 192, 1));
   const Both<float> weight(devices, Normal(192, 2));
@@ -161,7 +161,7 @@ TEST_CASE("norms and activations") {
   }
 }
 
-TEST_CASE("linear layers: every format, few rows and many, parts of two formats") {
+TEST_CASE("linear layers match the CPU in every format and with parts of two formats") {
   Devices devices;
   constexpr int kCols = 128;
   for (const MatrixFormat format : kFormats) {
@@ -194,8 +194,7 @@ TEST_CASE("linear layers: every format, few rows and many, parts of two formats"
   }
 }
 
-// A layer of experts from its logits to the sum.
-TEST_CASE("experts, from the router's logits to the sum") {
+TEST_CASE("an expert layer matches the CPU from router logits to the sum") {
   Devices devices;
   constexpr int kTokens = 9, kExperts = 6, kTopK = 2, kCols = 64, kRows = 96;
   constexpr size_t kPairs = kTokens * kTopK;
@@ -264,12 +263,12 @@ TEST_CASE("experts, from the router's logits to the sum") {
   }
 }
 
-TEST_CASE("the highest logit of every row") {
+TEST_CASE("argmax gives the lowest id among equal logits and rejects NaN and infinity") {
   Devices devices;
   constexpr int kVocab = 1000;
   std::vector<float> logits = Normal(5 * kVocab, 13);
-  logits[3] = logits[900] = 9.f;                         // among equals the lower id
-  logits[kVocab + kVocab - 1] = 9.f;                     // the last
+  logits[3] = logits[900] = 9.f;                         // the lower id wins a tie
+  logits[kVocab + kVocab - 1] = 9.f;                     // the last id
   logits[2 * kVocab + 7] = NAN;                          // refused
   logits[3 * kVocab + 7] = INFINITY;                     // refused
   std::fill(logits.end() - kVocab, logits.end(), -2.f);  // all equal
@@ -280,7 +279,7 @@ TEST_CASE("the highest logit of every row") {
   CHECK(ids.Read(kGpu) == std::vector<int32_t>{3, kVocab - 1, -1, -1, 0});
 }
 
-TEST_CASE("what is read back is what was computed, and may be overwritten") {
+TEST_CASE("values read back are the computed ones and may be overwritten") {
   Devices devices;
   const std::vector<float> values = Normal(1000, 12);
   const Both<float> memory(devices, values);

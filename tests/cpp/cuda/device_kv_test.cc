@@ -1,5 +1,5 @@
-// The ops over the cache, through the device that the engine sees: steps of prompts and of
-// decoding, in every format, on the GPU and on the CPU. What is stored has the same bytes.
+// Tests the KV cache ops through the Device interface that the engine uses: prefill and decode
+// steps in every format, on the GPU and on the CPU. Both must store the same bytes.
 
 #include <doctest/doctest.h>
 
@@ -18,8 +18,8 @@
 namespace turbomind::testing {
 namespace {
 
-// Of the output's norm. The GPU rounds queries, weights of the softmax and values to 16 bits: 11
-// bits of FP16, 8 of BF16, which is used for a BF16 cache that is not quantized.
+// Relative to the output's norm. The GPU rounds queries, softmax weights and values to 16 bits.
+// FP16 has 11 significant bits; BF16, used for a BF16 cache that is not quantized, has 8.
 constexpr double kMaxError = 2e-3;
 constexpr double kMaxErrorBFloat = 8e-3;
 
@@ -36,8 +36,8 @@ struct KvCase {
   int group = 2;
   int window = 0;
   bool sinks = false;
-  bool window16 = false;                       // first and newest tokens in 16 bit
-  bool as_served = false;                      // rotation, scale search, a mean of K
+  bool window16 = false;                       // first and newest tokens in 16 bits
+  bool as_served = false;                      // rotation, scale search and a mean of K
   std::vector<int> contexts = {210, 35, 150};  // before the first step
 };
 
@@ -85,10 +85,11 @@ class Layer {
 
   int q_heads() const { return case_.group * case_.kv_heads; }
 
-  // The next `counts[i]` tokens of sequence i, those with one token first: written, then attended.
+  // Write and attend the next `counts[i]` tokens of sequence i. Sequences with one token come
+  // first.
   void Step(const std::vector<int>& counts);
   int num_steps() const { return static_cast<int>(steps_); }
-  // That the GPU did not take from a record.
+  // Number of GPU steps that ran their ops instead of replaying a graph.
   int num_runs() const { return num_runs_; }
   int num_with_pending() const { return num_with_pending_; }
 
@@ -134,7 +135,7 @@ class Layer {
   KvCase case_;
   block::Layout quantized_;
   block::Layout warm_;
-  int blocks_;  // of a sequence
+  int blocks_;  // per sequence
   Both<std::byte> data_;
   Both<std::byte> scales_;
   Both<std::byte> window16_;
@@ -144,7 +145,7 @@ class Layer {
   Both<float> sinks_;
   Both<float> global_scales_;
   Both<int64_t> num_nonfinite_;
-  // Of every step: what is recorded holds addresses.
+  // Shared by all steps, because recorded graphs hold these addresses.
   Both<float> qkv_;
   Both<float> dot_;
   Both<float> out_;
@@ -167,7 +168,7 @@ void Layer::FillArrays(const std::vector<int>& counts, Arrays& a) {
       a.tokens.push_back(p);
       a.positions.push_back(p);
     }
-    for (int block = 0; block < blocks_; ++block) {  // every block has both copies
+    for (int block = 0; block < blocks_; ++block) {  // every block exists in both pools
       a.quantized.push_back(static_cast<int32_t>(i) * blocks_ + (blocks_ - 1 - block));
       a.window16.push_back(static_cast<int32_t>(i) * blocks_ + block);
     }
@@ -288,8 +289,8 @@ void Layer::Step(const std::vector<int>& counts) {
   CHECK(RelativeError(out_, tokens * Width()) < (bfloat ? kMaxErrorBFloat : kMaxError));
 }
 
-// Prompts, chunks beside decoding, then decoding alone: the same step often enough to be recorded
-// and replayed.
+// Run a prefill step, a step that mixes a chunk with decode, and then decode steps. The decode step
+// repeats often enough to be recorded and replayed.
 void CheckCase(const KvCase& c) {
   const std::string text = Describe(c);
   CAPTURE(text);
@@ -302,14 +303,14 @@ void CheckCase(const KvCase& c) {
   }
 }
 
-TEST_CASE("every format, 16 bit of both kinds, head_dim 64 and 128") {
+TEST_CASE("every format matches the CPU with both 16-bit dtypes and head_dim 64 and 128") {
   for (const KvCacheMode format : kAllKvCacheModes) {
     CheckCase({.k = format, .v = format, .dtype = DataType::kFloat16});
     CheckCase({.k = format, .v = format, .head_dim = 128, .contexts = {66, 20, 40}});
   }
 }
 
-TEST_CASE("four bits as they are served: rotation, search, mean, 16-bit blocks") {
+TEST_CASE("4-bit formats match the CPU with rotation, scale search, mean and 16-bit window") {
   for (const KvCacheMode format : {KvCacheMode::kFp4Nv, KvCacheMode::kFp4Mx, KvCacheMode::kInt4}) {
     CheckCase({.k = format, .v = format, .window16 = true, .as_served = true});
     CheckCase({.k = format,
@@ -322,9 +323,9 @@ TEST_CASE("four bits as they are served: rotation, search, mean, 16-bit blocks")
   }
 }
 
-TEST_CASE("steps that move blocks are recorded and replayed, too") {
+TEST_CASE("steps that quantize blocks are recorded and replayed") {
   Devices devices;
-  // Two that move at a time, one, one.
+  // Three steps quantize blocks: two blocks at once, then one, then one.
   Layer layer(devices, {.k = KvCacheMode::kFp4Nv,
                         .v = KvCacheMode::kFp4Nv,
                         .kv_heads = 1,
@@ -337,11 +338,11 @@ TEST_CASE("steps that move blocks are recorded and replayed, too") {
   }
   CHECK(layer.num_with_pending() == 3);
   CHECK(layer.num_steps() == 7);
-  // The prompts; of two kinds of decode steps the first, and the second, which is recorded.
+  // The prefill step, and the first two steps of each of two decode shapes; the second is recorded.
   CHECK(layer.num_runs() == 5);
 }
 
-TEST_CASE("sliding windows with sinks, keys wider than values") {
+TEST_CASE("sliding windows with sinks match the CPU, also when K is wider than V") {
   CheckCase({.k = KvCacheMode::kNone, .v = KvCacheMode::kNone, .window = 40, .sinks = true});
   CheckCase({.k = KvCacheMode::kInt8, .v = KvCacheMode::kFp4Nv, .window = 40, .sinks = true});
   CheckCase({.k = KvCacheMode::kFp8E4m3, .v = KvCacheMode::kInt4, .window16 = true});

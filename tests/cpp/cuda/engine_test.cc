@@ -1,4 +1,5 @@
-// The whole engine on the CUDA backend, run thread by thread on the CPU, beside one on the CPU.
+// Compares the whole engine on the CUDA backend, run thread by thread on the CPU, with the engine
+// on the CPU backend.
 
 #include "turbomind/engine/engine.h"
 
@@ -20,13 +21,13 @@ namespace {
 
 using testing::TinyOptions;
 
-// Of the logits' L2 norm. Operands of the GPU's products have 8 bits (linear layers, a BF16 cache)
-// or 11, the CPU's 16. Values that differ so may be stored as neighboring codes: no more than what
-// the format itself changes is added to it.
+// Relative to the logits' L2 norm. Operands of the GPU's matrix products have 8 bits (linear
+// layers, a BF16 cache) or 11 bits, the CPU's have 16. Values with such differences may be stored
+// as neighboring codes, so the error of the format itself is added to this limit.
 constexpr double kMaxError = 0.03;
-const TinyOptions kPacked = {.quantized = true};  // FP32 layers take long, run so
+const TinyOptions kPacked = {.quantized = true};  // FP32 layers take long to run thread by thread
 constexpr int kNewTokens = 5;
-constexpr int64_t kFreeBytes = int64_t{576} << 20;  // 512 MiB stay for the ops
+constexpr int64_t kFreeBytes = int64_t{576} << 20;  // 512 MiB remain for the ops
 
 using Outputs = std::map<uint64_t, RequestOutput>;
 
@@ -34,7 +35,7 @@ struct Setting {
   ModelConfig model;
   EngineConfig config;
   TinyOptions options;
-  std::vector<int> prompts = {50, 3, 21};  // their lengths
+  std::vector<int> prompts = {50, 3, 21};  // prompt lengths
 };
 
 std::vector<std::shared_ptr<Request>> Requests(const Setting& setting) {
@@ -75,14 +76,14 @@ std::vector<float> Row(const RequestOutput& output, size_t token) {
   return {begin, begin + testing::kVocab};
 }
 
-// With nothing quantized, on the CPU.
+// Run with an unquantized cache on the CPU.
 Outputs RunPlain(Setting setting) {
   setting.config.kv_format = KvCacheMode::kNone;
   setting.config.kv_layers.clear();
   return RunOn(MakeCpuDevice(1), setting, Requests(setting));
 }
 
-// What the format changes in the first logits, at most.
+// Return the largest error that the format causes in the first logits.
 double FormatError(const Outputs& stored, const Outputs& plain) {
   double max_value = 0;
   for (const auto& [id, output] : plain) {
@@ -91,8 +92,9 @@ double FormatError(const Outputs& stored, const Outputs& plain) {
   return max_value;
 }
 
-// The first logits of the request that the format changes most are nearer to the stored ones; false
-// where it changes too little to tell.
+// For the request that the format changes most, check that the first logits are closer to the
+// quantized result than to the plain one. Return false if the format changes too little for this
+// check.
 bool CheckStored(const Outputs& got, const Outputs& want, const Outputs& plain) {
   const auto change = [&](uint64_t id) { return Error(Row(want.at(id), 0), Row(plain.at(id), 0)); };
   uint64_t id = 1;
@@ -108,7 +110,8 @@ bool CheckStored(const Outputs& got, const Outputs& want, const Outputs& plain) 
   return true;
 }
 
-// Logits up to the first token that differs: what follows answers another text.
+// Compare logits up to the first token that differs, because later logits belong to different
+// texts.
 void CheckAlike(const Outputs& got, const Outputs& want, double max_value) {
   REQUIRE(got.size() == want.size());
   for (const auto& [id, output] : want) {
@@ -126,7 +129,7 @@ void CheckAlike(const Outputs& got, const Outputs& want, double max_value) {
   }
 }
 
-// Counts what comes to the host, and the tokens that the device samplings.
+// Counts the reads by the host and the tokens that the device samples.
 class CountingDevice : public testing::ForwardingDevice {
  public:
   using ForwardingDevice::ForwardingDevice;
@@ -144,7 +147,7 @@ class CountingDevice : public testing::ForwardingDevice {
 
   int num_reads = 0;
   size_t rows_read = 0;
-  int num_sample_calls = 0;  // one in each step
+  int num_sample_calls = 0;  // one per step
   int num_sampled = 0;
 };
 
@@ -156,7 +159,7 @@ std::vector<Setting> Settings() {
   Setting window16 = {testing::TinyConfig(), testing::TinyEngineConfig(KvCacheMode::kFp4Nv),
                       kPacked};
   window16.config.kv_quality = {.rotate_k = true, .search_scales = true, .window16 = {64, 64}};
-  window16.prompts = {210, 3, 140};  // blocks leave the recent window
+  window16.prompts = {210, 3, 140};  // blocks leave the 16-bit window
   settings.push_back(window16);
   Setting mixed = window16;
   mixed.config.kv_layers = {{KvCacheMode::kFp8E4m3, KvCacheMode::kFp4Mx},
@@ -171,7 +174,7 @@ std::vector<Setting> Settings() {
   return settings;
 }
 
-TEST_CASE("an engine on a GPU answers as one on a CPU") {
+TEST_CASE("an engine on a GPU matches the logits of one on a CPU") {
   int num_tokens_sent = 0;
   for (const Setting& setting : Settings()) {
     CAPTURE(std::string(ToString(setting.config.kv_format)));
@@ -184,11 +187,11 @@ TEST_CASE("an engine on a GPU answers as one on a CPU") {
     CheckAlike(got, want, kMaxError + FormatError(want, plain));
     num_tokens_sent += CheckStored(got, want, plain) ? 1 : 0;
   }
-  CHECK(num_tokens_sent == 9);  // all but 16 bit, int8 and one mix
+  CHECK(num_tokens_sent == 9);  // all but 16-bit, int8 and one mix of formats
 }
 
-// With their logits the rows come to the host, and are sampled there.
-TEST_CASE("tokens that the GPU samples are those that the host samples") {
+// If logits are requested, the rows are copied to the host and sampled there.
+TEST_CASE("the GPU samples the same tokens as the host") {
   const Setting setting = {testing::TinyConfig(), testing::TinyEngineConfig(KvCacheMode::kFp4Nv),
                            kPacked};
   const auto requests = [&](LogitsOutput output) {
@@ -209,7 +212,7 @@ TEST_CASE("tokens that the GPU samples are those that the host samples") {
   const Outputs got = RunOn(device, setting, requests(LogitsOutput::kNone));
   CHECK(device->num_sampled == 3 * kNewTokens);
   CHECK(device->rows_read == 0);
-  CHECK(device->num_reads == device->num_sample_calls);  // each a wait
+  CHECK(device->num_reads == device->num_sample_calls);  // one wait per step
   const Outputs want = RunOn(device, setting, requests(LogitsOutput::kGeneration));
   CHECK(device->num_sampled == 3 * kNewTokens);
   CHECK(device->rows_read == 3 * kNewTokens);
@@ -229,13 +232,13 @@ void CheckSameBits(const Outputs& got, uint64_t first_id, const Outputs& want) {
   }
 }
 
-TEST_CASE("deterministic: a sequence has the same bits however it is run") {
+TEST_CASE("a deterministic engine gives a sequence the same bits in any batch and chunking") {
   for (const KvCacheMode format : {KvCacheMode::kNone, KvCacheMode::kInt8, KvCacheMode::kFp4Nv}) {
     CAPTURE(std::string(ToString(format)));
     Setting setting = {testing::TinyConfig(), testing::TinyEngineConfig(format), kPacked};
     if (format == KvCacheMode::kFp4Nv) {
       setting.config.kv_quality.window16 = {64, 64};
-      setting.prompts = {210, 3, 21};  // blocks leave the recent window
+      setting.prompts = {210, 3, 21};  // blocks leave the 16-bit window
     }
     const CudaDeviceOptions options = {.deterministic = true};
     const auto requests = Requests(setting);
@@ -243,7 +246,7 @@ TEST_CASE("deterministic: a sequence has the same bits however it is run") {
     for (const auto& request : requests) {
       want.merge(RunOn(cuda::MakeDevice(0, options), setting, {request}));
     }
-    INFO("together, and again after prefix hits");
+    INFO("in one batch, and again after prefix hits");
     const std::shared_ptr<Device> device = cuda::MakeDevice(0, options);
     Engine engine(setting.model, setting.config,
                   testing::TinyWeights(setting.model, *device, setting.options), device,
@@ -256,7 +259,7 @@ TEST_CASE("deterministic: a sequence has the same bits however it is run") {
       CheckSameBits(testing::Collect(engine, requests.size()), first_id, want);
     }
     CHECK(engine.stats().prefix_hit_tokens > 0);
-    for (const int chunk : {3, 7}) {  // 3: many of one token, which look like an answer's
+    for (const int chunk : {3, 7}) {  // 3 gives many single tokens, which look like decode
       CAPTURE(chunk);
       setting.config.max_prefill_token_num = chunk;
       CheckSameBits(RunOn(cuda::MakeDevice(0, options), setting, requests), 0, want);

@@ -1,5 +1,5 @@
-// Codes of FP4, made and as operands of the tensor cores: in software and by the GPU's instruction,
-// every code under every scale that is stored.
+// Tests FP4 codes, both encoding and use as tensor core operands. Compares software with the GPU's
+// instruction for every code under every scale that can be stored.
 
 #include "turbomind/backend/cuda/kv/fragments.cuh"
 
@@ -28,7 +28,7 @@ float CodeValue(uint32_t word, int dim) {
   return E2M1ToFloat(static_cast<uint8_t>(word >> (4 * dim) & 15));
 }
 
-// Eight codes in every place, over the words.
+// Return words that together have every code at every position.
 uint32_t NthWord(int n) { return 0x76543210u + 0x11111111u * static_cast<uint32_t>(n); }
 
 template <KvCacheMode M, bool kHardware>
@@ -75,7 +75,7 @@ void CheckScales() {
   }
 }
 
-TEST_CASE("FP4 operands times their scales are the codec's values, exactly") {
+TEST_CASE("FP4 operands times their scales equal the codec's values exactly") {
   CheckScales<KvCacheMode::kFp4Mx>();
   CheckScales<KvCacheMode::kFp4Nv>();
 }

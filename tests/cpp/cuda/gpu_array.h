@@ -1,7 +1,7 @@
 #pragma once
 
-// Values in a GPU's memory, for every test of ops. One definition: all tests are one program where
-// there is a GPU.
+// Values in GPU memory, for all op tests. They share one definition because on a GPU all tests are
+// one program.
 
 #include <cstddef>
 #include <vector>
@@ -10,24 +10,25 @@
 
 namespace turbomind::cuda {
 
-// A copy of values on the GPU, made and read in the order of a stream: the one that the ops run on.
+// A copy of values on the GPU, made and read in the order of a stream. The ops run on the same
+// stream.
 template <class T>
 class GpuArray {
  public:
-  // `offset` values behind an aligned address.
+  // The values begin `offset` elements after an aligned address.
   GpuArray(Stream stream, const std::vector<T>& values, size_t offset = 0)
       : stream_(stream), size_(values.size()), offset_(offset) {
     memory_ = static_cast<T*>(AllocateGpu((size_ + offset) * sizeof(T)));
     CopyBytes(memory_ + offset, values.data(), size_ * sizeof(T), stream);
-    Synchronize(stream);  // `values` may go
+    Synchronize(stream);  // `values` may be destroyed after this
   }
   ~GpuArray() { FreeGpu(memory_); }
   GpuArray(const GpuArray&) = delete;
   GpuArray& operator=(const GpuArray&) = delete;
 
-  // Null where there is nothing.
+  // Null if there are no values.
   T* data() const { return size_ > 0 ? memory_ + offset_ : nullptr; }
-  // After all that the stream was given.
+  // Read the values after all work that was queued on the stream.
   std::vector<T> Read() const {
     std::vector<T> values(size_);
     CopyBytes(values.data(), data(), size_ * sizeof(T), stream_);

@@ -13,7 +13,7 @@
 namespace turbomind::cuda::kv_step {
 namespace {
 
-// Only scales that the encoder stores.
+// Replace random scale bytes by scales that the encoder can store.
 void MakeScalesLegal(Step& step) {
   const KvLayerView view = step.layout.LayerView(0, step.data.data(), step.scales.data());
   const int stride = view.ScaleStride();
@@ -26,7 +26,7 @@ void MakeScalesLegal(Step& step) {
   }
 }
 
-TEST_CASE("flattened FP32 has the CPU's bits") {
+TEST_CASE("FlattenKV in FP32 has the CPU's bits") {
   unsigned seed = 0;
   for (const FormatPair& formats : ListedPairs()) {
     for (int head_dim : {64, 80, 96, 128, 256}) {
@@ -66,7 +66,7 @@ TEST_CASE("flattened FP32 has the CPU's bits") {
   }
 }
 
-// One position as the codec decodes it without g; zeros where its block is not there.
+// Decode one position without g. Return zeros if its block is missing.
 std::vector<float> Decoded(Step& step, const KvLayerView& view, const FlattenSpan& span, int t,
                            KvSide side, int head) {
   const int s = static_cast<int>(side);
@@ -92,10 +92,10 @@ std::vector<float> Decoded(Step& step, const KvLayerView& view, const FlattenSpa
   return row;
 }
 
-// `rounds`: a BF16 cache becomes FP16.
+// `rounds` means that a BF16 cache is converted to FP16.
 bool IsExpected(uint16_t got, float want, KvCacheMode format, DataType dtype, bool rounds) {
   if (IsNan(want)) {
-    return true;  // E4M3 on a GPU without conversions has none
+    return true;  // E4M3 has no NaN on a GPU without conversion instructions
   }
   const bool is_int = format == KvCacheMode::kInt8 || format == KvCacheMode::kInt4;
   if (format == KvCacheMode::kNone && !rounds) {
@@ -107,7 +107,8 @@ bool IsExpected(uint16_t got, float want, KvCacheMode format, DataType dtype, bo
   return HalfToFloat(got) == want;
 }
 
-TEST_CASE("flattened 16 bits hold the values without their factor" * doctest::test_suite("small")) {
+TEST_CASE("flattened 16-bit rows hold the values without their scale g" *
+          doctest::test_suite("small")) {
   unsigned seed = 0;
   for (const FormatPair& formats : ListedPairs()) {
     for (int head_dim : {64, 80, 96, 128, 256}) {
@@ -116,7 +117,7 @@ TEST_CASE("flattened 16 bits hold the values without their factor" * doctest::te
       step.tables[static_cast<size_t>(2 * step.table_stride)] = -1;
       MakeScalesLegal(step);
       CAPTURE(Describe(shape));
-      // Begins inside a block, ends inside one; sequence 2 in two spans.
+      // The spans begin and end inside blocks; sequence 2 has two spans.
       const std::vector<FlattenSpan> spans = {{0, 3, 0}, {2, 0, 18}, {2, 32, 35}, {1, 17, 36}};
       constexpr int kRows = 37;
       const size_t size = static_cast<size_t>(shape.kv_heads * kRows * head_dim);
@@ -162,8 +163,8 @@ TEST_CASE("flattened 16 bits hold the values without their factor" * doctest::te
   }
 }
 
-TEST_CASE("the spans of a chunk hold what its queries see in each view") {
-  constexpr int kLength = 4;  // of a block
+TEST_CASE("the spans of a chunk cover the positions that its queries see in each view") {
+  constexpr int kLength = 4;  // positions per block
   for (const PrecisionWindow& rule :
        {PrecisionWindow{}, PrecisionWindow{kLength, 0, 0}, PrecisionWindow{kLength, 1, 0},
         PrecisionWindow{kLength, 2, 1}}) {

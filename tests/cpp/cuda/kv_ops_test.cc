@@ -1,5 +1,5 @@
-// The kernels that write the KV cache (backend/cuda/kv/kv_ops.h), run thread by thread on the CPU:
-// their bits are those of the CPU backend.
+// The kernels that write the KV cache (backend/cuda/kv/kv_ops.h), run thread by thread on the CPU.
+// Their results must be bit-identical to the CPU backend's.
 
 #include "turbomind/backend/cuda/kv/kv_ops.h"
 
@@ -17,7 +17,7 @@
 namespace turbomind::cuda::kv_step {
 namespace {
 
-// The GPU's bytes and numbers are the CPU's.
+// Check that the GPU's bytes and numbers equal the CPU's.
 void CheckProcess(Step step) {
   CAPTURE(Describe(step.shape));
   const Gpu gpu;
@@ -33,7 +33,8 @@ void CheckProcess(Step step) {
   CHECK(on_gpu.num_clipped.Read() == step.num_clipped);
 }
 
-// Rows of every kind: of all sizes, zero, constant, ties between codes, NaN, infinities.
+// Fill in rows of every kind: all magnitudes, zeros, constants, ties between codes, NaN and
+// infinities.
 void FillHardRows(Step& step) {
   const auto n = static_cast<size_t>(step.shape.head_dim);
   std::mt19937& random = step.random;
@@ -72,7 +73,7 @@ void FillHardRows(Step& step) {
   }
 }
 
-TEST_CASE("a quotient is what division gives") {
+TEST_CASE("Quotient equals IEEE division") {
   std::mt19937 random(1);
   constexpr float kLimit = 512.f;
   int wrong = 0;
@@ -88,7 +89,7 @@ TEST_CASE("a quotient is what division gives") {
     const float d = E4M3ToFloat(static_cast<uint8_t>(1 + random() % 0x7e)) * global_scale;
     check(BFloat16ToFloat(static_cast<uint16_t>(random() % 0x7f81)), d);
     check(HalfToFloat(static_cast<uint16_t>(random() % 0x7c01)), d);
-    // Beside a midpoint between codes.
+    // Values next to a midpoint between codes.
     const float x = kMidpoints[random() % 9] * d;
     check(RoundTo(x, DataType::kBFloat16), d);
     check(BitsFloat(FloatBits(x) + static_cast<uint32_t>(random() % 5) - 2), d);
@@ -96,7 +97,7 @@ TEST_CASE("a quotient is what division gives") {
   CHECK(wrong == 0);
 }
 
-TEST_CASE("E2M1 by a sum is E2M1 by its definition") {
+TEST_CASE("E2M1 codes from a sum equal the definition") {
   int wrong = 0;
   const auto check = [&](uint32_t bits) {
     const float x = BitsFloat(bits);
@@ -116,7 +117,7 @@ TEST_CASE("E2M1 by a sum is E2M1 by its definition") {
   CHECK(wrong == 0);
 }
 
-TEST_CASE("what is written is what the CPU writes: every pair of formats, head_dim and dtype") {
+TEST_CASE("WriteKv writes the CPU's bytes for every pair of formats, head_dim and dtype") {
   unsigned seed = 0;
   for (const FormatPair& formats : ListedPairs()) {
     for (int head_dim : {64, 80, 96, 128, 256}) {
@@ -135,7 +136,7 @@ TEST_CASE("what is written is what the CPU writes: every pair of formats, head_d
   }
 }
 
-TEST_CASE("small and odd head_dims" * doctest::test_suite("small")) {
+TEST_CASE("WriteKv handles small and odd head_dims" * doctest::test_suite("small")) {
   for (int head_dim : {16, 32, 48, 112, 144, 240}) {
     Step step({.head_dim = head_dim});
     step.rotate = true;
@@ -182,7 +183,7 @@ Step MakeStep(const Shape& shape, const Ingredients& with, unsigned seed) {
 TEST_CASE("bias, norm, RoPE, mean and rotation have the CPU's bits") {
   unsigned seed = 0;
   for (int head_dim : {64, 80, 96, 128, 256}) {
-    // 20: halves that are no multiple of eight values; 32: a part of the head.
+    // With 20, half is not a multiple of eight values. 32 is a part of the head.
     for (int rope_dim : {0, 20, 32, head_dim}) {
       for (int with = 0; with < 32; with += 1 + static_cast<int>(seed % 3)) {
         Shape shape = {.dtype = kTypes[seed % 2], .head_dim = head_dim};
@@ -202,11 +203,11 @@ TEST_CASE("bias, norm, RoPE, mean and rotation have the CPU's bits") {
   }
 }
 
-TEST_CASE("a token without a block is not stored and not counted" * doctest::test_suite("small")) {
+TEST_CASE("a token without a block is neither stored nor counted" * doctest::test_suite("small")) {
   for (bool window16 : {false, true}) {
     Step step = MakeStep({}, {.window16 = window16}, 1);
     const int row = step.kv_all() * step.shape.head_dim;
-    step.qkv[static_cast<size_t>(row) - 1] = NAN;  // of V of the first sequence's token
+    step.qkv[static_cast<size_t>(row) - 1] = NAN;  // in V of the first sequence's token
     std::fill(step.tables.begin(), step.tables.begin() + step.table_stride, -1);
     std::fill(step.window16_tables.begin(), step.window16_tables.begin() + step.table_stride, -1);
     const Gpu gpu;
@@ -230,7 +231,7 @@ TEST_CASE("a token without a block is not stored and not counted" * doctest::tes
   }
 }
 
-TEST_CASE("a recorded write runs again" * doctest::test_suite("small")) {
+TEST_CASE("a recorded write can be replayed" * doctest::test_suite("small")) {
   Step step = MakeStep({}, {.bias = true, .norm = true, .rope_dim = 64}, 3);
   const Gpu gpu;
   const GpuStep on_gpu(gpu, step);
@@ -244,17 +245,17 @@ TEST_CASE("a recorded write runs again" * doctest::test_suite("small")) {
   CHECK(SameBytes(on_gpu.data.Read(), step.data));
 }
 
-TEST_CASE("blocks that leave the recent window are quantized as the CPU does") {
+TEST_CASE("blocks that leave the 16-bit window are quantized as on the CPU") {
   unsigned seed = 0;
   for (const FormatPair& formats : ListedPairs()) {
     for (int head_dim : {64, 80, 96, 128, 256}) {
       Shape shape = {.formats = formats, .dtype = kTypes[++seed % 2], .head_dim = head_dim};
       shape.factor = seed % 3 == 0 ? 0.3f : 1.f;
-      Step step(shape, seed);  // the 16-bit pool holds all kinds of bits
+      Step step(shape, seed);  // the 16-bit pool holds arbitrary bits
       step.window16 = true;
       step.blocks_to_quantize = {{3, 7}, {5, 2}};
       const auto num_to_quantize = static_cast<int>(step.blocks_to_quantize.size());
-      step.blocks_to_quantize.resize(4);  // the others have no blocks
+      step.blocks_to_quantize.resize(4);  // the added moves have no blocks
       CAPTURE(Describe(shape));
       const Gpu gpu;
       const GpuStep on_gpu(gpu, step);

@@ -1,6 +1,6 @@
 #pragma once
 
-// A small step over one layer's cache, on the CPU and on the GPU, for tests of
+// A small step over one layer's cache, on the CPU and on the GPU, for the tests of
 // backend/cuda/kv/kv_ops.h.
 
 #include <algorithm>
@@ -34,7 +34,7 @@ bool SameBytes(const std::vector<T>& a, const std::vector<T>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
 }
 
-// A NaN of one processor need not have the bits of another's.
+// NaN bits may differ between processors.
 inline bool SameFloats(const std::vector<float>& a, const std::vector<float>& b) {
   return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](float x, float y) {
     return FloatBits(x) == FloatBits(y) || (IsNan(x) && IsNan(y));
@@ -42,7 +42,7 @@ inline bool SameFloats(const std::vector<float>& a, const std::vector<float>& b)
 }
 
 inline constexpr DataType kTypes[] = {DataType::kFloat16, DataType::kBFloat16};
-inline constexpr int kBlocks = 12;  // of a pool
+inline constexpr int kBlocks = 12;  // per pool
 
 struct Shape {
   FormatPair formats = {KvCacheMode::kFp4Nv, KvCacheMode::kFp4Nv};
@@ -51,7 +51,7 @@ struct Shape {
   int kv_heads = 2;
   int group = 2;
   int block_seq_len = 16;
-  std::vector<int> contexts = {21, 18, 33};  // of the sequences, after the step
+  std::vector<int> contexts = {21, 18, 33};  // context lengths of the sequences after the step
   std::vector<int> new_tokens = {1, 2, 1};
   int num_decode = 1;
   float factor = 0.75f;
@@ -73,7 +73,7 @@ inline block::Layout LayoutOf(const Shape& s, FormatPair formats) {
   return block::Layout(config);
 }
 
-// Everything an op touches, in vectors; the pools hold random bytes.
+// Everything that an op accesses, in vectors. The pools hold random bytes.
 struct Step {
   explicit Step(const Shape& s, unsigned seed = 1);
   int kv_all() const { return shape.group * shape.kv_heads + 2 * shape.kv_heads; }

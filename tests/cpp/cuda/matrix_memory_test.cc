@@ -1,4 +1,5 @@
-// Where matrices lie in GPU memory. Without a GPU alone: a driver's counts are of pages.
+// The placement of matrices in GPU memory. Runs only without a GPU, because a driver counts memory
+// in pages.
 
 #include <doctest/doctest.h>
 
@@ -11,7 +12,7 @@
 namespace turbomind::cuda {
 namespace {
 
-TEST_CASE("matrices lie side by side, and a piece goes with the last one in it") {
+TEST_CASE("small matrices share a piece, which is released with the last of them") {
   constexpr size_t kPage = 1024;
   constexpr size_t kPiece = MatrixMemory::kPagesOfPiece * kPage;
   const auto free_bytes = [] { return GpuMemory().free_bytes; };
@@ -30,17 +31,17 @@ TEST_CASE("matrices lie side by side, and a piece goes with the last one in it")
     CHECK(all - free_bytes() == kPiece + own);
   }
   for (int i = 0; i < 7; ++i) {
-    parts.push_back(memory.Allocate(4 * kPage + 256));  // there is room for six
+    parts.push_back(memory.Allocate(4 * kPage + 256));  // a piece has room for six
   }
   CHECK(all - free_bytes() == 2 * kPiece);
   CHECK(reinterpret_cast<uintptr_t>(parts.back().get()) % 256 == 0);
   parts.erase(parts.begin() + 1, parts.end());
-  CHECK(all - free_bytes() == 2 * kPiece);  // the newest waits for more
+  CHECK(all - free_bytes() == 2 * kPiece);  // the newest piece is kept for more matrices
   parts.clear();
   CHECK(all - free_bytes() == kPiece);
 }
 
-TEST_CASE("a matrix that fits where a piece does not is placed") {
+TEST_CASE("a matrix gets its own memory if a piece does not fit") {
   MatrixMemory memory(2 * GpuMemory().total_bytes);
   CHECK(memory.Allocate(1000) != nullptr);
   CHECK_THROWS_AS(memory.Allocate(GpuMemory().total_bytes / 4 * 5), OutOfMemory);

@@ -1,5 +1,5 @@
-// Prefill attention of the CUDA backend, run thread by thread on the CPU (cuda_shim/shim.h),
-// against attention in FP64 over the values that the codecs define.
+// Runs prefill attention of the CUDA backend thread by thread on the CPU (cuda_shim/shim.h).
+// Compares it with FP64 attention over the values that the codecs define.
 
 #include "turbomind/backend/cuda/prefill/prefill_ops.h"
 
@@ -21,24 +21,25 @@ namespace {
 
 using enum KvCacheMode;
 
-// Of the output's L2 norm. FP16 operands have 11 bits; weights of a BF16 cache have 8.
+// Relative to the output's L2 norm. FP16 operands have 11 bits; weights of a BF16 cache have 8.
 constexpr double kMaxHalfError = 1e-3;
 constexpr double kMaxBFloatError = 6e-3;
-constexpr int kManySms = 1 << 20;  // so many that no chunk fills them: the smaller tiles
+constexpr int kManySms = 1 << 20;  // no chunk fills so many, which selects the smaller tiles
 
-// The queries at positions [begin, end) of the cache's sequence, a sequence of the batch.
+// The queries at positions [begin, end) of the cache's sequence. Each chunk is one sequence of the
+// batch.
 struct Chunk {
   int begin = 0;
   int end = 0;
 };
 
 struct Batch {
-  std::vector<Chunk> chunks;  // those to decode first, of one token each
+  std::vector<Chunk> chunks;  // decode sequences first, with one token each
   int num_decode = 0;
   int num_sms = 1;
   bool deterministic = false;
   int64_t scratch_bytes = kPrefillScratchBytes;
-  // What the factors of the quantized pool are multiplied with, and the softmax scale.
+  // Factors for the scales of the quantized pool and for the softmax scale.
   float key_scale = 1.f;
   float value_scale = 1.f;
   float softmax_factor = 1.f;
@@ -90,7 +91,7 @@ HostBatch::HostBatch(const Case& c, Caches& caches, const Inputs& in, const Batc
   }
 }
 
-// Everything on the make-believe GPU.
+// All arrays on the simulated GPU.
 struct GpuRun {
   GpuRun(const Case& c, Caches& caches, const Inputs& in, const Batch& b);
   ~GpuRun() {
@@ -183,7 +184,8 @@ std::vector<float> GpuRun::Run(const Batch& b) {
   return out;
 }
 
-// Of `c` with the tokens of `b`; rows of decode sequences must be untouched.
+// Return the error of `out` for the tokens of `b`. Check that rows of decode sequences are
+// untouched.
 double RelativeError(const Case& c, Caches& caches, const Inputs& in, const Batch& b,
                      const std::vector<float>& out) {
   const int q_heads = c.group * c.shape.kv_heads;
@@ -236,7 +238,7 @@ Case MakeCase(const FormatPair& pair, int head_dim, DataType dtype = DataType::k
   return c;
 }
 
-TEST_CASE("prefill equals the codecs' values, every pair of modes") {
+TEST_CASE("prefill matches the codecs' values for every pair of formats") {
   constexpr int kDims[] = {64, 80, 96, 128, 256};
   int i = 0;
   for (const FormatPair& pair : ListedPairs()) {
@@ -252,7 +254,7 @@ TEST_CASE("prefill equals the codecs' values, every pair of modes") {
   }
 }
 
-TEST_CASE("prefill equals the codecs' values, every head_dim, from position 0 on") {
+TEST_CASE("prefill matches the codecs' values at every head_dim from position 0 on") {
   for (int dim : {64, 80, 96, 128, 256}) {
     for (DataType dtype : {DataType::kFloat16, DataType::kBFloat16}) {
       Case c = MakeCase({kNone, kNone}, dim, dtype);
@@ -265,7 +267,7 @@ TEST_CASE("prefill equals the codecs' values, every head_dim, from position 0 on
   }
 }
 
-TEST_CASE("windows, sinks, means" * doctest::test_suite("small")) {
+TEST_CASE("prefill handles sliding windows, sinks and means" * doctest::test_suite("small")) {
   for (int window : {0, 1, 30, 64, 100, 400}) {
     Case c = MakeCase({kFp4Nv, kFp4Nv}, 64);
     c.window = window;
@@ -279,7 +281,7 @@ TEST_CASE("windows, sinks, means" * doctest::test_suite("small")) {
   }
 }
 
-TEST_CASE("every number of query heads") {
+TEST_CASE("prefill handles 1 to 16 query heads per KV head") {
   for (int group = 1; group <= 16; ++group) {
     Case c = MakeCase({kFp8E4m3, kFp8E4m3}, 64);
     c.group = group;
@@ -292,7 +294,7 @@ TEST_CASE("every number of query heads") {
   }
 }
 
-TEST_CASE("16-bit blocks: every query sees its own view") {
+TEST_CASE("every query sees its own 16-bit window") {
   constexpr PrecisionWindowTokens kSizes[] = {{64, 64}, {64, 0},    {0, 64},
                                               {0, 0},   {128, 128}, {64, 256}};
   int i = 0;
@@ -319,8 +321,8 @@ TEST_CASE("16-bit blocks: every query sees its own view") {
   }
 }
 
-// A rule that is off by one block must show.
-TEST_CASE("16-bit blocks: a wrong rule is caught") {
+// A rule that is off by one block must increase the error.
+TEST_CASE("a wrong window rule is detected") {
   Case c = MakeCase({kInt4, kInt4}, 64);
   c.shape.context = 333;
   c.window16 = {64, 64};
@@ -341,7 +343,7 @@ TEST_CASE("16-bit blocks: a wrong rule is caught") {
   }
 }
 
-TEST_CASE("decode sequences are left alone; many sequences, several launches") {
+TEST_CASE("prefill skips decode sequences and splits many sequences into several launches") {
   Case c = MakeCase({kInt8, kInt8}, 64);
   Batch b;
   b.chunks = {{149, 150}, {10, 11}};
@@ -353,7 +355,7 @@ TEST_CASE("decode sequences are left alone; many sequences, several launches") {
   CheckBatch(c, b);
 }
 
-TEST_CASE("little scratch: sequences and heads one after the other, the same bits") {
+TEST_CASE("little scratch memory gives the same bits") {
   for (const FormatPair& pair : {FormatPair{kInt4, kInt4}, FormatPair{kFp8E4m3, kFp4Nv}}) {
     for (int recent : {-1, 64}) {
       Case c = MakeCase(pair, 64, DataType::kBFloat16);
@@ -373,7 +375,7 @@ TEST_CASE("little scratch: sequences and heads one after the other, the same bit
   }
 }
 
-TEST_CASE("the same bits however a sequence is cut, in either size of tiles") {
+TEST_CASE("a sequence has the same bits for every chunking and tile size") {
   Case c = MakeCase({kFp4Mx, kFp4Mx}, 64);
   c.shape.context = 180;
   c.window = 90;
@@ -396,7 +398,7 @@ TEST_CASE("the same bits however a sequence is cut, in either size of tiles") {
   }
 }
 
-TEST_CASE("few queries of long contexts: positions are split" * doctest::test_suite("small")) {
+TEST_CASE("few queries of a long context split its positions" * doctest::test_suite("small")) {
   int i = 0;
   for (const FormatPair& pair :
        {FormatPair{kFp4Nv, kFp4Nv}, FormatPair{kNone, kNone}, FormatPair{kInt8, kFp4Mx}}) {
@@ -422,15 +424,15 @@ TEST_CASE("few queries of long contexts: positions are split" * doctest::test_su
         b.deterministic = false;
         b.num_sms = kManySms;
         b.scratch_bytes = 1;
-        CheckBatch(c, b);  // each sequence and head on its own
+        CheckBatch(c, b);  // each sequence and head separately
       }
       ++i;
     }
   }
 }
 
-// The factor of keys is taken back by the softmax scale, that of values shows in the reference.
-TEST_CASE("factors as large and as small as there are") {
+// The softmax scale cancels the factor of keys; the factor of values appears in the reference.
+TEST_CASE("prefill handles the largest and smallest scales") {
   constexpr float kLarge = 0x1p62f;
   for (float factor : {kLarge, 1 / kLarge}) {
     for (int recent : {-1, 64}) {
@@ -458,7 +460,7 @@ TEST_CASE("factors as large and as small as there are") {
   }
 }
 
-TEST_CASE("what BF16 holds and FP16 does not is the largest FP16") {
+TEST_CASE("BF16 values beyond FP16 become the largest FP16 value") {
   Case c = MakeCase({kNone, kInt4}, 64, DataType::kBFloat16);
   c.shape.context = 64;
   c.window16 = {};

@@ -1,4 +1,4 @@
-// Tokens sampled on the GPU are the sampler's.
+// Tokens sampled on the GPU must equal those of the sampler on the host.
 
 #include "turbomind/backend/cuda/sampling/sampling_ops.h"
 
@@ -21,7 +21,7 @@ namespace {
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
-// Rows of logits and a sample from each, on the GPU and by the sampler.
+// Rows of logits with one sample per row, sampled on the GPU and by the sampler.
 class Samples {
  public:
   explicit Samples(int vocab_size) : vocab_size_(vocab_size) {}
@@ -34,7 +34,7 @@ class Samples {
     const int64_t num_generated = static_cast<int64_t>(samplings_.size()) % 7;
     auto sampling = RowSamplingOf(request, num_generated);
     REQUIRE(sampling.has_value());
-    // Rows in another order than samplings.
+    // Rows are in another order than samplings.
     sampling->row = static_cast<int32_t>(samplings_.size());
     samplings_.insert(samplings_.begin(), *sampling);
     logits_.insert(logits_.end(), row.begin(), row.end());
@@ -48,7 +48,7 @@ class Samples {
     want_.insert(want_.begin(), Sampler(vocab_size_).Sample(input).token);
   }
 
-  // How many are left to the host; the others are the sampler's.
+  // Return the number of rows left to the host. All others must equal the sampler's.
   int Check() const {
     int num_left = 0;
     const std::vector<int32_t> got = RunOnGpu();
@@ -104,7 +104,7 @@ class Rows {
     std::generate(row.begin(), row.end(), [&] { return normal(random_); });
     return row;
   }
-  // As those of a model: a few tokens far above the rest, in one stretch of ids or scattered.
+  // Like a model's logits: a few tokens far above the rest, in one run of ids or scattered.
   std::vector<float> Peaked() {
     std::vector<float> row = Normal(1.f);
     for (int i = 0; i < 12; ++i) {
@@ -112,7 +112,7 @@ class Rows {
     }
     return row;
   }
-  // Of few values.
+  // Rows with few distinct values.
   std::vector<float> Tied() {
     std::vector<float> row = Normal(3.f);
     for (float& x : row) {
@@ -146,13 +146,13 @@ std::vector<SamplingParams> AllParams() {
   return all;
 }
 
-TEST_CASE("tokens are the sampler's, whatever the vocabulary and the parameters") {
+TEST_CASE("the GPU samples the sampler's tokens for any vocabulary and parameters") {
   for (const int vocab : {1, 3, 300, 1024, 1025, 5003, 8196}) {
     Samples samplings(vocab);
     Rows rows(vocab, static_cast<uint32_t>(vocab));
     size_t which = 0;
     for (const SamplingParams& params : AllParams()) {
-      const bool few = vocab > 1025;  // of the combinations
+      const bool few = vocab > 1025;  // use a quarter of the combinations
       if (few && ++which % 4 != 0) {
         continue;
       }
@@ -173,7 +173,7 @@ TEST_CASE("tokens are the sampler's, whatever the vocabulary and the parameters"
   }
 }
 
-TEST_CASE("what a server is asked for by default stays on the GPU" * doctest::test_suite("small")) {
+TEST_CASE("common sampling parameters are handled on the GPU" * doctest::test_suite("small")) {
   constexpr int kVocab = 40004;
   Samples samplings(kVocab);
   Rows rows(kVocab, 7);
@@ -184,7 +184,7 @@ TEST_CASE("what a server is asked for by default stays on the GPU" * doctest::te
     params.top_k = 40;
     samplings.Add(rows.Normal(3.f), params);
     params.top_k = 0;
-    samplings.Add(rows.Normal(3.f), params);  // of all tokens
+    samplings.Add(rows.Normal(3.f), params);  // from all tokens
     params.top_p = 0.9f;
     samplings.Add(rows.Peaked(), params);
     params.top_p = 1.f;
@@ -194,7 +194,7 @@ TEST_CASE("what a server is asked for by default stays on the GPU" * doctest::te
   CHECK(samplings.Check() == 0);
 }
 
-TEST_CASE("rows that the sampler refuses, and samples from too many tokens, are left to the host") {
+TEST_CASE("rejected rows and samples from too many tokens are left to the host") {
   for (const int vocab : {900, 5003}) {
     for (const int top_k : {0, 40}) {
       SamplingParams params;
@@ -221,8 +221,8 @@ TEST_CASE("rows that the sampler refuses, and samples from too many tokens, are 
   CHECK(flat.Check() == 2);
 }
 
-// Among equal weights the lower id comes first, also where its logit is lower.
-TEST_CASE("logits that are nearer than weights can tell") {
+// Equal weights rank the lower id first, even if its logit is lower.
+TEST_CASE("logits too close for distinct weights are sampled as on the host") {
   constexpr int kVocab = 5003;
   Samples samplings(kVocab);
   Rows rows(kVocab, 11);
@@ -237,7 +237,7 @@ TEST_CASE("logits that are nearer than weights can tell") {
   CHECK(samplings.Check() >= 6);
 }
 
-TEST_CASE("extreme logits") {
+TEST_CASE("extreme logits are sampled as on the host") {
   for (const int vocab : {700, 3001}) {
     Samples samplings(vocab);
     const auto size = static_cast<size_t>(vocab);
@@ -260,11 +260,11 @@ TEST_CASE("extreme logits") {
         samplings.Add(row, params);
       }
     }
-    CHECK(samplings.Check() == (vocab <= 1024 ? 0 : 6));  // where nearly all tokens are equal
+    CHECK(samplings.Check() == (vocab <= 1024 ? 0 : 6));  // if nearly all tokens are equal
   }
 }
 
-TEST_CASE("no samples, nothing done") {
+TEST_CASE("CudaSampleRows without samples does nothing") {
   const Stream stream = CreateStream();
   {
     Workspace workspace(stream);

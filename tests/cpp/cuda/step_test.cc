@@ -1,4 +1,4 @@
-// A step's arrays on the GPU, and recorded steps.
+// Tests a step's arrays on the GPU and recorded steps.
 
 #include <doctest/doctest.h>
 
@@ -58,7 +58,7 @@ std::vector<T> Read(const T* gpu, int64_t size, Stream stream) {
   return host;
 }
 
-TEST_CASE("the arrays of a step lie on the GPU, rows of tables padded with -1") {
+TEST_CASE("a step's arrays are copied to the GPU with tables padded by -1") {
   TestStream s;
   StepArrays arrays(s.stream);
   Step step;
@@ -90,7 +90,7 @@ TEST_CASE("the arrays of a step lie on the GPU, rows of tables padded with -1") 
   }
 }
 
-TEST_CASE("steps with few moves have one shape") {
+TEST_CASE("steps with few moves share one shape") {
   TestStream s;
   StepArrays arrays(s.stream);
   const auto shape = [&](size_t num_to_quantize) {
@@ -129,7 +129,7 @@ TEST_CASE("steps of one shape have their arrays at the same addresses") {
   CHECK_FALSE(arrays.shape() == shape);
 }
 
-TEST_CASE("what is not of the step is our own bug, and found") {
+TEST_CASE("arrays that do not belong to the step throw InternalError") {
   TestStream s;
   StepArrays arrays(s.stream);
   Step step;
@@ -155,7 +155,7 @@ struct Recorder {
   int num_runs = 0;
 };
 
-TEST_CASE("the second step of a shape is recorded, later ones are replayed with new contents") {
+TEST_CASE("the second step of a shape is recorded and later ones are replayed with new contents") {
   TestStream s;
   StepArrays arrays(s.stream);
   StepGraphs graphs(s.stream);
@@ -176,7 +176,7 @@ TEST_CASE("the second step of a shape is recorded, later ones are replayed with 
   CHECK(recorder.num_runs == 2);
   CHECK(graphs.num_recorded() == 1);
   CHECK(graphs.num_replayed() == 4);
-  generation = 2;  // some address is another: everything is recorded anew
+  generation = 2;  // an address changed, so everything is recorded again
   for (int32_t i = 0; i < 3; ++i) {
     Step step;
     step.tokens = {i, 5, 6, 7};
@@ -186,7 +186,7 @@ TEST_CASE("the second step of a shape is recorded, later ones are replayed with 
   CHECK(graphs.num_recorded() == 2);
 }
 
-TEST_CASE("an op that throws while it is recorded leaves a stream that works") {
+TEST_CASE("an op that throws during a recording leaves a working stream") {
   TestStream s;
   StepGraphs graphs(s.stream);
   const StepShape shape = {.num_seqs = 1};
@@ -201,7 +201,7 @@ TEST_CASE("an op that throws while it is recorded leaves a stream that works") {
   CHECK(graphs.num_recorded() == 1);
 }
 
-TEST_CASE("where no memory is left for a record, ops are run and fewer are kept") {
+TEST_CASE("without memory for a graph, the ops run and fewer graphs are kept") {
   TestStream s;
   StepGraphs graphs(s.stream);
   int64_t generation = 1;
@@ -230,18 +230,18 @@ TEST_CASE("where no memory is left for a record, ops are run and fewer are kept"
   CHECK(graphs.num_recorded() == 5);
   CHECK(graphs.num_shapes() == 0);
   fill();
-  CHECK(graphs.num_shapes() == 2);  // five had a record
+  CHECK(graphs.num_shapes() == 2);  // five shapes had a graph
   run(7, nothing);
   CHECK(graphs.num_recorded() == 6);
   CHECK_THROWS_AS(run(6, [] { throw OutOfMemory("an op"); }), OutOfMemory);
   fill();
   CHECK(graphs.num_shapes() == 1);
-  generation = 2;  // what took the memory may be gone
+  generation = 2;  // the memory may be free again
   fill();
   CHECK(graphs.num_shapes() == 8);
 }
 
-TEST_CASE("what spoils a record is what is told") {
+TEST_CASE("an error that breaks a recording is reported") {
   TestStream s;
   StepGraphs graphs(s.stream);
   const StepShape shape = {.num_seqs = 1};
@@ -269,7 +269,7 @@ TEST_CASE("what spoils a record is what is told") {
   CHECK(runs == 1);
 }
 
-TEST_CASE("the record that was not wanted for longest makes room") {
+TEST_CASE("a new shape replaces the least recently used one") {
   TestStream s;
   StepGraphs graphs(s.stream);
   int runs = 0;
@@ -283,7 +283,7 @@ TEST_CASE("the record that was not wanted for longest makes room") {
   }
   runs = 0;
   run(0);
-  run(StepGraphs::kMaxGraphs);  // takes the place of 1
+  run(StepGraphs::kMaxGraphs);  // replaces 1
   CHECK(runs == 1);
   CHECK(graphs.num_shapes() == StepGraphs::kMaxGraphs);
   run(0);
