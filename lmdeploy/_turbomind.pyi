@@ -89,15 +89,33 @@ class MemoryPlan:
     max_tokens: int
     max_sequence_tokens: int
 
+class DeviceCapability:
+    """A device's answers about itself: src/turbomind/core/device_capability.h describes them.
+
+    The constructor gives the CPU's.
+    """
+
+    def __init__(self) -> None: ...
+    @property
+    def generation(self) -> str: ...  # for messages: CPU, SM 90
+    @property
+    def default_batch_size(self) -> int: ...
+    @property
+    def default_step_tokens(self) -> int: ...
+    @property
+    def reserves_lazily(self) -> bool: ...
+    @property
+    def reads_mapped_files(self) -> bool: ...
+    @property
+    def has_fp32(self) -> bool: ...
+
 class Device:
     @property
     def name(self) -> str: ...
     @property
     def gemm_backend(self) -> str: ...  # library of matrix products; empty on the CPU
     @property
-    def is_cuda(self) -> bool: ...
-    @property
-    def sm(self) -> int: ...  # 0: CPU
+    def capability(self) -> DeviceCapability: ...
 
 class Weights:
     @property
@@ -241,8 +259,11 @@ def available_cpu_isas() -> list[str]: ...
 
 class CudaDeviceInfo:
     name: str
-    sm: int  # compute capability, e.g. 90
+    capability: DeviceCapability
     memory_bytes: int
+
+def cuda_capability(compute_capability: int) -> DeviceCapability:
+    """Return the answers of a GPU with this CUDA compute capability, e.g. 90."""
 
 cuda_stamp: str  # libturbomind_cuda.so must have the same stamp
 
@@ -264,7 +285,10 @@ def make_cuda_device(
     """
 
 def plan_memory(
-    model: ModelConfig, config: EngineConfig, free_bytes: int, *, is_cuda: bool = False
+    model: ModelConfig,
+    config: EngineConfig,
+    free_bytes: int,
+    capability: DeviceCapability = ...,  # the CPU's
 ) -> MemoryPlan: ...
 def require_kernels(model: ModelConfig, config: EngineConfig, device: Device) -> None:
     """Raise InvalidArgument if the device has no kernels for the model's cache."""
@@ -276,10 +300,14 @@ def require_listed_pair(k: str, v: str) -> None:
     """Raise InvalidArgument unless a layer may have these canonical formats for K and V."""
 
 def kv_cache_mode_names() -> list[tuple[str, str]]: ...
-def get_kv_cache_mode(quant_policy: int | str, sm: int = 0, strict_arch: bool = False) -> str:
-    """Resolve a quant_policy to a canonical format name. `sm` 0 means CPU."""
+def get_kv_cache_mode(
+    quant_policy: int | str,
+    capability: DeviceCapability = ...,  # the CPU's
+    strict_arch: bool = False,
+) -> str:
+    """Resolve a quant_policy to a canonical format name."""
 
-def kv_cache_conversion(mode: str, sm: int = 0) -> str:
+def kv_cache_conversion(mode: str, capability: DeviceCapability = ...) -> str:
     """Return how a device converts a format: not needed, hardware, software or unsupported."""
 
 # Profiles, for benchmarks.

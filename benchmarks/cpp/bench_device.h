@@ -31,23 +31,23 @@ struct DeviceChoice {
       throw std::invalid_argument("device: got " + kind + ", wanted cuda or cpu");
     }
   }
-  bool is_cuda() const { return kind == "cuda"; }
+  bool uses_gpu() const { return kind == "cuda"; }
 
   // Throws InvalidArgument where there is none.
   std::shared_ptr<Device> Make() const {
-    return is_cuda() ? MakeCudaDevice(gpu, {}) : MakeCpuDevice(threads);
+    return uses_gpu() ? MakeCudaDevice(gpu, {}) : MakeCpuDevice(threads);
   }
 
   void Print(const Device& device) const {
     Json line;
-    if (!is_cuda()) {
+    if (!uses_gpu()) {
       line.Add("device", device.name()).Add("kind", kind).Print();
       return;
     }
     const CudaDeviceInfo info = CudaDevices().at(static_cast<size_t>(gpu));
     line.Add("device", info.name)
         .Add("kind", kind)
-        .Add("sm", int64_t{info.sm})
+        .Add("generation", info.capability.generation)
         .Add("memory_bytes", info.memory_bytes)
         .Print();
   }

@@ -106,7 +106,7 @@ EngineConfig ConfigOf(const Work& work) {
 
 struct Target {
   std::shared_ptr<Device> device;
-  int gpu = 0;
+  DeviceChoice choice;
 };
 
 // An engine that is asked and waited for.
@@ -180,8 +180,8 @@ class Runner {
   static constexpr int kOtherSeed = 1 << 20;
 
   static int64_t FreeBytes(const Target& target) {
-    return target.device->capability().is_cuda ? CudaFreeBytes(target.gpu) - kSpareBytes
-                                               : int64_t{1} << 36;
+    return target.choice.uses_gpu() ? CudaFreeBytes(target.choice.gpu) - kSpareBytes
+                                    : int64_t{1} << 36;
   }
 
   uint64_t Submit(int seed, int length, int max_new_tokens) {
@@ -271,7 +271,7 @@ int Main(int argc, char** argv) {
   const ModelConfig model = NamedModel(name);
   const DeviceChoice choice(arguments);
   arguments.RequireAllRead();
-  const Target target = {choice.Make(), choice.gpu};
+  const Target target = {choice.Make(), choice};
   choice.Print(*target.device);
   const auto begin = Clock::now();
   const std::shared_ptr<const Weights> weights = RandomModel(model, *target.device).Build();

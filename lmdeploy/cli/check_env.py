@@ -7,10 +7,14 @@ import platform
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lmdeploy.base.installed import OURS, installed_version, namesake_warning
 from lmdeploy.base.resources import cpu_name, cpu_quota, free_memory_bytes, usable_cores
 from lmdeploy.version import __version__
+
+if TYPE_CHECKING:
+    from lmdeploy._turbomind import DeviceCapability
 
 _PACKAGES = (
     "fastapi",
@@ -80,7 +84,8 @@ def gpus() -> Iterator[str]:
     if not found:
         yield f"device: CUDA is not used: {why_none}"
     for index, gpu in enumerate(found):
-        line = f"device: GPU {index}, {gpu.name}, SM {gpu.sm}, {gpu.memory_bytes / 2**30:.1f} GiB"
+        total = f"{gpu.memory_bytes / 2**30:.1f} GiB"
+        line = f"device: GPU {index}, {gpu.name}, {gpu.capability.generation}, {total}"
         try:
             free = _turbomind.cuda_free_bytes(index)
             device = _turbomind.make_cuda_device(index, cublas_lt=cublas_lt_files())
@@ -96,23 +101,24 @@ def kv_formats() -> Iterator[str]:
     from lmdeploy import _turbomind
 
     found, _ = _turbomind.cuda_devices()
-    devices = {"CPU": 0, **{f"GPU {index}": gpu.sm for index, gpu in enumerate(found)}}
+    devices = {"CPU": _turbomind.DeviceCapability()}
+    devices |= {f"GPU {index}": gpu.capability for index, gpu in enumerate(found)}
     yield "KV formats, converted by instructions for them (hardware) or by others (software):"
     yield _table_row("", devices)
     names = [name for name, _ in _turbomind.kv_cache_mode_names()]
     for name in names:
         if name in ("fp4", "fp8_e4m3"):  # other names
             continue
-        ways = [_turbomind.kv_cache_conversion(name, sm) for sm in devices.values()]
+        ways = [_turbomind.kv_cache_conversion(name, device) for device in devices.values()]
         yield _table_row(name, ways)
-    yield _table_row("fp4 means", [_fp4_meaning(sm) for sm in devices.values()])
+    yield _table_row("fp4 means", [_fp4_meaning(device) for device in devices.values()])
 
 
-def _fp4_meaning(sm: int) -> str:
+def _fp4_meaning(capability: DeviceCapability) -> str:
     from lmdeploy import _turbomind
 
     try:
-        return _turbomind.get_kv_cache_mode("fp4", sm)
+        return _turbomind.get_kv_cache_mode("fp4", capability)
     except ValueError:
         return "unsupported"
 

@@ -58,7 +58,7 @@ def dry_run_lines(model_path: str, config: TurbomindEngineConfig) -> list[str]:
     info = files.info
     free = target.free_bytes()
     left = max(free - info.weight_bytes, 0)
-    plan = _turbomind.plan_memory(info.config, engine_config, left, is_cuda=device.is_cuda)
+    plan = _turbomind.plan_memory(info.config, engine_config, left, device.capability)
     peak = info.weight_bytes + plan.reserved_bytes + plan.scratch_bytes
     mapped = ""
     if info.mapped_bytes:
@@ -71,7 +71,7 @@ def dry_run_lines(model_path: str, config: TurbomindEngineConfig) -> list[str]:
         cache_line(kv, plan, session_len=engine_config.session_len),
         f"blocks: {plan.num_blocks:,} of {engine_config.cache_block_seq_len} tokens",
         f"reserved bytes: {plan.reserved_bytes:,}",
-        *([] if device.is_cuda else [touched]),
+        *([touched] if device.capability.reserves_lazily else []),
         f"scratch bytes: {plan.scratch_bytes:,} (activations of a full step)",
         f"peak bytes: {peak:,} (weights, the reserved cache when full, scratch)",
     ]

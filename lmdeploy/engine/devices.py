@@ -13,7 +13,7 @@ from lmdeploy.base.resources import free_memory_bytes, usable_cores
 from lmdeploy.config.engine import TurbomindEngineConfig
 
 if TYPE_CHECKING:
-    from lmdeploy._turbomind import Device
+    from lmdeploy._turbomind import Device, DeviceCapability
 
 logger = logging.getLogger("lmdeploy")
 
@@ -33,12 +33,11 @@ def cublas_lt_files() -> list[str]:
     return [str(file) for file in files if file.is_file()]
 
 
-def step_sizes(config: TurbomindEngineConfig, sm: int) -> tuple[int, int]:
-    """Sequences and new tokens of a step at most, on a GPU of this `sm` (0: the CPU, on which
-    longer steps are no faster and take more memory).
-    """
-    batch_size = config.max_batch_size or (128 if sm else 32)
-    return batch_size, config.max_prefill_token_num or max(8192 if sm else 256, batch_size)
+def step_sizes(config: TurbomindEngineConfig, capability: DeviceCapability) -> tuple[int, int]:
+    """Return the most sequences and new tokens of a step on a device."""
+    batch_size = config.max_batch_size or capability.default_batch_size
+    default_tokens = max(capability.default_step_tokens, batch_size)
+    return batch_size, config.max_prefill_token_num or default_tokens
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ anything with mode none) is off, and what is reported is what is on.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,21 +72,27 @@ class KvOptions:
 
 
 def resolve_kv_options(
-    config: TurbomindEngineConfig, windows: Sequence[int], *, sm: int = 0
+    config: TurbomindEngineConfig,
+    windows: Sequence[int],
+    *,
+    capability: _turbomind.DeviceCapability | None = None,
 ) -> KvOptions:
-    """The options of `config` for a model with these sliding windows (0: full attention) by layer,
-    on a GPU of this `sm` (0: the CPU).
+    """Return the options of `config` for a model and a device.
+
+    `windows` has the sliding window of each layer (0: full attention). None stands for the CPU's
+    capability.
 
     Raises ValueError for a format that does not fit the model's layers or the device, and for an
     option without effect.
     """
+    from lmdeploy import _turbomind
+
     table = config.kv_table.by_layer(windows)
-    layers = tuple(
-        FormatPair(
-            _on_device(pair.k, config=config, sm=sm), _on_device(pair.v, config=config, sm=sm)
-        )
-        for pair in table
+    target = capability or _turbomind.DeviceCapability()
+    resolve = partial(
+        _turbomind.get_kv_cache_mode, capability=target, strict_arch=config.strict_arch
     )
+    layers = tuple(FormatPair(resolve(pair.k), resolve(pair.v)) for pair in table)
     names = {name for pair in layers for name in (pair.k, pair.v)}
     if names == {"none"}:
         config.refuse_kv_quality()
@@ -126,12 +133,6 @@ def _window16_tokens(config: TurbomindEngineConfig, by_default: bool) -> tuple[i
     if sink is None:
         sink = DEFAULT_HOT_TOKENS if by_default else 0
     return sink, recent
-
-
-def _on_device(name: str, *, config: TurbomindEngineConfig, sm: int) -> str:
-    from lmdeploy import _turbomind
-
-    return _turbomind.get_kv_cache_mode(name, sm, config.strict_arch)
 
 
 def apply_kv_options(

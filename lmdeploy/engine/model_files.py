@@ -19,7 +19,7 @@ from lmdeploy.checkpoint.open import Checkpoint, open_checkpoint
 from lmdeploy.checkpoint.weight_cache import WeightCacheWriter
 
 if TYPE_CHECKING:
-    from lmdeploy._turbomind import Device, ModelConfig, Weights
+    from lmdeploy._turbomind import Device, DeviceCapability, ModelConfig, Weights
 
 __all__ = [
     "LoadedModel",
@@ -52,7 +52,7 @@ class ModelInfo:
     model_type: str  # the family: llama, mistral, gpt_oss, ...
     config: ModelConfig
     weight_bytes: int  # that the engine will keep, before padding
-    mapped_bytes: int  # of these, experts that are read where they lie in the file (CPU)
+    mapped_bytes: int  # of these, experts that are read where they lie in the file
     file_bytes: int  # that are read from the checkpoint
     stored_dtype: str  # float32, float16, bfloat16 or quantized
 
@@ -112,8 +112,8 @@ class ModelFiles:
         """The weights tensor by tensor, or packed from the cache (weight_cache.py).
 
         Of the mapped files only experts in MXFP4 stay, as long as the weights live; the pages of
-        every other tensor are given back once it is packed. A GPU has copies of all, and no cache
-        of packed weights.
+        every other tensor are given back once it is packed. A device that reads no mapped files
+        has copies of all, and no cache of packed weights.
 
         Raises ModelFormatError, and ValueError for wrong options of the cache in the environment.
         """
@@ -142,7 +142,11 @@ class ModelFiles:
 
 
 def open_files(
-    path: str, *, dtype: str = "auto", exact: bool = False, on_gpu: bool = False
+    path: str,
+    *,
+    dtype: str = "auto",
+    exact: bool = False,
+    capability: DeviceCapability | None = None,
 ) -> ModelFiles:
     """Checks config and tensors of `path` (a name, folder, file or hub id) and sums their sizes.
 
@@ -150,14 +154,17 @@ def open_files(
         path: `smollm2`, a Hugging Face folder, a .gguf file or a hub id.
         dtype: cache dtype, or "auto" for the rule of the format (docs/kv_cache.md).
         exact: FP32 compute, without BF16 weights or int8 activations.
-        on_gpu: whether a GPU is to load them.
+        capability: of the device that loads the weights. None stands for the CPU's.
 
     Raises ModelFormatError (a ValueError) for everything that could not be loaded, and ValueError
-    for exact compute on a GPU.
+    for exact compute on a device without FP32.
     """
-    if exact and on_gpu:
+    from lmdeploy import _turbomind
+
+    capability = capability or _turbomind.DeviceCapability()
+    if exact and not capability.has_fp32:
         raise ValueError("exact: got True, wanted False on CUDA; change --exact or --device")
-    copied = exact or on_gpu
+    copied = exact or not capability.reads_mapped_files
     resolved = resolve_model(path)
     files = identify_files(resolved)  # before they are opened
     checkpoint = open_checkpoint(resolved)
@@ -177,7 +184,7 @@ def load_model(
 
     The other arguments and the errors are those of `open_files` and of ModelFiles.
     """
-    files = open_files(path, dtype=dtype, exact=exact, on_gpu=device.is_cuda)
+    files = open_files(path, dtype=dtype, exact=exact, capability=device.capability)
     return files.load(files.read_texts(), device=device, progress=progress)
 
 

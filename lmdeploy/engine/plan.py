@@ -18,25 +18,33 @@ logger = logging.getLogger("lmdeploy")
 
 
 def engine_config_of(
-    config: TurbomindEngineConfig, model: _turbomind.ModelConfig, *, model_path: str, sm: int = 0
+    config: TurbomindEngineConfig,
+    model: _turbomind.ModelConfig,
+    *,
+    model_path: str,
+    capability: _turbomind.DeviceCapability | None = None,
 ) -> tuple[_turbomind.EngineConfig, KvOptions]:
-    """The C++ engine's options for a model on a GPU of this `sm` (0: the CPU), and what they say
-    about the cache.
+    """Return the C++ engine's options for a model on a device, and those of its cache.
+
+    None stands for the CPU's capability.
 
     Raises ValueError for cache options that do not fit the model or the device.
     """
     from lmdeploy import _turbomind
     from lmdeploy.engine.kv_quality import apply_kv_options, resolve_kv_options
 
+    capability = capability or _turbomind.DeviceCapability()
     engine_config = _turbomind.EngineConfig()
-    engine_config.max_batch_size, engine_config.max_prefill_token_num = step_sizes(config, sm)
+    batch_size, step_tokens = step_sizes(config, capability)
+    engine_config.max_batch_size = batch_size
+    engine_config.max_prefill_token_num = step_tokens
     engine_config.session_len = config.session_len or model.max_position
     engine_config.cache_block_seq_len = config.cache_block_seq_len
     engine_config.cache_max_entry_count = float(config.cache_max_entry_count)
     engine_config.enable_prefix_caching = config.enable_prefix_caching
     _warn_of_length(engine_config.session_len, model)
-    options = resolve_kv_options(config, model.windows, sm=sm)
-    _warn_of_conversion(options, sm)
+    options = resolve_kv_options(config, model.windows, capability=capability)
+    _warn_of_conversion(options, capability)
     model_hash = None
     if options.calibration is not None:
         from lmdeploy.checkpoint.fingerprint import hash_model
@@ -70,16 +78,18 @@ def _warn_of_length(session_len: int, model: _turbomind.ModelConfig) -> None:
     )
 
 
-def _warn_of_conversion(options: KvOptions, sm: int) -> None:
-    """Warn where a GPU has no instructions for nvfp4, which was then asked for by name."""
+def _warn_of_conversion(options: KvOptions, capability: _turbomind.DeviceCapability) -> None:
+    """Warn if nvfp4 was named on a device that converts it in software and prefers another fp4."""
     from lmdeploy import _turbomind
 
     has_nvfp4 = any("nvfp4" in (pair.k, pair.v) for pair in options.layers)
-    if sm and has_nvfp4 and _turbomind.kv_cache_conversion("nvfp4", sm) == "software":
+    if not has_nvfp4 or _turbomind.kv_cache_conversion("nvfp4", capability) != "software":
+        return
+    if _turbomind.get_kv_cache_mode("fp4", capability) != "nvfp4":
         logger.warning(
-            "KV cache format nvfp4: a GPU of SM %d has no FP4 instructions and converts it in "
+            "KV cache format nvfp4: a GPU of %s has no FP4 instructions and converts it in "
             "software. SM 100 and higher convert it in hardware; --strict-arch refuses it below.",
-            sm,
+            capability.generation,
         )
 
 
@@ -113,10 +123,11 @@ def plan_engine(
     from lmdeploy.engine.model_files import open_files
 
     check_model_format(model_path, config.model_format)
-    files = open_files(model_path, dtype=config.dtype, exact=config.exact, on_gpu=device.is_cuda)
+    capability = device.capability
+    files = open_files(model_path, dtype=config.dtype, exact=config.exact, capability=capability)
     info = files.info
     engine_config, kv = engine_config_of(
-        config, info.config, model_path=str(info.path), sm=device.sm
+        config, info.config, model_path=str(info.path), capability=capability
     )
     _turbomind.require_kernels(info.config, engine_config, device)
     return files, engine_config, kv

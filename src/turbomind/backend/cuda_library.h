@@ -12,13 +12,35 @@
 #include <string>
 #include <vector>
 
+#include "turbomind/core/device_capability.h"
+
 namespace turbomind {
 
 class Device;
 
+// The answers of a GPU with the compute capability `sm`, e.g. 90. A GPU reads all weights again for
+// each piece of a step, so its pieces are large.
+inline DeviceCapability CudaCapability(int sm) {
+  // Flattened prefixes, 16-bit copies of activations, cuBLASLt's workspace, and recorded steps.
+  constexpr int64_t kWorkspaceBytes = int64_t{512} << 20;
+  return {.is_cuda = true,
+          .sm = sm,
+          .generation = "SM " + std::to_string(sm),
+          .default_batch_size = 128,
+          .default_step_tokens = 8192,
+          .max_logit_rows = 128,
+          .ffn_rows = 2048,
+          .reserves_lazily = false,
+          .workspace_bytes = kWorkspaceBytes,
+          .limits_pools_to_batch = false,
+          .reads_mapped_files = false,
+          .has_fp32 = false,
+          .collects_kv_statistics = false};
+}
+
 struct CudaDeviceInfo {
   std::string name;
-  int sm = 0;  // compute capability, e.g. 90
+  DeviceCapability capability;
   int64_t memory_bytes = 0;
 };
 

@@ -15,15 +15,21 @@
 namespace py = pybind11;
 
 namespace turbomind {
-
 void DefDevices(py::module_& m) {
   using release = py::call_guard<py::gil_scoped_release>;
+  py::class_<DeviceCapability>(m, "DeviceCapability")
+      .def(py::init<>())
+      .def_readonly("generation", &DeviceCapability::generation)
+      .def_readonly("default_batch_size", &DeviceCapability::default_batch_size)
+      .def_readonly("default_step_tokens", &DeviceCapability::default_step_tokens)
+      .def_readonly("reserves_lazily", &DeviceCapability::reserves_lazily)
+      .def_readonly("reads_mapped_files", &DeviceCapability::reads_mapped_files)
+      .def_readonly("has_fp32", &DeviceCapability::has_fp32);
+  m.def("cuda_capability", &CudaCapability, py::arg("compute_capability"));
   py::class_<Device, std::shared_ptr<Device>>(m, "Device")
       .def_property_readonly("name", &Device::name)
       .def_property_readonly("gemm_backend", &Device::gemm_backend)
-      .def_property_readonly("is_cuda",
-                             [](const Device& self) { return self.capability().is_cuda; })
-      .def_property_readonly("sm", [](const Device& self) { return self.capability().sm; });
+      .def_property_readonly("capability", &Device::capability);
   m.def(
       "make_cpu_device",
       [](int num_threads, const std::string& isa) {
@@ -34,7 +40,7 @@ void DefDevices(py::module_& m) {
 
   py::class_<CudaDeviceInfo>(m, "CudaDeviceInfo")
       .def_readonly("name", &CudaDeviceInfo::name)
-      .def_readonly("sm", &CudaDeviceInfo::sm)
+      .def_readonly("capability", &CudaDeviceInfo::capability)
       .def_readonly("memory_bytes", &CudaDeviceInfo::memory_bytes);
   m.attr("cuda_stamp") = CudaStamp();
   m.def(
@@ -57,10 +63,10 @@ void DefDevices(py::module_& m) {
       py::arg("cublas_lt") = std::vector<std::string>(), release());
   m.def(
       "kv_cache_conversion",
-      [](const std::string& format, int sm) {
-        return std::string(KvCacheConversion(Parse("mode", kKvFormats, format), {sm != 0, sm}));
+      [](const std::string& format, const DeviceCapability& device) {
+        return std::string(KvCacheConversion(Parse("mode", kKvFormats, format), device));
       },
-      py::arg("mode"), py::arg("sm") = 0);
+      py::arg("mode"), py::arg("capability") = DeviceCapability());
 }
 
 }  // namespace turbomind

@@ -88,13 +88,8 @@ void DefEngine(py::module_& m) {
           "check_integrity", [](PyEngine& self) { (*self).CheckIntegrity(); }, release())
       .def(
           "close", [](PyEngine& self) { (*self).Stop(); }, release());
-  m.def(
-      "plan_memory",
-      [](const ModelConfig& model, const EngineConfig& config, int64_t free_bytes, bool is_cuda) {
-        return PlanMemory(model, config, free_bytes, !is_cuda);
-      },
-      py::arg("model"), py::arg("config"), py::arg("free_bytes"), py::kw_only(),
-      py::arg("is_cuda") = false);
+  m.def("plan_memory", &PlanMemory, py::arg("model"), py::arg("config"), py::arg("free_bytes"),
+        py::arg("capability") = DeviceCapability());
   m.def(
       "require_kernels",
       [](const ModelConfig& model, const EngineConfig& config, const Device& device) {

@@ -148,8 +148,7 @@ void DefKv(py::module_& m) {
   m.def("kv_cache_mode_names", &KvCacheModeNames);
   m.def(
       "get_kv_cache_mode",
-      [](const py::object& policy, int sm, bool strict_arch) {
-        const DeviceCapability device{sm != 0, sm};
+      [](const py::object& policy, const DeviceCapability& device, bool strict_arch) {
         if (py::isinstance<py::str>(policy)) {
           return std::string(
               ToString(GetKvCacheMode(policy.cast<std::string>(), device, strict_arch)));
@@ -167,7 +166,8 @@ void DefKv(py::module_& m) {
         }
         return std::string(ToString(GetKvCacheMode(static_cast<int>(value), device)));
       },
-      py::arg("quant_policy"), py::arg("sm") = 0, py::arg("strict_arch") = false);
+      py::arg("quant_policy"), py::arg("capability") = DeviceCapability(),
+      py::arg("strict_arch") = false);
 }
 
 py::dict ToDict(const KvStatistics& statistics) {

@@ -73,7 +73,7 @@ struct Engine::Impl {
        int64_t free_bytes)
       : model(ResolveModel(std::move(model_config), engine_config.session_len)),
         config(std::move(engine_config)),
-        plan(PlanMemory(model, config, free_bytes, !target->capability().is_cuda)),
+        plan(PlanMemory(model, config, free_bytes, target->capability())),
         state(std::in_place, model, config, plan, free_bytes, std::move(model_weights),
               std::move(target)) {
     UpdateStats();

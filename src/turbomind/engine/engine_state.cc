@@ -62,7 +62,7 @@ std::unique_ptr<KvStatistics> MakeStatistics(const ModelConfig& model, const Eng
   if (!config.collect_kv_statistics) {
     return nullptr;
   }
-  if (device.capability().is_cuda) {
+  if (!device.capability().collects_kv_statistics) {
     throw InvalidArgument("collect_kv_statistics works only on the CPU. Set it to False.");
   }
   return std::make_unique<KvStatistics>(model.num_layers, model.num_kv_heads, model.head_dim);
@@ -75,8 +75,7 @@ EngineState::EngineState(const ModelConfig& model, const EngineConfig& config,
                          std::shared_ptr<const Weights> weights, std::shared_ptr<Device> target)
     : device(std::move(target)),
       cache_config(SupportedCacheConfig(model, config, *device)),
-      cache(*device, cache_config,
-            PlanBlocks(model, config, free_bytes, !device->capability().is_cuda)),
+      cache(*device, cache_config, PlanBlocks(model, config, free_bytes, device->capability())),
       manager(cache, config.enable_prefix_caching),
       scheduler({config.max_batch_size, StepTokens(config)}, manager, cache.groups()),
       statistics(MakeStatistics(model, config, *device)),
@@ -84,7 +83,7 @@ EngineState::EngineState(const ModelConfig& model, const EngineConfig& config,
                .layers = LayerCaches(model, config, cache),
                .rotate_k = config.kv_quality.rotate_k,
                .search_scales = config.kv_quality.search_scales,
-               .limits = PlanStep(config, !device->capability().is_cuda),
+               .limits = PlanStep(config, device->capability()),
                .statistics = statistics.get()},
               std::move(weights), *device),
       generation(model.vocab_size, plan.max_sequence_tokens, config.max_batch_size, *device) {}

@@ -76,19 +76,16 @@ int64_t LongestSequence(const std::vector<LayerGroup>& groups, const std::vector
   return fits;
 }
 
-// GPU memory in addition to weights, pools and the decoder's scratch: the ops' workspace and
-// recorded steps. The workspace holds flattened prefixes, 16-bit copies of activations, and
-// cuBLASLt's own workspace.
-constexpr int64_t kGpuWorkspaceBytes = int64_t{512} << 20;
-
-int64_t ScratchBytes(const ModelConfig& model, const EngineConfig& config, bool is_cpu) {
-  return DecoderScratch().Place(model, PlanStep(config, is_cpu), nullptr);
+int64_t ScratchBytes(const ModelConfig& model, const EngineConfig& config,
+                     const DeviceCapability& device) {
+  return DecoderScratch().Place(model, PlanStep(config, device), nullptr);
 }
 
-// Returns the bytes that are subtracted before the pools get their share. 0 on a CPU, which maps
-// pages as they are touched.
-int64_t StepBytes(const ModelConfig& model, const EngineConfig& config, bool is_cpu) {
-  return is_cpu ? 0 : ScratchBytes(model, config, is_cpu) + kGpuWorkspaceBytes;
+// Returns the bytes that are subtracted before the pools get their share.
+int64_t StepBytes(const ModelConfig& model, const EngineConfig& config,
+                  const DeviceCapability& device) {
+  const int64_t scratch = device.reserves_lazily ? 0 : ScratchBytes(model, config, device);
+  return scratch + device.workspace_bytes;
 }
 
 // Checks the limits of attention. A KV format may be stricter (kv/layout.cc).
@@ -152,34 +149,27 @@ int StepTokens(const EngineConfig& config) {
   return static_cast<int>(std::min<int64_t>(config.max_prefill_token_num, max_value));
 }
 
-StepLimits PlanStep(const EngineConfig& config, bool is_cpu) {
-  // On a CPU, small pieces keep activations near the cores; a GPU reads all weights again for each
-  // piece. The logits take a few MB on a CPU at any vocabulary size, and the rows are enough to
-  // share a pass over the head.
-  constexpr int kCpuRows = 128;
-  constexpr int kGpuRows = 2048;
-  constexpr int kCpuLogitRows = 32;
-  constexpr int kGpuLogitRows = 128;
+StepLimits PlanStep(const EngineConfig& config, const DeviceCapability& device) {
   return {.max_tokens = StepTokens(config),
-          .max_logit_rows = is_cpu ? kCpuLogitRows : kGpuLogitRows,
-          .ffn_rows = is_cpu ? kCpuRows : kGpuRows,
+          .max_logit_rows = device.max_logit_rows,
+          .ffn_rows = device.ffn_rows,
           .removes_mean = !config.kv_quality.calibration.k_mean.empty()};
 }
 
 std::vector<int64_t> PlanBlocks(const ModelConfig& model, const EngineConfig& config,
-                                int64_t free_bytes, bool is_cpu) {
+                                int64_t free_bytes, const DeviceCapability& device) {
   const std::vector<LayerGroup> groups = MakeLayerGroups(CacheConfig(model, config));
   const double count = config.cache_max_entry_count;
   KvDemand demand{.session_len = config.session_len,
                   .chunk = StepTokens(config),
-                  .max_sequences = is_cpu ? config.max_batch_size : 0,
+                  .max_sequences = device.limits_pools_to_batch ? config.max_batch_size : 0,
                   .num_running = config.max_batch_size};
   const auto blocks = [&] {
     if (count >= 1) {
       return BlocksForCount(groups, static_cast<int64_t>(count), demand);
     }
     const double budget =
-        static_cast<double>(std::max<int64_t>(free_bytes - StepBytes(model, config, is_cpu), 0)) *
+        static_cast<double>(std::max<int64_t>(free_bytes - StepBytes(model, config, device), 0)) *
         count;
     return BlocksForBudget(groups, static_cast<int64_t>(budget), demand);
   };
@@ -209,19 +199,19 @@ int64_t SequenceBytes(const ModelConfig& model, const EngineConfig& config, int6
 }
 
 MemoryPlan PlanMemory(const ModelConfig& model, const EngineConfig& config, int64_t free_bytes,
-                      bool is_cpu) {
+                      const DeviceCapability& device) {
   model.Validate();
   ValidateEngineConfig(config);
   const auto groups = MakeLayerGroups(CacheConfig(model, config));
   RequireHeadDim(model.head_dim);
-  const std::vector<int64_t> blocks = PlanBlocks(model, config, free_bytes, is_cpu);
+  const std::vector<int64_t> blocks = PlanBlocks(model, config, free_bytes, device);
   const std::vector<int64_t> min_value = BlocksForSequences(
       groups, 1, {.session_len = config.cache_block_seq_len, .chunk = StepTokens(config)});
   if (!HasRoom(blocks, min_value)) {
     throw InvalidArgument(
         "The KV cache does not hold one sequence of one block. cache_max_entry_count is " +
         std::to_string(config.cache_max_entry_count) + " of " + std::to_string(free_bytes) +
-        " free bytes, of which a step needs " + std::to_string(StepBytes(model, config, is_cpu)) +
+        " free bytes, of which a step needs " + std::to_string(StepBytes(model, config, device)) +
         " bytes (--max-prefill-token-num). Such a sequence needs " +
         std::to_string(PoolBytes(groups, min_value)) + " bytes. Raise --cache-max-entry-count.");
   }
@@ -233,7 +223,7 @@ MemoryPlan PlanMemory(const ModelConfig& model, const EngineConfig& config, int6
   plan.num_blocks = *largest;
   plan.bytes_per_token = BytesPerToken(groups);
   plan.window16_bytes_per_sequence = LongSequenceWindow16Bytes(groups);
-  plan.scratch_bytes = ScratchBytes(model, config, is_cpu);
+  plan.scratch_bytes = ScratchBytes(model, config, device);
   plan.session_bytes = SequenceBytes(model, config, config.session_len);
   EngineConfig none = config;
   none.kv_format = KvCacheMode::kNone;

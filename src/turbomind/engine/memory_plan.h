@@ -39,7 +39,7 @@ int64_t SequenceBytes(const ModelConfig& model, const EngineConfig& config, int6
 // Plans the memory before anything is allocated. `free_bytes` is the memory that the weights leave
 // free. Throws InvalidArgument if not even one sequence of one block fits.
 MemoryPlan PlanMemory(const ModelConfig& model, const EngineConfig& config, int64_t free_bytes,
-                      bool is_cpu);
+                      const DeviceCapability& device);
 
 // Throws InvalidArgument if the device has no kernels for the model's cache. Engine does the same,
 // but this check needs no weights.
@@ -59,11 +59,11 @@ KvCacheConfig CacheConfig(const ModelConfig& model, const EngineConfig& config);
 int StepTokens(const EngineConfig& config);
 
 // Returns the sizes of a step.
-StepLimits PlanStep(const EngineConfig& config, bool is_cpu);
+StepLimits PlanStep(const EngineConfig& config, const DeviceCapability& device);
 
-// Returns the blocks of each pool. On a GPU, a step's memory is subtracted before the pools get
-// their share of the free bytes.
+// Returns the blocks of each pool. Unless the device reserves lazily, a step's memory is subtracted
+// before the pools get their share of the free bytes.
 std::vector<int64_t> PlanBlocks(const ModelConfig& model, const EngineConfig& config,
-                                int64_t free_bytes, bool is_cpu);
+                                int64_t free_bytes, const DeviceCapability& device);
 
 }  // namespace turbomind

@@ -5,17 +5,17 @@
 namespace turbomind {
 namespace {
 
-std::string DeviceText(DeviceCapability device) {
+std::string DeviceText(const DeviceCapability& device) {
   return device.is_cuda ? "a CUDA device of SM " + std::to_string(device.sm) : "the CPU";
 }
 
-bool HasFp4(DeviceCapability device) { return !device.is_cuda || device.sm >= 80; }
+bool HasFp4(const DeviceCapability& device) { return !device.is_cuda || device.sm >= 80; }
 
 // Covers the devices in docs/kv_cache.md, "Formats". A newer device is assumed to have at least the
 // instructions of SM 100.
-bool HasNativeNvFp4(DeviceCapability device) { return device.is_cuda && device.sm >= 100; }
+bool HasNativeNvFp4(const DeviceCapability& device) { return device.is_cuda && device.sm >= 100; }
 
-void RequireFp4(const std::string& asked, DeviceCapability device) {
+void RequireFp4(const std::string& asked, const DeviceCapability& device) {
   if (!HasFp4(device)) {
     throw InvalidArgument(
         "quant_policy " + asked + " needs a CUDA device of SM 80 or higher, but the device is " +
@@ -24,7 +24,7 @@ void RequireFp4(const std::string& asked, DeviceCapability device) {
   }
 }
 
-KvCacheMode ResolveFp4(const std::string& asked, DeviceCapability device) {
+KvCacheMode ResolveFp4(const std::string& asked, const DeviceCapability& device) {
   RequireFp4(asked, device);
   return !device.is_cuda || HasNativeNvFp4(device) ? KvCacheMode::kFp4Nv : KvCacheMode::kFp4Mx;
 }
@@ -33,7 +33,7 @@ constexpr const char* kNames = "none, int8, int4, fp8, fp8_e4m3, fp8_e5m2, fp4, 
 
 }  // namespace
 
-KvCacheMode GetKvCacheMode(int quant_policy, DeviceCapability device) {
+KvCacheMode GetKvCacheMode(int quant_policy, const DeviceCapability& device) {
   switch (quant_policy) {
     case static_cast<int>(QuantPolicy::kNone):
       return KvCacheMode::kNone;
@@ -53,7 +53,8 @@ KvCacheMode GetKvCacheMode(int quant_policy, DeviceCapability device) {
       kNames);
 }
 
-KvCacheMode GetKvCacheMode(std::string_view name, DeviceCapability device, bool strict_arch) {
+KvCacheMode GetKvCacheMode(std::string_view name, const DeviceCapability& device,
+                           bool strict_arch) {
   const std::string asked(name);
   KvCacheMode format = KvCacheMode::kNone;
   if (asked == "fp4") {
@@ -84,7 +85,7 @@ KvCacheMode GetKvCacheMode(std::string_view name, DeviceCapability device, bool 
   return format;
 }
 
-const char* KvCacheConversion(KvCacheMode format, DeviceCapability device) {
+const char* KvCacheConversion(KvCacheMode format, const DeviceCapability& device) {
   constexpr int kMinSm = 80;
   constexpr int kMinFp8Sm = 89;
   if (device.is_cuda && device.sm < kMinSm) {

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "turbomind/core/device_capability.h"
 #include "turbomind/core/host_device.h"
 
 namespace turbomind {
@@ -35,25 +36,19 @@ enum class QuantPolicy : int {
   kCacheKVFp4 = 0x10,
 };
 
-// The device properties that GetKvCacheMode depends on. `sm` is 0 for a CPU and e.g. 90 for CUDA.
-struct DeviceCapability {
-  bool is_cuda = false;
-  int sm = 0;
-};
-
 // Resolves a quant policy on a device. Throws InvalidArgument for a value other than 0, 4, 8 and
 // 16, or if the device lacks FP4 support. The message names the value and the alternatives.
-KvCacheMode GetKvCacheMode(int quant_policy, DeviceCapability device);
+KvCacheMode GetKvCacheMode(int quant_policy, const DeviceCapability& device);
 
 // Resolves a format name ("nvfp4", "fp4", "int8", "fp8_e4m3", ...) on a device. With `strict_arch`,
 // NVFP4 is rejected on CUDA devices below SM 100.
-KvCacheMode GetKvCacheMode(std::string_view name, DeviceCapability device,
+KvCacheMode GetKvCacheMode(std::string_view name, const DeviceCapability& device,
                            bool strict_arch = false);
 
 // Returns how a device converts a format. "not needed" means 16 bit, and "hardware" that the device
 // has instructions for the format. "software" means that other instructions compute the same
 // values. "unsupported" means that the device cannot use the format.
-const char* KvCacheConversion(KvCacheMode format, DeviceCapability device);
+const char* KvCacheConversion(KvCacheMode format, const DeviceCapability& device);
 
 // Returns the canonical name: none, int8, int4, fp8, fp8_e5m2, mxfp4, nvfp4.
 const char* ToString(KvCacheMode format);

@@ -364,7 +364,7 @@ TEST_CASE("Stop frees the model and the cache and keeps the statistics") {
 TEST_CASE("the pools match the memory plan, which rejects what does not fit") {
   const ModelConfig model = testing::TinyConfig();
   EngineConfig config = TinyEngineConfig(kFormat);
-  const MemoryPlan plan = PlanMemory(model, config, testing::kFreeBytes, true);
+  const MemoryPlan plan = PlanMemory(model, config, testing::kFreeBytes, DeviceCapability());
   auto engine = TinyEngine(config);
   CHECK(engine->memory_plan().reserved_bytes == plan.reserved_bytes);
   CHECK(engine->memory_plan().num_blocks == plan.num_blocks);
@@ -376,19 +376,21 @@ TEST_CASE("the pools match the memory plan, which rejects what does not fit") {
   RunOne(*engine, MakeRequest(1, RandomPrompt(1, 100), 4));
   CHECK(engine->memory_plan().touched_bytes > 0);
   CHECK(engine->memory_plan().touched_bytes < plan.reserved_bytes);
-  CHECK_THROWS_AS(PlanMemory(model, config, 1000, true), InvalidArgument);
+  CHECK_THROWS_AS(PlanMemory(model, config, 1000, DeviceCapability()), InvalidArgument);
   for (int bad : {0, -1}) {
     for (int EngineConfig::*field :
          {&EngineConfig::max_batch_size, &EngineConfig::session_len,
           &EngineConfig::max_prefill_token_num, &EngineConfig::cache_block_seq_len}) {
       EngineConfig wrong = config;
       wrong.*field = bad;
-      CHECK_THROWS_AS(PlanMemory(model, wrong, testing::kFreeBytes, true), InvalidArgument);
+      CHECK_THROWS_AS(PlanMemory(model, wrong, testing::kFreeBytes, DeviceCapability()),
+                      InvalidArgument);
     }
   }
   for (double bad : {0.0, -1.0, 1.5, std::nan("")}) {
     config.cache_max_entry_count = bad;
-    CHECK_THROWS_AS(PlanMemory(model, config, testing::kFreeBytes, true), InvalidArgument);
+    CHECK_THROWS_AS(PlanMemory(model, config, testing::kFreeBytes, DeviceCapability()),
+                    InvalidArgument);
   }
 }
 

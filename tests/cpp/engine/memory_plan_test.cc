@@ -7,6 +7,7 @@
 
 #include "engine/null_device.h"
 #include "engine/tiny_model.h"
+#include "turbomind/backend/cuda_library.h"
 #include "turbomind/core/check.h"
 #include "turbomind/engine/engine_state.h"
 #include "turbomind/model/decoder.h"
@@ -15,6 +16,8 @@ namespace turbomind {
 namespace {
 
 constexpr int64_t kFreeBytes = int64_t{1} << 32;
+const DeviceCapability kCpu;
+const DeviceCapability kGpu = CudaCapability(90);
 
 // Returns the sizes of SmolLM2-135M: 30 layers by default, 3 KV heads of 64 values.
 ModelConfig Model(std::vector<int> windows = std::vector<int>(30, 0)) {
@@ -69,11 +72,11 @@ TEST_CASE("layers in 16 bit take no 16-bit blocks") {
   const int64_t none = kRows / 2 * 128 * 128;
   CHECK(SequenceBytes(model, mixed, 8192) == kRows / 2 * (125 * 36 + 3 * 128) + none);
   mixed.max_batch_size = 1;
-  const MemoryPlan plan = PlanMemory(model, mixed, kFreeBytes, true);
+  const MemoryPlan plan = PlanMemory(model, mixed, kFreeBytes, kCpu);
   CHECK(plan.window16_bytes_per_sequence == kRows / 2 * 3 * 128);
   // A pool of 16-bit layers holds a sequence of session_len and nothing more.
   const std::vector<LayerGroup> groups = MakeLayerGroups(CacheConfig(model, mixed));
-  const std::vector<int64_t> blocks = PlanBlocks(model, mixed, kFreeBytes, true);
+  const std::vector<int64_t> blocks = PlanBlocks(model, mixed, kFreeBytes, kCpu);
   REQUIRE(groups.size() == 2);
   REQUIRE(blocks.size() == 4);
   CHECK(blocks[1] * groups[1].bytes_per_block() == none);
@@ -94,9 +97,9 @@ TEST_CASE("the plan counts all pools") {
   const ModelConfig model = Model();
   const EngineConfig config = Config(KvCacheMode::kFp4Nv, {64, 64});
   constexpr int64_t kRows = 64 * 2 * 3 * 30;
-  const MemoryPlan plan = PlanMemory(model, config, kFreeBytes, true);
+  const MemoryPlan plan = PlanMemory(model, config, kFreeBytes, kCpu);
   const auto groups = MakeLayerGroups(CacheConfig(model, config));
-  const std::vector<int64_t> blocks = PlanBlocks(model, config, kFreeBytes, true);
+  const std::vector<int64_t> blocks = PlanBlocks(model, config, kFreeBytes, kCpu);
   REQUIRE(blocks.size() == 2);
   CHECK(plan.num_blocks == blocks[0]);
   CHECK(plan.reserved_bytes == kRows * (blocks[0] * 36 + blocks[1] * 128));
@@ -107,7 +110,7 @@ TEST_CASE("the plan counts all pools") {
   CHECK(plan.bytes_per_token == 2 * 3 * 30 * 36);
   CHECK(blocks[1] >= 32 * 4 + 127);  // max_batch_size short sequences and a step's 8192 tokens
 
-  const MemoryPlan raw = PlanMemory(model, Config(KvCacheMode::kFp4Nv), kFreeBytes, true);
+  const MemoryPlan raw = PlanMemory(model, Config(KvCacheMode::kFp4Nv), kFreeBytes, kCpu);
   CHECK(raw.window16_bytes_per_sequence == 0);
   CHECK(raw.session_bytes == kRows * 128 * 36);
 }
@@ -115,7 +118,16 @@ TEST_CASE("the plan counts all pools") {
 // Returns the bytes that a GPU keeps for its steps. With no more free bytes, the pools get nothing.
 int64_t GpuStepBytes(const ModelConfig& model, const EngineConfig& config) {
   constexpr int64_t kWorkspaceBytes = int64_t{512} << 20;
-  return PlanMemory(model, config, int64_t{1} << 40, false).scratch_bytes + kWorkspaceBytes;
+  return PlanMemory(model, config, int64_t{1} << 40, kGpu).scratch_bytes + kWorkspaceBytes;
+}
+
+TEST_CASE("the device decides how many rows a step computes at once") {
+  const StepLimits cpu = PlanStep(Config(KvCacheMode::kNone), kCpu);
+  CHECK(cpu.max_logit_rows == 32);
+  CHECK(cpu.ffn_rows == 128);
+  const StepLimits gpu = PlanStep(Config(KvCacheMode::kNone), kGpu);
+  CHECK(gpu.max_logit_rows == 128);
+  CHECK(gpu.ffn_rows == 2048);
 }
 
 TEST_CASE("a GPU's pools get the memory that a step's scratch and workspace leave") {
@@ -124,11 +136,11 @@ TEST_CASE("a GPU's pools get the memory that a step's scratch and workspace leav
   config.cache_max_entry_count = 0.99;
   const int64_t step = GpuStepBytes(model, config);
   constexpr int64_t kLeft = int64_t{1} << 30;
-  const MemoryPlan plan = PlanMemory(model, config, step + kLeft, false);
+  const MemoryPlan plan = PlanMemory(model, config, step + kLeft, kGpu);
   CHECK(plan.reserved_bytes <= kLeft * 99 / 100);
   CHECK(plan.reserved_bytes > kLeft * 98 / 100);
   try {
-    PlanMemory(model, config, step, false);
+    PlanMemory(model, config, step, kGpu);
     FAIL("pools without memory were accepted");
   } catch (const InvalidArgument& error) {
     const std::string text = error.what();
@@ -144,11 +156,12 @@ TEST_CASE("for any budget, one sequence of the length that fits runs in full chu
     EngineConfig config = Config(KvCacheMode::kFp4Nv, window16);
     config.max_batch_size = 7;
     const auto groups = MakeLayerGroups(CacheConfig(model, config));
-    for (const bool is_cpu : {true, false}) {
+    for (const DeviceCapability& device : {kCpu, kGpu}) {
       for (int64_t free_bytes = 1 << 18; free_bytes < (int64_t{1} << 34); free_bytes *= 3) {
-        const int64_t given = free_bytes + (is_cpu ? 0 : GpuStepBytes(model, config));
-        const std::vector<int64_t> blocks = PlanBlocks(model, config, given, is_cpu);
-        const MemoryPlan plan = PlanMemory(model, config, given, is_cpu);
+        const int64_t given =
+            free_bytes + (device.reserves_lazily ? 0 : GpuStepBytes(model, config));
+        const std::vector<int64_t> blocks = PlanBlocks(model, config, given, device);
+        const MemoryPlan plan = PlanMemory(model, config, given, device);
         CHECK(plan.reserved_bytes <= static_cast<int64_t>(0.8 * static_cast<double>(free_bytes)));
         // The longest sequence that fits the first pool also fits the others.
         int64_t longest = 8192;
@@ -167,7 +180,7 @@ TEST_CASE("for any budget, one sequence of the length that fits runs in full chu
     }
     for (const double count : {1., 2., 5., 100., 4096.}) {
       config.cache_max_entry_count = count;
-      CHECK_NOTHROW(PlanMemory(model, config, kFreeBytes, true));
+      CHECK_NOTHROW(PlanMemory(model, config, kFreeBytes, kCpu));
     }
   }
 }
@@ -180,7 +193,7 @@ TEST_CASE("max_tokens and max_sequence_tokens include the 16-bit window") {
         EngineConfig config = Config(KvCacheMode::kFp4Nv, window16);
         config.session_len = session_len;
         config.max_batch_size = batch;
-        const MemoryPlan plan = PlanMemory(model, config, kFreeBytes, true);
+        const MemoryPlan plan = PlanMemory(model, config, kFreeBytes, kCpu);
         CHECK(plan.max_sequence_tokens == session_len);
         CHECK(plan.max_tokens == batch * session_len);
       }
@@ -189,7 +202,7 @@ TEST_CASE("max_tokens and max_sequence_tokens include the 16-bit window") {
   // Three blocks are in the 16-bit window, and five are quantized.
   EngineConfig config = Config(KvCacheMode::kFp4Nv, {64, 64});
   config.cache_max_entry_count = 5;
-  CHECK(PlanMemory(model, config, kFreeBytes, true).max_sequence_tokens == 8 * 64);
+  CHECK(PlanMemory(model, config, kFreeBytes, kCpu).max_sequence_tokens == 8 * 64);
 }
 
 TEST_CASE("the planned scratch is what the decoder reserves") {
@@ -207,9 +220,9 @@ TEST_CASE("the planned scratch is what the decoder reserves") {
           cache.k_mean = mean.data();
         }
         const std::vector<LayerCache> layers(static_cast<size_t>(model.num_layers), cache);
-        const Decoder decoder({.model = model, .layers = layers, .limits = PlanStep(config, true)},
+        const Decoder decoder({.model = model, .layers = layers, .limits = PlanStep(config, kCpu)},
                               testing::TinyWeights(model, *device), *device);
-        const int64_t planned = PlanMemory(model, config, kFreeBytes, true).scratch_bytes;
+        const int64_t planned = PlanMemory(model, config, kFreeBytes, kCpu).scratch_bytes;
         CHECK(planned == decoder.scratch_bytes());
         CHECK(planned > int64_t{tokens} * model.hidden_size * 4);
       }
@@ -220,7 +233,7 @@ TEST_CASE("the planned scratch is what the decoder reserves") {
 TEST_CASE("a cache that does not fit is rejected with the bytes that it needs") {
   EngineConfig config = Config(KvCacheMode::kFp4Nv, {64, 64});
   try {
-    PlanMemory(Model(), config, 100'000, true);
+    PlanMemory(Model(), config, 100'000, kCpu);
     FAIL("100 kB were accepted");
   } catch (const InvalidArgument& error) {
     // The minimum is a quantized block, which is unused, and a 16-bit block.
@@ -228,7 +241,7 @@ TEST_CASE("a cache that does not fit is rejected with the bytes that it needs") 
     CHECK(std::string(error.what()).find(bytes) != std::string::npos);
   }
   config.kv_quality.window16 = {64, 65};
-  CHECK_THROWS_AS(PlanMemory(Model(), config, kFreeBytes, true), InvalidArgument);
+  CHECK_THROWS_AS(PlanMemory(Model(), config, kFreeBytes, kCpu), InvalidArgument);
 }
 
 // A device without attention kernels for 16-bit blocks.
@@ -247,7 +260,7 @@ TEST_CASE("a cache is rejected if its format or its 16-bit window has no kernels
   const ModelConfig model = testing::TinyConfig();
   const auto refuses = [&](const EngineConfig& config) {
     CHECK_THROWS_AS(RequireKernels(model, config, *device), InvalidArgument);
-    const MemoryPlan plan = PlanMemory(model, config, testing::kFreeBytes, true);
+    const MemoryPlan plan = PlanMemory(model, config, testing::kFreeBytes, kCpu);
     CHECK_THROWS_AS(EngineState(model, config, plan, testing::kFreeBytes,
                                 testing::TinyWeights(model, *cpu), device),
                     InvalidArgument);

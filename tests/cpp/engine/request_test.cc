@@ -100,7 +100,8 @@ TEST_CASE("an unsupported head_dim is rejected before anything runs") {
     model.head_dim = head_dim;
     model.rope.dim = head_dim;
     try {
-      PlanMemory(model, TinyEngineConfig(KvCacheMode::kNone), testing::kFreeBytes, true);
+      PlanMemory(model, TinyEngineConfig(KvCacheMode::kNone), testing::kFreeBytes,
+                 DeviceCapability());
       FAIL("head_dim was accepted");
     } catch (const InvalidArgument& error) {
       CHECK(std::string(error.what()).find("head_dim " + std::to_string(head_dim)) == 0);

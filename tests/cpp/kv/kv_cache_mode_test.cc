@@ -10,7 +10,7 @@
 namespace turbomind {
 namespace {
 
-constexpr DeviceCapability kCpu = {};
+const DeviceCapability kCpu = {};
 
 DeviceCapability Cuda(int sm) { return {true, sm}; }
 
@@ -28,7 +28,7 @@ bool Mentions(const std::string& text, const std::string& part) {
 }
 
 TEST_CASE("four integers name KV formats") {
-  for (const DeviceCapability device : {kCpu, Cuda(75), Cuda(90)}) {
+  for (const DeviceCapability& device : {kCpu, Cuda(75), Cuda(90)}) {
     CHECK(GetKvCacheMode(0, device) == KvCacheMode::kNone);
     CHECK(GetKvCacheMode(4, device) == KvCacheMode::kInt4);
     CHECK(GetKvCacheMode(8, device) == KvCacheMode::kInt8);

@@ -39,7 +39,7 @@ class LoggingDevice : public NullDevice {
   int linear_us = 0;
 
   std::string name() const override { return "logging"; }
-  DeviceCapability capability() const override { return {.is_cuda = true, .sm = 90}; }
+  DeviceCapability capability() const override { return {.default_batch_size = 7}; }
   int num_host_threads() const override { return 7; }
   void ForEachOnHost(int64_t num_items, FunctionRef<void(int64_t item, int thread)> fn) override {
     fn(num_items, 6);
@@ -179,7 +179,7 @@ TEST_CASE("a profiling device forwards every call") {
                                         "Combine", "WriteKv", "Quantize", "Flatten", "Prefill",
                                         "Decode", "Copy", "GroupRows"});
   CHECK(device.name() == "logging");
-  CHECK(device.capability().sm == 90);
+  CHECK(device.capability().default_batch_size == 7);
   CHECK(device.num_host_threads() == 7);
   int64_t seen = 0;
   device.ForEachOnHost(5, [&](int64_t item, int thread) { seen = item * 10 + thread; });

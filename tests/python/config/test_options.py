@@ -8,7 +8,13 @@ import math
 import numpy as np
 import pytest
 
-from lmdeploy import ChatTemplateConfig, GenerationConfig, Response, TurbomindEngineConfig
+from lmdeploy import (
+    ChatTemplateConfig,
+    GenerationConfig,
+    Response,
+    TurbomindEngineConfig,
+    _turbomind,
+)
 from lmdeploy.config.kv_formats import QUANT_POLICY_NAMES, parse_quant_policy
 from lmdeploy.config.unsupported import ENGINE, GENERATION, unsupported_fields
 from lmdeploy.engine.devices import step_sizes
@@ -112,9 +118,10 @@ def test_generation_config_ranges(field, value):
 
 
 def test_a_step_on_a_cpu_is_shorter_but_holds_the_batch():
-    assert step_sizes(TurbomindEngineConfig(), 0) == (32, 256)
-    assert step_sizes(TurbomindEngineConfig(max_batch_size=400), 0) == (400, 400)
-    assert step_sizes(TurbomindEngineConfig(max_prefill_token_num=7), 0) == (32, 7)
+    cpu = _turbomind.DeviceCapability()
+    assert step_sizes(TurbomindEngineConfig(), cpu) == (32, 256)
+    assert step_sizes(TurbomindEngineConfig(max_batch_size=400), cpu) == (400, 400)
+    assert step_sizes(TurbomindEngineConfig(max_prefill_token_num=7), cpu) == (32, 7)
 
 
 def test_defaults_are_those_of_lmdeploy():
@@ -124,7 +131,7 @@ def test_defaults_are_those_of_lmdeploy():
     engine = TurbomindEngineConfig()
     assert (engine.cache_max_entry_count, engine.cache_block_seq_len) == (0.8, 64)
     assert (engine.quant_policy, engine.dtype) == (0, "auto")
-    assert step_sizes(engine, 90) == (128, 8192)
+    assert step_sizes(engine, _turbomind.cuda_capability(90)) == (128, 8192)
     assert engine.enable_prefix_caching
 
 

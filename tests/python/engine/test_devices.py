@@ -165,7 +165,7 @@ def test_the_command_line_says_so_in_one_line(capsys):
 def test_auto_falls_back_to_the_cpu(caplog, monkeypatch, tmp_path):
     caplog.set_level("INFO", "lmdeploy")
     opened = devices.open_device(TurbomindEngineConfig(num_threads=1))
-    assert opened.gpu is None and not opened.device.is_cuda and opened.device.sm == 0
+    assert opened.gpu is None and opened.device.capability.generation == "CPU"
     assert opened.line.startswith("device: cpu (") and opened.free_bytes() > 1 << 20
     assert [(r.levelname, "CUDA is not used" in r.message) for r in caplog.records] == [
         ("INFO", True)
@@ -196,12 +196,12 @@ def test_options_that_exclude_each_other():
 
 
 @pytest.mark.parametrize(
-    ("policy", "sm", "mode"),
+    ("policy", "gpu", "mode"),
     [("fp4", 90, "mxfp4"), ("fp4", 100, "nvfp4"), ("nvfp4", 90, "nvfp4"), (16, 86, "mxfp4")],
 )
-def test_formats_of_a_gpu(policy, sm, mode):
+def test_formats_of_a_gpu(policy, gpu, mode):
     config = TurbomindEngineConfig(quant_policy=policy)
-    options = resolve_kv_options(config, [0, 0], sm=sm)
+    options = resolve_kv_options(config, [0, 0], capability=_turbomind.cuda_capability(gpu))
     assert options.mode == mode
     asked = str(policy) in ("fp4", "16")
     assert bool(options.note) == (asked and mode == "mxfp4")
@@ -210,32 +210,34 @@ def test_formats_of_a_gpu(policy, sm, mode):
 
 def test_strict_arch_and_old_gpus():
     config = TurbomindEngineConfig(quant_policy="nvfp4", strict_arch=True)
+    gpu = _turbomind.cuda_capability
     with pytest.raises(ValueError, match=r"strict_arch=True needs SM 100 or higher, but .* SM 90"):
-        resolve_kv_options(config, [0], sm=90)
-    assert resolve_kv_options(config, [0], sm=100).mode == "nvfp4"
+        resolve_kv_options(config, [0], capability=gpu(90))
+    assert resolve_kv_options(config, [0], capability=gpu(100)).mode == "nvfp4"
     with pytest.raises(ValueError, match="SM 75"):
-        resolve_kv_options(TurbomindEngineConfig(quant_policy=16), [0], sm=75)
+        resolve_kv_options(TurbomindEngineConfig(quant_policy=16), [0], capability=gpu(75))
 
 
 @pytest.mark.parametrize(
-    ("policy", "sm", "warns"),
+    ("policy", "gpu", "warns"),
     [
-        *(("nvfp4", sm, True) for sm in (80, 86, 89, 90)),
+        *(("nvfp4", gpu, True) for gpu in (80, 86, 89, 90)),
         ("k=fp8,v=nvfp4", 90, True),
         ("nvfp4", 100, False),
-        ("nvfp4", 0, False),  # the CPU has its own vector code
+        ("nvfp4", None, False),  # the CPU has its own vector code
         ("fp4", 90, False),  # resolves to mxfp4, which the start line says
         ("mxfp4", 90, False),
         ("fp8", 80, False),
     ],
 )
-def test_nvfp4_in_software_is_warned_of_once(caplog, policy, sm, warns):
+def test_nvfp4_in_software_is_warned_of_once(caplog, policy, gpu, warns):
     config = TurbomindEngineConfig(kv_cache_format=policy, session_len=128)
+    capability = None if gpu is None else _turbomind.cuda_capability(gpu)
     with caplog.at_level("WARNING", logger="lmdeploy"):
-        engine_config_of(config, model_config(), model_path="", sm=sm)
+        engine_config_of(config, model_config(), model_path="", capability=capability)
     texts = [record.getMessage() for record in caplog.records]
     assert len(texts) == warns
-    assert all(f"nvfp4: a GPU of SM {sm} has no FP4 instructions" in text for text in texts)
+    assert all(f"nvfp4: a GPU of SM {gpu} has no FP4 instructions" in text for text in texts)
 
 
 def model_config():
@@ -252,12 +254,26 @@ def model_config():
 def test_the_plan_of_a_gpu_takes_all_that_is_allowed():
     model = model_config()
     config = TurbomindEngineConfig(session_len=256, max_batch_size=1)
-    engine_config, _ = engine_config_of(config, model, model_path="", sm=90)
+    gpu = _turbomind.cuda_capability(90)
+    engine_config, _ = engine_config_of(config, model, model_path="", capability=gpu)
     cpu = _turbomind.plan_memory(model, engine_config, 1 << 30)
-    cuda = _turbomind.plan_memory(model, engine_config, 1 << 30, is_cuda=True)
+    cuda = _turbomind.plan_memory(model, engine_config, 1 << 30, gpu)
     assert cpu.reserved_bytes < cuda.reserved_bytes <= 0.8 * (1 << 30)
-    engine_config, _ = engine_config_of(TurbomindEngineConfig(), model, model_path="", sm=90)
+    engine_config, _ = engine_config_of(
+        TurbomindEngineConfig(), model, model_path="", capability=gpu
+    )
     assert engine_config.max_batch_size == 128
+
+
+def test_a_listed_gpu_and_an_open_one_have_the_same_capability(shim):
+    code = """
+from lmdeploy import _turbomind
+listed, device = _turbomind.cuda_devices()[0][0], _turbomind.make_cuda_device(0)
+for answers in (listed.capability, device.capability):
+    print(answers.generation, answers.default_batch_size, answers.default_step_tokens)
+    print(answers.reserves_lazily, answers.reads_mapped_files, answers.has_fp32)
+"""
+    assert run(code, shim).splitlines() == ["SM 90 128 8192", "False False False"] * 2
 
 
 def test_check_env_without_a_gpu(capsys):
@@ -272,8 +288,9 @@ def test_check_env_without_a_gpu(capsys):
 
 def test_the_table_of_formats(monkeypatch):
     class Gpu:
-        def __init__(self, sm):
-            self.name, self.sm, self.memory_bytes = "a GPU", sm, 1 << 34
+        def __init__(self, generation):
+            self.name, self.memory_bytes = "a GPU", 1 << 34
+            self.capability = _turbomind.cuda_capability(generation)
 
     gpus = [Gpu(75), Gpu(86), Gpu(90), Gpu(120)]
     monkeypatch.setattr(_turbomind, "cuda_devices", lambda: (gpus, ""))

@@ -114,7 +114,7 @@ class CudaDevice final : public Device {
 
   ~CudaDevice() override { UseGpuToFree(gpu_); }
 
-  DeviceCapability capability() const override { return {.is_cuda = true, .sm = context_.gpu.sm}; }
+  DeviceCapability capability() const override { return CudaCapability(context_.gpu.sm); }
   std::string name() const override {
     return "cuda:" + std::to_string(gpu_) + " (" + context_.gpu.name + ", sm " +
            std::to_string(context_.gpu.sm) + ", " + std::to_string(pool_.num_threads()) +

@@ -44,7 +44,7 @@ void List(std::vector<CudaDeviceInfo>* gpus, std::string* why) noexcept {
     for (int gpu = 0; gpu < count; ++gpu) {
       const GpuProperties properties = PropertiesOf(gpu);
       gpus->push_back({.name = properties.name,
-                       .sm = properties.sm,
+                       .capability = CudaCapability(properties.sm),
                        .memory_bytes = static_cast<int64_t>(properties.memory_bytes)});
     }
     return count;
