@@ -168,8 +168,8 @@ class TurbomindEngineConfig:
                 wanted = "one GPU, as in [0]: several at once are not supported"
                 raise refuse("devices", devices, wanted=wanted, flag="--devices")
             check_int("devices", devices[0], low=0, flag="--devices")
-            if self.device_type == "cpu":
-                wanted = "none beside device_type cpu"
+            if self.device_type not in ("auto", "cuda"):
+                wanted = f"none beside device_type {self.device_type}"
                 raise refuse("devices", devices, wanted=wanted, flag="--devices or --device")
         if self.exact and self.needs_cuda:
             raise refuse("exact", True, wanted="False on CUDA", flag="--exact, or use --device cpu")

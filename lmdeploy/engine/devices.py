@@ -68,7 +68,7 @@ def open_device(config: TurbomindEngineConfig) -> OpenDevice:
     """
     from lmdeploy import _turbomind
 
-    if config.device_type != "cpu":
+    if config.device_type in ("auto", "cuda"):
         gpu = config.devices[0] if config.devices else 0
         try:
             if config.exact:
@@ -86,4 +86,5 @@ def open_device(config: TurbomindEngineConfig) -> OpenDevice:
                 raise ValueError(f"{error}; change --device or --devices") from None
             level = logging.WARNING if os.path.exists(_DRIVER_FILE) else logging.INFO
             logger.log(level, "%s", error)
-    return OpenDevice(_turbomind.make_cpu_device(config.num_threads or usable_cores()))
+    name = "cpu" if config.device_type == "auto" else config.device_type
+    return OpenDevice(_turbomind.make_device(name, config.num_threads or usable_cores()))

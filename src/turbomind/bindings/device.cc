@@ -11,10 +11,35 @@
 #include "turbomind/backend/cuda_loader.h"
 #include "turbomind/bindings/bindings.h"
 #include "turbomind/bindings/enums.h"
+#include "turbomind/core/check.h"
 
 namespace py = pybind11;
 
 namespace turbomind {
+namespace {
+
+// The devices that are made from a number of threads, by their names in --device. A GPU takes more
+// options and has a function of its own.
+struct DeviceType {
+  const char* name;
+  std::unique_ptr<Device> (*make)(int num_threads);
+};
+constexpr DeviceType kDeviceTypes[] = {
+    {"cpu", [](int num_threads) { return MakeCpuDevice(num_threads); }},
+};
+
+std::shared_ptr<Device> MakeDevice(const std::string& name, int num_threads) {
+  for (const DeviceType& type : kDeviceTypes) {
+    if (name == type.name) {
+      return type.make(num_threads);
+    }
+  }
+  throw InvalidArgument("device_type: got \"" + name.substr(0, 64) +
+                        "\", which this build does not have; change --device");
+}
+
+}  // namespace
+
 void DefDevices(py::module_& m) {
   using release = py::call_guard<py::gil_scoped_release>;
   py::class_<DeviceCapability>(m, "DeviceCapability")
@@ -36,6 +61,7 @@ void DefDevices(py::module_& m) {
         return std::shared_ptr<Device>(MakeCpuDevice(num_threads, isa));
       },
       py::arg("num_threads"), py::arg("isa") = "");
+  m.def("make_device", &MakeDevice, py::arg("name"), py::arg("num_threads"));
   m.def("available_cpu_isas", &AvailableCpuIsas);
 
   py::class_<CudaDeviceInfo>(m, "CudaDeviceInfo")

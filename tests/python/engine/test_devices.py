@@ -276,6 +276,11 @@ for answers in (listed.capability, device.capability):
     assert run(code, shim).splitlines() == ["SM 90 128 8192", "False False False"] * 2
 
 
+def test_a_device_that_is_not_in_the_table_is_refused():
+    with pytest.raises(_turbomind.InvalidArgument, match=r'device_type: got "nova".*--device'):
+        _turbomind.make_device("nova", 1)
+
+
 def test_check_env_without_a_gpu(capsys):
     assert main(["check_env"]) == 0
     text = capsys.readouterr().out
