@@ -1,4 +1,4 @@
-"""The text of an answer: stop words, the tokens it came from, half characters."""
+"""Tests of an answer's text: stop words, the tokens of each text, incomplete characters."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run_pieces(texts, words, **options):
 
 
 def splits(text):
-    """All ways to cut `text` into pieces."""
+    """Yield all ways to cut `text` into pieces."""
     for mask in range(1 << (len(text) - 1)):
         pieces, last = [], 0
         for i in range(1, len(text)):
@@ -69,34 +69,34 @@ def splits(text):
         ("one\n\ntwo", ["\n\n"], "one"),
     ],
 )
-def test_stop_words_at_every_split(text, words, expected):
+def test_answer_text_stop_word_is_found_at_every_split(text, words, expected):
     for pieces in splits(text):
         shown, _, stopped = run_pieces(pieces, words)
         assert "".join(shown) == expected, pieces
         assert stopped == (expected != text)
-        # Nothing of a stop word was ever shown.
+        # No chunk may show any part of a stop word.
         for i in range(len(shown)):
             assert expected.startswith("".join(shown[:i]))
 
 
-def test_tokens_follow_the_text():
+def test_answer_text_token_count_matches_shown_text():
     shown, tokens, stopped = run_pieces(["ab", "cS", "TO", "Pd", "e"], ["STOP"])
     assert ("".join(shown), tokens, stopped) == ("abc", 2, True)
     shown, tokens, _ = run_pieces(["ab", "cS", "TO", "Pd"], ["STOP"], include_stop=True)
     assert ("".join(shown), tokens) == ("abcSTOP", 4)
 
 
-def test_min_tokens_keep_stop_words_from_counting():
+def test_answer_text_stop_word_before_min_tokens_is_ignored():
     shown, _, stopped = run_pieces(["a", "STOP", "b", "STOP", "c"], ["STOP"], min_tokens=3)
     assert ("".join(shown), stopped) == ("aSTOPb", True)
 
 
-def test_a_stop_word_may_begin_before_min_tokens():
+def test_answer_text_stop_word_may_begin_before_min_tokens():
     shown, tokens, stopped = run_pieces(["a", "ST", "OP", "c"], ["STOP"], min_tokens=3)
     assert ("".join(shown), tokens, stopped) == ("a", 1, True)
     shown, _, stopped = run_pieces(["STOPST", "OP", "c"], ["STOP"], min_tokens=2)
     assert ("".join(shown), stopped) == ("STOP", True)
-    words = ["\n\n", "\nUser:"]  # one begins within another
+    words = ["\n\n", "\nUser:"]  # "\nUser:" begins inside "\n\n"
     shown, _, stopped = run_pieces(["Hi", "\n\n", "User", ":", "x"], words, min_tokens=3)
     assert ("".join(shown), stopped) == ("Hi\n", True)
     assert run_pieces(["a", "a", "a"], ["aa"], min_tokens=3)[2]
@@ -107,9 +107,9 @@ def test_a_stop_word_may_begin_before_min_tokens():
     st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
     st.integers(0, 9),
 )
-def test_min_tokens_against_find(texts, words, min_tokens):
+def test_answer_text_min_tokens_equal_plain_search(texts, words, min_tokens):
     text = "".join(texts)
-    counted = len("".join(texts[: max(min_tokens - 1, 0)]))  # words must end behind
+    counted = len("".join(texts[: max(min_tokens - 1, 0)]))  # stop words must end after this
     ends = [
         (i, -len(w))
         for i in range(counted + 1, len(text) + 1)
@@ -125,7 +125,7 @@ words_strategy = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)
 
 
 @given(st.text("ab", max_size=20), words_strategy, st.data())
-def test_stop_matcher_against_find(text, words, data):
+def test_stop_matcher_text_in_two_parts_equals_plain_search(text, words, data):
     matcher = StopMatcher(words)
     ends = [(i + 1, len(w)) for i in range(len(text)) for w in words if text[: i + 1].endswith(w)]
     expected = min(ends, key=lambda e: (e[0], -e[1])) if ends else None
@@ -139,7 +139,7 @@ def test_stop_matcher_against_find(text, words, data):
     assert found == expected
 
 
-def test_half_characters_wait():
+def test_answer_text_incomplete_characters_are_held_back():
     answer = AnswerText(FakeTextStream(True), ["é!"])
     shown = []
     for token in "né né!".encode():
@@ -150,7 +150,7 @@ def test_half_characters_wait():
 
 
 class Halves:
-    """A detokenizer whose tokens are indices into a list of bytes."""
+    """A detokenizer whose tokens are indices into a list of byte strings."""
 
     def __init__(self, pieces):
         self.pieces = pieces
@@ -167,7 +167,7 @@ class Halves:
         return self.decoder.decode(b"", True)
 
 
-def test_halves_of_a_stop_word_are_no_tokens_of_the_answer():
+def test_answer_text_incomplete_stop_word_adds_no_tokens():
     answer = AnswerText(FakeTextStream(True), ["\N{SLIGHTLY SMILING FACE}"])
     tokens = []
     for token in "é\N{SLIGHTLY SMILING FACE}".encode():
@@ -187,7 +187,7 @@ def test_halves_of_a_stop_word_are_no_tokens_of_the_answer():
     assert cut.take() == ("\ufffd", 1)
 
 
-# Tokens as they are shown and as they are with special tokens.
+# The text of each token without and with special tokens.
 SHOWN = ("a", "b", "ab", "ba", "")
 WHOLE = (*SHOWN[:4], "<S>")
 
@@ -197,11 +197,11 @@ WHOLE = (*SHOWN[:4], "<S>")
     st.lists(st.lists(st.sampled_from(["a", "b", "<S>"]), min_size=1, max_size=4), max_size=3),
     st.booleans(),
 )
-def test_words_with_special_tokens_against_find(tokens, words, include_stop):
+def test_special_token_stop_filter_equals_plain_search(tokens, words, include_stop):
     words = ["".join(word) for word in words]
     plain = [word for word in words if "<S>" not in word]
     whole = "".join(WHOLE[token] for token in tokens)
-    for word in plain:  # what spans a special token is found in the text without it
+    for word in plain:  # a match across a special token is found only in the text without it
         place = whole.find(word)
         alone = place if place < 0 else len(whole[:place].replace("<S>", ""))
         assume(whole.replace("<S>", "").find(word) == alone)
@@ -228,7 +228,7 @@ def test_words_with_special_tokens_against_find(tokens, words, include_stop):
 
 
 class LatePieces(Pieces):
-    """All text comes at the end, as that of GPT-OSS does without its format."""
+    """A detokenizer that returns all text at the end, as GPT-OSS does without its format."""
 
     def __init__(self, texts):
         super().__init__(texts)
@@ -245,14 +245,14 @@ class LatePieces(Pieces):
 
 
 @pytest.mark.parametrize("shown", [Pieces, LatePieces])
-def test_a_token_that_a_word_cuts_is_shown_to_the_cut(shown):
+def test_special_token_stop_filter_cut_token_is_shown_up_to_the_cut(shown):
     answer = SpecialTokenStopFilter(shown(SHOWN), gate=AnswerText(Pieces(WHOLE), ["b<S>"]))
     for token in (0, 2, 4):  # a, ab, <S>
         answer.push(token)
     assert answer.stopped and answer.take() == ("aa", 2)
 
 
-def test_half_a_character_of_a_dropped_word_is_not_shown():
+def test_special_token_stop_filter_hides_incomplete_character():
     gate = AnswerText(FakeTextStream(False), ["é<eos>"])
     answer = SpecialTokenStopFilter(FakeTextStream(True), gate=gate)
     for token in [*"né".encode(), EOS]:

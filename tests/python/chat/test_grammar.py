@@ -1,4 +1,4 @@
-"""Grammars of one call: compiled once, a state per answer."""
+"""Tests of grammars: each is compiled once, and each answer has its own state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fake_engine import FakeTokenizer
 from lmdeploy.base.checks import OptionError
 from lmdeploy.chat.grammar import Grammar, Grammars
 
-VOCAB_SIZE = 262  # of llguidance's tokenizer of bytes
+VOCAB_SIZE = 262  # size of llguidance's byte tokenizer
 
 
 def grammars() -> Grammars:
@@ -25,7 +25,7 @@ def allowed(mask_of: Any, new_tokens: bytes = b"") -> str:
     return "".join(chr(i) for i in range(256) if bits[i])
 
 
-def test_answers_do_not_see_each_other() -> None:
+def test_token_mask_answers_have_independent_states() -> None:
     known = grammars()
     format_ = {"type": "regex_schema", "regex_schema": "a(b|c)d"}
     first, second = known.token_mask(format_), known.token_mask(format_)
@@ -36,7 +36,7 @@ def test_answers_do_not_see_each_other() -> None:
     assert allowed(second, b"a") == "bc"
 
 
-def test_an_answer_that_waits_holds_no_matcher() -> None:
+def test_grammar_waiting_answers_create_no_matcher() -> None:
     grammar = Grammar("start: /ab/", FakeTokenizer().grammar_tokenizer(VOCAB_SIZE))
     copies: list[Any] = []
 
@@ -52,7 +52,7 @@ def test_an_answer_that_waits_holds_no_matcher() -> None:
     assert len(copies) == 1
 
 
-def test_equal_looking_formats_are_told_apart() -> None:
+def test_grammars_schemas_with_1_and_true_are_distinct() -> None:
     known = grammars()
 
     def begins(value: object) -> str:
@@ -62,11 +62,11 @@ def test_equal_looking_formats_are_told_apart() -> None:
     assert "1" in begins(1) and "t" in begins(True)
 
 
-def test_text_needs_no_tokenizer() -> None:
+def test_grammars_text_format_builds_no_tokenizer() -> None:
     assert Grammars(lambda: pytest.fail("asked for")).token_mask({"type": "text"}) is None
 
 
-def test_a_token_outside_the_grammar_names_the_field() -> None:
+def test_token_mask_token_outside_the_grammar_raises_option_error() -> None:
     mask = np.zeros((VOCAB_SIZE + 31) // 32, dtype=np.int32)
     token_mask = grammars().token_mask({"type": "regex_schema", "regex_schema": "ab"})
     assert token_mask is not None and token_mask([], mask)

@@ -1,4 +1,4 @@
-"""Chat templates: as transformers renders them, and no way out of the sandbox."""
+"""Tests of chat templates: transformers is the reference, and no template leaves the sandbox."""
 
 import json
 import tracemalloc
@@ -66,12 +66,12 @@ def reference(source: str, *, add_generation_prompt: bool) -> str:
 
 @pytest.mark.parametrize("prompt", [True, False])
 @pytest.mark.parametrize("source", [LLAMA2_LIKE, JSON_LIKE], ids=["llama2", "json"])
-def test_renders_as_transformers(source: str, prompt: bool) -> None:
+def test_render_equals_transformers(source: str, prompt: bool) -> None:
     got = template(source).render(MESSAGES, add_generation_prompt=prompt)
     assert got == reference(source, add_generation_prompt=prompt)
 
 
-def test_smollm2_prompt() -> None:
+def test_render_smollm2_template_gives_expected_prompt() -> None:
     metadata = GgufFile(resolve_model("smollm2")).metadata
     own = template_from_gguf(metadata, tokenizer_from_gguf(metadata, "x"))
     assert own is not None
@@ -85,15 +85,15 @@ def test_smollm2_prompt() -> None:
         )
 
 
-def test_variables_reach_the_template() -> None:
+def test_render_variables_reach_the_template() -> None:
     source = "{% if enable_thinking is defined and not enable_thinking %}quick{% endif %}"
     assert template(source).render([]) == ""
     assert template(source).render([], variables={"enable_thinking": False}) == "quick"
-    # They cannot replace what the engine passes.
+    # Variables cannot replace values that the engine passes.
     assert template("{{ bos_token }}").render([], variables={"bos_token": "x"}) == "<s>"
 
 
-def test_the_templates_own_refusal_is_told() -> None:
+def test_render_raise_exception_becomes_value_error() -> None:
     with pytest.raises(ValueError, match="roles must alternate"):
         template(LLAMA2_LIKE).render([MESSAGES[2]])
 
@@ -114,7 +114,7 @@ def test_the_templates_own_refusal_is_told() -> None:
         "{% for i in range(90000) %}{{ ('x' * 10000) }}{% endfor %}",
     ],
 )
-def test_hostile_templates_are_value_errors(source: str) -> None:
+def test_render_hostile_template_raises_value_error(source: str) -> None:
     with pytest.raises(ValueError, match=r"template"):
         template(source).render(MESSAGES)
 
@@ -137,7 +137,7 @@ DIVIDED = "{{ (('f' * 10**7)|int(0, 16)) // (('f' * 10**6)|int(0, 16)) }}"
 HEX = "{{ 0x" + "f" * 10**5 + " // 0x" + "e" * 10**4 + " }}"
 VALUE = "got a value of"
 WIDTH = "got a width of"
-SLOW = f"{VALUE}|runs for more than"  # whichever is first
+SLOW = f"{VALUE}|runs for more than"  # whichever limit is reached first
 
 
 @pytest.mark.parametrize(
@@ -212,16 +212,16 @@ SLOW = f"{VALUE}|runs for more than"  # whichever is first
         (SEARCHED.replace("TEST", "map('tojson')|reject('in', x)"), "runs for more than"),
     ],
 )
-def test_time_and_memory_are_bounded(
+def test_render_expensive_template_is_stopped_by_a_limit(
     source: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the bound itself: a MemoryError would have another text."""
+    """The expected text shows that our limit stopped the template, not a MemoryError."""
     monkeypatch.setattr("lmdeploy.chat.template_limits.MAX_SECONDS", 0.5)
     with pytest.raises(ValueError, match=words):
         template(source).render(MESSAGES)
 
 
-# Written after what chat templates of released models do.
+# These templates use the features that chat templates of released models use.
 TOOLS = """{%- if custom is defined %}{%- set tools = custom %}{%- endif %}
 {%- macro show(tool, context=none) -%}
 {{- '- ' ~ tool.function.name ~ ': ' ~ (tool.function.description or 'none') }}
@@ -275,7 +275,9 @@ ROLES = """{% set names = {'user': 'U', 'assistant': 'A', 'system': 'S'} %}
 
 @pytest.mark.parametrize("source", [TOOLS, ROLES])
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
-def test_ordinary_templates_are_as_in_plain_jinja(source: str, add_generation_prompt: bool) -> None:
+def test_render_ordinary_template_equals_plain_jinja(
+    source: str, add_generation_prompt: bool
+) -> None:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
@@ -298,7 +300,7 @@ def test_ordinary_templates_are_as_in_plain_jinja(source: str, add_generation_pr
     assert rendered == plain and len(plain) > 200
 
 
-def test_bounds_leave_ordinary_templates_alone() -> None:
+def test_render_limits_do_not_affect_ordinary_templates() -> None:
     for source, text in {
         "{{ ['a', 'b']|join(', ') ~ 1 ~ [2] }}": "a, b1[2]",
         "{{ messages|map(attribute='role')|join('|') }}": "system|user|assistant|user",
@@ -325,7 +327,9 @@ def test_bounds_leave_ordinary_templates_alone() -> None:
 
 
 @pytest.mark.parametrize("indent", [None, 4, 16])
-def test_json_stops_at_the_limit(monkeypatch: pytest.MonkeyPatch, indent: int | None) -> None:
+def test_tojson_stops_at_the_output_limit(
+    monkeypatch: pytest.MonkeyPatch, indent: int | None
+) -> None:
     monkeypatch.setattr("lmdeploy.chat.jinja_template._MAX_OUTPUT_CHARS", 100_000)
     value: object = list(range(50_000))
     for _ in range(50):
@@ -340,7 +344,7 @@ def test_json_stops_at_the_limit(monkeypatch: pytest.MonkeyPatch, indent: int | 
         tracemalloc.stop()
 
 
-def test_json_is_indented_a_little() -> None:
+def test_tojson_indent_is_limited() -> None:
     assert template("{{ [1] | tojson(indent=16) }}").render([]) == "[\n" + " " * 16 + "1\n]"
     assert template("{{ [1] | tojson(indent='\t') }}").render([]) == "[\n\t1\n]"
     for indent in ("17", "' ' * 17"):
@@ -349,12 +353,12 @@ def test_json_is_indented_a_little() -> None:
 
 
 @pytest.mark.parametrize("source", ["{% if %}", "{{", "{% endfor %}", "x" * (2 << 20)])
-def test_templates_that_do_not_compile(source: str) -> None:
+def test_chat_template_invalid_source_raises_model_format_error(source: str) -> None:
     with pytest.raises(ModelFormatError, match="test:"):
         template(source)
 
 
-def test_where_a_template_is_found(tmp_path: Path) -> None:
+def test_template_from_folder_finds_template_in_order_of_precedence(tmp_path: Path) -> None:
     tokenizer = Tokenizer(byte_tokenizer(), eos_ids=[2], bos_id=1)
     assert template_from_folder(tmp_path, tokenizer) is None
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "named"}]

@@ -1,4 +1,4 @@
-"""Messages of a conversation: one form for templates, and errors that name the field."""
+"""Tests of message checks: all messages get one form, and errors name the field."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CALL = {"id": "a", "type": "function", "function": FUNCTION}
 USER = {"role": "user", "content": "Hi"}
 
 
-def test_plain_messages_get_one_form() -> None:
+def test_check_messages_plain_messages_get_one_form() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     given = [
         {"role": "developer", "content": "Be kind.", "tool_calls": None},
@@ -30,7 +30,7 @@ def test_plain_messages_get_one_form() -> None:
     assert check_messages(given, accept_tools=True) == wanted
 
 
-def test_tool_conversations_get_one_form() -> None:
+def test_check_messages_tool_conversation_gets_one_form() -> None:
     given = [
         USER,
         {"role": "assistant", "thinking": "hm", "tool_calls": [CALL]},
@@ -63,7 +63,7 @@ def test_tool_conversations_get_one_form() -> None:
         ({"role": "tool", "content": None}, "content"),
     ],
 )
-def test_an_error_names_the_field(message: Any, field: str) -> None:
+def test_check_messages_invalid_field_is_named_in_the_error(message: Any, field: str) -> None:
     with pytest.raises(OptionError) as info:
         check_messages([message], accept_tools=True)
     assert info.value.field == f"messages[0].{field}"

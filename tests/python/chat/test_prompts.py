@@ -1,4 +1,4 @@
-"""Which template a conversation goes through, and where BOS comes from."""
+"""Tests of prompts: the choice of the template, BOS, and the token limit."""
 
 from __future__ import annotations
 
@@ -45,12 +45,14 @@ def encode(config: ChatTemplateConfig | None, *, adds_bos: bool) -> tuple[list[i
     ("options", "text"),
     [({"capability": "completion"}, "abc"), ({"user": "a", "eoh": "b"}, "aabcb")],
 )
-def test_bos_is_the_tokenizers_matter(options: dict[str, Any], text: str, adds_bos: bool) -> None:
+def test_encode_chat_config_template_takes_bos_from_the_tokenizer(
+    options: dict[str, Any], text: str, adds_bos: bool
+) -> None:
     ids, tokenizer = encode(ChatTemplateConfig("custom", **options), adds_bos=adds_bos)
     assert ids == [BOS] * adds_bos + tokenizer.encode(text, add_special=False)
 
 
-def test_without_a_template_the_answer_goes_on() -> None:
+def test_choose_template_completion_sets_continue_final_message() -> None:
     tokenizer = tokenizer_from_gguf(sentence_piece_metadata(), "spm")
     for options, continue_final_message in (
         ({"capability": "completion"}, True),
@@ -62,13 +64,15 @@ def test_without_a_template_the_answer_goes_on() -> None:
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])
-def test_a_models_template_writes_bos_itself(adds_bos: bool) -> None:
+def test_encode_chat_model_template_writes_its_own_bos(adds_bos: bool) -> None:
     ids, tokenizer = encode(None, adds_bos=adds_bos)
     assert ids == tokenizer.encode("<s>abc", add_special=False)
     assert ids.count(BOS) == 1
 
 
-def test_a_name_that_chooses_nothing_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_choose_template_name_without_effect_logs_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.WARNING, logger="lmdeploy"):
         for quiet in (ChatTemplateConfig("custom"), ChatTemplateConfig("vicuna", user="a")):
             encode(quiet, adds_bos=True)
@@ -77,14 +81,12 @@ def test_a_name_that_chooses_nothing_is_a_warning(caplog: pytest.LogCaptureFixtu
     assert "'vicuna' has no effect" in caplog.text
 
 
-def test_a_meta_instruction_alone() -> None:
+def test_prompt_template_meta_instruction_is_default_system_message() -> None:
     source = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
     template = PromptTemplate(ChatTemplate(source, origin="test"), meta_instruction="Be kind")
     assert template.render([], {}) == "system: Be kind;"
     assert template.render([{"role": "system", "content": "No"}], {}) == "system: No;"
 
-
-# --- answers that are continued -------------------------------------------------------------------
 
 CHATML = """\
 {%- for m in messages %}
@@ -94,7 +96,7 @@ CHATML = """\
 
 
 @pytest.mark.parametrize("beginning", ["", "im_end", "{", " Well, ", "a\ue000b"])
-def test_an_answer_at_the_end_is_continued(beginning: str) -> None:
+def test_prompt_template_final_assistant_message_is_continued(beginning: str) -> None:
     template = PromptTemplate(ChatTemplate(CHATML, origin="test"))
     messages = [*QUESTION, {"role": "assistant", "content": beginning}]
     new_turn = "<|im_start|>user\nabc<|im_end|>\n<|im_start|>assistant\n"
@@ -102,7 +104,7 @@ def test_an_answer_at_the_end_is_continued(beginning: str) -> None:
     assert template.render(messages, {}) == new_turn + beginning
 
 
-def test_texts_of_a_config_continue_an_answer() -> None:
+def test_choose_template_config_texts_continue_final_message() -> None:
     tokenizer = tokenizer_from_gguf(sentence_piece_metadata(), "spm")
     config = ChatTemplateConfig("custom", user="U:", eoh="|", assistant="A:", eoa="#")
     template = choose_template(None, config, tokenizer=tokenizer)
@@ -112,7 +114,7 @@ def test_texts_of_a_config_continue_an_answer() -> None:
     assert template.render([*QUESTION, answer, *QUESTION], {}) == "U:abc|A:ab#U:abc|A:"
 
 
-def test_the_answer_to_a_continued_one_goes_on() -> None:
+def test_encode_chat_final_assistant_message_sets_continue_final_message() -> None:
     tokenizer = tokenizer_from_gguf(sentence_piece_metadata(), "spm")
     parts: Any = SimpleNamespace(
         tokenizer=tokenizer,
@@ -129,7 +131,7 @@ def test_the_answer_to_a_continued_one_goes_on() -> None:
     assert not continues([{"role": "assistant", "content": ""}])
 
 
-def test_a_template_without_the_last_answer_is_refused() -> None:
+def test_prompt_template_that_omits_the_final_answer_is_rejected() -> None:
     source = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     template = PromptTemplate(ChatTemplate(source, origin="test"))
     with pytest.raises(OptionError, match="chat template leaves out"):
@@ -138,15 +140,12 @@ def test_a_template_without_the_last_answer_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "bos_token", "texts"])
-def test_names_of_the_prompt_are_no_options(name: str) -> None:
+def test_check_template_options_rejects_reserved_names(name: str) -> None:
     with pytest.raises(OptionError, match=f"chat_template_kwargs.{name}: got a value"):
         check_template_options({name: "x"})
 
 
-# --- names of messages ----------------------------------------------------------------------------
-
-
-def test_a_name_goes_to_the_template() -> None:
+def test_check_messages_name_reaches_the_template() -> None:
     messages = [{"role": "user", "name": "Ann", "content": "a"}, {"role": "user", "content": "b"}]
     checked = check_messages(messages)
     source = "{% for m in messages %}{{ m.name or 'nobody' }}: {{ m.content }};{% endfor %}"
@@ -156,7 +155,7 @@ def test_a_name_goes_to_the_template() -> None:
         check_messages([{"role": "user", "name": 3, "content": "a"}])
 
 
-def test_a_huge_text_is_refused_before_all_of_it_is_tokenized(monkeypatch):
+def test_encode_text_huge_text_is_rejected_before_it_is_fully_tokenized(monkeypatch):
     monkeypatch.setattr(prompts, "_HUGE_TEXT", 100)
     monkeypatch.setattr(prompts, "_PIECE_CHARS", 50)
     monkeypatch.setattr(prompts, "_MORE_OF_A_PIECE", 2)
@@ -172,7 +171,7 @@ def test_a_huge_text_is_refused_before_all_of_it_is_tokenized(monkeypatch):
         ValueError, match="got more than 400 tokens, wanted at most session_len 400"
     ):
         prompts.encode_text(parts, "a" * 1900, add_special=True)
-    assert asked == [50] * 9  # of 48 tokens at least
+    assert asked == [50] * 9  # each piece has at least 48 tokens
     asked.clear()
     assert len(prompts.encode_text(parts, "a" * 390, add_special=True)) == 390
     assert asked == [*[50] * 7, 40, 390]
@@ -183,7 +182,7 @@ def test_a_huge_text_is_refused_before_all_of_it_is_tokenized(monkeypatch):
         prompts.encode_text(parts, "a" * 2001, add_special=True)
 
 
-def test_encode_chat_without_a_template_names_the_flag() -> None:
+def test_encode_chat_without_a_template_error_names_the_flag() -> None:
     parts: Any = SimpleNamespace(
         chat_template=None,
         session_len=64,

@@ -1,4 +1,4 @@
-"""Stop words against a plain search, text fed in many pieces."""
+"""Tests of stop words: text fed in many pieces gives the result of a plain search."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LETTERS = "abc"
 
 
 def first_end(text: str, words: list[str]) -> tuple[int, int] | None:
-    """(end, length) of the match that ends first, the longest of several."""
+    """Return (end, length) of the match that ends first; of several, the longest."""
     ends = [(text.find(word) + len(word), -len(word)) for word in words if word in text]
     end, length = min(ends, default=(0, 0))
     return (end, -length) if ends else None
@@ -21,7 +21,9 @@ def first_end(text: str, words: list[str]) -> tuple[int, int] | None:
     st.lists(st.text(LETTERS, max_size=6), max_size=12),
     st.lists(st.text(LETTERS, min_size=1, max_size=7), max_size=6),
 )
-def test_pieces_are_as_one_text(pieces: list[str], words: list[str]) -> None:
+def test_stop_matcher_text_in_pieces_equals_plain_search(
+    pieces: list[str], words: list[str]
+) -> None:
     matcher, fed = StopMatcher(words), ""
     for piece in pieces:
         found = matcher.find(piece)
@@ -35,7 +37,7 @@ def test_pieces_are_as_one_text(pieces: list[str], words: list[str]) -> None:
         assert matcher.held == max(begins, default=0)
 
 
-def test_the_longest_words() -> None:
+def test_stop_matcher_longest_words_are_held_and_found() -> None:
     words = ["a" * i + "b" for i in range(1, 250)] + ["a" * 4095 + "c"]
     matcher = StopMatcher(words)
     for _ in range(5000):

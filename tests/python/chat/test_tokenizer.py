@@ -1,4 +1,4 @@
-"""Ids equal llama.cpp's, streams equal whole decoding, and bad vocabularies are refused."""
+"""Tests of tokenizers: llama.cpp's ids, streaming, and invalid vocabularies."""
 
 import gc
 import json
@@ -22,7 +22,7 @@ from lmdeploy.checkpoint.files.gguf_file import GgufFile
 from lmdeploy.checkpoint.hub import resolve_model
 
 DATA = Path(__file__).parents[1] / "data"
-# (text, ids) made with llama-cpp-python 0.3.36 on the same file: tokenize(special=True).
+# List of (text, ids) from llama-cpp-python 0.3.36 on the same file: tokenize(special=True).
 SMOLLM2_IDS = json.loads((DATA / "smollm2_ids.json").read_text())
 
 
@@ -52,17 +52,14 @@ def byte_level_metadata(**changes: Any) -> dict[str, Any]:
     return {f"tokenizer.ggml.{key}": value for key, value in values.items() if value is not None}
 
 
-# --- llama.cpp's ids ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("row", SMOLLM2_IDS, ids=lambda row: repr(row["text"])[:24])
-def test_smollm2_gives_llama_cpp_ids(smollm2: Tokenizer, row: dict[str, Any]) -> None:
+def test_encode_smollm2_equals_llama_cpp(smollm2: Tokenizer, row: dict[str, Any]) -> None:
     assert smollm2.encode(row["text"]) == row["ids"]
     assert smollm2.decode(row["ids"], skip_special=False) == row["text"]
 
 
-def test_the_digit_rule_matters(smollm2: Tokenizer) -> None:
-    """A cut without single digits gives other ids: the vectors above can see the difference."""
+def test_encode_other_pre_tokenizer_gives_other_ids(smollm2: Tokenizer) -> None:
+    """Without SmolLM's rule for single digits, the ids differ: the reference ids above test it."""
     metadata = dict(GgufFile(resolve_model("smollm2")).metadata)
     metadata["tokenizer.ggml.pre"] = "gpt-2"
     usual = tokenizer_from_gguf(metadata, "usual")
@@ -70,14 +67,14 @@ def test_the_digit_rule_matters(smollm2: Tokenizer) -> None:
     assert any(usual.encode(row["text"]) != row["ids"] for row in SMOLLM2_IDS)
 
 
-def test_sentence_piece_follows_scores() -> None:
+def test_encode_sentence_piece_merges_by_score() -> None:
     tokenizer = tokenizer_from_gguf(sentence_piece_metadata(), "spm")
     piece = {token: i for i, token in enumerate(sentence_piece_metadata()["tokenizer.ggml.tokens"])}
     assert tokenizer.encode("abc") == [1, piece["▁abc"]]
     assert tokenizer.encode("abc", add_special=False) == [piece["▁abc"]]
-    # "▁a" (rank 6) merges before "bc" (rank 9), "ab" (rank 5) before both.
+    # "▁a" (rank 6) merges before "bc" (rank 9), and "ab" (rank 5) before both.
     assert tokenizer.encode("ab bc", False) == [piece["▁ab"], piece["▁"], piece["bc"]]
-    # What no piece covers becomes bytes.
+    # Characters that no piece covers become bytes.
     assert tokenizer.encode("ñ", False) == [piece["▁"], piece["<0xC3>"], piece["<0xB1>"]]
     assert tokenizer.decode(tokenizer.encode("ab ñé c", False)) == "ab ñé c"
     unprefixed = tokenizer_from_gguf(sentence_piece_metadata(add_space_prefix=False), "spm")
@@ -85,7 +82,7 @@ def test_sentence_piece_follows_scores() -> None:
     assert unprefixed.decode(unprefixed.encode(" abc", False)) == " abc"
 
 
-def test_a_text_that_goes_on_keeps_its_first_space() -> None:
+def test_stream_that_does_not_begin_the_text_keeps_first_space() -> None:
     tokenizer = tokenizer_from_gguf(sentence_piece_metadata(), "spm")
     ids = tokenizer.encode("ab c", add_special=False)
     going_on = tokenizer.stream(begins_text=False)
@@ -94,7 +91,7 @@ def test_a_text_that_goes_on_keeps_its_first_space() -> None:
     assert "".join(map(beginning.push, ids)) + beginning.finish() == "ab c"
 
 
-def test_bos_follows_the_file() -> None:
+def test_encode_bos_follows_metadata_of_the_file() -> None:
     assert tokenizer_from_gguf(byte_level_metadata(), "x").encode("e")[0] != 1
     with_bos = tokenizer_from_gguf(byte_level_metadata(add_bos_token=True), "x")
     assert with_bos.encode("e")[0] == 1
@@ -103,27 +100,24 @@ def test_bos_follows_the_file() -> None:
     assert tokenizer_from_gguf(sentence_piece_metadata(add_bos_token=False), "x").encode("a") != 1
 
 
-# --- bytes and streams ----------------------------------------------------------------------------
-
-
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(max_size=60))
-def test_streams_equal_whole_decoding(tiny: Tokenizer, text: str) -> None:
+def test_stream_equals_decoding_at_once(tiny: Tokenizer, text: str) -> None:
     ids = tiny.encode(text, add_special=False)
     stream = tiny.stream(skip_special=False)
     pieces = [stream.push(token_id) for token_id in ids]
     assert "".join(pieces) + stream.finish() == text == tiny.decode(ids, skip_special=False)
-    # Half a character would show as U+FFFD.
+    # An incomplete character would show as U+FFFD.
     assert "�" in text or all("�" not in piece for piece in pieces)
 
 
 @settings(max_examples=200, deadline=None)
 @given(ids=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=40))
-def test_any_ids_decode_as_the_library_does(tiny: Tokenizer, ids: list[int]) -> None:
+def test_decode_random_ids_equals_tokenizers(tiny: Tokenizer, ids: list[int]) -> None:
     assert tiny.decode(ids) == byte_tokenizer().decode(ids, skip_special_tokens=True)
 
 
-def test_unfinished_character_is_kept_back(smollm2: Tokenizer) -> None:
+def test_stream_incomplete_character_is_held_back(smollm2: Tokenizer) -> None:
     ids = smollm2.encode("👨‍👩‍👧", add_special=False)
     stream = smollm2.stream()
     assert stream.push(ids[0]) in ("", "👨")
@@ -133,7 +127,7 @@ def test_unfinished_character_is_kept_back(smollm2: Tokenizer) -> None:
     assert partial.finish() == "�"
 
 
-def test_special_tokens_can_be_skipped(smollm2: Tokenizer) -> None:
+def test_decode_skips_special_tokens_on_request(smollm2: Tokenizer) -> None:
     ids = smollm2.encode("<|im_start|>a<|im_end|>", add_special=False)
     assert smollm2.decode(ids) == "a"
     assert smollm2.decode(ids, skip_special=False) == "<|im_start|>a<|im_end|>"
@@ -141,18 +135,18 @@ def test_special_tokens_can_be_skipped(smollm2: Tokenizer) -> None:
     assert smollm2.eos_token == "<|im_end|>"
 
 
-def test_lone_surrogates_are_no_text(tiny: Tokenizer) -> None:
+def test_encode_lone_surrogate_becomes_replacement_character(tiny: Tokenizer) -> None:
     assert tiny.decode(tiny.encode("a\ud800b", add_special=False)) == "a�b"
     assert tiny.decode(tiny.encode("a\ud800b" * 2000, add_special=False)) == "a�b" * 2000
 
 
-def test_long_texts_give_the_same_ids(smollm2: Tokenizer) -> None:
+def test_encode_long_text_equals_encoding_of_its_words(smollm2: Tokenizer) -> None:
     words = [f"It was {year}, café \u2014\n" for year in range(1000, 3000)]
     ids = smollm2.encode("".join(words))
     assert ids == [i for word in words for i in smollm2.encode(word)]
 
 
-def test_a_long_text_lets_other_threads_run(smollm2: Tokenizer) -> None:
+def test_encode_long_text_lets_other_threads_run(smollm2: Tokenizer) -> None:
     running = threading.Thread(target=smollm2.encode, args=("It was 1984. " * 40_000,))
     running.start()
     turns = 0
@@ -163,13 +157,13 @@ def test_a_long_text_lets_other_threads_run(smollm2: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("token_id", [-1, VOCAB_SIZE, 1 << 40])
-def test_unknown_ids_are_refused(tiny: Tokenizer, token_id: int) -> None:
+def test_decode_unknown_id_raises_value_error(tiny: Tokenizer, token_id: int) -> None:
     with pytest.raises(ValueError, match=f"token id {token_id}"):
         tiny.decode([token_id])
 
 
-def test_bytes_of_tokens_take_little_memory() -> None:
-    """Besides the library's own vocabulary: 49,152 objects of their own would take 2.5 MB."""
+def test_tokenizer_token_bytes_take_little_memory() -> None:
+    """The library's own vocabulary is not counted. 49,152 Python objects would take 2.5 MB."""
     metadata = GgufFile(resolve_model("smollm2")).metadata
     tokenizer_from_gguf(metadata, "what modules keep")
     gc.collect()
@@ -184,7 +178,7 @@ def test_bytes_of_tokens_take_little_memory() -> None:
     assert contents + 4 * tokenizer.vocab_size < kept < contents + 5 * tokenizer.vocab_size
 
 
-def test_grammar_tokenizer_masks(smollm2: Tokenizer) -> None:
+def test_grammar_tokenizer_mask_allows_matching_tokens_only(smollm2: Tokenizer) -> None:
     import llguidance
     import numpy as np
 
@@ -198,15 +192,12 @@ def test_grammar_tokenizer_masks(smollm2: Tokenizer) -> None:
     assert all(smollm2.token_bytes(int(i))[:1].isdigit() for i in allowed)
 
 
-# --- Hugging Face folders -------------------------------------------------------------------------
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return save_model(make_model(TINY_MODELS[0]), tmp_path)
 
 
-def test_folder_tokenizer(folder: Path, tiny: Tokenizer) -> None:
+def test_tokenizer_from_folder_equals_its_source(folder: Path, tiny: Tokenizer) -> None:
     tokenizer = tokenizer_from_folder(folder)
     assert tokenizer.encode("the rest") == tiny.encode("the rest")
     assert tokenizer.eos_ids == [2] and tokenizer.bos_id == 1
@@ -226,10 +217,10 @@ def test_folder_tokenizer(folder: Path, tiny: Tokenizer) -> None:
     ],
     ids=str,
 )
-def test_what_stands_around_a_text_is_that_of_tokenizer_json(
+def test_encode_special_tokens_around_a_text_follow_tokenizer_json(
     folder: Path, keys: dict[str, bool], name: str | None, has_processor: bool
 ) -> None:
-    """transformers 5 drops add_bos_token and add_eos_token where there is a tokenizer.json."""
+    """transformers 5 ignores add_bos_token and add_eos_token if there is a tokenizer.json."""
     from tokenizers import processors
     from transformers import AutoTokenizer
 
@@ -247,7 +238,7 @@ def test_what_stands_around_a_text_is_that_of_tokenizer_json(
     assert (ids[0] == 1) == has_processor
 
 
-def test_a_begin_token_that_is_said_to_be_none_is_none(folder: Path) -> None:
+def test_tokenizer_from_folder_null_bos_token_disables_bos(folder: Path) -> None:
     (folder / "config.json").write_text('{"bos_token_id": 1}')
     assert tokenizer_from_folder(folder).bos_id == 1
     path = folder / "tokenizer_config.json"
@@ -257,20 +248,22 @@ def test_a_begin_token_that_is_said_to_be_none_is_none(folder: Path) -> None:
     assert (tokenizer.bos_id, tokenizer.bos_token) == (None, "")
 
 
-def test_end_ids_that_no_vocabulary_has_are_none(folder: Path) -> None:
+def test_tokenizer_from_folder_ignores_eos_ids_outside_the_vocabulary(folder: Path) -> None:
     (folder / "generation_config.json").write_text('{"eos_token_id": [99999999999, true, -1, 5]}')
     tokenizer = tokenizer_from_folder(folder)
     assert sorted(tokenizer.eos_ids) == [2, 5] and tokenizer.eos_token
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"model": {"type": "BPE"}}', "null"])
-def test_bad_tokenizer_json(folder: Path, text: str) -> None:
+def test_tokenizer_from_folder_malformed_tokenizer_json_is_rejected(
+    folder: Path, text: str
+) -> None:
     (folder / "tokenizer.json").write_text(text)
     with pytest.raises(ModelFormatError, match=r"tokenizer\.json"):
         tokenizer_from_folder(folder)
 
 
-def test_decoder_that_is_not_known(folder: Path) -> None:
+def test_tokenizer_from_folder_unsupported_decoder_is_rejected(folder: Path) -> None:
     state = json.loads((folder / "tokenizer.json").read_text())
     state["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
     (folder / "tokenizer.json").write_text(json.dumps(state))
@@ -278,13 +271,11 @@ def test_decoder_that_is_not_known(folder: Path) -> None:
         tokenizer_from_folder(folder)
 
 
-def test_missing_tokenizer_json(folder: Path) -> None:
+def test_tokenizer_from_folder_missing_tokenizer_json_is_rejected(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ModelFormatError, match=r"no tokenizer\.json"):
         tokenizer_from_folder(folder)
 
-
-# --- bad GGUF vocabularies ------------------------------------------------------------------------
 
 BAD_VOCABULARIES: list[tuple[dict[str, Any], str]] = [
     (byte_level_metadata(model="rwkv"), "'rwkv'; supported: gpt2, llama"),
@@ -307,12 +298,14 @@ BAD_VOCABULARIES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("metadata", "message"), BAD_VOCABULARIES, ids=lambda v: str(v)[:30])
-def test_bad_vocabulary(metadata: dict[str, Any], message: str) -> None:
+def test_tokenizer_from_gguf_malformed_vocabulary_is_rejected(
+    metadata: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ModelFormatError, match=message):
         tokenizer_from_gguf(metadata, "file")
 
 
-def test_every_pre_tokenizer_compiles() -> None:
+def test_tokenizer_from_gguf_every_pre_tokenizer_round_trips() -> None:
     for name in PRE_TOKENIZERS:
         tokenizer = tokenizer_from_gguf(byte_level_metadata(pre=name), name)
         text = "The 1234 rest's\r\n  <x> é 中文\t!?  "

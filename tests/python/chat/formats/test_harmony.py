@@ -1,4 +1,4 @@
-"""The parser of GPT-OSS's answers: against openai-harmony, cut anywhere, on nonsense."""
+"""Tests of the parser for GPT-OSS answers: openai-harmony, split points, random input."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FINAL_ANSWER = (
 
 
 def tiny_harmony() -> Any:
-    """A byte-level BPE tokenizer with Harmony's tokens, of the library tokenizers."""
+    """Return a byte-level BPE tokenizer of `tokenizers` with Harmony's special tokens."""
     from tokenizers import AddedToken
 
     backend = byte_tokenizer()
@@ -64,10 +64,7 @@ def parse(text: str) -> tuple[str, str, list[tuple[str, str]]]:
     return plain(parse_answer(BYTES, BYTES.encode(text)))
 
 
-# --- well-formed answers --------------------------------------------------------------------------
-
-
-def test_kinds() -> None:
+def test_parse_answer_well_formed_separates_content_reasoning_and_calls() -> None:
     calls = [("get_weather", '{"place": "Zürich"}')]
     assert parse(CALL_ANSWER) == ("I look it up: é.", "Größe? 你好 👧", calls)
     assert parse(FINAL_ANSWER) == ("Ja, 你好 👧!", "Easy.", [])
@@ -86,17 +83,17 @@ def test_kinds() -> None:
         "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json",
     ],
 )
-def test_where_a_recipient_may_stand(header: str) -> None:
+def test_parse_answer_recipient_at_any_place_gives_call(header: str) -> None:
     assert parse(header + "<|message|>{}<|call|>") == ("", "", [("f", "{}")])
 
 
-def test_tools_of_the_model_itself() -> None:
+def test_parse_answer_built_in_tool_keeps_recipient_name() -> None:
     assert parse("<|channel|>analysis to=python code<|message|>1+1<|call|>")[2] == [
         ("python", "1+1")
     ]
 
 
-def test_bodies_of_one_kind_are_lines() -> None:
+def test_parse_answer_bodies_of_one_channel_are_joined_by_newlines() -> None:
     one = "<|channel|>analysis<|message|>a<|end|><|start|>assistant"
     assert parse(one * 2 + "<|channel|>commentary<|message|>b<|end|>" + FINAL_ANSWER)[:2] == (
         "b\nJa, 你好 👧!",
@@ -104,7 +101,7 @@ def test_bodies_of_one_kind_are_lines() -> None:
     )
 
 
-def test_calls_are_counted_and_have_ids() -> None:
+def test_parse_answer_calls_have_consecutive_indices_and_unique_ids() -> None:
     call = "<|channel|>commentary to=functions.f<|message|>{}<|call|><|start|>assistant"
     calls = parse_answer(BYTES, BYTES.encode(call * 3)).tool_calls
     assert [call.index for call in calls] == [0, 1, 2]
@@ -126,7 +123,9 @@ MESSAGES = st.lists(
 
 @settings(max_examples=200, deadline=None)
 @given(messages=MESSAGES)
-def test_as_the_library_parses(o200k: Vocabulary, messages: list[Any]) -> None:
+def test_parse_answer_random_messages_equal_openai_harmony(
+    o200k: Vocabulary, messages: list[Any]
+) -> None:
     from openai_harmony import Message, Role
 
     ids: list[int] = []
@@ -136,7 +135,7 @@ def test_as_the_library_parses(o200k: Vocabulary, messages: list[Any]) -> None:
             message = message.with_recipient(recipient)
             message = message if kind is None else message.with_content_type(kind)
         ids += o200k.encoding.render(message)
-    ids = ids[1 + len(o200k.encode("assistant")) :]  # the prompt has them
+    ids = ids[1 + len(o200k.encode("assistant")) :]  # the prompt already contains this header
     found = o200k.encoding.parse_messages_from_completion_tokens(ids, Role.ASSISTANT)
     content, reasoning, calls = [], [], []
     for message in found:
@@ -149,18 +148,17 @@ def test_as_the_library_parses(o200k: Vocabulary, messages: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("answer", [CALL_ANSWER, FINAL_ANSWER])
-def test_any_tokenizer_gives_the_same(tiny: Tokenizer, o200k: Vocabulary, answer: str) -> None:
+def test_parse_answer_other_tokenizers_give_equal_result(
+    tiny: Tokenizer, o200k: Vocabulary, answer: str
+) -> None:
     assert len(tiny.encode(answer, False)) < len(BYTES.encode(answer))
     for tokenizer in (tiny, o200k):
         ids = tokenizer.encode(answer, False)
         assert plain(parse_answer(tokenizer, ids)) == parse(answer)
 
 
-# --- streams --------------------------------------------------------------------------------------
-
-
 def stream(tokenizer: Any, ids: list[int], cut: int) -> Delta:
-    """Two pieces, joined as a client joins them."""
+    """Parse in two chunks, split at token `cut`, and join them as a client does."""
     parser = HarmonyParser(tokenizer)
     chunks = [Delta(), Delta()]
     for position, token in enumerate(ids):
@@ -174,8 +172,8 @@ def stream(tokenizer: Any, ids: list[int], cut: int) -> Delta:
 
 
 @pytest.mark.parametrize("answer", [CALL_ANSWER, FINAL_ANSWER])
-def test_every_split_point(tiny: Tokenizer, answer: str) -> None:
-    """By token, and with BYTES by byte of every character."""
+def test_harmony_parser_every_split_point_gives_whole_answer(tiny: Tokenizer, answer: str) -> None:
+    """BYTES has one token per byte, so this also splits inside every character."""
     for tokenizer in (BYTES, tiny):
         ids = tokenizer.encode(answer, False)
         whole = plain(parse_answer(tokenizer, ids))
@@ -184,8 +182,8 @@ def test_every_split_point(tiny: Tokenizer, answer: str) -> None:
 
 
 @pytest.mark.parametrize("answer", [CALL_ANSWER, FINAL_ANSWER])
-def test_every_truncation(answer: str) -> None:
-    """A prefix of the tokens gives a prefix of each text, but for half a character."""
+def test_parse_answer_truncated_gives_prefix_of_each_text(answer: str) -> None:
+    """An incomplete last character may become a replacement character."""
     ids = BYTES.encode(answer)
     content, reasoning, calls = parse(answer)
     for cut in range(len(ids)):
@@ -198,7 +196,7 @@ def test_every_truncation(answer: str) -> None:
         assert len(parts.tool_calls) <= len(calls)
 
 
-def test_half_a_character_waits() -> None:
+def test_harmony_parser_incomplete_character_is_held_back() -> None:
     parser = HarmonyParser(BYTES)
     for token in BYTES.encode("<|channel|>final<|message|>"):
         assert parser.push(token) == Delta()
@@ -208,8 +206,6 @@ def test_half_a_character_waits() -> None:
     parser.push(first)
     assert parser.finish().content == "�"
 
-
-# --- odd answers ----------------------------------------------------------------------------------
 
 HEAD = "<|channel|>final<|message|>"
 ODD = {
@@ -249,11 +245,11 @@ ODD = {
 
 
 @pytest.mark.parametrize("answer", ODD)
-def test_odd_answers(answer: str) -> None:
+def test_parse_answer_malformed_input_gives_expected_texts(answer: str) -> None:
     assert parse(answer) == ODD[answer]
 
 
-def test_bytes_that_are_no_text() -> None:
+def test_parse_answer_invalid_utf8_gives_replacement_characters() -> None:
     ids = [*BYTES.encode(HEAD), 0xE4, 0xFF, *BYTES.encode("<|end|>"), 0xE4]
     assert plain(parse_answer(BYTES, ids)) == ("��", "", [])
     assert parse_answer(BYTES, [0xE4]).content == "�"
@@ -261,7 +257,7 @@ def test_bytes_that_are_no_text() -> None:
     assert parse_answer(BYTES, cut).content == "�\nA"
 
 
-def test_other_special_tokens_are_no_text() -> None:
+def test_parse_answer_other_special_tokens_are_skipped() -> None:
     assert parse_answer(BYTES, [EOS, *BYTES.encode(HEAD), EOS, 0x41]).content == "A"
 
 
@@ -271,8 +267,8 @@ NONSENSE = st.lists(st.sampled_from([*BYTES.names, *WORDS]), max_size=40).map(""
 
 @settings(max_examples=500, deadline=None)
 @given(ids=st.lists(st.integers(0, BYTES.vocab_size - 1), max_size=60) | NONSENSE.map(BYTES.encode))
-def test_nonsense(ids: list[int]) -> None:
-    """No exception, no special token in a text, and the first piece of a call has the name."""
+def test_harmony_parser_random_tokens_give_consistent_deltas(ids: list[int]) -> None:
+    """The parser raises nothing, shows no special token, and names each call once."""
     parser = HarmonyParser(BYTES)
     chunks = [*(parser.push(token) for token in ids), parser.finish()]
     calls = [part for chunk in chunks for part in chunk.tool_calls]
@@ -288,11 +284,8 @@ def test_nonsense(ids: list[int]) -> None:
     assert not any(name in visible for name in BYTES.names)
 
 
-# --- in the engine --------------------------------------------------------------------------------
-
-
 class Asker:
-    """A model that says what it is told to, `per_step` tokens at a time."""
+    """Runs a pipeline whose fake engine answers with a given text, `per_step` tokens at a time."""
 
     def __init__(self) -> None:
         self._answer = ""
@@ -318,7 +311,7 @@ def pairs(calls: list[ToolCall] | None) -> list[tuple[str, str]]:
     return [(call.function.name, call.function.arguments) for call in calls or []]
 
 
-def test_answers_come_apart(ask: Asker) -> None:
+def test_pipeline_harmony_answer_fills_text_reasoning_and_tool_calls(ask: Asker) -> None:
     whole = join_pieces(ask(CALL_ANSWER))
     assert (whole.text, whole.reasoning_content) == ("I look it up: é.", "Größe? 你好 👧")
     assert pairs(whole.tool_calls) == [("get_weather", '{"place": "Zürich"}')]
@@ -328,7 +321,7 @@ def test_answers_come_apart(ask: Asker) -> None:
     assert last.finish_reason == "stop"
 
 
-def test_every_step_size_gives_the_same(ask: Asker) -> None:
+def test_pipeline_any_tokens_per_step_gives_equal_response(ask: Asker) -> None:
     wanted = join_pieces(ask(CALL_ANSWER))
     for per_step in range(2, len(BYTES.encode(CALL_ANSWER)) + 1):
         whole = join_pieces(ask(CALL_ANSWER, per_step=per_step))
@@ -337,7 +330,7 @@ def test_every_step_size_gives_the_same(ask: Asker) -> None:
         assert pairs(whole.tool_calls) == pairs(wanted.tool_calls)
 
 
-def test_pieces_can_be_extended_as_well(ask: Asker) -> None:
+def test_response_extend_all_chunks_equals_join_pieces(ask: Asker) -> None:
     first, *rest = ask(CALL_ANSWER)
     for chunk in rest:
         first.extend(chunk)
@@ -346,14 +339,14 @@ def test_pieces_can_be_extended_as_well(ask: Asker) -> None:
     assert pairs(first.tool_calls) == pairs(wanted.tool_calls)
 
 
-def test_a_cut_call_ends_by_length(ask: Asker) -> None:
+def test_pipeline_call_cut_by_token_limit_finishes_with_length(ask: Asker) -> None:
     for limit in (1, 20, len(BYTES.encode(CALL_ANSWER)) - 6):
         whole = join_pieces(ask(CALL_ANSWER, GenerationConfig(max_new_tokens=limit)))
         assert whole.finish_reason == "length"
     assert pairs(whole.tool_calls) == [("get_weather", '{"place": "Zür')]
 
 
-def test_stop_words_are_of_the_content(ask: Asker) -> None:
+def test_pipeline_stop_words_match_content_only(ask: Asker) -> None:
     stopped = join_pieces(ask(FINAL_ANSWER, GenerationConfig(stop_words=["你"])))
     assert (stopped.text, stopped.reasoning_content) == ("Ja, ", "Easy.")
     assert stopped.finish_reason == "stop"
@@ -361,8 +354,8 @@ def test_stop_words_are_of_the_content(ask: Asker) -> None:
     assert unaffected.text == "Ja, 你好 👧!"
 
 
-def test_a_grammar_is_of_the_final_channel(ask: Asker) -> None:
-    """The prompt opens the channel, which a grammar could not."""
+def test_pipeline_grammar_constrains_final_channel(ask: Asker) -> None:
+    """The prompt opens the final channel, because the grammar does not allow the channel header."""
     tokenizer = ask.pipe.engine.loaded.tokenizer
     plain_ids = ask("x")[-1].input_token_len
     with pytest.MonkeyPatch.context() as patch:
@@ -379,13 +372,13 @@ def test_a_grammar_is_of_the_final_channel(ask: Asker) -> None:
     assert text.reasoning_content == "Easy."
 
 
-def test_logprobs_are_of_all_tokens(ask: Asker) -> None:
+def test_pipeline_logprobs_cover_all_tokens(ask: Asker) -> None:
     whole = join_pieces(ask(FINAL_ANSWER, GenerationConfig(logprobs=0)))
     assert len(whole.logprobs or []) == len(whole.token_ids) == whole.generate_token_len
     assert whole.token_ids == BYTES.encode(FINAL_ANSWER)[:-1]
 
 
-def test_text_prompts_get_plain_text() -> None:
+def test_pipeline_without_preprocess_returns_plain_text() -> None:
     engine = make_engine(lambda _: FINAL_ANSWER, harmony_template=OWN_TEMPLATE)
     with Pipeline("fake", engine=engine) as pipe:
         answer = pipe("Hi", do_preprocess=False)
@@ -394,7 +387,7 @@ def test_text_prompts_get_plain_text() -> None:
     assert answer.reasoning_content is None
 
 
-def test_options_of_the_template() -> None:
+def test_pipeline_chat_template_kwargs_reach_harmony_template() -> None:
     prompts: list[str] = []
     engine = make_engine(lambda prompt: prompts.append(prompt) or "", harmony_template=OWN_TEMPLATE)
     with Pipeline("fake", engine=engine) as pipe:
@@ -406,13 +399,13 @@ def test_options_of_the_template() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(answer=NONSENSE, limit=st.integers(1, 200))
-def test_nonsense_has_a_finish_reason(ask: Asker, answer: str, limit: int) -> None:
+def test_pipeline_random_answer_has_finish_reason(ask: Asker, answer: str, limit: int) -> None:
     chunks = ask(answer, GenerationConfig(max_new_tokens=limit), per_step=16)
     assert chunks[-1].finish_reason in ("stop", "length", "tool_calls")
 
 
-def test_a_real_engine(tmp_path: Path) -> None:
-    """A tiny model of another family, asked for the format: random answers, taken apart."""
+def test_async_engine_tool_call_parser_gpt_oss_parses_random_answers(tmp_path: Path) -> None:
+    """Use a tiny model of another family, with the format chosen by the flag."""
     vocab_size = VOCAB_SIZE + len(HARMONY)
     folder = save_model(make_model(TinyModel("x", "Llama", {"vocab_size": vocab_size})), tmp_path)
     tiny_harmony().save(str(folder / "tokenizer.json"))
@@ -435,8 +428,8 @@ def test_a_real_engine(tmp_path: Path) -> None:
             assert pairs(whole.tool_calls) == pairs(parts.tool_calls)
 
 
-def test_the_terminal_shows_both(ask: Asker) -> None:
-    ask(CALL_ANSWER)  # tells the model what to say
+def test_talk_harmony_answer_prints_reasoning_content_and_calls(ask: Asker) -> None:
+    ask(CALL_ANSWER)  # sets the fake model's answer
     lines = iter(["Hi", "/exit"])
     out = io.StringIO()
     talk(ask.pipe, Console(file=out, width=200), read=lambda: next(lines))
@@ -448,10 +441,7 @@ def test_the_terminal_shows_both(ask: Asker) -> None:
     ]
 
 
-# --- which models, which tokens -------------------------------------------------------------------
-
-
-def test_choose_format_uses_harmony_for_gpt_oss_and_where_a_flag_names_it() -> None:
+def test_choose_format_harmony_is_for_gpt_oss_or_by_flag() -> None:
     class Bare(HarmonyTokenizer):
         def token_id(self, token: str) -> int | None:
             return None if token == "<|call|>" else super().token_id(token)
@@ -468,8 +458,8 @@ def test_choose_format_uses_harmony_for_gpt_oss_and_where_a_flag_names_it() -> N
         choose("llama", Bare(), reasoning_parser="gpt-oss")
 
 
-def test_ends_of_answers(tmp_path: Path) -> None:
-    """<|end|> ends a message; <|return|>, <|call|> and generation_config.json's an answer."""
+def test_tokenizer_from_folder_stop_ids_include_return_and_call(tmp_path: Path) -> None:
+    """<|end|> ends a message. <|return|>, <|call|> and the EOS ids of the file end an answer."""
     backend = tiny_harmony()
     backend.save(str(tmp_path / "tokenizer.json"))
     ids = {name: backend.token_to_id(f"<|{name}|>") for name in HARMONY}
@@ -479,7 +469,7 @@ def test_ends_of_answers(tmp_path: Path) -> None:
     assert {ids["return"], ids["call"], EOS} <= set(stops) and ids["end"] not in stops
 
 
-def test_ends_of_answers_in_gguf() -> None:
+def test_tokenizer_from_gguf_stop_ids_include_return_and_call() -> None:
     backend = tiny_harmony()
     tokens = [backend.id_to_token(i) for i in range(backend.get_vocab_size())]
     kinds = [3 if token.startswith("<") and len(token) > 2 else 1 for token in tokens]
@@ -496,7 +486,7 @@ def test_ends_of_answers_in_gguf() -> None:
     assert {"<|return|>", "<|call|>"} <= named and "<|end|>" not in named
 
 
-def test_join_tool_calls() -> None:
+def test_join_tool_calls_merges_parts_by_index() -> None:
     parts = [
         ToolCall("a", FunctionCall("f", ""), 0),
         ToolCall("b", FunctionCall("g", "{"), 1),

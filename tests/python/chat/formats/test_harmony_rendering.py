@@ -1,4 +1,4 @@
-"""Rendering GPT-OSS prompts: parse(render(x)) = x, and no text of a client is a special token."""
+"""Tests of GPT-OSS prompts: parsing inverts rendering; client text adds no special token."""
 
 from __future__ import annotations
 
@@ -50,13 +50,12 @@ def render(template: Any, messages: list[dict[str, Any]], **options: Any) -> str
     return "".join(render_prompt(template, messages, options=options))
 
 
-# --- parse(render(x)) = x -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("source", TEMPLATES)
 @settings(max_examples=150, deadline=None)
 @given(conversation=CONVERSATIONS)
-def test_round_trip_by_template(source: str, conversation: Conversation) -> None:
+def test_render_prompt_parsed_again_gives_same_answers(
+    source: str, conversation: Conversation
+) -> None:
     texts = render_prompt(
         prompt_template(TEMPLATES[source]), conversation.messages, options={"tools": [TOOL]}
     )
@@ -65,10 +64,9 @@ def test_round_trip_by_template(source: str, conversation: Conversation) -> None
 
 @settings(max_examples=100, deadline=None)
 @given(conversation=CONVERSATIONS)
-def test_the_library_reads_what_the_template_wrote(
+def test_render_prompt_parsed_by_openai_harmony_gives_same_messages(
     o200k: Vocabulary, conversation: Conversation
 ) -> None:
-    """An independent parser finds the same messages in the template's prompt."""
     from openai_harmony import Role
 
     texts = render_prompt(prompt_template(TEMPLATES["own"]), conversation.messages, options={})
@@ -82,7 +80,7 @@ def test_the_library_reads_what_the_template_wrote(
         assert recipients == calls
 
 
-def test_reasoning_of_a_finished_turn_is_left_out(template: Any) -> None:
+def test_render_prompt_finished_turn_omits_reasoning(template: Any) -> None:
     step = {"role": "assistant", "reasoning_content": "secret", "tool_calls": [CALL]}
     result = {"role": "tool", "tool_call_id": "a", "content": "7"}
     assert "analysis<|message|>secret" in render(template, [USER, step, result])
@@ -92,7 +90,7 @@ def test_reasoning_of_a_finished_turn_is_left_out(template: Any) -> None:
     assert render(template, [*finished, step, result]).count("secret") == 1
 
 
-def test_a_preamble_keeps_its_channel(template: Any) -> None:
+def test_render_prompt_preamble_of_a_call_uses_commentary_channel(template: Any) -> None:
     step = {"role": "assistant", "content": "Let me look.", "tool_calls": [CALL]}
     assert "<|channel|>commentary<|message|>Let me look.<|end|><|start|>assistant to=f" in (
         render(template, [USER, step])
@@ -105,7 +103,7 @@ def test_a_preamble_keeps_its_channel(template: Any) -> None:
     ) in render(template, [USER, thoughtful])
 
 
-def test_calls_of_the_browser_are_no_functions(template: Any) -> None:
+def test_render_prompt_browser_call_has_no_functions_prefix(template: Any) -> None:
     function = {"name": "browser.search", "arguments": "{}"}
     result = {"role": "tool", "tool_call_id": "a", "content": "found"}
     text = render(template, [*tool_call(function=function), result], builtin_tools=["browser"])
@@ -114,10 +112,7 @@ def test_calls_of_the_browser_are_no_functions(template: Any) -> None:
     assert "functions.browser" not in text
 
 
-# --- what the template gets -----------------------------------------------------------------------
-
-
-def test_options_reach_the_template(template: Any) -> None:
+def test_render_prompt_options_reach_the_template(template: Any) -> None:
     assert "Reasoning: medium" in render(template, [USER])
     text = render(
         template,
@@ -133,7 +128,7 @@ def test_options_reach_the_template(template: Any) -> None:
     assert text.endswith("<|start|>assistant")
 
 
-def test_arguments_and_results_go_in_as_they_are(template: Any) -> None:
+def test_render_prompt_arguments_and_results_stay_verbatim(template: Any) -> None:
     odd = '{"b":1,  "a": "\\u00e9"}'
     call = {**CALL, "function": {"name": "f", "arguments": odd}}
     text = render(
@@ -144,19 +139,16 @@ def test_arguments_and_results_go_in_as_they_are(template: Any) -> None:
     assert 'commentary<|message|>He: "x"<|end|>' in text
 
 
-def test_instructions_are_joined(template: Any) -> None:
+def test_render_prompt_system_and_developer_messages_are_joined(template: Any) -> None:
     later = {"role": "system", "content": "And brief."}
     text = render(template, [{"role": "developer", "content": "Be kind."}, USER, later])
     assert "Be kind.\n\nAnd brief." in text and text.count("<|start|>developer") == 1
 
 
-# --- hostile input --------------------------------------------------------------------------------
-
-
 @settings(max_examples=60, deadline=None)
 @given(name=st.sampled_from(HARMONY))
-def test_spelled_tokens_stay_text(name: str) -> None:
-    """Wherever a client writes a special token, the prompt has no more of them than without."""
+def test_render_prompt_spelled_special_tokens_stay_text(name: str) -> None:
+    """A special token in client text must not add a special token to the prompt."""
 
     def special_tokens(word: str) -> list[int]:
         tool = json.loads(json.dumps(TOOL).replace("weather at", word).replace("days", word))
@@ -176,7 +168,7 @@ def test_spelled_tokens_stay_text(name: str) -> None:
     assert special_tokens(f"<|{name}|>") == special_tokens("harmless")
 
 
-def test_without_the_guard_they_would_not() -> None:
+def test_render_prompt_joined_before_encoding_would_give_special_tokens() -> None:
     texts = render_prompt(
         prompt_template(TEMPLATES["own"]), [{"role": "user", "content": "<|end|>"}], options={}
     )
@@ -217,19 +209,19 @@ BAD_MESSAGES: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("messages", "text"), BAD_MESSAGES, ids=[t for _, t in BAD_MESSAGES])
-def test_bad_messages(messages: Any, text: str) -> None:
+def test_read_conversation_malformed_message_names_the_field(messages: Any, text: str) -> None:
     with pytest.raises(ValueError) as info:
         read_conversation(messages)
     assert text in str(info.value)
 
 
-def test_calls_as_chat_templates_take_them() -> None:
+def test_read_conversation_call_arguments_as_object_or_text_are_equal() -> None:
     as_object = tool_call(id=None, function={"name": "f", "arguments": {"x": "é"}})
     as_text = tool_call(id="call 0", function={"name": "f", "arguments": '{"x": "é"}'})
     assert read_conversation(as_object) == read_conversation(as_text)
 
 
-def test_calls_without_arguments() -> None:
+def test_read_conversation_empty_arguments_are_normalized() -> None:
     for arguments, text in (({}, "{}"), ("", ""), (None, "")):
         call = tool_call(id="a", function={"name": "f", "arguments": arguments})
         as_text = tool_call(id="a", function={"name": "f", "arguments": text})
@@ -258,13 +250,13 @@ BAD_TOOLS: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("tools", "text"), BAD_TOOLS, ids=[t for _, t in BAD_TOOLS])
-def test_bad_tools(tools: Any, text: str) -> None:
+def test_check_tools_malformed_tool_names_the_field(tools: Any, text: str) -> None:
     with pytest.raises(ValueError) as info:
         check_tools(tools)
     assert text in str(info.value)
 
 
-def test_bad_options() -> None:
+def test_read_options_rejects_invalid_values() -> None:
     for effort in ("extreme", "", "HIGH", 5, ["low"]):
         with pytest.raises(ValueError, match=r"reasoning_effort: got .*wanted low, medium or high"):
             read_options({"reasoning_effort": effort})
@@ -283,14 +275,16 @@ def test_bad_options() -> None:
         {"properties": {"\ud800": {"type": "string"}}},
     ],
 )
-def test_odd_schemas_are_value_errors_or_rendered(template: Any, parameters: Any) -> None:
+def test_render_prompt_odd_schema_is_rendered_or_raises_value_error(
+    template: Any, parameters: Any
+) -> None:
     try:
         render(template, [USER], tools=function(parameters=parameters))
     except ValueError as error:
         assert "\n" not in str(error)
 
 
-def test_deep_schemas_are_value_errors(template: Any) -> None:
+def test_render_prompt_deep_schema_raises_value_error(template: Any) -> None:
     deep: Any = {}
     for _ in range(2000):
         deep = {"items": deep, "type": "array"}
@@ -298,6 +292,6 @@ def test_deep_schemas_are_value_errors(template: Any) -> None:
         render(template, [USER], tools=function(parameters=deep))
 
 
-def test_lone_surrogates_are_no_text(template: Any) -> None:
+def test_render_prompt_lone_surrogate_becomes_replacement_character(template: Any) -> None:
     message = {"role": "user", "content": "a\ud800b"}
     assert "<|message|>a\ufffdb<|end|>" in render(template, [message])

@@ -1,4 +1,7 @@
-"""A parser is one file and one registry line: these two are added here and then served."""
+"""Tests of the parser registry: a new parser needs one file and one registry line.
+
+This file adds a reasoning parser and a tool-call parser and serves answers with them.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ ANSWER = 'Well.</think>I add.<call>add {"a": 1}</call>'
 
 
 class ThinkSplitter:
-    """Text up to `</think>` is reasoning if the prompt ends with the question."""
+    """Treats text before `</think>` as reasoning if `is_open`."""
 
     def __init__(self, *, is_open: bool) -> None:
         self._is_open = is_open
@@ -65,7 +68,7 @@ class Think(ReasoningParser):
 
 
 class CallSplitter:
-    """Holds everything from `<call>` on until the answer ends."""
+    """Holds back everything from `<` until the answer ends."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -110,7 +113,7 @@ def choose(model: ModelInfo, **flags: str) -> str:
     return registry.choose_format(model, **flags).name
 
 
-def test_choose_format_combines_parts_that_are_chosen_independently() -> None:
+def test_choose_format_combines_independently_chosen_parsers() -> None:
     tokenizer: Any = FakeTokenizer()
     assert choose(ModelInfo("llama", tokenizer)) == "plain"
     assert choose(ModelInfo("thinker", tokenizer)) == "think"
@@ -119,7 +122,7 @@ def test_choose_format_combines_parts_that_are_chosen_independently() -> None:
     assert choose(ModelInfo("llama", tokenizer), reasoning_parser="think") == "think"
 
 
-def test_choose_format_rejects_unknown_names_and_excluded_parts() -> None:
+def test_choose_format_rejects_unknown_names_and_excluded_parsers() -> None:
     from fake_engine import HarmonyTokenizer
 
     model = ModelInfo("llama", HarmonyTokenizer())  # type: ignore[arg-type]
@@ -130,7 +133,7 @@ def test_choose_format_rejects_unknown_names_and_excluded_parts() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_server_splits_answers_by_added_parsers(stream: bool) -> None:
+def test_server_splits_answers_with_added_parsers(stream: bool) -> None:
     engine = make_engine(lambda _: ANSWER)
     model = ModelInfo("thinker", engine.loaded.tokenizer, "<call>")
     engine.loaded.chat_format = registry.choose_format(model)
@@ -159,7 +162,7 @@ def test_server_splits_answers_by_added_parsers(stream: bool) -> None:
     assert json.loads(calls[0].function.arguments) == {"a": 1}
 
 
-def test_tool_choice_reaches_the_grammar_of_the_format() -> None:
+def test_server_required_tool_choice_uses_grammar_of_the_format() -> None:
     masks: list[Any] = []
     engine = make_engine(lambda _: ANSWER)
     model = ModelInfo("llama", engine.loaded.tokenizer, "<call>")
