@@ -1,4 +1,4 @@
-"""AWQ checkpoints: values, names, what is refused, and logits against transformers."""
+"""Tests of AWQ checkpoints: values, names, rejected files, and logits as in transformers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ QWEN2 = next(tiny for tiny in TINY_MODELS if tiny.architecture == "Qwen2")
 
 
 def pack(values: np.ndarray) -> np.ndarray:
-    """[n, outputs] of 0 to 15 → int32 [n, outputs / 8], in AutoAWQ's order of nibbles."""
+    """Pack codes [n, outputs] of 0..15 into int32 [n, outputs / 8] in AutoAWQ's nibble order."""
     packed = np.zeros((values.shape[0], values.shape[1] // 8), np.uint32)
     for column in range(packed.shape[1]):
         for nibble, output in enumerate([0, 2, 4, 6, 1, 3, 5, 7]):
@@ -38,10 +38,10 @@ def pack(values: np.ndarray) -> np.ndarray:
 
 
 def quantize(weight: np.ndarray, group: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """[outputs, inputs] → the three tensors, and the values that they stand for."""
+    """Quantize [outputs, inputs]; return the three tensors and the values that they represent."""
     groups = weight.T.reshape(-1, group, weight.shape[0])  # [groups, inputs, outputs]
     low, high = groups.min(axis=1), groups.max(axis=1)
-    # save_file writes memory as it lies.
+    # save_file writes the memory in its physical order.
     scales = np.ascontiguousarray(np.maximum((high - low) / 15, 1e-4), np.float16)
     wide = scales.astype(np.float32)
     zeros = np.clip(np.rint(-low / wide), 0, 15)
@@ -52,10 +52,10 @@ def quantize(weight: np.ndarray, group: int) -> tuple[dict[str, np.ndarray], np.
 
 
 def save_awq(tiny: TinyModel, folder: Path) -> Any:
-    """Writes the checkpoint; returns the model with the values in it."""
+    """Write an AWQ checkpoint and return the model with the dequantized values."""
     model = make_model(tiny)
     save_model(model, folder)
-    # Copies: the file is written again.
+    # Copies, because the file is written again.
     stored = {n: data.copy() for n, data in load_file(folder / "model.safetensors").items()}
     values = {}
     for name in [n for n in stored if n.endswith("proj.weight") and ".layers." in n]:
@@ -77,7 +77,7 @@ def save_awq(tiny: TinyModel, folder: Path) -> Any:
 
 
 def _fill_experts(parameter: Any, name: str, state: dict[str, Any]) -> None:
-    """transformers has all experts of a layer in one tensor, the file one for each."""
+    """Copy the experts of a layer from one tensor per expert into transformers' single tensor."""
     base = name.rsplit(".", 1)[0]
     kinds = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
     for expert in range(parameter.shape[0]):
@@ -93,7 +93,7 @@ def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("tiny", [QWEN2, QWEN3_MOE], ids=lambda tiny: tiny.name)
-def test_logits_are_those_of_transformers(tiny: TinyModel, tmp_path: Path) -> None:
+def test_awq_logits_equal_transformers(tiny: TinyModel, tmp_path: Path) -> None:
     model = save_awq(tiny, tmp_path)
     ids = prompt(80)
     with EngineRun(str(tmp_path), exact=True) as run:
@@ -102,7 +102,7 @@ def test_logits_are_those_of_transformers(tiny: TinyModel, tmp_path: Path) -> No
     assert error <= MAX_RELATIVE_ERROR
 
 
-def test_matrices_are_q4_1(qwen2: Path) -> None:
+def test_matrix_for_engine_awq_becomes_q4_1(qwen2: Path) -> None:
     import gguf
 
     stored = load_file(qwen2 / "model.safetensors")
@@ -115,12 +115,12 @@ def test_matrices_are_q4_1(qwen2: Path) -> None:
         assert (kind, data.nbytes) == ("q4_1", engine_bytes(planned[name], exact=False))
         got = gguf.quants.dequantize(data, gguf.GGMLQuantizationType.Q4_1)
         scales = stored[tensor.name.replace("qweight", "scales")].astype(np.float32)
-        max_value = 15 * np.repeat(scales.T, GROUP, axis=1) * 2**-11  # of the minimum, in FP16
+        max_value = 15 * np.repeat(scales.T, GROUP, axis=1) * 2**-11  # error of the minimum in FP16
         error = np.abs(got - wanted)
         assert (error <= max_value).all() and error.any()
 
 
-def test_larger_groups_and_more_rows_than_a_chunk(tmp_path: Path) -> None:
+def test_matrix_for_engine_awq_large_groups_over_several_chunks_are_exact(tmp_path: Path) -> None:
     from lmdeploy.checkpoint.convert import _CHUNK_VALUES
     from lmdeploy.checkpoint.files.tensor_file import StoredTensor
     from lmdeploy.checkpoint.methods.awq import AwqMatrix
@@ -138,7 +138,7 @@ def test_larger_groups_and_more_rows_than_a_chunk(tmp_path: Path) -> None:
     np.testing.assert_array_equal(matrix_for_engine(tensor, exact=True)[1], wanted)
 
 
-def test_the_hash_covers_scales_and_zeros(qwen2: Path, tmp_path: Path) -> None:
+def test_hash_model_covers_scales_and_zeros(qwen2: Path, tmp_path: Path) -> None:
     stored = load_file(qwen2 / "model.safetensors")
     (tmp_path / "config.json").write_bytes((qwen2 / "config.json").read_bytes())
     seen = {hash_model(str(qwen2))}
@@ -151,7 +151,7 @@ def test_the_hash_covers_scales_and_zeros(qwen2: Path, tmp_path: Path) -> None:
     assert len(seen) == 3
 
 
-def test_model_format(qwen2: Path) -> None:
+def test_check_model_format_awq_accepts_awq_and_hf(qwen2: Path) -> None:
     check_model_format(str(qwen2), "awq")
     check_model_format(str(qwen2), "hf")
     with pytest.raises(ValueError, match="got gguf, wanted awq"):
@@ -199,7 +199,7 @@ def huge(stored: dict[str, np.ndarray]) -> None:
         (huge, "up_proj.qweight: .*beyond 65504, wanted FP16"),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_open_checkpoint_inconsistent_awq_tensor_is_rejected(
     qwen2: Path, tmp_path: Path, change: Change, text: str
 ) -> None:
     stored = load_file(qwen2 / "model.safetensors")
@@ -212,7 +212,9 @@ def test_what_does_not_fit_is_refused(
                 matrix_for_engine(planned.tensor, exact=False)
 
 
-def test_codes_without_a_config_are_refused(qwen2: Path, tmp_path: Path) -> None:
+def test_open_checkpoint_awq_without_quantization_config_is_rejected(
+    qwen2: Path, tmp_path: Path
+) -> None:
     config = json.loads((qwen2 / "config.json").read_text())
     del config["quantization_config"]
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -1,4 +1,4 @@
-"""Checkpoints: what is read from good ones, and one clear line for every bad one."""
+"""Tests of checkpoints: good ones are read, and every bad one gives one clear line."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def matrix_f32(checkpoint: Checkpoint, name: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("tiny", TINY_MODELS, ids=lambda tiny: tiny.name)
-def test_every_family_is_planned_whole(tiny: TinyModel, tmp_path: Path) -> None:
+def test_open_checkpoint_every_family_plans_all_tensors(tiny: TinyModel, tmp_path: Path) -> None:
     model = make_model(tiny)
     checkpoint = open_checkpoint(save_model(model, tmp_path))
     config, wanted = checkpoint.config, model.config
@@ -69,7 +69,7 @@ def test_every_family_is_planned_whole(tiny: TinyModel, tmp_path: Path) -> None:
     )
     assert config.head_dim == tiny.config_values()["head_dim"]
     assert config.tied_head == wanted.tie_word_embeddings
-    # Every parameter of the model is loaded exactly once (a tied head is one parameter).
+    # Every parameter of the model is loaded exactly once. A tied head is one parameter.
     assert len(checkpoint.tensors) == len(list(model.named_parameters()))
     stored = dict(model.named_parameters())
     np.testing.assert_array_equal(
@@ -78,7 +78,7 @@ def test_every_family_is_planned_whole(tiny: TinyModel, tmp_path: Path) -> None:
     )
 
 
-def test_windows_of_qwen(tmp_path: Path) -> None:
+def test_open_checkpoint_qwen_windows_follow_layers_or_types(tmp_path: Path) -> None:
     by_layers = next(tiny for tiny in TINY_MODELS if tiny.name == "qwen2-window-group3")
     by_types = next(tiny for tiny in TINY_MODELS if tiny.name == "qwen3-window-dim256-yarn")
     for index, (tiny, windows) in enumerate(((by_layers, (0, 20, 20)), (by_types, (0, 40, 0)))):
@@ -86,7 +86,7 @@ def test_windows_of_qwen(tmp_path: Path) -> None:
         assert open_checkpoint(folder).config.windows == windows
 
 
-def test_shards_give_the_same_tensors(llama_folder: Path, tmp_path: Path) -> None:
+def test_open_checkpoint_shards_give_equal_tensors(llama_folder: Path, tmp_path: Path) -> None:
     folder = save_model(make_model(LLAMA), tmp_path, max_shard_size="100KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
     whole, shards = open_checkpoint(llama_folder), open_checkpoint(folder)
@@ -95,7 +95,7 @@ def test_shards_give_the_same_tensors(llama_folder: Path, tmp_path: Path) -> Non
         np.testing.assert_array_equal(one.tensor.raw, other.tensor.raw)
 
 
-def test_dtypes_on_disk_decide_the_cache_dtype(tmp_path: Path) -> None:
+def test_cache_dtype_follows_stored_dtype(tmp_path: Path) -> None:
     import torch
 
     for name in ("float32", "float16", "bfloat16"):
@@ -111,7 +111,7 @@ def test_dtypes_on_disk_decide_the_cache_dtype(tmp_path: Path) -> None:
         cache_dtype("float32", "fp3", exact=False)
 
 
-def test_bf16_rounds_to_nearest_even() -> None:
+def test_bf16_bits_rounds_to_nearest_even() -> None:
     import torch
 
     bits = np.random.default_rng(0).integers(0, 1 << 32, 200_000, dtype=np.uint32)
@@ -123,8 +123,6 @@ def test_bf16_rounds_to_nearest_even() -> None:
     np.testing.assert_array_equal(got[numbers], wanted[numbers])
     assert ((got[~numbers] & 0x7F80) == 0x7F80).all() and ((got[~numbers] & 0x7F) != 0).all()
 
-
-# --- bad Hugging Face folders ---------------------------------------------------------------------
 
 BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*Qwen3ForCausalLM"),
@@ -162,7 +160,7 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("values", "message"), BAD_CONFIGS, ids=lambda v: str(v)[:40])
-def test_bad_config_is_one_clear_line(
+def test_open_checkpoint_bad_config_is_one_clear_line(
     copy_of_llama: Path, values: dict[str, Any], message: str
 ) -> None:
     change_config(copy_of_llama, **values)
@@ -172,13 +170,13 @@ def test_bad_config_is_one_clear_line(
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"hidden_size": NaN}', "[" * 100_000, "\xff"])
-def test_config_that_is_no_json_object(copy_of_llama: Path, text: str) -> None:
+def test_open_checkpoint_malformed_config_json_is_rejected(copy_of_llama: Path, text: str) -> None:
     (copy_of_llama / "config.json").write_text(text, encoding="latin-1")
     with pytest.raises(ModelFormatError, match=r"config\.json"):
         open_checkpoint(copy_of_llama)
 
 
-def test_huge_config_is_not_read(copy_of_llama: Path) -> None:
+def test_open_checkpoint_huge_config_is_not_read(copy_of_llama: Path) -> None:
     with (copy_of_llama / "config.json").open("r+b") as file:
         file.truncate(1 << 40)
     with pytest.raises(ModelFormatError, match="at most"):
@@ -186,7 +184,9 @@ def test_huge_config_is_not_read(copy_of_llama: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 4, 8, 100, 0.5, 0.999])
-def test_truncated_safetensors(copy_of_llama: Path, keep: float) -> None:
+def test_open_checkpoint_truncated_safetensors_is_rejected(
+    copy_of_llama: Path, keep: float
+) -> None:
     path = copy_of_llama / "model.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else keep])
@@ -195,7 +195,7 @@ def test_truncated_safetensors(copy_of_llama: Path, keep: float) -> None:
 
 
 def rewrite_header(path: Path, **changes: Any) -> None:
-    """Changes the record of the final norm."""
+    """Change the record of the final norm."""
     data = path.read_bytes()
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
@@ -220,13 +220,15 @@ BAD_RECORDS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("changes", BAD_RECORDS, ids=str)
-def test_bad_safetensors_record(copy_of_llama: Path, changes: dict[str, Any]) -> None:
+def test_open_checkpoint_bad_safetensors_record_is_named(
+    copy_of_llama: Path, changes: dict[str, Any]
+) -> None:
     rewrite_header(copy_of_llama / "model.safetensors", **changes)
     with pytest.raises(ModelFormatError, match=r"model\.norm\.weight"):
         open_checkpoint(copy_of_llama)
 
 
-def test_shard_index_cannot_leave_the_folder(copy_of_llama: Path) -> None:
+def test_open_checkpoint_shard_index_must_stay_in_the_folder(copy_of_llama: Path) -> None:
     index = {"weight_map": {"model.norm.weight": "../model.safetensors"}}
     (copy_of_llama / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ModelFormatError, match="same folder"):
@@ -237,14 +239,14 @@ def test_shard_index_cannot_leave_the_folder(copy_of_llama: Path) -> None:
         open_checkpoint(copy_of_llama)
 
 
-def test_folder_with_bin_weights_only(copy_of_llama: Path) -> None:
+def test_open_checkpoint_bin_weights_are_rejected(copy_of_llama: Path) -> None:
     (copy_of_llama / "model.safetensors").rename(copy_of_llama / "pytorch_model.bin")
     with pytest.raises(ModelFormatError, match="never read"):
         open_checkpoint(copy_of_llama)
 
 
-def test_shards_that_are_no_files(copy_of_llama: Path) -> None:
-    """A FIFO without a writer would be waited for."""
+def test_open_checkpoint_special_files_are_rejected(copy_of_llama: Path) -> None:
+    """Opening a FIFO that has no writer would block forever."""
     index = copy_of_llama / "model.safetensors.index.json"
     for name, make, kind in (
         ("pipe.safetensors", os.mkfifo, "a FIFO"),
@@ -259,13 +261,10 @@ def test_shards_that_are_no_files(copy_of_llama: Path) -> None:
         open_checkpoint(copy_of_llama)
 
 
-def test_config_that_is_a_fifo(tmp_path: Path) -> None:
+def test_read_json_object_fifo_is_rejected(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")
     with pytest.raises(ModelFormatError, match="got a FIFO"):
         read_json_object(tmp_path / "config.json")
-
-
-# --- a head and an embedding ----------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -275,17 +274,17 @@ def tied_folder(tmp_path: Path) -> Path:
 
 
 def add_tensors(folder: Path, **tensors: np.ndarray) -> None:
-    """Adds tensors whose names have a point for every two underscores."""
+    """Add tensors. In names, two underscores replace a period."""
     path = folder / "model.safetensors"
     named = {name.replace("__", "."): value for name, value in tensors.items()}
     save_file({**load_file(path), **named}, path, metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize("place", [0, -1, VOCAB_SIZE // 2])
-def test_a_stored_head_is_not_discarded(
+def test_open_checkpoint_different_head_unties_the_embedding(
     tied_folder: Path, place: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As transformers does it: both there and different, so they are not tied."""
+    """Follow transformers: if both tensors are stored and differ, they are not tied."""
     from transformers import AutoModelForCausalLM
 
     head = load_file(tied_folder / "model.safetensors")["model.embed_tokens.weight"].copy()
@@ -301,19 +300,16 @@ def test_a_stored_head_is_not_discarded(
     np.testing.assert_array_equal(theirs.lm_head.weight.detach().numpy(), head)
 
 
-def test_a_stored_head_has_the_shape_of_one(tied_folder: Path) -> None:
+def test_open_checkpoint_stored_head_of_wrong_shape_is_rejected(tied_folder: Path) -> None:
     add_tensors(tied_folder, lm_head__weight=np.zeros((VOCAB_SIZE - 1, 64), np.float32))
     with pytest.raises(ModelFormatError, match=r"lm_head\.weight has shape \[303, 64\]"):
         open_checkpoint(tied_folder)
 
 
-# --- constants of a quantized cache ---------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "name", ["k_proj.k_scale", "v_proj.v_scale", "kv_scale", "attn.k_scale", "k_proj.output_scale"]
 )
-def test_kv_scales_are_refused_by_name(copy_of_llama: Path, name: str) -> None:
+def test_open_checkpoint_kv_scale_tensors_are_rejected(copy_of_llama: Path, name: str) -> None:
     key = f"model__layers__0__self_attn__{name.replace('.', '__')}"
     add_tensors(copy_of_llama, **{key: np.ones(1, np.float32)})
     with pytest.raises(ModelFormatError, match=r"KV scales: got 1 .*lite calibrate.*remove these"):
@@ -345,7 +341,7 @@ SCHEME = {"num_bits": 8, "type": "float"}
     ],
     ids=["kv", "kv-modelopt", "both-modelopt", "both-fp8"],
 )
-def test_kv_schemes_are_refused_by_name(
+def test_open_checkpoint_kv_cache_schemes_are_rejected(
     copy_of_llama: Path, quantization: dict[str, Any], message: str
 ) -> None:
     change_config(copy_of_llama, quantization_config=quantization)
@@ -353,10 +349,9 @@ def test_kv_schemes_are_refused_by_name(
         open_checkpoint(copy_of_llama)
 
 
-# --- names and paths ------------------------------------------------------------------------------
-
-
-def test_model_arguments_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resolve_model_unusable_path_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ModelFormatError, match="no such file or folder"):
         resolve_model(str(tmp_path / "missing"))
     with pytest.raises(ModelFormatError, match=r"neither config\.json nor a \.gguf"):
@@ -381,7 +376,9 @@ def test_model_arguments_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.M
         resolve_model("smollm2")
 
 
-def test_hub_id_is_downloaded_without_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_resolve_model_hub_id_downloads_no_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     calls: list[tuple[str, list[str], list[str]]] = []
 
     def download(model: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
@@ -405,13 +402,13 @@ def test_hub_id_is_downloaded_without_code(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 @pytest.mark.parametrize("name", ["LMDEPLOY_USE_MODELSCOPE", "LMDEPLOY_USE_OPENMIND_HUB"])
-def test_another_hub_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_resolve_model_other_hubs_are_rejected(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "True")
     with pytest.raises(ModelFormatError, match=f"owner/name: got {name}=True, wanted it unset"):
         resolve_model("owner/name")
 
 
-def test_supported_architectures() -> None:
+def test_supported_architectures_lists_all_families() -> None:
     assert supported_architectures() == [
         "LlamaForCausalLM",
         "MistralForCausalLM",
@@ -424,14 +421,11 @@ def test_supported_architectures() -> None:
     ]
 
 
-# --- fuzzing --------------------------------------------------------------------------------------
-
-
 @settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
-def test_damaged_safetensors_never_crash(
+def test_open_checkpoint_damaged_safetensors_never_crashes(
     llama_folder: Path, copy_of_llama: Path, data: st.DataObject
 ) -> None:
     original = (llama_folder / "model.safetensors").read_bytes()

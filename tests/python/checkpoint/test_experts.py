@@ -1,4 +1,4 @@
-"""Checkpoints with experts: every layout gives the same tensors, a bad one is one clear line."""
+"""Tests of checkpoints with experts: all layouts give equal tensors, a bad one one clear line."""
 
 import json
 from collections.abc import Callable
@@ -55,7 +55,7 @@ def copy_of_gpt_oss(gpt_oss: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("tiny", TINY_MOE_MODELS, ids=lambda tiny: tiny.name)
-def test_every_value_is_planned_once(tiny: TinyModel, tmp_path: Path) -> None:
+def test_open_checkpoint_moe_plans_every_value_once(tiny: TinyModel, tmp_path: Path) -> None:
     model = make_model(tiny)
     checkpoint = open_checkpoint(save_model(model, tmp_path))
     assert len(names_of(checkpoint)) == len(checkpoint.tensors)
@@ -64,7 +64,7 @@ def test_every_value_is_planned_once(tiny: TinyModel, tmp_path: Path) -> None:
     assert not any(planned.mapped for planned in checkpoint.tensors)
 
 
-def test_settings_of_every_family(tmp_path: Path) -> None:
+def test_open_checkpoint_moe_settings_of_every_family_are_read(tmp_path: Path) -> None:
     wanted = {
         "gpt-oss-window-24": MoeSettings(8, 4, 96, layers=(True,) * 4),
         "mixtral": MoeSettings(6, 2, 160, layers=(True,) * 2),
@@ -77,12 +77,12 @@ def test_settings_of_every_family(tmp_path: Path) -> None:
         write_moe_gguf(model, tmp_path / f"{tiny.name}.gguf")
         file = open_checkpoint(tmp_path / f"{tiny.name}.gguf").config
         assert folder.moe == file.moe == wanted[tiny.name]
-        assert file == replace(folder, norm_eps=file.norm_eps)  # GGUF holds it in FP32
+        assert file == replace(folder, norm_eps=file.norm_eps)  # GGUF stores it in FP32
     assert folder.activation == "silu"
 
 
-def test_gpt_oss_config_as_published() -> None:
-    """The settings of the published config.json: values it has, values it leaves out."""
+def test_config_from_hf_published_gpt_oss_config_is_read() -> None:
+    """The published config.json gives some values and omits others."""
     from lmdeploy.checkpoint.hf import _config_from_hf
     from lmdeploy.models.gpt_oss import FAMILY
 
@@ -105,7 +105,7 @@ def test_gpt_oss_config_as_published() -> None:
     assert (config.rope.factor, config.rope.original_max_position) == (32.0, 4096)
 
 
-def test_layers_with_experts() -> None:
+def test_sparse_experts_layers_follow_step_and_mlp_only_layers() -> None:
     def layers(**values: Any) -> list[int]:
         sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
         found = sparse_experts(ConfigReader({**sizes, **values}, "config"), 6).layers
@@ -122,8 +122,10 @@ def test_layers_with_experts() -> None:
 
 
 @pytest.mark.parametrize("tiny", [MIXTRAL, QWEN2_MOE, QWEN3_MOE], ids=lambda tiny: tiny.name)
-def test_experts_in_one_tensor_are_the_same(tiny: TinyModel, tmp_path: Path) -> None:
-    """What transformers 5 holds in memory, and writes when asked not to convert."""
+def test_open_checkpoint_stacked_experts_equal_separate_ones(
+    tiny: TinyModel, tmp_path: Path
+) -> None:
+    """transformers 5 stacks experts in memory, and writes them so if conversion is disabled."""
     model = make_model(tiny)
     apart = open_checkpoint(save_model(model, tmp_path / "apart"))
     stacked = open_checkpoint(save_model(model, tmp_path / "stacked", save_original_format=False))
@@ -134,11 +136,11 @@ def test_experts_in_one_tensor_are_the_same(tiny: TinyModel, tmp_path: Path) -> 
         np.testing.assert_array_equal(planned.tensor.raw, other[planned.name].tensor.raw)
 
 
-def test_mxfp4_experts_are_views_of_the_file(gpt_oss: Path) -> None:
+def test_open_checkpoint_mxfp4_experts_are_views_of_the_file(gpt_oss: Path) -> None:
     stored = load_file(gpt_oss / "model.safetensors")
     checkpoint = open_checkpoint(gpt_oss)
     planned = {planned.name: planned for planned in checkpoint.tensors}
-    assert checkpoint.stored_dtype == "float32"  # of everything but the experts
+    assert checkpoint.stored_dtype == "float32"  # dtype of all tensors except the experts
     one = planned["layers.1.experts.5.gate_up"]
     assert (one.mapped, one.rows, one.cols) == (True, 192, 64)
     assert MAPPED_FORMATS[one.tensor.format] == "mxfp4_split"
@@ -151,7 +153,7 @@ def test_mxfp4_experts_are_views_of_the_file(gpt_oss: Path) -> None:
     assert engine_bytes(one, True) == 192 * 64 * 4
 
 
-def test_transposed_experts_are_turned(tmp_path: Path) -> None:
+def test_open_checkpoint_transposed_experts_are_transposed_back(tmp_path: Path) -> None:
     model = make_model(GPT_OSS)
     wanted = dict(model.named_parameters())[f"{EXPERTS}.down_proj"][3].detach().numpy().T
     for dtype in (torch.float32, torch.bfloat16):
@@ -164,7 +166,7 @@ def test_transposed_experts_are_turned(tmp_path: Path) -> None:
         np.testing.assert_allclose(got, wanted, rtol=0 if dtype == torch.float32 else 2**-8)
 
 
-def test_gguf_experts_of_every_format(tmp_path: Path) -> None:
+def test_open_checkpoint_gguf_experts_of_every_format_are_planned(tmp_path: Path) -> None:
     for expert_format, mapped in (("MXFP4", True), ("Q8_0", False), ("Q4_1", False)):
         write_moe_gguf(make_model(QWEN3_MOE), tmp_path / "m.gguf", expert_format=expert_format)
         planned = {p.name: p for p in open_checkpoint(tmp_path / "m.gguf").tensors}
@@ -173,7 +175,7 @@ def test_gguf_experts_of_every_format(tmp_path: Path) -> None:
         assert planned["layers.1.router"].tensor.format == "F32"
 
 
-def test_routers_are_not_rounded(tmp_path: Path) -> None:
+def test_convert_routers_stay_in_fp32(tmp_path: Path) -> None:
     write_moe_gguf(make_model(QWEN2_MOE), tmp_path / "m.gguf")
     planned = {p.name: p for p in open_checkpoint(tmp_path / "m.gguf").tensors}
     for name in ("layers.1.router", "layers.0.shared.router"):
@@ -183,15 +185,15 @@ def test_routers_are_not_rounded(tmp_path: Path) -> None:
         np.testing.assert_array_equal(converted.values, stored)
 
 
-def test_a_shared_router_of_one_dimension(tmp_path: Path) -> None:
-    """GGUF drops the dimension of 1; the engine's name is a matrix with one row."""
+def test_open_checkpoint_one_dimensional_shared_router_is_one_row(tmp_path: Path) -> None:
+    """GGUF drops the dimension of size 1; the engine's tensor is a matrix with one row."""
     write_moe_gguf(make_model(QWEN2_MOE), tmp_path / "m.gguf")
     planned = {p.name: p for p in open_checkpoint(tmp_path / "m.gguf").tensors}
     assert planned["layers.0.shared.router"].tensor.shape == (1, 64)
 
 
-def test_quantizer_of_the_tests() -> None:
-    """Every code with every sign, ties aside, and the library's own reading of the blocks."""
+def test_quantize_mxfp4_equals_gguf_library() -> None:
+    """Covers every code with every sign except ties, read back by the gguf library."""
     import gguf
     from tiny_moe import gguf_blocks, quantize_mxfp4
 
@@ -202,9 +204,6 @@ def test_quantizer_of_the_tests() -> None:
     np.testing.assert_array_equal(ours, theirs)
     assert len(np.unique(codes)) >= 15
     assert np.linalg.norm(ours - values) / np.linalg.norm(values) < 0.15
-
-
-# --- bad checkpoints ------------------------------------------------------------------------------
 
 
 def change_tensors(folder: Path, change: Callable[[dict[str, np.ndarray]], None]) -> None:
@@ -257,7 +256,7 @@ BAD_TENSORS: list[tuple[Callable[[dict[str, np.ndarray]], None], str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), BAD_TENSORS, ids=[text for _, text in BAD_TENSORS])
-def test_bad_tensors_are_named(
+def test_open_checkpoint_bad_moe_tensor_is_named(
     copy_of_gpt_oss: Path, change: Callable[[dict[str, np.ndarray]], None], message: str
 ) -> None:
     change_tensors(copy_of_gpt_oss, change)
@@ -286,7 +285,7 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("values", "message"), BAD_CONFIGS, ids=lambda v: str(v)[:40])
-def test_bad_configs_are_one_clear_line(
+def test_open_checkpoint_bad_moe_config_is_one_clear_line(
     copy_of_gpt_oss: Path, values: dict[str, Any], message: str
 ) -> None:
     change_config(copy_of_gpt_oss, **values)
@@ -295,10 +294,10 @@ def test_bad_configs_are_one_clear_line(
     assert "\n" not in str(caught.value)
 
 
-def test_windows_of_qwen_moe(tmp_path: Path) -> None:
+def test_open_checkpoint_qwen_moe_windows_follow_layer_types(tmp_path: Path) -> None:
     folder = save_model(make_model(QWEN2_MOE), tmp_path / "2")
     change_config(folder, use_sliding_window=True, sliding_window=20)
-    assert open_checkpoint(folder).config.windows == (0, 0)  # layer_types say so
+    assert open_checkpoint(folder).config.windows == (0, 0)  # because of layer_types
     change_config(folder, layer_types=["sliding_attention", "full_attention"])
     assert open_checkpoint(folder).config.windows == (20, 0)
     change_config(folder, layer_types=None)
@@ -309,7 +308,7 @@ def test_windows_of_qwen_moe(tmp_path: Path) -> None:
     assert open_checkpoint(folder).config.windows == (20, 20)
 
 
-def test_gguf_windows_and_rope_of_gpt_oss(tmp_path: Path) -> None:
+def test_open_checkpoint_gguf_gpt_oss_windows_and_rope_are_read(tmp_path: Path) -> None:
     model = make_model(GPT_OSS)
     write_moe_gguf(model, tmp_path / "m.gguf")
     config = open_checkpoint(tmp_path / "m.gguf").config
@@ -331,7 +330,9 @@ BAD_GGUF: list[tuple[bytes, bytes, str]] = [
 
 
 @pytest.mark.parametrize(("old", "new", "message"), BAD_GGUF, ids=[text for *_, text in BAD_GGUF])
-def test_bad_gguf_is_named(old: bytes, new: bytes, message: str, tmp_path: Path) -> None:
+def test_open_checkpoint_bad_moe_gguf_is_named(
+    old: bytes, new: bytes, message: str, tmp_path: Path
+) -> None:
     path = tmp_path / "m.gguf"
     write_moe_gguf(make_model(GPT_OSS), path, expert_format="MXFP4")
     data = path.read_bytes()
@@ -341,7 +342,7 @@ def test_bad_gguf_is_named(old: bytes, new: bytes, message: str, tmp_path: Path)
         open_checkpoint(path)
 
 
-def test_gguf_expert_formats_that_are_not_known(tmp_path: Path) -> None:
+def test_open_checkpoint_gguf_unsupported_expert_format_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     write_moe_gguf(make_model(GPT_OSS), path, expert_format="MXFP4")
     data = bytearray(path.read_bytes())
@@ -362,13 +363,15 @@ BAD_METADATA: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("extra", "message"), BAD_METADATA, ids=str)
-def test_routing_that_is_not_supported(extra: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_open_checkpoint_gguf_unsupported_routing_is_rejected(
+    extra: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     write_moe_gguf(make_model(QWEN3_MOE), tmp_path / "m.gguf", extra=extra)
     with pytest.raises(ModelFormatError, match=message):
         open_checkpoint(tmp_path / "m.gguf")
 
 
-def test_experts_where_a_family_has_none(tmp_path: Path) -> None:
+def test_open_checkpoint_gguf_experts_in_dense_family_are_rejected(tmp_path: Path) -> None:
     qwen2 = next(tiny for tiny in TINY_MODELS if tiny.architecture == "Qwen2")
     write_gguf(make_model(qwen2), tmp_path / "m.gguf", extra={"expert_count": 8})
     with pytest.raises(
@@ -377,15 +380,16 @@ def test_experts_where_a_family_has_none(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "m.gguf")
 
 
-def test_normalization_of_gguf(tmp_path: Path) -> None:
+def test_open_checkpoint_gguf_expert_weights_norm_is_read(tmp_path: Path) -> None:
     model = make_model(QWEN3_MOE)
     write_moe_gguf(model, tmp_path / "m.gguf", extra={"expert_weights_norm": False})
     moe = open_checkpoint(tmp_path / "m.gguf").config.moe
     assert moe is not None and not moe.normalize
 
 
-def test_shards_of_experts(gpt_oss: Path, tmp_path: Path) -> None:
-    """Codes and scales of a tensor may lie in different files."""
+def test_open_checkpoint_codes_and_scales_in_different_shards_are_read(
+    gpt_oss: Path, tmp_path: Path
+) -> None:
     tensors = load_file(gpt_oss / "model.safetensors")
     weight_map = {}
     for shard in range(2):
@@ -400,11 +404,8 @@ def test_shards_of_experts(gpt_oss: Path, tmp_path: Path) -> None:
         np.testing.assert_array_equal(one.tensor.raw, other.tensor.raw)
 
 
-# --- fuzzing --------------------------------------------------------------------------------------
-
-
 def read_all(path: Path) -> None:
-    """Opens a checkpoint and touches the ends of every tensor; a refusal is one short line."""
+    """Open a checkpoint and read the ends of every tensor; an error must be one short line."""
     try:
         for planned in open_checkpoint(path).tensors:
             for raw in (planned.tensor.raw, planned.tensor.scales):
@@ -425,7 +426,7 @@ def damage(content: bytes, end: int, data: st.DataObject) -> bytes:
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
-def test_damaged_folders_never_crash(
+def test_open_checkpoint_damaged_moe_safetensors_never_crashes(
     gpt_oss: Path, copy_of_gpt_oss: Path, data: st.DataObject
 ) -> None:
     content = (gpt_oss / "model.safetensors").read_bytes()
@@ -443,7 +444,9 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_damaged_gguf_never_crashes(gguf_file: Path, data: st.DataObject) -> None:
+def test_open_checkpoint_damaged_moe_gguf_never_crashes(
+    gguf_file: Path, data: st.DataObject
+) -> None:
     content = gguf_file.read_bytes()
     path = gguf_file.with_name("damaged.gguf")
     path.write_bytes(damage(content, content.rindex(b"blk.3.ffn_down_exps") + 96, data))
@@ -461,7 +464,7 @@ def test_damaged_gguf_never_crashes(gguf_file: Path, data: st.DataObject) -> Non
     ],
     ids=["of a layer", "of all layers"],
 )
-def test_more_experts_than_the_engine_takes(
+def test_open_checkpoint_too_many_experts_are_rejected(
     change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     folder = save_model(make_model(QWEN3_MOE), tmp_path)

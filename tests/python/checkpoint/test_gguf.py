@@ -1,4 +1,4 @@
-"""GGUF files: every format, the row order of q and k, and files that lie about themselves."""
+"""Tests of GGUF files: every format, the row order of q and k, and damaged files."""
 
 import gc
 import struct
@@ -50,7 +50,7 @@ def by_name(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def values_of(planned: Any, exact: bool = True) -> np.ndarray:
-    """What the engine will compute with, as FP32."""
+    """Return the values that the engine computes with, in FP32."""
     import gguf
 
     kind, data = matrix_for_engine(
@@ -72,11 +72,11 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_no_vocabulary_in_memory_while_weights_load(
+def test_load_model_frees_vocabulary_before_weights_load(
     good: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Pairs(dict[str, Any]):
-        """A dict that can be watched."""
+        """A dict that supports weak references."""
 
     seen: list[weakref.ref[Pairs]] = []
     alive: list[bool] = []
@@ -104,7 +104,7 @@ SMALL = TurbomindEngineConfig(
 )
 
 
-def test_an_engine_opens_its_file_once(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_engine_opens_gguf_file_once(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Path] = []
 
     class Counted(GgufFile):
@@ -117,7 +117,9 @@ def test_an_engine_opens_its_file_once(good: Path, monkeypatch: pytest.MonkeyPat
     assert opened == [good]
 
 
-def test_a_closed_engine_has_no_weights(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_engine_closed_engine_frees_its_weights(
+    good: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loaded: list[weakref.ref[Any]] = []
     load = model_files.ModelFiles.load
 
@@ -134,7 +136,7 @@ def test_a_closed_engine_has_no_weights(good: Path, monkeypatch: pytest.MonkeyPa
     assert loaded[0]() is None
 
 
-def test_a_bad_template_is_refused_before_weights_are_read(
+def test_load_engine_bad_template_is_rejected_before_loading(
     good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load(*_: Any, **__: Any) -> LoadedWeights:
@@ -151,7 +153,9 @@ def test_a_bad_template_is_refused_before_weights_are_read(
 
 
 @pytest.mark.parametrize("weight_format", WRITABLE)
-def test_every_format_gives_its_values(weight_format: str, tmp_path: Path) -> None:
+def test_matrix_for_engine_every_writable_format_gives_its_values(
+    weight_format: str, tmp_path: Path
+) -> None:
     model = make_model(LLAMA)
     stored = write_gguf(model, tmp_path / "m.gguf", weight_format=weight_format)
     planned = by_name(open_checkpoint(tmp_path / "m.gguf"))
@@ -168,7 +172,7 @@ def test_every_format_gives_its_values(weight_format: str, tmp_path: Path) -> No
 
 
 def block_tensor(weight_format: str, *, rows: int = 48, cols: int = 512) -> StoredTensor:
-    """Random codes with scales as weights have them."""
+    """Return a tensor with random codes and with scales of a realistic size."""
     random = np.random.default_rng(7)
     values, size = BLOCK_FORMATS[weight_format]
     blocks = random.integers(0, 256, (rows * cols // values, size), dtype=np.uint8)
@@ -182,7 +186,7 @@ def block_tensor(weight_format: str, *, rows: int = 48, cols: int = 512) -> Stor
 
 
 def engine_values(tensor: StoredTensor, *, exact: bool = False) -> tuple[str, np.ndarray]:
-    """Format, and what the engine computes with."""
+    """Return the engine's format and the values that it computes with."""
     import gguf
 
     kind, data = matrix_for_engine(tensor, exact=exact)
@@ -192,7 +196,9 @@ def engine_values(tensor: StoredTensor, *, exact: bool = False) -> tuple[str, np
 
 
 @pytest.mark.parametrize(("weight_format", "wanted_kind"), [("Q4_K", "q4_1"), ("IQ4_XS", "q8_0")])
-def test_codes_stay_and_more_than_bf16_would_keep(weight_format: str, wanted_kind: str) -> None:
+def test_matrix_for_engine_q4_k_and_iq4_xs_are_more_precise_than_bf16(
+    weight_format: str, wanted_kind: str
+) -> None:
     tensor = block_tensor(weight_format)
     _, wanted = engine_values(tensor, exact=True)
     kind, got = engine_values(tensor)
@@ -203,7 +209,7 @@ def test_codes_stay_and_more_than_bf16_would_keep(weight_format: str, wanted_kin
 
 
 @pytest.mark.parametrize("weight_format", ["Q5_0", "IQ4_NL"])
-def test_what_q8_0_holds_stays_as_it_is(weight_format: str) -> None:
+def test_matrix_for_engine_formats_within_q8_0_are_exact(weight_format: str) -> None:
     tensor = block_tensor(weight_format)
     kind, got = engine_values(tensor)
     assert kind == "q8_0"
@@ -211,17 +217,17 @@ def test_what_q8_0_holds_stays_as_it_is(weight_format: str) -> None:
 
 
 @pytest.mark.parametrize("weight_format", ["Q2_K", "Q3_K", "Q5_1", "Q5_K", "Q6_K"])
-def test_what_has_more_bits_is_rounded_to_eight(weight_format: str) -> None:
+def test_matrix_for_engine_wider_formats_are_rounded_to_q8_0(weight_format: str) -> None:
     tensor = block_tensor(weight_format)
     _, wanted = engine_values(tensor, exact=True)
     kind, got = engine_values(tensor)
     assert kind == "q8_0"
     largest = np.abs(wanted).reshape(-1, 32).max(axis=1, keepdims=True)
-    step = largest / 127 * (1 + 2**-10) + 2**-24  # FP16: 11 bits, and none below 2^-24
+    step = largest / 127 * (1 + 2**-10) + 2**-24  # FP16 has 11 bits; the smallest number is 2^-24
     assert (np.abs(got - wanted).reshape(-1, 32) <= step / 2 * (1 + 1e-5)).all()
 
 
-def test_blocks_of_zeros_and_of_what_is_not_finite() -> None:
+def test_values_to_q8_0_zero_and_nonfinite_blocks_keep_their_kind() -> None:
     rows = np.zeros((3, 32), np.float32)
     rows[1, 3] = np.inf
     rows[2, 4] = np.nan
@@ -233,7 +239,7 @@ def test_blocks_of_zeros_and_of_what_is_not_finite() -> None:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("weight_format", ["Q4_K", "Q6_K"])
-def test_a_scale_beyond_fp16_is_refused(weight_format: str) -> None:
+def test_matrix_for_engine_scale_beyond_fp16_is_rejected(weight_format: str) -> None:
     tensor = block_tensor(weight_format)
     blocks = tensor.raw.reshape(-1, BLOCK_FORMATS[weight_format][1])
     place = 208 if weight_format == "Q6_K" else 0
@@ -245,14 +251,14 @@ def test_a_scale_beyond_fp16_is_refused(weight_format: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # random scales of MXFP4 are huge
 @pytest.mark.parametrize("weight_format", sorted(BLOCK_FORMATS))
-def test_the_plan_counts_the_bytes_that_are_made(weight_format: str) -> None:
+def test_engine_bytes_equal_size_of_converted_data(weight_format: str) -> None:
     tensor = block_tensor(weight_format)
     kind, data = matrix_for_engine(tensor, exact=False)
     assert data.nbytes == engine_bytes(PlannedTensor("layers.0.q", tensor), exact=False)
     assert kind == engine_format(tensor, exact=False)
 
 
-def test_numbers_of_formats_are_those_of_ggml() -> None:
+def test_format_name_equals_ggml() -> None:
     import gguf
 
     for kind in gguf.GGMLQuantizationType:
@@ -262,11 +268,11 @@ def test_numbers_of_formats_are_those_of_ggml() -> None:
 
 
 @pytest.mark.parametrize("weight_format", sorted(BLOCK_FORMATS))
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # random bits are often huge scales
-def test_chunks_do_not_change_values(weight_format: str) -> None:
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # random bits often give huge scales
+def test_matrix_for_engine_chunks_do_not_change_values(weight_format: str) -> None:
     import gguf
 
-    # More values than one chunk of the conversion, so that borders are inside.
+    # More values than one chunk of the conversion, so the data has chunk borders.
     rows, cols = 1500, 1024
     raw = np.random.default_rng(1).integers(
         0, 255, (rows, row_bytes(weight_format, cols)), dtype=np.uint8
@@ -285,7 +291,7 @@ def test_chunks_do_not_change_values(weight_format: str) -> None:
     [t for t in TINY_MODELS if not t.rope and "bias" not in t.settings],
     ids=lambda tiny: tiny.name,
 )
-def test_families_and_their_row_order(tiny: TinyModel, tmp_path: Path) -> None:
+def test_open_checkpoint_gguf_families_restore_row_order(tiny: TinyModel, tmp_path: Path) -> None:
     model = make_model(tiny)
     stored = write_gguf(model, tmp_path / "m.gguf")
     checkpoint = open_checkpoint(tmp_path / "m.gguf")
@@ -306,7 +312,7 @@ def test_families_and_their_row_order(tiny: TinyModel, tmp_path: Path) -> None:
     )
 
 
-def test_interleaving_is_seen() -> None:
+def test_matrix_for_engine_interleaved_rows_are_restored() -> None:
     rows = np.arange(16, dtype=np.float32).reshape(16, 1)
     stored = interleave(rows, 2)
     assert stored[:8, 0].tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
@@ -317,7 +323,7 @@ def test_interleaving_is_seen() -> None:
     np.testing.assert_array_equal(data, rows)
 
 
-def test_rope_metadata(tmp_path: Path) -> None:
+def test_open_checkpoint_gguf_rope_metadata_is_read(tmp_path: Path) -> None:
     model = make_model(LLAMA)
     factors = np.linspace(1.0, 8.0, 32)
     write_gguf(model, tmp_path / "f.gguf", freq_factors=factors)
@@ -341,7 +347,7 @@ BAD_METADATA: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("extra", "message"), BAD_METADATA, ids=str)
-def test_metadata_that_is_not_supported(
+def test_open_checkpoint_gguf_unsupported_metadata_is_rejected(
     extra: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     write_gguf(make_model(LLAMA), tmp_path / "m.gguf", extra=extra)
@@ -362,8 +368,8 @@ def test_metadata_that_is_not_supported(
     ],
     ids=str,
 )
-def test_windows_of_a_pattern(pattern: Any, good: bool) -> None:
-    """llama.cpp's period or flags, compared with GPT-OSS's alternation."""
+def test_check_window_pattern_accepts_only_the_given_windows(pattern: Any, good: bool) -> None:
+    """llama.cpp stores a period or one flag per layer; GPT-OSS alternates."""
     key = "gpt-oss.attention.sliding_window_pattern"
     reader = ConfigReader({key: pattern}, "x")
     if good:
@@ -373,9 +379,6 @@ def test_windows_of_a_pattern(pattern: Any, good: bool) -> None:
             _check_window_pattern(reader, "gpt-oss", windows=(128, 0, 128, 0))
     _check_window_pattern(reader, "gpt-oss", windows=(0, 0, 0, 0))
     _check_window_pattern(ConfigReader({}, "x"), "gpt-oss", windows=(128, 0, 128, 0))
-
-
-# --- files that lie -------------------------------------------------------------------------------
 
 
 def damaged(good: Path, tmp_path: Path, change: Any) -> Path:
@@ -401,7 +404,7 @@ def number_at(offset: int, code: str, value: int) -> Any:
 
 
 def tensor_record(name: bytes, shift: int, code: str, value: int) -> Any:
-    """Changes a number `shift` bytes after a tensor's name."""
+    """Return a change of the number `shift` bytes after a tensor's name."""
 
     def change(data: bytearray) -> None:
         struct.pack_into(code, data, data.rindex(name) + len(name) + shift, value)
@@ -444,13 +447,15 @@ DAMAGES: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), DAMAGES, ids=[text for _, text in DAMAGES])
-def test_damage_is_one_clear_line(good: Path, tmp_path: Path, change: Any, message: str) -> None:
+def test_open_checkpoint_damaged_gguf_is_one_clear_line(
+    good: Path, tmp_path: Path, change: Any, message: str
+) -> None:
     with pytest.raises(ModelFormatError, match=message) as caught:
         open_checkpoint(damaged(good, tmp_path, change))
     assert "\n" not in str(caught.value)
 
 
-def test_lists_of_strings_end_inside_the_file(good: Path, tmp_path: Path) -> None:
+def test_gguf_file_string_list_must_end_inside_the_file(good: Path, tmp_path: Path) -> None:
     content = good.read_bytes()
     key = b"tokenizer.ggml.tokens"
     first = content.index(key) + len(key) + 16  # after the types and the count
@@ -466,8 +471,10 @@ def test_lists_of_strings_end_inside_the_file(good: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", ["<u1", "<f4", "string"])
-def test_arrays_share_a_bound(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A byte of the file must not become many of memory without end."""
+def test_gguf_file_arrays_share_one_size_limit(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise, a small file could need memory without limit."""
     monkeypatch.setattr(gguf_file, "_MAX_ELEMENTS", 1000)
 
     def array(name: bytes, count: int) -> bytes:
@@ -490,7 +497,7 @@ def test_arrays_share_a_bound(kind: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_damaged_headers_never_crash(
+def test_open_checkpoint_damaged_gguf_header_never_crashes(
     good: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     content = bytearray(good.read_bytes())
@@ -506,7 +513,7 @@ def test_damaged_headers_never_crash(
         assert len(str(error)) < 1000
 
 
-def test_metadata_matches_the_library(good: Path) -> None:
+def test_gguf_file_metadata_equals_gguf_library(good: Path) -> None:
     import gguf
 
     reader = gguf.GGUFReader(good)

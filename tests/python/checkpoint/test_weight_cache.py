@@ -1,4 +1,4 @@
-"""The weight cache: equal logits with and without it, and at worst a warning."""
+"""Tests of the weight cache: equal logits with and without it, and at worst a warning."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache that also accepts tiny and new models."""
+    """Return the path of an empty cache that also accepts tiny and new models."""
     monkeypatch.setenv("LMDEPLOY_CACHE", "1")
     monkeypatch.setenv("LMDEPLOY_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(weight_loader, "MIN_CACHED_BYTES", 0)
@@ -66,7 +66,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixt
 
 
 class Start:
-    """One start of the engine: its logits, and whether the cache had its weights."""
+    """One start of the engine: its logits, and whether the weights came from the cache."""
 
     def __init__(self, path: Path) -> None:
         with EngineRun(str(path), exact=False) as run:
@@ -88,7 +88,7 @@ def only_file(folder: Path) -> Path:
 
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("model", ["gguf", "experts"])
-def test_the_second_start_has_the_same_bits(
+def test_weight_cache_second_start_gives_equal_bits(
     model: str,
     in_place: bool,
     folder: Path,
@@ -110,7 +110,7 @@ def test_the_second_start_has_the_same_bits(
 @pytest.mark.parametrize(
     "harm", ["flip", "cut", "empty", "symlink", "fifo", "writable", "other user", "folder"]
 )
-def test_a_bad_file_is_replaced(
+def test_weight_cache_bad_file_is_replaced(
     harm: str,
     gguf: Path,
     folder: Path,
@@ -151,15 +151,15 @@ def test_a_bad_file_is_replaced(
 
 
 @pytest.mark.parametrize("change", ["byte", "replaced", "touched", "moved"])
-def test_a_changed_model_is_packed_again(
+def test_weight_cache_changed_model_is_packed_again(
     change: str, gguf: Path, folder: Path, tmp_path: Path
 ) -> None:
     model = Path(shutil.copy(gguf, tmp_path / "model.gguf"))
     first = Start(model)
     before = model.stat()
-    time.sleep(0.05)  # the clock of the file system moves in steps
+    time.sleep(0.05)  # file timestamps have a coarse resolution
     data = bytearray(model.read_bytes())
-    data[-100] ^= 1  # in the middle of a tensor, where no sample is hashed
+    data[-100] ^= 1  # in the middle of a tensor, outside the hashed samples
     if change == "byte":
         with model.open("r+b") as file:
             file.write(data)
@@ -175,7 +175,7 @@ def test_a_changed_model_is_packed_again(
     assert Start(model).from_cache
 
 
-def test_identities_cover_every_shard_and_the_index(tmp_path: Path) -> None:
+def test_identify_files_covers_every_shard_and_the_index(tmp_path: Path) -> None:
     for name in ("model-1.safetensors", "model-2.safetensors", "model.safetensors.index.json"):
         (tmp_path / name).write_bytes(b"x")
     (tmp_path / "nowhere.safetensors").symlink_to(tmp_path / "missing")
@@ -190,7 +190,7 @@ def test_identities_cover_every_shard_and_the_index(tmp_path: Path) -> None:
         before = after
 
 
-def test_a_file_that_may_still_change_is_not_cached(
+def test_weight_cache_recently_changed_file_is_not_stored(
     gguf: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Path(shutil.copy(gguf, tmp_path / "model.gguf"))
@@ -205,7 +205,7 @@ def test_a_file_that_may_still_change_is_not_cached(
     assert not folder.exists()
 
 
-def test_another_version_packs_again(
+def test_weight_cache_other_version_is_packed_again(
     gguf: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert Start(gguf).stored
@@ -214,7 +214,9 @@ def test_another_version_packs_again(
     only_file(folder)
 
 
-def test_what_is_not_cached(gguf: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_cache_exact_or_small_model_is_not_stored(
+    gguf: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with EngineRun(str(gguf), exact=True) as run:
         assert run.model.cache_writer is None
     monkeypatch.setenv("LMDEPLOY_CACHE_LIMIT", "0")
@@ -225,12 +227,14 @@ def test_what_is_not_cached(gguf: Path, folder: Path, monkeypatch: pytest.Monkey
     assert not folder.exists()
 
 
-def test_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_options_from_environment_reads_and_checks_variables(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for name in ("LMDEPLOY_CACHE", "LMDEPLOY_CACHE_DIR", "LMDEPLOY_CACHE_LIMIT", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert options_from_environment() == CacheOptions(tmp_path / ".cache/lmdeploy/packed")
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the specification ignores such a path
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the XDG specification ignores relative paths
     assert options_from_environment() == CacheOptions(tmp_path / ".cache/lmdeploy/packed")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert options_from_environment() == CacheOptions(Path("/somewhere/lmdeploy/packed"))
@@ -250,7 +254,7 @@ def test_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         options_from_environment()
 
 
-def test_least_recently_used_files_are_removed(
+def test_weight_cache_limit_removes_least_recently_used_files(
     gguf: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert Start(gguf).stored
@@ -273,14 +277,14 @@ def test_least_recently_used_files_are_removed(
     monkeypatch.setenv("LMDEPLOY_CACHE_LIMIT", str(2 * size + size // 2))
     with monkeypatch.context() as patch:
         patch.setattr(weight_cache, "_KEEP_FREE", 1 << 60)
-        assert not Start(gguf).stored  # and nothing was removed for it
+        assert not Start(gguf).stored  # and no file was removed for it
     assert {found.name for found in folder.iterdir()} == {*names[:3], "notes.txt"}
     assert Start(gguf).stored
     assert {found.name for found in folder.iterdir()} == {path.name, "new.packed", "notes.txt"}
 
 
 @pytest.mark.parametrize("place", ["/proc/none", "file", "open", "other", "link"])
-def test_a_folder_that_cannot_be_used(
+def test_weight_cache_unusable_folder_logs_a_warning(
     place: str,
     gguf: Path,
     folder: Path,
@@ -313,7 +317,7 @@ def test_a_folder_that_cannot_be_used(
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_a_warning(
+def test_weight_cache_write_error_logs_a_warning(
     code: int,
     gguf: Path,
     folder: Path,
@@ -330,19 +334,19 @@ def test_a_full_disk_is_a_warning(
     assert list(folder.iterdir()) == []
 
 
-def test_two_writers_do_not_collide(gguf: Path, folder: Path) -> None:
+def test_weight_cache_concurrent_writers_do_not_collide(gguf: Path, folder: Path) -> None:
     folder.mkdir(mode=0o700)
     with EngineRun(str(gguf), exact=False) as run:
         entry = run.model.cache_writer._entry
         other = entry.path.with_name(f".{entry.path.name}.unfinished")
         other.write_bytes(b"of another process")
         assert not Start(gguf).stored and only_file(folder) == other
-        os.utime(other, (1, 1))  # that process was killed
+        os.utime(other, (1, 1))  # as if that process had been killed
     assert Start(gguf).stored
     assert only_file(folder) == entry.path
 
 
-def test_the_engine_stores_and_close_stops_it(
+def test_async_engine_stores_weights_and_close_stops_it(
     gguf: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = TurbomindEngineConfig(session_len=128)
@@ -362,7 +366,7 @@ def test_the_engine_stores_and_close_stops_it(
     assert Start(gguf).from_cache
 
 
-# Load a model and end the process in the middle of the write.
+# Load a model and end the process during the write.
 PROCESS = """
 import os, sys, time
 from engine_runs import EngineRun
@@ -398,18 +402,18 @@ def run_python(code: str, *arguments: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("end", ["exit", "kill"])
-def test_a_process_that_exits_leaves_no_unfinished_file(end: str, gguf: Path, folder: Path) -> None:
+def test_weight_cache_exit_leaves_no_unfinished_file(end: str, gguf: Path, folder: Path) -> None:
     process = run_python(PROCESS, str(gguf), end)
     assert process.stdout is not None and process.stdout.readline() == "writing\n"
     if end == "kill":
         process.send_signal(signal.SIGKILL)
     _, errors = process.communicate(timeout=DEADLINE)
     assert process.returncode == (0 if end == "exit" else -signal.SIGKILL), errors
-    # A killed process cannot remove its unfinished file. A later store does.
+    # A killed process cannot remove its unfinished file. A later store removes it.
     assert len(list(folder.glob(".*.unfinished"))) == (end == "kill")
 
 
-# --- the version of the conversion ----------------------------------------------------------------
+# CRC-32 of the converted and of the packed matrix. Raise WEIGHT_CACHE_VERSION when one changes.
 
 # CRC-32 of the converted and of the packed matrix. Raise WEIGHT_CACHE_VERSION when one changes.
 GOLDEN: dict[str, tuple[int, int]] = {
@@ -440,7 +444,7 @@ SIZE = 256
 
 
 def stored(stored_format: str) -> StoredTensor:
-    """A matrix of 256 x 256 with fixed bytes below 64: as floating-point numbers all are finite."""
+    """Return a 256 x 256 matrix of fixed bytes below 64, which are finite in every format."""
 
     def pattern(count: int) -> np.ndarray:
         return (np.arange(count, dtype=np.uint64) * 2654435761 % 4093 % 64).astype(np.uint8)
@@ -467,20 +471,20 @@ def convert_and_pack(case: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("case", GOLDEN)
-def test_a_changed_converter_needs_another_version(case: str) -> None:
+def test_convert_and_pack_equals_golden_checksums(case: str) -> None:
     assert convert_and_pack(case) == GOLDEN[case], "raise WEIGHT_CACHE_VERSION in conversion.py"
 
 
-def test_every_stored_format_has_a_golden_checksum() -> None:
+def test_golden_checksums_cover_every_stored_format() -> None:
     assert {case.split()[0] for case in GOLDEN} == {*SUPPORTED_FORMATS, "AWQ"}
 
 
-# Modules that take a tenth of a second or more together and that no start of the engine needs.
+# Modules that take 0.1 s or more in total and that the engine does not need to start.
 UNUSED = ["fastapi", "gguf", "importlib.metadata", "matplotlib", "openai", "safetensors", "torch"]
 UNUSED += ["tqdm", "transformers", "uvicorn", "yaml"]
 
 
-def test_a_start_imports_only_what_it_uses() -> None:
+def test_async_engine_start_imports_no_unused_module() -> None:
     process = run_python(
         f"""
 import sys

@@ -1,4 +1,4 @@
-"""Files of the weight cache: a reader accepts only what the writer wrote."""
+"""Tests of weight cache files: a reader accepts only what the writer wrote."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return write(tmp_path_factory.mktemp("cache") / "file")
 
 
-def test_reads_what_was_written(good: bytes, tmp_path: Path) -> None:
+def test_read_weights_returns_what_was_written(good: bytes, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(good)
     with (tmp_path / "file").open("rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
@@ -62,7 +62,7 @@ def test_reads_what_was_written(good: bytes, tmp_path: Path) -> None:
     assert len(good) == file_bytes(SHAPES)
 
 
-def test_finds_every_flipped_bit(good: bytes) -> None:
+def test_read_weights_flipped_bit_is_rejected(good: bytes) -> None:
     places = [*range(HEADER_BYTES), 4096, len(good) - 1, len(good) - 64]
     places += RNG.integers(4096, len(good), 20).tolist()
     for place in places:
@@ -72,7 +72,7 @@ def test_finds_every_flipped_bit(good: bytes) -> None:
             read(bytes(data))
 
 
-def test_finds_every_truncation(good: bytes) -> None:
+def test_read_weights_truncated_file_is_rejected(good: bytes) -> None:
     for length in (0, 1, 8, 47, 48, 49, HEADER_BYTES, 4095, 4096, 4097, len(good) - 1):
         with pytest.raises(WeightCacheError):
             read(good[:length])
@@ -81,21 +81,21 @@ def test_finds_every_truncation(good: bytes) -> None:
 
 
 @pytest.mark.parametrize("length", [4096, 100_000, 2 << 20, (2 << 20) + 5000])
-def test_finds_an_unfinished_file(good: bytes, length: int) -> None:
-    # A crash before fsync may leave any part of a file zero.
+def test_read_weights_unfinished_file_is_rejected(good: bytes, length: int) -> None:
+    # After a crash before fsync, any part of the file may be zero.
     for data in (good[:length].ljust(len(good), b"\0"), bytes(length) + good[length:]):
         with pytest.raises(WeightCacheError):
             read(data)
 
 
-def test_refuses_another_identity(good: bytes) -> None:
+def test_read_weights_other_identity_is_rejected(good: bytes) -> None:
     data = good[:8] + bytes(32) + good[40:]
     with pytest.raises(OtherIdentityError):
         read(data)
 
 
 @pytest.mark.parametrize("size", [0, 1, 47, 4096, 1 << 40, (1 << 64) - 1])
-def test_refuses_a_forged_size(good: bytes, size: int) -> None:
+def test_read_weights_forged_size_is_rejected(good: bytes, size: int) -> None:
     header = good[:40] + struct.pack("<Q", size) + good[48 : HEADER_BYTES - 4]
     forged = header + struct.pack("<I", zlib.crc32(header)) + good[HEADER_BYTES:]
     for data in (forged, forged[: min(size, len(good))]):
@@ -104,7 +104,7 @@ def test_refuses_a_forged_size(good: bytes, size: int) -> None:
 
 
 @pytest.mark.parametrize("change", ["more", "fewer", "larger", "smaller"])
-def test_refuses_a_file_of_other_shapes(good: bytes, change: str) -> None:
+def test_read_weights_other_shapes_are_rejected(good: bytes, change: str) -> None:
     """The identity covers the shapes. A forged identity must not cause reads beyond the file."""
     shapes = dict(SHAPES)
     if change == "more":
@@ -117,7 +117,7 @@ def test_refuses_a_file_of_other_shapes(good: bytes, change: str) -> None:
         read(good, shapes=shapes)
 
 
-def test_an_interrupted_write_leaves_no_header(tmp_path: Path) -> None:
+def test_write_weights_interrupted_leaves_no_header(tmp_path: Path) -> None:
     calls: list[int] = []
 
     def check_stop() -> None:
@@ -133,7 +133,7 @@ def test_an_interrupted_write_leaves_no_header(tmp_path: Path) -> None:
         read(data)
 
 
-def test_a_limit_on_file_sizes_is_an_error(tmp_path: Path) -> None:
+def test_write_weights_file_size_limit_raises_os_error(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
     try:
