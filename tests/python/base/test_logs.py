@@ -1,4 +1,4 @@
-"""Where messages below WARNING go."""
+"""Tests of log levels: where messages go."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def shown(level: str, *, before: str = "") -> list[str]:
     return done.stderr.splitlines()
 
 
-def test_messages_below_warning_are_shown() -> None:
+def test_set_log_level_shows_messages_of_that_level() -> None:
     lines = ["DEBUG lmdeploy: a debug", "INFO lmdeploy: a info", "WARNING lmdeploy: a warning"]
     assert shown("DEBUG") == lines
     assert shown("INFO") == lines[1:]
-    assert shown("WARNING") == ["a warning"]  # as Python does it
+    assert shown("WARNING") == ["a warning"]  # Python's default format
 
 
-def test_handlers_of_the_program_are_the_only_ones() -> None:
+def test_set_log_level_adds_no_handler_to_a_configured_program() -> None:
     root = "logging.basicConfig(format='mine %(message)s')"
     assert shown("DEBUG", before=root) == ["mine a debug", "mine a info", "mine a warning"]
 
 
-def test_a_level_that_is_none() -> None:
+def test_set_log_level_rejects_unknown_level() -> None:
     with pytest.raises(ValueError, match="log_level: got 'LOUD', wanted one of DEBUG"):
         set_log_level("LOUD")

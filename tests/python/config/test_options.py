@@ -1,4 +1,4 @@
-"""Options: defaults, ranges, refusal by name, quant_policy → format name."""
+"""Tests of options: defaults, ranges, unsupported fields, quant_policy to format name."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from lmdeploy.response import join_pieces
 
 
 @pytest.mark.parametrize(("given", "name"), list(QUANT_POLICY_NAMES.items()))
-def test_quant_policy_names(given, name):
+def test_parse_quant_policy_gives_format_name(given, name):
     assert TurbomindEngineConfig(quant_policy=given).kv_format == name
     assert parse_quant_policy(str(given).upper()) == name
 
 
 @pytest.mark.parametrize("bad", [5, 12, 17, 42, -1, "fp3", "", "5", None, 4.0, True, [4], 10**400])
-def test_quant_policy_refused(bad):
+def test_engine_config_invalid_quant_policy_is_rejected(bad):
     with pytest.raises(ValueError, match=r"quant_policy: got .*wanted 0, 4, 8, 16.*--quant-policy"):
         TurbomindEngineConfig(quant_policy=bad)
 
@@ -59,13 +59,13 @@ def test_quant_policy_refused(bad):
         ("deterministic", "yes"),
     ],
 )
-def test_engine_config_ranges(field, value):
+def test_engine_config_value_out_of_range_is_rejected(field, value):
     with pytest.raises(ValueError, match=rf"{field}: got .*wanted .*; change"):
         TurbomindEngineConfig(**{field: value})
 
 
 @pytest.mark.parametrize("field", unsupported_fields(ENGINE))
-def test_unsupported_engine_fields_take_their_default_only(field):
+def test_engine_config_unsupported_field_accepts_only_its_default(field):
     default = unsupported_fields(ENGINE)[field]
     TurbomindEngineConfig(**{field: default})
     for other in (2, "other"):
@@ -74,7 +74,7 @@ def test_unsupported_engine_fields_take_their_default_only(field):
 
 
 @pytest.mark.parametrize("field", unsupported_fields(GENERATION))
-def test_unsupported_generation_fields_take_their_default_only(field):
+def test_generation_config_unsupported_field_accepts_only_its_default(field):
     GenerationConfig(**{field: unsupported_fields(GENERATION)[field]})
     with pytest.raises(ValueError, match=rf"^{field}: got .* not supported"):
         GenerationConfig(**{field: "other"})
@@ -112,19 +112,19 @@ def test_unsupported_generation_fields_take_their_default_only(field):
         ("min_new_tokens", -1),
     ],
 )
-def test_generation_config_ranges(field, value):
+def test_generation_config_value_out_of_range_is_rejected(field, value):
     with pytest.raises(ValueError, match=rf"^{field}: got .*wanted .*; change"):
         GenerationConfig(**{field: value})
 
 
-def test_a_step_on_a_cpu_is_shorter_but_holds_the_batch():
+def test_step_sizes_on_cpu_are_smaller_but_hold_the_batch():
     cpu = _turbomind.DeviceCapability()
     assert step_sizes(TurbomindEngineConfig(), cpu) == (32, 256)
     assert step_sizes(TurbomindEngineConfig(max_batch_size=400), cpu) == (400, 400)
     assert step_sizes(TurbomindEngineConfig(max_prefill_token_num=7), cpu) == (32, 7)
 
 
-def test_defaults_are_those_of_lmdeploy():
+def test_configs_have_defaults_of_lmdeploy():
     config = GenerationConfig()
     assert (config.max_new_tokens, config.top_k, config.temperature) == (512, 50, 0.8)
     assert (config.do_sample, config.top_p, config.repetition_penalty) == (False, 1.0, 1.0)
@@ -135,13 +135,13 @@ def test_defaults_are_those_of_lmdeploy():
     assert engine.enable_prefix_caching
 
 
-def test_error_messages_stay_short():
+def test_generation_config_error_message_is_short():
     with pytest.raises(ValueError, match="1000000") as info:
         GenerationConfig(stop_words=["word"] * 10**6)
     assert len(str(info.value)) < 300
 
 
-def test_response_extend():
+def test_response_extend_appends_a_chunk():
     whole = Response("a", 1, 5, token_ids=[1], logprobs=[{1: -0.5}])
     whole.extend(Response("b", 2, 5, "stop", [2], [{2: -0.25}], cached_tokens=4))
     assert (whole.text, whole.token_ids, whole.finish_reason) == ("ab", [1, 2], "stop")
@@ -149,7 +149,7 @@ def test_response_extend():
     assert (whole.generate_token_len, whole.cached_tokens) == (2, 4)
 
 
-def test_chat_template_config(tmp_path):
+def test_chat_template_config_json_round_trips_and_rejects_bad_files(tmp_path):
     config = ChatTemplateConfig(model_name="m", user="U:", stop_words=["X"])
     path = tmp_path / "template.json"
     config.to_json(str(path))
@@ -167,7 +167,7 @@ def test_chat_template_config(tmp_path):
         ChatTemplateConfig.from_json(str(path))
 
 
-def test_join_pieces_gives_the_whole_and_changes_no_piece():
+def test_join_pieces_returns_whole_response_and_changes_no_chunk():
     chunks = [
         Response("", 0, 3, prompt_logprobs=[{1: -1.0}], logits=np.ones((2, 4), np.float32)),
         Response("a", 1, 3, token_ids=[5], logprobs=[{5: -0.5}], index=1, cached_tokens=2),
