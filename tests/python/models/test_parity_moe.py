@@ -1,4 +1,4 @@
-"""Models with experts against transformers in FP32; MXFP4 against the same weights dequantised."""
+"""Tests of models with experts against transformers in FP32, and of MXFP4 against equal weights."""
 
 import copy
 from pathlib import Path
@@ -23,17 +23,17 @@ from tiny_moe import (
     write_moe_gguf,
 )
 
-# Largest difference of a logit, relative to the largest logit. Both sides compute in FP32 and sum
+# Largest difference of a logit, relative to the largest logit. Both sides compute in FP32 but sum
 # in different orders.
 MAX_RELATIVE_ERROR = 3e-5
-# The same weights from two files: exact compute sees the same FP32 values.
+# For equal weights from two files: exact mode computes with the same FP32 values.
 SAME_WEIGHTS = 1e-5
-# Serving rounds weights to BF16. In a random model with hard routing that alone (FP32 compute with
-# rounded weights) gives 0.002 to 0.010; served, MXFP4 experts gave 0.004 to 0.009, the same weights
-# in BF16 0.005 to 0.010.
+# Serving rounds weights to BF16. In a random model with hard routing, rounding alone gives a KL of
+# 0.002 to 0.010 (FP32 compute with rounded weights). When served, MXFP4 experts gave 0.004 to
+# 0.009, and the same weights in BF16 gave 0.005 to 0.010.
 MAX_KL = 0.02
 MAX_KL_RATIO = 1.2
-# Beyond every window of TINY_MOE_MODELS and over 200 tokens.
+# Longer than every window of TINY_MOE_MODELS and over 200 tokens.
 NUM_TOKENS = 210
 NUM_GREEDY = 64
 
@@ -44,7 +44,7 @@ def logits_of(path: Path, ids: list[int], *, exact: bool = True) -> np.ndarray:
 
 
 def check_greedy(run: EngineRun, model: Any, ids: list[int]) -> None:
-    """The engine's greedy answer is the model's: each token the likeliest after those before it."""
+    """Check that each greedy token of the engine is the model's argmax."""
     answer = run.greedy(ids, NUM_GREEDY)
     assert len(answer) == NUM_GREEDY
     wanted = reference_logits(model, ids + answer)[len(ids) - 1 : -1].argmax(axis=1)
@@ -52,13 +52,13 @@ def check_greedy(run: EngineRun, model: Any, ids: list[int]) -> None:
 
 
 def mean_kl(got: np.ndarray, wanted: np.ndarray) -> float:
-    """KL(wanted || got) per token."""
+    """Return KL(wanted || got) per token."""
     one, other = (torch.log_softmax(torch.from_numpy(x).double(), -1) for x in (wanted, got))
     return float((one.exp() * (one - other)).sum(-1).mean())
 
 
 @pytest.mark.parametrize("tiny", TINY_MOE_MODELS, ids=lambda tiny: tiny.name)
-def test_logits_and_greedy_tokens(tiny: TinyModel, tmp_path: Path) -> None:
+def test_moe_logits_and_greedy_tokens_equal_transformers(tiny: TinyModel, tmp_path: Path) -> None:
     model = make_model(tiny)
     folder = save_model(model, tmp_path)
     ids = prompt(NUM_TOKENS)
@@ -69,9 +69,9 @@ def test_logits_and_greedy_tokens(tiny: TinyModel, tmp_path: Path) -> None:
         check_greedy(run, model, ids)
 
 
-def test_mxfp4_is_the_same_model_dequantized(tmp_path: Path) -> None:
+def test_mxfp4_logits_equal_those_of_dequantized_weights(tmp_path: Path) -> None:
     model = make_model(GPT_OSS)
-    stored = save_mxfp4(model, tmp_path / "mxfp4")  # rounds the experts of `model`
+    stored = save_mxfp4(model, tmp_path / "mxfp4")  # this also rounds the experts of `model`
     plain = save_model(model, tmp_path / "plain")
     ids = prompt(NUM_TOKENS)
     wanted = reference_logits(model, ids)
@@ -88,8 +88,8 @@ def test_mxfp4_is_the_same_model_dequantized(tmp_path: Path) -> None:
     assert served < min(MAX_KL, MAX_KL_RATIO * rounded)
 
 
-def test_mxfp4_folder_is_what_transformers_reads(tmp_path: Path) -> None:
-    """transformers' own dequantisation of the stored blocks and scales."""
+def test_mxfp4_logits_equal_dequantization_by_transformers(tmp_path: Path) -> None:
+    """transformers dequantizes the stored blocks and scales itself."""
     from transformers import AutoModelForCausalLM, Mxfp4Config
 
     model = make_model(GPT_OSS)
@@ -101,10 +101,10 @@ def test_mxfp4_folder_is_what_transformers_reads(tmp_path: Path) -> None:
     assert relative_error(logits_of(folder, ids), reference_logits(theirs, ids)) < 1e-4
 
 
-def test_bf16_folder_with_transposed_experts(tmp_path: Path) -> None:
+def test_bf16_transposed_experts_give_logits_of_transformers(tmp_path: Path) -> None:
     model = make_model(GPT_OSS)
     folder = save_model(copy.deepcopy(model).to(torch.bfloat16), tmp_path)
-    with torch.no_grad():  # of the parameters alone: .to() rounds the frequencies of RoPE as well
+    with torch.no_grad():  # only parameters: .to() would also round the RoPE frequencies
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16().float())
     ids = prompt(80)
@@ -112,7 +112,7 @@ def test_bf16_folder_with_transposed_experts(tmp_path: Path) -> None:
     assert error <= MAX_RELATIVE_ERROR
 
 
-def test_gguf_of_an_mxfp4_folder(tmp_path: Path) -> None:
+def test_gguf_mxfp4_logits_equal_those_of_the_folder(tmp_path: Path) -> None:
     """llama.cpp's converter splits gate and up and reorders the nibbles of a block."""
     model = make_model(GPT_OSS)
     folder = save_mxfp4(model, tmp_path)
@@ -142,7 +142,9 @@ def test_gguf_of_an_mxfp4_folder(tmp_path: Path) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
-def test_gguf_with_the_same_values(tiny: TinyModel, expert_format: str, tmp_path: Path) -> None:
+def test_gguf_moe_logits_equal_transformers_with_equal_values(
+    tiny: TinyModel, expert_format: str, tmp_path: Path
+) -> None:
     model = make_model(tiny)
     stored = write_moe_gguf(model, tmp_path / "m.gguf", expert_format=expert_format)
     with torch.no_grad():
@@ -156,7 +158,7 @@ def test_gguf_with_the_same_values(tiny: TinyModel, expert_format: str, tmp_path
 
 
 def change_tensor(folder: Path, name: str, change: Any) -> None:
-    """Replaces one tensor of a folder."""
+    """Replace one tensor of a folder."""
     tensors = load_file(folder / "model.safetensors")
     tensors[name] = np.ascontiguousarray(change(tensors[name]))
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -185,8 +187,8 @@ MISTAKES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_the_bound_sees_mistakes(mistake: str, tmp_path: Path) -> None:
-    """A model that differs in one detail must fail the comparison; dropped sinks above all."""
+def test_moe_tolerance_detects_single_mistakes(mistake: str, tmp_path: Path) -> None:
+    """A model that differs in one detail, such as dropped sinks, must fail the comparison."""
     model = make_model(GPT_OSS)
     folder = save_model(model, tmp_path)
     MISTAKES[mistake](folder)
@@ -196,7 +198,7 @@ def test_the_bound_sees_mistakes(mistake: str, tmp_path: Path) -> None:
     )
 
 
-def test_normalized_weights_are_told_from_plain_ones(tmp_path: Path) -> None:
+def test_moe_tolerance_detects_unnormalized_expert_weights(tmp_path: Path) -> None:
     model = make_model(QWEN3_MOE)
     folder = save_model(model, tmp_path)
     change_config(folder, norm_topk_prob=False)
@@ -206,8 +208,8 @@ def test_normalized_weights_are_told_from_plain_ones(tmp_path: Path) -> None:
     )
 
 
-def test_rounding_to_mxfp4_is_seen() -> None:
-    """The dequantised model is another one: parity with it says something."""
+def test_round_experts_changes_logits_far_above_the_tolerance() -> None:
+    """Otherwise, parity with the dequantized model would prove nothing."""
     model, ids = make_model(GPT_OSS), prompt(80)
     before = reference_logits(model, ids)
     round_experts(model)

@@ -1,4 +1,4 @@
-"""SmolLM2: the engine against transformers with the same dequantised weights."""
+"""Tests of SmolLM2: the engine against transformers with the same dequantized weights."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +14,11 @@ from lmdeploy.checkpoint.hub import resolve_model
 from lmdeploy.checkpoint.open import Checkpoint, open_checkpoint
 
 # Mean KL divergence per position, in nats.
-MAX_KL_EXACT = 1e-8  # 5e-11 is seen
-# 1e-6 is seen; one int8 half left out, in one kind of layer, costs 5e-4 at least.
+MAX_KL_EXACT = 1e-8  # measured: 5e-11
+# Measured: 1e-6. Omitting one int8 half in one kind of layer costs at least 5e-4.
 MAX_KL_INT8_ACTIVATIONS = 1e-5
-# Of what a format costs when it is served to what it costs in FP32 arithmetic: 0.87 to 1.04 are
-# seen. Other arithmetic stores other codes next to midpoints, and costs as much.
+# A KV format's served cost divided by its cost in FP32 arithmetic. Measured: 0.87 to 1.04. Other
+# arithmetic stores other codes next to midpoints, at equal cost.
 SERVED_COST = (0.7, 1.3)
 SERVED_TOKENS = 384
 SERVED_TEXT = Path(__file__).parents[1] / "data" / "austen.txt"
@@ -45,7 +45,7 @@ TEXT = (
 
 
 def dequantized(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Hugging Face names → FP32 tensors, by the library gguf."""
+    """Return FP32 tensors by Hugging Face name, dequantized by the gguf library."""
     import gguf
 
     names = {
@@ -75,7 +75,7 @@ def dequantized(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def reference() -> Any:
-    """LlamaForCausalLM in FP32."""
+    """Return LlamaForCausalLM in FP32."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     checkpoint = open_checkpoint(resolve_model("smollm2"))
@@ -123,14 +123,16 @@ def wanted_logits(reference: Any, exact_run: EngineRun) -> np.ndarray:
         return reference(torch.tensor([ids])).logits[0].numpy()
 
 
-def test_exact_logits(wanted_logits: np.ndarray, exact_run: EngineRun) -> None:
+def test_smollm2_exact_logits_equal_transformers(
+    wanted_logits: np.ndarray, exact_run: EngineRun
+) -> None:
     got = exact_run.logits(exact_run.model.tokenizer.encode(TEXT))
     kl = mean_kl(wanted_logits, got)
     print(f"exact: KL {kl:.2e}, largest error {np.abs(got - wanted_logits).max():.2e}")
     assert kl < MAX_KL_EXACT
 
 
-def test_int8_activations_add_little(wanted_logits: np.ndarray) -> None:
+def test_smollm2_int8_activations_add_little_divergence(wanted_logits: np.ndarray) -> None:
     with EngineRun("smollm2", exact=False, max_prefill=512) as run:
         got = run.logits(run.model.tokenizer.encode(TEXT))
     kl = mean_kl(wanted_logits, got)
@@ -139,7 +141,9 @@ def test_int8_activations_add_little(wanted_logits: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("kv_format", ["int8", "fp8", "int4", "nvfp4", "mxfp4"])
-def test_served_formats_cost_what_they_cost_in_fp32(exact_run: EngineRun, kv_format: str) -> None:
+def test_smollm2_served_kv_formats_cost_as_much_as_in_fp32(
+    exact_run: EngineRun, kv_format: str
+) -> None:
     ids = exact_run.model.tokenizer.encode(SERVED_TEXT.read_text("utf-8"))[:SERVED_TOKENS]
     plain = exact_run.logits(ids)
     costs = {}
@@ -151,7 +155,9 @@ def test_served_formats_cost_what_they_cost_in_fp32(exact_run: EngineRun, kv_for
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_greedy_tokens(question: str, reference: Any, exact_run: EngineRun) -> None:
+def test_smollm2_greedy_tokens_equal_transformers(
+    question: str, reference: Any, exact_run: EngineRun
+) -> None:
     model = exact_run.model
     assert model.chat_template is not None
     prompt = model.chat_template.render([{"role": "user", "content": question}])

@@ -1,4 +1,4 @@
-"""Logits and greedy tokens against transformers in FP32, for tiny models of every family."""
+"""Tests of logits and greedy tokens against transformers in FP32: tiny models of each family."""
 
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,11 @@ from tiny_models import TINY_MODELS, TinyModel, make_model, save_model
 
 
 @pytest.mark.parametrize("tiny", TINY_MODELS, ids=lambda tiny: tiny.name)
-def test_logits_and_greedy_tokens(tiny: TinyModel, tmp_path: Path) -> None:
+def test_tiny_logits_and_greedy_tokens_equal_transformers(tiny: TinyModel, tmp_path: Path) -> None:
     model = make_model(tiny)
     folder = save_model(model, tmp_path)
     ids, session_len = prompt(), 1024
-    if tiny.rope.get("rope_type") == "dynamic":  # beyond: the test that follows
+    if tiny.rope.get("rope_type") == "dynamic":  # the next test covers longer texts
         session_len = tiny.config_values()["max_position_embeddings"]
         ids = prompt(session_len - NUM_GREEDY)
     with EngineRun(str(folder), exact=True, session_len=session_len) as run:
@@ -35,9 +35,10 @@ def test_logits_and_greedy_tokens(tiny: TinyModel, tmp_path: Path) -> None:
         assert run.greedy(ids, NUM_GREEDY) == reference_greedy(model, ids, NUM_GREEDY)
 
 
-def test_dynamic_rope_is_that_of_one_call_of_session_len(tmp_path: Path) -> None:
-    """transformers has one base per call, by its longest position: the engine the one of the
-    longest text, for every text. A text's first tokens see nothing of those that follow.
+def test_dynamic_rope_uses_the_base_of_session_len(tmp_path: Path) -> None:
+    """transformers chooses one base per call from its longest position. The engine uses the base of
+    session_len for every text. A text's first tokens do not depend on later ones, so padding
+    gives the reference.
     """
     tiny = next(tiny for tiny in TINY_MODELS if tiny.rope.get("rope_type") == "dynamic")
     model = make_model(tiny)
@@ -58,8 +59,10 @@ def test_dynamic_rope_is_that_of_one_call_of_session_len(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("weight_format", ["F32", "Q8_0", "Q4_0", "Q4_1", "Q5_1"])
 @pytest.mark.parametrize("index", [0, 10, 12], ids=["llama", "qwen2", "qwen3"])
-def test_gguf_with_the_same_values(weight_format: str, index: int, tmp_path: Path) -> None:
-    """Dequantised weights in transformers, raw ones in the exact engine: the same function."""
+def test_gguf_logits_equal_transformers_with_equal_values(
+    weight_format: str, index: int, tmp_path: Path
+) -> None:
+    """transformers gets the dequantized weights; the exact engine gets the stored ones."""
     model = make_model(TINY_MODELS[index])
     stored = write_gguf(model, tmp_path / "m.gguf", weight_format=weight_format)
     with torch.no_grad():
@@ -72,8 +75,8 @@ def test_gguf_with_the_same_values(weight_format: str, index: int, tmp_path: Pat
     assert error <= MAX_RELATIVE_ERROR
 
 
-def test_gguf_frequency_factors_are_llama3_scaling(tmp_path: Path) -> None:
-    """rope_freqs.weight holds plain frequency / scaled frequency, as the converter writes it."""
+def test_gguf_frequency_factors_give_llama3_scaling(tmp_path: Path) -> None:
+    """llama.cpp's converter stores plain frequency / scaled frequency in rope_freqs.weight."""
     tiny = next(tiny for tiny in TINY_MODELS if tiny.name == "llama-llama3-dim128")
     model = make_model(tiny)
     scaled = model.model.rotary_emb.inv_freq.numpy()
@@ -89,8 +92,8 @@ def test_gguf_frequency_factors_are_llama3_scaling(tmp_path: Path) -> None:
     [{"sliding_window": 25}, {"rope_theta": 10500.0}, {"rms_norm_eps": 1e-3}],
     ids=lambda change: next(iter(change)),
 )
-def test_the_bound_sees_small_mistakes(change: dict[str, Any], tmp_path: Path) -> None:
-    """A window one longer, a slightly other base or epsilon must fail the comparison."""
+def test_tiny_tolerance_detects_small_mistakes(change: dict[str, Any], tmp_path: Path) -> None:
+    """A window longer by one, or a slightly different base or epsilon, must fail the comparison."""
     import json
 
     tiny = next(tiny for tiny in TINY_MODELS if tiny.name == "mistral-window-mqa")

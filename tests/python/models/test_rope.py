@@ -1,4 +1,4 @@
-"""RoPE settings of config.json and GGUF files: every spelling, and what is refused."""
+"""Tests of RoPE settings in config.json and GGUF: every spelling, and rejected values."""
 
 import copy
 import logging
@@ -28,22 +28,19 @@ def from_hf(default: dict[str, Any] | None = None, **values: Any) -> RopeSetting
 
 
 def from_gguf(**values: Any) -> RopeSettings:
-    """Keys without `<architecture>.rope.`, their points as two underscores."""
+    """Read keys given without `<architecture>.rope.`; two underscores replace a period."""
     metadata = {f"m.rope.{key.replace('__', '.')}": value for key, value in values.items()}
     return rope_from_gguf(ConfigReader(metadata, "x"), "m", max_position=MAX_POSITION)
 
 
-# --- config.json ----------------------------------------------------------------------------------
-
-
-def test_old_and_new_spelling_agree() -> None:
+def test_rope_from_hf_old_and_new_spelling_agree() -> None:
     scaling = {"factor": 8.0, "original_max_position_embeddings": 64, "high_freq_factor": 5.0}
     new = from_hf(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaling})
     for key in ("rope_type", "type"):
         assert from_hf(rope_theta=5e5, rope_scaling={key: "llama3", **scaling}) == new
 
 
-def test_both_spellings_may_stand_there_if_they_agree() -> None:
+def test_rope_from_hf_both_spellings_must_agree() -> None:
     linear = {"type": "linear", "factor": 2.0}
     assert from_hf(
         rope_theta=5e5,
@@ -61,8 +58,8 @@ def test_both_spellings_may_stand_there_if_they_agree() -> None:
             from_hf(rope_scaling=linear, rope_parameters=parameters)
 
 
-def test_a_default_is_for_configs_that_say_nothing() -> None:
-    """transformers has GPT-OSS's where both keys are missing, null or empty."""
+def test_rope_from_hf_default_applies_only_without_settings() -> None:
+    """transformers uses GPT-OSS's default if both keys are missing, null or empty."""
     assert GPT_OSS.hf_rope is not None
     for values in ({}, {"rope_scaling": None}, {"rope_parameters": None, "rope_scaling": {}}):
         rope = from_hf(dict(GPT_OSS.hf_rope), **values)
@@ -74,7 +71,7 @@ def test_a_default_is_for_configs_that_say_nothing() -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama3", "yarn"])
-def test_the_outer_original_length_comes_first(kind: str) -> None:
+def test_rope_from_hf_outer_original_length_takes_precedence(kind: str) -> None:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -83,7 +80,7 @@ def test_the_outer_original_length_comes_first(kind: str) -> None:
     inner["original_max_position_embeddings"] = 32
     values = {"original_max_position_embeddings": 64, "rope_parameters": inner}
     theirs = LlamaConfig(max_position_embeddings=MAX_POSITION, **copy.deepcopy(values))
-    LlamaRotaryEmbedding(theirs)  # where transformers reads them
+    LlamaRotaryEmbedding(theirs)  # transformers resolves the length here
     assert theirs.rope_parameters["original_max_position_embeddings"] == 64
     assert from_hf(**values).original_max_position == 64
     del values["original_max_position_embeddings"]
@@ -99,7 +96,7 @@ def test_the_outer_original_length_comes_first(kind: str) -> None:
     ],
     ids=str,
 )
-def test_heads_that_turn_in_part_are_refused(values: dict[str, Any]) -> None:
+def test_rope_from_hf_partial_rotation_is_rejected(values: dict[str, Any]) -> None:
     with pytest.raises(ModelFormatError, match=r"partial_rotary_factor: got 0\.5, wanted 1"):
         from_hf(**values)
     assert from_hf(partial_rotary_factor=1.0) == RopeSettings()
@@ -107,7 +104,7 @@ def test_heads_that_turn_in_part_are_refused(values: dict[str, Any]) -> None:
     assert from_hf(partial_rotary_factor=0.5, rope_parameters=inner) == RopeSettings()
 
 
-def test_yarn_attention_factor() -> None:
+def test_rope_from_hf_yarn_attention_factor_follows_mscale() -> None:
     def factor(**values: float) -> float:
         return from_hf(rope_parameters={**YARN, **values}).attention_factor
 
@@ -117,11 +114,8 @@ def test_yarn_attention_factor() -> None:
     assert factor(mscale=1.0, mscale_all_dim=1.0) == pytest.approx(1.0)
 
 
-# --- GGUF -----------------------------------------------------------------------------------------
-
-
-def test_gguf_linear_scaling_needs_no_type() -> None:
-    """llama.cpp: the type defaults to linear, the factor to an older key, 0 is 1."""
+def test_rope_from_gguf_linear_scaling_needs_no_type() -> None:
+    """As in llama.cpp: the type defaults to linear, the factor to an older key, and 0 means 1."""
     wanted = RopeSettings(kind="linear", factor=4.0, original_max_position=MAX_POSITION)
     assert from_gguf(scaling__factor=4.0) == wanted
     assert from_gguf(scale_linear=4.0) == wanted
@@ -139,14 +133,15 @@ def test_gguf_linear_scaling_needs_no_type() -> None:
         from_gguf(scale_linear=-2.0)
 
 
-def test_gguf_yarn_magnitude() -> None:
+def test_rope_from_gguf_yarn_attention_factor_is_computed() -> None:
     def factor(**values: float) -> float:
         return from_gguf(scaling__type="yarn", scaling__factor=4.0, **values).attention_factor
 
     plain = 0.1 * np.log(4.0) + 1.0
     assert factor() == pytest.approx(plain)
     assert factor(scaling__attn_factor=2.0) == pytest.approx(2.0 * plain)
-    # llama.cpp does not read it; its saver writes 1, its converter what Hugging Face ignores.
+    # llama.cpp does not read this key. Its saver writes 1; its converter writes a value that
+    # Hugging Face ignores.
     assert factor(scaling__yarn_attn_factor=1.0) == pytest.approx(plain)
 
 
@@ -167,14 +162,14 @@ BAD_KEYS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("values", "message"), BAD_KEYS, ids=lambda v: str(v)[:50])
-def test_gguf_keys_that_would_change_results_are_refused(
+def test_rope_from_gguf_keys_that_change_results_are_rejected(
     values: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ModelFormatError, match=message):
         from_gguf(**values)
 
 
-def test_gguf_keys_that_change_nothing() -> None:
+def test_rope_from_gguf_neutral_keys_are_accepted() -> None:
     neutral = {"scaling__attn_factor": 1.0, "scaling__yarn_attn_factor": 1.0}
     assert from_gguf(scaling__yarn_ext_factor=0.0, **neutral) == RopeSettings()
     assert from_gguf(scaling__yarn_ext_factor=-1.0, **neutral) == RopeSettings()
@@ -185,14 +180,11 @@ def test_gguf_keys_that_change_nothing() -> None:
     ) == from_gguf(**yarn)
 
 
-def test_gguf_rope_reaches_the_model(tmp_path: Path) -> None:
+def test_open_checkpoint_gguf_rope_reaches_the_config(tmp_path: Path) -> None:
     model = make_model(TINY_MODELS[0])
     write_gguf(model, tmp_path / "l.gguf", extra={"rope.scale_linear": 4.0})
     rope = open_checkpoint(tmp_path / "l.gguf").config.rope
     assert (rope.kind, rope.factor) == ("linear", 4.0)
-
-
-# --- the length -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -206,7 +198,7 @@ def test_gguf_rope_reaches_the_model(tmp_path: Path) -> None:
     ],
     ids=lambda value: str(value)[:24],
 )
-def test_a_session_is_too_long_beyond_what_scaling_reaches(
+def test_engine_config_of_too_long_session_logs_a_warning(
     rope: dict[str, Any], longest: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     values = TINY_MODELS[0].config_values() | {"rope_parameters": rope, "rms_norm_eps": 1e-5}
@@ -232,7 +224,7 @@ def test_a_session_is_too_long_beyond_what_scaling_reaches(
     assert ("dynamic RoPE" in text) == (rope["rope_type"] == "dynamic")
 
 
-def test_layers_with_windows_have_the_same_base() -> None:
+def test_rope_from_gguf_other_base_for_windows_is_rejected() -> None:
     values = {"m.rope.freq_base": 1e6, "m.rope.freq_base_swa": 1e4}
     options = {"max_position": MAX_POSITION, "has_windows": True}
     with pytest.raises(ModelFormatError, match=r"freq_base_swa: got 10000, wanted 1e\+06"):
