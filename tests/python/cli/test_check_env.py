@@ -1,4 +1,4 @@
-"""The report on the environment and the warning of a namesake."""
+"""Tests of check_env and of the warning about an installed distribution named lmdeploy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lmdeploy.cli import check_env
 from lmdeploy.cli.main import main
 
 
-def test_report(capsys, tmp_path):
+def test_check_env_writes_report_to_terminal_and_file(capsys, tmp_path):
     path = tmp_path / "report.txt"
     assert main(["check_env", "--dump-file", str(path)]) == 0
     text = capsys.readouterr().out
@@ -37,7 +37,7 @@ def test_cpu_device_line_names_the_isa_and_reports_an_unknown_one(capsys, monkey
 
 @pytest.fixture
 def set_files(monkeypatch):
-    """Gives the kernel's files of control groups other contents."""
+    """Return a function that replaces the contents of the kernel's cgroup files."""
 
     def set_to(files):
         monkeypatch.setattr(resources, "read_kernel", lambda path: files.get(path, ""))
@@ -49,7 +49,7 @@ def set_files(monkeypatch):
     ("written", "quota", "cores"),
     [("max 100000", None, 8), ("150000 100000", 1.5, 2), ("20000 100000", 0.2, 1), ("", None, 8)],
 )
-def test_a_quota_limits_the_cores(monkeypatch, set_files, written, quota, cores):
+def test_usable_cores_are_limited_by_cgroup_quota(monkeypatch, set_files, written, quota, cores):
     files = {"/proc/self/cgroup": "0::/\n", "/sys/fs/cgroup/cpu.max": written}
     set_files(files)
     monkeypatch.setattr(resources.os, "sched_getaffinity", lambda pid: set(range(8)))
@@ -68,25 +68,25 @@ def namesake(tmp_path, monkeypatch):
     importlib.invalidate_caches()
 
 
-def test_namesake_is_named(namesake, capsys):
+def test_check_env_other_lmdeploy_distribution_is_reported(namesake, capsys):
     with pytest.warns(RuntimeWarning, match=r"lmdeploy 0\.18\.0 is installed beside lmdeploy-fp4"):
         installed.warn_of_namesake()
     assert main(["check_env"]) == 0
     assert "WARNING: the distribution lmdeploy 0.18.0" in capsys.readouterr().out
 
 
-def test_no_namesake_no_warning():
+def test_warn_of_namesake_without_namesake_warns_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         installed.warn_of_namesake()
 
 
-def test_machine_facts():
+def test_resources_of_this_machine_are_plausible():
     assert resources.usable_cores() >= 1
     assert resources.free_memory_bytes() > 1 << 20
 
 
-def test_cached_pages_of_a_cgroup_count_as_free(set_files):
+def test_free_memory_bytes_counts_cached_pages_of_the_cgroup(set_files):
     files = {
         "/proc/self/cgroup": "0::/\n",
         "/sys/fs/cgroup/memory.max": "24000\n",
@@ -97,7 +97,7 @@ def test_cached_pages_of_a_cgroup_count_as_free(set_files):
     assert resources.free_memory_bytes() == 22000
 
 
-def test_the_tightest_group_around_us_counts(set_files):
+def test_resources_use_the_tightest_enclosing_cgroup(set_files):
     files = {
         "/proc/self/cgroup": "1:name=systemd:/a\n0::/system.slice/serve.service\n",
         "/sys/fs/cgroup/system.slice/serve.service/memory.max": "max\n",
@@ -111,8 +111,8 @@ def test_the_tightest_group_around_us_counts(set_files):
     assert (resources.memory_left(), resources.cpu_quota()) == (8000, 2.0)
 
 
-def test_groups_of_version_1_count(set_files):
-    # As in a container that sees its own group as the root.
+def test_resources_read_cgroup_version_1(set_files):
+    # These paths match a container that sees its own cgroup as the root.
     files = {
         "/proc/self/cgroup": "5:cpu,cpuacct:/docker/a\n4:memory:/docker/a\n0::/\n",
         "/sys/fs/cgroup/memory/memory.limit_in_bytes": "5000\n",
@@ -132,7 +132,7 @@ def test_groups_of_version_1_count(set_files):
     ("lines", "quota"),
     [("0::/a\x0cb\n", 2.0), ("garbage\n0:x\n\n0::/a\x0cb", 2.0), ("::/\n", 3.0), ("", None)],
 )
-def test_odd_names_of_groups_are_names(set_files, lines, quota):
+def test_cpu_quota_odd_cgroup_names_are_read_verbatim(set_files, lines, quota):
     files = {
         "/proc/self/cgroup": lines,
         "/sys/fs/cgroup/a\x0cb/cpu.max": "200000 100000\n",
@@ -144,13 +144,13 @@ def test_odd_names_of_groups_are_names(set_files, lines, quota):
     assert resources.cpu_quota() is None
 
 
-def test_bytes_that_are_no_text_do_no_harm(tmp_path):
+def test_read_kernel_invalid_utf8_becomes_surrogate_escapes(tmp_path):
     path = tmp_path / "cgroup"
     path.write_bytes(b"0::/\xff\n")
     assert resources.read_kernel(str(path)) == "0::/\udcff\n"
 
 
-def test_import_is_light():
+def test_import_lmdeploy_loads_no_heavy_module():
     import subprocess
 
     heavy = ("torch", "fastapi", "asyncio", "tokenizers")

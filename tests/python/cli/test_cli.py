@@ -1,4 +1,4 @@
-"""The command line: refusal by name, one line, exit status 2, no traceback."""
+"""Tests of the command line: an error names the flag in one line, with exit status 2."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def refused(capsys, *flags, command=("serve", "api_server", "smollm2")):
 
 
 @pytest.mark.parametrize("flag", UNSUPPORTED_FLAGS)
-def test_flags_that_are_not_built(capsys, flag):
+def test_unsupported_flag_accepts_only_its_neutral_values(capsys, flag):
     count, accepted = UNSUPPORTED_FLAGS[flag]
     values = [] if count == 0 else ["other"]
     assert f"{flag}" in refused(capsys, flag, *values)
@@ -75,11 +75,11 @@ def test_flags_that_are_not_built(capsys, flag):
         (["--session", "5"], "--session"),
     ],
 )
-def test_bad_flags(capsys, flags, text):
+def test_api_server_invalid_flag_is_named_in_the_error(capsys, flags, text):
     assert text in refused(capsys, *flags)
 
 
-def test_bad_commands(capsys):
+def test_main_invalid_command_lists_the_valid_ones(capsys):
     assert "wanted one of chat, serve, lite, check_env" in refused(capsys, command=())
     assert "lmdeploy serve: " in (text := refused(capsys, command=("serve",)))
     assert "wanted one of api_server" in text
@@ -88,7 +88,7 @@ def test_bad_commands(capsys):
     refused(capsys, command=("convert",))
 
 
-def test_help_names_the_defaults(capsys):
+def test_api_server_help_shows_defaults(capsys):
     with pytest.raises(SystemExit):
         main(["serve", "api_server", "--help"])
     text = " ".join(capsys.readouterr().out.split())
@@ -96,7 +96,7 @@ def test_help_names_the_defaults(capsys):
     assert text.count("CORS: ") == 4 and "own messages" in text
 
 
-def test_flags_reach_the_config():
+def test_engine_config_takes_values_of_flags():
     config = engine_config(
         parse(
             *("--quant-policy", "16", "--session-len", "4096", "--max-batch-size", "4"),
@@ -113,7 +113,7 @@ def test_flags_reach_the_config():
     assert (args.server_name, args.server_port) == ("127.0.0.1", 23333)
 
 
-def test_server_flags_reach_the_server(monkeypatch, capsys):
+def test_api_server_flags_reach_run_server(monkeypatch, capsys):
     seen = []
     monkeypatch.setattr(server, "run_server", lambda *args, options, **rest: seen.append(options))
     flags = (
@@ -135,12 +135,12 @@ def test_server_flags_reach_the_server(monkeypatch, capsys):
     assert "--max-concurrent-requests" in text
 
 
-def test_missing_model(capsys):
+def test_api_server_missing_model_is_named_in_the_error(capsys):
     text = refused(capsys, "--server-port", "0", command=("serve", "api_server", "/no/such/model"))
     assert "/no/such/model" in text
 
 
-def test_chat_loop():
+def test_talk_answers_and_runs_commands():
     lines = iter(["/help", "hello", "", "/clear", "again", "/exit"])
     out = io.StringIO()
     console = Console(file=out, width=200)
@@ -150,7 +150,7 @@ def test_chat_loop():
     assert "You said: HELLO" in text and "You said: AGAIN" in text and "/clear" in text
 
 
-def test_chat_says_where_an_answer_was_cut():
+def test_talk_reports_an_answer_cut_by_session_len():
     lines = iter(["hello", "/exit"])
     out = io.StringIO()
     engine = make_engine(lambda _: "a" * 2000, session_len=64)
@@ -161,7 +161,7 @@ def test_chat_says_where_an_answer_was_cut():
     assert "[cut: " in out.getvalue() and "/clear makes room" in out.getvalue()
 
 
-def test_a_conversation_that_is_full_names_the_remedy():
+def test_talk_full_conversation_suggests_clear():
     lines = iter(["a" * 20, "b" * 40, "/exit"])
     out = io.StringIO()
     engine = make_engine(session_len=96)
@@ -170,7 +170,7 @@ def test_a_conversation_that_is_full_names_the_remedy():
     assert "shorten the prompt" in out.getvalue() and "/clear forgets" in out.getvalue()
 
 
-def test_chat_loop_ends_with_the_input():
+def test_talk_end_of_input_ends_the_loop():
     def read():
         raise EOFError
 

@@ -1,4 +1,4 @@
-"""Commands as a user types them: processes, signals and pipes, with SmolLM2."""
+"""Tests of the commands as processes, with signals and pipes, on SmolLM2."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ lmdeploy.serve("smollm2", "small", lmdeploy.TurbomindEngineConfig(session_len=51
 
 @contextmanager
 def started(command: list[str]) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """A server's process and its URL."""
+    """Start a server process and yield it with its URL."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as server:
         try:
             assert server.stdout is not None
@@ -36,14 +36,14 @@ def started(command: list[str]) -> Iterator[tuple[subprocess.Popen[bytes], str]]
 
 def end_quietly(server: subprocess.Popen[bytes]) -> None:
     log = server.communicate(timeout=30)[1].decode()
-    # uvicorn hands the signal on once it has ended in order.
+    # uvicorn raises the signal again after an orderly shutdown.
     assert server.returncode in (0, 130, -signal.SIGINT, -signal.SIGTERM)
     assert "ERROR" not in log
     assert "Traceback" not in log
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_streams_and_the_server_quietly(sent: signal.Signals) -> None:
+def test_api_server_signal_ends_streams_and_process_without_errors(sent: signal.Signals) -> None:
     with started([*SERVER, "--session-len", "32768"]) as (server, url):
         body = {"model": "smollm2", "messages": PARIS, "ignore_eos": True, "stream": True}
         body["max_tokens"] = 30000
@@ -56,7 +56,7 @@ def test_a_signal_ends_streams_and_the_server_quietly(sent: signal.Signals) -> N
         end_quietly(server)
 
 
-def test_serve_as_a_function() -> None:
+def test_serve_function_starts_a_server() -> None:
     with started([sys.executable, "-c", FUNCTION]) as (server, url):
         model = httpx.get(f"{url}/v1/models").json()["data"][0]
         assert (model["id"], model["max_model_len"]) == ("small", 512)
@@ -64,7 +64,7 @@ def test_serve_as_a_function() -> None:
         end_quietly(server)
 
 
-def test_chat_answers_what_comes_through_a_pipe() -> None:
+def test_chat_reads_questions_from_a_pipe() -> None:
     talk = "What is the capital of France?\n/clear\n/exit\nnever read\n"
     done = subprocess.run(
         [*COMMAND, "chat", "smollm2", "--session-len", "512"],
