@@ -1,4 +1,4 @@
-"""How much a server takes on at once, and that every place is left."""
+"""Tests of admission: the server limits concurrent requests and releases every slot."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lmdeploy.serve.errors import ApiError
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_more_requests_than_the_server_takes_at_once_are_refused(stream):
+def test_admission_requests_above_the_limit_receive_503(stream):
     engine = make_engine(lambda _: "a" * 450, step_seconds=0.002)
     body = {**CHAT, "stream": stream}
     with serving(engine, max_concurrent_requests=1) as url:
@@ -46,7 +46,7 @@ def test_more_requests_than_the_server_takes_at_once_are_refused(stream):
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("when", ["body", "prompt", "answer"])
-def test_a_client_that_leaves_leaves_its_place(stream, when, monkeypatch):
+def test_admission_disconnected_client_releases_its_slot(stream, when, monkeypatch):
     admission = Admission(1)
     monkeypatch.setattr(app_module, "Admission", lambda _: admission)
     engine = make_engine(lambda _: "a" * 450, step_seconds=0.005)
@@ -68,7 +68,7 @@ def test_a_client_that_leaves_leaves_its_place(stream, when, monkeypatch):
             sock.sendall(head.encode() + b"\r\n" + (body[:-1] if when == "body" else body))
             if when == "body":
                 time.sleep(0.1)
-                assert admission.num_requests == 0  # it takes no place before it is there
+                assert admission.num_requests == 0  # no slot until the body is complete
             elif when == "prompt":
                 assert entered.wait(5) and admission.num_requests == 1
             else:
@@ -85,7 +85,7 @@ def wait_until(condition):
         time.sleep(0.01)
 
 
-def test_a_request_that_is_too_large_is_so_whatever_else_runs(monkeypatch):
+def test_admission_too_large_request_receives_400_under_any_load(monkeypatch):
     admission = Admission()
     monkeypatch.setattr(app_module, "Admission", lambda _: admission)
     monkeypatch.setattr(admission_module, "SMALL_TOKENS", 0)
@@ -99,7 +99,7 @@ def test_a_request_that_is_too_large_is_so_whatever_else_runs(monkeypatch):
             assert small.status_code == (503 if held else 200)
 
 
-def test_prompts_that_wait_have_room_for_so_many_tokens():
+def test_admission_hold_limits_tokens_of_waiting_prompts():
     admission = Admission()
     first, second, third = (admission.enter() for _ in range(3))
     first.hold(MAX_HELD_TOKENS)

@@ -1,4 +1,4 @@
-"""LMDeploy's client against our server."""
+"""Tests of LMDeploy's API client against our server."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ def client(url):
     return APIClient(url + "/", api_key="secret", timeout=60)
 
 
-def test_available_models(client):
+def test_available_models_lists_the_served_model(client):
     assert client.available_models == ["m"]
 
 
-def test_encode(client):
+def test_encode_returns_ids_and_length(client):
     ids, length = client.encode("abc")
     assert len(ids) == length == 3
     assert client.encode(["a", "bc"], add_bos=False)[1] == [1, 2]
 
 
 @pytest.mark.parametrize("messages", ["hello", USER])
-def test_chat(client, messages):
+def test_chat_completions_v1_returns_the_answer(client, messages):
     [reply] = client.chat_completions_v1("m", messages, temperature=0)
     assert reply["choices"][0]["message"]["content"] == ANSWER
 
 
-def test_a_stream_of_chunks(client):
+def test_chat_completions_v1_stream_chunks_join_to_the_answer(client):
     chunks = list(client.chat_completions_v1(model="m", messages=USER, stream=True))
     texts = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
     assert len(chunks) > 2 and "".join(texts) == ANSWER
 
 
-def test_completions_and_generate(client):
+def test_completions_v1_and_generate_return_the_same_text(client):
     [whole] = client.completions_v1("m", "hello", max_tokens=4)
     chunks = list(client.completions_v1("m", "hello", max_tokens=4, stream=True))
     text = whole["choices"][0]["text"]
@@ -53,7 +53,7 @@ def test_completions_and_generate(client):
     assert sum(len(part["output_ids"]) for part in parts) == 4
 
 
-def test_errors(client, url):
+def test_api_client_errors_reach_the_caller(client, url):
     [refused] = client.chat_completions_v1("other", "hello")
     assert "wanted 'm'" in refused["error"]["message"]
     [refused] = APIClient(url).generate("hello")

@@ -1,4 +1,4 @@
-"""GPT-OSS behind the HTTP server: the openai package, streamed and not, with tools."""
+"""Tests of GPT-OSS over HTTP with the openai package: whole and streamed answers, tools."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lmdeploy.cli.main import make_parser
 USER = {"role": "user", "content": "Weather in Zürich?"}
 CHAT = {"model": "m", "messages": [USER]}
 ARGUMENTS = '{"place": "Zürich"}'
-SEEN: list[str] = []  # prompts
+SEEN: list[str] = []  # prompts, in the order of the calls
 
 
 def model(prompt: str) -> str:
-    """Calls the tool when there is one and no result yet; echoes the result or the effort."""
+    """Answer a prompt: call the tool, then repeat its result; without tools, repeat the effort."""
     SEEN.append(prompt)
     effort = prompt.split("Reasoning: ")[1].split("<|end|>")[0].split("\n")[0]
     last = prompt.removesuffix("<|start|>assistant").split("<|start|>")[-1]
@@ -53,7 +53,7 @@ def client(url: str) -> openai.OpenAI:
 
 
 def joined(stream: Any) -> dict[str, Any]:
-    """What a client makes of a stream, by choice 0."""
+    """Join the chunks of choice 0 as a client does."""
     found: dict[str, Any] = {"content": "", "reasoning_content": "", "calls": {}, "reason": None}
     for chunk in stream:
         for choice in chunk.choices:
@@ -69,7 +69,7 @@ def joined(stream: Any) -> dict[str, Any]:
     return found
 
 
-def test_answer_and_reasoning(client: openai.OpenAI) -> None:
+def test_chat_harmony_answer_has_content_and_reasoning(client: openai.OpenAI) -> None:
     choice = client.chat.completions.create(**CHAT).choices[0]
     assert choice.message.content == "Good day 👧!"
     assert choice.message.reasoning_content == "Effort medium."
@@ -80,12 +80,12 @@ def test_answer_and_reasoning(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("effort", ["low", "medium", "high"])
-def test_reasoning_effort(client: openai.OpenAI, effort: Any) -> None:
+def test_chat_reasoning_effort_reaches_the_prompt(client: openai.OpenAI, effort: Any) -> None:
     reply = client.chat.completions.create(**CHAT, reasoning_effort=effort)
     assert reply.choices[0].message.reasoning_content == f"Effort {effort}."
 
 
-def test_a_tool_from_question_to_answer(client: openai.OpenAI) -> None:
+def test_chat_tool_call_and_its_result_give_an_answer(client: openai.OpenAI) -> None:
     reply = client.chat.completions.create(**CHAT, tools=[TOOL])
     message, reason = reply.choices[0].message, reply.choices[0].finish_reason
     assert (message.content, reason) == ("Let me see.", "tool_calls")
@@ -93,7 +93,7 @@ def test_a_tool_from_question_to_answer(client: openai.OpenAI) -> None:
     (call,) = message.tool_calls
     assert (call.type, call.function.name) == ("function", "get_weather")
     assert json.loads(call.function.arguments) == {"place": "Zürich"}
-    # The message goes back as the client has it.
+    # The client sends the assistant's message back unchanged.
     said = message.model_dump(exclude_none=True)
     result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
     reply = client.chat.completions.create(
@@ -104,7 +104,7 @@ def test_a_tool_from_question_to_answer(client: openai.OpenAI) -> None:
     assert f"json<|message|>{ARGUMENTS}<|call|>" in SEEN[-1]
 
 
-def test_streamed_call(client: openai.OpenAI) -> None:
+def test_chat_streamed_call_joins_to_the_whole_call(client: openai.OpenAI) -> None:
     found = joined(client.chat.completions.create(**CHAT, tools=[TOOL], stream=True))
     (call,) = found["calls"].values()
     assert (call["name"], call["text"]) == ("get_weather", ARGUMENTS)
@@ -113,7 +113,7 @@ def test_streamed_call(client: openai.OpenAI) -> None:
     assert found["reasoning_content"] == "I need the wéather."
 
 
-def test_events_hold_what_is_new(url: str) -> None:
+def test_chat_stream_events_contain_only_new_fields(url: str) -> None:
     events = post(url, "/v1/chat/completions", {**CHAT, "tools": [TOOL], "stream": True}).text
     chunks = [json.loads(line[6:]) for line in events.split("\n\n")[:-2]]
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
@@ -125,7 +125,7 @@ def test_events_hold_what_is_new(url: str) -> None:
     assert second == {"index": 0, "function": {"arguments": "{"}}
 
 
-def test_a_call_without_words_has_no_content(url: str) -> None:
+def test_chat_call_without_text_has_null_content(url: str) -> None:
     call = "<|channel|>commentary to=functions.f<|message|>{}<|call|>"
     with serving(make_engine(lambda _: call, harmony_template=OWN_TEMPLATE)) as other:
         message = post(other, "/v1/chat/completions", CHAT).json()["choices"][0]["message"]
@@ -133,13 +133,15 @@ def test_a_call_without_words_has_no_content(url: str) -> None:
     assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
 
 
-def test_tool_choice_none_hides_the_tools(client: openai.OpenAI) -> None:
+def test_chat_tool_choice_none_removes_tools_from_the_prompt(client: openai.OpenAI) -> None:
     reply = client.chat.completions.create(**CHAT, tools=[TOOL], tool_choice="none")
     assert reply.choices[0].finish_reason == "stop" and "get_weather" not in SEEN[-1]
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_cut_call(client: openai.OpenAI, stream: bool) -> None:
+def test_chat_call_cut_by_max_tokens_finishes_with_length(
+    client: openai.OpenAI, stream: bool
+) -> None:
     answer = HarmonyTokenizer().encode(model("Reasoning: x<|end|>type get_weather"))
     limit = len(answer) - 4
     if stream:
@@ -154,7 +156,7 @@ def test_a_cut_call(client: openai.OpenAI, stream: bool) -> None:
     assert text and ARGUMENTS.startswith(text) and text != ARGUMENTS
 
 
-def test_several_answers_stop_words_and_logprobs(client: openai.OpenAI) -> None:
+def test_chat_choices_have_stop_words_and_logprobs(client: openai.OpenAI) -> None:
     reply = client.chat.completions.create(**CHAT, n=2, stop=["Effort", " day"], logprobs=True)
     for choice in reply.choices:
         assert (choice.message.content, choice.finish_reason) == ("Good", "stop")
@@ -162,13 +164,13 @@ def test_several_answers_stop_words_and_logprobs(client: openai.OpenAI) -> None:
         assert choice.logprobs.content
 
 
-def test_a_conversation_may_be_token_ids(url: str) -> None:
+def test_chat_input_ids_are_answered_like_messages(url: str) -> None:
     ids = post(url, "/v1/encode", {"input": "Hi", "do_preprocess": True}).json()["input_ids"]
     reply = post(url, "/v1/chat/completions", {"model": "m", "input_ids": ids}).json()
     assert reply["choices"][0]["message"]["reasoning_content"] == "Effort medium."
 
 
-def test_plain_endpoints_are_plain(url: str) -> None:
+def test_completions_harmony_model_returns_plain_text(url: str) -> None:
     prompt = "Reasoning: x\n"
     reply = post(url, "/v1/completions", {"model": "m", "prompt": prompt, "max_tokens": 500}).json()
     assert reply["choices"][0]["text"] == "analysisEffort x.assistantfinalGood day 👧!"
@@ -191,14 +193,16 @@ BAD = [
 
 
 @pytest.mark.parametrize(("change", "text"), BAD, ids=[text for _, text in BAD])
-def test_bad_requests(url: str, change: dict[str, Any], text: str) -> None:
+def test_chat_harmony_invalid_field_is_named_in_the_error(
+    url: str, change: dict[str, Any], text: str
+) -> None:
     reply = post(url, "/v1/chat/completions", {**CHAT, **change})
     error = reply.json()["error"]
     assert reply.status_code == 400 and text in error["message"]
     assert error["param"] == text.split(":")[0]
 
 
-def test_deep_tools(url: str) -> None:
+def test_chat_deeply_nested_tools_do_not_break_the_server(url: str) -> None:
     deep = b'{"a":' * 900 + b"1" + b"}" * 900
     body = json.dumps({**CHAT, "tools": [TOOL]}).encode()
     body = body.replace(b'"unit": {', b'"deep": ' + deep + b', "unit": {')
@@ -206,7 +210,7 @@ def test_deep_tools(url: str) -> None:
     assert post(url, "/v1/chat/completions", CHAT).status_code == 200
 
 
-def test_other_models_are_as_before() -> None:
+def test_chat_plain_model_rejects_harmony_options() -> None:
     with serving(make_engine()) as url:
         for name, value in (("tools", [TOOL]), ("reasoning_effort", "low")):
             reply = post(url, "/v1/chat/completions", {**CHAT, name: value})
@@ -217,7 +221,7 @@ def test_other_models_are_as_before() -> None:
         assert set(reply["choices"][0]["message"]) == {"role", "content"}
 
 
-def test_flags() -> None:
+def test_parser_flags_accept_only_known_parsers() -> None:
     parse = make_parser().parse_args
     command = ["serve", "api_server", "x"]
     assert parse([*command, "--reasoning-parser", "gpt-oss"]).reasoning_parser == "gpt-oss"

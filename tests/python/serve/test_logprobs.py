@@ -1,4 +1,4 @@
-"""Log probabilities of completions: where a token's text begins, and which tokens are named."""
+"""Tests of the log probabilities of completions: text offsets and token names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def values(tokens: list[int]) -> list[dict[int, float]]:
     return [{token: -1.0} for token in tokens]
 
 
-def test_offsets_point_into_the_text() -> None:
+def test_completion_logprobs_offsets_point_into_the_text() -> None:
     tokenizer = sentence_piece()
     prompt = tokenizer.encode("ab c")
     answer = tokenizer.encode("ab", add_special=False)
@@ -36,7 +36,7 @@ def test_offsets_point_into_the_text() -> None:
     assert body["token_logprobs"][0] is None and body["top_logprobs"][0] is None
 
 
-def test_a_bos_that_the_prompt_spells_has_its_text() -> None:
+def test_completion_logprobs_bos_spelled_in_the_prompt_has_text() -> None:
     tokenizer = sentence_piece()
     prompt = tokenizer.encode("<s>ab", add_special=False)
     maker = CompletionLogprobs(tokenizer, 0, **SKIP)
@@ -49,7 +49,7 @@ def test_a_bos_that_the_prompt_spells_has_its_text() -> None:
     assert maker.take()["text_offset"][:3] == [0, 0, 3]
 
 
-def test_offsets_go_on_across_pieces_and_over_half_characters() -> None:
+def test_completion_logprobs_offsets_skip_incomplete_characters() -> None:
     tokenizer = sentence_piece()
     answer = tokenizer.encode("a\u00f1b", add_special=False)
     maker = CompletionLogprobs(tokenizer, 0, **SKIP)
@@ -57,10 +57,10 @@ def test_offsets_go_on_across_pieces_and_over_half_characters() -> None:
     for token in answer:
         maker.add_answer([token], values([token]))
         offsets += maker.take()["text_offset"]
-    assert offsets == [0, 2, 2, 3]  # " a", two halves, "b"
+    assert offsets == [0, 2, 2, 3]  # " a", the two bytes of "ñ", "b"
 
 
-def test_the_chosen_token_is_always_named() -> None:
+def test_completion_logprobs_sampled_token_is_always_listed() -> None:
     tokenizer = sentence_piece()
     a, b, c = (tokenizer.token_id(letter) or 0 for letter in "abc")
     maker = CompletionLogprobs(tokenizer, 1, **SKIP)
@@ -68,7 +68,7 @@ def test_the_chosen_token_is_always_named() -> None:
     assert maker.take()["top_logprobs"] == [{"b": -0.5, "a": -3.0}]
 
 
-def test_halves_of_characters_have_names_of_their_own() -> None:
+def test_completion_logprobs_bytes_of_characters_have_distinct_names() -> None:
     tokenizer = sentence_piece()
     first, second = tokenizer.encode("a\u00f1", add_special=False)[1:]
     maker = CompletionLogprobs(tokenizer, 2, **SKIP)
@@ -78,7 +78,7 @@ def test_halves_of_characters_have_names_of_their_own() -> None:
     assert body["top_logprobs"] == [{"bytes:\\xc3": -0.1, "bytes:\\xb1": -3.0}]
 
 
-def test_of_tokens_with_one_text_the_chosen_counts() -> None:
+def test_completion_logprobs_tokens_of_equal_text_show_the_sampled_one() -> None:
     tokenizer = sentence_piece()
     a, byte = tokenizer.token_id("a") or 0, tokenizer.token_id("<0x61>") or 0
     assert a and byte and tokenizer.token_bytes(a) == tokenizer.token_bytes(byte)
@@ -88,7 +88,7 @@ def test_of_tokens_with_one_text_the_chosen_counts() -> None:
     assert (body["top_logprobs"], body["token_logprobs"]) == ([{"a": -2.0}], [-2.0])
 
 
-def test_an_aborted_prompt_has_fewer_log_probabilities() -> None:
+def test_completion_logprobs_aborted_prompt_is_padded_with_null() -> None:
     tokenizer = sentence_piece()
     prompt = tokenizer.encode("ab c")
     maker = CompletionLogprobs(tokenizer, 1, **SKIP)

@@ -1,4 +1,4 @@
-"""The HTTP server against the openai package and raw requests, with a scripted engine."""
+"""Tests of the HTTP server with the openai package and raw requests, on a scripted engine."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def client(url):
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
-def test_models_and_health(url, client):
+def test_models_and_health_endpoints_respond(url, client):
     assert [model.id for model in client.models.list()] == ["m"]
     assert client.models.retrieve("m").id == "m"
     assert "wanted 'm'" in httpx.get(f"{url}/v1/models/other/one").json()["error"]["message"]
     assert httpx.get(f"{url}/health").status_code == 200
 
 
-def test_chat(client):
+def test_chat_returns_answer_and_usage(client):
     reply = client.chat.completions.create(**CHAT, seed=1, temperature=0)
     choice = reply.choices[0]
     assert (choice.message.content, choice.finish_reason) == (ANSWER, "stop")
@@ -49,7 +49,7 @@ def test_chat(client):
     assert reply.usage.total_tokens == reply.usage.prompt_tokens + len(ANSWER)
 
 
-def test_messages_may_be_one_text(url):
+def test_chat_messages_as_one_string_are_accepted(url):
     reply = post(url, "/v1/chat/completions", {**CHAT, "messages": "hello"})
     assert reply.status_code == 200
     assert reply.json()["choices"][0]["message"]["role"] == "assistant"
@@ -57,7 +57,7 @@ def test_messages_may_be_one_text(url):
 
 @pytest.mark.parametrize("stop", [None, "HELLO", ["said: H", "zzz"], [" said"]])
 @pytest.mark.parametrize("n", [1, 3])
-def test_stream_equals_whole(client, stop, n):
+def test_chat_stream_equals_whole_answer(client, stop, n):
     options = {**CHAT, "n": n, **({"stop": stop} if stop else {})}
     whole = client.chat.completions.create(**options)
     texts, reasons, usage = [""] * n, [None] * n, None
@@ -74,7 +74,7 @@ def test_stream_equals_whole(client, stop, n):
     assert usage == whole.usage
 
 
-def test_chat_logprobs(client):
+def test_chat_logprobs_describe_each_token(client):
     reply = client.chat.completions.create(**CHAT, logprobs=True, top_logprobs=2, max_tokens=2)
     content = reply.choices[0].logprobs.content
     assert [item.token for item in content] == ["Y", "o"]
@@ -82,7 +82,7 @@ def test_chat_logprobs(client):
     assert reply.choices[0].finish_reason == "length"
 
 
-def test_completion_forms(client):
+def test_completions_accepts_all_forms_of_prompts(client):
     def texts(prompt, **options):
         reply = client.completions.create(model="m", prompt=prompt, max_tokens=64, **options)
         return [choice.text for choice in reply.choices]
@@ -95,7 +95,7 @@ def test_completion_forms(client):
     assert texts([97], echo=True) == ["aYou said: A"]
 
 
-def test_completion_stream(client):
+def test_completions_stream_equals_whole_answer(client):
     stream = client.completions.create(
         model="m", prompt=["a", "b"], max_tokens=64, stream=True, echo=True, logprobs=1
     )
@@ -108,7 +108,7 @@ def test_completion_stream(client):
     assert texts == ["aYou said: A", "bYou said: B"] == ["".join(item) for item in tokens]
 
 
-def test_echo_with_prompt_logprobs(client):
+def test_completions_echo_returns_prompt_logprobs(client):
     reply = client.completions.create(model="m", prompt="abc", max_tokens=0, echo=True, logprobs=1)
     choice = reply.choices[0]
     assert choice.text == "abc" and choice.logprobs.tokens == ["a", "b", "c"]
@@ -116,7 +116,7 @@ def test_echo_with_prompt_logprobs(client):
     assert choice.logprobs.text_offset == [0, 1, 2]
 
 
-def test_echo_of_a_prompt_as_long_as_the_session(client):
+def test_completions_echo_accepts_prompt_of_session_len(client):
     options = {"model": "m", "max_tokens": 0, "echo": True, "logprobs": 0}
     choice = client.completions.create(prompt="a" * 512, **options).choices[0]
     assert len(choice.logprobs.token_logprobs) == 512
@@ -124,7 +124,7 @@ def test_echo_of_a_prompt_as_long_as_the_session(client):
         client.completions.create(prompt="a" * 513, **options)
 
 
-def test_generate_and_encode(url):
+def test_generate_and_encode_return_text_and_ids(url):
     body = {"prompt": "hi", "return_logprob": True, "max_tokens": 4}
     reply = post(url, "/generate", body).json()
     assert reply["text"] == "You " and len(reply["output_ids"]) == 4
@@ -138,7 +138,7 @@ def test_generate_and_encode(url):
     assert post(url, "/v1/encode", {"input": ["a", "bc"]}).json()["length"] == [1, 2]
 
 
-def test_metrics(url):
+def test_metrics_endpoint_exports_every_metric(url):
     post(url, "/v1/chat/completions", CHAT)
     text = httpx.get(f"{url}/metrics").text
     for name in (
@@ -219,7 +219,7 @@ BAD_CHAT = [
 
 
 @pytest.mark.parametrize(("change", "text"), BAD_CHAT, ids=[text for _, text in BAD_CHAT])
-def test_bad_chat(url, change, text):
+def test_chat_invalid_field_is_named_in_the_error(url, change, text):
     reply = post(url, "/v1/chat/completions", {**CHAT, **change})
     assert reply.status_code == 400
     error = reply.json()["error"]
@@ -258,17 +258,17 @@ def test_bad_chat(url, change, text):
         (b'{"model": "m", "prompt": "a", "best_of": 4}', "best_of: not supported"),
     ],
 )
-def test_bad_completion_bodies(url, body, text):
+def test_completions_invalid_body_is_named_in_the_error(url, body, text):
     reply = post(url, "/v1/completions", body)
     assert reply.status_code == 400
     assert text in reply.json()["error"]["message"]
 
 
-def test_a_default_of_lmdeploy_is_accepted(url):
+def test_chat_do_preprocess_true_is_accepted(url):
     assert post(url, "/v1/chat/completions", {**CHAT, "do_preprocess": True}).status_code == 200
 
 
-def test_generate_samples_from_the_whole_distribution():
+def test_generate_default_samples_from_the_whole_distribution():
     engine = make_engine()
     with serving(engine) as url:
         cpp_engine = engine.loaded.cpp_engine
@@ -279,7 +279,7 @@ def test_generate_samples_from_the_whole_distribution():
             assert (request.temperature, request.top_k, request.top_p) == wanted
 
 
-def test_a_wrong_path_or_method_is_told_the_right_ones(url):
+def test_server_unknown_path_or_method_lists_valid_ones(url):
     reply = post(url, "/chat/completions", CHAT)
     assert reply.status_code == 404
     assert "wanted one of " in (text := reply.json()["error"]["message"])
@@ -289,7 +289,7 @@ def test_a_wrong_path_or_method_is_told_the_right_ones(url):
     assert "wanted POST; change the method" in reply.json()["error"]["message"]
 
 
-def test_other_statuses(url):
+def test_server_errors_have_fitting_statuses(url):
     reply = post(url, "/v1/chat/completions", {**CHAT, "model": "gpt-99"})
     assert reply.status_code == 404 and reply.json()["error"]["param"] == "model"
     assert httpx.get(f"{url}/nothing").status_code == 404
@@ -298,7 +298,7 @@ def test_other_statuses(url):
     assert post(url, "/v1/completions", b" " * (33 << 20)).status_code == 413
 
 
-def test_api_keys():
+def test_api_keys_are_required_except_for_health():
     with serving(make_engine(), api_keys=["first", "second"]) as url:
         for key in ("", "Bearer", "Bearer wrong", "Basic first", "Bearer firs\u00e9"):
             headers = {"authorization": key.encode()}
@@ -317,12 +317,12 @@ def allowed_origin(reply):
     return reply.headers.get("access-control-allow-origin")
 
 
-def test_browsers_of_allowed_origins_may_read_answers_and_errors():
+def test_cors_allowed_origin_can_read_answers_and_errors():
     home, other = {"origin": "https://a.test"}, {"origin": "https://b.test"}
     ask = {"access-control-request-method": "POST", "access-control-request-headers": "x-mine"}
     path = "/v1/chat/completions"
     with serving(make_engine(), api_keys=["key"], allow_origins=["https://a.test"]) as url:
-        # A browser asks first, without the key.
+        # A browser first sends a preflight request, without the key.
         before = httpx.options(f"{url}{path}", headers=home | ask)
         assert (before.status_code, allowed_origin(before)) == (200, "https://a.test")
         assert "POST" in before.headers["access-control-allow-methods"]
@@ -336,13 +336,13 @@ def test_browsers_of_allowed_origins_may_read_answers_and_errors():
             assert allowed_origin(post(url, path, body, headers=other | headers)) is None
 
 
-def test_every_origin_is_allowed_by_default(url):
+def test_cors_default_allows_every_origin(url):
     reply = post(url, "/v1/chat/completions", CHAT, headers={"origin": "https://a.test"})
     assert allowed_origin(reply) == "*"
     assert "access-control-allow-credentials" not in reply.headers
 
 
-def test_the_documentation_can_be_switched_off(url):
+def test_disable_fastapi_docs_removes_the_documentation(url):
     paths = ("/docs", "/openapi.json")
     assert [httpx.get(url + path).status_code for path in paths] == [200, 200]
     with serving(make_engine(), disable_fastapi_docs=True) as without:
@@ -351,7 +351,7 @@ def test_the_documentation_can_be_switched_off(url):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_disconnect_cancels(stream):
+def test_chat_disconnect_cancels_the_request(stream):
     engine = make_engine(lambda _: "a" * 450, step_seconds=0.005)
     with serving(engine) as url:
         host, port = url.removeprefix("http://").split(":")
@@ -370,14 +370,14 @@ def test_disconnect_cancels(stream):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_the_end_of_the_server_ends_requests(stream):
+def test_server_shutdown_ends_running_requests(stream):
     engine = make_engine(lambda _: "a" * 450, step_seconds=0.05)
     replies = []
 
     def ask(url):
         try:
             replies.append(post(url, "/v1/chat/completions", {**CHAT, "stream": stream}))
-        except httpx.RemoteProtocolError as error:  # a cut stream
+        except httpx.RemoteProtocolError as error:  # the stream was cut
             replies.append(error)
 
     with serving(engine, grace_seconds=1) as url:
@@ -394,7 +394,7 @@ def test_the_end_of_the_server_ends_requests(stream):
         assert "the server stops" in replies[0].json()["error"]["message"]
 
 
-def test_concurrent_clients():
+def test_chat_concurrent_clients_receive_their_own_answers():
     with serving(make_engine(step_seconds=0.001)) as url:
 
         async def run():
@@ -412,7 +412,7 @@ def test_concurrent_clients():
         assert asyncio.run(run()) == [f"You said: NUMBER {i}" for i in range(40)]
 
 
-def test_failed_engine_is_not_healthy():
+def test_health_failed_engine_returns_503():
     engine = make_engine(lambda _: "a" * 450, step_seconds=0.005)
     with serving(engine) as url:
         with httpx.stream(
@@ -428,7 +428,7 @@ def test_failed_engine_is_not_healthy():
         assert post(url, "/v1/chat/completions", CHAT).status_code == 503
 
 
-def test_port_in_use():
+def test_bind_unusable_address_raises_value_error():
     with bind("127.0.0.1", 0) as sock:
         listen(sock, "127.0.0.1")
         with pytest.raises(ValueError, match=r"--server-port"):
@@ -440,7 +440,7 @@ def test_port_in_use():
             bind(name, 0)
 
 
-def test_the_port_is_closed_until_listen():
+def test_bind_refuses_connections_until_listen():
     with bind("127.0.0.1", 0) as sock:
         address = sock.getsockname()
         with pytest.raises(ConnectionRefusedError):
@@ -451,20 +451,20 @@ def test_the_port_is_closed_until_listen():
         socket.create_connection(address).close()
 
 
-def test_a_port_with_old_connections_can_be_taken_again():
+def test_bind_reuses_port_with_old_connections():
     with bind("127.0.0.1", 0) as sock:
         listen(sock, "127.0.0.1")
         address = sock.getsockname()
         with socket.create_connection(address) as client:
             served, _ = sock.accept()
-            served.close()  # first: it is this side that remembers the connection for a while
+            served.close()  # closed first, so that this side keeps the connection in TIME_WAIT
             assert client.recv(1) == b""
     with bind(*address) as sock:
         listen(sock, "127.0.0.1")
         socket.create_connection(address).close()
 
 
-def test_abort_all_ends_answers_with_what_they_have():
+def test_abort_request_all_ends_streams_with_finish_reason_abort():
     engine = make_engine(lambda _: "a" * 450, step_seconds=0.005)
     with serving(engine, enable_abort_handling=True) as url:
         body = {**CHAT, "stream": True}
@@ -482,12 +482,12 @@ def test_abort_all_ends_answers_with_what_they_have():
         assert post(url, "/v1/completions", {"model": "m", "prompt": "a"}).status_code == 200
 
 
-def test_abort_is_off_unless_asked_for(url):
+def test_abort_request_without_flag_returns_501(url):
     reply = post(url, "/abort_request", {"abort_all": True})
     assert reply.status_code == 501 and "--enable-abort-handling" in reply.text
 
 
-def test_fields_that_mean_not_used_are_accepted(url):
+def test_chat_neutral_values_of_unsupported_fields_are_accepted(url):
     unused = {
         "kwargs": {},
         "metadata": {},
@@ -505,7 +505,7 @@ def test_fields_that_mean_not_used_are_accepted(url):
         assert reply.status_code == 400 and field in reply.text
 
 
-def test_openapi_has_every_body(url):
+def test_openapi_describes_every_request_body(url):
     schema = httpx.get(f"{url}/openapi.json").json()
     posts = {path: item["post"] for path, item in schema["paths"].items() if "post" in item}
     assert len(posts) == 5
@@ -519,7 +519,7 @@ def test_openapi_has_every_body(url):
 @pytest.mark.parametrize(
     ("grace", "signals", "reason"), [(0, 1, None), (30, 1, "stop"), (300, 2, None)]
 )
-def test_running_answers_have_the_shutdown_timeout(grace, signals, reason, caplog):
+def test_shutdown_timeout_limits_running_answers(grace, signals, reason, caplog):
     length = 100 if reason else 10_000
     engine = make_engine(lambda _: "a" * length, step_seconds=0.01, session_len=20_000)
     app = make_app(engine, ServerOptions(model_name="m"))
@@ -544,6 +544,6 @@ def test_running_answers_have_the_shutdown_timeout(grace, signals, reason, caplo
         assert told[-1]["choices"][0]["finish_reason"] == reason
 
 
-def test_curl_line():
+def test_curl_line_has_url_and_api_key():
     line = curl_line("http://127.0.0.1:23333", "smollm2", with_key=True)
     assert line.startswith("curl http://127.0.0.1:23333/v1/chat/completions") and "Bearer" in line

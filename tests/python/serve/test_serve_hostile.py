@@ -1,4 +1,4 @@
-"""Requests that cost too much, leave early or are no text; whose fault an error is."""
+"""Tests of hostile requests: excessive cost, early disconnects, invalid text, blame for errors."""
 
 from __future__ import annotations
 
@@ -77,25 +77,25 @@ def deep(levels):
     ],
     ids=["deep", "long", "many"],
 )
-def test_template_options_are_bounded(url, options, text):
+def test_chat_template_kwargs_above_the_limits_are_rejected(url, options, text):
     reply = post(url, "/v1/chat/completions", {**CHAT, "chat_template_kwargs": options})
     assert text in refused(reply, param="chat_template_kwargs")
 
 
-def test_template_options_within_the_bounds(url):
+def test_chat_template_kwargs_within_the_limits_are_accepted(url):
     check_template_options({"x": nested(MAX_OPTIONS_DEPTH - 3), "y": {"z": "a" * 1000}})
     options = {"enable_thinking": False, "documents": [{"title": "a"}], "tools": []}
     body = {**CHAT, "chat_template_kwargs": options}
     assert post(url, "/v1/chat/completions", body).status_code == 200
 
 
-def test_tools_do_not_come_in_by_the_back_door(url):
+def test_chat_template_kwargs_with_tools_are_rejected(url):
     body = {**CHAT, "chat_template_kwargs": {"tools": [{"type": "function"}]}}
     reply = post(url, "/v1/chat/completions", body)
     assert "not supported" in refused(reply, param="chat_template_kwargs.tools")
 
 
-def test_a_grammar_is_compiled_once_per_request(monkeypatch):
+def test_completions_grammar_is_compiled_once_per_request(monkeypatch):
     compiled, masks = [], []
     make, copy = Grammar.__init__, Grammar.token_mask
     monkeypatch.setattr(Grammar, "__init__", lambda *args: compiled.append(1) or make(*args))
@@ -124,12 +124,12 @@ def test_a_grammar_is_compiled_once_per_request(monkeypatch):
         (schema_of(deep(130)), "response_format.json_schema"),
     ],
 )
-def test_bad_grammars_are_the_requests_fault(url, response_format, param):
+def test_completions_invalid_grammar_receives_400(url, response_format, param):
     body = {**COMPLETION, "response_format": response_format}
     refused(post(url, "/v1/completions", body), param=param)
 
 
-def test_a_deep_schema_is_the_requests_fault():
+def test_submit_deep_schema_raises_option_error():
     config = GenerationConfig(response_format=schema_of(deep(5000)))
     engine = make_engine()
     with pytest.raises(
@@ -140,7 +140,7 @@ def test_a_deep_schema_is_the_requests_fault():
 
 
 class SlowTokenizer(FakeTokenizer):
-    """Takes its time and counts."""
+    """Waits in every call and records the texts."""
 
     def __init__(self):
         self.texts = []
@@ -171,7 +171,7 @@ def send_and_leave(url, path, body, *, after):
     ],
     ids=["whole", "stream", "encode"],
 )
-def test_a_client_that_leaves_ends_the_encoding(path, body):
+def test_encode_disconnect_stops_the_encoding(path, body):
     tokenizer = SlowTokenizer()
     with serving(make_engine(tokenizer=tokenizer)) as url:
         send_and_leave(url, path, body, after=lambda: len(tokenizer.texts) > 5)
@@ -182,7 +182,7 @@ def test_a_client_that_leaves_ends_the_encoding(path, body):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_ends_the_submitting(stream):
+def test_completions_disconnect_stops_submitting_choices(stream):
     engine = make_engine(lambda _: "a" * 100_000, step_seconds=0.005, session_len=200_000)
     engine.loaded.cpp_engine.cache_tokens = 200_000
     make = engine._make_request
@@ -202,7 +202,7 @@ def test_a_client_that_leaves_ends_the_submitting(stream):
         assert not engine._streams
 
 
-def test_the_first_wrong_prompt_ends_the_encoding():
+def test_completions_first_invalid_prompt_stops_the_encoding():
     tokenizer = SlowTokenizer()
     with serving(make_engine(tokenizer=tokenizer)) as url:
         body = {**COMPLETION, "prompt": ["x" * 600, "b", "c"]}
@@ -210,14 +210,14 @@ def test_the_first_wrong_prompt_ends_the_encoding():
     assert tokenizer.texts == ["x" * 600]
 
 
-def test_encode_has_a_limit_of_tokens(url, monkeypatch):
+def test_encode_tokens_above_the_limit_are_rejected(url, monkeypatch):
     monkeypatch.setattr(encode, "MAX_ENCODED_TOKENS", 10)
     assert post(url, "/v1/encode", {"input": ["a" * 5] * 2}).json()["length"] == [5, 5]
     reply = post(url, "/v1/encode", {"input": ["a" * 4] * 3})
     assert "got 12 tokens, wanted at most 10" in refused(reply, param="input")
 
 
-def test_an_answer_that_fails_ends_its_siblings():
+def test_collect_all_failed_choice_cancels_the_others():
     engine = make_engine(lambda _: "a" * 400, step_seconds=0.005)
 
     async def run():
@@ -234,7 +234,7 @@ def test_an_answer_that_fails_ends_its_siblings():
     engine.close()
 
 
-def test_close_wakes_one_who_waits():
+def test_stream_close_wakes_a_waiting_reader():
     engine = make_engine(lambda _: "a" * 400, step_seconds=0.5)
 
     async def run():
@@ -255,7 +255,7 @@ def events_of(reply):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_an_echoed_prompt_may_hold_what_is_no_text(url, stream):
+def test_completions_echo_accepts_invalid_text(url, stream):
     body = {**COMPLETION, "echo": True, "stream": stream, "logprobs": 0, "max_tokens": 3}
     for prompt, text in (("a\ud800b", "a\ufffdb"), ([97, 257, 98], "ab")):
         reply = post(url, "/v1/completions", {**body, "prompt": prompt})
@@ -264,7 +264,7 @@ def test_an_echoed_prompt_may_hold_what_is_no_text(url, stream):
         assert "".join(b["choices"][0]["text"] for b in bodies) == text + "You"
 
 
-def test_errors_may_hold_what_is_no_text(url):
+def test_errors_accept_invalid_text(url):
     message = {"role": "user", "content": "a", "b\ud800": 1}
     reply = post(url, "/v1/chat/completions", {**CHAT, "messages": [message]})
     assert "not supported" in refused(reply, param="messages[0].b\ufffd")
@@ -273,7 +273,7 @@ def test_errors_may_hold_what_is_no_text(url):
     assert post(url, "/v1/completions", body).status_code == 200
 
 
-def test_options_of_the_engine_have_their_names_of_requests():
+def test_to_api_error_uses_field_names_of_requests():
     config = OptionError("stop_words", "got 3, wanted a list; change stop_words")
     told = to_api_error(config)
     assert (told.status, told.param) == (400, "stop")
@@ -290,7 +290,7 @@ def test_options_of_the_engine_have_their_names_of_requests():
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_our_own_errors_are_not_the_requests_fault(stream, caplog):
+def test_chat_internal_error_returns_500(stream, caplog):
     engine = make_engine()
 
     def wrong(*args, **options):
@@ -304,7 +304,7 @@ def test_our_own_errors_are_not_the_requests_fault(stream, caplog):
     assert "list.index" in caplog.text
 
 
-def test_a_failed_engine_ends_a_stream_with_503():
+def test_chat_stream_of_a_failed_engine_ends_with_503():
     engine = make_engine(lambda _: "a" * 450, step_seconds=0.005)
     body = {**CHAT, "stream": True}
     with (
@@ -332,7 +332,7 @@ def test_a_failed_engine_ends_a_stream_with_503():
         ({"log_level": "LOUD"}, "log_level: got 'LOUD'"),
     ],
 )
-def test_serve_refuses_options_before_it_loads(options, text):
+def test_serve_invalid_options_are_rejected_before_loading(options, text):
     with pytest.raises(ValueError, match=text):
         lmdeploy.serve("no/such/model", server_port=0, **options)
 
@@ -353,12 +353,12 @@ def test_serve_refuses_options_before_it_loads(options, text):
     ],
     ids=["messages", "input_ids", "stop", "prompts", "name"],
 )
-def test_a_million_mistakes_are_one_short_error(url, route, body, param, status):
+def test_request_with_a_million_errors_gets_one_short_message(url, route, body, param, status):
     reply = httpx.post(f"{url}/v1/{route}", content=body, timeout=60)
     assert len(refused(reply, param=param, status=status)) < 1000
 
 
-def test_marks_in_texts_are_no_values():
+def test_parse_request_brackets_in_strings_are_not_counted_as_values():
     text = '\\"a",[{' * 2**19
     request = parse_request(CompletionRequest, json.dumps({"model": "m", "prompt": text}).encode())
     assert request.prompt == text
@@ -366,7 +366,7 @@ def test_marks_in_texts_are_no_values():
         parse_request(CompletionRequest, b'{"model":"m","prompt":[%s0]}' % (b"0," * 2**21))
 
 
-def test_mistakes_take_no_memory():
+def test_parse_request_errors_use_little_memory():
     body = json.dumps({"model": "m", "messages": [0] * 2**18}).encode()
     many = json.dumps({"model": "m", **{f"x{i}": i for i in range(2**16)}}).encode()
     bias = json.dumps(
@@ -386,7 +386,7 @@ def test_mistakes_take_no_memory():
             tracemalloc.stop()
 
 
-def test_answers_share_their_prompt():
+def test_submit_choices_share_one_prompt():
     engine = make_engine()
 
     async def run():
@@ -402,7 +402,7 @@ def test_answers_share_their_prompt():
         engine.close()
 
 
-def test_one_prompt_in_two_forms(url):
+def test_chat_input_ids_with_messages_are_rejected(url):
     body = {**CHAT, "input_ids": [97]}
     reply = httpx.post(f"{url}/v1/chat/completions", json=body)
     assert "beside messages" in refused(reply, param="input_ids")
@@ -417,7 +417,7 @@ def test_one_prompt_in_two_forms(url):
         assert "10" in refused(reply, param="input_ids")
 
 
-def test_a_message_goes_back_as_it_came(url):
+def test_chat_returned_message_is_accepted_again(url):
     body = {**CHAT, "return_token_ids": True}
     message = httpx.post(f"{url}/v1/chat/completions", json=body).json()["choices"][0]["message"]
     assert message["gen_tokens"]
@@ -428,13 +428,13 @@ def test_a_message_goes_back_as_it_came(url):
     assert "not supported" in refused(reply, param="messages[0].gen_tokens")
 
 
-def test_serve_stays_a_function():
+def test_serve_is_a_function_after_importing_its_package():
     import lmdeploy.serve.app
 
     assert callable(lmdeploy.serve)
 
 
-def test_what_a_model_says_of_sampling_is_checked_once(caplog):
+def test_sampling_defaults_invalid_values_are_replaced_with_a_warning(caplog):
     given = {"top_k": -1, "temperature": "hot", "top_p": 0.5, "do_sample": False, "min_p": None}
     taken = sampling_defaults(given)
     assert taken == {**sampling_defaults({}), "top_p": 0.5, "do_sample": False}
@@ -442,7 +442,7 @@ def test_what_a_model_says_of_sampling_is_checked_once(caplog):
     assert "temperature: got 'hot'" in caplog.text and "taken as 0.7" in caplog.text
 
 
-def test_a_greedy_model_samples_for_requests_that_say_how():
+def test_completions_greedy_model_samples_only_on_request():
     engine = make_engine()
     engine.loaded.sampling = sampling_defaults({"do_sample": False})
     cpp_engine = engine.loaded.cpp_engine
@@ -464,7 +464,7 @@ def test_a_greedy_model_samples_for_requests_that_say_how():
     [{"prompt": [[97] * 400] * 4}, {"prompt": ["a" * 400] * 4}, {"prompt": "a" * 400, "n": 4}],
     ids=["ids", "texts", "answers"],
 )
-def test_tokens_of_prompts_are_bounded(url, monkeypatch, more):
+def test_completions_total_prompt_tokens_are_limited(url, monkeypatch, more):
     monkeypatch.setattr(generation, "MAX_PROMPT_TOKENS", 1500)
     reply = post(url, "/v1/completions", {**COMPLETION, "max_tokens": 1, **more})
     param = "n" if "n" in more else "prompt"
@@ -473,14 +473,14 @@ def test_tokens_of_prompts_are_bounded(url, monkeypatch, more):
     assert post(url, "/v1/completions", {**COMPLETION, "max_tokens": 1, **more}).status_code == 200
 
 
-def test_a_closing_engine_is_not_called_a_failed_one():
+def test_check_healthy_closed_engine_is_reported_as_closed():
     engine = make_engine()
     engine.close()
     with pytest.raises(EngineFailure, match=r"^the engine is closed$"):
         engine.check_healthy()
 
 
-def test_a_server_that_cannot_begin_closes_its_engine(monkeypatch):
+def test_serve_that_cannot_listen_closes_its_engine(monkeypatch):
     engine = make_engine()
     monkeypatch.setattr("lmdeploy.engine.async_engine.AsyncEngine.load", lambda *_, **__: engine)
 
@@ -493,7 +493,7 @@ def test_a_server_that_cannot_begin_closes_its_engine(monkeypatch):
     assert engine.failure == "the engine is closed"
 
 
-def test_a_third_signal_cuts():
+def test_graceful_server_third_signal_forces_exit():
     engine = make_engine()
     graceful = GracefulServer(uvicorn.Config(lambda: None), engine, grace=300)
     for count in (1, 2, 3):
@@ -502,7 +502,7 @@ def test_a_third_signal_cuts():
     engine.close()
 
 
-def test_a_client_that_leaves_within_its_body_is_no_error(caplog):
+def test_server_disconnect_within_the_body_logs_no_error(caplog):
     with serving(make_engine()) as url:
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as sock:
@@ -512,7 +512,7 @@ def test_a_client_that_leaves_within_its_body_is_no_error(caplog):
     assert "ClientDisconnect" not in caplog.text
 
 
-def test_fields_have_the_names_of_their_route(url):
+def test_errors_use_field_names_of_their_route(url):
     long = "a" * 5000
     chat = {**CHAT, "messages": [{"role": "user", "content": long}]}
     text = refused(post(url, "/v1/chat/completions", chat), param="messages")
@@ -525,7 +525,7 @@ def test_fields_have_the_names_of_their_route(url):
     assert text.startswith("\ufffd: unknown field")
 
 
-def test_an_answer_that_fails_is_in_the_log(caplog):
+def test_request_error_of_a_failed_answer_is_logged(caplog):
     chunk = Response("", 0, 1, "error", error_code="engine_error", error_message="NaN logits")
     assert to_api_error(request_error(chunk)).status == 500
     assert "NaN logits" in caplog.text

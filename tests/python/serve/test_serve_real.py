@@ -1,4 +1,4 @@
-"""The whole way with the embedded model: server, grammar, prefix cache, cancel, dry run."""
+"""Tests of the server with SmolLM2: grammars, prefix cache, cancellation, dry run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def client(url):
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
-def test_options_that_leave_no_token_are_the_requests_fault(engine):
+def test_generate_options_that_exclude_every_token_give_bad_request(engine):
     only_b = {"type": "regex_schema", "regex_schema": "b"}
     token = engine.loaded.tokenizer.encode("b", add_special=False)
     config = GenerationConfig(response_format=only_b, bad_token_ids=token)
@@ -61,7 +61,7 @@ def wait_until_idle(engine):
         time.sleep(0.01)
 
 
-def test_answer_makes_sense(client):
+def test_chat_smollm2_answers_paris(client):
     options = {"model": "m", "messages": PARIS, "temperature": 0}
     whole = client.chat.completions.create(**options).choices[0].message.content
     assert "Paris" in whole
@@ -69,7 +69,7 @@ def test_answer_makes_sense(client):
     assert "".join(chunk.choices[0].delta.content for chunk in stream) == whole
 
 
-def test_seed_repeats_a_sample(client):
+def test_chat_same_seed_repeats_the_sample(client):
     def sample(seed):
         reply = client.chat.completions.create(
             model="m", messages=PARIS, temperature=1.5, seed=seed, max_tokens=24, n=2
@@ -81,7 +81,7 @@ def test_seed_repeats_a_sample(client):
     assert len(set(sample(1))) == 2
 
 
-def test_cached_tokens(client):
+def test_chat_repeated_prompt_reports_cached_tokens(client):
     messages = [{"role": "user", "content": "Tell me about the sea. " * 40}]
     options = {"model": "m", "messages": messages, "temperature": 0, "max_tokens": 8}
     client.chat.completions.create(**options)
@@ -89,7 +89,7 @@ def test_cached_tokens(client):
     assert usage.prompt_tokens_details.cached_tokens >= usage.prompt_tokens - 128
 
 
-def test_json_schema(client):
+def test_chat_json_schema_gives_valid_json(client):
     reply = client.chat.completions.create(
         model="m",
         messages=[{"role": "user", "content": "Invent a person."}],
@@ -101,7 +101,7 @@ def test_json_schema(client):
     assert set(person) == {"name", "age"} and isinstance(person["age"], int)
 
 
-def test_regex_and_bad_grammars(url):
+def test_chat_regex_is_followed_and_bad_grammars_receive_400(url):
     def ask(response_format):
         body = {"model": "m", "messages": PARIS, "response_format": response_format}
         return httpx.post(f"{url}/v1/chat/completions", json={**body, "max_tokens": 30}, timeout=60)
@@ -119,7 +119,7 @@ def test_regex_and_bad_grammars(url):
     assert httpx.get(f"{url}/health").status_code == 200
 
 
-def test_stop_word_is_never_shown(client):
+def test_chat_stop_word_is_never_shown(client):
     messages = [{"role": "user", "content": "Write a short story about a lighthouse."}]
     options = {"model": "m", "messages": messages, "temperature": 0, "max_tokens": 40}
     whole = client.chat.completions.create(**options).choices[0].message.content
@@ -131,7 +131,7 @@ def test_stop_word_is_never_shown(client):
         assert text == whole[: whole.index(stop)]
 
 
-def test_cancelled_streams_free_everything(engine, client):
+def test_chat_cancelled_streams_free_all_blocks(engine, client):
     for i in range(10):
         stream = client.chat.completions.create(
             model="m", messages=PARIS, stream=True, max_tokens=500, extra_body={"ignore_eos": True}
@@ -146,7 +146,7 @@ def test_cancelled_streams_free_everything(engine, client):
     engine.loaded.cpp_engine.check_integrity()
 
 
-def test_logprobs_agree_with_logits(engine):
+def test_generate_logprobs_equal_log_softmax_of_logits(engine):
     import numpy as np
 
     pipeline = Pipeline("", engine=engine)
@@ -160,14 +160,14 @@ def test_logprobs_agree_with_logits(engine):
         assert len(values) == 3
 
 
-def test_dry_run(capsys):
+def test_dry_run_prints_the_memory_plan(capsys):
     assert main(["serve", "api_server", "smollm2", "--dry-run", "--quant-policy", "16"]) == 0
     text = capsys.readouterr().out
     for part in ("mode nvfp4", "6,480 bytes per token", "reserved bytes", "touched bytes"):
         assert part in text
 
 
-def test_model_format_must_match(capsys):
+def test_model_format_other_than_the_file_is_rejected(capsys):
     command = ["serve", "api_server", "smollm2", "--dry-run", "--model-format"]
     assert main([*command, "gguf"]) == 0
     with pytest.raises(SystemExit) as info:
