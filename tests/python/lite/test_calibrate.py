@@ -1,4 +1,4 @@
-"""`lmdeploy lite calibrate`: statistics → file → constants of the engine, and what is refused."""
+"""Tests of `lmdeploy lite calibrate`: statistics, file, engine constants, and rejected input."""
 
 from __future__ import annotations
 
@@ -64,26 +64,26 @@ def read(path: Path) -> Calibration:
     return read_calibration(path, MODEL, model_hash=HASH)
 
 
-def test_what_is_written_is_read(path):
+def test_read_calibration_returns_what_was_written(path):
     wanted, got = make_calibration(), read(path)
     assert got.facts == wanted.facts
     for name in ("k_mean", "k_amax", "k_amax_rotated", "v_amax"):
         np.testing.assert_array_equal(getattr(got, name), getattr(wanted, name))
 
 
-def test_equal_calibrations_give_equal_bytes(path, tmp_path):
+def test_write_calibration_equal_calibrations_give_equal_bytes(path, tmp_path):
     for i in range(5):
         other = tmp_path / str(i)
         write_calibration(other, make_calibration())
         assert other.read_bytes() == path.read_bytes()
 
 
-def test_another_model_is_refused(path):
+def test_read_calibration_other_model_is_rejected(path):
     with pytest.raises(ModelFormatError, match=r"made for another model .*--kv-calibration"):
         read_calibration(path, MODEL, model_hash="00" * 32)
 
 
-def test_every_truncation_is_refused(path):
+def test_read_calibration_truncated_file_is_rejected(path):
     data = path.read_bytes()
     for size in [*range(0, 700, 7), *range(700, len(data), 41), len(data) - 1]:
         path.write_bytes(data[:size])
@@ -94,7 +94,7 @@ def test_every_truncation_is_refused(path):
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200))
-def test_bytes_that_are_no_file(tmp_path_factory, data):
+def test_read_calibration_random_bytes_are_rejected(tmp_path_factory, data):
     path = tmp_path_factory.getbasetemp() / "noise"
     path.write_bytes(data)
     with pytest.raises(ModelFormatError):
@@ -103,7 +103,7 @@ def test_bytes_that_are_no_file(tmp_path_factory, data):
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_changed_headers_never_crash(tmp_path_factory, data):
+def test_read_calibration_changed_header_never_crashes(tmp_path_factory, data):
     path = tmp_path_factory.getbasetemp() / "changed"
     write_calibration(path, make_calibration())
     content = bytearray(path.read_bytes())
@@ -117,7 +117,7 @@ def test_changed_headers_never_crash(tmp_path_factory, data):
 
 
 @pytest.mark.parametrize("name", ["missing.safetensors", "."])
-def test_files_that_cannot_be_read(tmp_path, name):
+def test_read_calibration_unreadable_file_is_rejected(tmp_path, name):
     with pytest.raises(ModelFormatError, match="cannot be read"):
         read(tmp_path / name)
 
@@ -154,7 +154,7 @@ NAN = np.full((LAYERS, HEADS), np.nan, np.float32)
         ("[" * 100_000, {}, "not JSON"),
     ],
 )
-def test_files_that_are_wrong(tmp_path, facts, changes, text):
+def test_read_calibration_wrong_contents_are_rejected(tmp_path, facts, changes, text):
     path = tmp_path / "wrong"
     write_raw(path, facts, **changes)
     with pytest.raises(ModelFormatError, match=text) as info:
@@ -162,13 +162,13 @@ def test_files_that_are_wrong(tmp_path, facts, changes, text):
     assert str(info.value).endswith("; change --kv-calibration")
 
 
-def test_a_checkpoint_is_no_calibration(tmp_path):
+def test_read_calibration_checkpoint_is_rejected(tmp_path):
     save_file({"x": np.zeros(3, np.float32)}, tmp_path / "model.safetensors")
     with pytest.raises(ModelFormatError, match="no file of lmdeploy lite calibrate"):
         read(tmp_path / "model.safetensors")
 
 
-def test_factors_follow_the_format():
+def test_engine_constants_scales_follow_the_format():
     calibration = make_calibration()
     layers = [FormatPair("nvfp4", "fp8"), FormatPair("fp8_e5m2", "int4"), FormatPair("int8", "fp8")]
     mean, k, v = engine_constants(calibration, layers, rotated=True)
@@ -182,7 +182,7 @@ def test_factors_follow_the_format():
     np.testing.assert_allclose(plain[0], calibration.k_amax[0] / (6 * 256), rtol=1e-6)
 
 
-def test_silent_heads_keep_the_factor_one():
+def test_engine_constants_zero_heads_get_scale_one():
     zeros = np.zeros((LAYERS, HEADS), np.float32)
     mean = np.zeros((LAYERS, HEADS, HEAD_DIM), np.float32)
     calibration = make_calibration(v_amax=zeros, k_mean=mean)
@@ -192,14 +192,14 @@ def test_silent_heads_keep_the_factor_one():
 
 
 def histogram_of(values: np.ndarray) -> np.ndarray:
-    """As _turbomind.pyi says: 16 bins per octave from 2^-20, by the float's bits."""
+    """Return a histogram as _turbomind.pyi defines it: 16 bins per octave from 2^-20."""
     bits = np.abs(values.astype(np.float32)).view(np.uint32).astype(np.int64)
     bins = np.clip((bits >> 19) - ((127 - 20) << 4), 0, BINS - 1)
     return np.bincount(bins, minlength=BINS)
 
 
 @pytest.mark.parametrize("percentile", [50.0, 90.0, 99.0, 99.9])
-def test_percentile_of_the_histogram(percentile):
+def test_clipped_amax_percentile_is_within_one_bin(percentile):
     values = np.random.default_rng(1).normal(size=20_000).astype(np.float32) * 3
     statistics = {
         "k_amax": np.abs(values).max()[None, None],
@@ -211,7 +211,7 @@ def test_percentile_of_the_histogram(percentile):
     assert clipped_amax(statistics, "k", percentile=100.0)[0, 0] == np.abs(values).max()
 
 
-def test_percentile_is_never_above_the_largest_value():
+def test_clipped_amax_is_never_above_the_largest_value():
     values = np.full(10, 1.01, np.float32)
     statistics = {
         "v_amax": values.max()[None, None],
@@ -221,7 +221,7 @@ def test_percentile_is_never_above_the_largest_value():
 
 
 @pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn"])
-def test_speeds_of_rope(kind):
+def test_inverse_frequencies_equal_reference(kind):
     settings = {"factor": 4.0, "original_max_position": 32}
     config = SimpleNamespace(
         kind=kind,
@@ -248,7 +248,7 @@ def test_slow_channels_come_in_pairs():
     assert slow_channels(MODEL, 10**9).sum() == 0
 
 
-def test_means():
+def test_k_mean_selects_all_slow_or_no_channels():
     statistics = {"k_sum": np.ones((LAYERS, HEADS, HEAD_DIM)) * 6, "tokens": 3}
     assert (k_mean(statistics, MODEL, which="all", context=64) == 2).all()
     assert (k_mean(statistics, MODEL, which="none", context=64) == 0).all()
@@ -257,7 +257,7 @@ def test_means():
 
 
 class FakeEngine:
-    """Counts passes; its statistics tell them apart."""
+    """Records the prompts and returns different statistics for the two passes."""
 
     prompts: list[list[int]] = []  # noqa: RUF012
     engine_configs: list[SimpleNamespace] = []  # noqa: RUF012
@@ -290,7 +290,7 @@ class FakeEngine:
         }
 
 
-def test_two_passes(monkeypatch):
+def test_calibrate_runs_two_passes(monkeypatch):
     monkeypatch.setattr(module, "PromptEngine", FakeEngine)
     FakeEngine.prompts, FakeEngine.engine_configs = [], []
     model = SimpleNamespace(config=MODEL, hash=HASH)
@@ -305,7 +305,7 @@ def test_two_passes(monkeypatch):
     assert (found.facts.tokens, found.facts.context, found.facts.model_hash) == (150, 64, HASH)
 
 
-def test_no_text_is_refused():
+def test_calibrate_empty_text_is_rejected():
     model = SimpleNamespace(config=MODEL, hash=HASH)
     with pytest.raises(ValueError, match="text: got no tokens"):
         calibrate(model, [], text_hash="t", options=CalibrationOptions())
@@ -321,7 +321,7 @@ def test_no_text_is_refused():
         ({"percentile": 1.0}, "--percentile"),
     ],
 )
-def test_options_out_of_range(given, text):
+def test_calibration_options_out_of_range_are_rejected(given, text):
     with pytest.raises(ValueError, match=text):
         CalibrationOptions(**given)
 
@@ -331,7 +331,7 @@ def folder(tmp_path_factory) -> Path:
     return save_model(make_model(TINY_MODELS[0]), tmp_path_factory.mktemp("model"))
 
 
-def test_the_hash_names_a_model(folder, tmp_path):
+def test_hash_model_changes_with_weights_and_config(folder, tmp_path):
     wanted = hash_model(str(folder))
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
@@ -363,7 +363,7 @@ def test_the_hash_names_a_model(folder, tmp_path):
         (["kv-search", "smollm2", "--text", __file__, "--budget", "5", "--formats", "x"], "--form"),
     ],
 )
-def test_wrong_input_is_one_line(capsys, arguments, text):
+def test_lite_invalid_input_is_a_one_line_error(capsys, arguments, text):
     with pytest.raises(SystemExit) as info:
         main(["lite", *arguments])
     assert info.value.code == 2

@@ -1,4 +1,4 @@
-"""Calibration and the search with the engine itself, on a tiny model beside transformers."""
+"""Tests of calibration and search with the engine on a tiny model, against transformers."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from lmdeploy.lite.prompt_engine import open_model
 
 TEXT = Path(__file__).parents[1] / "data" / "austen.txt"
 CONTEXT = 128
-TOKENS = 320  # two whole contexts and a half
-# The cache dtype of the engine is FP16: values are rounded to 2^-11 of themselves.
+TOKENS = 320  # two and a half contexts
+# The engine's cache dtype is FP16, so values have a relative rounding error of up to 2^-11.
 ROUNDING = 2.0**-10
 
-# Qwen2 has a bias on K: a mean that is worth subtracting.
+# Qwen2 has a bias on K, so there is a mean to subtract.
 TINY = TinyModel("qwen2", "Qwen2", {"max_position_embeddings": 512})
 
 
@@ -64,7 +64,10 @@ def ids(opened) -> list[int]:
 
 @pytest.fixture(scope="module")
 def wanted(model, ids) -> SimpleNamespace:
-    """K (after RoPE) and V of every layer by transformers, [layers, kv_heads, tokens, head_dim]."""
+    """Return K (after RoPE) and V of every layer from transformers.
+
+    Both have the shape [layers, kv_heads, tokens, head_dim].
+    """
     parts = []
     for start in range(0, TOKENS, CONTEXT):
         prompt = torch.tensor([ids[start : start + CONTEXT]])
@@ -81,20 +84,20 @@ def wanted(model, ids) -> SimpleNamespace:
 
 
 def hadamard(size: int) -> np.ndarray:
-    """Normalized, in Sylvester's order."""
+    """Return the normalized Hadamard matrix in Sylvester's order."""
     matrix = np.ones((1, 1))
     while len(matrix) < size:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]]) / np.sqrt(2)
     return matrix
 
 
-def test_the_file_says_what_transformers_says(opened, file, wanted):
+def test_calibrate_statistics_equal_transformers(opened, file, wanted):
     found = read_calibration(file, opened.config, model_hash=opened.hash)
     assert (found.facts.tokens, found.facts.context) == (TOKENS, CONTEXT)
     scale = np.abs(wanted.k).max()
     mean = wanted.k.mean(axis=2)
     np.testing.assert_allclose(found.k_mean, mean, atol=scale * ROUNDING)
-    assert np.abs(mean).max() > 0.1 * scale  # there is something to subtract
+    assert np.abs(mean).max() > 0.1 * scale  # there is a mean to subtract
     np.testing.assert_allclose(found.v_amax, np.abs(wanted.v).max(axis=(2, 3)), rtol=ROUNDING)
     rotated = (wanted.k - mean[:, :, None]) @ hadamard(wanted.k.shape[-1])
     np.testing.assert_allclose(
@@ -104,11 +107,11 @@ def test_the_file_says_what_transformers_says(opened, file, wanted):
     assert (found.k_amax >= plain * (1 - ROUNDING)).all()
 
 
-def test_calibration_repeats_bit_for_bit(folder, file, tmp_path):
+def test_calibrate_repeats_bit_for_bit(folder, file, tmp_path):
     assert calibrate(folder, tmp_path / "again").read_bytes() == file.read_bytes()
 
 
-def test_options_of_the_mean(folder, opened, file, tmp_path):
+def test_calibrate_mean_option_selects_channels(folder, opened, file, tmp_path):
     def mean(*flags):
         path = calibrate(folder, tmp_path / "m", *flags)
         return read_calibration(path, opened.config, model_hash=opened.hash).k_mean
@@ -119,7 +122,7 @@ def test_options_of_the_mean(folder, opened, file, tmp_path):
     assert 0 < kept.sum() < kept.size and (slow[kept] == every[kept]).all()
 
 
-def test_percentile(folder, opened, file, wanted, tmp_path):
+def test_calibrate_percentile_clips_amax(folder, opened, file, wanted, tmp_path):
     path = calibrate(folder, tmp_path / "p", "--percentile", "90")
     found = read_calibration(path, opened.config, model_hash=opened.hash)
     exact = np.quantile(np.abs(wanted.v), 0.9, axis=(2, 3))
@@ -127,7 +130,7 @@ def test_percentile(folder, opened, file, wanted, tmp_path):
     assert (found.v_amax <= exact * (17 / 16) * (1 + 2 * ROUNDING)).all()
 
 
-def test_best_is_used_and_shown(folder, file):
+def test_pipeline_quality_best_uses_the_calibration(folder, file):
     config = TurbomindEngineConfig(
         quant_policy=16, kv_quality="best", kv_calibration=file, session_len=512
     )
@@ -138,7 +141,7 @@ def test_best_is_used_and_shown(folder, file):
         assert answer.generate_token_len == 100
 
 
-def test_another_model_refuses_the_file(file, tmp_path, capsys):
+def test_api_server_calibration_of_another_model_is_rejected(file, tmp_path, capsys):
     other = str(save_model(make_model(TINY, seed=1), tmp_path))
     capsys.readouterr()
     with pytest.raises(SystemExit):
@@ -148,26 +151,26 @@ def test_another_model_refuses_the_file(file, tmp_path, capsys):
     assert "made for another model" in message and message.count("\n") == 1
 
 
-def test_quality_pays(opened, ids, file):
+def test_evaluate_better_quality_reduces_divergence(opened, ids, file):
     variants = cache_variants(
         ["none", "nvfp4", "int4"], ["raw", "balanced", "best"], calibration=str(file)
     )
     configures = {label: opened.configure(config) for label, config in variants.items()}
-    # Longer than what is hot, so that the format matters.
+    # Longer than the 16-bit window, so that the format matters.
     contexts = cut_contexts(ids, TOKENS, max_tokens=TOKENS)
     scores = evaluate(opened, contexts, variants=configures)
     kl = {label: score.report()["kl_mean"] for label, score in scores.items()}
     print(kl)
     assert kl["none"] == 0
     for name in ("nvfp4", "int4"):
-        # 15 to 23 times less when this was written.
+        # Measured: 15 to 23 times less.
         assert kl[name] > 8 * kl[f"{name}/balanced"] > 0
         assert kl[name] > 8 * kl[f"{name}/best"] > 0
         assert kl[f"{name}/best"] != kl[f"{name}/balanced"]
     assert kl["nvfp4/best"] < kl["nvfp4/balanced"]
 
 
-def test_tables_of_formats_reach_the_cache(opened, ids):
+def test_evaluate_formats_by_layer_change_divergence(opened, ids):
     contexts = cut_contexts(ids, CONTEXT, max_tokens=CONTEXT)
     tables = {"nvfp4": "nvfp4", "0": {"default": "none", 0: "nvfp4"}, "1": {0: "none", 1: "nvfp4"}}
     configures = {
@@ -180,7 +183,7 @@ def test_tables_of_formats_reach_the_cache(opened, ids):
     assert 0 < kl["0"] < kl["nvfp4"] and 0 < kl["1"] < kl["nvfp4"] and kl["0"] != kl["1"]
 
 
-def test_search(folder, tmp_path, capsys):
+def test_kv_search_writes_a_table_within_the_budget(folder, tmp_path, capsys):
     out = tmp_path / "table.yaml"
     size = ("--tokens", "256", "--context", "256", "--at-tokens", "4096")
     flags = ("--budget", "7.0", "--formats", "nvfp4;fp8", "--output", str(out))
@@ -194,7 +197,7 @@ def test_search(folder, tmp_path, capsys):
     assert any("KV cache" in line for line in dry_run_lines(folder, config))
 
 
-def test_eval_ppl_labels(folder, file, tmp_path):
+def test_eval_ppl_labels_every_format_and_quality(folder, file, tmp_path):
     import importlib.util
 
     root = Path(__file__).resolve().parents[3]

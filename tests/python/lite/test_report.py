@@ -1,4 +1,4 @@
-"""`lmdeploy lite kv-report` on a tiny model, and its parts by hand."""
+"""Tests of `lmdeploy lite kv-report`: the command on a tiny model, and its parts."""
 
 import importlib.util
 import json
@@ -24,7 +24,7 @@ LABELS = ["none", "nvfp4", "nvfp4/best"]
 
 
 class FixedEngine:
-    """Gives logits that predict a prompt's own next token, but for chosen positions."""
+    """Returns logits that predict the next token of a prompt, except at chosen positions."""
 
     def __init__(self, wrong: set[int]) -> None:
         self._wrong = wrong
@@ -41,7 +41,7 @@ def letters(text: str) -> list[int]:
     return [ord(letter) for letter in text]
 
 
-def test_scores_are_those_of_the_evaluation() -> None:
+def test_score_rows_equal_scores_of_the_evaluation() -> None:
     rng = np.random.default_rng(0)
     reference = (5 * rng.standard_normal((50, 300))).astype(np.float32)
     logits = (reference + 0.1 * rng.standard_normal((50, 300))).astype(np.float32)
@@ -55,7 +55,7 @@ def test_scores_are_those_of_the_evaluation() -> None:
     assert np.abs(shifted[:, 1]).max() < 1e-6
 
 
-def test_a_retrieval_prompt_plants_and_asks_for_every_pair() -> None:
+def test_make_prompt_inserts_and_asks_for_every_pair() -> None:
     prompt = make_prompt(letters, [46] * 4000, context=2000, pairs=20, seed=1)
     text = "".join(map(chr, prompt.ids))
     assert len(prompt.ids) <= 2000 and len(prompt.questions) == 20
@@ -71,7 +71,7 @@ def test_a_retrieval_prompt_plants_and_asks_for_every_pair() -> None:
     assert prompt != make_prompt(letters, [46] * 4000, context=2000, pairs=20, seed=2)
 
 
-def test_recall_counts_whole_values() -> None:
+def test_recall_summary_counts_whole_values() -> None:
     prompt = make_prompt(letters, [46] * 4000, context=2000, pairs=20, seed=1)
     every = recall_summary(ask(FixedEngine(set()), prompt))  # type: ignore[arg-type]
     assert every["recall"] == 1.0 and every["questions"] == 20
@@ -81,12 +81,12 @@ def test_recall_counts_whole_values() -> None:
     assert some["log_prob"] == pytest.approx(-5, abs=0.1)  # 20 nats for a quarter of them
 
 
-def test_pairs_that_do_not_fit_are_refused() -> None:
+def test_make_prompt_too_many_pairs_are_rejected() -> None:
     with pytest.raises(ValueError, match="fewer pairs"):
         make_prompt(letters, [46] * 4000, context=300, pairs=20, seed=1)
 
 
-def test_saturation_counts_bins_beyond_the_limit() -> None:
+def test_num_saturated_counts_bins_beyond_the_limit() -> None:
     histogram = np.zeros((1, 2, 640), np.int64)
 
     def place(x: float) -> int:
@@ -96,13 +96,13 @@ def test_saturation_counts_bins_beyond_the_limit() -> None:
         histogram[0, :, place(x)] += 1
     statistics = {"k_histogram": histogram, "v_histogram": np.zeros_like(histogram)}
     cell = KvVariant("fp8", lambda _: None)
-    assert costs.num_saturated(statistics, cell) == 4  # 450 shares its bin with 448
+    assert costs.num_saturated(statistics, cell) == 4  # 450 is in the same bin as 448
     factors = (np.array([[1.0, 4.0]], np.float32), np.ones((1, 2), np.float32))
     assert costs.num_saturated(statistics, replace(cell, factors=factors)) == 2
     assert costs.num_saturated(statistics, KvVariant("int4", lambda _: None)) is None
 
 
-def test_measurements_are_kept_and_other_facts_refused(tmp_path: Path) -> None:
+def test_measurements_are_kept_and_other_facts_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "measured.json"
     assert Measurements(path, {"model": "a"}).get("x", lambda: 3) == 3
     assert Measurements(path, {"model": "a"}).get("x", lambda: 1 / 0) == 3
@@ -113,13 +113,13 @@ def test_measurements_are_kept_and_other_facts_refused(tmp_path: Path) -> None:
         Measurements(path, {"model": "a"})
 
 
-def test_facts_are_there_before_the_first_value(tmp_path: Path) -> None:
-    Measurements(tmp_path / "measured.json", {"model": "a"})  # interrupted while it scores
+def test_measurements_store_facts_before_the_first_value(tmp_path: Path) -> None:
+    Measurements(tmp_path / "measured.json", {"model": "a"})  # interrupted before the first value
     with pytest.raises(ValueError, match="another model"):
         Measurements(tmp_path / "measured.json", {"model": "b"})
 
 
-def test_a_calibration_may_come_later(tmp_path: Path) -> None:
+def test_measurements_accept_a_later_calibration(tmp_path: Path) -> None:
     path = tmp_path / "measured.json"
     Measurements(path, {"model": "a"}).put({"x": 3})
     assert Measurements(path, {"model": "a", "calibration": "c"}).has("x")
@@ -128,14 +128,14 @@ def test_a_calibration_may_come_later(tmp_path: Path) -> None:
         Measurements(path, {"model": "a", "calibration": "d"})
 
 
-def test_a_text_that_is_too_short_for_the_longest_context() -> None:
+def test_check_length_text_shorter_than_the_longest_context_is_rejected() -> None:
     check_length("x", 2048, longest=2048, max_tokens=9999)
     for tokens, max_tokens in ((2047, 9999), (9999, 2047)):
         with pytest.raises(ValueError, match=r"text x: got 2047 tokens.*--contexts"):
             check_length("x", tokens, longest=2048, max_tokens=max_tokens)
 
 
-def test_numbers_of_a_flag() -> None:
+def test_numbers_parses_the_values_of_a_flag() -> None:
     assert numbers("2048, 8192,2048", "--contexts") == (2048, 8192)
     for text in ("", "a", "1,-2", "1.5"):
         with pytest.raises(ValueError, match="--contexts"):
@@ -143,19 +143,19 @@ def test_numbers_of_a_flag() -> None:
 
 
 def uncalibrated(arguments: list[str], *flags: str) -> list[str]:
-    """The command with further flags and without a calibration."""
+    """Return the command with further flags and without a calibration."""
     at = arguments.index("--calibration-text")
     rest = [*arguments[:at], *arguments[at + 2 :]]
     return [*rest[:-2], *flags, *rest[-2:]]
 
 
 def changed(arguments: list[str], flag: str, value: str) -> list[str]:
-    """The command with another value of a flag."""
+    """Return the command with another value of a flag."""
     at = arguments.index(flag) + 1
     return [*arguments[:at], value, *arguments[at + 1 :]]
 
 
-def test_a_report_on_nothing_but_none(
+def test_kv_report_of_none_alone_is_written(
     arguments: list[str], recwarn: pytest.WarningsRecorder
 ) -> None:
     flags = ["--formats", "none", "--qualities", "raw", "--name", "none"]
@@ -163,7 +163,7 @@ def test_a_report_on_nothing_but_none(
     assert (Path(arguments[-1]) / "none.png").exists() and not recwarn.list
 
 
-def test_without_matplotlib_there_is_a_page_without_a_picture(
+def test_kv_report_without_matplotlib_writes_a_page_without_plot(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     find_spec = importlib.util.find_spec
@@ -178,7 +178,7 @@ def test_without_matplotlib_there_is_a_page_without_a_picture(
     assert ".png" not in (folder / "plain.md").read_text(encoding="utf-8")
 
 
-def test_best_is_measured_where_there_is_a_calibration(
+def test_kv_report_default_qualities_include_best_with_a_calibration(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[tuple[str, ...]] = []
@@ -214,7 +214,7 @@ def test_best_is_measured_where_there_is_a_calibration(
         ({"texts": (Path("a/x.txt"), Path("b/x.txt"))}, "same name"),
     ],
 )
-def test_wrong_options(changes: dict[str, Any], message: str) -> None:
+def test_report_options_invalid_values_are_rejected(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ReportOptions("m", **({"texts": (Path("x.txt"),), "qualities": ("raw",)} | changes))
 
@@ -232,7 +232,9 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["lite", "kv-report", str(model), "--text", *texts, *flags, "--output", str(folder)]
 
 
-def test_the_whole_command(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_report_writes_page_data_and_plot(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert main(arguments) == 0
     folder = Path(arguments[-1])
     page = (folder / "kv-report.md").read_text(encoding="utf-8")
@@ -249,14 +251,14 @@ def test_the_whole_command(arguments: list[str], monkeypatch: pytest.MonkeyPatch
     bits = [facts["cells"][label]["bits_per_value"]["8192"] for label in LABELS]
     assert bits[0] == 16 and bits[1] == 4.5 and 4.5 < bits[2] < 4.8
 
-    # Once more: nothing is measured again, the page is the same.
+    # The second run measures nothing and writes the same page.
     monkeypatch.setattr(costs, "decode_speeds", lambda *a, **k: pytest.fail("measured again"))
     monkeypatch.setattr(data, "PromptEngine", lambda *a, **k: pytest.fail("measured again"))
     assert main(arguments) == 0
     assert (folder / "kv-report.md").read_text(encoding="utf-8") == page
 
 
-def test_a_context_that_the_model_was_not_trained_for(
+def test_kv_report_context_beyond_training_positions_is_rejected(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -265,13 +267,13 @@ def test_a_context_that_the_model_was_not_trained_for(
     assert wanted in capsys.readouterr().err
 
 
-def test_default_contexts_are_those_that_the_model_was_trained_for() -> None:
+def test_choose_contexts_default_stays_within_training_positions() -> None:
     lengths = {1024: (1024,), 2048: (2048,), 8191: (2048,), 8192: (2048, 8192)}
     for longest, contexts in lengths.items():
         assert run.choose_contexts((), longest=longest) == contexts
 
 
-def test_a_calibration_text_that_is_missing(
+def test_kv_report_missing_calibration_text_is_rejected(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):

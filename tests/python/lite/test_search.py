@@ -1,4 +1,4 @@
-"""`lmdeploy lite kv-search`: the choice is optimal, the table is what the engine takes."""
+"""Tests of `lmdeploy lite kv-search`: the choice is optimal, and the engine accepts the table."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ layer_choices = st.lists(
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(layer_choices, min_size=1, max_size=4), st.integers(0, 20))
-def test_the_best_table_is_the_best(choices, room):
+def test_best_table_equals_exhaustive_search(choices, room):
     table = best_table(choices, room)
     fitting = [way for way in itertools.product(*choices) if sum(c[1] for c in way) <= room]
     best = min(sum(c[2] for c in way) for way in fitting)
@@ -44,14 +44,14 @@ def test_the_best_table_is_the_best(choices, room):
 
 
 @given(st.lists(st.sampled_from(PAIRS), min_size=1, max_size=40))
-def test_tables_survive_yaml(pairs):
+def test_as_yaml_round_trips_tables(pairs):
     text = _as_yaml(pairs, "why")
     table = yaml.safe_load(text)
     assert table == _as_dict(pairs) and text.startswith("# ")
     assert parse_cache_format(table).by_layer([0] * len(pairs)) == pairs
 
 
-def test_variants_of_an_evaluation():
+def test_cache_variants_combine_formats_and_qualities():
     variants = cache_variants(["none", "int8", "k=fp8,v=nvfp4"], ["raw", "balanced"])
     assert list(variants) == [
         "none",
@@ -67,7 +67,7 @@ def test_variants_of_an_evaluation():
     assert variants["nvfp4/best"].kv_rotation is False
 
 
-def test_variants_that_are_refused():
+def test_cache_variants_invalid_values_are_rejected():
     with pytest.raises(ValueError, match="--kv-calibration"):
         cache_variants(["nvfp4"], ["best"])
     with pytest.raises(ValueError, match="kv_quality: got 'good'"):
@@ -79,7 +79,7 @@ def test_variants_that_are_refused():
 LAYERS = 4
 BYTES = {"none": 1600, "nvfp4": 450, "fp8": 800, "int8": 850, "k=fp8,v=nvfp4": 625}
 BYTES["k=none,v=nvfp4"] = 1025
-# Layer 2 suffers most; the last entry is what a whole table adds to the sum of its layers.
+# Layer 2 is the most sensitive.
 WEIGHTS = (1.0, 2.0, 9.0, 0.5)
 KL = {"none": 0.0, "nvfp4": 0.1, "fp8": 0.02, "int8": 0.001, "k=fp8,v=nvfp4": 0.05}
 KL["k=none,v=nvfp4"] = 0.04
@@ -91,7 +91,7 @@ def rows(config):
 
 @pytest.fixture
 def fakes(monkeypatch):
-    """Sizes and KL that add up exactly, but for what `surprise` adds to mixed tables."""
+    """Replace sizes and KL by additive ones; `surprise` adds KL to mixed tables."""
     state = SimpleNamespace(surprise=0.0)
 
     class Sizes(kv_search.Sizes):
@@ -126,7 +126,7 @@ def run(fakes, budget, **options):
     return search(fakes.model, [[1, 2]], options=SearchOptions(budget_bits=budget, **options))
 
 
-def test_the_sensitive_layer_gets_the_bits(fakes):
+def test_search_gives_the_sensitive_layer_more_bits(fakes):
     result = run(fakes, 6.0)
     assert result.bits <= 6.0
     assert [str(pair) for pair in result.table][2] in ("fp8", "int8")
@@ -138,32 +138,32 @@ def test_the_sensitive_layer_gets_the_bits(fakes):
     )
 
 
-def test_more_bits_are_never_worse(fakes):
+def test_search_larger_budget_is_never_worse(fakes):
     found = [run(fakes, budget).kl_mean for budget in (4.5, 5, 5.5, 6, 7, 8, 9, 12, 16)]
     assert found == sorted(found, reverse=True) and found[-1] == 0
     assert run(fakes, 16).table == (NONE,) * LAYERS
 
 
-def test_what_was_measured_has_the_last_word(fakes):
+def test_search_prefers_measured_to_predicted_divergence(fakes):
     fakes.surprise = 100.0
     result = run(fakes, 8.1)
     assert set(result.table) == {FormatPair("fp8", "fp8")}
     assert result.kl_mean == pytest.approx(sum(WEIGHTS) * KL["fp8"])
 
 
-def test_a_budget_that_cannot_be_met(fakes):
+def test_search_budget_that_is_too_small_is_rejected(fakes):
     with pytest.raises(ValueError, match=r"budget: got 4 bits, wanted at least 4.500.*--budget"):
         run(fakes, 4.0)
 
 
-def test_candidates(fakes):
+def test_search_candidates_are_deduplicated_and_checked(fakes):
     with pytest.raises(ValueError, match="--formats"):
         run(fakes, 8, formats=("none",))
     result = run(fakes, 8, formats=("fp4", "nvfp4", "none"))
     assert list(result.layer_kl) == [FormatPair("nvfp4", "nvfp4")]
 
 
-def test_prompts_that_lie_in_16_bit_are_refused(fakes):
+def test_check_context_within_the_16_bit_window_is_rejected(fakes):
     balanced = SearchOptions(budget_bits=8, formats=("fp8",), cache={"kv_quality": "balanced"})
     check_context(fakes.model, 193, options=balanced)
     with pytest.raises(ValueError, match=r"context: got 192, wanted more than 192.*--context"):
@@ -172,7 +172,7 @@ def test_prompts_that_lie_in_16_bit_are_refused(fakes):
     check_context(fakes.model, 2, options=raw)
 
 
-def test_files_that_cannot_be_used(tmp_path, capsys):
+def test_kv_search_unusable_files_are_rejected(tmp_path, capsys):
     text = tmp_path / "text"
     text.write_bytes(b"caf\xe9")
     arguments = ["lite", "kv-search", "smollm2", "--text", str(text), "--budget", "8"]
@@ -183,17 +183,17 @@ def test_files_that_cannot_be_used(tmp_path, capsys):
         assert info.value.code == 2 and message in error and error.count("\n") == 1
 
 
-def test_an_unknown_candidate_names_its_flag():
+def test_search_options_unknown_format_names_the_flag():
     with pytest.raises(ValueError, match=r"formats: got 'fp3', .*; change --formats$"):
         SearchOptions(budget_bits=8, formats=("fp3",))
 
 
-def test_the_table_says_what_it_is_for(fakes):
+def test_search_yaml_comment_describes_the_settings(fakes):
     text = run(fakes, 6.0, cache={"kv_quality": "balanced"}).yaml
     assert "at 8192 tokens" in text and "--kv-quality balanced" in text.splitlines()[0]
 
 
-def test_report(fakes):
+def test_report_lines_list_every_layer(fakes):
     lines = report_lines(run(fakes, 6.0))
     assert sum(line.lstrip()[:1].isdigit() for line in lines) == LAYERS
     assert "proposed:" in lines[-1]
