@@ -1,4 +1,4 @@
-"""The benchmarks: rows and files of the suite, the load of the server benchmark, GPU programs."""
+"""Tests of the benchmarks: rows and files of the suite, the server benchmark, GPU programs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def open_file(path: Path | None, commit: str = "a") -> ResultsFile:
     return ResultsFile(path, make_row=lambda fields: TargetRow(**fields), commit=commit)
 
 
-def test_row_ratio_is_the_median_of_the_paired_ratios():
+def test_row_of_ratio_is_median_of_paired_ratios():
     row = row_of(DECODE, runs([10, 20, 90], [10, 10, 30]), model="m")
     assert (row.ratio, row.ratio_low, row.ratio_high) == (2.0, 1.0, 3.0)
     assert row.met is True and row.note == "runs: only 3"
@@ -42,12 +42,12 @@ def test_row_ratio_is_the_median_of_the_paired_ratios():
 
 
 @pytest.mark.parametrize(("ours", "peer"), [([1.0], [1.0, 2.0]), ([0.0], [1.0]), ([1.0], [1e999])])
-def test_row_rejects_runs_without_a_ratio(ours, peer):
+def test_row_of_runs_without_a_ratio_are_rejected(ours, peer):
     with pytest.raises(ValueError, match="not pairs of positive figures"):
         row_of(DECODE, runs(ours, peer), model="m")
 
 
-def test_alternate_changes_the_first_side_every_turn(monkeypatch):
+def test_alternate_swaps_the_first_side_every_turn(monkeypatch):
     monkeypatch.setattr(targets, "REST_SECONDS", 0.0)
     order: list[str] = []
 
@@ -84,19 +84,19 @@ def test_results_file_resumes_and_keeps_complete_rows(tmp_path, capsys):
 @pytest.mark.parametrize(
     "text", ["{", "[]", '{"about": {}, "searches": {}, "rows": [{"name": 1}]}']
 )
-def test_results_file_rejects_another_format(text, tmp_path):
+def test_results_file_other_format_is_rejected(text, tmp_path):
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(ValueError, match="does not hold results"):
         open_file(tmp_path / "x.json")
 
 
-def test_committed_results_have_rows_of_the_suite():
+def test_committed_results_contain_rows_of_the_suite():
     for path in (ROOT / "benchmarks/results").glob("targets_*.json"):
         rows = json.loads(path.read_text())["rows"]
         assert rows and all(TargetRow(**row).name in BY_NAME for row in rows)
 
 
-def test_commit_names_uncommitted_changes_of_sources(tmp_path):
+def test_commit_here_marks_uncommitted_changes_of_sources(tmp_path):
     def git(*words: str) -> None:
         subprocess.run(["git", "-C", str(tmp_path), *words], check=True, capture_output=True)
 
@@ -120,7 +120,7 @@ def test_bench_engine_rejects_unknown_targets(capsys):
     ]
 
 
-def test_baseline_buffers_are_read_from_the_log(monkeypatch):
+def test_buffers_in_reads_baseline_buffers_from_the_log(monkeypatch):
     monkeypatch.setitem(sys.modules, "llama_cpp", type(sys)("llama_cpp"))
     from baselines.llama_cpp import SETTINGS, buffers_in, setting_named
 
@@ -148,7 +148,7 @@ def piece(text: str) -> dict[str, Any]:
     return {"choices": [{"index": 0, "text": text}]}
 
 
-def test_summary_counts_pieces_and_gaps():
+def test_summarize_counts_pieces_and_gaps():
     lines = stream(piece("a"), piece(""), piece("b"), piece("c"), USAGE, "[DONE]")
     answer = bench_server.read_answer(-1.0, lines, lengths=(3, 4))
     assert answer.pieces == [0.0, 2.0, 3.0]
@@ -172,7 +172,7 @@ def test_read_answer_rejects_incomplete_answers(events, words):
         bench_server.read_answer(0.0, stream(*events), lengths=(3, 4))
 
 
-def test_clients_stream_in_parallel_from_a_server():
+def test_server_bench_clients_stream_in_parallel():
     active, max_value, prompts = 0, 0, set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -200,7 +200,7 @@ def test_clients_stream_in_parallel_from_a_server():
     assert all(len(answer.pieces) == 2 for answer in answers)
 
 
-# GPU programs. Small cells run on the CPU in ctest (cuda/bench_device, cuda/bench_generation).
+# GPU programs. ctest runs small cells on the CPU (cuda/bench_device, cuda/bench_generation).
 
 DEVICE_BENCH = f"""#!{sys.executable}
 import json, sys
@@ -212,7 +212,7 @@ for line in sys.stdin:
 """
 
 
-def test_gpu_program_is_started_again_after_a_crash(tmp_path, capsys):
+def test_bench_gpu_restarts_the_program_after_a_crash(tmp_path, capsys):
     program, path = tmp_path / "device_bench", tmp_path / "gpu.json"
     program.write_text(DEVICE_BENCH)
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
@@ -223,12 +223,12 @@ def test_gpu_program_is_started_again_after_a_crash(tmp_path, capsys):
     assert [row["cell"] for row in rows] == cells
     assert capsys.readouterr().out.count("FAILED: op=flatten") == len(bench_gpu.FEW_MODES)
     assert bench_gpu.main(command) == 1
-    assert len(json.loads(path.read_text())["rows"]) == len(cells)  # replaced, not repeated
+    assert len(json.loads(path.read_text())["rows"]) == len(cells)  # rows are replaced
     path.write_text(path.read_text().replace("Synthetic", "Other"))
     assert bench_gpu.main(command) == 2
 
 
-def test_gpu_program_that_finds_no_gpu_has_its_own_status(tmp_path):
+def test_bench_gpu_without_a_gpu_returns_its_own_status(tmp_path):
     program = tmp_path / "device_bench"
     program.write_text("#!/bin/sh\nexit 2\n")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)

@@ -1,4 +1,4 @@
-"""check_cuda.py reads the output of ptxas and fails for spills and large stack frames."""
+"""Tests of check_cuda.py: it reads the output of ptxas, rejects spills and large frames."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_parse_ptxas_reads_registers_frames_and_spills():
         ("", 1, "does not compile"),
     ],
 )
-def test_check_fails_for_bad_kernels(
+def test_check_cuda_fails_for_bad_kernels(
     text: str, status: int, words: str, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     (tmp_path / "out").write_text(text)
@@ -51,7 +51,7 @@ def test_check_fails_for_bad_kernels(
     assert words in capsys.readouterr().out
 
 
-def test_all_files_are_compiled_for_all_architectures():
+def test_chosen_units_cover_all_files_and_architectures():
     built = {(unit.file, unit.arch) for unit in check_cuda.chosen_units(True) if unit.file}
     files = set(check_cuda.BACKEND.rglob("*.cu"))
     assert files and built == {(file, arch) for file in files for arch in check_cuda.ALL_ARCHS}

@@ -1,5 +1,4 @@
-"""What CUDA is compiled for (cmake/cuda_archs.cmake), by the GPUs of a machine and its nvcc, for
-which scripts stand in."""
+"""Tests of cmake/cuda_archs.cmake, with scripts in place of nvidia-smi and nvcc."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ foreach(arch ${{archs}})
   message(STATUS "${{arch}} ${{option}}")
 endforeach()
 """
-# What `nvcc --list-gpu-arch` prints.
+# The output of `nvcc --list-gpu-arch`.
 KNOWN = {
     "12.4": "50 75 80 86 87 89 90",
     "12.8": "75 80 86 87 89 90 100 101 120",
@@ -34,7 +33,7 @@ KNOWN = {
 
 @pytest.fixture
 def options(tmp_path):
-    """nvcc's options by architecture, as CMake finds them."""
+    """Return a function that gives nvcc's options by architecture, as CMake computes them."""
     if shutil.which("cmake") is None:
         pytest.skip("no cmake")
 
@@ -63,13 +62,13 @@ def options(tmp_path):
     return run
 
 
-def test_auto_is_the_gpus_here(options):
+def test_cuda_archs_auto_selects_the_present_gpus(options):
     assert options("9.0 9.0") == {"90a": "SHELL:-gencode arch=compute_90a,code=sm_90a"}
     assert list(options("8.6 12.0")) == ["86", "120a"]
     assert list(options("10.0", "12.8")) == ["100a"]
 
 
-def test_a_gpu_newer_than_nvcc_gets_ptx(options):
+def test_cuda_archs_gpu_newer_than_nvcc_gets_ptx(options):
     ptx = {"90-virtual": "SHELL:-gencode arch=compute_90,code=compute_90"}
     assert options("12.0", "12.4") == options("13.5") == ptx
 
@@ -83,10 +82,10 @@ def test_a_gpu_newer_than_nvcc_gets_ptx(options):
         ("13.0", "80 86 89 90a 100f 110f 120f 90-virtual"),
     ],
 )
-def test_all_is_what_nvcc_knows(options, version, archs):
+def test_cuda_archs_all_selects_what_nvcc_supports(options, version, archs):
     assert list(options("9.0", version, "ALL")) == archs.split()
-    assert list(options("", version)) == archs.split()  # no GPU seen
+    assert list(options("", version)) == archs.split()  # no GPU is present
 
 
-def test_a_list_is_taken_as_it_is(options):
+def test_cuda_archs_list_is_used_unchanged(options):
     assert list(options("9.0", wanted="89;100f")) == ["89", "100f"]

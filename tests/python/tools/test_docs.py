@@ -18,7 +18,7 @@ from lmdeploy.serve.routes import ROUTERS
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks/NOTES.md"])
 NAMES = ("flags.md", "fields.md", "limits.md")
-# SmolLM2-135M, of which the README gives the gain over a 16-bit cache.
+# SmolLM2-135M. The README states its gain over a 16-bit cache.
 LAYERS, KV_HEADS, HEAD_DIM = 30, 3, 64
 
 
@@ -64,7 +64,7 @@ def test_performance_tables_equal_results() -> None:
     assert load("docs/make_charts.py").with_tables(page) == page
 
 
-def test_kv_format_table_equals_specification() -> None:
+def test_kv_format_table_equals_reference() -> None:
     rows = {quoted(row[0])[0]: row for row in table(read("docs/kv_cache.md"), "Formats")}
     assert set(rows) == set(MODES)
     for name, row in rows.items():
@@ -129,7 +129,7 @@ def links() -> Iterator[tuple[Path, str, str]]:
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors that GitHub makes from a page's headings."""
     heads = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.M)
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 

@@ -1,4 +1,4 @@
-"""scripts/eval_gpt_oss.py: the whole path with a stand-in harness, and with lm-eval."""
+"""Tests of scripts/eval_gpt_oss.py with a stand-in harness and with lm-eval."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TABLE = ROOT / "benchmarks/results/eval_tiny_smollm2.json"
 
 
 def grade(settings: dict[str, Any], question: dict[str, Any], text: str) -> bool:
-    """What lm-eval does with a task file of ours: one regex, then an exact match."""
+    """Grade an answer as lm-eval does with our task files: one regex, then an exact match."""
     (steps,) = settings["filter_list"]
     pattern = steps["filter"][0]
     found = re.findall(pattern["regex_pattern"], text)
@@ -40,7 +40,7 @@ def grade(settings: dict[str, Any], question: dict[str, Any], text: str) -> bool
 
 
 class StandIn:
-    """Asks one question after the other; `before` is called with each job."""
+    """A harness that asks one question after the other and calls `before` with each job."""
 
     version = "stand-in 1"
 
@@ -80,11 +80,11 @@ def evaluate_tiny(output: Path, stand_in: Any, *options: str) -> int:
     ("correct", "total", "low", "high"),
     [(8, 10, 0.4901625, 0.9433178), (0, 10, 0.0, 0.2775328), (10, 10, 0.7224672, 1.0)],
 )
-def test_wilson_interval(correct: int, total: int, low: float, high: float) -> None:
+def test_wilson_equals_known_intervals(correct: int, total: int, low: float, high: float) -> None:
     assert results.wilson(correct, total) == pytest.approx((low, high), abs=1e-6)
 
 
-def test_table_counts_lost_and_gained_answers() -> None:
+def test_summary_of_counts_lost_and_gained_answers() -> None:
     def run(correct: list[bool]) -> results.RunResult:
         timing = server.Timing(1.0, 4)
         return results.RunResult(correct, timing, timing, 1, 3 << 20, 1.0)
@@ -105,7 +105,7 @@ def test_table_counts_lost_and_gained_answers() -> None:
     assert "Failed: `8`: the server has ended\n" in text and "Traceback" not in text
 
 
-def test_unknown_or_unsafe_task_file_is_rejected(tmp_path: Path) -> None:
+def test_read_task_unknown_or_unsafe_file_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "t.yaml"
     with pytest.raises(tasks.TaskError, match=r"mmlu.*aime25.*tiny"):
         tasks.read_task("mmlu", None)
@@ -120,7 +120,7 @@ def test_unknown_or_unsafe_task_file_is_rejected(tmp_path: Path) -> None:
             tasks.read_task(str(path), None)
 
 
-def test_published_table() -> None:
+def test_published_table_equals_its_data() -> None:
     summary = json.loads(TABLE.read_text(encoding="utf-8"))
     assert TABLE.with_suffix(".md").read_text(encoding="utf-8") == results.markdown(summary)
     assert list(summary["policies"]) == ["0", "8", "4", "16", "nvfp4"]
@@ -129,7 +129,9 @@ def test_published_table() -> None:
 
 
 @pytest.mark.parametrize("name", ["aime25", "gpqa_diamond", "gsm8k", "needle", "tiny"])
-def test_missing_data_names_source_place_and_fields(name: str, tmp_path: Path) -> None:
+def test_read_task_missing_data_error_names_source_place_and_fields(
+    name: str, tmp_path: Path
+) -> None:
     assert name in tasks.known_tasks()
     settings = yaml.safe_load((tasks.FOLDER / f"{name}.yaml").read_text())
     copy = tmp_path / f"{name}.yaml"
@@ -150,7 +152,9 @@ def test_missing_data_names_source_place_and_fields(name: str, tmp_path: Path) -
         ("[" * 100_000, [":2", "not a JSON object"]),
     ],
 )
-def test_bad_data(line: str, words: list[str], tmp_path: Path) -> None:
+def test_read_task_malformed_data_names_line_and_field(
+    line: str, words: list[str], tmp_path: Path
+) -> None:
     good = '{"question": "Q", "answer": "#### 3"}'
     (tmp_path / "gsm8k.jsonl").write_text(f"{good}\n{line}\n")
     with pytest.raises(tasks.TaskError) as caught:
@@ -171,13 +175,15 @@ def test_bad_data(line: str, words: list[str], tmp_path: Path) -> None:
         ("tiny", {"answer": "blue"}, "White? No, Blue.", "red"),
     ],
 )
-def test_answers_are_found(task: str, question: dict[str, Any], right: str, wrong: str) -> None:
+def test_task_filters_extract_the_answer(
+    task: str, question: dict[str, Any], right: str, wrong: str
+) -> None:
     settings = yaml.safe_load((tasks.FOLDER / f"{task}.yaml").read_text())
     assert grade(settings, question, right)
     assert not grade(settings, question, wrong)
 
 
-def test_rendered_task(tmp_path: Path) -> None:
+def test_rendered_task_contains_generation_settings(tmp_path: Path) -> None:
     task = tasks.read_task("tiny", None)
     settings = yaml.safe_load(task.rendered({"max_gen_toks": 7, "top_p": 0.5}))
     assert settings["task"] == "kv_tiny"
@@ -190,7 +196,7 @@ def test_rendered_task(tmp_path: Path) -> None:
     assert tasks.read_task(str(changed), None).digest != task.digest
 
 
-def test_policies() -> None:
+def test_make_policies_combine_formats_and_qualities() -> None:
     made = policies.make_policies(
         ["0", "none", "8", "16", "k=fp8,v=nvfp4"],
         [None, "raw"],
@@ -205,7 +211,9 @@ def test_policies() -> None:
 
 
 @pytest.mark.parametrize("name", ["5", "fp3", "k=fp8", "missing.yaml"])
-def test_unknown_policy(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_gpt_oss_unknown_policy_is_a_one_line_error(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert evaluate_tiny(tmp_path / "eval", StandIn(), "--policies", name) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert name in line
@@ -220,7 +228,7 @@ def test_unknown_policy(name: str, tmp_path: Path, capsys: pytest.CaptureFixture
         ("--max-batch-size=0", "max_batch_size"),
     ],
 )
-def test_wrong_server_flag(
+def test_eval_gpt_oss_wrong_server_flag_is_a_one_line_error(
     flag: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["smollm2", "--output", str(tmp_path / "eval"), "--", flag]
@@ -229,10 +237,12 @@ def test_wrong_server_flag(
     assert words in line
 
 
-def test_interrupted_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_gpt_oss_interrupted_run_is_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     output, prompts = tmp_path / "eval", tmp_path / "prompts.jsonl"
     texts = [text[:1500] for text in divergence.read_prompts(tasks.FOLDER / "prompts.jsonl")[:2]]
-    texts[0] = texts[0][:700]  # the longest is not the first
+    texts[0] = texts[0][:700]  # so that the longest is not the first
     prompts.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     options = ["--policies", "0", "nvfp4", "--limit", "3", "--max-new-tokens", "8"]
     options += ["--prompts", str(prompts)]
@@ -270,7 +280,7 @@ def check_summary(summary: dict[str, Any], texts: list[str]) -> None:
         assert row["per_token_seconds"] > 0 and row["first_token_seconds"] > 0
         assert 100 << 20 < row["peak_memory_bytes"] < 2 << 30
     assert none["divergence"]["kl_mean"] == 0 and none["divergence"]["top1"] == 1
-    # The same as the library's own evaluation of the same prompts.
+    # The library's own evaluation of the same prompts must agree.
     model = open_model("smollm2", threads=1)
     policy = policies.Policy("nvfp4", None, tuple(SERVER[1:]))
     contexts = [model.loaded.tokenizer.encode(text) for text in texts]
@@ -281,7 +291,7 @@ def check_summary(summary: dict[str, Any], texts: list[str]) -> None:
     assert nvfp4["divergence"]["tokens"] == score["tokens"]
 
 
-def test_a_crash_ends_its_policy_alone(
+def test_eval_gpt_oss_server_crash_fails_only_its_policy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     processes: list[Any] = []
@@ -302,7 +312,7 @@ def test_a_crash_ends_its_policy_alone(
     assert evaluate_tiny(output, StandIn(crash), *options, "--skip-divergence") == 1
     error = capsys.readouterr().err
     assert "policy 8 failed: the server has ended with signal 9" in error
-    assert "Serving evaluated at" in error  # of the server's log
+    assert "Serving evaluated at" in error  # from the server's log
     table = json.loads(output.with_suffix(".json").read_text())["policies"]
     assert "signal 9" in table["8"]["failure"] and table["8"]["tasks"] == {}
     assert table["4"]["failure"] is None and table["4"]["tasks"]["tiny"]["total"] == 1
@@ -312,7 +322,7 @@ def test_a_crash_ends_its_policy_alone(
     assert len(again.jobs) == 1
 
 
-def test_a_server_that_does_not_start(tmp_path: Path) -> None:
+def test_serving_server_that_does_not_start_raises_server_failure(tmp_path: Path) -> None:
     log = tmp_path / "log"
     for model, timeout, words in (
         ("no-such-model", 60, r"status 2[\s\S]*no-such-model"),
@@ -325,7 +335,7 @@ def test_a_server_that_does_not_start(tmp_path: Path) -> None:
             pass
 
 
-def test_the_whole_path_with_lm_eval(tmp_path: Path) -> None:
+def test_eval_gpt_oss_lm_eval_agrees_with_the_stand_in(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval", reason="lm-eval is not installed (the extra eval)")
     output = tmp_path / "eval"
     options = ["--policies", "4", "--limit", "6", "--skip-divergence"]
@@ -336,7 +346,7 @@ def test_the_whole_path_with_lm_eval(tmp_path: Path) -> None:
     by_stand_in = json.loads((tmp_path / "stand-in.json").read_text())["policies"]["4"]
     ours, theirs = by_stand_in["tasks"]["tiny"], by_harness["tasks"]["tiny"]
     assert ours["total"] == theirs["total"] == 6
-    # Batches may turn a near tie; a different prompt or grading would turn most answers.
+    # Batching may change a near tie. Another prompt or grading would change most answers.
     assert abs(ours["correct"] - theirs["correct"]) <= 1 and theirs["correct"] > 0
 
 
@@ -357,7 +367,7 @@ def job(tmp_path: Path) -> Iterator[harness.Job]:
         ([(0, 1), (1, 0), (2, None)], "is None, not 0 or 1"),
     ],
 )
-def test_scores_that_are_not_whole(
+def test_read_scores_incomplete_scores_are_rejected(
     job: harness.Job, samples: list[tuple[int, Any]] | None, words: str, tmp_path: Path
 ) -> None:
     if samples is not None:
@@ -367,7 +377,7 @@ def test_scores_that_are_not_whole(
         harness.read_scores(tmp_path, job)
 
 
-def test_needles(tmp_path: Path) -> None:
+def test_make_data_needle_inserts_answers_at_even_depths(tmp_path: Path) -> None:
     text, output = tmp_path / "text.txt", tmp_path / "needle.jsonl"
     text.write_text("All work and no play. " * 300)
     command = ["needle", str(text), str(output), "--characters", "1000", "4000", "--count", "4"]
@@ -380,11 +390,13 @@ def test_needles(tmp_path: Path) -> None:
         assert line["context"].count(line["answer"]) == 1
     depths = [line["context"].index(line["answer"]) / len(line["context"]) for line in lines[4:]]
     assert depths == pytest.approx([0.125, 0.375, 0.625, 0.875], abs=0.03)
-    assert make_data.main(command) == 2  # the file is there already
+    assert make_data.main(command) == 2  # the file already exists
     assert make_data.main(["needle", str(text), str(tmp_path / "n"), "--characters", "9999"]) == 2
 
 
-def test_gpqa(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_make_data_gpqa_shuffles_choices(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source, output = tmp_path / "in.csv", tmp_path / "gpqa_diamond.jsonl"
     head = "Record ID," + ",".join(make_data.GPQA_COLUMNS)
     rows = [f'{i},"Why, {i}?",right {i},wrong a,wrong b,wrong c' for i in range(40)]

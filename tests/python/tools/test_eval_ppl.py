@@ -1,4 +1,4 @@
-"""scripts/eval_ppl.py against a simulation with transformers, torch and the NumPy codecs."""
+"""Tests of scripts/eval_ppl.py against a simulation with transformers, torch and NumPy codecs."""
 
 import importlib.util
 import json
@@ -16,18 +16,19 @@ ROOT = Path(__file__).resolve().parents[3]
 TEXT = Path(__file__).parents[1] / "data" / "austen.txt"
 ALL_MODES = ["none", "int8", "fp8", "fp8_e5m2", "nvfp4", "int4", "mxfp4"]
 
-# The first two layers: nearly all codes are equal, so the figures are. KL differed by 1.1e-3 in
-# int8, whose codes lie closest, and by 5e-5 in the others; a cache of another dtype moves mxfp4's
-# by 1.2e-2.
+# In the first two layers, nearly all codes are equal, so the results agree. Measured: KL differs by
+# 1.1e-3 in int8, whose codes are the closest, and by 5e-5 in the others. A cache of another dtype
+# changes the KL of mxfp4 by 1.2e-2.
 SHALLOW_LAYERS = 2
 SHALLOW_CONTEXT = 256
 SHALLOW_REL = 5e-3
 
-# All layers. Given the same input, each layer agrees to 5e-7 but for single codes on a rounding
-# border; 30 layers spread those. The simulation against itself with its embeddings changed by 1e-6
-# differs as much as against the engine: over 4 stretches of 512 tokens by (root mean square, scaled
-# to 383 positions) 5 % in KL, 1.6 % in perplexity and 0.013 in top-1 in these modes. The bands are
-# about four times that. int4 is the noisiest (7 %): the first two layers judge it.
+# All layers. For equal input, each layer agrees to 5e-7 except for single codes on a rounding
+# border, and 30 layers amplify those. As a baseline, the simulation was compared with itself after
+# its embeddings were changed by 1e-6. It differs as much as from the engine: 5 % in KL, 1.6 % in
+# perplexity and 0.013 in top-1 in these modes. These are root mean squares over 4 contexts of 512
+# tokens, scaled to 383 positions. The bands are about four times that. int4 has the most noise (7
+# %), so only the test of two layers checks it.
 CONTEXT = 384
 MODES = ["none", "int8", "nvfp4", "mxfp4"]
 KL_BAND = 0.2
@@ -52,7 +53,7 @@ Figures = dict[str, dict[str, float]]
 def engine_figures(
     eval_ppl: ModuleType, model: str, *, modes: list[str], context: int, out: Path
 ) -> Figures:
-    """What the script writes for the first context of the text."""
+    """Return the results that the script writes for the first context of the text."""
     size = ["--context", str(context), "--max-tokens", str(context)]
     arguments = [model, str(TEXT), "--modes", ",".join(modes), *size, "--json", str(out)]
     assert eval_ppl.main(arguments) == 0
@@ -73,7 +74,7 @@ def ids(shallow_file: Path) -> list[int]:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """torch's threads spin against each other on a busy machine."""
+    """Limit torch to one thread, because its threads spin against each other on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -94,10 +95,10 @@ def figures(eval_ppl: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> F
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_two_layers_agree(
+def test_eval_ppl_two_layers_equal_simulation(
     eval_ppl: ModuleType, shallow_file: Path, ids: list[int], tmp_path: Path
 ) -> None:
-    """Every mode; and the band is narrow enough to see a cache of another dtype."""
+    """The tolerance is also narrow enough to detect a cache of another dtype."""
     got = engine_figures(
         eval_ppl,
         str(shallow_file),
@@ -119,7 +120,9 @@ def test_two_layers_agree(
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_whole_model_agrees_within_noise(figures: Figures, ids: list[int]) -> None:
+def test_eval_ppl_whole_model_equals_simulation_within_noise(
+    figures: Figures, ids: list[int]
+) -> None:
     wanted = smollm2.figures(smollm2.load_model(), [ids], modes=MODES)
     for mode in MODES:
         print(mode, figures[mode], wanted[mode])
@@ -130,19 +133,21 @@ def test_whole_model_agrees_within_noise(figures: Figures, ids: list[int]) -> No
         assert figures[mode]["top1"] == pytest.approx(wanted[mode]["top1"], abs=TOP1_BAND), mode
 
 
-def test_none_is_its_own_reference_and_int8_is_as_good(figures: Figures) -> None:
+def test_eval_ppl_none_diverges_by_zero_and_int8_by_little(
+    figures: Figures,
+) -> None:
     row = figures["none"]
     assert abs(figures["int8"]["ppl"] - row["ppl"]) <= INT8_PPL_DELTA
     assert (row["kl_mean"], row["kl_p99"], row["top1"]) == (0.0, 0.0, 1.0)
 
 
-def test_formats_are_in_order(figures: Figures) -> None:
+def test_eval_ppl_divergence_grows_from_int8_to_mxfp4(figures: Figures) -> None:
     order = ["none", "int8", "nvfp4", "mxfp4"]
     divergence = [figures[mode]["kl_mean"] for mode in order]
     assert divergence == sorted(divergence) and divergence[1] > 0
 
 
-def test_score_by_hand(eval_ppl: ModuleType) -> None:
+def test_score_report_equals_hand_computed_values(eval_ppl: ModuleType) -> None:
     score = eval_ppl.Score()
     reference = np.log(np.array([[0.5, 0.25, 0.25], [0.2, 0.2, 0.6]], np.float32))
     logits = np.log(np.array([[0.25, 0.5, 0.25], [0.2, 0.2, 0.6]], np.float32)) + 7
@@ -154,7 +159,7 @@ def test_score_by_hand(eval_ppl: ModuleType) -> None:
     assert (row["top1"], row["tokens"]) == (0.5, 2)
 
 
-def test_documented_figures() -> None:
+def test_documented_accuracy_equals_results() -> None:
     facts = json.loads((ROOT / "benchmarks/results/accuracy_smollm2_austen_2048.json").read_text())
     text = (ROOT / "docs/accuracy.md").read_text(encoding="utf-8")
     assert list(facts["modes"]) == ALL_MODES
@@ -174,7 +179,7 @@ def test_documented_figures() -> None:
         ["no-such-model.gguf", str(TEXT)],
     ],
 )
-def test_wrong_input_is_one_line(
+def test_eval_ppl_invalid_input_is_a_one_line_error(
     eval_ppl: ModuleType, arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert eval_ppl.main(arguments) == 2

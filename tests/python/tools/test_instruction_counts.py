@@ -1,4 +1,4 @@
-"""Instruction counts of a decode step per KV format, compared with the record.
+"""Tests of the instruction counts of a decode step per KV format against the record.
 
 `python scripts/dev/count_instructions.py BUILD --update` records an intended change.
 """
@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[3]
 
 
-def test_decode_step_takes_the_recorded_instructions():
+def test_count_steps_equals_the_record():
     folder = Path(os.environ.get("TM_BUILD_FOLDER", ROOT / "build" / "release"))
     if platform.machine() != "x86_64":
         pytest.skip("the counts are of x86-64 code")

@@ -1,4 +1,4 @@
-"""Mutations of the CUDA kernels: each one applies to its file. The tests run in check.sh."""
+"""Tests that every mutation of the CUDA kernels applies. check.sh runs the mutations."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ def test_mutation_applies_to_one_place_of_its_file(mutation):
         (-6, "", True),
     ],
 )
-def test_verdict_needs_a_failed_check_or_a_crash(status, output, caught):
+def test_verdict_of_needs_a_failed_check_or_a_crash(status, output, caught):
     assert mutation_test.verdict_of(status, output)[0] == caught

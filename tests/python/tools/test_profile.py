@@ -1,4 +1,4 @@
-"""Profiles of the engine: calls and bytes per op, and the table of the benchmark."""
+"""Tests of engine profiles: calls and bytes per op, and the table of the benchmark."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from lmdeploy import _turbomind as tm
 
 LAYERS = 2
 PROMPT = 40
-NEW_TOKENS = 9  # the first one comes from the prompt's step
-KV_TOKEN_BYTES = {"none": 2 * 128, "nvfp4": 2 * (32 + 4), "int8": 2 * (64 + 4)}  # a layer, one head
+NEW_TOKENS = 9  # the prefill step gives the first token
+KV_TOKEN_BYTES = {"none": 2 * 128, "nvfp4": 2 * (32 + 4), "int8": 2 * (64 + 4)}  # per layer
 WINDOW = 24  # of the second layer
 
 
@@ -78,10 +78,10 @@ def test_profile_counts_the_calls_of_every_layer():
     assert 0 < spent <= wall * 1e9
 
 
-def test_profile_linear_bytes_are_the_packed_weights():
+def test_profile_linear_bytes_equal_packed_weights():
     phases, _ = run_profile("none")
     matrices = [shape for name, shape in shapes().items() if len(shape) == 2]
-    # The table once more: it is the head.
+    # The embedding table counts too, because it is also the head.
     per_step = sum(packed_bytes(*shape) for shape in matrices)
     for phase in phases.values():
         linears = [r for r in phase.records if r.kind == "linear"]
@@ -90,7 +90,7 @@ def test_profile_linear_bytes_are_the_packed_weights():
 
 
 @pytest.mark.parametrize("mode", sorted(KV_TOKEN_BYTES))
-def test_profile_attention_bytes_are_the_visible_positions(mode):
+def test_profile_attention_bytes_equal_visible_positions(mode):
     phases, _ = run_profile(mode)
     token = KV_TOKEN_BYTES[mode]
     contexts = [PROMPT + i for i in range(1, NEW_TOKENS)]

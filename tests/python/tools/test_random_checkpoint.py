@@ -1,4 +1,4 @@
-"""benchmarks/make_random_checkpoint.py: names, shapes, formats and statistics at tiny sizes."""
+"""Tests of benchmarks/make_random_checkpoint.py: names, shapes, formats and statistics."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TINY: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": COMMON,
     "qwen3-8b": COMMON,
     "mixtral-8x7b": {**COMMON, **EXPERTS},
-    # Without head_dim: transformers has none for this family.
+    # Without head_dim, because transformers does not have it for this family.
     "qwen1.5-moe-a2.7b": {
         **{key: value for key, value in COMMON.items() if key != "head_dim"},
         **EXPERTS,
@@ -49,9 +49,9 @@ TINY: dict[str, dict[str, Any]] = {
     },
 }
 PLAIN = [name for name in TINY if name != "gpt-oss-20b"]
-# GGUF's architectures have experts in every layer.
+# In GGUF, these architectures have experts in every layer.
 IN_GGUF = {"mlp_only_layers": [], "decoder_sparse_step": 1}
-STD_TOLERANCE = 0.03  # of at least 2^18 random values, whose own deviation is below 0.2 %
+STD_TOLERANCE = 0.03  # for at least 2^18 random values, whose own deviation is below 0.2 %
 
 
 def tiny_config(name: str, path: Path, **changes: Any) -> str:
@@ -81,7 +81,7 @@ def stored(folder: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_transformers_finds_every_tensor(name: str, tmp_path: Path) -> None:
+def test_random_checkpoint_contains_every_tensor_of_transformers(name: str, tmp_path: Path) -> None:
     import torch
     import transformers
 
@@ -94,7 +94,7 @@ def test_transformers_finds_every_tensor(name: str, tmp_path: Path) -> None:
     assert np.isfinite(logits).all() and 0.5 < logits.std() < 8
 
 
-def test_transformers_finds_every_tensor_of_gpt_oss(tmp_path: Path) -> None:
+def test_random_checkpoint_gpt_oss_contains_every_tensor_of_transformers(tmp_path: Path) -> None:
     import torch
     import transformers
 
@@ -114,7 +114,7 @@ def test_transformers_finds_every_tensor_of_gpt_oss(tmp_path: Path) -> None:
     assert not tensors
 
 
-def test_gpt_oss_folder_as_published(tmp_path: Path) -> None:
+def test_random_checkpoint_gpt_oss_folder_has_published_layout(tmp_path: Path) -> None:
     folder = make("gpt-oss-20b", tmp_path / "model", "--shard-bytes", "100000")
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     shards = sorted(path.name for path in folder.glob("*.safetensors"))
@@ -122,11 +122,13 @@ def test_gpt_oss_folder_as_published(tmp_path: Path) -> None:
     assert set(index["weight_map"]) == set(stored(folder))
     config = json.loads((folder / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "mxfp4"
-    assert config["eos_token_id"] == 640 - 21 + 4  # <|return|>, the fifth of the 21 at the end
+    assert config["eos_token_id"] == 640 - 21 + 4  # <|return|>, the fifth of the last 21 tokens
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_gguf_holds_what_its_architecture_has(name: str, tmp_path: Path) -> None:
+def test_random_checkpoint_gguf_contains_tensors_of_its_architecture(
+    name: str, tmp_path: Path
+) -> None:
     import gguf
 
     reader = gguf.GGUFReader(make(name, tmp_path / "m.gguf", "--format", "gguf"))
@@ -150,7 +152,7 @@ def test_gguf_holds_what_its_architecture_has(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_llama_cpp_generates(name: str, tmp_path: Path) -> None:
+def test_random_checkpoint_generates_in_llama_cpp(name: str, tmp_path: Path) -> None:
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     path = make(name, tmp_path / "m.gguf", "--format", "gguf")
     model = llama_cpp.Llama(str(path), n_ctx=128, n_threads=1, verbose=False)
@@ -166,7 +168,7 @@ def test_llama_cpp_generates(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "llama-3.2-1b", "qwen3-8b"])
-def test_the_engine_loads_both_forms(name: str, tmp_path: Path) -> None:
+def test_random_checkpoint_loads_in_our_engine(name: str, tmp_path: Path) -> None:
     from lmdeploy import GenerationConfig, TurbomindEngineConfig, pipeline
 
     folder = make(name, tmp_path / "model")
@@ -178,7 +180,7 @@ def test_the_engine_loads_both_forms(name: str, tmp_path: Path) -> None:
             assert answer.generate_token_len == 4
 
 
-def test_standard_deviations() -> None:
+def test_random_tensor_has_the_given_standard_deviation() -> None:
     import gguf
 
     encodings = checkpoint_tensors.Encoding
@@ -207,7 +209,7 @@ def test_standard_deviations() -> None:
     assert split.std() == pytest.approx(std, rel=STD_TOLERANCE)
 
 
-def test_a_shorter_model_is_a_beginning(tmp_path: Path) -> None:
+def test_random_checkpoint_fewer_layers_equal_the_first_layers(tmp_path: Path) -> None:
     whole = stored(make("gpt-oss-20b", tmp_path / "whole"))
     short = stored(make("gpt-oss-20b", tmp_path / "short", "--layers", "2"))
     other = stored(make("gpt-oss-20b", tmp_path / "other", "--seed", "1", "--layers", "1"))
@@ -221,7 +223,7 @@ def test_a_shorter_model_is_a_beginning(tmp_path: Path) -> None:
     ]
 
 
-def test_sizes_of_the_published_models() -> None:
+def test_random_checkpoint_sizes_equal_published_models() -> None:
     def total(name: str) -> int:
         shape = maker.make_model(name, layers=None, seed=0).shape
         return sum(tensor.num_bytes for tensor in maker.hf_tensors(shape))
@@ -232,7 +234,7 @@ def test_sizes_of_the_published_models() -> None:
     assert total("llama-3-8b") == 16_060_522_496
 
 
-def test_dense_layers_among_experts_have_no_gguf(
+def test_random_checkpoint_gguf_with_dense_layers_is_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tiny_config("qwen1.5-moe-a2.7b", tmp_path / "config.json")
@@ -240,7 +242,9 @@ def test_dense_layers_among_experts_have_no_gguf(
     assert "2 of 3 layers have experts" in capsys.readouterr().err
 
 
-def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_random_checkpoint_existing_file_is_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make("gpt-oss-20b", tmp_path / "m.gguf", "--format", "gguf")
     config = tiny_config("gpt-oss-20b", tmp_path / "config.json")
     assert maker.main([config, str(tmp_path / "m.gguf"), "--format", "gguf"]) == 2
