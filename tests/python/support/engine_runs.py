@@ -1,4 +1,4 @@
-"""Runs of the C++ engine from tests: logits of every position, and greedy tokens."""
+"""Run the C++ engine in tests: logits of every position, and greedy tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TIMEOUT_MS = 2000
 
 
 class EngineRun:
-    """An engine over one loaded model, closed at the end of a `with` block."""
+    """An engine for one loaded model. Use it as a context manager, which closes it."""
 
     def __init__(
         self,
@@ -48,13 +48,13 @@ class EngineRun:
         self._engine.close()
 
     def logits(self, ids: list[int]) -> np.ndarray:
-        """[len(ids), vocab]: the logits after every token of the prompt."""
+        """Return the logits after every token of the prompt, [len(ids), vocab]."""
         outputs = self._run(ids, 1, "all")
         pieces = [output.logits for output in outputs if output.logits is not None]
         return np.concatenate(pieces)[: len(ids)]
 
     def greedy(self, ids: list[int], num_tokens: int) -> list[int]:
-        """The next tokens, each the most likely one."""
+        """Return the next tokens, sampled greedily."""
         return [token for output in self._run(ids, num_tokens, "none") for token in output.tokens]
 
     def _run(self, ids: list[int], num_tokens: int, logits_output: str) -> list[Any]:

@@ -1,4 +1,4 @@
-"""A stand-in for the C++ engine and the tokenizer: bytes are tokens, answers are scripted."""
+"""Fakes of the C++ engine and the tokenizer: tokens are bytes, and answers are scripted."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class FakeTokenizer:
         return FakeTextStream(skip_special, self)
 
     def token_bytes(self, token: int) -> bytes:
-        if token >= self.vocab_size:  # as the real one's
+        if token >= self.vocab_size:  # as in the real tokenizer
             raise ValueError(f"token id {token}: wanted 0..{self.vocab_size - 1}")
         return bytes([token]) if token < 256 else b"<eos>"
 
@@ -88,7 +88,7 @@ HARMONY = ("return", "constrain", "channel", "start", "end", "message", "call")
 
 
 class HarmonyTokenizer(FakeTokenizer):
-    """Bytes, EOS and the special tokens of GPT-OSS's chat format."""
+    """A tokenizer with bytes, EOS and the special tokens of GPT-OSS's chat format as tokens."""
 
     names = tuple(f"<|{name}|>" for name in HARMONY)
     vocab_size = 257 + len(HARMONY)
@@ -281,7 +281,7 @@ class FakeCore:
 
 
 def echo(prompt: str) -> str:
-    """The default script: the last line that the user wrote, in capitals."""
+    """Return the last line of the prompt in capitals; the default script."""
     return "You said: " + prompt.split("<user>")[-1].split("\n")[0].upper()
 
 
@@ -293,7 +293,11 @@ def make_engine(
     harmony_template: str | None = None,
     tokenizer: FakeTokenizer | None = None,
 ) -> AsyncEngine:
-    """`harmony_template`: the model is GPT-OSS's kind, with that template ("" for none)."""
+    """Return an engine whose answer to a prompt is `script(prompt)`.
+
+    harmony_template: the chat template of a model like GPT-OSS; "" means no template. None gives a
+    plain model.
+    """
     source = TEMPLATE if harmony_template is None else harmony_template
     tokenizer = tokenizer or (FakeTokenizer() if harmony_template is None else HarmonyTokenizer())
     chat_format = choose_format(

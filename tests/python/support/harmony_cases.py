@@ -1,4 +1,4 @@
-"""Conversations, answers and tokenizers for the tests of the Harmony format."""
+"""Conversations, answers and tokenizers for tests of the Harmony format."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lmdeploy.chat.template import PromptTemplate
 VOCABULARY = "o200k_base.tiktoken"
 VARIABLE = "TIKTOKEN_ENCODINGS_BASE"
 OWN_TEMPLATE = (Path(__file__).parents[1] / "data/harmony.jinja").read_text(encoding="utf-8")
-# The template of a GPT-OSS checkpoint, for those who have one.
+# The template of a GPT-OSS checkpoint, if the variable names one.
 REAL_TEMPLATE = os.environ.get("GPT_OSS_CHAT_TEMPLATE")
 TEMPLATES = {
     "own": OWN_TEMPLATE,
@@ -51,7 +51,7 @@ def prompt_template(source: str) -> PromptTemplate:
 
 
 class Vocabulary:
-    """o200k with Harmony's special tokens, as openai-harmony has it, with our names."""
+    """openai-harmony's o200k vocabulary with the interface of our tokenizers."""
 
     def __init__(self, encoding: Any) -> None:
         self.encoding = encoding
@@ -71,7 +71,7 @@ class Vocabulary:
 
 
 def load_vocabulary(monkeypatch: pytest.MonkeyPatch) -> Vocabulary:
-    """Skips where the library or its file is not there."""
+    """Return the vocabulary. Skip the test if the library or its file is missing."""
     harmony = pytest.importorskip("openai_harmony")
     for folder in (os.environ.get(VARIABLE), f"{sys.prefix}/share/lmdeploy"):
         if folder and (Path(folder) / VOCABULARY).is_file():
@@ -81,13 +81,11 @@ def load_vocabulary(monkeypatch: pytest.MonkeyPatch) -> Vocabulary:
     pytest.skip(f"{VOCABULARY} is missing: scripts/setup.sh test brings it")
 
 
-# --- conversations --------------------------------------------------------------------------------
-
 TEXTS = st.text(
     st.characters(exclude_categories=("Cs",)) | st.sampled_from(["ä", "你", "👧", '"', "\\"]),
     max_size=12,
 )
-# Texts that spell special tokens must stay texts.
+# Texts that spell special tokens must remain text.
 SPELLED = TEXTS | st.tuples(TEXTS, st.sampled_from(HarmonyTokenizer.names), TEXTS).map("".join)
 NAMES = st.from_regex(r"[a-zA-Z0-9_-]{1,12}", fullmatch=True)
 ARGUMENTS = st.dictionaries(TEXTS, st.integers() | TEXTS, max_size=2).map(json.dumps) | SPELLED
@@ -95,7 +93,7 @@ ARGUMENTS = st.dictionaries(TEXTS, st.integers() | TEXTS, max_size=2).map(json.d
 
 @dataclass
 class Step:
-    """A call with what is said before it, and its result."""
+    """A call with the text before it, and its result."""
 
     thinking: str
     preamble: str
@@ -106,7 +104,7 @@ class Step:
 
 @dataclass
 class Round:
-    """A question, calls, and an answer unless the conversation stops at a result."""
+    """A question, calls, and an answer unless the conversation ends with a result."""
 
     question: str
     steps: list[Step]
@@ -120,17 +118,17 @@ ROUNDS = st.builds(Round, SPELLED, st.lists(STEPS, max_size=3), SPELLED, SPELLED
 
 @dataclass
 class Conversation:
-    """Rounds; with `is_open` the last one waits for the model after its last result."""
+    """Rounds of a conversation. If `is_open`, the last round ends with a result."""
 
     system: str
     rounds: list[Round]
     is_open: bool
-    joins_calls: bool  # all calls of a round in one message, as OpenAI's API allows
+    joins_calls: bool  # put all calls of a round into one message, as OpenAI's API allows
     messages: list[dict[str, Any]] = field(default_factory=list)
     answers: list[tuple[str, str, list[tuple[str, str]]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Fills messages, and what an answer parser finds in the prompt, one entry per turn."""
+        """Fill the messages, and for each turn the answer that a parser must find."""
         if self.system:
             self.messages.append({"role": "system", "content": self.system})
         for number, item in enumerate(self.rounds):
@@ -183,13 +181,13 @@ CONVERSATIONS = st.builds(
 
 
 def plain(parts: Delta) -> tuple[str, str, list[tuple[str, str]]]:
-    """Without the ids of calls."""
+    """Return content, reasoning and calls without the ids of the calls."""
     calls = [(call.function.name, call.function.arguments) for call in parts.tool_calls]
     return parts.content, parts.reasoning, calls
 
 
 def assistant_turns(tokenizer: Any, ids: Sequence[int]) -> Iterator[list[int]]:
-    """What the model had generated in a prompt: runs of assistant messages without their start."""
+    """Yield the tokens that the model generated in a prompt, without the header of each turn."""
     start = tokenizer.token_id("<|start|>")
     author = tokenizer.encode("assistant")
     messages: list[list[int]] = []
@@ -198,7 +196,7 @@ def assistant_turns(tokenizer: Any, ids: Sequence[int]) -> Iterator[list[int]]:
             messages.append([])
         messages[-1].append(token)
     run: list[int] = []
-    for message in messages[:-1]:  # the last one is the beginning of the answer
+    for message in messages[:-1]:  # the last one is the header of the next answer
         if message[1 : 1 + len(author)] == author:
             run += message
         elif run:

@@ -1,4 +1,4 @@
-"""The C++ engine with the weights of the NumPy decoder."""
+"""Run the C++ engine with the weights of the NumPy decoder."""
 
 import numpy as np
 from reference.decoder import Shape
@@ -9,11 +9,11 @@ from lmdeploy import _turbomind
 VOCAB = 97
 SESSION_LEN = 1024
 TIMEOUT_MS = 60_000
-# FP32 engine against a double-precision decoder: rounding noise of 2 layers, relative to the
+# An FP32 engine against a double-precision decoder: rounding noise of 2 layers, relative to the
 # spread of the logits (measured: 2e-5).
 EXACT_MAX = 1e-4
-# Where that noise moves a value over a rounding border of the cache, one code differs by a step:
-# the mean is bounded instead (measured: 6e-5). One format passed for another differs by 1e-2.
+# Where that noise moves a cached value over a rounding border, its code differs by one step. So the
+# mean is limited instead (measured: 6e-5). Another format differs by 1e-2.
 STORED_MEAN = 2e-4
 
 
@@ -33,7 +33,7 @@ def make_shape(**changes: object) -> Shape:
 def engine_logits(
     shape: Shape, weights: dict[str, np.ndarray], ids: np.ndarray, *, mode: str, dtype: str
 ) -> np.ndarray:
-    """[tokens, vocab] of a prompt, from the C++ engine in its exact form."""
+    """Return the logits [tokens, vocab] of a prompt from the C++ engine in exact mode."""
     options = _turbomind.EngineConfig()
     options.kv_format = mode
     engine = make_engine(shape, weights, dtype=dtype, options=options)
@@ -50,7 +50,7 @@ def make_engine(
     dtype: str,
     options: "_turbomind.EngineConfig",
 ) -> "_turbomind.Engine":
-    """The C++ engine in its exact form; `options` say what the cache stores."""
+    """Return a C++ engine in exact mode; `options` choose the KV cache format."""
     config = _turbomind.ModelConfig()
     config.num_layers, config.hidden_size = shape.layers, shape.hidden
     config.intermediate_size, config.num_heads = shape.intermediate, shape.heads

@@ -1,4 +1,4 @@
-"""A server in a thread, with whatever engine, and requests to it."""
+"""Run a server with any engine in a thread, and send requests to it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ANSWER = "You said: HELLO"
 def serving(
     engine: AsyncEngine, *, grace_seconds: int | None = None, **options: Any
 ) -> Iterator[str]:
-    """The URL of a server of the model `m`."""
+    """Start a server of the model `m` and yield its URL."""
     app = make_app(engine, ServerOptions(model_name="m", **options))
     sock = bind("127.0.0.1", 0)
     config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=grace_seconds)
@@ -44,6 +44,6 @@ def serving(
 
 
 def post(url: str, path: str, body: Any, **options: Any) -> httpx.Response:
-    """POST of JSON, or of bytes as they are."""
+    """POST JSON, or bytes unchanged."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     return httpx.post(url + path, content=data, timeout=60, **options)

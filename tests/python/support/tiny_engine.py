@@ -1,4 +1,4 @@
-"""The C++ engine with a tiny random model."""
+"""A C++ engine with a tiny random model."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def make_request(request_id: int, prompt: list[int], max_new_tokens: int = 8) ->
 
 
 def collect(engine: Any) -> list[Any]:
-    """Outputs of one request, up to its last."""
+    """Return all outputs of one request."""
     outputs: list[Any] = []
     while not outputs or outputs[-1].finish_reason == "none":
         pieces = engine.wait_outputs(10_000)

@@ -1,4 +1,4 @@
-"""GGUF files of tiny models, laid out as llama.cpp's converter does it."""
+"""Write GGUF files of tiny models in the layout of llama.cpp's converter."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LAYER_NAMES = {
 
 
 def gguf_name(name: str) -> str:
-    """The GGUF name of a Hugging Face parameter."""
+    """Return the GGUF name of a Hugging Face parameter."""
     if name in _NAMES:
         return _NAMES[name]
     layer, rest = name.removeprefix("model.layers.").split(".", 1)
@@ -45,7 +45,10 @@ def gguf_name(name: str) -> str:
 
 
 def interleave(values: np.ndarray, num_heads: int) -> np.ndarray:
-    """Rows of each head from halves (i, i + d/2) to pairs, as the converter stores Llama's q, k."""
+    """Reorder the rows of each head from halves (i, i + d/2) to pairs.
+
+    llama.cpp's converter stores q and k of Llama in this order.
+    """
     halves = values.reshape(num_heads, 2, -1, *values.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
 
@@ -58,7 +61,7 @@ def write_gguf(
     extra: dict[str, Any] | None = None,
     freq_factors: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
-    """Writes the model; returns the values that a reader must get, by Hugging Face name."""
+    """Write the model and return the values that a reader must get, by Hugging Face name."""
     config = model.config
     writer, arch = start_gguf(model, path, extra=extra)
     if freq_factors is not None:
@@ -74,7 +77,7 @@ def write_gguf(
 
 
 def start_gguf(model: Any, path: Path, *, extra: dict[str, Any] | None = None) -> tuple[Any, str]:
-    """A writer with the metadata of the model and its tokenizer, and the architecture's name."""
+    """Return a writer with the metadata of model and tokenizer, and the architecture's name."""
     import gguf
 
     config = model.config
@@ -103,7 +106,7 @@ def start_gguf(model: Any, path: Path, *, extra: dict[str, Any] | None = None) -
 
 
 def finish_gguf(writer: Any) -> None:
-    """Writes everything that was added."""
+    """Write everything that was added."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -122,7 +125,7 @@ def _write(
     kind = gguf.GGMLQuantizationType[weight_format]
     raw = gguf.quants.quantize(np.ascontiguousarray(ordered), kind)
     writer.add_tensor(gguf_name(name), raw, raw_dtype=kind)
-    # Quantization works along rows, so it commutes with their order.
+    # Quantization works on each row alone, so it does not depend on the row order.
     plain = gguf.quants.quantize(np.ascontiguousarray(values), kind)
     return gguf.quants.dequantize(plain, kind).reshape(values.shape)
 

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every model family, made with transformers where a test runs."""
+"""Create tiny random checkpoints of every model family with transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VOCAB_SIZE = 304
 
 @dataclass(frozen=True)
 class TinyModel:
-    """One checkpoint: an architecture and what differs from the common tiny config."""
+    """One checkpoint: an architecture and its differences from the common tiny config."""
 
     name: str
     architecture: str  # Llama, Mistral, Qwen2, Qwen3
@@ -20,7 +20,7 @@ class TinyModel:
     rope: dict[str, Any] = field(default_factory=dict)
 
     def config_values(self) -> dict[str, Any]:
-        """The keyword arguments of the transformers config."""
+        """Return the keyword arguments of the transformers config."""
         return {
             "vocab_size": VOCAB_SIZE,
             "hidden_size": 64,
@@ -39,7 +39,7 @@ class TinyModel:
 
 
 def make_model(tiny: TinyModel, seed: int = 0) -> Any:
-    """The transformers model, FP32, with weights large enough that attention matters."""
+    """Return the transformers model in FP32, with weights large enough that attention matters."""
     import torch
     import transformers
 
@@ -60,7 +60,7 @@ def make_model(tiny: TinyModel, seed: int = 0) -> Any:
             elif name.endswith("sinks"):
                 tensor.copy_(2.0 * noise)
             else:
-                # The experts of GPT-OSS are [experts, inputs, outputs].
+                # The experts of GPT-OSS have the shape [experts, inputs, outputs].
                 turned = tiny.architecture == "GptOss" and tensor.ndim == 3
                 inputs = tensor.shape[-2 if turned else -1]
                 tensor.copy_(noise * (1.5 / inputs**0.5))
@@ -68,7 +68,7 @@ def make_model(tiny: TinyModel, seed: int = 0) -> Any:
 
 
 def save_model(model: Any, folder: Path, **options: Any) -> Path:
-    """Writes config, safetensors and a tokenizer; returns the folder."""
+    """Write config, safetensors and a tokenizer; return the folder."""
     model.save_pretrained(folder, safe_serialization=True, **options)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(
@@ -85,7 +85,7 @@ def save_model(model: Any, folder: Path, **options: Any) -> Path:
 
 
 def byte_tokenizer() -> Any:
-    """A byte-level BPE tokenizer of VOCAB_SIZE ids: 3 special ones, 256 bytes, some words."""
+    """Return a byte-level BPE tokenizer of VOCAB_SIZE ids: 3 special, 256 bytes, letter pairs."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     from lmdeploy.chat.tokenizer import byte_alphabet
@@ -110,7 +110,7 @@ _LLAMA3 = {
 }
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
-# Every family, RoPE kind, window rule, head size and group appears at least once.
+# Every family, RoPE kind, window rule, head size and group size appears at least once.
 TINY_MODELS = (
     TinyModel("llama", "Llama"),
     TinyModel(

@@ -1,4 +1,4 @@
-"""Tiny random models with experts: what transformers writes, MXFP4 folders, and GGUF files."""
+"""Create tiny random models with experts: folders of transformers, MXFP4 folders, GGUF files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ QWEN2_MOE = TinyModel("qwen2-moe", "Qwen2Moe", {**_EXPERTS, "shared_expert_inter
 QWEN3_MOE = TinyModel(
     "qwen3-moe", "Qwen3Moe", {**_EXPERTS, "norm_topk_prob": True, "moe_intermediate_size": 64}
 )
-# Every family; windows, dense layers, a router that is not normalized.
+# Every family, with windows, dense layers, and a router that is not normalized.
 TINY_MOE_MODELS = (
     GPT_OSS,
     TinyModel(
@@ -87,7 +87,7 @@ TINY_MOE_MODELS = (
 
 
 def quantize_mxfp4(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[.., n] → codes [.., n] of E2M1 and exponents [.., n / 32] of E8M0, nearest values."""
+    """Quantize [.., n] to the nearest E2M1 codes [.., n] with E8M0 exponents [.., n / 32]."""
     blocks = np.ascontiguousarray(values, np.float32).reshape(*values.shape[:-1], -1, BLOCK)
     top = np.abs(blocks).max(axis=-1)
     exponents = np.where(top > 0, np.floor(np.log2(np.maximum(top, 1e-30))) - 2, 0) + 127
@@ -97,19 +97,19 @@ def quantize_mxfp4(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def dequantize_mxfp4(codes: np.ndarray, exponents: np.ndarray) -> np.ndarray:
-    """The inverse: E2M1(code) * 2^(exponent - 127)."""
+    """Return E2M1(code) * 2^(exponent - 127), the inverse of quantize_mxfp4."""
     scales = np.exp2(exponents.astype(np.float32) - 127)
     return E2M1[codes] * np.repeat(scales, BLOCK, axis=-1)
 
 
 def split_blocks(codes: np.ndarray) -> np.ndarray:
-    """[.., n] → [.., n / 32, 16] as Hugging Face stores them: neighbors share a byte."""
+    """Pack codes [.., n] into [.., n / 32, 16] as Hugging Face does: neighbors share a byte."""
     pairs = codes.reshape(*codes.shape[:-1], -1, BLOCK // 2, 2)
     return pairs[..., 0] | pairs[..., 1] << 4
 
 
 def gguf_blocks(codes: np.ndarray, exponents: np.ndarray) -> np.ndarray:
-    """[.., n] → [.., n / 32 * 17]: an exponent, then 16 bytes of value j and 16 + j."""
+    """Pack [.., n] into [.., n / 32 * 17]: an exponent, then 16 bytes of values j and 16 + j."""
     halves = codes.reshape(*codes.shape[:-1], -1, 2, BLOCK // 2)
     packed = halves[..., 0, :] | halves[..., 1, :] << 4
     blocks = np.concatenate([exponents[..., None], packed], axis=-1)
@@ -117,7 +117,7 @@ def gguf_blocks(codes: np.ndarray, exponents: np.ndarray) -> np.ndarray:
 
 
 def round_experts(model: Any) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Rounds a GPT-OSS's experts to MXFP4 in place; name → (codes, exponents), outputs first."""
+    """Round GPT-OSS's experts to MXFP4 in place; return (codes, exponents) as [.., out, in]."""
     import torch
 
     quantized = {}
@@ -132,7 +132,7 @@ def round_experts(model: Any) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 def save_mxfp4(model: Any, folder: Path) -> Path:
-    """Writes a GPT-OSS as published, rounding its experts in place to what is stored."""
+    """Write a GPT-OSS model in its published layout; round its experts in place to MXFP4."""
     quantized = round_experts(model)
     save_model(model, folder)
     tensors = load_file(folder / "model.safetensors")
@@ -152,7 +152,7 @@ def save_mxfp4(model: Any, folder: Path) -> Path:
 
 
 def change_config(folder: Path, **values: Any) -> None:
-    """Sets keys of config.json."""
+    """Set keys of config.json."""
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
@@ -164,8 +164,10 @@ def write_moe_gguf(
     expert_format: str = "F32",
     extra: dict[str, Any] | None = None,
 ) -> dict[str, np.ndarray]:
-    """Writes the model as llama.cpp's converter does; returns the values of the experts it holds
-    by parameter name. `expert_format` is that of the experts, everything else is F32.
+    """Write the model as llama.cpp's converter does.
+
+    Return the stored values of the experts by parameter name. `expert_format` is the format of the
+    experts; all other tensors are F32.
     """
     config = model.config
     writer, arch = start_gguf(model, path, extra={**_metadata(config), **(extra or {})})
@@ -229,7 +231,7 @@ def _moe_name(name: str, arch: str) -> str:
 def _write_experts(
     writer: Any, name: str, values: np.ndarray, expert_format: str, *, interleaved: bool
 ) -> np.ndarray:
-    """One parameter of all experts, [experts, out, in] or a bias [experts, out]."""
+    """Write one parameter of all experts, [experts, out, in], or a bias [experts, out]."""
     base, kind = name.replace("model.layers", "blk").split(".mlp.experts.")
     suffix = "bias" if kind.endswith("_bias") else "weight"
     out = np.empty_like(values)

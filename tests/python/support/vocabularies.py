@@ -4,7 +4,7 @@ from typing import Any
 
 
 def sentence_piece_metadata(**changes: Any) -> dict[str, Any]:
-    """A SentencePiece vocabulary: bytes, letters and some words; later pieces score lower."""
+    """Return a SentencePiece vocabulary of bytes, letters and words; later pieces score lower."""
     pieces = ["▁", "a", "b", "c", "é", "ab", "▁a", "abc", "▁ab", "bc", "▁abc"]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     values = {
