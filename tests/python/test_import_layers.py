@@ -1,4 +1,4 @@
-"""The import graph of lmdeploy: no cycle, no import of a higher layer, small folders."""
+"""Tests of the import graph of lmdeploy: no cycle, no import of a higher layer, small folders."""
 
 import ast
 from collections import Counter
@@ -20,7 +20,7 @@ LAYERS = (
     ("lite",),
     ("serve",),
     ("api",),
-    ("__init__", "cli", "messages", "model"),  # the last two: names that LMDeploy's users type
+    ("__init__", "cli", "messages", "model"),  # the last two: import paths of LMDeploy's users
     ("__main__",),
 )
 MAX_MODULES = 12
@@ -90,7 +90,7 @@ def crowded(sources: dict[str, str]) -> dict[str, int]:
     return {f: n for f, n in sizes.items() if n > MAX_MODULES and f not in REGISTRIES}
 
 
-def test_the_package() -> None:
+def test_import_graph_of_the_package_has_no_fault() -> None:
     graph = imports(modules())
     assert cycle(graph) == []
     assert upward(graph) == []
@@ -106,8 +106,8 @@ def test_the_package() -> None:
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from lmdeploy.serve import app",
     ],
 )
-def test_planted_imports_are_found(text: str) -> None:
-    """serve.app imports base.checks, so that an import of it from there makes a cycle as well."""
+def test_import_graph_planted_import_is_found(text: str) -> None:
+    """serve.app imports base.checks, so the planted import also makes a cycle."""
     sources = modules()
     sources["base.checks"] += f"\n{text}\n"
     graph = imports(sources)
@@ -115,12 +115,12 @@ def test_planted_imports_are_found(text: str) -> None:
     assert {"base.checks", "serve.app"} <= set(cycle(graph))
 
 
-def test_packages_of_one_row_do_not_import_each_other() -> None:
+def test_upward_import_between_packages_of_one_row_is_found() -> None:
     graph = imports({**modules(), "chat.planted": "import lmdeploy.checkpoint.hub"})
     assert upward(graph) == ["chat.planted -> checkpoint.hub"]
 
 
-def test_a_crowded_folder_is_found() -> None:
+def test_crowded_folder_is_found() -> None:
     planted = {f"engine.planted{i}": "" for i in range(MAX_MODULES + 1)}
     assert crowded({**modules(), **planted}).keys() == {"engine"}
     assert crowded({**modules(), **{n.replace("engine", "models"): "" for n in planted}}) == {}

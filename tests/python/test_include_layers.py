@@ -1,4 +1,4 @@
-"""The layers of src/turbomind: a file includes only its own layer and those below it."""
+"""Tests of the layers of src/turbomind: a file includes only its own layer and those below it."""
 
 import re
 from graphlib import CycleError, TopologicalSorter
@@ -44,7 +44,7 @@ def check_layers(includes: list[Include]) -> None:
     TopologicalSorter(folders).prepare()  # raises CycleError
 
 
-def test_no_include_of_a_higher_layer_and_no_cycle_of_folders() -> None:
+def test_check_layers_of_the_sources_finds_no_fault() -> None:
     includes = read_includes(ROOT)
     assert {level(file) for file, _ in includes} == set(range(len(LAYERS)))
     check_layers(includes)
@@ -54,7 +54,7 @@ def test_no_include_of_a_higher_layer_and_no_cycle_of_folders() -> None:
     ("file", "included"),
     [("kv/layout.h", "ops/params.h"), ("backend/cpu/cpu_device.cc", "backend/cuda/cuda_device.h")],
 )
-def test_planted_include_is_found(file: str, included: str, tmp_path: Path) -> None:
+def test_check_layers_planted_include_is_found(file: str, included: str, tmp_path: Path) -> None:
     path = tmp_path / "turbomind" / file
     path.parent.mkdir(parents=True)
     path.write_text(f'#pragma once\n#include "turbomind/{included}"\n', encoding="utf-8")
@@ -62,7 +62,7 @@ def test_planted_include_is_found(file: str, included: str, tmp_path: Path) -> N
         check_layers(read_includes(tmp_path))
 
 
-def test_planted_cycle_of_folders_is_found() -> None:
+def test_check_layers_planted_cycle_of_folders_is_found() -> None:
     with pytest.raises(CycleError):
         check_layers(
             [

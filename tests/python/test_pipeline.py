@@ -1,4 +1,4 @@
-"""Offline use: all prompt forms, streams, conversations."""
+"""Tests of offline use: all forms of prompts, streams, conversations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def pipe():
         yield pipe
 
 
-def test_prompt_forms(pipe):
+def test_pipeline_all_forms_of_prompts_are_answered(pipe):
     assert pipe("hi").text == "You said: HI"
     answers = pipe(["a", "b", "c"])
     assert [(a.text, a.index) for a in answers] == [
@@ -40,7 +40,7 @@ def test_prompt_forms(pipe):
     assert len(pipe.batch_infer(["a"] * 300, use_tqdm=True)) == 300
 
 
-def test_gen_config_per_prompt(pipe):
+def test_pipeline_one_config_per_prompt_is_used(pipe):
     configs = [GenerationConfig(max_new_tokens=n) for n in (1, 2)]
     assert [a.text for a in pipe(["a", "b"], configs)] == ["Y", "Yo"]
     with pytest.raises(ValueError, match="got 2 for 3 prompts"):
@@ -48,7 +48,7 @@ def test_gen_config_per_prompt(pipe):
     assert len(pipe("a", GenerationConfig(n=3))) == 3
 
 
-def test_stream_equals_whole(pipe):
+def test_stream_infer_chunks_join_to_the_whole_response(pipe):
     config = GenerationConfig(stop_words=["said"], logprobs=1)
     whole = pipe(["a", "b"], config)
     texts = {0: "", 1: ""}
@@ -57,14 +57,14 @@ def test_stream_equals_whole(pipe):
     assert texts == {0: whole[0].text, 1: whole[1].text}
 
 
-def test_leaving_a_stream_cancels(pipe):
+def test_stream_infer_closed_stream_cancels_the_request(pipe):
     stream = pipe.stream_infer("a" * 300)
     next(stream)
     stream.close()
     assert pipe("b").text == "You said: B"
 
 
-def test_chat(pipe):
+def test_chat_keeps_the_history_of_the_session(pipe):
     session = pipe.chat("hello")
     assert session.response.text == "You said: HELLO"
     session = pipe.chat("again", session)
@@ -75,7 +75,7 @@ def test_chat(pipe):
 
 
 def end_with(pipe, monkeypatch, reason):
-    """Requests end at once, with `reason`."""
+    """Make requests end at once with `reason`."""
     cpp_engine = pipe.engine.loaded.cpp_engine
 
     def step(request_id, request, answer):
@@ -86,7 +86,7 @@ def end_with(pipe, monkeypatch, reason):
 
 
 @pytest.mark.parametrize("reason", ["error", "cancelled"])
-def test_a_failed_turn_is_no_history(pipe, monkeypatch, reason):
+def test_chat_failed_turn_is_not_added_to_the_history(pipe, monkeypatch, reason):
     session = pipe.chat("hello")
     with monkeypatch.context() as context:
         end_with(pipe, context, reason)
@@ -97,7 +97,7 @@ def test_a_failed_turn_is_no_history(pipe, monkeypatch, reason):
     assert session.history[1:] == [("cut", "You")]
 
 
-def test_the_answers_of_one_prompt_are_told_apart(pipe):
+def test_stream_infer_choices_of_one_prompt_have_their_index(pipe):
     config = GenerationConfig(n=2)
     texts = {}
     for piece in pipe.stream_infer(["a", "b"], config):
@@ -110,7 +110,7 @@ def test_the_answers_of_one_prompt_are_told_apart(pipe):
         pipe.chat("hello", gen_config=config)
 
 
-def test_get_ppl(pipe):
+def test_get_ppl_returns_one_value_per_prompt(pipe):
     assert pipe.get_ppl([[1, 2, 3], [4, 5]]) == [pytest.approx(0.5)] * 2
     assert len(pipe.get_ppl([1, 2, 3])) == 1
     with pytest.raises(ValueError, match="at least 2"):
@@ -122,7 +122,7 @@ def test_get_ppl(pipe):
     assert pipe.tokenizer.decode(ids) == "The capital" and len(pipe.get_ppl(ids)) == 1
 
 
-def test_get_ppl_checks_all_before_any_runs(pipe):
+def test_get_ppl_checks_all_prompts_before_running_any(pipe):
     for wrong in ([1] * 513, [1, 999], [1, -1]):
         with pytest.raises(ValueError, match=r"^input_ids\[1\]: got"):
             pipe.get_ppl([[1, 2], wrong])
@@ -140,7 +140,7 @@ def test_get_ppl_checks_all_before_any_runs(pipe):
     ],
     ids=["infer", "stream_infer", "get_ppl"],
 )
-def test_few_requests_are_in_flight(pipe, monkeypatch, call):
+def test_pipeline_requests_in_flight_are_limited(pipe, monkeypatch, call):
     monkeypatch.setattr(loop_thread, "_MAX_IN_FLIGHT", 3)
     cpp_engine, max_value = pipe.engine.loaded.cpp_engine, []
     submit = cpp_engine.submit
@@ -154,7 +154,7 @@ def test_few_requests_are_in_flight(pipe, monkeypatch, call):
     assert len(max_value) == 20 and max(max_value) <= 3
 
 
-def test_a_failed_likelihood_cancels_the_rest(pipe, monkeypatch):
+def test_get_ppl_failed_request_cancels_the_rest(pipe, monkeypatch):
     cpp_engine = pipe.engine.loaded.cpp_engine
     step = cpp_engine._step
 
@@ -177,7 +177,7 @@ def test_a_failed_likelihood_cancels_the_rest(pipe, monkeypatch):
     assert not pipe.engine._streams
 
 
-def test_a_grammar_is_compiled_once_per_call(pipe, monkeypatch):
+def test_pipeline_grammar_is_compiled_once_per_call(pipe, monkeypatch):
     compiled = []
     make = Grammar.__init__
     monkeypatch.setattr(Grammar, "__init__", lambda *args: compiled.append(1) or make(*args))
@@ -186,7 +186,7 @@ def test_a_grammar_is_compiled_once_per_call(pipe, monkeypatch):
     assert len(compiled) == 1
 
 
-def test_get_ppl_says_why_a_request_failed(pipe, monkeypatch):
+def test_get_ppl_failed_request_error_gives_the_reason(pipe, monkeypatch):
     end_with(pipe, monkeypatch, "error")
     with pytest.raises(EngineFailure, match=r"input_ids\[0\]: .*out of luck"):
         pipe.get_ppl([1, 2, 3])
@@ -207,13 +207,13 @@ def test_get_ppl_says_why_a_request_failed(pipe, monkeypatch):
         ([{"role": "user", "content": "x", "tool_calls": [1]}], "tool_calls: not supported"),
     ],
 )
-def test_bad_prompts(pipe, bad, text):
+def test_pipeline_invalid_prompt_is_named_in_the_error(pipe, bad, text):
     with pytest.raises(ValueError, match=text):
         pipe(bad)
     assert pipe("still here").text == "You said: STILL HERE"
 
 
-def test_closed_pipeline_refuses(pipe):
+def test_pipeline_closed_rejects_calls(pipe):
     pipe.close()
     with pytest.raises(ValueError, match="closed"):
         pipe("a")
@@ -259,7 +259,7 @@ def test_close_ends_calls_of_other_threads(call):
 
 
 @pytest.mark.parametrize(("answer", "begins_text"), [(None, True), ("", True), ("ab", False)])
-def test_a_continued_answer_goes_on_with_its_text(answer, begins_text):
+def test_pipeline_continued_answer_does_not_begin_a_text(answer, begins_text):
     engine = make_engine()
     tokenizer, seen = engine.loaded.tokenizer, []
     stream = tokenizer.stream
@@ -277,14 +277,14 @@ def test_a_continued_answer_goes_on_with_its_text(answer, begins_text):
     assert seen == [begins_text]
 
 
-def test_a_call_that_begins_during_close_is_refused(pipe):
+def test_pipeline_call_during_close_raises_engine_failure(pipe):
     pipe._loop.close()
     for call in (lambda: pipe("a"), lambda: list(pipe.stream_infer("a"))):
         with pytest.raises(EngineFailure, match="closed"):
             call()
 
 
-def test_an_interrupted_close_can_be_finished(monkeypatch):
+def test_close_interrupted_can_be_repeated(monkeypatch):
     pipe = Pipeline("fake", engine=make_engine())
     join, calls = pipe._loop._thread.join, []
 
@@ -342,7 +342,7 @@ print(sum(1 for _ in begun) > 0, os.getpid(), pipe("c").finish_reason)
     ],
     ids=["fake", "smollm2"],
 )
-def test_after_a_fork_the_child_is_refused(names):
+def test_pipeline_forked_child_rejects_calls(names):
     support = str(Path(__file__).parent / "support")
     done = subprocess.run(
         [sys.executable, "-c", FORK.format(**names)],
@@ -361,16 +361,16 @@ def test_after_a_fork_the_child_is_refused(names):
     assert all(line.startswith(expected) for line in refused)
 
 
-def test_the_package_exports_the_function():
+def test_package_exports_pipeline_function():
     import lmdeploy
-    import lmdeploy.pipeline  # the submodule of the same name must not replace it
+    import lmdeploy.pipeline  # importing the submodule must not replace the function
 
     assert callable(lmdeploy.pipeline)
     with pytest.raises(ValueError, match="no/such/model"):
         lmdeploy.pipeline("no/such/model/at/all")
 
 
-def test_a_script_that_never_closes_ends_well():
+def test_pipeline_script_without_close_exits_cleanly():
     script = "import lmdeploy; print(lmdeploy.pipeline('smollm2')('Hi').finish_reason)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, b"stop\n")

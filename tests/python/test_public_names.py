@@ -1,4 +1,4 @@
-"""The import paths that users of LMDeploy 0.18 type."""
+"""Tests of the import paths that users of LMDeploy 0.18 type."""
 
 import importlib
 
@@ -19,6 +19,6 @@ NAMES = {
 
 
 @pytest.mark.parametrize("module", NAMES)
-def test_public_names(module: str) -> None:
+def test_public_names_are_importable(module: str) -> None:
     found = importlib.import_module(module)
     assert [name for name in NAMES[module].split() if not hasattr(found, name)] == []
