@@ -13,12 +13,13 @@
 namespace turbomind {
 namespace {
 
-// NaN counts as the lowest logit: an index is found whatever the logits hold.
+// NaN counts as the lowest logit, so that an expert is found for any logits.
 float RouteKey(float logit) {
   return std::isnan(logit) ? -std::numeric_limits<float>::infinity() : logit;
 }
 
-// The expert that follows `last` in order of falling logits, then rising ids; -1: the first one.
+// Returns the expert after `last` in order of falling logits, then rising ids. -1 returns the first
+// expert.
 int32_t NextExpert(const float* logits, int num_experts, int32_t last) {
   int32_t best = -1;
   for (int32_t expert = 0; expert < num_experts; ++expert) {
@@ -84,12 +85,12 @@ void CombineToken(const CombineExpertsParams& params, int64_t token) {
 
 void CpuEmbed(ThreadPool& pool, const EmbedParams& params) {
   const auto* packed = dynamic_cast<const CpuMatrix*>(params.table);
-  Check(packed != nullptr, "the embedding was packed by this device");
+  Check(packed != nullptr, "the embedding must be packed by this device");
   const CpuMatrix& table = *packed;
   for (int i = 0; i < params.num_tokens; ++i) {
     if (params.ids[i] < 0 || params.ids[i] >= table.rows) {
-      throw InvalidArgument("token id: got " + std::to_string(params.ids[i]) + ", want 0 to " +
-                            std::to_string(table.rows - 1));
+      throw InvalidArgument("token id is " + std::to_string(params.ids[i]) +
+                            ". It must be from 0 to " + std::to_string(table.rows - 1));
     }
   }
   ForRows(pool, params.num_tokens, table.cols, [&](int begin, int end) {
@@ -129,11 +130,12 @@ void CpuRouteExperts(ThreadPool& pool, const RouteExpertsParams& params) {
 
 void CpuGroupRows(const GroupRowsParams& params) {
   const int64_t num_pairs = int64_t{params.num_tokens} * params.top_k;
-  int32_t* next = params.offsets + 1;  // of each expert: how many, then where the next one goes
+  int32_t* next = params.offsets + 1;  // row count of each expert, then the slot of its next row
   std::fill_n(params.offsets, params.num_experts + 1, 0);
   for (int64_t i = 0; i < num_pairs; ++i) {
     const int32_t expert = params.ids[i];
-    Check(expert >= 0 && expert < params.num_experts, "the router names experts that are there");
+    Check(expert >= 0 && expert < params.num_experts,
+          "expert ids must be from 0 to num_experts - 1");
     ++next[expert];
   }
   int32_t first = 0;

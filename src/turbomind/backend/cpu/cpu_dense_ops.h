@@ -1,8 +1,8 @@
 #pragma once
 
-// The dense ops of the CPU device but linear layers (cpu_linear.h): they check shapes, cut the work
-// into items of the thread pool and call the kernels of one instruction set. How the work is cut
-// never changes a bit of the result.
+// The dense ops of the CPU device, except for linear layers (cpu_linear.h). They check shapes,
+// split the work into items of the thread pool and call the kernels of one instruction set. The
+// split never changes a bit of the result.
 
 #include "turbomind/backend/cpu/dense_kernels.h"
 #include "turbomind/core/thread_pool.h"

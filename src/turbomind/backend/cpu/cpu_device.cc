@@ -38,8 +38,8 @@ bool CanRunAvx512() {
          __builtin_cpu_supports("avx512bf16");
 }
 
-// The operating system saves the registers of tiles, 8 KB for each thread, only for processes that
-// have asked for it.
+// Checks for AMX and asks the operating system for permission. The system saves the tile registers,
+// 8 KB per thread, only for processes that have requested it.
 bool CanRunAmx() {
   constexpr unsigned kTiles = 1u << 24;
   constexpr unsigned kInt8 = 1u << 25;
@@ -77,7 +77,7 @@ std::string ResolveIsa(std::string_view wanted) {
     }
     list += (list.empty() ? "" : ", ") + choice;
   }
-  throw InvalidArgument(source + ": got \"" + isa + "\", this machine can run: " + list);
+  throw InvalidArgument(source + " is \"" + isa + "\". This machine can run: " + list);
 }
 
 class CpuDevice final : public Device {
@@ -185,8 +185,8 @@ std::vector<std::string> AvailableCpuIsas() {
 
 std::unique_ptr<Device> MakeCpuDevice(int num_threads, std::string_view isa) {
   if (num_threads < 1 || num_threads > kMaxThreads) {
-    throw InvalidArgument("num_threads: got " + std::to_string(num_threads) + ", want 1 to " +
-                          std::to_string(kMaxThreads));
+    throw InvalidArgument("num_threads is " + std::to_string(num_threads) +
+                          ". It must be from 1 to " + std::to_string(kMaxThreads));
   }
   return std::make_unique<CpuDevice>(num_threads, ResolveIsa(isa));
 }

@@ -40,7 +40,7 @@ float GlobalScale(const KvLayerView& kv, KvSide side, int head) {
   return global_scale != nullptr ? global_scale[head] : 1.f;
 }
 
-// One row of a block, and its metadata where the mode has any.
+// One row of a block, and its metadata if the mode has any.
 struct RowAt {
   uint8_t* payload;
   uint8_t* metadata;
@@ -94,8 +94,8 @@ CpuKvKernels CpuKvKernelsFor(std::string_view isa) {
   } else if (isa == "amx") {
     amx::FillKvKernels(kernels);
   } else {
-    throw InvalidArgument("isa: got \"" + std::string(isa) +
-                          "\", want scalar, avx2, avx512 or amx");
+    throw InvalidArgument("isa is \"" + std::string(isa) +
+                          "\". It must be scalar, avx2, avx512 or amx.");
   }
   return kernels;
 }
@@ -218,7 +218,7 @@ void CpuPrefillAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScr
   float* const scratch = memory.Get(scratch_floats * pool.num_threads());
   const int64_t num_items = starts.back();
   pool.ParallelFor(num_items, [&](int64_t reversed, int worker) {
-    const int64_t item = num_items - 1 - reversed;  // the longest items of a sequence first
+    const int64_t item = num_items - 1 - reversed;  // starts with the longest items of a sequence
     const int seq = batch.num_decode + SequenceOf(starts, item);
     const int64_t local = item - starts[seq - batch.num_decode];
     const int head = static_cast<int>(local % kv.kv_heads);
@@ -253,13 +253,13 @@ void CpuPrefillAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScr
 
 namespace {
 
-// Splits are handed out in runs of neighbors: short enough to balance the threads, long enough to
-// read ahead and to prepare a query for several.
+// Splits are distributed in runs of adjacent splits. The runs are short enough to balance the
+// threads, and long enough to read ahead and to prepare a query for several splits.
 constexpr int kRunsPerThread = 8;
 constexpr int64_t kMaxSplitsPerRun = 16;
 
-// Those of the splits [first, *last) that are of the first one's sequence and head; *last becomes
-// where they end. `starts` as in CpuDecodeAttention.
+// Returns the arguments for the splits of [first, *last) that belong to the first one's sequence
+// and head. Sets *last to their end. `starts` is the one of CpuDecodeAttention.
 DecodeSplitsArgs DecodeArgs(const AttentionParams& params, const std::vector<int64_t>& starts,
                             int64_t first, int64_t* last) {
   const KvLayerView& kv = params.kv;
@@ -297,7 +297,7 @@ void CpuDecodeAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScra
   const int group = params.q_heads / kv.kv_heads;
   const int64_t head_stride = kStateHeader + kv.head_dim;
   const int64_t split_stride = head_stride * group;
-  std::vector<int64_t>& starts = memory.starts;  // in splits, all KV heads
+  std::vector<int64_t>& starts = memory.starts;  // in splits, over all KV heads
   starts.assign(1, 0);
   for (int seq = 0; seq < batch.num_decode; ++seq) {
     const int end = batch.context_lens[seq];
@@ -340,7 +340,7 @@ void CpuDecodeAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScra
         (batch.cu_seqlens[seq] * static_cast<int64_t>(params.q_heads) + q_head) * kv.head_dim;
     kernels.merge_splits(args);
   };
-  // Merging is short: a second round of the pool pays only for many splits.
+  // Merging is short, so a second parallel section pays only for many splits.
   const int64_t num_outputs = static_cast<int64_t>(batch.num_decode) * params.q_heads;
   if (starts.back() < 64) {
     for (int64_t i = 0; i < num_outputs; ++i) {
@@ -362,13 +362,13 @@ RowSizes CheckRows(const CodecRows& shape) {
   const bool fp4 = shape.format == KvCacheMode::kFp4Mx || shape.format == KvCacheMode::kFp4Nv;
   const int multiple = fp4 ? 16 : 2;
   if (shape.head_dim <= 0 || shape.head_dim % multiple != 0) {
-    throw InvalidArgument("head_dim: got " + std::to_string(shape.head_dim) + ", " +
+    throw InvalidArgument("head_dim is " + std::to_string(shape.head_dim) + ". " +
                           ToString(shape.format) + " needs a positive multiple of " +
                           std::to_string(multiple));
   }
   if (!(shape.global_scale > 0.f) || !std::isfinite(shape.global_scale)) {
-    throw InvalidArgument("global_scale: got " + std::to_string(shape.global_scale) +
-                          ", want a positive finite factor");
+    throw InvalidArgument("g is " + std::to_string(shape.global_scale) +
+                          ". It must be positive and finite.");
   }
   return {block::RowBytes(shape.format, shape.head_dim, shape.dtype),
           block::ParamBytes(shape.format, shape.dtype) +

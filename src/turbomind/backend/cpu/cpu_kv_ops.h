@@ -1,8 +1,8 @@
 #pragma once
 
-// ⑥⑦ The KV cache ops of the CPU device: they cut the work into items of the thread pool and call
-// the kernels of one instruction set. How the work is cut never changes a bit of the result. The
-// arguments have been checked (ops/). One thread calls them.
+// ⑥⑦ The KV cache ops of the CPU device. They split the work into items of the thread pool and call
+// the kernels of one instruction set. The split never changes a bit of the result. The arguments
+// are already checked (ops/). Call them from one thread.
 
 #include <cstddef>
 #include <cstdint>
@@ -16,8 +16,8 @@
 
 namespace turbomind {
 
-// The kernels of "scalar", "avx2", "avx512" or "amx", which this machine must be able to run
-// (AvailableCpuIsas). Throws InvalidArgument for another name.
+// Returns the kernels of "scalar", "avx2", "avx512" or "amx". Throws InvalidArgument for any other
+// name. REQUIRES: this machine can run the instruction set (AvailableCpuIsas).
 CpuKvKernels CpuKvKernelsFor(std::string_view isa);
 
 void CpuWriteKv(const CpuKvKernels& kernels, ThreadPool& pool, const WriteKvParams& params);
@@ -25,8 +25,8 @@ void CpuQuantizeBlocks(const CpuKvKernels& kernels, ThreadPool& pool,
                        const QuantizeBlocksParams& params);
 void CpuFlattenKV(const CpuKvKernels& kernels, ThreadPool& pool, const FlattenKVParams& params);
 
-// Working memory of the attention ops, kept from call to call: taken and given back in each, it
-// would leave holes between the small things that stay, and the heap would grow with the cache.
+// Working memory of the attention ops, kept from call to call. Allocating it per call would leave
+// holes between small, long-lived allocations, and the heap would grow with the cache.
 class CpuKvScratch {
  public:
   CpuKvScratch() = default;
@@ -34,10 +34,11 @@ class CpuKvScratch {
   CpuKvScratch(const CpuKvScratch&) = delete;
   CpuKvScratch& operator=(const CpuKvScratch&) = delete;
 
-  // 64-byte aligned, of undefined content; valid until the next call. Throws std::bad_alloc.
+  // Returns 64-byte aligned memory with undefined contents, valid until the next call. Throws
+  // std::bad_alloc.
   float* Get(int64_t num_floats);
 
-  std::vector<int64_t> starts;  // of a call's sequences, in items
+  std::vector<int64_t> starts;  // first item of each sequence of a call
 
  private:
   static constexpr std::align_val_t kAlignment{64};
@@ -52,19 +53,19 @@ void CpuPrefillAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScr
 void CpuDecodeAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScratch& memory,
                         const AttentionParams& params);
 
-// Rows without a cache around them, for tests and reports.
+// Shape of rows outside a cache, for tests and reports.
 struct CodecRows {
   KvCacheMode format = KvCacheMode::kNone;
   DataType dtype = DataType::kBFloat16;
   float global_scale = 1.f;
   int64_t num_rows = 0;
   int head_dim = 0;
-  bool search = false;  // FP4 scales by least squared error
+  bool search = false;  // search FP4 scales for the least squared error
 };
-// rows [num_rows, head_dim] → payload [num_rows, block::RowBytes] and metadata [num_rows,
-// block::ParamBytes + block::ScaleBytes]. Returns the number of NaN and infinite values. Throws
-// InvalidArgument for a head_dim that the mode cannot store and for a factor global_scale that is
-// not positive and finite.
+// Encodes rows [num_rows, head_dim] into payload [num_rows, block::RowBytes] and metadata
+// [num_rows, block::ParamBytes + block::ScaleBytes]. Returns the number of NaN and infinite values.
+// Throws InvalidArgument if the mode cannot store head_dim, or if global_scale is not positive and
+// finite.
 int64_t EncodeRows(const CpuKvKernels& kernels, const CodecRows& shape, const float* rows,
                    uint8_t* payload, uint8_t* metadata);
 void DecodeRows(const CpuKvKernels& kernels, const CodecRows& shape, const uint8_t* payload,

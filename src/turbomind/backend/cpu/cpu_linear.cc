@@ -10,10 +10,10 @@
 namespace turbomind {
 namespace {
 
-constexpr int64_t kMinTilesPerItem = 4;  // what one row multiplies at once
+constexpr int64_t kMinTilesPerItem = 4;  // tiles that the kernel for one row multiplies at once
 constexpr int64_t kMaxTilesPerItem = 64;
 
-// What all weights of a call share.
+// The parameters that all weights of a call share.
 struct LinearCall {
   const float* x = nullptr;
   int64_t x_stride = 0;
@@ -25,7 +25,7 @@ struct LinearCall {
 
 const CpuMatrix& Packed(const PackedMatrix* matrix) {
   const auto* packed = dynamic_cast<const CpuMatrix*>(matrix);
-  Check(packed != nullptr, "the matrix was packed by this device");
+  Check(packed != nullptr, "the matrix must be packed by this device");
   return *packed;
 }
 
@@ -35,7 +35,7 @@ CpuLinearPlan PlanWeight(const LinearCall& call, const LinearPart& part) {
   CpuLinearPlan plan;
   plan.weight = &Packed(part.weight);
   plan.bias = part.bias;
-  Check(call.x_stride >= plan.weight->cols, "row strides of a linear layer cover its columns");
+  Check(call.x_stride >= plan.weight->cols, "x_stride must cover the columns of the weight");
   return plan;
 }
 
@@ -47,19 +47,19 @@ void CutRows(const CpuDenseKernels& kernels, CpuLinearPlan& plan) {
   plan.num_row_blocks = CeilDiv(NumPanels(plan), plan.panels_per_block);
 }
 
-// Whether a plan reads the panels of the one before it.
+// Returns true if a plan reads the panels of the previous plan.
 bool SharesPanels(const std::vector<CpuLinearPlan>& plans, size_t i) {
   return i > 0 && plans[i].first_row == plans[i - 1].first_row &&
          plans[i].weight->format == plans[i - 1].weight->format;
 }
 
-// Where the parts of all weights lie in one list of panels, and one of items.
+// Sizes of the lists of panels and items that all weights of a call share.
 struct Totals {
   int64_t panel_bytes = 0;
   int64_t panels = 0;
   int64_t items = 0;
   int64_t rows = 0;
-  int64_t tile_scratch = 0;  // of a worker
+  int64_t tile_scratch = 0;  // bytes per worker
 };
 
 Totals PlanItems(const CpuDenseKernels& kernels, const LinearCall& call, int num_threads,
@@ -67,7 +67,7 @@ Totals PlanItems(const CpuDenseKernels& kernels, const LinearCall& call, int num
   int64_t row_blocks = 0;
   for (CpuLinearPlan& plan : plans) {
     Check(call.y_stride >= plan.first_output + plan.weight->rows,
-          "row strides of a linear layer cover its columns");
+          "y_stride must cover the outputs of all parts");
     CutRows(kernels, plan);
     row_blocks += plan.num_row_blocks;
   }
@@ -98,7 +98,7 @@ Totals PlanItems(const CpuDenseKernels& kernels, const LinearCall& call, int num
   return totals;
 }
 
-// The plan with the highest `first` (a member of it) that is at most `index`.
+// Returns the plan with the highest value of its member `first` that is at most `index`.
 const CpuLinearPlan& FindPlan(const std::vector<CpuLinearPlan>& plans,
                               int64_t CpuLinearPlan::*first, int64_t index) {
   const auto after = std::upper_bound(
@@ -153,7 +153,7 @@ void MultiplyOne(const CpuDenseKernels& kernels, const LinearCall& call, CpuLine
   kernels.multiply(args);
 }
 
-// Of scratch.plans, which say what is multiplied with what.
+// Computes all products of scratch.plans.
 void Run(const CpuDenseKernels& kernels, ThreadPool& pool, CpuLinearScratch& scratch,
          const LinearCall& call) {
   const Totals totals = PlanItems(kernels, call, pool.num_threads(), scratch.plans);
@@ -193,7 +193,7 @@ void CpuLinear(const CpuDenseKernels& kernels, ThreadPool& pool, CpuLinearScratc
   for (int i = 0; i < params.num_parts && params.num_rows > 0; ++i) {
     CpuLinearPlan plan = PlanWeight(call, params.parts[i]);
     Check(plan.weight->cols == Packed(params.parts[0].weight).cols,
-          "the parts of a linear layer have the same columns");
+          "all parts of a linear layer must have the same number of columns");
     plan.num_rows = params.num_rows;
     plan.first_output = first_output;
     first_output += plan.weight->rows;
@@ -215,10 +215,11 @@ void CpuGroupedLinear(const CpuDenseKernels& kernels, ThreadPool& pool, CpuLinea
     const PackedMatrix& first = *params.experts[0].weight;
     Check(expert.weight->rows == first.rows && expert.weight->cols == first.cols &&
               expert.weight->format == first.format,
-          "the weights of a grouped layer have one shape and format");
+          "the weights of a grouped layer must share one shape and format");
     const int begin = params.offsets[i];
     const int end = params.offsets[i + 1];
-    Check(0 <= begin && begin <= end && end <= params.num_rows, "the groups are rows of y");
+    Check(0 <= begin && begin <= end && end <= params.num_rows,
+          "the offsets must ascend and stay within the rows of y");
     if (begin < end) {
       CpuLinearPlan plan = PlanWeight(call, expert);
       plan.first_row = begin;

@@ -1,8 +1,8 @@
 #pragma once
 
-// Linear layers of the CPU device, one weight or many: they check shapes, cut the work of all
-// weights into items of one parallel section and call the kernels of one instruction set. How the
-// work is cut never changes a bit of the result.
+// Linear layers of the CPU device, with one weight or many. They check shapes, split the work of
+// all weights into items of one parallel section and call the kernels of one instruction set. The
+// split never changes a bit of the result.
 
 #include <cstdint>
 #include <vector>
@@ -14,16 +14,16 @@
 
 namespace turbomind {
 
-// How the rows of one weight are cut: row blocks that stay in L2 times groups of tiles.
+// The split of one weight's work: row blocks that stay in L2, times groups of tiles.
 struct CpuLinearPlan {
   const CpuMatrix* weight = nullptr;
   const float* bias = nullptr;
-  int64_t first_row = 0;  // of y
+  int64_t first_row = 0;  // row of y
   int num_rows = 0;
   int64_t first_output = 0;  // column of y
-  int64_t panels = 0;  // where its packed activations begin, bytes; parts of a layer share them
+  int64_t panels = 0;  // byte offset of its packed activations; the parts of a layer share them
   int64_t first_panel = 0;
-  int64_t panel_bytes = 0;  // of a full one
+  int64_t panel_bytes = 0;  // bytes of a full panel
   int64_t panels_per_block = 0;
   int64_t num_row_blocks = 0;
   int64_t tiles_per_item = 0;
@@ -31,8 +31,8 @@ struct CpuLinearPlan {
   int64_t first_item = 0;
 };
 
-// Bytes at a multiple of 64: a register that crosses a line is read twice. What they held is lost
-// when they grow.
+// A buffer that starts at a multiple of 64 bytes, because loading a register across a cache line
+// costs two reads. Growing discards the contents.
 class CpuScratchBytes {
  public:
   void Grow(int64_t num_bytes) {
@@ -47,12 +47,12 @@ class CpuScratchBytes {
   std::vector<uint8_t> bytes_;
 };
 
-// Of one call; grows to the largest call.
+// Scratch memory of one call. It grows to the largest call and is reused.
 struct CpuLinearScratch {
   CpuScratchBytes panels;            // packed activations
-  CpuScratchBytes tiles;             // of each worker: MultiplyArgs::scratch
+  CpuScratchBytes tiles;             // MultiplyArgs::scratch of each worker
   int64_t tile_stride = 0;           // bytes between workers
-  std::vector<CpuLinearPlan> plans;  // of the weights that have rows, in order of their items
+  std::vector<CpuLinearPlan> plans;  // the weights that have rows, in order of their items
 };
 
 void CpuLinear(const CpuDenseKernels& kernels, ThreadPool& pool, CpuLinearScratch& scratch,

@@ -1,8 +1,8 @@
 #pragma once
 
-// The dense kernels that are compiled once per instruction set (isa/), as function pointers.
-// Plain structs: files of different instruction sets share no inline code through this header.
-// Every kernel gives the same bits with every instruction set, tile shape and split of the work.
+// The dense kernels, compiled once per instruction set (isa/) and passed as function pointers. Only
+// plain structs: files of different instruction sets must share no inline code through this header.
+// Every kernel returns the same bits with every instruction set, tile shape and split of the work.
 
 #include <cstdint>
 
@@ -10,33 +10,34 @@
 
 namespace turbomind {
 
-// Up to kPanelRows rows of activations → one panel (packed_layout.h). Rounds to BF16, not at all,
-// or for quantized weights to 16 bits with an FP32 scale per block of 32, stored as two int8
-// halves: one int8 pass adds a KL divergence of 3e-3 to 4e-3 to SmolLM2, two add less than 1e-6. A
-// block with NaN or an infinity gets the scale NaN.
+// Arguments of pack_panel: up to kPanelRows rows of activations and their panel (packed_layout.h).
+// F32 weights keep the activations as they are; BF16 weights round them to BF16. Quantized weights
+// round them to 16 bits with an FP32 scale per block of 32, stored as two int8 halves. One int8
+// pass adds a KL divergence of 3e-3 to 4e-3 to SmolLM2; two passes add less than 1e-6. A block that
+// contains NaN or an infinity gets the scale NaN.
 struct PackPanelArgs {
   MatrixFormat format = MatrixFormat::kF32;
   const float* x = nullptr;  // [num_rows, cols]
   int64_t x_stride = 0;
-  const int32_t* x_rows = nullptr;  // [num_rows] which rows of x; null: the first ones
+  const int32_t* x_rows = nullptr;  // [num_rows] rows of x; null packs the first rows
   int num_rows = 0;                 // at most kPanelRows
-  int all_rows = 0;                 // of the panels that one weight is multiplied with
+  int all_rows = 0;                 // rows in all panels that are multiplied with this weight
   int64_t cols = 0;
   uint8_t* panel = nullptr;
 };
 
-// A run of weight tiles times a run of panels.
+// Arguments of multiply: a run of weight tiles times a run of panels.
 struct MultiplyArgs {
   MatrixFormat format = MatrixFormat::kF32;
   int64_t cols = 0;
   const uint8_t* tiles = nullptr;   // [num_tiles, TileBytes]
   const uint8_t* scales = nullptr;  // kMxfp4Split: [num_outputs, cols / 32]
   int num_tiles = 0;
-  int64_t num_outputs = 0;          // of this run: at most 16 * num_tiles
-  uint8_t* scratch = nullptr;       // scratch_bytes() of this call's own, 64-byte aligned
-  const uint8_t* panels = nullptr;  // full panels, the last one with what remains of num_rows
+  int64_t num_outputs = 0;          // outputs of this run, at most 16 * num_tiles
+  uint8_t* scratch = nullptr;       // scratch_bytes() for this call alone, 64-byte aligned
+  const uint8_t* panels = nullptr;  // full panels; the last one holds the remaining rows
   int num_rows = 0;
-  int all_rows = 0;             // as the panels were packed with
+  int all_rows = 0;             // the value that the panels were packed with
   const float* bias = nullptr;  // [num_outputs] or null
   float* y = nullptr;           // [num_rows, num_outputs]
   int64_t y_stride = 0;
@@ -45,16 +46,17 @@ struct MultiplyArgs {
 
 struct CpuDenseKernels {
   void (*pack_panel)(const PackPanelArgs&) = nullptr;
-  // Of a full panel; no other takes more.
+  // Returns the size of a full panel, which is the largest panel.
   int64_t (*panel_bytes)(MatrixFormat format, int64_t cols) = nullptr;
-  // Packed activations that are multiplied with one tile after another: they stay in L2.
+  // Packed activations of one row block, which is multiplied with one tile after another and stays
+  // in L2.
   int64_t row_block_bytes = 256 << 10;
-  int64_t mxfp4_row_block_bytes = 640 << 10;  // more, so that a transposed tile serves more rows
+  int64_t mxfp4_row_block_bytes = 640 << 10;  // larger: a transposed tile serves more rows
   void (*multiply)(const MultiplyArgs&) = nullptr;
-  // Of MultiplyArgs::scratch.
+  // Returns the size of MultiplyArgs::scratch.
   int64_t (*scratch_bytes)(MatrixFormat format, int64_t cols) = nullptr;
   void (*rms_norm)(const float* x, const float* weight, float eps, int dim, float* out) = nullptr;
-  // One row of the op.
+  // Computes one row of the op.
   void (*gated_activation)(const GatedActivationParams& params, int64_t row) = nullptr;
 };
 

@@ -1,12 +1,12 @@
 #pragma once
 
-// ⑥⑦ The kernels over the KV cache that are compiled once per instruction set (isa/), as function
-// pointers. Plain structs: files of different instruction sets share no inline code through this
-// header. Every kernel gives the same bits with every instruction set.
+// ⑥⑦ The kernels over the KV cache, compiled once per instruction set (isa/) and passed as function
+// pointers. Only plain structs: files of different instruction sets must share no inline code
+// through this header. Every kernel returns the same bits with every instruction set.
 //
-// Attention state of one query head over some positions, kStateHeader + head_dim floats:
-// (m, l, o[head_dim]) with m the largest score in units of log2, rounded up, l = Σ 2^(score - m)
-// and o = Σ 2^(score - m) · v. l == 0 means that no position was seen.
+// The attention state of one query head over some positions is kStateHeader + head_dim floats: (m,
+// l, o[head_dim]). m is the largest score in units of log2, rounded up; l = Σ 2^(score - m) and o =
+// Σ 2^(score - m) · v. l == 0 means that no position was visible.
 
 #include <cstdint>
 
@@ -16,22 +16,22 @@ namespace turbomind {
 
 inline constexpr int kStateHeader = 2;
 inline constexpr int kMaxHeadDim = 256;
-// Query rows (new tokens × heads of a group) that one prefill item holds at most.
+// Maximum number of query rows (new tokens × heads of a group) of one prefill item.
 inline constexpr int kPrefillRows = 96;
 
-// One head of one sequence's cache.
+// One KV head of a sequence's cache.
 struct KvHead {
   const KvLayerView* layer = nullptr;
-  const int32_t* blocks = nullptr;  // by position / block_seq_len; -1 where nothing is kept
+  const int32_t* blocks = nullptr;  // by position / block_seq_len; -1 if the block is not kept
   int head = 0;
 };
 
-// Neighboring splits of one query token: all query heads of a KV head.
+// Adjacent splits of one query token, for all query heads of a KV head.
 struct DecodeSplitsArgs {
   KvHead kv;
-  KvHead window16;  // layer null where there is no 16-bit window
+  KvHead window16;  // 16-bit window; layer is null without one
   PrecisionWindow rule;
-  int position = 0;          // of the token
+  int position = 0;          // position of the token
   const float* q = nullptr;  // [group, head_dim]
   int group = 0;
   float softmax_scale = 1.f;
@@ -41,58 +41,58 @@ struct DecodeSplitsArgs {
   float* states = nullptr;  // [splits, group, kStateHeader + head_dim]
 };
 
-// The splits of one query head, in order of position → its output.
+// The splits of one query head, in order of position, and the output that they are merged into.
 struct MergeSplitsArgs {
-  const float* states = nullptr;  // first split's; next ones at state_stride floats
+  const float* states = nullptr;  // first split; the next ones at state_stride floats
   int64_t state_stride = 0;
   int num_splits = 0;
   int head_dim = 0;
   const float* sink = nullptr;  // one logit or null
-  float sink_shift = 0.f;       // what the sink is lowered by
+  float sink_shift = 0.f;       // subtracted from the sink
   float value_scale = 1.f;
   float* out = nullptr;  // [head_dim]
 };
 
-// A run of new tokens of one sequence: all query heads of a KV head.
+// A run of new tokens of one sequence, for all query heads of a KV head.
 struct PrefillRowsArgs {
   KvHead kv;
-  KvHead window16;  // layer null where there is no 16-bit window
+  KvHead window16;  // 16-bit window; layer is null without one
   PrecisionWindow rule;
-  const float* q = nullptr;  // first token's [group, head_dim]
+  const float* q = nullptr;  // [group, head_dim] of the first token
   int64_t q_stride = 0;      // floats between tokens
-  float* out = nullptr;      // first token's [group, head_dim]
+  float* out = nullptr;      // [group, head_dim] of the first token
   int64_t out_stride = 0;
   int num_tokens = 0;  // num_tokens * group <= kPrefillRows, or 1 token of a larger group
-  int position = 0;    // of the first token
+  int position = 0;    // position of the first token
   int context_len = 0;
   int group = 0;
   float softmax_scale = 1.f;
   bool exact = false;
   int window = 0;
   const float* sinks = nullptr;  // [group] or null
-  // First token's [group], next ones at q_dot_mean_stride; null: no mean.
+  // [group] of the first token; the next ones are q_dot_mean_stride apart. Null means no mean.
   const float* q_dot_mean = nullptr;
   int64_t q_dot_mean_stride = 0;
   float* scratch = nullptr;  // PrefillScratchFloats(group, head_dim), 64-byte aligned
 };
 
-// K and V of one token and kv head: bias, norm, RoPE, mean and rotation of the head and of its
-// query heads, then the write.
+// K and V of one token and KV head. The head and its query heads get bias, norm, RoPE, mean and
+// rotation; then K and V are written.
 struct WriteHeadArgs {
   const WriteKvParams* params = nullptr;
   int token = 0;
   int head = 0;
-  int64_t block = 0;  // of the 16-bit pool where there is one
+  int64_t block = 0;  // block of the 16-bit pool if there is one
   int slot = 0;       // inside the block
 };
 
-// How one row of n values is stored (docs/kv_cache.md).
+// The storage format of one row of n values (docs/kv_cache.md).
 struct RowFormat {
   KvCacheMode format = KvCacheMode::kNone;
   int n = 0;
   DataType dtype = DataType::kBFloat16;
   float global_scale = 1.f;
-  bool search = false;  // FP4 scales by least squared error
+  bool search = false;  // search FP4 scales for the least squared error
 };
 
 // Values of encoded rows that are not finite, and finite ones beyond the format's ClipLimit.
@@ -107,18 +107,18 @@ struct CpuKvKernels {
   void (*prefill_rows)(const PrefillRowsArgs&) = nullptr;
   // Returns the counts of K and V.
   RowCounts (*write_head)(const WriteHeadArgs&) = nullptr;
-  // One row ↔ payload and metadata.
+  // Convert one row to payload and metadata, and back.
   RowCounts (*encode_row)(const RowFormat&, const float* row, uint8_t* payload,
                           uint8_t* metadata) = nullptr;
   void (*decode_row)(const RowFormat&, const uint8_t* payload, const uint8_t* metadata,
                      float* row) = nullptr;
 };
 
-// Scratch of prefill_rows.
+// Returns the size of the scratch of prefill_rows, in floats.
 constexpr int64_t PrefillScratchFloats(int group, int head_dim) {
   const int64_t rows = (group > kPrefillRows ? group : kPrefillRows) + 8;
-  // K and V tile, their metadata, scores, queries (and rounded, twice), running and finished
-  // states, what rows see.
+  // K and V tile, their metadata, scores, queries (also rounded, twice), running and finished
+  // states, visible ranges of the rows.
   return 2 * kTileTokens * head_dim + 2 * kTileTokens * (head_dim / 16 + 2) + rows * kTileTokens +
          (7 * rows * head_dim + 1) / 2 + (rows + 16) * head_dim + 16 * rows;
 }

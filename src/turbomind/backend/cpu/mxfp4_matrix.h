@@ -7,12 +7,12 @@
 
 namespace turbomind {
 
-// MXFP4 weights as they lie in the checkpoint, row after row, in either of its two forms. Nothing
-// is read beyond the last byte of a row that is the last of its mapping.
+// MXFP4 weights in the checkpoint's own layout, row after row, in either of its two forms. Reads
+// never go past the end of the last row, because it can be the last of its mapping.
 class CpuMxfp4Matrix final : public CpuMatrix {
  public:
-  // Holds source.owner and reads in place, or copies where there is none. Throws InvalidArgument
-  // for empty shapes and for cols that are not a multiple of 32.
+  // Keeps source.owner alive and reads in place; without an owner, copies the data. Throws
+  // InvalidArgument for empty shapes and if cols is not a multiple of 32.
   // REQUIRES: IsMxfp4(source.format).
   CpuMxfp4Matrix(const MatrixSource& source, MatrixArena& arena, ThreadPool& pool);
 

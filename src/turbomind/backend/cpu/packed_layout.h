@@ -1,35 +1,34 @@
 #pragma once
 
-// Where each byte of a packed weight matrix and of packed activations lies. Arithmetic only: shared
-// by the packer and by the kernels of every instruction set.
+// The position of each byte in a packed weight matrix and in packed activations. Arithmetic only,
+// shared by the packer and the kernels of every instruction set.
 //
-// Weights are cut into tiles of 16 outputs, read from the first byte to the last. A tile is a run
-// of steps; one 512-bit register holds the same columns of all 16 outputs:
+// Weights are split into tiles of 16 outputs, which are read from the first byte to the last. A
+// tile is a run of steps. One 512-bit register holds the same columns of all 16 outputs:
 //   kF32   one column:  float[16]
 //   kBF16  2 columns:   bf16[16][2]
 //   kQ8_0  32 columns:  fp16 d[16], then 8 groups of uint8[16][4] (value + 128)
 //   kQ4_0  32 columns:  fp16 d[16], then 4 groups of uint8[16][4], low nibbles columns 4g.., high
 //          nibbles 16 + 4g..
-//   kQ4_1  as kQ4_0, with fp16 m[16] after d
-// Outputs and columns beyond the matrix are zero.
+//   kQ4_1  like kQ4_0, with fp16 m[16] after d
+// Outputs and columns past the end of the matrix are zero.
 //
-// MXFP4 stays as it is stored (ops/params.h): its tiles are 16 rows of the matrix, of which the
-// last one has what remains.
+// MXFP4 keeps its stored layout (ops/params.h). Its tiles are 16 rows of the matrix; the last tile
+// holds the remaining rows.
 //
-// Activations are cut into panels of kPanelRows rows; the last panel is packed for the R rows that
-// it has (those for matrix tiles: isa/amx/linear.h). A step of a panel:
+// Activations are split into panels of kPanelRows rows. The last panel is packed for its R
+// remaining rows. isa/amx/linear.h defines the panels for AMX tiles. A step of a panel:
 //   kF32   float[R]
 //   kBF16  bf16[R][2]
-//   quantized  int8[R][2][32], float d[R], then int32 -zero_point * sum[R] or, kQ4_1, float
-//   d*sum[R];
-//              an activation is (256 * high + low) * d: the high bytes of a row, then the low ones
-//              (with AVX2 and kQ8_0 as int16 pairs: isa/linear/linear_avx2.h)
+//   quantized  int8[R][2][32], float d[R], then int32 -zero_point * sum[R] or, for kQ4_1, float
+//              d*sum[R]. An activation is (256 * high + low) * d; a row stores its high bytes, then
+//              its low bytes (with AVX2 and kQ8_0 as int16 pairs: isa/linear/linear_avx2.h)
 //   MXFP4      128 columns, 4 blocks, for each row: int8 high[2][4][16], low[2][4][16] (block b,
-//              byte j: what the low nibble of the stored byte j multiplies, then the high one),
+//              byte j: the factor of the low nibble of the stored byte j, then of the high one),
 //              float d[4][4], int32 -zero_point * sum[4][4]: each block's value 4 times. Columns
-//              beyond the matrix are zero, and so is their d. A kernel that transposes weights
-//              (isa/mxfp4/mxfp4_tiles_avx512.h) has panels of many rows in the form of kQ4_0
-//              instead, columns in the order of the nibbles, in the same space.
+//              past the end of the matrix are zero, and so is their d. A kernel that transposes
+//              weights (isa/mxfp4/mxfp4_tiles_avx512.h) uses kQ4_0's form for panels of many rows,
+//              in the same space and with the columns in the order of the nibbles.
 
 #include <cstdint>
 
@@ -38,16 +37,16 @@
 
 namespace turbomind {
 
-// Changes with every change of the tiles: files of packed weights carry it.
+// Increment with every change of the tile layout. Files of packed weights store this number.
 inline constexpr int kPackedLayoutId = 1;
 
 inline constexpr int kTileRows = 16;
-inline constexpr int kQuantRowBytes = 2 * kQuantBlock;  // of a row in a step of a panel
-inline constexpr int kMxStepBlocks = 4;  // blocks of MXFP4 whose codes fill one 512-bit register
-inline constexpr int kMxStepBytes = 16 * kMxStepBlocks;          // their codes: a nibble each
-inline constexpr int kMxPanelRowBytes = 4 * kMxStepBytes + 128;  // of a row in a step of a panel
-inline constexpr int kMxTileBlockBytes = 320;  // of 16 outputs, where a kernel transposes them
-inline constexpr int kMxZeroPoint = 12;        // codes are looked up as 2 * E2M1 + 12, 0 to 24
+inline constexpr int kQuantRowBytes = 2 * kQuantBlock;  // one row in a step of a panel
+inline constexpr int kMxStepBlocks = 4;  // MXFP4 blocks whose codes fill one 512-bit register
+inline constexpr int kMxStepBytes = 16 * kMxStepBlocks;          // their codes, one nibble each
+inline constexpr int kMxPanelRowBytes = 4 * kMxStepBytes + 128;  // one row in a step of a panel
+inline constexpr int kMxTileBlockBytes = 320;  // 16 outputs, if a kernel transposes them
+inline constexpr int kMxZeroPoint = 12;        // the lookup table holds 2 * E2M1 + 12, 0 to 24
 inline constexpr int kPanelRows = 12;          // 12 sums and 12 accumulators fit in 32 registers
 
 TM_HD constexpr int StepCols(MatrixFormat format) {
@@ -61,7 +60,7 @@ TM_HD constexpr int64_t NumSteps(MatrixFormat format, int64_t cols) {
   return (cols + StepCols(format) - 1) / StepCols(format);
 }
 
-// Scales (and minima) at the start of each step of a tile.
+// Bytes of the scales (and minima) at the start of each step of a tile.
 TM_HD constexpr int TileMetaBytes(MatrixFormat format) {
   return format == MatrixFormat::kQ4_1 ? 64 : IsQuantized(format) ? 32 : 0;
 }
@@ -83,7 +82,7 @@ TM_HD constexpr int TileStepBytes(MatrixFormat format) {
   return 0;
 }
 
-// Of one row of MXFP4, scales apart.
+// Bytes of one MXFP4 row without separate scales.
 TM_HD constexpr int64_t MxRowBytes(MatrixFormat format, int64_t cols) {
   return cols / kQuantBlock * (format == MatrixFormat::kMxfp4 ? 17 : 16);
 }
@@ -95,7 +94,7 @@ TM_HD constexpr int64_t TileBytes(MatrixFormat format, int64_t cols) {
   return NumSteps(format, cols) * TileStepBytes(format);
 }
 
-// Of a whole matrix in tiles; 0 for MXFP4, which has none.
+// Bytes of a whole matrix in tiles; 0 for MXFP4, which is not repacked.
 TM_HD constexpr int64_t PackedBytes(MatrixFormat format, int64_t rows, int64_t cols) {
   return IsMxfp4(format) ? 0 : (rows + kTileRows - 1) / kTileRows * TileBytes(format, cols);
 }

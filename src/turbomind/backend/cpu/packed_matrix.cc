@@ -17,14 +17,14 @@ namespace {
 
 constexpr size_t kHugePageBytes = size_t{2} << 20;
 constexpr size_t kRegionBytes = size_t{64} << 20;
-constexpr int64_t kCopyBytes = 1 << 20;  // of one work item
+constexpr int64_t kCopyBytes = 1 << 20;  // one work item
 constexpr size_t kTileAlignment = 64;
 
 uint16_t FlushSubnormal(uint16_t bf16) {
   return (bf16 & 0x7f80) == 0 ? static_cast<uint16_t>(bf16 & 0x8000) : bf16;
 }
 
-// Lane `lane` of a tile from one quantized row of the source.
+// Writes one quantized row of the source to lane `lane` of a tile.
 void PackQuantRow(const MatrixSource& source, int64_t row, int lane, uint8_t* tile) {
   const MatrixFormat format = source.format;
   const uint8_t* block = SourceRow(source, row);
@@ -129,7 +129,8 @@ std::shared_ptr<uint8_t> MatrixArena::Allocate(size_t num_bytes) {
 CpuPackedMatrix::CpuPackedMatrix(const MatrixSource& source, bool exact, MatrixArena& arena,
                                  ThreadPool& pool) {
   CheckMatrixSource(source);
-  Check(exact || !IsMxfp4(source.format), "MXFP4 is not packed in tiles");
+  Check(exact || !IsMxfp4(source.format),
+        "MXFP4 must be converted to kF32 before it is packed into tiles");
   rows = source.rows;
   cols = source.cols;
   format = exact ? MatrixFormat::kF32 : source.format;
@@ -151,11 +152,11 @@ CpuPackedMatrix::CpuPackedMatrix(const MatrixSource& source, bool exact, MatrixA
 
 void CpuPackedMatrix::TakePacked(const MatrixSource& source, MatrixArena& arena, ThreadPool& pool) {
   if (source.format != format) {
-    throw InvalidArgument("packed matrix: got rounded weights, want FP32");
+    throw InvalidArgument("The packed matrix has rounded weights. It must be packed in FP32.");
   }
   if (source.owner != nullptr) {
     if (reinterpret_cast<uintptr_t>(source.data) % kTileAlignment != 0) {
-      throw InvalidArgument("packed matrix: got bytes that are not aligned to 64");
+      throw InvalidArgument("The packed matrix must be aligned to 64 bytes.");
     }
     data_ = static_cast<const uint8_t*>(source.data);
     owner_ = source.owner;
@@ -188,7 +189,7 @@ void CpuPackedMatrix::ReadRow(int64_t row, float* out) const {
   const int meta_bytes = format == MatrixFormat::kQ4_1 ? 4 : 2;
   const uint8_t* meta = first + 2 * lane;
   for (int64_t s = 0; s < NumSteps(format, cols); ++s) {
-    uint8_t block[2 + kQuantBlock];  // back in the source's form
+    uint8_t block[2 + kQuantBlock];  // one block in the source's layout
     std::memcpy(block, meta + s * TileStepBytes(format), 2);
     if (meta_bytes == 4) {
       std::memcpy(block + 2, meta + s * TileStepBytes(format) + 32, 2);

@@ -9,12 +9,12 @@
 
 namespace turbomind {
 
-// Zero-filled pages of the system, taken when first touched. Throws std::bad_alloc; nullptr for 0
-// bytes.
+// Reserves zero-filled pages that the system allocates on first touch. Throws std::bad_alloc.
+// Returns nullptr for 0 bytes.
 void* ReservePages(size_t num_bytes);
 void ReleasePages(void* memory, size_t num_bytes);
 
-// Such pages, released at the end.
+// Owns pages from ReservePages.
 class Pages {
  public:
   explicit Pages(int64_t num_bytes)
@@ -30,12 +30,13 @@ class Pages {
   uint8_t* data_;
 };
 
-// Where packed matrices lie: side by side in large regions, so that huge pages cover small matrices
-// too (page walks cost a third of the read bandwidth otherwise). Never reuses memory; a region goes
-// back to the system with its last matrix. One thread at a time.
+// Memory for packed matrices. Matrices lie next to each other in large regions, so that huge pages
+// cover small matrices too; otherwise page walks cost a third of the read bandwidth. Memory is
+// never reused. A region returns to the system with its last matrix. Use it from one thread at a
+// time.
 class MatrixArena {
  public:
-  // Zero-filled, 64-byte aligned. Throws std::bad_alloc.
+  // Returns zero-filled, 64-byte aligned memory. Throws std::bad_alloc.
   std::shared_ptr<uint8_t> Allocate(size_t num_bytes);
 
  private:
@@ -44,27 +45,28 @@ class MatrixArena {
   size_t used_bytes_ = 0;
 };
 
-// Copies by all threads of the pool. REQUIRES: num_bytes readable and writable, no overlap.
+// Copies with all threads of the pool. REQUIRES: num_bytes readable and writable, no overlap.
 void CopyBytes(ThreadPool& pool, const void* from, int64_t num_bytes, uint8_t* to);
 
-// Weights as the CPU kernels read them (packed_layout.h), in tiles of 16 outputs. Immutable once
-// built.
+// Weights in the layout that the CPU kernels read (packed_layout.h), in tiles of 16 outputs.
+// Immutable once built.
 class CpuMatrix : public PackedMatrix {
  public:
   int64_t num_tiles() const;
   virtual const uint8_t* tile(int64_t index) const = 0;
-  // kMxfp4Split: the scales of a tile's outputs; else null.
+  // Returns the scales of a tile's outputs for kMxfp4Split, and null for other formats.
   virtual const uint8_t* tile_scales(int64_t /*index*/) const { return nullptr; }
 
   // Dequantizes one row. REQUIRES: row in [0, rows).
   virtual void ReadRow(int64_t row, float* out) const = 0;
 };
 
-// A matrix in a form of its own; MXFP4 is in mxfp4_matrix.h.
+// A matrix repacked into tiles. For MXFP4, see mxfp4_matrix.h.
 class CpuPackedMatrix final : public CpuMatrix {
  public:
-  // With `exact` every source becomes kF32. Throws InvalidArgument as CheckMatrixSource does, and
-  // for a packed source that is MXFP4, not aligned to 64 bytes, or not kF32 where `exact` wants it.
+  // Converts every source to kF32 if `exact` is set. Throws InvalidArgument as CheckMatrixSource
+  // does. A packed source is also rejected if it is MXFP4, is not aligned to 64 bytes, or is not
+  // kF32 although `exact` is set.
   // REQUIRES: exact or not IsMxfp4(source.format); a packed source has PackedBytes() of its shape.
   CpuPackedMatrix(const MatrixSource& source, bool exact, MatrixArena& arena, ThreadPool& pool);
 

@@ -10,10 +10,11 @@
 namespace turbomind {
 
 inline constexpr int64_t kItemsPerThread = 8;  // work items, so that a slow core costs little
-// Below, waking a worker costs more than the work.
+// Below this many values, waking a worker costs more than the work itself.
 inline constexpr int64_t kMinParallelValues = 16384;
 
-// fn(begin, end) over chunks of rows; one call when there is little to do.
+// Calls fn(begin, end) for chunks of rows in parallel, or once for all rows if there is little
+// work.
 inline void ForRows(ThreadPool& pool, int num_rows, int64_t values_per_row,
                     FunctionRef<void(int begin, int end)> fn) {
   if (num_rows * values_per_row < kMinParallelValues || num_rows < 2) {

@@ -1,4 +1,4 @@
-// The kernels of a machine with AMX: those of AVX-512, and what tiles do better.
+// The kernels of a machine with AMX: the AVX-512 kernels, except where tiles are faster.
 
 #include "turbomind/backend/cpu/dense_kernels.h"
 #include "turbomind/backend/cpu/isa/amx/linear.h"

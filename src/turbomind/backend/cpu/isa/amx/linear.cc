@@ -1,15 +1,16 @@
-// ⑥⑦ Linear layers of quantized weights on AMX tiles, for panels of several rows; everything else
-// is left to AVX-512. The sum of a block of 32 columns is an exact integer, and what becomes of it
-// is what linear_avx512.h and mxfp4_tiles_avx512.h do, in the same order: the same bits.
+// ⑥⑦ Linear layers with quantized weights on AMX tiles, for panels of several rows. Everything else
+// is left to AVX-512. The sum of a block of 32 columns is an exact integer. It is scaled and added
+// as in linear_avx512.h and mxfp4_tiles_avx512.h, in the same order, so the bits are the same.
 //
-// 4-bit codes are widened to BF16, and the high halves of the activations are stored times 256, so
-// that one tile of FP32 sums takes both halves: |Σ| < 2^24. Codes of 8 bits have no room for that:
-// bytes by bytes, a tile of sums for each half. Codes are widened once for all panels.
+// 4-bit codes are widened to BF16, and the high halves of the activations are stored times 256. One
+// tile of FP32 sums then takes both halves, because |Σ| < 2^24. 8-bit codes exceed that bound, so
+// they are multiplied as bytes, with one tile of sums for each half. Codes are widened once for all
+// panels.
 //
-// Per block, two neighboring tiles of weights and 12 rows: 4 products of 32 columns. Their sums go
-// through memory, a tile register having no arithmetic of its own; AVX-512 scales those of one
-// block while tiles work on the next two. The products take 58 cycles, storing the
-// sums 35, scaling them 50 to 60, which overlap in part.
+// Per block, two neighboring tiles of weights and 12 rows: 4 products of 32 columns. Tile registers
+// have no arithmetic of their own, so their sums go through memory. AVX-512 scales the sums of one
+// block while the tiles work on the next two. The products take 58 cycles, storing the sums 35 and
+// scaling them 50 to 60; these overlap in part.
 
 #include "turbomind/backend/cpu/isa/amx/linear.h"
 
@@ -29,9 +30,9 @@ int64_t MultiplyScratchBytes(MatrixFormat format, int64_t cols);
 namespace turbomind::TM_ISA {
 namespace {
 
-constexpr int kPair = 2;  // tiles of weights side by side
+constexpr int kPair = 2;  // adjacent tiles of weights per call
 
-// Tile registers: sums of a block and of the next one (or of both halves), activations, codes.
+// Tile registers: the sums of a block and of the next one (or of both halves), activations, codes.
 constexpr int kSumTiles = 0;
 constexpr int kHighTile = 4;
 constexpr int kLowTile = 5;
@@ -39,7 +40,8 @@ constexpr int kCodeTiles = 6;
 
 constexpr bool InBytes(MatrixFormat format) { return format == MatrixFormat::kQ8_0; }
 
-// Widened codes of a block of a tile: int8[8][16 outputs][4 columns] or bf16[16][16 outputs][2].
+// Bytes of the widened codes of a tile's block: int8[8][16 outputs][4 columns] or bf16[16][16
+// outputs][2].
 constexpr int CodeBytes(MatrixFormat format) {
   return kTileRows * kQuantBlock * (InBytes(format) ? 1 : 2);
 }
@@ -58,8 +60,8 @@ TileShape ShapeFor(MatrixFormat format) {
   return shape;
 }
 
-// What 4-bit codes mean, as BF16, twice: a permutation of 32 words looks at five bits of each
-// index, so that a nibble needs no mask.
+// The values of 4-bit codes as BF16, stored twice. A permutation of 32 words uses five bits of each
+// index, so a nibble needs no mask.
 struct CodeWords {
   alignas(64) uint16_t of[32];
 };
@@ -71,7 +73,7 @@ constexpr CodeWords MakeCodeWords(MatrixFormat format) {
     const int code = i % 16;
     const int value = IsMxfp4(format) ? kDoubledE2m1[code] : code - ZeroPoint(format);
     int magnitude = value < 0 ? -value : value;
-    int exponent = 127 + 7;  // of a fraction of 8 bits, the first one set
+    int exponent = 127 + 7;  // for an 8-bit significand whose first bit is set
     while (magnitude != 0 && magnitude < 128) {
       magnitude *= 2;
       --exponent;
@@ -89,7 +91,7 @@ static_assert(kCodeWords<MatrixFormat::kQ4_0>.of[0] == 0xc100);   // -8
 static_assert(kCodeWords<MatrixFormat::kQ4_1>.of[31] == 0x4170);  // 15
 static_assert(kCodeWords<MatrixFormat::kMxfp4>.of[8] == 0);       // -0 counts as 0
 
-// One block of a tile.
+// Widens the codes of one block of a tile.
 template <MatrixFormat F>
 TM_HD void WidenBlock(const uint8_t* codes, uint8_t* to) {
   if constexpr (InBytes(F)) {
@@ -112,20 +114,21 @@ TM_HD void WidenBlock(const uint8_t* codes, uint8_t* to) {
   }
 }
 
-// Where a tile's blocks lie: codes after scales or, MXFP4 transposed, before them.
+// The block size of a tile and the offset of the codes: after the scales, or before them for
+// transposed MXFP4.
 template <MatrixFormat F>
 inline constexpr int64_t kBlockBytes = IsMxfp4(F) ? kMxTileBlockBytes : TileStepBytes(F);
 template <MatrixFormat F>
 inline constexpr int kCodesAt = IsMxfp4(F) ? 0 : TileMetaBytes(F);
 
-// A pair of tiles times one panel.
+// The operands of a pair of tiles times one panel.
 struct PairRun {
   const uint8_t* tile[kPair] = {};   // scales are read from here
   const uint8_t* codes[kPair] = {};  // [blocks, CodeBytes]
   int64_t blocks = 0;
-  const uint8_t* next = nullptr;  // fetched meanwhile, as many bytes as the pair has; or null
+  const uint8_t* next = nullptr;  // prefetched, as many bytes as the pair has; or null
   const uint8_t* panel = nullptr;
-  int rows = 0;                 // that are there
+  int rows = 0;                 // rows of the panel that exist
   const float* bias = nullptr;  // [num_outputs] or null
   float* y = nullptr;           // [rows, num_outputs]
   int64_t y_stride = 0;
@@ -133,12 +136,12 @@ struct PairRun {
   bool accumulate = false;
 };
 
-// Sums of one block: FP32, or int32 of the high halves, then of the low ones.
+// Sums of one block: FP32, or int32 of the high halves followed by those of the low ones.
 struct BlockSums {
   alignas(64) int32_t of[kPair][2][kPanelRows * kTileRows];
 };
 
-// Block `block` into the tiles of sums from S on.
+// Computes the sums of block `block` in the tiles of sums from S on.
 template <MatrixFormat F, int S>
 TM_HD void SumBlock(const PairRun& run, int64_t block) {
   const uint8_t* x = run.panel + block * TilePanelStep(F);
@@ -182,7 +185,7 @@ TM_HD void StoreSums(BlockSums& sums) {
   }
 }
 
-// Σ code * activation of row r, as the FP32 number next to it.
+// Returns Σ code * activation of row r, rounded to FP32.
 template <MatrixFormat F>
 TM_HD __m512 ReadSum(const BlockSums& sums, int tile, int r) {
   const int32_t* first = sums.of[tile][0] + r * kTileRows;
@@ -234,7 +237,8 @@ TM_HD void Fetch(const PairRun& run, int64_t block) {
   }
 }
 
-// Every `step`-th block from `first` on, into acc.
+// Adds every `step`-th block, from `first` on, to acc. The block sums and the scaling are
+// pipelined.
 template <MatrixFormat F>
 class BlockPipe {
  public:
@@ -260,7 +264,7 @@ class BlockPipe {
   }
 
  private:
-  // Tiles: the sums of block i are stored, those of block i + 1 begun; block i - 1 is scaled.
+  // Runs one stage: stores the sums of block i, starts those of block i + 1 and scales block i - 1.
   template <int P>
   TM_HD void Step(int64_t i, __m512 (&acc)[kPair][kPanelRows]) {
     const int64_t block = first_ + i * step_;
@@ -304,7 +308,7 @@ TM_HD void WriteRow(const PairRun& run, int r, int tile, __m512 out) {
 
 template <MatrixFormat F>
 void MultiplyPair(const PairRun& run) {
-  constexpr int kPhases = IsMxfp4(F) ? kMxStepBlocks : 1;  // sums that an output has
+  constexpr int kPhases = IsMxfp4(F) ? kMxStepBlocks : 1;  // sums per output
   __m512 sums[kPhases][kPair][kPanelRows];
   for (int phase = 0; phase < kPhases; ++phase) {
     __m512 acc[kPair][kPanelRows];
@@ -325,7 +329,7 @@ void MultiplyPair(const PairRun& run) {
         WriteRow(run, r, t, sums[0][t][r]);
       } else {
         for (int64_t phase = kPhases - lacking; phase < kPhases; ++phase) {
-          // Blocks that are not there count as zeros: -0 becomes 0.
+          // Missing blocks count as zeros, which turns a sum of -0 into 0.
           sums[phase][t][r] = _mm512_add_ps(sums[phase][t][r], _mm512_setzero_ps());
         }
         WriteRow(run, r, t,
@@ -336,7 +340,7 @@ void MultiplyPair(const PairRun& run) {
   }
 }
 
-// The codes of tiles [first, first + 2), or of one, are widened.
+// Widens the codes of the tiles [first, first + 2), or of the last one alone.
 template <MatrixFormat F>
 PairRun OpenPair(const MultiplyArgs& a, int first) {
   PairRun run;
@@ -371,7 +375,8 @@ PairRun OpenPair(const MultiplyArgs& a, int first) {
   return run;
 }
 
-// All panels are on tiles; the last one may lack rows.
+// Multiplies all tiles with panels that are packed for AMX tiles. The last panel may have fewer
+// rows.
 template <MatrixFormat F>
 void MultiplyPanels(const MultiplyArgs& a) {
   const TileConfig config(ShapeFor(F));
@@ -411,7 +416,7 @@ int64_t FullPanelBytes(MatrixFormat format, int64_t cols) {
   if (!OnTiles(format, kPanelRows, kPanelRows)) {
     return PanelBytes(format, cols, kPanelRows);
   }
-  // The last panel may be one that is not on tiles, and MXFP4's are padded to four blocks.
+  // The last panel may be packed for AVX-512, and MXFP4 panels are padded to four blocks there.
   const int64_t on_tiles = cols / kQuantBlock * TilePanelStep(format);
   const int64_t rest = PanelBytes(format, cols, kMinTileRows - 1);
   return on_tiles > rest ? on_tiles : (rest + 63) / 64 * 64;

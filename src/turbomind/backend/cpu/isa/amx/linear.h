@@ -1,29 +1,29 @@
 #pragma once
 
-// Linear layers of quantized weights on AMX tiles; see dense_kernels.cuh for the arguments.
+// Linear layers with quantized weights on AMX tiles; see dense_kernels.h for the arguments.
 //
-// Panels of quantized weights are packed for tiles, the last one with zeros in the place of rows
-// that it lacks; few rows, and all panels of FP32 and BF16, as packed_layout.h says. A step of 32
-// columns, R = kPanelRows:
+// Panels for quantized weights are packed for tiles; missing rows of the last panel are zero. A
+// last panel of few rows, and all panels of FP32 and BF16, use the layout of packed_layout.h. A
+// step of 32 columns, R = kPanelRows:
 //   kQ8_0        int8[R][2][32] (high halves of a row, then low ones)
 //   4-bit codes  bf16[2][R][32]: 256 * high, then low, in the order of pack_panel.cc
-//   then float d[16] and, kQ4_1, float d*sum[16].
+//   then float d[16] and, for kQ4_1, float d*sum[16].
 
 #include "turbomind/backend/cpu/dense_kernels.h"
 #include "turbomind/backend/cpu/packed_layout.h"
 
 namespace turbomind::amx {
 
-inline constexpr int64_t kTileStepMeta = 128;  // scales and sums of a step of a panel, bytes
+inline constexpr int64_t kTileStepMeta = 128;  // bytes of the scales and sums in a step of a panel
 
-// Whether a panel of `rows` is packed for tiles. A single one does not pay for widening codes
-// unless it is full; a last one that takes part in it, with half of its rows.
+// Returns true if a panel of `rows` is packed for tiles. A single panel pays for widening the codes
+// only if it is full. The last of several panels pays for it with half of its rows.
 inline constexpr int kMinTileRows = kPanelRows / 2;
 constexpr bool OnTiles(MatrixFormat format, int rows, int all_rows) {
   return (IsQuantized(format) || IsMxfp4(format)) && all_rows >= kPanelRows && rows >= kMinTileRows;
 }
 
-constexpr int64_t TileStepCodes(MatrixFormat format) {  // of a step of a panel, bytes
+constexpr int64_t TileStepCodes(MatrixFormat format) {  // bytes in a step of a panel
   return kPanelRows * (format == MatrixFormat::kQ8_0 ? kQuantRowBytes : 2 * kQuantRowBytes);
 }
 

@@ -1,5 +1,5 @@
-// ⑥⑦ Activations for tiles: the codes of isa/linear/quantize_activations.h, for 4-bit weights in
-// the order in which their codes are widened.
+// ⑥⑦ Packs activations for tiles. The codes are those of isa/linear/quantize_activations.h. For
+// 4-bit weights, they are stored in the order in which the weight codes are widened.
 
 #include <immintrin.h>
 
@@ -15,10 +15,10 @@ void PackPanel(const PackPanelArgs& args);
 namespace turbomind::TM_ISA {
 namespace {
 
-// From two registers of FP32 numbers, of the columns 0 to 15 and 16 to 31: the upper halves, BF16
-// where the lower ones are zero. A 16-bit lane of packed weights holds the columns c, 16 + c, c + 1
-// and 17 + c of an output, its neighbor those of c + 2; shifted by 4, 8 and 12 they give the other
-// lines of a tile.
+// The permutation of two registers of FP32 numbers, columns 0 to 15 and 16 to 31. It selects the
+// upper halves, which are BF16 values because the lower halves are zero. A 16-bit lane of packed
+// weights holds the columns c, 16 + c, c + 1 and 17 + c of an output; its neighbor holds those of c
+// + 2. Shifted by 4, 8 and 12 bits, they give the other lines of a tile.
 struct ColumnOrder {
   alignas(64) uint16_t from[kQuantBlock];
 };
@@ -26,8 +26,8 @@ struct ColumnOrder {
 constexpr ColumnOrder MakeColumnOrder() {
   ColumnOrder order = {};
   for (int i = 0; i < kQuantBlock; ++i) {
-    const int group = i / 8;       // of four columns in both halves
-    const int nibble = i % 8 / 2;  // of a lane
+    const int group = i / 8;       // four columns in each half
+    const int nibble = i % 8 / 2;  // within a lane
     const int column = nibble % 2 * 16 + 4 * group + i % 2 * 2 + nibble / 2;
     order.from[i] = static_cast<uint16_t>(2 * column + 1);
   }
@@ -36,7 +36,7 @@ constexpr ColumnOrder MakeColumnOrder() {
 
 constexpr ColumnOrder kColumnOrder = MakeColumnOrder();
 
-// 32 activations: 256 * high + low = code, the value divided by the scale.
+// 32 quantized activations: code = 256 * high + low, an activation divided by the scale.
 struct Codes {
   __m512i high[2];
   __m512i low[2];
@@ -44,7 +44,7 @@ struct Codes {
   int32_t sum = 0;  // of the codes
 };
 
-// The same as QuantizeBlock of isa/linear/quantize_activations.h.
+// Quantizes 32 values like QuantizeBlock of isa/linear/quantize_activations.h.
 TM_HD Codes Quantize(__m512 first, __m512 second) {
   const __m512i magnitudes = _mm512_set1_epi32(0x7fffffff);
   const auto amax_bits = static_cast<uint32_t>(_mm512_reduce_max_epi32(
@@ -89,13 +89,14 @@ TM_HD void StoreBf16(__m512i first, __m512i second, uint8_t* to) {
   _mm512_store_si512(to, _mm512_permutex2var_epi16(bits(first), order, bits(second)));
 }
 
-// The values of a block that meet the low nibbles of its codes, then the high ones.
+// Loads the values of a block: first those multiplied by the low nibbles, then those for the high
+// ones.
 TM_HD void LoadBlock(const float* x, MatrixFormat format, __m512& first, __m512& second) {
   const __m512 low = _mm512_loadu_ps(x);
   const __m512 high = _mm512_loadu_ps(x + 16);
   first = low;
   second = high;
-  if (format == MatrixFormat::kMxfp4Split) {  // neighbors share a byte
+  if (format == MatrixFormat::kMxfp4Split) {  // two adjacent values share a byte
     const __m512i even =
         _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
     first = _mm512_permutex2var_ps(low, even, high);
@@ -103,7 +104,7 @@ TM_HD void LoadBlock(const float* x, MatrixFormat format, __m512& first, __m512&
   }
 }
 
-// One block of row `row` → its place in a step.
+// Packs one block of row `row` into its place in a step.
 TM_HD void PackBlock(const float* x, MatrixFormat format, int row, uint8_t* step) {
   __m512 first;
   __m512 second;
@@ -118,7 +119,7 @@ TM_HD void PackBlock(const float* x, MatrixFormat format, int row, uint8_t* step
     StoreBf16(codes.low[0], codes.low[1], to + kPanelRows * kQuantRowBytes);
   }
   uint8_t* meta = step + TileStepCodes(format) + 4 * row;
-  // Codes of MXFP4 are looked up doubled.
+  // MXFP4 codes are looked up doubled.
   StoreFloat(IsMxfp4(format) ? 0.5f * codes.scale : codes.scale, meta);
   if (format == MatrixFormat::kQ4_1) {
     StoreFloat(codes.scale * static_cast<float>(codes.sum), meta + kTileStepMeta / 2);

@@ -1,8 +1,9 @@
 #pragma once
 
-// Tile registers of AMX: eight, of up to 16 rows of 64 bytes. Instructions by name: GCC 12's
-// intrinsics take no constant expressions for registers, and do not tell the compiler what they
-// read: it drops stores of a configuration but for its first 8 bytes, and may move others.
+// The eight AMX tile registers, each with up to 16 rows of 64 bytes. The instructions are inline
+// assembly for two reasons. GCC 12's intrinsics do not accept constant expressions as register
+// numbers. They also do not declare the memory that they read: the compiler drops stores to a
+// configuration except for its first 8 bytes, and may reorder others.
 
 #include <cstdint>
 
@@ -10,7 +11,7 @@
 
 namespace turbomind::TM_ISA {
 
-// What the processor reads to shape its tile registers (palette 1).
+// The memory layout of the tile configuration (palette 1).
 struct TileShape {
   uint8_t palette = 1;
   uint8_t start_row = 0;
@@ -25,7 +26,7 @@ struct TileShape {
 };
 static_assert(sizeof(TileShape) == 64);
 
-// This thread's registers have a shape, and zeros, while this lives.
+// Configures the tile registers of this thread, filled with zeros, and releases them at the end.
 class TileConfig {
  public:
   explicit TileConfig(const TileShape& shape) {
@@ -36,7 +37,7 @@ class TileConfig {
   TileConfig& operator=(const TileConfig&) = delete;
 };
 
-// Rows `stride` bytes apart → register T.
+// Loads rows `stride` bytes apart into register T.
 template <int T>
 TM_HD void LoadTile(const void* rows, int64_t stride) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(rows), "r"(stride), "i"(T) : "memory");
@@ -58,7 +59,7 @@ TM_HD void DotBytes() {
   asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
 
-// The same with unsigned bytes in A.
+// Computes the same product with unsigned bytes in A.
 template <int C, int A, int B>
 TM_HD void DotUnsigned() {
   asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));

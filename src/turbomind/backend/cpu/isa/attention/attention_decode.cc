@@ -1,7 +1,7 @@
-// ⑦ Decode: one query token, one KV head with all its query heads, neighboring splits of at most
-// kSplitTokens positions each. Codes are unpacked in registers, once for up to kMaxHeads heads,
-// values of 4 bits once for up to kMaxQuadHeads; no tile is materialized. Integer codes are
-// computed in integers unless FP32 is asked for.
+// ⑦ Decode: one query token and one KV head with all its query heads, over adjacent splits of at
+// most kSplitTokens positions each. Codes are unpacked in registers, once for up to kMaxHeads
+// heads; 4-bit values are unpacked once for up to kMaxQuadHeads. No tile is materialized. Integer
+// codes are computed in integer arithmetic unless `exact` requests FP32.
 
 #include <cstdint>
 #include <span>
@@ -20,8 +20,9 @@ namespace {
 using ScoreFn = void (*)(const ScoreArgs&);
 using ValueFn = void (*)(const ValueArgs&);
 
-// Heads that one call handles: the group is padded up to these. Scalar code gains nothing from
-// several. Sanitizer builds have few (TM_FEW_HEAD_COUNTS): they would take minutes to compile.
+// The numbers of heads that one call can handle. Groups are padded up to one of these. Scalar code
+// gains nothing from several heads. Sanitizer builds have few (TM_FEW_HEAD_COUNTS), because more
+// would take minutes to compile.
 #if defined(TM_ISA_scalar)
 constexpr int kHeadCounts[] = {1};
 #elif defined(TM_ISA_avx2) && defined(TM_FEW_HEAD_COUNTS)
@@ -91,12 +92,12 @@ SplitKernels FindKernels(const KvLayerView& layer, int heads_index, bool exact) 
   return k;
 }
 
-// One view of the cache: the layer's pool or the 16-bit one.
+// One view of the cache: the layer's quantized pool or its 16-bit window.
 struct View {
   KvHead kv;
   SplitKernels kernels;
-  float scale = 1.f;         // from sums to scores
-  float value_scale = 1.f;   // of the weights of its values
+  float scale = 1.f;         // factor from sums to scores
+  float value_scale = 1.f;   // factor of the weights of its values
   bool interleaved = false;  // order of its value lanes
 };
 
@@ -110,7 +111,7 @@ View OpenView(const KvHead& kv, int heads_index, const DecodeSplitsArgs& args) {
   return view;
 }
 
-// Up to kMaxHeads query heads and what they have seen of a split.
+// Up to kMaxHeads query heads and their attention state in a split.
 struct Heads {
   int num_heads = 0;
   int head_dim = 0;
@@ -119,10 +120,10 @@ struct Heads {
   alignas(64) float scores[kMaxHeads * kTileTokens];
   alignas(64) float meta[2][kMaxHeadDim / 16 * kTileTokens];
   float qsum[kMaxHeads];
-  alignas(64) int32_t pairs[kMaxHeads * kMaxHeadDim / 2];  // q, rounded: ScoreArgs
+  alignas(64) int32_t pairs[kMaxHeads * kMaxHeadDim / 2];  // rounded q: ScoreArgs
   RoundedQuery rounded[kMaxHeads];
   float rounded_sum[kMaxHeads];
-  float old[kMaxHeads];  // of the tile at hand: SoftmaxState::Factors
+  float old[kMaxHeads];  // for the current tile: SoftmaxState::Factors
   float tile[kMaxHeads];
   ValueScales value_scales;
   alignas(64) int32_t weight_pairs[kMaxHeads * kMaxHeadDim / 16 * kTilePairs];
@@ -131,7 +132,7 @@ struct Heads {
   bool interleaved = false;  // order of o
 };
 
-// What all splits have in common.
+// Fills the fields that all splits share.
 void FillHeads(const DecodeSplitsArgs& args, int first_head, int padded, Heads* heads) {
   const int head_dim = heads->head_dim;
   __builtin_memset(heads->q, 0, sizeof(float) * padded * head_dim);
@@ -150,7 +151,7 @@ void FillHeads(const DecodeSplitsArgs& args, int first_head, int padded, Heads* 
   heads->sides[1].meta = heads->meta[1];
 }
 
-// Heads that are padding have a query of zero.
+// Rounds the queries. Padding heads have a query of zero.
 void RoundQueries(RoundFn round, int padded, Heads& heads) {
   int32_t pairs[kMaxHeadDim / 2];
   for (int h = 0; h < padded; ++h) {
@@ -178,7 +179,7 @@ float ScaleOfHead(const View& view, const Heads& heads, int h) {
   return view.kernels.round != nullptr ? view.scale * heads.rounded[h].scale : view.scale;
 }
 
-// From head h on; `scale` is of head h on, too.
+// Returns the rows from head h on. `scale` must also start at head h.
 TileRows RowsFrom(int h, const View& view, const float* scale, Heads& heads) {
   return {heads.scores + h * kTileTokens,
           scale,
@@ -189,7 +190,8 @@ TileRows RowsFrom(int h, const View& view, const float* scale, Heads& heads) {
 }
 
 #if defined(TM_ISA_avx512)
-// The first heads, several at once, of a tile that is seen as a whole; returns how many.
+// Updates several heads at once, for a tile that is visible as a whole. Returns the number of heads
+// updated.
 int UpdateHeadsTogether(const View& view, const float* scale, Heads& heads) {
   int h = 0;
   const auto update = [&]<int N>() {
@@ -225,7 +227,7 @@ void UpdateSoftmax(const View& view, const Seen& seen, Heads& heads) {
   }
 }
 
-// One tile of a sequence of `context` positions, of which the next one is asked for.
+// Processes one tile of a sequence with `context` positions and prefetches the next tile.
 void ReadTile(const View& view, int tile, const Seen& seen, int context, Heads& heads) {
   OpenTile(view.kv, KvSide::kK, tile, seen.begin, seen.end, &heads.sides[0]);
   OpenTile(view.kv, KvSide::kV, tile, seen.begin, seen.end, &heads.sides[1]);
@@ -242,7 +244,8 @@ void ReadTile(const View& view, int tile, const Seen& seen, int context, Heads& 
 
 int SplitEnd(int begin) { return (begin / kSplitTokens + 1) * kSplitTokens; }
 
-// The tiles of one split. With no view of 16 bit the second is not there.
+// Processes all tiles of one split. `views` has one entry, or two if the layer keeps a 16-bit
+// window.
 void ReadSplit(const DecodeSplitsArgs& args, std::span<const View> views, int padded, int begin,
                int end, Heads& heads) {
   __builtin_memset(heads.o, 0, sizeof(float) * padded * heads.head_dim);
@@ -272,7 +275,7 @@ void WriteStates(const Heads& heads, float* states) {
   }
 }
 
-// Up to kMaxHeads query heads over the splits of [begin, end).
+// Processes up to kMaxHeads query heads over the splits of [begin, end).
 void DecodeHeads(const DecodeSplitsArgs& args, int first_head, int num_heads) {
   int index = 0;
   while (kHeadCounts[index] < num_heads) {
@@ -287,7 +290,7 @@ void DecodeHeads(const DecodeSplitsArgs& args, int first_head, int num_heads) {
   View views[2];
   views[0] = OpenView(args.kv, index, args);
   if (num_views == 2) {
-    views[1] = OpenView(args.window16, index, args);  // 16 bit: not rounded
+    views[1] = OpenView(args.window16, index, args);  // 16-bit values: queries are not rounded
   }
   if (views[0].kernels.round != nullptr) {
     RoundQueries(views[0].kernels.round, padded, heads);
@@ -308,7 +311,8 @@ void DecodeSplits(const DecodeSplitsArgs& args) {
   if (args.group <= kMaxHeads) {
     return DecodeHeads(args, 0, args.group);
   }
-  // Split by split, so that all but the first heads find it in the cache.
+  // Process split by split, so that all heads after the first kMaxHeads find the split in the
+  // cache.
   DecodeSplitsArgs split = args;
   for (; split.begin < args.end; split.begin = split.end) {
     split.end = MinOf(args.end, SplitEnd(split.begin));

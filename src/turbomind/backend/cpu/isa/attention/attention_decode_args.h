@@ -1,6 +1,6 @@
 #pragma once
 
-// ⑦ What the kernels of decode attention take: one tile, H query heads.
+// ⑦ The arguments of the decode attention kernels, for one tile and H query heads.
 
 #include <cstdint>
 
@@ -12,22 +12,22 @@ namespace turbomind::TM_ISA {
 struct ScoreArgs {
   const TileSide* keys = nullptr;
   const float* q = nullptr;        // [H, head_dim]
-  const int32_t* pairs = nullptr;  // [head_dim / 2, H] of RoundQuery, for the integer kernels
+  const int32_t* pairs = nullptr;  // [head_dim / 2, H] from RoundQuery, for the integer kernels
   const float* qsum = nullptr;     // [H], for affine codes
   int head_dim = 0;
-  float* scores = nullptr;  // [H, kTileTokens]; the integer kernels leave q_scale to the caller
+  float* scores = nullptr;  // [H, kTileTokens]; the integer kernels leave out the factor q_scale
 };
 
 struct ValueArgs {
   const TileSide* values = nullptr;
   const float* weights = nullptr;  // [H, kTileTokens]
-  const float* old = nullptr;      // [H] what o is multiplied with
-  const float* tile = nullptr;     // [H] of the tile's sum, for the integer kernels
-  int begin = 0;                   // positions of the tile
+  const float* old = nullptr;      // [H] factor of o
+  const float* tile = nullptr;     // [H] factor of the tile's sum, for the integer kernels
+  int begin = 0;                   // visible positions of the tile
   int end = 0;
   int head_dim = 0;
   float* o = nullptr;  // [H, head_dim] in the order of the layer's values
-  // Scratch of the integer kernels.
+  // Scratch of the integer kernels:
   ValueScales* scales = nullptr;
   int32_t* weight_pairs = nullptr;  // [H, head_dim / 16, kTilePairs]
 };

@@ -3,8 +3,8 @@
 // ⑦ Decode in FP32: the scores of a tile and the sum of its values for H query heads. Codes are
 // dequantized in registers, once for all heads.
 //
-// Instructions per 16 key or value elements of FP4 with AVX-512: shift, permute, and one FMA per
-// head; keys add 0.75 for the transposition, values 2 for broadcast and scale.
+// Instructions per 16 FP4 key or value elements with AVX-512: a shift, a permute and one FMA per
+// head. Keys add 0.75 for the transposition; values add 2 for broadcast and scale.
 
 #include <cstdint>
 
@@ -13,7 +13,8 @@
 
 namespace turbomind::TM_ISA {
 
-// Asks for the lines of a run of the next tile with dimension kDim of a piece, which has four.
+// Prefetches the lines of the next tile's run that belong to dimension kDim of a piece. A piece
+// covers four lines.
 template <Stored S, int kDim>
 TM_HD void PrefetchPiece(const uint8_t* run, int first) {
   constexpr int kDimsPerLine = PieceDims(S) / 4;
@@ -22,8 +23,8 @@ TM_HD void PrefetchPiece(const uint8_t* run, int first) {
   }
 }
 
-// Adds dimension d of a step, whose lanes are `key`, to the sums of a group of 16 dimensions, and a
-// full group to the totals.
+// Adds dimension d of a step, whose lanes are `key`, to the sums of a group of 16 dimensions. Adds
+// the sums of a complete group to the totals.
 template <Stored S, int H>
 TM_HD void AddKey(F32x16 key, const ScoreArgs& args, const float* meta, int d, F32x16 (&sum)[H],
                   F32x16 (&total)[H]) {
@@ -38,7 +39,8 @@ TM_HD void AddKey(F32x16 key, const ScoreArgs& args, const float* meta, int d, F
   });
 }
 
-// Scores of 16 tokens: sums over 16 dimensions at a time, each scaled as it is added.
+// Computes the scores of 16 tokens. Sums cover 16 dimensions at a time and are scaled as they are
+// added.
 template <Stored S, int H>
 void ScoreTokens(const ScoreArgs& args, int part) {
   constexpr int kStep = StepDims(S);
@@ -53,8 +55,9 @@ void ScoreTokens(const ScoreArgs& args, int part) {
     sum[h] = Zero();
   }
   for (int step = 0; step < args.head_dim; step += kStep) {
-    // With an odd number of groups the last load runs into the next row, which the block holds (a
-    // key row is never its last): those dimensions are skipped.
+    // With an odd number of groups, the last load reads past the row into the next one. The block
+    // holds that row, because a key row is never the last row of its block. Those dimensions are
+    // skipped.
     const bool two_groups = kStep == 16 || step + 16 < args.head_dim;
     Unroll<kStep / kPiece>([&](auto piece) __attribute__((always_inline)) {
       constexpr int first = decltype(piece)::value * kPiece;
@@ -133,7 +136,7 @@ TM_HD void AddGroups(const ValueArgs& args, int group) {
   }
 }
 
-// o = o * correction + Σ weight · v, tokens in order.
+// Computes o = o * correction + Σ weight · v, with the tokens in order.
 template <Stored S, int H>
 void AddValues(const ValueArgs& args) {
   constexpr int kGroups = H <= 4 ? 4 : 2;

@@ -1,12 +1,12 @@
 #pragma once
 
-// ⑦ Decode over integer codes in integers (attention_integer.h): the scores of a tile and the sum
-// of its values for H query heads.
+// ⑦ Decode over integer codes in integer arithmetic (attention_integer.h): the scores of a tile and
+// the sum of its values for H query heads.
 //
-// Instructions per 32 key or value elements of FP4 with AVX-512: a shift, a permute and one
-// vpdpwssd per head; keys add 1.5 for the transposition and, per head and 16 dimensions, 2 for the
-// scales; values add 0.5 for the order of their lanes and, per head, 0.25 for the weights; both add
-// 0.25 that ask for the next tile.
+// Instructions per 32 FP4 key or value elements with AVX-512: a shift, a permute and one vpdpwssd
+// per head. Keys add 1.5 for the transposition and, per head and 16 dimensions, 2 for the scales.
+// Values add 0.5 for the order of their lanes and, per head, 0.25 for the weights. Both add 0.25 to
+// prefetch the next tile.
 
 #include <cstdint>
 
@@ -16,16 +16,17 @@
 namespace turbomind::TM_ISA {
 
 #if defined(TM_ISA_avx512)
-inline constexpr int kScoreSums = 8;     // of 32 registers
+inline constexpr int kScoreSums = 8;     // out of 32 registers
 inline constexpr int kMaxQuadHeads = 4;  // with 4 sums each
 #else
 inline constexpr int kScoreSums = 1;
 inline constexpr int kMaxQuadHeads = 3;
 #endif
-// Runs of 16 tokens that share a query's broadcast, and hide the latency of few sums.
+// Number of runs of 16 tokens per call. Several runs share a query's broadcast and hide the latency
+// when there are few sums.
 constexpr int kScoreParts(int heads) { return 2 * heads <= kScoreSums ? 2 : 1; }
 
-// Adds a group of 16 dimensions: pairs [kFirst, kFirst + 8) of a piece. Asks for as many bytes of
+// Adds a group of 16 dimensions: pairs [kFirst, kFirst + 8) of a piece. Prefetches as many bytes of
 // the `next` runs.
 template <Stored S, int H, int P, int kFirst>
 TM_HD void AddKeyGroup(const I32x16 (&words)[P][4], const ShortTable& table, const int32_t* q,
@@ -54,7 +55,7 @@ TM_HD void AddKeyGroup(const I32x16 (&words)[P][4], const ShortTable& table, con
   });
 }
 
-// Scores of P runs of 16 tokens.
+// Computes the scores of P runs of 16 tokens.
 template <Stored S, int H, int P>
 void ScoreTokensInteger(const ScoreArgs& args, int part) {
   const ShortTable table = CodeTable<S>();
@@ -76,7 +77,7 @@ void ScoreTokensInteger(const ScoreArgs& args, int part) {
     Unroll<PieceDims(S) / 16>([&](auto piece) __attribute__((always_inline)) {
       constexpr int first = decltype(piece)::value * 16;
       if (first > 0 && base + first >= args.head_dim) {
-        return;  // the load ran into the next row, which the block holds
+        return;  // the load read into the next row, which the block holds
       }
       const uint8_t* next[P];
       for (int p = 0; p < P; ++p) {
@@ -120,17 +121,17 @@ void ScoreTileInteger(const ScoreArgs& args) {
   }
 }
 
-// o = o * old + tile * f * sum: 16 dimensions of one head.
+// Computes o = o * old + tile * f * sum for 16 dimensions of one head.
 template <Stored S>
 TM_HD void AddSum(const ValueArgs& args, int head, int group, I32x16 sum, float zero) {
-  const int scale = IsAffine(S) ? 0 : group;  // groups have scales of their own, or share one
+  const int scale = IsAffine(S) ? 0 : group;  // groups have scales of their own or share one
   float* o = args.o + head * args.head_dim + 16 * group;
   Store(o, AddTile<S>(Load(o), ToFloat(sum),
                       {args.old[head], args.tile[head], args.scales->f[scale], zero}));
 }
 
-// Part P of the sums of four groups of dimensions for the heads [first, first + H). Whole runs of
-// 16 tokens are read: what is hidden has a weight of zero.
+// Computes part P of the sums of four groups of dimensions for the heads [first, first + H). It
+// reads whole runs of 16 tokens, because hidden tokens have a weight of zero.
 template <Stored S, int H, int P>
 TM_HD void SumQuad(const ValueArgs& args, int first, int group, I32x16 (&sum)[H][4]) {
   const ShortTable table = CodeTable<S>();
@@ -175,7 +176,7 @@ TM_HD void SumQuad(const ValueArgs& args, int first, int group, I32x16 (&sum)[H]
   });
 }
 
-// Four groups of dimensions for the heads [first, first + H).
+// Adds four groups of dimensions for the heads [first, first + H).
 template <Stored S, int H>
 TM_HD void AddQuad(const ValueArgs& args, const float* zeros, int first, int group) {
   I32x16 sum[H][4];
@@ -192,7 +193,7 @@ TM_HD void AddQuad(const ValueArgs& args, const float* zeros, int first, int gro
   });
 }
 
-// Groups of dimensions that are read one by one.
+// Adds groups of dimensions whose values are read one group at a time.
 template <Stored S, int H, int Groups>
 TM_HD void AddGroupsInteger(const ValueArgs& args, const float* zeros, int group) {
   const ShortTable table = CodeTable<S>();

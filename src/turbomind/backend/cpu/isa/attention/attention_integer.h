@@ -1,15 +1,15 @@
 #pragma once
 
-// ⑦ Attention over integer codes (int8, int4, FP4) in integers. A query and the softmax weights are
-// rounded to 16 bits; codes are small integers (E2M1 doubled); their products are summed exactly,
-// so that the order of a sum does not matter. Relative to the FP32 kernels (`exact`) a score moves
-// by about 2^-16 of |q| |k|, an output by about 2^-16 of |v|.
+// ⑦ Attention over integer codes (int8, int4, FP4) in integer arithmetic. Queries and softmax
+// weights are rounded to 16 bits; codes are small integers (E2M1 doubled). Their products are
+// summed exactly, so the order of a sum does not matter. Compared to the FP32 kernels (`exact`), a
+// score changes by about 2^-16 of |q| |k| and an output by about 2^-16 of |v|.
 //
 //   score[t] = q_scale · Σ over groups g of 16 dimensions: scale[t, g] · Σ int16 q · code
 //   o[d] += tile · f[g] · Σ over tokens t: int16(weight[t] · r[t, g]) · code
 //
-// with r[t, g] = scale[t, g] / f[g] <= 32767: the scales of a tile are folded into its weights, of
-// which the largest is 1. What a query sees of a tile alone decides its bits.
+// where r[t, g] = scale[t, g] / f[g] <= 32767. The scales of a tile are folded into its weights, of
+// which the largest is 1. Only the part of a tile that a query sees affects its bits.
 
 #include <cstdint>
 
@@ -24,12 +24,12 @@ constexpr bool IsInteger(Stored s) {
 }
 
 inline constexpr float kInt16Max = 32767.f;
-inline constexpr int kGroupPairs = 8;  // of 16 dimensions
+inline constexpr int kGroupPairs = 8;  // pairs of 16 dimensions
 inline constexpr int kTilePairs = kTileTokens / 2;
-// Below, 32767 / largest overflows: such values count as zero.
+// Below this, 32767 / largest overflows. Such values count as zero.
 inline constexpr float kMinLargest = 1e-30f;
 
-// Codes of FP4 are E2M1 values times two.
+// FP4 codes are E2M1 values times two.
 alignas(64) inline constexpr int16_t kDoubledE2m1[16] = {0, 1,  2,  3,  4,  6,  8,  12,
                                                          0, -1, -2, -3, -4, -6, -8, -12};
 alignas(64) inline constexpr int16_t kUint4Shorts[16] = {0, 1, 2,  3,  4,  5,  6,  7,
@@ -45,7 +45,7 @@ constexpr float CodeUnit(Stored s) { return s == Stored::kFp4 ? 0.5f : 1.f; }
 // k).
 constexpr int PairsPerWord(Stored s) { return 16 / BitsOf(s); }
 
-// Pair J of a piece; `words` is what LoadTransposed gave.
+// Returns pair J of a piece. `words` is the result of LoadTransposed.
 template <Stored S, int J>
 TM_HD I32x16 KeyPairs(const I32x16 (&words)[4], const ShortTable& table) {
   const I32x16 word = words[J / PairsPerWord(S)];
@@ -56,14 +56,15 @@ TM_HD I32x16 KeyPairs(const I32x16 (&words)[4], const ShortTable& table) {
   }
 }
 
-// Values of 4-bit codes are read four groups, or 64 dimensions, at a time: register k of a quad
-// holds in lane 4 j + g dimension 16 g + 4 j + k. Sums come back to the order of dimensions with
-// TransposeQuads. Groups from here on, and those of 8-bit codes, are read one by one.
+// Number of groups whose 4-bit values are read in quads: four groups, or 64 dimensions, at a time.
+// Lane 4 j + g of register k of a quad holds dimension 16 g + 4 j + k. TransposeQuads puts the sums
+// back into the order of dimensions. The remaining groups, and all groups of 8-bit codes, are read
+// one by one.
 constexpr int GroupsInQuads(Stored s, int head_dim) {
   return BitsOf(s) == 4 ? head_dim / 64 * 4 : 0;
 }
 
-// Two tokens' rows, at the first of the quad's groups.
+// Loads the values of two tokens. `row` points to the first of the quad's groups.
 template <Stored S>
 TM_HD void LoadValueQuad(const uint8_t* row, int64_t stride, const ShortTable& table,
                          I32x16 (&value)[4]) {
@@ -73,7 +74,7 @@ TM_HD void LoadValueQuad(const uint8_t* row, int64_t stride, const ShortTable& t
   });
 }
 
-// One group of two tokens; `row` is where rows begin.
+// Loads one group of two tokens. `row` points to the start of the row.
 template <Stored S>
 TM_HD I32x16 LoadValueGroup(const uint8_t* row, int64_t stride, int group,
                             const ShortTable& table) {
@@ -84,13 +85,13 @@ TM_HD I32x16 LoadValueGroup(const uint8_t* row, int64_t stride, int group,
   }
 }
 
-// A query in the order of the keys' pairs.
+// The result of rounding a query. The codes are stored in the order of the keys' pairs.
 struct RoundedQuery {
-  float scale;  // of what the codes' sums have to be multiplied with; NaN: q has a NaN or infinity
+  float scale;  // factor of the sums over codes; NaN if q contains NaN or an infinity
   float sum;    // Σ of the rounded values
 };
 
-// q[head_dim] → pairs[head_dim / 2].
+// Rounds q[head_dim] to pairs[head_dim / 2].
 template <Stored S>
 TM_HD RoundedQuery RoundQuery(const float* q, int head_dim, int32_t* pairs) {
   F32x16 magnitude = Zero();
@@ -107,7 +108,7 @@ TM_HD RoundedQuery RoundQuery(const float* q, int head_dim, int32_t* pairs) {
   for (int d = 0; d < head_dim; d += kLanes) {
     const I32x16 codes = finite ? ToInt(Mul(Load(q + d), inverse)) : Set1Int(0);
     sum = Add(sum, codes);
-    // Lane i of a word's low half: codes i and i + kWord.
+    // The low half of lane i of a word holds code i, the high half code i + kWord.
     constexpr int kWord = PairsPerWord(S);
     const I32x16 other = Bits(SwapLanes<kWord>(FromBits(codes)));
     alignas(64) int32_t both[kLanes];
@@ -121,15 +122,16 @@ TM_HD RoundedQuery RoundQuery(const float* q, int head_dim, int32_t* pairs) {
   return {finite ? largest / kInt16Max * CodeUnit(S) : __builtin_nanf(""), total};
 }
 
-// Scores of 16 tokens from the sums over the codes of all dimensions; `meta` as LoadAffine made it.
+// Returns the scores of 16 tokens from the sums over the codes of all dimensions. `meta` comes from
+// LoadAffine.
 TM_HD F32x16 AffineScore(F32x16 total, float query_sum, const float* meta) {
   return Fma(Load(meta), total, Mul(Load(meta + kTileTokens), Set1(query_sum)));
 }
 
-// Groups of dimensions that share a scale of the values: one if it is the token's.
+// Number of groups of dimensions with their own value scale: one if the scale is the token's.
 constexpr int ValueGroups(Stored s, int head_dim) { return IsAffine(s) ? 1 : head_dim / 16; }
 
-// r and f of the positions [begin, end) of a tile; r is zero at the others.
+// r and f for the positions [begin, end) of a tile; r is zero at the other positions.
 struct ValueScales {
   int begin = 0;
   int end = 0;
@@ -137,7 +139,7 @@ struct ValueScales {
   float f[kMaxHeadDim / 16];
 };
 
-// The scales of positions [16 i, 16 i + 16) of a tile that are in [begin, end), else zero.
+// Returns the scales of positions [16 i, 16 i + 16) of a tile, with zero outside [begin, end).
 TM_HD F32x16 SeenScales(const float* scales, int i, const Seen& seen) {
   const F32x16 all = Load(scales + 16 * i);
   return seen.begin == 0 && seen.end == kTileTokens
@@ -145,7 +147,7 @@ TM_HD F32x16 SeenScales(const float* scales, int i, const Seen& seen) {
              : Select(LaneRange(seen.begin - 16 * i, seen.end - 16 * i), all, Zero());
 }
 
-// Groups [group, group + N) of FillValueScales.
+// Fills the groups [group, group + N) for FillValueScales.
 template <Stored S, int N>
 TM_HD void FillScalesOf(const float* meta, int group, const Seen& seen, ValueScales* out) {
   F32x16 max_value[4] = {Zero(), Zero(), Zero(), Zero()};
@@ -185,9 +187,9 @@ TM_HD void FillValueScales(const float* meta, int head_dim, int begin, int end, 
   }
 }
 
-// weights[kTileTokens] of one query head → pairs of consecutive tokens, as PairWeight reads them:
-// [groups / 4][kTilePairs][4] in an order of pairs of its own, where values are read in quads, then
-// [groups][kTilePairs].
+// Rounds weights[kTileTokens] of one query head to pairs of consecutive tokens, as PairWeight reads
+// them. Groups in quads come first, [groups / 4][kTilePairs][4] in PairWeight's order of pairs; the
+// other groups follow as [groups][kTilePairs].
 template <Stored S>
 TM_HD void RoundWeights(const float* weights, const ValueScales& scales, int head_dim,
                         int32_t* pairs) {
@@ -223,8 +225,8 @@ TM_HD void RoundWeights(const float* weights, const ValueScales& scales, int hea
   }
 }
 
-// The weights of pair 2 * j + kOdd of 16 tokens, for a quad of values; `pairs` is where the quad's
-// begin, or the head's if they share a scale.
+// Returns the weights of pair 2 * j + kOdd of 16 tokens for a quad of values. `pairs` points to the
+// quad's weights, or to the head's if all groups share a scale.
 template <Stored S, int kOdd>
 TM_HD I32x16 PairWeight(const int32_t* pairs, int part, int j) {
   if constexpr (IsAffine(S)) {
@@ -234,7 +236,7 @@ TM_HD I32x16 PairWeight(const int32_t* pairs, int part, int j) {
   }
 }
 
-// Σ weight · zero of affine values: what every dimension gets.
+// Returns Σ weight · zero of affine values, which is added to every dimension.
 template <Stored S>
 TM_HD float WeightedZero(const float* weights, const float* meta, int begin, int end) {
   if constexpr (!IsAffine(S)) {
@@ -249,7 +251,7 @@ TM_HD float WeightedZero(const float* weights, const float* meta, int begin, int
   return ReduceAdd(sum);
 }
 
-// How a tile's sum comes to o: tile = the factor of its softmax weights.
+// The factors that add a tile's sum to o. `tile` is the factor of the tile's softmax weights.
 struct TileFactors {
   float old;
   float tile;

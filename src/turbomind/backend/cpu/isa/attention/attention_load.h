@@ -1,8 +1,8 @@
 #pragma once
 
-// ⑦ How rows of the cache become lanes, by the way they are stored. Keys: lanes are 16 tokens;
-// values: lanes are 16 dimensions. Nothing here is scaled for keys (scales are folded into partial
-// sums by the caller); values come out as stored, without the per-head factor g.
+// ⑦ Loads rows of the cache into lanes, for each storage format. For keys, lanes are 16 tokens; for
+// values, lanes are 16 dimensions. Keys are not scaled here: the caller folds the scales into
+// partial sums. Values are returned as stored, without the per-head factor g.
 
 #include <cstdint>
 
@@ -11,7 +11,7 @@
 
 namespace turbomind::TM_ISA {
 
-// How one side of a layer is stored: mode and cache dtype in one.
+// The storage of one side of a layer: mode and cache dtype combined.
 enum class Stored : uint8_t { kF32, kF16, kBF16, kInt8, kInt4, kE4m3, kE5m2, kFp4 };
 
 inline Stored StoredAs(KvCacheMode format, DataType dtype) {
@@ -44,7 +44,7 @@ constexpr int BitsOf(Stored s) {
 constexpr bool IsAffine(Stored s) { return s == Stored::kInt8 || s == Stored::kInt4; }
 constexpr bool IsGrouped(Stored s) { return s == Stored::kFp4; }
 
-// fn<S>() for what is stored so.
+// Calls fn<S>() for storage `s`.
 template <class F>
 decltype(auto) DispatchStored(Stored s, F fn) {
   switch (s) {
@@ -78,7 +78,7 @@ TM_HD Table16 NibbleTable() {
   return LoadTable(S == Stored::kFp4 ? kE2m1Values : kUint4Values);
 }
 
-// Bytes 0..255 in the lanes → E4M3 values, NaN for 0x7f and 0xff.
+// Converts the bytes 0..255 in the lanes to E4M3 values, NaN for 0x7f and 0xff.
 TM_HD F32x16 FromE4m3(I32x16 code) {
   const I32x16 sign = ShiftLeft<24>(And(code, Set1Int(0x80)));
   const I32x16 low = And(code, Set1Int(0x7f));
@@ -95,7 +95,7 @@ TM_HD F32x16 FromE5m2(I32x16 code) { return HalfToFloat(ShiftLeft<8>(code)); }
 constexpr int PieceDims(Stored s) { return 128 / BitsOf(s); }
 constexpr int StepDims(Stored s) { return PieceDims(s) > 16 ? PieceDims(s) : 16; }
 
-// Dimension j of a piece; `words` is what LoadTransposed gave.
+// Returns dimension j of a piece. `words` is the result of LoadTransposed.
 template <Stored S>
 TM_HD F32x16 KeyLane(const I32x16 (&words)[4], int j, const Table16& table) {
   const I32x16 word = words[j * BitsOf(S) / 32];
@@ -121,14 +121,14 @@ TM_HD F32x16 KeyLane(const I32x16 (&words)[4], int j, const Table16& table) {
   }
 }
 
-// The order in which the values' 4-bit codes end up in the lanes (Interleave): lane 2k is dimension
-// k, lane 2k + 1 is 8 + k.
+// True if the lanes of 4-bit values are in the order of Interleave: lane 2k is dimension k, lane 2k
+// + 1 is dimension 8 + k.
 constexpr bool IsInterleaved(Stored s) { return BitsOf(s) == 4; }
 
 alignas(64) inline constexpr int32_t kNibbleShifts[16] = {0,  0,  4,  4,  8,  8,  12, 12,
                                                           16, 16, 20, 20, 24, 24, 28, 28};
 
-// The value lanes of one row; scale and zero as LoadMeta made them for the row's token.
+// Reads the value lanes of one row. `meta` holds the scale and zero of the row's token.
 template <Stored S>
 struct ValueReader {
   Table16 table = NibbleTable < BitsOf(S) == 4 ? S : Stored::kFp4 > ();
@@ -159,12 +159,13 @@ struct ValueReader {
   }
 };
 
-// The FP32 kernels read them so, the integer ones in their own order.
+// Returns true if o must be interleaved: the FP32 kernels read 4-bit values in that order, and the
+// integer kernels have an order of their own.
 inline bool HasInterleavedValues(const KvHead& kv, bool exact) {
   return exact && IsInterleaved(StoredAs(kv.layer->format[1], kv.layer->dtype));
 }
 
-// Dimensions in order → the order of 4-bit codes, in place; and back.
+// Convert a row in place from the order of dimensions to the order of 4-bit codes, and back.
 TM_HD void InterleaveRow(float* row, int head_dim) {
   for (int d = 0; d < head_dim; d += kLanes) {
     Store(row + d, Interleave(Load(row + d)));
@@ -176,10 +177,10 @@ TM_HD void DeinterleaveRow(float* row, int head_dim) {
   }
 }
 
-// Byte I of each lane, a legal scale, → FP32. E8M0: 112..136; E4M3: 0..0x7e.
+// Converts byte I of each lane, a legal scale, to FP32. E8M0: 112..136; E4M3: 0..0x7e.
 template <KvCacheMode M, int I>
 TM_HD F32x16 ScaleValue(I32x16 words) {
-  constexpr int kBit = M == KvCacheMode::kFp4Mx ? 23 : 20;  // the lowest of the exponent
+  constexpr int kBit = M == KvCacheMode::kFp4Mx ? 23 : 20;  // the lowest bit of the exponent
   I32x16 bits;
   if constexpr (8 * I <= kBit) {
     bits = ShiftLeft<kBit - 8 * I>(words);
@@ -195,7 +196,7 @@ TM_HD F32x16 ScaleValue(I32x16 words) {
   }
 }
 
-// Scales of groups [first, first + 4) of 16 tokens, one byte each in `words` → meta.
+// Stores the scales of groups [first, first + 4) of 16 tokens, one byte each in `words`, to meta.
 template <KvCacheMode M>
 TM_HD void StoreScales(I32x16 words, float* meta) {
   Unroll<4>([&](auto i) __attribute__((always_inline)) {
@@ -203,8 +204,9 @@ TM_HD void StoreScales(I32x16 words, float* meta) {
   });
 }
 
-// 16 tokens' scales → meta[group][kTileTokens]. `rows` are the tokens' scale rows, `stride` bytes
-// each; this side's bytes begin at `offset`. The common shapes avoid the slow gather.
+// Loads the scales of 16 tokens to meta[group][kTileTokens]. `rows` are the tokens' scale rows,
+// `stride` bytes each; this side's bytes begin at `offset`. The common shapes avoid the slow
+// gather.
 template <KvCacheMode M>
 void LoadScales(const uint8_t* rows, int stride, int offset, int num_groups, float* meta) {
   if (stride == 8 && num_groups == 4) {
@@ -218,7 +220,7 @@ void LoadScales(const uint8_t* rows, int stride, int offset, int num_groups, flo
     StoreScales<M>(offset == 0 ? words[1] : words[3], meta + 4 * kTileTokens);
     return;
   }
-  if (num_groups < 4) {  // head_dim below 64: a dword would run past the row
+  if (num_groups < 4) {  // head_dim below 64: a dword would reach past the row
     for (int group = 0; group < num_groups; ++group) {
       int32_t bytes[16];
       for (int i = 0; i < 16; ++i) {
@@ -229,12 +231,12 @@ void LoadScales(const uint8_t* rows, int stride, int offset, int num_groups, flo
     return;
   }
   for (int group = 0; group < num_groups; group += 4) {
-    const int first = group + 4 <= num_groups ? group : num_groups - 4;  // never past the row
+    const int first = group + 4 <= num_groups ? group : num_groups - 4;  // never reads past the row
     StoreScales<M>(GatherDwords(rows + offset + first, stride), meta + first * kTileTokens);
   }
 }
 
-// 16 tokens' (scale, zero) → meta[2][kTileTokens] at column `column`.
+// Loads (scale, zero) of 16 tokens to meta[2][kTileTokens] at column `column`.
 inline void LoadAffine(DataType dtype, const uint8_t* params, float* meta, int column) {
   float* scale = meta + column;
   float* zero = meta + kTileTokens + column;
@@ -256,14 +258,14 @@ inline void LoadAffine(DataType dtype, const uint8_t* params, float* meta, int c
   }
 }
 
-// One side of a tile of kTileTokens positions, 16 tokens at a time.
+// One side of a tile of kTileTokens positions, in runs of 16 tokens.
 struct TileSide {
-  const uint8_t* rows[4] = {nullptr, nullptr, nullptr, nullptr};  // null: not read
+  const uint8_t* rows[4] = {nullptr, nullptr, nullptr, nullptr};  // null if the run is not read
   int64_t stride = 0;
   // kFp4: scales [head_dim / 16][kTileTokens]; int8, int4: scale[kTileTokens], zero[kTileTokens].
   float* meta = nullptr;
-  // The next tile's rows, which the kernels ask for as they go: all at once would be more than a
-  // core can have under way, and it would wait. Where there are none, `rows`.
+  // The rows of the next tile, or `rows` if there are none. The kernels prefetch them as they go:
+  // all at once would exceed the loads that a core can have in flight, and it would stall.
   const uint8_t* next[4] = {nullptr, nullptr, nullptr, nullptr};
 };
 
@@ -273,14 +275,14 @@ inline void PrefetchBytes(const std::byte* from, int64_t size) {
   }
 }
 
-// Line `line` of a 16-token run of the next tile.
+// Prefetches line `line` of a 16-token run of the next tile.
 TM_HD void PrefetchLine(const uint8_t* run, int line) { __builtin_prefetch(run + 64 * line); }
 
 // Lines of such a run that hold as many bytes as its values of 16 dimensions.
 constexpr int LinesPerGroup(Stored s) { return BitsOf(s) / 2; }
 
-// Fills `next` for the positions [tile, end) and asks for their metadata. Blocks lie apart, so that
-// the hardware's prefetcher starts anew with each. After OpenTile.
+// Fills `next` for the positions [tile, end) and prefetches their metadata. Blocks are not
+// contiguous, so the hardware prefetcher restarts with each block. Call it after OpenTile.
 inline void OpenNext(const KvHead& kv, KvSide side, int tile, int end, TileSide* out) {
   const KvLayerView& layer = *kv.layer;
   const int s = static_cast<int>(side);
@@ -295,7 +297,7 @@ inline void OpenNext(const KvHead& kv, KvSide side, int tile, int end, TileSide*
     const int slot = position & (layer.block_seq_len - 1);
     out->next[i] =
         reinterpret_cast<const uint8_t*>(layer.Payload(side, block, kv.head)) + slot * out->stride;
-    if (layer.scale_bytes[s] > 0 && side == KvSide::kK) {  // with the scales of V
+    if (layer.scale_bytes[s] > 0 && side == KvSide::kK) {  // the scales of V are stored with them
       const int64_t stride = layer.ScaleStride();
       PrefetchBytes(layer.Scales(side, block, kv.head) + slot * stride, 16 * stride);
     } else if (layer.param_bytes[s] > 0) {
@@ -305,7 +307,7 @@ inline void OpenNext(const KvHead& kv, KvSide side, int tile, int end, TileSide*
   }
 }
 
-// Finds the rows of the positions [tile + begin, tile + end) and reads their metadata.
+// Finds the rows of the positions [tile + begin, tile + end) and loads their metadata.
 inline void OpenTile(const KvHead& kv, KvSide side, int tile, int begin, int end, TileSide* out) {
   const KvLayerView& layer = *kv.layer;
   const int s = static_cast<int>(side);

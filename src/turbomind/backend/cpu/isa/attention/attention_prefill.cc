@@ -1,6 +1,6 @@
 // ⑦ Prefill: a block of query rows (new tokens × heads of one group) over all their positions. Each
-// tile of the cache is unpacked into scratch, once per view; then every row does, in the same
-// order, the operations that decode does, so the bits are the same.
+// tile of the cache is unpacked into scratch once per view. Each row then runs the same operations
+// in the same order as decode, so the bits are the same.
 
 #include <cstdint>
 
@@ -18,7 +18,7 @@ namespace turbomind::TM_ISA {
 namespace {
 
 #if defined(TM_ISA_amx)
-// FP4 goes through tiles, in either view's place.
+// Selects the AMX tile kernels for FP4 keys and values of a view.
 void UseTiles(TileFns& fns, bool keys, bool values) {
   if (keys) {
     fns.unpack_keys = UnpackKeysForTiles;
@@ -43,7 +43,7 @@ void RoundQueries(const Block& b, RoundedQuery (*round)(const float*, int, int32
   SplitQueries(b);
 }
 
-// Integer codes are computed in integers unless FP32 is asked for.
+// Selects the kernels of a view. Integer codes use integer arithmetic unless `exact` requests FP32.
 TileFns FindFns(const KvLayerView& layer, bool exact) {
   TileFns fns;
   DispatchStored(StoredAs(layer.format[0], layer.dtype), [&]<Stored S>() {
@@ -187,7 +187,7 @@ void PrefillRows(const PrefillRowsArgs& args) {
     RoundQueries(b, views[0].fns.round);
   }
   if (num_views == 2) {
-    views[1] = MakeView(args, true);  // 16 bit: not rounded
+    views[1] = MakeView(args, true);  // 16-bit values: queries are not rounded
   }
   const int begin = b.visible[0].begin;
   const int end = b.visible[args.num_tokens - 1].end;

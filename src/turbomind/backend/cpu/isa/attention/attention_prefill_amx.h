@@ -1,13 +1,13 @@
 #pragma once
 
-// ⑦ Prefill over FP4 codes on AMX tiles: the exact sums of attention_prefill_integer.h, so the same
-// bits. A register of sums is 16 rows of queries by 16 tokens or 16 dimensions.
+// ⑦ Prefill over FP4 codes on AMX tiles. The sums are exact, as in attention_prefill_integer.h, so
+// the bits are the same. A register of sums is 16 rows of queries by 16 tokens or 16 dimensions.
 //
-// Scores. A query's 16 bits are two BF16 numbers, 256 * high and low, side by side; the codes of 16
-// dimensions lie twice below each other, so that one product of 32 gives a group's sum:
-// |Σ| <= 16 * 12 * 32767 < 2^24, exact in FP32.
-// Values. A weight's 16 bits are two unsigned bytes, which have tiles of sums of their own; one
-// product takes all 64 tokens of a tile.
+// Scores: a query's 16 bits are two BF16 numbers side by side, 256 * high and low. The codes of 16
+// dimensions are stored twice, one copy below the other, so that one product of 32 gives a group's
+// sum. |Σ| <= 16 * 12 * 32767 < 2^24 is exact in FP32.
+// Values: a weight's 16 bits are two unsigned bytes with separate tiles of sums. One product covers
+// all 64 tokens of a tile.
 
 #include <immintrin.h>
 
@@ -20,7 +20,7 @@ namespace turbomind::TM_ISA {
 
 inline constexpr int kTileRegister = 1024;  // bytes of 16 rows
 inline constexpr int kRegisterRows = 16;
-inline constexpr int kScoreGroups = 4;  // whose sums are made side by side
+inline constexpr int kScoreGroups = 4;  // groups whose sums are computed together
 
 // E2M1 values times two, as BF16.
 alignas(64) inline constexpr uint16_t kDoubledE2m1Bf16[16] = {
@@ -48,7 +48,7 @@ constexpr UpperHalves MakeUpperHalves() {
 }
 inline constexpr UpperHalves kUpperHalves = MakeUpperHalves();
 
-// b.pairs → b.halves: for each row and group bf16[2][16], in the order of the pairs.
+// Splits b.pairs into b.halves: for each row and group bf16[2][16], in the order of the pairs.
 inline void SplitQueries(const Block& b) {
   const __m512i upper = _mm512_load_si512(kUpperHalves.from);
   const int groups = b.rows * b.head_dim / 16;
@@ -66,8 +66,8 @@ inline void SplitQueries(const Block& b) {
   }
 }
 
-// Codes → b.keys: for each group of 16 dimensions and run of 16 tokens bf16[2][8][16 tokens][2],
-// the same twice.
+// Unpacks codes to b.keys: for each group of 16 dimensions and run of 16 tokens bf16[2][8][16
+// tokens][2], with two equal halves.
 inline void UnpackKeysForTiles(const Block& b) {
   const ShortTable table = LoadShortTable(reinterpret_cast<const int16_t*>(kDoubledE2m1Bf16));
   const TileSide& side = b.side[0];
@@ -81,7 +81,7 @@ inline void UnpackKeysForTiles(const Block& b) {
       LoadTransposed(side.rows[part] + base / 2, side.stride, words);
       Unroll<16>([&](auto index) __attribute__((always_inline)) {
         constexpr int j = decltype(index)::value;
-        if (j < kGroupPairs || base + 16 < b.head_dim) {  // else the load ran into the next row
+        if (j < kGroupPairs || base + 16 < b.head_dim) {  // else this is part of the next row
           const int group = base / 16 + j / kGroupPairs;
           uint8_t* to = keys + (group * 4 + part) * kTileRegister + j % kGroupPairs * 64;
           const I32x16 pairs = KeyPairs<Stored::kFp4, j>(words, table);
@@ -98,7 +98,8 @@ struct RegisterSums {
   alignas(64) int32_t of[kRegisterRows * 16];
 };
 
-// Registers 0 to N - 1: the sums of groups [group, group + N), 16 rows, one run of tokens.
+// Computes the sums of groups [group, group + N) in registers 0 to N - 1, for 16 rows and one run
+// of tokens.
 template <int N>
 TM_HD void SumScores(const Block& b, int row, int group, int part) {
   const float* queries = b.halves + (row * b.head_dim / 16 + group) * 16;
@@ -142,8 +143,8 @@ TM_HD void ScaleScores(const Block& b, int row, int group, int part,
   }
 }
 
-// Groups [group, group + N) of all rows and tokens. The sums of one register's worth are scaled
-// while the next ones are made.
+// Computes the groups [group, group + N) for all rows and tokens. The sums of one register are
+// scaled while the next ones are computed.
 template <int N>
 void ScoreGroups(const Block& b, int group) {
   RegisterSums sums[2][kScoreGroups];
@@ -170,7 +171,8 @@ inline void ScoreTileOnTiles(const Block& b) {
   }
 }
 
-// Where a nibble of 4 tokens' 8 bytes comes to be in [16 dimensions][4 tokens].
+// The permutation from 8 bytes each of 4 tokens to [16 dimensions][4 tokens], before the nibbles
+// are selected.
 struct ValueOrder {
   alignas(64) uint8_t from[64];
 };
@@ -191,8 +193,8 @@ TM_HD int64_t LoadEight(const uint8_t* p) {
   return bytes;
 }
 
-// Codes → b.values: for each group int8[16][16 dimensions][4 tokens]. Row 4 * i + j holds the
-// tokens from 16 * j + 4 * i on, as RoundWeightsForTiles packs them.
+// Unpacks codes to b.values: for each group int8[16][16 dimensions][4 tokens]. Row 4 * i + j holds
+// the tokens from 16 * j + 4 * i on, in the order of RoundWeightsForTiles.
 inline void UnpackValuesForTiles(const Block& b) {
   const __m512i order = _mm512_load_si512(kValueOrder.from);
   const __m512i table =
@@ -221,14 +223,14 @@ inline void UnpackValuesForTiles(const Block& b) {
   }
 }
 
-// Weights of 16 rows: unsigned bytes, for each row and group the high ones of 64 tokens, then the
-// low ones.
+// The weights of 16 rows as unsigned bytes: for each row and group, the high bytes of 64 tokens,
+// then the low ones.
 struct TileWeights {
   alignas(64) uint8_t bytes[kRegisterRows][kMaxHeadDim / 16][2 * kTileTokens];
   float f[kRegisterRows][kMaxHeadDim / 16];  // TileFactors: f * tile
 };
 
-// int16(weight * r) of a row, as in RoundWeights.
+// Computes int16(weight * r) of a row like RoundWeights, split into high and low bytes.
 TM_HD void RoundWeightsForTiles(const float* weights, const ValueScales& scales, int groups,
                                 uint8_t (*to)[2 * kTileTokens]) {
   F32x16 w[4];
@@ -252,7 +254,7 @@ TM_HD void RoundWeightsForTiles(const float* weights, const ValueScales& scales,
   }
 }
 
-// Registers S (high) and S + 1 (low): 16 rows, one group.
+// Computes the sums of 16 rows and one group in the registers S (high) and S + 1 (low).
 template <int S>
 TM_HD void SumValues(const Block& b, const TileWeights& weights, int group) {
   constexpr int64_t kStride = sizeof(weights.bytes[0]);
@@ -274,12 +276,12 @@ TM_HD void AddSums(const Block& b, const TileWeights& weights, int row, int grou
   for (int r = 0; r < rows; ++r, o += stride) {
     const I32x16 sum =
         Add(ShiftLeft<8>(LoadInt(sums[0].of + 16 * r)), LoadInt(sums[1].of + 16 * r));
-    // AddTile, with f * tile multiplied before.
+    // This is AddTile with f * tile already multiplied.
     Store(o, Fma(ToFloat(sum), Set1(weights.f[r][group]), Mul(Load(o), Set1(old[r]))));
   }
 }
 
-// All groups of 16 rows from `row` on.
+// Adds all groups of the 16 rows from `row` on.
 TM_HD void AddRowsOnTiles(const Block& b, const TileWeights& weights, int row) {
   RegisterSums sums[2][2];
   const int groups = b.head_dim / 16;

@@ -1,6 +1,6 @@
 #pragma once
 
-// ⑦ What the kernels of prefill attention work on: the query rows of one item and one tile.
+// ⑦ The data of the prefill attention kernels: the query rows of one item and one tile.
 
 #include <cstdint>
 
@@ -19,29 +19,29 @@ inline constexpr int kRows = 2;
 inline constexpr int kColumns = 2;
 #endif
 
-// Everything one item works on; the arrays lie in the caller's scratch.
+// The working data of one item. The arrays point into the caller's scratch.
 struct Block {
   const PrefillRowsArgs* args = nullptr;
   int head_dim = 0;
   int rows = 0;  // tokens * group
-  // FP32 kernels: [head_dim, kTileTokens] and [kTileTokens, head_dim]; integer ones: pairs of
-  // dimensions [head_dim / 2, kTileTokens] and of tokens [kTilePairs, head_dim]. Values are in the
-  // order of the layer's values.
+  // FP32 kernels store [head_dim, kTileTokens] and [kTileTokens, head_dim]. Integer kernels store
+  // pairs of dimensions [head_dim / 2, kTileTokens] and pairs of tokens [kTilePairs, head_dim].
+  // Values are in the order of the layer's values.
   float* keys = nullptr;
   float* values = nullptr;
   TileSide side[2];
   float* scores = nullptr;  // [rows, kTileTokens]
   float* q = nullptr;       // [rows, head_dim]
-  float* o = nullptr;       // [rows, head_dim] of the split
+  float* o = nullptr;       // [rows, head_dim] for the split
   float* total_o = nullptr;
-  SoftmaxState* state = nullptr;  // [rows] of the split
+  SoftmaxState* state = nullptr;  // [rows] for the split
   SoftmaxState* total = nullptr;
   float* old = nullptr;          // [rows] SoftmaxState::Factors of the tile
   float* tile = nullptr;         // [rows]
   float* qsum = nullptr;         // [rows]
-  int32_t* pairs = nullptr;      // [rows, head_dim / 2] rounded queries, where keys are integers
-  float* halves = nullptr;       // the same for tiles (amx/), [rows, a multiple of 16][head_dim]
-  float* q_scale = nullptr;      // [rows] of RoundedQuery
+  int32_t* pairs = nullptr;      // [rows, head_dim / 2] rounded queries, if keys are integers
+  float* halves = nullptr;       // for AMX tiles: [rows, a multiple of 16][head_dim]
+  float* q_scale = nullptr;      // [rows] RoundedQuery::scale
   float* rounded_sum = nullptr;  // [rows]
   Visible* visible = nullptr;    // [tokens]
 
@@ -51,31 +51,32 @@ struct Block {
 
 struct View;
 
-// How a tile is read, by the way K and V are stored.
+// The functions that process a tile, selected by the storage of K and V.
 struct TileFns {
   void (*unpack_keys)(const Block&) = nullptr;
   void (*score)(const Block&) = nullptr;
-  // Positions `any` of the tile, which begins at position `tile`; the scores have become weights.
+  // Adds the positions `any` of the tile that begins at position `tile`. The scores are now
+  // weights.
   void (*add_values)(const Block&, const View&, int tile, const Seen& any) = nullptr;
-  RoundedQuery (*round)(const float* q, int head_dim, int32_t* pairs) = nullptr;  // or FP32 keys
+  RoundedQuery (*round)(const float* q, int head_dim, int32_t* pairs) = nullptr;  // null: FP32 keys
   bool rounds_weights = false;
 };
 
-// One view of the cache: the layer's pool or the 16-bit one.
+// One view of the cache: the layer's quantized pool or its 16-bit window.
 struct View {
   KvHead kv;
   TileFns fns;
-  float scale = 1.f;        // from sums to scores
-  float value_scale = 1.f;  // of the weights of its values
+  float scale = 1.f;        // factor from sums to scores
+  float value_scale = 1.f;  // factor of the weights of its values
   bool window16 = false;
-  bool interleave = false;  // its values have yet to get the order of o
+  bool interleave = false;  // its values must be reordered to the order of o
 };
 
 inline Seen SeenByRow(const Block& b, const View& view, int tile, int row) {
   return SeenOf(b.visible[row / b.args->group], tile, view.window16);
 }
 
-// What any of the rows sees.
+// Returns the smallest range that covers what any of the rows sees.
 inline Seen SeenByAny(const Block& b, const View& view, int tile) {
   Seen all = {kTileTokens, 0};
   for (int token = 0; token < b.args->num_tokens; ++token) {
@@ -87,7 +88,7 @@ inline Seen SeenByAny(const Block& b, const View& view, int tile) {
   return all;
 }
 
-// Whether every row sees all of the tile.
+// Returns true if every row sees all of the tile.
 inline bool AllSeeAll(const Block& b, const View& view, int tile) {
   for (int token = 0; token < b.args->num_tokens; ++token) {
     const Seen seen = SeenOf(b.visible[token], tile, view.window16);

@@ -1,9 +1,9 @@
 #pragma once
 
-// ⑦ Prefill in FP32: a tile of the cache is dequantized into scratch (keys transposed and unscaled,
-// values scaled), then every row does, in the same order, the operations that decode does.
+// ⑦ Prefill in FP32. A tile of the cache is dequantized into scratch: keys transposed and unscaled,
+// values scaled. Each row then runs the same operations in the same order as decode.
 //
-// Compute bound: kRows × 4 registers of sums per pass, 24 FMAs for 10 loads with AVX-512.
+// Compute bound: each pass keeps kRows × 4 registers of sums, 24 FMAs for 10 loads with AVX-512.
 
 #include <cstdint>
 
@@ -25,7 +25,7 @@ void UnpackKeys(const Block& b) {
       float* keys = b.keys + base * kTileTokens + 16 * part;
       Unroll<PieceDims(S)>([&](auto index) __attribute__((always_inline)) {
         constexpr int j = decltype(index)::value;
-        if (j < 16 || base + 16 < b.head_dim) {  // else the load ran into the next row
+        if (j < 16 || base + 16 < b.head_dim) {  // else this is part of the next row
           Store(keys + j * kTileTokens, KeyLane<S>(words, j, table));
         }
       });
@@ -33,7 +33,7 @@ void UnpackKeys(const Block& b) {
   }
 }
 
-// Tokens [begin, end) of the tile; returns whether all values are finite.
+// Unpacks the tokens [begin, end) of the tile. Returns true if all values are finite.
 template <Stored S>
 bool UnpackValues(const Block& b, int begin, int end) {
   const ValueReader<S> reader;
@@ -50,7 +50,7 @@ bool UnpackValues(const Block& b, int begin, int end) {
   return Count(Less(largest, Set1Int(0x7f800000))) == kLanes;
 }
 
-// Scores of R rows and C columns of 16 tokens, each summed as decode does.
+// Computes the scores of R rows and C columns of 16 tokens. Each sum has the order of decode.
 template <bool kGrouped, bool kAffine, int R, int C>
 TM_HD void ScoreRows(const Block& b, int row, int column) {
   const float* meta = b.side[0].meta + column;
@@ -117,7 +117,7 @@ void ScoreTile(const Block& b) {
   }
 }
 
-// o = o * correction + Σ weight · v over the tokens [begin, end) of the tile.
+// Computes o = o * correction + Σ weight · v over the tokens [begin, end) of the tile.
 template <int R, int G>
 TM_HD void AddRows(const Block& b, int row, int group, int begin, int end) {
   float* out = b.o + row * b.head_dim + 16 * group;
@@ -174,7 +174,7 @@ void AddTileValues(const Block& b, const View& view, int tile, const Seen& any) 
     InterleaveRow(b.values + token * b.head_dim, b.head_dim);
   }
   int row = 0;
-  // A hidden token has weight 0 and leaves a sum as it is, unless its value is NaN or infinite.
+  // A hidden token has weight 0 and leaves a sum unchanged, unless its value is NaN or infinite.
   for (; all_finite && row + kRows <= b.rows; row += kRows) {
     AddRowsAllDims<kRows>(b, row, any.begin, any.end);
   }

@@ -1,7 +1,7 @@
 #pragma once
 
-// ⑦ Prefill over integer codes in integers (attention_integer.h): a tile of the cache is unpacked
-// into pairs of int16, then every row does what decode does.
+// ⑦ Prefill over integer codes in integer arithmetic (attention_integer.h). A tile of the cache is
+// unpacked into pairs of int16. Each row then runs the same operations as decode.
 //
 // Compute bound: 24 vpdpwssd of 32 products for 4 loads with AVX-512.
 
@@ -25,7 +25,7 @@ void UnpackKeyPairs(const Block& b) {
       int32_t* keys = b.key_pairs() + base / 2 * kTileTokens + 16 * part;
       Unroll<PieceDims(S) / 2>([&](auto index) __attribute__((always_inline)) {
         constexpr int j = decltype(index)::value;
-        if (j < kGroupPairs || base + 16 < b.head_dim) {  // else the load ran into the next row
+        if (j < kGroupPairs || base + 16 < b.head_dim) {  // else this is part of the next row
           StoreInt(keys + j * kTileTokens, KeyPairs<S, j>(words, table));
         }
       });
@@ -33,7 +33,7 @@ void UnpackKeyPairs(const Block& b) {
   }
 }
 
-// fn(Index<r>(), Index<c>()) for all r < R and c < C.
+// Calls fn(Index<r>(), Index<c>()) for all r < R and c < C.
 template <int R, int C, class F>
 TM_HD void UnrollPairs(F fn) {
   Unroll<R>([&](auto r) __attribute__((always_inline)) {
@@ -41,7 +41,7 @@ TM_HD void UnrollPairs(F fn) {
   });
 }
 
-// Scores of R rows and C columns of 16 tokens.
+// Computes the scores of R rows and C columns of 16 tokens.
 template <Stored S, int R, int C>
 TM_HD void ScoreRowsInteger(const Block& b, int row, int column) {
   const float* meta = b.side[0].meta + column;
@@ -94,8 +94,8 @@ void ScoreTileInteger(const Block& b) {
   }
 }
 
-// Whole runs of 16 tokens: what is hidden has a weight of zero. Quads stay in the order of their
-// lanes.
+// Unpacks whole runs of 16 tokens, because hidden tokens have a weight of zero. Quads stay in the
+// order of their lanes.
 template <Stored S>
 void UnpackValuePairs(const Block& b, int begin, int end) {
   const ShortTable table = CodeTable<S>();
@@ -119,7 +119,7 @@ void UnpackValuePairs(const Block& b, int begin, int end) {
   }
 }
 
-// The weights of a few rows, rounded, and what else decides how they come to o.
+// The rounded weights of a few rows and the factors that add their sums to o.
 template <int R>
 struct RowWeights {
   static constexpr int kPairs = kMaxHeadDim / 16 * kTilePairs;
@@ -128,7 +128,7 @@ struct RowWeights {
   float zero[R];
 };
 
-// Row `row + r` of o = o * old + tile * f * sum: 16 dimensions.
+// Computes o = o * old + tile * f * sum for row `row + r` and 16 dimensions.
 template <Stored S, int R>
 TM_HD void AddRowSum(const Block& b, const RowWeights<R>& weights, int row, int r, int group,
                      I32x16 sum) {
@@ -139,8 +139,8 @@ TM_HD void AddRowSum(const Block& b, const RowWeights<R>& weights, int row, int 
                {b.old[at], b.tile[at], weights.f[r][IsAffine(S) ? 0 : group], weights.zero[r]}));
 }
 
-// The runs of 16 tokens that `any` touches, for the rows [row + first, row + first + N) and four
-// groups in a quad.
+// Adds the four groups of a quad for the rows [row + first, row + first + N). It reads every run of
+// 16 tokens that `any` touches.
 template <Stored S, int N, int R>
 TM_HD void AddQuadOfRows(const Block& b, const RowWeights<R>& weights, int row, int first,
                          int group, const Seen& any) {
@@ -179,11 +179,11 @@ TM_HD void AddQuadOfRows(const Block& b, const RowWeights<R>& weights, int row, 
   });
 }
 
-// The same for G groups that are read one by one, and R rows.
+// Adds G groups that are read one by one, for R rows.
 template <Stored S, int R, int G>
 TM_HD void AddPairs(const Block& b, const RowWeights<R>& weights, int row, int group,
                     const Seen& any) {
-  constexpr int kStep = IsAffine(S) ? 0 : 1;  // groups have weights of their own, or share them
+  constexpr int kStep = IsAffine(S) ? 0 : 1;  // groups have weights of their own or share them
   I32x16 sum[R][G];
   UnrollPairs<R, G>([&](auto r, auto g) __attribute__((always_inline)) {
     sum[decltype(r)::value][decltype(g)::value] = Set1Int(0);
@@ -207,7 +207,7 @@ TM_HD void AddPairs(const Block& b, const RowWeights<R>& weights, int row, int g
   });
 }
 
-// Rows whose sums of a quad fit the registers.
+// Number of rows whose sums of a quad fit in the registers.
 inline constexpr int kQuadRows = kRows * kColumns / 4;
 
 template <Stored S, int R>

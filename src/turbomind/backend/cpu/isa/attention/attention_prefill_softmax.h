@@ -1,7 +1,7 @@
 #pragma once
 
-// ⑦ The softmax of a prefill tile: scores of a block of query rows → weights. Rows that see all of
-// the tile go four at a time with AVX-512.
+// ⑦ The softmax of a prefill tile: turns the scores of a block of query rows into weights. With
+// AVX-512, rows that see all of the tile are processed four at a time.
 
 #include <cstdint>
 
@@ -48,7 +48,7 @@ inline int UpdateRowsInFours(const Block& b, const View& view) {
 inline int UpdateRowsInFours(const Block& /*block*/, const View& /*view*/) { return 0; }
 #endif
 
-// `all`: every row sees all of the tile.
+// Updates all rows. `all` must be true only if every row sees all of the tile.
 inline void UpdateSoftmax(const Block& b, const View& view, int tile, bool all) {
   int row = all && view.fns.rounds_weights ? UpdateRowsInFours(b, view) : 0;
   for (; row < b.rows; ++row) {

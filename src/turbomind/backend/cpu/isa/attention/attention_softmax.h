@@ -1,7 +1,7 @@
 #pragma once
 
-// ⑦ Online softmax of one query head: tiles into a split, splits into the result. The same code for
-// prefill and decode, so the same bits.
+// ⑦ Online softmax of one query head: merges tiles into a split and splits into the result. Prefill
+// and decode share this code, so they return the same bits.
 
 #include <cstdint>
 
@@ -12,7 +12,7 @@ namespace turbomind::TM_ISA {
 
 inline constexpr float kLog2E = 1.44269504f;
 
-// The scores of a tile, the hidden ones -infinity.
+// The scores of a tile; hidden positions are -infinity.
 struct TileScores {
   F32x16 s[4];
   float largest;
@@ -33,7 +33,7 @@ TM_HD TileScores ReadScores(const float* scores, float scale, int begin, int end
   return tile;
 }
 
-// 2^(score - shift) → weights; returns their sum.
+// Writes 2^(score - shift) to weights and returns the sum of the weights.
 TM_HD float StoreWeights(const TileScores& tile, float shift, float* weights) {
   const F32x16 lowered = Set1(shift);
   F32x16 w[4];
@@ -44,7 +44,7 @@ TM_HD float StoreWeights(const TileScores& tile, float shift, float* weights) {
   return ReduceAdd(Add(Add(w[0], w[1]), Add(w[2], w[3])));
 }
 
-// 2^n for an integer n <= 0; 0 below -126 and for NaN.
+// Returns 2^n for an integer n <= 0, and 0 if n is below -126 or NaN.
 TM_HD float PowerOfTwo(float n) {
   if (!(n >= -126.f)) {
     return 0.f;
@@ -55,13 +55,14 @@ TM_HD float PowerOfTwo(float n) {
   return power;
 }
 
-// (m, l) of a state; o is elsewhere. m is an integer, so that states are scaled by powers of two.
+// The state (m, l); o is stored elsewhere. m is an integer, so that states are scaled by powers of
+// two.
 struct SoftmaxState {
   float m = -__builtin_inff();
   float l = 0.f;
 
-  // Turns the scores of a tile (positions [begin, end) of it are visible) into 2^(score - m) in
-  // place and returns what o has to be multiplied with. A NaN score makes the state NaN.
+  // Replaces the scores of a tile, of which positions [begin, end) are visible, with 2^(score - m).
+  // Returns the factor of o. A NaN score makes the state NaN.
   TM_HD float Update(float* scores, float scale, int begin, int end) {
     const TileScores tile = ReadScores(scores, scale, begin, end);
     const float top = __builtin_ceilf(tile.largest);
@@ -72,8 +73,8 @@ struct SoftmaxState {
     return correction;
   }
 
-  // The same with 2^(score - n), n the tile's own largest score rounded up: the largest weight lies
-  // in (1/2, 1], and o becomes old * o + tile * (sum of the tile).
+  // Replaces the scores with 2^(score - n), where n is the tile's own largest score, rounded up.
+  // The largest weight is in (1/2, 1], and o becomes old * o + tile * (sum of the tile).
   struct Factors {
     float old;
     float tile;
@@ -89,7 +90,7 @@ struct SoftmaxState {
     return factors;
   }
 
-  // Adds a later split's state; o and other_o have head_dim values.
+  // Merges the state of a later split into this one. o and other_o have head_dim values.
   TM_HD void Merge(const SoftmaxState& other, float* o, const float* other_o, int head_dim) {
     if (other.l == 0.f) {
       return;
@@ -111,7 +112,8 @@ struct SoftmaxState {
     }
   }
 
-  // The factor that turns o into the output. A sink, lowered by `shift`, adds weight and no value.
+  // Returns the factor that turns o into the output. A sink, lowered by `shift`, adds weight but no
+  // value.
   TM_HD float Finish(const float* sink, float shift, float value_scale) {
     if (l == 0.f) {
       return 0.f;
@@ -127,7 +129,7 @@ struct SoftmaxState {
   }
 };
 
-// Σ q in one fixed order: the zero points' share of a score.
+// Returns Σ q in one fixed order, which the zero points of the keys are multiplied with.
 TM_HD float SumRow(const float* q, int head_dim) {
   F32x16 sum = Zero();
   for (int d = 0; d < head_dim; d += kLanes) {
@@ -136,13 +138,14 @@ TM_HD float SumRow(const float* q, int head_dim) {
   return ReduceAdd(sum);
 }
 
-// From sums over codes to scores in units of log2: softmax scale times the keys' factor g.
+// Returns the factor from sums over codes to scores in units of log2: softmax scale times the keys'
+// g.
 TM_HD float ScoreScale(const KvHead& kv, float softmax_scale) {
   const float* g = kv.layer->global_scale[0];
   return (g != nullptr ? softmax_scale * g[kv.head] : softmax_scale) * kLog2E;
 }
 
-// out = o * factor; adding zero turns -0 into 0, as hidden tokens may have done on the way.
+// Writes out = o * factor. Adding zero turns -0, which hidden tokens can produce, into 0.
 TM_HD void WriteOutput(const float* o, int head_dim, float factor, float* out) {
   for (int d = 0; d < head_dim; d += kLanes) {
     Store(out + d, Fma(Load(o + d), Set1(factor), Zero()));

@@ -1,9 +1,9 @@
 #pragma once
 
-// ⑦ The softmax of rows of a tile, for decode and prefill: one at a time, or
-// SoftmaxState::UpdateTile of up to four at once with AVX-512. One row is a chain of dependent
-// instructions from its largest score to its sum; several overlap, and share what is done once per
-// row. The same additions in the same order, so the same bits.
+// ⑦ The softmax of rows of a tile, for decode and prefill: one row at a time, or
+// SoftmaxState::UpdateTile of up to four rows at once with AVX-512. One row is a chain of dependent
+// instructions from its largest score to its sum. Several rows overlap and share the work that is
+// done once per row. The additions and their order are the same, so the bits are the same.
 
 #include <cstdint>
 
@@ -14,18 +14,18 @@
 
 namespace turbomind::TM_ISA {
 
-// All arrays have an element per row.
+// The rows of one call. All arrays have one element per row.
 struct TileRows {
   float* scores;       // [kTileTokens] each; become weights
-  const float* scale;  // from sums to scores
+  const float* scale;  // factor from sums to scores
   SoftmaxState* state;
   float* old;   // SoftmaxState::Factors
-  float* tile;  // the same, times value_scale
+  float* tile;  // the tile's factor times value_scale
   float value_scale;
 };
 
-// One row, which sees [seen.begin, seen.end) of the tile, not nothing. Where weights are not
-// rounded the factor is in them, and `tile` stays as it is.
+// Updates one row that sees the positions [seen.begin, seen.end) of the tile. If the weights are
+// not rounded, they include value_scale, and `tile` is left unchanged. REQUIRES: a nonempty range.
 inline void UpdateOneRow(const TileRows& row, const Seen& seen, bool rounds_weights) {
   if (rounds_weights) {
     const auto factors = row.state->UpdateTile(row.scores, *row.scale, seen.begin, seen.end);
@@ -39,7 +39,7 @@ inline void UpdateOneRow(const TileRows& row, const Seen& seen, bool rounds_weig
 
 #if defined(TM_ISA_avx512)
 
-// Lane i is ReduceAdd(a[i % 4]): the same additions.
+// Returns ReduceAdd(a[i % 4]) in lane i, with the same additions.
 TM_HD __m512 SumOfEach(const F32x16 (&a)[4]) {
   const auto halves = [](__m512 x, __m512 y) __attribute__((always_inline)) {
     return _mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x44), _mm512_shuffle_f32x4(x, y, 0xee));
@@ -54,7 +54,7 @@ TM_HD __m512 SumOfEach(const F32x16 (&a)[4]) {
   return _mm512_permutexvar_ps(of_row, one);
 }
 
-// PowerOfTwo of each lane.
+// Applies PowerOfTwo to each lane.
 TM_HD __m512 PowersOf2(__m512 n) {
   const __mmask16 in_range = _mm512_cmp_ps_mask(n, _mm512_set1_ps(-126.f), _CMP_GE_OQ);
   const __m512i exponent =
@@ -62,8 +62,8 @@ TM_HD __m512 PowersOf2(__m512 n) {
   return _mm512_castsi512_ps(_mm512_maskz_slli_epi32(in_range, exponent, 23));
 }
 
-// SoftmaxState::UpdateTile of N rows, which see all of the tile. A row with a NaN among its scores
-// gets another m, and as there a sum of NaN, which its output becomes.
+// Applies SoftmaxState::UpdateTile to N rows that see all of the tile. A row with a NaN among its
+// scores gets a different m than there. As there, its sum is NaN, and so is its output.
 template <int N>
 TM_HD void UpdateRows(const TileRows& rows) {
   static_assert(2 <= N && N <= 4);

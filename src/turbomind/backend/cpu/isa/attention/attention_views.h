@@ -1,7 +1,7 @@
 #pragma once
 
-// ⑦ The part of a tile that a query reads from each view of the cache: the quantized pool and the
-// 16-bit pool (kv/precision_window.h).
+// ⑦ The part of a tile that a query sees in each view of the cache (kv/precision_window.h): the
+// layer's quantized pool and its 16-bit window.
 
 #include "turbomind/backend/cpu/isa/simd/simd.h"
 #include "turbomind/backend/cpu/kv_kernels.h"
@@ -11,7 +11,7 @@ namespace turbomind::TM_ISA {
 TM_HD int MaxOf(int a, int b) { return a > b ? a : b; }
 TM_HD int MinOf(int a, int b) { return a < b ? a : b; }
 
-// Positions [begin, end) of one query; [sink_end, recent_begin) of them are quantized.
+// The visible positions [begin, end) of one query. [sink_end, recent_begin) of them are quantized.
 struct Visible {
   int begin;
   int end;
@@ -26,13 +26,14 @@ TM_HD Visible MakeVisible(const PrecisionWindow& rule, int position, int begin, 
   return {begin, end, rule.SinkEnd(), rule.RecentBegin(position)};
 }
 
-// Positions [begin, end) of a tile; none if begin >= end.
+// Positions [begin, end) of a tile; empty if begin >= end.
 struct Seen {
   int begin;
   int end;
 };
 
-// One range per tile and view: sink_end is a multiple of kTileTokens.
+// Returns what a query sees of a tile in one view. It is a single range, because sink_end is a
+// multiple of kTileTokens.
 TM_HD Seen SeenOf(const Visible& v, int tile, bool window16) {
   const bool sinks = tile < v.sink_end;
   const int begin =
@@ -46,7 +47,7 @@ TM_HD float ValueScale(const KvHead& kv) {
   return g != nullptr ? g[kv.head] : 1.f;
 }
 
-// The softmax weights of a tile times the factor of its values.
+// Multiplies the softmax weights of a tile with the factor of its values.
 TM_HD void ScaleWeights(float* weights, float factor) {
   if (factor == 1.f) {
     return;

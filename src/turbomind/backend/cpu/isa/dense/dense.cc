@@ -1,5 +1,5 @@
-// ⑥⑦ RMSNorm and gated activations of one row, with the same bits in every instruction set: lanes
-// of simd.h, or loops over lanes that the compiler turns into vectors, without contraction.
+// ⑥⑦ RMSNorm and gated activations of one row, with the same bits in every instruction set. They
+// use the lanes of simd.h, or loops over lanes that the compiler vectorizes, without contraction.
 
 #include "turbomind/backend/cpu/isa/dense/dense.h"
 
@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kSums = 64;  // four 512-bit sums hide the latency of addition
 
-// exp(x) clipped to [-87, 88]; relative error below 2e-7.
+// Returns exp(x) with x clipped to [-87, 88]; relative error below 2e-7.
 TM_HD F32x16 Exp(F32x16 x) {
   const F32x16 log2e = Set1(1.44269504f);
   const F32x16 ln2_high = Set1(0.693359375f);  // few bits: n * ln2_high is exact
@@ -55,7 +55,7 @@ TM_HD float SumOfSquares(const float* x, int dim) {
   return lanes[0];
 }
 
-// 16 elements of gate_up.
+// 16 elements each of gate and up.
 struct GateAndUp {
   F32x16 gate;
   F32x16 up;
@@ -64,7 +64,7 @@ TM_HD GateAndUp ReadPairs(const float* in) {
   return {FromBits(LoadEverySecond<0>(in)), FromBits(LoadEverySecond<1>(in))};
 }
 
-// out[i] = fn(gate[i], up[i]) of one row.
+// Computes out[i] = fn(gate[i], up[i]) for one row.
 template <class Fn>
 TM_HD void Gate(const GatedActivationParams& params, int64_t row, Fn fn) {
   const int64_t dim = params.dim;
@@ -115,7 +115,7 @@ void GatedActivationRow(const GatedActivationParams& params, int64_t row) {
       return Gate(params, row, [limit = params.limit](F32x16 gate, F32x16 up) {
         const F32x16 max_value = Set1(limit);
         const F32x16 min_value = Set1(-limit);
-        const F32x16 g = Min(max_value, gate);  // NaN stays
+        const F32x16 g = Min(max_value, gate);  // NaN remains NaN
         const F32x16 u = Max(min_value, Min(max_value, up));
         const F32x16 swish = Mul(g, Sigmoid(Mul(Set1(1.702f), g)));
         return Mul(swish, Add(u, Set1(1.f)));

@@ -1,6 +1,6 @@
 #pragma once
 
-// Row kernels of one instruction set; see dense_kernels.cuh for the arguments.
+// Row kernels of one instruction set; see dense_kernels.h for the arguments.
 
 #include "turbomind/backend/cpu/dense_kernels.h"
 

@@ -1,7 +1,7 @@
 #pragma once
 
-// ⑥ Encoders of rows whose length is a multiple of 16, in lanes: bit for bit what kv/codec.h
-// defines.
+// ⑥ Encoders of rows whose length is a multiple of 16. They use lanes and return exactly the bits
+// that kv/codec.h defines.
 
 #include <cstdint>
 
@@ -25,7 +25,7 @@ TM_HD int CountBeyond(F32x16 x, float limit) {
          CountNonfinite(x);
 }
 
-// Rounded to the cache dtype.
+// Rounds to the cache dtype.
 TM_HD F32x16 RoundLanes(F32x16 x, DataType dtype) {
   if (dtype == DataType::kFloat32) {
     return x;
@@ -39,7 +39,7 @@ TM_HD F32x16 RoundLanes(F32x16 x, DataType dtype) {
   return Select(NanLanes(x), x, FromBits(rounded));
 }
 
-// NaN counts as 0, infinities as the largest finite value.
+// Replaces NaN with 0 and infinities with the largest finite value.
 TM_HD F32x16 FiniteLanes(F32x16 x, DataType dtype) {
   const F32x16 max_value = Set1(LargestFinite(dtype));
   const F32x16 min_value = Set1(-LargestFinite(dtype));
@@ -48,8 +48,8 @@ TM_HD F32x16 FiniteLanes(F32x16 x, DataType dtype) {
 
 // --- FP4 --------------------------------------------------------------------------------------
 
-// The E2M1 value nearest to x >= 0, ties to the even code. Adding 1.5 * 2^22 times x's binade
-// leaves one bit behind its leading one; below 1 the steps stay 0.5.
+// Returns the E2M1 value nearest to x >= 0, ties to the even code. Adding 1.5 * 2^22 times x's
+// binade leaves one bit after the leading one. Below 1, the steps stay 0.5.
 TM_HD F32x16 NearestE2m1(F32x16 x) {
   const F32x16 clipped = Min(x, Set1(6.f));
   const I32x16 binade = And(Bits(Max(clipped, Set1(1.f))), Set1Int(0x7f800000));
@@ -57,10 +57,10 @@ TM_HD F32x16 NearestE2m1(F32x16 x) {
   return Sub(Add(clipped, magic), magic);
 }
 
-// Nearest E2M1 code, ties to even, saturating; NaN gives 7.
+// Returns the nearest E2M1 code, ties to even, saturating. NaN returns 7.
 TM_HD I32x16 E2m1Lanes(F32x16 x) {
   const F32x16 size = NearestE2m1(FromBits(MagnitudeBits(x)));
-  // From 1 on, exponent and leading bit of the mantissa count the codes; below, halves do.
+  // From 1 on, the exponent and the first mantissa bit count the codes; below 1, halves do.
   const I32x16 from_one = Sub(ShiftRight<22>(Bits(size)), Set1Int(252));
   const I32x16 below_one = ToInt(Min(Add(size, size), Set1(1.f)));
   const I32x16 sign = And(ShiftRight<28>(Bits(x)), Set1Int(8));
@@ -93,7 +93,8 @@ TM_HD void StoreGroup(const Fp4Input& in, int byte, float global_scale, uint8_t*
   StoreNibbles(payload, in.amax > 0.f ? codes : Set1Int(0));
 }
 
-// Lanes 0 to 7: candidates of one group, lanes 8 to 15: of another, in the order of the search.
+// Candidate scales in the order of the search: lanes 0 to 7 for one group, lanes 8 to 15 for
+// another.
 template <class Scale>
 struct CandidateLanes;
 
@@ -110,7 +111,7 @@ struct CandidateLanes<NvScale> {
 
 template <>
 struct CandidateLanes<MxScale> {
-  static TM_HD I32x16 Bytes(I32x16 plain) {  // two of eight lanes are used
+  static TM_HD I32x16 Bytes(I32x16 plain) {  // two of each eight lanes are used
     alignas(64) static constexpr int32_t kOffsets[16] = {0, -1, 0, 0, 0, 0, 0, 0,
                                                          0, -1, 0, 0, 0, 0, 0, 0};
     return MaxInt(Add(plain, LoadInt(kOffsets)), Set1Int(kMxMinByte));
@@ -137,8 +138,8 @@ TM_HD bool CanLookUp(const RowFormat& f) {
          (f.dtype != DataType::kFloat32 && short_scale);
 }
 
-// What the search knows of pairs of groups: the sizes of their values, the steps of their
-// candidates (one per lane), and in the end the squared errors.
+// The search state of pairs of groups: the magnitudes of their values, the steps of their
+// candidates (one per lane) and the resulting squared errors.
 template <int kPairs>
 struct PairLanes {
   alignas(64) float sizes[2 * kPairs][kLanes];
@@ -146,7 +147,7 @@ struct PairLanes {
   F32x16 errors[kPairs];
 };
 
-// Errors summed over the 16 values in order. Several pairs hide the latency of one another.
+// Sums the errors over the 16 values in order. Several pairs hide each other's latency.
 template <bool kLookUp, int kPairs>
 TM_HD void SumErrors(PairLanes<kPairs>& lanes, float global_scale) {
   const Table32 quarters = LoadTable32(kQuarters);
@@ -160,7 +161,7 @@ TM_HD void SumErrors(PairLanes<kPairs>& lanes, float global_scale) {
     inverse[p] = Div(Set1(4.f), divisor[p]);
     sum[p] = Zero();
   });
-#pragma GCC unroll 2  // more, and the compiler spills what it gathers
+#pragma GCC unroll 2  // a larger factor makes the compiler spill the gathered values
   for (int i = 0; i < kLanes; ++i) {
     Unroll<kPairs>([&](auto pair) __attribute__((always_inline)) {
       constexpr int p = decltype(pair)::value;
@@ -181,7 +182,7 @@ TM_HD void SumErrors(PairLanes<kPairs>& lanes, float global_scale) {
   }
 }
 
-// Bit i: lane i's error is not the least of its group of 8 lanes.
+// Sets bit i if lane i's error is not the least of its group of 8 lanes.
 TM_HD unsigned WorseLanes(F32x16 errors) {
   F32x16 min_value = Min(errors, SwapLanes<4>(errors));
   min_value = Min(min_value, SwapLanes<2>(min_value));
@@ -189,7 +190,7 @@ TM_HD unsigned WorseLanes(F32x16 errors) {
   return MaskBits(Less(min_value, errors));
 }
 
-// Fp4Codec::SearchByte of 2 * kPairs groups.
+// Runs Fp4Codec::SearchByte for 2 * kPairs groups.
 template <class Scale, int kPairs>
 TM_HD void SearchBytes(const RowFormat& f, const Fp4Input (&in)[2 * kPairs],
                        int (&bytes)[2 * kPairs]) {
@@ -216,7 +217,7 @@ TM_HD void SearchBytes(const RowFormat& f, const Fp4Input (&in)[2 * kPairs],
   }
 }
 
-// Where `count` groups of a row go.
+// The destination of `count` groups of a row.
 struct GroupTarget {
   uint8_t* payload;
   uint8_t* meta;
@@ -235,7 +236,7 @@ template <class Scale, int kPairs>
 TM_HD void EncodeGroups(const RowFormat& f, const float* row, const GroupTarget& to,
                         RowCounts& counts) {
   Fp4Input in[2 * kPairs];
-  for (int i = 0; i < 2 * kPairs; ++i) {  // lanes without a group repeat the last one
+  for (int i = 0; i < 2 * kPairs; ++i) {  // missing groups repeat the last one
     const int group = i < to.count ? i : to.count - 1;
     in[i] = LoadGroup<Scale>(row + group * kLanes, f.dtype, f.global_scale);
   }

@@ -1,4 +1,4 @@
-// ⑥ Codecs of whole rows.
+// ⑥ Encodes and decodes whole rows.
 
 #include "turbomind/backend/cpu/isa/kv/kv_rows.h"
 
@@ -10,7 +10,7 @@ namespace turbomind::TM_ISA {
 
 namespace {
 
-// Any length, by the definition.
+// Encodes a row of any length with the reference codec.
 int EncodeByDefinition(const RowFormat& row_format, const float* row, uint8_t* payload,
                        uint8_t* metadata) {
   const auto [format, n, dtype, global_scale, search] = row_format;
@@ -29,7 +29,7 @@ int EncodeByDefinition(const RowFormat& row_format, const float* row, uint8_t* p
                                                      metadata);
     case KvCacheMode::kFp4Mx:
     case KvCacheMode::kFp4Nv:
-      break;  // a multiple of 16
+      break;  // FP4 rows are handled by EncodeFp4
   }
   __builtin_unreachable();
 }

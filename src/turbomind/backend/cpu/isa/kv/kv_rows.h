@@ -1,6 +1,6 @@
 #pragma once
 
-// ⑥ Rows of floats ↔ payload and metadata, for FillKvKernels.
+// ⑥ Convert rows of floats to payload and metadata, and back.
 
 #include "turbomind/backend/cpu/kv_kernels.h"
 

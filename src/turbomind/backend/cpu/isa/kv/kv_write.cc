@@ -1,5 +1,5 @@
-// ⑥ One token and KV head of WriteKv: its query heads, its key and its value, in place; then the
-// key and the value are quantized and stored.
+// ⑥ Processes one token and KV head of WriteKv in place: its query heads, its key and its value.
+// The key and the value are then quantized and stored.
 
 #include <cstdint>
 
@@ -28,7 +28,7 @@ TM_HD void NormRow(float* x, const float* weight, int n, float eps) {
   }
 }
 
-// Pairs (i, i + half) turn by the token's angles.
+// Rotates the pairs (i, i + half) by the token's angles.
 TM_HD void RotateRow(float* x, const float* cos, const float* sin, int half) {
   int i = 0;
   for (; i + kLanes <= half; i += kLanes) {
@@ -55,14 +55,14 @@ alignas(64) constexpr int32_t kOddSigns[4][16] = {
     {0, 0, 0, 0, 0, 0, 0, 0, kSign, kSign, kSign, kSign, kSign, kSign, kSign, kSign},
 };
 
-// Lanes (i, i + h) become their sum and their difference.
+// Replaces the lanes (i, i + h) with their sum and their difference.
 template <int kStage>
 TM_HD F32x16 Butterfly(F32x16 x) {
   return Add(SwapLanes<1 << kStage>(x), FromBits(Xor(Bits(x), LoadInt(kOddSigns[kStage]))));
 }
 
-// Normalized Walsh-Hadamard transform of every run of `size` values, a power of two from 16 on:
-// stages h = 1, 2, 4, ..., then one multiplication by 1 / sqrt(size).
+// Applies the normalized Walsh-Hadamard transform to every run of `size` values, a power of two
+// from 16 on: stages h = 1, 2, 4, ..., then one multiplication by 1 / sqrt(size).
 TM_HD void HadamardRow(float* x, int n, int size) {
   for (int d = 0; d < n; d += kLanes) {
     F32x16 v = Load(x + d);

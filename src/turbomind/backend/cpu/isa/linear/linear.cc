@@ -19,9 +19,9 @@
 namespace turbomind::TM_ISA {
 namespace {
 
-constexpr int64_t kPrefetchBytes = 4096;  // ahead of a tile with 2 to 11 rows
+constexpr int64_t kPrefetchBytes = 4096;  // prefetch distance of a tile with 2 to 11 rows
 
-// Round to nearest even; subnormals become zero, as vdpbf16ps treats them.
+// Rounds to nearest even. Subnormals become zero, because vdpbf16ps treats them as zero.
 TM_HD uint16_t ToBF16(float x) {
   const uint32_t bits = FloatBits(x);
   const uint32_t magnitude = bits & 0x7fffffffu;
@@ -93,7 +93,7 @@ TileRun RunAt(const MultiplyArgs& a, int tile, int row) {
   return run;
 }
 
-// All tiles times the last panel, which has R rows.
+// Multiplies all tiles with the last panel, which has R rows.
 template <MatrixFormat F, int R>
 void MultiplyPanel(const MultiplyArgs& a, int row) {
   constexpr int kTiles = kTilesAtOnce<R>;

@@ -1,17 +1,17 @@
 #pragma once
 
-// Linear layers of one instruction set; see dense_kernels.cuh for the arguments.
+// Linear layers of one instruction set; see dense_kernels.h for the arguments.
 
 #include "turbomind/backend/cpu/dense_kernels.h"
 
 namespace turbomind::TM_ISA {
 
-// One call: T neighboring tiles, R rows.
+// The operands of one call: T adjacent tiles, R rows.
 struct TileRun {
   const uint8_t* tile = nullptr;
   int64_t tile_bytes = 0;
   int64_t steps = 0;
-  const uint8_t* next = nullptr;   // fetched meanwhile, as many bytes as the tiles have
+  const uint8_t* next = nullptr;   // prefetched, as many bytes as the tiles have
   const uint8_t* panel = nullptr;  // packed for R rows
   const float* bias = nullptr;     // [num_outputs] or null
   float* y = nullptr;              // [R, num_outputs]
@@ -20,12 +20,12 @@ struct TileRun {
   bool accumulate = false;
 };
 
-// Row `r` of what is packed.
+// Returns row `r` of the rows to pack.
 TM_HD const float* RowToPack(const PackPanelArgs& args, int r) {
   return args.x + (args.x_rows == nullptr ? r : args.x_rows[r]) * args.x_stride;
 }
 
-// fn.template operator()<R>() for the rows of a panel; nothing for 0.
+// Calls fn.template operator()<R>() for the number of rows of a panel. Does nothing for 0.
 template <class Fn>
 TM_HD void WithRows(int num_rows, const Fn& fn) {
   switch (num_rows) {

@@ -1,11 +1,11 @@
 #pragma once
 
-// y tile = tile · panelᵀ with AVX2 and FMA, in halves of 8 outputs. The same sums in the same order
-// as linear_avx512.h, so the same bits.
+// Computes y tile = tile · panelᵀ with AVX2 and FMA, in halves of 8 outputs. The sums and their
+// order are those of linear_avx512.h, so the bits are the same.
 //
-// Per block of 32 columns, row and 8 outputs, 4-bit codes take 16 vpmaddubsw of 32 products, 14
-// additions, 2 vpmaddwd and 5 more; 8-bit ones 16 vpmaddwd, 16 additions and 3 more; both take 16
-// broadcasts, which are loads.
+// Instructions per block of 32 columns, row and 8 outputs: 4-bit codes take 16 vpmaddubsw of 32
+// products, 14 additions, 2 vpmaddwd and 5 more. 8-bit codes take 16 vpmaddwd, 16 additions and 3
+// more. Both take 16 broadcasts, which are loads.
 
 #include <immintrin.h>
 
@@ -41,8 +41,8 @@ TM_HD __m256i LoadCodes(const uint8_t* p) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
 }
 
-// A row of a step as QuantizeBlock left it → as DotRow reads it. kQ8_0: int16, of four neighboring
-// columns the first and the third, then the second and the fourth.
+// Rearranges a row of a step from QuantizeBlock's layout to DotRow's. kQ8_0 uses int16: of four
+// adjacent columns, the first and the third come first, then the second and the fourth.
 TM_HD void ArrangeRow(MatrixFormat format, uint8_t* row) {
   if (format != MatrixFormat::kQ8_0) {
     return;
@@ -56,17 +56,19 @@ TM_HD void ArrangeRow(MatrixFormat format, uint8_t* row) {
   __builtin_memcpy(row, pairs, sizeof(pairs));
 }
 
-// Over the columns of a block: in each as many codes as fit the registers beside a row's sums.
+// Number of passes over the columns of a block. A pass covers as many codes as fit in the registers
+// together with a row's sums.
 template <MatrixFormat F>
 inline constexpr int kPasses = F == MatrixFormat::kQ8_0 ? 2 : 1;
 
-// The codes of a pass, 8 outputs, as a row is multiplied with them.
+// The codes of a pass for 8 outputs, unpacked for the multiplication with rows.
 struct HalfCodes {
   __m256i v[8];
 };
 
-// kQ8_0: pairs of int16, the columns (4g, 4g + 2) and (4g + 1, 4g + 3) of a group. Others: bytes,
-// the columns of the low nibbles of a group and those of the high ones.
+// Loads the codes of a pass. kQ8_0: pairs of int16, the columns (4g, 4g + 2) and (4g + 1, 4g + 3)
+// of a group. Other formats: bytes, the columns of the low nibbles of a group, then those of the
+// high ones.
 template <MatrixFormat F, int kPass>
 TM_HD HalfCodes LoadHalfCodes(const uint8_t* w) {
   HalfCodes codes;
@@ -85,26 +87,26 @@ TM_HD HalfCodes LoadHalfCodes(const uint8_t* w) {
   return codes;
 }
 
-// sum += codes * four activations of a row. GCC 12 would make a tree of a run of additions, whose
-// leaves it spills.
+// Adds codes * four activations of a row to sum. The asm keeps GCC 12 from turning a run of
+// additions into a tree, whose leaves it would spill.
 TM_HD void AddBytes(__m256i& sum, __m256i codes, const uint8_t* a) {
   sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, Broadcast32(a)));
   asm("" : "+x"(sum));
 }
-// The same with two activations.
+// Adds codes * two activations to sum.
 TM_HD void AddShorts(__m256i& sum, __m256i codes, const uint8_t* a) {
   sum = _mm256_add_epi32(sum, _mm256_madd_epi16(codes, Broadcast32(a)));
   asm("" : "+x"(sum));
 }
 
-// 256 · high + low, both sums of pairs.
+// Returns 256 · high + low. Both operands are sums of pairs.
 TM_HD __m256i JoinHalves(__m256i high, __m256i low) {
   return _mm256_add_epi32(_mm256_madd_epi16(high, _mm256_set1_epi16(256)),
                           _mm256_madd_epi16(low, _mm256_set1_epi16(1)));
 }
 
-// Σ code * activation over the columns of a pass, one row. Of 4-bit codes the sums of pairs stay
-// within 8 * 2 * 15 * 127 < 2^15.
+// Returns Σ code * activation over the columns of a pass, for one row. With 4-bit codes, the sums
+// of pairs stay within 8 * 2 * 15 * 127 < 2^15.
 template <MatrixFormat F>
 TM_HD __m256i DotRow(const HalfCodes& codes, const uint8_t* a) {
   if constexpr (F == MatrixFormat::kQ8_0) {
@@ -127,12 +129,12 @@ TM_HD __m256i DotRow(const HalfCodes& codes, const uint8_t* a) {
   }
 }
 
-// DotRow of both halves and all columns.
+// Computes DotRow for both halves and all columns.
 template <MatrixFormat F>
 TM_HD void DotBothHalves(const uint8_t* w, const uint8_t* a, __m256i (&sum)[2]) {
   const __m256i zero = _mm256_setzero_si256();
   const __m256i mask = _mm256_set1_epi16(F == MatrixFormat::kQ8_0 ? 0x00ff : 0x0f0f);
-  __m256i high[2] = {zero, zero};  // of the activations' bytes; kQ8_0: of all
+  __m256i high[2] = {zero, zero};  // high bytes of the activations; kQ8_0: whole activations
   __m256i low[2] = {zero, zero};
 #pragma GCC unroll 8
   for (int g = 0; g < (F == MatrixFormat::kQ8_0 ? 8 : 4); ++g) {
@@ -159,7 +161,7 @@ TM_HD void DotBothHalves(const uint8_t* w, const uint8_t* a, __m256i (&sum)[2]) 
   }
 }
 
-// sum[r] = DotRow of all rows, or is added to.
+// Sets sum[r] to DotRow in the first pass and adds to it in later ones, for all rows.
 template <MatrixFormat F, int R, int kPass>
 TM_HD void DotRows(const uint8_t* w, const uint8_t* a, __m256i (&sum)[R]) {
   const HalfCodes codes = LoadHalfCodes<F, kPass>(w);
@@ -170,9 +172,9 @@ TM_HD void DotRows(const uint8_t* w, const uint8_t* a, __m256i (&sum)[R]) {
   }
 }
 
-// Adds the half step at `w` of all rows: 8 outputs, whose scales are at `meta`. Sums are scaled
-// apart from making them: a row's instructions would be too long a chain for enough rows to be
-// under way at once.
+// Adds the half step at `w` for all rows: 8 outputs, whose scales are at `meta`. The scaling is a
+// separate loop. Otherwise a row's instructions would be too long a chain for enough rows to be in
+// flight at once.
 template <MatrixFormat F, int R>
 TM_HD void AddQuantStep(const uint8_t* w, const uint8_t* meta, const uint8_t* a, __m256 (&acc)[R]) {
   __m256i sum[R];
@@ -196,14 +198,14 @@ TM_HD void AddQuantStep(const uint8_t* w, const uint8_t* meta, const uint8_t* a,
   }
 }
 
-// BF16 pairs → the odd and the even element as floats. The odd one is added first: the order of
-// vdpbf16ps.
+// Convert BF16 pairs to floats: the odd and the even element. The odd one is added first, as
+// vdpbf16ps does.
 TM_HD __m256 OddBF16(__m256i pairs) {
   return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(-65536)));
 }
 TM_HD __m256 EvenBF16(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
 
-// Adds one step of N rows of a panel, from `a` on: 8 outputs at `w`.
+// Adds one step of N rows of a panel, starting at `a`, for the 8 outputs at `w`.
 template <MatrixFormat F, int N>
 TM_HD void AddFloatStep(const uint8_t* w, const uint8_t* a, __m256 (&acc)[N]) {
   if constexpr (F == MatrixFormat::kF32) {
@@ -249,7 +251,8 @@ TM_HD void StoreHalf(const TileRun& run, int row, int half, __m256 acc) {
   }
 }
 
-// All R rows: the codes of a half step are unpacked once, a row's sums stay in memory meanwhile.
+// Multiplies all R rows. The codes of a half step are unpacked once; a row's sums stay in memory
+// meanwhile.
 template <MatrixFormat F, int R>
 void MultiplyQuantHalf(const TileRun& run, int half) {
   __m256 acc[R];
@@ -267,7 +270,8 @@ void MultiplyQuantHalf(const TileRun& run, int half) {
   }
 }
 
-// Both halves of one row at once: its broadcasts serve both, its sums stay in registers.
+// Multiplies one row with both halves together. Its broadcasts serve both, and its sums stay in
+// registers.
 template <MatrixFormat F>
 void MultiplyQuantRow(const TileRun& run) {
   __m256 acc[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()};
@@ -297,7 +301,7 @@ void MultiplyQuantRow(const TileRun& run) {
   StoreHalf(run, 0, 1, acc[1]);
 }
 
-// Rows [row, row + N), whose sums stay in registers.
+// Multiplies the rows [row, row + N), whose sums stay in registers.
 template <MatrixFormat F, int R, int N>
 void MultiplyFloatHalf(const TileRun& run, int row, int half) {
   __m256 acc[N];

@@ -1,11 +1,11 @@
 #pragma once
 
-// y tile = tile · panelᵀ with AVX-512 VNNI and BF16. Lanes are the 16 outputs of a tile.
+// Computes y tile = tile · panelᵀ with AVX-512 VNNI and BF16. Lanes are the 16 outputs of a tile.
 //
-// Per block of 32 columns, row and tile: 16 vpdpbusd (64 products each; 8 for the high halves of
-// the activations, 8 for the low ones), one shift, one addition, one conversion, one multiply, one
-// FMA into the FP32 accumulator. Zen 4 retires one 512-bit vpdpbusd per cycle, so R >= 8 rows reach
-// about 80 % of that; one row is bound by reading the weights.
+// Per block of 32 columns, row and tile: 16 vpdpbusd of 64 products (8 for the high halves of the
+// activations, 8 for the low ones). One shift, one addition, one conversion, one multiply and one
+// FMA into the FP32 accumulator follow. Zen 4 retires one 512-bit vpdpbusd per cycle, so R >= 8
+// rows reach about 80 % of that. One row is bound by reading the weights.
 
 #include <immintrin.h>
 
@@ -17,21 +17,21 @@
 
 namespace turbomind::TM_ISA {
 
-// Codes of activations stay where QuantizeBlock left them.
+// The codes of activations stay in QuantizeBlock's layout.
 TM_HD void ArrangeRow(MatrixFormat /*format*/, uint8_t* /*row*/) {}
 
-// Tiles that hide latency when there are few rows.
+// Tiles per call: several tiles hide latency when there are few rows.
 template <int R>
 inline constexpr int kTilesAtOnce = R == 1   ? 4
                                     : R <= 3 ? 2
                                              : 1;
 
 TM_HD __m512 LoadHalf16(const uint8_t* p) {
-  // The zero-masked form: g++ 12 warns of an uninitialized value in the plain one.
+  // Use the zero-masked form: g++ 12 warns of an uninitialized value in the plain one.
   return _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 
-// Integer sums of one block and one half of the activations: sum[r] += Σ code * half.
+// Adds the integer products of one block and one half of the activations: sum[r] += Σ code * half.
 template <MatrixFormat F, int R>
 TM_HD void DotBlock(const uint8_t* w, const uint8_t* a, __m512i (&sum)[R]) {
   if constexpr (F == MatrixFormat::kQ8_0) {
@@ -149,7 +149,7 @@ void MultiplyTiles(const TileRun& run) {
   }
   const uint8_t* next = run.next;
   for (int64_t s = 0; s < run.steps; ++s, next += T * kStep) {
-    if constexpr (R > 1) {  // one row is left to the hardware's prefetcher
+    if constexpr (R > 1) {  // one row relies on the hardware prefetcher
 #pragma GCC unroll 18
       for (int line = 0; line < T * kStep; line += 64) {
         _mm_prefetch(next + line, _MM_HINT_T0);

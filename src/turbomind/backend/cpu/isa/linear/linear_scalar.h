@@ -1,7 +1,7 @@
 #pragma once
 
-// y tile = tile · panelᵀ in portable code: slow, and the plainest statement of the arithmetic. The
-// same sums in the same order as linear_avx512.h, so the same bits.
+// Computes y tile = tile · panelᵀ in portable code: slow, but the simplest definition of the
+// arithmetic. The sums and their order are those of linear_avx512.h, so the bits are the same.
 
 #include <cstdint>
 
@@ -11,7 +11,7 @@
 
 namespace turbomind::TM_ISA {
 
-// Codes of activations stay where QuantizeBlock left them.
+// The codes of activations stay in QuantizeBlock's layout.
 TM_HD void ArrangeRow(MatrixFormat /*format*/, uint8_t* /*row*/) {}
 
 template <int R>
@@ -20,7 +20,7 @@ inline constexpr int kTilesAtOnce = 1;
 TM_HD float LoadFloat(const uint8_t* p) { return LoadAs(p, DataType::kFloat32, 0); }
 TM_HD float LoadHalf(const uint8_t* p) { return LoadAs(p, DataType::kFloat16, 0); }
 
-// Σ code * activation of one block, one output, one row; the zero point taken off.
+// Returns Σ (code - zero point) * activation of one block, for one output and one row.
 template <MatrixFormat F>
 TM_HD int32_t DotBlock(const uint8_t* w, const uint8_t* a) {
   int32_t sum = 0;
@@ -39,7 +39,7 @@ TM_HD int32_t DotBlock(const uint8_t* w, const uint8_t* a) {
   return sum;
 }
 
-// One output of the step at `w` and row r of a panel of R rows.
+// Adds one output of the step at `w`, for row r of a panel of R rows.
 template <MatrixFormat F, int R>
 TM_HD float AddStep(const uint8_t* w, int64_t output, const uint8_t* a, int r, float acc) {
   const uint8_t* meta = w + 2 * output;
@@ -47,7 +47,7 @@ TM_HD float AddStep(const uint8_t* w, int64_t output, const uint8_t* a, int r, f
   if constexpr (F == MatrixFormat::kF32) {
     return __builtin_fmaf(LoadFloat(w), LoadFloat(a + 4 * r), acc);
   } else if constexpr (F == MatrixFormat::kBF16) {
-    const uint8_t* x = a + 4 * r;  // the odd element first: the order of vdpbf16ps
+    const uint8_t* x = a + 4 * r;  // the odd element first, as vdpbf16ps does
     const auto fma = [&](int i, float sum) {
       return __builtin_fmaf(LoadAs(w, DataType::kBFloat16, i), LoadAs(x, DataType::kBFloat16, i),
                             sum);

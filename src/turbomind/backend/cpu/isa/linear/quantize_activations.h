@@ -1,7 +1,7 @@
 #pragma once
 
-// Activations for quantized weights: 16 bits with an FP32 scale per block of 32
-// (dense_kernels.cuh).
+// Quantizes activations for quantized weights: 16 bits with an FP32 scale per block of 32
+// (dense_kernels.h).
 
 #include <cstdint>
 
@@ -12,12 +12,13 @@ namespace turbomind::TM_ISA {
 
 inline constexpr uint32_t kInfinityBits = 0x7f800000u;
 inline constexpr float kMaxCode = 127.f * 256.f;
-// Below, kMaxCode / amax overflows: the block counts as zero.
+// Below this, kMaxCode / amax overflows and the block counts as zero.
 inline constexpr float kMinAmax = 1e-33f;
 
 TM_HD void StoreFloat(float x, uint8_t* to) { __builtin_memcpy(to, &x, sizeof(x)); }
 
-// One block of 32 → high and low halves of its codes, its scale, and the sum of the codes.
+// Quantizes one block of 32 to the high and low halves of its codes. Returns the scale; `sum` is
+// the sum of the codes.
 TM_HD float QuantizeBlock(const float* x, int8_t* high, int32_t& sum) {
   int8_t* low = high + kQuantBlock;
   uint32_t amax_bits = 0;
@@ -40,7 +41,7 @@ TM_HD float QuantizeBlock(const float* x, int8_t* high, int32_t& sum) {
         static_cast<int32_t>(FloatBits(x[i] * inverse + kRound) - FloatBits(kRound));
     const int32_t upper = (code + 128) >> 8;
     const int32_t rest = code - upper * 256;
-    const int32_t lower = rest < -127 ? -127 : rest;  // no kernel has to care for -128
+    const int32_t lower = rest < -127 ? -127 : rest;  // spares the kernels the special case of -128
     high[i] = static_cast<int8_t>(upper);
     low[i] = static_cast<int8_t>(lower);
     total += upper * 256 + lower;

@@ -1,6 +1,5 @@
-// ⑥⑦ Linear layers with MXFP4 weights: the loop over rows of the matrix and panels, and the packing
-// of activations in the order in which the nibbles come. The arithmetic is in
-// mxfp4_<instruction set>.h.
+// ⑥⑦ Linear layers with MXFP4 weights: the loop over rows of the matrix and panels. Activations are
+// packed in the order of the nibbles. The arithmetic is in mxfp4_<instruction set>.h.
 
 #include "turbomind/backend/cpu/isa/mxfp4/mxfp4.h"
 
@@ -20,8 +19,9 @@
 namespace turbomind::TM_ISA {
 namespace {
 
-// The 32 activations that meet the low nibbles of a block's 16 bytes, then the high ones, quantized
-// as QuantizeBlock does; the scale is halved, since codes are looked up doubled.
+// Quantizes 32 activations like QuantizeBlock: first those multiplied with the low nibbles of a
+// block's 16 bytes, then those for the high ones. Returns half the scale, because codes are looked
+// up doubled.
 TM_HD float QuantizeMxBlock(const float* x, MatrixFormat format, int8_t* halves, int32_t& offset) {
   float ordered[kQuantBlock];
   if (format == MatrixFormat::kMxfp4Split) {
@@ -37,7 +37,7 @@ TM_HD float QuantizeMxBlock(const float* x, MatrixFormat format, int8_t* halves,
   return scale;
 }
 
-// One block of a row → its place in the panel's step at `to`.
+// Packs one block of a row to its place in the panel's step at `to`.
 void PackMxBlock(const float* x, MatrixFormat format, int block, uint8_t* to) {
   int8_t halves[2 * kQuantBlock];
   int32_t offset;
@@ -64,7 +64,8 @@ MxRun RunAt(const MultiplyArgs& a, int64_t output, int row) {
     run.rows[o] = a.tiles + at * row_bytes;
     run.scales[o] = F == MatrixFormat::kMxfp4Split ? a.scales + at * run.blocks : nullptr;
   }
-  // One row further than the next ones: the last of them begins five steps after it is fetched.
+  // Prefetch one row further than the next ones, because the last of them begins five steps after
+  // its prefetch.
   run.next = run.rows[0] + (kMxOutputs + 1) * row_bytes;
   run.next_scales =
       F == MatrixFormat::kMxfp4Split ? run.scales[0] + kMxOutputs * run.blocks : nullptr;
@@ -77,7 +78,7 @@ MxRun RunAt(const MultiplyArgs& a, int64_t output, int row) {
 }
 
 #if defined(TM_ISA_avx512)
-// Whether a panel is read by MultiplyMxTile, and packed for it.
+// Returns true if a panel is packed for MultiplyMxTile.
 constexpr bool UsesTile(int rows) { return rows >= kMxTileRows; }
 
 template <MatrixFormat F, int R>
@@ -109,7 +110,7 @@ template <MatrixFormat F>
 void Transpose(const MultiplyArgs& /*args*/, int64_t /*output*/) {}
 #endif
 
-// Up to 16 outputs from `output` on.
+// Computes up to 16 outputs from `output` on.
 template <MatrixFormat F>
 void MultiplyOutputs(const MultiplyArgs& a, int64_t output) {
   if (UsesTile(a.num_rows < kPanelRows ? a.num_rows : kPanelRows)) {
@@ -137,7 +138,7 @@ void MultiplyFormat(const MultiplyArgs& a) {
 
 static_assert(kMxStepBlocks * (kQuantRowBytes + 8) <= kMxPanelRowBytes);
 
-// A panel for MultiplyMxTile: as that of kQ4_0, columns in the order of the nibbles.
+// Packs a panel for MultiplyMxTile: kQ4_0's layout, with the columns in the order of the nibbles.
 void PackTilePanel(const PackPanelArgs& a) {
   const int rows = a.num_rows;
   for (int r = 0; r < rows; ++r) {

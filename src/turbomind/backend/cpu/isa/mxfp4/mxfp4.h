@@ -1,13 +1,13 @@
 #pragma once
 
-// Linear layers whose weights are MXFP4 as it is stored; see dense_kernels.cuh for the arguments.
+// Linear layers with MXFP4 weights in their stored layout; see dense_kernels.h for the arguments.
 //
-// Defined arithmetic. An output has four FP32 sums; block b of its row goes to sum b % 4, in order
-// of b:
+// Definition of the arithmetic: an output has four FP32 sums. Block b of its row is added to sum b
+// % 4, in the order of b:
 //   sum = fma(float(Σ 2 * E2M1(code) * activation code) * d, 2^(e - 127), sum)
-// with d half the scale of the activations. The integer is exact (at most 32 * 12 * 32512 < 2^24),
-// in whatever order the nibbles lie. At the end (sum 0 + sum 1) + (sum 2 + sum 3). Blocks that a
-// row lacks to a multiple of four count as zeros.
+// where d is half the scale of the activations. The integer is exact (at most 32 * 12 * 32512 <
+// 2^24), whatever the order of the nibbles. The result is (sum 0 + sum 1) + (sum 2 + sum 3). Blocks
+// that a row lacks to a multiple of four count as zeros.
 
 #include <cstdint>
 
@@ -16,16 +16,16 @@
 
 namespace turbomind::TM_ISA {
 
-inline constexpr int kMxOutputs = 4;  // rows of the matrix that are read side by side
+inline constexpr int kMxOutputs = 4;  // rows of the matrix that are read together
 
-// One call: up to 4 neighboring outputs, R rows of a panel.
+// The operands of one call: up to 4 adjacent outputs, R rows of a panel.
 struct MxRun {
-  // Where each output's row begins, codes or blocks and scales apart; outputs that do not exist
+  // Start of each output's row, with codes or blocks separate from the scales. Missing outputs
   // repeat the last one.
   const uint8_t* rows[kMxOutputs] = {};
   const uint8_t* scales[kMxOutputs] = {};  // kMxfp4Split
-  int64_t blocks = 0;                      // of a row
-  const uint8_t* next = nullptr;           // fetched meanwhile, as many bytes as the rows have
+  int64_t blocks = 0;                      // blocks per row
+  const uint8_t* next = nullptr;           // prefetched, as many bytes as the rows have
   const uint8_t* next_scales = nullptr;
   const uint8_t* panel = nullptr;  // packed for R rows
   const float* bias = nullptr;     // [num_outputs] or null
@@ -42,7 +42,7 @@ inline constexpr int kMxCodesAt = F == MatrixFormat::kMxfp4 ? 1 : 0;
 
 TM_HD int64_t MxSteps(int64_t blocks) { return (blocks + kMxStepBlocks - 1) / kMxStepBlocks; }
 
-// What one step of a row's panel holds; each part kMxStepBytes.
+// Pointers into one step of a row's panel; each part has kMxStepBytes.
 struct MxPanelRow {
   const uint8_t* high[2];  // for low nibbles, for high nibbles
   const uint8_t* low[2];

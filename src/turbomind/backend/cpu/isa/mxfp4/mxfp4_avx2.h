@@ -1,6 +1,6 @@
 #pragma once
 
-// MXFP4 with AVX2 and FMA: as mxfp4_avx512.h, a register holds 2 blocks.
+// MXFP4 with AVX2 and FMA: like mxfp4_avx512.h, but a register holds 2 blocks.
 
 #include <immintrin.h>
 
@@ -16,7 +16,7 @@ TM_HD __m256i LoadBytes(const uint8_t* p) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
 }
 
-// What the 4 outputs hold in half a step.
+// The weights of the 4 outputs in half a step.
 struct MxWeights {
   __m256i low[kMxOutputs];  // looked up: 2 * E2M1 + 12
   __m256i high[kMxOutputs];
@@ -24,7 +24,7 @@ struct MxWeights {
 };
 
 TM_HD void LookUp(__m256i codes, int o, MxWeights& w) {
-  // 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives, twice, plus 12.
+  // 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives, times 2, plus 12.
   const __m256i table = _mm256_broadcastsi128_si256(
       _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
   const __m256i mask = _mm256_set1_epi8(0x0f);
@@ -32,7 +32,7 @@ TM_HD void LookUp(__m256i codes, int o, MxWeights& w) {
   w.high[o] = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(codes, 4), mask));
 }
 
-// Exponents → powers of two; 0 and 255 are subnormal and NaN by the same bit.
+// Converts exponents to powers of two. The same bit makes 0 a subnormal and 255 a NaN.
 TM_HD __m256 PowersOfTwo(const uint8_t (&exponents)[8]) {
   const __m256i e =
       _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(exponents)));
@@ -42,7 +42,7 @@ TM_HD __m256 PowersOfTwo(const uint8_t (&exponents)[8]) {
       _mm256_slli_epi32(e, 23), _mm256_and_si256(ends, _mm256_set1_epi32(0x00400000))));
 }
 
-// Blocks [first, first + 2) of the outputs' rows; what a row lacks is zero.
+// Loads the blocks [first, first + 2) of the outputs' rows. Missing blocks are zero.
 template <MatrixFormat F>
 TM_HD MxWeights LoadMxWeights(const MxRun& run, int64_t first) {
   MxWeights w;

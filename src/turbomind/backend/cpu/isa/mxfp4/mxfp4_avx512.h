@@ -1,13 +1,14 @@
 #pragma once
 
-// MXFP4 with AVX-512 VNNI. A register holds 4 blocks of one output's row; 4 outputs go side by
-// side, so that one transposition gives a register of 16 sums: lane 4 * block + output.
+// MXFP4 with AVX-512 VNNI. A register holds 4 blocks of one output's row. Four outputs are
+// processed together, so that one transposition gives a register of 16 sums: lane 4 * block +
+// output.
 //
-// Per step (128 columns, 4 outputs: 272 bytes of weights): 12 instructions to look codes up, about
-// 10 for the scales; per row of activations 16 vpdpbusd, 4 shifts, 9 to transpose, 4 to scale. One
-// row takes 35 to 40 cycles on Zen 4, 7 bytes per cycle: as much as one core reads from memory. The
-// next rows are fetched in the order of their bytes; without that, or column by column, a core
-// reads half as much or less.
+// Per step (128 columns, 4 outputs: 272 bytes of weights): 12 instructions to look codes up and
+// about 10 for the scales. Per row of activations: 16 vpdpbusd, 4 shifts, 9 to transpose, 4 to
+// scale. One row takes 35 to 40 cycles on Zen 4, 7 bytes per cycle, which is the memory bandwidth
+// of one core. The next rows are prefetched in the order of their bytes. Without that, or column by
+// column, a core reads half as much or less.
 
 #include <immintrin.h>
 
@@ -21,7 +22,7 @@ TM_HD __mmask64 FirstBytes(int64_t count) {
   return count <= 0 ? 0 : count >= 64 ? ~__mmask64{0} : (__mmask64{1} << count) - 1;
 }
 
-// `count` bytes, zeros after them; the rest is not read.
+// Loads `count` bytes followed by zeros. Bytes after them are not read.
 template <bool kAll>
 TM_HD __m512i LoadBytes(const uint8_t* p, int64_t count) {
   if constexpr (kAll) {
@@ -31,7 +32,7 @@ TM_HD __m512i LoadBytes(const uint8_t* p, int64_t count) {
   }
 }
 
-// Exponents of up to 4 blocks, as LoadBytes.
+// Loads the exponents of up to 4 blocks, like LoadBytes.
 template <bool kAll>
 TM_HD __m128i LoadExponents(const uint8_t* p, int64_t count) {
   if constexpr (kAll) {
@@ -43,15 +44,15 @@ TM_HD __m128i LoadExponents(const uint8_t* p, int64_t count) {
   }
 }
 
-// What the 4 outputs hold in one step.
+// The weights of the 4 outputs in one step.
 struct MxWeights {
   __m512i low[kMxOutputs];  // looked up: 2 * E2M1 + 12
   __m512i high[kMxOutputs];
   __m512 scales;  // lane 4 * block + output
 };
 
-// 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives, twice, plus 12; four times, because a permutation
-// of bytes looks at six bits of each index: a nibble needs no mask.
+// The table of 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives, times 2, plus 12. It is repeated four
+// times, because a permutation of bytes uses six bits of each index: a nibble needs no mask.
 TM_HD __m512i CodeTable() {
   return _mm512_broadcast_i32x4(
       _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
@@ -68,7 +69,7 @@ TM_HD void LookUp(__m512i codes, int o, MxWeights& w) {
   w.high[o] = LookUpHigh(codes);
 }
 
-// Exponents → powers of two; 0 and 255 are subnormal and NaN by the same bit.
+// Converts exponents to powers of two. The same bit makes 0 a subnormal and 255 a NaN.
 TM_HD __m512 PowersOfTwo(__m128i e) {
   const __mmask16 ends = _mm_testn_epi8_mask(_mm_add_epi8(e, _mm_set1_epi8(1)),
                                              _mm_set1_epi8(static_cast<char>(0xfe)));
@@ -76,7 +77,7 @@ TM_HD __m512 PowersOfTwo(__m128i e) {
   return _mm512_castsi512_ps(_mm512_mask_or_epi32(bits, ends, bits, _mm512_set1_epi32(0x00400000)));
 }
 
-// The step has `count` blocks: kAll if 4.
+// Loads a step of `count` blocks. REQUIRES: kAll == (count == 4).
 template <bool kAll>
 TM_HD MxWeights LoadSplit(const MxRun& run, int64_t step, int64_t count) {
   MxWeights w;
@@ -91,11 +92,11 @@ TM_HD MxWeights LoadSplit(const MxRun& run, int64_t step, int64_t count) {
   return w;
 }
 
-// Where byte i of the codes lies in 68 bytes: the first 64 are the permutation's first table, the
-// bytes from the fourth one on are its second.
+// The position of code byte i in the 68 bytes of a step. The first 64 bytes are the permutation's
+// first table; the bytes from the fourth one on are its second.
 struct BlockIndex {
   alignas(64) uint8_t codes[64];
-  alignas(16) uint8_t scales[16];  // of two outputs, each pair twice
+  alignas(16) uint8_t scales[16];  // for two outputs, each pair twice
 };
 
 constexpr BlockIndex MakeBlockIndex() {
@@ -133,7 +134,7 @@ TM_HD MxWeights LoadBlocks(const MxRun& run, int64_t step, int64_t count) {
   return w;
 }
 
-// Sums of 4 lanes each: lane 4 * block + output.
+// Adds 4 lanes each and transposes the sums: lane 4 * block + output.
 TM_HD __m512i TransposeAndAdd(const __m512i (&sum)[kMxOutputs]) {
   const __m512i a = _mm512_add_epi32(_mm512_unpacklo_epi32(sum[0], sum[1]),
                                      _mm512_unpackhi_epi32(sum[0], sum[1]));
@@ -188,7 +189,7 @@ TM_HD void PrefetchStep(const MxRun& run, int64_t step) {
   }
 }
 
-// One step of `count` blocks: kAll if 4.
+// Adds one step of `count` blocks. REQUIRES: kAll == (count == 4).
 template <MatrixFormat F, int R, bool kAll>
 TM_HD void AddMxSteps(const MxRun& run, int64_t step, int64_t count, __m512 (&acc)[R]) {
   MxWeights w;

@@ -1,6 +1,6 @@
 #pragma once
 
-// MXFP4 in portable code: slow, and the plainest statement of the arithmetic.
+// MXFP4 in portable code: slow, but the simplest definition of the arithmetic.
 
 #include <cstdint>
 
@@ -17,7 +17,7 @@ TM_HD int32_t TwiceE2M1(int code) {
   return static_cast<int32_t>(2.f * E2M1ToFloat(static_cast<uint8_t>(code)));
 }
 
-// Σ 2 * E2M1(code) * activation of block `block` of a step; `codes` are its 16 bytes.
+// Returns Σ 2 * E2M1(code) * activation for block `block` of a step. `codes` are its 16 bytes.
 TM_HD int32_t DotMxBlock(const uint8_t* codes, const MxPanelRow& x, int block) {
   int32_t sum = 0;
   for (int j = 0; j < 16; ++j) {

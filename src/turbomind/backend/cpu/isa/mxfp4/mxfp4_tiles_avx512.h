@@ -1,11 +1,11 @@
 #pragma once
 
-// Many rows at a time: 16 outputs are transposed once into a tile as Q4_0's is laid out, lanes are
-// outputs, and nothing is transposed for each row any more. The sums of mxfp4.h, one of the four
-// after the other.
+// MXFP4 with many rows of activations. 16 outputs are transposed once into a tile with Q4_0's
+// layout. Lanes are then outputs, and no row needs a transposition of its own. The four sums of
+// mxfp4.h are computed one after the other.
 //
-// Per block, 12 rows: 24 instructions to look codes up, 12 * 20 for the sums; 36 to transpose, for
-// all panels together.
+// Per block and 12 rows: 24 instructions to look codes up and 12 * 20 for the sums. The
+// transposition takes 36 for all panels together.
 
 #include <immintrin.h>
 
@@ -18,10 +18,11 @@
 
 namespace turbomind::TM_ISA {
 
-// Fewer rows do not pay for the transposition.
+// The transposition does not pay for fewer rows.
 inline constexpr int kMxTileRows = 6;
 
-// Bytes of a block in a tile: uint8[4][16][4], byte j of each output's codes, then float[16].
+// Bytes of a block's codes in a tile: uint8[4][16][4], byte j of each output's codes. float[16]
+// follows.
 inline constexpr int kMxTileCodes = 256;
 static_assert(kMxTileCodes + 64 == kMxTileBlockBytes);
 
@@ -29,7 +30,7 @@ TM_HD __m128i Load16(const uint8_t* p) {
   return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
 }
 
-// Block `block` of 16 rows, `row_bytes` apart but for those that repeat the last one.
+// Transposes block `block` of 16 rows.
 template <MatrixFormat F>
 TM_HD void TransposeBlock(const uint8_t* const (&rows)[kTileRows], int64_t block, uint8_t* to) {
   const int64_t at = block * kMxBlockBytes<F> + kMxCodesAt<F>;
@@ -51,7 +52,7 @@ TM_HD void TransposeBlock(const uint8_t* const (&rows)[kTileRows], int64_t block
   _mm512_storeu_si512(to + 192, _mm512_unpackhi_epi64(high01, high23));
 }
 
-// Up to 16 outputs from `output` on → a.scratch; lanes without an output repeat the last one.
+// Transposes up to 16 outputs, from `output` on, to a.scratch. Missing outputs repeat the last one.
 template <MatrixFormat F>
 void TransposeTile(const MultiplyArgs& a, int64_t output) {
   const int64_t blocks = a.cols / kQuantBlock;
@@ -63,7 +64,8 @@ void TransposeTile(const MultiplyArgs& a, int64_t output) {
     rows[o] = a.tiles + row * MxRowBytes(F, a.cols);
     exponents[o] = F == MatrixFormat::kMxfp4 ? rows[o] : a.scales + row * blocks;
   }
-  // Exponents first, as bytes where the floats will be: read back at once they would stall.
+  // Write the exponents first, as bytes in the place of the floats. Reading them back immediately
+  // would stall.
   constexpr int kStride = F == MatrixFormat::kMxfp4 ? kMxBlockBytes<F> : 1;
   for (int o = 0; o < kTileRows; ++o) {
     uint8_t* to = a.scratch + kMxTileCodes + o;
@@ -78,11 +80,11 @@ void TransposeTile(const MultiplyArgs& a, int64_t output) {
   }
 }
 
-// One panel of R rows.
+// The operands of one panel of R rows.
 struct MxTileRun {
   const uint8_t* tile = nullptr;  // [blocks, kMxTileBlockBytes]
   int64_t blocks = 0;
-  const uint8_t* next = nullptr;  // fetched meanwhile, as many bytes as 16 rows have; or null
+  const uint8_t* next = nullptr;  // prefetched, as many bytes as 16 rows have; or null
   const uint8_t* panel = nullptr;
   const float* bias = nullptr;  // [num_outputs] or null
   float* y = nullptr;           // [R, num_outputs]
@@ -91,7 +93,7 @@ struct MxTileRun {
   bool accumulate = false;
 };
 
-// sum[r] += Σ looked-up code * one half of the activations.
+// Adds Σ looked-up code * one half of the activations to sum[r].
 template <int R>
 TM_HD void DotTileBlock(const uint8_t* codes, const uint8_t* x, __m512i (&sum)[R]) {
 #pragma GCC unroll 4
@@ -148,7 +150,7 @@ TM_HD void StoreTileRow(const MxTileRun& run, int r, __m512 out) {
 
 template <int R>
 void MultiplyMxTile(const MxTileRun& run) {
-  constexpr int kStep = kTileRows * 17;  // fetched for each block
+  constexpr int kStep = kTileRows * 17;  // prefetched for each block
   __m512 sums[kMxStepBlocks][R];
   const int64_t lacking = -run.blocks & (kMxStepBlocks - 1);
   for (int64_t j = 0; j < kMxStepBlocks; ++j) {

@@ -1,6 +1,6 @@
 #pragma once
 
-// Four bytes of an activation panel in every lane.
+// Broadcast four bytes of an activation panel to every lane.
 
 #include <immintrin.h>
 

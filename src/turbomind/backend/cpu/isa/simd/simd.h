@@ -1,12 +1,12 @@
 #pragma once
 
-// ⑥⑦ Sixteen FP32 or int32 lanes, the same operations for every instruction set. Each operation has
-// the same result, bit for bit, in all three forms (sums over lanes have one fixed order), so a
-// kernel written with them is equal on every CPU. Everything is always inlined and lives in
-// the per-target namespace.
+// ⑥⑦ Sixteen FP32 or int32 lanes with the same operations for every instruction set. Each operation
+// returns the same bits in all three implementations; sums over lanes have one fixed order. A
+// kernel written with them therefore returns the same bits on every CPU. Everything is always
+// inlined and is in the per-target namespace.
 //
-// Types: F32x16, I32x16, Mask16 (one flag per lane), Table16 (16 floats, looked up by low 4 bits),
-// Part (of the lanes of an I32x16, as many as a register holds).
+// Types: F32x16, I32x16, Mask16 (one flag per lane), Table16 (16 floats, looked up by the low 4
+// bits), Part (as many lanes of an I32x16 as one register holds).
 
 #include <cstdint>
 
@@ -24,14 +24,14 @@ namespace turbomind::TM_ISA {
 
 inline constexpr int kLanes = 16;
 
-#if !defined(TM_ISA_avx512)  // which has instructions of its own for these
-// Of 16 bytes at a (low halves) and b (high halves).
+#if !defined(TM_ISA_avx512)  // AVX-512 has instructions of its own for this
+// Loads 16 bytes each from a (low halves) and b (high halves).
 TM_HD I32x16 LoadBytePairs(const void* a, const void* b) {
   return Or(LoadBytes(a), ShiftLeft<16>(LoadBytes(b)));
 }
 #endif
 
-#if !defined(TM_ISA_avx2)  // whose registers hold half the lanes
+#if !defined(TM_ISA_avx2)  // AVX2 registers hold half of the lanes
 inline constexpr int kParts = 1;
 using Part = I32x16;
 template <int P>
@@ -44,7 +44,8 @@ TM_HD void SetPart(I32x16& x, const Part& part) {
 }
 #endif
 
-// fn(Index<0>()), ..., fn(Index<N - 1>()): a loop whose index is a constant in each round.
+// Calls fn(Index<0>()), ..., fn(Index<N - 1>()): a loop whose index is a constant in each
+// iteration.
 template <int I>
 struct Index {
   static constexpr int value = I;
@@ -59,7 +60,7 @@ TM_HD void Unroll(F fn) {
 
 TM_HD F32x16 Zero() { return Set1(0.f); }
 
-// Lane i is the largest lane of a[i % 4]. No lane is NaN.
+// Returns the largest lane of a[i % 4] in lane i. REQUIRES: no lane is NaN.
 TM_HD F32x16 MaxOfEach(const F32x16 (&a)[4]) {
   I32x16 quads[4] = {Bits(a[0]), Bits(a[1]), Bits(a[2]), Bits(a[3])};
   TransposeQuads(quads);
@@ -69,8 +70,9 @@ TM_HD F32x16 MaxOfEach(const F32x16 (&a)[4]) {
   return Max(max_value, SwapLanes<8>(max_value));
 }
 
-// 2^x for x <= 0, relative error below 1e-7 (about one ulp); exactly 1 at 0, 0 below -126, NaN for
-// NaN. Rounds x to the nearest integer n and evaluates a polynomial on [-0.5, 0.5].
+// Returns 2^x for x <= 0, with a relative error below 1e-7 (about one ulp). The result is exactly 1
+// at 0, 0 below -126, and NaN for NaN. Rounds x to the nearest integer n and evaluates a polynomial
+// on [-0.5, 0.5].
 TM_HD F32x16 Exp2(F32x16 x) {
   const F32x16 lowest = Set1(-126.f);
   const Mask16 vanishes = Less(x, lowest);
@@ -89,7 +91,7 @@ TM_HD F32x16 Exp2(F32x16 x) {
   return Select(vanishes, Zero(), FromBits(Add(Bits(p), exponent)));
 }
 
-// The value of lane 0 of a vector function of one number.
+// Returns 2^x for one number, with the bits of Exp2.
 TM_HD float Exp2Scalar(float x) { return First(Exp2(Set1(x))); }
 
 }  // namespace turbomind::TM_ISA

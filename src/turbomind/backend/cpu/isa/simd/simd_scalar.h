@@ -1,6 +1,6 @@
 #pragma once
 
-// simd.h in plain C++: the readable definition of every operation.
+// The operations of simd.h in plain C++: the readable definition of each of them.
 
 #include <cstdint>
 
@@ -49,15 +49,15 @@ TM_HD F32x16 Mul(const F32x16& a, const F32x16& b) {
 TM_HD F32x16 Div(const F32x16& a, const F32x16& b) {
   return EachLane<F32x16>([&](int i) { return a.v[i] / b.v[i]; });
 }
-// a * b + c, rounded once.
+// Returns a * b + c, rounded once.
 TM_HD F32x16 Fma(const F32x16& a, const F32x16& b, const F32x16& c) {
   return EachLane<F32x16>([&](int i) { return __builtin_fmaf(a.v[i], b.v[i], c.v[i]); });
 }
-// a > b ? a : b, so b where either is NaN.
+// Returns a > b ? a : b, which is b if either is NaN.
 TM_HD F32x16 Max(const F32x16& a, const F32x16& b) {
   return EachLane<F32x16>([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
 }
-// a < b ? a : b, so b where either is NaN.
+// Returns a < b ? a : b, which is b if either is NaN.
 TM_HD F32x16 Min(const F32x16& a, const F32x16& b) {
   return EachLane<F32x16>([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
 }
@@ -81,7 +81,7 @@ TM_HD F32x16 FromBits(const I32x16& a) {
 TM_HD F32x16 ToFloat(const I32x16& a) {
   return EachLane<F32x16>([&](int i) { return static_cast<float>(a.v[i]); });
 }
-// Nearest integer, ties to even; 0x80000000 where it does not fit.
+// Rounds to the nearest integer, ties to even. Returns 0x80000000 if it does not fit.
 TM_HD I32x16 ToInt(const F32x16& a) {
   return EachLane<I32x16>([&](int i) {
     const float x = __builtin_rintf(a.v[i]);
@@ -116,7 +116,7 @@ template <int N>
 TM_HD I32x16 ShiftLeft(const I32x16& a) {
   return EachLane<I32x16>([&](int i) { return Wrap(Unsigned(a.v[i]) << N); });
 }
-// Logical.
+// Shifts in zeros.
 template <int N>
 TM_HD I32x16 ShiftRight(const I32x16& a) {
   return EachLane<I32x16>([&](int i) { return Wrap(Unsigned(a.v[i]) >> N); });
@@ -131,11 +131,11 @@ TM_HD Mask16 Less(const F32x16& a, const F32x16& b) {
 TM_HD Mask16 Equal(const I32x16& a, const I32x16& b) {
   return EachLane<Mask16>([&](int i) { return a.v[i] == b.v[i]; });
 }
-// Signed.
+// Compares signed integers.
 TM_HD Mask16 Less(const I32x16& a, const I32x16& b) {
   return EachLane<Mask16>([&](int i) { return a.v[i] < b.v[i]; });
 }
-// Lanes lo <= lane < hi.
+// Returns the mask of the lanes lo <= lane < hi.
 TM_HD Mask16 LaneRange(int lo, int hi) {
   return EachLane<Mask16>([&](int i) { return lo <= i && i < hi; });
 }
@@ -146,7 +146,7 @@ TM_HD int Count(const Mask16& m) {
   }
   return n;
 }
-// Lane i as bit i.
+// Returns lane i as bit i.
 TM_HD unsigned MaskBits(const Mask16& m) {
   unsigned bits = 0;
   for (int i = 0; i < 16; ++i) {
@@ -161,7 +161,7 @@ TM_HD I32x16 Select(const Mask16& m, const I32x16& a, const I32x16& b) {
   return EachLane<I32x16>([&](int i) { return m.v[i] ? a.v[i] : b.v[i]; });
 }
 
-// ((i + i+8) + (i+4 + i+12)) and so on: halves are added until one lane is left.
+// Reduces by halves: ((i + i+8) + (i+4 + i+12)) and so on, until one lane is left.
 template <class F>
 TM_HD float Halve(const F32x16& a, F fn) {
   F32x16 r = a;
@@ -182,12 +182,12 @@ TM_HD float ReduceMin(const F32x16& a) {
   return Halve(a, [](float x, float y) { return x < y ? x : y; });
 }
 
-// Lane i is lane i ^ kDistance, a power of two below 16.
+// Returns lane i ^ kDistance in lane i. REQUIRES: kDistance is a power of two below 16.
 template <int kDistance>
 TM_HD F32x16 SwapLanes(const F32x16& a) {
   return EachLane<F32x16>([&](int i) { return a.v[i ^ kDistance]; });
 }
-// Lane 2k is lane k, lane 2k + 1 is lane 8 + k; and back.
+// Moves lane k to lane 2k and lane 8 + k to lane 2k + 1. Deinterleave is the inverse.
 TM_HD F32x16 Interleave(const F32x16& a) {
   return EachLane<F32x16>([&](int i) { return a.v[(i >> 1) + ((i & 1) << 3)]; });
 }
@@ -215,20 +215,20 @@ TM_HD void StoreShorts(void* p, const I32x16& a) {
   }
   __builtin_memcpy(p, s, sizeof(s));
 }
-// 16 codes below 16 → 8 bytes, code 2i in the low nibble of byte i.
+// Stores 16 codes below 16 as 8 bytes, with code 2i in the low nibble of byte i.
 TM_HD void StoreNibbles(void* p, const I32x16& codes) {
   for (int i = 0; i < 8; ++i) {
     static_cast<uint8_t*>(p)[i] = static_cast<uint8_t>(codes.v[2 * i] | codes.v[2 * i + 1] << 4);
   }
 }
-// The low 16 bits of each lane as FP16.
+// Converts the low 16 bits of each lane from FP16.
 TM_HD F32x16 HalfToFloat(const I32x16& a) {
   return EachLane<F32x16>([&](int i) {
     const uint32_t sign = (Unsigned(a.v[i]) & 0x8000u) << 16;
     const uint32_t rest = (Unsigned(a.v[i]) & 0x7fffu) << 13;
     uint32_t bits;
     if ((rest & 0x0f800000u) == 0x0f800000u) {
-      // A NaN comes out quiet, as the hardware conversion makes it.
+      // Return a quiet NaN, as the hardware conversion does.
       bits = rest | 0x70000000u | ((rest & 0x007fffffu) != 0 ? 0x00400000u : 0u);
     } else if (rest >= 0x00800000u) {
       bits = rest + 0x38000000u;
@@ -243,7 +243,7 @@ TM_HD F32x16 HalfToFloat(const I32x16& a) {
   });
 }
 TM_HD F32x16 LoadHalf(const void* p) { return HalfToFloat(LoadShorts(p)); }
-// Nearest FP16, ties to even, as bits.
+// Returns the bits of the nearest FP16, ties to even.
 TM_HD I32x16 FloatToHalf(const F32x16& a) {
   return EachLane<I32x16>([&](int i) {
     uint32_t bits;
@@ -272,7 +272,7 @@ TM_HD I32x16 FloatToHalf(const F32x16& a) {
 TM_HD Table16 LoadTable(const float* p) {
   return EachLane<Table16>([&](int i) { return p[i]; });
 }
-// table[lane & 15]
+// Returns table[lane & 15] in each lane.
 TM_HD F32x16 Lookup(const Table16& t, const I32x16& index) {
   return EachLane<F32x16>([&](int i) { return t.v[index.v[i] & 15]; });
 }
@@ -285,11 +285,11 @@ TM_HD Table32 LoadTable32(const float* p) {
   __builtin_memcpy(t.v, p, sizeof(t.v));
   return t;
 }
-// table[lane & 31]
+// Returns table[lane & 31] in each lane.
 TM_HD F32x16 Lookup(const Table32& t, const I32x16& index) {
   return EachLane<F32x16>([&](int i) { return t.v[index.v[i] & 31]; });
 }
-// Towards zero; 0x80000000 where it does not fit.
+// Rounds toward zero. Returns 0x80000000 if the result does not fit.
 TM_HD I32x16 Truncate(const F32x16& a) {
   return EachLane<I32x16>([&](int i) {
     const float x = a.v[i];
@@ -303,30 +303,30 @@ TM_HD int32_t LoadDword(const void* p) {
   __builtin_memcpy(&bits, p, sizeof(bits));
   return bits;
 }
-// Eight bytes, repeated: even lanes hold the first four, odd lanes the last four.
+// Repeats eight bytes: even lanes hold the first four, odd lanes the last four.
 TM_HD I32x16 Broadcast8(const void* p) {
   const uint8_t* bytes = static_cast<const uint8_t*>(p);
   return EachLane<I32x16>([&](int i) { return LoadDword(bytes + 4 * (i & 1)); });
 }
-// Of 32 dwords, the even or odd ones.
+// Loads the even or odd ones of 32 dwords.
 template <int kOdd>
 TM_HD I32x16 LoadEverySecond(const void* p) {
   const uint8_t* bytes = static_cast<const uint8_t*>(p);
   return EachLane<I32x16>([&](int i) { return LoadDword(bytes + 8 * i + 4 * kOdd); });
 }
-// Lane i is the dword at p + i * stride.
+// Loads the dword at p + i * stride into lane i.
 TM_HD I32x16 GatherDwords(const void* p, int stride) {
   const uint8_t* bytes = static_cast<const uint8_t*>(p);
   return EachLane<I32x16>([&](int i) { return LoadDword(bytes + i * stride); });
 }
-// 16 rows of 16 bytes: lane i of out[c] is dword c of row i.
+// Loads 16 rows of 16 bytes: lane i of out[c] is dword c of row i.
 TM_HD void LoadTransposed(const uint8_t* p, int64_t stride, I32x16 (&out)[4]) {
   for (int c = 0; c < 4; ++c) {
     out[c] = EachLane<I32x16>([&](int i) { return LoadDword(p + i * stride + 4 * c); });
   }
 }
 
-// --- Lanes as pairs of int16: the low and the high half of a dword. -----------------------------
+// Lanes as pairs of int16: the low and the high half of a dword.
 
 struct ShortTable {
   int16_t v[16];
@@ -339,17 +339,17 @@ TM_HD ShortTable LoadShortTable(const int16_t* p) {
 TM_HD int32_t MakePair(int32_t low, int32_t high) {
   return Wrap((Unsigned(low) & 0xffffu) | Unsigned(high) << 16);
 }
-// Each half is table[half & 15].
+// Returns table[half & 15] in each half.
 TM_HD I32x16 LookupPairs(const ShortTable& t, const I32x16& index) {
   return EachLane<I32x16>(
       [&](int i) { return MakePair(t.v[index.v[i] & 15], t.v[Unsigned(index.v[i]) >> 16 & 15]); });
 }
-// Each half is table[nibble K of the half].
+// Returns table[nibble K of the half] in each half.
 template <int K>
 TM_HD I32x16 LookupNibble(const ShortTable& t, const I32x16& words) {
   return LookupPairs(t, ShiftRight<4 * K>(words));
 }
-// sum + a.low * b.low + a.high * b.high
+// Returns sum + a.low * b.low + a.high * b.high.
 TM_HD I32x16 DotPairs(const I32x16& sum, const I32x16& a, const I32x16& b) {
   return EachLane<I32x16>([&](int i) {
     const int32_t low = static_cast<int16_t>(a.v[i]) * static_cast<int16_t>(b.v[i]);
@@ -357,16 +357,16 @@ TM_HD I32x16 DotPairs(const I32x16& sum, const I32x16& a, const I32x16& b) {
     return Wrap(Unsigned(sum.v[i]) + Unsigned(low) + Unsigned(high));
   });
 }
-// Of 16 nibbles at a (low halves) and b (high halves), as the low bits of each half; the bits above
-// are undefined.
+// Loads 16 nibbles each from a (low halves) and b (high halves) into the low bits of each half. The
+// bits above are undefined.
 TM_HD I32x16 LoadNibblePairs(const void* a, const void* b) {
   const auto nibble = [](const void* p, int i) {
     return static_cast<const uint8_t*>(p)[i / 2] >> (4 * (i & 1)) & 15;
   };
   return EachLane<I32x16>([&](int i) { return MakePair(nibble(a, i), nibble(b, i)); });
 }
-// Of 64 nibbles at a (low halves) and b (high halves): lane 4 j + g holds nibbles 16 g + 4 j to
-// 16 g + 4 j + 3 of both.
+// Loads 64 nibbles each from a (low halves) and b (high halves). Lane 4 j + g holds the nibbles
+// 16 g + 4 j to 16 g + 4 j + 3 of both.
 TM_HD I32x16 LoadNibbleRows(const uint8_t* a, const uint8_t* b) {
   const auto word = [](const uint8_t* p, int i) { return p[2 * i] | p[2 * i + 1] << 8; };
   return EachLane<I32x16>([&](int i) {
@@ -375,14 +375,14 @@ TM_HD I32x16 LoadNibbleRows(const uint8_t* a, const uint8_t* b) {
   });
 }
 
-// --- Lanes as four runs of four. ----------------------------------------------------------------
+// Lanes as four runs of four.
 
-// Lane i is the dword p[i % 4].
+// Loads the dword p[i % 4] into lane i.
 TM_HD I32x16 LoadQuad(const void* p) {
   const uint8_t* bytes = static_cast<const uint8_t*>(p);
   return EachLane<I32x16>([&](int i) { return LoadDword(bytes + 4 * (i % 4)); });
 }
-// Each run is a matrix whose row r lies in a[r]: transposed.
+// Transposes each run of four lanes, a matrix whose row r is in a[r].
 TM_HD void TransposeQuads(I32x16 (&a)[4]) {
   I32x16 rows[4];
   __builtin_memcpy(rows, a, sizeof(rows));
@@ -390,7 +390,7 @@ TM_HD void TransposeQuads(I32x16 (&a)[4]) {
     a[r] = EachLane<I32x16>([&](int i) { return rows[i % 4].v[i / 4 * 4 + r]; });
   }
 }
-// In each run: the four lanes of a as two pairs of int16, saturated, then those of b.
+// Packs each run: the four lanes of a as two pairs of int16, saturated, then those of b.
 TM_HD I32x16 PackPairs(const I32x16& a, const I32x16& b) {
   const auto saturated = [](int32_t x) { return x < -32768 ? -32768 : x > 32767 ? 32767 : x; };
   return EachLane<I32x16>([&](int i) {
