@@ -1,6 +1,6 @@
 #pragma once
 
-// Attention over a small cache, in chunks of any size, and the same in double precision, for the
+// Attention over a small cache, in chunks of any size, and a reference in double precision, for the
 // tests of the attention ops.
 
 #include <doctest/doctest.h>
@@ -22,13 +22,13 @@
 namespace turbomind {
 
 inline constexpr float kSentinel = 12345.f;
-// Largest error against double precision, as a share of the largest |v|: FP32 sums of up to 333
-// weights and 256 products (observed below 4e-6). Affine codes cancel: code * scale is up to
-// 2^bits times finer than the zero point it is added to.
+// Largest error against double precision, relative to the largest |v|: FP32 sums of up to 333
+// weights and 256 products (observed below 4e-6). Affine codes lose digits by cancellation: code *
+// scale is up to 2^bits times finer than the zero point that it is added to.
 inline constexpr double kMaxError = 1e-5;
 inline constexpr double kMaxErrorAffine = 3e-5;
-// Where queries and weights are rounded to 16 bits (isa/attention/attention_integer.h; observed
-// below 1.1e-4, with head_dim 16).
+// The limit for queries and weights rounded to 16 bits (isa/attention/attention_integer.h).
+// Observed: below 1.1e-4, with head_dim 16.
 inline constexpr double kMaxErrorRounded = 2e-4;
 
 struct Case {
@@ -38,11 +38,11 @@ struct Case {
   bool sinks = false;
   int first = 200;  // queries are positions [first, context)
   PrecisionWindowTokens window16;
-  bool mean = false;  // K has lost a mean: sinks are lowered
+  bool mean = false;  // K has a mean subtracted: sinks are lowered
   bool exact = true;
 };
 
-// The layer's pool and, where anything is in the 16-bit window, the 16-bit one with the same rows.
+// The layer's quantized pool and a 16-bit pool with the same rows.
 struct Caches {
   explicit Caches(const Case& c, uint8_t poison = 0xff)
       : quantized(c.shape, poison),
@@ -55,7 +55,7 @@ struct Caches {
     window16.first_block = 2;
     return window16;
   }
-  // A row as the query at `position` sees it.
+  // Returns a row as the query at `position` sees it.
   const float* Decoded(KvSide side, int head, int token, int position) {
     const bool is_in_window16 =
         rule.enabled() && rule.IsInWindow16(token / quantized.shape().block_seq_len, position);
@@ -83,7 +83,7 @@ inline Inputs MakeInputs(const Case& c) {
     x = normal(random);
   }
   for (int h = 0; h < q_heads; ++h) {
-    in.sinks.push_back(normal(random) + 4.f);  // heavy: a dropped sink must show
+    in.sinks.push_back(normal(random) + 4.f);  // large, so that the test fails if a sink is dropped
   }
   for (int i = 0; i < c.shape.context * q_heads; ++i) {
     in.q_dot_mean.push_back(4.f * normal(random));
@@ -91,7 +91,7 @@ inline Inputs MakeInputs(const Case& c) {
   return in;
 }
 
-// What the steps of one run share.
+// The parameters that all steps of one run share.
 struct Run {
   const CpuKvKernels& kernels;
   ThreadPool& pool;
@@ -100,7 +100,8 @@ struct Run {
   const Inputs& in;
 };
 
-// The tables of one step: only blocks that some query of [begin, begin + count) sees in that view.
+// The block tables of one step. Each holds only the blocks that some query of [begin, begin +
+// count) sees in that pool.
 struct StepTables {
   std::vector<int32_t> quantized;
   std::vector<int32_t> window16;
@@ -127,7 +128,7 @@ inline StepTables TablesOf(const Run& run, int begin, int count) {
   return tables;
 }
 
-// Attention of the queries [begin, begin + count), as one step.
+// Runs attention for the queries [begin, begin + count) as one step.
 inline void RunStep(const Run& run, int begin, int count, float* out) {
   const Case& c = run.c;
   const int q_heads = c.group * c.shape.kv_heads;
@@ -185,7 +186,7 @@ inline bool SameBits(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
 
-// Plain attention in double precision over what the codecs decode: one query head.
+// Computes plain attention of one query head in double precision over decoded rows.
 inline std::vector<double> Reference(const Case& c, Caches& caches, const Inputs& in, int position,
                                      int q_head) {
   const int dim = c.shape.head_dim;
@@ -223,7 +224,7 @@ inline std::vector<double> Reference(const Case& c, Caches& caches, const Inputs
   return out;
 }
 
-// Largest error of some queries, as a share of the largest |v|.
+// Returns the largest error of a sample of queries, relative to the largest |v|.
 inline double ErrorOf(const Case& c, Caches& caches, const Inputs& in,
                       const std::vector<float>& out) {
   const int q_heads = c.group * c.shape.kv_heads;
@@ -267,7 +268,7 @@ inline std::string Name(const Case& c, const std::string& isa) {
          "," + std::to_string(c.window16.recent_tokens);
 }
 
-// Every chunking gives the same bits, close to double precision. Returns the bits.
+// Checks that every chunk size returns the same bits, close to double precision. Returns the bits.
 inline std::vector<float> CheckBits(const Case& c, const std::string& isa, double limit) {
   INFO(Name(c, isa));
   ThreadPool pool(2);
@@ -283,7 +284,7 @@ inline std::vector<float> CheckBits(const Case& c, const std::string& isa, doubl
   return whole;
 }
 
-// The FP32 kernels and, where codes are integers, the integer ones. Returns the bits of both.
+// Checks the FP32 kernels and, for integer codes, the integer kernels. Returns the bits of both.
 inline std::vector<float> CheckCase(Case c, const std::string& isa, bool affine) {
   c.exact = true;
   std::vector<float> bits = CheckBits(c, isa, affine ? kMaxErrorAffine : kMaxError);

@@ -12,7 +12,7 @@
 namespace turbomind {
 namespace {
 
-TEST_CASE("prefill and decode agree bit for bit and with double precision") {
+TEST_CASE("prefill and decode return the same bits, close to double precision") {
   testing::SanitizedSample sample(28);
   for (const FormatPair& pair : ListedPairs()) {
     for (int dim : {64, 80, 96, 128, 256}) {
@@ -37,7 +37,7 @@ TEST_CASE("prefill and decode agree bit for bit and with double precision") {
   }
 }
 
-TEST_CASE("every instruction set gives the same bits") {
+TEST_CASE("every instruction set returns the same bits for attention") {
   for (const FormatPair& pair : ListedPairs()) {
     for (int group : {2, 5}) {
       Case c;
@@ -57,7 +57,7 @@ TEST_CASE("every instruction set gives the same bits") {
   }
 }
 
-TEST_CASE("block lengths, cache types and short contexts") {
+TEST_CASE("attention is correct for all block lengths, cache dtypes and short contexts") {
   for (KvCacheMode format : kAllKvCacheModes) {
     for (int block : {16, 32, 64, 128}) {
       for (int context : {1, 15, 64, 65, 257}) {
@@ -75,8 +75,8 @@ TEST_CASE("block lengths, cache types and short contexts") {
   }
 }
 
-// 33 splits for 8 runs: runs of 4 splits, of which some begin with one head and end with the next.
-TEST_CASE("several splits in a run") {
+// 11 splits for each of 3 heads, in runs of 2. Some runs begin with one head and end with the next.
+TEST_CASE("attention is correct if a run has several splits") {
   for (const std::string& isa : AvailableCpuIsas()) {
     for (KvCacheMode format : {KvCacheMode::kFp4Nv, KvCacheMode::kNone}) {
       Case c;
@@ -87,14 +87,14 @@ TEST_CASE("several splits in a run") {
       c.window16 = {64, 64};
       CheckCase(c, isa, false);
       c.window16 = {};
-      c.group = 9;  // more than one call of a kernel
+      c.group = 9;  // needs more than one kernel call
       c.window = 2500;
       CheckCase(c, isa, false);
     }
   }
 }
 
-TEST_CASE("small heads") {
+TEST_CASE("attention is correct for small heads") {
   for (const FormatPair& pair : ListedPairs()) {
     for (int dim : {16, 32, 48}) {
       Case c;
@@ -108,7 +108,7 @@ TEST_CASE("small heads") {
   }
 }
 
-TEST_CASE("slots and blocks outside what a query sees do not matter") {
+TEST_CASE("slots and blocks that a query does not see have no effect") {
   ThreadPool pool(1);
   const CpuKvKernels kernels = CpuKvKernelsFor(BestIsa());
   for (const FormatPair& pair : ListedPairs()) {
@@ -133,7 +133,7 @@ TEST_CASE("slots and blocks outside what a query sees do not matter") {
   }
 }
 
-TEST_CASE("a NaN value reaches the queries that see it and no other") {
+TEST_CASE("a NaN value affects only the queries that see it") {
   ThreadPool pool(1);
   const CpuKvKernels kernels = CpuKvKernelsFor(BestIsa());
   for (KvCacheMode format : {KvCacheMode::kNone, KvCacheMode::kFp8E4m3, KvCacheMode::kFp8E5m2}) {
@@ -154,7 +154,7 @@ TEST_CASE("a NaN value reaches the queries that see it and no other") {
   }
 }
 
-TEST_CASE("a NaN or an infinity in a query reaches its own head and no other") {
+TEST_CASE("a NaN or an infinity in a query affects only its own head") {
   ThreadPool pool(1);
   const CpuKvKernels kernels = CpuKvKernelsFor(BestIsa());
   for (KvCacheMode format : {KvCacheMode::kInt8, KvCacheMode::kInt4, KvCacheMode::kFp4Nv}) {
@@ -181,7 +181,7 @@ TEST_CASE("a NaN or an infinity in a query reaches its own head and no other") {
   }
 }
 
-TEST_CASE("queries and scales of zero") {
+TEST_CASE("queries and value scales of zero return zero") {
   ThreadPool pool(1);
   const CpuKvKernels kernels = CpuKvKernelsFor(BestIsa());
   for (KvCacheMode format : {KvCacheMode::kInt8, KvCacheMode::kInt4, KvCacheMode::kFp4Nv}) {
@@ -206,7 +206,7 @@ TEST_CASE("queries and scales of zero") {
   }
 }
 
-TEST_CASE("a dropped sink and an ignored window are caught") {
+TEST_CASE("the reference detects a dropped sink and a wrong sliding window") {
   Case c;
   c.shape.k = c.shape.v = KvCacheMode::kFp4Nv;
   c.window = 50;
@@ -230,7 +230,7 @@ TEST_CASE("a dropped sink and an ignored window are caught") {
   }
 }
 
-TEST_CASE("threads do not change a bit") {
+TEST_CASE("the number of threads does not change a bit of attention") {
   Case c;
   c.shape.k = c.shape.v = KvCacheMode::kFp4Mx;
   c.shape.context = 1100;

@@ -32,7 +32,7 @@ bool SameBits(const std::vector<float>& a, const std::vector<float>& b) {
 
 }  // namespace
 
-TEST_CASE("RMSNorm agrees with double and has the same bits everywhere") {
+TEST_CASE("RMSNorm agrees with double precision and has the same bits on every instruction set") {
   for (int dim : {1, 63, 64, 576, 2051}) {
     constexpr int kRows = 41;
     const auto size = static_cast<size_t>(dim);
@@ -64,7 +64,7 @@ TEST_CASE("RMSNorm agrees with double and has the same bits everywhere") {
   }
 }
 
-TEST_CASE("gated activations agree with double and have the same bits everywhere") {
+TEST_CASE("gated activations match double precision with the same bits on every instruction set") {
   constexpr int kRows = 21;
   constexpr int kDim = 1001;
   std::vector<float> gate_up = RandomVector(kRows * 2 * kDim, 6.f);
@@ -86,7 +86,7 @@ TEST_CASE("gated activations agree with double and have the same bits everywhere
         const double g = gate_up[r * 2 * kDim + i];
         const double up = gate_up[r * 2 * kDim + kDim + i];
         const double u = std::sqrt(2 / M_PI) * (g + 0.044715 * g * g * g);
-        // 0.5 (1 + tanh u) written so that large negative u keeps its digits.
+        // 0.5 (1 + tanh u), written so that a large negative u loses no digits.
         const double act =
             activation == Activation::kSilu ? g / (1 + std::exp(-g)) : g / (1 + std::exp(-2 * u));
         // An FP32 exponent x is off by |x| 2^-24, which exp turns into a relative error.
@@ -98,13 +98,13 @@ TEST_CASE("gated activations agree with double and have the same bits everywhere
   }
 }
 
-TEST_CASE("clamped SwiGLU reaches its limits and keeps NaN") {
+TEST_CASE("clamped SwiGLU applies its limits and keeps NaN") {
   constexpr float kLimit = 7.f;
   constexpr float kGate[] = {-30.f, -1.f, 0.f, 6.9f, 7.f, 7.1f, 1e30f, NAN, 1.f};
   constexpr float kUp[] = {-30.f, -7.f, 0.5f, -7.1f, 7.f, 7.1f, -1e30f, 1.f, NAN};
   std::vector<float> gate;
   std::vector<float> up;
-  for (int times = 0; times < 8; ++times) {  // 72 elements: whole vectors and a rest of 8
+  for (int times = 0; times < 8; ++times) {  // 72 elements: whole vectors and a remainder of 8
     gate.insert(gate.end(), std::begin(kGate), std::end(kGate));
     up.insert(up.end(), std::begin(kUp), std::end(kUp));
   }

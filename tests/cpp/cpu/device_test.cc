@@ -10,7 +10,8 @@
 
 using namespace turbomind;
 
-TEST_CASE("the best instruction set is chosen, and the environment pins one") {
+TEST_CASE(
+    "the device uses the best instruction set unless an argument or the environment selects one") {
   unsetenv("LMDEPLOY_CPU_ISA");
   const auto isas = AvailableCpuIsas();
   REQUIRE(isas.front() == "scalar");
@@ -20,13 +21,13 @@ TEST_CASE("the best instruction set is chosen, and the environment pins one") {
   CHECK(MakeCpuDevice(1)->name() == "cpu (scalar, 1 thread)");
   CHECK(MakeCpuDevice(1, isas.back())->name() == "cpu (" + isas.back() + ", 1 thread)");
   setenv("LMDEPLOY_CPU_ISA", "neon", 1);
-  CHECK_THROWS_WITH_AS(MakeCpuDevice(1), doctest::Contains("LMDEPLOY_CPU_ISA: got \"neon\""),
+  CHECK_THROWS_WITH_AS(MakeCpuDevice(1), doctest::Contains("LMDEPLOY_CPU_ISA is \"neon\""),
                        InvalidArgument);
   CHECK_THROWS_WITH_AS(MakeCpuDevice(1, "sse9"), doctest::Contains("scalar"), InvalidArgument);
   unsetenv("LMDEPLOY_CPU_ISA");
 }
 
-TEST_CASE("thread counts out of range are refused") {
+TEST_CASE("thread counts out of range are rejected") {
   CHECK_THROWS_AS(MakeCpuDevice(0), InvalidArgument);
   CHECK_THROWS_AS(MakeCpuDevice(-3), InvalidArgument);
   CHECK_THROWS_AS(MakeCpuDevice(1 << 20), InvalidArgument);
@@ -35,7 +36,7 @@ TEST_CASE("thread counts out of range are refused") {
 TEST_CASE("reserved memory is zero, aligned and lazy") {
   const auto device = MakeCpuDevice(1);
   CHECK(device->capability().reserves_lazily);
-  constexpr size_t kHuge = size_t{1} << 40;  // far beyond the machine: only address space
+  constexpr size_t kHuge = size_t{1} << 40;  // far beyond the machine's memory: only address space
   auto* memory = static_cast<uint8_t*>(device->Reserve(kHuge));
   CHECK(reinterpret_cast<uintptr_t>(memory) % 64 == 0);
   CHECK(memory[0] == 0);

@@ -1,7 +1,7 @@
 #pragma once
 
-// A small cache of one sequence for tests of the ops over it: random rows written by the codecs,
-// everything else poisoned, block ids shuffled.
+// A small cache of one sequence for tests of the KV cache ops. The codecs write random rows; all
+// other bytes are poisoned, and block ids are shuffled.
 
 #include <cstdint>
 #include <cstring>
@@ -23,7 +23,7 @@ struct CacheShape {
   int kv_heads = 2;
   int block_seq_len = 64;
   int context = 333;
-  int first_block = 1;  // least id in use; every second id is
+  int first_block = 1;  // lowest id in use; every second id is used
 };
 
 inline int EncodeByCodec(const RowFormat& f, const float* row, uint8_t* payload, uint8_t* meta) {
@@ -52,7 +52,7 @@ class TestCache {
   explicit TestCache(const CacheShape& shape, uint8_t poison = 0xff, unsigned seed = 1)
       : shape_(shape), layout_(MakeConfig(shape)), random_(seed) {
     const int blocks = (shape.context + shape.block_seq_len - 1) / shape.block_seq_len;
-    num_blocks_ = 2 * blocks + shape.first_block;  // neighbors stay poisoned
+    num_blocks_ = 2 * blocks + shape.first_block;  // blocks between those in use stay poisoned
     data_.assign(static_cast<size_t>(num_blocks_ * layout_.block_bytes()),
                  static_cast<std::byte>(poison));
     scales_.assign(static_cast<size_t>(num_blocks_ * layout_.scale_block_bytes()),

@@ -36,7 +36,7 @@ std::vector<float> RandomRow(std::mt19937& random, size_t n, float mean = 0.f) {
   return row;
 }
 
-// One sequence: rows of Q, K and V, as they come, for `context` tokens.
+// One sequence: the rows of Q, K and V before any transformation, for `context` tokens.
 struct Sequence {
   Sequence(const CacheShape& shape, unsigned seed) : dim(shape.head_dim) {
     std::mt19937 random(seed);
@@ -66,7 +66,7 @@ struct Ingredients {
   PrecisionWindowTokens window16;
 };
 
-// Quantized and 16-bit pool of one layer, empty, and the ops of one step over them.
+// The empty quantized pool and 16-bit pool of one layer, and the ops of one step over them.
 class Layer {
  public:
   Layer(const CacheShape& shape, const Ingredients& with, const std::string& isa = "")
@@ -83,8 +83,8 @@ class Layer {
         rule_.enabled() ? std::vector<int32_t>(quantized_.table().size(), -1) : quantized_.table();
   }
 
-  // Tokens [begin, end) as one step: write, move, attend. Tables hold what the step needs and no
-  // more. Returns the attention's output.
+  // Runs tokens [begin, end) as one step: write, quantize, attend. The tables hold only the blocks
+  // that the step needs. Returns the output of the attention.
   std::vector<float> Step(Sequence& sequence, int begin, int end) {
     const int32_t cu_seqlens[2] = {0, end - begin};
     const int32_t context = end;
@@ -147,8 +147,8 @@ class Layer {
     return shape;
   }
 
-  // Gives the new tokens 16-bit blocks; returns those that leave the recent window of the last
-  // query.
+  // Allocates 16-bit blocks for the new tokens. Returns the blocks that leave the recent window of
+  // the last query.
   std::vector<PendingQuantization> Plan(int begin, int end) {
     std::vector<PendingQuantization> blocks_to_quantize;
     if (!rule_.enabled()) {
@@ -209,7 +209,7 @@ class Layer {
     return out;
   }
 
-  // Moved blocks give their 16-bit slots back; what is left there must not matter.
+  // Frees the 16-bit blocks after they are quantized. Their old contents must have no effect.
   void Release(const std::vector<PendingQuantization>& blocks_to_quantize) {
     for (const PendingQuantization& pending : blocks_to_quantize) {
       std::fill_n(window16_.view().data + pending.window16 * window16_.view().block_bytes,
@@ -253,9 +253,10 @@ CacheShape Shape(KvCacheMode format, int dim, int block = 64, int context = 300)
   return shape;
 }
 
-// --- Rotation and mean ------------------------------------------------------------------------
+// Rotation and mean.
 
-// Normalized Hadamard matrix over runs: (-1)^popcount(i & j) / sqrt(size).
+// Multiplies runs of `size` values with the normalized Hadamard matrix: (-1)^popcount(i & j) /
+// sqrt(size).
 std::vector<double> Rotated(const std::vector<float>& x, int size) {
   std::vector<double> y(x.size());
   for (size_t i = 0; i < x.size(); ++i) {
@@ -268,7 +269,7 @@ std::vector<double> Rotated(const std::vector<float>& x, int size) {
   return y;
 }
 
-TEST_CASE("Q and K are rotated, the mean is taken off K before, V stays") {
+TEST_CASE("Q and K are rotated after the mean is subtracted from K, and V is unchanged") {
   for (const std::string& isa : AvailableCpuIsas()) {
     for (const auto& [dim, size] : {std::pair(64, 64), std::pair(80, 16), std::pair(96, 32),
                                     std::pair(128, 128), std::pair(256, 256), std::pair(48, 16)}) {
@@ -309,12 +310,12 @@ TEST_CASE("Q and K are rotated, the mean is taken off K before, V stays") {
       }
       INFO(isa << " dim " << dim);
       CHECK(error < 5e-6);      // FP32 sums of at most 256 values below 8, normalized
-      CHECK(dot_error < 2e-4);  // of 256 products of about 2
+      CHECK(dot_error < 2e-4);  // sums of 256 products of about 2
     }
   }
 }
 
-TEST_CASE("the rotation leaves q · k as it is and gives the same bits on every CPU") {
+TEST_CASE("the rotation preserves q · k and returns the same bits on every instruction set") {
   for (int dim : {64, 80, 96, 128, 256}) {
     const CacheShape shape = Shape(KvCacheMode::kNone, dim, 16, 16);
     std::vector<float> first;
@@ -346,7 +347,7 @@ TEST_CASE("the rotation leaves q · k as it is and gives the same bits on every 
   }
 }
 
-TEST_CASE("a mean and a rotation change no output beyond rounding, sinks included") {
+TEST_CASE("a mean and a rotation change outputs, sinks included, only by rounding") {
   CacheShape shape = Shape(KvCacheMode::kNone, 64);
   shape.dtype = DataType::kFloat32;
   Sequence plain(shape, 9);
@@ -365,10 +366,11 @@ TEST_CASE("a mean and a rotation change no output beyond rounding, sinks include
   }
 }
 
-// --- 16-bit blocks -------------------------------------------------------------------------------
+// The 16-bit window.
 
-// What the query at the end sees is what the codec makes of the rows in place: quantized ones
-// encoded with the layer's format, 16-bit ones rounded. Cold bytes equal those of direct encoding.
+// Checks that the query at the end sees the rows as the codecs store them. Rows in the quantized
+// pool use the layer's format; rows in the 16-bit window are only rounded. The quantized bytes
+// equal those of direct encoding.
 void CheckStored(Layer& layer, Sequence& sequence, bool search) {
   const KvLayerView& view = layer.quantized().view();
   const int32_t context = layer.quantized().shape().context;
@@ -403,7 +405,7 @@ void CheckStored(Layer& layer, Sequence& sequence, bool search) {
   CHECK(different == 0);
 }
 
-TEST_CASE("blocks that are moved hold the bytes of rows encoded when written") {
+TEST_CASE("blocks quantized later hold the same bytes as rows encoded when written") {
   testing::SanitizedSample sample(5);
   for (const std::string& isa : AvailableCpuIsas()) {
     for (KvCacheMode format : kAllKvCacheModes) {
@@ -429,7 +431,7 @@ TEST_CASE("blocks that are moved hold the bytes of rows encoded when written") {
   }
 }
 
-TEST_CASE("chunks, moves and single tokens give the same outputs bit for bit") {
+TEST_CASE("every chunk size returns the same outputs bit for bit") {
   for (KvCacheMode format : kAllKvCacheModes) {
     for (int block : {16, 64, 128}) {
       const CacheShape shape = Shape(format, 64, block, 420);
@@ -447,7 +449,7 @@ TEST_CASE("chunks, moves and single tokens give the same outputs bit for bit") {
   }
 }
 
-TEST_CASE("NaN and infinities are counted when written, not when moved") {
+TEST_CASE("NaN and infinities are counted when written, not when quantized later") {
   const CacheShape shape = Shape(KvCacheMode::kFp4Nv, 64);
   Sequence sequence(shape, 2);
   sequence.Row(100, kQHeads)[5] = INFINITY;
@@ -471,9 +473,9 @@ TEST_CASE("clipped values are counted when moved, not while they are kept in 16 
   CHECK(layer.num_clipped() == 2);
 }
 
-// --- Checks -----------------------------------------------------------------------------------
+// Checks of the arguments.
 
-// A decode step at `position`, its tables complete; `change` may spoil it.
+// Runs a decode step at `position` with complete tables. `change` may break the arguments.
 template <class F>
 void Attend(int position, F change) {
   const auto device = MakeCpuDevice(1);
@@ -500,9 +502,10 @@ void Attend(int position, F change) {
   dispatchDecoding(*device, p);
 }
 
-TEST_CASE("attention refuses tables without a block that a query sees") {
+TEST_CASE("attention rejects tables that lack a block that a query sees") {
   using Table = std::vector<int32_t>;
-  // Position 270 is in block 4: 16-bit are 0, 3 and 4, quantized are 1 and 2.
+  // Position 270 is in block 4. Blocks 0, 3 and 4 are in the 16-bit window; blocks 1 and 2 are
+  // quantized.
   Attend(270, [](AttentionParams&, Table& quantized, Table& window16) {
     quantized[0] = quantized[3] = quantized[4] = -1;
     window16[1] = window16[2] = -1;
@@ -521,7 +524,7 @@ TEST_CASE("attention refuses tables without a block that a query sees") {
                   InternalError);
   CHECK_THROWS_AS(Attend(270, [](AttentionParams& p, Table&, Table&) { p.window16 = p.kv; }),
                   InternalError);
-  // A window of 64 hides everything quantized.
+  // A sliding window of 64 hides all quantized blocks.
   Attend(270, [](AttentionParams& p, Table& quantized, Table& window16) {
     p.window = 64;
     quantized.assign(quantized.size(), -1);
@@ -529,7 +532,7 @@ TEST_CASE("attention refuses tables without a block that a query sees") {
   });
 }
 
-TEST_CASE("QuantizeBlocks refuses moves without a block") {
+TEST_CASE("QuantizeBlocks rejects pending quantizations without a block") {
   const auto device = MakeCpuDevice(1);
   CacheShape shape = Shape(KvCacheMode::kInt4, 64);
   TestCache quantized(shape);

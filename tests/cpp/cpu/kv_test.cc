@@ -19,7 +19,7 @@ namespace turbomind {
 namespace {
 
 constexpr uint8_t kSentinel = 0xa5;
-constexpr int kPad = 16;  // sentinel bytes behind each row
+constexpr int kPad = 16;  // sentinel bytes after each row
 
 struct Encoded {
   std::vector<uint8_t> payload;
@@ -127,7 +127,8 @@ TEST_CASE("FP8 encoders equal the codec at every tie, code, limit and special va
   }
 }
 
-// Values and midpoints of E2M1 times a scale of either format: errors of candidates often tie.
+// Fills a row with values and midpoints of E2M1 times a scale of either format, so that the errors
+// of candidates often tie.
 void FillWithTies(std::mt19937& random, float* row, int n) {
   constexpr float kEdges[] = {0.f, .25f, .5f, .75f, 1.f, 1.25f, 1.5f, 1.75f,
                               2.f, 2.5f, 3.f, 3.5f, 4.f, 5.f,   6.f,  6.5f};
@@ -156,7 +157,7 @@ TEST_CASE("searching encoders equal the codec bit for bit on a million random ro
   for (KvCacheMode format : {KvCacheMode::kFp4Mx, KvCacheMode::kFp4Nv}) {
     for (DataType dtype : {DataType::kFloat32, DataType::kFloat16, DataType::kBFloat16}) {
       int64_t different = 0;
-      int64_t moved = 0;  // rows whose scales are not the plain ones
+      int64_t moved = 0;  // rows with at least one scale that is not the plain one
       for (int i = 0; i < kRowsPerCase; ++i) {
         const int dim = i % 8 == 0 ? kMaxDim : i % 8 == 1 ? 64 : 16 * (1 + i % 2);
         float row[kMaxDim];
@@ -211,7 +212,8 @@ TEST_CASE("decoders equal the codec for every code and every scale byte") {
   }
 }
 
-// One step of two sequences through WriteKv: 5 new tokens at 3, 1 at 20.
+// One step of two sequences through WriteKv: one token at position 20, and five tokens from
+// position 3 on.
 struct Step {
   static constexpr int kTokens = 6;
   static constexpr int kMaxLen = 21;
@@ -222,7 +224,7 @@ struct Step {
   BatchView View() const { return {2, 1, kTokens, cu_seqlens, context_lens, positions, tables, 2}; }
 };
 
-// Random inputs of WriteKv for one step, the rows that it changes, and the cache it writes.
+// Random inputs of WriteKv for one step, the rows that it changes, and the cache that it writes.
 class ProcessCase {
  public:
   static constexpr int kQHeads = 4;
@@ -267,7 +269,8 @@ class ProcessCase {
     return num_nonfinite;
   }
 
-  // Both sides of the cache as [sequence, head, kMaxLen, dim]; slots that hold nothing stay -1.
+  // Reads both sides of the cache as [sequence, head, kMaxLen, dim]. Slots past the context stay
+  // -1.
   void Flatten(Device& device) {
     flat_[0].assign(static_cast<size_t>(2) * kHeads * Step::kMaxLen * dim_, -1.f);
     flat_[1] = flat_[0];
@@ -280,7 +283,8 @@ class ProcessCase {
     invokeFlattenKV_v2(device, f);
   }
 
-  // Largest error of the row in place against double precision, relative to 1 + |value|.
+  // Returns the largest error of the transformed row against double precision, relative to 1 +
+  // |value|.
   double RowError(int token, int head) const {
     const size_t at = RowAt(token, head);
     const bool value = head >= kQHeads + kHeads;
@@ -297,7 +301,7 @@ class ProcessCase {
     return error;
   }
 
-  // Whether the cache holds the codec's image of the row in place.
+  // Returns true if the cache holds the transformed row as the codec encodes it.
   bool StoresTheRow(int token, KvSide side, int head) const {
     const int s = static_cast<int>(side);
     const RowFormat row_format = {cache_.view().format[s], dim_, cache_.shape().dtype,
@@ -377,11 +381,11 @@ void CheckProcess(Device& device, const CacheShape& shape, int rope_dim, std::mt
   }
   CHECK(error < kMaxError);
   CHECK(stored);
-  // Slots at or beyond the context stay as they were.
+  // Slots past the context are unchanged.
   CHECK(*c.Flat(KvSide::kK, 1, 0, 8) == -1.f);
 }
 
-TEST_CASE("WriteKv transforms rows in place and stores what the codec says") {
+TEST_CASE("WriteKv transforms rows in place and stores them as the codec encodes them") {
   std::mt19937 random(3);
   for (const std::string& isa : AvailableCpuIsas()) {
     const auto device = MakeCpuDevice(2, isa);
@@ -402,7 +406,7 @@ TEST_CASE("WriteKv transforms rows in place and stores what the codec says") {
   }
 }
 
-TEST_CASE("NaN, infinities and clipped values are counted") {
+TEST_CASE("WriteKv counts NaN, infinite and clipped values of K and V") {
   const auto device = MakeCpuDevice(2);
   CacheShape shape;
   shape.k = shape.v = KvCacheMode::kFp4Nv;
@@ -431,7 +435,7 @@ TEST_CASE("NaN, infinities and clipped values are counted") {
   CHECK(num_clipped == 52);
 }
 
-TEST_CASE("ops refuse arguments that would index outside the cache") {
+TEST_CASE("ops reject arguments that would index outside the cache") {
   const auto device = MakeCpuDevice(1);
   CacheShape shape;
   shape.block_seq_len = 16;

@@ -1,7 +1,7 @@
 #pragma once
 
-// Matrices of every format with the values that they mean, and what the tests of linear layers
-// share.
+// Random matrices of every format with their exact values, and helpers shared by the tests of
+// linear layers.
 
 #include <doctest/doctest.h>
 
@@ -17,12 +17,13 @@
 namespace turbomind::testing {
 
 inline constexpr float kSentinel = 12345.f;
-inline constexpr int kPad = 3;  // floats between the rows of x and of y
+inline constexpr int kPad = 3;  // floats between the rows of x and between those of y
 
 // FP32 sums in a fixed order: n roundings of at most 2^-24 of the sum of magnitudes.
 inline double SumBound(int64_t cols) { return (cols + 8) * 0x1p-24; }
-// A 16-bit activation is off by at most one and a half steps of amax / 32512 (half from rounding,
-// one where a low half of -128 is moved to -127), plus FP32 rounding of the scale.
+// A 16-bit activation is off by at most one and a half steps of amax / 32512, plus the FP32
+// rounding of the scale. Half a step comes from rounding; one step comes from changing a low half
+// of -128 to -127.
 inline constexpr double kActivationError = 1.5 / 32512 * (1 + 1e-5);
 inline constexpr double kBF16Rounding = 0x1p-8;  // 8 significant bits, round to nearest
 
@@ -30,15 +31,15 @@ struct Matrix {
   MatrixFormat format = MatrixFormat::kF32;
   int64_t rows = 0;
   int64_t cols = 0;
-  std::vector<uint8_t> bytes;        // as in a checkpoint
-  std::vector<double> values;        // what they mean
+  std::vector<uint8_t> bytes;        // as stored in a checkpoint
+  std::vector<double> values;        // their exact values
   std::vector<uint8_t> scales = {};  // kMxfp4Split
   MatrixSource source() const {
     return {format, bytes.data(), rows, cols, scales.empty() ? nullptr : scales.data()};
   }
 };
 
-// FP16 of a value that has few bits: exact.
+// Returns the FP16 bits of a value that has few significant bits. The conversion is exact.
 inline uint16_t Half(double value) {
   int exponent;
   const double mantissa = std::frexp(std::abs(value), &exponent);
@@ -59,7 +60,7 @@ inline void AppendBlock(Matrix& m, std::mt19937& random) {
   Append(m.bytes, Half(d));
   if (m.format == MatrixFormat::kQ8_0) {
     for (int c = 0; c < 32; ++c) {
-      const auto code = static_cast<int8_t>(random());  // -128 too
+      const auto code = static_cast<int8_t>(random());  // includes -128
       Append(m.bytes, code);
       m.values.push_back(d * code);
     }
@@ -79,7 +80,7 @@ inline void AppendBlock(Matrix& m, std::mt19937& random) {
   }
 }
 
-// One block of MXFP4 in the matrix's form.
+// Appends one block of MXFP4 in the matrix's form.
 inline void AppendMxfp4Block(Matrix& m, int exponent, const uint8_t (&codes)[32]) {
   constexpr double kValues[8] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
   for (uint8_t code : codes) {
@@ -95,7 +96,7 @@ inline void AppendMxfp4Block(Matrix& m, int exponent, const uint8_t (&codes)[32]
   }
 }
 
-// The same values in either form.
+// Returns a random MXFP4 matrix, whose values are the same in both forms.
 inline Matrix RandomMxfp4(MatrixFormat format, int64_t rows, int64_t cols, uint32_t seed) {
   std::mt19937 random(seed);
   Matrix m{format, rows, cols, {}, {}};
@@ -154,7 +155,8 @@ struct Call {
   bool accumulate = false;
 };
 
-// x rows are `cols + kPad` floats apart; y is filled with the sentinel first.
+// Runs one linear layer. The rows of x are `cols + kPad` floats apart. y is filled with the
+// sentinel first.
 inline std::vector<float> RunLinear(Device& device, const PackedMatrix& weight,
                                     const std::vector<float>& x, const std::vector<float>& bias,
                                     Call call) {
@@ -178,13 +180,14 @@ inline bool SameBits(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
 
-// How far output (row, o) may be from the exact product with these values.
+// Returns the largest allowed error of output (row, o) against the exact product with these values.
 inline double Bound(const Matrix& m, const float* x, int64_t o, bool exact) {
   double magnitude = 0;
   double rounding = 0;
   for (int64_t c = 0; c < m.cols; ++c) {
     const double w = std::abs(m.values[static_cast<size_t>(o * m.cols + c)]);
-    // Q4_1 adds d · code and the minimum apart: their magnitudes count, not the sum's.
+    // Q4_1 adds d · code and the minimum separately, so their magnitudes count instead of the
+    // sum's.
     magnitude += (w + (m.format == MatrixFormat::kQ4_1 ? 1.0 : 0.0)) * std::abs(x[c]);
     if (exact || m.format == MatrixFormat::kF32) {
       continue;

@@ -53,7 +53,8 @@ TEST_CASE("every format and shape agrees with a double reference on every instru
   }
 }
 
-TEST_CASE("a row has the same bits for every number of rows, threads and instruction set") {
+TEST_CASE(
+    "a row has the same bits for every number of rows and threads and every instruction set") {
   for (MatrixFormat format : kFormats) {
     const Matrix m = RandomMatrix(format, 203, 320, 3);
     const std::vector<float> x = RandomVector(70 * (m.cols + kPad), 4);
@@ -80,7 +81,7 @@ TEST_CASE("a row has the same bits for every number of rows, threads and instruc
   }
 }
 
-TEST_CASE("a long matrix gives a row the same bits whatever is computed beside it") {
+TEST_CASE("a row of a long matrix has the same bits alone and among other rows") {
   const auto device = MakeCpuDevice(2);
   for (MatrixFormat format : kFormats) {
     const Matrix m = RandomMatrix(format, 100, 2048, 11);  // several row blocks
@@ -98,7 +99,7 @@ TEST_CASE("a long matrix gives a row the same bits whatever is computed beside i
   }
 }
 
-TEST_CASE("rows grouped by weight have the bits of one row alone, however they are grouped") {
+TEST_CASE("rows grouped by weight have the same bits as one row alone in every grouping") {
   constexpr int kWeights = 5;
   constexpr int64_t kRows = 70;
   const std::vector<std::vector<int>> groupings = {
@@ -158,7 +159,7 @@ TEST_CASE("rows grouped by weight have the bits of one row alone, however they a
   }
 }
 
-TEST_CASE("parts stacked along the outputs have the bits of one part alone") {
+TEST_CASE("parts stacked along the outputs have the same bits as each part alone") {
   constexpr int64_t kCols = 96;
   constexpr int64_t kRows[] = {40, 7, 150};
   for (const std::string& isa : AvailableCpuIsas()) {
@@ -213,7 +214,7 @@ TEST_CASE("parts stacked along the outputs have the bits of one part alone") {
   }
 }
 
-TEST_CASE("NaN and infinite activations reach the outputs of their row and no other") {
+TEST_CASE("NaN and infinite activations affect only the outputs of their row") {
   constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
   constexpr float kInf = std::numeric_limits<float>::infinity();
   for (const std::string& isa : AvailableCpuIsas()) {
@@ -238,7 +239,7 @@ TEST_CASE("NaN and infinite activations reach the outputs of their row and no ot
   }
 }
 
-TEST_CASE("zero, tiny and huge activations do not overflow the scale of 16 bits") {
+TEST_CASE("zero, tiny and huge activations do not overflow the scale of 16-bit codes") {
   const auto device = MakeCpuDevice(1);
   const Matrix m = RandomMatrix(MatrixFormat::kQ8_0, 16, 32, 31);
   const auto weight = device->PackMatrix(m.source(), false);
@@ -272,7 +273,8 @@ TEST_CASE("the largest codes times the largest halves of activations are summed 
       }
       const int64_t value = format == MatrixFormat::kQ4_0 ? code - 8 : code;
       for (const float sign : {1.f, -1.f}) {
-        // Codes of activations, their scale is 1: halves (127, 0) once, then (126, 127).
+        // The scale of the activations is 1. Their codes have the halves (127, 0) once, then (126,
+        // 127).
         std::vector<float> x(kRows * (32 + kPad), sign * 32383.f);
         for (size_t row = 0; row < kRows; ++row) {
           x[row * (32 + kPad)] = sign * 32512.f;
@@ -294,7 +296,7 @@ TEST_CASE("the largest codes times the largest halves of activations are summed 
   }
 }
 
-TEST_CASE("embedding rows come back exactly from the packed matrix") {
+TEST_CASE("the packed matrix returns exact embedding rows") {
   for (MatrixFormat format : kFormats) {
     const Matrix m = RandomMatrix(format, 50, 96, 41);
     for (bool exact : {false, true}) {
@@ -324,7 +326,7 @@ MatrixSource PackedSource(const PackedMatrix& matrix, std::shared_ptr<const void
   return source;
 }
 
-TEST_CASE("a matrix is taken back from its packed bytes, in place or copied") {
+TEST_CASE("a matrix can be loaded from its packed bytes, in place or copied") {
   for (MatrixFormat format : kFormats) {
     const Matrix m = RandomMatrix(format, 50, 96, 47);
     const auto device = MakeCpuDevice(2);
@@ -337,7 +339,7 @@ TEST_CASE("a matrix is taken back from its packed bytes, in place or copied") {
     REQUIRE(first->num_bytes() == PackedBytes(format, 50, 96));
     const auto in_place = device->PackMatrix(PackedSource(*first, first), false);
     const auto copied = device->PackMatrix(PackedSource(*first, nullptr), false);
-    CHECK(first.use_count() == 2);  // held by the one that reads it
+    CHECK(first.use_count() == 2);  // in_place holds it, copied does not
     CHECK(in_place->packed_data() == first->packed_data());
     CHECK(copied->packed_data() != first->packed_data());
     CHECK(std::memcmp(copied->packed_data(), first->packed_data(),
@@ -353,9 +355,9 @@ TEST_CASE("a matrix is taken back from its packed bytes, in place or copied") {
   }
 }
 
-// Files of packed weights outlive a build: a change of the tiles must come with a new
-// kPackedLayoutId and then with new values here.
-TEST_CASE("the tiles are those of the layout's id") {
+// Files of packed weights outlive a build. A change of the tiles needs a new kPackedLayoutId and
+// then new values here.
+TEST_CASE("the tiles match the layout id") {
   REQUIRE(kPackedLayoutId == 1);
   const auto device = MakeCpuDevice(1);
   const auto hash_of = [&](MatrixFormat format) {
@@ -374,7 +376,7 @@ TEST_CASE("the tiles are those of the layout's id") {
   CHECK(hash_of(MatrixFormat::kQ8_0) == 4943437910362433791u);
 }
 
-TEST_CASE("matrices that cannot be packed are refused") {
+TEST_CASE("matrices that cannot be packed are rejected") {
   const auto device = MakeCpuDevice(1);
   std::vector<uint8_t> bytes(4096);
   CHECK_THROWS_AS(device->PackMatrix({MatrixFormat::kQ4_0, bytes.data(), 4, 40}, false),

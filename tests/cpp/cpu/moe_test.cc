@@ -20,7 +20,7 @@ using namespace turbomind;
 
 namespace {
 
-// FP32 sums of at most 96 products each, thrice in a row, of values around 1; measured 1.7e-6.
+// FP32 sums of at most 96 products each, three in a row, of values around 1. Measured: 1.7e-6.
 constexpr double kAbsolute = 5e-6;
 constexpr int kHidden = 64;
 constexpr int kInner = 48;
@@ -35,7 +35,7 @@ std::vector<float> Random(uint32_t seed, size_t size, float range) {
   return values;
 }
 
-// A matrix in the form of the reference and packed.
+// A matrix as values for the reference and in packed form.
 struct Matrix {
   int rows = 0;
   int cols = 0;
@@ -66,7 +66,7 @@ struct Shape {
   Activation activation = Activation::kSilu;
 };
 
-// Everything about one random layer; scratch for `max_tokens`.
+// One random layer with its matrices and scratch for `max_tokens`.
 class TestLayer {
  public:
   TestLayer(const Shape& shape, Device& device, int max_tokens, bool quantized = false)
@@ -106,7 +106,7 @@ class TestLayer {
   const MoeScratch& scratch() const { return scratch_; }
   Matrix& router() { return router_; }
 
-  // x → out, both [tokens, hidden].
+  // Runs the layer: x → out, both [tokens, hidden].
   void Run(const std::vector<float>& x, std::vector<float>& out) {
     const int tokens = static_cast<int>(x.size()) / kHidden;
     invokeMoe(device_, {.layer = &layer_,
@@ -116,7 +116,7 @@ class TestLayer {
                         .scratch = scratch_});
   }
 
-  // The same in double, one token, from the definition.
+  // Computes one token in double precision from the definition.
   std::vector<double> Reference(const float* token) const {
     const std::vector<double> x(token, token + kHidden);
     const std::vector<double> logits = router_.Times(x.data());
@@ -196,7 +196,8 @@ class TestLayer {
     layer_.shared_router = shared_router_.view();
   }
 
-  // Filled with NaN and with ids out of range: what is not written before it is read shows.
+  // Fills the scratch with NaN and with ids out of range, so that reads before the first write fail
+  // the test.
   void PlaceScratch(int max_tokens) {
     const auto tokens = static_cast<size_t>(max_tokens);
     const size_t width = std::max(shape_.top_k * kInner, kShared);
@@ -274,7 +275,7 @@ std::vector<Shape> AllShapes() {
   return shapes;
 }
 
-// The logits of `router` for every token, whatever its values are.
+// Makes `router` return these logits for every token.
 void SetLogits(Matrix& router, Device& device, const std::vector<float>& logits) {
   std::ranges::fill(router.values, 0.f);
   router.bias = logits;
@@ -282,7 +283,7 @@ void SetLogits(Matrix& router, Device& device, const std::vector<float>& logits)
       device.PackMatrix({MatrixFormat::kF32, router.values.data(), router.rows, router.cols}, true);
 }
 
-// Notes which matrices are read, how often, and by how many rows.
+// Records which matrices are read, and counts the rows.
 class CountingDevice : public testing::ForwardingDevice {
  public:
   using ForwardingDevice::ForwardingDevice;
@@ -331,7 +332,7 @@ TEST_CASE("experts agree with double precision") {
   }
 }
 
-TEST_CASE("a token of NaN spoils its own row and no other") {
+TEST_CASE("a NaN or infinite token affects only its own row") {
   const auto device = MakeCpuDevice(2);
   TestLayer layer({.has_shared = true}, *device, 5);
   std::vector<float> x = Random(3, 5 * kHidden, 1.f);
@@ -351,8 +352,7 @@ TEST_CASE("a token of NaN spoils its own row and no other") {
   }
 }
 
-TEST_CASE(
-    "a token alone, in a batch, in chunks, on other threads and instruction sets: same bits") {
+TEST_CASE("a token has the same bits in every batch, chunk, thread count and instruction set") {
   constexpr size_t kTokens = 64;
   const std::vector<float> x = Random(17, kTokens * kHidden, 1.5f);
   for (const bool quantized : {false, true}) {
@@ -381,7 +381,7 @@ TEST_CASE(
   }
 }
 
-TEST_CASE("tokens that all want the same experts, and experts that nobody wants") {
+TEST_CASE("the layer is correct if all tokens select the same experts and other experts get none") {
   const auto device = MakeCpuDevice(2);
   constexpr int kTokens = 40;
   TestLayer layer({.top_k = 2}, *device, kTokens);
@@ -403,7 +403,7 @@ TEST_CASE("tokens that all want the same experts, and experts that nobody wants"
   }
 }
 
-TEST_CASE("one token reads its experts alone, many tokens read each expert once") {
+TEST_CASE("one token reads only its own experts, and many tokens read each expert once") {
   constexpr int kTokens = 64;
   CountingDevice device(MakeCpuDevice(1));
   TestLayer layer({.top_k = 3}, device, kTokens);
@@ -419,7 +419,7 @@ TEST_CASE("one token reads its experts alone, many tokens read each expert once"
     const auto repeated = std::ranges::unique(experts);
     experts.erase(repeated.begin(), repeated.end());
     CHECK(experts.size() == (tokens == 1 ? 3 : kExperts));
-    CHECK(device.num_rows == 3 * 3 * tokens);  // gate, up and down; three experts of each token
+    CHECK(device.num_rows == 3 * 3 * tokens);  // gate, up and down; three experts per token
     REQUIRE(device.reads.size() == 3 * experts.size());
     for (size_t i = 0; i < experts.size(); ++i) {
       const auto expert = static_cast<size_t>(experts[i]);
@@ -430,7 +430,7 @@ TEST_CASE("one token reads its experts alone, many tokens read each expert once"
   }
 }
 
-TEST_CASE("a grouped layer is its groups one by one, bit for bit") {
+TEST_CASE("a grouped layer returns the same bits as its groups one by one") {
   constexpr size_t kRows = 23;
   constexpr int64_t kStride = 2 * kInner + 5;
   const std::vector<float> x = Random(8, 9 * kHidden, 1.f);
@@ -478,7 +478,7 @@ TEST_CASE("a grouped layer is its groups one by one, bit for bit") {
   CHECK(SameBits(got, want));
 }
 
-TEST_CASE("arguments that do not fit are our own bug, and found") {
+TEST_CASE("inconsistent arguments raise InternalError") {
   const auto device = MakeCpuDevice(1);
   const std::vector<float> x(4 * kHidden, 0.5f);
   std::vector<float> out(x.size());

@@ -1,5 +1,5 @@
-// MXFP4 as it is stored: both forms, in place, at the end of a mapping; what every format has in
-// common is in linear_test.cc.
+// MXFP4 weights in both stored forms, in place and at the end of a mapping. linear_test.cc has the
+// tests that cover every format.
 #include <doctest/doctest.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -20,7 +20,7 @@ namespace {
 
 constexpr MatrixFormat kForms[] = {MatrixFormat::kMxfp4, MatrixFormat::kMxfp4Split};
 
-// Bytes that end where a page ends, before a page that may not be read.
+// Copies bytes to the end of a page that an unreadable page follows.
 class EndOfMapping {
  public:
   explicit EndOfMapping(const std::vector<uint8_t>& bytes) {
@@ -48,7 +48,7 @@ class EndOfMapping {
 
 std::shared_ptr<const void> NoOwner() { return std::make_shared<int>(0); }
 
-// A matrix of one block per row, each with its own exponent and codes 0 to 15 twice.
+// Returns a matrix of one block per row. Each row has its own exponent and the codes 0 to 15 twice.
 Matrix OneBlockRows(MatrixFormat format, const std::vector<int>& exponents) {
   Matrix m{format, static_cast<int64_t>(exponents.size()), 32, {}, {}};
   for (int exponent : exponents) {
@@ -63,7 +63,7 @@ Matrix OneBlockRows(MatrixFormat format, const std::vector<int>& exponents) {
 
 }  // namespace
 
-TEST_CASE("odd shapes agree with a double reference on every instruction set") {
+TEST_CASE("odd MXFP4 shapes agree with a double reference on every instruction set") {
   for (const std::string& isa : AvailableCpuIsas()) {
     const auto device = MakeCpuDevice(2, isa);
     for (MatrixFormat form : kForms) {
@@ -85,7 +85,7 @@ TEST_CASE("odd shapes agree with a double reference on every instruction set") {
   }
 }
 
-TEST_CASE("both forms, copied or in place, on every instruction set: the same bits") {
+TEST_CASE("both MXFP4 forms have the same bits, copied or in place, on every instruction set") {
   const Matrix blocks = RandomMxfp4(MatrixFormat::kMxfp4, 101, 2880, 1);
   const Matrix split = RandomMxfp4(MatrixFormat::kMxfp4Split, 101, 2880, 1);
   REQUIRE(blocks.values == split.values);
@@ -112,7 +112,7 @@ TEST_CASE("both forms, copied or in place, on every instruction set: the same bi
   }
 }
 
-TEST_CASE("grouped rows of one block: no panel runs into the next one") {
+TEST_CASE("panels of grouped one-block rows do not overlap") {
   const std::vector<int32_t> offsets = {0, 5, 6, 23, 28};
   const int num_weights = static_cast<int>(offsets.size()) - 1;
   const std::vector<float> x = RandomVector(offsets.back() * (32 + kPad), 9);
@@ -149,7 +149,7 @@ TEST_CASE("grouped rows of one block: no panel runs into the next one") {
   }
 }
 
-TEST_CASE("nothing is read beyond the end of a mapping") {
+TEST_CASE("kernels read nothing past the end of a mapping") {
   for (const std::string& isa : AvailableCpuIsas()) {
     const auto device = MakeCpuDevice(1, isa);
     for (MatrixFormat form : kForms) {
@@ -178,7 +178,8 @@ TEST_CASE("nothing is read beyond the end of a mapping") {
   }
 }
 
-TEST_CASE("a matrix is read where it lies and holds its owner; without one it is copied") {
+TEST_CASE(
+    "a matrix with an owner is read in place and keeps the owner alive; without one it is copied") {
   const auto device = MakeCpuDevice(1);
   for (MatrixFormat form : kForms) {
     Matrix m = RandomMxfp4(form, 8, 64, 9);
@@ -193,7 +194,7 @@ TEST_CASE("a matrix is read where it lies and holds its owner; without one it is
     CHECK(!alive.expired());
     const auto before = RunLinear(*device, *copied, x, {}, {1});
     CHECK(SameBits(RunLinear(*device, *in_place, x, {}, {1}), before));
-    // New values where it lies are seen by it alone.
+    // Only the matrix that reads in place sees new values.
     for (uint8_t& byte : form == MatrixFormat::kMxfp4Split ? m.scales : m.bytes) {
       byte = 128;
     }
@@ -205,7 +206,7 @@ TEST_CASE("a matrix is read where it lies and holds its owner; without one it is
   }
 }
 
-TEST_CASE("every exponent means its power of two, from the subnormal 2^-127 to 2^127") {
+TEST_CASE("every exponent is its power of two, from the subnormal 2^-127 to 2^127") {
   std::vector<int> exponents;
   for (int e = 0; e < 255; ++e) {
     exponents.push_back(e);
@@ -215,7 +216,7 @@ TEST_CASE("every exponent means its power of two, from the subnormal 2^-127 to 2
     for (MatrixFormat form : kForms) {
       const Matrix m = OneBlockRows(form, exponents);
       const auto weight = device->PackMatrix(m.source(), false);
-      // One activation that is a power of two meets one weight at a time: every product is exact.
+      // One activation is nonzero, and it is a power of two, so every product is exact.
       for (int c : {0, 1, 6, 9, 15, 16, 31}) {
         for (const float magnitude : {1.f, 0x1p-20f}) {
           std::vector<float> x(32 + kPad);
@@ -238,7 +239,7 @@ TEST_CASE("every exponent means its power of two, from the subnormal 2^-127 to 2
   }
 }
 
-TEST_CASE("the exponent 255 makes its own output NaN and no other") {
+TEST_CASE("the exponent 255 makes only its own output NaN") {
   for (const std::string& isa : AvailableCpuIsas()) {
     const auto device = MakeCpuDevice(1, isa);
     for (MatrixFormat form : kForms) {
@@ -271,7 +272,7 @@ TEST_CASE("the exponent 255 makes its own output NaN and no other") {
   }
 }
 
-TEST_CASE("sources that are not MXFP4 are refused") {
+TEST_CASE("invalid MXFP4 sources are rejected") {
   const auto device = MakeCpuDevice(1);
   const std::vector<uint8_t> bytes(4096);
   const void* data = bytes.data();

@@ -32,7 +32,7 @@ Routed Route(Device& device, const std::vector<float>& logits, int num_experts, 
 
 }  // namespace
 
-TEST_CASE("the highest experts are chosen, the lower id of equals, in order of ids") {
+TEST_CASE("the router selects the highest experts in order of ids, with ties to the lower id") {
   const auto device = MakeCpuDevice(1);
   const std::vector<float> logits = {1.f, 3.f, 3.f, 2.f, 3.f};
   Routed routed = Route(*device, logits, 5, 2, true);
@@ -47,7 +47,7 @@ TEST_CASE("the highest experts are chosen, the lower id of equals, in order of i
   CHECK(all_equal.ids == std::vector<int32_t>{0, 1, 2});
 }
 
-TEST_CASE("logits that are no numbers name experts that are there") {
+TEST_CASE("NaN and infinite logits still select valid experts") {
   const auto device = MakeCpuDevice(1);
   constexpr float kInf = std::numeric_limits<float>::infinity();
   const std::vector<std::vector<float>> cases = {

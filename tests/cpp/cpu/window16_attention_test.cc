@@ -13,7 +13,8 @@ namespace {
 
 constexpr PrecisionWindowTokens kBalanced = {64, 64};
 
-TEST_CASE("16-bit blocks: prefill and decode agree bit for bit and with double precision") {
+TEST_CASE(
+    "with a 16-bit window, prefill and decode return the same bits, close to double precision") {
   testing::SanitizedSample sample(9);
   for (const FormatPair& pair : ListedPairs()) {
     for (int dim : {64, 80, 96, 128, 256}) {
@@ -43,8 +44,7 @@ TEST_CASE("16-bit blocks: prefill and decode agree bit for bit and with double p
 }
 
 TEST_CASE(
-    "16-bit blocks: every position from 0 on, other sizes of what is in the 16-bit window, "
-    "windows") {
+    "with 16-bit windows of several sizes, all positions and sliding windows match the reference") {
   constexpr PrecisionWindowTokens kSizes[] = {{64, 64}, {64, 0},    {0, 64},
                                               {0, 0},   {128, 128}, {64, 256}};
   int i = 0;
@@ -75,7 +75,7 @@ TEST_CASE(
   }
 }
 
-TEST_CASE("16-bit blocks: every instruction set gives the same bits") {
+TEST_CASE("with a 16-bit window, every instruction set returns the same bits") {
   for (const FormatPair& pair : ListedPairs()) {
     for (int block : {16, 64}) {
       Case c;
@@ -97,7 +97,7 @@ TEST_CASE("16-bit blocks: every instruction set gives the same bits") {
   }
 }
 
-TEST_CASE("16-bit blocks: slots and blocks that a query does not see do not matter") {
+TEST_CASE("with a 16-bit window, slots and blocks that a query does not see have no effect") {
   ThreadPool pool(1);
   const CpuKvKernels kernels = CpuKvKernelsFor(BestIsa());
   for (const FormatPair& pair : ListedPairs()) {
@@ -118,8 +118,8 @@ TEST_CASE("16-bit blocks: slots and blocks that a query does not see do not matt
   }
 }
 
-// The reference tells one block more or less in 16 bit apart from what is asked.
-TEST_CASE("16-bit blocks: a wrong rule is caught") {
+// The reference detects a 16-bit window that is one block longer or shorter than requested.
+TEST_CASE("the reference detects a 16-bit window of the wrong size") {
   Case c;
   c.shape.k = c.shape.v = KvCacheMode::kInt4;
   c.shape.context = 400;
@@ -150,7 +150,7 @@ TEST_CASE("16-bit blocks: a wrong rule is caught") {
   }
 }
 
-TEST_CASE("16-bit blocks: contexts that are in the 16-bit window throughout equal mode none") {
+TEST_CASE("a context inside the 16-bit window returns the bits of KV format none") {
   ThreadPool pool(1);
   const CpuKvKernels kernels = CpuKvKernelsFor(BestIsa());
   Case c;
