@@ -14,7 +14,7 @@ namespace turbomind::TM_ISA {
 
 TM_HD I32x16 MagnitudeBits(F32x16 x) { return And(Bits(x), Set1Int(0x7fffffff)); }
 TM_HD Mask16 NanLanes(F32x16 x) { return Less(Set1Int(0x7f800000), MagnitudeBits(x)); }
-// 16 minus the number of lanes below infinity.
+// Returns the number of lanes that are NaN or infinite.
 TM_HD int CountNonfinite(F32x16 x) {
   return kLanes - Count(Less(MagnitudeBits(x), Set1Int(0x7f800000)));
 }
@@ -67,10 +67,10 @@ TM_HD I32x16 E2m1Lanes(F32x16 x) {
   return Select(NanLanes(x), Set1Int(7), Or(sign, MaxInt(from_one, below_one)));
 }
 
-// One group as stored by the cache dtype, and its plain scale byte.
+// One group, rounded to the cache dtype, and its plain scale byte.
 struct Fp4Input {
   F32x16 value;
-  F32x16 sizes;  // of the finite values
+  F32x16 sizes;  // magnitudes of the finite values
   float amax;
   int plain;
 };
@@ -125,10 +125,11 @@ alignas(64) inline constexpr float kQuarters[32] = {
     -3.f, -3.f, -3.f, -4.f, -4.f, -4.f,  -4.f,  -4.f, -4.f, -6.f, -6.f,
     -6.f, -6.f, -6.f, -6.f, -6.f, -6.f,  -6.f,  -6.f, -6.f, -6.f};
 
-// Whether the search may multiply by 4 / divisor and look the quarters up. MXFP4: the divisor is a
-// power of two, so the product is exact. NVFP4 with a power of two for global_scale: divisors have
-// 4 bits and 16-bit values at most 11, so x lies 2^-11 of it away from every midpoint between two
-// codes, or on it. There the table goes to either side: both give the same error, since decoded
+// Returns true if the search may multiply by 4 / divisor and look up the quarters.
+// MXFP4: the divisor is a power of two, so the product is exact.
+// NVFP4 with a power of two for global_scale: divisors have 4 bits and 16-bit values at most 11. So
+// x is on a midpoint between two codes, or its relative distance from every midpoint is at least
+// 2^-11. On a midpoint, the table may return either side. Both give the same error, because decoded
 // values and differences are exact.
 template <class Scale>
 TM_HD bool CanLookUp(const RowFormat& f) {
