@@ -459,7 +459,7 @@ TEST_CASE("NaN and infinities are counted when written, not when quantized later
   CHECK(layer.num_nonfinite() == 2);
 }
 
-TEST_CASE("clipped values are counted when moved, not while they are kept in 16 bit") {
+TEST_CASE("clipped values are counted when quantized, not while they are in the 16-bit window") {
   const CacheShape shape = Shape(KvCacheMode::kFp4Nv, 64);
   Sequence sequence(shape, 2);
   sequence.Row(10, kQHeads)[5] = 1e5f;            // a sink
