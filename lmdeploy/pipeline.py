@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from lmdeploy.base.checks import OptionError, check_instance, refuse, show
+from lmdeploy.base.checks import OptionError, check_instance, refuse
 from lmdeploy.base.logs import set_log_level
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.config.generation import GenerationConfig
@@ -201,7 +201,9 @@ class Pipeline:
         Raises ValueError for n > 1: a conversation goes on with one answer.
         """
         if gen_config is not None and gen_config.n > 1:
-            raise refuse("n", gen_config.n, wanted="1, as a conversation goes on with one answer")
+            raise refuse(
+                "n", gen_config.n, wanted="1 because a conversation continues with one answer"
+            )
         session = session or self.session()
         chunks = self._chat_pieces(prompt, session, gen_config=gen_config)
         if stream_response:
@@ -232,7 +234,9 @@ class Pipeline:
 
         self._check_open()
         if isinstance(input_ids, str):
-            raise refuse("input_ids", input_ids, wanted="token ids, e.g. of tokenizer.encode")
+            raise refuse(
+                "input_ids", input_ids, wanted="token ids, such as those of tokenizer.encode"
+            )
         batch = cast(
             "list[list[int]]",
             [input_ids] if input_ids and isinstance(input_ids[0], int) else input_ids,
@@ -240,7 +244,7 @@ class Pipeline:
         for i, ids in enumerate(batch):
             is_ids = isinstance(ids, list) and all(type(token) is int for token in ids)
             if not is_ids or len(ids) < 2:
-                raise refuse("input_ids", ids, wanted="lists of at least 2 token ids")
+                raise refuse("input_ids", ids, wanted="a list of at least 2 token ids")
             self.engine.check_prompt(ids, num_new=0, name=f"input_ids[{i}]")
         config = GenerationConfig(max_new_tokens=0, prompt_logprobs=0)
         jobs = [_Job(ids, config, index=i) for i, ids in enumerate(batch)]
@@ -299,7 +303,7 @@ class Pipeline:
         self._check_open()
         single = isinstance(prompts, str) or _is_conversation(prompts)
         if not single and not isinstance(prompts, (list, tuple)):
-            raise refuse("prompts", prompts, wanted="a text, a conversation, or a list of either")
+            raise refuse("prompts", prompts, wanted="a string, a conversation, or a list of either")
         batch: list[Any] = [prompts] if single else list(prompts)
         configs: list[Any] = (
             list(gen_config) if isinstance(gen_config, list) else [gen_config] * len(batch)
@@ -320,8 +324,8 @@ class Pipeline:
             except OptionError as error:
                 if single:
                     raise
-                text = error.reason if error.field == "prompt" else str(error)
-                raise OptionError(f"prompts[{i}]", text) from error
+                reason = error.reason if error.field == "prompt" else f"is invalid: {error}"
+                raise OptionError(f"prompts[{i}]", reason) from error
             jobs += [_Job(ids, config, i, choice, start, grammars) for choice in range(config.n)]
         return jobs, single
 
@@ -336,10 +340,10 @@ class Pipeline:
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         if not _is_conversation(prompt):
-            raise refuse("prompt", prompt, wanted="a text or a list of messages")
+            raise refuse("prompt", prompt, wanted="a string or a list of messages")
         if template_options is None:
-            wanted = "a text, because do_preprocess=False skips the chat template"
-            raise OptionError("prompt", f"got {show(prompt)}, wanted {wanted}")
+            wanted = "a string because do_preprocess=False skips the chat template"
+            raise refuse("prompt", prompt, wanted=wanted)
         return encode_chat(self.engine.loaded, prompt, template_options=template_options)
 
 

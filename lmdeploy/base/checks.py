@@ -1,6 +1,6 @@
-"""Checks of values from outside: each error says what, got, wanted and which flag to change.
+"""Check values from users. An error names the field, its value, the requirement and the flag.
 
-Where a docstring says ValueError it is an OptionError, which names the field.
+Every check raises OptionError, a ValueError that names the field.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _MAX_SHOWN = 60
 
 
 def show(value: Any) -> str:
-    """`value` in at most 60 characters, for error messages."""
+    """Return `value` in at most 60 characters, for error messages."""
     if isinstance(value, (list, tuple, dict, set)) and len(value) > 8:
         return f"a {type(value).__name__} of {len(value)} items"
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:
@@ -25,12 +25,15 @@ def show(value: Any) -> str:
 
 
 def flag_of(name: str) -> str:
-    """`max_batch_size` → `--max-batch-size`."""
+    """Return the command-line flag of a field: `max_batch_size` → `--max-batch-size`."""
     return "--" + name.rstrip("_").replace("_", "-")
 
 
 class OptionError(ValueError):
-    """A value from outside that cannot be used. The text is `field: reason`."""
+    """A value that cannot be used. Its text is `field`, a space and `reason`.
+
+    `reason` begins with a verb and ends with a period: `is 0. It must be at least 1.`
+    """
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(field, reason)
@@ -38,67 +41,77 @@ class OptionError(ValueError):
         self.reason = reason
 
     def __str__(self) -> str:
-        return f"{self.field}: {self.reason}"
+        return f"{self.field} {self.reason}"
 
     def renamed(self, field: str) -> OptionError:
-        """The same of a field that its user knows by another name."""
-        advice = f"; change {self.field}"
-        reason = self.reason
-        if reason.endswith(advice):
-            reason = f"{reason.removesuffix(advice)}; change {field}"
-        return OptionError(field, reason)
+        """Return the same error for a field that the user knows by another name."""
+        return OptionError(field, self.reason)
 
 
 def refuse(name: str, value: Any, *, wanted: str, flag: str | None = None) -> OptionError:
-    """The error for one bad value; `flag` names what to change when it is not `name` itself."""
-    return OptionError(name, f"got {show(value)}, wanted {wanted}; change {flag or name}")
+    """Return the error for a bad value. `wanted` completes the sentence "It must be …"."""
+    return OptionError(name, f"is {show(value)}. It must be {wanted}{_advice(flag)}.")
+
+
+def refuse_item(name: str, item: Any, *, wanted: str, flag: str | None = None) -> OptionError:
+    """Return the error for a bad item of a list. `wanted` completes "Every item must be …"."""
+    return OptionError(name, f"contains {show(item)}. Every item must be {wanted}{_advice(flag)}.")
+
+
+def _advice(flag: str | None) -> str:
+    return "" if flag is None else f" ({flag})"
 
 
 def user_path(name: str, path: str | os.PathLike[str], *, flag: str | None = None) -> Path:
-    """`path` with its `~`. OptionError where it names a user that is not there."""
+    """Return `path` with `~` expanded. Raise OptionError if it names an unknown user."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise refuse(name, str(path), wanted="a path of a user that exists", flag=flag) from None
+        raise refuse(name, str(path), wanted="the path of an existing user", flag=flag) from None
 
 
 def check_instance(name: str, value: Any, *, kind: type) -> None:
-    """OptionError unless `value` is a `kind`."""
+    """Raise OptionError unless `value` is a `kind`."""
     if not isinstance(value, kind):
         raise refuse(name, value, wanted=f"a {kind.__name__}")
+
+
+def is_int(value: Any, *, low: int, high: int = 2**31 - 1) -> bool:
+    """Return whether `value` is an integer (no bool) in [low, high]."""
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
 def check_int(
     name: str, value: Any, *, low: int, high: int = 2**31 - 1, flag: str | None = None
 ) -> int:
-    """`value` when it is an integer (no bool) in [low, high]; ValueError otherwise."""
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        upper = "" if high >= 2**31 - 1 else f" and at most {high}"
-        raise refuse(name, value, wanted=f"an integer of at least {low}{upper}", flag=flag)
-    return value
+    """Return `value` if it is an integer (no bool) in [low, high]; raise OptionError otherwise."""
+    if not is_int(value, low=low, high=high):
+        limits = f"of at least {low}" if high >= 2**31 - 1 else f"from {low} to {high}"
+        raise refuse(name, value, wanted=f"an integer {limits}", flag=flag)
+    return int(value)
 
 
 def check_number(
     name: str, value: Any, *, wanted: tuple[float, float], flag: str | None = None
 ) -> float:
-    """`value` as a finite number (no bool) in the closed range `wanted`; ValueError otherwise."""
+    """Return `value` as a finite number (no bool) in the closed range `wanted`."""
     low, high = wanted
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not low <= value <= high or not math.isfinite(value):
-        upper = "" if math.isinf(high) else f" and at most {high:g}"
-        raise refuse(name, value, wanted=f"a finite number of at least {low:g}{upper}", flag=flag)
+        limits = f"of at least {low:g}" if high >= 2**31 - 1 else f"from {low:g} to {high:g}"
+        raise refuse(name, value, wanted=f"a finite number {limits}", flag=flag)
     return float(value)
 
 
 def check_bool(name: str, value: Any, *, flag: str | None = None) -> bool:
-    """`value` when it is True or False; ValueError otherwise."""
+    """Return `value` if it is True or False; raise OptionError otherwise."""
     if not isinstance(value, bool):
         raise refuse(name, value, wanted="True or False", flag=flag)
     return value
 
 
 def check_choice(name: str, value: Any, *, choices: Sequence[Any], flag: str | None = None) -> Any:
-    """`value` when it is one of `choices` and of the same type; ValueError otherwise."""
+    """Return `value` if it equals one of `choices` and has the same type."""
     if not any(type(value) is type(choice) and value == choice for choice in choices):
         raise refuse(name, value, wanted="one of " + ", ".join(str(c) for c in choices), flag=flag)
     return value
@@ -107,30 +120,33 @@ def check_choice(name: str, value: Any, *, choices: Sequence[Any], flag: str | N
 def check_strings(
     name: str, value: Any, *, max_items: int, max_chars: int, flag: str | None = None
 ) -> list[str]:
-    """`value` as a list of non-empty strings within the limits; ValueError otherwise."""
+    """Return `value` as a list of non-empty strings within the limits."""
     if not isinstance(value, (list, tuple)) or len(value) > max_items:
         raise refuse(name, value, wanted=f"a list of at most {max_items} strings", flag=flag)
     wanted = f"a non-empty string of at most {max_chars} characters"
     for item in value:
         if not isinstance(item, str) or not item or len(item) > max_chars:
-            raise refuse(name, item, wanted=wanted, flag=flag)
+            raise refuse_item(name, item, wanted=wanted, flag=flag)
     return list(value)
 
 
 def check_ids(name: str, value: Any, *, max_items: int) -> list[int]:
-    """`value` as a list of token ids (their upper bound is checked where the model is known)."""
+    """Return `value` as a list of token ids. Their upper bound is checked with the model."""
     if not isinstance(value, (list, tuple)) or len(value) > max_items:
         raise refuse(name, value, wanted=f"a list of at most {max_items} token ids")
-    return [check_int(name, item, low=0) for item in value]
+    for item in value:
+        if not is_int(item, low=0):
+            raise refuse_item(name, item, wanted="an integer of at least 0")
+    return list(value)
 
 
 def refuse_unsupported(config: Any, names: dict[str, Any]) -> None:
-    """ValueError when a field of `names` has another value than the one beside it."""
+    """Raise OptionError if a field of `names` differs from its default there."""
     for name, default in names.items():
         value = getattr(config, name)
         if type(value) is not type(default) or value != default:
             raise OptionError(
                 name,
-                f"got {value!r}, which is not supported; wanted the default {default!r}; "
-                f"remove {name} ({flag_of(name)})",
+                f"is {show(value)}, which is not supported. "
+                f"Leave it at {default!r} ({flag_of(name)}).",
             )

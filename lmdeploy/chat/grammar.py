@@ -45,21 +45,19 @@ def grammar_text(response_format: dict[str, Any]) -> str | None:
         schema = holder.get("schema", holder) if isinstance(holder, dict) else None
         if not isinstance(schema, dict):
             wanted = '{"name": ..., "schema": {...}}'
-            raise refuse(
-                "response_format.json_schema", holder, wanted=wanted, flag="response_format"
-            )
+            raise refuse("response_format.json_schema", holder, wanted=wanted)
         try:
             text = json.dumps(schema)
         except RecursionError:
             raise OptionError(
                 "response_format.json_schema",
-                "got a schema nested too deep, wanted a flatter one; change response_format",
+                "is nested too deep. Use a flatter schema.",
             ) from None
         _check_size("response_format.json_schema", text)
         try:
             return str(_from_schema(text, overrides=_JSON_OPTIONS))
         except ValueError as error:  # what Python reads as JSON, and the library does not
-            reason = f"{str(error)[:_MAX_REASON_CHARS]}; change response_format"
+            reason = f"is not a valid schema: {_one_line(error)}."
             raise OptionError("response_format.json_schema", reason) from None
     if kind in ("regex_schema", "regex"):
         pattern = response_format.get(kind)
@@ -68,15 +66,14 @@ def grammar_text(response_format: dict[str, Any]) -> str | None:
         _check_size(f"response_format.{kind}", pattern)
         return str(llguidance.LLMatcher.grammar_from_regex(without_surrogates(pattern)))
     wanted = "text, json_object, json_schema or regex_schema"
-    raise refuse("response_format.type", kind, wanted=wanted, flag="response_format")
+    raise refuse("response_format.type", kind, wanted=wanted)
 
 
 def _check_size(name: str, text: str) -> None:
     if len(text) > MAX_GRAMMAR_CHARS:
         raise OptionError(
             name,
-            f"got {len(text)} characters, wanted at most {MAX_GRAMMAR_CHARS}; "
-            f"change response_format",
+            f"has {len(text)} characters. It must have at most {MAX_GRAMMAR_CHARS}.",
         )
 
 
@@ -93,8 +90,7 @@ class Grammar:
             # A grammar that explodes shows here or at its first tokens.
             self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            reason = f"{_reason(self._matcher)}; change response_format"
-            raise OptionError("response_format", reason)
+            raise _failure("cannot be compiled", self._matcher)
 
     def token_mask(self) -> TokenMask:
         """The callback for one answer, which holds a matcher from its first call on."""
@@ -105,12 +101,12 @@ class Grammar:
             if matcher is None:
                 matcher = self._matcher.deep_copy()
             if new_tokens and not matcher.consume_tokens(list(new_tokens)):
-                raise OptionError("response_format", _reason(matcher))
+                raise _failure("rejected a token", matcher)
             if matcher.is_stopped():
                 return False
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.size * mask.itemsize)
             if matcher.is_error():
-                raise OptionError("response_format", _reason(matcher))
+                raise _failure("failed", matcher)
             return True
 
         return token_mask
@@ -145,6 +141,11 @@ class Grammars:
             return grammar.token_mask()
 
 
-def _reason(matcher: Any) -> str:
-    text = str(matcher.get_error() or "a token outside the grammar")
-    return " ".join(text.split("<state>")[0].split())[:_MAX_REASON_CHARS]
+def _failure(what: str, matcher: Any) -> OptionError:
+    reason = _one_line(matcher.get_error() or "The token is outside the grammar")
+    return OptionError("response_format", f"{what}: {reason}.")
+
+
+def _one_line(error: object) -> str:
+    text = " ".join(str(error).split("<state>")[0].split())
+    return text[:_MAX_REASON_CHARS].removesuffix(".")

@@ -92,11 +92,11 @@ class ChatTemplate:
                     if size > _MAX_OUTPUT_CHARS:
                         raise _too_long()
         except TemplateLimitError as error:
-            advice = "shorten the messages or change --chat-template"
-            raise OptionError("messages", f"the chat template: {error}; {advice}") from error
+            advice = "Shorten it or change --chat-template."
+            reason = f"exceeds a limit of the chat template: {error}. {advice}"
+            raise OptionError("messages", reason) from error
         except (_TemplateError, TemplateError) as error:
-            text = f"the chat template refused the messages: {error}"
-            raise OptionError("messages", text) from error
+            raise OptionError("messages", f"is rejected by the chat template: {error}") from error
         except (
             ArithmeticError,
             AttributeError,
@@ -106,8 +106,8 @@ class ChatTemplate:
             TypeError,
             ValueError,
         ) as error:
-            text = f"the chat template failed on the messages: {type(error).__name__}: {error}"
-            raise OptionError("messages", text) from error
+            reason = f"makes the chat template fail: {type(error).__name__}: {error}"
+            raise OptionError("messages", reason) from error
         return "".join(pieces)
 
 

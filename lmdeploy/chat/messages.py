@@ -45,11 +45,13 @@ def _check_message(name: str, message: Any, *, accept_tools: bool) -> dict[str, 
     if not isinstance(role, str) or role not in ROLES:
         raise refuse(f"{name}.role", role, wanted="one of " + ", ".join(ROLES))
     if role == "tool" and not accept_tools:
-        raise OptionError(f"{name}.role", "tool calls are not supported; remove the message")
+        raise OptionError(
+            f"{name}.role", "is tool, but tool calls are not supported for this model."
+        )
     keys = _keys_of(role, accept_tools=accept_tools)
     for key, value in message.items():
         if key not in keys and value not in (None, []):
-            raise OptionError(f"{name}.{key}", f"not supported in a message of {role}; remove it")
+            raise OptionError(f"{name}.{key}", f"is not supported for role {role}. Remove it.")
     content, checked = message.get("content"), _check_texts(name, message, keys)
     if role == "assistant" and accept_tools:
         if calls := list(_check_calls(name, message.get("tool_calls"))):
@@ -80,7 +82,7 @@ def _check_texts(name: str, message: dict[str, Any], keys: tuple[str, ...]) -> d
             continue
         field = "reasoning_content" if key in _REASONING_KEYS else key
         if not isinstance(value, str):
-            raise refuse(f"{name}.{field}", value, wanted="a text")
+            raise refuse(f"{name}.{field}", value, wanted="a string")
         checked.setdefault(field, value)
     return checked
 
@@ -100,7 +102,7 @@ def _check_calls(name: str, calls: Any) -> Iterator[dict[str, Any]]:
             raise refuse(where, call, wanted="an object with id, type and function")
         tool = function.get("name")
         if not isinstance(tool, str) or not _CALL_NAME.fullmatch(tool):
-            wanted = "a name of 1 to 256 characters without spaces, < and >"
+            wanted = "a name of 1 to 256 characters without spaces, < or >"
             raise refuse(f"{where}.function.name", tool, wanted=wanted)
         arguments = function.get("arguments")
         if arguments is None:
@@ -108,10 +110,12 @@ def _check_calls(name: str, calls: Any) -> Iterator[dict[str, Any]]:
         if isinstance(arguments, dict):  # the form that chat templates take
             arguments = json.dumps(arguments, ensure_ascii=False)
         if not isinstance(arguments, str):
-            raise refuse(f"{where}.function.arguments", arguments, wanted="a text with JSON")
+            raise refuse(f"{where}.function.arguments", arguments, wanted="a string with JSON")
         call_id = f"call {index}" if call.get("id") is None else call["id"]
         if not isinstance(call_id, str) or call_id in seen:
-            raise refuse(f"{where}.id", call_id, wanted="a text that no other call of it has")
+            raise refuse(
+                f"{where}.id", call_id, wanted="a string that no other call of the message has"
+            )
         seen.add(call_id)
         checked = {"name": tool, "arguments": arguments}
         yield {"id": call_id, "type": "function", "function": checked}
@@ -122,7 +126,7 @@ def text_of(name: str, content: Any) -> str:
     if isinstance(content, list):
         content = "".join(_check_part(name, part) for part in content)
     if not isinstance(content, str):
-        raise refuse(f"{name}.content", content, wanted="a text or a list of text parts")
+        raise refuse(f"{name}.content", content, wanted="a string or a list of text parts")
     return content
 
 
@@ -130,11 +134,11 @@ def _check_part(name: str, part: Any) -> str:
     if not isinstance(part, dict) or part.get("type") != "text":
         kind = part.get("type") if isinstance(part, dict) else part
         raise OptionError(
-            f"{name}.content", f"got a part of type {show(kind)}, wanted text; remove the part"
+            f"{name}.content", f"has a part of type {show(kind)}. Every part must be text."
         )
     text = part.get("text")
     if not isinstance(text, str):
-        raise refuse(f"{name}.content.text", text, wanted="a text")
+        raise refuse(f"{name}.content.text", text, wanted="a string")
     return text
 
 

@@ -60,13 +60,11 @@ def _check_pieces(source: PromptSource, text: str, *, max_tokens: int) -> None:
 
 def _too_long(source: PromptSource, max_tokens: int) -> OptionError:
     if max_tokens != source.session_len:
-        return OptionError(
-            "prompt", f"got more than {max_tokens} tokens, wanted fewer; shorten the text"
-        )
+        return OptionError("prompt", f"has more than {max_tokens} tokens. Shorten it.")
     return OptionError(
         "prompt",
-        f"got more than {max_tokens} tokens, wanted at most session_len {max_tokens}; shorten the "
-        f"prompt or raise {flag_of('session_len')}",
+        f"has more than {max_tokens} tokens, but session_len is {max_tokens}. "
+        f"Shorten it or raise {flag_of('session_len')}.",
     )
 
 
@@ -75,9 +73,8 @@ def _check_length(source: PromptSource, num_chars: int) -> None:
     if num_chars > limit:
         raise OptionError(
             "prompt",
-            f"got {num_chars} characters, wanted at most {limit}, which is more than "
-            f"session_len {source.session_len} tokens hold; shorten the prompt or raise "
-            f"{flag_of('session_len')}",
+            f"has {num_chars} characters, but session_len {source.session_len} holds at most "
+            f"{limit}. Shorten it or raise {flag_of('session_len')}.",
         )
 
 
@@ -122,8 +119,8 @@ def encode_chat(
     if len(texts) > source.session_len:  # each has a token of its own
         raise OptionError(
             "prompt",
-            f"got {len(texts)} texts that spell special tokens, wanted fewer than "
-            f"session_len {source.session_len}; shorten the prompt",
+            f"spells {len(texts) - 1} special tokens, but session_len is {source.session_len}. "
+            "Shorten it.",
         )
     limit = max_tokens or source.session_len
     ids: list[int] = []
@@ -145,7 +142,7 @@ def check_template_options(options: dict[str, Any]) -> None:
         if name in options:
             raise OptionError(
                 f"chat_template_kwargs.{name}",
-                "got a value, wanted none: it is set for every conversation; remove it",
+                "is set by the server for every conversation. Remove it.",
             )
     size, depth = 0, 0
     level: list[Any] = [options]
@@ -162,12 +159,9 @@ def check_template_options(options: dict[str, Any]) -> None:
         depth += 1
         level = inner
     if size > MAX_OPTIONS_SIZE:
-        got, wanted = "characters and values", MAX_OPTIONS_SIZE
+        limit, unit = MAX_OPTIONS_SIZE, "characters and values"
     elif level:
-        got, wanted = "levels", MAX_OPTIONS_DEPTH
+        limit, unit = MAX_OPTIONS_DEPTH, "levels"
     else:
         return
-    raise OptionError(
-        "chat_template_kwargs",
-        f"got more than {wanted} {got}, wanted fewer; change chat_template_kwargs",
-    )
+    raise OptionError("chat_template_kwargs", f"has more than {limit} {unit}. Shorten it.")

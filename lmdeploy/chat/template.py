@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("lmdeploy")
 
 NO_TEMPLATE = (
-    "the model has no chat template; use /v1/completions (do_preprocess=False) "
-    "or give one with --chat-template"
+    "cannot be rendered because the model has no chat template. Use /v1/completions "
+    "(do_preprocess=False) or --chat-template."
 )
 _NO_NAMES = ("custom", "hf")  # a ChatTemplateConfig needs a name
 _PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -86,8 +86,8 @@ class PromptTemplate:
         if end < 0:
             raise OptionError(
                 "messages",
-                "got an answer at the end, to be continued, which the chat template leaves out; "
-                "wanted a message of the user there; change messages or --chat-template",
+                "ends with an assistant message, which the chat template leaves out of the prompt. "
+                "Send a user message last or change --chat-template.",
             )
         return text[:end]
 

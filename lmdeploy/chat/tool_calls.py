@@ -64,7 +64,11 @@ def check_tools(tools: Any) -> list[dict[str, Any]]:
     for index, tool in enumerate(result):
         name = tool["function"]["name"]
         if name in seen:
-            raise refuse(f"tools[{index}].function.name", name, wanted="a name that is new")
+            raise refuse(
+                f"tools[{index}].function.name",
+                name,
+                wanted="different from the names of the other tools",
+            )
         seen.add(name)
     return result
 
@@ -72,9 +76,7 @@ def check_tools(tools: Any) -> list[dict[str, Any]]:
 def _check_tool(where: str, tool: Any) -> dict[str, Any]:
     if not isinstance(tool, dict) or tool.get("type") != "function":
         kind = tool.get("type") if isinstance(tool, dict) else tool
-        raise OptionError(
-            f"{where}.type", f"got {show(kind)}, wanted function; change or remove the tool"
-        )
+        raise OptionError(f"{where}.type", f"is {show(kind)}. It must be function.")
     function = tool.get("function")
     if not isinstance(function, dict):
         raise refuse(f"{where}.function", function, wanted="an object with name and parameters")
@@ -84,7 +86,7 @@ def _check_tool(where: str, tool: Any) -> dict[str, Any]:
         raise refuse(f"{where}.function.name", name, wanted=wanted)
     description = function.get("description")
     if not isinstance(description, (str, type(None))):
-        raise refuse(f"{where}.function.description", description, wanted="a text")
+        raise refuse(f"{where}.function.description", description, wanted="a string")
     parameters = function.get("parameters")
     if not isinstance(parameters, (dict, type(None))):
         raise refuse(f"{where}.function.parameters", parameters, wanted="a JSON schema")

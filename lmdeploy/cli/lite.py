@@ -51,7 +51,9 @@ def add_text_flags(parser: argparse.ArgumentParser, *, tokens: int) -> None:
 def check_output(path: Path) -> None:
     """ValueError, before minutes of work, for a file that could not be written."""
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise refuse("output", str(path), wanted="a file in a folder that exists", flag="--output")
+        raise refuse(
+            "output", str(path), wanted="a writable file in an existing folder", flag="--output"
+        )
 
 
 def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -129,7 +131,7 @@ def _kv_search(args: argparse.Namespace) -> int:
     if args.output is not None:
         check_output(args.output)
         if args.output.suffix.lower() not in TABLE_SUFFIXES:
-            wanted = f"a name that ends in {' or '.join(TABLE_SUFFIXES)}, as --kv-cache-format does"
+            wanted = f"a name that ends in {' or '.join(TABLE_SUFFIXES)}"
             raise refuse("output", str(args.output), wanted=wanted, flag="--output")
     options = SearchOptions(
         budget_bits=args.budget,

@@ -52,16 +52,14 @@ class ChatTemplateConfig:
             value = getattr(self, item.name)
             is_text = isinstance(value, str) or (value is None and item.name != "model_name")
             if item.name != "stop_words" and not is_text:
-                raise refuse(
-                    item.name, value, wanted="a text", flag=f"--chat-template ({item.name})"
-                )
+                raise refuse(item.name, value, wanted="a string", flag="--chat-template")
         if self.stop_words is not None:
             check_strings(
                 "stop_words",
                 self.stop_words,
                 max_items=MAX_STOP_WORDS,
                 max_chars=MAX_STOP_WORD_CHARS,
-                flag="--chat-template (stop_words)",
+                flag="--chat-template",
             )
 
     def to_json(self, file_path: str | None = None) -> str:

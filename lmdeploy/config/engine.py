@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lmdeploy.base.checks import (
+    OptionError,
     check_bool,
     check_choice,
     check_int,
@@ -165,14 +166,17 @@ class TurbomindEngineConfig:
         devices = self.devices
         if devices is not None:
             if not isinstance(devices, (list, tuple)) or len(devices) != 1:
-                wanted = "one GPU, as in [0]: several at once are not supported"
+                wanted = "a list of one GPU index, because several GPUs are not supported"
                 raise refuse("devices", devices, wanted=wanted, flag="--devices")
             check_int("devices", devices[0], low=0, flag="--devices")
             if self.device_type not in ("auto", "cuda"):
-                wanted = f"none beside device_type {self.device_type}"
-                raise refuse("devices", devices, wanted=wanted, flag="--devices or --device")
+                reason = (
+                    f"cannot be used with device_type {self.device_type} (--devices, --device)."
+                )
+                raise OptionError("devices", reason)
         if self.exact and self.needs_cuda:
-            raise refuse("exact", True, wanted="False on CUDA", flag="--exact, or use --device cpu")
+            reason = "is not supported on CUDA. Remove --exact or use --device cpu."
+            raise OptionError("exact", reason)
 
     @property
     def needs_cuda(self) -> bool:
@@ -231,7 +235,7 @@ class TurbomindEngineConfig:
                 wanted = f"a multiple of {HOT_TOKENS_STEP} from 0 to {MAX_HOT_TOKENS}{off}"
                 raise refuse(name, value, wanted=wanted, flag=flag_of(name))
         if self.kv_recent_tokens == -1 and self.kv_sink_tokens:
-            wanted = "0 beside kv_recent_tokens -1, which keeps no token in 16 bit"
+            wanted = "0 because kv_recent_tokens -1 keeps no token in 16 bit"
             raise refuse(
                 "kv_sink_tokens", self.kv_sink_tokens, wanted=wanted, flag="--kv-sink-tokens"
             )
@@ -263,11 +267,11 @@ class TurbomindEngineConfig:
             wanted = "a file of lmdeploy lite calibrate"
             raise refuse("kv_calibration", path, wanted=wanted, flag="--kv-calibration")
         if path is None and self.kv_quality == "best":
-            wanted = (
-                "a calibration file (make one: lmdeploy lite calibrate MODEL --text FILE --output "
-                "FILE.safetensors)"
+            raise OptionError(
+                "kv_quality",
+                "best needs a calibration file (--kv-calibration). Write one with "
+                "`lmdeploy lite calibrate MODEL --text FILE --output FILE.safetensors`.",
             )
-            raise refuse("kv_quality", "best", wanted=wanted, flag="--kv-calibration")
         if path is not None and self.kv_quality != "best":
             raise ValueError(
                 f"kv_calibration: got {show(os.fspath(path))} with kv_quality "

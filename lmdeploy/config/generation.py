@@ -19,7 +19,9 @@ from lmdeploy.base.checks import (
     check_int,
     check_number,
     check_strings,
+    is_int,
     refuse,
+    refuse_item,
     refuse_unsupported,
 )
 from lmdeploy.config.unsupported import GENERATION, unsupported_fields
@@ -121,15 +123,14 @@ class GenerationConfig:
         check_number("presence_penalty", self.presence_penalty, wanted=(-2.0, 2.0))
         check_number("frequency_penalty", self.frequency_penalty, wanted=(-2.0, 2.0))
         if self.random_seed is not None:
-            check_int(
-                "random_seed", self.random_seed, low=0, high=2**64 - 1, flag="random_seed (seed)"
-            )
+            check_int("random_seed", self.random_seed, low=0, high=2**64 - 1)
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, dict) or len(self.logit_bias) > MAX_LOGIT_BIAS:
                 wanted = f"a dict of at most {MAX_LOGIT_BIAS} token ids and numbers"
                 raise refuse("logit_bias", self.logit_bias, wanted=wanted)
             for token, bias in self.logit_bias.items():
-                check_int("logit_bias", token, low=0)
+                if not is_int(token, low=0):
+                    raise refuse_item("logit_bias", token, wanted="a token id with a number")
                 check_number("logit_bias", bias, wanted=(-100.0, 100.0))
 
     def _check_words(self) -> None:
@@ -145,8 +146,8 @@ class GenerationConfig:
                 if total > MAX_ALL_STOP_CHARS:
                     raise OptionError(
                         name,
-                        f"got {total} characters in {len(words)} words, wanted at most "
-                        f"{MAX_ALL_STOP_CHARS}; change {name}",
+                        f"has {total} characters in {len(words)} words. It must have at most "
+                        f"{MAX_ALL_STOP_CHARS} in all.",
                     )
                 setattr(self, name, words)
         for name in ("stop_token_ids", "bad_token_ids"):
@@ -197,8 +198,9 @@ def sampling_defaults(generation_config: dict[str, Any]) -> dict[str, Any]:
         try:
             GenerationConfig(**{name: value})
         except OptionError as error:
-            reason = error.reason.split("; change")[0]
-            logger.warning("generation_config.json: %s: %s; taken as %s", name, reason, own_default)
+            logger.warning(
+                "generation_config.json: %s The default %s is used instead.", error, own_default
+            )
         else:
             result[name] = value
     return result

@@ -148,29 +148,29 @@ class AsyncEngine:
         `num_new`: tokens that must fit behind it, 0 where max_new_tokens is 0, else 1.
         """
         if not prompt_ids:
-            raise OptionError(name, "got no tokens, wanted at least 1; change the prompt")
+            raise OptionError(name, "is empty. It must have at least 1 token.")
         limit, session_len = self.max_request_tokens, self.loaded.session_len
         wanted = len(prompt_ids) + num_new
-        got = f"got {len(prompt_ids)} tokens, wanted "
-        got += "fewer than" if num_new else "at most"
+        got = f"has {len(prompt_ids)} tokens"
+        got += " and needs room for the answer, but" if num_new else ", but"
         if wanted > limit and wanted > session_len:
             raise OptionError(
                 name,
-                f"{got} session_len {session_len}; shorten the prompt or raise "
-                f"{flag_of('session_len')}",
+                f"{got} session_len is {session_len}. "
+                f"Shorten it or raise {flag_of('session_len')}.",
             )
         if wanted > limit:
             raise OptionError(
                 name,
-                f"{got} the {limit} that the KV cache holds; shorten the prompt or raise "
-                f"{flag_of('cache_max_entry_count')}",
+                f"{got} the KV cache holds {limit} tokens. "
+                f"Shorten it or raise {flag_of('cache_max_entry_count')}.",
             )
         top = max(prompt_ids)
         if top >= self.loaded.vocab_size or min(prompt_ids) < 0:
             bad = top if top >= self.loaded.vocab_size else min(prompt_ids)
             raise OptionError(
                 name,
-                f"got token id {bad}, wanted 0 to {self.loaded.vocab_size - 1}; change the prompt",
+                f"contains token id {bad}. Ids must be 0 to {self.loaded.vocab_size - 1}.",
             )
 
     def new_grammars(self) -> Grammars:

@@ -79,7 +79,7 @@ def load_engine(
         tool_call_parser=tool_call_parser,
     )
     if template is None and chat_format.splits_answers:
-        logger.warning("%s", NO_TEMPLATE)
+        logger.warning("messages %s", NO_TEMPLATE)
     model = files.load(texts, device=device, progress=progress)
     free = max(target.free_bytes() - model.mapped_bytes, 0)
     cpp_engine = _turbomind.Engine(model.config, engine_config, model.weights, device, free)

@@ -17,8 +17,8 @@ def check_token_ids(config: GenerationConfig, vocab_size: int) -> None:
     for name in ("stop_token_ids", "bad_token_ids", "logit_bias"):
         for token in getattr(config, name) or ():
             if token >= vocab_size:
-                wanted = f"wanted 0 to {vocab_size - 1}; change {name}"
-                raise OptionError(name, f"got token id {token}, {wanted}")
+                reason = f"contains token id {token}. Ids must be 0 to {vocab_size - 1}."
+                raise OptionError(name, reason)
 
 
 def sort_stop_words(

@@ -101,8 +101,8 @@ def check_context(model: OpenModel, context: int, *, options: SearchOptions) -> 
         block = TurbomindEngineConfig().cache_block_seq_len
         window16 = 0 if kv.recent_tokens < 0 else kv.sink_tokens + kv.recent_tokens + block
         if context <= window16:
-            wanted = f"more than {window16}, all of which this quality keeps in 16 bit"
-            raise refuse("context", context, wanted=wanted, flag="--context or --kv-quality")
+            wanted = f"more than the {window16} tokens that this quality keeps in 16 bit"
+            raise refuse("context", context, wanted=wanted, flag="--context, --kv-quality")
 
 
 def search(

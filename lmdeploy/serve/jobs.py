@@ -84,11 +84,11 @@ async def encode_prompts(
     if prompts and all(type(item) is int for item in prompts):
         prompts = [prompts]
     if not 0 < len(prompts) <= MAX_PROMPTS:
-        wanted = f"wanted 1 to {MAX_PROMPTS}; change prompt"
-        raise OptionError("prompt", f"got {len(prompts)} prompts, {wanted}")
+        reason = f"contains {len(prompts)} prompts. It must contain 1 to {MAX_PROMPTS}."
+        raise OptionError("prompt", reason)
     is_ids = [isinstance(p, list) and all(type(i) is int for i in p) for p in prompts]
     if not all(ids or isinstance(p, str) for p, ids in zip(prompts, is_ids, strict=True)):
-        wanted = "a text, a list of texts, token ids, or a list of token ids"
+        wanted = "a string, a list of strings, a list of token ids, or a list of such lists"
         raise refuse("prompt", prompt, wanted=wanted)
     result: list[list[int]] = []
     num_tokens = 0
@@ -99,8 +99,8 @@ async def encode_prompts(
         engine.check_prompt(ids, num_new=num_new)
         num_tokens += len(ids)
         if num_tokens > MAX_PROMPT_TOKENS:
-            wanted = f"wanted at most {MAX_PROMPT_TOKENS}; send fewer prompts"
-            raise OptionError("prompt", f"got {num_tokens} tokens in all, {wanted}")
+            reason = f"has {num_tokens} tokens in all. The limit is {MAX_PROMPT_TOKENS}."
+            raise OptionError("prompt", reason)
         result.append(ids)
     return result
 
@@ -117,15 +117,15 @@ def check_size(prompts: Sequence[list[int]], config: GenerationConfig, *, max_to
     if num_answers > max_value:
         raise OptionError(
             "n",
-            f"got {len(prompts)} prompts with {config.n} answers each, wanted at most {max_value} "
-            f"answers{where}; change n",
+            f"is {config.n} for each of {len(prompts)} prompts. One request may have at most "
+            f"{max_value} answers{where}.",
         )
     num_tokens = sum(len(ids) for ids in prompts) * config.n
     if num_tokens > MAX_PROMPT_TOKENS:
         raise OptionError(
             "n",
-            f"got {num_tokens} tokens of prompts with {config.n} answers each, wanted at most "
-            f"{MAX_PROMPT_TOKENS}; lower n or send fewer prompts",
+            f"is {config.n}, so the prompts have {num_tokens} tokens in all. The limit is "
+            f"{MAX_PROMPT_TOKENS}. Lower it or send fewer prompts.",
         )
     values = 0
     for ids in prompts:
@@ -137,8 +137,8 @@ def check_size(prompts: Sequence[list[int]], config: GenerationConfig, *, max_to
     if values * config.n > MAX_LOGPROB_VALUES:
         raise OptionError(
             "logprobs",
-            f"got a request for up to {values * config.n} log probabilities, wanted at most "
-            f"{MAX_LOGPROB_VALUES}; lower n, max_tokens or the number of logprobs",
+            f"asks for up to {values * config.n} log probabilities. The limit is "
+            f"{MAX_LOGPROB_VALUES}. Lower n, max_tokens or the number of logprobs.",
         )
 
 

@@ -38,7 +38,9 @@ def make_config(
     try:
         bias = {int(token): value for token, value in (fields.logit_bias or {}).items()}
     except ValueError:
-        raise refuse("logit_bias", fields.logit_bias, wanted="token ids as keys") from None
+        raise refuse(
+            "logit_bias", fields.logit_bias, wanted="an object whose keys are token ids"
+        ) from None
     return GenerationConfig(
         n=limits.n,
         max_new_tokens=room if limits.max_new_tokens is None else limits.max_new_tokens,

@@ -95,7 +95,7 @@ class CompletionFields(SamplingFields):
 def check_value(name: str, value: Any, *, accepted: tuple[Any, ...]) -> None:
     """ApiError 400 for a field that is not built, unless its value means "not used"."""
     if not any(type(value) is type(a) and value == a for a in accepted):
-        message = f"{name}: not supported (got {show(value)}); remove {name}"
+        message = f"{name} is not supported with the value {show(value)}. Remove it."
         raise ApiError(400, message, param=name)
 
 
@@ -104,7 +104,7 @@ def parse_json(body: bytes) -> Any:
     values = _count_values(body)
     if values > MAX_BODY_VALUES:
         raise ApiError(
-            413, f"body: got about {values} values, wanted at most {MAX_BODY_VALUES}; shorten it"
+            413, f"The body has about {values} values. It must have at most {MAX_BODY_VALUES}."
         )
 
     def refuse_constant(name: str) -> Any:
@@ -113,9 +113,9 @@ def parse_json(body: bytes) -> Any:
     try:
         return json.loads(body, parse_constant=refuse_constant)
     except RecursionError:
-        raise ApiError(400, "body: nested too deep, wanted plain JSON; change the body") from None
+        raise ApiError(400, "The JSON of the body is nested too deep.") from None
     except ValueError as error:
-        raise ApiError(400, f"body: not valid JSON ({error}); change the body") from None
+        raise ApiError(400, f"The body is not valid JSON: {error}.") from None
 
 
 def _count_values(body: bytes) -> int:
@@ -136,7 +136,7 @@ def parse_request(model: type[R], body: bytes) -> R:
     """A checked request. ApiError 400 names the first field that is wrong."""
     values = parse_json(body)
     if not isinstance(values, dict):
-        raise ApiError(400, f"body: got {show(values)}, wanted a JSON object; change the body")
+        raise ApiError(400, f"The body is {show(values)}. It must be a JSON object.")
     for name, accepted in model.unsupported.items():
         if name in values:
             check_value(name, values.pop(name), accepted=accepted)
@@ -158,24 +158,24 @@ def _refuse_unknown(model: type[ApiRequest], values: dict[str, Any]) -> None:
         for name in given:
             if name not in known.model_fields:
                 path = (prefix + name)[:_MAX_SHOWN]
-                raise ApiError(400, f"{path}: unknown field; remove {path}", param=path)
+                raise ApiError(400, f"{path} is an unknown field. Remove it.", param=path)
 
 
 def _check_sizes(values: dict[str, Any]) -> None:
     bias = values.get("logit_bias")
     if isinstance(bias, dict) and len(bias) > MAX_LOGIT_BIAS:
-        wanted = f"wanted at most {MAX_LOGIT_BIAS}; change logit_bias"
-        raise ApiError(400, f"logit_bias: got {len(bias)} token ids, {wanted}", param="logit_bias")
+        message = f"logit_bias has {len(bias)} token ids. It must have at most {MAX_LOGIT_BIAS}."
+        raise ApiError(400, message, param="logit_bias")
 
 
 def _first_error(error: ValidationError, values: dict[str, Any]) -> ApiError:
     details = error.errors(include_url=False)
     first = details[0]
     if not first["loc"]:
-        return ApiError(400, f"body: got {show(sorted(values))}, wanted a request; change body")
+        return ApiError(400, f"The body is not a request. It has {show(sorted(values))}.")
     name = str(first["loc"][0])
     if first["type"] == "missing":
-        return ApiError(400, f"{name}: missing, wanted a value; add {name}", param=name)
+        return ApiError(400, f"{name} is missing. Add it.", param=name)
     same = [d for d in details if d["loc"] and d["loc"][0] == name]
     texts = [d["msg"].removeprefix("Input should be ") for d in same[:4]]
     wanted, got, path = " or ".join(dict.fromkeys(texts)), show(values.get(name)), name
@@ -184,7 +184,7 @@ def _first_error(error: ValidationError, values: dict[str, Any]) -> ApiError:
         path += "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in inner)
         got = show(first["input"])
         if first["type"] == "too_long":
-            context = first["ctx"]
-            got = f"{context['actual_length']} items"
-            wanted = f"at most {context['max_length']}"
-    return ApiError(400, f"{path}: got {got}, wanted {wanted}; change {path}", param=name)
+            length, limit = first["ctx"]["actual_length"], first["ctx"]["max_length"]
+            message = f"{path} has {length} items. It must have at most {limit}."
+            return ApiError(400, message, param=name)
+    return ApiError(400, f"{path} is {got}. It must be {wanted}.", param=name)

@@ -95,11 +95,11 @@ def check_options(options: ServerOptions) -> None:
         "api_keys", options.api_keys, max_items=_MAX_KEYS, max_chars=_MAX_KEY_CHARS
     )
     if any(key != key.strip() for key in keys):  # no client could send it
-        raise OptionError("api_keys", "got a key with spaces around it; change --api-keys")
+        raise OptionError("api_keys", "contains a key with spaces around it (--api-keys).")
     for i, key in enumerate(keys):
         if not (key.isascii() and key.isprintable()):  # clients send the rest in several ways
-            text = f"got other characters in key {i + 1}, wanted printable ASCII"
-            raise OptionError("api_keys", f"{text}; change --api-keys")
+            reason = f"contains other characters than printable ASCII in key {i + 1} (--api-keys)."
+            raise OptionError("api_keys", reason)
     check_int("server_port", options.server_port, low=0, high=65535, flag="--server-port")
     if options.max_concurrent_requests is not None:
         flag = "--max-concurrent-requests"

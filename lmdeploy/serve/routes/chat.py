@@ -77,17 +77,15 @@ async def prepare_chat(state: ServerState, request: ChatCompletionRequest) -> Pr
     if request.top_logprobs and not request.logprobs:
         raise OptionError(
             "top_logprobs",
-            f"got {request.top_logprobs}, wanted logprobs true beside it; add logprobs",
+            f"is {request.top_logprobs}, but logprobs is not set. Set logprobs to true.",
         )
     chat_format = state.chat_format
     options = _template_options(request, chat_format)
     if request.messages and request.input_ids:
-        raise OptionError("input_ids", "got it beside messages, wanted one of the two; remove one")
+        raise OptionError("input_ids", "cannot be combined with messages. Remove one of them.")
     for name in _OF_MESSAGES if request.input_ids else ():
         if getattr(request, name) not in (None, [], {}):
-            raise OptionError(
-                "input_ids", f"got it beside {name}, which is for messages; remove one"
-            )
+            raise OptionError("input_ids", f"cannot be combined with {name}, which needs messages.")
     if request.messages:
         messages = request.messages
         if isinstance(messages, str):
@@ -103,7 +101,7 @@ async def prepare_chat(state: ServerState, request: ChatCompletionRequest) -> Pr
         )
         state.engine.check_prompt(ids, name="input_ids")
     else:
-        raise OptionError("messages", "got none, wanted at least one; add messages")
+        raise OptionError("messages", "is empty. Send at least one message.")
     limits = Limits(
         max_new_tokens=request.max_completion_tokens or request.max_tokens,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,

@@ -48,15 +48,16 @@ async def encode(request: Request, body: EncodeRequest) -> Response:
 async def encode_texts(texts: Sequence[str], encode: Callable[[str], list[int]]) -> list[list[int]]:
     """Ids of the field `input`. OptionError for more texts or tokens than one reply may hold."""
     if len(texts) > MAX_PROMPTS:
-        raise OptionError("input", f"got {len(texts)} texts, wanted at most {MAX_PROMPTS}")
+        reason = f"contains {len(texts)} texts. It must contain at most {MAX_PROMPTS}."
+        raise OptionError("input", reason)
     result: list[list[int]] = []
     num_tokens = 0
     for text in texts:
         result.append(await asyncio.to_thread(encode, text))
         num_tokens += len(result[-1])
         if num_tokens > MAX_ENCODED_TOKENS:
-            wanted = f"wanted at most {MAX_ENCODED_TOKENS} in all; send fewer texts"
-            raise OptionError("input", f"got {num_tokens} tokens, {wanted}")
+            reason = f"has {num_tokens} tokens in all. The limit is {MAX_ENCODED_TOKENS}."
+            raise OptionError("input", reason)
     return result
 
 

@@ -47,12 +47,12 @@ class GenerateRequest(SamplingFields):
 async def prepare_generate(state: ServerState, request: GenerateRequest) -> PreparedRequest:
     """The prompt and options. OptionError for what cannot be served."""
     if (request.prompt is None) == (request.input_ids is None):
-        got = "neither" if request.prompt is None else "both"
-        wanted = "wanted exactly one of prompt and input_ids"
-        raise OptionError("prompt", f"got {got}, {wanted}; change prompt or input_ids")
+        if request.prompt is None:
+            raise OptionError("prompt", "is missing. Send prompt or input_ids.")
+        raise OptionError("prompt", "cannot be combined with input_ids. Remove one of them.")
     if request.top_logprobs_num and not request.return_logprob:
-        wanted = "wanted return_logprob true beside it; add return_logprob"
-        raise OptionError("top_logprobs_num", f"got {request.top_logprobs_num}, {wanted}")
+        reason = f"is {request.top_logprobs_num}, but return_logprob is not set. Set it to true."
+        raise OptionError("top_logprobs_num", reason)
     ids = request.input_ids
     if ids is None:
         ids = await asyncio.to_thread(

@@ -43,5 +43,5 @@ def test_set_log_level_adds_no_handler_to_a_configured_program() -> None:
 
 
 def test_set_log_level_rejects_unknown_level() -> None:
-    with pytest.raises(ValueError, match="log_level: got 'LOUD', wanted one of DEBUG"):
+    with pytest.raises(ValueError, match=r"log_level is 'LOUD'. It must be one of DEBUG"):
         set_log_level("LOUD")

@@ -70,5 +70,5 @@ def test_token_mask_token_outside_the_grammar_raises_option_error() -> None:
     mask = np.zeros((VOCAB_SIZE + 31) // 32, dtype=np.int32)
     token_mask = grammars().token_mask({"type": "regex_schema", "regex_schema": "ab"})
     assert token_mask is not None and token_mask([], mask)
-    with pytest.raises(OptionError, match=r"^response_format: "):
+    with pytest.raises(OptionError, match=r"^response_format rejected a token: "):
         token_mask([ord("x")], mask)

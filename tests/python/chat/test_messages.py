@@ -44,7 +44,10 @@ def test_check_messages_tool_conversation_gets_one_form() -> None:
         {"role": "tool", "content": "7", "tool_call_id": "a"},
         {"role": "assistant", "content": "7.", "reasoning_content": "so"},
     ]
-    for index, text in ((1, "thinking: not supported"), (2, "role: tool calls are not")):
+    for index, text in (
+        (1, "thinking is not supported"),
+        (2, "role is tool, but tool calls are not"),
+    ):
         with pytest.raises(OptionError, match=rf"messages\[1\]\.{text}"):
             check_messages([USER, given[index]])
 

@@ -43,25 +43,25 @@ def test_unsupported_flag_accepts_only_its_neutral_values(capsys, flag):
     [
         (["--tp", "2"], "--tp 2: not supported"),
         (["--tp=2"], "--tp 2: not supported"),
-        (["--model-format", "gptq"], "model_format: got 'gptq'"),
-        (["--quant-policy", "5"], "quant_policy: got '5'"),
-        (["--quant-policy", "12"], "quant_policy: got '12'"),
-        (["--quant-policy", "fp3"], "quant_policy: got 'fp3'"),
-        (["--session-len", "0"], "session_len: got 0"),
-        (["--session-len", "-1"], "session_len: got -1"),
+        (["--model-format", "gptq"], "model_format is 'gptq'"),
+        (["--quant-policy", "5"], "quant_policy is '5'"),
+        (["--quant-policy", "12"], "quant_policy is '12'"),
+        (["--quant-policy", "fp3"], "quant_policy is 'fp3'"),
+        (["--session-len", "0"], "session_len is 0"),
+        (["--session-len", "-1"], "session_len is -1"),
         (["--session-len", "many"], "--session-len"),
-        (["--max-batch-size", "0"], "max_batch_size: got 0"),
-        (["--cache-max-entry-count", "0"], "cache_max_entry_count: got 0"),
-        (["--cache-max-entry-count", "nan"], "cache_max_entry_count: got nan"),
+        (["--max-batch-size", "0"], "max_batch_size is 0"),
+        (["--cache-max-entry-count", "0"], "cache_max_entry_count is 0"),
+        (["--cache-max-entry-count", "nan"], "cache_max_entry_count is nan"),
         (["--cache-block-seq-len", "48"], "--cache-block-seq-len"),
-        (["--max-prefill-token-num", "-3"], "max_prefill_token_num: got -3"),
-        (["--server-port", "70000"], "server_port: got 70000"),
+        (["--max-prefill-token-num", "-3"], "max_prefill_token_num is -3"),
+        (["--server-port", "70000"], "server_port is 70000"),
         (["--dry-run", "--shutdown-timeout", "-1"], "--shutdown-timeout"),
         (["--dry-run", "--api-keys", " a"], "--api-keys"),
         (["--api-keys"], "api_keys: got none"),
         (["--device", "npu"], "--device"),
-        (["--devices", "1", "--device", "cpu"], "devices: got [1]"),
-        (["--exact", "--device", "cuda"], "exact: got True"),
+        (["--devices", "1", "--device", "cpu"], "devices cannot be used with device_type cpu"),
+        (["--exact", "--device", "cuda"], "exact is not supported on CUDA"),
         (["--chat-template", "/no/such/file.jinja"], "--chat-template"),
         (["--chat-template", "{"], "--chat-template"),
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag\n"),
@@ -167,7 +167,7 @@ def test_talk_full_conversation_suggests_clear():
     engine = make_engine(session_len=96)
     with Pipeline("fake", engine=engine) as pipeline:
         talk(pipeline, Console(file=out, width=200), read=lambda: next(lines))
-    assert "shorten the prompt" in out.getvalue() and "/clear forgets" in out.getvalue()
+    assert "Shorten it or raise" in out.getvalue() and "/clear forgets" in out.getvalue()
 
 
 def test_talk_end_of_input_ends_the_loop():

@@ -217,14 +217,14 @@ async def test_leaving_cancels():
 
 async def test_refused_prompts(engine):
     for ids, text in [
-        ([], "no tokens"),
-        ([1] * 512, "got 512 tokens.*session_len 512.*--session-len"),
-        ([300], "token id 300, wanted 0 to 257"),
+        ([], "prompt is empty"),
+        ([1] * 512, "has 512 tokens.*session_len is 512.*--session-len"),
+        ([300], "token id 300. Ids must be 0 to 257"),
         ([-1], "token id -1"),
     ]:
         with pytest.raises(ValueError, match=text):
             await engine.submit(ids)
-    with pytest.raises(ValueError, match="stop_token_ids: got token id 9999"):
+    with pytest.raises(ValueError, match="stop_token_ids contains token id 9999"):
         await engine.submit([1], GenerationConfig(stop_token_ids=[9999]))
     large = make_engine(session_len=10_000)
     with pytest.raises(ValueError, match=r"640 that the KV cache holds.*--cache-max-entry-count"):
@@ -236,11 +236,11 @@ async def test_a_prompt_without_an_answer_may_be_as_long_as_the_session(engine):
     config = GenerationConfig(max_new_tokens=0, prompt_logprobs=0)
     answer = await collect(engine, "x" * 512, config)
     assert (answer.finish_reason, len(answer.prompt_logprobs)) == ("length", 511)
-    with pytest.raises(ValueError, match="got 513 tokens, wanted at most session_len 512"):
+    with pytest.raises(ValueError, match="has 513 tokens, but session_len is 512"):
         await engine.submit([1] * 513, config)
     large = make_engine(session_len=10_000)
     assert (await collect(large, "x" * 640, config)).finish_reason == "length"
-    with pytest.raises(ValueError, match="got 641 tokens, wanted at most the 640 that the KV"):
+    with pytest.raises(ValueError, match="has 641 tokens, but the KV cache holds 640"):
         await large.submit([1] * 641, config)
     large.close()
 

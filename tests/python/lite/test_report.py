@@ -197,7 +197,7 @@ def test_kv_report_default_qualities_include_best_with_a_calibration(
     capsys.readouterr()
     with pytest.raises(SystemExit):
         main([*command[:-1], "no/such.txt", "--qualities", "best"])
-    assert "text: got 'no/such.txt'" in capsys.readouterr().err
+    assert "text is 'no/such.txt'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_kv_report_context_beyond_training_positions_is_rejected(
 ) -> None:
     with pytest.raises(SystemExit):
         main(changed(arguments, "--contexts", "256,2048"))
-    wanted = "got 2048, wanted at most the 1024 positions the model was trained for"
+    wanted = "is 2048. It must be at most the 1024 positions the model was trained for"
     assert wanted in capsys.readouterr().err
 
 
@@ -279,4 +279,4 @@ def test_kv_report_missing_calibration_text_is_rejected(
     with pytest.raises(SystemExit):
         main(changed(arguments, "--calibration-text", "no/such.txt"))
     error = capsys.readouterr().err
-    assert "'no/such.txt', wanted an existing file" in error and "--calibration-text" in error
+    assert "'no/such.txt'. It must be an existing file" in error and "--calibration-text" in error

@@ -70,9 +70,9 @@ def test_cache_variants_combine_formats_and_qualities():
 def test_cache_variants_invalid_values_are_rejected():
     with pytest.raises(ValueError, match="--kv-calibration"):
         cache_variants(["nvfp4"], ["best"])
-    with pytest.raises(ValueError, match="kv_quality: got 'good'"):
+    with pytest.raises(ValueError, match="kv_quality is 'good'"):
         cache_variants(["nvfp4"], ["good"])
-    with pytest.raises(ValueError, match="kv_cache_format: got 'fp3'"):
+    with pytest.raises(ValueError, match="kv_cache_format is 'fp3'"):
         cache_variants(["fp3"], ["raw"])
 
 
@@ -166,7 +166,9 @@ def test_search_candidates_are_deduplicated_and_checked(fakes):
 def test_check_context_within_the_16_bit_window_is_rejected(fakes):
     balanced = SearchOptions(budget_bits=8, formats=("fp8",), cache={"kv_quality": "balanced"})
     check_context(fakes.model, 193, options=balanced)
-    with pytest.raises(ValueError, match=r"context: got 192, wanted more than 192.*--context"):
+    with pytest.raises(
+        ValueError, match=r"context is 192. It must be more than the 192.*--context"
+    ):
         check_context(fakes.model, 192, options=balanced)
     raw = SearchOptions(budget_bits=8, cache={"kv_quality": "raw"})
     check_context(fakes.model, 2, options=raw)
@@ -184,7 +186,7 @@ def test_kv_search_unusable_files_are_rejected(tmp_path, capsys):
 
 
 def test_search_options_unknown_format_names_the_flag():
-    with pytest.raises(ValueError, match=r"formats: got 'fp3', .*; change --formats$"):
+    with pytest.raises(ValueError, match=r"^formats is 'fp3'\. .* \(--formats\)\.$"):
         SearchOptions(budget_bits=8, formats=("fp3",))
 
 

@@ -120,7 +120,7 @@ def test_completions_echo_accepts_prompt_of_session_len(client):
     options = {"model": "m", "max_tokens": 0, "echo": True, "logprobs": 0}
     choice = client.completions.create(prompt="a" * 512, **options).choices[0]
     assert len(choice.logprobs.token_logprobs) == 512
-    with pytest.raises(openai.BadRequestError, match="at most session_len 512"):
+    with pytest.raises(openai.BadRequestError, match="session_len is 512"):
         client.completions.create(prompt="a" * 513, **options)
 
 
@@ -170,50 +170,53 @@ def test_metrics_endpoint_exports_every_metric(url):
 
 
 BAD_CHAT = [
-    ({"tools": [{"type": "function"}]}, "tools: not supported"),
-    ({"tool_choice": "required"}, "tool_choice: not supported"),
-    ({"functions": [{}]}, "functions: not supported"),
-    ({"reasoning_effort": "high"}, "reasoning_effort: not supported"),
-    ({"session_id": 7}, "session_id: not supported"),
-    ({"no_such_field": 1}, "no_such_field: unknown field"),
-    ({"stream_options": {"x": 1}}, "stream_options.x: unknown field"),
-    ({"stream_options": {"include_usage": "yes"}}, "stream_options.include_usage: got 'yes'"),
-    ({"stop_token_ids": [1, 2, "x"]}, "stop_token_ids[2]: got 'x', wanted a valid integer"),
-    ({"stop_token_ids": [1] * 5000}, "stop_token_ids: got 5000 items, wanted at most 4096; "),
-    ({"do_preprocess": False}, "do_preprocess: not supported"),
-    ({"temperature": "hot"}, "temperature: got 'hot'"),
-    ({"temperature": 9}, "temperature: got 9"),
-    ({"temperature": True}, "temperature: got True"),
-    ({"top_k": -1}, "top_k: got -1"),
-    ({"top_k": 1.5}, "top_k: got 1.5"),
-    ({"max_tokens": 0}, "max_tokens: got 0"),
-    ({"max_tokens": 10**30}, "max_tokens: got "),
-    ({"n": 0}, "n: got 0"),
-    ({"n": 10**6}, "n: got 1000000"),
+    ({"tools": [{"type": "function"}]}, "tools is not supported"),
+    ({"tool_choice": "required"}, "tool_choice is not supported"),
+    ({"functions": [{}]}, "functions is not supported"),
+    ({"reasoning_effort": "high"}, "reasoning_effort is not supported"),
+    ({"session_id": 7}, "session_id is not supported"),
+    ({"no_such_field": 1}, "no_such_field is an unknown field"),
+    ({"stream_options": {"x": 1}}, "stream_options.x is an unknown field"),
+    ({"stream_options": {"include_usage": "yes"}}, "stream_options.include_usage is 'yes'"),
+    ({"stop_token_ids": [1, 2, "x"]}, "stop_token_ids[2] is 'x'. It must be a valid integer"),
+    ({"stop_token_ids": [1] * 5000}, "stop_token_ids has 5000 items. It must have at most 4096."),
+    ({"do_preprocess": False}, "do_preprocess is not supported"),
+    ({"temperature": "hot"}, "temperature is 'hot'"),
+    ({"temperature": 9}, "temperature is 9"),
+    ({"temperature": True}, "temperature is True"),
+    ({"top_k": -1}, "top_k is -1"),
+    ({"top_k": 1.5}, "top_k is 1.5"),
+    ({"max_tokens": 0}, "max_tokens is 0"),
+    ({"max_tokens": 10**30}, "max_tokens is "),
+    ({"n": 0}, "n is 0"),
+    ({"n": 10**6}, "n is 1000000"),
     (
         {"n": 128, "logprobs": True, "top_logprobs": 100},
-        "log probabilities, wanted at most 4194304",
+        "log probabilities. The limit is 4194304",
     ),
     (
         {"stop": ["a"] * 10**6},
-        "stop: got a list of 1000000 items, wanted a list of at most 256",
+        "stop is a list of 1000000 items. It must be a list of at most 256",
     ),
-    ({"stop": [""]}, "stop: got '', wanted a non-empty string of at most 4096 characters"),
-    ({"stop": ["a" * 4096] * 17}, "stop: got 69632 characters in 17 words"),
-    ({"stop": 3}, "stop: got 3"),
-    ({"logit_bias": {"x": 1}}, "logit_bias: got {'x': 1.0}, wanted token ids as keys"),
-    ({"logit_bias": {"99999": 1}}, "logit_bias: got token id 99999"),
-    ({"logit_bias": {"1": 1000}}, "logit_bias: got 1000"),
-    ({"stop_token_ids": [99999]}, "stop_token_ids: got token id 99999"),
-    ({"top_logprobs": 3}, "top_logprobs: got 3, wanted logprobs true beside it"),
-    ({"response_format": {"type": "xml"}}, "response_format.type: got 'xml'"),
+    (
+        {"stop": [""]},
+        "stop contains ''. Every item must be a non-empty string of at most 4096 characters",
+    ),
+    ({"stop": ["a" * 4096] * 17}, "stop has 69632 characters in 17 words"),
+    ({"stop": 3}, "stop is 3"),
+    ({"logit_bias": {"x": 1}}, "logit_bias is {'x': 1.0}. It must be an object whose keys"),
+    ({"logit_bias": {"99999": 1}}, "logit_bias contains token id 99999"),
+    ({"logit_bias": {"1": 1000}}, "logit_bias is 1000"),
+    ({"stop_token_ids": [99999]}, "stop_token_ids contains token id 99999"),
+    ({"top_logprobs": 3}, "top_logprobs is 3, but logprobs is not set"),
+    ({"response_format": {"type": "xml"}}, "response_format.type is 'xml'"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-    ({"messages": []}, "messages: got none"),
-    ({"messages": 7}, "messages: got 7"),
-    ({"messages": [{"role": "user"}]}, "messages[0].content: got None"),
-    ({"messages": [{"role": "alien", "content": ""}]}, "messages[0].role: got 'alien'"),
-    ({"messages": [{"role": "user", "content": "x" * 600}]}, "session_len 512"),
-    ({"messages": [{"role": "user", "content": "x" * 3000}]}, "wanted at most 2560, which is"),
+    ({"messages": []}, "messages is empty"),
+    ({"messages": 7}, "messages is 7"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content is None"),
+    ({"messages": [{"role": "alien", "content": ""}]}, "messages[0].role is 'alien'"),
+    ({"messages": [{"role": "user", "content": "x" * 600}]}, "session_len is 512"),
+    ({"messages": [{"role": "user", "content": "x" * 3000}]}, "holds at most 2560"),
     ({"messages": None, "input_ids": [99999]}, "token id 99999"),
 ]
 
@@ -235,27 +238,27 @@ def test_chat_invalid_field_is_named_in_the_error(url, change, text):
         (b"{", "not valid JSON"),
         (b"", "not valid JSON"),
         (b"\xff\xfe\x00", "not valid JSON"),
-        (b"[1]", "wanted a JSON object"),
+        (b"[1]", "must be a JSON object"),
         (b'{"model": "m", "prompt": "a", "temperature": NaN}', "NaN is not allowed"),
         (b'{"model": "m", "prompt": "a", "temperature": 1e999}', "temperature"),
         (b'{"a": ' + b"[" * 100_000, "JSON"),
         (b'{"model": "m", "prompt": "a", "seed": ' + b"9" * 5000 + b"}", "JSON"),
-        (b'{"model": "m"}', "prompt: missing"),
-        (b'{"model": "m", "prompt": []}', "prompt: got 0 prompts"),
-        (b'{"model": "m", "prompt": ""}', "prompt: got no tokens"),
+        (b'{"model": "m"}', "prompt is missing"),
+        (b'{"model": "m", "prompt": []}', "prompt contains 0 prompts"),
+        (b'{"model": "m", "prompt": ""}', "prompt is empty"),
         (
             b'{"model": "m", "prompt": ["a", 1]}',
-            "prompt: got ['a', 1], wanted a text, a list of texts",
+            "prompt is ['a', 1]. It must be a string, a list of strings",
         ),
         (b'{"model": "m", "prompt": [999999]}', "token id 999999"),
         (b'{"model": "m", "prompt": [-1]}', "token id -1"),
-        (b'{"model": "m", "prompt": "' + b"x" * 3000 + b'"}', "prompt: got 3000 characters"),
+        (b'{"model": "m", "prompt": "' + b"x" * 3000 + b'"}', "prompt has 3000 characters"),
         (
             json.dumps({"model": "m", "prompt": ["a"] * 9, "n": 128}).encode(),
-            "n: got 9 prompts with 128 answers each, wanted at most 1024",
+            "n is 128 for each of 9 prompts. One request may have at most 1024",
         ),
-        (b'{"model": "m", "prompt": "a", "suffix": "b"}', "suffix: not supported"),
-        (b'{"model": "m", "prompt": "a", "best_of": 4}', "best_of: not supported"),
+        (b'{"model": "m", "prompt": "a", "suffix": "b"}', "suffix is not supported"),
+        (b'{"model": "m", "prompt": "a", "best_of": 4}', "best_of is not supported"),
     ],
 )
 def test_completions_invalid_body_is_named_in_the_error(url, body, text):
@@ -433,10 +436,10 @@ def test_bind_unusable_address_raises_value_error():
         listen(sock, "127.0.0.1")
         with pytest.raises(ValueError, match=r"--server-port"):
             bind("127.0.0.1", sock.getsockname()[1])
-    with pytest.raises(ValueError, match="server_port: got 70000"):
+    with pytest.raises(ValueError, match="server_port is 70000"):
         check_options(ServerOptions(server_port=70000))
     for name in ("no such host", "a..b", "a" * 64, "203.0.113.1"):
-        with pytest.raises(ValueError, match=r"^server_name: got .*--server-name"):
+        with pytest.raises(ValueError, match=r"^server_name is .*--server-name"):
             bind(name, 0)
 
 
@@ -478,7 +481,7 @@ def test_abort_request_all_ends_streams_with_finish_reason_abort():
         assert engine.loaded.cpp_engine.cancelled
         refused = post(url, "/abort_request", {"session_id": -1})
         assert refused.status_code == 400 and "abort_all" in refused.text
-        assert "session_id: not supported" in post(url, "/abort_request", {"session_id": 3}).text
+        assert "session_id is not supported" in post(url, "/abort_request", {"session_id": 3}).text
         assert post(url, "/v1/completions", {"model": "m", "prompt": "a"}).status_code == 200
 
 

@@ -74,8 +74,8 @@ def read_conversation(messages: Any) -> list[HarmonyMessage]:
         if message.role == "tool":
             raise OptionError(
                 f"messages[{message.index}].role",
-                "got tool without a call before it, wanted an assistant message with tool_calls; "
-                "remove the message",
+                "is tool, but no assistant message with tool_calls comes before. "
+                "Remove the message.",
             )
         position += 1
         if not message.calls:
@@ -108,7 +108,7 @@ def _call_turns(
             raise refuse(
                 f"messages[{result.index}].tool_call_id",
                 call_id,
-                wanted="the id of a call in the assistant message before it",
+                wanted="the id of a call in the preceding assistant message",
             )
         by_call[call_id].append(result)
         if call_id in waiting:

@@ -54,9 +54,8 @@ def render_prompt(
         turns = [_guard_turn(turn, guard) for turn in turns]
         return _render(template, turns, variables=_guarded(variables, guard)).split(guard)
     except RecursionError:
-        raise OptionError(
-            "tools", "nested too deep, wanted a plain JSON schema; change tools"
-        ) from None
+        reason = "is nested too deep. Use flatter JSON schemas."
+        raise OptionError("tools", reason) from None
 
 
 def _guard_turn(turn: HarmonyMessage, guard: str) -> HarmonyMessage:

@@ -392,7 +392,7 @@ def test_pipeline_chat_template_kwargs_reach_harmony_template() -> None:
     engine = make_engine(lambda prompt: prompts.append(prompt) or "", harmony_template=OWN_TEMPLATE)
     with Pipeline("fake", engine=engine) as pipe:
         pipe("Hi", chat_template_kwargs={"reasoning_effort": "low"})
-        with pytest.raises(ValueError, match="reasoning_effort: got 'x'"):
+        with pytest.raises(ValueError, match="reasoning_effort is 'x'"):
             pipe("Hi", chat_template_kwargs={"reasoning_effort": "x"})
     assert len(prompts) == 1 and "Reasoning: low" in prompts[0]
 

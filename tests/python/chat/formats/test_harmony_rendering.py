@@ -181,30 +181,30 @@ def tool_call(**change: Any) -> list[dict[str, Any]]:
 
 
 BAD_MESSAGES: list[tuple[Any, str]] = [
-    ("Hi", "messages: got 'Hi'"),
-    ([], "messages: got"),
-    ([7], "messages[0]: got 7"),
-    ([{"role": "alien", "content": ""}], "messages[0].role: got 'alien'"),
-    ([{"role": ["user"], "content": ""}], "messages[0].role: got ['user']"),
-    ([{"role": "user"}], "messages[0].content: got None"),
-    ([{"role": "assistant"}], "messages[0].content: got None"),
-    ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content: got a part"),
-    ([{"role": "user", "content": "", "tool_calls": [CALL]}], "messages[0].tool_calls: not"),
-    ([{"role": "assistant", "content": "", "thinking": 5}], "messages[0].reasoning_content: got 5"),
-    ([{"role": "tool", "content": ""}], "messages[0].role: got tool without a call"),
-    ([USER, {"role": "tool", "content": ""}], "messages[1].role: got tool without a call"),
-    ([*tool_call(), {"role": "tool", "content": "", "tool_call_id": "b"}], "tool_call_id: got 'b'"),
+    ("Hi", "messages is 'Hi'"),
+    ([], "messages is"),
+    ([7], "messages[0] is 7"),
+    ([{"role": "alien", "content": ""}], "messages[0].role is 'alien'"),
+    ([{"role": ["user"], "content": ""}], "messages[0].role is ['user']"),
+    ([{"role": "user"}], "messages[0].content is None"),
+    ([{"role": "assistant"}], "messages[0].content is None"),
+    ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content has a part"),
+    ([{"role": "user", "content": "", "tool_calls": [CALL]}], "messages[0].tool_calls is not"),
+    ([{"role": "assistant", "content": "", "thinking": 5}], "messages[0].reasoning_content is 5"),
+    ([{"role": "tool", "content": ""}], "messages[0].role is tool, but no"),
+    ([USER, {"role": "tool", "content": ""}], "messages[1].role is tool, but no"),
+    ([*tool_call(), {"role": "tool", "content": "", "tool_call_id": "b"}], "tool_call_id is 'b'"),
     (
         [*tool_call(), {"role": "tool", "content": ""}, {"role": "tool", "content": ""}],
-        "messages[3].tool_call_id: got None",
+        "messages[3].tool_call_id is None",
     ),
-    ([*tool_call(), {"role": "tool", "content": "", "tool_call_id": 5}], "tool_call_id: got 5"),
-    (tool_call(function=5), "messages[1].tool_calls[0]: got"),
-    (tool_call(function={"name": "a b", "arguments": ""}), "function.name: got 'a b'"),
-    (tool_call(function={"name": "a", "arguments": 5}), "function.arguments: got 5"),
-    (tool_call(id=7), "messages[1].tool_calls[0].id: got 7"),
-    ([USER, {"role": "assistant", "tool_calls": [CALL, CALL]}], "tool_calls[1].id: got 'a'"),
-    ([USER, {"role": "assistant", "tool_calls": {"a": 1}}], "messages[1].tool_calls: got"),
+    ([*tool_call(), {"role": "tool", "content": "", "tool_call_id": 5}], "tool_call_id is 5"),
+    (tool_call(function=5), "messages[1].tool_calls[0] is"),
+    (tool_call(function={"name": "a b", "arguments": ""}), "function.name is 'a b'"),
+    (tool_call(function={"name": "a", "arguments": 5}), "function.arguments is 5"),
+    (tool_call(id=7), "messages[1].tool_calls[0].id is 7"),
+    ([USER, {"role": "assistant", "tool_calls": [CALL, CALL]}], "tool_calls[1].id is 'a'"),
+    ([USER, {"role": "assistant", "tool_calls": {"a": 1}}], "messages[1].tool_calls is"),
 ]
 
 
@@ -227,7 +227,7 @@ def test_read_conversation_empty_arguments_are_normalized() -> None:
         as_text = tool_call(id="a", function={"name": "f", "arguments": text})
         assert read_conversation(call) == read_conversation(as_text)
     for wrong in ([], 0, False):
-        with pytest.raises(ValueError, match=r"function\.arguments: got"):
+        with pytest.raises(ValueError, match=r"function\.arguments is"):
             read_conversation(tool_call(id="a", function={"name": "f", "arguments": wrong}))
 
 
@@ -236,16 +236,16 @@ def function(**change: Any) -> list[Any]:
 
 
 BAD_TOOLS: list[tuple[Any, str]] = [
-    ({}, "tools: got {}"),
-    ([5], "tools[0].type: got 5"),
-    ([{"type": "web_search"}], "tools[0].type: got 'web_search'"),
-    ([{"type": "function"}], "tools[0].function: got None"),
-    (function(name="a b"), "tools[0].function.name: got 'a b'"),
-    (function(name="x" * 65), "tools[0].function.name: got 'xxx"),
-    (function(name=None), "tools[0].function.name: got None"),
-    (function(description=5), "tools[0].function.description: got 5"),
-    (function(parameters=[]), "tools[0].function.parameters: got []"),
-    ([TOOL, TOOL], "tools[1].function.name: got 'get_weather'"),
+    ({}, "tools is {}"),
+    ([5], "tools[0].type is 5"),
+    ([{"type": "web_search"}], "tools[0].type is 'web_search'"),
+    ([{"type": "function"}], "tools[0].function is None"),
+    (function(name="a b"), "tools[0].function.name is 'a b'"),
+    (function(name="x" * 65), "tools[0].function.name is 'xxx"),
+    (function(name=None), "tools[0].function.name is None"),
+    (function(description=5), "tools[0].function.description is 5"),
+    (function(parameters=[]), "tools[0].function.parameters is []"),
+    ([TOOL, TOOL], "tools[1].function.name is 'get_weather'"),
 ]
 
 
@@ -258,10 +258,10 @@ def test_check_tools_malformed_tool_names_the_field(tools: Any, text: str) -> No
 
 def test_read_options_rejects_invalid_values() -> None:
     for effort in ("extreme", "", "HIGH", 5, ["low"]):
-        with pytest.raises(ValueError, match=r"reasoning_effort: got .*wanted low, medium or high"):
+        with pytest.raises(ValueError, match=r"reasoning_effort is .*must be low, medium or high"):
             read_options({"reasoning_effort": effort})
     for builtin in ("browser", ["shell"], [[]]):
-        with pytest.raises(ValueError, match="builtin_tools: got"):
+        with pytest.raises(ValueError, match="builtin_tools is"):
             read_options({"builtin_tools": builtin})
     assert read_options({"reasoning_effort": None, "tools": [], "x": 1}) == {"x": 1}
 
@@ -288,7 +288,7 @@ def test_render_prompt_deep_schema_raises_value_error(template: Any) -> None:
     deep: Any = {}
     for _ in range(2000):
         deep = {"items": deep, "type": "array"}
-    with pytest.raises(ValueError, match="tools: nested too deep"):
+    with pytest.raises(ValueError, match="tools is nested too deep"):
         render(template, [USER], tools=function(parameters=deep))
 
 
