@@ -1,1 +1,1 @@
-"""Checks, errors, files, logs and the machine's resources: modules that every layer uses."""
+"""Modules that every layer uses: checks, errors, files, logs and the machine's resources."""

@@ -1,4 +1,4 @@
-"""The one error of everything that reads model files."""
+"""The error that all readers of model files raise."""
 
 _MAX_CHARS = 600
 
@@ -6,7 +6,7 @@ _MAX_CHARS = 600
 class ModelFormatError(ValueError):
     """A model path, file or setting that cannot be loaded.
 
-    Names in the message may come from a hostile file: it is always one printable line.
+    The message may contain names from a hostile file, so it is always one printable line.
     """
 
     def __init__(self, message: str) -> None:

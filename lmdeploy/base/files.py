@@ -1,4 +1,4 @@
-"""Read files of any origin: JSON objects, regular files, memory-mapped bytes and their pages."""
+"""Read untrusted files: JSON objects, regular files, and memory-mapped bytes and their pages."""
 
 from __future__ import annotations
 
@@ -26,21 +26,27 @@ def _refuse_constant(text: str) -> NoReturn:
 
 
 def parse_json_object(data: bytes, where: str) -> dict[str, Any]:
-    """A JSON object; ModelFormatError for anything else (NaN and Infinity included)."""
+    """Return a JSON object. Raise ModelFormatError for anything else, NaN and Infinity too."""
     try:
         value = json.loads(data, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise ModelFormatError(f"{where}: not valid JSON: {str(error)[:120]}") from error
+        raise ModelFormatError(
+            f"{where}: The content is not valid JSON: {str(error)[:120]}"
+        ) from error
     if not isinstance(value, dict):
-        raise ModelFormatError(f"{where}: wanted a JSON object, got {type(value).__name__}")
+        raise ModelFormatError(
+            f"{where}: The content must be a JSON object, but is {type(value).__name__}."
+        )
     return value
 
 
 def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """The JSON object in `path`, of at most `max_bytes`."""
+    """Return the JSON object in the file `path` of at most `max_bytes`."""
     with open_regular_file(path) as (descriptor, size):
         if size > max_bytes:
-            raise ModelFormatError(f"{path}: got {size} bytes, wanted at most {max_bytes}")
+            raise ModelFormatError(
+                f"{path}: The file has {size} bytes. It must have at most {max_bytes}."
+            )
         with os.fdopen(os.dup(descriptor), "rb") as file:
             data = file.read(size)
     return parse_json_object(data, str(path))
@@ -48,22 +54,26 @@ def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, A
 
 @contextmanager
 def open_regular_file(path: Path) -> Iterator[tuple[int, int]]:
-    """(descriptor, bytes) of a file to read; ModelFormatError for what is none, such as a FIFO,
-    which would be waited for, and for an OSError of the block.
+    """Open a file for reading and yield (descriptor, size in bytes).
+
+    Raise ModelFormatError for an OSError within the block, and for anything but a regular file.
+    Reading a FIFO, for example, could wait forever.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise ModelFormatError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:  # a NUL in its name
-        raise ModelFormatError(f"{str(path)!r}: cannot be read: {error}") from error
+        raise ModelFormatError(f"{path}: The file cannot be read: {error.strerror}.") from error
+    except ValueError as error:  # the name contains NUL
+        raise ModelFormatError(f"{str(path)!r}: The file cannot be read: {error}.") from error
     try:
         facts = os.fstat(descriptor)
         if not stat.S_ISREG(facts.st_mode):
-            raise ModelFormatError(f"{path}: got {_kind(facts.st_mode)}, wanted a regular file")
+            raise ModelFormatError(
+                f"{path}: The path is {_kind(facts.st_mode)}. It must be a regular file."
+            )
         yield descriptor, facts.st_size
     except OSError as error:
-        raise ModelFormatError(f"{path}: cannot be read: {error.strerror}") from error
+        raise ModelFormatError(f"{path}: The file cannot be read: {error.strerror}.") from error
     finally:
         os.close(descriptor)
 
@@ -74,23 +84,24 @@ def _kind(mode: int) -> str:
 
 
 def map_file(path: Path) -> Bytes:
-    """The whole file, mapped read-only; ModelFormatError when it cannot be."""
+    """Map the whole file read-only. Raise ModelFormatError if that fails."""
     with open_regular_file(path) as (descriptor, size):
         if size == 0:
-            raise ModelFormatError(f"{path}: the file is empty")
+            raise ModelFormatError(f"{path}: The file is empty.")
         mapped = mmap.mmap(descriptor, size, access=mmap.ACCESS_READ)
     return np.frombuffer(mapped, dtype=np.uint8)
 
 
 def release_pages(raw: Bytes) -> None:
-    """Gives the resident pages of mapped bytes back to the system; touched again, they are read
-    again. Does nothing for an array that is not a view into a mapped file.
+    """Return the resident pages of mapped bytes to the system; the next access reads them again.
+
+    Do nothing for an array that is not a view into a mapped file.
     """
     _advise(raw, mmap.MADV_DONTNEED)
 
 
 def prefetch_pages(raw: Bytes) -> None:
-    """Has the system read mapped bytes from the disk, without waiting for it."""
+    """Make the system read mapped bytes from the disk, without waiting for it."""
     _advise(raw, mmap.MADV_WILLNEED)
 
 

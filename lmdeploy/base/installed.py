@@ -1,4 +1,4 @@
-"""What is installed beside us, for the warning at import and for `lmdeploy check_env`."""
+"""Find installed distributions, for the warning at import and for `lmdeploy check_env`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NAMESAKE = "lmdeploy"
 
 
 def installed_version(distribution: str) -> str | None:
-    """The version of an installed distribution, None when it is absent."""
+    """Return the version of an installed distribution, or None if it is absent."""
     import importlib.metadata
 
     try:
@@ -21,34 +21,34 @@ def installed_version(distribution: str) -> str | None:
 
 
 def namesake_warning() -> str | None:
-    """A sentence when the distribution `lmdeploy` shares our import name in this environment."""
-    # Asked at every import: the library that knows takes longer to import than this to look.
+    """Return a warning if the distribution `lmdeploy` is installed too, else None."""
+    # This runs at every import: importing importlib.metadata takes longer than this search.
     version = installed_version(NAMESAKE) if _may_be_installed(NAMESAKE) else None
     if version is None:
         return None
     return (
-        f"the distribution lmdeploy {version} is installed beside {OURS}: both own the import name "
-        f"and the command lmdeploy; keep one of them, e.g. "
-        f"pip uninstall lmdeploy, then install {OURS} again, with --force-reinstall"
+        f"The distributions lmdeploy {version} and {OURS} are both installed. They share the "
+        f"import name and the command lmdeploy. Run `pip uninstall lmdeploy`, "
+        f"then reinstall {OURS} with --force-reinstall."
     )
 
 
 def _may_be_installed(distribution: str) -> bool:
-    """Whether some folder of the path has metadata of that name, installed or unpacked."""
+    """Return whether a folder of sys.path has metadata of that name, installed or unpacked."""
     beginnings = (f"{distribution}-", f"{distribution}.egg-info")
     for folder in sys.path:
         try:
             if any(name.lower().startswith(beginnings) for name in os.listdir(folder or ".")):
                 return True
         except NotADirectoryError:
-            return True  # an archive: let the library look into it
+            return True  # an archive, which importlib.metadata can search
         except OSError:
             continue
     return False
 
 
 def warn_of_namesake() -> None:
-    """Warns once, at import."""
+    """Warn at import if the distribution `lmdeploy` is installed too."""
     text = namesake_warning()
     if text:
         warnings.warn(text, RuntimeWarning, stacklevel=3)

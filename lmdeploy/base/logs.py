@@ -1,4 +1,4 @@
-"""Where lmdeploy's own messages go."""
+"""Configure the logger of lmdeploy."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ LOG_FORMAT = "%(levelname)s %(name)s: %(message)s"
 
 
 def set_log_level(level: str) -> None:
-    """Shows messages from `level` on. OptionError for a level that is none.
+    """Log messages of `level` and above. Raise OptionError for an unknown level.
 
-    Without any handler Python shows warnings alone: then they go to stderr.
+    Without a handler, Python would drop messages below WARNING, so they get one for stderr.
     """
     check_choice("log_level", level, choices=LOG_LEVELS)
     logger = logging.getLogger("lmdeploy")

@@ -10,7 +10,7 @@ _ROOT = "/sys/fs/cgroup"
 
 
 def cpu_quota() -> float | None:
-    """The least CPU quota of the group and those around it, in cores; None where there is none."""
+    """Return the smallest CPU quota of the group and its ancestors in cores, or None."""
     quotas = [_quota(read_kernel(f"{folder}/cpu.max")) for folder in _folders("")]
     for folder in _folders("cpu"):
         quota = read_kernel(f"{folder}/cpu.cfs_quota_us")
@@ -20,7 +20,7 @@ def cpu_quota() -> float | None:
 
 
 def memory_left() -> int | None:
-    """Bytes that the tightest of these groups still allows; None where none has a limit."""
+    """Return the bytes that the group and its ancestors still allow; None means no limit."""
     left = [
         _memory_left(folder, "memory.max", used="memory.current", prefix="")
         for folder in _folders("")
@@ -32,7 +32,7 @@ def memory_left() -> int | None:
 
 
 def _quota(text: str) -> float | None:
-    # Version 2 says "max" and version 1 says -1 where there is none.
+    # Without a quota, version 2 has "max" and version 1 has -1.
     words = text.split()
     if len(words) == 2 and all(word.isdigit() for word in words) and int(words[1]) > 0:
         return int(words[0]) / int(words[1])
@@ -44,7 +44,7 @@ def _memory_left(folder: str, limit: str, *, used: str, prefix: str) -> int | No
     taken = read_kernel(f"{folder}/{used}").strip()
     if not max_value.isdigit() or not taken.isdigit():
         return None
-    # Cached pages of files are given back, those that were used lately too.
+    # The kernel can reclaim cached pages of files, recently used ones too.
     names = (f"{prefix}inactive_file ", f"{prefix}active_file ")
     lines = read_kernel(f"{folder}/memory.stat").splitlines()
     cached = sum(int(line.split()[1]) for line in lines if line.startswith(names))
@@ -52,12 +52,12 @@ def _memory_left(folder: str, limit: str, *, used: str, prefix: str) -> int | No
 
 
 def _folders(controller: str) -> list[str]:
-    """Our group of a controller of version 1, or of version 2 for "", and all groups around it.
+    """Return the folders of this process's group and of all its ancestors.
 
-    A container may see its own group as the root while its path is the host's: folders that are
-    not there have no files.
+    `controller` names a controller of cgroups version 1; "" selects version 2. A container may see
+    its group as the root, but the path is the host's: then some of these folders do not exist.
     """
-    # A group's name may hold whatever else ends lines in Python.
+    # A group's name may contain any other character at which splitlines() would split.
     for line in read_kernel("/proc/self/cgroup").split("\n"):
         _, _, rest = line.partition(":")
         controllers, found, path = rest.partition(":")
@@ -69,7 +69,10 @@ def _folders(controller: str) -> list[str]:
 
 
 def read_kernel(path: str) -> str:
-    """The text of a file of the kernel's, "" without it; what is no UTF-8 becomes surrogates."""
+    """Return the text of a file in /proc or /sys, or "" if it cannot be read.
+
+    Bytes that are not UTF-8 become surrogate escapes.
+    """
     try:
         with open(path, encoding="utf-8", errors="surrogateescape") as file:
             return file.read()
@@ -91,14 +94,14 @@ def cpu_info(key: str) -> str:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: its affinity, cut by the cgroup's CPU quota."""
+    """Return the number of cores in the CPU affinity, limited by the CPU quota of the cgroup."""
     cores = len(os.sched_getaffinity(0))
     quota = cpu_quota()
     return cores if quota is None else min(cores, max(1, int(-(-quota // 1))))
 
 
 def free_memory_bytes() -> int:
-    """Memory that may still be used: MemAvailable, cut by the cgroup's limit."""
+    """Return the usable memory in bytes: MemAvailable, limited by the cgroup."""
     free = 0
     for line in read_kernel("/proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
