@@ -1,1 +1,1 @@
-"""The public options: of the engine, of one generation, of chat templates, and the KV formats."""
+"""The public options: engine, generation, chat template and KV formats."""

@@ -1,4 +1,4 @@
-"""② Which chat template to use: the option; rendering is in lmdeploy/chat/."""
+"""② The option that selects a chat template. Rendering is in lmdeploy/chat/."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _MAX_JSON_BYTES = 1 << 20
 
 @dataclass
 class ChatTemplateConfig:
-    """Fields and defaults as in LMDeploy.
+    """Options of the chat template, with the fields and defaults of LMDeploy.
 
     Args:
-        model_name: not looked up; a warning says so where nothing else chooses a template.
+        model_name: has no effect. A warning is logged if no other field selects a template.
         model_path: a Jinja file to use instead of the model's own template.
-        meta_instruction: the system prompt when the conversation has none.
-        system, eosys, user, eoh, assistant, eoa: texts around the parts of a conversation; any of
-            them replaces the model's template by these texts.
-        capability: None, `chat` or `completion` (no template at all).
-        stop_words: end every answer, beside those of the request.
+        meta_instruction: the system prompt of conversations that have none.
+        system, eosys, user, eoh, assistant, eoa: texts around the parts of a conversation. If any
+            is given, these texts replace the model's template.
+        capability: None, `chat` or `completion`, which applies no template.
+        stop_words: additional stop words of every request.
     """
 
     model_name: str
@@ -45,7 +45,7 @@ class ChatTemplateConfig:
     def __post_init__(self) -> None:
         for name in ("tool", "eotool"):
             if getattr(self, name) is not None:
-                raise ValueError(f"{name}: tool calls are not supported; remove {name}")
+                raise ValueError(f"{name} is not supported because tool calls are not. Remove it.")
         if self.capability not in (None, "chat", "completion"):
             raise refuse("capability", self.capability, wanted="chat or completion")
         for item in fields(self):
@@ -63,7 +63,7 @@ class ChatTemplateConfig:
             )
 
     def to_json(self, file_path: str | None = None) -> str:
-        """As JSON text, written to `file_path` too when that is given."""
+        """Return the options as JSON, and write it to `file_path` if given."""
         text = json.dumps(asdict(self), ensure_ascii=False, indent=2)
         if file_path:
             Path(file_path).write_text(text, encoding="utf-8")
@@ -71,7 +71,7 @@ class ChatTemplateConfig:
 
     @classmethod
     def from_json(cls, file_or_string: str) -> ChatTemplateConfig:
-        """From a JSON file or JSON text. ValueError names what is wrong."""
+        """Read options from a JSON file or JSON text. Raise ValueError if they are wrong."""
         text = file_or_string
         if not text.lstrip().startswith("{"):
             path = Path(text)
@@ -90,21 +90,21 @@ class ChatTemplateConfig:
         try:
             values = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"chat_template: not JSON ({error}); change --chat-template") from None
+            raise ValueError(f"chat_template is not JSON (--chat-template): {error}.") from None
         if not isinstance(values, dict):
             raise refuse("chat_template", values, wanted="a JSON object", flag="--chat-template")
         known = [item.name for item in fields(cls)]
         unknown = sorted(set(values) - set(known))
         if unknown:
             raise ValueError(
-                f"chat_template: got unknown fields {', '.join(unknown)[:200]}, wanted some of "
-                f"{', '.join(known)}; change --chat-template"
+                f"chat_template has unknown fields: {', '.join(unknown)[:200]}. The fields are "
+                f"{', '.join(known)} (--chat-template)."
             )
         return cls(**{"model_name": "custom", **values})
 
 
 def parse_chat_template(argument: str | None) -> ChatTemplateConfig | None:
-    """`--chat-template`: a Jinja file, a JSON file or JSON text. None stays None."""
+    """Parse `--chat-template`: a Jinja file, a JSON file or JSON text. None returns None."""
     if argument is None:
         return None
     if not argument.lstrip().startswith("{") and Path(argument).suffix in (".jinja", ".j2"):
@@ -119,7 +119,7 @@ def parse_chat_template(argument: str | None) -> ChatTemplateConfig | None:
 
 
 def _is_hub_json(argument: str) -> bool:
-    """Whether this is a JSON file in the hub's form, with the Jinja text in `chat_template`."""
+    """Return whether this is a JSON file of the hub, with a Jinja text in `chat_template`."""
     path = Path(argument) if not argument.lstrip().startswith("{") else None
     if path is None or not path.is_file() or path.stat().st_size > _MAX_JSON_BYTES:
         return False

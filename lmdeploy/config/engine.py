@@ -1,7 +1,6 @@
-"""Options of the engine: names, fields and defaults as in LMDeploy 0.18.
+"""Options of the engine, with the names, fields and defaults of LMDeploy 0.18.
 
-A field that belongs to a feature which is not built exists with its default, and any other value is
-refused by name.
+Fields of unsupported features exist too. They reject every value except their default.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from lmdeploy.config.kv_formats import (
 from lmdeploy.config.unsupported import ENGINE, unsupported_fields
 
 BLOCK_LENGTHS = (16, 32, 64, 128)
-# Tokens kept in 16 bit come in tiles of attention.
+# The 16-bit window consists of whole attention tiles.
 HOT_TOKENS_STEP = 64
 MAX_HOT_TOKENS = 4096
 DTYPES = ("auto", "float16", "bfloat16", "float32")
@@ -42,42 +41,46 @@ class TurbomindEngineConfig:
     """Options of the engine. Sizes are in tokens unless a name says otherwise.
 
     Args:
-        dtype: of what the cache does not quantize: auto (as the weights), float16, bfloat16 or
-            float32.
-        model_format: `hf`, `gguf` or a quantization method such as `awq`; a model in another
-            format is then refused. None accepts all formats.
-        session_len: longest prompt plus answer; None: what the model was trained for.
-        max_batch_size: most sequences in one step; None: 32 on CPU, 128 on CUDA.
-        cache_max_entry_count: below 1 the share of the memory left by the weights, from 1 on a
-            number of blocks, 16-bit ones of balanced and best on top. On CPU never more than
-            max_batch_size x session_len needs.
+        dtype: type of everything that the cache does not quantize: auto (that of the weights),
+            float16, bfloat16 or float32.
+        model_format: `hf`, `gguf` or a quantization method such as `awq`. Models in another format
+            are rejected. None accepts all formats.
+        session_len: maximum length of prompt plus answer. None uses the length that the model was
+            trained for.
+        max_batch_size: maximum number of sequences in one step. None uses 32 on CPU and 128 on
+            CUDA.
+        cache_max_entry_count: a value below 1 is a share of the memory that the weights leave. A
+            value from 1 is a number of blocks; the 16-bit window of balanced and best adds to it.
+            On CPU the cache never exceeds max_batch_size x session_len.
         cache_block_seq_len: tokens in a block: 16, 32, 64 or 128.
-        enable_prefix_caching: reuse the blocks of equal prompt beginnings (LMDeploy: False).
+        enable_prefix_caching: reuse the blocks of equal prompt prefixes (LMDeploy: False).
         quant_policy: format of the KV cache: 0, 4, 8, 16, or a name (docs/kv_cache.md).
-        max_prefill_token_num: most new tokens of one step; None: 256 on CPU (where longer steps are
-            no faster and take more memory), 8192 on CUDA, or max_batch_size if that is more. Fewer
-            than max_batch_size limit the sequences of a step, too.
-        enable_metrics: whether a server answers /metrics.
-        device_type: auto (a GPU where one can be used), cpu or cuda.
-        devices: the GPU's index, as in [0]; several at once are not supported.
-        num_threads: worker threads; None: one per usable core, beside a GPU at most 16.
-        deterministic: bit-equal results whatever the batch, the chunks and the threads. On a GPU
-            decode attention then goes through the kernels of prompts.
-        exact: compute in FP32, no int8 activations. Slower; for comparisons; on CPU only.
-        strict_arch: refuse NVFP4 where the device has no FP4 instructions (no effect on CPU).
-        kv_quality: raw, balanced or best (docs/kv_cache.md, "Presets"); None: balanced for
-            four-bit formats, raw for the others. Each of the next four replaces one ingredient.
+        max_prefill_token_num: maximum number of new tokens in one step. None uses max_batch_size,
+            but at least 256 on CPU (longer steps are no faster and take more memory) and 8192 on
+            CUDA. A value below max_batch_size also limits the sequences in a step.
+        enable_metrics: serve /metrics.
+        device_type: auto (a GPU if one is usable), cpu or cuda.
+        devices: the index of the GPU, as in [0]. Several GPUs are not supported.
+        num_threads: number of worker threads. None uses one per usable core, and at most 16 with a
+            GPU.
+        deterministic: make results bit-equal for any batch, chunks and number of threads. On a GPU,
+            decode attention then uses the prefill kernels.
+        exact: compute in FP32 without int8 activations. Slower, for comparisons, CPU only.
+        strict_arch: reject NVFP4 if the device lacks FP4 instructions. No effect on CPU.
+        kv_quality: raw, balanced or best (docs/kv_cache.md, "Presets"). None uses balanced for
+            four-bit formats and raw for the others. Each of the next four options replaces one
+            ingredient.
         kv_rotation: rotate K (and Q) by a Hadamard matrix.
-        kv_scale_search: choose FP4 scales by the error that they leave. No effect without FP4.
-        kv_sink_tokens: first tokens kept in 16 bit, a multiple of 64.
-        kv_recent_tokens: tokens before the current block kept in 16 bit, a multiple of 64; -1: no
-            token is kept in 16 bit.
-        kv_calibration: file of `lmdeploy lite calibrate`; `best` needs it.
-        kv_cache_format: a format name, `k=fp8,v=nvfp4`, a YAML file or a dict with a format per
-            layer. Instead of quant_policy.
+        kv_scale_search: choose the FP4 scales with the smallest error. No effect without FP4.
+        kv_sink_tokens: number of first tokens kept in 16 bits, a multiple of 64.
+        kv_recent_tokens: number of tokens before the current block kept in 16 bits, a multiple of
+            64. -1 keeps no token in 16 bits.
+        kv_calibration: file written by `lmdeploy lite calibrate`. `best` needs it.
+        kv_cache_format: replaces quant_policy with a format name, `k=fp8,v=nvfp4`, a YAML file, or
+            a dict with a format per layer.
 
     Raises:
-        ValueError: a value out of range, or a value of a feature that is not built.
+        ValueError: a value is out of range or belongs to an unsupported feature.
     """
 
     dtype: str = "auto"
@@ -123,7 +126,7 @@ class TurbomindEngineConfig:
     moe_a2a_backend: str = "auto"
     hf_overrides: dict[str, Any] | None = None
     enable_metrics: bool = True
-    # Ours.
+    # Not in LMDeploy.
     device_type: str = "auto"
     num_threads: int | None = None
     deterministic: bool = False
@@ -180,7 +183,7 @@ class TurbomindEngineConfig:
 
     @property
     def needs_cuda(self) -> bool:
-        """Whether nothing but a GPU will do."""
+        """Return whether the options require a GPU."""
         return self.device_type == "cuda" or self.devices is not None
 
     def _check_cache(self) -> None:
@@ -206,14 +209,14 @@ class TurbomindEngineConfig:
             "enable_prefix_caching", self.enable_prefix_caching, flag="--enable-prefix-caching"
         )
         name, table = parse_quant_policy(self.quant_policy), self.kv_table
-        # 0 is the default: it may mean "not given".
+        # 0 is the default, so it may mean that the option was not given.
         if self.kv_cache_format is not None and self.quant_policy != 0:
             pairs = {str(pair) for pair in table.pairs}
             if pairs != {name}:
                 raise ValueError(
-                    f"quant_policy: got {self.quant_policy!r} beside kv_cache_format "
-                    f"{show(self.kv_cache_format)}, wanted one of the two; "
-                    "remove --quant-policy or --kv-cache-format"
+                    f"quant_policy {self.quant_policy!r} contradicts kv_cache_format "
+                    f"{show(self.kv_cache_format)}. "
+                    "Remove --quant-policy or --kv-cache-format."
                 )
 
     def _check_kv_quality(self) -> None:
@@ -244,7 +247,7 @@ class TurbomindEngineConfig:
         self._check_kv_calibration()
 
     def refuse_kv_quality(self) -> None:
-        """Raise ValueError if an explicit option asks for more accuracy of a 16-bit cache."""
+        """Raise ValueError if an option asks for more accuracy than a 16-bit cache has."""
         nothing: dict[str, Any] = {
             "kv_quality": "raw",
             "kv_rotation": False,
@@ -257,14 +260,14 @@ class TurbomindEngineConfig:
             value = getattr(self, name)
             if value not in (None, off):
                 raise ValueError(
-                    f"{name}: {show(value)} has no effect with the KV format none, which keeps 16 "
-                    f"bits; remove {flag_of(name)} or choose another --quant-policy"
+                    f"{name} {show(value)} has no effect with the KV format none, which keeps 16 "
+                    f"bits. Remove {flag_of(name)} or choose another --quant-policy."
                 )
 
     def _check_kv_calibration(self) -> None:
         path = self.kv_calibration
         if path is not None and (not isinstance(path, (str, os.PathLike)) or not os.fspath(path)):
-            wanted = "a file of lmdeploy lite calibrate"
+            wanted = "a file written by lmdeploy lite calibrate"
             raise refuse("kv_calibration", path, wanted=wanted, flag="--kv-calibration")
         if path is None and self.kv_quality == "best":
             raise OptionError(
@@ -274,19 +277,22 @@ class TurbomindEngineConfig:
             )
         if path is not None and self.kv_quality != "best":
             raise ValueError(
-                f"kv_calibration: got {show(os.fspath(path))} with kv_quality "
-                f"{self.kv_quality or 'not given'}, wanted kv_quality best; "
-                "add --kv-quality best or remove --kv-calibration"
+                f"kv_calibration {show(os.fspath(path))} needs kv_quality best, but kv_quality is "
+                f"{self.kv_quality or 'not given'}. "
+                "Add --kv-quality best or remove --kv-calibration."
             )
 
     @property
     def kv_table(self) -> FormatTable:
-        """Formats of the cache by layer. Reads the file when `kv_cache_format` is one."""
+        """Return the KV formats by layer. Read the file if `kv_cache_format` is a path."""
         given = self.kv_cache_format
         return parse_cache_format(parse_quant_policy(self.quant_policy) if given is None else given)
 
     @property
     def kv_format(self) -> str:
-        """The cache's format, `mixed` where layers or sides differ; the device resolves `fp4`."""
+        """Return the KV format, or `mixed` if layers or K and V differ.
+
+        The device resolves `fp4`.
+        """
         pairs = {str(pair) for pair in self.kv_table.pairs}
         return pairs.pop() if len(pairs) == 1 else "mixed"

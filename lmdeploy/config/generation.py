@@ -1,7 +1,6 @@
-"""Options of one answer: names, fields and defaults as in LMDeploy 0.18.
+"""Options of one answer, with the names, fields and defaults of LMDeploy 0.18.
 
-A field that belongs to a feature which is not built exists with its default, and any other value is
-refused by name.
+Fields of unsupported features exist too. They reject every value except their default.
 """
 
 from __future__ import annotations
@@ -39,31 +38,32 @@ MAX_N = 128
 
 @dataclass
 class GenerationConfig:
-    """What to generate.
+    """Options for generating the answers to one prompt.
 
     Args:
-        n: answers per prompt.
-        max_new_tokens: longest answer; cut to what session_len and the cache leave.
-        do_sample: False: always the most likely token.
-        top_p, top_k, min_p, temperature: sampling filters; top_k 0: all tokens.
-        repetition_penalty: above 1 makes tokens of the prompt and the answer less likely.
-        presence_penalty, frequency_penalty: as in OpenAI's API, over the answer's tokens.
-        ignore_eos: go on after the model's end token.
-        random_seed: None: a fresh one.
-        stop_words: texts that end the answer, matched across token borders, not returned.
+        n: number of answers per prompt.
+        max_new_tokens: maximum length of the answer. session_len and the cache limit it further.
+        do_sample: False always chooses the most likely token.
+        top_p, top_k, min_p, temperature: sampling options. top_k 0 allows all tokens.
+        repetition_penalty: a value above 1 makes tokens of the prompt and the answer less likely.
+        presence_penalty, frequency_penalty: as in OpenAI's API, over the tokens of the answer.
+        ignore_eos: continue after the end token of the model.
+        random_seed: None uses a fresh seed.
+        stop_words: texts that end the answer. They are matched across token borders and not
+            returned.
         bad_words: texts whose tokens are never completed.
         stop_token_ids, bad_token_ids: the same for token ids.
-        min_new_tokens: no end token before that many.
-        logprobs: None, or the number of alternatives per token.
-        prompt_logprobs: the same for the prompt's tokens.
-        logit_bias: token id → added to its logit.
+        min_new_tokens: the answer cannot end before this number of tokens.
+        logprobs: number of alternatives returned per token. None returns no log probabilities.
+        prompt_logprobs: the same for the tokens of the prompt.
+        logit_bias: maps token ids to values that are added to their logits.
         response_format: {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema":
             ...}} or {"type": "regex_schema", "regex_schema": "..."}.
-        output_logits: None, "generation" or "all" (prompt too).
-        include_stop_str_in_output: return the stop word as well.
+        output_logits: "generation" or "all", which includes the prompt. None returns no logits.
+        include_stop_str_in_output: return the stop word too.
 
     Raises:
-        ValueError: a value out of range, or a value of a feature that is not built.
+        ValueError: a value is out of range or belongs to an unsupported feature.
     """
 
     n: int = 1
@@ -97,7 +97,7 @@ class GenerationConfig:
     return_routed_experts: bool = False
     repetition_ngram_size: int = 0
     repetition_ngram_threshold: int = 0
-    # Ours.
+    # Not in LMDeploy.
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] | None = None
@@ -173,7 +173,7 @@ class GenerationConfig:
             )
 
 
-# Of the server and `lmdeploy chat`, where the model's generation_config.json says nothing.
+# Defaults of the server and `lmdeploy chat` for fields that generation_config.json lacks.
 _SAMPLING_DEFAULTS: dict[str, float | int] = {
     "do_sample": True,
     "temperature": 0.7,
@@ -185,10 +185,10 @@ _SAMPLING_DEFAULTS: dict[str, float | int] = {
 
 
 def sampling_defaults(generation_config: dict[str, Any]) -> dict[str, Any]:
-    """The model's own sampling options, ours where its generation_config.json has none.
+    """Return the sampling options of the model's generation_config.json, completed by defaults.
 
-    A value that GenerationConfig refuses is ours as well, with a warning: it is no fault of those
-    who send requests.
+    If GenerationConfig rejects a value, log a warning and use the default. Requests must not fail
+    because of it.
     """
     result: dict[str, Any] = dict(_SAMPLING_DEFAULTS)
     for name, own_default in _SAMPLING_DEFAULTS.items():

@@ -1,7 +1,7 @@
-"""Features of LMDeploy 0.18 and OpenAI's API that are not built, in one table.
+"""The table of unsupported features of LMDeploy 0.18 and OpenAI's API.
 
-Each name is accepted with the values that mean "not used" and refused with every other value. Where
-a name is a field of an options class, the first value is its default.
+Each name is accepted with the values that mean "not used" and rejected with every other value. If
+the name is a field of an options class, the first value is its default.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any
 
 
 class Where(Flag):
-    """Where users can give a value."""
+    """The places where users can give a value."""
 
     ENGINE = auto()  # a field of TurbomindEngineConfig
     GENERATION = auto()  # a field of GenerationConfig
     FLAG = auto()  # a command-line flag with one value
     SWITCH = auto()  # a command-line flag without a value
     LIST = auto()  # a command-line flag with several values
-    BODY = auto()  # a field in the body of every generating endpoint
+    BODY = auto()  # a field in the body of every endpoint that generates
     CHAT = auto()  # a field in the body of /v1/chat/completions
     GENERATE = auto()  # a field in the body of /generate
     ABORT = auto()  # a field in the body of /abort_request

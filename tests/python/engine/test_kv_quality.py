@@ -62,7 +62,7 @@ WITHOUT_EFFECT = [
 @pytest.mark.parametrize("given", WITHOUT_EFFECT)
 def test_options_without_effect_are_refused(given):
     name = next(iter(given))
-    text = rf"^{name}: .* has no effect with the KV format none, which.*; remove --{name[:2]}-"
+    text = rf"^{name} .* has no effect with the KV format none, which.* Remove --{name[:2]}-"
     for layers in ("none", {"default": "none", "sliding": "none"}):
         with pytest.raises(ValueError, match=text):
             TurbomindEngineConfig(kv_cache_format=layers, **given)
@@ -128,11 +128,11 @@ def test_what_is_shown():
         ),
         (
             {"kv_calibration": "f", **INT4},
-            r"kv_calibration: got .f. with kv_quality not given",
+            r"kv_calibration .f. needs kv_quality best, but kv_quality is not given",
         ),
         (
             {"kv_calibration": "f", "kv_quality": "raw", **INT4},
-            r"with kv_quality raw, .*best",
+            r"kv_quality is raw",
         ),
         ({"kv_calibration": "", "kv_quality": "best", **INT4}, r"kv_calibration is ''"),
         ({"kv_calibration": 3, "kv_quality": "best", **INT4}, r"kv_calibration is 3"),
@@ -163,8 +163,8 @@ def test_what_is_shown():
         ({"kv_cache_format": {True: "fp8"}}, "is 'True'"),
         ({"kv_cache_format": {-1: "fp8"}}, "is '-1'"),
         ({"kv_cache_format": {"0-2": "fp8", 2: "int8"}}, "layer 2 twice"),
-        ({"kv_cache_format": "fp8", "quant_policy": 16}, "quant_policy: got 16 beside .*'fp8'"),
-        ({"kv_cache_format": "fp8", "quant_policy": "none"}, "quant_policy: got 'none' beside"),
+        ({"kv_cache_format": "fp8", "quant_policy": 16}, "quant_policy 16 contradicts .*'fp8'"),
+        ({"kv_cache_format": "fp8", "quant_policy": "none"}, "quant_policy 'none' contradicts"),
     ],
 )
 def test_refused(given, text):
@@ -225,7 +225,7 @@ def test_yaml_file(tmp_path):
     assert [str(pair) for pair in options.layers] == ["int8", "nvfp4"] + ["k=fp8,v=nvfp4"] * 2
     assert (options.mode, options.quality, options.scale_search) == ("mixed", "balanced", True)
     assert TurbomindEngineConfig(kv_cache_format=str(path)).kv_format == "mixed"
-    with pytest.raises(ValueError, match="beside kv_cache_format"):
+    with pytest.raises(ValueError, match="contradicts kv_cache_format"):
         TurbomindEngineConfig(kv_cache_format=str(path), quant_policy="nvfp4")
 
 
@@ -361,10 +361,10 @@ def test_flags():
         (["--kv-quality", "good"], "--kv-quality"),
         (["--quant-policy", "4", "--kv-quality", "best"], "--kv-calibration"),
         (["--quant-policy", "0", "--kv-quality", "best", "--kv-calibration", "/x"], "no effect"),
-        (["--kv-rotation"], "remove --kv-rotation"),
+        (["--kv-rotation"], "Remove --kv-rotation"),
         (["--kv-sink-tokens", "5"], "--kv-sink-tokens"),
         (["--kv-sink-tokens", "many"], "--kv-sink-tokens"),
-        (["--kv-cache-format", "fp8", "--quant-policy", "0"], "quant_policy: got 'none' beside"),
+        (["--kv-cache-format", "fp8", "--quant-policy", "0"], "quant_policy 'none' contradicts"),
         (["--kv-cache-format", "no.yaml"], "no.yaml"),
     ],
 )
