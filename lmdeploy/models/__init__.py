@@ -1,4 +1,4 @@
-"""The registry of model families: import one more FAMILY here to add a model."""
+"""The registry of model families. To add a model, import its FAMILY here."""
 
 from lmdeploy.base.errors import ModelFormatError
 from lmdeploy.models import gpt_oss, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
@@ -17,24 +17,25 @@ FAMILIES: tuple[ModelFamily, ...] = (
 
 
 def supported_architectures() -> list[str]:
-    """The `architectures` names of config.json that can be loaded."""
+    """Return the `architectures` names of config.json that can be loaded."""
     return [name for family in FAMILIES for name in family.hf_architectures]
 
 
 def family_of_hf(architecture: str, source: str) -> ModelFamily:
-    """The family of a Hugging Face architecture name."""
+    """Return the family of a Hugging Face architecture name."""
     for family in FAMILIES:
         if architecture in family.hf_architectures:
             return family
     raise ModelFormatError(
-        f"{source}: architecture: got {architecture[:80]!r}, wanted one of "
-        f"{', '.join(supported_architectures())}"
+        f"{source}: architecture is {architecture[:80]!r}. It must be one of "
+        f"{', '.join(supported_architectures())}."
     )
 
 
 def family_of_gguf(architecture: str, source: str, *, has_experts: bool) -> ModelFamily:
-    """The family of a GGUF `general.architecture`; some names are a dense family and one with
-    experts.
+    """Return the family of a GGUF `general.architecture`.
+
+    Some names stand for two families, one dense and one with experts.
     """
     families = [family for family in FAMILIES if architecture in family.gguf_architectures]
     for family in families:
@@ -42,11 +43,11 @@ def family_of_gguf(architecture: str, source: str, *, has_experts: bool) -> Mode
             return family
     if families:
         raise ModelFormatError(
-            f"{source}: {architecture}.expert_count: got {'experts' if has_experts else 'none'}, "
-            f"wanted {'none' if has_experts else 'experts'}: architecture {architecture!r} has "
-            f"{'no ' if has_experts else ''}experts"
+            f"{source}: {architecture}.expert_count is {'set' if has_experts else 'missing'}. "
+            f"It must be {'missing' if has_experts else 'set'}, because {architecture!r} has "
+            f"{'no ' if has_experts else ''}experts."
         )
     names = dict.fromkeys(name for family in FAMILIES for name in family.gguf_architectures)
     raise ModelFormatError(
-        f"{source}: architecture: got {architecture[:80]!r}, wanted one of {', '.join(names)}"
+        f"{source}: architecture is {architecture[:80]!r}. It must be one of {', '.join(names)}."
     )

@@ -1,63 +1,63 @@
-"""Checked access to the numbers of a config.json or of GGUF metadata."""
+"""Read and check the values of a config.json or of GGUF metadata."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from lmdeploy.base.errors import ModelFormatError
 
-# Nothing in a config may be larger: it keeps products of sizes far from overflow.
+# The largest integer that a config may contain. It keeps products of sizes far from overflow.
 _MAX_INTEGER = (1 << 31) - 1
 
 
 class ConfigReader:
-    """Values by key; what is missing or malformed is a ModelFormatError naming file and key."""
+    """Values by key. A missing or malformed value raises ModelFormatError with file and key."""
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
         self._values = values
         self.source = source
 
     def has(self, key: str) -> bool:
-        """Whether the key is there and not null."""
+        """Return whether the key exists and is not null."""
         return self._values.get(key) is not None
 
     def integer(
         self, key: str, *, default: int | None = None, low: int = 1, high: int = _MAX_INTEGER
     ) -> int:
-        """A whole number in [low, high]."""
+        """Return an integer in [low, high]."""
         value = self._get(key, default)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            self._refuse(key, value, wanted=f"a whole number in {low}..{high}")
+            self._refuse(key, value, wanted=f"an integer from {low} to {high}")
         return int(value)
 
     def number(
         self, key: str, *, default: float | None = None, low: float = 0.0, high: float = 1e12
     ) -> float:
-        """A number in [low, high]."""
+        """Return a number in [low, high]."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             self._refuse(key, value, wanted="a number")
-        if not low <= value <= high:  # nor is NaN
-            self._refuse(key, value, wanted=f"a number in {low:g}..{high:g}")
+        if not low <= value <= high:  # rejects NaN too
+            self._refuse(key, value, wanted=f"a number from {low:g} to {high:g}")
         return float(value)
 
     def flag(self, key: str, *, default: bool) -> bool:
-        """True or false."""
+        """Return a Boolean."""
         value = self._get(key, default)
         if not isinstance(value, bool):
             self._refuse(key, value, wanted="true or false")
         return bool(value)
 
     def text(self, key: str, *, default: str | None = None) -> str:
-        """A string."""
+        """Return a string."""
         value = self._get(key, default)
         if not isinstance(value, str):
             self._refuse(key, value, wanted="a string")
         return str(value)
 
     def texts(self, key: str) -> list[str]:
-        """A list of strings; empty when the key is missing."""
+        """Return a list of strings, empty if the key is missing."""
         value = self._values.get(key)
         if value is None:
             return []
@@ -66,16 +66,16 @@ class ConfigReader:
         return list(value)
 
     def integers(self, key: str) -> list[int]:
-        """A list of whole numbers, none negative; empty when the key is missing."""
+        """Return a list of integers >= 0, empty if the key is missing."""
         value = self._values.get(key)
         if value is None:
             return []
         if not isinstance(value, list) or not all(type(i) is int and i >= 0 for i in value):
-            self._refuse(key, value, wanted="a list of whole numbers")
+            self._refuse(key, value, wanted="a list of integers of at least 0")
         return list(value)
 
     def flags(self, key: str) -> list[bool]:
-        """A list of true and false, or of 1 and 0; empty when the key is missing."""
+        """Return a list of Booleans, stored as such or as 1 and 0; empty if the key is missing."""
         value = self._values.get(key)
         if value is None:
             return []
@@ -84,15 +84,15 @@ class ConfigReader:
         return [bool(i) for i in value]
 
     def is_list(self, key: str) -> bool:
-        """Whether the value is a list."""
+        """Return whether the value is a list."""
         return isinstance(self._values.get(key), list)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "ConfigReader":
-        """The same values, and these where a key is missing (not where it is null)."""
+        """Return a reader that uses `defaults` for missing keys, but not for null values."""
         return ConfigReader({**defaults, **self._values}, self.source)
 
     def child(self, key: str) -> "ConfigReader | None":
-        """The object under the key; None when it is missing, null or empty."""
+        """Return the object under the key, or None if it is missing, null or empty."""
         value = self._values.get(key)
         if not value and not isinstance(value, int | float | str):
             return None
@@ -101,11 +101,11 @@ class ConfigReader:
         return ConfigReader(value, f"{self.source}: {key}")
 
     def has_objects(self) -> bool:
-        """Whether any value is itself an object."""
+        """Return whether any value is itself an object."""
         return any(isinstance(value, dict) for value in self._values.values())
 
     def refuse(self, text: str) -> ModelFormatError:
-        """An error about this source, for the caller to raise."""
+        """Return an error about this source, for the caller to raise."""
         return ModelFormatError(f"{self.source}: {text}")
 
     def _get(self, key: str, default: Any) -> Any:
@@ -113,8 +113,8 @@ class ConfigReader:
         if value is None:
             value = default
         if value is None:
-            raise self.refuse(f"{key} is missing")
+            raise self.refuse(f"{key} is missing.")
         return value
 
     def _refuse(self, key: str, value: Any, *, wanted: str) -> None:
-        raise self.refuse(f"{key} is {str(value)[:80]!r}; wanted {wanted}")
+        raise self.refuse(f"{key} is {str(value)[:80]!r}. It must be {wanted}.")

@@ -1,4 +1,4 @@
-"""A decoder as plain data; the engine's ModelConfig is made from it."""
+"""The configuration of a decoder as plain data, which converts to the engine's ModelConfig."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RopeSettings:
-    """Rotary embedding; names and defaults as in Hugging Face configs."""
+    """Settings of the rotary embedding, with names and defaults of Hugging Face configs."""
 
     kind: str = "default"  # default, linear, dynamic, llama3, yarn
     theta: float = 10000.0
@@ -21,24 +21,24 @@ class RopeSettings:
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    attention_factor: float = 0.0  # yarn; 0: derived from the factor
+    attention_factor: float = 0.0  # for yarn; 0 derives it from `factor`
     truncate: bool = True
     freq_factors: tuple[float, ...] = ()  # divisors of the frequencies (GGUF rope_freqs)
 
 
 @dataclass(frozen=True)
 class MoeSettings:
-    """Mixture of experts: each token goes through `top_k` of `num_experts` feed-forward parts."""
+    """A mixture of experts: each token uses `top_k` of `num_experts` feed-forward networks."""
 
     num_experts: int
     top_k: int
     intermediate_size: int  # of one expert
-    shared_intermediate_size: int = 0  # 0: no shared expert
+    shared_intermediate_size: int = 0  # 0 if there is no shared expert
     normalize: bool = True  # the top_k weights of a token sum to 1
-    layers: tuple[bool, ...] = ()  # per layer; False: a dense feed-forward part
+    layers: tuple[bool, ...] = ()  # per layer; False for a dense feed-forward network
 
     def to_engine(self) -> MoeConfig:
-        """The engine's form."""
+        """Return the engine's form of these settings."""
         from lmdeploy._turbomind import MoeConfig
 
         config = MoeConfig()
@@ -56,7 +56,7 @@ class MoeSettings:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Sizes and settings of a model; every field was checked when it was read."""
+    """Sizes and settings of a model. Every field was checked when it was read."""
 
     num_layers: int
     hidden_size: int
@@ -67,19 +67,19 @@ class DecoderConfig:
     vocab_size: int
     max_position: int
     norm_eps: float
-    windows: tuple[int, ...]  # per layer; 0: full attention
+    windows: tuple[int, ...]  # per layer; 0 for full attention
     tied_head: bool
     activation: str = "silu"
     rope: RopeSettings = field(default_factory=RopeSettings)
-    moe: MoeSettings | None = None  # None: every layer is dense
+    moe: MoeSettings | None = None  # None if every layer is dense
     swiglu_limit: float = 7.0  # of clamped_swiglu
 
     def has_experts(self, layer: int) -> bool:
-        """Whether the layer routes tokens to experts."""
+        """Return whether the layer routes tokens to experts."""
         return self.moe is not None and self.moe.layers[layer]
 
     def to_engine(self, dtype: str) -> ModelConfig:
-        """The engine's form, with `dtype` as the cache dtype."""
+        """Return the engine's form, with `dtype` as the cache dtype."""
         from lmdeploy._turbomind import ModelConfig, RopeConfig
 
         rope = RopeConfig()

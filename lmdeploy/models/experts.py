@@ -1,4 +1,4 @@
-"""Experts as data: how many there are, and where checkpoints keep their tensors."""
+"""The experts of a family as data: their number, and the location of their tensors in files."""
 
 from __future__ import annotations
 
@@ -8,43 +8,46 @@ from dataclasses import dataclass
 from lmdeploy.models.config_reader import ConfigReader
 from lmdeploy.models.decoder_config import MoeSettings
 
-# Of the engine too: of a layer, and of all layers.
+# Limits for one layer and for all layers. The engine has the same ones.
 MAX_EXPERTS = 1024
 MAX_EXPERTS_OF_MODEL = 65536
-MAX_WIDTH = 1 << 22  # of any matrix; the engine's is four times that
+MAX_WIDTH = 1 << 22  # of any matrix; the limit of the engine is four times as large
 
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Where a file keeps one tensor; in the name `{i}` is the layer and `{e}` the expert."""
+    """The location of a tensor in a file. In `name`, `{i}` is the layer and `{e}` the expert."""
 
     name: str
-    stacked: bool = False  # one tensor for all experts of a layer, [experts, ...]
-    half: int | None = None  # 0, 1: rows of the first or second half of the stored matrix
-    transposed: bool = False  # [inputs, outputs]
-    # MXFP4 in two tensors: codes [.., outputs, inputs / 32, 16] under `name`, E8M0 scales
-    # [.., outputs, inputs / 32] under this one.
+    stacked: bool = False  # one tensor for all experts of a layer: [experts, ...]
+    half: int | None = None  # 0 or 1: the first or second half of the rows of the stored matrix
+    transposed: bool = False  # stored as [inputs, outputs]
+    # Name of the E8M0 scales [.., outputs, inputs / 32] of an MXFP4 tensor. The tensor `name` then
+    # has only the codes [.., outputs, inputs / 32, 16].
     scales: str = ""
 
 
-# Engine name → place, for one layer. `experts.*` are those of each expert, the rest the layer's:
-# router, router.bias, experts.{gate, up, gate_up, down}[.bias], shared.{gate, up, down, router}.
+# Engine name → location, for one layer. `experts.*` exist once per expert, the others once per
+# layer: router, router.bias, experts.{gate, up, gate_up, down}[.bias],
+# shared.{gate, up, down, router}.
 ExpertTensors = Mapping[str, TensorLocation]
 MoeRule = Callable[[ConfigReader, int], MoeSettings]
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of a family. The maps are alternatives: a file follows one of them throughout."""
+    """The experts of a family. The maps are alternatives: a file follows exactly one of them."""
 
     settings: MoeRule  # from config.json and the number of layers
     hf: tuple[ExpertTensors, ...]
     gguf: tuple[ExpertTensors, ...]
-    gguf_normalize: bool = True  # where the file does not say whether top-k weights sum to 1
+    gguf_normalize: bool = (
+        True  # default if the file does not specify whether top-k weights sum to 1
+    )
 
 
 def _hf(block: str, parts: Mapping[str, str]) -> ExpertTensors:
-    """Hugging Face's names with one tensor per expert and matrix."""
+    """Return the Hugging Face names with one tensor per expert and matrix."""
     base = f"model.layers.{{i}}.{block}"
     places = {"router": TensorLocation(f"{base}.gate.weight")}
     for engine, name in parts.items():
@@ -52,8 +55,8 @@ def _hf(block: str, parts: Mapping[str, str]) -> ExpertTensors:
     return places
 
 
-# One tensor per expert, as published; and all experts of a layer in one, as transformers 5 holds
-# them in memory.
+# Published checkpoints have one tensor per expert (HF_MIXTRAL, HF_QWEN). Transformers 5 holds all
+# experts of a layer in one tensor (HF_STACKED).
 HF_MIXTRAL = _hf("block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"})
 HF_QWEN = _hf("mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"})
 HF_STACKED: ExpertTensors = {
@@ -85,7 +88,10 @@ GGUF_SHARED: ExpertTensors = {
 
 
 def local_experts(config: ConfigReader, num_layers: int) -> MoeSettings:
-    """Experts in every layer, as wide as `intermediate_size`; weights sum to 1 (Mixtral)."""
+    """Return settings with experts of `intermediate_size` in every layer, as in Mixtral.
+
+    The weights of the chosen experts sum to 1.
+    """
     return MoeSettings(
         num_experts=_num_experts(config),
         top_k=config.integer("num_experts_per_tok"),
@@ -95,7 +101,10 @@ def local_experts(config: ConfigReader, num_layers: int) -> MoeSettings:
 
 
 def sparse_experts(config: ConfigReader, num_layers: int) -> MoeSettings:
-    """`moe_intermediate_size`, `norm_topk_prob`, and layers without experts (Qwen)."""
+    """Return settings from `moe_intermediate_size` and `norm_topk_prob`, as in Qwen.
+
+    Some layers may have no experts.
+    """
     return MoeSettings(
         num_experts=_num_experts(config),
         top_k=config.integer("num_experts_per_tok"),
@@ -106,22 +115,22 @@ def sparse_experts(config: ConfigReader, num_layers: int) -> MoeSettings:
 
 
 def moe_from_gguf(config: ConfigReader, prefix: str, *, experts: Experts) -> MoeSettings:
-    """`<architecture>.expert_*`: experts in every layer."""
+    """Return settings from `<architecture>.expert_*`, with experts in every layer."""
     feed_forward = config.integer(f"{prefix}.feed_forward_length", high=MAX_WIDTH)
     normalize = config.flag(f"{prefix}.expert_weights_norm", default=experts.gguf_normalize)
-    # llama.cpp's numbers: 0 not given, 1 softmax over all, 3 softmax over the chosen ones.
+    # Values of llama.cpp: 0 unset, 1 softmax over all experts, 3 softmax over the chosen ones.
     gating = config.integer(f"{prefix}.expert_gating_func", default=0, low=0)
     if gating not in ((0, 1, 3) if normalize else (0, 1)):
         raise config.refuse(
-            f"{prefix}.expert_gating_func: got {gating}, wanted 1 (softmax)"
-            + (" or 3 (softmax over the chosen experts)" if normalize else "")
+            f"{prefix}.expert_gating_func is {gating}. It must be 1 (softmax"
+            + (") or 3 (softmax over the chosen experts)." if normalize else ").")
         )
     scale = config.number(f"{prefix}.expert_weights_scale", default=1.0)
-    if scale not in (0.0, 1.0):  # 0 stands for none
-        raise config.refuse(f"{prefix}.expert_weights_scale: got {scale:g}, wanted 1")
+    if scale not in (0.0, 1.0):  # 0 means no scale
+        raise config.refuse(f"{prefix}.expert_weights_scale is {scale:g}. It must be 1.")
     groups = config.integer(f"{prefix}.expert_group_count", default=0, low=0)
     if groups > 1:
-        raise config.refuse(f"{prefix}.expert_group_count: got {groups}, wanted at most 1")
+        raise config.refuse(f"{prefix}.expert_group_count is {groups}. It must be at most 1.")
     shared = 0
     if any("shared.gate" in tensors for tensors in experts.gguf):
         shared = config.integer(
@@ -149,6 +158,6 @@ def _sparse_layers(config: ConfigReader, num_layers: int) -> tuple[bool, ...]:
     dense = set(config.integers("mlp_only_layers"))
     if dense - set(range(num_layers)):
         raise config.refuse(
-            f"mlp_only_layers names layer {max(dense)}; the model has 0..{num_layers - 1}"
+            f"mlp_only_layers contains {max(dense)}. Layers must be 0 to {num_layers - 1}."
         )
     return tuple((layer + 1) % step == 0 and layer not in dense for layer in range(num_layers))

@@ -1,4 +1,4 @@
-"""What a model family is: names and rules as data. A new model is one small file of it."""
+"""A model family as data: names of tensors and rules. A new model needs one small file."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -7,9 +7,9 @@ from typing import Any
 from lmdeploy.models.config_reader import ConfigReader
 from lmdeploy.models.experts import Experts
 
-# The engine's names, and what files call them; `{i}` is the layer. A file must have every tensor of
-# its family's map but a tied head and what experts replace. Biases that are not in the map: those
-# that `hf_bias` names, and in GGUF those that layer 0 has.
+# Maps from the engine's tensor names to those in files; `{i}` is the layer. A file must have every
+# tensor of its family's map, except a tied head and the matrices that experts replace. The maps
+# omit most biases: `hf_bias` names them for Hugging Face, and layer 0 shows them for GGUF.
 REQUIRED_MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 REQUIRED_VECTORS = ("attention_norm", "ffn_norm")
 
@@ -41,7 +41,7 @@ GGUF_TENSORS: Mapping[str, str] = {
     "up": "blk.{i}.ffn_up.weight",
     "down": "blk.{i}.ffn_down.weight",
 }
-# Added to both maps by the families that have them.
+# Families with these norms add them to both maps.
 HF_QK_NORM = {
     "q_norm": "model.layers.{i}.self_attn.q_norm.weight",
     "k_norm": "model.layers.{i}.self_attn.k_norm.weight",
@@ -59,18 +59,21 @@ BiasRule = Callable[[ConfigReader], tuple[str, ...]]
 
 
 def no_windows(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
-    """Full attention in every layer."""
+    """Return full attention for every layer."""
     return (0,) * num_layers
 
 
 def one_window(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
-    """`sliding_window` in every layer; null means full attention."""
+    """Return `sliding_window` for every layer; null means full attention."""
     window = config.integer("sliding_window", low=0) if config.has("sliding_window") else 0
     return (window,) * num_layers
 
 
 def layered_windows(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
-    """`use_sliding_window` with `layer_types`, or from layer `max_window_layers` on (Qwen)."""
+    """Return the windows of Qwen if `use_sliding_window` is set.
+
+    `layer_types` selects the layers; without it, `max_window_layers` is the first one.
+    """
     if not config.flag("use_sliding_window", default=False) or not config.has("sliding_window"):
         return no_windows(config, num_layers)
     window = config.integer("sliding_window")
@@ -81,31 +84,33 @@ def layered_windows(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
 
 
 def windows_by_type(config: ConfigReader, num_layers: int, *, window: int) -> tuple[int, ...]:
-    """`layer_types`: full_attention or sliding_attention for every layer."""
+    """Return the windows by `layer_types`: full_attention or sliding_attention per layer."""
     kinds = config.texts("layer_types")
     if len(kinds) != num_layers:
-        raise config.refuse(f"layer_types has {len(kinds)} entries; wanted {num_layers}")
+        raise config.refuse(f"layer_types has {len(kinds)} entries. It must have {num_layers}.")
     known = {"full_attention": 0, "sliding_attention": window}
     for kind in kinds:
         if kind not in known:
-            raise config.refuse(f"layer_types has {kind[:40]!r}; supported: {', '.join(known)}")
+            raise config.refuse(
+                f"layer_types contains {kind[:40]!r}. It must be {' or '.join(known)}."
+            )
     return tuple(known[kind] for kind in kinds)
 
 
 def gguf_one_window(config: ConfigReader, prefix: str) -> tuple[int, ...]:
-    """`<architecture>.attention.sliding_window` in every layer; none when the key is missing."""
+    """Return `<architecture>.attention.sliding_window` for every layer, or 0 if it is missing."""
     key = f"{prefix}.attention.sliding_window"
     window = config.integer(key, low=0) if config.has(key) else 0
     return (window,) * config.integer(f"{prefix}.block_count")
 
 
 def no_bias(config: ConfigReader) -> tuple[str, ...]:
-    """No linear layer has a bias."""
+    """Return no names: no linear layer has a bias."""
     return ()
 
 
 def configured_bias(config: ConfigReader) -> tuple[str, ...]:
-    """`attention_bias` for q, k, v, o and `mlp_bias` for gate, up, down (Llama)."""
+    """Return q, k, v, o for `attention_bias` and gate, up, down for `mlp_bias` (Llama)."""
     names: tuple[str, ...] = ()
     if config.flag("attention_bias", default=False):
         names += ATTENTION_MATRICES
@@ -115,13 +120,13 @@ def configured_bias(config: ConfigReader) -> tuple[str, ...]:
 
 
 def qkv_bias(config: ConfigReader) -> tuple[str, ...]:
-    """q, k and v always have one (Qwen2)."""
+    """Return q, k and v, which always have a bias in Qwen2."""
     return ("q", "k", "v")
 
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """One model family. Tensor maps give, for an engine name, the file's name of it."""
+    """One model family. Tensor maps go from engine names to names in files."""
 
     name: str
     hf_architectures: tuple[str, ...]
@@ -131,13 +136,13 @@ class ModelFamily:
     hf_bias: BiasRule = no_bias
     hf_tensors: Mapping[str, str] = field(default_factory=lambda: HF_TENSORS)
     gguf_tensors: Mapping[str, str] = field(default_factory=lambda: GGUF_TENSORS)
-    # GGUF stores q and k of these families with the rows of a head interleaved (i, i + dim / 2).
+    # GGUF stores q and k with the rows of each head interleaved: i, i + dim / 2.
     gguf_interleaved_rope: bool = False
-    # What transformers takes where config.json has no such key.
+    # Defaults of transformers for keys that config.json lacks.
     hf_defaults: Mapping[str, Any] = field(default_factory=dict)
-    # The same for rope_parameters and rope_scaling, where it has neither.
+    # The default if config.json has neither rope_parameters nor rope_scaling.
     hf_rope: Mapping[str, Any] | None = None
-    activation: str = ""  # the engine's name, where hidden_act does not tell
+    activation: str = ""  # the engine's name; empty to use hidden_act
     experts: Experts | None = None
-    hf_quant_methods: tuple[str, ...] = ()  # of quantization_config, beside none
+    hf_quant_methods: tuple[str, ...] = ()  # accepted in quantization_config
     gguf_yarn_truncate: bool = True

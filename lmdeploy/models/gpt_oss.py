@@ -1,4 +1,4 @@
-"""GPT-OSS: sinks, every other layer with a window, a bias everywhere, MXFP4 experts."""
+"""GPT-OSS: attention sinks, a window in every other layer, biases, MXFP4 experts."""
 
 from lmdeploy.models.config_reader import ConfigReader
 from lmdeploy.models.decoder_config import MoeSettings
@@ -52,7 +52,7 @@ _GGUF: ExpertTensors = {
 
 
 def _windows(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
-    """`layer_types`; without them the first layer, the third, ... slide."""
+    """Return windows by `layer_types`, or for every other layer from the first if it is missing."""
     window = config.integer("sliding_window")
     if config.has("layer_types"):
         return windows_by_type(config, num_layers, window=window)
@@ -67,7 +67,7 @@ def _gguf_windows(config: ConfigReader, prefix: str) -> tuple[int, ...]:
 
 def _settings(config: ConfigReader, num_layers: int) -> MoeSettings:
     if (alpha := config.number("swiglu_alpha", default=1.702)) != 1.702:
-        raise config.refuse(f"swiglu_alpha: got {alpha:g}, wanted 1.702")
+        raise config.refuse(f"swiglu_alpha is {alpha:g}. It must be 1.702.")
     return local_experts(config, num_layers)
 
 

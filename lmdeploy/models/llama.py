@@ -1,4 +1,4 @@
-"""Llama 1 to 3.x, and the models that share its architecture (SmolLM2, TinyLlama, ...)."""
+"""Llama 1 to 3.x and models with the same architecture (SmolLM2, TinyLlama, ...)."""
 
 from lmdeploy.models.family import ModelFamily, configured_bias
 

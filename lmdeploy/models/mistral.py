@@ -1,4 +1,4 @@
-"""Mistral 7B and relatives: Llama with one sliding window. In GGUF it is called llama."""
+"""Mistral 7B and its relatives: Llama with one sliding window. GGUF calls it llama."""
 
 from lmdeploy.models.family import ModelFamily, one_window
 

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with experts in every layer. In GGUF it is a llama with an expert_count."""
+"""Mixtral: Mistral with experts in every layer. In GGUF it is llama with an expert_count."""
 
 from lmdeploy.models.experts import (
     GGUF_EXPERTS,

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: q, k and v have a bias; windows in the upper layers, off by default."""
+"""Qwen2 and Qwen2.5: q, k and v have a bias. Windows in upper layers are off by default."""
 
 from lmdeploy.models.family import ModelFamily, layered_windows, qkv_bias
 

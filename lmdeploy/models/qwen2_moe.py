@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-MoE: a shared expert beside the routed ones, some layers without any."""
+"""Qwen1.5-MoE and Qwen2-MoE: routed experts and a shared one; some layers have no experts."""
 
 from dataclasses import replace
 
@@ -21,8 +21,8 @@ def _windows(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
     if not config.flag("use_sliding_window", default=False):
         return no_windows(config, num_layers)
     if not config.has("layer_types"):
-        # Two published rules disagree on which layers slide below max_window_layers.
-        raise config.refuse("layer_types: got none, wanted them beside use_sliding_window")
+        # Two published rules disagree on which layers below max_window_layers have a window.
+        raise config.refuse("layer_types is missing. It is required with use_sliding_window.")
     return windows_by_type(config, num_layers, window=config.integer("sliding_window"))
 
 

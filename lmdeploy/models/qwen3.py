@@ -1,4 +1,4 @@
-"""Qwen3 (dense): RMSNorm of every query and key head, head_dim apart from hidden_size."""
+"""Qwen3 (dense): RMSNorm of every query and key head, head_dim independent of hidden_size."""
 
 from lmdeploy.models.family import (
     ATTENTION_MATRICES,

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 with experts, and layers without any where the config says so."""
+"""Qwen3-MoE: Qwen3 with experts. The config may list layers without experts."""
 
 from lmdeploy.models import qwen3
 from lmdeploy.models.config_reader import ConfigReader

@@ -1,7 +1,7 @@
-"""RoPE settings from config.json (both spellings) and from GGUF metadata.
+"""Read RoPE settings from config.json (both spellings) and from GGUF metadata.
 
-The kinds are those of Hugging Face configs. `dynamic` has one base for every position of every
-text: that of transformers for one call of session_len tokens (ResolveRope in ops/rope.h).
+The kinds are those of Hugging Face configs. `dynamic` uses one base for all positions: the one that
+transformers computes for a call with session_len tokens (ResolveRope in ops/rope.h).
 """
 
 import math
@@ -13,15 +13,15 @@ from lmdeploy.models.decoder_config import RopeSettings
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 _DEFAULT_THETA = 10000.0
-_HF_KEYS = ("rope_parameters", "rope_scaling")  # of transformers 5, and before
+_HF_KEYS = ("rope_parameters", "rope_scaling")  # of transformers 5, and of earlier versions
 
 
 def rope_from_hf(
     config: ConfigReader, max_position: int, *, default: Mapping[str, Any] | None = None
 ) -> RopeSettings:
-    """`rope_parameters`, or `rope_theta` with `rope_scaling`; refused where both disagree.
+    """Return the settings in `rope_parameters`, or in `rope_theta` and `rope_scaling`.
 
-    `default` stands in for both where the config has neither.
+    Raise ModelFormatError if both exist and disagree. `default` is used if neither exists.
     """
     stated = [rope for key in _HF_KEYS if (rope := config.child(key)) is not None]
     if not stated and default is not None:
@@ -32,8 +32,8 @@ def rope_from_hf(
         return RopeSettings(theta=_theta(config, None))
     if found[0] != found[-1]:
         raise config.refuse(
-            "rope_parameters and rope_scaling: got two that disagree, wanted one; remove the one "
-            "that the model was not trained with"
+            "rope_parameters and rope_scaling disagree. Remove the one that the model was not "
+            "trained with."
         )
     return found[0]
 
@@ -41,12 +41,14 @@ def rope_from_hf(
 def _settings_from_hf(
     config: ConfigReader, rope: ConfigReader, *, max_position: int
 ) -> RopeSettings:
-    """`rope` is one of the two objects of `config`."""
+    """Return the settings in `rope`, which is one of the two objects in `config`."""
     if rope.has_objects():
-        raise rope.refuse("got a setting per layer type, wanted one for all layers")
+        raise rope.refuse(
+            "RoPE settings per layer type are not supported. All layers must share one setting."
+        )
     kind = rope.text("rope_type", default=rope.text("type", default="default"))
     if kind not in ROPE_KINDS:
-        raise rope.refuse(f"rope_type: got {kind[:40]!r}, wanted one of {', '.join(ROPE_KINDS)}")
+        raise rope.refuse(f"rope_type is {kind[:40]!r}. It must be one of {', '.join(ROPE_KINDS)}.")
     _require_whole_heads(config, rope)
     theta = _theta(config, rope)
     if kind == "default":
@@ -65,7 +67,7 @@ def _settings_from_hf(
         high, low = settings["high_freq_factor"], settings["low_freq_factor"]
         if high <= low:
             raise rope.refuse(
-                f"high_freq_factor: got {high:g}, wanted more than low_freq_factor ({low:g})"
+                f"high_freq_factor is {high:g}. It must be more than low_freq_factor ({low:g})."
             )
     elif kind == "yarn":
         settings = {
@@ -82,7 +84,11 @@ def _settings_from_hf(
 def _original_position(
     config: ConfigReader, rope: ConfigReader, *, kind: str, max_position: int
 ) -> int:
-    """As transformers: the outer key comes first, max_position_embeddings last and for dynamic."""
+    """Return the original context length by the rule of transformers.
+
+    The outer key has priority over the inner one. Without a key, and for `dynamic`, it is
+    max_position_embeddings.
+    """
     if kind == "dynamic":
         return max_position
     inner = rope.integer("original_max_position_embeddings", default=max_position)
@@ -93,17 +99,19 @@ def _require_whole_heads(config: ConfigReader, rope: ConfigReader) -> None:
     outer = config.number("partial_rotary_factor", default=1.0)
     if (factor := rope.number("partial_rotary_factor", default=outer)) != 1.0:
         raise rope.refuse(
-            f"partial_rotary_factor: got {factor:g}, wanted 1: heads that turn in part are not "
-            "supported"
+            f"partial_rotary_factor is {factor:g}. It must be 1, because rotating only a part of a "
+            "head is not supported."
         )
 
 
 def rope_from_gguf(
     config: ConfigReader, prefix: str, *, max_position: int, has_windows: bool = False
 ) -> RopeSettings:
-    """`<architecture>.rope.*`, as llama.cpp reads them; the divisors of llama3 are a tensor, added
-    by the caller. Like llama.cpp it does not read yarn_attn_factor: the magnitude follows from the
-    factor, whatever a converter took over from Hugging Face or a saver wrote by default.
+    """Return the settings in `<architecture>.rope.*`, read as llama.cpp reads them.
+
+    The caller adds the divisors of llama3, which are a tensor. Like llama.cpp, this function
+    ignores yarn_attn_factor and derives the magnitude from the factor. Converters may copy that key
+    from Hugging Face, and savers may write it by default.
     """
     theta = config.number(f"{prefix}.rope.freq_base", default=_DEFAULT_THETA, low=1.0)
     if has_windows:
@@ -111,9 +119,11 @@ def rope_from_gguf(
     scaling = f"{prefix}.rope.scaling"
     kind = config.text(f"{scaling}.type", default="linear")
     if kind not in ("none", "linear", "yarn"):
-        raise config.refuse(f"{scaling}.type: got {kind[:40]!r}, wanted none, linear or yarn")
+        raise config.refuse(f"{scaling}.type is {kind[:40]!r}. It must be none, linear or yarn.")
     _require_neutral(config, f"{scaling}.yarn_log_multiplier", neutral=0.0)
-    if config.number(f"{scaling}.yarn_ext_factor", default=-1.0, low=-1e12) >= 0.0:  # else unset
+    if (
+        config.number(f"{scaling}.yarn_ext_factor", default=-1.0, low=-1e12) >= 0.0
+    ):  # a negative value means unset
         neutral = 1.0 if kind == "yarn" else 0.0
         _require_neutral(config, f"{scaling}.yarn_ext_factor", neutral=neutral)
     if kind != "yarn":
@@ -139,7 +149,7 @@ def rope_from_gguf(
 
 
 def _gguf_factor(config: ConfigReader, prefix: str) -> float:
-    """The factor, or the older key of it; 0 stands for 1."""
+    """Return the factor from its key or the older key; 0 means 1."""
     key = f"{prefix}.rope.scaling.factor"
     if not config.has(key):
         key = f"{prefix}.rope.scale_linear"
@@ -149,7 +159,7 @@ def _gguf_factor(config: ConfigReader, prefix: str) -> float:
 
 def _require_neutral(config: ConfigReader, key: str, *, neutral: float) -> None:
     if (value := config.number(key, default=neutral, low=-1e12)) != neutral:
-        raise config.refuse(f"{key}: got {value:g}, wanted {neutral:g}")
+        raise config.refuse(f"{key} is {value:g}. It must be {neutral:g}.")
 
 
 def _theta(config: ConfigReader, rope: ConfigReader | None) -> float:
