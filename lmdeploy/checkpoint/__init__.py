@@ -1,1 +1,1 @@
-"""From the files of a checkpoint to the weights of the engine."""
+"""Convert the files of a checkpoint to the weights of the engine."""

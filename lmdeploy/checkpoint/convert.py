@@ -1,4 +1,7 @@
-"""Stored tensors → the formats the engine packs, in row chunks so that memory stays bounded."""
+"""Convert stored tensors to the formats that the engine packs.
+
+Conversion goes through chunks of rows, which bounds its memory.
+"""
 
 from typing import Any
 
@@ -15,20 +18,20 @@ from lmdeploy.checkpoint.files.tensor_file import (
 from lmdeploy.checkpoint.gguf_blocks import REPACKED, values_to_q8_0
 from lmdeploy.checkpoint.tensor_plan import PlannedTensor
 
-# Raise it when a converter gives other bytes: the weight cache then packs every model again.
-# tests/python/test_weight_cache.py fails until it is raised.
+# Raise it when the output of a converter changes: the weight cache then packs every model again.
+# tests/python/checkpoint/test_weight_cache.py fails until it is raised.
 WEIGHT_CACHE_VERSION = 2
-# Computed as they are. REPACKED and _ROUNDED keep about as many bits as they have in the file;
-# everything else becomes BF16. Where exact results are asked for, all but these become F32.
+# The engine computes these formats as stored. Formats in REPACKED and _ROUNDED keep about as many
+# bits as in the file, and the others become BF16. With `exact`, all but _RAW_FORMATS become F32.
 _RAW_FORMATS = {"Q4_0": "q4_0", "Q4_1": "q4_1", "Q8_0": "q8_0"}
-_ROUNDED = ("Q2_K", "Q3_K", "Q5_1", "Q5_K", "Q6_K")  # to Q8_0
-# Of experts: read by the engine where they lie in the file.
+_ROUNDED = ("Q2_K", "Q3_K", "Q5_1", "Q5_K", "Q6_K")  # become Q8_0
+# Formats of experts that the engine reads from the mapped file.
 MAPPED_FORMATS = {"MXFP4": "mxfp4", SPLIT_MXFP4: "mxfp4_split"}
 _CHUNK_VALUES = 1 << 20
 
 
 def engine_format(tensor: StoredTensor, exact: bool) -> str:
-    """The format `matrix_for_engine` will give."""
+    """Return the format that `matrix_for_engine` produces."""
     if tensor.format in _RAW_FORMATS:
         return _RAW_FORMATS[tensor.format]
     if exact and tensor.format != "BF16":
@@ -41,12 +44,12 @@ def engine_format(tensor: StoredTensor, exact: bool) -> str:
 
 
 def is_router(planned: PlannedTensor) -> bool:
-    """Whether the tensor chooses experts: the engine keeps it in FP32."""
+    """Return whether the tensor is a router, which the engine keeps in FP32."""
     return planned.name.endswith(".router")
 
 
 def engine_bytes(planned: PlannedTensor, exact: bool) -> int:
-    """Bytes the engine keeps for the tensor, before padding of its own."""
+    """Return the bytes that the engine stores for the tensor, without the engine's padding."""
     tensor = planned.tensor
     values = tensor.rows * tensor.cols
     if len(tensor.shape) == 1:
@@ -56,7 +59,7 @@ def engine_bytes(planned: PlannedTensor, exact: bool) -> int:
     if planned.mapped:
         return tensor.num_bytes
     if is_router(planned):
-        return 4 * values  # a choice of experts is made in FP32
+        return 4 * values  # routers stay in FP32
     kind = engine_format(tensor, exact)
     return 2 * values if kind == "bf16" else tensor.rows * row_bytes(kind.upper(), tensor.cols)
 
@@ -64,10 +67,10 @@ def engine_bytes(planned: PlannedTensor, exact: bool) -> int:
 def matrix_for_engine(
     tensor: StoredTensor, *, exact: bool, interleaved_heads: int = 0, transposed: bool = False
 ) -> tuple[str, npt.NDArray[Any]]:
-    """(format, C-contiguous array [rows, ...]) for WeightsBuilder.add_matrix.
+    """Return (format, C-contiguous array [rows, ...]) for WeightsBuilder.add_matrix.
 
-    `interleaved_heads` > 0 undoes GGUF's row order of q and k; rows move whole, so this holds for
-    quantized ones too. A tensor that is `transposed` in the file is F32, F16 or BF16, and turned.
+    `interleaved_heads` > 0 undoes GGUF's row order of q and k. Whole rows move, so this works for
+    quantized tensors too. `transposed` transposes the tensor, which must be F32, F16 or BF16.
     """
     kind = engine_format(tensor, exact)
     stored = tensor.raw.reshape(tensor.rows, -1)
@@ -111,13 +114,16 @@ def _convert_rows(tensor: StoredTensor, kind: str, *, span: slice) -> npt.NDArra
 def vector_for_engine(
     tensor: StoredTensor, *, interleaved_heads: int = 0
 ) -> npt.NDArray[np.float32]:
-    """The FP32 values of a vector; a bias of q or k follows the rows of its matrix."""
+    """Return the FP32 values of a vector.
+
+    A bias of q or k has the row order of its matrix, which `interleaved_heads` undoes.
+    """
     values = _to_f32(tensor.format, tensor.raw.reshape(1, -1)).reshape(-1, 1)
     return np.ascontiguousarray(_separate_halves(values, interleaved_heads).reshape(-1))
 
 
 def bf16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """FP32 → BF16 bits, rounded to nearest even; a NaN stays one."""
+    """Convert FP32 to BF16 bits, rounding to nearest even. NaN stays NaN."""
     bits = np.ascontiguousarray(values).view(np.uint32)
     rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(
         16
@@ -142,7 +148,7 @@ def _to_f32(stored_format: str, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.f
 
 
 def _separate_halves(rows: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
-    """Rows (0, d/2, 1, d/2 + 1, ...) of every head back to (0, 1, ..., d - 1)."""
+    """Reorder the rows (0, d/2, 1, d/2 + 1, ...) of every head to (0, 1, ..., d - 1)."""
     if not num_heads:
         return rows
     pairs = rows.reshape(num_heads, -1, 2, rows.shape[1])

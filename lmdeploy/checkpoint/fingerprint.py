@@ -1,4 +1,4 @@
-"""Fingerprints of a checkpoint, so that a file made for one model is refused for another."""
+"""Compute fingerprints of a checkpoint, so that a file for another model is rejected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lmdeploy.checkpoint.hub import resolve_model
 from lmdeploy.checkpoint.open import Checkpoint, open_checkpoint
 from lmdeploy.checkpoint.tensor_plan import PlannedTensor
 
-# Bytes hashed at both ends of each tensor. Any training step changes them, and they are cheap.
+# Bytes hashed at both ends of each tensor. Any training step changes them.
 _SAMPLE_BYTES = 4096
 # The coarsest timestamps of a file system (FAT). Others have 10 ms or less.
 SETTLE_NS = 2_000_000_000
@@ -61,7 +61,7 @@ def hash_checkpoint(
 ) -> str:
     """Return a SHA-256 (hex) of the config and of name, format, shape and both ends of tensors.
 
-    Names and places of files do not matter.
+    Names and locations of files do not matter.
 
     Args:
         include: selects the tensors that are hashed.

@@ -1,4 +1,4 @@
-"""A GGUF file → Checkpoint: its metadata keys and tensor names."""
+"""Open a GGUF file as a Checkpoint: map its metadata keys and tensor names."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -24,14 +24,14 @@ from lmdeploy.models.rope import rope_from_gguf
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """Opens the file; ModelFormatError for everything that does not fit."""
+    """Open the file. Raise ModelFormatError for anything that is not supported."""
     file = GgufFile(path)
     reader = ConfigReader(file.metadata, str(path))
     prefix = reader.text("general.architecture")
     if (count := reader.integer("split.count", default=0, low=0)) > 1:
         raise reader.refuse(
-            f"split.count: got {count}, wanted one whole file; merge the parts (llama-gguf-split "
-            "--merge)"
+            f"split.count is {count}. It must be at most 1. Merge the parts with llama-gguf-split "
+            "--merge."
         )
     num_experts = reader.integer(f"{prefix}.expert_count", default=0, low=0)
     family = family_of_gguf(prefix, str(path), has_experts=num_experts > 0)
@@ -62,7 +62,7 @@ def _config_from_gguf(
 ) -> DecoderConfig:
     prefix = reader.text("general.architecture")
     if "token_embd.weight" not in file.names:
-        raise reader.refuse("tensor token_embd.weight is missing")
+        raise reader.refuse("tensor token_embd.weight is missing.")
     hidden = reader.integer(f"{prefix}.embedding_length", high=MAX_WIDTH)
     heads = reader.integer(f"{prefix}.attention.head_count", high=MAX_WIDTH)
     head_dim = reader.integer(
@@ -70,11 +70,9 @@ def _config_from_gguf(
     )
     for key in (f"{prefix}.attention.value_length", f"{prefix}.rope.dimension_count"):
         if (value := reader.integer(key, default=head_dim)) != head_dim:
-            raise reader.refuse(f"{key}: got {value}, wanted the head_dim {head_dim}")
+            raise reader.refuse(f"{key} is {value}. It must be the head_dim {head_dim}.")
     if not reader.flag(f"{prefix}.attention.causal", default=True):
-        raise reader.refuse(
-            f"{prefix}.attention.causal: got false, wanted true: attention is causal here"
-        )
+        raise reader.refuse(f"{prefix}.attention.causal is false. It must be true.")
     max_position = reader.integer(f"{prefix}.context_length")
     layers = reader.integer(f"{prefix}.block_count", high=MAX_LAYERS)
     windows = family.gguf_windows(reader, prefix)
@@ -105,9 +103,10 @@ def _config_from_gguf(
 
 
 def _check_window_pattern(reader: ConfigReader, prefix: str, *, windows: tuple[int, ...]) -> None:
-    """Refuses a pattern by which other layers slide than by the family's rule.
+    """Raise ModelFormatError if the file's window pattern differs from the family's rule.
 
-    As llama.cpp reads it: one flag per layer, or the period whose last layer does not slide.
+    The pattern has the meaning of llama.cpp. It is one flag per layer, or a period; the last layer
+    of each period has no window.
     """
     key = f"{prefix}.attention.sliding_window_pattern"
     if not reader.has(key) or not any(windows):
@@ -120,7 +119,7 @@ def _check_window_pattern(reader: ConfigReader, prefix: str, *, windows: tuple[i
     if slides != [window > 0 for window in windows]:
         wanted = ", ".join(str(window > 0).lower() for window in windows[:4])
         raise reader.refuse(
-            f"{key}: got windows in other layers, wanted {wanted}, ... for {len(windows)} layers"
+            f"{key} has other windows. They must be {wanted}, ... for {len(windows)} layers."
         )
 
 
@@ -128,10 +127,12 @@ def _factors(file: GgufFile, config: DecoderConfig) -> tuple[float, ...]:
     tensor = file.tensor(GGUF_ROPE_FACTORS)
     if tensor.format != "F32" or tensor.shape != (config.head_dim // 2,):
         raise ModelFormatError(
-            f"{file.path}: {GGUF_ROPE_FACTORS} is {tensor.format} {list(tensor.shape)}; wanted "
-            f"F32 [{config.head_dim // 2}]"
+            f"{file.path}: {GGUF_ROPE_FACTORS} is {tensor.format} {list(tensor.shape)}. It must be "
+            f"F32 [{config.head_dim // 2}]."
         )
     factors = tensor.raw.view("<f4")
     if not (np.isfinite(factors).all() and (factors > 0).all()):
-        raise ModelFormatError(f"{file.path}: {GGUF_ROPE_FACTORS} holds values that are not > 0")
+        raise ModelFormatError(
+            f"{file.path}: {GGUF_ROPE_FACTORS} must contain only finite values above 0."
+        )
     return tuple(float(factor) for factor in factors)

@@ -1,9 +1,9 @@
-"""Blocks of GGUF's formats that no kernel reads → the block formats that kernels read.
+"""Convert blocks of GGUF formats that no kernel reads to block formats that kernels read.
 
-Layouts: ggml-common.h of https://github.com/ggml-org/ggml. Of 32 values each, Q4_1 is FP16 scale,
-FP16 minimum and 16 bytes of codes (low nibbles first), Q8_0 FP16 scale and 32 int8 codes. All raise
-ValueError where a finite scale or minimum would not be finite in FP16; what is not finite already
-makes values that are not finite.
+The layouts are those of ggml-common.h in https://github.com/ggml-org/ggml. A block of Q4_1 has 32
+values: an FP16 scale, an FP16 minimum and 16 bytes of codes, low nibbles first. A block of Q8_0 has
+an FP16 scale and 32 int8 codes. All functions raise ValueError if a finite scale or minimum would
+not be finite in FP16. Infinite or NaN inputs give infinite or NaN values.
 """
 
 from collections.abc import Callable
@@ -15,16 +15,17 @@ Bytes = npt.NDArray[np.uint8]
 
 _K_SUBBLOCKS = 8  # of 32 values in a block of 256
 _Q4_1_BYTES, _Q8_0_BYTES = 20, 34
-# What the codes of IQ4_NL and IQ4_XS stand for.
+# The values of the codes of IQ4_NL and IQ4_XS.
 _IQ4_VALUES = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8
 )
 
 
 def q4_k_to_q4_1(rows: Bytes) -> Bytes:
-    """[n, blocks · 144] → [n, blocks · 160]: the same codes. A subblock's scale and minimum, FP16
-    times 6 bits, are each rounded to FP16: a value moves by at most 2^-11 of code · scale and 2^-11
-    of the minimum.
+    """Convert [n, blocks · 144] to [n, blocks · 160] with the same codes.
+
+    The scale and the minimum of a subblock (FP16 times 6 bits) are rounded to FP16. A value changes
+    by at most 2^-11 of code · scale plus 2^-11 of the minimum.
     """
     blocks = rows.reshape(-1, 144)
     scales, minima = _six_bits(blocks[:, 4:16])
@@ -39,7 +40,7 @@ def q4_k_to_q4_1(rows: Bytes) -> Bytes:
 def q4_1_blocks(
     codes: Bytes, *, scales: npt.NDArray[np.float32], minima: npt.NDArray[np.float32]
 ) -> Bytes:
-    """Codes [n, blocks, 32] of 0 to 15, [n, blocks] each of the others → [n, blocks · 20]."""
+    """Pack codes [n, blocks, 32] of 0 to 15, scales and minima [n, blocks] to [n, blocks · 20]."""
     out = np.empty((*scales.shape, _Q4_1_BYTES), np.uint8)
     out[:, :, 0:2] = _fp16_bytes(scales)
     out[:, :, 2:4] = _fp16_bytes(minima)
@@ -48,7 +49,7 @@ def q4_1_blocks(
 
 
 def q5_0_to_q8_0(rows: Bytes) -> Bytes:
-    """[n, blocks · 22] → [n, blocks · 34]: the same values."""
+    """Convert [n, blocks · 22] to [n, blocks · 34] with the same values."""
     blocks = rows.reshape(-1, 22)
     low = blocks[:, 6:]
     fifth = np.unpackbits(blocks[:, 2:6], axis=1, bitorder="little")
@@ -57,13 +58,16 @@ def q5_0_to_q8_0(rows: Bytes) -> Bytes:
 
 
 def iq4_nl_to_q8_0(rows: Bytes) -> Bytes:
-    """[n, blocks · 18] → [n, blocks · 34]: the same values."""
+    """Convert [n, blocks · 18] to [n, blocks · 34] with the same values."""
     blocks = rows.reshape(-1, 18)
     return _q8_0(blocks[:, 0:2], _iq4_values(blocks[:, 2:])).reshape(len(rows), -1)
 
 
 def iq4_xs_to_q8_0(rows: Bytes) -> Bytes:
-    """[n, blocks · 136] → [n, blocks · 272]: the same codes; scale · 6 bits is rounded to FP16."""
+    """Convert [n, blocks · 136] to [n, blocks · 272] with the same codes.
+
+    The product of scale and 6 bits is rounded to FP16.
+    """
     blocks = rows.reshape(-1, 136)
     high = np.ascontiguousarray(blocks[:, 2:4]).view("<u2")
     subblocks = np.arange(_K_SUBBLOCKS)
@@ -75,14 +79,16 @@ def iq4_xs_to_q8_0(rows: Bytes) -> Bytes:
 
 
 def values_to_q8_0(rows: npt.NDArray[np.float32]) -> Bytes:
-    """[n, cols], cols a multiple of 32 → [n, cols / 32 · 34]: a value moves by at most half a step,
-    which is a 127th of the largest of its block, rounded to FP16.
+    """Quantize [n, cols] to [n, cols / 32 · 34]; cols is a multiple of 32.
+
+    A value changes by at most half a step. A step is 1/127 of the largest magnitude in the block,
+    rounded to FP16.
     """
     blocks = rows.reshape(-1, 32)
     largest = np.abs(blocks).max(axis=1, keepdims=True)
     stored = _fp16_bytes(largest / np.float32(127))[:, 0]
     scale = _fp16(stored)
-    # FP16 has few bits below 6e-5: the next larger step, where the largest value would be cut off.
+    # FP16 has few bits below 6e-5. If the largest value would be clipped, use the next larger step.
     stored = (stored.view("<u2") + (127.5 * scale < largest)).astype("<u2").view(np.uint8)
     scale = _fp16(stored)
     scale[~np.isfinite(scale)] = 0
@@ -91,7 +97,7 @@ def values_to_q8_0(rows: npt.NDArray[np.float32]) -> Bytes:
     return _q8_0(stored, codes.astype(np.int8)).reshape(len(rows), -1)
 
 
-# Stored format → (format the engine gets, conversion of whole rows).
+# Maps a stored format to the engine's format and the conversion of whole rows.
 REPACKED: dict[str, tuple[str, Callable[[Bytes], Bytes]]] = {
     "Q4_K": ("q4_1", q4_k_to_q4_1),
     "Q5_0": ("q8_0", q5_0_to_q8_0),
@@ -108,13 +114,13 @@ def _q8_0(scales: Bytes, codes: npt.NDArray[np.int8]) -> Bytes:
 
 
 def _iq4_values(packed: Bytes) -> npt.NDArray[np.int8]:
-    """[n, 16] → [n, 32], low nibbles first."""
+    """Look up the values of codes [n, 16], low nibbles first, as [n, 32]."""
     values: npt.NDArray[np.int8] = _IQ4_VALUES[np.concatenate([packed & 0x0F, packed >> 4], axis=1)]
     return values
 
 
 def _six_bits(packed: Bytes) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """12 bytes of a K block → its 8 scales and 8 minima, 0 to 63."""
+    """Unpack 12 bytes of a K block to its 8 scales and 8 minima of 0 to 63."""
     first, second, third = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scales = np.concatenate([first & 63, (third & 0x0F) | (first >> 6 << 4)], axis=1)
     minima = np.concatenate([second & 63, (third >> 4) | (second >> 6 << 4)], axis=1)
@@ -126,12 +132,12 @@ def _fp16(pairs: Bytes) -> npt.NDArray[np.float32]:
 
 
 def _fp16_bytes(values: npt.NDArray[np.float32]) -> Bytes:
-    """[n, m] → [n, m, 2]."""
+    """Convert [n, m] to FP16 bytes [n, m, 2]."""
     with np.errstate(over="ignore"):
         halves = values.astype("<f2")
     if np.any(np.isinf(halves) & np.isfinite(values)):
         raise ValueError(
-            "a scale or minimum of a block: got a value beyond 65504, wanted FP16; use --exact or "
-            "another file"
+            "The scale or minimum of a block is beyond 65504, the limit of FP16. Use --exact or "
+            "another file."
         )
     return halves.view(np.uint8).reshape(*values.shape, 2)

@@ -1,4 +1,4 @@
-"""A Hugging Face folder → Checkpoint: config.json with safetensors beside it."""
+"""Open a Hugging Face folder (config.json and safetensors files) as a Checkpoint."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from lmdeploy.models.rope import rope_from_hf
 
 _MAX_CONFIG_BYTES = 16 << 20
 _KV_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_config")
-# Methods that may leave the weights as they are.
+# Methods that may leave the weights unquantized.
 _KV_METHODS = ("compressed-tensors", "modelopt", "quark")
 _ACTIVATIONS = {
     "silu": "silu",
@@ -44,13 +44,13 @@ def method_of(folder: Path) -> str | None:
 
 
 def open_folder(folder: Path) -> Checkpoint:
-    """Opens the folder; ModelFormatError for everything that does not fit."""
+    """Open the folder. Raise ModelFormatError for anything that is not supported."""
     source = str(folder / "config.json")
     values = read_json_object(folder / "config.json", _MAX_CONFIG_BYTES)
     reader = ConfigReader(values, source)
     architectures = reader.texts("architectures")
     if not architectures:
-        raise reader.refuse("architectures is missing")
+        raise reader.refuse("architectures is missing.")
     family = family_of_hf(architectures[0], source)
     quantization = _method_config(reader, family)
     reader = reader.with_defaults(family.hf_defaults)
@@ -76,9 +76,9 @@ def open_folder(folder: Path) -> Checkpoint:
 
 
 def _method_config(reader: ConfigReader, family: ModelFamily) -> ConfigReader | None:
-    """Return `quantization_config` if METHODS has its method, and None if weights are as stored.
+    """Return `quantization_config` if METHODS has its method, or None if weights need no method.
 
-    Raises ModelFormatError for a method that is not supported.
+    Raise ModelFormatError for a method that is not supported.
     """
     quantization = reader.child("quantization_config")
     if quantization is None:
@@ -88,20 +88,20 @@ def _method_config(reader: ConfigReader, family: ModelFamily) -> ConfigReader | 
     kv_keys = [key for key in _KV_KEYS if quantization.has(key)]
     if kv_keys and (is_known or not _has_quantized_weights(quantization, method)):
         raise quantization.refuse(
-            f"{kv_keys[0]}: got KV scales, wanted none: {KV_SCALES_ADVICE}; remove "
+            f"{kv_keys[0]} declares KV scales, which are not supported. {KV_SCALES_ADVICE} Remove "
             f"{kv_keys[0] if is_known else 'quantization_config'} and the tensors k_scale, v_scale "
-            "and kv_scale"
+            "and kv_scale."
         )
-    # `modules_to_not_convert` is not read: the tensors show which modules were converted.
+    # `modules_to_not_convert` is not needed: the tensors show which modules were converted.
     if method in METHODS:
         return quantization
     if is_known:
         return None
     known = "".join(f"{name}, " for name in (*family.hf_quant_methods, *METHODS))
     raise ModelFormatError(
-        f"{reader.source}: quantization_config.quant_method: got {method[:40]!r}, "
-        f"wanted {known}F32, F16 or BF16 weights, or a GGUF file"
-        + (f"; its KV scales are not read either: {KV_SCALES_ADVICE}" if kv_keys else "")
+        f"{reader.source}: quantization_config.quant_method is {method[:40]!r}. "
+        f"Use {known}F32, F16 or BF16 weights, or a GGUF file."
+        + (f" KV scales are not supported either. {KV_SCALES_ADVICE}" if kv_keys else "")
     )
 
 
@@ -117,10 +117,10 @@ def _config_from_hf(reader: ConfigReader, family: ModelFamily) -> DecoderConfig:
     activation = reader.text("hidden_act", default="silu")
     if activation not in _ACTIVATIONS:
         raise reader.refuse(
-            f"hidden_act: got {activation[:40]!r}, wanted one of {', '.join(_ACTIVATIONS)}"
+            f"hidden_act is {activation[:40]!r}. It must be one of {', '.join(_ACTIVATIONS)}."
         )
     if not reader.flag("is_causal", default=True):
-        raise reader.refuse("is_causal: got false, wanted true: attention is causal here")
+        raise reader.refuse("is_causal is false. It must be true.")
     max_position = reader.integer("max_position_embeddings", default=2048)
     layers = reader.integer("num_hidden_layers", high=MAX_LAYERS)
     moe = family.experts.settings(reader, layers) if family.experts else None

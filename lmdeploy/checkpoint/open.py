@@ -1,7 +1,7 @@
-"""A model's config and tensor names, from a Hugging Face folder or a GGUF file, all checked.
+"""Open a Hugging Face folder or a GGUF file, and check its config and tensor names.
 
-Nothing of the weights is read here: tensors are looked up and their shapes compared with the
-config, so that a bad checkpoint fails before any memory is taken.
+This does not read the weights. It looks up tensors and compares their shapes with the config, so
+that a bad checkpoint fails before memory is allocated.
 """
 
 from pathlib import Path
@@ -15,11 +15,11 @@ __all__ = ["Checkpoint", "PlannedTensor", "open_checkpoint"]
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Opens a folder or a .gguf file; ModelFormatError for everything that does not fit."""
+    """Open a folder or a .gguf file. Raise ModelFormatError for anything that is not supported."""
     if path.is_file():
         return open_gguf(path)
     if (path / "config.json").is_file():
         return open_folder(path)
     raise ModelFormatError(
-        f"{path}: no config.json in this folder; wanted a Hugging Face model folder or a .gguf file"
+        f"{path}: The folder has no config.json. Give a Hugging Face model folder or a .gguf file."
     )

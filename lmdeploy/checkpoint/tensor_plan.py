@@ -1,4 +1,4 @@
-"""Which tensors of a file the engine wants: each looked up, its shape compared with the config."""
+"""Plan the tensors to load: look up each one and compare its shape with the config."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ logger = logging.getLogger("lmdeploy")
 
 MAX_LAYERS = 4096
 GGUF_ROPE_FACTORS = "rope_freqs.weight"
-# Tensors that carry no weights of ours: derived tables of older checkpoints.
+# Ignored tensors: tables in older checkpoints that follow from the config.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
-# Constants of a quantized KV cache, as llm-compressor, ModelOpt and Quark write them.
+# Scales of a quantized KV cache, as written by llm-compressor, ModelOpt and Quark.
 _KV_SCALE_SUFFIXES = (
     ".k_scale",
     ".v_scale",
@@ -45,67 +45,67 @@ _KV_SCALE_SUFFIXES = (
     ".v_proj.output_scale",
 )
 KV_SCALES_ADVICE = (
-    "the cache's constants come from `lmdeploy lite calibrate` (--kv-quality best "
-    "--kv-calibration FILE)"
+    "To calibrate the cache, run `lmdeploy lite calibrate` and use --kv-quality best "
+    "--kv-calibration FILE."
 )
 _END_BYTES = 4096
-_COMPARED_BYTES = 16 << 20  # at a time
-_MAX_STACKED = 16  # more than one layer has
+_COMPARED_BYTES = 16 << 20  # per step
+_MAX_STACKED = 16  # one layer has fewer
 
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """One tensor to load: the engine's name, the stored bytes, how its rows are laid out."""
+    """One tensor to load: the engine's name, the stored bytes and the layout of its rows."""
 
     name: str
     tensor: StoredTensor  # one or two dimensions
-    interleaved_heads: int = 0  # > 0: rows of so many heads are interleaved for RoPE
-    transposed: bool = False  # stored [inputs, outputs]
-    mapped: bool = False  # an expert's MXFP4: the engine reads it where it lies in the file
+    interleaved_heads: int = 0  # number of heads whose rows are interleaved for RoPE, or 0
+    transposed: bool = False  # stored as [inputs, outputs]
+    mapped: bool = False  # MXFP4 of an expert, which the engine reads from the mapped file
 
     @property
     def rows(self) -> int:
-        """Outputs of the engine's matrix."""
+        """Return the number of outputs of the engine's matrix."""
         return self.tensor.cols if self.transposed else self.tensor.rows
 
     @property
     def cols(self) -> int:
-        """Inputs of the engine's matrix."""
+        """Return the number of inputs of the engine's matrix."""
         return self.tensor.rows if self.transposed else self.tensor.cols
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checked model: what model_files.py needs to feed the engine."""
+    """A checked model: everything that model_files.py needs to feed the engine."""
 
     path: Path
     family: ModelFamily
     config: DecoderConfig
     tensors: tuple[PlannedTensor, ...]
-    stored_dtype: str  # bfloat16, float16, float32 or quantized: what most are, experts apart
+    stored_dtype: str  # of most values without experts: bfloat16, float16, float32 or quantized
     metadata: Mapping[str, Any]  # config.json, or GGUF's key-value pairs
     is_gguf: bool
 
 
 def check_config(reader: ConfigReader, config: DecoderConfig) -> DecoderConfig:
-    """The config, if its heads and experts fit each other and the engine."""
+    """Return the config. Raise ModelFormatError if its heads or experts are inconsistent."""
     if config.num_heads % config.num_kv_heads:
         raise reader.refuse(
-            f"query heads: got {config.num_heads}, wanted a multiple of the {config.num_kv_heads} "
-            "KV heads"
+            f"The number of query heads is {config.num_heads}. It must be a multiple of the "
+            f"{config.num_kv_heads} KV heads."
         )
     if config.head_dim % 16:
-        raise reader.refuse(f"head_dim: got {config.head_dim}, wanted a multiple of 16")
+        raise reader.refuse(f"head_dim is {config.head_dim}. It must be a multiple of 16.")
     if config.moe is not None:
         experts = config.moe.num_experts
         if config.moe.top_k > experts:
             raise reader.refuse(
-                f"experts of a token: got {config.moe.top_k}, wanted at most all {experts}"
+                f"Each token uses {config.moe.top_k} experts. It must use at most {experts}."
             )
         total = experts * sum(config.moe.layers)
         if total > MAX_EXPERTS_OF_MODEL:
             raise reader.refuse(
-                f"experts of all layers: got {total}, wanted at most {MAX_EXPERTS_OF_MODEL}"
+                f"The layers have {total} experts. They must have at most {MAX_EXPERTS_OF_MODEL}."
             )
     return config
 
@@ -113,9 +113,9 @@ def check_config(reader: ConfigReader, config: DecoderConfig) -> DecoderConfig:
 def resolve_tied_head(
     file: TensorFile, config: DecoderConfig, *, names: Mapping[str, str], source: str
 ) -> DecoderConfig:
-    """The config, untied where the file has a head with other values than the embedding.
+    """Return the config, untied if the file has a head that differs from the embedding.
 
-    As transformers loads it: what is stored comes before tie_word_embeddings.
+    As in transformers, stored tensors have priority over tie_word_embeddings.
     """
     if not config.tied_head or names["head"] not in file.names:
         return config
@@ -125,7 +125,7 @@ def resolve_tied_head(
     if _is_same(embedding, head):
         return config
     logger.warning(
-        "%s: tie_word_embeddings: got true, wanted false, since %s differs from %s; loading both",
+        "%s: tie_word_embeddings is true, but %s differs from %s. Both are loaded.",
         source,
         head.name,
         embedding.name,
@@ -134,7 +134,10 @@ def resolve_tied_head(
 
 
 def _is_same(one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether two tensors of one shape have the same bytes; both ends tell most apart."""
+    """Return whether two tensors of one shape have the same bytes.
+
+    Both ends are compared first, because they differ in most cases.
+    """
     if one.format != other.format or one.raw.size != other.raw.size:
         return False
     size = one.raw.size
@@ -158,13 +161,15 @@ def plan_tensors(
     interleaved: bool,
     source: str,
 ) -> Iterator[PlannedTensor]:
-    """Every tensor to load, in order; refuses missing, misshapen and unknown ones.
+    """Yield every tensor to load, in order. Reject missing, misshapen and unknown tensors.
 
-    `names` are those of dense layers, `experts` the alternatives for layers with experts.
+    `names` are the names in dense layers, and `experts` the alternatives for layers with experts.
     """
     required = {*REQUIRED_MATRICES, *REQUIRED_VECTORS}
     if missing := required - set(names):
-        raise ModelFormatError(f"{source}: the model family names no tensor for {sorted(missing)}")
+        raise ModelFormatError(
+            f"{source}: The model family has no tensor names for {sorted(missing)}."
+        )
     lookup = _Lookup(file, config, source=source)
     outer = [
         kind
@@ -191,7 +196,7 @@ def plan_tensors(
 
 
 def _plan_experts(lookup: _Lookup, places: ExpertTensors, *, layer: int) -> Iterator[PlannedTensor]:
-    """The router and the shared expert of a layer, then its experts one after the other."""
+    """Yield the router and the shared expert of a layer, and then its experts in order."""
     moe = lookup.config.moe
     assert moe is not None
     of_layer = [kind for kind in places if not kind.startswith("experts.")]
@@ -214,7 +219,7 @@ def _plan_experts(lookup: _Lookup, places: ExpertTensors, *, layer: int) -> Iter
 def _choose(
     alternatives: tuple[ExpertTensors, ...], *, file: TensorFile, config: DecoderConfig
 ) -> ExpertTensors:
-    """The alternative that the file follows: the one of which it has the most tensors."""
+    """Return the alternative of which the file has the most tensors."""
     if config.moe is None or True not in config.moe.layers:
         return {}
     layer, present = config.moe.layers.index(True), set(file.names)
@@ -226,7 +231,7 @@ def _choose(
 
 
 class _Lookup:
-    """Finds tensors by name and checks their shapes; knows which ones nobody asked for."""
+    """Finds tensors by name, checks their shapes, and keeps the names that were not requested."""
 
     def __init__(self, file: TensorFile, config: DecoderConfig, *, source: str) -> None:
         self.config = config
@@ -236,12 +241,12 @@ class _Lookup:
         self._left = {name for name in file.names if not name.endswith(_IGNORED_SUFFIXES)}
         self._left.discard(GGUF_ROPE_FACTORS)
         self._shapes = tensor_shapes(config)
-        self._stacked: dict[str, StoredTensor] = {}  # of the layer at hand
+        self._stacked: dict[str, StoredTensor] = {}  # tensors of the current layer
 
     def find(
         self, kind: str, place: TensorLocation, *, layer: int = 0, expert: int = 0
     ) -> StoredTensor:
-        """The tensor of an engine name, of one expert where it is one of many."""
+        """Return the tensor of an engine name. `expert` selects an item of a stacked tensor."""
         name = place.name.format(i=layer, e=expert)
         shape = self._shapes[kind]
         if place.scales:
@@ -256,28 +261,28 @@ class _Lookup:
         return tensor if place.half is None else tensor.half(place.half)
 
     def ignore(self, name: str) -> None:
-        """The file may have this tensor; it is not wanted."""
+        """Allow the file to have this tensor without loading it."""
         self._left.discard(name)
 
     def refuse_unknown(self) -> None:
-        """ModelFormatError when the file has tensors that were not asked for."""
+        """Raise ModelFormatError if the file has tensors that were not requested."""
         if scales := [name for name in self._left if name.endswith(_KV_SCALE_SUFFIXES)]:
             raise ModelFormatError(
-                f"{self._source}: KV scales: got {len(scales)} tensors such as "
-                f"{min(scales)[:80]}, wanted none: {KV_SCALES_ADVICE}; remove these tensors"
+                f"{self._source}: {len(scales)} of the tensors are KV scales, such as "
+                f"{min(scales)[:80]}. Remove them. {KV_SCALES_ADVICE}"
             )
         if self._left:
             raise ModelFormatError(
-                f"{self._source}: {len(self._left)} tensors that this architecture does not know, "
-                f"such as {min(self._left)[:80]}"
+                f"{self._source}: The architecture does not use {len(self._left)} of the tensors, "
+                f"such as {min(self._left)[:80]}."
             )
 
     def _split(self, kind: str, place: TensorLocation, *, layer: int, expert: int) -> StoredTensor:
         rows, cols = self._shapes[kind]
         if cols % 32:
             raise ModelFormatError(
-                f"{self._source}: inputs of {place.name.format(i=layer)}: got {cols} by the "
-                "config, wanted a multiple of 32"
+                f"{self._source}: tensor {place.name.format(i=layer)} has {cols} inputs in the "
+                "config. Their number must be a multiple of 32."
             )
         names = [name.format(i=layer) for name in (place.name, place.scales)]
         shapes = ((rows, cols // 32, 16), (rows, cols // 32))
@@ -302,21 +307,21 @@ class _Lookup:
         self, name: str, shape: tuple[int, ...], *, formats: tuple[str, ...] = SUPPORTED_FORMATS
     ) -> StoredTensor:
         if name not in self._names:
-            raise ModelFormatError(f"{self._source}: tensor {name} is missing")
+            raise ModelFormatError(f"{self._source}: tensor {name} is missing.")
         self._left.discard(name)
         tensor = self._file.tensor(name, max_dims=max(2, len(shape)), formats=formats)
         if len(shape) == 2 and shape[0] == 1 and tensor.shape == shape[1:]:
             return replace(tensor, shape=shape)  # GGUF drops the dimension of a single row
         if tensor.shape != shape:
             raise ModelFormatError(
-                f"{self._source}: tensor {name} has shape {list(tensor.shape)}; the config wants "
-                f"{list(shape)}"
+                f"{self._source}: tensor {name} has shape {list(tensor.shape)}. By the config it "
+                f"must be {list(shape)}."
             )
         return tensor
 
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every engine tensor, rows first; biases have the rows of their matrix."""
+    """Return the shape of every engine tensor, rows first. A bias has the rows of its matrix."""
     hidden, inter = config.hidden_size, config.intermediate_size
     queries = config.num_heads * config.head_dim
     keys = config.num_kv_heads * config.head_dim
@@ -355,7 +360,7 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 
 def stored_dtype(tensors: tuple[PlannedTensor, ...]) -> str:
-    """What most of the matrix values are stored as; MXFP4 experts say nothing of the rest."""
+    """Return the type of most matrix values. MXFP4 experts do not count."""
     names = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
     values: dict[str, int] = {}
     for planned in tensors:

@@ -1,4 +1,4 @@
-"""Packed weights in files, so that the next start maps them instead of packing them again.
+"""Store packed weights in files, so that the next start maps them instead of packing again.
 
 A folder holds one file per model (weight_cache_file.py). The identity in its header covers the
 version of the conversion, the shapes, the config, the path, size, inode, mtime and ctime of the
@@ -49,7 +49,7 @@ DEFAULT_LIMIT = 20 * 10**9
 _KEEP_FREE = 1 << 30
 _SUFFIX = ".packed"
 _UNFINISHED = ".unfinished"
-# An unfinished file that nobody has written to for so long belongs to a process that was killed.
+# An unfinished file without writes for this long belongs to a process that was killed.
 _STALE_SECONDS = 600.0
 _START_SECONDS = 1.0  # from the start of the engine to the write
 _EXIT_SECONDS = 5.0
@@ -73,7 +73,7 @@ def options_from_environment() -> CacheOptions | None:
     """
     switch = os.environ.get(SWITCH, "") or "1"
     if switch not in ("0", "1"):
-        raise ValueError(f"{SWITCH}: got {switch[:40]!r}, wanted 0 or 1")
+        raise ValueError(f"{SWITCH} is {switch[:40]!r}. It must be 0 or 1.")
     limit = _parse_size(os.environ.get(LIMIT, ""))
     if switch == "0" or limit == 0:
         return None
@@ -83,7 +83,7 @@ def options_from_environment() -> CacheOptions | None:
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not base.is_absolute():
         base = Path(os.path.expanduser("~/.cache"))
-    if not base.is_absolute():  # a user without a home
+    if not base.is_absolute():  # the user has no home folder
         return None
     return CacheOptions(base / "lmdeploy" / "packed", limit)
 
@@ -93,7 +93,7 @@ def _parse_size(text: str) -> int:
         return DEFAULT_LIMIT
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([KMGT]I?B|)", text.strip().upper())
     if match is None:
-        raise ValueError(f"{LIMIT}: got {text[:40]!r}, wanted bytes, or a size such as 20GB")
+        raise ValueError(f"{LIMIT} is {text[:40]!r}. It must be bytes, or a size such as 20GB.")
     return int(float(match[1]) * _UNITS[match[2]])
 
 
@@ -138,9 +138,9 @@ class WeightCacheEntry:
         except FileNotFoundError:
             return None
         except OtherIdentityError as error:
-            logger.info("weight cache %s: %s; the weights are packed again", self.path, error)
+            logger.info("The weights are packed again: %s: %s", self.path, error)
         except (WeightCacheError, OSError, ValueError, RuntimeError, MemoryError) as error:
-            text = "weight cache %s: %s; the weights are packed again"
+            text = "The weights are packed again because of an error in %s: %s"
             logger.warning(text, self.path, _reason(error))
             with contextlib.suppress(OSError):
                 _check_folder(self.path.parent)
@@ -152,7 +152,7 @@ class WeightCacheEntry:
     ) -> bool:
         """Write the file and return whether it is there. `check_stop` raises to end the write."""
         if not self._files.is_stable or self._has_changed():
-            logger.info("%s has just changed, so its weights are not cached yet", self._model)
+            logger.info("%s has just changed, so its weights are not cached yet.", self._model)
             return False
         folder = self.path.parent
         try:
@@ -162,7 +162,7 @@ class WeightCacheEntry:
             self._make_room(file_bytes(self.shapes))
             return self._write(matrices, check_stop)
         except (OSError, WeightCacheError) as error:
-            logger.warning("the weights are not cached in %s: %s", folder, _reason(error))
+            logger.warning("The weights are not cached in %s: %s", folder, _reason(error))
             return False
 
     def _write(self, matrices: Mapping[str, Bytes], check_stop: Callable[[], None]) -> bool:
@@ -171,7 +171,7 @@ class WeightCacheEntry:
         try:
             fd = os.open(unfinished, flags, 0o600)
         except FileExistsError:
-            logger.info("another process writes the weight cache of %s", self._model)
+            logger.info("Another process is writing the weight cache of %s.", self._model)
             return False
         try:
             write_weights(
@@ -193,7 +193,7 @@ class WeightCacheEntry:
     def _make_room(self, size: int) -> None:
         """Remove stale files, and then the least recently used ones until the limit holds."""
         if size > self._limit:
-            text = f"got {size} bytes, wanted at most {self._limit}; change {LIMIT}"
+            text = f"The file has {size} bytes. It must have at most {self._limit} ({LIMIT})."
             raise WeightCacheError(text)
         folder, files = self.path.parent, []
         for path in folder.iterdir():
@@ -213,9 +213,7 @@ class WeightCacheEntry:
             removed.append((each, path))
         free = shutil.disk_usage(folder).free + sum(each for each, _ in removed)
         if free < size + _KEEP_FREE:
-            text = (
-                f"got {size} bytes, wanted {_KEEP_FREE} to stay free on the disk; change {FOLDER}"
-            )
+            text = f"The file has {size} bytes. The disk must keep {_KEEP_FREE} free ({FOLDER})."
             raise WeightCacheError(text)
         for _, path in removed:
             path.unlink(missing_ok=True)
@@ -259,9 +257,9 @@ class WeightCacheWriter:
             if not self._stopped.wait(_START_SECONDS):
                 self.stored = self._entry.store(matrices, check_stop=self._check_stop)
         except _StoppedError:
-            logger.debug("the weights are not cached: the engine was closed")
+            logger.debug("The weights are not cached because the engine was closed.")
         except Exception as error:  # an error of the cache must not reach the engine
-            logger.warning("the weights are not cached: %s", _reason(error))
+            logger.warning("The weights are not cached: %s", _reason(error))
         finally:
             atexit.unregister(self._stop_at_exit)
 
@@ -280,9 +278,9 @@ def _map(path: Path) -> mmap.mmap:
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or not _is_private(status):
-            raise WeightCacheError("it is not a file that only this user may change")
+            raise WeightCacheError("The path must be a file that only this user can change.")
         if status.st_size == 0:
-            raise WeightCacheError("the file is empty")
+            raise WeightCacheError("The file is empty.")
         return mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
     finally:
         os.close(fd)
@@ -298,11 +296,11 @@ def _check_folder(folder: Path) -> None:
     link = folder.lstat()
     if stat.S_ISLNK(link.st_mode) and link.st_uid not in (0, os.geteuid()):
         raise PermissionError(
-            errno.EACCES, f"the folder is a link of another user; change {FOLDER}"
+            errno.EACCES, f"The folder is a link of another user. Change {FOLDER}."
         )
     if not _is_private(folder.stat()):
         raise PermissionError(
-            errno.EACCES, f"the folder is not private to this user; change {FOLDER}"
+            errno.EACCES, f"The folder is not private to this user. Change {FOLDER}."
         )
 
 

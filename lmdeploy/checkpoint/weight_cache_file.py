@@ -1,4 +1,4 @@
-"""The file format of the weight cache, and how it is read without trusting the file.
+"""Write and read the files of the weight cache. Reading does not trust the file.
 
 All numbers are little-endian.
 
@@ -80,7 +80,7 @@ def write_weights(
     identity: bytes,
     check_stop: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write a whole file, its header last, so that no part of a file passes for a whole one.
+    """Write a whole file. The header comes last, so that an incomplete file is never valid.
 
     Args:
         fd: open for writing, empty.
@@ -138,7 +138,7 @@ def read_weights(
     with ThreadPoolExecutor(usable_cores()) as pool:
         for name, equal in zip(shapes, pool.map(has_checksum, range(len(shapes))), strict=True):
             if not equal:
-                raise WeightCacheError(f"the checksum of {name} is wrong")
+                raise WeightCacheError(f"The checksum of {name} is wrong.")
     matrices = {
         name: data[position : position + shape.num_bytes]
         for (name, shape), position in zip(shapes.items(), positions, strict=False)
@@ -150,17 +150,21 @@ def _read_header(data: Bytes, shapes: Mapping[str, Shape], *, identity: bytes) -
     """Return the checksums of the matrices."""
     end = _header_bytes(len(shapes))
     if data.size < _HEADER.size:
-        raise WeightCacheError(f"got {data.size} bytes, wanted a header of {_HEADER.size}")
+        raise WeightCacheError(
+            f"The file has {data.size} bytes, but its header has {_HEADER.size}."
+        )
     magic, found, size = _HEADER.unpack(data[: _HEADER.size].tobytes())
     if magic != _MAGIC:
-        raise WeightCacheError("it is not a complete weight cache file")
+        raise WeightCacheError("The file is not a complete weight cache.")
     if found != identity:
-        raise OtherIdentityError("it holds other weights, or another version wrote it")
+        raise OtherIdentityError("The file holds other weights, or another version wrote it.")
     if size != data.size or size != file_bytes(shapes):
-        raise WeightCacheError(f"got {data.size} bytes, wanted {file_bytes(shapes)}")
+        raise WeightCacheError(
+            f"The file has {data.size} bytes. It must have {file_bytes(shapes)}."
+        )
     header = data[: end - 4].tobytes()
     if struct.pack("<I", zlib.crc32(header)) != data[end - 4 : end].tobytes():
-        raise WeightCacheError("the checksum of the header is wrong")
+        raise WeightCacheError("The checksum of the header is wrong.")
     checksums: list[int] = np.frombuffer(header[_HEADER.size :], "<u4").tolist()
     return checksums
 

@@ -1,1 +1,1 @@
-"""File containers: tensors in safetensors and GGUF files, mapped into memory."""
+"""File containers: memory-mapped safetensors and GGUF files."""

@@ -1,6 +1,7 @@
-"""GGUF files: metadata and tensors, parsed without trusting a single number in them.
+"""Parse the metadata and tensors of GGUF files. No number in a file is trusted.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little endian).
+The format is versions 2 and 3, little-endian, of
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 import math
@@ -23,12 +24,12 @@ from lmdeploy.checkpoint.files.tensor_file import (
 _MAX_KEYS = 1 << 16
 _MAX_TENSORS = 1 << 17
 _MAX_DIMS = 4
-# Of all arrays together, ten times those of a vocabulary of 200,000: a value becomes a Python
-# object, of eight times its bytes in the file.
+# Limit for all arrays together: ten times the elements of a vocabulary of 200,000. A value becomes
+# a Python object with eight times its bytes in the file.
 _MAX_ELEMENTS = 1 << 23
 _MAX_ALIGNMENT = 1 << 20
 _STRING, _ARRAY = 8, 9
-# Value types that NumPy reads as they are.
+# Value types that NumPy reads directly.
 _SCALARS: dict[int, np.dtype[Any]] = {
     0: np.dtype("<u1"),
     1: np.dtype("<i1"),
@@ -44,7 +45,7 @@ _SCALARS: dict[int, np.dtype[Any]] = {
 }
 
 
-# GGML's numbers of the formats that can be loaded.
+# GGML's numbers of the supported formats.
 FORMATS = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0"}
 FORMATS |= {10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K"}
 FORMATS |= {20: "IQ4_NL", 23: "IQ4_XS", 30: "BF16", 39: "MXFP4"}
@@ -52,7 +53,7 @@ _U64 = struct.Struct("<Q")
 
 
 def format_name(kind: int) -> str:
-    """GGML's name of a tensor format, those included that are refused for it."""
+    """Return GGML's name of a tensor format, whether or not it is supported."""
     if kind in FORMATS:
         return FORMATS[kind]
     from gguf.constants import GGMLQuantizationType  # slow to import
@@ -65,13 +66,13 @@ def format_name(kind: int) -> str:
 
 @dataclass(frozen=True)
 class _TensorRecord:
-    shape: tuple[int, ...]  # rows first: GGUF's order reversed
+    shape: tuple[int, ...]  # rows first, which reverses GGUF's order
     format: str
     offset: int  # from the start of the file
 
 
 class _Cursor:
-    """Reads the header; every read is checked against the end of the file."""
+    """Reads the header and checks every read against the end of the file."""
 
     def __init__(self, data: Bytes, path: Path) -> None:
         self._view: memoryview = data.data
@@ -83,8 +84,8 @@ class _Cursor:
         end = self.position + size
         if end > len(self._view):
             raise ModelFormatError(
-                f"{self._path}: truncated or corrupt GGUF: {what} needs bytes up to {end}, "
-                f"the file has {len(self._view)}"
+                f"{self._path}: The GGUF file is truncated or corrupt. {what} needs {end} bytes, "
+                f"but the file has {len(self._view)}."
             )
         piece = self._view[self.position : end]
         self.position = end
@@ -111,7 +112,7 @@ class _Cursor:
     def _array(self, key: str) -> list[Any]:
         kind, count = self.u32(key), self.u64(key)
         if kind == _STRING:
-            # A string takes at least the 8 bytes of its length.
+            # A string has at least the 8 bytes of its length.
             if count * 8 > len(self._view) - self.position:
                 self.take(count * 8, key)
             self._count(count, key)
@@ -126,12 +127,12 @@ class _Cursor:
         self._elements_left -= count
         if self._elements_left < 0:
             raise ModelFormatError(
-                f"{self._path}: {key[:80]}: got an array of {count} values, wanted at most "
-                f"{_MAX_ELEMENTS} in all arrays together"
+                f"{self._path}: {key[:80]} is an array of {count} values. All arrays together must "
+                f"have at most {_MAX_ELEMENTS}."
             )
 
     def _strings(self, count: int, key: str) -> list[str]:
-        """`string` a hundred thousand times, for a vocabulary."""
+        """Read `count` strings, like `string` but fast enough for a vocabulary."""
         view, position, end = self._view, self.position, len(self._view)
         read_size = _U64.unpack_from
         strings = []
@@ -146,13 +147,15 @@ class _Cursor:
             strings.append(str(view[start:position], "utf-8", "replace"))
         self.position = position
         if len(strings) < count:
-            self.string(key)  # refuses what is cut off, with the numbers
+            self.string(key)  # raises the error for a truncated file
         return strings
 
     def _scalar(self, kind: int, key: str) -> np.dtype[Any]:
         scalar: np.dtype[Any] | None = _SCALARS.get(kind)
         if scalar is None:
-            raise ModelFormatError(f"{self._path}: corrupt GGUF: {key} has unknown type {kind}")
+            raise ModelFormatError(
+                f"{self._path}: The GGUF file is corrupt. {key} has unknown type {kind}."
+            )
         return scalar
 
 
@@ -167,35 +170,37 @@ class GgufFile:
         num_tensors, num_keys = cursor.u64("the header"), cursor.u64("the header")
         if num_tensors > _MAX_TENSORS or num_keys > _MAX_KEYS:
             raise ModelFormatError(
-                f"{path}: corrupt GGUF: {num_tensors} tensors and {num_keys} keys, at most "
-                f"{_MAX_TENSORS} and {_MAX_KEYS} are accepted"
+                f"{path}: The GGUF file has {num_tensors} tensors and {num_keys} keys. It must "
+                f"have at most {_MAX_TENSORS} and {_MAX_KEYS}."
             )
         self.metadata: dict[str, Any] = {}
         for _ in range(num_keys):
             key = cursor.string("a metadata key")
             if key in self.metadata:
-                raise ModelFormatError(f"{path}: corrupt GGUF: key {key[:80]!r} appears twice")
+                raise ModelFormatError(
+                    f"{path}: The GGUF file is corrupt. Key {key[:80]!r} appears twice."
+                )
             self.metadata[key] = cursor.value(cursor.u32(key), key)
         self._records = self._read_records(cursor, num_tensors)
 
     @property
     def names(self) -> list[str]:
-        """Every tensor of the file, in its order."""
+        """Return the names of all tensors in the order of the file."""
         return list(self._records)
 
     def tensor(
         self, name: str, *, max_dims: int = 2, formats: tuple[str, ...] = SUPPORTED_FORMATS
     ) -> StoredTensor:
-        """The tensor of that name, mapped; ModelFormatError when its format or rank is another."""
+        """Return a mapped tensor. Raise ModelFormatError for another format or more dimensions."""
         record = self._records[name]
         where = f"{self.path}: tensor {name}"
         if record.format not in formats:
             raise ModelFormatError(
-                f"{where}: format: got {record.format}, wanted one of {', '.join(formats)}"
+                f"{where} has format {record.format}. It must be one of {', '.join(formats)}."
             )
         if len(record.shape) > max_dims:
             raise ModelFormatError(
-                f"{where}: got {len(record.shape)} dimensions, wanted at most {max_dims}"
+                f"{where} has {len(record.shape)} dimensions. It must have at most {max_dims}."
             )
         try:
             size = row_bytes(record.format, record.shape[-1])
@@ -205,19 +210,21 @@ class GgufFile:
         end = record.offset + size
         if end > self._data.size:
             raise ModelFormatError(
-                f"{where} lies at bytes {record.offset}..{end}, beyond the file of "
-                f"{self._data.size} bytes: truncated or corrupt"
+                f"{where} needs bytes {record.offset} to {end}, but the file has "
+                f"{self._data.size}. It is truncated or corrupt."
             )
         return StoredTensor(name, record.format, record.shape, self._data[record.offset : end])
 
     def _read_magic(self, cursor: _Cursor) -> None:
         magic = bytes(cursor.take(4, "the magic"))
         if magic != b"GGUF":
-            raise ModelFormatError(f"{self.path}: not a GGUF file: it starts with {magic!r}")
+            raise ModelFormatError(
+                f"{self.path}: This is not a GGUF file. It starts with {magic!r}."
+            )
         version = cursor.u32("the version")
         if version not in (2, 3):
             raise ModelFormatError(
-                f"{self.path}: GGUF version: got {version}, wanted 2 or 3, little endian"
+                f"{self.path}: The GGUF version is {version}. It must be 2 or 3, little-endian."
             )
 
     def _read_records(self, cursor: _Cursor, num_tensors: int) -> dict[str, _TensorRecord]:
@@ -228,7 +235,7 @@ class GgufFile:
             num_dims = cursor.u32(name)
             if not 1 <= num_dims <= _MAX_DIMS:
                 raise ModelFormatError(
-                    f"{where}: got {num_dims} dimensions, wanted 1 to {_MAX_DIMS}"
+                    f"{where} has {num_dims} dimensions. It must have 1 to {_MAX_DIMS}."
                 )
             dims = [cursor.u64(name) for _ in range(num_dims)]
             shape = check_shape(where, dims[::-1], file_bytes=int(self._data.size))
@@ -241,22 +248,24 @@ class GgufFile:
             or alignment & (alignment - 1)
         ):
             raise ModelFormatError(
-                f"{self.path}: general.alignment: got {alignment!r}, wanted a power of two"
+                f"{self.path}: general.alignment is {alignment!r}. It must be a power of two."
             )
         start = -(-cursor.position // alignment) * alignment
         records: dict[str, _TensorRecord] = {}
         for name, shape, tensor_format, offset in raw:
             if name in records:
-                raise ModelFormatError(f"{self.path}: corrupt GGUF: tensor {name} appears twice")
+                raise ModelFormatError(
+                    f"{self.path}: The GGUF file is corrupt. Tensor {name} appears twice."
+                )
             if offset % alignment:
                 raise ModelFormatError(
-                    f"{self.path}: corrupt GGUF: tensor {name} has offset {offset}, not aligned to "
-                    f"{alignment}"
+                    f"{self.path}: The GGUF file is corrupt. The offset {offset} of tensor {name} "
+                    f"is not aligned to {alignment}."
                 )
             if start + offset > self._data.size:
                 raise ModelFormatError(
-                    f"{self.path}: tensor {name} begins at byte {start + offset}, beyond the file "
-                    f"of {self._data.size} bytes: truncated or corrupt"
+                    f"{self.path}: tensor {name} begins at byte {start + offset}, but the file "
+                    f"has {self._data.size} bytes. It is truncated or corrupt."
                 )
             records[name] = _TensorRecord(shape, tensor_format, start + offset)
         return records

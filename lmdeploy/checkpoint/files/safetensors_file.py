@@ -1,7 +1,7 @@
-"""Safetensors checkpoints: one file, or shards named by an index.
+"""Read safetensors checkpoints: one file, or shards listed in an index.
 
-The header is read here rather than by the safetensors library because its NumPy form has no BF16
-and copies; the format is eight bytes of length, JSON, data.
+The format is eight bytes of length, JSON and data. The safetensors library is not used because its
+NumPy interface has no BF16 and copies the data.
 """
 
 import math
@@ -36,8 +36,8 @@ class _Shard:
         header_bytes = int.from_bytes(self._data[:8].tobytes(), "little") if size >= 8 else size
         if header_bytes > min(size - 8, MAX_JSON_BYTES):
             raise ModelFormatError(
-                f"{path}: truncated or corrupt safetensors: a header of {header_bytes} bytes in a "
-                f"file of {size}"
+                f"{path}: The safetensors file is truncated or corrupt. Its header has "
+                f"{header_bytes} bytes, but the file has {size}."
             )
         self._start = 8 + header_bytes
         header = parse_json_object(self._data[8 : self._start].tobytes(), str(path))
@@ -47,26 +47,26 @@ class _Shard:
             self._span(name)
 
     def tensor(self, name: str, *, max_dims: int, formats: tuple[str, ...]) -> StoredTensor:
-        """The tensor of that name; its bytes fit its shape."""
+        """Return a tensor after checking that its bytes match its shape."""
         where = f"{self.path}: tensor {name}"
         record = self.records[name]
         kind = record.get("dtype")
         wanted_kinds = [kind for kind in _DTYPE_BYTES if kind in formats]
         if kind not in wanted_kinds:
             raise ModelFormatError(
-                f"{where}: dtype: got {str(kind)[:40]}, wanted one of {', '.join(wanted_kinds)}"
+                f"{where} has dtype {str(kind)[:40]}. It must be one of {', '.join(wanted_kinds)}."
             )
         dims = record.get("shape")
         if not isinstance(dims, list) or not 1 <= len(dims) <= max_dims:
             raise ModelFormatError(
-                f"{where}: shape: got {str(dims)[:80]}, wanted 1 to {max_dims} sizes"
+                f"{where} has shape {str(dims)[:80]}. It must have 1 to {max_dims} sizes."
             )
         shape = check_shape(where, dims, file_bytes=int(self._data.size))
         begin, end = self._span(name)
         wanted = _DTYPE_BYTES[kind] * math.prod(shape)
         if end - begin != wanted:
             raise ModelFormatError(
-                f"{where}: {end - begin} bytes for shape {list(shape)} of {kind}; wanted {wanted}"
+                f"{where} has {end - begin} bytes. Shape {list(shape)} of {kind} needs {wanted}."
             )
         return StoredTensor(name, kind, shape, self._data[begin:end])
 
@@ -78,12 +78,12 @@ class _Shard:
             or len(offsets) != 2
             or not all(type(offset) is int for offset in offsets)
         ):
-            raise ModelFormatError(f"{self.path}: tensor {name[:80]} has no valid data_offsets")
+            raise ModelFormatError(f"{self.path}: tensor {name[:80]} has no valid data_offsets.")
         begin, end = self._start + offsets[0], self._start + offsets[1]
         if not self._start <= begin <= end <= self._data.size:
             raise ModelFormatError(
-                f"{self.path}: tensor {name[:80]} lies at bytes {begin}..{end}, beyond the file of "
-                f"{self._data.size} bytes: truncated or corrupt"
+                f"{self.path}: tensor {name[:80]} needs bytes {begin} to {end}, but the file has "
+                f"{self._data.size}. It is truncated or corrupt."
             )
         return begin, end
 
@@ -102,34 +102,34 @@ class SafetensorsFile:
             self._shard_of = dict.fromkeys(shard.records, shard)
         else:
             raise ModelFormatError(
-                f"{folder}: neither model.safetensors nor model.safetensors.index.json; other "
-                "weight files (.bin, .pt) are never read"
+                f"{folder}: The folder has neither model.safetensors nor "
+                "model.safetensors.index.json. Other weight files (.bin, .pt) are not supported."
             )
 
     @property
     def names(self) -> list[str]:
-        """Every tensor of the checkpoint."""
+        """Return the names of all tensors of the checkpoint."""
         return list(self._shard_of)
 
     def tensor(
         self, name: str, *, max_dims: int = 2, formats: tuple[str, ...] = SUPPORTED_FORMATS
     ) -> StoredTensor:
-        """The tensor of that name, mapped; ModelFormatError when its format or rank is another."""
+        """Return a mapped tensor. Raise ModelFormatError for another format or more dimensions."""
         return self._shard_of[name].tensor(name, max_dims=max_dims, formats=formats)
 
     def _open_shards(self, folder: Path, index: Path) -> None:
         weight_map = read_json_object(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelFormatError(f"{index}: no weight_map")
+            raise ModelFormatError(f"{index}: weight_map is missing.")
         shards: dict[str, _Shard] = {}
         for name, file_name in weight_map.items():
             if not isinstance(file_name, str) or Path(file_name).name != file_name:
                 raise ModelFormatError(
-                    f"{index}: {name[:80]} names the file {str(file_name)[:80]!r}; wanted a file "
-                    "name in the same folder"
+                    f"{index}: The file of {name[:80]} is {str(file_name)[:80]!r}. It must be the "
+                    "name of a file in the same folder."
                 )
             if file_name not in shards:
                 shards[file_name] = _Shard(folder / file_name)
             if name not in shards[file_name].records:
-                raise ModelFormatError(f"{index}: {file_name} has no tensor {name[:80]}")
+                raise ModelFormatError(f"{index}: {file_name} has no tensor {name[:80]}.")
             self._shard_of[name] = shards[file_name]

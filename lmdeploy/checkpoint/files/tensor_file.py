@@ -1,4 +1,4 @@
-"""Tensors as they lie in a memory-mapped file, before any conversion."""
+"""Tensors in a memory-mapped file, before any conversion."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy.typing as npt
 from lmdeploy.base.errors import ModelFormatError
 from lmdeploy.base.files import Bytes
 
-# Bytes of one element, for the formats that are not made of blocks.
+# Bytes per element of the formats without blocks.
 PLAIN_FORMATS = {"F32": 4, "F16": 2, "BF16": 2}
-# (values, bytes) of one block, as GGUF lays it out.
+# (values, bytes) of one block in GGUF's layout.
 BLOCK_FORMATS = {
     "Q4_0": (32, 18),
     "Q4_1": (32, 20),
@@ -30,17 +30,19 @@ BLOCK_FORMATS = {
     "MXFP4": (32, 17),
 }
 SUPPORTED_FORMATS = (*PLAIN_FORMATS, *BLOCK_FORMATS)
-# MXFP4 as Hugging Face stores it: codes, and E8M0 scales in a tensor of their own.
+# MXFP4 in the form of Hugging Face, with codes and E8M0 scales in separate tensors.
 SPLIT_MXFP4 = "MXFP4_SPLIT"
 
 
 def row_bytes(tensor_format: str, cols: int) -> int:
-    """Bytes of one row of `cols` values; ValueError when they do not fill whole blocks."""
+    """Return the bytes of a row of `cols` values. Raise ValueError for incomplete blocks."""
     if tensor_format in PLAIN_FORMATS:
         return cols * PLAIN_FORMATS[tensor_format]
     values, size = BLOCK_FORMATS[tensor_format]
     if cols % values:
-        raise ValueError(f"{cols} columns are not a multiple of the {values} values of a block")
+        raise ValueError(
+            f"The tensor has {cols} columns. It must have a multiple of the block size {values}."
+        )
     return cols // values * size
 
 
@@ -49,18 +51,18 @@ class QuantizedMatrix(Protocol):
 
     @property
     def kind(self) -> str:
-        """The engine format that the matrix becomes: q4_0, q4_1 or q8_0."""
+        """Return the engine format that the matrix is converted to: q4_0, q4_1 or q8_0."""
 
     @property
     def row_step(self) -> int:
-        """Rows that are read together; row ranges begin and end at multiples of it."""
+        """Return the number to which row ranges must be aligned."""
 
     @property
     def parts(self) -> tuple[Bytes, ...]:
-        """All of the matrix's bytes in the file."""
+        """Return all bytes of the matrix in the file."""
 
     def blocks(self, begin: int, end: int) -> Bytes:
-        """Return rows [begin, end) as GGUF blocks of `kind`. ValueError for values beyond it."""
+        """Return rows [begin, end) as GGUF blocks of `kind`. Raise ValueError on overflow."""
 
     def f32(self, begin: int, end: int) -> npt.NDArray[np.float32]:
         """Return rows [begin, end) without rounding."""
@@ -68,74 +70,74 @@ class QuantizedMatrix(Protocol):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as it lies in the file: its place was checked against the file's size."""
+    """A tensor in a file. Its location was checked against the size of the file."""
 
     name: str
-    # One of SUPPORTED_FORMATS, SPLIT_MXFP4, the name of a method, or that of a part's elements.
+    # One of SUPPORTED_FORMATS, SPLIT_MXFP4, the name of a method, or the element type of a part.
     format: str
     shape: tuple[int, ...]  # rows first
     raw: Bytes  # the bytes of the tensor, a view into the mapped file
-    scales: Bytes | None = None  # of SPLIT_MXFP4, a view too
-    matrix: QuantizedMatrix | None = None  # of a quantization method
+    scales: Bytes | None = None  # for SPLIT_MXFP4: a view of the scales
+    matrix: QuantizedMatrix | None = None  # for a quantization method
 
     @property
     def rows(self) -> int:
-        """Outputs of a matrix; 1 for a vector."""
+        """Return the outputs of a matrix, or 1 for a vector."""
         return self.shape[0] if len(self.shape) == 2 else 1
 
     @property
     def cols(self) -> int:
-        """Inputs of a matrix, or the length of a vector."""
+        """Return the inputs of a matrix, or the length of a vector."""
         return self.shape[-1]
 
     @property
     def num_bytes(self) -> int:
-        """Size in the file."""
+        """Return the size in the file."""
         return sum(int(part.size) for part in self.parts)
 
     @property
     def parts(self) -> list[Bytes]:
-        """All of its bytes in the file."""
+        """Return all bytes of the tensor in the file."""
         if self.matrix is not None:
             return list(self.matrix.parts)
         return [part for part in (self.raw, self.scales) if part is not None]
 
     def item(self, index: int) -> StoredTensor:
-        """Entry `index` of the first dimension, of a tensor with at least two."""
+        """Return item `index` of the first dimension. REQUIRES: at least two dimensions."""
         size = self.raw.size // self.shape[0]
         raw = self.raw[index * size : (index + 1) * size]
         return replace(self, name=f"{self.name}[{index}]", shape=self.shape[1:], raw=raw)
 
     def half(self, index: int) -> StoredTensor:
-        """The first (0) or second (1) half of the rows."""
+        """Return the first (0) or second (1) half of the rows."""
         size = self.raw.size // 2
         raw = self.raw[index * size : (index + 1) * size]
         return replace(self, shape=(self.shape[0] // 2, *self.shape[1:]), raw=raw)
 
 
 class TensorFile(Protocol):
-    """Named tensors of a checkpoint, whatever its container."""
+    """The named tensors of a checkpoint in any container."""
 
     @property
     def names(self) -> list[str]:
-        """Every tensor of the checkpoint."""
+        """Return the names of all tensors of the checkpoint."""
 
     def tensor(
         self, name: str, *, max_dims: int = 2, formats: tuple[str, ...] = SUPPORTED_FORMATS
     ) -> StoredTensor:
-        """The tensor of that name; ModelFormatError when its format or rank is another."""
+        """Return a tensor. Raise ModelFormatError for another format or more dimensions."""
 
 
 def check_shape(where: str, dims: list[Any], *, file_bytes: int) -> tuple[int, ...]:
-    """`dims` as a shape whose element count the file could hold at all."""
+    """Return `dims` as a shape. Raise ModelFormatError if the file is too small for it."""
     count = 1
     for dim in dims:
         if isinstance(dim, bool) or not isinstance(dim, int) or dim <= 0:
-            raise ModelFormatError(f"{where}: shape: got {str(dims)[:80]}, wanted sizes above 0")
+            raise ModelFormatError(f"{where} has shape {str(dims)[:80]}. Sizes must be above 0.")
         count *= dim
         # The densest format, Q2_K, has 256 values in 84 bytes.
         if count > 4 * file_bytes:
             raise ModelFormatError(
-                f"{where}: shape {str(dims)[:80]} is beyond the file of {file_bytes} bytes"
+                f"{where} has shape {str(dims)[:80]}, which exceeds the file of {file_bytes} bytes."
             )
     return tuple(dims)

@@ -1,8 +1,9 @@
-"""AWQ's 4-bit weights → rows of Q4_1.
+"""Convert AWQ's 4-bit weights to rows of Q4_1.
 
-As AutoAWQ's version "gemm" writes them: `qweight` [inputs, outputs / 8] and `qzeros` [inputs /
-group, outputs / 8] are int32, nibble i of a word belongs to output 8 · word + NIBBLE_ORDER[i];
-`scales` [inputs / group, outputs] are FP16. A weight is (code - zero) · scale.
+The layout is that of AutoAWQ's version "gemm". `qweight` [inputs, outputs / 8] and `qzeros`
+[inputs / group, outputs / 8] are int32. Nibble i of a word belongs to output
+8 · word + NIBBLE_ORDER[i]. `scales` [inputs / group, outputs] are FP16. A weight is
+(code - zero) · scale.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from lmdeploy.models.config_reader import ConfigReader
 NIBBLE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 WORD_OUTPUTS = len(NIBBLE_ORDER)
 _BLOCK = 32  # values of a block of Q4_1
-_CODES, _ZEROS, _SCALES = "qweight", "qzeros", "scales"  # of a matrix, in the place of "weight"
+_CODES, _ZEROS, _SCALES = "qweight", "qzeros", "scales"  # suffixes that replace "weight"
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -41,14 +42,14 @@ class AwqMatrix:
 
     @property
     def parts(self) -> tuple[Bytes, ...]:
-        """All of the matrix's bytes in the file."""
+        """Return all bytes of the matrix in the file."""
         return self.codes, self.scales, self.zeros
 
     def blocks(self, begin: int, end: int) -> Bytes:
         """Return rows [begin, end), multiples of `row_step`, as Q4_1 blocks.
 
         Codes and scales stay the same. A block's minimum, -zero · scale, is rounded to FP16.
-        Raises ValueError where that is not finite.
+        Raise ValueError if the result is not finite.
         """
         codes, scales, zeros = self._rows(begin, end)
         repeats = self.group // _BLOCK
@@ -77,7 +78,7 @@ class AwqMatrix:
 
 
 def _unpack(words: npt.NDArray[np.uint32]) -> Bytes:
-    """[n, words] → [8 · words, n]."""
+    """Unpack the nibbles of [n, words] to [8 · words, n]."""
     out = np.empty((words.shape[1], WORD_OUTPUTS, words.shape[0]), np.uint8)
     for nibble, output in enumerate(NIBBLE_ORDER):
         out[:, output] = ((words >> np.uint32(4 * nibble)) & np.uint32(15)).T
@@ -85,7 +86,7 @@ def _unpack(words: npt.NDArray[np.uint32]) -> Bytes:
 
 
 class AwqFile:
-    """A TensorFile in which each matrix that lies in three tensors is one, named as without AWQ."""
+    """A TensorFile that combines the three tensors of a matrix into one with the usual name."""
 
     def __init__(self, file: TensorFile, *, group: int, source: str) -> None:
         self._file = file
@@ -98,28 +99,28 @@ class AwqFile:
         if twice := self._present & self._bases.keys():
             name = min(twice)
             raise ModelFormatError(
-                f"{source}: tensor {name}: got it beside {self._bases[name]}{_CODES}, wanted one "
-                "of the two"
+                f"{source}: tensors {name} and {self._bases[name]}{_CODES} exclude each other. "
+                "Remove one."
             )
         self._names = [*(name for name in file.names if name not in parts), *self._bases]
 
     @property
     def names(self) -> list[str]:
-        """Every tensor, matrices by the name that their values would have."""
+        """Return all names. A matrix has the name that it has without AWQ."""
         return self._names
 
     def tensor(
         self, name: str, *, max_dims: int = 2, formats: tuple[str, ...] = SUPPORTED_FORMATS
     ) -> StoredTensor:
-        """The tensor of that name; ModelFormatError when it or a part of it is not right."""
+        """Return a tensor. Raise ModelFormatError if it or a part of it is invalid."""
         if name not in self._bases:
             return self._file.tensor(name, max_dims=max_dims, formats=formats)
         base = self._bases[name]
         codes = self._part(base + _CODES, "I32")
         if len(codes.shape) != 2 or codes.shape[0] % self._group:
             raise ModelFormatError(
-                f"{self._source}: tensor {codes.name} has shape {list(codes.shape)}; group_size "
-                f"wants a multiple of {self._group} first"
+                f"{self._source}: tensor {codes.name} has shape {list(codes.shape)}. It must have "
+                f"two dimensions, and the first must be a multiple of group_size {self._group}."
             )
         cols, words = codes.shape
         groups, rows = cols // self._group, words * WORD_OUTPUTS
@@ -127,22 +128,22 @@ class AwqFile:
         for part, shape in ((zeros, (groups, words)), (scales, (groups, rows))):
             if part.shape != shape:
                 raise ModelFormatError(
-                    f"{self._source}: tensor {part.name} has shape {list(part.shape)}; {_CODES} "
-                    f"and group_size {self._group} want {list(shape)}"
+                    f"{self._source}: tensor {part.name} has shape {list(part.shape)}. By {_CODES} "
+                    f"and group_size {self._group} it must be {list(shape)}."
                 )
         matrix = AwqMatrix(rows, cols, self._group, codes.raw, scales.raw, zeros.raw)
         return StoredTensor(codes.name, "AWQ", (rows, cols), codes.raw, matrix=matrix)
 
     def _part(self, name: str, kind: str) -> StoredTensor:
         if name not in self._present:
-            raise ModelFormatError(f"{self._source}: tensor {name} is missing")
+            raise ModelFormatError(f"{self._source}: tensor {name} is missing.")
         return self._file.tensor(name, formats=(kind,))
 
 
 def open_awq(file: TensorFile, quantization: ConfigReader, source: str) -> TensorFile:
     """Open AWQ weights in version "gemm" with 4 bits and zero points.
 
-    Raises ModelFormatError for every other variant.
+    Raise ModelFormatError for every other variant.
     """
     return AwqFile(file, group=_group_size(quantization), source=source)
 
@@ -150,14 +151,14 @@ def open_awq(file: TensorFile, quantization: ConfigReader, source: str) -> Tenso
 def _group_size(quantization: ConfigReader) -> int:
     bits = quantization.integer("bits", default=quantization.integer("w_bit", default=4))
     if bits != 4:
-        raise quantization.refuse(f"bits: got {bits}, wanted 4")
+        raise quantization.refuse(f"bits is {bits}. It must be 4.")
     version = quantization.text("version", default="gemm")
     if version.lower() != "gemm":
-        raise quantization.refuse(f"version: got {version[:40]!r}, wanted gemm")
+        raise quantization.refuse(f"version is {version[:40]!r}. It must be gemm.")
     if not quantization.flag("zero_point", default=True):
-        raise quantization.refuse("zero_point: got false, wanted true")
+        raise quantization.refuse("zero_point is false. It must be true.")
     default = quantization.integer("q_group_size", default=128)
     size = quantization.integer("group_size", default=default)
     if size % _BLOCK:
-        raise quantization.refuse(f"group_size: got {size}, wanted a multiple of {_BLOCK}")
+        raise quantization.refuse(f"group_size is {size}. It must be a multiple of {_BLOCK}.")
     return size

@@ -156,7 +156,9 @@ def test_check_model_format_awq_accepts_awq_and_hf(qwen2: Path) -> None:
     check_model_format(str(qwen2), "hf")
     with pytest.raises(ValueError, match="got gguf, wanted awq"):
         check_model_format(str(qwen2), "gguf")
-    with pytest.raises(ValueError, match="model_format: got 'gptq', wanted one of hf, gguf, awq"):
+    with pytest.raises(
+        ValueError, match=r"model_format is 'gptq'\. It must be one of hf, gguf, awq"
+    ):
         check_model_format(str(qwen2), "gptq")
 
 
@@ -191,12 +193,24 @@ def huge(stored: dict[str, np.ndarray]) -> None:
     [
         (without(UP + "qzeros"), "up_proj.qzeros is missing"),
         (without(UP + "scales"), "up_proj.scales is missing"),
-        (cut(UP + "scales"), r"up_proj.scales has shape \[1, 160\]; .* want \[2, 160\]"),
-        (cut(UP + "qweight"), r"up_proj.qweight has shape \[63, 20\]; .* multiple of 32 first"),
-        (halved(UP), r"up_proj.weight has shape \[160, 32\]; the config wants \[160, 64\]"),
-        (lambda stored: stored.update({UP + "weight": np.zeros((160, 64), np.float32)}), "beside"),
-        (lambda stored: stored.update({UP + "g_idx": np.zeros(64, np.int32)}), "does not know"),
-        (huge, "up_proj.qweight: .*beyond 65504, wanted FP16"),
+        (cut(UP + "scales"), r"up_proj.scales has shape \[1, 160\]\. .* must be \[2, 160\]"),
+        (
+            cut(UP + "qweight"),
+            r"up_proj.qweight has shape \[63, 20\]\. .* multiple of group_size 32",
+        ),
+        (
+            halved(UP),
+            r"up_proj.weight has shape \[160, 32\]\. By the config it must be \[160, 64\]",
+        ),
+        (
+            lambda stored: stored.update({UP + "weight": np.zeros((160, 64), np.float32)}),
+            "exclude each other",
+        ),
+        (
+            lambda stored: stored.update({UP + "g_idx": np.zeros(64, np.int32)}),
+            "does not use 1 of the tensors",
+        ),
+        (huge, "up_proj.qweight: .*beyond 65504, the limit of FP16"),
     ],
 )
 def test_open_checkpoint_inconsistent_awq_tensor_is_rejected(

@@ -244,7 +244,7 @@ def test_matrix_for_engine_scale_beyond_fp16_is_rejected(weight_format: str) -> 
     blocks = tensor.raw.reshape(-1, BLOCK_FORMATS[weight_format][1])
     place = 208 if weight_format == "Q6_K" else 0
     blocks[5, place : place + 2] = np.array([60000], "<f2").view(np.uint8)
-    with pytest.raises(ModelFormatError, match=r"tensor x: .*beyond 65504, wanted FP16"):
+    with pytest.raises(ModelFormatError, match=r"tensor x: .*beyond 65504, the limit of FP16"):
         matrix_for_engine(tensor, exact=False)
     assert matrix_for_engine(tensor, exact=True)[0] == "f32"
 
@@ -340,9 +340,9 @@ def test_open_checkpoint_gguf_rope_metadata_is_read(tmp_path: Path) -> None:
 
 BAD_METADATA: list[tuple[dict[str, Any], str]] = [
     ({"rope.scaling.type": "longrope"}, "longrope"),
-    ({"rope.dimension_count": 32}, "rope.dimension_count: got 32, wanted the head_dim"),
+    ({"rope.dimension_count": 32}, "rope.dimension_count is 32. It must be the head_dim"),
     ({"expert_count": 8}, "expert_used_count is missing"),
-    ({"attention.causal": False}, "attention.causal: got false, wanted true"),
+    ({"attention.causal": False}, "attention.causal is false. It must be true"),
 ]
 
 
@@ -375,7 +375,9 @@ def test_check_window_pattern_accepts_only_the_given_windows(pattern: Any, good:
     if good:
         _check_window_pattern(reader, "gpt-oss", windows=(128, 0, 128, 0))
     else:
-        with pytest.raises(ModelFormatError, match=f"{key}: .* wanted true, false, true, false"):
+        with pytest.raises(
+            ModelFormatError, match=f"{key} has other windows.* must be true, false, true, false"
+        ):
             _check_window_pattern(reader, "gpt-oss", windows=(128, 0, 128, 0))
     _check_window_pattern(reader, "gpt-oss", windows=(0, 0, 0, 0))
     _check_window_pattern(ConfigReader({}, "x"), "gpt-oss", windows=(128, 0, 128, 0))
@@ -419,27 +421,27 @@ DAMAGES: list[tuple[Any, str]] = [
     (lambda data: data[: len(data) // 2], "truncated"),
     (lambda data: data[:-64], "truncated"),
     (number_at(0, "<I", 0x12345678), "not a GGUF file"),
-    (number_at(4, "<I", 1), "GGUF version: got 1, wanted 2 or 3"),
-    (number_at(4, "<I", 0x03000000), "little endian"),
+    (number_at(4, "<I", 1), "GGUF version is 1. It must be 2 or 3"),
+    (number_at(4, "<I", 0x03000000), "little-endian"),
     (number_at(8, "<Q", 1 << 60), "tensors"),
     (number_at(16, "<Q", 1 << 60), "keys"),
     (number_at(8, "<Q", 5000), "0 dimensions"),
-    (number_at(24, "<Q", 1 << 62), "needs bytes"),
+    (number_at(24, "<Q", 1 << 62), "bytes, but the file has"),
     (replaced(b"llama.block_count", b"llama.block_cound"), "block_count is missing"),
     (replaced(b"general.architecture\x08\0\0\0\5\0\0\0\0\0\0\0llama",
               b"general.architecture\x08\0\0\0\5\0\0\0\0\0\0\0mamba"), "'mamba'.*llama, qwen2"),
     (tensor_record(b"blk.0.ffn_up.weight", 0, "<I", 9), "9 dimensions"),
-    (tensor_record(b"blk.0.ffn_up.weight", 4, "<Q", 0), "wanted sizes above 0"),
-    (tensor_record(b"blk.0.ffn_up.weight", 4, "<Q", 1 << 63), "beyond the file"),
+    (tensor_record(b"blk.0.ffn_up.weight", 4, "<Q", 0), "Sizes must be above 0"),
+    (tensor_record(b"blk.0.ffn_up.weight", 4, "<Q", 1 << 63), "exceeds the file"),
     (tensor_record(b"blk.0.ffn_up.weight", 4, "<Q", 32), "has shape"),
-    (tensor_record(b"blk.0.ffn_up.weight", 20, "<I", 99), "format: got number 99"),
-    (tensor_record(b"blk.0.ffn_up.weight", 20, "<I", 16), "format: got IQ2_XXS.*MXFP4"),
-    (tensor_record(b"blk.0.ffn_up.weight", 20, "<I", 12), "256 values of a block"),
-    (tensor_record(b"blk.0.ffn_up.weight", 24, "<Q", 1 << 62), "beyond the file"),
+    (tensor_record(b"blk.0.ffn_up.weight", 20, "<I", 99), "has format number 99"),
+    (tensor_record(b"blk.0.ffn_up.weight", 20, "<I", 16), "has format IQ2_XXS.*MXFP4"),
+    (tensor_record(b"blk.0.ffn_up.weight", 20, "<I", 12), "block size 256"),
+    (tensor_record(b"blk.0.ffn_up.weight", 24, "<Q", 1 << 62), "but the file has"),
     (tensor_record(b"blk.0.ffn_up.weight", 24, "<Q", 7), "not aligned"),
     (
         tensor_record(b"blk.0.ffn_up.weight", 24, "<Q", 1 << 40),
-        r"begins at byte 10995\d+, beyond the file of \d+ bytes",
+        r"begins at byte 10995\d+, but the file has \d+ bytes",
     ),
     (replaced(b"blk.0.ffn_up.weight", b"blk.0.ffn_ux.weight"), "ffn_up.weight is missing"),
     (replaced(b"blk.0.ffn_up.weight", b"blk.1.ffn_up.weight"), "appears twice"),
@@ -466,7 +468,7 @@ def test_gguf_file_string_list_must_end_inside_the_file(good: Path, tmp_path: Pa
             GgufFile(path)
     for size in (len(content), (1 << 63) - 1, (1 << 64) - 1):
         path.write_bytes(content[:first] + struct.pack("<Q", size) + content[first + 8 :])
-        with pytest.raises(ModelFormatError, match="tokens needs bytes up to"):
+        with pytest.raises(ModelFormatError, match=r"tokens needs .* bytes, but"):
             GgufFile(path)
 
 
@@ -491,7 +493,7 @@ def test_gguf_file_arrays_share_one_size_limit(
         if is_good:
             assert len(GgufFile(path).metadata["key0"]) == 1000
         else:
-            with pytest.raises(ModelFormatError, match=r"key\d: got an array of .*at most 1000"):
+            with pytest.raises(ModelFormatError, match=r"key\d is an array of .*at most 1000"):
                 GgufFile(path)
 
 

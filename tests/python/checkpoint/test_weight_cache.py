@@ -244,13 +244,13 @@ def test_options_from_environment_reads_and_checks_variables(
         assert options_from_environment() == CacheOptions(tmp_path / "mine", limit)
     for bad in ("-1", "20 parsecs", "nan", "1e9", "0x10", "9" * 400):
         monkeypatch.setenv("LMDEPLOY_CACHE_LIMIT", bad)
-        with pytest.raises(ValueError, match="LMDEPLOY_CACHE_LIMIT: got"):
+        with pytest.raises(ValueError, match="LMDEPLOY_CACHE_LIMIT is"):
             options_from_environment()
     monkeypatch.delenv("LMDEPLOY_CACHE_LIMIT")
     monkeypatch.setenv("LMDEPLOY_CACHE", "0")
     assert options_from_environment() is None
     monkeypatch.setenv("LMDEPLOY_CACHE", "yes")
-    with pytest.raises(ValueError, match="LMDEPLOY_CACHE: got 'yes', wanted 0 or 1"):
+    with pytest.raises(ValueError, match=r"LMDEPLOY_CACHE is 'yes'. It must be 0 or 1"):
         options_from_environment()
 
 
@@ -271,7 +271,7 @@ def test_weight_cache_limit_removes_least_recently_used_files(
     monkeypatch.setenv("LMDEPLOY_CACHE_LIMIT", str(size - 1))
     assert not Start(gguf).stored
     assert (
-        f"got {size} bytes, wanted at most {size - 1}; change LMDEPLOY_CACHE_LIMIT" in caplog.text
+        f"has {size} bytes. It must have at most {size - 1} (LMDEPLOY_CACHE_LIMIT)" in caplog.text
     )
     assert {found.name for found in folder.iterdir()} == {*names, "notes.txt"}
     monkeypatch.setenv("LMDEPLOY_CACHE_LIMIT", str(2 * size + size // 2))
