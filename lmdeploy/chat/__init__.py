@@ -1,1 +1,1 @@
-"""From messages to token ids, and from token ids back to text."""
+"""Convert messages to token ids, and token ids back to text."""

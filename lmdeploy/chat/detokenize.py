@@ -1,4 +1,4 @@
-"""⑨ From token ids to text that may be shown: stop words and the hold-back they need.
+"""⑨ Convert token ids to text, stop at stop words, and hold back text that may begin one.
 
 Pure and synchronous; one object per answer, used by one coroutine.
 """
@@ -16,26 +16,27 @@ if TYPE_CHECKING:
 
 
 class Detokenizer(Protocol):
-    """Turns ids into text one at a time and keeps back half a character."""
+    """Converts ids to text one at a time and holds back incomplete characters."""
 
     def push(self, token: int) -> str:
-        """Text that `token` completes."""
+        """Return the text that `token` completes."""
         ...
 
     @property
     def pending(self) -> bool:
-        """Whether half a character is kept back."""
+        """Return whether an incomplete character is held back."""
         ...
 
     def finish(self) -> str:
-        """What is left; incomplete characters become U+FFFD."""
+        """Return the rest of the text. Incomplete characters become U+FFFD."""
         ...
 
 
 class TokenDetokenizer:
     """A tokenizer's incremental decoder. Ids that only pad the model's vocabulary have no text.
 
-    `begins_text`: a chat template's answer is a text of its own, any other goes on with its prompt.
+    `begins_text` means that the answer is a new text, as with a chat template. Otherwise the answer
+    continues its prompt.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool, *, begins_text: bool) -> None:
@@ -43,25 +44,25 @@ class TokenDetokenizer:
         self._vocab_size = tokenizer.vocab_size
 
     def push(self, token: int) -> str:
-        """Text that `token` completes."""
+        """Return the text that `token` completes."""
         return self._stream.push(token) if token < self._vocab_size else ""
 
     @property
     def pending(self) -> bool:
-        """Whether half a character is kept back."""
+        """Return whether an incomplete character is held back."""
         return self._stream.pending
 
     def finish(self) -> str:
-        """What is left."""
+        """Return the rest of the text."""
         return self._stream.finish()
 
 
 class AnswerText:
-    """The text of one answer and the tokens it came from.
+    """The text of one answer and the tokens that it consists of.
 
     A token is released together with the last character of its text, so that streamed text, tokens
-    and log probabilities stay aligned. Tokens whose text begins at or after a stop word's beginning
-    are dropped. A stop word that is complete before the answer has `min_tokens` tokens is text.
+    and log probabilities stay aligned. Tokens whose text begins within or after a stop word are
+    dropped. A stop word that is complete before the answer has `min_tokens` tokens counts as text.
     """
 
     def __init__(
@@ -78,27 +79,27 @@ class AnswerText:
         self._min_tokens = min_tokens
         self._num_tokens = 0
         self._held = ""
-        self._released = 0  # characters given away
-        # Of tokens not given away: where their text begins and ends, and what has to be given away
-        # with them: one character more where they end within one.
+        self._released = 0  # number of released characters
+        # For each unreleased token: begin and end of its text, and the characters that must be
+        # released with it: one more than `end` if the token ends within a character.
         self._spans: deque[tuple[int, int, int]] = deque()
         self._done = False
         self.stopped = False
 
     def push(self, token: int) -> None:
-        """Adds a token. REQUIRES: not stopped."""
+        """Add a token. REQUIRES: not stopped."""
         self._num_tokens += 1
         begin = self._released + len(self._held)
         was_pending = self.detokenizer.pending
         text = self.detokenizer.push(token)
         end = begin + len(text)
         if was_pending and text.startswith("\ufffd"):
-            begin += 1  # half a character that was none, of the token before
+            begin += 1  # the previous token ended with an invalid character
         self._spans.append((begin, end, end + self.detokenizer.pending))
         self._append(text)
 
     def finish(self) -> None:
-        """No token follows: what was held back may go out."""
+        """End the answer and release the text that was held back."""
         if not self.stopped:
             self._append(self.detokenizer.finish())
         self._done = True
@@ -123,11 +124,11 @@ class AnswerText:
 
     @property
     def overhang(self) -> int:
-        """Characters of the last token, not yet taken, that the stop word cut off."""
+        """Return how many characters of the last untaken token the stop word cut off."""
         return self._spans[-1][1] - self._released - len(self._held) if self._spans else 0
 
     def take(self) -> tuple[str, int]:
-        """(text that may be shown, number of tokens that it completes)."""
+        """Return (text that can be shown, number of tokens that it completes)."""
         keep = 0 if self._done else self._matcher.held
         cut = len(self._held) - keep
         text, self._held = self._held[:cut], self._held[cut:]
@@ -140,10 +141,10 @@ class AnswerText:
 
 
 class SpecialTokenStopFilter(AnswerText):
-    """An answer that ends, too, at stop words which contain special tokens.
+    """The text of an answer that also ends at stop words with special tokens.
 
-    `gate` matches those in the text that shows special tokens. A token becomes part of the answer
-    when it leaves the gate, so none that may begin such a word is shown or counted.
+    `gate` matches these words in the text with special tokens shown. A token becomes part of the
+    answer when it leaves the gate. So no token that may begin such a word is shown or counted.
     """
 
     def __init__(
@@ -157,10 +158,10 @@ class SpecialTokenStopFilter(AnswerText):
     ) -> None:
         super().__init__(detokenizer, stop_words, include_stop=include_stop, min_tokens=min_tokens)
         self._gate = gate
-        self._waiting: deque[int] = deque()  # pushed, not yet out of the gate
+        self._waiting: deque[int] = deque()  # pushed tokens that are still in the gate
 
     def push(self, token: int) -> None:
-        """Adds a token. REQUIRES: not stopped."""
+        """Add a token. REQUIRES: not stopped."""
         if self._gate is None:
             super().push(token)
             return
@@ -169,7 +170,7 @@ class SpecialTokenStopFilter(AnswerText):
         self._pass(self._gate)
 
     def finish(self, dropped: Sequence[int] = ()) -> None:
-        """No token follows but `dropped` ones, which may complete a stop word."""
+        """End the answer. `dropped` are further tokens, which may complete a stop word."""
         if self._gate is not None and not self.stopped:
             for token in dropped:
                 if not self._gate.stopped:
@@ -186,9 +187,9 @@ class SpecialTokenStopFilter(AnswerText):
         if not gate.stopped or self.stopped:
             return
         begin, end, _ = self._spans[-1] if self._spans else (0, 0, 0)
-        shown = min(cut, end - begin)  # of special tokens and reasoning nothing is
+        shown = min(cut, end - begin)  # special tokens and reasoning show nothing
         self._held = self._held[: len(self._held) - shown]
-        # What is left of the stop word's first character is no text.
+        # The rest of the stop word's first character is not text.
         rest = self.detokenizer.finish().removesuffix("\ufffd")
         self._append(rest[: max(len(rest) - (cut - shown), 0)])
         self.stopped = self._done = True

@@ -1,9 +1,9 @@
-"""The pre-tokenizers that a GGUF file can name: how text is split before byte-level BPE.
+"""The pre-tokenizers of GGUF files, which split text before byte-level BPE.
 
 `tokenizer.ggml.pre` is the name. The expressions are those of llama.cpp, src/llama-vocab.cpp, class
-llm_tokenizer_bpe. The comment of a row is its `case LLAMA_VOCAB_PRE_TYPE_…` there, and who uses it.
-The table has no names that only unsupported architectures use. A wrong split gives wrong ids
-without any other sign, so scripts/dev/check_tokenizers.py compares ids with llama.cpp's tests.
+llm_tokenizer_bpe. The comment of a row has its `case LLAMA_VOCAB_PRE_TYPE_…` there, and the models
+that use it. The table omits names that only unsupported architectures use. A wrong split silently
+gives wrong ids, so scripts/dev/check_tokenizers.py compares ids with llama.cpp's tests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _GPT4O = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENGLISH_SUFFIX}?"
     rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENGLISH_SUFFIX}?|\p{{N}}{{1,3}}"
 ) + _CASED_TAIL
-# Letters with case, as DeepSeek LLM lists them.
+# The letters with case in the expression of DeepSeek LLM.
 _CASED_LETTERS = (
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-"
     "\u02af\u0370-\u0373\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-"
@@ -51,11 +51,11 @@ _DEEPSEEK3_WORDS = (
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """Patterns that split text in order: each splits the pieces of the one before."""
+    """Patterns that split text. Each one splits the pieces of the one before it."""
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False  # a piece that is a token is not split
-    add_bos: bool = False  # where the file does not say
+    add_bos: bool = False  # default if the file does not specify it
 
 
 _BPE_LLAMA3 = PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True)

@@ -1,7 +1,7 @@
-"""The tokenizer inside a GGUF file, rebuilt for the library tokenizers with llama.cpp's ids.
+"""Build a tokenizer of the library tokenizers from a GGUF file. Its ids are those of llama.cpp.
 
 `tokenizer.ggml.model` is the kind: gpt2 (byte-level BPE) or llama (SentencePiece BPE). For gpt2,
-`tokenizer.ggml.pre` names the pre-tokenizer (gguf_pretokenizers.py). An unknown name is refused.
+`tokenizer.ggml.pre` names the pre-tokenizer (gguf_pretokenizers.py). Unknown names are rejected.
 """
 
 from __future__ import annotations
@@ -33,38 +33,38 @@ class _Vocabulary:
     kinds: list[int]
 
     def items(self, name: str, kind: type) -> list[Any]:
-        """A list under tokenizer.ggml.<name> of that type of items."""
+        """Return the list under tokenizer.ggml.<name> after checking the type of its items."""
         values = self.metadata.get(f"tokenizer.ggml.{name}")
         if not isinstance(values, list) or not all(type(value) is kind for value in values):
             raise ModelFormatError(
-                f"{self.source}: tokenizer.ggml.{name} is missing or not a list of {kind.__name__}"
+                f"{self.source}: tokenizer.ggml.{name} must be a list of {kind.__name__}."
             )
         return values
 
     def token_id(self, name: str) -> int | None:
-        """An id under tokenizer.ggml.<name>_token_id; None when it is missing."""
+        """Return the id under tokenizer.ggml.<name>_token_id, or None if it is missing."""
         value = self.metadata.get(f"tokenizer.ggml.{name}_token_id")
         if value is None:
             return None
         if type(value) is not int or not 0 <= value < len(self.tokens):
             raise ModelFormatError(
-                f"{self.source}: tokenizer.ggml.{name}_token_id is {value!r}; wanted "
-                f"0..{len(self.tokens) - 1}"
+                f"{self.source}: tokenizer.ggml.{name}_token_id is {value!r}. It must be "
+                f"0 to {len(self.tokens) - 1}."
             )
         return value
 
     def flag(self, name: str, default: bool) -> bool:
-        """A flag under tokenizer.ggml.<name>."""
+        """Return the flag under tokenizer.ggml.<name>."""
         value = self.metadata.get(f"tokenizer.ggml.{name}", default)
         if not isinstance(value, bool):
             raise ModelFormatError(
-                f"{self.source}: tokenizer.ggml.{name} is {value!r}; wanted true or false"
+                f"{self.source}: tokenizer.ggml.{name} is {value!r}. It must be true or false."
             )
         return value
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
-    """The tokenizer described by GGUF metadata. ModelFormatError when its kind is not known."""
+    """Return the tokenizer in GGUF metadata. Raise ModelFormatError for an unknown kind."""
     kind = metadata.get("tokenizer.ggml.model")
     vocabulary = _read_vocabulary(metadata, source)
     if kind == "gpt2":
@@ -73,7 +73,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer:
         backend, add_bos = _sentence_piece(vocabulary), True
     else:
         raise ModelFormatError(
-            f"{source}: tokenizer.ggml.model is {str(kind)[:40]!r}; supported: gpt2, llama"
+            f"{source}: tokenizer.ggml.model is {str(kind)[:40]!r}. It must be gpt2 or llama."
         )
     _add_special_tokens(backend, vocabulary)
     bos_id = vocabulary.token_id("bos")
@@ -94,27 +94,28 @@ def _read_vocabulary(metadata: Mapping[str, Any], source: str) -> _Vocabulary:
     tokens = vocabulary.items("tokens", str)
     if not 1 <= len(tokens) <= _MAX_TOKENS:
         raise ModelFormatError(
-            f"{source}: {len(tokens)} tokens; wanted 1..{_MAX_TOKENS} in tokenizer.ggml.tokens"
+            f"{source}: tokenizer.ggml.tokens has {len(tokens)} items. It must have "
+            f"1 to {_MAX_TOKENS}."
         )
     longest = max(map(len, tokens))
-    if longest > _MAX_TOKEN_LENGTH:  # merges are found by trying every cut of every token
+    if longest > _MAX_TOKEN_LENGTH:  # finding merges tries every split of every token
         raise ModelFormatError(
-            f"{source}: a token of {longest} characters in tokenizer.ggml.tokens; wanted at most "
-            f"{_MAX_TOKEN_LENGTH}"
+            f"{source}: tokenizer.ggml.tokens has a token of {longest} characters. The limit is "
+            f"{_MAX_TOKEN_LENGTH}."
         )
     kinds = [1] * len(tokens)
     if "tokenizer.ggml.token_type" in metadata:
         kinds = vocabulary.items("token_type", int)
         if len(kinds) != len(tokens):
             raise ModelFormatError(
-                f"{source}: {len(kinds)} entries in tokenizer.ggml.token_type for {len(tokens)} "
-                "tokens"
+                f"{source}: tokenizer.ggml.token_type has {len(kinds)} entries for {len(tokens)} "
+                "tokens."
             )
     return _Vocabulary(source, metadata, tokens, kinds)
 
 
 def _byte_level(vocabulary: _Vocabulary) -> tuple[Backend, bool]:
-    """Byte-level BPE (gpt2), and whether BOS is added by default."""
+    """Return byte-level BPE (gpt2), and whether BOS is added by default."""
     from tokenizers import Regex, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as BackendClass
 
@@ -122,8 +123,8 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Backend, bool]:
     pre_tokenizer = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
     if pre_tokenizer is None:
         raise ModelFormatError(
-            f"{vocabulary.source}: tokenizer.ggml.pre is {str(name)[:40]!r}; supported: "
-            f"{', '.join(sorted(PRE_TOKENIZERS))}"
+            f"{vocabulary.source}: tokenizer.ggml.pre is {str(name)[:40]!r}. It must be one of "
+            f"{', '.join(sorted(PRE_TOKENIZERS))}."
         )
     ids = {token: token_id for token_id, token in enumerate(vocabulary.tokens)}
     merges = _read_merges(vocabulary)
@@ -131,7 +132,8 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Backend, bool]:
         model = models.BPE(ids, merges, ignore_merges=pre_tokenizer.ignore_merges)
     except Exception as error:  # the library raises plain Exception
         raise ModelFormatError(
-            f"{vocabulary.source}: tokenizer.ggml.merges do not fit the tokens: {str(error)[:120]}"
+            f"{vocabulary.source}: tokenizer.ggml.merges does not match the tokens: "
+            f"{str(error)[:120]}"
         ) from error
     backend: Backend = BackendClass(model)
     splits = [
@@ -145,7 +147,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[Backend, bool]:
 
 
 def _read_merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    # Their parts are tokens: as strings of their own they would take as much memory again.
+    # The parts are tokens. Sharing their strings halves the memory.
     tokens = dict(zip(vocabulary.tokens, vocabulary.tokens, strict=True))
     merges = []
     for text in vocabulary.items("merges", str):
@@ -156,14 +158,15 @@ def _read_merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
 
 
 def _sentence_piece(vocabulary: _Vocabulary) -> Backend:
-    """SentencePiece BPE (llama): merges follow from the scores, unknown text becomes bytes."""
+    """Return SentencePiece BPE (llama). Merges follow from scores; unknown text becomes bytes."""
     from tokenizers import Tokenizer as BackendClass
     from tokenizers import decoders, models, normalizers
 
     scores = vocabulary.items("scores", float)
     if len(scores) != len(vocabulary.tokens):
         raise ModelFormatError(
-            f"{vocabulary.source}: {len(scores)} scores for {len(vocabulary.tokens)} tokens"
+            f"{vocabulary.source}: tokenizer.ggml.scores has {len(scores)} entries for "
+            f"{len(vocabulary.tokens)} tokens."
         )
     ids = {token: token_id for token_id, token in enumerate(vocabulary.tokens)}
     unknown = vocabulary.token_id("unknown")
@@ -190,7 +193,7 @@ def _sentence_piece(vocabulary: _Vocabulary) -> Backend:
 def _merges_from_scores(
     vocabulary: _Vocabulary, ids: Mapping[str, int], *, scores: list[float]
 ) -> list[tuple[str, str]]:
-    """Every way to make a piece of two pieces, best score first."""
+    """Return every way to join two pieces to a piece, best score first."""
     plain = {
         token
         for token, token_id in ids.items()
@@ -219,7 +222,7 @@ def _add_special_tokens(backend: Backend, vocabulary: _Vocabulary) -> None:
 
 
 def _add_template(backend: Backend, vocabulary: _Vocabulary, *, bos_id: int | None) -> None:
-    """What `encode` puts around a text."""
+    """Set the special tokens that `encode` adds around a text."""
     from tokenizers import processors
 
     eos_id = vocabulary.token_id("eos") if vocabulary.flag("add_eos_token", False) else None

@@ -1,4 +1,4 @@
-"""④ `response_format` → a mask over the vocabulary before every token, by llguidance."""
+"""④ Convert `response_format` to a mask over the vocabulary for every token, by llguidance."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 MAX_GRAMMAR_CHARS = 1 << 17
-_MAX_LEXER_STATES = 50_000  # about 1 to 2 kB each
+_MAX_LEXER_STATES = 50_000  # of 1 to 2 kB each
 _MAX_REASON_CHARS = 300
 _MAX_KEPT = 4  # compiled grammars of a call
-# Bounded: small models like to go on with blank lines until max_tokens.
+# Bounded, because small models tend to write blank lines until max_tokens.
 _JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"[ \n\t]{0,16}"}
 
 TokenMask = Callable[[Sequence[int], npt.NDArray[np.int32]], bool]
 
 
 def grammar_text(response_format: dict[str, Any]) -> str | None:
-    """The grammar in llguidance's notation; None for {"type": "text"}.
+    """Return the grammar in llguidance's notation, or None for {"type": "text"}.
 
-    Raises OptionError for an unknown type, a missing part or a schema that is not an object.
+    Raise OptionError for an unknown type, a missing part or a schema that is not an object.
     """
     import llguidance
 
@@ -56,7 +56,7 @@ def grammar_text(response_format: dict[str, Any]) -> str | None:
         _check_size("response_format.json_schema", text)
         try:
             return str(_from_schema(text, overrides=_JSON_OPTIONS))
-        except ValueError as error:  # what Python reads as JSON, and the library does not
+        except ValueError as error:  # JSON that Python accepts, but the library does not
             reason = f"is not a valid schema: {_one_line(error)}."
             raise OptionError("response_format.json_schema", reason) from None
     if kind in ("regex_schema", "regex"):
@@ -78,22 +78,22 @@ def _check_size(name: str, text: str) -> None:
 
 
 class Grammar:
-    """A compiled response_format. Every answer goes through a copy of its own."""
+    """A compiled response_format. Every answer uses its own copy of the matcher."""
 
     def __init__(self, text: str, tokenizer: Any) -> None:
-        """Compiles llguidance's notation. OptionError for a bad grammar."""
+        """Compile llguidance's notation. Raise OptionError for a bad grammar."""
         import llguidance
 
         limits = llguidance.LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
         self._matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits)
         if not self._matcher.is_error():
-            # A grammar that explodes shows here or at its first tokens.
+            # A grammar with too many states fails here or at its first tokens.
             self._matcher.compute_bitmask()
         if self._matcher.is_error():
             raise _failure("cannot be compiled", self._matcher)
 
     def token_mask(self) -> TokenMask:
-        """The callback for one answer, which holds a matcher from its first call on."""
+        """Return the callback for one answer. It copies the matcher at its first call."""
         matcher: Any = None
 
         def token_mask(new_tokens: Sequence[int], mask: npt.NDArray[np.int32]) -> bool:
@@ -113,9 +113,9 @@ class Grammar:
 
 
 class Grammars:
-    """The grammars of one call: each is compiled once, the last few are kept. For any thread.
+    """The grammars of one call. Each is compiled once, and the last few are kept. Thread-safe.
 
-    `get_tokenizer` gives llguidance's tokenizer and is called only when it is needed.
+    `get_tokenizer` returns llguidance's tokenizer. It is called only if it is needed.
     """
 
     def __init__(self, get_tokenizer: Callable[[], Any]) -> None:
@@ -126,7 +126,7 @@ class Grammars:
     def token_mask(self, wanted: dict[str, Any] | str) -> TokenMask | None:
         """Return the callback for one answer, or None for plain text.
 
-        `wanted` is a `response_format`, or a grammar in llguidance's notation. Raises OptionError
+        `wanted` is a `response_format`, or a grammar in llguidance's notation. Raise OptionError
         for a bad one.
         """
         with self._lock:

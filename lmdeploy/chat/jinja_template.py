@@ -1,7 +1,7 @@
-"""② Messages → prompt text, with the Jinja template of the checkpoint in a sandbox.
+"""② Render messages to prompt text with the checkpoint's Jinja template.
 
-A template comes from a download: it runs in a sandbox of bounded time and memory
-(chat/template_limits.py), with limits on the sizes of the template and of the prompt.
+Templates are downloaded and not trusted. They run in a sandbox with bounds on time and memory
+(chat/template_limits.py). The sizes of the template and of the prompt are limited too.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ Message = Mapping[str, Any]
 
 
 class PreRenderedJson(str):
-    """A text that is JSON already, or goes in as it is: the filter `tojson` leaves it alone."""
+    """A text that the filter `tojson` inserts unchanged, for example because it is JSON."""
 
 
 class _TemplateError(Exception):
-    """Raised by a template through raise_exception()."""
+    """An error that a template raises by raise_exception()."""
 
 
 class ChatTemplate:
     """A compiled template. Immutable; any thread may use it.
 
-    Raises ModelFormatError when the source does not compile.
+    Raise ModelFormatError if the source does not compile.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt of a conversation; encode it without special tokens.
+        """Return the prompt of a conversation. Encode it without special tokens.
 
         Args:
             messages: mappings with `role` and `content`.
-            add_generation_prompt: whether the assistant's turn is opened at the end.
-            variables: further names the template may use (enable_thinking, ...).
+            add_generation_prompt: begin the turn of the assistant at the end.
+            variables: further variables of the template (enable_thinking, ...).
 
-        Raises OptionError with the template's own words when it refuses the messages.
+        Raise OptionError with the template's message if it rejects the messages.
         """
         from jinja2 import TemplateError
 
@@ -112,19 +112,19 @@ class ChatTemplate:
 
 
 def template_from_file(path: str | Path, tokenizer: Tokenizer) -> ChatTemplate:
-    """A Jinja file, or a JSON file with `chat_template` (for --chat-template)."""
+    """Read a Jinja file, or a JSON file with `chat_template` (for --chat-template)."""
     file = Path(path)
     if file.suffix == ".json":
         source = _source_from_json(file)
         if source is None:
-            raise ModelFormatError(f"{file}: no chat_template in it")
+            raise ModelFormatError(f"{file}: chat_template is missing.")
     else:
         source = _read_text(file)
     return _make(source, str(file), tokenizer=tokenizer)
 
 
 def template_from_folder(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The template of a Hugging Face folder; None when it has none."""
+    """Return the template of a Hugging Face folder, or None if it has none."""
     for name in _FILE_NAMES:
         file = folder / name
         if file.is_file():
@@ -135,7 +135,7 @@ def template_from_folder(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | N
 
 
 def template_from_gguf(metadata: Mapping[str, Any], tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The template in GGUF metadata; None when it has none."""
+    """Return the template in GGUF metadata, or None if it has none."""
     source = metadata.get("tokenizer.chat_template")
     if not isinstance(source, str):
         return None
@@ -152,20 +152,20 @@ def _read_text(file: Path) -> str:
     try:
         if file.stat().st_size > 4 * _MAX_TEMPLATE_CHARS:
             raise ModelFormatError(
-                f"{file}: a chat template has at most {_MAX_TEMPLATE_CHARS} chars"
+                f"{file}: A chat template must have at most {_MAX_TEMPLATE_CHARS} characters."
             )
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ModelFormatError(f"{file}: cannot be read: {error}") from error
+        raise ModelFormatError(f"{file}: The file cannot be read: {error}") from error
 
 
 def _source_from_json(file: Path) -> str | None:
     value = read_json_object(file, _MAX_CONFIG_BYTES).get("chat_template")
-    if isinstance(value, list):  # several named templates: the one for chat is "default"
+    if isinstance(value, list):  # of several named templates, "default" is the one for chat
         named = [item for item in value if isinstance(item, dict) and item.get("name") == "default"]
         value = named[0].get("template") if named else None
     if value is not None and not isinstance(value, str):
-        raise ModelFormatError(f"{file}: chat_template is not a text")
+        raise ModelFormatError(f"{file}: chat_template must be a string.")
     return value
 
 
@@ -176,8 +176,8 @@ def _compile(source: str, origin: str) -> Template:
 
     if len(source) > _MAX_TEMPLATE_CHARS:
         raise ModelFormatError(
-            f"{origin}: chat template: got {len(source)} characters, wanted at most "
-            f"{_MAX_TEMPLATE_CHARS}"
+            f"{origin}: The chat template has {len(source)} characters. It must have at most "
+            f"{_MAX_TEMPLATE_CHARS}."
         )
     environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
@@ -186,14 +186,14 @@ def _compile(source: str, origin: str) -> Template:
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     try:
-        with limits():  # filters of constants run here
+        with limits():  # compiling runs filters on constants
             return environment.from_string(_without_generation_marks(source))
     except (TemplateError, RecursionError, ValueError, SyntaxError) as error:
-        raise ModelFormatError(f"{origin}: the chat template does not compile: {error}") from error
+        raise ModelFormatError(f"{origin}: The chat template does not compile: {error}") from error
 
 
 def _without_generation_marks(source: str) -> str:
-    """Drops `{% generation %}`, which only marks text for training."""
+    """Remove `{% generation %}`, which only marks text for training."""
     return re.sub(
         r"\{%(-?)\s*(?:end)?generation\s*(-?)%\}", r"{%\1 if true \2%}{% endif %}", source
     )
@@ -219,8 +219,8 @@ def _to_json(
         return str(value)
     width = len(indent) if isinstance(indent, str) else indent or 0
     if width > _MAX_INDENT:
-        raise _TemplateError(f"tojson: got indent={width}, wanted at most {_MAX_INDENT}")
-    # Unlike Jinja's own filter it does not escape for HTML.
+        raise _TemplateError(f"tojson has indent={width}. It must be at most {_MAX_INDENT}.")
+    # Unlike Jinja's own filter, this one does not escape for HTML.
     encoder = json.JSONEncoder(
         ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -233,4 +233,4 @@ def _to_json(
 
 
 def _too_long() -> _TemplateError:
-    return _TemplateError(f"the prompt passes {_MAX_OUTPUT_CHARS} characters")
+    return _TemplateError(f"The prompt has more than {_MAX_OUTPUT_CHARS} characters.")

@@ -1,4 +1,4 @@
-"""Checks of the messages in a conversation, as clients and callers send them."""
+"""Check the messages of a conversation, as clients and callers send them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from lmdeploy.base.checks import OptionError, refuse, show
 
 MAX_MESSAGES = 4096
-MAX_TOOL_CALLS = 1024  # of one message
+MAX_TOOL_CALLS = 1024  # per message
 # return_token_ids adds this key to a message. Clients send it back, and it is ignored.
 OUR_OWN_KEY = "gen_tokens"
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# The model chose the name of a call, so only what a prompt cannot hold is refused.
+# The model chose the name of a call, so only names that a prompt cannot contain are rejected.
 _CALL_NAME = re.compile(r"[^\s<>]{1,256}")
 _REASONING_KEYS = ("reasoning_content", "thinking")
 _KEYS = ("role", "content", "name")
@@ -23,12 +23,12 @@ _KEYS = ("role", "content", "name")
 def check_messages(messages: Any, *, accept_tools: bool = False) -> list[dict[str, Any]]:
     """Return the messages of a conversation, checked and in one form.
 
-    Each message has `role` (developer becomes system) and `content`, a text. It has `name` if one
+    Each message has `role` (developer becomes system) and `content`, a string. It has `name` if one
     was given. With `accept_tools`, a message of the assistant may also have `reasoning_content` and
-    `tool_calls`, whose `arguments` are texts, and a message of a tool may have `tool_call_id`.
+    `tool_calls`, whose `arguments` are strings. A message of a tool may have `tool_call_id`.
 
     Raises:
-        OptionError: names the message and the field that is wrong.
+        OptionError: a message is wrong. The error names it and the field.
     """
     if not isinstance(messages, list) or not 0 < len(messages) <= MAX_MESSAGES:
         raise refuse("messages", messages, wanted=f"a list of 1 to {MAX_MESSAGES} messages")
@@ -74,7 +74,7 @@ def _keys_of(role: str, *, accept_tools: bool) -> tuple[str, ...]:
 
 
 def _check_texts(name: str, message: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
-    """Return the fields besides role and content that are texts."""
+    """Return the string fields besides role and content."""
     checked: dict[str, Any] = {}
     for key in ("name", "tool_call_id", *_REASONING_KEYS):
         value = message.get(key)
@@ -107,7 +107,7 @@ def _check_calls(name: str, calls: Any) -> Iterator[dict[str, Any]]:
         arguments = function.get("arguments")
         if arguments is None:
             arguments = ""
-        if isinstance(arguments, dict):  # the form that chat templates take
+        if isinstance(arguments, dict):  # the form that chat templates use
             arguments = json.dumps(arguments, ensure_ascii=False)
         if not isinstance(arguments, str):
             raise refuse(f"{where}.function.arguments", arguments, wanted="a string with JSON")
@@ -122,7 +122,7 @@ def _check_calls(name: str, calls: Any) -> Iterator[dict[str, Any]]:
 
 
 def text_of(name: str, content: Any) -> str:
-    """Return the text of a message's content, which may be a list of text parts."""
+    """Return the content of a message as text. It may be a list of text parts."""
     if isinstance(content, list):
         content = "".join(_check_part(name, part) for part in content)
     if not isinstance(content, str):
@@ -143,5 +143,5 @@ def _check_part(name: str, part: Any) -> str:
 
 
 def is_continued(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the last message is an answer that the model goes on with."""
+    """Return whether the last message is an answer that the model continues."""
     return bool(messages) and messages[-1]["role"] == "assistant"

@@ -1,4 +1,4 @@
-"""②③ A conversation → text by the chat template → token ids."""
+"""②③ Render a conversation by the chat template and tokenize it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from lmdeploy.chat.template import PromptTemplate
     from lmdeploy.chat.tokenizer import Tokenizer
 
-# Characters from which on a text is tokenized in pieces first, to be refused early.
+# A text of more characters is first tokenized in pieces, so that it can be rejected early.
 _HUGE_TEXT = 1 << 20
 _PIECE_CHARS = 1 << 16
-_MORE_OF_A_PIECE = 64  # tokens that the cuts of a piece may add
+_MORE_OF_A_PIECE = 64  # tokens that cutting a piece out may add
 _MAX_PROMPT_END = 256  # characters
 MAX_OPTIONS_SIZE = 1 << 22  # characters and values of chat_template_kwargs
 MAX_OPTIONS_DEPTH = 64
-# What a template is given besides chat_template_kwargs.
+# Variables that a template gets besides chat_template_kwargs.
 _OWN_VARIABLES = ("messages", "add_generation_prompt", "bos_token", "eos_token", "texts")
 
 
@@ -36,11 +36,10 @@ class PromptSource(Protocol):
 def encode_text(
     source: PromptSource, text: str, *, add_special: bool, max_tokens: int | None = None
 ) -> list[int]:
-    """Token ids of a prompt. OptionError, before much work, for one that can never fit.
+    """Return the token ids of a prompt. Raise OptionError early if the prompt can never fit.
 
-    `max_tokens`: that are wanted; session_len when None.
-
-    The library takes hundreds of bytes of memory per token, so this bounds what a client can cost.
+    `max_tokens` rejects longer prompts. None uses session_len. The library needs hundreds of bytes
+    of memory per token, so this limit bounds the cost of a request.
     """
     _check_length(source, len(text))
     if len(text) > _HUGE_TEXT:
@@ -49,7 +48,7 @@ def encode_text(
 
 
 def _check_pieces(source: PromptSource, text: str, *, max_tokens: int) -> None:
-    """OptionError as soon as the pieces of a text have more tokens than are wanted."""
+    """Raise OptionError as soon as the pieces of a text have more than `max_tokens` tokens."""
     num_tokens = 0
     for start in range(0, len(text), _PIECE_CHARS):
         piece = source.tokenizer.encode(text[start : start + _PIECE_CHARS], add_special=False)
@@ -99,14 +98,14 @@ def encode_chat(
 
     Args:
         template_options: variables of the template. They have passed `ChatFormat.check_options`.
-        max_tokens: reject longer prompts. None means session_len.
+        max_tokens: reject longer prompts. None uses session_len.
 
-    Raises OptionError for a wrong conversation, too large options, a model without a chat template,
-    and for what the template itself rejects.
+    Raise OptionError for a wrong conversation, too large options, or a model without a chat
+    template, and if the template rejects the messages.
     """
     options = template_options or {}
     chat_format = source.chat_format
-    # Tools have checks of their own.
+    # Tools are checked elsewhere.
     check_template_options(
         {name: v for name, v in options.items() if name != "tools" or not chat_format.accepts_tools}
     )
@@ -116,7 +115,7 @@ def encode_chat(
     texts = rendered.texts
     num_chars = sum(map(len, texts))
     _check_length(source, num_chars)
-    if len(texts) > source.session_len:  # each has a token of its own
+    if len(texts) > source.session_len:  # each text needs at least one token
         raise OptionError(
             "prompt",
             f"spells {len(texts) - 1} special tokens, but session_len is {source.session_len}. "
@@ -134,9 +133,10 @@ def encode_chat(
 
 
 def check_template_options(options: dict[str, Any]) -> None:
-    """OptionError for variables of a chat template.
+    """Raise OptionError for bad variables of a chat template.
 
-    They may not be too large, nested too deep, or named like what the template is given anyway.
+    Variables must not be too large or nested too deep. They must not have the names of the
+    variables that every template gets.
     """
     for name in _OWN_VARIABLES:
         if name in options:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 class StopMatcher:
     """Finds the first of several words in a text that arrives in pieces.
 
-    Only the words whose first letter occurs are looked for, by str.find. Invariant: `_tail` is the
-    longest end of the text so far that begins some word, so text before it can never become part of
-    a match.
+    It searches, by str.find, only for words whose first letter occurs. Invariant: `_tail` is the
+    longest suffix of the text so far that is a prefix of a word. So text before it can never become
+    part of a match.
     """
 
     def __init__(self, words: Sequence[str]) -> None:
@@ -23,13 +23,13 @@ class StopMatcher:
 
     @property
     def held(self) -> int:
-        """Characters at the end of the text that may begin a word."""
+        """Return the number of characters at the end of the text that may begin a word."""
         return len(self._tail)
 
     def find(self, text: str) -> tuple[int, int] | None:
-        """Feeds `text`; (end of the match in `text`, length of the word), or None.
+        """Add `text` and return (end of the match in `text`, length of the word), or None.
 
-        Of words that end at the same character the longest counts.
+        If several words end at the same character, the longest one matches.
         """
         known = len(self._tail)
         text = self._tail + text
@@ -40,7 +40,7 @@ class StopMatcher:
         ends = []
         for letter in letters:
             for word in self._by_letter[letter]:
-                # A word that ends in the tail would have been found before.
+                # A word that ends within the tail would have been found before.
                 place = text.find(word, max(known - len(word) + 1, 0))
                 if place >= 0:
                     ends.append((place + len(word), -len(word)))
@@ -51,15 +51,15 @@ class StopMatcher:
         return None
 
     def skip(self, text: str) -> None:
-        """Feeds `text`, in which no word counts that is complete."""
+        """Add `text` and ignore words that end in it."""
         self._tail = self._longest_begin(self._tail + text)
 
     def _longest_begin(self, text: str) -> str:
-        """The longest end of `text` that begins a word and is shorter than it."""
+        """Return the longest suffix of `text` that is a proper prefix of a word."""
         for place, letter in enumerate(text):
             if letter in self._by_letter:
                 end = text[place:]
-                # Words that begin with `end` and go on follow it in the order.
+                # Longer words that begin with `end` follow it in sorted order.
                 index = bisect_right(self._words, end)
                 if index < len(self._words) and self._words[index].startswith(end):
                     return end

@@ -21,7 +21,7 @@ NO_TEMPLATE = (
     "cannot be rendered because the model has no chat template. Use /v1/completions "
     "(do_preprocess=False) or --chat-template."
 )
-_NO_NAMES = ("custom", "hf")  # a ChatTemplateConfig needs a name
+_NO_NAMES = ("custom", "hf")  # names without meaning, because model_name is required
 _PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 _FROM_TEXTS = """\
 {%- for m in messages %}
@@ -36,11 +36,11 @@ _TEXTS = ("system", "eosys", "user", "eoh", "assistant", "eoa", "separator")
 
 
 class PromptTemplate:
-    """The model's template, or the one that a ChatTemplateConfig asks for. Immutable.
+    """The model's template, or the one that a ChatTemplateConfig selects. Immutable.
 
-    `add_special`: whether the tokenizer puts BOS before the prompt; a Jinja template writes it.
-    `continue_final_message`: whether the answer goes on with the prompt's text instead of beginning
-    its own.
+    `add_special`: the tokenizer adds BOS before the prompt. Jinja templates write it themselves.
+    `continue_final_message`: the answer continues the text of the prompt instead of beginning a new
+    text.
     """
 
     def __init__(
@@ -68,16 +68,16 @@ class PromptTemplate:
         *,
         continues: bool = True,
     ) -> str:
-        """The prompt. `options` are further names the template may use.
+        """Return the prompt. `options` are further variables of the template.
 
-        `continues`: whether an answer at the end is continued; else another one begins.
+        `continues` continues an answer at the end. Otherwise another answer begins.
         """
         if self._meta_instruction and not (messages and messages[0]["role"] == "system"):
             messages = [{"role": "system", "content": self._meta_instruction}, *messages]
         variables = {**options, "texts": self._texts}
         if not (continues and is_continued(messages)):
             return self._template.render(messages, variables=variables)
-        mark = secrets.token_hex(16)  # in no text of the client's
+        mark = secrets.token_hex(16)  # random, so that no message contains it
         last = {**messages[-1], "content": messages[-1]["content"] + mark}
         text = self._template.render(
             [*messages[:-1], last], add_generation_prompt=False, variables=variables
@@ -95,7 +95,7 @@ class PromptTemplate:
 def choose_template(
     own: ChatTemplate | None, config: ChatTemplateConfig | None, *, tokenizer: Tokenizer
 ) -> PromptTemplate | None:
-    """The template to use; None when neither the model nor `config` has one."""
+    """Return the template to use, or None if neither the model nor `config` has one."""
     from lmdeploy.chat.jinja_template import ChatTemplate, template_from_file
 
     if config is None:
@@ -112,8 +112,8 @@ def choose_template(
         add_special = True
     elif config.model_name not in _NO_NAMES:
         logger.warning(
-            "ChatTemplateConfig: templates are not looked up by name, so %r has no effect and the "
-            "model's own is used; give model_path or the texts",
+            "The model_name %r of ChatTemplateConfig has no effect, and the model's template is "
+            "used. To replace it, set model_path or the texts.",
             config.model_name[:80],
         )
     if template is None:

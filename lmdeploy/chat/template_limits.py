@@ -1,9 +1,10 @@
-"""A Jinja environment for downloaded chat templates, with bounds on time and memory.
+"""A Jinja environment for untrusted chat templates, with bounds on time and memory.
 
-Jinja's immutable sandbox keeps templates away from Python. Inside `limits()` one rendering gets
-MAX_SECONDS of its thread's time, checked in every turn of a loop, every call of a macro or block,
-and every filter and test. No value may be larger than MAX_SIZE (see `size_of`), all values together
-not larger than MAX_TOTAL, and integers have at most MAX_INTEGER_BITS.
+Jinja's immutable sandbox prevents access to Python. Inside `limits()`, one rendering has
+MAX_SECONDS of thread time. The time is checked in every iteration of a loop, every call of a macro
+or block, and every filter and test. A value has at most the size MAX_SIZE (see `size_of`). All
+values together have at most MAX_TOTAL. Integers have at most MAX_INTEGER_BITS. Exceeding a limit
+raises TemplateLimitError.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _METHODS = frozenset(
         *("isspace", "istitle", "isupper", "items", "keys", "values", "get", "copy"),
     }
 )
-# Slow on long texts, or without a bound on their result, and no chat template uses them.
+# Filters that are slow on long texts or have unbounded results. No chat template uses them.
 _REMOVED_FILTERS = ("batch", "pprint", "slice", "urlize", "wordwrap", "xmlattr")
 # Widths in `%` formats, as digits or `*`, and the fields of str.format.
 _PERCENT = re.compile(r"%(?:\([^)]*\))?[-#0 +]*(\*|\d*)(?:\.(\*|\d*))?")
@@ -180,7 +181,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Names(Namespace):
-    """`namespace()`. Its text hides the contents, whose size has no bound."""
+    """`namespace()`. Its string form hides the contents, whose size is not bounded."""
 
     def __repr__(self) -> str:
         return "<Namespace>"
@@ -235,7 +236,7 @@ def _count(value: Any) -> Any:
     if isinstance(value, str | bytes | list | tuple | dict | set | frozenset):
         _budget.left -= len(value) * (1 if isinstance(value, str | bytes) else _ITEM)
         if _budget.left < 0:
-            raise TemplateLimitError(f"it makes more than {MAX_TOTAL} characters in all")
+            raise TemplateLimitError(f"it creates more than {MAX_TOTAL} characters in all")
     return value
 
 
@@ -246,7 +247,7 @@ def _join(*values: Any) -> str:
 def _check_size(size: int) -> None:
     if size > MAX_SIZE:
         raise TemplateLimitError(
-            f"got a value of {size} characters or more (an item counts {_ITEM}), wanted at most "
+            f"it creates a value of {size} characters (an item counts {_ITEM}), but the limit is "
             f"{MAX_SIZE}"
         )
 
@@ -259,7 +260,7 @@ def _check_operands(operator: str, left: Any, right: Any) -> None:
             bits = power if operator == "**" else left.bit_length() + right.bit_length()
         if bits > MAX_INTEGER_BITS:
             raise TemplateLimitError(
-                f"got an integer of {bits} bits, wanted at most {MAX_INTEGER_BITS}"
+                f"it creates an integer of {bits} bits, but the limit is {MAX_INTEGER_BITS}"
             )
     elif operator == "*":
         for times, value in ((left, right), (right, left)):
@@ -277,7 +278,7 @@ def _check_operands(operator: str, left: Any, right: Any) -> None:
 
 def _check_width(_: Any, width: Any = 0, *__: Any) -> None:
     if isinstance(width, int) and width > MAX_WIDTH:
-        raise TemplateLimitError(f"got a width of {width}, wanted at most {MAX_WIDTH}")
+        raise TemplateLimitError(f"it uses a width of {width}, but the limit is {MAX_WIDTH}")
 
 
 def _check_percent(pattern: Any, *values: Any, **named: Any) -> None:
@@ -291,7 +292,7 @@ def _check_percent(pattern: Any, *values: Any, **named: Any) -> None:
 def _check_braces(pattern: Any, *values: Any, **named: Any) -> None:
     found = _BRACES.findall(str(pattern).replace("{{", "").replace("}}", ""))
     if any(nested for _, nested in found):
-        raise TemplateLimitError("got a field inside a field of str.format, wanted none")
+        raise TemplateLimitError("it has a field inside a field of str.format")
     widths = [[int(digits[:9]) for digits in re.findall(r"\d+", field)] for field, _ in found]
     _check_format(pattern, (*values, *named.values()), widths)
 
@@ -319,17 +320,23 @@ def _check_indent(s: Any, width: Any = 4, first: Any = False, blank: Any = False
 def _check_int(value: Any, *_: Any, **__: Any) -> None:
     if isinstance(value, str) and len(value) > MAX_INTEGER_BITS // 4:
         max_value = MAX_INTEGER_BITS // 4
-        raise TemplateLimitError(f"int: got {len(value)} characters, wanted at most {max_value}")
+        raise TemplateLimitError(
+            f"it converts {len(value)} characters by int, but the limit is {max_value}"
+        )
 
 
 def _check_round(value: Any, precision: Any = 0, method: Any = "common") -> None:
     if isinstance(precision, int) and abs(precision) > MAX_PRECISION:  # it computes 10**precision
-        raise TemplateLimitError(f"round: got {precision} digits, wanted at most {MAX_PRECISION}")
+        raise TemplateLimitError(
+            f"it rounds to {precision} digits, but the limit is {MAX_PRECISION}"
+        )
 
 
 def _check_sum(iterable: Any, attribute: Any = None, start: Any = 0) -> None:
     if not isinstance(start, int | float):
-        raise TemplateLimitError(f"sum: got a start of {type(start).__name__}, wanted a number")
+        raise TemplateLimitError(
+            f"it uses sum with a start of type {type(start).__name__}, which must be a number"
+        )
 
 
 _FILTERS: dict[str, Callable[..., None]] = {

@@ -1,7 +1,7 @@
-"""③⑨ Text → token ids, and token ids → text, whole or as a stream.
+"""③⑨ Convert text to token ids, and token ids to text, at once or as a stream.
 
-Ids become bytes first and bytes become text last, so that a stream never cuts a character in two
-and gives the same text as decoding at once.
+Ids are converted to bytes first, and bytes to text last. So a stream never splits a character, and
+it returns the same text as decoding at once.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 _MAX_TOKENIZER_BYTES = 256 << 20
 _MAX_CONFIG_BYTES = 16 << 20
-_MAX_IDS = 1 << 31  # of any vocabulary
-# Ends of a turn that checkpoints often leave out of eos_token_id.
+_MAX_IDS = 1 << 31  # for any vocabulary
+# Tokens that end a turn. Checkpoints often omit them from eos_token_id.
 _END_OF_TURN = (
     "<|im_end|>",
     "<|eot_id|>",
@@ -34,14 +34,14 @@ _END_OF_TURN = (
     "<|end|>",
     "</s>",
 )
-# Where answers consist of several messages, <|end|> ends one of them, not the answer.
+# If answers consist of several messages, <|end|> ends a message, and these end the answer.
 _ANSWER_ENDS = ("<|return|>", "<|call|>")
 
 _LONG_TEXT = 4096  # characters
 
 
 def byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins of the 256 bytes: character → byte."""
+    """Return a map from GPT-2's printable characters to the 256 bytes that they represent."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in set(printable)]
@@ -50,7 +50,7 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def without_surrogates(text: str) -> str:
-    """`text` with U+FFFD for lone surrogates (from JSON escapes), which are no text."""
+    """Replace lone surrogates, which JSON escapes can produce, by U+FFFD."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -62,10 +62,10 @@ class Tokenizer:
     """A tokenizer of one model. Immutable; any thread may use it.
 
     Args:
-        backend: of the library tokenizers, with its post-processor (BOS) and decoder set.
+        backend: a tokenizer of the library tokenizers, with post-processor (BOS) and decoder.
         eos_ids: ids that end an answer.
-        bos_id: the id put first, or None.
-        strip_first_space: SentencePiece: the text begins one space later than its bytes.
+        bos_id: the id at the beginning of a text, or None.
+        strip_first_space: remove the first space of decoded text (SentencePiece).
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Tokenizer:
         self.bos_id = bos_id
         pieces, strip = _bytes_of_tokens(backend)
         self._max_token_bytes = max(map(len, pieces), default=1)
-        # In one piece: as objects of their own they would take ten times the bytes.
+        # One buffer: separate objects would need ten times the bytes.
         self._all_bytes = b"".join(pieces)
         self._starts = array("I", accumulate(map(len, pieces), initial=0))
         self._strip_first_space = strip if strip_first_space is None else strip_first_space
@@ -95,34 +95,34 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id."""
+        """Return the largest id plus one."""
         return len(self._starts) - 1
 
     @property
     def max_token_bytes(self) -> int:
-        """Bytes of the longest token."""
+        """Return the number of bytes of the longest token."""
         return self._max_token_bytes
 
     @property
     def stop_ids(self) -> list[int]:
-        """Ids that end an answer."""
+        """Return the ids that end an answer."""
         return list(self.eos_ids)
 
     @property
     def eos_token(self) -> str:
-        """The text of the first end id; empty when there is none."""
+        """Return the text of the first end id, or "" if there is none."""
         return (self._backend.id_to_token(self.eos_ids[0]) or "") if self.eos_ids else ""
 
     @property
     def bos_token(self) -> str:
-        """The text of the begin id; empty when there is none."""
+        """Return the text of the begin id, or "" if there is none."""
         return (self._backend.id_to_token(self.bos_id) or "") if self.bos_id is not None else ""
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Ids of `text`; special tokens written out in it are recognized.
+        """Return the ids of `text`. Special tokens that are spelled in it are recognized.
 
-        `add_special` adds what the model puts around a text (BOS); a rendered chat template has it
-        already.
+        `add_special` adds the special tokens around a text (BOS). A rendered chat template already
+        has them.
         """
         try:
             return self._encode(text, add_special)
@@ -132,39 +132,39 @@ class Tokenizer:
     def _encode(self, text: str, add_special: bool) -> list[int]:
         if len(text) < _LONG_TEXT:
             encoding = self._backend.encode(text, add_special_tokens=add_special)
-        else:  # only the batch call lets other Python threads run meanwhile
+        else:  # only the batch call releases the GIL
             encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special)[0]
         ids: list[int] = encoding.ids
         return ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """Text of `ids`; bytes that are no UTF-8 become U+FFFD. ValueError for an unknown id."""
+        """Return the text of `ids`. Invalid UTF-8 becomes U+FFFD. Raise ValueError for a bad id."""
         stream = self.stream(skip_special=skip_special)
         return "".join([stream.push(token_id) for token_id in ids]) + stream.finish()
 
     def stream(self, skip_special: bool = True, *, begins_text: bool = True) -> TextStream:
-        """An incremental decoder. `begins_text`: the ids go on with no text before them."""
+        """Return an incremental decoder. `begins_text`: the ids do not continue another text."""
         return TextStream(self, skip_special, begins_text=begins_text)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one id, special ones included. ValueError for an unknown id."""
+        """Return the bytes of an id, also of a special one. Raise ValueError for an unknown id."""
         if not 0 <= token_id < self.vocab_size:
-            raise ValueError(f"token id {token_id}: wanted 0..{self.vocab_size - 1}")
+            raise ValueError(f"The token id is {token_id}. It must be 0 to {self.vocab_size - 1}.")
         return self._all_bytes[self._starts[token_id] : self._starts[token_id + 1]]
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the id is a control token."""
+        """Return whether the id is a control token."""
         return token_id in self._special
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token's text, or None."""
+        """Return the id of a token's text, or None."""
         found: int | None = self._backend.token_to_id(token)
         return found
 
     def grammar_tokenizer(self, vocab_size: int | None = None) -> LLTokenizer:
-        """llguidance's view of this tokenizer, made once per size (about a second).
+        """Return llguidance's form of this tokenizer. It is built once per size in about a second.
 
-        `vocab_size` is the number of logits of the model where that is more than the tokenizer's.
+        `vocab_size` is the model's number of logits, if that exceeds the size of the tokenizer.
         """
         from llguidance import LLTokenizer
 
@@ -178,12 +178,12 @@ class Tokenizer:
 
     @property
     def strips_first_space(self) -> bool:
-        """Whether the first space of a decoded text is dropped (SentencePiece)."""
+        """Return whether the first space of a decoded text is removed (SentencePiece)."""
         return self._strip_first_space
 
 
 class TextStream:
-    """Text of ids, piece by piece. One thread at a time."""
+    """Decodes ids one at a time. Not thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool, *, begins_text: bool) -> None:
         self._tokenizer = tokenizer
@@ -192,7 +192,7 @@ class TextStream:
         self._strip = begins_text and tokenizer.strips_first_space
 
     def push(self, token_id: int) -> str:
-        """The text that is complete now; bytes of an unfinished character are kept back."""
+        """Return the text that `token_id` completes. Incomplete characters are held back."""
         piece = self._tokenizer.token_bytes(token_id)
         if self._skip_special and self._tokenizer.is_special(token_id):
             return ""
@@ -203,25 +203,25 @@ class TextStream:
 
     @property
     def pending(self) -> bool:
-        """Whether half a character is kept back."""
+        """Return whether an incomplete character is held back."""
         return bool(self._decoder.getstate()[0])
 
     def finish(self) -> str:
-        """What was kept back, as U+FFFD where it is no text."""
+        """Return the rest of the text. Incomplete characters become U+FFFD."""
         return self._decoder.decode(b"", True)
 
 
 def tokenizer_from_folder(folder: Path) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder; needs tokenizer.json.
+    """Return the tokenizer of a Hugging Face folder. It needs tokenizer.json.
 
-    As transformers 5 reads one: what is put around a text is the post-processor of tokenizer.json,
-    whatever add_bos_token and add_eos_token of tokenizer_config.json say.
+    As in transformers 5, the post-processor of tokenizer.json adds special tokens around a text.
+    add_bos_token and add_eos_token of tokenizer_config.json are ignored.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ModelFormatError(
-            f"{folder}: no tokenizer.json; other tokenizer files (tokenizer.model, vocab.txt) are "
-            "not read: save the tokenizer in its fast form"
+            f"{folder}: tokenizer.json is missing. Other tokenizer files (tokenizer.model, "
+            "vocab.txt) are not supported. Save the tokenizer in its fast form."
         )
     read_json_object(path, _MAX_TOKENIZER_BYTES)
     backend = _backend_from_file(path)
@@ -243,7 +243,7 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
         if found is not None:
             ids.insert(0, found)
         elif key == "bos_token" and key in own and value is None:
-            ids.clear()  # there is none, whatever id the model was trained with
+            ids.clear()  # no BOS, even if the config has an id
     return Tokenizer(
         backend,
         eos_ids=[*eos_ids, *end_of_turn_ids(backend)],
@@ -252,7 +252,7 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
 
 
 def end_of_turn_ids(backend: Backend) -> list[int]:
-    """Special tokens that end a turn whatever the config says."""
+    """Return the special tokens that end a turn even if the config omits them."""
     special = {
         token.content: token_id
         for token_id, token in backend.get_added_tokens_decoder().items()
@@ -270,7 +270,9 @@ def _backend_from_file(path: Path) -> Backend:
     try:
         backend: Backend = BackendClass.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
-        raise ModelFormatError(f"{path}: not a tokenizer: {str(error)[:160]}") from error
+        raise ModelFormatError(
+            f"{path}: The file is not a tokenizer: {str(error)[:160]}"
+        ) from error
     backend.no_padding()
     backend.no_truncation()
     return backend
@@ -282,22 +284,25 @@ def _id_list(value: Any) -> list[int]:
 
 
 def _decoder_text(backend: Backend) -> str:
-    """The decoder's settings, as Python prints them."""
+    """Return the settings of the decoder in Python's notation."""
     if backend.decoder is None:
         return ""
-    # Its own state rather than the tokenizer's: that has the whole vocabulary, a tenth of a second.
+    # The state of the whole tokenizer has the vocabulary and would take a tenth of a second.
     return str(parse_json_object(backend.decoder.__getstate__(), "tokenizer: decoder"))
 
 
 def _byte_table() -> dict[int, str]:
-    """For str.translate: stand-ins → characters of Latin-1; all else → none of Latin-1."""
+    """Return a table for str.translate that maps the byte alphabet to Latin-1.
+
+    Other characters of Latin-1 map to a character outside it.
+    """
     table = dict.fromkeys(range(256), "\uffff")
     table.update({ord(char): chr(byte) for char, byte in byte_alphabet().items()})
     return table
 
 
 def _bytes_of_tokens(backend: Backend) -> tuple[list[bytes], bool]:
-    """The bytes of every id, and whether decoding drops a first space."""
+    """Return the bytes of every id, and whether decoding removes a first space."""
     decoder = _decoder_text(backend)
     if "ByteLevel" in decoder:
         byte_table = _byte_table()
@@ -320,15 +325,17 @@ def _bytes_of_tokens(backend: Backend) -> tuple[list[bytes], bool]:
 
     else:
         raise ModelFormatError(
-            f"tokenizer: decoder: got {decoder[:80]!r}, wanted one of byte-level BPE or of a "
-            "SentencePiece kind"
+            f"tokenizer: The decoder is {decoder[:80]!r}. It must be one of byte-level BPE or of "
+            "SentencePiece."
         )
     added = backend.get_added_tokens_decoder()
     vocab: dict[str, int] = backend.get_vocab(with_added_tokens=False)
     size = max([*vocab.values(), *added, 0]) + 1
-    # Every id is a logit: far more of them than tokens means a broken file.
+    # Every id has a logit. A file with many more ids than tokens is broken.
     if size > 4 * (len(vocab) + len(added)) + 1024:
-        raise ModelFormatError(f"tokenizer: ids up to {size - 1} for {len(vocab)} tokens")
+        raise ModelFormatError(
+            f"tokenizer: The ids reach {size - 1}, but there are only {len(vocab)} tokens."
+        )
     table = [b""] * size
     for token, token_id in vocab.items():
         table[token_id] = convert(token)

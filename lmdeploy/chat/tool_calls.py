@@ -1,4 +1,4 @@
-"""Calls of functions that a model asks for, with the names of OpenAI's API."""
+"""Function calls that a model requests, with the names of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 @dataclass
 class FunctionCall:
-    """A function's name and its arguments as the model wrote them: JSON, unless it erred."""
+    """The name of a function and its arguments. The model should write the arguments as JSON."""
 
     name: str
     arguments: str
@@ -22,13 +22,13 @@ class FunctionCall:
 
 @dataclass
 class ToolCall:
-    """One call, or in a stream a part of it.
+    """One call, or a part of it in a stream.
 
     Args:
-        id: tells the calls of a conversation apart; a tool message refers to it.
-        function: in a stream the name comes with the call's first part and is empty afterwards,
-            and the arguments are those of the part.
-        index: of the call in the answer.
+        id: identifies the call within a conversation. A tool message refers to it.
+        function: in a stream, only the first part of a call has the name, and each part has a piece
+            of the arguments.
+        index: position of the call in the answer.
     """
 
     id: str
@@ -38,7 +38,7 @@ class ToolCall:
 
 
 def join_tool_calls(parts: list[ToolCall]) -> list[ToolCall]:
-    """The whole calls of an answer from the parts of its stream, which stay as they are."""
+    """Join the parts of a stream to whole calls. The parts do not change."""
     names: dict[int, ToolCall] = {}
     arguments: dict[int, list[str]] = {}
     for part in parts:
@@ -53,7 +53,7 @@ def join_tool_calls(parts: list[ToolCall]) -> list[ToolCall]:
 def check_tools(tools: Any) -> list[dict[str, Any]]:
     """Return function tools in OpenAI's form, each with name, description and parameters.
 
-    Raises OptionError that names the part that is wrong.
+    Raise OptionError, which names the wrong part.
     """
     if tools is None:
         return []

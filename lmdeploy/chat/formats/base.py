@@ -1,4 +1,4 @@
-"""The interface of chat formats: from messages to a prompt, and from an answer to its parts.
+"""The interface of chat formats, which render prompts and parse answers.
 
 A chat format has a reasoning part and a tool-call part, which are chosen independently. Each is a
 parser in the registry (registry.py). A parser usually works on text and is combined with others by
@@ -72,15 +72,15 @@ class RenderedPrompt(NamedTuple):
 
 
 class AnswerDecoder(Detokenizer, Protocol):
-    """Turns the tokens of one answer into content; reasoning and tool calls are set aside.
+    """Converts the tokens of one answer to content, and sets reasoning and tool calls aside.
 
-    `push` and `finish` return content alone, so stop words match the content and nothing else.
-    Every sequence of tokens is accepted and none loses text.
+    `push` and `finish` return only content, so stop words match only the content. Every sequence of
+    tokens is accepted, and none loses text.
     """
 
     @property
     def num_tool_calls(self) -> int:
-        """Number of tool calls begun so far."""
+        """Return the number of tool calls begun so far."""
         ...
 
     def take_aside(self) -> Delta:
@@ -89,27 +89,27 @@ class AnswerDecoder(Detokenizer, Protocol):
 
 
 class ChatFormat(Protocol):
-    """How conversations with one model are written. Immutable; safe to use from any thread."""
+    """The format of conversations with one model. Immutable; any thread may use it."""
 
     @property
     def name(self) -> str:
-        """Name for logs and errors."""
+        """Return the name for logs and errors."""
         ...
 
     @property
     def splits_answers(self) -> bool:
-        """Whether answers can have reasoning or tool calls beside content."""
+        """Return whether answers can have reasoning or tool calls."""
         ...
 
     @property
     def accepts_tools(self) -> bool:
-        """Whether requests may have `tools`."""
+        """Return whether requests may have `tools`."""
         ...
 
     def check_options(self, options: dict[str, Any], *, tool_choice: Any) -> dict[str, Any]:
         """Check the template's variables that belong to the format and return those to render.
 
-        Raises OptionError that names the field.
+        Raise OptionError, which names the field.
         """
         ...
 
@@ -118,14 +118,14 @@ class ChatFormat(Protocol):
     ) -> RenderedPrompt:
         """Check and render messages as a client sends them.
 
-        Raises OptionError for wrong messages.
+        Raise OptionError for wrong messages.
         """
         ...
 
     def tool_grammar(self, tools: Sequence[Tool], tool_choice: Any) -> str | None:
         """Return the grammar of an answer in llguidance's notation; None leaves it free.
 
-        Raises OptionError for a `tool_choice` that the format cannot enforce.
+        Raise OptionError for a `tool_choice` that the format cannot enforce.
         """
         ...
 
@@ -144,11 +144,11 @@ class ChatFormat(Protocol):
         ...
 
     def with_reasoning(self, parser: ReasoningParser) -> ChatFormat:
-        """Return this format with a reasoning part. ValueError if it cannot have one."""
+        """Return this format with a reasoning part. Raise ValueError if it cannot have one."""
         ...
 
     def with_tools(self, parser: ToolCallParser) -> ChatFormat:
-        """Return this format with a tool-call part. ValueError if it cannot have one."""
+        """Return this format with a tool-call part. Raise ValueError if it cannot have one."""
         ...
 
 
@@ -168,19 +168,19 @@ class Splitter(Protocol):
 
 
 class Parser(ABC):
-    """A part of a chat format, as the registry has it."""
+    """A part of a chat format. The registry contains parsers."""
 
     names: tuple[str, ...]  # for --reasoning-parser and --tool-call-parser
 
     @abstractmethod
     def matches(self, model: ModelInfo) -> bool:
-        """Whether the parser is used for this model if no flag names one."""
+        """Return whether the parser is the default for this model."""
 
     @abstractmethod
     def extend(self, chat_format: ChatFormat, model: ModelInfo) -> ChatFormat:
         """Return `chat_format` with this part.
 
-        Raises ValueError if the model lacks what the part needs or the formats exclude each other.
+        Raise ValueError if the model does not support the part or the formats exclude each other.
         """
 
 
@@ -189,7 +189,7 @@ class ReasoningParser(Parser):
 
     @abstractmethod
     def splitter(self, start: AnswerStart) -> Splitter:
-        """Return a splitter of text into reasoning and content."""
+        """Return an object that splits text into reasoning and content."""
 
     def extend(self, chat_format: ChatFormat, model: ModelInfo) -> ChatFormat:
         """Return `chat_format` with this reasoning part."""
@@ -201,7 +201,7 @@ class ToolCallParser(Parser):
 
     @abstractmethod
     def splitter(self) -> Splitter:
-        """Return a splitter of text into content and tool calls."""
+        """Return an object that splits text into content and tool calls."""
 
     @abstractmethod
     def grammar(self, tools: Sequence[Tool], tool_choice: Any) -> str | None:

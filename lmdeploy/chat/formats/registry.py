@@ -1,4 +1,4 @@
-"""The registry of reasoning and tool-call parsers. A new parser is a file and a line here."""
+"""The registry of reasoning and tool-call parsers. A new parser needs a file and a line here."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def choose_format(
     """Return the chat format of a model.
 
     Args:
-        reasoning_parser: name of the reasoning part. None chooses by the model.
-        tool_call_parser: name of the tool-call part. None chooses by the model.
+        reasoning_parser: name of the reasoning part. None uses the default for the model.
+        tool_call_parser: name of the tool-call part. None uses the default for the model.
 
-    Raises ValueError for an unknown name, and if a named part fits neither the model nor the other
-    part. A part that was chosen by the model and does not fit is skipped with a warning.
+    Raise ValueError for an unknown name, and if a named part does not support the model or the
+    other part. A default part that is not supported is skipped with a warning.
     """
     chat_format: ChatFormat = TextFormat(model.tokenizer)
     found: list[Parser] = []

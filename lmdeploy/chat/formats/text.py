@@ -39,7 +39,7 @@ class TextDecoder:
 
     @property
     def pending(self) -> bool:
-        """Whether an incomplete character is held back."""
+        """Return whether an incomplete character is held back."""
         return self._text.pending
 
     def finish(self) -> str:
@@ -47,7 +47,7 @@ class TextDecoder:
         return self._split(self._text.finish(), is_last=True)
 
     def take_aside(self) -> Delta:
-        """Return reasoning and parts of tool calls since the last time."""
+        """Return reasoning and parts of tool calls since the last call."""
         aside, self._aside = self._aside, Delta()
         return aside
 
@@ -65,7 +65,7 @@ class TextDecoder:
 
 @dataclass(frozen=True)
 class TextFormat:
-    """A ChatFormat: prompts by the checkpoint's template, answers as text."""
+    """A ChatFormat that renders prompts by the checkpoint's template and reads answers as text."""
 
     tokenizer: Tokenizer
     reasoning: ReasoningParser | None = None
@@ -73,18 +73,18 @@ class TextFormat:
 
     @property
     def name(self) -> str:
-        """Names of the parts, or "plain"."""
+        """Return the names of the parts, or "plain"."""
         parts = [part.names[0] for part in (self.reasoning, self.tools) if part is not None]
         return " and ".join(dict.fromkeys(parts)) or "plain"
 
     @property
     def splits_answers(self) -> bool:
-        """Whether there is a reasoning or a tool-call part."""
+        """Return whether there is a reasoning or a tool-call part."""
         return self.reasoning is not None or self.tools is not None
 
     @property
     def accepts_tools(self) -> bool:
-        """Whether there is a tool-call part."""
+        """Return whether there is a tool-call part."""
         return self.tools is not None
 
     def check_options(self, options: dict[str, Any], *, tool_choice: Any) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class TextFormat:
         return []
 
     def decoder(self, start: AnswerStart, *, skip_special: bool, constrained: bool) -> TextDecoder:
-        """Return a decoder. Splitters see text, so special tokens are shown to them."""
+        """Return a decoder. Splitters parse text, so their text includes special tokens."""
         text = TokenDetokenizer(
             self.tokenizer,
             skip_special and not self.splits_answers,

@@ -78,7 +78,7 @@ def test_choose_template_name_without_effect_logs_a_warning(
             encode(quiet, adds_bos=True)
         assert not caplog.records
         encode(ChatTemplateConfig("vicuna"), adds_bos=True)
-    assert "'vicuna' has no effect" in caplog.text
+    assert "'vicuna' of ChatTemplateConfig has no effect" in caplog.text
 
 
 def test_prompt_template_meta_instruction_is_default_system_message() -> None:

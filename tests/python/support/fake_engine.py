@@ -72,7 +72,7 @@ class FakeTokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         if token >= self.vocab_size:  # as in the real tokenizer
-            raise ValueError(f"token id {token}: wanted 0..{self.vocab_size - 1}")
+            raise ValueError(f"The token id is {token}. It must be 0 to {self.vocab_size - 1}.")
         return bytes([token]) if token < 256 else b"<eos>"
 
     def grammar_tokenizer(self, vocab_size: int) -> Any:

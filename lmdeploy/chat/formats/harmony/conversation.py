@@ -1,7 +1,7 @@
-"""② Messages, tools and options of a chat request, checked and brought into Harmony's order.
+"""② Check messages, tools and options of a chat request, and convert them to Harmony's order.
 
-Harmony has one tool call per message, each followed by its result; OpenAI's API has several in one
-message, followed by all results. `read_conversation` makes the former of the latter.
+Harmony has one tool call per message, followed by its result. OpenAI's API has several calls in one
+message, followed by all results. `read_conversation` converts the latter form to the former.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BUILTIN_TOOLS = ("browser", "python")
 
 @dataclass(frozen=True)
 class Call:
-    """One call: the tool's name and its arguments as text."""
+    """One call: the name of the tool and its arguments as text."""
 
     name: str
     arguments: str
@@ -28,22 +28,22 @@ class Call:
 
 @dataclass(frozen=True)
 class HarmonyMessage:
-    """A message in Harmony's order. `content` of a turn with a call is its preamble.
+    """A message in Harmony's order. With a call, `content` is the preamble of the call.
 
-    `keeps_thinking` is whether the model still needs the reasoning: it belongs to a call, and no
-    answer without a call follows.
+    `keeps_thinking`: the model still needs the reasoning. This is so if the reasoning belongs to a
+    call and no answer without a call follows.
     """
 
     role: Literal["developer", "user", "assistant", "tool"]
     content: str
     thinking: str = ""
-    call: Call | None = None  # of a tool turn: the call that it answers
+    call: Call | None = None  # in a tool message: the call that it answers
     keeps_thinking: bool = False
 
 
 @dataclass(frozen=True)
 class _CheckedMessage:
-    """A message as it was sent, checked. `calls` are pairs of id and call."""
+    """A checked message in the order of the request. `calls` are pairs of id and call."""
 
     index: int
     role: str
@@ -54,11 +54,11 @@ class _CheckedMessage:
 
 
 def read_conversation(messages: Any) -> list[HarmonyMessage]:
-    """Turns of a conversation: at most one developer turn, first. ValueError names what is wrong.
+    """Return the turns of a conversation. Raise ValueError, which names the error.
 
-    The texts of all system and developer messages make the developer turn, in order. A tool message
-    answers the call of the assistant message before it that `tool_call_id` names, or the first
-    one without an answer when it names none.
+    The first turn may be a developer turn, which joins all system and developer messages in order.
+    A tool message answers the call in the preceding assistant message that `tool_call_id` names.
+    Without `tool_call_id`, it answers the first call that has no answer.
     """
     checked = check_messages(messages, accept_tools=True)
     given = [_given(index, message) for index, message in enumerate(checked)]
@@ -97,7 +97,7 @@ def _plain_turn(message: _CheckedMessage) -> HarmonyMessage:
 def _call_turns(
     message: _CheckedMessage, results: list[_CheckedMessage], *, keeps_thinking: bool
 ) -> Iterator[HarmonyMessage]:
-    """Each call of a message, followed by its results."""
+    """Yield each call of a message, followed by its results."""
     waiting = [call_id for call_id, _ in message.calls]
     by_call: dict[str, list[_CheckedMessage]] = {call_id: [] for call_id in waiting}
     for result in results:
@@ -137,9 +137,9 @@ def _given(index: int, message: dict[str, Any]) -> _CheckedMessage:
 
 
 def read_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Checks `tools`, `reasoning_effort` and `builtin_tools` among a template's variables.
+    """Check `tools`, `reasoning_effort` and `builtin_tools` in the variables of a template.
 
-    What is None is left out, so that the template's own default holds.
+    None is removed, so that the template uses its own default.
     """
     result = {name: value for name, value in options.items() if value is not None}
     effort = result.get("reasoning_effort")

@@ -1,4 +1,4 @@
-"""Harmony as a chat format: its parser for the registry, and prompts and answers for one model."""
+"""Harmony as a chat format: the parser for the registry, and the ChatFormat of one model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Harmony(Parser):
         return model.model_type == _MODEL_TYPE
 
     def extend(self, chat_format: ChatFormat, model: ModelInfo) -> ChatFormat:
-        """Return Harmony, which has both parts. ValueError beside another format's part."""
+        """Return Harmony, which has both parts. Raise ValueError if another format has a part."""
         if chat_format.name == _NAME:
             return chat_format
         if chat_format.splits_answers:

@@ -1,14 +1,13 @@
-"""⑨ Tokens of an answer in the Harmony format → reasoning, content and tool calls, as they come.
+"""⑨ Parse an answer in the Harmony format to reasoning, content and tool calls, token by token.
 
 Pure and synchronous; one object per answer. Any sequence of tokens is accepted:
 
-* A body ends with <|end|>, <|call|>, <|return|>, <|start|> or <|channel|>; a header ends with
-  <|message|>. A header without a body is dropped, and so is text after a body and before the next
-  <|start|>. <|message|> and <|constrain|> inside a body count for nothing, as do other special
-  tokens.
-* Bodies of other roles than the assistant's are dropped: the model only imagines them.
-* A body of an unknown channel, or of none, is content.
-* An answer that never comes to a <|channel|> or <|message|> is content as a whole.
+* A body ends with <|end|>, <|call|>, <|return|>, <|start|> or <|channel|>. A header ends with
+  <|message|>. A header without a body is dropped, and so is text between a body and the next
+  <|start|>. <|message|>, <|constrain|> and other special tokens inside a body are ignored.
+* Bodies of other roles than the assistant are dropped, because the model invented them.
+* A body with an unknown channel, or without one, is content.
+* An answer without any <|channel|> or <|message|> is content as a whole.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from lmdeploy.chat.formats.base import Delta
 from lmdeploy.chat.formats.harmony.tokens import HarmonyTokens, SpecialTokens
 from lmdeploy.chat.tool_calls import FunctionCall, ToolCall, join_tool_calls
 
-# Text that has not become a message after that many bytes is no header.
+# Longer text before the first <|message|> is content and not a header.
 _MAX_PLAIN_HEADER_BYTES = 256
 _FUNCTIONS = "functions."
 _CHANNELS = ("analysis", "commentary", "final")
-_NO_TOOLS = ("", "assistant", "user", "all")  # recipients that are none
+_NO_TOOLS = ("", "assistant", "user", "all")  # recipients that are not tools
 
 
 class Kind(Enum):
-    """What a piece of text belongs to."""
+    """The part of an answer to which a piece of text belongs."""
 
     CONTENT = "content"
     REASONING = "reasoning"
@@ -47,10 +46,12 @@ class _Header:
     role: bytearray = field(default_factory=bytearray)
     channel: bytearray | None = None
     constrain: bytearray | None = None
-    is_first: bool = False  # of the answer: the prompt has `<|start|>assistant` already
+    is_first: bool = (
+        False  # first header of the answer, whose `<|start|>assistant` is in the prompt
+    )
 
     def append(self, data: bytes) -> None:
-        """Text of the section that was begun last."""
+        """Append text to the section that began last."""
         for section in (self.constrain, self.channel, self.role):
             if section is not None:
                 section += data
@@ -58,11 +59,11 @@ class _Header:
 
     @property
     def is_plain(self) -> bool:
-        """Whether this may be an answer without any format."""
+        """Return whether this may be an answer without any format."""
         return self.is_first and self.channel is None and self.constrain is None
 
     def kind(self) -> tuple[Kind, str]:
-        """What the body is, and for a tool call the name of the tool."""
+        """Return the kind of the body, and the name of the tool of a tool call."""
         role = _words(self.role)
         channel = _words(self.channel or b"")
         author = "assistant" if self.is_first or not role else role[0]
@@ -82,12 +83,11 @@ def _words(section: bytes | bytearray) -> list[str]:
 
 
 class HarmonyParser:
-    """The state machine. `push` every token, then `finish`; joined, the parts are the answer.
+    """The state machine. Call `push` for every token and then `finish`, and join the parts.
 
-    With `in_final` the prompt has opened the channel `final` already.
-
-    Two bodies of the same kind are joined by a line break. A character whose bytes come in several
-    tokens is given away when it is complete; bytes that are no UTF-8 become U+FFFD.
+    `in_final`: the prompt has already opened the channel `final`. A line break joins two bodies of
+    the same kind. A character with bytes in several tokens is returned when it is complete. Invalid
+    UTF-8 becomes U+FFFD.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class HarmonyParser:
     ) -> None:
         self._tokenizer = tokenizer
         self._tokens = tokens or HarmonyTokens.of(tokenizer)
-        # None: inside a body, of `_kind`.
+        # None inside a body, whose kind is `_kind`.
         self._header: _Header | None = None if in_final else _Header(is_first=True)
         self._kind = Kind.CONTENT
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -110,17 +110,17 @@ class HarmonyParser:
 
     @property
     def num_tool_calls(self) -> int:
-        """Tool calls begun so far."""
+        """Return the number of tool calls begun so far."""
         return self._num_calls
 
     @property
     def pending_content(self) -> bool:
-        """Whether half a character of the content is kept back."""
+        """Return whether an incomplete character of the content is held back."""
         in_content = self._header is None and self._kind is Kind.CONTENT
         return in_content and bool(self._decoder.getstate()[0])
 
     def push(self, token: int) -> Delta:
-        """What `token` adds."""
+        """Return the parts that `token` adds."""
         tokens = self._tokens
         if token in (tokens.start, tokens.end, tokens.call, tokens.return_):
             return self._begin_header(_Header())
@@ -141,7 +141,7 @@ class HarmonyParser:
         return Delta()
 
     def finish(self) -> Delta:
-        """No token follows: half a character becomes U+FFFD."""
+        """Return the rest of the answer. An incomplete character becomes U+FFFD."""
         header = self._header
         if header is None:
             return self._end_body()
@@ -155,7 +155,7 @@ class HarmonyParser:
     def _extend_header(self, data: bytes) -> Delta:
         header = self._header
         if header is None:
-            raise RuntimeError("a header was extended inside a body")
+            raise RuntimeError("a header must not be extended inside a body")
         header.append(data)
         if not header.is_plain or len(header.role) <= _MAX_PLAIN_HEADER_BYTES:
             return Delta()
@@ -196,7 +196,7 @@ class HarmonyParser:
 
 
 def parse_answer(tokenizer: SpecialTokens, token_ids: Iterable[int]) -> Delta:
-    """A whole answer at once; its tool calls are whole too. ValueError for unknown ids."""
+    """Parse a whole answer, and join its tool calls. Raise ValueError for unknown ids."""
     parser = HarmonyParser(tokenizer)
     pieces = [*(parser.push(token_id) for token_id in token_ids), parser.finish()]
     return Delta(
@@ -207,18 +207,18 @@ def parse_answer(tokenizer: SpecialTokens, token_ids: Iterable[int]) -> Delta:
 
 
 class KnownTokens(SpecialTokens, Protocol):
-    """A tokenizer that says how many ids it has."""
+    """A tokenizer with a known number of ids."""
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id."""
+        """Return the largest id plus one."""
         ...
 
 
 class HarmonyDecoder:
-    """An AnswerDecoder: its text is the content, the rest is set aside.
+    """An AnswerDecoder whose text is the content. It sets the other parts aside.
 
-    So stop words are matched against the content alone: one in the reasoning ends nothing.
+    Stop words are therefore matched only in the content and not in the reasoning.
     """
 
     def __init__(
@@ -230,24 +230,24 @@ class HarmonyDecoder:
 
     @property
     def num_tool_calls(self) -> int:
-        """Tool calls begun so far."""
+        """Return the number of tool calls begun so far."""
         return self._parser.num_tool_calls
 
     def push(self, token: int) -> str:
-        """The content that `token` completes. Ids that only pad the vocabulary have no text."""
+        """Return the content that `token` completes. Ids that only pad the vocabulary have none."""
         return self._sort(self._parser.push(token)) if token < self._vocab_size else ""
 
     @property
     def pending(self) -> bool:
-        """Whether half a character of the content is kept back."""
+        """Return whether an incomplete character of the content is held back."""
         return self._parser.pending_content
 
     def finish(self) -> str:
-        """The rest of the content."""
+        """Return the rest of the content."""
         return self._sort(self._parser.finish())
 
     def take_aside(self) -> Delta:
-        """Return reasoning and parts of tool calls since the last time."""
+        """Return reasoning and parts of tool calls since the last call."""
         aside, self._aside = self._aside, Delta()
         return aside
 

@@ -1,9 +1,9 @@
-"""② A checked conversation → the texts of a prompt, by the chat template.
+"""② Render a checked conversation by the chat template to the texts of a prompt.
 
-What a client sends must never become a special token: `<|end|><|start|>system…` in the result of a
-tool would speak with the system's voice. So wherever a text of the request spells one, a guard is
-put after its first character before rendering, and the rendered prompt is cut at the guards. Each
-piece is tokenized by itself: the text that the model sees is the same, the token is not.
+Text of a request must never become a special token. Otherwise `<|end|><|start|>system…` in the
+result of a tool could act as a system message. So if a text spells a special token, a guard is
+inserted after its first character before rendering. The rendered prompt is split at the guards, and
+each piece is tokenized separately. The model then gets the same text, but not the special token.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ _BROWSER = "browser."  # the namespace of a built-in tool
 def render_prompt(
     template: PromptTemplate, messages: Any, *, options: Mapping[str, Any]
 ) -> list[str]:
-    """The prompt as texts to be tokenized one by one and joined.
+    """Return the prompt as texts. Tokenize them one by one and join the ids.
 
     Args:
-        template: of the checkpoint, or the one of --chat-template.
-        messages: as a client sends them: roles system, developer, user, assistant (with
+        template: the template of the checkpoint or of --chat-template.
+        messages: the messages of a request. Roles are system, developer, user, assistant (with
             `reasoning_content` or `thinking`, and `tool_calls`) and tool.
-        options: variables of the template; `tools`, `reasoning_effort` (low, medium, high) and
+        options: variables of the template. `tools`, `reasoning_effort` (low, medium, high) and
             `builtin_tools` (browser, python) are checked.
 
-    Raises ValueError that names the field, or what the template itself refuses.
+    Raise ValueError for a wrong field, or if the template rejects the messages.
     """
     turns, variables = read_conversation(messages), read_options(dict(options))
     guard = secrets.token_hex(16)
@@ -71,7 +71,7 @@ def _guard_turn(turn: HarmonyMessage, guard: str) -> HarmonyMessage:
 
 
 def _guarded(value: Any, guard: str) -> Any:
-    """`value` with every text in it guarded."""
+    """Return `value` with a guard in every text that spells a special token."""
     if isinstance(value, str):
         return _SPECIAL.sub("<" + guard, without_surrogates(value))
     if isinstance(value, dict):
@@ -84,9 +84,10 @@ def _guarded(value: Any, guard: str) -> Any:
 def _render(
     template: PromptTemplate, turns: Sequence[HarmonyMessage], *, variables: dict[str, Any]
 ) -> str:
-    # Templates know reasoning before a call, but no preamble: it goes in behind a mark and gets
-    # its own channel afterwards. They take every call for one of a function: those of the browser,
-    # whose names no function may have, are marked too.
+    # Templates support reasoning before a call, but no preamble. So the preamble follows the
+    # reasoning after a mark, and the mark is later replaced by the channel of the preamble.
+    # Templates also render every call as a call of a function. So calls of the browser, whose names
+    # no function can have, are marked too.
     mark = secrets.token_hex(16)
     text = template.render(_template_messages(turns, mark), variables, continues=False)
     text = text.replace(f"functions.{mark}{_BROWSER}", _BROWSER)
@@ -95,11 +96,10 @@ def _render(
 
 
 def _template_messages(turns: Sequence[HarmonyMessage], mark: str) -> list[dict[str, Any]]:
-    """Messages as GPT-OSS's template wants them: one call each, `thinking`, texts as they are.
+    """Return messages in the form of GPT-OSS's template, with `thinking` and one call each.
 
-    Its filter `tojson` leaves PreRenderedJson alone: arguments and results go in as they were
-    written, and
-    the beginning of the prompt stays equal for the prefix cache.
+    The filter `tojson` does not change PreRenderedJson. So arguments and results keep their text,
+    and the beginning of the prompt stays the same for the prefix cache.
     """
     messages: list[dict[str, Any]] = []
     for turn in turns:

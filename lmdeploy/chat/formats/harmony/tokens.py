@@ -1,4 +1,4 @@
-"""The special tokens of the Harmony format, and whether a model uses it."""
+"""The special tokens of the Harmony format."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from typing import Protocol
 
 
 class SpecialTokens(Protocol):
-    """What of a tokenizer the parser needs."""
+    """The part of a tokenizer that the parser uses."""
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token's text, or None."""
+        """Return the id of a token's text, or None."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one id."""
+        """Return the bytes of an id."""
         ...
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the id is a control token."""
+        """Return whether the id is a control token."""
         ...
 
 
 class Encoder(Protocol):
-    """What of a tokenizer makes tokens."""
+    """The part of a tokenizer that encodes text."""
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Ids of a text."""
+        """Return the ids of a text."""
         ...
 
 
 @dataclass(frozen=True)
 class HarmonyTokens:
-    """Ids of the special tokens of the format."""
+    """The ids of the special tokens of the format."""
 
     start: int
     channel: int
@@ -44,7 +44,7 @@ class HarmonyTokens:
 
     @classmethod
     def of(cls, tokenizer: SpecialTokens) -> HarmonyTokens:
-        """Return the ids of a tokenizer. ValueError names the tokens that it lacks."""
+        """Return the ids of a tokenizer. Raise ValueError, which names missing tokens."""
         names = ("start", "channel", "message", "constrain", "end", "call", "return")
         ids = {name: tokenizer.token_id(f"<|{name}|>") for name in names}
         missing = [f"<|{name}|>" for name, token_id in ids.items() if token_id is None]
@@ -56,5 +56,8 @@ class HarmonyTokens:
         return cls(*(token_id for token_id in ids.values() if token_id is not None))
 
     def begin_final(self, tokenizer: Encoder) -> list[int]:
-        """What opens the channel `final` behind a prompt, for an answer that follows a grammar."""
+        """Return the tokens that open the channel `final` after a prompt.
+
+        An answer that follows a grammar begins after them.
+        """
         return [self.channel, *tokenizer.encode("final", add_special=False), self.message]
