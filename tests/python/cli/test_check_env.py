@@ -69,10 +69,12 @@ def namesake(tmp_path, monkeypatch):
 
 
 def test_check_env_other_lmdeploy_distribution_is_reported(namesake, capsys):
-    with pytest.warns(RuntimeWarning, match=r"lmdeploy 0\.18\.0 is installed beside lmdeploy-fp4"):
+    with pytest.warns(
+        RuntimeWarning, match=r"lmdeploy 0\.18\.0 and lmdeploy-fp4 are both installed"
+    ):
         installed.warn_of_namesake()
     assert main(["check_env"]) == 0
-    assert "WARNING: the distribution lmdeploy 0.18.0" in capsys.readouterr().out
+    assert "WARNING: The distributions lmdeploy 0.18.0" in capsys.readouterr().out
 
 
 def test_warn_of_namesake_without_namesake_warns_nothing():
