@@ -1,4 +1,7 @@
-"""① How much a server takes on at once. Used in its event loop."""
+"""① Limits on the requests that a server accepts at the same time.
+
+Not thread-safe: only the server's event loop may use it.
+"""
 
 from __future__ import annotations
 
@@ -6,34 +9,36 @@ from types import TracebackType
 
 from lmdeploy.serve.errors import ApiError
 
-# Prompts of all requests that are not yet answered, once per answer; up to 44 bytes a token, beside
-# the cache. Twice what one request may have.
+# Limit of the prompt tokens of all running requests. A prompt counts once for each choice. A token
+# takes up to 44 bytes in addition to the KV cache. One request may use half of the limit.
 MAX_HELD_TOKENS = 1 << 23
-# Such requests always find room: a few large ones do not shut them out.
+# A request with at most this many prompt tokens always fits, so large ones cannot block small ones.
 SMALL_TOKENS = 1 << 16
 
 
 class Admission:
-    """Counts requests that are being answered, and the tokens of their prompts."""
+    """Counts the running requests and the tokens of their prompts."""
 
     def __init__(self, max_requests: int | None = None) -> None:
-        """`max_requests`: more at once are refused; None: any number."""
+        """Set the limit: `max_requests` run at the same time. None disables the limit."""
         self._max_requests = max_requests
         self.num_requests = 0
         self.num_tokens = 0
 
     def enter(self) -> AdmissionSlot:
-        """A place for one request, until it is left. ApiError 503 when there is none."""
+        """Reserve a slot for one request until `leave()`.
+
+        Raises ApiError 503 if the limit is reached.
+        """
         if self._max_requests is not None and self.num_requests >= self._max_requests:
             raise _full(
-                f"it answers {self.num_requests} requests, which is all that it takes at once "
-                "(--max-concurrent-requests)"
+                f"It already serves {self.num_requests} requests (--max-concurrent-requests)."
             )
         return AdmissionSlot(self)
 
 
 class AdmissionSlot:
-    """Of one request. A context manager; `leave` may be called again."""
+    """The slot of one request. Use it as a context manager; `leave()` is idempotent."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
@@ -42,18 +47,21 @@ class AdmissionSlot:
         admission.num_requests += 1
 
     def hold(self, num_tokens: int) -> None:
-        """Adds prompts. ApiError 503 when those of other requests leave no room for them."""
+        """Add the tokens of the request's prompts.
+
+        Raises ApiError 503 if the prompts of the running requests leave no room for them.
+        """
         held = self._admission.num_tokens
         if num_tokens > SMALL_TOKENS and held > 0 and held + num_tokens > MAX_HELD_TOKENS:
             raise _full(
-                f"got {num_tokens} tokens of prompts, wanted at most "
-                f"{max(MAX_HELD_TOKENS - held, SMALL_TOKENS)} beside those of other requests"
+                f"The prompts have {num_tokens} tokens. The running requests leave room for "
+                f"{max(MAX_HELD_TOKENS - held, SMALL_TOKENS)}."
             )
         self._num_tokens += num_tokens
         self._admission.num_tokens += num_tokens
 
     def leave(self) -> None:
-        """The request is answered, or never will be."""
+        """Free the slot and subtract its tokens."""
         if not self._is_left:
             self._is_left = True
             self._admission.num_requests -= 1
@@ -72,4 +80,4 @@ class AdmissionSlot:
 
 
 def _full(reason: str) -> ApiError:
-    return ApiError(503, f"the server is full: {reason}; try again later", retry_after=1)
+    return ApiError(503, f"The server is full. {reason} Try again later.", retry_after=1)

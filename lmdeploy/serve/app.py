@@ -1,4 +1,4 @@
-"""① The HTTP application: routes, keys, limits. Every error is JSON in OpenAI's shape."""
+"""① The HTTP application: routes, API keys and limits. Errors are JSON in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lmdeploy.version import __version__
 def make_app(
     engine: AsyncEngine, options: ServerOptions | None = None, *, enable_metrics: bool = True
 ) -> FastAPI:
-    """The application for a running engine, which is closed with the application."""
+    """Make the application for a running engine. Its shutdown closes the engine."""
     options = options or ServerOptions()
     name = options.model_name or engine.loaded.model_path or "model"
     state = ServerState(
@@ -74,7 +74,7 @@ def make_app(
 
 
 def _add_errors(app: FastAPI) -> None:
-    # What comes past these, the Edge answers.
+    # AuthMiddleware converts the exceptions that no handler here catches.
     @app.exception_handler(ApiError)
     @app.exception_handler(OptionError)
     @app.exception_handler(EngineFailure)
@@ -83,21 +83,21 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
-        message = f"{request.method} {request.url.path}: {error.detail}"
+        message = f"{request.method} {request.url.path}: {error.detail}."
         if error.status_code == 404:
             routes = [route for router in ROUTERS for route in router.routes]
             paths = sorted({route.path for route in routes if isinstance(route, APIRoute)})
-            message += f"; wanted one of {', '.join(paths)}; change the path"
+            message += f" The paths are {', '.join(paths)}."
         elif error.status_code == 405:
             allowed = (error.headers or {}).get("Allow", "")
-            message += f"; wanted {allowed}; change the method"
+            message += f" Use {allowed}."
         response = error_response(ApiError(error.status_code, message))
         response.headers.update(error.headers or {})
         return response
 
 
 def _describe_bodies(app: FastAPI) -> None:
-    """Add the schemas of all bodies to /openapi.json, so that /docs can send them."""
+    """Add the schemas of all request bodies to /openapi.json, so that /docs can send them."""
     make_schema = app.openapi
 
     def openapi() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""① The outermost layer of the server: API keys, and no exception past this point."""
+"""① The outermost layer of the server: it checks API keys and catches every exception."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ PUBLIC_PATHS = ("/health",)
 
 
 class AuthMiddleware:
-    """ASGI middleware. Every path but /health needs a key when keys are set."""
+    """ASGI middleware that checks the API key of every request except /health.
+
+    Without `api_keys` every request passes.
+    """
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str] = ()) -> None:
         self._app = app
         self._keys = [key.encode() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one connection."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         if not self._allowed(scope):
-            message = "api key: missing or wrong, wanted one of --api-keys as Bearer; change it"
+            message = "Invalid or missing API key. Send `Authorization: Bearer <key>`."
             refused = ApiError(401, message, param="authorization")
             await error_response(refused)(scope, receive, send)
             return
@@ -46,10 +48,10 @@ class AuthMiddleware:
 
         try:
             await self._app(scope, receive, note_start)
-        except asyncio.CancelledError:  # the server stops; nothing above us waits for this task
-            logger.info("%s: cut by the end of the server", scope["path"])
+        except asyncio.CancelledError:  # the server stops and no caller awaits this task
+            logger.info("%s: the request was cancelled because the server stops", scope["path"])
             if not started:
-                stops = ApiError(503, "the server stops; ask again later")
+                stops = ApiError(503, "The server is stopping. Try again later.")
                 await error_response(stops)(scope, receive, send)
         except Exception as error:
             told = to_api_error(error)
@@ -60,6 +62,6 @@ class AuthMiddleware:
         if not self._keys or scope["path"] in PUBLIC_PATHS or scope["method"] == "OPTIONS":
             return True
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        # Every key is compared, each in constant time.
+        # Compare with every key in constant time, so that the time reveals nothing about a key.
         matches = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
         return scheme.lower() == "bearer" and any(matches)

@@ -1,4 +1,4 @@
-"""① Errors of the HTTP edge, in OpenAI's shape."""
+"""① Errors of the HTTP server, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TYPES = {
     405: "invalid_request_error",
     413: "invalid_request_error",
 }
-# Options of the engine → fields of a request.
+# The engine's name of an option → the field of a request.
 _FIELDS = {
     "stop_words": "stop",
     "random_seed": "seed",
@@ -31,8 +31,13 @@ _FIELDS = {
 
 
 class ApiError(Exception):
-    """An answer with an error status; `param` names the field of the request, `retry_after` the
-    seconds after which it may be sent again.
+    """A response with an error status.
+
+    Args:
+        status: HTTP status code.
+        message: the text for the client.
+        param: the request field that is wrong, if it is one field.
+        retry_after: seconds after which the client may retry, for the header `Retry-After`.
     """
 
     def __init__(
@@ -51,7 +56,10 @@ class ApiError(Exception):
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """What a client is told of an exception. One that is nobody's fault but ours is logged."""
+    """Convert an exception into an ApiError.
+
+    Unexpected exceptions are logged and become HTTP 500.
+    """
     if isinstance(error, ApiError):
         if error.status == 500:
             logger.error("%s", error.message)
@@ -63,11 +71,11 @@ def to_api_error(error: Exception) -> ApiError:
         return ApiError(503, str(error))
     logger.error("%s: %s", type(error).__name__, error)
     logger.debug("traceback", exc_info=error)
-    return ApiError(500, f"internal error: {type(error).__name__}: {error}")
+    return ApiError(500, f"Internal error: {type(error).__name__}: {error}")
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
-    """The JSON of an error: one line of text, a type, the field and the status."""
+    """Return the JSON object of an error: message (one line), type, param and code."""
     return {
         "error": {
             "message": " ".join(error.message.split()),
@@ -79,21 +87,20 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 
 def json_bytes(body: Any) -> bytes:
-    """JSON in UTF-8, with U+FFFD for what is no text."""
+    """Return `body` as JSON in UTF-8. Lone surrogates become U+FFFD."""
     text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return without_surrogates(text).encode()
 
 
 class JsonResponse(JSONResponse):
-    """JSON that may hold texts as clients sent them."""
+    """A JSON response that may contain the client's own text, with lone surrogates replaced."""
 
     def render(self, content: Any) -> bytes:
-        """The body."""
         return json_bytes(content)
 
 
 def error_response(error: ApiError) -> JsonResponse:
-    """`error_body` as a response."""
+    """Return the HTTP response of an error, with the headers of 401 and 503."""
     headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
     if error.retry_after is not None:
         headers["Retry-After"] = str(error.retry_after)

@@ -1,4 +1,4 @@
-"""② From a request's prompts to its running answers."""
+"""② Checks and tokenizes the prompts of a request, and submits one job per choice."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ if TYPE_CHECKING:
     from lmdeploy.engine.stream import RequestStream
     from lmdeploy.serve.metrics import ServerMetrics
 
-MAX_ANSWERS = 1024  # of one HTTP request
-MAX_GRAMMAR_ANSWERS = 128  # with response_format; those that run take up to 100 MB each
-MAX_PROMPT_TOKENS = 1 << 22  # of one HTTP request, once per answer; up to 44 bytes each
-MAX_LOGPROB_VALUES = 1 << 22  # of one HTTP request; about 100 bytes each
+# Limits of one HTTP request.
+MAX_ANSWERS = 1024
+MAX_GRAMMAR_ANSWERS = 128  # with response_format; each running choice takes up to 100 MB
+MAX_PROMPT_TOKENS = 1 << 22  # counted once per choice; up to 44 bytes each
+MAX_LOGPROB_VALUES = 1 << 22  # about 100 bytes each
 
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """A checked request. `start` and `grammar`: see AsyncEngine.submit."""
+    """A checked request. AsyncEngine.submit documents `start` and `grammar`."""
 
     prompts: list[list[int]]
     config: GenerationConfig
@@ -40,7 +41,7 @@ class PreparedRequest:
 
 @dataclass
 class Job:
-    """One answer that was asked for."""
+    """One choice of a response while the engine computes it."""
 
     index: int  # of the choice
     prompt_index: int
@@ -55,13 +56,13 @@ class Usage:
     completion: dict[int, int] = field(default_factory=dict)
 
     def add(self, job: Job, chunk: Response) -> None:
-        """Takes the counts of a piece; later pieces replace earlier ones."""
+        """Take the counts of a chunk. They are running totals, so later chunks replace earlier."""
         cached = max(chunk.cached_tokens, self.prompt.get(job.prompt_index, (0, 0))[1])
         self.prompt[job.prompt_index] = (chunk.input_token_len, cached)
         self.completion[job.index] = chunk.generate_token_len
 
     def body(self) -> dict[str, Any]:
-        """The JSON object `usage`."""
+        """Return the JSON object `usage`."""
         prompt = sum(tokens for tokens, _ in self.prompt.values())
         completion = sum(self.completion.values())
         return {
@@ -75,10 +76,16 @@ class Usage:
 async def encode_prompts(
     engine: AsyncEngine, prompt: str | list[Any], *, num_new: int
 ) -> list[list[int]]:
-    """Token ids of a text, a list of texts, ids, or a list of ids. OptionError for the rest.
+    """Return the token ids of each prompt.
 
-    Prompts after the first that is wrong, or that makes them too many tokens in all, cost nothing.
-    `num_new`: as in `check_prompt`.
+    Prompts are tokenized one by one. The first bad prompt ends the work.
+
+    Args:
+        prompt: a string, a list of strings, a list of token ids, or a list of such lists.
+        num_new: as in `AsyncEngine.check_prompt`.
+
+    Raises:
+        OptionError: if `prompt` has another type, a prompt is bad, or there are too many tokens.
     """
     prompts: list[Any] = [prompt] if isinstance(prompt, str) else prompt
     if prompts and all(type(item) is int for item in prompts):
@@ -106,9 +113,9 @@ async def encode_prompts(
 
 
 def check_size(prompts: Sequence[list[int]], config: GenerationConfig, *, max_tokens: int) -> None:
-    """OptionError for more answers, tokens or log probabilities than one request may have.
+    """Check the number of choices, prompt tokens and log probabilities of one request.
 
-    `max_tokens` bounds a prompt and its answer together.
+    `max_tokens` is the limit of a prompt plus its response. Raises OptionError above a limit.
     """
     num_answers = len(prompts) * config.n
     max_value, where = MAX_ANSWERS, ""
@@ -143,9 +150,9 @@ def check_size(prompts: Sequence[list[int]], config: GenerationConfig, *, max_to
 
 
 async def submit_all(engine: AsyncEngine, prepared: PreparedRequest) -> list[Job]:
-    """Start n answers for every prompt, or none of them.
+    """Submit n choices for every prompt. If one fails, cancel the others and raise its error.
 
-    REQUIRES: what check_size accepts.
+    REQUIRES: check_size accepts the request.
     """
     config = prepared.config
     jobs: list[Job] = []
@@ -169,16 +176,16 @@ async def submit_all(engine: AsyncEngine, prepared: PreparedRequest) -> list[Job
 
 
 def close_all(jobs: Sequence[Job]) -> None:
-    """Cancels what still runs."""
+    """Cancel the jobs that still run."""
     for job in jobs:
         job.stream.close()
 
 
 def request_error(chunk: Response | None) -> ApiError:
-    """The error of an answer that ended with finish_reason `error`."""
+    """Return the error of a response whose finish_reason is `error`. None: it has no chunk."""
     if chunk is None:
-        return ApiError(500, "the request ended without an answer")
-    message = chunk.error_message or "the request failed"
+        return ApiError(500, "The request ended without a response.")
+    message = chunk.error_message or "The request failed."
     if chunk.error_code != "bad_request":
         return ApiError(500, message)
     field, colon, _ = message.partition(": ")
@@ -186,7 +193,10 @@ def request_error(chunk: Response | None) -> ApiError:
 
 
 async def collect_all(jobs: Sequence[Job], metrics: ServerMetrics) -> list[Response]:
-    """Whole answers, in order. Canceling this cancels the requests."""
+    """Wait for all jobs and return their responses in order.
+
+    If one fails or this coroutine is cancelled, the other requests are cancelled.
+    """
 
     async def one(job: Job) -> Response:
         async with aclosing(metrics.observe(job.stream)) as stream:

@@ -1,4 +1,4 @@
-"""⑨ Log probabilities in the shapes of the two OpenAI endpoints."""
+"""⑨ Log probabilities in the formats of the two OpenAI endpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ LOWEST = -9999.0
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> tuple[str, list[int]]:
-    """A token's text (U+FFFD for half characters) and bytes; empty for padding ids."""
+    """Return a token's text and bytes. Both are empty for padding ids.
+
+    Bytes that are not UTF-8 on their own become U+FFFD in the text.
+    """
     data = _token_bytes(tokenizer, token)
     return data.decode("utf-8", "replace"), list(data)
 
@@ -27,7 +30,13 @@ def _token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
 def chat_logprobs(
     tokenizer: Tokenizer, tokens: list[int], *, logprobs: list[dict[int, float]], num_top: int
 ) -> dict[str, Any]:
-    """`choices[].logprobs` of /v1/chat/completions."""
+    """Return `choices[].logprobs` of /v1/chat/completions.
+
+    Args:
+        tokens: the generated tokens.
+        logprobs: for each token, token id → log probability; contains the generated token.
+        num_top: number of the most likely tokens to list.
+    """
 
     def entry(token: int, value: float) -> dict[str, Any]:
         text, data = token_text(tokenizer, token)
@@ -43,7 +52,7 @@ def chat_logprobs(
 
 
 def _completion_token(tokenizer: Tokenizer, token: int) -> str:
-    """A token's text; of half characters, as OpenAI's endpoint has them, `bytes:\\xf0\\x9f`."""
+    """Return a token's text or, as OpenAI does, `bytes:\\xf0\\x9f` if it is not UTF-8."""
     data = _token_bytes(tokenizer, token)
     try:
         return data.decode()
@@ -52,11 +61,11 @@ def _completion_token(tokenizer: Tokenizer, token: int) -> str:
 
 
 class CompletionLogprobs:
-    """`choices[].logprobs` of /v1/completions; keeps the text offset across pieces.
+    """Builds `choices[].logprobs` of /v1/completions and keeps the text offset across chunks.
 
-    `text_offset` is where a token's text begins in the text of the choice; a token that has no
-    text there, such as BOS, has the next one's. `top_logprobs` has the chosen token beside the
-    `num_top` best.
+    `text_offset` is the position of a token's text in the text of the choice. A token without
+    text, such as BOS, has the offset of the next token. `top_logprobs` contains the sampled token
+    in addition to the `num_top` most likely tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, num_top: int, *, skip_special: bool) -> None:
@@ -69,11 +78,12 @@ class CompletionLogprobs:
     def add_prompt(
         self, tokens: list[int], logprobs: list[dict[int, float] | None], *, text: str
     ) -> None:
-        """An echoed prompt and its text. `logprobs[0]` is None: nothing predicts the first.
+        """Add an echoed prompt and its text.
 
-        Those of an aborted answer may be fewer than the tokens.
+        `logprobs[0]` is None because no position predicts the first token. An aborted request may
+        have fewer log probabilities than tokens.
         """
-        # The tokenizer's BOS has no text, one that the prompt spells has.
+        # A BOS that the tokenizer added has no text. A BOS written in the prompt has.
         bos = self._tokenizer.bos_token
         spelled = [token_text(self._tokenizer, token)[0] == bos for token in tokens[:2]]
         is_added = bool(bos) and spelled[:1] == [True]
@@ -84,12 +94,12 @@ class CompletionLogprobs:
         self._offset = len(text)
 
     def add_answer(self, tokens: list[int], logprobs: list[dict[int, float]]) -> None:
-        """A piece of the answer."""
+        """Add the tokens of one chunk."""
         for token, values in zip(tokens, logprobs, strict=True):
             self._add(token, values, text=self._answer.push(token))
 
     def take(self) -> dict[str, Any]:
-        """The JSON object of all that was added since the last call."""
+        """Return the JSON object of everything added since the last call."""
         body, self._body = self._body, _empty_body()
         return body
 
@@ -104,7 +114,7 @@ class CompletionLogprobs:
             body["top_logprobs"].append(None)
             return
         body["token_logprobs"].append(max(values[token], LOWEST))
-        # By text: of tokens with the same one the chosen counts, else the most likely.
+        # The keys are texts. If tokens share a text, the sampled token wins, then the likeliest.
         named = {name: max(values[token], LOWEST)}
         for other, value in sorted(values.items(), key=lambda item: -item[1])[: self._num_top]:
             named.setdefault(_completion_token(self._tokenizer, other), max(value, LOWEST))

@@ -1,4 +1,4 @@
-"""Prometheus metrics with LMDeploy's names, `lmdeploy:*`. One registry per server."""
+"""Prometheus metrics with LMDeploy's names, `lmdeploy:*`. Each server has its own registry."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TOKENS = (1, 8, 32, 128, 512, 2048, 8192, 32768, 131072)
 
 
 class _EngineCollector(Collector):
-    """Reads the engine's own counters at the moment of the scrape."""
+    """Reads the engine's counters at each scrape."""
 
     def __init__(self, engine: AsyncEngine, model_name: str) -> None:
         self._engine = engine
@@ -32,14 +32,14 @@ class _EngineCollector(Collector):
         total = max(stats.blocks_total, 1)
         queried = max(stats.prefix_queried_tokens, 1)
         gauges = {
-            "num_requests_running": ("Requests in the batch.", stats.num_running),
-            "num_requests_waiting": ("Requests in the queue.", stats.num_waiting),
-            "gpu_cache_usage_perc": ("Share of cache blocks in use.", stats.blocks_active / total),
-            "kv_cache_usage_perc": ("Share of cache blocks in use.", stats.blocks_active / total),
-            "kv_cache_blocks_total": ("Cache blocks.", stats.blocks_total),
-            "kv_cache_blocks_cached": ("Blocks kept for prefix reuse.", stats.blocks_cached),
+            "num_requests_running": ("Running requests.", stats.num_running),
+            "num_requests_waiting": ("Requests waiting in the queue.", stats.num_waiting),
+            "gpu_cache_usage_perc": ("Share of KV blocks in use.", stats.blocks_active / total),
+            "kv_cache_usage_perc": ("Share of KV blocks in use.", stats.blocks_active / total),
+            "kv_cache_blocks_total": ("KV blocks.", stats.blocks_total),
+            "kv_cache_blocks_cached": ("KV blocks kept for prefix reuse.", stats.blocks_cached),
             "kv_cache_hot_blocks_total": (
-                "Blocks of the 16-bit pools.",
+                "Blocks in the 16-bit pools.",
                 stats.window16_blocks_total,
             ),
             "kv_cache_hot_blocks_active": ("16-bit blocks in use.", stats.window16_blocks_active),
@@ -51,7 +51,7 @@ class _EngineCollector(Collector):
                 "Share of prompt tokens found in the prefix cache.",
                 stats.prefix_hit_tokens / queried,
             ),
-            "engine_healthy": ("1 while the engine works.", int(self._engine.healthy)),
+            "engine_healthy": ("1 if the engine is healthy, else 0.", int(self._engine.healthy)),
         }
         for name, (text, value) in gauges.items():
             gauge = GaugeMetricFamily(f"lmdeploy:{name}", text, labels=["model_name"])
@@ -60,13 +60,17 @@ class _EngineCollector(Collector):
         counters = {
             "prompt_tokens_total": ("Prompt tokens processed.", stats.prompt_tokens),
             "generation_tokens_total": ("Tokens generated.", stats.generated_tokens),
-            "cached_tokens_total": ("Prompt tokens from the cache.", stats.prefix_hit_tokens),
+            "cached_tokens_total": (
+                "Prompt tokens reused from the prefix cache.",
+                stats.prefix_hit_tokens,
+            ),
             "prefix_cut_tokens_total": (
-                "Prompt tokens found in the cache, not used for want of a 16-bit copy.",
+                "Prompt tokens found in the prefix cache but computed again, because their blocks "
+                "have no 16-bit copy.",
                 stats.prefix_cut_tokens,
             ),
             "num_preemptions_total": ("Sequences preempted.", stats.num_preemptions),
-            "num_nonfinite_kv_total": ("NaN and infinities in K or V.", stats.num_nonfinite),
+            "num_nonfinite_kv_total": ("NaN and infinite values in K or V.", stats.num_nonfinite),
         }
         for name, (text, value) in counters.items():
             counter = CounterMetricFamily(f"lmdeploy:{name}", text, labels=["model_name"])
@@ -76,10 +80,10 @@ class _EngineCollector(Collector):
         yield self._cache_info()
 
     def _clipped(self, stats: _turbomind.EngineStats) -> Metric:
-        """Return the clipped values, with the kind of attention as a label."""
+        """Return the number of clipped values for each kind of attention (label `group`)."""
         counter = CounterMetricFamily(
             "lmdeploy:kv_clipped_values_total",
-            "Values in K or V beyond the range of their format.",
+            "Values of K or V clipped to the range of their KV format.",
             labels=["model_name", "group"],
         )
         by_group: dict[str, int] = {}
@@ -91,11 +95,11 @@ class _EngineCollector(Collector):
         return counter
 
     def _cache_info(self) -> Metric:
-        """What is stored how, as labels of a metric that is always 1."""
+        """Return a metric with the value 1 whose labels are the KV format and quality."""
         labels = self._engine.loaded.kv.labels()
         info = GaugeMetricFamily(
             "lmdeploy:kv_cache_info",
-            "Format and quality of the KV cache.",
+            "KV format and quality, as labels.",
             labels=["model_name", *labels],
         )
         info.add_metric([*self._labels, *labels.values()], 1)
@@ -103,7 +107,7 @@ class _EngineCollector(Collector):
 
 
 class ServerMetrics:
-    """Counts and times the requests of one server. Used in its event loop."""
+    """Counts and times the requests of one server. Only the server's event loop may use it."""
 
     def __init__(self, engine: AsyncEngine, model_name: str) -> None:
         self.registry = CollectorRegistry()
@@ -111,27 +115,33 @@ class ServerMetrics:
         self._model_name = model_name
         self._success = Counter(
             "lmdeploy:request_success_total",
-            "Requests that ended, by reason.",
+            "Finished requests, by finish reason.",
             ["model_name", "finished_reason"],
             registry=self.registry,
         )
         self._first_token = self._histogram(
-            "time_to_first_token_seconds", "First token.", buckets=_SECONDS
+            "time_to_first_token_seconds", "Seconds until the first token.", buckets=_SECONDS
         )
-        self._iteration = self._histogram("iter_token_latency", "Between tokens.", buckets=_SECONDS)
+        self._iteration = self._histogram(
+            "iter_token_latency", "Seconds between chunks.", buckets=_SECONDS
+        )
         self._per_token = self._histogram(
             "time_per_output_token_seconds",
-            "Mean time per token after the first.",
+            "Mean seconds per token after the first.",
             buckets=_SECONDS,
         )
         self._latency = self._histogram(
-            "e2e_request_latency_seconds", "Whole request.", buckets=_SECONDS
+            "e2e_request_latency_seconds", "Seconds per request.", buckets=_SECONDS
         )
-        self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens.", buckets=_TOKENS)
+        self._prompt = self._histogram(
+            "request_prompt_tokens", "Prompt tokens per request.", buckets=_TOKENS
+        )
         self._generated = self._histogram(
-            "request_generation_tokens", "New tokens.", buckets=_TOKENS
+            "request_generation_tokens", "Generated tokens per request.", buckets=_TOKENS
         )
-        self._cached = self._histogram("request_cached_tokens", "Cached tokens.", buckets=_TOKENS)
+        self._cached = self._histogram(
+            "request_cached_tokens", "Reused prompt tokens per request.", buckets=_TOKENS
+        )
 
     def _histogram(self, name: str, text: str, *, buckets: tuple[float, ...]) -> Histogram:
         family = Histogram(
@@ -141,11 +151,11 @@ class ServerMetrics:
         return child
 
     def text(self) -> bytes:
-        """What /metrics answers."""
+        """Return the metrics in Prometheus text format."""
         return generate_latest(self.registry)
 
     async def observe(self, stream: RequestStream) -> AsyncGenerator[Response, None]:
-        """Passes the pieces of `stream` on and measures them; cancels the request when left."""
+        """Yield the chunks of `stream` and time them. Closing the generator cancels the request."""
         begin = last = stream.created
         first: float | None = None
         chunk: Response | None = None

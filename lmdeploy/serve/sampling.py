@@ -1,4 +1,4 @@
-"""② From the sampling fields of a request to a GenerationConfig."""
+"""② Converts the sampling fields of a request into a GenerationConfig."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p")
 
 @dataclass
 class Limits:
-    """What an endpoint adds to the shared sampling fields."""
+    """The options that each endpoint derives from fields of its own."""
 
-    max_new_tokens: int | None  # None: all that session_len leaves
+    max_new_tokens: int | None  # None allows all tokens that session_len leaves
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     n: int = 1
@@ -25,9 +25,16 @@ class Limits:
 def make_config(
     fields: SamplingFields, limits: Limits, *, model_defaults: dict[str, Any], room: int
 ) -> GenerationConfig:
-    """The GenerationConfig of a request. OptionError when the two disagree.
+    """Return the GenerationConfig of a request.
 
-    A model whose default is greedy samples for a request that says how.
+    Fields that are None take the model's defaults. If a request sets a sampling field, tokens are
+    sampled even if the model's default is greedy.
+
+    Args:
+        room: max_new_tokens if the limits set none.
+
+    Raises:
+        OptionError: if GenerationConfig rejects a value.
     """
 
     def sampling(name: str) -> Any:

@@ -1,7 +1,7 @@
-"""① Request schemas: names and defaults as in LMDeploy 0.18, checked strictly.
+"""① Request schemas with the names and defaults of LMDeploy 0.18, checked strictly.
 
-A field of LMDeploy's or OpenAI's API that is not built is accepted with the value that means "not
-used" and refused by name otherwise. A field that nobody knows is refused as well.
+A field of LMDeploy's or OpenAI's API that is not supported is accepted only with a value that means
+"not used". Other values and unknown fields are rejected by name.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from lmdeploy.config.generation import (
 from lmdeploy.serve.errors import ApiError
 
 MAX_BODY_BYTES = 32 << 20
-# Values and names, about: 32 MiB of `[],` would be eleven million lists. A token id is one.
+# Limit of the JSON values of a body: 32 MiB of `[],` would become eleven million lists.
 MAX_BODY_VALUES = 1 << 21
 MAX_PROMPTS = 1024
 _MAX_SHOWN = 100
-_TEXT = re.compile(rb'"[^"]*"')  # where no quote is escaped
+_TEXT = re.compile(rb'"[^"]*"')  # a string, once escaped quotes are removed
 
-# Of wrong items the first alone is reported: an error for each would take hundreds of bytes.
+# fail_fast reports only the first wrong item. An error takes hundreds of bytes.
 Ids = Annotated[list[int], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
-# Fields that are not built, and the values that mean "not used".
+# Field that is not supported → the values that mean "not used".
 Unsupported = dict[str, tuple[Any, ...]]
 R = TypeVar("R", bound="ApiRequest")
 
 
 class ApiRequest(BaseModel):
-    """Base of all requests: strict types, no NaN, unknown fields refused by name."""
+    """Base of all requests: strict types, no NaN, no unknown fields."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     unsupported: ClassVar[Unsupported] = {}
 
 
 class StreamOptions(ApiRequest):
-    """`stream_options`. Pieces carry no padding, so there is no obfuscation to include."""
+    """The field `stream_options`. Obfuscation (random padding of chunks) is not supported."""
 
     include_usage: bool | None = False
     include_obfuscation: Literal[False] | None = None
 
 
 class SamplingFields(ApiRequest):
-    """What all generating endpoints share."""
+    """The fields of all generating endpoints."""
 
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, ge=0, le=1)
@@ -71,7 +71,7 @@ class SamplingFields(ApiRequest):
     stream: bool | None = False
     logit_bias: dict[str, float] | None = Field(default=None, max_length=MAX_LOGIT_BIAS)
     response_format: dict[str, Any] | None = None
-    # Whose request it is, and hints to a cache that finds prefixes by itself: no effect.
+    # These have no effect: the prefix cache finds equal prompts without hints.
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -79,7 +79,7 @@ class SamplingFields(ApiRequest):
 
 
 class CompletionFields(SamplingFields):
-    """What the two OpenAI endpoints share."""
+    """The fields of both OpenAI endpoints."""
 
     model: str
     n: int | None = Field(default=1, ge=1, le=MAX_N)
@@ -88,19 +88,22 @@ class CompletionFields(SamplingFields):
 
     @property
     def streams_usage(self) -> bool:
-        """Whether a stream ends with its token counts."""
+        """Whether the last event of a stream contains the token counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
 def check_value(name: str, value: Any, *, accepted: tuple[Any, ...]) -> None:
-    """ApiError 400 for a field that is not built, unless its value means "not used"."""
+    """Raise ApiError 400 unless `value` is one of `accepted`, which mean "not used"."""
     if not any(type(value) is type(a) and value == a for a in accepted):
         message = f"{name} is not supported with the value {show(value)}. Remove it."
         raise ApiError(400, message, param=name)
 
 
 def parse_json(body: bytes) -> Any:
-    """JSON without NaN and infinities. ApiError 400 for anything else, 413 for too many values."""
+    """Parse JSON without NaN and infinities.
+
+    Raises ApiError 400 if it is not valid, and 413 if it has more than MAX_BODY_VALUES values.
+    """
     values = _count_values(body)
     if values > MAX_BODY_VALUES:
         raise ApiError(
@@ -119,7 +122,10 @@ def parse_json(body: bytes) -> Any:
 
 
 def _count_values(body: bytes) -> int:
-    """About how many there are; where they seem too many, without the marks inside texts."""
+    """Estimate the number of values by counting commas and brackets.
+
+    If the estimate exceeds the limit, count again without those inside strings.
+    """
 
     def count(text: bytes) -> int:
         return sum(text.count(mark) for mark in (b",", b"[", b"{"))
@@ -133,7 +139,7 @@ def _count_values(body: bytes) -> int:
 
 
 def parse_request(model: type[R], body: bytes) -> R:
-    """A checked request. ApiError 400 names the first field that is wrong."""
+    """Parse and check a request. Raises ApiError 400 that names the first wrong field."""
     values = parse_json(body)
     if not isinstance(values, dict):
         raise ApiError(400, f"The body is {show(values)}. It must be a JSON object.")
@@ -149,7 +155,7 @@ def parse_request(model: type[R], body: bytes) -> R:
 
 
 def _refuse_unknown(model: type[ApiRequest], values: dict[str, Any]) -> None:
-    """ApiError 400 for the first field that nobody knows, in `stream_options` too."""
+    """Raise ApiError 400 for the first unknown field, also inside `stream_options`."""
     options = values.get("stream_options")
     places = [("", model, values)]
     if isinstance(options, dict):
@@ -179,7 +185,7 @@ def _first_error(error: ValidationError, values: dict[str, Any]) -> ApiError:
     same = [d for d in details if d["loc"] and d["loc"][0] == name]
     texts = [d["msg"].removeprefix("Input should be ") for d in same[:4]]
     wanted, got, path = " or ".join(dict.fromkeys(texts)), show(values.get(name)), name
-    if len(same) == 1:  # of one type alone: what is wrong within it
+    if len(same) == 1:  # the field has one type, so the error can name the item inside it
         inner = first["loc"][1:]
         path += "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in inner)
         got = show(first["input"])

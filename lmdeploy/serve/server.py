@@ -1,4 +1,4 @@
-"""Starting and running the server: load, bind, print where it listens."""
+"""Runs the server: reserves the port, loads the model, listens and prints the address."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ logger = logging.getLogger("lmdeploy")
 
 _MAX_KEYS = 1024
 _MAX_KEY_CHARS = 4096
-_LAST_WORDS_SECONDS = 2  # for the errors that end streams to reach the clients
-_LOOK_SECONDS = 0.05  # between two looks whether there was a second signal
+_LAST_WORDS_SECONDS = 2  # time to send the errors that end the streams
+_LOOK_SECONDS = 0.05  # interval of the checks for a second signal
 
 
 def bind(server_name: str, server_port: int) -> socket.socket:
-    """A socket that `listen` opens. ValueError for a wrong or taken address. Port 0: any free one.
+    """Reserve an address and return its socket, which does not listen yet. Port 0: any free port.
 
-    The port is ours from now on; clients are refused until `listen`, instead of waiting for a model
-    that is being loaded.
+    Until `listen`, connections of clients fail at once instead of waiting while the model loads.
+    Raises ValueError if the address is wrong or in use.
     """
     try:
         info = socket.getaddrinfo(server_name, server_port, type=socket.SOCK_STREAM)[0]
@@ -46,8 +46,8 @@ def bind(server_name: str, server_port: int) -> socket.socket:
         ) from None
     sock = socket.socket(info[0], socket.SOCK_STREAM)
     try:
-        # Old connections of the port do no harm; another server that loads its model does, which
-        # could share the port with us as long as neither listens and both say that they would.
+        # SO_REUSEADDR lets bind() succeed while closed connections of the port time out. It is
+        # cleared afterwards: two servers that both set it could bind one port until one listens.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(info[4])
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
@@ -59,7 +59,7 @@ def bind(server_name: str, server_port: int) -> socket.socket:
 
 
 def listen(sock: socket.socket, server_name: str) -> None:
-    """Lets clients in. ValueError when the port cannot be opened after all."""
+    """Start to accept connections. Raises ValueError if the port cannot be opened."""
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.listen(2048)
@@ -73,13 +73,13 @@ def _taken(server_name: str, server_port: int, *, error: OSError) -> ValueError:
             "server_name", server_name, wanted="an address of this machine", flag="--server-name"
         )
     return ValueError(
-        f"server_port: cannot listen on {server_name}:{server_port} ({error.strerror}), wanted a "
-        "free port; change --server-port"
+        f"The server cannot listen on {server_name}:{server_port}: {error.strerror}. Choose a free "
+        "port (--server-port)."
     )
 
 
 def curl_line(url: str, model_name: str, *, with_key: bool) -> str:
-    """A command to paste."""
+    """Return a curl command that sends a chat request."""
     ask = [{"role": "user", "content": "Who are you?"}]
     body = {"model": model_name, "messages": ask, "temperature": 0, "max_tokens": 64}
     key = " -H 'Authorization: Bearer YOUR_KEY'" if with_key else ""
@@ -90,14 +90,14 @@ def curl_line(url: str, model_name: str, *, with_key: bool) -> str:
 
 
 def check_options(options: ServerOptions) -> None:
-    """OptionError for an option that would not serve as it says."""
+    """Raise OptionError for an invalid server option."""
     keys = check_strings(
         "api_keys", options.api_keys, max_items=_MAX_KEYS, max_chars=_MAX_KEY_CHARS
     )
-    if any(key != key.strip() for key in keys):  # no client could send it
+    if any(key != key.strip() for key in keys):  # HTTP strips header values
         raise OptionError("api_keys", "contains a key with spaces around it (--api-keys).")
     for i, key in enumerate(keys):
-        if not (key.isascii() and key.isprintable()):  # clients send the rest in several ways
+        if not (key.isascii() and key.isprintable()):  # clients encode others differently
             reason = f"contains other characters than printable ASCII in key {i + 1} (--api-keys)."
             raise OptionError("api_keys", reason)
     check_int("server_port", options.server_port, low=0, high=65535, flag="--server-port")
@@ -114,8 +114,19 @@ def run_server(
     chat_template_config: ChatTemplateConfig | None,
     options: ServerOptions,
 ) -> None:
-    """Serves until interrupted. The port is taken before the model is loaded, opened after it."""
+    """Load a model and serve it until SIGTERM or Ctrl-C.
 
+    The port is reserved before the model is loaded and opened afterwards.
+
+    Args:
+        model_path: a Hugging Face folder, a GGUF file, a hub id, or `smollm2`.
+        backend_config: options of the engine. None takes the defaults.
+        chat_template_config: replaces the model's own template. None keeps it.
+        options: options of the server.
+
+    Raises:
+        ValueError: if an option is wrong, the port is in use, or the model cannot be loaded.
+    """
     from lmdeploy.engine.async_engine import AsyncEngine
     from lmdeploy.serve.app import make_app
 
@@ -140,7 +151,7 @@ def run_server(
             listen(sock, options.server_name)
             url = f"http://{host}:{sock.getsockname()[1]}"
             print("\n".join(engine.start_lines()))
-            print(f"Serving {name} at {url}  (try:)")
+            print(f"Serving {name} at {url}\nSend a request with:")
             print(curl_line(url, name, with_key=bool(options.api_keys)))
             sys.stdout.flush()
             level = options.log_level.lower()
@@ -149,10 +160,10 @@ def run_server(
 
 
 class GracefulServer(uvicorn.Server):
-    """Serves until interrupted; then closes the engine, so that no stream is left to be cut.
+    """Serves until a signal arrives. Then it closes the engine, which ends all streams properly.
 
-    Running answers may go on for `grace` seconds; then, or at a second signal, each ends with an
-    error. A third signal cuts what is left.
+    Running requests continue for `grace` seconds or until a second signal. Then each of them ends
+    with an error. A third signal closes the remaining connections.
     """
 
     def __init__(self, config: uvicorn.Config, engine: AsyncEngine, *, grace: int) -> None:
@@ -163,19 +174,19 @@ class GracefulServer(uvicorn.Server):
         self._hurries = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called by uvicorn's signal handlers."""
+        """Count a signal. uvicorn's signal handlers call this."""
         if self.should_exit and not self._hurries:
             self._hurries = True
             return
-        self.force_exit = self.should_exit  # uvicorn's would count SIGINT alone
+        self.force_exit = self.should_exit  # uvicorn's own rule counts only SIGINT
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Called by uvicorn once it has been told to stop."""
+        """Wait for the running requests and close the engine. uvicorn calls this when it stops."""
         if self.server_state.tasks and self._grace > 0:
             logger.warning(
-                "stopping: running answers may go on for %d s (--shutdown-timeout); "
-                "the next signal ends them at once",
+                "The server is stopping. Running requests continue for up to %d s "
+                "(--shutdown-timeout). The next signal ends them at once.",
                 self._grace,
             )
         closing = asyncio.create_task(self._close_engine())

@@ -1,4 +1,4 @@
-"""What the routes of one server share."""
+"""The options of a server and the state that its routes share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ServerOptions:
-    """How to serve; the engine's own options are in TurbomindEngineConfig."""
+    """The options of the HTTP server. TurbomindEngineConfig has those of the engine."""
 
     model_name: str | None = None
     server_name: str = "127.0.0.1"
@@ -30,12 +30,12 @@ class ServerOptions:
     tool_call_parser: str | None = None
     enable_abort_handling: bool = False
     shutdown_timeout: int = 3  # seconds
-    max_concurrent_requests: int | None = None  # None: any number
+    max_concurrent_requests: int | None = None  # None disables the limit
 
 
 @dataclass
 class ServerState:
-    """Used in the server's event loop."""
+    """The state that the routes share. Only the server's event loop may use it."""
 
     engine: AsyncEngine
     model_name: str
@@ -47,5 +47,4 @@ class ServerState:
 
     @property
     def chat_format(self) -> ChatFormat:
-        """The chat format of the model."""
         return self.engine.loaded.chat_format

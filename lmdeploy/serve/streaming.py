@@ -1,4 +1,4 @@
-"""⑨ Streams of answers as server-sent events."""
+"""⑨ Streams responses as server-sent events."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ async def answer_events(
     first: Iterable[EventJson] = (),
     last: Callable[[], Iterable[EventJson]] = tuple,
 ) -> AsyncIterator[bytes]:
-    """Events of a response: `first`, of every piece its `bodies`, `last`, and the end's mark.
+    """Yield the events of a response: `first`, `bodies` of every chunk, `last` and `[DONE]`.
 
-    A request that fails, or an exception of `bodies`, ends the stream with the event of an error.
+    If a request fails or `bodies` raises, the stream ends with an error event.
     """
     for body in first:
         yield _event(body)
@@ -57,7 +57,7 @@ async def answer_events(
 async def _merge(
     jobs: Sequence[Job], metrics: ServerMetrics
 ) -> AsyncGenerator[tuple[Job, Response], None]:
-    """Pieces of all answers as they come."""
+    """Yield the chunks of all jobs in the order in which they arrive."""
     queue: asyncio.Queue[tuple[Job, Response] | BaseException | None] = asyncio.Queue()
 
     async def one(job: Job) -> None:
@@ -87,7 +87,7 @@ async def _merge(
 
 
 class SseResponse(StreamingResponse):
-    """A stream of events whose requests end with it, whether or not it was ever read."""
+    """A stream of events. When it ends, even if it was never read, its requests are cancelled."""
 
     def __init__(self, events: AsyncIterator[bytes], jobs: Sequence[Job]) -> None:
         super().__init__(
@@ -97,11 +97,11 @@ class SseResponse(StreamingResponse):
         self._on_end: Callable[[], None] = lambda: None
 
     def on_end(self, call: Callable[[], None]) -> None:
-        """`call` is called when the stream has ended."""
+        """Set the function to call when the stream has ended."""
         self._on_end = call
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the events; afterwards, however it ended, nothing of the requests runs."""
+        """Send the events. Then cancel the requests that still run, even after an exception."""
         try:
             await super().__call__(scope, receive, send)
         finally:

@@ -1,1 +1,1 @@
-"""The client of LMDeploy 0.18, at its import path."""
+"""The HTTP client, at the import path of LMDeploy 0.18."""

@@ -1,4 +1,4 @@
-"""A client of the HTTP server with the public shape of LMDeploy 0.18's. It needs no package."""
+"""A client of the HTTP server with the interface of LMDeploy 0.18's. It needs no other package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
-# LMDeploy's client sends these values unless the caller gives others.
+# LMDeploy's client sends these values if the caller gives none.
 _CHAT_DEFAULTS = {"temperature": 0.7, "top_p": 1.0, "max_tokens": 512}
 _COMPLETION_DEFAULTS = {"temperature": 0.7, "top_p": 1.0, "top_k": 40, "max_tokens": 16}
 
@@ -22,7 +22,9 @@ class APIClient:
     Args:
         api_server_url: address of the server, such as http://127.0.0.1:23333.
         api_key: sent with every request. None sends no key.
-        timeout: seconds to wait for each part of a response. None waits without a limit.
+        timeout: seconds to wait for each part of a response. None disables the limit.
+
+    Every method raises OSError (URLError) if the server cannot be reached.
     """
 
     def __init__(
@@ -30,7 +32,8 @@ class APIClient:
     ) -> None:
         if urlsplit(api_server_url).scheme not in ("http", "https"):
             raise ValueError(
-                f"api_server_url must begin with http:// or https://, got {api_server_url[:100]!r}."
+                f"api_server_url is {api_server_url[:100]!r}. It must begin with http:// or "
+                "https://."
             )
         self.api_server_url = api_server_url.rstrip("/")
         self.chat_completions_v1_url = f"{self.api_server_url}/v1/chat/completions"
@@ -47,7 +50,7 @@ class APIClient:
 
     @property
     def available_models(self) -> list[str]:
-        """Names of the models. The server is asked once."""
+        """Names of the served models. Requested once, then cached."""
         if self._available_models is None:
             cards = self._object(self.models_v1_url, None)["data"]
             self._available_models = [card["id"] for card in cards]
@@ -61,10 +64,10 @@ class APIClient:
         Args:
             input: one or several texts.
             do_preprocess: apply the chat template.
-            add_bos: begin with the token BOS.
+            add_bos: begin with the BOS token.
 
         Raises:
-            ValueError: if the server refuses the request.
+            ValueError: if the server rejects the request.
         """
         body = {"input": input, "do_preprocess": do_preprocess, "add_bos": add_bos}
         answer = self._object(self.encode_v1_url, body)
@@ -75,7 +78,7 @@ class APIClient:
     ) -> Iterator[dict[str, Any]]:
         """Yield the response of /v1/chat/completions, or its chunks with `stream=True`.
 
-        `options` are fields of the request. If the server refuses it, the error object is yielded.
+        `options` are fields of the request. If the server rejects it, yield the error object.
         """
         body = {**_CHAT_DEFAULTS, **options, "model": model, "messages": messages}
         return self._objects(self.chat_completions_v1_url, body)
@@ -85,7 +88,7 @@ class APIClient:
     ) -> Iterator[dict[str, Any]]:
         """Yield the response of /v1/completions, or its chunks with `stream=True`.
 
-        `options` are fields of the request. If the server refuses it, the error object is yielded.
+        `options` are fields of the request. If the server rejects it, yield the error object.
         """
         body = {**_COMPLETION_DEFAULTS, **options, "model": model, "prompt": prompt}
         return self._objects(self.completions_v1_url, body)
@@ -93,7 +96,7 @@ class APIClient:
     def generate(self, prompt: str | None = None, **options: Any) -> Iterator[dict[str, Any]]:
         """Yield the response of /generate, or its chunks with `stream=True`.
 
-        `options` are fields of the request. If the server refuses it, the error object is yielded.
+        `options` are fields of the request. If the server rejects it, yield the error object.
         """
         return self._objects(self.generate_url, {**options, "prompt": prompt})
 
@@ -111,7 +114,7 @@ class APIClient:
         with closing(self._open(url, body)) as response:
             value: dict[str, Any] = json.load(response)
         if "error" in value:
-            raise ValueError(f"{url} refused the request: {value['error']['message']}")
+            raise ValueError(f"{url} rejected the request: {value['error']['message']}")
         return value
 
     def _open(self, url: str, body: dict[str, Any] | None) -> HTTPResponse | HTTPError:
@@ -119,6 +122,6 @@ class APIClient:
         request = Request(url, data, self.headers)
         try:
             response: HTTPResponse = urlopen(request, timeout=self._timeout)
-        except HTTPError as error:  # the body says why
+        except HTTPError as error:  # its body is the error object
             return error
         return response

@@ -1,4 +1,4 @@
-"""The endpoints: one module per group. A new module is added to ROUTERS."""
+"""The endpoints, one module per group. Add the router of a new module to ROUTERS."""
 
 from lmdeploy.serve.routes import admin, chat, completions, encode, generate
 

@@ -1,4 +1,4 @@
-"""Health, the model's card, metrics, and the end of all running requests."""
+"""GET /health, /v1/models and /metrics, and POST /abort_request."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class AbortRequest(ApiRequest):
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """200 while the engine works."""
+    """Return 200 if the engine is healthy, else 503."""
     engine = state_of(request).engine
     if not engine.healthy:
-        return error_response(ApiError(503, f"the engine has failed: {engine.failure}"))
+        return error_response(ApiError(503, f"The engine has failed: {engine.failure}"))
     return JSONResponse({"status": "ok"})
 
 
@@ -48,13 +48,13 @@ def _card(state: ServerState) -> dict[str, Any]:
 
 @router.get("/v1/models")
 async def models(request: Request) -> dict[str, Any]:
-    """The one model."""
+    """List the served model."""
     return {"object": "list", "data": [_card(state_of(request))]}
 
 
 @router.get("/v1/models/{name:path}")
 async def model(request: Request, name: str) -> dict[str, Any]:
-    """The one model, by its name, which may hold slashes."""
+    """Return the served model. `name` may contain slashes."""
     state = state_of(request)
     check_model(state, name)
     return _card(state)
@@ -62,24 +62,26 @@ async def model(request: Request, name: str) -> dict[str, Any]:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Prometheus text."""
+    """Return the metrics in Prometheus text format."""
     state = state_of(request)
     if not state.enable_metrics:
-        raise ApiError(404, "/metrics: switched off by --disable-metrics")
+        raise ApiError(404, "/metrics is disabled by --disable-metrics.")
     return Response(state.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
 @post(router, "/abort_request", body=AbortRequest)
 async def abort_request(request: Request, body: AbortRequest) -> Response:
-    """LMDeploy's: ends all running answers, which keep what they have."""
+    """End all running requests. Their responses keep the tokens generated so far."""
     state = state_of(request)
     if not state.enable_abort_handling:
-        raise ApiError(501, "/abort_request: switched on by --enable-abort-handling")
+        raise ApiError(
+            501, "/abort_request is disabled. Start the server with --enable-abort-handling."
+        )
     if not body.abort_all:
         raise ApiError(
             400,
-            "abort_all: got false, wanted true, as requests have no session_id here; set "
-            "abort_all, or close the connection of the request",
+            "abort_all is false. It must be true because requests have no session_id here. To end "
+            "one request, close its connection.",
             param="abort_all",
         )
     return JSONResponse({"aborted": state.engine.abort_all()})

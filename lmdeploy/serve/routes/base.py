@@ -1,4 +1,4 @@
-"""What endpoints share: reading a body, and answering a request, whole or as events."""
+"""Code that all endpoints share: read a body, and send a response whole or as events."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lmdeploy.serve.schema import (
 from lmdeploy.serve.state import ServerState
 from lmdeploy.serve.streaming import SseResponse
 
-BODIES: list[type[ApiRequest]] = []  # of all POST routes
+BODIES: list[type[ApiRequest]] = []  # the body classes of all POST routes
 BODY_REFERENCE = "#/components/schemas/{model}"
 R = TypeVar("R", bound=ApiRequest)
 T = TypeVar("T")
@@ -34,15 +34,15 @@ Handler = Callable[[Request, R], Awaitable[Response]]
 
 
 def state_of(request: Request) -> ServerState:
-    """Return the state of the server that got a request."""
+    """Return the state of the server that received `request`."""
     state: ServerState = request.app.state.server
     return state
 
 
 def post(router: APIRouter, path: str, *, body: type[R]) -> Callable[[Handler[R]], Handler[R]]:
-    """Register the decorated handler of POST requests, and describe its body in /openapi.json.
+    """Register the decorated function for POST requests and describe its body in /openapi.json.
 
-    FastAPI does not parse the bodies, because its errors have another shape than OpenAI's.
+    FastAPI does not parse the bodies, because its errors do not have OpenAI's format.
     """
     schema = {"$ref": BODY_REFERENCE.format(model=body.__name__)}
     described = {"required": True, "content": {"application/json": {"schema": schema}}}
@@ -71,26 +71,26 @@ class Reply(Protocol):
     def __init__(self, state: ServerState, request: Any) -> None: ...
 
     def whole(self, jobs: Sequence[Job], answers: Sequence[Answer]) -> dict[str, Any]:
-        """The answer to a request without `stream`."""
+        """Return the body of a response without `stream`."""
         ...
 
     def events(self, jobs: Sequence[Job]) -> AsyncIterator[bytes]:
-        """The answer to a request with `stream`."""
+        """Yield the events of a response with `stream`."""
         ...
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """What one generating route has of its own."""
+    """The parts in which the generating routes differ."""
 
     prepare: Callable[[ServerState, Any], Coroutine[Any, Any, PreparedRequest]]
     reply: type[Reply]
-    # Fields of errors that have another name in this route's body.
+    # Field of an error → its name in this route's body.
     fields: Mapping[str, str] = field(default_factory=dict)
 
 
 async def respond(request: Request, *, endpoint: Endpoint, body: SamplingFields) -> Response:
-    """Answers a request if there is a place for it, which is left when the answer has ended."""
+    """Serve a request if the server has a free slot. Free the slot when the response has ended."""
     state = state_of(request)
     if isinstance(body, CompletionFields):
         check_model(state, body.model)
@@ -110,7 +110,7 @@ async def _answer(
     body: SamplingFields,
     place: AdmissionSlot,
 ) -> Response:
-    """The answer, whole or as events. A client that leaves at any time cancels it."""
+    """Return the response, whole or as events. If the client disconnects, cancel the jobs."""
     jobs: list[Job] = []
 
     async def start() -> None:
@@ -140,29 +140,29 @@ async def _answer(
 
 
 def check_model(state: ServerState, name: str) -> None:
-    """Raise ApiError 404 for a name that is not the model's."""
+    """Raise ApiError 404 if `name` is not the served model."""
     if name != state.model_name:
-        message = f"model: got {name[:100]!r}, wanted {state.model_name!r}; change model"
+        message = f"model is {name[:100]!r}. It must be {state.model_name!r}."
         raise ApiError(404, message, param="model")
 
 
 async def _render(
     build: Callable[[], dict[str, Any]], answers: Sequence[Answer], *, echoes: bool
 ) -> Response:
-    """The body of a whole reply; in a worker thread when prompts or log probabilities are in it."""
+    """Build a whole response, in a worker thread if it has echoed prompts or log probabilities."""
     if echoes or any(answer.logprobs or answer.prompt_logprobs for answer in answers):
         return await asyncio.to_thread(lambda: JsonResponse(build()))
     return JsonResponse(build())
 
 
 async def read_body(request: Request, model: type[R]) -> R:
-    """Return the checked body. ApiError 413 for one that is too large."""
+    """Read and check a body. Raises ApiError 413 if it exceeds MAX_BODY_BYTES, else 400."""
     body = bytearray()
     try:
         async for part in request.stream():
             body += part
             if len(body) > MAX_BODY_BYTES:
-                message = f"body: got more than {MAX_BODY_BYTES} bytes, wanted fewer; shorten it"
+                message = f"The body is too long. It must have at most {MAX_BODY_BYTES} bytes."
                 raise ApiError(413, message)
     except ClientDisconnect:
         raise _gone() from None
@@ -170,7 +170,7 @@ async def read_body(request: Request, model: type[R]) -> R:
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client goes away."""
+    """Return the result of `work`. If the client disconnects, cancel it and raise ApiError 400."""
 
     async def watch() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -191,4 +191,4 @@ async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 def _gone() -> ApiError:
-    return ApiError(400, "the client went away")
+    return ApiError(400, "The client disconnected.")

@@ -1,4 +1,4 @@
-"""②⑨ POST /v1/chat/completions: messages → prompt → answer, whole or as events."""
+"""②⑨ POST /v1/chat/completions: renders messages as a prompt and returns the response."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ChatCompletionRequest(CompletionFields):
 
     unsupported: ClassVar[Unsupported] = unsupported_body_fields(BODY | CHAT)
 
-    # Fields that only models with such an answer format have → values that others accept.
+    # Field that needs a chat format with tools → values that every model accepts.
     of_answer_format: ClassVar[dict[str, tuple[Any, ...]]] = {
         "tools": (None, []),
         "tool_choice": (None, "none", "auto"),
@@ -63,7 +63,7 @@ class ChatCompletionRequest(CompletionFields):
     reasoning_effort: str | None = None
 
     def check_plain(self) -> None:
-        """ApiError 400 for a field that only models with an answer format of their own have."""
+        """Raise ApiError 400 for a field that needs a chat format with tools."""
         for name, accepted in self.of_answer_format.items():
             check_value(name, getattr(self, name), accepted=accepted)
 
@@ -73,7 +73,7 @@ _OF_MESSAGES = ("tools", "reasoning_effort", "enable_thinking", "chat_template_k
 
 
 async def prepare_chat(state: ServerState, request: ChatCompletionRequest) -> PreparedRequest:
-    """The prompt and options. ApiError or OptionError for what cannot be served."""
+    """Make the prompt and the options. Raises ApiError or OptionError for a bad field."""
     if request.top_logprobs and not request.logprobs:
         raise OptionError(
             "top_logprobs",
@@ -135,12 +135,15 @@ def _template_options(request: ChatCompletionRequest, chat_format: ChatFormat) -
 
 
 def _call_body(call: ToolCall) -> dict[str, Any]:
-    """A whole tool call."""
+    """Return the JSON of a whole tool call."""
     return {"id": call.id, "type": call.type, "function": asdict(call.function)}
 
 
 def _call_delta(call: ToolCall) -> dict[str, Any]:
-    """A part of one: id, type and name come with the first, clients join the rest by index."""
+    """Return the JSON of a part of a tool call.
+
+    Only the first part has id, type and name. Clients join the others by index.
+    """
     if call.function.name:
         return {"index": call.index, **_call_body(call)}
     return {"index": call.index, "function": {"arguments": call.function.arguments}}
@@ -156,7 +159,7 @@ class ChatReply:
         self._created = int(time.time())
 
     def whole(self, jobs: Sequence[Job], answers: Sequence[Answer]) -> dict[str, Any]:
-        """The answer to a request without `stream`."""
+        """Return the body of a response without `stream`."""
         usage = Usage()
         choices = []
         for job, answer in zip(jobs, answers, strict=True):
@@ -175,7 +178,7 @@ class ChatReply:
         return {**self._head("chat.completion"), "choices": choices, "usage": usage.body()}
 
     def events(self, jobs: Sequence[Job]) -> AsyncIterator[bytes]:
-        """The answer to a request with `stream`."""
+        """Yield the events of a response with `stream`."""
         usage = Usage()
         wanted = self._request.streams_usage
 
@@ -252,5 +255,5 @@ _ENDPOINT = Endpoint(prepare_chat, ChatReply, fields={"prompt": "messages"})
 
 @post(router, "/v1/chat/completions", body=ChatCompletionRequest)
 async def chat_completions(request: Request, body: ChatCompletionRequest) -> Response:
-    """OpenAI's chat completions."""
+    """Serve OpenAI's chat completions."""
     return await respond(request, endpoint=_ENDPOINT, body=body)

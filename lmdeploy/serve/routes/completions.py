@@ -1,4 +1,4 @@
-"""②⑨ POST /v1/completions: a prompt as it is → answer, whole or as events."""
+"""②⑨ POST /v1/completions: continues prompts without a chat template."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class CompletionRequest(CompletionFields):
 
 
 async def prepare_completion(state: ServerState, request: CompletionRequest) -> PreparedRequest:
-    """Prompts and options. OptionError for what cannot be served."""
+    """Make the prompts and the options. Raises OptionError for a bad field."""
     limit = request.max_completion_tokens
     if limit is None:
         limit = 16 if request.max_tokens is None else request.max_tokens
@@ -71,7 +71,7 @@ class CompletionReply:
         self._echoed: set[int] = set()
 
     def whole(self, jobs: Sequence[Job], answers: Sequence[Answer]) -> dict[str, Any]:
-        """The answer to a request without `stream`."""
+        """Return the body of a response without `stream`."""
         usage = Usage()
         choices = []
         for job, answer in zip(jobs, answers, strict=True):
@@ -80,10 +80,10 @@ class CompletionReply:
         return {**self._head(), "choices": choices, "usage": usage.body()}
 
     def events(self, jobs: Sequence[Job]) -> AsyncIterator[bytes]:
-        """The answer to a request with `stream`."""
+        """Yield the events of a response with `stream`."""
         usage = Usage()
         wanted = self._request.streams_usage
-        held: dict[int, list[Answer]] = {}  # pieces that only carry prompt logprobs
+        held: dict[int, list[Answer]] = {}  # chunks that contain only prompt logprobs
 
         def bodies(job: Job, chunk: Answer) -> Iterator[EventJson]:
             usage.add(job, chunk)
@@ -150,5 +150,5 @@ _ENDPOINT = Endpoint(prepare_completion, CompletionReply)
 
 @post(router, "/v1/completions", body=CompletionRequest)
 async def completions(request: Request, body: CompletionRequest) -> Response:
-    """OpenAI's completions."""
+    """Serve OpenAI's completions."""
     return await respond(request, endpoint=_ENDPOINT, body=body)

@@ -1,4 +1,4 @@
-"""POST /v1/encode: token ids of texts."""
+"""POST /v1/encode: returns the token ids of texts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lmdeploy.serve.errors import JsonResponse
 from lmdeploy.serve.routes.base import post, state_of, until_disconnect
 from lmdeploy.serve.schema import MAX_PROMPTS, ApiRequest, Texts
 
-MAX_ENCODED_TOKENS = 1 << 22  # of one reply of /v1/encode
+MAX_ENCODED_TOKENS = 1 << 22  # in one response
 
 router = APIRouter()
 
@@ -30,7 +30,7 @@ class EncodeRequest(ApiRequest):
 
 @post(router, "/v1/encode", body=EncodeRequest)
 async def encode(request: Request, body: EncodeRequest) -> Response:
-    """Token ids of texts."""
+    """Return the token ids of the texts in `input`."""
     state = state_of(request)
     texts = [body.input] if isinstance(body.input, str) else body.input
     with state.admission.enter():
@@ -46,7 +46,10 @@ async def encode(request: Request, body: EncodeRequest) -> Response:
 
 
 async def encode_texts(texts: Sequence[str], encode: Callable[[str], list[int]]) -> list[list[int]]:
-    """Ids of the field `input`. OptionError for more texts or tokens than one reply may hold."""
+    """Return the token ids of each text.
+
+    Raises OptionError for more than MAX_PROMPTS texts or MAX_ENCODED_TOKENS tokens.
+    """
     if len(texts) > MAX_PROMPTS:
         reason = f"contains {len(texts)} texts. It must contain at most {MAX_PROMPTS}."
         raise OptionError("input", reason)

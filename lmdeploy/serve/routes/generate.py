@@ -1,4 +1,4 @@
-"""②⑨ POST /generate: LMDeploy's plain endpoint, text or ids in, text and ids out."""
+"""②⑨ POST /generate: LMDeploy's plain endpoint. It takes text or ids and returns both."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ router = APIRouter()
 
 
 class GenerateRequest(SamplingFields):
-    """Body of POST /generate. As in LMDeploy, it samples from the model's own distribution."""
+    """Body of POST /generate.
+
+    As in LMDeploy, the defaults sample from the model's unmodified distribution.
+    """
 
     unsupported: ClassVar[Unsupported] = unsupported_body_fields(BODY | GENERATE)
 
@@ -45,7 +48,7 @@ class GenerateRequest(SamplingFields):
 
 
 async def prepare_generate(state: ServerState, request: GenerateRequest) -> PreparedRequest:
-    """The prompt and options. OptionError for what cannot be served."""
+    """Make the prompt and the options. Raises OptionError for a bad field."""
     if (request.prompt is None) == (request.input_ids is None):
         if request.prompt is None:
             raise OptionError("prompt", "is missing. Send prompt or input_ids.")
@@ -69,18 +72,18 @@ async def prepare_generate(state: ServerState, request: GenerateRequest) -> Prep
 
 
 class GenerateReply:
-    """Builds the JSON of one response. In a stream every event carries the new part."""
+    """Builds the JSON of one response. In a stream every event contains only the new tokens."""
 
     def __init__(self, state: ServerState, request: GenerateRequest) -> None:
         self._state = state
         self._request = request
 
     def whole(self, jobs: Sequence[Job], answers: Sequence[Answer]) -> dict[str, Any]:
-        """The answer to a request without `stream`."""
+        """Return the body of a response without `stream`."""
         return self._body(answers[0])
 
     def _body(self, answer: Answer) -> dict[str, Any]:
-        """One object with `text`, `output_ids` and `meta_info`."""
+        """Return the JSON object with `text`, `output_ids` and `meta_info`."""
         reason = answer.finish_reason
         meta: dict[str, Any] = {
             "prompt_tokens": answer.input_token_len,
@@ -105,7 +108,7 @@ class GenerateReply:
         ]
 
     def events(self, jobs: Sequence[Job]) -> AsyncIterator[bytes]:
-        """The answer to a request with `stream`."""
+        """Yield the events of a response with `stream`."""
         return answer_events(jobs, self._state.metrics, bodies=lambda _, chunk: [self._body(chunk)])
 
 
@@ -114,5 +117,5 @@ _ENDPOINT = Endpoint(prepare_generate, GenerateReply, fields={"logprobs": "top_l
 
 @post(router, "/generate", body=GenerateRequest)
 async def generate(request: Request, body: GenerateRequest) -> Response:
-    """LMDeploy's plain generation."""
+    """Serve LMDeploy's plain generation."""
     return await respond(request, endpoint=_ENDPOINT, body=body)

@@ -103,14 +103,14 @@ def test_admission_hold_limits_tokens_of_waiting_prompts():
     admission = Admission()
     first, second, third = (admission.enter() for _ in range(3))
     first.hold(MAX_HELD_TOKENS)
-    with pytest.raises(ApiError, match=f"wanted at most {SMALL_TOKENS} beside") as refused:
+    with pytest.raises(ApiError, match=f"leave room for {SMALL_TOKENS}") as refused:
         second.hold(SMALL_TOKENS + 1)
     assert (refused.value.status, refused.value.retry_after) == (503, 1)
     second.hold(SMALL_TOKENS)
     first.leave()
     first.leave()
     left = MAX_HELD_TOKENS - SMALL_TOKENS
-    with pytest.raises(ApiError, match=f"at most {left} beside"):
+    with pytest.raises(ApiError, match=f"leave room for {left}"):
         third.hold(left + 1)
     third.hold(left)
     assert (admission.num_requests, admission.num_tokens) == (2, MAX_HELD_TOKENS)

@@ -297,7 +297,7 @@ def test_chat_internal_error_returns_500(stream, caplog):
     engine._make_request = wrong
     with serving(engine) as url:
         reply = post(url, "/v1/chat/completions", {**CHAT, "stream": stream})
-        assert "internal error: ValueError" in refused(reply, param=None, status=500)
+        assert "Internal error: ValueError" in refused(reply, param=None, status=500)
         assert reply.json()["error"]["type"] == "server_error"
     assert "list.index" in caplog.text
 
@@ -475,7 +475,7 @@ def test_completions_total_prompt_tokens_are_limited(url, monkeypatch, more):
 def test_check_healthy_closed_engine_is_reported_as_closed():
     engine = make_engine()
     engine.close()
-    with pytest.raises(EngineFailure, match=r"^the engine is closed$"):
+    with pytest.raises(EngineFailure, match=r"^The engine is closed\.$"):
         engine.check_healthy()
 
 
@@ -489,7 +489,7 @@ def test_serve_that_cannot_listen_closes_its_engine(monkeypatch):
     monkeypatch.setattr(server, "listen", listen)
     with pytest.raises(ValueError, match="cannot listen"):
         lmdeploy.serve("m", server_port=0)
-    assert engine.failure == "the engine is closed"
+    assert engine.failure == "The engine is closed."
 
 
 def test_graceful_server_third_signal_forces_exit():
