@@ -1,4 +1,4 @@
-"""Builds the C++ engine with CMake and packs it into the wheel."""
+"""Builds the C++ engine with CMake and adds it to the wheel."""
 
 import os
 import subprocess
@@ -16,13 +16,13 @@ CUDA_LIBRARY = Path("lmdeploy/libturbomind_cuda.so")
 
 
 class CMakeBuild(build_ext):
-    """Runs CMake once and puts the module into the package, with the CUDA library if it is built.
+    """Runs CMake and adds the module, and the CUDA library if it was built, to the package.
 
-    `CMAKE_ARGS=-DTM_CUDA=ON` asks for it; cmake/cuda.cmake has the options.
+    `CMAKE_ARGS=-DTM_CUDA=ON` builds the CUDA library. cmake/cuda.cmake lists its options.
     """
 
     def build_extension(self, ext: Extension) -> None:
-        """Build `ext`; `CMAKE_ARGS` and `CMAKE_BUILD_PARALLEL_LEVEL` are honored."""
+        """Build `ext` with the variables `CMAKE_ARGS` and `CMAKE_BUILD_PARALLEL_LEVEL`."""
         import pybind11
 
         target = Path(self.get_ext_fullpath(ext.name)).resolve().parent
@@ -49,7 +49,7 @@ class CMakeBuild(build_ext):
         )
 
     def _build_folder(self) -> Path:
-        """Of an editable install one that stays, so that the next compiles what has changed."""
+        """Return the build folder. An editable install keeps it, so that it can rebuild fast."""
         if not self.editable_mode:
             return Path(self.build_temp).resolve()
         names = ("CMAKE_ARGS", "CC", "CXX", "CFLAGS", "CXXFLAGS")
@@ -57,7 +57,7 @@ class CMakeBuild(build_ext):
         return ROOT / "build" / f"editable-{zlib.crc32(options.encode()):08x}"
 
     def copy_extensions_to_source(self) -> None:
-        """For an editable install: the module, and the CUDA library."""
+        """Copy the module and the CUDA library into the source tree, for an editable install."""
         super().copy_extensions_to_source()
         built = Path(self.build_lib) / CUDA_LIBRARY
         if built.is_file():

@@ -1,4 +1,4 @@
-"""LLM inference with a quantized, paged KV cache: LMDeploy's public names, our own engine."""
+"""LLM inference with a quantized, paged KV cache. The public names are those of LMDeploy."""
 
 from __future__ import annotations
 

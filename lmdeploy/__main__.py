@@ -1,4 +1,4 @@
-"""`python -m lmdeploy`."""
+"""Entry point of `python -m lmdeploy`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The two entry points of LMDeploy's Python API."""
+"""The two entry points of the Python API, `pipeline` and `serve`, as in LMDeploy 0.18."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def pipeline(
     chat_template_config: ChatTemplateConfig | None = None,
     log_level: str = "WARNING",
 ) -> Pipeline:
-    """Loads a model for offline use.
+    """Load a model and return a Pipeline for offline use.
 
     Args:
         model_path: a Hugging Face folder, a GGUF file, a hub id, or `smollm2`.
-        backend_config: options of the engine.
-        chat_template_config: replaces the model's own template.
+        backend_config: options of the engine. None takes the defaults.
+        chat_template_config: replaces the model's own template. None keeps it.
         log_level: DEBUG, INFO, WARNING, ERROR or CRITICAL.
 
     Raises:
-        ValueError: a wrong option, or a model that cannot be loaded.
+        ValueError: if an option is wrong or the model cannot be loaded.
     """
     return Pipeline(model_path, backend_config, chat_template_config, log_level)
 
@@ -47,9 +47,24 @@ def serve(
     api_keys: list[str] | str | None = None,
     shutdown_timeout: int = 3,
 ) -> None:
-    """Serves a model over HTTP until Ctrl-C; `lmdeploy serve api_server` has more options.
+    """Serve a model over HTTP until SIGTERM or Ctrl-C.
 
-    `shutdown_timeout`: seconds that running answers may go on after that.
+    `lmdeploy serve api_server` has more options.
+
+    Args:
+        model_path: a Hugging Face folder, a GGUF file, a hub id, or `smollm2`.
+        model_name: the model's name in the API. None takes `model_path`.
+        backend_config: options of the engine. None takes the defaults.
+        chat_template_config: replaces the model's own template. None keeps it.
+        server_name: address to listen on.
+        server_port: TCP port. 0 takes any free port.
+        log_level: DEBUG, INFO, WARNING, ERROR or CRITICAL.
+        api_keys: keys that clients must send as `Authorization: Bearer <key>`. None or an empty
+            list accepts every client.
+        shutdown_timeout: seconds that running requests may continue after a signal.
+
+    Raises:
+        ValueError: if an option is wrong, the port is in use, or the model cannot be loaded.
     """
     from lmdeploy.serve.server import run_server
 

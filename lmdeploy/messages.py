@@ -1,4 +1,4 @@
-"""Public names that LMDeploy 0.18 keeps in this module. They are defined elsewhere."""
+"""Public names that LMDeploy 0.18 keeps in this module. Other modules define them."""
 
 from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.config.generation import GenerationConfig

@@ -1,4 +1,4 @@
-"""Public names that LMDeploy 0.18 keeps in this module. They are defined elsewhere."""
+"""A public name that LMDeploy 0.18 keeps in this module. Another module defines it."""
 
 from lmdeploy.config.chat_template import ChatTemplateConfig
 

@@ -1,7 +1,7 @@
-"""② Offline use: prompts → responses.
+"""② Offline use: a pipeline turns prompts into responses.
 
-The engine's event loop runs in a thread of its own, so every method here is an ordinary blocking
-call and may be used from any thread.
+The requests run in an event loop in a thread of its own. Therefore every method is an ordinary
+blocking call, and any thread may call it.
 """
 
 from __future__ import annotations
@@ -31,18 +31,23 @@ if TYPE_CHECKING:
 Message: TypeAlias = dict[str, Any]
 Prompt: TypeAlias = "str | list[Message]"
 
-_ANSWERED = ("stop", "length", "tool_calls")  # the others: error, abort
+_ANSWERED = ("stop", "length", "tool_calls")  # all finish reasons except error and abort
 
 
 @dataclass
 class Session:
-    """A conversation of `Pipeline.chat`: (question, answer) pairs."""
+    """A conversation of `Pipeline.chat`.
+
+    Args:
+        history: pairs of question and answer, the oldest first.
+        response: the response of the last turn. None before the first turn.
+    """
 
     history: list[tuple[str, str]] = field(default_factory=list)
     response: Response | None = None
 
     def messages(self, prompt: str) -> list[Message]:
-        """The conversation so far with `prompt` as the next question."""
+        """Return the messages of the conversation with `prompt` as the next question."""
         result: list[Message] = []
         for question, answer in self.history:
             result.append({"role": "user", "content": question})
@@ -51,7 +56,19 @@ class Session:
 
 
 class Pipeline:
-    """A loaded model. Close it, or use it as a context manager."""
+    """A loaded model. Close it after use, or use it as a context manager.
+
+    Args:
+        model_path: a Hugging Face folder, a GGUF file, a hub id, or `smollm2`.
+        backend_config: options of the engine. None takes the defaults.
+        chat_template_config: replaces the model's own template. None keeps it.
+        log_level: DEBUG, INFO, WARNING, ERROR or CRITICAL.
+        engine: an engine that is already loaded. The arguments above it are then ignored, except
+            `log_level`. None loads the model.
+
+    Raises:
+        ValueError: if an option is wrong or the model cannot be loaded.
+    """
 
     def __init__(
         self,
@@ -62,7 +79,7 @@ class Pipeline:
         *,
         engine: AsyncEngine | None = None,
     ) -> None:
-        # Not with the module: they bring asyncio, which `import lmdeploy` can do without.
+        # Imported here because `import lmdeploy` should not import asyncio.
         from lmdeploy.engine.async_engine import AsyncEngine
         from lmdeploy.engine.loop_thread import LoopThread
 
@@ -75,7 +92,7 @@ class Pipeline:
             )
         self.engine = engine
         self._loop = LoopThread()
-        self._closing = False  # no new calls
+        self._closing = False  # new calls are rejected
         self._closed = False
         self._close_lock = threading.RLock()
 
@@ -91,9 +108,9 @@ class Pipeline:
         self.close()
 
     def close(self) -> None:
-        """Stops the engine and frees the model. May be called more than once.
+        """Stop the engine and free the model. Further calls have no effect.
 
-        Calls that still wait in other threads end with EngineFailure.
+        Calls that wait in other threads raise EngineFailure.
         """
         if self.engine.in_other_process:
             return
@@ -113,23 +130,23 @@ class Pipeline:
         use_tqdm: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> Response | list[Response]:
-        """Answers one prompt (a Response) or several (a list in the same order).
+        """Return the response to one prompt, or a list of responses in the order of the prompts.
 
         Args:
-            prompts: a text, a list of texts, a conversation (list of messages), or a list of
+            prompts: a string, a list of strings, a conversation (list of messages), or a list of
                 conversations.
-            gen_config: one for all prompts, or one per prompt. With n > 1 the list holds n
-                responses per prompt, one after the other, and is a list for a single prompt too.
+            gen_config: one for all prompts, or one per prompt. None takes the defaults. With n > 1
+                the result is a list with n consecutive responses per prompt, also for one prompt.
             do_preprocess: apply the chat template.
             use_tqdm: show a progress bar.
-            chat_template_kwargs: variables of the chat template; for GPT-OSS `reasoning_effort`,
-                `tools` and `builtin_tools`, checked.
+            chat_template_kwargs: variables of the chat template. For GPT-OSS these are
+                `reasoning_effort`, `tools` and `builtin_tools`, and they are checked.
 
         Raises:
-            ValueError: a wrong prompt, e.g. longer than session_len: no prompt runs then. Or a
-                gen_config that does not fit the model (token ids, a grammar), found when its
-                prompt begins; the others are cancelled.
-            EngineFailure: the engine has failed, was closed meanwhile, or is another process's.
+            ValueError: if a prompt is wrong, such as longer than session_len. Then no prompt runs.
+                Also if a gen_config does not fit the model (a token id or a grammar). That is found
+                when its prompt starts, and the other prompts are cancelled.
+            EngineFailure: if the engine has failed, was closed, or belongs to another process.
         """
         from tqdm import tqdm
 
@@ -157,10 +174,11 @@ class Pipeline:
         do_preprocess: bool = True,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> Iterator[Response]:
-        """Pieces of all answers as they come; `index` tells the prompt, `choice` which of n.
+        """Yield the chunks of all responses as they arrive.
 
-        The last piece of an answer has a finish_reason. Leaving the iterator early cancels the
-        rest.
+        The arguments and errors are those of `infer`. In a chunk, `index` is the number of its
+        prompt and `choice` that of its response among the n. The last chunk of each response has a
+        finish_reason. Closing the iterator early cancels the requests that still run.
         """
         options = (chat_template_kwargs or {}) if do_preprocess else None
         jobs, _ = self._jobs(prompts, gen_config, template_options=options)
@@ -192,13 +210,21 @@ class Pipeline:
         *,
         stream_response: bool = False,
     ) -> Session | Iterator[Response]:
-        """One turn of a conversation.
+        """Add one turn to a conversation and return its session.
 
-        Returns the session with the answer in `response` and the turn in `history`, or with
-        `stream_response` an iterator of pieces; the session is updated when it ends. A turn whose
-        answer failed or was aborted is not part of the history.
+        The session then has the response in `response` and the turn in `history`. A turn that
+        failed or was aborted is not added to the history.
 
-        Raises ValueError for n > 1: a conversation goes on with one answer.
+        Args:
+            prompt: the user's message.
+            session: the conversation. None starts a new one.
+            gen_config: its `n` must be 1. None takes the defaults.
+            stream_response: return an iterator of chunks instead. The session is updated when the
+                iterator ends.
+
+        Raises:
+            ValueError: if `n` is more than 1 or the conversation exceeds session_len.
+            EngineFailure: as in `infer`.
         """
         if gen_config is not None and gen_config.n > 1:
             raise refuse(
@@ -213,22 +239,26 @@ class Pipeline:
         return session
 
     def session(self) -> Session:
-        """A new, empty conversation for `chat`."""
+        """Return a new conversation for `chat`."""
         return Session()
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's: `encode(text)` gives token ids, `decode(ids)` a text."""
+        """The model's tokenizer: `encode(text)` returns token ids, `decode(ids)` returns a text."""
         return self.engine.loaded.tokenizer
 
     def get_ppl(self, input_ids: list[int] | list[list[int]]) -> list[float]:
-        """Mean negative log likelihood of each token list after its first token, as in LMDeploy.
+        """Return the mean negative log likelihood per token of each list, in nats.
 
-        `tokenizer.encode` makes a token list of a text.
+        As in LMDeploy, this is the logarithm of the perplexity. The first token of a list is not
+        scored, because no position predicts it.
 
-        The exponential of a value is the perplexity that the name speaks of.
+        Args:
+            input_ids: one list of token ids, or several. `tokenizer.encode` makes them from text.
 
-        Raises ValueError for lists shorter than 2 tokens and EngineFailure for a failed request.
+        Raises:
+            ValueError: if a list has fewer than 2 tokens.
+            EngineFailure: if a request fails.
         """
         from lmdeploy.engine.async_engine import EngineFailure
 
@@ -253,8 +283,8 @@ class Pipeline:
         async def run_one(slot: int, job: _Job) -> None:
             response = await self._answer(job)
             if response.finish_reason not in _ANSWERED:
-                why = response.error_message or f"it ended with {response.finish_reason}"
-                raise EngineFailure(f"input_ids[{slot}]: the request failed: {why}")
+                why = response.error_message or f"It ended with {response.finish_reason}."
+                raise EngineFailure(f"The request of input_ids[{slot}] failed: {why}")
             pairs = zip(response.prompt_logprobs or [], job.ids[1:], strict=True)
             values = [logprobs[token] for logprobs, token in pairs]
             result[slot] = -sum(values) / len(values)
@@ -290,7 +320,7 @@ class Pipeline:
     def _check_open(self) -> None:
         self.engine.check_process()
         if self._closing:
-            raise ValueError("pipeline: got a closed one, wanted an open one; make a new pipeline")
+            raise ValueError("The pipeline is closed. Create a new one.")
 
     def _jobs(
         self,
@@ -299,7 +329,7 @@ class Pipeline:
         *,
         template_options: dict[str, Any] | None,
     ) -> tuple[list[_Job], bool]:
-        # Options are None where no template is applied.
+        # template_options is None if no template is applied.
         self._check_open()
         single = isinstance(prompts, str) or _is_conversation(prompts)
         if not single and not isinstance(prompts, (list, tuple)):
@@ -310,7 +340,8 @@ class Pipeline:
         )
         if len(configs) != len(batch):
             raise ValueError(
-                f"gen_config: got {len(configs)} for {len(batch)} prompts, wanted one or one each"
+                f"gen_config has {len(configs)} items for {len(batch)} prompts. "
+                "Pass one config, or one per prompt."
             )
         jobs = []
         grammars = self.engine.new_grammars()
@@ -332,7 +363,7 @@ class Pipeline:
     def _encode(
         self, prompt: Any, template_options: dict[str, Any] | None
     ) -> tuple[list[int], AnswerStart | None]:
-        """Return the ids and the state in which the answer to a conversation begins."""
+        """Return the token ids and, for a conversation, the state in which its response starts."""
         from lmdeploy.chat.prompts import encode_chat, encode_text
 
         if isinstance(prompt, str) and template_options is None:
@@ -354,7 +385,7 @@ class _Job:
     index: int = 0
     choice: int = 0
     start: AnswerStart | None = None
-    grammars: Grammars | None = None  # of the call
+    grammars: Grammars | None = None  # shared by all jobs of the call
 
 
 def _is_conversation(prompts: Any) -> bool:
@@ -366,11 +397,11 @@ def _is_conversation(prompts: Any) -> bool:
 
 
 async def collect(stream: RequestStream) -> Response:
-    """A whole answer. Leaving early, e.g. by cancellation, cancels the request."""
+    """Wait for all chunks and return the whole response. Cancellation cancels the request."""
     try:
         chunks = [chunk async for chunk in stream]
     finally:
         stream.close()
     if not chunks:
-        raise RuntimeError("a stream ended without a last piece")
+        raise RuntimeError("The stream ended without a chunk.")
     return join_pieces(chunks)

@@ -1,4 +1,4 @@
-"""Responses: the text, tokens and facts of one answer."""
+"""The public response types, and the function that joins chunks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lmdeploy.chat.tool_calls import ToolCall, join_tool_calls
 
 
 class ResponseType(enum.Enum):
-    """How a request ended, as LMDeploy numbers it."""
+    """The states of a request with LMDeploy's numbers."""
 
     SUCCESS = 1
     FINISH = 2
@@ -36,23 +36,28 @@ FinishReason = Literal["stop", "length", "tool_calls", "error", "abort"]
 
 @dataclass
 class Response:
-    """An answer, or in a stream a piece of it.
+    """A response, or a chunk of it in a stream.
 
     Args:
-        text: without the stop word.
-        generate_token_len: tokens generated so far, end and stop tokens not counted.
-        input_token_len: tokens of the prompt, template included.
-        finish_reason: None while the answer goes on.
-        token_ids: the answer's tokens.
-        logprobs: per token, token id → log probability; the chosen token is always in it.
-        logits: float32 [n, vocab] when asked for.
-        index: of the prompt in the call.
-        choice: which of the prompt's n answers.
-        cached_tokens: prompt tokens taken from the prefix cache.
-        prompt_logprobs: as logprobs, of the prompt's tokens from the second on.
-        reasoning_content: the part of the answer before its content, if the chat format has one.
-        tool_calls: calls that such a model asks for; in a stream parts of them, which
-            join_tool_calls makes whole.
+        text: the generated text without the stop word.
+        generate_token_len: number of tokens generated so far, without end and stop tokens.
+        input_token_len: number of tokens of the prompt, chat template included.
+        finish_reason: why the response ended. None in all chunks except the last.
+        token_ids: ids of the generated tokens.
+        logprobs: per generated token, token id → natural log probability. The generated token is
+            always included. None if not requested.
+        logits: float32 [n, vocab]. None if not requested.
+        last_hidden_state: always None; kept for LMDeploy's signature.
+        index: number of the prompt in the call, from 0.
+        routed_experts: always None; kept for LMDeploy's signature.
+        cached_tokens: number of prompt tokens taken from the prefix cache.
+        error_code: `bad_request` or `engine_error` if finish_reason is `error`.
+        error_message: why the request failed, if finish_reason is `error`.
+        prompt_logprobs: as logprobs, for the tokens of the prompt from the second on.
+        reasoning_content: the reasoning before the content, if the chat format separates it.
+        tool_calls: the tool calls of the response, if the chat format has them. A chunk contains
+            parts of calls; join_tool_calls joins them.
+        choice: number of the response among the n of its prompt, from 0.
     """
 
     text: str
@@ -74,7 +79,7 @@ class Response:
     choice: int = 0
 
     def extend(self, other: Response) -> None:
-        """Appends a later piece of the same answer, in place."""
+        """Append a later chunk of the same response in place."""
         self.text += other.text
         self.token_ids += other.token_ids
         if other.reasoning_content is not None:
@@ -93,9 +98,9 @@ class Response:
 
 
 def join_pieces(chunks: Sequence[Response]) -> Response:
-    """The whole answer; linear in its length, and the pieces stay as they are.
+    """Join the chunks of a response into a new Response, in linear time.
 
-    REQUIRES: `pieces` is not empty.
+    REQUIRES: `chunks` is not empty.
     """
 
     def joined(name: str) -> list[dict[int, float]] | None:

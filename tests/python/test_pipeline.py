@@ -43,7 +43,7 @@ def test_pipeline_all_forms_of_prompts_are_answered(pipe):
 def test_pipeline_one_config_per_prompt_is_used(pipe):
     configs = [GenerationConfig(max_new_tokens=n) for n in (1, 2)]
     assert [a.text for a in pipe(["a", "b"], configs)] == ["Y", "Yo"]
-    with pytest.raises(ValueError, match="got 2 for 3 prompts"):
+    with pytest.raises(ValueError, match="has 2 items for 3 prompts"):
         pipe(["a", "b", "c"], configs)
     assert len(pipe("a", GenerationConfig(n=3))) == 3
 
@@ -169,7 +169,7 @@ def test_get_ppl_failed_request_cancels_the_rest(pipe, monkeypatch):
         )
 
     monkeypatch.setattr(cpp_engine, "_step", second_fails)
-    with pytest.raises(EngineFailure, match=r"input_ids\[1\]: .*out of luck"):
+    with pytest.raises(EngineFailure, match=r"input_ids\[1\] failed: .*out of luck"):
         pipe.get_ppl([[1, 2]] * 4)
     deadline = time.monotonic() + 5
     while pipe.engine._streams and time.monotonic() < deadline:
@@ -188,7 +188,7 @@ def test_pipeline_grammar_is_compiled_once_per_call(pipe, monkeypatch):
 
 def test_get_ppl_failed_request_error_gives_the_reason(pipe, monkeypatch):
     end_with(pipe, monkeypatch, "error")
-    with pytest.raises(EngineFailure, match=r"input_ids\[0\]: .*out of luck"):
+    with pytest.raises(EngineFailure, match=r"input_ids\[0\] failed: .*out of luck"):
         pipe.get_ppl([1, 2, 3])
 
 
@@ -356,7 +356,7 @@ def test_pipeline_forked_child_rejects_calls(names):
     *refused, healthy, child, last = done.stdout.decode().splitlines()
     continued, process, reason = last.split()
     assert (continued, reason, child, healthy) == ("True", "stop", "3 True", "False"), done.stderr
-    expected = f"EngineFailure the engine was made before a fork and runs in process {process} only"
+    expected = f"EngineFailure The engine was created before a fork and works only in process {process}."
     assert len(refused) == 5
     assert all(line.startswith(expected) for line in refused)
 
