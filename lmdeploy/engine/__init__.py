@@ -1,1 +1,1 @@
-"""Load a model and run requests through the C++ engine."""
+"""Loads models and runs requests in the C++ engine."""

@@ -1,7 +1,7 @@
-"""③⑨ The asynchronous engine: ids in, pieces of text out, one stream per request.
+"""③⑨ The asynchronous engine: takes token ids and streams chunks of text, one stream per request.
 
-One thread waits for the C++ engine's outputs and hands each to the event loop its request came
-from; everything about a request's text happens in that loop.
+One thread waits for the outputs of the C++ engine and passes each to the event loop of its request.
+That loop turns the tokens into text.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _WAIT_MS = 200
 
 
 class EngineFailure(RuntimeError):
-    """The engine cannot serve: it has failed, is closed, or belongs to another process."""
+    """The engine has failed, is closed, or belongs to another process."""
 
 
 class AsyncEngine:
-    """Owns the C++ engine, the tokenizer and the template of one model.
+    """Owns the C++ engine, the tokenizer and the chat template of one model.
 
-    `submit` and `generate` may be called from any event loop; `close` from any thread.
+    Any event loop may call `submit` and `generate`. Any thread may call `close`.
     """
 
     def __init__(self, loaded: LoadedEngine) -> None:
@@ -59,8 +59,8 @@ class AsyncEngine:
         self._streams: dict[int, RequestStream] = {}
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        self._failure = ""  # of the drain thread
-        self._has_warned = False  # of clipped values, by the drain thread
+        self._failure = ""  # why the drain thread failed
+        self._has_warned = False  # the drain thread has warned of clipped values
         self._closing = threading.Event()
         self._closed = False
         self._close_lock = threading.RLock()
@@ -79,8 +79,7 @@ class AsyncEngine:
         tool_call_parser: str | None = None,
         progress: bool = True,
     ) -> AsyncEngine:
-        """Loads a folder, GGUF file, hub id or `smollm2`; the options are those of
-        `load_engine`."""
+        """Load a model and return its engine. `load_engine` documents the options and errors."""
         config = config or TurbomindEngineConfig()
         return cls(
             load_engine(
@@ -95,35 +94,35 @@ class AsyncEngine:
 
     @property
     def max_request_tokens(self) -> int:
-        """Longest prompt plus answer: what session_len and the cache allow."""
+        """The most tokens of a prompt plus its response that session_len and the cache allow."""
         return self.loaded.cpp_engine.memory_plan().max_sequence_tokens
 
     @property
     def healthy(self) -> bool:
-        """False from the moment the engine has failed or been closed, and after a fork."""
+        """Whether the engine can serve: it has not failed, is open and belongs to this process."""
         if self.in_other_process or self._closing.is_set() or self._failure:
             return False
         return self.loaded.cpp_engine.healthy
 
     @property
     def failure(self) -> str:
-        """Why the engine is not healthy."""
+        """Why the engine is not healthy, or "" if it is."""
         if self.in_other_process:
             return (
-                f"the engine was made before a fork and runs in process {self._pid} only: "
-                "make it in the process that uses it"
+                f"The engine was created before a fork and works only in process {self._pid}. "
+                "Create it in the process that uses it."
             )
         if self._closing.is_set():
-            return "the engine is closed"
+            return "The engine is closed."
         return self._failure or self.loaded.cpp_engine.failure
 
     @property
     def in_other_process(self) -> bool:
-        """Whether this is a child, made by fork, of the process that the engine runs in."""
+        """Whether this process is a fork of the process that created the engine."""
         return os.getpid() != self._pid
 
     def cache_line(self) -> str:
-        """One line on the cache."""
+        """Return one line that describes the KV cache."""
         from lmdeploy.engine.kv_quality import cache_line
 
         return cache_line(
@@ -133,19 +132,21 @@ class AsyncEngine:
         )
 
     def start_lines(self) -> list[str]:
-        """On the device and the cache, for the start of a server."""
+        """Return the lines about the device and the KV cache that a command prints at its start."""
         return [line for line in (self.loaded.device_line, self.cache_line()) if line]
 
     def stats(self) -> _turbomind.EngineStats:
-        """Counters of the C++ engine."""
+        """Return the counters of the C++ engine."""
         return self.loaded.cpp_engine.stats()
 
     def check_prompt(
         self, prompt_ids: list[int], *, num_new: int = 1, name: str = "prompt"
     ) -> None:
-        """OptionError with the numbers, of the field `name`, when a prompt can never be served.
+        """Raise OptionError if the engine can never serve a prompt.
 
-        `num_new`: tokens that must fit behind it, 0 where max_new_tokens is 0, else 1.
+        Args:
+            num_new: tokens that must fit after the prompt: 0 if max_new_tokens is 0, else 1.
+            name: the field that the error names.
         """
         if not prompt_ids:
             raise OptionError(name, "is empty. It must have at least 1 token.")
@@ -174,7 +175,7 @@ class AsyncEngine:
             )
 
     def new_grammars(self) -> Grammars:
-        """For the answers of one call, which share what `response_format` compiles to."""
+        """Return a new cache of compiled grammars, which all requests of one call share."""
         return Grammars(lambda: self.loaded.tokenizer.grammar_tokenizer(self.loaded.vocab_size))
 
     async def submit(
@@ -187,17 +188,22 @@ class AsyncEngine:
         grammar: str | None = None,
         grammars: Grammars | None = None,
     ) -> RequestStream:
-        """Start one answer.
+        """Submit one request and return the stream of its response.
 
         Args:
-            index: separates the seeds of the n answers of one prompt.
+            prompt_ids: token ids of the prompt. The stream keeps this list without a copy.
+            config: options of the request. None takes the defaults.
+            index: added to the random seed, so that the n choices of a prompt differ.
             start: the state in which the prompt of a conversation ends. The chat format then splits
-                the answer into reasoning, content (the text) and tool calls. None for a plain
-                prompt, whose text the answer continues.
-            grammar: constrains the answer, in llguidance's notation; wins over `response_format`.
-            grammars: the compiled grammars of the call that the answer belongs to.
+                the response into reasoning, content (the text) and tool calls. None means a plain
+                prompt, whose text the response continues.
+            grammar: a grammar in llguidance's notation that replaces `response_format`. None
+                applies `response_format`.
+            grammars: the compiled grammars of the call. None compiles this request's grammar alone.
 
-        Raises OptionError when the request is wrong and EngineFailure when the engine has failed.
+        Raises:
+            OptionError: if the request is wrong.
+            EngineFailure: if the engine has failed, is closed, or belongs to another process.
         """
         config = config or GenerationConfig()
         self.check_healthy()
@@ -237,7 +243,7 @@ class AsyncEngine:
     async def generate(
         self, prompt_ids: list[int], config: GenerationConfig | None = None, *, index: int = 0
     ) -> AsyncIterator[Response]:
-        """`submit` as one iterator; leaving it early cancels the request."""
+        """Submit a request and yield its chunks. Closing the iterator early cancels the request."""
         stream = await self.submit(prompt_ids, config, index=index)
         try:
             async for chunk in stream:
@@ -246,7 +252,7 @@ class AsyncEngine:
             stream.close()
 
     def forget(self, request_id: int) -> None:
-        """Cancels a request whose outputs nobody wants any more."""
+        """Cancel a request if it still runs, and discard its outputs."""
         if self.in_other_process:
             return
         with self._lock:
@@ -255,10 +261,10 @@ class AsyncEngine:
             self.loaded.cpp_engine.cancel(request_id)
 
     def abort_all(self) -> int:
-        """Ends all answers that run or wait, which keep what they have (finish_reason `abort`).
+        """End all running and waiting requests with finish_reason `abort`. Return their number.
 
-        Returns how many. To be called in the loop that submits: one that is just being submitted
-        in another goes on.
+        The responses keep the tokens generated so far. Call it in the event loop that submits: a
+        request that another loop is just submitting continues.
         """
         with self._lock:
             ids = list(self._streams)
@@ -267,9 +273,9 @@ class AsyncEngine:
         return len(ids)
 
     def close(self) -> None:
-        """Stops the engine; streams that still run end with EngineFailure.
+        """Stop the engine. Streams that still run raise EngineFailure.
 
-        A second caller waits for the first, and what an interrupt cut short is done again.
+        A second caller waits for the first. If an interrupt ends `close`, it can be called again.
         """
         if self.in_other_process:
             return
@@ -282,15 +288,15 @@ class AsyncEngine:
                 self._closed = True
 
     def check_healthy(self) -> None:
-        """EngineFailure when no request can be served."""
+        """Raise EngineFailure if the engine cannot serve requests."""
         self.check_process()
         if self._closing.is_set():
             raise EngineFailure(self.failure)
         if not self.healthy:
-            raise EngineFailure(f"the engine has failed: {self.failure}")
+            raise EngineFailure(f"The engine has failed: {self.failure}")
 
     def check_process(self) -> None:
-        """EngineFailure in another process than the engine's own."""
+        """Raise EngineFailure if the engine belongs to another process."""
         if self.in_other_process:
             raise EngineFailure(self.failure)
 
@@ -304,8 +310,8 @@ class AsyncEngine:
         grammar: str | None,
         grammars: Grammars,
     ) -> tuple[Any, list[int], SpecialTokenStopFilter, AnswerDecoder]:
-        # In a worker thread: tokenizing words and compiling a grammar take time. The ids that come
-        # back are the caller's list where nothing was added: n answers share it.
+        # Runs in a worker thread because tokenizing stop words and compiling a grammar take time.
+        # Returns the caller's own list of ids if nothing is added, so that n choices share it.
         constrained = is_constrained(config) and grammar is None
         if start is not None and constrained:
             prefix = self.loaded.chat_format.constrained_prefix()
@@ -370,8 +376,8 @@ class AsyncEngine:
             shown = TokenDetokenizer(
                 self.loaded.tokenizer, skip_special=False, begins_text=begins_text
             )
-            # The word that ends first counts. Where answers are split, content is not the text
-            # that the gate sees.
+            # The stop word that ends first wins, so the gate searches all words. If the chat format
+            # splits responses, the gate's text is not the content, so plain words are not its task.
             is_split = start is not None and self.loaded.chat_format.splits_answers
             words = special_words if is_split else [*special_words, *plain_words]
             gate = AnswerText(shown, words, include_stop=include_stop, min_tokens=min_tokens)
@@ -381,7 +387,7 @@ class AsyncEngine:
 
     def _drain(self) -> None:
         cpp_engine = self.loaded.cpp_engine
-        reason = "the engine has been closed"
+        reason = "The engine was closed."
         try:
             while not self._closing.is_set():
                 outputs = cpp_engine.wait_outputs(_WAIT_MS)
@@ -390,26 +396,26 @@ class AsyncEngine:
                 if not self._has_warned and any(out.finish_reason != "none" for out in outputs):
                     self._warn_of_clipping()
                 if not outputs and not cpp_engine.healthy:
-                    reason = f"the engine has failed: {cpp_engine.failure}"
+                    reason = f"The engine has failed: {cpp_engine.failure}"
                     break
-        except BaseException as error:  # whatever it is, without this thread nobody is answered
-            logger.exception("the engine's outputs cannot be delivered")
+        except BaseException as error:  # without this thread no request would ever end
+            logger.exception("The outputs of the engine could not be delivered.")
             self._failure = str(error) or repr(error)
-            reason = f"the engine has failed: {self._failure}"
+            reason = f"The engine has failed: {self._failure}"
         ended = self._end_all(EngineFailure(reason))
-        if self._failure:  # nobody would read what is still computed
+        if self._failure:  # no thread would read the outputs
             for request_id in ended:
                 cpp_engine.cancel(request_id)
 
     def _warn_of_clipping(self) -> None:
-        """Warn once when values of K or V were beyond the range of their format."""
+        """Log one warning if values of K or V were clipped to the range of their KV format."""
         num_values = sum(count for _, count in self.loaded.cpp_engine.stats().clipped)
         if num_values == 0:
             return
         self._has_warned = True
         logger.warning(
-            "KV cache: %d values of K or V were beyond the range of their format and were clipped. "
-            "Use --kv-quality best with a calibration file, or another format. The metric "
+            "%d values of K or V exceeded the range of their KV format and were clipped. Use "
+            "--kv-quality best with a calibration file, or another KV format. The metric "
             "lmdeploy:kv_clipped_values_total counts them.",
             num_values,
         )
@@ -423,7 +429,7 @@ class AsyncEngine:
         if stream is not None:
             try:
                 stream.deliver(output)
-            except RuntimeError:  # its event loop is closed: nobody waits any more
+            except RuntimeError:  # its event loop is closed, so no caller waits for the output
                 self.forget(output.request_id)
 
     def _end_all(self, error: EngineFailure) -> list[int]:
@@ -433,7 +439,7 @@ class AsyncEngine:
             try:
                 stream.deliver(error)
             except RuntimeError:
-                logger.debug("request %d: its event loop is closed", stream.request_id)
+                logger.debug("The event loop of request %d is closed.", stream.request_id)
         return [stream.request_id for stream in streams]
 
 
@@ -442,6 +448,9 @@ _running: weakref.WeakSet[AsyncEngine] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """A thread inside the C++ engine when the interpreter ends would abort the process."""
+    """Close all engines at exit.
+
+    A thread inside the C++ engine would abort the process when the interpreter ends.
+    """
     for engine in list(_running):
         engine.close()

@@ -1,4 +1,4 @@
-"""③ What an engine is made of: the C++ engine, tokenizer, template, the model's defaults."""
+"""③ Loads the parts of an engine: C++ engine, tokenizer, chat template and model defaults."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ logger = logging.getLogger("lmdeploy")
 
 @dataclass
 class LoadedEngine:
-    """What an engine is made of. Tests pass fakes with the same methods.
+    """The parts of an engine. Tests use fakes with the same methods.
 
-    `sampling` holds the defaults of sampling options that a request leaves out.
+    `sampling` contains the defaults of the sampling options that a request does not set.
     """
 
     cpp_engine: _turbomind.Engine
@@ -57,10 +57,18 @@ def load_engine(
     tool_call_parser: str | None = None,
     progress: bool = True,
 ) -> LoadedEngine:
-    """Load the model and start the C++ engine. ValueError says what is wrong with the input.
+    """Load a model and start the C++ engine.
 
-    `reasoning_parser` and `tool_call_parser` name the parts of the chat format. None chooses them
-    by the model.
+    Args:
+        model_path: a Hugging Face folder, a GGUF file, a hub id, or `smollm2`.
+        config: options of the engine.
+        chat_template_config: replaces the model's own template. None keeps it.
+        reasoning_parser: name of the reasoning parser. None chooses it by the model.
+        tool_call_parser: name of the tool-call parser. None chooses it by the model.
+        progress: show a progress bar.
+
+    Raises:
+        ValueError: if an option is wrong or the model cannot be loaded.
     """
     from lmdeploy import _turbomind
     from lmdeploy.chat.template import NO_TEMPLATE, choose_template
@@ -68,7 +76,7 @@ def load_engine(
     target = open_device(config)
     device = target.device
     files, engine_config, kv = plan_engine(model_path, config, device=device)
-    # Before the weights, which take long.
+    # Check these before the weights are loaded, which takes long.
     texts = files.read_texts()
     template = choose_template(texts.chat_template, chat_template_config, tokenizer=texts.tokenizer)
     chat_format = choose_format(
@@ -102,7 +110,7 @@ def load_engine(
         model_path=model_path,
         model_type=model.model_type,
         device_line=target.line,
-        # Not of `model`: its weights are the engine's, which frees them when it is closed.
+        # The lambda does not refer to `model`, so that closing the engine frees the weights.
         on_close=lambda: None if writer is None else writer.stop(),
     )
 
@@ -116,8 +124,8 @@ def _eos_ids(
     bad = {show(i): i for i in given if type(i) is not int or i not in good}
     if bad:
         logger.warning(
-            "generation_config.json or config.json: eos_token_id: got %s, wanted ids of 0 to %d; "
-            "ignored",
+            "eos_token_id in generation_config.json or config.json contains %s. Ids must be 0 to "
+            "%d. The others are ignored.",
             ", ".join(bad),
             vocab_size - 1,
         )

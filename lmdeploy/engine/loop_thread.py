@@ -1,4 +1,4 @@
-"""Coroutines for code that has no event loop: they run in a loop in a thread of its own."""
+"""Runs coroutines for blocking code, in an event loop in a thread of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lmdeploy.engine.async_engine import EngineFailure
 
 T = TypeVar("T")
 
-_MAX_IN_FLIGHT = 256  # jobs handed to the engine at a time
+_MAX_IN_FLIGHT = 256  # jobs that run at the same time
 
 
 class LoopThread:
@@ -28,14 +28,14 @@ class LoopThread:
     def start_all(
         self, jobs: Sequence[T], run_one: Callable[[int, T], Awaitable[None]]
     ) -> Future[None]:
-        """Begins `run_one(slot, job)` for every job, some at a time; the first failure ends all.
+        """Start `run_one(slot, job)` for every job, where `slot` is the job's position.
 
-        Raises EngineFailure once the loop is closed.
+        The first failure cancels the other jobs. Raises EngineFailure if the loop is closed.
         """
         return self._start(_run_all(jobs, run_one))
 
     def run_all(self, jobs: Sequence[T], run_one: Callable[[int, T], Awaitable[None]]) -> None:
-        """The same, and waits. An interrupt cancels all."""
+        """Run `run_one(slot, job)` for every job and wait. An interrupt cancels all jobs."""
         future = self.start_all(jobs, run_one)
         try:
             self.wait(future)
@@ -44,14 +44,14 @@ class LoopThread:
             raise
 
     def wait(self, future: Future[None]) -> None:
-        """Waits for what `start_all` began. EngineFailure when the loop was closed meanwhile."""
+        """Wait for the jobs of `start_all`. Raises EngineFailure if the loop is closed."""
         try:
             future.result()
         except CancelledError:
             raise _closed_meanwhile() from None
 
     def close(self) -> None:
-        """Cancels what runs, stops the loop and joins the thread. May be called again."""
+        """Cancel the running jobs, stop the loop and join the thread. Further calls wait for it."""
         with self._lock:
             if not self._closing:
                 asyncio.run_coroutine_threadsafe(self._end(), self._loop)
@@ -75,7 +75,7 @@ class LoopThread:
 
 
 async def _run_all(jobs: Sequence[T], run_one: Callable[[int, T], Awaitable[None]]) -> None:
-    """Runs all jobs. The first that fails, or canceling this, cancels the rest."""
+    """Run all jobs. If one fails or this coroutine is cancelled, cancel the others."""
     room = asyncio.Semaphore(_MAX_IN_FLIGHT)
 
     async def run(slot: int, job: T) -> None:
@@ -91,4 +91,4 @@ async def _run_all(jobs: Sequence[T], run_one: Callable[[int, T], Awaitable[None
 
 
 def _closed_meanwhile() -> EngineFailure:
-    return EngineFailure("the pipeline was closed before the answer was complete")
+    return EngineFailure("The pipeline was closed before the response was complete.")

@@ -1,4 +1,4 @@
-"""Hugging Face folder or GGUF file → ModelConfig, packed weights, tokenizer and chat template."""
+"""Opens a Hugging Face folder or GGUF file and loads weights, tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 _MAX_JSON_BYTES = 1 << 20
-# `dtype` as users write it → the cache dtype of the engine.
+# The option `dtype` → the cache dtype of the engine.
 DTYPES = {
     "float32": "float32",
     "fp32": "float32",
@@ -46,44 +46,44 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A model without its weights: enough to plan memory and to refuse a bad checkpoint."""
+    """The facts about a model that are known before its weights are read."""
 
     path: Path
     model_type: str  # the family: llama, mistral, gpt_oss, ...
     config: ModelConfig
-    weight_bytes: int  # that the engine will keep, before padding
-    mapped_bytes: int  # of these, experts that are read where they lie in the file
-    file_bytes: int  # that are read from the checkpoint
+    weight_bytes: int  # size of the weights in the engine, before padding
+    mapped_bytes: int  # the part of weight_bytes that stays in the mapped file (MXFP4 experts)
+    file_bytes: int  # size of the tensors in the checkpoint
     stored_dtype: str  # float32, float16, bfloat16 or quantized
 
 
 @dataclass
 class LoadedModel:
-    """A model ready for the engine."""
+    """A loaded model, ready for the engine."""
 
     path: Path
     model_type: str
     config: ModelConfig
     weights: Weights
     tokenizer: Tokenizer
-    chat_template: ChatTemplate | None  # None: the checkpoint has none
-    mapped_bytes: int = 0  # of weights in mapped files, resident once they have been used
+    chat_template: ChatTemplate | None  # None if the checkpoint has none
+    mapped_bytes: int = 0  # size of the weights in mapped files, resident after their first use
     generation_config: dict[str, Any] = field(default_factory=dict)
-    cache_writer: WeightCacheWriter | None = None  # to be started when the engine is ready
+    cache_writer: WeightCacheWriter | None = None  # start it when the engine is ready
 
 
 @dataclass(frozen=True)
 class TokenizerAndTemplate:
-    """What a checkpoint says of texts."""
+    """The tokenizer, chat template and generation defaults of a checkpoint."""
 
     tokenizer: Tokenizer
-    chat_template: ChatTemplate | None  # None: the checkpoint has none
+    chat_template: ChatTemplate | None  # None if the checkpoint has none
     generation_config: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class ModelFiles:
-    """A checkpoint, opened once: its config and tensors were checked, no weights were read."""
+    """An open checkpoint. Its config and tensors are checked, but no weights are read yet."""
 
     info: ModelInfo
     _checkpoint: Checkpoint
@@ -92,30 +92,32 @@ class ModelFiles:
     _copied: bool  # no tensor stays in the mapped files
 
     def read_texts(self) -> TokenizerAndTemplate:
-        """The small parts, which fail fast. Once: the strings of a vocabulary, tens of megabytes,
-        are let go.
+        """Read the tokenizer, the chat template and the generation defaults.
 
-        Raises ModelFormatError.
+        Call it once: it frees the metadata, because a vocabulary takes tens of megabytes. Raises
+        ModelFormatError.
         """
         checkpoint = self._checkpoint
         self._checkpoint = replace(checkpoint, metadata={})
         tokenizer = _tokenizer(checkpoint)
         if tokenizer.vocab_size > checkpoint.config.vocab_size:
             raise ModelFormatError(
-                f"{checkpoint.path}: the tokenizer has ids up to {tokenizer.vocab_size - 1}, the "
-                f"model only {checkpoint.config.vocab_size} rows of embedding"
+                f"{checkpoint.path}: The tokenizer has ids up to {tokenizer.vocab_size - 1}, but "
+                f"the embedding has only {checkpoint.config.vocab_size} rows."
             )
         template = _chat_template(checkpoint, tokenizer)
         return TokenizerAndTemplate(tokenizer, template, _generation_config(checkpoint))
 
     def load(self, texts: TokenizerAndTemplate, *, device: Device, progress: bool) -> LoadedModel:
-        """The weights tensor by tensor, or packed from the cache (weight_cache.py).
+        """Load the weights tensor by tensor, or packed from the weight cache.
 
-        Of the mapped files only experts in MXFP4 stay, as long as the weights live; the pages of
-        every other tensor are given back once it is packed. A device that reads no mapped files
-        has copies of all, and no cache of packed weights.
+        If the device reads mapped files, MXFP4 experts stay in them as long as the weights live.
+        The pages of every other tensor are freed once it is packed. Other devices get copies of
+        all tensors and do not use the weight cache.
 
-        Raises ModelFormatError, and ValueError for wrong options of the cache in the environment.
+        Raises:
+            ModelFormatError: if a tensor cannot be loaded.
+            ValueError: if an environment variable of the weight cache is wrong.
         """
         from lmdeploy._turbomind import WeightsBuilder
 
@@ -148,25 +150,26 @@ def open_files(
     exact: bool = False,
     capability: DeviceCapability | None = None,
 ) -> ModelFiles:
-    """Checks config and tensors of `path` (a name, folder, file or hub id) and sums their sizes.
+    """Open a checkpoint, check its config and tensors, and add up their sizes.
 
     Args:
         path: `smollm2`, a Hugging Face folder, a .gguf file or a hub id.
-        dtype: cache dtype, or "auto" for the rule of the format (docs/kv_cache.md).
-        exact: FP32 compute, without BF16 weights or int8 activations.
+        dtype: cache dtype. "auto" chooses it by the weights (docs/kv_cache.md).
+        exact: compute in FP32, without BF16 weights or int8 activations.
         capability: of the device that loads the weights. None stands for the CPU's.
 
-    Raises ModelFormatError (a ValueError) for everything that could not be loaded, and ValueError
-    for exact compute on a device without FP32.
+    Raises:
+        ModelFormatError: if the checkpoint cannot be loaded. It is a ValueError.
+        ValueError: if the device has no FP32 for `exact`.
     """
     from lmdeploy import _turbomind
 
     capability = capability or _turbomind.DeviceCapability()
     if exact and not capability.has_fp32:
-        raise ValueError("exact: got True, wanted False on CUDA; change --exact or --device")
+        raise ValueError("exact is not supported on CUDA (--exact, --device).")
     copied = exact or not capability.reads_mapped_files
     resolved = resolve_model(path)
-    files = identify_files(resolved)  # before they are opened
+    files = identify_files(resolved)  # before opening, so that a later change is detected
     checkpoint = open_checkpoint(resolved)
     info = _info(checkpoint, dtype=dtype, exact=exact, copied=copied)
     return ModelFiles(info, checkpoint, files, exact, copied)
@@ -180,7 +183,7 @@ def load_model(
     device: Device,
     progress: bool = True,
 ) -> LoadedModel:
-    """All of a model, for the engine's `device`; `progress`: whether to show a bar.
+    """Open a checkpoint and load all of it for `device`.
 
     The other arguments and the errors are those of `open_files` and of ModelFiles.
     """
@@ -189,10 +192,13 @@ def load_model(
 
 
 def cache_dtype(stored_dtype: str, dtype: str, *, exact: bool) -> str:
-    """BF16 for BF16 models, else FP16; `dtype` overrides it, exact compute means FP32."""
+    """Return the cache dtype: `dtype` unless it is "auto", FP32 if exact, else by the weights.
+
+    BF16 weights give BF16, all others FP16.
+    """
     if dtype != "auto":
         if dtype not in DTYPES:
-            raise ValueError(f"dtype: got {dtype!r}; wanted auto, {', '.join(DTYPES)}; --dtype")
+            raise ValueError(f"dtype is {dtype!r}. It must be auto, {', '.join(DTYPES)} (--dtype).")
         return DTYPES[dtype]
     if exact:
         return "float32"

@@ -1,4 +1,4 @@
-"""③ From the options of a GenerationConfig to the fields of a request."""
+"""③ Converts the options of a GenerationConfig into the fields of a C++ request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def check_token_ids(config: GenerationConfig, vocab_size: int) -> None:
-    """OptionError for an option with a token id that the model does not have."""
+    """Raise OptionError if an option contains a token id that the model does not have."""
     for name in ("stop_token_ids", "bad_token_ids", "logit_bias"):
         for token in getattr(config, name) or ():
             if token >= vocab_size:
@@ -24,7 +24,11 @@ def check_token_ids(config: GenerationConfig, vocab_size: int) -> None:
 def sort_stop_words(
     words: list[str], tokenizer: Tokenizer
 ) -> tuple[list[int], list[str], list[str]]:
-    """(special tokens, words without special tokens, words that contain some)."""
+    """Sort stop words by the special tokens in them.
+
+    Returns the ids of words that are one special token, the words without special tokens, and the
+    words that contain special tokens among others.
+    """
     special_ids, plain, special = [], [], []
     for word in words:
         ids = tokenizer.encode(word, add_special=False)
@@ -38,7 +42,10 @@ def sort_stop_words(
 
 
 def bad_sequences(config: GenerationConfig, tokenizer: Tokenizer) -> list[list[int]]:
-    """Token sequences that must not be generated, from bad_words and bad_token_ids."""
+    """Return the token sequences that bad_words and bad_token_ids forbid.
+
+    A word is forbidden both with and without a space before it.
+    """
     sequences = [[i] for i in config.bad_token_ids or []]
     for word in config.bad_words or []:
         for spelling in (word, " " + word):
@@ -49,12 +56,12 @@ def bad_sequences(config: GenerationConfig, tokenizer: Tokenizer) -> list[list[i
 
 
 def is_constrained(config: GenerationConfig) -> bool:
-    """Whether a grammar decides what the answer may be."""
+    """Return whether response_format restricts the response by a grammar."""
     return config.response_format is not None and config.response_format.get("type") != "text"
 
 
 def set_sampling(request: Any, config: GenerationConfig, *, index: int) -> None:
-    """How tokens are drawn; `index` is that of `AsyncEngine.submit`."""
+    """Set the sampling fields of `request`. `index` is that of `AsyncEngine.submit`."""
     request.do_sample = config.do_sample and config.temperature > 0
     request.temperature = config.temperature or 1.0
     for name in (

@@ -1,4 +1,4 @@
-"""⑨ One answer as it streams back: the C++ engine's outputs → pieces of text."""
+"""⑨ The stream of one response: turns outputs of the C++ engine into chunks of text."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ _FINISH_REASONS: dict[str, FinishReason] = {
 
 
 class RequestStream:
-    """One answer as an asynchronous iterator of Response pieces; the last has a finish_reason.
+    """One response as an asynchronous iterator of chunks. The last chunk has a finish_reason.
 
-    `prompt_ids` is kept, not copied. Used in the event loop that created it. `close()` cancels what
-    still runs; it is safe to call it at any time and more than once. `forget` tells the engine that
-    nobody waits any more.
+    Only the event loop that created the stream may use it. The stream keeps `prompt_ids` without a
+    copy. It calls `forget` with its id when it needs no more outputs.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class RequestStream:
         self._queue: asyncio.Queue[Any] = asyncio.Queue()
         self._done = False
         self._answer = answer
-        self._tokens: list[int] = []  # pushed, not yet released
+        self._tokens: list[int] = []  # received, but not yet returned in a chunk
         self._logprobs: list[dict[int, float]] = []
         self._num_released = 0
         self._num_prompt_logprobs = 0
@@ -76,14 +75,14 @@ class RequestStream:
         raise StopAsyncIteration
 
     def close(self) -> None:
-        """Cancels the request unless it has ended. One who waits for a piece gets no more."""
+        """Cancel the request unless it has ended. A waiting iterator then ends. Idempotent."""
         if not self._done:
             self._done = True
             self._queue.put_nowait(None)
         self._forget(self.request_id)
 
     def deliver(self, output: Any) -> None:
-        """Called by the engine's drain thread: an output, or the exception that ends the stream."""
+        """Queue an output, or the exception that ends the stream. The drain thread calls this."""
         self._loop.call_soon_threadsafe(self._queue.put_nowait, output)
 
     def _assemble(self, output: Any) -> Response:

@@ -66,7 +66,7 @@ async def test_clipped_values_are_warned_of_once(engine, caplog):
         await collect(engine, "a")
         await collect(engine, "a")
         engine.close()
-    assert [record.getMessage()[:19] for record in caplog.records] == ["KV cache: 7 values "]
+    assert [record.getMessage()[:19] for record in caplog.records] == ["7 values of K or V "]
 
 
 async def test_length_and_stop_ids(engine):
@@ -302,7 +302,7 @@ async def test_an_engine_that_cannot_deliver_has_failed(break_core):
     task = asyncio.create_task(collect(engine, "x"))
     await asyncio.sleep(0.02)
     break_core(engine.loaded.cpp_engine)
-    with pytest.raises(EngineFailure, match="the engine has failed: "):
+    with pytest.raises(EngineFailure, match="The engine has failed: "):
         await asyncio.wait_for(task, 5)
     assert not engine.healthy
     assert engine.failure in (
@@ -311,7 +311,7 @@ async def test_an_engine_that_cannot_deliver_has_failed(break_core):
     )
     engine._drain_thread.join(5)
     assert engine.loaded.cpp_engine.cancelled == [1]
-    with pytest.raises(EngineFailure, match="the engine has failed: "):
+    with pytest.raises(EngineFailure, match="The engine has failed: "):
         await asyncio.wait_for(collect(engine, "x"), 5)
     engine.close()
 
@@ -333,7 +333,7 @@ def test_an_interrupted_close_can_be_finished(monkeypatch):
     engine.close()
     engine.close()
     assert len(calls) == 2 and not engine.loaded.cpp_engine.healthy
-    assert engine.failure == "the engine is closed"
+    assert engine.failure == "The engine is closed."
 
 
 def test_a_second_close_waits_for_the_first():
@@ -362,7 +362,7 @@ def test_end_tokens_that_are_none_are_ignored(caplog):
         assert _eos_ids([2, 99999999999], {"eos_token_id": bad}, vocab_size=8) == [2]
     (record,) = caplog.records
     assert "generation_config.json" in record.getMessage()
-    assert "got 99999999999, True, 8, -1, 'a', [3], wanted ids of 0 to 7" in record.getMessage()
+    assert "contains 99999999999, True, 8, -1, 'a', [3]. Ids must be 0 to 7." in record.getMessage()
 
 
 async def test_prompt_logprobs(engine):
