@@ -1,4 +1,4 @@
-"""`lmdeploy chat`: a conversation in the terminal."""
+"""`lmdeploy chat`: a chat in the terminal."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from lmdeploy.pipeline import Pipeline, Session
     from lmdeploy.response import Response
 
-_FULL = "the conversation is as long as session_len or the cache allow; /clear makes room"
-_CLEAR = "/clear forgets the conversation and makes room."
-_HELP = "/help: this text   /clear: forget the conversation   /exit: leave   Ctrl-C: stop an answer"
+_FULL = "session_len or the KV cache is full; start a new conversation with /clear"
+_CLEAR = "Start a new conversation with /clear."
+_HELP = "/help: show this text   /clear: start anew   /exit: quit   Ctrl-C: stop the response"
 
 
 def run_chat(args: argparse.Namespace) -> int:
-    """Loads the model and talks until /exit or the end of the input."""
+    """Load the model and chat until /exit or the end of the input. Return the exit status."""
     from rich.console import Console
 
     from lmdeploy.pipeline import Pipeline
@@ -39,7 +39,7 @@ def run_chat(args: argparse.Namespace) -> int:
 
 
 def talk(pipeline: Pipeline, console: Console, *, read: Callable[[], str]) -> None:
-    """The loop: reads questions with `read` and prints answers as they come."""
+    """Read messages with `read` and print the responses as they arrive."""
     session = pipeline.session()
     while True:
         try:
@@ -53,7 +53,7 @@ def talk(pipeline: Pipeline, console: Console, *, read: Callable[[], str]) -> No
             return
         if line == "/clear":
             session = pipeline.session()
-            console.print("The conversation is forgotten.", style="dim")
+            console.print("Started a new conversation.", style="dim")
         elif line.startswith("/"):
             console.print(_HELP, style="dim", markup=False)
         elif line:
@@ -61,7 +61,7 @@ def talk(pipeline: Pipeline, console: Console, *, read: Callable[[], str]) -> No
 
 
 class _Printer:
-    """Prints pieces of an answer as they come: reasoning dim, each kind in lines of its own."""
+    """Prints the chunks of a response: reasoning and tool calls dim, content on new lines."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -98,7 +98,7 @@ def _answer(pipeline: Pipeline, session: Session, *, console: Console, line: str
                 console.print(f"\nerror: {chunk.error_message}", style="red", markup=False)
                 return
             if chunk.finish_reason == "length":
-                console.print(f" [cut: {_FULL}]", style="dim", markup=False)
+                console.print(f" [incomplete: {_FULL}]", style="dim", markup=False)
     except KeyboardInterrupt:
         console.print(" [stopped]", style="dim", markup=False)
         session.history.append((line, text))

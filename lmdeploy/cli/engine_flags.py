@@ -1,4 +1,4 @@
-"""Flags: those that are built, and a list of LMDeploy's others, refused by name."""
+"""The flags of the engine. Other flags of LMDeploy are rejected by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNSUPPORTED_FLAGS = unsupported_flags()
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Reports errors in one line, exit status 2, and takes no abbreviated flags."""
+    """Reports errors in one line with exit status 2, and accepts no abbreviated flags."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("allow_abbrev", False)
@@ -27,19 +27,19 @@ class OneLineParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """None may be unknown: here, in the parser of the command, its flags can be suggested."""
+        """Parse `args` and reject unknown ones here, where the command's flags are known."""
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{self._suggestion(unknown)}")
         return known, unknown
 
     def error(self, message: str) -> NoReturn:
-        """Prints `message` and exits; a missing command is answered with those there are."""
-        for action in self._actions:  # argparse has no public way to a parser's commands
+        """Print `message` and exit. If a command is missing, print the list of commands."""
+        for action in self._actions:  # argparse has no public API for a parser's commands
             is_commands = isinstance(action, argparse._SubParsersAction)
             if is_commands and message.endswith(f"are required: {action.metavar}"):
                 names = ", ".join(action.choices or ())
-                fail(f"{self.prog}: got no command, wanted one of {names}; --help tells more")
+                fail(f"{self.prog} needs a command: {names}. --help describes them.")
         fail(message)
 
     def _suggestion(self, unknown: Sequence[str]) -> str:
@@ -65,7 +65,7 @@ def _are_opposed(first: str, second: str) -> bool:
 
 
 def fail(message: str, status: int = 2) -> NoReturn:
-    """Prints one line to stderr and exits."""
+    """Print `message` as one line to stderr and exit."""
     print("lmdeploy: error: " + " ".join(message.split()), file=sys.stderr)
     raise SystemExit(status)
 
@@ -84,12 +84,12 @@ class _Refuse(argparse.Action):
         if len(given) == 1 and given[0] in accepted:
             return
         shown = " ".join([flag, *given])[:120]
-        wanted = f"; wanted {flag} {accepted[0]}, its default, or nothing" if accepted else ""
-        parser.error(f"{shown}: not supported{wanted}; remove {flag}")
+        wanted = f" or set it to its default, {accepted[0]}" if accepted else ""
+        parser.error(f"{shown} is not supported. Remove it{wanted}.")
 
 
 def add_unsupported(parser: argparse.ArgumentParser) -> None:
-    """Registers the refused flags, hidden from the help text."""
+    """Add the flags of LMDeploy that are not supported, hidden from the help text."""
     for flag, (count, _) in UNSUPPORTED_FLAGS.items():
         parser.add_argument(
             flag, nargs=count, action=_Refuse, help=argparse.SUPPRESS, default=argparse.SUPPRESS
@@ -97,7 +97,7 @@ def add_unsupported(parser: argparse.ArgumentParser) -> None:
 
 
 def quant_policy(text: str) -> int | str:
-    """`--quant-policy` as a number or a name."""
+    """Parse `--quant-policy` into a number or a name."""
     _check_quant_policy(text)
     value = text.strip().lower()
     return int(value) if value.isdigit() else value
@@ -116,17 +116,18 @@ _FLOAT = _strict_number(float)
 
 
 def add_log_level(parser: argparse.ArgumentParser) -> None:
-    """How much is logged."""
+    """Add the flag --log-level."""
     parser.add_argument(
         "--log-level",
         default="WARNING",
         choices=LOG_LEVELS,
-        help="of lmdeploy's own messages; DEBUG shows tracebacks (default: %(default)s)",
+        help="lowest level of the messages of lmdeploy; DEBUG also shows tracebacks (default: "
+        "%(default)s)",
     )
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags of TurbomindEngineConfig."""
+    """Add the flags of TurbomindEngineConfig."""
     default = TurbomindEngineConfig()
     group = parser.add_argument_group("engine")
 
@@ -135,34 +136,41 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
     add(
         "--dtype",
-        "of what the cache does not quantize (default: auto, as the weights)",
+        "data type of 16-bit K and V (default: auto, chosen by the weights)",
         choices=DTYPES,
         default="auto",
     )
     add(
         "--model-format",
-        "require this format: hf, gguf, or a method such as awq",
+        "reject checkpoints of any other format: hf, gguf, or a method such as awq",
         default=None,
     )
     add(
-        "--device", "auto (default): a GPU if one can be used", choices=DEVICE_TYPES, default="auto"
+        "--device",
+        "device; auto chooses a GPU if one is usable (default: auto)",
+        choices=DEVICE_TYPES,
+        default="auto",
     )
-    add("--devices", "the GPU's index; 0 when absent", type=_INT)
+    add("--devices", "index of the GPU (default: 0)", type=_INT)
     add(
         "--num-threads",
-        "worker threads; all usable cores when absent, beside a GPU at most 16",
+        "worker threads (default: all usable cores; with a GPU, at most 16)",
         type=_INT,
     )
     add(
         "--session-len",
-        "longest prompt plus answer in tokens; the model's own when absent",
+        "most tokens of a prompt plus its response (default: the model's own limit)",
         type=_INT,
     )
-    add("--max-batch-size", "most sequences in one step; 32 on CPU, 128 on CUDA", type=_INT)
+    add(
+        "--max-batch-size",
+        "most sequences in one step (default: 32 on CPU, 128 on CUDA)",
+        type=_INT,
+    )
     add(
         "--cache-max-entry-count",
-        "below 1: share of free memory for the KV cache; from 1 on: number of blocks, those in 16 "
-        "bit not counted (default: %(default)s)",
+        "size of the KV cache: below 1, its share of the free memory; otherwise, the number of "
+        "blocks without the 16-bit blocks (default: %(default)s)",
         type=_FLOAT,
         default=default.cache_max_entry_count,
     )
@@ -175,35 +183,46 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--quant-policy",
-        "format of the KV cache: 0 or none (16 bit, the default), 4 or int4, 8 or int8, 16 or fp4 "
-        "(mxfp4 or nvfp4, as suits the device; FP8 in LMDeploy's PyTorch engine), mxfp4, nvfp4, "
-        "fp8, fp8_e5m2",
+        "KV format: 0 or none (16 bit, the default), 4 or int4, 8 or int8, 16 or fp4 (mxfp4 or "
+        "nvfp4, depending on the device; FP8 in LMDeploy's PyTorch engine), mxfp4, nvfp4, fp8, "
+        "fp8_e5m2",
     )
     add_kv_flags(group)
     add(
         "--max-prefill-token-num",
-        "most new tokens of one step, and of sequences; when absent 256 on CPU, 8192 on CUDA, or "
-        "--max-batch-size if that is more",
+        "most new tokens in one step (default: 256 on CPU, 8192 on CUDA, or --max-batch-size if "
+        "that is more)",
         type=_INT,
     )
     caching = group.add_mutually_exclusive_group()
     caching.add_argument(
-        "--enable-prefix-caching", action="store_true", default=True, help="on by default"
+        "--enable-prefix-caching",
+        action="store_true",
+        default=True,
+        help="reuse the blocks of equal prompt beginnings (default: on)",
     )
     caching.add_argument(
         "--disable-prefix-caching",
         dest="enable_prefix_caching",
         action="store_false",
-        help="never reuse the blocks of equal prompt beginnings",
+        help="do not reuse blocks",
     )
-    add("--disable-metrics", "no /metrics", action="store_true")
-    add("--deterministic", "bit-equal results whatever the batch", action="store_true")
-    add("--exact", "compute in FP32, for comparisons; on CPU only", action="store_true")
-    add("--strict-arch", "refuse NVFP4 without FP4 instructions (CUDA)", action="store_true")
+    add("--disable-metrics", "disable the endpoint /metrics", action="store_true")
+    add(
+        "--deterministic",
+        "compute bit-equal results for every batch and number of threads",
+        action="store_true",
+    )
+    add("--exact", "compute in FP32, for comparisons (CPU only)", action="store_true")
+    add(
+        "--strict-arch",
+        "reject NVFP4 on GPUs without FP4 instructions (CUDA only)",
+        action="store_true",
+    )
 
 
 def add_kv_flags(group: argparse._ActionsContainer) -> None:
-    """Flags of the cache's formats by layer and of its quality."""
+    """Add the flags of the KV formats by layer and of the KV quality."""
 
     def add(flag: str, text: str, **options: Any) -> None:
         group.add_argument(flag, help=text, **options)
@@ -211,35 +230,40 @@ def add_kv_flags(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--kv-cache-format",
         "--kv-cache-dtype",
-        help="instead: a format, k=fp8,v=nvfp4, or a YAML file with layers",
+        help="KV formats, instead of --quant-policy: one format, formats of K and V such as "
+        "k=fp8,v=nvfp4, or a YAML file with formats by layer",
     )
     add(
         "--kv-quality",
-        "raw, balanced or best; when absent, balanced for four-bit formats, else raw",
+        "preset of the KV cache (default: balanced for four-bit formats, else raw)",
         choices=KV_QUALITIES,
     )
-    add("--kv-calibration", "file of `lmdeploy lite calibrate`; best needs it")
+    add("--kv-calibration", "file from `lmdeploy lite calibrate`, required for --kv-quality best")
     add_kv_ingredient_flags(group)
 
 
 def add_kv_ingredient_flags(group: argparse._ActionsContainer) -> None:
-    """Flags that replace one ingredient of a quality each."""
+    """Add the flags that override one ingredient of the preset each."""
 
     def add(flag: str, text: str, **options: Any) -> None:
         group.add_argument(flag, help=text, **options)
 
     switch: Any = argparse.BooleanOptionalAction
     add("--kv-rotation", "rotate K and Q by a Hadamard matrix", action=switch)
-    add("--kv-scale-search", "choose FP4 scales by the error they leave", action=switch)
+    add(
+        "--kv-scale-search",
+        "choose the FP4 scales with the smallest quantization error",
+        action=switch,
+    )
     add(
         "--kv-sink-tokens",
-        "first tokens kept in 16 bit, a multiple of 64 (balanced, best: 64)",
+        "number of first tokens kept in 16 bit, a multiple of 64 (balanced, best: 64)",
         type=_INT,
     )
     add(
         "--kv-recent-tokens",
-        "tokens before the current block kept in 16 bit, a multiple of 64; -1: none at all "
-        "(balanced, best: 64)",
+        "number of tokens before the current block kept in 16 bit, a multiple of 64; -1 disables "
+        "the 16-bit window (balanced, best: 64)",
         type=_INT,
     )
 
@@ -248,15 +272,17 @@ KV_INGREDIENTS = ("kv_rotation", "kv_scale_search", "kv_sink_tokens", "kv_recent
 
 
 def kv_ingredients(args: argparse.Namespace) -> dict[str, Any]:
-    """Fields of TurbomindEngineConfig from the flags of add_kv_ingredient_flags."""
+    """Return the fields of TurbomindEngineConfig that add_kv_ingredient_flags sets."""
     return {name: getattr(args, name) for name in KV_INGREDIENTS}
 
 
 def add_common_flags(parser: argparse.ArgumentParser) -> None:
-    """The model and what every command on a model takes."""
+    """Add the model path and the flags of every command that runs a model."""
     parser.add_argument("model_path", help="smollm2, a folder, a .gguf file or a hub id")
     parser.add_argument(
-        "--chat-template", default=None, help="a .jinja file, a JSON file or JSON text"
+        "--chat-template",
+        default=None,
+        help="chat template: a .jinja file, a JSON file or JSON text (default: the model's own)",
     )
     add_log_level(parser)
     add_engine_flags(parser)
@@ -264,7 +290,7 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_config(args: argparse.Namespace) -> TurbomindEngineConfig:
-    """The engine's options from parsed flags. ValueError for what is out of range."""
+    """Return the engine's options from parsed flags. Raises ValueError for a wrong value."""
     return TurbomindEngineConfig(
         dtype=args.dtype,
         model_format=args.model_format,
@@ -293,5 +319,5 @@ def _given_quant_policy(args: argparse.Namespace) -> int | str:
     if args.quant_policy is None:
         return 0
     value = quant_policy(args.quant_policy)
-    # The config takes 0 for "not given"; here it was.
+    # The config treats 0 as "not given", but the user gave it. "none" makes the conflict an error.
     return "none" if value == 0 and args.kv_cache_format is not None else value

@@ -1,4 +1,4 @@
-"""`lmdeploy lite …`: tools around a model's KV cache."""
+"""`lmdeploy lite …`: tools for the KV cache of a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lmdeploy.config.kv_formats import (
 
 
 def add_lite_commands(parser: argparse.ArgumentParser) -> None:
-    """Registers the commands below `lite`."""
+    """Add the commands of `lite`."""
     commands = parser.add_subparsers(dest="lite", required=True, metavar="COMMAND")
     _add_calibrate(commands)
     _add_kv_search(commands)
@@ -25,31 +25,31 @@ def add_lite_commands(parser: argparse.ArgumentParser) -> None:
 
 
 def add_text_flags(parser: argparse.ArgumentParser, *, tokens: int) -> None:
-    """What every command takes that runs a model over a text."""
+    """Add the model path and the flags of every command that runs a model over a text."""
     parser.add_argument("model_path", help="smollm2, a folder, a .gguf file or a hub id")
     parser.add_argument("--text", required=True, type=Path, help="UTF-8 text file")
     parser.add_argument(
         "--tokens",
         type=int,
         default=tokens,
-        help="at most so many of the text (default: %(default)s)",
+        help="most tokens of the text to use (default: %(default)s)",
     )
     parser.add_argument(
         "--context",
         type=int,
         default=2048,
-        help="tokens of one prompt, cut to what the model was trained for (default: %(default)s)",
+        help="tokens of one prompt, at most the model's context length (default: %(default)s)",
     )
     parser.add_argument(
         "--exact",
         action="store_true",
-        help="compute in FP32, which takes four bytes per weight; default: as a server does",
+        help="compute in FP32, which takes four bytes per weight (default: as a server computes)",
     )
     add_log_level(parser)
 
 
 def check_output(path: Path) -> None:
-    """ValueError, before minutes of work, for a file that could not be written."""
+    """Raise ValueError if `path` cannot be written. Call it before minutes of work."""
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise refuse(
             "output", str(path), wanted="a writable file in an existing folder", flag="--output"
@@ -57,20 +57,20 @@ def check_output(path: Path) -> None:
 
 
 def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("calibrate", help="make the file that --kv-quality best needs")
+    parser = commands.add_parser("calibrate", help="create the file for --kv-quality best")
     add_text_flags(parser, tokens=16384)
     parser.add_argument(
         "--mean",
         default="all",
         choices=("all", "slow", "none"),
-        help="channels of K whose mean is subtracted; slow: that RoPE turns by less than a quarter "
-        "(default: %(default)s)",
+        help="channels of K whose mean is subtracted; slow means those that RoPE turns by less "
+        "than a quarter turn over the context (default: %(default)s)",
     )
     parser.add_argument(
         "--percentile",
         type=float,
         default=100.0,
-        help="of values that the ranges cover (default: %(default)s)",
+        help="percentage of the values that the ranges cover (default: %(default)s)",
     )
     parser.add_argument("--output", required=True, type=Path, help="file to write")
     parser.set_defaults(run=_calibrate)
@@ -100,28 +100,37 @@ def _add_kv_search(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     parser = commands.add_parser("kv-search", help="find the best format per layer for a budget")
     add_text_flags(parser, tokens=2048)
     parser.add_argument(
-        "--budget", required=True, type=float, help="bits per value, all included (see --at-tokens)"
+        "--budget",
+        required=True,
+        type=float,
+        help="bits per value, metadata and 16-bit blocks included (see --at-tokens)",
     )
     parser.add_argument(
         "--at-tokens",
         type=int,
         default=8192,
-        help="length of the sequence that the budget is for (default: %(default)s)",
+        help="length of the sequence to which the budget applies (default: %(default)s)",
     )
     parser.add_argument(
         "--formats",
         default="nvfp4;k=fp8,v=nvfp4;k=none,v=nvfp4;fp8;int8",
-        help="candidates, with semicolons between them; default: %(default)s",
+        help="candidate KV formats, separated by semicolons (default: %(default)s)",
     )
     parser.add_argument(
         "--kv-quality",
         choices=KV_QUALITIES,
         default="balanced",
-        help="that the table will be served with, by the same flag (default: %(default)s)",
+        help="preset of the server that will use the table (default: %(default)s)",
     )
-    parser.add_argument("--kv-calibration", default=None, help="for --kv-quality best")
+    parser.add_argument(
+        "--kv-calibration",
+        default=None,
+        help="file from `lmdeploy lite calibrate`, required for --kv-quality best",
+    )
     add_kv_ingredient_flags(parser)
-    parser.add_argument("--output", type=Path, default=None, help="YAML file; default: print it")
+    parser.add_argument(
+        "--output", type=Path, default=None, help="YAML file to write (default: print the table)"
+    )
     parser.set_defaults(run=_kv_search)
 
 
@@ -157,35 +166,38 @@ def _kv_search(args: argparse.Namespace) -> int:
 
 
 def _add_kv_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("kv-report", help="accuracy and cost of every format, on one page")
+    parser = commands.add_parser("kv-report", help="measure accuracy and cost of KV formats")
     parser.add_argument("model_path", help="smollm2, a folder, a .gguf file or a hub id")
     parser.add_argument(
         "--text",
         required=True,
         type=Path,
         nargs="+",
-        help="UTF-8 text files; those after the first at the first context only",
+        help="UTF-8 text files; all after the first are measured only at the first context",
     )
     parser.add_argument(
-        "--formats", default=None, help=f"some of {','.join(REPORTED_FORMATS)} (default: all)"
+        "--formats",
+        default=None,
+        help=f"KV formats, separated by commas: {','.join(REPORTED_FORMATS)} (default: all)",
     )
     parser.add_argument(
         "--qualities",
         default=None,
-        help=f"some of {','.join(KV_QUALITIES)} (default: {','.join(UNCALIBRATED_QUALITIES)}, and "
-        "best too where --kv-calibration or --calibration-text is given)",
+        help=f"presets, separated by commas: {','.join(KV_QUALITIES)} (default: "
+        f"{','.join(UNCALIBRATED_QUALITIES)}; also best with --kv-calibration or "
+        "--calibration-text)",
     )
     parser.add_argument(
         "--contexts",
         default=None,
-        help="tokens of one prompt, with commas, at most what the model was trained for (default: "
-        "2048,8192, as far as it was)",
+        help="prompt lengths in tokens, separated by commas, at most the model's context length "
+        "(default: 2048,8192, without those above it)",
     )
     parser.add_argument(
         "--max-tokens",
         type=int,
         default=1 << 30,
-        help="tokens measured of each text, at most (default: all)",
+        help="most tokens of each text to measure (default: all)",
     )
     parser.add_argument(
         "--kv-calibration",
@@ -194,24 +206,27 @@ def _add_kv_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         metavar="FILE",
         type=Path,
         default=None,
-        help="file of `lmdeploy lite calibrate`, for quality best",
+        help="file from `lmdeploy lite calibrate`, for the preset best",
     )
     parser.add_argument(
-        "--calibration-text", type=Path, default=None, help="UTF-8 text to make that file of"
+        "--calibration-text",
+        type=Path,
+        default=None,
+        help="UTF-8 text from which to create the calibration file",
     )
     parser.add_argument(
         "--retrieval-prompts",
         type=int,
         default=4,
-        help="prompts with planted values to be found, per context (default: %(default)s)",
+        help="prompts with planted values per context (default: %(default)s)",
     )
     parser.add_argument(
-        "--output", type=Path, default=Path(), help="folder of the page (default: %(default)s)"
+        "--output", type=Path, default=Path(), help="folder for the files (default: %(default)s)"
     )
     parser.add_argument(
         "--name",
         default="kv-report",
-        help="of the page's files, without an ending (default: %(default)s)",
+        help="name of the files without the suffix (default: %(default)s)",
     )
     add_log_level(parser)
     parser.set_defaults(run=_kv_report)
@@ -223,7 +238,7 @@ def _kv_report(args: argparse.Namespace) -> int:
     from lmdeploy.lite.report.run import make_report, names, numbers
 
     for path in args.text:
-        read_text(path)  # what it lacks is said before what other flags lack
+        read_text(path)  # report errors of the texts before those of other flags
     if args.calibration_text is not None:
         read_text(args.calibration_text, flag="--calibration-text")
     calibrated = args.calibration is not None or args.calibration_text is not None

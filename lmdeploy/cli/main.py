@@ -1,4 +1,4 @@
-"""`lmdeploy …`: parse, run, and turn every expected failure into one line and a status."""
+"""The command `lmdeploy`. It reports every failure as one line and an exit status."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from lmdeploy.version import __version__
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+    """Make the parser of all commands."""
     parser = OneLineParser(prog="lmdeploy", description="LLM inference with a quantized KV cache.")
     parser.add_argument("-v", "--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    chat = commands.add_parser("chat", help="talk to a model in the terminal")
+    chat = commands.add_parser("chat", help="chat with a model in the terminal")
     add_common_flags(chat)
     chat.set_defaults(run=_chat)
     serve = commands.add_parser("serve", help="serve a model")
     servers = serve.add_subparsers(dest="server", required=True, metavar="SERVER")
-    api_server = servers.add_parser("api_server", help="an OpenAI-compatible HTTP server")
+    api_server = servers.add_parser("api_server", help="serve an OpenAI-compatible HTTP API")
     add_common_flags(api_server)
     _add_server_flags(api_server)
     api_server.set_defaults(run=_api_server)
-    add_lite_commands(commands.add_parser("lite", help="calibrate a cache, choose its formats"))
-    check_env = commands.add_parser("check_env", help="what is installed, what the machine has")
-    check_env.add_argument("--dump-file", default=None, help="write the report there as well")
+    add_lite_commands(
+        commands.add_parser("lite", help="calibrate the KV cache and choose its formats")
+    )
+    check_env = commands.add_parser("check_env", help="show the installation and the hardware")
+    check_env.add_argument("--dump-file", default=None, help="also write the report to this file")
     check_env.set_defaults(run=_check_env, log_level="WARNING")
     return parser
 
@@ -41,22 +43,36 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
         "--server-name", default="127.0.0.1", help="address to listen on (default: %(default)s)"
     )
     group.add_argument(
-        "--server-port", type=int, default=23333, help="0: any free port (default: %(default)s)"
+        "--server-port",
+        type=int,
+        default=23333,
+        help="TCP port; 0 takes any free port (default: %(default)s)",
     )
-    group.add_argument("--model-name", default=None, help="its name in the API; default: the path")
-    group.add_argument("--api-keys", nargs="*", default=None, help="keys that clients must send")
+    group.add_argument(
+        "--model-name", default=None, help="name of the model in the API (default: its path)"
+    )
+    group.add_argument(
+        "--api-keys",
+        nargs="*",
+        default=None,
+        help="clients must send one of these keys (default: no key)",
+    )
     for flag, text in (
-        ("--allow-origins", "origins that browsers may call from"),
-        ("--allow-methods", "HTTP methods that browsers may use"),
-        ("--allow-headers", "request headers that browsers may send"),
+        ("--allow-origins", "allowed origins"),
+        ("--allow-methods", "allowed HTTP methods"),
+        ("--allow-headers", "allowed request headers"),
     ):
         group.add_argument(flag, nargs="+", default=["*"], help=f"CORS: {text} (default: all)")
     group.add_argument(
         "--allow-credentials",
         action="store_true",
-        help="CORS: browsers may send cookies and logins (default: not)",
+        help="CORS: allow cookies and logins (default: off)",
     )
-    group.add_argument("--disable-fastapi-docs", action="store_true", help="no /docs")
+    group.add_argument(
+        "--disable-fastapi-docs",
+        action="store_true",
+        help="disable the pages /docs and /openapi.json",
+    )
     for flag, part, parsers in (
         ("--reasoning-parser", "reasoning", REASONING_PARSERS),
         ("--tool-call-parser", "tool calls", TOOL_CALL_PARSERS),
@@ -65,29 +81,32 @@ def _add_server_flags(parser: argparse.ArgumentParser) -> None:
             flag,
             choices=parser_names(parsers),
             default=None,
-            help=f"format of {part} in answers (default: chosen by the model)",
+            help=f"format of {part} in responses (default: chosen by the model)",
         )
     group.add_argument(
-        "--enable-abort-handling", action="store_true", help="POST /abort_request ends all answers"
+        "--enable-abort-handling",
+        action="store_true",
+        help="enable POST /abort_request, which ends all requests",
     )
     group.add_argument(
         "--max-concurrent-requests",
         type=int,
         default=None,
         metavar="N",
-        help="more at once are told to try again later, with status 503 (default: any number)",
+        help="most requests served at the same time; others receive status 503 (default: no limit)",
     )
     group.add_argument(
         "--shutdown-timeout",
         type=int,
         default=3,
         metavar="SECONDS",
-        help="how long running answers may go on after SIGTERM or Ctrl-C (default 3)",
+        help="time that running requests may continue after SIGTERM or Ctrl-C (default: "
+        "%(default)s)",
     )
     group.add_argument(
         "--dry-run",
         action="store_true",
-        help="print the memory plan and exit before weights are loaded (a hub id is downloaded)",
+        help="print the memory plan and exit without loading weights (a hub id is downloaded)",
     )
 
 
@@ -110,7 +129,10 @@ def _check_env(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; the exit status. 2: wrong input, 1: our failure, 130: interrupted."""
+    """Run a command and return its exit status.
+
+    The status is 0 for success, 2 for wrong input, 1 for an internal error and 130 after Ctrl-C.
+    """
     args = make_parser().parse_args(argv)
     logging.basicConfig(format=LOG_FORMAT)
     logging.getLogger("lmdeploy").setLevel(args.log_level)
@@ -128,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if args.log_level == "DEBUG":
             raise
-        fail(f"{type(error).__name__}: {error} (--log-level DEBUG shows where)", 1)
+        fail(f"{type(error).__name__}: {error} (--log-level DEBUG shows the traceback)", 1)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`lmdeploy serve api_server`."""
+"""`lmdeploy serve api_server`: starts the HTTP server or prints its memory plan."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lmdeploy.serve.state import ServerOptions
 
 
 def run_api_server(args: argparse.Namespace) -> int:
-    """Serves until interrupted, or prints the memory plan with --dry-run."""
+    """Serve until interrupted, or print the memory plan with --dry-run. Return the exit status."""
     from lmdeploy.serve import server
 
     config = engine_config(args)
     template = parse_chat_template(args.chat_template)
     keys = [key for key in args.api_keys or [] if key]
     if args.api_keys is not None and not keys:
-        raise ValueError("api_keys: got none, wanted at least one key; change --api-keys")
+        raise ValueError("--api-keys needs at least one key.")
     options = ServerOptions(
         model_name=args.model_name,
         server_name=args.server_name,
@@ -46,7 +46,7 @@ def run_api_server(args: argparse.Namespace) -> int:
 
 
 def dry_run_lines(model_path: str, config: TurbomindEngineConfig) -> list[str]:
-    """The memory plan of a model that is not loaded."""
+    """Return the lines of a model's memory plan without loading its weights."""
     from lmdeploy import _turbomind
     from lmdeploy.engine.devices import open_device
     from lmdeploy.engine.kv_quality import cache_line
@@ -62,8 +62,8 @@ def dry_run_lines(model_path: str, config: TurbomindEngineConfig) -> list[str]:
     peak = info.weight_bytes + plan.reserved_bytes + plan.scratch_bytes
     mapped = ""
     if info.mapped_bytes:
-        mapped = f" ({info.mapped_bytes:,} of them experts, used where they lie in the file)"
-    touched = f"touched bytes: {plan.touched_bytes:,} (pages are taken as tokens arrive)"
+        mapped = f" ({info.mapped_bytes:,} of them experts, read from the mapped file)"
+    touched = f"touched bytes: {plan.touched_bytes:,} (memory is taken as tokens arrive)"
     return [
         f"model: {model_path} ({info.model_type}), weights {info.weight_bytes:,} bytes{mapped}",
         target.line,
@@ -73,5 +73,5 @@ def dry_run_lines(model_path: str, config: TurbomindEngineConfig) -> list[str]:
         f"reserved bytes: {plan.reserved_bytes:,}",
         *([touched] if device.capability.reserves_lazily else []),
         f"scratch bytes: {plan.scratch_bytes:,} (activations of a full step)",
-        f"peak bytes: {peak:,} (weights, the reserved cache when full, scratch)",
+        f"peak bytes: {peak:,} (weights, the full cache and scratch)",
     ]
