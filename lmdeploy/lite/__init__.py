@@ -1,1 +1,1 @@
-"""Tools around a model: calibration, and the search for a table of cache formats."""
+"""Tools for the KV cache of a model: calibration, format search and report."""

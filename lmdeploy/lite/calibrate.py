@@ -1,7 +1,7 @@
-"""`lmdeploy lite calibrate`: constants of the cache from a text, for `kv_quality` best.
+"""`lmdeploy lite calibrate`: creates the calibration file that `kv_quality` best needs.
 
-Two passes with a 16-bit cache: the first finds the mean of K per layer, head and channel, the
-second, with that mean subtracted and K rotated, how large the values are that will be stored.
+The model reads a text twice with a 16-bit cache. The first pass computes the mean of K per layer,
+head and channel. The second pass subtracts that mean, rotates K and measures the ranges of K and V.
 """
 
 from __future__ import annotations
@@ -29,21 +29,24 @@ Floats = npt.NDArray[np.float32]
 Statistics = dict[str, Any]
 
 MEANS = ("all", "slow", "none")
-# Edges of the engine's histograms: 16 bins per octave from 2^-20 on.
+# The engine's histograms have 16 bins per octave, starting at 2^-20.
 _BINS_PER_OCTAVE = 16
 _FIRST_OCTAVE = -20
 
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """How to calibrate.
+    """The options of a calibration.
 
     Args:
-        tokens: at most so many of the text.
-        context: tokens of one prompt; cut to what the model was trained for.
-        mean: channels whose mean is subtracted: all, those that RoPE turns slowly, or none.
-        percentile: of |x| that the ranges cover; 100: all values.
-        exact: compute in FP32, with four bytes per weight, and not as a server does.
+        tokens: most tokens of the text to use.
+        context: tokens of one prompt, at most the model's context length.
+        mean: channels of K whose mean is subtracted: all, those that RoPE turns slowly, or none.
+        percentile: percentage of the values |x| that the ranges cover. 100 covers all values.
+        exact: compute in FP32 with four bytes per weight, unlike a server.
+
+    Raises:
+        ValueError: if a value is out of range.
     """
 
     tokens: int = 16384
@@ -62,9 +65,10 @@ class CalibrationOptions:
 def calibrate_file(
     model_path: str, text_path: Path, *, output: Path, options: CalibrationOptions
 ) -> Calibration:
-    """Calibrates a model on a UTF-8 text and writes the file.
+    """Calibrate a model on a UTF-8 text file and write the calibration file to `output`.
 
-    Raises ValueError or OSError for a text, model or path that cannot be used.
+    Raises:
+        ValueError, OSError: if the text, the model or a path cannot be used.
     """
     text = read_text(text_path)
     model = open_model(model_path, exact=options.exact)
@@ -81,11 +85,14 @@ def calibrate_file(
 def calibrate(
     model: OpenModel, ids: Sequence[int], *, text_hash: str, options: CalibrationOptions
 ) -> Calibration:
-    """Constants of `model` from the first tokens of a text."""
+    """Compute the calibration of `model` from the first `options.tokens` ids of a text.
+
+    `text_hash` is the SHA-256 of the text in hexadecimal.
+    """
     context = min(options.context, longest_position(model.config))
     ids = ids[: options.tokens]
     if not ids:
-        raise ValueError("text: got no tokens, wanted at least 1; change --text")
+        raise ValueError("The text has no tokens (--text).")
     prompts = [ids[i : i + context] for i in range(0, len(ids), context)]
     first = _collect(model, prompts, mean=None, context=context)
     mean = k_mean(first, model.config, which=options.mean, context=context)
@@ -111,7 +118,7 @@ def calibrate(
 def _collect(
     model: OpenModel, prompts: Sequence[Sequence[int]], *, mean: Floats | None, context: int
 ) -> Statistics:
-    """Statistics of one pass; with `mean`, of K as it is stored then."""
+    """Run one pass and return its statistics. With `mean`, K is shifted and rotated first."""
     from tqdm import tqdm
 
     def configure(engine_config: _turbomind.EngineConfig) -> None:
@@ -134,7 +141,7 @@ def _collect(
 def k_mean(
     statistics: Statistics, model: _turbomind.ModelConfig, *, which: str, context: int
 ) -> Floats:
-    """The mean to subtract, [layers, kv_heads, head_dim]; 0 in channels that keep theirs."""
+    """Return the mean to subtract, [layers, kv_heads, head_dim]. It is 0 in other channels."""
     mean = statistics["k_sum"] / max(statistics["tokens"], 1)
     if which == "none":
         mean = np.zeros_like(mean)
@@ -144,9 +151,9 @@ def k_mean(
 
 
 def clipped_amax(statistics: Statistics, side: str, *, percentile: float) -> Floats:
-    """|x| that `percentile` percent of the values do not exceed, [layers, kv_heads].
+    """Return the |x| that `percentile` percent of the values do not exceed, [layers, kv_heads].
 
-    The upper edge of a bin (at most 1/16 too large), never above the largest value.
+    The result is the upper edge of a bin, at most 1/16 too large and never above the largest |x|.
     """
     amax: Floats = statistics[f"{side}_amax"]
     if percentile >= 100.0:

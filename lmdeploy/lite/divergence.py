@@ -1,9 +1,9 @@
-"""What a cache costs in accuracy: perplexity, KL divergence and top-1 agreement with mode none.
+"""Measures the accuracy of a KV cache: perplexity, KL divergence and top-1 agreement.
 
-The text is cut into contexts that know nothing of each other. Every position but the last of each
-context counts: its logits come from the engine while it reads the prompt. KL is KL(none || ours)
-in nats. Memory is bounded by one piece of logits; those of `none` wait in a temporary file for one
-context at a time.
+The baseline is the 16-bit cache (format `none`). The text is split into independent contexts. All
+positions of a context except the last are scored, with logits from the prefill. The divergence is
+KL(none || format) in nats. One chunk of logits is in memory at a time. A temporary file holds the
+baseline's logits of the current context.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Score:
     divergences: list[Doubles] = field(default_factory=list)
 
     def add(self, logits: Floats, reference: Floats, *, targets: npt.NDArray[np.int64]) -> None:
-        """Counts positions: `logits` and `reference` [n, vocab] predict `targets` [n]."""
+        """Add n positions. `logits` and `reference`, both [n, vocab], predict `targets`, [n]."""
         ours, theirs = log_softmax(logits), log_softmax(reference)
         self.log_loss -= float(ours[np.arange(len(targets)), targets].sum())
         self.agreed += int((logits.argmax(axis=1) == reference.argmax(axis=1)).sum())
@@ -54,7 +54,7 @@ class Score:
         self.tokens += len(targets)
 
     def report(self) -> dict[str, float | int]:
-        """The figures of one variant, as they go into a JSON file."""
+        """Return perplexity, mean and 99th percentile of KL, top-1 agreement and token count."""
         divergence = np.concatenate(self.divergences)
         return {
             "ppl": float(np.exp(self.log_loss / self.tokens)),
@@ -66,41 +66,44 @@ class Score:
 
 
 def log_sums(logits: Floats) -> Doubles:
-    """log Σ exp of each row, the sum in double precision."""
+    """Return log Σ exp of each row, [n], with the sum in double precision."""
     top = logits.max(axis=1)
     total = np.exp(logits - top[:, None]).sum(axis=1, dtype=np.float64)
     return np.asarray(top + np.log(total), np.float64)
 
 
 def log_softmax(logits: Floats) -> Doubles:
-    """Rows of logits to log-probabilities, in double precision."""
+    """Return the log probabilities of rows of logits, in double precision."""
     shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
     return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)))
 
 
 def read_text(path: Path, *, flag: str = "--text") -> str:
-    """The text of a file, which `flag` named. ValueError when there is none or it is not UTF-8."""
+    """Read a UTF-8 text file. `flag` is the flag that errors name.
+
+    Raises ValueError if the file does not exist or is not UTF-8.
+    """
     if not path.exists() or path.is_dir():
         raise refuse("text", str(path), wanted="an existing file", flag=flag)
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"text: {path} is not UTF-8 ({error.reason}), wanted a UTF-8 text file; change {flag}"
+            f"The text {path} is not UTF-8: {error.reason}. It must be UTF-8 ({flag})."
         ) from error
 
 
 def cut_contexts(ids: Sequence[int], context: int, *, max_tokens: int) -> list[list[int]]:
-    """Whole contexts of the first `max_tokens` ids.
+    """Split the first `max_tokens` ids into contexts of `context` tokens. Drop the remainder.
 
     Raises:
-        ValueError: when there is not one whole context.
+        ValueError: if there are fewer ids than one context.
     """
     usable = min(len(ids), max_tokens)
     if usable < context:
         raise ValueError(
-            f"{usable} tokens do not fill one context of {context}: give a longer text, "
-            "more tokens of it or a smaller --context"
+            f"{usable} tokens do not fill one context of {context}. Use a longer text, more of its "
+            "tokens, or a smaller --context."
         )
     return [list(ids[i : i + context]) for i in range(0, usable - context + 1, context)]
 
@@ -112,9 +115,11 @@ def cache_variants(
     calibration: str | None = None,
     ingredients: Mapping[str, Any] | None = None,
 ) -> dict[str, TurbomindEngineConfig]:
-    """Engine options by label: `nvfp4` for raw, `nvfp4/balanced` and so on, `none` once.
+    """Return the engine options of each combination of format and quality, by label.
 
-    Raises ValueError for an unknown format or quality, and for `best` without a calibration file.
+    The label is `nvfp4` for the quality raw, `nvfp4/balanced` for balanced and so on. `none` occurs
+    once. Raises ValueError for an unknown format or quality, or for `best` without a calibration
+    file.
     """
     variants: dict[str, TurbomindEngineConfig] = {}
     for name in formats:
@@ -134,7 +139,7 @@ def cache_variants(
 
 
 def raw_none(engine_config: _turbomind.EngineConfig) -> None:
-    """Configures the reference: everything in 16 bit."""
+    """Configure the baseline, which stores all of K and V in 16 bit."""
     engine_config.kv_format = REFERENCE
 
 
@@ -144,7 +149,10 @@ def evaluate(
     *,
     variants: Mapping[str, Configure],
 ) -> dict[str, Score]:
-    """Scores by label, against the 16-bit cache. One engine at a time; `none` is not run again."""
+    """Score each variant against the 16-bit cache and return the scores by label.
+
+    Only one engine exists at a time. The variant `none` reuses the logits of the baseline.
+    """
     from tqdm import tqdm
 
     scores = {label: Score() for label in variants}
@@ -174,13 +182,13 @@ def evaluate(
 
 @contextlib.contextmanager
 def reference_logits(context: int, vocab_size: int) -> Iterator[Floats]:
-    """Room for the logits of one context [context, vocab], in a temporary file."""
+    """Map a temporary file as an array for the logits of one context, [context, vocab]."""
     with tempfile.TemporaryFile() as file:
         yield np.memmap(file, np.float32, "w+", shape=(context, vocab_size))
 
 
 def fill_reference(engine: PromptEngine, ids: Sequence[int], *, reference: Floats) -> None:
-    """Writes the logits of `ids` into the first rows of `reference`."""
+    """Write the logits of `ids` into the first rows of `reference`."""
     start = 0
     for piece in engine.pieces(ids):
         reference[start : start + len(piece)] = piece
@@ -190,7 +198,7 @@ def fill_reference(engine: PromptEngine, ids: Sequence[int], *, reference: Float
 def add_pieces(
     score: Score, pieces: Iterable[Floats], *, ids: Sequence[int], reference: Floats
 ) -> None:
-    """Adds the positions of one context to `score`; `pieces` are its logits in order."""
+    """Add the positions of one context to `score`. `pieces` are chunks of its logits in order."""
     targets = np.array(ids[1:], np.int64)
     start = 0
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""An engine that only reads prompts: for logits of every position, and for statistics."""
+"""An engine that only reads prompts, for logits of all positions and statistics of K and V."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 Floats = npt.NDArray[np.float32]
 Configure = Callable[["_turbomind.EngineConfig"], None]
 
-PIECE_TOKENS = 128  # positions per piece of logits: 25 MB with a vocabulary of 49 152
+PIECE_TOKENS = 128  # positions per chunk of logits: 25 MB with a vocabulary of 49,152
 STALL_MS = 600_000
 
 
 @dataclass(frozen=True)
 class OpenModel:
-    """A loaded model and where it came from."""
+    """A loaded model, its path and the number of worker threads."""
 
     path: str
     loaded: LoadedModel
@@ -34,20 +34,20 @@ class OpenModel:
 
     @property
     def config(self) -> _turbomind.ModelConfig:
-        """Of the engine."""
+        """The engine's config of the model."""
         return self.loaded.config
 
     @functools.cached_property
     def hash(self) -> str:
-        """Fingerprint that calibration files carry."""
+        """The fingerprint of the model that its calibration files contain."""
         from lmdeploy.checkpoint.fingerprint import hash_model
 
         return hash_model(str(self.loaded.path))
 
     def configure(self, config: TurbomindEngineConfig) -> Configure:
-        """Sets the cache as `config` says; what is wrong with it is found here.
+        """Check the cache options in `config` and return a function that applies them.
 
-        Raises ValueError for options or a file that do not fit the model.
+        Raises ValueError if an option or the calibration file does not fit the model.
         """
         from lmdeploy import _turbomind
         from lmdeploy.engine.kv_quality import apply_kv_options, resolve_kv_options
@@ -63,9 +63,10 @@ class OpenModel:
 
 
 def open_model(path: str, *, exact: bool = False, threads: int | None = None) -> OpenModel:
-    """Loads a model with the cache dtype that a server would use.
+    """Load a model on the CPU with the cache dtype that a server would use.
 
-    Exact compute alone would keep `none`, scales and zeros in FP32, which no server stores.
+    Without this, exact compute would store 16-bit K and V, scales and zeros in FP32. None for
+    `threads` uses all cores.
     """
     from lmdeploy import _turbomind
     from lmdeploy.engine.model_files import load_model, open_files
@@ -77,10 +78,12 @@ def open_model(path: str, *, exact: bool = False, threads: int | None = None) ->
 
 
 class PromptEngine:
-    """One engine over a model, for prompts of at most `context` tokens, one at a time."""
+    """An engine that reads prompts of at most `context` tokens, one at a time.
+
+    `configure` sets the cache options. Use the engine as a context manager, or close it.
+    """
 
     def __init__(self, model: OpenModel, configure: Configure, *, context: int) -> None:
-        """`configure` sets what the cache stores."""
         from lmdeploy import _turbomind
 
         self._request_type = _turbomind.Request
@@ -101,26 +104,28 @@ class PromptEngine:
         self.close()
 
     def pieces(self, prompt: Sequence[int]) -> Iterator[Floats]:
-        """Logits [n, vocab] of all positions of the prompt, in order."""
+        """Yield the logits of all positions of the prompt, in chunks [n, vocab]."""
         wanted = len(prompt)
         for output in self._run(prompt, logits="all"):
             if output.logits is not None and wanted > 0:
                 yield output.logits[:wanted]
                 wanted -= len(output.logits)
         if wanted > 0:
-            raise RuntimeError(f"logits of {wanted} positions did not come")
+            raise RuntimeError(f"The engine returned no logits for the last {wanted} positions.")
 
     def read(self, prompt: Sequence[int]) -> None:
-        """Runs the model over the prompt."""
+        """Run the model over the prompt without logits."""
         for _ in self._run(prompt, logits="none"):
             pass
 
     def statistics(self) -> dict[str, Any]:
-        """Of K and V since the start; `configure` must have set collect_kv_statistics."""
+        """Return the statistics of K and V since the start.
+
+        REQUIRES: `configure` has set collect_kv_statistics.
+        """
         return self._engine.kv_statistics()
 
     def close(self) -> None:
-        """Stops the engine."""
         self._engine.close()
 
     def _run(self, prompt: Sequence[int], *, logits: str) -> Iterator[_turbomind.RequestOutput]:
@@ -132,7 +137,9 @@ class PromptEngine:
         while True:
             outputs = self._engine.wait_outputs(STALL_MS)
             if not outputs:
-                raise RuntimeError(f"no output within {STALL_MS} ms: {self._engine.failure}")
+                raise RuntimeError(
+                    f"The engine returned no output within {STALL_MS} ms. {self._engine.failure}"
+                )
             for output in outputs:
                 if output.error:
                     raise RuntimeError(output.error)
@@ -142,7 +149,7 @@ class PromptEngine:
 
 
 def prompt_config(configure: Configure, context: int) -> _turbomind.EngineConfig:
-    """The engine's options for single prompts of `context` tokens."""
+    """Return the engine's options for single prompts of `context` tokens."""
     from lmdeploy import _turbomind
 
     engine_config = _turbomind.EngineConfig()

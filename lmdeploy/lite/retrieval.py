@@ -1,9 +1,9 @@
-"""Key-value pairs planted over a whole context: how many values are found again, by depth.
+"""Measures recall of key-value pairs that are planted over a whole context, by depth.
 
-A prompt is filler text with one line per pair, such as "lantern = 4193;", spread evenly from its
-beginning to its end; then every line once more in another order, as a question. The values are
-forced, so one prompt asks for all its pairs: a value counts as recalled when each of its tokens is
-the most likely one. Its log-probability says more where recall is low.
+A prompt is filler text with one line per pair, such as "lantern = 4193;", at equal distances. At
+its end all lines follow once more in another order, as questions. The prompt contains the values,
+so a single prefill answers all questions. A value is recalled if each of its tokens is the argmax.
+The log probability of a value is more informative if recall is low.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lmdeploy.lite.divergence import Doubles, log_sums
 from lmdeploy.lite.prompt_engine import PromptEngine
 
 DEPTHS = 10  # tenths of the context
-# Keys share no word: a model as small as SmolLM2-135M finds them by their first token.
+# Keys are different words, so that even SmolLM2-135M can find them by their first token.
 WORDS = (
     "lantern bridge garden castle wagon mirror bottle candle hammer basket window ladder pocket "
     "saddle trumpet anchor blanket kettle compass drawer feather helmet jacket needle pillow "
@@ -38,29 +38,29 @@ Encode = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True)
 class Question:
-    """Where a value is asked for: it takes `tokens` positions from `start` on."""
+    """The positions of a value in the questions at the end of a prompt."""
 
     start: int
     tokens: int
-    depth: float  # of the planted line, 0 to 1
+    depth: float  # relative position of the planted line, 0 to 1
 
 
 @dataclass(frozen=True)
 class RetrievalPrompt:
-    """One prompt and its questions, in order of position."""
+    """A prompt and its questions in order of position."""
 
     ids: list[int]
     questions: list[Question]
 
 
 def make_pairs(count: int, rng: random.Random) -> list[tuple[str, str]]:
-    """Distinct keys with distinct numbers of four digits.
+    """Return `count` distinct keys with distinct numbers of four digits.
 
     Raises:
-        ValueError: for more pairs than there are keys.
+        ValueError: if there are fewer keys than `count`.
     """
     if count > len(KEYS):
-        raise ValueError(f"pairs: got {count}; wanted at most {len(KEYS)}")
+        raise ValueError(f"pairs is {count}. It must be at most {len(KEYS)}.")
     numbers = rng.sample(range(1000, 10000), count)
     return list(zip(rng.sample(KEYS, count), (str(n) for n in numbers), strict=True))
 
@@ -68,10 +68,10 @@ def make_pairs(count: int, rng: random.Random) -> list[tuple[str, str]]:
 def make_prompt(
     encode: Encode, filler: Sequence[int], *, context: int, pairs: int, seed: int
 ) -> RetrievalPrompt:
-    """A prompt of at most `context` tokens, filled up with `filler`.
+    """Make a prompt of at most `context` tokens from `pairs` pairs and the text `filler`.
 
     Raises:
-        ValueError: when the pairs alone do not fit, or the filler is too short.
+        ValueError: if the pairs do not fit, or the filler is too short.
     """
     rng = random.Random(seed)
     planted = make_pairs(pairs, rng)
@@ -81,8 +81,8 @@ def make_prompt(
     room = context - taken
     if room < pairs or len(filler) < room:
         raise ValueError(
-            f"retrieval: {pairs} pairs take {taken} of {context} tokens and the text has "
-            f"{len(filler)}; give a larger context, fewer pairs or a longer text"
+            f"{pairs} pairs take {taken} of {context} tokens, and the text has {len(filler)}. Use "
+            "a larger context, fewer pairs or a longer text."
         )
     ids: list[int] = []
     where: list[int] = []
@@ -101,7 +101,10 @@ def make_prompt(
 
 
 def ask(engine: PromptEngine, prompt: RetrievalPrompt) -> Doubles:
-    """[questions, 3]: depth, 1 if recalled, log-probability of the value."""
+    """Run a prompt and return its results, [questions, 3].
+
+    The columns are the depth, 1 if the value was recalled (else 0), and its log probability.
+    """
     predictors = {
         question.start + i - 1: (index, prompt.ids[question.start + i])
         for index, question in enumerate(prompt.questions)
@@ -123,7 +126,10 @@ def ask(engine: PromptEngine, prompt: RetrievalPrompt) -> Doubles:
 
 
 def recall_summary(answers: Doubles) -> dict[str, float | int | list[float | None]]:
-    """Recall and mean log-probability of all, and recall by tenths of depth (None: no question)."""
+    """Return the recall, the mean log probability, and the recall by tenths of the depth.
+
+    A tenth without questions has the recall None.
+    """
     tenth = np.minimum((answers[:, 0] * DEPTHS).astype(int), DEPTHS - 1)
     by_depth: list[float | None] = []
     for i in range(DEPTHS):

@@ -1,4 +1,4 @@
-"""How far RoPE turns each pair of channels, with the engine's rules (src/turbomind/ops/rope.cc)."""
+"""Computes the angle by which RoPE turns each pair of channels, as src/turbomind/ops/rope.cc."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ QUARTER_TURN = math.pi / 2
 
 
 def slow_channels(model: ModelConfig, context: int) -> npt.NDArray[np.bool_]:
-    """Channels [head_dim] that RoPE turns by less than a quarter over `context` positions.
+    """Return which channels, [head_dim], RoPE turns by less than a quarter turn over `context`.
 
-    Their mean over tokens is a fact of the model; that of the others would be one of the positions.
+    The mean of these channels is a property of the model. That of the others would depend on the
+    positions of the tokens.
     """
     slow = np.ones(model.head_dim, np.bool_)
     if model.rope.kind != "none":
@@ -27,7 +28,7 @@ def slow_channels(model: ModelConfig, context: int) -> npt.NDArray[np.bool_]:
 
 
 def inverse_frequencies(rope: RopeConfig) -> npt.NDArray[np.float64]:
-    """Radians per position of each pair, [dim / 2]; of `dynamic` those before it stretches."""
+    """Return the radians per position of each pair, [dim / 2]. For `dynamic`, without scaling."""
     exponents = np.arange(0, rope.dim, 2) / rope.dim
     speeds = np.asarray(rope.theta**-exponents, np.float64)
     if rope.kind == "linear":

@@ -1,8 +1,8 @@
-"""`lmdeploy lite kv-search`: the format of each layer with the lowest KL for a budget of bits.
+"""`lmdeploy lite kv-search`: finds a format per layer with the lowest KL within a budget of bits.
 
-Measured is the KL of the model with one layer in a candidate format and all others in 16 bit; the
-KL of a table is taken as the sum over its layers. Within the budget the best sum is found exactly,
-and the table is measured again as a whole, beside the uniform candidates.
+The search measures the KL of the model with one layer in a candidate format and all others in 16
+bit. The KL of a table is estimated as the sum over its layers. The table with the lowest sum within
+the budget is found exactly. Then that table is measured and compared with the uniform candidates.
 """
 
 from __future__ import annotations
@@ -27,17 +27,20 @@ _RESULT = "table"
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """What to search.
+    """The options of a search.
 
     Args:
-        budget_bits: bits per value of a sequence of `at_tokens`, metadata and 16-bit blocks
-        included.
+        budget_bits: most bits per value of a sequence of `at_tokens` tokens, metadata and 16-bit
+            blocks included.
         at_tokens: length of that sequence.
-        formats: candidates; 16 bit is always one.
-        tokens: of the text to measure on.
-        context: tokens of one prompt.
-        exact: compute in FP32, with four bytes per weight, and not as a server does.
-        cache: fields of TurbomindEngineConfig that hold for every candidate (kv_quality, …).
+        formats: candidate KV formats. 16 bit is always a candidate.
+        tokens: most tokens of the text to use.
+        context: tokens of one prompt, at most the model's context length.
+        exact: compute in FP32 with four bytes per weight, unlike a server.
+        cache: fields of TurbomindEngineConfig for every candidate, such as kv_quality.
+
+    Raises:
+        ValueError: if a value is out of range or a format is unknown.
     """
 
     budget_bits: float
@@ -57,7 +60,7 @@ class SearchOptions:
             parse_pair(name, "formats", flag="--formats")
 
     def config(self, table: FormatPair | dict[Any, str]) -> TurbomindEngineConfig:
-        """Engine options with this format, or this table of formats."""
+        """Return the engine options with this format or this table of formats."""
         given = str(table) if isinstance(table, FormatPair) else table
         config = TurbomindEngineConfig(kv_cache_format=given)
         return config if config.kv_format == "none" else replace(config, **self.cache)
@@ -65,7 +68,7 @@ class SearchOptions:
 
 @dataclass(frozen=True)
 class Measured:
-    """One whole-model setup: its size and what it costs."""
+    """The size and the mean KL of the model with one format in all layers."""
 
     bits: float
     kl_mean: float
@@ -73,19 +76,22 @@ class Measured:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The proposed table and what it was chosen from."""
+    """The proposed table and the measurements behind it."""
 
     table: tuple[FormatPair, ...]  # by layer
     bits: float
     kl_mean: float  # measured
-    predicted_kl: float  # the sum that was minimized
+    predicted_kl: float  # the sum over layers, which the search minimizes
     layer_kl: dict[FormatPair, list[float]]  # by candidate and layer
     uniform: dict[FormatPair, Measured]
     yaml: str
 
 
 def search_file(model_path: str, text_path: Path, *, options: SearchOptions) -> SearchResult:
-    """Searches on a UTF-8 text. ValueError for a budget or format that cannot be met."""
+    """Run the search on a UTF-8 text file.
+
+    Raises ValueError if the budget is too small or the text, the model or an option is wrong.
+    """
     text = read_text(text_path)
     model = open_model(model_path, exact=options.exact)
     ids = model.loaded.tokenizer.encode(text, add_special=False)
@@ -95,7 +101,7 @@ def search_file(model_path: str, text_path: Path, *, options: SearchOptions) -> 
 
 
 def check_context(model: OpenModel, context: int, *, options: SearchOptions) -> None:
-    """ValueError for prompts that would lie in 16 bit whole: every format would look perfect."""
+    """Raise ValueError if whole prompts would stay in 16 bit, so that no format could differ."""
     for name in options.formats:
         kv = resolve_kv_options(options.config(parse_pair(name)), model.config.windows)
         block = TurbomindEngineConfig().cache_block_seq_len
@@ -108,7 +114,7 @@ def check_context(model: OpenModel, context: int, *, options: SearchOptions) -> 
 def search(
     model: OpenModel, contexts: Sequence[Sequence[int]], *, options: SearchOptions
 ) -> SearchResult:
-    """Measures every layer in every candidate, chooses, and measures what was chosen."""
+    """Measure every layer in every candidate format, choose a table and measure the table."""
     sizes = Sizes(model, options)
     candidates = _candidates(model, options)
     cheapest = min(candidates, key=lambda pair: sizes.bits(pair))
@@ -141,7 +147,7 @@ def search(
         evaluate(model, contexts, variants={_RESULT: proposal})[_RESULT].report()["kl_mean"]
     )
     uniform = {pair: Measured(sizes.bits(pair), kl[str(pair)]) for pair in candidates}
-    # The sum over layers is an estimate: what was measured has the last word.
+    # The sum over layers is only an estimate. A uniform candidate that measures better wins.
     for pair, found in uniform.items():
         if found.bits <= options.budget_bits and found.kl_mean < measured:
             table, measured = (pair,) * len(table), found.kl_mean
@@ -162,19 +168,19 @@ def search(
 
 
 def _candidates(model: OpenModel, options: SearchOptions) -> list[FormatPair]:
-    """The candidates as the device resolves them, without 16 bit and repetitions."""
+    """Return the candidates as the device resolves them, without 16 bit and duplicates."""
     found: dict[FormatPair, None] = {}
     for name in options.formats:
         resolved = resolve_kv_options(options.config(parse_pair(name)), model.config.windows)
         found[resolved.layers[0]] = None
     found.pop(NONE, None)
     if not found:
-        raise ValueError("formats: got none below 16 bit, wanted at least one; change --formats")
+        raise ValueError("--formats needs at least one format below 16 bit.")
     return list(found)
 
 
 class Sizes:
-    """Bytes and bits of one sequence of the searched length, as the engine counts them."""
+    """Computes the size of one sequence of `at_tokens` tokens as the engine counts it."""
 
     def __init__(self, model: OpenModel, options: SearchOptions) -> None:
         from lmdeploy import _turbomind
@@ -187,7 +193,7 @@ class Sizes:
         self._none_bytes = _turbomind.sequence_bytes(model.config, none, options.at_tokens)
 
     def bytes(self, table: FormatPair | dict[Any, str]) -> int:
-        """Of a sequence, whole blocks of every pool."""
+        """Return the bytes of the sequence in whole blocks of all pools."""
         from lmdeploy import _turbomind
 
         engine_config = _turbomind.EngineConfig()
@@ -196,22 +202,23 @@ class Sizes:
         return _turbomind.sequence_bytes(self._model.config, engine_config, self._options.at_tokens)
 
     def bits(self, table: FormatPair | dict[Any, str]) -> float:
-        """Per stored value. A 16-bit cache has 16."""
+        """Return the bits per stored value. A 16-bit cache has 16."""
         return 16.0 * self.bytes(table) / self._none_bytes
 
     def room(self, cheapest: FormatPair) -> int:
-        """Bytes that the budget leaves above the cheapest candidate in all layers."""
+        """Return the bytes that the budget leaves if all layers have the cheapest candidate."""
         budget = self._options.budget_bits
         floor = self.bits(cheapest)
         if floor > budget:
             raise ValueError(
-                f"budget: got {budget:g} bits, wanted at least {floor:.3f}, which {cheapest} takes "
-                f"at {self._options.at_tokens} tokens; change --budget, --formats or --at-tokens"
+                f"budget is {budget:g} bits. It must be at least {floor:.3f}, the size of "
+                f"{cheapest} at {self._options.at_tokens} tokens. Change --budget, --formats or "
+                "--at-tokens."
             )
         return int(budget * self._none_bytes / 16.0) - self.bytes(cheapest)
 
     def extra(self, pair: FormatPair, layer: int, *, over: FormatPair) -> int:
-        """Bytes that `pair` in one layer adds to `over` in all."""
+        """Return the bytes that `pair` in one layer adds to `over` in all layers."""
         table = {"default": str(over), layer: str(pair)}
         return self.bytes(table) - self.bytes(over)
 
@@ -220,9 +227,10 @@ Choice = tuple[FormatPair, int, float]  # a format, its extra bytes, its KL
 
 
 def best_table(choices: Sequence[Sequence[Choice]], room: int) -> tuple[FormatPair, ...]:
-    """One choice per layer with the lowest sum of KL whose bytes fit `room`; ties to fewer bytes.
+    """Return one format per layer with the lowest sum of KL whose bytes fit into `room`.
 
-    Exact: keeps, for every number of bytes, the best way to it that no smaller one beats.
+    Ties go to fewer bytes. The result is exact: for every sum of bytes, the algorithm keeps the
+    best table unless a smaller table is at least as good.
     """
     ways: dict[int, tuple[float, tuple[FormatPair, ...]]] = {0: (0.0, ())}
     for layer in choices:
@@ -245,7 +253,7 @@ def _predicted(table: Sequence[FormatPair], layer_kl: dict[FormatPair, list[floa
 
 
 def _as_dict(table: Sequence[FormatPair]) -> dict[Any, str]:
-    """`kv_cache_format` with the most frequent format as default and ranges for the others."""
+    """Return a `kv_cache_format`: the most frequent format as default, ranges for the others."""
     default = Counter(table).most_common(1)[0][0]
     entries: dict[Any, str] = {"default": str(default)}
     first = 0
@@ -266,7 +274,7 @@ def _as_yaml(table: Sequence[FormatPair], comment: str) -> str:
 
 
 def report_lines(result: SearchResult) -> list[str]:
-    """What the command prints before the table."""
+    """Return the lines that the command prints before the table."""
     pairs = list(result.layer_kl)
     width = max(12, *(len(str(pair)) for pair in pairs))
     lines = ["KL with one layer in a format, all others in 16 bit:"]

@@ -1,1 +1,1 @@
-"""The report about the accuracy and the cost of every KV format."""
+"""The report on the accuracy and the cost of KV formats."""

@@ -1,4 +1,4 @@
-"""What a report compares: KV formats by quality, and engines that time them."""
+"""The variants that a report compares, and the engine that times them."""
 
 from __future__ import annotations
 
@@ -21,20 +21,22 @@ REFERENCE = "none"
 
 @dataclass(frozen=True)
 class KvVariant:
-    """One row of the report: `label` is `none`, `nvfp4` (raw), `nvfp4/balanced` and so on."""
+    """One row of the report: a KV format with a quality.
+
+    The label is `none`, `nvfp4` (quality raw), `nvfp4/balanced` and so on.
+    """
 
     label: str
     configure: Configure
-    factors: tuple[Floats, Floats] | None = None  # of K and V, [layers, kv_heads]; None: 1
+    # k_scale and v_scale, [layers, kv_heads] each. None means 1.
+    factors: tuple[Floats, Floats] | None = None
 
     @property
     def format(self) -> str:
-        """The first part of the label."""
         return self.label.partition("/")[0]
 
     @property
     def quality(self) -> str:
-        """The second part; raw where there is none."""
         return self.label.partition("/")[2] or "raw"
 
     @property
@@ -43,7 +45,7 @@ class KvVariant:
         return self.label.replace("/", "-")
 
     def engine_config(self, context: int) -> _turbomind.EngineConfig:
-        """The engine's options for single prompts of `context` tokens."""
+        """Return the engine's options for single prompts of `context` tokens."""
         return prompt_config(self.configure, context)
 
 
@@ -54,10 +56,10 @@ def make_cells(
     qualities: Sequence[str],
     calibration: Path | None,
 ) -> list[KvVariant]:
-    """`none`, then formats × qualities in the order given.
+    """Return `none`, then formats × qualities in the given order.
 
     Raises:
-        ValueError: for an unknown name, or a calibration file that does not fit the model.
+        ValueError: if a name is unknown or the calibration file does not fit the model.
     """
     path = None if calibration is None else str(calibration)
     variants = cache_variants([REFERENCE, *formats], qualities, calibration=path)
@@ -68,7 +70,7 @@ def make_cells(
 
 
 def _factors(model: OpenModel, config: TurbomindEngineConfig) -> tuple[Floats, Floats] | None:
-    """Of K and V, where the cell has a calibration file."""
+    """Return k_scale and v_scale, or None without a calibration file."""
     from lmdeploy.engine.kv_calibration import engine_constants, read_calibration
     from lmdeploy.engine.kv_quality import resolve_kv_options
 
@@ -81,7 +83,7 @@ def _factors(model: OpenModel, config: TurbomindEngineConfig) -> tuple[Floats, F
 
 
 class DecodeEngine:
-    """One engine with the prefix cache on: times decode steps after a prompt, again and again."""
+    """An engine that times decode steps. Its prefix cache lets it repeat a prompt at no cost."""
 
     def __init__(self, model: OpenModel, configure: Configure, *, context: int) -> None:
         from lmdeploy import _turbomind
@@ -97,7 +99,7 @@ class DecodeEngine:
         self._next_id = 1
 
     def step_seconds(self, prompt: Sequence[int], steps: int) -> float:
-        """Mean time of `steps` decode steps after the first token."""
+        """Return the mean seconds of `steps` decode steps after the first token."""
         request = self._request_type()
         request.id, request.prompt = self._next_id, list(prompt)
         request.max_new_tokens, request.ignore_eos = steps + 1, True
@@ -107,7 +109,9 @@ class DecodeEngine:
         while len(times) <= steps:
             outputs = self._engine.wait_outputs(STALL_MS)
             if not outputs:
-                raise RuntimeError(f"no output within {STALL_MS} ms: {self._engine.failure}")
+                raise RuntimeError(
+                    f"The engine returned no output within {STALL_MS} ms. {self._engine.failure}"
+                )
             for output in outputs:
                 if output.error:
                     raise RuntimeError(output.error)
@@ -115,8 +119,7 @@ class DecodeEngine:
         return (times[steps] - times[0]) / steps
 
     def close(self) -> None:
-        """Stops the engine."""
         self._engine.close()
 
 
-Done = Callable[[str], None]  # hears the label of a cell of which a part is measured
+Done = Callable[[str], None]  # called with the label of a cell after each measurement

@@ -1,4 +1,4 @@
-"""What a cell costs: bits per value, time of a KV write, decode speed; and what saturates."""
+"""Measures the cost of a cell: bits per value, KV write time, decode speed, saturated values."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ from lmdeploy.lite.report.cells import REFERENCE, DecodeEngine, Done, KvVariant
 if TYPE_CHECKING:
     from lmdeploy import _turbomind
 
-SIZES = (2048, 8192, 32768)  # tokens at which bits per value are told
+SIZES = (2048, 8192, 32768)  # sequence lengths for which the report has bits per value
 WRITE_ROWS = 1 << 13
 WRITE_ROUNDS = 7
 DECODE_ROUNDS = 5
 DECODE_STEPS = 32
-# The largest magnitude that a format stores, in units of its factor g; none where every row has
-# its own range.
+# The largest magnitude that a format stores, in units of k_scale or v_scale. Formats whose rows
+# have ranges of their own are not listed.
 LARGEST = {"fp8": 448.0, "fp8_e5m2": 57344.0, "nvfp4": 6 * 448.0, "mxfp4": 6 * 2.0**9}
-_FIRST_BIN = (127 - 20) << 4  # histograms count by the upper float bits, 16 bins per octave
+_FIRST_BIN = (127 - 20) << 4  # a histogram's bin is the upper float bits: 16 bins per octave
 
 
 def bits_per_value(model: OpenModel, cell: KvVariant) -> dict[str, float]:
-    """Of one sequence between steps: whole blocks, metadata, scales and 16-bit blocks included."""
+    """Return the bits per value of one sequence between steps, by its length in tokens.
+
+    They include whole blocks, metadata, scales and 16-bit blocks.
+    """
     from lmdeploy import _turbomind
 
     config = model.config
@@ -42,10 +45,10 @@ def bits_per_value(model: OpenModel, cell: KvVariant) -> dict[str, float]:
 
 
 def write_ns_per_token(model: OpenModel, cell: KvVariant) -> float:
-    """Encoding K and V of one token in all layers, on one core: best of some rounds.
+    """Return the nanoseconds to encode K and V of one token in all layers on one core.
 
-    With 16-bit blocks a row is stored in 16 bit first and encoded when its block leaves the window;
-    both count. The rotation is not in it.
+    This is the fastest of WRITE_ROUNDS rounds, without the rotation. With a 16-bit window, a row is
+    first stored in 16 bit and encoded when its block leaves the window. Both count.
     """
     options = cell.engine_config(SIZES[0])
     rng = np.random.default_rng(0)
@@ -72,9 +75,10 @@ def _encode_ns(mode: str, rows: npt.NDArray[np.float32], *, dtype: str, search: 
 def decode_speeds(
     model: OpenModel, cells: Sequence[KvVariant], *, prompt: Sequence[int], done: Done
 ) -> dict[str, float]:
-    """Tokens per second of one sequence after `prompt`: medians of rounds that alternate.
+    """Return the decode tokens per second of one sequence after `prompt`, by label.
 
-    The first round fills the prefix caches and does not count.
+    These are medians of rounds that alternate between the cells. The first round fills the prefix
+    caches and does not count.
     """
     context = len(prompt) + DECODE_STEPS + 1
     seconds: dict[str, list[float]] = {cell.label: [] for cell in cells}
@@ -95,7 +99,7 @@ def decode_speeds(
 
 
 def families(cells: Sequence[KvVariant]) -> list[list[KvVariant]]:
-    """Cells that are timed against each other: the qualities of a format, and `none`."""
+    """Return the groups of cells that are timed together: all qualities of a format, and `none`."""
     none = [cell for cell in cells if cell.label == REFERENCE]
     formats = dict.fromkeys(cell.format for cell in cells if cell.label != REFERENCE)
     return [[*none, *(c for c in cells if c.format == name)] for name in formats]
@@ -104,7 +108,7 @@ def families(cells: Sequence[KvVariant]) -> list[list[KvVariant]]:
 def stored_histograms(
     model: OpenModel, cell: KvVariant, *, prompt: Sequence[int]
 ) -> dict[str, Any]:
-    """How large K and V are, in the basis in which this cell stores them."""
+    """Return the histograms of |K| and |V| as this cell stores them (shifted and rotated)."""
 
     def configure(engine_config: _turbomind.EngineConfig) -> None:
         cell.configure(engine_config)
@@ -121,9 +125,10 @@ def stored_histograms(
 
 
 def num_saturated(statistics: dict[str, Any], cell: KvVariant) -> int | None:
-    """Values of K and V beyond what the format stores; None where every row has its own range.
+    """Return the number of values of K and V beyond the range of the format.
 
-    To 1/16 octave: a bin counts when its lower edge is at or beyond the limit.
+    None means that each row has a range of its own. The limit is exact to 1/16 octave: a bin counts
+    if its lower edge is at or above the limit.
     """
     largest = LARGEST.get(cell.format)
     if largest is None:

@@ -1,7 +1,7 @@
 """The options, measurements and figures of one report.
 
-Measurements are kept in a folder beside the page, prompt by prompt, so that a run that was
-interrupted, or is given more formats, continues.
+Each measurement is saved in a folder next to the page. Therefore a run that was interrupted, or
+that has more formats than before, continues.
 """
 
 from __future__ import annotations
@@ -23,21 +23,30 @@ from lmdeploy.lite.report.cells import REFERENCE, KvVariant
 from lmdeploy.lite.report.scores import ScoreFolder
 from lmdeploy.lite.retrieval import ask, make_prompt, recall_summary
 
-TOKENS_PER_PAIR = 64  # of the context: a pair and its question take 20
+TOKENS_PER_PAIR = 64  # tokens of context per pair; the pair and its question take 20 of them
 
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """What to measure and where to put it.
+    """The options of a report.
 
     Args:
-        texts: UTF-8 files; the first is used for everything, the others at the first context.
-        contexts: tokens of one prompt, at most as many as the model was trained for; empty: those
-            of DEFAULT_CONTEXTS that are, or else that many.
-        max_tokens: of each text.
-        calibration: file for `best`; else one is made of `calibration_text`.
+        model_path: a Hugging Face folder, a GGUF file, a hub id, or `smollm2`.
+        texts: UTF-8 files. The first is used for all measurements, the others only for the scores
+            at the first context.
+        formats: KV formats to measure.
+        qualities: presets to measure with each format.
+        contexts: prompt lengths in tokens, at most the model's context length. If empty, those of
+            DEFAULT_CONTEXTS that the model supports, or else its context length.
+        max_tokens: most tokens of each text to use.
+        calibration: calibration file for the preset `best`.
+        calibration_text: text from which the calibration file is created if `calibration` is None.
         retrieval_prompts: prompts with planted pairs per context.
-        output: folder of the page; name: of its files, without an ending.
+        output: folder for the files.
+        name: name of the files without the suffix.
+
+    Raises:
+        ValueError: if a value is unknown, out of range or missing.
     """
 
     model_path: str
@@ -59,30 +68,29 @@ class ReportOptions:
         ):
             unknown = [name for name in names if name not in known]
             if unknown or not names:
-                raise ValueError(f"{flag}: got {names}; wanted some of {', '.join(known)}")
+                raise ValueError(f"{flag} is {names}. It must be some of {', '.join(known)}.")
         for context in self.contexts:
             check_int("contexts", context, low=256, flag="--contexts")
         check_int("max_tokens", self.max_tokens, low=1, flag="--max-tokens")
         check_int("retrieval_prompts", self.retrieval_prompts, low=1, flag="--retrieval-prompts")
         if len({path.stem for path in self.texts}) != len(self.texts):
-            raise ValueError("--text: two files of the same name; rename one")
+            raise ValueError("--text contains two files with the same name. Rename one.")
         self._check_calibration()
 
     def _check_calibration(self) -> None:
         if self.calibration and self.calibration_text:
             raise ValueError(
-                "--calibration-text: got it beside --kv-calibration, wanted one of the two; remove "
-                "one"
+                "--calibration-text cannot be combined with --kv-calibration. Remove one of them."
             )
         if (self.calibration or self.calibration_text) and "best" not in self.qualities:
             raise ValueError(
-                "--kv-calibration, --calibration-text: got one without quality best, which alone "
-                "uses it; add best to --qualities or remove it"
+                "--kv-calibration and --calibration-text apply only to the quality best. Add best "
+                "to --qualities or remove the flag."
             )
         if "best" in self.qualities and not (self.calibration or self.calibration_text):
             raise ValueError(
-                "--qualities: best needs a calibration file; give --kv-calibration, or "
-                "--calibration-text to make one"
+                "The quality best needs a calibration file. Pass --kv-calibration, or "
+                "--calibration-text to create one."
             )
         if self.calibration and not self.calibration.is_file():
             raise refuse(
@@ -94,21 +102,22 @@ class ReportOptions:
 
     @property
     def parts(self) -> Path:
-        """The folder of what has been measured."""
+        """The folder with the saved measurements."""
         return self.output / f"{self.name}.parts"
 
 
 class Measurements:
-    """Values by key in a JSON file; what is there is not measured again."""
+    """Measured values by key, saved in a JSON file. A saved value is not measured again."""
 
     def __init__(self, path: Path, facts: dict[str, Any]) -> None:
-        """`facts` are what the values, and the scores beside them, depend on.
+        """Open or create the file.
 
-        They are written at once, so that not even an interrupted run leaves scores without them. A
-        fact that the file does not hold yet (a calibration, another text) is added.
+        `facts` are the inputs of the measurements, such as the hashes of model and texts. They are
+        written at once, so that even an interrupted run saves them with its scores. New facts, such
+        as another text, are added to the file.
 
         Raises:
-            ValueError: when the file holds values of other facts, or is none of ours.
+            ValueError: if the file has other facts or is not a file of kv-report.
         """
         self._path, self._facts = path, facts
         self._values: dict[str, Any] = {}
@@ -121,27 +130,28 @@ class Measurements:
             different = [name for name in facts if known.get(name, facts[name]) != facts[name]]
             self._values = dict(held["values"])
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{path}: not a file of kv-report; delete its folder") from error
+            raise ValueError(
+                f"{path}: It is not a file of kv-report. Delete its folder."
+            ) from error
         if different:
             raise ValueError(
-                f"{path.parent}: measured with another {', '.join(different)}; delete the folder "
-                "or change --output or --name"
+                f"{path.parent}: The measurements are of another {', '.join(different)}. Delete "
+                "the folder, or change --output or --name."
             )
         self._facts = known | facts
         self.put({})
 
     def get(self, key: str, measure: Callable[[], Any]) -> Any:
-        """The value of `key`, measured if it is not there."""
+        """Return the value of `key`. If it is not saved, call `measure` and save the result."""
         if key not in self._values:
             self.put({key: measure()})
         return self._values[key]
 
     def has(self, key: str) -> bool:
-        """Whether the value is there."""
         return key in self._values
 
     def put(self, values: dict[str, Any]) -> None:
-        """Adds values and writes the file, whole or not at all."""
+        """Add values and write the file atomically."""
         self._values |= values
         self._path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self._path.with_suffix(".part")
@@ -152,18 +162,18 @@ class Measurements:
 
 @dataclass
 class Report:
-    """One run. Figures by label: `cells[label]["texts"][text][context]` and so on."""
+    """One run of kv-report. The figures are in `figures[label]["texts"][text][context]` etc."""
 
     options: ReportOptions
     model: OpenModel
     cells: list[KvVariant]
     ids: dict[str, list[int]]  # by text
     measured: Measurements
-    picture: bool = True  # drawn, beside the page
+    picture: bool = True  # whether the page has a picture
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Measures everything that is missing."""
+        """Measure everything that is not saved and compute the figures."""
         for cell in self.cells:
             self.figures[cell.label] = {"texts": {}, "retrieval": {}, "decode": {}}
         for index, text in enumerate(self.ids):
@@ -258,7 +268,7 @@ class Report:
 
 
 class Progress:
-    """A bar of `total` steps that is called with what was done; silent without a terminal."""
+    """A progress bar of `total` steps, shown only on a terminal. Call it after each step."""
 
     def __init__(self, total: int, what: str) -> None:
         from tqdm import tqdm
@@ -272,6 +282,5 @@ class Progress:
         self._bar.close()
 
     def __call__(self, label: str) -> None:
-        """One step more."""
         self._bar.set_postfix_str(label)
         self._bar.update()

@@ -1,4 +1,4 @@
-"""The page of a report: Markdown for people, the same figures as JSON."""
+"""Writes the page of a report as Markdown, and its figures as JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOTHING = "–"
 
 
 def write_page(report: Report, facts: dict[str, Any]) -> None:
-    """Writes the Markdown and JSON files."""
+    """Write the Markdown and JSON files."""
     options = report.options
     page = "\n".join(page_lines(report)) + "\n"
     (options.output / f"{options.name}.md").write_text(page, encoding="utf-8")
@@ -29,7 +29,7 @@ def write_page(report: Report, facts: dict[str, Any]) -> None:
 
 
 def page_lines(report: Report) -> Iterator[str]:
-    """The whole page."""
+    """Yield the lines of the page."""
     options = report.options
     yield f"# KV cache: accuracy and cost of {options.model_path.rstrip('/').split('/')[-1]}"
     yield ""
@@ -57,7 +57,7 @@ def page_lines(report: Report) -> Iterator[str]:
 
 
 def command(report: Report) -> str:
-    """What to type to get the page again; files without their folders."""
+    """Return the command that creates the page, with file names without folders."""
     o = report.options
     parts = ["lmdeploy", "lite", "kv-report", o.model_path.split("/")[-1], "--text"]
     parts += [path.name for path in o.texts]
@@ -84,14 +84,14 @@ def _introduction(report: Report) -> Iterator[str]:
     if report.picture:
         yield f"![divergence, retrieval and decode speed]({report.options.name}.png)"
         yield ""
-    yield "* KL is KL(none || format) in nats, over every position but the last of each context;"
-    yield "  p99 its 99th percentile; top-1 the share of positions with the same likeliest token."
-    yield "* Recall: lines such as `lantern = 4193;` are planted over the whole context and asked"
-    yield "  for at its end; the share of numbers whose every digit is the likeliest token, and the"
-    yield "  mean log-probability of a number. What `none` recalls is what the model can do at all."
-    yield "* Bits per value count everything that a sequence holds between steps: payload, scales,"
-    yield "  metadata, 16-bit blocks; not cached copies, which are evicted when memory is short."
-    yield "* Everything is computed as a server does, not with `exact`."
+    yield "* KL is KL(none || format) in nats over all positions of a context except the last;"
+    yield "  p99 is its 99th percentile. Top-1 is the share of positions with the same argmax."
+    yield "* Lines such as `lantern = 4193;` are planted over the whole context, and its end asks"
+    yield "  for their numbers. Recall is the share of numbers whose tokens are all the argmax. The"
+    yield "  last column is their mean log probability. `none` shows the limit of the model."
+    yield "* Bits per value include everything that a sequence needs between steps: codes, scales,"
+    yield "  metadata and 16-bit blocks. Copies in the prefix cache do not count."
+    yield "* All numbers are computed as a server computes them, without `exact`."
 
 
 def _accuracy(report: Report, text: str, *, context: str) -> Iterator[str]:
@@ -100,7 +100,7 @@ def _accuracy(report: Report, text: str, *, context: str) -> Iterator[str]:
     yield f"{tokens} positions of {text}; {questions} questions."
     yield ""
     yield from table_head(
-        ["format", "perplexity", "KL mean", "KL p99", "top-1", "recall", "log-prob of value"]
+        ["format", "perplexity", "KL mean", "KL p99", "top-1", "recall", "log prob of value"]
     )
     for label, figures in report.figures.items():
         row, found = figures["texts"][text][context], figures["retrieval"][context]
@@ -131,10 +131,11 @@ def _depths(report: Report) -> Iterator[str]:
 
 def _costs(report: Report) -> Iterator[str]:
     yield (
-        f"KV write: encoding K and V of one token in all layers, one core, without the rotation. "
-        f"Decode: one sequence, median of {DECODE_ROUNDS} rounds of {DECODE_STEPS} steps that "
-        "alternate between the qualities of a format; in brackets against `raw`. Saturated: values "
-        "of the first context beyond what the format stores."
+        f"KV write is the time to encode K and V of one token in all layers on one core, without "
+        f"the rotation. Decode is the speed of one sequence: the median of {DECODE_ROUNDS} rounds "
+        f"of {DECODE_STEPS} steps that alternate between the qualities of a format. The percentage "
+        "in brackets is relative to `raw`. Saturated is the number of values of the first context "
+        "beyond the range of the format."
     )
     yield ""
     contexts = list(map(str, report.options.contexts))
@@ -164,7 +165,9 @@ def _texts(report: Report, texts: Sequence[str]) -> Iterator[str]:
     context = str(report.options.contexts[0])
     none = report.figures[REFERENCE]["texts"]
     sizes = ", ".join(f"{name} {none[name][context]['tokens']}" for name in texts)
-    yield f"KL mean and perplexity against `none` at context {context}; positions: {sizes}."
+    yield (
+        f"KL mean and change of perplexity against `none` at context {context}. Positions: {sizes}."
+    )
     yield ""
     yield from table_head(["format", *texts])
     for label, figures in report.figures.items():
@@ -176,26 +179,25 @@ def _texts(report: Report, texts: Sequence[str]) -> Iterator[str]:
     yield ""
     for name in texts:
         order = ranking(report.figures, name, context=context)
-        yield f"* {name}, from the least divergence: {', '.join(f'`{label}`' for label in order)}"
+        yield f"* {name}, in order of KL: {', '.join(f'`{label}`' for label in order)}"
 
 
 def ranking(figures: dict[str, dict[str, Any]], text: str, *, context: str) -> list[str]:
-    """Labels but `none`, by KL."""
+    """Return all labels except `none`, sorted by KL."""
     labels = [label for label in figures if label != REFERENCE]
     return sorted(labels, key=lambda label: figures[label]["texts"][text][context]["kl_mean"])
 
 
 def table_head(names: Sequence[str]) -> Iterator[str]:
-    """Two lines; the first column to the left, numbers to the right."""
+    """Yield the two head lines of a table. The first column is left-aligned, others right."""
     yield table_row(names)
     yield table_row(["---"] + ["---:"] * (len(names) - 1))
 
 
 def table_row(cells: Sequence[str]) -> str:
-    """One line."""
     return "| " + " | ".join(cells) + " |"
 
 
 def percent(share: float) -> str:
-    """With one digit behind the point."""
+    """Format a share as a percentage with one digit after the decimal point."""
     return f"{100 * share:.1f} %"

@@ -1,4 +1,4 @@
-"""The picture of a report: divergence against size, retrieval, decode speed."""
+"""Draws the picture of a report: divergence against size, retrieval and decode speed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ WIDTH_INCHES, HEIGHT_INCHES = 12.0, 4.5
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is there."""
+    """Return whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def write_plot(report: Report, path: Path) -> None:
-    """Draws the PNG file."""
+    """Write the picture as a PNG file."""
     import matplotlib
 
     matplotlib.use("agg")

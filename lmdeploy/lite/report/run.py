@@ -1,4 +1,4 @@
-"""`lmdeploy lite kv-report`: measure every KV format and write one page about them."""
+"""`lmdeploy lite kv-report`: measures KV formats and writes one page about them."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ DEFAULT_CONTEXTS = (2048, 8192)
 
 
 def check_length(name: str, tokens: int, *, longest: int, max_tokens: int) -> None:
-    """ValueError for a text without one whole context."""
+    """Raise ValueError if a text has fewer tokens than its longest context."""
     usable = min(tokens, max_tokens)
     if usable < longest:
         raise ValueError(
-            f"text {name}: got {usable} tokens, wanted at least the {longest} of one context; "
-            "change --text, --max-tokens or --contexts"
+            f"The text {name} has {usable} usable tokens. It must have at least the {longest} of "
+            "one context (--text, --max-tokens, --contexts)."
         )
 
 
 def choose_contexts(given: Sequence[int], *, longest: int) -> tuple[int, ...]:
-    """`given`, or where it is empty the defaults, within the positions that the model knows.
+    """Return `given`, or if it is empty the defaults up to the model's context length `longest`.
 
-    ValueError for a given one beyond them.
+    Raises ValueError if a given context is longer.
     """
     if not given:
         return tuple(c for c in DEFAULT_CONTEXTS if c <= longest) or (longest,)
@@ -48,7 +48,7 @@ def choose_contexts(given: Sequence[int], *, longest: int) -> tuple[int, ...]:
 
 
 def calibration_file(options: ReportOptions, model: OpenModel) -> Path | None:
-    """The file for `best`: as given, or made of the calibration text once."""
+    """Return the calibration file for `best`. If none is given, create it from the text once."""
     if "best" not in options.qualities or options.calibration:
         return options.calibration
     from lmdeploy.engine.kv_calibration import write_calibration
@@ -68,15 +68,15 @@ def calibration_file(options: ReportOptions, model: OpenModel) -> Path | None:
 
 
 def make_report(options: ReportOptions) -> Report:
-    """Measures and writes the page, its JSON and, with matplotlib, its picture.
+    """Measure, then write the page, its JSON and, if matplotlib is installed, its picture.
 
     Raises:
-        ValueError, OSError: for what cannot be read, written or used.
+        ValueError, OSError: if an option, the model, a text or an output file cannot be used.
     """
     if not (picture := can_draw()):
         logger.warning(
-            "matplotlib is not installed, so there will be no picture; "
-            "to get it: pip install matplotlib"
+            "The report has no picture because matplotlib is not installed. "
+            "Install it with: pip install matplotlib"
         )
     texts = {path.stem: read_text(path) for path in options.texts}
     longest = longest_position(open_files(options.model_path).info.config)
@@ -86,7 +86,7 @@ def make_report(options: ReportOptions) -> Report:
         name: model.loaded.tokenizer.encode(text, add_special=False) for name, text in texts.items()
     }
     for index, (name, text_ids) in enumerate(ids.items()):
-        # Before hours of work, not after them.
+        # Check the lengths before hours of work.
         longest = max(options.contexts) if index == 0 else options.contexts[0]
         check_length(name, len(text_ids), longest=longest, max_tokens=options.max_tokens)
     options.parts.mkdir(parents=True, exist_ok=True)
@@ -119,18 +119,18 @@ def make_report(options: ReportOptions) -> Report:
 
 
 def hash_of(data: bytes) -> str:
-    """Enough of it to tell files apart."""
+    """Return the first 64 bits of the SHA-256 in hexadecimal."""
     return hashlib.sha256(data).hexdigest()[:16]
 
 
 def names(text: str) -> tuple[str, ...]:
-    """A comma-separated list."""
+    """Split a comma-separated list and drop empty items."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def numbers(text: str, flag: str) -> tuple[int, ...]:
-    """A comma-separated list of integers, each once. ValueError when it is none."""
+    """Parse a comma-separated list of integers and drop repeated ones. Raises ValueError."""
     parts: Sequence[str] = names(text)
     if not parts or not all(part.isascii() and part.isdigit() for part in parts):
-        raise ValueError(f"{flag}: got {text!r}; wanted numbers with commas between them")
+        raise ValueError(f"{flag} is {text!r}. It must be integers separated by commas.")
     return tuple(dict.fromkeys(int(part) for part in parts))

@@ -1,4 +1,4 @@
-"""Position by position, how the logits of one cell differ from those of `none`."""
+"""Scores the logits of a cell against those of `none`, position by position."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from lmdeploy.lite.report.cells import REFERENCE, Done, KvVariant
 
 Ids = npt.NDArray[np.int64]
 
-# A row per position: -log p(target), KL(none || cell), 1 if both have the same most likely token.
+# Columns of the scores of a position: -log p(target), KL(none || cell), 1 if the argmax is equal.
 LOSS, KL, AGREED = range(3)
 
 
 def score_rows(logits: Floats, reference: Floats, *, targets: Ids) -> Doubles:
-    """[n, 3] of logits [n, vocab] that predict `targets` [n].
+    """Return the scores, [n, 3], of logits [n, vocab] that predict `targets` [n].
 
-    KL = Σ p (log p - log q), with log p - log q as the difference of the logits and that of the
-    log sums: exact enough in FP32, since nearly equal logits are subtracted without error.
+    KL = Σ p (log p - log q). The difference log p - log q is that of the logits minus that of the
+    log sums. FP32 suffices because the subtraction of nearly equal logits is exact.
     """
     own_sums, sums = log_sums(logits), log_sums(reference)
     weight = np.exp(reference - sums[:, None].astype(np.float32))
@@ -36,7 +36,7 @@ def score_rows(logits: Floats, reference: Floats, *, targets: Ids) -> Doubles:
 
 
 def score_prompt(engine: PromptEngine, ids: Sequence[int], *, reference: Floats) -> Doubles:
-    """[len(ids) - 1, 3] for every position but the last."""
+    """Run a prompt and return the scores, [len(ids) - 1, 3], of all positions except the last."""
     targets = np.array(ids[1:], np.int64)
     scores, start = [], 0
     for piece in engine.pieces(ids):
@@ -48,7 +48,7 @@ def score_prompt(engine: PromptEngine, ids: Sequence[int], *, reference: Floats)
 
 
 def reference_scores(reference: Floats, ids: Sequence[int]) -> Doubles:
-    """`none` against itself: its loss alone is worth knowing."""
+    """Return the scores of `none`, [len(ids) - 1, 3]. Its KL is 0 and its agreement is 1."""
     targets = np.array(ids[1:], np.int64)
     scores = np.zeros((len(targets), 3))
     sums = np.concatenate([log_sums(reference[i : i + 1]) for i in range(len(targets))])
@@ -58,7 +58,7 @@ def reference_scores(reference: Floats, ids: Sequence[int]) -> Doubles:
 
 
 def summary(scores: Doubles) -> dict[str, float | int]:
-    """Perplexity, KL mean and 99th percentile in nats, top-1 agreement."""
+    """Return perplexity, mean and 99th percentile of KL in nats, top-1 agreement and tokens."""
     return {
         "ppl": float(np.exp(scores[:, LOSS].mean())),
         "kl_mean": float(scores[:, KL].mean()),
@@ -70,22 +70,22 @@ def summary(scores: Doubles) -> dict[str, float | int]:
 
 @dataclass
 class ScoreFolder:
-    """Scores by context, one small file each: what is there is not measured again."""
+    """A folder with one file of scores per cell and context. Saved scores are reused."""
 
     folder: Path
     cells: Sequence[KvVariant]
     contexts: Sequence[Sequence[int]]
 
     def path(self, index: int, cell: KvVariant) -> Path:
-        """The file of one cell and context."""
+        """Return the file of one cell and context."""
         return self.folder / f"{index:04d}-{cell.slug}.npy"
 
     def num_missing(self) -> int:
-        """Prompts still to be read, those of `none` for the others included."""
+        """Return the number of prompts to run, including those of `none` for other cells."""
         return sum(len(self._missing(i)) for i in range(len(self.contexts)))
 
     def fill(self, model: OpenModel, done: Done) -> None:
-        """Measures what is missing; `done` hears of every prompt."""
+        """Measure the missing scores. Call `done` with the cell's label after every prompt."""
         if self.num_missing() == 0:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -103,19 +103,19 @@ class ScoreFolder:
                     done(cell.label)
 
     def summary(self, cell: KvVariant) -> dict[str, float | int]:
-        """The figures of one cell over all contexts."""
+        """Return the figures of one cell over all contexts."""
         paths = [self.path(index, cell) for index in range(len(self.contexts))]
         return summary(np.concatenate([np.load(path) for path in paths]))
 
     def _missing(self, index: int) -> list[KvVariant]:
-        """In order, `none` first: it is read again for whatever else is missing."""
+        """Return the missing cells of a context, after `none`, which provides the baseline."""
         missing = [cell for cell in self.cells if not self.path(index, cell).exists()]
         reference = [cell for cell in self.cells if cell.label == REFERENCE]
         return [*reference, *(c for c in missing if c.label != REFERENCE)] if missing else []
 
 
 def save_array(path: Path, array: Doubles) -> None:
-    """Whole or not at all: a run may be interrupted."""
+    """Write an array atomically, because a run may be interrupted."""
     unfinished = path.with_suffix(".part")
     with unfinished.open("wb") as file:
         np.save(file, array)

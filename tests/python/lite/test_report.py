@@ -131,7 +131,7 @@ def test_measurements_accept_a_later_calibration(tmp_path: Path) -> None:
 def test_check_length_text_shorter_than_the_longest_context_is_rejected() -> None:
     check_length("x", 2048, longest=2048, max_tokens=9999)
     for tokens, max_tokens in ((2047, 9999), (9999, 2047)):
-        with pytest.raises(ValueError, match=r"text x: got 2047 tokens.*--contexts"):
+        with pytest.raises(ValueError, match=r"text x has 2047 usable tokens.*--contexts"):
             check_length("x", tokens, longest=2048, max_tokens=max_tokens)
 
 
@@ -207,9 +207,9 @@ def test_kv_report_default_qualities_include_best_with_a_calibration(
         ({"qualities": ("good",)}, "--qualities"),
         ({"qualities": ("best",)}, "--kv-calibration, or --calibration-text"),
         ({"contexts": (8,)}, "--contexts"),
-        ({"calibration": Path("c")}, "without quality best"),
-        ({"calibration_text": Path("c")}, "without quality best"),
-        ({"calibration": Path("c"), "calibration_text": Path("c")}, "got it beside"),
+        ({"calibration": Path("c")}, "apply only to the quality best"),
+        ({"calibration_text": Path("c")}, "apply only to the quality best"),
+        ({"calibration": Path("c"), "calibration_text": Path("c")}, "cannot be combined"),
         ({"calibration": Path("no/c"), "qualities": ("best",)}, "existing file.*--kv-calibration"),
         ({"texts": (Path("a/x.txt"), Path("b/x.txt"))}, "same name"),
     ],

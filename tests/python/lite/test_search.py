@@ -152,7 +152,7 @@ def test_search_prefers_measured_to_predicted_divergence(fakes):
 
 
 def test_search_budget_that_is_too_small_is_rejected(fakes):
-    with pytest.raises(ValueError, match=r"budget: got 4 bits, wanted at least 4.500.*--budget"):
+    with pytest.raises(ValueError, match=r"budget is 4 bits. It must be at least 4.500.*--budget"):
         run(fakes, 4.0)
 
 
