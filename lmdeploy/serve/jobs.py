@@ -14,7 +14,7 @@ from lmdeploy.config.generation import GenerationConfig
 from lmdeploy.engine.request import is_constrained
 from lmdeploy.response import Response, join_pieces
 from lmdeploy.serve.errors import ApiError
-from lmdeploy.serve.schema import MAX_PROMPTS
+from lmdeploy.serve.schema import MAX_PROMPTS, CompletionFields
 
 if TYPE_CHECKING:
     from lmdeploy.chat.formats.base import AnswerStart
@@ -188,8 +188,8 @@ def request_error(chunk: Response | None) -> ApiError:
     message = chunk.error_message or "The request failed."
     if chunk.error_code != "bad_request":
         return ApiError(500, message)
-    field, colon, _ = message.partition(": ")
-    return ApiError(400, message, param=field if colon and field.isidentifier() else None)
+    field, _, _ = message.partition(" ")
+    return ApiError(400, message, param=field if field in CompletionFields.model_fields else None)
 
 
 async def collect_all(jobs: Sequence[Job], metrics: ServerMetrics) -> list[Response]:

@@ -528,8 +528,8 @@ def test_request_error_of_a_failed_answer_is_logged(caplog):
     chunk = Response("", 0, 1, "error", error_code="engine_error", error_message="NaN logits")
     assert to_api_error(request_error(chunk)).status == 500
     assert "NaN logits" in caplog.text
-    chunk.error_code, chunk.error_message = "bad_request", "response_format: no such token"
+    chunk.error_code, chunk.error_message = "bad_request", "response_format allows no such token."
     told = to_api_error(request_error(chunk))
     assert (told.status, told.param) == (400, "response_format")
-    chunk.error_message = "no token is allowed: all are excluded"
+    chunk.error_message = "All tokens are excluded."
     assert to_api_error(request_error(chunk)).param is None
