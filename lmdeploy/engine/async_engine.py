@@ -1,4 +1,4 @@
-"""③⑨ The asynchronous engine: takes token ids and streams chunks of text, one stream per request.
+"""④⑨ The asynchronous engine: takes token ids and streams chunks of text, one stream per request.
 
 One thread waits for the outputs of the C++ engine and passes each to the event loop of its request.
 That loop turns the tokens into text.

@@ -1,4 +1,4 @@
-"""③ Loads the parts of an engine: C++ engine, tokenizer, chat template and model defaults."""
+"""Loads the parts of an engine: C++ engine, tokenizer, chat template and model defaults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""③ Converts the options of a GenerationConfig into the fields of a C++ request."""
+"""④ Converts the options of a GenerationConfig into the fields of a C++ request."""
 
 from __future__ import annotations
 

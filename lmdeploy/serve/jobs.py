@@ -1,4 +1,4 @@
-"""② Checks and tokenizes the prompts of a request, and submits one job per choice."""
+"""③④ Checks and tokenizes the prompts of a request, and submits one job per choice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""② Converts the sampling fields of a request into a GenerationConfig."""
+"""① Converts the sampling fields of a request into a GenerationConfig."""
 
 from __future__ import annotations
 

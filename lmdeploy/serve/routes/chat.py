@@ -1,4 +1,4 @@
-"""②⑨ POST /v1/chat/completions: renders messages as a prompt and returns the response."""
+"""①⑨ POST /v1/chat/completions: renders messages as a prompt and returns the response."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""②⑨ POST /v1/completions: continues prompts without a chat template."""
+"""①⑨ POST /v1/completions: continues prompts without a chat template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""②⑨ POST /generate: LMDeploy's plain endpoint. It takes text or ids and returns both."""
+"""①⑨ POST /generate: LMDeploy's plain endpoint. It takes text or ids and returns both."""
 
 from __future__ import annotations
 
