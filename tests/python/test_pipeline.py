@@ -356,7 +356,9 @@ def test_pipeline_forked_child_rejects_calls(names):
     *refused, healthy, child, last = done.stdout.decode().splitlines()
     continued, process, reason = last.split()
     assert (continued, reason, child, healthy) == ("True", "stop", "3 True", "False"), done.stderr
-    expected = f"EngineFailure The engine was created before a fork and works only in process {process}."
+    expected = (
+        f"EngineFailure The engine was created before a fork and works only in process {process}."
+    )
     assert len(refused) == 5
     assert all(line.startswith(expected) for line in refused)
 

@@ -144,7 +144,11 @@ NAN = np.full((LAYERS, HEADS), np.nan, np.float32)
         (FACTS, {"v_amax": NAN}, "v_amax contains"),
         (FACTS, {"k_amax": np.full((LAYERS, HEADS), -1, np.float32)}, "k_amax contains"),
         (FACTS, {"v_amax": np.full((LAYERS, HEADS), 3e38, np.float32)}, "v_amax contains"),
-        (FACTS, {"k_mean": np.full((LAYERS, HEADS, HEAD_DIM), -3e38, np.float32)}, "k_mean contains"),
+        (
+            FACTS,
+            {"k_mean": np.full((LAYERS, HEADS, HEAD_DIM), -3e38, np.float32)},
+            "k_mean contains",
+        ),
         (FACTS | {"version": 2}, {}, "version is 2. It must be 1"),
         (FACTS | {"tokens": "many"}, {}, "not those of version 1"),
         (FACTS | {"more": 1}, {}, "not those of version 1"),
