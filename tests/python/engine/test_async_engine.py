@@ -227,7 +227,7 @@ async def test_refused_prompts(engine):
     with pytest.raises(ValueError, match="stop_token_ids contains token id 9999"):
         await engine.submit([1], GenerationConfig(stop_token_ids=[9999]))
     large = make_engine(session_len=10_000)
-    with pytest.raises(ValueError, match=r"640 that the KV cache holds.*--cache-max-entry-count"):
+    with pytest.raises(ValueError, match=r"KV cache holds 640 tokens.*--cache-max-entry-count"):
         await large.submit([1] * 700)
     large.close()
 

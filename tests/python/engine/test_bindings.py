@@ -104,13 +104,13 @@ def test_token_mask_steers_and_its_failure_ends_one_request(engine: Any) -> None
         assert engine.healthy
 
     def refusing(new_tokens: list[int], mask: np.ndarray) -> bool:
-        raise OptionError("response_format", "no such word")
+        raise OptionError("response_format", "has no such word.")
 
     request = make_request(3, [1, 2, 3])
     request.token_mask = refusing
     engine.submit(request)
     last = collect(engine)[-1]
-    assert last.error == "response_format: no such word"
+    assert last.error == "response_format has no such word."
     assert last.is_request_fault
 
 
