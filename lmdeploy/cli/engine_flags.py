@@ -147,7 +147,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--device",
-        "device; auto chooses a GPU if one is usable (default: auto)",
+        "where to compute; auto chooses a GPU if one is usable (default: auto)",
         choices=DEVICE_TYPES,
         default="auto",
     )
