@@ -158,7 +158,10 @@ def test_talk_reports_an_answer_cut_by_session_len():
     with Pipeline("fake", engine=engine) as pipeline:
         talk(pipeline, Console(file=out, width=200), read=lambda: next(lines))
         assert engine.loaded.cpp_engine.requests[0].top_k == 7  # the model's own sampling
-    assert "[cut: " in out.getvalue() and "/clear makes room" in out.getvalue()
+    assert (
+        "[incomplete: " in out.getvalue()
+        and "start a new conversation with /clear" in out.getvalue()
+    )
 
 
 def test_talk_full_conversation_suggests_clear():
@@ -167,7 +170,10 @@ def test_talk_full_conversation_suggests_clear():
     engine = make_engine(session_len=96)
     with Pipeline("fake", engine=engine) as pipeline:
         talk(pipeline, Console(file=out, width=200), read=lambda: next(lines))
-    assert "Shorten it or raise" in out.getvalue() and "/clear forgets" in out.getvalue()
+    assert (
+        "Shorten it or raise" in out.getvalue()
+        and "Start a new conversation with /clear." in out.getvalue()
+    )
 
 
 def test_talk_end_of_input_ends_the_loop():

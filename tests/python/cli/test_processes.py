@@ -80,5 +80,5 @@ def test_chat_reads_questions_from_a_pipe() -> None:
     assert "KV cache: mode none" in start
     answer, forgotten = answer.rsplit("\n", 1)[0].strip(), after
     assert answer
-    assert forgotten.strip().startswith("The conversation is forgotten.")
+    assert forgotten.strip().startswith("Started a new conversation.")
     assert "never read" not in done.stdout

@@ -116,9 +116,11 @@ def test_read_calibration_changed_header_never_crashes(tmp_path_factory, data):
         assert "\n" not in str(error)
 
 
-@pytest.mark.parametrize("name", ["missing.safetensors", "."])
-def test_read_calibration_unreadable_file_is_rejected(tmp_path, name):
-    with pytest.raises(ModelFormatError, match="cannot be read"):
+@pytest.mark.parametrize(
+    ("name", "text"), [("missing.safetensors", "cannot be read"), (".", "not a regular file")]
+)
+def test_read_calibration_unreadable_file_is_rejected(tmp_path, name, text):
+    with pytest.raises(ModelFormatError, match=text):
         read(tmp_path / name)
 
 

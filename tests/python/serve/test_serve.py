@@ -540,7 +540,7 @@ def test_shutdown_timeout_limits_running_answers(grace, signals, reason, caplog)
             told = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         thread.join()
     server._captured_signals.clear()
-    assert ("the next signal ends them" in caplog.text) == (grace > 0)
+    assert ("The next signal ends them" in caplog.text) == (grace > 0)
     if reason is None:
         assert "closed" in told[-1]["error"]["message"]
     else:
