@@ -125,7 +125,7 @@ def _eos_ids(
     if bad:
         logger.warning(
             "eos_token_id in generation_config.json or config.json contains %s. Ids must be 0 to "
-            "%d. The others are ignored.",
+            "%d. These entries are ignored.",
             ", ".join(bad),
             vocab_size - 1,
         )
