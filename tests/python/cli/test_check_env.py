@@ -30,7 +30,7 @@ def test_cpu_device_line_names_the_isa_and_reports_an_unknown_one(capsys, monkey
     monkeypatch.setenv("LMDEPLOY_CPU_ISA", "scalar")
     assert next(check_env.cpu_device()).startswith("device: cpu (scalar")
     monkeypatch.setenv("LMDEPLOY_CPU_ISA", "neon")
-    assert 'is "neon"' in next(check_env.cpu_device())
+    assert 'LMDEPLOY_CPU_ISA is "neon"' in next(check_env.cpu_device())
     assert main(["check_env"]) == 0
     assert "device: ERROR LMDEPLOY_CPU_ISA" in capsys.readouterr().out
 
