@@ -90,9 +90,9 @@ class MemoryPlan:
     max_sequence_tokens: int
 
 class DeviceCapability:
-    """A device's answers about itself: src/turbomind/core/device_capability.h describes them.
+    """The description of a device. src/turbomind/core/device_capability.h explains the fields.
 
-    The constructor gives the CPU's.
+    The constructor describes the CPU.
     """
 
     def __init__(self) -> None: ...
@@ -266,7 +266,7 @@ class CudaDeviceInfo:
     memory_bytes: int
 
 def cuda_capability(compute_capability: int) -> DeviceCapability:
-    """Return the answers of a GPU with this CUDA compute capability, e.g. 90."""
+    """Return the capability of a GPU with this CUDA compute capability, e.g. 90."""
 
 cuda_stamp: str  # libturbomind_cuda.so must have the same stamp
 

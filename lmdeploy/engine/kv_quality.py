@@ -79,7 +79,7 @@ def resolve_kv_options(
 ) -> KvOptions:
     """Return the options of `config` for a model and a device.
 
-    `windows` has the sliding window of each layer (0: full attention). None stands for the CPU's
+    `windows` has the sliding window of each layer (0: full attention). None uses the CPU's
     capability.
 
     Raises ValueError for a format that does not fit the model's layers or the device, and for an

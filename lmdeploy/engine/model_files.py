@@ -156,7 +156,7 @@ def open_files(
         path: `smollm2`, a Hugging Face folder, a .gguf file or a hub id.
         dtype: cache dtype. "auto" chooses it by the weights (docs/kv_cache.md).
         exact: compute in FP32, without BF16 weights or int8 activations.
-        capability: of the device that loads the weights. None stands for the CPU's.
+        capability: capability of the device that loads the weights. None uses the CPU's.
 
     Raises:
         ModelFormatError: if the checkpoint cannot be loaded. It is a ValueError.
@@ -166,7 +166,9 @@ def open_files(
 
     capability = capability or _turbomind.DeviceCapability()
     if exact and not capability.has_fp32:
-        raise ValueError("exact is not supported on CUDA (--exact, --device).")
+        raise ValueError(
+            "exact is not supported on this device. Remove --exact or use --device cpu."
+        )
     copied = exact or not capability.reads_mapped_files
     resolved = resolve_model(path)
     files = identify_files(resolved)  # before opening, so that a later change is detected

@@ -26,7 +26,7 @@ def engine_config_of(
 ) -> tuple[_turbomind.EngineConfig, KvOptions]:
     """Return the C++ engine's options for a model on a device, and those of its cache.
 
-    None stands for the CPU's capability.
+    None uses the CPU's capability.
 
     Raises ValueError for cache options that do not fit the model or the device.
     """
@@ -79,7 +79,7 @@ def _warn_of_length(session_len: int, model: _turbomind.ModelConfig) -> None:
 
 
 def _warn_of_conversion(options: KvOptions, capability: _turbomind.DeviceCapability) -> None:
-    """Warn if nvfp4 was named on a device that converts it in software and prefers another fp4."""
+    """Warn if the device converts a requested nvfp4 in software and prefers another fp4."""
     from lmdeploy import _turbomind
 
     has_nvfp4 = any("nvfp4" in (pair.k, pair.v) for pair in options.layers)
@@ -87,8 +87,8 @@ def _warn_of_conversion(options: KvOptions, capability: _turbomind.DeviceCapabil
         return
     if _turbomind.get_kv_cache_mode("fp4", capability) != "nvfp4":
         logger.warning(
-            "KV cache format nvfp4: a GPU of %s has no FP4 instructions and converts it in "
-            "software. SM 100 and higher convert it in hardware; --strict-arch refuses it below.",
+            "KV cache format nvfp4: %s has no FP4 instructions and converts it in software. "
+            "SM 100 and higher convert it in hardware; --strict-arch refuses it below.",
             capability.generation,
         )
 

@@ -18,8 +18,8 @@ namespace turbomind {
 
 class Device;
 
-// The answers of a GPU with the compute capability `sm`, e.g. 90. A GPU reads all weights again for
-// each piece of a step, so its pieces are large.
+// Returns the capability of a GPU with the compute capability `sm`, e.g. 90. A GPU reads all
+// weights again for each piece of a step, so its pieces are large.
 inline DeviceCapability CudaCapability(int sm) {
   // Flattened prefixes, 16-bit copies of activations, cuBLASLt's workspace, and recorded steps.
   constexpr int64_t kWorkspaceBytes = int64_t{512} << 20;

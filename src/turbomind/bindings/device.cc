@@ -18,8 +18,8 @@ namespace py = pybind11;
 namespace turbomind {
 namespace {
 
-// The devices that are made from a number of threads, by their names in --device. A GPU takes more
-// options and has a function of its own.
+// The devices that need only a number of threads, by their names in --device. A CUDA device needs
+// more options, so make_cuda_device makes it.
 struct DeviceType {
   const char* name;
   std::unique_ptr<Device> (*make)(int num_threads);
@@ -34,8 +34,8 @@ std::shared_ptr<Device> MakeDevice(const std::string& name, int num_threads) {
       return type.make(num_threads);
     }
   }
-  throw InvalidArgument("device_type: got \"" + name.substr(0, 64) +
-                        "\", which this build does not have; change --device");
+  throw InvalidArgument("device_type is \"" + name.substr(0, 64) +
+                        "\", which this build does not have. Change --device.");
 }
 
 }  // namespace

@@ -5,17 +5,17 @@
 
 namespace turbomind {
 
-// A device's answers about itself, so that no other code asks which device it is. Each device fills
-// them in its own folder. The defaults are the CPU's.
+// Describes a device, so that no other code asks which device it is. Each device fills it in its
+// own folder. The defaults describe the CPU.
 struct DeviceCapability {
   // Only GetKvCacheMode and KvCacheConversion (kv/kv_cache_mode.h) read these two.
   bool is_cuda = false;
   int sm = 0;  // CUDA's compute capability, e.g. 90
 
-  // The generation of the hardware, for messages: "SM 90".
+  // The generation of the hardware, for messages: "CPU", "SM 90".
   std::string generation = "CPU";
 
-  // The size of a step if the user names none.
+  // The size of a step if the options give none.
   int default_batch_size = 32;
   int default_step_tokens = 256;
   // Rows of logits and of the feed-forward network that are computed at once. More rows read the
@@ -32,7 +32,7 @@ struct DeviceCapability {
   // their whole share of the free memory.
   bool limits_pools_to_batch = true;
 
-  // Weights are used where they lie in a mapped file. If false, the device copies them.
+  // The ops can read weights from a mapped file. If false, the device copies them.
   bool reads_mapped_files = true;
   // The device computes in FP32 if the option `exact` asks for it.
   bool has_fp32 = true;

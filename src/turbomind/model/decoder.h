@@ -34,7 +34,7 @@ struct DecoderConfig {
   bool rotate_k = false;
   bool search_scales = false;
   StepLimits limits;  // removes_mean is also set if a layer has k_mean
-  // If set, receives K and V of every step as they are stored. CPU only.
+  // If set, receives K and V of every step as they are stored. Needs collects_kv_statistics.
   KvStatistics* statistics = nullptr;
 };
 

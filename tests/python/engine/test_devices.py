@@ -237,7 +237,7 @@ def test_nvfp4_in_software_is_warned_of_once(caplog, policy, gpu, warns):
         engine_config_of(config, model_config(), model_path="", capability=capability)
     texts = [record.getMessage() for record in caplog.records]
     assert len(texts) == warns
-    assert all(f"nvfp4: a GPU of SM {gpu} has no FP4 instructions" in text for text in texts)
+    assert all(f"nvfp4: SM {gpu} has no FP4 instructions" in text for text in texts)
 
 
 def model_config():
@@ -265,19 +265,19 @@ def test_the_plan_of_a_gpu_takes_all_that_is_allowed():
     assert engine_config.max_batch_size == 128
 
 
-def test_a_listed_gpu_and_an_open_one_have_the_same_capability(shim):
+def test_cuda_devices_listed_and_open_gpu_have_same_capability(shim):
     code = """
 from lmdeploy import _turbomind
 listed, device = _turbomind.cuda_devices()[0][0], _turbomind.make_cuda_device(0)
-for answers in (listed.capability, device.capability):
-    print(answers.generation, answers.default_batch_size, answers.default_step_tokens)
-    print(answers.reserves_lazily, answers.reads_mapped_files, answers.has_fp32)
+for capability in (listed.capability, device.capability):
+    print(capability.generation, capability.default_batch_size, capability.default_step_tokens)
+    print(capability.reserves_lazily, capability.reads_mapped_files, capability.has_fp32)
 """
     assert run(code, shim).splitlines() == ["SM 90 128 8192", "False False False"] * 2
 
 
-def test_a_device_that_is_not_in_the_table_is_refused():
-    with pytest.raises(_turbomind.InvalidArgument, match=r'device_type: got "nova".*--device'):
+def test_make_device_unknown_name_is_rejected():
+    with pytest.raises(_turbomind.InvalidArgument, match=r'device_type is "nova".*--device'):
         _turbomind.make_device("nova", 1)
 
 
