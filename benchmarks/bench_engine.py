@@ -2,31 +2,30 @@
 
     python benchmarks/bench_engine.py --suite targets --json targets.json
     python benchmarks/bench_engine.py --contexts 128,2048 --batches 1,8 --json results.json
-    python benchmarks/bench_engine.py --quick --profile            # a table of time per op
+    python benchmarks/bench_engine.py --modes nvfp4 --profile      # a table of time per op
 
 The suite measures the table of targets (targets.py) in alternating pairs of runs. llama.cpp runs
 with the fastest of three settings for each workload. The file is written after every row. A second
-run with the same file measures missing rows and, without --keep, rows of other commits.
+run with the same file measures missing rows and rows of other commits.
 
 Without --suite, the benchmark times our engine on cells of any size. A figure is the median of the
-repetitions. Cells of more than --long-context tokens run once. Batches of more than --max-fill
-prompt tokens share one prompt, and their prefill is not timed. The engine samples each token by
-argmax over the vocabulary.
+repetitions. The engine samples each token by argmax over the vocabulary.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from our_engine import BLOCK_TOKENS, Cell, OurEngine, OurSetting
+from our_engine import Cell, OurEngine, OurSetting
 from results import ResultsFile, describe_machine, write_json
 
 if TYPE_CHECKING:
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from targets import Target
 
 MODES = ("none", "int8", "fp8", "nvfp4", "int4", "mxfp4")
-MAX_BATCH = 32
 OTHER_LIBRARY = {"ours": "llama_cpp", "peer": "lmdeploy"}
 
 
@@ -50,25 +48,6 @@ class Row:
     ours: float
 
 
-def cells_of(options: argparse.Namespace) -> Iterator[Cell]:
-    """Yield the cells in order and print which prefills are skipped."""
-    for context in options.contexts:
-        for batch in options.batches:
-            shared = batch > 1 and context * batch > options.max_fill
-            if shared:
-                print(f"prefill {context} x {batch}: skipped, over --max-fill {options.max_fill}")
-            yield Cell(context, batch, options.steps, shared)
-
-
-def measure(cell: Cell, engines: Sequence[OurEngine], *, repeats: int) -> Iterator[Row]:
-    """Yield the rows of one cell. The engines alternate, `repeats` times."""
-    timings = [[engine.run(cell) for engine in engines] for _ in range(repeats)]
-    for work in ("decode",) if cell.shared else ("prefill", "decode"):
-        for engine, runs in zip(engines, zip(*timings, strict=True), strict=True):
-            speed = float(statistics.median(getattr(run, work) for run in runs))
-            yield Row(work, engine.mode, engine.quality, cell.batch, cell.context, round(speed, 1))
-
-
 def load(options: argparse.Namespace) -> Any:
     """Load the model for our engine."""
     from lmdeploy import _turbomind
@@ -79,13 +58,11 @@ def load(options: argparse.Namespace) -> Any:
 
 
 def make_peer(options: argparse.Namespace, path: Path) -> LlamaCpp | None:
-    """Load llama.cpp and print its kernels. Return None if it is off or not installed."""
-    if options.no_peer:
-        return None
+    """Load llama.cpp and print its kernels. Return None if it is not installed."""
     try:
         from baselines.llama_cpp import LlamaCpp, build_of_llama_cpp, kernels_in_library
     except ImportError as error:
-        print(f"no peer: {error}; pip install llama-cpp-python, or pass --no-peer")
+        print(f"no peer: {error}; pip install llama-cpp-python")
         return None
     peer = LlamaCpp(str(path), threads=options.num_threads)
     build = build_of_llama_cpp()
@@ -99,34 +76,24 @@ def make_peer(options: argparse.Namespace, path: Path) -> LlamaCpp | None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure all cells."""
+    """Time our engine on every context and batch."""
     loaded = load(options)
-    longest = max(options.contexts) + options.steps + 128
-    tokens = options.max_fill + max(options.contexts) + MAX_BATCH * (options.steps + 192)
-    blocks = -(-tokens // BLOCK_TOKENS)
-    engines = [
-        OurEngine(
-            loaded,
-            setting=OurSetting(mode, longest, blocks, quality=options.quality),
-            threads=options.num_threads,
-            profiled=options.profile,
-        )
-        for mode in options.modes
-    ]
     rows: list[Row] = []
-    print(f"ours: {options.num_threads} threads; median of {options.repeats}")
-    for cell in cells_of(options):
-        repeats = 1 if cell.context > options.long_context else options.repeats
-        for row in measure(cell, engines, repeats=repeats):
-            rows.append(row)
-            print(format_row(row), flush=True)
+    cells = [Cell(c, b, options.steps) for c in options.contexts for b in options.batches]
+    for cell, mode in itertools.product(cells, options.modes.split(",")):
+        setting = replace(OurSetting.for_cell(cell, mode), quality=options.quality)
+        with OurEngine(
+            loaded, setting=setting, threads=options.num_threads, profiled=options.profile
+        ) as engine:
+            timings = [engine.run(cell) for _ in range(options.repeats or 3)]
+            for work in ("prefill", "decode"):
+                speed = round(statistics.median(getattr(t, work) for t in timings), 1)
+                rows.append(Row(work, mode, engine.quality, cell.batch, cell.context, speed))
+                print(format_row(rows[-1]), flush=True)
+            if options.profile:
+                print(engine.profile_table(), flush=True)
         if options.json:
             write_json(options.json, [asdict(row) for row in rows])
-        for engine in engines if options.profile else ():
-            print(f"profile of {engine.format}, batch {cell.batch}, context {cell.context}")
-            print(engine.profile_table(), flush=True)
-    for engine in engines:
-        engine.close()
 
 
 def run_suite(options: argparse.Namespace) -> None:
@@ -138,19 +105,11 @@ def run_suite(options: argparse.Namespace) -> None:
     file = ResultsFile(options.json, make_row=lambda fields: TargetRow(**fields))
     file.measured_on(describe_machine(options.num_threads))
     loaded = load(options)
-    if options.again:
-        file.forget([target.name for target in targets], Path(loaded.path).stem)
     peer = make_peer(options, Path(loaded.path))
     suite_options = SuiteOptions(
         threads=options.num_threads,
-        repeats=options.repeats,
-        steps=options.steps,
-        max_context=options.max_context,
-        peer_setting=options.peer_setting,
+        repeats=options.repeats or 5,
         attention_bench=options.attention_bench,
-        llama_server=options.llama_server,
-        server_requests=options.server_requests,
-        keep=options.keep,
     )
     suite = TargetSuite(loaded, peer, options=suite_options, file=file)
     suite.run(targets, report=lambda row: print(format_target(row), flush=True))
@@ -168,7 +127,8 @@ def run_peak(options: argparse.Namespace) -> None:
         with OurEngine(loaded, setting=ours, threads=options.num_threads) as one:
             one.run(cell)
     else:
-        from baselines.llama_cpp import LlamaCpp, Setting
+        from baselines.llama_cpp import LlamaCpp
+        from baselines.settings import Setting
 
         kind, attention, reading = setting.split(",")
         peer = LlamaCpp(
@@ -203,17 +163,14 @@ def numbers(text: str) -> list[int]:
 
 
 def targets_of(options: argparse.Namespace) -> list[Target]:
-    """Return the targets of --only without those of --skip."""
+    """Return the targets of --only, or all."""
     from targets import BY_NAME, TARGETS
 
-    chosen, skipped = (
-        [n for n in (text or "").split(",") if n] for text in (options.only, options.skip)
-    )
-    for flag, names in (("--only", chosen), ("--skip", skipped)):
-        for name in names:
-            if name not in BY_NAME:
-                raise ValueError(f"{flag} {name!r} is unknown; choose from {', '.join(BY_NAME)}.")
-    return [t for t in TARGETS if (not chosen or t.name in chosen) and t.name not in skipped]
+    chosen = [name for name in (options.only or "").split(",") if name]
+    for name in chosen:
+        if name not in BY_NAME:
+            raise ValueError(f"--only {name!r} is unknown; choose from {', '.join(BY_NAME)}.")
+    return [target for target in TARGETS if not chosen or target.name in chosen]
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -225,42 +182,21 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--json", type=Path, help="write the rows to this file")
     add("--modes", default=",".join(MODES), help="KV formats (default: %(default)s)")
     add("--quality", choices=("raw", "balanced"), help="of cells (default: that of the format)")
-    add("--contexts", type=numbers, help="default: 128,2048,8192")
-    add("--batches", type=numbers, help="default: 1,8,32")
-    add("--steps", type=int, help="decode steps (default: 32; --suite: those of each target)")
-    add("--repeats", type=int, help="default: 3; quick: 1; --suite: 5")
-    add("--max-fill", type=int, default=16384, help="prompt tokens of a cell")
-    add("--long-context", type=int, default=4096, help="longer cells run once")
+    add("--contexts", type=numbers, default=[128, 2048], help="default: 128,2048")
+    add("--batches", type=numbers, default=[1, 8], help="default: 1,8")
+    add("--steps", type=int, default=32, help="decode steps of cells (default: %(default)s)")
+    add("--repeats", type=int, help="default: 3; --suite: 5")
     add("--num-threads", type=int, default=threads)
-    add("--no-peer", action="store_true", help="do not run llama.cpp")
-    add("--quick", action="store_true", help="contexts 128, 2048; batches 1, 8")
     add("--profile", action="store_true", help="print time and bytes per op after each cell")
     add("--peak", help=argparse.SUPPRESS)
     group = parser.add_argument_group("--suite targets")
     add = group.add_argument
     add("--suite", choices=("targets",), help="measure the table of targets")
     add("--only", help="names of targets, with commas")
-    add("--skip", help="names of targets to skip, with commas")
-    add("--again", action="store_true", help="measure rows that the file has, too")
-    add("--keep", action="store_true", help="keep rows of other commits")
-    add("--max-context", type=int, help="shorten longer targets, to try the suite")
-    add("--peer-setting", help="name of a setting of llama.cpp instead of the fastest")
     add("--attention-bench", type=Path, help="binary attention_alone_bench")
-    add("--llama-server", type=Path, help="binary llama-server")
-    add("--server-requests", type=int, default=1, help="requests of each of its 16 clients")
     options = parser.parse_args(arguments)
-    if options.suite:
-        if options.profile:
-            parser.error("--profile works with cells, not with --suite.")
-        options.repeats = options.repeats or 5
-        return options
-    options.steps = options.steps or 32
-    options.modes = options.modes.split(",")
-    options.contexts = options.contexts or ([128, 2048] if options.quick else [128, 2048, 8192])
-    options.batches = options.batches or ([1, 8] if options.quick else [1, 8, MAX_BATCH])
-    options.repeats = options.repeats or (1 if options.quick else 3)
-    if max(options.batches) > MAX_BATCH:
-        parser.error(f"--batches {max(options.batches)} is over the limit of {MAX_BATCH}.")
+    if options.suite and options.profile:
+        parser.error("--profile works with cells, not with --suite.")
     return options
 
 

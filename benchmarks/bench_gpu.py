@@ -5,10 +5,10 @@
     python benchmarks/bench_gpu.py baselines --json benchmarks/results/gpu_nvidia_h200.json
 
 `device` times single ops, the most important cells first. `generation` times the whole engine with
-random weights made in memory. `baselines` times FlashInfer and torch on the decode cells of the
-file. Rows go to benchmarks/results/gpu_NAME.json (--json) as they are measured; a new row replaces
-the row of the same cell. Nothing begins after --budget-s. Exit status: 0, 1 if a cell failed, 2 for
-wrong arguments, 3 if there is no GPU.
+random weights made in memory. `baselines` times FlashInfer on the decode cells of the file. Rows go
+to benchmarks/results/gpu_NAME.json (--json) as they are measured; a new row replaces the row of the
+same cell. Nothing begins after --budget-s. Exit status: 0, 1 if a cell failed, 2 for wrong
+arguments, 3 if there is no GPU.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ GENERATION = (
     *("mode=int4 quality=balanced", "mode=mxfp4 quality=raw", "mode=fp8_e5m2 quality=raw"),
 )
 GENERATION_SIZES = "batches=1,32,128 context=512 steps=64 prompt=2048 prompts=8"
-SMALL_SIZES = "batches=1,2 context=40 steps=2 prompt=70 prompts=2 rough=1"
+SMALL_SIZES = "batches=1,2 context=40 steps=2 prompt=70 prompts=2"
 
 
 def device_cells() -> Iterator[str]:
@@ -159,77 +159,73 @@ class Run:
     def __init__(self, command: Sequence[str], *, path: Path | None, budget_s: float) -> None:
         self._command, self._path = command, path
         self._end = time.monotonic() + budget_s
+        self._is_generation = any(word.startswith("model=") for word in command)
         self.file: GpuFile | None = None
         self.failed: list[str] = []
-        self.num_rows = 0
 
-    def run(self, cells: Sequence[str], *, header_lines: int, ends_with_done: bool) -> None:
-        """Measure the cells in order. Raises RuntimeError if the program does not start."""
-        program = self._start(header_lines)
+    def run(self, cells: Sequence[str]) -> list[str]:
+        """Measure the cells in order and return what failed.
+
+        Raises RuntimeError if the program does not start.
+        """
+        num_rows, program = 0, self._start()
         for number, cell in enumerate(cells):
             if time.monotonic() >= self._end:
                 print(f"{len(cells) - number} cells skipped: the time is over")
                 break
             try:
                 program.send(cell)
-                while True:
-                    answer = program.answer(ANSWER_TIMEOUT_S)
-                    if "done" in answer:
-                        break
-                    self._add(cell, answer)
-                    if not ends_with_done:
+                while "done" not in (answer := program.answer(ANSWER_TIMEOUT_S)):
+                    num_rows += self._add(cell, answer)
+                    if not self._is_generation:
                         break
             except (RuntimeError, OSError) as error:
                 self.failed.append(f"{cell}: {error}")
                 program.close()
-                program = self._start(header_lines)
+                program = self._start()
         program.close()
+        return self.failed or ([] if num_rows else [f"{self._command}: nothing was measured"])
 
-    def _start(self, header_lines: int) -> Program:
+    def _start(self) -> Program:
         program = Program(self._command)
         about = program.answer(START_TIMEOUT_S)
-        for _ in range(header_lines - 1):
-            program.answer(ANSWER_TIMEOUT_S)
+        if self._is_generation:
+            program.answer(ANSWER_TIMEOUT_S)  # the weights
         self.file = self.file or GpuFile(self._path, about)
         return program
 
-    def _add(self, cell: str, answer: Row) -> None:
+    def _add(self, cell: str, answer: Row) -> bool:
         assert self.file is not None
         if "error" in answer:
             self.failed.append(f"{cell}: {answer['error']}")
         elif "skipped" in answer:
             print(f"skipped, {answer['skipped']}: {cell}")
         else:
-            name = cell
-            if "work" in answer:
-                name = f"{answer['work']} batch={answer['batch']} {cell}"
+            name = f"{answer['work']} batch={answer['batch']} {cell}" if "work" in answer else cell
             self.file.add({"by": "lmdeploy-fp4", "cell": name, **answer})
-            self.num_rows += 1
+            return True
+        return False
 
 
 def measure_ours(options: argparse.Namespace) -> list[str]:
     """Measure with device_bench or generation_bench and return what failed."""
     command = [str(options.bench), f"device={options.device}"]
     if options.what == "device":
-        cells = list(small_cells() if options.small else device_cells())
         command += ["rotate_mb=0", "round_ms=0"] if options.small else []
         run = Run(command, path=options.json, budget_s=options.budget_s)
-        run.run(cells, header_lines=1, ends_with_done=False)
-        return run.failed or ([] if run.num_rows else ["nothing was measured"])
+        return run.run(list(small_cells() if options.small else device_cells()))
     failed: list[str] = []
     models = ("tiny-llama", "tiny-gpt-oss") if options.small else MODELS
     for model in models:
         sizes = SMALL_SIZES if options.small else GENERATION_SIZES
         cells = [f"{work} {sizes}" for work in GENERATION[: 2 if options.small else None]]
         budget = options.budget_s / len(models)
-        run = Run([*command, f"model={model}"], path=options.json, budget_s=budget)
-        run.run(cells, header_lines=2, ends_with_done=True)
-        failed += run.failed or ([] if run.num_rows else [f"{model}: nothing was measured"])
+        failed += Run([*command, f"model={model}"], path=options.json, budget_s=budget).run(cells)
     return failed
 
 
 def measure_baselines(options: argparse.Namespace) -> list[str]:
-    """Measure FlashInfer and torch on the decode cells of the file and return what failed."""
+    """Measure FlashInfer on the decode cells of the file and return what failed."""
     from baselines import flashinfer
 
     document = json.loads(options.json.read_text(encoding="utf-8"))

@@ -1,7 +1,6 @@
 """Concurrent streaming clients against our server and llama.cpp's server, in turns.
 
     python benchmarks/bench_server.py --model smollm2 --llama-server BUILD/bin/llama-server
-    python benchmarks/bench_server.py --model smollm2 --starts 5
 
 16 clients, 512 tokens in, 128 out: requests per second, time to the first token, time per token.
 llama-server has one slot per client, continuous batching and the fastest of three KV settings. It
@@ -18,9 +17,6 @@ builds from the sources of llama-cpp-python:
 On a CPU with AMX, use the compiler and the flags of docs/performance.md, "Measure it yourself":
 gcc 12 miscompiles that code. Both servers stay up during the run, and the idle one sleeps. All
 prompts differ and are given as token ids. Answers run to their limit.
-
---starts N measures the seconds from the command to the first 200 on /health instead: one start with
-an empty weight cache, then N starts with the cache.
 """
 
 from __future__ import annotations
@@ -29,74 +25,40 @@ import argparse
 import asyncio
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
+from baselines.settings import BY_NAME as SETTING_BY_NAME
+from baselines.settings import SETTINGS, Setting
+from our_engine import quality_of
+from results import ResultsFile, describe_machine
+from server_process import serving
+from targets import BY_NAME, Runs, TargetRow, format_row, row_of
 
 MODEL_NAME = "measured"
 FIRST_WORD_ID, LAST_WORD_ID = 300, 40_000  # above special tokens and single bytes
 MAX_EVENT_BYTES = 1 << 20
 REQUEST_TIMEOUT_S = 1800.0
-START_SECONDS, STOP_SECONDS, POLL_SECONDS = 600.0, 15.0, 0.05
-CACHE_SECONDS = 300.0
 SLOT_MARGIN = 64
-TAIL_BYTES = 1500
-
-
-@dataclass(frozen=True)
-class LlamaServerSetting:
-    """KV types and flash attention of llama-server."""
-
-    k: str
-    v: str
-    flash_attention: bool
-
-    @property
-    def name(self) -> str:
-        """The name in tables and on the command line."""
-        types = self.k if self.k == self.v else f"{self.k} keys, {self.v} values"
-        return types + (", flash attention" if self.flash_attention else "")
-
-    @classmethod
-    def named(cls, name: str) -> LlamaServerSetting:
-        """Return the setting with this name."""
-        for setting in SERVER_SETTINGS:
-            if setting.name == name:
-                return setting
-        names = ", ".join(repr(setting.name) for setting in SERVER_SETTINGS)
-        raise ValueError(
-            f"--peer-setting {name!r} is unknown to the server; choose one of {names}."
-        )
-
-
-SERVER_SETTINGS = (
-    LlamaServerSetting("f16", "f16", True),
-    LlamaServerSetting("q8_0", "f16", False),
-    LlamaServerSetting("q4_0", "q4_0", True),
-)
 
 
 @dataclass(frozen=True)
 class ServerBench:
-    """The load of one measurement: `clients` clients send `requests` requests each."""
+    """The load of one measurement: `clients` clients send one request each."""
 
     model: str
     vocab_size: int
     llama_server: Path
     threads: int
     clients: int = 16
-    requests: int = 1
     prompt_tokens: int = 512
     answer_tokens: int = 128
     mode: str = "nvfp4"
@@ -104,10 +66,8 @@ class ServerBench:
     @property
     def load_text(self) -> str:
         """The load in words, for results."""
-        return (
-            f"{self.clients} clients with {self.requests} requests each, {self.prompt_tokens} in, "
-            f"{self.answer_tokens} out"
-        )
+        sizes = f"{self.prompt_tokens} in, {self.answer_tokens} out"
+        return f"{self.clients} clients with 1 requests each, {sizes}"
 
     @property
     def session_len(self) -> int:
@@ -124,7 +84,7 @@ class ServerBench:
             "--server-port",
         ]
 
-    def llama_command(self, setting: LlamaServerSetting) -> list[str]:
+    def llama_command(self, setting: Setting) -> list[str]:
         """Return the command of llama-server; the port comes last."""
         return [
             *(str(self.llama_server), "--model", self.model, "--host", "127.0.0.1"),
@@ -139,7 +99,7 @@ class ServerBench:
     def bodies(self, seed: int) -> list[bytes]:
         """Return greedy streaming requests. No two prompts of any seed begin alike."""
         rng = np.random.default_rng(seed)
-        shape = (self.clients * self.requests, self.prompt_tokens)
+        shape = (self.clients, self.prompt_tokens)
         ids = rng.integers(FIRST_WORD_ID, min(self.vocab_size, LAST_WORD_ID), shape).tolist()
         fields = {
             "model": MODEL_NAME,
@@ -159,21 +119,15 @@ class ServerBench:
         return summarize(answers, time.perf_counter() - begun)
 
     async def _clients(self, port: int, bodies: Sequence[bytes]) -> list[Answer]:
-        async def client(own: Sequence[bytes]) -> list[Answer]:
-            lengths = (self.prompt_tokens, self.answer_tokens)
-            return [
-                await asyncio.wait_for(send(port, body, lengths=lengths), REQUEST_TIMEOUT_S)
-                for body in own
-            ]
-
-        tasks = [client(bodies[i :: self.clients]) for i in range(self.clients)]
-        return [answer for answers in await asyncio.gather(*tasks) for answer in answers]
+        lengths = (self.prompt_tokens, self.answer_tokens)
+        requests = [send(port, body, lengths=lengths) for body in bodies]
+        return await asyncio.wait_for(asyncio.gather(*requests), REQUEST_TIMEOUT_S)
 
     def speeds_of_settings(self) -> dict[str, float]:
         """Return requests per second of every setting of llama-server, after a small warm-up."""
-        warm = replace(self, requests=1, prompt_tokens=8, answer_tokens=8)
+        warm = replace(self, prompt_tokens=8, answer_tokens=8)
         speeds: dict[str, float] = {}
-        for setting in SERVER_SETTINGS:
+        for setting in SETTINGS["server"]:
             try:
                 with running(self.llama_command(setting)) as port:
                     warm.run(port, 2)
@@ -242,26 +196,23 @@ async def send(port: int, body: bytes, *, lengths: tuple[int, int]) -> Answer:
     Parsing waits until the answer is complete, because client and server share the cores.
     """
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=MAX_EVENT_BYTES)
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    sent = time.perf_counter()
+    writer.write(head.encode() + body)
+    lines: list[tuple[float, bytes]] = []
     try:
-        head = (
-            "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
-        sent = time.perf_counter()
-        writer.write(head.encode() + body)
-        await writer.drain()
-        lines: list[tuple[float, bytes]] = []
-        status = await reader.readline()
         while line := await reader.readline():
-            if line.startswith(b"data:"):
-                lines.append((time.perf_counter(), line))
-            elif not status.startswith(b"HTTP/1.1 200"):
-                status += line
+            lines.append((time.perf_counter(), line))
     finally:
         writer.close()
-    if not status.startswith(b"HTTP/1.1 200"):
-        raise RuntimeError(f"the server answered {status[:1000].decode(errors='replace')}")
-    return read_answer(sent, lines, lengths=lengths)
+    if not lines or not lines[0][1].startswith(b"HTTP/1.1 200"):
+        text = b"".join(line for _, line in lines)[:1000].decode(errors="replace")
+        raise RuntimeError(f"the server answered {text!r}")
+    events = [(at, line) for at, line in lines if line.startswith(b"data:")]
+    return read_answer(sent, events, lengths=lengths)
 
 
 def read_answer(
@@ -270,18 +221,15 @@ def read_answer(
     """Parse the events of a stream. RuntimeError is raised for errors and for wrong lengths."""
     pieces: list[float] = []
     usage: dict[str, Any] = {}
-    for at, line in lines:
-        text = line[len(b"data:") :].strip()
-        if text == b"[DONE]":
-            break
-        event = json.loads(text)
+    if not lines or lines[-1][1].split() != [b"data:", b"[DONE]"]:
+        raise RuntimeError(f"the stream ended after {len(lines)} events without [DONE]")
+    for at, line in lines[:-1]:
+        event = json.loads(line.removeprefix(b"data:"))
         if "error" in event:
             raise RuntimeError(f"the server answered {event['error']}")
         if any(choice.get("text") for choice in event.get("choices", ())):
             pieces.append(at)
         usage = event.get("usage") or usage
-    else:
-        raise RuntimeError(f"the stream ended after {len(lines)} events without [DONE]")
     got = (usage.get("prompt_tokens"), usage.get("completion_tokens"))
     if got != lengths or len(pieces) < 2:
         raise RuntimeError(
@@ -292,10 +240,10 @@ def read_answer(
 
 
 def measure_servers(
-    bench: ServerBench, setting: LlamaServerSetting, *, repeats: int
+    bench: ServerBench, setting: Setting, *, repeats: int
 ) -> dict[str, list[LoadResult]]:
     """Return the alternating runs `ours` and `peer`, after a short warm-up of each server."""
-    warm = replace(bench, requests=1, answer_tokens=8)
+    warm = replace(bench, answer_tokens=8)
     results: dict[str, list[LoadResult]] = {"peer": [], "ours": []}
     with running(bench.our_command()) as ours, running(bench.llama_command(setting)) as peer:
         ports = {"peer": peer, "ours": ours}
@@ -311,110 +259,61 @@ def measure_servers(
 
 @contextmanager
 def running(command: Sequence[str]) -> Iterator[int]:
-    """Start a server, wait until /health answers 200, yield its port, and stop it at the end.
+    """Start a server, yield its port when it is ready, and stop it at the end."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        serving(command, log=Path(folder) / "server.log") as server,
+    ):
+        yield server.port
 
-    RuntimeError with the end of the log is raised if the server does not start.
-    """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            [*command, str(port)],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+
+def server_runs(
+    bench: ServerBench, file: ResultsFile, *, model: str, repeats: int
+) -> dict[str, Runs]:
+    """Choose the fastest setting of llama-server and measure the rows of both servers."""
+    speeds: Mapping[str, float] = file.search(
+        f"{model}: llama-server, {bench.load_text}", bench.speeds_of_settings
+    )
+    if not speeds:
+        raise RuntimeError("llama-server started with none of its settings")
+    setting = SETTING_BY_NAME[max(speeds, key=lambda name: speeds[name])]
+    results = measure_servers(bench, setting, repeats=repeats)
+    fields = {"server-requests": "requests_per_s", "server-p99": "p99_token"}
+    note = "; ".join(f"{name}: {runs[len(runs) // 2].text}" for name, runs in results.items())
+    ours = f"{bench.mode}, {quality_of(bench.mode)}, {bench.load_text}"
+    return {
+        target: Runs(
+            [getattr(run, field) for run in results["ours"]],
+            [getattr(run, field) for run in results["peer"]],
+            ours,
+            f"llama-server, {setting.name}",
+            note,
         )
-        try:
-            _wait(process, f"http://127.0.0.1:{port}/health", log=log)
-            yield port
-        finally:
-            process.terminate()
-            try:
-                process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def _wait(process: subprocess.Popen[bytes], url: str, *, log: IO[bytes]) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    why = f"no answer from {url} within {START_SECONDS:.0f} s"
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            why = f"the server ended with {process.returncode}"
-            break
-        try:
-            with urllib.request.urlopen(url, timeout=5) as reply:
-                if reply.status == 200:
-                    return
-        except OSError:
-            pass
-        time.sleep(POLL_SECONDS)
-    log.seek(0, os.SEEK_END)
-    log.seek(max(0, log.tell() - TAIL_BYTES))
-    raise RuntimeError(f"{why}: {log.read().decode(errors='replace')}")
-
-
-def start_seconds(command: Sequence[str], *, until: Callable[[], bool] = lambda: True) -> float:
-    """Return the seconds of one start. The server stops when `until` returns true."""
-    begun = time.perf_counter()
-    with running(command):
-        seconds = time.perf_counter() - begun
-        deadline = time.monotonic() + CACHE_SECONDS
-        while not until():
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"the weight cache was not written in {CACHE_SECONDS:.0f} s")
-            time.sleep(POLL_SECONDS)
-    return seconds
-
-
-def measure_starts(bench: ServerBench, count: int) -> None:
-    """Print the seconds of a start without the weight cache and of `count` starts with it."""
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ |= {"LMDEPLOY_CACHE": "1", "LMDEPLOY_CACHE_DIR": folder}
-        command = bench.our_command()
-        first = start_seconds(command, until=lambda: any(Path(folder).glob("*.packed")))
-        later = [start_seconds(command) for _ in range(count)]
-    print(f"first start  {first:6.2f} s")
-    shown = ", ".join(f"{seconds:.2f}" for seconds in later)
-    print(f"later starts {statistics.median(later):6.2f} s (median of {shown})")
+        for target, field in fields.items()
+    }
 
 
 def run(options: argparse.Namespace) -> None:
     """Measure both servers and write the rows."""
-    from results import ResultsFile, describe_machine
-    from targets import BY_NAME, SuiteOptions, TargetRow, as_trial, format_row, row_of, server_runs
-
     from lmdeploy.engine.model_files import open_files
 
     info = open_files(options.model).info
+    cell = BY_NAME["server-requests"].cell
     bench = ServerBench(
         str(info.path),
         info.config.vocab_size,
-        llama_server=options.llama_server or Path(),
+        llama_server=options.llama_server,
         threads=options.num_threads,
-        clients=options.clients,
-        requests=options.requests,
-        prompt_tokens=options.prompt_tokens,
-        answer_tokens=options.answer_tokens,
+        clients=cell.batch,
+        prompt_tokens=cell.context,
+        answer_tokens=cell.steps,
     )
-    if options.starts:
-        measure_starts(bench, options.starts)
-        return
     file = ResultsFile(options.json, make_row=lambda fields: TargetRow(**fields))
     file.measured_on(describe_machine(options.num_threads))
-    suite = SuiteOptions(options.num_threads, options.repeats, peer_setting=options.peer_setting)
     name = Path(info.path).stem
-    for target, runs in server_runs(bench, file, model=name, options=suite).items():
+    found = server_runs(bench, file, model=name, repeats=options.repeats)
+    for target, runs in found.items():
         row = row_of(BY_NAME[target], runs, model=name)
-        cell = BY_NAME[target].cell
-        if (cell.batch, cell.context, cell.steps) != (
-            bench.clients,
-            bench.prompt_tokens,
-            bench.answer_tokens,
-        ):
-            row = as_trial(row, bench.load_text)
         file.add(row)
         print(format_row(row))
 
@@ -427,18 +326,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--model", default="smollm2", help="GGUF file or smollm2")
     add("--json", type=Path, help="add the rows to this file")
-    add("--llama-server", type=Path, help="binary llama-server")
-    add("--peer-setting", help="name of its setting instead of the fastest")
-    add("--clients", type=int, default=16)
-    add("--requests", type=int, default=1, help="requests of each client (default: 1)")
-    add("--prompt-tokens", type=int, default=512)
-    add("--answer-tokens", type=int, default=128)
+    add("--llama-server", type=Path, required=True, help="binary llama-server")
     add("--repeats", type=int, default=5)
     add("--num-threads", type=int, default=len(os.sched_getaffinity(0)))
-    add("--starts", type=int, help="measure starts instead: one without and N with a weight cache")
     options = parser.parse_args(arguments)
-    if not options.starts and not options.llama_server:
-        parser.error("--llama-server is required, except with --starts.")
     try:
         run(options)
     except (ValueError, RuntimeError) as error:

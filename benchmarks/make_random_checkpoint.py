@@ -20,22 +20,20 @@ import resource
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import yaml
-from checkpoint_tensors import (
-    GGUF_ARCHITECTURES,
-    Encoding,
-    RandomTensor,
-    Shape,
-    gguf_tensors,
-    hf_tensors,
-)
+from checkpoint_tensors import Layout, RandomTensor, has_mxfp4
 from random_tokenizer import RandomTokenizer
 from results import write_json
+
+from lmdeploy.checkpoint.hf import config_from_hf
+from lmdeploy.models import family_of_hf
+from lmdeploy.models.config_reader import ConfigReader
+from lmdeploy.models.decoder_config import RopeSettings
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -45,21 +43,15 @@ Config = dict[str, Any]
 CONFIGS = Path(__file__).with_name("checkpoint_configs.yaml")
 DEFAULT_SHARD_BYTES = 5_000_000_000
 GGUF_ALIGNMENT = 32
-_SAFETENSORS_DTYPES = {
-    Encoding.F32: "F32",
-    Encoding.BF16: "BF16",
-    Encoding.E2M1_PAIRS: "U8",
-    Encoding.E8M0: "U8",
-}
 
 
 @dataclass(frozen=True)
 class Model:
-    """The model to write."""
+    """The model to write. `config` is that of its config.json."""
 
     name: str
     config: Config
-    shape: Shape
+    layout: Layout
     tokenizer: RandomTokenizer
     seed: int
 
@@ -76,7 +68,14 @@ def named_configs() -> dict[str, Config]:
 
 def read_config(name: str, layers: int | None) -> Config:
     """Return a named config or that of a file, cut to its first `layers` layers."""
-    config = named_configs().get(name) or _config_of_file(name)
+    path, configs = Path(name), named_configs()
+    if name not in configs and not path.is_file():
+        raise ValueError(
+            f"config {name!r} is unknown; give a config.json or one of {', '.join(configs)}."
+        )
+    config = configs[name] if name in configs else json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(config, dict):
+        raise ValueError(f"config {path} holds {type(config).__name__}; it must be an object.")
     own = config.get("num_hidden_layers")
     if layers is None:
         return config
@@ -88,28 +87,18 @@ def read_config(name: str, layers: int | None) -> Config:
     return config
 
 
-def _config_of_file(name: str) -> Config:
-    path = Path(name)
-    if not path.is_file():
-        names = ", ".join(named_configs())
-        raise ValueError(f"config {name!r} is unknown; give a config.json or one of {names}.")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"config {path} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"config {path} holds {type(config).__name__}; it must be an object.")
-    return config
-
-
 def make_model(name: str, *, layers: int | None, seed: int) -> Model:
     """Read and check a config. ValueError is raised for a wrong key."""
     config = read_config(name, layers)
-    shape = Shape.of(config)
-    tokenizer = RandomTokenizer.of(shape.architecture, shape.vocab)
-    if shape.is_gpt_oss:
+    reader = ConfigReader(config, name)
+    architecture = (reader.texts("architectures") or [""])[0]
+    family = family_of_hf(architecture, name)
+    reader = reader.with_defaults(family.hf_defaults)
+    decoder = config_from_hf(reader, family)
+    tokenizer = RandomTokenizer.of(architecture, decoder.vocab_size)
+    if has_mxfp4(family):
         config.setdefault("quantization_config", {"quant_method": "mxfp4"})
-    return Model(name, config, shape, tokenizer, seed)
+    return Model(name, config, Layout(family, decoder, family.hf_bias(reader)), tokenizer, seed)
 
 
 def cut_shards(tensors: Sequence[RandomTensor], shard_bytes: int) -> list[list[RandomTensor]]:
@@ -127,7 +116,7 @@ def cut_shards(tensors: Sequence[RandomTensor], shard_bytes: int) -> list[list[R
 
 def write_folder(model: Model, folder: Path, *, shard_bytes: int) -> None:
     """Write a Hugging Face folder: shards, index, config and tokenizer."""
-    tensors = hf_tensors(model.shape)
+    tensors = model.layout.tensors()
     total = check_space(folder.parent, tensors)
     folder.mkdir()
     shards = cut_shards(tensors, shard_bytes)
@@ -154,10 +143,10 @@ def write_shard(path: Path, tensors: Sequence[RandomTensor], *, seed: int, bar: 
     offset = 0
     for tensor in tensors:
         shape = list(tensor.shape)
-        if tensor.encoding is Encoding.E2M1_PAIRS:
+        if tensor.encoding == "E2M1":
             shape[-1] //= 2
         header[tensor.name] = {
-            "dtype": _SAFETENSORS_DTYPES[tensor.encoding],
+            "dtype": "BF16" if tensor.encoding == "BF16" else "U8",
             "shape": shape,
             "data_offsets": [offset, offset + tensor.num_bytes],
         }
@@ -170,29 +159,29 @@ def write_shard(path: Path, tensors: Sequence[RandomTensor], *, seed: int, bar: 
             write_pieces(file, tensor, seed=seed, bar=bar)
 
 
-def write_gguf(model: Model, path: Path, *, encoding: Encoding) -> None:
+def write_gguf(model: Model, path: Path, *, encoding: str) -> None:
     """Write a GGUF file in the layout of llama.cpp's converter, matrices in Q8_0 or Q4_0.
 
     ValueError is raised for a mixture of dense layers and experts, which GGUF cannot hold.
     """
     import gguf
 
-    experts = model.shape.experts
-    if experts and len(experts.layers) < model.shape.layers:
+    layout = replace(model.layout, matrices=encoding)
+    moe, layers = layout.config.moe, layout.config.num_layers
+    if moe and sum(moe.layers) < layers:
         raise ValueError(
-            f"--format gguf: {len(experts.layers)} of {model.shape.layers} layers have experts "
+            f"--format gguf: {sum(moe.layers)} of {layers} layers have experts "
             "(mlp_only_layers, decoder_sparse_step), but GGUF needs experts in all of them."
         )
-    tensors = gguf_tensors(model.shape, encoding) + rope_tensors(model.config, model.shape)
+    tensors = layout.tensors() + rope_tensors(layout.config.rope, layout.config.head_dim)
     total = check_space(path.parent, tensors)
     unfinished = path.with_name(path.name + ".part")
-    writer = gguf.GGUFWriter(unfinished, GGUF_ARCHITECTURES[model.shape.architecture])
-    add_gguf_keys(writer, model)
-    add_file_type(writer, model.shape, encoding=encoding)
+    writer = gguf.GGUFWriter(unfinished, layout.family.gguf_architectures[0])
+    add_gguf_keys(writer, layout, name=f"{Path(model.name).stem} random")
     model.tokenizer.add_to_gguf(writer)
     kinds = gguf.GGMLQuantizationType
     for tensor in tensors:
-        kind, values = kinds[tensor.encoding.value], np.dtype(np.float32)
+        kind, values = kinds[tensor.encoding], np.dtype(np.float32)
         writer.add_tensor_info(tensor.name, tensor.shape, values, tensor.num_bytes, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -206,83 +195,60 @@ def write_gguf(model: Model, path: Path, *, encoding: Encoding) -> None:
     unfinished.rename(path)
 
 
-def add_gguf_keys(writer: Any, model: Model) -> None:
-    """Write sizes and RoPE with the names of llama.cpp's converter."""
-    shape, config = model.shape, model.config
-    writer.add_type("model")
-    writer.add_name(f"{Path(model.name).stem} random")
-    writer.add_block_count(shape.layers)
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(shape.hidden)
-    writer.add_feed_forward_length(shape.width)
-    writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_key_length(shape.head_dim)
-    writer.add_value_length(shape.head_dim)
-    writer.add_vocab_size(shape.vocab)
-    if writer.arch == "llama":
-        writer.add_rope_dimension_count(shape.head_dim)
-    if shape.experts:
-        writer.add_expert_count(shape.experts.count)
-        writer.add_expert_used_count(shape.experts.per_token)
-        if shape.architecture != "MixtralForCausalLM":
-            writer.add_expert_feed_forward_length(shape.experts.width)
-        if shape.experts.shared_width:
-            writer.add_expert_shared_feed_forward_length(shape.experts.shared_width)
-    if shape.is_gpt_oss:
-        writer.add_sliding_window(config["sliding_window"])
-    add_rope_keys(writer, config)
-
-
-def add_file_type(writer: Any, shape: Shape, *, encoding: Encoding) -> None:
-    """Write the format that most of the matrices have."""
+def add_gguf_keys(writer: Any, layout: Layout, *, name: str) -> None:
+    """Write sizes, RoPE and file type with the names of llama.cpp's converter."""
     import gguf
 
-    mostly = "MXFP4_MOE" if shape.is_gpt_oss else encoding.value
+    config, moe, rope = layout.config, layout.config.moe, layout.config.rope
+    writer.add_type("model")
+    writer.add_name(name)
+    writer.add_block_count(config.num_layers)
+    writer.add_context_length(config.max_position)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_vocab_size(config.vocab_size)
+    if writer.arch == "llama":
+        writer.add_rope_dimension_count(config.head_dim)
+    if moe:
+        writer.add_expert_count(moe.num_experts)
+        writer.add_expert_used_count(moe.top_k)
+        if layout.family.name != "mixtral":
+            writer.add_expert_feed_forward_length(moe.intermediate_size)
+        if moe.shared_intermediate_size:
+            writer.add_expert_shared_feed_forward_length(moe.shared_intermediate_size)
+    if any(config.windows):
+        writer.add_sliding_window(max(config.windows))
+    writer.add_rope_freq_base(rope.theta)
+    if rope.kind == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope.factor)
+        writer.add_rope_scaling_orig_ctx_len(rope.original_max_position)
+    elif rope.kind not in ("default", "llama3"):
+        raise ValueError(f"rope_type {rope.kind!r} has no GGUF form; use default, llama3 or yarn.")
+    mostly = "MXFP4_MOE" if has_mxfp4(layout.family) else layout.matrices
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{mostly}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
 
-def add_rope_keys(writer: Any, config: Config) -> None:
-    """Write RoPE, read from the keys of transformers 5 or of earlier versions."""
-    import gguf
-
-    rope, kind, theta = rope_of(config)
-    writer.add_rope_freq_base(theta)
-    if kind == "yarn":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(rope["factor"])
-        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    elif kind not in ("default", "llama3"):
-        raise ValueError(f"rope_type {kind!r} has no GGUF form; use default, llama3 or yarn.")
-
-
-def rope_of(config: Config) -> tuple[Config, str, float]:
-    """Return the RoPE keys, their kind and the base."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    return rope, rope.get("rope_type", rope.get("type", "default")), theta
-
-
-def rope_tensors(config: Config, shape: Shape) -> list[RandomTensor]:
+def rope_tensors(rope: RopeSettings, head_dim: int) -> list[RandomTensor]:
     """Return the divisors of the frequencies, which GGUF stores instead of the `llama3` keys.
 
     Frequencies with a wavelength over original / low_freq_factor are divided by `factor`. Those
     below original / high_freq_factor stay. Between the two, the quotient changes linearly.
     """
-    rope, kind, theta = rope_of(config)
-    if kind != "llama3":
+    if rope.kind != "llama3":
         return []
-    half = shape.head_dim // 2
-    turns = (
-        rope["original_max_position_embeddings"] / (2 * np.pi) * theta ** (-np.arange(half) / half)
-    )
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    factors = 1.0 / (kept + (1.0 - kept) / rope["factor"])
-    values = tuple(float(factor) for factor in factors)
-    return [RandomTensor("rope_freqs.weight", (half,), Encoding.F32, 0.0, values=values)]
+    half = head_dim // 2
+    turns = rope.original_max_position / (2 * np.pi) * rope.theta ** (-np.arange(half) / half)
+    span = rope.high_freq_factor - rope.low_freq_factor
+    kept = np.clip((turns - rope.low_freq_factor) / span, 0.0, 1.0)
+    values = tuple(float(x) for x in 1.0 / (kept + (1.0 - kept) / rope.factor))
+    return [RandomTensor("rope_freqs.weight", (half,), "F32", 0.0, values=values)]
 
 
 def write_pieces(file: BinaryIO, tensor: RandomTensor, *, seed: int, bar: tqdm[Any]) -> None:
@@ -337,16 +303,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"--type {options.type} needs --format gguf.")
         model = make_model(options.config, layers=options.layers, seed=options.seed)
         if options.format == "gguf":
-            write_gguf(model, options.output, encoding=Encoding[(options.type or "q8_0").upper()])
+            write_gguf(model, options.output, encoding=(options.type or "q8_0").upper())
         else:
             write_folder(model, options.output, shard_bytes=options.shard_bytes)
-    except (ValueError, KeyError, OSError) as error:
-        missing = isinstance(error, KeyError)
-        text = f"config has no key {error}; add it." if missing else str(error)
-        print(f"make_random_checkpoint.py: {text}", file=sys.stderr)
+    except (ValueError, OSError) as error:
+        print(f"make_random_checkpoint.py: {error}", file=sys.stderr)
         return 2
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-    print(f"{options.output}: {model.shape.layers} layers; peak memory {peak} MiB")
+    print(f"{options.output}: {model.layout.config.num_layers} layers; peak memory {peak} MiB")
     return 0
 
 

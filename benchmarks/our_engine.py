@@ -17,22 +17,19 @@ STALL_MS = 3_600_000  # a 32k-token prompt of a 1B model takes 15 minutes
 
 @dataclass(frozen=True)
 class Cell:
-    """The work to time: `batch` sequences of `context` tokens, then `steps` decode steps.
-
-    With `shared`, all sequences have the same prompt and share its blocks.
-    """
+    """The work to time: `batch` sequences of `context` tokens, then `steps` decode steps."""
 
     context: int
     batch: int
     steps: int
-    shared: bool = False
 
     def prompts(self, vocab_size: int) -> list[list[int]]:
         """Return random ids, the same for every engine."""
         rng = np.random.default_rng(self.context * 1000 + self.batch)
-        ids = rng.integers(100, vocab_size - 100, (1 if self.shared else self.batch, self.context))
-        rows: list[list[int]] = ids.tolist()
-        return rows * self.batch if self.shared else rows
+        rows: list[list[int]] = rng.integers(
+            100, vocab_size - 100, (self.batch, self.context)
+        ).tolist()
+        return rows
 
     @property
     def room(self) -> int:
@@ -47,9 +44,9 @@ class Cell:
 
 @dataclass(frozen=True)
 class Timing:
-    """Tokens per second. `prefill` is None for shared prompts."""
+    """Tokens per second."""
 
-    prefill: float | None
+    prefill: float
     decode: float
 
 
@@ -163,8 +160,6 @@ class OurEngine:
     def run(self, cell: Cell) -> Timing:
         """Time prefill, then decode with every sequence running."""
         self._clear()
-        if cell.shared:
-            self._drain({self._submit(cell.prompts(self.vocab_size)[0], 1)})
         return self._timed(cell)
 
     def _timed(self, cell: Cell) -> Timing:
@@ -189,8 +184,7 @@ class OurEngine:
         for request_id in running:
             self._engine.cancel(request_id)
         self._drain(running)
-        prefill = None if cell.shared else cell.context * cell.batch / (started - begun)
-        return Timing(prefill, tokens / seconds)
+        return Timing(cell.context * cell.batch / (started - begun), tokens / seconds)
 
     def profile_table(self) -> str:
         """Return a table of time and bytes per op since the last clear."""

@@ -42,11 +42,8 @@ class RandomTokenizer:
             reserved = range(token) if isinstance(token, int) else ()
             names += [f"<|reserved_{len(names) + i}|>" for i in reserved] or [token]
         alphabet = sorted(byte_alphabet())
-        if vocab_size < len(alphabet) + len(names):
-            min_value = len(alphabet) + len(names)
-            raise ValueError(
-                f"vocab_size {vocab_size} is too small; it must be at least {min_value}."
-            )
+        if vocab_size < (least := len(alphabet) + len(names)):
+            raise ValueError(f"vocab_size {vocab_size} is too small; it must be at least {least}.")
         first = min(family["first"], vocab_size - len(names))
         count = first or vocab_size - len(names)
         letters = string.ascii_lowercase

@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -131,33 +131,24 @@ class ResultsFile:
                     f"has {here}. Give --json another file."
                 )
 
-    def row(self, model: str, name: str, *, repeats: int, keep: bool) -> Any | None:
-        """Return a complete row with at least `repeats` runs, or None.
-
-        A row of another commit counts only with `keep`.
-        """
+    def row(self, model: str, name: str, *, repeats: int) -> Any | None:
+        """Return the row of this commit with at least `repeats` runs, or None."""
         row = self._rows.get((model, name))
-        if not row or row.repeats < repeats or row.trial:
+        if not row or row.repeats < repeats:
             return None
         if row.commit == self.commit:
             return row
-        what = "it is kept" if keep else "it is measured again (--keep keeps it)"
         origin = f"{row.commit or 'an unknown commit'} {row.date}".rstrip()
-        print(f"{name}: the row is from {origin}, the sources are at {self.commit}; {what}")
-        return row if keep else None
-
-    def forget(self, names: Iterable[str], model: str) -> None:
-        """Drop rows, so that they are measured again."""
-        for name in names:
-            self._rows.pop((model, name), None)
+        print(f"{name}: the row is from {origin}, the sources are at {self.commit}; measured again")
+        return None
 
     def add(self, row: Any) -> None:
         """Store a row with commit and date, and write the file.
 
-        A trial or a row without figures never replaces a complete row.
+        A row without figures never replaces a row with figures.
         """
         known = self._rows.get((row.model, row.name))
-        if known and known.repeats and not known.trial and (row.trial or not row.repeats):
+        if known and known.repeats and not row.repeats:
             return
         date = datetime.now(timezone.utc).date().isoformat()
         self._rows[row.model, row.name] = dataclasses.replace(row, commit=self.commit, date=date)

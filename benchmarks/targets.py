@@ -8,25 +8,25 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from bench_server import LlamaServerSetting, ServerBench, measure_servers
+from baselines.settings import BY_NAME as SETTING_BY_NAME
+from baselines.settings import SETTINGS, Setting
 from our_engine import Cell, OurEngine, OurSetting, quality_of
 from results import ResultsFile
 
 if TYPE_CHECKING:
-    from baselines.llama_cpp import LlamaCpp, Setting
+    from baselines.llama_cpp import LlamaCpp
 
 FP4 = "nvfp4"  # the format of --quant-policy 16 on the CPU
 MIN_REPEATS = 5
 REST_SECONDS = 0.2
 PROBE_TIMEOUT_S = 1800
-BENCH_TIMEOUT_S = 600
 # KV type, flash attention, and how llama.cpp reads the file. "as-stored" keeps the matrices as they
 # are in the file: less memory, slower products.
 MEMORY_SETTINGS = ("q4_0,on,mmap", "q4_0,on,as-stored", "f16,on,mmap")
@@ -71,22 +71,13 @@ def _decode(context: int, batch: int, *, goal: float, steps: int) -> Target:
     work = f"decode, batch 1, context {context}, fp4"
     if batch > 1:
         work = f"{batch} sequences decoding together, context {context}, fp4"
-    cell = Cell(context, batch, steps)
-    return Target(
-        f"decode-{context}-batch-{batch}",
-        work,
-        Kind.DECODE,
-        goal,
-        cell,
-        settings="decode" if batch == 1 else "batch",
-    )
+    name, settings = f"decode-{context}-batch-{batch}", "decode" if batch == 1 else "batch"
+    return Target(name, work, Kind.DECODE, goal, Cell(context, batch, steps), settings=settings)
 
 
 def _prefill(context: int, goal: float) -> Target:
-    work = f"prefill, {context} tokens, fp4"
-    return Target(
-        f"prefill-{context}", work, Kind.PREFILL, goal, Cell(context, 1, 1), settings="prefill"
-    )
+    work, cell = f"prefill, {context} tokens, fp4", Cell(context, 1, 1)
+    return Target(f"prefill-{context}", work, Kind.PREFILL, goal, cell, settings="prefill")
 
 
 def _attention(context: int) -> Target:
@@ -160,10 +151,7 @@ BY_NAME = {target.name: target for target in TARGETS}
 
 @dataclass(frozen=True)
 class TargetRow:
-    """One measured line. `ratio` is the median of the ratios of the paired runs.
-
-    A `trial` is shorter than the work of the target; it neither meets nor misses the goal.
-    """
+    """One measured line. `ratio` is the median of the ratios of the paired runs."""
 
     name: str
     work: str
@@ -214,18 +202,22 @@ def row_of(target: Target, runs: Runs | None, *, model: str, note: str = "") -> 
     if runs:
         few = len(ratios) < MIN_REPEATS and target.kind is not Kind.ATTENTION
         note = "; ".join(filter(None, [f"runs: only {len(ratios)}" * few, note, runs.note]))
+
+    def of(choose: Callable[[list[float]], float], values: list[float]) -> float | None:
+        return rounded(choose(values)) if values else None
+
     return TargetRow(
         name=target.name,
         work=target.work,
         model=model,
         unit=target.unit,
-        ours=rounded(statistics.median(ours)) if ours else None,
+        ours=of(statistics.median, ours),
         ours_setting=runs.ours_setting if runs else "",
-        peer=rounded(statistics.median(peer)) if peer else None,
+        peer=of(statistics.median, peer),
         peer_setting=runs.peer_setting if runs else "",
-        ratio=rounded(ratio) if ratio else None,
-        ratio_low=rounded(min(ratios)) if ratios else None,
-        ratio_high=rounded(max(ratios)) if ratios else None,
+        ratio=of(statistics.median, ratios),
+        ratio_low=of(min, ratios),
+        ratio_high=of(max, ratios),
         repeats=len(ratios),
         better=target.better,
         target=target.goal,
@@ -248,23 +240,11 @@ class NotMeasured(Exception):
 
 @dataclass(frozen=True)
 class SuiteOptions:
-    """Options of the suite. `steps` and `max_context` None keep those of each target."""
+    """Options of the suite."""
 
     threads: int
     repeats: int
-    steps: int | None = None
-    max_context: int | None = None
-    peer_setting: str | None = None
     attention_bench: Path | None = None
-    llama_server: Path | None = None
-    server_requests: int = 1
-    keep: bool = False
-
-    def cell_of(self, target: Target) -> Cell:
-        """Return the cell of the target, shortened by the options."""
-        cell = target.cell
-        context = min(cell.context, self.max_context or cell.context)
-        return replace(cell, context=context, steps=min(cell.steps, self.steps or cell.steps))
 
 
 def alternate(
@@ -287,28 +267,23 @@ def peak_memory(path: str, cell: Cell, *, engine: str, setting: str, threads: in
     command = [sys.executable, str(Path(__file__).with_name("bench_engine.py")), "--model", path]
     command += ["--peak", f"{engine}:{setting}", "--contexts", str(cell.context)]
     command += ["--steps", str(cell.steps), "--num-threads", str(threads)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S)
-    if done.returncode:
-        raise RuntimeError(f"{engine} {setting}: exit {done.returncode}: {done.stderr[-500:]}")
-    return int(json.loads(done.stdout.splitlines()[-1])["peak_rss_bytes"])
+    return int(json_of(command)["peak_rss_bytes"])
 
 
 def attention_run(bench: Path, config: Any, *, cell: Cell, mode: str, threads: int) -> Any:
     """Run attention_alone_bench once and return its JSON object."""
-    sizes = {
-        "mode": mode,
-        "context": cell.context,
-        "batch": cell.batch,
-        "kv_heads": config.num_kv_heads,
-        "group": config.num_heads // config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "threads": threads,
-    }
-    command = [str(bench), *(f"{key}={value}" for key, value in sizes.items())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=BENCH_TIMEOUT_S)
+    heads, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
+    command = [str(bench), f"mode={mode}", f"context={cell.context}", f"batch={cell.batch}"]
+    command += [f"kv_heads={heads}", f"group={group}", f"head_dim={config.head_dim}"]
+    return json_of([*command, f"threads={threads}"])
+
+
+def json_of(command: Sequence[str]) -> Any:
+    """Run a program and return the JSON object on its last line."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S)
     if done.returncode:
-        raise RuntimeError(f"{bench.name}: exit {done.returncode}: {done.stderr[-500:]}")
-    return json.loads(done.stdout)
+        raise RuntimeError(f"{' '.join(command)}: exit {done.returncode}: {done.stderr[-500:]}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 class TargetSuite:
@@ -319,24 +294,17 @@ class TargetSuite:
     ) -> None:
         self._loaded, self._peer, self._options, self._file = loaded, peer, options, file
         self._path = Path(loaded.path)
-        self._server_runs: dict[str, Runs] | None = None
         self.model = self._path.stem
 
     def run(self, targets: Sequence[Target], *, report: Callable[[TargetRow], None]) -> None:
         """Measure the rows that the file does not have."""
         for target in targets:
-            options = self._options
-            earlier = self._file.row(
-                self.model, target.name, repeats=options.repeats, keep=options.keep
-            )
+            earlier = self._file.row(self.model, target.name, repeats=self._options.repeats)
             report(earlier or self._measured(target))
 
     def _measured(self, target: Target) -> TargetRow:
-        cell = self._options.cell_of(target)
         try:
-            row = row_of(target, self._runs(target, cell), model=self.model)
-            if cell != target.cell:
-                row = as_trial(row, f"context {cell.context}, {cell.steps} steps")
+            row = row_of(target, self._runs(target, target.cell), model=self.model)
         except NotMeasured as why:
             row = row_of(target, None, model=self.model, note=f"not measured: {why}")
         self._file.add(row)
@@ -351,20 +319,14 @@ class TargetSuite:
             return self._memory(target, cell)
         if target.kind is Kind.ATTENTION:
             return self._attention(target, cell)
-        if self._server_runs is None:  # both server rows come from one measurement
-            self._server_runs = self._servers(target, cell)
-        return self._server_runs[target.name]
+        raise NotMeasured("run benchmarks/bench_server.py --llama-server PATH --json FILE")
 
     def _engine(self, cell: Cell, mode: str) -> OurEngine:
         setting = OurSetting.for_cell(cell, mode)
         return OurEngine(self._loaded, setting=setting, threads=self._options.threads)
 
     def _setting(self, target: Target, cell: Cell) -> Setting:
-        """Return the fastest setting of llama.cpp for the cell, or the one of --peer-setting."""
-        from baselines.llama_cpp import SETTINGS, setting_named
-
-        if self._options.peer_setting:
-            return setting_named(self._options.peer_setting)
+        """Return the fastest setting of llama.cpp for the cell."""
         assert self._peer
         peer = self._peer
         tried = SETTINGS[target.settings]
@@ -373,11 +335,11 @@ class TargetSuite:
         speeds = self._file.search(
             key, lambda: {s.name: speed_of(peer, cell, setting=s, kind=target.kind) for s in tried}
         )
-        return setting_named(max(speeds, key=lambda name: speeds[name]))
+        return SETTING_BY_NAME[max(speeds, key=lambda name: speeds[name])]
 
     def _against_llama_cpp(self, target: Target, cell: Cell) -> Runs:
         if not self._peer:
-            raise NotMeasured("llama.cpp is not available (--no-peer, or not installed)")
+            raise NotMeasured("llama-cpp-python is not installed")
         setting = self._setting(target, cell)
         with ExitStack() as stack:
             engine = stack.enter_context(self._engine(cell, target.mode))
@@ -408,41 +370,22 @@ class TargetSuite:
     def _memory(self, target: Target, cell: Cell) -> Runs:
         """Compare with the setting of llama.cpp that needs the least memory."""
         if not self._peer:
-            raise NotMeasured("llama.cpp is not available (--no-peer, or not installed)")
+            raise NotMeasured("llama-cpp-python is not installed")
+        path, threads = str(self._path), self._options.threads
 
         def peak(engine: str, setting: str) -> int:
-            threads = self._options.threads
-            return peak_memory(
-                str(self._path), cell, engine=engine, setting=setting, threads=threads
-            )
+            return peak_memory(path, cell, engine=engine, setting=setting, threads=threads)
 
-        peaks = {s: peak("peer", s) for s in MEMORY_SETTINGS}
-        min_value = min(peaks, key=lambda setting: peaks[setting])
+        peaks = {setting: peak("peer", setting) for setting in MEMORY_SETTINGS}
+        least = min(peaks, key=lambda setting: peaks[setting])
         pairs = alternate(
             lambda: peak("ours", target.mode),
-            lambda: peak("peer", min_value),
+            lambda: peak("peer", least),
             repeats=self._options.repeats,
         )
         note = ", ".join(f"{s}: {p / 2**20:.0f} MiB" for s, p in peaks.items())
-        return Runs(
-            *pairs, f"{target.mode}, {quality_of(target.mode)}", min_value, f"llama.cpp: {note}"
-        )
-
-    def _servers(self, target: Target, cell: Cell) -> dict[str, Runs]:
-        options = self._options
-        if options.llama_server is None:
-            raise NotMeasured("pass --llama-server BUILD/bin/llama-server (see bench_server.py)")
-        bench = ServerBench(
-            str(self._path),
-            self._loaded.config.vocab_size,
-            llama_server=options.llama_server,
-            threads=options.threads,
-            clients=cell.batch,
-            requests=options.server_requests,
-            prompt_tokens=cell.context,
-            answer_tokens=cell.steps,
-        )
-        return server_runs(bench, self._file, model=self.model, options=options)
+        ours = f"{target.mode}, {quality_of(target.mode)}"
+        return Runs(*pairs, ours, least, f"llama.cpp: {note}")
 
     def _attention(self, target: Target, cell: Cell) -> Runs:
         """Compare attention with a plain read of the same bytes by the same threads."""
@@ -462,41 +405,6 @@ class TargetSuite:
         return Runs(
             ours, reads, f"{target.mode}, raw, {threads} threads", "a sum of the bytes", note
         )
-
-
-def as_trial(row: TargetRow, what: str) -> TargetRow:
-    """Mark a row whose work differs from that of the target."""
-    note = f"trial: {what}; {row.note}".removesuffix("; ")
-    return replace(row, met=None, trial=True, note=note)
-
-
-def server_runs(
-    bench: ServerBench, file: ResultsFile, *, model: str, options: SuiteOptions
-) -> dict[str, Runs]:
-    """Choose the fastest setting of llama-server and measure the rows of both servers."""
-    if options.peer_setting:
-        setting = LlamaServerSetting.named(options.peer_setting)
-    else:
-        speeds: Mapping[str, float] = file.search(
-            f"{model}: llama-server, {bench.load_text}", bench.speeds_of_settings
-        )
-        if not speeds:
-            raise NotMeasured("llama-server started with none of its settings")
-        setting = LlamaServerSetting.named(max(speeds, key=lambda name: speeds[name]))
-    results = measure_servers(bench, setting, repeats=options.repeats)
-    fields = {"server-requests": "requests_per_s", "server-p99": "p99_token"}
-    note = "; ".join(f"{name}: {runs[len(runs) // 2].text}" for name, runs in results.items())
-    ours = f"{bench.mode}, {quality_of(bench.mode)}, {bench.load_text}"
-    return {
-        target: Runs(
-            [getattr(run, field) for run in results["ours"]],
-            [getattr(run, field) for run in results["peer"]],
-            ours,
-            f"llama-server, {setting.name}",
-            note,
-        )
-        for target, field in fields.items()
-    }
 
 
 def speed_of(peer: LlamaCpp, cell: Cell, *, setting: Setting, kind: Kind) -> float:

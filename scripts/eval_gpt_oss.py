@@ -21,12 +21,22 @@ from pathlib import Path
 from typing import Any
 
 from eval import divergence
-from eval.harness import Harness, HarnessFailure, Job, LmEval
+from eval.counters import read_counters
+from eval.harness import MODEL_NAME, HarnessFailure, Job, LmEval
 from eval.policies import Policy, make_plan, make_policies
-from eval.results import VERSION, RunFolder, RunResult, key_of, markdown, row_of, summary_of
-from eval.server import Server, ServerFailure, serving
+from eval.results import (
+    VERSION,
+    RunResult,
+    key_of,
+    load_run,
+    markdown,
+    row_of,
+    store_run,
+    summary_of,
+)
 from eval.tasks import FOLDER, known_tasks, read_task
 from results import write_json, write_whole
+from server_process import Server, ServerFailure, serving
 from tqdm import tqdm
 
 from lmdeploy.config.kv_formats import KV_QUALITIES
@@ -37,7 +47,7 @@ class Evaluation:
     """Runs the missing measurements and writes the table. Wrong options raise ValueError."""
 
     def __init__(
-        self, options: argparse.Namespace, server_flags: Sequence[str], *, harness: Harness
+        self, options: argparse.Namespace, server_flags: Sequence[str], *, harness: Any
     ) -> None:
         from lmdeploy.checkpoint.fingerprint import hash_model
 
@@ -62,7 +72,6 @@ class Evaluation:
         self._model_hash = hash_model(options.model)
         self._parts = options.output.with_name(options.output.name + ".parts")
         self._parts.mkdir(parents=True, exist_ok=True)
-        self._runs = RunFolder(self._parts)
         self._failures: dict[str, str] = {}
         self._divergence: dict[str, divergence.Figures] = {}
 
@@ -73,7 +82,7 @@ class Evaluation:
         for policy in tqdm(self._policies, unit="policy", disable=None):
             jobs = [(task, seed) for task in self._tasks for seed in self._options.seeds]
             facts = [self._facts(policy, task, seed=seed) for task, seed in jobs]
-            missing = [i for i, fact in enumerate(facts) if self._runs.load(fact) is None]
+            missing = [i for i, fact in enumerate(facts) if load_run(self._parts, fact) is None]
             if missing:
                 self._serve(policy, [(*jobs[i], facts[i]) for i in missing])
                 self.write()
@@ -87,7 +96,9 @@ class Evaluation:
             runs: dict[str, list[RunResult]] = {}
             for task in self._tasks:
                 facts = [self._facts(policy, task, seed=seed) for seed in options.seeds]
-                found = [result for fact in facts if (result := self._runs.load(fact)) is not None]
+                found = [
+                    result for fact in facts if (result := load_run(self._parts, fact)) is not None
+                ]
                 runs[task.name] = found if len(found) == len(facts) else []
             rows[policy.label] = row_of(
                 self._plans[policy.label],
@@ -146,8 +157,11 @@ class Evaluation:
         options = self._options
         log = self._parts / f"server-{key_of(policy.facts())}.log"
         timeout = options.start_timeout
+        command = [sys.executable, "-m", "lmdeploy", "serve", "api_server", options.model]
+        command += ["--server-name", "127.0.0.1", "--model-name", MODEL_NAME, *policy.flags]
+        command.append("--server-port")
         try:
-            with serving(options.model, policy.flags, log=log, timeout=timeout) as server:
+            with serving(command, log=log, timeout=timeout) as server:
                 for task, seed, facts in missing:
                     job = Job(
                         task=task,
@@ -159,16 +173,16 @@ class Evaluation:
                         generation=self._generation,
                         log=self._parts / f"harness-{key_of(facts)}.log",
                     )
-                    self._runs.store(facts, self._timed(server, job))
+                    store_run(self._parts, facts, result=self._timed(server, job))
         except (ServerFailure, HarnessFailure) as error:
             self._failures[policy.label] = str(error)
             print(f"policy {policy.label} failed: {error}", file=sys.stderr)
 
     def _timed(self, server: Server, job: Job) -> RunResult:
         """Run one task, timed by the counters of the server."""
-        before, begun = server.counters(), time.monotonic()
+        before, begun = read_counters(server), time.monotonic()
         correct = self._harness.run(job, server.check)
-        after = server.counters()
+        after = read_counters(server)
         return RunResult(
             correct=correct,
             first_token=after.first_token - before.first_token,
@@ -212,7 +226,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(arguments: Sequence[str] | None = None, *, harness: Harness | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, *, harness: Any = None) -> int:
     """Evaluate. Return 1 if a policy failed, 2 for wrong input, 130 when interrupted."""
     own = list(sys.argv[1:] if arguments is None else arguments)
     middle = own.index("--") if "--" in own else len(own)

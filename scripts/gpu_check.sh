@@ -11,7 +11,7 @@
 #   kernels      speed of every op                                 (bench_gpu.py device)
 #   generation   tokens per second of two models with random weights (bench_gpu.py generation)
 #   memcheck, racecheck   small tests under compute-sanitizer, if it is on PATH
-#   baselines    FlashInfer and torch on the same cells, if they are installed
+#   baselines    FlashInfer on the same cells, if it is installed
 #
 # TM_CUDA_BUILD    a folder with the programs built elsewhere; default build/cuda, built here
 # TM_CUDA_ARCHS    architectures to build for; default: the first GPU

@@ -1,10 +1,9 @@
-"""Decode attention of FlashInfer and torch on a GPU, on the cells that device_bench measured.
+"""Decode attention of FlashInfer on a GPU, on the cells that device_bench measured.
 
-torch runs scaled_dot_product_attention over a dense BF16 cache. FlashInfer (`pip install
-flashinfer-python==0.7.0.post1`) runs over pages in BF16, fp8 (E4M3) and NVFP4. The timing is
-that of device_bench: a CUDA graph of launches that cycle through at least two caches of 512 MB
-together, BF16 queries and results, median of five rounds. FlashInfer compiles its kernels when they
-are first used; one run on a tiny shape before the clock starts does that.
+FlashInfer (`pip install flashinfer-python==0.7.0.post1`) runs over pages in BF16, fp8 (E4M3) and
+NVFP4. The timing is that of device_bench: a CUDA graph of launches that cycle through at least two
+caches of 512 MB together, BF16 queries and results, median of five rounds. FlashInfer compiles its
+kernels when they are first used; one run on a tiny shape before the clock starts does that.
 """
 
 from __future__ import annotations
@@ -32,18 +31,6 @@ def shape_of(cell: str) -> tuple[str, Shape]:
     words.pop("op")
     defaults = {"window": 0, "sinks": 0}
     return words.pop("mode"), defaults | {key: int(value) for key, value in words.items()}
-
-
-def make_torch(mode: str, shape: Shape, *, layers: int) -> Launch:
-    """Return a launch of torch's fused attention over a dense cache."""
-    import torch
-    from torch.nn.functional import scaled_dot_product_attention
-
-    heads, dim, batch = shape["kv_heads"], shape["head_dim"], shape["batch"]
-    size = (layers, 2, batch, heads, shape["context"], dim)
-    cache = torch.randn(size, device="cuda", dtype=torch.bfloat16)
-    q = torch.randn((batch, heads * shape["group"], 1, dim), device="cuda", dtype=torch.bfloat16)
-    return lambda i: scaled_dot_product_attention(q, cache[i, 0], cache[i, 1], enable_gqa=True)
 
 
 def make_flashinfer(mode: str, shape: Shape, *, layers: int) -> Launch:
@@ -116,9 +103,7 @@ def time_launches(launch: Launch, *, layers: int, launches: int) -> list[float]:
     return sorted(replay(times) * 1e6 / (times * launches) for _ in range(ROUNDS))
 
 
-def measure(
-    make: Callable[..., Launch], mode: str, *, shape: Shape, rotate_bytes: int
-) -> dict[str, Any]:
+def measure(mode: str, *, shape: Shape, rotate_bytes: int) -> dict[str, Any]:
     """Measure one cell and return its figures."""
     import torch
 
@@ -129,7 +114,8 @@ def measure(
     launches = min(max(wanted, LEAST_LAUNCHES), MOST_LAUNCHES)
     layers = min(max(wanted, LEAST_LAYERS), launches)
     try:
-        times = time_launches(make(mode, shape, layers=layers), layers=layers, launches=launches)
+        launch = make_flashinfer(mode, shape, layers=layers)
+        times = time_launches(launch, layers=layers, launches=launches)
     finally:
         torch.cuda.empty_cache()
     figures = {"us": statistics.median(times), "us_low": times[0], "us_high": times[-1]}
@@ -140,7 +126,7 @@ def measure(
 def measure_all(
     cells: Sequence[str], *, save: Callable[[dict[str, Any]], None], budget_s: float
 ) -> list[str]:
-    """Measure every cell with the installed libraries and return what failed.
+    """Measure every cell with FlashInfer and return what failed.
 
     RuntimeError is raised if torch finds no GPU.
     """
@@ -150,38 +136,26 @@ def measure_all(
         raise RuntimeError("torch is not installed") from None
     if not torch.cuda.is_available():
         raise RuntimeError("torch finds no GPU")
-    failed: dict[tuple[str, str], str] = {}
-    for package, modes, make in (
-        ("torch", ("none",), make_torch),
-        ("flashinfer-python", ("none", "fp8", "nvfp4"), make_flashinfer),
-    ):
-        try:
-            by = f"{package} {importlib.metadata.version(package)}"
-        except importlib.metadata.PackageNotFoundError:
-            print(f"skipped: {package} is not installed")
+    try:
+        by = f"flashinfer-python {importlib.metadata.version('flashinfer-python')}"
+    except importlib.metadata.PackageNotFoundError:
+        print("skipped: flashinfer-python is not installed")
+        return []
+    failed: dict[str, str] = {}
+    end: float | None = None
+    for cell in cells:
+        mode, shape = shape_of(cell)
+        if mode not in VALUE_BYTES or shape["sinks"] or mode in failed:
             continue
-        end: float | None = None
-        for cell in cells:
-            mode, shape = shape_of(cell)
-            no_window = package == "torch" and shape["window"]
-            if mode not in modes or shape["sinks"] or no_window or (by, mode) in failed:
-                continue
-            if end is not None and time.monotonic() >= end:
-                print(f"{by}: the time is over")
-                break
-            try:
-                tiny = shape | {"batch": 1, "context": PAGE_TOKENS}
-                measure(make, mode, shape=tiny, rotate_bytes=1)  # compile
-                end = end or time.monotonic() + budget_s / 2
-                save(
-                    {
-                        "by": by,
-                        "cell": cell,
-                        **measure(make, mode, shape=shape, rotate_bytes=ROTATE_BYTES),
-                    }
-                )
-            except torch.cuda.OutOfMemoryError:
-                print(f"skipped, the GPU has too little memory: {by} {cell}")
-            except Exception as error:  # a library may fail in any way; the next cell still runs
-                failed[by, mode] = f"{by} {cell}: {str(error).strip()[-300:]}"
+        if end is not None and time.monotonic() >= end:
+            print(f"{by}: the time is over")
+            break
+        try:
+            measure(mode, shape=shape | {"batch": 1, "context": PAGE_TOKENS}, rotate_bytes=1)
+            end = end or time.monotonic() + budget_s
+            save({"by": by, "cell": cell, **measure(mode, shape=shape, rotate_bytes=ROTATE_BYTES)})
+        except torch.cuda.OutOfMemoryError:
+            print(f"skipped, the GPU has too little memory: {by} {cell}")
+        except Exception as error:  # a library may fail in any way; the next cell still runs
+            failed[mode] = f"{by} {cell}: {str(error).strip()[-300:]}"
     return list(failed.values())

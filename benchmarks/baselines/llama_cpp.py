@@ -7,12 +7,13 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import llama_cpp
 from our_engine import Cell, Timing
+
+from baselines.settings import Setting
 
 BATCH_TOKENS = 2048
 MICRO_BATCH_TOKENS = 512
@@ -26,57 +27,6 @@ KERNEL_SYMBOLS = {
     "llamafile": b"llamafile_sgemm",
     "openmp": b"GOMP_parallel",
 }
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Types of the KV cache and whether flash attention is used."""
-
-    k: str
-    v: str
-    flash_attention: bool
-
-    @property
-    def name(self) -> str:
-        """The name in tables and on the command line."""
-        types = self.k if self.k == self.v else f"{self.k} keys, {self.v} values"
-        return types + (", flash attention" if self.flash_attention else "")
-
-
-# Three settings per workload. They won most rows of earlier searches over all types. Quantized
-# values need flash attention, quantized keys do not.
-SETTINGS = {
-    "16 bit": (
-        Setting("f16", "f16", False),
-        Setting("f16", "f16", True),
-        Setting("bf16", "bf16", True),
-    ),
-    "decode": (
-        Setting("f16", "f16", False),
-        Setting("f16", "f16", True),
-        Setting("q8_0", "f16", False),
-    ),
-    "batch": (
-        Setting("f16", "f16", True),
-        Setting("q8_0", "f16", False),
-        Setting("q4_0", "q4_0", True),
-    ),
-    "prefill": (
-        Setting("f16", "f16", True),
-        Setting("f32", "f32", True),
-        Setting("iq4_nl", "f16", False),
-    ),
-}
-EVERY_SETTING = tuple(dict.fromkeys(s for settings in SETTINGS.values() for s in settings))
-
-
-def setting_named(name: str) -> Setting:
-    """Return the setting with this name."""
-    for setting in EVERY_SETTING:
-        if setting.name == name:
-            return setting
-    names = ", ".join(repr(setting.name) for setting in EVERY_SETTING)
-    raise ValueError(f"--peer-setting {name!r} is unknown; choose one of {names}.")
 
 
 def library_bytes() -> bytes:
@@ -119,7 +69,7 @@ class Context:
         return self._cell.context * self._cell.batch / (time.perf_counter() - begun)
 
     def fill(self) -> None:
-        """Put one prompt into every sequence; each has its own copy unless the cell shares it."""
+        """Put a copy of one prompt into every sequence."""
         llama_cpp.llama_memory_clear(self._memory, False)
         self._read(self._pending(self._prompts[:1]))
         for sequence in range(1, self._cell.batch):
@@ -193,11 +143,8 @@ class LlamaCpp:
     def context(self, cell: Cell, setting: Setting) -> Iterator[Context]:
         """Make a context for the cell. Raises RuntimeError if llama.cpp refuses the setting."""
         parameters = llama_cpp.llama_context_default_params()
-        room = cell.context + cell.steps + 8
-        parameters.n_ctx = (
-            cell.context + cell.batch * (cell.steps + 8) if cell.shared else room * cell.batch
-        )
-        parameters.n_seq_max, parameters.kv_unified = cell.batch, cell.shared
+        parameters.n_ctx = (cell.context + cell.steps + 8) * cell.batch
+        parameters.n_seq_max, parameters.kv_unified = cell.batch, False
         parameters.n_batch, parameters.n_ubatch = BATCH_TOKENS, MICRO_BATCH_TOKENS
         parameters.n_threads = parameters.n_threads_batch = self._threads
         parameters.type_k, parameters.type_v = KV_TYPES[setting.k], KV_TYPES[setting.v]
@@ -213,12 +160,9 @@ class LlamaCpp:
             llama_cpp.llama_free(context)
 
     def run(self, cell: Cell, setting: Setting) -> Timing:
-        """Time prefill and decode. Shared prompts share the cells of a unified cache."""
+        """Time prefill and decode."""
         with self.context(cell, setting) as context:
-            if not cell.shared:
-                return Timing(context.prefill(), context.decode())
-            context.fill()
-            return Timing(None, context.decode())
+            return Timing(context.prefill(), context.decode())
 
     def close(self) -> None:
         """Free the model."""

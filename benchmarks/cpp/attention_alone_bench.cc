@@ -55,11 +55,7 @@ double ReadSpeed(int64_t num_bytes, int threads) {
 }
 
 int Main(int argc, char** argv) {
-  std::string words;
-  for (int i = 1; i < argc; ++i) {
-    words += std::string(argv[i]) + " ";
-  }
-  Cell arguments(words);
+  Cell arguments(argc, argv);
   const std::string isa = arguments.Text("isa", AvailableCpuIsas().back());
   const int threads = arguments.Number("threads", 1);
   const int rounds = arguments.Number("rounds", 5);

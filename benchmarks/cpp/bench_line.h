@@ -24,6 +24,12 @@ class Cell {
       line = end == std::string_view::npos ? std::string_view() : line.substr(end + 1);
     }
   }
+  // The arguments of a program.
+  Cell(int argc, char** argv) {
+    for (int i = 1; i < argc; ++i) {
+      Add(argv[i]);
+    }
+  }
 
   // Gives `key` the value `otherwise` if the line does not have it.
   void SetDefault(const std::string& key, const std::string& otherwise) {
@@ -83,14 +89,11 @@ class Cell {
 class Json {
  public:
   Json& Add(const std::string& key, const std::string& value) {
-    std::string text = "\"";
+    std::string text;
     for (const char c : value) {
-      if (c == '"' || c == '\\') {
-        text += '\\';
-      }
-      text += static_cast<unsigned char>(c) < 0x20 ? ' ' : c;
+      text += c == '"' || c == '\\' || static_cast<unsigned char>(c) < 0x20 ? ' ' : c;
     }
-    return Raw(key, text + '"');
+    return Raw(key, '"' + text + '"');
   }
   Json& Add(const std::string& key, const char* value) { return Add(key, std::string(value)); }
   Json& Add(const std::string& key, int64_t value) { return Raw(key, std::to_string(value)); }

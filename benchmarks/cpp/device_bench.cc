@@ -76,11 +76,7 @@ void Answer(const DeviceChoice& choice, const std::string& line, const Limits& l
 }
 
 int Main(int argc, char** argv) {
-  std::string words;
-  for (int i = 1; i < argc; ++i) {
-    words += std::string(argv[i]) + " ";
-  }
-  Cell arguments(words);
+  Cell arguments(argc, argv);
   Limits limits;
   limits.launches = arguments.Number("launches", limits.launches);
   limits.rotate_bytes = int64_t{arguments.Number("rotate_mb", 512)} << 20;

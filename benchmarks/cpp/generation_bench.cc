@@ -1,15 +1,11 @@
-// Tokens per second of the whole engine on a device, with a model of random weights that never
-// touches a disk. Usage:
+// Tokens per second of the whole engine on a device, with random weights made in memory. Usage:
 //   generation_bench device=cuda gpu=0 model=llama-3-8b
-// Models: see random_model.h. The program prints one JSON line about the device and one about the
-// weights. Then it reads cells from standard input and prints JSON lines for each. Cells, with
-// defaults:
+// The program prints one JSON line about the device and one about the weights. Then it reads cells
+// from standard input and prints JSON lines for each. Cells, with defaults:
 //   mode=nvfp4 quality=raw|balanced batches=1,32,128 context=512 steps=64 prompt=2048 prompts=8
-//     rough=0
-// prompts: `prompts` prompts of `prompt` tokens, all at once, nothing cached, to the last one's
-// first token. decode, for every batch: sequences with `context` tokens each, all running, `steps`
-// steps; their prompts were read before. Sampling is greedy; every token counts. rough=1: what the
-// engine did in the time is enough, for tests.
+// prompts: `prompts` prompts of `prompt` tokens at once, nothing cached, until the first token of
+// the last one. decode, for every batch: sequences with `context` tokens that were read before.
+// While all of them run, `steps` steps are timed. Sampling is greedy.
 
 #include <algorithm>
 #include <chrono>
@@ -34,8 +30,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int kTimeoutMs = 120'000;
-constexpr int kStepTokens = 8192;    // of a step: the engine's default
-constexpr int kWindow16Tokens = 64;  // sinks and recent ones: the default of `balanced`
+constexpr int kStepTokens = 8192;    // of a step: the default of the engine
+constexpr int kWindow16Tokens = 64;  // sinks and recent tokens: the default of `balanced`
 constexpr int64_t kSpareBytes = int64_t{2} << 30;
 
 double SecondsSince(Clock::time_point begin) {
@@ -60,22 +56,32 @@ struct Work {
         steps(cell.Number("steps", 64)),
         prompt(cell.Number("prompt", 2048)),
         prompts(cell.Number("prompts", 8)),
-        rough(cell.Number("rough", 0) != 0) {
+        max_batch(*std::max_element(batches.begin(), batches.end())) {
     cell.RequireAllRead();
     if (quality != "raw" && quality != "balanced") {
-      throw std::invalid_argument("quality: got " + quality + ", wanted raw or balanced");
+      throw std::invalid_argument("quality is " + quality + "; use raw or balanced");
     }
   }
   // Early sequences decode while the prompts of late ones are read, and the engine runs ahead of
-  // whoever counts its tokens.
+  // the thread that counts its tokens.
   int room(int batch) const { return 2 * steps + 2 * batch + batch * context / 1024; }
-  int max_batch() const {
-    return batches.empty() ? 1 : *std::max_element(batches.begin(), batches.end());
-  }
-  int session_len() const { return std::max(prompt + 1, context + room(max_batch())) + 1; }
-  int num_blocks() const {
-    const int decoding = max_batch() * (session_len() / kBlockTokens + 2);
-    return std::max(decoding, prompts * (prompt / kBlockTokens + 2));
+  int session_len() const { return std::max(prompt + 1, context + room(max_batch)) + 1; }
+
+  EngineConfig Config() const {
+    EngineConfig config;
+    config.kv_format = format;
+    if (quality == "balanced") {
+      config.kv_quality.rotate_k = true;
+      config.kv_quality.search_scales =
+          format == KvCacheMode::kFp4Mx || format == KvCacheMode::kFp4Nv;
+      config.kv_quality.window16 = {kWindow16Tokens, kWindow16Tokens};
+    }
+    config.max_batch_size = std::max(max_batch, prompts);
+    config.session_len = session_len();
+    config.max_prefill_token_num = kStepTokens;
+    config.cache_max_entry_count = std::max(max_batch * (session_len() / kBlockTokens + 2),
+                                            prompts * (prompt / kBlockTokens + 2));
+    return config;
   }
 
   KvCacheMode format;
@@ -85,106 +91,63 @@ struct Work {
   int steps;
   int prompt;
   int prompts;
-  bool rough;
+  int max_batch;
 };
 
-EngineConfig ConfigOf(const Work& work) {
-  EngineConfig config;
-  config.kv_format = work.format;
-  if (work.quality == "balanced") {
-    const bool fp4 = work.format == KvCacheMode::kFp4Mx || work.format == KvCacheMode::kFp4Nv;
-    config.kv_quality.rotate_k = true;
-    config.kv_quality.search_scales = fp4;
-    config.kv_quality.window16 = {kWindow16Tokens, kWindow16Tokens};
-  }
-  config.max_batch_size = std::max(work.max_batch(), work.prompts);
-  config.session_len = work.session_len();
-  config.max_prefill_token_num = kStepTokens;
-  config.cache_max_entry_count = work.num_blocks();
-  return config;
-}
-
-struct Target {
-  std::shared_ptr<Device> device;
-  DeviceChoice choice;
-};
-
-// An engine that is asked and waited for.
+// An engine and its running requests.
 class Runner {
  public:
   Runner(const ModelConfig& model, const EngineConfig& config,
-         std::shared_ptr<const Weights> weights, const Target& target)
+         std::shared_ptr<const Weights> weights, std::shared_ptr<Device> device, int64_t free_bytes)
       : vocab_(model.vocab_size),
-        engine_(model, config, std::move(weights), target.device, FreeBytes(target)) {}
+        engine_(model, config, std::move(weights), std::move(device), free_bytes) {}
 
-  // Prompt tokens per second.
-  double ReadPrompts(int num_prompts, int length) {
-    engine_.ClearPrefixCache();
+  // Reads prompts to their first token and returns prompt tokens per second.
+  double ReadPrompts(int first_seed, int num_prompts, int length) {
     const auto begin = Clock::now();
-    std::set<uint64_t> running;
     for (int i = 0; i < num_prompts; ++i) {
-      running.insert(Submit(kOtherSeed + i, length, 1));
+      Submit(first_seed + i, length, 1);
     }
-    Drain(running);
+    while (!running_.empty()) {
+      Outputs();
+    }
     return num_prompts * static_cast<double>(length) / SecondsSince(begin);
   }
 
-  // Reads the prompts of sequences [0, batch): the cache has them afterwards.
-  void Remember(int batch, int context) {
-    std::set<uint64_t> running;
-    for (int i = 0; i < batch; ++i) {
-      running.insert(Submit(i, context, 1));
-    }
-    Drain(running);
-  }
-
-  // Tokens per second while all of `batch` sequences run.
+  // Returns tokens per second while all of `batch` sequences run. ReadPrompts has read them.
   double Decode(int batch, const Work& work) {
-    std::set<uint64_t> running;
     for (int i = 0; i < batch; ++i) {
-      running.insert(Submit(i, work.context, work.room(batch)));
+      Submit(i, work.context, work.room(batch));
     }
-    std::set<uint64_t> waiting = running;
-    while (!waiting.empty()) {
+    for (std::set<uint64_t> waiting = running_; !waiting.empty();) {
       for (const RequestOutput& output : Outputs()) {
         if (!output.tokens.empty()) {
           waiting.erase(output.request_id);
         }
-        Note(output, running);
       }
     }
-    const int64_t wanted = int64_t{work.steps} * batch;
     const auto begin = Clock::now();
     const int64_t before = engine_.stats().generated_tokens;
     int64_t tokens = 0;
-    while (static_cast<int>(running.size()) == batch && tokens < wanted) {
-      for (const RequestOutput& output : Outputs()) {
-        Note(output, running);
-      }
+    while (static_cast<int>(running_.size()) == batch && tokens < int64_t{work.steps} * batch) {
+      Outputs();
       tokens = engine_.stats().generated_tokens - before;
     }
     const double seconds = SecondsSince(begin);
-    for (const uint64_t id : running) {
+    for (const uint64_t id : running_) {
       engine_.Cancel(id);
     }
-    Drain(running);
-    if (tokens < wanted && !work.rough) {
-      throw std::runtime_error("a sequence ended before all steps were timed");
+    while (!running_.empty()) {
+      Outputs();
     }
     return static_cast<double>(tokens) / seconds;
   }
 
-  MemoryPlan memory_plan() const { return engine_.memory_plan(); }
+  void ForgetPrompts() { engine_.ClearPrefixCache(); }
+  double bytes_per_token() const { return engine_.memory_plan().bytes_per_token; }
 
  private:
-  static constexpr int kOtherSeed = 1 << 20;
-
-  static int64_t FreeBytes(const Target& target) {
-    return target.choice.uses_gpu() ? CudaFreeBytes(target.choice.gpu) - kSpareBytes
-                                    : int64_t{1} << 36;
-  }
-
-  uint64_t Submit(int seed, int length, int max_new_tokens) {
+  void Submit(int seed, int length, int max_new_tokens) {
     auto request = std::make_shared<Request>();
     request->id = ++last_id_;
     std::mt19937 random(static_cast<unsigned>(seed));
@@ -194,100 +157,81 @@ class Runner {
     request->max_new_tokens = max_new_tokens;
     request->ignore_eos = true;
     engine_.Submit(request);
-    return last_id_;
+    running_.insert(last_id_);
   }
 
   std::vector<RequestOutput> Outputs() {
     std::vector<RequestOutput> outputs = engine_.WaitOutputs(kTimeoutMs);
     if (outputs.empty()) {
-      throw std::runtime_error("the engine gave nothing: " + engine_.failure());
+      throw std::runtime_error("the engine returned no outputs: " + engine_.failure());
     }
     for (const RequestOutput& output : outputs) {
       if (!output.error.empty()) {
         throw std::runtime_error(output.error);
       }
+      if (output.finish_reason != FinishReason::kNone) {
+        running_.erase(output.request_id);
+      }
     }
     return outputs;
   }
 
-  static void Note(const RequestOutput& output, std::set<uint64_t>& running) {
-    if (output.finish_reason != FinishReason::kNone) {
-      running.erase(output.request_id);
-    }
-  }
-
-  void Drain(std::set<uint64_t>& running) {
-    while (!running.empty()) {
-      for (const RequestOutput& output : Outputs()) {
-        Note(output, running);
-      }
-    }
-  }
-
   int vocab_;
   uint64_t last_id_ = 0;
+  std::set<uint64_t> running_;
   Engine engine_;
 };
 
-Json Row(const Work& work) {
-  Json row;
-  row.Add("mode", ToString(work.format)).Add("quality", work.quality);
-  return row;
-}
-
-void RunWork(const Work& work, const ModelConfig& model,
-             const std::shared_ptr<const Weights>& weights, const Target& target) {
-  Runner runner(model, ConfigOf(work), weights, target);
-  const double bytes_per_token = runner.memory_plan().bytes_per_token;
-  if (work.prompts > 0) {
-    runner.ReadPrompts(1, std::min(work.prompt, kBlockTokens));  // allocates what steps need
-    Row(work)
-        .Add("work", "prompts")
-        .Add("batch", int64_t{work.prompts})
-        .Add("context", int64_t{work.prompt})
-        .Add("tokens_per_s", runner.ReadPrompts(work.prompts, work.prompt))
-        .Add("bytes_per_token", bytes_per_token)
-        .Print();
-  }
-  runner.Remember(work.max_batch(), work.context);
-  for (const int batch : work.batches) {
-    Row(work)
-        .Add("work", "decode")
+void RunWork(const Work& work, Runner& runner) {
+  const auto print = [&](const char* name, int batch, int context, double speed) {
+    Json()
+        .Add("mode", ToString(work.format))
+        .Add("quality", work.quality)
+        .Add("work", name)
         .Add("batch", int64_t{batch})
-        .Add("context", int64_t{work.context})
-        .Add("tokens_per_s", runner.Decode(batch, work))
-        .Add("bytes_per_token", bytes_per_token)
+        .Add("context", int64_t{context})
+        .Add("tokens_per_s", speed)
+        .Add("bytes_per_token", runner.bytes_per_token())
         .Print();
+  };
+  constexpr int kOtherSeed = 1 << 20;
+  if (work.prompts > 0) {
+    runner.ReadPrompts(kOtherSeed, 1, std::min(work.prompt, kBlockTokens));  // allocates memory
+    runner.ForgetPrompts();
+    print("prompts", work.prompts, work.prompt,
+          runner.ReadPrompts(kOtherSeed, work.prompts, work.prompt));
+    runner.ForgetPrompts();
+  }
+  runner.ReadPrompts(0, work.max_batch, work.context);
+  for (const int batch : work.batches) {
+    print("decode", batch, work.context, runner.Decode(batch, work));
   }
 }
 
 int Main(int argc, char** argv) {
-  std::string words;
-  for (int i = 1; i < argc; ++i) {
-    words += std::string(argv[i]) + " ";
-  }
-  Cell arguments(words);
+  Cell arguments(argc, argv);
   const std::string name = arguments.Text("model", "llama-3-8b");
   const ModelConfig model = NamedModel(name);
   const DeviceChoice choice(arguments);
   arguments.RequireAllRead();
-  const Target target = {choice.Make(), choice};
-  choice.Print(*target.device);
+  const std::shared_ptr<Device> device = choice.Make();
+  choice.Print(*device);
   const auto begin = Clock::now();
-  const std::shared_ptr<const Weights> weights = RandomModel(model, *target.device).Build();
-  target.device->Synchronize();
+  const std::shared_ptr<const Weights> weights = RandomModel(model, *device).Build();
+  device->Synchronize();
   Json()
       .Add("model", name)
       .Add("weight_bytes", weights->num_bytes())
       .Add("seconds", SecondsSince(begin))
       .Print();
   for (std::string line; std::getline(std::cin, line);) {
-    if (line.empty()) {
-      continue;
-    }
     try {
       Cell cell(line);
-      RunWork(Work(cell), model, weights, target);
+      const Work work(cell);
+      const int64_t free_bytes =
+          choice.uses_gpu() ? CudaFreeBytes(choice.gpu) - kSpareBytes : int64_t{1} << 36;
+      Runner runner(model, work.Config(), weights, device, free_bytes);
+      RunWork(work, runner);
     } catch (const std::bad_alloc&) {
       Json().Add("skipped", "the device has too little memory").Print();
     } catch (const std::exception& error) {

@@ -19,14 +19,24 @@
 
 namespace turbomind::bench {
 
+constexpr int kMaxLaunches = 256;
+constexpr int kMinLayers = 2;
+
 struct Limits {
   int launches = 24;         // the least number in a step
   int64_t rotate_bytes = 0;  // the least size of all layers together
   double round_seconds = 0.02;
+
+  int LaunchesFor(int64_t layer_bytes) const {
+    return static_cast<int>(std::clamp<int64_t>(CeilDiv(rotate_bytes, layer_bytes), launches,
+                                                std::max(launches, kMaxLaunches)));
+  }
+  int LayersFor(int64_t layer_bytes, int least = kMinLayers) const {
+    return static_cast<int>(std::clamp<int64_t>(CeilDiv(rotate_bytes, layer_bytes), least,
+                                                std::max(least, LaunchesFor(layer_bytes))));
+  }
 };
 
-constexpr int kMaxLaunches = 256;
-constexpr int kMinLayers = 2;
 constexpr int kBlockTokens = 64;
 constexpr int64_t kPeriodValues = int64_t{1} << 18;  // random values of an activation; they repeat
 constexpr float kNormEps = 1e-6f;
@@ -154,9 +164,8 @@ class KvBench {
       : device_(device),
         shape_(shape),
         blocks_(int64_t{shape.batch} * (shape.blocks_of_context() - shape.first_visible_block())),
-        least_layers_(least_layers),
-        launches_(Launches(limits)),
-        layout_(ConfigOf(shape, Layers(limits))),
+        launches_(limits.LaunchesFor(LayerBytes())),
+        layout_(ConfigOf(shape, limits.LayersFor(LayerBytes(), least_layers))),
         data_(device, static_cast<size_t>(blocks_ * layout_.block_bytes())),
         scales_(device, static_cast<size_t>(blocks_ * layout_.scale_block_bytes())),
         host_(shape, blocks_),
@@ -240,18 +249,9 @@ class KvBench {
   const KvLayerView& View(int launch) const {
     return views_[static_cast<size_t>(launch) % views_.size()];
   }
-  int64_t LayersFor(const Limits& limits) const {
+  int64_t LayerBytes() const {
     const block::Layout one(ConfigOf(shape_, 1));
-    const int64_t layer_bytes = blocks_ * (one.block_bytes() + one.scale_block_bytes());
-    return CeilDiv(limits.rotate_bytes, layer_bytes);
-  }
-  int Launches(const Limits& limits) const {
-    return static_cast<int>(std::clamp<int64_t>(LayersFor(limits), limits.launches,
-                                                std::max(limits.launches, kMaxLaunches)));
-  }
-  int Layers(const Limits& limits) const {
-    return static_cast<int>(
-        std::clamp<int64_t>(LayersFor(limits), least_layers_, std::max(least_layers_, launches_)));
+    return blocks_ * (one.block_bytes() + one.scale_block_bytes());
   }
 
   // All layers have the same mode, so that each takes an equal part of a block.
@@ -277,7 +277,6 @@ class KvBench {
   Device& device_;
   KvShape shape_;
   int64_t blocks_;
-  int least_layers_;
   int launches_;
   block::Layout layout_;
   DeviceBuffer data_;

@@ -83,11 +83,8 @@ class MatrixBench {
     };
     add();
     const int64_t layer_bytes = matrices_[0]->num_bytes() * shape.num_experts;
-    launches_ = static_cast<int>(std::clamp<int64_t>(CeilDiv(limits.rotate_bytes, layer_bytes),
-                                                     limits.launches,
-                                                     std::max(limits.launches, kMaxLaunches)));
-    layers_ = static_cast<int>(std::clamp<int64_t>(CeilDiv(limits.rotate_bytes, layer_bytes),
-                                                   kMinLayers, std::max(kMinLayers, launches_)));
+    launches_ = limits.LaunchesFor(layer_bytes);
+    layers_ = limits.LayersFor(layer_bytes);
     for (int layer = 1; layer < layers_; ++layer) {
       add();
     }

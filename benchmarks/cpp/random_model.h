@@ -17,7 +17,7 @@
 
 namespace turbomind::bench {
 
-// As the published config.json say: tests/python/tools/test_gpu_programs.py compares.
+// As in the published config.json.
 inline ModelConfig Llama3Of8B() {
   ModelConfig config;
   config.num_layers = 32;
@@ -86,20 +86,12 @@ inline ModelConfig Tiny(ModelConfig config) {
 
 // Throws std::invalid_argument.
 inline ModelConfig NamedModel(const std::string& name) {
-  if (name == "llama-3-8b") {
-    return Llama3Of8B();
+  const bool is_gpt_oss = name == "gpt-oss-20b" || name == "tiny-gpt-oss";
+  if (!is_gpt_oss && name != "llama-3-8b" && name != "tiny-llama") {
+    throw std::invalid_argument("model " + name + " is unknown; use llama-3-8b or gpt-oss-20b");
   }
-  if (name == "gpt-oss-20b") {
-    return GptOssOf20B();
-  }
-  if (name == "tiny-llama") {
-    return Tiny(Llama3Of8B());
-  }
-  if (name == "tiny-gpt-oss") {
-    return Tiny(GptOssOf20B());
-  }
-  throw std::invalid_argument("model: got " + name +
-                              ", wanted llama-3-8b, gpt-oss-20b, tiny-llama or tiny-gpt-oss");
+  const ModelConfig config = is_gpt_oss ? GptOssOf20B() : Llama3Of8B();
+  return name.starts_with("tiny") ? Tiny(config) : config;
 }
 
 // Fills a builder with every weight of the config.

@@ -90,35 +90,17 @@ class GuardDevice : public testing::WaitingDevice {
     WaitingDevice::Embed(params);
   }
 
-  void RmsNorm(const RmsNormParams& params) override {
-    if (computes_) {
-      WaitingDevice::RmsNorm(params);
-    }
+  void RmsNorm(const RmsNormParams& p) override { computes_ ? WaitingDevice::RmsNorm(p) : void(); }
+  void Linear(const LinearParams& p) override { computes_ ? WaitingDevice::Linear(p) : void(); }
+  void GatedActivation(const GatedActivationParams& p) override {
+    computes_ ? WaitingDevice::GatedActivation(p) : void();
   }
-  void Linear(const LinearParams& params) override {
-    if (computes_) {
-      WaitingDevice::Linear(params);
-    }
+  void WriteKv(const WriteKvParams& p) override { computes_ ? WaitingDevice::WriteKv(p) : void(); }
+  void PrefillAttention(const AttentionParams& p) override {
+    computes_ ? WaitingDevice::PrefillAttention(p) : void();
   }
-  void GatedActivation(const GatedActivationParams& params) override {
-    if (computes_) {
-      WaitingDevice::GatedActivation(params);
-    }
-  }
-  void WriteKv(const WriteKvParams& params) override {
-    if (computes_) {
-      WaitingDevice::WriteKv(params);
-    }
-  }
-  void PrefillAttention(const AttentionParams& params) override {
-    if (computes_) {
-      WaitingDevice::PrefillAttention(params);
-    }
-  }
-  void DecodeAttention(const AttentionParams& params) override {
-    if (computes_) {
-      WaitingDevice::DecodeAttention(params);
-    }
+  void DecodeAttention(const AttentionParams& p) override {
+    computes_ ? WaitingDevice::DecodeAttention(p) : void();
   }
 
   void WaitUntilCounted() { is_done_.Wait(); }

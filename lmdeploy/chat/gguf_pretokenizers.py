@@ -3,7 +3,7 @@
 `tokenizer.ggml.pre` is the name. The expressions are those of llama.cpp, src/llama-vocab.cpp, class
 llm_tokenizer_bpe. The comment of a row has its `case LLAMA_VOCAB_PRE_TYPE_…` there, and the models
 that use it. The table omits names that only unsupported architectures use. A wrong split silently
-gives wrong ids, so scripts/dev/check_tokenizers.py compares ids with llama.cpp's tests.
+gives wrong ids, so tests/python/chat/test_gguf_vectors.py compares ids with those of llama.cpp.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def open_folder(folder: Path) -> Checkpoint:
     family = family_of_hf(architectures[0], source)
     quantization = _method_config(reader, family)
     reader = reader.with_defaults(family.hf_defaults)
-    config = _config_from_hf(reader, family)
+    config = config_from_hf(reader, family)
     file: TensorFile = SafetensorsFile(folder)
     if quantization is not None:
         file = METHODS[quantization.text("quant_method")](file, quantization, str(folder))
@@ -110,7 +110,7 @@ def _has_quantized_weights(quantization: ConfigReader, method: str) -> bool:
     return method not in _KV_METHODS or quantization.has("quant_algo") or any(parts)
 
 
-def _config_from_hf(reader: ConfigReader, family: ModelFamily) -> DecoderConfig:
+def config_from_hf(reader: ConfigReader, family: ModelFamily) -> DecoderConfig:
     hidden = reader.integer("hidden_size", high=MAX_WIDTH)
     heads = reader.integer("num_attention_heads", high=MAX_WIDTH)
     head_dim = max(hidden // heads, 1)

@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,11 +37,11 @@ JOBS = 2
 NAMES = ("TM_CUDA_STAMP", "TM_CUDA_ARCHS")  # set by cmake/cuda.cmake; any text works here
 MOST_FRAME_BYTES = 32  # what sincosf takes; a copy of the parameters is larger
 
-ENTRY_LINE = re.compile(r"Compiling entry function '(\S+)' for '(\S+)'")
-SPILL_LINE = re.compile(
-    r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+KERNEL = re.compile(
+    r"Compiling entry function '(\S+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, "
+    r"(\d+) bytes spill loads.*?Used (\d+) registers",
+    re.S,
 )
-REGISTERS_LINE = re.compile(r"Used (\d+) registers")
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,14 @@ class Unit:
         return self.file.name if self.file else "decode kernels"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Kernel:
     """What ptxas reports about one kernel."""
 
     name: str
-    registers: int = 0
-    frame: int = 0
-    spilled: int = 0
+    frame: int
+    spilled: int
+    registers: int
 
     @property
     def is_good(self) -> bool:
@@ -73,29 +73,10 @@ class Kernel:
         return self.spilled == 0 and self.frame <= limit
 
 
-@dataclass
-class Result:
-    """The outcome of a unit. `error` is the output of a compiler that failed."""
-
-    unit: Unit
-    seconds: float = 0.0
-    error: str = ""
-    kernels: list[Kernel] = field(default_factory=list)
-
-
 def parse_ptxas(text: str) -> list[Kernel]:
     """Return the kernels in the output of `ptxas -v`."""
-    kernels: list[Kernel] = []
-    for line in text.splitlines():
-        if entry := ENTRY_LINE.search(line):
-            kernels.append(Kernel(entry.group(1)))
-        elif kernels and (spill := SPILL_LINE.search(line)):
-            frame, stores, loads = (int(count) for count in spill.groups())
-            kernels[-1].frame = max(kernels[-1].frame, frame)
-            kernels[-1].spilled += stores + loads
-        elif kernels and (registers := REGISTERS_LINE.search(line)):
-            kernels[-1].registers = int(registers.group(1))
-    return kernels
+    found = [(name, *map(int, numbers)) for name, *numbers in KERNEL.findall(text)]
+    return [Kernel(name, frame, out + back, used) for name, frame, out, back, used in found]
 
 
 def source_of(unit: Unit, folder: Path) -> Path:
@@ -119,22 +100,32 @@ def source_of(unit: Unit, folder: Path) -> Path:
     return source
 
 
-def compile_unit(nvcc: str, unit: Unit, *, folder: Path) -> Result:
-    """Compile a unit and read the output of ptxas."""
-    begun = time.monotonic()
+def check_unit(nvcc: str, unit: Unit, *, folder: Path) -> tuple[int, int]:
+    """Compile a unit, print its lines and return the numbers of faults and kernels."""
+    begun, where = time.monotonic(), f"{unit.arch:8} {unit.label}:"
     command = [nvcc, "-std=c++20", "-O3", f"-arch={unit.arch}", f"-I{ROOT / 'src'}"]
     command += [f'-D{name}="checked"' for name in NAMES]
-    if unit.label.startswith("kv_"):
-        command.append("-fmad=false")  # as the build does
-    cubin = folder / f"{unit.label.replace(' ', '_')}_{unit.arch}.cubin"
-    done = subprocess.run(
-        [*command, "-Xptxas", "-v", "-cubin", "-o", str(cubin), str(source_of(unit, folder))],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    error = f"status {done.returncode}: {done.stderr[-2000:]}" if done.returncode else ""
-    return Result(unit, time.monotonic() - begun, error, parse_ptxas(done.stderr))
+    command += ["-fmad=false"] if unit.label.startswith("kv_") else []  # as in the build
+    command += ["-Xptxas", "-v", "-cubin", "-o", str(folder / f"{unit.label}_{unit.arch}.cubin")]
+    command.append(str(source_of(unit, folder)))
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(f"{where} does not compile  FAILED\n{done.stderr[-2000:]}", flush=True)
+        return 1, 0
+    kernels = parse_ptxas(done.stderr)
+    bad = [kernel for kernel in kernels if not kernel.is_good]
+    for kernel in bad:
+        print(
+            f"{where} {kernel.name} spills {kernel.spilled} bytes and has a stack frame of "
+            f"{kernel.frame}  FAILED"
+        )
+    missing = unit.file is None and len(kernels) < len(QUICK_MODES) * len(QUICK_DIMS)
+    if missing:
+        print(f"{where} only {len(kernels)} kernels  FAILED")
+    registers = max((kernel.registers for kernel in kernels), default=0)
+    seconds = time.monotonic() - begun
+    print(f"{where} {len(kernels)} kernels, at most {registers} registers, {seconds:.0f} s")
+    return len(bad) + missing, len(kernels)
 
 
 def chosen_units(everything: bool) -> list[Unit]:
@@ -142,32 +133,6 @@ def chosen_units(everything: bool) -> list[Unit]:
     archs = ALL_ARCHS if everything else FILE_ARCHS
     others = [Unit(arch) for arch in ALL_ARCHS if everything or arch in OTHER_ARCHS]
     return others + [Unit(arch, path) for path in sorted(BACKEND.rglob("*.cu")) for arch in archs]
-
-
-def report(result: Result) -> int:
-    """Print the lines of a unit and return the number of faults."""
-    unit = result.unit
-    if result.error:
-        print(f"{unit.arch:8} {unit.label}: does not compile  FAILED\n{result.error}", flush=True)
-        return 1
-    bad = [kernel for kernel in result.kernels if not kernel.is_good]
-    for kernel in bad:
-        print(
-            f"{unit.arch:8} {unit.label}: {kernel.name} spills {kernel.spilled} bytes and has a "
-            f"stack frame of {kernel.frame}  FAILED"
-        )
-    decode = sum("DecodeKernel" in kernel.name for kernel in result.kernels)
-    wanted = len(QUICK_MODES) * len(QUICK_DIMS) if unit.file is None else 0
-    if decode < wanted:
-        print(f"{unit.arch:8} {unit.label}: {decode} kernels, not at least {wanted}  FAILED")
-    max_registers = max((kernel.registers for kernel in result.kernels), default=0)
-    print(
-        f"{unit.arch:8} {unit.label}: {len(result.kernels)} kernels, "
-        f"at most {max_registers} registers, "
-        f"{result.seconds:.0f} s",
-        flush=True,
-    )
-    return len(bad) + (decode < wanted)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -184,8 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parts = options.only or [""]
     units = [x for x in chosen_units(options.all) if any(part in x.label for part in parts)]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(JOBS) as pool:
-        results = pool.map(lambda unit: compile_unit(nvcc, unit, folder=Path(folder)), units)
-        counts = [(report(result), len(result.kernels)) for result in results]
+        counts = list(pool.map(lambda unit: check_unit(nvcc, unit, folder=Path(folder)), units))
     faults, kernels = (sum(column) for column in zip(*counts, strict=True))
     print(
         f"check_cuda: {kernels} kernels in {len(units)} compilations, {faults} faults, "

@@ -52,26 +52,8 @@ def compiler(build: Path) -> str:
     return run([driver(build), "compiler"]).strip()
 
 
-def read_totals(folder: Path, parts: int) -> list[int]:
-    """Return the instructions of each dump that the program asked for, in order."""
-    dumps = sorted(
-        (path for path in folder.glob("callgrind.out.*") if path.suffix[1:].isdigit()),
-        key=lambda path: int(path.suffix[1:]),
-    )
-    texts = [path.read_text() for path in dumps]
-    totals = [
-        int(found.group(1))
-        for text in texts
-        if "desc: Trigger: Client Request" in text
-        and (found := re.search(r"^(?:totals|summary): (\d+)", text, re.MULTILINE))
-    ]
-    if len(totals) != parts:
-        raise CountError(f"callgrind wrote {len(totals)} dumps on request, not {parts}")
-    return totals
-
-
 def count_dumps(build: Path, arguments: list[str], *, parts: int) -> list[int]:
-    """Return the instructions of one step in each dump of the program."""
+    """Return the instructions of one step in each dump that the program asked for, in order."""
     steps = int(run([driver(build), "steps"]))
     if steps == 0:
         raise CountError("step_guard was built without valgrind/callgrind.h; install valgrind")
@@ -79,7 +61,17 @@ def count_dumps(build: Path, arguments: list[str], *, parts: int) -> list[int]:
         command = ["valgrind", "--tool=callgrind", "--instr-atstart=no"]
         command += [f"--callgrind-out-file={folder}/callgrind.out.x", driver(build), *arguments]
         run(command)
-        return [total // steps for total in read_totals(Path(folder), parts)]
+        dumps = [path for path in Path(folder).iterdir() if path.suffix[1:].isdigit()]
+        texts = [path.read_text() for path in sorted(dumps, key=lambda path: int(path.suffix[1:]))]
+    totals = [
+        int(found[1]) // steps
+        for text in texts
+        if "desc: Trigger: Client Request" in text
+        and (found := re.search(r"^(?:totals|summary): (\d+)", text, re.MULTILINE))
+    ]
+    if len(totals) != parts:
+        raise CountError(f"callgrind wrote {len(totals)} dumps on request, not {parts}")
+    return totals
 
 
 def count_steps(build: Path) -> dict[str, int]:

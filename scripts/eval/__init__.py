@@ -1,7 +1,7 @@
-"""Modules of scripts/eval_gpt_oss.py: tasks, server, harness, results, divergence."""
+"""Modules of scripts/eval_gpt_oss.py: tasks, counters, harness, results, divergence."""
 
 import sys
 from pathlib import Path
 
-# benchmarks/results.py writes the files of both folders.
+# Modules that the benchmarks share: results.py, server_process.py.
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))

@@ -20,27 +20,15 @@ Figures = dict[str, float | int]
 
 def read_prompts(path: Path) -> list[str]:
     """Return the `text` of every line of a JSONL file, or a whole text file as one prompt."""
-    if not path.is_file():
-        raise ValueError(f"--prompts {path} does not exist; give a .txt or .jsonl file.")
     try:
         whole = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--prompts {path} is not UTF-8 ({error.reason}).") from error
-    if path.suffix != ".jsonl":
-        return [whole]
-    texts = []
-    for number, line in enumerate(whole.splitlines(), 1):
-        try:
-            text = json.loads(line)["text"] if line.strip() else None
-        except (ValueError, RecursionError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"--prompts {path}:{number} has no JSON object with text: {error!r}"
-            ) from error
-        if text is not None:
-            texts.append(str(text))
-    if not texts:
-        raise ValueError(f"--prompts {path} has no lines.")
-    return texts
+        if path.suffix != ".jsonl":
+            return [whole]
+        return [str(json.loads(line)["text"]) for line in whole.splitlines() if line.strip()]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"--prompts {path} is neither UTF-8 text nor JSON lines with text: {error!r}"
+        ) from error
 
 
 def measure(

@@ -16,10 +16,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from eval.server import MODEL_NAME, end_process, last_lines
+from server_process import end_process, last_lines
+
 from eval.tasks import Task
+
+MODEL_NAME = "evaluated"
 
 WATCH_SECONDS = 0.5
 REQUEST_SECONDS = 24 * 3600  # a long chain of thought on a CPU takes hours
@@ -53,22 +56,8 @@ class Job:
         return min(self.task.num_samples, self.limit or self.task.num_samples)
 
 
-class Harness(Protocol):
-    """Asks all questions of a job and marks the answers."""
-
-    @property
-    def version(self) -> str:
-        """Name and version, part of the key of a result."""
-
-    def run(self, job: Job, watch: Callable[[], None]) -> list[bool]:
-        """Return whether each question, in file order, was answered correctly.
-
-        `watch` is called every few seconds; its exceptions end the run and reach the caller.
-        """
-
-
 class LmEval:
-    """EleutherAI's lm-evaluation-harness."""
+    """EleutherAI's lm-evaluation-harness. `version` is part of the key of a result."""
 
     def __init__(self) -> None:
         try:
@@ -79,7 +68,10 @@ class LmEval:
             ) from None
 
     def run(self, job: Job, watch: Callable[[], None]) -> list[bool]:
-        """Run lm-eval; see Harness."""
+        """Return whether each question, in file order, was answered correctly.
+
+        `watch` is called every few seconds; its exceptions end the run and reach the caller.
+        """
         with tempfile.TemporaryDirectory(prefix="kv-eval-") as name:
             folder = Path(name)
             (folder / "tasks").mkdir()

@@ -53,13 +53,9 @@ class Policy:
 
     def facts(self) -> dict[str, str | list[str]]:
         """Return what identifies the policy: flags, and digests of the files that they name."""
-        config = self.config()
-        files = [config.kv_cache_format, config.kv_calibration, *self.server_flags]
-        paths = [Path(str(file).partition("=")[2] or str(file)) for file in files if file]
-        digests = [
-            hashlib.sha256(path.read_bytes()).hexdigest() for path in paths if path.is_file()
-        ]
-        return {"policy": self.label, "flags": self.flags, "files": digests}
+        paths = [Path(flag.rpartition("=")[2]) for flag in self.flags]
+        files = [hashlib.sha256(p.read_bytes()).hexdigest() for p in paths if p.is_file()]
+        return {"policy": self.label, "flags": self.flags, "files": files}
 
     def config(self) -> TurbomindEngineConfig:
         """Return the engine options of the flags. ValueError is raised for wrong flags."""

@@ -12,8 +12,8 @@ from typing import Any
 
 from results import write_json
 
+from eval.counters import Timing
 from eval.policies import REFERENCE, Plan
-from eval.server import Timing
 
 Z_95 = 1.959963984540054  # normal quantile of a 95 % interval
 VERSION = 1
@@ -32,30 +32,26 @@ class RunResult:
     seconds: float
 
 
-class RunFolder:
-    """Results by key. The key covers everything that the result depends on."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def load(self, facts: Mapping[str, Any]) -> RunResult | None:
-        """Return the result of a finished run, or None."""
-        try:
-            stored = json.loads(self._path(facts).read_text(encoding="utf-8"))
-            if stored["facts"] != dict(facts):
-                return None
-            result = stored["result"]
-            timings = {key: Timing(**result[key]) for key in ("first_token", "per_token")}
-            return RunResult(**{**result, **timings})
-        except (OSError, ValueError, KeyError, TypeError):
+def load_run(folder: Path, facts: Mapping[str, Any]) -> RunResult | None:
+    """Return the result of a finished run, or None. Its facts must be equal."""
+    try:
+        stored = json.loads(_path_of(folder, facts).read_text(encoding="utf-8"))
+        if stored["facts"] != dict(facts):
             return None
+        result = stored["result"]
+        timings = {key: Timing(**result[key]) for key in ("first_token", "per_token")}
+        return RunResult(**{**result, **timings})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
-    def store(self, facts: Mapping[str, Any], result: RunResult) -> None:
-        """Write a result atomically."""
-        write_json(self._path(facts), {"facts": dict(facts), "result": asdict(result)})
 
-    def _path(self, facts: Mapping[str, Any]) -> Path:
-        return self.folder / f"run-{key_of(facts)}.json"
+def store_run(folder: Path, facts: Mapping[str, Any], *, result: RunResult) -> None:
+    """Write a result atomically."""
+    write_json(_path_of(folder, facts), {"facts": dict(facts), "result": asdict(result)})
+
+
+def _path_of(folder: Path, facts: Mapping[str, Any]) -> Path:
+    return folder / f"run-{key_of(facts)}.json"
 
 
 def key_of(facts: Mapping[str, Any]) -> str:

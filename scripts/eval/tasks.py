@@ -18,6 +18,15 @@ import yaml
 FOLDER = Path(__file__).resolve().parent
 
 
+# Settings that a task file need not repeat.
+COMMON: dict[str, Any] = {
+    "dataset_path": "json",
+    "test_split": "test",
+    "output_type": "generate_until",
+    "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+}
+
+
 class TaskError(ValueError):
     """A task file or its data cannot be used."""
 
@@ -42,6 +51,7 @@ class Task:
         own = self.settings.get("generation_kwargs") or {}
         return yaml.safe_dump(
             {
+                **COMMON,
                 **self.settings,
                 "task": self.harness_name,
                 "dataset_kwargs": {"data_files": {"test": str(self.data.resolve())}},
@@ -96,15 +106,16 @@ def _parse(text: bytes, path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise TaskError(f"task file {path} is not plain YAML: {reason}") from error
+    kinds = {"task": str, "metadata": dict, "doc_to_text": str, "doc_to_target": str}
+    _check(settings, kinds, where=f"task file {path}")
+    kinds = {"file": str, "source": str, "fields": dict}
+    _check(settings["metadata"], kinds, where=f"task file {path}: metadata")
+    return dict(settings)
+
+
+def _check(settings: Any, kinds: Mapping[str, type], *, where: str) -> None:
     if not isinstance(settings, dict):
-        raise TaskError(f"task file {path} holds {type(settings).__name__}; it must be a table.")
-    wanted = {"task": str, "metadata": dict, "doc_to_text": str, "doc_to_target": str}
-    metadata = {"file": str, "source": str, "fields": dict}
-    for where, prefix, kinds in (
-        (settings, "", wanted),
-        (settings.get("metadata"), "metadata.", metadata),
-    ):
-        for key, kind in kinds.items():
-            if not isinstance(where, dict) or not isinstance(where.get(key), kind):
-                raise TaskError(f"task file {path}: {prefix}{key} must be a {kind.__name__}.")
-    return settings
+        raise TaskError(f"{where} holds {type(settings).__name__}; it must be a table.")
+    for key, kind in kinds.items():
+        if not isinstance(settings.get(key), kind):
+            raise TaskError(f"{where}: {key} must be a {kind.__name__}.")

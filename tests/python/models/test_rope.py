@@ -204,10 +204,10 @@ def test_engine_config_of_too_long_session_logs_a_warning(
 ) -> None:
     values = TINY_MODELS[0].config_values() | {"rope_parameters": rope, "rms_norm_eps": 1e-5}
     values["hidden_act"] = "silu"
-    from lmdeploy.checkpoint.hf import _config_from_hf
+    from lmdeploy.checkpoint.hf import config_from_hf
     from lmdeploy.models.llama import FAMILY
 
-    model = _config_from_hf(ConfigReader(values, "x"), FAMILY).to_engine("bfloat16")
+    model = config_from_hf(ConfigReader(values, "x"), FAMILY).to_engine("bfloat16")
     assert longest_position(model) == longest
 
     def plan(session_len: int | None) -> tuple[int, str]:

@@ -1,12 +1,10 @@
-"""Tests of the benchmarks: rows and files of the suite, the server benchmark, GPU programs."""
+"""The benchmarks: rows and files of the suite, the load of the server benchmark, GPU programs."""
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import json
 import stat
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,10 +13,9 @@ import bench_engine
 import bench_gpu
 import bench_server
 import pytest
-import results
 import targets
 from results import ResultsFile
-from targets import BY_NAME, Runs, TargetRow, alternate, as_trial, row_of
+from targets import BY_NAME, Runs, TargetRow, alternate, row_of
 
 ROOT = Path(__file__).parents[3]
 DECODE, MEMORY = BY_NAME["decode-2048-batch-1"], BY_NAME["memory"]
@@ -39,12 +36,8 @@ def test_row_of_ratio_is_median_of_paired_ratios():
     assert row.met is True and row.note == "runs: only 3"
     assert row_of(MEMORY, runs([11] * 5, [10] * 5), model="m").met is False
     assert row_of(DECODE, None, model="m", note="why").met is None
-
-
-@pytest.mark.parametrize(("ours", "peer"), [([1.0], [1.0, 2.0]), ([0.0], [1.0]), ([1.0], [1e999])])
-def test_row_of_runs_without_a_ratio_are_rejected(ours, peer):
     with pytest.raises(ValueError, match="not pairs of positive figures"):
-        row_of(DECODE, runs(ours, peer), model="m")
+        row_of(DECODE, runs([0.0], [1.0]), model="m")
 
 
 def test_alternate_swaps_the_first_side_every_turn(monkeypatch):
@@ -65,27 +58,23 @@ def test_results_file_resumes_and_keeps_complete_rows(tmp_path, capsys):
     file = open_file(path)
     file.measured_on(MACHINE)
     file.add(row_of(DECODE, runs([2.0] * 5, [1.0] * 5), model="m"))
-    file.add(as_trial(row_of(DECODE, runs([9.0], [1.0]), model="m"), "short"))
+    file.add(row_of(DECODE, None, model="m"))
     assert file.search("key", lambda: 1) == 1
     again = open_file(path)
     assert again.search("key", lambda: 2) == 1
-    row = again.row("m", DECODE.name, repeats=5, keep=False)
-    assert row.ratio == 2.0 and row.commit == "a" and not row.trial
-    assert again.row("m", DECODE.name, repeats=6, keep=False) is None
+    row = again.row("m", DECODE.name, repeats=5)
+    assert row.ratio == 2.0 and row.commit == "a"
+    assert again.row("m", DECODE.name, repeats=6) is None
     other = open_file(path, commit="b")
-    assert other.row("m", DECODE.name, repeats=5, keep=False) is None
-    assert other.row("m", DECODE.name, repeats=5, keep=True) == row
+    assert other.row("m", DECODE.name, repeats=5) is None
     assert "measured again" in capsys.readouterr().out
     with pytest.raises(ValueError, match="cores 2, but this machine has 4"):
         again.measured_on({**MACHINE, "cores": 4})
     assert [p.name for p in tmp_path.iterdir()] == ["rows.json"]
 
 
-@pytest.mark.parametrize(
-    "text", ["{", "[]", '{"about": {}, "searches": {}, "rows": [{"name": 1}]}']
-)
-def test_results_file_other_format_is_rejected(text, tmp_path):
-    (tmp_path / "x.json").write_text(text)
+def test_results_file_other_format_is_rejected(tmp_path):
+    (tmp_path / "x.json").write_text("[]")
     with pytest.raises(ValueError, match="does not hold results"):
         open_file(tmp_path / "x.json")
 
@@ -96,46 +85,15 @@ def test_committed_results_contain_rows_of_the_suite():
         assert rows and all(TargetRow(**row).name in BY_NAME for row in rows)
 
 
-def test_commit_here_marks_uncommitted_changes_of_sources(tmp_path):
-    def git(*words: str) -> None:
-        subprocess.run(["git", "-C", str(tmp_path), *words], check=True, capture_output=True)
-
-    git("init", "-q")
-    (tmp_path / "a.cc").write_text("1")
-    git("add", ".")
-    git("-c", "user.name=x", "-c", "user.email=x@y", "commit", "-qm", "first")
-    clean = results.commit_here(tmp_path)
-    (tmp_path / "README.md").write_text("1")
-    assert results.commit_here(tmp_path) == clean
-    (tmp_path / "a.cc").write_text("2")
-    assert results.commit_here(tmp_path) == clean + "+"
-
-
 def test_bench_engine_rejects_unknown_targets(capsys):
     assert bench_engine.main(["--suite", "targets", "--only", "no-such-target"]) == 2
     assert "decode-2048-batch-1" in capsys.readouterr().err
-    options = bench_engine.parse_arguments(["--suite", "targets", "--skip", "memory"])
-    assert [t.name for t in bench_engine.targets_of(options)] == [
-        n for n in BY_NAME if n != "memory"
-    ]
-
-
-def test_buffers_in_reads_baseline_buffers_from_the_log(monkeypatch):
-    monkeypatch.setitem(sys.modules, "llama_cpp", type(sys)("llama_cpp"))
-    from baselines.llama_cpp import SETTINGS, buffers_in, setting_named
-
-    line = "load_tensors:          AMX model buffer size =    98.44 MiB\n"
-    assert buffers_in(line) == ["AMX 98.44 MiB"]
-    assert buffers_in("load_tensors: loading") == []
-    assert all(len(settings) == 3 for settings in SETTINGS.values())
-    assert setting_named("q8_0 keys, f16 values").k == "q8_0"
+    options = bench_engine.parse_arguments(["--suite", "targets", "--only", "memory"])
+    assert bench_engine.targets_of(options) == [MEMORY]
 
 
 # The server benchmark.
 
-BENCH = bench_server.ServerBench(
-    "m", 1000, Path(), threads=1, clients=2, requests=2, prompt_tokens=3, answer_tokens=4
-)
 USAGE = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 4}}
 
 
@@ -172,35 +130,7 @@ def test_read_answer_rejects_incomplete_answers(events, words):
         bench_server.read_answer(0.0, stream(*events), lengths=(3, 4))
 
 
-def test_server_bench_clients_stream_in_parallel():
-    active, max_value, prompts = 0, 0, set()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal active, max_value
-        head = await reader.readuntil(b"\r\n\r\n")
-        length = int(head.split(b"Content-Length: ")[1].split(b"\r\n")[0])
-        prompts.add(tuple(json.loads(await reader.readexactly(length))["prompt"]))
-        active += 1
-        max_value = max(max_value, active)
-        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
-        for _, line in stream(piece("a"), piece("b"), USAGE, "[DONE]"):
-            writer.write(f"{len(line) + 1:x}\r\n".encode() + line + b"\n\r\n")
-            await asyncio.sleep(0.005)
-        active -= 1
-        writer.write(b"0\r\n\r\n")
-        writer.close()
-
-    async def run() -> list[bench_server.Answer]:
-        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-            port = server.sockets[0].getsockname()[1]
-            return await BENCH._clients(port, BENCH.bodies(0))
-
-    answers = asyncio.run(run())
-    assert len(answers) == 4 and max_value == 2 and len(prompts) == 4
-    assert all(len(answer.pieces) == 2 for answer in answers)
-
-
-# GPU programs. ctest runs small cells on the CPU (cuda/bench_device, cuda/bench_generation).
+# GPU programs. Small cells run on the CPU in ctest (cuda/bench_device, cuda/bench_generation).
 
 DEVICE_BENCH = f"""#!{sys.executable}
 import json, sys
@@ -223,16 +153,11 @@ def test_bench_gpu_restarts_the_program_after_a_crash(tmp_path, capsys):
     assert [row["cell"] for row in rows] == cells
     assert capsys.readouterr().out.count("FAILED: op=flatten") == len(bench_gpu.FEW_MODES)
     assert bench_gpu.main(command) == 1
-    assert len(json.loads(path.read_text())["rows"]) == len(cells)  # rows are replaced
+    assert len(json.loads(path.read_text())["rows"]) == len(cells)  # replaced, not repeated
     path.write_text(path.read_text().replace("Synthetic", "Other"))
     assert bench_gpu.main(command) == 2
-
-
-def test_bench_gpu_without_a_gpu_returns_its_own_status(tmp_path):
-    program = tmp_path / "device_bench"
     program.write_text("#!/bin/sh\nexit 2\n")
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    assert bench_gpu.main(["device", "--small", "--bench", str(program)]) == bench_gpu.NO_GPU
+    assert bench_gpu.main(command) == bench_gpu.NO_GPU
 
 
 def test_gpu_ops_have_small_tests_for_the_memory_checkers():

@@ -1,187 +1,29 @@
-"""Tests of scripts/eval_ppl.py against a simulation with transformers, torch and NumPy codecs."""
+"""scripts/eval_ppl.py: the JSON file, and one line for wrong input."""
 
-import importlib.util
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
-import numpy as np
+import eval_ppl
 import pytest
-import torch
-from reference import smollm2
 
-ROOT = Path(__file__).resolve().parents[3]
 TEXT = Path(__file__).parents[1] / "data" / "austen.txt"
-ALL_MODES = ["none", "int8", "fp8", "fp8_e5m2", "nvfp4", "int4", "mxfp4"]
-
-# In the first two layers, nearly all codes are equal, so the results agree. Measured: KL differs by
-# 1.1e-3 in int8, whose codes are the closest, and by 5e-5 in the others. A cache of another dtype
-# changes the KL of mxfp4 by 1.2e-2.
-SHALLOW_LAYERS = 2
-SHALLOW_CONTEXT = 256
-SHALLOW_REL = 5e-3
-
-# All layers. For equal input, each layer agrees to 5e-7 except for single codes on a rounding
-# border, and 30 layers amplify those. As a baseline, the simulation was compared with itself after
-# its embeddings were changed by 1e-6. It differs as much as from the engine: 5 % in KL, 1.6 % in
-# perplexity and 0.013 in top-1 in these modes. These are root mean squares over 4 contexts of 512
-# tokens, scaled to 383 positions. The bands are about four times that. int4 has the most noise (7
-# %), so only the test of two layers checks it.
-CONTEXT = 384
-MODES = ["none", "int8", "nvfp4", "mxfp4"]
-KL_BAND = 0.2
-INT8_PPL_DELTA = 0.2
-PPL_BAND = 0.065
-TOP1_BAND = 0.05
 
 
-@pytest.fixture(scope="module")
-def eval_ppl() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("eval_ppl", ROOT / "scripts/eval_ppl.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-Figures = dict[str, dict[str, float]]
-
-
-def engine_figures(
-    eval_ppl: ModuleType, model: str, *, modes: list[str], context: int, out: Path
-) -> Figures:
-    """Return the results that the script writes for the first context of the text."""
-    size = ["--context", str(context), "--max-tokens", str(context)]
-    arguments = [model, str(TEXT), "--modes", ",".join(modes), *size, "--json", str(out)]
-    assert eval_ppl.main(arguments) == 0
+def test_eval_ppl_writes_figures_of_every_mode(tmp_path: Path) -> None:
+    out = tmp_path / "figures.json"
+    options = ["--modes", "none,int8,mxfp4", "--context", "64", "--max-tokens", "64"]
+    assert eval_ppl.main(["smollm2", str(TEXT), *options, "--json", str(out)]) == 0
     facts = json.loads(out.read_text())
-    assert (facts["model"], facts["text"], facts["context"]) == (model, TEXT.name, context)
-    figures: Figures = facts["modes"]
-    return figures
+    assert (facts["model"], facts["text"], facts["context"]) == ("smollm2", TEXT.name, 64)
+    assert list(facts["modes"]) == ["none", "int8", "mxfp4"]
+    assert facts["modes"]["none"]["kl_mean"] == 0 < facts["modes"]["int8"]["kl_mean"]
+    assert all(row["tokens"] == 63 for row in facts["modes"].values())
 
 
-@pytest.fixture(scope="module")
-def ids(shallow_file: Path) -> list[int]:
-    from lmdeploy import _turbomind
-    from lmdeploy.engine.model_files import load_model
-
-    tokenizer = load_model(str(shallow_file), device=_turbomind.make_cpu_device(1)).tokenizer
-    return tokenizer.encode(TEXT.read_text(encoding="utf-8"), add_special=False)[:CONTEXT]
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Limit torch to one thread, because its threads spin against each other on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def shallow_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("shallow") / "shallow.gguf"
-    smollm2.write_first_layers(path, SHALLOW_LAYERS)
-    return path
-
-
-@pytest.fixture(scope="module")
-def figures(eval_ppl: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Figures:
-    out = tmp_path_factory.mktemp("eval") / "figures.json"
-    return engine_figures(eval_ppl, "smollm2", modes=MODES, context=CONTEXT, out=out)
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_eval_ppl_two_layers_equal_simulation(
-    eval_ppl: ModuleType, shallow_file: Path, ids: list[int], tmp_path: Path
-) -> None:
-    """The tolerance is also narrow enough to detect a cache of another dtype."""
-    got = engine_figures(
-        eval_ppl,
-        str(shallow_file),
-        modes=ALL_MODES,
-        context=SHALLOW_CONTEXT,
-        out=tmp_path / "figures.json",
-    )
-    model, contexts = smollm2.load_model(shallow_file), [ids[:SHALLOW_CONTEXT]]
-    wanted = smollm2.figures(model, contexts, modes=ALL_MODES)
-    for mode in ALL_MODES:
-        print(mode, got[mode], wanted[mode])
-        assert got[mode]["tokens"] == SHALLOW_CONTEXT - 1
-        assert got[mode]["ppl"] == pytest.approx(wanted[mode]["ppl"], rel=SHALLOW_REL), mode
-        near = pytest.approx(wanted[mode]["kl_mean"], rel=SHALLOW_REL)
-        assert got[mode]["kl_mean"] == near, mode
-        assert abs(got[mode]["top1"] - wanted[mode]["top1"]) < 1.5 / SHALLOW_CONTEXT, mode
-    other = smollm2.figures(model, contexts, modes=["mxfp4"], dtype="float32")["mxfp4"]
-    assert other["kl_mean"] != pytest.approx(wanted["mxfp4"]["kl_mean"], rel=SHALLOW_REL)
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_eval_ppl_whole_model_equals_simulation_within_noise(
-    figures: Figures, ids: list[int]
-) -> None:
-    wanted = smollm2.figures(smollm2.load_model(), [ids], modes=MODES)
-    for mode in MODES:
-        print(mode, figures[mode], wanted[mode])
-        assert figures[mode]["tokens"] == CONTEXT - 1
-        assert figures[mode]["ppl"] == pytest.approx(wanted[mode]["ppl"], rel=PPL_BAND), mode
-        near = pytest.approx(wanted[mode]["kl_mean"], rel=KL_BAND)
-        assert figures[mode]["kl_mean"] == near, mode
-        assert figures[mode]["top1"] == pytest.approx(wanted[mode]["top1"], abs=TOP1_BAND), mode
-
-
-def test_eval_ppl_none_diverges_by_zero_and_int8_by_little(
-    figures: Figures,
-) -> None:
-    row = figures["none"]
-    assert abs(figures["int8"]["ppl"] - row["ppl"]) <= INT8_PPL_DELTA
-    assert (row["kl_mean"], row["kl_p99"], row["top1"]) == (0.0, 0.0, 1.0)
-
-
-def test_eval_ppl_divergence_grows_from_int8_to_mxfp4(figures: Figures) -> None:
-    order = ["none", "int8", "nvfp4", "mxfp4"]
-    divergence = [figures[mode]["kl_mean"] for mode in order]
-    assert divergence == sorted(divergence) and divergence[1] > 0
-
-
-def test_score_report_equals_hand_computed_values(eval_ppl: ModuleType) -> None:
-    score = eval_ppl.Score()
-    reference = np.log(np.array([[0.5, 0.25, 0.25], [0.2, 0.2, 0.6]], np.float32))
-    logits = np.log(np.array([[0.25, 0.5, 0.25], [0.2, 0.2, 0.6]], np.float32)) + 7
-    score.add(logits, reference, targets=np.array([1, 2]))
-    row = score.report()
-    divergence = 0.5 * np.log(2) - 0.25 * np.log(2)
-    assert row["kl_mean"] == pytest.approx(divergence / 2)
-    assert row["ppl"] == pytest.approx(np.exp(-(np.log(0.5) + np.log(0.6)) / 2))
-    assert (row["top1"], row["tokens"]) == (0.5, 2)
-
-
-def test_documented_accuracy_equals_results() -> None:
-    facts = json.loads((ROOT / "benchmarks/results/accuracy_smollm2_austen_2048.json").read_text())
-    text = (ROOT / "docs/accuracy.md").read_text(encoding="utf-8")
-    assert list(facts["modes"]) == ALL_MODES
-    assert facts["modes"]["int8"]["ppl"] - facts["modes"]["none"]["ppl"] <= INT8_PPL_DELTA
-    for mode, row in facts["modes"].items():
-        cells = f"{row['ppl']:.2f} | {row['kl_mean']:.5f} | {row['kl_p99']:.4f}"
-        assert f"| `{mode}` | {cells} | {row['top1']:.1%} |".replace("%", " %") in text
-        assert f"{row['tokens']} predicted tokens" in text
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["smollm2", "no-such-file.txt"],
-        ["smollm2", str(TEXT), "--modes", "fp3"],
-        ["smollm2", str(TEXT), "--context", "100000"],
-        ["no-such-model.gguf", str(TEXT)],
-    ],
-)
+@pytest.mark.parametrize("arguments", [["no-such-file.txt"], [str(TEXT), "--modes", "fp3"]])
 def test_eval_ppl_invalid_input_is_a_one_line_error(
-    eval_ppl: ModuleType, arguments: list[str], capsys: pytest.CaptureFixture[str]
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert eval_ppl.main(arguments) == 2
+    assert eval_ppl.main(["smollm2", *arguments]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if "eval_ppl.py:" in line]
     assert len(lines) == 1

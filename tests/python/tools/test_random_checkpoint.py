@@ -1,4 +1,4 @@
-"""Tests of benchmarks/make_random_checkpoint.py: names, shapes, formats and statistics."""
+"""benchmarks/make_random_checkpoint.py at tiny sizes: transformers, llama.cpp and the engine."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import checkpoint_tensors
 import make_random_checkpoint as maker
 import numpy as np
 import pytest
+from checkpoint_tensors import RandomTensor
 
 CONFIGS = maker.named_configs()
-COMMON = {
+TINY: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 3,
@@ -21,62 +21,40 @@ COMMON = {
     "head_dim": 32,
     "vocab_size": 640,
     "max_position_embeddings": 512,
-}
-EXPERTS = {
     "num_experts": 4,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 64,
 }
-TINY: dict[str, dict[str, Any]] = {
-    "llama-3-8b": COMMON,
-    "llama-3.2-1b": COMMON,
-    "qwen3-8b": COMMON,
-    "mixtral-8x7b": {**COMMON, **EXPERTS},
-    # Without head_dim, because transformers does not have it for this family.
-    "qwen1.5-moe-a2.7b": {
-        **{key: value for key, value in COMMON.items() if key != "head_dim"},
-        **EXPERTS,
-        "mlp_only_layers": [1],
-    },
-    "qwen3-30b-a3b": {**COMMON, **EXPERTS, "decoder_sparse_step": 2},
-    "gpt-oss-20b": {
-        **COMMON,
-        **EXPERTS,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        "sliding_window": 16,
-    },
+OF_MODEL: dict[str, dict[str, Any]] = {
+    "llama-3.2-1b": {},
+    "qwen3-8b": {},
+    "mixtral-8x7b": {},
+    "qwen1.5-moe-a2.7b": {"head_dim": None, "mlp_only_layers": [1]},
+    "qwen3-30b-a3b": {"decoder_sparse_step": 2},
+    "gpt-oss-20b": {"sliding_window": 16, "layer_types": CONFIGS["gpt-oss-20b"]["layer_types"][:3]},
 }
-PLAIN = [name for name in TINY if name != "gpt-oss-20b"]
-# In GGUF, these architectures have experts in every layer.
-IN_GGUF = {"mlp_only_layers": [], "decoder_sparse_step": 1}
-STD_TOLERANCE = 0.03  # for at least 2^18 random values, whose own deviation is below 0.2 %
-
-
-def tiny_config(name: str, path: Path, **changes: Any) -> str:
-    path.write_text(json.dumps({**CONFIGS[name], **TINY[name], **changes}))
-    return str(path)
+PLAIN = [name for name in OF_MODEL if name != "gpt-oss-20b"]
+IN_GGUF = {"mlp_only_layers": [], "decoder_sparse_step": 1}  # GGUF has experts in every layer
+STD_TOLERANCE = 0.03  # of 2^18 values or more, whose own deviation is below 0.2 %
 
 
 def make(name: str, output: Path, *options: str) -> Path:
-    changes = IN_GGUF if "gguf" in options else {}
-    config = tiny_config(name, output.parent / f"{name}.json", **changes)
-    assert maker.main([config, str(output), *options]) == 0
+    config = {**CONFIGS[name], **TINY, **OF_MODEL[name], **(IN_GGUF if "gguf" in options else {})}
+    path = output.parent / f"{name}.json"
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    assert maker.main([str(path), str(output), *options]) == 0
     return output
 
 
-def stored(folder: Path) -> dict[str, np.ndarray]:
+def stored(folder: Path) -> dict[str, Any]:
     from safetensors import safe_open
 
-    tensors = {}
+    tensors: dict[str, Any] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  # not a mapping
-                tensor = opened.get_tensor(name)
-                tensors[name] = (
-                    tensor.float().numpy() if tensor.is_floating_point() else tensor.numpy()
-                )
+            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     return tensors
 
 
@@ -98,115 +76,54 @@ def test_random_checkpoint_gpt_oss_contains_every_tensor_of_transformers(tmp_pat
     import torch
     import transformers
 
-    folder = make("gpt-oss-20b", tmp_path / "model")
+    folder = make("gpt-oss-20b", tmp_path / "model", "--shard-bytes", "100000")
     config = transformers.AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
-        wanted = dict(transformers.GptOssForCausalLM(config).named_parameters())
+        expected = dict(transformers.GptOssForCausalLM(config).named_parameters())
     tensors = stored(folder)
-    for name, parameter in wanted.items():
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(tensors) and len(set(index["weight_map"].values())) > 2
+    for name, parameter in expected.items():
         if not name.endswith(("gate_up_proj", "down_proj")):
-            assert tensors.pop(name).shape == tuple(parameter.shape), name
+            assert tensors.pop(name).shape == parameter.shape, name
             continue
         count, columns, rows = parameter.shape
         blocks, scales = tensors.pop(f"{name}_blocks"), tensors.pop(f"{name}_scales")
-        assert blocks.shape == (count, rows, columns // 32, 16) and blocks.dtype == np.uint8
-        assert scales.shape == blocks.shape[:3] and scales.dtype == np.uint8
+        assert blocks.shape == (count, rows, columns // 32, 16) and blocks.dtype == torch.uint8
+        assert scales.shape == blocks.shape[:3] and scales.dtype == torch.uint8
     assert not tensors
 
 
-def test_random_checkpoint_gpt_oss_folder_has_published_layout(tmp_path: Path) -> None:
-    folder = make("gpt-oss-20b", tmp_path / "model", "--shard-bytes", "100000")
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    shards = sorted(path.name for path in folder.glob("*.safetensors"))
-    assert len(shards) > 2 and set(index["weight_map"].values()) == set(shards)
-    assert set(index["weight_map"]) == set(stored(folder))
-    config = json.loads((folder / "config.json").read_text())
-    assert config["quantization_config"]["quant_method"] == "mxfp4"
-    assert config["eos_token_id"] == 640 - 21 + 4  # <|return|>, the fifth of the last 21 tokens
-
-
-@pytest.mark.parametrize("name", TINY)
-def test_random_checkpoint_gguf_contains_tensors_of_its_architecture(
-    name: str, tmp_path: Path
-) -> None:
-    import gguf
-
-    reader = gguf.GGUFReader(make(name, tmp_path / "m.gguf", "--format", "gguf"))
-    architecture = reader.get_field("general.architecture").contents()
-    arch = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}[architecture]
-    known = {gguf.TENSOR_NAMES[kind] for kind in gguf.MODEL_TENSORS[arch]}
-    formats = {}
-    for tensor in reader.tensors:
-        pattern, suffix = tensor.name.rsplit(".", 1)
-        if pattern.startswith("blk."):
-            pattern = "blk.{bid}." + pattern.split(".", 2)[2]
-        assert pattern in known and suffix in ("weight", "bias"), tensor.name
-        formats[f"{pattern}.{suffix}"] = tensor.tensor_type.name
-    assert formats["token_embd.weight"] == "Q8_0" and formats["output_norm.weight"] == "F32"
-    if architecture == "gpt-oss":
-        for part in ("gate", "up", "down"):
-            assert formats[f"blk.{{bid}}.ffn_{part}_exps.weight"] == "MXFP4"
-            assert formats[f"blk.{{bid}}.ffn_{part}_exps.bias"] == "F32"
-        per_layer = len([t for t in reader.tensors if t.name.startswith("blk.0.")])
-        assert per_layer == 19 and len(reader.tensors) == 3 * 19 + 3
-
-
-@pytest.mark.parametrize("name", TINY)
-def test_random_checkpoint_generates_in_llama_cpp(name: str, tmp_path: Path) -> None:
-    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
-    path = make(name, tmp_path / "m.gguf", "--format", "gguf")
-    model = llama_cpp.Llama(str(path), n_ctx=128, n_threads=1, verbose=False)
-    ids = model.tokenize(b"Some words, 123 of them.", add_bos=False)
-    tokens = [token for token, _ in zip(model.generate(ids, temp=0), range(5), strict=False)]
-    assert len(set(tokens)) > 1 and all(0 <= token < 640 for token in tokens)
-    folder = make(name, tmp_path / "model")
-    from lmdeploy.chat.tokenizer import tokenizer_from_folder
-
-    text = "It's 2024, “so be it”!\n\n  <|end|>\tdone"
-    ours = tokenizer_from_folder(folder).encode(text, add_special=False)
-    assert ours == model.tokenize(text.encode(), add_bos=False, special=True)
-
-
-@pytest.mark.parametrize("name", ["llama-3-8b", "llama-3.2-1b", "qwen3-8b"])
-def test_random_checkpoint_loads_in_our_engine(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", OF_MODEL)
+def test_random_checkpoint_generates_in_engine_and_llama_cpp(name: str, tmp_path: Path) -> None:
     from lmdeploy import GenerationConfig, TurbomindEngineConfig, pipeline
 
-    folder = make(name, tmp_path / "model")
     file = make(name, tmp_path / "m.gguf", "--format", "gguf")
+    folder = make(name, tmp_path / "model")
+    text = "It's 2024, “so be it”!\n\n  <|end|>\tdone"
     for path in (folder, file):
         with pipeline(str(path), TurbomindEngineConfig(cache_max_entry_count=4)) as pipe:
-            messages = [{"role": "user", "content": "Good day"}]
-            answer = pipe(messages, gen_config=GenerationConfig(max_new_tokens=4, ignore_eos=True))
-            assert answer.generate_token_len == 4
+            options = GenerationConfig(max_new_tokens=4, ignore_eos=True)
+            assert pipe(text, gen_config=options).generate_token_len == 4
+            ids = pipe.tokenizer.encode(text, add_special=False)
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    model = llama_cpp.Llama(str(file), n_ctx=128, n_threads=1, verbose=False)
+    assert ids == model.tokenize(text.encode(), add_bos=False, special=True)
+    tokens = [token for token, _ in zip(model.generate(ids, temp=0), range(5), strict=False)]
+    assert len(set(tokens)) > 1 and all(0 <= token < 640 for token in tokens)
 
 
-def test_random_tensor_has_the_given_standard_deviation() -> None:
+@pytest.mark.parametrize("encoding", ["MXFP4", "Q8_0", "Q4_0", "BF16"])
+def test_random_tensor_has_the_given_standard_deviation(encoding: str) -> None:
     import gguf
 
-    encodings = checkpoint_tensors.Encoding
-    shape, std = (2048, 288), 0.0186
-
-    def values(encoding: Any, kind: str) -> np.ndarray:
-        tensor = checkpoint_tensors.RandomTensor("t", shape, encoding, std)
-        data = np.concatenate(list(tensor.pieces(0))).reshape(shape[0], -1)
-        assert data.nbytes == tensor.num_bytes
-        return gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])
-
-    for encoding in ("MXFP4", "Q8_0", "Q4_0", "BF16"):
-        got = values(encodings[encoding], encoding)
-        assert got.shape == shape
-        assert got.std() == pytest.approx(std, rel=STD_TOLERANCE)
-        assert abs(got.mean()) < STD_TOLERANCE * std
-    codes = checkpoint_tensors.RandomTensor("c", (2048, 9, 32), encodings.E2M1_PAIRS, std)
-    scales = checkpoint_tensors.RandomTensor("s", (2048, 9), encodings.E8M0, std)
-    pairs = np.concatenate(list(codes.pieces(0)))
-    exponents = np.concatenate(list(scales.pieces(0))).astype(np.float64) - 127
-    table = np.array(
-        [*checkpoint_tensors.E2M1_MAGNITUDES, *(-v for v in checkpoint_tensors.E2M1_MAGNITUDES)]
-    )
-    split = table[np.stack([pairs & 15, pairs >> 4], 1)].reshape(-1, 32) * 2 ** exponents[:, None]
-    assert len(np.unique(exponents)) == 2
-    assert split.std() == pytest.approx(std, rel=STD_TOLERANCE)
+    tensor = RandomTensor("t", (2048, 288), encoding, 0.0186)
+    data = np.concatenate(list(tensor.pieces(0))).reshape(2048, -1)
+    assert data.nbytes == tensor.num_bytes
+    values = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[encoding])
+    assert values.shape == tensor.shape
+    assert values.std() == pytest.approx(tensor.std, rel=STD_TOLERANCE)
+    assert abs(values.mean()) < STD_TOLERANCE * tensor.std
 
 
 def test_random_checkpoint_fewer_layers_equal_the_first_layers(tmp_path: Path) -> None:
@@ -214,19 +131,15 @@ def test_random_checkpoint_fewer_layers_equal_the_first_layers(tmp_path: Path) -
     short = stored(make("gpt-oss-20b", tmp_path / "short", "--layers", "2"))
     other = stored(make("gpt-oss-20b", tmp_path / "other", "--seed", "1", "--layers", "1"))
     assert {name for name in whole if ".layers.2." not in name} == set(short)
-    assert all(np.array_equal(whole[name], value) for name, value in short.items())
+    assert all(whole[name].equal(value) for name, value in short.items())
     name = "model.layers.0.mlp.experts.down_proj_blocks"
-    assert not np.array_equal(whole[name], other[name])
-    assert json.loads((tmp_path / "short/config.json").read_text())["layer_types"] == [
-        "sliding_attention",
-        "full_attention",
-    ]
+    assert not whole[name].equal(other[name])
 
 
 def test_random_checkpoint_sizes_equal_published_models() -> None:
     def total(name: str) -> int:
-        shape = maker.make_model(name, layers=None, seed=0).shape
-        return sum(tensor.num_bytes for tensor in maker.hf_tensors(shape))
+        layout = maker.make_model(name, layers=None, seed=0).layout
+        return sum(tensor.num_bytes for tensor in layout.tensors())
 
     assert total("gpt-oss-20b") == 13_761_264_768  # total_size of the published index
     assert total("gpt-oss-120b") == 65_248_815_744
@@ -234,20 +147,15 @@ def test_random_checkpoint_sizes_equal_published_models() -> None:
     assert total("llama-3-8b") == 16_060_522_496
 
 
-def test_random_checkpoint_gguf_with_dense_layers_is_rejected(
+def test_random_checkpoint_rejects_wrong_arguments(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = tiny_config("qwen1.5-moe-a2.7b", tmp_path / "config.json")
+    make("qwen1.5-moe-a2.7b", tmp_path / "model")
+    config = str(tmp_path / "qwen1.5-moe-a2.7b.json")
     assert maker.main([config, str(tmp_path / "m.gguf"), "--format", "gguf"]) == 2
-    assert "2 of 3 layers have experts" in capsys.readouterr().err
-
-
-def test_random_checkpoint_existing_file_is_not_overwritten(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make("gpt-oss-20b", tmp_path / "m.gguf", "--format", "gguf")
-    config = tiny_config("gpt-oss-20b", tmp_path / "config.json")
-    assert maker.main([config, str(tmp_path / "m.gguf"), "--format", "gguf"]) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert maker.main([config, str(tmp_path / "model")]) == 2
     assert maker.main(["gpt-oss-7b", str(tmp_path / "new")]) == 2
-    assert "gpt-oss-20b" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert all(
+        words in error for words in ("2 of 3 layers have experts", "exists already", "gpt-oss-20b")
+    )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import our_engine
 import pytest
-from test_bindings import VOCAB, build_weights, collect, make_request, model_config, shapes
+from test_bindings import VOCAB, build_weights, collect, make_request, model_config
 
 from lmdeploy import _turbomind as tm
 
@@ -28,16 +27,14 @@ def profiled(mode: str, *, max_prefill: int = 64) -> tuple[Any, Any]:
     return tm.Engine(model_config(), config, build_weights(device), device, 64 << 20), device
 
 
-def run_profile(mode: str, **options: Any) -> tuple[dict[str, Any], float]:
-    """Run a request. Return the phases by name and the seconds of the request."""
+def run_profile(mode: str, **options: Any) -> dict[str, Any]:
+    """Run a request and return the phases by name."""
     engine, device = profiled(mode, **options)
     assert device.profile() == []
-    begun = time.perf_counter()
     engine.submit(make_request(1, list(range(PROMPT)), NEW_TOKENS))
     collect(engine)
-    wall = time.perf_counter() - begun
     engine.close()
-    return {phase.phase: phase for phase in device.profile()}, wall
+    return {phase.phase: phase for phase in device.profile()}
 
 
 def find(phase: Any, kind: str, rows: int = 0, cols: int = 0) -> Any:
@@ -46,13 +43,8 @@ def find(phase: Any, kind: str, rows: int = 0, cols: int = 0) -> Any:
     return records[0]
 
 
-def packed_bytes(rows: int, cols: int) -> int:
-    """Return the bytes of FP32 in tiles of 16 outputs."""
-    return -(-rows // 16) * 16 * cols * 4
-
-
 def test_profile_counts_the_calls_of_every_layer():
-    phases, wall = run_profile("nvfp4")
+    phases = run_profile("nvfp4")
     assert set(phases) == {"prefill", "decode"}
     decode, steps = phases["decode"], NEW_TOKENS - 1
     assert decode.num_steps == decode.num_tokens == steps
@@ -74,24 +66,11 @@ def test_profile_counts_the_calls_of_every_layer():
     for phase in phases.values():
         inside = [r.nanoseconds for r in phase.records if r.kind != "between_steps"]
         assert sum(inside) == phase.nanoseconds and min(inside) >= 0
-    spent = sum(r.nanoseconds for phase in phases.values() for r in phase.records)
-    assert 0 < spent <= wall * 1e9
-
-
-def test_profile_linear_bytes_equal_packed_weights():
-    phases, _ = run_profile("none")
-    matrices = [shape for name, shape in shapes().items() if len(shape) == 2]
-    # The embedding table counts too, because it is also the head.
-    per_step = sum(packed_bytes(*shape) for shape in matrices)
-    for phase in phases.values():
-        linears = [r for r in phase.records if r.kind == "linear"]
-        assert sum(r.weight_bytes for r in linears) == per_step * phase.num_steps
-        assert {r.format for r in linears} == {"f32"}
 
 
 @pytest.mark.parametrize("mode", sorted(KV_TOKEN_BYTES))
 def test_profile_attention_bytes_equal_visible_positions(mode):
-    phases, _ = run_profile(mode)
+    phases = run_profile(mode)
     token = KV_TOKEN_BYTES[mode]
     contexts = [PROMPT + i for i in range(1, NEW_TOKENS)]
     record = find(phases["decode"], "decode_attention")
@@ -106,34 +85,6 @@ def test_profile_attention_bytes_equal_visible_positions(mode):
 
 
 def test_profile_counts_each_chunk_of_a_prompt_as_a_step():
-    phases, _ = run_profile("nvfp4", max_prefill=16)
+    phases = run_profile("nvfp4", max_prefill=16)
     assert phases["prefill"].num_steps == 3
     assert phases["prefill"].num_tokens == PROMPT
-
-
-def test_profile_is_empty_after_clear():
-    engine, device = profiled("nvfp4")
-    for request_id in (1, 2):
-        device.clear()
-        engine.submit(make_request(request_id, [1, 2, 3], 1))
-        collect(engine)
-    engine.close()
-    assert [(p.phase, p.num_steps) for p in device.profile()] == [("prefill", 1)]
-    device.clear()
-    assert device.profile() == []
-
-
-def test_profiled_engine_returns_the_same_tokens():
-    def tokens(wrapped: bool) -> list[int]:
-        device: Any = tm.make_cpu_device(1)
-        if wrapped:
-            device = tm.make_profiling_device(device)
-        config = tm.EngineConfig()
-        config.kv_format, config.session_len = "nvfp4", 256
-        engine = tm.Engine(model_config(), config, build_weights(device), device, 64 << 20)
-        engine.submit(make_request(1, list(range(PROMPT)), NEW_TOKENS))
-        found = [token for output in collect(engine) for token in output.tokens]
-        engine.close()
-        return found
-
-    assert tokens(True) == tokens(False)
