@@ -1,4 +1,4 @@
-"""The asynchronous engine: streams, cancel, failure."""
+"""Tests of the asynchronous engine: streams, cancellation, failures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lmdeploy.engine.load import _eos_ids
 from lmdeploy.response import Response
 
 
-def test_an_answer_begins_a_text_in_a_chat_alone(monkeypatch):
+def test_submit_begins_text_only_for_a_new_chat_answer(monkeypatch):
     engine = make_engine()
     begun = []
 
@@ -51,14 +51,14 @@ def engine():
     engine.close()
 
 
-async def test_generate(engine):
+async def test_generate_returns_text_and_counts(engine):
     answer = await collect(engine, "hé")
     assert (answer.text, answer.finish_reason) == ("You said: HÉ", "stop")
     assert answer.generate_token_len == len("You said: HÉ".encode()) == len(answer.token_ids)
     assert (answer.input_token_len, answer.cached_tokens) == (3, 3)
 
 
-async def test_clipped_values_are_warned_of_once(engine, caplog):
+async def test_generate_clipped_values_log_one_warning(engine, caplog):
     with caplog.at_level(logging.WARNING, logger="lmdeploy"):
         await collect(engine, "a")
         assert not caplog.records
@@ -69,7 +69,7 @@ async def test_clipped_values_are_warned_of_once(engine, caplog):
     assert [record.getMessage()[:19] for record in caplog.records] == ["7 values of K or V "]
 
 
-async def test_length_and_stop_ids(engine):
+async def test_generate_token_limit_and_stop_ids_end_the_answer(engine):
     answer = await collect(engine, "x", GenerationConfig(max_new_tokens=3))
     assert (answer.text, answer.finish_reason) == ("You", "length")
     answer = await collect(engine, "x", GenerationConfig(stop_token_ids=[ord(" ")]))
@@ -81,7 +81,7 @@ async def test_length_and_stop_ids(engine):
 
 
 class PairTokenizer(FakeTokenizer):
-    """With `.` and a line break as one token, 257."""
+    """A tokenizer that encodes "." and a newline as one token, 257."""
 
     vocab_size = 258
 
@@ -122,37 +122,39 @@ async def answer_until(script, words, **options):
         ("One.\nTwo", ["<eos>"], "One.\nTwo", [*b"One", 257, *b"Two"]),
     ],
 )
-async def test_words_with_special_tokens(script, words, text, tokens, skip):
+async def test_generate_stop_word_with_special_token_ends_the_answer(
+    script, words, text, tokens, skip
+):
     answer = await answer_until(script, words, skip_special_tokens=skip)
     assert (answer.text, answer.token_ids) == (text.format("" if skip else "<eos>"), tokens)
     assert answer.finish_reason == "stop"
 
 
-async def test_a_word_with_special_tokens_that_is_not_completed():
+async def test_generate_incomplete_stop_word_with_special_token_is_shown():
     answer = await answer_until("One\n", ["\n<eos><eos>"], ignore_eos=False)
     assert (answer.text, answer.token_ids) == ("One\n", [*b"One\n"])
     answer = await answer_until("One\n", ["\n<eos><eos>"], max_new_tokens=4)
     assert (answer.text, answer.finish_reason) == ("One\n", "length")
 
 
-async def test_the_end_token_completes_a_word():
+async def test_generate_eos_token_completes_a_stop_word():
     answer = await answer_until("One\n", ["\n<eos>"], ignore_eos=False)
     assert (answer.text, answer.token_ids, answer.finish_reason) == ("One", [*b"One"], "stop")
 
 
-async def test_words_with_special_tokens_are_returned_when_asked_for():
+async def test_generate_include_stop_str_returns_words_with_special_tokens():
     options = {"include_stop_str_in_output": True}
     for skip, text in ((True, "One\n"), (False, "One\n<eos>")):
         answer = await answer_until("One\n<eos>x", ["\n<eos>"], skip_special_tokens=skip, **options)
         assert (answer.text, answer.token_ids) == (text, [*b"One\n", EOS])
 
 
-async def test_min_tokens_hold_for_words_with_special_tokens():
+async def test_generate_min_new_tokens_delays_words_with_special_tokens():
     answer = await answer_until("a\n<eos>b\n<eos>c", ["\n<eos>"], min_new_tokens=4)
     assert answer.text == "a\nb"
 
 
-async def test_a_word_in_the_format_of_gpt_oss(engine):
+async def test_submit_stop_word_with_special_token_matches_harmony_answer(engine):
     source = "{% for m in messages %}{{ m.content }}{% endfor %}"
     script = "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>final"
     harmony = make_engine(lambda _: f"{script}<|message|>a.b<|end|>", harmony_template=source)
@@ -166,7 +168,7 @@ async def test_a_word_in_the_format_of_gpt_oss(engine):
     harmony.close()
 
 
-async def test_a_space_that_decoding_drops_makes_no_special_word(engine):
+async def test_submit_space_dropped_by_decoding_adds_no_stop_sequence(engine):
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     from lmdeploy.chat.tokenizer import Tokenizer as OurTokenizer
@@ -181,7 +183,7 @@ async def test_a_space_that_decoding_drops_makes_no_special_word(engine):
     assert engine.loaded.cpp_engine.requests[-1].stop_sequences == [[0]]
 
 
-async def test_stop_word_cancels_the_rest():
+async def test_generate_stop_word_cancels_the_request():
     engine = make_engine(lambda _: "one two three " * 50, step_seconds=0.001)
     answer = await collect(engine, "x", GenerationConfig(stop_words=["two"]))
     assert (answer.text, answer.finish_reason) == ("one ", "stop")
@@ -189,10 +191,10 @@ async def test_stop_word_cancels_the_rest():
     engine.close()
 
 
-async def test_stop_words_of_a_template_are_none_of_the_requests():
+async def test_submit_template_stop_words_apply_to_chats_only():
     engine = make_engine(lambda _: "one two three")
     engine.loaded.chat_template.stop_words = ["two"]
-    config = GenerationConfig(stop_words=[f"word {i}" for i in range(256)])  # as many as may be
+    config = GenerationConfig(stop_words=[f"word {i}" for i in range(256)])  # the maximum number
     for start, text in ((AnswerStart(), "one "), (None, "one two three")):
         stream = await engine.submit([1], config, start=start)
         assert "".join([chunk.text async for chunk in stream]) == text
@@ -200,7 +202,7 @@ async def test_stop_words_of_a_template_are_none_of_the_requests():
     engine.close()
 
 
-async def test_leaving_cancels():
+async def test_generate_closed_or_cancelled_stream_cancels_the_request():
     engine = make_engine(lambda _: "a" * 400, step_seconds=0.001)
     stream = engine.generate([1])
     await anext(stream)
@@ -215,7 +217,7 @@ async def test_leaving_cancels():
     engine.close()
 
 
-async def test_refused_prompts(engine):
+async def test_submit_invalid_prompt_raises_value_error(engine):
     for ids, text in [
         ([], "prompt is empty"),
         ([1] * 512, "has 512 tokens.*session_len is 512.*--session-len"),
@@ -232,7 +234,7 @@ async def test_refused_prompts(engine):
     large.close()
 
 
-async def test_a_prompt_without_an_answer_may_be_as_long_as_the_session(engine):
+async def test_submit_prompt_of_session_len_is_accepted_without_new_tokens(engine):
     config = GenerationConfig(max_new_tokens=0, prompt_logprobs=0)
     answer = await collect(engine, "x" * 512, config)
     assert (answer.finish_reason, len(answer.prompt_logprobs)) == ("length", 511)
@@ -245,12 +247,12 @@ async def test_a_prompt_without_an_answer_may_be_as_long_as_the_session(engine):
     large.close()
 
 
-async def test_answer_is_cut_to_the_room_left(engine):
+async def test_submit_limits_new_tokens_to_the_remaining_session(engine):
     await collect(engine, "x" * 500, GenerationConfig(max_new_tokens=5000))
     assert engine.loaded.cpp_engine.requests[-1].max_new_tokens == 12
 
 
-async def test_sampling_fields_reach_the_request(engine):
+async def test_submit_sampling_fields_reach_the_request(engine):
     config = GenerationConfig(
         do_sample=True,
         temperature=0.5,
@@ -271,7 +273,7 @@ async def test_sampling_fields_reach_the_request(engine):
     assert engine.loaded.cpp_engine.requests[-1].do_sample is False
 
 
-async def test_engine_failure_ends_all_streams():
+async def test_generate_engine_failure_ends_all_streams():
     engine = make_engine(lambda _: "a" * 400, step_seconds=0.001)
     tasks = [asyncio.create_task(collect(engine, "x")) for _ in range(3)]
     await asyncio.sleep(0.02)
@@ -297,7 +299,7 @@ def output_is_wrong(cpp_engine):
 
 
 @pytest.mark.parametrize("break_core", [wait_fails, output_is_wrong])
-async def test_an_engine_that_cannot_deliver_has_failed(break_core):
+async def test_async_engine_that_cannot_deliver_outputs_fails(break_core):
     engine = make_engine(lambda _: "a" * 30_000, step_seconds=0.001, session_len=40_000)
     task = asyncio.create_task(collect(engine, "x"))
     await asyncio.sleep(0.02)
@@ -316,7 +318,7 @@ async def test_an_engine_that_cannot_deliver_has_failed(break_core):
     engine.close()
 
 
-def test_an_interrupted_close_can_be_finished(monkeypatch):
+def test_close_interrupted_can_be_repeated(monkeypatch):
     engine = make_engine()
     join, calls = engine._drain_thread.join, []
 
@@ -336,7 +338,7 @@ def test_an_interrupted_close_can_be_finished(monkeypatch):
     assert engine.failure == "The engine is closed."
 
 
-def test_a_second_close_waits_for_the_first():
+def test_close_second_call_waits_for_the_first():
     engine = make_engine()
     released = threading.Event()
     engine.loaded.on_close = released.wait
@@ -352,7 +354,7 @@ def test_a_second_close_waits_for_the_first():
     assert not engine.loaded.cpp_engine.healthy
 
 
-def test_end_tokens_that_are_none_are_ignored(caplog):
+def test_eos_ids_outside_the_vocabulary_are_ignored_with_a_warning(caplog):
     with caplog.at_level(logging.WARNING, logger="lmdeploy"):
         assert _eos_ids([2, 5], {"eos_token_id": [7, 2]}, vocab_size=8) == [2, 5, 7]
         assert _eos_ids([2], {}, vocab_size=8) == [2]
@@ -365,14 +367,14 @@ def test_end_tokens_that_are_none_are_ignored(caplog):
     assert "contains 99999999999, True, 8, -1, 'a', [3]. Ids must be 0 to 7." in record.getMessage()
 
 
-async def test_prompt_logprobs(engine):
+async def test_generate_returns_prompt_logprobs(engine):
     config = GenerationConfig(prompt_logprobs=0, logprobs=1, max_new_tokens=0)
     answer = await collect(engine, "abc", config)
     assert [next(iter(item)) for item in answer.prompt_logprobs] == [ord("b"), ord("c")]
     assert answer.token_ids == [] and answer.finish_reason == "length"
 
 
-def test_cache_line(engine):
+def test_cache_line_describes_the_kv_cache(engine):
     line = engine.cache_line()
     assert line == (
         "KV cache: mode nvfp4, quality balanced (K rotation, scale search, first 64 and newest 64+ "
@@ -381,7 +383,7 @@ def test_cache_line(engine):
     )
 
 
-def test_stop_words_are_prepared_outside_the_loop():
+def test_submit_prepares_stop_words_outside_the_event_loop():
     async def run():
         engine = make_engine()
         threads = []

@@ -1,4 +1,4 @@
-"""The C++ engine through its bindings: a tiny random model end to end."""
+"""Tests of the C++ engine through its bindings, on a tiny random model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def engine() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_answers_are_the_argmax_of_their_logits(mode: str) -> None:
+def test_engine_greedy_tokens_are_argmax_of_their_logits(mode: str) -> None:
     engine = make_engine(mode)
     request = make_request(1, list(range(40)))
     request.logits_output = "generation"
@@ -70,7 +70,7 @@ def test_logits_outlive_their_output_and_engine(engine: Any) -> None:
     np.testing.assert_array_equal(logits, copy)
 
 
-def test_token_mask_steers_and_its_failure_ends_one_request(engine: Any) -> None:
+def test_token_mask_limits_tokens_and_its_failure_ends_one_request(engine: Any) -> None:
     told: list[int] = []
 
     def only_seven(new_tokens: list[int], mask: np.ndarray) -> bool:
@@ -114,7 +114,7 @@ def test_token_mask_steers_and_its_failure_ends_one_request(engine: Any) -> None
     assert last.is_request_fault
 
 
-def test_the_callback_is_released_with_its_request(engine: Any) -> None:
+def test_token_mask_is_released_with_its_request(engine: Any) -> None:
     class Mask:
         def __call__(self, new_tokens: list[int], mask: np.ndarray) -> bool:
             mask[:] = -1
@@ -128,7 +128,7 @@ def test_the_callback_is_released_with_its_request(engine: Any) -> None:
     engine.submit(request)
     collect(engine)
     del request, mask
-    engine.clear_prefix_cache()  # the step that ended the request is over
+    engine.clear_prefix_cache()  # this waits until the step that ended the request is over
     gc.collect()
     assert alive() is None
 
@@ -144,7 +144,7 @@ def test_wait_outputs_releases_the_gil_and_close_wakes_it(engine: Any) -> None:
         engine.submit(make_request(1, [1]))
 
 
-def test_cancel(engine: Any) -> None:
+def test_cancel_ends_the_request(engine: Any) -> None:
     request = make_request(1, [1, 2, 3], 200)
     cancelled = threading.Event()
 
@@ -161,7 +161,7 @@ def test_cancel(engine: Any) -> None:
     engine.cancel(1)
 
 
-def test_unknown_strings_name_the_choices() -> None:
+def test_enum_setters_unknown_name_lists_the_choices() -> None:
     config = tm.EngineConfig()
     with pytest.raises(
         ValueError, match=r'kv_format has value "fp3". It must be one of none, int8.*nvfp4'
@@ -175,7 +175,7 @@ def test_unknown_strings_name_the_choices() -> None:
         tm.Request().logits_output = "some"
 
 
-def test_wrong_weights_are_refused_by_name() -> None:
+def test_weights_builder_wrong_weights_are_named_in_the_error() -> None:
     device = tm.make_cpu_device(1)
     with pytest.raises(ValueError, match=r"lack tensors \(1\): layers\.1\.down"):
         build_weights(device, leave_out="layers.1.down")
@@ -196,7 +196,7 @@ def test_wrong_weights_are_refused_by_name() -> None:
         builder.add_matrix("layers.0.q", "f32", values, 128, 64)
 
 
-def test_a_builder_is_empty_once_built() -> None:
+def test_weights_builder_can_build_only_once() -> None:
     device = tm.make_cpu_device(1)
     builder = tm.WeightsBuilder(model_config(), device, True)
     for name, shape in shapes().items():
@@ -212,7 +212,7 @@ def test_a_builder_is_empty_once_built() -> None:
     assert weights.num_bytes > 0
 
 
-def test_none_is_no_device_weights_or_request() -> None:
+def test_constructors_reject_none() -> None:
     device = tm.make_cpu_device(1)
     with pytest.raises(TypeError):
         tm.WeightsBuilder(model_config(), None, True)
@@ -225,12 +225,12 @@ def test_none_is_no_device_weights_or_request() -> None:
 
 
 @pytest.mark.parametrize("policy", [5, 12, -1, 2**70, True, 1.5, "fp3"])
-def test_wrong_quant_policy(policy: Any) -> None:
+def test_get_kv_cache_mode_rejects_invalid_policy(policy: Any) -> None:
     with pytest.raises(ValueError, match=r"quant_policy"):
         tm.get_kv_cache_mode(policy)
 
 
-# As many stacks as 64 MB hold.
+# Limit the address space so that 64 MB remain for thread stacks.
 FEW_THREADS = """
 import resource
 from lmdeploy import _turbomind as tm
@@ -244,7 +244,7 @@ except ValueError as error:
 """
 
 
-def test_threads_that_the_system_refuses() -> None:
+def test_make_cpu_device_too_many_threads_raises_value_error() -> None:
     done = subprocess.run(
         [sys.executable, "-c", FEW_THREADS], capture_output=True, text=True, timeout=60, check=False
     )
@@ -253,7 +253,7 @@ def test_threads_that_the_system_refuses() -> None:
     assert done.stdout.strip().endswith("Use fewer (--num-threads).")
 
 
-def test_plan_memory_checks_and_counts() -> None:
+def test_plan_memory_counts_bytes_and_checks_options() -> None:
     config = tm.EngineConfig()
     config.kv_format = "nvfp4"
     plan = tm.plan_memory(model_config(), config, 1 << 30)

@@ -1,4 +1,4 @@
-"""Experts through the bindings: their config and names, MXFP4 arrays read where they are."""
+"""Tests of experts through the bindings: config, names, MXFP4 arrays that are not copied."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ def expert_parts() -> dict[str, tuple[int, int]]:
 
 
 def mxfp4(rng: np.random.Generator, rows: int, cols: int) -> tuple[np.ndarray, np.ndarray]:
-    """Random codes [rows, cols / 2] and exponents [rows, cols / 32] of values below 1."""
+    """Return random codes [rows, cols / 2] and exponents [rows, cols / 32] for values below 1."""
     codes = rng.integers(0, 256, (rows, cols // 2), dtype=np.uint8)
     return codes, rng.integers(122, 125, (rows, cols // 32), dtype=np.uint8)
 
 
 def gguf_blocks(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """The same values as [rows, cols / 32, 17]: exponent, then value j beside value 16 + j."""
+    """Return [rows, cols / 32, 17]: the exponent, then a byte for each pair of values j, 16 + j."""
     rows = codes.shape[0]
     values = np.stack([codes & 15, codes >> 4], axis=-1).reshape(rows, -1, 32)
     packed = values[..., :16] | values[..., 16:] << 4
@@ -83,7 +83,7 @@ def gguf_blocks(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def dequantized(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """What the format means, from the OCP specification."""
+    """Decode MXFP4 as the OCP specification defines it."""
     magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
     values = np.stack([codes & 15, codes >> 4], axis=-1).reshape(codes.shape[0], -1, 32)
     signed = np.where(values & 8, -1, 1) * magnitudes[values & 7]
@@ -144,7 +144,7 @@ def logits_of(engine: Any) -> np.ndarray:
     return np.concatenate(rows)
 
 
-def test_both_forms_of_mxfp4_are_the_values_they_stand_for() -> None:
+def test_engine_both_mxfp4_forms_equal_dequantized_weights() -> None:
     device = tm.make_cpu_device(1)
     engines = {
         form: make_engine(build_weights(device, form), device)
@@ -204,7 +204,7 @@ def weights_with_biases(device: Any, *, interleaved: bool) -> Any:
     return builder.build()
 
 
-def test_gate_and_up_apart_are_the_same_as_interleaved() -> None:
+def test_engine_separate_gate_and_up_equal_interleaved() -> None:
     device = tm.make_cpu_device(2)
     logits = []
     for interleaved in (True, False):
@@ -230,7 +230,7 @@ def test_gate_and_up_apart_are_the_same_as_interleaved() -> None:
         ("mxfp4_split", 32, np.zeros((32, 2), np.uint8), "has 2048 bytes, but needs 1024"),
     ],
 )
-def test_mxfp4_arrays_of_the_wrong_shape_are_refused(
+def test_add_matrix_mxfp4_array_of_wrong_shape_is_rejected(
     form: str, rows: int, scales: np.ndarray | None, want: str
 ) -> None:
     builder = tm.WeightsBuilder(model_config(), tm.make_cpu_device(1), True)
@@ -240,7 +240,7 @@ def test_mxfp4_arrays_of_the_wrong_shape_are_refused(
     assert "layers.0.experts.0.gate_up" in str(error.value)
 
 
-def test_scales_go_with_the_split_form_alone() -> None:
+def test_add_matrix_scales_without_split_form_are_rejected() -> None:
     builder = tm.WeightsBuilder(model_config(), tm.make_cpu_device(1), True)
     values = np.zeros((2 * INNER, HIDDEN), np.float32)
     scales = np.zeros((2 * INNER, HIDDEN // 32), np.uint8)
@@ -248,7 +248,7 @@ def test_scales_go_with_the_split_form_alone() -> None:
         builder.add_matrix("layers.0.experts.0.gate_up", "f32", values, 2 * INNER, HIDDEN, scales)
 
 
-def test_a_wrong_config_is_refused_by_the_fields_name() -> None:
+def test_validate_invalid_moe_config_names_the_field() -> None:
     for field, value in [
         ("num_experts", -1),
         ("num_experts", 1 << 20),
@@ -258,7 +258,7 @@ def test_a_wrong_config_is_refused_by_the_fields_name() -> None:
         ("shared_intermediate_size", -1),
         ("layers", [1]),
         ("layers", [1, 2]),
-        ("layers", [1, 0]),  # and no intermediate_size for the dense one
+        ("layers", [1, 0]),  # the dense layer then lacks intermediate_size
     ]:
         config = model_config()
         setattr(config.moe, field, value)
@@ -272,12 +272,12 @@ def test_a_wrong_config_is_refused_by_the_fields_name() -> None:
     assert config.moe.layers == [1, 1]
 
 
-def test_the_plan_counts_the_decoders_scratch() -> None:
+def test_plan_memory_counts_scratch_of_the_decoder() -> None:
     config = tm.EngineConfig()
-    config.max_prefill_token_num = rows = 128  # that experts have at a time
+    config.max_prefill_token_num = rows = 128  # experts process this many rows at a time
     scratch = {
         width: tm.plan_memory(model_config(shared=width), config, 1 << 30).scratch_bytes
-        for width in (1024, 2048)  # more than attention takes of the same memory
+        for width in (1024, 2048)  # more than attention uses of the same memory
     }
-    # Gate, up and what comes of them.
+    # Gate, up and their product.
     assert scratch[2048] - scratch[1024] == rows * 3 * (2048 - 1024) * 4

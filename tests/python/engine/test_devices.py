@@ -1,8 +1,8 @@
-"""Devices: how libturbomind_cuda.so is found and refused, what `auto` means, what is reported.
+"""Tests of devices: loading libturbomind_cuda.so, the meaning of `auto`, reports.
 
-A GPU of its own: the CUDA backend compiled for the CPU (libturbomind_cuda_shim.so of the build
-folder), in processes that name it in LMDEPLOY_CUDA_LIBRARY. A process loads one library and keeps
-it.
+Some tests use the CUDA backend compiled for the CPU (libturbomind_cuda_shim.so in the build
+folder). They run in subprocesses that name it in LMDEPLOY_CUDA_LIBRARY, because a process loads one
+library and keeps it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ const struct table* turbomind_cuda_library(void) { return &fake; }
 
 
 def compile_library(folder: Path, code: str) -> Path:
-    """A shared object of C."""
+    """Compile C code into a shared object."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler")
@@ -48,7 +48,10 @@ def compile_library(folder: Path, code: str) -> Path:
 
 
 def run(code: str, library: str | Path | None, *args: str, cublas_lt: str | Path = "") -> str:
-    """What a process of its own prints, with these libraries named (None: none)."""
+    """Run code in a subprocess with these libraries and return its output.
+
+    library: the CUDA library to name. None names no library.
+    """
     env = {**os.environ, "PYTHONPATH": str(ROOT), CUBLAS_LT: str(cublas_lt)}
     env.pop(VARIABLE, None)
     if library is not None:
@@ -87,14 +90,15 @@ try:
 except ValueError as error:
     print(error)
 """
-# Of the logits' deviation: weights and activations in BF16, against 16-bit integers on the CPU.
+# Limit of the logits' error, relative to their standard deviation: the GPU computes with BF16
+# weights and activations, the CPU with 16-bit integers.
 LOGIT_TOLERANCE = 0.05
 WHY = "from lmdeploy import _turbomind; print(_turbomind.cuda_devices())"
 
 
 @pytest.fixture
 def shim() -> Path:
-    """The backend without a GPU."""
+    """Return the path of the CUDA backend that runs without a GPU."""
     folder = Path(os.environ.get("TM_BUILD_FOLDER", ROOT / "build" / "release"))
     library = folder / "libturbomind_cuda_shim.so"
     if not library.is_file():
@@ -103,23 +107,23 @@ def shim() -> Path:
 
 
 def why(library: Path) -> str:
-    """Why this library is not used; no device may have been found."""
+    """Return the reason why a library is not used, and check that no device was found."""
     found = re.fullmatch(r"\(\[\], (['\"])(.*)\1\)", run(WHY, library))
     assert found, "a device was found, or more than a line was said"
     return found[2]
 
 
-def test_no_library_says_how_to_build_it(tmp_path, monkeypatch):
+def test_cuda_devices_missing_library_error_says_how_to_build_it(tmp_path, monkeypatch):
     missing = tmp_path / "none.so"
     text = why(missing)
     assert text.startswith(f"{VARIABLE}: no {missing} was found. Build it") and "TM_CUDA=ON" in text
-    # Without the variable: beside the module.
+    # Without the variable, the library is expected next to the module.
     beside = Path(_turbomind.__file__).parent / "libturbomind_cuda.so"
     if not beside.exists():
         assert f"no {beside} was found. Build it" in run(WHY, None)
 
 
-def test_a_file_that_is_no_library(tmp_path):
+def test_cuda_devices_unusable_file_is_rejected(tmp_path):
     path = tmp_path / "text.so"
     path.write_text("no library\n")
     assert re.match(rf"{VARIABLE}: cannot be loaded: .*text\.so", why(path))
@@ -128,13 +132,13 @@ def test_a_file_that_is_no_library(tmp_path):
 
 
 @pytest.mark.parametrize("stamp", ['"0.0.9 abc"', '"two\\nlines"', '""', "0"])
-def test_a_library_of_another_version(tmp_path, stamp):
+def test_cuda_devices_library_of_another_version_is_rejected(tmp_path, stamp):
     text = why(compile_library(tmp_path, FAKE.replace("STAMP", stamp)))
     assert "was built for another version" in text and _turbomind.cuda_stamp in text
 
 
-def test_the_shim_is_used_where_it_is_named_alone(tmp_path, shim):
-    """A copy of it in the place of the real library is refused."""
+def test_cuda_devices_shim_is_accepted_only_by_name(tmp_path, shim):
+    """A copy in the place of the real library is rejected."""
     package = tmp_path / "lmdeploy"
     shutil.copytree(ROOT / "lmdeploy", package, ignore=shutil.ignore_patterns("libturbomind*"))
     shutil.copy(shim, package / "libturbomind_cuda.so")
@@ -144,8 +148,8 @@ def test_the_shim_is_used_where_it_is_named_alone(tmp_path, shim):
     assert "CudaDeviceInfo" in run(WHY, shim)
 
 
-def test_a_gpu_that_is_asked_for_is_needed():
-    """The tests' own LMDEPLOY_CUDA_LIBRARY names no library."""
+def test_open_device_requested_gpu_without_cuda_raises_value_error():
+    """In the tests, LMDEPLOY_CUDA_LIBRARY names a file that is not a library."""
     for options in ({"device_type": "cuda"}, {"devices": [0]}):
         with pytest.raises(ValueError, match="CUDA is not used: LMDEPLOY_CUDA_LIBRARY") as caught:
             devices.open_device(TurbomindEngineConfig(**options))
@@ -155,14 +159,14 @@ def test_a_gpu_that_is_asked_for_is_needed():
             call(0)
 
 
-def test_the_command_line_says_so_in_one_line(capsys):
+def test_api_server_missing_gpu_is_a_one_line_error(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["serve", "api_server", "smollm2", "--dry-run", "--device", "cuda"])
     text = capsys.readouterr().err
     assert caught.value.code == 2 and text.count("\n") == 1 and "CUDA is not used" in text
 
 
-def test_auto_falls_back_to_the_cpu(caplog, monkeypatch, tmp_path):
+def test_open_device_auto_without_cuda_uses_the_cpu(caplog, monkeypatch, tmp_path):
     caplog.set_level("INFO", "lmdeploy")
     opened = devices.open_device(TurbomindEngineConfig(num_threads=1))
     assert opened.gpu is None and opened.device.capability.generation == "CPU"
@@ -170,7 +174,7 @@ def test_auto_falls_back_to_the_cpu(caplog, monkeypatch, tmp_path):
     assert [(r.levelname, "CUDA is not used" in r.message) for r in caplog.records] == [
         ("INFO", True)
     ]
-    monkeypatch.setattr(devices, "_DRIVER_FILE", str(tmp_path))  # a driver is there
+    monkeypatch.setattr(devices, "_DRIVER_FILE", str(tmp_path))  # now a driver is present
     devices.open_device(TurbomindEngineConfig(num_threads=1))
     assert caplog.records[-1].levelname == "WARNING"
     caplog.clear()
@@ -179,12 +183,12 @@ def test_auto_falls_back_to_the_cpu(caplog, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("devices", [[0, 1], [], [-1], [True], ["0"], 0, "0"])
-def test_one_gpu_at_most(devices):
+def test_engine_config_devices_must_be_one_gpu(devices):
     with pytest.raises(ValueError, match="devices is "):
         TurbomindEngineConfig(devices=devices)
 
 
-def test_options_that_exclude_each_other():
+def test_engine_config_rejects_contradicting_device_options():
     with pytest.raises(ValueError, match="several GPUs are not supported"):
         TurbomindEngineConfig(devices=[0, 1])
     with pytest.raises(ValueError, match="cannot be used with device_type cpu"):
@@ -199,7 +203,7 @@ def test_options_that_exclude_each_other():
     ("policy", "gpu", "mode"),
     [("fp4", 90, "mxfp4"), ("fp4", 100, "nvfp4"), ("nvfp4", 90, "nvfp4"), (16, 86, "mxfp4")],
 )
-def test_formats_of_a_gpu(policy, gpu, mode):
+def test_resolve_kv_options_fp4_depends_on_the_gpu(policy, gpu, mode):
     config = TurbomindEngineConfig(quant_policy=policy)
     options = resolve_kv_options(config, [0, 0], capability=_turbomind.cuda_capability(gpu))
     assert options.mode == mode
@@ -208,7 +212,7 @@ def test_formats_of_a_gpu(policy, gpu, mode):
     assert "nvfp4 is more accurate" in options.note or not options.note
 
 
-def test_strict_arch_and_old_gpus():
+def test_resolve_kv_options_rejects_too_old_gpu():
     config = TurbomindEngineConfig(quant_policy="nvfp4", strict_arch=True)
     gpu = _turbomind.cuda_capability
     with pytest.raises(ValueError, match=r"strict_arch=True needs SM 100 or higher, but .* SM 90"):
@@ -225,12 +229,12 @@ def test_strict_arch_and_old_gpus():
         ("k=fp8,v=nvfp4", 90, True),
         ("nvfp4", 100, False),
         ("nvfp4", None, False),  # the CPU has its own vector code
-        ("fp4", 90, False),  # resolves to mxfp4, which the start line says
+        ("fp4", 90, False),  # resolves to mxfp4, which the start line reports
         ("mxfp4", 90, False),
         ("fp8", 80, False),
     ],
 )
-def test_nvfp4_in_software_is_warned_of_once(caplog, policy, gpu, warns):
+def test_engine_config_of_nvfp4_in_software_logs_one_warning(caplog, policy, gpu, warns):
     config = TurbomindEngineConfig(kv_cache_format=policy, session_len=128)
     capability = None if gpu is None else _turbomind.cuda_capability(gpu)
     with caplog.at_level("WARNING", logger="lmdeploy"):
@@ -241,7 +245,7 @@ def test_nvfp4_in_software_is_warned_of_once(caplog, policy, gpu, warns):
 
 
 def model_config():
-    """Of a small model."""
+    """Return the config of a small model."""
     config = _turbomind.ModelConfig()
     config.num_layers, config.hidden_size, config.intermediate_size = 2, 64, 128
     config.num_heads, config.num_kv_heads, config.head_dim = 2, 1, 64
@@ -251,7 +255,7 @@ def model_config():
     return config
 
 
-def test_the_plan_of_a_gpu_takes_all_that_is_allowed():
+def test_plan_memory_gpu_uses_the_whole_budget():
     model = model_config()
     config = TurbomindEngineConfig(session_len=256, max_batch_size=1)
     gpu = _turbomind.cuda_capability(90)
@@ -281,7 +285,7 @@ def test_make_device_unknown_name_is_rejected():
         _turbomind.make_device("nova", 1)
 
 
-def test_check_env_without_a_gpu(capsys):
+def test_check_env_without_a_gpu_lists_software_formats(capsys):
     assert main(["check_env"]) == 0
     text = capsys.readouterr().out
     assert f"device: CUDA is not used: {VARIABLE}: " in text
@@ -291,7 +295,7 @@ def test_check_env_without_a_gpu(capsys):
     assert re.search(r"^  fp4 means +nvfp4$", text, re.M)
 
 
-def test_the_table_of_formats(monkeypatch):
+def test_kv_formats_table_has_a_column_per_device(monkeypatch):
     class Gpu:
         def __init__(self, generation):
             self.name, self.memory_bytes = "a GPU", 1 << 34
@@ -307,8 +311,8 @@ def test_the_table_of_formats(monkeypatch):
     assert rows["fp4 means"] == ["nvfp4", "unsupported", "mxfp4", "mxfp4", "nvfp4"]
 
 
-def test_import_and_report_without_a_driver():
-    """In the state in which the package is installed."""
+def test_check_env_runs_without_a_driver():
+    """Use the library that is installed with the package, if any."""
     code = "import lmdeploy; from lmdeploy.cli.check_env import run_check_env; run_check_env(None)"
     text = run(code, None)
     assert "engine: built" in text and re.search(
@@ -316,14 +320,14 @@ def test_import_and_report_without_a_driver():
     )
 
 
-def test_check_env_with_a_gpu(shim):
+def test_check_env_with_a_gpu_reports_it(shim):
     code = "from lmdeploy.cli.check_env import *; print('\\n'.join([*gpus(), *kv_formats()]))"
     text = run(code, shim)
     assert re.match(r"device: GPU 0, \S+, SM 90, 4\.0 GiB", text)
     assert re.search(r"^  fp4 means +nvfp4 +mxfp4$", text, re.M)
 
 
-def test_gpus_that_are_not_there(shim):
+def test_open_device_missing_gpu_raises_value_error(shim):
     code = """
 from lmdeploy import TurbomindEngineConfig
 from lmdeploy.engine.devices import open_device
@@ -335,7 +339,7 @@ except ValueError as error:
     assert run(code, shim).startswith("GPU 7 does not exist. Use 0 to 0")
 
 
-def test_threads_beside_a_gpu(shim):
+def test_open_device_gpu_limits_cpu_threads(shim):
     code = """
 import sys
 from lmdeploy import TurbomindEngineConfig
@@ -350,13 +354,13 @@ print(devices.open_device(TurbomindEngineConfig(num_threads=asked)).line)
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> str:
-    """A tiny Llama."""
+    """Return the path of a tiny Llama."""
     model = make_model(TinyModel("llama", "Llama"))
     return str(save_model(model, tmp_path_factory.mktemp("tiny")))
 
 
 @pytest.mark.parametrize(("policy", "mode"), [("none", "none"), ("fp4", "mxfp4")])
-def test_an_engine_on_a_gpu(shim, checkpoint, policy, mode):
+def test_pipeline_on_a_gpu_gives_logits_of_the_cpu(shim, checkpoint, policy, mode):
     ask = (policy, "16", QUESTION)
     lines, tokens, logits = json.loads(run(ANSWER, shim, checkpoint, "auto", *ask))
     assert "cuda" in lines[0] and f"KV cache: mode {mode}" in lines[1]
@@ -367,12 +371,12 @@ def test_an_engine_on_a_gpu(shim, checkpoint, policy, mode):
     bound = LOGIT_TOLERANCE * np.std(wanted[2][0])
     if mode == "none":
         assert np.abs(error).max() < bound
-    else:  # single values may differ more: those next to a midpoint are stored as other codes
+    else:  # single values may differ more: values next to a midpoint get other codes
         plain = json.loads(run(ANSWER, os.devnull, checkpoint, "cpu", "none", *ask[1:]))
         assert np.std(error) < bound < np.std(np.subtract(logits[0], plain[2][0]))
 
 
-def test_cublas_lt_of_a_wheel(tmp_path, monkeypatch):
+def test_cublas_lt_files_finds_libraries_of_wheels(tmp_path, monkeypatch):
     assert all(Path(file).is_file() for file in devices.cublas_lt_files())
     files = [tmp_path / "nvidia" / name for name in ("cu13", "cublas")]
     files = [folder / f"lib/libcublasLt.so.{n}" for folder, n in zip(files, (13, 12), strict=True)]
@@ -397,8 +401,8 @@ print(device.gemm_backend)
 """
 
 
-def test_what_computes_products_is_said(shim, tmp_path):
-    """The shim takes a stand-in for cuBLASLt where it is named, and nothing else."""
+def test_gemm_backend_reports_the_library_or_our_kernels(shim, tmp_path):
+    """The shim loads a stand-in for cuBLASLt only if it is named."""
     stand_in = shim.with_name("libcuda_shim_cublas_lt.so")
     own = "own kernels ({})".format
     assert run(PRODUCTS, shim, "", str(stand_in)) == own("no library was given")
@@ -409,8 +413,8 @@ def test_what_computes_products_is_said(shim, tmp_path):
     assert run(text, shim, cublas_lt=stand_in).endswith("; products: cuBLASLt 13.1")
 
 
-def test_an_engine_whose_products_are_of_cublas_lt(shim, checkpoint):
-    """Steps of 80 rows: more than a tile of our own kernels."""
+def test_pipeline_with_cublas_lt_gives_logits_of_our_kernels(shim, checkpoint):
+    """The steps have up to 80 rows, more than one tile of our own kernels."""
     ask = (checkpoint, "cuda", "none", "80", QUESTION * 4)
     stand_in = shim.with_name("libcuda_shim_cublas_lt.so")
     lines, _, logits = json.loads(run(ANSWER, shim, *ask, cublas_lt=stand_in))
@@ -424,7 +428,7 @@ def test_an_engine_whose_products_are_of_cublas_lt(shim, checkpoint):
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "flag"), [(112, "bfloat16", "--device cpu"), (64, "float32", "--dtype")]
 )
-def test_models_without_kernels_are_refused_before_weights_are_read(
+def test_load_engine_model_without_kernels_is_rejected_before_loading(
     shim, tmp_path, head_dim, dtype, flag
 ):
     model = make_model(TinyModel("llama", "Llama", {"head_dim": head_dim}))

@@ -1,4 +1,4 @@
-"""Steps need nothing of Python: the engine runs on while another thread holds the GIL."""
+"""Tests that steps do not need the GIL: the engine runs while another thread holds it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tiny_engine import collect, make_engine, make_request
 
 TOKENS = 240
 HOLD_S = 0.06
-ENOUGH_TOKENS = 20  # within a hold; a step takes about 0.2 ms
-ATTEMPTS = 20  # on a machine that gives the engine's thread no core for a while
+ENOUGH_TOKENS = 20  # tokens within one hold; a step takes about 0.2 ms
+ATTEMPTS = 20  # the engine's thread may get no core for a while
 
 
 def hold_gil() -> None:
-    """Sleeps in C for HOLD_S without giving the GIL back."""
+    """Sleep in C for HOLD_S without releasing the GIL."""
     ctypes.PyDLL(None).usleep(ctypes.c_uint(int(HOLD_S * 1e6)))
 
 
@@ -34,13 +34,13 @@ def long_request(request_id: int) -> Any:
     return request
 
 
-def test_steps_go_on_while_python_holds_the_gil(engine: Any) -> None:
+def test_engine_generates_while_python_holds_the_gil(engine: Any) -> None:
     max_value = 0
     for attempt in range(ATTEMPTS):
         engine.submit(long_request(attempt))
         early = engine.wait_outputs(0)
         hold_gil()
-        late = engine.wait_outputs(0)  # what is there, at once
+        late = engine.wait_outputs(0)  # returns the available outputs at once
         max_value = max(max_value, sum(len(output.tokens) for output in late))
         if not any(output.finish_reason != "none" for output in early + late):
             collect(engine)
@@ -49,8 +49,8 @@ def test_steps_go_on_while_python_holds_the_gil(engine: Any) -> None:
     raise AssertionError(f"got {max_value} tokens within {HOLD_S} s, want {ENOUGH_TOKENS}")
 
 
-def test_a_grammar_waits_for_the_gil(engine: Any) -> None:
-    """It is Python, and asked for: here it shows that the test above can tell."""
+def test_token_mask_waits_for_the_gil(engine: Any) -> None:
+    """A token mask is Python code. This shows that the test above would detect a wait."""
     asked: list[float] = []
 
     def allow_all(_: list[int], mask: np.ndarray) -> bool:
@@ -58,7 +58,7 @@ def test_a_grammar_waits_for_the_gil(engine: Any) -> None:
         mask[:] = -1
         return True
 
-    for attempt in range(ATTEMPTS):  # a switch of threads may come between the clock and the hold
+    for attempt in range(ATTEMPTS):  # a thread switch may come between the clock and the hold
         asked.clear()
         request = long_request(attempt)
         request.token_mask = allow_all

@@ -1,8 +1,8 @@
-"""A model whose keys carry a large constant, as Qwen2.5's do: what each quality makes of it.
+"""Tests of every KV quality on a model whose keys have a large constant, as in Qwen2.5.
 
-The constant is a bias of the K projection. On pairs that RoPE turns slowly it stays constant over
-the context, cancels in the softmax and only eats the range of the codes; on fast pairs it turns
-with the position, so that no constant can be subtracted.
+The constant is a bias of the K projection. RoPE rotates slow pairs little, so there the bias is
+nearly constant over the context. It cancels in the softmax and only wastes the range of the codes.
+On fast pairs, it rotates with the position, so no constant can be subtracted.
 """
 
 import hashlib
@@ -18,14 +18,14 @@ from lmdeploy.lite.divergence import cache_variants, evaluate
 from lmdeploy.lite.prompt_engine import OpenModel, open_model
 
 CONTEXT = 512
-BIAS = 60.0  # keys without it have a spread of about 1.5; Qwen2.5 has biases above 100
+BIAS = 60.0  # keys without the bias have a spread of about 1.5; Qwen2.5 has biases above 100
 PAIRS = 3
 Divergence = dict[str, float]
 Agreement = dict[str, float]
 
 
 def biased_model(folder: Path, *, slow: bool) -> OpenModel:
-    """Two layers; the bias lies on the slowest or the fastest pairs of every head."""
+    """Return a model of two layers with the bias on the slowest or fastest pairs of every head."""
     import torch
 
     tiny = TinyModel("qwen2-biased", "Qwen2", {"max_position_embeddings": 1024})
@@ -47,7 +47,7 @@ def random_ids(seed: int, count: int) -> list[int]:
 
 
 def measure(model: OpenModel, folder: Path) -> tuple[Divergence, Agreement]:
-    """KL against `none` and top-1 agreement, with a calibration on other tokens."""
+    """Return KL against `none` and top-1 agreement, with a calibration on other tokens."""
     path = folder / "calibration.safetensors"
     options = CalibrationOptions(tokens=1024, context=CONTEXT)
     digest = hashlib.sha256(b"random").hexdigest()
@@ -78,7 +78,7 @@ def fast(tmp_path_factory: pytest.TempPathFactory) -> tuple[Divergence, Agreemen
     return measure(biased_model(folder / "model", slow=False), folder)
 
 
-def test_a_constant_on_slow_pairs_ruins_raw_and_not_best(
+def test_kv_quality_constant_on_slow_pairs_ruins_raw_but_not_best(
     slow: tuple[Divergence, Agreement],
 ) -> None:
     """Measured: int4 KL 1.53 raw, 0.59 balanced, 0.016 best; nvfp4 1.17, 0.41, 0.012."""
@@ -90,13 +90,13 @@ def test_a_constant_on_slow_pairs_ruins_raw_and_not_best(
         assert divergence[f"{name}/balanced"] < divergence[name] / 2, name
 
 
-def test_a_constant_on_fast_pairs_is_beyond_a_mean(
+def test_kv_quality_constant_on_fast_pairs_is_not_removed_by_the_mean(
     slow: tuple[Divergence, Agreement], fast: tuple[Divergence, Agreement]
 ) -> None:
     """Measured: int4 KL 1.26 raw, 0.39 balanced, 0.37 best; nvfp4 0.92, 0.41, 0.39.
 
-    RoPE turns it with the position, so its mean is near 0: rotation and 16-bit blocks help, the
-    calibrated mean does not.
+    RoPE rotates the constant with the position, so its mean is near 0. Rotation and 16-bit blocks
+    help; the calibrated mean does not.
     """
     for name in ("int4", "nvfp4"):
         assert fast[0][name] > 0.5 and fast[1][name] < 0.3, name

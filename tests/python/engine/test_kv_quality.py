@@ -1,4 +1,4 @@
-"""Options of the cache's formats and quality: defaults, overrides, tables, errors in one line."""
+"""Tests of the options for KV formats and quality: defaults, overrides, tables, errors."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def facts(options: KvOptions):
 
 
 @pytest.mark.parametrize("name", FOUR_BIT)
-def test_balanced_is_the_default_of_four_bits(name):
+def test_resolve_kv_options_four_bit_default_is_balanced(name):
     assert facts(resolve(quant_policy=name)) == ("balanced", True, name != "int4", (64, 64))
     assert resolve(quant_policy=name) == resolve(quant_policy=name, kv_quality="balanced")
 
 
 @pytest.mark.parametrize("name", ["none", "int8", "fp8", "fp8_e5m2", 0, 8])
-def test_raw_is_the_default_of_the_rest(name):
+def test_resolve_kv_options_other_formats_default_is_raw(name):
     assert facts(resolve(quant_policy=name)) == ("raw", False, False, (0, -1))
 
 
 @pytest.mark.parametrize("name", [*FOUR_BIT, "int8", "fp8"])
-def test_raw_and_balanced_by_name(name):
+def test_resolve_kv_options_named_quality_is_used(name):
     assert facts(resolve(quant_policy=name, kv_quality="raw")) == ("raw", False, False, (0, -1))
     quality, rotation, _, window16 = facts(resolve(quant_policy=name, kv_quality="balanced"))
     assert (quality, rotation, window16) == ("balanced", True, (64, 64))
@@ -60,7 +60,7 @@ WITHOUT_EFFECT = [
 
 
 @pytest.mark.parametrize("given", WITHOUT_EFFECT)
-def test_options_without_effect_are_refused(given):
+def test_engine_config_options_without_effect_are_rejected(given):
     name = next(iter(given))
     text = rf"^{name} .* has no effect with the KV format none, which.* Remove --{name[:2]}-"
     for layers in ("none", {"default": "none", "sliding": "none"}):
@@ -75,7 +75,7 @@ def test_options_without_effect_are_refused(given):
             resolve(windows=FULL, kv_cache_format=only_sliding, **given)
 
 
-def test_sixteen_bits_accept_options_that_ask_for_nothing():
+def test_resolve_kv_options_16_bit_accepts_neutral_options():
     nothing = {"kv_rotation": False, "kv_scale_search": False, "kv_recent_tokens": -1}
     options = resolve(kv_quality="raw", kv_sink_tokens=0, **nothing)
     assert facts(options) == facts(resolve()) == ("raw", False, False, (0, -1))
@@ -96,11 +96,11 @@ def test_sixteen_bits_accept_options_that_ask_for_nothing():
         ({"kv_quality": "raw", "kv_scale_search": True}, ("raw", False, True, (0, -1))),
     ],
 )
-def test_each_option_replaces_one_ingredient(given, expected):
+def test_resolve_kv_options_each_option_overrides_one_setting(given, expected):
     assert facts(resolve(quant_policy="nvfp4", **given)) == expected
 
 
-def test_what_is_shown():
+def test_kv_options_text_and_labels_describe_them():
     assert resolve(quant_policy=8).quality_text == "raw"
     text = resolve(quant_policy=4).quality_text
     assert text == "balanced (K rotation, first 64 and newest 64+ tokens in 16 bit)"
@@ -167,30 +167,30 @@ def test_what_is_shown():
         ({"kv_cache_format": "fp8", "quant_policy": "none"}, "quant_policy 'none' contradicts"),
     ],
 )
-def test_refused(given, text):
+def test_engine_config_invalid_kv_option_is_rejected(given, text):
     with pytest.raises(ValueError, match=text) as info:
         TurbomindEngineConfig(**given)
     assert "\n" not in str(info.value)
 
 
-def test_equal_formats_given_twice():
+def test_engine_config_equal_formats_given_twice_are_accepted():
     config = TurbomindEngineConfig(quant_policy=8, kv_cache_format="INT8")
     assert config.kv_format == "int8"
     assert TurbomindEngineConfig(quant_policy=16, kv_cache_format="fp4").kv_format == "fp4"
 
 
-def test_formats_by_side():
+def test_resolve_kv_options_formats_by_side_are_used():
     options = resolve(kv_cache_format="k=fp8_e4m3, v=nvfp4")
     assert options.layers == (FormatPair("fp8", "nvfp4"),) * 4
     assert (options.mode, options.quality) == ("k=fp8,v=nvfp4", "balanced")
-    assert resolve(kv_cache_format="k=fp4,v=fp4").mode == "nvfp4"  # the CPU's choice
+    assert resolve(kv_cache_format="k=fp4,v=fp4").mode == "nvfp4"  # on the CPU, fp4 means nvfp4
 
 
 def names(windows, table):
     return [str(pair) for pair in parse_cache_format(table).by_layer(windows)]
 
 
-def test_formats_by_layer():
+def test_parse_cache_format_table_gives_formats_by_layer():
     assert names(FULL, {"default": "nvfp4", 3: "fp8"}) == ["nvfp4"] * 3 + ["fp8"]
     assert names(MIXED, {"sliding": "int8", "full": "fp8"}) == ["fp8", "int8"] * 2
     table = {"default": "none", "sliding": "int8", "1-2": "k=fp8,v=nvfp4"}
@@ -199,7 +199,7 @@ def test_formats_by_layer():
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(["default", "full", "1"])))
-def test_the_order_of_entries_does_not_matter(order):
+def test_parse_cache_format_order_of_entries_does_not_matter(order):
     table = {key: {"default": "int4", "full": "int8", "1": "fp8"}[key] for key in order}
     assert names(MIXED, table) == ["int8", "fp8", "int8", "int4"]
 
@@ -213,12 +213,12 @@ def test_the_order_of_entries_does_not_matter(order):
         ({"0-2": "fp8"}, "nothing for layer 3"),
     ],
 )
-def test_tables_that_do_not_fit_the_model(table, text):
+def test_resolve_kv_options_table_that_does_not_fit_the_model_is_rejected(table, text):
     with pytest.raises(ValueError, match=text):
         resolve(kv_cache_format=table)
 
 
-def test_yaml_file(tmp_path):
+def test_engine_config_yaml_table_is_read(tmp_path):
     path = tmp_path / "table.yaml"
     path.write_text("default: nvfp4  # four bits\n0: int8\n2-3: k=fp8,v=nvfp4\n")
     options = resolve(kv_cache_format=str(path))
@@ -247,7 +247,7 @@ def test_yaml_file(tmp_path):
         ("[" * 60_000, "not YAML"),
     ],
 )
-def test_bad_yaml(tmp_path, text, message):
+def test_engine_config_malformed_yaml_is_rejected(tmp_path, text, message):
     path = tmp_path / "table.yml"
     path.write_text(text)
     with pytest.raises(ValueError, match=message) as info:
@@ -255,14 +255,14 @@ def test_bad_yaml(tmp_path, text, message):
     assert "\n" not in str(info.value) and len(str(info.value)) < 1000
 
 
-def test_numbers_in_yaml_are_decimal(tmp_path):
+def test_parse_cache_format_yaml_layer_numbers_are_decimal(tmp_path):
     path = tmp_path / "table.yaml"
-    path.write_text("default: fp8\n010: int8\n")  # YAML 1.1 reads 8
+    path.write_text("default: fp8\n010: int8\n")  # YAML 1.1 reads 010 as 8
     layers = parse_cache_format(path).by_layer([0] * 12)
     assert [i for i, pair in enumerate(layers) if pair.k == "int8"] == [10]
 
 
-def test_huge_yaml(tmp_path):
+def test_engine_config_huge_yaml_is_rejected(tmp_path):
     path = tmp_path / "table.yaml"
     path.write_text("#" * (MAX_TABLE_BYTES + 1))
     with pytest.raises(ValueError, match=f"must be at most {MAX_TABLE_BYTES} bytes") as info:
@@ -270,7 +270,7 @@ def test_huge_yaml(tmp_path):
     assert str(info.value).count("--kv-cache-format") == 1
 
 
-def test_a_folder_is_no_table(tmp_path):
+def test_engine_config_folder_as_table_is_rejected(tmp_path):
     path = tmp_path / "table.yaml"
     path.mkdir()
     with pytest.raises(ValueError, match="must be a regular file"):
@@ -283,7 +283,7 @@ def applied(options):
     return engine_config
 
 
-def test_options_reach_the_engine():
+def test_apply_kv_options_sets_engine_config():
     engine_config = applied(resolve(quant_policy=16, kv_recent_tokens=128))
     assert (engine_config.kv_format, engine_config.kv_rotate_k, engine_config.kv_search_scales) == (
         "nvfp4",
@@ -308,19 +308,19 @@ UNLISTED = [
 ]
 LISTED = [
     *("k=none,v=nvfp4", "k=int8,v=int4", "k=fp8,v=fp4", "k=bf16,v=fp4_e2m1", "k=fp4,v=fp4_e2m1"),
-    *("k=fp4,v=nvfp4", "k=mxfp4,v=fp4"),  # the device decides
+    *("k=fp4,v=nvfp4", "k=mxfp4,v=fp4"),  # the device chooses the format
 ]
 
 
 @pytest.mark.parametrize("pair", UNLISTED)
-def test_pairs_of_no_engine_are_refused_by_the_config(pair):
+def test_engine_config_pair_without_kernels_is_rejected(pair):
     for given in (pair, {"default": "none", 3: pair}):
         with pytest.raises(ValueError, match=r"A layer cannot combine KV format .*Change kv_cache"):
             TurbomindEngineConfig(kv_cache_format=given)
 
 
 @pytest.mark.parametrize("pair", LISTED)
-def test_pairs_of_some_engine_are_accepted(pair):
+def test_engine_config_supported_pair_is_accepted(pair):
     assert TurbomindEngineConfig(kv_cache_format=pair).kv_table.default is not None
 
 
@@ -328,7 +328,7 @@ def test_pairs_of_some_engine_are_accepted(pair):
     ("name", "format_name"),
     [("fp4_e2m1", "fp4"), ("auto", "none"), ("bf16", "none"), ("BFloat16", "none")],
 )
-def test_names_of_other_engines(name, format_name):
+def test_engine_config_names_of_other_engines_are_accepted(name, format_name):
     assert TurbomindEngineConfig(quant_policy=name).kv_format == format_name
     assert TurbomindEngineConfig(kv_cache_format=name).kv_format == format_name
     assert TurbomindEngineConfig(kv_cache_format={"default": name}).kv_format == format_name
@@ -340,7 +340,7 @@ def parse(*flags):
     return engine_config(make_parser().parse_args(["serve", "api_server", "smollm2", *flags]))
 
 
-def test_flags():
+def test_kv_flags_reach_the_config():
     config = parse(
         *("--kv-cache-format", "k=fp8,v=nvfp4", "--kv-quality", "best", "--kv-calibration", "f"),
         *("--no-kv-rotation", "--kv-scale-search", "--kv-sink-tokens", "128"),
@@ -368,7 +368,7 @@ def test_flags():
         (["--kv-cache-format", "no.yaml"], "no.yaml"),
     ],
 )
-def test_bad_flags_are_one_line(capsys, flags, text):
+def test_api_server_invalid_kv_flag_is_a_one_line_error(capsys, flags, text):
     with pytest.raises(SystemExit) as info:
         main(["serve", "api_server", "smollm2", *flags])
     assert info.value.code == 2

@@ -1,4 +1,4 @@
-"""The memory plan against the resident set: what a full cache really takes."""
+"""Tests of the memory plan against the resident memory of a full cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEAD_DIM = 128
 HIDDEN = 64
 SESSION_LEN = 512
 BATCH = 32
-# Resident bytes that are not the cache's: the allocator's, the interpreter's, page tails.
+# Resident bytes outside the cache: the allocator, the interpreter, partly used pages.
 SLACK_BYTES = 3 << 20
 SLACK_RATIO = 0.02
 
@@ -73,7 +73,7 @@ def engine_config(mode: str) -> Any:
 
 
 def run_prompts(engine: Any, first: int, count: int) -> None:
-    """Prompts of session_len tokens with nothing in common: each fills its blocks."""
+    """Run unrelated prompts of session_len tokens; each fills its own blocks."""
     for request_id in range(first, first + count):
         request = tm.Request()
         request.id = request_id
@@ -97,13 +97,13 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.parametrize("mode", ["none", "int4", "nvfp4"])
-def test_a_full_cache_is_resident_as_planned(mode: str) -> None:
+def test_memory_plan_equals_resident_memory_of_a_full_cache(mode: str) -> None:
     config = engine_config(mode)
     plan = tm.plan_memory(model_config(), config, 8 << 30)
     assert plan.reserved_bytes == BATCH * SESSION_LEN * plan.bytes_per_token
     device = tm.make_cpu_device(2)
     engine = tm.Engine(model_config(), config, build_weights(device), device, 8 << 30)
-    run_prompts(engine, 0, 1)  # scratch of a full step is resident from here on
+    run_prompts(engine, 0, 1)  # from here on, the scratch of a full step is resident
     before = resident_bytes()
     touched_before = engine.memory_plan().touched_bytes
     assert touched_before == SESSION_LEN * plan.bytes_per_token
@@ -115,12 +115,12 @@ def test_a_full_cache_is_resident_as_planned(mode: str) -> None:
     engine.close()
 
 
-def test_fp4_holds_three_and_a_half_times_the_tokens() -> None:
+def test_plan_memory_fp4_fits_three_and_a_half_times_the_tokens() -> None:
     budget = 64 << 20
     tokens = {}
     for mode in ("none", "mxfp4", "nvfp4"):
         config = engine_config(mode)
-        config.max_batch_size = 1 << 16  # the budget is what limits
+        config.max_batch_size = 1 << 16  # so that the budget is the limit
         config.cache_max_entry_count = 0.5
         tokens[mode] = tm.plan_memory(model_config(), config, 2 * budget).max_tokens
     assert tokens["mxfp4"] == tokens["nvfp4"]

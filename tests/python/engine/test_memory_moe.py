@@ -1,4 +1,4 @@
-"""Resident memory of a model with mapped experts, against what --dry-run says."""
+"""Tests of the resident memory of a model with mapped experts against --dry-run."""
 
 import gc
 import json
@@ -19,13 +19,13 @@ from lmdeploy.config.engine import TurbomindEngineConfig
 from lmdeploy.engine.model_files import open_files
 
 LAYERS, EXPERTS, HIDDEN, HEADS, VOCAB = 3, 16, 512, 64, 8192
-# What loading takes beside the weights: the allocator, tables, pages at the ends of tensors.
+# Memory that loading needs in addition to the weights: the allocator, tables, partly used pages.
 SLACK_BYTES = 8 << 20
 SLACK_RATIO = 0.05
 
 
 def write_big_gpt_oss(folder: Path) -> Path:
-    """20 MB of experts in MXFP4, and 68 MB of F32 that become 34 MB of BF16."""
+    """Write 20 MB of MXFP4 experts and 68 MB of F32, which become 34 MB of BF16."""
     rng = np.random.default_rng(1)
     tensors = {"model.norm.weight": np.ones(HIDDEN, np.float32)}
 
@@ -106,8 +106,8 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_big_gpt_oss(tmp_path_factory.mktemp("big"))
 
 
-def test_memory_is_what_dry_run_says(big: Path, tmp_path: Path) -> None:
-    """Pages of packed tensors are given back; those of experts come when they are used."""
+def test_load_model_resident_memory_equals_dry_run(big: Path, tmp_path: Path) -> None:
+    """Pages of packed tensors are released. Pages of experts become resident at their first use."""
     small = save_mxfp4(make_model(GPT_OSS), tmp_path)
     info = open_files(str(big)).info
     tests = str(Path(__file__).parents[1] / "support")
@@ -125,11 +125,11 @@ def test_memory_is_what_dry_run_says(big: Path, tmp_path: Path) -> None:
     assert info.mapped_bytes > 20e6 and info.file_bytes - info.mapped_bytes > 1.9 * packed
     assert grown < (1 + SLACK_RATIO) * packed + SLACK_BYTES
     assert peak < (1 + SLACK_RATIO) * packed + largest + SLACK_BYTES
-    # 200 tokens of 4 experts each meet nearly all of 16.
+    # 200 tokens of 4 experts each use nearly all 16 experts.
     assert 0.8 * info.mapped_bytes < touched < info.mapped_bytes + SLACK_BYTES
 
 
-def test_dry_run_names_the_experts(big: Path) -> None:
+def test_dry_run_lines_report_bytes_of_experts(big: Path) -> None:
     info = open_files(str(big)).info
     lines = dry_run_lines(str(big), TurbomindEngineConfig(session_len=512))
     line = lines[0]
@@ -144,7 +144,7 @@ def test_dry_run_names_the_experts(big: Path) -> None:
     assert exact.weight_bytes > info.weight_bytes + 3 * values
 
 
-def test_weight_bytes_are_what_the_engine_keeps(big: Path) -> None:
+def test_weight_bytes_equal_those_of_the_loaded_model(big: Path) -> None:
     from lmdeploy import _turbomind
     from lmdeploy.engine.model_files import load_model
 
@@ -154,7 +154,7 @@ def test_weight_bytes_are_what_the_engine_keeps(big: Path) -> None:
     assert model.weights.num_bytes == pytest.approx(info.weight_bytes, rel=0.01)
 
 
-def test_experts_outlive_the_file_and_its_reader(tmp_path: Path) -> None:
+def test_mapped_experts_outlive_the_file_and_its_reader(tmp_path: Path) -> None:
     folder = save_mxfp4(make_model(GPT_OSS), tmp_path)
     change_config(folder, eos_token_id=2)
     ids = prompt(60)
@@ -167,8 +167,10 @@ def test_experts_outlive_the_file_and_its_reader(tmp_path: Path) -> None:
         assert run.greedy(ids, 20) == wanted
 
 
-def test_the_cache_leaves_room_for_experts(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts are not resident when the cache is planned; their bytes are not free all the same."""
+def test_load_engine_cache_leaves_room_for_experts(
+    big: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts are not yet resident when the cache is planned, but their bytes are not free."""
     from lmdeploy.engine import devices, load
 
     free = 64 << 20

@@ -1,4 +1,4 @@
-"""The engine in every quality against the specification: prefill and decode at block edges."""
+"""Tests of the engine in every KV quality against the NumPy reference, at block edges."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,27 +14,27 @@ from lmdeploy import _turbomind
 
 QUANTIZED = [mode for mode in codecs.MODES if mode != "none"]
 QUALITIES = ["raw", "balanced", "best"]
-# Prompts that end before, at and behind the edges where the 16-bit blocks change.
+# Prompts that end before, at and after the edges where the 16-bit blocks change.
 PROMPTS = {
     16: [15, 16, 17, 63, 64, 65, 79, 80, 81, 95, 96, 97],
     64: [63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257],
 }
 DECODED = 3  # tokens after each prompt
-# Means over the vocabulary, relative to the spread of the logits. Engine and specification agree
-# to 1e-6, but for a position whose rounding noise crosses a border of the cache, which then differs
-# by a code: up to 2e-3 in a model of one layer, and more where a second layer repeats that. A wrong
-# rule moves a position in every prompt. So each position has to agree closely in one of a few
-# prompts, and none of them may be far away.
+# Means over the vocabulary, relative to the spread of the logits. Engine and reference agree to
+# 1e-6, except where rounding noise makes a cached value change its code. Such a position differs by
+# up to 2e-3 in a model of one layer, and by more with a second layer. A wrong rule changes a
+# position in every prompt. So each position must agree closely in at least one of a few prompts,
+# and none may be far off.
 CLOSE = 1e-4
 FAR = 0.1
 NUM_PROMPTS = 4
-# What a wrong rule differs by, at least, where it matters: every prompt, not one of a few.
+# The least difference that a wrong rule makes, in every prompt.
 PLANTED = 5e-3
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What a calibration file holds, by layer."""
+    """The contents of a calibration file, by layer."""
 
     k_mean: np.ndarray  # [layers, kv_heads, head_dim]
     k_scales: np.ndarray  # [layers, kv_heads]
@@ -42,7 +42,7 @@ class Constants:
 
 
 def make_constants(shape: Shape, weights: dict[str, np.ndarray], mode: str) -> Constants:
-    """A mean as calibration finds it, and factors that suit none of the heads exactly."""
+    """Return a calibrated mean, and scales that fit none of the heads exactly."""
     ids = np.random.default_rng(8).integers(0, shape.vocab, 200)
     keys = Decoder(shape, weights).keys_after_rope(ids)
     heads = (shape.layers, shape.kv_heads)
@@ -55,7 +55,7 @@ def make_constants(shape: Shape, weights: dict[str, np.ndarray], mode: str) -> C
 
 @dataclass
 class Case:
-    """One model with one cache, for the engine and for the specification."""
+    """One model with one KV cache configuration, for the engine and for the reference."""
 
     shape: Shape
     weights: dict[str, np.ndarray]
@@ -63,7 +63,7 @@ class Case:
     dtype: str
     quality: Quality
     constants: Constants | None = None
-    v_mode: str = ""  # as K where empty
+    v_mode: str = ""  # empty: the mode of K
 
     def engine(self) -> "_turbomind.Engine":
         options = _turbomind.EngineConfig()
@@ -80,7 +80,7 @@ class Case:
         return make_engine(self.shape, self.weights, dtype=self.dtype, options=options)
 
     def decoder(self, quality: Quality | None = None) -> Decoder:
-        """`quality`: another one than the engine has."""
+        """Return the reference decoder; `quality` replaces the quality of the engine."""
         store = LayerStore(self.mode, self.v_mode or self.mode, self.dtype, quality or self.quality)
         stores = [store] * self.shape.layers
         c = self.constants
@@ -110,8 +110,9 @@ def run(
     decoded: int,
     logits: str = "all",
 ) -> tuple:
-    """The ids of prompt and answer but for the last, and the logits of all of them; or, for
-    `generation`, of those that chose the answer.
+    """Return the ids of prompt and answer without the last one, and the logits of all of them.
+
+    With `generation`, return only the logits that chose the answer.
     """
     request = _turbomind.Request()
     request.id, request.prompt, request.max_new_tokens = number, prompt, decoded + 1
@@ -132,7 +133,7 @@ def run(
 
 
 def difference(got: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Mean absolute difference by position, over the spread of the wanted logits."""
+    """Return the mean absolute difference by position, relative to the spread of `wanted`."""
     assert got.shape == wanted.shape
     return np.abs(got - wanted).mean(axis=1) / wanted.std()
 
@@ -163,7 +164,7 @@ def random_prompt(length: int, *, seed: int) -> list[int]:
 
 @pytest.mark.parametrize("quality", QUALITIES)
 @pytest.mark.parametrize("mode", QUANTIZED)
-def test_every_format_and_quality(mode: str, quality: str) -> None:
+def test_engine_every_format_and_quality_equals_reference(mode: str, quality: str) -> None:
     for block_len in (16, 64):
         check_prompts(make_case(mode, quality, block_len=block_len), [257])
     check_prompts(make_case(mode, quality, dtype="bfloat16"), [200])
@@ -173,12 +174,14 @@ def test_every_format_and_quality(mode: str, quality: str) -> None:
 @pytest.mark.parametrize("block_len", PROMPTS)
 @pytest.mark.parametrize("quality", ["balanced", "best"])
 @pytest.mark.parametrize("mode", ["nvfp4", "int4"])
-def test_block_edges(mode: str, quality: str, block_len: int) -> None:
+def test_engine_prompts_at_block_edges_equal_reference(
+    mode: str, quality: str, block_len: int
+) -> None:
     check_prompts(make_case(mode, quality, block_len=block_len), PROMPTS[block_len])
 
 
 @pytest.mark.parametrize("block_len", [32, 128])
-def test_other_block_lengths(block_len: int) -> None:
+def test_engine_other_block_lengths_equal_reference(block_len: int) -> None:
     check_prompts(make_case("nvfp4", "balanced", block_len=block_len), [127, 256, 400])
 
 
@@ -198,7 +201,9 @@ def test_other_block_lengths(block_len: int) -> None:
     ],
     ids=["window", "windows", "sinks", "sinks-window", "bias", "qk-norm", "d80", "d96", "d128"],
 )
-def test_parts_of_the_decoder(changes: dict[str, object], quality: str) -> None:
+def test_engine_decoder_variants_in_every_quality_equal_reference(
+    changes: dict[str, object], quality: str
+) -> None:
     if "rope" in changes:
         from reference.rope import Rope
 
@@ -206,7 +211,7 @@ def test_parts_of_the_decoder(changes: dict[str, object], quality: str) -> None:
     check_prompts(make_case("nvfp4", quality, **changes), [193, 258])
 
 
-def test_other_sizes_of_hot_ends() -> None:
+def test_engine_other_16_bit_windows_equal_reference() -> None:
     for sink, recent in ((0, 0), (0, 64), (128, 0), (64, 128)):
         case = make_case("mxfp4", "balanced")
         case.quality = replace(BALANCED, sink_tokens=sink, recent_tokens=recent)
@@ -214,7 +219,7 @@ def test_other_sizes_of_hot_ends() -> None:
 
 
 @pytest.mark.parametrize(("k_mode", "v_mode"), [("fp8", "nvfp4"), ("int8", "int4")])
-def test_formats_by_side(k_mode: str, v_mode: str) -> None:
+def test_engine_different_formats_of_k_and_v_equal_reference(k_mode: str, v_mode: str) -> None:
     case = make_case(k_mode, "balanced")
     case.v_mode = v_mode
     check_prompts(case, [257])
@@ -232,8 +237,8 @@ def test_formats_by_side(k_mode: str, v_mode: str) -> None:
     ],
     ids=["recent-more", "recent-less", "sink-quantized", "no-rotation", "no-search"],
 )
-def test_a_wrong_rule_is_caught(wrong: dict[str, object], block_len: int) -> None:
-    """The engine's logits do not pass for those of another rule."""
+def test_tolerance_detects_another_quality_rule(wrong: dict[str, object], block_len: int) -> None:
+    """The engine's logits must differ clearly from those of another rule."""
     case = make_case("nvfp4", "balanced", block_len=block_len)
     other = replace(case.quality, **wrong)  # type: ignore[arg-type]
     engine = case.engine()
@@ -248,18 +253,18 @@ def test_a_wrong_rule_is_caught(wrong: dict[str, object], block_len: int) -> Non
         engine.close()
 
 
-def test_one_block_more_is_caught() -> None:
-    """A recent window that is one block of 16 too long, at the very position where it matters."""
+def test_tolerance_detects_a_recent_window_longer_by_one_block() -> None:
+    """The 16-bit window is one block of 16 tokens too long."""
     case = make_case("nvfp4", "balanced", block_len=16)
     wrong = replace(case.quality, recent_tokens=80)
     ids = np.random.default_rng(4).integers(0, case.shape.vocab, 160)
     apart = difference(case.decoder().logits(ids), case.decoder(wrong).logits(ids))
-    first = 64 + 16 + 64  # the first position that sees a quantized block
+    first = 64 + 16 + 64  # the first position that attends to a quantized block
     assert (apart[:first] == 0).all() and apart[first:].mean() > PLANTED
 
 
-def test_the_mean_cancels_in_the_softmax_and_in_learned_sinks() -> None:
-    """In FP32, where nothing is rounded away, a mean changes nothing, sinks or not."""
+def test_engine_k_mean_cancels_in_the_softmax_with_and_without_sinks() -> None:
+    """In FP32, nothing is rounded, so subtracting a mean must not change the logits."""
     for optional in (frozenset[str](), frozenset({"sinks"})):
         case = make_case("none", "balanced", dtype="float32", optional=optional)
         case.constants = make_constants(case.shape, case.weights, "none")
@@ -273,14 +278,15 @@ def test_the_mean_cancels_in_the_softmax_and_in_learned_sinks() -> None:
         assert difference(got, wanted).max() < EXACT_MAX
 
 
-# Two layers of SmolLM2: nearly all codes are equal, so the figures are (measured: 0.0065 in the KL
-# of nvfp4 balanced, below 0.003 in the others; nvfp4's differ by 45 % between balanced and best).
+# In two layers of SmolLM2, nearly all codes are equal, so the results agree. Measured: 0.0065 in
+# the KL of nvfp4 balanced, below 0.003 in the others. nvfp4 differs by 45 % between balanced and
+# best.
 SMOLLM2_CONTEXT = 320
 SMOLLM2_REL = 0.015
 
 
-def test_first_layers_of_smollm2(tmp_path: Path) -> None:
-    """KL and perplexity of real weights, with a calibration file of the command's own making."""
+def test_evaluate_two_layers_of_smollm2_equals_reference(tmp_path: Path) -> None:
+    """Compare KL and perplexity of real weights, with a calibration file written by the command."""
     from reference import smollm2
 
     from lmdeploy.config.kv_formats import FormatPair

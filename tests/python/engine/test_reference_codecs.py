@@ -1,4 +1,4 @@
-"""The NumPy specification against the published figures, and the engine's codecs against it."""
+"""Tests of the NumPy reference against published errors, and of the engine's codecs against it."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from lmdeploy import _turbomind
 QUANTIZED = [mode for mode in codecs.MODES if mode != "none"]
 DTYPES = ["float16", "bfloat16"]
 
-# Relative L2 error of a round trip of N(0, 1); the band is that of docs/kv_cache.md.
+# Relative L2 error of a round trip of N(0, 1), with the tolerance of docs/kv_cache.md.
 FIGURES = {
     ("nvfp4", False): 0.0952,
     ("nvfp4", True): 0.0815,
@@ -30,7 +30,7 @@ def gaussian(rows: int = 4096, head_dim: int = 128, seed: int = 0) -> np.ndarray
 
 
 def hostile_rows(head_dim: int, dtype: str) -> np.ndarray:
-    """Ties, signed zeros, subnormals, infinities, NaN, constants and extreme sizes."""
+    """Return rows with ties, signed zeros, subnormals, inf, NaN, constants and extreme values."""
     rng = np.random.default_rng(1)
     max_value = LARGEST_FINITE[dtype]
     ties = np.array([0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6, 7, -0.0, -0.1, -0.25, -5, -6, 1])
@@ -61,14 +61,14 @@ def assert_same_bytes(
 
 
 @pytest.mark.parametrize(("mode", "search"), FIGURES)
-def test_specification_gives_the_published_error(mode: str, search: bool) -> None:
+def test_reference_round_trip_error_equals_published_error(mode: str, search: bool) -> None:
     rows = gaussian()
     error = codecs.round_trip(mode, rows, dtype="float16", search=search) - rows
     relative = np.linalg.norm(error) / np.linalg.norm(rows)
     assert relative == pytest.approx(FIGURES[mode, search], rel=FIGURE_BAND)
 
 
-def test_e2m1_examples() -> None:
+def test_encode_e2m1_examples_are_rounded_to_even() -> None:
     x = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 0.2501, 1.2501, 5.01]
     wanted = [0, 2, 2, 4, 4, 6, 6, 1, 3, 7]
     assert encode_e2m1(np.array(x, np.float32)).tolist() == wanted
@@ -79,7 +79,7 @@ def test_e2m1_examples() -> None:
 
 @pytest.mark.parametrize("mode", codecs.MODES)
 @pytest.mark.parametrize("dtype", [*DTYPES, "float32"])
-def test_error_of_the_engine_is_that_of_the_specification(mode: str, dtype: str) -> None:
+def test_engine_round_trip_equals_reference(mode: str, dtype: str) -> None:
     rows = gaussian(512)
     payload, metadata = _turbomind.encode_rows(mode, rows, dtype)
     decoded = _turbomind.decode_rows(mode, payload, metadata, rows.shape[1], dtype)
@@ -89,7 +89,7 @@ def test_error_of_the_engine_is_that_of_the_specification(mode: str, dtype: str)
 @pytest.mark.parametrize("isa", _turbomind.available_cpu_isas())
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", codecs.MODES)
-def test_encoders_equal_the_specification(mode: str, dtype: str, isa: str) -> None:
+def test_encode_rows_equals_reference(mode: str, dtype: str, isa: str) -> None:
     for global_scale in [1.0, 0.0371] if mode in ("fp8", "fp8_e5m2", "nvfp4") else [1.0]:
         for head_dim in (64, 80, 96, 128, 256):
             assert_same_bytes(
@@ -104,7 +104,7 @@ def test_encoders_equal_the_specification(mode: str, dtype: str, isa: str) -> No
 @pytest.mark.parametrize("isa", _turbomind.available_cpu_isas())
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", ["mxfp4", "nvfp4"])
-def test_encoders_with_the_search_equal_the_specification(mode: str, dtype: str, isa: str) -> None:
+def test_encode_rows_with_scale_search_equals_reference(mode: str, dtype: str, isa: str) -> None:
     for global_scale in [1.0, 0.0371, 11.5] if mode == "nvfp4" else [1.0]:
         for head_dim in (64, 80, 96, 128, 256):
             rows = gaussian(256, head_dim)
@@ -127,7 +127,7 @@ def test_encoders_with_the_search_equal_the_specification(mode: str, dtype: str,
     dtype=st.sampled_from(DTYPES),
     search=st.booleans(),
 )
-def test_encoders_equal_the_specification_on_any_row(
+def test_encode_rows_random_row_equals_reference(
     values: list[float], mode: str, dtype: str, search: bool
 ) -> None:
     rows = np.resize(np.array(values, np.float32), (1, 64))
@@ -135,7 +135,7 @@ def test_encoders_equal_the_specification_on_any_row(
 
 
 def all_codes(mode: str, metadata: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of 32 values in which every metadata row meets every code."""
+    """Return rows of 32 values that combine every metadata row with every code."""
     if mode in ("int8", "fp8", "fp8_e5m2"):
         codes = np.arange(256, dtype=np.uint8).reshape(8, 32)
     else:
@@ -147,7 +147,9 @@ def all_codes(mode: str, metadata: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     ("mode", "scales"), [("nvfp4", range(256)), ("mxfp4", range(253))], ids=["nvfp4", "mxfp4"]
 )
 @pytest.mark.parametrize("global_scale", [1.0, 0.0371])
-def test_every_code_with_every_scale_byte(mode: str, scales: range, global_scale: float) -> None:
+def test_decode_rows_every_fp4_code_and_scale_byte_equals_reference(
+    mode: str, scales: range, global_scale: float
+) -> None:
     factor = global_scale if mode == "nvfp4" else 1.0
     metadata = np.repeat(np.array(scales, np.uint8)[:, None], 2, axis=1)
     payload, metadata = all_codes(mode, metadata)
@@ -160,7 +162,7 @@ def test_every_code_with_every_scale_byte(mode: str, scales: range, global_scale
 
 @pytest.mark.parametrize("mode", ["fp8", "fp8_e5m2"])
 @pytest.mark.parametrize("global_scale", [1.0, 0.0371])
-def test_every_fp8_code(mode: str, global_scale: float) -> None:
+def test_decode_rows_every_fp8_code_equals_reference(mode: str, global_scale: float) -> None:
     payload, metadata = all_codes(mode, np.empty((1, 0), np.uint8))
     decoded = _turbomind.decode_rows(mode, payload, metadata, 32, "float16", global_scale)
     wanted = codecs.decode(mode, payload, metadata, dtype="float16", global_scale=global_scale)
@@ -169,7 +171,9 @@ def test_every_fp8_code(mode: str, global_scale: float) -> None:
 
 @pytest.mark.parametrize("mode", ["int8", "int4"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_integer_code_with_many_scales(mode: str, dtype: str) -> None:
+def test_decode_rows_every_integer_code_with_many_scales_equals_reference(
+    mode: str, dtype: str
+) -> None:
     rng = np.random.default_rng(2)
     pairs = (rng.standard_normal((512, 2)) * 2.0 ** rng.integers(-10, 6, (512, 1))).astype("f4")
     metadata = codecs.to_bits(pairs, dtype)
@@ -179,8 +183,7 @@ def test_every_integer_code_with_many_scales(mode: str, dtype: str) -> None:
     np.testing.assert_array_equal(decoded, wanted)
 
 
-def test_a_wrong_encoder_is_caught() -> None:
-    """The comparison sees a payload that was divided by the unrounded scale."""
+def test_comparison_detects_division_by_the_unrounded_scale() -> None:
     rows = gaussian(64)
     payload, metadata = codecs.encode("nvfp4", rows, dtype="float16")
     amax = np.abs(round_to(rows, "float16").reshape(64, -1, 16)).max(axis=-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""The engine's logits against the NumPy decoder, for every KV format; memory figures too."""
+"""Tests of the engine's logits in every KV format against the NumPy decoder; memory plans."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from lmdeploy import _turbomind
 
 
 def compare(shape: Shape, *, mode: str, dtype: str, tokens: int = 150) -> tuple[float, float]:
-    """(maximum, mean) absolute difference over the spread of the wanted logits."""
+    """Return (maximum, mean) of the absolute difference, relative to the logits' spread."""
     weights = random_weights(shape, seed=3)
     ids = np.random.default_rng(4).integers(0, shape.vocab, tokens)
     got = engine_logits(shape, weights, ids, mode=mode, dtype=dtype)
@@ -43,7 +43,7 @@ ROPES = [
 @pytest.mark.parametrize(
     "rope", ROPES, ids=lambda rope: rope.kind if rope.truncate else "yarn-untruncated"
 )
-def test_rope_kinds(rope: Rope) -> None:
+def test_engine_every_rope_kind_equals_reference(rope: Rope) -> None:
     assert compare(make_shape(rope=rope), mode="none", dtype="float32")[0] < EXACT_MAX
 
 
@@ -62,19 +62,19 @@ def test_rope_kinds(rope: Rope) -> None:
     ],
     ids=["window", "windows", "sinks", "sinks-window", "bias", "qk-norm", "d80", "d128", "part"],
 )
-def test_parts_of_the_decoder(changes: dict[str, object]) -> None:
+def test_engine_decoder_variants_equal_reference(changes: dict[str, object]) -> None:
     assert compare(make_shape(**changes), mode="none", dtype="float32")[0] < EXACT_MAX
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("mode", codecs.MODES)
-def test_every_format(mode: str, dtype: str) -> None:
+def test_engine_every_kv_format_equals_reference(mode: str, dtype: str) -> None:
     shape = make_shape(windows=(0, 70), optional=frozenset({"sinks"}))
     assert compare(shape, mode=mode, dtype=dtype)[1] < STORED_MEAN
 
 
-def test_the_comparison_tells_formats_apart() -> None:
-    """Logits of one format do not pass for those of another."""
+def test_tolerance_detects_another_kv_format() -> None:
+    """Logits of two formats must differ far more than the tolerance."""
     shape = make_shape()
     weights = random_weights(shape, seed=3)
     ids = np.random.default_rng(4).integers(0, shape.vocab, 150)
@@ -85,7 +85,7 @@ def test_the_comparison_tells_formats_apart() -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("mode", codecs.MODES)
-def test_memory_plan_counts_the_bytes_of_the_layout(mode: str, head_dim: int) -> None:
+def test_plan_memory_counts_bytes_of_the_reference_layout(mode: str, head_dim: int) -> None:
     cache = CacheShape(layers=3, kv_heads=2, head_dim=head_dim)
     config = _turbomind.ModelConfig()
     config.num_layers, config.hidden_size, config.intermediate_size = 3, 256, 256
@@ -108,7 +108,7 @@ def test_memory_plan_counts_the_bytes_of_the_layout(mode: str, head_dim: int) ->
     assert cache.block_bytes(mode) % ALIGNMENT == cache.scale_block_bytes(mode) % ALIGNMENT == 0
 
 
-def test_row_bytes_table() -> None:
+def test_row_bytes_equal_table() -> None:
     wanted = {
         "none": (256, 128),
         "int8": (132, 68),

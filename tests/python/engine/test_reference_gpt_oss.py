@@ -1,4 +1,4 @@
-"""GPT-OSS in NumPy against the engine: its attention in every KV format, and its experts."""
+"""Tests of GPT-OSS against NumPy: its attention in every KV format, and its experts."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,8 @@ from lmdeploy import _turbomind
 
 QUANTIZED = [mode for mode in codecs.MODES if mode != "none"]
 ROPE = Rope(64, "yarn", theta=150000.0, factor=32.0, original_max_position=128, truncate=False)
-# 8 query heads on one of K and V, a sink for each, biases, one window of 128 as published.
+# As in the published model: 8 query heads per KV head, a sink per head, biases, and one window of
+# 128.
 GPT_OSS = {
     "heads": 16,
     "kv_heads": 2,
@@ -33,9 +34,9 @@ GPT_OSS = {
 }
 WINDOW = 128
 NUM_PROMPTS = 8
-# How far a format may move the logits of a layer with a window and one without, as a mean over the
-# spread: what rounding K and V costs this random model (measured with `raw`, context 300: 7e-4,
-# 0.017, 0.089, 0.176, 0.273, 0.338, 0.284 in this order, and a third more).
+# How far a format may move the logits of two layers, one with a window, as a mean over the spread.
+# It is the cost of rounding K and V in this random model. Measured with `raw` and context 300:
+# 7e-4, 0.017, 0.089, 0.176, 0.273, 0.338, 0.284 in this order. The limits are a third higher.
 DEPARTURE = {
     "none": 9e-4,
     "int8": 0.022,
@@ -52,17 +53,18 @@ def attention_case(
 ) -> Case:
     changes = {**GPT_OSS, "windows": windows, "layers": len(windows)}
     case = make_case(mode, quality, block_len=block_len, **changes)
-    for layer in range(len(windows)):  # large enough to take a good part of the weights
+    for layer in range(len(windows)):  # large enough to take a good part of the attention weights
         rng = np.random.default_rng([6, layer])
         case.weights[f"layers.{layer}.sinks"] = rng.normal(4, 1.5, 16).astype(np.float32)
     return case
 
 
 def check_positions(case: Case, length: int, decoded: int) -> None:
-    """Prefill and decode against the specification, position by position.
+    """Check prefill and decode against the reference, position by position.
 
-    Rounding noise that crosses a border of the cache moves the positions that see it, here and
-    there; a wrong rule moves a position in every prompt. So each has to be right in one of them.
+    Rounding noise can change a code of the cache and move the positions that attend to it, in some
+    prompts. A wrong rule moves a position in every prompt. So each position must be right in at
+    least one prompt.
     """
     engine = case.engine()
     try:
@@ -83,8 +85,10 @@ def check_positions(case: Case, length: int, decoded: int) -> None:
 @pytest.mark.parametrize("quality", ["raw", "balanced"])
 @pytest.mark.parametrize("window", [0, WINDOW])
 @pytest.mark.parametrize("mode", codecs.MODES)
-def test_sinks_and_window_in_every_format(mode: str, window: int, quality: str) -> None:
-    """Prefill in pieces of 48, and decode over an edge of blocks, beyond the window."""
+def test_gpt_oss_attention_in_every_format_equals_reference(
+    mode: str, window: int, quality: str
+) -> None:
+    """Prefill in chunks of 48, and decode across a block edge, beyond the window."""
     if mode == "none" and quality == "balanced":
         pytest.skip("16 bit has one quality")
     case = attention_case(mode, quality, windows=(window,))
@@ -94,16 +98,18 @@ def test_sinks_and_window_in_every_format(mode: str, window: int, quality: str) 
 @pytest.mark.parametrize("block_len", [16, 64])
 @pytest.mark.parametrize("window", [24, WINDOW])
 @pytest.mark.parametrize("mode", ["int8", "nvfp4"])
-def test_edges_of_blocks_and_of_the_window(mode: str, window: int, block_len: int) -> None:
-    """Decode steps over every position where a block begins or leaves the window."""
+def test_gpt_oss_attention_at_block_and_window_edges_equals_reference(
+    mode: str, window: int, block_len: int
+) -> None:
+    """Decode across every position where a block begins or leaves the window."""
     case = attention_case(mode, windows=(window,), block_len=block_len)
     length = max(window, block_len) - 2
     check_positions(case, length, decoded=min(window, block_len) + 6)
 
 
 @pytest.mark.parametrize("mode", codecs.MODES)
-def test_error_bound_of_every_format(mode: str) -> None:
-    """Two layers, one with a window: the engine's distance from a cache that rounds nothing."""
+def test_gpt_oss_error_of_every_format_is_within_its_limits(mode: str) -> None:
+    """Compare two layers, one with a window, with a cache that rounds nothing."""
     case = attention_case(mode, windows=(WINDOW, 0))
     exact = Decoder(case.shape, case.weights)
     engine = case.engine()
@@ -118,8 +124,8 @@ def test_error_bound_of_every_format(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", codecs.MODES)
 @pytest.mark.parametrize("wrong", ["no sinks", "window", "no truncation"])
-def test_a_wrong_attention_is_caught(mode: str, wrong: str) -> None:
-    """Dropped sinks, a window one too long, or a rounded YaRN ramp do not pass."""
+def test_gpt_oss_tolerance_detects_wrong_attention(mode: str, wrong: str) -> None:
+    """Dropped sinks, a window longer by one, or a rounded YaRN ramp must be detected."""
     case = attention_case(mode, windows=(WINDOW,))
     changed = attention_case(mode, windows=(WINDOW + 1 if wrong == "window" else WINDOW,))
     if wrong == "no sinks":
@@ -138,8 +144,8 @@ def test_a_wrong_attention_is_caught(mode: str, wrong: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["none", "fp8", "nvfp4"])
-def test_prefix_hits(mode: str) -> None:
-    """Prompts that find their beginning cached, in blocks that have left the window and others."""
+def test_gpt_oss_prefix_hits_give_logits_of_reference(mode: str) -> None:
+    """Cached prefix blocks lie inside and outside the window."""
     case = attention_case(mode, windows=(WINDOW,), block_len=16)
     engine = case.engine()
     shared = random_prompt(200, seed=5)
@@ -157,8 +163,8 @@ def test_prefix_hits(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["none", "fp8", "nvfp4"])
-def test_preemption(mode: str) -> None:
-    """Two sequences with blocks for one and a half: the younger is computed again, and is right."""
+def test_gpt_oss_preempted_sequence_is_recomputed_correctly(mode: str) -> None:
+    """Two sequences share blocks for one and a half, so the younger one is preempted."""
     case = attention_case(mode, windows=(WINDOW, 0), block_len=16)
     options = _turbomind.EngineConfig()
     options.kv_format, options.cache_block_seq_len = mode, 16
@@ -169,7 +175,7 @@ def test_preemption(mode: str) -> None:
         engine = make_engine(case.shape, case.weights, dtype="float16", options=options)
         try:
             if together:
-                for _ in range(20):  # the first may end before the second has come
+                for _ in range(20):  # the first request may end before the second one starts
                     assert run_all(engine, prompts, decoded=150) == alone
                     if engine.stats().num_preemptions > 0:
                         break
@@ -185,7 +191,7 @@ def test_preemption(mode: str) -> None:
 def run_all(
     engine: "_turbomind.Engine", prompts: dict[int, list[int]], *, decoded: int
 ) -> dict[int, list[int]]:
-    """The ids of prompt and answer of requests that run at the same time, but for the last."""
+    """Run the requests concurrently. Return the ids of prompt and answer without the last one."""
     ids = {number: list(prompt) for number, prompt in prompts.items()}
     left = set(prompts)
     for number, prompt in prompts.items():
@@ -221,7 +227,7 @@ def moe_shape(experts: Experts) -> Shape:
     ],
     ids=["gpt-oss", "limit", "top-1", "silu", "plain", "all"],
 )
-def test_experts(experts: Experts) -> None:
+def test_engine_expert_variants_equal_reference(experts: Experts) -> None:
     shape = moe_shape(experts)
     weights = random_weights(shape, seed=3)
     ids = np.random.default_rng(4).integers(0, shape.vocab, 150)
@@ -236,7 +242,7 @@ def test_experts(experts: Experts) -> None:
     assert (np.abs(got - wanted).max() / wanted.std()) < EXACT_MAX
 
 
-def test_choice_of_experts_by_hand() -> None:
+def test_choose_experts_breaks_ties_and_normalizes() -> None:
     logits = np.log(np.array([0.1, 0.4, 0.4, 0.1]))
     assert [e for e, _ in choose(Experts(4, 3, 1), logits)] == [1, 2, 0]
     assert dict(choose(Experts(4, 2, 1), logits)) == pytest.approx({1: 0.5, 2: 0.5})
@@ -244,8 +250,8 @@ def test_choice_of_experts_by_hand() -> None:
     assert plain == pytest.approx({1: 0.4, 2: 0.4})
 
 
-def test_balanced_keeps_the_first_tokens_of_a_window_layer_out_of_sight() -> None:
-    """Beyond its window a layer sees no sink block, whatever the quality keeps in 16 bit."""
+def test_reference_window_layer_ignores_sink_blocks_beyond_its_window() -> None:
+    """Beyond its window, a layer does not attend to sink blocks, whatever is kept in 16 bit."""
     case = attention_case("nvfp4", "balanced", windows=(24,))
     assert case.quality == BALANCED
     ids = np.array(random_prompt(200, seed=3))

@@ -1,4 +1,4 @@
-"""The specification of `kv_quality`: its parts one by one, and the engine against it."""
+"""Tests of the NumPy reference of `kv_quality`, part by part."""
 
 import numpy as np
 import pytest
@@ -27,13 +27,13 @@ def gaussian(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-def test_rotation_keeps_products_and_is_its_own_inverse(head_dim: int) -> None:
+def test_rotate_rows_keeps_dot_products_and_is_its_own_inverse(head_dim: int) -> None:
     q, k = gaussian(50, head_dim), gaussian(70, head_dim, seed=1)
     assert np.abs(rotate_rows(q) @ rotate_rows(k).T - q @ k.T).max() < EXACT * head_dim
     assert np.abs(rotate_rows(rotate_rows(q)) - q).max() < EXACT
 
 
-def test_rotation_by_hand() -> None:
+def test_rotate_rows_examples_equal_hand_computed_values() -> None:
     assert [rotation_size(d) for d in (64, 80, 96, 128, 192, 256)] == [64, 16, 32, 128, 64, 256]
     wanted = [[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]
     assert (hadamard(4) * 2).tolist() == wanted
@@ -44,7 +44,7 @@ def test_rotation_by_hand() -> None:
 
 @pytest.mark.parametrize("mode", FP4)
 @pytest.mark.parametrize("global_scale", [1.0, 0.0371])
-def test_search_is_never_worse_than_the_plain_rule(mode: str, global_scale: float) -> None:
+def test_scale_search_error_is_never_above_the_plain_rule(mode: str, global_scale: float) -> None:
     factor = global_scale if mode == "nvfp4" else 1.0
     rows = gaussian(512, 128) * np.exp2(gaussian(512, 1, seed=1))
     rows = round_to(rows.astype(np.float32), "float16")
@@ -54,13 +54,13 @@ def test_search_is_never_worse_than_the_plain_rule(mode: str, global_scale: floa
         return ((stored - rows).astype(np.float64) ** 2).reshape(512, 8, 16).sum(axis=-1)
 
     plain, searched = errors(False), errors(True)
-    assert (searched <= plain * (1 + 1e-6)).all()  # the rule itself compares FP32 sums
+    assert (searched <= plain * (1 + 1e-6)).all()  # the search itself compares FP32 sums
     assert searched.sum() < 0.97 * plain.sum()
 
 
-# Of a round trip of N(0, 1): docs/kv_cache.md.
+# Errors of a round trip of N(0, 1), from docs/kv_cache.md.
 @pytest.mark.parametrize(("mode", "figure"), [("nvfp4", 0.0815), ("mxfp4", 0.1100)])
-def test_error_with_the_search(mode: str, figure: float) -> None:
+def test_scale_search_error_equals_published_error(mode: str, figure: float) -> None:
     rows = gaussian(4096, 128).astype(np.float32)
     error = codecs.round_trip(mode, rows, dtype="float16", search=True) - rows
     assert np.linalg.norm(error) / np.linalg.norm(rows) == pytest.approx(figure, rel=0.02)
@@ -80,7 +80,9 @@ def test_error_with_the_search(mode: str, figure: float) -> None:
         (256, [(0, 64), (192, 257)]),
     ],
 )
-def test_hot_blocks_of_64_by_hand(position: int, window16: list[tuple[int, int]]) -> None:
+def test_window16_mask_blocks_of_64_equal_examples(
+    position: int, window16: list[tuple[int, int]]
+) -> None:
     wanted = np.zeros(position + 1, bool)
     for begin, end in window16:
         wanted[begin:end] = True
@@ -90,7 +92,9 @@ def test_hot_blocks_of_64_by_hand(position: int, window16: list[tuple[int, int]]
 @pytest.mark.parametrize(
     ("length", "sink_end", "recent"), [(16, 64, 4), (32, 64, 2), (64, 64, 1), (128, 128, 1)]
 )
-def test_hot_blocks_of_any_length(length: int, sink_end: int, recent: int) -> None:
+def test_window16_mask_blocks_of_any_length_follow_the_rule(
+    length: int, sink_end: int, recent: int
+) -> None:
     quality = Quality(sink_tokens=64, recent_tokens=64, block_len=length)
     mask = window16_mask(quality, range(700), 700)
     for position in range(700):
@@ -105,7 +109,7 @@ def views(seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("window", [0, 50])
-def test_mixed_attention_of_equal_views_is_attention(window: int) -> None:
+def test_mixed_attention_equal_views_equal_plain_attention(window: int) -> None:
     q, sinks = gaussian(30, 4, 64), gaussian(4, seed=9)
     k, v = views(3)[0], views(5)[0]
     window16 = window16_mask(BALANCED, range(170, 200), 200)
@@ -125,18 +129,18 @@ def test_mixed_attention_reads_each_key_in_its_view() -> None:
     assert np.abs(got - attention(q, *merged, scale=0.125)).max() < EXACT
 
 
-def test_a_mean_and_a_rotation_cancel_in_high_precision() -> None:
-    """With nothing rounded away K comes back as it was, whatever the mean."""
+def test_layer_store_mean_and_rotation_cancel_in_fp32() -> None:
+    """Nothing is rounded in FP32, so K must come back unchanged, whatever the mean is."""
     k = gaussian(40, 2, 64)
     mean = (10 * gaussian(2, 64, seed=4)).astype(np.float32)
     store = LayerStore("none", "none", "float32", BALANCED, k_mean=mean)
     for view in store.keys(k):
-        assert np.abs(view - k).max() < 1e-5  # stored in FP32, values up to 30
+        assert np.abs(view - k).max() < 1e-5  # stored in FP32, with values up to 30
 
 
 @pytest.mark.parametrize("mode", QUANTIZED)
-def test_views_of_a_store(mode: str) -> None:
-    """16-bit rows have 16-bit error, quantized rows that of the format, with a factor per head."""
+def test_layer_store_views_have_the_error_of_their_format(mode: str) -> None:
+    """16-bit rows have 16-bit error. Quantized rows have their format's error, scaled per head."""
     k = gaussian(64, 2, 64)
     factors = np.array([1.0, 0.02], np.float32)
     store = LayerStore(mode, mode, "float16", BALANCED, k_scales=factors, v_scales=factors)
