@@ -28,11 +28,13 @@ from typing import TYPE_CHECKING, Any
 from our_engine import Cell, OurEngine, OurSetting
 from results import ResultsFile, describe_machine, write_json
 
+from lmdeploy.config.kv_formats import reported_formats
+
 if TYPE_CHECKING:
     from baselines.llama_cpp import LlamaCpp
     from targets import Target
 
-MODES = ("none", "int8", "fp8", "nvfp4", "int4", "mxfp4")
+MODES = reported_formats()
 OTHER_LIBRARY = {"ours": "llama_cpp", "peer": "lmdeploy"}
 
 

@@ -32,8 +32,7 @@ Row = dict[str, Any]
 RESULTS = Path(__file__).resolve().parent / "results"
 NO_GPU = 3
 START_TIMEOUT_S, ANSWER_TIMEOUT_S = 60.0, 120.0
-MODES = ("none", "fp8", "nvfp4", "mxfp4", "int8", "int4", "fp8_e5m2")
-FEW_MODES = MODES[:4]
+FEW_MODES = ("none", "fp8", "nvfp4", "mxfp4")  # the formats that are measured first
 FORMATS = ("bf16", "q8_0", "q4_0", "mxfp4_split")
 # Matrices of an 8B model (hidden 4096, 32 heads of 128, 8 KV heads).
 LINEARS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
@@ -47,16 +46,17 @@ GENERATION_SIZES = "batches=1,32,128 context=512 steps=64 prompt=2048 prompts=8"
 SMALL_SIZES = "batches=1,2 context=40 steps=2 prompt=70 prompts=2"
 
 
-def device_cells() -> Iterator[str]:
+def device_cells(formats: Sequence[str]) -> Iterator[str]:
     """Yield the cells of device_bench, the most important first. A run may end at any of them."""
+    modes = [*FEW_MODES, *(name for name in formats if name not in FEW_MODES)]
     yield "op=copy mb=4096"
     heads = "kv_heads=8 group=8"
     for batch, context in ((8, 32768), (32, 32768), (128, 8192), (1, 131072), (256, 1024)):
-        for mode in MODES:
+        for mode in modes:
             yield f"op=decode mode={mode} batch={batch} context={context} {heads} head_dim=128"
     window = "kv_heads=8 group=8 head_dim=64 context=4096 window=128 sinks=1"
     for batch in (8, 32):
-        for mode in MODES:
+        for mode in modes:
             yield f"op=decode mode={mode} batch={batch} {window}"
     for context in (8192, 32768):
         for mode in FEW_MODES:
@@ -64,7 +64,7 @@ def device_cells() -> Iterator[str]:
             yield f"op=prefill mode={mode} launches=4 {sizes}"
     for batch, tokens in ((1, 2048), (128, 1)):
         sizes = f"batch={batch} context=2048 new_tokens={tokens} kv_heads=8 group=4 head_dim=128"
-        for mode in MODES:
+        for mode in modes:
             yield f"op=write mode={mode} {sizes}"
         for mode in ("nvfp4", "mxfp4"):
             yield f"op=write mode={mode} {sizes} search=1 rotate=1"
@@ -90,6 +90,16 @@ def small_cells() -> Iterator[str]:
     for name in FORMATS:
         yield f"op=linear format={name} launches=1 batch=2 rows=64 cols=64"
     yield "op=experts format=mxfp4_split launches=1 batch=2 rows=64 cols=64 experts=2 top_k=1"
+
+
+def kv_formats(bench: Path) -> list[str]:
+    """Return the KV formats that device_bench was built with."""
+    done = subprocess.run(
+        [bench, "formats"], capture_output=True, text=True, timeout=START_TIMEOUT_S, check=False
+    )
+    if done.returncode != 0:
+        raise RuntimeError(done.stderr.strip())
+    return done.stdout.split()
 
 
 class Program:
@@ -213,7 +223,8 @@ def measure_ours(options: argparse.Namespace) -> list[str]:
     if options.what == "device":
         command += ["rotate_mb=0", "round_ms=0"] if options.small else []
         run = Run(command, path=options.json, budget_s=options.budget_s)
-        return run.run(list(small_cells() if options.small else device_cells()))
+        cells = small_cells() if options.small else device_cells(kv_formats(options.bench))
+        return run.run(list(cells))
     failed: list[str] = []
     models = ("tiny-llama", "tiny-gpt-oss") if options.small else MODELS
     for model in models:

@@ -205,9 +205,10 @@ def format_phase(phase: _turbomind.PhaseProfile) -> str:
         share = record.nanoseconds / total
         moved = record.weight_bytes + record.kv_bytes + record.activation_bytes
         shape = f" {record.rows} x {record.cols} {record.format}" if record.rows else ""
-        formats = " " + "/".join(dict.fromkeys(record.kv_formats)) if record.kv_formats else ""
+        formats = "/".join(dict.fromkeys(kv_format.name for kv_format in record.kv_formats))
+        name = " ".join(filter(None, (record.kind + shape, formats)))
         lines.append(
-            f"  {record.kind + shape + formats:<42} {record.calls / phase.num_steps:>6.1f} "
+            f"  {name:<42} {record.calls / phase.num_steps:>6.1f} "
             f"{record.nanoseconds / phase.num_steps / 1e6:>9.4f} {share:>6.1%} "
             f"{moved / phase.num_steps / 1e6:>9.3f} {moved / max(record.nanoseconds, 1):>7.1f}"
         )

@@ -1,5 +1,6 @@
 """Types of the C++ engine. Only turbomind/ imports the module."""
 
+import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,6 +9,48 @@ import numpy.typing as npt
 
 class InvalidArgument(ValueError): ...
 class InternalError(RuntimeError): ...
+
+class KvFormat(enum.Enum):
+    """The formats that a layer can store. Members have the canonical names."""
+
+    none = ...
+    int8 = ...
+    fp8 = ...
+    fp8_e5m2 = ...
+    nvfp4 = ...
+    int4 = ...
+    mxfp4 = ...
+
+class KvFormatInfo:
+    """A row of the table of KV formats in src/turbomind/kv/kv_cache_mode.h."""
+
+    @property
+    def format(self) -> KvFormat | None: ...  # None: the device chooses the format
+    @property
+    def name(self) -> str: ...
+    @property
+    def aliases(self) -> tuple[str, ...]: ...
+    @property
+    def quant_policy(self) -> int | None: ...  # None: the format has names only
+    @property
+    def bits(self) -> int: ...  # payload bits per value
+    @property
+    def group(self) -> int: ...  # values per scale byte; 0 without scale bytes
+    @property
+    def has_global_scale(self) -> bool: ...
+    @property
+    def max_value(self) -> float: ...  # at a global scale of 1; 0 without a fixed limit
+    @property
+    def description(self) -> str: ...
+
+def kv_formats() -> tuple[KvFormatInfo, ...]:
+    """Return the table, in the order of reports."""
+
+def parse_kv_format(value: object) -> str:
+    """Return the canonical name for a quant_policy: a number or a name, in any case.
+
+    `fp4` stays `fp4`, because the device chooses the format. Raises InvalidArgument.
+    """
 
 class RopeConfig:
     kind: str  # none, default, linear, dynamic, llama3, yarn
@@ -54,8 +97,15 @@ class ModelConfig:
     def validate(self) -> None: ...
 
 class EngineConfig:
-    kv_format: str  # a resolved name: none, int8, int4, fp8, fp8_e5m2, mxfp4, nvfp4
-    kv_layers: list[tuple[str, str]]  # (K, V) of each layer; empty: kv_format for all
+    @property
+    def kv_format(self) -> KvFormat: ...
+    @kv_format.setter
+    def kv_format(self, value: KvFormat | str) -> None: ...  # or its canonical name
+    @property
+    def kv_layers(self) -> list[tuple[KvFormat, KvFormat]]:
+        """(K, V) of each layer; empty: kv_format for all."""
+    @kv_layers.setter
+    def kv_layers(self, value: Sequence[tuple[KvFormat | str, KvFormat | str]]) -> None: ...
     kv_rotate_k: bool
     kv_search_scales: bool
     kv_sink_tokens: int
@@ -299,18 +349,17 @@ def require_kernels(model: ModelConfig, config: EngineConfig, device: Device) ->
 def sequence_bytes(model: ModelConfig, config: EngineConfig, num_tokens: int) -> int:
     """Return the bytes of one sequence between steps, in whole blocks of every pool."""
 
-def require_listed_pair(k: str, v: str) -> None:
+def require_listed_pair(k: KvFormat | str, v: KvFormat | str) -> None:
     """Raise InvalidArgument unless a layer may have these canonical formats for K and V."""
 
-def kv_cache_mode_names() -> list[tuple[str, str]]: ...
 def get_kv_cache_mode(
     quant_policy: int | str,
     capability: DeviceCapability = ...,  # the CPU's
     strict_arch: bool = False,
-) -> str:
-    """Resolve a quant_policy to a canonical format name."""
+) -> KvFormat:
+    """Resolve a quant_policy on a device."""
 
-def kv_cache_conversion(mode: str, capability: DeviceCapability = ...) -> str:
+def kv_cache_conversion(mode: KvFormat | str, capability: DeviceCapability = ...) -> str:
     """Return how a device converts a format: not needed, hardware, software or unsupported."""
 
 # Profiles, for benchmarks.
@@ -321,7 +370,7 @@ class OpRecord:
     rows: int  # outputs of the matrix; 0 for an op without a matrix
     cols: int
     format: str  # of the matrix: f32, bf16, q4_0, ...; empty without one
-    kv_formats: list[str]  # of K and V if the op touches the cache, else empty
+    kv_formats: list[KvFormat]  # of K and V if the op touches the cache, else empty
     calls: int
     nanoseconds: int
     weight_bytes: int  # as packed
@@ -345,7 +394,7 @@ def make_profiling_device(device: Device) -> ProfilingDevice:
 
 # Codecs and ops, for tests and reports.
 def encode_rows(
-    mode: str,
+    mode: KvFormat | str,
     rows: npt.NDArray[np.float32],
     dtype: str,
     global_scale: float = 1.0,
@@ -356,7 +405,7 @@ def encode_rows(
     """Encode rows [n, head_dim] to (payload [n, row bytes], metadata [n, meta bytes])."""
 
 def decode_rows(
-    mode: str,
+    mode: KvFormat | str,
     payload: npt.NDArray[np.uint8],
     metadata: npt.NDArray[np.uint8],
     head_dim: int,

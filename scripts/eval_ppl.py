@@ -17,13 +17,14 @@ from pathlib import Path
 
 from lmdeploy.cli.engine_flags import add_kv_ingredient_flags, kv_ingredients
 from lmdeploy.config.engine import TurbomindEngineConfig
+from lmdeploy.config.kv_formats import reported_formats
 from lmdeploy.engine.kv_quality import resolve_kv_options
 from lmdeploy.lite.divergence import Score, cache_variants, cut_contexts, evaluate, read_text
 from lmdeploy.lite.prompt_engine import OpenModel, open_model
 
 __all__ = ["Score", "main"]
 
-MODES = ("none", "int8", "fp8", "fp8_e5m2", "nvfp4", "int4", "mxfp4")
+MODES = reported_formats()
 
 Figures = dict[str, dict[str, float | int]]
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from lmdeploy.base.installed import OURS, installed_version, namesake_warning
 from lmdeploy.base.resources import cpu_name, cpu_quota, free_memory_bytes, usable_cores
+from lmdeploy.config.kv_formats import reported_formats
 from lmdeploy.version import __version__
 
 if TYPE_CHECKING:
@@ -105,10 +106,7 @@ def kv_formats() -> Iterator[str]:
     devices |= {f"GPU {index}": gpu.capability for index, gpu in enumerate(found)}
     yield "KV formats, converted by instructions for them (hardware) or by others (software):"
     yield _table_row("", devices)
-    names = [name for name, _ in _turbomind.kv_cache_mode_names()]
-    for name in names:
-        if name in ("fp4", "fp8_e4m3"):  # other names
-            continue
+    for name in reported_formats():
         ways = [_turbomind.kv_cache_conversion(name, device) for device in devices.values()]
         yield _table_row(name, ways)
     yield _table_row("fp4 means", [_fp4_meaning(device) for device in devices.values()])
@@ -118,7 +116,7 @@ def _fp4_meaning(capability: DeviceCapability) -> str:
     from lmdeploy import _turbomind
 
     try:
-        return _turbomind.get_kv_cache_mode("fp4", capability)
+        return _turbomind.get_kv_cache_mode("fp4", capability).name
     except ValueError:
         return "unsupported"
 

@@ -10,8 +10,7 @@ from typing import Any, NoReturn
 
 from lmdeploy.base.logs import LOG_LEVELS
 from lmdeploy.config.engine import BLOCK_LENGTHS, DEVICE_TYPES, DTYPES, TurbomindEngineConfig
-from lmdeploy.config.kv_formats import KV_QUALITIES
-from lmdeploy.config.kv_formats import parse_quant_policy as _check_quant_policy
+from lmdeploy.config.kv_formats import KV_QUALITIES, describe_policies
 from lmdeploy.config.unsupported import unsupported_flags
 
 UNSUPPORTED_FLAGS = unsupported_flags()
@@ -96,13 +95,6 @@ def add_unsupported(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def quant_policy(text: str) -> int | str:
-    """Parse `--quant-policy` into a number or a name."""
-    _check_quant_policy(text)
-    value = text.strip().lower()
-    return int(value) if value.isdigit() else value
-
-
 def _strict_number(kind: type[int] | type[float]) -> Any:
     def parse(text: str) -> int | float:
         return kind(text)
@@ -183,9 +175,9 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--quant-policy",
-        "KV format: 0 or none (16 bit, the default), 4 or int4, 8 or int8, 16 or fp4 (mxfp4 or "
-        "nvfp4, depending on the device; FP8 in LMDeploy's PyTorch engine), mxfp4, nvfp4, fp8, "
-        "fp8_e5m2",
+        f"KV format: {describe_policies()}. The default is 0. LMDeploy's PyTorch engine uses 16 "
+        "for FP8.",
+        default=default.quant_policy,
     )
     add_kv_flags(group)
     add(
@@ -299,7 +291,7 @@ def engine_config(args: argparse.Namespace) -> TurbomindEngineConfig:
         cache_max_entry_count=args.cache_max_entry_count,
         cache_block_seq_len=args.cache_block_seq_len,
         enable_prefix_caching=args.enable_prefix_caching,
-        quant_policy=_given_quant_policy(args),
+        quant_policy=args.quant_policy,
         max_prefill_token_num=args.max_prefill_token_num,
         enable_metrics=not args.disable_metrics,
         device_type=args.device,
@@ -313,11 +305,3 @@ def engine_config(args: argparse.Namespace) -> TurbomindEngineConfig:
         kv_calibration=args.kv_calibration,
         **kv_ingredients(args),
     )
-
-
-def _given_quant_policy(args: argparse.Namespace) -> int | str:
-    if args.quant_policy is None:
-        return 0
-    value = quant_policy(args.quant_policy)
-    # The config treats 0 as "not given", but the user gave it. "none" makes the conflict an error.
-    return "none" if value == 0 and args.kv_cache_format is not None else value

@@ -10,9 +10,9 @@ from lmdeploy.base.checks import refuse
 from lmdeploy.cli.engine_flags import add_kv_ingredient_flags, add_log_level, kv_ingredients
 from lmdeploy.config.kv_formats import (
     KV_QUALITIES,
-    REPORTED_FORMATS,
     TABLE_SUFFIXES,
     UNCALIBRATED_QUALITIES,
+    reported_formats,
 )
 
 
@@ -178,7 +178,7 @@ def _add_kv_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument(
         "--formats",
         default=None,
-        help=f"KV formats, separated by commas: {','.join(REPORTED_FORMATS)} (default: all)",
+        help=f"KV formats, separated by commas: {','.join(reported_formats())} (default: all)",
     )
     parser.add_argument(
         "--qualities",
@@ -246,7 +246,7 @@ def _kv_report(args: argparse.Namespace) -> int:
     options = ReportOptions(
         model_path=args.model_path,
         texts=tuple(args.text),
-        formats=REPORTED_FORMATS if args.formats is None else names(args.formats),
+        formats=reported_formats() if args.formats is None else names(args.formats),
         qualities=qualities if args.qualities is None else names(args.qualities),
         contexts=() if args.contexts is None else numbers(args.contexts, "--contexts"),
         max_tokens=args.max_tokens,

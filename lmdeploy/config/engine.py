@@ -22,6 +22,7 @@ from lmdeploy.base.checks import (
 )
 from lmdeploy.config.kv_formats import (
     KV_QUALITIES,
+    FormatPair,
     FormatTable,
     parse_cache_format,
     parse_quant_policy,
@@ -159,7 +160,9 @@ class TurbomindEngineConfig:
                 flag="--max-prefill-token-num",
             )
         self._check_cache()
-        self._check_kv_quality()
+        table = self.kv_table
+        self._check_one_format_option(table)
+        self._check_kv_quality(table)
         for name in ("enable_metrics", "deterministic", "exact", "strict_arch"):
             check_bool(name, getattr(self, name))
         self._check_device()
@@ -208,18 +211,19 @@ class TurbomindEngineConfig:
         check_bool(
             "enable_prefix_caching", self.enable_prefix_caching, flag="--enable-prefix-caching"
         )
-        name, table = parse_quant_policy(self.quant_policy), self.kv_table
-        # 0 is the default, so it may mean that the option was not given.
-        if self.kv_cache_format is not None and self.quant_policy != 0:
-            pairs = {str(pair) for pair in table.pairs}
-            if pairs != {name}:
-                raise ValueError(
-                    f"quant_policy {self.quant_policy!r} contradicts kv_cache_format "
-                    f"{show(self.kv_cache_format)}. "
-                    "Remove --quant-policy or --kv-cache-format."
-                )
 
-    def _check_kv_quality(self) -> None:
+    def _check_one_format_option(self, table: FormatTable) -> None:
+        if self.kv_cache_format is None:
+            return
+        name = parse_quant_policy(self.quant_policy)
+        # The default is the number 0. The command line passes text.
+        if self.quant_policy != 0 and name != table.name:
+            raise ValueError(
+                f"quant_policy {self.quant_policy!r} contradicts kv_cache_format "
+                f"{show(self.kv_cache_format)}. Remove --quant-policy or --kv-cache-format."
+            )
+
+    def _check_kv_quality(self, table: FormatTable) -> None:
         choices = (None, *KV_QUALITIES)
         check_choice("kv_quality", self.kv_quality, choices=choices, flag="--kv-quality")
         for name in ("kv_rotation", "kv_scale_search"):
@@ -242,7 +246,7 @@ class TurbomindEngineConfig:
             raise refuse(
                 "kv_sink_tokens", self.kv_sink_tokens, wanted=wanted, flag="--kv-sink-tokens"
             )
-        if self.kv_format == "none":
+        if table.name == "none":
             self.refuse_kv_quality()
         self._check_kv_calibration()
 
@@ -284,9 +288,14 @@ class TurbomindEngineConfig:
 
     @property
     def kv_table(self) -> FormatTable:
-        """Return the KV formats by layer. Read the file if `kv_cache_format` is a path."""
-        given = self.kv_cache_format
-        return parse_cache_format(parse_quant_policy(self.quant_policy) if given is None else given)
+        """Return the KV formats by layer. Read the file if `kv_cache_format` is a path.
+
+        Every call parses anew because every field can be changed.
+        """
+        if self.kv_cache_format is not None:
+            return parse_cache_format(self.kv_cache_format)
+        name = parse_quant_policy(self.quant_policy)
+        return FormatTable(default=FormatPair(name, name))
 
     @property
     def kv_format(self) -> str:
@@ -294,5 +303,4 @@ class TurbomindEngineConfig:
 
         The device resolves `fp4`.
         """
-        pairs = {str(pair) for pair in self.kv_table.pairs}
-        return pairs.pop() if len(pairs) == 1 else "mixed"
+        return self.kv_table.name

@@ -1,6 +1,7 @@
-"""Names of KV cache formats: `quant_policy`, and `kv_cache_format` by side and by layer.
+"""Parse the KV cache options: `quant_policy`, and `kv_cache_format` by side and by layer.
 
-A name becomes a format here and nowhere else; `fp4` stays `fp4` until the device resolves it.
+This module splits `k=…,v=…` and YAML files. The C++ table of formats (`_turbomind.kv_formats`)
+decides which names exist. `fp4` stays `fp4` until the device resolves it.
 """
 
 from __future__ import annotations
@@ -15,34 +16,8 @@ from typing import Any
 
 from lmdeploy.base.checks import refuse, user_path
 
-# Accepted values of `quant_policy` and the name that the engine resolves on its device.
-QUANT_POLICY_NAMES: dict[int | str, str] = {
-    0: "none",
-    4: "int4",
-    8: "int8",
-    16: "fp4",
-    "none": "none",
-    "int4": "int4",
-    "int8": "int8",
-    "fp8": "fp8",
-    "fp8_e4m3": "fp8",
-    "fp8_e5m2": "fp8_e5m2",
-    "fp4": "fp4",
-    "mxfp4": "mxfp4",
-    "nvfp4": "nvfp4",
-    # Names of vLLM and SGLang.
-    "fp4_e2m1": "fp4",
-    "auto": "none",
-    "bf16": "none",
-    "bfloat16": "none",
-}
-FORMAT_NAMES = tuple(name for name in QUANT_POLICY_NAMES if isinstance(name, str))
-# One name per format, in the order of a report.
-REPORTED_FORMATS = ("none", "int8", "fp8", "fp8_e5m2", "nvfp4", "int4", "mxfp4")
 KV_QUALITIES = ("raw", "balanced", "best")
 UNCALIBRATED_QUALITIES = KV_QUALITIES[:-1]  # best needs a calibration
-FP4_FORMATS = frozenset({"fp4", "mxfp4", "nvfp4"})
-FOUR_BIT_FORMATS = FP4_FORMATS | {"int4"}
 
 FLAG = "--kv-cache-format"
 MAX_TABLE_BYTES = 1 << 16
@@ -50,24 +25,77 @@ _LAYERS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 TABLE_SUFFIXES = (".yaml", ".yml")
 
 
-def parse_quant_policy(value: Any) -> str:
-    """The format name of a `quant_policy` as a number (also in quotes) or a name, in any case.
+def reported_formats() -> tuple[str, ...]:
+    """Return the name of every format that a layer can store, in the order of reports."""
+    from lmdeploy import _turbomind
 
-    Raises ValueError for anything else. `fp4` stays `fp4`: the device chooses NVFP4 or MXFP4.
+    return tuple(row.name for row in _turbomind.kv_formats() if row.format is not None)
+
+
+def four_bit_formats() -> frozenset[str]:
+    """Return the names of the formats with 4 bits per value; `fp4` is one of them."""
+    from lmdeploy import _turbomind
+
+    return frozenset(row.name for row in _turbomind.kv_formats() if row.bits == 4)
+
+
+def fp4_formats() -> frozenset[str]:
+    """Return the names of the formats with a scale per group of values; `fp4` is one of them."""
+    from lmdeploy import _turbomind
+
+    return frozenset(row.name for row in _turbomind.kv_formats() if row.group > 0)
+
+
+def describe_policies() -> str:
+    """Return the values of `quant_policy`, for help texts."""
+    from lmdeploy import _turbomind
+
+    return ", ".join(
+        (row.name if row.quant_policy is None else f"{row.quant_policy} or {row.name}")
+        + (f" ({row.description})" if row.format is None else "")
+        for row in _turbomind.kv_formats()
+    )
+
+
+def accepted_names() -> str:
+    """Return every name and alias, for error messages."""
+    from lmdeploy import _turbomind
+
+    return ", ".join(name for row in _turbomind.kv_formats() for name in (row.name, *row.aliases))
+
+
+def parse_quant_policy(value: Any) -> str:
+    """Return the format name for a `quant_policy`: a number (also as text) or a name, in any case.
+
+    Raises ValueError for anything else.
     """
-    key = value
-    if isinstance(value, str):
-        text = value.strip().lower()
-        key = int(text) if text.isascii() and text.isdigit() and len(text) < 4 else text
-    if isinstance(key, bool) or not isinstance(key, (int, str)) or key not in QUANT_POLICY_NAMES:
-        wanted = "0, 4, 8, 16 or one of " + ", ".join(FORMAT_NAMES)
-        raise refuse("quant_policy", value, wanted=wanted, flag="--quant-policy")
-    return QUANT_POLICY_NAMES[key]
+    from lmdeploy import _turbomind
+
+    try:
+        return _turbomind.parse_kv_format(value)
+    except _turbomind.InvalidArgument:
+        numbers = sorted(
+            row.quant_policy for row in _turbomind.kv_formats() if row.quant_policy is not None
+        )
+        wanted = f"{', '.join(map(str, numbers))} or one of {accepted_names()}"
+        raise refuse("quant_policy", value, wanted=wanted, flag="--quant-policy") from None
+
+
+def _parse_name(text: str) -> str | None:
+    """Return the format with this name; None for a number and for an unknown name."""
+    from lmdeploy import _turbomind
+
+    if text.strip().isdigit():
+        return None
+    try:
+        return _turbomind.parse_kv_format(text)
+    except _turbomind.InvalidArgument:
+        return None
 
 
 @dataclass(frozen=True)
 class FormatPair:
-    """Formats of K and V."""
+    """The names of the formats of K and V."""
 
     k: str
     v: str
@@ -80,8 +108,8 @@ class FormatPair:
 class FormatTable:
     """Formats by layer, before the model is known.
 
-    A layer takes the rule that names its number, else that of its kind (`sliding`, `full`), else
-    the default.
+    A layer uses the rule for its number. Without one it uses the rule for its kind (`sliding` or
+    `full`), and without that the default.
     """
 
     default: FormatPair | None
@@ -90,12 +118,18 @@ class FormatTable:
 
     @property
     def pairs(self) -> list[FormatPair]:
-        """Every pair that some layer could take."""
+        """Every pair that a layer could use."""
         named = [pair for _, pair in self.kinds] + [pair for _, _, pair in self.ranges]
         return named if self.default is None else [self.default, *named]
 
+    @property
+    def name(self) -> str:
+        """The format of every layer, or `mixed`."""
+        pairs = {str(pair) for pair in self.pairs}
+        return pairs.pop() if len(pairs) == 1 else "mixed"
+
     def by_layer(self, windows: Sequence[int]) -> list[FormatPair]:
-        """The pair of each layer of a model; `windows` has a sliding window or 0 per layer.
+        """Return the pair of each layer. `windows` has each layer's sliding window, 0 for none.
 
         Raises ValueError for a rule beyond the last layer, and for a layer without a rule.
         """
@@ -114,9 +148,9 @@ class FormatTable:
 
 
 def parse_cache_format(value: Any) -> FormatTable:
-    """`kv_cache_format`: a name, `k=fp8,v=nvfp4`, a YAML file, or the table itself.
+    """Parse `kv_cache_format`: a name, `k=fp8,v=nvfp4`, a YAML file, or the table itself.
 
-    Raises ValueError in one line for everything that is wrong before the model is known.
+    Raises ValueError, in one line, for every mistake that shows before the model is known.
     """
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
@@ -128,36 +162,42 @@ def parse_cache_format(value: Any) -> FormatTable:
 
 
 def parse_pair(value: Any, where: str = "kv_cache_format", *, flag: str = FLAG) -> FormatPair:
-    """A format for both sides, or `k=NAME,v=NAME`."""
-    wanted = f"k=NAME,v=NAME or NAME, one of {', '.join(FORMAT_NAMES)}"
-    if where == "kv_cache_format":
-        wanted += ", or a .yaml file"
+    """Parse one format for both sides, or `k=NAME,v=NAME`. Raises ValueError."""
     if not isinstance(value, str):
         shown = value if isinstance(value, (int, float, bool)) else f"a {type(value).__name__}"
-        raise refuse(where, shown, wanted=wanted, flag=flag)
-    text = value.strip().lower()
-    if text in FORMAT_NAMES:
-        return FormatPair(QUANT_POLICY_NAMES[text], QUANT_POLICY_NAMES[text])
+        raise _refuse_pair(where, shown, flag)
+    name = _parse_name(value)
+    if name is not None:
+        return FormatPair(name, name)
     sides: dict[str, str] = {}
-    for part in text.split(","):
-        side, _, name = (piece.strip() for piece in part.partition("="))
-        if side not in ("k", "v") or side in sides or name not in FORMAT_NAMES:
-            raise refuse(where, value, wanted=wanted, flag=flag)
-        sides[side] = QUANT_POLICY_NAMES[name]
+    for part in value.lower().split(","):
+        side, _, text = (piece.strip() for piece in part.partition("="))
+        name = _parse_name(text)
+        if side not in ("k", "v") or side in sides or name is None:
+            raise _refuse_pair(where, value, flag)
+        sides[side] = name
     if len(sides) < 2:
-        raise refuse(where, value, wanted=wanted, flag=flag)
+        raise _refuse_pair(where, value, flag)
     _require_listed(sides["k"], sides["v"])
     return FormatPair(sides["k"], sides["v"])
 
 
+def _refuse_pair(where: str, value: Any, flag: str) -> ValueError:
+    wanted = f"k=NAME,v=NAME or NAME, one of {accepted_names()}"
+    if where == "kv_cache_format":
+        wanted += ", or a .yaml file"
+    return refuse(where, value, wanted=wanted, flag=flag)
+
+
 def _require_listed(k: str, v: str) -> None:
-    """Raise ValueError for a pair that the engine has no layers of, whatever fp4 resolves to."""
+    """Raise ValueError for a pair that no engine supports, whatever fp4 resolves to."""
     from lmdeploy import _turbomind
 
+    grouped = fp4_formats()
     if k == "fp4":
-        k = v if v in FP4_FORMATS else "nvfp4"
+        k = v if v in grouped else "nvfp4"
     if v == "fp4":
-        v = k if k in FP4_FORMATS else "nvfp4"
+        v = k if k in grouped else "nvfp4"
     if k != v:
         _turbomind.require_listed_pair(k, v)
 
@@ -210,7 +250,7 @@ def _read_table(path: Path) -> dict[Any, Any]:
     try:
         text = data.decode("utf-8")
         node = yaml.compose(text, Loader=yaml.SafeLoader)
-        # Every scalar stays the text that stands there: 010 is layer 10, not octal.
+        # Every scalar stays text: 010 is layer 10, not an octal number.
         table = yaml.load(text, Loader=yaml.BaseLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())[:160]
@@ -218,7 +258,7 @@ def _read_table(path: Path) -> dict[Any, Any]:
     if not isinstance(table, dict) or not isinstance(node, yaml.MappingNode):
         got = "an empty file" if node is None else f"a {type(table).__name__}"
         raise refuse(str(path), got, wanted="a table", flag=FLAG)
-    # PyYAML keeps the last of two equal keys without a word.
+    # PyYAML silently keeps the last of two equal keys.
     if len(table) < len(node.value):
         raise refuse(str(path), "an entry twice", wanted="one entry per selector", flag=FLAG)
     return table

@@ -26,9 +26,9 @@ Floats = npt.NDArray[np.float32]
 FORMAT_VERSION = 1
 _METADATA_KEY = "kv_calibration"
 _MAX_FILE_BYTES = 1 << 26
-# The largest value of a code times the largest scale that calibration uses. For NVFP4 that scale is
-# 256 of 448, so that the scale search can also try larger scales.
-_LARGEST = {"nvfp4": 6.0 * 256.0, "fp8": 448.0, "fp8_e5m2": 57344.0}
+# Calibration maps the largest group of NVFP4 to scale 256 of 448, so that the scale search can also
+# try larger scales.
+_NVFP4_HEADROOM = 256.0 / 448.0
 _MIN_FACTOR = 2.0**-60
 # Far above K and V of any model, and far below the values whose sums overflow.
 _MAX_VALUE = 2.0**24
@@ -169,12 +169,22 @@ def engine_constants(
     )
 
 
+def _largest_value(name: str) -> float:
+    """Return the value that calibration maps the largest magnitude to; 0 without a global scale."""
+    from lmdeploy import _turbomind
+
+    (row,) = [row for row in _turbomind.kv_formats() if row.name == name]
+    if not row.has_global_scale:
+        return 0.0
+    return row.max_value * (_NVFP4_HEADROOM if row.group > 0 else 1.0)
+
+
 def _factors(amax: Floats, formats: Sequence[str]) -> Floats:
     """Return the scale of each layer and head.
 
     It is 1 for formats without a scale and for heads whose values are all 0.
     """
-    largest = np.array([_LARGEST.get(name, 0.0) for name in formats], np.float64)[:, None]
+    largest = np.array([_largest_value(name) for name in formats], np.float64)[:, None]
     with np.errstate(divide="ignore"):
         factors = np.where((largest > 0) & (amax > 0), amax / np.maximum(largest, 1.0), 1.0)
     return np.asarray(np.maximum(factors, _MIN_FACTOR), np.float32)

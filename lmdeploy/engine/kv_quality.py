@@ -1,21 +1,20 @@
-"""What is done for the cache's accuracy: options → plain facts, and those → the engine's config.
+"""Resolve the options for the KV cache's accuracy and write them into the engine's config.
 
-`raw` does nothing beside the format; `balanced` rotates K, searches FP4 scales and keeps the first
-and the newest tokens in 16 bit; `best` adds constants from a calibration file. Single options
-replace single ingredients. An ingredient without anything to work on (scale search without FP4,
-anything with mode none) is off, and what is reported is what is on.
+`raw` adds nothing to the format. `balanced` rotates K, searches FP4 scales and keeps the first and
+the newest tokens in 16 bit. `best` adds constants from a calibration file. Each single option
+replaces one ingredient. An ingredient without effect is off: the scale search without FP4, and
+every ingredient with the format none. Reports list only what is on.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lmdeploy.base.checks import user_path
 from lmdeploy.config.engine import TurbomindEngineConfig
-from lmdeploy.config.kv_formats import FOUR_BIT_FORMATS, FP4_FORMATS, FormatPair
+from lmdeploy.config.kv_formats import FormatPair, four_bit_formats, fp4_formats
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,16 +27,16 @@ NOTHING_HOT = -1
 
 @dataclass(frozen=True)
 class KvOptions:
-    """Everything about the cache's formats and accuracy, resolved for one model and device."""
+    """The cache's formats and accuracy options, resolved for one model and device."""
 
     layers: tuple[FormatPair, ...]  # by model layer
-    quality: str  # as asked for or chosen; raw where everything is stored in 16 bit
+    quality: str  # raw if every layer stores 16 bit
     rotation: bool = False
     scale_search: bool = False
     sink_tokens: int = 0
     recent_tokens: int = NOTHING_HOT
     calibration: Path | None = None
-    note: str = ""  # about the choice of a format, for people
+    note: str = ""  # for people: about the format that fp4 became
 
     @property
     def mode(self) -> str:
@@ -59,7 +58,7 @@ class KvOptions:
         return f"{self.quality} ({', '.join(parts)})" if parts else self.quality
 
     def labels(self) -> dict[str, str]:
-        """The same for metrics."""
+        """Return the options as labels for metrics."""
         return {
             "mode": self.mode,
             "quality": self.quality,
@@ -89,15 +88,16 @@ def resolve_kv_options(
 
     table = config.kv_table.by_layer(windows)
     target = capability or _turbomind.DeviceCapability()
-    resolve = partial(
-        _turbomind.get_kv_cache_mode, capability=target, strict_arch=config.strict_arch
-    )
+
+    def resolve(name: str) -> str:
+        return _turbomind.get_kv_cache_mode(name, target, config.strict_arch).name
+
     layers = tuple(FormatPair(resolve(pair.k), resolve(pair.v)) for pair in table)
     names = {name for pair in layers for name in (pair.k, pair.v)}
     if names == {"none"}:
         config.refuse_kv_quality()
         return KvOptions(layers, "raw")
-    quality = config.kv_quality or ("balanced" if names & FOUR_BIT_FORMATS else "raw")
+    quality = config.kv_quality or ("balanced" if names & four_bit_formats() else "raw")
     by_default = quality != "raw"
     sink_tokens, recent_tokens = _window16_tokens(config, by_default)
     search = by_default if config.kv_scale_search is None else config.kv_scale_search
@@ -106,7 +106,7 @@ def resolve_kv_options(
         layers=layers,
         quality=quality,
         rotation=by_default if config.kv_rotation is None else config.kv_rotation,
-        scale_search=search and bool(names & FP4_FORMATS),
+        scale_search=search and bool(names & fp4_formats()),
         sink_tokens=sink_tokens,
         recent_tokens=recent_tokens,
         calibration=None if path is None else user_path("kv_calibration", path),
@@ -115,7 +115,7 @@ def resolve_kv_options(
 
 
 def _format_note(asked: Sequence[FormatPair], layers: Sequence[FormatPair]) -> str:
-    """What to know of the format that `fp4` became."""
+    """Return a note on the format that `fp4` became, or an empty string."""
     for pair, resolved in zip(asked, layers, strict=True):
         for name, format_name in ((pair.k, resolved.k), (pair.v, resolved.v)):
             if name == "fp4" and format_name == "mxfp4":
@@ -124,7 +124,7 @@ def _format_note(asked: Sequence[FormatPair], layers: Sequence[FormatPair]) -> s
 
 
 def _window16_tokens(config: TurbomindEngineConfig, by_default: bool) -> tuple[int, int]:
-    """Sink and recent tokens. Sinks alone keep the current block in 16 bit as well."""
+    """Return sink and recent tokens. Sinks alone also keep the current block in 16 bit."""
     sink, recent = config.kv_sink_tokens, config.kv_recent_tokens
     if recent is None:
         recent = DEFAULT_HOT_TOKENS if by_default else 0 if sink else NOTHING_HOT
@@ -142,10 +142,10 @@ def apply_kv_options(
     model: _turbomind.ModelConfig,
     model_hash: str | None = None,
 ) -> None:
-    """Writes `options` into the engine's config.
+    """Write `options` into the engine's config.
 
-    Raises ValueError when the calibration file cannot be read or belongs to another model;
-    `model_hash` is needed with a calibration file only.
+    `model_hash` is required with a calibration file. Raises ValueError if the file cannot be read
+    or belongs to another model.
     """
     engine_config.kv_format = options.layers[0].k
     uniform = len({str(pair) for pair in options.layers}) == 1

@@ -85,7 +85,7 @@ def _warn_of_conversion(options: KvOptions, capability: _turbomind.DeviceCapabil
     has_nvfp4 = any("nvfp4" in (pair.k, pair.v) for pair in options.layers)
     if not has_nvfp4 or _turbomind.kv_cache_conversion("nvfp4", capability) != "software":
         return
-    if _turbomind.get_kv_cache_mode("fp4", capability) != "nvfp4":
+    if _turbomind.get_kv_cache_mode("fp4", capability).name != "nvfp4":
         logger.warning(
             "KV cache format nvfp4: %s has no FP4 instructions and converts it in software. "
             "SM 100 and higher convert it in hardware; --strict-arch refuses it below.",

@@ -18,8 +18,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from lmdeploy.config.kv_formats import reported_formats
+
 RECORD = Path(__file__).parents[2] / "tests" / "python" / "data" / "instruction_counts.json"
-MODES = ("none", "int8", "int4", "fp8", "mxfp4", "nvfp4")
+MODES = reported_formats()
 OVERHEAD_BATCHES = (1, 32)
 ISA = "avx2"  # the best that valgrind runs
 TOLERANCE = 0.03

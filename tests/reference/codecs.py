@@ -6,6 +6,7 @@ int4, the scale bytes for FP4, and empty otherwise.
 
 import numpy as np
 
+from lmdeploy.config.kv_formats import reported_formats
 from reference.floats import (
     E2M1_VALUES,
     E4M3_VALUES,
@@ -21,7 +22,7 @@ from reference.floats import (
     to_bits,
 )
 
-MODES = ("none", "int8", "int4", "fp8", "fp8_e5m2", "mxfp4", "nvfp4")
+MODES = reported_formats()  # each has an encoder and a decoder below
 GROUP = 16
 MX_LEAST, MX_MOST = 112, 136
 WIDEST = np.float32(2.0**127)  # a wider row saturates, so that scale and sums stay finite

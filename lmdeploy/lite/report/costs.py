@@ -21,9 +21,6 @@ WRITE_ROWS = 1 << 13
 WRITE_ROUNDS = 7
 DECODE_ROUNDS = 5
 DECODE_STEPS = 32
-# The largest magnitude that a format stores, in units of k_scale or v_scale. Formats whose rows
-# have ranges of their own are not listed.
-LARGEST = {"fp8": 448.0, "fp8_e5m2": 57344.0, "nvfp4": 6 * 448.0, "mxfp4": 6 * 2.0**9}
 _FIRST_BIN = (127 - 20) << 4  # a histogram's bin is the upper float bits: 16 bins per octave
 
 
@@ -130,8 +127,10 @@ def num_saturated(statistics: dict[str, Any], cell: KvVariant) -> int | None:
     None means that each row has a range of its own. The limit is exact to 1/16 octave: a bin counts
     if its lower edge is at or above the limit.
     """
-    largest = LARGEST.get(cell.format)
-    if largest is None:
+    from lmdeploy import _turbomind
+
+    (largest,) = [row.max_value for row in _turbomind.kv_formats() if row.name == cell.format]
+    if largest == 0:
         return None
     count = 0
     for i, side in enumerate("kv"):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from lmdeploy.base.checks import check_int, refuse
-from lmdeploy.config.kv_formats import KV_QUALITIES, REPORTED_FORMATS, UNCALIBRATED_QUALITIES
+from lmdeploy.config.kv_formats import KV_QUALITIES, UNCALIBRATED_QUALITIES, reported_formats
 from lmdeploy.lite.divergence import cut_contexts
 from lmdeploy.lite.prompt_engine import OpenModel, PromptEngine
 from lmdeploy.lite.report import costs
@@ -51,7 +51,7 @@ class ReportOptions:
 
     model_path: str
     texts: tuple[Path, ...]
-    formats: tuple[str, ...] = REPORTED_FORMATS
+    formats: tuple[str, ...] = field(default_factory=reported_formats)
     qualities: tuple[str, ...] = UNCALIBRATED_QUALITIES
     contexts: tuple[int, ...] = ()
     max_tokens: int = 1 << 30
@@ -63,7 +63,7 @@ class ReportOptions:
 
     def __post_init__(self) -> None:
         for flag, names, known in (
-            ("--formats", self.formats, REPORTED_FORMATS),
+            ("--formats", self.formats, reported_formats()),
             ("--qualities", self.qualities, KV_QUALITIES),
         ):
             unknown = [name for name in names if name not in known]

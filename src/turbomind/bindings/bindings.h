@@ -8,11 +8,13 @@
 
 namespace turbomind {
 
+// Binds KvFormat, kv_formats and what parses, resolves and checks formats. Called first.
+void DefKvFormats(pybind11::module_& m);
 void DefConfigs(pybind11::module_& m);
 void DefDevices(pybind11::module_& m);
 void DefWeights(pybind11::module_& m);
 void DefRequest(pybind11::module_& m);
-// Binds MemoryPlan, EngineStats, sequence_bytes and the names of the KV formats.
+// Binds MemoryPlan, EngineStats and sequence_bytes.
 void DefKv(pybind11::module_& m);
 // Binds the engine and the checks that need no engine.
 void DefEngine(pybind11::module_& m);

@@ -43,13 +43,13 @@ struct RowShape {
   py::ssize_t metadata_bytes = 0;
 };
 
-RowShape Shape(const std::string& format_name, const std::string& dtype, py::ssize_t num_rows,
+RowShape Shape(KvCacheMode format, const std::string& dtype, py::ssize_t num_rows,
                int64_t head_dim) {
   if (head_dim < 1 || head_dim > 65536) {
     throw InvalidArgument("head_dim is " + std::to_string(head_dim) + ". It must be 1 to 65536.");
   }
   RowShape shape;
-  shape.rows.format = GetKvCacheMode(format_name, DeviceCapability{});
+  shape.rows.format = format;
   shape.rows.dtype = Parse("dtype", kDataTypes, dtype);
   shape.rows.num_rows = num_rows;
   shape.rows.head_dim = static_cast<int>(head_dim);
@@ -60,13 +60,13 @@ RowShape Shape(const std::string& format_name, const std::string& dtype, py::ssi
   return shape;
 }
 
-py::tuple Encode(const std::string& format, const Array<float>& rows, const std::string& dtype,
+py::tuple Encode(const py::object& format, const Array<float>& rows, const std::string& dtype,
                  float global_scale, const std::string& isa, bool search) {
   if (rows.ndim() != 2) {
     throw InvalidArgument("rows has " + std::to_string(rows.ndim()) +
                           " dimensions, but must be [n, head_dim].");
   }
-  RowShape shape = Shape(format, dtype, rows.shape(0), rows.shape(1));
+  RowShape shape = Shape(ToKvFormat("mode", format), dtype, rows.shape(0), rows.shape(1));
   shape.rows.global_scale = global_scale;
   shape.rows.search = search;
   const CpuKvKernels kernels = Kernels(isa);
@@ -87,7 +87,7 @@ void RequireShape(const char* what, const Array<uint8_t>& array, py::ssize_t row
 }
 
 struct DecodeOptions {
-  std::string format;
+  KvCacheMode format;
   std::string dtype;
   float global_scale;
   std::string isa;
@@ -114,9 +114,10 @@ void DefCodecs(py::module_& module) {
              py::arg("search") = false);
   module.def(
       "decode_rows",
-      [](const std::string& format, const Array<uint8_t>& payload, const Array<uint8_t>& metadata,
+      [](const py::object& format, const Array<uint8_t>& payload, const Array<uint8_t>& metadata,
          int64_t head_dim, const std::string& dtype, float global_scale, const std::string& isa) {
-        return Decode(payload, metadata, head_dim, {format, dtype, global_scale, isa});
+        return Decode(payload, metadata, head_dim,
+                      {ToKvFormat("mode", format), dtype, global_scale, isa});
       },
       py::arg("mode"), py::arg("payload"), py::arg("metadata"), py::arg("head_dim"),
       py::arg("dtype"), py::arg("global_scale") = 1.f, py::arg("isa") = "");

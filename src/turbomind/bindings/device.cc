@@ -89,8 +89,8 @@ void DefDevices(py::module_& m) {
       py::arg("cublas_lt") = std::vector<std::string>(), release());
   m.def(
       "kv_cache_conversion",
-      [](const std::string& format, const DeviceCapability& device) {
-        return std::string(KvCacheConversion(Parse("mode", kKvFormats, format), device));
+      [](const py::object& format, const DeviceCapability& device) {
+        return std::string(KvCacheConversion(ToKvFormat("mode", format), device));
       },
       py::arg("mode"), py::arg("capability") = DeviceCapability());
 }

@@ -1,6 +1,6 @@
 #pragma once
 
-// Maps C++ enums to Python strings.
+// Maps C++ enums to Python strings, and KV formats to the Python enum KvFormat.
 
 #include <pybind11/pybind11.h>
 
@@ -20,13 +20,6 @@ struct EnumName {
   E value;
   const char* name;
 };
-
-// Only canonical names. get_kv_cache_mode resolves aliases.
-constexpr EnumName<KvCacheMode> kKvFormats[] = {
-    {KvCacheMode::kNone, "none"},        {KvCacheMode::kInt8, "int8"},
-    {KvCacheMode::kInt4, "int4"},        {KvCacheMode::kFp8E4m3, "fp8"},
-    {KvCacheMode::kFp8E5m2, "fp8_e5m2"}, {KvCacheMode::kFp4Mx, "mxfp4"},
-    {KvCacheMode::kFp4Nv, "nvfp4"}};
 
 constexpr EnumName<DataType> kDataTypes[] = {{DataType::kFloat32, "float32"},
                                              {DataType::kFloat16, "float16"},
@@ -61,6 +54,25 @@ std::string Name(const EnumName<E> (&names)[N], E value) {
     }
   }
   throw InternalError("every enum value must have a name");
+}
+
+// Converts a KvFormat or its canonical name.
+inline KvCacheMode ToKvFormat(const char* what, const pybind11::object& value) {
+  pybind11::detail::make_caster<KvCacheMode> format;
+  if (format.load(value, false)) {
+    return format;
+  }
+  std::string choices;
+  for (const KvCacheMode choice : kAllKvCacheModes) {
+    if (pybind11::isinstance<pybind11::str>(value) &&
+        value.equal(pybind11::str(ToString(choice)))) {
+      return choice;
+    }
+    choices += (choices.empty() ? "" : ", ") + std::string(ToString(choice));
+  }
+  throw InvalidArgument(std::string(what) + " has value " +
+                        pybind11::repr(value).cast<std::string>().substr(0, 64) +
+                        ". It must be a KvFormat: " + choices);
 }
 
 // Defines a string property for an enum member.

@@ -16,20 +16,20 @@ namespace turbomind {
 namespace {
 
 using Floats = py::array_t<float, py::array::c_style | py::array::forcecast>;
-using Pairs = std::vector<std::pair<std::string, std::string>>;
+using Pairs = std::vector<std::pair<KvCacheMode, KvCacheMode>>;
 
 Pairs GetLayers(const EngineConfig& config) {
   Pairs pairs;
   for (const auto& layer : config.kv_layers) {
-    pairs.emplace_back(Name(kKvFormats, layer.k), Name(kKvFormats, layer.v));
+    pairs.emplace_back(layer.k, layer.v);
   }
   return pairs;
 }
 
-void SetLayers(EngineConfig& config, const Pairs& pairs) {
+void SetLayers(EngineConfig& config, const std::vector<std::pair<py::object, py::object>>& pairs) {
   std::vector<block::Config::LayerFormats> layers;
   for (const auto& [k, v] : pairs) {
-    layers.push_back({Parse("kv_layers", kKvFormats, k), Parse("kv_layers", kKvFormats, v)});
+    layers.push_back({ToKvFormat("kv_layers", k), ToKvFormat("kv_layers", v)});
   }
   config.kv_layers = std::move(layers);
 }
@@ -94,8 +94,13 @@ void DefStats(py::module_& m) {
 }  // namespace
 
 void DefKvOptions(py::class_<EngineConfig>& config) {
-  DefEnum(config, "kv_format", &EngineConfig::kv_format, kKvFormats);
-  config.def_property("kv_layers", &GetLayers, &SetLayers)
+  config
+      .def_property(
+          "kv_format", [](const EngineConfig& self) { return self.kv_format; },
+          [](EngineConfig& self, const py::object& value) {
+            self.kv_format = ToKvFormat("kv_format", value);
+          })
+      .def_property("kv_layers", &GetLayers, &SetLayers)
       .def_property(
           "kv_rotate_k", [](const EngineConfig& self) { return self.kv_quality.rotate_k; },
           [](EngineConfig& self, bool value) { self.kv_quality.rotate_k = value; })
@@ -137,37 +142,8 @@ void DefKv(py::module_& m) {
       .def_readonly("max_tokens", &MemoryPlan::max_tokens)
       .def_readonly("max_sequence_tokens", &MemoryPlan::max_sequence_tokens);
   DefStats(m);
-  m.def(
-      "require_listed_pair",
-      [](const std::string& k, const std::string& v) {
-        RequireListedPair(Parse("k", kKvFormats, k), Parse("v", kKvFormats, v));
-      },
-      py::arg("k"), py::arg("v"));
   m.def("sequence_bytes", &SequenceBytes, py::arg("model"), py::arg("config"),
         py::arg("num_tokens"));
-  m.def("kv_cache_mode_names", &KvCacheModeNames);
-  m.def(
-      "get_kv_cache_mode",
-      [](const py::object& policy, const DeviceCapability& device, bool strict_arch) {
-        if (py::isinstance<py::str>(policy)) {
-          return std::string(
-              ToString(GetKvCacheMode(policy.cast<std::string>(), device, strict_arch)));
-        }
-        if (py::isinstance<py::bool_>(policy) || !py::isinstance<py::int_>(policy)) {
-          throw InvalidArgument("quant_policy " + py::repr(policy).cast<std::string>() +
-                                " is not supported. Use an integer or a format name.");
-        }
-        int overflow = 0;
-        const int64_t value = PyLong_AsLongLongAndOverflow(policy.ptr(), &overflow);
-        const bool fits = overflow == 0 && value >= INT32_MIN && value <= INT32_MAX;
-        if (!fits) {
-          throw InvalidArgument("quant_policy " + py::str(policy).cast<std::string>() +
-                                " is not supported. Use 0, 4, 8 or 16.");
-        }
-        return std::string(ToString(GetKvCacheMode(static_cast<int>(value), device)));
-      },
-      py::arg("quant_policy"), py::arg("capability") = DeviceCapability(),
-      py::arg("strict_arch") = false);
 }
 
 py::dict ToDict(const KvStatistics& statistics) {

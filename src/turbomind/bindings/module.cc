@@ -16,8 +16,9 @@ PYBIND11_MODULE(_turbomind, m) {
   m.doc() = "The C++ engine of lmdeploy.";
   py::register_exception<InvalidArgument>(m, "InvalidArgument", PyExc_ValueError);
   py::register_exception<InternalError>(m, "InternalError", PyExc_RuntimeError);
+  DefDevices(m);  // the defaults of the next ones use DeviceCapability
+  DefKvFormats(m);
   DefConfigs(m);
-  DefDevices(m);
   DefWeights(m);
   DefRequest(m);
   DefKv(m);

@@ -36,10 +36,9 @@ constexpr EnumName<StepPhase> kPhases[] = {{StepPhase::kOther, "other"},
                                            {StepPhase::kDecode, "decode"},
                                            {StepPhase::kMixed, "mixed"}};
 
-std::vector<std::string> KvFormats(const OpKey& key) {
-  return TouchesCache(key.kind)
-             ? std::vector{Name(kKvFormats, key.k_format), Name(kKvFormats, key.v_format)}
-             : std::vector<std::string>();
+std::vector<KvCacheMode> KvFormats(const OpKey& key) {
+  return TouchesCache(key.kind) ? std::vector{key.k_format, key.v_format}
+                                : std::vector<KvCacheMode>();
 }
 
 void DefRecords(py::module_& m) {

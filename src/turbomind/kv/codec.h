@@ -16,6 +16,7 @@
 //                scales minimize the squared error; without it they follow the plain rule
 //                (MxPlainByte, NvPlainByte).
 //   DecodeRow    Decodes a row: the inverse of EncodeRow.
+//   Value        Decodes one code, with its scale byte if there is one (floats only).
 // meta is (scale, zero) for int8 and int4, and the scale bytes for FP4. Other formats do not access
 // it. REQUIRES: n is even for 4-bit formats and a multiple of kGroup; global_scale > 0.
 
@@ -72,30 +73,27 @@ TM_HD bool IsLegalScale(uint8_t byte) {
   return M == KvCacheMode::kFp4Mx ? (byte >= kMxMinByte && byte <= kMxMaxByte) : byte <= kNvMaxByte;
 }
 
-// Returns the largest magnitude that a format can store with this global_scale. For int8 and int4,
-// which scale every row, it is the largest finite float.
-TM_HD float ClipLimit(KvCacheMode format, float global_scale) {
-  const float largest = LargestFinite(DataType::kFloat32);
-  float limit = largest;
-  switch (format) {
-    case KvCacheMode::kNone:
-    case KvCacheMode::kInt8:
-    case KvCacheMode::kInt4:
-      break;
-    case KvCacheMode::kFp8E4m3:
-      limit = 448.f * global_scale;
-      break;
-    case KvCacheMode::kFp8E5m2:
-      limit = 57344.f * global_scale;
-      break;
-    case KvCacheMode::kFp4Mx:
-      limit = 6.f * MxStep(kMxMaxByte);
-      break;
-    case KvCacheMode::kFp4Nv:
-      limit = 6.f * 448.f * global_scale;
-      break;
+struct ClipLimitOf {
+  // Constants of scalar type, so that device code can use the values.
+  template <KvCacheMode M>
+  static constexpr float kMaxValue = InfoOf(M).max_value;
+  template <KvCacheMode M>
+  static constexpr bool kIsScaled = HasGlobalScale(M);
+
+  float global_scale;
+
+  template <KvCacheMode M>
+  TM_HD float operator()() const {
+    const float largest = LargestFinite(DataType::kFloat32);
+    const float limit = kMaxValue<M> * (kIsScaled<M> ? global_scale : 1.f);
+    return kMaxValue<M> > 0.f && limit < largest ? limit : largest;
   }
-  return limit < largest ? limit : largest;
+};
+
+// Returns the largest magnitude that a format can store with this global_scale. For none, int8 and
+// int4, which have no fixed limit, it is the largest finite float.
+TM_HD float ClipLimit(KvCacheMode format, float global_scale) {
+  return DispatchFormat(format, ClipLimitOf{global_scale});
 }
 
 // Counts the finite values of a row, rounded to `dtype`, whose magnitude exceeds the limit.
@@ -229,8 +227,12 @@ struct Fp8Codec {
   static TM_HD void DecodeRow(const uint8_t* payload, const uint8_t* /*meta*/, int n,
                               DataType /*dtype*/, float global_scale, float* out) {
     for (int i = 0; i < n; ++i) {
-      out[i] = (kE4M3 ? E4M3ToFloat(payload[i]) : E5M2ToFloat(payload[i])) * global_scale;
+      out[i] = Value(payload[i], 0, global_scale);
     }
+  }
+
+  static TM_HD float Value(uint8_t code, uint8_t /*scale*/, float global_scale) {
+    return (kE4M3 ? E4M3ToFloat(code) : E5M2ToFloat(code)) * global_scale;
   }
 };
 
@@ -262,8 +264,12 @@ struct Fp4Codec {
   static TM_HD void DecodeRow(const uint8_t* payload, const uint8_t* meta, int n,
                               DataType /*dtype*/, float global_scale, float* out) {
     for (int i = 0; i < n; ++i) {
-      out[i] = Scale::Value(Nibble(payload, i), meta[i / kGroup], global_scale);
+      out[i] = Value(Nibble(payload, i), meta[i / kGroup], global_scale);
     }
+  }
+
+  static TM_HD float Value(uint8_t code, uint8_t scale, float global_scale) {
+    return Scale::Value(code, scale, global_scale);
   }
 
   template <bool kSearch>

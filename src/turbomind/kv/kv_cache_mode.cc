@@ -1,5 +1,8 @@
 #include "turbomind/kv/kv_cache_mode.h"
 
+#include <algorithm>
+#include <string>
+
 #include "turbomind/core/check.h"
 
 namespace turbomind {
@@ -29,85 +32,125 @@ KvCacheMode ResolveFp4(const std::string& asked, const DeviceCapability& device)
   return !device.is_cuda || HasNativeNvFp4(device) ? KvCacheMode::kFp4Nv : KvCacheMode::kFp4Mx;
 }
 
-constexpr const char* kNames = "none, int8, int4, fp8, fp8_e4m3, fp8_e5m2, fp4, mxfp4, nvfp4";
-
-}  // namespace
-
-KvCacheMode GetKvCacheMode(int quant_policy, const DeviceCapability& device) {
-  switch (quant_policy) {
-    case static_cast<int>(QuantPolicy::kNone):
-      return KvCacheMode::kNone;
-    case static_cast<int>(QuantPolicy::kCacheKVInt4):
-      return KvCacheMode::kInt4;
-    case static_cast<int>(QuantPolicy::kCacheKVInt8):
-      return KvCacheMode::kInt8;
-    case static_cast<int>(QuantPolicy::kCacheKVFp4):
-      return ResolveFp4("16 (fp4)", device);
-    default:
-      break;
+// Calls fn(name) for the canonical name of a row and for its aliases.
+template <class F>
+constexpr void ForEachName(const KvFormatInfo& row, F fn) {
+  fn(row.name);
+  for (const char* alias : row.aliases) {
+    if (alias != nullptr) {
+      fn(alias);
+    }
   }
-  throw InvalidArgument(
-      "quant_policy " + std::to_string(quant_policy) +
-      (quant_policy == 12 ? " (int4 and int8 together)" : "") +
-      " is not supported. Use 0 (none), 4 (int4), 8 (int8), 16 (fp4) or one of the names " +
-      kNames);
 }
 
-KvCacheMode GetKvCacheMode(std::string_view name, const DeviceCapability& device,
-                           bool strict_arch) {
-  const std::string asked(name);
-  KvCacheMode format = KvCacheMode::kNone;
-  if (asked == "fp4") {
-    format = ResolveFp4(asked, device);
-  } else if (asked == "fp8_e4m3") {
-    format = KvCacheMode::kFp8E4m3;
-  } else {
-    bool found = false;
-    for (const KvCacheMode candidate : kAllKvCacheModes) {
-      if (asked == ToString(candidate)) {
-        format = candidate;
-        found = true;
-      }
-    }
-    if (!found) {
-      throw InvalidArgument("quant_policy \"" + asked.substr(0, 64) +
-                            "\" is not supported. Use 0, 4, 8, 16 or one of the names " + kNames);
+const KvFormatInfo* FindName(std::string_view name) {
+  const KvFormatInfo* found = nullptr;
+  for (const KvFormatInfo& row : kKvFormats) {
+    ForEachName(row, [&](const char* candidate) { found = name == candidate ? &row : found; });
+  }
+  return found;
+}
+
+const KvFormatInfo* FindPolicy(int quant_policy) {
+  for (const KvFormatInfo& row : kKvFormats) {
+    if (row.quant_policy >= 0 && row.quant_policy == quant_policy) {
+      return &row;
     }
   }
-  if (format == KvCacheMode::kFp4Mx || format == KvCacheMode::kFp4Nv) {
+  return nullptr;
+}
+
+// Returns "0 (none), 4 (int4), ... or one of the names none, auto, ...".
+std::string Alternatives() {
+  std::string numbers;
+  std::string names;
+  for (int policy = 0; policy <= static_cast<int>(QuantPolicy::kCacheKVFp4); ++policy) {
+    if (const KvFormatInfo* row = FindPolicy(policy)) {
+      numbers += (numbers.empty() ? "" : ", ") + std::to_string(policy) + " (" + row->name + ")";
+    }
+  }
+  for (const KvFormatInfo& row : kKvFormats) {
+    ForEachName(
+        row, [&](const char* name) { names += (names.empty() ? "" : ", ") + std::string(name); });
+  }
+  return numbers + " or one of the names " + names;
+}
+
+std::string_view Strip(std::string_view text) {
+  constexpr std::string_view kSpaces = " \t\n\r\f\v";
+  const size_t first = text.find_first_not_of(kSpaces);
+  return first == text.npos ? "" : text.substr(first, text.find_last_not_of(kSpaces) - first + 1);
+}
+
+KvCacheMode Resolve(const KvFormatInfo& row, const std::string& asked,
+                    const DeviceCapability& device, bool strict_arch) {
+  if (row.device_chooses) {
+    return ResolveFp4(asked, device);
+  }
+  if (row.group > 0) {
     RequireFp4(asked, device);
   }
-  if (strict_arch && format == KvCacheMode::kFp4Nv && device.is_cuda && !HasNativeNvFp4(device)) {
+  if (strict_arch && row.format == KvCacheMode::kFp4Nv && device.is_cuda &&
+      !HasNativeNvFp4(device)) {
     throw InvalidArgument("quant_policy " + asked +
                           " with strict_arch=True needs SM 100 or higher, but the device is " +
                           DeviceText(device) + ". Use mxfp4 or strict_arch=False.");
   }
-  return format;
+  return row.format;
+}
+
+}  // namespace
+
+const KvFormatInfo& ParseKvFormat(int quant_policy) {
+  if (const KvFormatInfo* row = FindPolicy(quant_policy)) {
+    return *row;
+  }
+  throw InvalidArgument("quant_policy " + std::to_string(quant_policy) +
+                        (quant_policy == 12 ? " (int4 and int8 together)" : "") +
+                        " is not supported. Use " + Alternatives());
+}
+
+const KvFormatInfo& ParseKvFormat(std::string_view text) {
+  std::string name(Strip(text).substr(0, 64));
+  for (char& c : name) {
+    c = c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c;
+  }
+  const bool is_number =
+      !name.empty() && name.size() < 4 &&
+      std::all_of(name.begin(), name.end(), [](char c) { return c >= '0' && c <= '9'; });
+  if (is_number) {
+    return ParseKvFormat(std::stoi(name));
+  }
+  if (const KvFormatInfo* row = FindName(name)) {
+    return *row;
+  }
+  for (char& c : name) {  // one printable line, whatever the user typed
+    c = c >= ' ' && c <= '~' ? c : '?';
+  }
+  throw InvalidArgument("quant_policy \"" + name + "\" is not supported. Use " + Alternatives());
+}
+
+KvCacheMode GetKvCacheMode(int quant_policy, const DeviceCapability& device) {
+  const KvFormatInfo& row = ParseKvFormat(quant_policy);
+  return Resolve(row, std::to_string(quant_policy) + " (" + row.name + ")", device, false);
+}
+
+KvCacheMode GetKvCacheMode(std::string_view name, const DeviceCapability& device,
+                           bool strict_arch) {
+  const KvFormatInfo& row = ParseKvFormat(name);
+  return Resolve(row, row.name, device, strict_arch);
 }
 
 const char* KvCacheConversion(KvCacheMode format, const DeviceCapability& device) {
   constexpr int kMinSm = 80;
-  constexpr int kMinFp8Sm = 89;
   if (device.is_cuda && device.sm < kMinSm) {
     return "unsupported";
   }
-  bool in_hardware = false;
-  switch (format) {
-    case KvCacheMode::kNone:
-      return "not needed";
-    case KvCacheMode::kInt8:
-    case KvCacheMode::kInt4:
-      break;
-    case KvCacheMode::kFp8E4m3:
-    case KvCacheMode::kFp8E5m2:
-      in_hardware = device.is_cuda && device.sm >= kMinFp8Sm;
-      break;
-    case KvCacheMode::kFp4Mx:
-    case KvCacheMode::kFp4Nv:
-      in_hardware = HasNativeNvFp4(device);
-      break;
+  if (format == KvCacheMode::kNone) {
+    return "not needed";
   }
-  return in_hardware ? "hardware" : "software";
+  const int first_sm = InfoOf(format).hardware_sm;
+  return device.is_cuda && first_sm > 0 && device.sm >= first_sm ? "hardware" : "software";
 }
 
 void RequireListedPair(KvCacheMode k, KvCacheMode v) {
@@ -117,40 +160,6 @@ void RequireListedPair(KvCacheMode k, KvCacheMode v) {
                           " for V. Change kv_cache_format: use one format for both, or none, "
                           "int8 or fp8 for K with int4, mxfp4 or nvfp4 for V.");
   }
-}
-
-const char* ToString(KvCacheMode format) {
-  switch (format) {
-    case KvCacheMode::kNone:
-      return "none";
-    case KvCacheMode::kInt8:
-      return "int8";
-    case KvCacheMode::kInt4:
-      return "int4";
-    case KvCacheMode::kFp8E4m3:
-      return "fp8";
-    case KvCacheMode::kFp8E5m2:
-      return "fp8_e5m2";
-    case KvCacheMode::kFp4Mx:
-      return "mxfp4";
-    case KvCacheMode::kFp4Nv:
-      return "nvfp4";
-  }
-  return "?";
-}
-
-std::vector<std::pair<std::string, std::string>> KvCacheModeNames() {
-  return {
-      {"none", "the model's 16-bit dtype"},
-      {"int8", "8-bit integers, a scale and a zero per token and head"},
-      {"int4", "4-bit integers, a scale and a zero per token and head"},
-      {"fp8", "8-bit floats (E4M3), one k_scale and v_scale per layer and head"},
-      {"fp8_e4m3", "the same as fp8"},
-      {"fp8_e5m2", "8-bit floats (E5M2), one k_scale and v_scale per layer and head"},
-      {"fp4", "nvfp4 or mxfp4, depending on the device"},
-      {"mxfp4", "4-bit floats (E2M1), a power-of-two scale per 16 values"},
-      {"nvfp4", "4-bit floats (E2M1), an E4M3 scale per 16 values"},
-  };
 }
 
 }  // namespace turbomind

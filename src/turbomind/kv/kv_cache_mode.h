@@ -1,16 +1,15 @@
 #pragma once
 
-#include <string>
+#include <array>
+#include <cstddef>
 #include <string_view>
-#include <utility>
-#include <vector>
 
 #include "turbomind/core/device_capability.h"
 #include "turbomind/core/host_device.h"
 
 namespace turbomind {
 
-// The list of all KV formats (docs/kv_cache.md).
+// The KV formats (docs/kv_cache.md). kKvFormats describes them.
 enum class KvCacheMode : unsigned char {
   kNone,
   kInt8,
@@ -19,11 +18,6 @@ enum class KvCacheMode : unsigned char {
   kFp8E5m2,
   kFp4Mx,
   kFp4Nv,
-};
-
-inline constexpr KvCacheMode kAllKvCacheModes[] = {
-    KvCacheMode::kNone,    KvCacheMode::kInt8,  KvCacheMode::kInt4,  KvCacheMode::kFp8E4m3,
-    KvCacheMode::kFp8E5m2, KvCacheMode::kFp4Mx, KvCacheMode::kFp4Nv,
 };
 
 // Bitmask of TurboMind's design. The only accepted integers are 0, 4, 8 and 16.
@@ -36,12 +30,122 @@ enum class QuantPolicy : int {
   kCacheKVFp4 = 0x10,
 };
 
+// A row of the table of KV formats. Every list of names, in C++ and in Python, comes from this
+// table.
+struct KvFormatInfo {
+  KvCacheMode format = KvCacheMode::kNone;  // if the device chooses: the CPU's choice
+  bool device_chooses = false;              // the name stands for one of two formats (fp4)
+  const char* name = nullptr;               // canonical
+  const char* aliases[3] = {};              // other accepted names; unused entries are null
+  int quant_policy = -1;                    // the option's number; -1: the format has names only
+  int bits = 0;                             // payload bits per value
+  int group = 0;                            // values per scale byte; 0 without scale bytes
+  // A constant FP32 scale exists per layer, KV head and side (global_scale, k_scale or v_scale).
+  bool has_global_scale = false;
+  float max_value = 0.f;  // largest magnitude at a global scale of 1; 0 without a fixed limit
+  int hardware_sm = 0;    // first CUDA architecture with conversion instructions; 0: none has them
+  const char* description = nullptr;
+};
+
+// The order is that of reports and help texts.
+inline constexpr KvFormatInfo kKvFormats[] = {
+    {.format = KvCacheMode::kNone,
+     .name = "none",
+     .aliases = {"auto", "bf16", "bfloat16"},
+     .quant_policy = 0,
+     .bits = 16,
+     .description = "the model's 16-bit dtype"},
+    {.format = KvCacheMode::kInt8,
+     .name = "int8",
+     .quant_policy = 8,
+     .bits = 8,
+     .description = "8-bit integers, a scale and a zero per token and head"},
+    {.format = KvCacheMode::kFp8E4m3,
+     .name = "fp8",
+     .aliases = {"fp8_e4m3"},
+     .bits = 8,
+     .has_global_scale = true,
+     .max_value = 448.f,
+     .hardware_sm = 89,
+     .description = "8-bit floats (E4M3), one k_scale and v_scale per layer and head"},
+    {.format = KvCacheMode::kFp8E5m2,
+     .name = "fp8_e5m2",
+     .bits = 8,
+     .has_global_scale = true,
+     .max_value = 57344.f,
+     .hardware_sm = 89,
+     .description = "8-bit floats (E5M2), one k_scale and v_scale per layer and head"},
+    {.format = KvCacheMode::kFp4Nv,
+     .device_chooses = true,
+     .name = "fp4",
+     .aliases = {"fp4_e2m1"},
+     .quant_policy = 16,
+     .bits = 4,
+     .group = 16,
+     .description = "nvfp4 or mxfp4, depending on the device"},
+    {.format = KvCacheMode::kFp4Nv,
+     .name = "nvfp4",
+     .bits = 4,
+     .group = 16,
+     .has_global_scale = true,
+     .max_value = 6.f * 448.f,
+     .hardware_sm = 100,
+     .description = "4-bit floats (E2M1), an E4M3 scale per 16 values"},
+    {.format = KvCacheMode::kInt4,
+     .name = "int4",
+     .quant_policy = 4,
+     .bits = 4,
+     .description = "4-bit integers, a scale and a zero per token and head"},
+    {.format = KvCacheMode::kFp4Mx,
+     .name = "mxfp4",
+     .bits = 4,
+     .group = 16,
+     .max_value = 6.f * 512.f,
+     .hardware_sm = 100,
+     .description = "4-bit floats (E2M1), a power-of-two scale per 16 values"},
+};
+
+// Returns the row of a format. It is not constant, hence does not compile as one, if there is none.
+constexpr const KvFormatInfo& InfoOf(KvCacheMode format) {
+  for (const KvFormatInfo& row : kKvFormats) {
+    if (row.format == format && !row.device_chooses) {
+      return row;
+    }
+  }
+  __builtin_unreachable();
+}
+
+// Every format once, in the order of the table.
+inline constexpr auto kAllKvCacheModes = [] {
+  constexpr size_t kCount = [] {
+    size_t count = 0;
+    for (const KvFormatInfo& row : kKvFormats) {
+      count += !row.device_chooses;
+    }
+    return count;
+  }();
+  std::array<KvCacheMode, kCount> formats = {};
+  size_t i = 0;
+  for (const KvFormatInfo& row : kKvFormats) {
+    if (!row.device_chooses) {
+      formats[i++] = row.format;
+    }
+  }
+  return formats;
+}();
+
+// Returns the row that a user's text names: a name, an alias or a number of quant_policy, in any
+// case, with or without spaces around it. Throws InvalidArgument for any other text. The message
+// names the text and the alternatives.
+const KvFormatInfo& ParseKvFormat(std::string_view text);
+const KvFormatInfo& ParseKvFormat(int quant_policy);
+
 // Resolves a quant policy on a device. Throws InvalidArgument for a value other than 0, 4, 8 and
 // 16, or if the device lacks FP4 support. The message names the value and the alternatives.
 KvCacheMode GetKvCacheMode(int quant_policy, const DeviceCapability& device);
 
-// Resolves a format name ("nvfp4", "fp4", "int8", "fp8_e4m3", ...) on a device. With `strict_arch`,
-// NVFP4 is rejected on CUDA devices below SM 100.
+// Resolves the name of a format, as ParseKvFormat reads it, on a device. With `strict_arch`, NVFP4
+// is rejected on CUDA devices below SM 100.
 KvCacheMode GetKvCacheMode(std::string_view name, const DeviceCapability& device,
                            bool strict_arch = false);
 
@@ -50,18 +154,12 @@ KvCacheMode GetKvCacheMode(std::string_view name, const DeviceCapability& device
 // values. "unsupported" means that the device cannot use the format.
 const char* KvCacheConversion(KvCacheMode format, const DeviceCapability& device);
 
-// Returns the canonical name: none, int8, int4, fp8, fp8_e5m2, mxfp4, nvfp4.
-const char* ToString(KvCacheMode format);
-
-// Returns every accepted name with its meaning, for help texts and support tables.
-std::vector<std::pair<std::string, std::string>> KvCacheModeNames();
+// Returns the canonical name.
+constexpr const char* ToString(KvCacheMode format) { return InfoOf(format).name; }
 
 // Returns whether the format uses a constant FP32 scale per layer, KV head and side (global_scale,
 // k_scale or v_scale).
-constexpr bool HasGlobalScale(KvCacheMode format) {
-  return format == KvCacheMode::kFp8E4m3 || format == KvCacheMode::kFp8E5m2 ||
-         format == KvCacheMode::kFp4Nv;
-}
+constexpr bool HasGlobalScale(KvCacheMode format) { return InfoOf(format).has_global_scale; }
 
 // Returns whether a layer may combine these formats for K and V. Both may be equal, or 16-bit or
 // 8-bit keys may be combined with 4-bit values. Keys carry most of the error.

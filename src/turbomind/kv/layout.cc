@@ -32,7 +32,11 @@ namespace {
 constexpr int64_t kAlignment = 16;
 
 void CheckFormat(KvCacheMode format, int head_dim) {
-  const int group = DispatchFormat(format, []<KvCacheMode M>() { return Codec<M>::kGroup; });
+  const int group = DispatchFormat(format, []<KvCacheMode M>() {
+    static_assert(InfoOf(M).bits == Codec<M>::kBits && InfoOf(M).group == Codec<M>::kGroup,
+                  "every format has a row in kKvFormats that agrees with its codec");
+    return Codec<M>::kGroup;
+  });
   const int multiple = group ? group : 2;
   if (head_dim % multiple != 0) {
     throw InvalidArgument(std::string("head_dim ") + std::to_string(head_dim) +

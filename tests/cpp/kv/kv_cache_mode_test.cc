@@ -2,7 +2,10 @@
 
 #include <doctest/doctest.h>
 
+#include <algorithm>
+#include <cctype>
 #include <functional>
+#include <set>
 #include <string>
 
 #include "turbomind/core/check.h"
@@ -25,6 +28,25 @@ std::string ErrorOf(const std::function<void()>& call) {
 
 bool Mentions(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
+}
+
+TEST_CASE("the table has every format and every name once") {
+  std::set<KvCacheMode> formats;
+  std::set<std::string> names;
+  std::set<int> policies;
+  for (const KvFormatInfo& row : kKvFormats) {
+    CAPTURE(row.name);
+    CHECK((row.device_chooses || formats.insert(row.format).second));
+    CHECK(names.insert(row.name).second);
+    for (const char* alias : row.aliases) {
+      CHECK((alias == nullptr || names.insert(alias).second));
+    }
+    CHECK((row.quant_policy < 0 || policies.insert(row.quant_policy).second));
+    CHECK(*row.description != '\0');
+  }
+  // DispatchFormat's switch has every enumerator, and layout.cc requires a row for each.
+  CHECK(formats.size() == kAllKvCacheModes.size());
+  CHECK(policies == std::set<int>{0, 4, 8, 16});
 }
 
 TEST_CASE("four integers name KV formats") {
@@ -85,7 +107,7 @@ TEST_CASE("every other integer is rejected with its value") {
       continue;
     }
     const std::string text = ErrorOf([&] { GetKvCacheMode(value, kCpu); });
-    CHECK(Mentions(text, "quant_policy " + std::to_string(value)));
+    CHECK(Mentions(text, "quant_policy " + std::to_string(value) + " "));
     CHECK(Mentions(text, "0 (none), 4 (int4), 8 (int8), 16 (fp4)"));
     CHECK(Mentions(text, "nvfp4"));
     CHECK(!Mentions(text, "\n"));
@@ -93,19 +115,47 @@ TEST_CASE("every other integer is rejected with its value") {
   CHECK(Mentions(ErrorOf([] { GetKvCacheMode(12, kCpu); }), "int4 and int8 together"));
 }
 
-TEST_CASE("every listed name selects a format, and every format has a name") {
-  for (const auto& [name, meaning] : KvCacheModeNames()) {
-    CHECK_NOTHROW(GetKvCacheMode(name, kCpu));
-    CHECK(!meaning.empty());
-    CHECK(Mentions(ErrorOf([] { GetKvCacheMode("fp3", kCpu); }), name));
+TEST_CASE("every name and alias selects its format, in any case") {
+  const std::string error = ErrorOf([] { GetKvCacheMode("fp3", kCpu); });
+  CHECK(Mentions(error, "\"fp3\""));
+  const auto check = [&](const KvFormatInfo& row, std::string name) {
+    CAPTURE(name);
+    CHECK(GetKvCacheMode(name, kCpu) == row.format);
+    CHECK(Mentions(error, name));
+    CHECK(ParseKvFormat(name).name == row.name);
+    std::transform(name.begin(), name.end(), name.begin(),
+                   [](char c) { return static_cast<char>(std::toupper(c)); });
+    CHECK(ParseKvFormat(" " + name + "\n").name == row.name);
+  };
+  for (const KvFormatInfo& row : kKvFormats) {
+    check(row, row.name);
+    for (const char* alias : row.aliases) {
+      if (alias != nullptr) {
+        check(row, alias);
+      }
+    }
+    if (row.quant_policy >= 0) {
+      CHECK(ParseKvFormat(std::to_string(row.quant_policy)).name == row.name);
+      CHECK(ParseKvFormat(row.quant_policy).name == row.name);
+    }
   }
   for (const KvCacheMode format : kAllKvCacheModes) {
     CHECK(GetKvCacheMode(ToString(format), kCpu) == format);
   }
-  CHECK(GetKvCacheMode("fp8_e4m3", kCpu) == KvCacheMode::kFp8E4m3);
-  CHECK(Mentions(ErrorOf([] { GetKvCacheMode("fp3", kCpu); }), "\"fp3\""));
-  for (const char* bad : {"", "NVFP4", "nvfp4 ", "16"}) {
-    CHECK_THROWS_AS(GetKvCacheMode(bad, kCpu), InvalidArgument);
+}
+
+TEST_CASE("every other text is refused in one printable line") {
+  const std::string long_text(5000, 'x');
+  for (const std::string& bad :
+       {std::string(), std::string(" "), std::string("5"), std::string("-1"), std::string("0016"),
+        std::string("16x"), std::string("nvfp4\nfp8"), std::string("fp8\0", 4),
+        std::string("\xff\xfe"), std::string("nv fp4"), long_text}) {
+    const std::string text = ErrorOf([&] { ParseKvFormat(bad); });
+    CHECK(Mentions(text, "is not supported"));
+    CHECK(text.size() < 400);
+    for (const char c : text) {
+      CHECK((c >= ' ' && c <= '~'));
+    }
   }
 }
 

@@ -15,16 +15,40 @@ from lmdeploy import (
     TurbomindEngineConfig,
     _turbomind,
 )
-from lmdeploy.config.kv_formats import QUANT_POLICY_NAMES, parse_quant_policy
+from lmdeploy.config.kv_formats import parse_quant_policy
 from lmdeploy.config.unsupported import ENGINE, GENERATION, unsupported_fields
 from lmdeploy.engine.devices import step_sizes
 from lmdeploy.response import join_pieces
 
+POLICIES = {
+    given: row.name
+    for row in _turbomind.kv_formats()
+    for given in (row.name, *row.aliases, row.quant_policy)
+    if given is not None
+}
+# The public names. The table may gain names, but must not lose one.
+PUBLIC = {
+    **{0: "none", 4: "int4", 8: "int8", 16: "fp4"},
+    **{"none": "none", "auto": "none", "bf16": "none", "bfloat16": "none"},
+    **{"int4": "int4", "int8": "int8", "fp8": "fp8", "fp8_e4m3": "fp8", "fp8_e5m2": "fp8_e5m2"},
+    **{"fp4": "fp4", "fp4_e2m1": "fp4", "mxfp4": "mxfp4", "nvfp4": "nvfp4"},
+}
 
-@pytest.mark.parametrize(("given", "name"), list(QUANT_POLICY_NAMES.items()))
-def test_parse_quant_policy_gives_format_name(given, name):
+
+@pytest.mark.parametrize(("given", "name"), list(POLICIES.items()))
+def test_quant_policy_accepts_numbers_names_and_aliases_in_any_case(given, name):
     assert TurbomindEngineConfig(quant_policy=given).kv_format == name
-    assert parse_quant_policy(str(given).upper()) == name
+    assert parse_quant_policy(f" {given} ".upper()) == name
+
+
+def test_public_names_of_formats_stay():
+    assert POLICIES.items() >= PUBLIC.items()
+
+
+def test_kv_format_enum_has_the_canonical_names():
+    rows = [row for row in _turbomind.kv_formats() if row.format is not None]
+    assert [row.format for row in rows] == list(_turbomind.KvFormat)
+    assert [row.name for row in rows] == [member.name for member in _turbomind.KvFormat]
 
 
 @pytest.mark.parametrize("bad", [5, 12, 17, 42, -1, "fp3", "", "5", None, 4.0, True, [4], 10**400])

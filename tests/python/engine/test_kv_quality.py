@@ -352,7 +352,7 @@ def test_kv_flags_reach_the_config():
     assert config.kv_format == "k=fp8,v=nvfp4"
     config = parse()
     assert (config.kv_quality, config.kv_rotation, config.kv_format) == (None, None, "none")
-    assert parse("--quant-policy", "0").quant_policy == 0
+    assert parse("--quant-policy", "0").kv_format == "none"
 
 
 @pytest.mark.parametrize(
@@ -364,7 +364,7 @@ def test_kv_flags_reach_the_config():
         (["--kv-rotation"], "Remove --kv-rotation"),
         (["--kv-sink-tokens", "5"], "--kv-sink-tokens"),
         (["--kv-sink-tokens", "many"], "--kv-sink-tokens"),
-        (["--kv-cache-format", "fp8", "--quant-policy", "0"], "quant_policy 'none' contradicts"),
+        (["--kv-cache-format", "fp8", "--quant-policy", "0"], "quant_policy '0' contradicts"),
         (["--kv-cache-format", "no.yaml"], "no.yaml"),
     ],
 )

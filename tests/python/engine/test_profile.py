@@ -74,7 +74,7 @@ def test_profile_attention_bytes_equal_visible_positions(mode):
     token = KV_TOKEN_BYTES[mode]
     contexts = [PROMPT + i for i in range(1, NEW_TOKENS)]
     record = find(phases["decode"], "decode_attention")
-    assert record.kv_formats == [mode, mode]
+    assert [kv_format.name for kv_format in record.kv_formats] == [mode, mode]
     table = our_engine.format_phase(phases["decode"])
     assert f"decode_attention {mode} " in table and "linear 64 x 96 f32" in table
     assert record.kv_bytes == token * sum(context + min(context, WINDOW) for context in contexts)

@@ -9,12 +9,13 @@ import pytest
 import torch
 from reference import smollm2
 
+from lmdeploy.config.kv_formats import reported_formats
 from lmdeploy.lite.divergence import Score, cache_variants, cut_contexts, evaluate
 from lmdeploy.lite.prompt_engine import open_model
 
 ROOT = Path(__file__).resolve().parents[3]
 TEXT = Path(__file__).parents[1] / "data" / "austen.txt"
-ALL_MODES = ["none", "int8", "fp8", "fp8_e5m2", "nvfp4", "int4", "mxfp4"]
+ALL_MODES = list(reported_formats())
 
 # The first two layers: nearly all codes are equal, so the figures are. KL differed by 1.1e-3 in
 # int8, whose codes lie closest, and by 5e-5 in the others; a cache of another dtype moves mxfp4's
