@@ -76,6 +76,12 @@ void Answer(const DeviceChoice& choice, const std::string& line, const Limits& l
 }
 
 int Main(int argc, char** argv) {
+  if (argc == 2 && std::string(argv[1]) == "formats") {
+    for (const KvCacheMode format : kAllKvCacheModes) {
+      std::cout << ToString(format) << "\n";
+    }
+    return 0;
+  }
   Cell arguments(argc, argv);
   Limits limits;
   limits.launches = arguments.Number("launches", limits.launches);

@@ -359,8 +359,8 @@ struct RowSizes {
 };
 
 RowSizes CheckRows(const CodecRows& shape) {
-  const bool fp4 = shape.format == KvCacheMode::kFp4Mx || shape.format == KvCacheMode::kFp4Nv;
-  const int multiple = fp4 ? 16 : 2;
+  const int group = InfoOf(shape.format).group;
+  const int multiple = group > 0 ? group : 2;
   if (shape.head_dim <= 0 || shape.head_dim % multiple != 0) {
     throw InvalidArgument("head_dim is " + std::to_string(shape.head_dim) + ". " +
                           ToString(shape.format) + " needs a positive multiple of " +

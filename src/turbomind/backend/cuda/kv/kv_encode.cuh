@@ -11,7 +11,6 @@
 
 #include <cmath>
 #include <cstdint>
-#include <type_traits>
 
 #include "turbomind/backend/cuda/kv/fragments.cuh"
 #include "turbomind/backend/cuda/runtime/intrinsics.cuh"
@@ -388,20 +387,61 @@ TM_DEVICE void StoreInt(const RowTarget& to, const RowLane& at, const LaneValues
   }
 }
 
-// Codec<mode>::EncodeRow for a row of the cache dtype. `search` enables the search for FP4 scales.
+// RowWriter<M>::Write<kRowLanes, T> encodes and stores a row of the cache dtype, as
+// Codec<M>::EncodeRow defines it. A format without one does not compile.
+template <KvCacheMode M>
+struct RowWriter;
+
+template <>
+struct RowWriter<KvCacheMode::kNone> {
+  template <int kRowLanes, DataType T>
+  static TM_DEVICE void Write(const RowTarget& to, const RowLane& at, const LaneValues& x, bool) {
+    StoreLane(to, at, Words<16>{{x.pairs[0], x.pairs[1], x.pairs[2], x.pairs[3]}});
+  }
+};
+
+template <int kIntBits>
+struct IntWriter {
+  template <int kRowLanes, DataType T>
+  static TM_DEVICE void Write(const RowTarget& to, const RowLane& at, const LaneValues& x, bool) {
+    StoreInt<kRowLanes, kIntBits, T>(to, at, x);
+  }
+};
+template <>
+struct RowWriter<KvCacheMode::kInt8> : IntWriter<8> {};
+template <>
+struct RowWriter<KvCacheMode::kInt4> : IntWriter<4> {};
+
+template <bool kE4m3>
+struct Fp8Writer {
+  template <int kRowLanes, DataType T>
+  static TM_DEVICE void Write(const RowTarget& to, const RowLane& at, const LaneValues& x, bool) {
+    StoreLane(to, at, EncodeFp8<kE4m3>(x, to.g));
+  }
+};
+template <>
+struct RowWriter<KvCacheMode::kFp8E4m3> : Fp8Writer<true> {};
+template <>
+struct RowWriter<KvCacheMode::kFp8E5m2> : Fp8Writer<false> {};
+
+template <class Scale>
+struct Fp4Writer {
+  template <int kRowLanes, DataType T>
+  static TM_DEVICE void Write(const RowTarget& to, const RowLane& at, const LaneValues& x,
+                              bool search) {
+    StoreFp4<Scale, T>(to, at, x, search);
+  }
+};
+template <>
+struct RowWriter<KvCacheMode::kFp4Mx> : Fp4Writer<MxScale> {};
+template <>
+struct RowWriter<KvCacheMode::kFp4Nv> : Fp4Writer<NvScale> {};
+
+// Writes a row in the target's format. With `search`, FP4 scales minimize the squared error.
 template <int kRowLanes, DataType T>
 TM_DEVICE void WriteRow(const RowTarget& to, const RowLane& at, const LaneValues& x, bool search) {
   DispatchFormat(to.format, [&]<KvCacheMode M>() {
-    if constexpr (M == KvCacheMode::kNone) {
-      StoreLane(to, at, Words<16>{{x.pairs[0], x.pairs[1], x.pairs[2], x.pairs[3]}});
-    } else if constexpr (IsFp4(M)) {
-      StoreFp4<std::conditional_t<M == KvCacheMode::kFp4Mx, MxScale, NvScale>, T>(to, at, x,
-                                                                                  search);
-    } else if constexpr (IsInteger(M)) {
-      StoreInt<kRowLanes, M == KvCacheMode::kInt8 ? 8 : 4, T>(to, at, x);
-    } else {
-      StoreLane(to, at, EncodeFp8<M == KvCacheMode::kFp8E4m3>(x, to.g));
-    }
+    RowWriter<M>::template Write<kRowLanes, T>(to, at, x, search);
   });
 }
 

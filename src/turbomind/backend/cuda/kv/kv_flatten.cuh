@@ -53,17 +53,10 @@ TM_DEVICE float DecodeValue(const StoredLane<M>& x, int i, float g) {
     return IntValue<T>(x, i);
   } else {
     const auto code = static_cast<uint16_t>(CodeOf(x, i));
-    const auto byte = static_cast<uint8_t>(code);
     if constexpr (M == KvCacheMode::kNone) {
       return ToFloat<T>(code);
-    } else if constexpr (M == KvCacheMode::kFp8E4m3) {
-      return E4M3ToFloat(byte) * g;
-    } else if constexpr (M == KvCacheMode::kFp8E5m2) {
-      return E5M2ToFloat(byte) * g;
-    } else if constexpr (M == KvCacheMode::kFp4Mx) {
-      return MxScale::Value(byte, static_cast<uint8_t>(x.meta), g);
     } else {
-      return NvScale::Value(byte, static_cast<uint8_t>(x.meta), g);
+      return Codec<M>::Value(static_cast<uint8_t>(code), static_cast<uint8_t>(x.meta), g);
     }
   }
 }
@@ -99,10 +92,14 @@ TM_DEVICE Words<16> DecodeHalves(const StoredLane<M>& x, bool all_half) {
       }
     }
   } else {
+    using Stored = Fragments<M, T>;
+    static_assert(Stored::kDims == 4 && Stored::Low(1) == 2 && Stored::High(1) == 3);
+    uint32_t pairs[2];
 #pragma unroll
-    for (int p = 0; p < 4; ++p) {
-      out.v[p] =
-          Fp8Pair<M == KvCacheMode::kFp8E4m3>(x.payload.v[p / 2] >> (16 * (p % 2)) & 0xffffu);
+    for (int word = 0; word < 2; ++word) {
+      Stored::Expand(x.payload.v[word], pairs);
+      out.v[2 * word] = pairs[0];
+      out.v[2 * word + 1] = pairs[1];
     }
   }
   return out;

@@ -399,4 +399,60 @@ int EncodeInt(const float* row, int n, DataType dtype, uint8_t* payload, uint8_t
   return nonfinite;
 }
 
+// --- By format --------------------------------------------------------------------------------
+
+// Encodes rows of any length by the definition.
+template <KvCacheMode M>
+struct DefinedEncoder {
+  static RowCounts Encode(const RowFormat& f, const float* row, uint8_t* payload, uint8_t* meta) {
+    const int nonfinite = Codec<M>::EncodeRow(row, f.n, f.dtype, f.global_scale, payload, meta);
+    return {nonfinite, CountClipped(row, f.n, f.dtype, ClipLimit(M, f.global_scale))};
+  }
+};
+
+// Encodes rows whose length is a multiple of kLanes. A format without a specialization uses the
+// definition.
+template <KvCacheMode M>
+struct RowEncoder : DefinedEncoder<M> {};
+
+template <>
+struct RowEncoder<KvCacheMode::kNone> {
+  static RowCounts Encode(const RowFormat& f, const float* row, uint8_t* payload, uint8_t*) {
+    return {EncodeNone(row, f.n, f.dtype, payload), 0};
+  }
+};
+
+template <int kIntBits>
+struct IntEncoder {
+  static RowCounts Encode(const RowFormat& f, const float* row, uint8_t* payload, uint8_t* meta) {
+    return {EncodeInt<kIntBits>(row, f.n, f.dtype, payload, meta), 0};
+  }
+};
+template <>
+struct RowEncoder<KvCacheMode::kInt8> : IntEncoder<8> {};
+template <>
+struct RowEncoder<KvCacheMode::kInt4> : IntEncoder<4> {};
+
+template <bool kE4M3>
+struct Fp8Encoder {
+  static RowCounts Encode(const RowFormat& f, const float* row, uint8_t* payload, uint8_t*) {
+    return EncodeFp8<kE4M3>(f, row, payload);
+  }
+};
+template <>
+struct RowEncoder<KvCacheMode::kFp8E4m3> : Fp8Encoder<true> {};
+template <>
+struct RowEncoder<KvCacheMode::kFp8E5m2> : Fp8Encoder<false> {};
+
+template <class Scale>
+struct Fp4Encoder {
+  static RowCounts Encode(const RowFormat& f, const float* row, uint8_t* payload, uint8_t* meta) {
+    return EncodeFp4<Scale>(f, row, payload, meta);
+  }
+};
+template <>
+struct RowEncoder<KvCacheMode::kFp4Mx> : Fp4Encoder<MxScale> {};
+template <>
+struct RowEncoder<KvCacheMode::kFp4Nv> : Fp4Encoder<NvScale> {};
+
 }  // namespace turbomind::TM_ISA
