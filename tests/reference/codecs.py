@@ -23,6 +23,10 @@ from reference.floats import (
 )
 
 MODES = reported_formats()  # each has an encoder and a decoder below
+BITS = {"int8": 8, "int4": 4, "fp8": 8, "fp8_e5m2": 8, "mxfp4": 4, "nvfp4": 4}
+INTEGERS = ("int8", "int4")
+GROUPED = ("mxfp4", "nvfp4")
+SCALED = ("fp8", "fp8_e5m2", "nvfp4")  # with a global scale
 GROUP = 16
 MX_LEAST, MX_MOST = 112, 136
 WIDEST = np.float32(2.0**127)  # a wider row saturates, so that scale and sums stay finite
@@ -160,8 +164,8 @@ def encode(
     with np.errstate(over="ignore", invalid="ignore"):
         if mode == "none":
             return to_bits(x, dtype), nothing
-        if mode in ("int8", "int4"):
-            return encode_int(x, int(mode[3:]), dtype)
+        if mode in INTEGERS:
+            return encode_int(x, BITS[mode], dtype)
         if mode == "fp8":
             return encode_e4m3(x / factor), nothing
         if mode == "fp8_e5m2":
@@ -180,11 +184,13 @@ def decode(
     factor = np.float32(global_scale)
     if mode == "none":
         return from_bits(payload, dtype)
-    if mode in ("int8", "int4"):
+    if mode in INTEGERS:
         codes = payload if mode == "int8" else unpack_nibbles(payload)
         return decode_int(codes, metadata, dtype)
     if mode in ("fp8", "fp8_e5m2"):
         return (E4M3_VALUES if mode == "fp8" else E5M2_VALUES)[payload] * factor
+    if mode not in GROUPED:
+        raise ValueError(f"unknown mode {mode!r}: {', '.join(MODES)}")
     codes = unpack_nibbles(payload)
     groups = codes.reshape(len(codes), -1, GROUP)
     if mode == "mxfp4":

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from reference.codecs import BITS, GROUP, GROUPED, INTEGERS
+
 ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-BITS = {"int8": 8, "int4": 4, "fp8": 8, "fp8_e5m2": 8, "mxfp4": 4, "nvfp4": 4}
 ALIGNMENT = 16
 
 
@@ -16,12 +17,12 @@ def payload_bytes(mode: str, head_dim: int, dtype: str) -> int:
 
 def param_bytes(mode: str, dtype: str) -> int:
     """Return the bytes of the (scale, zero) pair of one row, stored in the data pool."""
-    return 2 * ELEMENT_BYTES[dtype] if mode in ("int8", "int4") else 0
+    return 2 * ELEMENT_BYTES[dtype] if mode in INTEGERS else 0
 
 
 def scale_bytes(mode: str, head_dim: int) -> int:
     """Return the bytes of one row in the scale pool."""
-    return head_dim // 16 if mode in ("mxfp4", "nvfp4") else 0
+    return head_dim // GROUP if mode in GROUPED else 0
 
 
 def row_bytes(mode: str, head_dim: int, dtype: str = "bfloat16") -> int:

@@ -47,7 +47,7 @@ def make_constants(shape: Shape, weights: dict[str, np.ndarray], mode: str) -> C
     keys = Decoder(shape, weights).keys_after_rope(ids)
     heads = (shape.layers, shape.kv_heads)
     factors = np.random.default_rng(9).uniform(0.01, 0.03, (2, *heads)).astype(np.float32)
-    if mode not in ("fp8", "fp8_e5m2", "nvfp4"):
+    if mode not in codecs.SCALED:
         factors[:] = 1
     mean = np.array([k.mean(axis=0) for k in keys], np.float32)
     return Constants(mean, factors[0], factors[1])

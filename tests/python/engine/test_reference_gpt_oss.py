@@ -22,7 +22,6 @@ from test_quality_engine import (
 
 from lmdeploy import _turbomind
 
-QUANTIZED = [mode for mode in codecs.MODES if mode != "none"]
 ROPE = Rope(64, "yarn", theta=150000.0, factor=32.0, original_max_position=128, truncate=False)
 # As in the published model: 8 query heads per KV head, a sink per head, biases, and one window of
 # 128.
@@ -107,7 +106,7 @@ def test_gpt_oss_attention_at_block_and_window_edges_equals_reference(
     check_positions(case, length, decoded=min(window, block_len) + 6)
 
 
-@pytest.mark.parametrize("mode", codecs.MODES)
+@pytest.mark.parametrize("mode", DEPARTURE)
 def test_gpt_oss_error_of_every_format_is_within_its_limits(mode: str) -> None:
     """Compare two layers, one with a window, with a cache that rounds nothing."""
     case = attention_case(mode, windows=(WINDOW, 0))
