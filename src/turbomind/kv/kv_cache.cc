@@ -223,9 +223,13 @@ void KvCache::CheckScaleBytes(int pool, int64_t block) const {
             view.Scales(side, 0, 0) + static_cast<int64_t>(row) * view.ScaleStride();
         for (int i = 0; i < view.scale_bytes[s]; ++i) {
           const auto byte = static_cast<uint8_t>(scales[i]);
-          Check(view.format[s] == KvCacheMode::kFp4Mx ? IsLegalScale<KvCacheMode::kFp4Mx>(byte)
-                                                      : IsLegalScale<KvCacheMode::kFp4Nv>(byte),
-                "every stored scale byte must be one that the encoder can store");
+          const bool is_legal = DispatchFormat(view.format[s], [&]<KvCacheMode M>() {
+            if constexpr (Codec<M>::kHasScales) {
+              return IsLegalScale<M>(byte);
+            }
+            return true;
+          });
+          Check(is_legal, "every stored scale byte must be one that the encoder can store");
         }
       }
     }
