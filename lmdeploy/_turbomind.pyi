@@ -1,4 +1,4 @@
-"""Types of the C++ engine. Only turbomind/ imports the module."""
+"""Types of the C++ engine. Import the module inside functions: it takes a few milliseconds."""
 
 import enum
 from collections.abc import Callable, Sequence

@@ -71,7 +71,7 @@ inline KvCacheMode ToKvFormat(const char* what, const pybind11::object& value) {
     choices += (choices.empty() ? "" : ", ") + std::string(ToString(choice));
   }
   throw InvalidArgument(std::string(what) + " has value " +
-                        pybind11::repr(value).cast<std::string>().substr(0, 64) +
+                        pybind11::repr(value).cast<std::string>() +
                         ". It must be a KvFormat: " + choices);
 }
 
