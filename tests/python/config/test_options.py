@@ -51,7 +51,10 @@ def test_kv_format_enum_has_the_canonical_names():
     assert [row.name for row in rows] == [member.name for member in _turbomind.KvFormat]
 
 
-@pytest.mark.parametrize("bad", [5, 12, 17, 42, -1, "fp3", "", "5", None, 4.0, True, [4], 10**400])
+@pytest.mark.parametrize(
+    "bad",
+    [5, 12, 17, 42, -1, "fp3", "", "5", None, 4.0, True, [4], 10**400, "\ud800", "fp8\0", "fp4\nx"],
+)
 def test_engine_config_invalid_quant_policy_is_rejected(bad):
     with pytest.raises(ValueError, match=r"^quant_policy is .*must be 0, 4, 8, 16.*--quant-policy"):
         TurbomindEngineConfig(quant_policy=bad)
