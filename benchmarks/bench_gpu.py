@@ -223,8 +223,8 @@ def measure_ours(options: argparse.Namespace) -> list[str]:
     if options.what == "device":
         command += ["rotate_mb=0", "round_ms=0"] if options.small else []
         run = Run(command, path=options.json, budget_s=options.budget_s)
-        cells = small_cells() if options.small else device_cells(kv_formats(options.bench))
-        return run.run(list(cells))
+        cells = list(small_cells() if options.small else device_cells(kv_formats(options.bench)))
+        return run.run(cells)
     failed: list[str] = []
     models = ("tiny-llama", "tiny-gpt-oss") if options.small else MODELS
     for model in models:
