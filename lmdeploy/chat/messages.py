@@ -52,7 +52,7 @@ def _check_message(name: str, message: Any, *, accept_tools: bool) -> dict[str, 
     for key, value in message.items():
         if key not in keys and value not in (None, []):
             raise OptionError(f"{name}.{key}", f"is not supported for role {role}. Remove it.")
-    content, checked = message.get("content"), _check_texts(name, message, keys)
+    content, checked = message.get("content"), _check_texts(name, message, keys=keys)
     if role == "assistant" and accept_tools:
         if calls := list(_check_calls(name, message.get("tool_calls"))):
             checked["tool_calls"] = calls
@@ -73,7 +73,7 @@ def _keys_of(role: str, *, accept_tools: bool) -> tuple[str, ...]:
     return (*_KEYS, OUR_OWN_KEY, *(("tool_calls", *_REASONING_KEYS) if accept_tools else ()))
 
 
-def _check_texts(name: str, message: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
+def _check_texts(name: str, message: dict[str, Any], *, keys: tuple[str, ...]) -> dict[str, Any]:
     """Return the string fields besides role and content."""
     checked: dict[str, Any] = {}
     for key in ("name", "tool_call_id", *_REASONING_KEYS):

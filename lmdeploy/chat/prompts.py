@@ -111,7 +111,7 @@ def encode_chat(
     )
     if source.chat_template is None:
         raise OptionError("messages", NO_TEMPLATE)
-    rendered = chat_format.render(source.chat_template, messages, options)
+    rendered = chat_format.render(source.chat_template, messages, options=options)
     texts = rendered.texts
     num_chars = sum(map(len, texts))
     _check_length(source, num_chars)

@@ -165,7 +165,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Compute an operator unless its result would be too large."""
-        _check_operands(operator, left, right)
+        _check_operands(operator, left=left, right=right)
         return _check(super().call_binop(context, operator, left, right))
 
     def call(self, context: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -192,29 +192,29 @@ class _AddChecks(NodeTransformer):
 
     def _add_tick(self, node: Any) -> Any:
         self.generic_visit(node)
-        node.body.insert(0, nodes.ExprStmt(_call(_TICK, [], node), lineno=node.lineno))
+        node.body.insert(0, nodes.ExprStmt(_call(_TICK, [], node=node), lineno=node.lineno))
         if isinstance(node, nodes.For) and node.test is not None:
-            node.test = nodes.And(_call(_TICK, [], node), node.test, lineno=node.lineno)
+            node.test = nodes.And(_call(_TICK, [], node=node), node.test, lineno=node.lineno)
         return node
 
     def _add_check(self, node: Any) -> Any:
         self.generic_visit(node)
-        return node if getattr(node, "ctx", "load") != "load" else _call(_CHECK, [node], node)
+        return node if getattr(node, "ctx", "load") != "load" else _call(_CHECK, [node], node=node)
 
     visit_For = visit_Macro = visit_CallBlock = visit_Block = _add_tick
     visit_List = visit_Dict = visit_Tuple = _add_check
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        return _call(_JOIN, node.nodes, node)
+        return _call(_JOIN, node.nodes, node=node)
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         self.generic_visit(node)
         # A slice is no larger than its source, so that only the total grows.
-        return _call(_COUNT, [node], node) if isinstance(node.arg, nodes.Slice) else node
+        return _call(_COUNT, [node], node=node) if isinstance(node.arg, nodes.Slice) else node
 
 
-def _call(name: str, arguments: list[Any], node: nodes.Node) -> nodes.Call:
+def _call(name: str, arguments: list[Any], *, node: nodes.Node) -> nodes.Call:
     function = nodes.Name(name, "load", lineno=node.lineno)
     return nodes.Call(function, arguments, [], None, None, lineno=node.lineno)
 
@@ -252,7 +252,7 @@ def _check_size(size: int) -> None:
         )
 
 
-def _check_operands(operator: str, left: Any, right: Any) -> None:
+def _check_operands(operator: str, *, left: Any, right: Any) -> None:
     if isinstance(left, int) and isinstance(right, int):
         bits = max(left.bit_length(), right.bit_length())
         if operator in ("*", "**"):
@@ -286,7 +286,7 @@ def _check_percent(pattern: Any, *values: Any, **named: Any) -> None:
     widest = max((value for value in values if isinstance(value, int)), default=0)
     found = _PERCENT.findall(str(pattern).replace("%%", ""))
     widths = [[widest if w == "*" else int(w[:9]) for w in each if w] for each in found]
-    _check_format(pattern, values, widths)
+    _check_format(pattern, values, widths=widths)
 
 
 def _check_braces(pattern: Any, *values: Any, **named: Any) -> None:
@@ -294,10 +294,10 @@ def _check_braces(pattern: Any, *values: Any, **named: Any) -> None:
     if any(nested for _, nested in found):
         raise TemplateLimitError("it has a field inside a field of str.format")
     widths = [[int(digits[:9]) for digits in re.findall(r"\d+", field)] for field, _ in found]
-    _check_format(pattern, (*values, *named.values()), widths)
+    _check_format(pattern, (*values, *named.values()), widths=widths)
 
 
-def _check_format(pattern: Any, values: tuple[Any, ...], widths: list[list[int]]) -> None:
+def _check_format(pattern: Any, values: tuple[Any, ...], *, widths: list[list[int]]) -> None:
     """Check a result in which each field has these widths and may show the longest value."""
     for each in widths:
         for width in each:

@@ -57,7 +57,7 @@ def open_folder(folder: Path) -> Checkpoint:
     config = config_from_hf(reader, family)
     file: TensorFile = SafetensorsFile(folder)
     if quantization is not None:
-        file = METHODS[quantization.text("quant_method")](file, quantization, str(folder))
+        file = METHODS[quantization.text("quant_method")](file, quantization, source=str(folder))
     names = dict(family.hf_tensors)
     config = resolve_tied_head(file, config, names=names, source=source)
     for matrix in family.hf_bias(reader):

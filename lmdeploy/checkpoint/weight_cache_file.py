@@ -103,13 +103,13 @@ def write_weights(
     offset = 0
     for piece in _in_pieces(contents()):
         check_stop()
-        _write_at(fd, piece, offset)
+        _write_at(fd, piece, offset=offset)
         offset += len(piece)
         if offset % _SYNC_BYTES == 0:
             os.fdatasync(fd)
     header = _HEADER.pack(_MAGIC, identity, positions[-1])
     header += np.array(checksums, "<u4").tobytes()
-    _write_at(fd, memoryview(header + struct.pack("<I", zlib.crc32(header))), 0)
+    _write_at(fd, memoryview(header + struct.pack("<I", zlib.crc32(header))), offset=0)
 
 
 def read_weights(
@@ -201,7 +201,7 @@ def _in_pieces(contents: Iterable[memoryview]) -> Iterator[memoryview]:
     yield buffer[:filled]
 
 
-def _write_at(fd: int, data: memoryview, offset: int) -> None:
+def _write_at(fd: int, data: memoryview, *, offset: int) -> None:
     while len(data):
         count = os.pwrite(fd, data, offset)
         data, offset = data[count:], offset + count

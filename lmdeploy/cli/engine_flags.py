@@ -186,6 +186,11 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "that is more)",
         type=_INT,
     )
+    _add_execution_flags(group)
+
+
+def _add_execution_flags(group: argparse._ActionsContainer) -> None:
+    """Add the flags of prefix caching, metrics and exactness."""
     caching = group.add_mutually_exclusive_group()
     caching.add_argument(
         "--enable-prefix-caching",
@@ -199,18 +204,13 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         help="do not reuse blocks",
     )
-    add("--disable-metrics", "disable the endpoint /metrics", action="store_true")
-    add(
-        "--deterministic",
-        "compute bit-equal results for every batch and number of threads",
-        action="store_true",
-    )
-    add("--exact", "compute in FP32, for comparisons (CPU only)", action="store_true")
-    add(
-        "--strict-arch",
-        "reject NVFP4 on GPUs without FP4 instructions (CUDA only)",
-        action="store_true",
-    )
+    for flag, text in (
+        ("--disable-metrics", "disable the endpoint /metrics"),
+        ("--deterministic", "compute bit-equal results for every batch and number of threads"),
+        ("--exact", "compute in FP32, for comparisons (CPU only)"),
+        ("--strict-arch", "reject NVFP4 on GPUs without FP4 instructions (CUDA only)"),
+    ):
+        group.add_argument(flag, help=text, action="store_true")
 
 
 def add_kv_flags(group: argparse._ActionsContainer) -> None:

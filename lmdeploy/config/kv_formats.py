@@ -165,7 +165,7 @@ def parse_pair(value: Any, where: str = "kv_cache_format", *, flag: str = FLAG) 
     """Parse one format for both sides, or `k=NAME,v=NAME`. Raises ValueError."""
     if not isinstance(value, str):
         shown = value if isinstance(value, (int, float, bool)) else f"a {type(value).__name__}"
-        raise _refuse_pair(where, shown, flag)
+        raise _refuse_pair(where, shown, flag=flag)
     name = _parse_name(value)
     if name is not None:
         return FormatPair(name, name)
@@ -174,15 +174,15 @@ def parse_pair(value: Any, where: str = "kv_cache_format", *, flag: str = FLAG) 
         side, _, text = (piece.strip() for piece in part.partition("="))
         name = _parse_name(text)
         if side not in ("k", "v") or side in sides or name is None:
-            raise _refuse_pair(where, value, flag)
+            raise _refuse_pair(where, value, flag=flag)
         sides[side] = name
     if len(sides) < 2:
-        raise _refuse_pair(where, value, flag)
+        raise _refuse_pair(where, value, flag=flag)
     _require_listed(sides["k"], sides["v"])
     return FormatPair(sides["k"], sides["v"])
 
 
-def _refuse_pair(where: str, value: Any, flag: str) -> ValueError:
+def _refuse_pair(where: str, value: Any, *, flag: str) -> ValueError:
     wanted = f"k=NAME,v=NAME or NAME, one of {accepted_names()}"
     if where == "kv_cache_format":
         wanted += ", or a .yaml file"

@@ -114,7 +114,7 @@ class ChatFormat(Protocol):
         ...
 
     def render(
-        self, template: PromptTemplate, messages: Any, options: dict[str, Any]
+        self, template: PromptTemplate, messages: Any, *, options: dict[str, Any]
     ) -> RenderedPrompt:
         """Check and render messages as a client sends them.
 

@@ -94,7 +94,7 @@ class TextFormat:
         return {**rest, "tools": tools} if tools and tool_choice != "none" else rest
 
     def render(
-        self, template: PromptTemplate, messages: Any, options: dict[str, Any]
+        self, template: PromptTemplate, messages: Any, *, options: dict[str, Any]
     ) -> RenderedPrompt:
         """Check messages and render them by the template."""
         checked = check_messages(messages, accept_tools=self.splits_answers)

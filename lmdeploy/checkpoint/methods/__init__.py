@@ -4,15 +4,23 @@ A method combines the several tensors of a stored matrix into one tensor. The `m
 tensor converts rows to a format that the engine computes.
 """
 
-from collections.abc import Callable
+from typing import Protocol
 
 from lmdeploy.checkpoint.files.tensor_file import TensorFile
 from lmdeploy.checkpoint.methods.awq import open_awq
 from lmdeploy.models.config_reader import ConfigReader
 
-# Parameters: the tensors of the folder, its `quantization_config`, and its name for errors. Raises
-# ModelFormatError for a variant of the method that is not supported.
-OpenMethod = Callable[[TensorFile, ConfigReader, str], TensorFile]
+
+class OpenMethod(Protocol):
+    """Opens the tensors of a folder."""
+
+    def __call__(self, file: TensorFile, quantization: ConfigReader, *, source: str) -> TensorFile:
+        """Return the tensors of `file` with whole matrices.
+
+        `quantization` is the folder's `quantization_config`, and `source` names the folder in
+        errors. Raises ModelFormatError for a variant of the method that is not supported.
+        """
+
 
 # Maps `quant_method` of config.json to the function that opens such a folder.
 METHODS: dict[str, OpenMethod] = {

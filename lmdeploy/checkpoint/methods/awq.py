@@ -140,7 +140,7 @@ class AwqFile:
         return self._file.tensor(name, formats=(kind,))
 
 
-def open_awq(file: TensorFile, quantization: ConfigReader, source: str) -> TensorFile:
+def open_awq(file: TensorFile, quantization: ConfigReader, *, source: str) -> TensorFile:
     """Open AWQ weights in version "gemm" with 4 bits and zero points.
 
     Raise ModelFormatError for every other variant.

@@ -67,7 +67,7 @@ class HarmonyFormat:
         return options
 
     def render(
-        self, template: PromptTemplate, messages: Any, options: dict[str, Any]
+        self, template: PromptTemplate, messages: Any, *, options: dict[str, Any]
     ) -> RenderedPrompt:
         """Render by the template. The assistant always begins another message."""
         from lmdeploy.chat.formats.harmony.rendering import render_prompt
