@@ -65,13 +65,13 @@ class ServerBench:
 
     @property
     def load_text(self) -> str:
-        """The load in words, for results."""
+        """Describe the load in words, for results."""
         sizes = f"{self.prompt_tokens} in, {self.answer_tokens} out"
         return f"{self.clients} clients with 1 requests each, {sizes}"
 
     @property
     def session_len(self) -> int:
-        """Slots of one request, rounded up to 256."""
+        """Return the slots of one request, rounded up to 256."""
         return -(-(self.prompt_tokens + self.answer_tokens + SLOT_MARGIN) // 256) * 256
 
     def our_command(self) -> list[str]:
@@ -164,7 +164,7 @@ class LoadResult:
 
     @property
     def text(self) -> str:
-        """The times in words, for notes."""
+        """Describe the times in words, for notes."""
         return (
             f"first token {self.p50_first:.3g} s (p99 {self.p99_first:.3g}), token "
             f"{self.p50_token * 1e3:.3g} ms (p99 {self.p99_token * 1e3:.3g}), "

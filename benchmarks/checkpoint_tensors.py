@@ -57,12 +57,12 @@ class RandomTensor:
 
     @property
     def num_values(self) -> int:
-        """The product of the shape."""
+        """Return the product of the shape."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """The bytes in the file."""
+        """Return the bytes in the file."""
         return self.num_values * BLOCK_BYTES[self.encoding] // BLOCK
 
     def pieces(self, seed: int) -> Iterator[Bytes]:
@@ -134,7 +134,7 @@ class Layout:
 
     @property
     def is_gguf(self) -> bool:
-        """Whether the file is GGUF, where vectors and routers are F32."""
+        """Return whether the file is GGUF, where vectors and routers are F32."""
         return self.matrices != "BF16"
 
     def tensors(self) -> list[RandomTensor]:

@@ -33,12 +33,12 @@ class Cell:
 
     @property
     def room(self) -> int:
-        """Tokens of an answer: early sequences decode while late prompts are still read."""
+        """Return the tokens of a response. Early sequences decode while late prompts are read."""
         return self.steps + 2 * self.batch + self.batch * self.context // 1024
 
     @property
     def session_len(self) -> int:
-        """Slots of one sequence, rounded up to whole blocks."""
+        """Return the slots of one sequence, rounded up to whole blocks."""
         return -(-(self.context + self.room + 1) // BLOCK_TOKENS) * BLOCK_TOKENS
 
 

@@ -31,7 +31,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        """The address of the server."""
+        """Return the address of the server."""
         return f"http://127.0.0.1:{self.port}"
 
     def get(self, path: str) -> str:

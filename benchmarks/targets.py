@@ -356,7 +356,7 @@ class TargetSuite:
             return Runs(*pairs, engine.format, setting.name)
 
     def _own(self, target: Target, cell: Cell) -> Runs:
-        """Both engines keep their prompts in their caches; only decoding alternates."""
+        """Compare with our 16-bit cache. Both engines keep their prompts; decoding alternates."""
         with self._engine(cell, target.mode) as engine, self._engine(cell, "none") as plain:
             engine.decode(cell)
             plain.decode(cell)

@@ -103,7 +103,7 @@ class EngineConfig:
     def kv_format(self, value: KvFormat | str) -> None: ...  # or its canonical name
     @property
     def kv_layers(self) -> list[tuple[KvFormat, KvFormat]]:
-        """(K, V) of each layer; empty: kv_format for all."""
+        """Return (K, V) of each layer. An empty list uses kv_format for all."""
     @kv_layers.setter
     def kv_layers(self, value: Sequence[tuple[KvFormat | str, KvFormat | str]]) -> None: ...
     kv_rotate_k: bool

@@ -244,7 +244,7 @@ class Pipeline:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer: `encode(text)` returns token ids, `decode(ids)` returns a text."""
+        """Return the model's tokenizer, which has `encode(text)` and `decode(ids)`."""
         return self.engine.loaded.tokenizer
 
     def get_ppl(self, input_ids: list[int] | list[list[int]]) -> list[float]:

@@ -15,7 +15,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """The name in tables and on the command line."""
+        """Return the name in tables and on the command line."""
         types = self.k if self.k == self.v else f"{self.k} keys, {self.v} values"
         return types + (", flash attention" if self.flash_attention else "")
 

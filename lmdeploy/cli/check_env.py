@@ -34,7 +34,7 @@ _PACKAGES = (
 
 
 def report() -> Iterator[str]:
-    """The lines of the report."""
+    """Yield the lines of the report."""
     yield f"{OURS}: {__version__} ({Path(__file__).resolve().parents[1]})"
     yield f"python: {sys.version.split()[0]}"
     yield f"platform: {platform.platform()}"
@@ -57,7 +57,7 @@ def report() -> Iterator[str]:
 
 
 def core_limits() -> str:
-    """What decides how many cores are usable."""
+    """Return the limits on the number of usable cores."""
     quota = cpu_quota()
     limit = "no cgroup quota" if quota is None else f"cgroup quota {quota:g}"
     return f"affinity {len(os.sched_getaffinity(0))} of {os.cpu_count()}, {limit}"
@@ -77,7 +77,7 @@ def cpu_device() -> Iterator[str]:
 
 
 def gpus() -> Iterator[str]:
-    """Each GPU and whether it can be used; where there is none, why."""
+    """Yield each GPU and whether it can be used, or why there is none."""
     from lmdeploy import _turbomind
     from lmdeploy.engine.devices import cublas_lt_files
 
@@ -98,7 +98,7 @@ def gpus() -> Iterator[str]:
 
 
 def kv_formats() -> Iterator[str]:
-    """A table: how each device converts each format of the KV cache."""
+    """Yield a table of how each device converts each KV format."""
     from lmdeploy import _turbomind
 
     found, _ = _turbomind.cuda_devices()
@@ -126,7 +126,7 @@ def _table_row(name: str, cells: Iterable[str]) -> str:
 
 
 def run_check_env(dump_file: str | None) -> int:
-    """Prints the report, and writes it to `dump_file` when that is given."""
+    """Print the report, and write it to `dump_file` if that is given."""
     lines = list(report())
     print("\n".join(lines))
     if dump_file:

@@ -118,13 +118,13 @@ class FormatTable:
 
     @property
     def pairs(self) -> list[FormatPair]:
-        """Every pair that a layer could use."""
+        """Return every pair that a layer could use."""
         named = [pair for _, pair in self.kinds] + [pair for _, _, pair in self.ranges]
         return named if self.default is None else [self.default, *named]
 
     @property
     def name(self) -> str:
-        """The format of every layer, or `mixed`."""
+        """Return the format of all layers, or `mixed`."""
         pairs = {str(pair) for pair in self.pairs}
         return pairs.pop() if len(pairs) == 1 else "mixed"
 

@@ -94,19 +94,19 @@ class AsyncEngine:
 
     @property
     def max_request_tokens(self) -> int:
-        """The most tokens of a prompt plus its response that session_len and the cache allow."""
+        """Return the largest prompt plus response that session_len and the cache allow."""
         return self.loaded.cpp_engine.memory_plan().max_sequence_tokens
 
     @property
     def healthy(self) -> bool:
-        """Whether the engine can serve: it has not failed, is open and belongs to this process."""
+        """Return whether the engine has not failed, is open and belongs to this process."""
         if self.in_other_process or self._closing.is_set() or self._failure:
             return False
         return self.loaded.cpp_engine.healthy
 
     @property
     def failure(self) -> str:
-        """Why the engine is not healthy, or "" if it is."""
+        """Return why the engine is not healthy, or "" if it is."""
         if self.in_other_process:
             return (
                 f"The engine was created before a fork and works only in process {self._pid}. "
@@ -118,7 +118,7 @@ class AsyncEngine:
 
     @property
     def in_other_process(self) -> bool:
-        """Whether this process is a fork of the process that created the engine."""
+        """Return whether this process is a fork of the process that created the engine."""
         return os.getpid() != self._pid
 
     def cache_line(self) -> str:

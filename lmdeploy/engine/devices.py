@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("lmdeploy")
 
 _DRIVER_FILE = "/dev/nvidiactl"
-# Beside a GPU, where nobody says how many: what packing of weights and sampling use well.
+# Default with a GPU: packing of weights and sampling gain little from more threads.
 _MOST_GPU_THREADS = 16
 
 # Of the wheels nvidia-cublas and nvidia-cublas-cu12, in their package `nvidia`.
@@ -26,7 +26,7 @@ _CUBLAS_LT = ("cu13/lib/libcublasLt.so.13", "cublas/lib/libcublasLt.so.12")
 
 
 def cublas_lt_files() -> list[str]:
-    """cuBLASLt of this Python's wheels, where they are installed. Imports nothing of them."""
+    """Return the cuBLASLt files of installed wheels, without importing them."""
     spec = importlib.util.find_spec("nvidia")
     folders = (spec and spec.submodule_search_locations) or []
     files = [Path(folder, name) for folder in folders for name in _CUBLAS_LT]
@@ -42,29 +42,29 @@ def step_sizes(config: TurbomindEngineConfig, capability: DeviceCapability) -> t
 
 @dataclass(frozen=True)
 class OpenDevice:
-    """A device, and where it is."""
+    """An open device."""
 
     device: Device
-    gpu: int | None = None  # index; None: the CPU
+    gpu: int | None = None  # index. None means the CPU
 
     def free_bytes(self) -> int:
-        """Memory that the device could still give."""
+        """Return the free memory of the device."""
         from lmdeploy import _turbomind
 
         return free_memory_bytes() if self.gpu is None else _turbomind.cuda_free_bytes(self.gpu)
 
     @property
     def line(self) -> str:
-        """For the start of a server."""
+        """Return the line that a server prints at start."""
         products = self.device.gemm_backend
         return f"device: {self.device.name}" + (f"; products: {products}" if products else "")
 
 
 def open_device(config: TurbomindEngineConfig) -> OpenDevice:
-    """Makes the device that `config` asks for. Where `auto` becomes the CPU the log says why: as a
-    warning on machines that have a GPU's driver.
+    """Open the device that `config` requests.
 
-    Raises ValueError, in one line, when a GPU is asked for and cannot be used.
+    If `auto` falls back to the CPU, the reason is logged, as a warning on machines with a GPU
+    driver. Raises ValueError if a GPU is requested and cannot be used.
     """
     from lmdeploy import _turbomind
 

@@ -40,13 +40,13 @@ class KvOptions:
 
     @property
     def mode(self) -> str:
-        """The format of all layers, or `mixed`."""
+        """Return the format of all layers, or `mixed`."""
         names = {str(pair) for pair in self.layers}
         return names.pop() if len(names) == 1 else "mixed"
 
     @property
     def quality_text(self) -> str:
-        """The quality and its ingredients, for people."""
+        """Describe the quality and its ingredients."""
         parts = ["K rotation"] if self.rotation else []
         if self.scale_search:
             parts.append("scale search")

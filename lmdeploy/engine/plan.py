@@ -55,8 +55,10 @@ def engine_config_of(
 
 
 def longest_position(model: _turbomind.ModelConfig) -> int:
-    """Positions that the model can tell apart: linear and yarn scaling reach beyond
-    max_position_embeddings where that is the length before scaling.
+    """Return the number of positions that the model can distinguish.
+
+    Linear and YaRN scaling reach beyond max_position_embeddings if that is the length before
+    scaling.
     """
     rope = model.rope
     if rope.kind not in ("linear", "yarn"):
@@ -107,17 +109,16 @@ def check_model_format(model_path: str, wanted: str | None) -> None:
     actual = container if container == "gguf" else method_of(path) or container
     if wanted not in (actual, container):
         raise ValueError(
-            f"model_format: got {wanted}, wanted {actual} for {model_path}; change --model-format"
+            f"model_format is {wanted}. It must be {actual} for {model_path} (--model-format)."
         )
 
 
 def plan_engine(
     model_path: str, config: TurbomindEngineConfig, *, device: _turbomind.Device
 ) -> tuple[ModelFiles, _turbomind.EngineConfig, KvOptions]:
-    """What is known before weights are read.
+    """Check the model, its files and the options, before weights are read.
 
-    Raises ValueError where the model, its files or the options are refused: the device may have no
-    kernels for them.
+    Raises ValueError for each of them that is wrong, and if the device has no kernels for them.
     """
     from lmdeploy import _turbomind
     from lmdeploy.engine.model_files import open_files

@@ -34,12 +34,12 @@ class OpenModel:
 
     @property
     def config(self) -> _turbomind.ModelConfig:
-        """The engine's config of the model."""
+        """Return the engine's config of the model."""
         return self.loaded.config
 
     @functools.cached_property
     def hash(self) -> str:
-        """The fingerprint of the model that its calibration files contain."""
+        """Return the fingerprint of the model that its calibration files contain."""
         from lmdeploy.checkpoint.fingerprint import hash_model
 
         return hash_model(str(self.loaded.path))

@@ -88,7 +88,7 @@ class CompletionFields(SamplingFields):
 
     @property
     def streams_usage(self) -> bool:
-        """Whether the last event of a stream contains the token counts."""
+        """Return whether the last event of a stream contains the token counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
 

@@ -53,7 +53,7 @@ class Unit:
 
     @property
     def label(self) -> str:
-        """The name in the report."""
+        """Return the name in the report."""
         return self.file.name if self.file else "decode kernels"
 
 
@@ -68,7 +68,7 @@ class Kernel:
 
     @property
     def is_good(self) -> bool:
-        """Whether the kernel spills nothing and has a small stack frame."""
+        """Return whether the kernel spills nothing and has a small stack frame."""
         limit = 0 if "DecodeKernel" in self.name else MOST_FRAME_BYTES
         return self.spilled == 0 and self.frame <= limit
 

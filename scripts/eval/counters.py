@@ -21,7 +21,7 @@ class Timing:
 
     @property
     def mean(self) -> float | None:
-        """The seconds of one request, or None without requests."""
+        """Return the seconds of one request, or None without requests."""
         return self.seconds / self.count if self.count else None
 
     def __add__(self, other: Timing) -> Timing:

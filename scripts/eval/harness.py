@@ -52,7 +52,7 @@ class Job:
 
     @property
     def num_samples(self) -> int:
-        """The number of questions to ask."""
+        """Return the number of questions to ask."""
         return min(self.task.num_samples, self.limit or self.task.num_samples)
 
 

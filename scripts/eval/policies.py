@@ -34,12 +34,12 @@ class Policy:
 
     @property
     def label(self) -> str:
-        """The name in the table."""
+        """Return the name in the table."""
         return self.name if self.quality is None else f"{self.name}/{self.quality}"
 
     @property
     def flags(self) -> list[str]:
-        """The flags of the server."""
+        """Return the flags of the server."""
         table = "=" in self.name or self.name.lower().endswith(TABLE_SUFFIXES)
         flag = "--kv-cache-format" if table else "--quant-policy"
         quality = [] if self.quality is None else ["--kv-quality", self.quality]
@@ -47,7 +47,7 @@ class Policy:
 
     @property
     def is_reference(self) -> bool:
-        """Whether the server keeps every layer in 16 bit."""
+        """Return whether the server keeps every layer in 16 bit."""
         alone = Policy(self.name, None, ())
         return alone.config().kv_format == REFERENCE_FORMAT
 

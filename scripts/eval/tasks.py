@@ -43,7 +43,7 @@ class Task:
 
     @property
     def harness_name(self) -> str:
-        """A name that none of the harness's own tasks has."""
+        """Return a name that none of the harness's own tasks has."""
         return f"kv_{self.name}"
 
     def rendered(self, generation: Mapping[str, Any]) -> str:

@@ -107,7 +107,7 @@ def test_import_graph_of_the_package_has_no_fault() -> None:
     ],
 )
 def test_import_graph_planted_import_is_found(text: str) -> None:
-    """serve.app imports base.checks, so the planted import also makes a cycle."""
+    # serve.app imports base.checks, so the planted import also makes a cycle.
     sources = modules()
     sources["base.checks"] += f"\n{text}\n"
     graph = imports(sources)

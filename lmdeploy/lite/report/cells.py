@@ -41,7 +41,7 @@ class KvVariant:
 
     @property
     def slug(self) -> str:
-        """The label as part of a file name."""
+        """Return the label as part of a file name."""
         return self.label.replace("/", "-")
 
     def engine_config(self, context: int) -> _turbomind.EngineConfig:

@@ -102,7 +102,7 @@ class ReportOptions:
 
     @property
     def parts(self) -> Path:
-        """The folder with the saved measurements."""
+        """Return the folder with the saved measurements."""
         return self.output / f"{self.name}.parts"
 
 

@@ -215,7 +215,7 @@ SLOW = f"{VALUE}|runs for more than"  # whichever limit is reached first
 def test_render_expensive_template_is_stopped_by_a_limit(
     source: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The expected text shows that our limit stopped the template, not a MemoryError."""
+    # The expected text shows that our limit stopped the template, not a MemoryError.
     monkeypatch.setattr("lmdeploy.chat.template_limits.MAX_SECONDS", 0.5)
     with pytest.raises(ValueError, match=words):
         template(source).render(MESSAGES)

@@ -59,7 +59,7 @@ def test_encode_smollm2_equals_llama_cpp(smollm2: Tokenizer, row: dict[str, Any]
 
 
 def test_encode_other_pre_tokenizer_gives_other_ids(smollm2: Tokenizer) -> None:
-    """Without SmolLM's rule for single digits, the ids differ: the reference ids above test it."""
+    # Without SmolLM's rule for single digits, the ids differ: the reference ids above test it.
     metadata = dict(GgufFile(resolve_model("smollm2")).metadata)
     metadata["tokenizer.ggml.pre"] = "gpt-2"
     usual = tokenizer_from_gguf(metadata, "usual")
@@ -163,7 +163,7 @@ def test_decode_unknown_id_raises_value_error(tiny: Tokenizer, token_id: int) ->
 
 
 def test_tokenizer_token_bytes_take_little_memory() -> None:
-    """The library's own vocabulary is not counted. 49,152 Python objects would take 2.5 MB."""
+    # The library's own vocabulary is not counted. 49,152 Python objects would take 2.5 MB.
     metadata = GgufFile(resolve_model("smollm2")).metadata
     tokenizer_from_gguf(metadata, "what modules keep")
     gc.collect()
@@ -220,7 +220,7 @@ def test_tokenizer_from_folder_equals_its_source(folder: Path, tiny: Tokenizer) 
 def test_encode_special_tokens_around_a_text_follow_tokenizer_json(
     folder: Path, keys: dict[str, bool], name: str | None, has_processor: bool
 ) -> None:
-    """transformers 5 ignores add_bos_token and add_eos_token if there is a tokenizer.json."""
+    # transformers 5 ignores add_bos_token and add_eos_token if there is a tokenizer.json.
     from tokenizers import processors
     from transformers import AutoTokenizer
 

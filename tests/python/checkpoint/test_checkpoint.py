@@ -246,7 +246,7 @@ def test_open_checkpoint_bin_weights_are_rejected(copy_of_llama: Path) -> None:
 
 
 def test_open_checkpoint_special_files_are_rejected(copy_of_llama: Path) -> None:
-    """Opening a FIFO that has no writer would block forever."""
+    # Opening a FIFO that has no writer would block forever.
     index = copy_of_llama / "model.safetensors.index.json"
     for name, make, kind in (
         ("pipe.safetensors", os.mkfifo, "a FIFO"),

@@ -82,7 +82,7 @@ def test_open_checkpoint_moe_settings_of_every_family_are_read(tmp_path: Path) -
 
 
 def test_config_from_hf_published_gpt_oss_config_is_read() -> None:
-    """The published config.json gives some values and omits others."""
+    # The published config.json gives some values and omits others.
     from lmdeploy.checkpoint.hf import config_from_hf
     from lmdeploy.models.gpt_oss import FAMILY
 
@@ -127,7 +127,7 @@ def test_sparse_experts_layers_follow_step_and_mlp_only_layers() -> None:
 def test_open_checkpoint_stacked_experts_equal_separate_ones(
     tiny: TinyModel, tmp_path: Path
 ) -> None:
-    """transformers 5 stacks experts in memory, and writes them so if conversion is disabled."""
+    # transformers 5 stacks experts in memory, and writes them so if conversion is disabled.
     model = make_model(tiny)
     apart = open_checkpoint(save_model(model, tmp_path / "apart"))
     stacked = open_checkpoint(save_model(model, tmp_path / "stacked", save_original_format=False))
@@ -188,14 +188,14 @@ def test_convert_routers_stay_in_fp32(tmp_path: Path) -> None:
 
 
 def test_open_checkpoint_one_dimensional_shared_router_is_one_row(tmp_path: Path) -> None:
-    """GGUF drops the dimension of size 1; the engine's tensor is a matrix with one row."""
+    # GGUF drops the dimension of size 1; the engine's tensor is a matrix with one row.
     write_moe_gguf(make_model(QWEN2_MOE), tmp_path / "m.gguf")
     planned = {p.name: p for p in open_checkpoint(tmp_path / "m.gguf").tensors}
     assert planned["layers.0.shared.router"].tensor.shape == (1, 64)
 
 
 def test_quantize_mxfp4_equals_gguf_library() -> None:
-    """Covers every code with every sign except ties, read back by the gguf library."""
+    # Covers every code with every sign except ties, read back by the gguf library.
     import gguf
     from tiny_moe import gguf_blocks, quantize_mxfp4
 

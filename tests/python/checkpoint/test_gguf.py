@@ -369,7 +369,7 @@ def test_open_checkpoint_gguf_unsupported_metadata_is_rejected(
     ids=str,
 )
 def test_check_window_pattern_accepts_only_the_given_windows(pattern: Any, good: bool) -> None:
-    """llama.cpp stores a period or one flag per layer; GPT-OSS alternates."""
+    # llama.cpp stores a period or one flag per layer; GPT-OSS alternates.
     key = "gpt-oss.attention.sliding_window_pattern"
     reader = ConfigReader({key: pattern}, "x")
     if good:
@@ -476,7 +476,7 @@ def test_gguf_file_string_list_must_end_inside_the_file(good: Path, tmp_path: Pa
 def test_gguf_file_arrays_share_one_size_limit(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise, a small file could need memory without limit."""
+    # Otherwise, a small file could need memory without limit.
     monkeypatch.setattr(gguf_file, "_MAX_ELEMENTS", 1000)
 
     def array(name: bytes, count: int) -> bytes:

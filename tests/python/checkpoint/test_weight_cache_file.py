@@ -105,7 +105,7 @@ def test_read_weights_forged_size_is_rejected(good: bytes, size: int) -> None:
 
 @pytest.mark.parametrize("change", ["more", "fewer", "larger", "smaller"])
 def test_read_weights_other_shapes_are_rejected(good: bytes, change: str) -> None:
-    """The identity covers the shapes. A forged identity must not cause reads beyond the file."""
+    # The identity covers the shapes. A forged identity must not cause reads beyond the file.
     shapes = dict(SHAPES)
     if change == "more":
         shapes["extra"] = Shape("q4_0", 64, 32, 64)

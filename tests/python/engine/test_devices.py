@@ -139,7 +139,7 @@ def test_cuda_devices_library_of_another_version_is_rejected(tmp_path, stamp):
 
 
 def test_cuda_devices_shim_is_accepted_only_by_name(tmp_path, shim):
-    """A copy in the place of the real library is rejected."""
+    # A copy in the place of the real library is rejected.
     package = tmp_path / "lmdeploy"
     shutil.copytree(ROOT / "lmdeploy", package, ignore=shutil.ignore_patterns("libturbomind*"))
     shutil.copy(shim, package / "libturbomind_cuda.so")
@@ -150,7 +150,7 @@ def test_cuda_devices_shim_is_accepted_only_by_name(tmp_path, shim):
 
 
 def test_open_device_requested_gpu_without_cuda_raises_value_error():
-    """In the tests, LMDEPLOY_CUDA_LIBRARY names a file that is not a library."""
+    # In the tests, LMDEPLOY_CUDA_LIBRARY names a file that is not a library.
     for options in ({"device_type": "cuda"}, {"devices": [0]}):
         with pytest.raises(ValueError, match="CUDA is not used: LMDEPLOY_CUDA_LIBRARY") as caught:
             devices.open_device(TurbomindEngineConfig(**options))
@@ -403,7 +403,7 @@ print(device.gemm_backend)
 
 
 def test_gemm_backend_reports_the_library_or_our_kernels(shim, tmp_path):
-    """The shim loads a stand-in for cuBLASLt only if it is named."""
+    # The shim loads a stand-in for cuBLASLt only if it is named.
     stand_in = shim.with_name("libcuda_shim_cublas_lt.so")
     own = "own kernels ({})".format
     assert run(PRODUCTS, shim, "", str(stand_in)) == own("no library was given")
@@ -415,7 +415,7 @@ def test_gemm_backend_reports_the_library_or_our_kernels(shim, tmp_path):
 
 
 def test_pipeline_with_cublas_lt_gives_logits_of_our_kernels(shim, checkpoint):
-    """The steps have up to 80 rows, more than one tile of our own kernels."""
+    # The steps have up to 80 rows, more than one tile of our own kernels.
     ask = (checkpoint, "cuda", "none", "80", QUESTION * 4)
     stand_in = shim.with_name("libcuda_shim_cublas_lt.so")
     lines, _, logits = json.loads(run(ANSWER, shim, *ask, cublas_lt=stand_in))

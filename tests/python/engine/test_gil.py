@@ -50,7 +50,7 @@ def test_engine_generates_while_python_holds_the_gil(engine: Any) -> None:
 
 
 def test_token_mask_waits_for_the_gil(engine: Any) -> None:
-    """A token mask is Python code. This shows that the test above would detect a wait."""
+    # A token mask is Python code. This shows that the test above would detect a wait.
     asked: list[float] = []
 
     def allow_all(_: list[int], mask: np.ndarray) -> bool:

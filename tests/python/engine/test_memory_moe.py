@@ -107,7 +107,7 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_load_model_resident_memory_equals_dry_run(big: Path, tmp_path: Path) -> None:
-    """Pages of packed tensors are released. Pages of experts become resident at their first use."""
+    # Pages of packed tensors are released. Pages of experts become resident at their first use.
     small = save_mxfp4(make_model(GPT_OSS), tmp_path)
     info = open_files(str(big)).info
     tests = str(Path(__file__).parents[1] / "support")
@@ -170,7 +170,7 @@ def test_mapped_experts_outlive_the_file_and_its_reader(tmp_path: Path) -> None:
 def test_load_engine_cache_leaves_room_for_experts(
     big: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Experts are not yet resident when the cache is planned, but their bytes are not free."""
+    # Experts are not yet resident when the cache is planned, but their bytes are not free.
     from lmdeploy.engine import devices, load
 
     free = 64 << 20

@@ -238,7 +238,7 @@ def test_engine_different_formats_of_k_and_v_equal_reference(k_mode: str, v_mode
     ids=["recent-more", "recent-less", "sink-quantized", "no-rotation", "no-search"],
 )
 def test_tolerance_detects_another_quality_rule(wrong: dict[str, object], block_len: int) -> None:
-    """The engine's logits must differ clearly from those of another rule."""
+    # The engine's logits must differ clearly from those of another rule.
     case = make_case("nvfp4", "balanced", block_len=block_len)
     other = replace(case.quality, **wrong)  # type: ignore[arg-type]
     engine = case.engine()
@@ -254,7 +254,7 @@ def test_tolerance_detects_another_quality_rule(wrong: dict[str, object], block_
 
 
 def test_tolerance_detects_a_recent_window_longer_by_one_block() -> None:
-    """The 16-bit window is one block of 16 tokens too long."""
+    # The 16-bit window is one block of 16 tokens too long.
     case = make_case("nvfp4", "balanced", block_len=16)
     wrong = replace(case.quality, recent_tokens=80)
     ids = np.random.default_rng(4).integers(0, case.shape.vocab, 160)
@@ -264,7 +264,7 @@ def test_tolerance_detects_a_recent_window_longer_by_one_block() -> None:
 
 
 def test_engine_k_mean_cancels_in_the_softmax_with_and_without_sinks() -> None:
-    """In FP32, nothing is rounded, so subtracting a mean must not change the logits."""
+    # In FP32, nothing is rounded, so subtracting a mean must not change the logits.
     for optional in (frozenset[str](), frozenset({"sinks"})):
         case = make_case("none", "balanced", dtype="float32", optional=optional)
         case.constants = make_constants(case.shape, case.weights, "none")

@@ -74,7 +74,7 @@ def test_engine_every_kv_format_equals_reference(mode: str, dtype: str) -> None:
 
 
 def test_tolerance_detects_another_kv_format() -> None:
-    """Logits of two formats must differ far more than the tolerance."""
+    # Logits of two formats must differ far more than the tolerance.
     shape = make_shape()
     weights = random_weights(shape, seed=3)
     ids = np.random.default_rng(4).integers(0, shape.vocab, 150)

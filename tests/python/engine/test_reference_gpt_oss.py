@@ -87,7 +87,7 @@ def check_positions(case: Case, length: int, decoded: int) -> None:
 def test_gpt_oss_attention_in_every_format_equals_reference(
     mode: str, window: int, quality: str
 ) -> None:
-    """Prefill in chunks of 48, and decode across a block edge, beyond the window."""
+    # Prefill in chunks of 48, and decode across a block edge, beyond the window.
     if mode == "none" and quality == "balanced":
         pytest.skip("16 bit has one quality")
     case = attention_case(mode, quality, windows=(window,))
@@ -124,7 +124,7 @@ def test_gpt_oss_error_of_every_format_is_within_its_limits(mode: str) -> None:
 @pytest.mark.parametrize("mode", codecs.MODES)
 @pytest.mark.parametrize("wrong", ["no sinks", "window", "no truncation"])
 def test_gpt_oss_tolerance_detects_wrong_attention(mode: str, wrong: str) -> None:
-    """Dropped sinks, a window longer by one, or a rounded YaRN ramp must be detected."""
+    # Dropped sinks, a window longer by one, or a rounded YaRN ramp must be detected.
     case = attention_case(mode, windows=(WINDOW,))
     changed = attention_case(mode, windows=(WINDOW + 1 if wrong == "window" else WINDOW,))
     if wrong == "no sinks":
@@ -144,7 +144,7 @@ def test_gpt_oss_tolerance_detects_wrong_attention(mode: str, wrong: str) -> Non
 
 @pytest.mark.parametrize("mode", ["none", "fp8", "nvfp4"])
 def test_gpt_oss_prefix_hits_give_logits_of_reference(mode: str) -> None:
-    """Cached prefix blocks lie inside and outside the window."""
+    # Cached prefix blocks lie inside and outside the window.
     case = attention_case(mode, windows=(WINDOW,), block_len=16)
     engine = case.engine()
     shared = random_prompt(200, seed=5)
@@ -163,7 +163,7 @@ def test_gpt_oss_prefix_hits_give_logits_of_reference(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["none", "fp8", "nvfp4"])
 def test_gpt_oss_preempted_sequence_is_recomputed_correctly(mode: str) -> None:
-    """Two sequences share blocks for one and a half, so the younger one is preempted."""
+    # Two sequences share blocks for one and a half, so the younger one is preempted.
     case = attention_case(mode, windows=(WINDOW, 0), block_len=16)
     options = _turbomind.EngineConfig()
     options.kv_format, options.cache_block_seq_len = mode, 16
@@ -250,7 +250,7 @@ def test_choose_experts_breaks_ties_and_normalizes() -> None:
 
 
 def test_reference_window_layer_ignores_sink_blocks_beyond_its_window() -> None:
-    """Beyond its window, a layer does not attend to sink blocks, whatever is kept in 16 bit."""
+    # Beyond its window, a layer does not attend to sink blocks, whatever is kept in 16 bit.
     case = attention_case("nvfp4", "balanced", windows=(24,))
     assert case.quality == BALANCED
     ids = np.array(random_prompt(200, seed=3))

@@ -130,7 +130,7 @@ def test_mixed_attention_reads_each_key_in_its_view() -> None:
 
 
 def test_layer_store_mean_and_rotation_cancel_in_fp32() -> None:
-    """Nothing is rounded in FP32, so K must come back unchanged, whatever the mean is."""
+    # Nothing is rounded in FP32, so K must come back unchanged, whatever the mean is.
     k = gaussian(40, 2, 64)
     mean = (10 * gaussian(2, 64, seed=4)).astype(np.float32)
     store = LayerStore("none", "none", "float32", BALANCED, k_mean=mean)
@@ -140,7 +140,7 @@ def test_layer_store_mean_and_rotation_cancel_in_fp32() -> None:
 
 @pytest.mark.parametrize("mode", QUANTIZED)
 def test_layer_store_views_have_the_error_of_their_format(mode: str) -> None:
-    """16-bit rows have 16-bit error. Quantized rows have their format's error, scaled per head."""
+    # 16-bit rows have 16-bit error. Quantized rows have their format's error, scaled per head.
     k = gaussian(64, 2, 64)
     factors = np.array([1.0, 0.02], np.float32)
     store = LayerStore(mode, mode, "float16", BALANCED, k_scales=factors, v_scales=factors)

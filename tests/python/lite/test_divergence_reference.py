@@ -62,7 +62,7 @@ def ids(shallow_file: Path) -> list[int]:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """torch's threads spin against each other on a busy machine."""
+    """Limit torch to one thread: its threads spin against each other on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -83,7 +83,7 @@ def figures() -> Figures:
 
 @pytest.mark.usefixtures("one_thread")
 def test_eval_ppl_two_layers_equal_simulation(shallow_file: Path, ids: list[int]) -> None:
-    """Every mode; and the band is narrow enough to see a cache of another dtype."""
+    # Every mode; and the band is narrow enough to see a cache of another dtype.
     got = engine_figures(str(shallow_file), modes=ALL_MODES, context=SHALLOW_CONTEXT)
     model, contexts = smollm2.load_model(shallow_file), [ids[:SHALLOW_CONTEXT]]
     wanted = smollm2.figures(model, contexts, modes=ALL_MODES)

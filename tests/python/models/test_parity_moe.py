@@ -89,7 +89,7 @@ def test_mxfp4_logits_equal_those_of_dequantized_weights(tmp_path: Path) -> None
 
 
 def test_mxfp4_logits_equal_dequantization_by_transformers(tmp_path: Path) -> None:
-    """transformers dequantizes the stored blocks and scales itself."""
+    # transformers dequantizes the stored blocks and scales itself.
     from transformers import AutoModelForCausalLM, Mxfp4Config
 
     model = make_model(GPT_OSS)
@@ -113,7 +113,7 @@ def test_bf16_transposed_experts_give_logits_of_transformers(tmp_path: Path) -> 
 
 
 def test_gguf_mxfp4_logits_equal_those_of_the_folder(tmp_path: Path) -> None:
-    """llama.cpp's converter splits gate and up and reorders the nibbles of a block."""
+    # llama.cpp's converter splits gate and up and reorders the nibbles of a block.
     model = make_model(GPT_OSS)
     folder = save_mxfp4(model, tmp_path)
     stored = write_moe_gguf(model, tmp_path / "m.gguf", expert_format="MXFP4")
@@ -188,7 +188,7 @@ MISTAKES: dict[str, Any] = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_moe_tolerance_detects_single_mistakes(mistake: str, tmp_path: Path) -> None:
-    """A model that differs in one detail, such as dropped sinks, must fail the comparison."""
+    # A model that differs in one detail, such as dropped sinks, must fail the comparison.
     model = make_model(GPT_OSS)
     folder = save_model(model, tmp_path)
     MISTAKES[mistake](folder)
@@ -209,7 +209,7 @@ def test_moe_tolerance_detects_unnormalized_expert_weights(tmp_path: Path) -> No
 
 
 def test_round_experts_changes_logits_far_above_the_tolerance() -> None:
-    """Otherwise, parity with the dequantized model would prove nothing."""
+    # Otherwise, parity with the dequantized model would prove nothing.
     model, ids = make_model(GPT_OSS), prompt(80)
     before = reference_logits(model, ids)
     round_experts(model)

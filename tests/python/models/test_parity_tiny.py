@@ -36,10 +36,9 @@ def test_tiny_logits_and_greedy_tokens_equal_transformers(tiny: TinyModel, tmp_p
 
 
 def test_dynamic_rope_uses_the_base_of_session_len(tmp_path: Path) -> None:
-    """transformers chooses one base per call from its longest position. The engine uses the base of
-    session_len for every text. A text's first tokens do not depend on later ones, so padding
-    gives the reference.
-    """
+    # transformers chooses one base per call from its longest position. The engine uses the base of
+    # session_len for every text. A text's first tokens do not depend on later ones, so padding
+    # gives the reference.
     tiny = next(tiny for tiny in TINY_MODELS if tiny.rope.get("rope_type") == "dynamic")
     model = make_model(tiny)
     ids, num_greedy = prompt(NUM_TOKENS), 8
@@ -62,7 +61,7 @@ def test_dynamic_rope_uses_the_base_of_session_len(tmp_path: Path) -> None:
 def test_gguf_logits_equal_transformers_with_equal_values(
     weight_format: str, index: int, tmp_path: Path
 ) -> None:
-    """transformers gets the dequantized weights; the exact engine gets the stored ones."""
+    # transformers gets the dequantized weights; the exact engine gets the stored ones.
     model = make_model(TINY_MODELS[index])
     stored = write_gguf(model, tmp_path / "m.gguf", weight_format=weight_format)
     with torch.no_grad():
@@ -76,7 +75,7 @@ def test_gguf_logits_equal_transformers_with_equal_values(
 
 
 def test_gguf_frequency_factors_give_llama3_scaling(tmp_path: Path) -> None:
-    """llama.cpp's converter stores plain frequency / scaled frequency in rope_freqs.weight."""
+    # llama.cpp's converter stores plain frequency / scaled frequency in rope_freqs.weight.
     tiny = next(tiny for tiny in TINY_MODELS if tiny.name == "llama-llama3-dim128")
     model = make_model(tiny)
     scaled = model.model.rotary_emb.inv_freq.numpy()
@@ -93,7 +92,7 @@ def test_gguf_frequency_factors_give_llama3_scaling(tmp_path: Path) -> None:
     ids=lambda change: next(iter(change)),
 )
 def test_tiny_tolerance_detects_small_mistakes(change: dict[str, Any], tmp_path: Path) -> None:
-    """A window longer by one, or a slightly different base or epsilon, must fail the comparison."""
+    # A window longer by one, or a slightly different base or epsilon, must fail the comparison.
     import json
 
     tiny = next(tiny for tiny in TINY_MODELS if tiny.name == "mistral-window-mqa")

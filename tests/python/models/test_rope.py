@@ -57,7 +57,7 @@ def test_rope_from_hf_both_spellings_must_agree() -> None:
 
 
 def test_rope_from_hf_default_applies_only_without_settings() -> None:
-    """transformers uses GPT-OSS's default if both keys are missing, null or empty."""
+    # transformers uses GPT-OSS's default if both keys are missing, null or empty.
     assert GPT_OSS.hf_rope is not None
     for values in ({}, {"rope_scaling": None}, {"rope_parameters": None, "rope_scaling": {}}):
         rope = from_hf(dict(GPT_OSS.hf_rope), **values)
@@ -113,7 +113,7 @@ def test_rope_from_hf_yarn_attention_factor_follows_mscale() -> None:
 
 
 def test_rope_from_gguf_linear_scaling_needs_no_type() -> None:
-    """As in llama.cpp: the type defaults to linear, the factor to an older key, and 0 means 1."""
+    # As in llama.cpp: the type defaults to linear, the factor to an older key, and 0 means 1.
     wanted = RopeSettings(kind="linear", factor=4.0, original_max_position=MAX_POSITION)
     assert from_gguf(scaling__factor=4.0) == wanted
     assert from_gguf(scale_linear=4.0) == wanted

@@ -173,4 +173,7 @@ def test_model_format_other_than_the_file_is_rejected(capsys):
     with pytest.raises(SystemExit) as info:
         main([*command, "hf"])
     assert info.value.code == 2
-    assert "model_format: got hf, wanted gguf for smollm2" in capsys.readouterr().err
+    assert (
+        "model_format is hf. It must be gguf for smollm2 (--model-format)."
+        in capsys.readouterr().err
+    )

@@ -23,7 +23,7 @@ TABLE = ROOT / "benchmarks/results/eval_tiny_smollm2.json"
 
 
 def grade(settings: dict[str, Any], question: dict[str, Any], text: str) -> bool:
-    """What lm-eval does with a task file of ours: one regex, then an exact match."""
+    """Grade as lm-eval does with our task files: one regular expression, then an exact match."""
     settings = tasks.COMMON | settings
     (steps,) = settings["filter_list"]
     pattern = steps["filter"][0]

@@ -173,7 +173,7 @@ def stream(tokenizer: Any, ids: list[int], cut: int) -> Delta:
 
 @pytest.mark.parametrize("answer", [CALL_ANSWER, FINAL_ANSWER])
 def test_harmony_parser_every_split_point_gives_whole_answer(tiny: Tokenizer, answer: str) -> None:
-    """BYTES has one token per byte, so this also splits inside every character."""
+    # BYTES has one token per byte, so this also splits inside every character.
     for tokenizer in (BYTES, tiny):
         ids = tokenizer.encode(answer, False)
         whole = plain(parse_answer(tokenizer, ids))
@@ -183,7 +183,7 @@ def test_harmony_parser_every_split_point_gives_whole_answer(tiny: Tokenizer, an
 
 @pytest.mark.parametrize("answer", [CALL_ANSWER, FINAL_ANSWER])
 def test_parse_answer_truncated_gives_prefix_of_each_text(answer: str) -> None:
-    """An incomplete last character may become a replacement character."""
+    # An incomplete last character may become a replacement character.
     ids = BYTES.encode(answer)
     content, reasoning, calls = parse(answer)
     for cut in range(len(ids)):
@@ -268,7 +268,7 @@ NONSENSE = st.lists(st.sampled_from([*BYTES.names, *WORDS]), max_size=40).map(""
 @settings(max_examples=500, deadline=None)
 @given(ids=st.lists(st.integers(0, BYTES.vocab_size - 1), max_size=60) | NONSENSE.map(BYTES.encode))
 def test_harmony_parser_random_tokens_give_consistent_deltas(ids: list[int]) -> None:
-    """The parser raises nothing, shows no special token, and names each call once."""
+    # The parser raises nothing, shows no special token, and names each call once.
     parser = HarmonyParser(BYTES)
     chunks = [*(parser.push(token) for token in ids), parser.finish()]
     calls = [part for chunk in chunks for part in chunk.tool_calls]
@@ -355,7 +355,7 @@ def test_pipeline_stop_words_match_content_only(ask: Asker) -> None:
 
 
 def test_pipeline_grammar_constrains_final_channel(ask: Asker) -> None:
-    """The prompt opens the final channel, because the grammar does not allow the channel header."""
+    # The prompt opens the final channel, because the grammar does not allow the channel header.
     tokenizer = ask.pipe.engine.loaded.tokenizer
     plain_ids = ask("x")[-1].input_token_len
     with pytest.MonkeyPatch.context() as patch:
@@ -459,7 +459,7 @@ def test_choose_format_harmony_is_for_gpt_oss_or_by_flag() -> None:
 
 
 def test_tokenizer_from_folder_stop_ids_include_return_and_call(tmp_path: Path) -> None:
-    """<|end|> ends a message. <|return|>, <|call|> and the EOS ids of the file end an answer."""
+    # <|end|> ends a message. <|return|>, <|call|> and the EOS ids of the file end an answer.
     backend = tiny_harmony()
     backend.save(str(tmp_path / "tokenizer.json"))
     ids = {name: backend.token_to_id(f"<|{name}|>") for name in HARMONY}

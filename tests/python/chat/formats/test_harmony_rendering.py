@@ -148,7 +148,7 @@ def test_render_prompt_system_and_developer_messages_are_joined(template: Any) -
 @settings(max_examples=60, deadline=None)
 @given(name=st.sampled_from(HARMONY))
 def test_render_prompt_spelled_special_tokens_stay_text(name: str) -> None:
-    """A special token in client text must not add a special token to the prompt."""
+    # A special token in client text must not add a special token to the prompt.
 
     def special_tokens(word: str) -> list[int]:
         tool = json.loads(json.dumps(TOOL).replace("weather at", word).replace("days", word))
