@@ -187,7 +187,7 @@ TEST_CASE("an engine on a GPU matches the logits of one on a CPU") {
     CheckAlike(got, want, kMaxError + FormatError(want, plain));
     num_tokens_sent += CheckStored(got, want, plain) ? 1 : 0;
   }
-  // Stored tokens are sent for all but 16-bit, int8 and one mix of formats.
+  // The check applies to every setting but 16 bit, int8 and one mix of formats.
   CHECK(num_tokens_sent == static_cast<int>(Settings().size()) - 3);
 }
 
