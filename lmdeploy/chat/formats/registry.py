@@ -12,8 +12,9 @@ from lmdeploy.chat.formats.text import TextFormat
 logger = logging.getLogger("lmdeploy")
 
 # Without a flag, the first parser that matches the model is used.
-REASONING_PARSERS: tuple[Parser, ...] = (Harmony(),)
-TOOL_CALL_PARSERS: tuple[Parser, ...] = (Harmony(),)
+_HARMONY = Harmony()
+REASONING_PARSERS: tuple[Parser, ...] = (_HARMONY,)
+TOOL_CALL_PARSERS: tuple[Parser, ...] = (_HARMONY,)
 
 
 def parser_names(parsers: Sequence[Parser]) -> tuple[str, ...]:

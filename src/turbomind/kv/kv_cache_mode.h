@@ -105,7 +105,7 @@ inline constexpr KvFormatInfo kKvFormats[] = {
      .description = "4-bit floats (E2M1), a power-of-two scale per 16 values"},
 };
 
-// Returns the row of a format. It is not constant, hence does not compile as one, if there is none.
+// Returns the row of a format. A format without a row does not compile in a constant expression.
 constexpr const KvFormatInfo& InfoOf(KvCacheMode format) {
   for (const KvFormatInfo& row : kKvFormats) {
     if (row.format == format && !row.device_chooses) {

@@ -472,7 +472,9 @@ def convert_and_pack(case: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("case", GOLDEN)
 def test_convert_and_pack_equals_golden_checksums(case: str) -> None:
-    assert convert_and_pack(case) == GOLDEN[case], "raise WEIGHT_CACHE_VERSION in conversion.py"
+    assert convert_and_pack(case) == GOLDEN[case], (
+        "raise WEIGHT_CACHE_VERSION in checkpoint/convert.py"
+    )
 
 
 def test_golden_checksums_cover_every_stored_format() -> None:
