@@ -154,7 +154,7 @@ def test_hash_model_covers_scales_and_zeros(qwen2: Path, tmp_path: Path) -> None
 def test_check_model_format_awq_accepts_awq_and_hf(qwen2: Path) -> None:
     check_model_format(str(qwen2), "awq")
     check_model_format(str(qwen2), "hf")
-    with pytest.raises(ValueError, match="got gguf, wanted awq"):
+    with pytest.raises(ValueError, match=r"model_format is gguf\. It must be awq"):
         check_model_format(str(qwen2), "gguf")
     with pytest.raises(
         ValueError, match=r"model_format is 'gptq'\. It must be one of hf, gguf, awq"
