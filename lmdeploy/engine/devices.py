@@ -1,4 +1,4 @@
-"""The device that computes: the CPU, or a GPU through libturbomind_cuda.so."""
+"""Open the device that computes: the CPU, or a GPU through libturbomind_cuda.so."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("lmdeploy")
 
 _DRIVER_FILE = "/dev/nvidiactl"
-# Default with a GPU: packing of weights and sampling gain little from more threads.
+# The default with a GPU. More threads make packing and sampling hardly faster.
 _MOST_GPU_THREADS = 16
 
-# Of the wheels nvidia-cublas and nvidia-cublas-cu12, in their package `nvidia`.
+# The files of the wheels nvidia-cublas and nvidia-cublas-cu12 in the package `nvidia`.
 _CUBLAS_LT = ("cu13/lib/libcublasLt.so.13", "cublas/lib/libcublasLt.so.12")
 
 
@@ -34,7 +34,7 @@ def cublas_lt_files() -> list[str]:
 
 
 def step_sizes(config: TurbomindEngineConfig, capability: DeviceCapability) -> tuple[int, int]:
-    """Return the most sequences and new tokens of a step on a device."""
+    """Return the maximum numbers of sequences and new tokens in a step on a device."""
     batch_size = config.max_batch_size or capability.default_batch_size
     default_tokens = max(capability.default_step_tokens, batch_size)
     return batch_size, config.max_prefill_token_num or default_tokens
@@ -64,7 +64,7 @@ def open_device(config: TurbomindEngineConfig) -> OpenDevice:
     """Open the device that `config` requests.
 
     If `auto` falls back to the CPU, the reason is logged, as a warning on machines with a GPU
-    driver. Raises ValueError if a GPU is requested and cannot be used.
+    driver. Raise ValueError if a GPU is requested and cannot be used.
     """
     from lmdeploy import _turbomind
 
@@ -72,7 +72,7 @@ def open_device(config: TurbomindEngineConfig) -> OpenDevice:
         gpu = config.devices[0] if config.devices else 0
         try:
             if config.exact:
-                raise ValueError("CUDA is not used: exact is there on CPU only")
+                raise ValueError("CUDA is not used: exact is supported only on the CPU.")
             threads = config.num_threads or min(usable_cores(), _MOST_GPU_THREADS)
             device = _turbomind.make_cuda_device(
                 gpu,
@@ -83,7 +83,8 @@ def open_device(config: TurbomindEngineConfig) -> OpenDevice:
             return OpenDevice(device, gpu)
         except ValueError as error:
             if config.needs_cuda:
-                raise ValueError(f"{error}; change --device or --devices") from None
+                reason = str(error).rstrip(".")
+                raise ValueError(f"{reason}. Change --device or --devices.") from None
             level = logging.WARNING if os.path.exists(_DRIVER_FILE) else logging.INFO
             logger.log(level, "%s", error)
     name = "cpu" if config.device_type == "auto" else config.device_type

@@ -15,7 +15,8 @@ class ForwardingDevice : public Device {
  public:
   explicit ForwardingDevice(std::shared_ptr<Device> device) : device_(std::move(device)) {
     if (device_ == nullptr) {
-      throw InvalidArgument("ForwardingDevice got no device; pass the device to forward to.");
+      throw InvalidArgument(
+          "The device of a ForwardingDevice is null. Pass the device that receives its calls.");
     }
   }
   Device& inner() { return *device_; }
