@@ -1,4 +1,4 @@
-"""What the C++ engine will be, before weights are read."""
+"""Plan the C++ engine: its options and their checks, before weights are read."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Kernel:
-    """What ptxas reports about one kernel."""
+    """The registers, spills and stack frame of one kernel, as ptxas reports them."""
 
     name: str
     frame: int

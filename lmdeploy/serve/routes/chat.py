@@ -112,6 +112,9 @@ async def prepare_chat(state: ServerState, request: ChatCompletionRequest) -> Pr
     grammar = None
     if options.get("tools"):
         grammar = chat_format.tool_grammar(options["tools"], request.tool_choice)
+    if grammar is not None and request.response_format is not None:
+        reason = "cannot be combined with this tool_choice. Remove one of them."
+        raise OptionError("response_format", reason)
     return PreparedRequest([ids], config, start=start, grammar=grammar)
 
 

@@ -179,3 +179,19 @@ def test_server_required_tool_choice_uses_grammar_of_the_format() -> None:
                 tool_choice=choice,  # type: ignore[arg-type]
             )
     assert masks == ['start: "<call>add {}</call>"']
+
+
+def test_server_tool_grammar_with_response_format_is_rejected() -> None:
+    engine = make_engine(lambda _: ANSWER)
+    model = ModelInfo("llama", engine.loaded.tokenizer, "<call>")
+    engine.loaded.chat_format = registry.choose_format(model)
+    with serving(engine) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        with pytest.raises(openai.BadRequestError, match="response_format cannot be combined"):
+            client.chat.completions.create(
+                model="m",
+                messages=[{"role": "user", "content": "?"}],
+                tools=TOOLS,  # type: ignore[arg-type]
+                tool_choice="required",
+                response_format={"type": "json_object"},
+            )
