@@ -18,6 +18,9 @@ struct DeviceCapability {
   // The size of a step if the options give none.
   int default_batch_size = 32;
   int default_step_tokens = 256;
+  // The tokens whose linear layers take as long as what every step does once: reading the weights
+  // and starting the ops.
+  int step_cost_tokens = 4;
   // Rows of logits and of the feed-forward network that are computed at once. More rows read the
   // weights less often. Fewer rows keep the activations near the cores.
   int max_logit_rows = 32;

@@ -201,11 +201,11 @@ double CpuSecondsOfLoops(int num_threads) {
 
 // Returns the minimum of five runs, because other load on the machine can only add time.
 double MinCpuSecondsOfLoops(int num_threads) {
-  double min_value = CpuSecondsOfLoops(num_threads);
+  double seconds = CpuSecondsOfLoops(num_threads);
   for (int i = 0; i < 4; ++i) {
-    min_value = std::min(min_value, CpuSecondsOfLoops(num_threads));
+    seconds = std::min(seconds, CpuSecondsOfLoops(num_threads));
   }
-  return min_value;
+  return seconds;
 }
 
 // Threads that spin for each other's time slices on one core would cost a multiple.
