@@ -3,11 +3,9 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
-#include <cmath>
 #include <cstring>
 #include <new>
 #include <span>
-#include <string>
 #include <vector>
 
 #include "turbomind/core/check.h"
@@ -40,7 +38,7 @@ float GlobalScale(const KvLayerView& kv, KvSide side, int head) {
   return global_scale != nullptr ? global_scale[head] : 1.f;
 }
 
-// One row of a block, and its metadata if the mode has any.
+// One row of a block, and its metadata if the format has any.
 struct RowAt {
   uint8_t* payload;
   uint8_t* metadata;
@@ -348,58 +346,6 @@ void CpuDecodeAttention(const CpuKvKernels& kernels, ThreadPool& pool, CpuKvScra
     }
   } else {
     pool.ParallelFor(num_outputs, merge);
-  }
-}
-
-namespace {
-
-struct RowSizes {
-  int64_t payload;
-  int64_t metadata;
-};
-
-RowSizes CheckRows(const CodecRows& shape) {
-  const int group = InfoOf(shape.format).group;
-  const int multiple = group > 0 ? group : 2;
-  if (shape.head_dim <= 0 || shape.head_dim % multiple != 0) {
-    throw InvalidArgument("head_dim is " + std::to_string(shape.head_dim) + ". " +
-                          ToString(shape.format) + " needs a positive multiple of " +
-                          std::to_string(multiple));
-  }
-  if (!(shape.global_scale > 0.f) || !std::isfinite(shape.global_scale)) {
-    throw InvalidArgument("g is " + std::to_string(shape.global_scale) +
-                          ". It must be positive and finite.");
-  }
-  return {block::RowBytes(shape.format, shape.head_dim, shape.dtype),
-          block::ParamBytes(shape.format, shape.dtype) +
-              block::ScaleBytes(shape.format, shape.head_dim)};
-}
-
-}  // namespace
-
-int64_t EncodeRows(const CpuKvKernels& kernels, const CodecRows& shape, const float* rows,
-                   uint8_t* payload, uint8_t* metadata) {
-  const RowSizes sizes = CheckRows(shape);
-  const RowFormat row_format = {shape.format, shape.head_dim, shape.dtype, shape.global_scale,
-                                shape.search};
-  int64_t num_nonfinite = 0;
-  for (int64_t i = 0; i < shape.num_rows; ++i) {
-    num_nonfinite += kernels
-                         .encode_row(row_format, rows + i * shape.head_dim,
-                                     payload + i * sizes.payload, metadata + i * sizes.metadata)
-                         .nonfinite;
-  }
-  return num_nonfinite;
-}
-
-void DecodeRows(const CpuKvKernels& kernels, const CodecRows& shape, const uint8_t* payload,
-                const uint8_t* metadata, float* rows) {
-  const RowSizes sizes = CheckRows(shape);
-  const RowFormat row_format = {shape.format, shape.head_dim, shape.dtype, shape.global_scale,
-                                false};
-  for (int64_t i = 0; i < shape.num_rows; ++i) {
-    kernels.decode_row(row_format, payload + i * sizes.payload, metadata + i * sizes.metadata,
-                       rows + i * shape.head_dim);
   }
 }
 

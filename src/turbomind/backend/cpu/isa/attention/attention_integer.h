@@ -150,15 +150,15 @@ TM_HD F32x16 SeenScales(const float* scales, int i, const Seen& seen) {
 // Fills the groups [group, group + N) for FillValueScales.
 template <Stored S, int N>
 TM_HD void FillScalesOf(const float* meta, int group, const Seen& seen, ValueScales* out) {
-  F32x16 max_value[4] = {Zero(), Zero(), Zero(), Zero()};
+  F32x16 max_scale[4] = {Zero(), Zero(), Zero(), Zero()};
   Unroll<N>([&](auto g) __attribute__((always_inline)) {
     Unroll<4>([&](auto i) __attribute__((always_inline)) {
-      F32x16& to = max_value[decltype(g)::value];
+      F32x16& to = max_scale[decltype(g)::value];
       const float* scales = meta + (group + decltype(g)::value) * kTileTokens;
       to = Max(to, SeenScales(scales, decltype(i)::value, seen));
     });
   });
-  const F32x16 largest = MaxOfEach(max_value);
+  const F32x16 largest = MaxOfEach(max_scale);
   alignas(64) float inverse[kLanes];
   alignas(64) float f[kLanes];
   Store(inverse, Select(Less(largest, Set1(kMinLargest)), Zero(), Div(Set1(kInt16Max), largest)));

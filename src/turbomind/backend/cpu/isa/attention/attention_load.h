@@ -2,7 +2,7 @@
 
 // ⑦ Loads rows of the cache into lanes, for each storage format. For keys, lanes are 16 tokens; for
 // values, lanes are 16 dimensions. Keys are not scaled here: the caller folds the scales into
-// partial sums. Values are returned as stored, without the per-head factor g.
+// partial sums. Values are returned as stored, without the global scale of the head.
 
 #include <cstdint>
 
@@ -11,7 +11,7 @@
 
 namespace turbomind::TM_ISA {
 
-// The storage of one side of a layer: mode and cache dtype combined.
+// The storage of one side of a layer: KV format and cache dtype combined.
 enum class Stored : uint8_t { kF32, kF16, kBF16, kInt8, kInt4, kE4m3, kE5m2, kFp4 };
 
 inline Stored StoredAs(KvCacheMode format, DataType dtype) {
@@ -116,6 +116,7 @@ TM_HD F32x16 KeyLane(const I32x16 (&words)[4], int j, const Table16& table) {
     } else if constexpr (S == Stored::kE4m3) {
       return FromE4m3(code);
     } else {
+      static_assert(S == Stored::kE5m2);
       return FromE5m2(code);
     }
   }
@@ -153,6 +154,7 @@ struct ValueReader {
       if constexpr (S == Stored::kInt4) {
         return Fma(code, Set1(meta[token]), Set1(meta[kTileTokens + token]));
       } else {
+        static_assert(S == Stored::kFp4);
         return Mul(code, Set1(meta[group * kTileTokens + token]));
       }
     }

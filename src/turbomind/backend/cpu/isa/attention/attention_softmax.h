@@ -139,10 +139,10 @@ TM_HD float SumRow(const float* q, int head_dim) {
 }
 
 // Returns the factor from sums over codes to scores in units of log2: softmax scale times the keys'
-// g.
+// global scale.
 TM_HD float ScoreScale(const KvHead& kv, float softmax_scale) {
-  const float* g = kv.layer->global_scale[0];
-  return (g != nullptr ? softmax_scale * g[kv.head] : softmax_scale) * kLog2E;
+  const float* scales = kv.layer->global_scale[0];
+  return (scales != nullptr ? softmax_scale * scales[kv.head] : softmax_scale) * kLog2E;
 }
 
 // Writes out = o * factor. Adding zero turns -0, which hidden tokens can produce, into 0.

@@ -71,7 +71,7 @@ TM_HD void UpdateRows(const TileRows& rows) {
   constexpr __mmask16 kRowMask = (1 << N) - 1;
   constexpr __mmask16 kStateMask = (1 << 2 * N) - 1;
   F32x16 s[N][4];
-  F32x16 max_value[4] = {Zero(), Zero(), Zero(), Zero()};
+  F32x16 max_score[4] = {Zero(), Zero(), Zero(), Zero()};
   Unroll<N>([&](auto index) __attribute__((always_inline)) {
     constexpr int r = decltype(index)::value;
     const F32x16 scale = Set1(rows.scale[r]);
@@ -79,9 +79,9 @@ TM_HD void UpdateRows(const TileRows& rows) {
       constexpr int k = decltype(i)::value;
       s[r][k] = Mul(Load(rows.scores + r * kTileTokens + 16 * k), scale);
     });
-    max_value[r] = Max(Max(s[r][0], s[r][1]), Max(s[r][2], s[r][3]));
+    max_score[r] = Max(Max(s[r][0], s[r][1]), Max(s[r][2], s[r][3]));
   });
-  const __m512 top = _mm512_maskz_roundscale_ps(0xffff, MaxOfEach(max_value).v,
+  const __m512 top = _mm512_maskz_roundscale_ps(0xffff, MaxOfEach(max_score).v,
                                                 _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
   auto* const states = reinterpret_cast<float*>(rows.state);
   const __m512 state = _mm512_maskz_loadu_ps(kStateMask, states);

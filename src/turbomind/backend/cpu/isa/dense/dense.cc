@@ -113,10 +113,10 @@ void GatedActivationRow(const GatedActivationParams& params, int64_t row) {
       });
     case Activation::kClampedSwiglu:
       return Gate(params, row, [limit = params.limit](F32x16 gate, F32x16 up) {
-        const F32x16 max_value = Set1(limit);
-        const F32x16 min_value = Set1(-limit);
-        const F32x16 g = Min(max_value, gate);  // NaN remains NaN
-        const F32x16 u = Max(min_value, Min(max_value, up));
+        const F32x16 upper = Set1(limit);
+        const F32x16 lower = Set1(-limit);
+        const F32x16 g = Min(upper, gate);  // NaN remains NaN
+        const F32x16 u = Max(lower, Min(upper, up));
         const F32x16 swish = Mul(g, Sigmoid(Mul(Set1(1.702f), g)));
         return Mul(swish, Add(u, Set1(1.f)));
       });

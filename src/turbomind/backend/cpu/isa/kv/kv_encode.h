@@ -41,9 +41,9 @@ TM_HD F32x16 RoundLanes(F32x16 x, DataType dtype) {
 
 // Replaces NaN with 0 and infinities with the largest finite value.
 TM_HD F32x16 FiniteLanes(F32x16 x, DataType dtype) {
-  const F32x16 max_value = Set1(LargestFinite(dtype));
-  const F32x16 min_value = Set1(-LargestFinite(dtype));
-  return Select(NanLanes(x), Zero(), Max(min_value, Min(max_value, x)));
+  const F32x16 upper = Set1(LargestFinite(dtype));
+  const F32x16 lower = Set1(-LargestFinite(dtype));
+  return Select(NanLanes(x), Zero(), Max(lower, Min(upper, x)));
 }
 
 // --- FP4 --------------------------------------------------------------------------------------
@@ -185,10 +185,10 @@ TM_HD void SumErrors(PairLanes<kPairs>& lanes, float global_scale) {
 
 // Sets bit i if lane i's error is not the least of its group of 8 lanes.
 TM_HD unsigned WorseLanes(F32x16 errors) {
-  F32x16 min_value = Min(errors, SwapLanes<4>(errors));
-  min_value = Min(min_value, SwapLanes<2>(min_value));
-  min_value = Min(min_value, SwapLanes<1>(min_value));
-  return MaskBits(Less(min_value, errors));
+  F32x16 min_error = Min(errors, SwapLanes<4>(errors));
+  min_error = Min(min_error, SwapLanes<2>(min_error));
+  min_error = Min(min_error, SwapLanes<1>(min_error));
+  return MaskBits(Less(min_error, errors));
 }
 
 // Runs Fp4Codec::SearchByte for 2 * kPairs groups.

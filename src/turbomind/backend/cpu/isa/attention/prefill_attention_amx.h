@@ -1,6 +1,6 @@
 #pragma once
 
-// ⑦ Prefill over FP4 codes on AMX tiles. The sums are exact, as in attention_prefill_integer.h, so
+// ⑦ Prefill over FP4 codes on AMX tiles. The sums are exact, as in prefill_attention_integer.h, so
 // the bits are the same. A register of sums is 16 rows of queries by 16 tokens or 16 dimensions.
 //
 // Scores: a query's 16 bits are two BF16 numbers side by side, 256 * high and low. The codes of 16
@@ -14,7 +14,7 @@
 #include <cstdint>
 
 #include "turbomind/backend/cpu/isa/amx/tiles.h"
-#include "turbomind/backend/cpu/isa/attention/attention_prefill_block.h"
+#include "turbomind/backend/cpu/isa/attention/prefill_attention_block.h"
 
 namespace turbomind::TM_ISA {
 

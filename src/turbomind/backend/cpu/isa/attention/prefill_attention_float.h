@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "turbomind/backend/cpu/isa/attention/attention_prefill_block.h"
+#include "turbomind/backend/cpu/isa/attention/prefill_attention_block.h"
 
 namespace turbomind::TM_ISA {
 

@@ -8,8 +8,8 @@
 
 #include <cstdint>
 
-#include "turbomind/backend/cpu/isa/attention/attention_decode_args.h"
 #include "turbomind/backend/cpu/isa/attention/attention_load.h"
+#include "turbomind/backend/cpu/isa/attention/decode_attention_args.h"
 
 namespace turbomind::TM_ISA {
 

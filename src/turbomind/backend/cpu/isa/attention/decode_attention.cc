@@ -7,12 +7,12 @@
 #include <span>
 
 #include "turbomind/backend/cpu/isa/attention/attention.h"
-#include "turbomind/backend/cpu/isa/attention/attention_decode_float.h"
-#include "turbomind/backend/cpu/isa/attention/attention_decode_integer.h"
 #include "turbomind/backend/cpu/isa/attention/attention_load.h"
 #include "turbomind/backend/cpu/isa/attention/attention_softmax.h"
 #include "turbomind/backend/cpu/isa/attention/attention_softmax_rows.h"
 #include "turbomind/backend/cpu/isa/attention/attention_views.h"
+#include "turbomind/backend/cpu/isa/attention/decode_attention_float.h"
+#include "turbomind/backend/cpu/isa/attention/decode_attention_integer.h"
 
 namespace turbomind::TM_ISA {
 namespace {

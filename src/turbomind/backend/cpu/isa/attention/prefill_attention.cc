@@ -5,13 +5,13 @@
 #include <cstdint>
 
 #include "turbomind/backend/cpu/isa/attention/attention.h"
-#include "turbomind/backend/cpu/isa/attention/attention_prefill_block.h"
-#include "turbomind/backend/cpu/isa/attention/attention_prefill_float.h"
-#include "turbomind/backend/cpu/isa/attention/attention_prefill_integer.h"
-#include "turbomind/backend/cpu/isa/attention/attention_prefill_softmax.h"
+#include "turbomind/backend/cpu/isa/attention/prefill_attention_block.h"
+#include "turbomind/backend/cpu/isa/attention/prefill_attention_float.h"
+#include "turbomind/backend/cpu/isa/attention/prefill_attention_integer.h"
+#include "turbomind/backend/cpu/isa/attention/prefill_attention_softmax.h"
 #include "turbomind/kv/sliding_window.h"
 #if defined(TM_ISA_amx)
-#include "turbomind/backend/cpu/isa/attention/attention_prefill_amx.h"
+#include "turbomind/backend/cpu/isa/attention/prefill_attention_amx.h"
 #endif
 
 namespace turbomind::TM_ISA {

@@ -10,8 +10,8 @@
 
 #include <cstdint>
 
-#include "turbomind/backend/cpu/isa/attention/attention_decode_args.h"
 #include "turbomind/backend/cpu/isa/attention/attention_views.h"
+#include "turbomind/backend/cpu/isa/attention/decode_attention_args.h"
 
 namespace turbomind::TM_ISA {
 

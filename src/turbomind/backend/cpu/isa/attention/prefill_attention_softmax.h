@@ -5,9 +5,9 @@
 
 #include <cstdint>
 
-#include "turbomind/backend/cpu/isa/attention/attention_prefill_block.h"
 #include "turbomind/backend/cpu/isa/attention/attention_softmax.h"
 #include "turbomind/backend/cpu/isa/attention/attention_softmax_rows.h"
+#include "turbomind/backend/cpu/isa/attention/prefill_attention_block.h"
 
 namespace turbomind::TM_ISA {
 
