@@ -34,7 +34,7 @@ struct Case {
   int block_seq_len = 64;
   bool sinks = false;
   bool mean = false;
-  bool factors = false;
+  bool global_scales = false;
   int num_slots = 4;
   int combine_warps = 1;
   uint64_t seed = 1;
@@ -90,7 +90,7 @@ Pools::Pools(KvCacheMode k, KvCacheMode v, DataType dtype, int head_dim, const C
     table.push_back(i);
   }
   std::shuffle(table.begin(), table.end(), random);
-  for (int side = 0; side < 2 && c.factors; ++side) {
+  for (int side = 0; side < 2 && c.global_scales; ++side) {
     if (!HasGlobalScale(view.format[side])) {
       continue;
     }
@@ -128,7 +128,7 @@ float GlobalScaleOf(const KvLayerView& view, int side, int head) {
 }
 
 void Pools::Fill(const Case& c, int sequence, int position, int head) {
-  std::normal_distribution<float> normal(c.factors ? 0.3f : 0.f);
+  std::normal_distribution<float> normal(c.global_scales ? 0.3f : 0.f);
   std::vector<float> row(static_cast<size_t>(view.head_dim));
   for (int side = 0; side < 2; ++side) {
     for (float& x : row) {
@@ -338,7 +338,7 @@ std::vector<Case> Cases() {
   split.kv_heads = 1;
   split.sinks = true;
   split.mean = true;
-  split.factors = true;
+  split.global_scales = true;
   split.combine_warps = 2;
   return {edges, windows, split};
 }

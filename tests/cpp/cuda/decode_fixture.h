@@ -79,10 +79,10 @@ inline void FillRow(const KvLayerView& view, KvSide side, int64_t block, int hea
   } else if (view.param_bytes[s] > 0) {
     meta = view.Params(side, block, head) + slot * view.param_bytes[s];
   }
-  const float factor = view.global_scale[s] != nullptr ? view.global_scale[s][head] : 1.f;
+  const float global_scale = view.global_scale[s] != nullptr ? view.global_scale[s][head] : 1.f;
   DispatchFormat(view.format[s], [&]<KvCacheMode M>() {
-    Codec<M>::EncodeRow(row, view.head_dim, view.dtype, factor, reinterpret_cast<uint8_t*>(payload),
-                        reinterpret_cast<uint8_t*>(meta));
+    Codec<M>::EncodeRow(row, view.head_dim, view.dtype, global_scale,
+                        reinterpret_cast<uint8_t*>(payload), reinterpret_cast<uint8_t*>(meta));
   });
 }
 

@@ -17,6 +17,7 @@ namespace turbomind::cuda {
 namespace {
 
 constexpr size_t kBytes = 64;
+constexpr size_t kReserved = 64 << 20;
 
 // Return the GPU that a new thread uses after it has called `run`.
 int GpuAfter(const std::function<void()>& run) {
@@ -39,6 +40,7 @@ TEST_CASE("a new thread uses the device's GPU, whichever call comes first") {
   std::unique_ptr<PackedMatrix> matrix = weights();
   CHECK(GpuAfter([&] { device->Copy(memory, host.data(), kBytes); }) == 0);
   CHECK(GpuAfter([&] { device->Synchronize(); }) == 0);
+  CHECK(GpuAfter([&] { device->free_bytes(); }) == 0);
   CHECK(GpuAfter([&] { device->ReadBack(memory, kBytes); }) == 0);
   CHECK(GpuAfter([&] { device->Release(device->Reserve(kBytes), kBytes); }) == 0);
   CHECK(GpuAfter([&] { device->Release(memory, kBytes); }) == 0);
@@ -61,6 +63,14 @@ TEST_CASE("an allocation that does not fit the GPU reports sizes and options") {
         std::string::npos);
   void* memory = device->Reserve(kBytes);  // the device still works
   device->Release(memory, kBytes);
+}
+
+TEST_CASE("free_bytes is the free memory of the GPU") {
+  const auto device = MakeDevice(0, {});
+  const int64_t before = device->free_bytes().value();
+  void* memory = device->Reserve(kReserved);
+  CHECK(before - device->free_bytes().value() >= int64_t{kReserved});
+  device->Release(memory, kReserved);
 }
 
 TEST_CASE("a device has the requested number of threads") {

@@ -85,11 +85,11 @@ Outputs RunPlain(Setting setting) {
 
 // Return the largest error that the format causes in the first logits.
 double FormatError(const Outputs& stored, const Outputs& plain) {
-  double max_value = 0;
+  double max_error = 0;
   for (const auto& [id, output] : plain) {
-    max_value = std::max(max_value, Error(Row(stored.at(id), 0), Row(output, 0)));
+    max_error = std::max(max_error, Error(Row(stored.at(id), 0), Row(output, 0)));
   }
-  return max_value;
+  return max_error;
 }
 
 // For the request that the format changes most, check that the first logits are closer to the
@@ -112,7 +112,7 @@ bool CheckStored(const Outputs& got, const Outputs& want, const Outputs& plain) 
 
 // Compare logits up to the first token that differs, because later logits belong to different
 // texts.
-void CheckAlike(const Outputs& got, const Outputs& want, double max_value) {
+void CheckAlike(const Outputs& got, const Outputs& want, double tolerance) {
   REQUIRE(got.size() == want.size());
   for (const auto& [id, output] : want) {
     const RequestOutput& other = got.at(id);
@@ -121,7 +121,7 @@ void CheckAlike(const Outputs& got, const Outputs& want, double max_value) {
     REQUIRE(other.logits.size() == output.logits.size());
     for (size_t t = 0; t < output.tokens.size(); ++t) {
       CAPTURE(t);
-      CHECK(Error(Row(other, t), Row(output, t)) < max_value);
+      CHECK(Error(Row(other, t), Row(output, t)) < tolerance);
       if (other.tokens.at(t) != output.tokens[t]) {
         break;
       }

@@ -124,8 +124,8 @@ TEST_CASE("WriteKv writes the CPU's bytes for every pair of formats, head_dim an
       for (DataType dtype : kTypes) {
         for (bool search : {false, true}) {
           Shape shape = {.formats = formats, .dtype = dtype, .head_dim = head_dim};
-          const float factors[] = {1.f, 0.75f, 0.3f, 0x1p-64f, 0x1.8p60f};
-          shape.factor = factors[++seed % 5];
+          const float global_scales[] = {1.f, 0.75f, 0.3f, 0x1p-64f, 0x1.8p60f};
+          shape.global_scale = global_scales[++seed % 5];
           Step step(shape, seed);
           step.search = search;
           FillHardRows(step);
@@ -250,12 +250,12 @@ TEST_CASE("blocks that leave the 16-bit window are quantized as on the CPU") {
   for (const FormatPair& formats : ListedPairs()) {
     for (int head_dim : {64, 80, 96, 128, 256}) {
       Shape shape = {.formats = formats, .dtype = kTypes[++seed % 2], .head_dim = head_dim};
-      shape.factor = seed % 3 == 0 ? 0.3f : 1.f;
+      shape.global_scale = seed % 3 == 0 ? 0.3f : 1.f;
       Step step(shape, seed);  // the 16-bit pool holds arbitrary bits
       step.window16 = true;
       step.blocks_to_quantize = {{3, 7}, {5, 2}};
       const auto num_to_quantize = static_cast<int>(step.blocks_to_quantize.size());
-      step.blocks_to_quantize.resize(4);  // the added moves have no blocks
+      step.blocks_to_quantize.resize(4);  // the added entries have no blocks
       CAPTURE(Describe(shape));
       const Gpu gpu;
       const GpuStep on_gpu(gpu, step);

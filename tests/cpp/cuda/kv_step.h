@@ -54,13 +54,13 @@ struct Shape {
   std::vector<int> contexts = {21, 18, 33};  // context lengths of the sequences after the step
   std::vector<int> new_tokens = {1, 2, 1};
   int num_decode = 1;
-  float factor = 0.75f;
+  float global_scale = 0.75f;
 };
 
 inline std::string Describe(const Shape& s) {
   return std::string(ToString(s.formats.k)) + " / " + ToString(s.formats.v) + ", " +
-         ToString(s.dtype) + ", head_dim " + std::to_string(s.head_dim) + ", factor " +
-         std::to_string(s.factor);
+         ToString(s.dtype) + ", head_dim " + std::to_string(s.head_dim) + ", global scale " +
+         std::to_string(s.global_scale);
 }
 
 inline block::Layout LayoutOf(const Shape& s, FormatPair formats) {
@@ -130,7 +130,7 @@ inline Step::Step(const Shape& s, unsigned seed)
   }
   for (int side = 0; side < 2; ++side) {
     for (int head = 0; head < s.kv_heads; ++head) {
-      global_scale[side].push_back(s.factor * static_cast<float>(1 + head + side));
+      global_scale[side].push_back(s.global_scale * static_cast<float>(1 + head + side));
     }
   }
   for (int context : s.contexts) {
@@ -265,8 +265,9 @@ struct GpuStep {
 inline KvLayerView ViewOf(const Step& s, const Pointers& p) {
   KvLayerView view = s.layout.LayerView(0, p.data, p.scales);
   for (int side = 0; side < 2; ++side) {
-    view.global_scale[side] =
-        HasGlobalScale(view.format[side]) && s.shape.factor != 1.f ? p.global_scale[side] : nullptr;
+    view.global_scale[side] = HasGlobalScale(view.format[side]) && s.shape.global_scale != 1.f
+                                  ? p.global_scale[side]
+                                  : nullptr;
   }
   return view;
 }

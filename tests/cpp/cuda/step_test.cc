@@ -90,7 +90,7 @@ TEST_CASE("a step's arrays are copied to the GPU with tables padded by -1") {
   }
 }
 
-TEST_CASE("steps with few moves share one shape") {
+TEST_CASE("steps with few blocks to quantize share one shape") {
   TestStream s;
   StepArrays arrays(s.stream);
   const auto shape = [&](size_t num_to_quantize) {

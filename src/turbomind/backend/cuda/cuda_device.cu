@@ -126,6 +126,11 @@ class CudaDevice final : public Device {
 
   std::string gemm_backend() const override { return gemm_backend_; }
 
+  std::optional<int64_t> free_bytes() const override {
+    UseGpu(gpu_);
+    return static_cast<int64_t>(GpuMemory().free_bytes);
+  }
+
   void* Reserve(size_t num_bytes) override {
     if (num_bytes == 0) {
       return nullptr;

@@ -51,13 +51,6 @@ void List(std::vector<CudaDeviceInfo>* gpus, std::string* why) noexcept {
   });
 }
 
-int64_t FreeBytes(int gpu, std::string* why) noexcept {
-  return Guarded(why, int64_t{-1}, [&] {
-    UseGpu(gpu);
-    return static_cast<int64_t>(GpuMemory().free_bytes);
-  });
-}
-
 struct ProbeParams {
   int32_t* out;
 };
@@ -111,7 +104,7 @@ Device* Make(int gpu, const CudaDeviceOptions& options, std::string* why) noexce
   });
 }
 
-constexpr CudaLibrary kLibrary = {kStamp, List, FreeBytes, Make};
+constexpr CudaLibrary kLibrary = {kStamp, List, Make};
 
 }  // namespace
 }  // namespace turbomind::cuda

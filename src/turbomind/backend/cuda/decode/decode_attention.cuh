@@ -322,22 +322,22 @@ TM_DEVICE void AddTile(const StageView& view, int stage, const TileScores<C>& we
 // Replace the scores of a head tile by weights 2^(score - m). If m rises, scale o and l down.
 template <class C>
 TM_DEVICE void UpdateSoftmax(float scale, float (&scores)[C::kSubTiles][4], HeadState<C>* state) {
-  float max_value[2] = {scores[0][0], scores[0][1]};
+  float max_score[2] = {scores[0][0], scores[0][1]};
 #pragma unroll
   for (int u = 0; u < C::kSubTiles; ++u) {
-    max_value[0] = fmaxf(max_value[0], fmaxf(scores[u][0], scores[u][2]));
-    max_value[1] = fmaxf(max_value[1], fmaxf(scores[u][1], scores[u][3]));
+    max_score[0] = fmaxf(max_score[0], fmaxf(scores[u][0], scores[u][2]));
+    max_score[1] = fmaxf(max_score[1], fmaxf(scores[u][1], scores[u][3]));
   }
-  max_value[0] *= scale;
-  max_value[1] *= scale;
-  if (AnyInWarp(max_value[0] > state->m[0] + kLazyMax || max_value[1] > state->m[1] + kLazyMax)) {
+  max_score[0] *= scale;
+  max_score[1] *= scale;
+  if (AnyInWarp(max_score[0] > state->m[0] + kLazyMax || max_score[1] > state->m[1] + kLazyMax)) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
       for (int mask = 4; mask < 32; mask *= 2) {
-        max_value[h] = fmaxf(max_value[h], ShuffleXor(max_value[h], mask));
+        max_score[h] = fmaxf(max_score[h], ShuffleXor(max_score[h], mask));
       }
-      const float m = fmaxf(state->m[h], max_value[h]);
+      const float m = fmaxf(state->m[h], max_score[h]);
       const float factor = Exp2Approx(state->m[h] - m);
       state->m[h] = m;
       state->l[h] *= factor;

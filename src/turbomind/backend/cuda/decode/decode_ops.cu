@@ -23,8 +23,8 @@ int BlocksPerItem(int kv_heads, int q_heads, int heads) {
 // Choose the warps per row such that a sequence of average length is merged in one round.
 int WarpsPerRow(int64_t num_partials, int num_seqs) {
   const int64_t warps = CeilDiv(num_partials, int64_t{num_seqs} * kCombineAhead);
-  const auto max_value = static_cast<int64_t>(kCombineWarps);
-  return static_cast<int>(std::bit_ceil(static_cast<uint64_t>(std::min(warps, max_value))));
+  const auto max_warps = static_cast<int64_t>(kCombineWarps);
+  return static_cast<int>(std::bit_ceil(static_cast<uint64_t>(std::min(warps, max_warps))));
 }
 
 size_t Aligned(size_t num_bytes) { return (num_bytes + kAlignment - 1) / kAlignment * kAlignment; }

@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(kArgMaxThreads) ArgMaxPartsKernel(ArgMaxTask t
   const int left = task.op.vocab_size - begin;
   const int size = left < task.part ? left : task.part;
   const float* logits = task.op.logits + static_cast<int64_t>(row) * task.op.vocab_size + begin;
-  float max_value = -INFINITY;
+  float max_logit = -INFINITY;
   int at_max = -1;
   bool refused = false;
 #pragma unroll 4
@@ -185,11 +185,11 @@ __global__ void __launch_bounds__(kArgMaxThreads) ArgMaxPartsKernel(ArgMaxTask t
     for (int j = 0; j < kWidth; ++j) {
       const float x = piece.v[j];
       refused |= !(x <= kHighest);
-      at_max = x > max_value ? at + j : at_max;
-      max_value = x > max_value ? x : max_value;
+      at_max = x > max_logit ? at + j : at_max;
+      max_logit = x > max_logit ? x : max_logit;
     }
   }
-  uint64_t key = at_max < 0 ? 0 : RankKey(max_value, begin + at_max);
+  uint64_t key = at_max < 0 ? 0 : RankKey(max_logit, begin + at_max);
   key = MaxKeyInWarp(refused ? kRefusedKey : key);
   if (thread % 32 == 0) {
     StoreShared(SharedMemory() + thread / 32 * sizeof(key), key);

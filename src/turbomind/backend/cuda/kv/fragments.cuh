@@ -228,9 +228,9 @@ TM_DEVICE IntParam IntParamOf(uint32_t bits) {
   }
 }
 
-// Return the scale g of a head, or 1 if `g` is null.
-TM_DEVICE float HeadScale(const float* g, int head) {
-  return g != nullptr ? LoadGlobal(g + head) : 1.f;
+// Return the global scale of a head, or 1 if `scales` is null.
+TM_DEVICE float HeadScale(const float* scales, int head) {
+  return scales != nullptr ? LoadGlobal(scales + head) : 1.f;
 }
 
 // c += a · b, as MmaHalf does.
@@ -256,9 +256,6 @@ TM_DEVICE uint32_t PackFiniteHalf2(float low, float high) {
   return PackHalf2(low, high);
 }
 
-TM_HD constexpr bool IsFp4(KvCacheMode m) {
-  return m == KvCacheMode::kFp4Mx || m == KvCacheMode::kFp4Nv;
-}
 TM_HD constexpr bool IsInteger(KvCacheMode m) {
   return m == KvCacheMode::kInt4 || m == KvCacheMode::kInt8;
 }

@@ -1,13 +1,14 @@
 #pragma once
 
-// ⑥ Encodes rows into the bytes of the cache, with eight consecutive values in each lane. The
-// results are bit-identical to the definition in kv/codec.h, even if the compiler contracts sums
-// (MulRounded).
+// ⑥ Encodes rows into codes and scales, with eight consecutive values in each lane. The results are
+// bit-identical to the definition in kv/codec.h, even if the compiler contracts sums (MulRounded).
 //
 // A row is a run of kRowLanes lanes (8, 16 or 32) of one warp. Lanes whose first value is at or
-// past n hold nothing. All lanes of the warp call these functions together, with rows of one mode.
+// past n hold nothing. All lanes of the warp call these functions together, with rows of one
+// format.
 //
-// REQUIRES: n is a multiple of 16; g is between 2^-64 and 2^64 (KvCache::SetGlobalScales).
+// REQUIRES: n is a multiple of 16; global_scale is between 2^-64 and 2^64
+// (KvCache::SetGlobalScales).
 
 #include <cmath>
 #include <cstdint>
@@ -94,8 +95,9 @@ TM_DEVICE int CountNonfinite(const LaneValues& x) {
 }
 
 // Adds the finite values beyond the format's limit to a counter. Few lanes have any.
-TM_DEVICE void AddClipped(const LaneValues& x, KvCacheMode format, float g, int64_t* counter) {
-  const float limit = ClipLimit(format, g);
+TM_DEVICE void AddClipped(const LaneValues& x, KvCacheMode format, float global_scale,
+                          int64_t* counter) {
+  const float limit = ClipLimit(format, global_scale);
   if (x.top <= FloatBits(limit) || counter == nullptr) {
     return;
   }
@@ -186,14 +188,14 @@ TM_DEVICE float ScaleQuotient(float size, const Divisor& divisor) {
                              : Quotient(size, divisor, kE2m1Max);
 }
 
-// Return the squared error of a group's 16 values, summed in order. kShortScale means that g is a
-// power of two. Divisors then have at most 4 significant bits and values at most 11. So a quotient
-// is either on a midpoint between two codes, or at least 2^-11 of its size away from every
-// midpoint. The product with the inverse therefore finds the right codes. On a midpoint it finds
-// one of two codes with the same error. Decoded values are exact.
+// Return the squared error of a group's 16 values, summed in order. kShortScale means that
+// global_scale is a power of two. Divisors then have at most 4 significant bits and values at most
+// 11. So a quotient is either on a midpoint between two codes, or at least 2^-11 of its size away
+// from every midpoint. The product with the inverse therefore finds the right codes. On a midpoint
+// it finds one of two codes with the same error. Decoded values are exact.
 template <class Scale, bool kShortScale>
-TM_DEVICE float SquaredError(const float (&size)[kFp4Group], int byte, float g) {
-  const Divisor divisor = MakeDivisor(Scale::Divisor(byte, g));
+TM_DEVICE float SquaredError(const float (&size)[kFp4Group], int byte, float global_scale) {
+  const Divisor divisor = MakeDivisor(Scale::Divisor(byte, global_scale));
   const float step = Scale::Divisor(byte, 1.f);
   float error = 0.f;
 #pragma unroll
@@ -204,7 +206,7 @@ TM_DEVICE float SquaredError(const float (&size)[kFp4Group], int byte, float g) 
       value = MulRounded(NearestE2m1(q).value(), divisor.value);
     } else {
       const float q = ScaleQuotient<Scale>(size[i], divisor);
-      value = MulRounded(MulRounded(NearestE2m1(q).value(), step), g);
+      value = MulRounded(MulRounded(NearestE2m1(q).value(), step), global_scale);
     }
     const float difference = size[i] - value;
     error = error + MulRounded(difference, difference);
@@ -215,10 +217,10 @@ TM_DEVICE float SquaredError(const float (&size)[kFp4Group], int byte, float g) 
 // Fp4Codec::SearchByte for the group that lanes 2i and 2i + 1 hold. Each lane tries one half of the
 // candidates on all 16 values.
 template <class Scale>
-TM_DEVICE int SearchByte(const float (&size)[kLaneValues], int plain, float g) {
+TM_DEVICE int SearchByte(const float (&size)[kLaneValues], int plain, float global_scale) {
   constexpr int kHalf = Scale::kCandidates / 2;
   const bool odd = (ThreadIndexX() & 1) != 0;
-  const bool short_scale = kPowersOfTwo<Scale> || (FloatBits(g) & 0x7FFFFFu) == 0;
+  const bool short_scale = kPowersOfTwo<Scale> || (FloatBits(global_scale) & 0x7FFFFFu) == 0;
   float all[kFp4Group];
 #pragma unroll
   for (int i = 0; i < kLaneValues; ++i) {
@@ -227,19 +229,19 @@ TM_DEVICE int SearchByte(const float (&size)[kLaneValues], int plain, float g) {
     all[kLaneValues + i] = odd ? size[i] : other;
   }
   int best = plain;
-  float min_value = BitsFloat(kInfinityBits);
+  float min_error = BitsFloat(kInfinityBits);
 #pragma unroll 1
   for (int k = 0; k < kHalf; ++k) {
     const int byte = Scale::Candidate(plain, odd ? kHalf + k : k);
-    const float error = short_scale ? SquaredError<Scale, true>(all, byte, g)
-                                    : SquaredError<Scale, false>(all, byte, g);
-    best = error < min_value ? byte : best;
-    min_value = error < min_value ? error : min_value;
+    const float error = short_scale ? SquaredError<Scale, true>(all, byte, global_scale)
+                                    : SquaredError<Scale, false>(all, byte, global_scale);
+    best = error < min_error ? byte : best;
+    min_error = error < min_error ? error : min_error;
   }
-  const float other_min = ShuffleXor(min_value, 1);
+  const float other_error = ShuffleXor(min_error, 1);
   const int other_best = static_cast<int>(ShuffleXor(static_cast<float>(best), 1));
   // Ties go to the even lane, whose candidates come first.
-  return (odd ? other_min <= min_value : other_min < min_value) ? other_best : best;
+  return (odd ? other_error <= min_error : other_error < min_error) ? other_best : best;
 }
 
 struct Fp4Lane {
@@ -248,7 +250,7 @@ struct Fp4Lane {
 };
 
 template <class Scale, DataType T>
-TM_DEVICE Fp4Lane EncodeFp4(const LaneValues& x, float g, bool search) {
+TM_DEVICE Fp4Lane EncodeFp4(const LaneValues& x, float global_scale, bool search) {
   float size[kLaneValues];
   FiniteValues<T>(x, size);
   float amax = 0.f;
@@ -258,12 +260,12 @@ TM_DEVICE Fp4Lane EncodeFp4(const LaneValues& x, float g, bool search) {
     amax = fmaxf(amax, size[i]);
   }
   amax = fmaxf(amax, ShuffleXor(amax, 1));
-  Fp4Lane out = {0, amax > 0.f ? Scale::PlainByte(amax, g) : Scale::kZeroBlock};
+  Fp4Lane out = {0, amax > 0.f ? Scale::PlainByte(amax, global_scale) : Scale::kZeroBlock};
   if (search) {
-    const int found = SearchByte<Scale>(size, out.byte, g);
+    const int found = SearchByte<Scale>(size, out.byte, global_scale);
     out.byte = amax > 0.f ? found : Scale::kZeroBlock;
   }
-  const Divisor divisor = MakeDivisor(Scale::Divisor(out.byte, g));
+  const Divisor divisor = MakeDivisor(Scale::Divisor(out.byte, global_scale));
 #pragma unroll
   for (int p = 0; p < kLaneValues / 2; ++p) {
     float q[2];
@@ -281,9 +283,9 @@ TM_DEVICE Fp4Lane EncodeFp4(const LaneValues& x, float g, bool search) {
 }
 
 template <bool kE4m3>
-TM_DEVICE Words<8> EncodeFp8(const LaneValues& x, float g) {
+TM_DEVICE Words<8> EncodeFp8(const LaneValues& x, float global_scale) {
   constexpr float kLimit = kE4m3 ? 512.f : 65536.f;
-  const Divisor divisor = MakeDivisor(g);
+  const Divisor divisor = MakeDivisor(global_scale);
   Words<8> out = {};
 #pragma unroll
   for (int p = 0; p < kLaneValues / 2; ++p) {
@@ -350,99 +352,6 @@ TM_DEVICE IntLane<kIntBits> EncodeInt(const LaneValues& x, const RowLane& at) {
     out.codes.v[i * kIntBits / 32] |= code << (i * kIntBits % 32);
   }
   return out;
-}
-
-// Location of a row in the cache. A null payload means that the row is not stored.
-struct RowTarget {
-  KvCacheMode format;
-  std::byte* payload;
-  std::byte* meta;  // scale bytes or (scale, zero)
-  float g;
-};
-
-template <int kBytes>
-TM_DEVICE void StoreLane(const RowTarget& to, const RowLane& at, const Words<kBytes>& words) {
-  if (to.payload != nullptr && at.active()) {
-    StoreGlobal(reinterpret_cast<Words<kBytes>*>(to.payload + at.lane * kBytes), words);
-  }
-}
-
-template <class Scale, DataType T>
-TM_DEVICE void StoreFp4(const RowTarget& to, const RowLane& at, const LaneValues& x, bool search) {
-  const Fp4Lane out = EncodeFp4<Scale, T>(x, to.g, search);
-  StoreLane(to, at, Words<4>{{out.codes}});
-  if (to.payload != nullptr && at.active() && at.lane % 2 == 0) {
-    StoreGlobal(reinterpret_cast<uint8_t*>(to.meta) + at.lane / 2, static_cast<uint8_t>(out.byte));
-  }
-}
-
-template <int kRowLanes, int kIntBits, DataType T>
-TM_DEVICE void StoreInt(const RowTarget& to, const RowLane& at, const LaneValues& x) {
-  const auto out = EncodeInt<kRowLanes, kIntBits, T>(x, at);
-  StoreLane(to, at, out.codes);
-  if (to.payload != nullptr && at.lane == 0) {
-    const uint32_t pair = T == DataType::kBFloat16 ? PackBFloat2(out.scale, out.zero)
-                                                   : PackHalf2(out.scale, out.zero);
-    StoreGlobal(reinterpret_cast<uint32_t*>(to.meta), pair);
-  }
-}
-
-// RowWriter<M>::Write<kRowLanes, T> encodes and stores a row of the cache dtype, as
-// Codec<M>::EncodeRow defines it. A format without one does not compile.
-template <KvCacheMode M>
-struct RowWriter;
-
-template <>
-struct RowWriter<KvCacheMode::kNone> {
-  template <int kRowLanes, DataType T>
-  static TM_DEVICE void Write(const RowTarget& to, const RowLane& at, const LaneValues& x, bool) {
-    StoreLane(to, at, Words<16>{{x.pairs[0], x.pairs[1], x.pairs[2], x.pairs[3]}});
-  }
-};
-
-template <int kIntBits>
-struct IntWriter {
-  template <int kRowLanes, DataType T>
-  static TM_DEVICE void Write(const RowTarget& to, const RowLane& at, const LaneValues& x, bool) {
-    StoreInt<kRowLanes, kIntBits, T>(to, at, x);
-  }
-};
-template <>
-struct RowWriter<KvCacheMode::kInt8> : IntWriter<8> {};
-template <>
-struct RowWriter<KvCacheMode::kInt4> : IntWriter<4> {};
-
-template <bool kE4m3>
-struct Fp8Writer {
-  template <int kRowLanes, DataType T>
-  static TM_DEVICE void Write(const RowTarget& to, const RowLane& at, const LaneValues& x, bool) {
-    StoreLane(to, at, EncodeFp8<kE4m3>(x, to.g));
-  }
-};
-template <>
-struct RowWriter<KvCacheMode::kFp8E4m3> : Fp8Writer<true> {};
-template <>
-struct RowWriter<KvCacheMode::kFp8E5m2> : Fp8Writer<false> {};
-
-template <class Scale>
-struct Fp4Writer {
-  template <int kRowLanes, DataType T>
-  static TM_DEVICE void Write(const RowTarget& to, const RowLane& at, const LaneValues& x,
-                              bool search) {
-    StoreFp4<Scale, T>(to, at, x, search);
-  }
-};
-template <>
-struct RowWriter<KvCacheMode::kFp4Mx> : Fp4Writer<MxScale> {};
-template <>
-struct RowWriter<KvCacheMode::kFp4Nv> : Fp4Writer<NvScale> {};
-
-// Writes a row in the target's format. With `search`, FP4 scales minimize the squared error.
-template <int kRowLanes, DataType T>
-TM_DEVICE void WriteRow(const RowTarget& to, const RowLane& at, const LaneValues& x, bool search) {
-  DispatchFormat(to.format, [&]<KvCacheMode M>() {
-    RowWriter<M>::template Write<kRowLanes, T>(to, at, x, search);
-  });
 }
 
 }  // namespace turbomind::cuda

@@ -48,7 +48,7 @@ TM_DEVICE float IntValue(const StoredLane<M>& x, int i) {
 
 // Codec<M>::DecodeRow for one value.
 template <DataType T, KvCacheMode M>
-TM_DEVICE float DecodeValue(const StoredLane<M>& x, int i, float g) {
+TM_DEVICE float DecodeValue(const StoredLane<M>& x, int i, float global_scale) {
   if constexpr (IsInteger(M)) {
     return IntValue<T>(x, i);
   } else {
@@ -56,7 +56,8 @@ TM_DEVICE float DecodeValue(const StoredLane<M>& x, int i, float g) {
     if constexpr (M == KvCacheMode::kNone) {
       return ToFloat<T>(code);
     } else {
-      return Codec<M>::Value(static_cast<uint8_t>(code), static_cast<uint8_t>(x.meta), g);
+      return Codec<M>::Value(static_cast<uint8_t>(code), static_cast<uint8_t>(x.meta),
+                             global_scale);
     }
   }
 }
@@ -135,7 +136,7 @@ __global__ void __launch_bounds__(kWriteThreads) FlattenKernel(FlattenKVParams p
       const StoredLane<M> stored = LoadLane<M>(from, at.lane);
 #pragma unroll
       for (int i = 0; i < kLaneValues; ++i) {
-        x[i] = DecodeValue<T>(stored, i, from.g);
+        x[i] = DecodeValue<T>(stored, i, from.global_scale);
       }
     });
   }

@@ -19,7 +19,7 @@ namespace turbomind::cuda {
 // Bit-identical to the CPU, except for which NaN a sum gives: qkv, q_dot_mean and the bytes of the
 // cache. A token whose block id is -1 is neither stored nor counted.
 void CudaWriteKv(const Context& context, const WriteKvParams& params);
-// Moves without blocks (-1) are skipped.
+// Entries of blocks_to_quantize without blocks (-1) are skipped.
 void CudaQuantizeBlocks(const Context& context, const QuantizeBlocksParams& params);
 // Bit-identical to the CPU.
 void CudaFlattenKV(const Context& context, const FlattenKVParams& params);
@@ -61,11 +61,12 @@ struct FlattenSpan {
 // spans and another output.
 //
 // Format none: as stored (FP16 or BF16), unless all_half. All other formats give FP16:
-//   FP4        E2M1 * scale, exact; without g
-//   FP8        the code's value, exact (below SM 89 an E4M3 NaN is read as 480); without g
+//   FP4        E2M1 * scale, exact
+//   FP8        the code's value, exact (below SM 89 an E4M3 NaN is read as 480)
 //   int8, int4 code * scale + zero in FP32, rounded once to FP16, at most 65504 in magnitude
-// The reader applies g: in the softmax scale of the scores (K), and in the weights or the output
-// (V), as AttentionParams specifies. A position whose block is -1 gives zeros.
+// FP4 and FP8 values are without the global scale. The reader applies it: in the softmax scale of
+// the scores (K), and in the weights or the output (V), as AttentionParams specifies. A position
+// whose block is -1 gives zeros.
 struct FlattenHalfParams {
   uint16_t* k = nullptr;  // [kv_heads, num_rows, head_dim], 16-byte aligned
   uint16_t* v = nullptr;  // same

@@ -7,7 +7,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "turbomind/backend/cuda/kv/kv_encode.cuh"
+#include "turbomind/backend/cuda/kv/row_writer.cuh"
 #include "turbomind/ops/params.h"
 
 namespace turbomind::cuda {
@@ -272,8 +272,8 @@ TM_DEVICE RowTarget TargetOf(const KvLayerView& kv, KvSide side, int64_t block, 
     to.meta = kv.Params(side, block, head) +
               static_cast<int64_t>(slot) * (is_k ? kv.param_bytes[0] : kv.param_bytes[1]);
   }
-  const float* g = is_k ? kv.global_scale[0] : kv.global_scale[1];
-  to.g = g != nullptr ? LoadGlobal(g + head) : 1.f;
+  const float* scales = is_k ? kv.global_scale[0] : kv.global_scale[1];
+  to.global_scale = scales != nullptr ? LoadGlobal(scales + head) : 1.f;
   return to;
 }
 
@@ -383,7 +383,7 @@ __global__ void __launch_bounds__(kWriteThreads, kWriteBlocks) WriteKvKernel(Wri
     AddGlobal(op.num_nonfinite, CountNonfinite(values));
   }
   if (to.payload != nullptr) {
-    AddClipped(values, to.format, to.g, op.num_clipped);
+    AddClipped(values, to.format, to.global_scale, op.num_clipped);
   }
   WriteRow<kRowLanes, T>(to, row.at, values, op.search_scales);
 }
@@ -424,7 +424,7 @@ __global__ void __launch_bounds__(kWriteThreads) QuantizeBlocksKernel(QuantizeLa
     }
   }
   Unpack<T>(values);
-  AddClipped(values, to.format, to.g, p.op.num_clipped);
+  AddClipped(values, to.format, to.global_scale, p.op.num_clipped);
   WriteRow<kRowLanes, T>(to, at, values, p.op.search_scales);
 }
 

@@ -153,15 +153,15 @@ template <MatrixFormat F>
 LibraryMemory PlanLibrary(const Context& ctx, const LinearKernelParams& linear) {
   const int64_t row_bytes = int64_t{linear.cols} * 2;
   const int64_t tile_bytes = row_bytes * kTileOutputs;
-  int64_t max_value = 1;
+  int64_t num_tiles = 1;
   for (int i = 0; i < linear.num_segments; ++i) {
-    max_value = std::max(max_value, NumTiles(linear.segments[i].outputs));
+    num_tiles = std::max(num_tiles, NumTiles(linear.segments[i].outputs));
   }
   LibraryMemory memory;
-  memory.tiles_at_once = max_value;
+  memory.tiles_at_once = num_tiles;
   if constexpr (F != MatrixFormat::kBF16) {
     memory.tiles_at_once =
-        std::clamp<int64_t>(kExpandedBytes / tile_bytes, 1, std::min(max_value, kMaxGridY));
+        std::clamp<int64_t>(kExpandedBytes / tile_bytes, 1, std::min(num_tiles, kMaxGridY));
   }
   const int64_t x_bytes = CeilDiv(linear.num_rows * row_bytes, 256) * 256;
   const int64_t expanded_bytes =
@@ -304,10 +304,10 @@ void Run(const Context& ctx, LinearKernelParams params, MatrixFormat stored, Cub
 }  // namespace
 
 int NumSlices(MatrixFormat stored, int64_t outputs, int64_t cols) {
-  const int64_t max_value = std::min({int64_t{kMaxSlices}, kWantedWarps / NumTiles(outputs),
-                                      int64_t{NumUnits(stored, cols)} / kMinUnits});
+  const int64_t max_slices = std::min({int64_t{kMaxSlices}, kWantedWarps / NumTiles(outputs),
+                                       int64_t{NumUnits(stored, cols)} / kMinUnits});
   int slices = 1;
-  while (2 * slices <= max_value) {
+  while (2 * slices <= max_slices) {
     slices *= 2;
   }
   return slices;

@@ -215,7 +215,7 @@ TM_DEVICE void HideScores(const PrefillTask<C>& task, int range, int first, Scor
 // Replace the scores by weights 2^(score - m). If m rises, scale o and l down.
 template <class C>
 TM_DEVICE void UpdateSoftmax(float scale, Scores<C>& scores, PrefillState<C>* state) {
-  float max_value[C::kRowTiles][2];
+  float max_score[C::kRowTiles][2];
   bool above = false;
 #pragma unroll
   for (int tile = 0; tile < C::kRowTiles; ++tile) {
@@ -226,8 +226,8 @@ TM_DEVICE void UpdateSoftmax(float scale, Scores<C>& scores, PrefillState<C>* st
       for (int n = 0; n < C::kKeys / 8; ++n) {
         x = fmaxf(x, fmaxf(scores[tile][n][2 * half], scores[tile][n][2 * half + 1]));
       }
-      max_value[tile][half] = x * scale;
-      above = above || max_value[tile][half] > state->m[tile][half] + kLazyMax;
+      max_score[tile][half] = x * scale;
+      above = above || max_score[tile][half] > state->m[tile][half] + kLazyMax;
     }
   }
   if (AnyInWarp(above)) {
@@ -235,7 +235,7 @@ TM_DEVICE void UpdateSoftmax(float scale, Scores<C>& scores, PrefillState<C>* st
     for (int tile = 0; tile < C::kRowTiles; ++tile) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float x = max_value[tile][half];
+        float x = max_score[tile][half];
         x = fmaxf(x, ShuffleXor(x, 1));
         x = fmaxf(x, ShuffleXor(x, 2));
         const float m = state->m[tile][half];
@@ -372,9 +372,9 @@ TM_DEVICE float SinkLogit(const PrefillParams& p, int64_t token, int q_head) {
 
 // Return the factor that normalizes the sums o of weights relative to 2^m, if the weights sum to l.
 TM_DEVICE float FinalScale(float sink, float m, float l) {
-  const float max_value = fmaxf(m, sink);
-  const float factor = Exp2Approx(m - max_value);
-  return factor / (l * factor + Exp2Approx(sink - max_value));
+  const float max_score = fmaxf(m, sink);
+  const float factor = Exp2Approx(m - max_score);
+  return factor / (l * factor + Exp2Approx(sink - max_score));
 }
 
 template <class C>

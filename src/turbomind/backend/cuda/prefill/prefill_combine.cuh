@@ -25,12 +25,12 @@ __global__ void __launch_bounds__(32 * kPrefillCombineWarps) PrefillCombineKerne
     m = LoadGlobal(ml);
     l = LoadGlobal(ml + 1);
   }
-  float max_value = m;
+  float max_score = m;
 #pragma unroll
   for (int mask = 1; mask < 32; mask *= 2) {
-    max_value = fmaxf(max_value, ShuffleXor(max_value, mask));
+    max_score = fmaxf(max_score, ShuffleXor(max_score, mask));
   }
-  const float weight = Exp2Approx(m - max_value);
+  const float weight = Exp2Approx(m - max_score);
   l *= weight;
 #pragma unroll
   for (int mask = 1; mask < 32; mask *= 2) {
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(32 * kPrefillCombineWarps) PrefillCombineKerne
   const int heads = p.num_heads * p.group;
   const int64_t token = p.sequences[0].first_token + row / heads;
   const int q_head = p.first_head * p.group + static_cast<int>(row % heads);
-  const float factor = FinalScale(SinkLogit(p, token, q_head), max_value, l);
+  const float factor = FinalScale(SinkLogit(p, token, q_head), max_score, l);
   float* const out = p.out + (token * p.q_heads + q_head) * D;
 #pragma unroll
   for (int first = 0; first < D; first += 128) {

@@ -94,8 +94,8 @@ void PlanSplits(const Context& context, int q_heads_per_head, Group* group) {
   }
   const int64_t slots = int64_t{kPrefillBlocks} * context.gpu.num_sms;
   if (!context.deterministic) {
-    const int max_value = std::clamp(longest / kMinSplit, 1, kMaxPrefillSplits);
-    group->num_splits = static_cast<int>(std::clamp<int64_t>(slots / blocks, 1, max_value));
+    const int max_splits = std::clamp(longest / kMinSplit, 1, kMaxPrefillSplits);
+    group->num_splits = static_cast<int>(std::clamp<int64_t>(slots / blocks, 1, max_splits));
   }
   for (PrefillSequence& sequence : group->sequences) {
     const int length = sequence.position + sequence.num_tokens - sequence.split_begin;
@@ -279,16 +279,16 @@ void CudaPrefillAttention(const Context& context, const AttentionParams& params,
                           int64_t scratch_bytes) {
   const int kv_heads = params.kv.kv_heads;
   std::vector<Group> groups = MakeGroups(params, host, sequences, scratch_bytes);
-  int64_t max_value = 0;
+  int64_t num_bytes = 0;
   for (Group& group : groups) {
     PlanSplits(context, params.q_heads / kv_heads, &group);
-    max_value = std::max(max_value, LayOut(group, params).end);
+    num_bytes = std::max(num_bytes, LayOut(group, params).end);
   }
   if (groups.empty()) {
     return;
   }
   auto* const scratch =
-      static_cast<std::byte*>(context.workspace->Get(static_cast<size_t>(max_value)));
+      static_cast<std::byte*>(context.workspace->Get(static_cast<size_t>(num_bytes)));
   for (const Group& group : groups) {
     for (int head = 0; head < kv_heads; head += group.heads_at_once) {
       const int num_heads = std::min(group.heads_at_once, kv_heads - head);

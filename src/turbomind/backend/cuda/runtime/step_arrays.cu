@@ -20,14 +20,14 @@ size_t BytesOf(int64_t size) {
 }
 
 int64_t TableStride(const BatchView& batch) {
-  const auto min_value = static_cast<uint64_t>(std::max(batch.block_table_stride, kMinStride));
-  return static_cast<int64_t>(std::bit_ceil(min_value));
+  const auto min_stride = static_cast<uint64_t>(std::max(batch.block_table_stride, kMinStride));
+  return static_cast<int64_t>(std::bit_ceil(min_stride));
 }
 
 // Round up to few distinct numbers, so that more steps can replay the same graph.
 int PaddedToQuantize(int num_to_quantize) {
-  const auto min_value = std::max(static_cast<unsigned>(num_to_quantize), kMinToQuantize);
-  return num_to_quantize == 0 ? 0 : static_cast<int>(std::bit_ceil(min_value));
+  const auto needed = std::max(static_cast<unsigned>(num_to_quantize), kMinToQuantize);
+  return num_to_quantize == 0 ? 0 : static_cast<int>(std::bit_ceil(needed));
 }
 
 }  // namespace
@@ -146,7 +146,8 @@ std::span<const PendingQuantization> StepArrays::OnGpu(const PendingQuantization
       return {views_[i].blocks_to_quantize, static_cast<size_t>(views_[i].num_to_quantize)};
     }
   }
-  FailCheck("the moves must belong to the uploaded step", std::source_location::current());
+  FailCheck("the blocks to quantize must belong to the uploaded step",
+            std::source_location::current());
 }
 
 }  // namespace turbomind::cuda

@@ -38,12 +38,12 @@ class StepArrays {
   const StepShape& shape() const { return shape_; }
   int generation() const { return bytes_.generation(); }
 
-  // Return the same batch with GPU addresses. Tables may have a larger stride, and the moves may be
-  // padded with entries without blocks (-1). REQUIRES: a batch of the last Upload.
+  // Return the same batch with GPU addresses. Tables may have a larger stride, and the blocks to
+  // quantize may be padded with entries without blocks (-1). REQUIRES: a batch of the last Upload.
   const BatchView& OnGpu(const BatchView& host) const;
   // Return the GPU address of the tokens or positions of the last Upload.
   const int32_t* OnGpu(const int32_t* host) const;
-  // Return all moves of a group, including the padding.
+  // Return all blocks to quantize of a group, including the padding.
   std::span<const PendingQuantization> OnGpu(const PendingQuantization* host) const;
 
  private:

@@ -97,15 +97,15 @@ __global__ void __launch_bounds__(32 * kChunkWarps) ChunkMaximaKernel(SamplingTa
   uint32_t mine = 0;
 #pragma unroll
   for (int c = 0; c < kChunksOfWarp; ++c) {
-    uint32_t max_value = 0;
+    uint32_t max_bits = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float x = values[c].v[i / kWidth].v[i % kWidth];
       const uint32_t bits = x <= kHighest ? OrderedBits(x) : kRefusedBits;
-      max_value = bits > max_value ? bits : max_value;
+      max_bits = bits > max_bits ? bits : max_bits;
     }
-    max_value = MaxInWarp(max_value);
-    mine = lane == c ? max_value : mine;
+    max_bits = MaxInWarp(max_bits);
+    mine = lane == c ? max_bits : mine;
   }
   if (lane < kChunksOfWarp && first + lane < task.num_chunks) {
     StoreGlobal(task.highest + static_cast<int64_t>(BlockIndexY()) * task.num_chunks + first + lane,
@@ -117,17 +117,17 @@ __global__ void __launch_bounds__(32 * kChunkWarps) ChunkMaximaKernel(SamplingTa
 template <int kWarps>
 TM_DEVICE uint32_t HighestOfRow(const SamplingTask& task) {
   const uint32_t* highest = task.highest + static_cast<int64_t>(BlockIndexY()) * task.num_chunks;
-  uint32_t max_value = 0;
+  uint32_t max_bits = 0;
 #pragma unroll 4
   for (int i = ThreadIndexX(); i < task.num_chunks; i += 32 * kWarps) {
     const uint32_t bits = LoadGlobal(highest + i);
-    max_value = bits > max_value ? bits : max_value;
+    max_bits = bits > max_bits ? bits : max_bits;
   }
-  max_value = MaxInWarp(max_value);
+  max_bits = MaxInWarp(max_bits);
   const int lane = ThreadIndexX() & 31;
   char* const of_warp = SharedMemory() + 4 * WarpIndex();
   if (lane == 0) {
-    StoreShared(of_warp, max_value);
+    StoreShared(of_warp, max_bits);
   }
   SyncBlock();
   return MaxInWarp(lane < kWarps ? LoadShared<uint32_t>(SharedMemory() + 4 * lane) : 0u);
@@ -147,8 +147,8 @@ struct Weights {
   }
 };
 
-TM_DEVICE float ZeroBelow(float weight, float min_value) {
-  return weight >= min_value ? weight : 0.f;
+TM_DEVICE float ZeroBelow(float weight, float min_weight) {
+  return weight >= min_weight ? weight : 0.f;
 }
 
 // Grid: sums / (kSumWarps kSumBlocksOfWarp) × samplings. Shared memory: kSamplingHeadBytes and
@@ -163,14 +163,14 @@ __global__ void __launch_bounds__(32 * kSumWarps) WeightSumsKernel(SamplingTask 
     return;
   }
   const Weights weights = {FloatOfOrdered(highest), sampling.inverse_temperature};
-  const float min_value = SamplesFromAll(sampling, task.op.vocab_size) ? sampling.min_p : 0.f;
+  const float min_weight = SamplesFromAll(sampling, task.op.vocab_size) ? sampling.min_p : 0.f;
   const int lane = ThreadIndexX() & 31;
   const int block = (BlockIndexX() * kSumWarps + WarpIndex()) * kSumBlocksOfWarp + lane / kSumLanes;
   const int left = task.op.vocab_size - block * kSumBlock;
   const int size = block >= task.num_sums ? 0 : left < kSumBlock ? left : kSumBlock;
   const float* logits = RowOf(task, sampling) + static_cast<int64_t>(block) * kSumBlock;
   const auto weight = [&](int i) {
-    return ZeroBelow(weights.Of(LoadGlobal(logits + i)), min_value);
+    return ZeroBelow(weights.Of(LoadGlobal(logits + i)), min_weight);
   };
   double sum = 0;
 #pragma unroll 8
@@ -268,11 +268,11 @@ struct ListShared {
 };
 
 // Count the chunks that reach `least`. `turn` must increase by one with each call.
-TM_DEVICE int CountChunks(const ListShared& shared, int num_chunks, uint32_t min_value, int turn) {
+TM_DEVICE int CountChunks(const ListShared& shared, int num_chunks, uint32_t min_bits, int turn) {
   int count = 0;
 #pragma unroll 4
   for (int i = ThreadIndexX(); i < num_chunks; i += 32 * kSamplingWarps) {
-    count += LoadShared<uint32_t>(shared.highest + 4 * i) >= min_value ? 1 : 0;
+    count += LoadShared<uint32_t>(shared.highest + 4 * i) >= min_bits ? 1 : 0;
   }
   count = SumInWarp(count);
   const int lane = ThreadIndexX() & 31;
@@ -306,7 +306,7 @@ TM_DEVICE uint32_t MinListed(const ListShared& shared, int num_chunks, int wante
 // memory counts them, including those that no longer fit.
 template <int kWidth>
 TM_DEVICE void ListCandidates(const SamplingTask& task, const RowSampling& sampling,
-                              const Weights& weights, const ListShared& shared, uint32_t min_value,
+                              const Weights& weights, const ListShared& shared, uint32_t min_bits,
                               char* count) {
   constexpr int kAhead = 4;
   const int lane = ThreadIndexX() & 31;
@@ -315,7 +315,7 @@ TM_DEVICE void ListCandidates(const SamplingTask& task, const RowSampling& sampl
   for (int base = 32 * WarpIndex(); base < task.num_chunks; base += 32 * kSamplingWarps) {
     uint32_t chunks =
         BallotInWarp(base + lane < task.num_chunks &&
-                     LoadShared<uint32_t>(shared.highest + 4 * (base + lane)) >= min_value);
+                     LoadShared<uint32_t>(shared.highest + 4 * (base + lane)) >= min_bits);
     while (chunks != 0) {
       ChunkValues<kWidth> values[kAhead];
       int index[kAhead];
@@ -330,7 +330,7 @@ TM_DEVICE void ListCandidates(const SamplingTask& task, const RowSampling& sampl
       for (int i = 0; i < 4 * kAhead; ++i) {
         const float x = values[i / 4].v[i % 4 / kWidth].v[i % kWidth];
         const int id = IdInChunk<kWidth>(index[i / 4], lane, i % 4);
-        if (id >= task.op.vocab_size || OrderedBits(x) < min_value) {
+        if (id >= task.op.vocab_size || OrderedBits(x) < min_bits) {
           continue;
         }
         const uint32_t weight = FloatBits(weights.Of(x));
@@ -406,15 +406,15 @@ TM_DEVICE int SampleFromList(const SamplingTask& task, const RowSampling& sampli
   if (thread == 0) {
     StoreShared(count_at, 0);
   }
-  uint32_t min_value = 0;
+  uint32_t min_bits = 0;
   if (task.op.vocab_size > kMaxCandidates) {
-    const int max_value =
+    const int max_listed =
         task.num_chunks * 3 / 4;  // a list from nearly all chunks would be too long
-    min_value = MinListed(shared, task.num_chunks, max_value < kMaxListed ? max_value : kMaxListed,
-                          highest);
+    min_bits = MinListed(shared, task.num_chunks, max_listed < kMaxListed ? max_listed : kMaxListed,
+                         highest);
   }
   SyncBlock();
-  ListCandidates<kWidth>(task, sampling, weights, shared, min_value, count_at);
+  ListCandidates<kWidth>(task, sampling, weights, shared, min_bits, count_at);
   SyncBlock();
   const int count = LoadShared<int>(count_at);
   if (count > kMaxCandidates) {
@@ -426,7 +426,7 @@ TM_DEVICE int SampleFromList(const SamplingTask& task, const RowSampling& sampli
   }
   SyncBlock();
   const float unlisted =
-      min_value <= kLowestBits ? 0.f : weights.Of(FloatOfOrdered(min_value)) * kMonotone;
+      min_bits <= kLowestBits ? 0.f : weights.Of(FloatOfOrdered(min_bits)) * kMonotone;
   return thread == 0 ? SampleFromSorted(task, sampling, shared, count, unlisted) : -1;
 }
 
